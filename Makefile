@@ -1,0 +1,30 @@
+# Two commands do everything on a fresh machine with python3 (3.10 to 3.13, with venv), make and git:
+#   make demo   a real language model decodes from a quantized cache, compared with its 16-bit cache
+#   make test   the tests
+# Each installs this checkout into .venv first, under constraints.txt.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/installed
+
+.PHONY: demo test check clean
+
+demo: $(STAMP)
+	$(BIN)/kvquant demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# pip's own upgrade brings --group, which Debian's pip 23 lacks.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[hf]' --group dev
+	touch $(STAMP)
+
+clean:
+	rm -rf .venv build *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache

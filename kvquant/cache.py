@@ -1,0 +1,353 @@
+"""KVCache: preallocated packed rows for all layers of a model, with exact rows at both ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .attention import State, attend_segments
+from .errors import ConfigError, ShapeError
+from .layer import LayerCache
+from .layout import EXACT_CODECS, RowFormat
+from .segments import Segment
+
+Formats = str | RowFormat | Sequence[str | RowFormat]
+
+
+class KVCache:
+    """Keys and values of all layers of a model, for a batch of sequences of unequal lengths.
+
+    All memory is allocated when the cache is made. Formats of K and of V are independent, and may be
+    given per layer.
+
+    Args:
+        num_layers: layers with attention.
+        batch: sequences.
+        num_kv_heads: KV heads of each layer.
+        head_dim: elements of a row of K and of V; formats given as RowFormat may have their own.
+        max_seq_len: tokens that a sequence has room for.
+        k_format: format of the packed K rows: a name, a RowFormat, or one of these per layer.
+        v_format: likewise for V.
+        sink_len: first tokens of each sequence to keep in 16 bit.
+        recent_len: last tokens of each sequence to keep in 16 bit.
+        exact_format: "bf16" or "fp16": the 16-bit rows; take that of the model.
+        device: where all tensors lie.
+
+    Attributes:
+        layers: the LayerCache of each layer.
+        start_positions: [batch] int64: the position of each sequence's first token (for rotary
+            embeddings); 0 unless set. It is saved and moves with the sequences.
+
+    Raises:
+        ConfigError: a size or a format that does not exist.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        batch: int,
+        num_kv_heads: int,
+        head_dim: int,
+        max_seq_len: int,
+        *,
+        k_format: Formats = "int4-g4",
+        v_format: Formats = "int4-g4",
+        sink_len: int = 4,
+        recent_len: int = 128,
+        exact_format: str = "bf16",
+        device: torch.device | str = "cpu",
+    ) -> None:
+        sizes = {"num_layers": num_layers, "batch": batch, "num_kv_heads": num_kv_heads}
+        for name, size in sizes.items():
+            _check_size(name, size, at_least=1)
+        sizes = {"max_seq_len": max_seq_len, "sink_len": sink_len, "recent_len": recent_len}
+        for name, size in sizes.items():
+            _check_size(name, size, at_least=0)
+        if exact_format not in EXACT_CODECS:
+            raise ConfigError(f"exact_format {exact_format!r} does not exist: use 'bf16' or 'fp16'")
+        k_formats = _per_layer("k_format", k_format, num_layers, head_dim)
+        v_formats = _per_layer("v_format", v_format, num_layers, head_dim)
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.max_seq_len = max_seq_len
+        self.sink_len = sink_len
+        self.recent_len = recent_len
+        self.exact_format = exact_format
+        self.device = torch.device(device)
+        self.layers = [
+            LayerCache(
+                batch,
+                num_kv_heads,
+                max_seq_len,
+                k,
+                v,
+                sink_len,
+                recent_len,
+                exact_format,
+                self.device,
+            )
+            for k, v in zip(k_formats, v_formats, strict=True)
+        ]
+        self.start_positions = torch.zeros(batch, dtype=torch.int64, device=self.device)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers."""
+        return len(self.layers)
+
+    @property
+    def batch(self) -> int:
+        """Sequences."""
+        return self.start_positions.shape[0]
+
+    @property
+    def seq_lens(self) -> torch.Tensor:
+        """[batch] int32: the tokens of each sequence that every layer holds."""
+        return torch.stack([layer.seq_lens for layer in self.layers]).amin(0)
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """[batch] int64: the position of the next token of each sequence."""
+        return self.start_positions + self.seq_lens
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of every tensor of the cache."""
+        tensors = [tensor for layer in self.layers for tensor in layer.tensors().values()]
+        return self.start_positions.nbytes + sum(tensor.nbytes for tensor in tensors)
+
+    def segments(self, layer: int) -> list[Segment]:
+        """The rows of a layer as segments to attend to, without copies."""
+        return self.layers[layer].segments()
+
+    def dequantized(
+        self, layer: int, dtype: torch.dtype = torch.float32
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copy the values of a layer, in the order of the tokens.
+
+        Returns:
+            K [batch, num_kv_heads, longest sequence, head_dim] and V likewise, dtype; zeros after the
+            end of a shorter sequence.
+        """
+        at = self.layers[layer]
+        longest = int(at.seq_lens.max())
+        outs = tuple(
+            torch.zeros(
+                (self.batch, self.num_kv_heads, longest, fmt.head_dim),
+                dtype=dtype,
+                device=self.device,
+            )
+            for fmt in (at.k_format, at.v_format)
+        )
+        segments = self.segments(layer)
+        for b, seq_len in enumerate(at.seq_lens.tolist()):
+            pairs = [segment.dequantized(b, dtype) for segment in segments]
+            for out, parts in zip(outs, zip(*pairs, strict=True), strict=True):
+                out[b, :, :seq_len] = torch.cat(parts, dim=1)
+        return outs[0], outs[1]
+
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        *,
+        sm_scale: float | None = None,
+        return_lse: bool = False,
+        num_splits: int | None = None,
+        backend: str | None = None,
+    ) -> torch.Tensor | State:
+        """Attend one token of each sequence to all tokens of a layer, the new one included.
+
+        Args:
+            layer: index of the layer; append this token's K and V to it first.
+            q: [batch, num_q_heads, head_dim].
+            sm_scale, return_lse, num_splits, backend: as in decode_attention.
+
+        Returns:
+            As decode_attention.
+        """
+        return attend_segments(
+            q,
+            self.segments(layer),
+            sm_scale=sm_scale,
+            return_lse=return_lse,
+            num_splits=num_splits,
+            backend=backend,
+        )
+
+    def append(
+        self,
+        layer: int,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        new_lens: torch.Tensor | Sequence[int] | None = None,
+    ) -> None:
+        """Add tokens to the end of each sequence of a layer.
+
+        Nothing is written unless everything can be.
+
+        Args:
+            layer: index of the layer.
+            k: [batch, num_kv_heads, new_tokens, head_dim] (the order of Hugging Face's caches),
+                float32, bfloat16 or float16, keys as attention meets them (after RoPE).
+            v: likewise.
+            new_lens: [batch]: how many of the new_tokens, the first ones, belong to each sequence; all
+                when None.
+
+        Raises:
+            ShapeError: k or v does not fit the cache, or a sequence would outgrow max_seq_len.
+            NonFiniteError: NaN, Inf or a value that one of the formats cannot hold.
+        """
+        at = self.layers[layer]
+        counts = self._check_append(at, k, v, new_lens)
+        at.append(k, v, counts)
+
+    def crop(self, seq_lens: int | torch.Tensor | Sequence[int]) -> None:
+        """Drop the last tokens of each sequence.
+
+        Rows that have been packed stay packed, so after cropping into them the recent window is empty
+        and fills again with the next tokens.
+
+        Args:
+            seq_lens: tokens to keep: one number for all (shorter sequences stay as they are), or
+                [batch].
+
+        Raises:
+            ShapeError: a length below 0, or over the present one where given per sequence.
+        """
+        present = self.seq_lens.cpu()
+        if isinstance(seq_lens, int):
+            wanted = present.clamp(max=seq_lens)
+        else:
+            wanted = torch.as_tensor(seq_lens, dtype=torch.int32).cpu()
+        if wanted.shape != present.shape or bool((wanted < 0).any() or (wanted > present).any()):
+            raise ShapeError(
+                f"cannot crop sequences of {present.tolist()} tokens to {wanted.tolist()}: give lengths "
+                "from 0 to the present ones"
+            )
+        for layer in self.layers:
+            layer.crop(wanted)
+
+    def reorder(self, index: torch.Tensor | Sequence[int]) -> None:
+        """Put sequence index[b] at place b, in place; a sequence may be taken twice (beam search).
+
+        Args:
+            index: [batch] of places from 0 to batch - 1.
+
+        Raises:
+            ShapeError: index is not [batch], or a place does not exist.
+        """
+        chosen = self._check_index(index)
+        if chosen.shape[0] != self.batch:
+            raise ShapeError(f"index has {chosen.shape[0]} places, the batch {self.batch}")
+        for layer in self.layers:
+            for tensor in layer.tensors().values():
+                tensor.copy_(tensor.index_select(0, chosen))
+        self.start_positions = self.start_positions.index_select(0, chosen)
+
+    def repeat(self, times: int) -> KVCache:
+        """A new cache with each sequence repeated, its copies side by side.
+
+        Args:
+            times: 1 or more copies of each.
+
+        Returns:
+            A cache of batch * times sequences that shares no memory with this one.
+        """
+        _check_size("times", times, at_least=1)
+        return self._taken(torch.arange(self.batch, device=self.device).repeat_interleave(times))
+
+    def fork(self, index: torch.Tensor | Sequence[int] | None = None) -> KVCache:
+        """A new cache with the same contents, to go on independently.
+
+        Args:
+            index: places of the sequences to take, in any order; all when None.
+
+        Returns:
+            A cache that shares no memory with this one.
+
+        Raises:
+            ShapeError: a place does not exist.
+        """
+        return self._taken(self._check_index(range(self.batch) if index is None else index))
+
+    def reset(self) -> None:
+        """Forget all tokens; the memory stays."""
+        for layer in self.layers:
+            layer.seq_lens.zero_()
+            layer.packed_lens.zero_()
+        self.start_positions.zero_()
+
+    def _check_append(
+        self,
+        at: LayerCache,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        new_lens: torch.Tensor | Sequence[int] | None,
+    ) -> torch.Tensor:
+        """[batch] int64: tokens to add to each sequence."""
+        for name, x, fmt in (("k", k, at.k_format), ("v", v, at.v_format)):
+            expected = [self.batch, self.num_kv_heads, "new_tokens", fmt.head_dim]
+            if x.ndim != 4 or [*x.shape[:2], "new_tokens", x.shape[3]] != expected:
+                raise ShapeError(
+                    f"{name} is {list(x.shape)}: it must be {expected}".replace("'", "")
+                )
+        new_tokens = k.shape[2]
+        if v.shape[2] != new_tokens:
+            raise ShapeError(f"k has {new_tokens} new tokens, v {v.shape[2]}")
+        counts = torch.as_tensor([new_tokens] * self.batch if new_lens is None else new_lens)
+        counts = counts.cpu().long()
+        if counts.shape != (self.batch,) or bool(((counts < 0) | (counts > new_tokens)).any()):
+            raise ShapeError(f"new_lens is {counts.tolist()}: give [batch] of 0 to {new_tokens}")
+        lens = at.seq_lens.cpu() + counts
+        if bool((lens > self.max_seq_len).any()):
+            sequence = int((lens > self.max_seq_len).nonzero()[0])
+            raise ShapeError(
+                f"sequence {sequence} would grow to {int(lens[sequence])} tokens, max_seq_len is "
+                f"{self.max_seq_len}: crop it, or make a larger cache"
+            )
+        return counts
+
+    def _check_index(self, index: torch.Tensor | Sequence[int]) -> torch.Tensor:
+        chosen = torch.as_tensor(index, dtype=torch.int64, device=self.device)
+        if chosen.ndim != 1 or bool(((chosen < 0) | (chosen >= self.batch)).any()):
+            raise ShapeError(f"index is {chosen.tolist()}: give places from 0 to {self.batch - 1}")
+        return chosen
+
+    def _taken(self, index: torch.Tensor) -> KVCache:
+        """A new cache with the sequences at these places."""
+        other = KVCache(
+            self.num_layers,
+            len(index),
+            self.num_kv_heads,
+            self.head_dim,
+            self.max_seq_len,
+            k_format=[layer.k_format for layer in self.layers],
+            v_format=[layer.v_format for layer in self.layers],
+            sink_len=self.sink_len,
+            recent_len=self.recent_len,
+            exact_format=self.exact_format,
+            device=self.device,
+        )
+        for mine, theirs in zip(self.layers, other.layers, strict=True):
+            for name, tensor in theirs.tensors().items():
+                tensor.copy_(mine.tensors()[name].index_select(0, index))
+        other.start_positions = self.start_positions.index_select(0, index)
+        return other
+
+
+def _check_size(name: str, size: int, *, at_least: int) -> None:
+    if type(size) is not int or size < at_least:
+        raise ConfigError(f"{name} {size!r} is not possible: use a whole number from {at_least}")
+
+
+def _per_layer(name: str, formats: Formats, num_layers: int, head_dim: int) -> list[RowFormat]:
+    """One format for each layer."""
+    if isinstance(formats, str):
+        return [RowFormat.parse(formats, head_dim)] * num_layers
+    if isinstance(formats, RowFormat):
+        return [formats] * num_layers
+    if len(formats) != num_layers:
+        raise ConfigError(f"{name} lists {len(formats)} formats for {num_layers} layers")
+    return [f if isinstance(f, RowFormat) else RowFormat.parse(f, head_dim) for f in formats]

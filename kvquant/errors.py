@@ -1,0 +1,38 @@
+"""The exceptions that kvquant raises.
+
+KVQuantError
+├── ConfigError       (ValueError)           a format, a size or an option that does not exist
+├── ShapeError        (ValueError)           tensors that do not fit one another, a format or the cache
+├── NonFiniteError    (ValueError)           NaN, Inf or values beyond what the format can hold
+├── CheckpointError   (ValueError)           a file that is damaged, foreign or of another model
+├── UnsupportedError  (NotImplementedError)  what this version or this machine cannot do
+└── DeviceError       (RuntimeError)         tensors on the wrong device, or no backend for theirs
+"""
+
+
+class KVQuantError(Exception):
+    """Base of every error that kvquant raises on purpose."""
+
+
+class ConfigError(KVQuantError, ValueError):
+    """A format, a size or an option that does not exist."""
+
+
+class ShapeError(KVQuantError, ValueError):
+    """Tensors that do not fit one another, a format or the cache."""
+
+
+class NonFiniteError(KVQuantError, ValueError):
+    """NaN, Inf or values beyond what the format can hold."""
+
+
+class CheckpointError(KVQuantError, ValueError):
+    """A file that is damaged, foreign or of another model."""
+
+
+class UnsupportedError(KVQuantError, NotImplementedError):
+    """What this version or this machine cannot do."""
+
+
+class DeviceError(KVQuantError, RuntimeError):
+    """Tensors on the wrong device, or no backend for theirs."""
