@@ -15,7 +15,8 @@ even unless said otherwise; mn, mx = the least and the greatest element of a gro
         value = code * scale + shift
 
 Codes are computed against the stored scale and shift, and both are rounded outwards, so that no
-element lies outside the codes' range and for every finite input, with u = 2**-24 |value|:
+element lies outside the codes' range and for every finite input, with u = 2**-24 |value|, or 2**-140
+(deep in float32's subnormals) where that is more:
 
     INT4, INT8   |x - value| <= scale * (1/2 + 2**-12) + u
     FP8          |x - value| <= max(|x - shift| / 16, scale * 2**-10) * (1 + 2**-12) + u
@@ -64,6 +65,7 @@ def quantize_rows(
         raise ConfigError(f"x is {x.dtype}: use float32, bfloat16 or float16")
     if x.ndim < 1 or x.shape[-1] != fmt.head_dim:
         raise ShapeError(f"x is {list(x.shape)}: its last axis must be head_dim {fmt.head_dim}")
+    x = x.detach()
     if choose_backend(x, backend) == "cpu":
         from .kernels.cpu.rows import quantize
 
@@ -140,14 +142,16 @@ def _quantize(x: torch.Tensor, fmt: RowFormat) -> tuple[torch.Tensor, bool]:
         return exact.view(torch.uint8), bool(holdable.all())
 
     grouped = torch.where(holdable, x, 0.0).float().unflatten(-1, (fmt.groups, fmt.group_size))
-    mn, mx = grouped.aminmax(dim=-1, keepdim=True) if grouped.numel() else (grouped, grouped)
+    empty = grouped[..., :1]  # without elements aminmax fails
+    mn, mx = grouped.aminmax(dim=-1, keepdim=True) if grouped.numel() else (empty, empty)
+    # + 0.0 turns -0.0, which min and max may or may not return where both zeros occur, into 0.0
     if fmt.codec == "fp8":
-        shift = (mn * 0.5 + mx * 0.5).half()
+        shift = (mn * 0.5 + mx * 0.5).half() + 0.0
         radius = torch.maximum(mx - shift.float(), shift.float() - mn)
-        scale = _half_up(radius * (1 / E4M3_MAX))
+        scale = _half_up(radius * (1 / E4M3_MAX)) + 0.0
     else:
-        shift = _half_down(mn)
-        scale = _half_up((mx - shift.float()) * (1 / LEVELS[fmt.codec]))
+        shift = _half_down(mn) + 0.0
+        scale = _half_up((mx - shift.float()) * (1 / LEVELS[fmt.codec])) + 0.0
     inverse = torch.where(scale == 0, 0.0, scale.float().reciprocal())
     scaled = (grouped - shift.float()) * inverse
     if fmt.codec == "fp8":
@@ -158,8 +162,7 @@ def _quantize(x: torch.Tensor, fmt: RowFormat) -> tuple[torch.Tensor, bool]:
     if fmt.codec == "int4":
         codes = codes[..., 0::2] | codes[..., 1::2] << 4
 
-    # + 0.0 turns -0.0, which min may or may not return, into 0.0
-    params = torch.cat([scale, shift + 0.0], dim=-1).flatten(-2)
+    params = torch.cat([scale, shift], dim=-1).flatten(-2)
     params = torch.where(holdable, params, float("nan")).contiguous()
     return torch.cat([params.view(torch.uint8), codes], dim=-1), bool(holdable.all())
 
@@ -167,9 +170,9 @@ def _quantize(x: torch.Tensor, fmt: RowFormat) -> tuple[torch.Tensor, bool]:
 def _dequantize(rows: torch.Tensor, fmt: RowFormat) -> torch.Tensor:
     """Values of rows in float32."""
     if fmt.is_exact:
-        return rows.contiguous().view(EXACT_DTYPES[fmt.codec]).float()
+        return _viewed(rows, EXACT_DTYPES[fmt.codec]).float()
     header, codes = rows.split([fmt.header_bytes, fmt.code_bytes], dim=-1)
-    params = header.contiguous().view(torch.float16).float().unflatten(-1, (fmt.groups, 2))
+    params = _viewed(header, torch.float16).float().unflatten(-1, (fmt.groups, 2))
     scale, shift = params[..., :1], params[..., 1:]
     if fmt.codec == "int4":
         codes = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
@@ -178,6 +181,11 @@ def _dequantize(rows: torch.Tensor, fmt: RowFormat) -> torch.Tensor:
     else:
         numbers = codes.float()
     return (numbers.unflatten(-1, (fmt.groups, fmt.group_size)) * scale + shift).flatten(-2)
+
+
+def _viewed(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A copy of bytes as numbers; the bytes may lie at odd addresses, which view refuses."""
+    return rows.clone(memory_format=torch.contiguous_format).view(dtype)
 
 
 def _holdable(x: torch.Tensor, fmt: RowFormat) -> torch.Tensor:

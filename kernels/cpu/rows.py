@@ -1,13 +1,310 @@
-"""Placeholder until the numba kernels land in this session."""
+"""Quantize and dequantize rows on the CPU, bit for bit as quant.py defines it.
+
+work item = 256 rows; per row
+
+    1  elements to float32, 16 at a time; is each within what the format can hold?
+    2  least and greatest element of each group -> scale and shift, rounded outwards to fp16
+    3  16 elements at a time: (x - shift) * (1 / scale), rounded, clamped, packed
+"""
+
+import functools
+
+import numba
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import types
+
+from kvquant.layout import E4M3_MAX
+
+from .parallel import compile_kernel, run, sources_hash
+from .simd import (
+    F16,
+    F32,
+    I8,
+    I16,
+    I32,
+    I64,
+    LANES,
+    argument,
+    f32x16,
+    literal,
+    load,
+    maximum,
+    minimum,
+    operation,
+    store,
+)
+from .values import RowReader, parse_spec, spec, widened_floats
+
+ROWS_PER_ITEM = 256
+INPUTS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+X, ROWS, NUM_ROWS, BAD = range(4)  # the arguments of both kernels
 
 
 def quantize(x, fmt):
-    from kvquant.quant import _quantize
-
-    return _quantize(x, fmt)
+    """Rows of x, and whether the format can hold every element; see quant.quantize_rows."""
+    x = x.contiguous()
+    rows = torch.empty((*x.shape[:-1], fmt.row_bytes), dtype=torch.uint8)
+    num_rows = x.numel() // fmt.head_dim
+    bad = np.zeros(1, np.uint16)
+    kernel = make_quantize_kernel(spec(fmt), INPUTS[x.dtype])
+    arguments = np.array([x.data_ptr(), rows.data_ptr(), num_rows, bad.ctypes.data])
+    _run(kernel, arguments, num_rows)
+    return rows, not bad[0]
 
 
 def dequantize(rows, fmt):
-    from kvquant.quant import _dequantize
+    """Values of rows in float32; see quant.dequantize_rows."""
+    rows = rows.contiguous()
+    x = torch.empty((*rows.shape[:-1], fmt.head_dim))
+    num_rows = rows.numel() // fmt.row_bytes
+    arguments = np.array([x.data_ptr(), rows.data_ptr(), num_rows, 0])
+    _run(make_dequantize_kernel(spec(fmt)), arguments, num_rows)
+    return x
 
-    return _dequantize(rows, fmt)
+
+def _run(kernel, arguments, num_rows):
+    items = -(-num_rows // ROWS_PER_ITEM)
+    run(kernel, arguments, items, parallel=items > 1)
+
+
+@operation(f32x16, literal, types.int64)
+def load_elements(emit, dtype, address):
+    """16 elements of x as floats."""
+    if dtype == "float32":
+        return emit.load(address, F32)
+    if dtype == "float16":
+        return emit.builder.fpext(emit.load(address, F16), ir.VectorType(F32, LANES))
+    wide = emit.builder.zext(emit.load(address, I16), ir.VectorType(I32, LANES))
+    shifted = emit.builder.shl(wide, emit.constant(16, I32))
+    return emit.builder.bitcast(shifted, ir.VectorType(F32, LANES))
+
+
+@operation(types.boolean, f32x16, types.float32)
+def all_within(emit, x, limit):
+    """Whether |x| <= limit in every lane; a NaN is not."""
+    within = emit.builder.fcmp_ordered("<=", emit.call("llvm.fabs", x), emit.splat(limit))
+    mask = emit.builder.bitcast(within, ir.IntType(LANES))
+    return emit.builder.icmp_unsigned("==", mask, ir.Constant(mask.type, 2**LANES - 1))
+
+
+@operation(types.float32, f32x16)
+def least(emit, x):
+    """The least of the lanes."""
+    return emit.reduce("fmin", x)
+
+
+@operation(types.float32, f32x16)
+def greatest(emit, x):
+    """The greatest of the lanes."""
+    return emit.reduce("fmax", x)
+
+
+@operation(types.uint16, types.float32)
+def to_half(emit, x):
+    """The bits of x rounded to fp16."""
+    return emit.builder.bitcast(emit.builder.fptrunc(x, F16), I16)
+
+
+@operation(types.float32, types.uint16)
+def from_half(emit, bits):
+    """The float of fp16 bits."""
+    return emit.builder.fpext(emit.builder.bitcast(bits, F16), F32)
+
+
+@operation(types.void, types.int64, types.uint16)
+def store_half(emit, address, bits):
+    """fp16 bits to a byte address."""
+    emit.store(address, bits)
+
+
+@operation(types.void, literal, f32x16, f32x16, f32x16, types.int64)
+def pack(emit, format_spec, x, shift, inverse, address):
+    """The codes of 16 elements, or the 16-bit elements, to a byte address."""
+    b, codec = emit.builder, parse_spec(format_spec).codec
+    ints = ir.VectorType(I32, LANES)
+    if codec == "fp16":
+        emit.store(address, b.fptrunc(x, ir.VectorType(F16, LANES)))
+        return
+    if codec == "bf16":
+        bits = b.bitcast(x, ints)
+        odd = b.and_(b.lshr(bits, emit.constant(16, I32)), emit.constant(1, I32))
+        rounded = b.add(b.add(bits, emit.constant(0x7FFF, I32)), odd)
+        half = b.lshr(rounded, emit.constant(16, I32))
+        emit.store(address, b.trunc(half, ir.VectorType(I16, LANES)))
+        return
+    scaled = b.fmul(b.fsub(x, shift), inverse)
+    if codec == "fp8":
+        emit.store(address, to_e4m3(emit, _clamp(emit, scaled, -E4M3_MAX, E4M3_MAX)))
+        return
+    levels = 15.0 if codec == "int4" else 255.0
+    rounded = _clamp(emit, emit.call("llvm.rint", scaled), 0.0, levels)
+    codes = b.fptosi(rounded, ints)
+    if codec == "int4":  # a quadword holds an even and an odd code
+        pairs = b.bitcast(codes, ir.VectorType(I64, LANES // 2))
+        pairs = b.or_(pairs, b.lshr(pairs, emit.constant(28, I64, LANES // 2)))
+        emit.store(address, b.trunc(pairs, ir.VectorType(I8, LANES // 2)))
+    else:
+        emit.store(address, b.trunc(codes, ir.VectorType(I8, LANES)))
+
+
+def _clamp(emit, x, low, high):
+    x = emit.call("llvm.maxnum", x, emit.constant(low))
+    return emit.call("llvm.minnum", x, emit.constant(high))
+
+
+def to_e4m3(emit, x):
+    """16 floats of at most 448 in magnitude, rounded to the nearest E4M3, ties to even.
+
+    From 2**-6 on the mantissa is rounded to 3 bits and the exponent rebased from 127 to 7; below, the
+    code is the multiple of 2**-9, which adding 2**14 rounds to the low bits of the float.
+    """
+    b = emit.builder
+    ints = ir.VectorType(I32, LANES)
+    bits = b.bitcast(x, ints)
+    sign = b.and_(b.lshr(bits, emit.constant(24, I32)), emit.constant(0x80, I32))
+    magnitude = b.and_(bits, emit.constant(0x7FFFFFFF, I32))
+    odd = b.and_(b.lshr(magnitude, emit.constant(20, I32)), emit.constant(1, I32))
+    rounded = b.add(b.add(magnitude, emit.constant(0x7FFFF, I32)), odd)
+    normal = b.sub(b.lshr(rounded, emit.constant(20, I32)), emit.constant((127 - 7) << 3, I32))
+    magic = emit.constant(2.0**14)
+    moved = b.fadd(b.bitcast(magnitude, x.type), magic)
+    small = b.sub(b.bitcast(moved, ints), b.bitcast(magic, ints))
+    is_small = b.icmp_signed("<", magnitude, emit.constant((127 - 6) << 23, I32))
+    return b.trunc(b.or_(b.select(is_small, small, normal), sign), ir.VectorType(I8, LANES))
+
+
+@operation(types.void, literal, types.int64, types.int64, types.int64)
+def unpack_row(emit, format_spec, row, params, x):
+    """The values of a row to an address; params: room for its widened parameters."""
+    reader = RowReader(emit, parse_spec(format_spec))
+    reader.widen(row, params)
+    for chunk in range(reader.chunks):
+        values = reader.values(row, params, ir.Constant(I64, chunk))
+        emit.store(emit.at(x, 4 * LANES * chunk), values)
+
+
+@numba.njit
+def half_down(x):
+    """The greatest fp16 that is not over x, as bits."""
+    bits = to_half(x)
+    if from_half(bits) <= x:
+        return bits
+    if bits & np.uint16(0x7FFF) == 0:
+        return np.uint16(0x8001)
+    return np.uint16(bits + 1 if bits & np.uint16(0x8000) else bits - 1)
+
+
+@numba.njit
+def half_up(x):
+    """The least fp16 that is not under x, as bits, for x >= 0."""
+    bits = to_half(x)
+    return np.uint16(bits + 1) if from_half(bits) < x else bits
+
+
+@numba.njit
+def choose_parameters(mn, mx, step, is_fp8):
+    """Scale and shift of a group as fp16 bits; quant.py has the formulas."""
+    if is_fp8:
+        half = np.float32(0.5)
+        shift = to_half(from_half(to_half(mn * half + mx * half)) + np.float32(0))
+        middle = from_half(shift)
+        scale = half_up(max(mx - middle, middle - mn) * step)
+    else:
+        shift = to_half(from_half(half_down(mn)) + np.float32(0))  # no -0.0
+        scale = half_up((mx - from_half(shift)) * step)
+    return to_half(from_half(scale) + np.float32(0)), shift
+
+
+@functools.cache
+def make_quantize_kernel(format_spec, dtype):
+    """Compile the kernel for a format and the dtype of x; its address."""
+    fmt = parse_spec(format_spec)
+    head_dim, group_size, groups = fmt.head_dim, fmt.group_size, fmt.groups
+    row_bytes, header_bytes = fmt.row_bytes, fmt.header_bytes
+    chunk_bytes = LANES * fmt.bits // 8
+    element_bytes = 4 if dtype == "float32" else 2
+    max_abs = fmt.max_abs
+    is_exact, is_fp8 = fmt.is_exact, fmt.codec == "fp8"
+    nan = np.uint16(0x7FC0 if fmt.codec == "bf16" else 0x7E00)
+    nan_bytes = row_bytes if is_exact else header_bytes
+    whole_chunks = group_size % LANES == 0
+    step = np.float32(1 / {"int4": 15.0, "int8": 255.0}.get(fmt.codec, E4M3_MAX))
+    sources = sources_hash()
+
+    def quantize_kernel(args, item):
+        sources  # a constant of the kernel, so that its place on the disk depends on it
+        values = np.empty(head_dim, np.float32)
+        shifts = np.zeros(head_dim, np.float32)
+        inverses = np.zeros(head_dim, np.float32)
+        at = values.ctypes.data
+        first = item * ROWS_PER_ITEM
+        for index in range(first, min(first + ROWS_PER_ITEM, argument(args, NUM_ROWS))):
+            x = argument(args, X) + element_bytes * head_dim * index
+            row = argument(args, ROWS) + row_bytes * index
+            # Step 1: to float32
+            holdable = True
+            for element in range(0, head_dim, LANES):
+                chunk = load_elements(dtype, x + element_bytes * element)
+                holdable = holdable and all_within(chunk, max_abs)
+                store(at + 4 * element, chunk)
+            if not holdable:
+                store_half(argument(args, BAD), np.uint16(1))
+                for byte in range(0, row_bytes, 2):
+                    store_half(row + byte, nan if byte < nan_bytes else np.uint16(0))
+                continue
+            # Step 2: parameters
+            if not is_exact:
+                for group in range(groups):
+                    start = group * group_size
+                    if whole_chunks:
+                        low = high = load(at + 4 * start)
+                        for element in range(start + LANES, start + group_size, LANES):
+                            chunk = load(at + 4 * element)
+                            low, high = minimum(low, chunk), maximum(high, chunk)
+                        mn, mx = least(low), greatest(high)
+                    else:
+                        mn = mx = values[start]
+                        for element in range(start + 1, start + group_size):
+                            mn, mx = min(mn, values[element]), max(mx, values[element])
+                    scale, shift = choose_parameters(mn, mx, step, is_fp8)
+                    store_half(row + 4 * group, scale)
+                    store_half(row + 4 * group + 2, shift)
+                    inverse = np.float32(0)
+                    if scale != 0:
+                        inverse = np.float32(1) / from_half(scale)
+                    shifts[start : start + group_size] = from_half(shift)
+                    inverses[start : start + group_size] = inverse
+            # Step 3: codes
+            codes = row + header_bytes
+            for chunk in range(head_dim // LANES):
+                offset = 4 * LANES * chunk
+                pack(
+                    format_spec,
+                    load(at + offset),
+                    load(shifts.ctypes.data + offset),
+                    load(inverses.ctypes.data + offset),
+                    codes + chunk_bytes * chunk,
+                )
+
+    return compile_kernel(quantize_kernel)
+
+
+@functools.cache
+def make_dequantize_kernel(format_spec):
+    """Compile the kernel for a format; its address."""
+    fmt = parse_spec(format_spec)
+    head_dim, row_bytes, params_floats = fmt.head_dim, fmt.row_bytes, widened_floats(fmt)
+    sources = sources_hash()
+
+    def dequantize_kernel(args, item):
+        sources
+        params = np.empty(max(params_floats, 1), np.float32)
+        first = item * ROWS_PER_ITEM
+        for index in range(first, min(first + ROWS_PER_ITEM, argument(args, NUM_ROWS))):
+            row = argument(args, ROWS) + row_bytes * index
+            x = argument(args, X) + 4 * head_dim * index
+            unpack_row(format_spec, row, params.ctypes.data, x)
+
+    return compile_kernel(dequantize_kernel)

@@ -1,0 +1,259 @@
+"""Vectors of 16 floats for numba: a type, and the few operations that the CPU kernels are made of.
+
+numba compiles scalars and leaves vectors to LLVM's loop vectorizer, which gives up on packed rows.
+Here vectors are values: LLVM maps a vector of 16 floats to one AVX-512 register, two of AVX2 or four of
+NEON. Memory is addressed by plain integers (bytes), because rows have any strides and alignment.
+"""
+
+import inspect
+import math
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.core.datamodel import models
+from numba.extending import intrinsic, register_model
+
+LANES = 16
+
+F16, F32 = ir.HalfType(), ir.FloatType()
+I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+
+
+class _F32x16(types.Type):
+    def __init__(self):
+        super().__init__(name="f32x16")
+
+
+f32x16 = _F32x16()
+literal = types.Literal
+
+
+@register_model(_F32x16)
+class _F32x16Model(models.PrimitiveModel):
+    def __init__(self, dmm, fe_type):
+        super().__init__(dmm, fe_type, ir.VectorType(F32, LANES))
+
+
+class Emitter:
+    """Writes LLVM instructions on vectors; what the intrinsics below and in the kernels are made of."""
+
+    def __init__(self, builder):
+        self.builder = builder
+
+    def load(self, address, kind, count=LANES):
+        """count elements from a byte address, of any alignment."""
+        pointer = self.builder.inttoptr(address, ir.VectorType(kind, count).as_pointer())
+        return self.builder.load(pointer, align=1)
+
+    def load_scalar(self, address, kind):
+        """One element from a byte address."""
+        return self.builder.load(self.builder.inttoptr(address, kind.as_pointer()), align=1)
+
+    def store(self, address, value):
+        """A vector or an element to a byte address, of any alignment."""
+        pointer = self.builder.inttoptr(address, value.type.as_pointer())
+        self.builder.store(value, pointer, align=1)
+
+    def at(self, address, offset):
+        """address + a constant offset."""
+        return self.builder.add(address, ir.Constant(I64, offset)) if offset else address
+
+    def times(self, value, factor):
+        """An i64 times a constant."""
+        return self.builder.mul(value, ir.Constant(I64, factor))
+
+    def constant(self, value, kind=F32, count=LANES):
+        """The same constant in every lane."""
+        return ir.Constant(ir.VectorType(kind, count), [ir.Constant(kind, value)] * count)
+
+    def splat(self, scalar):
+        """A number in every lane."""
+        undefined = ir.Constant(ir.VectorType(scalar.type, LANES), ir.Undefined)
+        single = self.builder.insert_element(undefined, scalar, ir.Constant(I32, 0))
+        return self.builder.shuffle_vector(single, undefined, self.constant(0, I32))
+
+    def load_splat(self, address):
+        """A float from a byte address in every lane."""
+        return self.splat(self.load_scalar(address, F32))
+
+    def call(self, name, *args):
+        """An LLVM intrinsic on vectors, such as llvm.fma."""
+        kind = args[0].type
+        suffix = f"v{kind.count}" + {F32: "f32", F16: "f16", I32: "i32"}[kind.element]
+        function = cgutils.get_or_insert_function(
+            self.builder.module, ir.FunctionType(kind, [kind] * len(args)), f"{name}.{suffix}"
+        )
+        return self.builder.call(function, args)
+
+    def reduce(self, name, x):
+        """The least ("fmin") or greatest ("fmax") lane of a vector of floats."""
+        function = cgutils.get_or_insert_function(
+            self.builder.module, ir.FunctionType(F32, [x.type]), f"llvm.vector.reduce.{name}.v16f32"
+        )
+        return self.builder.call(function, [x])
+
+    def fma(self, a, b, c):
+        """a * b + c, rounded once."""
+        return self.call("llvm.fma", a, b, c)
+
+    def exp2(self, x):
+        """2**x for x <= 0, relative error under 2e-7; 0 below -126.5, NaN for NaN.
+
+        2**x = 2**n * 2**f, n the nearest integer, |f| <= 1/2; 2**f by the series of exp(f ln 2) to
+        f**7. Adding 1.5 * 2**23 leaves n in the low bits of the float.
+        """
+        b = self.builder
+        lowest = self.constant(-127.0)
+        x = b.select(b.fcmp_ordered("<", x, lowest), lowest, x)
+        magic = self.constant(1.5 * 2**23)
+        shifted = b.fadd(x, magic)
+        f = b.fsub(x, b.fsub(shifted, magic))
+        terms = [math.log(2) ** k / math.factorial(k) for k in range(8)]
+        power = self.constant(terms[7])
+        for term in reversed(terms[:7]):
+            power = self.fma(power, f, self.constant(term))
+        n = b.bitcast(shifted, ir.VectorType(I32, LANES))
+        exponent = b.add(b.shl(n, self.constant(23, I32)), self.constant(127 << 23, I32))
+        return b.fmul(power, b.bitcast(exponent, ir.VectorType(F32, LANES)))  # n = -127 makes 0
+
+    def sums(self, vectors):
+        """A vector whose lane i is the sum of the lanes of vectors[i]; 16 vectors, None for none.
+
+        A tree: two vectors become one by adding the even to the odd lanes of their concatenation.
+        """
+        b = self.builder
+        pairs = [ir.Constant(I32, lane) for lane in range(2 * LANES)]
+        even = ir.Constant(ir.VectorType(I32, LANES), pairs[0::2])
+        odd = ir.Constant(ir.VectorType(I32, LANES), pairs[1::2])
+        zero = self.constant(0.0)
+        while len(vectors) > 1:
+            halves = []
+            for left, right in zip(vectors[0::2], vectors[1::2], strict=True):
+                if left is None:
+                    halves.append(None)
+                    continue
+                right = zero if right is None else right
+                low = b.shuffle_vector(left, right, even)
+                halves.append(b.fadd(low, b.shuffle_vector(left, right, odd)))
+            vectors = halves
+        return vectors[0]
+
+
+def operation(result, *arguments):
+    """Make an intrinsic of numba from a function (emitter, *values) -> value, for these numba types.
+
+    A `literal` argument must be a compile-time constant (int or str), and arrives as its Python value.
+    """
+
+    def wrap(emit):
+        def typed(typingctx, *given):
+            constants = [
+                have.literal_value if want is literal else None
+                for have, want in zip(given, arguments, strict=True)
+            ]
+            want = [
+                have if want is literal else want
+                for have, want in zip(given, arguments, strict=True)
+            ]
+
+            def generate(context, builder, signature, args):
+                values = [
+                    context.cast(builder, value, have, want) if constant is None else constant
+                    for value, have, want, constant in zip(
+                        args, signature.args, want, constants, strict=True
+                    )
+                ]
+                made = emit(Emitter(builder), *values)
+                return context.get_dummy_value() if made is None else made
+
+            return result(*want), generate
+
+        names = ["typingctx", *list(inspect.signature(emit).parameters)[1:]]
+        typed.__signature__ = inspect.Signature(
+            [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+        )  # numba packs *given into a tuple unless it sees the names
+        typed.__name__ = typed.__qualname__ = emit.__name__
+        typed.__doc__ = emit.__doc__
+        return intrinsic(prefer_literal=True)(typed)
+
+    return wrap
+
+
+@operation(f32x16, types.int64)
+def load(emit, address):
+    """16 floats from a byte address."""
+    return emit.load(address, F32)
+
+
+@operation(types.void, types.int64, f32x16)
+def store(emit, address, value):
+    """16 floats to a byte address."""
+    emit.store(address, value)
+
+
+@operation(f32x16, types.float32)
+def splat(emit, scalar):
+    """A float in every lane."""
+    return emit.splat(scalar)
+
+
+@operation(f32x16, f32x16, f32x16)
+def add(emit, a, b):
+    """a + b."""
+    return emit.builder.fadd(a, b)
+
+
+@operation(f32x16, f32x16, f32x16)
+def maximum(emit, a, b):
+    """The greater of each pair of lanes; a NaN loses."""
+    return emit.call("llvm.maxnum", a, b)
+
+
+@operation(f32x16, f32x16, f32x16)
+def minimum(emit, a, b):
+    """The lesser of each pair of lanes; a NaN loses."""
+    return emit.call("llvm.minnum", a, b)
+
+
+@operation(f32x16, f32x16, f32x16)
+def exp2_of_difference(emit, a, b):
+    """2**(a - b), for a <= b."""
+    return emit.exp2(emit.builder.fsub(a, b))
+
+
+@operation(f32x16, f32x16, f32x16)
+def times(emit, a, b):
+    """a * b."""
+    return emit.builder.fmul(a, b)
+
+
+@operation(types.float32, types.int64)
+def load_float(emit, address):
+    """A float from a byte address."""
+    return emit.load_scalar(address, F32)
+
+
+@operation(types.void, types.int64, types.float32)
+def store_float(emit, address, value):
+    """A float to a byte address."""
+    emit.store(address, value)
+
+
+@operation(types.int64, types.int64, types.int64)
+def argument(emit, arguments, index):
+    """One of the int64 arguments of a kernel."""
+    return emit.load_scalar(emit.builder.add(arguments, emit.times(index, 8)), I64)
+
+
+@operation(types.int64, types.int64)
+def load_int32(emit, address):
+    """An int32 from a byte address."""
+    return emit.builder.sext(emit.load_scalar(address, I32), I64)
+
+
+@operation(types.void, types.int64, types.int64, types.int64)
+def call_kernel(emit, kernel, arguments, item):
+    """Call the C function (arguments, item) at an address."""
+    kind = ir.FunctionType(ir.VoidType(), [I64, I64])
+    emit.builder.call(emit.builder.inttoptr(kernel, kind.as_pointer()), [arguments, item])
