@@ -1,4 +1,4 @@
-"""The fused attention call: checks, choice of the kernel, launch; and the merge of partial results."""
+"""The fused attention call: checks, choice of the kernel; and the merge of partial results."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def decode_attention(
     num_kv_heads).
 
     Args:
-        q: [batch, num_q_heads, head_dim], float32, bfloat16 or float16; num_q_heads is a multiple of
-            num_kv_heads, in any ratio.
+        q: [batch, num_q_heads, head_dim], float32, bfloat16 or float16; num_q_heads is a multiple
+            of num_kv_heads, in any ratio.
         k_rows: [batch, num_kv_heads, capacity, row bytes of k_format], uint8. Rows are contiguous,
             the other axes may have any strides.
         v_rows: [batch, num_kv_heads, capacity, row bytes of v_format], uint8, likewise.
@@ -57,8 +57,7 @@ def decode_attention(
         ConfigError: a dtype, a format or the backend does not exist.
         DeviceError: the tensors lie on different devices, or none of the backends serves theirs.
     """
-    if q.ndim != 3:
-        raise ShapeError(f"q is {list(q.shape)}: it must be [batch, num_q_heads, head_dim]")
+    _check_query(q)
     k_format = RowFormat.parse(k_format, q.shape[-1])
     v_format = (
         v_format if isinstance(v_format, RowFormat) else RowFormat.parse(v_format, q.shape[-1])
@@ -93,7 +92,9 @@ def attend_segments(
     Returns:
         As decode_attention.
     """
+    _check_query(q)
     _check(q, segments, num_splits)
+    q = q.detach()
     sm_scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
     attend = _choose_kernel(q, backend)
     out, lse = attend(q, segments, sm_scale, num_splits)
@@ -105,8 +106,8 @@ def merge_states(*states: State) -> State:
     """Merge attention over disjoint sets of tokens into attention over all of them, exactly.
 
     Args:
-        states: pairs of out [..., head_dim] and lse [...], base e, as decode_attention returns them;
-            lse -inf marks a state without tokens.
+        states: pairs of out [..., head_dim] and lse [...], base e, as decode_attention returns
+            them; lse -inf marks a state without tokens, whose out does not matter.
 
     Returns:
         out, the dtype of the first one, and lse, float32 (float64 if any lse is). Computed in the
@@ -119,7 +120,7 @@ def merge_states(*states: State) -> State:
     """
     if not states:
         raise ShapeError("merge_states needs at least one (out, lse)")
-    first_out, first_lse = states[0]
+    first_out = states[0][0]
     for out, lse in states:
         if out.shape != first_out.shape or lse.shape != out.shape[:-1]:
             raise ShapeError(
@@ -130,7 +131,8 @@ def merge_states(*states: State) -> State:
     lse = lses.logsumexp(0)
     weights = (lses - lse.nan_to_num(neginf=0.0)).exp()  # all empty: exp(-inf - 0) = 0
     outs = torch.stack([out.to(lses.dtype) for out, _ in states])
-    return (weights[..., None] * outs).sum(0).to(first_out.dtype), lse
+    parts = torch.where(lses[..., None] == -torch.inf, 0.0, weights[..., None] * outs)
+    return parts.sum(0).to(first_out.dtype), lse
 
 
 Kernel = Callable[[torch.Tensor, Sequence[Segment], float, "int | None"], State]
@@ -153,11 +155,16 @@ def _choose_kernel(q: torch.Tensor, backend: str | None) -> Kernel:
     raise ConfigError(f"backend {backend!r} does not exist: use {' or '.join(BACKENDS)}")
 
 
+def _check_query(q: torch.Tensor) -> None:
+    if q.ndim != 3:
+        raise ShapeError(f"q is {list(q.shape)}: it must be [batch, num_q_heads, head_dim]")
+    if q.dtype not in FLOAT_DTYPES:
+        raise ConfigError(f"q is {q.dtype}: use float32, bfloat16 or float16")
+
+
 def _check(q: torch.Tensor, segments: Sequence[Segment], num_splits: int | None) -> None:
     if not segments:
         raise ShapeError("no segments: attention needs at least one")
-    if q.dtype not in FLOAT_DTYPES:
-        raise ConfigError(f"q is {q.dtype}: use float32, bfloat16 or float16")
     if num_splits is not None and num_splits < 1:
         raise ConfigError(f"num_splits {num_splits} is not possible: use 1 or more, or None")
     batch, num_q_heads, head_dim = q.shape
@@ -166,8 +173,8 @@ def _check(q: torch.Tensor, segments: Sequence[Segment], num_splits: int | None)
         rows_batch, num_kv_heads, capacity, _ = segment.k_rows.shape
         if rows_batch != batch or num_kv_heads == 0 or num_q_heads % num_kv_heads:
             raise ShapeError(
-                f"q {list(q.shape)} does not fit rows {list(segment.k_rows.shape)}: the batch must be "
-                "the same and num_q_heads a multiple of num_kv_heads"
+                f"q {list(q.shape)} does not fit rows {list(segment.k_rows.shape)}: the batch must "
+                "be the same and num_q_heads a multiple of num_kv_heads"
             )
         if segment.k_format.head_dim != head_dim:
             raise ShapeError(f"q has head_dim {head_dim}, K has {segment.k_format.head_dim}")
@@ -185,7 +192,8 @@ def _check(q: torch.Tensor, segments: Sequence[Segment], num_splits: int | None)
             shortest, longest = (int(n) for n in segment.seq_lens.aminmax())
             if shortest < 0 or longest > capacity:
                 raise ShapeError(
-                    f"seq_lens are {shortest} to {longest}, but there is room for 0 to {capacity} rows"
+                    f"seq_lens are {shortest} to {longest}, but there is room "
+                    f"for 0 to {capacity} rows"
                 )
             if segment.starts is not None:
                 lowest, highest = (int(n) for n in segment.starts.aminmax())

@@ -10,6 +10,7 @@ from .attention import State, attend_segments
 from .errors import ConfigError, ShapeError
 from .layer import LayerCache
 from .layout import EXACT_CODECS, RowFormat
+from .quant import FLOAT_DTYPES
 from .segments import Segment
 
 Formats = str | RowFormat | Sequence[str | RowFormat]
@@ -18,8 +19,8 @@ Formats = str | RowFormat | Sequence[str | RowFormat]
 class KVCache:
     """Keys and values of all layers of a model, for a batch of sequences of unequal lengths.
 
-    All memory is allocated when the cache is made. Formats of K and of V are independent, and may be
-    given per layer.
+    All memory is allocated when the cache is made. Formats of K and of V are independent, and may
+    be given per layer.
 
     Args:
         num_layers: layers with attention.
@@ -127,8 +128,8 @@ class KVCache:
         """Copy the values of a layer, in the order of the tokens.
 
         Returns:
-            K [batch, num_kv_heads, longest sequence, head_dim] and V likewise, dtype; zeros after the
-            end of a shorter sequence.
+            K [batch, num_kv_heads, longest sequence, head_dim] and V likewise, dtype; zeros after
+            the end of a shorter sequence.
         """
         at = self.layers[layer]
         longest = int(at.seq_lens.max())
@@ -192,11 +193,12 @@ class KVCache:
             k: [batch, num_kv_heads, new_tokens, head_dim] (the order of Hugging Face's caches),
                 float32, bfloat16 or float16, keys as attention meets them (after RoPE).
             v: likewise.
-            new_lens: [batch]: how many of the new_tokens, the first ones, belong to each sequence; all
-                when None.
+            new_lens: [batch]: how many of the new_tokens, the first ones, belong to each sequence;
+                all when None.
 
         Raises:
             ShapeError: k or v does not fit the cache, or a sequence would outgrow max_seq_len.
+            ConfigError: the dtype of k or v.
             NonFiniteError: NaN, Inf or a value that one of the formats cannot hold.
         """
         at = self.layers[layer]
@@ -206,8 +208,8 @@ class KVCache:
     def crop(self, seq_lens: int | torch.Tensor | Sequence[int]) -> None:
         """Drop the last tokens of each sequence.
 
-        Rows that have been packed stay packed, so after cropping into them the recent window is empty
-        and fills again with the next tokens.
+        Rows that have been packed stay packed, so after cropping into them the recent window is
+        empty and fills again with the next tokens.
 
         Args:
             seq_lens: tokens to keep: one number for all (shorter sequences stay as they are), or
@@ -220,11 +222,11 @@ class KVCache:
         if isinstance(seq_lens, int):
             wanted = present.clamp(max=seq_lens)
         else:
-            wanted = torch.as_tensor(seq_lens, dtype=torch.int32).cpu()
+            wanted = _whole_numbers("seq_lens", seq_lens)
         if wanted.shape != present.shape or bool((wanted < 0).any() or (wanted > present).any()):
             raise ShapeError(
-                f"cannot crop sequences of {present.tolist()} tokens to {wanted.tolist()}: give lengths "
-                "from 0 to the present ones"
+                f"cannot crop sequences of {present.tolist()} tokens to {wanted.tolist()}: give "
+                "lengths from 0 to the present ones"
             )
         for layer in self.layers:
             layer.crop(wanted)
@@ -293,11 +295,13 @@ class KVCache:
                 raise ShapeError(
                     f"{name} is {list(x.shape)}: it must be {expected}".replace("'", "")
                 )
+            if x.dtype not in FLOAT_DTYPES:
+                raise ConfigError(f"{name} is {x.dtype}: use float32, bfloat16 or float16")
         new_tokens = k.shape[2]
         if v.shape[2] != new_tokens:
             raise ShapeError(f"k has {new_tokens} new tokens, v {v.shape[2]}")
-        counts = torch.as_tensor([new_tokens] * self.batch if new_lens is None else new_lens)
-        counts = counts.cpu().long()
+        new_lens = [new_tokens] * self.batch if new_lens is None else new_lens
+        counts = _whole_numbers("new_lens", new_lens)
         if counts.shape != (self.batch,) or bool(((counts < 0) | (counts > new_tokens)).any()):
             raise ShapeError(f"new_lens is {counts.tolist()}: give [batch] of 0 to {new_tokens}")
         lens = at.seq_lens.cpu() + counts
@@ -310,7 +314,7 @@ class KVCache:
         return counts
 
     def _check_index(self, index: torch.Tensor | Sequence[int]) -> torch.Tensor:
-        chosen = torch.as_tensor(index, dtype=torch.int64, device=self.device)
+        chosen = _whole_numbers("index", index).to(self.device)
         if chosen.ndim != 1 or bool(((chosen < 0) | (chosen >= self.batch)).any()):
             raise ShapeError(f"index is {chosen.tolist()}: give places from 0 to {self.batch - 1}")
         return chosen
@@ -342,12 +346,20 @@ def _check_size(name: str, size: int, *, at_least: int) -> None:
         raise ConfigError(f"{name} {size!r} is not possible: use a whole number from {at_least}")
 
 
+def _whole_numbers(name: str, values: torch.Tensor | Sequence[int]) -> torch.Tensor:
+    """int64 on the CPU; fractions and masks are refused, not cast."""
+    numbers = torch.as_tensor(values).cpu()
+    if numbers.is_floating_point() or numbers.dtype == torch.bool:
+        raise ConfigError(f"{name} is {numbers.dtype}: use whole numbers")
+    return numbers.long()
+
+
 def _per_layer(name: str, formats: Formats, num_layers: int, head_dim: int) -> list[RowFormat]:
     """One format for each layer."""
-    if isinstance(formats, str):
-        return [RowFormat.parse(formats, head_dim)] * num_layers
     if isinstance(formats, RowFormat):
         return [formats] * num_layers
+    if isinstance(formats, str) or not isinstance(formats, Sequence):
+        return [RowFormat.parse(formats, head_dim)] * num_layers
     if len(formats) != num_layers:
         raise ConfigError(f"{name} lists {len(formats)} formats for {num_layers} layers")
     return [f if isinstance(f, RowFormat) else RowFormat.parse(f, head_dim) for f in formats]

@@ -2,7 +2,7 @@
 
 KVQuantError
 ├── ConfigError       (ValueError)           a format, a size or an option that does not exist
-├── ShapeError        (ValueError)           tensors that do not fit one another, a format or the cache
+├── ShapeError        (ValueError)           tensors that do not fit one another, a format or cache
 ├── NonFiniteError    (ValueError)           NaN, Inf or values beyond what the format can hold
 ├── CheckpointError   (ValueError)           a file that is damaged, foreign or of another model
 ├── UnsupportedError  (NotImplementedError)  what this version or this machine cannot do

@@ -36,8 +36,8 @@ class LayerCache:
     Attributes:
         k_packed, v_packed: [batch, num_kv_heads, max_seq_len - sink_len - recent_len, row_bytes].
         k_sinks, v_sinks: [batch, num_kv_heads, sink_len, 16-bit row bytes].
-        k_recent, v_recent: [batch, num_kv_heads, recent_len, 16-bit row bytes], a ring: the i-th token
-            after the sinks has slot i % recent_len.
+        k_recent, v_recent: [batch, num_kv_heads, recent_len, 16-bit row bytes], a ring: the i-th
+            token after the sinks has slot i % recent_len.
         seq_lens: [batch] int32, tokens held.
         packed_lens: [batch] int32, how many of them are packed.
     """
@@ -105,14 +105,14 @@ class LayerCache:
         packed = torch.maximum(old_packed, seq_lens - self.sink_len - self.recent_len)
 
         writes = []  # computed before anything is written
-        for x, name in ((k, "k"), (v, "v")):
+        for x, name in ((k.detach(), "k"), (v.detach(), "v")):
             formats: tuple[RowFormat, RowFormat] = (
                 getattr(self, f"{name}_format"),
                 getattr(self, f"{name}_exact"),
             )
-            _check_values(x, name, formats, new_lens)
             if self.sink_len or self.recent_len:
-                x = x.to(EXACT_DTYPES[formats[1].codec])
+                x = x.to(EXACT_DTYPES[formats[1].codec])  # may round over a limit
+            _check_values(x, name, formats, new_lens)
             places = [getattr(self, f"{name}_{kind}") for kind in ("sinks", "packed", "recent")]
             writes += self._writes(x, formats, places, old_lens, seq_lens, old_packed, packed)
         for rows, sequences, slots, values in writes:
@@ -191,6 +191,6 @@ def _check_values(
     if bool(bad.any()):
         index = bad.nonzero()[0].tolist()
         raise NonFiniteError(
-            f"{name}{index} is {x[tuple(index)].item()}: {formats[0]} and {formats[1]} rows hold finite "
-            f"values up to {limit:g}; nothing was appended"
+            f"{name}{index} is {x[tuple(index)].item()}: {formats[0]} and {formats[1]} rows hold "
+            f"finite values up to {limit:g}; nothing was appended"
         )

@@ -11,9 +11,9 @@ A row holds one token of one KV head. A quantized row starts with its parameters
 
     value = code * scale[group] + shift[group]      group = element // group_size
 
-Numbers are little endian. INT4 packs two codes a byte, the even element in the low nibble; INT8 codes
-are unsigned bytes; FP8 codes are E4M3 (finite, NaN but no Inf). 16-bit rows (bf16, fp16) have no
-header: the elements stand as they are. The INT4 layout is that of FBGEMM's and xFormers' INT4 KV
+Numbers are little endian. INT4 packs two codes a byte, the even element in the low nibble; INT8
+codes are unsigned bytes; FP8 codes are E4M3 (finite, NaN but no Inf). 16-bit rows (bf16, fp16) have
+no header: the elements stand as they are. The INT4 layout is that of FBGEMM's and xFormers' INT4 KV
 caches, the FP8 layout with one group that of FBGEMM's per-token in-row FP8.
 """
 
@@ -39,7 +39,8 @@ class RowFormat:
 
     Attributes:
         codec: "int4", "int8", "fp8" (E4M3), "bf16" or "fp16".
-        groups: 1, 2, 4 or 8 equal parts of the row with a scale and a shift each; 1 for 16-bit rows.
+        groups: 1, 2, 4 or 8 equal parts of the row with a scale and a shift each; 1 for 16-bit
+            rows.
         head_dim: elements in a row: 64, 80, 96, 112, 128, 192 or 256.
 
     Raises:
@@ -67,8 +68,8 @@ class RowFormat:
         """Make a format from its short name.
 
         Args:
-            name: "int4", "int8", "fp8", "bf16" or "fp16", with "-g2", "-g4" or "-g8" for more groups
-                than one ("int4-g4"); a RowFormat is checked and returned as it is.
+            name: "int4", "int8", "fp8", "bf16" or "fp16", with "-g2", "-g4" or "-g8" for more
+                groups than one ("int4-g4"); a RowFormat is checked and returned as it is.
             head_dim: elements in a row.
 
         Raises:
@@ -78,6 +79,8 @@ class RowFormat:
             if name.head_dim != head_dim:
                 raise ConfigError(f"format {name} has head_dim {name.head_dim}, not {head_dim}")
             return name
+        if not isinstance(name, str):
+            raise ConfigError(f"format {name!r} is not possible: give a name ('int4-g4')")
         return _parse(name, head_dim)
 
     def __str__(self) -> str:
@@ -147,7 +150,7 @@ class RowFormat:
             raise ConfigError(f"{self} rows have no scales and shifts")
 
 
-@lru_cache(maxsize=None)
+@lru_cache(maxsize=None, typed=True)  # typed: 128.0 is refused even after 128
 def _parse(name: str, head_dim: int) -> RowFormat:
     codec, dash, groups = name.partition("-g")
     if codec in BITS and (not dash or groups.isdecimal()):

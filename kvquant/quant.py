@@ -15,16 +15,16 @@ even unless said otherwise; mn, mx = the least and the greatest element of a gro
         value = code * scale + shift
 
 Codes are computed against the stored scale and shift, and both are rounded outwards, so that no
-element lies outside the codes' range and for every finite input, with u = 2**-24 |value|, or 2**-140
-(deep in float32's subnormals) where that is more:
+element lies outside the codes' range and for every finite input, with u = 2**-24 |value|, or
+2**-140 (deep in float32's subnormals) where that is more:
 
     INT4, INT8   |x - value| <= scale * (1/2 + 2**-12) + u
     FP8          |x - value| <= max(|x - shift| / 16, scale * 2**-10) * (1 + 2**-12) + u
 
-code * scale is exact in float32 (at most 8 + 11 bits), so a fused multiply-add gives the same value.
-FBGEMM rounds both parameters to the nearest fp16 and computes codes from the unrounded ones: its rows
-and these are read the same way, but a group whose offset is large against its range loses most of its
-codes there.
+code * scale is exact in float32 (at most 8 + 11 bits), so a fused multiply-add gives the same
+value. FBGEMM rounds both parameters to the nearest fp16 and computes codes from the unrounded ones:
+its rows and these are read the same way, but a group whose offset is large against its range loses
+most of its codes there.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ def check_rows(rows: torch.Tensor, fmt: RowFormat, name: str = "rows") -> None:
         raise ConfigError(f"{name} is {rows.dtype}: rows are uint8")
     if rows.ndim < 1 or rows.shape[-1] != fmt.row_bytes:
         raise ShapeError(
-            f"{name} is {list(rows.shape)}: the last axis must be the {fmt.row_bytes} bytes of a row "
-            f"of {fmt} with head_dim {fmt.head_dim}"
+            f"{name} is {list(rows.shape)}: the last axis must be the {fmt.row_bytes} bytes of a "
+            f"row of {fmt} with head_dim {fmt.head_dim}"
         )
 
 
@@ -141,7 +141,8 @@ def _quantize(x: torch.Tensor, fmt: RowFormat) -> tuple[torch.Tensor, bool]:
         exact = torch.where(holdable, exact, float("nan")).contiguous()
         return exact.view(torch.uint8), bool(holdable.all())
 
-    grouped = torch.where(holdable, x, 0.0).float().unflatten(-1, (fmt.groups, fmt.group_size))
+    grouped = torch.where(holdable, x, 0.0).float()
+    grouped = grouped.reshape(*x.shape[:-1], fmt.groups, fmt.group_size)
     empty = grouped[..., :1]  # without elements aminmax fails
     mn, mx = grouped.aminmax(dim=-1, keepdim=True) if grouped.numel() else (empty, empty)
     # + 0.0 turns -0.0, which min and max may or may not return where both zeros occur, into 0.0
@@ -171,16 +172,17 @@ def _dequantize(rows: torch.Tensor, fmt: RowFormat) -> torch.Tensor:
     """Values of rows in float32."""
     if fmt.is_exact:
         return _viewed(rows, EXACT_DTYPES[fmt.codec]).float()
-    header, codes = rows.split([fmt.header_bytes, fmt.code_bytes], dim=-1)
-    params = _viewed(header, torch.float16).float().unflatten(-1, (fmt.groups, 2))
-    scale, shift = params[..., :1], params[..., 1:]
+    header, codes = rows[..., : fmt.header_bytes], rows[..., fmt.header_bytes :]
+    params = _viewed(header, torch.float16).float()[..., None]
+    scale, shift = params[..., 0::2, :], params[..., 1::2, :]
     if fmt.codec == "int4":
         codes = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
     if fmt.codec == "fp8":
         numbers = codes.contiguous().view(torch.float8_e4m3fn).float()
     else:
         numbers = codes.float()
-    return (numbers.unflatten(-1, (fmt.groups, fmt.group_size)) * scale + shift).flatten(-2)
+    numbers = numbers.reshape(*rows.shape[:-1], fmt.groups, fmt.group_size)
+    return (numbers * scale + shift).flatten(-2)
 
 
 def _viewed(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -212,6 +214,7 @@ def _half_up(x: torch.Tensor) -> torch.Tensor:
 def _non_finite(x: torch.Tensor, fmt: RowFormat) -> NonFiniteError:
     index = tuple((~_holdable(x, fmt)).nonzero()[0].tolist())
     return NonFiniteError(
-        f"x{list(index)} is {x[index].item()}: {fmt} rows hold finite values up to {fmt.max_abs:g}. "
-        "Mend the model or the input, or pass check=False to get rows that decode to NaN"
+        f"x{list(index)} is {x[index].item()}: {fmt} rows hold finite values up to "
+        f"{fmt.max_abs:g}. Mend the model or the input, or pass check=False to get rows that "
+        "decode to NaN"
     )

@@ -18,14 +18,14 @@ class Segment:
     Attention does not depend on the order of the rows, so a segment may be a ring.
 
     Attributes:
-        k_rows: [batch, num_kv_heads, capacity, k_format.row_bytes], uint8; rows contiguous, the other
-            axes of any strides.
+        k_rows: [batch, num_kv_heads, capacity, k_format.row_bytes], uint8; rows contiguous, the
+            other axes of any strides.
         v_rows: [batch, num_kv_heads, capacity, v_format.row_bytes], likewise.
         seq_lens: [batch], int32: rows in use; 0 is allowed.
         k_format: format of k_rows.
         v_format: format of v_rows; its head_dim may differ.
-        starts: [batch], int32: the first row in use, from which the others follow, through the end to
-            row 0 (a ring); None for 0.
+        starts: [batch], int32: the first row in use, from which the others follow, through the end
+            to row 0 (a ring); None for 0.
 
     Raises:
         ShapeError: the tensors do not fit one another or the formats.
@@ -44,9 +44,15 @@ class Segment:
         check_rows(self.v_rows, self.v_format, "v_rows")
         if self.k_rows.ndim != 4 or self.k_rows.shape[:3] != self.v_rows.shape[:3]:
             raise ShapeError(
-                f"k_rows {list(self.k_rows.shape)} and v_rows {list(self.v_rows.shape)} must both be "
-                "[batch, num_kv_heads, capacity, row_bytes], alike but for row_bytes"
+                f"k_rows {list(self.k_rows.shape)} and v_rows {list(self.v_rows.shape)} must both "
+                "be [batch, num_kv_heads, capacity, row_bytes], alike but for row_bytes"
             )
+        for name, rows in (("k_rows", self.k_rows), ("v_rows", self.v_rows)):
+            if rows.stride(-1) != 1:
+                raise ShapeError(
+                    f"{name} has strides {list(rows.stride())}: the bytes of a row must be "
+                    "contiguous"
+                )
         for name, counts in (("seq_lens", self.seq_lens), ("starts", self.starts)):
             if counts is None:
                 continue
@@ -54,7 +60,8 @@ class Segment:
                 raise ConfigError(f"{name} is {counts.dtype}: use int32")
             if counts.shape != self.k_rows.shape[:1]:
                 raise ShapeError(
-                    f"{name} is {list(counts.shape)}: it must be [{self.k_rows.shape[0]}], the batch"
+                    f"{name} is {list(counts.shape)}: it must be [{self.k_rows.shape[0]}], "
+                    "the batch"
                 )
 
     @property

@@ -3,24 +3,28 @@
     work item = one (sequence, block of query heads that share a KV head, split of the tokens)
 
         rows    ├─── tile of 128 tokens ───┤├─── tile ───┤ ...
-        K       per block of a few tokens: the 16 sums (token, head) stay in registers while each chunk
+        K       per block of a few tokens: the 16 sums (token, head) stay in registers while each
+        chunk
                 of 16 codes is unpacked, scaled and multiplied with every head; a tree of shuffles
                 turns the sums into one vector of 16 scores
         scores  online softmax over the tile, in powers of 2
         V       per token each chunk is unpacked, scaled and added to the sums (head, chunk)
 
-A code is unpacked once for all query heads that share it, in registers, and never stored. All sums are
-float32. The splits of all segments are merged at the end by their log-sum-exp.
+A code is unpacked once for all query heads that share it, in registers, and never stored. All sums
+are float32. The splits of all segments are merged at the end by their log-sum-exp.
 """
 
 import functools
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
+
+from kvquant.segments import Segment
 
 from .parallel import compile_kernel, run, sources_hash
 from .simd import (
@@ -32,6 +36,7 @@ from .simd import (
     argument,
     exp2_of_difference,
     f32x16,
+    keyed_by,
     literal,
     load,
     load_float,
@@ -124,7 +129,8 @@ def score_block(emit, format_spec, heads, q, row, stride, count, params):
 def weigh_rows(emit, format_spec, heads, weights, row, stride, count, params, decay, acc):
     """acc = acc * decay + weights · V over the rows of a tile.
 
-    weights: as score_block leaves them, 16 floats a block; params: room for the widened parameters of
+    weights: as score_block leaves them, 16 floats a block; params: room for the widened parameters
+        of
     the tile; decay [heads] and acc [heads, head_dim] float32.
     """
     b, fmt = emit.builder, parse_spec(format_spec)
@@ -166,7 +172,8 @@ def weigh_rows(emit, format_spec, heads, weights, row, stride, count, params, de
 
 @functools.cache
 def make_decode_kernel(k_spec, v_spec, heads):
-    """Compile the kernel for rows of two formats and a number of heads that share them; its address.
+    """Compile the kernel for rows of two formats and a number of heads that share them; its
+    address.
 
     Arguments, in the order of Arguments below; work item (split, block of heads, sequence).
     """
@@ -183,7 +190,7 @@ def make_decode_kernel(k_spec, v_spec, heads):
     sources = sources_hash()
 
     def decode_kernel(args, item):
-        sources  # a constant of the kernel, so that its place on the disk depends on it
+        keyed_by(sources)
         # Step 1: the work item
         num_splits, num_q_heads = argument(args, NUM_SPLITS), argument(args, NUM_Q_HEADS)
         split = item % num_splits
@@ -285,17 +292,19 @@ def make_decode_kernel(k_spec, v_spec, heads):
 ) = range(18)
 
 
-def attend(q, segments, sm_scale, num_splits):
-    """Attend to all segments and merge; see attention.attend_segments, which has checked everything."""
-    batch, num_q_heads, k_dim = q.shape
+def attend(
+    q: torch.Tensor, segments: Sequence[Segment], sm_scale: float, num_splits: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend to all segments and merge; see attention.attend_segments, which checks the input."""
+    batch, num_q_heads, _ = q.shape
     v_dim = segments[0].v_format.head_dim
     ratio = num_q_heads // segments[0].k_rows.shape[1]
     heads = max(h for h in range(1, MAX_HEADS + 1) if ratio % h == 0)
     scaled = (q.float() * (sm_scale * LOG2E)).contiguous()
-    work = [(s, n) for s in segments if batch and (n := int(s.seq_lens.max()))]
+    work = [(s, n) for s in segments if q.numel() and (n := int(s.seq_lens.max()))]
     splits = [num_splits or plan_splits(batch * num_q_heads // heads, n) for _, n in work]
-    out = torch.empty(max(sum(splits), 1), batch, num_q_heads, v_dim)
-    lse = torch.empty(max(sum(splits), 1), batch, num_q_heads)
+    out = scaled.new_empty(max(sum(splits), 1), batch, num_q_heads, v_dim)
+    lse = scaled.new_empty(max(sum(splits), 1), batch, num_q_heads)
     if not work:
         return out[0].zero_(), lse[0].fill_(-math.inf)
 
@@ -338,18 +347,18 @@ def attend(q, segments, sm_scale, num_splits):
 
 
 def plan_splits(items, tokens):
-    """Parts to cut a sequence into, so that all threads have work and none waits long for another."""
+    """Parts to cut a sequence into, so that all threads have work and none waits for long."""
     wanted = -(-ITEMS_PER_THREAD * torch.get_num_threads() // items)
     return max(1, min(wanted, tokens // MIN_SPLIT))
 
 
 @functools.cache
 def make_merge_kernel():
-    """Merge the splits into the first: out [splits, heads, dim], lse [splits, heads]; item = a head."""
+    """Merge splits into the first: out [splits, heads, dim], lse [splits, heads]; item = head."""
     sources = sources_hash()
 
     def merge_kernel(args, item):
-        sources
+        keyed_by(sources)
         num_splits, num_heads, dim = argument(args, 2), argument(args, 3), argument(args, 4)
         out, lse = argument(args, 0) + 4 * dim * item, argument(args, 1) + 4 * item
         top = np.float32(-np.inf)

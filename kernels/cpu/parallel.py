@@ -1,8 +1,8 @@
 """Run a compiled kernel over its work items, on all threads that torch uses.
 
-Every CPU kernel is a C function (arguments, item): the address of its int64 arguments and the index of
-the work item. So one driver serves all, a kernel compiles without numba's parallel passes, and both are
-cached on disk.
+Every CPU kernel is a C function (arguments, item): the address of its int64 arguments and the index
+of the work item. So one driver serves all, a kernel compiles without numba's parallel passes, and
+both are cached on disk.
 """
 
 import functools
@@ -22,7 +22,7 @@ from kvquant.errors import UnsupportedError
 from .simd import call_kernel
 
 _SIGNATURE = types.void(types.int64, types.int64)
-_kernels = []
+_kernels: list[object] = []
 _lock = (
     threading.Lock()
 )  # one of numba's threading layers ends the process if two threads meet in it
@@ -55,7 +55,7 @@ def run(kernel, arguments, items, *, parallel=True):
 
 @functools.cache
 def sources_hash():
-    """A word that changes with these files: a kernel that holds it is compiled anew when they do."""
+    """A word that changes with these files: a kernel that holds it is then compiled anew."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())

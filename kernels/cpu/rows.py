@@ -15,7 +15,7 @@ import torch
 from llvmlite import ir
 from numba import types
 
-from kvquant.layout import E4M3_MAX
+from kvquant.layout import E4M3_MAX, RowFormat
 
 from .parallel import compile_kernel, run, sources_hash
 from .simd import (
@@ -28,6 +28,7 @@ from .simd import (
     LANES,
     argument,
     f32x16,
+    keyed_by,
     literal,
     load,
     maximum,
@@ -42,22 +43,22 @@ INPUTS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "
 X, ROWS, NUM_ROWS, BAD = range(4)  # the arguments of both kernels
 
 
-def quantize(x, fmt):
+def quantize(x: torch.Tensor, fmt: RowFormat) -> tuple[torch.Tensor, bool]:
     """Rows of x, and whether the format can hold every element; see quant.quantize_rows."""
-    x = x.contiguous()
-    rows = torch.empty((*x.shape[:-1], fmt.row_bytes), dtype=torch.uint8)
+    x = x.resolve_neg().contiguous()
+    rows = torch.empty((*x.shape[:-1], fmt.row_bytes), dtype=torch.uint8, device="cpu")
     num_rows = x.numel() // fmt.head_dim
     bad = np.zeros(1, np.uint16)
     kernel = make_quantize_kernel(spec(fmt), INPUTS[x.dtype])
     arguments = np.array([x.data_ptr(), rows.data_ptr(), num_rows, bad.ctypes.data])
     _run(kernel, arguments, num_rows)
-    return rows, not bad[0]
+    return rows, not bad[0].item()
 
 
-def dequantize(rows, fmt):
+def dequantize(rows: torch.Tensor, fmt: RowFormat) -> torch.Tensor:
     """Values of rows in float32; see quant.dequantize_rows."""
     rows = rows.contiguous()
-    x = torch.empty((*rows.shape[:-1], fmt.head_dim))
+    x = torch.empty((*rows.shape[:-1], fmt.head_dim), dtype=torch.float32, device="cpu")
     num_rows = rows.numel() // fmt.row_bytes
     arguments = np.array([x.data_ptr(), rows.data_ptr(), num_rows, 0])
     _run(make_dequantize_kernel(spec(fmt)), arguments, num_rows)
@@ -157,8 +158,8 @@ def _clamp(emit, x, low, high):
 def to_e4m3(emit, x):
     """16 floats of at most 448 in magnitude, rounded to the nearest E4M3, ties to even.
 
-    From 2**-6 on the mantissa is rounded to 3 bits and the exponent rebased from 127 to 7; below, the
-    code is the multiple of 2**-9, which adding 2**14 rounds to the low bits of the float.
+    From 2**-6 on the mantissa is rounded to 3 bits and the exponent rebased from 127 to 7; below,
+    the code is the multiple of 2**-9, which adding 2**14 rounds to the low bits of the float.
     """
     b = emit.builder
     ints = ir.VectorType(I32, LANES)
@@ -234,7 +235,7 @@ def make_quantize_kernel(format_spec, dtype):
     sources = sources_hash()
 
     def quantize_kernel(args, item):
-        sources  # a constant of the kernel, so that its place on the disk depends on it
+        keyed_by(sources)
         values = np.empty(head_dim, np.float32)
         shifts = np.zeros(head_dim, np.float32)
         inverses = np.zeros(head_dim, np.float32)
@@ -299,7 +300,7 @@ def make_dequantize_kernel(format_spec):
     sources = sources_hash()
 
     def dequantize_kernel(args, item):
-        sources
+        keyed_by(sources)
         params = np.empty(max(params_floats, 1), np.float32)
         first = item * ROWS_PER_ITEM
         for index in range(first, min(first + ROWS_PER_ITEM, argument(args, NUM_ROWS))):

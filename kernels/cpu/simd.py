@@ -1,8 +1,9 @@
 """Vectors of 16 floats for numba: a type, and the few operations that the CPU kernels are made of.
 
 numba compiles scalars and leaves vectors to LLVM's loop vectorizer, which gives up on packed rows.
-Here vectors are values: LLVM maps a vector of 16 floats to one AVX-512 register, two of AVX2 or four of
-NEON. Memory is addressed by plain integers (bytes), because rows have any strides and alignment.
+Here vectors are values: LLVM maps a vector of 16 floats to one AVX-512 register, two of AVX2 or
+four of NEON. Memory is addressed by plain integers (bytes), because rows have any strides and
+alignment.
 """
 
 import inspect
@@ -36,7 +37,7 @@ class _F32x16Model(models.PrimitiveModel):
 
 
 class Emitter:
-    """Writes LLVM instructions on vectors; what the intrinsics below and in the kernels are made of."""
+    """Writes LLVM instructions on vectors: what the intrinsics of this room are made of."""
 
     def __init__(self, builder):
         self.builder = builder
@@ -141,9 +142,11 @@ class Emitter:
 
 
 def operation(result, *arguments):
-    """Make an intrinsic of numba from a function (emitter, *values) -> value, for these numba types.
+    """Make an intrinsic of numba from a function (emitter, *values) -> value, for these numba
+    types.
 
-    A `literal` argument must be a compile-time constant (int or str), and arrives as its Python value.
+    A `literal` argument must be a compile-time constant (int or str), and arrives as its Python
+    value.
     """
 
     def wrap(emit):
@@ -257,3 +260,8 @@ def call_kernel(emit, kernel, arguments, item):
     """Call the C function (arguments, item) at an address."""
     kind = ir.FunctionType(ir.VoidType(), [I64, I64])
     emit.builder.call(emit.builder.inttoptr(kernel, kind.as_pointer()), [arguments, item])
+
+
+@operation(types.void, literal)
+def keyed_by(emit, word):
+    """Nothing; but a kernel that holds the word is found on the disk only under the same word."""

@@ -80,8 +80,8 @@ class RowReader:
     def unpack(self, address):
         """16 codes or 16-bit elements as floats, in the order of the elements.
 
-        INT4: the 8 bytes become 8 quadwords x. x | x << 28 has the low nibble, at bit 28, and the high
-        nibble, at bit 32, apart; masked, the two halves of a quadword are two codes.
+        INT4: the 8 bytes become 8 quadwords x. x | x << 28 has the low nibble, at bit 28, and the
+        high nibble, at bit 32, apart; masked, the two halves of a quadword are two codes.
         E4M3: its 7 magnitude bits at the place of fp16's are the number times 2**-8; the widened
         scale has the factor 2**8. Sign-extended to 16 bits and shifted, the byte brings its sign
         along, at bits 15 and 14.
