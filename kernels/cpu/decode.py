@@ -43,6 +43,7 @@ from .simd import (
     load_int32,
     maximum,
     operation,
+    prefetch,
     splat,
     store,
     store_float,
@@ -125,9 +126,26 @@ def score_block(emit, format_spec, heads, q, row, stride, count, params):
     types.int64,
     types.int64,
     types.int64,
+    types.int64,
+    types.int64,
+    literal,
 )
-def weigh_rows(emit, format_spec, heads, weights, row, stride, count, params, decay, acc):
-    """acc = acc * decay + weights · V over the rows of a tile.
+def weigh_rows(
+    emit,
+    format_spec,
+    heads,
+    weights,
+    row,
+    stride,
+    count,
+    params,
+    decay,
+    acc,
+    next_row,
+    next_stride,
+    next_bytes,
+):
+    """acc = acc * decay + weights · V over the rows of a tile, while the next K rows are fetched.
 
     weights: as score_block leaves them, 16 floats a block; params: room for the widened parameters
         of
@@ -156,6 +174,7 @@ def weigh_rows(emit, format_spec, heads, weights, row, stride, count, params, de
             sums.append(cgutils.alloca_once_value(b, b.fmul(emit.load(place, F32), factor)))
         with cgutils.for_range(b, count) as loop:
             at = b.add(row, b.mul(loop.index, stride))
+            emit.prefetch(b.add(next_row, b.mul(loop.index, next_stride)), next_bytes)
             row_params = b.add(params, emit.times(loop.index, row_floats))
             block = emit.times(b.udiv(loop.index, ir.Constant(I64, tokens)), LANES)
             lane = emit.times(b.urem(loop.index, ir.Constant(I64, tokens)), heads)
@@ -178,6 +197,7 @@ def make_decode_kernel(k_spec, v_spec, heads):
     Arguments, in the order of Arguments below; work item (split, block of heads, sequence).
     """
     k_dim, v_dim = parse_spec(k_spec).head_dim, parse_spec(v_spec).head_dim
+    k_bytes, v_bytes = parse_spec(k_spec).row_bytes, parse_spec(v_spec).row_bytes
     tokens = tokens_per_block(heads)
     # scratch of a work item: places in floats
     lanes_at = TILE // tokens * LANES
@@ -232,6 +252,8 @@ def make_decode_kernel(k_spec, v_spec, heads):
                 score = score_block(k_spec, heads, q, row, k_stride, count - token, k_params)
                 store(scores + 4 * LANES * block, score)
                 top = maximum(top, score)
+                for t in range(tokens):  # V prefetch: its rows come while K is computed with
+                    prefetch(v_row + (index + token + t) * v_stride, v_bytes)
             # Step 3: the new maximum of each head, and what the old sums are worth under it
             store(lanes, top)
             for h in range(heads):
@@ -251,8 +273,21 @@ def make_decode_kernel(k_spec, v_spec, heads):
                 store(scores + 4 * LANES * block, weight)
                 row_sum = add(row_sum, weight)
             # Step 5: weighted sum of the V rows
-            row = v_row + index * v_stride
-            weigh_rows(v_spec, heads, scores, row, v_stride, count, v_params, decay, acc)
+            row, next_row = v_row + index * v_stride, k_row + (index + count) * k_stride
+            weigh_rows(
+                v_spec,
+                heads,
+                scores,
+                row,
+                v_stride,
+                count,
+                v_params,
+                decay,
+                acc,
+                next_row,
+                k_stride,
+                k_bytes,
+            )
             first += count
         # Step 6: normalize; without tokens zeros and -inf
         store(lanes, row_sum)

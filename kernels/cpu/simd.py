@@ -16,6 +16,7 @@ from numba.core.datamodel import models
 from numba.extending import intrinsic, register_model
 
 LANES = 16
+CACHE_LINE = 64  # bytes
 
 F16, F32 = ir.HalfType(), ir.FloatType()
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
@@ -59,6 +60,19 @@ class Emitter:
     def at(self, address, offset):
         """address + a constant offset."""
         return self.builder.add(address, ir.Constant(I64, offset)) if offset else address
+
+    def prefetch(self, address, size):
+        """Ask for the cache lines of size bytes; any address will do."""
+        pointer = I8.as_pointer()
+        function = cgutils.get_or_insert_function(
+            self.builder.module,
+            ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32]),
+            "llvm.prefetch.p0",
+        )
+        read, into_l1, data = (ir.Constant(I32, word) for word in (0, 3, 1))
+        for offset in range(0, size, CACHE_LINE):
+            place = self.builder.inttoptr(self.at(address, offset), pointer)
+            self.builder.call(function, [place, read, into_l1, data])
 
     def times(self, value, factor):
         """An i64 times a constant."""
@@ -193,6 +207,12 @@ def load(emit, address):
 def store(emit, address, value):
     """16 floats to a byte address."""
     emit.store(address, value)
+
+
+@operation(types.void, types.int64, literal)
+def prefetch(emit, address, size):
+    """Ask for the cache lines of size bytes; any address will do."""
+    emit.prefetch(address, size)
 
 
 @operation(f32x16, types.float32)

@@ -1,0 +1,211 @@
+"""Speed of the kernels on this machine, beside torch's own ways to do the same.
+
+Every case is checked before it is timed: attention against the float64 reference on the
+dequantized rows, rows against the plain torch meaning, byte for byte. Times are medians of single
+calls, ours and the peers' in turn, so that all see the same machine and find the caches as cold.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypedDict
+
+import torch
+import torch.nn.functional as F
+
+from .attention import decode_attention
+from .errors import KVQuantError
+from .layout import RowFormat
+from .quant import dequantize_rows, quantize_rows
+from .reference import reference_attention
+
+FORMATS = ("int4-g4", "int4", "int8", "fp8", "bf16")
+MAX_ERROR = 1e-5  # relative L2 of float32 output
+
+
+class DecodeResult(TypedDict):
+    """One case of decode attention; times in milliseconds."""
+
+    format: str
+    batch: int
+    num_q_heads: int
+    num_kv_heads: int
+    seq_len: int
+    error: float
+    ms: float
+    gb_per_s: float
+    sdpa: str
+    sdpa_ms: float
+    sdpa_ratio: float
+    matmul_ms: float
+    matmul_ratio: float
+
+
+class RowsResult(TypedDict):
+    """One format of quantize_rows and dequantize_rows; times in milliseconds."""
+
+    format: str
+    quantize_ms: float
+    quantize_ratio: float
+    dequantize_ms: float
+    dequantize_ratio: float
+
+
+def time_in_turn(calls: Sequence[Callable[[], object]], seconds: float) -> list[float]:
+    """Median milliseconds of each call; the calls take turns until the time is up."""
+    for call in calls:
+        call()
+    times: list[list[float]] = [[] for _ in calls]
+    end = time.perf_counter() + seconds
+    while not times[0] or time.perf_counter() < end:
+        for call, taken in zip(calls, times, strict=True):
+            start = time.perf_counter()
+            call()
+            taken.append(time.perf_counter() - start)
+    return [1e3 * statistics.median(taken) for taken in times]
+
+
+def read_roof(seconds: float = 1.0) -> float:
+    """GB/s at which torch sums 1 GiB of float32 on the CPU."""
+    x = torch.zeros(1 << 28)
+    return x.nbytes / time_in_turn([x.sum], seconds)[0] / 1e6
+
+
+def bench_decode(
+    fmt: str,
+    *,
+    batch: int = 1,
+    num_q_heads: int = 32,
+    num_kv_heads: int = 8,
+    seq_len: int = 8192,
+    head_dim: int = 128,
+    seconds: float = 3.0,
+) -> DecodeResult:
+    """Time decode_attention on the CPU against torch's attention on the 16- and 32-bit cache.
+
+    The peers: scaled_dot_product_attention with the query group folded into q_len or with
+    enable_gqa, in float32 and in bfloat16 (the fastest of the four counts), and apart from it the
+    same attention as two batched matmuls and a softmax in bfloat16.
+
+    Raises:
+        KVQuantError: the result is not within 1e-5 of the reference; nothing is timed then.
+    """
+    row_format = RowFormat.parse(fmt, head_dim)
+    generator = torch.Generator().manual_seed(0)
+    shape = (batch, num_kv_heads, seq_len, head_dim)
+    k, v = (torch.randn(shape, generator=generator) for _ in range(2))
+    q = torch.randn(batch, num_q_heads, head_dim, generator=generator)
+    k_rows, v_rows = quantize_rows(k, row_format), quantize_rows(v, row_format)
+    seq_lens = torch.full((batch,), seq_len, dtype=torch.int32)
+
+    def ours() -> torch.Tensor:
+        out = decode_attention(
+            q, k_rows, v_rows, seq_lens, k_format=row_format, v_format=row_format
+        )
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    expected, _ = reference_attention(
+        q, k_rows, v_rows, seq_lens, k_format=row_format, v_format=row_format
+    )
+    error = float((ours() - expected).norm() / expected.norm())
+    if not error <= MAX_ERROR:
+        raise KVQuantError(f"{fmt}: relative error {error:.1e} is over {MAX_ERROR}: not timed")
+
+    peers: dict[str, Callable[[], object]] = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        kd, vd = k.to(dtype), v.to(dtype)
+        folded = q.to(dtype).view(batch, num_kv_heads, -1, head_dim)
+        single = q.to(dtype)[:, :, None]
+        word = str(dtype).removeprefix("torch.")
+        peers[f"folded {word}"] = _sdpa(folded, kd, vd, enable_gqa=False)
+        peers[f"enable_gqa {word}"] = _sdpa(single, kd, vd, enable_gqa=True)
+    peers["matmul bfloat16"] = lambda: (
+        torch.softmax(folded @ kd.transpose(-1, -2) * head_dim**-0.5, dim=-1) @ vd
+    )
+    ms, *peer_ms = time_in_turn([ours, *peers.values()], seconds)
+    *sdpa_ms, matmul_ms = peer_ms
+    best = min(range(len(sdpa_ms)), key=sdpa_ms.__getitem__)
+    return DecodeResult(
+        format=fmt,
+        batch=batch,
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads,
+        seq_len=seq_len,
+        error=error,
+        ms=ms,
+        gb_per_s=(k_rows.nbytes + v_rows.nbytes) / ms / 1e6,
+        sdpa=list(peers)[best],
+        sdpa_ms=sdpa_ms[best],
+        sdpa_ratio=sdpa_ms[best] / ms,
+        matmul_ms=matmul_ms,
+        matmul_ratio=matmul_ms / ms,
+    )
+
+
+def bench_rows(
+    fmt: str, *, shape: tuple[int, ...] = (8, 4096, 128), seconds: float = 2.0
+) -> RowsResult:
+    """Time quantize_rows and dequantize_rows, numba against plain torch, on float32 of a shape.
+
+    Raises:
+        KVQuantError: the two differ in a byte or a value; nothing is timed then.
+    """
+    row_format = RowFormat.parse(fmt, shape[-1])
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    rows = quantize_rows(x, row_format, backend="torch")
+    values = dequantize_rows(rows, row_format, backend="torch")
+    if not torch.equal(rows, quantize_rows(x, row_format, backend="cpu")) or not torch.equal(
+        values, dequantize_rows(rows, row_format, backend="cpu")
+    ):
+        raise KVQuantError(f"{fmt}: the backends differ: not timed")
+    both = ("cpu", "torch")
+    quantize_ms, torch_quantize_ms = time_in_turn(
+        [partial(quantize_rows, x, row_format, backend=backend) for backend in both], seconds
+    )
+    dequantize_ms, torch_dequantize_ms = time_in_turn(
+        [partial(dequantize_rows, rows, row_format, backend=backend) for backend in both], seconds
+    )
+    return RowsResult(
+        format=fmt,
+        quantize_ms=quantize_ms,
+        quantize_ratio=torch_quantize_ms / quantize_ms,
+        dequantize_ms=dequantize_ms,
+        dequantize_ratio=torch_dequantize_ms / dequantize_ms,
+    )
+
+
+def render_decode(results: Sequence[DecodeResult]) -> str:
+    """A table of decode results."""
+    lines = [
+        "format   batch  heads     T        ms   GB/s   best SDPA               ms  ratio"
+        "   matmul ms  ratio   error"
+    ]
+    lines += [
+        f"{r['format']:<8} {r['batch']:>5}  {r['num_q_heads']:>3}:{r['num_kv_heads']:<3} "
+        f"{r['seq_len']:>6}  {r['ms']:>7.3f}  {r['gb_per_s']:>5.1f}   {r['sdpa']:<18} "
+        f"{r['sdpa_ms']:>7.3f}  {r['sdpa_ratio']:>4.1f}x   {r['matmul_ms']:>8.3f}  "
+        f"{r['matmul_ratio']:>4.1f}x   {r['error']:.1e}"
+        for r in results
+    ]
+    return "\n".join(lines)
+
+
+def render_rows(results: Sequence[RowsResult]) -> str:
+    """A table of quantize and dequantize results."""
+    lines = ["format     quantize ms  against torch   dequantize ms  against torch"]
+    lines += [
+        f"{r['format']:<8}   {r['quantize_ms']:>11.2f}  {r['quantize_ratio']:>12.1f}x   "
+        f"{r['dequantize_ms']:>13.2f}  {r['dequantize_ratio']:>12.1f}x"
+        for r in results
+    ]
+    return "\n".join(lines)
+
+
+def _sdpa(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, enable_gqa: bool
+) -> Callable[[], object]:
+    return lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=enable_gqa)
