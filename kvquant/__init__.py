@@ -2,6 +2,7 @@
 
 from .attention import decode_attention, merge_states
 from .cache import KVCache
+from .checkpoint import load_cache, save_cache
 from .layout import RowFormat
 from .quant import dequantize_rows, quantize_rows
 from .reference import reference_attention
@@ -13,7 +14,9 @@ __all__ = [
     "RowFormat",
     "decode_attention",
     "dequantize_rows",
+    "load_cache",
     "merge_states",
     "quantize_rows",
     "reference_attention",
+    "save_cache",
 ]

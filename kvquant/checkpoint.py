@@ -1,0 +1,332 @@
+"""Caches as files: save_cache and load_cache, and the format, version 1.
+
+A cache is one safetensors file. Its metadata has two strings:
+
+    kvquant_cache          the manifest, JSON
+    kvquant_cache_sha256   the SHA-256 of the manifest's UTF-8 bytes, hexadecimal digits
+
+The manifest is an object with exactly these keys; every number is whole:
+
+    format            "kvquant-cache"
+    version           1
+    writer            the program that wrote the file, for people
+    num_kv_heads      KV heads of every layer
+    head_dim          KVCache's head_dim
+    max_seq_len       tokens that a sequence had room for
+    sink_len          first tokens of each sequence in 16 bit
+    recent_len        last tokens of each sequence in 16 bit
+    exact_format      "bf16" or "fp16": the 16-bit rows
+    seq_lens          [batch], tokens of each sequence
+    start_positions   [batch], the position of each sequence's first token
+    positions         [batch], the position of the next one: start_positions + seq_lens
+    layers            one object per layer:
+        k, v          {"format": a short name as RowFormat.parse takes it, "head_dim": elements}
+        packed_lens   [batch], how many tokens after the sinks are packed
+    model             null, or {"type", "sha256"}: model_identity of the model's config
+    creation          any object: how the cache came about
+    transforms        []: what was done to K and V before they were quantized. A reader that meets
+                      an entry it does not know must refuse the file
+    sha256            for every tensor the SHA-256 of its bytes
+
+The tensors hold the rows in use, of layer I and of K and V each:
+
+    layers.I.k_sinks    tokens 0 to sink_len, in exact_format
+    layers.I.k_packed   the next packed_lens tokens, in the layer's k format
+    layers.I.k_recent   the rest, in exact_format
+    layers.I.v_...      likewise
+
+each uint8 [tokens of all sequences, num_kv_heads, row_bytes]: sequence after sequence, tokens in
+their order. A tensor without rows is left out; no other tensor may be there. Row bytes are those of
+layout.py. K's and V's head_dim may differ and formats may differ by layer.
+
+A larger cache is cut into shards NAME-XXXXXXXX-00001-of-00003.safetensors (X: eight random digits,
+new with each save) and an index NAME.safetensors.index.json:
+
+    {"metadata": {"total_size", "kvquant_cache", "kvquant_cache_sha256"},
+     "weight_map": {tensor: file name of its shard, in the same folder}}
+
+The shards' own metadata is not read. Where both NAME.safetensors and its index exist, the index
+counts: files are put in place by a rename and removed afterwards, so that at every moment exactly
+one complete cache is found, the old one or the new one. One process at a time may write to a path.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .cache import KVCache
+from .cachefile import CacheFile, check_values, index_path, sealed, shard_pattern
+from .errors import CheckpointError, ConfigError
+from .files import (
+    TensorSource,
+    is_temporary,
+    replaced,
+    sync_directory,
+    token,
+    write_safetensors,
+    write_text,
+)
+from .identity import model_identity
+from .layer import LayerCache
+from .manifest import Manifest, Part
+
+
+def save_cache(
+    cache: KVCache,
+    path: str | os.PathLike[str],
+    *,
+    model: Mapping[str, Any] | None = None,
+    creation: Mapping[str, Any] | None = None,
+    max_shard_bytes: int = 4 << 30,
+) -> list[Path]:
+    """Write a cache to a file, in one step: after a crash there is the old file or the new one.
+
+    Only tokens in use are written, and no second copy of the cache is made.
+
+    Args:
+        cache: whose layers all hold the same tokens.
+        path: NAME.safetensors, in a folder that exists.
+        model: the model's config as a dict; load_cache then refuses another model.
+        creation: how the cache came about, to be read by people: strings, numbers, lists, dicts.
+        max_shard_bytes: bytes of rows above which the cache is cut into shards with an index.
+
+    Returns:
+        The files written; with shards the index is the last.
+
+    Raises:
+        ShapeError: the layers hold different numbers of tokens.
+        ConfigError: model or creation is not plain data, max_shard_bytes is below 1, or path has
+            another ending.
+        CheckpointError: a row holds NaN, so that it could not be loaded.
+        OSError: the file cannot be written.
+    """
+    if max_shard_bytes < 1:
+        raise ConfigError(f"max_shard_bytes {max_shard_bytes} is not possible: use 1 or more")
+    path = Path(path)
+    if path.suffix != ".safetensors" or path.is_dir():
+        raise ConfigError(f"{path} cannot be written: give the name of a file, NAME.safetensors")
+    manifest = Manifest.of(cache, model, creation)
+    sources = {
+        part.name: TensorSource(torch.uint8, manifest.shape(part), _reader(cache, part))
+        for part in manifest.parts.values()
+    }
+    shards = _cut(sources, max_shard_bytes)
+    index = index_path(path)
+    if len(shards) == 1:
+        with replaced(path) as temporary:
+            write_safetensors(temporary, sources, lambda digests: sealed(manifest, digests))
+        if index.exists():
+            index.unlink()
+            sync_directory(path.parent)
+        written = [path]
+    else:
+        written = _write_shards(manifest, path, shards)
+        path.unlink(missing_ok=True)
+    _remove_leftovers(path, keep={file.name for file in written})
+    return written
+
+
+def load_cache(
+    path: str | os.PathLike[str],
+    *,
+    model: Mapping[str, Any] | None = None,
+    max_seq_len: int | None = None,
+    device: torch.device | str = "cpu",
+) -> KVCache:
+    """Read a cache, bit for bit as it was saved, and check every value and every byte of it.
+
+    Args:
+        path: what was given to save_cache, or the index of its shards.
+        model: the config, as a dict, of the model that is to continue; None to take any file.
+        max_seq_len: tokens that a sequence is to have room for; as it was when None.
+        device: where the cache is to lie.
+
+    Returns:
+        The cache; appending to it goes on as if it had never been a file.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CheckpointError: the file is damaged, foreign or of another model, or the cache does not fit
+            max_seq_len or the memory.
+    """
+    with CacheFile(path) as file:
+        manifest = file.manifest
+        if model is not None:
+            _check_model(file.path, manifest.model, model_identity(model))
+        size = manifest.max_seq_len if max_seq_len is None else max_seq_len
+        _check_room(file.path, manifest, size)
+        cache = _allocate(file.path, manifest, size, device)
+        for part in manifest.parts.values():
+            rows = file.rows(part)
+            layer = cache.layers[part.layer]
+            start = 0
+            for b, count in enumerate(part.counts):
+                chunk = rows[start : start + count].transpose(0, 1).to(cache.device)
+                getattr(layer, part.attribute)[b][:, _slots(layer, part, b)] = chunk
+                start += count
+    return cache
+
+
+def _reader(cache: KVCache, part: Part) -> Callable[[], Iterator[torch.Tensor]]:
+    """Makes the iterator over a part's rows as they stand in the file, one sequence at a time."""
+
+    def chunks() -> Iterator[torch.Tensor]:
+        layer = cache.layers[part.layer]
+        rows = getattr(layer, part.attribute)
+        for b in range(cache.batch):
+            chunk = rows[b][:, _slots(layer, part, b)].transpose(0, 1)
+            check_values(chunk, part, sum(part.counts[:b]))
+            yield chunk
+
+    return chunks
+
+
+def _slots(layer: LayerCache, part: Part, sequence: int) -> slice | torch.Tensor:
+    """Where a part's rows stand in memory, in the order of the tokens."""
+    count = part.counts[sequence]
+    if part.kind != "recent":
+        return slice(0, count)
+    first = part.firsts[sequence] - layer.sink_len
+    return torch.arange(first, first + count) % max(layer.recent_len, 1)
+
+
+def _cut(sources: Mapping[str, TensorSource], limit: int) -> list[dict[str, TensorSource]]:
+    """Tensors in their order, as many to a shard as the limit allows, at least one."""
+    shards: list[dict[str, TensorSource]] = [{}]
+    size = 0
+    for name, source in sources.items():
+        if shards[-1] and size + source.nbytes > limit:
+            shards.append({})
+            size = 0
+        shards[-1][name] = source
+        size += source.nbytes
+    return shards
+
+
+def _write_shards(
+    manifest: Manifest, path: Path, shards: list[dict[str, TensorSource]]
+) -> list[Path]:
+    """Write shards under names never used before, then put the index in place."""
+    stem, mark = path.name.removesuffix(".safetensors"), token()
+    files = [
+        path.with_name(f"{stem}-{mark}-{i:05}-of-{len(shards):05}.safetensors")
+        for i in range(1, len(shards) + 1)
+    ]
+    digests: dict[str, str] = {}
+    try:
+        for file, shard in zip(files, shards, strict=True):
+            digests |= write_safetensors(file, shard, lambda _: {"format": "kvquant-cache-shard"})
+        sync_directory(path.parent)
+        total = sum(source.nbytes for shard in shards for source in shard.values())
+        weight_map = {
+            name: file.name for file, shard in zip(files, shards, strict=True) for name in shard
+        }
+        metadata = {"total_size": total, **sealed(manifest, digests)}
+        with replaced(index_path(path)) as temporary:
+            write_text(temporary, json.dumps({"metadata": metadata, "weight_map": weight_map}))
+    except BaseException:
+        index = index_path(path)
+        if not (index.exists() and mark in index.read_text()):  # else they are in use already
+            for file in files:
+                file.unlink(missing_ok=True)
+        raise
+    return [*files, index_path(path)]
+
+
+def _remove_leftovers(path: Path, keep: Iterable[str]) -> None:
+    """Remove the shards that no index names any more, and what killed processes left."""
+    index = index_path(path)
+    shard = shard_pattern(index)
+    for name in os.listdir(path.parent):
+        ours = shard.fullmatch(name) or is_temporary(name, path) or is_temporary(name, index)
+        if ours and name not in keep:
+            with suppress(OSError):  # the cache is written; what stays is only space
+                path.with_name(name).unlink()
+
+
+def _check_model(path: Path, ours: Mapping[str, str] | None, theirs: Mapping[str, str]) -> None:
+    if ours is None:
+        raise CheckpointError(
+            f"{path} does not say which model it belongs to: save it with model=config, or load it "
+            "with model=None if you know that it fits"
+        )
+    if ours["sha256"] != theirs["sha256"]:
+        raise CheckpointError(
+            f"{path} belongs to a {ours['type']!r:.40} model with config {ours['sha256'][:12]}, "
+            f"not to this {theirs['type']!r:.40} model with config {theirs['sha256'][:12]}: take "
+            "the cache that was made with this model"
+        )
+
+
+def _check_room(path: Path, manifest: Manifest, max_seq_len: int) -> None:
+    """Raise unless the rows fit a cache of max_seq_len."""
+    if type(max_seq_len) is not int or max_seq_len < 0:
+        raise ConfigError(f"max_seq_len {max_seq_len!r} is not possible: use a whole number from 0")
+    rooms = manifest.rooms(max_seq_len)
+    longest = max(manifest.seq_lens)
+    if longest > max_seq_len or any(
+        max(part.counts) > rooms[part.kind] for part in manifest.parts.values()
+    ):
+        packed = max(max(entry.packed_lens) for entry in manifest.layers)
+        least = max(longest, packed + manifest.sink_len + manifest.recent_len if packed else 0)
+        raise CheckpointError(
+            f"{path} does not fit max_seq_len {max_seq_len}: use at least {least}"
+        )
+
+
+def _allocate(
+    path: Path, manifest: Manifest, max_seq_len: int, device: torch.device | str
+) -> KVCache:
+    """An empty cache with the counters of the manifest."""
+    needed = manifest.cache_bytes(max_seq_len)
+    available = _available_memory() if torch.device(device).type == "cpu" else None
+    advice = (
+        f"{path}: a cache of max_seq_len {max_seq_len} takes {needed / 2**30:,.1f} GiB, more than "
+        f"there is: pass a smaller max_seq_len, {max(manifest.seq_lens)} or more"
+    )
+    if needed > 2**62 or (available is not None and needed > available):
+        raise CheckpointError(advice)
+    try:
+        cache = KVCache(
+            len(manifest.layers),
+            manifest.batch,
+            manifest.num_kv_heads,
+            manifest.head_dim,
+            max_seq_len,
+            k_format=[entry.k_format for entry in manifest.layers],
+            v_format=[entry.v_format for entry in manifest.layers],
+            sink_len=manifest.sink_len,
+            recent_len=manifest.recent_len,
+            exact_format=manifest.exact_format,
+            device=device,
+        )
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, MemoryError) or "memory" in str(error):
+            raise CheckpointError(advice) from None
+        raise
+    for layer, entry in zip(cache.layers, manifest.layers, strict=True):
+        layer.seq_lens.copy_(torch.tensor(manifest.seq_lens))
+        layer.packed_lens.copy_(torch.tensor(entry.packed_lens))
+    cache.start_positions.copy_(torch.tensor(manifest.start_positions))
+    return cache
+
+
+def _available_memory() -> int | None:
+    """Bytes that this process may still take, where the system says so."""
+    found = []
+    with suppress(OSError, ValueError, IndexError):
+        lines = Path("/proc/meminfo").read_text().split("MemAvailable:")
+        found.append(int(lines[1].split()[0]) * 1024)
+    with suppress(OSError, ValueError):
+        found.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    if not found:
+        with suppress(AttributeError, OSError, ValueError):
+            found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return min(found, default=None)

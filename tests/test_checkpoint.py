@@ -1,0 +1,498 @@
+"""Saved and loaded caches: round trips, shards, refusals, a writer killed at any moment (12 s)."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from kvquant import KVCache, RowFormat
+from kvquant.cachefile import sealed
+from kvquant.checkpoint import load_cache, save_cache
+from kvquant.errors import CheckpointError, ConfigError, ShapeError
+from kvquant.files import sha256
+from kvquant.identity import model_identity
+
+CONFIG = {"model_type": "llama", "hidden_size": 256, "rope_parameters": {"rope_theta": 10000.0}}
+GOLDEN = Path(__file__).parent / "data" / "cache-v1.safetensors"
+
+
+def make_cache(
+    seed: int = 0, lens: tuple[int, ...] = (23, 9), max_seq_len: int = 40, **options: Any
+) -> KVCache:
+    """Two layers with tokens that arrived in two chunks, the sequences being of unequal lengths."""
+    options = {"sink_len": 2, "recent_len": 6} | options
+    cache = KVCache(2, len(lens), 2, 64, max_seq_len, **options)
+    cache.start_positions.copy_(torch.arange(len(lens)) * 100 + seed)
+    append_random(cache, seed, tuple(n // 2 for n in lens))
+    append_random(cache, seed + 1, tuple(n - n // 2 for n in lens))
+    return cache
+
+
+def append_random(cache: KVCache, seed: int, lens: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for i, layer in enumerate(cache.layers):
+        k, v = (
+            torch.randn(
+                cache.batch, cache.num_kv_heads, max(lens), fmt.head_dim, generator=generator
+            )
+            for fmt in (layer.k_format, layer.v_format)
+        )
+        cache.append(i, k, v, lens)
+
+
+def contents(cache: KVCache) -> dict[str, Any]:
+    """All that a cache holds: counters, formats, and the rows in use in their order."""
+    held: dict[str, Any] = {
+        "sizes": (cache.num_kv_heads, cache.head_dim, cache.sink_len, cache.recent_len),
+        "exact_format": cache.exact_format,
+        "start_positions": cache.start_positions.tolist(),
+    }
+    for i, layer in enumerate(cache.layers):
+        held[f"{i}.formats"] = (layer.k_format, layer.v_format)
+        held[f"{i}.lens"] = (layer.seq_lens.tolist(), layer.packed_lens.tolist())
+        segments = [s for s in layer.segments() if s.seq_lens.any()]
+        for number, segment in enumerate(segments):
+            for b, n in enumerate(segment.seq_lens.tolist()):
+                start = 0 if segment.starts is None else int(segment.starts[b])
+                slots = torch.arange(start, start + n) % max(segment.capacity, 1)
+                for side, rows in (("k", segment.k_rows), ("v", segment.v_rows)):
+                    held[f"{i}.{number}.{b}.{side}"] = rows[b][:, slots].numpy().tobytes()
+    return held
+
+
+def assert_continues_alike(first: KVCache, second: KVCache, steps: int = 9) -> None:
+    """Token after token both hold the same bytes and attend alike."""
+    for step in range(steps):
+        for cache in (first, second):
+            append_random(cache, 1000 + step, (1,) * cache.batch)
+        q = torch.randn(first.batch, 4, first.layers[0].k_format.head_dim)
+        for layer in range(first.num_layers):
+            outs = [cache.attend(layer, q, backend="reference") for cache in (first, second)]
+            assert torch.equal(*outs)  # type: ignore[arg-type]
+        assert contents(first) == contents(second)
+
+
+def rewrite_manifest(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
+    """Edit the manifest of a file and seal it anew, as a hostile writer would."""
+    tensors = load_file(path)
+    with safe_open(path, framework="pt") as file:
+        manifest = json.loads(file.metadata()["kvquant_cache"])
+    edit(manifest)
+
+    class Edited:
+        def to_json(self, *_: object) -> str:
+            return json.dumps(manifest)
+
+    save_file(tensors, path, sealed(Edited(), {}))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="int4-g4"),
+        pytest.param({"k_format": "int8-g2", "v_format": "int4"}, id="int8-g2_int4"),
+        pytest.param({"k_format": "fp8", "v_format": "fp8-g4", "exact_format": "fp16"}, id="fp8"),
+        pytest.param({"k_format": "bf16", "v_format": "fp16"}, id="16-bit"),
+        pytest.param({"k_format": ["int8", "int4-g8"]}, id="per-layer"),
+        pytest.param({"v_format": RowFormat("int4", 4, 128)}, id="head-dims-differ"),
+        pytest.param({"sink_len": 0, "recent_len": 0}, id="all-packed"),
+        pytest.param({"sink_len": 50}, id="all-sinks"),
+        pytest.param({"recent_len": 50}, id="all-recent"),
+        pytest.param({"lens": (0, 0)}, id="empty"),
+        pytest.param({"lens": (0, 40, 1, 7, 8, 9)}, id="ragged"),
+    ],
+)
+@pytest.mark.parametrize("max_shard_bytes", [1 << 30, 4000], ids=["file", "shards"])
+def test_loaded_cache_is_the_saved_one_and_continues(
+    tmp_path: Path, options: dict[str, Any], max_shard_bytes: int
+) -> None:
+    cache = make_cache(max_seq_len=56 if "lens" in options else 40, **options)
+    written = save_cache(cache, tmp_path / "c.safetensors", max_shard_bytes=max_shard_bytes)
+    assert sorted(written) == sorted(tmp_path.iterdir())
+    loaded = load_cache(tmp_path / "c.safetensors")
+    assert contents(loaded) == contents(cache)
+    assert loaded.max_seq_len == cache.max_seq_len
+    assert loaded.nbytes == cache.nbytes
+    assert_continues_alike(loaded, cache)
+
+
+def test_cropped_caches_keep_what_is_packed(tmp_path: Path) -> None:
+    cache = make_cache()
+    append = torch.randn(2, 2, 3, 64)
+    cache.append(0, append, append)  # layer 0 packs ahead of layer 1, then is cropped back
+    cache.crop([12, 8])
+    packed = [layer.packed_lens.tolist() for layer in cache.layers]
+    assert packed[0] != packed[1]
+    save_cache(cache, tmp_path / "c.safetensors")
+    assert_continues_alike(load_cache(tmp_path / "c.safetensors"), cache)
+
+
+@pytest.mark.parametrize("saved, loaded", [(40, 64), (40, 23), (23, 40), (64, 24)])
+def test_another_max_seq_len_is_as_if_made_with_it(tmp_path: Path, saved: int, loaded: int) -> None:
+    save_cache(make_cache(max_seq_len=saved, recent_len=30), tmp_path / "c.safetensors")
+    cache = load_cache(tmp_path / "c.safetensors", max_seq_len=loaded)
+    other = make_cache(max_seq_len=loaded, recent_len=30)
+    assert cache.max_seq_len == loaded and cache.nbytes == other.nbytes
+    assert_continues_alike(cache, other, steps=loaded - 23)
+
+
+def test_too_small_max_seq_len_is_refused_with_one_that_fits(tmp_path: Path) -> None:
+    path = tmp_path / "c.safetensors"
+    cache = make_cache()
+    save_cache(cache, path)
+    with pytest.raises(CheckpointError, match="max_seq_len 22: use at least 23"):
+        load_cache(path, max_seq_len=22)
+    with pytest.raises(ConfigError, match="max_seq_len -1"):
+        load_cache(path, max_seq_len=-1)
+    cache.crop(10)
+    save_cache(cache, path)
+    # 8 tokens are packed and stay so: they need their room beside sinks and ring
+    with pytest.raises(CheckpointError, match="max_seq_len 12: use at least 16"):
+        load_cache(path, max_seq_len=12)
+    assert contents(load_cache(path, max_seq_len=16)) == contents(cache)
+
+
+def test_file_is_plain_safetensors_and_holds_used_tokens_only(tmp_path: Path) -> None:
+    path = tmp_path / "c.safetensors"
+    save_cache(make_cache(lens=(23, 9), v_format="int8"), path, creation={"prompt": "a.txt"})
+    tensors = load_file(path)
+    assert {name: list(t.shape) for name, t in tensors.items() if name.startswith("layers.1.")} == {
+        "layers.1.k_sinks": [4, 2, 128],
+        "layers.1.k_packed": [16, 2, 48],
+        "layers.1.k_recent": [12, 2, 128],
+        "layers.1.v_sinks": [4, 2, 128],
+        "layers.1.v_packed": [16, 2, 68],
+        "layers.1.v_recent": [12, 2, 128],
+    }
+    with safe_open(path, framework="pt") as file:
+        manifest = json.loads(file.metadata()["kvquant_cache"])
+    assert manifest["creation"] == {"prompt": "a.txt"}
+    assert manifest["positions"] == [23, 109]
+    # the ring is written in the order of the tokens, not of its slots
+    k, _ = make_cache(v_format="int8").dequantized(1, torch.bfloat16)
+    assert tensors["layers.1.k_recent"].view(torch.bfloat16)[:6].transpose(0, 1).equal(k[0, :, 17:])
+
+
+def test_golden_file_of_version_1_still_loads() -> None:
+    cache = load_cache(GOLDEN, model=CONFIG)
+    values = (torch.arange(11)[:, None] + torch.arange(64) / 4 - 8.0).expand(2, 2, 11, 64)
+    fresh = KVCache(
+        *(2, 2, 2, 64, 16),
+        k_format=["int4-g4", "int8"],
+        v_format=["int4", "int8"],
+        sink_len=2,
+        recent_len=3,
+    )
+    fresh.start_positions.copy_(torch.tensor([0, 7]))
+    for layer in range(2):
+        fresh.append(layer, values, -values, [11, 5])
+    assert contents(cache) == contents(fresh)
+    k, v = cache.dequantized(0)
+    assert (k[0] - values[0]).abs().max() < 0.15 and (v[0] + values[0]).abs().max() < 0.55
+    assert k[1, :, :5].equal(values[1, :, :5]) and v[1, :, :5].equal(-values[1, :, :5])
+
+
+def test_saving_replaces_what_was_there(tmp_path: Path) -> None:
+    path = tmp_path / "c.safetensors"
+    caches = [make_cache(seed) for seed in range(6)]
+    (tmp_path / "other-00000000-00001-of-00002.safetensors").touch()
+    for cache, limit in zip(caches, [4000, 2000, 1 << 30, 1 << 30, 3000, 1 << 30], strict=True):
+        written = save_cache(cache, path, max_shard_bytes=limit)
+        assert len(written) == 1 if limit == 1 << 30 else len(written) > 2
+        assert len(list(tmp_path.iterdir())) == len(written) + 1
+        assert contents(load_cache(path)) == contents(cache)
+        assert contents(load_cache(written[-1])) == contents(cache)
+
+
+@pytest.mark.parametrize("max_shard_bytes", [1 << 30, 4000], ids=["file", "shards"])
+@pytest.mark.parametrize("failing", ["fsync", "replace"])
+def test_failed_save_leaves_the_old_file_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str, max_shard_bytes: int
+) -> None:
+    path = tmp_path / "c.safetensors"
+    cache = make_cache()
+    written = save_cache(cache, path, max_shard_bytes=max_shard_bytes)
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, failing, fail)
+    with pytest.raises(OSError, match="No space"):
+        save_cache(make_cache(1), path, max_shard_bytes=max_shard_bytes)
+    assert sorted(tmp_path.iterdir()) == sorted(written)
+    assert contents(load_cache(path)) == contents(cache)
+
+
+def test_layers_in_the_middle_of_a_step_are_not_saved(tmp_path: Path) -> None:
+    cache = make_cache()
+    x = torch.randn(2, 2, 1, 64)
+    cache.append(0, x, x)
+    with pytest.raises(ShapeError, match="append this step's tokens to every layer"):
+        save_cache(cache, tmp_path / "c.safetensors")
+    assert not list(tmp_path.iterdir())
+
+
+def test_arguments_that_make_no_file_are_refused(tmp_path: Path) -> None:
+    cache = make_cache()
+    path = tmp_path / "c.safetensors"
+    with pytest.raises(ConfigError, match=r"NAME\.safetensors"):
+        save_cache(cache, tmp_path / "c.bin")
+    with pytest.raises(ConfigError, match="max_shard_bytes 0"):
+        save_cache(cache, path, max_shard_bytes=0)
+    with pytest.raises(ConfigError, match="creation is not plain data"):
+        save_cache(cache, path, creation={"x": float("nan")})
+    with pytest.raises(ConfigError, match="to_dict"):
+        save_cache(cache, path, model={"x": object()})
+    assert not list(tmp_path.iterdir())
+
+
+def test_cache_of_another_model_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "c.safetensors"
+    save_cache(make_cache(), path, model=CONFIG)
+    load_cache(path)
+    load_cache(path, model={**CONFIG, "torch_dtype": "float16", "_name_or_path": "elsewhere"})
+    with pytest.raises(CheckpointError, match=r"to a 'llama' model .* not to this 'qwen2'"):
+        load_cache(path, model={**CONFIG, "model_type": "qwen2"})
+    save_cache(make_cache(), path)
+    with pytest.raises(CheckpointError, match="does not say which model"):
+        load_cache(path, model=CONFIG)
+
+
+def test_model_identity_ignores_what_does_not_change_keys_and_values() -> None:
+    nested = {"model_type": "vlm", "text_config": {"dtype": "bfloat16", "hidden_size": 8}}
+    same = {"text_config": {"hidden_size": 8.0, "_x": 1, "new": None}, "model_type": "vlm"}
+    other = {"model_type": "vlm", "text_config": {"hidden_size": 16}}
+    assert model_identity(nested) == model_identity(same)
+    assert model_identity(nested)["type"] == "vlm"
+    assert model_identity(nested)["sha256"] != model_identity(other)["sha256"]
+
+
+def set_in(*keys: str | int) -> Callable[[Any], Callable[[dict[str, Any]], None]]:
+    """Makes edits of the manifest that put a value at a place."""
+
+    def with_value(value: Any) -> Callable[[dict[str, Any]], None]:
+        def edit(manifest: dict[str, Any]) -> None:
+            at: Any = manifest
+            for key in keys[:-1]:
+                at = at[key]
+            at[keys[-1]] = value
+
+        return edit
+
+    return with_value
+
+
+@pytest.mark.parametrize(
+    "edit, message",
+    [
+        pytest.param(set_in("version")(2), "version 2, this kvquant reads 1", id="version"),
+        pytest.param(set_in("format")("x"), "not that of a kvquant-cache", id="format"),
+        pytest.param(set_in("transforms")([{"rotate": 1}]), "transformed by", id="transform"),
+        pytest.param(set_in("more")(1), "no key 'more', or should", id="unknown-key"),
+        pytest.param(lambda m: m.pop("model"), "no key 'model'", id="missing-key"),
+        pytest.param(set_in("max_seq_len")(2**31 - 1), "GiB, more than there is", id="huge"),
+        pytest.param(set_in("max_seq_len")(2**40), "whole number from 0", id="beyond-int32"),
+        pytest.param(set_in("max_seq_len")(20), "23 tokens, max_seq_len is 20", id="too-long"),
+        pytest.param(set_in("recent_len")(True), "recent_len is True", id="bool"),
+        pytest.param(set_in("seq_lens")([24, 9]), "do not fit", id="lengths"),
+        pytest.param(set_in("seq_lens", 0)(-1), "seq_lens is -1", id="negative"),
+        pytest.param(set_in("layers", 0, "packed_lens", 0)(2), "packed_lens has 2", id="packed"),
+        pytest.param(set_in("layers", 1, "v", "head_dim")(128), "ask for U8", id="shape"),
+        pytest.param(set_in("layers", 1, "k", "format")("int5"), "int5", id="codec"),
+        pytest.param(set_in("num_kv_heads")(2**31 - 1), "ask for U8|GiB", id="heads"),
+        pytest.param(set_in("sha256", "layers.0.k_packed")("0" * 64), "damaged", id="digest"),
+    ],
+)
+def test_manifest_that_does_not_fit_is_refused(
+    tmp_path: Path, edit: Callable[[dict[str, Any]], None], message: str
+) -> None:
+    path = tmp_path / "c.safetensors"
+    save_cache(make_cache(), path)
+    rewrite_manifest(path, edit)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load_cache(path)
+    assert str(caught.value).startswith(str(path))
+
+
+def test_values_that_are_not_finite_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "c.safetensors"
+    nan, negative = (list(struct.pack("<e", x)) for x in (float("nan"), -1.0))
+    places = [  # (tensor, row in it, byte, what to write, message)
+        ("layers.1.v_packed", 16, 4, nan, "layer 1, V, sequence 1, token 3, KV head 1: a scale"),
+        ("layers.0.k_packed", 2, 6, nan, "layer 0, K, sequence 0, token 4, KV head 1: a scale"),
+        ("layers.0.k_packed", 2, 8, negative, "token 4, KV head 1: a scale is negative"),
+        ("layers.0.k_recent", 6, 10, [0x80, 0xFF], "K, sequence 1, token 4, .* a value is NaN"),
+    ]
+    for name, row, byte, value, message in places:
+        save_cache(make_cache(lens=(23, 10)), path)
+        tensors = load_file(path)
+        tensors[name][row, 1, byte : byte + 2] = torch.tensor(value, dtype=torch.uint8)
+        digest = sha256(tensors[name])
+        with safe_open(path, framework="pt") as file:
+            save_file(tensors, path, file.metadata())
+        with pytest.raises(CheckpointError, match="checksum differs"):
+            load_cache(path)
+        rewrite_manifest(path, set_in("sha256", name)(digest))
+        with pytest.raises(CheckpointError, match=message):
+            load_cache(path)
+
+
+def test_fp8_codes_that_are_nan_are_refused_when_saving(tmp_path: Path) -> None:
+    cache = make_cache(k_format="fp8")
+    cache.layers[1].k_packed[0, 1, 5, 7] = 0xFF
+    with pytest.raises(CheckpointError, match="layer 1, K, sequence 0, token 7, KV head 1: a code"):
+        save_cache(cache, tmp_path / "c.safetensors")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("size", [0, 3, 8, 100, -1], ids=str)
+def test_truncated_files_are_refused(tmp_path: Path, size: int) -> None:
+    path = tmp_path / "c.safetensors"
+    save_cache(make_cache(), path)
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(CheckpointError, match="damaged one"):
+        load_cache(path)
+
+
+def test_what_is_no_cache_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        load_cache(tmp_path / "c.safetensors")
+    with pytest.raises(CheckpointError, match="not a file"):
+        load_cache(tmp_path)
+    (tmp_path / "text").write_text("hello, world; this is not a cache at all")
+    with pytest.raises(CheckpointError, match="no safetensors file"):
+        load_cache(tmp_path / "text")
+    save_file({"layers.0.k": torch.zeros(1, 1, 1, 64)}, tmp_path / "raw")
+    with pytest.raises(CheckpointError, match="quantize --from"):
+        load_cache(tmp_path / "raw")
+
+
+def test_missing_and_extra_tensors_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "c.safetensors"
+    for change, message in (("drop", "k_sinks' is missing"), ("add", "x' should not be there")):
+        save_cache(make_cache(), path)
+        tensors = load_file(path)
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata()
+        if change == "drop":
+            del tensors["layers.0.k_sinks"]
+        else:
+            tensors["x"] = torch.zeros(1)
+        save_file(tensors, path, metadata)
+        with pytest.raises(CheckpointError, match=message):
+            load_cache(path)
+
+
+def test_damaged_sets_of_shards_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "c.safetensors"
+    first, second, *_, index = save_cache(make_cache(), path, max_shard_bytes=4000)
+    good = {file: file.read_bytes() for file in (first, second, index)}
+
+    def refused(message: str) -> None:
+        with pytest.raises(CheckpointError, match=message):
+            load_cache(path)
+        for file, data in good.items():
+            file.write_bytes(data)
+
+    first.unlink()
+    refused(f"shard {first.name} is missing")
+    first.write_bytes(good[second])
+    refused("stands in two shards")
+    first.write_bytes(good[first][:-1])
+    refused("damaged one")
+    first.write_bytes(good[first][:-1] + b"\0")
+    refused("checksum differs")
+    for text in (b"", b"[]", b"{}", b'{"metadata": 1, "weight_map": []}', b"\xff", b"[" * 100_000):
+        index.write_bytes(text)
+        refused("no index of shards")
+    index.write_bytes(good[index].replace(first.name.encode(), b"../" + first.name.encode()))
+    refused("which is no shard of it")
+    index.write_bytes(good[index].replace(b"seq_lens", b"seq_lenz"))
+    refused("manifest is damaged")
+    load_cache(path)
+
+
+WRITER = """
+import os, sys
+import torch
+torch.set_num_threads(1)
+from kvquant.checkpoint import load_cache, save_cache
+target, *sources = sys.argv[1:]
+caches = [load_cache(source) for source in sources]
+for line in sys.stdin:
+    limits = [int(limit) for limit in line.split()]
+    process = os.fork()
+    if process == 0:
+        while True:
+            for cache, limit in zip(caches, limits):
+                save_cache(cache, target, max_shard_bytes=limit)
+    print(process, flush=True)
+    os.waitpid(process, 0)
+    print("dead", flush=True)
+"""
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that forks children which save two caches in turn, until they are killed."""
+    for name, seed in (("a", 0), ("b", 7)):
+        cache = make_cache(seed, lens=(300, 200), max_seq_len=300)
+        save_cache(cache, tmp_path / f"{name}.safetensors")
+    names = [str(tmp_path / name) for name in ("c.safetensors", "a.safetensors", "b.safetensors")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with subprocess.Popen(
+        [sys.executable, "-c", WRITER, *names],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    ) as process:
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the writer forks")
+def test_killed_writer_leaves_the_old_cache_or_the_new_one(
+    tmp_path: Path, writer: subprocess.Popen[str]
+) -> None:
+    assert writer.stdin is not None and writer.stdout is not None
+    a, b = (contents(load_cache(tmp_path / f"{name}.safetensors")) for name in "ab")
+    path = tmp_path / "c.safetensors"
+    whole, shards = 1 << 30, 40_000
+    cache, pace = load_cache(tmp_path / "a.safetensors"), 1.0
+    for _ in range(3):
+        start = time.perf_counter()
+        save_cache(cache, path, max_shard_bytes=shards)
+        pace = min(pace, time.perf_counter() - start)
+    generator = random.Random(0)
+    found, leftovers = set(), 0
+    for kill in range(60):
+        limits = [(whole, whole), (whole, shards), (shards, shards)][kill % 3]
+        print(*limits, file=writer.stdin, flush=True)
+        child = int(writer.stdout.readline())
+        time.sleep(generator.uniform(0, 4 * pace))
+        os.kill(child, signal.SIGKILL)
+        assert writer.stdout.readline() == "dead\n"
+        held = contents(load_cache(path))
+        assert held in (a, b), f"kill {kill} left neither cache"
+        found.add("a" if held == a else "b")
+        leftovers += any(file.name.endswith(".tmp") for file in tmp_path.iterdir())
+    assert found == {"a", "b"}
+    assert leftovers  # some were killed in the middle of a file
+    save_cache(make_cache(), path)
+    assert len(list(tmp_path.iterdir())) == 3  # and nothing of it stays
