@@ -1,0 +1,111 @@
+"""Fidelity of quantized caches, on the bundled model (10 s)."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+from kvquant.calibration.fidelity import (
+    Fidelity,
+    Scheme,
+    compare,
+    measure,
+    predict,
+    quantized_copy,
+    read_prompt,
+)
+from kvquant.calibration.run import Sizes, calibrate, spread
+from kvquant.errors import ConfigError, ShapeError
+from kvquant.model import CachedModel
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture(scope="module")
+def model() -> CachedModel:
+    return CachedModel.from_pretrained(EXAMPLES / "llama-demo-5m")
+
+
+@pytest.fixture(scope="module")
+def text(model: CachedModel) -> list[int]:
+    return model.encode((EXAMPLES / "unseen.txt").read_text(encoding="utf-8"))
+
+
+def test_comparison_is_kl_agreement_and_likelihood() -> None:
+    p = torch.tensor([[[0.5, 0.5, 0.0001]], [[0.2, 0.7, 0.1]]]).log()
+    q = torch.tensor([[[0.25, 0.75, 0.0001]], [[0.2, 0.7, 0.1]]]).log()
+    p[0, 0, 0] += 1e-3  # the likeliest
+    kl, top1, nll = compare(p, q, torch.tensor([[[1]], [[0]]]))
+    expected = 0.5 * torch.tensor([2.0, 2 / 3]).log().sum() / 2
+    assert kl == pytest.approx(float(expected), abs=1e-3)
+    assert top1 == 0.5
+    assert nll == pytest.approx(-float(torch.tensor([0.75, 0.2]).log().mean()))
+
+
+def test_better_formats_keep_the_predictions_better(model: CachedModel, text: list[int]) -> None:
+    schemes = [
+        Scheme("bf16", "bf16"),
+        Scheme("int8", "int8"),
+        Scheme("int4-g4", "int4-g4"),
+        Scheme("int4", "int4"),
+        Scheme("int4", "int4", sink_len=4, recent_len=64),
+        Scheme("bf16", "int4"),
+    ]
+    windows = spread(text, 4, 200 + 24 + 1)
+    done: list[int] = []
+    exact, int8, int4_g4, int4, ended, half = measure(
+        model, windows, 200, schemes, progress=done.append
+    )
+    assert done == [1] * 7
+    assert exact.kl == 0.0 and exact.top1 == 1.0
+    assert 0 < int8.kl < 1e-3 < int4_g4.kl < int4.kl < 0.1
+    assert ended.kl < int4.kl / 3
+    assert half.kl < int4.kl
+    assert int8.top1 > 0.95
+    assert int4.perplexity == pytest.approx(exact.perplexity, rel=0.2)
+    assert [round(one.bits, 1) for one in (exact, int8, int4_g4, int4)] == [16.0, 8.3, 5.0, 4.3]
+
+
+def test_the_past_is_read_from_the_quantized_cache(model: CachedModel, text: list[int]) -> None:
+    window = torch.tensor([text[:120]])
+    exact = read_prompt(model, window[:, :100], 20)
+    expected = predict(model, exact, window[:, 100:])
+    exact.crop(100)
+    damaged = quantized_copy(model, exact, Scheme("int8", "int8"))
+    for layer in damaged.layers:
+        layer.k_packed[:, :, 10:90] = 0
+    given = predict(model, damaged, window[:, 100:])
+    kl, _, _ = compare(expected, given, torch.zeros(20, 1, 1, dtype=torch.int64))
+    assert kl > 0.05
+
+
+def test_windows_without_room_are_refused(model: CachedModel) -> None:
+    with pytest.raises(ShapeError, match="no room for a prompt of 10"):
+        measure(model, torch.zeros(1, 11, dtype=torch.int64), 10)
+
+
+def test_calibration_observes_one_part_and_scores_another(
+    model: CachedModel, text: list[int]
+) -> None:
+    shares: dict[str, int] = {}
+
+    def progress(stage: str, share: int) -> None:
+        shares[stage] = shares.get(stage, 0) + share
+
+    sizes = Sizes(observed=1000, windows=2, context=100, scored=8)
+    schemes = [Scheme("int8", "int8")]
+    statistics, found = calibrate(model, text, sizes=sizes, schemes=schemes, progress=progress)
+    assert statistics.num_tokens == 1000
+    assert shares == {"observe": 100, "score": 100}
+    assert isinstance(found[0], Fidelity)
+    held = text[-(len(text) // 4) :]
+    again = calibrate(model, text, held, sizes=sizes, schemes=schemes)[1]
+    assert again[0].kl == pytest.approx(found[0].kl, rel=1e-3)
+
+
+def test_short_texts_and_empty_sizes_are_refused(model: CachedModel, text: list[int]) -> None:
+    with pytest.raises(ConfigError, match="too few for 8 windows of 1089"):
+        calibrate(model, text[:4000])
+    with pytest.raises(ConfigError, match="windows 0 is not possible"):
+        Sizes(windows=0)

@@ -1,0 +1,49 @@
+"""Shared by all tests: the gpu marker, seeds, poisoned memory, the one error measure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import hypothesis
+import pytest
+import torch
+
+hypothesis.settings.register_profile(
+    "kvquant", deadline=None, derandomize=True, database=None, print_blob=True
+)
+hypothesis.settings.load_profile("kvquant")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU: torch.cuda.is_available() is False")
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory() -> Iterator[None]:
+    """Let torch.empty and its kin give NaN (uint8: 255): nothing unwritten goes unseen."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    assert torch.empty(1).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture(scope="session")
+def relative_l2() -> Callable[[torch.Tensor, torch.Tensor], float]:
+    """The error measure of all tests: |x - reference| / |reference| in float64."""
+
+    def measure(x: torch.Tensor, reference: torch.Tensor) -> float:
+        assert x.shape == reference.shape, f"{list(x.shape)} against {list(reference.shape)}"
+        x, reference = x.double(), reference.double()
+        if not bool(x.isfinite().all()):
+            return float("inf")
+        return float((x - reference).norm() / reference.norm().clamp(min=1e-300))
+
+    return measure

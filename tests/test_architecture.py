@@ -1,0 +1,184 @@
+"""Who may import whom, what is shipped, and that `import kvquant` stays light."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+ROOMS = {"kvquant": ROOT / "kvquant", "kvquant.kernels": ROOT / "kernels"}
+ROOMS["kvquant.calibration"] = ROOT / "calibration"
+
+FACTS = "errors layout"
+MEANING = f"{FACTS} quant segments reference"
+CACHES = f"{MEANING} attention layer cache"
+FILES = "files identity manifest cachefile checkpoint"
+
+# module of kvquant -> modules of kvquant that it may import
+ALLOWED = {
+    "__init__": f"{CACHES} checkpoint",
+    "errors": "",
+    "layout": "errors",
+    "quant": FACTS,
+    "segments": f"{FACTS} quant",
+    "reference": f"{FACTS} quant segments",
+    "attention": MEANING,
+    "layer": f"{FACTS} quant segments",
+    "cache": f"{MEANING} attention layer",
+    "kernels.cpu.simd": "",
+    "kernels.cpu.values": f"{FACTS} kernels.cpu.simd",
+    "kernels.cpu.parallel": f"{FACTS} kernels.cpu.simd",
+    "kernels.cpu.rows": f"{FACTS} kernels.cpu.parallel kernels.cpu.simd kernels.cpu.values",
+    "kernels.cpu.decode": (
+        f"{FACTS} segments kernels.cpu.parallel kernels.cpu.simd kernels.cpu.values"
+    ),
+    "files": "errors",
+    "identity": "errors",
+    "manifest": f"{FACTS} cache identity",
+    "cachefile": f"{FACTS} quant files manifest",
+    "checkpoint": f"{CACHES} files identity manifest cachefile",
+    "exchange": f"{CACHES} files",
+    "inspection": f"{FACTS} quant {FILES} exchange",
+    "huggingface": CACHES,
+    "model": f"{CACHES} huggingface",
+    "calibration.observers": f"{FACTS} quant",
+    "calibration.collect": f"{FACTS} quant calibration.observers",
+    "calibration.fidelity": CACHES,
+    "calibration.run": f"{FACTS} calibration.collect calibration.fidelity",
+    "calibration.report": f"{FACTS} files calibration.collect calibration.fidelity",
+    "bench": f"{MEANING} attention",
+    "demo": f"{CACHES} model calibration.fidelity calibration.report",
+    "cli": "__init__ errors",
+}
+# inside functions and for the type checker only
+ALLOWED_LATE = {
+    "quant": "kernels.cpu.rows",
+    "attention": "kernels.cpu.decode",
+    "cli": f"{CACHES} {FILES} exchange inspection model bench demo "
+    "calibration.report calibration.run",
+}
+
+# a library that `import kvquant` must not need -> the only modules that name it
+LIBRARIES = {
+    "transformers": {"huggingface"},
+    "numba": {name for name in ALLOWED if name.startswith("kernels.cpu.")},
+    "llvmlite": {name for name in ALLOWED if name.startswith("kernels.cpu.")},
+    "click": {"cli"},
+    "safetensors": {"files", "huggingface", "calibration.report"},
+    "matplotlib": set[str](),
+}
+
+
+def modules() -> dict[str, Path]:
+    """Every module by its name below kvquant; links are not followed."""
+    found = {}
+    for room, folder in ROOMS.items():
+        for path in sorted(folder.rglob("*.py")):
+            parts = path.relative_to(folder).with_suffix("").parts
+            if room == "kvquant" and len(parts) > 1:
+                continue
+            found[".".join([*room.split(".")[1:], *parts])] = path
+    return found
+
+
+MODULES = modules()
+
+
+def imports(name: str) -> Iterator[tuple[str, bool]]:
+    """What a module imports, absolute, and whether late: in a function or for the type checker."""
+    tree = ast.parse(MODULES[name].read_text(encoding="utf-8"))
+    late = {
+        id(node)
+        for block in ast.walk(tree)
+        if isinstance(block, ast.FunctionDef)
+        or (isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING")
+        for node in ast.walk(block)
+    }
+    package = f"kvquant.{name}".split(".")[:-1]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, id(node) in late) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) + 1 - node.level] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            for alias in node.names:
+                whole = f"{module}.{alias.name}"
+                known = whole.removeprefix("kvquant.") in MODULES
+                yield whole if known else module, id(node) in late
+
+
+def own(imported: str) -> str | None:
+    """The module of kvquant that an import leads to, or None."""
+    if imported == "kvquant":
+        return "__init__"
+    return imported.removeprefix("kvquant.") if imported.startswith("kvquant.") else None
+
+
+def test_every_module_has_a_row_and_every_row_a_module() -> None:
+    assert set(MODULES) == set(ALLOWED)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_imports_go_in_the_allowed_direction(name: str) -> None:
+    anywhere = ALLOWED.get(name, "").split()
+    late = ALLOWED_LATE.get(name, "").split()
+    for imported, is_late in imports(name):
+        target = own(imported)
+        if target is not None:
+            allowed = anywhere + late if is_late else anywhere
+            assert target in allowed, f"{name} imports {target}{' late' if is_late else ''}"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_libraries_are_named_only_where_they_belong(name: str) -> None:
+    for imported, _ in imports(name):
+        library = imported.split(".")[0]
+        assert name in LIBRARIES.get(library, {name}), f"{name} imports {library}"
+        assert library not in ("kernels", "calibration"), "say kvquant.kernels, kvquant.calibration"
+
+
+def test_the_allowed_imports_make_no_circle() -> None:
+    done: set[str] = set()
+    while left := [name for name in ALLOWED if name not in done]:
+        ready = [name for name in left if set(ALLOWED[name].split()) <= done]
+        assert ready, f"these import one another: {left}"
+        done.update(ready)
+
+
+def test_pyproject_ships_every_folder_with_code() -> None:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    line = next(line for line in text.splitlines() if line.startswith("packages = "))
+    packages = set(ast.literal_eval(line.removeprefix("packages = ")))
+    folders = {".".join(["kvquant", *name.split(".")[:-1]]) for name in MODULES}
+    assert packages - {"kvquant.kernels"} == folders - {"kvquant.kernels"}
+    assert "kvquant.kernels" in packages  # the parent of kvquant.kernels.cpu
+
+
+@pytest.mark.parametrize("room", ["kernels", "calibration", "tests"])
+def test_rooms_at_the_top_are_no_packages_of_that_name(room: str) -> None:
+    """Hugging Face ships a package `kernels`, which ours would hide from transformers."""
+    assert not list((ROOT / room).rglob("__init__.py"))
+
+
+@pytest.mark.parametrize("room", ["kernels", "calibration"])
+def test_rooms_are_linked_into_the_package(room: str) -> None:
+    link = ROOT / "kvquant" / room
+    assert link.is_symlink()
+    assert link.resolve() == ROOT / room
+
+
+def test_import_kvquant_loads_no_heavy_library() -> None:
+    code = "import sys, kvquant; print(*{name.split('.')[0] for name in sys.modules})"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    ).stdout.split()
+    assert "torch" in loaded
+    heavy = {"numba", "llvmlite", "transformers", "click", "matplotlib", "pandas", "scipy"}
+    assert not heavy & set(loaded)
+    assert "kernels" not in loaded
+    assert "calibration" not in loaded

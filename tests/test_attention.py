@@ -1,0 +1,270 @@
+"""The attention calls: the reference against torch, and what every backend does with its input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from kvquant import (
+    RowFormat,
+    decode_attention,
+    dequantize_rows,
+    quantize_rows,
+    reference_attention,
+)
+from kvquant.attention import attend_segments
+from kvquant.errors import ConfigError, DeviceError, ShapeError
+from kvquant.segments import Segment
+
+Measure = Callable[[torch.Tensor, torch.Tensor], float]
+
+INT4 = RowFormat.parse("int4-g4", 64)
+BACKENDS = ("cpu", "reference")
+
+
+def lens(*counts: int) -> torch.Tensor:
+    return torch.tensor(counts, dtype=torch.int32)
+
+
+def packed(
+    *shape: int, k_format: RowFormat = INT4, v_format: RowFormat = INT4
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V rows of normal values, [*shape, row_bytes]."""
+    return (
+        quantize_rows(torch.randn(*shape, k_format.head_dim), k_format),
+        quantize_rows(torch.randn(*shape, v_format.head_dim), v_format),
+    )
+
+
+def state(
+    q: torch.Tensor, *args: torch.Tensor, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    result = decode_attention(q, *args, return_lse=True, **options)
+    assert isinstance(result, tuple)
+    return result
+
+
+@pytest.mark.parametrize("ratio", [1, 3, 8])
+@pytest.mark.parametrize("sm_scale", [None, 0.3])
+def test_the_reference_is_torchs_attention_on_dequantized_rows(
+    ratio: int, sm_scale: float | None, relative_l2: Measure
+) -> None:
+    v_format = RowFormat.parse("int8-g2", 96)
+    k_rows, v_rows = packed(2, 2, 21, v_format=v_format)
+    q = torch.randn(2, 2 * ratio, 64)
+    out, lse = reference_attention(
+        q, k_rows, v_rows, lens(21, 13), k_format="int4-g4", v_format=v_format, sm_scale=sm_scale
+    )
+    assert out.dtype == lse.dtype == torch.float64
+    for b, seq_len in enumerate((21, 13)):
+        k = dequantize_rows(k_rows[b : b + 1, :, :seq_len], INT4).double()
+        v = dequantize_rows(v_rows[b : b + 1, :, :seq_len], v_format).double()
+        query = q[b : b + 1, :, None].double()
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            query, k, v, scale=sm_scale, enable_gqa=True
+        )
+        assert relative_l2(out[b], expected[0, :, 0]) < 1e-12
+        scores = query @ k.repeat_interleave(ratio, 1).transpose(-1, -2)
+        scores = scores[0, :, 0] * (64**-0.5 if sm_scale is None else sm_scale)
+        assert relative_l2(lse[b], scores.logsumexp(-1)) < 1e-12
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_sequence_without_tokens_gives_zeros_and_minus_inf(backend: str) -> None:
+    rows = torch.full((3, 2, 4, INT4.row_bytes), 255, dtype=torch.uint8)  # every row is NaN
+    rows[1] = packed(2, 4)[0]
+    q = torch.randn(3, 4, 64)
+    for seq_lens in (lens(0, 4, 0), lens(0, 0, 0)):
+        out, lse = state(q, rows, rows, seq_lens, k_format=INT4, v_format=INT4, backend=backend)
+        for b, seq_len in enumerate(seq_lens.tolist()):
+            assert bool(out[b].any()) == bool(seq_len)
+            assert bool((lse[b] == -torch.inf).all()) == (seq_len == 0)
+            assert bool(out[b].isfinite().all())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_without_room_count_as_empty(backend: str) -> None:
+    rows = torch.empty(2, 2, 0, INT4.row_bytes, dtype=torch.uint8)
+    q = torch.randn(2, 4, 64)
+    out, lse = state(q, rows, rows, lens(0, 0), k_format=INT4, v_format=INT4, backend=backend)
+    assert not out.any()
+    assert bool((lse == -torch.inf).all())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_empty_batch_gives_an_empty_result(backend: str) -> None:
+    rows = torch.empty(0, 2, 5, INT4.row_bytes, dtype=torch.uint8)
+    out, lse = state(
+        torch.randn(0, 4, 64), rows, rows, lens(), k_format=INT4, v_format=INT4, backend=backend
+    )
+    assert out.shape == (0, 4, 64)
+    assert lse.shape == (0, 4)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_token_gives_its_values_and_its_score(backend: str) -> None:
+    k_rows, v_rows = packed(1, 2, 1)
+    q = torch.randn(1, 2, 64)
+    out, lse = state(q, k_rows, v_rows, lens(1), k_format=INT4, v_format=INT4, backend=backend)
+    torch.testing.assert_close(out, dequantize_rows(v_rows, INT4)[:, :, 0])
+    torch.testing.assert_close(lse, (q * dequantize_rows(k_rows, INT4)[:, :, 0]).sum(-1) / 8)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_out_has_the_dtype_of_q_and_lse_is_float32(dtype: torch.dtype, backend: str) -> None:
+    k_rows, v_rows = packed(1, 2, 9)
+    q = torch.randn(1, 4, 64).to(dtype)
+    options = {"k_format": INT4, "v_format": INT4, "backend": backend}
+    out, lse = state(q, k_rows, v_rows, lens(9), **options)
+    assert out.dtype == dtype
+    assert lse.dtype == torch.float32
+    alone = decode_attention(q, k_rows, v_rows, lens(9), **options)  # type: ignore[arg-type]
+    assert isinstance(alone, torch.Tensor)
+    assert torch.equal(alone, out)
+    exact, _ = reference_attention(q, k_rows, v_rows, lens(9), k_format=INT4, v_format=INT4)
+    torch.testing.assert_close(out.double(), exact, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_nan_row_in_use_makes_nan_and_no_plausible_number(backend: str) -> None:
+    bad = quantize_rows(torch.full((64,), torch.nan), INT4, check=False)
+    q = torch.randn(1, 4, 64)
+    for at in (0, 17, 299):
+        for spoiled in (0, 1):
+            rows = packed(1, 2, 300)
+            rows[spoiled][0, 1, at] = bad
+            out, lse = state(q, *rows, lens(300), k_format=INT4, v_format=INT4, backend=backend)
+            assert bool(out[0, :2].isfinite().all()), "the other KV head"
+            assert bool(out[0, 2:].isnan().all()), f"{'KV'[spoiled]} of token {at} is NaN"
+            assert bool(lse[0, 2:].isnan().all()) == (spoiled == 0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_segments_are_attended_as_one_sequence(backend: str, relative_l2: Measure) -> None:
+    bf16 = RowFormat.parse("bf16", 64)
+    k, v = torch.randn(2, 2, 2, 40, 64).bfloat16()
+    q = torch.randn(2, 4, 64)
+    k_rows, v_rows = (quantize_rows(x, bf16) for x in (k, v))
+    whole, lse = state(q, k_rows, v_rows, lens(40, 31), k_format=bf16, v_format=bf16)
+    # tokens 0-3, then 4-19, then the rest in a ring of 24 rows that starts at row 10 or 20
+    ring = torch.full((2, 2, 2, 24, bf16.row_bytes), 255, dtype=torch.uint8)
+    for b, (start, count) in enumerate(((10, 20), (20, 11))):
+        for i in range(count):
+            ring[0, b, :, (start + i) % 24] = k_rows[b, :, 20 + i]
+            ring[1, b, :, (start + i) % 24] = v_rows[b, :, 20 + i]
+    segments = [
+        Segment(k_rows[:, :, :4], v_rows[:, :, :4], lens(4, 4), bf16, bf16),
+        Segment(k_rows[:, :, 4:20], v_rows[:, :, 4:20], lens(16, 16), bf16, bf16),
+        Segment(k_rows[:, :, :7], v_rows[:, :, :7], lens(0, 0), bf16, bf16),
+        Segment(ring[0], ring[1], lens(20, 11), bf16, bf16, lens(10, 20)),
+    ]
+    result = attend_segments(q, segments, return_lse=True, backend=backend)
+    assert relative_l2(result[0], whole) < 1e-6
+    assert relative_l2(result[1], lse) < 1e-6
+
+
+def test_queries_that_require_grad_are_taken() -> None:
+    k_rows, v_rows = packed(1, 2, 9)
+    q = torch.randn(1, 4, 64)
+    for backend in BACKENDS:
+        options = {"k_format": INT4, "v_format": INT4, "backend": backend}
+        out, _ = state(q.clone().requires_grad_(), k_rows, v_rows, lens(9), **options)
+        assert not out.requires_grad
+        assert torch.equal(out, state(q, k_rows, v_rows, lens(9), **options)[0])
+
+
+K_ROWS, V_ROWS = torch.zeros(2, 2, 2, 8, INT4.row_bytes, dtype=torch.uint8)
+META = torch.empty(2, 2, 8, INT4.row_bytes, dtype=torch.uint8, device="meta")
+
+
+@pytest.mark.parametrize("backend", [None, "cpu", "reference"])
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"q": torch.zeros(4, 64)}, ShapeError, "q is [4, 64]: it must be [batch, num_q_heads"),
+        ({"q": torch.zeros(2, 4, 1, 64)}, ShapeError, "q is [2, 4, 1, 64]: it must be"),
+        ({"q": torch.zeros(1, 4, 64)}, ShapeError, "q [1, 4, 64] does not fit rows [2, 2, 8, 48]"),
+        ({"q": torch.zeros(2, 3, 64)}, ShapeError, "num_q_heads a multiple of num_kv_heads"),
+        ({"q": torch.zeros(2, 1, 64)}, ShapeError, "num_q_heads a multiple of num_kv_heads"),
+        ({"q": torch.zeros(2, 4, 128)}, ConfigError, "int4-g4 has head_dim 64, not 128"),
+        ({"q": torch.zeros(2, 4, 63)}, ConfigError, "int4-g4 has head_dim 64, not 63"),
+        ({"q": torch.zeros(2, 4, 64, dtype=torch.float64)}, ConfigError, "q is torch.float64: use"),
+        ({"q": torch.zeros(2, 4, 64, dtype=torch.int8)}, ConfigError, "q is torch.int8: use"),
+        ({"k_rows": K_ROWS[:, :, :7]}, ShapeError, "k_rows [2, 2, 7, 48] and v_rows [2, 2, 8, 48]"),
+        ({"k_rows": K_ROWS.float()}, ConfigError, "k_rows is torch.float32: rows are uint8"),
+        ({"v_rows": V_ROWS[..., :36]}, ShapeError, "v_rows is [2, 2, 8, 36]: the last axis"),
+        ({"k_rows": K_ROWS[:, :0], "v_rows": V_ROWS[:, :0]}, ShapeError, "does not fit rows"),
+        ({"seq_lens": lens(8, 9)}, ShapeError, "seq_lens are 8 to 9, but there is room for 0 to 8"),
+        ({"seq_lens": lens(-1, 3)}, ShapeError, "seq_lens are -1 to 3"),
+        ({"seq_lens": lens(3)}, ShapeError, "seq_lens is [1]: it must be [2], the batch"),
+        ({"seq_lens": lens(3, 3).long()}, ConfigError, "seq_lens is torch.int64: use int32"),
+        ({"k_format": "int5"}, ConfigError, "format 'int5' does not exist"),
+        ({"v_format": "int8"}, ShapeError, "the 68 bytes of a row of int8"),
+        ({"num_splits": 0}, ConfigError, "num_splits 0 is not possible: use 1 or more, or None"),
+        ({"num_splits": -1}, ConfigError, "num_splits -1 is not possible"),
+        ({"k_rows": META}, DeviceError, "q is on cpu, rows or lengths on meta"),
+        ({"v_rows": META}, DeviceError, "q is on cpu, rows or lengths on meta"),
+    ],
+    ids=[f"case{i}" for i in range(23)],
+)
+def test_what_does_not_fit_is_refused(
+    change: dict[str, Any], error: type[Exception], message: str, backend: str | None
+) -> None:
+    arguments: dict[str, Any] = {
+        "q": torch.zeros(2, 4, 64),
+        "k_rows": K_ROWS,
+        "v_rows": V_ROWS,
+        "seq_lens": lens(8, 3),
+        "k_format": INT4,
+        "v_format": INT4,
+        "backend": backend,
+    }
+    decode_attention(**arguments)
+    with pytest.raises(error) as caught:
+        decode_attention(**(arguments | change))
+    assert message in str(caught.value)
+
+
+def test_rows_whose_bytes_are_apart_are_refused() -> None:
+    apart = torch.zeros(2, 2, 8, 2 * INT4.row_bytes, dtype=torch.uint8)[..., ::2]
+    q, seq_lens = torch.zeros(2, 4, 64), lens(8, 3)
+    for k_rows, v_rows in ((apart, V_ROWS), (K_ROWS, apart)):
+        with pytest.raises(ShapeError, match="contiguous"):
+            decode_attention(q, k_rows, v_rows, seq_lens, k_format=INT4, v_format=INT4)
+
+
+def test_segments_that_do_not_fit_one_another_are_refused() -> None:
+    q = torch.zeros(2, 4, 64)
+    good = Segment(K_ROWS, V_ROWS, lens(8, 3), INT4, INT4)
+    fewer_heads = Segment(K_ROWS[:, :1], V_ROWS[:, :1], lens(8, 3), INT4, INT4)
+    wide = RowFormat.parse("int4-g4", 128)
+    wide_rows = torch.zeros(2, 2, 8, wide.row_bytes, dtype=torch.uint8)
+    wide_v = Segment(K_ROWS, wide_rows, lens(8, 3), INT4, wide)
+    wide_k = Segment(wide_rows, V_ROWS, lens(8, 3), wide, INT4)
+    for segments, message in (
+        ([], "at least one"),
+        ([good, fewer_heads], "differ in num_kv_heads"),
+        ([good, wide_v], "differ in num_kv_heads or in the head_dim of V"),
+        ([good, wide_k], "q has head_dim 64, K has 128"),
+    ):
+        with pytest.raises(ShapeError, match=message):
+            attend_segments(q, segments)
+    for starts in (lens(0, 8), lens(-1, 0)):
+        with pytest.raises(ShapeError, match=r"starts are .* to .*, rows are 0 to 7"):
+            attend_segments(q, [Segment(K_ROWS, V_ROWS, lens(8, 3), INT4, INT4, starts)])
+
+
+def test_backends_are_chosen_by_name_and_device() -> None:
+    arguments: dict[str, Any] = {"k_format": INT4, "v_format": INT4}
+    q, rows = torch.zeros(2, 4, 64), (K_ROWS, V_ROWS, lens(8, 3))
+    with pytest.raises(ConfigError, match="backend 'cuda' does not exist: use cpu or reference"):
+        decode_attention(q, *rows, backend="cuda", **arguments)
+    on_meta = [tensor.to("meta") for tensor in (q, *rows)]
+    with pytest.raises(DeviceError, match="no fused kernel serves meta yet"):
+        decode_attention(*on_meta, **arguments)
+    with pytest.raises(DeviceError, match="backend 'cpu' takes CPU tensors, not meta"):
+        decode_attention(*on_meta, backend="cpu", **arguments)

@@ -1,0 +1,520 @@
+"""KVCache: what a token's row is, when it is written, and that a refused call changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from kvquant import KVCache, RowFormat, dequantize_rows, quantize_rows
+from kvquant.errors import ConfigError, NonFiniteError, ShapeError
+from kvquant.reference import reference_over_segments
+
+Measure = Callable[[torch.Tensor, torch.Tensor], float]
+
+BATCH, HEADS, DIM, MAX = 3, 2, 64, 40
+
+
+def make(**options: Any) -> KVCache:
+    """A small cache: 2 layers, 3 sinks, 5 recent tokens, 32 packed ones."""
+    options = {"sink_len": 3, "recent_len": 5, "v_format": "int8", **options}
+    return KVCache(options.pop("num_layers", 2), BATCH, HEADS, DIM, MAX, **options)
+
+
+def tokens(count: int, *, batch: int = BATCH, dim: int = DIM) -> torch.Tensor:
+    return torch.randn(batch, HEADS, count, dim)
+
+
+def everything(cache: KVCache) -> list[torch.Tensor]:
+    """Copies of all bytes of a cache."""
+    tensors = [tensor for layer in cache.layers for tensor in layer.tensors().values()]
+    return [tensor.clone() for tensor in [cache.start_positions, *tensors]]
+
+
+def unchanged(cache: KVCache, before: list[torch.Tensor]) -> bool:
+    return all(torch.equal(*pair) for pair in zip(everything(cache), before, strict=True))
+
+
+def expected(
+    x: torch.Tensor, fmt: str, sink_len: int, recent_len: int, exact: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
+    """What tokens x [heads, tokens, dim] of one sequence, never cropped, come back as."""
+    row_format = RowFormat.parse(fmt, x.shape[-1])
+    if not sink_len and not recent_len:
+        return dequantize_rows(quantize_rows(x, row_format), row_format)
+    x = x.to(exact)
+    packed = dequantize_rows(quantize_rows(x, row_format), row_format)
+    last = max(x.shape[1] - recent_len, sink_len)
+    return torch.cat([x[:, :sink_len].float(), packed[:, sink_len:last], x[:, last:].float()], 1)
+
+
+@pytest.mark.parametrize("sink_len", [0, 3, 60])
+@pytest.mark.parametrize("recent_len", [0, 1, 5, 60])
+@pytest.mark.parametrize("exact_format", ["bf16", "fp16"])
+def test_tokens_come_back_exact_at_both_ends_and_quantized_between(
+    sink_len: int, recent_len: int, exact_format: str
+) -> None:
+    cache = make(sink_len=sink_len, recent_len=recent_len, exact_format=exact_format)
+    k, v = tokens(MAX), tokens(MAX)
+    exact = torch.bfloat16 if exact_format == "bf16" else torch.float16
+    for layer in (0, 1):
+        cache.append(layer, k, v, [MAX, 7, 0])
+        for x, fmt, got in zip((k, v), ("int4-g4", "int8"), cache.dequantized(layer), strict=True):
+            assert got.shape == (BATCH, HEADS, MAX, DIM)
+            for b, count in enumerate((MAX, 7, 0)):
+                values = expected(x[b, :, :count], fmt, sink_len, recent_len, exact)
+                assert torch.equal(got[b, :, :count], values)
+                assert not got[b, :, count:].any()
+    assert cache.seq_lens.tolist() == [MAX, 7, 0]
+    assert cache.seq_lens.dtype == torch.int32
+
+
+@pytest.mark.parametrize("lengths", [(0, 0), (3, 5), (3, 0), (0, 5)], ids=str)
+def test_bytes_do_not_depend_on_the_chunks_tokens_came_in(lengths: tuple[int, int]) -> None:
+    k, v = tokens(37), tokens(37)
+    whole = make(sink_len=lengths[0], recent_len=lengths[1])
+    whole.append(0, k, v)
+    for chunks in ([1] * 37, [2, 3, 4, 5, 6, 7, 10], [36, 1], [8, 0, 29], [4, 33]):
+        cache = make(sink_len=lengths[0], recent_len=lengths[1])
+        for k_part, v_part in zip(
+            torch.split(k, chunks, 2), torch.split(v, chunks, 2), strict=True
+        ):
+            cache.append(0, k_part, v_part)
+        assert unchanged(cache, everything(whole)), chunks
+
+
+def test_a_row_once_packed_is_never_written_again() -> None:
+    cache = make()
+    at = cache.layers[0]
+    for _ in range(30):
+        packed_lens = at.packed_lens.tolist()
+        before = at.k_packed.clone(), at.v_packed.clone(), at.k_sinks.clone()
+        new_lens = torch.randint(0, 3, (BATCH,))
+        new_lens = new_lens.minimum(MAX - cache.layers[0].seq_lens)
+        cache.append(0, tokens(2), tokens(2), new_lens)
+        for b, packed in enumerate(packed_lens):
+            assert torch.equal(at.k_packed[b, :, :packed], before[0][b, :, :packed])
+            assert torch.equal(at.v_packed[b, :, :packed], before[1][b, :, :packed])
+            sinks = min(int(at.seq_lens[b]), 3)
+            if packed:
+                assert torch.equal(at.k_sinks[b, :, :sinks], before[2][b, :, :sinks])
+    assert bool((at.packed_lens > 5).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_input_of_any_float_dtype_and_stride_is_taken(dtype: torch.dtype) -> None:
+    k, v = tokens(20).to(dtype), tokens(20).to(dtype)
+    cache, other = make(), make()
+    cache.append(0, k, v)
+    strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v)]
+    other.append(0, *strided)
+    assert unchanged(other, everything(cache))
+    grad = make()
+    grad.append(0, k.clone().requires_grad_(), v.clone().requires_grad_())
+    assert unchanged(grad, everything(cache))
+
+
+def test_padding_behind_new_lens_may_hold_anything() -> None:
+    k, v = tokens(9), tokens(9)
+    counts = [9, 4, 0]
+    clean, dirty = make(), make()
+    clean.append(0, k, v, counts)
+    for b, count in enumerate(counts):
+        k[b, :, count:], v[b, :, count:] = torch.nan, torch.inf
+    dirty.append(0, k, v, torch.tensor(counts))
+    assert unchanged(dirty, everything(clean))
+
+
+def test_formats_may_differ_by_layer_and_between_k_and_v(relative_l2: Measure) -> None:
+    wide = RowFormat.parse("fp8-g2", 96)
+    cache = make(
+        num_layers=3,
+        k_format=["int4", RowFormat.parse("int8-g4", DIM), "bf16"],
+        v_format=[wide] * 3,
+    )
+    assert [str(layer.k_format) for layer in cache.layers] == ["int4", "int8-g4", "bf16"]
+    q = torch.randn(BATCH, 2 * HEADS, DIM)
+    for layer in range(3):
+        k, v = tokens(20), tokens(20, dim=96)
+        cache.append(layer, k, v)
+        got_k, got_v = cache.dequantized(layer)
+        for b in range(BATCH):
+            assert torch.equal(got_k[b], expected(k[b], str(cache.layers[layer].k_format), 3, 5))
+            assert torch.equal(got_v[b], expected(v[b], "fp8-g2", 3, 5))
+        out = cache.attend(layer, q, backend="reference")
+        assert isinstance(out, torch.Tensor)
+        full = torch.nn.functional.scaled_dot_product_attention(
+            q[:, :, None].double(), got_k.double(), got_v.double(), enable_gqa=True
+        )
+        assert relative_l2(out, full[:, :, 0]) < 1e-6
+
+
+@pytest.mark.parametrize("lengths", [(3, 5), (0, 0), (3, 0), (0, 5), (60, 60)], ids=str)
+def test_attend_sees_all_tokens(lengths: tuple[int, int], relative_l2: Measure) -> None:
+    cache = make(sink_len=lengths[0], recent_len=lengths[1])
+    q = torch.randn(BATCH, 4, DIM)
+    for counts in ([0, 0, 0], [2, 0, 9], [1, 1, 1], [9, 4, 0], [5, 9, 9]):
+        cache.append(0, tokens(9), tokens(9), counts)
+        result = cache.attend(0, q, return_lse=True, sm_scale=0.2)
+        out, lse = reference_over_segments(q, cache.segments(0), 0.2)
+        assert relative_l2(result[0], out) < 1e-5
+        torch.testing.assert_close(result[1].double(), lse, rtol=1e-5, atol=1e-5)
+        k, v = (x.double() for x in cache.dequantized(0))
+        for b, seq_len in enumerate(cache.layers[0].seq_lens.tolist()):
+            if seq_len:
+                query = q[b].double().view(HEADS, 2, DIM)
+                weights = (query @ k[b, :, :seq_len].transpose(-1, -2) * 0.2).softmax(-1)
+                assert relative_l2(out[b].view(HEADS, 2, DIM), weights @ v[b, :, :seq_len]) < 1e-12
+
+
+def test_attend_refuses_a_query_that_does_not_fit() -> None:
+    cache = make()
+    for q in (torch.zeros(BATCH, 4, 1, DIM), torch.zeros(4, DIM), torch.zeros(2, 4, DIM)):
+        with pytest.raises(ShapeError, match=r"q is|q \["):
+            cache.attend(0, q)
+
+
+@pytest.mark.parametrize("keep", [0, 2, 3, 4, 8, 11, 12, 15, 16, 20])
+def test_crop_forgets_the_last_tokens(keep: int) -> None:
+    """Packed rows stay packed; what follows is as if it had come right after them."""
+    k, v = tokens(20), tokens(20)
+    cache = make()
+    for layer in (0, 1):
+        cache.append(layer, k, v)
+    packed = min(int(cache.layers[0].packed_lens[0]), max(keep - 3, 0))
+    before = cache.dequantized(0)
+    cache.crop(keep)
+    assert cache.seq_lens.tolist() == [keep] * BATCH
+    assert cache.layers[1].packed_lens.tolist() == [packed] * BATCH
+    assert torch.equal(cache.dequantized(0)[0], before[0][:, :, :keep])
+    k, v = tokens(18), tokens(18)
+    cache.append(0, k, v)
+    got = cache.dequantized(0)[0]
+    last = keep + 18 - 5
+    assert torch.equal(
+        got[:, :, :keep], expected_after_crop(before[0], k, keep, packed)[:, :, :keep]
+    )
+    assert torch.equal(got[:, :, last:], k[:, :, last - keep :].bfloat16().float())
+    fmt = RowFormat.parse("int4-g4", DIM)
+    middle = dequantize_rows(quantize_rows(k.bfloat16(), fmt), fmt)
+    first = max(keep, 3)
+    assert torch.equal(got[:, :, first:last], middle[:, :, first - keep : last - keep])
+
+
+def expected_after_crop(
+    kept: torch.Tensor, new: torch.Tensor, keep: int, packed: int
+) -> torch.Tensor:
+    """The kept tokens, those that were exact and are neither sinks nor recent now quantized."""
+    fmt = RowFormat.parse("int4-g4", DIM)
+    again = dequantize_rows(quantize_rows(kept, fmt), fmt)
+    values = torch.cat([kept[:, :, :keep], new.bfloat16().float()], 2)
+    first, last = 3 + packed, min(keep, values.shape[2] - 5)
+    if first < last:
+        values[:, :, first:last] = again[:, :, first:last]
+    return values
+
+
+def test_crop_takes_a_length_for_each_sequence() -> None:
+    cache = make()
+    for layer in (0, 1):
+        cache.append(layer, tokens(20), tokens(20), [20, 9, 4])
+    cache.crop(torch.tensor([18, 9, 0]))
+    assert cache.seq_lens.tolist() == [18, 9, 0]
+    cache.crop(10)
+    assert cache.seq_lens.tolist() == [10, 9, 0]
+    before = everything(cache)
+    wrong: list[Any] = [-1, [11, 9, 0], [10, 9, -1], [10, 9], [[10, 9, 0]]]
+    for lengths in wrong:
+        with pytest.raises(ShapeError, match=r"cannot crop sequences of \[10, 9, 0\] tokens"):
+            cache.crop(lengths)
+    fractions: list[Any] = [[1.5, 2, 0], torch.ones(3), torch.ones(3, dtype=torch.bool)]
+    for lengths in fractions:
+        with pytest.raises(ConfigError, match="use whole numbers"):
+            cache.crop(lengths)
+    assert unchanged(cache, before)
+
+
+def test_reorder_moves_sequences_with_all_they_have() -> None:
+    cache = make()
+    for layer in (0, 1):
+        cache.append(layer, tokens(20), tokens(20), [20, 9, 4])
+    cache.start_positions[:] = torch.tensor([0, 100, 200])
+    before = cache.fork()
+    cache.reorder([2, 2, 0])
+    assert cache.seq_lens.tolist() == [4, 4, 20]
+    assert cache.positions.tolist() == [204, 204, 20]
+    for layer in (0, 1):
+        old, new = before.dequantized(layer), cache.dequantized(layer)
+        for x, y in zip(old, new, strict=True):
+            assert torch.equal(y[0, :, :4], x[2, :, :4])
+            assert torch.equal(y[1, :, :4], x[2, :, :4])
+            assert torch.equal(y[2], x[0])
+    # the two copies go on independently
+    cache.append(0, tokens(30), tokens(30), [30, 0, 0])
+    assert torch.equal(cache.dequantized(0)[0][1, :, :4], before.dequantized(0)[0][2, :, :4])
+
+
+def test_repeat_puts_copies_side_by_side() -> None:
+    cache = make()
+    cache.append(0, tokens(20), tokens(20), [20, 9, 4])
+    cache.append(1, tokens(20), tokens(20), [20, 9, 4])
+    cache.start_positions[:] = torch.tensor([0, 100, 200])
+    many = cache.repeat(2)
+    assert many.batch == 2 * BATCH
+    assert many.seq_lens.tolist() == [20, 20, 9, 9, 4, 4]
+    assert many.start_positions.tolist() == [0, 0, 100, 100, 200, 200]
+    for x, y in zip(cache.dequantized(1), many.dequantized(1), strict=True):
+        assert torch.equal(y, x.repeat_interleave(2, 0))
+    for times in (0, -1, 1.5):
+        with pytest.raises(ConfigError, match=r"times .* is not possible"):
+            cache.repeat(times)  # type: ignore[arg-type]
+
+
+def test_a_fork_shares_nothing_with_its_origin() -> None:
+    cache = make()
+    cache.append(0, tokens(20), tokens(20))
+    other = cache.fork()
+    assert unchanged(other, everything(cache))
+    storages = {tensor.untyped_storage().data_ptr() for tensor in held(cache)}
+    assert not storages & {tensor.untyped_storage().data_ptr() for tensor in held(other)}
+    before = everything(cache)
+    other.append(0, tokens(20), tokens(20))
+    other.reset()
+    assert unchanged(cache, before)
+    some = cache.fork([2, 0])
+    assert some.batch == 2
+    assert torch.equal(some.dequantized(0)[0], cache.dequantized(0)[0][[2, 0]])
+
+
+def test_reset_empties_and_the_cache_is_as_new() -> None:
+    k, v = tokens(20), tokens(20)
+    cache, new = make(), make()
+    cache.append(0, tokens(37), tokens(37))
+    cache.start_positions[:] = 7
+    cache.reset()
+    assert cache.seq_lens.tolist() == cache.positions.tolist() == [0] * BATCH
+    assert cache.dequantized(0)[0].shape == (BATCH, HEADS, 0, DIM)
+    for each in (cache, new):
+        each.append(0, k, v)
+    for x, y in zip(cache.dequantized(0), new.dequantized(0), strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("index", [[0, 1, 3], [0, 1, -1], [0, 1], [[0, 1, 2]], 1], ids=str)
+def test_places_that_do_not_exist_are_refused(index: Any) -> None:
+    cache = make()
+    cache.append(0, tokens(9), tokens(9))
+    before = everything(cache)
+    with pytest.raises(ShapeError, match="index"):
+        cache.reorder(index)
+    if index != [0, 1]:
+        with pytest.raises(ShapeError, match="give places from 0 to 2"):
+            cache.fork(index)
+    assert unchanged(cache, before)
+
+
+def test_masks_and_fractions_are_no_places() -> None:
+    cache = make()
+    for index in (torch.tensor([True, False, True]), torch.tensor([0.0, 1.0, 2.0])):
+        for call in (cache.reorder, cache.fork):
+            with pytest.raises(ConfigError, match=r"index is torch.* use whole numbers"):
+                call(index)
+
+
+def held(cache: KVCache) -> list[torch.Tensor]:
+    tensors = [tensor for layer in cache.layers for tensor in layer.tensors().values()]
+    return [cache.start_positions, *tensors]
+
+
+@pytest.mark.parametrize("lengths", [(3, 5), (0, 0), (60, 60)], ids=str)
+def test_nbytes_is_what_the_storages_hold(lengths: tuple[int, int]) -> None:
+    cache = make(sink_len=lengths[0], recent_len=lengths[1], k_format=["int4-g4", "fp8"])
+
+    def true_bytes() -> int:
+        storages = [tensor.untyped_storage() for tensor in held(cache)]
+        return sum({s.data_ptr(): s.nbytes() for s in storages if s.nbytes()}.values())
+
+    assert cache.nbytes == true_bytes()
+    cache.append(0, tokens(20), tokens(20))
+    cache.reorder([1, 1, 0])
+    cache.crop(0)
+    assert cache.nbytes == true_bytes()
+    sinks = min(lengths[0], MAX)
+    recent = min(lengths[1], MAX - sinks)
+    rows = {"int4-g4": 48, "fp8": 68, "int8": 68, "bf16": 128}
+    per_token = [rows["int4-g4"] + rows["int8"], rows["fp8"] + rows["int8"]]
+    packed = (MAX - sinks - recent) * sum(per_token)
+    exact = 2 * (sinks + recent) * 2 * rows["bf16"]
+    assert cache.nbytes == BATCH * HEADS * (packed + exact) + BATCH * (8 + 2 * 2 * 4)
+
+
+BAD_APPENDS: list[tuple[str, Callable[[], tuple[Any, ...]], type[Exception], str]] = [
+    (
+        "too long",
+        lambda: (tokens(35), tokens(35)),
+        ShapeError,
+        "sequence 0 would grow to 44 tokens",
+    ),
+    (
+        "one too long",
+        lambda: (tokens(33), tokens(33), [1, 33, 36]),
+        ShapeError,
+        "new_lens is [1, 33, 36]: give [batch] of 0 to 33",
+    ),
+    (
+        "the last too long",
+        lambda: (tokens(39), tokens(39), [1, 1, 39]),
+        ShapeError,
+        "sequence 2 would grow to 41 tokens, max_seq_len is 40: crop it, or make a larger cache",
+    ),
+    (
+        "k of 3 axes",
+        lambda: (tokens(4)[0], tokens(4)),
+        ShapeError,
+        "k is [2, 4, 64]: it must be [3, 2, new_tokens, 64]",
+    ),
+    ("batch of 2", lambda: (tokens(4, batch=2), tokens(4)), ShapeError, "k is [2, 2, 4, 64]"),
+    ("v too wide", lambda: (tokens(4), tokens(4, dim=80)), ShapeError, "v is [3, 2, 4, 80]"),
+    (
+        "tokens before heads",
+        lambda: (tokens(4).transpose(1, 2), tokens(4).transpose(1, 2)),
+        ShapeError,
+        "k is [3, 4, 2, 64]: it must be [3, 2, new_tokens, 64]",
+    ),
+    ("v shorter", lambda: (tokens(4), tokens(3)), ShapeError, "k has 4 new tokens, v 3"),
+    ("lens of 2", lambda: (tokens(4), tokens(4), [1, 1]), ShapeError, "new_lens is [1, 1]"),
+    ("negative", lambda: (tokens(4), tokens(4), [1, -1, 1]), ShapeError, "new_lens is [1, -1, 1]"),
+    (
+        "fractions",
+        lambda: (tokens(4), tokens(4), [1.5, 1, 1]),
+        ConfigError,
+        "new_lens is torch.float32: use whole numbers",
+    ),
+    (
+        "float64",
+        lambda: (tokens(4).double(), tokens(4)),
+        ConfigError,
+        "k is torch.float64: use float32, bfloat16 or float16",
+    ),
+    ("integers", lambda: (tokens(4), tokens(4).int()), ConfigError, "v is torch.int32: use"),
+    (
+        "NaN in k",
+        lambda: (spoiled(tokens(4), torch.nan), tokens(4)),
+        NonFiniteError,
+        "k[1, 0, 2, 63] is nan: int4-g4 and bf16 rows hold finite values up to 65504; nothing was",
+    ),
+    (
+        "NaN in v",
+        lambda: (tokens(4), spoiled(tokens(4), torch.nan)),
+        NonFiniteError,
+        "v[1, 0, 2, 63]",
+    ),
+    ("Inf in v", lambda: (tokens(4), spoiled(tokens(4), -torch.inf)), NonFiniteError, "is -inf"),
+    ("over fp16", lambda: (spoiled(tokens(4), 7e4), tokens(4)), NonFiniteError, "k[1, 0, 2, 63]"),
+    (
+        "over fp16 in bf16",
+        lambda: (spoiled(tokens(4).bfloat16(), 65536.0), tokens(4)),
+        NonFiniteError,
+        "k[1, 0, 2, 63] is 65536.0",
+    ),
+    (
+        "over fp16 once rounded to bf16",
+        lambda: (spoiled(tokens(4), 65500.0), tokens(4)),
+        NonFiniteError,
+        "k[1, 0, 2, 63]",
+    ),
+]
+
+
+def spoiled(x: torch.Tensor, value: float) -> torch.Tensor:
+    x[1, 0, 2, 63] = value
+    x[2, 1, 3, 0] = value
+    return x
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [case[1:] for case in BAD_APPENDS],
+    ids=[c[0] for c in BAD_APPENDS],
+)
+def test_an_append_that_fails_changes_nothing(
+    arguments: Callable[[], tuple[Any, ...]], error: type[Exception], message: str
+) -> None:
+    cache = make()
+    cache.append(0, tokens(9), tokens(9), [9, 4, 2])
+    before = everything(cache)
+    with pytest.raises(error) as caught:
+        cache.append(0, *arguments())
+    assert message in str(caught.value)
+    assert unchanged(cache, before)
+    cache.append(0, tokens(20), tokens(20))
+
+
+@pytest.mark.parametrize("lengths", [(3, 5), (0, 0), (3, 0), (0, 5)], ids=str)
+@pytest.mark.parametrize("exact_format", ["bf16", "fp16"])
+@pytest.mark.parametrize("limit", [65504.0, 65408.0, -65504.0, -65280.0])
+def test_a_value_that_is_taken_never_turns_into_nan(
+    limit: float, exact_format: str, lengths: tuple[int, int]
+) -> None:
+    """Float32 65504 is 65536 in bf16: refused at once, or held for good."""
+    cache = make(sink_len=lengths[0], recent_len=lengths[1], exact_format=exact_format)
+    k = tokens(20)
+    k[0, 1, 4, 5] = limit
+    try:
+        cache.append(0, k, k)
+    except NonFiniteError:
+        assert exact_format == "bf16"
+        assert abs(limit) > 65280
+        return
+    cache.append(0, tokens(20), tokens(20))
+    assert bool(cache.dequantized(0)[0].isfinite().all())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"k_format": "int3"}, "format 'int3' does not exist"),
+        ({"k_format": 4}, "format 4 is not possible"),
+        ({"k_format": ["int4"]}, "k_format lists 1 formats for 2 layers"),
+        ({"v_format": ["int4", None]}, "format None is not possible"),
+        ({"exact_format": "fp32"}, "exact_format 'fp32' does not exist: use 'bf16' or 'fp16'"),
+        ({"sink_len": -1}, "sink_len -1 is not possible: use a whole number from 0"),
+        ({"recent_len": 1.0}, "recent_len 1.0 is not possible"),
+        ({"num_layers": 0}, "num_layers 0 is not possible: use a whole number from 1"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-",
+)
+def test_a_cache_that_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make(**options)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("max_seq_len", [0, 1, 3, 4, 8, 9])
+def test_a_cache_may_be_shorter_than_its_exact_ends(max_seq_len: int) -> None:
+    cache = KVCache(1, 2, HEADS, DIM, max_seq_len, sink_len=3, recent_len=5)
+    k, v = tokens(max_seq_len, batch=2), tokens(max_seq_len, batch=2)
+    for t in range(max_seq_len):
+        cache.append(0, k[:, :, t : t + 1], v[:, :, t : t + 1])
+    got = cache.dequantized(0)[0]
+    assert got.shape == k.shape
+    for b in range(2):
+        if max_seq_len:
+            assert torch.equal(got[b], expected(k[b], "int4-g4", 3, 5))
+    with pytest.raises(ShapeError, match=f"would grow to {max_seq_len + 1} tokens"):
+        cache.append(0, tokens(1, batch=2), tokens(1, batch=2))
+    result = cache.attend(0, torch.randn(2, 4, DIM), return_lse=True, backend="reference")
+    assert bool(result[1].isfinite().all()) == bool(max_seq_len)
+
+
+def test_lengths_are_those_that_every_layer_holds() -> None:
+    cache = make()
+    cache.append(0, tokens(4), tokens(4))
+    assert cache.seq_lens.tolist() == [0, 0, 0]
+    cache.append(1, tokens(3), tokens(3))
+    assert cache.seq_lens.tolist() == [3, 3, 3]
+    assert cache.positions.tolist() == [3, 3, 3]
+    cache.crop(3)  # a step that failed between two layers is taken back
+    assert cache.layers[0].seq_lens.tolist() == [3, 3, 3]

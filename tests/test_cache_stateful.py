@@ -1,0 +1,177 @@
+"""KVCache under any sequence of calls, against a naive model: lists of tokens with a flag; 10 s."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvquant import KVCache, RowFormat, dequantize_rows, quantize_rows
+from kvquant.errors import ShapeError
+
+HEADS, DIM, MAX = 2, 64, 17
+K_FORMAT, V_FORMAT = RowFormat.parse("int4-g4", DIM), RowFormat.parse("fp8", DIM)
+
+seeds = st.integers(0, 2**32)
+
+
+@dataclass(frozen=True)
+class Token:
+    """K or V of a token, [heads, dim] float32: as it came (16 bit), and as its row decodes."""
+
+    exact: torch.Tensor
+    rounded: torch.Tensor
+    packed: bool = False
+
+    @property
+    def values(self) -> torch.Tensor:
+        return self.rounded if self.packed else self.exact
+
+
+Pair = tuple[Token, Token]
+
+
+@dataclass
+class Model:
+    """What a cache should hold."""
+
+    sequences: list[list[Pair]]
+    starts: list[int]
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Several caches (forks of forks), each beside its model; a rule works on one of them."""
+
+    @initialize(
+        lengths=st.sampled_from([(2, 3), (0, 0), (2, 0), (0, 3), (0, 1), (30, 30)]),
+        batch=st.integers(1, 3),
+    )
+    def start(self, lengths: tuple[int, int], batch: int) -> None:
+        self.sink_len, self.recent_len = lengths
+        cache = KVCache(
+            2,
+            batch,
+            HEADS,
+            DIM,
+            MAX,
+            k_format=K_FORMAT,
+            v_format=V_FORMAT,
+            sink_len=self.sink_len,
+            recent_len=self.recent_len,
+        )
+        cache.start_positions[:] = torch.arange(batch) * 10
+        self.pairs = [(cache, Model([[] for _ in range(batch)], [10 * b for b in range(batch)]))]
+
+    def pick(self, seed: int) -> tuple[KVCache, Model]:
+        return self.pairs[seed % len(self.pairs)]
+
+    @rule(seed=seeds, count=st.integers(0, 7), data=st.data())
+    def append(self, seed: int, count: int, data: st.DataObject) -> None:
+        cache, model = self.pick(seed)
+        room = [min(count, MAX - len(tokens)) for tokens in model.sequences]
+        lens = [data.draw(st.integers(0, most)) for most in room]
+        generator = torch.Generator().manual_seed(seed)
+        shape = (2, cache.batch, HEADS, count, DIM)
+        k, v = torch.randn(shape, generator=generator).bfloat16()
+        for layer in range(2):
+            cache.append(layer, k, v, lens)
+        k_rounded, v_rounded = (
+            dequantize_rows(quantize_rows(x, fmt), fmt) for x, fmt in ((k, K_FORMAT), (v, V_FORMAT))
+        )
+        for b, tokens in enumerate(model.sequences):
+            for t in range(lens[b]):
+                tokens.append(
+                    (
+                        Token(k[b, :, t].float(), k_rounded[b, :, t]),
+                        Token(v[b, :, t].float(), v_rounded[b, :, t]),
+                    )
+                )
+            sinks = min(self.sink_len, MAX)
+            recent = min(self.recent_len, MAX - sinks)
+            for i in range(sinks, len(tokens) - recent):
+                tokens[i] = tuple(replace(token, packed=True) for token in tokens[i])  # type: ignore[assignment]
+
+    @rule(seed=seeds, over=st.integers(1, 3))
+    def append_too_much(self, seed: int, over: int) -> None:
+        cache, model = self.pick(seed)
+        count = MAX - max(len(tokens) for tokens in model.sequences) + over
+        x = torch.ones(cache.batch, HEADS, count, DIM)
+        with pytest.raises(ShapeError, match="would grow to"):
+            cache.append(seed % 2, x, x)
+
+    @rule(seed=seeds, data=st.data())
+    def crop(self, seed: int, data: st.DataObject) -> None:
+        cache, model = self.pick(seed)
+        keep = [data.draw(st.integers(0, len(tokens))) for tokens in model.sequences]
+        cache.crop(keep)
+        model.sequences = [tokens[:n] for tokens, n in zip(model.sequences, keep, strict=True)]
+
+    @rule(seed=seeds, keep=st.integers(0, MAX))
+    def crop_all(self, seed: int, keep: int) -> None:
+        cache, model = self.pick(seed)
+        cache.crop(keep)
+        model.sequences = [tokens[:keep] for tokens in model.sequences]
+
+    @rule(seed=seeds, data=st.data())
+    def reorder(self, seed: int, data: st.DataObject) -> None:
+        cache, model = self.pick(seed)
+        places = st.lists(
+            st.integers(0, cache.batch - 1), min_size=cache.batch, max_size=cache.batch
+        )
+        index = data.draw(places)
+        cache.reorder(index)
+        model.sequences = [list(model.sequences[i]) for i in index]
+        model.starts = [model.starts[i] for i in index]
+
+    @precondition(lambda self: len(self.pairs) < 4)
+    @rule(seed=seeds, data=st.data())
+    def fork(self, seed: int, data: st.DataObject) -> None:
+        cache, model = self.pick(seed)
+        index = data.draw(st.lists(st.integers(0, cache.batch - 1), min_size=1, max_size=4))
+        self.pairs.append((cache.fork(index), self.taken(model, index)))
+
+    @precondition(lambda self: len(self.pairs) < 4)
+    @rule(seed=seeds, times=st.integers(1, 2))
+    def repeat(self, seed: int, times: int) -> None:
+        cache, model = self.pick(seed)
+        index = [b for b in range(cache.batch) for _ in range(times)]
+        self.pairs.append((cache.repeat(times), self.taken(model, index)))
+
+    @rule(seed=seeds)
+    def reset(self, seed: int) -> None:
+        if seed % 3:
+            return
+        cache, model = self.pick(seed)
+        cache.reset()
+        model.sequences, model.starts = [[] for _ in model.sequences], [0] * len(model.starts)
+
+    @staticmethod
+    def taken(model: Model, index: list[int]) -> Model:
+        return Model([list(model.sequences[i]) for i in index], [model.starts[i] for i in index])
+
+    @invariant()
+    def caches_hold_what_their_models_say(self) -> None:
+        for cache, model in getattr(self, "pairs", []):
+            lens = [len(tokens) for tokens in model.sequences]
+            assert cache.seq_lens.tolist() == lens
+            assert cache.start_positions.tolist() == model.starts
+            assert cache.positions.tolist() == [
+                n + start for n, start in zip(lens, model.starts, strict=True)
+            ]
+            for layer in range(2):
+                for i, got in enumerate(cache.dequantized(layer)):
+                    assert got.shape == (len(lens), HEADS, max(lens), DIM)
+                    for b, tokens in enumerate(model.sequences):
+                        if tokens:
+                            values = torch.stack([pair[i].values for pair in tokens], 1)
+                            assert torch.equal(got[b, :, : len(tokens)], values)
+                        assert not got[b, :, len(tokens) :].any()
+
+
+CacheMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=25)
+TestCacheAgainstItsModel: Any = CacheMachine.TestCase

@@ -1,0 +1,235 @@
+"""The command line (20 s)."""
+
+import importlib.util
+import io
+import json
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from safetensors.torch import load_file, save_file
+
+from kvquant import __version__, cli
+from kvquant.checkpoint import load_cache
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+MODEL = EXAMPLES / "llama-demo-5m"
+needs_hf = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="needs the hf extra"
+)
+
+
+def run(*args: object) -> Result:
+    return CliRunner().invoke(cli.main, [str(arg) for arg in args])
+
+
+def ok(*args: object) -> str:
+    result = run(*args)
+    assert result.exit_code == 0, result.stderr
+    return result.stdout
+
+
+@pytest.fixture
+def prompt(tmp_path: Path) -> Path:
+    path = tmp_path / "prompt.txt"
+    path.write_text((EXAMPLES / "unseen.txt").read_text(encoding="utf-8")[:2000], encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def raw(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    path = tmp_path / "raw.safetensors"
+    names = [f"layers.{layer}.{side}" for layer in range(2) for side in "kv"]
+    save_file({name: torch.randn(1, 2, 20, 128).bfloat16() for name in names}, path)
+    return path
+
+
+@pytest.mark.parametrize("command", [[], *([name] for name in cli.main.commands)], ids=str)
+def test_help_has_an_example(command: list[str]) -> None:
+    text = ok(*command, "--help")
+    assert "Example:\n" in text
+    assert f"kvquant {' '.join(command)}".strip() in text.split("Example:")[1]
+    assert ok(*command, "-h") == text
+
+
+def test_the_commands_are_those_of_the_readme() -> None:
+    assert {"quantize", "export", "inspect", "calibrate", "demo"} <= set(cli.main.commands)
+    assert __version__ in ok("--version")
+
+
+@needs_hf
+def test_a_prompt_becomes_a_cache_that_can_be_inspected_and_exported(
+    tmp_path: Path, prompt: Path
+) -> None:
+    path, out = tmp_path / "cache.safetensors", tmp_path / "kv.safetensors"
+    options = ["--k-format", "int8", "--format", "int4", "--sink-len", 2, "--recent-len", 16]
+    text = ok("quantize", MODEL, "--prompt", prompt, *options, "--chunk", 200, "-o", path)
+    assert "int8" in text and "int4" in text
+    assert ok("inspect", path) == text
+
+    cache = load_cache(path)
+    length = int(cache.seq_lens)
+    assert [cache.num_layers, cache.sink_len, cache.recent_len] == [4, 2, 16]
+    assert [str(cache.layers[3].k_format), str(cache.layers[3].v_format)] == ["int8", "int4"]
+    described = json.loads(ok("inspect", path, "--json"))
+    assert described["seq_lens"] == [length]
+    assert described["creation"]["source"] == "prompt.txt"
+
+    ok("export", path, "--to", "bf16", "-o", out)
+    exported = load_file(out)
+    assert exported["layers.0.k"].shape == (1, 1, length, 128)
+    torch.testing.assert_close(exported["layers.2.v"], cache.dequantized(2, torch.bfloat16)[1])
+
+
+def test_raw_tensors_become_a_cache(tmp_path: Path, raw: Path) -> None:
+    path = tmp_path / "cache.safetensors"
+    path.write_text("old")
+    ok("quantize", "--from", raw, "--v-format", "fp8", "--max-seq-len", 64, "-o", path)
+    cache = load_cache(path)
+    assert [str(cache.layers[1].k_format), str(cache.layers[1].v_format)] == ["int4-g4", "fp8"]
+    assert [cache.max_seq_len, cache.seq_lens.tolist()] == [64, [20]]
+
+
+def test_exports_to_other_layouts_say_what_was_lost(tmp_path: Path, raw: Path) -> None:
+    path = tmp_path / "cache.safetensors"
+    ok("quantize", "--from", raw, "--format", "int4", "-o", path)
+    assert "16-bit rows" in ok("export", path, "--to", "fbgemm", "-o", tmp_path / "fb.safetensors")
+
+
+@needs_hf
+def test_calibration_prints_a_table_and_writes_a_plan(tmp_path: Path) -> None:
+    path = tmp_path / "plan.safetensors"
+    sizes = ["--observed", 256, "--windows", 2, "--context", 128, "--scored", 4]
+    text = ok("calibrate", MODEL, "--text", EXAMPLES / "unseen.txt", *sizes, "-o", path)
+    assert "8 tokens scored after 128 tokens of context; statistics of 256 tokens" in text
+    for name in ("bf16", "int8-g4", "int4 + 4 sinks, 128 recent"):
+        assert any(line.startswith(name) for line in text.splitlines())
+    assert load_file(path)["k.mean"].shape == (4, 1, 128)
+
+
+@needs_hf
+def test_warnings_of_calibration_go_to_stderr(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvquant.calibration import report
+
+    monkeypatch.setattr(report, "KL_LIMIT", -1.0)
+    sizes = ["--observed", 64, "--windows", 1, "--context", 64, "--scored", 2]
+    text = EXAMPLES / "unseen.txt"
+    result = run("calibrate", MODEL, "--text", text, *sizes, "-o", tmp_path / "plan.safetensors")
+    assert "Warning: int4: KL " in result.stderr
+    assert "Warning" not in result.stdout
+
+
+@needs_hf
+def test_the_demo_prints_and_writes_its_figures(
+    tmp_path: Path, prompt: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvquant import demo
+
+    monkeypatch.setattr(demo, "ROUNDS", 1)
+    monkeypatch.setattr(demo, "SCHEMES", demo.SCHEMES[:2])
+    monkeypatch.setattr(demo, "run_demo", partial(demo.run_demo, scored=4, continued=2))
+    path = tmp_path / "demo.json"
+    text = ok("demo", "--text", prompt, "--context", 100, "--json", path)
+    assert "KL" in text
+    assert [row["name"] for row in json.loads(path.read_text())["caches"]][2:] == ["bf16", "int8"]
+
+
+BAD: dict[str, tuple[list[str], str]] = {
+    "no command": (["nope"], "No such command"),
+    "no option": (["inspect", "--nope"], "No such option"),
+    "no output": (["quantize", "{model}", "--prompt", "{prompt}"], "Missing option '-o'"),
+    "no file": (["inspect", "nope.safetensors"], "does not exist"),
+    "no model": (["quantize", "nope", "--prompt", "{prompt}", "-o", "x"], "does not exist"),
+    "no prompt": (["quantize", "{model}", "-o", "x"], "give either MODEL and --prompt"),
+    "two sources": (
+        ["quantize", "{model}", "--from", "{raw}", "-o", "x"],
+        "give either MODEL and --prompt",
+    ),
+    "no format": (
+        ["quantize", "{model}", "--prompt", "{prompt}", "--format", "int5", "-o", "x"],
+        "format 'int5' does not exist",
+    ),
+    "no folder for the output": (
+        ["quantize", "--from", "{raw}", "-o", "{tmp}/nope/x"],
+        "is not a folder",
+    ),
+    "no safetensors": (["inspect", "{prompt}"], "is no safetensors file"),
+    "raw tensors are no cache": (["inspect", "{raw}"], "raw.safetensors"),
+    "no target": (["export", "{raw}", "--to", "zip", "-o", "x"], "'zip' is not one of"),
+    "no whole number": (["quantize", "--from", "{raw}", "--sink-len", "x", "-o", "y"], "'x'"),
+    "model without weights": (
+        ["calibrate", "{tmp}", "--text", "{prompt}", "-o", "{tmp}/x"],
+        "it has no config.json",
+    ),
+    "text too short": (
+        ["calibrate", "{model}", "--text", "{prompt}", "-o", "{tmp}/x"],
+        "tokens are too few",
+    ),
+    "no room": (
+        ["quantize", "{model}", "--prompt", "{prompt}", "--max-seq-len", "9", "-o", "{tmp}/x"],
+        "do not fit into a cache with max_seq_len 9",
+    ),
+    "empty prompt": (["quantize", "{model}", "--prompt", "{empty}", "-o", "{tmp}/x"], "no text"),
+    "binary prompt": (["quantize", "{model}", "--prompt", "{binary}", "-o", "{tmp}/x"], "UTF-8"),
+}
+
+
+@needs_hf
+@pytest.mark.parametrize("case", BAD)
+def test_mistakes_are_one_line_on_stderr_and_exit_code_2(
+    case: str, tmp_path: Path, prompt: Path, raw: Path
+) -> None:
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
+    names: dict[str, Any] = {
+        "model": MODEL,
+        "prompt": prompt,
+        "raw": raw,
+        "tmp": tmp_path,
+        "empty": tmp_path / "empty.txt",
+        "binary": tmp_path / "binary.txt",
+    }
+    args, message = BAD[case]
+    result = run(*(arg.format(**names) for arg in args))
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert message in result.stderr
+    assert result.stderr.startswith("Error: ") and result.stderr.count("\n") == 1
+    assert not (tmp_path / "x").exists()
+
+
+def test_progress_is_shown_on_terminals_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    for is_terminal in (False, True):
+        stream = io.StringIO()
+        monkeypatch.setattr(stream, "isatty", lambda answer=is_terminal: answer)
+        monkeypatch.setattr(sys, "stderr", stream)
+        with cli._progress(4, "Reading") as update:
+            update(1)
+            update(3, "stage")
+        assert ("Reading" in stream.getvalue()) == is_terminal
+
+
+def test_interrupts_are_no_tracebacks(monkeypatch: pytest.MonkeyPatch, raw: Path) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_save", interrupt)
+    result = run("quantize", "--from", raw, "-o", raw.parent / "x")
+    assert result.exit_code == 130
+    assert result.stderr.strip() == "Aborted."
+
+
+def test_bugs_keep_their_traceback(monkeypatch: pytest.MonkeyPatch, raw: Path) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(cli, "_save", fail)
+    result = run("quantize", "--from", raw, "-o", raw.parent / "x")
+    assert isinstance(result.exception, ZeroDivisionError)

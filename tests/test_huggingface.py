@@ -1,0 +1,361 @@
+"""Hugging Face models on a KVCache (6 s)."""
+
+import importlib
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvquant import KVCache
+from kvquant.errors import (
+    ConfigError,
+    KVQuantError,
+    NonFiniteError,
+    ShapeError,
+    UnsupportedError,
+)
+
+transformers = pytest.importorskip("transformers")
+from kvquant.huggingface import TransformersCache, attend_by  # noqa: E402
+from kvquant.model import CachedModel  # noqa: E402
+
+BUNDLED = Path(__file__).parent.parent / "examples" / "llama-demo-5m"
+# Of logits of size 1. A float32 sum in another order is 1e-6 away, which rounds a few keys and
+# values to the neighbouring fp16 number.
+TOLERANCE = 3e-4
+SHAPE = {
+    "vocab_size": 256,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 512,
+}
+FP16 = {
+    "k_format": "fp16",
+    "v_format": "fp16",
+    "sink_len": 0,
+    "recent_len": 0,
+    "exact_format": "fp16",
+}
+
+
+def tiny(kind: str, **changes: Any) -> CachedModel:
+    """A random model with logits of size 1 or so."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**(SHAPE | changes))
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim > 1:
+                weight.normal_(std=weight.shape[-1] ** -0.5)
+            elif "bias" in name:
+                weight.normal_()
+    return CachedModel(model)
+
+
+def tokens(*shape: int) -> torch.Tensor:
+    return torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(1))
+
+
+class RoundedCache(transformers.DynamicCache):  # type: ignore[misc, name-defined]
+    """transformers' own cache with K and V rounded to float16 on their way in."""
+
+    def update(self, k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().update(k.half().float(), v.half().float(), *args, **kwargs)
+
+
+@pytest.fixture(scope="module", params=["Llama", "Qwen2"])
+def model(request: pytest.FixtureRequest) -> CachedModel:
+    return tiny(request.param)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 32, 512], ids="chunk{}".format)
+def test_16_bit_rows_give_the_logits_of_a_dynamic_cache_of_16_bit(
+    model: CachedModel, chunk: int
+) -> None:
+    text, past = tokens(2, 50), RoundedCache()
+    cache = model.new_cache(2, 60, **FP16)
+    given = model.prefill(cache, text[:, :45], chunk=chunk)
+    expected = model.plain(text[:, :45], past)
+    torch.testing.assert_close(given, expected, atol=TOLERANCE, rtol=0)
+    for column in text[:, 45:].unbind(1):
+        given, expected = model.step(cache, column), model.plain(column[:, None], past)
+        torch.testing.assert_close(given, expected, atol=TOLERANCE, rtol=0)
+    assert cache.seq_lens.tolist() == [50, 50]
+
+
+@pytest.mark.parametrize(("row_format", "tolerance"), [("bf16", 0.03), ("int8-g4", 0.06)])
+def test_logits_stay_close_to_those_of_a_float32_cache(
+    model: CachedModel, row_format: str, tolerance: float
+) -> None:
+    text, past = tokens(2, 60), transformers.DynamicCache()
+    cache = model.new_cache(
+        2, 64, k_format=row_format, v_format=row_format, sink_len=0, recent_len=0
+    )
+    model.prefill(cache, text[:, :50])
+    model.plain(text[:, :50], past)
+    for column in text[:, 50:].unbind(1):
+        given, expected = model.step(cache, column), model.plain(column[:, None], past)
+        assert float((given - expected).abs().max()) < tolerance * float(expected.std())
+
+
+def test_ragged_sequences_decode_as_each_does_alone(model: CachedModel) -> None:
+    lens, text, fed = [3, 40, 17], tokens(3, 40), tokens(3, 6)
+    options = FP16 | {"sink_len": 4, "recent_len": 8}
+    cache = model.new_cache(3, 50, **options)
+    given = [model.prefill(cache, text, lens, chunk=16)]
+    given += [model.step(cache, column) for column in fed.unbind(1)]
+    assert cache.positions.tolist() == [9, 46, 23]
+    for b, seq_len in enumerate(lens):
+        alone = model.new_cache(1, 50, **options)
+        expected = [model.prefill(alone, text[b : b + 1, :seq_len], chunk=16)]
+        expected += [model.step(alone, column) for column in fed[b : b + 1].unbind(1)]
+        for ours, theirs in zip(given, expected, strict=True):
+            torch.testing.assert_close(ours[b], theirs[0], atol=TOLERANCE, rtol=0)
+
+
+def test_reading_on_attends_to_the_quantized_past(model: CachedModel) -> None:
+    text = tokens(1, 60)
+    cache = model.new_cache(1, 60, k_format="int4", v_format="int4", sink_len=0, recent_len=0)
+    model.prefill(cache, text[:, :30])
+    dequantized = model.new_cache(1, 60, **FP16)
+    for layer in range(2):
+        dequantized.append(layer, *cache.dequantized(layer, torch.float16))
+    given, expected = (model.prefill(c, text[:, 30:]) for c in (cache, dequantized))
+    torch.testing.assert_close(given, expected, atol=0.02, rtol=0)  # the copy is rounded
+    fresh = model.new_cache(1, 60, **FP16)
+    exact = model.prefill(fresh, text)
+    assert float((given - exact).abs().max()) > 0.1
+
+
+def test_positions_start_where_the_cache_says(model: CachedModel) -> None:
+    text = tokens(1, 20)
+    given = []
+    for start in (0, 100):  # rotary embeddings know distances only
+        cache = model.new_cache(1, 20, **FP16)
+        cache.start_positions += start
+        given.append(model.prefill(cache, text))
+        assert cache.positions.tolist() == [start + 20]
+    torch.testing.assert_close(*given, atol=0.05, rtol=0)
+
+
+def test_transformers_generates_with_the_cache(model: CachedModel) -> None:
+    text = tokens(2, 20)
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": 999}
+    attend_by(model.model, "sdpa")
+    expected = model.model.generate(text, past_key_values=RoundedCache(), **options)
+    cache = model.new_cache(2, 40, **FP16)
+    attend_by(model.model, "kvquant")
+    given = model.model.generate(text, past_key_values=TransformersCache(cache), **options)
+    assert given.tolist() == expected.tolist()
+    assert cache.seq_lens.tolist() == [27, 27]
+
+
+def test_transformers_can_crop_reorder_and_reset_the_cache(model: CachedModel) -> None:
+    cache = model.new_cache(2, 40, **FP16)
+    model.prefill(cache, tokens(2, 20))
+    view = TransformersCache(cache)
+    assert [view.get_seq_length(), view.get_max_length()] == [20, 40]
+    before = cache.dequantized(1)[0]
+    view.crop(-5)
+    assert cache.seq_lens.tolist() == [15, 15]
+    view.reorder_cache(torch.tensor([1, 1]))
+    assert torch.equal(cache.dequantized(1)[0], before[[1, 1], :, :15])
+    with pytest.raises(UnsupportedError, match=r"KVCache\.repeat"):
+        view.batch_repeat_interleave(2)
+    with pytest.raises(UnsupportedError, match=r"KVCache\.fork"):
+        view.batch_select_indices(torch.tensor([1]))
+    view.reset()
+    assert view.get_seq_length() == 0
+
+
+def test_generate_continues_greedily(model: CachedModel) -> None:
+    text, cache = tokens(2, 20), model.new_cache(2, 40, **FP16)
+    given = model.generate(cache, model.prefill(cache, text), 5)
+    again = model.new_cache(2, 40, **FP16)
+    for i in range(5):
+        logits = model.prefill(again, text if i == 0 else given[:, i - 1 : i])
+        assert given[:, i].tolist() == logits.argmax(-1).tolist()
+
+
+def test_observers_see_keys_after_rotation_and_values(model: CachedModel) -> None:
+    text, past, seen = tokens(2, 12), transformers.DynamicCache(), {}
+    model.plain(text, past)
+    model.observe(text, lambda layer, k, v: seen.update({layer: (k, v)}))
+    assert sorted(seen) == [0, 1]
+    for layer, (k, v) in seen.items():
+        torch.testing.assert_close(k, past.layers[layer].keys)
+        torch.testing.assert_close(v, past.layers[layer].values)
+
+
+def test_progress_adds_up_to_the_prompt(model: CachedModel) -> None:
+    done: list[int] = []
+    model.prefill(model.new_cache(1, 40), tokens(1, 33), chunk=16, progress=done.append)
+    assert done == [16, 16, 1]
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "sliding window": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
+        r"layers \[1\] attend to 16 tokens at a time",
+    ),
+    "softcap": ("Gemma2", {"sliding_window": 128}, r"layer 0 \(Gemma2Attention\) asks for softcap"),
+    "sink logits": (
+        "GptOss",
+        {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 128},
+        r"layer 0 \(GptOssAttention\) asks for s_aux",
+    ),
+    "attention of its own": ("Bloom", {"n_layer": 2, "n_head": 2}, "attention by itself"),
+    "head_dim": ("Llama", {"head_dim": 32}, "head_dim 32 is not supported"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_computed_is_refused(case: str) -> None:
+    kind, changes, message = REFUSED[case]
+    model = tiny(kind, **changes)
+    with pytest.raises(KVQuantError, match=message):
+        model.prefill(model.new_cache(1, 64), tokens(1, 24))
+
+
+def test_sliding_windows_over_the_sequence_are_no_windows() -> None:
+    windowed = tiny("Qwen2", use_sliding_window=True, sliding_window=32, max_window_layers=1)
+    text = tokens(1, 32)
+    given = windowed.prefill(windowed.new_cache(1, 64, **FP16), text)
+    expected = windowed.plain(text, RoundedCache())
+    torch.testing.assert_close(given, expected, atol=TOLERANCE, rtol=0)
+    cache = windowed.new_cache(1, 64, **FP16)
+    windowed.prefill(cache, text)
+    with pytest.raises(UnsupportedError, match="attend to 32 tokens"):
+        windowed.step(cache, text[:, 0])
+    assert cache.seq_lens.tolist() == [32]
+
+
+def test_masks_that_hide_tokens_are_refused(model: CachedModel) -> None:
+    attend_by(model.model, "kvquant")
+    text, mask = tokens(2, 8), torch.ones(2, 8, dtype=torch.int64)
+    mask[0, :3] = 0
+    with pytest.raises(UnsupportedError, match="attention_mask hides tokens"):
+        model.model(
+            text, attention_mask=mask, past_key_values=TransformersCache(model.new_cache(2, 8))
+        )
+    with pytest.raises(UnsupportedError, match=r"layer 0 .* got an attention mask"):
+        model.model(
+            text,
+            attention_mask=torch.zeros(2, 1, 8, 8),
+            past_key_values=TransformersCache(model.new_cache(2, 8)),
+        )
+
+
+def test_keys_of_another_cache_are_refused(model: CachedModel) -> None:
+    attend_by(model.model, "kvquant")
+    with pytest.raises(UnsupportedError, match=r"layer 0 .* did not come from a KVCache"):
+        model.model(tokens(1, 4), past_key_values=transformers.DynamicCache())
+
+
+def test_a_layer_that_does_not_attend_is_noticed(model: CachedModel) -> None:
+    view = TransformersCache(model.new_cache(1, 8))
+    k = torch.zeros(1, 2, 1, 64)
+    view.views[1].update(k, k)
+    with pytest.raises(UnsupportedError, match="layer 1 did not attend"):
+        view.check_attended()
+
+
+def test_a_failing_layer_leaves_the_cache_as_it_was() -> None:
+    model = tiny("Llama")
+    cache = model.new_cache(2, 64, sink_len=2, recent_len=4)
+    model.prefill(cache, tokens(2, 20))
+    with torch.no_grad():
+        model.model.model.layers[1].self_attn.v_proj.weight.fill_(float("nan"))
+    for run in (lambda: model.step(cache, tokens(2)), lambda: model.prefill(cache, tokens(2, 9))):
+        with pytest.raises(NonFiniteError):
+            run()
+        assert [layer.seq_lens.tolist() for layer in cache.layers] == [[20, 20], [20, 20]]
+
+
+@pytest.mark.parametrize(
+    ("shape", "lens", "message"),
+    [
+        ((1, 10), None, r"give \[2, 1 or more\]"),
+        ((2, 0), None, r"give \[2, 1 or more\]"),
+        ((2, 40), None, "40 tokens do not fit"),
+        ((2, 10), [0, 4], r"give \[2\] of 1 to 10"),
+        ((2, 10), [11, 4], r"give \[2\] of 1 to 10"),
+    ],
+    ids=["other batch", "no tokens", "too many", "empty sequence", "lens over tokens"],
+)
+def test_prompts_that_do_not_fit_are_refused_before_anything_is_read(
+    model: CachedModel, shape: tuple[int, int], lens: list[int] | None, message: str
+) -> None:
+    cache = model.new_cache(2, 32)
+    with pytest.raises(ShapeError, match=message):
+        model.prefill(cache, tokens(*shape), lens)
+    assert cache.seq_lens.tolist() == [0, 0]
+
+
+def test_chunks_have_tokens(model: CachedModel) -> None:
+    with pytest.raises(ConfigError, match="chunk 0"):
+        model.prefill(model.new_cache(1, 8), tokens(1, 4), chunk=0)
+
+
+def test_exact_rows_follow_the_dtype_of_the_model() -> None:
+    model = tiny("Llama")
+    assert model.exact_format == model.new_cache(1, 8).exact_format == "bf16"
+    half = CachedModel(model.model.half())
+    assert half.exact_format == half.new_cache(1, 8).exact_format == "fp16"
+
+
+def test_exact_rows_follow_the_dtype_that_was_saved(tmp_path: Path) -> None:
+    shutil.copytree(BUNDLED, tmp_path / "half")
+    config = tmp_path / "half" / "config.json"
+    config.write_text(config.read_text().replace("bfloat16", "float16"))
+    model = CachedModel.from_pretrained(tmp_path / "half")
+    assert (model.model.dtype, model.exact_format) == (torch.float32, "fp16")
+    assert CachedModel.from_pretrained(BUNDLED).exact_format == "bf16"
+
+
+def test_layers_that_are_no_attention_are_refused(model: CachedModel) -> None:
+    mixed = tiny("Llama")
+    mixed.config.layer_types = ["full_attention", "linear_attention"]
+    with pytest.raises(UnsupportedError, match="layer 1 is 'linear_attention'"):
+        mixed.new_cache(1, 8)
+
+
+def test_the_bundled_model_loads_and_knows_its_text(capfd: pytest.CaptureFixture[str]) -> None:
+    model = CachedModel.from_pretrained(BUNDLED)
+    text = "The ironclad was developed as a result of the vulnerability of wooden warships. " * 500
+    ids = model.encode(text)
+    assert len(ids) > 4096
+    assert model.decode(ids) == text
+    assert model.max_positions == 4096
+    cache = model.new_cache(1, 8)
+    assert isinstance(cache, KVCache)
+    assert [cache.num_layers, cache.num_kv_heads, cache.head_dim] == [4, 1, 128]
+    assert model.config_dict["model_type"] == "llama"
+    captured = capfd.readouterr()
+    assert captured.err == captured.out == ""  # no progress bars, no advice
+
+
+def test_folders_without_a_model_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        CachedModel.from_pretrained(tmp_path)
+    shutil.copytree(BUNDLED, tmp_path / "cut", ignore=shutil.ignore_patterns("*.safetensors"))
+    with pytest.raises(ConfigError, match="could not be loaded"):
+        CachedModel.from_pretrained(tmp_path / "cut")
+    (tmp_path / "cut" / "model.safetensors").write_bytes(b"nonsense")
+    with pytest.raises(ConfigError, match="could not be loaded"):
+        CachedModel.from_pretrained(tmp_path / "cut")
+
+
+def test_missing_transformers_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(sys.modules, "kvquant.huggingface")
+    with pytest.raises(UnsupportedError, match="hf extra"):
+        importlib.import_module("kvquant.huggingface")

@@ -1,0 +1,144 @@
+"""merge_states: attention over parts becomes attention over the whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvquant import merge_states
+from kvquant.errors import ShapeError
+
+State = tuple[torch.Tensor, torch.Tensor]
+
+
+def attend(scores: torch.Tensor, v: torch.Tensor) -> State:
+    """Scores [..., tokens] and v [tokens, dim] to out and lse; no tokens give zeros and -inf."""
+    if not scores.shape[-1]:
+        return scores.new_zeros(*scores.shape[:-1], v.shape[-1]), scores.sum(-1) - torch.inf
+    return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+
+@st.composite
+def partitions(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, list[list[int]]]:
+    """Scores [3, tokens], values [tokens, 8] and the tokens of each part; some parts are empty."""
+    tokens, parts = draw(st.integers(1, 40)), draw(st.integers(1, 6))
+    owner = draw(st.lists(st.integers(0, parts - 1), min_size=tokens, max_size=tokens))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    spread = draw(st.sampled_from((0.0, 1.0, 30.0, 1e4)))
+    scores = spread * torch.randn(3, tokens, generator=generator, dtype=torch.float64)
+    v = torch.randn(tokens, 8, generator=generator, dtype=torch.float64)
+    return scores, v, [[t for t in range(tokens) if owner[t] == part] for part in range(parts)]
+
+
+@given(partitions())
+def test_any_partition_of_the_tokens_merges_to_the_whole(
+    case: tuple[torch.Tensor, torch.Tensor, list[list[int]]],
+) -> None:
+    scores, v, parts = case
+    out, lse = attend(scores, v)
+    states = [attend(scores[:, part], v[part]) for part in parts]
+    merged_out, merged_lse = merge_states(*states)
+    assert merged_out.dtype == merged_lse.dtype == torch.float64
+    torch.testing.assert_close(merged_out, out, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(merged_lse, lse, rtol=1e-12, atol=1e-12)
+
+    one_by_one = states[0]
+    for state in states[1:]:
+        one_by_one = merge_states(one_by_one, state)
+    torch.testing.assert_close(one_by_one[0], out, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(one_by_one[1], lse, rtol=1e-12, atol=1e-12)
+
+    backwards, _ = merge_states(*reversed(states))
+    torch.testing.assert_close(backwards, out, rtol=1e-12, atol=1e-12)
+
+
+def test_one_state_is_itself() -> None:
+    out, lse = attend(torch.randn(2, 3, 9), torch.randn(9, 4))
+    merged_out, merged_lse = merge_states((out, lse))
+    torch.testing.assert_close(merged_out, out)
+    torch.testing.assert_close(merged_lse, lse)
+
+
+def test_equal_states_without_overlap_weigh_the_same() -> None:
+    out, lse = merge_states((torch.zeros(1, 2), torch.zeros(1)), (torch.ones(1, 2), torch.zeros(1)))
+    assert out.tolist() == [[0.5, 0.5]]
+    assert lse.item() == pytest.approx(0.6931471805599453)
+
+
+def test_a_state_without_tokens_changes_nothing_whatever_its_out_holds() -> None:
+    state = attend(torch.randn(5, 9), torch.randn(9, 4))
+    for garbage in (0.0, 7.0, float("nan"), float("inf")):
+        empty = torch.full((5, 4), garbage), torch.full((5,), -torch.inf)
+        for states in ((state, empty), (empty, state), (empty, state, empty)):
+            out, lse = merge_states(*states)
+            torch.testing.assert_close(out, state[0])
+            torch.testing.assert_close(lse, state[1])
+
+
+def test_only_states_without_tokens_give_zeros_and_minus_inf() -> None:
+    empty = torch.full((2, 3, 4), float("nan")), torch.full((2, 3), -torch.inf)
+    out, lse = merge_states(empty, empty)
+    assert not out.any()
+    assert bool((lse == -torch.inf).all())
+
+
+def test_a_nan_in_a_state_with_tokens_is_not_hidden() -> None:
+    state = attend(torch.randn(1, 9), torch.randn(9, 4))
+    bad_out, _ = merge_states(state, (torch.full((1, 4), float("nan")), torch.zeros(1)))
+    assert bool(bad_out.isnan().all())
+    bad_out, bad_lse = merge_states(state, (torch.ones(1, 4), torch.full((1,), float("nan"))))
+    assert bool(bad_out.isnan().all())
+    assert bool(bad_lse.isnan().all())
+
+
+def test_far_apart_states_do_not_overflow() -> None:
+    low, high = (torch.zeros(1, 2), torch.tensor([-3e38])), (torch.ones(1, 2), torch.tensor([3e38]))
+    out, lse = merge_states(low, high)
+    assert out.tolist() == [[1.0, 1.0]]
+    assert lse.item() == torch.tensor(3e38).item()
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "out_dtype", "lse_dtype"),
+    [
+        ((torch.bfloat16, torch.float32), torch.bfloat16, torch.float32),
+        ((torch.float16, torch.bfloat16), torch.float16, torch.float32),
+        ((torch.float32, torch.float64), torch.float32, torch.float64),
+        ((torch.float64, torch.float64), torch.float64, torch.float64),
+    ],
+    ids=str,
+)
+def test_out_keeps_its_dtype_and_lse_is_float32_or_float64(
+    dtypes: tuple[torch.dtype, torch.dtype], out_dtype: torch.dtype, lse_dtype: torch.dtype
+) -> None:
+    states = [
+        (
+            torch.randn(3, 4, dtype=torch.float64).to(out),
+            torch.randn(3, dtype=torch.float64).to(lse),
+        )
+        for out, lse in (dtypes, (torch.float32, torch.float32))
+    ]
+    out, lse = merge_states(*states)
+    assert (out.dtype, lse.dtype) == (out_dtype, lse_dtype)
+    lses = torch.stack([lse.double() for _, lse in states])
+    weights = lses.softmax(0)[..., None]
+    exact = (weights * torch.stack([out.double() for out, _ in states])).sum(0)
+    torch.testing.assert_close(out.double(), exact, rtol=2**-7, atol=1e-2)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    out, lse = torch.zeros(2, 3, 4), torch.zeros(2, 3)
+    with pytest.raises(ShapeError, match="at least one"):
+        merge_states()
+    for other in (
+        (torch.zeros(2, 3, 5), lse),
+        (torch.zeros(2, 4, 4), torch.zeros(2, 4)),
+        (out, torch.zeros(2, 4)),
+        (out, torch.zeros(2, 3, 1)),
+    ):
+        with pytest.raises(ShapeError, match="cannot be merged with out"):
+            merge_states((out, lse), other)
+    with pytest.raises(ShapeError, match=r"out \[2, 3, 4\] with lse \[2\]"):
+        merge_states((out, torch.zeros(2)))

@@ -1,0 +1,58 @@
+"""The names that kvquant exports."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+import kvquant
+from kvquant import errors
+
+PUBLIC = [
+    "KVCache",
+    "RowFormat",
+    "decode_attention",
+    "dequantize_rows",
+    "load_cache",
+    "merge_states",
+    "quantize_rows",
+    "reference_attention",
+    "save_cache",
+]
+
+
+def test_all_is_sorted_and_complete() -> None:
+    assert kvquant.__all__ == sorted(PUBLIC)
+    importable = {
+        name
+        for name, value in vars(kvquant).items()
+        if not name.startswith("_") and not inspect.ismodule(value)
+    }
+    assert importable == set(PUBLIC)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_public_name_has_a_docstring(name: str) -> None:
+    value = getattr(kvquant, name)
+    assert value.__module__.startswith("kvquant.")
+    assert inspect.getdoc(value)
+    if inspect.isclass(value):
+        for method, function in vars(value).items():
+            if not method.startswith("_") and callable(getattr(value, method)):
+                assert inspect.getdoc(getattr(value, method)), f"{name}.{method}"
+                assert function
+
+
+def test_there_is_a_version() -> None:
+    assert kvquant.__version__.split(".")[0].isdecimal()
+
+
+def test_every_error_is_a_kvquant_error_drawn_in_the_docstring() -> None:
+    classes = [value for value in vars(errors).values() if inspect.isclass(value)]
+    assert len(classes) == 7
+    assert errors.__doc__
+    for error in classes:
+        assert issubclass(error, errors.KVQuantError)
+        assert error.__name__ in errors.__doc__
+        assert inspect.getdoc(error)
