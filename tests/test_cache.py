@@ -169,13 +169,6 @@ def test_attend_sees_all_tokens(lengths: tuple[int, int], relative_l2: Measure) 
                 assert relative_l2(out[b].view(HEADS, 2, DIM), weights @ v[b, :, :seq_len]) < 1e-12
 
 
-def test_attend_refuses_a_query_that_does_not_fit() -> None:
-    cache = make()
-    for q in (torch.zeros(BATCH, 4, 1, DIM), torch.zeros(4, DIM), torch.zeros(2, 4, DIM)):
-        with pytest.raises(ShapeError, match=r"q is|q \["):
-            cache.attend(0, q)
-
-
 @pytest.mark.parametrize("keep", [0, 2, 3, 4, 8, 11, 12, 15, 16, 20])
 def test_crop_forgets_the_last_tokens(keep: int) -> None:
     """Packed rows stay packed; what follows is as if it had come right after them."""
@@ -302,27 +295,6 @@ def test_reset_empties_and_the_cache_is_as_new() -> None:
         assert torch.equal(x, y)
 
 
-@pytest.mark.parametrize("index", [[0, 1, 3], [0, 1, -1], [0, 1], [[0, 1, 2]], 1], ids=str)
-def test_places_that_do_not_exist_are_refused(index: Any) -> None:
-    cache = make()
-    cache.append(0, tokens(9), tokens(9))
-    before = everything(cache)
-    with pytest.raises(ShapeError, match="index"):
-        cache.reorder(index)
-    if index != [0, 1]:
-        with pytest.raises(ShapeError, match="give places from 0 to 2"):
-            cache.fork(index)
-    assert unchanged(cache, before)
-
-
-def test_masks_and_fractions_are_no_places() -> None:
-    cache = make()
-    for index in (torch.tensor([True, False, True]), torch.tensor([0.0, 1.0, 2.0])):
-        for call in (cache.reorder, cache.fork):
-            with pytest.raises(ConfigError, match=r"index is torch.* use whole numbers"):
-                call(index)
-
-
 def held(cache: KVCache) -> list[torch.Tensor]:
     tensors = [tensor for layer in cache.layers for tensor in layer.tensors().values()]
     return [cache.start_positions, *tensors]
@@ -348,148 +320,6 @@ def test_nbytes_is_what_the_storages_hold(lengths: tuple[int, int]) -> None:
     packed = (MAX - sinks - recent) * sum(per_token)
     exact = 2 * (sinks + recent) * 2 * rows["bf16"]
     assert cache.nbytes == BATCH * HEADS * (packed + exact) + BATCH * (8 + 2 * 2 * 4)
-
-
-BAD_APPENDS: list[tuple[str, Callable[[], tuple[Any, ...]], type[Exception], str]] = [
-    (
-        "too long",
-        lambda: (tokens(35), tokens(35)),
-        ShapeError,
-        "sequence 0 would grow to 44 tokens",
-    ),
-    (
-        "one too long",
-        lambda: (tokens(33), tokens(33), [1, 33, 36]),
-        ShapeError,
-        "new_lens is [1, 33, 36]: give [batch] of 0 to 33",
-    ),
-    (
-        "the last too long",
-        lambda: (tokens(39), tokens(39), [1, 1, 39]),
-        ShapeError,
-        "sequence 2 would grow to 41 tokens, max_seq_len is 40: crop it, or make a larger cache",
-    ),
-    (
-        "k of 3 axes",
-        lambda: (tokens(4)[0], tokens(4)),
-        ShapeError,
-        "k is [2, 4, 64]: it must be [3, 2, new_tokens, 64]",
-    ),
-    ("batch of 2", lambda: (tokens(4, batch=2), tokens(4)), ShapeError, "k is [2, 2, 4, 64]"),
-    ("v too wide", lambda: (tokens(4), tokens(4, dim=80)), ShapeError, "v is [3, 2, 4, 80]"),
-    (
-        "tokens before heads",
-        lambda: (tokens(4).transpose(1, 2), tokens(4).transpose(1, 2)),
-        ShapeError,
-        "k is [3, 4, 2, 64]: it must be [3, 2, new_tokens, 64]",
-    ),
-    ("v shorter", lambda: (tokens(4), tokens(3)), ShapeError, "k has 4 new tokens, v 3"),
-    ("lens of 2", lambda: (tokens(4), tokens(4), [1, 1]), ShapeError, "new_lens is [1, 1]"),
-    ("negative", lambda: (tokens(4), tokens(4), [1, -1, 1]), ShapeError, "new_lens is [1, -1, 1]"),
-    (
-        "fractions",
-        lambda: (tokens(4), tokens(4), [1.5, 1, 1]),
-        ConfigError,
-        "new_lens is torch.float32: use whole numbers",
-    ),
-    (
-        "float64",
-        lambda: (tokens(4).double(), tokens(4)),
-        ConfigError,
-        "k is torch.float64: use float32, bfloat16 or float16",
-    ),
-    ("integers", lambda: (tokens(4), tokens(4).int()), ConfigError, "v is torch.int32: use"),
-    (
-        "NaN in k",
-        lambda: (spoiled(tokens(4), torch.nan), tokens(4)),
-        NonFiniteError,
-        "k[1, 0, 2, 63] is nan: int4-g4 and bf16 rows hold finite values up to 65504; nothing was",
-    ),
-    (
-        "NaN in v",
-        lambda: (tokens(4), spoiled(tokens(4), torch.nan)),
-        NonFiniteError,
-        "v[1, 0, 2, 63]",
-    ),
-    ("Inf in v", lambda: (tokens(4), spoiled(tokens(4), -torch.inf)), NonFiniteError, "is -inf"),
-    ("over fp16", lambda: (spoiled(tokens(4), 7e4), tokens(4)), NonFiniteError, "k[1, 0, 2, 63]"),
-    (
-        "over fp16 in bf16",
-        lambda: (spoiled(tokens(4).bfloat16(), 65536.0), tokens(4)),
-        NonFiniteError,
-        "k[1, 0, 2, 63] is 65536.0",
-    ),
-    (
-        "over fp16 once rounded to bf16",
-        lambda: (spoiled(tokens(4), 65500.0), tokens(4)),
-        NonFiniteError,
-        "k[1, 0, 2, 63]",
-    ),
-]
-
-
-def spoiled(x: torch.Tensor, value: float) -> torch.Tensor:
-    x[1, 0, 2, 63] = value
-    x[2, 1, 3, 0] = value
-    return x
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [case[1:] for case in BAD_APPENDS],
-    ids=[c[0] for c in BAD_APPENDS],
-)
-def test_an_append_that_fails_changes_nothing(
-    arguments: Callable[[], tuple[Any, ...]], error: type[Exception], message: str
-) -> None:
-    cache = make()
-    cache.append(0, tokens(9), tokens(9), [9, 4, 2])
-    before = everything(cache)
-    with pytest.raises(error) as caught:
-        cache.append(0, *arguments())
-    assert message in str(caught.value)
-    assert unchanged(cache, before)
-    cache.append(0, tokens(20), tokens(20))
-
-
-@pytest.mark.parametrize("lengths", [(3, 5), (0, 0), (3, 0), (0, 5)], ids=str)
-@pytest.mark.parametrize("exact_format", ["bf16", "fp16"])
-@pytest.mark.parametrize("limit", [65504.0, 65408.0, -65504.0, -65280.0])
-def test_a_value_that_is_taken_never_turns_into_nan(
-    limit: float, exact_format: str, lengths: tuple[int, int]
-) -> None:
-    """Float32 65504 is 65536 in bf16: refused at once, or held for good."""
-    cache = make(sink_len=lengths[0], recent_len=lengths[1], exact_format=exact_format)
-    k = tokens(20)
-    k[0, 1, 4, 5] = limit
-    try:
-        cache.append(0, k, k)
-    except NonFiniteError:
-        assert exact_format == "bf16"
-        assert abs(limit) > 65280
-        return
-    cache.append(0, tokens(20), tokens(20))
-    assert bool(cache.dequantized(0)[0].isfinite().all())
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"k_format": "int3"}, "format 'int3' does not exist"),
-        ({"k_format": 4}, "format 4 is not possible"),
-        ({"k_format": ["int4"]}, "k_format lists 1 formats for 2 layers"),
-        ({"v_format": ["int4", None]}, "format None is not possible"),
-        ({"exact_format": "fp32"}, "exact_format 'fp32' does not exist: use 'bf16' or 'fp16'"),
-        ({"sink_len": -1}, "sink_len -1 is not possible: use a whole number from 0"),
-        ({"recent_len": 1.0}, "recent_len 1.0 is not possible"),
-        ({"num_layers": 0}, "num_layers 0 is not possible: use a whole number from 1"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "-",
-)
-def test_a_cache_that_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        make(**options)
-    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize("max_seq_len", [0, 1, 3, 4, 8, 9])
@@ -518,3 +348,23 @@ def test_lengths_are_those_that_every_layer_holds() -> None:
     assert cache.positions.tolist() == [3, 3, 3]
     cache.crop(3)  # a step that failed between two layers is taken back
     assert cache.layers[0].seq_lens.tolist() == [3, 3, 3]
+
+
+@pytest.mark.parametrize("lengths", [(3, 5), (0, 0), (3, 0), (0, 5)], ids=str)
+@pytest.mark.parametrize("exact_format", ["bf16", "fp16"])
+@pytest.mark.parametrize("limit", [65504.0, 65408.0, -65504.0, -65280.0])
+def test_a_value_that_is_taken_never_turns_into_nan(
+    limit: float, exact_format: str, lengths: tuple[int, int]
+) -> None:
+    """Float32 65504 is 65536 in bf16: refused at once, or held for good."""
+    cache = make(sink_len=lengths[0], recent_len=lengths[1], exact_format=exact_format)
+    k = tokens(20)
+    k[0, 1, 4, 5] = limit
+    try:
+        cache.append(0, k, k)
+    except NonFiniteError:
+        assert exact_format == "bf16"
+        assert abs(limit) > 65280
+        return
+    cache.append(0, tokens(20), tokens(20))
+    assert bool(cache.dequantized(0)[0].isfinite().all())

@@ -168,10 +168,8 @@ def weigh_rows(
             for head in range(heads)
             for chunk in chunks
         ]
-        sums = []
-        for i, place in enumerate(places):
-            factor = emit.load_splat(emit.at(decay, 4 * (i // width)))
-            sums.append(cgutils.alloca_once_value(b, b.fmul(emit.load(place, F32), factor)))
+        # a sum of their own for the tile: added one by one to a long sum, tokens lose digits
+        sums = [cgutils.alloca_once_value(b, emit.constant(0.0)) for _ in places]
         with cgutils.for_range(b, count) as loop:
             at = b.add(row, b.mul(loop.index, stride))
             emit.prefetch(b.add(next_row, b.mul(loop.index, next_stride)), next_bytes)
@@ -185,8 +183,9 @@ def weigh_rows(
                     total = sums[head * width + c]
                     weight = emit.load_splat(emit.at(at_weights, 4 * head))
                     b.store(emit.fma(values, weight, b.load(total)), total)
-        for place, total in zip(places, sums, strict=True):
-            emit.store(place, b.load(total))
+        for i, (place, total) in enumerate(zip(places, sums, strict=True)):
+            factor = emit.load_splat(emit.at(decay, 4 * (i // width)))
+            emit.store(place, emit.fma(emit.load(place, F32), factor, b.load(total)))
 
 
 @functools.cache
