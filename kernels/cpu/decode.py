@@ -45,6 +45,7 @@ from .simd import (
     operation,
     prefetch,
     splat,
+    stack_floats,
     store,
     store_float,
     times,
@@ -232,12 +233,13 @@ def make_decode_kernel(k_spec, v_spec, heads):
             start = load_int32(argument(args, STARTS) + 4 * b)
             first, last = first + start, last + start
 
-        scratch = np.zeros(scratch_floats, np.float32)
-        scores = scratch.ctypes.data
+        scores = stack_floats(scratch_floats)
         lanes, maxima = scores + 4 * lanes_at, scores + 4 * max_at
         decay, acc = scores + 4 * decay_at, scores + 4 * acc_at
         k_params, v_params = scores + 4 * k_params_at, scores + 4 * v_params_at
-        scratch[max_at : max_at + LANES] = -np.inf
+        store(maxima, splat(np.float32(-np.inf)))
+        for place in range(0, heads * v_dim, LANES):
+            store(acc + 4 * place, splat(np.float32(0)))
         row_sum = splat(np.float32(0))
         while first < last:
             index = first - capacity if first >= capacity else first
@@ -256,14 +258,14 @@ def make_decode_kernel(k_spec, v_spec, heads):
             # Step 3: the new maximum of each head, and what the old sums are worth under it
             store(lanes, top)
             for h in range(heads):
-                old_max = new_max = scratch[max_at + h]
+                old_max = new_max = load_float(maxima + 4 * h)
                 for token in range(tokens):
-                    new_max = max(new_max, scratch[lanes_at + token * heads + h])
-                scratch[decay_at + h] = 2.0 ** (old_max - new_max)
-                scratch[max_at + h] = new_max
+                    new_max = max(new_max, load_float(lanes + 4 * (token * heads + h)))
+                store_float(decay + 4 * h, 2.0 ** (old_max - new_max))
+                store_float(maxima + 4 * h, new_max)
             for lane in range(heads, LANES):
-                scratch[decay_at + lane] = scratch[decay_at + lane % heads]
-                scratch[max_at + lane] = scratch[max_at + lane % heads]
+                store_float(decay + 4 * lane, load_float(decay + 4 * (lane % heads)))
+                store_float(maxima + 4 * lane, load_float(maxima + 4 * (lane % heads)))
             # Step 4: weights and their sum
             top = load(maxima)
             row_sum = times(row_sum, load(decay))
@@ -293,8 +295,8 @@ def make_decode_kernel(k_spec, v_spec, heads):
         for h in range(heads):
             total = np.float32(0)
             for token in range(tokens):
-                total += scratch[lanes_at + token * heads + h]
-            store_float(lse + 4 * h, scratch[max_at + h] * LN2 + math.log(total))
+                total += load_float(lanes + 4 * (token * heads + h))
+            store_float(lse + 4 * h, load_float(maxima + 4 * h) * LN2 + math.log(total))
             share = splat(1 / total if total != 0 else np.float32(0))
             for chunk in range(0, v_dim, LANES):
                 offset = 4 * (h * v_dim + chunk)

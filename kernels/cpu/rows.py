@@ -31,10 +31,13 @@ from .simd import (
     keyed_by,
     literal,
     load,
+    load_float,
     maximum,
     minimum,
     operation,
+    stack_floats,
     store,
+    store_float,
 )
 from .values import RowReader, parse_spec, spec, widened_floats
 
@@ -236,10 +239,8 @@ def make_quantize_kernel(format_spec, dtype):
 
     def quantize_kernel(args, item):
         keyed_by(sources)
-        values = np.empty(head_dim, np.float32)
-        shifts = np.zeros(head_dim, np.float32)
-        inverses = np.zeros(head_dim, np.float32)
-        at = values.ctypes.data
+        values, shifts = stack_floats(head_dim), stack_floats(head_dim)
+        inverses = stack_floats(head_dim)
         first = item * ROWS_PER_ITEM
         for index in range(first, min(first + ROWS_PER_ITEM, argument(args, NUM_ROWS))):
             x = argument(args, X) + element_bytes * head_dim * index
@@ -249,7 +250,7 @@ def make_quantize_kernel(format_spec, dtype):
             for element in range(0, head_dim, LANES):
                 chunk = load_elements(dtype, x + element_bytes * element)
                 holdable = holdable and all_within(chunk, max_abs)
-                store(at + 4 * element, chunk)
+                store(values + 4 * element, chunk)
             if not holdable:
                 store_half(argument(args, BAD), np.uint16(1))
                 for byte in range(0, row_bytes, 2):
@@ -260,32 +261,34 @@ def make_quantize_kernel(format_spec, dtype):
                 for group in range(groups):
                     start = group * group_size
                     if whole_chunks:
-                        low = high = load(at + 4 * start)
+                        low = high = load(values + 4 * start)
                         for element in range(start + LANES, start + group_size, LANES):
-                            chunk = load(at + 4 * element)
+                            chunk = load(values + 4 * element)
                             low, high = minimum(low, chunk), maximum(high, chunk)
                         mn, mx = least(low), greatest(high)
                     else:
-                        mn = mx = values[start]
+                        mn = mx = load_float(values + 4 * start)
                         for element in range(start + 1, start + group_size):
-                            mn, mx = min(mn, values[element]), max(mx, values[element])
+                            value = load_float(values + 4 * element)
+                            mn, mx = min(mn, value), max(mx, value)
                     scale, shift = choose_parameters(mn, mx, step, is_fp8)
                     store_half(row + 4 * group, scale)
                     store_half(row + 4 * group + 2, shift)
                     inverse = np.float32(0)
                     if scale != 0:
                         inverse = np.float32(1) / from_half(scale)
-                    shifts[start : start + group_size] = from_half(shift)
-                    inverses[start : start + group_size] = inverse
+                    for element in range(start, start + group_size):
+                        store_float(shifts + 4 * element, from_half(shift))
+                        store_float(inverses + 4 * element, inverse)
             # Step 3: codes
             codes = row + header_bytes
             for chunk in range(head_dim // LANES):
                 offset = 4 * LANES * chunk
                 pack(
                     format_spec,
-                    load(at + offset),
-                    load(shifts.ctypes.data + offset),
-                    load(inverses.ctypes.data + offset),
+                    load(values + offset),
+                    load(shifts + offset),
+                    load(inverses + offset),
                     codes + chunk_bytes * chunk,
                 )
 
@@ -301,11 +304,11 @@ def make_dequantize_kernel(format_spec):
 
     def dequantize_kernel(args, item):
         keyed_by(sources)
-        params = np.empty(max(params_floats, 1), np.float32)
+        params = stack_floats(params_floats)
         first = item * ROWS_PER_ITEM
         for index in range(first, min(first + ROWS_PER_ITEM, argument(args, NUM_ROWS))):
             row = argument(args, ROWS) + row_bytes * index
             x = argument(args, X) + 4 * head_dim * index
-            unpack_row(format_spec, row, params.ctypes.data, x)
+            unpack_row(format_spec, row, params, x)
 
     return compile_kernel(dequantize_kernel)

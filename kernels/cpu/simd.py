@@ -251,6 +251,18 @@ def times(emit, a, b):
     return emit.builder.fmul(a, b)
 
 
+@operation(types.int64, literal)
+def stack_floats(emit, count):
+    """The address of count floats, uninitialized, that live until the kernel returns.
+
+    An array of numba's would be freed after its last use by name, though its address still serves.
+    """
+    with emit.builder.goto_entry_block():
+        place = emit.builder.alloca(ir.ArrayType(F32, count))
+    place.align = CACHE_LINE
+    return emit.builder.ptrtoint(place, I64)
+
+
 @operation(types.float32, types.int64)
 def load_float(emit, address):
     """A float from a byte address."""
