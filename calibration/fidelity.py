@@ -1,0 +1,211 @@
+"""Decode a text from quantized caches and compare with the 16-bit cache.
+
+Perplexity of a prompt that is read at once does not see the cache: its tokens attend to exact keys
+and values. Here every scored token is decoded alone, by the fused call, and all before it is read
+from the cache. The text is given (teacher forcing), so all formats answer the same questions:
+
+    prompt   read once with exact attention; its 16-bit keys and values go into every cache
+    scored   fed one by one; after each, the prediction is compared with that of the 16-bit cache
+
+So two formats differ in the rows that decoding reads, the prompt's and those of the fed tokens, and
+in nothing else. The model, its dtype and the kernel are those of the 16-bit cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from kvquant.cache import KVCache
+from kvquant.errors import ShapeError
+from kvquant.quant import EXACT_DTYPES
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How a cache keeps its tokens."""
+
+    k_format: str
+    v_format: str
+    sink_len: int = 0
+    recent_len: int = 0
+
+    def __str__(self) -> str:
+        same = self.k_format == self.v_format
+        name = self.k_format if same else f"K {self.k_format}, V {self.v_format}"
+        exact = f" + {self.sink_len} sinks, {self.recent_len} recent"
+        return name + exact if self.sink_len or self.recent_len else name
+
+
+FORMATS = ("bf16", "int8", "fp8", "int8-g4", "fp8-g4", "int4-g8", "int4-g4", "int4")
+SCHEMES = (
+    *(Scheme(name, name) for name in FORMATS),
+    *(Scheme(name, name, sink_len=4, recent_len=128) for name in ("int4-g4", "int4")),
+)
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """What a scheme costs and what it keeps.
+
+    Attributes:
+        scheme: how the cache keeps its tokens.
+        bits: bits per element of K and V, headers and exact rows included.
+        nbytes: bytes of the cache, of all sequences.
+        kl: mean KL divergence of the predictions from those of the 16-bit cache, nats per token.
+        top1: share of tokens for which both think the same next token likeliest, 0 to 1.
+        perplexity: of the text under the predictions.
+    """
+
+    scheme: Scheme
+    bits: float
+    nbytes: int
+    kl: float
+    top1: float
+    perplexity: float
+
+
+class DecodingModel(Protocol):
+    """A model that decodes from a KVCache; kvquant.model.CachedModel is one."""
+
+    exact_format: str  # its 16-bit rows
+
+    def new_cache(self, batch: int, max_seq_len: int, **options: Any) -> KVCache:
+        """An empty cache of its shape."""
+
+    def prefill(self, cache: KVCache, tokens: torch.Tensor) -> torch.Tensor:
+        """Read tokens [batch, new_tokens] with exact attention to the chunk."""
+
+    def step(self, cache: KVCache, tokens: torch.Tensor) -> torch.Tensor:
+        """Decode one token of each sequence: logits [batch, vocabulary]."""
+
+
+def read_prompt(model: DecodingModel, prompt: torch.Tensor, room: int) -> KVCache:
+    """Read a prompt into a 16-bit cache.
+
+    Args:
+        model: reads it.
+        prompt: [batch, tokens], int64.
+        room: tokens to be decoded later.
+
+    Returns:
+        A cache of 16-bit rows only.
+    """
+    exact = model.exact_format
+    cache = model.new_cache(
+        prompt.shape[0],
+        prompt.shape[1] + room,
+        k_format=exact,
+        v_format=exact,
+        sink_len=0,
+        recent_len=0,
+    )
+    model.prefill(cache, prompt)
+    return cache
+
+
+def quantized_copy(model: DecodingModel, exact: KVCache, scheme: Scheme) -> KVCache:
+    """Append the tokens of a 16-bit cache to a new one of another scheme.
+
+    Args:
+        model: of both.
+        exact: a cache of 16-bit rows, whose sequences are of one length.
+        scheme: of the copy.
+
+    Returns:
+        A cache with room for as many tokens.
+    """
+    cache = model.new_cache(exact.batch, exact.max_seq_len, **vars(scheme))
+    for layer in range(exact.num_layers):
+        cache.append(layer, *exact.dequantized(layer, EXACT_DTYPES[exact.exact_format]))
+    return cache
+
+
+def predict(model: DecodingModel, cache: KVCache, tokens: torch.Tensor) -> torch.Tensor:
+    """Feed tokens one by one.
+
+    Args:
+        model: decodes.
+        cache: the past; the tokens are added to it.
+        tokens: [batch, tokens], int64.
+
+    Returns:
+        [tokens, batch, vocabulary], float32: the log probabilities after each token.
+    """
+    steps = [model.step(cache, column).float().log_softmax(-1) for column in tokens.unbind(1)]
+    return torch.stack(steps)
+
+
+def measure(
+    model: DecodingModel,
+    windows: torch.Tensor,
+    context: int,
+    schemes: Sequence[Scheme] = SCHEMES,
+    *,
+    progress: Callable[[int], None] | None = None,
+) -> list[Fidelity]:
+    """Measure how well each scheme keeps a model's predictions.
+
+    Args:
+        model: decodes.
+        windows: [batch, context + scored + 1], int64: a prompt of context tokens, the scored ones,
+            and the last one's successor.
+        context: tokens of the prompt.
+        schemes: what to compare.
+        progress: called with 1 after each scheme, and before them after the 16-bit cache.
+
+    Returns:
+        One Fidelity per scheme, over batch * scored predictions.
+
+    Raises:
+        ShapeError: windows have no room for a scored token after the prompt.
+    """
+    scored = windows.shape[1] - context - 1
+    if context < 1 or scored < 1:
+        raise ShapeError(
+            f"windows of {windows.shape[1]} tokens have no room for a prompt of {context}, a "
+            "scored token and its successor"
+        )
+    fed, targets = windows[:, context:-1], windows[:, context + 1 :].t()[..., None]
+    exact = read_prompt(model, windows[:, :context], scored)
+    expected = predict(model, exact, fed)
+    exact.crop(context)
+    if progress:
+        progress(1)
+    found = []
+    for scheme in schemes:
+        cache = quantized_copy(model, exact, scheme)
+        elements = 2 * exact.num_layers * exact.batch * exact.num_kv_heads
+        elements *= exact.max_seq_len * exact.head_dim
+        kl, top1, nll = compare(expected, predict(model, cache, fed), targets)
+        perplexity = float(torch.tensor(nll).exp())
+        bits = 8 * cache.nbytes / elements
+        found.append(Fidelity(scheme, bits, cache.nbytes, kl, top1, perplexity))
+        if progress:
+            progress(1)
+    return found
+
+
+def compare(
+    expected: torch.Tensor, given: torch.Tensor, targets: torch.Tensor
+) -> tuple[float, float, float]:
+    """Compare predictions.
+
+    Args:
+        expected: [tokens, batch, vocabulary], log probabilities of the 16-bit cache.
+        given: likewise, of another.
+        targets: [tokens, batch, 1], int64: the tokens that came.
+
+    Returns:
+        Mean KL(expected || given) in nats, share of equal likeliest tokens, and mean negative log
+        likelihood of the targets under given, in nats.
+    """
+    kl = 0.0
+    for p, q in zip(expected, given, strict=True):  # by token, to spare memory
+        kl += float((p.exp() * (p - q)).sum(-1).double().mean())
+    top1 = (expected.argmax(-1) == given.argmax(-1)).double().mean()
+    nll = -given.gather(-1, targets).double().mean()
+    return kl / len(expected), float(top1), float(nll)

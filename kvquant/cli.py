@@ -1,0 +1,316 @@
+"""The command kvquant. Each command imports what it needs when it runs, so that --help is quick."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+from . import __version__
+from .errors import ConfigError, KVQuantError
+
+if TYPE_CHECKING:
+    from .cache import KVCache
+
+FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+NEW_FILE = click.Path(dir_okay=False, path_type=Path)
+WHOLE = click.IntRange(min=0)
+COUNT = click.IntRange(min=1)
+
+
+class Commands(click.Group):
+    """Commands whose errors are one line on stderr and exit code 2."""
+
+    def main(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, standalone_mode: bool = True, **extra: Any
+    ) -> Any:
+        """Run; see click.Group.main."""
+        try:
+            result: object = super().main(args, standalone_mode=False, **extra)
+        except click.exceptions.NoArgsIsHelpError as error:
+            error.show()
+            sys.exit(2)
+        except click.ClickException as error:
+            _fail(error.format_message())
+        except click.Abort:
+            click.echo("Aborted.", err=True)
+            sys.exit(130)
+        except BrokenPipeError:  # the reader has seen enough
+            sys.exit(1)
+        except (KVQuantError, OSError) as error:
+            _fail(str(error))
+        if standalone_mode:
+            sys.exit(result if isinstance(result, int) else 0)
+        return result
+
+
+def _fail(message: str) -> NoReturn:
+    click.echo("Error: " + " ".join(message.split()), err=True)
+    sys.exit(2)
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="kvquant")
+def main() -> None:
+    """Quantized KV caches: make them, look into them, export them, measure them.
+
+    \b
+    Example:
+      kvquant quantize examples/llama-demo-5m --prompt examples/unseen.txt -o cache.safetensors
+      kvquant inspect cache.safetensors
+    """
+
+
+@main.command()
+@click.argument("model", type=FOLDER, required=False)
+@click.option("--prompt", type=FILE, help="Text that the model reads.")
+@click.option("--from", "raw", type=FILE, help="16-bit K and V of another program instead.")
+@click.option("--format", "both", default="int4-g4", show_default=True, help="Format of K and V.")
+@click.option("--k-format", help="Format of K, where it differs.")
+@click.option("--v-format", help="Format of V, where it differs.")
+@click.option(
+    "--sink-len", type=WHOLE, default=4, show_default=True, help="First tokens in 16 bit."
+)
+@click.option(
+    "--recent-len", type=WHOLE, default=128, show_default=True, help="Last tokens in 16 bit."
+)
+@click.option("--max-seq-len", type=COUNT, help="Room for tokens; those of the prompt by default.")
+@click.option("--chunk", type=COUNT, default=512, show_default=True, help="Tokens read at a time.")
+@click.option("-o", "--output", type=NEW_FILE, required=True, help="File to write.")
+def quantize(
+    model: Path | None,
+    prompt: Path | None,
+    raw: Path | None,
+    both: str,
+    k_format: str | None,
+    v_format: str | None,
+    sink_len: int,
+    recent_len: int,
+    max_seq_len: int | None,
+    chunk: int,
+    output: Path,
+) -> None:
+    """Make a quantized cache of a text or of raw tensors.
+
+    MODEL is the folder of a Hugging Face model, which reads the text of --prompt. With --from, keys
+    and values come from a safetensors file of tensors layers.0.k, layers.0.v, layers.1.k and so on,
+    [batch, num_kv_heads, tokens, head_dim]. The cache is written to one safetensors file, which
+    replaces an old one when it is whole.
+
+    \b
+    Example:
+      kvquant quantize examples/llama-demo-5m --prompt examples/unseen.txt \\
+          --format int4-g4 --max-seq-len 16384 -o cache.safetensors
+      kvquant quantize --from kv.safetensors --k-format int8 --v-format int4 -o cache.safetensors
+    """
+    _check_output(output)
+    options: dict[str, Any] = {
+        "k_format": k_format or both,
+        "v_format": v_format or both,
+        "sink_len": sink_len,
+        "recent_len": recent_len,
+    }
+    from .layout import RowFormat
+
+    for name in (options["k_format"], options["v_format"]):
+        RowFormat.parse(name, 128)  # a wrong name is told before the model is loaded
+    if raw is not None and model is None and prompt is None:
+        from .exchange import quantize_raw
+
+        cache = quantize_raw(raw, max_seq_len=max_seq_len, **options)
+        _save(cache, output, None, {"source": raw.name})
+    elif raw is None and model is not None and prompt is not None:
+        from .model import CachedModel
+
+        reader = CachedModel.from_pretrained(model)
+        cache = _read_prompt(reader, prompt, max_seq_len, chunk, options)
+        _save(cache, output, reader.config_dict, {"source": prompt.name, "chunk": chunk})
+    else:
+        raise ConfigError("give either MODEL and --prompt FILE, or --from FILE alone")
+    _show(output)
+
+
+@main.command()
+@click.argument("cache", type=FILE)
+@click.option(
+    "--to",
+    type=click.Choice(["bf16", "fp16", "fbgemm", "xformers"]),
+    required=True,
+    help="16-bit tensors, or the byte layout of another project.",
+)
+@click.option("-o", "--output", type=NEW_FILE, required=True, help="File to write.")
+def export(cache: Path, to: str, output: Path) -> None:
+    """Write a cache in a form that other programs read.
+
+    \b
+    Example:
+      kvquant export cache.safetensors --to bf16 -o kv.safetensors
+    """
+    _check_output(output)
+    from .checkpoint import load_cache
+    from .exchange import export_cache
+
+    for note in export_cache(load_cache(cache), output, to):
+        click.echo(note)
+
+
+@main.command()
+@click.argument("file", type=FILE)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def inspect(file: Path, as_json: bool) -> None:
+    """Tell what a cache file holds, and what looks wrong.
+
+    \b
+    Example:
+      kvquant inspect cache.safetensors
+      kvquant inspect cache.safetensors --json
+    """
+    from .inspection import describe, render
+
+    description = describe(file)
+    click.echo(json.dumps(description, indent=2) if as_json else render(description))
+
+
+@main.command()
+@click.argument("model", type=FOLDER)
+@click.option("--text", type=FILE, required=True, help="Text to observe; its last quarter is held.")
+@click.option("--held", type=FILE, help="Another text to score on, instead of the last quarter.")
+@click.option("--observed", type=COUNT, default=32768, show_default=True, help="Tokens to observe.")
+@click.option("--windows", type=COUNT, default=8, show_default=True, help="Passages to score.")
+@click.option("--context", type=COUNT, default=1024, show_default=True, help="Tokens before them.")
+@click.option("--scored", type=COUNT, default=64, show_default=True, help="Tokens of each scored.")
+@click.option("-o", "--output", type=NEW_FILE, required=True, help="File to write.")
+def calibrate(model: Path, text: Path, held: Path | None, output: Path, **sizes: int) -> None:
+    """Measure which cache formats a model bears.
+
+    Keys and values of the text are observed per layer and KV head. Then held passages are decoded
+    token by token from caches of every format, and the predictions compared with those of the
+    16-bit cache: KL divergence, share of equal likeliest tokens, perplexity. The table is printed;
+    it and the statistics are written.
+
+    \b
+    Example:
+      kvquant calibrate examples/llama-demo-5m --text examples/unseen.txt --windows 2 \\
+          -o plan.safetensors
+    """
+    _check_output(output)
+    from .calibration.report import plan_metadata, render_fidelity, warnings, write_plan
+    from .calibration.run import Sizes
+    from .calibration.run import calibrate as run
+    from .identity import model_identity
+    from .model import CachedModel
+
+    reader = CachedModel.from_pretrained(model)
+    tokens = reader.encode(_read(text))
+    scored = reader.encode(_read(held)) if held else None
+    chosen = Sizes(**sizes)
+    with _progress(200, "Calibrating") as update:
+        statistics, found = run(
+            reader,
+            tokens,
+            scored,
+            sizes=chosen,
+            progress=lambda stage, share: update(share, stage),
+        )
+    settings = {**sizes, "text": text.name, "held": held.name if held else "last quarter of text"}
+    identity = model_identity(reader.config_dict)
+    write_plan(output, statistics, plan_metadata(identity, statistics, found, settings))
+    click.echo(render_fidelity(found))
+    click.echo(
+        f"\n{chosen.windows * chosen.scored} tokens scored after {chosen.context} tokens of "
+        f"context; statistics of {statistics.num_tokens} tokens in {output}"
+    )
+    for warning in warnings(statistics, found):
+        click.echo(f"Warning: {warning}", err=True)
+
+
+@main.command()
+@click.option("--model", type=FOLDER, help="A Hugging Face model; the bundled one by default.")
+@click.option("--text", type=FILE, help="What it reads; the bundled text by default.")
+@click.option("--context", type=COUNT, default=3072, show_default=True, help="Tokens of a prompt.")
+@click.option("--json", "json_file", type=NEW_FILE, help="Write the figures to this file too.")
+def demo(model: Path | None, text: Path | None, context: int, json_file: Path | None) -> None:
+    """Let a small model decode from caches of several formats.
+
+    \b
+    Example:
+      kvquant demo
+      kvquant demo --model FOLDER --text FILE --json demo.json
+    """
+    if json_file:
+        _check_output(json_file)
+    from .demo import STAGES, render_demo, run_demo
+
+    with _progress(STAGES, "Demo") as update:
+        result = run_demo(model, text, context=context, report=lambda stage: update(1, stage))
+    if json_file:
+        json_file.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    click.echo(render_demo(result))
+
+
+@contextmanager
+def _progress(length: int, label: str) -> Iterator[Callable[..., None]]:
+    """A progress bar on stderr where that is a terminal; gives its update(amount, stage)."""
+    if not sys.stderr.isatty():
+        yield lambda amount, stage=None: None
+        return
+    with click.progressbar(
+        length=length, label=label, file=sys.stderr, item_show_func=lambda stage: stage or ""
+    ) as bar:
+        yield bar.update
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text: {error}") from None
+
+
+def _check_output(path: Path) -> None:
+    """Raise before a long run whose result could not be written."""
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"{path} cannot be written: {path.parent} is not a folder")
+
+
+def _read_prompt(
+    model: Any, prompt: Path, max_seq_len: int | None, chunk: int, options: dict[str, Any]
+) -> KVCache:
+    """Read a text file into a new cache."""
+    import torch
+
+    tokens = torch.tensor([model.encode(_read(prompt))], dtype=torch.int64)
+    length = tokens.shape[1]
+    if not length:
+        raise ConfigError(f"{prompt} holds no text: the cache would be empty")
+    if model.max_positions is not None and length > model.max_positions:
+        click.echo(
+            f"Warning: {prompt} has {length} tokens, the model was made for {model.max_positions}",
+            err=True,
+        )
+    cache: KVCache = model.new_cache(1, max_seq_len or length, **options)
+    with _progress(length, "Reading") as update:
+        model.prefill(cache, tokens, chunk=chunk, progress=update)
+    return cache
+
+
+def _save(
+    cache: KVCache, output: Path, model: dict[str, Any] | None, creation: dict[str, Any]
+) -> None:
+    from .checkpoint import save_cache
+
+    save_cache(
+        cache, output, model=model, creation={"program": f"kvquant {__version__}"} | creation
+    )
+
+
+def _show(output: Path) -> None:
+    from .inspection import describe, render
+
+    click.echo(render(describe(output)))
