@@ -18,6 +18,8 @@ from .layout import RowFormat
 from .quant import EXACT_DTYPES, dequantize_rows, quantize_rows
 from .segments import Segment
 
+Span = tuple[torch.Tensor | None, torch.Tensor]
+
 
 class LayerCache:
     """The rows of one layer for a batch of sequences.
@@ -100,25 +102,28 @@ class LayerCache:
 
     def append(self, k: torch.Tensor, v: torch.Tensor, new_lens: torch.Tensor) -> None:
         """Add the first new_lens[b] tokens of k and v to sequence b; see KVCache.append."""
-        old_lens, old_packed = self.seq_lens.cpu().long(), self.packed_lens.cpu().long()
-        seq_lens = old_lens + new_lens
-        packed = torch.maximum(old_packed, seq_lens - self.sink_len - self.recent_len)
-
-        writes = []  # computed before anything is written
-        for x, name in ((k.detach(), "k"), (v.detach(), "v")):
-            formats: tuple[RowFormat, RowFormat] = (
-                getattr(self, f"{name}_format"),
-                getattr(self, f"{name}_exact"),
-            )
-            if self.sink_len or self.recent_len:
-                x = x.to(EXACT_DTYPES[formats[1].codec])  # may round over a limit
-            _check_values(x, name, formats, new_lens)
-            places = [getattr(self, f"{name}_{kind}") for kind in ("sinks", "packed", "recent")]
-            writes += self._writes(x, formats, places, old_lens, seq_lens, old_packed, packed)
-        for rows, sequences, slots, values in writes:
-            rows[sequences, :, slots] = values
-        self.seq_lens.copy_(seq_lens)
-        self.packed_lens.copy_(packed)
+        device = k.device
+        old_lens, old_packed = self.seq_lens.tolist(), self.packed_lens.tolist()
+        seq_lens = [old + new for old, new in zip(old_lens, new_lens.tolist(), strict=True)]
+        room = self.sink_len + self.recent_len
+        packed_lens = [max(p, n - room) for p, n in zip(old_packed, seq_lens, strict=True)]
+        first = [self.sink_len + p for p in old_packed]  # tokens from here to `last` are packed
+        last = [self.sink_len + p for p in packed_lens]
+        bounds = {
+            "sinks": (old_lens, [min(n, self.sink_len) for n in seq_lens]),
+            "leaving": (first, list(map(min, last, old_lens))),
+            "packed": (list(map(max, first, old_lens)), last),
+            "recent": (list(map(max, last, old_lens)), seq_lens),
+        }
+        spans = {kind: _span(*bound, old_lens, device) for kind, bound in bounds.items()}
+        if spans["sinks"] or spans["packed"] or spans["recent"]:
+            offsets = torch.tensor(old_lens, device=device)
+            writes = self._writes("k", k.detach(), new_lens, spans, offsets)
+            writes += self._writes("v", v.detach(), new_lens, spans, offsets)
+            for rows, sequences, slots, values in writes:  # computed before anything is written
+                _put(rows, sequences, slots, values)
+            self.seq_lens.copy_(torch.tensor(seq_lens))
+            self.packed_lens.copy_(torch.tensor(packed_lens))
 
     def crop(self, seq_lens: torch.Tensor) -> None:
         """Keep the first seq_lens[b] tokens of sequence b; packed rows stay packed."""
@@ -128,52 +133,72 @@ class LayerCache:
 
     def _writes(
         self,
+        name: str,
         x: torch.Tensor,
-        formats: tuple[RowFormat, RowFormat],
-        places: list[torch.Tensor],
-        old_lens: torch.Tensor,
         new_lens: torch.Tensor,
-        old_packed: torch.Tensor,
-        new_packed: torch.Tensor,
-    ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
+        spans: dict[str, Span | None],
+        offsets: torch.Tensor,
+    ) -> list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]]:
         """What to write of K or V, as (rows, sequences, slots, values)."""
-        fmt, exact = formats
-        sinks, packed, recent = places
-        first, last = old_packed + self.sink_len, new_packed + self.sink_len  # tokens to be packed
+        fmt: RowFormat = getattr(self, f"{name}_format")
+        exact: RowFormat = getattr(self, f"{name}_exact")
+        if self.sink_len or self.recent_len:
+            x = x.to(EXACT_DTYPES[exact.codec])  # may round over a limit
+        _check_values(x, name, (fmt, exact), new_lens)
         writes = []
-
-        def add(
-            to: torch.Tensor, to_format: RowFormat, start: torch.Tensor, stop: torch.Tensor
-        ) -> None:
-            """Write new tokens start to stop of each sequence."""
-            sequences, tokens = _spans(start, stop, x.device)
-            if len(tokens):
-                values = x[sequences, :, tokens - old_lens.to(x.device)[sequences]]
-                slots = tokens if to is sinks else tokens - self.sink_len
-                slots = slots % self.recent_len if to is recent else slots
-                values = quantize_rows(values, to_format, check=False)
-                writes.append((to, sequences, slots, values))
-
-        add(sinks, exact, old_lens, new_lens.clamp(max=self.sink_len))
-        sequences, tokens = _spans(first, torch.minimum(last, old_lens), x.device)
-        if len(tokens):  # they leave the ring
-            leaving = recent[sequences, :, (tokens - self.sink_len) % self.recent_len]
-            values = quantize_rows(dequantize_rows(leaving, exact), fmt, check=False)
-            writes.append((packed, sequences, tokens - self.sink_len, values))
-        add(packed, fmt, torch.maximum(first, old_lens), last)
-        add(recent, exact, torch.maximum(last, old_lens), new_lens)
+        for kind, span in spans.items():
+            if span is None:
+                continue
+            sequences, tokens = span
+            to_format = exact if kind in ("sinks", "recent") else fmt
+            if kind == "leaving":
+                ring = getattr(self, f"{name}_recent")
+                slots = (tokens - self.sink_len) % self.recent_len
+                values = dequantize_rows(_take(ring, sequences, slots), exact)
+            else:
+                start = offsets[0] if sequences is None else offsets[sequences]
+                values = _take(x, sequences, tokens - start)
+            slots = tokens if kind == "sinks" else tokens - self.sink_len
+            slots = slots % self.recent_len if kind == "recent" else slots
+            place = "packed" if kind == "leaving" else kind
+            rows = getattr(self, f"{name}_{place}")
+            writes.append((rows, sequences, slots, quantize_rows(values, to_format, check=False)))
         return writes
 
 
-def _spans(
-    start: torch.Tensor, stop: torch.Tensor, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sequence and token of each of the tokens start[b] to stop[b] of every sequence b."""
-    counts = (stop - start).clamp(min=0)
-    sequences = torch.arange(len(counts)).repeat_interleave(counts)
-    before = counts.cumsum(0) - counts
-    tokens = torch.arange(len(sequences)) + (start - before)[sequences]
-    return sequences.to(device), tokens.to(device)
+def _span(
+    start: list[int], stop: list[int], old_lens: list[int], device: torch.device
+) -> Span | None:
+    """The tokens start[b] to stop[b] of every sequence b, as sequences and tokens.
+
+    Sequences are None where all have the same tokens, after as many old ones; None is returned
+    where there are no tokens.
+    """
+    counts = [max(last - first, 0) for first, last in zip(start, stop, strict=True)]
+    if not any(counts):
+        return None
+    if len(set(zip(start, stop, old_lens, strict=True))) == 1:
+        return None, torch.arange(start[0], stop[0], device=device)
+    sequences = [b for b, count in enumerate(counts) for _ in range(count)]
+    tokens = [
+        t for first, count in zip(start, counts, strict=True) for t in range(first, first + count)
+    ]
+    return torch.tensor(sequences, device=device), torch.tensor(tokens, device=device)
+
+
+def _take(rows: torch.Tensor, sequences: torch.Tensor | None, slots: torch.Tensor) -> torch.Tensor:
+    """Rows [batch, heads, slots, ...] of all sequences, or [slots, heads, ...] of those named."""
+    return rows.index_select(2, slots) if sequences is None else rows[sequences, :, slots]
+
+
+def _put(
+    rows: torch.Tensor, sequences: torch.Tensor | None, slots: torch.Tensor, values: torch.Tensor
+) -> None:
+    """Write values as _take gives them."""
+    if sequences is None:
+        rows.index_copy_(2, slots, values)
+    else:
+        rows[sequences, :, slots] = values
 
 
 def _check_values(
