@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+CACHE = click.Path(dir_okay=False, path_type=Path)  # may stand for its shards
 NEW_FILE = click.Path(dir_okay=False, path_type=Path)
 WHOLE = click.IntRange(min=0)
 COUNT = click.IntRange(min=1)
@@ -43,8 +44,10 @@ class Commands(click.Group):
             sys.exit(130)
         except BrokenPipeError:  # the reader has seen enough
             sys.exit(1)
-        except (KVQuantError, OSError) as error:
+        except KVQuantError as error:
             _fail(str(error))
+        except OSError as error:
+            _fail(f"{error.strerror}: {error.filename}" if error.filename else str(error))
         if standalone_mode:
             sys.exit(result if isinstance(result, int) else 0)
         return result
@@ -110,6 +113,8 @@ def quantize(
       kvquant quantize --from kv.safetensors --k-format int8 --v-format int4 -o cache.safetensors
     """
     _check_output(output)
+    if output.suffix != ".safetensors":
+        raise ConfigError(f"{output} cannot be written: name it NAME.safetensors")
     options: dict[str, Any] = {
         "k_format": k_format or both,
         "v_format": v_format or both,
@@ -137,7 +142,7 @@ def quantize(
 
 
 @main.command()
-@click.argument("cache", type=FILE)
+@click.argument("cache", type=CACHE)
 @click.option(
     "--to",
     type=click.Choice(["bf16", "fp16", "fbgemm", "xformers"]),
@@ -161,7 +166,7 @@ def export(cache: Path, to: str, output: Path) -> None:
 
 
 @main.command()
-@click.argument("file", type=FILE)
+@click.argument("file", type=CACHE)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def inspect(file: Path, as_json: bool) -> None:
     """Tell what a cache file holds, and what looks wrong.
@@ -252,6 +257,66 @@ def demo(model: Path | None, text: Path | None, context: int, json_file: Path | 
     if json_file:
         json_file.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     click.echo(render_demo(result))
+
+
+@main.command()
+@click.option(
+    "--format", "formats", multiple=True, help="Format to time, again for more; five by default."
+)
+@click.option("--batch", type=COUNT, default=1, show_default=True, help="Sequences.")
+@click.option("--q-heads", type=COUNT, default=32, show_default=True, help="Query heads.")
+@click.option("--kv-heads", type=COUNT, default=8, show_default=True, help="KV heads.")
+@click.option("--seq-len", type=COUNT, default=8192, show_default=True, help="Tokens a sequence.")
+@click.option("--head-dim", type=COUNT, default=128, show_default=True, help="Elements of a row.")
+@click.option("--seconds", type=float, default=3.0, show_default=True, help="For each case.")
+@click.option("--json", "json_file", type=NEW_FILE, help="Write the figures to this file too.")
+def bench(
+    formats: tuple[str, ...],
+    batch: int,
+    q_heads: int,
+    kv_heads: int,
+    seq_len: int,
+    head_dim: int,
+    seconds: float,
+    json_file: Path | None,
+) -> None:
+    """Time the kernels on this machine's CPU beside torch's own, each checked first.
+
+    \b
+    Example:
+      kvquant bench
+      kvquant bench --format int4-g4 --format int8 --seq-len 32768
+    """
+    if json_file:
+        _check_output(json_file)
+    import torch
+
+    from .bench import FORMATS, bench_decode, bench_rows, read_roof, render_decode, render_rows
+
+    if q_heads % kv_heads:
+        raise ConfigError(f"--q-heads {q_heads} is not a multiple of --kv-heads {kv_heads}")
+    names = formats or FORMATS
+    shape = {"batch": batch, "num_q_heads": q_heads, "num_kv_heads": kv_heads}
+    with _progress(2 * len(names) + 1, "Timing") as update:
+        roof = read_roof()
+        update(1, "read roof")
+        decoded = []
+        for name in names:
+            decoded.append(
+                bench_decode(name, seq_len=seq_len, head_dim=head_dim, seconds=seconds, **shape)
+            )
+            update(1, f"decode {name}")
+        rows = []
+        for name in names:
+            rows.append(bench_rows(name, shape=(8, 4096, head_dim), seconds=seconds))
+            update(1, f"rows {name}")
+    threads = torch.get_num_threads()
+    if json_file:
+        result = {"threads": threads, "read_gb_per_s": roof, "decode": decoded, "rows": rows}
+        json_file.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    click.echo(f"{threads} threads, torch {torch.__version__}, read roof {roof:.1f} GB/s\n")
+    click.echo(f"decode attention, head_dim {head_dim}\n{render_decode(decoded)}\n")
+    click.echo(f"rows of float32 [8, 4096, {head_dim}]\n{render_rows(rows)}")
 
 
 @contextmanager
