@@ -145,39 +145,58 @@ BAD: dict[str, tuple[list[str], str]] = {
     "no command": (["nope"], "No such command"),
     "no option": (["inspect", "--nope"], "No such option"),
     "no output": (["quantize", "{model}", "--prompt", "{prompt}"], "Missing option '-o'"),
-    "no file": (["inspect", "nope.safetensors"], "does not exist"),
-    "no model": (["quantize", "nope", "--prompt", "{prompt}", "-o", "x"], "does not exist"),
-    "no prompt": (["quantize", "{model}", "-o", "x"], "give either MODEL and --prompt"),
+    "no file": (["inspect", "nope.safetensors"], "No such file or directory: nope.safetensors"),
+    "no model": (
+        ["quantize", "nope", "--prompt", "{prompt}", "-o", "x.safetensors"],
+        "does not exist",
+    ),
+    "no prompt": (["quantize", "{model}", "-o", "x.safetensors"], "give either MODEL and --prompt"),
     "two sources": (
-        ["quantize", "{model}", "--from", "{raw}", "-o", "x"],
+        ["quantize", "{model}", "--from", "{raw}", "-o", "x.safetensors"],
         "give either MODEL and --prompt",
     ),
     "no format": (
-        ["quantize", "{model}", "--prompt", "{prompt}", "--format", "int5", "-o", "x"],
+        ["quantize", "{model}", "--prompt", "{prompt}", "--format", "int5", "-o", "x.safetensors"],
         "format 'int5' does not exist",
     ),
     "no folder for the output": (
-        ["quantize", "--from", "{raw}", "-o", "{tmp}/nope/x"],
+        ["quantize", "--from", "{raw}", "-o", "{tmp}/nope/x.safetensors"],
         "is not a folder",
     ),
     "no safetensors": (["inspect", "{prompt}"], "is no safetensors file"),
     "raw tensors are no cache": (["inspect", "{raw}"], "raw.safetensors"),
+    "no ending": (["quantize", "--from", "{raw}", "-o", "{tmp}/x"], "name it NAME.safetensors"),
     "no target": (["export", "{raw}", "--to", "zip", "-o", "x"], "'zip' is not one of"),
     "no whole number": (["quantize", "--from", "{raw}", "--sink-len", "x", "-o", "y"], "'x'"),
     "model without weights": (
-        ["calibrate", "{tmp}", "--text", "{prompt}", "-o", "{tmp}/x"],
+        ["calibrate", "{tmp}", "--text", "{prompt}", "-o", "{tmp}/x.safetensors"],
         "it has no config.json",
     ),
     "text too short": (
-        ["calibrate", "{model}", "--text", "{prompt}", "-o", "{tmp}/x"],
+        ["calibrate", "{model}", "--text", "{prompt}", "-o", "{tmp}/x.safetensors"],
         "tokens are too few",
     ),
     "no room": (
-        ["quantize", "{model}", "--prompt", "{prompt}", "--max-seq-len", "9", "-o", "{tmp}/x"],
+        [
+            "quantize",
+            "{model}",
+            "--prompt",
+            "{prompt}",
+            "--max-seq-len",
+            "9",
+            "-o",
+            "{tmp}/x.safetensors",
+        ],
         "do not fit into a cache with max_seq_len 9",
     ),
-    "empty prompt": (["quantize", "{model}", "--prompt", "{empty}", "-o", "{tmp}/x"], "no text"),
-    "binary prompt": (["quantize", "{model}", "--prompt", "{binary}", "-o", "{tmp}/x"], "UTF-8"),
+    "empty prompt": (
+        ["quantize", "{model}", "--prompt", "{empty}", "-o", "{tmp}/x.safetensors"],
+        "no text",
+    ),
+    "binary prompt": (
+        ["quantize", "{model}", "--prompt", "{binary}", "-o", "{tmp}/x.safetensors"],
+        "UTF-8",
+    ),
 }
 
 
@@ -202,7 +221,7 @@ def test_mistakes_are_one_line_on_stderr_and_exit_code_2(
     assert result.stdout == ""
     assert message in result.stderr
     assert result.stderr.startswith("Error: ") and result.stderr.count("\n") == 1
-    assert not (tmp_path / "x").exists()
+    assert not (tmp_path / "x.safetensors").exists()
 
 
 def test_progress_is_shown_on_terminals_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +240,7 @@ def test_interrupts_are_no_tracebacks(monkeypatch: pytest.MonkeyPatch, raw: Path
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli, "_save", interrupt)
-    result = run("quantize", "--from", raw, "-o", raw.parent / "x")
+    result = run("quantize", "--from", raw, "-o", raw.parent / "x.safetensors")
     assert result.exit_code == 130
     assert result.stderr.strip() == "Aborted."
 
@@ -231,5 +250,5 @@ def test_bugs_keep_their_traceback(monkeypatch: pytest.MonkeyPatch, raw: Path) -
         raise ZeroDivisionError
 
     monkeypatch.setattr(cli, "_save", fail)
-    result = run("quantize", "--from", raw, "-o", raw.parent / "x")
+    result = run("quantize", "--from", raw, "-o", raw.parent / "x.safetensors")
     assert isinstance(result.exception, ZeroDivisionError)

@@ -71,7 +71,7 @@ def inputs(draw: st.DrawFn) -> tuple[torch.Tensor, RowFormat]:
 def parameters(rows: torch.Tensor, fmt: RowFormat) -> tuple[torch.Tensor, torch.Tensor]:
     """The stored scale and shift of every element, float64."""
     header = rows[..., : fmt.header_bytes].contiguous().view(torch.float16).double()
-    per_element = header.unflatten(-1, (fmt.groups, 2)).repeat_interleave(fmt.group_size, dim=-2)  # type: ignore[no-untyped-call]
+    per_element = header.unflatten(-1, (fmt.groups, 2)).repeat_interleave(fmt.group_size, dim=-2)
     return per_element[..., 0], per_element[..., 1]
 
 
