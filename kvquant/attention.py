@@ -10,7 +10,7 @@ from .errors import ConfigError, DeviceError, ShapeError
 from .layout import RowFormat
 from .quant import FLOAT_DTYPES
 from .reference import reference_over_segments
-from .segments import Segment
+from .segments import Segment, check_query, check_segments
 
 State = tuple[torch.Tensor, torch.Tensor]
 BACKENDS = ("cpu", "reference")
@@ -57,7 +57,7 @@ def decode_attention(
         ConfigError: a dtype, a format or the backend does not exist.
         DeviceError: the tensors lie on different devices, or none of the backends serves theirs.
     """
-    _check_query(q)
+    check_query(q)
     k_format = RowFormat.parse(k_format, q.shape[-1])
     v_format = (
         v_format if isinstance(v_format, RowFormat) else RowFormat.parse(v_format, q.shape[-1])
@@ -92,8 +92,14 @@ def attend_segments(
     Returns:
         As decode_attention.
     """
-    _check_query(q)
-    _check(q, segments, num_splits)
+    check_query(q)
+    if q.dtype not in FLOAT_DTYPES:
+        raise ConfigError(f"q is {q.dtype}: use float32, bfloat16 or float16")
+    if num_splits is not None and (type(num_splits) is not int or num_splits < 1):
+        raise ConfigError(
+            f"num_splits {num_splits} is not possible: use a whole number from 1, or None"
+        )
+    check_segments(q, segments)
     q = q.detach()
     sm_scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
     attend = _choose_kernel(q, backend)
@@ -153,51 +159,3 @@ def _choose_kernel(q: torch.Tensor, backend: str | None) -> Kernel:
     if backend == "reference":
         return lambda q, segments, sm_scale, _: reference_over_segments(q, segments, sm_scale)
     raise ConfigError(f"backend {backend!r} does not exist: use {' or '.join(BACKENDS)}")
-
-
-def _check_query(q: torch.Tensor) -> None:
-    if q.ndim != 3:
-        raise ShapeError(f"q is {list(q.shape)}: it must be [batch, num_q_heads, head_dim]")
-    if q.dtype not in FLOAT_DTYPES:
-        raise ConfigError(f"q is {q.dtype}: use float32, bfloat16 or float16")
-
-
-def _check(q: torch.Tensor, segments: Sequence[Segment], num_splits: int | None) -> None:
-    if not segments:
-        raise ShapeError("no segments: attention needs at least one")
-    if num_splits is not None and num_splits < 1:
-        raise ConfigError(f"num_splits {num_splits} is not possible: use 1 or more, or None")
-    batch, num_q_heads, head_dim = q.shape
-    first = segments[0]
-    for segment in segments:
-        rows_batch, num_kv_heads, capacity, _ = segment.k_rows.shape
-        if rows_batch != batch or num_kv_heads == 0 or num_q_heads % num_kv_heads:
-            raise ShapeError(
-                f"q {list(q.shape)} does not fit rows {list(segment.k_rows.shape)}: the batch must "
-                "be the same and num_q_heads a multiple of num_kv_heads"
-            )
-        if segment.k_format.head_dim != head_dim:
-            raise ShapeError(f"q has head_dim {head_dim}, K has {segment.k_format.head_dim}")
-        if (
-            num_kv_heads != first.k_rows.shape[1]
-            or segment.v_format.head_dim != first.v_format.head_dim
-        ):
-            raise ShapeError("the segments differ in num_kv_heads or in the head_dim of V")
-        tensors = (segment.k_rows, segment.v_rows, segment.seq_lens, segment.starts)
-        for tensor in tensors:
-            if tensor is not None and tensor.device != q.device:
-                raise DeviceError(f"q is on {q.device}, rows or lengths on {tensor.device}")
-        # reading lengths on a GPU would make the host wait
-        if q.device.type == "cpu" and batch:
-            shortest, longest = (int(n) for n in segment.seq_lens.aminmax())
-            if shortest < 0 or longest > capacity:
-                raise ShapeError(
-                    f"seq_lens are {shortest} to {longest}, but there is room "
-                    f"for 0 to {capacity} rows"
-                )
-            if segment.starts is not None:
-                lowest, highest = (int(n) for n in segment.starts.aminmax())
-                if lowest < 0 or highest >= max(capacity, 1):
-                    raise ShapeError(
-                        f"starts are {lowest} to {highest}, rows are 0 to {capacity - 1}"
-                    )

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from .errors import NonFiniteError
+from .errors import ConfigError, NonFiniteError
 from .layout import RowFormat
 from .quant import EXACT_DTYPES, dequantize_rows, quantize_rows
 from .segments import Segment
@@ -58,7 +58,14 @@ class LayerCache:
     ) -> None:
         def rows(length: int, fmt: RowFormat) -> torch.Tensor:
             shape = (batch, num_kv_heads, length, fmt.row_bytes)
-            return torch.zeros(shape, dtype=torch.uint8, device=device)
+            try:
+                return torch.zeros(shape, dtype=torch.uint8, device=device)
+            except (MemoryError, RuntimeError) as error:  # torch has no type for lack of memory
+                gib = batch * num_kv_heads * length * fmt.row_bytes / 2**30
+                raise ConfigError(
+                    f"{length} rows of {fmt} for {batch} sequences and {num_kv_heads} KV heads "
+                    f"take {gib:.1f} GiB, more than there is: use a smaller max_seq_len or batch"
+                ) from error
 
         self.sink_len = min(sink_len, max_seq_len)
         self.recent_len = min(recent_len, max_seq_len - self.sink_len)

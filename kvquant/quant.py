@@ -41,7 +41,7 @@ BACKENDS = ("torch", "cpu")
 
 
 def quantize_rows(
-    x: torch.Tensor, fmt: RowFormat, *, check: bool = True, backend: str | None = None
+    x: torch.Tensor, fmt: str | RowFormat, *, check: bool = True, backend: str | None = None
 ) -> torch.Tensor:
     """Quantize the last axis of a tensor to rows.
 
@@ -61,6 +61,7 @@ def quantize_rows(
         NonFiniteError: the first value that the format cannot hold, with its index.
         DeviceError: the backend cannot take tensors of this device.
     """
+    _check_format(fmt)
     if x.dtype not in FLOAT_DTYPES:
         raise ConfigError(f"x is {x.dtype}: use float32, bfloat16 or float16")
     if x.ndim < 1 or x.shape[-1] != fmt.head_dim:
@@ -113,12 +114,21 @@ def dequantize_rows(
 
 def check_rows(rows: torch.Tensor, fmt: RowFormat, name: str = "rows") -> None:
     """Raise unless a tensor can hold rows of a format."""
+    _check_format(fmt)
     if rows.dtype != torch.uint8:
         raise ConfigError(f"{name} is {rows.dtype}: rows are uint8")
     if rows.ndim < 1 or rows.shape[-1] != fmt.row_bytes:
         raise ShapeError(
             f"{name} is {list(rows.shape)}: the last axis must be the {fmt.row_bytes} bytes of a "
             f"row of {fmt} with head_dim {fmt.head_dim}"
+        )
+
+
+def _check_format(fmt: RowFormat) -> None:
+    if not isinstance(fmt, RowFormat):
+        raise ConfigError(
+            f"the format is {fmt!r}: give a RowFormat, such as "
+            "RowFormat.parse('int4-g4', head_dim=128)"
         )
 
 

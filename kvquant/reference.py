@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from .layout import RowFormat
-from .segments import Segment
+from .segments import Segment, check_query, check_segments
 
 
 def reference_attention(
@@ -34,12 +34,17 @@ def reference_attention(
     Returns:
         out [batch, num_q_heads, head_dim of v_format] and lse [batch, num_q_heads], base e, both
         float64. A sequence of length 0 gives zeros and lse -inf.
+
+    Raises:
+        ShapeError, ConfigError, DeviceError: as decode_attention.
     """
+    check_query(q)
     k_format = RowFormat.parse(k_format, q.shape[-1])
     v_format = (
         v_format if isinstance(v_format, RowFormat) else RowFormat.parse(v_format, q.shape[-1])
     )
     segment = Segment(k_rows, v_rows, seq_lens, k_format, v_format)
+    check_segments(q, [segment])
     return reference_over_segments(q, [segment], sm_scale)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from .errors import ConfigError, ShapeError
+from .errors import ConfigError, DeviceError, ShapeError
 from .layout import RowFormat
 from .quant import check_rows, dequantize_rows
 
@@ -69,11 +70,67 @@ class Segment:
         """Rows that a sequence has room for."""
         return self.k_rows.shape[2]
 
-    def dequantized(self, sequence: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of one sequence in the order of its tokens: [num_kv_heads, seq_len, head_dim]."""
+    def rows(self, sequence: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies of the K and V rows of one sequence in the order of its tokens.
+
+        Returns:
+            [num_kv_heads, seq_len, row_bytes], uint8, each.
+        """
         start = 0 if self.starts is None else int(self.starts[sequence])
         index = torch.arange(start, start + int(self.seq_lens[sequence]), device=self.k_rows.device)
         index = index % max(self.capacity, 1)
-        k = dequantize_rows(self.k_rows[sequence].index_select(1, index), self.k_format, dtype)
-        v = dequantize_rows(self.v_rows[sequence].index_select(1, index), self.v_format, dtype)
-        return k, v
+        return self.k_rows[sequence].index_select(1, index), self.v_rows[sequence].index_select(
+            1, index
+        )
+
+    def dequantized(self, sequence: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of one sequence in the order of its tokens: [num_kv_heads, seq_len, head_dim]."""
+        k_rows, v_rows = self.rows(sequence)
+        k = dequantize_rows(k_rows, self.k_format, dtype)
+        return k, dequantize_rows(v_rows, self.v_format, dtype)
+
+
+def check_query(q: torch.Tensor) -> None:
+    """Raise unless q is [batch, num_q_heads, head_dim]."""
+    if q.ndim != 3:
+        raise ShapeError(f"q is {list(q.shape)}: it must be [batch, num_q_heads, head_dim]")
+
+
+def check_segments(q: torch.Tensor, segments: Sequence[Segment]) -> None:
+    """Raise unless a query can attend to the segments; on the CPU the lengths are checked too."""
+    if not segments:
+        raise ShapeError("no segments: attention needs at least one")
+    batch, num_q_heads, head_dim = q.shape
+    first = segments[0]
+    for segment in segments:
+        rows_batch, num_kv_heads, capacity, _ = segment.k_rows.shape
+        if rows_batch != batch or num_kv_heads == 0 or num_q_heads % num_kv_heads:
+            raise ShapeError(
+                f"q {list(q.shape)} does not fit rows {list(segment.k_rows.shape)}: the batch must "
+                "be the same and num_q_heads a multiple of num_kv_heads"
+            )
+        if segment.k_format.head_dim != head_dim:
+            raise ShapeError(f"q has head_dim {head_dim}, K has {segment.k_format.head_dim}")
+        if (
+            num_kv_heads != first.k_rows.shape[1]
+            or segment.v_format.head_dim != first.v_format.head_dim
+        ):
+            raise ShapeError("the segments differ in num_kv_heads or in the head_dim of V")
+        tensors = (segment.k_rows, segment.v_rows, segment.seq_lens, segment.starts)
+        for tensor in tensors:
+            if tensor is not None and tensor.device != q.device:
+                raise DeviceError(f"q is on {q.device}, rows or lengths on {tensor.device}")
+        # reading lengths on a GPU would make the host wait
+        if q.device.type == "cpu" and batch:
+            shortest, longest = (int(n) for n in segment.seq_lens.aminmax())
+            if shortest < 0 or longest > capacity:
+                raise ShapeError(
+                    f"seq_lens are {shortest} to {longest}, but there is room "
+                    f"for 0 to {capacity} rows"
+                )
+            if segment.starts is not None:
+                lowest, highest = (int(n) for n in segment.starts.aminmax())
+                if lowest < 0 or highest >= max(capacity, 1):
+                    raise ShapeError(
+                        f"starts are {lowest} to {highest}, rows are 0 to {capacity - 1}"
+                    )

@@ -204,7 +204,11 @@ META = torch.empty(2, 2, 8, INT4.row_bytes, dtype=torch.uint8, device="meta")
         ({"seq_lens": lens(3, 3).long()}, ConfigError, "seq_lens is torch.int64: use int32"),
         ({"k_format": "int5"}, ConfigError, "format 'int5' does not exist"),
         ({"v_format": "int8"}, ShapeError, "the 68 bytes of a row of int8"),
-        ({"num_splits": 0}, ConfigError, "num_splits 0 is not possible: use 1 or more, or None"),
+        (
+            {"num_splits": 0},
+            ConfigError,
+            "num_splits 0 is not possible: use a whole number from 1, or None",
+        ),
         ({"num_splits": -1}, ConfigError, "num_splits -1 is not possible"),
         ({"k_rows": META}, DeviceError, "q is on cpu, rows or lengths on meta"),
         ({"v_rows": META}, DeviceError, "q is on cpu, rows or lengths on meta"),
@@ -268,3 +272,21 @@ def test_backends_are_chosen_by_name_and_device() -> None:
         decode_attention(*on_meta, **arguments)
     with pytest.raises(DeviceError, match="backend 'cpu' takes CPU tensors, not meta"):
         decode_attention(*on_meta, backend="cpu", **arguments)
+
+
+@pytest.mark.parametrize("seq_len", [-1, 9], ids=["below zero", "over the capacity"])
+def test_the_reference_refuses_lengths_that_it_would_misread(seq_len: int) -> None:
+    fmt = RowFormat.parse("int8", 64)
+    rows = quantize_rows(torch.randn(1, 1, 8, 64), fmt)
+    lens = torch.tensor([seq_len], dtype=torch.int32)
+    with pytest.raises(ShapeError, match="there is room for 0 to 8 rows"):
+        reference_attention(torch.randn(1, 1, 64), rows, rows, lens, k_format=fmt, v_format=fmt)
+
+
+def test_the_reference_refuses_heads_and_batches_that_do_not_fit() -> None:
+    fmt = RowFormat.parse("int8", 64)
+    rows = quantize_rows(torch.randn(3, 2, 8, 64), fmt)
+    lens = torch.full((3,), 8, dtype=torch.int32)
+    for shape in [(1, 2, 64), (3, 7, 64)]:
+        with pytest.raises(ShapeError, match="does not fit rows"):
+            reference_attention(torch.randn(shape), rows, rows, lens, k_format=fmt, v_format=fmt)

@@ -3,10 +3,9 @@
     work item = one (sequence, block of query heads that share a KV head, split of the tokens)
 
         rows    ├─── tile of 128 tokens ───┤├─── tile ───┤ ...
-        K       per block of a few tokens: the 16 sums (token, head) stay in registers while each
-        chunk
-                of 16 codes is unpacked, scaled and multiplied with every head; a tree of shuffles
-                turns the sums into one vector of 16 scores
+        K       per block of a few tokens: the 16 sums (token, head) stay in registers while
+                each chunk of 16 codes is unpacked, scaled and multiplied with every head; a tree
+                of shuffles turns the sums into one vector of 16 scores
         scores  online softmax over the tile, in powers of 2
         V       per token each chunk is unpacked, scaled and added to the sums (head, chunk)
 
@@ -26,6 +25,7 @@ from numba.core import cgutils
 
 from kvquant.segments import Segment
 
+from .merge import make_merge_kernel
 from .parallel import compile_kernel, run, sources_hash
 from .simd import (
     F32,
@@ -53,9 +53,11 @@ from .simd import (
 from .values import RowReader, parse_spec, spec, widened_floats
 
 TILE = 128  # tokens: their K and V rows, scores and parameters stay in the L2 cache
+SMALL_TILE = 32  # where every element has parameters of its own, on the stack
 MAX_HEADS = LANES  # query heads of a work item: 16 sums, one token at a time
 MAX_SUMS = 28  # sums (head, chunk) in registers; AVX-512 has 32
 MIN_SPLIT = 512  # tokens that are worth a work item of their own
+MAX_SPLIT = 1 << 16  # tokens that float32 sums take without losing digits
 ITEMS_PER_THREAD = 4  # so that unequal items even out
 MIN_PARALLEL = 1 << 13  # query heads * tokens that are worth waking other threads
 LOG2E = math.log2(math.e)
@@ -65,6 +67,11 @@ LN2 = math.log(2)
 def tokens_per_block(heads):
     """Tokens whose scores fill a vector: a power of two with tokens * heads <= 16."""
     return 1 << int(math.log2(LANES // heads))
+
+
+def tile_tokens(v_format):
+    """Tokens of a tile: a multiple of a block's; their widened V parameters must fit the stack."""
+    return TILE if widened_floats(v_format) <= 2 * v_format.groups else SMALL_TILE
 
 
 def chunks_per_pass(heads, chunks):
@@ -149,8 +156,7 @@ def weigh_rows(
     """acc = acc * decay + weights · V over the rows of a tile, while the next K rows are fetched.
 
     weights: as score_block leaves them, 16 floats a block; params: room for the widened parameters
-        of
-    the tile; decay [heads] and acc [heads, head_dim] float32.
+    of the tile; decay [heads] and acc [heads, head_dim] float32.
     """
     b, fmt = emit.builder, parse_spec(format_spec)
     reader = RowReader(emit, fmt)
@@ -191,22 +197,22 @@ def weigh_rows(
 
 @functools.cache
 def make_decode_kernel(k_spec, v_spec, heads):
-    """Compile the kernel for rows of two formats and a number of heads that share them; its
-    address.
+    """Compile the kernel for two formats and a number of heads that share the rows; its address.
 
-    Arguments, in the order of Arguments below; work item (split, block of heads, sequence).
+    It takes the arguments named below, and the index of (sequence, block of heads, split).
     """
     k_dim, v_dim = parse_spec(k_spec).head_dim, parse_spec(v_spec).head_dim
     k_bytes, v_bytes = parse_spec(k_spec).row_bytes, parse_spec(v_spec).row_bytes
     tokens = tokens_per_block(heads)
     # scratch of a work item: places in floats
-    lanes_at = TILE // tokens * LANES
+    tile = tile_tokens(parse_spec(v_spec))
+    lanes_at = tile // tokens * LANES
     max_at = lanes_at + LANES
     decay_at = max_at + LANES
     acc_at = decay_at + LANES
     k_params_at = acc_at + heads * v_dim
     v_params_at = k_params_at + tokens * widened_floats(parse_spec(k_spec))
-    scratch_floats = v_params_at + TILE * widened_floats(parse_spec(v_spec))
+    scratch_floats = v_params_at + tile * widened_floats(parse_spec(v_spec))
     sources = sources_hash()
 
     def decode_kernel(args, item):
@@ -243,7 +249,7 @@ def make_decode_kernel(k_spec, v_spec, heads):
         row_sum = splat(np.float32(0))
         while first < last:
             index = first - capacity if first >= capacity else first
-            count = min(TILE, last - first, capacity - index)
+            count = min(tile, last - first, capacity - index)
             blocks = (count + tokens - 1) // tokens
             # Step 2: scores of the tile, and the greatest of each lane
             top = splat(np.float32(-np.inf))
@@ -338,7 +344,10 @@ def attend(
     heads = max(h for h in range(1, MAX_HEADS + 1) if ratio % h == 0)
     scaled = (q.float() * (sm_scale * LOG2E)).contiguous()
     work = [(s, n) for s in segments if q.numel() and (n := int(s.seq_lens.max()))]
-    splits = [num_splits or plan_splits(batch * num_q_heads // heads, n) for _, n in work]
+    splits = [
+        min(num_splits, n) if num_splits else plan_splits(batch * num_q_heads // heads, n)
+        for _, n in work
+    ]
     out = scaled.new_empty(max(sum(splits), 1), batch, num_q_heads, v_dim)
     lse = scaled.new_empty(max(sum(splits), 1), batch, num_q_heads)
     if not work:
@@ -385,33 +394,4 @@ def attend(
 def plan_splits(items, tokens):
     """Parts to cut a sequence into, so that all threads have work and none waits for long."""
     wanted = -(-ITEMS_PER_THREAD * torch.get_num_threads() // items)
-    return max(1, min(wanted, tokens // MIN_SPLIT))
-
-
-@functools.cache
-def make_merge_kernel():
-    """Merge splits into the first: out [splits, heads, dim], lse [splits, heads]; item = head."""
-    sources = sources_hash()
-
-    def merge_kernel(args, item):
-        keyed_by(sources)
-        num_splits, num_heads, dim = argument(args, 2), argument(args, 3), argument(args, 4)
-        out, lse = argument(args, 0) + 4 * dim * item, argument(args, 1) + 4 * item
-        top = np.float32(-np.inf)
-        for split in range(num_splits):
-            top = max(top, load_float(lse + 4 * num_heads * split))
-        shift = top if top != -np.inf else np.float32(0)  # all empty: exp(-inf - 0) is 0
-        total = np.float32(0)
-        for split in range(num_splits):
-            total += math.exp(load_float(lse + 4 * num_heads * split) - shift)
-        for split in range(num_splits):
-            share = math.exp(load_float(lse + 4 * num_heads * split) - shift)
-            weight = splat(share / total if total != 0 else np.float32(0))
-            for chunk in range(0, dim, LANES):
-                part = times(load(out + 4 * (num_heads * dim * split + chunk)), weight)
-                if split > 0:
-                    part = add(part, load(out + 4 * chunk))
-                store(out + 4 * chunk, part)
-        store_float(lse, shift + math.log(total))
-
-    return compile_kernel(merge_kernel)
+    return max(1, min(wanted, tokens // MIN_SPLIT), -(-tokens // MAX_SPLIT))

@@ -3,10 +3,14 @@
 Every CPU kernel is a C function (arguments, item): the address of its int64 arguments and the index
 of the work item. So one driver serves all, a kernel compiles without numba's parallel passes, and
 both are cached on disk.
+
+A process forked from one that has run kernels in parallel goes on with one thread: the OpenMP that
+numba uses would end it otherwise.
 """
 
 import functools
 import hashlib
+import os
 import platform
 import threading
 from pathlib import Path
@@ -17,15 +21,17 @@ import numpy as np
 import torch
 from numba import types
 
+from kvquant import layout
 from kvquant.errors import UnsupportedError
 
 from .simd import call_kernel
 
 _SIGNATURE = types.void(types.int64, types.int64)
 _kernels: list[object] = []
-_lock = (
-    threading.Lock()
-)  # one of numba's threading layers ends the process if two threads meet in it
+# one of numba's threading layers ends the process if two threads meet in it
+_lock = threading.Lock()
+_has_run_parallel = False
+_is_forked = False
 
 
 def compile_kernel(function):
@@ -45,9 +51,12 @@ def run(kernel, arguments, items, *, parallel=True):
         items: how many there are.
         parallel: whether the work is worth more than one thread.
     """
+    global _has_run_parallel
     threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS, items)
-    if parallel and threads > 1:
+    if parallel and threads > 1 and not _is_forked:
         with _lock:
+            _has_run_parallel = True
+            numba.set_num_threads(threads)
             _run_parallel(kernel, arguments, items, threads)
     else:
         _run(kernel, arguments.ctypes.data, 0, items, 1)
@@ -55,11 +64,20 @@ def run(kernel, arguments, items, *, parallel=True):
 
 @functools.cache
 def sources_hash():
-    """A word that changes with these files: a kernel that holds it is then compiled anew."""
+    """A word that changes with these files and the layout: kernels are then compiled anew."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in [*sorted(Path(__file__).parent.glob("*.py")), Path(layout.__file__)]:
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def _after_fork():
+    global _lock, _is_forked
+    _lock, _is_forked = threading.Lock(), _has_run_parallel
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 @functools.cache

@@ -35,6 +35,7 @@ from .simd import (
     maximum,
     minimum,
     operation,
+    splat,
     stack_floats,
     store,
     store_float,
@@ -277,9 +278,14 @@ def make_quantize_kernel(format_spec, dtype):
                     inverse = np.float32(0)
                     if scale != 0:
                         inverse = np.float32(1) / from_half(scale)
-                    for element in range(start, start + group_size):
-                        store_float(shifts + 4 * element, from_half(shift))
-                        store_float(inverses + 4 * element, inverse)
+                    if whole_chunks:
+                        for element in range(start, start + group_size, LANES):
+                            store(shifts + 4 * element, splat(from_half(shift)))
+                            store(inverses + 4 * element, splat(inverse))
+                    else:
+                        for element in range(start, start + group_size):
+                            store_float(shifts + 4 * element, from_half(shift))
+                            store_float(inverses + 4 * element, inverse)
             # Step 3: codes
             codes = row + header_bytes
             for chunk in range(head_dim // LANES):

@@ -156,8 +156,7 @@ class Emitter:
 
 
 def operation(result, *arguments):
-    """Make an intrinsic of numba from a function (emitter, *values) -> value, for these numba
-    types.
+    """Make an intrinsic of numba, for these types, from a function (emitter, *values) -> value.
 
     A `literal` argument must be a compile-time constant (int or str), and arrives as its Python
     value.

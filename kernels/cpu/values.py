@@ -6,11 +6,10 @@ parameters of a row as floats ("widened"), one layout of two:
 """
 
 from llvmlite import ir
-from numba import types
 
 from kvquant.layout import RowFormat
 
-from .simd import F16, F32, I8, I16, I32, I64, LANES, literal, operation
+from .simd import F16, F32, I8, I16, I32, I64, LANES
 
 
 def spec(fmt):
@@ -106,9 +105,3 @@ class RowReader:
             wide = b.zext(emit.load(address, I16), ir.VectorType(I32, LANES))
             return b.bitcast(b.shl(wide, emit.constant(16, I32)), floats)
         return b.fpext(emit.load(address, F16), floats)
-
-
-@operation(types.void, literal, types.int64, types.int64)
-def widen(emit, format_spec, row, params):
-    """Write the parameters of a row, as floats, to an address."""
-    RowReader(emit, parse_spec(format_spec)).widen(row, params)

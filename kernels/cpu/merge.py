@@ -1,0 +1,38 @@
+"""Merge the splits of decode attention into one result, by their log-sum-exp."""
+
+import functools
+import math
+
+import numpy as np
+
+from .parallel import compile_kernel, sources_hash
+from .simd import LANES, add, argument, keyed_by, load, load_float, splat, store, store_float, times
+
+
+@functools.cache
+def make_merge_kernel():
+    """Merge splits into the first: out [splits, heads, dim], lse [splits, heads]; item = head."""
+    sources = sources_hash()
+
+    def merge_kernel(args, item):
+        keyed_by(sources)
+        num_splits, num_heads, dim = argument(args, 2), argument(args, 3), argument(args, 4)
+        out, lse = argument(args, 0) + 4 * dim * item, argument(args, 1) + 4 * item
+        top = np.float32(-np.inf)
+        for split in range(num_splits):
+            top = max(top, load_float(lse + 4 * num_heads * split))
+        shift = top if top != -np.inf else np.float32(0)  # all empty: exp(-inf - 0) is 0
+        total = np.float32(0)
+        for split in range(num_splits):
+            total += math.exp(load_float(lse + 4 * num_heads * split) - shift)
+        for split in range(num_splits):
+            share = math.exp(load_float(lse + 4 * num_heads * split) - shift)
+            weight = splat(share / total if total != 0 else np.float32(0))
+            for chunk in range(0, dim, LANES):
+                part = times(load(out + 4 * (num_heads * dim * split + chunk)), weight)
+                if split > 0:
+                    part = add(part, load(out + 4 * chunk))
+                store(out + 4 * chunk, part)
+        store_float(lse, shift + math.log(total))
+
+    return compile_kernel(merge_kernel)
