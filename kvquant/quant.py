@@ -41,7 +41,7 @@ BACKENDS = ("torch", "cpu")
 
 
 def quantize_rows(
-    x: torch.Tensor, fmt: str | RowFormat, *, check: bool = True, backend: str | None = None
+    x: torch.Tensor, fmt: RowFormat, *, check: bool = True, backend: str | None = None
 ) -> torch.Tensor:
     """Quantize the last axis of a tensor to rows.
 

@@ -9,7 +9,6 @@ work item = 256 rows; per row
 
 import functools
 
-import numba
 import numpy as np
 import torch
 from llvmlite import ir
@@ -32,6 +31,7 @@ from .simd import (
     literal,
     load,
     load_float,
+    load_splat,
     maximum,
     minimum,
     operation,
@@ -43,6 +43,7 @@ from .simd import (
 from .values import RowReader, parse_spec, spec, widened_floats
 
 ROWS_PER_ITEM = 256
+LEVELS = {"int4": 15.0, "int8": 255.0}
 INPUTS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 X, ROWS, NUM_ROWS, BAD = range(4)  # the arguments of both kernels
 
@@ -106,18 +107,6 @@ def greatest(emit, x):
     return emit.reduce("fmax", x)
 
 
-@operation(types.uint16, types.float32)
-def to_half(emit, x):
-    """The bits of x rounded to fp16."""
-    return emit.builder.bitcast(emit.builder.fptrunc(x, F16), I16)
-
-
-@operation(types.float32, types.uint16)
-def from_half(emit, bits):
-    """The float of fp16 bits."""
-    return emit.builder.fpext(emit.builder.bitcast(bits, F16), F32)
-
-
 @operation(types.void, types.int64, types.uint16)
 def store_half(emit, address, bits):
     """fp16 bits to a byte address."""
@@ -143,8 +132,7 @@ def pack(emit, format_spec, x, shift, inverse, address):
     if codec == "fp8":
         emit.store(address, to_e4m3(emit, _clamp(emit, scaled, -E4M3_MAX, E4M3_MAX)))
         return
-    levels = 15.0 if codec == "int4" else 255.0
-    rounded = _clamp(emit, emit.call("llvm.rint", scaled), 0.0, levels)
+    rounded = _clamp(emit, emit.call("llvm.rint", scaled), 0.0, LEVELS[codec])
     codes = b.fptosi(rounded, ints)
     if codec == "int4":  # a quadword holds an even and an odd code
         pairs = b.bitcast(codes, ir.VectorType(I64, LANES // 2))
@@ -190,36 +178,69 @@ def unpack_row(emit, format_spec, row, params, x):
         emit.store(emit.at(x, 4 * LANES * chunk), values)
 
 
-@numba.njit
-def half_down(x):
-    """The greatest fp16 that is not over x, as bits."""
-    bits = to_half(x)
-    if from_half(bits) <= x:
-        return bits
-    if bits & np.uint16(0x7FFF) == 0:
-        return np.uint16(0x8001)
-    return np.uint16(bits + 1 if bits & np.uint16(0x8000) else bits - 1)
+@operation(types.void, literal, types.int64, types.int64, types.int64, types.int64, types.int64)
+def choose_parameters(emit, format_spec, least, greatest, row, shifts, inverses):
+    """Scales and shifts of all groups of a row, by the formulas of quant.py.
 
-
-@numba.njit
-def half_up(x):
-    """The least fp16 that is not under x, as bits, for x >= 0."""
-    bits = to_half(x)
-    return np.uint16(bits + 1) if from_half(bits) < x else bits
-
-
-@numba.njit
-def choose_parameters(mn, mx, step, is_fp8):
-    """Scale and shift of a group as fp16 bits; quant.py has the formulas."""
-    if is_fp8:
-        half = np.float32(0.5)
-        shift = to_half(from_half(to_half(mn * half + mx * half)) + np.float32(0))
-        middle = from_half(shift)
-        scale = half_up(max(mx - middle, middle - mn) * step)
+    least, greatest: 16 floats, of which the first are the groups'; the header goes to row, and the
+    shifts and inverses of the scales to 16 floats each.
+    """
+    b, fmt = emit.builder, parse_spec(format_spec)
+    mn, mx = emit.load(least, F32), emit.load(greatest, F32)
+    if fmt.codec == "fp8":
+        half = emit.constant(0.5)
+        shift_bits = _to_half(emit, b.fadd(b.fmul(mn, half), b.fmul(mx, half)))
     else:
-        shift = to_half(from_half(half_down(mn)) + np.float32(0))  # no -0.0
-        scale = half_up((mx - from_half(shift)) * step)
-    return to_half(from_half(scale) + np.float32(0)), shift
+        shift_bits = _half_down(emit, mn)
+    shift_bits, shift = _without_negative_zero(emit, shift_bits)
+    reach = b.fsub(mx, shift)
+    if fmt.codec == "fp8":
+        reach = emit.call("llvm.maxnum", reach, b.fsub(shift, mn))
+    step = emit.constant(float(np.float32(1 / LEVELS.get(fmt.codec, E4M3_MAX))))
+    scale_bits, scale = _without_negative_zero(emit, _half_up(emit, b.fmul(reach, step)))
+    is_zero = b.fcmp_ordered("==", scale, emit.constant(0.0))
+    inverse = b.select(is_zero, emit.constant(0.0), b.fdiv(emit.constant(1.0), scale))
+    lanes = [ir.Constant(I32, group + LANES * i) for group in range(fmt.groups) for i in (0, 1)]
+    pairs = ir.Constant(ir.VectorType(I32, len(lanes)), lanes)
+    emit.store(row, b.shuffle_vector(scale_bits, shift_bits, pairs))
+    emit.store(shifts, shift)
+    emit.store(inverses, inverse)
+
+
+def _to_half(emit, x):
+    """The bits of x rounded to the nearest fp16."""
+    half = emit.builder.fptrunc(x, ir.VectorType(F16, LANES))
+    return emit.builder.bitcast(half, ir.VectorType(I16, LANES))
+
+
+def _from_half(emit, bits):
+    """The floats of fp16 bits."""
+    half = emit.builder.bitcast(bits, ir.VectorType(F16, LANES))
+    return emit.builder.fpext(half, ir.VectorType(F32, LANES))
+
+
+def _half_down(emit, x):
+    """The bits of the greatest fp16 that is not over x."""
+    b, bits = emit.builder, _to_half(emit, x)
+    magnitude = b.and_(bits, emit.constant(0x7FFF, I16))
+    one, zero = emit.constant(1, I16), emit.constant(0, I16)
+    is_negative = b.icmp_signed("<", bits, zero)
+    below = b.select(is_negative, b.add(bits, one), b.sub(bits, one))
+    below = b.select(b.icmp_signed("==", magnitude, zero), emit.constant(0x8001, I16), below)
+    return b.select(b.fcmp_ordered(">", _from_half(emit, bits), x), below, bits)
+
+
+def _half_up(emit, x):
+    """The bits of the least fp16 that is not under x, for x >= 0."""
+    b, bits = emit.builder, _to_half(emit, x)
+    is_under = b.fcmp_ordered("<", _from_half(emit, bits), x)
+    return b.select(is_under, b.add(bits, emit.constant(1, I16)), bits)
+
+
+def _without_negative_zero(emit, bits):
+    """fp16 bits with 0.0 in place of -0.0, and their floats."""
+    value = emit.builder.fadd(_from_half(emit, bits), emit.constant(0.0))
+    return _to_half(emit, value), value
 
 
 @functools.cache
@@ -231,17 +252,19 @@ def make_quantize_kernel(format_spec, dtype):
     chunk_bytes = LANES * fmt.bits // 8
     element_bytes = 4 if dtype == "float32" else 2
     max_abs = fmt.max_abs
-    is_exact, is_fp8 = fmt.is_exact, fmt.codec == "fp8"
+    is_exact = fmt.is_exact
     nan = np.uint16(0x7FC0 if fmt.codec == "bf16" else 0x7E00)
     nan_bytes = row_bytes if is_exact else header_bytes
     whole_chunks = group_size % LANES == 0
-    step = np.float32(1 / {"int4": 15.0, "int8": 255.0}.get(fmt.codec, E4M3_MAX))
     sources = sources_hash()
 
     def quantize_kernel(args, item):
         keyed_by(sources)
-        values, shifts = stack_floats(head_dim), stack_floats(head_dim)
-        inverses = stack_floats(head_dim)
+        values, lows, highs = stack_floats(head_dim), stack_floats(LANES), stack_floats(LANES)
+        shifts, inverses = stack_floats(LANES), stack_floats(LANES)
+        lane_shifts, lane_inverses = stack_floats(LANES), stack_floats(LANES)
+        for place in (values, lows, highs, shifts, inverses):
+            store(place, splat(np.float32(0)))  # lanes beyond the groups count too
         first = item * ROWS_PER_ITEM
         for index in range(first, min(first + ROWS_PER_ITEM, argument(args, NUM_ROWS))):
             x = argument(args, X) + element_bytes * head_dim * index
@@ -272,31 +295,26 @@ def make_quantize_kernel(format_spec, dtype):
                         for element in range(start + 1, start + group_size):
                             value = load_float(values + 4 * element)
                             mn, mx = min(mn, value), max(mx, value)
-                    scale, shift = choose_parameters(mn, mx, step, is_fp8)
-                    store_half(row + 4 * group, scale)
-                    store_half(row + 4 * group + 2, shift)
-                    inverse = np.float32(0)
-                    if scale != 0:
-                        inverse = np.float32(1) / from_half(scale)
-                    if whole_chunks:
-                        for element in range(start, start + group_size, LANES):
-                            store(shifts + 4 * element, splat(from_half(shift)))
-                            store(inverses + 4 * element, splat(inverse))
-                    else:
-                        for element in range(start, start + group_size):
-                            store_float(shifts + 4 * element, from_half(shift))
-                            store_float(inverses + 4 * element, inverse)
+                    store_float(lows + 4 * group, mn)
+                    store_float(highs + 4 * group, mx)
+                choose_parameters(format_spec, lows, highs, row, shifts, inverses)
             # Step 3: codes
-            codes = row + header_bytes
             for chunk in range(head_dim // LANES):
-                offset = 4 * LANES * chunk
-                pack(
-                    format_spec,
-                    load(values + offset),
-                    load(shifts + offset),
-                    load(inverses + offset),
-                    codes + chunk_bytes * chunk,
-                )
+                element = chunk * LANES
+                if whole_chunks:
+                    group = element // group_size
+                    shift, inverse = (
+                        load_splat(shifts + 4 * group),
+                        load_splat(inverses + 4 * group),
+                    )
+                else:
+                    for lane in range(LANES):
+                        group = (element + lane) // group_size
+                        store_float(lane_shifts + 4 * lane, load_float(shifts + 4 * group))
+                        store_float(lane_inverses + 4 * lane, load_float(inverses + 4 * group))
+                    shift, inverse = load(lane_shifts), load(lane_inverses)
+                codes = row + header_bytes + chunk_bytes * chunk
+                pack(format_spec, load(values + 4 * element), shift, inverse, codes)
 
     return compile_kernel(quantize_kernel)
 

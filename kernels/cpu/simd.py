@@ -244,6 +244,12 @@ def exp2_of_difference(emit, a, b):
     return emit.exp2(emit.builder.fsub(a, b))
 
 
+@operation(f32x16, types.int64)
+def load_splat(emit, address):
+    """A float from a byte address, in every lane."""
+    return emit.load_splat(address)
+
+
 @operation(f32x16, f32x16, f32x16)
 def times(emit, a, b):
     """a * b."""
