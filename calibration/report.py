@@ -17,6 +17,7 @@ from .fidelity import Fidelity
 
 PLAN_VERSION = 1
 KL_LIMIT = 0.1  # nats per token; int4 rows cost a few hundredths where they work at all
+KL_NOTICE = 0.05  # above it the loss is worth a look
 OFFSET_LIMIT = 10.0  # deviations; models without key biases stay below 5
 
 
@@ -66,6 +67,11 @@ def warnings(statistics: Statistics | None, found: Sequence[Fidelity]) -> list[s
             said.append(
                 f"{one.scheme}: KL {one.kl:.2f} nats per token, only {100 * one.top1:.0f} % of the "
                 "likeliest tokens are the same: do not decode this model from such a cache"
+            )
+        elif one.kl > KL_NOTICE:
+            said.append(
+                f"{one.scheme}: KL {one.kl:.3f} nats per token, {100 * one.top1:.0f} % of the "
+                "likeliest tokens are the same: a noticeable loss; take more bits if you can"
             )
     if statistics is not None:
         offsets = torch.stack([layer.offset for layer in statistics.k])

@@ -9,11 +9,17 @@ from typing import Protocol
 import torch
 
 from kvquant.errors import ConfigError
+from kvquant.layout import BITS, EXACT_CODECS, GROUPS, RowFormat
 
 from .collect import ObservableModel, Statistics, collect
-from .fidelity import FORMATS, SCHEMES, DecodingModel, Fidelity, Scheme, measure
+from .fidelity import SCHEMES, DecodingModel, Fidelity, Scheme, measure
 
 HELD_SHARE = 4  # the last quarter of a text is held for scoring
+OBSERVED_FORMATS = tuple(
+    str(RowFormat(codec, groups, 128))
+    for codec in BITS
+    for groups in ((1,) if codec in EXACT_CODECS else GROUPS)
+)
 
 
 class CalibratedModel(ObservableModel, DecodingModel, Protocol):
@@ -88,7 +94,9 @@ def calibrate(
 
         return step
 
-    statistics = collect(model, observed, FORMATS, progress=report("observe", observed.numel()))
+    statistics = collect(
+        model, observed, OBSERVED_FORMATS, progress=report("observe", observed.numel())
+    )
     found = measure(
         model, scored, sizes.context, schemes, progress=report("score", len(schemes) + 1)
     )

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
+from numbers import Integral
 
 import torch
 
 from .attention import State, attend_segments
-from .errors import ConfigError, ShapeError
+from .errors import ConfigError, DeviceError, ShapeError
 from .layer import LayerCache
 from .layout import EXACT_CODECS, RowFormat
 from .quant import FLOAT_DTYPES
 from .segments import Segment
+
+MAX_LENGTH = 2**31 - 1  # lengths are int32
 
 Formats = str | RowFormat | Sequence[str | RowFormat]
 
@@ -20,7 +24,8 @@ class KVCache:
     """Keys and values of all layers of a model, for a batch of sequences of unequal lengths.
 
     All memory is allocated when the cache is made. Formats of K and of V are independent, and may
-    be given per layer.
+    be given per layer. A cache made inside torch.inference_mode() can only be changed inside it:
+    that is torch's rule for the tensors made there.
 
     Args:
         num_layers: layers with attention.
@@ -59,12 +64,13 @@ class KVCache:
         exact_format: str = "bf16",
         device: torch.device | str = "cpu",
     ) -> None:
-        sizes = {"num_layers": num_layers, "batch": batch, "num_kv_heads": num_kv_heads}
-        for name, size in sizes.items():
-            _check_size(name, size, at_least=1)
-        sizes = {"max_seq_len": max_seq_len, "sink_len": sink_len, "recent_len": recent_len}
-        for name, size in sizes.items():
-            _check_size(name, size, at_least=0)
+        num_layers = check_size("num_layers", num_layers, at_least=1)
+        batch = check_size("batch", batch, at_least=1)
+        num_kv_heads = check_size("num_kv_heads", num_kv_heads, at_least=1)
+        head_dim = check_size("head_dim", head_dim, at_least=1)
+        max_seq_len = check_size("max_seq_len", max_seq_len)
+        sink_len = check_size("sink_len", sink_len)
+        recent_len = check_size("recent_len", recent_len)
         if exact_format not in EXACT_CODECS:
             raise ConfigError(f"exact_format {exact_format!r} does not exist: use 'bf16' or 'fp16'")
         k_formats = _per_layer("k_format", k_format, num_layers, head_dim)
@@ -120,7 +126,7 @@ class KVCache:
 
     def segments(self, layer: int) -> list[Segment]:
         """The rows of a layer as segments to attend to, without copies."""
-        return self.layers[layer].segments()
+        return self._layer(layer).segments()
 
     def dequantized(
         self, layer: int, dtype: torch.dtype = torch.float32
@@ -131,7 +137,7 @@ class KVCache:
             K [batch, num_kv_heads, longest sequence, head_dim] and V likewise, dtype; zeros after
             the end of a shorter sequence.
         """
-        at = self.layers[layer]
+        at = self._layer(layer)
         longest = int(at.seq_lens.max())
         outs = tuple(
             torch.zeros(
@@ -198,10 +204,11 @@ class KVCache:
 
         Raises:
             ShapeError: k or v does not fit the cache, or a sequence would outgrow max_seq_len.
-            ConfigError: the dtype of k or v.
+            ConfigError: the dtype of k or v, or a layer that does not exist.
+            DeviceError: k or v lies on another device than the cache.
             NonFiniteError: NaN, Inf or a value that one of the formats cannot hold.
         """
-        at = self.layers[layer]
+        at = self._layer(layer)
         counts = self._check_append(at, k, v, new_lens)
         at.append(k, v, counts)
 
@@ -219,8 +226,8 @@ class KVCache:
             ShapeError: a length below 0, or over the present one where given per sequence.
         """
         present = self.seq_lens.cpu()
-        if isinstance(seq_lens, int):
-            wanted = present.clamp(max=seq_lens)
+        if isinstance(seq_lens, int | Integral) and not isinstance(seq_lens, bool):
+            wanted = present.clamp(max=min(int(seq_lens), self.max_seq_len))
         else:
             wanted = _whole_numbers("seq_lens", seq_lens)
         if wanted.shape != present.shape or bool((wanted < 0).any() or (wanted > present).any()):
@@ -257,7 +264,7 @@ class KVCache:
         Returns:
             A cache of batch * times sequences that shares no memory with this one.
         """
-        _check_size("times", times, at_least=1)
+        times = check_size("times", times, at_least=1)
         return self._taken(torch.arange(self.batch, device=self.device).repeat_interleave(times))
 
     def fork(self, index: torch.Tensor | Sequence[int] | None = None) -> KVCache:
@@ -281,6 +288,13 @@ class KVCache:
             layer.packed_lens.zero_()
         self.start_positions.zero_()
 
+    def _layer(self, layer: int) -> LayerCache:
+        if 0 <= layer < len(self.layers):
+            return self.layers[layer]
+        raise ConfigError(
+            f"layer {layer} does not exist: the cache has layers 0 to {self.num_layers - 1}"
+        )
+
     def _check_append(
         self,
         at: LayerCache,
@@ -297,6 +311,8 @@ class KVCache:
                 )
             if x.dtype not in FLOAT_DTYPES:
                 raise ConfigError(f"{name} is {x.dtype}: use float32, bfloat16 or float16")
+            if x.device != at.seq_lens.device:
+                raise DeviceError(f"{name} is on {x.device}, the cache on {at.seq_lens.device}")
         new_tokens = k.shape[2]
         if v.shape[2] != new_tokens:
             raise ShapeError(f"k has {new_tokens} new tokens, v {v.shape[2]}")
@@ -341,12 +357,21 @@ class KVCache:
         return other
 
 
-def _check_size(name: str, size: int, *, at_least: int) -> None:
-    if type(size) is not int or size < at_least:
-        raise ConfigError(f"{name} {size!r} is not possible: use a whole number from {at_least}")
+def check_size(name: str, size: int, *, at_least: int = 0) -> int:
+    """A size as an int, whatever whole number it came as.
+
+    Raises:
+        ConfigError: it is no whole number (True is none), or out of bounds.
+    """
+    whole = isinstance(size, Integral) and not isinstance(size, bool)
+    if not whole or not at_least <= size <= MAX_LENGTH:
+        raise ConfigError(
+            f"{name} {size!r} is not possible: use a whole number from {at_least} to {MAX_LENGTH}"
+        )
+    return operator.index(size)
 
 
-def _whole_numbers(name: str, values: torch.Tensor | Sequence[int]) -> torch.Tensor:
+def _whole_numbers(name: str, values: int | torch.Tensor | Sequence[int]) -> torch.Tensor:
     """int64 on the CPU; fractions and masks are refused, not cast."""
     numbers = torch.as_tensor(values).cpu()
     if numbers.is_floating_point() or numbers.dtype == torch.bool:

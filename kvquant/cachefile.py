@@ -24,6 +24,7 @@ from .manifest import Manifest, Part
 MAX_INDEX_BYTES = 100_000_000  # as safetensors limits its headers
 _INFINITE = {"bf16": 0x7F80, "fp16": 0x7C00}  # Inf as bits; NaN lies above
 _MANIFEST, _MANIFEST_SHA256 = "kvquant_cache", "kvquant_cache_sha256"
+_PLAN = "kvquant"  # what a calibration file has in its metadata
 
 
 class CacheFile:
@@ -45,8 +46,11 @@ class CacheFile:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        if not self.path.name.endswith(".index.json") and index_path(self.path).exists():
-            self.path = index_path(self.path)
+        index = index_path(self.path)
+        if not self.path.name.endswith(".index.json") and (
+            is_cache_index(index) or (index.exists() and not self.path.exists())
+        ):
+            self.path = index
         self.num_files = self.num_bytes = 0
         self._stack = ExitStack()
         self._files: dict[str, Any] = {}  # the open file of every tensor
@@ -146,6 +150,14 @@ def index_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.index.json")
 
 
+def is_cache_index(path: Path) -> bool:
+    """Whether a file is an index that kvquant wrote, be it damaged, and not another program's."""
+    if not path.is_file():
+        return False
+    with open(path, "rb") as file:
+        return f'"{_MANIFEST}"'.encode() in file.read(MAX_INDEX_BYTES)
+
+
 def shard_pattern(index: Path) -> re.Pattern[str]:
     """File names of an index's shards."""
     stem = index.name.removesuffix(".safetensors.index.json")
@@ -165,6 +177,10 @@ def sealed(manifest: Manifest, digests: Mapping[str, str]) -> dict[str, str]:
 def unsealed(metadata: Mapping[str, Any]) -> tuple[Manifest, dict[str, str]]:
     """The manifest and the checksums of the tensors from a file's metadata."""
     text, digest = metadata.get(_MANIFEST), metadata.get(_MANIFEST_SHA256)
+    if type(text) is not str and type(metadata.get(_PLAN)) is str:
+        raise CheckpointError(
+            f"this is a calibration file, not a cache: {_plan_summary(metadata[_PLAN])}"
+        )
     if type(text) is not str:
         raise CheckpointError(
             "this is no kvquant cache: raw K and V tensors are read by quantize_raw "
@@ -175,6 +191,19 @@ def unsealed(metadata: Mapping[str, Any]) -> tuple[Manifest, dict[str, str]]:
             "the manifest is damaged (its checksum differs): take another copy of the file"
         )
     return Manifest.from_json(text)
+
+
+def _plan_summary(text: str) -> str:
+    """What a calibration file holds, in one line."""
+    try:
+        plan = json.loads(text)
+        model, tokens, schemes = plan["model"], plan["observed_tokens"], plan["fidelity"]
+        return (
+            f"it holds statistics of {tokens!r:.20} tokens and the fidelity of {len(schemes)} "
+            f"caches for a {model['type']!r:.40} model with config {model['sha256'][:12]!r}"
+        )
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return "its metadata cannot be read"
 
 
 def check_values(rows: torch.Tensor, part: Part, start: int = 0) -> None:

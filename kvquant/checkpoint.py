@@ -47,7 +47,9 @@ new with each save) and an index NAME.safetensors.index.json:
 
 The shards' own metadata is not read. Where both NAME.safetensors and its index exist, the index
 counts: files are put in place by a rename and removed afterwards, so that at every moment exactly
-one complete cache is found, the old one or the new one. One process at a time may write to a path.
+one complete cache is found, the old one or the new one. An index without kvquant_cache is another
+program's: it does not count, and nothing is saved beside it. One process at a time may write to a
+path.
 """
 
 from __future__ import annotations
@@ -61,8 +63,15 @@ from typing import Any
 
 import torch
 
-from .cache import KVCache
-from .cachefile import CacheFile, check_values, index_path, sealed, shard_pattern
+from .cache import KVCache, check_size
+from .cachefile import (
+    CacheFile,
+    check_values,
+    index_path,
+    is_cache_index,
+    sealed,
+    shard_pattern,
+)
 from .errors import CheckpointError, ConfigError
 from .files import (
     TensorSource,
@@ -102,8 +111,8 @@ def save_cache(
 
     Raises:
         ShapeError: the layers hold different numbers of tokens.
-        ConfigError: model or creation is not plain data, max_shard_bytes is below 1, or path has
-            another ending.
+        ConfigError: model or creation is not plain data, max_shard_bytes is below 1, path has
+            another ending, or the index of its name is another program's.
         CheckpointError: a row holds NaN, so that it could not be loaded.
         OSError: the file cannot be written.
     """
@@ -112,13 +121,15 @@ def save_cache(
     path = Path(path)
     if path.suffix != ".safetensors" or path.is_dir():
         raise ConfigError(f"{path} cannot be written: give the name of a file, NAME.safetensors")
+    index = index_path(path)
+    if index.exists() and not is_cache_index(index):
+        raise ConfigError(f"{index} is not an index of kvquant: choose another name")
     manifest = Manifest.of(cache, model, creation)
     sources = {
         part.name: TensorSource(torch.uint8, manifest.shape(part), _reader(cache, part))
         for part in manifest.parts.values()
     }
     shards = _cut(sources, max_shard_bytes)
-    index = index_path(path)
     if len(shards) == 1:
         with replaced(path) as temporary:
             write_safetensors(temporary, sources, lambda digests: sealed(manifest, digests))
@@ -155,12 +166,15 @@ def load_cache(
         FileNotFoundError: there is no such file.
         CheckpointError: the file is damaged, foreign or of another model, or the cache does not fit
             max_seq_len or the memory.
+        ConfigError: max_seq_len is no whole number.
     """
     with CacheFile(path) as file:
         manifest = file.manifest
         if model is not None:
             _check_model(file.path, manifest.model, model_identity(model))
-        size = manifest.max_seq_len if max_seq_len is None else max_seq_len
+        size = manifest.max_seq_len
+        if max_seq_len is not None:
+            size = check_size("max_seq_len", max_seq_len)
         _check_room(file.path, manifest, size)
         cache = _allocate(file.path, manifest, size, device)
         for part in manifest.parts.values():
@@ -267,8 +281,6 @@ def _check_model(path: Path, ours: Mapping[str, str] | None, theirs: Mapping[str
 
 def _check_room(path: Path, manifest: Manifest, max_seq_len: int) -> None:
     """Raise unless the rows fit a cache of max_seq_len."""
-    if type(max_seq_len) is not int or max_seq_len < 0:
-        raise ConfigError(f"max_seq_len {max_seq_len!r} is not possible: use a whole number from 0")
     rooms = manifest.rooms(max_seq_len)
     longest = max(manifest.seq_lens)
     if longest > max_seq_len or any(
@@ -307,8 +319,8 @@ def _allocate(
             exact_format=manifest.exact_format,
             device=device,
         )
-    except (MemoryError, RuntimeError) as error:
-        if isinstance(error, MemoryError) or "memory" in str(error):
+    except ConfigError as error:
+        if "more than there is" in str(error):
             raise CheckpointError(advice) from None
         raise
     for layer, entry in zip(cache.layers, manifest.layers, strict=True):

@@ -21,8 +21,11 @@ FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 CACHE = click.Path(dir_okay=False, path_type=Path)  # may stand for its shards
 NEW_FILE = click.Path(dir_okay=False, path_type=Path)
-WHOLE = click.IntRange(min=0)
-COUNT = click.IntRange(min=1)
+OUTPUT = click.option("-o", "--output", type=NEW_FILE, required=True, help="File to write.")
+MAX = 2**31 - 1  # lengths are int32
+WHOLE = click.IntRange(min=0, max=MAX)
+COUNT = click.IntRange(min=1, max=MAX)
+SECONDS = click.FloatRange(min=0, min_open=True)
 
 
 class Commands(click.Group):
@@ -77,15 +80,13 @@ def main() -> None:
 @click.option("--format", "both", default="int4-g4", show_default=True, help="Format of K and V.")
 @click.option("--k-format", help="Format of K, where it differs.")
 @click.option("--v-format", help="Format of V, where it differs.")
+@click.option("--sink-len", type=WHOLE, default=4, show_default=True, help="First 16-bit tokens.")
 @click.option(
-    "--sink-len", type=WHOLE, default=4, show_default=True, help="First tokens in 16 bit."
-)
-@click.option(
-    "--recent-len", type=WHOLE, default=128, show_default=True, help="Last tokens in 16 bit."
+    "--recent-len", type=WHOLE, default=128, show_default=True, help="Last 16-bit tokens."
 )
 @click.option("--max-seq-len", type=COUNT, help="Room for tokens; those of the prompt by default.")
 @click.option("--chunk", type=COUNT, default=512, show_default=True, help="Tokens read at a time.")
-@click.option("-o", "--output", type=NEW_FILE, required=True, help="File to write.")
+@OUTPUT
 def quantize(
     model: Path | None,
     prompt: Path | None,
@@ -112,7 +113,7 @@ def quantize(
           --format int4-g4 --max-seq-len 16384 -o cache.safetensors
       kvquant quantize --from kv.safetensors --k-format int8 --v-format int4 -o cache.safetensors
     """
-    _check_output(output)
+    _check_output(output, raw, prompt)
     if output.suffix != ".safetensors":
         raise ConfigError(f"{output} cannot be written: name it NAME.safetensors")
     options: dict[str, Any] = {
@@ -138,7 +139,9 @@ def quantize(
         _save(cache, output, reader.config_dict, {"source": prompt.name, "chunk": chunk})
     else:
         raise ConfigError("give either MODEL and --prompt FILE, or --from FILE alone")
-    _show(output)
+    from .inspection import describe, render
+
+    click.echo(render(describe(output)))
 
 
 @main.command()
@@ -149,7 +152,7 @@ def quantize(
     required=True,
     help="16-bit tensors, or the byte layout of another project.",
 )
-@click.option("-o", "--output", type=NEW_FILE, required=True, help="File to write.")
+@OUTPUT
 def export(cache: Path, to: str, output: Path) -> None:
     """Write a cache in a form that other programs read.
 
@@ -157,11 +160,14 @@ def export(cache: Path, to: str, output: Path) -> None:
     Example:
       kvquant export cache.safetensors --to bf16 -o kv.safetensors
     """
-    _check_output(output)
+    _check_output(output, cache, cache.with_name(f"{cache.name}.index.json"))
     from .checkpoint import load_cache
     from .exchange import export_cache
+    from .inspection import size_text
 
-    for note in export_cache(load_cache(cache), output, to):
+    notes = export_cache(load_cache(cache), output, to)
+    click.echo(f"{output}: {to}, {size_text(output.stat().st_size)}")
+    for note in notes:
         click.echo(note)
 
 
@@ -190,7 +196,7 @@ def inspect(file: Path, as_json: bool) -> None:
 @click.option("--windows", type=COUNT, default=8, show_default=True, help="Passages to score.")
 @click.option("--context", type=COUNT, default=1024, show_default=True, help="Tokens before them.")
 @click.option("--scored", type=COUNT, default=64, show_default=True, help="Tokens of each scored.")
-@click.option("-o", "--output", type=NEW_FILE, required=True, help="File to write.")
+@OUTPUT
 def calibrate(model: Path, text: Path, held: Path | None, output: Path, **sizes: int) -> None:
     """Measure which cache formats a model bears.
 
@@ -204,7 +210,7 @@ def calibrate(model: Path, text: Path, held: Path | None, output: Path, **sizes:
       kvquant calibrate examples/llama-demo-5m --text examples/unseen.txt --windows 2 \\
           -o plan.safetensors
     """
-    _check_output(output)
+    _check_output(output, text, held)
     from .calibration.report import plan_metadata, render_fidelity, warnings, write_plan
     from .calibration.run import Sizes
     from .calibration.run import calibrate as run
@@ -215,13 +221,10 @@ def calibrate(model: Path, text: Path, held: Path | None, output: Path, **sizes:
     tokens = reader.encode(_read(text))
     scored = reader.encode(_read(held)) if held else None
     chosen = Sizes(**sizes)
+    _warn_of_length(reader, "a passage", chosen.context + chosen.scored)
     with _progress(200, "Calibrating") as update:
         statistics, found = run(
-            reader,
-            tokens,
-            scored,
-            sizes=chosen,
-            progress=lambda stage, share: update(share, stage),
+            reader, tokens, scored, sizes=chosen, progress=lambda stage, share: update(share, stage)
         )
     settings = {**sizes, "text": text.name, "held": held.name if held else "last quarter of text"}
     identity = model_identity(reader.config_dict)
@@ -248,8 +251,7 @@ def demo(model: Path | None, text: Path | None, context: int, json_file: Path | 
       kvquant demo
       kvquant demo --model FOLDER --text FILE --json demo.json
     """
-    if json_file:
-        _check_output(json_file)
+    _check_output(json_file, text)
     from .demo import STAGES, render_demo, run_demo
 
     with _progress(STAGES, "Demo") as update:
@@ -268,7 +270,7 @@ def demo(model: Path | None, text: Path | None, context: int, json_file: Path | 
 @click.option("--kv-heads", type=COUNT, default=8, show_default=True, help="KV heads.")
 @click.option("--seq-len", type=COUNT, default=8192, show_default=True, help="Tokens a sequence.")
 @click.option("--head-dim", type=COUNT, default=128, show_default=True, help="Elements of a row.")
-@click.option("--seconds", type=float, default=3.0, show_default=True, help="For each case.")
+@click.option("--seconds", type=SECONDS, default=3.0, show_default=True, help="Time for each case.")
 @click.option("--json", "json_file", type=NEW_FILE, help="Write the figures to this file too.")
 def bench(
     formats: tuple[str, ...],
@@ -287,8 +289,7 @@ def bench(
       kvquant bench
       kvquant bench --format int4-g4 --format int8 --seq-len 32768
     """
-    if json_file:
-        _check_output(json_file)
+    _check_output(json_file)
     import torch
 
     from .bench import FORMATS, bench_decode, bench_rows, read_roof, render_decode, render_rows
@@ -296,15 +297,13 @@ def bench(
     if q_heads % kv_heads:
         raise ConfigError(f"--q-heads {q_heads} is not a multiple of --kv-heads {kv_heads}")
     names = formats or FORMATS
-    shape = {"batch": batch, "num_q_heads": q_heads, "num_kv_heads": kv_heads}
-    with _progress(2 * len(names) + 1, "Timing") as update:
+    shape = {"batch": batch, "num_q_heads": q_heads, "num_kv_heads": kv_heads, "seq_len": seq_len}
+    with _enough_memory(), _progress(2 * len(names) + 1, "Timing") as update:
         roof = read_roof()
         update(1, "read roof")
         decoded = []
         for name in names:
-            decoded.append(
-                bench_decode(name, seq_len=seq_len, head_dim=head_dim, seconds=seconds, **shape)
-            )
+            decoded.append(bench_decode(name, head_dim=head_dim, seconds=seconds, **shape))
             update(1, f"decode {name}")
         rows = []
         for name in names:
@@ -331,6 +330,20 @@ def _progress(length: int, label: str) -> Iterator[Callable[..., None]]:
         yield bar.update
 
 
+@contextmanager
+def _enough_memory() -> Iterator[None]:
+    """Turn torch's errors about sizes that cannot be had into one that says what to do."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        words = ("memory", "can't allocate", "overflow")
+        if not isinstance(error, MemoryError) and not any(word in str(error) for word in words):
+            raise
+        raise ConfigError(
+            "these sizes take more memory than there is: use a smaller --seq-len or --batch"
+        ) from None
+
+
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
@@ -338,10 +351,14 @@ def _read(path: Path) -> str:
         raise ConfigError(f"{path} is not UTF-8 text: {error}") from None
 
 
-def _check_output(path: Path) -> None:
-    """Raise before a long run whose result could not be written."""
+def _check_output(path: Path | None, *inputs: Path | None) -> None:
+    """Raise before a long run whose result could not be written, or would replace an input."""
+    if path is None:
+        return
     if not path.absolute().parent.is_dir():
         raise ConfigError(f"{path} cannot be written: {path.parent} is not a folder")
+    if any(given and given.resolve() == path.resolve() for given in inputs):
+        raise ConfigError(f"{path} is read: give another name to write to")
 
 
 def _read_prompt(
@@ -354,15 +371,23 @@ def _read_prompt(
     length = tokens.shape[1]
     if not length:
         raise ConfigError(f"{prompt} holds no text: the cache would be empty")
-    if model.max_positions is not None and length > model.max_positions:
-        click.echo(
-            f"Warning: {prompt} has {length} tokens, the model was made for {model.max_positions}",
-            err=True,
+    if max_seq_len is not None and length > max_seq_len:
+        raise ConfigError(
+            f"{prompt} has {length} tokens, --max-seq-len is {max_seq_len}: use {length} or more"
         )
+    _warn_of_length(model, str(prompt), length)
     cache: KVCache = model.new_cache(1, max_seq_len or length, **options)
     with _progress(length, "Reading") as update:
         model.prefill(cache, tokens, chunk=chunk, progress=update)
     return cache
+
+
+def _warn_of_length(model: Any, what: str, length: int) -> None:
+    if model.max_positions is not None and length > model.max_positions:
+        click.echo(
+            f"Warning: {what} has {length} tokens, the model was made for {model.max_positions}",
+            err=True,
+        )
 
 
 def _save(
@@ -373,9 +398,3 @@ def _save(
     save_cache(
         cache, output, model=model, creation={"program": f"kvquant {__version__}"} | creation
     )
-
-
-def _show(output: Path) -> None:
-    from .inspection import describe, render
-
-    click.echo(render(describe(output)))

@@ -137,6 +137,12 @@ def quantize_raw(
     first = raw.layers[0][0]
     if exact_format is None:
         exact_format = "fp16" if first.dtype == torch.float16 else "bf16"
+    longest = int(raw.seq_lens.max())
+    if max_seq_len is not None and longest > max_seq_len:
+        raise ShapeError(
+            f"{path} has sequences of up to {longest} tokens, max_seq_len is {max_seq_len}: use "
+            f"max_seq_len (--max-seq-len) {longest} or more"
+        )
     cache = KVCache(
         len(raw.layers),
         first.shape[0],
@@ -289,14 +295,8 @@ def _rows(
 ) -> Iterator[tuple[torch.Tensor, RowFormat]]:
     """Rows [num_kv_heads, tokens, row_bytes] of one sequence and their formats, in token order."""
     for segment in cache.segments(layer):
-        rows, fmt = (
-            (segment.k_rows, segment.k_format)
-            if side == "k"
-            else (segment.v_rows, segment.v_format)
-        )
-        start = 0 if segment.starts is None else int(segment.starts[sequence])
-        index = torch.arange(start, start + int(segment.seq_lens[sequence]), device=rows.device)
-        yield rows[sequence].index_select(1, index % max(segment.capacity, 1)), fmt
+        k_rows, v_rows = segment.rows(sequence)
+        yield (k_rows, segment.k_format) if side == "k" else (v_rows, segment.v_format)
 
 
 def _check_exportable(layer: int, k_format: RowFormat, v_format: RowFormat, to: str) -> None:

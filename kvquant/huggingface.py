@@ -75,8 +75,17 @@ class TransformersCache(Cache):
         self.cache.reorder(beam_idx)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last -tokens_to_remove tokens of each sequence."""
-        self.cache.crop(self.cache.seq_lens - abs(tokens_to_remove))
+        """Drop the last tokens of each sequence.
+
+        Args:
+            tokens_to_remove: their number as a negative one, as transformers gives it.
+        """
+        if tokens_to_remove > 0:
+            raise ConfigError(
+                f"crop({tokens_to_remove}) is not possible, as in transformers: give the number of "
+                "tokens to remove as a negative one"
+            )
+        self.cache.crop((self.cache.seq_lens + tokens_to_remove).clamp(min=0))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Not possible in place."""

@@ -18,11 +18,12 @@ from .quant import LEVELS, dequantize_rows
 SAMPLE = 4096  # tokens that the statistics of a layer's channels are taken over, at most
 _FEWEST = 16  # tokens below which they say nothing
 _SMALLEST_NORMAL = 2.0**-14
-_MAX_STEP = (
-    1.0  # a code's step over the typical deviation of a channel: above it most codes stand still
-)
-_MAX_OFFSET = 12.0  # Llama-like models stay below 6, those with biased keys start at 20
-_MAX_RANGE = 8.0  # over the range of the middle layer
+# a code's step over the typical deviation of a channel: above it most codes stand still
+_MAX_STEP = 1.0
+# Llama-like models stay below 6, those with biased keys start at 20
+_MAX_OFFSET = 12.0
+# over the range of the middle layer
+_MAX_RANGE = 8.0
 
 
 def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -106,7 +107,7 @@ def render(description: dict[str, Any]) -> str:
     tokens = d["layers"][0]["k"]["tokens"]
     lines = [
         f"{_printable(d['path'])}: kvquant cache, version {d['version']}, "
-        f"{_size(d['file_bytes'])} in {_count(d['files'], 'file')}",
+        f"{size_text(d['file_bytes'])} in {_count(d['files'], 'file')}",
         f"  model      {_printable(model['type']):.100}, config {model['sha256'][:12]}"
         if model
         else "  model      not given",
@@ -119,8 +120,9 @@ def render(description: dict[str, Any]) -> str:
         f"tokens; {d['exact_format']}: {tokens['sinks']} first, {tokens['recent']} last",
         f"  bits       {_number(bits['packed'])} per element packed, {_number(bits['all'])} with "
         "the 16-bit rows",
-        f"  bytes      {_size(d['bytes'])} instead of {_size(d['bytes_in_16_bit'])} in 16 bit: "
-        f"{_number(d['compression_ratio'])}x smaller; {_size(d['memory_bytes'])} once loaded",
+        f"  bytes      {size_text(d['bytes'])} instead of {size_text(d['bytes_in_16_bit'])} in "
+        f"16 bit: {_number(d['compression_ratio'])}x smaller; {size_text(d['memory_bytes'])} once "
+        "loaded",
         "",
     ]
     columns = ["", "min", "median", "max", "step", "offset"]
@@ -271,7 +273,8 @@ def _count(n: int, noun: str) -> str:
     return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
-def _size(num_bytes: float) -> str:
+def size_text(num_bytes: float) -> str:
+    """Bytes in the unit that suits them: "4.2 MiB"."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if num_bytes < 1024:
             return f"{num_bytes:.4g} {unit}"

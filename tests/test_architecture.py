@@ -33,9 +33,11 @@ ALLOWED = {
     "kernels.cpu.simd": "",
     "kernels.cpu.values": f"{FACTS} kernels.cpu.simd",
     "kernels.cpu.parallel": f"{FACTS} kernels.cpu.simd",
+    "kernels.cpu.merge": "kernels.cpu.parallel kernels.cpu.simd",
     "kernels.cpu.rows": f"{FACTS} kernels.cpu.parallel kernels.cpu.simd kernels.cpu.values",
     "kernels.cpu.decode": (
-        f"{FACTS} segments kernels.cpu.parallel kernels.cpu.simd kernels.cpu.values"
+        f"{FACTS} segments "
+        "kernels.cpu.merge kernels.cpu.parallel kernels.cpu.simd kernels.cpu.values"
     ),
     "files": "errors",
     "identity": "errors",
@@ -54,6 +56,7 @@ ALLOWED = {
     "bench": f"{MEANING} attention",
     "demo": f"{CACHES} model calibration.fidelity calibration.report",
     "cli": "__init__ errors",
+    "__main__": "cli",
 }
 # inside functions and for the type checker only
 ALLOWED_LATE = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -207,6 +208,15 @@ def expected_after_crop(
     if first < last:
         values[:, :, first:last] = again[:, :, first:last]
     return values
+
+
+def test_lengths_may_be_numbers_of_numpy() -> None:
+    number: Any = np.int64
+    cache = KVCache(*map(number, (1, BATCH, HEADS, DIM, MAX)), sink_len=number(3))
+    assert type(cache.max_seq_len) is type(cache.sink_len) is int
+    cache.append(number(0), tokens(9), tokens(9), number([9, 4, 2]))
+    cache.crop(number(5))
+    assert cache.seq_lens.tolist() == [5, 4, 2]
 
 
 def test_crop_takes_a_length_for_each_sequence() -> None:

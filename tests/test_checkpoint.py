@@ -237,6 +237,29 @@ def test_failed_save_leaves_the_old_file_alone(
     assert contents(load_cache(path)) == contents(cache)
 
 
+@pytest.mark.parametrize("max_shard_bytes", [1 << 30, 4000], ids=["file", "shards"])
+@pytest.mark.parametrize(
+    "foreign",
+    [
+        '{"metadata": {"total_size": 9}, "weight_map": {"x": "model-00001-of-00002.safetensors"}}',
+        "",
+    ],
+    ids=["transformers", "empty"],
+)
+def test_index_of_another_program_is_left_alone(
+    tmp_path: Path, foreign: str, max_shard_bytes: int
+) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(foreign)
+    with pytest.raises(ConfigError, match=r"index\.json is not an index of kvquant: choose"):
+        save_cache(make_cache(), tmp_path / "model.safetensors", max_shard_bytes=max_shard_bytes)
+    assert [index.read_text(), list(tmp_path.iterdir())] == [foreign, [index]]
+
+    (file,) = save_cache(make_cache(), tmp_path / "c.safetensors")
+    file.rename(tmp_path / "model.safetensors")  # a file beside it is found all the same
+    assert contents(load_cache(tmp_path / "model.safetensors")) == contents(make_cache())
+
+
 def test_layers_in_the_middle_of_a_step_are_not_saved(tmp_path: Path) -> None:
     cache = make_cache()
     x = torch.randn(2, 2, 1, 64)
@@ -379,6 +402,21 @@ def test_what_is_no_cache_is_refused(tmp_path: Path) -> None:
     save_file({"layers.0.k": torch.zeros(1, 1, 1, 64)}, tmp_path / "raw")
     with pytest.raises(CheckpointError, match="quantize --from"):
         load_cache(tmp_path / "raw")
+
+
+def test_room_beyond_the_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "c.safetensors"
+    save_cache(make_cache(), path)
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr("kvquant.checkpoint._available_memory", lambda: None)  # it cannot be told
+    monkeypatch.setattr(torch, "zeros", fail)
+    with pytest.raises(CheckpointError, match=r"GiB, more than there is: pass a smaller"):
+        load_cache(path, max_seq_len=2**31 - 1)
+    with pytest.raises(ConfigError, match="use a whole number from 0 to 2147483647"):
+        load_cache(path, max_seq_len=2**31)
 
 
 def test_missing_and_extra_tensors_are_named(tmp_path: Path) -> None:

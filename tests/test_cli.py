@@ -3,6 +3,7 @@
 import importlib.util
 import io
 import json
+import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -98,7 +99,10 @@ def test_raw_tensors_become_a_cache(tmp_path: Path, raw: Path) -> None:
 def test_exports_to_other_layouts_say_what_was_lost(tmp_path: Path, raw: Path) -> None:
     path = tmp_path / "cache.safetensors"
     ok("quantize", "--from", raw, "--format", "int4", "-o", path)
-    assert "16-bit rows" in ok("export", path, "--to", "fbgemm", "-o", tmp_path / "fb.safetensors")
+    out = tmp_path / "fb.safetensors"
+    first, *notes = ok("export", path, "--to", "fbgemm", "-o", out).splitlines()
+    assert first == f"{out}: fbgemm, {out.stat().st_size / 1024:.4g} KiB"
+    assert "16-bit rows" in notes[0]
 
 
 @needs_hf
@@ -124,6 +128,19 @@ def test_warnings_of_calibration_go_to_stderr(
     result = run("calibrate", MODEL, "--text", text, *sizes, "-o", tmp_path / "plan.safetensors")
     assert "Warning: int4: KL " in result.stderr
     assert "Warning" not in result.stdout
+
+
+@needs_hf
+def test_passages_longer_than_the_model_was_made_for_are_warned_of(
+    tmp_path: Path, prompt: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvquant.model import CachedModel
+
+    monkeypatch.setattr(CachedModel, "max_positions", 60)
+    sizes = ["--observed", 60, "--windows", 1, "--context", 59, "--scored", 2]
+    result = run("calibrate", MODEL, "--text", prompt, *sizes, "-o", tmp_path / "plan.safetensors")
+    assert "Warning: a passage has 61 tokens, the model was made for 60" in result.stderr
+    assert result.exit_code == 0
 
 
 @needs_hf
@@ -187,8 +204,61 @@ BAD: dict[str, tuple[list[str], str]] = {
             "-o",
             "{tmp}/x.safetensors",
         ],
-        "do not fit into a cache with max_seq_len 9",
+        "tokens, --max-seq-len is 9: use ",
     ),
+    "no room for raw tensors": (
+        ["quantize", "--from", "{raw}", "--max-seq-len", "5", "-o", "{tmp}/x.safetensors"],
+        "use max_seq_len (--max-seq-len) 20 or more",
+    ),
+    "absurd room": (
+        ["quantize", "--from", "{raw}", "--max-seq-len", "100000000000", "-o", "{tmp}/x"],
+        "100000000000 is not in the range",
+    ),
+    "room beyond memory": (
+        [
+            "quantize",
+            "--from",
+            "{raw}",
+            "--max-seq-len",
+            "2147483647",
+            "-o",
+            "{tmp}/x.safetensors",
+        ],
+        "GiB, more than there is: use a smaller max_seq_len",
+    ),
+    "room beyond memory for a prompt": (
+        [
+            "quantize",
+            "{model}",
+            "--prompt",
+            "{prompt}",
+            "--max-seq-len",
+            "2147483647",
+            "-o",
+            "{tmp}/x.safetensors",
+        ],
+        "GiB, more than there is: use a smaller max_seq_len",
+    ),
+    "raw tensors over themselves": (
+        ["quantize", "--from", "{raw}", "-o", "{tmp}/./raw.safetensors"],
+        "raw.safetensors is read: give another name to write to",
+    ),
+    "export over itself": (
+        ["export", "{raw}", "--to", "bf16", "-o", "{raw}"],
+        "raw.safetensors is read: give another name to write to",
+    ),
+    "export over the index": (
+        ["export", "{raw}", "--to", "bf16", "-o", "{raw}.index.json"],
+        "index.json is read",
+    ),
+    "calibration over its text": (
+        ["calibrate", "{model}", "--text", "{prompt}", "-o", "{prompt}"],
+        "prompt.txt is read",
+    ),
+    "figures over the text": (["demo", "--text", "{prompt}", "--json", "{prompt}"], "is read"),
+    "no time": (["bench", "--seconds", "-1"], "-1.0 is not in the range x>0"),
+    "absurd tokens": (["bench", "--seq-len", "99999999999"], "99999999999 is not in the range"),
+    "folder in place of a file": (["inspect", "{tmp}"], "is a directory"),
     "empty prompt": (
         ["quantize", "{model}", "--prompt", "{empty}", "-o", "{tmp}/x.safetensors"],
         "no text",
@@ -200,10 +270,23 @@ BAD: dict[str, tuple[list[str], str]] = {
 }
 
 
+def _refuse_large_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a system does whose memory is short; others would swap."""
+    zeros = torch.zeros
+
+    def limited(*shape: Any, **options: Any) -> torch.Tensor:
+        x = zeros(*shape, **{**options, "device": "meta"})
+        if x.nbytes > 1 << 32:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return zeros(*shape, **options)
+
+    monkeypatch.setattr(torch, "zeros", limited)
+
+
 @needs_hf
 @pytest.mark.parametrize("case", BAD)
 def test_mistakes_are_one_line_on_stderr_and_exit_code_2(
-    case: str, tmp_path: Path, prompt: Path, raw: Path
+    case: str, tmp_path: Path, prompt: Path, raw: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "empty.txt").touch()
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
@@ -215,13 +298,52 @@ def test_mistakes_are_one_line_on_stderr_and_exit_code_2(
         "empty": tmp_path / "empty.txt",
         "binary": tmp_path / "binary.txt",
     }
+    _refuse_large_tensors(monkeypatch)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     args, message = BAD[case]
     result = run(*(arg.format(**names) for arg in args))
     assert result.exit_code == 2
     assert result.stdout == ""
     assert message in result.stderr
     assert result.stderr.startswith("Error: ") and result.stderr.count("\n") == 1
-    assert not (tmp_path / "x.safetensors").exists()
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to"),
+        RuntimeError("Storage size calculation overflowed with sizes=[9]"),
+    ],
+    ids=["python", "torch", "overflow"],
+)
+def test_a_bench_beyond_memory_is_told(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvquant import bench
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(bench, "read_roof", lambda: 1.0)
+    monkeypatch.setattr(bench, "bench_decode", fail)
+    result = run("bench", "--seq-len", 2_000_000_000)
+    assert result.exit_code == 2
+    assert result.stderr == (
+        "Error: these sizes take more memory than there is: use a smaller --seq-len or --batch\n"
+    )
+    monkeypatch.setattr(bench, "read_roof", lambda: 1 / 0)
+    assert isinstance(run("bench").exception, ZeroDivisionError)
+
+
+def test_python_runs_the_package_as_the_command() -> None:
+    said = subprocess.run(
+        [sys.executable, "-m", "kvquant", "--version"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=EXAMPLES.parent,
+    ).stdout
+    assert __version__ in said
 
 
 def test_progress_is_shown_on_terminals_only(monkeypatch: pytest.MonkeyPatch) -> None:

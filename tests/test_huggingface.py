@@ -165,12 +165,19 @@ def test_transformers_can_crop_reorder_and_reset_the_cache(model: CachedModel) -
     before = cache.dequantized(1)[0]
     view.crop(-5)
     assert cache.seq_lens.tolist() == [15, 15]
+    view.crop(0)
+    with pytest.raises(ConfigError, match=r"crop\(15\) is not possible, as in transformers"):
+        view.crop(15)
+    assert cache.seq_lens.tolist() == [15, 15]
     view.reorder_cache(torch.tensor([1, 1]))
     assert torch.equal(cache.dequantized(1)[0], before[[1, 1], :, :15])
     with pytest.raises(UnsupportedError, match=r"KVCache\.repeat"):
         view.batch_repeat_interleave(2)
     with pytest.raises(UnsupportedError, match=r"KVCache\.fork"):
         view.batch_select_indices(torch.tensor([1]))
+    view.crop(-16)
+    assert cache.seq_lens.tolist() == [0, 0]
+    model.prefill(cache, tokens(2, 20))
     view.reset()
     assert view.get_seq_length() == 0
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from kvquant import KVCache
 from kvquant.checkpoint import save_cache
@@ -143,6 +144,27 @@ def test_shards_are_described_as_one_cache(tmp_path: Path) -> None:
     assert d["files"] == len(written) > 2
     assert d["file_bytes"] == sum(file.stat().st_size for file in written)
     assert d["warnings"] == ["the file does not say which model it belongs to"]
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        pytest.param(
+            '{"model": {"type": "llama", "sha256": "0123456789abcdef"}, "observed_tokens": 256, '
+            '"fidelity": [{}, {}]}',
+            "statistics of 256 tokens and the fidelity of 2 caches for a 'llama' model with config "
+            "'0123456789ab'",
+            id="whole",
+        ),
+        pytest.param('{"model": 1}', "its metadata cannot be read", id="damaged"),
+    ],
+)
+def test_calibration_files_are_told_as_such(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "plan.safetensors"
+    save_file({"k.mean": torch.zeros(1)}, path, {"kvquant": text})
+    with pytest.raises(CheckpointError, match="is a calibration file, not a cache") as caught:
+        describe(path)
+    assert said in str(caught.value)
 
 
 def test_damaged_files_are_refused(tmp_path: Path) -> None:

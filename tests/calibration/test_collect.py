@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvquant.calibration.collect import collect
-from kvquant.calibration.run import spread
+from kvquant.calibration.run import OBSERVED_FORMATS, spread
 from kvquant.errors import ConfigError
 
 
@@ -52,3 +52,12 @@ def test_windows_are_spread_over_the_text_without_overlap(count: int, length: in
 def test_a_text_that_is_too_short_is_told() -> None:
     with pytest.raises(ConfigError, match="99 tokens are too few for 10 windows of 10"):
         spread(range(99), 10, 10)
+
+
+def test_the_error_of_every_format_is_measured() -> None:
+    names = set(OBSERVED_FORMATS)
+    assert {"int4-g2", "int8-g2", "int8-g8", "fp8-g2", "fp8-g8", "fp16", "bf16"} < names
+    assert len(names) == len(OBSERVED_FORMATS) == 3 * 4 + 2
+    tensors = collect(FakeModel(), torch.arange(20).view(1, 20), OBSERVED_FORMATS).tensors()
+    for name in names:
+        assert bool((tensors[f"v.error.{name}"] < 1e-2).all()), name

@@ -60,6 +60,13 @@ def test_formats_that_destroy_the_predictions_are_named(kl: float) -> None:
     assert "do not decode" in warning
 
 
+def test_a_noticeable_loss_is_told_in_milder_words() -> None:
+    worn = Fidelity(Scheme("int4-g8", "int4-g8"), 6.0, 500, 0.0712, 0.874, 17.0)
+    (warning,) = warnings(None, [GOOD, worn])
+    assert warning.startswith("int4-g8: KL 0.071 nats per token, 87 % of the likeliest")
+    assert "noticeable" in warning and "do not" not in warning
+
+
 def test_keys_with_offsets_are_named() -> None:
     (warning,) = warnings(statistics(offset=40), [GOOD])
     assert "layer 1, KV head 1, channel 7: mean 40 times" in warning

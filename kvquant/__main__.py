@@ -1,0 +1,5 @@
+"""`python -m kvquant` is the command kvquant."""
+
+from .cli import main
+
+main()
