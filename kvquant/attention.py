@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from .errors import ConfigError, DeviceError, ShapeError
+from .errors import ConfigError, DeviceError, ShapeError, UnsupportedError
 from .layout import RowFormat
 from .quant import FLOAT_DTYPES
 from .reference import reference_over_segments
 from .segments import Segment, check_query, check_segments
 
 State = tuple[torch.Tensor, torch.Tensor]
-BACKENDS = ("cpu", "reference")
+BACKENDS = ("cpu", "cuda", "reference")
 
 
 def decode_attention(
@@ -46,7 +46,8 @@ def decode_attention(
         sm_scale: factor on q·k; 1 / sqrt(head_dim) when None.
         return_lse: return the log-sum-exp of the scaled scores as well.
         num_splits: parts the tokens are cut into, at least; chosen from the work when None.
-        backend: "cpu" (numba) or "reference" (float64 torch, slow); by the device of q when None.
+        backend: "cpu" or "cuda" (numba), or "reference" (float64 torch, slow); by the device of q
+            when None.
 
     Returns:
         out [batch, num_q_heads, head_dim of v_format], the dtype of q; with return_lse also lse
@@ -145,12 +146,18 @@ Kernel = Callable[[torch.Tensor, Sequence[Segment], float, "int | None"], State]
 
 
 def _choose_kernel(q: torch.Tensor, backend: str | None) -> Kernel:
-    if backend is None and q.device.type != "cpu":
-        raise DeviceError(
-            f"no fused kernel serves {q.device} yet: move the tensors to the CPU, or pass "
-            "backend='reference' for the slow float64 one"
-        )
-    if backend in (None, "cpu"):
+    if backend is None:
+        backend = q.device.type
+        if backend not in ("cpu", "cuda"):
+            raise DeviceError(
+                f"no fused kernel serves {q.device}: move the tensors to the CPU or to CUDA, or "
+                "pass backend='reference' for the slow float64 one"
+            )
+    if backend == "cuda":
+        if q.device.type != "cuda":
+            raise DeviceError(f"backend 'cuda' takes CUDA tensors, not {q.device}")
+        return _load_cuda()
+    if backend == "cpu":
         if q.device.type != "cpu":
             raise DeviceError(f"backend 'cpu' takes CPU tensors, not {q.device}")
         from .kernels.cpu.decode import attend
@@ -159,3 +166,16 @@ def _choose_kernel(q: torch.Tensor, backend: str | None) -> Kernel:
     if backend == "reference":
         return lambda q, segments, sm_scale, _: reference_over_segments(q, segments, sm_scale)
     raise ConfigError(f"backend {backend!r} does not exist: use {' or '.join(BACKENDS)}")
+
+
+def _load_cuda() -> Kernel:
+    try:
+        import numba_cuda  # noqa: F401
+    except ImportError as error:
+        raise UnsupportedError(
+            "CUDA tensors need numba-cuda: install kvquant with its cuda extra, pip install -e "
+            f"'.[cuda]' in the checkout ({error}); or pass backend='reference' for the slow kernel"
+        ) from error
+    from .kernels.cuda.launch import attend
+
+    return attend

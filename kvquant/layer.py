@@ -61,6 +61,8 @@ class LayerCache:
             try:
                 return torch.zeros(shape, dtype=torch.uint8, device=device)
             except (MemoryError, RuntimeError) as error:  # torch has no type for lack of memory
+                if "memory" not in str(error) and "overflow" not in str(error):
+                    raise
                 gib = batch * num_kv_heads * length * fmt.row_bytes / 2**30
                 raise ConfigError(
                     f"{length} rows of {fmt} for {batch} sequences and {num_kv_heads} KV heads "

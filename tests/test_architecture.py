@@ -33,6 +33,10 @@ ALLOWED = {
     "kernels.cpu.simd": "",
     "kernels.cpu.values": f"{FACTS} kernels.cpu.simd",
     "kernels.cpu.parallel": f"{FACTS} kernels.cpu.simd",
+    "kernels.cuda.ptx": "",
+    "kernels.cuda.staging": FACTS,
+    "kernels.cuda.decode": "kernels.cuda.ptx kernels.cuda.staging",
+    "kernels.cuda.launch": f"{FACTS} segments kernels.cuda.decode kernels.cuda.staging",
     "kernels.cpu.merge": "kernels.cpu.parallel kernels.cpu.simd",
     "kernels.cpu.rows": f"{FACTS} kernels.cpu.parallel kernels.cpu.simd kernels.cpu.values",
     "kernels.cpu.decode": (
@@ -61,7 +65,7 @@ ALLOWED = {
 # inside functions and for the type checker only
 ALLOWED_LATE = {
     "quant": "kernels.cpu.rows",
-    "attention": "kernels.cpu.decode",
+    "attention": "kernels.cpu.decode kernels.cuda.launch",
     "cli": f"{CACHES} {FILES} exchange inspection model bench demo "
     "calibration.report calibration.run",
 }
@@ -69,8 +73,8 @@ ALLOWED_LATE = {
 # a library that `import kvquant` must not need -> the only modules that name it
 LIBRARIES = {
     "transformers": {"huggingface"},
-    "numba": {name for name in ALLOWED if name.startswith("kernels.cpu.")},
-    "llvmlite": {name for name in ALLOWED if name.startswith("kernels.cpu.")},
+    "numba": {name for name in ALLOWED if name.startswith("kernels.")},
+    "llvmlite": {name for name in ALLOWED if name.startswith("kernels.")},
     "click": {"cli"},
     "safetensors": {"files", "huggingface", "calibration.report"},
     "matplotlib": set[str](),

@@ -1,0 +1,168 @@
+"""PTX instructions as functions that numba.cuda kernels call.
+
+Each has a template, the types of its results and of its arguments; `instruction` makes one of
+numba's intrinsics of it. Addresses: uint32 in shared memory, uint64 in global memory.
+"""
+
+import inspect
+
+from llvmlite import ir
+from numba.cuda import types, typing
+from numba.cuda.extending import intrinsic
+
+_KINDS = {
+    "u16": ("h", ir.IntType(16), types.uint16),
+    "u32": ("r", ir.IntType(32), types.uint32),
+    "u64": ("l", ir.IntType(64), types.uint64),
+    "f32": ("f", ir.FloatType(), types.float32),
+}
+
+
+def instruction(template, results, arguments, *, pure=True):
+    """An intrinsic of a PTX template with $0, $1 ... for results, then arguments.
+
+    Args:
+        template: the instruction; several end in ';'.
+        results: kinds, such as "f32 f32"; several come back as a tuple.
+        arguments: kinds.
+        pure: whether the result depends on the arguments alone, so that LLVM may move, merge or
+            drop it; False for what reads or writes memory or waits for other lanes.
+    """
+    results = [_KINDS[word] for word in results.split()]
+    arguments = [_KINDS[word] for word in arguments.split()]
+    result_type = types.void
+    llvm_result = ir.VoidType()
+    if len(results) == 1:
+        _, llvm_result, result_type = results[0]
+    elif results:
+        llvm_result = ir.LiteralStructType([kind for _, kind, _ in results])
+        result_type = types.UniTuple(results[0][2], len(results))
+    constraints = [f"={letter}" for letter, _, _ in results] + [
+        letter for letter, _, _ in arguments
+    ]
+    if not pure:
+        constraints.append("~{memory}")
+    llvm_function = ir.FunctionType(llvm_result, [kind for _, kind, _ in arguments])
+    assembly = ir.InlineAsm(llvm_function, template, ",".join(constraints), side_effect=not pure)
+
+    def generate(context, builder, signature, args):
+        values = [
+            context.cast(builder, value, have, kind)
+            for value, have, (_, _, kind) in zip(args, signature.args, arguments, strict=True)
+        ]
+        made = builder.call(assembly, values)
+        if not results:
+            return context.get_dummy_value()
+        if len(results) == 1:
+            return made
+        parts = [builder.extract_value(made, i) for i in range(len(results))]
+        return context.make_tuple(builder, signature.return_type, parts)
+
+    def typed(typingctx, *given):
+        return typing.signature(result_type, *(kind for _, _, kind in arguments)), generate
+
+    names = ["typingctx", *(f"a{i}" for i in range(len(arguments)))]
+    typed.__signature__ = inspect.Signature(
+        [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+    )
+    return intrinsic(typed)
+
+
+# copies from global to shared memory, past the registers; size bytes of which `valid` are read
+copy_4 = instruction("cp.async.ca.shared.global [$0],[$1],4,$2;", "", "u32 u64 u32", pure=False)
+copy_8 = instruction("cp.async.ca.shared.global [$0],[$1],8,$2;", "", "u32 u64 u32", pure=False)
+copy_16 = instruction("cp.async.cg.shared.global [$0],[$1],16,$2;", "", "u32 u64 u32", pure=False)
+commit_copies = instruction("cp.async.commit_group;", "", "", pure=False)
+wait_copies = [
+    instruction(f"cp.async.wait_group {pending};", "", "", pure=False) for pending in range(8)
+]
+
+# 8x8 matrices of 16-bit units between shared memory and the registers of a warp
+load_matrix_x2 = instruction(
+    "ldmatrix.sync.aligned.m8n8.x2.shared.b16 {$0,$1},[$2];", "u32 u32", "u32", pure=False
+)
+load_matrix_x4 = instruction(
+    "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0,$1,$2,$3},[$4];",
+    "u32 u32 u32 u32",
+    "u32",
+    pure=False,
+)
+load_matrix_x2_t = instruction(
+    "ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {$0,$1},[$2];", "u32 u32", "u32", pure=False
+)
+load_matrix_x4_t = instruction(
+    "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0,$1,$2,$3},[$4];",
+    "u32 u32 u32 u32",
+    "u32",
+    pure=False,
+)
+transpose_matrix = instruction(
+    "movmatrix.sync.aligned.m8n8.trans.b16 $0,$1;", "u32", "u32", pure=False
+)
+
+# D[16x8] = A[16x16] B[16x8] + C, float32 sums
+_MMA = (
+    "mma.sync.aligned.m16n8k16.row.col.f32.{0}.{0}.f32 "
+    "{{$0,$1,$2,$3}},{{$4,$5,$6,$7}},{{$8,$9}},{{$10,$11,$12,$13}};"
+)
+mma_f16 = instruction(
+    _MMA.format("f16"), "f32 f32 f32 f32", "u32 u32 u32 u32 u32 u32 f32 f32 f32 f32"
+)
+mma_bf16 = instruction(
+    _MMA.format("bf16"), "f32 f32 f32 f32", "u32 u32 u32 u32 u32 u32 f32 f32 f32 f32"
+)
+
+load_shared_u32 = instruction("ld.shared.u32 $0,[$1];", "u32", "u32", pure=False)
+load_shared_f32 = instruction("ld.shared.f32 $0,[$1];", "f32", "u32", pure=False)
+load_shared_u32x4 = instruction(
+    "ld.shared.v4.u32 {$0,$1,$2,$3},[$4];", "u32 u32 u32 u32", "u32", pure=False
+)
+store_shared_f32 = instruction("st.shared.f32 [$0],$1;", "", "u32 f32", pure=False)
+store_shared_u32 = instruction("st.shared.u32 [$0],$1;", "", "u32 u32", pure=False)
+store_shared_f32x2 = instruction("st.shared.v2.f32 [$0],{$1,$2};", "", "u32 f32 f32", pure=False)
+load_global_u16 = instruction("ld.global.nc.u16 $0,[$1];", "u16", "u64", pure=False)
+load_global_u32 = instruction("ld.global.nc.u32 $0,[$1];", "u32", "u64", pure=False)
+load_global_f32 = instruction("ld.global.f32 $0,[$1];", "f32", "u64", pure=False)
+store_global_f32 = instruction("st.global.f32 [$0],$1;", "", "u64 f32", pure=False)
+store_global_u16 = instruction("st.global.u16 [$0],$1;", "", "u64 u16", pure=False)
+
+exp2 = instruction("ex2.approx.ftz.f32 $0,$1;", "f32", "f32")
+log2 = instruction("lg2.approx.ftz.f32 $0,$1;", "f32", "f32")
+maximum = instruction("max.f32 $0,$1,$2;", "f32", "f32 f32")
+pack_f16 = instruction("cvt.rn.f16x2.f32 $0,$1,$2;", "u32", "f32 f32")  # high, low
+pack_bf16 = instruction("cvt.rn.bf16x2.f32 $0,$1,$2;", "u32", "f32 f32")  # high, low
+multiply_f16 = instruction("mul.rn.f16x2 $0,$1,$2;", "u32", "u32 u32")
+low_f16 = instruction("{.reg .b16 l,h; mov.b32 {l,h},$1; cvt.f32.f16 $0,l;}", "f32", "u32")
+high_f16 = instruction("{.reg .b16 l,h; mov.b32 {l,h},$1; cvt.f32.f16 $0,h;}", "f32", "u32")
+low_halves = instruction("prmt.b32 $0,$1,$2,0x5410;", "u32", "u32 u32")
+high_halves = instruction("prmt.b32 $0,$1,$2,0x7632;", "u32", "u32 u32")
+exchange = instruction("shfl.sync.bfly.b32 $0,$1,$2,0x1f,0xffffffff;", "f32", "f32 u32", pure=False)
+from_lane = instruction("shfl.sync.idx.b32 $0,$1,$2,0x1f,0xffffffff;", "f32", "f32 u32", pure=False)
+any_lane = instruction(
+    "{.reg .pred p; setp.ne.u32 p,$1,0; vote.sync.any.pred p,p,0xffffffff; selp.u32 $0,1,0,p;}",
+    "u32",
+    "u32",
+    pure=False,
+)
+bf16_float = instruction(
+    "{.reg .b32 t; cvt.u32.u16 t,$1; shl.b32 t,t,16; mov.b32 $0,t;}", "f32", "u16"
+)
+f16_float = instruction("cvt.f32.f16 $0,$1;", "f32", "u16")
+
+
+@intrinsic
+def shared_address(typingctx, array):
+    """The address of a shared array, for the instructions above."""
+
+    def generate(context, builder, signature, args):
+        made = context.make_array(signature.args[0])(context, builder, args[0])
+        place = builder.ptrtoint(made.data, ir.IntType(64))
+        assembly = ir.InlineAsm(
+            ir.FunctionType(ir.IntType(32), [ir.IntType(64)]),
+            "{.reg .u64 t; cvta.to.shared.u64 t,$1; cvt.u32.u64 $0,t;}",
+            "=r,l",
+            side_effect=False,
+        )
+        return builder.call(assembly, [place])
+
+    return typing.signature(types.uint32, array), generate
