@@ -19,7 +19,7 @@ from kvquant.segments import Segment
 from .decode import HEADS, SIGNATURE, TILE, make_decode_kernel
 from .staging import StagedRow
 
-MAX_SHARED = 160 << 10  # bytes of shared memory: what a block may have from sm_80 on, but for sm_86
+MAX_SHARED = 160 << 10  # bytes of a block; more leaves too little of an SM for its neighbours
 BLOCKS_PER_SM = 2  # that the number of splits aims at
 
 
@@ -28,10 +28,16 @@ def compile_decode(k_format, v_format, q_is_bf16, device):
     """A kernel ready to launch on a device, its warps and its bytes of shared memory."""
     from cuda.bindings import driver
 
+    limit = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
     for warps, stages in ((4, 3), (4, 2), (2, 2), (1, 2)):
         function, shared = make_decode_kernel(k_format, v_format, warps, stages, q_is_bf16)
-        if shared <= MAX_SHARED:
+        if shared <= min(limit, MAX_SHARED):
             break
+    else:
+        raise UnsupportedError(
+            f"K in {k_format} and V in {v_format} take {shared} bytes of shared memory in the "
+            f"smallest kernel, this GPU has {limit}"
+        )
     with cuda.gpus[device]:
         kernel = cuda.jit(SIGNATURE, fastmath=True)(function)
         compiled = kernel.overloads[SIGNATURE]._codelibrary.get_cufunc()
