@@ -17,8 +17,10 @@ shared memory* (staging.py). Softmax is online and rescales only when a score ex
 more than 2**4 (lazy rescale). All sums are float32. The splits are merged by their log-sum-exp.
 """
 
+from operator import add
+
+import numpy as np
 from numba import cuda, float32, int32, uint32, uint64
-from numba.cuda.extending import register_jitable
 
 from .ptx import (
     any_lane,
@@ -62,10 +64,57 @@ HEADS = 8  # query heads of a block: the columns of an MMA
 SIGNATURE = (uint64,) * 13 + (int32,) * 5 + (float32,)
 
 
-@register_jitable
-def fp8_pair(x):
-    """Bytes 0 and 2 of a word, as E4M3, times 2**-8 as a pair of fp16."""
-    return ((x & uint32(0x007F007F)) << uint32(7)) | ((x & uint32(0x00800080)) << uint32(8))
+ZEROS = (np.float32(0), np.float32(0), np.float32(0), np.float32(0))
+
+
+def make_unpack(fmt):
+    """Make the function from a word of codes to the two pairs of fp16 of its m-th MMA.
+
+    INT4: codes 2m and 2m + 4, then 2m + 1 and 2m + 5, these 16 times too large. Bytes: 0 and 2,
+    then 1 and 3; E4M3 becomes fp16 times 2**-8 when its sign and its magnitude are shifted apart.
+    """
+    IS_INT4, IS_INT8 = fmt.codec == "int4", fmt.codec == "int8"
+
+    @cuda.jit(device=True, inline="always")
+    def unpack(word, m):
+        if IS_INT4:
+            word = word >> uint32(8 * m)
+            return word & uint32(0x000F000F), word & uint32(0x00F000F0)
+        odd = word >> uint32(8)
+        if IS_INT8:
+            return word & uint32(0x00FF00FF), odd & uint32(0x00FF00FF)
+        low = ((word & uint32(0x007F007F)) << uint32(7)) | (
+            (word & uint32(0x00800080)) << uint32(8)
+        )
+        high = ((odd & uint32(0x007F007F)) << uint32(7)) | ((odd & uint32(0x00800080)) << uint32(8))
+        return low, high
+
+    return unpack
+
+
+@cuda.jit(device=True, inline="always")
+def add_rows(sums, low, high, values):
+    """sums + values times `low` in row g and `high` in row g + 8 of a fragment."""
+    return (
+        sums[0] + low * values[0],
+        sums[1] + low * values[1],
+        sums[2] + high * values[2],
+        sums[3] + high * values[3],
+    )
+
+
+@cuda.jit(device=True, inline="always")
+def scale_columns(sums, first, second):
+    """sums times `first` in column 2t and `second` in column 2t + 1 of a fragment."""
+    return sums[0] * first, sums[1] * second, sums[2] * first, sums[3] * second
+
+
+@cuda.jit(device=True, inline="always")
+def over_rows(value, combine):
+    """A value combined over the lanes of a column, in all of them."""
+    value = combine(value, exchange(value, uint32(4)))
+    value = combine(value, exchange(value, uint32(8)))
+    return combine(value, exchange(value, uint32(16)))
 
 
 def make_copy(staged):
@@ -73,7 +122,7 @@ def make_copy(staged):
     ROW, HEADER, PIECES, GRANULE = staged.stride, staged.header, staged.pieces, staged.granule
     copy = {4: copy_4, 8: copy_8, 16: copy_16}[GRANULE]
 
-    @register_jitable
+    @cuda.jit(device=True, inline="always")
     def copy_tile(target, base, stride, first, end, start, capacity):
         lane = int32(cuda.threadIdx.x) & int32(31)
         for i in range(PIECES):  # TILE = 32 rows: PIECES copies of each lane
@@ -102,7 +151,6 @@ def make_decode_kernel(k_format, v_format, warps, stages, q_is_bf16):
     K_GROUP, V_GROUP = k_format.group_size, v_format.group_size
     K_EXACT, V_EXACT = k_format.is_exact, v_format.is_exact
     K_INT4, V_INT4 = k_format.codec == "int4", v_format.codec == "int4"
-    K_INT8, V_INT8 = k_format.codec == "int8", v_format.codec == "int8"
     K_ROW, K_PREFIX, K_HEADER, K_CHUNKS = k.stride, k.prefix, k.header, k.chunks
     V_ROW, V_PREFIX, V_HEADER, V_CHUNKS = v.stride, v.prefix, v.header, v.chunks
     K_EVEN, V_EVEN = K_CHUNKS + K_CHUNKS % 2, V_CHUNKS + V_CHUNKS % 2  # ldmatrix takes two
@@ -117,6 +165,7 @@ def make_decode_kernel(k_format, v_format, warps, stages, q_is_bf16):
     Q_SUMS = 2 * K_GROUPS
     SUMS = 2 * V_EVEN if V_EXACT else 4 * V_EVEN * V_MMAS
     copy_k, copy_v = make_copy(k), make_copy(v)
+    unpack_k, unpack_v = make_unpack(k_format), make_unpack(v_format)
     wait_for_oldest = wait_copies[STAGES - 2]
     wait_all = wait_copies[0]
     k_mma = mma_bf16 if k_format.codec == "bf16" else mma_f16
@@ -197,14 +246,10 @@ def make_decode_kernel(k_format, v_format, warps, stages, q_is_bf16):
                                 e = d + int32(2)
                             if ok and c < K_CHUNKS:
                                 if d < int32(K_DIM):
-                                    if K_PARTS == 1 or d // int32(K_GROUP) == int32(
-                                        c * K_PARTS + part
-                                    ):
+                                    if K_PARTS == 1 or d // int32(K_GROUP) == c * K_PARTS + part:
                                         lo = q_float(load_global_u16(qrow + uint64(2) * uint64(d)))
                                 if e < int32(K_DIM):
-                                    if K_PARTS == 1 or e // int32(K_GROUP) == int32(
-                                        c * K_PARTS + part
-                                    ):
+                                    if K_PARTS == 1 or e // int32(K_GROUP) == c * K_PARTS + part:
                                         hi = q_float(load_global_u16(qrow + uint64(2) * uint64(e)))
                             total += lo + hi
                             f = float32(0.0625) if (K_INT4 and r == 1) else float32(1)
@@ -221,10 +266,7 @@ def make_decode_kernel(k_format, v_format, warps, stages, q_is_bf16):
         o = cuda.local.array(SUMS, float32)
         for i in range(SUMS):
             o[i] = float32(0)
-        z0 = float32(0)
-        z1 = float32(0)
-        z2 = float32(0)
-        z3 = float32(0)
+        z = ZEROS  # of the shifts
         m0 = float32(-1e30)
         m1 = float32(-1e30)
         l0 = float32(0)
@@ -264,153 +306,54 @@ def make_decode_kernel(k_format, v_format, warps, stages, q_is_bf16):
             S = cuda.local.array(8, float32)
             for h in range(2):
                 ka = ks + uint32(h * 16 * K_ROW)
-                s0 = float32(0)
-                s1 = float32(0)
-                s2 = float32(0)
-                s3 = float32(0)
+                matrix = ka + row16 * uint32(K_ROW) + half16 + uint32(K_PREFIX)
+                scores = ZEROS
                 if K_EXACT:
                     for c in range(K_EVEN // 2):
-                        w = load_matrix_x4(ka + row16 * uint32(K_ROW) + half16 + uint32(32 * c))
-                        a = k_mma(w[0], w[1], w[2], w[3], qf[2 * c], qf[2 * c + 1], s0, s1, s2, s3)
-                        s0 = a[0]
-                        s1 = a[1]
-                        s2 = a[2]
-                        s3 = a[3]
-                    s0 *= score_scale
-                    s1 *= score_scale
-                    s2 *= score_scale
-                    s3 *= score_scale
+                        w = load_matrix_x4(matrix + uint32(32 * c))
+                        scores = k_mma(w, (qf[2 * c], qf[2 * c + 1]), scores)
+                    scores = scale_columns(scores, score_scale, score_scale)
                 else:
-                    h0 = float32(0)
-                    h1 = float32(0)
-                    h2 = float32(0)
-                    h3 = float32(0)
-                    a0 = float32(0)
-                    a1 = float32(0)
-                    a2 = float32(0)
-                    a3 = float32(0)
-                    for cp in range(K_EVEN // 2):
-                        w = load_matrix_x4(
-                            ka + row16 * uint32(K_ROW) + half16 + uint32(K_PREFIX + 32 * cp)
-                        )
-                        for q_ in range(2):
-                            c = 2 * cp + q_
-                            if c < K_CHUNKS:
-                                for part in range(K_PARTS):
-                                    x = w[0] if q_ == 0 else w[2]
-                                    y = w[1] if q_ == 0 else w[3]
-                                    for m in range(K_MMAS):
-                                        i = ((c * K_PARTS + part) * K_MMAS + m) * 2
-                                        if K_INT4:
-                                            a = mma_f16(
-                                                x & uint32(0x000F000F),
-                                                y & uint32(0x000F000F),
-                                                x & uint32(0x00F000F0),
-                                                y & uint32(0x00F000F0),
-                                                qf[i],
-                                                qf[i + 1],
-                                                a0,
-                                                a1,
-                                                a2,
-                                                a3,
-                                            )
-                                            x = x >> uint32(8)
-                                            y = y >> uint32(8)
-                                        elif K_INT8:
-                                            a = mma_f16(
-                                                x & uint32(0x00FF00FF),
-                                                y & uint32(0x00FF00FF),
-                                                (x >> uint32(8)) & uint32(0x00FF00FF),
-                                                (y >> uint32(8)) & uint32(0x00FF00FF),
-                                                qf[i],
-                                                qf[i + 1],
-                                                a0,
-                                                a1,
-                                                a2,
-                                                a3,
-                                            )
-                                        else:
-                                            a = mma_f16(
-                                                fp8_pair(x),
-                                                fp8_pair(y),
-                                                fp8_pair(x >> uint32(8)),
-                                                fp8_pair(y >> uint32(8)),
-                                                qf[i],
-                                                qf[i + 1],
-                                                a0,
-                                                a1,
-                                                a2,
-                                                a3,
-                                            )
-                                        a0 = a[0]
-                                        a1 = a[1]
-                                        a2 = a[2]
-                                        a3 = a[3]
-                                    last = (
-                                        True
-                                        if K_PARTS > 1
-                                        else (c + 1) * K_SPAN % K_GROUP == 0 or c == K_CHUNKS - 1
-                                    )
-                                    if last:
-                                        grp = (
-                                            c * K_PARTS + part
-                                            if K_PARTS > 1
-                                            else (c * K_SPAN) // K_GROUP
-                                        )
-                                        u = load_shared_u32(
-                                            ka
-                                            + uint32(g) * uint32(K_ROW)
-                                            + uint32(K_HEADER + 4 * grp)
-                                        )
-                                        v = load_shared_u32(
-                                            ka
-                                            + uint32(g + int32(8)) * uint32(K_ROW)
-                                            + uint32(K_HEADER + 4 * grp)
-                                        )
-                                        f0 = low_f16(u)
-                                        f1 = low_f16(v)
-                                        e0 = high_f16(u)
-                                        e1 = high_f16(v)
-                                        s0 += f0 * a0
-                                        s1 += f0 * a1
-                                        s2 += f1 * a2
-                                        s3 += f1 * a3
-                                        h0 += e0 * qs[2 * grp]
-                                        h1 += e0 * qs[2 * grp + 1]
-                                        h2 += e1 * qs[2 * grp]
-                                        h3 += e1 * qs[2 * grp + 1]
-                                        a0 = float32(0)
-                                        a1 = float32(0)
-                                        a2 = float32(0)
-                                        a3 = float32(0)
+                    shifted = ZEROS
+                    a = ZEROS
+                    for c in range(K_CHUNKS):
+                        if c % 2 == 0:
+                            w = load_matrix_x4(matrix + uint32(16 * c))
+                        x = w[0] if c % 2 == 0 else w[2]
+                        y = w[1] if c % 2 == 0 else w[3]
+                        for part in range(K_PARTS):
+                            for m in range(K_MMAS):
+                                i = ((c * K_PARTS + part) * K_MMAS + m) * 2
+                                x0, x1 = unpack_k(x, m)
+                                y0, y1 = unpack_k(y, m)
+                                a = mma_f16((x0, y0, x1, y1), (qf[i], qf[i + 1]), a)
+                            if K_PARTS > 1 or (c + 1) * K_SPAN % K_GROUP == 0 or c == K_CHUNKS - 1:
+                                grp = c * K_SPAN // K_GROUP + part
+                                at = ka + uint32(g) * uint32(K_ROW) + uint32(K_HEADER + 4 * grp)
+                                u = load_shared_u32(at)
+                                v = load_shared_u32(at + uint32(8 * K_ROW))
+                                q0, q1 = qs[2 * grp], qs[2 * grp + 1]
+                                scores = add_rows(scores, low_f16(u), low_f16(v), a)
+                                shifted = add_rows(
+                                    shifted, high_f16(u), high_f16(v), (q0, q1, q0, q1)
+                                )
+                                a = ZEROS
                     code_scale = score_scale * float32(K_FACTOR)
-                    s0 = s0 * code_scale + h0 * score_scale
-                    s1 = s1 * code_scale + h1 * score_scale
-                    s2 = s2 * code_scale + h2 * score_scale
-                    s3 = s3 * code_scale + h3 * score_scale
-                if tok0 + int32(h * 16) + g >= t_end:
-                    s0 = float32(-1e30)
-                    s1 = float32(-1e30)
-                if tok0 + int32(h * 16 + 8) + g >= t_end:
-                    s2 = float32(-1e30)
-                    s3 = float32(-1e30)
-                S[4 * h] = s0
-                S[4 * h + 1] = s1
-                S[4 * h + 2] = s2
-                S[4 * h + 3] = s3
+                    scores = scale_columns(scores, code_scale, code_scale)
+                    scores = add_rows(scores, score_scale, score_scale, shifted)
+                token = tok0 + int32(h * 16) + g
+                first_in, second_in = token < t_end, token + int32(8) < t_end
+                S[4 * h] = scores[0] if first_in else float32(-1e30)
+                S[4 * h + 1] = scores[1] if first_in else float32(-1e30)
+                S[4 * h + 2] = scores[2] if second_in else float32(-1e30)
+                S[4 * h + 3] = scores[3] if second_in else float32(-1e30)
             # Step 5: lazy rescale
             n0 = maximum(maximum(S[0], S[2]), maximum(S[4], S[6]))
             n1 = maximum(maximum(S[1], S[3]), maximum(S[5], S[7]))
             grow = uint32(1) if (n0 > m0 + float32(4)) or (n1 > m1 + float32(4)) else uint32(0)
             if any_lane(grow):
-                n0 = maximum(n0, exchange(n0, uint32(4)))
-                n0 = maximum(n0, exchange(n0, uint32(8)))
-                n0 = maximum(n0, exchange(n0, uint32(16)))
-                n1 = maximum(n1, exchange(n1, uint32(4)))
-                n1 = maximum(n1, exchange(n1, uint32(8)))
-                n1 = maximum(n1, exchange(n1, uint32(16)))
-                n0 = maximum(n0, m0)
-                n1 = maximum(n1, m1)
+                n0 = maximum(over_rows(n0, maximum), m0)
+                n1 = maximum(over_rows(n1, maximum), m1)
                 e0 = exp2(m0 - n0)
                 e1 = exp2(m1 - n1)
                 m0 = n0
@@ -422,10 +365,7 @@ def make_decode_kernel(k_format, v_format, warps, stages, q_is_bf16):
                     o[4 * i + 1] *= e1
                     o[4 * i + 2] *= e0
                     o[4 * i + 3] *= e1
-                z0 *= e0
-                z1 *= e1
-                z2 *= e0
-                z3 *= e1
+                z = scale_columns(z, e0, e1)
             # Step 6: P V
             for h in range(2):
                 p0 = exp2(S[4 * h] - m0)
@@ -437,115 +377,48 @@ def make_decode_kernel(k_format, v_format, warps, stages, q_is_bf16):
                 b0 = transpose_matrix(p_pack(p1, p0))
                 b1 = transpose_matrix(p_pack(p3, p2))
                 va = vs + uint32(h * 16 * V_ROW)
+                matrix = va + row16 * uint32(V_ROW) + half16
                 if V_EXACT:
                     for c in range(V_EVEN // 2):
-                        w = load_matrix_x4_t(va + row16 * uint32(V_ROW) + half16 + uint32(32 * c))
-                        a = v_mma(
-                            w[0],
-                            w[2],
-                            w[1],
-                            w[3],
-                            b0,
-                            b1,
-                            o[4 * c],
-                            o[4 * c + 1],
-                            o[4 * c + 2],
-                            o[4 * c + 3],
-                        )
-                        o[4 * c] = a[0]
-                        o[4 * c + 1] = a[1]
-                        o[4 * c + 2] = a[2]
-                        o[4 * c + 3] = a[3]
+                        w = load_matrix_x4_t(matrix + uint32(32 * c))
+                        i = 4 * c
+                        a = (o[i], o[i + 1], o[i + 2], o[i + 3])
+                        a = v_mma((w[0], w[2], w[1], w[3]), (b0, b1), a)
+                        o[i], o[i + 1], o[i + 2], o[i + 3] = a[0], a[1], a[2], a[3]
                 else:
                     if V_GROUPS == 8:
-                        w = load_matrix_x4_t(va + row16 * uint32(V_ROW) + half16)
-                        a = mma_f16(w[0], w[2], w[1], w[3], b0, b1, z0, z1, z2, z3)
+                        w = load_matrix_x4_t(matrix)
+                        z = mma_f16((w[0], w[2], w[1], w[3]), (b0, b1), z)
                     else:
                         d = load_matrix_x2_t(va + row16 * uint32(V_ROW) + uint32(V_PREFIX - 16))
-                        a = mma_f16(d[0], uint32(0), d[1], uint32(0), b0, b1, z0, z1, z2, z3)
-                    z0 = a[0]
-                    z1 = a[1]
-                    z2 = a[2]
-                    z3 = a[3]
+                        z = mma_f16((d[0], uint32(0), d[1], uint32(0)), (b0, b1), z)
                     pb0 = uint32(0)
                     pb1 = uint32(0)
                     vrow = va + uint32(t) * uint32(2 * V_ROW) + uint32(V_HEADER)
-                    for cp in range(V_EVEN // 2):
-                        w = load_matrix_x4_t(
-                            va + row16 * uint32(V_ROW) + half16 + uint32(V_PREFIX + 32 * cp)
-                        )
-                        for q_ in range(2):
-                            c = 2 * cp + q_
-                            if c < V_CHUNKS:
-                                for part in range(V_PARTS):
-                                    new = True if V_PARTS > 1 else c * V_SPAN % V_GROUP == 0
-                                    if new:
-                                        grp = (
-                                            c * V_PARTS + part
-                                            if V_PARTS > 1
-                                            else (c * V_SPAN) // V_GROUP
-                                        )
-                                        u0 = load_shared_u32(vrow + uint32(4 * grp))
-                                        u1 = load_shared_u32(vrow + uint32(V_ROW + 4 * grp))
-                                        u2 = load_shared_u32(vrow + uint32(8 * V_ROW + 4 * grp))
-                                        u3 = load_shared_u32(vrow + uint32(9 * V_ROW + 4 * grp))
-                                        pb0 = multiply_f16(b0, low_halves(u0, u1))
-                                        pb1 = multiply_f16(b1, low_halves(u2, u3))
-                                    x = w[0] if q_ == 0 else w[2]
-                                    y = w[1] if q_ == 0 else w[3]
-                                    if V_PARTS > 1:
-                                        mine = (g * int32(V_SPAN // 8)) // int32(V_GROUP) == int32(
-                                            part
-                                        )
-                                        x = x if mine else uint32(0)
-                                        y = y if mine else uint32(0)
-                                    for m in range(V_MMAS):
-                                        i = (c * V_MMAS + m) * 4
-                                        if V_INT4:
-                                            a = mma_f16(
-                                                x & uint32(0x000F000F),
-                                                x & uint32(0x00F000F0),
-                                                y & uint32(0x000F000F),
-                                                y & uint32(0x00F000F0),
-                                                pb0,
-                                                pb1,
-                                                o[i],
-                                                o[i + 1],
-                                                o[i + 2],
-                                                o[i + 3],
-                                            )
-                                            x = x >> uint32(8)
-                                            y = y >> uint32(8)
-                                        elif V_INT8:
-                                            a = mma_f16(
-                                                x & uint32(0x00FF00FF),
-                                                (x >> uint32(8)) & uint32(0x00FF00FF),
-                                                y & uint32(0x00FF00FF),
-                                                (y >> uint32(8)) & uint32(0x00FF00FF),
-                                                pb0,
-                                                pb1,
-                                                o[i],
-                                                o[i + 1],
-                                                o[i + 2],
-                                                o[i + 3],
-                                            )
-                                        else:
-                                            a = mma_f16(
-                                                fp8_pair(x),
-                                                fp8_pair(x >> uint32(8)),
-                                                fp8_pair(y),
-                                                fp8_pair(y >> uint32(8)),
-                                                pb0,
-                                                pb1,
-                                                o[i],
-                                                o[i + 1],
-                                                o[i + 2],
-                                                o[i + 3],
-                                            )
-                                        o[i] = a[0]
-                                        o[i + 1] = a[1]
-                                        o[i + 2] = a[2]
-                                        o[i + 3] = a[3]
+                    for c in range(V_CHUNKS):
+                        if c % 2 == 0:
+                            w = load_matrix_x4_t(matrix + uint32(V_PREFIX + 16 * c))
+                        for part in range(V_PARTS):
+                            if V_PARTS > 1 or c * V_SPAN % V_GROUP == 0:
+                                at = vrow + uint32(4 * (c * V_SPAN // V_GROUP + part))
+                                u0 = load_shared_u32(at)
+                                u1 = load_shared_u32(at + uint32(V_ROW))
+                                u2 = load_shared_u32(at + uint32(8 * V_ROW))
+                                u3 = load_shared_u32(at + uint32(9 * V_ROW))
+                                pb0 = multiply_f16(b0, low_halves(u0, u1))
+                                pb1 = multiply_f16(b1, low_halves(u2, u3))
+                            x = w[0] if c % 2 == 0 else w[2]
+                            y = w[1] if c % 2 == 0 else w[3]
+                            if V_PARTS > 1 and g * int32(V_SPAN // 8) // int32(V_GROUP) != part:
+                                x = uint32(0)
+                                y = uint32(0)
+                            for m in range(V_MMAS):
+                                x0, x1 = unpack_v(x, m)
+                                y0, y1 = unpack_v(y, m)
+                                i = (c * V_MMAS + m) * 4
+                                a = (o[i], o[i + 1], o[i + 2], o[i + 3])
+                                a = mma_f16((x0, x1, y0, y1), (pb0, pb1), a)
+                                o[i], o[i + 1], o[i + 2], o[i + 3] = a[0], a[1], a[2], a[3]
             stage += int32(1)
             if stage == int32(STAGES):
                 stage = int32(0)
@@ -554,12 +427,8 @@ def make_decode_kernel(k_format, v_format, warps, stages, q_is_bf16):
                 ahead = int32(0)
             cuda.syncwarp()
         # Step 7: merge the warps
-        l0 += exchange(l0, uint32(4))
-        l0 += exchange(l0, uint32(8))
-        l0 += exchange(l0, uint32(16))
-        l1 += exchange(l1, uint32(4))
-        l1 += exchange(l1, uint32(8))
-        l1 += exchange(l1, uint32(16))
+        l0 = over_rows(l0, add)
+        l1 = over_rows(l1, add)
         wait_all()
         cuda.syncthreads()
         sb = shared_address(dyn)
@@ -610,11 +479,11 @@ def make_decode_kernel(k_format, v_format, warps, stages, q_is_bf16):
                     unit = 2 * grp + 1 if V_GROUPS == 8 else 8 - 2 * V_GROUPS + 2 * grp + 1
                     src = uint32((unit % 8) * 4) + uint32(t)
                     if unit < 8:
-                        y0 = from_lane(z0, src)
-                        y1 = from_lane(z1, src)
+                        y0 = from_lane(z[0], src)
+                        y1 = from_lane(z[1], src)
                     else:
-                        y0 = from_lane(z2, src)
-                        y1 = from_lane(z3, src)
+                        y0 = from_lane(z[2], src)
+                        y1 = from_lane(z[3], src)
                     mine = V_PARTS == 1 or (g * int32(V_SPAN // 8)) // int32(V_GROUP) == int32(part)
                     if mine:
                         zz0 = y0

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 import torch
 from numba import cuda
-from numba.core.errors import NumbaPerformanceWarning
 
 from kvquant.errors import ConfigError, UnsupportedError
 from kvquant.segments import Segment
@@ -84,7 +83,7 @@ def attend(
         starts = None if segment.starts is None else segment.starts.contiguous()
         kept += [lens, starts]
         with cuda.gpus[device], warnings.catch_warnings():
-            warnings.simplefilter("ignore", NumbaPerformanceWarning)  # small grids
+            warnings.filterwarnings("ignore", ".*Grid size .* under-utilization")
             kernel[(count, num_kv_heads * head_blocks, batch), 32 * warps, stream, shared](
                 q.data_ptr(),
                 segment.k_rows.data_ptr(),

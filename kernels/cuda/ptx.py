@@ -24,12 +24,14 @@ def instruction(template, results, arguments, *, pure=True):
     Args:
         template: the instruction; several end in ';'.
         results: kinds, such as "f32 f32"; several come back as a tuple.
-        arguments: kinds.
+        arguments: kinds; "f32x4" is a tuple of four.
         pure: whether the result depends on the arguments alone, so that LLVM may move, merge or
             drop it; False for what reads or writes memory or waits for other lanes.
     """
     results = [_KINDS[word] for word in results.split()]
-    arguments = [_KINDS[word] for word in arguments.split()]
+    arguments = [(_KINDS[word[:3]], int(word[4:] or 0)) for word in arguments.split()]
+    operands = [kind for kind, count in arguments for _ in range(count or 1)]
+    wanted = [types.UniTuple(kind[2], count) if count else kind[2] for kind, count in arguments]
     result_type = types.void
     llvm_result = ir.VoidType()
     if len(results) == 1:
@@ -37,19 +39,19 @@ def instruction(template, results, arguments, *, pure=True):
     elif results:
         llvm_result = ir.LiteralStructType([kind for _, kind, _ in results])
         result_type = types.UniTuple(results[0][2], len(results))
-    constraints = [f"={letter}" for letter, _, _ in results] + [
-        letter for letter, _, _ in arguments
-    ]
+    constraints = [f"={letter}" for letter, _, _ in results] + [letter for letter, _, _ in operands]
     if not pure:
         constraints.append("~{memory}")
-    llvm_function = ir.FunctionType(llvm_result, [kind for _, kind, _ in arguments])
+    llvm_function = ir.FunctionType(llvm_result, [kind for _, kind, _ in operands])
     assembly = ir.InlineAsm(llvm_function, template, ",".join(constraints), side_effect=not pure)
 
     def generate(context, builder, signature, args):
-        values = [
-            context.cast(builder, value, have, kind)
-            for value, have, (_, _, kind) in zip(args, signature.args, arguments, strict=True)
-        ]
+        values = []
+        for value, have, want, (_, count) in zip(
+            args, signature.args, wanted, arguments, strict=True
+        ):
+            value = context.cast(builder, value, have, want)
+            values += [builder.extract_value(value, i) for i in range(count)] or [value]
         made = builder.call(assembly, values)
         if not results:
             return context.get_dummy_value()
@@ -59,12 +61,12 @@ def instruction(template, results, arguments, *, pure=True):
         return context.make_tuple(builder, signature.return_type, parts)
 
     def typed(typingctx, *given):
-        return typing.signature(result_type, *(kind for _, _, kind in arguments)), generate
+        return typing.signature(result_type, *wanted), generate
 
     names = ["typingctx", *(f"a{i}" for i in range(len(arguments)))]
     typed.__signature__ = inspect.Signature(
         [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
-    )
+    )  # numba packs *given into a tuple unless it sees the names
     return intrinsic(typed)
 
 
@@ -105,12 +107,8 @@ _MMA = (
     "mma.sync.aligned.m16n8k16.row.col.f32.{0}.{0}.f32 "
     "{{$0,$1,$2,$3}},{{$4,$5,$6,$7}},{{$8,$9}},{{$10,$11,$12,$13}};"
 )
-mma_f16 = instruction(
-    _MMA.format("f16"), "f32 f32 f32 f32", "u32 u32 u32 u32 u32 u32 f32 f32 f32 f32"
-)
-mma_bf16 = instruction(
-    _MMA.format("bf16"), "f32 f32 f32 f32", "u32 u32 u32 u32 u32 u32 f32 f32 f32 f32"
-)
+mma_f16 = instruction(_MMA.format("f16"), "f32 f32 f32 f32", "u32x4 u32x2 f32x4")
+mma_bf16 = instruction(_MMA.format("bf16"), "f32 f32 f32 f32", "u32x4 u32x2 f32x4")
 
 load_shared_u32 = instruction("ld.shared.u32 $0,[$1];", "u32", "u32", pure=False)
 load_shared_f32 = instruction("ld.shared.f32 $0,[$1];", "f32", "u32", pure=False)
