@@ -10,7 +10,7 @@ from .errors import ConfigError, DeviceError, ShapeError, UnsupportedError
 from .layout import RowFormat
 from .quant import FLOAT_DTYPES
 from .reference import reference_over_segments
-from .segments import Segment, check_query, check_segments
+from .segments import Segment, check_query, check_segments, make_segment
 
 State = tuple[torch.Tensor, torch.Tensor]
 BACKENDS = ("cpu", "cuda", "reference")
@@ -58,12 +58,7 @@ def decode_attention(
         ConfigError: a dtype, a format or the backend does not exist.
         DeviceError: the tensors lie on different devices, or none of the backends serves theirs.
     """
-    check_query(q)
-    k_format = RowFormat.parse(k_format, q.shape[-1])
-    v_format = (
-        v_format if isinstance(v_format, RowFormat) else RowFormat.parse(v_format, q.shape[-1])
-    )
-    segment = Segment(k_rows, v_rows, seq_lens, k_format, v_format)
+    segment = make_segment(q, k_rows, v_rows, seq_lens, k_format, v_format)
     return attend_segments(
         q,
         [segment],

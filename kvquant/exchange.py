@@ -37,7 +37,7 @@ from .cache import Formats, KVCache
 from .errors import CheckpointError, ConfigError, NonFiniteError, ShapeError, UnsupportedError
 from .files import TensorSource, open_safetensors, read_tensor, replaced, write_safetensors
 from .layout import FP16_MAX, RowFormat
-from .quant import EXACT_DTYPES, FLOAT_DTYPES, dequantize_rows, quantize_rows
+from .quant import EXACT_DTYPES, FLOAT_DTYPES, dequantize_rows, exact_codec, quantize_rows
 
 TARGETS = ("bf16", "fp16", "fbgemm", "xformers")
 # a reader in fp16 computes scale * 512 for INT4, and code * scale for FP8, before it adds the shift
@@ -136,7 +136,7 @@ def quantize_raw(
     raw = load_raw(path)
     first = raw.layers[0][0]
     if exact_format is None:
-        exact_format = "fp16" if first.dtype == torch.float16 else "bf16"
+        exact_format = exact_codec(first.dtype)
     longest = int(raw.seq_lens.max())
     if max_seq_len is not None and longest > max_seq_len:
         raise ShapeError(
@@ -295,8 +295,8 @@ def _rows(
 ) -> Iterator[tuple[torch.Tensor, RowFormat]]:
     """Rows [num_kv_heads, tokens, row_bytes] of one sequence and their formats, in token order."""
     for segment in cache.segments(layer):
-        k_rows, v_rows = segment.rows(sequence)
-        yield (k_rows, segment.k_format) if side == "k" else (v_rows, segment.v_format)
+        fmt = segment.k_format if side == "k" else segment.v_format
+        yield segment.rows(sequence, side), fmt
 
 
 def _check_exportable(layer: int, k_format: RowFormat, v_format: RowFormat, to: str) -> None:

@@ -18,6 +18,7 @@ from .huggingface import (
     load,
     plain_cache,
 )
+from .quant import exact_codec
 
 Progress = Callable[[int], None]
 
@@ -41,7 +42,7 @@ class CachedModel:
     ) -> None:
         self.model = model.eval()
         self.tokenizer = tokenizer
-        self.exact_format = exact_format or _exact_format(model.dtype)
+        self.exact_format = exact_format or exact_codec(model.dtype)
         self.config = model.config.get_text_config(decoder=True)
 
     @classmethod
@@ -64,7 +65,7 @@ class CachedModel:
             ConfigError: no such folder, or no model that transformers can load in it.
         """
         model, tokenizer, saved = load(folder, dtype)
-        return cls(model.to(device), tokenizer, exact_format=_exact_format(saved))
+        return cls(model.to(device), tokenizer, exact_format=exact_codec(saved))
 
     @property
     def config_dict(self) -> dict[str, Any]:
@@ -266,7 +267,3 @@ class CachedModel:
                 f"{longest} tokens do not fit into a cache with max_seq_len {cache.max_seq_len}"
             )
         return counts
-
-
-def _exact_format(dtype: torch.dtype | None) -> str:
-    return "fp16" if dtype == torch.float16 else "bf16"

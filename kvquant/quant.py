@@ -124,6 +124,11 @@ def check_rows(rows: torch.Tensor, fmt: RowFormat, name: str = "rows") -> None:
         )
 
 
+def exact_codec(dtype: torch.dtype | None) -> str:
+    """The 16-bit codec for tensors of a dtype: "fp16" for float16, else "bf16"."""
+    return "fp16" if dtype == torch.float16 else "bf16"
+
+
 def _check_format(fmt: RowFormat) -> None:
     if not isinstance(fmt, RowFormat):
         raise ConfigError(

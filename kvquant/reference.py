@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from .layout import RowFormat
-from .segments import Segment, check_query, check_segments
+from .segments import Segment, check_segments, make_segment
 
 
 def reference_attention(
@@ -38,12 +38,7 @@ def reference_attention(
     Raises:
         ShapeError, ConfigError, DeviceError: as decode_attention.
     """
-    check_query(q)
-    k_format = RowFormat.parse(k_format, q.shape[-1])
-    v_format = (
-        v_format if isinstance(v_format, RowFormat) else RowFormat.parse(v_format, q.shape[-1])
-    )
-    segment = Segment(k_rows, v_rows, seq_lens, k_format, v_format)
+    segment = make_segment(q, k_rows, v_rows, seq_lens, k_format, v_format)
     check_segments(q, [segment])
     return reference_over_segments(q, [segment], sm_scale)
 

@@ -70,24 +70,38 @@ class Segment:
         """Rows that a sequence has room for."""
         return self.k_rows.shape[2]
 
-    def rows(self, sequence: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies of the K and V rows of one sequence in the order of its tokens.
+    def rows(self, sequence: int, side: str) -> torch.Tensor:
+        """Copy the rows of one sequence, of side "k" or "v", in the order of its tokens.
 
         Returns:
-            [num_kv_heads, seq_len, row_bytes], uint8, each.
+            [num_kv_heads, seq_len, row_bytes], uint8.
         """
         start = 0 if self.starts is None else int(self.starts[sequence])
         index = torch.arange(start, start + int(self.seq_lens[sequence]), device=self.k_rows.device)
         index = index % max(self.capacity, 1)
-        return self.k_rows[sequence].index_select(1, index), self.v_rows[sequence].index_select(
-            1, index
-        )
+        rows = self.k_rows if side == "k" else self.v_rows
+        return rows[sequence].index_select(1, index)
 
     def dequantized(self, sequence: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of one sequence in the order of its tokens: [num_kv_heads, seq_len, head_dim]."""
-        k_rows, v_rows = self.rows(sequence)
-        k = dequantize_rows(k_rows, self.k_format, dtype)
-        return k, dequantize_rows(v_rows, self.v_format, dtype)
+        k = dequantize_rows(self.rows(sequence, "k"), self.k_format, dtype)
+        return k, dequantize_rows(self.rows(sequence, "v"), self.v_format, dtype)
+
+
+def make_segment(
+    q: torch.Tensor,
+    k_rows: torch.Tensor,
+    v_rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    k_format: str | RowFormat,
+    v_format: str | RowFormat,
+) -> Segment:
+    """The segment of loose rows; formats given by name have the head_dim of q."""
+    check_query(q)
+    k_format = RowFormat.parse(k_format, q.shape[-1])
+    if not isinstance(v_format, RowFormat):
+        v_format = RowFormat.parse(v_format, q.shape[-1])
+    return Segment(k_rows, v_rows, seq_lens, k_format, v_format)
 
 
 def check_query(q: torch.Tensor) -> None:

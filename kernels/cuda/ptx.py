@@ -80,9 +80,6 @@ wait_copies = [
 ]
 
 # 8x8 matrices of 16-bit units between shared memory and the registers of a warp
-load_matrix_x2 = instruction(
-    "ldmatrix.sync.aligned.m8n8.x2.shared.b16 {$0,$1},[$2];", "u32 u32", "u32", pure=False
-)
 load_matrix_x4 = instruction(
     "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0,$1,$2,$3},[$4];",
     "u32 u32 u32 u32",
@@ -112,17 +109,11 @@ mma_bf16 = instruction(_MMA.format("bf16"), "f32 f32 f32 f32", "u32x4 u32x2 f32x
 
 load_shared_u32 = instruction("ld.shared.u32 $0,[$1];", "u32", "u32", pure=False)
 load_shared_f32 = instruction("ld.shared.f32 $0,[$1];", "f32", "u32", pure=False)
-load_shared_u32x4 = instruction(
-    "ld.shared.v4.u32 {$0,$1,$2,$3},[$4];", "u32 u32 u32 u32", "u32", pure=False
-)
 store_shared_f32 = instruction("st.shared.f32 [$0],$1;", "", "u32 f32", pure=False)
-store_shared_u32 = instruction("st.shared.u32 [$0],$1;", "", "u32 u32", pure=False)
 store_shared_f32x2 = instruction("st.shared.v2.f32 [$0],{$1,$2};", "", "u32 f32 f32", pure=False)
 load_global_u16 = instruction("ld.global.nc.u16 $0,[$1];", "u16", "u64", pure=False)
 load_global_u32 = instruction("ld.global.nc.u32 $0,[$1];", "u32", "u64", pure=False)
-load_global_f32 = instruction("ld.global.f32 $0,[$1];", "f32", "u64", pure=False)
 store_global_f32 = instruction("st.global.f32 [$0],$1;", "", "u64 f32", pure=False)
-store_global_u16 = instruction("st.global.u16 [$0],$1;", "", "u64 u16", pure=False)
 
 exp2 = instruction("ex2.approx.ftz.f32 $0,$1;", "f32", "f32")
 log2 = instruction("lg2.approx.ftz.f32 $0,$1;", "f32", "f32")
@@ -133,7 +124,6 @@ multiply_f16 = instruction("mul.rn.f16x2 $0,$1,$2;", "u32", "u32 u32")
 low_f16 = instruction("{.reg .b16 l,h; mov.b32 {l,h},$1; cvt.f32.f16 $0,l;}", "f32", "u32")
 high_f16 = instruction("{.reg .b16 l,h; mov.b32 {l,h},$1; cvt.f32.f16 $0,h;}", "f32", "u32")
 low_halves = instruction("prmt.b32 $0,$1,$2,0x5410;", "u32", "u32 u32")
-high_halves = instruction("prmt.b32 $0,$1,$2,0x7632;", "u32", "u32 u32")
 exchange = instruction("shfl.sync.bfly.b32 $0,$1,$2,0x1f,0xffffffff;", "f32", "f32 u32", pure=False)
 from_lane = instruction("shfl.sync.idx.b32 $0,$1,$2,0x1f,0xffffffff;", "f32", "f32 u32", pure=False)
 any_lane = instruction(
