@@ -1,19 +1,18 @@
-"""The fused attention call: checks, choice of the kernel; and the merge of partial results."""
+"""The fused attention call, and the merge of partial results."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from .errors import ConfigError, DeviceError, ShapeError, UnsupportedError
+from .backends import attend
+from .errors import ShapeError
 from .layout import RowFormat
-from .quant import FLOAT_DTYPES
-from .reference import reference_over_segments
-from .segments import Segment, check_query, check_segments, make_segment
+from .ops import attend_segments_op, decode_attention_op
+from .segments import Segment, make_segment
 
 State = tuple[torch.Tensor, torch.Tensor]
-BACKENDS = ("cpu", "cuda", "reference")
 
 
 def decode_attention(
@@ -24,6 +23,7 @@ def decode_attention(
     *,
     k_format: str | RowFormat,
     v_format: str | RowFormat,
+    block_table: torch.Tensor | None = None,
     sm_scale: float | None = None,
     return_lse: bool = False,
     num_splits: int | None = None,
@@ -32,20 +32,24 @@ def decode_attention(
     """Attend one new token of each sequence to packed rows, dequantizing on the way.
 
     No dequantized copy of the cache is made. Query head h reads KV head h // (num_q_heads /
-    num_kv_heads).
+    num_kv_heads). torch.compile takes the call as one op, with fullgraph=True too.
 
     Args:
-        q: [batch, num_q_heads, head_dim], float32, bfloat16 or float16; num_q_heads is a multiple
-            of num_kv_heads, in any ratio.
-        k_rows: [batch, num_kv_heads, capacity, row bytes of k_format], uint8. Rows are contiguous,
-            the other axes may have any strides.
-        v_rows: [batch, num_kv_heads, capacity, row bytes of v_format], uint8, likewise.
+        q: [batch, num_q_heads, head_dim], float32 (not on CUDA), bfloat16 or float16; num_q_heads
+            is a multiple of num_kv_heads, in any ratio.
+        k_rows: [batch, num_kv_heads, capacity, row bytes of k_format], uint8; with a block_table
+            [num_pages, num_kv_heads, page_size, row bytes of k_format], page_size 16, 32, 64 or
+            128. Rows are contiguous, the other axes may have any strides.
+        v_rows: likewise, of the row bytes of v_format.
         seq_lens: [batch], int32: rows in use, the first ones; the rest is not read.
         k_format: format of k_rows, or its short name ("int4-g4").
         v_format: format of v_rows, or its short name (then of the head_dim of q).
+        block_table: [batch, max_pages], int32: the pages of each sequence, in the order of its
+            tokens; entries after the last page in use are not read. The CPU kernel has no pages.
         sm_scale: factor on q·k; 1 / sqrt(head_dim) when None.
         return_lse: return the log-sum-exp of the scaled scores as well.
-        num_splits: parts the tokens are cut into, at least; chosen from the work when None.
+        num_splits: parts the tokens are cut into, at least (on CUDA those of the first segment);
+            chosen from the work when None.
         backend: "cpu" or "cuda" (numba), or "reference" (float64 torch, slow); by the device of q
             when None.
 
@@ -54,19 +58,33 @@ def decode_attention(
         [batch, num_q_heads], float32, base e. A sequence of length 0 gives zeros and lse -inf.
 
     Raises:
-        ShapeError: the tensors do not fit one another, or a length is over the capacity.
+        ShapeError: the tensors do not fit one another, or a length is over the capacity or a page
+            does not exist (on CUDA these values are read in debug mode only; see kvquant.debug).
         ConfigError: a dtype, a format or the backend does not exist.
         DeviceError: the tensors lie on different devices, or none of the backends serves theirs.
+        UnsupportedError: the kernel, the GPU or what is installed cannot do it.
     """
-    segment = make_segment(q, k_rows, v_rows, seq_lens, k_format, v_format)
-    return attend_segments(
-        q,
-        [segment],
-        sm_scale=sm_scale,
-        return_lse=return_lse,
-        num_splits=num_splits,
-        backend=backend,
-    )
+    if torch.compiler.is_compiling():
+        v_head_dim = v_format.head_dim if isinstance(v_format, RowFormat) else q.shape[-1]
+        results = decode_attention_op(
+            q.detach(),
+            k_rows,
+            v_rows,
+            seq_lens,
+            str(k_format),
+            str(v_format),
+            None,
+            block_table,
+            v_head_dim,
+            sm_scale,
+            return_lse,
+            num_splits,
+            backend,
+        )
+        return (results[0], results[1]) if return_lse else results[0]
+    segment = make_segment(q, k_rows, v_rows, seq_lens, k_format, v_format, block_table)
+    out, lse = attend(q, [segment], sm_scale, return_lse, num_splits, backend)
+    return out if lse is None else (out, lse)
 
 
 def attend_segments(
@@ -88,20 +106,25 @@ def attend_segments(
     Returns:
         As decode_attention.
     """
-    check_query(q)
-    if q.dtype not in FLOAT_DTYPES:
-        raise ConfigError(f"q is {q.dtype}: use float32, bfloat16 or float16")
-    if num_splits is not None and (type(num_splits) is not int or num_splits < 1):
-        raise ConfigError(
-            f"num_splits {num_splits} is not possible: use a whole number from 1, or None"
+    if torch.compiler.is_compiling():
+        results = attend_segments_op(
+            q.detach(),
+            [segment.k_rows for segment in segments],
+            [segment.v_rows for segment in segments],
+            [segment.seq_lens for segment in segments],
+            [str(segment.k_format) for segment in segments],
+            [str(segment.v_format) for segment in segments],
+            [segment.starts for segment in segments],
+            [segment.block_table for segment in segments],
+            segments[0].v_format.head_dim,
+            sm_scale,
+            return_lse,
+            num_splits,
+            backend,
         )
-    check_segments(q, segments)
-    q = q.detach()
-    sm_scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
-    attend = _choose_kernel(q, backend)
-    out, lse = attend(q, segments, sm_scale, num_splits)
-    out = out.to(q.dtype)
-    return (out, lse.float()) if return_lse else out
+        return (results[0], results[1]) if return_lse else results[0]
+    out, lse = attend(q, segments, sm_scale, return_lse, num_splits, backend)
+    return out if lse is None else (out, lse)
 
 
 def merge_states(*states: State) -> State:
@@ -135,42 +158,3 @@ def merge_states(*states: State) -> State:
     outs = torch.stack([out.to(lses.dtype) for out, _ in states])
     parts = torch.where(lses[..., None] == -torch.inf, 0.0, weights[..., None] * outs)
     return parts.sum(0).to(first_out.dtype), lse
-
-
-Kernel = Callable[[torch.Tensor, Sequence[Segment], float, "int | None"], State]
-
-
-def _choose_kernel(q: torch.Tensor, backend: str | None) -> Kernel:
-    if backend is None:
-        backend = q.device.type
-        if backend not in ("cpu", "cuda"):
-            raise DeviceError(
-                f"no fused kernel serves {q.device}: move the tensors to the CPU or to CUDA, or "
-                "pass backend='reference' for the slow float64 one"
-            )
-    if backend == "cuda":
-        if q.device.type != "cuda":
-            raise DeviceError(f"backend 'cuda' takes CUDA tensors, not {q.device}")
-        return _load_cuda()
-    if backend == "cpu":
-        if q.device.type != "cpu":
-            raise DeviceError(f"backend 'cpu' takes CPU tensors, not {q.device}")
-        from .kernels.cpu.decode import attend
-
-        return attend
-    if backend == "reference":
-        return lambda q, segments, sm_scale, _: reference_over_segments(q, segments, sm_scale)
-    raise ConfigError(f"backend {backend!r} does not exist: use {' or '.join(BACKENDS)}")
-
-
-def _load_cuda() -> Kernel:
-    try:
-        import numba_cuda  # noqa: F401
-    except ImportError as error:
-        raise UnsupportedError(
-            "CUDA tensors need numba-cuda: install kvquant with its cuda extra, pip install -e "
-            f"'.[cuda]' in the checkout ({error}); or pass backend='reference' for the slow kernel"
-        ) from error
-    from .kernels.cuda.launch import attend
-
-    return attend

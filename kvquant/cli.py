@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from . import __version__
+from .benchcli import bench
+from .console import COUNT, NEW_FILE, WHOLE, check_output, progress
 from .errors import ConfigError, KVQuantError
 
 if TYPE_CHECKING:
@@ -20,12 +21,7 @@ if TYPE_CHECKING:
 FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 CACHE = click.Path(dir_okay=False, path_type=Path)  # may stand for its shards
-NEW_FILE = click.Path(dir_okay=False, path_type=Path)
 OUTPUT = click.option("-o", "--output", type=NEW_FILE, required=True, help="File to write.")
-MAX = 2**31 - 1  # lengths are int32
-WHOLE = click.IntRange(min=0, max=MAX)
-COUNT = click.IntRange(min=1, max=MAX)
-SECONDS = click.FloatRange(min=0, min_open=True)
 
 
 class Commands(click.Group):
@@ -113,7 +109,7 @@ def quantize(
           --format int4-g4 --max-seq-len 16384 -o cache.safetensors
       kvquant quantize --from kv.safetensors --k-format int8 --v-format int4 -o cache.safetensors
     """
-    _check_output(output, raw, prompt)
+    check_output(output, raw, prompt)
     if output.suffix != ".safetensors":
         raise ConfigError(f"{output} cannot be written: name it NAME.safetensors")
     options: dict[str, Any] = {
@@ -160,7 +156,7 @@ def export(cache: Path, to: str, output: Path) -> None:
     Example:
       kvquant export cache.safetensors --to bf16 -o kv.safetensors
     """
-    _check_output(output, cache, cache.with_name(f"{cache.name}.index.json"))
+    check_output(output, cache, cache.with_name(f"{cache.name}.index.json"))
     from .checkpoint import load_cache
     from .exchange import export_cache
     from .inspection import size_text
@@ -210,7 +206,7 @@ def calibrate(model: Path, text: Path, held: Path | None, output: Path, **sizes:
       kvquant calibrate examples/llama-demo-5m --text examples/unseen.txt --windows 2 \\
           -o plan.safetensors
     """
-    _check_output(output, text, held)
+    check_output(output, text, held)
     from .calibration.report import plan_metadata, render_fidelity, warnings, write_plan
     from .calibration.run import Sizes
     from .calibration.run import calibrate as run
@@ -222,7 +218,7 @@ def calibrate(model: Path, text: Path, held: Path | None, output: Path, **sizes:
     scored = reader.encode(_read(held)) if held else None
     chosen = Sizes(**sizes)
     _warn_of_length(reader, "a passage", chosen.context + chosen.scored)
-    with _progress(200, "Calibrating") as update:
+    with progress(200, "Calibrating") as update:
         statistics, found = run(
             reader, tokens, scored, sizes=chosen, progress=lambda stage, share: update(share, stage)
         )
@@ -251,97 +247,17 @@ def demo(model: Path | None, text: Path | None, context: int, json_file: Path | 
       kvquant demo
       kvquant demo --model FOLDER --text FILE --json demo.json
     """
-    _check_output(json_file, text)
+    check_output(json_file, text)
     from .demo import STAGES, render_demo, run_demo
 
-    with _progress(STAGES, "Demo") as update:
+    with progress(STAGES, "Demo") as update:
         result = run_demo(model, text, context=context, report=lambda stage: update(1, stage))
     if json_file:
         json_file.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     click.echo(render_demo(result))
 
 
-@main.command()
-@click.option(
-    "--format", "formats", multiple=True, help="Format to time, again for more; five by default."
-)
-@click.option("--batch", type=COUNT, default=1, show_default=True, help="Sequences.")
-@click.option("--q-heads", type=COUNT, default=32, show_default=True, help="Query heads.")
-@click.option("--kv-heads", type=COUNT, default=8, show_default=True, help="KV heads.")
-@click.option("--seq-len", type=COUNT, default=8192, show_default=True, help="Tokens a sequence.")
-@click.option("--head-dim", type=COUNT, default=128, show_default=True, help="Elements of a row.")
-@click.option("--seconds", type=SECONDS, default=3.0, show_default=True, help="Time for each case.")
-@click.option("--json", "json_file", type=NEW_FILE, help="Write the figures to this file too.")
-def bench(
-    formats: tuple[str, ...],
-    batch: int,
-    q_heads: int,
-    kv_heads: int,
-    seq_len: int,
-    head_dim: int,
-    seconds: float,
-    json_file: Path | None,
-) -> None:
-    """Time the kernels on this machine's CPU beside torch's own, each checked first.
-
-    \b
-    Example:
-      kvquant bench
-      kvquant bench --format int4-g4 --format int8 --seq-len 32768
-    """
-    _check_output(json_file)
-    import torch
-
-    from .bench import FORMATS, bench_decode, bench_rows, read_roof, render_decode, render_rows
-
-    if q_heads % kv_heads:
-        raise ConfigError(f"--q-heads {q_heads} is not a multiple of --kv-heads {kv_heads}")
-    names = formats or FORMATS
-    shape = {"batch": batch, "num_q_heads": q_heads, "num_kv_heads": kv_heads, "seq_len": seq_len}
-    with _enough_memory(), _progress(2 * len(names) + 1, "Timing") as update:
-        roof = read_roof()
-        update(1, "read roof")
-        decoded = []
-        for name in names:
-            decoded.append(bench_decode(name, head_dim=head_dim, seconds=seconds, **shape))
-            update(1, f"decode {name}")
-        rows = []
-        for name in names:
-            rows.append(bench_rows(name, shape=(8, 4096, head_dim), seconds=seconds))
-            update(1, f"rows {name}")
-    threads = torch.get_num_threads()
-    if json_file:
-        result = {"threads": threads, "read_gb_per_s": roof, "decode": decoded, "rows": rows}
-        json_file.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    click.echo(f"{threads} threads, torch {torch.__version__}, read roof {roof:.1f} GB/s\n")
-    click.echo(f"decode attention, head_dim {head_dim}\n{render_decode(decoded)}\n")
-    click.echo(f"rows of float32 [8, 4096, {head_dim}]\n{render_rows(rows)}")
-
-
-@contextmanager
-def _progress(length: int, label: str) -> Iterator[Callable[..., None]]:
-    """A progress bar on stderr where that is a terminal; gives its update(amount, stage)."""
-    if not sys.stderr.isatty():
-        yield lambda amount, stage=None: None
-        return
-    with click.progressbar(
-        length=length, label=label, file=sys.stderr, item_show_func=lambda stage: stage or ""
-    ) as bar:
-        yield bar.update
-
-
-@contextmanager
-def _enough_memory() -> Iterator[None]:
-    """Turn torch's errors about sizes that cannot be had into one that says what to do."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        words = ("memory", "can't allocate", "overflow")
-        if not isinstance(error, MemoryError) and not any(word in str(error) for word in words):
-            raise
-        raise ConfigError(
-            "these sizes take more memory than there is: use a smaller --seq-len or --batch"
-        ) from None
+main.add_command(bench)
 
 
 def _read(path: Path) -> str:
@@ -349,16 +265,6 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text: {error}") from None
-
-
-def _check_output(path: Path | None, *inputs: Path | None) -> None:
-    """Raise before a long run whose result could not be written, or would replace an input."""
-    if path is None:
-        return
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(f"{path} cannot be written: {path.parent} is not a folder")
-    if any(given and given.resolve() == path.resolve() for given in inputs):
-        raise ConfigError(f"{path} is read: give another name to write to")
 
 
 def _read_prompt(
@@ -377,7 +283,7 @@ def _read_prompt(
         )
     _warn_of_length(model, str(prompt), length)
     cache: KVCache = model.new_cache(1, max_seq_len or length, **options)
-    with _progress(length, "Reading") as update:
+    with progress(length, "Reading") as update:
         model.prefill(cache, tokens, chunk=chunk, progress=update)
     return cache
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from .debug import check_values
 from .layout import RowFormat
 from .segments import Segment, check_segments, make_segment
 
@@ -18,17 +19,20 @@ def reference_attention(
     *,
     k_format: str | RowFormat,
     v_format: str | RowFormat,
+    block_table: torch.Tensor | None = None,
     sm_scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend as decode_attention does, in plain torch and float64, slowly.
 
     Args:
         q: [batch, num_q_heads, head_dim], any float dtype.
-        k_rows: [batch, num_kv_heads, capacity, row bytes of k_format], uint8.
-        v_rows: [batch, num_kv_heads, capacity, row bytes of v_format], uint8.
+        k_rows: [batch, num_kv_heads, capacity, row bytes of k_format], uint8; with a block_table
+            [num_pages, num_kv_heads, page_size, row bytes of k_format].
+        v_rows: likewise, of the row bytes of v_format.
         seq_lens: [batch], int32: rows in use.
         k_format: format of k_rows, or its short name.
         v_format: format of v_rows, or its short name (then of the head_dim of q).
+        block_table: [batch, max_pages], int32: the pages of each sequence; None: no pages.
         sm_scale: factor on q·k; 1 / sqrt(head_dim) when None.
 
     Returns:
@@ -38,8 +42,9 @@ def reference_attention(
     Raises:
         ShapeError, ConfigError, DeviceError: as decode_attention.
     """
-    segment = make_segment(q, k_rows, v_rows, seq_lens, k_format, v_format)
+    segment = make_segment(q, k_rows, v_rows, seq_lens, k_format, v_format, block_table)
     check_segments(q, [segment])
+    check_values([segment])
     return reference_over_segments(q, [segment], sm_scale)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -11,26 +11,27 @@ from .errors import ConfigError, DeviceError, ShapeError
 from .layout import RowFormat
 from .quant import check_rows, dequantize_rows
 
+PAGE_SIZES = (16, 32, 64, 128)
 
-@dataclass(frozen=True)
-class Segment:
-    """Rows of K and V that belong to the same tokens.
 
-    Attention does not depend on the order of the rows, so a segment may be a ring.
+class Segment(NamedTuple):
+    """Rows of K and V that belong to the same tokens; check_segments checks them.
+
+    Attention does not depend on the order of the rows, so a segment may be a ring. A named tuple,
+    because one is made in every call: a frozen dataclass takes 0.5 microseconds longer.
 
     Attributes:
         k_rows: [batch, num_kv_heads, capacity, k_format.row_bytes], uint8; rows contiguous, the
-            other axes of any strides.
-        v_rows: [batch, num_kv_heads, capacity, v_format.row_bytes], likewise.
+            other axes of any strides. With a block_table [num_pages, num_kv_heads, page_size,
+            k_format.row_bytes], of pages of 16, 32, 64 or 128 rows.
+        v_rows: likewise, of v_format.row_bytes.
         seq_lens: [batch], int32: rows in use; 0 is allowed.
         k_format: format of k_rows.
         v_format: format of v_rows; its head_dim may differ.
         starts: [batch], int32: the first row in use, from which the others follow, through the end
             to row 0 (a ring); None for 0.
-
-    Raises:
-        ShapeError: the tensors do not fit one another or the formats.
-        ConfigError: a dtype is wrong.
+        block_table: [batch, max_pages], int32: the pages of each sequence in the order of its
+            tokens; what stands after its last page in use is not read. None: no pages.
     """
 
     k_rows: torch.Tensor
@@ -39,36 +40,13 @@ class Segment:
     k_format: RowFormat
     v_format: RowFormat
     starts: torch.Tensor | None = None
-
-    def __post_init__(self) -> None:
-        check_rows(self.k_rows, self.k_format, "k_rows")
-        check_rows(self.v_rows, self.v_format, "v_rows")
-        if self.k_rows.ndim != 4 or self.k_rows.shape[:3] != self.v_rows.shape[:3]:
-            raise ShapeError(
-                f"k_rows {list(self.k_rows.shape)} and v_rows {list(self.v_rows.shape)} must both "
-                "be [batch, num_kv_heads, capacity, row_bytes], alike but for row_bytes"
-            )
-        for name, rows in (("k_rows", self.k_rows), ("v_rows", self.v_rows)):
-            if rows.stride(-1) != 1:
-                raise ShapeError(
-                    f"{name} has strides {list(rows.stride())}: the bytes of a row must be "
-                    "contiguous"
-                )
-        for name, counts in (("seq_lens", self.seq_lens), ("starts", self.starts)):
-            if counts is None:
-                continue
-            if counts.dtype != torch.int32:
-                raise ConfigError(f"{name} is {counts.dtype}: use int32")
-            if counts.shape != self.k_rows.shape[:1]:
-                raise ShapeError(
-                    f"{name} is {list(counts.shape)}: it must be [{self.k_rows.shape[0]}], "
-                    "the batch"
-                )
+    block_table: torch.Tensor | None = None
 
     @property
     def capacity(self) -> int:
         """Rows that a sequence has room for."""
-        return self.k_rows.shape[2]
+        pages = 1 if self.block_table is None else self.block_table.shape[1]
+        return pages * self.k_rows.shape[2]
 
     def rows(self, sequence: int, side: str) -> torch.Tensor:
         """Copy the rows of one sequence, of side "k" or "v", in the order of its tokens.
@@ -76,10 +54,13 @@ class Segment:
         Returns:
             [num_kv_heads, seq_len, row_bytes], uint8.
         """
-        start = 0 if self.starts is None else int(self.starts[sequence])
-        index = torch.arange(start, start + int(self.seq_lens[sequence]), device=self.k_rows.device)
-        index = index % max(self.capacity, 1)
         rows = self.k_rows if side == "k" else self.v_rows
+        seq_len = int(self.seq_lens[sequence])
+        if self.block_table is not None:
+            pages = self.block_table[sequence, : -(-seq_len // rows.shape[2])]
+            return rows.index_select(0, pages).transpose(0, 1).flatten(1, 2)[:, :seq_len]
+        start = 0 if self.starts is None else int(self.starts[sequence])
+        index = torch.arange(start, start + seq_len, device=rows.device) % max(self.capacity, 1)
         return rows[sequence].index_select(1, index)
 
     def dequantized(self, sequence: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -95,56 +76,129 @@ def make_segment(
     seq_lens: torch.Tensor,
     k_format: str | RowFormat,
     v_format: str | RowFormat,
+    block_table: torch.Tensor | None = None,
 ) -> Segment:
     """The segment of loose rows; formats given by name have the head_dim of q."""
-    check_query(q)
-    k_format = RowFormat.parse(k_format, q.shape[-1])
+    head_dim = _query_shape(q)[2]
+    k_format = RowFormat.parse(k_format, head_dim)
     if not isinstance(v_format, RowFormat):
-        v_format = RowFormat.parse(v_format, q.shape[-1])
-    return Segment(k_rows, v_rows, seq_lens, k_format, v_format)
-
-
-def check_query(q: torch.Tensor) -> None:
-    """Raise unless q is [batch, num_q_heads, head_dim]."""
-    if q.ndim != 3:
-        raise ShapeError(f"q is {list(q.shape)}: it must be [batch, num_q_heads, head_dim]")
+        v_format = RowFormat.parse(v_format, head_dim)
+    return Segment(k_rows, v_rows, seq_lens, k_format, v_format, None, block_table)
 
 
 def check_segments(q: torch.Tensor, segments: Sequence[Segment]) -> None:
-    """Raise unless a query can attend to the segments; on the CPU the lengths are checked too."""
+    """Raise unless a query can attend to the segments; the values in the tensors are not read.
+
+    This runs in every call: an attribute of a tensor takes 0.1 microseconds and is read once, and
+    what a message needs is looked up when there is one.
+
+    Raises:
+        ShapeError: the tensors do not fit one another or the formats.
+        ConfigError: a dtype is wrong, or a segment has both starts and pages.
+        DeviceError: the tensors lie on different devices.
+    """
     if not segments:
         raise ShapeError("no segments: attention needs at least one")
-    batch, num_q_heads, head_dim = q.shape
-    first = segments[0]
+    batch, num_q_heads, head_dim = _query_shape(q)
+    device, int32, uint8 = q.device, torch.int32, torch.uint8
+    common = None  # num_kv_heads and head_dim of V, the same in all segments
     for segment in segments:
-        rows_batch, num_kv_heads, capacity, _ = segment.k_rows.shape
-        if rows_batch != batch or num_kv_heads == 0 or num_q_heads % num_kv_heads:
-            raise ShapeError(
-                f"q {list(q.shape)} does not fit rows {list(segment.k_rows.shape)}: the batch must "
-                "be the same and num_q_heads a multiple of num_kv_heads"
-            )
-        if segment.k_format.head_dim != head_dim:
-            raise ShapeError(f"q has head_dim {head_dim}, K has {segment.k_format.head_dim}")
+        k_rows, v_rows, seq_lens, k_format, v_format, starts, block_table = segment
+        k_shape = k_rows.shape
+        if len(k_shape) != 4:
+            _refuse_rows(segment)
+        rows_batch, num_kv_heads, length, row_bytes = k_shape
         if (
-            num_kv_heads != first.k_rows.shape[1]
-            or segment.v_format.head_dim != first.v_format.head_dim
+            row_bytes != k_format.row_bytes
+            or v_rows.shape != (rows_batch, num_kv_heads, length, v_format.row_bytes)
+            or k_rows.dtype is not uint8
+            or v_rows.dtype is not uint8
+            or k_rows.stride()[3] != 1
+            or v_rows.stride()[3] != 1
         ):
+            _refuse_rows(segment)
+        if block_table is not None:
+            rows_batch = _check_pages(block_table, starts, length)
+        if seq_lens.dtype is not int32 or seq_lens.shape != (rows_batch,):
+            _refuse_counts("seq_lens", seq_lens, rows_batch)
+        if starts is not None and (starts.dtype is not int32 or starts.shape != (rows_batch,)):
+            _refuse_counts("starts", starts, rows_batch)
+        if rows_batch != batch or num_kv_heads == 0 or num_q_heads % num_kv_heads:
+            _refuse_query(q, segment)
+        if k_format.head_dim != head_dim:
+            raise ShapeError(f"q has head_dim {head_dim}, K has {k_format.head_dim}")
+        if common is None:
+            common = num_kv_heads, v_format.head_dim
+        elif common != (num_kv_heads, v_format.head_dim):
             raise ShapeError("the segments differ in num_kv_heads or in the head_dim of V")
-        tensors = (segment.k_rows, segment.v_rows, segment.seq_lens, segment.starts)
-        for tensor in tensors:
-            if tensor is not None and tensor.device != q.device:
-                raise DeviceError(f"q is on {q.device}, rows or lengths on {tensor.device}")
-        # reading lengths on a GPU would make the host wait
-        if q.device.type == "cpu" and batch:
-            shortest, longest = (int(n) for n in segment.seq_lens.aminmax())
-            if shortest < 0 or longest > capacity:
-                raise ShapeError(
-                    f"seq_lens are {shortest} to {longest}, but there is room "
-                    f"for 0 to {capacity} rows"
-                )
-            if segment.starts is not None:
-                lowest, highest = (int(n) for n in segment.starts.aminmax())
-                if lowest < 0 or highest >= max(capacity, 1):
-                    raise ShapeError(
-                        f"starts are {lowest} to {highest}, rows are 0 to {capacity - 1}"
-                    )
+        if (
+            k_rows.device != device
+            or v_rows.device != device
+            or seq_lens.device != device
+            or (starts is not None and starts.device != device)
+            or (block_table is not None and block_table.device != device)
+        ):
+            _refuse_devices(q, segment)
+
+
+def _query_shape(q: torch.Tensor) -> torch.Size:
+    shape = q.shape
+    if len(shape) != 3:
+        raise ShapeError(f"q is {list(shape)}: it must be [batch, num_q_heads, head_dim]")
+    return shape
+
+
+def _check_pages(block_table: torch.Tensor, starts: torch.Tensor | None, page_size: int) -> int:
+    """The batch, which the block table has."""
+    if page_size not in PAGE_SIZES:
+        raise ShapeError(f"page_size {page_size} is not supported: use 16, 32, 64 or 128")
+    if starts is not None:
+        raise ConfigError("a segment has starts (a ring) or a block_table (pages), not both")
+    if block_table.dtype is not torch.int32:
+        raise ConfigError(f"block_table is {block_table.dtype}: use int32")
+    shape = block_table.shape
+    if len(shape) != 2:
+        raise ShapeError(f"block_table is {list(shape)}: it must be [batch, max_pages]")
+    return shape[0]
+
+
+def _refuse_rows(segment: Segment) -> None:
+    """Raise what is wrong with the rows of a segment."""
+    k_rows, v_rows = segment.k_rows, segment.v_rows
+    check_rows(k_rows, segment.k_format, "k_rows")
+    check_rows(v_rows, segment.v_format, "v_rows")
+    if k_rows.ndim != 4 or k_rows.shape[:3] != v_rows.shape[:3]:
+        axes = "[batch, num_kv_heads, capacity, row_bytes]"
+        if segment.block_table is not None:
+            axes = "[num_pages, num_kv_heads, page_size, row_bytes]"
+        raise ShapeError(
+            f"k_rows {list(k_rows.shape)} and v_rows {list(v_rows.shape)} must both be {axes}, "
+            "alike but for row_bytes"
+        )
+    for name, rows in (("k_rows", k_rows), ("v_rows", v_rows)):
+        if rows.stride(-1) != 1:
+            raise ShapeError(
+                f"{name} has strides {list(rows.stride())}: the bytes of a row must be contiguous"
+            )
+
+
+def _refuse_counts(name: str, counts: torch.Tensor, batch: int) -> None:
+    if counts.dtype != torch.int32:
+        raise ConfigError(f"{name} is {counts.dtype}: use int32")
+    raise ShapeError(f"{name} is {list(counts.shape)}: it must be [{batch}], the batch")
+
+
+def _refuse_query(q: torch.Tensor, segment: Segment) -> None:
+    rows = f"rows {list(segment.k_rows.shape)}"
+    if segment.block_table is not None:
+        rows += f" with block_table {list(segment.block_table.shape)}"
+    raise ShapeError(
+        f"q {list(q.shape)} does not fit {rows}: the batch must be the same and num_q_heads a "
+        "multiple of num_kv_heads"
+    )
+
+
+def _refuse_devices(q: torch.Tensor, segment: Segment) -> None:
+    for tensor in segment:
+        if isinstance(tensor, torch.Tensor) and tensor.device != q.device:
+            raise DeviceError(f"q is on {q.device}, rows or lengths on {tensor.device}")

@@ -8,6 +8,7 @@ import hypothesis
 import pytest
 import torch
 
+pytest.register_assert_rewrite("cuda_cases")
 hypothesis.settings.register_profile(
     "kvquant", deadline=None, derandomize=True, database=None, print_blob=True
 )

@@ -15,8 +15,9 @@ ROOMS = {"kvquant": ROOT / "kvquant", "kvquant.kernels": ROOT / "kernels"}
 ROOMS["kvquant.calibration"] = ROOT / "calibration"
 
 FACTS = "errors layout"
-MEANING = f"{FACTS} quant segments reference"
+MEANING = f"{FACTS} quant segments debug reference"
 CACHES = f"{MEANING} attention layer cache"
+DEVICE = "kernels.cuda.device kernels.cuda.fragments kernels.cuda.ptx kernels.cuda.spec"
 FILES = "files identity manifest cachefile checkpoint"
 
 # module of kvquant -> modules of kvquant that it may import
@@ -26,17 +27,44 @@ ALLOWED = {
     "layout": "errors",
     "quant": FACTS,
     "segments": f"{FACTS} quant",
-    "reference": f"{FACTS} quant segments",
-    "attention": MEANING,
+    "debug": f"{FACTS} segments",
+    "reference": f"{FACTS} segments debug",
+    "backends": MEANING,
+    "ops": f"{FACTS} segments backends",
+    "attention": f"{FACTS} segments backends ops",
     "layer": f"{FACTS} quant segments",
     "cache": f"{MEANING} attention layer",
     "kernels.cpu.simd": "",
     "kernels.cpu.values": f"{FACTS} kernels.cpu.simd",
     "kernels.cpu.parallel": f"{FACTS} kernels.cpu.simd",
-    "kernels.cuda.ptx": "",
+    "kernels.usercache": "",
+    "kernels.tuned": "errors kernels.usercache",
+    "kernels.tuning": "errors kernels.cuda.spec kernels.tuned",
+    "kernels.cuda.simulatedmemory": "",
+    "kernels.cuda.simulator": "kernels.cuda.simulatedmemory",
+    "kernels.cuda.simulated": "kernels.cuda.simulatedmemory kernels.cuda.simulator",
+    "kernels.cuda.ptx": "kernels.cuda.simulated",
+    "kernels.cuda.device": "",
     "kernels.cuda.staging": FACTS,
-    "kernels.cuda.decode": "kernels.cuda.ptx kernels.cuda.staging",
-    "kernels.cuda.launch": f"{FACTS} segments kernels.cuda.decode kernels.cuda.staging",
+    "kernels.cuda.spec": "layout kernels.cuda.staging",
+    "kernels.cuda.codes": "kernels.cuda.device",
+    "kernels.cuda.fragments": "kernels.cuda.device kernels.cuda.ptx",
+    "kernels.cuda.copies": "kernels.cuda.device kernels.cuda.ptx kernels.cuda.spec",
+    "kernels.cuda.scores": f"{DEVICE} kernels.cuda.codes",
+    "kernels.cuda.values": f"{DEVICE} kernels.cuda.codes",
+    "kernels.cuda.merge": DEVICE,
+    "kernels.cuda.attend": (
+        f"{DEVICE} kernels.cuda.copies kernels.cuda.merge kernels.cuda.scores kernels.cuda.values"
+    ),
+    "kernels.cuda.decode": f"{DEVICE} kernels.cuda.attend kernels.cuda.merge",
+    "kernels.cuda.compile": "errors layout kernels.usercache kernels.cuda.spec",
+    "kernels.cuda.driver": "errors",
+    "kernels.cuda.workspace": "",
+    "kernels.cuda.arrange": f"{FACTS} segments kernels.cuda.spec kernels.cuda.staging",
+    "kernels.cuda.launch": (
+        "errors segments kernels.tuned kernels.tuning kernels.cuda.arrange kernels.cuda.compile "
+        "kernels.cuda.driver kernels.cuda.spec kernels.cuda.workspace"
+    ),
     "kernels.cpu.merge": "kernels.cpu.parallel kernels.cpu.simd",
     "kernels.cpu.rows": f"{FACTS} kernels.cpu.parallel kernels.cpu.simd kernels.cpu.values",
     "kernels.cpu.decode": (
@@ -58,16 +86,29 @@ ALLOWED = {
     "calibration.run": f"{FACTS} calibration.collect calibration.fidelity",
     "calibration.report": f"{FACTS} files calibration.collect calibration.fidelity",
     "bench": f"{MEANING} attention",
+    "console": "errors",
+    "gpucases": f"{FACTS} quant segments",
+    "gputimer": "",
+    "gpubench": f"{MEANING} attention gpucases gputimer",
+    "gputune": (
+        "gpubench gpucases gputimer kernels.cuda.launch kernels.cuda.spec kernels.tuned "
+        "kernels.tuning"
+    ),
+    "gpureport": f"{FACTS} gpubench gpucases gputimer gputune",
+    "benchcli": "__init__ errors console",
     "demo": f"{CACHES} model calibration.fidelity calibration.report",
-    "cli": "__init__ errors",
+    "cli": "__init__ errors console benchcli",
     "__main__": "cli",
 }
 # inside functions and for the type checker only
 ALLOWED_LATE = {
     "quant": "kernels.cpu.rows",
-    "attention": "kernels.cpu.decode kernels.cuda.launch",
-    "cli": f"{CACHES} {FILES} exchange inspection model bench demo "
-    "calibration.report calibration.run",
+    "backends": "kernels.cpu.decode kernels.cuda.launch",
+    "kernels.cuda.compile": "kernels.cuda.decode kernels.cuda.device",
+    "benchcli": (
+        "bench gpubench gpucases gpureport gputimer gputune kernels.cuda.launch kernels.tuned"
+    ),
+    "cli": f"{CACHES} {FILES} exchange inspection model demo calibration.report calibration.run",
 }
 
 # a library that `import kvquant` must not need -> the only modules that name it
@@ -75,9 +116,9 @@ LIBRARIES = {
     "transformers": {"huggingface"},
     "numba": {name for name in ALLOWED if name.startswith("kernels.")},
     "llvmlite": {name for name in ALLOWED if name.startswith("kernels.")},
-    "click": {"cli"},
+    "click": {"benchcli", "cli", "console"},
     "safetensors": {"files", "huggingface", "calibration.report"},
-    "matplotlib": set[str](),
+    "matplotlib": {"gpureport"},
 }
 
 

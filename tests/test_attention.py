@@ -198,8 +198,12 @@ META = torch.empty(2, 2, 8, INT4.row_bytes, dtype=torch.uint8, device="meta")
         ({"k_rows": K_ROWS.float()}, ConfigError, "k_rows is torch.float32: rows are uint8"),
         ({"v_rows": V_ROWS[..., :36]}, ShapeError, "v_rows is [2, 2, 8, 36]: the last axis"),
         ({"k_rows": K_ROWS[:, :0], "v_rows": V_ROWS[:, :0]}, ShapeError, "does not fit rows"),
-        ({"seq_lens": lens(8, 9)}, ShapeError, "seq_lens are 8 to 9, but there is room for 0 to 8"),
-        ({"seq_lens": lens(-1, 3)}, ShapeError, "seq_lens are -1 to 3"),
+        (
+            {"seq_lens": lens(8, 9)},
+            ShapeError,
+            "seq_lens of sequence 1 is 9: there is room for 0 to 8",
+        ),
+        ({"seq_lens": lens(-1, 3)}, ShapeError, "seq_lens of sequence 0 is -1"),
         ({"seq_lens": lens(3)}, ShapeError, "seq_lens is [1]: it must be [2], the batch"),
         ({"seq_lens": lens(3, 3).long()}, ConfigError, "seq_lens is torch.int64: use int32"),
         ({"k_format": "int5"}, ConfigError, "format 'int5' does not exist"),
@@ -258,7 +262,7 @@ def test_segments_that_do_not_fit_one_another_are_refused() -> None:
         with pytest.raises(ShapeError, match=message):
             attend_segments(q, segments)
     for starts in (lens(0, 8), lens(-1, 0)):
-        with pytest.raises(ShapeError, match=r"starts are .* to .*, rows are 0 to 7"):
+        with pytest.raises(ShapeError, match=r"starts of sequence . is .*: rows are 0 to 7"):
             attend_segments(q, [Segment(K_ROWS, V_ROWS, lens(8, 3), INT4, INT4, starts)])
 
 

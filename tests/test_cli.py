@@ -14,7 +14,7 @@ import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 
-from kvquant import __version__, cli
+from kvquant import __version__, cli, console
 from kvquant.checkpoint import load_cache
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -326,13 +326,13 @@ def test_a_bench_beyond_memory_is_told(error: Exception, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(bench, "read_roof", lambda: 1.0)
     monkeypatch.setattr(bench, "bench_decode", fail)
-    result = run("bench", "--seq-len", 2_000_000_000)
+    result = run("bench", "--device", "cpu", "--seq-len", 2_000_000_000)
     assert result.exit_code == 2
     assert result.stderr == (
         "Error: these sizes take more memory than there is: use a smaller --seq-len or --batch\n"
     )
     monkeypatch.setattr(bench, "read_roof", lambda: 1 / 0)
-    assert isinstance(run("bench").exception, ZeroDivisionError)
+    assert isinstance(run("bench", "--device", "cpu").exception, ZeroDivisionError)
 
 
 def test_python_runs_the_package_as_the_command() -> None:
@@ -351,7 +351,7 @@ def test_progress_is_shown_on_terminals_only(monkeypatch: pytest.MonkeyPatch) ->
         stream = io.StringIO()
         monkeypatch.setattr(stream, "isatty", lambda answer=is_terminal: answer)
         monkeypatch.setattr(sys, "stderr", stream)
-        with cli._progress(4, "Reading") as update:
+        with console.progress(4, "Reading") as update:
             update(1)
             update(3, "stage")
         assert ("Reading" in stream.getvalue()) == is_terminal

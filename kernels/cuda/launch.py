@@ -1,133 +1,339 @@
-"""Launch the CUDA kernels: compile, choose the splits, merge.
+"""Attend on CUDA: settle once what depends on shapes, then launch with little Python.
 
-numba compiles a kernel at the first call with its formats, which takes about 5 seconds, and its
-dispatcher launches it, at about 50 microseconds a call outside CUDA graphs.
+A call is settled by its shapes, strides, formats and dtypes: the kernel, the plan, the arguments
+that stay. The next call like it finds that in a dictionary, packs the addresses and launches: no
+host synchronization; safe in CUDA graphs and from several threads.
 """
+
+from __future__ import annotations
 
 import functools
 import math
-import warnings
-from collections.abc import Sequence
+import threading
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import torch
-from numba import cuda
 
 from kvquant.errors import ConfigError, UnsupportedError
 from kvquant.segments import Segment
 
-from .decode import HEADS, SIGNATURE, TILE, make_decode_kernel
-from .staging import StagedRow
+from ..tuned import load_table
+from ..tuning import GPU, Plan, plan
+from .arrange import arguments, arrange, is_row_contiguous, make_spec
+from .compile import decode_cubin
+from .driver import Kernel
+from .spec import HEADS, SEGMENT, DecodeSpec
+from .workspace import Workspaces
 
-MAX_SHARED = 160 << 10  # bytes of a block; more leaves too little of an SM for its neighbours
-BLOCKS_PER_SM = 2  # that the number of splits aims at
+State = tuple[torch.Tensor, "torch.Tensor | None"]
+QUERIES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+LOG2_E = math.log2(math.e)
+UNIT = 16  # bytes that a query is aligned to
+MOST_BLOCKS = 65535  # of a grid along y and z
+MOST_SETTLED = 4096  # calls that are remembered
+
+_lock = threading.RLock()
+_devices: dict[int, Device] = {}
+_settled: dict[Hashable, Launch | Nothing] = {}
+_forced: tuple[Plan | None, str] = (None, "")
 
 
-@functools.cache
-def compile_decode(k_format, v_format, q_is_bf16, device):
-    """A kernel ready to launch on a device, its warps and its bytes of shared memory."""
-    from cuda.bindings import driver
+@dataclass(frozen=True)
+class Work:
+    """What a call asks for, as the planner sees it.
 
-    limit = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-    for warps, stages in ((4, 3), (4, 2), (2, 2), (1, 2)):
-        function, shared = make_decode_kernel(k_format, v_format, warps, stages, q_is_bf16)
-        if shared <= min(limit, MAX_SHARED):
-            break
-    else:
-        raise UnsupportedError(
-            f"K in {k_format} and V in {v_format} take {shared} bytes of shared memory in the "
-            f"smallest kernel, this GPU has {limit}"
-        )
-    with cuda.gpus[device]:
-        kernel = cuda.jit(SIGNATURE, fastmath=True)(function)
-        compiled = kernel.overloads[SIGNATURE]._codelibrary.get_cufunc()
-        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        handle = driver.CUkernel(int(compiled.handle))
-        (error,) = driver.cuKernelSetAttribute(attribute, shared, handle, driver.CUdevice(device))
-    if int(error):
-        raise UnsupportedError(f"this GPU refuses {shared} bytes of shared memory: {error}")
-    return kernel, warps, shared
+    Attributes:
+        spec: the kernel, with any warps and stages.
+        gpu: where it runs.
+        units: sequences times KV heads times blocks of 8 query heads that share one.
+        order: the segments that have room, as indices, that of spec.first first.
+        capacities: their most tokens, in this order.
+    """
+
+    spec: DecodeSpec
+    gpu: GPU
+    units: int
+    order: tuple[int, ...]
+    capacities: tuple[int, ...]
 
 
 def attend(
-    q: torch.Tensor, segments: Sequence[Segment], sm_scale: float, num_splits: int | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend to all segments and merge; see attention.attend_segments, which checks the input."""
-    if q.dtype == torch.float32:
-        raise ConfigError("q is torch.float32: on CUDA use bfloat16 or float16")
-    if torch.cuda.get_device_capability(q.device) < (8, 0):
-        raise UnsupportedError("the CUDA kernels need compute capability 8.0 or newer")
-    batch, num_q_heads, _ = q.shape
-    v_dim = segments[0].v_format.head_dim
-    num_kv_heads = segments[0].k_rows.shape[1]
-    ratio = num_q_heads // num_kv_heads
-    head_blocks = -(-ratio // HEADS)
-    blocks = batch * num_kv_heads * head_blocks
-    used = [segment for segment in segments if segment.capacity]
-    if not blocks or not used:
-        out = q.new_zeros(batch, num_q_heads, v_dim, dtype=torch.float32)
-        return out, out.new_full((batch, num_q_heads), -math.inf)
-    q = q.contiguous()
-    device = q.device.index
-    splits = [num_splits or plan_splits(blocks, segment.capacity, device) for segment in used]
-    out = q.new_empty(sum(splits), batch, num_q_heads, v_dim, dtype=torch.float32)
-    lse = out.new_empty(sum(splits), batch, num_q_heads)
-    stream = cuda.external_stream(torch.cuda.current_stream(q.device).cuda_stream)
-    kept = []  # alive until everything is launched
-    done = 0
-    for segment, count in zip(used, splits, strict=True):
-        kernel, warps, shared = compile_decode(
-            segment.k_format, segment.v_format, q.dtype == torch.bfloat16, device
+    q: torch.Tensor,
+    segments: Sequence[Segment],
+    sm_scale: float,
+    num_splits: int | None,
+    want_lse: bool = True,
+) -> State:
+    """Attend to all segments in one launch; see attention.attend_segments, which checks the input.
+
+    Args:
+        q, segments, sm_scale, num_splits: as there; q bfloat16 or float16.
+        want_lse: whether lse is wanted.
+
+    Returns:
+        out [batch, num_q_heads, head_dim of V], the dtype of q; lse [batch, num_q_heads], float32,
+        base e, or None.
+
+    Raises:
+        ConfigError: q is float32, or rows are not aligned.
+        UnsupportedError: there is no kernel for these segments, or this GPU.
+        DeviceError: CUDA refuses the launch.
+    """
+    index = q.get_device()
+    key: list[Hashable] = [q.shape, q.stride(), q.dtype, index, num_splits, _forced]
+    for k, v, _, k_format, v_format, starts, table in segments:
+        key += (
+            k.shape,
+            k.stride(),
+            v.stride(),
+            k.data_ptr() % UNIT,
+            v.data_ptr() % UNIT,
+            k_format,
+            v_format,
+            starts is None,
+            table if table is None else (table.shape, table.stride()),
         )
-        _check_alignment(segment)
-        lens = segment.seq_lens.contiguous()
-        starts = None if segment.starts is None else segment.starts.contiguous()
-        kept += [lens, starts]
-        with cuda.gpus[device], warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*Grid size .* under-utilization")
-            kernel[(count, num_kv_heads * head_blocks, batch), 32 * warps, stream, shared](
-                q.data_ptr(),
-                segment.k_rows.data_ptr(),
-                segment.v_rows.data_ptr(),
-                lens.data_ptr(),
-                0 if starts is None else starts.data_ptr(),
-                out[done].data_ptr(),
-                lse[done].data_ptr(),
-                *segment.k_rows.stride()[:3],
-                *segment.v_rows.stride()[:3],
-                segment.capacity,
-                num_q_heads,
-                ratio,
-                head_blocks,
-                count,
-                sm_scale * math.log2(math.e),
+    found = tuple(key)
+    launch = _settled.get(found)
+    if launch is None:
+        launch = _settle(q, segments, num_splits)
+        if len(_settled) >= MOST_SETTLED:  # such as a capacity that grows with every call
+            _settled.clear()
+        _settled[found] = launch
+    if index == _current_device():
+        return launch(q, segments, sm_scale, want_lse)
+    with torch.cuda.device(index):
+        return launch(q, segments, sm_scale, want_lse)
+
+
+def describe(q: torch.Tensor, segments: Sequence[Segment], without: str = "") -> Work:
+    """What a call with work to do asks for, as tuning.candidates wants it; errors as of attend."""
+    if q.dtype not in QUERIES:
+        raise ConfigError(f"q is {q.dtype}: on CUDA use bfloat16 or float16")
+    batch, num_q_heads, _ = q.shape
+    num_kv_heads = segments[0].k_rows.shape[1]
+    columns = num_kv_heads * -(-num_q_heads // (num_kv_heads * HEADS))
+    if batch > MOST_BLOCKS or columns > MOST_BLOCKS:
+        raise UnsupportedError(
+            f"batch {batch} with {num_q_heads} query heads on {num_kv_heads} KV heads is too much "
+            f"for one launch: at most {MOST_BLOCKS} sequences, and KV heads times blocks of "
+            f"{HEADS} query heads that share one. Cut the batch"
+        )
+    order = arrange(segments)
+    spec = make_spec([segments[i] for i in order], QUERIES[q.dtype], without)
+    capacities = tuple(segments[i].capacity for i in order)
+    return Work(spec, _device(q).gpu, batch * columns, order, capacities)
+
+
+@contextmanager
+def forced(plan: Plan | None, without: str = "") -> Iterator[None]:
+    """Let all calls, of all threads, follow a plan or leave a technique out: to measure it.
+
+    Args:
+        plan: its splits are of the segments in Work.order; None for the usual one.
+        without: one of spec.TECHNIQUES, or "".
+
+    Graphs that are captured meanwhile are not to be replayed afterwards: their counters are given
+    to others.
+    """
+    global _forced
+    before, _forced = _forced, (plan, without)
+    taken = {index: device.workspaces.taken for index, device in _devices.items()}
+    try:
+        yield
+    finally:
+        _forced = before
+        for index, device in _devices.items():
+            device.workspaces.taken = taken.get(index, 0)
+
+
+def gpu_facts(device: torch.device) -> GPU:
+    """What the planner knows of a GPU."""
+    facts = torch.cuda.get_device_properties(device)
+    return GPU(
+        facts.name,
+        facts.multi_processor_count,
+        facts.shared_memory_per_multiprocessor,
+        facts.shared_memory_per_block_optin,  # type: ignore[attr-defined]
+    )
+
+
+class Device:
+    """What is settled once for a GPU: its facts, kernels and workspaces.
+
+    Raises:
+        UnsupportedError: it is too old.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        major, minor = torch.cuda.get_device_capability(device)
+        if major < 8:
+            raise UnsupportedError(
+                "the CUDA kernels need compute capability 8.0 or newer (A100, RTX 30 and later), "
+                f"{torch.cuda.get_device_name(device)} has {major}.{minor}: pass "
+                "backend='reference' for the slow kernel"
             )
-        done += count
-    return merge_splits(out, lse)
+        self.gpu = gpu_facts(device)
+        self.table = load_table()
+        self.workspaces = Workspaces(device)
+        self._arch = f"sm_{major}{minor}"
+        self._index = device.index
+        self._kernels: dict[DecodeSpec, tuple[Kernel, int]] = {}
+
+    def kernel(self, spec: DecodeSpec) -> tuple[Kernel, int]:
+        """A kernel, loaded (and compiled if need be), and its registers."""
+        with _lock:
+            if spec not in self._kernels:
+                cubin = decode_cubin(spec, self._arch)
+                kernel = Kernel(
+                    cubin.code,
+                    cubin.name,
+                    self._index,
+                    arguments=spec.arguments,
+                    threads=32 * spec.warps,
+                    shared=spec.shared_bytes,
+                )
+                self._kernels[spec] = kernel, cubin.report.registers
+            return self._kernels[spec]
 
 
-def merge_splits(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge [splits, ...] by lse, base 2; the merged lse is base e."""
-    top = lse.amax(0)
-    weights = (lse - top.nan_to_num(neginf=0.0)).exp2()  # all empty: 2**(-inf - 0) = 0
-    total = weights.sum(0)
-    merged = (weights[..., None] * out).sum(0) / total[..., None].clamp(min=1e-30)
-    return merged, (top + total.log2()) * math.log(2)
+class Launch:
+    """A settled call: everything but addresses and the scale."""
+
+    def __init__(
+        self,
+        q: torch.Tensor,
+        segments: Sequence[Segment],
+        work: Work,
+        chosen: Plan,
+        kernel: Kernel,
+        workspaces: Workspaces,
+    ) -> None:
+        batch, num_q_heads, head_dim = q.shape
+        num_kv_heads = segments[0].k_rows.shape[1]
+        ratio = num_q_heads // num_kv_heads
+        head_blocks = -(-ratio // HEADS)
+        v_dim = segments[0].v_format.head_dim
+        parts = sum(chosen.splits)
+        self._kernel = kernel
+        self._grid = parts, num_kv_heads * head_blocks, batch
+        self._out_shape, self._lse_shape = (batch, num_q_heads, v_dim), (batch, num_q_heads)
+        self._is_like_query = q.is_contiguous() and v_dim == head_dim
+        self._workspaces = workspaces if parts > 1 else None
+        self._partial = work.units * parts * HEADS * (v_dim + 1)
+        self._units = work.units
+        strides = [2 * q.stride(i) if q.shape[i] > 1 else 0 for i in (0, 1)]
+        self._copies_query = q.stride(2) != 1 or any(stride % UNIT for stride in strides)
+        heads = num_q_heads, ratio, head_blocks
+        self._copied_query = (2 * num_q_heads * head_dim, 2 * head_dim, *heads)
+        self._query = self._copied_query if self._copies_query else (*strides, *heads)
+        missing = (0,) * (len(SEGMENT) * (work.spec.segments - len(work.order)))
+        self._segments = []
+        for i, splits in zip(work.order, chosen.splits, strict=True):
+            table = segments[i].block_table
+            copies_table = table is not None and not is_row_contiguous(table)
+            constants = arguments(segments[i], splits)
+            if i == work.order[-1]:
+                constants += missing
+            self._segments.append((i, copies_table, constants))
+
+    def __call__(
+        self, q: torch.Tensor, segments: Sequence[Segment], sm_scale: float, want_lse: bool
+    ) -> State:
+        """Launch on the current stream of the current device, which is that of q."""
+        out = torch.empty_like(q) if self._is_like_query else q.new_empty(self._out_shape)
+        lse = None
+        if want_lse:
+            lse = q.new_empty(self._lse_shape, dtype=torch.float32)
+        stream = _current_stream(q.get_device())
+        counters = partial = 0
+        if self._workspaces is not None:
+            workspace = self._workspaces.take(stream, self._units, self._partial)
+            counters, partial = workspace.counters_address, workspace.partial_address
+        query, address = self._query, q.data_ptr()
+        if self._copies_query or address % UNIT:
+            q = q.clone(memory_format=torch.contiguous_format)
+            query, address = self._copied_query, q.data_ptr()
+        values = [
+            address,
+            out.data_ptr(),
+            0 if lse is None else lse.data_ptr(),
+            partial,
+            counters,
+            *query,
+            sm_scale * LOG2_E,
+        ]
+        kept = []  # copies, until the launch is enqueued
+        for i, copies_table, constants in self._segments:
+            k, v, lens, _, _, starts, table = segments[i]
+            if not lens.is_contiguous():
+                kept.append(lens := lens.contiguous())
+            index = 0
+            if table is not None:
+                if copies_table:
+                    kept.append(table := table.contiguous())
+                index = table.data_ptr()
+            elif starts is not None:
+                if not starts.is_contiguous():
+                    kept.append(starts := starts.contiguous())
+                index = starts.data_ptr()
+            values += (k.data_ptr(), v.data_ptr(), lens.data_ptr(), index, *constants)
+        self._kernel.launch(self._grid, stream, values)
+        return out, lse
 
 
-def plan_splits(blocks: int, capacity: int, device: int) -> int:
-    """Parts to cut sequences into, so that every SM has its blocks, of at least four tiles each."""
-    wanted = BLOCKS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
-    return max(1, min(wanted // blocks, capacity // (4 * TILE)))
+class Nothing:
+    """A settled call without heads, sequences or rows."""
+
+    def __init__(self, shape: tuple[int, int, int]) -> None:
+        self._shape = shape
+
+    def __call__(
+        self, q: torch.Tensor, segments: Sequence[Segment], sm_scale: float, want_lse: bool
+    ) -> State:
+        """Zeros, and -inf."""
+        lse = None
+        if want_lse:
+            lse = q.new_full(self._shape[:2], -math.inf, dtype=torch.float32)
+        return q.new_zeros(self._shape), lse
 
 
-def _check_alignment(segment: Segment) -> None:
-    for name, rows, fmt in (
-        ("k_rows", segment.k_rows, segment.k_format),
-        ("v_rows", segment.v_rows, segment.v_format),
-    ):
-        granule = StagedRow(fmt).granule
-        if any(number % granule for number in (rows.data_ptr(), *rows.stride()[:3])):
-            raise ConfigError(
-                f"{name} starts at {rows.data_ptr():#x} with strides {list(rows.stride())}: "
-                f"rows of {fmt} must be aligned to {granule} bytes on CUDA"
-            )
+def _settle(
+    q: torch.Tensor, segments: Sequence[Segment], num_splits: int | None
+) -> Launch | Nothing:
+    if q.dtype in QUERIES and not (q.numel() and any(one.capacity for one in segments)):
+        return Nothing((q.shape[0], q.shape[1], segments[0].v_format.head_dim))
+    chosen, without = _forced
+    work = describe(q, segments, without)
+    device = _device(q)
+    choose = functools.partial(
+        plan,
+        gpu=work.gpu,
+        units=work.units,
+        capacities=work.capacities,
+        num_splits=num_splits,
+        rows=device.table,
+    )
+    first = chosen or choose(work.spec)
+    spec = replace(work.spec, warps=first.warps, stages=first.stages)
+    kernel, registers = device.kernel(spec)
+    chosen = chosen or choose(spec, registers=registers)
+    return Launch(q, segments, work, chosen, kernel, device.workspaces)
+
+
+def _device(q: torch.Tensor) -> Device:
+    index = q.get_device()
+    with _lock:
+        if index not in _devices:
+            _devices[index] = Device(q.device)
+        return _devices[index]
+
+
+def _current_device() -> int:
+    return torch._C._cuda_getDevice()
+
+
+def _current_stream(index: int) -> int:
+    return torch._C._cuda_getCurrentRawStream(index)

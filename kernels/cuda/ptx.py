@@ -1,12 +1,14 @@
 """PTX instructions as functions that numba.cuda kernels call.
 
 Each has a template, the types of its results and of its arguments; `instruction` makes one of
-numba's intrinsics of it. Addresses: uint32 in shared memory, uint64 in global memory.
+numba's intrinsics of it, or under numba's simulator a stand-in in Python (simulated.py). Addresses:
+uint32 in shared memory, uint64 in global memory.
 """
 
 import inspect
 
 from llvmlite import ir
+from numba import config
 from numba.cuda import types, typing
 from numba.cuda.extending import intrinsic
 
@@ -16,6 +18,9 @@ _KINDS = {
     "u64": ("l", ir.IntType(64), types.uint64),
     "f32": ("f", ir.FloatType(), types.float32),
 }
+
+if config.ENABLE_CUDASIM:
+    from . import simulated
 
 
 def instruction(template, results, arguments, *, pure=True):
@@ -28,6 +33,8 @@ def instruction(template, results, arguments, *, pure=True):
         pure: whether the result depends on the arguments alone, so that LLVM may move, merge or
             drop it; False for what reads or writes memory or waits for other lanes.
     """
+    if config.ENABLE_CUDASIM:
+        return simulated.stand_in(template, results, arguments)
     results = [_KINDS[word] for word in results.split()]
     arguments = [(_KINDS[word[:3]], int(word[4:] or 0)) for word in arguments.split()]
     operands = [kind for kind, count in arguments for _ in range(count or 1)]
@@ -70,9 +77,7 @@ def instruction(template, results, arguments, *, pure=True):
     return intrinsic(typed)
 
 
-# copies from global to shared memory, past the registers; size bytes of which `valid` are read
-copy_4 = instruction("cp.async.ca.shared.global [$0],[$1],4,$2;", "", "u32 u64 u32", pure=False)
-copy_8 = instruction("cp.async.ca.shared.global [$0],[$1],8,$2;", "", "u32 u64 u32", pure=False)
+# copies of 16 bytes from global to shared memory, past the registers; zeros after `$2`
 copy_16 = instruction("cp.async.cg.shared.global [$0],[$1],16,$2;", "", "u32 u64 u32", pure=False)
 commit_copies = instruction("cp.async.commit_group;", "", "", pure=False)
 wait_copies = [
@@ -85,6 +90,9 @@ load_matrix_x4 = instruction(
     "u32 u32 u32 u32",
     "u32",
     pure=False,
+)
+load_matrix_x2 = instruction(
+    "ldmatrix.sync.aligned.m8n8.x2.shared.b16 {$0,$1},[$2];", "u32 u32", "u32", pure=False
 )
 load_matrix_x2_t = instruction(
     "ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {$0,$1},[$2];", "u32 u32", "u32", pure=False
@@ -108,12 +116,40 @@ mma_f16 = instruction(_MMA.format("f16"), "f32 f32 f32 f32", "u32x4 u32x2 f32x4"
 mma_bf16 = instruction(_MMA.format("bf16"), "f32 f32 f32 f32", "u32x4 u32x2 f32x4")
 
 load_shared_u32 = instruction("ld.shared.u32 $0,[$1];", "u32", "u32", pure=False)
+load_shared_u32x2 = instruction("ld.shared.v2.u32 {$0,$1},[$2];", "u32 u32", "u32", pure=False)
+load_shared_u32x4 = instruction(
+    "ld.shared.v4.u32 {$0,$1,$2,$3},[$4];", "u32 u32 u32 u32", "u32", pure=False
+)
 load_shared_f32 = instruction("ld.shared.f32 $0,[$1];", "f32", "u32", pure=False)
+load_shared_f32x4 = instruction(
+    "ld.shared.v4.f32 {$0,$1,$2,$3},[$4];", "f32 f32 f32 f32", "u32", pure=False
+)
+store_shared_u32x4 = instruction(
+    "st.shared.v4.u32 [$0],{$1,$2,$3,$4};", "", "u32 u32x4", pure=False
+)
+store_shared_u32 = instruction("st.shared.u32 [$0],$1;", "", "u32 u32", pure=False)
 store_shared_f32 = instruction("st.shared.f32 [$0],$1;", "", "u32 f32", pure=False)
 store_shared_f32x2 = instruction("st.shared.v2.f32 [$0],{$1,$2};", "", "u32 f32 f32", pure=False)
-load_global_u16 = instruction("ld.global.nc.u16 $0,[$1];", "u16", "u64", pure=False)
+
+# .nc: not written while the kernel runs; .cg: past the L1 cache, which does not see other SMs
 load_global_u32 = instruction("ld.global.nc.u32 $0,[$1];", "u32", "u64", pure=False)
+load_global_u32x2 = instruction("ld.global.nc.v2.u32 {$0,$1},[$2];", "u32 u32", "u64", pure=False)
+load_global_u32x4 = instruction(
+    "ld.global.nc.v4.u32 {$0,$1,$2,$3},[$4];", "u32 u32 u32 u32", "u64", pure=False
+)
+load_written_f32 = instruction("ld.global.cg.f32 $0,[$1];", "f32", "u64", pure=False)
+load_written_f32x4 = instruction(
+    "ld.global.cg.v4.f32 {$0,$1,$2,$3},[$4];", "f32 f32 f32 f32", "u64", pure=False
+)
 store_global_f32 = instruction("st.global.f32 [$0],$1;", "", "u64 f32", pure=False)
+store_global_f32x4 = instruction(
+    "st.global.v4.f32 [$0],{$1,$2,$3,$4};", "", "u64 f32x4", pure=False
+)
+store_global_u32x2 = instruction("st.global.v2.u32 [$0],{$1,$2};", "", "u64 u32 u32", pure=False)
+
+fence = instruction("fence.acq_rel.gpu;", "", "", pure=False)
+# counts up to `last`, then from 0 again; gives the count before
+count_around = instruction("atom.global.inc.u32 $0,[$1],$2;", "u32", "u64 u32", pure=False)
 
 exp2 = instruction("ex2.approx.ftz.f32 $0,$1;", "f32", "f32")
 log2 = instruction("lg2.approx.ftz.f32 $0,$1;", "f32", "f32")
@@ -121,25 +157,34 @@ maximum = instruction("max.f32 $0,$1,$2;", "f32", "f32 f32")
 pack_f16 = instruction("cvt.rn.f16x2.f32 $0,$1,$2;", "u32", "f32 f32")  # high, low
 pack_bf16 = instruction("cvt.rn.bf16x2.f32 $0,$1,$2;", "u32", "f32 f32")  # high, low
 multiply_f16 = instruction("mul.rn.f16x2 $0,$1,$2;", "u32", "u32 u32")
+lost_f16 = instruction(  # what a product, the third, has lost by rounding
+    "{.reg .b32 t; neg.f16x2 t,$3; fma.rn.f16x2 $0,$1,$2,t;}", "u32", "u32 u32 u32"
+)
 low_f16 = instruction("{.reg .b16 l,h; mov.b32 {l,h},$1; cvt.f32.f16 $0,l;}", "f32", "u32")
 high_f16 = instruction("{.reg .b16 l,h; mov.b32 {l,h},$1; cvt.f32.f16 $0,h;}", "f32", "u32")
-low_halves = instruction("prmt.b32 $0,$1,$2,0x5410;", "u32", "u32 u32")
 exchange = instruction("shfl.sync.bfly.b32 $0,$1,$2,0x1f,0xffffffff;", "f32", "f32 u32", pure=False)
 from_lane = instruction("shfl.sync.idx.b32 $0,$1,$2,0x1f,0xffffffff;", "f32", "f32 u32", pure=False)
+word_from_lane = instruction(
+    "shfl.sync.idx.b32 $0,$1,$2,0x1f,0xffffffff;", "u32", "u32 u32", pure=False
+)
 any_lane = instruction(
     "{.reg .pred p; setp.ne.u32 p,$1,0; vote.sync.any.pred p,p,0xffffffff; selp.u32 $0,1,0,p;}",
     "u32",
     "u32",
     pure=False,
 )
-bf16_float = instruction(
-    "{.reg .b32 t; cvt.u32.u16 t,$1; shl.b32 t,t,16; mov.b32 $0,t;}", "f32", "u16"
+low_bf16 = instruction("{.reg .b32 t; shl.b32 t,$1,16; mov.b32 $0,t;}", "f32", "u32")
+high_bf16 = instruction("{.reg .b32 t; and.b32 t,$1,0xffff0000; mov.b32 $0,t;}", "f32", "u32")
+maximum_f16 = instruction("max.f16x2 $0,$1,$2;", "u32", "u32 u32")
+reaches_f16 = instruction(  # whether either half is as large
+    "{.reg .pred p,q; setp.ge.f16x2 p|q,$1,$2; or.pred p,p,q; selp.u32 $0,1,0,p;}", "u32", "u32 u32"
 )
-f16_float = instruction("cvt.f32.f16 $0,$1;", "f32", "u16")
+float_bits = instruction("mov.b32 $0,$1;", "u32", "f32")
+bits_float = instruction("mov.b32 $0,$1;", "f32", "u32")
+opaque = instruction("mov.b32 $0,$1;", "u32", "u32", pure=False)  # a number LLVM cannot see through
 
 
-@intrinsic
-def shared_address(typingctx, array):
+def _shared_address(typingctx, array):
     """The address of a shared array, for the instructions above."""
 
     def generate(context, builder, signature, args):
@@ -154,3 +199,6 @@ def shared_address(typingctx, array):
         return builder.call(assembly, [place])
 
     return typing.signature(types.uint32, array), generate
+
+
+shared_address = simulated.shared_address if config.ENABLE_CUDASIM else intrinsic(_shared_address)

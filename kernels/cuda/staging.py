@@ -1,11 +1,18 @@
-"""How rows stand in shared memory, and how their codes fall to the lanes of a warp.
+"""How rows stand in shared memory (padded shared memory), and how their codes fall to the lanes.
 
     shared memory, one row      ┌ pad ┬ header ┬ codes, 16 bytes a chunk ┬ pad ┐
                                 0            prefix                         stride
 
 ldmatrix reads 8 rows x 16 bytes at once: without bank conflicts if the rows are an odd number of
-16-byte units apart. An 80-byte row is (5 units) and needs no pad; a 68-byte row gets 12 bytes
-before its header, so that its codes start at a unit; a 256-byte row gets a 17th unit.
+16-byte units apart. An 80-byte row is 5 units and so its own padding; a 256-byte row gets a 17th.
+
+A row whose length is no multiple of 16, such as 68 bytes, is realigned in shared memory: 12 bytes
+are put before its header, so that its codes start at a unit (80 bytes, again an odd number of
+units). Until then it stands as it landed: rows that follow one another in global memory (dense) do
+so again, others come as the 16-byte windows that cover them, wherever they start.
+
+    landing, not dense    ┌ before ┬ header ┬ codes ┬ after ┐    with bytes of the rows around it
+                          0      shift                16 * windows
 """
 
 from __future__ import annotations
@@ -24,9 +31,14 @@ class StagedRow:
 
     Attributes:
         fmt: the format.
+        dense: whether rows follow one another without gaps in global memory.
+        padded: whether the stride is rounded up to an odd number of units; False only to measure
+            what the bank conflicts cost.
     """
 
     fmt: RowFormat
+    dense: bool = True
+    padded: bool = True
 
     def __post_init__(self) -> None:
         fmt = self.fmt
@@ -48,11 +60,6 @@ class StagedRow:
         return 0 if self.fmt.is_exact else max(UNIT, self.fmt.header_bytes)
 
     @property
-    def header(self) -> int:
-        """Byte at which the header, and so the row itself, starts."""
-        return self.prefix - self.fmt.header_bytes
-
-    @property
     def chunks(self) -> int:
         """Units of codes, the last one perhaps not full."""
         return -(-self.fmt.code_bytes // UNIT)
@@ -60,18 +67,41 @@ class StagedRow:
     @property
     def stride(self) -> int:
         """Bytes from a row to the next: an odd number of units."""
-        units = -(-(self.prefix + self.fmt.code_bytes) // UNIT)
-        return UNIT * (units + 1 - units % 2)
+        return self._spread(-(-(self.prefix + self.fmt.code_bytes) // UNIT))
 
     @property
-    def granule(self) -> int:
-        """Bytes of one asynchronous copy: what rows are aligned to in global memory, at most 16."""
+    def realigned(self) -> bool:
+        """Whether rows are moved in shared memory before ldmatrix reads them."""
+        return bool(self.fmt.row_bytes % UNIT or self.fmt.header_bytes % UNIT)
+
+    @property
+    def windows(self) -> int:
+        """Asynchronous copies of 16 bytes that cover a row, wherever it starts."""
+        return -(-(self.fmt.row_bytes + UNIT - self.alignment) // UNIT)
+
+    @property
+    def landing(self) -> int:
+        """Bytes from a row to the next as they are copied."""
+        if not self.realigned:
+            return self.stride
+        return self.fmt.row_bytes if self.dense else self._spread(self.windows)
+
+    @property
+    def alignment(self) -> int:
+        """What rows must be aligned to in global memory."""
         return min(self.fmt.alignment, UNIT)
 
     @property
-    def pieces(self) -> int:
-        """Copies that bring a row."""
-        return self.fmt.row_bytes // self.granule
+    def header_units(self) -> int:
+        """Units that hold the header: 4 groups each; 0 for 16-bit rows."""
+        return 0 if self.fmt.is_exact else self.prefix // UNIT
+
+    def header_word(self, group: int) -> int:
+        """The word of a group's scale and shift, counted from the first unit of the header."""
+        return group + (self.prefix - self.fmt.header_bytes) // 4
+
+    def _spread(self, units: int) -> int:
+        return UNIT * (units + (1 - units % 2 if self.padded else 0))
 
     @property
     def parts(self) -> int:

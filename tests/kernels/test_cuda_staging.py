@@ -35,8 +35,17 @@ def test_eight_rows_touch_every_bank_once(fmt: RowFormat) -> None:
 def test_codes_are_aligned_and_copies_fill_the_row(fmt: RowFormat) -> None:
     row = StagedRow(fmt)
     assert row.prefix % UNIT == 0
-    assert row.header + fmt.row_bytes <= row.stride
-    assert row.header % row.granule == 0 and fmt.row_bytes == row.pieces * row.granule
+    assert row.prefix + fmt.code_bytes <= row.stride and row.prefix >= fmt.header_bytes
+    for dense in (True, False):
+        landed = StagedRow(fmt, dense)
+        assert landed.stride == row.stride
+        if landed.realigned and not dense:  # wherever the row starts, its windows cover it
+            latest = UNIT - landed.alignment
+            assert UNIT * landed.windows >= latest + fmt.row_bytes
+            assert landed.landing % UNIT == 0
+        if landed.realigned and dense:  # an odd number of words or pairs: no bank conflicts
+            assert landed.landing == fmt.row_bytes
+            assert fmt.row_bytes // landed.alignment % 2 == 1
     assert row.chunks * row.span * (16 if fmt.is_exact else fmt.bits) <= 16 * 8 * row.chunks * (
         2 if fmt.is_exact else 1
     )
@@ -52,6 +61,7 @@ def test_an_80_byte_row_is_its_own_padding() -> None:
     assert StagedRow(RowFormat.parse("int4-g4", 128)).stride == 80
     assert StagedRow(RowFormat.parse("int4", 128)).stride == 80
     assert StagedRow(RowFormat.parse("bf16", 128)).stride == 272
+    assert StagedRow(RowFormat.parse("bf16", 128), padded=False).stride == 256
 
 
 def test_groups_that_do_not_line_up_are_refused() -> None:

@@ -1,0 +1,162 @@
+"""Shared and global memory of the simulator, which see what a GPU does not tell."""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+SHARED_BASE = 1024  # address of dynamic shared memory: on sm_90 the first KiB is the system's
+WARP = 32
+POISON = 0xFF  # NaN in every float format
+SEVERAL = -1  # lanes, or warps
+Array = npt.NDArray[Any]
+Use = tuple[int, int, int]
+
+
+class Fault(RuntimeError):
+    """What a GPU would stop at, or leave undefined."""
+
+
+class Shared:
+    """Dynamic shared memory of a block: poison where nobody wrote, and who used a word last.
+
+    Two lanes that use a word, one of them to write it, must have a barrier in between: syncthreads,
+    or syncwarp if both are of one warp. All else is a race, even if it goes well.
+
+    Attributes:
+        bytes: the memory.
+    """
+
+    def __init__(self, size: int, warps: int):
+        self.bytes = np.full(size, POISON, np.uint8)
+        # by word of 4 bytes, since syncthreads: lane, its warp, and that warp's barriers so far
+        self._read: dict[int, Use] = {}
+        self._written: dict[int, Use] = {}
+        self._barriers = [0] * warps
+        self._copied_to: set[int] = set()  # words that asynchronous copies are under way to
+
+    def meet(self, warp: int | None = None) -> None:
+        """Note a barrier of a warp, or of the block."""
+        if warp is None:
+            self._read.clear()
+            self._written.clear()
+        else:
+            self._barriers[warp] += 1
+
+    def load(self, lane: int, address: int, size: int) -> Array:
+        """Bytes that a lane reads."""
+        start = self._at(address, size)
+        self._use(lane, lane // WARP, range(start // 4, (start + size) // 4), writes=False)
+        return self.bytes[start : start + size]
+
+    def load_rows(self, warp: int, addresses: list[int]) -> Array:
+        """Rows of 16 bytes that a warp reads for all of its lanes."""
+        starts = [self._at(address, 16) for address in addresses]
+        words = [word for start in starts for word in range(start // 4, start // 4 + 4)]
+        self._use(SEVERAL, warp, words, writes=False)
+        return np.stack([self.bytes[start : start + 16] for start in starts])
+
+    def store(self, lane: int, address: int, data: bytes) -> None:
+        """Write bytes."""
+        start = self._at(address, len(data))
+        self._start_writing(lane, start, len(data))
+        self.bytes[start : start + len(data)] = np.frombuffer(data, np.uint8)
+
+    def start_copy(self, lane: int, address: int, data: bytes) -> int:
+        """Poison what an asynchronous copy will write, and give its place for `finish_copy`."""
+        start = self._at(address, len(data))
+        self._copied_to.update(self._start_writing(lane, start, len(data)))
+        self.bytes[start : start + len(data)] = POISON
+        return start
+
+    def finish_copy(self, lane: int, start: int, data: bytes) -> None:
+        """Write what a lane has waited for."""
+        words = range(start // 4, (start + len(data)) // 4)
+        self._copied_to.difference_update(words)
+        self._use(lane, lane // WARP, words, writes=True)
+        self.bytes[start : start + len(data)] = np.frombuffer(data, np.uint8)
+
+    def _at(self, address: int, size: int) -> int:
+        start = int(address) - SHARED_BASE
+        if start % size or not 0 <= start <= len(self.bytes) - size:
+            raise Fault(
+                f"{size} bytes at shared address {start}: it must be a multiple of {size} in "
+                f"{len(self.bytes)} bytes"
+            )
+        return start
+
+    def _start_writing(self, lane: int, start: int, size: int) -> range:
+        words = range(start // 4, (start + size) // 4)
+        if not self._copied_to.isdisjoint(words):
+            raise Fault(f"shared address {start} is written while a copy to it is under way")
+        self._use(lane, lane // WARP, words, writes=True)
+        return words
+
+    def _use(self, lane: int, warp: int, words: Iterable[int], *, writes: bool) -> None:
+        now = lane, warp, self._barriers[warp]
+        for word in words:
+            if not writes and word in self._copied_to:
+                continue  # poison, which a kernel may read if it does not use it
+            noted = now
+            for way, table in (("written", self._written), ("read", self._read)):
+                last = table.get(word)
+                if last is None or not _is_race(last, now):
+                    continue
+                if writes or way == "written":
+                    raise Fault(
+                        f"a race: shared address {4 * word} is {'written' if writes else 'read'} "
+                        f"by {_name(lane)}, {way} by {_name(last[0])}, and no barrier in between"
+                    )
+                noted = SEVERAL, warp if last[1] == warp else SEVERAL, now[2]
+            (self._written if writes else self._read)[word] = noted
+
+
+def _is_race(last: Use, now: Use) -> bool:
+    if last[0] == now[0] != SEVERAL:
+        return False
+    return last[1] != now[1] or last[2] == now[2]
+
+
+def _name(lane: int) -> str:
+    return "several lanes" if lane == SEVERAL else f"thread {lane}"
+
+
+class Global:
+    """Global memory: the tensors of a launch, rounded to the 16 bytes that a GPU allocates by.
+
+    Args:
+        memory: (address, bytes) of each tensor.
+    """
+
+    def __init__(self, memory: Iterable[tuple[int, int]]):
+        spans = sorted((start & -16, -(-(start + size) // 16) * 16) for start, size in memory)
+        self._starts = [start for start, _ in spans]
+        self._ends = [end for _, end in spans]
+        self._written: set[int] = set()  # words of 4 bytes
+
+    def load(self, address: int, size: int, unit: int, *, constant: bool = True) -> bytes:
+        """Bytes; `constant`: through a cache that does not see what this launch writes."""
+        words = self._words(address, size, unit)
+        if constant and not self._written.isdisjoint(words):
+            raise Fault(f"{int(address):#x} is read as a constant, but this launch has written it")
+        return ctypes.string_at(int(address), size)
+
+    def store(self, address: int, data: bytes) -> None:
+        """Write bytes."""
+        self._written.update(self._words(address, len(data), len(data)))
+        ctypes.memmove(int(address), data, len(data))
+
+    def _words(self, address: int, size: int, unit: int) -> range:
+        """The words of an access, which must be aligned to `unit` and in one tensor."""
+        start = int(address)
+        i = bisect.bisect_right(self._starts, start) - 1
+        if i < 0 or start + size > self._ends[i]:
+            raise Fault(f"{size} bytes at {start:#x} are in no tensor of this launch")
+        if start % unit:
+            raise Fault(f"{size} bytes at {start:#x} are not aligned to {unit}")
+        return range(start // 4, -(-(start + size) // 4))

@@ -1,0 +1,107 @@
+"""The eager attention call: checks, choice of the kernel."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+
+from . import debug
+from .errors import ConfigError, DeviceError, UnsupportedError
+from .quant import FLOAT_DTYPES
+from .reference import reference_over_segments
+from .segments import Segment, check_segments
+
+BACKENDS = ("cpu", "cuda", "reference")
+
+Result = tuple[torch.Tensor, "torch.Tensor | None"]
+Kernel = Callable[[torch.Tensor, Sequence[Segment], float, "int | None", bool], Result]
+
+
+def attend(
+    q: torch.Tensor,
+    segments: Sequence[Segment],
+    sm_scale: float | None,
+    return_lse: bool,
+    num_splits: int | None,
+    backend: str | None,
+) -> Result:
+    """Check and attend; see attention.attend_segments.
+
+    Returns:
+        out, the dtype of q, and lse, float32, base e, or None if it was not asked for.
+    """
+    if q.dtype not in FLOAT_DTYPES:
+        raise ConfigError(f"q is {q.dtype}: use float32, bfloat16 or float16")
+    if num_splits is not None and (type(num_splits) is not int or num_splits < 1):
+        raise ConfigError(
+            f"num_splits {num_splits} is not possible: use a whole number from 1, or None"
+        )
+    check_segments(q, segments)
+    kernel = _load_cuda() if backend is None and q.is_cuda else _choose_kernel(q, backend)
+    if q.is_cpu or debug.enabled or backend == "reference":
+        debug.check_values(segments)
+    if q.requires_grad:
+        q = q.detach()
+    sm_scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
+    return kernel(q, segments, sm_scale, num_splits, return_lse)
+
+
+def _choose_kernel(q: torch.Tensor, backend: str | None) -> Kernel:
+    if backend is None:
+        backend = q.device.type
+        if backend not in ("cpu", "cuda"):
+            raise DeviceError(
+                f"no fused kernel serves {q.device}: move the tensors to the CPU or to CUDA, or "
+                "pass backend='reference' for the slow float64 one"
+            )
+    if backend not in BACKENDS:
+        raise ConfigError(f"backend {backend!r} does not exist: use {' or '.join(BACKENDS)}")
+    if backend == "reference":
+        return _attend_reference
+    if q.device.type != backend:
+        raise DeviceError(f"backend {backend!r} takes {backend.upper()} tensors, not {q.device}")
+    return _load_cuda() if backend == "cuda" else _attend_cpu
+
+
+@functools.cache
+def _load_cuda() -> Kernel:
+    try:
+        import numba_cuda  # noqa: F401
+    except ImportError as error:
+        raise UnsupportedError(
+            "CUDA tensors need numba-cuda: install kvquant with its cuda extra, pip install -e "
+            f"'.[cuda]' in the checkout ({error}); or pass backend='reference' for the slow kernel"
+        ) from error
+    from .kernels.cuda.launch import attend
+
+    return attend
+
+
+def _attend_cpu(
+    q: torch.Tensor,
+    segments: Sequence[Segment],
+    sm_scale: float,
+    num_splits: int | None,
+    return_lse: bool,
+) -> Result:
+    if any(segment.block_table is not None for segment in segments):
+        raise UnsupportedError(
+            "the CPU kernel cannot read pages yet: pass backend='reference', or use CUDA"
+        )
+    from .kernels.cpu.decode import attend
+
+    out, lse = attend(q, segments, sm_scale, num_splits)
+    return out.to(q.dtype), lse if return_lse else None
+
+
+def _attend_reference(
+    q: torch.Tensor,
+    segments: Sequence[Segment],
+    sm_scale: float,
+    num_splits: int | None,
+    return_lse: bool,
+) -> Result:
+    out, lse = reference_over_segments(q, segments, sm_scale)
+    return out.to(q.dtype), lse.float() if return_lse else None

@@ -1,0 +1,61 @@
+"""Checks of lengths, starts and page numbers: values, which the host must read.
+
+On the CPU they always run. On a GPU reading them waits for all its work, so there they run in debug
+mode only: with KVQUANT_DEBUG=1 in the environment when kvquant is imported, or after
+`kvquant.debug.enabled = True`. Without it a kernel takes a length over the capacity for the
+capacity, and a page number that does not exist reads memory that is not the cache's.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+
+from .errors import ShapeError
+from .segments import Segment
+
+enabled = os.environ.get("KVQUANT_DEBUG", "0") not in ("", "0")
+
+
+def check_values(segments: Sequence[Segment]) -> None:
+    """Raise unless every length, start and page in use exists.
+
+    Nothing can be read, and nothing is checked, while a CUDA graph is captured.
+
+    Raises:
+        ShapeError: which sequence has what instead.
+    """
+    for segment in segments:
+        if segment.seq_lens.is_cuda and torch.cuda.is_current_stream_capturing():
+            return
+        lens, capacity = segment.seq_lens.cpu(), segment.capacity
+        _check_range("seq_lens", lens, capacity, f"there is room for 0 to {capacity} rows")
+        if segment.starts is not None:
+            last = max(capacity - 1, 0)  # a ring without rows starts at 0
+            _check_range("starts", segment.starts.cpu(), last, f"rows are 0 to {capacity - 1}")
+        if segment.block_table is not None:
+            table = segment.block_table.cpu()
+            num_pages, _, page_size, _ = segment.k_rows.shape
+            in_use = page_size * torch.arange(table.shape[1]) < lens[:, None]
+            allowed = f"pages are 0 to {num_pages - 1}"
+            _check_range("block_table", table, num_pages - 1, allowed, in_use)
+
+
+def _check_range(
+    name: str, values: torch.Tensor, last: int, allowed: str, in_use: torch.Tensor | None = None
+) -> None:
+    """values: [batch] or [batch, entries], 0 to last."""
+    used = values if in_use is None else values[in_use]
+    if not used.numel():
+        return
+    lowest, highest = (int(value) for value in used.aminmax())
+    if lowest < 0 or highest > last:
+        bad = (values < 0) | (values > last)
+        if in_use is not None:
+            bad &= in_use
+        sequence, *entry = bad.nonzero()[0].tolist()
+        place = f", entry {entry[0]}," if entry else ""
+        value = int(values[(sequence, *entry)])
+        raise ShapeError(f"{name} of sequence {sequence}{place} is {value}: {allowed}")

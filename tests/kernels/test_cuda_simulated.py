@@ -1,0 +1,127 @@
+"""The decode kernel's own code in numba's simulator, against the reference. Needs no GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("numba_cuda") is None, reason="needs the cuda extra: numba-cuda"
+)
+ROOT = Path(__file__).parents[2]
+PROCESSES = 2
+LIMITS = {"bf16": 3e-3, "fp16": 8e-4}  # of the output, by its dtype
+LSE_LIMIT = 2e-3  # sums of P, in bf16 where V is; else far less
+
+FORMATS = "int4 int4-g2 int4-g4 int4-g8 int8 int8-g2 int8-g4 int8-g8 fp8 fp8-g4 bf16 fp16".split()
+PAIRS = "int8 int4-g4, int4 bf16, fp16 fp8-g4, bf16 int4, int4-g8 int8".split(", ")
+TECHNIQUES = ("unrolled loads", "V prefetch", "padded shared memory", "lazy rescale")
+
+# name -> what differs from the defaults of simulated_cases.Case
+CASES: dict[str, dict[str, Any]] = {}
+case: dict[str, Any]
+for name in FORMATS:
+    CASES[name] = {"k": name, "lens": [33, 100]}
+    CASES[f"{name}, fp16 query"] = {"k": name, "lens": [31, 34], "query": "fp16"}
+for pair in PAIRS:
+    k, v = pair.split()
+    CASES[f"{k} and {v}"] = {"k": k, "v": v, "lens": [40]}
+for head_dim in (64, 80, 96, 112, 192, 256):
+    for k in ("int4", "int8", "bf16"):
+        CASES[f"{k}, head_dim {head_dim}"] = {"k": k, "head_dim": head_dim, "lens": [35]}
+for k, head_dim in (("int8-g2", 96), ("int4-g2", 192), ("fp8-g8", 256)):
+    CASES[f"{k}, head_dim {head_dim}"] = {"k": k, "head_dim": head_dim, "lens": [35]}
+for heads in ([1, 1], [5, 1], [10, 2], [10, 1]):
+    CASES[f"{heads[0]} on {heads[1]} heads"] = {"heads": heads, "lens": [33, 5]}
+for k in ("int4-g4", "int4"):
+    CASES[f"{k}, lengths"] = {"k": k, "lens": [0, 1, 31, 33, 100]}
+    for place in ("linear", "ring", "paged"):
+        for layout in ("heads", "tokens") if place == "paged" else ("heads", "odd heads", "tokens"):
+            case = {"k": k, "place": place, "layout": layout, "heads": [4, 2], "lens": [33, 70]}
+            CASES[f"{k}, {place}, {layout}"] = case
+    for page_size in (32, 64, 128):
+        case = {"k": k, "place": "paged", "page_size": page_size, "lens": [0, 129, 47]}
+        CASES[f"{k}, pages of {page_size}"] = case
+for place in ("linear", "ring", "paged"):
+    for layout in ("heads", "tokens"):
+        case = {"k": "int4", "place": place, "layout": layout, "lens": [33, 64], "overlong": True}
+        CASES[f"{place}, {layout}, lengths beyond the room"] = case
+for head_dim in (80, 112):  # rows whose last window of 16 bytes may lie behind them
+    case = {"k": "int4", "head_dim": head_dim, "place": "ring", "lens": [64], "overlong": True}
+    CASES[f"ring up to its last row, head_dim {head_dim}"] = case
+CASES |= {
+    "3 splits": {"lens": [0, 1, 33, 97], "splits": [3]},
+    "3 splits of int4": {"k": "int4", "lens": [70], "splits": [3], "heads": [12, 1]},
+    "12 splits": {"lens": [0, 350], "splits": [12]},
+    "2 warps": {"lens": [0, 1, 33, 100], "warps": 2},
+    "2 warps and splits": {"k": "int4", "lens": [0, 1, 65, 150], "warps": 2, "splits": [2]},
+    "4 warps": {"k": "int8", "lens": [0, 5, 200], "warps": 4, "splits": [2]},
+    "4 stages": {"lens": [0, 1, 33, 200], "stages": 4},
+    "3 stages of int4": {"k": "int4", "lens": [0, 1, 33, 170], "stages": 3},
+    "three segments": {"exact": "bf16", "splits": [1, 1, 1]},
+    "three segments, fp16": {"k": "int4", "exact": "fp16", "query": "fp16", "splits": [2, 1, 2]},
+    "three segments, bf16 and an fp16 query": {
+        "exact": "bf16",
+        "query": "fp16",
+        "splits": [1, 1, 1],
+        "place": "paged",
+    },
+    "three segments, 2 warps": {"exact": "bf16", "splits": [2, 1, 1], "warps": 2},
+    "no sinks": {"exact": "bf16", "splits": [1, 0, 2]},
+    "no recent rows": {"exact": "fp16", "splits": [2, 1, 0]},
+    "K and V of unlike head_dims": {"head_dim": 128, "v_head_dim": 64, "lens": [50]},
+    "without lse": {"want_lse": False, "lens": [0, 40]},
+    "without lse, splits": {"want_lse": False, "lens": [0, 70], "splits": [2]},
+    "large queries": {"q_scale": 3e3, "lens": [64]},
+    "peaked scores": {"q_scale": 30.0, "lens": [200]},
+}
+for technique in TECHNIQUES:
+    for k in ("int4-g4", "int4"):
+        CASES[f"{k} without {technique}"] = {"k": k, "without": technique, "lens": [100]}
+
+Results = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def results(request: pytest.FixtureRequest) -> Results:
+    """Run the cases of the selected tests, in two processes."""
+    names = [
+        str(item.callspec.params["name"])
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.path == request.path
+    ]
+    lines = [json.dumps({"name": name, "case": CASES[name]}) for name in names]
+    with ThreadPoolExecutor(PROCESSES) as pool:
+        outputs = pool.map(run_cases, [lines[i::PROCESSES] for i in range(PROCESSES)])
+        answers = [json.loads(line) for output in outputs for line in output.splitlines()]
+    return {answer["name"]: answer for answer in answers}
+
+
+def run_cases(lines: list[str]) -> str:
+    """What a process with the simulator answers."""
+    command = [sys.executable, str(Path(__file__).with_name("simulated_cases.py"))]
+    environment = {**os.environ, "NUMBA_ENABLE_CUDASIM": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        command,
+        input="\n".join(lines),
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+        check=True,
+    ).stdout
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_kernel_in_the_simulator(results: Results, name: str) -> None:
+    case, result = CASES[name], results[name]
+    assert "problem" not in result, result["problem"]
+    assert result["out"] <= LIMITS[case.get("query", "bf16")]
+    assert result["lse"] <= LSE_LIMIT * max(1.0, case.get("q_scale", 1.0))

@@ -1,0 +1,115 @@
+"""What the tests of the CUDA kernel share: segments among NaN, and one comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from kvquant import RowFormat, quantize_rows
+from kvquant.attention import attend_segments
+from kvquant.segments import Segment
+
+LIMITS = {torch.bfloat16: 3e-3, torch.float16: 8e-4}
+Measure = Callable[[torch.Tensor, torch.Tensor], float]
+NAN = 0xFF  # bytes that no format reads as a number
+
+
+def random_rows(fmt: RowFormat, *shape: int, scale: float = 1.0, shift: float = 0.0) -> Any:
+    """Quantized rows [*shape, row_bytes] of normal numbers, on the GPU."""
+    x = torch.randn(*shape, fmt.head_dim, device="cuda") * scale + shift
+    return quantize_rows(x.to(torch.bfloat16) if fmt.codec == "bf16" else x, fmt)
+
+
+def int32(values: Sequence[int]) -> torch.Tensor:
+    """Lengths, starts, pages, on the GPU."""
+    return torch.tensor(values, dtype=torch.int32, device="cuda")
+
+
+def formats(names: str, head_dim: int = 128) -> tuple[RowFormat, RowFormat]:
+    """The formats of K and V from one name or two ("int8 int4-g4")."""
+    words = names.split()
+    return RowFormat.parse(words[0], head_dim), RowFormat.parse(words[-1], head_dim)
+
+
+def linear(
+    names: str, lens: Sequence[int], heads: int, *, head_dim: int = 128, order: str = "heads"
+) -> Segment:
+    """A segment in place; rows that are not in use hold NaN.
+
+    Args:
+        names: the format, or those of K and V ("int8 int4-g4").
+        order: "heads": [batch, heads, tokens, bytes]; "tokens": [batch, tokens, heads, bytes].
+    """
+    k_format, v_format = formats(names, head_dim)
+    capacity = max(lens) + 8 - max(lens) % 4
+    k = random_rows(k_format, len(lens), heads, capacity, scale=2, shift=1)
+    v = random_rows(v_format, len(lens), heads, capacity, shift=0.3)
+    for b, seq_len in enumerate(lens):
+        k[b, :, seq_len:] = v[b, :, seq_len:] = NAN
+    if order == "tokens":
+        k, v = (rows.transpose(1, 2).contiguous().transpose(1, 2) for rows in (k, v))
+    return Segment(k, v, int32(lens), k_format, v_format)
+
+
+def ring(names: str, lens: Sequence[int], heads: int, capacity: int) -> Segment:
+    """A ring from random starts; rows that are not in use hold NaN."""
+    k_format, v_format = formats(names)
+    starts = torch.randint(capacity, (len(lens),)).tolist()
+    k = random_rows(k_format, len(lens), heads, capacity, scale=2, shift=1)
+    v = random_rows(v_format, len(lens), heads, capacity, shift=0.3)
+    for b, seq_len in enumerate(lens):
+        unused = [(starts[b] + i) % capacity for i in range(seq_len, capacity)]
+        k[b, :, unused] = v[b, :, unused] = NAN
+    return Segment(k, v, int32(lens), k_format, v_format, starts=int32(starts))
+
+
+def paged(names: str, lens: Sequence[int], heads: int, page_size: int) -> Segment:
+    """Scattered pages; what is not in use holds NaN, and nonsense in the table."""
+    k_format, v_format = formats(names)
+    most = -(-max(lens) // page_size) + 1
+    num_pages = len(lens) * most + 3
+    table = torch.randperm(num_pages)[: len(lens) * most].view(len(lens), most)
+    k = random_rows(k_format, num_pages, heads, page_size, scale=2, shift=1)
+    v = random_rows(v_format, num_pages, heads, page_size, shift=0.3)
+    unused = torch.ones(num_pages, page_size, dtype=torch.bool)
+    for b, seq_len in enumerate(lens):
+        token = torch.arange(seq_len)
+        unused[table[b, token // page_size], token % page_size] = False
+        table[b, -(-seq_len // page_size) :] = 2**30
+    for rows in (k, v):
+        rows.transpose(1, 2)[unused.cuda()] = NAN
+    return Segment(k, v, int32(lens), k_format, v_format, block_table=table.to("cuda", torch.int32))
+
+
+def query(segment: Segment, num_q_heads: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """A random query [batch, num_q_heads, head_dim]."""
+    batch, head_dim = segment.seq_lens.shape[0], segment.k_format.head_dim
+    return torch.randn(batch, num_q_heads, head_dim, device="cuda").to(dtype)
+
+
+def compare(
+    relative_l2: Measure,
+    q: torch.Tensor,
+    segments: Sequence[Segment],
+    num_splits: int | None = None,
+) -> torch.Tensor:
+    """Assert that out and lse are those of the reference, and the same again; give out."""
+    call: dict[str, Any] = {"return_lse": True, "num_splits": num_splits}
+    out, lse = attend_segments(q, segments, **call)
+    expected, expected_lse = attend_segments(
+        q.double().float(), segments, return_lse=True, backend="reference"
+    )
+    assert out.dtype == q.dtype and lse.dtype == torch.float32
+    assert relative_l2(out, expected) <= LIMITS[q.dtype]
+    used = expected_lse > -torch.inf
+    # probabilities of bf16 values are rounded to bf16, and their sum is of what was rounded
+    limit = 4e-3 if any(one.v_format.codec == "bf16" for one in segments) else 1e-3
+    # and float32 sums have errors of their size
+    size = float(expected_lse[used].abs().max()) if bool(used.any()) else 0.0
+    assert float((lse - expected_lse)[used].abs().max() if used.any() else 0) <= limit + 1e-5 * size
+    assert not out[~used].any() and bool((lse[~used] == -torch.inf).all())
+    again, lse_again = attend_segments(q, segments, **call)
+    assert torch.equal(again, out) and torch.equal(lse_again, lse), "two calls differ"
+    return out

@@ -1,0 +1,142 @@
+"""A CUDA driver that only takes notes, and calls for it: launches are tested without a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from kvquant import RowFormat
+from kvquant.kernels.cuda import driver, launch
+from kvquant.kernels.cuda.compile import Cubin, Report
+from kvquant.kernels.cuda.spec import COMMON, SEGMENT, DecodeSpec
+from kvquant.segments import Segment
+
+STREAM = 0x7F00_1234_5678_9AB0
+CPU = -1  # get_device() of a CPU tensor
+SEGMENT_NAMES = [name for name, _ in SEGMENT]
+
+
+class Launched(NamedTuple):
+    """What a fake driver was asked to launch."""
+
+    grid: tuple[int, ...]
+    block: tuple[int, ...]
+    shared: int
+    stream: int
+    arguments: bytes
+
+
+class FakeDriver:
+    """libcuda.so.1 that loads anything and notes what it would launch."""
+
+    def __init__(self) -> None:
+        self.launched: list[Launched] = []
+        self.calls: list[str] = []
+        self.fails: dict[str, list[int]] = {}  # name -> results of its next calls
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        return lambda *arguments: self.result(name)
+
+    def result(self, name: str) -> int:
+        self.calls.append(name)
+        return self.fails[name].pop(0) if self.fails.get(name) else 0
+
+    def cuLaunchKernel(self, function: Any, *arguments: Any) -> int:
+        error = self.result("cuLaunchKernel")
+        *sizes, stream, parameters, extra = arguments
+        assert parameters is None
+        assert (extra[0], extra[2], extra[4]) == (1, 2, None)  # buffer, size, end; of cuda.h
+        size = ctypes.c_size_t.from_address(extra[3]).value
+        data = ctypes.string_at(extra[1], size)
+        note = Launched(tuple(sizes[:3]), tuple(sizes[3:6]), sizes[6], stream.value or 0, data)
+        if not error:
+            self.launched.append(note)
+        return error
+
+    def cuGetErrorName(self, error: int, name: Any) -> int:
+        name._obj.value = b"CUDA_ERROR_FAKE"
+        return 0
+
+    def cuDriverGetVersion(self, version: Any) -> int:
+        version._obj.value = 12040
+        return 0
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    """Let the CPU be an H200, on which kernels are launched by a fake driver."""
+    fake = FakeDriver()
+    facts = SimpleNamespace(
+        name="NVIDIA H200",
+        multi_processor_count=132,
+        shared_memory_per_multiprocessor=233472,
+        shared_memory_per_block_optin=232448,
+    )
+    monkeypatch.setattr(driver, "_library", lambda: fake)
+    monkeypatch.setattr(driver, "_primary_context", lambda device: ctypes.c_void_p(1))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None)
+    )
+    monkeypatch.setattr(launch, "_current_device", lambda: CPU)
+    monkeypatch.setattr(launch, "_current_stream", lambda index: STREAM)
+    monkeypatch.setattr(launch, "load_table", lambda: ())
+    monkeypatch.setattr(
+        launch, "decode_cubin", lambda spec, arch: Cubin("f", b"", Report(128, 0, 0))
+    )
+    monkeypatch.setattr(launch, "_devices", {})
+    monkeypatch.setattr(launch, "_settled", {})
+    return fake
+
+
+def make_segment(
+    name: str = "int4-g4",
+    capacity: int = 1000,
+    *,
+    batch: int = 2,
+    heads: int = 2,
+    head_dim: int = 128,
+    starts: bool = False,
+    page_size: int = 0,
+) -> Segment:
+    """Rows of zeros; with a page size, in a pool of pages and a block table."""
+    k_name, _, v_name = name.partition("/")
+    k, v = (RowFormat.parse(one, head_dim) for one in (k_name, v_name or k_name))
+    lens = torch.full((batch,), capacity, dtype=torch.int32)
+    table = None
+    shape: tuple[int, ...] = (batch, heads, capacity)
+    if page_size:
+        pages = -(-capacity // page_size)
+        table = torch.zeros(batch, pages, dtype=torch.int32)
+        shape = (batch * pages, heads, page_size)
+    k_rows, v_rows = (torch.zeros(*shape, fmt.row_bytes, dtype=torch.uint8) for fmt in (k, v))
+    return Segment(k_rows, v_rows, lens, k, v, torch.zeros_like(lens) if starts else None, table)
+
+
+def make_query(
+    batch: int = 2, heads: int = 8, head_dim: int = 128, dtype: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
+    """A query of zeros."""
+    return torch.zeros(batch, heads, head_dim, dtype=dtype)
+
+
+def unpack(spec: DecodeSpec, data: bytes) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The arguments by name: the common ones, and those of each segment."""
+    values = list(struct.unpack(spec.arguments, data))
+    common = dict(zip([name for name, _ in COMMON], values, strict=False))
+    rest = values[len(COMMON) :]
+    parts = [rest[i : i + len(SEGMENT)] for i in range(0, len(rest), len(SEGMENT))]
+    return common, [dict(zip(SEGMENT_NAMES, part, strict=True)) for part in parts]
+
+
+def settled_spec() -> DecodeSpec:
+    """The kernel that was loaded last."""
+    return list(launch._devices[CPU]._kernels)[-1]

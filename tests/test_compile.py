@@ -1,0 +1,188 @@
+"""torch.compile(fullgraph=True) over the attention calls, and the custom ops behind them."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from kvquant import KVCache, RowFormat, attention, decode_attention, quantize_rows
+from kvquant.attention import attend_segments
+from kvquant.errors import ShapeError
+from kvquant.segments import Segment
+
+INT4 = RowFormat.parse("int4-g4", 64)
+INT8 = RowFormat.parse("int8", 96)
+Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+COMPILERS = [
+    "eager",
+    "aot_eager",
+    pytest.param(
+        "inductor",
+        marks=[
+            pytest.mark.skipif(not shutil.which("c++"), reason="needs a C++ compiler"),
+            pytest.mark.filterwarnings("ignore"),  # it warns of matters of its own
+        ],
+    ),
+]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> None:
+    torch._dynamo.reset()
+
+
+def packed(batch: int, capacity: int, v_format: RowFormat = INT4) -> Rows:
+    """K rows, V rows and lengths."""
+    k_rows, v_rows = (
+        quantize_rows(torch.randn(batch, 2, capacity, fmt.head_dim), fmt)
+        for fmt in (INT4, v_format)
+    )
+    return k_rows, v_rows, torch.randint(1, capacity + 1, (batch,), dtype=torch.int32)
+
+
+def paged(v_format: RowFormat) -> Rows:
+    k_rows, v_rows, _ = packed(5, 16, v_format)
+    return k_rows, v_rows, torch.tensor([20, 7, 32], dtype=torch.int32)
+
+
+TABLE = torch.tensor([[4, 1], [0, -1], [2, 3]], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_a_projection_and_attention_make_one_graph_for_all_shapes(compiler: str) -> None:
+    weight = torch.randn(32, 4 * 64, requires_grad=True)
+
+    def step(x: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lens: torch.Tensor) -> Any:
+        q = (x @ weight).view(x.shape[0], 4, 64)
+        return decode_attention(q, k, v, lens, k_format="int4-g4", v_format=INT4, return_lse=True)
+
+    counter = CompileCounterWithBackend(compiler)
+    compiled = torch.compile(step, fullgraph=True, backend=counter)
+    for batch, capacity in ((2, 40), (3, 50), (5, 77), (7, 128), (4, 9)):
+        inputs = (torch.randn(batch, 32), *packed(batch, capacity))
+        out, lse = compiled(*inputs)
+        expected, expected_lse = step(*inputs)
+        torch.testing.assert_close(out, expected)
+        torch.testing.assert_close(lse, expected_lse)
+        assert not out.requires_grad
+    assert counter.frame_count <= 2, "one graph for the first shapes, one for all others"
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_every_option_means_the_same_in_a_graph(dtype: torch.dtype, dynamic: bool) -> None:
+    q, arguments = torch.randn(3, 4, 64).to(dtype), packed(3, 20, INT8)
+    formats: dict[str, Any] = {"k_format": "int4-g4", "v_format": INT8}
+    for rows, options in (
+        (arguments, formats),
+        (arguments, formats | {"sm_scale": 0.3, "num_splits": 2}),
+        (arguments, formats | {"backend": "reference"}),
+        (paged(INT8), formats | {"block_table": TABLE, "backend": "reference"}),
+    ):
+
+        def call(q: torch.Tensor, rows: Rows = rows, options: dict[str, Any] = options) -> Any:
+            return decode_attention(q, *rows, **options)
+
+        out = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=dynamic)(q)
+        expected = call(q)
+        assert out.dtype == dtype and out.shape == (3, 4, 96)
+        assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+def test_a_cache_is_attended_in_one_graph_while_it_grows(compiler: str) -> None:
+    cache = KVCache(2, 2, 2, 64, 300, sink_len=4, recent_len=16, v_format=["int8", "int4-g2"])
+    k, v = torch.randn(2, 2, 2, 100, 64)
+
+    def attend(q: torch.Tensor) -> Any:
+        return cache.attend(1, 2 * q, return_lse=True)
+
+    counter = CompileCounterWithBackend(compiler)
+    compiled = torch.compile(attend, fullgraph=True, backend=counter)
+    for tokens in (100, 1, 7):
+        cache.append(1, k[:, :, :tokens], v[:, :, :tokens])
+        q = torch.randn(2, 4, 64)
+        for part, expected in zip(compiled(q), attend(q), strict=True):
+            torch.testing.assert_close(part, expected)
+    assert counter.frame_count == 1
+
+
+def test_what_does_not_fit_is_refused_while_a_graph_is_traced() -> None:
+    k_rows, v_rows, lens = packed(2, 8)
+    compiled = torch.compile(decode_attention, fullgraph=True, backend="eager")
+    q = torch.zeros(2, 4, 64)
+    formats: dict[str, Any] = {"k_format": INT4, "v_format": INT4}
+    for arguments, message in (
+        ((q[:1], k_rows, v_rows, lens), "does not fit rows"),
+        ((q[0], k_rows, v_rows, lens), "q is .* it must be .batch, num_q_heads, head_dim"),
+        ((q, k_rows[..., 1:], v_rows, lens), "the last axis must be the 48 bytes"),
+        ((q, k_rows, v_rows, lens.long()), "use int32"),
+    ):
+        with pytest.raises(Exception, match=message):  # the type is torch's
+            compiled(*arguments, **formats)
+    with pytest.raises(Exception, match="format 'int5' does not exist"):
+        compiled(q, k_rows, v_rows, lens, k_format="int5", v_format=INT4)
+
+
+def test_values_are_checked_where_a_graph_runs() -> None:
+    k_rows, v_rows, lens = packed(2, 8)
+    compiled = torch.compile(decode_attention, fullgraph=True, backend="eager")
+    q = torch.zeros(2, 4, 64)
+    formats: dict[str, Any] = {"k_format": INT4, "v_format": INT4}
+    compiled(q, k_rows, v_rows, lens, **formats)
+    with pytest.raises(ShapeError, match=r"seq_lens of sequence 0 is .*: there is room for 0 to 8"):
+        compiled(q, k_rows, v_rows, lens + 8, **formats)
+
+
+def no_op(*_: object) -> None:
+    raise AssertionError("the dispatcher takes time")
+
+
+def test_calls_outside_a_graph_do_not_pass_the_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    k_rows, v_rows, lens = packed(2, 8)
+    q = torch.randn(2, 4, 64)
+    monkeypatch.setattr(attention, "decode_attention_op", no_op)
+    monkeypatch.setattr(attention, "attend_segments_op", no_op)
+    decode_attention(q, k_rows, v_rows, lens, k_format=INT4, v_format=INT4)
+    attend_segments(q, [Segment(k_rows, v_rows, lens, INT4, INT4)])
+
+
+def one_segment(return_lse: bool, pages: bool) -> tuple[Any, ...]:
+    rows = paged(INT8) if pages else packed(3, 20, INT8)
+    starts, table = (None, TABLE) if pages else (torch.full((3,), 5, dtype=torch.int32), None)
+    options = (96, None, return_lse, None, "reference" if pages else None)
+    return (torch.randn(3, 4, 64), *rows, "int4-g4", "int8", starts, table, *options)
+
+
+def two_segments(return_lse: bool, pages: bool) -> tuple[Any, ...]:
+    q, *parts = one_segment(return_lse, pages)
+    return (q, *([part, part] for part in parts[:7]), *parts[7:])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of opcheck's own graphs
+@pytest.mark.parametrize("pages", [False, True], ids=["rows", "pages"])
+@pytest.mark.parametrize("return_lse", [False, True], ids=["out", "out and lse"])
+@pytest.mark.parametrize(
+    ("name", "make_arguments"),
+    [("decode_attention", one_segment), ("attend_segments", two_segments)],
+)
+def test_torch_finds_nothing_wrong_with_the_ops(
+    name: str,
+    make_arguments: Callable[[bool, bool], tuple[Any, ...]],
+    return_lse: bool,
+    pages: bool,
+) -> None:
+    op = getattr(torch.ops.kvquant, name).default
+    arguments = make_arguments(return_lse, pages)
+    torch.library.opcheck(op, arguments)
+    results = op(*arguments)
+    assert len(results) == 1 + return_lse
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        fake = op(*arguments)
+    for result, shown in zip(results, fake, strict=True):
+        assert (result.shape, result.dtype) == (shown.shape, shown.dtype)
