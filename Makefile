@@ -1,20 +1,21 @@
 # Two commands do everything on a fresh machine with python3 (3.10 to 3.13, with venv), make and git:
 #   make demo   a real language model decodes from a quantized cache, compared with its 16-bit cache
-#   make test   the tests
+#   make test   the tests, those of the CUDA kernels' code too: they need the compilers, but no GPU
 # Each installs this checkout into .venv first, under constraints.txt.
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/installed
+CUDA_STAMP := .venv/installed-cuda
 
 .PHONY: demo test check clean
 
 demo: $(STAMP)
 	$(BIN)/kvquant demo
 
-test: $(STAMP)
+test: $(CUDA_STAMP)
 	$(BIN)/python -m pytest
 
-check: $(STAMP)
+check: $(CUDA_STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -25,6 +26,10 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[hf]' --group dev
 	touch $(STAMP)
+
+$(CUDA_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[cuda]'
+	touch $(CUDA_STAMP)
 
 clean:
 	rm -rf .venv build *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache

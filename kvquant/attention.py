@@ -10,7 +10,7 @@ from .backends import attend
 from .errors import ShapeError
 from .layout import RowFormat
 from .ops import attend_segments_op, decode_attention_op
-from .segments import Segment, make_segment
+from .segments import Segment
 
 State = tuple[torch.Tensor, torch.Tensor]
 
@@ -82,8 +82,8 @@ def decode_attention(
             backend,
         )
         return (results[0], results[1]) if return_lse else results[0]
-    segment = make_segment(q, k_rows, v_rows, seq_lens, k_format, v_format, block_table)
-    out, lse = attend(q, [segment], sm_scale, return_lse, num_splits, backend)
+    rows = k_rows, v_rows, seq_lens, k_format, v_format, None, block_table
+    out, lse = attend(q, (rows,), sm_scale, return_lse, num_splits, backend)
     return out if lse is None else (out, lse)
 
 

@@ -11,17 +11,18 @@ from . import debug
 from .errors import ConfigError, DeviceError, UnsupportedError
 from .quant import FLOAT_DTYPES
 from .reference import reference_over_segments
-from .segments import Segment, check_segments
+from .segments import LooseRows, Segment, check_segments, make_segment
 
 BACKENDS = ("cpu", "cuda", "reference")
 
 Result = tuple[torch.Tensor, "torch.Tensor | None"]
 Kernel = Callable[[torch.Tensor, Sequence[Segment], float, "int | None", bool], Result]
+CudaKernel = Callable[..., Result]
 
 
 def attend(
     q: torch.Tensor,
-    segments: Sequence[Segment],
+    segments: Sequence[Segment | LooseRows],
     sm_scale: float | None,
     return_lse: bool,
     num_splits: int | None,
@@ -32,20 +33,49 @@ def attend(
     Returns:
         out, the dtype of q, and lse, float32, base e, or None if it was not asked for.
     """
+    if (
+        (backend is None or backend == "cuda")
+        and q.is_cuda
+        and not debug.enabled
+        and (num_splits is None or type(num_splits) is int)
+    ):  # the CUDA launcher checks only calls that it has not seen
+        return _cuda()(q, segments, sm_scale, num_splits, return_lse, _check_cuda)
+    checked = _check(q, segments, num_splits)
+    kernel = _choose_kernel(q, backend)
+    if q.is_cpu or debug.enabled or backend == "reference":
+        debug.check_values(checked)
+    if q.requires_grad:
+        q = q.detach()
+    sm_scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
+    return kernel(q, checked, sm_scale, num_splits, return_lse)
+
+
+def _check(
+    q: torch.Tensor, segments: Sequence[Segment | LooseRows], num_splits: int | None
+) -> list[Segment]:
+    """The segments, with formats and not their names, if q can attend to them."""
+    made = []
+    for rows in segments:
+        if not isinstance(rows, Segment):
+            k_rows, v_rows, seq_lens, k_format, v_format, _, block_table = rows
+            rows = make_segment(q, k_rows, v_rows, seq_lens, k_format, v_format, block_table)
+        made.append(rows)
     if q.dtype not in FLOAT_DTYPES:
         raise ConfigError(f"q is {q.dtype}: use float32, bfloat16 or float16")
     if num_splits is not None and (type(num_splits) is not int or num_splits < 1):
         raise ConfigError(
             f"num_splits {num_splits} is not possible: use a whole number from 1, or None"
         )
-    check_segments(q, segments)
-    kernel = _load_cuda() if backend is None and q.is_cuda else _choose_kernel(q, backend)
-    if q.is_cpu or debug.enabled or backend == "reference":
-        debug.check_values(segments)
-    if q.requires_grad:
-        q = q.detach()
-    sm_scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
-    return kernel(q, segments, sm_scale, num_splits, return_lse)
+    check_segments(q, made)
+    return made
+
+
+def _check_cuda(
+    q: torch.Tensor, segments: Sequence[Segment | LooseRows], num_splits: int | None
+) -> list[Segment]:
+    checked = _check(q, segments, num_splits)
+    _require_numba_cuda()
+    return checked
 
 
 def _choose_kernel(q: torch.Tensor, backend: str | None) -> Kernel:
@@ -62,11 +92,20 @@ def _choose_kernel(q: torch.Tensor, backend: str | None) -> Kernel:
         return _attend_reference
     if q.device.type != backend:
         raise DeviceError(f"backend {backend!r} takes {backend.upper()} tensors, not {q.device}")
-    return _load_cuda() if backend == "cuda" else _attend_cpu
+    if backend == "cpu":
+        return _attend_cpu
+    _require_numba_cuda()
+    return _cuda()
 
 
 @functools.cache
-def _load_cuda() -> Kernel:
+def _cuda() -> CudaKernel:
+    from .kernels.cuda.launch import attend
+
+    return attend
+
+
+def _require_numba_cuda() -> None:
     try:
         import numba_cuda  # noqa: F401
     except ImportError as error:
@@ -74,9 +113,6 @@ def _load_cuda() -> Kernel:
             "CUDA tensors need numba-cuda: install kvquant with its cuda extra, pip install -e "
             f"'.[cuda]' in the checkout ({error}); or pass backend='reference' for the slow kernel"
         ) from error
-    from .kernels.cuda.launch import attend
-
-    return attend
 
 
 def _attend_cpu(

@@ -83,6 +83,12 @@ class RowFormat:
             raise ConfigError(f"format {name!r} is not possible: give a name ('int4-g4')")
         return _parse(name, head_dim)
 
+    def __hash__(self) -> int:
+        return self._hash  # taken in every call on CUDA
+
+    def __reduce__(self) -> tuple[type[RowFormat], tuple[str, int, int]]:
+        return RowFormat, (self.codec, self.groups, self.head_dim)  # hashes differ by process
+
     def __str__(self) -> str:
         return self.codec if self.groups == 1 else f"{self.codec}-g{self.groups}"
 
@@ -144,6 +150,10 @@ class RowFormat:
     def code_offset(self, element: int) -> int:
         """Byte that holds the code of an element (INT4: the low nibble for even elements)."""
         return self.header_bytes + element * self.bits // 8
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.codec, self.groups, self.head_dim))
 
     def _check_quantized(self) -> None:
         if self.is_exact:

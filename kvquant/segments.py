@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -69,6 +69,13 @@ class Segment(NamedTuple):
         return k, dequantize_rows(self.rows(sequence, "v"), self.v_format, dtype)
 
 
+# rows whose formats may still be names: what decode_attention is given, in the order of a Segment
+LooseRows: TypeAlias = (
+    "tuple[torch.Tensor, torch.Tensor, torch.Tensor, str | RowFormat, str | RowFormat, None, "
+    "torch.Tensor | None]"
+)
+
+
 def make_segment(
     q: torch.Tensor,
     k_rows: torch.Tensor,
@@ -89,8 +96,9 @@ def make_segment(
 def check_segments(q: torch.Tensor, segments: Sequence[Segment]) -> None:
     """Raise unless a query can attend to the segments; the values in the tensors are not read.
 
-    This runs in every call: an attribute of a tensor takes 0.1 microseconds and is read once, and
-    what a message needs is looked up when there is one.
+    This runs in every call but those that CUDA remembers (see kernels/cuda/launch.py: its key must
+    hold all that is looked at here): an attribute of a tensor takes 0.1 microseconds and is read
+    once, and what a message needs is looked up when there is one.
 
     Raises:
         ShapeError: the tensors do not fit one another or the formats.

@@ -53,8 +53,10 @@ ALLOWED = {
     "kernels.cuda.scores": f"{DEVICE} kernels.cuda.codes",
     "kernels.cuda.values": f"{DEVICE} kernels.cuda.codes",
     "kernels.cuda.merge": DEVICE,
+    "kernels.cuda.aside": "kernels.cuda.device kernels.cuda.fragments kernels.cuda.ptx",
     "kernels.cuda.attend": (
-        f"{DEVICE} kernels.cuda.copies kernels.cuda.merge kernels.cuda.scores kernels.cuda.values"
+        f"{DEVICE} kernels.cuda.aside kernels.cuda.copies kernels.cuda.merge kernels.cuda.scores "
+        "kernels.cuda.values"
     ),
     "kernels.cuda.decode": f"{DEVICE} kernels.cuda.attend kernels.cuda.merge",
     "kernels.cuda.compile": "errors layout kernels.usercache kernels.cuda.spec",

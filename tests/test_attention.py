@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from fake_cuda import FakeDriver, install, make_query, make_segment
 
 from kvquant import (
     RowFormat,
+    backends,
+    debug,
     decode_attention,
     dequantize_rows,
     quantize_rows,
     reference_attention,
 )
 from kvquant.attention import attend_segments
-from kvquant.errors import ConfigError, DeviceError, ShapeError
-from kvquant.segments import Segment
+from kvquant.errors import ConfigError, DeviceError, ShapeError, UnsupportedError
+from kvquant.segments import Segment, check_segments
 
 Measure = Callable[[torch.Tensor, torch.Tensor], float]
 
@@ -296,3 +300,96 @@ def test_the_reference_refuses_heads_and_batches_that_do_not_fit() -> None:
     for shape in [(1, 2, 64), (3, 7, 64)]:
         with pytest.raises(ShapeError, match="does not fit rows"):
             reference_attention(torch.randn(shape), rows, rows, lens, k_format=fmt, v_format=fmt)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    """The CPU as an H200 with a driver that takes notes."""
+    return install(monkeypatch)
+
+
+class OnCuda(torch.Tensor):
+    """A tensor on the CPU that says that it is on CUDA."""
+
+    is_cuda = True
+
+
+def call(q: torch.Tensor, segment: Segment, **options: Any) -> Any:
+    """The public call on CUDA."""
+    k_rows, v_rows, seq_lens, k_format, v_format, _, block_table = segment
+    options = {"k_format": k_format, "v_format": v_format, "block_table": block_table} | options
+    return decode_attention(q.as_subclass(OnCuda), k_rows, v_rows, seq_lens, **options)
+
+
+def test_a_settled_call_is_not_checked_again_but_any_other_is(
+    cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("numba_cuda", reason="needs the cuda extra")
+    checked = []
+
+    def note(*arguments: Any) -> None:
+        checked.append(arguments)
+        check_segments(*arguments)
+
+    monkeypatch.setattr(backends, "check_segments", note)
+    q, good = make_query(), make_segment(capacity=64)
+    paged = make_segment(capacity=64, page_size=16)
+    assert paged.block_table is not None
+    for _ in range(3):
+        call(q, good)
+        call(q, good, num_splits=1)
+        call(q, good, k_format="int4-g4", v_format="int4-g4")
+        call(q, paged)
+    assert len(checked) == 4 and len(cuda.launched) == 12
+    wide = torch.zeros(2, 2, 64, 160, dtype=torch.uint8)
+    cases: list[tuple[Segment, dict[str, Any], type[Exception], str]] = [
+        (good, {"q": q[:1]}, ShapeError, "does not fit rows"),
+        (good, {"q": q[:, :3]}, ShapeError, "does not fit rows"),
+        (good, {"q": q[0]}, ShapeError, "q is [8, 128]"),
+        (good, {"q": q.double()}, ConfigError, "q is torch.float64"),
+        (good, {"q": q.float()}, ConfigError, "on CUDA use bfloat16"),
+        (good, {"k_rows": good.k_rows.char()}, ConfigError, "k_rows is torch.int8"),
+        (good, {"v_rows": good.v_rows.char()}, ConfigError, "v_rows is torch.int8"),
+        (good, {"k_rows": good.k_rows[:, :, :63]}, ShapeError, "k_rows [2, 2, 63, 80]"),
+        (good, {"v_rows": good.v_rows[..., :79]}, ShapeError, "v_rows is [2, 2, 64, 79]"),
+        (good, {"k_rows": wide[..., ::2]}, ShapeError, "must be contiguous"),
+        (good, {"seq_lens": good.seq_lens[:1]}, ShapeError, "seq_lens is [1]"),
+        (good, {"seq_lens": good.seq_lens.long()}, ConfigError, "seq_lens is torch.int64"),
+        (good, {"k_format": "int8"}, ShapeError, "the 132 bytes of a row of int8"),
+        (good, {"v_format": ["int4"]}, ConfigError, "format ['int4'] is not possible"),
+        (good, {"num_splits": True}, ConfigError, "num_splits True is not possible"),
+        (good, {"num_splits": [1]}, ConfigError, "num_splits [1] is not possible"),
+        (paged, {"block_table": None}, ShapeError, "seq_lens is [2]: it must be [8]"),
+        (paged, {"block_table": paged.block_table.long()}, ConfigError, "block_table is torch"),
+        (paged, {"block_table": paged.block_table[0]}, ShapeError, "block_table is [4]"),
+    ]
+    for segment, change, error, message in cases:
+        arguments = segment._asdict() | {"q": q} | change
+        del arguments["starts"]
+        query = arguments.pop("q").as_subclass(OnCuda)
+        for _ in range(2):
+            with pytest.raises(error) as caught:
+                decode_attention(query, **arguments)
+            assert message in str(caught.value)
+    assert len(cuda.launched) == 12
+
+
+def test_debug_mode_looks_at_the_values_of_a_settled_call(
+    cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    segment = make_segment(capacity=64)
+    segment.seq_lens[1] = 65
+    call(make_query(), segment)
+    monkeypatch.setattr(debug, "enabled", True)
+    with pytest.raises(ShapeError, match="seq_lens of sequence 1 is 65"):
+        call(make_query(), segment)
+
+
+def test_a_missing_extra_is_told_after_what_does_not_fit(
+    cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "numba_cuda", None)
+    with pytest.raises(UnsupportedError, match="install kvquant with its cuda extra"):
+        call(make_query(), make_segment())
+    with pytest.raises(ShapeError):
+        call(make_query(3), make_segment())

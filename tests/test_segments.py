@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 
@@ -82,3 +85,11 @@ def test_what_does_not_fit_is_refused() -> None:
         with pytest.raises(error) as caught:
             check_segments(q, [good._replace(**change)])  # type: ignore[arg-type]
         assert message in str(caught.value)
+
+
+def test_a_copy_of_a_format_is_equal_but_takes_no_hash_along() -> None:
+    assert hash(INT4) == hash(RowFormat("int4", 4, 64)) == hash(("int4", 4, 64))
+    for other in (copy.copy(INT4), copy.deepcopy(INT4), pickle.loads(pickle.dumps(INT4))):
+        assert other == INT4
+        assert not vars(other).keys() - {"codec", "groups", "head_dim"}  # another process's differs
+        assert hash(other) == hash(INT4)

@@ -15,6 +15,7 @@ of V outgrows the headroom (values.py). All sums are float32.
 
 from numba import cuda, float32, int32, uint32, uint64
 
+from .aside import make_put_aside, make_take_back
 from .copies import make_copy, make_locate, make_realign
 from .device import device_function
 from .fragments import ZEROS, load_sums, over_quad, over_rows, scale_columns, store_sums
@@ -38,10 +39,9 @@ from .ptx import (
     word_from_lane,
 )
 from .scores import QueryWords, make_load_query, make_scores
-from .spec import FIELD, TILE
+from .spec import FIELD, SPELL, TILE
 from .values import (
     HEADROOM,
-    count_sums,
     headroom_of,
     make_accumulate,
     make_largest_scales,
@@ -77,7 +77,7 @@ def make_attend(spec, path):
     V_EXACT, V_BF16 = v.fmt.is_exact, v.fmt.codec == "bf16"
     PREFETCH_V, LAZILY = spec.without != "V prefetch", spec.without != "lazy rescale"
     FRAGMENTS, SHIFTS = QueryWords(k, spec.query).fragments, QueryWords(k, spec.query).shifts
-    SUMS, FACTOR = count_sums(v), k.factor
+    SUMS, FACTOR = v.sums, k.factor
     ROLLED = spec.without == "unrolled loads"
     wait_for_oldest, wait_for_values = wait_copies[STAGES - 2], wait_copies[1]
     locate = make_locate(path.place)
@@ -88,6 +88,8 @@ def make_attend(spec, path):
     load_query, scores_of = make_load_query(k, spec.query), make_scores(k, spec.query)
     load_header, accumulate = make_load_header(v), make_accumulate(v, spec.query)
     largest_scales = make_largest_scales(v)
+    PUTS_ASIDE, ASIDE = spec.aside_bytes(path) > 0, spec.aside(path)
+    put_aside, take_back = make_put_aside(SUMS), make_take_back(SUMS)
     write = make_write(spec.query)
     merge_warps = make_merge_warps(v.fmt.head_dim, spec.warps, make_put_output(v), write)
     pack = pack_bf16 if V_BF16 else pack_f16
@@ -155,6 +157,9 @@ def make_attend(spec, path):
         room = float32(0 if V_BF16 else HEADROOM)
         largest = float32(0)  # scale of V so far
         limit = uint32(0)  # that scales must reach to need another headroom
+        tiles = int32(0)
+        before = (m0, m1)
+        aside = uint32(ring + uint32(ASIDE))
         current = uint32(0)
         ahead = uint32(STAGES - 1)
         while first < end:
@@ -252,8 +257,18 @@ def make_attend(spec, path):
             current = uint32(current + uint32(1)) if current != uint32(STAGES - 1) else uint32(0)
             ahead = uint32(ahead + uint32(1)) if ahead != uint32(STAGES - 1) else uint32(0)
 
+            if PUTS_ASIDE:
+                tiles = int32(tiles + int32(1))
+                if tiles % int32(SPELL) == int32(0):
+                    now = (m0 * factor0 - room, m1 * factor1 - room)
+                    any_before = tiles > int32(SPELL)
+                    header_sums = put_aside(aside, lane, sums, header_sums, any_before, before, now)
+                    before = now
+
         # Step 7: the warps, merged
         low, high = m0 * factor0 - room, m1 * factor1 - room
+        if PUTS_ASIDE and tiles >= int32(SPELL):
+            header_sums = take_back(aside, lane, sums, header_sums, before, (low, high))
         merge_warps(shared, sums, header_sums, low, high, heads, results)
 
     return attend

@@ -19,6 +19,7 @@ import hashlib
 import importlib.metadata
 import json
 import re
+import struct
 import threading
 import warnings
 from dataclasses import asdict, dataclass
@@ -32,6 +33,10 @@ from ..usercache import cache_folder, replace_file
 from .spec import DecodeSpec
 
 NEWEST_LTO = (9, 0)
+# of a cubin: the section of a kernel's arguments; in .nv.info attributes, and the form of those
+# that are followed by as many bytes as they say
+ARGUMENTS = ".nv.constant0."
+REGISTER_COUNT, FRAME_SIZE, WITH_LENGTH = 0x2F, 0x11, 4
 # what makes the machine code; the names of the wheels with NVVM and nvJitLink end in the CUDA
 # version up to 12
 COMPILERS = (
@@ -45,36 +50,15 @@ _lock = threading.Lock()
 
 @dataclass(frozen=True)
 class Report:
-    """What ptxas says of a kernel.
+    """What a kernel takes; where it calls functions, the largest numbers count.
 
     Attributes:
         registers: of a thread.
-        stack_bytes: local memory of a thread.
-        spill_bytes: registers moved to local memory and back, stores and loads together.
+        stack_bytes: local memory of a thread: arrays, and registers that were spilled.
     """
 
     registers: int
     stack_bytes: int
-    spill_bytes: int
-
-    @classmethod
-    def parse(cls, log: str) -> Report:
-        """Read the log of `ptxas -v`; of several functions the largest numbers count.
-
-        Raises:
-            ValueError: it is no such log.
-        """
-        registers = [int(number) for number in re.findall(r"Used (\d+) registers", log)]
-        frames = re.findall(
-            r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log
-        )
-        if not registers or not frames:
-            raise ValueError(f"ptxas reported no registers or no stack frame: {log!r}")
-        return cls(
-            max(registers),
-            max(int(stack) for stack, _, _ in frames),
-            max(int(stores) + int(loads) for _, stores, loads in frames),
-        )
 
 
 @dataclass(frozen=True)
@@ -84,12 +68,44 @@ class Cubin:
     Attributes:
         name: of the kernel in it, mangled.
         code: an ELF file that the driver loads.
-        report: what ptxas says of it.
+        report: what it takes.
     """
 
     name: str
     code: bytes
     report: Report
+
+    @classmethod
+    def read(cls, code: bytes) -> Cubin:
+        """Find the kernel in an ELF file, and what it takes.
+
+        The log of ptxas says it too, but was seen empty on a machine with a GPU, probably where
+        nvJitLink found the code in the driver's cache.
+
+        Raises:
+            ValueError: the file holds no kernel, or several.
+        """
+        (table,) = struct.unpack_from("<Q", code, 0x28)
+        size, count, names_at = struct.unpack_from("<3H", code, 0x3A)
+        headers = [struct.unpack_from("<IIQQQQ", code, table + i * size) for i in range(count)]
+        first_name = headers[names_at][4]
+        sections = {}
+        for name, _, _, _, start, length in headers:
+            end = code.index(b"\0", first_name + name)
+            sections[code[first_name + name : end].decode()] = code[start : start + length]
+        # constant bank 0 holds the arguments: only what can be launched has one
+        names = [name[len(ARGUMENTS) :] for name in sections if name.startswith(ARGUMENTS)]
+        if len(names) != 1:
+            raise ValueError(f"a cubin with kernels {names}: there must be one")
+        info = sections[".nv.info"]
+        found: dict[int, list[int]] = {REGISTER_COUNT: [], FRAME_SIZE: []}
+        at = 0
+        while at < len(info):
+            form, attribute, length = struct.unpack_from("<BBH", info, at)
+            if attribute in found:  # the index of a symbol, and its number
+                found[attribute].append(struct.unpack_from("<I", info, at + 8)[0])
+            at += 4 + (length if form == WITH_LENGTH else 0)
+        return cls(names[0], code, Report(max(found[REGISTER_COUNT]), max(found[FRAME_SIZE])))
 
     def to_bytes(self) -> bytes:
         """The content of a file in the cache."""
@@ -173,18 +189,15 @@ def compile_kernel(function: Any, signature: Any, arch: str) -> Cubin:
     with pretend(capability):
         made, _ = cuda.compile(function, signature, cc=capability, **options)
     made = ObjectCode.from_ltoir(made) if whole else ObjectCode.from_ptx(made.encode())
-    options = LinkerOptions(arch=arch, link_time_optimization=whole, ptxas_options=["-v"])
+    options = LinkerOptions(arch=arch, link_time_optimization=whole)
     try:
-        linker = Linker(made, options=options)
-        code = bytes(linker.link("cubin").code)
+        code = bytes(Linker(made, options=options).link("cubin").code)
     except nvJitLinkError as error:
         raise UnsupportedError(
             f"nvJitLink {_version('nvidia-nvjitlink')} makes no code for {arch} ({error}): for a "
             "newer GPU install newer compilers, pip install -U 'numba-cuda[cu13]'"
         ) from error
-    log = linker.get_info_log() + linker.get_error_log()
-    (name,) = re.findall(r"Compiling entry function '(\w+)'", log)
-    return Cubin(name, code, Report.parse(log))
+    return Cubin.read(code)
 
 
 def _capability(arch: str) -> tuple[int, int]:

@@ -1,11 +1,12 @@
 """Decode attention on CUDA: softmax(q·K) V of one token a sequence, read from packed rows.
 
-    grid    parts: the splits of every segment  x  units: 8 query heads of a KV head  x  sequences
+    grid    units: 8 query heads of a KV head  x  sequences  x  parts: the splits of every segment
     block   one part: it attends to its tokens (attend.py), and the last block of a unit merges its
             parts (merge.py)
 
 The tokens of a segment are split by its length on the device, into whole tiles for every warp, so
-that lengths may change between the replays of a CUDA graph. Parts without tokens end at once.
+that lengths may change between the replays of a CUDA graph. Parts without tokens end at once. Parts
+are the slowest axis: long ones, of the first segment, spread evenly over the GPU before short ones.
 
 Splits merged by log-sum-exp: Flash-Decoding (https://pytorch.org/blog/flash-decoding/). Fused INT4
 rows: https://pytorch.org/blog/int4-decoding/. What is ours: codes that are multiplied as fp16
@@ -71,9 +72,9 @@ def make_decode_kernel(spec):
         shared = shared_address(cuda.shared.array(0, uint32))
 
         # Step 1: the unit, and where its results go
-        b, y = int32(cuda.blockIdx.z), int32(cuda.blockIdx.y)
-        kv_head = int32(y // head_blocks)
-        first_head = int32((y - kv_head * head_blocks) * int32(HEADS))
+        b, column = int32(cuda.blockIdx.y), int32(cuda.blockIdx.x)
+        kv_head = int32(column // head_blocks)
+        first_head = int32((column - kv_head * head_blocks) * int32(HEADS))
         heads = uint32(min(int32(HEADS), int32(ratio - first_head)))
         head = int32(kv_head * ratio + first_head)
         query = q + uint64(b) * q_stride_batch + uint64(head) * q_stride_head
@@ -83,7 +84,7 @@ def make_decode_kernel(spec):
             lse += uint64(4) * place
 
         # Step 2: the part. Those that hold tokens have positions; the others have nothing to do
-        split = int32(cuda.blockIdx.x)
+        split = int32(cuda.blockIdx.z)
         position = split
         length, tokens, active = share_out(one, b, int32(FIRST_STEP))
         total = active
@@ -102,7 +103,7 @@ def make_decode_kernel(spec):
                     position = int32(position - two[SPLITS] + active)
                     length, tokens, active = third
                     segment = three
-        if total == int32(0) and cuda.blockIdx.x == 0:
+        if total == int32(0) and cuda.blockIdx.z == 0:
             write_empty(heads, out, lse)
         if split >= active:
             return
@@ -110,9 +111,9 @@ def make_decode_kernel(spec):
         # Step 3: attention to the part
         begin = int32(split * tokens)
         end = int32(min(int32(begin + tokens), length))
-        unit = uint64(b) * uint64(cuda.gridDim.y) + uint64(y)
-        units = uint64(cuda.gridDim.z) * uint64(cuda.gridDim.y)
-        parts = uint64(cuda.gridDim.x) * uint64(HEADS)  # of 8 heads each
+        unit = uint64(b) * uint64(cuda.gridDim.x) + uint64(column)
+        units = uint64(cuda.gridDim.y) * uint64(cuda.gridDim.x)
+        parts = uint64(cuda.gridDim.z) * uint64(HEADS)  # of 8 heads each
         unit_out = partial + uint64(4 * DIM) * parts * unit
         unit_lse = partial + uint64(4) * parts * (uint64(DIM) * units + unit)
         part_out = unit_out + uint64(4 * DIM * HEADS) * uint64(position)

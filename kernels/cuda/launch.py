@@ -1,39 +1,50 @@
 """Attend on CUDA: settle once what depends on shapes, then launch with little Python.
 
-A call is settled by its shapes, strides, formats and dtypes: the kernel, the plan, the arguments
-that stay. The next call like it finds that in a dictionary, packs the addresses and launches: no
-host synchronization; safe in CUDA graphs and from several threads.
+A call is settled by its shapes, strides, formats and dtypes: that it is possible, the kernel, the
+plan, the arguments that stay. The next call like it finds that in a dictionary, packs the addresses
+and launches: no host synchronization; safe in CUDA graphs and from several threads.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import struct
 import threading
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 
 from kvquant.errors import ConfigError, UnsupportedError
-from kvquant.segments import Segment
+from kvquant.segments import LooseRows, Segment
 
 from ..tuned import load_table
 from ..tuning import GPU, Plan, plan
 from .arrange import arguments, arrange, is_row_contiguous, make_spec
 from .compile import decode_cubin
-from .driver import Kernel
-from .spec import HEADS, SEGMENT, DecodeSpec
+from .driver import Kernel, Launcher
+from .spec import COMMON, HEADS, SEGMENT, DecodeSpec
 from .workspace import Workspaces
 
 State = tuple[torch.Tensor, "torch.Tensor | None"]
+Check = Callable[[torch.Tensor, Sequence["Segment | LooseRows"], "int | None"], Sequence[Segment]]
 QUERIES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 LOG2_E = math.log2(math.e)
 UNIT = 16  # bytes that a query is aligned to
-MOST_BLOCKS = 65535  # of a grid along y and z
+MOST_BLOCKS = 65535  # of a grid, but along x
 MOST_SETTLED = 4096  # calls that are remembered
 
+# what stands after the addresses, in all arguments and in those of a segment
+QUERY = struct.Struct("=" + "".join(code for _, code in COMMON[5:-1]))
+ROWS = struct.Struct("=" + "".join(code for _, code in SEGMENT[4:]))
+
+# not in torch without CUDA
+_current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
+_current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_empty_like, _contiguous = torch.empty_like, torch.contiguous_format
 _lock = threading.RLock()
 _devices: dict[int, Device] = {}
 _settled: dict[Hashable, Launch | Nothing] = {}
@@ -61,16 +72,19 @@ class Work:
 
 def attend(
     q: torch.Tensor,
-    segments: Sequence[Segment],
-    sm_scale: float,
+    segments: Sequence[Segment | LooseRows],
+    sm_scale: float | None,
     num_splits: int | None,
     want_lse: bool = True,
+    check: Check | None = None,
 ) -> State:
-    """Attend to all segments in one launch; see attention.attend_segments, which checks the input.
+    """Attend to all segments in one launch; see attention.attend_segments.
 
     Args:
         q, segments, sm_scale, num_splits: as there; q bfloat16 or float16.
         want_lse: whether lse is wanted.
+        check: raises unless q can attend to the segments, and returns them with formats in place
+            of names; called only before a call is settled.
 
     Returns:
         out [batch, num_q_heads, head_dim of V], the dtype of q; lse [batch, num_q_heads], float32,
@@ -82,30 +96,48 @@ def attend(
         DeviceError: CUDA refuses the launch.
     """
     index = q.get_device()
-    key: list[Hashable] = [q.shape, q.stride(), q.dtype, index, num_splits, _forced]
-    for k, v, _, k_format, v_format, starts, table in segments:
+    # all that the check and the launch depend on
+    key: tuple[Hashable, ...]
+    key = (q.shape, q.stride(), q.dtype, q.data_ptr() % UNIT, index, num_splits)
+    for k, v, lens, k_format, v_format, starts, table in segments:
         key += (
-            k.shape,
-            k.stride(),
-            v.stride(),
-            k.data_ptr() % UNIT,
-            v.data_ptr() % UNIT,
             k_format,
             v_format,
-            starts is None,
-            table if table is None else (table.shape, table.stride()),
+            k.shape,
+            v.shape,
+            lens.shape,
+            k.stride(),
+            v.stride(),
+            lens.is_contiguous(),
+            k.dtype,
+            v.dtype,
+            lens.dtype,
+            k.get_device(),
+            v.get_device(),
+            lens.get_device(),
+            k.data_ptr() % UNIT,
+            v.data_ptr() % UNIT,
+            starts if starts is None else _facts(starts),
+            table if table is None else _facts(table),
         )
-    found = tuple(key)
-    launch = _settled.get(found)
+    try:
+        launch = _settled.get(key)
+    except TypeError:  # a format that cannot be hashed: the check tells
+        launch = None
     if launch is None:
-        launch = _settle(q, segments, num_splits)
+        checked = check(q, segments, num_splits) if check else cast("Sequence[Segment]", segments)
+        launch = _settle(q, checked, num_splits)
         if len(_settled) >= MOST_SETTLED:  # such as a capacity that grows with every call
             _settled.clear()
-        _settled[found] = launch
+        _settled[key] = launch
     if index == _current_device():
         return launch(q, segments, sm_scale, want_lse)
     with torch.cuda.device(index):
         return launch(q, segments, sm_scale, want_lse)
+
+
+def _facts(tensor: torch.Tensor) -> Hashable:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()
 
 
 def describe(q: torch.Tensor, segments: Sequence[Segment], without: str = "") -> Work:
@@ -138,13 +170,14 @@ def forced(plan: Plan | None, without: str = "") -> Iterator[None]:
     Graphs that are captured meanwhile are not to be replayed afterwards: their counters are given
     to others.
     """
-    global _forced
-    before, _forced = _forced, (plan, without)
+    global _forced, _settled
+    before = _forced, _settled
+    _forced, _settled = (plan, without), {}
     taken = {index: device.workspaces.taken for index, device in _devices.items()}
     try:
         yield
     finally:
-        _forced = before
+        _forced, _settled = before
         for index, device in _devices.items():
             device.workspaces.taken = taken.get(index, 0)
 
@@ -191,7 +224,6 @@ class Device:
                     cubin.code,
                     cubin.name,
                     self._index,
-                    arguments=spec.arguments,
                     threads=32 * spec.warps,
                     shared=spec.shared_bytes,
                 )
@@ -217,70 +249,79 @@ class Launch:
         head_blocks = -(-ratio // HEADS)
         v_dim = segments[0].v_format.head_dim
         parts = sum(chosen.splits)
-        self._kernel = kernel
-        self._grid = parts, num_kv_heads * head_blocks, batch
-        self._out_shape, self._lse_shape = (batch, num_q_heads, v_dim), (batch, num_q_heads)
-        self._is_like_query = q.is_contiguous() and v_dim == head_dim
+        self._index = q.get_device()
+        self._scale = head_dim**-0.5 * LOG2_E
+        # results are made like these: faster than from a shape
+        out, lse = (torch.empty((), dtype=t, device=q.device) for t in (q.dtype, torch.float32))
+        self._out = out.expand(batch, num_q_heads, v_dim)
+        self._lse = lse.expand(batch, num_q_heads)
         self._workspaces = workspaces if parts > 1 else None
         self._partial = work.units * parts * HEADS * (v_dim + 1)
         self._units = work.units
         strides = [2 * q.stride(i) if q.shape[i] > 1 else 0 for i in (0, 1)]
-        self._copies_query = q.stride(2) != 1 or any(stride % UNIT for stride in strides)
-        heads = num_q_heads, ratio, head_blocks
-        self._copied_query = (2 * num_q_heads * head_dim, 2 * head_dim, *heads)
-        self._query = self._copied_query if self._copies_query else (*strides, *heads)
-        missing = (0,) * (len(SEGMENT) * (work.spec.segments - len(work.order)))
+        self._copies_query = q.stride(2) != 1 or any(n % UNIT for n in (q.data_ptr(), *strides))
+        if self._copies_query:
+            strides = [2 * num_q_heads * head_dim, 2 * head_dim]
+        self._query = QUERY.pack(*strides, num_q_heads, ratio, head_blocks)
         self._segments = []
         for i, splits in zip(work.order, chosen.splits, strict=True):
-            table = segments[i].block_table
-            copies_table = table is not None and not is_row_contiguous(table)
-            constants = arguments(segments[i], splits)
-            if i == work.order[-1]:
-                constants += missing
-            self._segments.append((i, copies_table, constants))
+            _, _, lens, _, _, starts, table = segments[i]
+            copies_index = starts is not None and not starts.is_contiguous()
+            if table is not None:
+                copies_index = not is_row_contiguous(table)
+            constants = ROWS.pack(*arguments(segments[i], splits))
+            self._segments.append((i, not lens.is_contiguous(), copies_index, constants))
+        layout = f"=5Q{QUERY.size}sf" + len(work.order) * f"4Q{ROWS.size}s"
+        missing = work.spec.segments - len(work.order)
+        layout += f"{missing * (4 * 8 + ROWS.size)}x"  # zeros
+        grid = num_kv_heads * head_blocks, batch, parts
+        self._launch = Launcher(kernel, grid, layout)
 
     def __call__(
-        self, q: torch.Tensor, segments: Sequence[Segment], sm_scale: float, want_lse: bool
+        self,
+        q: torch.Tensor,
+        segments: Sequence[Segment | LooseRows],
+        sm_scale: float | None,
+        want_lse: bool,
     ) -> State:
         """Launch on the current stream of the current device, which is that of q."""
-        out = torch.empty_like(q) if self._is_like_query else q.new_empty(self._out_shape)
-        lse = None
+        out = _empty_like(self._out, memory_format=_contiguous)
+        lse, lse_address = None, 0
         if want_lse:
-            lse = q.new_empty(self._lse_shape, dtype=torch.float32)
-        stream = _current_stream(q.get_device())
+            lse = _empty_like(self._lse, memory_format=_contiguous)
+            lse_address = lse.data_ptr()
+        stream = _current_stream(self._index)
         counters = partial = 0
         if self._workspaces is not None:
             workspace = self._workspaces.take(stream, self._units, self._partial)
             counters, partial = workspace.counters_address, workspace.partial_address
-        query, address = self._query, q.data_ptr()
-        if self._copies_query or address % UNIT:
-            q = q.clone(memory_format=torch.contiguous_format)
-            query, address = self._copied_query, q.data_ptr()
+        if self._copies_query:
+            q = q.detach().clone(memory_format=_contiguous)
         values = [
-            address,
+            q.data_ptr(),
             out.data_ptr(),
-            0 if lse is None else lse.data_ptr(),
+            lse_address,
             partial,
             counters,
-            *query,
-            sm_scale * LOG2_E,
+            self._query,
+            self._scale if sm_scale is None else float(sm_scale) * LOG2_E,
         ]
         kept = []  # copies, until the launch is enqueued
-        for i, copies_table, constants in self._segments:
+        for i, copies_lens, copies_index, constants in self._segments:
             k, v, lens, _, _, starts, table = segments[i]
-            if not lens.is_contiguous():
+            index = starts if table is None else table
+            if copies_lens:
                 kept.append(lens := lens.contiguous())
-            index = 0
-            if table is not None:
-                if copies_table:
-                    kept.append(table := table.contiguous())
-                index = table.data_ptr()
-            elif starts is not None:
-                if not starts.is_contiguous():
-                    kept.append(starts := starts.contiguous())
-                index = starts.data_ptr()
-            values += (k.data_ptr(), v.data_ptr(), lens.data_ptr(), index, *constants)
-        self._kernel.launch(self._grid, stream, values)
+            if index is not None and copies_index:
+                kept.append(index := index.contiguous())
+            values += (
+                k.data_ptr(),
+                v.data_ptr(),
+                lens.data_ptr(),
+                0 if index is None else index.data_ptr(),
+                constants,
+            )
+        self._launch(stream, values)
         return out, lse
 
 
@@ -291,7 +332,11 @@ class Nothing:
         self._shape = shape
 
     def __call__(
-        self, q: torch.Tensor, segments: Sequence[Segment], sm_scale: float, want_lse: bool
+        self,
+        q: torch.Tensor,
+        segments: Sequence[Segment | LooseRows],
+        sm_scale: float | None,
+        want_lse: bool,
     ) -> State:
         """Zeros, and -inf."""
         lse = None
@@ -329,11 +374,3 @@ def _device(q: torch.Tensor) -> Device:
         if index not in _devices:
             _devices[index] = Device(q.device)
         return _devices[index]
-
-
-def _current_device() -> int:
-    return torch._C._cuda_getDevice()
-
-
-def _current_stream(index: int) -> int:
-    return torch._C._cuda_getCurrentRawStream(index)

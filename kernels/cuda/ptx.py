@@ -127,6 +127,9 @@ load_shared_f32x4 = instruction(
 store_shared_u32x4 = instruction(
     "st.shared.v4.u32 [$0],{$1,$2,$3,$4};", "", "u32 u32x4", pure=False
 )
+store_shared_f32x4 = instruction(
+    "st.shared.v4.f32 [$0],{$1,$2,$3,$4};", "", "u32 f32x4", pure=False
+)
 store_shared_u32 = instruction("st.shared.u32 [$0],$1;", "", "u32 u32", pure=False)
 store_shared_f32 = instruction("st.shared.f32 [$0],$1;", "", "u32 f32", pure=False)
 store_shared_f32x2 = instruction("st.shared.v2.f32 [$0],{$1,$2};", "", "u32 f32 f32", pure=False)

@@ -13,6 +13,7 @@ from .staging import StagedRow
 
 HEADS = 8  # query heads of a block: the columns of an MMA
 TILE = 32  # tokens that a warp works on at a time: a row for each lane
+SPELL = 16  # tiles of a warp after which it puts its sums aside
 AHEAD = 16  # parts whose loads are on their way together when they are merged
 PLACES = ("linear", "ring", "paged")
 # what the kernel can be compiled without, to measure what it brings
@@ -124,11 +125,21 @@ class DecodeSpec:
         """A tile of K and of V as it is copied."""
         return sum(TILE * row.landing for row in self.rows(path))
 
-    def warp_bytes(self, path: Path) -> int:
-        """A warp's ring of stages, a tile of realigned rows (K's and V's in turn), and 16 bytes:
-        the chunks of a row are read in pairs, so an odd last one with what follows it."""
+    def aside(self, path: Path) -> int:
+        """Byte of a warp's memory at which the sums stand that are put aside: behind its stages, a
+        tile of realigned rows (K's and V's in turn), and 16 bytes (the chunks of a row are read in
+        pairs, so an odd last one with what follows it)."""
         scratch = max([TILE * row.stride for row in self.rows(path) if row.realigned], default=0)
         return self.stages_of(path) * self.stage_bytes(path) + scratch + 16
+
+    def aside_bytes(self, path: Path) -> int:
+        """Bytes that a warp puts sums aside in: only those of codes that are never negative."""
+        one_sided = path.v_format.codec in ("int4", "int8")
+        return 128 * (self.rows(path)[1].sums + 4) if one_sided else 0
+
+    def warp_bytes(self, path: Path) -> int:
+        """A warp's shared memory."""
+        return self.aside(path) + self.aside_bytes(path)
 
     @property
     def shared_bytes(self) -> int:

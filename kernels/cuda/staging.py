@@ -116,6 +116,12 @@ class StagedRow:
         return 2 if self.fmt.codec == "int4" else 1
 
     @property
+    def sums(self) -> int:
+        """Accumulators of a lane for the output of 8 heads."""
+        chunks = self.chunks + self.chunks % 2  # ldmatrix takes two
+        return 2 * chunks if self.fmt.is_exact else 4 * chunks * self.mmas
+
+    @property
     def factor(self) -> float:
         """By what the fp16 numbers in the MMAs are too small: codes stand there as subnormals."""
         if self.fmt.is_exact:

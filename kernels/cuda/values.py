@@ -39,12 +39,6 @@ from .ptx import (
 HEADROOM = 11  # powers of two that P may exceed 2**4 by; P and P * scale stay below 2**15
 
 
-def count_sums(staged):
-    """Accumulators of a lane."""
-    chunks = staged.chunks + staged.chunks % 2
-    return 2 * chunks if staged.fmt.is_exact else 4 * chunks * staged.mmas
-
-
 def make_load_header(staged):
     """Make the function from 16 rows to their headers as A fragments; zeros for 16-bit rows."""
     ROW, UNITS = staged.stride, staged.header_units

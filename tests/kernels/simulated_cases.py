@@ -116,7 +116,7 @@ def run_case(case: Case) -> dict[str, float]:
         }
         if parts == 1:
             common |= {"partial": 0, "counters": 0}
-        launch(spec, common, fields, (parts, num_kv_heads * head_blocks, batch), backwards)
+        launch(spec, common, fields, (num_kv_heads * head_blocks, batch, parts), backwards)
         assert not counters.any(), "counters are not 0 after the launch"
         outs.append(out)
     assert torch.equal(outs[0], outs[1]), "the result depends on the order of blocks and lanes"

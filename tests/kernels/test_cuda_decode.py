@@ -204,9 +204,14 @@ def test_lengths_beyond_the_capacity_read_nothing_else(relative_l2: Measure) -> 
     assert not short[0].any() and torch.equal(short[1], expected[1])
 
 
-def test_sequences_of_100_000_tokens(relative_l2: Measure) -> None:
-    segment = linear("int4-g4", (100_000, 99_999), 1)
-    compare(relative_l2, query(segment, 8), [segment])
+@pytest.mark.parametrize("name", ["int4-g4", "int8", "fp8-g4", "bf16"])
+def test_long_sequences_whose_values_nearly_cancel(relative_l2: Measure, name: str) -> None:
+    fmt = RowFormat.parse(name, 128)
+    rows = random_rows(fmt, 2, 1, 100_000)
+    segment = Segment(rows, rows.flip(2), int32([100_000, 99_999]), fmt, fmt)
+    q = query(segment, 8)
+    compare(relative_l2, q, [segment])
+    compare(relative_l2, q, [segment], num_splits=1)
 
 
 def test_a_million_tokens_beyond_4_gib(relative_l2: Measure) -> None:
@@ -252,7 +257,8 @@ def test_two_graphs_of_one_capture_stream_run_at_once(relative_l2: Measure) -> N
     q = query(segments[0], 8)
     expected: list[Any] = [attend_segments(q, [one], num_splits=16) for one in segments]
     torch.cuda.synchronize()
-    graphs, outs = [], []
+    graphs: list[torch.cuda.CUDAGraph] = []
+    outs: list[Any] = []
     for one in segments:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -73,10 +74,9 @@ def test_captured_launches_have_counters_of_their_own(
 
 
 def test_large_shared_memory_is_asked_for(cuda: FakeDriver) -> None:
-    options: dict[str, Any] = {"arguments": "=Q", "threads": 32}
-    driver.Kernel(b"", "f", 0, shared=48 << 10, **options)
+    driver.Kernel(b"", "f", 0, threads=32, shared=48 << 10)
     assert "cuFuncSetAttribute" not in cuda.calls
-    driver.Kernel(b"", "f", 0, shared=(48 << 10) + 1, **options)
+    driver.Kernel(b"", "f", 0, threads=32, shared=(48 << 10) + 1)
     assert "cuFuncSetAttribute" in cuda.calls
     # loaded in the device's context, outside a capture that may be going on
     assert cuda.calls.count("cuCtxPushCurrent_v2") == cuda.calls.count("cuCtxPopCurrent_v2") == 2
@@ -93,16 +93,38 @@ def test_a_driver_too_old_for_the_code_is_told(cuda: FakeDriver) -> None:
 
 
 def test_a_refused_launch_is_told(cuda: FakeDriver) -> None:
-    cuda.fails["cuLaunchKernel"] = [700]
+    cuda.fails["cuLaunchKernelEx"] = [700]
     with pytest.raises(DeviceError, match=r"CUDA_ERROR_FAKE .*CUDA_LAUNCH_BLOCKING=1"):
         launch.attend(make_query(), [make_segment()], 1.0, None)
 
 
 def test_a_thread_without_a_context_gets_one(cuda: FakeDriver) -> None:
-    cuda.fails["cuLaunchKernel"] = [driver.INVALID_CONTEXT]
+    cuda.fails["cuLaunchKernelEx"] = [driver.INVALID_CONTEXT]
     launch.attend(make_query(), [make_segment()], 1.0, None)
-    assert cuda.calls[-3:] == ["cuLaunchKernel", "cuCtxSetCurrent", "cuLaunchKernel"]
+    assert cuda.calls[-3:] == ["cuLaunchKernelEx", "cuCtxSetCurrent", "cuLaunchKernelEx"]
     assert len(cuda.launched) == 1
+
+
+def test_launches_of_a_stream_share_what_they_are_launched_with(
+    cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "MOST_CONFIGS", 4)
+    kernel = driver.Kernel(b"", "f", 0, threads=32, shared=100)
+    launcher = driver.Launcher(kernel, (3, 2, 1), "=Q4s4x")
+    streams = [0, 5, 0, 6, 7, 8, 9, 5]
+    for stream in streams:
+        launcher(stream, [stream + 1, b"abcd"])
+        assert len(launcher._configs) <= 4
+    assert [note.stream for note in cuda.launched] == streams
+    assert {note[:3] for note in cuda.launched} == {((3, 2, 1), (32, 1, 1), 100)}
+    assert cuda.launched[1].arguments == (6).to_bytes(8, "little") + b"abcd" + bytes(4)
+
+
+def test_a_driver_without_a_call_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    old = SimpleNamespace(cuInit=lambda flags: 0)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: old)
+    with pytest.raises(UnsupportedError, match="older than CUDA 12"):
+        driver._library.__wrapped__()
 
 
 def test_a_machine_without_a_driver_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,6 +201,18 @@ def test_new_threads_and_streams_at_once(
     torch.cuda.synchronize()
     for i, call in enumerate(calls):
         assert relative_l2(outs[i], call.expected) <= 3e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("default")
+def test_a_settled_call_on_other_devices_is_refused() -> None:
+    call = Call()
+    call()
+    rows = (*call.rows, call.lens)
+    for i in range(3):
+        mixed = [tensor.cpu() if i == j else tensor for j, tensor in enumerate(rows)]
+        with pytest.raises(DeviceError, match=r"q is on cuda:0, rows or lengths on cpu"):
+            decode_attention(call.q, *mixed, **call.formats)
 
 
 @pytest.mark.gpu

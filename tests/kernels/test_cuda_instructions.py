@@ -212,6 +212,8 @@ def test_shared_memory() -> None:
         ptx.store_shared_u32x4(mine + u32(16), (u32(4), u32(5), u32(6), u32(lane)))
         words = ptx.load_shared_u32x4(mine + u32(16))
         assert ptx.load_shared_u32x2(mine + u32(24)) == words[2:]
+        ptx.store_shared_f32x4(mine + u32(32), (f32(5), f32(6), f32(7), f32(lane)))
+        assert ptx.load_shared_f32x4(mine + u32(32)) == (5, 6, 7, lane)
         return fresh, ptx.load_shared_u32(mine), ptx.load_shared_f32x4(mine)[1:], words
 
     for lane, (fresh, seven, floats, words) in enumerate(lanes(use, shared=2048)):

@@ -67,7 +67,7 @@ def test_arguments_land_where_the_kernel_reads_them(cuda: FakeDriver) -> None:
         "table_stride": 0,
         "splits": 3,
     }
-    assert note.grid == (3, 2, 2) and note.block == (32 * spec.warps, 1, 1)
+    assert note.grid == (2, 2, 3) and note.block == (32 * spec.warps, 1, 1)
     assert (note.shared, note.stream) == (spec.shared_bytes, STREAM)
 
 
@@ -105,7 +105,7 @@ def test_exact_segments_come_second_whatever_their_order(
     assert parts[0]["k_rows"] == body.k_rows.data_ptr()
     assert {parts[1]["capacity"], parts[2]["capacity"]} == {4, 128}
     assert all(1 <= part["splits"] <= 2 for part in parts[1:]) and parts[0]["splits"] >= 1
-    assert note.grid[0] == sum(part["splits"] for part in parts)
+    assert note.grid[2] == sum(part["splits"] for part in parts)
     assert settled_spec().second is not None
 
 
@@ -207,7 +207,19 @@ def test_query_heads_go_by_blocks_of_eight(cuda: FakeDriver, heads: int) -> None
     launch.attend(make_query(heads=2 * heads), [make_segment()], 1.0, 1)
     common, _ = unpack(settled_spec(), cuda.launched[0].arguments)
     assert (common["ratio"], common["head_blocks"]) == (heads, -(-heads // 8))
-    assert cuda.launched[0].grid == (1, 2 * -(-heads // 8), 2)
+    assert cuda.launched[0].grid == (2 * -(-heads // 8), 2, 1)
+
+
+def test_results_are_plain_and_the_usual_scale_goes_by_the_head_dim(cuda: FakeDriver) -> None:
+    by_dim = torch.zeros(2, 128, 8, dtype=torch.bfloat16, requires_grad=True).transpose(1, 2)
+    for q in (make_query().requires_grad_(), by_dim, make_query(2, 16)[:, ::2]):
+        out, lse = launch.attend(q, [make_segment()], None, None)
+        common, _ = unpack(settled_spec(), cuda.launched[-1].arguments)
+        assert lse is not None
+        assert common["score_scale"] == pytest.approx(128**-0.5 * launch.LOG2_E)
+        assert (common["out"], common["lse"]) == (out.data_ptr(), lse.data_ptr())
+        assert out.is_contiguous() and lse.is_contiguous()
+        assert not (out.requires_grad or lse.requires_grad)
 
 
 def test_one_part_needs_no_workspace(cuda: FakeDriver) -> None:
@@ -317,7 +329,7 @@ def test_a_forced_plan_is_followed_and_then_forgotten(cuda: FakeDriver) -> None:
         launch.attend(q, segments, 1.0, None)
     spec = settled_spec()
     assert (spec.warps, spec.stages, spec.without) == (2, 2, "lazy rescale")
-    assert cuda.launched[0].grid[0] == 5
+    assert cuda.launched[0].grid[2] == 5
     launch.attend(q, segments, 1.0, None)
     assert settled_spec().without == ""
 

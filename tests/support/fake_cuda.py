@@ -47,14 +47,15 @@ class FakeDriver:
         self.calls.append(name)
         return self.fails[name].pop(0) if self.fails.get(name) else 0
 
-    def cuLaunchKernel(self, function: Any, *arguments: Any) -> int:
-        error = self.result("cuLaunchKernel")
-        *sizes, stream, parameters, extra = arguments
+    def cuLaunchKernelEx(self, config: Any, function: Any, parameters: None, extra: Any) -> int:
+        error = self.result("cuLaunchKernelEx")
         assert parameters is None
         assert (extra[0], extra[2], extra[4]) == (1, 2, None)  # buffer, size, end; of cuda.h
         size = ctypes.c_size_t.from_address(extra[3]).value
         data = ctypes.string_at(extra[1], size)
-        note = Launched(tuple(sizes[:3]), tuple(sizes[3:6]), sizes[6], stream.value or 0, data)
+        how = config._obj
+        assert not how.attributes and not how.num_attributes
+        note = Launched(tuple(how.grid), tuple(how.block), how.shared, how.stream or 0, data)
         if not error:
             self.launched.append(note)
         return error
@@ -89,9 +90,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     monkeypatch.setattr(launch, "_current_device", lambda: CPU)
     monkeypatch.setattr(launch, "_current_stream", lambda index: STREAM)
     monkeypatch.setattr(launch, "load_table", lambda: ())
-    monkeypatch.setattr(
-        launch, "decode_cubin", lambda spec, arch: Cubin("f", b"", Report(128, 0, 0))
-    )
+    monkeypatch.setattr(launch, "decode_cubin", lambda spec, arch: Cubin("f", b"", Report(128, 0)))
     monkeypatch.setattr(launch, "_devices", {})
     monkeypatch.setattr(launch, "_settled", {})
     return fake
