@@ -377,6 +377,7 @@ def test_a_settled_call_is_not_checked_again_but_any_other_is(
 def test_debug_mode_looks_at_the_values_of_a_settled_call(
     cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pytest.importorskip("numba_cuda", reason="needs the cuda extra")
     segment = make_segment(capacity=64)
     segment.seq_lens[1] = 65
     call(make_query(), segment)
