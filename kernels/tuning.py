@@ -161,10 +161,12 @@ def plan(
         UnsupportedError: the smallest block does not fit into the GPU's shared memory.
     """
     row = lookup(rows, gpu.name, *_formats(spec), units, capacities[0])
-    if row is not None and not blocks_per_sm(
-        replace(spec, warps=row.warps, stages=row.stages), gpu
+    if row is not None and not (
+        row.warps in WARPS
+        and row.stages in STAGES
+        and blocks_per_sm(replace(spec, warps=row.warps, stages=row.stages), gpu)
     ):
-        row = None  # another segment needs more room than the one that was measured
+        row = None  # made by another version, or another segment needs more room
     exact = row is not None and len(capacities) == 1 and row.units == units
     if row is not None and exact and num_splits is None:
         num_splits = row.splits

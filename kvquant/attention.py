@@ -46,9 +46,10 @@ def decode_attention(
         v_format: format of v_rows, or its short name (then of the head_dim of q).
         block_table: [batch, max_pages], int32: the pages of each sequence, in the order of its
             tokens; entries after the last page in use are not read. The CPU kernel has no pages.
-        sm_scale: factor on q·k; 1 / sqrt(head_dim) when None.
+        sm_scale: factor on q·k, on CUDA a positive one; 1 / sqrt(head_dim) when None.
         return_lse: return the log-sum-exp of the scaled scores as well.
-        num_splits: parts the tokens are cut into, at least (on CUDA those of the first segment);
+        num_splits: parts the tokens are cut into, at least (on CUDA those of the first segment, at
+            most: every part has a tile for each warp, and the merge has room for them);
             chosen from the work when None.
         backend: "cpu" or "cuda" (numba), or "reference" (float64 torch, slow); by the device of q
             when None.
@@ -65,6 +66,8 @@ def decode_attention(
         UnsupportedError: the kernel, the GPU or what is installed cannot do it.
     """
     if torch.compiler.is_compiling():
+        if isinstance(k_format, RowFormat) and k_format.head_dim != q.shape[-1]:
+            RowFormat.parse(k_format, q.shape[-1])  # tells what does not fit
         v_head_dim = v_format.head_dim if isinstance(v_format, RowFormat) else q.shape[-1]
         results = decode_attention_op(
             q.detach(),
@@ -107,6 +110,8 @@ def attend_segments(
         As decode_attention.
     """
     if torch.compiler.is_compiling():
+        if not segments:
+            raise ShapeError("no segments: attention needs at least one")
         results = attend_segments_op(
             q.detach(),
             [segment.k_rows for segment in segments],

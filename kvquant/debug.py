@@ -3,7 +3,7 @@
 On the CPU they always run. On a GPU reading them waits for all its work, so there they run in debug
 mode only: with KVQUANT_DEBUG=1 in the environment when kvquant is imported, or after
 `kvquant.debug.enabled = True`. Without it a kernel takes a length over the capacity for the
-capacity, and a page number that does not exist reads memory that is not the cache's.
+capacity, and a page number or a start that does not exist reads memory that is not the cache's.
 """
 
 from __future__ import annotations

@@ -35,6 +35,7 @@ QUERIES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 LOG2_E = math.log2(math.e)
 UNIT = 16  # bytes that a query is aligned to
 MOST_BLOCKS = 65535  # of a grid, but along x
+MOST_SCALE = 1e30  # float32 holds what it is multiplied with
 MOST_SETTLED = 4096  # calls that are remembered
 
 # what stands after the addresses, in all arguments and in those of a segment
@@ -120,16 +121,17 @@ def attend(
             starts if starts is None else _facts(starts),
             table if table is None else _facts(table),
         )
+    settled = _settled  # `forced` puts another in its place
     try:
-        launch = _settled.get(key)
+        launch = settled.get(key)
     except TypeError:  # a format that cannot be hashed: the check tells
         launch = None
     if launch is None:
         checked = check(q, segments, num_splits) if check else cast("Sequence[Segment]", segments)
         launch = _settle(q, checked, num_splits)
-        if len(_settled) >= MOST_SETTLED:  # such as a capacity that grows with every call
-            _settled.clear()
-        _settled[key] = launch
+        if len(settled) >= MOST_SETTLED:  # such as a capacity that grows with every call
+            settled.clear()
+        settled[key] = launch
     if index == _current_device():
         return launch(q, segments, sm_scale, want_lse)
     with torch.cuda.device(index):
@@ -304,7 +306,7 @@ class Launch:
             partial,
             counters,
             self._query,
-            self._scale if sm_scale is None else float(sm_scale) * LOG2_E,
+            self._scale if sm_scale is None else _log2_scale(sm_scale),
         ]
         kept = []  # copies, until the launch is enqueued
         for i, copies_lens, copies_index, constants in self._segments:
@@ -374,3 +376,13 @@ def _device(q: torch.Tensor) -> Device:
         if index not in _devices:
             _devices[index] = Device(q.device)
         return _devices[index]
+
+
+def _log2_scale(sm_scale: float) -> float:
+    """The factor on q·k in powers of two; masks and maxima count on its being positive."""
+    if not 0 < sm_scale < MOST_SCALE:
+        raise ConfigError(
+            f"sm_scale {sm_scale} is not possible on CUDA: use a positive number below "
+            f"{MOST_SCALE:g}, or backend='reference'"
+        )
+    return float(sm_scale) * LOG2_E

@@ -350,3 +350,11 @@ def test_a_launch_goes_to_the_device_of_its_tensors(
     monkeypatch.setattr(launch, "_current_device", lambda: 3)
     launch.attend(make_query(), [make_segment()], 1.0, None)
     assert entered == [CPU] and len(cuda.launched) == 2
+
+
+@pytest.mark.parametrize("sm_scale", [0.0, -0.1, float("nan"), float("inf"), 1e39])
+def test_scales_that_the_kernel_cannot_take_are_refused(cuda: FakeDriver, sm_scale: float) -> None:
+    for _ in range(2):  # settled or not
+        with pytest.raises(ConfigError, match="is not possible on CUDA: use a positive number"):
+            launch.attend(make_query(), [make_segment()], sm_scale, None)
+    assert not cuda.launched

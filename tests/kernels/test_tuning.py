@@ -178,6 +178,10 @@ def test_a_measured_plan_that_does_not_fit_is_left() -> None:
     rows = [tuned_row(make_spec(), H200, 64, 8192, Plan((4,), 8, 4))]
     usual = plan(make_spec(), small, 64, [8192])
     assert plan(make_spec(), small, 64, [8192], rows=rows) == usual
+    usual = plan(make_spec(), H200, 64, [8192])
+    for warps, stages in ((3, 2), (16, 2), (4, 1), (4, 9)):
+        rows = [tuned_row(make_spec(), H200, 64, 8192, Plan((4,), warps, stages))]
+        assert plan(make_spec(), H200, 64, [8192], rows=rows) == usual
 
 
 def row(units: int, capacity: int = 8192, splits: int = 1) -> Tuned:
