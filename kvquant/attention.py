@@ -45,7 +45,7 @@ def decode_attention(
         k_format: format of k_rows, or its short name ("int4-g4").
         v_format: format of v_rows, or its short name (then of the head_dim of q).
         block_table: [batch, max_pages], int32: the pages of each sequence, in the order of its
-            tokens; entries after the last page in use are not read. The CPU kernel has no pages.
+            tokens; entries after the last page in use are not read.
         sm_scale: factor on q·k, on CUDA a positive one; 1 / sqrt(head_dim) when None.
         return_lse: return the log-sum-exp of the scaled scores as well.
         num_splits: parts the tokens are cut into, at least (on CUDA those of the first segment, at

@@ -122,10 +122,6 @@ def _attend_cpu(
     num_splits: int | None,
     return_lse: bool,
 ) -> Result:
-    if any(segment.block_table is not None for segment in segments):
-        raise UnsupportedError(
-            "the CPU kernel cannot read pages yet: pass backend='reference', or use CUDA"
-        )
     from .kernels.cpu.decode import attend
 
     out, lse = attend(q, segments, sm_scale, num_splits)

@@ -11,13 +11,15 @@ import torch
 
 from kvquant import RowFormat, backends, debug, decode_attention, quantize_rows, reference_attention
 from kvquant.attention import attend_segments
-from kvquant.errors import ConfigError, DeviceError, ShapeError, UnsupportedError
+from kvquant.errors import ConfigError, DeviceError, ShapeError
+from kvquant.reference import reference_over_segments
 from kvquant.segments import Segment, check_segments
 
 INT4 = RowFormat.parse("int4-g4", 64)
 INT8 = RowFormat.parse("int8", 96)
 FORMATS: dict[str, Any] = {"k_format": INT4, "v_format": INT8}
 LENS = (33, 0, 64, 1)
+BACKENDS = pytest.mark.parametrize("backend", ["reference", "cpu"])
 Measure = Callable[[torch.Tensor, torch.Tensor], float]
 
 
@@ -74,27 +76,78 @@ def test_only_rows_in_use_are_read(page_size: int) -> None:
     assert torch.equal(results[1], expected[1].float())
 
 
-def test_pages_and_other_segments_are_attended_as_one_sequence(relative_l2: Measure) -> None:
-    linear, segment = paged(16)
+@BACKENDS
+@pytest.mark.parametrize("page_size", [16, 128])
+def test_sinks_pages_and_a_ring_are_attended_as_one_sequence(
+    page_size: int, backend: str, relative_l2: Measure
+) -> None:
+    linear, segment = paged(page_size)
     sinks = linear._replace(seq_lens=int32(4, 0, 0, 1))
+    bf16 = RowFormat.parse("bf16", 64), RowFormat.parse("bf16", 96)
+    ring = [quantize_rows(torch.randn(len(LENS), 2, 24, fmt.head_dim), fmt) for fmt in bf16]
+    recent = Segment(ring[0], ring[1], int32(24, 0, 3, 9), *bf16, int32(5, 7, 23, 20))
     q = torch.randn(len(LENS), 4, 64)
-    options: dict[str, Any] = {"backend": "reference"}
-    out = attend_segments(q, [segment, sinks], **options)
-    expected = attend_segments(q, [linear, sinks], **options)
-    assert isinstance(out, torch.Tensor) and isinstance(expected, torch.Tensor)
-    assert relative_l2(out, expected) < 1e-6
+    out = attend_segments(q, [sinks, segment, recent], backend=backend)
+    assert isinstance(out, torch.Tensor)
+    same = attend_segments(q, [sinks, linear, recent], backend=backend)
+    assert isinstance(same, torch.Tensor) and torch.equal(out, same)
+    expected, _ = reference_over_segments(q, [sinks, linear, recent])
+    assert relative_l2(out, expected) <= 1e-5
 
 
-def test_the_cpu_kernel_refuses_pages_by_name() -> None:
-    _, segment = paged(16)
-    with pytest.raises(UnsupportedError, match="pages yet: pass backend='reference', or use CUDA"):
-        decode_attention(
-            torch.zeros(len(LENS), 4, 64), *segment[:3], block_table=segment.block_table, **FORMATS
-        )
+@pytest.mark.parametrize("page_size", [16, 32, 64, 128])
+@pytest.mark.parametrize("num_splits", [None, 1, 2, 7, 1000])
+def test_the_cpu_kernel_reads_pages_as_it_reads_rows(
+    page_size: int, num_splits: int | None, relative_l2: Measure
+) -> None:
+    linear, segment = paged(page_size, (700, 0, 129, 1, 256))
+    q = torch.randn(5, 4, 64)
+    options: dict[str, Any] = {"return_lse": True, "num_splits": num_splits, "backend": "cpu"}
+    results = attend_segments(q, [segment], **options)
+    assert all(map(torch.equal, results, attend_segments(q, [linear], **options)))
+    expected, expected_lse = reference_over_segments(q, [segment])
+    assert relative_l2(results[0], expected) <= 1e-5
+    torch.testing.assert_close(results[1].double(), expected_lse, rtol=1e-5, atol=1e-5)
 
 
+def test_pages_and_their_table_may_have_any_strides() -> None:
+    linear, segment = paged(32, (700, 0, 129, 1, 256))
+    k_rows, v_rows, table = segment.k_rows, segment.v_rows, segment.block_table
+    assert table is not None
+    by_token = [rows.transpose(1, 2).contiguous().transpose(1, 2) for rows in (k_rows, v_rows)]
+    spread = [torch.full((2 * len(rows), 5, 70, 103), 255, dtype=torch.uint8) for rows in by_token]
+    for i, rows in enumerate((k_rows, v_rows)):
+        view = spread[i][1::2, 1:4:2, 3:67:2, 1 : 1 + rows.shape[3]]
+        view.copy_(rows)
+        spread[i] = view
+    wide = torch.full((9, 3 * table.shape[1]), 2**30, dtype=torch.int32)
+    wide[::2, 1::3] = table
+    q = torch.randn(5, 4, 64)
+    expected = decode_attention(q, *linear[:3], **FORMATS)
+    assert isinstance(expected, torch.Tensor)
+    for k_pages, v_pages in ((k_rows, v_rows), by_token, spread):
+        for entries in (table, table.T.contiguous().T, wide[::2, 1::3]):
+            options = FORMATS | {"block_table": entries}
+            out = decode_attention(q, k_pages, v_pages, segment.seq_lens, **options)
+            assert isinstance(out, torch.Tensor) and torch.equal(out, expected)
+
+
+def test_sequences_may_share_pages() -> None:
+    linear, segment = paged(16, (40, 40))
+    assert segment.block_table is not None
+    segment.block_table[1, :2] = segment.block_table[0, :2]
+    q = torch.randn(2, 4, 64)
+    out = attend_segments(q, [segment])
+    assert isinstance(out, torch.Tensor)
+    for rows in (linear.k_rows, linear.v_rows):
+        rows[1, :, :32] = rows[0, :, :32]
+    same = attend_segments(q, [linear])
+    assert isinstance(same, torch.Tensor) and torch.equal(out, same)
+
+
+@BACKENDS
 @pytest.mark.parametrize("max_pages", [0, 2])
-def test_a_pool_without_pages_serves_empty_sequences(max_pages: int) -> None:
+def test_a_pool_without_pages_serves_empty_sequences(max_pages: int, backend: str) -> None:
     segment = Segment(
         torch.empty(0, 2, 16, INT4.row_bytes, dtype=torch.uint8),
         torch.empty(0, 2, 16, INT8.row_bytes, dtype=torch.uint8),
@@ -104,7 +157,7 @@ def test_a_pool_without_pages_serves_empty_sequences(max_pages: int) -> None:
         block_table=torch.full((3, max_pages), -1, dtype=torch.int32),
     )
     assert segment.capacity == 16 * max_pages
-    out = attend_segments(torch.randn(3, 4, 64), [segment], backend="reference")
+    out = attend_segments(torch.randn(3, 4, 64), [segment], backend=backend)
     assert isinstance(out, torch.Tensor)
     assert out.shape == (3, 4, 96) and not out.any()
 
@@ -166,8 +219,9 @@ def test_values_that_do_not_exist_are_named() -> None:
         with pytest.raises(ShapeError) as caught:
             debug.check_values([bad])
         assert message in str(caught.value)
-        with pytest.raises(ShapeError):
-            attend_segments(torch.zeros(4, 4, 64), [bad], backend="reference")
+        for backend in ("reference", "cpu"):
+            with pytest.raises(ShapeError):
+                attend_segments(torch.zeros(4, 4, 64), [bad], backend=backend)
 
 
 @pytest.mark.parametrize("enabled", [False, True], ids=["usual", "debug mode"])

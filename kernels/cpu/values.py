@@ -1,15 +1,30 @@
-"""Rows to vectors of floats: the scales and shifts of a row, and its elements 16 at a time.
+"""Rows to vectors of floats, and those to the sums of attention: scores, and weighted values.
 
 parameters of a row as floats ("widened"), one layout of two:
     groups of whole chunks      [scale 0, shift 0, scale 1, shift 1, ...]
     any other group size        per chunk of 16 elements [16 scales, 16 shifts]
+
+A row is read 16 elements at a time, by RowReader; score_block and weigh_rows are what decode.py
+calls, for a block of tokens and for a tile of them.
 """
 
+import contextlib
+import math
+
 from llvmlite import ir
+from numba import types
+from numba.core import cgutils
 
 from kvquant.layout import RowFormat
 
-from .simd import F16, F32, I8, I16, I32, I64, LANES
+from .simd import F16, F32, I8, I16, I32, I64, LANES, f32x16, literal, operation
+
+MAX_SUMS = 28  # sums (head, chunk) in registers; AVX-512 has 32
+
+# A run of a tile: rows at one stride. Five int64: its tokens, counted from the first of the tile,
+# and the addresses that token 0 would have: of K, of V, and of K in the next tile.
+RUN_FIRST, RUN_END, RUN_K, RUN_V, RUN_NEXT_K = range(5)
+RUN_BYTES = 5 * 8
 
 
 def spec(fmt):
@@ -105,3 +120,124 @@ class RowReader:
             wide = b.zext(emit.load(address, I16), ir.VectorType(I32, LANES))
             return b.bitcast(b.shl(wide, emit.constant(16, I32)), floats)
         return b.fpext(emit.load(address, F16), floats)
+
+
+def tokens_per_block(heads):
+    """Tokens whose scores fill a vector: a power of two with tokens * heads <= 16."""
+    return 1 << int(math.log2(LANES // heads))
+
+
+def chunks_per_pass(heads, chunks):
+    """Chunks of V whose sums with all heads fit the registers: a divisor of chunks."""
+    return max(
+        c for c in range(1, chunks + 1) if chunks % c == 0 and (c == 1 or c * heads <= MAX_SUMS)
+    )
+
+
+@operation(
+    f32x16, literal, literal, types.int64, types.int64, types.int64, types.int64, types.int64
+)
+def score_block(emit, format_spec, heads, q, row, stride, count, params):
+    """Scores of the next tokens with all heads: lane token * heads + head; -inf beyond the tokens.
+
+    q [heads, head_dim] float32; row: address of the first token's row; count: tokens that exist, at
+    least 1 (the last one's row is read again in place of missing ones); params: widened ones of the
+    block's rows.
+    """
+    b, fmt = emit.builder, parse_spec(format_spec)
+    reader = RowReader(emit, fmt)
+    tokens = tokens_per_block(heads)
+    rows, row_params = [], []
+    for token in range(tokens):
+        last = b.sub(count, ir.Constant(I64, 1))
+        inside = b.icmp_signed("<", ir.Constant(I64, token), count)
+        index = b.select(inside, ir.Constant(I64, token), last)
+        rows.append(b.add(row, b.mul(index, stride)))
+        row_params.append(emit.at(params, 4 * token * widened_floats(fmt)))
+        reader.widen(rows[-1], row_params[-1])
+    sums = [cgutils.alloca_once_value(b, emit.constant(0.0)) for _ in range(tokens * heads)]
+    with cgutils.for_range(b, ir.Constant(I64, reader.chunks)) as loop:
+        chunk_q = b.add(q, emit.times(loop.index, 4 * LANES))
+        keys = [reader.values(r, p, loop.index) for r, p in zip(rows, row_params, strict=True)]
+        for head in range(heads):
+            query = emit.load(emit.at(chunk_q, 4 * fmt.head_dim * head), F32)
+            for token in range(tokens):
+                total = sums[token * heads + head]
+                b.store(emit.fma(keys[token], query, b.load(total)), total)
+    scores = emit.sums([b.load(total) for total in sums] + [None] * (LANES - len(sums)))
+    lanes = ir.Constant(ir.VectorType(I32, LANES), [ir.Constant(I32, i) for i in range(LANES)])
+    limit = b.trunc(b.mul(count, ir.Constant(I64, heads)), I32)
+    limit = b.select(
+        b.icmp_signed("<", limit, ir.Constant(I32, tokens * heads)),
+        limit,
+        ir.Constant(I32, tokens * heads),
+    )
+    within = b.icmp_signed("<", lanes, emit.splat(limit))
+    return b.select(within, scores, emit.constant(-math.inf))
+
+
+@operation(types.void, types.int64, types.int64)
+def store_int(emit, address, value):
+    """An int64 to a byte address."""
+    emit.store(address, value)
+
+
+@operation(types.void, literal, literal, literal, *[types.int64] * 8)
+def weigh_rows(
+    emit, v_spec, k_bytes, heads, weights, runs, num_runs, v_stride, k_stride, params, decay, acc
+):
+    """acc = acc * decay + weights · V over the rows of a tile, while the next K rows are fetched.
+
+    weights: as score_block leaves them, 16 floats a block; runs: of the rows of the tile; params:
+    room for their widened parameters; decay [heads] and acc [heads, head_dim] float32.
+    """
+    b, fmt = emit.builder, parse_spec(v_spec)
+    reader = RowReader(emit, fmt)
+    tokens = tokens_per_block(heads)
+    width = chunks_per_pass(heads, reader.chunks)
+    param_bytes = 4 * widened_floats(fmt)
+
+    @contextlib.contextmanager
+    def each_token():
+        """The code to write, for each token of the tile: itself, the addresses of V and next K."""
+        with cgutils.for_range(b, num_runs) as loop:
+            run = b.add(runs, emit.times(loop.index, RUN_BYTES))
+            first, end, v_row, next_k = (
+                emit.load_scalar(emit.at(run, 8 * field), I64)
+                for field in (RUN_FIRST, RUN_END, RUN_V, RUN_NEXT_K)
+            )
+            with cgutils.for_range(b, end, start=first) as inner:
+                token = inner.index
+                yield (
+                    token,
+                    b.add(v_row, b.mul(token, v_stride)),
+                    b.add(next_k, b.mul(token, k_stride)),
+                )
+
+    with each_token() as (token, row, _):
+        reader.widen(row, b.add(params, emit.times(token, param_bytes)))
+    with cgutils.for_range(b, ir.Constant(I64, reader.chunks // width)) as part:
+        first = emit.times(part.index, width)
+        chunks = [b.add(first, ir.Constant(I64, c)) for c in range(width)]
+        places = [
+            b.add(emit.at(acc, 4 * fmt.head_dim * head), emit.times(chunk, 4 * LANES))
+            for head in range(heads)
+            for chunk in chunks
+        ]
+        # a sum of their own for the tile: added one by one to a long sum, tokens lose digits
+        sums = [cgutils.alloca_once_value(b, emit.constant(0.0)) for _ in places]
+        with each_token() as (token, row, next_k):
+            emit.prefetch(next_k, k_bytes)
+            row_params = b.add(params, emit.times(token, param_bytes))
+            block = emit.times(b.udiv(token, ir.Constant(I64, tokens)), LANES)
+            lane = emit.times(b.urem(token, ir.Constant(I64, tokens)), heads)
+            at_weights = b.add(weights, emit.times(b.add(block, lane), 4))
+            for c, chunk in enumerate(chunks):
+                values = reader.values(row, row_params, chunk)
+                for head in range(heads):
+                    total = sums[head * width + c]
+                    weight = emit.load_splat(emit.at(at_weights, 4 * head))
+                    b.store(emit.fma(values, weight, b.load(total)), total)
+        for i, (place, total) in enumerate(zip(places, sums, strict=True)):
+            factor = emit.load_splat(emit.at(decay, 4 * (i // width)))
+            emit.store(place, emit.fma(emit.load(place, F32), factor, b.load(total)))

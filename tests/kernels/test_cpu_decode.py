@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +20,7 @@ from kvquant import (
 )
 from kvquant.attention import attend_segments
 from kvquant.reference import reference_over_segments
-from kvquant.segments import Segment
+from kvquant.segments import PAGE_SIZES, Segment
 
 Measure = Callable[[torch.Tensor, torch.Tensor], float]
 State = tuple[torch.Tensor, torch.Tensor]
@@ -88,11 +89,35 @@ def check(measure: Measure, q: torch.Tensor, *rows: torch.Tensor, **options: Any
     return out, lse
 
 
+def check_pages(
+    q: torch.Tensor,
+    k_rows: torch.Tensor,
+    v_rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    **formats: Any,
+) -> None:
+    """The rows in pages in any order give the same bits; what is not in use is NaN, or no page."""
+    for page_size, num_splits in itertools.product(PAGE_SIZES, (1, 3)):
+        used = (-(-seq_lens // page_size)).tolist()
+        table = torch.full((len(used), max(used) + 1), 2**30, dtype=torch.int32)
+        pages = torch.randperm(sum(used) + 2, dtype=torch.int32)[: sum(used)].split(used)
+        pools = [nan_rows(fmt, sum(used) + 2, 2, page_size) for fmt in formats.values()]
+        for b, own in enumerate(pages):
+            table[b, : used[b]] = own
+            for pool, rows in zip(pools, (k_rows, v_rows), strict=True):
+                for page, part in zip(own, rows[b].split(page_size, 1), strict=False):
+                    pool[page, :, : part.shape[1]] = part
+        expected = state(q, k_rows, v_rows, seq_lens, num_splits=num_splits, **formats)
+        options = {"block_table": table, "num_splits": num_splits, **formats}
+        assert all(map(torch.equal, state(q, *pools, seq_lens, **options), expected)), page_size
+
+
 @pytest.mark.parametrize("ratio", [1, 2, 3, 4, 5, 7, 8, 16, 17, 24, 32])
 def test_any_ratio_of_query_heads_to_kv_heads(ratio: int, relative_l2: Measure) -> None:
     k_rows, v_rows = make_rows(INT4, RAGGED, 2), make_rows(INT4, RAGGED, 2)
     q = torch.randn(len(RAGGED), 2 * ratio, 64)
     check(relative_l2, q, k_rows, v_rows, lens(*RAGGED), **BOTH)
+    check_pages(q, k_rows, v_rows, lens(*RAGGED), **BOTH)
 
 
 @pytest.mark.parametrize(
@@ -108,6 +133,7 @@ def test_any_pair_of_formats(
     options: dict[str, Any] = {"k_format": k_format, "v_format": v_format}
     out, _ = check(relative_l2, q, k_rows, v_rows, lens(*seq_lens), **options)
     assert out.shape == (4, 8, v_format.head_dim)
+    check_pages(q, k_rows, v_rows, lens(*seq_lens), **options)
 
 
 @pytest.mark.parametrize("num_splits", [1, 2, 7, 64, 1000])
