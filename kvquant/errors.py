@@ -6,7 +6,9 @@ KVQuantError
 ├── NonFiniteError    (ValueError)           NaN, Inf or values beyond what the format can hold
 ├── CheckpointError   (ValueError)           a file that is damaged, foreign or of another model
 ├── UnsupportedError  (NotImplementedError)  what this version or this machine cannot do
-└── DeviceError       (RuntimeError)         tensors on the wrong device, or no backend for theirs
+├── DeviceError       (RuntimeError)         tensors on the wrong device, or no backend for theirs
+├── OutOfPagesError   (RuntimeError)         a pool of pages has too few for what is asked
+└── InvariantError    (AssertionError)       bookkeeping that contradicts itself: our defect
 """
 
 
@@ -36,3 +38,11 @@ class UnsupportedError(KVQuantError, NotImplementedError):
 
 class DeviceError(KVQuantError, RuntimeError):
     """Tensors on the wrong device, or no backend for theirs."""
+
+
+class OutOfPagesError(KVQuantError, RuntimeError):
+    """More pages are needed than are free or cached; nothing was changed."""
+
+
+class InvariantError(KVQuantError, AssertionError):
+    """The bookkeeping contradicts itself: a defect of kvquant."""

@@ -89,6 +89,8 @@ ALLOWED = {
     "calibration.report": f"{FACTS} files calibration.collect calibration.fidelity",
     "bench": f"{MEANING} attention",
     "console": "errors",
+    "pagenames": "errors",
+    "pagepool": "errors pagenames",
     "gpucases": f"{FACTS} quant segments",
     "gputimer": "",
     "gpubench": f"{MEANING} attention gpucases gputimer",
