@@ -177,7 +177,7 @@ def test_any_operations_keep_contents_and_pages() -> None:
     run_state_machine_as_test(
         PoolMachine,
         settings=settings(
-            max_examples=400, stateful_step_count=200, suppress_health_check=list(HealthCheck)
+            max_examples=600, stateful_step_count=200, suppress_health_check=list(HealthCheck)
         ),
     )
     assert PoolMachine.operations >= OPERATIONS
