@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from . import debug
-from .errors import ConfigError, DeviceError, UnsupportedError
+from .errors import ConfigError, DeviceError
 from .quant import FLOAT_DTYPES
 from .reference import reference_over_segments
 from .segments import LooseRows, Segment, check_segments, make_segment
@@ -74,7 +74,7 @@ def _check_cuda(
     q: torch.Tensor, segments: Sequence[Segment | LooseRows], num_splits: int | None
 ) -> list[Segment]:
     checked = _check(q, segments, num_splits)
-    _require_numba_cuda()
+    _require_extra()
     return checked
 
 
@@ -94,7 +94,7 @@ def _choose_kernel(q: torch.Tensor, backend: str | None) -> Kernel:
         raise DeviceError(f"backend {backend!r} takes {backend.upper()} tensors, not {q.device}")
     if backend == "cpu":
         return _attend_cpu
-    _require_numba_cuda()
+    _require_extra()
     return _cuda()
 
 
@@ -105,14 +105,10 @@ def _cuda() -> CudaKernel:
     return attend
 
 
-def _require_numba_cuda() -> None:
-    try:
-        import numba_cuda  # noqa: F401
-    except ImportError as error:
-        raise UnsupportedError(
-            "CUDA tensors need numba-cuda: install kvquant with its cuda extra, pip install -e "
-            f"'.[cuda]' in the checkout ({error}); or pass backend='reference' for the slow kernel"
-        ) from error
+def _require_extra() -> None:
+    from .kernels.cuda.compile import require_extra
+
+    require_extra()
 
 
 def _attend_cpu(

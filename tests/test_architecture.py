@@ -107,7 +107,7 @@ ALLOWED = {
 # inside functions and for the type checker only
 ALLOWED_LATE = {
     "quant": "kernels.cpu.rows",
-    "backends": "kernels.cpu.decode kernels.cuda.launch",
+    "backends": "kernels.cpu.decode kernels.cuda.compile kernels.cuda.launch",
     "kernels.cuda.compile": "kernels.cuda.decode kernels.cuda.device",
     "benchcli": (
         "bench gpubench gpucases gpureport gputimer gputune kernels.cuda.launch kernels.tuned"

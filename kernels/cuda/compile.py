@@ -159,7 +159,7 @@ def cubin_key(spec: DecodeSpec, arch: str) -> str:
 
 def compile_decode(spec: DecodeSpec, arch: str) -> Cubin:
     """Compile a decode kernel; see decode_cubin."""
-    _check_extra()
+    require_extra()
     from .decode import make_decode_kernel, signature
 
     return compile_kernel(make_decode_kernel(spec), signature(spec), arch)
@@ -176,7 +176,7 @@ def compile_kernel(function: Any, signature: Any, arch: str) -> Cubin:
     Raises:
         UnsupportedError: numba-cuda is not installed, or knows no such architecture.
     """
-    _check_extra()
+    require_extra()
     from cuda.bindings.nvjitlink import nvJitLinkError
     from cuda.core import Linker, LinkerOptions, ObjectCode
     from numba import cuda
@@ -207,9 +207,9 @@ def _capability(arch: str) -> tuple[int, int]:
     return int(digits[1]), int(digits[2])
 
 
-def _check_extra() -> None:
+def require_extra() -> None:
+    """Raise UnsupportedError unless the cuda extra is installed."""
     try:
-        import cuda.core  # noqa: F401
         import numba_cuda  # noqa: F401
     except ImportError as error:
         raise UnsupportedError(

@@ -11,7 +11,7 @@ from operator import add
 from numba import cuda, float32, int32, uint32, uint64
 
 from .device import device_function
-from .fragments import load_sums, store_sums
+from .fragments import ZEROS, add_rows, load_sums, store_sums
 from .ptx import (
     count_around,
     exchange,
@@ -36,18 +36,6 @@ from .spec import AHEAD, HEADS
 
 LN2 = math.log(2)
 NOTHING = -3e38  # the lse of no tokens
-FOUR_ZEROS = (float32(0), float32(0), float32(0), float32(0))
-
-
-@device_function
-def add_scaled(total, factor, values):
-    """total + factor * values, of four."""
-    return (
-        total[0] + factor * values[0],
-        total[1] + factor * values[1],
-        total[2] + factor * values[2],
-        total[3] + factor * values[3],
-    )
 
 
 def make_write(query):
@@ -126,7 +114,7 @@ def make_merge_warps(head_dim, warps, put_output, write):
             values = load_shared_f32x4(at)
             for w in range(1, WARPS):
                 more = load_shared_f32x4(at + uint32(w * WARP))
-                values = add_scaled(values, float32(1), more)
+                values = add_rows(values, float32(1), float32(1), more)
             place = uint64(head) * uint64(DIM) + uint64(4) * uint64(four)
             if total > int32(1):
                 store_global_f32x4(part_out + uint64(4) * place, values)
@@ -201,7 +189,7 @@ def make_merge_parts(head_dim, warps, write):
             head = item // uint32(FOURS)
             four = item - head * uint32(FOURS)
             place = uint64(head) * uint64(DIM) + uint64(4) * uint64(four)
-            values = FOUR_ZEROS
+            values = ZEROS
             first = uint32(0)
             while first < uint32(total):
                 loaded = cuda.local.array(LOADED, float32)
@@ -211,7 +199,8 @@ def make_merge_parts(head_dim, warps, write):
                     store_sums(loaded, 4 * i, load_written_f32x4(at))
                 for i in range(AHEAD):
                     at = shared + uint32(4) * ((first + uint32(i)) * uint32(HEADS) + head)
-                    values = add_scaled(values, load_shared_f32(at), load_sums(loaded, 4 * i))
+                    weight = load_shared_f32(at)
+                    values = add_rows(values, weight, weight, load_sums(loaded, 4 * i))
                 first = uint32(first + uint32(AHEAD))
             write(out + uint64(2) * place, values)
             item = uint32(item + uint32(THREADS))
@@ -229,7 +218,7 @@ def make_write_empty(head_dim, warps, write):
         if item < heads and lse != uint64(0):
             store_global_f32(lse + uint64(4) * uint64(item), float32(-math.inf))
         while item < heads * uint32(FOURS):
-            write(out + uint64(8) * uint64(item), FOUR_ZEROS)
+            write(out + uint64(8) * uint64(item), ZEROS)
             item += uint32(THREADS)
 
     return write_empty
