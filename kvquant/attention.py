@@ -85,7 +85,7 @@ def decode_attention(
             backend,
         )
         return (results[0], results[1]) if return_lse else results[0]
-    rows = k_rows, v_rows, seq_lens, k_format, v_format, None, block_table
+    rows = k_rows, v_rows, seq_lens, k_format, v_format, None, block_table, 0, None
     out, lse = attend(q, (rows,), sm_scale, return_lse, num_splits, backend)
     return out if lse is None else (out, lse)
 
@@ -121,6 +121,8 @@ def attend_segments(
             [str(segment.v_format) for segment in segments],
             [segment.starts for segment in segments],
             [segment.block_table for segment in segments],
+            [segment.sinks for segment in segments],
+            [segment.seats for segment in segments],
             segments[0].v_format.head_dim,
             sm_scale,
             return_lse,

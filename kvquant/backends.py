@@ -57,7 +57,7 @@ def _check(
     made = []
     for rows in segments:
         if not isinstance(rows, Segment):
-            k_rows, v_rows, seq_lens, k_format, v_format, _, block_table = rows
+            k_rows, v_rows, seq_lens, k_format, v_format, _, block_table, _, _ = rows
             rows = make_segment(q, k_rows, v_rows, seq_lens, k_format, v_format, block_table)
         made.append(rows)
     if q.dtype not in FLOAT_DTYPES:

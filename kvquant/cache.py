@@ -147,7 +147,7 @@ class KVCache:
             )
             for fmt in (at.k_format, at.v_format)
         )
-        segments = self.segments(layer)
+        segments = at.segments_in_order()
         for b, seq_len in enumerate(at.seq_lens.tolist()):
             pairs = [segment.dequantized(b, dtype) for segment in segments]
             for out, parts in zip(outs, zip(*pairs, strict=True), strict=True):
@@ -284,8 +284,7 @@ class KVCache:
     def reset(self) -> None:
         """Forget all tokens; the memory stays."""
         for layer in self.layers:
-            layer.seq_lens.zero_()
-            layer.packed_lens.zero_()
+            layer.set_lens(torch.zeros(self.batch), torch.zeros(self.batch))
         self.start_positions.zero_()
 
     def _layer(self, layer: int) -> LayerCache:

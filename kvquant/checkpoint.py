@@ -324,8 +324,7 @@ def _allocate(
             raise CheckpointError(advice) from None
         raise
     for layer, entry in zip(cache.layers, manifest.layers, strict=True):
-        layer.seq_lens.copy_(torch.tensor(manifest.seq_lens))
-        layer.packed_lens.copy_(torch.tensor(entry.packed_lens))
+        layer.set_lens(torch.tensor(manifest.seq_lens), torch.tensor(entry.packed_lens))
     cache.start_positions.copy_(torch.tensor(manifest.start_positions))
     return cache
 

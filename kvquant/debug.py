@@ -1,9 +1,9 @@
-"""Checks of lengths, starts and page numbers: values, which the host must read.
+"""Checks of lengths, starts, seats and page numbers: values, which the host must read.
 
 On the CPU they always run. On a GPU reading them waits for all its work, so there they run in debug
 mode only: with KVQUANT_DEBUG=1 in the environment when kvquant is imported, or after
 `kvquant.debug.enabled = True`. Without it a kernel takes a length over the capacity for the
-capacity, and a page number or a start that does not exist reads memory that is not the cache's.
+capacity, and a page, a seat or a start that does not exist reads memory that is not the cache's.
 """
 
 from __future__ import annotations
@@ -17,6 +17,13 @@ from .errors import ShapeError
 from .segments import Segment
 
 enabled = os.environ.get("KVQUANT_DEBUG", "0") not in ("", "0")
+
+
+def may_read(values: torch.Tensor) -> bool:
+    """Whether values are to be looked at; never while a graph is traced or captured."""
+    if torch.compiler.is_compiling() or not (values.is_cpu or enabled):
+        return False
+    return not (values.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def check_values(segments: Sequence[Segment]) -> None:
@@ -33,8 +40,11 @@ def check_values(segments: Sequence[Segment]) -> None:
         lens, capacity = segment.seq_lens.cpu(), segment.capacity
         _check_range("seq_lens", lens, capacity, f"there is room for 0 to {capacity} rows")
         if segment.starts is not None:
-            last = max(capacity - 1, 0)  # a ring without rows starts at 0
-            _check_range("starts", segment.starts.cpu(), last, f"rows are 0 to {capacity - 1}")
+            last = max(capacity - segment.sinks - 1, 0)  # a ring without rows starts at 0
+            _check_range("starts", segment.starts.cpu(), last, f"rows are 0 to {last}")
+        if segment.seats is not None:
+            last = segment.k_rows.shape[0] - 1
+            _check_range("seats", segment.seats.cpu(), last, f"there are rows for 0 to {last}")
         if segment.block_table is not None:
             table = segment.block_table.cpu()
             num_pages, _, page_size, _ = segment.k_rows.shape

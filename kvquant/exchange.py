@@ -294,7 +294,7 @@ def _rows(
     cache: KVCache, layer: int, side: str, sequence: int
 ) -> Iterator[tuple[torch.Tensor, RowFormat]]:
     """Rows [num_kv_heads, tokens, row_bytes] of one sequence and their formats, in token order."""
-    for segment in cache.segments(layer):
+    for segment in cache.layers[layer].segments_in_order():
         fmt = segment.k_format if side == "k" else segment.v_format
         yield segment.rows(sequence, side), fmt
 

@@ -2,7 +2,7 @@
 
     tokens    0 ... sink_len          ...          seq_len - recent_len ... seq_len
               ├─ sinks ─┤├──────── packed ─────────┤├──────── recent ──────┤
-    rows      16-bit     k_format, v_format          16-bit, in a ring
+    rows      16-bit     k_format, v_format          16-bit, in a ring behind the sinks
 
 A token is written exactly (16 bit) first and quantized once, when it leaves the recent window, from
 its 16-bit values: the bytes do not depend on the chunks in which tokens arrive. With neither sinks
@@ -37,11 +37,13 @@ class LayerCache:
 
     Attributes:
         k_packed, v_packed: [batch, num_kv_heads, max_seq_len - sink_len - recent_len, row_bytes].
-        k_sinks, v_sinks: [batch, num_kv_heads, sink_len, 16-bit row bytes].
-        k_recent, v_recent: [batch, num_kv_heads, recent_len, 16-bit row bytes], a ring: the i-th
-            token after the sinks has slot i % recent_len.
+        k_exact_rows, v_exact_rows: [batch, num_kv_heads, sink_len + recent_len, 16-bit row bytes]:
+            the sinks, and behind them a ring, in which the i-th token after the sinks has slot
+            i % recent_len. One segment, which a kernel reads at once.
         seq_lens: [batch] int32, tokens held.
         packed_lens: [batch] int32, how many of them are packed.
+        exact_lens: [batch] int32, the others: seq_lens - packed_lens.
+        starts: [batch] int32, slot of the oldest token of the ring: packed_lens % recent_len.
     """
 
     def __init__(
@@ -75,13 +77,34 @@ class LayerCache:
         self.k_format, self.v_format = k_format, v_format
         self.k_exact = RowFormat(exact_format, 1, k_format.head_dim)
         self.v_exact = RowFormat(exact_format, 1, v_format.head_dim)
-        self.k_sinks = rows(self.sink_len, self.k_exact)
-        self.v_sinks = rows(self.sink_len, self.v_exact)
+        exact_len = self.sink_len + self.recent_len
+        self.k_exact_rows, self.v_exact_rows = (
+            rows(exact_len, fmt) for fmt in (self.k_exact, self.v_exact)
+        )
         self.k_packed, self.v_packed = rows(packed_len, k_format), rows(packed_len, v_format)
-        self.k_recent = rows(self.recent_len, self.k_exact)
-        self.v_recent = rows(self.recent_len, self.v_exact)
-        self.seq_lens = torch.zeros(batch, dtype=torch.int32, device=device)
-        self.packed_lens = torch.zeros(batch, dtype=torch.int32, device=device)
+        self.seq_lens, self.packed_lens, self.exact_lens, self.starts = (
+            torch.zeros(batch, dtype=torch.int32, device=device) for _ in range(4)
+        )
+
+    @property
+    def k_sinks(self) -> torch.Tensor:
+        """[batch, num_kv_heads, sink_len, 16-bit row bytes], of k_exact_rows."""
+        return self.k_exact_rows[:, :, : self.sink_len]
+
+    @property
+    def v_sinks(self) -> torch.Tensor:
+        """Likewise of v_exact_rows."""
+        return self.v_exact_rows[:, :, : self.sink_len]
+
+    @property
+    def k_recent(self) -> torch.Tensor:
+        """[batch, num_kv_heads, recent_len, 16-bit row bytes], of k_exact_rows."""
+        return self.k_exact_rows[:, :, self.sink_len :]
+
+    @property
+    def v_recent(self) -> torch.Tensor:
+        """Likewise of v_exact_rows."""
+        return self.v_exact_rows[:, :, self.sink_len :]
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every tensor of the layer by its name; all have the batch as their first axis."""
@@ -90,24 +113,40 @@ class LayerCache:
         }
 
     def segments(self) -> list[Segment]:
-        """The rows in use as segments, in the order of the tokens; kinds without room left out."""
+        """The rows in use as segments; kinds without room left out."""
+        k_rows, v_rows = self.k_packed, self.v_packed
+        packed = Segment(k_rows, v_rows, self.packed_lens, self.k_format, self.v_format)
+        if not self.sink_len + self.recent_len:
+            return [packed]
+        exact = Segment(
+            self.k_exact_rows,
+            self.v_exact_rows,
+            self.exact_lens,
+            self.k_exact,
+            self.v_exact,
+            self.starts if self.recent_len else None,
+            sinks=self.sink_len,
+        )
+        return [packed, exact] if packed.capacity else [exact]
+
+    def segments_in_order(self) -> list[Segment]:
+        """The same rows, sinks and recent ones apart, in the order of the tokens."""
         sink_lens = self.seq_lens.clamp(max=self.sink_len)
-        found = []
-        if self.sink_len:
-            found.append(Segment(self.k_sinks, self.v_sinks, sink_lens, self.k_exact, self.v_exact))
-        if self.k_packed.shape[2] or not self.sink_len + self.recent_len:
-            found.append(
-                Segment(
-                    self.k_packed, self.v_packed, self.packed_lens, self.k_format, self.v_format
-                )
-            )
-        if self.recent_len:
-            lens = self.seq_lens - sink_lens - self.packed_lens
-            starts = self.packed_lens % self.recent_len
-            found.append(
-                Segment(self.k_recent, self.v_recent, lens, self.k_exact, self.v_exact, starts)
-            )
-        return found
+        recent_lens = self.seq_lens - sink_lens - self.packed_lens
+        exact, packed = (self.k_exact, self.v_exact), (self.k_format, self.v_format)
+        found = [
+            Segment(self.k_sinks, self.v_sinks, sink_lens, *exact),
+            Segment(self.k_packed, self.v_packed, self.packed_lens, *packed),
+            Segment(self.k_recent, self.v_recent, recent_lens, *exact, self.starts),
+        ]
+        return [segment for segment in found if segment.capacity] or found[1:2]
+
+    def set_lens(self, seq_lens: torch.Tensor, packed_lens: torch.Tensor) -> None:
+        """Set all lengths: tokens held and, of these, packed, [batch]."""
+        self.seq_lens.copy_(seq_lens)
+        self.packed_lens.copy_(packed_lens)
+        self.exact_lens.copy_(self.seq_lens - self.packed_lens)
+        self.starts.copy_(self.packed_lens % max(self.recent_len, 1))
 
     def append(self, k: torch.Tensor, v: torch.Tensor, new_lens: torch.Tensor) -> None:
         """Add the first new_lens[b] tokens of k and v to sequence b; see KVCache.append."""
@@ -131,14 +170,12 @@ class LayerCache:
             writes += self._writes("v", v.detach(), new_lens, spans, offsets)
             for rows, sequences, slots, values in writes:  # computed before anything is written
                 _put(rows, sequences, slots, values)
-            self.seq_lens.copy_(torch.tensor(seq_lens))
-            self.packed_lens.copy_(torch.tensor(packed_lens))
+            self.set_lens(torch.tensor(seq_lens), torch.tensor(packed_lens))
 
     def crop(self, seq_lens: torch.Tensor) -> None:
         """Keep the first seq_lens[b] tokens of sequence b; packed rows stay packed."""
-        self.seq_lens.copy_(seq_lens)
-        packed = (self.seq_lens - self.sink_len).clamp(min=0)
-        self.packed_lens.copy_(torch.minimum(self.packed_lens, packed))
+        packed = (seq_lens - self.sink_len).clamp(min=0)
+        self.set_lens(seq_lens, torch.minimum(self.packed_lens.cpu(), packed))
 
     def _writes(
         self,

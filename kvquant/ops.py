@@ -26,7 +26,8 @@ DECODE_ATTENTION = (
 )
 ATTEND_SEGMENTS = (
     "(Tensor q, Tensor[] k_rows, Tensor[] v_rows, Tensor[] seq_lens, str[] k_formats, "
-    f"str[] v_formats, Tensor?[] starts, Tensor?[] block_tables, {OPTIONS}) -> Tensor[]"
+    "str[] v_formats, Tensor?[] starts, Tensor?[] block_tables, int[] sinks, Tensor?[] seats, "
+    f"{OPTIONS}) -> Tensor[]"
 )
 
 
@@ -40,10 +41,12 @@ def _one_segment(
     v_format: str,
     starts: torch.Tensor | None,
     block_table: torch.Tensor | None,
+    sinks: int = 0,
+    seats: torch.Tensor | None = None,
 ) -> list[Segment]:
     head_dim = int(q.shape[-1])  # a number of its own while torch traces any shape
     k, v = RowFormat.parse(k_format, head_dim), RowFormat.parse(v_format, v_head_dim)
-    return [Segment(k_rows, v_rows, seq_lens, k, v, starts, block_table)]
+    return [Segment(k_rows, v_rows, seq_lens, k, v, starts, block_table, sinks, seats)]
 
 
 def _several_segments(q: torch.Tensor, v_head_dim: int, *lists: Sequence[Any]) -> list[Segment]:

@@ -32,6 +32,10 @@ class Segment(NamedTuple):
             to row 0 (a ring); None for 0.
         block_table: [batch, max_pages], int32: the pages of each sequence in the order of its
             tokens; what stands after its last page in use is not read. None: no pages.
+        sinks: the first rows, which hold the first tokens and are no part of the ring: starts are
+            counted, and the ring closes, behind them.
+        seats: [batch], int32: which sequence of the rows each of q reads; then there may be more or
+            fewer of them than in q. None: the same. With pages neither sinks nor seats.
     """
 
     k_rows: torch.Tensor
@@ -41,6 +45,8 @@ class Segment(NamedTuple):
     v_format: RowFormat
     starts: torch.Tensor | None = None
     block_table: torch.Tensor | None = None
+    sinks: int = 0
+    seats: torch.Tensor | None = None
 
     @property
     def capacity(self) -> int:
@@ -60,8 +66,10 @@ class Segment(NamedTuple):
             pages = self.block_table[sequence, : -(-seq_len // rows.shape[2])]
             return rows.index_select(0, pages).transpose(0, 1).flatten(1, 2)[:, :seq_len]
         start = 0 if self.starts is None else int(self.starts[sequence])
-        index = torch.arange(start, start + seq_len, device=rows.device) % max(self.capacity, 1)
-        return rows[sequence].index_select(1, index)
+        token, ring = torch.arange(seq_len, device=rows.device), max(self.capacity - self.sinks, 1)
+        in_ring = self.sinks + (token - self.sinks + start) % ring
+        seat = sequence if self.seats is None else int(self.seats[sequence])
+        return rows[seat].index_select(1, torch.where(token < self.sinks, token, in_ring))
 
     def dequantized(self, sequence: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of one sequence in the order of its tokens: [num_kv_heads, seq_len, head_dim]."""
@@ -72,7 +80,7 @@ class Segment(NamedTuple):
 # rows whose formats may still be names: what decode_attention is given, in the order of a Segment
 LooseRows: TypeAlias = (
     "tuple[torch.Tensor, torch.Tensor, torch.Tensor, str | RowFormat, str | RowFormat, None, "
-    "torch.Tensor | None]"
+    "torch.Tensor | None, int, None]"
 )
 
 
@@ -102,7 +110,7 @@ def check_segments(q: torch.Tensor, segments: Sequence[Segment]) -> None:
 
     Raises:
         ShapeError: the tensors do not fit one another or the formats.
-        ConfigError: a dtype is wrong, or a segment has both starts and pages.
+        ConfigError: a dtype is wrong, or a segment has pages and what does not go with them.
         DeviceError: the tensors lie on different devices.
     """
     if not segments:
@@ -111,7 +119,7 @@ def check_segments(q: torch.Tensor, segments: Sequence[Segment]) -> None:
     device, int32, uint8 = q.device, torch.int32, torch.uint8
     common = None  # num_kv_heads and head_dim of V, the same in all segments
     for segment in segments:
-        k_rows, v_rows, seq_lens, k_format, v_format, starts, block_table = segment
+        k_rows, v_rows, seq_lens, k_format, v_format, starts, block_table, sinks, seats = segment
         k_shape = k_rows.shape
         if len(k_shape) != 4:
             _refuse_rows(segment)
@@ -126,7 +134,13 @@ def check_segments(q: torch.Tensor, segments: Sequence[Segment]) -> None:
         ):
             _refuse_rows(segment)
         if block_table is not None:
-            rows_batch = _check_pages(block_table, starts, length)
+            rows_batch = _check_pages(segment, block_table, length)
+        elif seats is not None:
+            if seats.dtype is not int32 or seats.ndim != 1:
+                _refuse_counts("seats", seats, batch)
+            rows_batch = seats.shape[0]
+        if sinks and not 0 <= sinks <= length:
+            raise ShapeError(f"sinks {sinks} does not fit {length} rows: use 0 to {length}")
         if seq_lens.dtype is not int32 or seq_lens.shape != (rows_batch,):
             _refuse_counts("seq_lens", seq_lens, rows_batch)
         if starts is not None and (starts.dtype is not int32 or starts.shape != (rows_batch,)):
@@ -145,6 +159,7 @@ def check_segments(q: torch.Tensor, segments: Sequence[Segment]) -> None:
             or seq_lens.device != device
             or (starts is not None and starts.device != device)
             or (block_table is not None and block_table.device != device)
+            or (seats is not None and seats.device != device)
         ):
             _refuse_devices(q, segment)
 
@@ -156,12 +171,14 @@ def _query_shape(q: torch.Tensor) -> torch.Size:
     return shape
 
 
-def _check_pages(block_table: torch.Tensor, starts: torch.Tensor | None, page_size: int) -> int:
+def _check_pages(segment: Segment, block_table: torch.Tensor, page_size: int) -> int:
     """The batch, which the block table has."""
     if page_size not in PAGE_SIZES:
         raise ShapeError(f"page_size {page_size} is not supported: use 16, 32, 64 or 128")
-    if starts is not None:
-        raise ConfigError("a segment has starts (a ring) or a block_table (pages), not both")
+    if segment.starts is not None or segment.sinks or segment.seats is not None:
+        raise ConfigError(
+            "a segment has a block_table (pages), or starts, sinks and seats (a ring), not both"
+        )
     if block_table.dtype is not torch.int32:
         raise ConfigError(f"block_table is {block_table.dtype}: use int32")
     shape = block_table.shape

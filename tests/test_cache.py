@@ -329,7 +329,7 @@ def test_nbytes_is_what_the_storages_hold(lengths: tuple[int, int]) -> None:
     per_token = [rows["int4-g4"] + rows["int8"], rows["fp8"] + rows["int8"]]
     packed = (MAX - sinks - recent) * sum(per_token)
     exact = 2 * (sinks + recent) * 2 * rows["bf16"]
-    assert cache.nbytes == BATCH * HEADS * (packed + exact) + BATCH * (8 + 2 * 2 * 4)
+    assert cache.nbytes == BATCH * HEADS * (packed + exact) + BATCH * (8 + 2 * 4 * 4)
 
 
 @pytest.mark.parametrize("max_seq_len", [0, 1, 3, 4, 8, 9])

@@ -64,7 +64,7 @@ def contents(cache: KVCache) -> dict[str, Any]:
     for i, layer in enumerate(cache.layers):
         held[f"{i}.formats"] = (layer.k_format, layer.v_format)
         held[f"{i}.lens"] = (layer.seq_lens.tolist(), layer.packed_lens.tolist())
-        segments = [s for s in layer.segments() if s.seq_lens.any()]
+        segments = [s for s in layer.segments_in_order() if s.seq_lens.any()]
         for number, segment in enumerate(segments):
             for b, n in enumerate(segment.seq_lens.tolist()):
                 start = 0 if segment.starts is None else int(segment.starts[b])

@@ -51,7 +51,7 @@ def contents(cache: KVCache) -> list[Any]:
     for layer in cache.layers:
         held += [layer.k_format, layer.v_format]
         held += [layer.seq_lens.tolist(), layer.packed_lens.tolist()]
-        for segment in layer.segments():
+        for segment in layer.segments_in_order():
             for b, n in enumerate(segment.seq_lens.tolist()):
                 start = 0 if segment.starts is None else int(segment.starts[b])
                 slots = torch.arange(start, start + n) % max(segment.capacity, 1)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -161,7 +163,9 @@ def one_segment(return_lse: bool, pages: bool) -> tuple[Any, ...]:
 
 def two_segments(return_lse: bool, pages: bool) -> tuple[Any, ...]:
     q, *parts = one_segment(return_lse, pages)
-    return (q, *([part, part] for part in parts[:7]), *parts[7:])
+    seats = None if pages else torch.tensor([2, 0, 2], dtype=torch.int32)
+    rings = [0 if pages else 4, 0], [seats, None]
+    return (q, *([part, part] for part in parts[:7]), *rings, *parts[7:])
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of opcheck's own graphs
@@ -186,3 +190,55 @@ def test_torch_finds_nothing_wrong_with_the_ops(
         fake = op(*arguments)
     for result, shown in zip(results, fake, strict=True):
         assert (result.shape, result.dtype) == (shown.shape, shown.dtype)
+
+
+# the first call runs in the memory of CUDA graphs, the second is captured, the others are replays
+REDUCED_OVERHEAD = """
+import torch
+from torch._dynamo.utils import counters
+
+from kvquant import RowFormat, decode_attention, quantize_rows, reference_attention
+
+def make_step(num_splits):
+    @torch.compile(mode="reduce-overhead", fullgraph=True)
+    def step(q, k, v, lens):
+        out, lse = decode_attention(
+            2 * q, k, v, lens, k_format=INT4, v_format=INT4, num_splits=num_splits, return_lse=True
+        )
+        return 2 * out, lse
+    return step
+
+INT4 = RowFormat.parse("int4-g4", 128)
+torch.manual_seed(0)
+keys, values = torch.randn(2, 3, 2, 2048, 128, device="cuda")
+rows = quantize_rows(keys, INT4), quantize_rows(values, INT4)
+steps = [make_step(4), make_step(7)]  # the second one needs more memory
+for i in range(4):
+    for step in steps:
+        q = torch.randn(3, 16, 128, device="cuda", dtype=torch.bfloat16)
+        lens = torch.tensor([2048 - 100 * i, 1 + i, 700 + 13 * i], dtype=torch.int32, device="cuda")
+        torch.compiler.cudagraph_mark_step_begin()
+        out, lse = step(q, *rows, lens)
+        expected, expected_lse = reference_attention(
+            2 * q, *rows, lens, k_format=INT4, v_format=INT4
+        )
+        expected = 2 * expected.double()
+        error = float((out.double() - expected).norm() / expected.norm())
+        lse_error = float((lse.double() - expected_lse.double()).abs().max())
+        assert error < 4e-3, f"call {i}: {error}"
+        assert lse_error < 1e-3, f"call {i}: lse {lse_error}"
+        # what a graph's memory held is overwritten
+        junk = [torch.full((1 << n,), 255, dtype=torch.uint8, device="cuda") for n in range(9, 24)]
+        del out, lse, junk
+assert not counters["inductor"]["cudagraph_skips"], "there were graphs"
+print("all calls right")
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not shutil.which("c++"), reason="needs a C++ compiler")
+def test_graphs_of_reduced_overhead_do_not_overwrite_what_lasts() -> None:
+    command = [sys.executable, "-c", REDUCED_OVERHEAD]  # nothing was allocated before
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert "all calls right" in run.stdout

@@ -180,7 +180,11 @@ def test_what_does_not_fit_is_refused() -> None:
             "q [4, 4, 64] does not fit rows [11, 2, 16, 48] with block_table [3, 5]",
         ),
         ({"block_table": table.to("meta")}, DeviceError, "q is on cpu, rows or lengths on meta"),
-        ({"starts": lens}, ConfigError, "starts (a ring) or a block_table (pages), not both"),
+        (
+            {"starts": lens},
+            ConfigError,
+            "a block_table (pages), or starts, sinks and seats (a ring)",
+        ),
         (
             {"v_rows": v_rows[:5]},
             ShapeError,

@@ -124,9 +124,11 @@ def make_decode_kernel(k_spec, v_spec, heads):
         if table != 0:
             table += b * argument(args, BLOCK_TABLE_STRIDE_BATCH)
             run_size = min(page_size, tile)  # then all tiles are cut alike
+        if argument(args, SEATS) != 0:
+            page = load_int32(argument(args, SEATS) + 4 * b)
+        start, sinks = 0, argument(args, SINKS)
         if argument(args, STARTS) != 0:
             start = load_int32(argument(args, STARTS) + 4 * b)
-            first, last = first + start, last + start
 
         scores = stack_floats(scratch_floats)
         lanes, maxima = scores + 4 * lanes_at, scores + 4 * max_at
@@ -138,8 +140,12 @@ def make_decode_kernel(k_spec, v_spec, heads):
             store(acc + 4 * place, splat(np.float32(0)))
         row_sum = splat(np.float32(0))
         while first < last:
-            index = first - capacity if first >= capacity else first
-            count = min(tile, last - first, capacity - index)
+            index, end = first, sinks
+            if first >= sinks:  # in the ring behind them
+                index, end = first + start, capacity
+                if index >= capacity:
+                    index -= capacity - sinks
+            count = min(tile, last - first, end - index)
             blocks = (count + tokens - 1) // tokens
             # Step 2: where the rows of the tile and the K rows of the next one lie
             begun = index & (run_size - 1)  # tokens of the first run that are before the tile
@@ -232,6 +238,8 @@ def make_decode_kernel(k_spec, v_spec, heads):
     V_STRIDE,
     SEQ_LENS,  # [batch] int32
     STARTS,  # [batch] int32, or 0
+    SINKS,  # rows before the ring
+    SEATS,  # [batch] int32, or 0
     CAPACITY,
     BLOCK_TABLE,  # [batch, max_pages] int32, or 0
     BLOCK_TABLE_STRIDE_BATCH,  # in bytes
@@ -243,7 +251,7 @@ def make_decode_kernel(k_spec, v_spec, heads):
     NUM_SPLITS,
     OUT,  # [num_splits, batch, num_q_heads, v_dim] float32
     LSE,  # [num_splits, batch, num_q_heads] float32, base e
-) = range(22)
+) = range(24)
 
 
 def attend(
@@ -270,6 +278,7 @@ def attend(
         kernel = make_decode_kernel(spec(segment.k_format), spec(segment.v_format), heads)
         seq_lens = segment.seq_lens.contiguous()
         starts = None if segment.starts is None else segment.starts.contiguous()
+        seats = None if segment.seats is None else segment.seats.contiguous()
         pages, table = [0, 0, 0, NO_PAGES], segment.block_table
         if table is not None:
             strides = [4 * stride for stride in table.stride()]
@@ -283,6 +292,8 @@ def attend(
                 *segment.v_rows.stride()[:3],
                 seq_lens.data_ptr(),
                 0 if starts is None else starts.data_ptr(),
+                segment.sinks,
+                0 if seats is None else seats.data_ptr(),
                 segment.capacity,
                 *pages,
                 batch,

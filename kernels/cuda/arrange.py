@@ -53,7 +53,9 @@ def make_spec(segments: Sequence[Segment], query: str, without: str = "") -> Dec
     for segment in segments:
         _check(segment)
     first, others = segments[0], segments[1:]
-    place = "linear" if first.starts is None else "ring"
+    place = "linear"
+    if first.starts is not None or first.seats is not None:
+        place = "ring"
     if first.block_table is not None:
         place = "paged"
     second = Path(others[0].k_format, others[0].v_format, "ring", False) if others else None
@@ -78,6 +80,8 @@ def arguments(segment: Segment, splits: int) -> tuple[int, ...]:
         _stride(k, 2),
         _stride(v, 2),
         segment.capacity,
+        segment.sinks,
+        segment.capacity - segment.sinks,
         page_shift,
         table_stride,
         splits,
@@ -136,7 +140,7 @@ def _sides(segment: Segment) -> tuple[tuple[str, torch.Tensor, RowFormat], ...]:
 
 
 def _describe(segment: Segment) -> str:
-    place = "ring" if segment.starts is not None else "linear"
+    place = "linear" if segment.starts is None and segment.seats is None else "ring"
     if segment.block_table is not None:
         place = "paged"
     return f"{segment.k_format}/{segment.v_format} {place} of {segment.capacity}"

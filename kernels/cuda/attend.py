@@ -54,8 +54,8 @@ NEVER, LOWEST = -3e38, -1e30  # score of a row that is not there; maximum of no 
 K_ROWS, V_ROWS, INDEX = FIELD["k_rows"], FIELD["v_rows"], FIELD["index"]
 K_OUTER, K_HEAD, K_ROW = (FIELD[f"k_stride_{axis}"] for axis in ("outer", "head", "row"))
 V_OUTER, V_HEAD, V_ROW = (FIELD[f"v_stride_{axis}"] for axis in ("outer", "head", "row"))
-CAPACITY, PAGE_SHIFT, TABLE_STRIDE = (
-    FIELD[name] for name in ("capacity", "page_shift", "table_stride")
+CAPACITY, PAGE_SHIFT, TABLE_STRIDE, SEATS, SINKS, RING_ROWS = (
+    FIELD[name] for name in ("capacity", "page_shift", "table_stride", "seats", "sinks", "ring")
 )
 
 
@@ -110,9 +110,11 @@ def make_attend(spec, path):
             outer = uint64(0)
         if RING and index != uint64(0):
             start = int32(load_global_u32(index + uint64(4) * uint64(b)))
+        if RING and segment[SEATS] != uint64(0):
+            outer = uint64(load_global_u32(segment[SEATS] + uint64(4) * uint64(b)))
         shift = segment[PAGE_SHIFT]
         mask = int32((int32(1) << shift) - int32(1))
-        capacity = segment[CAPACITY]
+        around = (start, segment[SINKS], segment[RING_ROWS], segment[CAPACITY])
         k_outer, k_row = segment[K_OUTER], segment[K_ROW]
         v_outer, v_row = segment[V_OUTER], segment[V_ROW]
         k_base = segment[K_ROWS] + outer * k_outer + uint64(kv_head) * segment[K_HEAD]
@@ -124,15 +126,15 @@ def make_attend(spec, path):
 
         # Step 1: fill the ring; the place of a tile is looked up one tile ahead
         asked = first
-        where = locate(asked, end, index, start, shift)
+        where = locate(asked, end, index, shift)
         for s in range(STAGES - 1):
-            following = locate(int32(asked + int32(STEP)), end, index, start, shift)
+            following = locate(int32(asked + int32(STEP)), end, index, shift)
             stage = uint32(ring + uint32(s * STAGE_BYTES))
             if asked < end:
-                copy_k(stage, k_base, where, asked, end, k_outer, k_row, capacity, mask)
+                copy_k(stage, k_base, where, asked, end, k_outer, k_row, around, mask)
                 if PREFETCH_V:
                     stage = uint32(stage + uint32(K_TILE))
-                    copy_v(stage, v_base, where, asked, end, v_outer, v_row, capacity, mask)
+                    copy_v(stage, v_base, where, asked, end, v_outer, v_row, around, mask)
             commit_copies()
             where = following
             asked = int32(asked + int32(STEP))
@@ -167,17 +169,17 @@ def make_attend(spec, path):
             wait_for_oldest()
             cuda.syncwarp()
             if not PREFETCH_V:
-                here = locate(first, end, index, start, shift)
+                here = locate(first, end, index, shift)
                 stage = uint32(ring + current * uint32(STAGE_BYTES) + uint32(K_TILE))
-                copy_v(stage, v_base, here, first, end, v_outer, v_row, capacity, mask)
+                copy_v(stage, v_base, here, first, end, v_outer, v_row, around, mask)
                 commit_copies()
-            following = locate(int32(asked + int32(STEP)), end, index, start, shift)
+            following = locate(int32(asked + int32(STEP)), end, index, shift)
             if asked < end:
                 stage = uint32(ring + ahead * uint32(STAGE_BYTES))
-                copy_k(stage, k_base, where, asked, end, k_outer, k_row, capacity, mask)
+                copy_k(stage, k_base, where, asked, end, k_outer, k_row, around, mask)
                 if PREFETCH_V:
                     stage = uint32(stage + uint32(K_TILE))
-                    copy_v(stage, v_base, where, asked, end, v_outer, v_row, capacity, mask)
+                    copy_v(stage, v_base, where, asked, end, v_outer, v_row, around, mask)
             commit_copies()
             where = following
             asked = int32(asked + int32(STEP))
@@ -186,9 +188,7 @@ def make_attend(spec, path):
             k_rows = ring + current * uint32(STAGE_BYTES)
             v_rows = k_rows + uint32(K_TILE)
             if K_REALIGNED:
-                realign_k(
-                    k_rows, ring + uint32(SCRATCH), k_base, first, end, start, k_row, capacity
-                )
+                realign_k(k_rows, ring + uint32(SCRATCH), k_base, first, end, k_row, around)
                 k_rows = ring + uint32(SCRATCH)
                 cuda.syncwarp()
             scores = cuda.local.array(8, float32)
@@ -204,9 +204,7 @@ def make_attend(spec, path):
                 cuda.syncwarp()
             if V_REALIGNED:
                 cuda.syncwarp()
-                realign_v(
-                    v_rows, ring + uint32(SCRATCH), v_base, first, end, start, v_row, capacity
-                )
+                realign_v(v_rows, ring + uint32(SCRATCH), v_base, first, end, v_row, around)
                 v_rows = ring + uint32(SCRATCH)
                 cuda.syncwarp()
             headers = (load_header(v_rows, lane), load_header(v_rows + uint32(V_HALF), lane))

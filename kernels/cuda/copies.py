@@ -20,15 +20,27 @@ from .ptx import (
 from .spec import TILE
 
 
+@device_function
+def slot_in_ring(row, around):
+    """The slot of a row where the sinks stay and the others go round, from `start` of the ring."""
+    start, sinks, ring, capacity = around
+    slot = int32(row)
+    if slot >= sinks:
+        slot = int32(slot + start)
+        if slot >= capacity:
+            slot = int32(slot - ring)
+    return slot
+
+
 def make_locate(place):
     """Make the function that finds the two halves of a tile, of 16 rows each.
 
-    It gives the page of each half (paged), or the slot of the tile's first row twice.
+    It gives the page of each half (paged), or the tile's first row twice.
     """
-    PAGED, RING = place == "paged", place == "ring"
+    PAGED = place == "paged"
 
     @device_function
-    def locate(first, end, index, start, page_shift):
+    def locate(first, end, index, page_shift):
         if PAGED:
             low = uint32(0)
             high = uint32(0)
@@ -39,10 +51,7 @@ def make_locate(place):
                     index + uint64(4) * uint64((first + int32(16)) >> page_shift)
                 )
             return low, high
-        slot = uint32(first)
-        if RING:
-            slot = uint32(start + first)
-        return slot, slot
+        return uint32(first), uint32(first)
 
     return locate
 
@@ -64,7 +73,7 @@ def make_copy(staged, place, rolled):
     SPARE = -(-ROW_BYTES // 16) < WINDOWS
 
     @device_function
-    def copy_rows(target, base, where, first, end, outer, row_stride, capacity, page_mask):
+    def copy_rows(target, base, where, first, end, outer, row_stride, around, page_mask):
         lane = uint32(uint32(cuda.threadIdx.x) & uint32(31))
         stride = uint64(ROW_BYTES) if DENSE else uint64(row_stride)
         rows = uint32(end - first)
@@ -88,9 +97,7 @@ def make_copy(staged, place, rolled):
             source = high if PAGED and row >= uint32(16) else low
             slot = row
             if RING:
-                slot = uint32(slot + where[0])
-                if slot >= uint32(capacity):
-                    slot = uint32(slot - uint32(capacity))
+                slot = uint32(slot_in_ring(int32(first + int32(row)), around))
                 source = base
             source += uint64(slot) * stride
             valid = row < rows
@@ -113,7 +120,7 @@ def _make_copy_bytes(staged, place, rolled):
     STEPS = -(-TILE_PIECES // 32)
 
     @device_function
-    def copy_bytes(target, base, where, first, end, outer, row_stride, capacity, page_mask):
+    def copy_bytes(target, base, where, first, end, outer, row_stride, around, page_mask):
         lane = uint32(uint32(cuda.threadIdx.x) & uint32(31))
         if PAGED:  # a page holds both halves, or each has a page of its own
             row = uint64(first & page_mask)
@@ -152,7 +159,7 @@ def make_realign(staged, place):
     LOADED = 4 * WINDOWS
 
     @device_function
-    def realign(landed, target, base, first, end, start, row_stride, capacity):
+    def realign(landed, target, base, first, end, row_stride, around):
         lane = uint32(uint32(cuda.threadIdx.x) & uint32(31))
         landed += lane * uint32(LANDING)
         words = cuda.local.array(LOADED, uint32)
@@ -170,9 +177,7 @@ def make_realign(staged, place):
         else:  # shift the words of the windows by the 0 to 3 that stand before the row
             slot = int32(first + int32(lane))
             if RING:
-                slot = int32(slot + start)
-                if slot >= capacity:
-                    slot = int32(slot - capacity)
+                slot = slot_in_ring(slot, around)
             before = uint32(base) + uint32(slot) * uint32(row_stride)
             for i in range(WINDOWS):
                 unit = load_shared_u32x4(landed + uint32(16 * i))

@@ -40,7 +40,7 @@ MOST_SETTLED = 4096  # calls that are remembered
 
 # what stands after the addresses, in all arguments and in those of a segment
 QUERY = struct.Struct("=" + "".join(code for _, code in COMMON[5:-1]))
-ROWS = struct.Struct("=" + "".join(code for _, code in SEGMENT[4:]))
+ROWS = struct.Struct("=" + "".join(code for _, code in SEGMENT[5:]))
 
 # not in torch without CUDA
 _current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
@@ -100,7 +100,7 @@ def attend(
     # all that the check and the launch depend on
     key: tuple[Hashable, ...]
     key = (q.shape, q.stride(), q.dtype, q.data_ptr() % UNIT, index, num_splits)
-    for k, v, lens, k_format, v_format, starts, table in segments:
+    for k, v, lens, k_format, v_format, starts, table, sinks, seats in segments:
         key += (
             k_format,
             v_format,
@@ -120,6 +120,8 @@ def attend(
             v.data_ptr() % UNIT,
             starts if starts is None else _facts(starts),
             table if table is None else _facts(table),
+            sinks,
+            seats if seats is None else _facts(seats),
         )
     settled = _settled  # `forced` puts another in its place
     try:
@@ -254,9 +256,8 @@ class Launch:
         self._index = q.get_device()
         self._scale = head_dim**-0.5 * LOG2_E
         # results are made like these: faster than from a shape
-        out, lse = (torch.empty((), dtype=t, device=q.device) for t in (q.dtype, torch.float32))
-        self._out = out.expand(batch, num_q_heads, v_dim)
-        self._lse = lse.expand(batch, num_q_heads)
+        self._out = _template(q, q.dtype, (batch, num_q_heads, v_dim))
+        self._lse = _template(q, torch.float32, (batch, num_q_heads))
         self._workspaces = workspaces if parts > 1 else None
         self._partial = work.units * parts * HEADS * (v_dim + 1)
         self._units = work.units
@@ -267,15 +268,20 @@ class Launch:
         self._query = QUERY.pack(*strides, num_q_heads, ratio, head_blocks)
         self._segments = []
         for i, splits in zip(work.order, chosen.splits, strict=True):
-            _, _, lens, _, _, starts, table = segments[i]
+            _, _, lens, _, _, starts, table, _, seats = segments[i]
             copies_index = starts is not None and not starts.is_contiguous()
             if table is not None:
                 copies_index = not is_row_contiguous(table)
             constants = ROWS.pack(*arguments(segments[i], splits))
-            self._segments.append((i, not lens.is_contiguous(), copies_index, constants))
-        layout = f"=5Q{QUERY.size}sf" + len(work.order) * f"4Q{ROWS.size}s"
+            copies = (
+                not lens.is_contiguous(),
+                copies_index,
+                seats is not None and not seats.is_contiguous(),
+            )
+            self._segments.append((i, *copies, constants))
+        layout = f"=5Q{QUERY.size}sf" + len(work.order) * f"5Q{ROWS.size}s"
         missing = work.spec.segments - len(work.order)
-        layout += f"{missing * (4 * 8 + ROWS.size)}x"  # zeros
+        layout += f"{missing * (5 * 8 + ROWS.size)}x"  # zeros
         grid = num_kv_heads * head_blocks, batch, parts
         self._launch = Launcher(kernel, grid, layout)
 
@@ -309,18 +315,21 @@ class Launch:
             self._scale if sm_scale is None else _log2_scale(sm_scale),
         ]
         kept = []  # copies, until the launch is enqueued
-        for i, copies_lens, copies_index, constants in self._segments:
-            k, v, lens, _, _, starts, table = segments[i]
+        for i, copies_lens, copies_index, copies_seats, constants in self._segments:
+            k, v, lens, _, _, starts, table, _, seats = segments[i]
             index = starts if table is None else table
             if copies_lens:
                 kept.append(lens := lens.contiguous())
             if index is not None and copies_index:
                 kept.append(index := index.contiguous())
+            if copies_seats:
+                kept.append(seats := cast("torch.Tensor", seats).contiguous())
             values += (
                 k.data_ptr(),
                 v.data_ptr(),
                 lens.data_ptr(),
                 0 if index is None else index.data_ptr(),
+                0 if seats is None else seats.data_ptr(),
                 constants,
             )
         self._launch(stream, values)
@@ -376,6 +385,13 @@ def _device(q: torch.Tensor) -> Device:
         if index not in _devices:
             _devices[index] = Device(q.device)
         return _devices[index]
+
+
+def _template(q: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor on the device of q without memory, which might be that of a CUDA graph."""
+    template = torch.empty((), dtype=dtype, device=q.device).expand(shape)
+    template.untyped_storage().resize_(0)
+    return template
 
 
 def _log2_scale(sm_scale: float) -> float:

@@ -38,6 +38,7 @@ SEGMENT = (
     ("v_rows", "Q"),
     ("seq_lens", "Q"),  # [batch], int32
     ("index", "Q"),  # ring: starts [batch], int32, or 0; paged: block table, int32
+    ("seats", "Q"),  # ring: [batch], int32: which sequence of the rows to read; 0: the same
     ("k_stride_outer", "Q"),  # bytes from a sequence, or a page, to the next
     ("k_stride_head", "Q"),
     ("v_stride_outer", "Q"),
@@ -45,6 +46,8 @@ SEGMENT = (
     ("k_stride_row", "i"),  # bytes
     ("v_stride_row", "i"),
     ("capacity", "i"),  # rows that a sequence has room for; longer lengths count as this
+    ("sinks", "i"),  # ring: rows before it, which stay
+    ("ring", "i"),  # ring: its rows
     ("page_shift", "i"),  # log2 of the page size
     ("table_stride", "i"),  # entries from a sequence's part of the block table to the next
     ("splits", "i"),  # blocks that share the tokens; 0: no such segment

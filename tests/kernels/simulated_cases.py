@@ -37,6 +37,8 @@ class Case:
         v_head_dim: head_dim if 0.
         heads: query heads and KV heads.
         place: "linear", "ring" or "paged", of the first segment.
+        sinks: rows before the ring, in every ring.
+        seated: sequences of rings lie in another order, and among others.
         layout: of rows: "heads" (a head's rows follow one another), "odd heads" (and heads do not
             start at multiples of 16 bytes), "tokens" (a token's heads follow one another).
         splits: of each segment; 0 for a second or third one that is missing.
@@ -55,6 +57,8 @@ class Case:
     query: str = "bf16"
     q_scale: float = 1.0
     place: str = "linear"
+    sinks: int = 0
+    seated: bool = False
     page_size: int = 16
     layout: str = "heads"
     splits: Sequence[int] = (1,)
@@ -132,7 +136,7 @@ def run_case(case: Case) -> dict[str, float]:
 def make_segment(case: Case, path: Path, lens: Sequence[int]) -> tuple[Segment, Fields]:
     """Random rows: as a plain segment for the reference, and as the kernel finds them."""
     page_size = case.page_size if path.place == "paged" else 1
-    room = max(1, *lens) + (0 if case.overlong else 5)
+    room = max([1, *lens]) + (0 if case.overlong else 5)
     unit = page_size if path.place == "paged" else 16
     capacity = -(-room // unit) * unit + (case.layout == "odd heads")
     max_pages = capacity // page_size
@@ -150,12 +154,17 @@ def make_segment(case: Case, path: Path, lens: Sequence[int]) -> tuple[Segment, 
     fields: Fields = dict.fromkeys((name for name, _ in SEGMENT), 0)
     fields |= {"seq_lens": told, "capacity": capacity}
     if path.place == "ring":
-        starts = torch.randint(0, capacity, (len(lens),), dtype=torch.int32)
-        fields["index"] = starts
-        moved = [
-            torch.stack([row.roll(int(s), 1) for row, s in zip(rows, starts, strict=True)])
-            for rows in plain
-        ]
+        sinks = min(case.sinks, capacity - 1)
+        starts = torch.randint(0, capacity - sinks, (len(lens),), dtype=torch.int32)
+        fields |= {"index": starts, "sinks": sinks, "ring": capacity - sinks}
+        moved = [rows.clone() for rows in plain]
+        for rows in moved:
+            for row, start in zip(rows, starts.tolist(), strict=True):
+                row[:, sinks:] = row[:, sinks:].roll(start, 1)
+        if case.seated:
+            seats = torch.randperm(len(lens) + 2, dtype=torch.int32)[: len(lens)]
+            fields["seats"] = seats
+            moved = [seat(rows, seats) for rows in moved]
     elif path.place == "paged":
         used = -(-seq_lens // page_size)
         table = torch.randperm(len(lens) * max_pages, dtype=torch.int32).view(len(lens), -1)
@@ -174,6 +183,13 @@ def make_segment(case: Case, path: Path, lens: Sequence[int]) -> tuple[Segment, 
         fields[f"{side}_stride_row"] = row
     k_rows, v_rows = plain
     return Segment(k_rows, v_rows, seq_lens, path.k_format, path.v_format), fields
+
+
+def seat(rows: torch.Tensor, seats: torch.Tensor) -> torch.Tensor:
+    """Sequences at their seats, the others NaN."""
+    store = torch.full((len(seats) + 2, *rows.shape[1:]), NAN, dtype=torch.uint8)
+    store[seats.long()] = rows
+    return store
 
 
 def to_pages(rows: torch.Tensor, page_size: int, table: torch.Tensor) -> torch.Tensor:

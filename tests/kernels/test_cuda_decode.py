@@ -7,7 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_cases import LIMITS, Measure, compare, int32, linear, paged, query, random_rows, ring
+from cuda_cases import (
+    LIMITS,
+    Measure,
+    compare,
+    int32,
+    linear,
+    paged,
+    query,
+    random_rows,
+    ring,
+    seated,
+)
 
 from kvquant import KVCache, RowFormat, decode_attention, quantize_rows
 from kvquant.attention import attend_segments
@@ -116,6 +127,10 @@ def test_sinks_and_recent_rows_in_the_same_launch(
     compare(relative_l2, q, [sinks, packed, recent])
     compare(relative_l2, q, [packed, recent], num_splits=2)
     compare(relative_l2, q, [sinks, recent])
+    both = ring("bf16", (132, 102, 132, 3), 2, 132, sinks=4)
+    compare(relative_l2, q, [packed, both])
+    compare(relative_l2, q, [seated(both), packed])
+    compare(relative_l2, q, [seated(both)])
 
 
 def test_a_cache_with_sinks_and_a_ring(relative_l2: Measure) -> None:

@@ -63,6 +63,9 @@ def test_arguments_land_where_the_kernel_reads_them(cuda: FakeDriver) -> None:
         "k_stride_row": 144,
         "v_stride_row": 68,
         "capacity": 1000,
+        "seats": 0,
+        "sinks": 0,
+        "ring": 1000,
         "page_shift": 0,
         "table_stride": 0,
         "splits": 3,
@@ -90,6 +93,23 @@ def test_a_ring_starts_where_it_says(cuda: FakeDriver) -> None:
     _, (one,) = unpack(settled_spec(), cuda.launched[0].arguments)
     assert one["index"] == segment.starts.data_ptr()
     assert (settled_spec().first.place, settled_spec().first.dense) == ("ring", False)
+    assert (one["seats"], one["sinks"], one["ring"]) == (0, 0, 128)
+
+
+def test_seats_and_sinks_of_a_ring_are_told(cuda: FakeDriver) -> None:
+    seats = torch.tensor([4, 9, 2, 9], dtype=torch.int32)
+    segment = make_segment("bf16", 132, batch=5, starts=True)._replace(sinks=4)
+    lens = segment.seq_lens[:4]
+    for given in (seats[:4], seats.repeat_interleave(2)[::2]):
+        one = segment._replace(seq_lens=lens, starts=lens * 0, seats=given)
+        launch.attend(make_query(batch=4), [make_segment(batch=4), one], 1.0, None)
+    for note in cuda.launched:
+        _, (_, told, none) = unpack(settled_spec(), note.arguments)
+        assert (told["sinks"], told["ring"], told["capacity"]) == (4, 128, 132)
+        assert none["splits"] == 0
+    first, second = (unpack(settled_spec(), note.arguments)[1][1] for note in cuda.launched)
+    assert first["seats"] == seats.data_ptr() != second["seats"] != 0
+    assert settled_spec().second is not None
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))

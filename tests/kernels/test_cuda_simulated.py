@@ -67,6 +67,16 @@ CASES |= {
     "4 warps": {"k": "int8", "lens": [0, 5, 200], "warps": 4, "splits": [2]},
     "4 stages": {"lens": [0, 1, 33, 200], "stages": 4},
     "3 stages of int4": {"k": "int4", "lens": [0, 1, 33, 170], "stages": 3},
+    "sinks before a ring": {"place": "ring", "sinks": 4, "lens": [0, 3, 4, 5, 70]},
+    "sinks before a ring of int4": {"k": "int4", "place": "ring", "sinks": 33, "lens": [30, 70]},
+    "seats": {"place": "ring", "sinks": 4, "seated": True, "lens": [70, 3, 40], "heads": [4, 2]},
+    "sinks and recent rows at their seats": {
+        "exact": "bf16",
+        "sinks": 4,
+        "seated": True,
+        "exact_lens": [[44, 3, 36], []],
+        "splits": [2, 2, 0],
+    },
     "three segments": {"exact": "bf16", "splits": [1, 1, 1]},
     "three segments, fp16": {"k": "int4", "exact": "fp16", "query": "fp16", "splits": [2, 1, 2]},
     "three segments, bf16 and an fp16 query": {

@@ -53,16 +53,29 @@ def linear(
     return Segment(k, v, int32(lens), k_format, v_format)
 
 
-def ring(names: str, lens: Sequence[int], heads: int, capacity: int) -> Segment:
-    """A ring from random starts; rows that are not in use hold NaN."""
+def seated(segment: Segment) -> Segment:
+    """The same sequences at seats among those of others, which hold NaN."""
+    batch = len(segment.seq_lens)
+    seats = torch.randperm(batch + 2, device="cuda")[:batch]
+    stores = []
+    for rows in (segment.k_rows, segment.v_rows):
+        store = torch.full((batch + 2, *rows.shape[1:]), NAN, dtype=torch.uint8, device="cuda")
+        store[seats] = rows
+        stores.append(store)
+    return segment._replace(k_rows=stores[0], v_rows=stores[1], seats=seats.int())
+
+
+def ring(names: str, lens: Sequence[int], heads: int, capacity: int, *, sinks: int = 0) -> Segment:
+    """A ring from random starts, behind sinks; rows that are not in use hold NaN."""
     k_format, v_format = formats(names)
-    starts = torch.randint(capacity, (len(lens),)).tolist()
+    starts = torch.randint(capacity - sinks, (len(lens),)).tolist()
     k = random_rows(k_format, len(lens), heads, capacity, scale=2, shift=1)
     v = random_rows(v_format, len(lens), heads, capacity, shift=0.3)
     for b, seq_len in enumerate(lens):
-        unused = [(starts[b] + i) % capacity for i in range(seq_len, capacity)]
+        slots = [sinks + (starts[b] + i - sinks) % (capacity - sinks) for i in range(capacity)]
+        unused = [i if i < sinks else slots[i] for i in range(seq_len, capacity)]
         k[b, :, unused] = v[b, :, unused] = NAN
-    return Segment(k, v, int32(lens), k_format, v_format, starts=int32(starts))
+    return Segment(k, v, int32(lens), k_format, v_format, starts=int32(starts), sinks=sinks)
 
 
 def paged(names: str, lens: Sequence[int], heads: int, page_size: int) -> Segment:
