@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kvquant.errors import ConfigError
 
-from .usercache import cache_folder, replace_file
+from .usercache import cache_folder, locked, replace_file
 
 TABLE_VERSION = 1
 
@@ -84,16 +84,14 @@ def load_table(path: Path | None = None) -> tuple[Tuned, ...]:
     """
     try:
         path = path or table_path()
-        if not path.exists():
-            return ()
-        table = json.loads(path.read_text(encoding="utf-8"))
-        if table["version"] != TABLE_VERSION:
-            raise ValueError(f"its version is {table['version']!r}, not {TABLE_VERSION}")
-        return tuple(_parse(row) for row in table["rows"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        version, rows = _read(path)
+        if version != TABLE_VERSION:
+            raise ValueError(f"it is of version {version}, this kvquant reads {TABLE_VERSION}")
+        return rows
+    except (OSError, ValueError) as error:
         warnings.warn(
             f"the table of measured plans {path or ''} cannot be used ({error}): CUDA kernels are "
-            "planned by a formula. Delete it, or measure anew by kvquant bench --tune",
+            "planned by a formula. Move it away and measure anew by kvquant bench --tune",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -102,25 +100,60 @@ def load_table(path: Path | None = None) -> tuple[Tuned, ...]:
 
 def save_table(rows: Iterable[Tuned], path: Path | None = None) -> Path:
     """Add rows to a table, the user's when path is None; they take the place of old ones of the
-    same shapes.
+    same shapes. Several processes may do so at once. A damaged table is replaced.
 
     Returns:
         Where the table lies.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: it cannot be written, or a newer kvquant wrote it.
     """
     try:
         path = path or table_path()
-        merged = {row.shape: row for row in (*load_table(path), *rows)}
-        lines = ",\n".join(json.dumps(asdict(merged[shape])) for shape in sorted(merged))
-        replace_file(path, f'{{"version": {TABLE_VERSION}, "rows": [\n{lines}\n]}}\n'.encode())
+        with locked(path):
+            merged = {row.shape: row for row in (*_to_keep(path), *rows)}
+            lines = ",\n".join(json.dumps(asdict(merged[shape])) for shape in sorted(merged))
+            replace_file(path, f'{{"version": {TABLE_VERSION}, "rows": [\n{lines}\n]}}\n'.encode())
     except OSError as error:
         raise ConfigError(
             f"the table of measured plans cannot be written ({error}): let KVQUANT_CACHE_DIR name "
             "a folder that can be"
         ) from None
     return path
+
+
+def _to_keep(path: Path) -> tuple[Tuned, ...]:
+    """The rows of a table that is about to be written anew."""
+    try:
+        version, rows = _read(path)
+    except ValueError:
+        return ()
+    if version > TABLE_VERSION:
+        raise ConfigError(
+            f"the table of measured plans {path} is of version {version}, this kvquant writes "
+            f"{TABLE_VERSION}: use the newer kvquant, let KVQUANT_CACHE_DIR name another folder, "
+            "or move the table away"
+        )
+    return rows
+
+
+def _read(path: Path) -> tuple[int, tuple[Tuned, ...]]:
+    """The version of a table and its rows: none if there is no table, or of another version.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    if not path.exists():
+        return TABLE_VERSION, ()
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+        version = table["version"]
+        if type(version) is not int:
+            raise ValueError(f"its version is {version!r}")
+        rows = table["rows"] if version == TABLE_VERSION else ()
+        return version, tuple(_parse(row) for row in rows)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"it is damaged: {error!r}") from None
 
 
 def _parse(row: dict[str, object]) -> Tuned:

@@ -238,6 +238,20 @@ def price(kernel: Fit, units: int, capacities: Sequence[int], splits: Sequence[i
     return total
 
 
+def shared_bytes(kernel: Fit, units: int, splits: Sequence[int]) -> int:
+    """Shared memory to ask for, for a block.
+
+    Where the blocks of several segments have no room at once, those of the first spread unevenly
+    over the SMs (measured: a launch takes up to 1.2 times as long), unless an SM has room for no
+    more than its share of them: then a block takes more memory than it needs.
+    """
+    needed, gpu = kernel.spec.shared_bytes, kernel.gpu
+    share = -(-units * splits[0] // gpu.sm_count)
+    if units * sum(splits) <= kernel.slots or len(splits) == 1 or share >= kernel.blocks:
+        return needed
+    return min(gpu.shared_per_sm // share - RESERVED_SHARED, gpu.shared_per_block) // 128 * 128
+
+
 def candidates(spec: DecodeSpec, gpu: GPU, units: int, capacities: Sequence[int]) -> Iterator[Plan]:
     """Yield the plans worth measuring for a shape; arguments as of plan.
 

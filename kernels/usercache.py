@@ -2,12 +2,15 @@
 
 It is $KVQUANT_CACHE_DIR, or $XDG_CACHE_HOME/kvquant, or ~/.cache/kvquant. Several processes use it
 at once: a file is written beside its place and then renamed, so a reader finds all of it or none.
+Who changes a file by what is in it holds its lock from the reading to the writing.
 """
 
 from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -42,3 +45,20 @@ def replace_file(path: Path, data: bytes) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Let one thread of one process at a time change a file; its folder is made if need be.
+
+    The lock is a file beside it, which stays: if it were deleted, two could hold it.
+
+    Raises:
+        OSError: the folder cannot be written, or has no locks.
+    """
+    import fcntl  # not on Windows
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path.with_name(f".{path.name}.lock"), "ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed, also by the end of the process
+        yield

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .backends import attend
+from .backends import attend, check_num_splits
 from .errors import ShapeError
 from .layout import RowFormat
 from .ops import attend_segments_op, decode_attention_op
@@ -66,6 +66,7 @@ def decode_attention(
         UnsupportedError: the kernel, the GPU or what is installed cannot do it.
     """
     if torch.compiler.is_compiling():
+        check_num_splits(num_splits)  # the op takes True for 1
         if isinstance(k_format, RowFormat) and k_format.head_dim != q.shape[-1]:
             RowFormat.parse(k_format, q.shape[-1])  # tells what does not fit
         v_head_dim = v_format.head_dim if isinstance(v_format, RowFormat) else q.shape[-1]
@@ -110,6 +111,7 @@ def attend_segments(
         As decode_attention.
     """
     if torch.compiler.is_compiling():
+        check_num_splits(num_splits)  # the op takes True for 1
         if not segments:
             raise ShapeError("no segments: attention needs at least one")
         results = attend_segments_op(

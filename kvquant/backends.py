@@ -62,12 +62,19 @@ def _check(
         made.append(rows)
     if q.dtype not in FLOAT_DTYPES:
         raise ConfigError(f"q is {q.dtype}: use float32, bfloat16 or float16")
-    if num_splits is not None and (type(num_splits) is not int or num_splits < 1):
+    check_num_splits(num_splits)
+    check_segments(q, made)
+    return made
+
+
+def check_num_splits(num_splits: int | None) -> None:
+    """Raise ConfigError unless it is a number of splits; torch.compile traces this."""
+    if num_splits is None:
+        return
+    if isinstance(num_splits, bool) or not isinstance(num_splits, int) or num_splits < 1:
         raise ConfigError(
             f"num_splits {num_splits} is not possible: use a whole number from 1, or None"
         )
-    check_segments(q, made)
-    return made
 
 
 def _check_cuda(

@@ -173,6 +173,7 @@ def _tune(cases: Sequence[Case], timer: Timer, machine: Machine, _: None) -> dic
     from .kernels.tuned import save_table
 
     gpu = launch.gpu_facts(timer.device)
+    path = save_table(())  # tells at once if it cannot be kept
     click.echo("plans: splits x warps of a block x stages; at first each kernel is compiled")
     width = _begin_table(cases, gpureport.PLANS)
     choices = []

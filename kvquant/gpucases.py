@@ -191,8 +191,7 @@ def make_inputs(case: Case, copies: int, device: torch.device) -> list[Inputs]:
     whole = []
     for kind, k_format, v_format, length in (
         ("packed", case.k_format, case.v_format, case.packed_len),
-        ("sinks", exact, exact, case.sink_len),
-        ("recent", exact, exact, case.recent_len),
+        ("exact", exact, exact, case.sink_len + case.recent_len),
     ):
         if not length:
             continue
@@ -202,12 +201,14 @@ def make_inputs(case: Case, copies: int, device: torch.device) -> list[Inputs]:
             for fmt in (k_format, v_format)
         )
         lens = torch.full((count,), length, dtype=torch.int32, device=device)
-        starts = lens // 3 if kind == "recent" else None  # a ring, which starts anywhere
+        # a ring, which starts anywhere
+        starts = torch.full_like(lens, case.recent_len // 3) if kind == "exact" else None
         table = None
         if page_size:
             pages = torch.randperm(len(k), device=device, generator=generator)
             table = pages.to(torch.int32).view(count, -1)
-        whole.append(Segment(k, v, lens, k_format, v_format, starts, table))
+        sinks = case.sink_len if kind == "exact" else 0
+        whole.append(Segment(k, v, lens, k_format, v_format, starts, table, sinks))
     return [
         Inputs(
             queries[first : first + case.batch],
@@ -232,6 +233,7 @@ def take_sequences(segment: Segment, first: int, count: int) -> Segment:
         segment.v_format,
         None if starts is None else take(starts),
         None if table is None else take(table),
+        segment.sinks,
     )
 
 

@@ -122,7 +122,7 @@ class GraphTimer:
 
 
 def _capture(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
-    for call in calls[:1]:
+    for call in {id(call): call for call in calls}.values():
         call()  # compiles; that cannot be captured
     torch.cuda.synchronize()  # a capture runs on a stream of its own
     graph = torch.cuda.CUDAGraph()

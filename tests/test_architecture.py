@@ -61,7 +61,7 @@ ALLOWED = {
     "kernels.cuda.decode": f"{DEVICE} kernels.cuda.attend kernels.cuda.merge",
     "kernels.cuda.compile": "errors layout kernels.usercache kernels.cuda.spec",
     "kernels.cuda.driver": "errors",
-    "kernels.cuda.workspace": "",
+    "kernels.cuda.workspace": "kernels.cuda.driver",
     "kernels.cuda.arrange": f"{FACTS} segments kernels.cuda.spec kernels.cuda.staging",
     "kernels.cuda.launch": (
         "errors segments kernels.tuned kernels.tuning kernels.cuda.arrange kernels.cuda.compile "

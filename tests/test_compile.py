@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from kvquant import KVCache, RowFormat, attention, decode_attention, quantize_rows
 from kvquant.attention import attend_segments
-from kvquant.errors import ShapeError
+from kvquant.errors import ConfigError, ShapeError
 from kvquant.segments import Segment
 
 INT4 = RowFormat.parse("int4-g4", 64)
@@ -129,6 +129,44 @@ def test_what_does_not_fit_is_refused_while_a_graph_is_traced() -> None:
             compiled(*arguments, **formats)
     with pytest.raises(Exception, match="format 'int5' does not exist"):
         compiled(q, k_rows, v_rows, lens, k_format="int5", v_format=INT4)
+
+
+@pytest.mark.parametrize("num_splits", [True, False, 0, -1, 2.0, "2"], ids=repr)
+def test_what_is_no_number_of_splits_is_refused(num_splits: Any) -> None:
+    k_rows, v_rows, lens = packed(2, 8)
+    q = torch.zeros(2, 4, 64)
+    segment = Segment(k_rows, v_rows, lens, INT4, INT4)
+
+    def rows() -> Any:
+        return decode_attention(
+            q, k_rows, v_rows, lens, k_format=INT4, v_format=INT4, num_splits=num_splits
+        )
+
+    def segments() -> Any:
+        return attend_segments(q, [segment], num_splits=num_splits)
+
+    for call in (rows, segments):
+        with pytest.raises(ConfigError, match=r"num_splits .* use a whole number from 1"):
+            call()
+        compiled = torch.compile(call, fullgraph=True, backend="eager")
+        with pytest.raises(Exception, match=r"num_splits .* use a whole number from 1"):
+            compiled()  # the type is torch's
+
+
+def test_one_graph_serves_all_numbers_of_splits() -> None:
+    k_rows, v_rows, lens = packed(2, 64)
+    q = torch.randn(2, 4, 64)
+
+    def call(num_splits: int) -> Any:
+        return decode_attention(
+            q, k_rows, v_rows, lens, k_format=INT4, v_format=INT4, num_splits=num_splits
+        )
+
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(call, fullgraph=True, backend=counter)
+    for num_splits in (2, 3, 4, 5):
+        assert torch.equal(compiled(num_splits), call(num_splits))
+    assert counter.frame_count == 2
 
 
 def test_values_are_checked_where_a_graph_runs() -> None:

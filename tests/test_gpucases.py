@@ -80,11 +80,11 @@ def test_inputs_have_memory_of_their_own_and_the_lengths_of_the_case(dtype: torc
     case = small("int8-g4/int4-g4", sink_len=4, recent_len=16, dtype=dtype)
     first, second = make_inputs(case, 2, CPU)
     assert first.q.shape == (2, 4, 64) and first.q.dtype == dtype
-    packed, sinks, recent = first.segments
+    packed, exact = first.segments
     assert [str(packed.k_format), str(packed.v_format)] == ["int8-g4", "int4-g4"]
-    assert [s.seq_lens.tolist() for s in first.segments] == [[50] * 2, [4] * 2, [16] * 2]
-    assert sinks.starts is None
-    assert recent.starts is not None and recent.starts.tolist() == [5, 5]
+    assert [s.seq_lens.tolist() for s in first.segments] == [[50] * 2, [20] * 2]
+    assert packed.starts is None and exact.sinks == 4
+    assert exact.starts is not None and exact.starts.tolist() == [5, 5]
     assert not torch.equal(first.q, second.q)
     memory = {
         rows.data_ptr()
@@ -92,7 +92,7 @@ def test_inputs_have_memory_of_their_own_and_the_lengths_of_the_case(dtype: torc
         for s in one.segments
         for rows in (s.k_rows, s.v_rows)
     }
-    assert len(memory) == 12
+    assert len(memory) == 8
     k, v = packed.dequantized(0, torch.float32)
     assert k.std() == pytest.approx(1, abs=0.1) and not torch.equal(k, v)
 

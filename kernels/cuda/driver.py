@@ -9,7 +9,8 @@ import ctypes
 import functools
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from kvquant.errors import DeviceError, UnsupportedError
@@ -47,7 +48,16 @@ class Kernel:
         threads, shared: of a block.
     """
 
-    def __init__(self, code: bytes, name: str, device: int, *, threads: int, shared: int) -> None:
+    def __init__(
+        self,
+        code: bytes,
+        name: str,
+        device: int,
+        *,
+        threads: int,
+        shared: int,
+        most_shared: int = 0,
+    ) -> None:
         """Load a cubin.
 
         Args:
@@ -56,6 +66,7 @@ class Kernel:
             device: index, as torch counts.
             threads: of a block.
             shared: bytes of dynamic shared memory of a block.
+            most_shared: that a launch may ask for, if more.
 
         Raises:
             DeviceError: no driver, or the device is in error.
@@ -65,23 +76,21 @@ class Kernel:
         self.context = _primary_context(device)
         self.threads, self.shared = threads, shared
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
-        mode = ctypes.c_int(RELAXED)
         _check(cuda.cuCtxPushCurrent_v2(self.context), "make the device current")
         try:
-            # if a CUDA graph is being captured, loading is no part of it
-            cuda.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
-            _check(cuda.cuModuleLoadData(ctypes.byref(module), code), "load the kernel")
-            _check(
-                cuda.cuModuleGetFunction(ctypes.byref(function), module, name.encode()),
-                f"find {name} in the cubin",
-            )
-            if shared > PLAIN_SHARED:
+            with uncaptured():
+                _check(cuda.cuModuleLoadData(ctypes.byref(module), code), "load the kernel")
                 _check(
-                    cuda.cuFuncSetAttribute(function, MAX_DYNAMIC_SHARED_SIZE_BYTES, shared),
-                    f"have {shared} bytes of shared memory a block",
+                    cuda.cuModuleGetFunction(ctypes.byref(function), module, name.encode()),
+                    f"find {name} in the cubin",
                 )
+                most = max(shared, most_shared)
+                if most > PLAIN_SHARED:
+                    _check(
+                        cuda.cuFuncSetAttribute(function, MAX_DYNAMIC_SHARED_SIZE_BYTES, most),
+                        f"have {most} bytes of shared memory a block",
+                    )
         finally:
-            cuda.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
             cuda.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
         self.function = function
 
@@ -89,15 +98,19 @@ class Kernel:
 class Launcher:
     """A kernel with its grid, ready to be launched by any thread."""
 
-    def __init__(self, kernel: Kernel, grid: tuple[int, int, int], arguments: str) -> None:
+    def __init__(
+        self, kernel: Kernel, grid: tuple[int, int, int], arguments: str, shared: int = 0
+    ) -> None:
         """Prepare launches.
 
         Args:
             kernel: what to launch.
             grid: blocks along x, y and z.
             arguments: all arguments as a struct format, each naturally aligned.
+            shared: bytes of dynamic shared memory of a block, if more than the kernel's.
         """
         self._kernel, self._grid = kernel, grid
+        self._shared = max(shared, kernel.shared)
         layout = struct.Struct(arguments)
         self._pack, self._size = layout.pack_into, layout.size
         self._function = kernel.function
@@ -131,9 +144,21 @@ class Launcher:
         if len(self._configs) >= MOST_CONFIGS:
             self._configs.clear()
         kernel = self._kernel
-        config = LaunchConfig(self._grid, (kernel.threads, 1, 1), kernel.shared, stream)
+        config = LaunchConfig(self._grid, (kernel.threads, 1, 1), self._shared, stream)
         reference = self._configs[stream] = ctypes.byref(config)
         return reference
+
+
+@contextmanager
+def uncaptured() -> Iterator[None]:
+    """Let this thread load kernels and allocate memory beside captures of CUDA graphs."""
+    exchange = _library().cuThreadExchangeStreamCaptureMode
+    mode = ctypes.c_int(RELAXED)
+    exchange(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        exchange(ctypes.byref(mode))
 
 
 class _Local(threading.local):

@@ -22,14 +22,15 @@ from kvquant.errors import ConfigError, UnsupportedError
 from kvquant.segments import LooseRows, Segment
 
 from ..tuned import load_table
-from ..tuning import GPU, Plan, plan
+from ..tuning import GPU, Plan, fit, plan, shared_bytes
 from .arrange import arguments, arrange, is_row_contiguous, make_spec
 from .compile import decode_cubin
 from .driver import Kernel, Launcher
 from .spec import COMMON, HEADS, SEGMENT, DecodeSpec
-from .workspace import Workspaces
+from .workspace import Workspaces, template
 
 State = tuple[torch.Tensor, "torch.Tensor | None"]
+Addresses = tuple[int, int, int, int, int]  # rows of K and V, lengths, starts or table, seats
 Check = Callable[[torch.Tensor, Sequence["Segment | LooseRows"], "int | None"], Sequence[Segment]]
 QUERIES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 LOG2_E = math.log2(math.e)
@@ -45,7 +46,7 @@ ROWS = struct.Struct("=" + "".join(code for _, code in SEGMENT[5:]))
 # not in torch without CUDA
 _current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 _current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-_empty_like, _contiguous = torch.empty_like, torch.contiguous_format
+_empty_like = torch.empty_like
 _lock = threading.RLock()
 _devices: dict[int, Device] = {}
 _settled: dict[Hashable, Launch | Nothing] = {}
@@ -97,10 +98,18 @@ def attend(
         DeviceError: CUDA refuses the launch.
     """
     index = q.get_device()
+    address = q.data_ptr()
+    addresses = []
     # all that the check and the launch depend on
     key: tuple[Hashable, ...]
-    key = (q.shape, q.stride(), q.dtype, q.data_ptr() % UNIT, index, num_splits)
+    key = (q.shape, q.stride(), q.dtype, address % UNIT, index, num_splits)
     for k, v, lens, k_format, v_format, starts, table, sinks, seats in segments:
+        k_address, v_address = k.data_ptr(), v.data_ptr()
+        index_address = 0 if starts is None else starts.data_ptr()
+        if table is not None:
+            index_address = table.data_ptr()
+        seats_address = 0 if seats is None else seats.data_ptr()
+        addresses.append((k_address, v_address, lens.data_ptr(), index_address, seats_address))
         key += (
             k_format,
             v_format,
@@ -116,8 +125,8 @@ def attend(
             k.get_device(),
             v.get_device(),
             lens.get_device(),
-            k.data_ptr() % UNIT,
-            v.data_ptr() % UNIT,
+            k_address % UNIT,
+            v_address % UNIT,
             starts if starts is None else _facts(starts),
             table if table is None else _facts(table),
             sinks,
@@ -135,9 +144,9 @@ def attend(
             settled.clear()
         settled[key] = launch
     if index == _current_device():
-        return launch(q, segments, sm_scale, want_lse)
+        return launch(q, segments, address, addresses, sm_scale, want_lse)
     with torch.cuda.device(index):
-        return launch(q, segments, sm_scale, want_lse)
+        return launch(q, segments, address, addresses, sm_scale, want_lse)
 
 
 def _facts(tensor: torch.Tensor) -> Hashable:
@@ -230,6 +239,7 @@ class Device:
                     self._index,
                     threads=32 * spec.warps,
                     shared=spec.shared_bytes,
+                    most_shared=self.gpu.shared_per_block if spec.second else 0,
                 )
                 self._kernels[spec] = kernel, cubin.report.registers
             return self._kernels[spec]
@@ -245,6 +255,7 @@ class Launch:
         work: Work,
         chosen: Plan,
         kernel: Kernel,
+        shared: int,
         workspaces: Workspaces,
     ) -> None:
         batch, num_q_heads, head_dim = q.shape
@@ -255,9 +266,8 @@ class Launch:
         parts = sum(chosen.splits)
         self._index = q.get_device()
         self._scale = head_dim**-0.5 * LOG2_E
-        # results are made like these: faster than from a shape
-        self._out = _template(q, q.dtype, (batch, num_q_heads, v_dim))
-        self._lse = _template(q, torch.float32, (batch, num_q_heads))
+        self._out = template(batch, num_q_heads, v_dim, dtype=q.dtype, device=q.device)
+        self._lse = template(batch, num_q_heads, dtype=torch.float32, device=q.device)
         self._workspaces = workspaces if parts > 1 else None
         self._partial = work.units * parts * HEADS * (v_dim + 1)
         self._units = work.units
@@ -268,35 +278,28 @@ class Launch:
         self._query = QUERY.pack(*strides, num_q_heads, ratio, head_blocks)
         self._segments = []
         for i, splits in zip(work.order, chosen.splits, strict=True):
-            _, _, lens, _, _, starts, table, _, seats = segments[i]
-            copies_index = starts is not None and not starts.is_contiguous()
-            if table is not None:
-                copies_index = not is_row_contiguous(table)
-            constants = ROWS.pack(*arguments(segments[i], splits))
-            copies = (
-                not lens.is_contiguous(),
-                copies_index,
-                seats is not None and not seats.is_contiguous(),
-            )
-            self._segments.append((i, *copies, constants))
+            copies = any(_pack(one) is not one for one in _counts(segments[i]))
+            self._segments.append((i, copies, ROWS.pack(*arguments(segments[i], splits))))
         layout = f"=5Q{QUERY.size}sf" + len(work.order) * f"5Q{ROWS.size}s"
         missing = work.spec.segments - len(work.order)
         layout += f"{missing * (5 * 8 + ROWS.size)}x"  # zeros
         grid = num_kv_heads * head_blocks, batch, parts
-        self._launch = Launcher(kernel, grid, layout)
+        self._launch = Launcher(kernel, grid, layout, shared)
 
     def __call__(
         self,
         q: torch.Tensor,
         segments: Sequence[Segment | LooseRows],
+        address: int,
+        addresses: Sequence[Addresses],
         sm_scale: float | None,
         want_lse: bool,
     ) -> State:
         """Launch on the current stream of the current device, which is that of q."""
-        out = _empty_like(self._out, memory_format=_contiguous)
+        out = _empty_like(self._out)
         lse, lse_address = None, 0
         if want_lse:
-            lse = _empty_like(self._lse, memory_format=_contiguous)
+            lse = _empty_like(self._lse)
             lse_address = lse.data_ptr()
         stream = _current_stream(self._index)
         counters = partial = 0
@@ -304,9 +307,10 @@ class Launch:
             workspace = self._workspaces.take(stream, self._units, self._partial)
             counters, partial = workspace.counters_address, workspace.partial_address
         if self._copies_query:
-            q = q.detach().clone(memory_format=_contiguous)
-        values = [
-            q.data_ptr(),
+            q = q.detach().clone(memory_format=torch.contiguous_format)
+            address = q.data_ptr()
+        values: list[float | bytes] = [
+            address,
             out.data_ptr(),
             lse_address,
             partial,
@@ -314,24 +318,14 @@ class Launch:
             self._query,
             self._scale if sm_scale is None else _log2_scale(sm_scale),
         ]
-        kept = []  # copies, until the launch is enqueued
-        for i, copies_lens, copies_index, copies_seats, constants in self._segments:
-            k, v, lens, _, _, starts, table, _, seats = segments[i]
-            index = starts if table is None else table
-            if copies_lens:
-                kept.append(lens := lens.contiguous())
-            if index is not None and copies_index:
-                kept.append(index := index.contiguous())
-            if copies_seats:
-                kept.append(seats := cast("torch.Tensor", seats).contiguous())
-            values += (
-                k.data_ptr(),
-                v.data_ptr(),
-                lens.data_ptr(),
-                0 if index is None else index.data_ptr(),
-                0 if seats is None else seats.data_ptr(),
-                constants,
-            )
+        kept: list[torch.Tensor | None] = []  # copies, until the launch is enqueued
+        for i, copies, constants in self._segments:
+            values += addresses[i]
+            if copies:
+                packed = [_pack(one) for one in _counts(segments[i])]
+                kept += packed
+                values[-3:] = [0 if one is None else one.data_ptr() for one in packed]
+            values.append(constants)
         self._launch(stream, values)
         return out, lse
 
@@ -346,6 +340,8 @@ class Nothing:
         self,
         q: torch.Tensor,
         segments: Sequence[Segment | LooseRows],
+        address: int,
+        addresses: Sequence[Addresses],
         sm_scale: float | None,
         want_lse: bool,
     ) -> State:
@@ -376,7 +372,8 @@ def _settle(
     spec = replace(work.spec, warps=first.warps, stages=first.stages)
     kernel, registers = device.kernel(spec)
     chosen = chosen or choose(spec, registers=registers)
-    return Launch(q, segments, work, chosen, kernel, device.workspaces)
+    shared = shared_bytes(fit(spec, work.gpu, registers), work.units, chosen.splits)
+    return Launch(q, segments, work, chosen, kernel, shared, device.workspaces)
 
 
 def _device(q: torch.Tensor) -> Device:
@@ -387,11 +384,17 @@ def _device(q: torch.Tensor) -> Device:
         return _devices[index]
 
 
-def _template(q: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """A tensor on the device of q without memory, which might be that of a CUDA graph."""
-    template = torch.empty((), dtype=dtype, device=q.device).expand(shape)
-    template.untyped_storage().resize_(0)
-    return template
+def _counts(segment: Segment | LooseRows) -> tuple[torch.Tensor | None, ...]:
+    """Lengths, starts or block table, and seats: of each the kernel takes one address."""
+    _, _, lens, _, _, starts, table, _, seats = segment
+    return lens, starts if table is None else table, seats
+
+
+def _pack(counts: torch.Tensor | None) -> torch.Tensor | None:
+    """Counts, or a block table, as the kernel reads them: the numbers of a row without gaps."""
+    if counts is None or (counts.ndim == 2 and is_row_contiguous(counts)):
+        return counts
+    return counts.contiguous()  # itself, if it is
 
 
 def _log2_scale(sm_scale: float) -> float:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path as FilePath
 
@@ -25,6 +27,7 @@ from kvquant.kernels.tuning import (
     kernels,
     plan,
     price,
+    shared_bytes,
     tuned_row,
 )
 from kvquant.layout import RowFormat
@@ -131,6 +134,22 @@ def test_short_exact_segments_take_one_block_and_long_ones_more() -> None:
     assert plan(spec, H200, 8, [65536, 4, 8192]).splits[2] > 1
 
 
+@given(shapes, st.tuples(st.integers(1, 64), st.integers(1, 4)), st.sampled_from(WARPS))
+def test_more_shared_memory_only_spreads_blocks_that_have_no_room_at_once(
+    shape: tuple[int, int], splits: tuple[int, int], warps: int
+) -> None:
+    kernel = fit(replace(make_spec(exact_segments=True), warps=warps, stages=2), H200)
+    units, needed = shape[0], kernel.spec.shared_bytes
+    asked = shared_bytes(kernel, units, splits)
+    share = -(-units * splits[0] // H200.sm_count)  # of an SM, blocks of the first segment
+    if units * sum(splits) <= kernel.slots or share >= kernel.blocks:
+        assert asked == needed
+    else:
+        assert needed <= asked <= H200.shared_per_block
+        assert H200.shared_per_sm // (asked + 1024) == share
+    assert shared_bytes(kernel, units, splits[:1]) == needed
+
+
 def test_registers_of_the_compiled_kernel_keep_its_warps() -> None:
     spec = replace(make_spec(), warps=2, stages=2)
     chosen = plan(spec, H200, 64, [8192], registers=128)
@@ -204,7 +223,7 @@ def test_a_table_is_read_as_it_was_saved_and_rows_are_replaced(tmp_path: FilePat
     assert save_table([row(8), row(32)], path) == path
     save_table([row(8, splits=5), row(64)], path)
     assert set(load_table(path)) == {row(8, splits=5), row(32), row(64)}
-    assert [one.name for one in path.parent.iterdir()] == ["tuned.json"]
+    assert {one.name for one in path.parent.iterdir()} == {"tuned.json", ".tuned.json.lock"}
 
 
 def test_the_table_lies_in_the_users_cache_folder(
@@ -226,6 +245,8 @@ def test_the_table_lies_in_the_users_cache_folder(
         "{",
         "[]",
         '{"version": 2, "rows": []}',
+        '{"version": "1", "rows": []}',
+        '{"version": 1, "rows": 5}',
         '{"version": 1, "rows": [{"gpu": "x"}]}',
         json.dumps({"version": 1, "rows": [{**vars(row(8)), "splits": 0}]}),
         json.dumps({"version": 1, "rows": [{**vars(row(8)), "warps": "4"}]}),
@@ -236,6 +257,51 @@ def test_a_damaged_table_is_warned_of_and_not_used(tmp_path: FilePath, text: str
     path.write_text(text)
     with pytest.warns(RuntimeWarning, match="planned by a formula"):
         assert load_table(path) == ()
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"version": 0}', '{"version": 1, "rows": [{}]}'])
+def test_a_damaged_or_older_table_is_replaced(tmp_path: FilePath, text: str) -> None:
+    path = tmp_path / "tuned.json"
+    path.write_text(text)
+    save_table([row(8)], path)
+    assert load_table(path) == (row(8),)
+
+
+def test_a_newer_table_is_left_as_it_is(tmp_path: FilePath) -> None:
+    path = tmp_path / "tuned.json"
+    text = '{"version": 2, "rows": [{"of": "another form"}]}'
+    path.write_text(text)
+    for rows in ([], [row(8)]):
+        with pytest.raises(ConfigError, match=r"version 2, this kvquant writes 1: use the newer"):
+            save_table(rows, path)
+    assert path.read_text() == text
+
+
+def save_one_by_one(path: FilePath, first: int) -> None:
+    for units in range(first, first + 20):
+        save_table([row(units)], path)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")  # the children touch files only
+def test_processes_that_save_at_once_lose_no_rows(tmp_path: FilePath) -> None:
+    path = tmp_path / "tuned.json"
+    fork = multiprocessing.get_context("fork")
+    processes = [
+        fork.Process(target=save_one_by_one, args=(path, first)) for first in range(1, 81, 20)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0, 0, 0, 0]
+    assert {one.units for one in load_table(path)} == set(range(1, 81))
+
+
+def test_threads_that_save_at_once_lose_no_rows(tmp_path: FilePath) -> None:
+    path = tmp_path / "tuned.json"
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda units: save_table([row(units)], path), range(1, 41)))
+    assert {one.units for one in load_table(path)} == set(range(1, 41))
 
 
 def test_a_table_that_cannot_be_written_is_refused(tmp_path: FilePath) -> None:

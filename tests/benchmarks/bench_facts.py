@@ -1,0 +1,78 @@
+"""Facts of a GPU that kernels/README.md names: reads by size, launches in graphs, pages of memory.
+
+Run by hand, on an idle GPU: python tests/benchmarks/bench_facts.py. Calls are timed alone, with the
+L2 cache overwritten, unless it says in a row.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvquant import RowFormat, __version__
+from kvquant.gpubench import check_and_time, rotated_inputs
+from kvquant.gpucases import Case
+from kvquant.gpureport import render_machine
+from kvquant.gputimer import GraphTimer, describe_machine
+from kvquant.kernels.cuda.launch import forced
+from kvquant.kernels.tuning import Plan
+
+ROW_BYTES = 160  # K and V of a token in INT4 with 4 groups, head_dim 128
+READ_MB = [batch * 8192 * ROW_BYTES / 1e6 for batch in (1, 8, 32, 64, 128, 256, 512)] + [4096.0]
+LAUNCHES = (1, 2, 10, 100)
+# one split of 2 warps keeps four times as many blocks, and so pages, under way as one of 8
+MANY_BLOCKS, FEW_BLOCKS = Plan((1,), 2, 2), Plan((1,), 8, 2)
+
+
+def main() -> None:
+    """Print all of them."""
+    timer = GraphTimer()
+    print(render_machine(describe_machine(timer, __version__)))
+    print_reads(timer)
+    print_launches(timer)
+    print_pages(timer)
+
+
+def print_reads(timer: GraphTimer) -> None:
+    """How fast torch.sum reads, by size."""
+    for size in READ_MB:
+        x = torch.zeros(int(size * 1e6) // 4, device=timer.device)
+        taken = timer.alone(x.sum)
+        print(f"torch.sum of {size:6.1f} MB: {taken:7.1f} us, {x.nbytes / taken / 1e3:5.0f} GB/s")
+
+
+def print_launches(timer: GraphTimer) -> None:
+    """What the replay of a graph costs, and each kernel in it."""
+    one = torch.zeros(1, device=timer.device)
+    empty = timer.empty()
+    print(f"graph without kernels: {empty:.2f} us")
+    for count in LAUNCHES:
+
+        def call(count: int = count) -> None:
+            for _ in range(count):
+                one.fill_(1.0)
+
+        taken = timer.alone(call)
+        each = (taken - empty) / count
+        print(f"graph of {count:3d} kernels of one element: {taken:6.2f} us, {each:.2f} us each")
+
+
+def print_pages(timer: GraphTimer) -> None:
+    """What it costs to read from many pages of GPU memory at once."""
+    fmt = RowFormat.parse("int4-g4", 128)
+    for seq_len in (8192, 32768):
+        case = Case(fmt, fmt, batch=512, num_q_heads=8, num_kv_heads=1, seq_len=seq_len)
+        inputs = rotated_inputs(case, timer)
+        alone = []
+        for plan in (FEW_BLOCKS, MANY_BLOCKS):
+            with forced(plan):
+                _, times = check_and_time(case, inputs, timer)
+            alone.append(times.alone)
+            print(
+                f"512 sequences of {seq_len:5d} tokens, blocks of {plan.warps} warps: "
+                f"{times.alone:7.1f} us, {case.nbytes / times.alone / 1e3:5.0f} GB/s"
+            )
+        print(f"  blocks of {MANY_BLOCKS.warps} warps take {alone[1] / alone[0]:.2f} times as long")
+
+
+if __name__ == "__main__":
+    main()
