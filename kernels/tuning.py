@@ -27,9 +27,6 @@ RESERVED_SHARED = 1 << 10  # bytes of a block's share that the driver takes
 TILE_TIME = 38 << 10  # a warp with a tile, its loads included
 LEAST_TILE = 5 << 10  # rows with fewer bytes are no slower: they are priced as these
 FASTEST = 1.6  # times its share that an SM reads with many warps, while others do not
-PAGE = 2 << 20  # bytes of a page of GPU memory
-PAGES = 640  # that are read from at a time without misses of the TLB
-MISSES = 1.3  # times as long with twice as many
 START = 128 << 10  # a block starts and ends
 MERGE = 40 << 10  # the last block of a unit learns that it is
 MERGE_BYTE = 0.3  # it merges a byte of a part, which comes from L2
@@ -217,7 +214,10 @@ def price(kernel: Fit, units: int, capacities: Sequence[int], splits: Sequence[i
     sms, parts = kernel.gpu.sm_count, sum(splits)
     blocks = math.ceil(units * splits[0] / sms)  # of the SM with the most
     waves, rest = divmod(blocks, kernel.blocks)
-    reading = waves * kernel.blocks * loads[0] / kernel.pace(kernel.blocks)
+    pace = kernel.pace(kernel.blocks)
+    if rest:  # while a wave is full all SMs read: none gets more than its share
+        pace = min(pace, 1)
+    reading = waves * kernel.blocks * loads[0] / pace
     if rest:
         reading += rest * loads[0] / kernel.pace(rest)
     reading = max(
@@ -225,10 +225,6 @@ def price(kernel: Fit, units: int, capacities: Sequence[int], splits: Sequence[i
         (units * splits[0] * loads[0] + others) / sms,  # the memory
         *(load / kernel.pace(1) for load in loads[1:]),
     )
-    # each block reads K and V somewhere else
-    resident = min(units * splits[0], kernel.slots)
-    pages = min(2 * resident, units * splits[0] * loads[0] / PAGE)
-    reading *= MISSES ** min(max(math.log2(max(pages, 1) / PAGES), 0), 1)
     starts: float = waves + (rest > 0)
     if kernel.blocks > 1:  # a block's neighbours read while it starts
         starts = 1 + (starts - 1) / 2

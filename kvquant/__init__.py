@@ -1,22 +1,31 @@
 """Quantized KV caches for PyTorch decode loops."""
 
+from .append import append_rows, dequantize_pages
 from .attention import decode_attention, merge_states
 from .cache import KVCache
 from .checkpoint import load_cache, save_cache
 from .layout import RowFormat
 from .quant import dequantize_rows, quantize_rows
 from .reference import reference_attention
+from .slots import Slots, slots_of
+from .transforms import Rope, RowTransform
 
 __version__ = "0.1.0.dev0"
 
 __all__ = [
     "KVCache",
+    "Rope",
     "RowFormat",
+    "RowTransform",
+    "Slots",
+    "append_rows",
     "decode_attention",
+    "dequantize_pages",
     "dequantize_rows",
     "load_cache",
     "merge_states",
     "quantize_rows",
     "reference_attention",
     "save_cache",
+    "slots_of",
 ]

@@ -124,6 +124,22 @@ def check_rows(rows: torch.Tensor, fmt: RowFormat, name: str = "rows") -> None:
         )
 
 
+def is_nan_row(rows: torch.Tensor, fmt: RowFormat) -> torch.Tensor:
+    """Which rows stand for what their format could not hold.
+
+    In such a row every element (16-bit rows), or every scale and shift, is NaN and every code is 0:
+    all of it decodes to NaN. In no other row is any of these NaN, so the first one tells.
+
+    Args:
+        rows: [..., row_bytes], uint8.
+        fmt: the format that they were written in.
+
+    Returns:
+        [...], bool.
+    """
+    return _viewed(rows[..., :2], EXACT_DTYPES.get(fmt.codec, torch.float16)).isnan()[..., 0]
+
+
 def exact_codec(dtype: torch.dtype | None) -> str:
     """The 16-bit codec for tensors of a dtype: "fp16" for float16, else "bf16"."""
     return "fp16" if dtype == torch.float16 else "bf16"

@@ -19,10 +19,15 @@ MEANING = f"{FACTS} quant segments debug reference"
 CACHES = f"{MEANING} attention layer cache"
 DEVICE = "kernels.cuda.device kernels.cuda.fragments kernels.cuda.ptx kernels.cuda.spec"
 FILES = "files identity manifest cachefile checkpoint"
+ROW_KERNELS = (
+    "kernels.cuda.device kernels.cuda.ptx kernels.cuda.quantize kernels.cuda.rowcopies "
+    "kernels.cuda.rowspec kernels.cuda.transform"
+)
+ROW_LAUNCH = "kernels.cuda.driver kernels.cuda.loaded kernels.cuda.rowspec"
 
 # module of kvquant -> modules of kvquant that it may import
 ALLOWED = {
-    "__init__": f"{CACHES} checkpoint",
+    "__init__": f"{CACHES} checkpoint append slots transforms",
     "errors": "",
     "layout": "errors",
     "quant": FACTS,
@@ -32,6 +37,13 @@ ALLOWED = {
     "backends": MEANING,
     "ops": f"{FACTS} segments backends",
     "attention": f"{FACTS} segments backends ops",
+    "hadamard": f"{FACTS} quant",
+    "transforms": "hadamard",
+    "slots": "errors debug",
+    "appendchecks": f"{FACTS} quant slots transforms",
+    "appendbackends": f"{FACTS} quant debug slots transforms appendchecks",
+    "appendops": "layout slots transforms appendchecks appendbackends",
+    "append": f"{FACTS} quant slots transforms appendchecks appendbackends appendops",
     "layer": f"{FACTS} quant segments",
     "cache": f"{MEANING} attention layer",
     "kernels.cpu.simd": "",
@@ -43,7 +55,8 @@ ALLOWED = {
     "kernels.cuda.simulatedmemory": "",
     "kernels.cuda.simulator": "kernels.cuda.simulatedmemory",
     "kernels.cuda.simulated": "kernels.cuda.simulatedmemory kernels.cuda.simulator",
-    "kernels.cuda.ptx": "kernels.cuda.simulated",
+    "kernels.cuda.simulatedfloats": "kernels.cuda.simulated",
+    "kernels.cuda.ptx": "kernels.cuda.simulated kernels.cuda.simulatedfloats",
     "kernels.cuda.device": "",
     "kernels.cuda.staging": FACTS,
     "kernels.cuda.spec": "layout kernels.cuda.staging",
@@ -59,7 +72,20 @@ ALLOWED = {
         "kernels.cuda.values"
     ),
     "kernels.cuda.decode": f"{DEVICE} kernels.cuda.attend kernels.cuda.merge",
-    "kernels.cuda.compile": "errors layout kernels.usercache kernels.cuda.spec",
+    "kernels.cuda.compile": (
+        "errors layout kernels.usercache kernels.cuda.rowspec kernels.cuda.spec"
+    ),
+    "kernels.cuda.rowspec": "layout",
+    "kernels.cuda.transform": "kernels.cuda.device kernels.cuda.ptx kernels.cuda.rowspec",
+    "kernels.cuda.quantize": "layout kernels.cuda.device kernels.cuda.ptx kernels.cuda.rowspec",
+    "kernels.cuda.rowcopies": "kernels.cuda.device kernels.cuda.ptx kernels.cuda.transform",
+    "kernels.cuda.append": f"layout {ROW_KERNELS}",
+    "kernels.cuda.dequantize": ROW_KERNELS,
+    "kernels.cuda.loaded": (
+        "errors layout kernels.cuda.compile kernels.cuda.driver kernels.cuda.rowspec"
+    ),
+    "kernels.append": f"layout slots transforms {ROW_LAUNCH}",
+    "kernels.dequantize": f"layout {ROW_LAUNCH}",
     "kernels.cuda.driver": "errors",
     "kernels.cuda.workspace": "kernels.cuda.driver",
     "kernels.cuda.arrange": f"{FACTS} segments kernels.cuda.spec kernels.cuda.staging",
@@ -108,7 +134,10 @@ ALLOWED = {
 ALLOWED_LATE = {
     "quant": "kernels.cpu.rows",
     "backends": "kernels.cpu.decode kernels.cuda.compile kernels.cuda.launch",
-    "kernels.cuda.compile": "kernels.cuda.decode kernels.cuda.device",
+    "appendbackends": "kernels.append kernels.dequantize",
+    "kernels.cuda.compile": (
+        "kernels.cuda.append kernels.cuda.decode kernels.cuda.dequantize kernels.cuda.device"
+    ),
     "benchcli": (
         "bench gpubench gpucases gpureport gputimer gputune kernels.cuda.launch kernels.tuned"
     ),

@@ -11,14 +11,20 @@ from kvquant import errors
 
 PUBLIC = [
     "KVCache",
+    "Rope",
     "RowFormat",
+    "RowTransform",
+    "Slots",
+    "append_rows",
     "decode_attention",
+    "dequantize_pages",
     "dequantize_rows",
     "load_cache",
     "merge_states",
     "quantize_rows",
     "reference_attention",
     "save_cache",
+    "slots_of",
 ]
 
 

@@ -1,4 +1,4 @@
-"""Compile decode kernels to cubins, without a GPU, and keep them on disk.
+"""Compile kernels to cubins, without a GPU, and keep them on disk.
 
 numba makes LTO-IR of a kernel, nvJitLink a cubin of that; both come with the `cuda` extra and take
 seconds. A cubin that lies on disk is read without either:
@@ -30,8 +30,10 @@ from kvquant import layout
 from kvquant.errors import UnsupportedError
 
 from ..usercache import cache_folder, replace_file
+from .rowspec import AppendSpec, DequantizeSpec
 from .spec import DecodeSpec
 
+Spec = DecodeSpec | AppendSpec | DequantizeSpec
 NEWEST_LTO = (9, 0)
 # of a cubin: the section of a kernel's arguments; in .nv.info attributes, and the form of those
 # that are followed by as many bytes as they say
@@ -44,7 +46,7 @@ COMPILERS = (
     "nvidia-cuda-nvcc-cu12 nvidia-nvjitlink-cu12"
 ).split()
 # files here that the machine code does not depend on, beside the simulator's
-UNUSED = set("arrange.py driver.py launch.py workspace.py".split())
+UNUSED = set("arrange.py driver.py launch.py loaded.py workspace.py".split())
 _lock = threading.Lock()
 
 
@@ -124,8 +126,8 @@ class Cubin:
         return cls(facts.pop("name"), code, Report(**facts))
 
 
-def decode_cubin(spec: DecodeSpec, arch: str) -> Cubin:
-    """Take a decode kernel from the disk, or compile it and put it there.
+def load_cubin(spec: Spec, arch: str) -> Cubin:
+    """Take a kernel from the disk, or compile it and put it there.
 
     Args:
         spec: the kernel.
@@ -140,9 +142,9 @@ def decode_cubin(spec: DecodeSpec, arch: str) -> Cubin:
             cubin = Cubin.from_bytes(path.read_bytes()) if path.exists() else None
         except OSError as error:
             _warn_of_folder(str(error))
-            return compile_decode(spec, arch)
+            return compile_spec(spec, arch)
         if cubin is None:
-            cubin = compile_decode(spec, arch)
+            cubin = compile_spec(spec, arch)
             try:
                 replace_file(path, cubin.to_bytes())
             except OSError as error:
@@ -150,19 +152,27 @@ def decode_cubin(spec: DecodeSpec, arch: str) -> Cubin:
         return cubin
 
 
-def cubin_key(spec: DecodeSpec, arch: str) -> str:
+def cubin_key(spec: Spec, arch: str) -> str:
     """A word that changes with all that the machine code depends on."""
     parts = [repr(spec), arch, _sources_hash()]
     parts += [f"{name} {_version(name)}" for name in COMPILERS]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
 
 
-def compile_decode(spec: DecodeSpec, arch: str) -> Cubin:
-    """Compile a decode kernel; see decode_cubin."""
+def compile_spec(spec: Spec, arch: str) -> Cubin:
+    """Compile a kernel; see load_cubin."""
     require_extra()
-    from .decode import make_decode_kernel, signature
-
-    return compile_kernel(make_decode_kernel(spec), signature(spec), arch)
+    make: Any
+    if isinstance(spec, AppendSpec):
+        from .append import make_append_kernel as make
+        from .append import signature
+    elif isinstance(spec, DequantizeSpec):
+        from .dequantize import make_dequantize_kernel as make
+        from .dequantize import signature
+    else:
+        from .decode import make_decode_kernel as make
+        from .decode import signature
+    return compile_kernel(make(spec), signature(spec), arch)
 
 
 def compile_kernel(function: Any, signature: Any, arch: str) -> Cubin:
@@ -185,7 +195,9 @@ def compile_kernel(function: Any, signature: Any, arch: str) -> Cubin:
 
     whole = _capability(arch) <= NEWEST_LTO
     capability = _capability(arch) if whole else NEWEST_LTO
-    options: Any = {"device": False, "abi": "numba", "output": "ltoir" if whole else "ptx"}
+    # opt and debug told, so that no setting of numba's changes the machine code
+    options: Any = {"device": False, "abi": "numba", "opt": True, "debug": False}
+    options["output"] = "ltoir" if whole else "ptx"
     with pretend(capability):
         made, _ = cuda.compile(function, signature, cc=capability, **options)
     made = ObjectCode.from_ltoir(made) if whole else ObjectCode.from_ptx(made.encode())

@@ -6,8 +6,7 @@
 
 The tokens of a segment are split by its length on the device, into whole tiles for every warp, so
 that lengths may change between the replays of a CUDA graph. Parts without tokens end at once. Parts
-are the slowest axis, the last ones first: the short ones of 16-bit rows would else run at the end,
-alone, where not all blocks have room at once.
+are the slowest axis: long ones, of the first segment, spread evenly over the GPU before short ones.
 
 Splits merged by log-sum-exp: Flash-Decoding (https://pytorch.org/blog/flash-decoding/). Fused INT4
 rows: https://pytorch.org/blog/int4-decoding/. What is ours: codes that are multiplied as fp16
@@ -85,7 +84,7 @@ def make_decode_kernel(spec):
             lse += uint64(4) * place
 
         # Step 2: the part. Those that hold tokens have positions; the others have nothing to do
-        split = int32(int32(cuda.gridDim.z) - int32(1) - int32(cuda.blockIdx.z))
+        split = int32(cuda.blockIdx.z)
         position = split
         length, tokens, active = share_out(one, b, int32(FIRST_STEP))
         total = active

@@ -24,7 +24,7 @@ from kvquant.segments import LooseRows, Segment
 from ..tuned import load_table
 from ..tuning import GPU, Plan, fit, plan, shared_bytes
 from .arrange import arguments, arrange, is_row_contiguous, make_spec
-from .compile import decode_cubin
+from .compile import load_cubin
 from .driver import Kernel, Launcher
 from .spec import COMMON, HEADS, SEGMENT, DecodeSpec
 from .workspace import Workspaces, template
@@ -232,7 +232,7 @@ class Device:
         """A kernel, loaded (and compiled if need be), and its registers."""
         with _lock:
             if spec not in self._kernels:
-                cubin = decode_cubin(spec, self._arch)
+                cubin = load_cubin(spec, self._arch)
                 kernel = Kernel(
                     cubin.code,
                     cubin.name,

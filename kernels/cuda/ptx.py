@@ -20,7 +20,7 @@ _KINDS = {
 }
 
 if config.ENABLE_CUDASIM:
-    from . import simulated
+    from . import simulated, simulatedfloats  # noqa: F401  # it registers stand-ins
 
 
 def instruction(template, results, arguments, *, pure=True):
@@ -79,6 +79,8 @@ def instruction(template, results, arguments, *, pure=True):
 
 # copies of 16 bytes from global to shared memory, past the registers; zeros after `$2`
 copy_16 = instruction("cp.async.cg.shared.global [$0],[$1],16,$2;", "", "u32 u64 u32", pure=False)
+copy_8 = instruction("cp.async.ca.shared.global [$0],[$1],8,$2;", "", "u32 u64 u32", pure=False)
+copy_4 = instruction("cp.async.ca.shared.global [$0],[$1],4,$2;", "", "u32 u64 u32", pure=False)
 commit_copies = instruction("cp.async.commit_group;", "", "", pure=False)
 wait_copies = [
     instruction(f"cp.async.wait_group {pending};", "", "", pure=False) for pending in range(8)
@@ -120,6 +122,7 @@ load_shared_u32x2 = instruction("ld.shared.v2.u32 {$0,$1},[$2];", "u32 u32", "u3
 load_shared_u32x4 = instruction(
     "ld.shared.v4.u32 {$0,$1,$2,$3},[$4];", "u32 u32 u32 u32", "u32", pure=False
 )
+load_shared_u16 = instruction("ld.shared.u16 $0,[$1];", "u16", "u32", pure=False)
 load_shared_f32 = instruction("ld.shared.f32 $0,[$1];", "f32", "u32", pure=False)
 load_shared_f32x4 = instruction(
     "ld.shared.v4.f32 {$0,$1,$2,$3},[$4];", "f32 f32 f32 f32", "u32", pure=False
@@ -131,6 +134,7 @@ store_shared_f32x4 = instruction(
     "st.shared.v4.f32 [$0],{$1,$2,$3,$4};", "", "u32 f32x4", pure=False
 )
 store_shared_u32 = instruction("st.shared.u32 [$0],$1;", "", "u32 u32", pure=False)
+store_shared_u32x2 = instruction("st.shared.v2.u32 [$0],{$1,$2};", "", "u32 u32x2", pure=False)
 store_shared_f32 = instruction("st.shared.f32 [$0],$1;", "", "u32 f32", pure=False)
 store_shared_f32x2 = instruction("st.shared.v2.f32 [$0],{$1,$2};", "", "u32 f32 f32", pure=False)
 
@@ -140,6 +144,14 @@ load_global_u32x2 = instruction("ld.global.nc.v2.u32 {$0,$1},[$2];", "u32 u32", 
 load_global_u32x4 = instruction(
     "ld.global.nc.v4.u32 {$0,$1,$2,$3},[$4];", "u32 u32 u32 u32", "u64", pure=False
 )
+load_global_u64 = instruction("ld.global.nc.u64 $0,[$1];", "u64", "u64", pure=False)
+load_global_f32 = instruction("ld.global.nc.f32 $0,[$1];", "f32", "u64", pure=False)
+load_global_f32x4 = instruction(
+    "ld.global.nc.v4.f32 {$0,$1,$2,$3},[$4];", "f32 f32 f32 f32", "u64", pure=False
+)
+load_written_u32x4 = instruction(
+    "ld.global.cg.v4.u32 {$0,$1,$2,$3},[$4];", "u32 u32 u32 u32", "u64", pure=False
+)
 load_written_f32 = instruction("ld.global.cg.f32 $0,[$1];", "f32", "u64", pure=False)
 load_written_f32x4 = instruction(
     "ld.global.cg.v4.f32 {$0,$1,$2,$3},[$4];", "f32 f32 f32 f32", "u64", pure=False
@@ -148,15 +160,34 @@ store_global_f32 = instruction("st.global.f32 [$0],$1;", "", "u64 f32", pure=Fal
 store_global_f32x4 = instruction(
     "st.global.v4.f32 [$0],{$1,$2,$3,$4};", "", "u64 f32x4", pure=False
 )
+store_global_u32 = instruction("st.global.u32 [$0],$1;", "", "u64 u32", pure=False)
 store_global_u32x2 = instruction("st.global.v2.u32 [$0],{$1,$2};", "", "u64 u32 u32", pure=False)
+store_global_u32x4 = instruction(
+    "st.global.v4.u32 [$0],{$1,$2,$3,$4};", "", "u64 u32x4", pure=False
+)
 
 fence = instruction("fence.acq_rel.gpu;", "", "", pure=False)
 # counts up to `last`, then from 0 again; gives the count before
 count_around = instruction("atom.global.inc.u32 $0,[$1],$2;", "u32", "u64 u32", pure=False)
+count_up = instruction("atom.global.add.u32 $0,[$1],$2;", "u32", "u64 u32", pure=False)
 
 exp2 = instruction("ex2.approx.ftz.f32 $0,$1;", "f32", "f32")
 log2 = instruction("lg2.approx.ftz.f32 $0,$1;", "f32", "f32")
 maximum = instruction("max.f32 $0,$1,$2;", "f32", "f32 f32")
+minimum_or_nan = instruction("min.NaN.f32 $0,$1,$2;", "f32", "f32 f32")
+maximum_or_nan = instruction("max.NaN.f32 $0,$1,$2;", "f32", "f32 f32")
+# told how to round, they are never fused
+add = instruction("add.rn.f32 $0,$1,$2;", "f32", "f32 f32")
+subtract = instruction("sub.rn.f32 $0,$1,$2;", "f32", "f32 f32")
+multiply = instruction("mul.rn.f32 $0,$1,$2;", "f32", "f32 f32")
+multiply_add = instruction("fma.rn.f32 $0,$1,$2,$3;", "f32", "f32 f32 f32")
+reciprocal = instruction("rcp.approx.ftz.f32 $0,$1;", "f32", "f32")
+half_nearest = instruction("cvt.rn.f16.f32 $0,$1;", "u16", "f32")
+half_down = instruction("cvt.rm.f16.f32 $0,$1;", "u16", "f32")
+half_up = instruction("cvt.rp.f16.f32 $0,$1;", "u16", "f32")
+# sm_89 and newer
+pack_e4m3 = instruction("cvt.rn.satfinite.e4m3x2.f32 $0,$1,$2;", "u16", "f32 f32")  # high, low
+unpack_e4m3 = instruction("cvt.rn.f16x2.e4m3x2 $0,$1;", "u32", "u16")
 pack_f16 = instruction("cvt.rn.f16x2.f32 $0,$1,$2;", "u32", "f32 f32")  # high, low
 pack_bf16 = instruction("cvt.rn.bf16x2.f32 $0,$1,$2;", "u32", "f32 f32")  # high, low
 multiply_f16 = instruction("mul.rn.f16x2 $0,$1,$2;", "u32", "u32 u32")
@@ -169,6 +200,12 @@ exchange = instruction("shfl.sync.bfly.b32 $0,$1,$2,0x1f,0xffffffff;", "f32", "f
 from_lane = instruction("shfl.sync.idx.b32 $0,$1,$2,0x1f,0xffffffff;", "f32", "f32 u32", pure=False)
 word_from_lane = instruction(
     "shfl.sync.idx.b32 $0,$1,$2,0x1f,0xffffffff;", "u32", "u32 u32", pure=False
+)
+lanes_that = instruction(  # a bit for each lane
+    "{.reg .pred p; setp.ne.u32 p,$1,0; vote.sync.ballot.b32 $0,p,0xffffffff;}",
+    "u32",
+    "u32",
+    pure=False,
 )
 any_lane = instruction(
     "{.reg .pred p; setp.ne.u32 p,$1,0; vote.sync.any.pred p,p,0xffffffff; selp.u32 $0,1,0,p;}",

@@ -103,7 +103,7 @@ def _cast(value: Any, dtype: Any) -> Any:
     return np.asarray(value).astype(dtype)[()]
 
 
-@operation(r"ld\.(shared|global)(?:\.(nc|cg))?(?:\.v([24]))?\.(u32|f32)")
+@operation(r"ld\.(shared|global)(?:\.(nc|cg))?(?:\.v([24]))?\.(u16|u32|u64|f32)")
 def _load(name: Name) -> Operation:
     space, cache, count, kind = name.groups()
     dtype = np.dtype(KINDS[kind])
@@ -222,83 +222,37 @@ def _require_all(members: int, clamp: int = 0x1F) -> None:
         raise Fault(f"members {members:#x}, clamp {clamp:#x}: only whole warps are simulated")
 
 
-@operation(r"atom\.global\.inc\.u32")
-def _increment(name: Name) -> Operation:
-    def increment(address: Any, last: Any) -> Any:
+@operation(r"vote\.sync\.ballot\.b32")
+def _ballot(name: Name) -> Operation:
+    def vote(predicate: Any, members: Any) -> Any:
+        _require_all(members)
+        return block().meet(name.string, predicate, combine)
+
+    def combine(given: Any) -> Any:
+        return [np.uint32(sum(1 << lane for lane in range(WARP) if given[lane]))] * WARP
+
+    return vote
+
+
+@operation(r"atom\.global\.(inc|add)\.u32")
+def _atomic(name: Name) -> Operation:
+    def increment(before: Any, last: Any) -> Any:
+        return np.uint32(0 if before >= last else before + 1)
+
+    change = increment if name[1] == "inc" else operator.add
+
+    def update(address: Any, operand: Any) -> Any:
         tensors = block().tensors
         before = np.frombuffer(tensors.load(address, 4, 4, constant=False), np.uint32)[0]
-        tensors.store(address, np.uint32(0 if before >= last else before + 1).tobytes())
+        tensors.store(address, change(before, operand).tobytes())
         return before
 
-    return increment
+    return update
 
 
 @operation(r"fence\.acq_rel\.gpu")
 def _fence(name: Name) -> Operation:
     return lambda: None
-
-
-@operation(r"ex2\.approx\.ftz\.f32")
-def _exp2(name: Name) -> Operation:
-    return lambda x: _flush(np.exp2(_flush(x)))
-
-
-@operation(r"lg2\.approx\.ftz\.f32")
-def _log2(name: Name) -> Operation:
-    return lambda x: np.log2(_flush(x))
-
-
-def _flush(x: Any) -> Any:
-    """Subnormal numbers become 0."""
-    return x * np.float32(0) if abs(x) < np.finfo(np.float32).tiny else x
-
-
-@operation(r"max\.f32")
-def _maximum(name: Name) -> Operation:
-    return np.fmax  # a number, if one of the two is NaN
-
-
-@operation(r"(neg|fma\.rn)\.f16x2")
-def _f16x2_of_one_or_three(name: Name) -> Operation:
-    def negate(x: Any) -> Any:
-        return np.uint32(x) ^ np.uint32(0x80008000)
-
-    def multiply_add(x: Any, y: Any, z: Any) -> Any:
-        a, b, c = np.array([[x], [y], [z]], np.uint32).view(np.float16).astype(np.float64)
-        return (a * b + c).astype(np.float16).view(np.uint32)[0]
-
-    return negate if name[1] == "neg" else multiply_add
-
-
-@operation(r"(mul\.rn|max)\.f16x2")
-def _f16x2(name: Name) -> Operation:
-    combine = np.fmax if name[1] == "max" else np.multiply
-
-    def halves(x: Any, y: Any) -> Any:
-        return combine(*np.array([[x], [y]], np.uint32).view(np.float16)).view(np.uint32)[0]
-
-    return halves
-
-
-@operation(r"cvt\.rn\.f16x2\.f32")
-def _pack_f16(name: Name) -> Operation:
-    return lambda high, low: np.array([low, high], np.float16).view(np.uint32)[0]
-
-
-@operation(r"cvt\.rn\.bf16x2\.f32")
-def _pack_bf16(name: Name) -> Operation:
-    def pack(high: Any, low: Any) -> Any:
-        pair = np.array([low, high], np.float32)
-        bits = pair.view(np.uint32)
-        nearest = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16  # halves to even
-        return np.where(np.isnan(pair), 0x7FFF, nearest).astype(np.uint16).view(np.uint32)[0]
-
-    return pack
-
-
-@operation(r"cvt\.f32\.f16")
-def _widen(name: Name) -> Operation:
-    return lambda half: np.float32(half.view(np.float16))
 
 
 @operation(r"mov\.b32")
@@ -319,15 +273,6 @@ def _bits(name: Name) -> Operation:
 @operation(r"setp\.ne\.u32")
 def _differ(name: Name) -> Operation:
     return lambda x, y: bool(x != y)
-
-
-@operation(r"setp\.ge\.f16x2")
-def _reach_f16(name: Name) -> Operation:
-    def reach(x: Any, y: Any) -> Any:
-        first, second = np.array([[x], [y]], np.uint32).view(np.float16)
-        return tuple(map(bool, first >= second))
-
-    return reach
 
 
 @operation(r"or\.pred")

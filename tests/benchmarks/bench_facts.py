@@ -19,8 +19,10 @@ from kvquant.kernels.tuning import Plan
 ROW_BYTES = 160  # K and V of a token in INT4 with 4 groups, head_dim 128
 READ_MB = [batch * 8192 * ROW_BYTES / 1e6 for batch in (1, 8, 32, 64, 128, 256, 512)] + [4096.0]
 LAUNCHES = (1, 2, 10, 100)
-# one split of 2 warps keeps four times as many blocks, and so pages, under way as one of 8
-MANY_BLOCKS, FEW_BLOCKS = Plan((1,), 2, 2), Plan((1,), 8, 2)
+# from few blocks with many warps to many with few: how many pages of memory are read from at once
+PLANS = [
+    Plan(*plan) for plan in (((1,), 8, 2), ((1,), 4, 2), ((1,), 2, 2), ((1,), 2, 4), ((3,), 1, 2))
+]
 
 
 def main() -> None:
@@ -62,16 +64,14 @@ def print_pages(timer: GraphTimer) -> None:
     for seq_len in (8192, 32768):
         case = Case(fmt, fmt, batch=512, num_q_heads=8, num_kv_heads=1, seq_len=seq_len)
         inputs = rotated_inputs(case, timer)
-        alone = []
-        for plan in (FEW_BLOCKS, MANY_BLOCKS):
+        for plan in PLANS:
             with forced(plan):
                 _, times = check_and_time(case, inputs, timer)
-            alone.append(times.alone)
             print(
-                f"512 sequences of {seq_len:5d} tokens, blocks of {plan.warps} warps: "
-                f"{times.alone:7.1f} us, {case.nbytes / times.alone / 1e3:5.0f} GB/s"
+                f"512 sequences of {seq_len:5d} tokens, {plan.splits[0]} x {plan.warps} warps x "
+                f"{plan.stages} stages: {times.alone:7.1f} us, "
+                f"{case.nbytes / times.alone / 1e3:5.0f} GB/s"
             )
-        print(f"  blocks of {MANY_BLOCKS.warps} warps take {alone[1] / alone[0]:.2f} times as long")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Decode kernels as machine code, without a GPU: nothing spilled; kept on disk, safely.
+"""Kernels as machine code, without a GPU: nothing spilled; kept on disk, safely.
 
 CI compiles a representative part of the matrix; the whole, with a line for each kernel:
 
@@ -26,9 +26,9 @@ from kvquant.kernels.cuda import compile as compiling
 from kvquant.kernels.cuda.compile import (
     Cubin,
     Report,
-    compile_decode,
+    compile_spec,
     cubin_key,
-    decode_cubin,
+    load_cubin,
 )
 from kvquant.kernels.cuda.spec import TECHNIQUES, DecodeSpec, Path
 from kvquant.kernels.tuning import GPU, kernels
@@ -104,7 +104,7 @@ def test_machine_code_spills_nothing(text: str, arch: str) -> None:
     chosen = kernels(make_spec(text), GPUS[arch])
     for kernel in chosen if os.environ.get("KVQUANT_CUBINS") == "all" else chosen[:1]:
         spec = kernel.spec
-        report = compile_decode(spec, arch).report
+        report = compile_spec(spec, arch).report
         print(f"{text:28} {arch:6} {spec.warps} warps {spec.stages} stages: {report}")
         assert report.stack_bytes == 0, "spilled, or arrays in local memory"
         assert 32 * spec.warps * -(-report.registers // 8) * 8 <= 65536, "a block fits an SM"
@@ -144,7 +144,7 @@ def test_an_architecture_that_does_not_exist_is_refused() -> None:
 def test_a_missing_extra_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "numba_cuda", None)
     with pytest.raises(UnsupportedError, match="install kvquant with its cuda extra"):
-        compile_decode(make_spec("int4"), "sm_90")
+        compile_spec(make_spec("int4"), "sm_90")
 
 
 def make_cubin(names: Sequence[str], counts: Sequence[tuple[int, int, int]]) -> bytes:
@@ -240,9 +240,17 @@ def test_the_sources_that_machine_code_depends_on_are_hashed(
     for path in folder.glob("*.py"):
         (tmp_path / path.name).write_bytes(path.read_bytes())
     monkeypatch.setattr(compiling, "__file__", str(tmp_path / "compile.py"))
-    for name in ("decode.py", "spec.py", "staging.py", "ptx.py", "merge.py", "compile.py"):
+    for name in (
+        "decode.py",
+        "spec.py",
+        "staging.py",
+        "ptx.py",
+        "merge.py",
+        "compile.py",
+        "quantize.py",
+    ):
         assert changed(name), name
-    assert not changed("launch.py")
+    assert not changed("launch.py") and not changed("loaded.py")
     assert all((folder / name).exists() for name in compiling.UNUSED)
 
 
@@ -250,26 +258,26 @@ def test_the_sources_that_machine_code_depends_on_are_hashed(
 def cache(tmp_path: FilePath, monkeypatch: pytest.MonkeyPatch) -> FilePath:
     """An empty cache folder; kernels are not really compiled."""
     monkeypatch.setenv("KVQUANT_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(compiling, "compile_decode", lambda spec, arch: CUBIN)
+    monkeypatch.setattr(compiling, "compile_spec", lambda spec, arch: CUBIN)
     compiling._warn_of_folder.cache_clear()
     return tmp_path / "cubins"
 
 
 def test_a_kernel_is_compiled_once(cache: FilePath, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = make_spec("int4-g4")
-    assert decode_cubin(spec, "sm_90") == CUBIN
+    assert load_cubin(spec, "sm_90") == CUBIN
     assert [path.name for path in cache.iterdir()] == [f"{cubin_key(spec, 'sm_90')}.cubin"]
-    monkeypatch.setattr(compiling, "compile_decode", lambda spec, arch: pytest.fail("again"))
-    assert decode_cubin(spec, "sm_90") == CUBIN
+    monkeypatch.setattr(compiling, "compile_spec", lambda spec, arch: pytest.fail("again"))
+    assert load_cubin(spec, "sm_90") == CUBIN
 
 
 @pytest.mark.parametrize("damage", [b"", b"\0" * 100, CUBIN.to_bytes()[:-5]])
 def test_a_damaged_file_is_compiled_anew(cache: FilePath, damage: bytes) -> None:
     spec = make_spec("int4-g4")
-    decode_cubin(spec, "sm_90")
+    load_cubin(spec, "sm_90")
     (path,) = cache.iterdir()
     path.write_bytes(damage)
-    assert decode_cubin(spec, "sm_90") == CUBIN
+    assert load_cubin(spec, "sm_90") == CUBIN
     assert path.read_bytes() == CUBIN.to_bytes()
 
 
@@ -279,8 +287,8 @@ def test_a_folder_that_cannot_be_written_is_warned_of_once(
     cache.parent.joinpath("file").write_text("")
     monkeypatch.setenv("KVQUANT_CACHE_DIR", str(cache.parent / "file"))
     with pytest.warns(RuntimeWarning, match="KVQUANT_CACHE_DIR") as warned:
-        assert decode_cubin(make_spec("int4-g4"), "sm_90") == CUBIN
-        assert decode_cubin(make_spec("int4-g4"), "sm_90") == CUBIN
+        assert load_cubin(make_spec("int4-g4"), "sm_90") == CUBIN
+        assert load_cubin(make_spec("int4-g4"), "sm_90") == CUBIN
     assert len(warned) == 1
 
 
@@ -292,7 +300,7 @@ def test_a_user_without_a_home_is_warned(cache: FilePath, monkeypatch: pytest.Mo
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(FilePath, "home", no_home)
     with pytest.warns(RuntimeWarning, match="home directory"):
-        assert decode_cubin(make_spec("int4-g4"), "sm_90") == CUBIN
+        assert load_cubin(make_spec("int4-g4"), "sm_90") == CUBIN
 
 
 def test_threads_that_want_the_same_kernel_compile_it_once(
@@ -305,9 +313,9 @@ def test_threads_that_want_the_same_kernel_compile_it_once(
         time.sleep(0.05)
         return CUBIN
 
-    monkeypatch.setattr(compiling, "compile_decode", compile_slowly)
+    monkeypatch.setattr(compiling, "compile_spec", compile_slowly)
     spec = make_spec("int4-g4")
-    threads = [threading.Thread(target=decode_cubin, args=(spec, "sm_90")) for _ in range(8)]
+    threads = [threading.Thread(target=load_cubin, args=(spec, "sm_90")) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -325,8 +333,8 @@ def slow(spec, arch):
     return compiling.Cubin("decode", b"code" * 100_000, compiling.Report(1, 0))
 fmt = RowFormat.parse("int4-g4", 128)
 if sys.argv[1] == "compile":
-    compiling.compile_decode = slow
-cubin = compiling.decode_cubin(DecodeSpec(Path(fmt, fmt)), "sm_90")
+    compiling.compile_spec = slow
+cubin = compiling.load_cubin(DecodeSpec(Path(fmt, fmt)), "sm_90")
 assert len(cubin.code) == 400_000
 print(*sorted({"numba", "llvmlite"} & {name.split(".")[0] for name in sys.modules}))
 """

@@ -2,72 +2,27 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
-import os
 import re
-import subprocess
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-import torch
+from in_simulator import SIMULATED, in_simulator, lanes, word
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("numba_cuda") is None, reason="needs the cuda extra: numba-cuda"
 )
-SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
 if SIMULATED:
     from numba import cuda
 
-    from kvquant.kernels.cuda import ptx, simulated, simulatedmemory, simulator
+    from kvquant.kernels.cuda import ptx, simulated, simulatedmemory
 
 f32, u32, u64 = np.float32, np.uint32, np.uint64
 Array = npt.NDArray[Any]
-
-
-@functools.cache
-def run_in_simulator() -> tuple[set[str], str]:
-    """Run this file with the simulator on: the tests that pass, and all that pytest says."""
-    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", __file__]
-    environment = {**os.environ, "NUMBA_ENABLE_CUDASIM": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    return set(re.findall(r"::(\w+) PASSED", done.stdout)), done.stdout + done.stderr
-
-
-def in_simulator(test: Callable[[], None]) -> Callable[[], None]:
-    """Run a test there: numba reads NUMBA_ENABLE_CUDASIM once, when it is imported."""
-
-    @functools.wraps(test)
-    def delegated() -> None:
-        passed, log = run_in_simulator()
-        assert test.__name__ in passed, log
-
-    return test if SIMULATED else delegated
-
-
-def lanes(
-    function: Callable[[int], Any],
-    *,
-    threads: int = 32,
-    shared: int = 0,
-    memory: Sequence[Array] = (),
-    backwards: bool = False,
-) -> list[Any]:
-    """What a function gives in every thread of a block, which run together."""
-    results: list[Any] = [None] * threads
-
-    def kernel() -> None:
-        lane = cuda.threadIdx.x
-        results[lane] = function(lane)
-
-    spans = [(array.ctypes.data, array.nbytes) for array in memory]
-    simulator.launch(kernel, (1, 1, 1), threads, shared, (), spans, backwards=backwards)
-    return results
 
 
 def shared_memory() -> Any:
@@ -78,11 +33,6 @@ def shared_memory() -> Any:
 def at(array: Array, index: int = 0) -> Any:
     """The address of an element in global memory."""
     return u64(array.ctypes.data + index * array.itemsize)
-
-
-def word(low: Any, high: Any) -> Any:
-    """A register of two 16-bit numbers."""
-    return np.array([low, high]).view(u32)[0]
 
 
 def check_mma(mma: Any, bits: Callable[[Array], Array]) -> None:
@@ -161,6 +111,7 @@ def test_shuffles_and_votes() -> None:
     assert lanes(lambda i: ptx.word_from_lane(u32(i), u32(i // 2))) == [i // 2 for i in range(32)]
     assert lanes(lambda i: ptx.any_lane(u32(i == 9))) == [1] * 32
     assert lanes(lambda i: ptx.any_lane(u32(0))) == [0] * 32
+    assert lanes(lambda i: ptx.lanes_that(u32(2 * (i in (3, 31))))) == [2**31 + 8] * 32
 
 
 @in_simulator
@@ -202,6 +153,24 @@ def test_copies_of_fewer_bytes_are_filled_with_zeros() -> None:
 
 
 @in_simulator
+def test_copies_of_4_and_8_bytes() -> None:
+    source = np.arange(1, 5, dtype=u32)
+
+    def copy(lane: int) -> Any:
+        if lane:
+            return None
+        base = shared_memory()
+        ptx.copy_4(base + u32(4), at(source, 3), u32(4))
+        ptx.copy_4(base, at(source, 3), u32(0))
+        ptx.copy_8(base + u32(8), at(source, 2), u32(8))
+        ptx.commit_copies()
+        ptx.wait_copies[0]()
+        return ptx.load_shared_u32x4(base)
+
+    assert lanes(copy, shared=16, memory=[source])[0] == (0, 4, 3, 4)
+
+
+@in_simulator
 def test_shared_memory() -> None:
     def use(lane: int) -> Any:
         mine = shared_memory() + u32(64 * lane)
@@ -212,6 +181,9 @@ def test_shared_memory() -> None:
         ptx.store_shared_u32x4(mine + u32(16), (u32(4), u32(5), u32(6), u32(lane)))
         words = ptx.load_shared_u32x4(mine + u32(16))
         assert ptx.load_shared_u32x2(mine + u32(24)) == words[2:]
+        ptx.store_shared_u32x2(mine + u32(48), (u32(0x70006), u32(8)))
+        assert ptx.load_shared_u32x2(mine + u32(48)) == (0x70006, 8)
+        assert ptx.load_shared_u16(mine + u32(50)) == 7
         ptx.store_shared_f32x4(mine + u32(32), (f32(5), f32(6), f32(7), f32(lane)))
         assert ptx.load_shared_f32x4(mine + u32(32)) == (5, 6, 7, lane)
         return fresh, ptx.load_shared_u32(mine), ptx.load_shared_f32x4(mine)[1:], words
@@ -224,7 +196,7 @@ def test_shared_memory() -> None:
 
 @in_simulator
 def test_global_memory() -> None:
-    source, target = np.arange(4, dtype=u32), np.zeros(12, f32)
+    source, target = np.arange(4, dtype=u32), np.zeros(16, f32)
 
     def use(lane: int) -> Any:
         if lane:
@@ -235,11 +207,27 @@ def test_global_memory() -> None:
         ptx.store_global_f32x4(at(target, 4), (f32(6), f32(7), f32(8), f32(9)))
         ptx.fence()
         written = ptx.load_written_f32(at(target)), ptx.load_written_f32x4(at(target, 4))
+        ptx.store_global_u32(at(target, 8), u32(0x40400000))
+        ptx.store_global_u32x4(at(target, 12), (u32(1), u32(2), u32(3), u32(4)))
+        assert ptx.load_written_u32x4(at(target, 12)) == (1, 2, 3, 4)
         return one, two, ptx.load_global_u32x4(at(source)), written
 
     got = lanes(use, memory=[source, target])[0]
     assert got == (1, (2, 3), (0, 1, 2, 3), (5, (6, 7, 8, 9)))
-    assert target.tolist() == [5, 0, 1, 2, 6, 7, 8, 9, 0, 0, 0, 0]
+    assert target[:12].tolist() == [5, 0, 1, 2, 6, 7, 8, 9, 3, 0, 0, 0]
+    assert target[12:].view(u32).tolist() == [1, 2, 3, 4]
+
+
+@in_simulator
+def test_numbers_from_global_memory() -> None:
+    wide, floats = np.array([2**63 + 1, 5], u64), np.arange(8, dtype=f32)
+
+    def use(lane: int) -> Any:
+        number = ptx.load_global_u64(at(wide))
+        return number, ptx.load_global_f32(at(floats, 3)), ptx.load_global_f32x4(at(floats, 4))
+
+    got = lanes(use, memory=[wide, floats])[0]
+    assert got == (2**63 + 1, 3, (4, 5, 6, 7)) and type(got[0]) is u64
 
 
 @in_simulator
@@ -247,64 +235,8 @@ def test_a_counter_goes_around() -> None:
     counter = np.zeros(4, u32)
     got = lanes(lambda lane: ptx.count_around(at(counter), u32(11)), memory=[counter])
     assert got == [i % 12 for i in range(32)] and counter[0] == 32 % 12
-
-
-@in_simulator
-def test_floats_become_16_bits_by_rounding_to_even() -> None:
-    random = torch.randn(512) * torch.logspace(-9, 9, 512)
-    ties = torch.tensor([1 + 2**-11, 1 + 3 * 2**-11, 1 + 2**-8, 1 + 3 * 2**-8, 65519.0, 65520.0])
-    rare = torch.tensor([torch.inf, -torch.inf, 0.0, -0.0, 3.4e38, 2.0**-25, 3 * 2.0**-25, 1e-40])
-    x = torch.cat([random, ties, rare])
-    for pack, dtype in ((ptx.pack_f16, torch.float16), (ptx.pack_bf16, torch.bfloat16)):
-        wanted = x.to(dtype).view(torch.int16).numpy().view(np.uint16)
-        with np.errstate(over="ignore"):
-            got = np.array([pack(f32(1), value) for value in x.numpy()], u32).view(np.uint16)
-        np.testing.assert_array_equal(got[0::2], wanted)
-        assert set(got[1::2].tolist()) == {0x3C00 if dtype == torch.float16 else 0x3F80}
-        assert pack(f32(np.nan), f32(0)) >> 16 & 0x7FFF > 0x7C00
-
-
-@in_simulator
-def test_16_bits_become_floats() -> None:
-    halves = word(np.float16(-1.5), np.float16(2.0**-24))
-    assert (ptx.low_f16(halves), ptx.high_f16(halves)) == (-1.5, 2.0**-24)
-    brains = u32(0x3FC0C000)
-    assert (ptx.low_bf16(brains), ptx.high_bf16(brains)) == (-2, 1.5)
-    assert {type(f(brains)) for f in (ptx.low_f16, ptx.high_f16, ptx.low_bf16)} == {f32}
-
-
-@in_simulator
-def test_pairs_of_f16() -> None:
-    x = word(np.float16(3), np.float16(np.nan))
-    y = word(np.float16(1 / 3), np.float16(2))
-    product = np.float16(3) * np.float16(1 / 3)
-    assert ptx.multiply_f16(x, y) & 0xFFFF == product.view(np.uint16)
-    third = ptx.multiply_f16(y, y)
-    lost = np.array([ptx.lost_f16(y, y, third)], np.uint32).view(np.float16).astype(np.float64)
-    kept = np.array([third], np.uint32).view(np.float16).astype(np.float64)
-    exact = np.array([y], np.uint32).view(np.float16).astype(np.float64) ** 2
-    assert lost[0] != 0 and list(kept + lost) == list(exact)
-    assert ptx.maximum_f16(x, y) == word(np.float16(3), np.float16(2))
-    numbers = [word(np.float16(1), np.float16(2)), word(np.float16(2), np.float16(3))]
-    assert [ptx.reaches_f16(a, b) for a in numbers for b in numbers] == [1, 0, 1, 1]
-    assert [ptx.reaches_f16(a, b) for a in (x, y) for b in (x, y)] == [1, 1, 0, 1]
-
-
-@in_simulator
-def test_functions_of_floats() -> None:
-    assert [ptx.exp2(f32(x)) for x in (-2, 0.5, -130, -np.inf)] == [0.25, f32(2) ** f32(0.5), 0, 0]
-    with np.errstate(divide="ignore"):
-        logs = [ptx.log2(f32(x)) for x in (8, 0, 1e-40)]
-    assert logs == [3, -np.inf, -np.inf]
-    assert [ptx.maximum(f32(x), f32(1)) for x in (2, 0, np.nan)] == [2, 1, 1]
-    assert type(ptx.exp2(f32(1))) is type(ptx.log2(f32(1))) is f32
-
-
-@in_simulator
-def test_bits_are_kept() -> None:
-    assert ptx.float_bits(f32(1)) == 0x3F800000 and type(ptx.float_bits(f32(1))) is u32
-    assert ptx.bits_float(u32(0x40000000)) == 2 and type(ptx.bits_float(u32(0))) is f32
-    assert ptx.opaque(u32(12)) == 12
+    got = lanes(lambda lane: ptx.count_up(at(counter, 1), u32(2)), memory=[counter])
+    assert got == list(range(0, 64, 2)) and counter[1] == 64
 
 
 @in_simulator
@@ -414,7 +346,7 @@ def test_an_instruction_without_a_stand_in_is_refused() -> None:
 
 
 @in_simulator
-def test_no_stand_in_is_left_over_and_every_instruction_is_tested_here() -> None:
+def test_no_stand_in_is_left_over_and_every_instruction_is_tested() -> None:
     assert simulated.USED == set(simulated.OPERATIONS)  # what ptx.py lacks it does not import with
     names = {
         name
@@ -422,5 +354,7 @@ def test_no_stand_in_is_left_over_and_every_instruction_is_tested_here() -> None
         if getattr(value, "__name__", "") == "instruction" and value is not ptx.instruction
     }
     assert len(names) > 40
-    tested = set(re.findall(r"ptx\.(\w+)", Path(__file__).read_text(encoding="utf-8")))
+    files = Path(__file__).parent.glob("test_cuda_*instructions.py")
+    texts = [file.read_text(encoding="utf-8") for file in files]
+    tested = set(re.findall(r"ptx\.(\w+)", "".join(texts)))
     assert names <= tested, f"not tested: {sorted(names - tested)}"

@@ -90,7 +90,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     monkeypatch.setattr(launch, "_current_device", lambda: CPU)
     monkeypatch.setattr(launch, "_current_stream", lambda index: STREAM)
     monkeypatch.setattr(launch, "load_table", lambda: ())
-    monkeypatch.setattr(launch, "decode_cubin", lambda spec, arch: Cubin("f", b"", Report(128, 0)))
+    monkeypatch.setattr(launch, "load_cubin", lambda spec, arch: Cubin("f", b"", Report(128, 0)))
     monkeypatch.setattr(launch, "_devices", {})
     monkeypatch.setattr(launch, "_settled", {})
     return fake

@@ -1,0 +1,167 @@
+"""The eager append and dequantize calls: checks, choice of the kernel, and the meaning in torch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+
+import torch
+
+from . import debug
+from .appendchecks import Append, check_append, check_dequantize
+from .errors import ConfigError, DeviceError
+from .layout import RowFormat
+from .quant import dequantize_rows, is_nan_row, quantize_rows
+from .slots import Slots, check_existing, check_slots
+from .transforms import transform_rows
+
+BACKENDS = ("cpu", "cuda", "torch")
+TOKENS_PER_PART = 256
+
+Write = tuple[torch.Tensor, RowFormat, torch.Tensor, torch.Tensor]
+
+
+def append(call: Append, backend: str | None) -> None:
+    """Check and append; see append.append_rows."""
+    backend = choose_backend(call.k, backend)
+    if backend == "cuda" and not debug.enabled:  # the launcher checks only calls it has not seen
+        _append_cuda()(*call, check=functools.partial(check_append, call))
+        return
+    check_append(call)
+    if debug.may_read(call.k):
+        exact = 0 if call.exact_k is None else call.exact_k.shape[0] * call.exact_k.shape[2]
+        check_slots(call.slots, call.k_rows.shape[0] * call.k_rows.shape[2], exact)
+    if backend == "cuda":
+        _append_cuda()(*call)
+        return
+    call = call._replace(k=call.k.detach(), v=call.v.detach())
+    for part in _parts(call) if backend == "cpu" else [call]:
+        _append(part, backend)
+
+
+def dequantize(
+    rows: torch.Tensor, fmt: RowFormat, slots: torch.Tensor, out: torch.Tensor, backend: str | None
+) -> None:
+    """Check and dequantize into out; see append.dequantize_pages."""
+    backend = choose_backend(rows, backend)
+    if backend == "cuda" and not debug.enabled:
+        check = functools.partial(check_dequantize, rows, fmt, slots, out)
+        _dequantize_cuda()(rows, fmt, slots, out, check=check)
+        return
+    check_dequantize(rows, fmt, slots, out)
+    if debug.may_read(slots):
+        check_existing("slots", slots, rows.shape[0] * rows.shape[2])
+    if backend == "cuda":
+        _dequantize_cuda()(rows, fmt, slots, out)
+        return
+    used = slots >= 0
+    values = dequantize_rows(_take(rows, slots[used]), fmt, out.dtype, backend=backend)
+    if len(values) < len(out):
+        out.zero_()
+    out[used] = values
+
+
+@functools.cache
+def _append_cuda() -> Callable[..., None]:
+    from .kernels.append import append
+
+    return append
+
+
+@functools.cache
+def _dequantize_cuda() -> Callable[..., None]:
+    from .kernels.dequantize import dequantize
+
+    return dequantize
+
+
+def choose_backend(tensor: torch.Tensor, backend: str | None) -> str:
+    """The backend that serves a tensor's device, or the one asked for if it can."""
+    device = tensor.device.type
+    if backend is None:
+        if device not in ("cpu", "cuda"):
+            raise DeviceError(
+                f"no kernel serves {device}: move the tensors to the CPU or to CUDA, or pass "
+                "backend='torch'"
+            )
+        return device
+    if backend not in BACKENDS:
+        raise ConfigError(f"backend {backend!r} does not exist: use {' or '.join(BACKENDS)}")
+    if backend not in ("torch", device):
+        raise DeviceError(f"backend {backend!r} takes {backend.upper()} tensors, not {device}")
+    return backend
+
+
+def _parts(call: Append) -> Iterator[Append]:
+    """The call in parts, so that what is computed on the way stays in the caches of the CPU."""
+    for first in range(0, len(call.k), TOKENS_PER_PART):
+        part = slice(first, first + TOKENS_PER_PART)
+        k, v, rope = call.k[part], call.v[part], call.rope
+        if rope is not None:
+            rope = rope._replace(cos=rope.cos[part], sin=rope.sin[part])
+        packed, exact, leaving = (None if x is None else x[part] for x in call.slots)
+        assert packed is not None
+        yield call._replace(k=k, v=v, slots=Slots(packed, exact, leaving), rope=rope)
+
+
+def _append(call: Append, backend: str) -> None:
+    """The meaning."""
+    k = transform_rows(call.k, call.k_transform, call.rope)
+    v = transform_rows(call.v, call.v_transform)
+    writes = (
+        _writes(k, call.k_rows, call.k_format, call.exact_k, call, backend),
+        _writes(v, call.v_rows, call.v_format, call.exact_v, call, backend),
+    )
+    for side in (0, 1):  # everything is computed before anything is written
+        for storage, fmt, slots, rows in writes[side]:
+            _put(storage, slots, rows)
+            if call.bad is not None:
+                call.bad[side] += is_nan_row(rows, fmt).sum()
+
+
+def _writes(
+    x: torch.Tensor,
+    storage: torch.Tensor,
+    fmt: RowFormat,
+    exact_storage: torch.Tensor | None,
+    call: Append,
+    backend: str,
+) -> list[Write]:
+    """What to write of K or V: storage, format, slots, rows [slots, num_kv_heads, row_bytes]."""
+
+    def quantize(values: torch.Tensor, to_format: RowFormat) -> torch.Tensor:
+        return quantize_rows(values, to_format, check=False, backend=backend)
+
+    packed, exact, leaving = call.slots
+    if exact_storage is None or exact is None or leaving is None:
+        return [(storage, fmt, packed[packed >= 0], quantize(x[packed >= 0], fmt))]
+    exact_format = RowFormat(call.exact_format, 1, fmt.head_dim)
+    new, is_exact = quantize(x, exact_format), exact >= 0
+    leaves, is_packed = is_exact & (leaving >= 0), ~is_exact & (packed >= 0)
+    to_pack = torch.cat([_take(exact_storage, exact[leaves]), new[is_packed]])
+    rows = quantize(dequantize_rows(to_pack, exact_format, backend=backend), fmt)
+    return [
+        (storage, fmt, torch.cat([leaving[leaves], packed[is_packed]]), rows),
+        (exact_storage, exact_format, exact[is_exact], new[is_exact]),
+    ]
+
+
+def _take(storage: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Copy the rows at slots: [slots, num_kv_heads, row_bytes]."""
+    page_size = max(storage.shape[2], 1)
+    return _widest(storage)[slots // page_size, :, slots % page_size].view(torch.uint8)
+
+
+def _put(storage: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
+    """Write rows as _take gives them."""
+    page_size, wide = max(storage.shape[2], 1), _widest(storage)
+    wide[slots // page_size, :, slots % page_size] = rows.view(wide.dtype)
+
+
+def _widest(rows: torch.Tensor) -> torch.Tensor:
+    """The same bytes as the largest numbers that they can be: indexing takes time by the number."""
+    numbers = rows.shape[-1] | int(rows.storage_offset()) | rows.data_ptr()
+    for stride in rows.stride()[:-1]:
+        numbers |= stride
+    dtypes = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+    return rows.view(dtypes[min(numbers & -numbers, 8)])

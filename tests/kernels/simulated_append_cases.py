@@ -1,0 +1,158 @@
+"""Run append and dequantize kernels in numba's simulator: cases from stdin, one JSON a line.
+
+A process of its own, because numba reads NUMBA_ENABLE_CUDASIM once, when it is imported. The
+kernels are launched by their own launchers, so that what these pack is tested, too.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+import traceback
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+from append_cases import (
+    DTYPES,
+    Case,
+    differences,
+    expected,
+    expected_values,
+    make_call,
+    make_pages,
+    results,
+)
+
+from kvquant.kernels import append as launching
+from kvquant.kernels import dequantize as dequantizing
+from kvquant.kernels.cuda import append, dequantize, loaded, simulator
+from kvquant.kernels.cuda.rowspec import AppendSpec, DequantizeSpec
+
+CPU = -1  # get_device() of a CPU tensor
+ROOMS: dict[bool, Any] = {True: append, False: dequantize}
+memory: list[tuple[int, int]] = []  # of the tensors of a call
+backwards = False
+
+
+class Launcher:
+    """Runs a kernel in the simulator, in place of driver.Launcher."""
+
+    def __init__(self, spec: Any, grid: Sequence[int], layout: str) -> None:
+        self.spec, self.grid, self.layout = spec, grid, layout
+
+    def __call__(self, stream: int, values: Sequence[Any]) -> None:
+        data = struct.pack(self.layout, *values)
+        numbers = iter(struct.unpack(self.spec.arguments, data))
+        is_append = isinstance(self.spec, AppendSpec)
+        room = ROOMS[is_append]
+        make = room.make_append_kernel if is_append else room.make_dequantize_kernel
+        arguments = [
+            tuple(one(next(numbers)) for one in kind.types)
+            if hasattr(kind, "types")
+            else kind(next(numbers))
+            for kind in room.signature(self.spec)
+        ]
+        simulator.launch(
+            make(self.spec),
+            self.grid,
+            self.spec.threads,
+            self.spec.shared_bytes,
+            arguments,
+            memory,
+            backwards=backwards,
+        )
+
+
+def note(values: Iterable[Any]) -> None:
+    """Note where tensors lie."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            storage = value.untyped_storage()
+            memory.append((storage.data_ptr(), storage.nbytes()))
+        elif isinstance(value, tuple):
+            note(value)
+
+
+def run_append(case: Case) -> None:
+    """Compare bytes with those of the meaning."""
+    call = make_call(case)
+    wanted = expected(call)
+    note(call.values())
+    launching.append(**call)
+    problem = differences(results(call), wanted)
+    assert not problem, problem
+
+
+def run_dequantize(case: Case) -> None:
+    """Compare values with those of the meaning."""
+    pages, fmt, slots = make_pages(case)
+    dtype = DTYPES[case.source]
+    wanted = expected_values(pages, fmt, slots, dtype)
+    out = torch.full_like(wanted, 7.0)
+    note((pages, slots, out))
+    dequantizing.dequantize(pages, fmt, slots, out)
+    torch.testing.assert_close(out, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+def copy(x: torch.Tensor) -> torch.Tensor:
+    """A copy that the kernel may read."""
+    copied = make_copy(x)
+    note([copied])
+    return copied
+
+
+make_copy = launching._copy
+
+
+@contextmanager
+def simulated(converts_fp8: bool) -> Iterator[None]:
+    """Let the launchers launch in the simulator, one warp a block: each takes its time."""
+
+    def one_warp(make: Any) -> Any:
+        return lambda *args: replace(make(*args), warps=1)
+
+    gpu = loaded.GPU("sm_90", converts_fp8, 1)
+    changes: dict[str, Any] = {
+        "Launcher": Launcher,
+        "kernel_of": lambda spec, tensor: spec,
+        "gpu_of": lambda tensor: gpu,
+        "current_device": lambda: CPU,
+        "current_stream": lambda index: 0,
+        "_settled": {},
+    }
+    of_append = {"AppendSpec": one_warp(AppendSpec), "_copy": copy}
+    of_dequantize = {"DequantizeSpec": one_warp(DequantizeSpec)}
+    with (
+        mock.patch.multiple(launching, **changes, **of_append),
+        mock.patch.multiple(dequantizing, **changes, **of_dequantize),
+    ):
+        yield
+
+
+def main() -> None:
+    """Answer every line of stdin."""
+    global backwards
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        task = json.loads(line)
+        result = {"name": task["name"], "problem": ""}
+        try:
+            run = run_dequantize if task["name"].startswith("dequantize") else run_append
+            for backwards in (False, True):  # noqa: B007  # the Launcher's
+                memory.clear()
+                with simulated("before sm_89" not in task["name"]):
+                    run(Case(**task["case"]))
+        except BaseException:
+            result["problem"] = traceback.format_exc()
+        print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""The append and the dequantize kernel in numba's simulator: equal to the meaning. No GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("numba_cuda") is None, reason="needs the cuda extra: numba-cuda"
+)
+ROOT = Path(__file__).parents[2]
+PROCESSES = 2
+
+FORMATS = "int4 int4-g2 int4-g4 int4-g8 int8 int8-g2 int8-g4 int8-g8 fp8 fp8-g4 bf16 fp16".split()
+# name -> what differs from the defaults of append_cases.Case
+CASES: dict[str, dict[str, Any]] = {
+    name: {"k": name, "tokens": 14, "hostile": True} for name in FORMATS
+}
+for names in ("int8 int4-g4", "int4 bf16", "fp16 fp8-g4", "fp8-g8 int8"):
+    k, v = names.split()
+    CASES[f"{k} and {v}"] = {"k": k, "v": v, "tokens": 5}
+for head_dim in (64, 80, 96, 112, 192, 256):
+    for k in ("int4", "int8-g8", "bf16"):
+        CASES[f"{k}, head_dim {head_dim}"] = {"k": k, "head_dim": head_dim, "rotate": "k"}
+for k, head_dim in (("int4-g8", 80), ("int8-g4", 112), ("int4-g4", 96), ("fp8-g2", 192)):
+    CASES[f"{k}, head_dim {head_dim}"] = {"k": k, "head_dim": head_dim, "hostile": True}
+CASES |= {
+    "K and V of unlike head_dims": {"head_dim": 192, "v_head_dim": 128, "v": "int8"},
+    "several blocks of tokens and heads": {"tokens": 9, "heads": 3},
+    "more heads than stages": {"tokens": 4, "heads": 6},
+    "fp16": {"source": "fp16", "hostile": True, "tokens": 14},
+    "float32": {"source": "fp32", "hostile": True, "tokens": 14, "rotate": "v"},
+    "heads before tokens": {"layout": "heads", "heads": 2},
+    "a part of a wider tensor": {"layout": "fused", "heads": 2},
+    "elements that are not aligned": {"layout": "odd", "heads": 2},
+    "tokens before heads in a page": {"pages": "tokens", "heads": 2, "k": "int4"},
+    "pages of 5": {"page_size": 5},
+    "pages of 1": {"page_size": 1},
+    "tokens left out": {"skip": True},
+    "nothing counted": {"bad": False, "hostile": True},
+    "offset": {"offset": "k", "heads": 2},
+    "rotation": {"rotate": "v", "heads": 2},
+    "offset and rotation": {"offset": "kv", "rotate": "kv", "heads": 2, "hostile": True},
+    "RoPE": {"rotary_dim": 128, "heads": 2},
+    "RoPE of a part": {"rotary_dim": 64},
+    "RoPE of neighbours": {"rotary_dim": 128, "interleaved": True},
+    "RoPE of a part of neighbours": {"rotary_dim": 36, "interleaved": True},
+    "RoPE of odd halves": {"rotary_dim": 20, "head_dim": 80, "k": "int4"},
+    "RoPE of odd halves, float32": {
+        "rotary_dim": 20,
+        "head_dim": 80,
+        "k": "int4",
+        "source": "fp32",
+    },
+    "RoPE, offset and rotation": {"rotary_dim": 128, "offset": "k", "rotate": "k", "k": "int8"},
+    "16-bit rows": {"exact": "bf16", "tokens": 8, "heads": 2},
+    "16-bit rows with NaN": {"exact": "bf16", "tokens": 14, "hostile": True, "rotate": "k"},
+    "16-bit rows, fp16": {"exact": "fp16", "tokens": 14, "hostile": True, "k": "int4", "v": "fp8"},
+    "16-bit rows, tokens left out": {"exact": "bf16", "tokens": 9, "skip": True},
+    "16-bit rows, head_dim 80": {"exact": "bf16", "tokens": 8, "head_dim": 80, "k": "int8"},
+    "16-bit rows and bf16": {"exact": "fp16", "tokens": 8, "k": "bf16", "hostile": True},
+}
+for k in ("fp8", "fp8-g8"):
+    CASES[f"{k}, before sm_89"] = {"k": k, "tokens": 14, "hostile": True}
+for name in FORMATS:
+    CASES[f"dequantize {name}"] = {"k": name, "hostile": True, "skip": True}
+for head_dim in (64, 80, 96, 112, 192, 256):
+    for k in ("int4", "int8-g8", "bf16"):
+        CASES[f"dequantize {k}, head_dim {head_dim}"] = {"k": k, "head_dim": head_dim, "tokens": 3}
+CASES |= {
+    "dequantize fp8, before sm_89": {"k": "fp8-g2", "hostile": True},
+    "dequantize to fp16": {"k": "int8", "source": "fp16", "tokens": 3},
+    "dequantize to float32": {"k": "int4-g8", "source": "fp32", "tokens": 3},
+    "dequantize to float32, head_dim 80": {"k": "fp8", "source": "fp32", "head_dim": 80},
+    "dequantize fp16 to bf16": {"k": "fp16", "tokens": 3},
+    "dequantize pages of 5": {"page_size": 5, "heads": 6, "pages": "tokens", "k": "int4"},
+}
+
+Results = dict[str, str]
+
+
+@pytest.fixture(scope="module")
+def results(request: pytest.FixtureRequest) -> Results:
+    """Run the cases of the selected tests, in two processes."""
+    names = [
+        str(item.callspec.params["name"])
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.path == request.path
+    ]
+    lines = [json.dumps({"name": name, "case": CASES[name]}) for name in names]
+    with ThreadPoolExecutor(PROCESSES) as pool:
+        outputs = pool.map(run_cases, [lines[i::PROCESSES] for i in range(PROCESSES)])
+        answers = [json.loads(line) for output in outputs for line in output.splitlines()]
+    return {answer["name"]: answer["problem"] for answer in answers}
+
+
+def run_cases(lines: list[str]) -> str:
+    """What a process with the simulator answers."""
+    command = [sys.executable, str(Path(__file__).with_name("simulated_append_cases.py"))]
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")])
+    environment = {**os.environ, "NUMBA_ENABLE_CUDASIM": "1", "PYTHONPATH": path}
+    return subprocess.run(
+        command,
+        input="\n".join(lines),
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+        check=True,
+    ).stdout
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_kernel_in_the_simulator(results: Results, name: str) -> None:
+    assert not results[name], results[name]

@@ -1,0 +1,211 @@
+"""What the tests of the append and the dequantize kernel share: calls, and what they must give."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvquant import RowFormat, quantize_rows
+from kvquant.append import append_rows, dequantize_pages
+from kvquant.slots import Slots
+from kvquant.transforms import Rope, RowTransform
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+UNTOUCHED = 0xA5  # bytes of rows before the call
+
+
+@dataclass
+class Case:
+    """A call of append_rows.
+
+    Attributes:
+        k, v: formats; v is that of k if empty.
+        v_head_dim: head_dim if 0.
+        source: dtype of the new rows.
+        layout: of the new rows: "dense", "heads" (a head's tokens follow one another), "fused" (a
+            part of a wider tensor) or "odd" (not aligned to 16 bytes).
+        pages: of the packed rows: "dense", or "tokens" (a token's heads follow one another).
+        exact: codec of 16-bit rows, or "" for none.
+        offset, rotate: "", "k", "v" or "kv".
+        rotary_dim: 0 for no RoPE.
+        hostile: whether rows with NaN, Inf and other rare numbers are among the new ones.
+        bad: whether rows that cannot be held are counted.
+        skip: leave every third token out.
+    """
+
+    k: str = "int4-g4"
+    v: str = ""
+    head_dim: int = 128
+    v_head_dim: int = 0
+    tokens: int = 6
+    heads: int = 1
+    page_size: int = 16
+    source: str = "bf16"
+    layout: str = "dense"
+    pages: str = "dense"
+    exact: str = ""
+    offset: str = ""
+    rotate: str = ""
+    rotary_dim: int = 0
+    interleaved: bool = False
+    hostile: bool = False
+    bad: bool = True
+    skip: bool = False
+
+
+def make_call(case: Case, device: str = "cpu") -> dict[str, Any]:
+    """The arguments of append_rows, on a device."""
+    torch.manual_seed(0)
+    v_dim = case.v_head_dim or case.head_dim
+    formats = RowFormat.parse(case.k, case.head_dim), RowFormat.parse(case.v or case.k, v_dim)
+    num_pages = -(-2 * case.tokens // case.page_size) + 1
+    new = [_new_rows(case, fmt.head_dim, device) for fmt in formats]
+    rows = [_pages(case, (num_pages, case.heads, case.page_size, fmt.row_bytes)) for fmt in formats]
+    num_slots = num_pages * case.page_size
+    order = torch.randperm(num_slots)
+    packed = order[: case.tokens].clone()
+    call: dict[str, Any] = {"k_format": formats[0], "v_format": formats[1]}
+    call |= {"exact_format": case.exact or "bf16"}
+    slots = Slots(packed)
+    if case.exact:
+        shape = 2, case.heads, case.tokens + 3
+        exact = torch.randperm(2 * (case.tokens + 3))[: case.tokens]
+        leaving = order[case.tokens : 2 * case.tokens].clone()
+        kinds = torch.arange(case.tokens) % 4  # packed; exact; leaving; leaving, but also packed
+        exact[kinds == 0] = -1
+        leaving[kinds <= 1] = -1
+        packed[kinds == 2] = -1
+        slots = Slots(packed, exact, leaving)
+        for name, fmt in zip("kv", formats, strict=True):
+            values = torch.randn(*shape, fmt.head_dim) * 2
+            if case.hostile:
+                values[0, :, :, 5] = torch.nan
+            held = values.to(DTYPES[case.exact]).view(torch.uint8)
+            call[f"exact_{name}"] = held.to(device)
+    if case.skip:
+        for tensor in slots:
+            if tensor is not None:
+                tensor[2::3] = -1
+    for name, fmt in zip("kv", formats, strict=True):
+        offset = None
+        if name in case.offset:
+            offset = torch.randn(case.heads, fmt.head_dim).to(device)
+        call[f"{name}_transform"] = RowTransform(offset, name in case.rotate)
+    if case.rotary_dim:
+        angles = torch.rand(case.tokens, case.rotary_dim // 2) * 7
+        call["rope"] = Rope(angles.cos().to(device), angles.sin().to(device), case.interleaved)
+    call |= {"k": new[0], "v": new[1], "k_rows": rows[0].to(device), "v_rows": rows[1].to(device)}
+    call["slots"] = _moved(slots, device)
+    call["bad"] = torch.tensor([3, 4], dtype=torch.int32, device=device) if case.bad else None
+    return call
+
+
+def _new_rows(case: Case, head_dim: int, device: str) -> torch.Tensor:
+    shape = case.tokens, case.heads, head_dim
+    x = torch.randn(shape) * torch.logspace(-3, 2, case.tokens)[:, None, None] + 0.5
+    if case.hostile:
+        plant(x)
+    x = x.to(DTYPES[case.source]).to(device)
+    if case.layout == "heads":
+        return x.transpose(0, 1).contiguous().transpose(0, 1)
+    if case.layout == "dense":
+        return x
+    extra = 16 if case.layout == "fused" else 1
+    wide = torch.zeros(case.tokens, case.heads, head_dim + extra, dtype=x.dtype, device=device)
+    wide[..., extra:] = x
+    return wide[..., extra:]
+
+
+def plant(x: torch.Tensor) -> None:
+    """Put rare numbers into the rows of a tensor [tokens, heads, head_dim], one kind a token."""
+    rare: Sequence[Any] = (
+        lambda row: row[:, 3].fill_(torch.nan),
+        lambda row: row[:, -1].fill_(torch.inf),
+        lambda row: row[:, 17].fill_(-torch.inf),
+        lambda row: row.fill_(1.375),  # a constant row
+        lambda row: row.zero_().neg_(),  # -0.0
+        lambda row: row[:, ::2].zero_(),
+        lambda row: row.mul_(1e-3).add_(6e4),  # a large shift
+        lambda row: row[:, 5].fill_(65504.0),
+        lambda row: row[:, 6].fill_(-7e4),  # over what fp16 holds
+        lambda row: row[:, 7].fill_(3e38),
+        lambda row: row.mul_(1e-6),  # scales are subnormal numbers of fp16
+        lambda row: row.mul_(1e-9),
+        lambda row: row.mul_(1e-40),  # subnormal
+        lambda row: row[:, :8].fill_(-1e-45),
+    )
+    for token, change in zip(range(len(x)), rare, strict=False):
+        change(x[token])
+
+
+def _moved(slots: Slots, device: str) -> Slots:
+    packed, exact, leaving = slots
+    if exact is None or leaving is None:
+        return Slots(packed.to(device))
+    return Slots(packed.to(device), exact.to(device), leaving.to(device))
+
+
+def make_pages(case: Case, device: str = "cpu") -> tuple[torch.Tensor, RowFormat, torch.Tensor]:
+    """Rows of any bytes in pages, their format, and slots of which some are none."""
+    torch.manual_seed(0)
+    fmt = RowFormat.parse(case.k, case.head_dim)
+    num_pages = -(-2 * case.tokens // case.page_size) + 1
+    pages = _pages(case, (num_pages, case.heads, case.page_size, fmt.row_bytes))
+    values = torch.randn(*pages.shape[:3], fmt.head_dim) * 3 + 1
+    pages.copy_(quantize_rows(values, fmt))
+    if case.hostile:  # any bytes are numbers, NaN or Inf
+        pages[::2] = torch.randint(256, pages[::2].shape).to(torch.uint8)
+    slots = torch.randperm(num_pages * case.page_size)[: case.tokens]
+    if case.skip:
+        slots[2::3] = -1
+    return pages.to(device), fmt, slots.to(device)
+
+
+def expected_values(
+    pages: torch.Tensor, fmt: RowFormat, slots: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """What dequantize_pages must give, by the meaning in torch, on the CPU."""
+    return dequantize_pages(pages.cpu(), fmt, slots.cpu(), dtype, backend="torch")
+
+
+def _pages(case: Case, shape: tuple[int, ...]) -> torch.Tensor:
+    pages, heads, page_size, row_bytes = shape
+    if case.pages == "dense":
+        return torch.full(shape, UNTOUCHED, dtype=torch.uint8)
+    made = torch.full((pages, page_size, heads, row_bytes), UNTOUCHED, dtype=torch.uint8)
+    return made.transpose(1, 2)
+
+
+def expected(call: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """What the call must leave in its tensors, by the meaning in torch, on the CPU."""
+    on_cpu = {name: _to_cpu(value) for name, value in call.items()}
+    append_rows(**on_cpu, backend="torch")
+    return results(on_cpu)
+
+
+def results(call: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors that a call writes, on the CPU."""
+    names = ("k_rows", "v_rows", "exact_k", "exact_v", "bad")
+    return {name: call[name].cpu() for name in names if call.get(name) is not None}
+
+
+def _to_cpu(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.cpu().clone()
+    if isinstance(value, Slots | RowTransform | Rope):
+        return type(value)(*(_to_cpu(one) for one in value))
+    return value
+
+
+def differences(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> str:
+    """Where results differ, in words; "" if nowhere."""
+    for name, tensor in wanted.items():
+        if not torch.equal(got[name], tensor):
+            place = (got[name] != tensor).nonzero()[0].tolist()
+            count = int((got[name] != tensor).sum())
+            pair = int(got[name][tuple(place)]), int(tensor[tuple(place)])
+            return f"{name}{place} is {pair[0]}, not {pair[1]}; {count} differ"
+    return ""

@@ -1,0 +1,71 @@
+"""Tests that run in numba's simulator, which needs a process of its own."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
+if SIMULATED:
+    from numba import cuda
+
+    from kvquant.kernels.cuda import simulator
+
+Array = npt.NDArray[Any]
+
+
+@functools.cache
+def run_in_simulator(file: str) -> tuple[set[str], str]:
+    """Run a file with the simulator on: the tests that pass, and all that pytest says."""
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", file]
+    environment = {**os.environ, "NUMBA_ENABLE_CUDASIM": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    return set(re.findall(r"::(\w+) PASSED", done.stdout)), done.stdout + done.stderr
+
+
+def in_simulator(test: Callable[[], None]) -> Callable[[], None]:
+    """Run a test there: numba reads NUMBA_ENABLE_CUDASIM once, when it is imported."""
+
+    assert isinstance(test, FunctionType)
+    file = test.__code__.co_filename
+
+    @functools.wraps(test)
+    def delegated() -> None:
+        passed, log = run_in_simulator(file)
+        assert test.__name__ in passed, log
+
+    return test if SIMULATED else delegated
+
+
+def lanes(
+    function: Callable[[int], Any],
+    *,
+    threads: int = 32,
+    shared: int = 0,
+    memory: Sequence[Array] = (),
+    backwards: bool = False,
+) -> list[Any]:
+    """What a function gives in every thread of a block, which run together."""
+    results: list[Any] = [None] * threads
+
+    def kernel() -> None:
+        lane = cuda.threadIdx.x
+        results[lane] = function(lane)
+
+    spans = [(array.ctypes.data, array.nbytes) for array in memory]
+    simulator.launch(kernel, (1, 1, 1), threads, shared, (), spans, backwards=backwards)
+    return results
+
+
+def word(low: Any, high: Any) -> Any:
+    """A register of two 16-bit numbers."""
+    return np.array([low, high]).view(np.uint32)[0]
