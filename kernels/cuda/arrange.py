@@ -8,7 +8,7 @@ import torch
 
 from kvquant.errors import ConfigError, UnsupportedError
 from kvquant.layout import RowFormat
-from kvquant.segments import Segment
+from kvquant.segments import LooseRows, Segment
 
 from .spec import DecodeSpec, Path
 from .staging import UNIT, StagedRow
@@ -86,6 +86,19 @@ def arguments(segment: Segment, splits: int) -> tuple[int, ...]:
         table_stride,
         splits,
     )
+
+
+def counts_of(segment: Segment | LooseRows) -> tuple[torch.Tensor | None, ...]:
+    """Lengths, starts or block table, and seats: of each the kernel takes one address."""
+    _, _, lens, _, _, starts, table, _, seats = segment
+    return lens, starts if table is None else table, seats
+
+
+def pack_counts(counts: torch.Tensor | None) -> torch.Tensor | None:
+    """Counts, or a block table, as the kernel reads them: the numbers of a row without gaps."""
+    if counts is None or (counts.ndim == 2 and is_row_contiguous(counts)):
+        return counts
+    return counts.contiguous()  # itself, if it is
 
 
 def is_row_contiguous(table: torch.Tensor) -> bool:

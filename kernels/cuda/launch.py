@@ -23,7 +23,7 @@ from kvquant.segments import LooseRows, Segment
 
 from ..tuned import load_table
 from ..tuning import GPU, Plan, fit, plan, shared_bytes
-from .arrange import arguments, arrange, is_row_contiguous, make_spec
+from .arrange import arguments, arrange, counts_of, make_spec, pack_counts
 from .compile import load_cubin
 from .driver import Kernel, Launcher
 from .spec import COMMON, HEADS, SEGMENT, DecodeSpec
@@ -278,7 +278,7 @@ class Launch:
         self._query = QUERY.pack(*strides, num_q_heads, ratio, head_blocks)
         self._segments = []
         for i, splits in zip(work.order, chosen.splits, strict=True):
-            copies = any(_pack(one) is not one for one in _counts(segments[i]))
+            copies = any(pack_counts(one) is not one for one in counts_of(segments[i]))
             self._segments.append((i, copies, ROWS.pack(*arguments(segments[i], splits))))
         layout = f"=5Q{QUERY.size}sf" + len(work.order) * f"5Q{ROWS.size}s"
         missing = work.spec.segments - len(work.order)
@@ -322,7 +322,7 @@ class Launch:
         for i, copies, constants in self._segments:
             values += addresses[i]
             if copies:
-                packed = [_pack(one) for one in _counts(segments[i])]
+                packed = [pack_counts(one) for one in counts_of(segments[i])]
                 kept += packed
                 values[-3:] = [0 if one is None else one.data_ptr() for one in packed]
             values.append(constants)
@@ -382,19 +382,6 @@ def _device(q: torch.Tensor) -> Device:
         if index not in _devices:
             _devices[index] = Device(q.device)
         return _devices[index]
-
-
-def _counts(segment: Segment | LooseRows) -> tuple[torch.Tensor | None, ...]:
-    """Lengths, starts or block table, and seats: of each the kernel takes one address."""
-    _, _, lens, _, _, starts, table, _, seats = segment
-    return lens, starts if table is None else table, seats
-
-
-def _pack(counts: torch.Tensor | None) -> torch.Tensor | None:
-    """Counts, or a block table, as the kernel reads them: the numbers of a row without gaps."""
-    if counts is None or (counts.ndim == 2 and is_row_contiguous(counts)):
-        return counts
-    return counts.contiguous()  # itself, if it is
 
 
 def _log2_scale(sm_scale: float) -> float:
