@@ -28,7 +28,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 $(CUDA_STAMP): $(STAMP)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[cuda]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[cuda,report]'
 	touch $(CUDA_STAMP)
 
 clean:

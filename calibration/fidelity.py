@@ -13,6 +13,7 @@ in nothing else. The model, its dtype and the kernel are those of the 16-bit cac
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,6 +22,7 @@ import torch
 
 from kvquant.cache import KVCache
 from kvquant.errors import ShapeError
+from kvquant.plan import CachePlan
 from kvquant.quant import EXACT_DTYPES
 
 
@@ -38,6 +40,26 @@ class Scheme:
         name = self.k_format if same else f"K {self.k_format}, V {self.v_format}"
         exact = f" + {self.sink_len} sinks, {self.recent_len} recent"
         return name + exact if self.sink_len or self.recent_len else name
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A cache as a plan says.
+
+    Attributes:
+        plan: of the model.
+        name: for the table.
+        sink_len, recent_len: as in KVCache.
+    """
+
+    plan: CachePlan
+    name: str = "plan"
+    sink_len: int = 0
+    recent_len: int = 0
+
+    def __str__(self) -> str:
+        exact = f" + {self.sink_len} sinks, {self.recent_len} recent"
+        return self.name + exact if self.sink_len or self.recent_len else self.name
 
 
 FORMATS = ("bf16", "int8", "fp8", "int8-g4", "fp8-g4", "int4-g8", "int4-g4", "int4")
@@ -60,7 +82,7 @@ class Fidelity:
         perplexity: of the text under the predictions.
     """
 
-    scheme: Scheme
+    scheme: Scheme | Planned
     bits: float
     nbytes: int
     kl: float
@@ -107,7 +129,7 @@ def read_prompt(model: DecodingModel, prompt: torch.Tensor, room: int) -> KVCach
     return cache
 
 
-def quantized_copy(model: DecodingModel, exact: KVCache, scheme: Scheme) -> KVCache:
+def quantized_copy(model: DecodingModel, exact: KVCache, scheme: Scheme | Planned) -> KVCache:
     """Append the tokens of a 16-bit cache to a new one of another scheme.
 
     Args:
@@ -118,7 +140,10 @@ def quantized_copy(model: DecodingModel, exact: KVCache, scheme: Scheme) -> KVCa
     Returns:
         A cache with room for as many tokens.
     """
-    cache = model.new_cache(exact.batch, exact.max_seq_len, **vars(scheme))
+    options = vars(scheme)
+    if isinstance(scheme, Planned):
+        options = {name: options[name] for name in ("plan", "sink_len", "recent_len")}
+    cache = model.new_cache(exact.batch, exact.max_seq_len, **options)
     for layer in range(exact.num_layers):
         cache.append(layer, *exact.dequantized(layer, EXACT_DTYPES[exact.exact_format]))
     return cache
@@ -139,21 +164,63 @@ def predict(model: DecodingModel, cache: KVCache, tokens: torch.Tensor) -> torch
     return torch.stack(steps)
 
 
-def measure(
-    model: DecodingModel,
-    windows: torch.Tensor,
-    context: int,
-    schemes: Sequence[Scheme] = SCHEMES,
-    *,
-    progress: Callable[[int], None] | None = None,
-) -> list[Fidelity]:
-    """Measure how well each scheme keeps a model's predictions.
+class Reference:
+    """Passages decoded from the 16-bit cache: what other caches are compared with.
 
     Args:
         model: decodes.
         windows: [batch, context + scored + 1], int64: a prompt of context tokens, the scored ones,
             and the last one's successor.
         context: tokens of the prompt.
+
+    Attributes:
+        num_tokens: scored tokens.
+        perplexity: of the text under the 16-bit cache's predictions.
+
+    Raises:
+        ShapeError: windows have no room for a scored token after the prompt.
+    """
+
+    def __init__(self, model: DecodingModel, windows: torch.Tensor, context: int) -> None:
+        scored = windows.shape[1] - context - 1
+        if context < 1 or scored < 1:
+            raise ShapeError(
+                f"windows of {windows.shape[1]} tokens have no room for a prompt of {context}, a "
+                "scored token and its successor"
+            )
+        self.model, self.num_tokens = model, len(windows) * scored
+        self._fed = windows[:, context:-1]
+        self._exact = read_prompt(model, windows[:, :context], scored)
+        self._targets = windows[:, context + 1 :].t()[..., None].to(self._exact.device)
+        self._expected = predict(model, self._exact, self._fed)
+        self._exact.crop(context)
+        _, _, nll = compare(self._expected, self._expected, self._targets)
+        self.perplexity = math.exp(nll)
+
+    def measure(self, scheme: Scheme | Planned) -> Fidelity:
+        """Decode the passages from a cache of a scheme."""
+        exact = self._exact
+        cache = quantized_copy(self.model, exact, scheme)
+        elements = 2 * exact.num_layers * exact.batch * exact.num_kv_heads
+        elements *= exact.max_seq_len * exact.head_dim
+        given = predict(self.model, cache, self._fed)
+        kl, top1, nll = compare(self._expected, given, self._targets)
+        bits = 8 * cache.nbytes / elements
+        return Fidelity(scheme, bits, cache.nbytes, kl, top1, float(torch.tensor(nll).exp()))
+
+
+def measure(
+    model: DecodingModel,
+    windows: torch.Tensor,
+    context: int,
+    schemes: Sequence[Scheme | Planned] = SCHEMES,
+    *,
+    progress: Callable[[int], None] | None = None,
+) -> list[Fidelity]:
+    """Measure how well each scheme keeps a model's predictions.
+
+    Args:
+        model, windows, context: as in Reference.
         schemes: what to compare.
         progress: called with 1 after each scheme, and before them after the 16-bit cache.
 
@@ -163,27 +230,12 @@ def measure(
     Raises:
         ShapeError: windows have no room for a scored token after the prompt.
     """
-    scored = windows.shape[1] - context - 1
-    if context < 1 or scored < 1:
-        raise ShapeError(
-            f"windows of {windows.shape[1]} tokens have no room for a prompt of {context}, a "
-            "scored token and its successor"
-        )
-    fed, targets = windows[:, context:-1], windows[:, context + 1 :].t()[..., None]
-    exact = read_prompt(model, windows[:, :context], scored)
-    expected = predict(model, exact, fed)
-    exact.crop(context)
+    reference = Reference(model, windows, context)
     if progress:
         progress(1)
     found = []
     for scheme in schemes:
-        cache = quantized_copy(model, exact, scheme)
-        elements = 2 * exact.num_layers * exact.batch * exact.num_kv_heads
-        elements *= exact.max_seq_len * exact.head_dim
-        kl, top1, nll = compare(expected, predict(model, cache, fed), targets)
-        perplexity = float(torch.tensor(nll).exp())
-        bits = 8 * cache.nbytes / elements
-        found.append(Fidelity(scheme, bits, cache.nbytes, kl, top1, perplexity))
+        found.append(reference.measure(scheme))
         if progress:
             progress(1)
     return found

@@ -1,24 +1,21 @@
-"""What calibration tells: the table, the warnings, and the file of statistics."""
+"""What calibration tells in a terminal: tables, and warnings in plain words."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from functools import partial
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
 
-from kvquant.files import TensorSource, replaced, write_safetensors
+from kvquant.plan import CachePlan
 
-from .collect import Statistics
 from .fidelity import Fidelity
 
-PLAN_VERSION = 1
 KL_LIMIT = 0.1  # nats per token; int4 rows cost a few hundredths where they work at all
 KL_NOTICE = 0.05  # above it the loss is worth a look
 OFFSET_LIMIT = 10.0  # deviations; models without key biases stay below 5
+HEADER = ("cache", "bits", "smaller", "KL nats/token", "top-1 %", "perplexity")
 
 
 def render_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -36,102 +33,107 @@ def render_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def render_fidelity(found: Sequence[Fidelity]) -> str:
     """The table of what each scheme costs and keeps."""
+    return render_table(HEADER, [_row(str(one.scheme), one.bits, vars(one)) for one in found])
+
+
+def render_plan(plan: CachePlan) -> str:
+    """What a plan costs and keeps beside plain formats, and the formats of its layers."""
+    facts = plan.facts
     rows = [
-        [
-            str(one.scheme),
-            f"{one.bits:.2f}",
-            f"{16 / one.bits:.2f}x",
-            f"{one.kl:.5f}",
-            f"{100 * one.top1:.2f}",
-            f"{one.perplexity:.3f}",
-        ]
-        for one in found
+        _row(f"{one['format']}, {'this plan' if one['plan'] else 'plain'}", one["bits"], one)
+        for one in facts["comparison"]
     ]
-    header = ["cache", "bits", "smaller", "KL nats/token", "top-1 %", "perplexity"]
-    return render_table(header, rows)
+    if facts["measured"]:
+        rows.append(_row("the plan", plan.bits, facts["measured"]))
+    table = [render_table(HEADER, rows), ""] if rows else []
+    layers = [
+        (f"K {entry['k']['format']}, V {entry['v']['format']}", entry["kept"])
+        for entry in facts["layers"]
+    ]
+    for (formats, kept), group in groupby(enumerate(layers), key=lambda item: item[1]):
+        places = [layer for layer, _ in group]
+        span = f"{places[0]}" if len(places) == 1 else f"{places[0]}-{places[-1]}"
+        noun = "layer" if len(places) == 1 else "layers"
+        table.append(f"{noun} {span}: {formats}" + (f" ({kept})" if kept else ""))
+    return "\n".join(table)
 
 
-def warnings(statistics: Statistics | None, found: Sequence[Fidelity]) -> list[str]:
-    """Say in plain words which formats this model does not bear, and why.
+def refusal(plan: CachePlan) -> str | None:
+    """A sentence if the plan does not keep its limit, with the layers to blame."""
+    limit, measured = plan.facts["limit"], plan.facts["measured"]
+    if limit["met"] or not measured:
+        return None
+    within = f" within {limit['budget']:g} bits" if limit["budget"] else ""
+    return (
+        f"the limit of {limit['max_kl']:g} nats per token is not met{within}: the best plan has a "
+        f"KL of {measured['kl']:.4g} at {plan.bits:.2f} bits per element; "
+        f"{_layers(plan.facts['blamed'])} the most. Allow more, or keep some tokens in 16 bit "
+        "(sink_len, recent_len)"
+    )
 
-    Args:
-        statistics: of its keys and values; None where there are none.
-        found: the fidelity of each scheme.
 
-    Returns:
-        One sentence per warning; none for a model that bears every scheme.
-    """
+def warnings(plan: CachePlan) -> list[str]:
+    """Say in plain words what this model does not bear, and why; nothing if it bears all."""
     said = []
-    for one in found:
-        if not one.kl <= KL_LIMIT:  # NaN too
+    entries: Iterable[tuple[str, Mapping[str, Any] | None]] = [
+        *(
+            (f"{one['format']} rows without a plan", one)
+            for one in plan.facts["comparison"]
+            if not one["plan"]
+        ),
+        ("this plan", plan.facts["measured"]),
+    ]
+    for name, one in entries:
+        if one is None:
             said.append(
-                f"{one.scheme}: KL {one.kl:.2f} nats per token, only {100 * one.top1:.0f} % of the "
+                f"{name} was not measured: give --text to have its predictions compared with those "
+                "of the 16-bit cache"
+            )
+        elif not one["kl"] <= KL_LIMIT:  # NaN too
+            said.append(
+                f"{name}: KL {one['kl']:.2f} nats per token, only {100 * one['top1']:.0f} % of the "
                 "likeliest tokens are the same: do not decode this model from such a cache"
             )
-        elif one.kl > KL_NOTICE:
+        elif one["kl"] > KL_NOTICE:
             said.append(
-                f"{one.scheme}: KL {one.kl:.3f} nats per token, {100 * one.top1:.0f} % of the "
+                f"{name}: KL {one['kl']:.3f} nats per token, {100 * one['top1']:.0f} % of the "
                 "likeliest tokens are the same: a noticeable loss; take more bits if you can"
             )
-    if statistics is not None:
-        offsets = torch.stack([layer.offset for layer in statistics.k])
-        layer, head = divmod(int(offsets.argmax()), offsets.shape[1])
-        worst = float(offsets.max())
-        if worst > OFFSET_LIMIT:
-            channel = int(statistics.k[layer].mean[head].abs().argmax())
+    said += [
+        f"layer {layer} is kept in 16 bit: {entry['kept']}"
+        for layer, entry in enumerate(plan.facts["layers"])
+        if entry["kept"]
+    ]
+    mean, std = plan.tensors["k.mean"], plan.tensors.get("k.std")
+    if std is not None:
+        typical = std.median(-1).values.clamp(min=torch.finfo(torch.float32).tiny)
+        ratios = mean.abs().amax(-1) / typical
+        layer, head = divmod(int(ratios.argmax()), ratios.shape[1])
+        if float(ratios.max()) > OFFSET_LIMIT:
+            channel = int(mean[layer, head].abs().argmax())
             said.append(
                 f"keys have large constant offsets, as models with a key bias have (worst in layer "
-                f"{layer}, KV head {head}, channel {channel}: mean {worst:.0f} times the typical "
-                "deviation): most codes of a 4-bit row are lost on them; use 8 bits for K"
+                f"{layer}, KV head {head}, channel {channel}: mean {float(ratios.max()):.0f} times "
+                "the typical deviation): always use this plan, which subtracts them; without it "
+                "most codes of a 4-bit row are lost on them"
             )
     return said
 
 
-def plan_metadata(
-    model: Mapping[str, str], statistics: Statistics, found: Sequence[Fidelity], settings: Any
-) -> dict[str, Any]:
-    """The file's facts as plain data.
-
-    Args:
-        model: identity of the model.
-        statistics: what was observed.
-        found: the fidelity of each scheme.
-        settings: how it was measured.
-    """
-    table = [
-        {
-            **vars(one.scheme),
-            "bits": one.bits,
-            "nbytes": one.nbytes,
-            "kl": one.kl,
-            "top1": one.top1,
-            "perplexity": one.perplexity,
-        }
-        for one in found
+def _row(name: str, bits: float, figures: Mapping[str, Any]) -> list[str]:
+    return [
+        name,
+        f"{bits:.2f}",
+        f"{16 / bits:.2f}x",
+        f"{figures['kl']:.5f}",
+        f"{100 * figures['top1']:.2f}",
+        f"{figures['perplexity']:.3f}",
     ]
-    return {
-        "format": "kvquant-calibration",
-        "version": PLAN_VERSION,
-        "model": dict(model),
-        "observed_tokens": statistics.num_tokens,
-        "settings": settings,
-        "fidelity": table,
-        "warnings": warnings(statistics, found),
-    }
 
 
-def write_plan(path: Path, statistics: Statistics, metadata: Mapping[str, Any]) -> None:
-    """Write the statistics as safetensors, the rest as JSON in the metadata's "kvquant" entry.
-
-    Args:
-        path: the file; an old one is replaced when the new one is whole.
-        statistics: its tensors are Statistics.tensors().
-        metadata: from plan_metadata.
-    """
-    sources = {
-        name: TensorSource(tensor.dtype, tuple(tensor.shape), partial(iter, (tensor,)))
-        for name, tensor in statistics.tensors().items()
-    }
-    text = json.dumps(metadata)
-    with replaced(path) as temporary:
-        write_safetensors(temporary, sources, lambda digests: {"kvquant": text})
+def _layers(places: Sequence[int]) -> str:
+    """Subject and verb: "layer 3 costs", "layers 3 and 5 cost"."""
+    if len(places) == 1:
+        return f"layer {places[0]} costs"
+    words = ", ".join(map(str, places[:-1]))
+    return f"layers {words} and {places[-1]} cost"

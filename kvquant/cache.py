@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-import operator
+import math
 from collections.abc import Sequence
 from numbers import Integral
+from typing import TYPE_CHECKING
 
 import torch
 
 from .attention import State, attend_segments
-from .errors import ConfigError, DeviceError, ShapeError
+from .basis import LayerBasis
+from .cachechecks import (
+    Formats,
+    check_append,
+    check_bases,
+    check_size,
+    per_layer,
+    whole_numbers,
+)
+from .errors import ConfigError, ShapeError
 from .layer import LayerCache
-from .layout import EXACT_CODECS, RowFormat
-from .quant import FLOAT_DTYPES
-from .segments import Segment
+from .layout import EXACT_CODECS
+from .segments import Segment, check_segments
 
-MAX_LENGTH = 2**31 - 1  # lengths are int32
-
-Formats = str | RowFormat | Sequence[str | RowFormat]
+if TYPE_CHECKING:
+    from .plan import CachePlan
 
 
 class KVCache:
@@ -39,6 +47,8 @@ class KVCache:
         recent_len: last tokens of each sequence to keep in 16 bit.
         exact_format: "bf16" or "fp16": the 16-bit rows; take that of the model.
         device: where all tensors lie.
+        bases: what the rows of each layer are stored as; as they come when None. A plan has them:
+            see from_plan.
 
     Attributes:
         layers: the LayerCache of each layer.
@@ -63,6 +73,7 @@ class KVCache:
         recent_len: int = 128,
         exact_format: str = "bf16",
         device: torch.device | str = "cpu",
+        bases: Sequence[LayerBasis] | None = None,
     ) -> None:
         num_layers = check_size("num_layers", num_layers, at_least=1)
         batch = check_size("batch", batch, at_least=1)
@@ -73,8 +84,8 @@ class KVCache:
         recent_len = check_size("recent_len", recent_len)
         if exact_format not in EXACT_CODECS:
             raise ConfigError(f"exact_format {exact_format!r} does not exist: use 'bf16' or 'fp16'")
-        k_formats = _per_layer("k_format", k_format, num_layers, head_dim)
-        v_formats = _per_layer("v_format", v_format, num_layers, head_dim)
+        k_formats = per_layer("k_format", k_format, num_layers, head_dim)
+        v_formats = per_layer("v_format", v_format, num_layers, head_dim)
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.max_seq_len = max_seq_len
@@ -82,6 +93,7 @@ class KVCache:
         self.recent_len = recent_len
         self.exact_format = exact_format
         self.device = torch.device(device)
+        checked = check_bases(bases, num_kv_heads, k_formats, v_formats)
         self.layers = [
             LayerCache(
                 batch,
@@ -93,10 +105,50 @@ class KVCache:
                 recent_len,
                 exact_format,
                 self.device,
+                basis and basis.to(self.device),
             )
-            for k, v in zip(k_formats, v_formats, strict=True)
+            for k, v, basis in zip(k_formats, v_formats, checked, strict=True)
         ]
         self.start_positions = torch.zeros(batch, dtype=torch.int64, device=self.device)
+
+    @classmethod
+    def from_plan(
+        cls,
+        plan: CachePlan,
+        batch: int,
+        max_seq_len: int,
+        *,
+        sink_len: int = 4,
+        recent_len: int = 128,
+        exact_format: str = "bf16",
+        device: torch.device | str = "cpu",
+    ) -> KVCache:
+        """Make an empty cache whose formats and bases are those of a plan.
+
+        Args:
+            plan: of the model whose keys and values will come; plan.check_model tells whether.
+            batch, max_seq_len, sink_len, recent_len, exact_format, device: as in KVCache.
+        """
+        return cls(
+            plan.num_layers,
+            batch,
+            plan.num_kv_heads,
+            plan.head_dim,
+            max_seq_len,
+            k_format=plan.k_formats,
+            v_format=plan.v_formats,
+            sink_len=sink_len,
+            recent_len=recent_len,
+            exact_format=exact_format,
+            device=device,
+            bases=plan.layers,
+        )
+
+    @property
+    def bases(self) -> list[LayerBasis] | None:
+        """What the rows of each layer are stored as; None if as they came."""
+        found = [layer.basis for layer in self.layers if layer.basis is not None]
+        return found or None
 
     @property
     def num_layers(self) -> int:
@@ -125,7 +177,7 @@ class KVCache:
         return self.start_positions.nbytes + sum(tensor.nbytes for tensor in tensors)
 
     def segments(self, layer: int) -> list[Segment]:
-        """The rows of a layer as segments to attend to, without copies."""
+        """The rows of a layer as segments to attend to, without copies, as they are stored."""
         return self._layer(layer).segments()
 
     def dequantized(
@@ -147,11 +199,13 @@ class KVCache:
             )
             for fmt in (at.k_format, at.v_format)
         )
-        segments = at.segments_in_order()
+        segments, stored = at.segments_in_order(), torch.float32 if at.basis else dtype
         for b, seq_len in enumerate(at.seq_lens.tolist()):
-            pairs = [segment.dequantized(b, dtype) for segment in segments]
-            for out, parts in zip(outs, zip(*pairs, strict=True), strict=True):
-                out[b, :, :seq_len] = torch.cat(parts, dim=1)
+            pairs = [segment.dequantized(b, stored) for segment in segments]
+            sides = at.basis or (None, None)
+            for out, parts, side in zip(outs, zip(*pairs, strict=True), sides, strict=True):
+                values = torch.cat(parts, dim=1)
+                out[b, :, :seq_len] = values if side is None else side.decode(values[None])[0]
         return outs[0], outs[1]
 
     def attend(
@@ -174,14 +228,27 @@ class KVCache:
         Returns:
             As decode_attention.
         """
-        return attend_segments(
-            q,
-            self.segments(layer),
+        at, segments = self._layer(layer), self.segments(layer)
+        turned = q
+        if at.basis:
+            check_segments(q, segments)
+            turned = at.basis.k.turn_query(q)
+        found = attend_segments(
+            turned,
+            segments,
             sm_scale=sm_scale,
             return_lse=return_lse,
             num_splits=num_splits,
             backend=backend,
         )
+        if not at.basis:
+            return found
+        out, lse = found if isinstance(found, tuple) else (found, None)
+        out = torch.where(at.seq_lens[:, None, None] > 0, at.basis.v.restore(out), 0.0)
+        if lse is None:
+            return out
+        scale = 1 / math.sqrt(q.shape[-1]) if sm_scale is None else sm_scale
+        return out, lse + scale * at.basis.k.missing_score(q)
 
     def append(
         self,
@@ -209,7 +276,7 @@ class KVCache:
             NonFiniteError: NaN, Inf or a value that one of the formats cannot hold.
         """
         at = self._layer(layer)
-        counts = self._check_append(at, k, v, new_lens)
+        counts = check_append(at, self.max_seq_len, k, v, new_lens)
         at.append(k, v, counts)
 
     def crop(self, seq_lens: int | torch.Tensor | Sequence[int]) -> None:
@@ -229,7 +296,7 @@ class KVCache:
         if isinstance(seq_lens, int | Integral) and not isinstance(seq_lens, bool):
             wanted = present.clamp(max=min(int(seq_lens), self.max_seq_len))
         else:
-            wanted = _whole_numbers("seq_lens", seq_lens)
+            wanted = whole_numbers("seq_lens", seq_lens)
         if wanted.shape != present.shape or bool((wanted < 0).any() or (wanted > present).any()):
             raise ShapeError(
                 f"cannot crop sequences of {present.tolist()} tokens to {wanted.tolist()}: give "
@@ -294,42 +361,8 @@ class KVCache:
             f"layer {layer} does not exist: the cache has layers 0 to {self.num_layers - 1}"
         )
 
-    def _check_append(
-        self,
-        at: LayerCache,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        new_lens: torch.Tensor | Sequence[int] | None,
-    ) -> torch.Tensor:
-        """[batch] int64: tokens to add to each sequence."""
-        for name, x, fmt in (("k", k, at.k_format), ("v", v, at.v_format)):
-            expected = [self.batch, self.num_kv_heads, "new_tokens", fmt.head_dim]
-            if x.ndim != 4 or [*x.shape[:2], "new_tokens", x.shape[3]] != expected:
-                raise ShapeError(
-                    f"{name} is {list(x.shape)}: it must be {expected}".replace("'", "")
-                )
-            if x.dtype not in FLOAT_DTYPES:
-                raise ConfigError(f"{name} is {x.dtype}: use float32, bfloat16 or float16")
-            if x.device != at.seq_lens.device:
-                raise DeviceError(f"{name} is on {x.device}, the cache on {at.seq_lens.device}")
-        new_tokens = k.shape[2]
-        if v.shape[2] != new_tokens:
-            raise ShapeError(f"k has {new_tokens} new tokens, v {v.shape[2]}")
-        new_lens = [new_tokens] * self.batch if new_lens is None else new_lens
-        counts = _whole_numbers("new_lens", new_lens)
-        if counts.shape != (self.batch,) or bool(((counts < 0) | (counts > new_tokens)).any()):
-            raise ShapeError(f"new_lens is {counts.tolist()}: give [batch] of 0 to {new_tokens}")
-        lens = at.seq_lens.cpu() + counts
-        if bool((lens > self.max_seq_len).any()):
-            sequence = int((lens > self.max_seq_len).nonzero()[0])
-            raise ShapeError(
-                f"sequence {sequence} would grow to {int(lens[sequence])} tokens, max_seq_len is "
-                f"{self.max_seq_len}: crop it, or make a larger cache"
-            )
-        return counts
-
     def _check_index(self, index: torch.Tensor | Sequence[int]) -> torch.Tensor:
-        chosen = _whole_numbers("index", index).to(self.device)
+        chosen = whole_numbers("index", index).to(self.device)
         if chosen.ndim != 1 or bool(((chosen < 0) | (chosen >= self.batch)).any()):
             raise ShapeError(f"index is {chosen.tolist()}: give places from 0 to {self.batch - 1}")
         return chosen
@@ -348,42 +381,10 @@ class KVCache:
             recent_len=self.recent_len,
             exact_format=self.exact_format,
             device=self.device,
+            bases=self.bases,
         )
         for mine, theirs in zip(self.layers, other.layers, strict=True):
             for name, tensor in theirs.tensors().items():
                 tensor.copy_(mine.tensors()[name].index_select(0, index))
         other.start_positions = self.start_positions.index_select(0, index)
         return other
-
-
-def check_size(name: str, size: int, *, at_least: int = 0) -> int:
-    """A size as an int, whatever whole number it came as.
-
-    Raises:
-        ConfigError: it is no whole number (True is none), or out of bounds.
-    """
-    whole = isinstance(size, Integral) and not isinstance(size, bool)
-    if not whole or not at_least <= size <= MAX_LENGTH:
-        raise ConfigError(
-            f"{name} {size!r} is not possible: use a whole number from {at_least} to {MAX_LENGTH}"
-        )
-    return operator.index(size)
-
-
-def _whole_numbers(name: str, values: int | torch.Tensor | Sequence[int]) -> torch.Tensor:
-    """int64 on the CPU; fractions and masks are refused, not cast."""
-    numbers = torch.as_tensor(values).cpu()
-    if numbers.is_floating_point() or numbers.dtype == torch.bool:
-        raise ConfigError(f"{name} is {numbers.dtype}: use whole numbers")
-    return numbers.long()
-
-
-def _per_layer(name: str, formats: Formats, num_layers: int, head_dim: int) -> list[RowFormat]:
-    """One format for each layer."""
-    if isinstance(formats, RowFormat):
-        return [formats] * num_layers
-    if isinstance(formats, str) or not isinstance(formats, Sequence):
-        return [RowFormat.parse(formats, head_dim)] * num_layers
-    if len(formats) != num_layers:
-        raise ConfigError(f"{name} lists {len(formats)} formats for {num_layers} layers")
-    return [f if isinstance(f, RowFormat) else RowFormat.parse(f, head_dim) for f in formats]

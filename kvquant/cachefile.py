@@ -196,11 +196,11 @@ def unsealed(metadata: Mapping[str, Any]) -> tuple[Manifest, dict[str, str]]:
 def _plan_summary(text: str) -> str:
     """What a calibration file holds, in one line."""
     try:
-        plan = json.loads(text)
-        model, tokens, schemes = plan["model"], plan["observed_tokens"], plan["fidelity"]
+        facts = json.loads(text)
+        model, tokens = facts["model"], facts["observed_tokens"]
         return (
-            f"it holds statistics of {tokens!r:.20} tokens and the fidelity of {len(schemes)} "
-            f"caches for a {model['type']!r:.40} model with config {model['sha256'][:12]!r}"
+            f"it holds the plan of caches for a {model['type']!r:.40} model with config "
+            f"{model['sha256'][:12]!r}, from {tokens!r:.20} tokens"
         )
     except (ValueError, TypeError, KeyError, RecursionError):
         return "its metadata cannot be read"

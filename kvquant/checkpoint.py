@@ -24,8 +24,9 @@ The manifest is an object with exactly these keys; every number is whole:
         packed_lens   [batch], how many tokens after the sinks are packed
     model             null, or {"type", "sha256"}: model_identity of the model's config
     creation          any object: how the cache came about
-    transforms        []: what was done to K and V before they were quantized. A reader that meets
-                      an entry it does not know must refuse the file
+    transforms        what was done to K and V before they were quantized. []: nothing. Else one
+                      object per layer, {"k", "v"}: the fingerprints of the bases of a plan, which
+                      the reader must have. A reader that meets another entry must refuse the file
     sha256            for every tensor the SHA-256 of its bytes
 
 The tensors hold the rows in use, of layer I and of K and V each:
@@ -63,7 +64,9 @@ from typing import Any
 
 import torch
 
-from .cache import KVCache, check_size
+from .basis import LayerBasis, fingerprints
+from .cache import KVCache
+from .cachechecks import check_size
 from .cachefile import (
     CacheFile,
     check_values,
@@ -85,6 +88,7 @@ from .files import (
 from .identity import model_identity
 from .layer import LayerCache
 from .manifest import Manifest, Part
+from .plan import CachePlan
 
 
 def save_cache(
@@ -148,6 +152,7 @@ def load_cache(
     path: str | os.PathLike[str],
     *,
     model: Mapping[str, Any] | None = None,
+    plan: CachePlan | None = None,
     max_seq_len: int | None = None,
     device: torch.device | str = "cpu",
 ) -> KVCache:
@@ -156,6 +161,8 @@ def load_cache(
     Args:
         path: what was given to save_cache, or the index of its shards.
         model: the config, as a dict, of the model that is to continue; None to take any file.
+        plan: that the cache was made with, if there was one: it has the bases of the rows. Formats
+            are those of the file.
         max_seq_len: tokens that a sequence is to have room for; as it was when None.
         device: where the cache is to lie.
 
@@ -164,19 +171,20 @@ def load_cache(
 
     Raises:
         FileNotFoundError: there is no such file.
-        CheckpointError: the file is damaged, foreign or of another model, or the cache does not fit
-            max_seq_len or the memory.
+        CheckpointError: the file is damaged, foreign, of another model or plan, or the cache does
+            not fit max_seq_len or the memory.
         ConfigError: max_seq_len is no whole number.
     """
     with CacheFile(path) as file:
         manifest = file.manifest
         if model is not None:
-            _check_model(file.path, manifest.model, model_identity(model))
+            check_model(file.path, manifest.model, model_identity(model))
         size = manifest.max_seq_len
         if max_seq_len is not None:
             size = check_size("max_seq_len", max_seq_len)
+        _check_plan(file.path, manifest, plan)
         _check_room(file.path, manifest, size)
-        cache = _allocate(file.path, manifest, size, device)
+        cache = _allocate(file.path, manifest, size, device, plan)
         for part in manifest.parts.values():
             rows = file.rows(part)
             layer = cache.layers[part.layer]
@@ -265,7 +273,8 @@ def _remove_leftovers(path: Path, keep: Iterable[str]) -> None:
                 path.with_name(name).unlink()
 
 
-def _check_model(path: Path, ours: Mapping[str, str] | None, theirs: Mapping[str, str]) -> None:
+def check_model(path: Path, ours: Mapping[str, str] | None, theirs: Mapping[str, str]) -> None:
+    """Raise CheckpointError unless a file, which tells `ours`, belongs to a model."""
     if ours is None:
         raise CheckpointError(
             f"{path} does not say which model it belongs to: save it with model=config, or load it "
@@ -276,6 +285,26 @@ def _check_model(path: Path, ours: Mapping[str, str] | None, theirs: Mapping[str
             f"{path} belongs to a {ours['type']!r:.40} model with config {ours['sha256'][:12]}, "
             f"not to this {theirs['type']!r:.40} model with config {theirs['sha256'][:12]}: take "
             "the cache that was made with this model"
+        )
+
+
+def _check_plan(path: Path, manifest: Manifest, plan: CachePlan | None) -> None:
+    """Raise unless the plan has the bases that the rows are stored in."""
+    ours = list(manifest.transforms)
+    if plan is None and ours:
+        raise CheckpointError(
+            f"{path} was made with a plan, whose bases its rows are stored in: give it, "
+            "plan=CachePlan.load(FILE)"
+        )
+    if plan is None:
+        return
+    theirs = fingerprints(plan.layers)
+    if ours != theirs:
+        differ = [i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]]
+        where = f" (layer {differ[0]} differs)" if differ else ""
+        raise CheckpointError(
+            f"{path} was made {'with another plan' if ours else 'without a plan'}{where}: its rows "
+            "cannot be read in the bases of this one; take the plan that it was made with"
         )
 
 
@@ -294,7 +323,11 @@ def _check_room(path: Path, manifest: Manifest, max_seq_len: int) -> None:
 
 
 def _allocate(
-    path: Path, manifest: Manifest, max_seq_len: int, device: torch.device | str
+    path: Path,
+    manifest: Manifest,
+    max_seq_len: int,
+    device: torch.device | str,
+    plan: CachePlan | None,
 ) -> KVCache:
     """An empty cache with the counters of the manifest."""
     needed = manifest.cache_bytes(max_seq_len)
@@ -318,6 +351,7 @@ def _allocate(
             recent_len=manifest.recent_len,
             exact_format=manifest.exact_format,
             device=device,
+            bases=None if plan is None else _bases(plan, manifest),
         )
     except ConfigError as error:
         if "more than there is" in str(error):
@@ -327,6 +361,16 @@ def _allocate(
         layer.set_lens(torch.tensor(manifest.seq_lens), torch.tensor(entry.packed_lens))
     cache.start_positions.copy_(torch.tensor(manifest.start_positions))
     return cache
+
+
+def _bases(plan: CachePlan, manifest: Manifest) -> list[LayerBasis]:
+    """The bases of a plan, with the clip ratios of the file's formats."""
+    formats = {
+        (i, side): str(fmt)
+        for i, entry in enumerate(manifest.layers)
+        for side, fmt in (("k", entry.k_format), ("v", entry.v_format))
+    }
+    return plan.with_layer_formats(formats).layers
 
 
 def _available_memory() -> int | None:

@@ -12,14 +12,24 @@ import click
 
 from . import __version__
 from .benchcli import bench
-from .console import COUNT, NEW_FILE, WHOLE, check_output, progress
+from .calibratecli import calibrate
+from .console import (
+    COUNT,
+    FILE,
+    FOLDER,
+    NEW_FILE,
+    WHOLE,
+    check_output,
+    progress,
+    read_text,
+    warn_of_length,
+)
 from .errors import ConfigError, KVQuantError
+from .reportcli import report
 
 if TYPE_CHECKING:
     from .cache import KVCache
 
-FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
-FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 CACHE = click.Path(dir_okay=False, path_type=Path)  # may stand for its shards
 OUTPUT = click.option("-o", "--output", type=NEW_FILE, required=True, help="File to write.")
 
@@ -73,6 +83,7 @@ def main() -> None:
 @click.argument("model", type=FOLDER, required=False)
 @click.option("--prompt", type=FILE, help="Text that the model reads.")
 @click.option("--from", "raw", type=FILE, help="16-bit K and V of another program instead.")
+@click.option("--plan", type=FILE, help="Of kvquant calibrate: formats and transforms.")
 @click.option("--format", "both", default="int4-g4", show_default=True, help="Format of K and V.")
 @click.option("--k-format", help="Format of K, where it differs.")
 @click.option("--v-format", help="Format of V, where it differs.")
@@ -87,6 +98,7 @@ def quantize(
     model: Path | None,
     prompt: Path | None,
     raw: Path | None,
+    plan: Path | None,
     both: str,
     k_format: str | None,
     v_format: str | None,
@@ -122,6 +134,12 @@ def quantize(
 
     for name in (options["k_format"], options["v_format"]):
         RowFormat.parse(name, 128)  # a wrong name is told before the model is loaded
+    if plan is not None:
+        if raw is not None or k_format or v_format:
+            raise ConfigError("--plan says the formats and needs MODEL: leave the others out")
+        from .plan import CachePlan
+
+        options = {"plan": CachePlan.load(plan), "sink_len": sink_len, "recent_len": recent_len}
     if raw is not None and model is None and prompt is None:
         from .exchange import quantize_raw
 
@@ -148,8 +166,9 @@ def quantize(
     required=True,
     help="16-bit tensors, or the byte layout of another project.",
 )
+@click.option("--plan", type=FILE, help="The plan that the cache was made with, if there was one.")
 @OUTPUT
-def export(cache: Path, to: str, output: Path) -> None:
+def export(cache: Path, to: str, plan: Path | None, output: Path) -> None:
     """Write a cache in a form that other programs read.
 
     \b
@@ -160,8 +179,10 @@ def export(cache: Path, to: str, output: Path) -> None:
     from .checkpoint import load_cache
     from .exchange import export_cache
     from .inspection import size_text
+    from .plan import CachePlan
 
-    notes = export_cache(load_cache(cache), output, to)
+    bases = CachePlan.load(plan) if plan else None
+    notes = export_cache(load_cache(cache, plan=bases), output, to)
     click.echo(f"{output}: {to}, {size_text(output.stat().st_size)}")
     for note in notes:
         click.echo(note)
@@ -182,56 +203,6 @@ def inspect(file: Path, as_json: bool) -> None:
 
     description = describe(file)
     click.echo(json.dumps(description, indent=2) if as_json else render(description))
-
-
-@main.command()
-@click.argument("model", type=FOLDER)
-@click.option("--text", type=FILE, required=True, help="Text to observe; its last quarter is held.")
-@click.option("--held", type=FILE, help="Another text to score on, instead of the last quarter.")
-@click.option("--observed", type=COUNT, default=32768, show_default=True, help="Tokens to observe.")
-@click.option("--windows", type=COUNT, default=8, show_default=True, help="Passages to score.")
-@click.option("--context", type=COUNT, default=1024, show_default=True, help="Tokens before them.")
-@click.option("--scored", type=COUNT, default=64, show_default=True, help="Tokens of each scored.")
-@OUTPUT
-def calibrate(model: Path, text: Path, held: Path | None, output: Path, **sizes: int) -> None:
-    """Measure which cache formats a model bears.
-
-    Keys and values of the text are observed per layer and KV head. Then held passages are decoded
-    token by token from caches of every format, and the predictions compared with those of the
-    16-bit cache: KL divergence, share of equal likeliest tokens, perplexity. The table is printed;
-    it and the statistics are written.
-
-    \b
-    Example:
-      kvquant calibrate examples/llama-demo-5m --text examples/unseen.txt --windows 2 \\
-          -o plan.safetensors
-    """
-    check_output(output, text, held)
-    from .calibration.report import plan_metadata, render_fidelity, warnings, write_plan
-    from .calibration.run import Sizes
-    from .calibration.run import calibrate as run
-    from .identity import model_identity
-    from .model import CachedModel
-
-    reader = CachedModel.from_pretrained(model)
-    tokens = reader.encode(_read(text))
-    scored = reader.encode(_read(held)) if held else None
-    chosen = Sizes(**sizes)
-    _warn_of_length(reader, "a passage", chosen.context + chosen.scored)
-    with progress(200, "Calibrating") as update:
-        statistics, found = run(
-            reader, tokens, scored, sizes=chosen, progress=lambda stage, share: update(share, stage)
-        )
-    settings = {**sizes, "text": text.name, "held": held.name if held else "last quarter of text"}
-    identity = model_identity(reader.config_dict)
-    write_plan(output, statistics, plan_metadata(identity, statistics, found, settings))
-    click.echo(render_fidelity(found))
-    click.echo(
-        f"\n{chosen.windows * chosen.scored} tokens scored after {chosen.context} tokens of "
-        f"context; statistics of {statistics.num_tokens} tokens in {output}"
-    )
-    for warning in warnings(statistics, found):
-        click.echo(f"Warning: {warning}", err=True)
 
 
 @main.command()
@@ -258,13 +229,8 @@ def demo(model: Path | None, text: Path | None, context: int, json_file: Path | 
 
 
 main.add_command(bench)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 text: {error}") from None
+main.add_command(calibrate)
+main.add_command(report)
 
 
 def _read_prompt(
@@ -273,7 +239,7 @@ def _read_prompt(
     """Read a text file into a new cache."""
     import torch
 
-    tokens = torch.tensor([model.encode(_read(prompt))], dtype=torch.int64)
+    tokens = torch.tensor([model.encode(read_text(prompt))], dtype=torch.int64)
     length = tokens.shape[1]
     if not length:
         raise ConfigError(f"{prompt} holds no text: the cache would be empty")
@@ -281,19 +247,11 @@ def _read_prompt(
         raise ConfigError(
             f"{prompt} has {length} tokens, --max-seq-len is {max_seq_len}: use {length} or more"
         )
-    _warn_of_length(model, str(prompt), length)
+    warn_of_length(model.max_positions, str(prompt), length)
     cache: KVCache = model.new_cache(1, max_seq_len or length, **options)
     with progress(length, "Reading") as update:
         model.prefill(cache, tokens, chunk=chunk, progress=update)
     return cache
-
-
-def _warn_of_length(model: Any, what: str, length: int) -> None:
-    if model.max_positions is not None and length > model.max_positions:
-        click.echo(
-            f"Warning: {what} has {length} tokens, the model was made for {model.max_positions}",
-            err=True,
-        )
 
 
 def _save(

@@ -14,6 +14,8 @@ from .errors import ConfigError, KVQuantError
 MAX = 2**31 - 1  # lengths are int32
 COUNT = click.IntRange(min=1, max=MAX)
 WHOLE = click.IntRange(min=0, max=MAX)
+FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 NEW_FILE = click.Path(dir_okay=False, path_type=Path)
 
 
@@ -53,3 +55,19 @@ def check_output(path: Path | None, *inputs: Path | None) -> None:
         raise ConfigError(f"{path} cannot be written: {path.parent} is not a folder")
     if any(given and given.resolve() == path.resolve() for given in inputs):
         raise ConfigError(f"{path} is read: give another name to write to")
+
+
+def read_text(path: Path) -> str:
+    """The text of a UTF-8 file."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text: {error}") from None
+
+
+def warn_of_length(max_positions: int | None, what: str, length: int) -> None:
+    """Say on stderr if a text is longer than a model was made for."""
+    if max_positions is not None and length > max_positions:
+        click.echo(
+            f"Warning: {what} has {length} tokens, the model was made for {max_positions}", err=True
+        )

@@ -33,7 +33,8 @@ from pathlib import Path
 
 import torch
 
-from .cache import Formats, KVCache
+from .cache import KVCache
+from .cachechecks import Formats
 from .errors import CheckpointError, ConfigError, NonFiniteError, ShapeError, UnsupportedError
 from .files import TensorSource, open_safetensors, read_tensor, replaced, write_safetensors
 from .layout import FP16_MAX, RowFormat
@@ -196,6 +197,10 @@ def export_cache(cache: KVCache, path: str | os.PathLike[str], to: str) -> list[
             )
     if to in EXACT_DTYPES:
         tensors, notes = _values(cache, EXACT_DTYPES[to]), list[str]()
+    elif cache.bases:
+        raise UnsupportedError(
+            f"the rows are stored in the bases of a plan, which {to} does not know: export to bf16"
+        )
     else:
         tensors, notes = _packed(cache, to)
     counts = seq_lens - 1 if to == "fbgemm" else seq_lens
@@ -216,7 +221,7 @@ def _formats(name: str, formats: Formats, head_dims: list[int]) -> list[RowForma
 
 def _values(cache: KVCache, dtype: torch.dtype) -> dict[str, TensorSource]:
     """Raw tensors, dequantized one sequence at a time."""
-    longest = int(cache.seq_lens.max())
+    longest, bases = int(cache.seq_lens.max()), cache.bases
     tensors = {}
     for i, layer in enumerate(cache.layers):
         for side, fmt in (("k", layer.k_format), ("v", layer.v_format)):
@@ -229,10 +234,13 @@ def _values(cache: KVCache, dtype: torch.dtype) -> dict[str, TensorSource]:
                     parts = [
                         dequantize_rows(rows, stored) for rows, stored in _rows(cache, i, side, b)
                     ]
-                    values = torch.cat(parts, dim=1).to(dtype)
+                    whole = torch.cat(parts, dim=1)
+                    if bases:
+                        whole = getattr(bases[i], side).decode(whole[None])[0]
+                    values = whole.to(dtype)
                     if not bool(values.isfinite().all()):
                         head, token, element = (~values.isfinite()).nonzero()[0].tolist()
-                        value = torch.cat(parts, dim=1)[head, token, element].item()
+                        value = whole[head, token, element].item()
                         raise NonFiniteError(
                             f"layer {i}, {side.upper()}, sequence {b}, token {token}: {value:g} is "
                             "too large for fp16: export to bf16"

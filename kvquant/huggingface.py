@@ -1,4 +1,4 @@
-"""Run a Hugging Face decoder on a KVCache: the only file that imports transformers.
+"""Run a Hugging Face decoder on a KVCache: with observation.py, all that imports transformers.
 
 A model hands each layer's new keys and values to a cache and then calls an attention function by
 name. Both are ours here: TransformersCache passes the keys on, marked with their layer, and the
@@ -39,7 +39,6 @@ except ImportError as error:
         f"pip install -e '.[hf]' in the checkout ({error})"
     ) from error
 
-Observer = Callable[[int, torch.Tensor, torch.Tensor], None]
 ATTENTION = "kvquant"
 # what models pass that does not change the result here: positions are in the keys already
 HARMLESS = {"position_ids", "cache_position", "use_cache", "is_causal", "output_attentions"}
@@ -144,25 +143,6 @@ class _LayerView(CacheLayerMixin):
     def get_max_length(self) -> int:
         """Tokens that there is room for."""
         return self.cache.max_seq_len
-
-
-class ObservedCache(DynamicCache):
-    """Shows keys and values to an observer and keeps none."""
-
-    def __init__(self, observer: Observer) -> None:
-        super().__init__()
-        self.observer = observer
-
-    def update(
-        self,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
-        layer_idx: int,
-        *args: Any,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.observer(layer_idx, key_states, value_states)
-        return key_states, value_states
 
 
 def _attention(

@@ -75,6 +75,7 @@ def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
         "sink_len": manifest.sink_len,
         "recent_len": manifest.recent_len,
         "exact_format": manifest.exact_format,
+        "transformed": bool(manifest.transforms),
         "seq_lens": list(manifest.seq_lens),
         "start_positions": list(manifest.start_positions),
         "positions": list(manifest.positions),
@@ -112,6 +113,7 @@ def render(description: dict[str, Any]) -> str:
         if model
         else "  model      not given",
         f"  made       {_printable(made or '-'):.200}",
+        f"  plan       {'rows are stored in the bases of a plan' if d['transformed'] else 'none'}",
         f"  shape      {_count(d['num_layers'], 'layer')}, {_count(d['num_kv_heads'], 'KV head')}, "
         f"{_count(d['batch'], 'sequence')}",
         f"  tokens     {_some(d['seq_lens'])} of {d['max_seq_len']}; next position "

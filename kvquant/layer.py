@@ -6,13 +6,15 @@
 
 A token is written exactly (16 bit) first and quantized once, when it leaves the recent window, from
 its 16-bit values: the bytes do not depend on the chunks in which tokens arrive. With neither sinks
-nor a recent window tokens are quantized as they come.
+nor a recent window tokens are quantized as they come. All rows, the 16-bit ones too, are stored in
+the layer's basis (basis.py), if it has one.
 """
 
 from __future__ import annotations
 
 import torch
 
+from .basis import Basis, LayerBasis
 from .errors import ConfigError, NonFiniteError
 from .layout import RowFormat
 from .quant import EXACT_DTYPES, dequantize_rows, quantize_rows
@@ -34,6 +36,7 @@ class LayerCache:
         recent_len: last tokens of each sequence kept in 16 bit.
         exact_format: "bf16" or "fp16", the 16-bit rows.
         device: where the tensors lie.
+        basis: what rows are stored as; as they come when None.
 
     Attributes:
         k_packed, v_packed: [batch, num_kv_heads, max_seq_len - sink_len - recent_len, row_bytes].
@@ -57,6 +60,7 @@ class LayerCache:
         recent_len: int,
         exact_format: str,
         device: torch.device,
+        basis: LayerBasis | None = None,
     ) -> None:
         def rows(length: int, fmt: RowFormat) -> torch.Tensor:
             shape = (batch, num_kv_heads, length, fmt.row_bytes)
@@ -74,7 +78,7 @@ class LayerCache:
         self.sink_len = min(sink_len, max_seq_len)
         self.recent_len = min(recent_len, max_seq_len - self.sink_len)
         packed_len = max_seq_len - self.sink_len - self.recent_len
-        self.k_format, self.v_format = k_format, v_format
+        self.k_format, self.v_format, self.basis = k_format, v_format, basis
         self.k_exact = RowFormat(exact_format, 1, k_format.head_dim)
         self.v_exact = RowFormat(exact_format, 1, v_format.head_dim)
         exact_len = self.sink_len + self.recent_len
@@ -188,6 +192,10 @@ class LayerCache:
         """What to write of K or V, as (rows, sequences, slots, values)."""
         fmt: RowFormat = getattr(self, f"{name}_format")
         exact: RowFormat = getattr(self, f"{name}_exact")
+        basis: Basis | None = getattr(self.basis, name) if self.basis else None
+        if basis:
+            _check_values(x, name, (fmt, exact), new_lens)  # while the channels are its own
+            x = basis.encode(x)
         if self.sink_len or self.recent_len:
             x = x.to(EXACT_DTYPES[exact.codec])  # may round over a limit
         _check_values(x, name, (fmt, exact), new_lens)
@@ -208,7 +216,12 @@ class LayerCache:
             slots = slots % self.recent_len if kind == "recent" else slots
             place = "packed" if kind == "leaving" else kind
             rows = getattr(self, f"{name}_{place}")
-            writes.append((rows, sequences, slots, quantize_rows(values, to_format, check=False)))
+            if basis and place == "packed":
+                flat = values if sequences is None else values[:, :, None]
+                packed = basis.quantize(flat, fmt).view(*values.shape[:-1], fmt.row_bytes)
+            else:
+                packed = quantize_rows(values, to_format, check=False)
+            writes.append((rows, sequences, slots, packed))
         return writes
 
 

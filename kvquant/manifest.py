@@ -9,17 +9,30 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import Any
 
+from .basis import fingerprints
 from .cache import KVCache
 from .errors import CheckpointError, ConfigError, ShapeError
 from .identity import model_identity
+from .jsonvalues import (
+    INT64,
+    as_dict,
+    as_list,
+    check_digest,
+    check_keys,
+    choice,
+    identity,
+    parse,
+    row_format,
+    whole,
+    wholes,
+)
 from .layout import EXACT_CODECS, RowFormat
 
 FORMAT = "kvquant-cache"
 VERSION = 1
 KINDS = ("sinks", "packed", "recent")
-_INT32, _INT64 = 2**31 - 1, 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -91,6 +104,7 @@ class Manifest:
     layers: tuple[LayerEntry, ...]
     model: Mapping[str, str] | None
     creation: Mapping[str, Any]
+    transforms: tuple[Mapping[str, str], ...] = ()
 
     @classmethod
     def of(
@@ -130,6 +144,7 @@ class Manifest:
             ),
             None if model is None else model_identity(model),
             copied,
+            tuple(fingerprints(cache.bases)),
         )
 
     @property
@@ -211,7 +226,7 @@ class Manifest:
                 ],
                 "model": self.model,
                 "creation": self.creation,
-                "transforms": [],
+                "transforms": self.transforms,
                 "sha256": dict(digests),
             },
             separators=(",", ":"),
@@ -225,10 +240,7 @@ class Manifest:
         Raises:
             CheckpointError: the manifest is not one that this version writes.
         """
-        try:
-            top = json.loads(text, parse_constant=_refuse_constant)
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"the manifest is no JSON ({error})") from None
+        top = parse(text)
         if type(top) is not dict or top.get("format") != FORMAT:
             raise CheckpointError(f"the manifest is not that of a {FORMAT} file")
         if top.get("version") != VERSION:
@@ -236,37 +248,33 @@ class Manifest:
                 f"the file has version {top.get('version')!r:.40}, this kvquant reads {VERSION}: "
                 "take the kvquant that wrote it, or save it anew"
             )
-        _keys(top, _TOP_KEYS, "the manifest")
-        if top["transforms"] != []:
-            raise CheckpointError(
-                f"the rows were transformed by {top['transforms']!r:.80}, which this kvquant does "
-                "not know: take a newer one"
-            )
+        check_keys(top, _TOP_KEYS, "the manifest")
         manifest = cls(
-            _whole(top["num_kv_heads"], "num_kv_heads", low=1),
-            _whole(top["head_dim"], "head_dim", low=1),
-            _whole(top["max_seq_len"], "max_seq_len"),
-            _whole(top["sink_len"], "sink_len"),
-            _whole(top["recent_len"], "recent_len"),
-            _choice(top["exact_format"], "exact_format", EXACT_CODECS),
-            _wholes(top["seq_lens"], "seq_lens"),
-            _wholes(top["start_positions"], "start_positions", low=-_INT64, high=_INT64),
+            whole(top["num_kv_heads"], "num_kv_heads", low=1),
+            whole(top["head_dim"], "head_dim", low=1),
+            whole(top["max_seq_len"], "max_seq_len"),
+            whole(top["sink_len"], "sink_len"),
+            whole(top["recent_len"], "recent_len"),
+            choice(top["exact_format"], "exact_format", EXACT_CODECS),
+            wholes(top["seq_lens"], "seq_lens"),
+            wholes(top["start_positions"], "start_positions", low=-INT64, high=INT64),
             tuple(
                 _layer_entry(entry, f"layers[{i}]")
-                for i, entry in enumerate(_list(top["layers"], "layers"))
+                for i, entry in enumerate(as_list(top["layers"], "layers"))
             ),
-            _model(top["model"]),
-            _dict(top["creation"], "creation"),
+            identity(top["model"]),
+            as_dict(top["creation"], "creation"),
+            _transforms(top["transforms"], len(top["layers"])),
         )
-        manifest._check(_wholes(top["positions"], "positions", low=-_INT64, high=_INT64))
-        digests = _dict(top["sha256"], "sha256")
+        manifest._check(wholes(top["positions"], "positions", low=-INT64, high=INT64))
+        digests = as_dict(top["sha256"], "sha256")
         if digests.keys() != manifest.parts.keys():
             names = sorted(digests.keys() ^ manifest.parts.keys())
             raise CheckpointError(
                 f"the tensors listed do not fit the lengths: see {names[0]!r:.80}"
             )
         for name, digest in digests.items():
-            _digest(digest, f"sha256 of {name}")
+            check_digest(digest, f"sha256 of {name}")
         return manifest, digests
 
     def _check(self, positions: tuple[int, ...]) -> None:
@@ -300,77 +308,29 @@ _TOP_KEYS = set(
 )
 
 
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
-
-
-def _keys(value: dict[str, Any], expected: set[str], what: str) -> None:
-    if value.keys() != expected:
-        names = sorted(value.keys() ^ expected)
-        raise CheckpointError(f"{what} has no key {names[0]!r:.80}, or should have none")
-
-
-def _dict(value: Any, what: str) -> dict[str, Any]:
-    if type(value) is not dict:
-        raise CheckpointError(f"{what} is {value!r:.80}: it must be an object")
-    return value
-
-
-def _list(value: Any, what: str) -> list[Any]:
-    if type(value) is not list:
-        raise CheckpointError(f"{what} is {value!r:.80}: it must be a list")
-    return value
-
-
-def _whole(value: Any, what: str, *, low: int = 0, high: int = _INT32) -> int:
-    if type(value) is not int or not low <= value <= high:
-        raise CheckpointError(
-            f"{what} is {value!r:.80}: it must be a whole number from {low} to {high}"
-        )
-    return value
-
-
-def _wholes(values: Any, what: str, *, low: int = 0, high: int = _INT32) -> tuple[int, ...]:
-    return tuple(_whole(value, what, low=low, high=high) for value in _list(values, what))
-
-
-def _choice(value: Any, what: str, choices: tuple[str, ...]) -> str:
-    if type(value) is not str or value not in choices:
-        raise CheckpointError(f"{what} is {value!r:.80}: it must be one of {', '.join(choices)}")
-    return value
-
-
-def _row_format(value: Any, what: str) -> RowFormat:
-    _keys(_dict(value, what), {"format", "head_dim"}, what)
-    name, head_dim = value["format"], value["head_dim"]
-    if type(name) is not str:
-        raise CheckpointError(f"{what}.format is {name!r:.80}: it must be a format's name")
-    try:
-        return RowFormat.parse(name, _whole(head_dim, f"{what}.head_dim"))
-    except ValueError as error:  # ConfigError, or a number of groups too long for int()
-        raise CheckpointError(f"{what}: {str(error)[:200]}") from None
-
-
 def _layer_entry(value: Any, what: str) -> LayerEntry:
-    _keys(_dict(value, what), {"k", "v", "packed_lens"}, what)
+    check_keys(as_dict(value, what), {"k", "v", "packed_lens"}, what)
     return LayerEntry(
-        _row_format(value["k"], f"{what}.k"),
-        _row_format(value["v"], f"{what}.v"),
-        _wholes(value["packed_lens"], f"{what}.packed_lens"),
+        row_format(value["k"], f"{what}.k"),
+        row_format(value["v"], f"{what}.v"),
+        wholes(value["packed_lens"], f"{what}.packed_lens"),
     )
 
 
-def _model(value: Any) -> dict[str, str] | None:
-    if value is None:
-        return None
-    model = _dict(value, "model")
-    _keys(model, {"type", "sha256"}, "model")
-    if type(model["type"]) is not str:
-        raise CheckpointError("model.type must be a string")
-    _digest(model["sha256"], "model.sha256")
-    return model
-
-
-def _digest(value: Any, what: str) -> None:
-    if type(value) is not str or len(value) != 64 or not set(value) <= set("0123456789abcdef"):
-        raise CheckpointError(f"{what} is {value!r:.80}: it must be 64 hexadecimal digits")
+def _transforms(value: Any, num_layers: int) -> tuple[dict[str, str], ...]:
+    """Fingerprints of the bases of each layer, or nothing."""
+    if value == []:
+        return ()
+    try:
+        for i, entry in enumerate(as_list(value, "transforms")):
+            check_keys(as_dict(entry, f"transforms[{i}]"), {"k", "v"}, f"transforms[{i}]")
+            for side in "kv":
+                check_digest(entry[side], f"transforms[{i}].{side}")
+        if len(value) != num_layers:
+            raise CheckpointError(f"{len(value)} transforms for {num_layers} layers")
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"the rows were transformed by {value!r:.80}, which this kvquant does not know: take a "
+            f"newer one ({error})"
+        ) from None
+    return tuple(value)

@@ -10,14 +10,9 @@ import torch
 
 from .cache import KVCache
 from .errors import ConfigError, ShapeError, UnsupportedError
-from .huggingface import (
-    ObservedCache,
-    Observer,
-    TransformersCache,
-    attend_by,
-    load,
-    plain_cache,
-)
+from .huggingface import TransformersCache, attend_by, load, plain_cache
+from .observation import Observer, observe, output_weights
+from .plan import CachePlan
 from .quant import exact_codec
 
 Progress = Callable[[int], None]
@@ -88,16 +83,21 @@ class CachedModel:
         text: str = self.tokenizer.decode(tokens)
         return text
 
-    def new_cache(self, batch: int, max_seq_len: int, **options: Any) -> KVCache:
+    def new_cache(
+        self, batch: int, max_seq_len: int, *, plan: CachePlan | None = None, **options: Any
+    ) -> KVCache:
         """Make an empty KVCache of this model's shape.
 
         Args:
             batch: sequences.
             max_seq_len: tokens that each has room for.
-            options: of KVCache: k_format, v_format, sink_len, recent_len, exact_format.
+            plan: of `kvquant calibrate`, for this model: it says the formats.
+            options: of KVCache: k_format, v_format (not with a plan), sink_len, recent_len,
+                exact_format.
 
         Raises:
             ConfigError: head_dim or an option is not supported.
+            CheckpointError: the plan was made for another model.
             UnsupportedError: layers that are not attention, or that differ in their shape.
         """
         config = self.config
@@ -114,6 +114,11 @@ class CachedModel:
                 f"layers differ in their shape: {heads} KV heads, {head_dim} wide"
             )
         options = {"exact_format": self.exact_format, "device": self.model.device} | options
+        if plan is not None:
+            plan.check_model(self.config_dict)
+            if options.keys() & {"k_format", "v_format", "bases"}:
+                raise ConfigError("a plan says the formats: use plan.with_formats for others")
+            return KVCache.from_plan(plan, batch, max_seq_len, **options)
         return KVCache(config.num_hidden_layers, batch, heads, head_dim, max_seq_len, **options)
 
     def prefill(
@@ -209,13 +214,19 @@ class CachedModel:
         return logits
 
     def observe(self, tokens: torch.Tensor, observer: Observer) -> None:
-        """Show the keys (after RoPE) and values of every layer, computed with exact attention.
+        """Show what every layer attends with, computed with exact attention.
 
         Args:
             tokens: [batch, new_tokens], int64.
-            observer: called with the layer, K [batch, num_kv_heads, new_tokens, head_dim], and V.
+            observer: called with the layer, queries [batch, num_q_heads, new_tokens, head_dim] and
+                keys [batch, num_kv_heads, new_tokens, head_dim] (after RoPE), values likewise, and
+                sm_scale.
         """
-        self.plain(tokens, ObservedCache(observer))
+        observe(self.model, tokens, observer)
+
+    def output_weights(self) -> dict[int, torch.Tensor]:
+        """The output projection of each layer's attention, [hidden, num_q_heads * head_dim]."""
+        return output_weights(self.model)
 
     def _run(
         self,

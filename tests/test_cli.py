@@ -105,15 +105,44 @@ def test_exports_to_other_layouts_say_what_was_lost(tmp_path: Path, raw: Path) -
     assert "16-bit rows" in notes[0]
 
 
+SMALL = ("--observed", 512, "--windows", 2, "--context", 128, "--scored", 4)
+
+
 @needs_hf
 def test_calibration_prints_a_table_and_writes_a_plan(tmp_path: Path) -> None:
+    from kvquant.plan import CachePlan
+
     path = tmp_path / "plan.safetensors"
-    sizes = ["--observed", 256, "--windows", 2, "--context", 128, "--scored", 4]
-    text = ok("calibrate", MODEL, "--text", EXAMPLES / "unseen.txt", *sizes, "-o", path)
-    assert "8 tokens scored after 128 tokens of context; statistics of 256 tokens" in text
-    for name in ("bf16", "int8-g4", "int4 + 4 sinks, 128 recent"):
-        assert any(line.startswith(name) for line in text.splitlines())
-    assert load_file(path)["k.mean"].shape == (4, 1, 128)
+    lines = ok("calibrate", MODEL, "--text", EXAMPLES / "unseen.txt", *SMALL, "-o", path)
+    assert "512 tokens observed, 8 scored after 128 tokens of context; written to" in lines
+    for name in ("int4, plain", "int4, this plan", "the plan", "layers 0-3: K int4, V int4"):
+        assert any(line.startswith(name) for line in lines.splitlines()), name
+    assert CachePlan.load(path).formats == [("int4", "int4")] * 4
+    assert [file.name for file in tmp_path.iterdir()] == ["plan.safetensors"]
+
+
+@needs_hf
+def test_a_limit_that_cannot_be_met_is_exit_code_3(tmp_path: Path) -> None:
+    path = tmp_path / "plan.safetensors"
+    given = ("--text", EXAMPLES / "unseen.txt", *SMALL, "--max-kl", 1e-9, "-o", path)
+    result = run("calibrate", MODEL, *given)
+    assert result.exit_code == 3
+    assert "Not met: the limit of 1e-09 nats per token is not met" in result.stderr
+    assert "cost" in result.stderr and path.is_file()
+
+
+@needs_hf
+def test_a_cache_of_a_plan_is_made_inspected_and_exported(tmp_path: Path, prompt: Path) -> None:
+    plan, cache, out = (tmp_path / f"{name}.safetensors" for name in ("plan", "cache", "out"))
+    ok("calibrate", MODEL, "--zero-data", "--observed", 512, "-o", plan)
+    table = ok("quantize", MODEL, "--prompt", prompt, "--plan", plan, "-o", cache)
+    assert "rows are stored in the bases of a plan" in table
+    ok("export", cache, "--to", "bf16", "--plan", plan, "-o", out)
+    assert load_file(out)["layers.0.k"].dtype == torch.bfloat16
+    result = run("export", cache, "--to", "bf16", "-o", out)
+    assert result.exit_code == 2 and "was made with a plan" in result.stderr
+    result = run("export", cache, "--to", "fbgemm", "--plan", plan, "-o", out)
+    assert "which fbgemm does not know" in result.stderr
 
 
 @needs_hf
@@ -123,10 +152,10 @@ def test_warnings_of_calibration_go_to_stderr(
     from kvquant.calibration import report
 
     monkeypatch.setattr(report, "KL_LIMIT", -1.0)
-    sizes = ["--observed", 64, "--windows", 1, "--context", 64, "--scored", 2]
-    text = EXAMPLES / "unseen.txt"
-    result = run("calibrate", MODEL, "--text", text, *sizes, "-o", tmp_path / "plan.safetensors")
-    assert "Warning: int4: KL " in result.stderr
+    path = tmp_path / "plan.safetensors"
+    result = run("calibrate", MODEL, "--text", EXAMPLES / "unseen.txt", *SMALL, "-o", path)
+    assert "Warning: int4 rows without a plan: KL " in result.stderr
+    assert "Warning: this plan: KL" in result.stderr
     assert "Warning" not in result.stdout
 
 
@@ -188,6 +217,18 @@ BAD: dict[str, tuple[list[str], str]] = {
     "model without weights": (
         ["calibrate", "{tmp}", "--text", "{prompt}", "-o", "{tmp}/x.safetensors"],
         "it has no config.json",
+    ),
+    "nothing to observe": (["calibrate", "{model}", "-o", "{tmp}/x.safetensors"], "give --text"),
+    "limit without text": (
+        ["calibrate", "{model}", "--zero-data", "--max-kl", "1", "-o", "{tmp}/x.safetensors"],
+        "need a text to score",
+    ),
+    "format and budget": (
+        [
+            *("calibrate", "{model}", "--text", "{prompt}", "--format", "int4"),
+            *("--budget", "5", "-o", "{tmp}/x.safetensors"),
+        ],
+        "give a format, or --max-kl and --budget",
     ),
     "text too short": (
         ["calibrate", "{model}", "--text", "{prompt}", "-o", "{tmp}/x.safetensors"],

@@ -36,7 +36,7 @@ SHAPE = {
     "head_dim": 64,
     "max_position_embeddings": 512,
 }
-FP16 = {
+FP16: dict[str, Any] = {
     "k_format": "fp16",
     "v_format": "fp16",
     "sink_len": 0,
@@ -194,9 +194,10 @@ def test_generate_continues_greedily(model: CachedModel) -> None:
 def test_observers_see_keys_after_rotation_and_values(model: CachedModel) -> None:
     text, past, seen = tokens(2, 12), transformers.DynamicCache(), {}
     model.plain(text, past)
-    model.observe(text, lambda layer, k, v: seen.update({layer: (k, v)}))
+    model.observe(text, lambda layer, q, k, v, scale: seen.update({layer: (q, k, v, scale)}))
     assert sorted(seen) == [0, 1]
-    for layer, (k, v) in seen.items():
+    for layer, (q, k, v, scale) in seen.items():
+        assert q.shape == (2, 8, 12, 64) and scale == 64**-0.5
         torch.testing.assert_close(k, past.layers[layer].keys)
         torch.testing.assert_close(v, past.layers[layer].values)
 

@@ -150,10 +150,8 @@ def test_shards_are_described_as_one_cache(tmp_path: Path) -> None:
     "text, said",
     [
         pytest.param(
-            '{"model": {"type": "llama", "sha256": "0123456789abcdef"}, "observed_tokens": 256, '
-            '"fidelity": [{}, {}]}',
-            "statistics of 256 tokens and the fidelity of 2 caches for a 'llama' model with config "
-            "'0123456789ab'",
+            '{"model": {"type": "llama", "sha256": "0123456789abcdef"}, "observed_tokens": 256}',
+            "the plan of caches for a 'llama' model with config '0123456789ab', from 256 tokens",
             id="whole",
         ),
         pytest.param('{"model": 1}', "its metadata cannot be read", id="damaged"),

@@ -1,38 +1,34 @@
-"""Tables, warnings and the file of statistics (1 s)."""
+"""Tables and warnings (1 s)."""
 
-import json
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
+from example_plan import example_plan
 
-from kvquant.calibration.collect import Statistics
 from kvquant.calibration.fidelity import Fidelity, Scheme
-from kvquant.calibration.observers import ChannelObserver
 from kvquant.calibration.report import (
-    plan_metadata,
+    refusal,
     render_fidelity,
+    render_plan,
     render_table,
     warnings,
-    write_plan,
 )
+from kvquant.plan import CachePlan
 
-GOOD = Fidelity(Scheme("int8", "int8"), 8.25, 1000, 0.0002, 0.99, 15.0)
-BAD = Fidelity(Scheme("int4", "int8", 4, 128), 4.25, 500, 2.318, 0.3625, 161.0)
+ROW = {"bits": 4.25, "kl": 0.0002, "top1": 0.99, "perplexity": 15.0}
 
 
-def statistics(offset: float = 0.0) -> Statistics:
-    layers = []
-    for layer in range(3):
-        torch.manual_seed(layer)
-        x = torch.randn(1, 2, 200, 64)
-        if layer == 1:
-            x[:, 1, :, 7] += offset
-        observer = ChannelObserver(2, 64, ("int8",))
-        observer.update(x)
-        layers.append(observer)
-    return Statistics(layers, layers)
+def plan(offset: float = 0.0, **facts: Any) -> CachePlan:
+    example = example_plan()
+    layers = [entry | {"kept": None} for entry in example.facts["layers"]]
+    comparison = [{"format": "int4", "plan": planned} | ROW for planned in (False, True)]
+    limit = {"max_kl": 0.01, "budget": None, "met": True}
+    given = {"layers": layers, "comparison": comparison, "limit": limit, "blamed": []} | facts
+    torch.manual_seed(0)
+    mean, std = torch.randn(3, 2, 64), torch.ones(3, 2, 64)
+    mean[1, 1, 7] += offset
+    return CachePlan({**example.facts, **given}, {**example.tensors, "k.mean": mean, "k.std": std})
 
 
 def test_tables_are_aligned() -> None:
@@ -42,58 +38,66 @@ def test_tables_are_aligned() -> None:
 
 
 def test_the_table_names_each_scheme_with_its_figures() -> None:
-    lines = render_fidelity([GOOD, BAD]).splitlines()
+    good = Fidelity(Scheme("int8", "int8"), 8.25, 1000, 0.0002, 0.99, 15.0)
+    bad = Fidelity(Scheme("int4", "int8", 4, 128), 4.25, 500, 2.318, 0.3625, 161.0)
+    lines = render_fidelity([good, bad]).splitlines()
     assert lines[2].split() == ["int8", "8.25", "1.94x", "0.00020", "99.00", "15.000"]
     assert lines[3].startswith("K int4, V int8 + 4 sinks, 128 recent")
     assert lines[3].split()[-3:] == ["2.31800", "36.25", "161.000"]
 
 
+def test_a_plan_is_printed_beside_plain_formats_with_its_layers() -> None:
+    lines = render_plan(plan()).splitlines()
+    assert [line.split("  ")[0] for line in lines[2:5]] == [
+        "int4, plain",
+        "int4, this plan",
+        "the plan",
+    ]
+    assert lines[-3:] == [
+        "layer 0: K int4, V int8",
+        "layer 1: K int4, V int4",
+        "layer 2: K bf16, V bf16",
+    ]
+
+
 def test_a_model_that_bears_all_is_not_warned_of() -> None:
-    assert warnings(statistics(), [GOOD]) == []
+    assert warnings(plan()) == []
 
 
 @pytest.mark.parametrize("kl", [2.318, float("nan")])
 def test_formats_that_destroy_the_predictions_are_named(kl: float) -> None:
-    bad = Fidelity(BAD.scheme, 4.25, 500, kl, 0.3625, 161.0)
-    (warning,) = warnings(None, [GOOD, bad])
-    assert warning.startswith(f"K int4, V int8 + 4 sinks, 128 recent: KL {kl:.2f} nats")
+    bad = {"format": "int4", "plan": False} | ROW | {"kl": kl}
+    (warning,) = warnings(plan(comparison=[bad]))
+    assert warning.startswith(f"int4 rows without a plan: KL {kl:.2f} nats")
     assert "do not decode" in warning
 
 
 def test_a_noticeable_loss_is_told_in_milder_words() -> None:
-    worn = Fidelity(Scheme("int4-g8", "int4-g8"), 6.0, 500, 0.0712, 0.874, 17.0)
-    (warning,) = warnings(None, [GOOD, worn])
-    assert warning.startswith("int4-g8: KL 0.071 nats per token, 87 % of the likeliest")
+    (warning,) = warnings(plan(measured=ROW | {"kl": 0.0712, "top1": 0.874}))
+    assert warning.startswith("this plan: KL 0.071 nats per token, 87 % of the likeliest")
     assert "noticeable" in warning and "do not" not in warning
 
 
+def test_what_was_not_measured_or_is_kept_is_told() -> None:
+    layers = [*plan().facts["layers"][:2], plan().facts["layers"][2] | {"kept": "it is odd"}]
+    said = warnings(plan(measured=None, layers=layers))
+    assert "was not measured: give --text" in said[0]
+    assert said[1] == "layer 2 is kept in 16 bit: it is odd"
+
+
 def test_keys_with_offsets_are_named() -> None:
-    (warning,) = warnings(statistics(offset=40), [GOOD])
-    assert "layer 1, KV head 1, channel 7: mean 40 times" in warning
+    (warning,) = warnings(plan(offset=40))
+    assert "layer 1, KV head 1, channel 7: mean " in warning
 
 
-def test_the_file_holds_statistics_and_table(tmp_path: Path) -> None:
-    found, path = statistics(), tmp_path / "plan.safetensors"
-    metadata = plan_metadata({"type": "llama", "sha256": "0"}, found, [GOOD, BAD], {"context": 9})
-    path.write_text("old")
-    write_plan(path, found, metadata)
-    assert [p.name for p in tmp_path.iterdir()] == ["plan.safetensors"]
-    with safe_open(path, framework="pt") as file:
-        for name, tensor in found.tensors().items():
-            assert torch.equal(file.get_tensor(name), tensor), name
-        written = json.loads(file.metadata()["kvquant"])
-    assert written == json.loads(json.dumps(metadata))
-    assert [written["format"], written["version"]] == ["kvquant-calibration", 1]
-    assert [written["observed_tokens"], written["settings"]] == [200, {"context": 9}]
-    assert written["fidelity"][1] == {
-        "k_format": "int4",
-        "v_format": "int8",
-        "sink_len": 4,
-        "recent_len": 128,
-        "bits": 4.25,
-        "nbytes": 500,
-        "kl": 2.318,
-        "top1": 0.3625,
-        "perplexity": 161.0,
-    }
-    assert written["warnings"] == warnings(found, [BAD])
+@pytest.mark.parametrize(
+    ("layers", "words"),
+    [([2], "layer 2 costs the most"), ([2, 0, 1], "layers 2, 0 and 1 cost the most")],
+    ids=["one", "three"],
+)
+def test_a_limit_that_is_not_met_names_the_layers_to_blame(layers: list[int], words: str) -> None:
+    limit = {"max_kl": 1e-4, "budget": 5.0, "met": False}
+    said = refusal(plan(limit=limit, blamed=layers))
+    assert said is not None
+    assert "0.0001 nats per token is not met within 5 bits" in said and words in said
+    assert refusal(plan()) is None

@@ -1,0 +1,126 @@
+"""Which bases are candidates for the rows of a KV head, and the one that is best in theory.
+
+A row x is stored as x' = M^-1 (x - mean). If rounding errors are alike and independent in all
+stored channels, their weighted size is proportional to
+
+    tr(Mᵀ W M) · tr(M^-1 C M^-T)        W the weights of an error, C the covariance of the rows
+
+W is the second moment of the queries for K, of the output projection for V. The least value is
+(sum of the singular values)² of W^½ C^½ = U S Vᵀ, reached by M = W^-½ U S^½ R with any rotation R;
+a Hadamard matrix R makes all channels alike. Its scale is free: stored rows keep the variance that
+the rows have about their mean.
+
+Rounding with feedback (kvquant/rounding.py) makes of the first trace tr(sqrt(Mᵀ W M))² / dim, for
+channels that a rotation has made alike (theorem 1 of https://arxiv.org/abs/2307.13304). With M =
+W^-½ U S^a R the product is then mean(s^(2 - 2a)) · mean(s^a)², whose exponents add up to 2 with
+their weights: it is least where they are equal, at a = 2/3.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvquant.basis import Basis
+from kvquant.hadamard import rotate
+from kvquant.rounding import feedback_matrix
+
+from .moments import LayerMoments
+
+RIDGE = 1e-3  # of the mean diagonal is added to moments: few tokens leave directions unseen
+
+
+def regularized(moment: torch.Tensor) -> torch.Tensor:
+    """A moment [heads, dim, dim] with a little of the identity, so that it has an inverse."""
+    diagonal = moment.diagonal(dim1=-2, dim2=-1).mean(-1)
+    tiny = torch.finfo(torch.float32).tiny
+    ridge = (RIDGE * diagonal).clamp(min=tiny)[:, None, None]
+    return moment + ridge * torch.eye(moment.shape[-1], dtype=moment.dtype, device=moment.device)
+
+
+def output_moment(weight: torch.Tensor | None, num_kv_heads: int, dim: int) -> torch.Tensor:
+    """The weights of V's errors: the sum of W_oᵀ W_o over the query heads of each KV head.
+
+    Args:
+        weight: [hidden, num_q_heads * dim] of the output projection; None where it is not known.
+        num_kv_heads: KV heads.
+        dim: channels of a value.
+
+    Returns:
+        [num_kv_heads, dim, dim], float64; the identity where the projection is not known.
+    """
+    if weight is None or weight.shape[1] % (num_kv_heads * dim):
+        return torch.eye(dim, dtype=torch.float64).expand(num_kv_heads, dim, dim).clone()
+    heads = weight.double().unflatten(1, (num_kv_heads, -1, dim))
+    return torch.einsum("ohgd,ohge->hde", heads, heads)
+
+
+def optimal_matrix(
+    weights: torch.Tensor, covariance: torch.Tensor, *, feedback: bool = False
+) -> torch.Tensor:
+    """M of the module's docstring.
+
+    Args:
+        weights: [heads, dim, dim], float64: W.
+        covariance: likewise: C.
+        feedback: whether rows will be rounded with feedback.
+
+    Returns:
+        The same shape, float64.
+    """
+    weights, spread = regularized(weights), regularized(covariance)
+    root, inverse_root = _power(weights, 0.5), _power(weights, -0.5)
+    u, s, _ = torch.linalg.svd(root @ _power(spread, 0.5))
+    eye = torch.eye(weights.shape[-1], device=weights.device)
+    power = 2 / 3 if feedback else 1 / 2
+    matrix = inverse_root @ (u * s.pow(power)[:, None]) @ rotate(eye).double()
+    variance = covariance.diagonal(dim1=-2, dim2=-1).sum(-1)
+    stored = s.pow(2 - 2 * power).sum(-1)
+    ratio = variance.clamp(min=torch.finfo(torch.float32).tiny) / stored
+    scaled: torch.Tensor = matrix * ratio.rsqrt()[:, None, None]
+    return scaled
+
+
+def candidates(
+    moments: LayerMoments, weights: dict[str, torch.Tensor], side: str
+) -> dict[str, Basis]:
+    """The bases to be compared for one side of one layer, by the step that they stand for.
+
+    Those whose names end in "+feedback" are rounded so.
+    """
+    mean, covariance = moments.mean(side), moments.covariance(side)
+    offset = mean.float()
+    matrix = optimal_matrix(weights[side], covariance).float()
+    fed_matrix = optimal_matrix(weights[side], covariance, feedback=True).float()
+    nearest = {
+        "plain": Basis(torch.zeros_like(offset)),
+        "offset": Basis(offset),
+        "hadamard": Basis(offset, "hadamard"),
+        "matrix": Basis(offset, "matrix", matrix),
+    }
+    fed = {
+        "offset": nearest["offset"],
+        "hadamard": nearest["hadamard"],
+        "matrix": Basis(offset, "matrix", fed_matrix),
+    }
+    return nearest | {
+        f"{name}+feedback": with_feedback(basis, weights[side]) for name, basis in fed.items()
+    }
+
+
+def with_feedback(basis: Basis, weights: torch.Tensor) -> Basis:
+    """The same basis, rounded with feedback against weights [heads, dim, dim] of the errors."""
+    weights = regularized(weights)
+    if basis.matrix is not None:
+        matrix = basis.matrix.double()
+        weights = matrix.mT @ weights @ matrix
+    matrix_of_kind = basis.matrix if basis.kind == "matrix" else None
+    feedback = feedback_matrix(weights).float()
+    return Basis(basis.offset, basis.kind, matrix_of_kind, basis.clip, feedback)
+
+
+def _power(moment: torch.Tensor, exponent: float) -> torch.Tensor:
+    """A power of symmetric positive matrices."""
+    values, vectors = torch.linalg.eigh(moment)
+    values = values.clamp(min=torch.finfo(torch.float32).tiny)
+    found: torch.Tensor = (vectors * values.pow(exponent)[:, None]) @ vectors.mT
+    return found

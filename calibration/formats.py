@@ -1,0 +1,95 @@
+"""Choose the format of K and V of every layer: the fewest bits that keep the predictions.
+
+What a side of a layer costs, in KL, is measured once by decoding with this side alone in the
+cheapest format; in another format it is taken to shrink as the square of the weighted error of its
+rows. Costs add up, times a factor that the decoding of the whole plan tells. The greedy step is the
+one that saves the most KL per bit. K keeps at least the bits of V, unless V alone was measured to
+cost more than K alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+Side = tuple[int, str]  # layer, "k" or "v"
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What formats cost.
+
+    Attributes:
+        kl: for every side and format, nats per token.
+        bits: of every format, per element, cheapest first.
+    """
+
+    kl: Mapping[Side, Mapping[str, float]]
+    bits: Mapping[str, float]
+
+    def total(self, formats: Mapping[Side, str]) -> float:
+        """The KL of all sides."""
+        return sum(self.kl[side][name] for side, name in formats.items())
+
+    def mean_bits(self, formats: Mapping[Side, str]) -> float:
+        """Bits per element."""
+        return sum(self.bits[name] for name in formats.values()) / len(formats)
+
+
+def allocate(
+    costs: Costs, *, max_kl: float | None = None, budget: float | None = None
+) -> dict[Side, str]:
+    """Choose formats.
+
+    Args:
+        costs: what they cost.
+        max_kl: stop as soon as the costs add up to no more; never when None.
+        budget: bits per element to stay within; any number when None.
+
+    Returns:
+        The format of every side; the best within the budget where max_kl is out of reach.
+    """
+    cheapest = next(iter(costs.bits))
+    formats = dict.fromkeys(costs.kl, cheapest)
+    while max_kl is None or costs.total(formats) > max_kl:
+        steps = [
+            (saved / more, side, name)
+            for side, now in formats.items()
+            for name, bits in costs.bits.items()
+            if (more := bits - costs.bits[now]) > 0
+            and (saved := costs.kl[side][now] - costs.kl[side][name]) > 0
+            and _may_take(costs, formats, side, name)
+            and (budget is None or costs.mean_bits(formats) + more / len(formats) <= budget + 1e-9)
+        ]
+        if not steps:
+            break
+        _, side, name = max(steps)
+        formats[side] = name
+    return formats
+
+
+def blamed(costs: Costs, formats: Mapping[Side, str], *, count: int = 3) -> list[int]:
+    """The layers that cost the most, worst first."""
+    layers: dict[int, float] = {}
+    for (layer, side), name in formats.items():
+        layers[layer] = layers.get(layer, 0.0) + costs.kl[layer, side][name]
+    worst = sorted(layers, key=lambda layer: -layers[layer])
+    half = sum(layers.values()) / 2
+    chosen, told = [], 0.0
+    for layer in worst[:count]:
+        chosen.append(layer)
+        told += layers[layer]
+        if told > half:
+            break
+    return chosen
+
+
+def _may_take(costs: Costs, formats: Mapping[Side, str], side: Side, name: str) -> bool:
+    """Whether K would keep at least the bits of V, or V was measured to need more."""
+    layer, which = side
+    if which == "k" or (layer, "k") not in formats:
+        return True
+    cheapest = next(iter(costs.bits))
+    if costs.kl[side][cheapest] > costs.kl[layer, "k"][cheapest]:
+        return True
+    return costs.bits[name] <= costs.bits[formats[layer, "k"]]

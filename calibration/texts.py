@@ -1,0 +1,79 @@
+"""Which tokens calibration reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvquant.errors import ConfigError
+
+FIT_SHARE = 8  # of the observed windows, one in so many is kept for choosing
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much text to read.
+
+    Attributes:
+        observed: tokens for the statistics, at most.
+        length: tokens of a window of them, at most.
+        windows: passages that are scored, as one batch.
+        context: tokens of a passage's prompt.
+        scored: tokens of a passage that are decoded and compared.
+    """
+
+    observed: int = 32768
+    length: int = 4096
+    windows: int = 8
+    context: int = 1024
+    scored: int = 64
+
+    def __post_init__(self) -> None:
+        for name, size in vars(self).items():
+            if size < 1:
+                raise ConfigError(f"{name} {size} is not possible: use 1 or more")
+
+
+def observed_windows(
+    tokens: Sequence[int], sizes: Sizes, max_positions: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Windows for the moments, and those for choosing; the same one if there is only one."""
+    length = min(sizes.length, sizes.observed, max(len(tokens) // 2, 1))
+    length = min(length, max_positions or length)
+    count = max(min(sizes.observed, len(tokens)) // length, 1)
+    windows = spread(tokens, count, length)
+    if count == 1:
+        return windows, windows
+    is_fitted = torch.arange(count) % FIT_SHARE == 1
+    return windows[~is_fitted], windows[is_fitted]
+
+
+def spread(tokens: Sequence[int], count: int, length: int) -> torch.Tensor:
+    """Take windows from a text, evenly spaced and not overlapping.
+
+    Returns:
+        [count, length], int64.
+
+    Raises:
+        ConfigError: the text is too short.
+    """
+    if len(tokens) < count * length:
+        raise ConfigError(
+            f"{len(tokens)} tokens are too few for {count} windows of {length}: give a longer "
+            "text, or fewer or shorter windows"
+        )
+    all_tokens = torch.as_tensor(tokens, dtype=torch.int64)
+    stride = (len(tokens) - length) // max(count - 1, 1)
+    starts = torch.arange(count) * stride
+    return all_tokens[starts[:, None] + torch.arange(length)]
+
+
+def random_tokens(config: Mapping[str, Any], count: int) -> list[int]:
+    """Tokens drawn evenly from the vocabulary of a model's config, always the same."""
+    generator = torch.Generator().manual_seed(0)
+    config = config.get("text_config") or config
+    drawn = torch.randint(int(config["vocab_size"]), (count,), generator=generator)
+    return [int(token) for token in drawn]

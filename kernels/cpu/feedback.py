@@ -1,0 +1,90 @@
+"""Codes rounded with feedback on the CPU, bit for bit as rounding.py defines them.
+
+work item = 16 rows; per row, and per element i in its order
+
+    1  code_i from x_i less what it owes to the elements before it
+    2  its error times column i of L is added to what the later elements owe, 16 at a time
+"""
+
+import functools
+
+import numpy as np
+import torch
+
+from .parallel import compile_kernel, run, sources_hash
+from .simd import (
+    LANES,
+    add,
+    argument,
+    keyed_by,
+    load,
+    load_float,
+    splat,
+    stack_floats,
+    store,
+    store_float,
+    times,
+)
+
+ROWS_PER_ITEM = 16
+X, PARAMS, COLUMNS, CODES, NUM_ROWS, TOKENS, HEADS = range(7)  # the arguments of the kernel
+
+
+def round_with_feedback(
+    x: torch.Tensor, params: torch.Tensor, feedback: torch.Tensor, levels: float
+) -> torch.Tensor:
+    """The codes of rows.
+
+    Args:
+        x: [batch, num_kv_heads, tokens, head_dim], float32.
+        params: [batch, num_kv_heads, tokens, groups, 2], float32: scale and shift.
+        feedback: [num_kv_heads, head_dim, head_dim], float32: L.
+        levels: the greatest code.
+
+    Returns:
+        The shape of x, float32; without meaning where params are NaN.
+    """
+    x, params, columns = x.contiguous(), params.contiguous(), feedback.mT.contiguous()
+    codes = torch.empty_like(x)
+    num_rows = x.numel() // x.shape[-1]
+    pointers = [tensor.data_ptr() for tensor in (x, params, columns, codes)]
+    arguments = np.array([*pointers, num_rows, x.shape[2], x.shape[1]])
+    items = -(-num_rows // ROWS_PER_ITEM)
+    kernel = make_feedback_kernel(x.shape[-1], params.shape[-2], int(levels))
+    run(kernel, arguments, items, parallel=items > 1)
+    return codes
+
+
+@functools.cache
+def make_feedback_kernel(head_dim, groups, levels):
+    """Compile the kernel for a row and its groups; its address."""
+    group_size, most = head_dim // groups, np.float32(levels)
+    zero, one = np.float32(0), np.float32(1)
+    sources = sources_hash()
+
+    def feedback_kernel(args, item):
+        keyed_by(sources)
+        owed = stack_floats(head_dim)
+        first = item * ROWS_PER_ITEM
+        for index in range(first, min(first + ROWS_PER_ITEM, argument(args, NUM_ROWS))):
+            head = index // argument(args, TOKENS) % argument(args, HEADS)
+            columns = argument(args, COLUMNS) + 4 * head_dim * head_dim * head
+            x = argument(args, X) + 4 * head_dim * index
+            params = argument(args, PARAMS) + 8 * groups * index
+            codes = argument(args, CODES) + 4 * head_dim * index
+            for element in range(0, head_dim, LANES):
+                store(owed + 4 * element, splat(zero))
+            for i in range(head_dim):
+                scale = load_float(params + 8 * (i // group_size))
+                shift = load_float(params + 8 * (i // group_size) + 4)
+                inverse = zero if scale == zero else one / scale
+                wanted = (load_float(x + 4 * i) - load_float(owed + 4 * i) - shift) * inverse
+                code = min(max(np.rint(wanted), zero), most)
+                store_float(codes + 4 * i, code)
+                error = splat(code * scale + shift - load_float(x + 4 * i))
+                column = columns + 4 * head_dim * i
+                for element in range(i // LANES * LANES, head_dim, LANES):
+                    place = owed + 4 * element
+                    store(place, add(load(place), times(load(column + 4 * element), error)))
+
+    return compile_kernel(feedback_kernel)

@@ -1,0 +1,125 @@
+"""Watch a Hugging Face decoder attend: queries, keys and values, and output projections.
+
+Layers are found through transformers' attention interface, not by the names of models: whatever
+calls the attention function is a layer with attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+from .errors import UnsupportedError
+from .huggingface import attend_by
+
+# layer, queries, keys and values as attention meets them, and its factor on q·k
+Observer = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float], None]
+OBSERVED = "kvquant-observed"
+
+
+class _Watch:
+    """Who is watching attention at the moment.
+
+    Attributes:
+        observer: is shown every call.
+        modules: the attention module of each layer that has attended.
+        last: the one that attended last, until its output projection is found.
+    """
+
+    def __init__(self) -> None:
+        self.observer: Observer | None = None
+        self.modules: dict[int, torch.nn.Module] = {}
+        self.last: torch.nn.Module | None = None
+
+    def show(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float | None,
+    ) -> None:
+        layer = getattr(module, "layer_idx", None)
+        if not isinstance(layer, int):
+            raise UnsupportedError(f"{type(module).__name__} does not say which layer it is")
+        self.modules[layer] = self.last = module
+        if self.observer:
+            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+            self.observer(layer, query.detach(), key.detach(), value.detach(), scale)
+
+
+_watch = _Watch()
+
+
+def _observed_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend as transformers' SDPA does, after showing queries, keys and values."""
+    _watch.show(module, query, key, value, scaling)
+    attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    found: tuple[torch.Tensor, None] = attend(
+        module, query, key, value, attention_mask, scaling=scaling, **options
+    )
+    return found
+
+
+AttentionInterface.register(OBSERVED, _observed_attention)
+AttentionMaskInterface.register(OBSERVED, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+
+
+def observe(model: Any, tokens: torch.Tensor, observer: Observer | None) -> None:
+    """Run a model over tokens with exact attention, and show what its layers attend with.
+
+    Args:
+        model: attends through transformers' attention interface.
+        tokens: [batch, tokens], int64.
+        observer: called with the layer, queries [batch, num_q_heads, tokens, head_dim] and keys
+            [batch, num_kv_heads, tokens, head_dim] (after RoPE), values likewise, and sm_scale.
+
+    Raises:
+        UnsupportedError: the model, or a layer, does not attend through that interface.
+    """
+    attend_by(model, OBSERVED)
+    _watch.observer, _watch.modules, _watch.last = observer, {}, None
+    try:
+        with torch.no_grad():
+            model(tokens.to(model.device), use_cache=False, logits_to_keep=1)
+    finally:
+        _watch.observer, _watch.last = None, None
+    if not _watch.modules:
+        raise UnsupportedError(f"no layer of {type(model).__name__} has attention")
+
+
+def output_weights(model: Any) -> dict[int, torch.Tensor]:
+    """The output projection of each layer: [hidden, num_q_heads * head_dim].
+
+    It is the weight of the first linear layer that runs in the attention module after attention;
+    a layer without one is left out.
+    """
+    found: dict[int, torch.Tensor] = {}
+
+    def see(linear: torch.nn.Module, _: Any) -> None:
+        last = _watch.last
+        if last is not None and any(child is linear for child in last.modules()):
+            assert isinstance(linear, torch.nn.Linear) and isinstance(last.layer_idx, int)
+            found[last.layer_idx] = linear.weight.detach()
+            _watch.last = None
+
+    linears = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    hooks = [linear.register_forward_pre_hook(see) for linear in linears]
+    try:
+        observe(model, torch.zeros(1, 2, dtype=torch.int64), None)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found

@@ -1,0 +1,44 @@
+"""The command `kvquant report`: a plan as one HTML page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from .console import FILE, NEW_FILE, check_output
+from .errors import CheckpointError, ConfigError
+
+
+@click.command()
+@click.argument("plan", type=FILE)
+@click.option("-o", "--output", type=NEW_FILE, required=True, help="HTML file to write.")
+def report(plan: Path, output: Path) -> None:
+    """Tell what a plan decided and what it costs, as one HTML page.
+
+    PLAN is a file of kvquant calibrate. The page needs no other files and no network; it is drawn
+    by matplotlib, which comes with the report extra.
+
+    \b
+    Example:
+      kvquant report plan.safetensors -o report.html
+    """
+    check_output(output, plan)
+    if output.suffix not in (".html", ".htm"):
+        raise ConfigError(f"{output} cannot be written: name it NAME.html")
+    from .calibration.figures import check_matplotlib
+    from .calibration.htmlreport import render
+    from .calibration.verdict import verdict
+    from .files import replaced
+    from .plan import CachePlan
+
+    check_matplotlib()
+    found = CachePlan.load(plan)
+    try:
+        page = render(found, plan.name)
+    except KeyError as error:
+        raise CheckpointError(f"{plan} has no {error}: calibrate again") from None
+    with replaced(output) as temporary:
+        temporary.write_text(page, encoding="utf-8")
+    _, mark, sentence, _ = verdict(found)
+    click.echo(f"{mark} {sentence}\n{output}: {len(page.encode()) / 1e3:.0f} kB")

@@ -1,0 +1,264 @@
+"""Other quantized caches for transformers' models, to be measured beside kvquant's.
+
+    transformers   QuantizedCache with quanto, HQQ and its own FP8, as installed; 4 bits, groups of
+                   64, a 16-bit rest of at most 127 tokens: its defaults; "axis 1" is what HQQ
+                   itself recommends. Without the rest it quantizes everything again at every step:
+                   hardly a change for quanto, whose groups lie within a token, but too slow to
+                   measure with HQQ. quanto's other axis refuses most lengths.
+    KIVI           written out here (https://arxiv.org/abs/2402.02750): K per channel in groups of
+                   32 tokens, V per token in groups of 32 channels, fp16 scale and minimum
+
+Every cache is given keys and values that are rounded to the model's 16-bit format but have the
+model's dtype, so with a float32 model a peer's own arithmetic and parameters are float32: its
+fidelity is at least that of a 16-bit model. Bits are counted as a 16-bit model would store them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, DynamicLayer, QuantizedCache
+
+from kvquant.cache import KVCache
+from kvquant.model import CachedModel
+from kvquant.quant import EXACT_DTYPES
+
+KIVI_GROUP = 32
+KIVI_LEVELS = 15
+KIVI_BITS = 4 + 32 / KIVI_GROUP
+HF_BITS = 4 + 32 / 64  # codes, and 16 bits each for the scale and the zero point of 64 elements
+
+
+class KiviLayer(DynamicLayer):
+    """One layer of a KIVI cache, for a batch of sequences of one length.
+
+    It keeps the values that its codes stand for. A token is quantized once, from its 16-bit value.
+
+    Args:
+        recent_len: last tokens kept in 16 bit. Keys leave in whole groups of 32, so up to 31 more
+            of them are exact. With 0 none is read in 16 bit: the keys of the group that is filling
+            are quantized as they stand (a real cache has to hold these in 16 bit to do so).
+    """
+
+    def __init__(self, recent_len: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # transformers has no types
+        self.recent_len = recent_len
+        self.num_exact = 0  # of keys
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add tokens; give back what attention reads, [batch, num_kv_heads, tokens, head_dim]."""
+        if not self.is_initialized:
+            self.is_initialized = True
+            self.packed_keys = self.exact_keys = key_states[:, :, :0]
+            self.packed_values = self.exact_values = value_states[:, :, :0]
+        keys = torch.cat([self.exact_keys, key_states], dim=2)
+        values = torch.cat([self.exact_values, value_states], dim=2)
+        leaving = max(keys.shape[2] - self.recent_len, 0) // KIVI_GROUP * KIVI_GROUP
+        self.packed_keys = torch.cat([self.packed_keys, kivi_keys(keys[:, :, :leaving])], dim=2)
+        self.exact_keys = keys[:, :, leaving:]
+        leaving = max(values.shape[2] - self.recent_len, 0)
+        packed = kivi_values(values[:, :, :leaving])
+        self.packed_values = torch.cat([self.packed_values, packed], dim=2)
+        self.exact_values = values[:, :, leaving:]
+        self.num_exact = self.exact_keys.shape[2] if self.recent_len else 0
+        rest = self.exact_keys if self.recent_len else kivi_keys(self.exact_keys)
+        return (
+            torch.cat([self.packed_keys, rest], dim=2),
+            torch.cat([self.packed_values, self.exact_values], dim=2),
+        )
+
+    def get_seq_length(self) -> int:
+        """Tokens held."""
+        if not self.is_initialized:
+            return 0
+        return self.packed_values.shape[2] + self.exact_values.shape[2]
+
+
+def kivi_keys(x: torch.Tensor) -> torch.Tensor:
+    """Quantize and dequantize [..., tokens, channels] per channel, by 32 tokens; the last fewer."""
+    return torch.cat([_rounded(group, dim=-2) for group in x.split(KIVI_GROUP, dim=-2)], dim=-2)
+
+
+def kivi_values(x: torch.Tensor) -> torch.Tensor:
+    """Quantize and dequantize [..., tokens, channels] per token, by 32 channels."""
+    return _rounded(x.unflatten(-1, (-1, KIVI_GROUP)), dim=-1).flatten(-2)
+
+
+def _rounded(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Round the elements along an axis to 16 levels from their least to their greatest."""
+    if not x.numel():
+        return x
+    least, greatest = x.aminmax(dim=dim, keepdim=True)
+    least, scale = least.half().to(x), ((greatest - least) / KIVI_LEVELS).half().to(x)
+    steps = ((x - least) / torch.where(scale > 0, scale, 1)).round().clamp(0, KIVI_LEVELS)
+    return steps * scale + least
+
+
+class SeparateLayer(DynamicLayer):
+    """A layer of its own for each sequence: transformers' groups run across the whole batch.
+
+    Args:
+        make: a layer of one sequence.
+    """
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # transformers has no types
+        self.make = make
+        self.layers: list[Any] = []
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add tokens; give back what attention reads, [batch, num_kv_heads, tokens, head_dim]."""
+        if not self.layers:
+            self.is_initialized = True
+            self.layers = [remembering(self.make()) for _ in key_states]
+        pairs = [
+            layer.update(k, v)
+            for layer, k, v in zip(
+                self.layers, key_states.split(1), value_states.split(1), strict=True
+            )
+        ]
+        keys, values = zip(*pairs, strict=True)
+        return torch.cat(keys), torch.cat(values)
+
+    def get_seq_length(self) -> int:
+        """Tokens held."""
+        return int(self.layers[0].get_seq_length()) if self.layers else 0
+
+    @property
+    def num_exact(self) -> int:
+        """Tokens that the layers keep in 16 bit."""
+        rest: torch.Tensor = self.layers[0].keys
+        return rest.shape[2] if rest.ndim == 4 else 0
+
+
+def remembering(layer: Any) -> Any:
+    """Let a layer dequantize what it has quantized once, not at every step: the same values."""
+    compute = layer._dequantize
+    known: list[tuple[Any, torch.Tensor]] = []
+
+    def dequantize(quantized: Any) -> torch.Tensor:
+        for one, kept in known:
+            if one is quantized:
+                return kept
+        values: torch.Tensor = compute(quantized)
+        known[:] = [*known[-1:], (quantized, values)]  # of keys and of values
+        return values
+
+    layer._dequantize = dequantize
+    return layer
+
+
+class RoundedCache(Cache):
+    """Rounds keys and values to a 16-bit format before its layers see them.
+
+    Args:
+        layers: one for each layer of the model.
+        exact: the 16-bit dtype.
+    """
+
+    def __init__(self, layers: list[Any], exact: torch.dtype) -> None:
+        super().__init__(layers=layers)
+        self.exact = exact
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add tokens to a layer."""
+        keys = key_states.to(self.exact).to(key_states.dtype)
+        values = value_states.to(self.exact).to(value_states.dtype)
+        found: tuple[torch.Tensor, torch.Tensor] = super().update(keys, values, layer_idx)
+        return found
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A way to keep the cache.
+
+    Attributes:
+        name: for the table.
+        bits: of a quantized element, parameters included.
+        make_layers: called with the model's config; one layer for each of the model's.
+    """
+
+    name: str
+    bits: float
+    make_layers: Callable[[Any], list[Any]]
+
+    def predict(
+        self, model: CachedModel, exact: KVCache, tokens: torch.Tensor
+    ) -> tuple[torch.Tensor, float]:
+        """Feed tokens one by one, after those of a 16-bit cache.
+
+        Args:
+            model: decodes, by transformers' own attention.
+            exact: the prompt, in 16-bit rows.
+            tokens: [batch, tokens], int64.
+
+        Returns:
+            [tokens, batch, vocabulary], float32: the log probabilities after each token; and the
+            mean bits of an element, of all steps.
+        """
+        cache = RoundedCache(self.make_layers(model.config), EXACT_DTYPES[model.exact_format])
+        for layer in range(exact.num_layers):
+            cache.update(*exact.dequantized(layer, model.model.dtype), layer)
+        steps, bits = [], 0.0
+        for column in tokens[..., None].unbind(1):
+            steps.append(model.plain(column, cache).float().log_softmax(-1))
+            bits += self.stored_bits(cache)
+        return torch.stack(steps), bits / len(steps)
+
+    def stored_bits(self, cache: Any) -> float:
+        """Bits of an element, those in 16 bit included."""
+        layer = cache.layers[0]
+        exact = getattr(layer, "num_exact", 0)
+        return float(self.bits + (16 - self.bits) * exact / layer.get_seq_length())
+
+
+def _kivi(name: str, recent_len: int) -> Peer:
+    return Peer(
+        name,
+        KIVI_BITS,
+        lambda config: [KiviLayer(recent_len) for _ in range(config.num_hidden_layers)],
+    )
+
+
+def _hugging_face(name: str, backend: str, bits: float, **options: Any) -> Peer:
+    def make_layers(config: Any) -> list[Any]:
+        def make() -> Any:
+            return QuantizedCache(backend, config, **options).layers[0]
+
+        make()  # a missing package is told before anything runs
+        return [SeparateLayer(make) for _ in range(config.num_hidden_layers)]
+
+    return Peer(name, bits, make_layers)
+
+
+PEERS = (
+    Peer(
+        "transformers 16 bit",  # a control: only the order of sums differs from kvquant's
+        16,
+        lambda config: [DynamicLayer() for _ in range(config.num_hidden_layers)],
+    ),
+    _kivi("KIVI, nothing in 16 bit", 0),
+    _kivi("KIVI, last 32 in 16 bit", 32),
+    _kivi("KIVI, last 128 in 16 bit", 128),
+    _hugging_face("transformers quanto int4", "quanto", HF_BITS),
+    _hugging_face(
+        "transformers quanto int4, nothing in 16 bit", "quanto", HF_BITS, residual_length=1
+    ),
+    _hugging_face("transformers HQQ int4", "hqq", HF_BITS),
+    _hugging_face("transformers HQQ int4, axis 1", "hqq", HF_BITS, axis_key=1, axis_value=1),
+    _hugging_face("transformers fp8", "fp8", 8.0),
+)

@@ -1,0 +1,186 @@
+"""The report of a plan: its words, its figures, the command (10 s)."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from example_plan import example_plan
+
+from kvquant.calibration import htmlreport
+from kvquant.calibration.figures import check_matplotlib
+from kvquant.calibration.verdict import number, percent, verdict
+from kvquant.errors import CheckpointError, ConfigError, UnsupportedError
+from kvquant.plan import CachePlan
+from kvquant.reportcli import report
+
+VOID = {"meta", "br", "path", "use"}
+FIGURES = 6
+
+
+class Page(HTMLParser):
+    """Collects tags and text; every tag must be closed by its own kind."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if "style" not in self.open:
+            self.text += data
+
+
+def changed(plan: CachePlan, **facts: Any) -> CachePlan:
+    return replace(plan, facts={**plan.facts, **facts})
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    pytest.importorskip("matplotlib", reason="needs the report extra")
+    return htmlreport.render(example_plan(), "plan <1>.safetensors")
+
+
+def test_the_page_stands_alone_and_is_whole(page: str) -> None:
+    found = Page(page)
+    names = [tag for tag, _ in found.tags]
+    assert names.count("svg") == names.count("figure") == FIGURES
+    assert not {"script", "link", "iframe"} & set(names)
+    for tag, attributes in found.tags:
+        for key in ("src", "href", "xlink:href"):
+            link = attributes.get(key) or "#"
+            assert link.startswith(("#", "data:image/png;base64,")), (tag, link)
+    assert "url(http" not in page and "@import" not in page
+    ids = re.findall(r'\bid="([^"]+)"', page)
+    assert len(ids) == len(set(ids))
+    for target in re.findall(r'(?:url\(|href=")#([^")]+)', page):
+        assert target in ids
+    assert page == htmlreport.render(example_plan(), "plan <1>.safetensors")
+
+
+def test_figures_take_the_colours_of_the_page(page: str) -> None:
+    assert "var(--ink)" in page and "prefers-color-scheme: dark" in page
+    assert "#010203" not in page and "#040506" not in page
+    assert "#3b82c4" in page  # data keep theirs
+
+
+def test_the_verdict_comes_first_and_numbers_follow(page: str) -> None:
+    text = " ".join(Page(page).text.split())
+    assert text.index("Fit for use.") < text.index("bits per element") < text.index("Formats")
+    assert "KL 0.0066 nats per token, within the limit of 0.01" in text
+    assert "Without a plan, int8 in all layers (8.25 bits): 36.2 % of cases, KL 0.043." in text
+    assert "layer 2 is kept in 16 bit: its rows are 72 wide" in text
+    assert "keys have large constant offsets" in text
+    assert "8,192 tokens after 2,048 tokens of context" in text
+
+
+def test_what_a_file_says_is_text_not_markup(page: str) -> None:
+    assert "plan &lt;1&gt;.safetensors" in page
+    assert "valid &lt;2&gt;.txt" in page
+
+
+def test_a_plan_without_text_has_fewer_figures() -> None:
+    pytest.importorskip("matplotlib", reason="needs the report extra")
+    plan = example_plan()
+    kept = ("k.mean", "v.mean", "k.offset", "v.offset")
+    tensors = {name: plan.tensors[name] for name in kept}
+    plan = CachePlan({**plan.facts, "zero_data": True, "measured": None}, tensors)
+    found = Page(htmlreport.render(plan, "plan.safetensors"))
+    assert [tag for tag, _ in found.tags].count("svg") == 2  # formats and layers
+    assert "Not measured." in found.text and "random tokens, no text." in found.text
+
+
+@pytest.mark.parametrize(
+    ("plan", "kind", "mark"),
+    [
+        (example_plan(), "good", "Fit for use."),
+        (example_plan(kl=0.03, met=False), "bad", "Limit not met."),
+        (example_plan(kl=0.06, max_kl=None), "notice", "Noticeable loss."),
+        (example_plan(kl=2.3, max_kl=None), "bad", "Do not decode from this cache."),
+        (example_plan(kl=float("nan"), max_kl=None), "bad", "Do not decode from this cache."),
+    ],
+    ids=["good", "limit", "notice", "bad", "nan"],
+)
+def test_the_verdict_follows_the_measure(plan: CachePlan, kind: str, mark: str) -> None:
+    found = verdict(plan)
+    assert found[:2] == (kind, mark)
+    blamed = "Most of it comes from layer 1 (alone KL 0.0022), layer 0" in " ".join(found[3])
+    assert blamed == (kind == "bad")
+
+
+def test_a_plan_that_keeps_all_in_16_bit_is_told() -> None:
+    plan = example_plan()
+    plan = changed(plan, layers=[plan.facts["layers"][-1]] * 3)
+    kind, _, sentence, further = verdict(plan)
+    assert kind == "good" and "1.0 times smaller" in sentence and len(further) == 1
+
+
+def test_numbers_keep_the_digits_that_matter() -> None:
+    assert [number(x) for x in (0.00664, 2.318, 0.0, -1e-9, 1e-4, float("nan"))] == [
+        "0.0066",
+        "2.32",
+        "0",
+        "0",
+        "0.0001",
+        "NaN",
+    ]
+    assert [percent(x) for x in (1.0, 0.99971, 0.9539, 0.3625)] == [
+        "100.0 %",
+        "over 99.9 %",
+        "95.4 %",
+        "36.2 %",
+    ]
+
+
+def test_the_command_writes_the_page(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="needs the report extra")
+    source, output = tmp_path / "plan.safetensors", tmp_path / "report.html"
+    example_plan(2, 1).save(source)
+    result = CliRunner().invoke(report, [str(source), "-o", str(output)], catch_exceptions=False)
+    assert result.output.startswith("Fit for use. The cache is ")
+    assert str(output) in result.output.splitlines()[-1]
+    assert output.read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+def test_what_cannot_be_written_or_drawn_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "plan.safetensors"
+    example_plan(2, 1).save(source)
+    for name, words in (("x.pdf", "name it NAME.html"), ("no/x.html", "not a folder")):
+        with pytest.raises(ConfigError, match=words):
+            CliRunner().invoke(
+                report, [str(source), "-o", str(tmp_path / name)], catch_exceptions=False
+            )
+    if "matplotlib" in sys.modules:
+        facts = {**example_plan(2, 1).facts}
+        del facts["sensitivity"]
+        CachePlan(facts, example_plan(2, 1).tensors).save(source)
+        with pytest.raises(CheckpointError, match="has no 'sensitivity': calibrate again"):
+            CliRunner().invoke(
+                report, [str(source), "-o", str(tmp_path / "x.html")], catch_exceptions=False
+            )
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(UnsupportedError, match=r"pip install -e '\.\[report\]'"):
+        check_matplotlib()

@@ -1,0 +1,115 @@
+"""Running second moments (2 s)."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvquant.calibration.moments import LayerMoments, Moments
+from kvquant.errors import UnsupportedError
+
+SCALE = 0.125
+
+
+def sample(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(seed)
+    q, k, v = torch.randn(3, 4, 40, 64), torch.randn(3, 2, 40, 64), torch.randn(3, 2, 40, 64)
+    return q, k * torch.linspace(0.1, 5, 64) + torch.linspace(-9, 9, 64), v
+
+
+def moments(parts: int, seed: int = 0) -> Moments:
+    found = Moments()
+    for q, k, v in zip(*(x.chunk(parts, dim=2) for x in sample(seed)), strict=True):
+        found.observe(3, q, k, v, SCALE)
+        found.done += 1
+    return found
+
+
+@pytest.mark.parametrize("parts", [1, 2, 7])
+def test_moments_do_not_depend_on_how_tokens_arrive(parts: int) -> None:
+    q, k, v = sample()
+    layer = moments(parts).layers[3]
+    rows = k.transpose(0, 1).flatten(1, 2).double()
+    assert layer.count == moments(parts).count == 120
+    torch.testing.assert_close(layer.mean("k"), rows.mean(1))
+    torch.testing.assert_close(layer.std("k"), rows.std(1, correction=0))
+    torch.testing.assert_close(layer.covariance("k")[1], rows[1].T.cov(correction=0))
+    assert torch.equal(layer.absmax("k"), rows.abs().amax(1))
+    assert torch.equal(layer.tensors["v_min"], v.transpose(0, 1).flatten(1, 2).amin(1).double())
+    heads = q[:, 2:].transpose(0, 1).flatten(0, 2).double()  # the query heads of KV head 1
+    torch.testing.assert_close(layer.queries[1], heads.T @ heads / len(heads))
+
+
+def test_a_large_offset_is_found_and_a_spread_is_not() -> None:
+    torch.manual_seed(2)
+    q, x = torch.randn(1, 2, 500, 64), torch.randn(1, 2, 500, 64)
+    x[:, :, :, 3] *= 30
+    x[:, 1, :, 9] += 40
+    layer = LayerMoments(2, 2, 64, 64)
+    layer.update(q, x, x)
+    assert float(layer.offset_ratio[0]) < 5
+    assert float(layer.offset_ratio[1]) == pytest.approx(40, rel=0.1)
+
+
+def test_long_sums_do_not_lose_tokens() -> None:
+    layer = LayerMoments(1, 1, 64, 64)
+    x = torch.full((1, 1, 4096, 64), 1000.1)
+    for _ in range(20):
+        layer.update(x, x, x)
+    assert float(layer.mean("k")[0, 0]) == pytest.approx(1000.1, rel=1e-6)
+    assert float(layer.std("k").max()) < 0.1
+
+
+def test_sums_go_on_from_a_file(tmp_path: Path) -> None:
+    path, whole = tmp_path / "sums", moments(4)
+    begun = moments(4)
+    begun.save(path, "mine")
+    assert Moments.load(path, "other", "cpu") is None
+    assert Moments.load(tmp_path / "none", "mine", "cpu") is None
+    again = Moments.load(path, "mine", "cpu")
+    assert again is not None and again.done == 4
+    for one in (again, whole):
+        one.observe(3, *sample(1), SCALE)
+    for name, tensor in whole.layers[3].tensors.items():
+        assert torch.equal(tensor, again.layers[3].tensors[name]), name
+    assert torch.equal(again.layers[3].queries, whole.layers[3].queries)
+    path.write_bytes(path.read_bytes()[:100])
+    assert Moments.load(path, "mine", "cpu") is None
+
+
+def test_odd_groups_of_query_heads_are_refused() -> None:
+    q, k, v = sample()
+    with pytest.raises(UnsupportedError, match="layer 0 attends with queries"):
+        Moments().observe(0, q[:, :3], k, v, SCALE)
+
+
+def share(rank: int, file: str, results: str) -> None:
+    """One rank: half of the tokens, then everybody's sums."""
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{file}", rank=rank, world_size=2
+    )
+    found = Moments()
+    q, k, v = (x.chunk(2, dim=2)[rank] for x in sample())
+    found.observe(3, q, k, v, SCALE)
+    found.all_reduce()
+    torch.save(found.layers[3].tensors, f"{results}{rank}")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork, to start the ranks quickly")
+def test_ranks_add_their_sums(tmp_path: Path) -> None:
+    context = torch.multiprocessing.get_context("fork")
+    processes = [
+        context.Process(target=share, args=(rank, str(tmp_path / "meet"), str(tmp_path / "r")))
+        for rank in range(2)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    expected = moments(1).layers[3].tensors
+    for rank in range(2):
+        given = torch.load(tmp_path / f"r{rank}")
+        for name, tensor in expected.items():
+            torch.testing.assert_close(given[name], tensor)

@@ -1,0 +1,226 @@
+"""The whole of calibration, on the bundled model and on small random ones (25 s)."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+from kvquant.calibration.run import Goal, calibrate, observe  # noqa: E402
+from kvquant.calibration.texts import Sizes, observed_windows, random_tokens, spread  # noqa: E402
+from kvquant.errors import CheckpointError, ConfigError, NonFiniteError  # noqa: E402
+from kvquant.model import CachedModel  # noqa: E402
+from kvquant.plan import CachePlan  # noqa: E402
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SIZES = Sizes(observed=1536, length=512, windows=4, context=160, scored=12)
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Qwen2": {},
+    "Qwen3": {},
+    "Mistral": {"sliding_window": None},
+    "Gemma": {},
+    "Phi": {"num_key_value_heads": 4, "partial_rotary_factor": 0.5},
+    "GPTNeoX": {"num_key_value_heads": 4},
+}
+BIASED = ("Qwen2", "Phi", "GPTNeoX")
+SHAPE = {
+    "vocab_size": 256,
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 512,
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> CachedModel:
+    return CachedModel.from_pretrained(EXAMPLES / "llama-demo-5m")
+
+
+@pytest.fixture(scope="module")
+def text(model: CachedModel) -> list[int]:
+    return model.encode((EXAMPLES / "unseen.txt").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def plan(model: CachedModel, text: list[int]) -> CachePlan:
+    found = calibrate(model, text, sizes=SIZES)
+    assert found is not None
+    return found
+
+
+def tiny(kind: str) -> CachedModel:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**(SHAPE | FAMILIES[kind]))
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim > 1:
+                weight.normal_(std=weight.shape[-1] ** -0.5)
+            elif "bias" in name:
+                weight.normal_(std=3.0)
+    return CachedModel(model)
+
+
+def test_a_plan_keeps_predictions_better_at_the_same_bits(plan: CachePlan) -> None:
+    kl = {(row["format"], row["plan"]): row["kl"] for row in plan.facts["comparison"]}
+    assert kl["int4", True] < 0.6 * kl["int4", False]
+    assert kl["int4", True] < kl["int4-g4", False]
+    assert kl["int4-g4", True] < kl["int4", True]
+    assert kl["int8", True] < kl["int8", False]
+    assert plan.bits == 4.25 and plan.formats == [("int4", "int4")] * 4
+    assert plan.facts["measured"]["kl"] == pytest.approx(kl["int4", True], rel=1e-3)
+    assert plan.facts["measured"]["scored"] == 48
+
+
+def test_every_step_lowers_the_weighted_error(plan: CachePlan) -> None:
+    for side in "kv":
+        errors = [plan.tensors[f"{side}.error.{step}"] for step in plan.facts["steps"]]
+        assert [tuple(error.shape) for error in errors] == [(4, 1)] * 6
+        means = [float(error.mean()) for error in errors]
+        assert means[2:] == sorted(means[2:], reverse=True), side
+        assert means[-1] < 0.9 * means[0]
+        names = [f"{side}.format_error.{name}" for name in plan.facts["candidates"]]
+        by_format = [float(plan.tensors[name].mean()) for name in names]
+        assert by_format == sorted(by_format, reverse=True)
+
+
+def test_a_plan_survives_its_file_and_decodes_alike(
+    plan: CachePlan, model: CachedModel, text: list[int], tmp_path: Path
+) -> None:
+    path = tmp_path / "plan.safetensors"
+    plan.save(path)
+    again = CachePlan.load(path, model=model.config_dict)
+    tokens = torch.tensor([text[:90]])
+    found = [
+        model.prefill(model.new_cache(1, 90, plan=one, sink_len=4, recent_len=16), tokens)
+        for one in (plan, again)
+    ]
+    assert torch.equal(*found)
+    plain = model.plain(tokens)
+    assert float((found[0] - plain).abs().mean()) < 0.5 * float(plain.std())
+
+
+def test_formats_are_chosen_to_keep_a_limit(
+    plan: CachePlan, model: CachedModel, text: list[int]
+) -> None:
+    limit = plan.facts["measured"]["kl"] / 2
+    found = calibrate(model, text, sizes=SIZES, goal=Goal(max_kl=limit))
+    assert found is not None and found.facts["limit"]["met"]
+    assert found.facts["measured"]["kl"] <= limit
+    assert 4.25 < found.bits < 8.25
+
+
+def test_a_budget_is_kept_and_a_limit_within_it_may_fail(
+    model: CachedModel, text: list[int]
+) -> None:
+    goal = Goal(max_kl=1e-7, budget=4.6)
+    found = calibrate(model, text, sizes=SIZES, goal=goal)
+    assert found is not None and 4.25 < found.bits <= 4.6
+    assert not found.facts["limit"]["met"] and found.facts["blamed"]
+    with pytest.raises(ConfigError, match=r"a budget of 4.0 bits is below 4.25"):
+        calibrate(model, text, sizes=SIZES, goal=Goal(budget=4.0))
+
+
+def test_a_plan_without_data_comes_close(
+    plan: CachePlan, model: CachedModel, text: list[int]
+) -> None:
+    held = text[-(len(text) // 4) :]
+    found = calibrate(model, None, held, sizes=SIZES, zero_data=True)
+    assert found is not None and found.facts["zero_data"]
+    assert found.facts["measured"]["kl"] < 2 * plan.facts["measured"]["kl"]
+    bare = calibrate(model, None, sizes=SIZES, zero_data=True)
+    assert bare is not None and bare.facts["measured"] is None
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_every_family_is_calibrated(kind: str) -> None:
+    model = tiny(kind)
+    tokens = random_tokens(model.config_dict, 600)
+    assert set(model.output_weights()) == {0, 1}
+    sizes = Sizes(observed=256, length=64, windows=2, context=64, scored=4)
+    found = calibrate(model, tokens, sizes=sizes)
+    assert found is not None
+    kl = {(row["format"], row["plan"]): row["kl"] for row in found.facts["comparison"]}
+    assert 0 < kl["int8", True] < kl["int4", True]
+    # random weights leave nothing to gain but large biases, which some of them have
+    assert kl["int4", True] < (0.2 if kind in BIASED else 1.5) * kl["int4", False]
+    with pytest.raises(CheckpointError, match="was made for a"):
+        other = tiny("Llama" if kind != "Llama" else "Qwen2")
+        other.new_cache(1, 10, plan=found)
+
+
+def test_layers_that_rows_cannot_hold_are_kept_in_16_bit() -> None:
+    model = tiny("Qwen2")
+    with torch.no_grad():
+        model.model.model.layers[1].self_attn.k_proj.bias[3] = 9e4
+    tokens = random_tokens(model.config_dict, 600)
+    sizes = Sizes(observed=256, length=64, windows=2, context=64, scored=4)
+    found = calibrate(model, tokens, sizes=sizes)
+    assert found is not None
+    assert found.formats == [("int4", "int4"), ("bf16", "bf16")]
+    assert "its keys go up to" in found.facts["layers"][1]["kept"]
+    assert {row["layer"] for row in found.facts["sensitivity"]} == {0}
+    assert found.facts["measured"]["kl"] < 0.2
+    with torch.no_grad():
+        model.model.model.layers[0].self_attn.v_proj.bias[0] = torch.nan
+    with pytest.raises(NonFiniteError, match="layer 0 attends with NaN or Inf"):
+        calibrate(model, tokens, sizes=sizes)
+
+
+def test_an_interrupted_run_goes_on(model: CachedModel, text: list[int], tmp_path: Path) -> None:
+    state, windows = tmp_path / "sums", spread(text, 4, 64)
+
+    class Interrupted(CachedModel):
+        reads = 0
+
+        def observe(self, tokens: torch.Tensor, observer: Any) -> None:
+            Interrupted.reads += 1
+            if Interrupted.reads == 3:
+                raise KeyboardInterrupt
+            super().observe(tokens, observer)
+
+    broken = Interrupted(model.model)
+    with pytest.raises(KeyboardInterrupt):
+        observe(broken, windows, "key", state)
+    shares: list[int] = []
+    again = observe(broken, windows, "key", state, lambda stage, share: shares.append(share))
+    assert Interrupted.reads == 5 and shares == [50, 25, 25]
+    whole = observe(model, windows, "key", None)
+    for layer, moments in whole.layers.items():
+        torch.testing.assert_close(again.layers[layer].queries, moments.queries)
+
+
+@pytest.mark.parametrize(("count", "length"), [(1, 100), (3, 20), (10, 10), (7, 14)])
+def test_windows_are_spread_over_the_text_without_overlap(count: int, length: int) -> None:
+    windows = spread(range(100), count, length)
+    assert windows.shape == (count, length)
+    assert windows[0, 0] == 0
+    assert len(set(windows.flatten().tolist())) == count * length
+    assert bool((windows.diff(dim=1) == 1).all())
+
+
+def test_choosing_has_windows_of_its_own() -> None:
+    observed, fitted = observed_windows(range(4000), Sizes(observed=2000, length=100), None)
+    assert len(observed) + len(fitted) == 20
+    assert not set(observed.flatten().tolist()) & set(fitted.flatten().tolist())
+    observed, fitted = observed_windows(range(50), Sizes(), 40)
+    assert observed.tolist() and fitted.shape == (1, 25)
+
+
+def test_impossible_goals_and_sizes_are_refused(model: CachedModel, text: list[int]) -> None:
+    with pytest.raises(ConfigError, match="too few for 8 windows of 1089"):
+        calibrate(model, text[:4000])
+    with pytest.raises(ConfigError, match="windows 0 is not possible"):
+        Sizes(windows=0)
+    impossible: list[dict[str, Any]] = [{"max_kl": 0.0}, {"max_kl": float("nan")}]
+    for goal in [*impossible, {"budget": float("inf")}]:
+        with pytest.raises(ConfigError, match=r"cannot be kept|not possible"):
+            Goal(**goal)
+    with pytest.raises(ConfigError, match="give a format, or"):
+        Goal(max_kl=1, format="int4")

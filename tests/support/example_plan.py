@@ -1,0 +1,100 @@
+"""A plan as `kvquant calibrate` writes it, made up: keys with offsets in a few channels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvquant.plan import CachePlan
+
+STEPS = ["plain", "offset", "hadamard", "matrix", "clip", "feedback"]
+FORMATS = {"int4": 4.25, "int4-g4": 5.0, "int8": 8.25}
+
+
+def example_plan(
+    num_layers: int = 3,
+    num_kv_heads: int = 2,
+    head_dim: int = 64,
+    *,
+    kl: float = 0.0066,
+    max_kl: float | None = 0.01,
+    met: bool = True,
+) -> CachePlan:
+    """Make a plan whose last layer is kept in 16 bit."""
+    torch.manual_seed(0)
+    shape = (num_layers, num_kv_heads)
+    tensors: dict[str, torch.Tensor] = {}
+    for side, spread in (("k", 40.0), ("v", 3.0)):
+        std = torch.rand(*shape, head_dim) + 0.5
+        mean = torch.zeros(*shape, head_dim)
+        mean[..., 7] += spread
+        tensors |= {f"{side}.{name}": mean for name in ("mean", "offset")}
+        tensors[f"{side}.matrix"] = torch.eye(head_dim).repeat(*shape, 1, 1)
+        tensors |= {f"{side}.std": std, f"{side}.stored.std": 0.5 + 0.1 * std}
+        error = 0.3 + 0.2 * torch.rand(shape)
+        for name in STEPS:
+            tensors[f"{side}.error.{name}"] = error
+            error = error * (0.4 + 0.4 * torch.rand(shape))
+        for name in FORMATS:
+            tensors[f"{side}.clip.{name}"] = 0.8 + 0.2 * torch.rand(shape)
+            tensors[f"{side}.format_error.{name}"] = 0.01 + 0.01 * torch.rand(shape)
+            tensors[f"{side}.format_error_plain.{name}"] = 0.3 + 0.2 * torch.rand(shape)
+    low = -5 - 3 * torch.rand(num_layers, 4)
+    tensors |= {"scores.min": low, "scores.max": low + 12, "scores.mean": low + 4}
+    tensors |= {"scores.std": torch.ones(num_layers, 4), "scores.phi": torch.full((num_layers,), 3)}
+    tensors["scores.phi_overflow"] = torch.full((num_layers,), 0.001)
+    return CachePlan(example_facts(num_layers, kl, max_kl, met), tensors)
+
+
+def example_facts(num_layers: int, kl: float, max_kl: float | None, met: bool) -> dict[str, Any]:
+    """Make its facts."""
+    side = {"format": "int4", "basis": "matrix", "rounding": "nearest"}
+    layers: list[dict[str, Any]] = [
+        {"k": side, "v": side | {"basis": "hadamard"}, "kept": None} for _ in range(num_layers)
+    ]
+    exact = {"format": "bf16", "basis": "none", "rounding": "nearest"}
+    layers[0] = layers[0] | {"v": side | {"format": "int8"}}
+    layers[-1] = {"k": exact, "v": exact, "kept": "its rows are 72 wide"}
+    return {
+        "format": "kvquant-plan",
+        "version": 1,
+        "model": {"type": "qwen2", "sha256": "ab" * 32},
+        "layers": layers,
+        "bits": 4.25,
+        "observed_tokens": 32768,
+        "steps": STEPS,
+        "candidates": list(FORMATS),
+        "zero_data": False,
+        "measured": {
+            "kl": kl,
+            "top1": 0.9539,
+            "perplexity": 15.114,
+            "exact_perplexity": 15.025,
+            "context": 2048,
+            "scored": 8192,
+            "sink_len": 4,
+            "recent_len": 128,
+        },
+        "limit": {"max_kl": max_kl, "budget": None, "met": met},
+        "blamed": [] if met else [1, 0],
+        "sensitivity": [
+            {"layer": layer, "k_format": k, "v_format": v, "kl": (1 + layer) * 0.01 / bits**2}
+            for layer in range(num_layers - 1)
+            for name, bits in FORMATS.items()
+            for k, v in ((name, "bf16"), ("bf16", name))
+        ],
+        "comparison": [
+            {
+                "format": name,
+                "plan": plan,
+                "bits": bits,
+                "kl": (0.0066 if plan else 2.318) * 4.25**6 / bits**6,
+                "top1": 0.954 if plan else 0.3625,
+                "perplexity": 15.1 if plan else 161.0,
+            }
+            for plan in (False, True)
+            for name, bits in FORMATS.items()
+        ],
+        "settings": {"text": "valid <2>.txt"},
+    }
