@@ -1,18 +1,19 @@
-"""PageNames: which page holds which tokens after which others, a tree of hash tables.
+"""PageNames: which page holds which tokens after which others, trees of hash tables.
 
-    root ─▶ (5, 7, 1, 9) ─▶ (3, 3, 8, 2)        page_size 4: the name of a page is the way to it,
-                 │       └▶ (3, 3, 8, 4)        that is, all tokens up to its end
-                 └ pages {6, 11}                pages with the same tokens have the same name
+    head (1, 5) ─▶ (5, 7, 1, 9) ─▶ (3, 3, 8, 2)     page_size 4, heads of 2 tokens: the name of a
+                        │       └▶ (3, 3, 8, 4)     page is the way to it, that is, all tokens up
+                        └ pages {6, 11}             to its end; pages may have the same name
 
-This is vLLM's prefix caching by chained hashes of blocks
-(https://docs.vllm.ai/en/latest/design/prefix_caching), but tokens are compared, not their hashes,
-so that no collision can give a wrong page.
+A head is the first tokens of a sequence, which do not stand in pages. This is vLLM's prefix caching
+by chained hashes of blocks (https://docs.vllm.ai/en/latest/design/prefix_caching), but tokens are
+compared, not their hashes, so that no collision can give a wrong page.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -26,9 +27,9 @@ class Name:
     """All tokens up to the end of a page: those of the page after those of the parent.
 
     Attributes:
-        parent: the name of the page before; None for the root, which stands for no tokens.
-        tokens: the page_size tokens of the page.
-        pages: the pages that hold them; a name has one at least.
+        parent: the name of the page before; None for a head.
+        tokens: the page_size tokens of the page, or those of the head.
+        pages: the pages that hold them; a name has one at least, a head none.
         children: names of the pages that follow, by their tokens.
     """
 
@@ -46,48 +47,84 @@ class Name:
             yield name
 
 
+@dataclass(eq=False, slots=True)
+class Head(Name):
+    """The first tokens of sequences, with which their pages' names begin.
+
+    Attributes:
+        place: from 0 to num_heads - 1, where what belongs to these tokens is kept.
+        uses: sequences that stand under it; without any it may be given up.
+    """
+
+    place: int = 0
+    uses: int = 0
+
+
 class PageNames:
     """The names of the pages of a pool.
 
     Args:
         num_pages: pages in the pool.
         page_size: tokens a page holds.
+        head_len: tokens of a head.
+        num_heads: heads that are known at a time.
 
     Attributes:
-        root: the name of no tokens.
+        heads: by their tokens, the least recently used first.
         of_page: [num_pages], the name of each page or None.
     """
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
-        self.page_size = page_size
-        self.root = Name(None, ())
+    def __init__(self, num_pages: int, page_size: int, head_len: int, num_heads: int) -> None:
+        self.page_size, self.head_len = page_size, head_len
+        self.heads: OrderedDict[Tokens, Head] = OrderedDict()
         self.of_page: list[Name | None] = [None] * num_pages
+        self._free_places = list(range(num_heads - 1, -1, -1))
 
-    def match(self, tokens: Tokens) -> list[int]:
-        """Pages that hold the first tokens, as many as there are."""
+    def match(self, tokens: Sequence[int]) -> list[int]:
+        """Pages that hold the tokens after the head, as many as there are."""
         pages: list[int] = []
-        name = self.root
-        for start in range(0, len(tokens) - self.page_size + 1, self.page_size):
-            child = name.children.get(tokens[start : start + self.page_size])
-            if child is None:
+        name: Name | None = self.heads.get(tuple(tokens[: self.head_len]))
+        for start in range(self.head_len, len(tokens) - self.page_size + 1, self.page_size):
+            name = name and name.children.get(tuple(tokens[start : start + self.page_size]))
+            if name is None:
                 break
-            pages.append(next(iter(child.pages)))
-            name = child
+            pages.append(next(iter(name.pages)))
         return pages
 
-    def add(self, page: int, after: int | None, tokens: Tokens) -> set[int]:
-        """Name a page by its tokens and the named page before it.
+    def hold(self, head: Tokens) -> Head | None:
+        """Use a known head, until it is let go as often as it was held."""
+        found = self.heads.get(head)
+        if found is not None:
+            found.uses += 1
+            self.heads.move_to_end(head)
+        return found
+
+    def begin(self, head: Tokens) -> tuple[Head | None, list[int]]:
+        """Hold a head that is not known yet, in the place of one that nobody uses.
 
         Returns:
-            All pages of that name.
+            The head, None if all are in use; and the pages that have lost their names with the head
+            that was given up.
         """
-        parent = self.root if after is None else self.named(after)
+        lost: list[int] = []
+        if not self._free_places:
+            unused = next((old for old in self.heads.values() if not old.uses), None)
+            if unused is None:
+                return None, lost
+            del self.heads[unused.tokens]
+            lost = self._forget(unused)
+            self._free_places.append(unused.place)
+        self.heads[head] = Head(None, head, place=self._free_places.pop(), uses=1)
+        return self.heads[head], lost
+
+    def add(self, page: int, parent: Name, tokens: Tokens) -> Name:
+        """Name a page, which may have this name already, by its tokens and the name before."""
         name = parent.children.get(tokens)
         if name is None:
             name = parent.children[tokens] = Name(parent, tokens)
         name.pages.add(page)
         self.of_page[page] = name
-        return name.pages
+        return name
 
     def named(self, page: int) -> Name:
         """The name of a page that has one."""
@@ -110,30 +147,35 @@ class PageNames:
             return []
         assert name.parent is not None
         del name.parent.children[name.tokens]
-        lost = [page for below in name.tree() for page in below.pages]
-        for page in lost:
-            self.of_page[page] = None
-        return lost
+        return self._forget(name)
 
-    def follow(self, pages: Sequence[int]) -> bool:
-        """Whether the names of the pages follow one another from the root."""
-        parent: Name | None = self.root
+    def follow(self, head: Name | None, pages: Iterable[int]) -> bool:
+        """Whether the names of the pages follow one another from the head."""
         for page in pages:
             name = self.of_page[page]
-            if name is None or name.parent is not parent:
+            if name is None or name.parent is not head:
                 return False
-            parent = name
+            head = name
         return True
 
     def check(self) -> None:
         """Raise InvariantError if something contradicts something else."""
-        held = [(page, name) for name in self.root.tree() for page in name.pages]
-        named = [(page, name) for page, name in enumerate(self.of_page) if name is not None]
-        held.sort(key=lambda pair: pair[0])
+        names = [name for head in self.heads.values() for name in head.tree()]
+        held = sorted((page, id(name)) for name in names for page in name.pages)
+        named = [(page, id(name)) for page, name in enumerate(self.of_page) if name is not None]
         hold(held == named, "pages and names do not agree")
-        for name in self.root.tree():
+        for name in names:
             fits = all(c.parent is name and c.tokens == t for t, c in name.children.items())
-            hold(fits and (name.pages or name is self.root), "a name has no page or no parent")
+            hold(fits and bool(name.pages) != isinstance(name, Head), "a name has no page")
+        places = [*self._free_places, *(head.place for head in self.heads.values())]
+        hold(sorted(places) == list(range(len(places))), "two heads have one place")
+
+    def _forget(self, name: Name) -> list[int]:
+        """Take the names off all pages of a tree that was cut off, and list them."""
+        lost = [page for below in name.tree() for page in below.pages]
+        for page in lost:
+            self.of_page[page] = None
+        return lost
 
 
 def hold(condition: object, what: str) -> None:
@@ -142,9 +184,9 @@ def hold(condition: object, what: str) -> None:
         raise InvariantError(f"{what}: please report this")
 
 
-def token_ids(tokens: Sequence[int]) -> Tokens:
+def token_ids(tokens: Iterable[int]) -> list[int]:
     """Token ids as Python integers, by which alone they are compared."""
     try:
-        return tuple(map(operator.index, tokens))
+        return list(map(operator.index, tokens))
     except TypeError as error:
         raise ConfigError(f"tokens must be integers: {error}") from error

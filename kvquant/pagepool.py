@@ -8,7 +8,9 @@
 
 A sequence is a table of pages and a length. Sequences share pages by reference counts, and a shared
 last page is copied before it is written (PagedAttention, https://arxiv.org/abs/2309.06180). A full
-page is named by its tokens and all tokens before it, if these are known (pagenames.py).
+page is named by its tokens and all tokens before it once its contents are written (publish), if
+these tokens are known. The first head_len tokens of a sequence stand outside the pages: they are
+counted in no length here, but names begin with them (pagenames.py).
 
 Pages are released from the last to the first, so that a cached page is never older than the cached
 pages that follow it. Several referenced pages may have one name; a cached page has its own alone.
@@ -17,37 +19,50 @@ pages that follow it. Several referenced pages may have one name; a cached page 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
 from .errors import ConfigError, OutOfPagesError, ShapeError
-from .pagenames import PageNames, hold, token_ids
+from .pagenames import Head, Name, PageNames, hold, token_ids
 
-SequenceId: TypeAlias = "int | str"
+SequenceId: TypeAlias = Hashable
+
+
+class Prefix(NamedTuple):
+    """What a new sequence begins with.
+
+    Attributes:
+        length: tokens in pages, the length of the sequence.
+        head: the place of the head under which they were found; None without pages.
+    """
+
+    length: int
+    head: int | None
 
 
 class Growth(NamedTuple):
     """What an append asks of the device, before the new tokens are written.
 
     Attributes:
-        new_pages: pages that the table grew by, in its order; their contents are undefined.
-        copies: (source, target) pages, at most one pair: copy the source, which others still read;
-            the target, undefined so far, stands in its place in the table.
+        entries: (place of the sequence in the call, index in its table, page): every entry of a
+            table that is new; the page's contents are undefined but for the copies.
+        copies: (source, target) pages, at most one pair for a sequence: copy the source, which
+            others still read; the target stands in its place in the table.
     """
 
-    new_pages: tuple[int, ...]
-    copies: tuple[tuple[int, int], ...]
+    entries: list[tuple[int, int, int]]
+    copies: list[tuple[int, int]]
 
 
 @dataclass(eq=False, slots=True)
 class _Sequence:
-    """Pages of length tokens; the first `named` pages have names, then `tail` tokens are known."""
+    """Pages of length tokens; the first `named` pages have names, which begin with the head."""
 
     pages: list[int]
     length: int
     named: int
-    tail: tuple[int, ...]
+    head: Head | None
 
 
 class PagePool:
@@ -60,15 +75,23 @@ class PagePool:
     Args:
         num_pages: pages in the pool.
         page_size: tokens a page holds.
+        head_len: first tokens of a sequence that do not stand in pages.
+        num_heads: heads whose pages can be found again at a time; with as many as there can be
+            sequences every full page with known tokens gets its name.
     """
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
-        for name, value in (("num_pages", num_pages), ("page_size", page_size)):
+    def __init__(
+        self, num_pages: int, page_size: int, *, head_len: int = 0, num_heads: int = 1
+    ) -> None:
+        sizes = {"num_pages": num_pages, "page_size": page_size, "num_heads": num_heads}
+        for name, value in sizes.items():
             if value < 1:
                 raise ConfigError(f"{name} {value} is too small: use 1 or more")
-        self.num_pages, self.page_size = num_pages, page_size
+        if head_len < 0:
+            raise ConfigError(f"head_len {head_len} is too small: use 0 or more")
+        self.num_pages, self.page_size, self.head_len = num_pages, page_size, head_len
         self._references = [0] * num_pages
-        self._names = PageNames(num_pages, page_size)
+        self._names = PageNames(num_pages, page_size, head_len, num_heads)
         self._free = list(range(num_pages - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # the least recently used first
         self._sequences: dict[SequenceId, _Sequence] = {}
@@ -83,79 +106,109 @@ class PagePool:
         """Pages that no sequence refers to, kept for the prefix they hold."""
         return len(self._cached)
 
+    @property
+    def ids(self) -> list[SequenceId]:
+        """The sequences, the oldest first."""
+        return list(self._sequences)
+
     def block_table(self, sequence_id: SequenceId) -> tuple[int, ...]:
         """The pages of a sequence in the order of its tokens."""
         return tuple(self._get(sequence_id).pages)
 
     def length(self, sequence_id: SequenceId) -> int:
-        """Tokens of a sequence."""
+        """Tokens of a sequence in its pages."""
         return self._get(sequence_id).length
 
     def match_prefix(self, tokens: Sequence[int]) -> int:
-        """How many of the first tokens are in named pages: a multiple of page_size."""
+        """How many of the tokens after the head are in named pages: a multiple of page_size."""
         return len(self._names.match(token_ids(tokens))) * self.page_size
 
-    def allocate(self, sequence_id: SequenceId, tokens: Sequence[int] = ()) -> int:
+    def allocate(self, sequence_id: SequenceId, tokens: Sequence[int] = ()) -> Prefix:
         """Begin a sequence with the pages that hold a prefix of its tokens, if there are any.
 
         Args:
             sequence_id: a new id.
-            tokens: the token ids that the sequence will begin with. Leave out the last one if its
-                output is wanted: a token that is present is not computed again.
-
-        Returns:
-            How many of the tokens are present, the length of the sequence; append the others.
+            tokens: the token ids that the sequence will begin with, those of the head included.
         """
         self._check_new(sequence_id)
-        pages = self._names.match(token_ids(tokens))
+        known = token_ids(tokens)
+        pages = self._names.match(known)
+        head = self._names.hold(tuple(known[: self.head_len])) if pages else None
         for page in pages:
             if not self._references[page]:
                 del self._cached[page]
             self._references[page] += 1
-        present = len(pages) * self.page_size
-        self._sequences[sequence_id] = _Sequence(pages, present, len(pages), ())
-        return present
+        length = len(pages) * self.page_size
+        self._sequences[sequence_id] = _Sequence(pages, length, len(pages), head)
+        return Prefix(length, None if head is None else head.place)
 
-    def append(
-        self, sequence_id: SequenceId, count: int, tokens: Sequence[int] | None = None
-    ) -> Growth:
-        """Make room for tokens at the end of a sequence.
+    def append(self, sequence_ids: Sequence[SequenceId], counts: Sequence[int]) -> Growth:
+        """Make room for counts[i] tokens at the end of each sequence, or of none.
 
-        Pages that become full are named at once: carry out the copies and write the tokens before
-        anything reads a sequence that is allocated or forked later.
+        Returns:
+            The pages taken and the copies to make before the new tokens are written. No source is a
+            target, so all copies may be made at once.
+        """
+        sequences = self._to_append(sequence_ids, counts)
+        needed = self._needed(sequences, counts)
+        if needed > self.num_free:
+            names = ", ".join(map(repr, sequence_ids))
+            needs = f"sequences {names:.200} need {needed} more pages for {sum(counts)} tokens"
+            has = f"{self.num_free} of {self.num_pages} can be taken"
+            raise OutOfPagesError(f"{needs}, but {has}: free, truncate or swap out sequences")
+        growth, size = Growth([], []), self.page_size
+        for place, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
+            pages = sequence.pages
+            if count and sequence.length % size:
+                self._own_last_page(place, sequence, growth)
+            sequence.length += count
+            while len(pages) * size < sequence.length:
+                growth.entries.append((place, len(pages), self._take()))
+                pages.append(growth.entries[-1][2])
+        return growth
+
+    def can_append(self, sequence_ids: Sequence[SequenceId], counts: Sequence[int]) -> bool:
+        """Whether append would find pages."""
+        return self._needed(self._to_append(sequence_ids, counts), counts) <= self.num_free
+
+    def publish(self, sequence_id: SequenceId, tokens: Sequence[int]) -> int | None:
+        """Name the full pages of a sequence, from now on found by others.
+
+        Call it when the contents are written, or are certain to be written before anything reads a
+        sequence that is allocated later.
 
         Args:
             sequence_id: the sequence.
-            count: new tokens.
-            tokens: their ids; None if they are not known, then no page is named from here on.
+            tokens: its first tokens, those of the head included, as far as they are known.
 
         Returns:
-            The pages taken and the copies to make before the new tokens are written.
+            The place of the head if it was not known until now: what belongs to it, keep there.
         """
         sequence = self._get(sequence_id)
-        ids = None if tokens is None else token_ids(tokens)
-        needed = self._needed([sequence], count)
-        if ids is not None and len(ids) != count:
-            raise ShapeError(f"{len(ids)} tokens for a count of {count}: give one id per token")
-        if needed > self.num_free:
-            needs = f"sequence {sequence_id!r} needs {needed} more pages for {count} tokens"
-            has = f"{self.num_free} of {self.num_pages} can be taken"
-            raise OutOfPagesError(f"{needs}, but {has}: free or truncate sequences")
-        copies = self._own_last_page(sequence) if count and sequence.length % self.page_size else ()
-        new_pages = tuple(self._take() for _ in range(needed - len(copies)))
-        sequence.pages += new_pages
-        known = sequence.named * self.page_size + len(sequence.tail)
-        if ids is not None and known == sequence.length:
-            self._name_full_pages(sequence, ids)
-        sequence.length += count
-        return Growth(new_pages, copies)
-
-    def can_append(self, sequence_ids: Iterable[SequenceId], count: int) -> bool:
-        """Whether count tokens fit to each of the sequences, one after the other."""
-        ids = list(sequence_ids)
-        if len(set(ids)) < len(ids):
-            raise ConfigError(f"sequences {ids} name one twice: name each once")
-        return self._needed([self._get(i) for i in ids], count) <= self.num_free
+        size, first = self.page_size, self.head_len
+        full = min(len(tokens) - first, sequence.length) // size
+        if full <= sequence.named:
+            return None
+        begun = False
+        if sequence.head is None:
+            key = tuple(tokens[:first])
+            sequence.head = self._names.hold(key)
+            if sequence.head is None:
+                begun = True
+                sequence.head, lost = self._names.begin(key)
+                self._uncache(lost)
+        if sequence.head is None:
+            return None
+        name: Name = sequence.head
+        if sequence.named:
+            name = self._names.named(sequence.pages[sequence.named - 1])
+        for at in range(sequence.named, full):
+            start = first + at * size
+            name = self._names.add(sequence.pages[at], name, tuple(tokens[start : start + size]))
+            for twin in [page for page in name.pages if page in self._cached]:
+                self._uncache([twin, *self._names.remove(twin)])
+        sequence.named = full
+        return sequence.head.place if begun else None
 
     def fork(self, parent_id: SequenceId, child_id: SequenceId) -> None:
         """Begin a sequence with the tokens of another; they share all pages."""
@@ -163,7 +216,50 @@ class PagePool:
         self._check_new(child_id)
         for page in parent.pages:
             self._references[page] += 1
+        if parent.head is not None:
+            parent.head.uses += 1
         self._sequences[child_id] = replace(parent, pages=list(parent.pages))
+
+    def place(
+        self, tables: Mapping[SequenceId, Sequence[int]], lengths: Sequence[int]
+    ) -> list[int]:
+        """Begin sequences that share pages with one another as they did in another pool.
+
+        Args:
+            tables: by their ids, the pages that they had, numbered from 0 without gaps.
+            lengths: tokens of each in its pages.
+
+        Returns:
+            The page of this pool for each page of the other one.
+        """
+        for sequence_id in tables:
+            self._check_new(sequence_id)
+        numbers = {number for table in tables.values() for number in table}
+        if numbers != set(range(len(numbers))) or any(
+            -(-length // self.page_size) != len(table) or len(set(table)) != len(table)
+            for table, length in zip(tables.values(), lengths, strict=True)
+        ):
+            raise ShapeError("the tables do not fit the lengths, or pages are not counted from 0")
+        if len(numbers) > self.num_free:
+            raise OutOfPagesError(
+                f"{len(numbers)} pages are needed, but {self.num_free} of {self.num_pages} can be "
+                "taken: free, truncate or swap out sequences"
+            )
+        pages = [self._take() for _ in numbers]
+        for page in pages:
+            self._references[page] = 0
+        for (sequence_id, table), length in zip(tables.items(), lengths, strict=True):
+            own = [pages[number] for number in table]
+            for page in own:
+                self._references[page] += 1
+            self._sequences[sequence_id] = _Sequence(own, length, 0, None)
+        return pages
+
+    def rename(self, sequence_id: SequenceId, new_id: SequenceId) -> None:
+        """Know a sequence by another id."""
+        self._get(sequence_id)
+        self._check_new(new_id)
+        self._sequences[new_id] = self._sequences.pop(sequence_id)
 
     def truncate(self, sequence_id: SequenceId, length: int) -> None:
         """Keep the first tokens of a sequence."""
@@ -171,14 +267,9 @@ class PagePool:
         if not 0 <= length <= sequence.length:
             has = f"sequence {sequence_id!r} has {sequence.length} tokens"
             raise ShapeError(f"{has}: it cannot be truncated to {length}")
-        named, rest = divmod(length, self.page_size)
-        if named < sequence.named:
-            name = self._names.named(sequence.pages[named])
-            sequence.named, sequence.tail = named, name.tokens[:rest]
-        elif named == sequence.named:
-            sequence.tail = sequence.tail[:rest]
         sequence.length = length
-        self._release(sequence, named + bool(rest))
+        sequence.named = min(sequence.named, length // self.page_size)
+        self._release(sequence, -(-length // self.page_size))
 
     def free(self, sequence_id: SequenceId) -> None:
         """End a sequence; its named pages stay cached."""
@@ -201,15 +292,16 @@ class PagePool:
             cached = page in self._cached and len(name.pages) == 1
             hold(uses[page] or cached, f"page {page} has a name, but is free or a cached twin")
         hold(self._cached.keys() <= named.keys(), "a page is cached without a name")
+        heads = Counter(id(s.head) for s in self._sequences.values() if s.head is not None)
+        held = {id(head): head.uses for head in self._names.heads.values() if head.uses}
+        hold(heads == held, "the uses of a head are not its sequences")
         for sequence_id, sequence in self._sequences.items():
-            pages, tail, size = sequence.pages, len(sequence.tail), self.page_size
+            pages, size = sequence.pages, self.page_size
             hold(len(pages) == -(-sequence.length // size), f"{sequence_id!r}: length or pages")
             hold(len(set(pages)) == len(pages), f"{sequence_id!r} has a page twice")
-            known = sequence.named * size + tail
-            hold(tail < size and known <= sequence.length, f"{sequence_id!r}: known tokens")
-            hold(
-                self._names.follow(pages[: sequence.named]), f"{sequence_id!r}: names not in order"
-            )
+            hold(sequence.named * size <= sequence.length, f"{sequence_id!r}: too many names")
+            follow = self._names.follow(sequence.head, pages[: sequence.named])
+            hold(follow, f"{sequence_id!r}: names not in order")
 
     def _get(self, sequence_id: SequenceId) -> _Sequence:
         try:
@@ -221,28 +313,36 @@ class PagePool:
         if sequence_id in self._sequences:
             raise ConfigError(f"sequence {sequence_id!r} exists: free it or use another id")
 
-    def _needed(self, sequences: Iterable[_Sequence], count: int) -> int:
-        """Pages to take for count more tokens of each: new ones and copies of shared last ones."""
-        if count < 0:
-            raise ShapeError(f"a count of {count} tokens is negative: use 0 or more")
-        needed, writers = 0, Counter[int]()
-        for sequence in sequences:
-            needed += -(-(sequence.length + count) // self.page_size) - len(sequence.pages)
-            if count and sequence.length % self.page_size:
+    def _to_append(self, ids: Sequence[SequenceId], counts: Sequence[int]) -> list[_Sequence]:
+        if len(set(ids)) < len(ids):
+            raise ConfigError(f"sequences {list(ids)} name one twice: name each once")
+        if len(counts) != len(ids):
+            raise ShapeError(f"{len(counts)} counts for {len(ids)} sequences: give one for each")
+        if counts and min(counts) < 0:
+            raise ShapeError(f"a count of {min(counts)} tokens is negative: use 0 or more")
+        return [self._get(sequence_id) for sequence_id in ids]
+
+    def _needed(self, sequences: Iterable[_Sequence], counts: Iterable[int]) -> int:
+        """Pages to take for the tokens: new ones and copies of shared last ones."""
+        needed, size, writers = 0, self.page_size, Counter[int]()
+        for sequence, count in zip(sequences, counts, strict=True):
+            needed += -(-(sequence.length + count) // size) - len(sequence.pages)
+            if count and sequence.length % size and self._references[sequence.pages[-1]] > 1:
                 writers[sequence.pages[-1]] += 1
         # when all who share a page write to it, the last of them keeps it
         return needed + sum(min(n, self._references[page] - 1) for page, n in writers.items())
 
-    def _own_last_page(self, sequence: _Sequence) -> tuple[tuple[int, int], ...]:
-        """Let a sequence write to its last page, which is partly full; return the copies for it."""
+    def _own_last_page(self, place: int, sequence: _Sequence, growth: Growth) -> None:
+        """Let a sequence write to its last page, which is partly full."""
         source = sequence.pages[-1]
         if self._references[source] == 1:
             self._unname(source)  # it was cut in a full page, whose last tokens now change
-            return ()
+            return
         target = self._take()
         self._references[source] -= 1
         sequence.pages[-1] = target
-        return ((source, target),)
+        growth.entries.append((place, len(sequence.pages) - 1, target))
+        growth.copies.append((source, target))
 
     def _take(self) -> int:
         if self._free:
@@ -266,26 +366,18 @@ class PagePool:
             else:
                 self._unname(page)
                 self._free.append(page)
-
-    def _name_full_pages(self, sequence: _Sequence, tokens: tuple[int, ...]) -> None:
-        """Name the pages that known tokens fill after those that have names."""
-        tail, size = sequence.tail + tokens, self.page_size
-        full = len(tail) // size * size
-        for start in range(0, full, size):
-            after = sequence.pages[sequence.named - 1] if sequence.named else None
-            page = sequence.pages[sequence.named]
-            same = self._names.add(page, after, tail[start : start + size])
-            for twin in [other for other in same if other in self._cached]:
-                self._unname(twin)
-                self._uncache(twin)
-            sequence.named += 1
-        sequence.tail = tail[full:]
+        if not sequence.pages and sequence.head is not None:
+            sequence.head.uses -= 1
+            sequence.head = None
 
     def _unname(self, page: int) -> None:
         """Take the name off a page; cached pages that nothing leads to any more become free."""
-        for lost in self._names.remove(page):  # who uses it also uses a page of the name before
-            self._uncache(lost)
+        if self._names.of_page[page] is not None:
+            self._uncache(self._names.remove(page))
 
-    def _uncache(self, page: int) -> None:
-        del self._cached[page]
-        self._free.append(page)
+    def _uncache(self, pages: Iterable[int]) -> None:
+        """Free those of the pages without a name that no sequence refers to."""
+        for page in pages:
+            if page in self._cached:
+                del self._cached[page]
+                self._free.append(page)

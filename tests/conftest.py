@@ -15,6 +15,12 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("kvquant")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("gpu"):  # numba-cuda and torch warn of matters of their own
+            item.add_marker(pytest.mark.filterwarnings("default"))
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs an NVIDIA GPU: torch.cuda.is_available() is False")

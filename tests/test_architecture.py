@@ -16,7 +16,8 @@ ROOMS["kvquant.calibration"] = ROOT / "calibration"
 
 FACTS = "errors layout"
 MEANING = f"{FACTS} quant segments debug reference"
-CACHES = f"{MEANING} attention layer cache"
+PLAN = "basis hadamard rounding"
+CACHES = f"{MEANING} {PLAN} attention cachechecks layer cache"
 DEVICE = "kernels.cuda.device kernels.cuda.fragments kernels.cuda.ptx kernels.cuda.spec"
 FILES = "files identity manifest cachefile checkpoint"
 ROW_KERNELS = (
@@ -27,7 +28,7 @@ ROW_LAUNCH = "kernels.cuda.driver kernels.cuda.loaded kernels.cuda.rowspec"
 
 # module of kvquant -> modules of kvquant that it may import
 ALLOWED = {
-    "__init__": f"{CACHES} checkpoint append slots transforms",
+    "__init__": f"{CACHES} checkpoint append slots transforms paged pagedbatch pagedfile",
     "errors": "",
     "layout": "errors",
     "quant": FACTS,
@@ -44,8 +45,12 @@ ALLOWED = {
     "appendbackends": f"{FACTS} quant debug slots transforms appendchecks",
     "appendops": "layout slots transforms appendchecks appendbackends",
     "append": f"{FACTS} quant slots transforms appendchecks appendbackends appendops",
-    "layer": f"{FACTS} quant segments",
-    "cache": f"{MEANING} attention layer",
+    "rounding": f"{FACTS} quant",
+    "basis": f"{FACTS} hadamard rounding",
+    "cachechecks": f"{FACTS} quant basis",
+    "layer": f"{FACTS} quant segments basis",
+    "cache": f"{MEANING} attention basis cachechecks layer",
+    "plan": f"{FACTS} basis files identity",
     "kernels.cpu.simd": "",
     "kernels.cpu.values": f"{FACTS} kernels.cpu.simd",
     "kernels.cpu.parallel": f"{FACTS} kernels.cpu.simd",
@@ -73,8 +78,11 @@ ALLOWED = {
     ),
     "kernels.cuda.decode": f"{DEVICE} kernels.cuda.attend kernels.cuda.merge",
     "kernels.cuda.compile": (
-        "errors layout kernels.usercache kernels.cuda.rowspec kernels.cuda.spec"
+        "errors layout kernels.usercache kernels.cuda.rowspec kernels.cuda.spec "
+        "kernels.cuda.statespec"
     ),
+    "kernels.cuda.statespec": "",
+    "kernels.cuda.mergestates": ("kernels.cuda.device kernels.cuda.ptx kernels.cuda.statespec"),
     "kernels.cuda.rowspec": "layout",
     "kernels.cuda.transform": "kernels.cuda.device kernels.cuda.ptx kernels.cuda.rowspec",
     "kernels.cuda.quantize": "layout kernels.cuda.device kernels.cuda.ptx kernels.cuda.rowspec",
@@ -82,8 +90,10 @@ ALLOWED = {
     "kernels.cuda.append": f"layout {ROW_KERNELS}",
     "kernels.cuda.dequantize": ROW_KERNELS,
     "kernels.cuda.loaded": (
-        "errors layout kernels.cuda.compile kernels.cuda.driver kernels.cuda.rowspec"
+        "errors layout kernels.cuda.compile kernels.cuda.driver kernels.cuda.rowspec "
+        "kernels.cuda.statespec"
     ),
+    "kernels.mergestates": "kernels.cuda.driver kernels.cuda.loaded kernels.cuda.statespec",
     "kernels.append": f"layout slots transforms {ROW_LAUNCH}",
     "kernels.dequantize": f"layout {ROW_LAUNCH}",
     "kernels.cuda.driver": "errors",
@@ -94,6 +104,7 @@ ALLOWED = {
         "kernels.cuda.driver kernels.cuda.spec kernels.cuda.workspace"
     ),
     "kernels.cpu.merge": "kernels.cpu.parallel kernels.cpu.simd",
+    "kernels.cpu.feedback": "kernels.cpu.parallel kernels.cpu.simd",
     "kernels.cpu.rows": f"{FACTS} kernels.cpu.parallel kernels.cpu.simd kernels.cpu.values",
     "kernels.cpu.decode": (
         f"{FACTS} segments "
@@ -101,20 +112,55 @@ ALLOWED = {
     ),
     "files": "errors",
     "identity": "errors",
-    "manifest": f"{FACTS} cache identity",
+    "manifest": f"{FACTS} basis cache identity jsonvalues",
     "cachefile": f"{FACTS} quant files manifest",
-    "checkpoint": f"{CACHES} files identity manifest cachefile",
+    "checkpoint": f"{CACHES} files identity manifest cachefile plan",
     "exchange": f"{CACHES} files",
     "inspection": f"{FACTS} quant {FILES} exchange",
     "huggingface": CACHES,
-    "model": f"{CACHES} huggingface",
-    "calibration.observers": f"{FACTS} quant",
-    "calibration.collect": f"{FACTS} quant calibration.observers",
-    "calibration.fidelity": CACHES,
-    "calibration.run": f"{FACTS} calibration.collect calibration.fidelity",
-    "calibration.report": f"{FACTS} files calibration.collect calibration.fidelity",
+    "observation": "errors huggingface",
+    "model": f"{CACHES} huggingface observation plan",
+    "calibration.moments": "errors files",
+    "calibration.bases": "basis hadamard rounding calibration.moments",
+    "calibration.scores": "",
+    "calibration.choose": (
+        f"{FACTS} quant basis calibration.bases calibration.moments calibration.scores"
+    ),
+    "calibration.formats": "",
+    "calibration.texts": "errors",
+    "calibration.fidelity": f"{CACHES} plan",
+    "calibration.assemble": "plan calibration.choose calibration.moments calibration.scores",
+    "calibration.run": (
+        f"{FACTS} identity plan calibration.assemble calibration.choose calibration.fidelity "
+        "calibration.formats calibration.moments calibration.texts"
+    ),
+    "calibration.report": "plan calibration.fidelity",
+    "calibration.verdict": f"{FACTS} plan calibration.report",
+    "calibration.figures": f"{FACTS} plan calibration.verdict",
+    "calibration.htmlstyle": "",
+    "calibration.htmlreport": (
+        "plan calibration.figures calibration.htmlstyle calibration.report calibration.verdict"
+    ),
     "bench": f"{MEANING} attention",
     "console": "errors",
+    "cascade": "attention errors segments",
+    "jsonvalues": FACTS,
+    "rowstacks": FACTS,
+    "pagedslots": "",
+    "staging": "",
+    "swap": "rowstacks",
+    "pagedstate": "errors pagedslots pagenames pagepool",
+    "pagedrows": "layout pagedslots rowstacks segments",
+    "paged": (
+        f"cachechecks {FACTS} segments pagedrows pagedslots pagedstate pagenames pagepool swap"
+    ),
+    "sharedprefix": "",
+    "pagedbatch": (
+        "append attention cachechecks cascade errors segments sharedprefix slots transforms paged "
+        "pagedstate pagepool staging"
+    ),
+    "pagedmanifest": f"{FACTS} jsonvalues manifest segments",
+    "pagedfile": f"errors {FILES} paged pagedmanifest pagepool",
     "pagenames": "errors",
     "pagepool": "errors pagenames",
     "gpucases": f"{FACTS} quant segments",
@@ -127,7 +173,9 @@ ALLOWED = {
     "gpureport": f"{FACTS} gpubench gpucases gputimer gputune",
     "benchcli": "__init__ errors console",
     "demo": f"{CACHES} model calibration.fidelity calibration.report",
-    "cli": "__init__ errors console benchcli",
+    "calibratecli": "errors console",
+    "reportcli": "errors console",
+    "cli": "__init__ errors console benchcli calibratecli reportcli",
     "__main__": "cli",
 }
 # inside functions and for the type checker only
@@ -136,22 +184,29 @@ ALLOWED_LATE = {
     "backends": "kernels.cpu.decode kernels.cuda.compile kernels.cuda.launch",
     "appendbackends": "kernels.append kernels.dequantize",
     "kernels.cuda.compile": (
-        "kernels.cuda.append kernels.cuda.decode kernels.cuda.dequantize kernels.cuda.device"
+        "kernels.cuda.append kernels.cuda.decode kernels.cuda.dequantize kernels.cuda.device "
+        "kernels.cuda.mergestates"
     ),
+    "cascade": "kernels.mergestates",
     "benchcli": (
         "bench gpubench gpucases gpureport gputimer gputune kernels.cuda.launch kernels.tuned"
     ),
-    "cli": f"{CACHES} {FILES} exchange inspection model demo calibration.report calibration.run",
+    "rounding": "kernels.cpu.feedback",
+    "cachechecks": "layer",
+    "cache": "plan",
+    "calibratecli": "model calibration.report calibration.run",
+    "reportcli": "files plan calibration.figures calibration.htmlreport calibration.verdict",
+    "cli": f"{CACHES} {FILES} exchange inspection model plan demo",
 }
 
 # a library that `import kvquant` must not need -> the only modules that name it
 LIBRARIES = {
-    "transformers": {"huggingface"},
+    "transformers": {"huggingface", "observation"},
     "numba": {name for name in ALLOWED if name.startswith("kernels.")},
     "llvmlite": {name for name in ALLOWED if name.startswith("kernels.")},
-    "click": {"benchcli", "cli", "console"},
-    "safetensors": {"files", "huggingface", "calibration.report"},
-    "matplotlib": {"gpureport"},
+    "click": {"benchcli", "calibratecli", "cli", "console", "reportcli"},
+    "safetensors": {"files", "huggingface"},
+    "matplotlib": {"gpureport", "calibration.figures"},
 }
 
 

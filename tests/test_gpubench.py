@@ -365,7 +365,6 @@ def test_a_missing_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("default")  # numba-cuda warns of matters of its own
 def test_a_gpu_is_measured(tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
     done = run("--quick", "--json", path)
@@ -377,7 +376,6 @@ def test_a_gpu_is_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("default")  # numba-cuda warns of matters of its own
 def test_every_variant_of_the_kernel_is_right_on_a_gpu() -> None:
     done = run("--ablate", "--format", "int4-g8", "--batch", 2, "--seq-len", 1000)
     assert done.exit_code == 0, done.output

@@ -15,9 +15,10 @@ from hypothesis.stateful import (
 )
 
 from kvquant.errors import OutOfPagesError
-from kvquant.pagepool import Growth, PagePool
+from kvquant.pagepool import PagePool
 
 NUM_PAGES = 9
+MOST = 5  # sequences, and heads that are known; there are 7 heads
 OPERATIONS = 50_000
 numbers = st.integers(0, 2**20)
 
@@ -42,9 +43,10 @@ class PoolMachine(RuleBasedStateMachine):
 
     operations = 0
 
-    @initialize(page_size=st.integers(1, 3))
-    def start(self, page_size: int) -> None:
-        self.pool, self.size = PagePool(NUM_PAGES, page_size), page_size
+    @initialize(page_size=st.integers(1, 3), head_len=st.integers(0, 1))
+    def start(self, page_size: int, head_len: int) -> None:
+        self.pool = PagePool(NUM_PAGES, page_size, head_len=head_len, num_heads=MOST)
+        self.size, self.head = page_size, head_len
         self.models: dict[int, Model] = {}
         self.contents: list[list[int | None]] = [[None] * page_size for _ in range(NUM_PAGES)]
         self.cell_of: dict[tuple[int, int], int] = {}
@@ -61,80 +63,88 @@ class PoolMachine(RuleBasedStateMachine):
             cells.append(last)
         return cells
 
+    def in_pages(self, length: int) -> int:
+        return max(length - self.head, 0)
+
+    def whole(self, model: Model) -> int:
+        """Known tokens that fill pages."""
+        return self.in_pages(model.known) // self.size * self.size
+
     def used(self) -> set[int]:
         return {page for i in self.models for page in self.pool.block_table(i)}
 
-    def grow(self, i: int, tokens: list[int], known: bool) -> Growth | None:
-        """Append without touching contents; None when out of pages."""
-        PoolMachine.operations += 1
-        model, used, ids = self.models[i], self.used(), list(self.models)
-        before, table = seen(self.pool, ids), self.pool.block_table(i)
-        fits = self.pool.can_append([i], len(tokens))
+    def step(self, new: dict[int, list[int]], known: bool = True) -> bool:
+        """One step of several sequences, as a device makes it: all copies at once, then rows."""
+        PoolMachine.operations += max(len(new), 1)
+        ids, used = list(new), self.used()
+        lengths = {i: len(self.models[i].cells) for i in ids}
+        counts = [self.in_pages(lengths[i] + len(new[i])) - self.pool.length(i) for i in ids]
+        before, tables = seen(self.pool, list(self.models)), [self.pool.block_table(i) for i in ids]
+        fits = self.pool.can_append(ids, counts)
         try:
-            growth = self.pool.append(i, len(tokens), tokens if known else None)
+            growth = self.pool.append(ids, counts)
         except OutOfPagesError:
             assert not fits
-            assert seen(self.pool, ids) == before
-            return None
+            assert seen(self.pool, list(self.models)) == before
+            return False
         assert fits
-        taken = [*growth.new_pages, *(target for _, target in growth.copies)]
-        assert not used & set(taken) and len(set(taken)) == len(taken)
-        assert all(source == table[-1] for source, _ in growth.copies)
-        model.known += len(tokens) if known and model.known == len(model.cells) else 0
-        model.tokens += tokens
-        model.cells += self.cells(tokens, model.cells)
-        return growth
-
-    def write(self, ids: list[int], growths: list[Growth], count: int) -> None:
-        """What a device does for one step of several sequences: all copies at once, then rows."""
-        copies = [pair for growth in growths for pair in growth.copies]
-        sources, targets = {source for source, _ in copies}, [target for _, target in copies]
-        assert not sources & set(targets) and len(set(targets)) == len(targets)
-        for page in targets + [page for growth in growths for page in growth.new_pages]:
+        pages = [page for _, _, page in growth.entries]
+        assert not used & set(pages) and len(set(pages)) == len(pages)
+        for place, at, page in growth.entries:
+            assert self.pool.block_table(ids[place])[at] == page
             self.contents[page] = [None] * self.size
-        for source, target in copies:
+        for source, target in growth.copies:
+            assert source not in pages and target in pages
+            assert any(table and source == table[-1] for table in tables)
             self.contents[target] = list(self.contents[source])
         for i in ids:
-            table, cells = self.pool.block_table(i), self.models[i].cells
-            others = {page for j in self.models if j != i for page in self.pool.block_table(j)}
-            for at in range(len(cells) - count, len(cells)):
-                assert table[at // self.size] not in others, "a shared page is written"
-                self.contents[table[at // self.size]][at % self.size] = cells[at]
+            self.write(i, new[i], known)
+        for i in ids:
+            self.pool.publish(i, self.models[i].tokens[: self.models[i].known])
+        return True
 
-    def step(self, ids: list[int], tokens: list[int], known: bool = True) -> bool:
-        growths = {i: self.grow(i, tokens, known) for i in ids}
-        done = {i: growth for i, growth in growths.items() if growth is not None}
-        self.write(list(done), list(done.values()), len(tokens))
-        return len(done) == len(ids)
+    def write(self, i: int, tokens: list[int], known: bool) -> None:
+        model, table = self.models[i], self.pool.block_table(i)
+        start = len(model.cells)
+        model.known += len(tokens) if known and model.known == start else 0
+        model.tokens += tokens
+        model.cells += self.cells(tokens, model.cells)
+        others = {page for j in self.models if j != i for page in self.pool.block_table(j)}
+        for at in range(self.in_pages(start), self.in_pages(len(model.cells))):
+            assert table[at // self.size] not in others, "a shared page is written"
+            self.contents[table[at // self.size]][at % self.size] = model.cells[self.head + at]
 
     @rule(number=numbers, count=st.integers(0, 9))
     def allocate(self, number: int, count: int) -> None:
-        if len(self.models) == 5:
+        if len(self.models) == MOST:
             self.free(number)
-        tokens = [number >> bit & 1 for bit in range(count)]
+        tokens = [number % 7, *(number >> bit & 1 for bit in range(count))][:count]
         expected, i = self.pool.match_prefix(tokens), self.next_id
-        present = self.pool.allocate(i, tokens)
+        present, head = self.pool.allocate(i, tokens)
         PoolMachine.operations += 1
         assert present == expected <= count and present % self.size == 0
-        self.models[i] = Model(tokens, self.cells(tokens), present).first(present)
+        assert (head is None) == (present == 0)
+        length = present and present + self.head
+        self.models[i] = Model(tokens, self.cells(tokens), length).first(length)
         self.next_id += 1
-        self.step([i], tokens[present:])
+        self.step({i: tokens[length:]})
 
     @rule(number=numbers, count=st.integers(0, 4), known=st.booleans())
     def append(self, number: int, count: int, known: bool) -> None:
         if self.models:
-            tokens = [number >> bit & 1 for bit in range(4, 4 + count)]
-            self.step([self.pick(number)], tokens, known)
+            self.step(
+                {self.pick(number): [number >> bit & 1 for bit in range(4, 4 + count)]}, known
+            )
 
-    @rule(number=numbers, count=st.integers(0, 3))
-    def append_to_some(self, number: int, count: int) -> None:
+    @rule(number=numbers)
+    def append_to_some(self, number: int) -> None:
         ids = [i for at, i in enumerate(self.models) if number >> at & 1]
-        fits = self.pool.can_append(ids, count)
-        assert self.step(ids, [number >> 9 & 1] * count) == fits
+        counts = [number >> 2 * at & 3 for at in range(3, 3 + MOST)]
+        self.step({i: [number >> 19] * n for i, n in zip(ids, counts, strict=False)})
 
     @rule(number=numbers)
     def fork(self, number: int) -> None:
-        if 0 < len(self.models) < 5:
+        if 0 < len(self.models) < MOST:
             PoolMachine.operations += 1
             i = self.pick(number)
             self.pool.fork(i, self.next_id)
@@ -147,7 +157,7 @@ class PoolMachine(RuleBasedStateMachine):
             PoolMachine.operations += 1
             i = self.pick(number)
             length = max(len(self.models[i].cells) - cut, 0)
-            self.pool.truncate(i, length)
+            self.pool.truncate(i, self.in_pages(length))
             self.models[i] = self.models[i].first(length)
 
     @rule(number=numbers)
@@ -157,19 +167,18 @@ class PoolMachine(RuleBasedStateMachine):
             i = self.pick(number)
             self.pool.free(i)
             model = self.models.pop(i)
-            whole = model.known // self.size * self.size
-            assert self.pool.match_prefix(model.tokens[: model.known]) == whole
+            assert self.pool.match_prefix(model.tokens[: model.known]) == self.whole(model)
 
     @invariant()
     def every_sequence_has_its_contents(self) -> None:
         self.pool.check()
         assert self.pool.num_free == NUM_PAGES - len(self.used())
         for i, model in self.models.items():
-            assert self.pool.length(i) == len(model.cells)
+            length = self.in_pages(len(model.cells))
+            assert self.pool.length(i) == length
             rows = [cell for page in self.pool.block_table(i) for cell in self.contents[page]]
-            assert rows[: len(model.cells)] == model.cells
-            whole = model.known // self.size * self.size
-            assert self.pool.match_prefix(model.tokens[: model.known]) == whole
+            assert rows[:length] == model.cells[self.head :][:length]
+            assert self.pool.match_prefix(model.tokens[: model.known]) == self.whole(model)
 
 
 def test_any_operations_keep_contents_and_pages() -> None:
@@ -177,7 +186,7 @@ def test_any_operations_keep_contents_and_pages() -> None:
     run_state_machine_as_test(
         PoolMachine,
         settings=settings(
-            max_examples=600, stateful_step_count=200, suppress_health_check=list(HealthCheck)
+            max_examples=420, stateful_step_count=200, suppress_health_check=list(HealthCheck)
         ),
     )
     assert PoolMachine.operations >= OPERATIONS

@@ -11,6 +11,8 @@ from kvquant import errors
 
 PUBLIC = [
     "KVCache",
+    "PagedBatch",
+    "PagedKVCache",
     "Rope",
     "RowFormat",
     "RowTransform",
@@ -20,10 +22,12 @@ PUBLIC = [
     "dequantize_pages",
     "dequantize_rows",
     "load_cache",
+    "load_sequences",
     "merge_states",
     "quantize_rows",
     "reference_attention",
     "save_cache",
+    "save_sequences",
     "slots_of",
 ]
 

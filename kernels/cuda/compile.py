@@ -30,10 +30,12 @@ from kvquant import layout
 from kvquant.errors import UnsupportedError
 
 from ..usercache import cache_folder, replace_file
+from .feedbackspec import FeedbackSpec
 from .rowspec import AppendSpec, DequantizeSpec
 from .spec import DecodeSpec
+from .statespec import MergeSpec
 
-Spec = DecodeSpec | AppendSpec | DequantizeSpec
+Spec = DecodeSpec | AppendSpec | DequantizeSpec | MergeSpec | FeedbackSpec
 NEWEST_LTO = (9, 0)
 # of a cubin: the section of a kernel's arguments; in .nv.info attributes, and the form of those
 # that are followed by as many bytes as they say
@@ -169,6 +171,12 @@ def compile_spec(spec: Spec, arch: str) -> Cubin:
     elif isinstance(spec, DequantizeSpec):
         from .dequantize import make_dequantize_kernel as make
         from .dequantize import signature
+    elif isinstance(spec, MergeSpec):
+        from .mergestates import make_merge_states_kernel as make
+        from .mergestates import signature
+    elif isinstance(spec, FeedbackSpec):
+        from .feedback import make_feedback_kernel as make
+        from .feedback import signature
     else:
         from .decode import make_decode_kernel as make
         from .decode import signature

@@ -1,4 +1,4 @@
-"""Kernels that are loaded, by GPU, and calls that are settled: what launches of rows share.
+"""Kernels that are loaded, by GPU, and calls that are settled: what launches share.
 
 A call is settled by its shapes, strides, formats and dtypes: that it is possible, the kernel, the
 arguments that stay. The next call like it finds that in a dictionary, packs the addresses and
@@ -18,7 +18,9 @@ from kvquant.layout import RowFormat
 
 from .compile import load_cubin
 from .driver import Kernel
+from .feedbackspec import FeedbackSpec
 from .rowspec import UNIT, AppendSpec, DequantizeSpec, divisor, unit_of
+from .statespec import MergeSpec
 
 MOST_SETTLED = 4096  # calls that are remembered
 MOST_SLOTS = 1 << 31  # the kernels divide them as 31 bits
@@ -67,7 +69,9 @@ def gpu_of(tensor: torch.Tensor) -> GPU:
         return _gpus[index]
 
 
-def kernel_of(spec: AppendSpec | DequantizeSpec, tensor: torch.Tensor) -> Kernel:
+def kernel_of(
+    spec: AppendSpec | DequantizeSpec | MergeSpec | FeedbackSpec, tensor: torch.Tensor
+) -> Kernel:
     """A kernel on the GPU of a tensor, compiled if need be."""
     arch, index = gpu_of(tensor).arch, tensor.get_device()
     with _lock:

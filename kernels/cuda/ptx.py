@@ -152,6 +152,7 @@ load_global_f32x4 = instruction(
 load_written_u32x4 = instruction(
     "ld.global.cg.v4.u32 {$0,$1,$2,$3},[$4];", "u32 u32 u32 u32", "u64", pure=False
 )
+load_written_u32 = instruction("ld.global.cg.u32 $0,[$1];", "u32", "u64", pure=False)
 load_written_f32 = instruction("ld.global.cg.f32 $0,[$1];", "f32", "u64", pure=False)
 load_written_f32x4 = instruction(
     "ld.global.cg.v4.f32 {$0,$1,$2,$3},[$4];", "f32 f32 f32 f32", "u64", pure=False

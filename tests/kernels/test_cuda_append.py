@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -33,12 +33,6 @@ from kvquant.kernels.cuda.rowspec import AppendSpec, Side, divisor, lanes_of, un
 from kvquant.slots import Slots
 
 FORMATS = "int4 int4-g2 int4-g4 int4-g8 int8 int8-g4 fp8 fp8-g4 bf16 fp16".split()
-
-
-def gpu(test: Callable[..., None]) -> Callable[..., None]:
-    """Mark a test; numba-cuda and torch warn of matters of their own while they load."""
-    marked: Callable[..., None] = pytest.mark.gpu(pytest.mark.filterwarnings("default")(test))
-    return marked
 
 
 @pytest.fixture
@@ -222,7 +216,7 @@ ON_GPU |= {
 }
 
 
-@gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", ON_GPU)
 def test_bytes_are_those_of_the_meaning(name: str) -> None:
     call = make_call(ON_GPU[name], "cuda")
@@ -232,7 +226,7 @@ def test_bytes_are_those_of_the_meaning(name: str) -> None:
     assert not problem, problem
 
 
-@gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", [*FORMATS, "int4 80", "int8-g8 96", "fp8 192", "bf16 256"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_values_are_those_of_the_meaning(name: str, dtype: str) -> None:
@@ -244,7 +238,7 @@ def test_values_are_those_of_the_meaning(name: str, dtype: str) -> None:
     torch.testing.assert_close(got.cpu(), wanted, rtol=0, atol=0, equal_nan=True)
 
 
-@gpu
+@pytest.mark.gpu
 def test_random_rows_of_every_scale() -> None:
     for name in ("int4-g4", "int8", "fp8-g8"):
         fmt = RowFormat.parse(name, 128)
@@ -258,7 +252,7 @@ def test_random_rows_of_every_scale() -> None:
         assert torch.equal(rows[0].transpose(0, 1).cpu(), wanted)
 
 
-@gpu
+@pytest.mark.gpu
 def test_a_graph_is_replayed_with_other_slots_and_rows() -> None:
     call = make_call(Case(exact="bf16", tokens=32, heads=4), "cuda")
     append_rows(**make_call(Case(exact="bf16", tokens=32, heads=4), "cuda"))  # compiled
@@ -278,7 +272,7 @@ def test_a_graph_is_replayed_with_other_slots_and_rows() -> None:
         assert not problem, f"step {step}: {problem}"
 
 
-@gpu
+@pytest.mark.gpu
 def test_another_stream_is_used() -> None:
     call, stream = make_call(Case(tokens=40, heads=2), "cuda"), torch.cuda.Stream()
     wanted = expected(call)
@@ -295,7 +289,7 @@ def test_another_stream_is_used() -> None:
     assert not problem, problem
 
 
-@gpu
+@pytest.mark.gpu
 def test_slots_that_do_not_exist_are_left_out() -> None:
     call = make_call(Case(tokens=8), "cuda")
     before = call["k_rows"].clone()
@@ -305,7 +299,7 @@ def test_slots_that_do_not_exist_are_left_out() -> None:
     assert torch.equal(call["k_rows"], before)
 
 
-@gpu
+@pytest.mark.gpu
 def test_addresses_have_64_bits() -> None:
     fmt = RowFormat.parse("int4-g4", 128)
     pages = (5 << 30) // (16 * 80)

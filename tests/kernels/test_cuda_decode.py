@@ -25,11 +25,7 @@ from kvquant.attention import attend_segments
 from kvquant.errors import ConfigError, ShapeError, UnsupportedError
 from kvquant.segments import Segment
 
-pytestmark = [
-    pytest.mark.gpu,
-    # numba-cuda and torch warn of matters of their own while they load
-    pytest.mark.filterwarnings("default"),
-]
+pytestmark = pytest.mark.gpu
 LENS = (1000, 37, 1, 0)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -155,7 +155,6 @@ class Call:
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("default")
 def test_graphs_captured_on_one_stream_replay_side_by_side(
     relative_l2: Callable[[torch.Tensor, torch.Tensor], float],
 ) -> None:
@@ -178,7 +177,6 @@ def test_graphs_captured_on_one_stream_replay_side_by_side(
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("default")
 def test_new_threads_and_streams_at_once(
     relative_l2: Callable[[torch.Tensor, torch.Tensor], float],
 ) -> None:
@@ -204,7 +202,6 @@ def test_new_threads_and_streams_at_once(
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("default")
 def test_a_settled_call_on_other_devices_is_refused() -> None:
     call = Call()
     call()
@@ -216,7 +213,6 @@ def test_a_settled_call_on_other_devices_is_refused() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("default")
 def test_tensors_on_another_gpu(
     relative_l2: Callable[[torch.Tensor, torch.Tensor], float],
 ) -> None:

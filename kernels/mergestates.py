@@ -1,0 +1,72 @@
+"""Merge the states of a shared prefix on CUDA, in place; see kvquant/cascade.py for the meaning."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Hashable
+
+import torch
+
+from .cuda.driver import Launcher
+from .cuda.loaded import current_device, current_stream, kernel_of, settle
+from .cuda.statespec import MERGE, MergeSpec
+
+QUERIES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+CONSTANTS = struct.Struct("=" + "".join(code for _, code in MERGE[5:]))
+_settled: dict[Hashable, MergeLaunch] = {}
+
+
+def merge_shared(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    prefix_out: torch.Tensor,
+    prefix_lse: torch.Tensor,
+    members: torch.Tensor | None,
+) -> None:
+    """Merge in place, on the current stream.
+
+    Args:
+        out: [batch, num_q_heads, head_dim], bfloat16 or float16, contiguous as are all.
+        lse: [batch, num_q_heads], float32, base e.
+        prefix_out: [num_kv_heads, num_members, ratio, head_dim], as out.
+        prefix_lse: [num_kv_heads, num_members, ratio], float32.
+        members: [num_members] int64, places in the batch, or negative; None for all, in order.
+
+    Raises:
+        UnsupportedError: the GPU is too old.
+        DeviceError: CUDA refuses the launch.
+    """
+    index = out.get_device()
+    key = out.shape, prefix_out.shape, out.dtype, members is None, index
+    launch = _settled.get(key)
+    if launch is None:
+        if not prefix_out.numel():
+            return
+        launch = settle(_settled, key, MergeLaunch, out, prefix_out)
+    tensors = out, lse, prefix_out, prefix_lse
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    addresses.append(0 if members is None else members.data_ptr())
+    if index == current_device():
+        launch(addresses)
+        return
+    with torch.cuda.device(index):
+        launch(addresses)
+
+
+class MergeLaunch:
+    """A settled call: everything but addresses."""
+
+    def __init__(self, out: torch.Tensor, prefix_out: torch.Tensor) -> None:
+        _, num_members, ratio, head_dim = prefix_out.shape
+        num_heads = out.shape[1]
+        spec = MergeSpec(head_dim, QUERIES[out.dtype])
+        rows = num_members * num_heads
+        self._constants = CONSTANTS.pack(num_members, num_heads, ratio, rows)
+        self._index = out.get_device()
+        grid = -(-rows // spec.warps), 1, 1
+        layout = f"=5Q{CONSTANTS.size}s"
+        self._launch = Launcher(kernel_of(spec, out), grid, layout)
+
+    def __call__(self, addresses: list[int]) -> None:
+        """Launch on the current stream of the current device, which is that of the tensors."""
+        self._launch(current_stream(self._index), (*addresses, self._constants))

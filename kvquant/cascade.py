@@ -1,0 +1,103 @@
+"""Attention over a prefix that sequences share: its rows are read once for all of them.
+
+    q          [batch, q_heads]                      own tokens ──▶ (out, lse) ──┐
+       └──▶    [1, kv_heads x members x ratio]       prefix     ──▶ (out, lse) ──┴──▶ merged
+
+To the prefix the queries of all members are one token with many heads, which a block of the kernel
+takes 8 at a time. The two states are merged by their log-sum-exp, exactly.
+
+Source: cascade inference, https://flashinfer.ai/2024/02/02/cascade-inference.html.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .attention import State, attend_segments, merge_states
+from .errors import ConfigError, ShapeError
+from .segments import Segment
+
+
+def attend_shared(
+    q: torch.Tensor,
+    prefix: Segment,
+    segments: Sequence[Segment],
+    *,
+    members: torch.Tensor | None = None,
+    sm_scale: float | None = None,
+    return_lse: bool = False,
+    num_splits: int | None = None,
+    backend: str | None = None,
+) -> torch.Tensor | State:
+    """Attend to a shared prefix and to each sequence's own tokens.
+
+    Args:
+        q: [batch, num_q_heads, head_dim].
+        prefix: tokens of one sequence (batch 1) that come before those of the members. Its length
+            may be 0.
+        segments: each sequence's other tokens, as in attend_segments.
+        members: [num_members] int64, the places in the batch that share the prefix, each once;
+            negative ones stand for nobody. All when None.
+        sm_scale, return_lse, num_splits, backend: as in decode_attention.
+
+    Returns:
+        As decode_attention: out in the dtype of q, to which both states are rounded before they are
+        merged.
+
+    Raises:
+        ShapeError: the prefix is of several sequences, or members are no list.
+        ConfigError: members are not int64.
+        As decode_attention.
+    """
+    prefix_batch = prefix.seq_lens.shape[0]
+    if prefix_batch != 1:
+        raise ShapeError(f"the prefix is of {prefix_batch} sequences: it must be of one")
+    if members is not None and (members.ndim != 1 or members.dtype != torch.int64):
+        raise ConfigError(
+            f"members are {list(members.shape)} {members.dtype}: use one list of places, int64"
+        )
+    chosen = q if members is None else q.index_select(0, members.clamp(min=0))
+    num_members, num_q_heads, head_dim = chosen.shape
+    num_kv_heads = prefix.k_rows.shape[1]
+    if num_q_heads % max(num_kv_heads, 1):
+        raise ShapeError(f"{num_q_heads} query heads do not fit {num_kv_heads} KV heads")
+    heads = num_kv_heads, num_q_heads // num_kv_heads
+    by_kv_head = chosen.unflatten(1, heads).transpose(0, 1).reshape(1, -1, head_dim)
+    options: dict[str, Any] = {"num_splits": num_splits, "backend": backend, "sm_scale": sm_scale}
+    state = attend_segments(q, segments, return_lse=True, **options)
+    prefix_state = attend_segments(by_kv_head, [prefix], return_lse=True, **options)
+    out, lse = state
+    prefix_out, prefix_lse = (
+        x.view(heads[0], num_members, heads[1], *x.shape[2:]) for x in prefix_state
+    )
+    if out.is_cuda and backend != "reference" and not torch.compiler.is_compiling():
+        from .kernels.mergestates import merge_shared
+
+        merge_shared(out, lse, prefix_out, prefix_lse, members)
+    else:
+        out, lse = _merged(out, lse, prefix_out, prefix_lse, members)
+    return (out, lse) if return_lse else out
+
+
+def _merged(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    prefix_out: torch.Tensor,
+    prefix_lse: torch.Tensor,
+    members: torch.Tensor | None,
+) -> State:
+    """The meaning of the CUDA kernel, not in place."""
+    of_prefix = [x.transpose(0, 1).flatten(1, 2) for x in (prefix_out, prefix_lse)]
+    if members is None:
+        return merge_states((out, lse), (of_prefix[0], of_prefix[1]))
+    # of each place the member; those who are none have that of an empty state behind all
+    batch, nobody = out.shape[0], len(members)
+    places = torch.where(members < 0, batch, members)
+    numbers = torch.arange(nobody, device=members.device)
+    member = members.new_full((batch + 1,), nobody).index_copy(0, places, numbers)[:batch]
+    padded_out = torch.nn.functional.pad(of_prefix[0], (0, 0, 0, 0, 0, 1))
+    padded_lse = torch.nn.functional.pad(of_prefix[1], (0, 0, 0, 1), value=-torch.inf)
+    return merge_states((out, lse), (padded_out[member], padded_lse[member]))

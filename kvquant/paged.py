@@ -1,0 +1,378 @@
+"""PagedKVCache: packed rows in pages that sequences share, exact rows in seats beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from numbers import Integral
+
+import torch
+
+from .cachechecks import Formats, check_size, per_layer
+from .errors import ConfigError
+from .layout import EXACT_CODECS
+from .pagedrows import PagedRows
+from .pagedslots import Split
+from .pagedstate import PagedState, Step
+from .pagenames import hold
+from .pagepool import SequenceId
+from .segments import PAGE_SIZES
+from .swap import Parked, SwapSpace
+
+
+class PagedKVCache:
+    """Keys and values of many sequences that come, fork, end and share their beginnings.
+
+    All memory is allocated when the cache is made. Packed rows lie in pages that sequences share by
+    reference counts; a shared last page is copied before it is written. Exact rows (the sinks and
+    the recent window, 16 bit) lie in seats; every live sequence has one. What a row is, and when it
+    is quantized, is as in KVCache. PagedBatch appends and attends:
+
+        present = cache.allocate("a", tokens)  # so many are known from other sequences
+        with batch.extend(["a"], len(tokens) - present, tokens[present:]):
+            ...  # in every layer batch.append, and batch.attend for one token each
+
+    Ids are strings or whole numbers. A call that raises has changed nothing. Work on tensors is on
+    the current stream, the same one for all calls; a cache belongs to one thread.
+
+    Args:
+        num_layers: layers with attention.
+        num_kv_heads: KV heads of each layer.
+        head_dim: elements of a row of K and of V; formats given as RowFormat may have their own.
+        num_pages: pages of packed tokens, in every layer.
+        num_seats: sequences that may live at a time.
+        max_seq_len: tokens that a sequence may have.
+        page_size: tokens of a page: 16, 32, 64 or 128.
+        k_format: format of the packed K rows: a name, a RowFormat, or one of these per layer.
+        v_format: likewise for V.
+        sink_len: first tokens of each sequence to keep in 16 bit.
+        recent_len: last tokens of each sequence to keep in 16 bit.
+        exact_format: "bf16" or "fp16": the 16-bit rows; take that of the model.
+        device: where all tensors lie.
+
+    Attributes:
+        rows: the tensors.
+        state: who sits where, with which pages.
+        bad_rows: [2] int32, on the device: rows of K and of V that came with NaN, Inf or what the
+            format cannot hold, counted in all layers; they decode to NaN.
+
+    Raises:
+        ConfigError: a size or a format that does not exist.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        num_pages: int,
+        *,
+        num_seats: int = 64,
+        max_seq_len: int = 32768,
+        page_size: int = 64,
+        k_format: Formats = "int4-g4",
+        v_format: Formats = "int4-g4",
+        sink_len: int = 4,
+        recent_len: int = 128,
+        exact_format: str = "bf16",
+        device: torch.device | str = "cpu",
+    ) -> None:
+        num_layers = check_size("num_layers", num_layers, at_least=1)
+        num_kv_heads = check_size("num_kv_heads", num_kv_heads, at_least=1)
+        head_dim = check_size("head_dim", head_dim, at_least=1)
+        num_pages = check_size("num_pages", num_pages, at_least=1)
+        num_seats = check_size("num_seats", num_seats, at_least=1)
+        max_seq_len = check_size("max_seq_len", max_seq_len, at_least=1)
+        if page_size not in PAGE_SIZES:
+            raise ConfigError(f"page_size {page_size!r} does not exist: use 16, 32, 64 or 128")
+        if exact_format not in EXACT_CODECS:
+            raise ConfigError(f"exact_format {exact_format!r} does not exist: use 'bf16' or 'fp16'")
+        sink_len = check_size("sink_len", sink_len)
+        split = Split(sink_len, check_size("recent_len", recent_len), page_size)
+        self.num_kv_heads, self.exact_format = num_kv_heads, exact_format
+        self.device = torch.device(device)
+        self.rows = PagedRows(
+            per_layer("k_format", k_format, num_layers, head_dim),
+            per_layer("v_format", v_format, num_layers, head_dim),
+            exact_format,
+            num_kv_heads,
+            num_pages,
+            num_seats,
+            split,
+            self.device,
+        )
+        self.state = PagedState(num_pages, num_seats, max_seq_len, split)
+        self.bad_rows = torch.zeros(2, dtype=torch.int32, device=self.device)
+        self._swap = SwapSpace(self.rows.pages, self.rows.exact, self.device)
+        self._parked: dict[SequenceId, Parked] = {}  # swapped out, by id
+        self._leaving: list[Parked] = []  # of these, or freed since, those still in their pages
+        self._step: Step | None = None  # whose rows are being written
+
+    @property
+    def num_layers(self) -> int:
+        """Layers."""
+        return len(self.rows.layers)
+
+    @property
+    def max_seq_len(self) -> int:
+        """Tokens that a sequence may have."""
+        return self.state.max_seq_len
+
+    @property
+    def ids(self) -> list[SequenceId]:
+        """The sequences that are not swapped out."""
+        return [i for i in self.state.ids if not isinstance(i, Parked)]
+
+    @property
+    def swapped_ids(self) -> list[SequenceId]:
+        """The sequences that are swapped out."""
+        return list(self._parked)
+
+    @property
+    def num_free_pages(self) -> int:
+        """Pages that can be taken, those that are kept only to be found again included."""
+        self._let_go()
+        return self.state.pool.num_free
+
+    @property
+    def num_free_seats(self) -> int:
+        """Sequences that can be begun."""
+        self._let_go()
+        return self.state.num_free_seats
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of every tensor of the cache."""
+        return self.rows.nbytes + self.bad_rows.nbytes
+
+    def length(self, sequence_id: SequenceId) -> int:
+        """Tokens of a sequence, swapped out or not."""
+        if sequence_id in self._parked:
+            return self._parked[sequence_id].length
+        return int(self.state.lengths[self.state.seat(sequence_id)])
+
+    def match_prefix(self, tokens: Sequence[int]) -> int:
+        """How many of the tokens allocate would find present."""
+        return self.state.match_prefix(tokens)
+
+    def allocate(self, sequence_id: SequenceId, tokens: Sequence[int] = ()) -> int:
+        """Begin a sequence with the rows that are there for a prefix of its tokens, if any.
+
+        Whole pages are found, and with them the sinks; the recent window of the new sequence is
+        empty and fills with its next tokens. The last of the tokens is never present, because its
+        output is wanted.
+
+        Args:
+            sequence_id: a new id.
+            tokens: the token ids that the sequence will begin with.
+
+        Returns:
+            How many of the tokens are present, the length of the sequence; extend it by the others.
+
+        Raises:
+            OutOfPagesError: no seat is free.
+            ConfigError: the id is in use, or tokens are not whole numbers.
+        """
+        self.check_new(sequence_id)
+        seat, present, place = self.state.allocate(sequence_id, tokens)
+        if place is not None:
+            self.rows.restore_sinks(place, seat)
+        return present
+
+    def fork(self, parent_id: SequenceId, child_id: SequenceId) -> None:
+        """Begin a sequence with the tokens of another: pages are shared, exact rows copied.
+
+        Raises:
+            OutOfPagesError: no seat is free.
+            ConfigError: the parent does not live, or the child's id is in use.
+        """
+        self.check_new(child_id)
+        self.settle([parent_id])
+        self.rows.copy_seat(*self.state.fork(parent_id, child_id))
+
+    def truncate(self, sequence_id: SequenceId, length: int) -> None:
+        """Keep the first tokens of a sequence; rows that have been packed stay packed.
+
+        Raises:
+            ShapeError: a length below 0 or over the present one.
+            ConfigError: the sequence does not live.
+        """
+        self.settle([sequence_id])
+        self.state.truncate(sequence_id, length)
+
+    def free(self, sequence_id: SequenceId) -> None:
+        """End a sequence, swapped out or not; its named pages are found until they are needed.
+
+        Raises:
+            ConfigError: there is no such sequence.
+        """
+        self._check_closed()
+        if self._parked.pop(sequence_id, None) is None:
+            self.settle([sequence_id])
+            self.state.free(sequence_id)
+
+    def can_append(self, ids: Sequence[SequenceId], counts: int | Sequence[int] = 1) -> bool:
+        """Whether there are pages for PagedBatch.extend with these sequences and counts.
+
+        Raises:
+            ShapeError: a count is negative, or a sequence would outgrow max_seq_len.
+            ConfigError: a sequence does not live, or is given twice.
+        """
+        self._let_go()
+        self._check_live(ids)
+        return self.state.can_append(ids, for_each(ids, counts))
+
+    def swap_out(self, sequence_id: SequenceId) -> None:
+        """Move a sequence to host memory (pinned, on CUDA), on a stream beside the current one.
+
+        The host waits for nothing: the sequence's pages, but for those that others share, and its
+        seat are free when the copy is done, which later calls find out.
+
+        Raises:
+            ConfigError: the sequence does not live.
+        """
+        self.settle([sequence_id])
+        seat = self.state.seat(sequence_id)
+        parked = self._swap.copy_out(
+            self.state.pool.block_table(sequence_id),
+            seat,
+            int(self.state.lengths[seat]),
+            int(self.state.packed_lens[seat]),
+            self.state.tokens(sequence_id),
+        )
+        self.state.rename(sequence_id, parked)
+        self._parked[sequence_id] = parked
+        self._leaving.append(parked)
+        self._let_go()
+
+    def swap_in(self, sequence_id: SequenceId) -> None:
+        """Bring a sequence back; on the device, what touches it next waits for its rows.
+
+        Raises:
+            OutOfPagesError: there are not enough pages, or no seat.
+            ConfigError: the sequence is not swapped out.
+        """
+        self._check_closed()
+        self._let_go()
+        parked = self._parked.get(sequence_id)
+        if parked is None:
+            raise ConfigError(f"sequence {sequence_id!r} is not swapped out: it cannot be brought")
+        if parked in self._leaving:  # its rows are still where they were
+            self._leaving.remove(parked)
+            self.state.rename(parked, sequence_id)
+        else:
+            table = range(-(-parked.packed_len // self.state.split.page_size))
+            pages = self.state.place(
+                [sequence_id], [parked.length], [parked.packed_len], [table], [parked.tokens]
+            )
+            self._swap.copy_in(sequence_id, parked, pages, self.state.seat(sequence_id))
+        del self._parked[sequence_id]
+
+    def finish_swaps(self) -> None:
+        """Let the host wait until all that was swapped out has left its pages and seats."""
+        for parked in self._leaving:
+            parked.wait()
+        self._let_go()
+
+    def dequantized(
+        self, sequence_id: SequenceId, layer: int, dtype: torch.dtype = torch.float32
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copy the values of a sequence in the order of its tokens; the host waits.
+
+        Returns:
+            K [num_kv_heads, length, head_dim] and V likewise, dtype.
+
+        Raises:
+            ConfigError: the sequence does not live, or the layer does not exist.
+        """
+        self.check_layer(layer)
+        self.settle([sequence_id])
+        state, seat = self.state, self.state.seat(sequence_id)
+        lens = int(state.lengths[seat]), int(state.packed_lens[seat])
+        table = state.pool.block_table(sequence_id)
+        return self.rows.dequantized(layer, table, seat, *lens, dtype)
+
+    def begin_step(
+        self, ids: Sequence[SequenceId], counts: Sequence[int], tokens: Sequence[int] | None
+    ) -> Step:
+        """Grow sequences, whose new rows are then to be written, for PagedBatch.extend."""
+        self.settle(ids)
+        self._step = self.state.extend(ids, counts, tokens)
+        self.rows.copy_pages(self._step.copies)
+        return self._step
+
+    def end_step(self, *, written: bool) -> None:
+        """Let others find the pages that the step has filled, or cut its sequences back."""
+        step, self._step = self._step, None
+        assert step is not None
+        if written:
+            self.publish(self.state.to_publish(step))
+        else:
+            self.state.roll_back(step)
+
+    def publish(self, ids: Sequence[SequenceId]) -> None:
+        """Let others find the full pages of sequences whose rows are written."""
+        for seat, place in self.state.publish(ids):
+            self.rows.keep_sinks(seat, place)
+
+    def settle(self, ids: Sequence[SequenceId]) -> None:
+        """Make ready to touch sequences: they live, no step is open, their rows are there.
+
+        Raises:
+            ConfigError: a sequence does not live, or a step is open.
+        """
+        self._check_closed()
+        self._let_go()
+        self._check_live(ids)
+        self.publish(self._swap.await_rows(ids))
+
+    def check(self) -> None:
+        """Look through all the bookkeeping, in time proportional to the cache.
+
+        Raises:
+            InvariantError: something contradicts something else; the message says what.
+        """
+        self.state.check()
+        leaving = [i for i in self.state.ids if isinstance(i, Parked)]
+        hold(leaving == self._leaving, "what leaves is not what is held for it")
+
+    def check_layer(self, layer: int) -> None:
+        """Raise ConfigError unless there is this layer."""
+        if not 0 <= layer < self.num_layers:
+            raise ConfigError(
+                f"layer {layer} does not exist: the cache has layers 0 to {self.num_layers - 1}"
+            )
+
+    def _check_closed(self) -> None:
+        if self._step is not None:
+            raise ConfigError(
+                "a step is open, whose rows are still to be written: use `with batch.extend(...)` "
+                "and change the cache after it"
+            )
+
+    def check_new(self, sequence_id: SequenceId) -> None:
+        """Raise ConfigError unless a sequence may get this id, but for those that live."""
+        self._check_closed()
+        self._let_go()
+        if not isinstance(sequence_id, (str, int)) or sequence_id in self._parked:
+            raise ConfigError(
+                f"{sequence_id!r} cannot be the id of a new sequence: give a string or a whole "
+                "number that no other has, swapped out ones included"
+            )
+
+    def _check_live(self, ids: Sequence[SequenceId]) -> None:
+        for sequence_id in ids:
+            if sequence_id in self._parked:
+                raise ConfigError(f"sequence {sequence_id!r} is swapped out: swap it in first")
+            self.state.seat(sequence_id)
+
+    def _let_go(self) -> None:
+        """Free the pages and seats of what has left."""
+        if self._leaving:
+            for parked in [parked for parked in self._leaving if parked.is_done()]:
+                self.state.free(parked)
+                self._leaving.remove(parked)
+
+
+def for_each(ids: Sequence[SequenceId], counts: int | Sequence[int]) -> Sequence[int]:
+    """Counts as one number for each sequence."""
+    return [int(counts)] * len(ids) if isinstance(counts, Integral | int) else counts

@@ -1,0 +1,359 @@
+"""Sequences of a paged cache as a file: save_sequences, load_sequences, and the format, version 1.
+
+The file is a safetensors file. Its metadata has two strings:
+
+    kvquant_pages          the manifest, JSON
+    kvquant_pages_sha256   the SHA-256 of the manifest's UTF-8 bytes, hexadecimal digits
+
+The manifest is an object with exactly these keys; every number is whole:
+
+    format         "kvquant-pages"
+    version        1
+    writer         the program that wrote the file, for people
+    num_kv_heads   KV heads of every layer
+    page_size      tokens of a page
+    sink_len       first tokens of each sequence in 16 bit
+    recent_len     last tokens of each sequence in 16 bit
+    exact_format   "bf16" or "fp16": the 16-bit rows
+    layers         one object per layer: k, v: {"format": a short name, "head_dim": elements}
+    sequences      one object per sequence:
+        id            a string or a number
+        length        its tokens
+        packed_len    how many tokens after the sinks are packed
+        pages         their pages, in the order of the tokens; sequences may share the first ones
+        tokens        the ids of its first tokens, as far as they are known
+    model          null, or {"type", "sha256"}: model_identity of the model's config
+    creation       any object: how the sequences came about
+    transforms     []: as in checkpoint.py
+    sha256         for every tensor the SHA-256 of its bytes
+
+The tensors, of layer I and of K and V each, uint8; one without rows is left out:
+
+    layers.I.k_pages   [pages, num_kv_heads, page_size, row_bytes], each page once; zeros after the
+                       last row in use
+    layers.I.k_exact   [16-bit rows of all sequences, num_kv_heads, row_bytes]: sequence after
+                       sequence, its sinks and then its recent tokens, in their order
+
+Row bytes are those of layout.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .cachefile import check_values
+from .checkpoint import check_model
+from .errors import CheckpointError, ConfigError
+from .files import (
+    TensorSource,
+    open_safetensors,
+    read_tensor,
+    replaced,
+    sha256,
+    write_safetensors,
+)
+from .identity import model_identity
+from .manifest import Part
+from .paged import PagedKVCache
+from .pagedmanifest import PageManifest, PagePart, SavedSequence
+from .pagepool import SequenceId
+
+_MANIFEST, _MANIFEST_SHA256 = "kvquant_pages", "kvquant_pages_sha256"
+_CHUNK = 64  # pages that are copied to the host at a time
+
+
+def save_sequences(
+    cache: PagedKVCache,
+    ids: Sequence[SequenceId],
+    path: str | os.PathLike[str],
+    *,
+    model: Mapping[str, Any] | None = None,
+    creation: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write sequences to a file, in one step: after a crash there is the old file or the new one.
+
+    Pages that several of them share are written once.
+
+    Args:
+        cache: where they live.
+        ids: the sequences, at least one.
+        path: NAME.safetensors, in a folder that exists.
+        model: the model's config as a dict; load_sequences then refuses another model.
+        creation: how they came about, to be read by people: strings, numbers, lists, dicts.
+
+    Returns:
+        The file.
+
+    Raises:
+        ConfigError: a sequence does not live or is given twice, model or creation is not plain
+            data, or path has another ending.
+        CheckpointError: a row holds NaN, so that it could not be loaded.
+        OSError: the file cannot be written.
+    """
+    path = Path(path)
+    if path.suffix != ".safetensors" or path.is_dir():
+        raise ConfigError(f"{path} cannot be written: give the name of a file, NAME.safetensors")
+    if not ids or len(set(ids)) < len(ids):
+        raise ConfigError(f"ids are {list(ids)!r:.80}: give at least one sequence, and each once")
+    cache.settle(ids)
+    manifest, pages = _manifest_of(cache, ids, model, creation)
+    sources = {
+        name: TensorSource(torch.uint8, manifest.shape(part), _reader(cache, manifest, part, pages))
+        for name, part in manifest.parts.items()
+    }
+    with replaced(path) as temporary:
+        write_safetensors(temporary, sources, lambda digests: _sealed(manifest, digests))
+    return path
+
+
+def load_sequences(
+    cache: PagedKVCache,
+    path: str | os.PathLike[str],
+    *,
+    ids: Mapping[Any, SequenceId] | None = None,
+    model: Mapping[str, Any] | None = None,
+) -> list[SequenceId]:
+    """Read all sequences of a file into a running cache, bit for bit as they were saved.
+
+    Every value and every byte is checked first. Pages that the sequences shared they share again,
+    and full pages whose tokens are known are found by sequences that are allocated later.
+
+    Args:
+        cache: with the same layers, heads, formats, page_size, sink_len and recent_len.
+        path: what was given to save_sequences.
+        ids: new ids for the saved ones; those that are not named keep theirs.
+        model: the config, as a dict, of the model that is to continue; None to take any file.
+
+    Returns:
+        The ids, in the order in which they were saved.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CheckpointError: the file is damaged, foreign, of another model, or does not fit the cache.
+        OutOfPagesError: there are not enough pages or seats.
+        ConfigError: an id is in use.
+    """
+    path = Path(path)
+    try:
+        with open_safetensors(path) as file:
+            manifest, digests = _unsealed(file.metadata() or {})
+            _check_tensors(file, manifest)
+            _check_cache(cache, manifest)
+            if model is not None:
+                check_model(path, manifest.model, model_identity(model))
+            for name, part in manifest.parts.items():
+                _check_rows(read_tensor(file, name), part, digests[name])
+            return _place(cache, file, manifest, ids or {})
+    except CheckpointError as error:
+        text = str(error)
+        raise (
+            error if text.startswith(str(path)) else CheckpointError(f"{path}: {text}")
+        ) from None
+
+
+def _manifest_of(
+    cache: PagedKVCache,
+    ids: Sequence[SequenceId],
+    model: Mapping[str, Any] | None,
+    creation: Mapping[str, Any] | None,
+) -> tuple[PageManifest, list[int]]:
+    """Describe sequences, their pages counted from 0; also the cache's pages in this order."""
+    try:
+        copied = json.loads(json.dumps(dict(creation or {}), allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"creation is not plain data ({error}): use strings, finite numbers, lists, dicts"
+        ) from None
+    state = cache.state
+    tables = [state.pool.block_table(sequence_id) for sequence_id in ids]
+    pages = list(dict.fromkeys(page for table in tables for page in table))
+    number = {page: at for at, page in enumerate(pages)}
+    sequences = []
+    for sequence_id, table in zip(ids, tables, strict=True):
+        assert isinstance(sequence_id, str | int)
+        seat = state.seat(sequence_id)
+        lens = int(state.lengths[seat]), int(state.packed_lens[seat])
+        numbers = tuple(number[page] for page in table)
+        tokens = tuple(state.tokens(sequence_id))
+        sequences.append(SavedSequence(sequence_id, *lens, numbers, tokens))
+    split = state.split
+    manifest = PageManifest(
+        cache.num_kv_heads,
+        split.page_size,
+        split.sink_len,
+        split.recent_len,
+        cache.exact_format,
+        tuple((rows.k_format, rows.v_format) for rows in cache.rows.layers),
+        tuple(sequences),
+        None if model is None else model_identity(model),
+        copied,
+    )
+    return manifest, pages
+
+
+def _reader(
+    cache: PagedKVCache, manifest: PageManifest, part: Part, pages: list[int]
+) -> Callable[[], Iterator[torch.Tensor]]:
+    """Makes the iterator over a part's rows as they stand in the file."""
+
+    def page_chunks() -> Iterator[torch.Tensor]:
+        rows, size = _storage(cache, part), manifest.page_size
+        used = torch.tensor([rows for rows, _, _ in manifest.used.values()])
+        for start in range(0, len(pages), _CHUNK):
+            index = torch.tensor(pages[start : start + _CHUNK])
+            chunk = rows.index_select(0, index.to(rows.device)).cpu()
+            unused = torch.arange(size) >= used[start : start + _CHUNK, None]
+            chunk.masked_fill_(unused[:, None, :, None], 0)
+            check_values(chunk.transpose(1, 2).flatten(0, 1), part, start * size)
+            yield chunk
+
+    def exact_chunks() -> Iterator[torch.Tensor]:
+        rows = _storage(cache, part)
+        for i, sequence in enumerate(manifest.sequences):
+            index = _exact_rows(manifest, sequence).to(rows.device)
+            chunk = rows[cache.state.seat(sequence.id)].index_select(1, index).transpose(0, 1).cpu()
+            check_values(chunk, part, sum(part.counts[:i]))
+            yield chunk
+
+    return page_chunks if isinstance(part, PagePart) else exact_chunks
+
+
+def _place(
+    cache: PagedKVCache, file: Any, manifest: PageManifest, names: Mapping[Any, SequenceId]
+) -> list[SequenceId]:
+    """Give the sequences of a checked file pages and seats, and copy their rows."""
+    sequences = manifest.sequences
+    ids = [names.get(sequence.id, sequence.id) for sequence in sequences]
+    for sequence_id in ids:
+        cache.check_new(sequence_id)
+    if len(set(ids)) < len(ids):
+        raise ConfigError(f"ids are {ids!r:.80}: give each sequence another one")
+    pages = cache.state.place(
+        ids,
+        [sequence.length for sequence in sequences],
+        [sequence.packed_len for sequence in sequences],
+        [sequence.pages for sequence in sequences],
+        [sequence.tokens for sequence in sequences],
+    )
+    try:
+        index = torch.tensor(pages, dtype=torch.int64, device=cache.device)
+        for name, part in manifest.parts.items():
+            rows, target = read_tensor(file, name).to(cache.device), _storage(cache, part)
+            if isinstance(part, PagePart):
+                target.index_copy_(0, index, rows)
+                continue
+            each = zip(ids, sequences, rows.split(list(part.counts)), strict=True)
+            for sequence_id, sequence, own in each:
+                at = _exact_rows(manifest, sequence).to(cache.device)
+                target[cache.state.seat(sequence_id)].index_copy_(1, at, own.transpose(0, 1))
+    except BaseException:
+        for sequence_id in ids:
+            cache.state.free(sequence_id)
+        raise
+    cache.publish(ids)
+    return ids
+
+
+def _storage(cache: PagedKVCache, part: Part) -> torch.Tensor:
+    """The rows of the cache that a part belongs to."""
+    rows: torch.Tensor = getattr(cache.rows.layers[part.layer], part.attribute)
+    return rows
+
+
+def _exact_rows(manifest: PageManifest, sequence: SavedSequence) -> torch.Tensor:
+    """Where the 16-bit rows of a sequence stand in its seat, in the order of its tokens."""
+    sinks = min(sequence.length, manifest.sink_len)
+    recent = torch.arange(sequence.packed_len, max(sequence.length - manifest.sink_len, 0))
+    ring = manifest.sink_len + recent % max(manifest.recent_len, 1)
+    return torch.cat([torch.arange(sinks), ring])
+
+
+def _check_rows(rows: torch.Tensor, part: Part, digest: str) -> None:
+    if sha256(rows) != digest:
+        raise CheckpointError(
+            f"tensor {part.name!r} is damaged (its checksum differs): take another copy of the file"
+        )
+    flat = rows.transpose(1, 2).flatten(0, 1) if isinstance(part, PagePart) else rows
+    check_values(flat, part)
+
+
+def _check_tensors(file: Any, manifest: PageManifest) -> None:
+    names = set(file.keys())
+    if names != manifest.parts.keys():
+        name = min(names ^ manifest.parts.keys())
+        problem = "is missing" if name in manifest.parts else "should not be there"
+        raise CheckpointError(f"tensor {name!r:.80} {problem}: take another copy of the file")
+    for name, part in manifest.parts.items():
+        view, shape = file.get_slice(name), list(manifest.shape(part))
+        if view.get_dtype() != "U8" or list(view.get_shape()) != shape:
+            raise CheckpointError(
+                f"tensor {name!r} is {view.get_dtype()} {list(view.get_shape())}: the sequences "
+                f"and formats ask for U8 {shape}"
+            )
+
+
+def _check_cache(cache: PagedKVCache, manifest: PageManifest) -> None:
+    """Raise unless the rows of a file can stand in a cache."""
+    split = cache.state.split
+    formats = tuple((rows.k_format, rows.v_format) for rows in cache.rows.layers)
+    each = {
+        "num_kv_heads": (manifest.num_kv_heads, cache.num_kv_heads),
+        "page_size": (manifest.page_size, split.page_size),
+        "sink_len": (manifest.sink_len, split.sink_len),
+        "recent_len": (manifest.recent_len, split.recent_len),
+        "exact_format": (manifest.exact_format, cache.exact_format),
+        "layers": (len(manifest.formats), cache.num_layers),
+    }
+    for name, (saved, ours) in each.items():
+        if saved != ours:
+            raise CheckpointError(
+                f"{name} is {saved} in the file and {ours} in the cache: make a cache like the one "
+                "that was saved"
+            )
+    for layer, (saved_formats, ours_formats) in enumerate(
+        zip(manifest.formats, formats, strict=True)
+    ):
+        if saved_formats != ours_formats:
+            saved, ours = (" and ".join(map(str, pair)) for pair in (saved_formats, ours_formats))
+            raise CheckpointError(
+                f"the formats of layer {layer} are {saved} in the file and {ours} in the cache: "
+                "make a cache like the one that was saved"
+            )
+    longest = max(sequence.length for sequence in manifest.sequences)
+    if longest > cache.max_seq_len:
+        raise CheckpointError(
+            f"a sequence has {longest} tokens, max_seq_len is {cache.max_seq_len}: make a cache "
+            "for longer ones"
+        )
+
+
+def _sealed(manifest: PageManifest, digests: Mapping[str, str]) -> dict[str, str]:
+    """The manifest and its checksum, as the file's metadata holds them."""
+    try:
+        writer = f"kvquant {version('kvquant')}"
+    except PackageNotFoundError:  # a checkout that is not installed
+        writer = "kvquant"
+    text = manifest.to_json(digests, writer)
+    return {_MANIFEST: text, _MANIFEST_SHA256: hashlib.sha256(text.encode()).hexdigest()}
+
+
+def _unsealed(metadata: Mapping[str, Any]) -> tuple[PageManifest, dict[str, str]]:
+    """The manifest and the checksums of the tensors from a file's metadata."""
+    text, digest = metadata.get(_MANIFEST), metadata.get(_MANIFEST_SHA256)
+    if type(text) is not str:
+        raise CheckpointError(
+            "this is no file of a paged cache: caches of save_cache are read by load_cache"
+        )
+    if hashlib.sha256(text.encode("utf-8", "replace")).hexdigest() != digest:
+        raise CheckpointError(
+            "the manifest is damaged (its checksum differs): take another copy of the file"
+        )
+    return PageManifest.from_json(text)

@@ -1,0 +1,226 @@
+"""PageManifest: what a file of sequences of a paged cache says of itself; read with checks.
+
+The format is told in pagedfile.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from . import jsonvalues
+from .errors import CheckpointError
+from .layout import EXACT_CODECS, RowFormat
+from .manifest import Part
+from .segments import PAGE_SIZES
+
+FORMAT, VERSION = "kvquant-pages", 1
+
+
+@dataclass(frozen=True)
+class SavedSequence:
+    """A sequence of the file; attributes as in the manifest."""
+
+    id: str | int
+    length: int
+    packed_len: int
+    pages: tuple[int, ...]
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PagePart(Part):
+    """The pages of K or V of one layer: counts and firsts of each page; `owners` use it first."""
+
+    owners: tuple[int, ...]
+
+    def locate(self, row: int) -> tuple[int, int]:
+        """Sequence and token of a row, counted through all pages."""
+        page, token = super().locate(row)
+        return self.owners[page], token
+
+
+@dataclass(frozen=True)
+class PageManifest:
+    """All of the sequences but their rows; attributes as in PagedKVCache."""
+
+    num_kv_heads: int
+    page_size: int
+    sink_len: int
+    recent_len: int
+    exact_format: str
+    formats: tuple[tuple[RowFormat, RowFormat], ...]
+    sequences: tuple[SavedSequence, ...]
+    model: Mapping[str, str] | None
+    creation: Mapping[str, Any]
+
+    @cached_property
+    def used(self) -> dict[int, tuple[int, int, int]]:
+        """For each page its rows in use, the first sequence that has it, and its place there."""
+        found: dict[int, tuple[int, int, int]] = {}
+        for i, sequence in enumerate(self.sequences):
+            for at, page in enumerate(sequence.pages):
+                rows = min(sequence.packed_len - at * self.page_size, self.page_size)
+                before, owner, place = found.get(page, (0, i, at))
+                found[page] = max(rows, before), owner, place
+        return dict(sorted(found.items()))
+
+    @cached_property
+    def parts(self) -> dict[str, Part]:
+        """The tensors of the file by name, in their order; empty ones have none."""
+        found: dict[str, Part] = {}
+        exact = tuple(sequence.length - sequence.packed_len for sequence in self.sequences)
+        owners = tuple(owner for _, owner, _ in self.used.values())
+        firsts = tuple(self.sink_len + at * self.page_size for _, _, at in self.used.values())
+        for layer, formats in enumerate(self.formats):
+            for side, fmt in zip("kv", formats, strict=True):
+                counts = (self.page_size,) * len(self.used)
+                pages = PagePart(layer, side, "pages", fmt, counts, firsts, owners)
+                fmt16 = RowFormat(self.exact_format, 1, fmt.head_dim)
+                rows = Part(layer, side, "exact", fmt16, exact, (0,) * len(exact))
+                found |= {part.name: part for part in (pages, rows) if part.num_rows}
+        return found
+
+    def shape(self, part: Part) -> tuple[int, ...]:
+        """Shape of a part's tensor."""
+        if isinstance(part, PagePart):
+            return len(self.used), self.num_kv_heads, self.page_size, part.fmt.row_bytes
+        return part.num_rows, self.num_kv_heads, part.fmt.row_bytes
+
+    def to_json(self, digests: Mapping[str, str], writer: str) -> str:
+        """The manifest as it stands in a file."""
+        return json.dumps(
+            {
+                "format": FORMAT,
+                "version": VERSION,
+                "writer": writer,
+                "num_kv_heads": self.num_kv_heads,
+                "page_size": self.page_size,
+                "sink_len": self.sink_len,
+                "recent_len": self.recent_len,
+                "exact_format": self.exact_format,
+                "layers": [
+                    {
+                        side: {"format": str(fmt), "head_dim": fmt.head_dim}
+                        for side, fmt in zip("kv", formats, strict=True)
+                    }
+                    for formats in self.formats
+                ],
+                "sequences": [vars(sequence) for sequence in self.sequences],
+                "model": self.model,
+                "creation": self.creation,
+                "transforms": [],
+                "sha256": dict(digests),
+            },
+            separators=(",", ":"),
+            sort_keys=True,
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> tuple[PageManifest, dict[str, str]]:
+        """Read a manifest and the SHA-256 of each tensor, and check every value.
+
+        Raises:
+            CheckpointError: the manifest is not one that this version writes.
+        """
+        top = jsonvalues.parse(text)
+        if type(top) is not dict or top.get("format") != FORMAT:
+            raise CheckpointError(f"the manifest is not that of a {FORMAT} file")
+        if top.get("version") != VERSION:
+            raise CheckpointError(
+                f"the file has version {top.get('version')!r:.40}, this kvquant reads {VERSION}: "
+                "take the kvquant that wrote it, or save it anew"
+            )
+        jsonvalues.check_keys(top, _TOP_KEYS, "the manifest")
+        if top["transforms"] != []:
+            raise CheckpointError(
+                f"the rows were transformed by {top['transforms']!r:.80}, which this kvquant does "
+                "not know: take a newer one"
+            )
+        page_size = jsonvalues.whole(top["page_size"], "page_size")
+        if page_size not in PAGE_SIZES:
+            raise CheckpointError(f"page_size is {page_size}: it must be 16, 32, 64 or 128")
+        manifest = cls(
+            jsonvalues.whole(top["num_kv_heads"], "num_kv_heads", low=1),
+            page_size,
+            jsonvalues.whole(top["sink_len"], "sink_len"),
+            jsonvalues.whole(top["recent_len"], "recent_len"),
+            jsonvalues.choice(top["exact_format"], "exact_format", EXACT_CODECS),
+            tuple(
+                _formats(entry, f"layers[{i}]")
+                for i, entry in enumerate(jsonvalues.as_list(top["layers"], "layers"))
+            ),
+            tuple(
+                _sequence(entry, f"sequences[{i}]")
+                for i, entry in enumerate(jsonvalues.as_list(top["sequences"], "sequences"))
+            ),
+            jsonvalues.identity(top["model"]),
+            jsonvalues.as_dict(top["creation"], "creation"),
+        )
+        manifest._check_sequences()
+        digests = jsonvalues.as_dict(top["sha256"], "sha256")
+        if digests.keys() != manifest.parts.keys():
+            raise CheckpointError("sha256 does not name the tensors that the sequences ask for")
+        for name, digest in digests.items():
+            jsonvalues.check_digest(digest, f"sha256[{name!r:.80}]")
+        return manifest, digests
+
+    def _check_sequences(self) -> None:
+        """Raise unless lengths, pages and tokens fit one another."""
+        if not self.formats or not self.sequences:
+            raise CheckpointError("layers and sequences must not be empty")
+        if len({sequence.id for sequence in self.sequences}) < len(self.sequences):
+            raise CheckpointError("two sequences have one id")
+        size, before = self.page_size, dict[int, tuple[int | None, tuple[int, ...]]]()
+        for i, sequence in enumerate(self.sequences):
+            most = max(sequence.length - self.sink_len, 0)
+            if (
+                not max(most - self.recent_len, 0) <= sequence.packed_len <= most
+                or len(sequence.pages) != -(-sequence.packed_len // size)
+                or len(sequence.tokens) > sequence.length
+            ):
+                raise CheckpointError(
+                    f"sequences[{i}]: length {sequence.length}, packed_len {sequence.packed_len}, "
+                    f"{len(sequence.pages)} pages and {len(sequence.tokens)} tokens do not fit"
+                )
+            last: int | None = None
+            for at, page in enumerate(sequence.pages):  # pages are shared from the first on
+                end = self.sink_len + min((at + 1) * size, sequence.packed_len)
+                start = self.sink_len + at * size if at else 0
+                shared_with, tokens = before.setdefault(page, (last, sequence.tokens[start:end]))
+                both = list(zip(tokens, sequence.tokens[start:end], strict=False))
+                if shared_with != last or any(ours != theirs for ours, theirs in both):
+                    raise CheckpointError(f"sequences[{i}] cannot share page {page}")
+                last = page
+        if list(self.used) != list(range(len(self.used))):
+            raise CheckpointError("the pages are not counted from 0 without gaps")
+
+
+_TOP_KEYS = set(
+    "format version writer num_kv_heads page_size sink_len recent_len exact_format layers "
+    "sequences model creation transforms sha256".split()
+)
+
+
+def _formats(value: Any, what: str) -> tuple[RowFormat, RowFormat]:
+    jsonvalues.check_keys(jsonvalues.as_dict(value, what), {"k", "v"}, what)
+    k, v = (jsonvalues.row_format(value[side], f"{what}.{side}") for side in "kv")
+    return k, v
+
+
+def _sequence(value: Any, what: str) -> SavedSequence:
+    keys = {"id", "length", "packed_len", "pages", "tokens"}
+    jsonvalues.check_keys(jsonvalues.as_dict(value, what), keys, what)
+    if type(value["id"]) not in (str, int):
+        raise CheckpointError(f"{what}.id is {value['id']!r:.80}: it must be a string or a number")
+    wide = jsonvalues.INT64
+    return SavedSequence(
+        value["id"],
+        jsonvalues.whole(value["length"], f"{what}.length"),
+        jsonvalues.whole(value["packed_len"], f"{what}.packed_len"),
+        jsonvalues.wholes(value["pages"], f"{what}.pages"),
+        jsonvalues.wholes(value["tokens"], f"{what}.tokens", low=-wide, high=wide),
+    )

@@ -1,0 +1,172 @@
+"""PagedRows: the tensors of a paged cache: pages, seats' exact rows, and sinks that are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from .layout import RowFormat
+from .pagedslots import Split
+from .rowstacks import RowStacks
+from .segments import Segment
+
+
+class LayerRows(NamedTuple):
+    """The rows of one layer.
+
+    Attributes:
+        k_pages, v_pages: [num_pages, num_kv_heads, page_size, row_bytes], uint8.
+        k_exact, v_exact: [num_seats, num_kv_heads, exact_len, 16-bit row bytes], uint8.
+        k_format, v_format: of the pages.
+        k_exact_format, v_exact_format: of the exact rows.
+    """
+
+    k_pages: torch.Tensor
+    v_pages: torch.Tensor
+    k_exact: torch.Tensor
+    v_exact: torch.Tensor
+    k_format: RowFormat
+    v_format: RowFormat
+    k_exact_format: RowFormat
+    v_exact_format: RowFormat
+
+
+class PagedRows:
+    """Rows of all layers.
+
+    Args:
+        k_formats, v_formats: formats of the packed rows of each layer.
+        exact_format: "bf16" or "fp16".
+        num_kv_heads: KV heads of each layer.
+        num_pages: pages of a layer.
+        num_seats: sequences that have exact rows, and beginnings whose sinks are kept.
+        split: how the tokens of a sequence are split.
+        device: where the tensors lie.
+
+    Attributes:
+        pages: packed rows of K and of V, in pages.
+        exact: their 16-bit rows, in seats.
+        layers: the same rows, layer by layer.
+    """
+
+    def __init__(
+        self,
+        k_formats: Sequence[RowFormat],
+        v_formats: Sequence[RowFormat],
+        exact_format: str,
+        num_kv_heads: int,
+        num_pages: int,
+        num_seats: int,
+        split: Split,
+        device: torch.device,
+    ) -> None:
+        def stacks(formats: Sequence[RowFormat], units: int, unit_len: int) -> RowStacks:
+            return RowStacks(formats, units, num_kv_heads, unit_len, device)
+
+        packed = k_formats, v_formats
+        exact = [[RowFormat(exact_format, 1, fmt.head_dim) for fmt in side] for side in packed]
+        self.split, self.device = split, device
+        self.pages = [stacks(side, num_pages, split.page_size) for side in packed]
+        self.exact = [stacks(side, num_seats, split.exact_len) for side in exact]
+        self._sinks = [stacks(side, num_seats, split.sink_len) for side in exact]
+        k_pages, v_pages = (side.layers for side in self.pages)
+        k_exact, v_exact = (side.layers for side in self.exact)
+        self.layers = [
+            LayerRows(*rows)
+            for rows in zip(k_pages, v_pages, k_exact, v_exact, *packed, *exact, strict=True)
+        ]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        sides = (*self.pages, *self.exact, *self._sinks)
+        return sum(stack.nbytes for side in sides for stack in side.stacks)
+
+    def segments(
+        self,
+        layer: int,
+        block_table: torch.Tensor,
+        packed_lens: torch.Tensor,
+        exact_lens: torch.Tensor,
+        starts: torch.Tensor,
+        seats: torch.Tensor,
+    ) -> list[Segment]:
+        """The rows of sequences in a layer, packed ones first; exact ones if there are any."""
+        at, split = self.layers[layer], self.split
+        packed = Segment(
+            at.k_pages, at.v_pages, packed_lens, at.k_format, at.v_format, block_table=block_table
+        )
+        if not split.exact_len:
+            return [packed]
+        exact = Segment(
+            at.k_exact,
+            at.v_exact,
+            exact_lens,
+            at.k_exact_format,
+            at.v_exact_format,
+            starts if split.recent_len else None,
+            sinks=split.sink_len,
+            seats=seats,
+        )
+        return [packed, exact]
+
+    def dequantized(
+        self,
+        layer: int,
+        table: Sequence[int],
+        seat: int,
+        length: int,
+        packed_len: int,
+        dtype: torch.dtype,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copy K and V of one sequence in the order of its tokens; see PagedKVCache."""
+        start = packed_len % max(self.split.recent_len, 1)
+        numbers = [[packed_len], [length - packed_len], [start], [seat]]
+        pages = torch.tensor([table], dtype=torch.int32).to(self.device)
+        counts = torch.tensor(numbers, dtype=torch.int32).to(self.device)
+        segments = self.segments(layer, pages, *counts)
+        parts = [segment.dequantized(0, dtype) for segment in segments]
+        sinks = min(length, self.split.sink_len)
+        k, v = zip(*parts, strict=True)
+        return _in_order(k, sinks), _in_order(v, sinks)
+
+    def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole pages, (source, target) each; no source is a target."""
+        for side in self.pages:
+            side.copy_units(pairs)
+
+    def copy_seat(self, source: int, target: int) -> None:
+        """Copy the exact rows of a seat to another one."""
+        for side in self.exact:
+            for stack in side.stacks:
+                stack[:, target].copy_(stack[:, source])
+
+    def keep_sinks(self, seat: int, place: int) -> None:
+        """Keep the sinks of a seat at a place, for sequences that will begin with them."""
+        for rows, kept in self._sink_stacks():
+            kept[:, place].copy_(rows[:, seat])
+
+    def restore_sinks(self, place: int, seat: int) -> None:
+        """Give a seat the sinks that were kept at a place."""
+        for rows, kept in self._sink_stacks():
+            rows[:, seat].copy_(kept[:, place])
+
+    def _sink_stacks(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The sinks of all seats and the kept ones, stack by stack; none without sinks."""
+        sink_len = self.split.sink_len
+        return [
+            (stack[:, :, :, :sink_len], kept)
+            for exact, sinks in zip(self.exact, self._sinks, strict=True)
+            for stack, kept in zip(exact.stacks, sinks.stacks, strict=True)
+            if sink_len
+        ]
+
+
+def _in_order(parts: Sequence[torch.Tensor], sinks: int) -> torch.Tensor:
+    """Packed values, and exact ones if there are any, of which the first are sinks."""
+    if len(parts) == 1:
+        return parts[0]
+    packed, exact = parts
+    return torch.cat([exact[:, :sinks], packed, exact[:, sinks:]], 1)

@@ -1,0 +1,303 @@
+"""PagedState: the host's view of a paged cache: who sits where, how long, with which pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import ConfigError, OutOfPagesError, ShapeError
+from .pagedslots import Ints, Split, TokenSlots, token_slots
+from .pagenames import hold, token_ids
+from .pagepool import PagePool, SequenceId
+
+
+class Allocation(NamedTuple):
+    """A new sequence: its seat, the tokens present, and the place of its sinks' rows, if any."""
+
+    seat: int
+    present: int
+    head: int | None
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Step:
+    """What one step of several sequences does.
+
+    Attributes:
+        ids: the sequences, in the order of the batch.
+        counts: new tokens of each.
+        seats: [batch], where they sit.
+        lengths, packed_lens: [batch], before the step.
+        copies: (source, target) pages to copy before anything is written.
+        slots: where the new tokens go, sequence after sequence.
+    """
+
+    ids: tuple[SequenceId, ...]
+    counts: Ints
+    seats: Ints
+    lengths: Ints
+    packed_lens: Ints
+    copies: list[tuple[int, int]]
+    slots: TokenSlots
+
+
+class PagedState:
+    """Seats, lengths, pages and known tokens of the sequences of a paged cache.
+
+    A call that raises has changed nothing.
+
+    Args:
+        num_pages: pages of the pool.
+        num_seats: sequences that may live at a time.
+        max_seq_len: tokens that a sequence may have.
+        split: how the tokens of a sequence are split.
+
+    Attributes:
+        pool: the pages; the length of a sequence there is its packed tokens.
+        lengths: [num_seats], the tokens of the sequence in each seat.
+        packed_lens: [num_seats], how many of them are packed.
+        tables: [num_seats, max_pages] int32, the pages of each; undefined after the last in use.
+    """
+
+    def __init__(self, num_pages: int, num_seats: int, max_seq_len: int, split: Split) -> None:
+        self.split, self.max_seq_len = split, max_seq_len
+        self.pool = PagePool(
+            num_pages, split.page_size, head_len=split.sink_len, num_heads=num_seats
+        )
+        max_pages = max(-(-(max_seq_len - split.sink_len) // split.page_size), 1)
+        self.lengths = np.zeros(num_seats, np.int64)
+        self.packed_lens = np.zeros(num_seats, np.int64)
+        self.tables = np.zeros((num_seats, max_pages), np.int32)
+        self._tokens: list[list[int]] = [[] for _ in range(num_seats)]  # as far as they are known
+        self._seats: dict[SequenceId, int] = {}
+        self._free_seats = list(range(num_seats - 1, -1, -1))
+
+    @property
+    def ids(self) -> list[SequenceId]:
+        """The live sequences."""
+        return list(self._seats)
+
+    @property
+    def num_free_seats(self) -> int:
+        """Sequences that can be begun."""
+        return len(self._free_seats)
+
+    def seat(self, sequence_id: SequenceId) -> int:
+        """Where a sequence sits."""
+        try:
+            return self._seats[sequence_id]
+        except KeyError:
+            raise ConfigError(f"no sequence {sequence_id!r}: allocate or fork it first") from None
+
+    def tokens(self, sequence_id: SequenceId) -> list[int]:
+        """The first tokens of a sequence, as far as they are known."""
+        return self._tokens[self.seat(sequence_id)]
+
+    def match_prefix(self, tokens: Sequence[int]) -> int:
+        """How many of the tokens allocate would find; never all of them."""
+        packed = self.pool.match_prefix(tokens[: max(len(tokens) - 1, 0)])
+        return packed + self.split.sink_len if packed else 0
+
+    def allocate(self, sequence_id: SequenceId, tokens: Sequence[int] = ()) -> Allocation:
+        """Begin a sequence with what is known of all but the last of its tokens."""
+        known = token_ids(tokens)[:-1]
+        self._check_seats([sequence_id])
+        packed, head = self.pool.allocate(sequence_id, known)
+        present = packed + self.split.sink_len if packed else 0
+        return Allocation(self._sit(sequence_id, present, packed, known[:present]), present, head)
+
+    def place(
+        self,
+        ids: Sequence[SequenceId],
+        lengths: Sequence[int],
+        packed_lens: Sequence[int],
+        tables: Sequence[Sequence[int]],
+        tokens: Sequence[Sequence[int]],
+    ) -> list[int]:
+        """Begin sequences as they were in another cache; see PagePool.place.
+
+        Nothing is published: do it when the rows are there.
+        """
+        self._check_seats(ids)
+        pages = self.pool.place(dict(zip(ids, tables, strict=True)), packed_lens)
+        each = zip(ids, lengths, packed_lens, tokens, strict=True)
+        for sequence_id, length, packed, known in each:
+            self._sit(sequence_id, length, packed, list(known))
+        return pages
+
+    def fork(self, parent_id: SequenceId, child_id: SequenceId) -> tuple[int, int]:
+        """Begin a sequence with the tokens of another; return the seats of both."""
+        seat = self.seat(parent_id)
+        self._check_seats([child_id])
+        self.pool.fork(parent_id, child_id)
+        length, packed = int(self.lengths[seat]), int(self.packed_lens[seat])
+        return seat, self._sit(child_id, length, packed, list(self._tokens[seat]))
+
+    def truncate(self, sequence_id: SequenceId, length: int) -> None:
+        """Keep the first tokens of a sequence; what is packed stays packed."""
+        seat = self.seat(sequence_id)
+        if not 0 <= length <= self.lengths[seat]:
+            has = f"sequence {sequence_id!r} has {self.lengths[seat]} tokens"
+            raise ShapeError(f"{has}: it cannot be truncated to {length}")
+        packed = min(int(self.packed_lens[seat]), max(length - self.split.sink_len, 0))
+        self.pool.truncate(sequence_id, packed)
+        self.lengths[seat], self.packed_lens[seat] = length, packed
+        del self._tokens[seat][length:]
+
+    def free(self, sequence_id: SequenceId) -> None:
+        """End a sequence."""
+        seat = self.seat(sequence_id)
+        self.pool.free(sequence_id)
+        self._free_seats.append(self._seats.pop(sequence_id))
+        self._tokens[seat] = []
+        self.lengths[seat] = self.packed_lens[seat] = 0
+
+    def rename(self, sequence_id: SequenceId, new_id: SequenceId) -> None:
+        """Know a sequence by another id."""
+        self.seat(sequence_id)
+        self.pool.rename(sequence_id, new_id)
+        self._seats[new_id] = self._seats.pop(sequence_id)
+
+    def can_append(self, ids: Sequence[SequenceId], counts: Sequence[int]) -> bool:
+        """Whether there are pages for a step."""
+        seats, new = self._to_extend(ids, counts)
+        return self.pool.can_append(ids, self._packed_counts(seats, new).tolist())
+
+    def extend(
+        self, ids: Sequence[SequenceId], counts: Sequence[int], tokens: Sequence[int] | None = None
+    ) -> Step:
+        """Grow sequences by new tokens, whose rows are still to be written.
+
+        Args:
+            ids: the sequences.
+            counts: new tokens of each.
+            tokens: the ids of all new tokens, sequence after sequence; None if not known.
+
+        Returns:
+            What is to be done, then to be given to publish or to roll_back.
+        """
+        seats, new = self._to_extend(ids, counts)
+        known = None if tokens is None else token_ids(tokens)
+        if known is not None and len(known) != new.sum():
+            raise ShapeError(f"{len(known)} tokens for counts that add up to {new.sum()}")
+        lengths, packed_lens = self.lengths[seats], self.packed_lens[seats]
+        growth = self.pool.append(ids, self._packed_counts(seats, new).tolist())
+        if growth.entries:
+            place, at, page = np.array(growth.entries).T
+            self.tables[seats[place], at] = page
+        self.lengths[seats] += new
+        self.packed_lens[seats] = self.split.packed_lens(lengths + new, packed_lens)
+        if known is not None:
+            self._learn(seats.tolist(), lengths.tolist(), new.tolist(), known)
+        slots = token_slots(self.split, seats, lengths, packed_lens, new, self.tables)
+        return Step(tuple(ids), new, seats, lengths, packed_lens, growth.copies, slots)
+
+    def publish(self, ids: Sequence[SequenceId]) -> list[tuple[int, int]]:
+        """Let the full pages of sequences be found by others; their rows are written.
+
+        Returns:
+            (seat, place) of sinks that were not known: keep their rows at this place.
+        """
+        kept = []
+        for sequence_id in ids:
+            seat = self._seats[sequence_id]
+            head = self.pool.publish(sequence_id, self._tokens[seat])
+            if head is not None:
+                kept.append((seat, head))
+        return kept
+
+    def to_publish(self, step: Step) -> list[SequenceId]:
+        """The sequences of a step that have filled a page."""
+        size = self.split.page_size
+        filled = self.packed_lens[step.seats] // size > step.packed_lens // size
+        return [step.ids[i] for i in filled.nonzero()[0]]
+
+    def roll_back(self, step: Step) -> None:
+        """Cut the sequences of a step that may have been carried out in part.
+
+        A sequence keeps what certainly stands in all layers: all tokens it had, or, if some of them
+        were to leave the recent window, those that had left it before.
+        """
+        same = self.packed_lens[step.seats] == step.packed_lens
+        sure = np.minimum(step.lengths, self.split.sink_len + step.packed_lens)
+        for sequence_id, length in zip(
+            step.ids, np.where(same, step.lengths, sure).tolist(), strict=True
+        ):
+            self.truncate(sequence_id, length)
+
+    def check(self) -> None:
+        """Look through all the bookkeeping, in time proportional to the cache.
+
+        Raises:
+            InvariantError: something contradicts something else; the message says what.
+        """
+        self.pool.check()
+        hold(set(self.pool.ids) == set(self._seats), "the pool has other sequences")
+        seats = sorted([*self._free_seats, *self._seats.values()])
+        hold(seats == list(range(len(self.lengths))), "a seat is lost or taken twice")
+        for sequence_id, seat in self._seats.items():
+            length, packed = int(self.lengths[seat]), int(self.packed_lens[seat])
+            most = max(length - self.split.sink_len, 0)
+            fits = max(most - self.split.recent_len, 0) <= packed <= most
+            hold(fits and length <= self.max_seq_len, f"{sequence_id!r}: packed tokens")
+            hold(packed == self.pool.length(sequence_id), f"{sequence_id!r}: tokens in pages")
+            table = self.pool.block_table(sequence_id)
+            hold((self.tables[seat, : len(table)] == table).all(), f"{sequence_id!r}: table")
+            hold(len(self._tokens[seat]) <= length, f"{sequence_id!r}: known tokens")
+
+    def _check_seats(self, ids: Sequence[SequenceId]) -> None:
+        for sequence_id in ids:
+            if sequence_id in self._seats:
+                raise ConfigError(f"sequence {sequence_id!r} exists: free it or use another id")
+        if len(ids) > len(self._free_seats):
+            raise OutOfPagesError(
+                f"{len(ids)} seats are needed, but {len(self._free_seats)} of {len(self.lengths)} "
+                "are free: free or swap out sequences, or make a cache with more seats"
+            )
+
+    def _sit(self, sequence_id: SequenceId, length: int, packed: int, tokens: list[int]) -> int:
+        """Give a sequence, which the pool has, a seat."""
+        seat = self._seats[sequence_id] = self._free_seats.pop()
+        table = self.pool.block_table(sequence_id)
+        self.tables[seat, : len(table)] = table
+        self.lengths[seat], self.packed_lens[seat] = length, packed
+        self._tokens[seat] = tokens
+        return seat
+
+    def _to_extend(self, ids: Sequence[SequenceId], counts: Sequence[int]) -> tuple[Ints, Ints]:
+        """Seats and counts of a step, checked but for the pages."""
+        seats = np.array([self.seat(sequence_id) for sequence_id in ids], np.int64)
+        try:
+            new: NDArray[np.int64] = np.array(token_ids(counts), np.int64)
+        except ConfigError:
+            raise ConfigError(f"counts {counts!r:.80} must be whole numbers") from None
+        if len(new) != len(seats) or (new < 0).any():
+            raise ShapeError(f"counts {counts!r:.80} for {len(seats)} ids: give one >= 0 for each")
+        too_long = self.lengths[seats] + new > self.max_seq_len
+        if too_long.any():
+            at = int(too_long.argmax())
+            raise ShapeError(
+                f"sequence {ids[at]!r} would grow to {self.lengths[seats[at]] + new[at]} tokens, "
+                f"max_seq_len is {self.max_seq_len}: truncate it, or make a larger cache"
+            )
+        return seats, new
+
+    def _packed_counts(self, seats: Ints, new: Ints) -> Ints:
+        """Tokens by which the packed ones grow."""
+        packed_lens = self.packed_lens[seats]
+        return self.split.packed_lens(self.lengths[seats] + new, packed_lens) - packed_lens
+
+    def _learn(
+        self, seats: list[int], lengths: list[int], new: list[int], known: list[int]
+    ) -> None:
+        """Keep the ids of new tokens where all before them are known."""
+        start = 0
+        for seat, length, count in zip(seats, lengths, new, strict=True):
+            tokens = self._tokens[seat]
+            if len(tokens) == length:
+                tokens += known[start : start + count]
+            start += count

@@ -1,0 +1,72 @@
+"""RowStacks: the rows of all layers in one tensor per format, so that one copy moves them all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .errors import ConfigError
+from .layout import RowFormat
+
+
+class RowStacks:
+    """Rows in units (pages or seats) that are copied as a whole, in every layer at once.
+
+    Args:
+        formats: format of the rows of each layer.
+        num_units: units in a layer.
+        num_kv_heads: KV heads.
+        unit_len: rows of a unit and a head.
+        device: where the tensors lie.
+
+    Attributes:
+        stacks: for every format [its layers, num_units, num_kv_heads, unit_len, row_bytes], uint8.
+        layers: for every layer [num_units, num_kv_heads, unit_len, row_bytes], a view of a stack.
+    """
+
+    def __init__(
+        self,
+        formats: Sequence[RowFormat],
+        num_units: int,
+        num_kv_heads: int,
+        unit_len: int,
+        device: torch.device,
+    ) -> None:
+        self.stacks: list[torch.Tensor] = []
+        views: dict[int, torch.Tensor] = {}
+        for fmt in dict.fromkeys(formats):
+            layers = [layer for layer, other in enumerate(formats) if other == fmt]
+            shape = (len(layers), num_units, num_kv_heads, unit_len, fmt.row_bytes)
+            self.stacks.append(_zeros(shape, device))
+            views |= zip(layers, self.stacks[-1], strict=True)
+        self.layers = [views[layer] for layer in range(len(formats))]
+
+    def copy_units(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole units, (source, target) each; no source is a target."""
+        if not pairs:
+            return
+        sources, targets = to_device(pairs, self.stacks[0].device).unbind(1)
+        for stack in self.stacks:
+            stack.index_copy_(1, targets, stack.index_select(1, sources))
+
+
+def to_device(numbers: Sequence[object], device: torch.device) -> torch.Tensor:
+    """Whole numbers as int64, on their way to the device; the host does not wait for it."""
+    tensor = torch.tensor(numbers, dtype=torch.int64)
+    if device.type == "cuda" and numbers:
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+def _zeros(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    try:
+        return torch.zeros(shape, dtype=torch.uint8, device=device)
+    except (MemoryError, RuntimeError) as error:  # torch has no type for lack of memory
+        if "memory" not in str(error) and "overflow" not in str(error):
+            raise
+        gib = torch.Size(shape).numel() / 2**30
+        raise ConfigError(
+            f"rows of {list(shape)} bytes take {gib:.1f} GiB, more than there is: use fewer pages "
+            "or seats"
+        ) from error

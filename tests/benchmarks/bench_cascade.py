@@ -1,0 +1,63 @@
+"""What a shared prefix saves on a GPU: read once for all sequences, against once for each.
+
+Run by hand: python tests/benchmarks/bench_cascade.py. 64 sequences share a prefix of 16,384 tokens
+(its pages are the same in every block table) and have 256 tokens of their own; INT4 in 4 groups,
+head_dim 128, pages of 64. Outputs are compared first. Times are of one call inside a CUDA graph,
+alone with the L2 cache overwritten.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvquant import RowFormat, __version__, quantize_rows
+from kvquant.attention import attend_segments
+from kvquant.cascade import attend_shared
+from kvquant.gpureport import render_machine
+from kvquant.gputimer import GraphTimer, describe_machine
+from kvquant.segments import Segment
+
+BATCH, PREFIX, OWN, PAGE, HEAD_DIM = 64, 16384, 256, 64, 128
+HEADS = ((32, 32), (32, 16), (32, 8), (64, 8))
+
+
+def main() -> None:
+    """Print a line per number of heads."""
+    torch.manual_seed(0)
+    timer = GraphTimer()
+    print(render_machine(describe_machine(timer, __version__)))
+    print(f"{'heads':>6}{'each for itself':>18}{'prefix once':>14}{'ratio':>8}{'error':>10}")
+    for heads in HEADS:
+        measure(timer, *heads)
+
+
+def measure(timer: GraphTimer, num_q_heads: int, num_kv_heads: int) -> None:
+    """Compare and time the two ways."""
+    fmt = RowFormat.parse("int4-g4", HEAD_DIM)
+    shared, own = PREFIX // PAGE, OWN // PAGE
+    num_pages = shared + BATCH * own
+    values = torch.randn(num_pages, num_kv_heads, PAGE, HEAD_DIM, device="cuda")
+    k, v = quantize_rows(values, fmt), quantize_rows(values.flip(0), fmt)
+    pages = torch.randperm(num_pages, device="cuda", dtype=torch.int32)
+    prefix_table = pages[None, :shared]
+    own_table = pages[shared:].view(BATCH, own)
+    table = torch.cat([prefix_table.expand(BATCH, -1), own_table], dim=1)
+    lens = torch.full((BATCH,), OWN, dtype=torch.int32, device="cuda")
+    whole = Segment(k, v, lens + PREFIX, fmt, fmt, None, table)
+    rest = Segment(k, v, lens, fmt, fmt, None, own_table.contiguous())
+    prefix = Segment(k, v, lens[:1] * 0 + PREFIX, fmt, fmt, None, prefix_table)
+    q = torch.randn(BATCH, num_q_heads, HEAD_DIM, device="cuda").bfloat16()
+
+    expected = attend_segments(q, [whole])
+    out = attend_shared(q, prefix, [rest])
+    assert isinstance(expected, torch.Tensor) and isinstance(out, torch.Tensor)
+    error = float((out.double() - expected.double()).norm() / expected.double().norm())
+    assert error < 5e-3, error
+    each = timer.alone(lambda: attend_segments(q, [whole]))
+    once = timer.alone(lambda: attend_shared(q, prefix, [rest]))
+    heads = f"{num_q_heads}:{num_kv_heads}"
+    print(f"{heads:>6}{each:>15.1f} us{once:>11.1f} us{each / once:>7.2f}x{error:>10.1e}")
+
+
+if __name__ == "__main__":
+    main()

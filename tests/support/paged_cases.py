@@ -1,0 +1,76 @@
+"""What the tests of paged caches share: a small cache, steps, and the bytes of everything."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from kvquant.paged import PagedKVCache
+from kvquant.pagedbatch import PagedBatch
+from kvquant.pagepool import SequenceId
+
+LAYERS, HEADS, DIM, PAGE, SINKS, RECENT = 2, 2, 64, 16, 3, 5
+
+
+def make(**options: Any) -> PagedKVCache:
+    """A small cache: 2 layers, 12 pages of 16 tokens, 4 seats, 3 sinks, 5 recent tokens."""
+    options = {
+        "num_seats": 4,
+        "max_seq_len": 100,
+        "page_size": PAGE,
+        "v_format": "int8",
+        "sink_len": SINKS,
+        "recent_len": RECENT,
+        **options,
+    }
+    num_layers, num_pages = options.pop("num_layers", LAYERS), options.pop("num_pages", 12)
+    return PagedKVCache(num_layers, HEADS, options.pop("head_dim", DIM), num_pages, **options)
+
+
+def new_rows(count: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """K and V of new tokens: [2, count, HEADS, DIM], bfloat16."""
+    return torch.randn(2, count, HEADS, DIM).bfloat16().to(device)
+
+
+def extend(
+    batch: PagedBatch,
+    ids: Sequence[SequenceId],
+    counts: int | Sequence[int] = 1,
+    tokens: Sequence[int] | None = None,
+    rows: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """One step, the same rows in every layer; return them."""
+    with batch.extend(ids, counts, tokens):
+        total = counts * len(ids) if isinstance(counts, int) else sum(counts)
+        rows = new_rows(total, batch.cache.device) if rows is None else rows
+        for layer in range(batch.cache.num_layers):
+            batch.append(layer, *rows)
+    return rows
+
+
+def begin(
+    batch: PagedBatch, name: SequenceId, count: int, tokens: Sequence[int] | None = None
+) -> torch.Tensor:
+    """A new sequence of so many tokens, none of them present."""
+    assert batch.cache.allocate(name) == 0
+    return extend(batch, [name], [count], tokens)
+
+
+def values(cache: PagedKVCache, name: SequenceId) -> list[torch.Tensor]:
+    """K and V of a sequence in all layers."""
+    return [x for layer in range(cache.num_layers) for x in cache.dequantized(name, layer)]
+
+
+def same(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> bool:
+    return all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
+
+
+def seen(cache: PagedKVCache) -> object:
+    """All that a refused call must leave as it was."""
+    state = cache.state
+    each = [(i, cache.length(i), state.pool.block_table(i), state.tokens(i)) for i in cache.ids]
+    stacks = [stack for side in (*cache.rows.pages, *cache.rows.exact) for stack in side.stacks]
+    sums = [int(stack.long().sum()) for stack in stacks]
+    return each, sums, cache.num_free_pages, cache.num_free_seats, cache.swapped_ids

@@ -1,0 +1,184 @@
+"""Sequences that move to host memory and back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from paged_cases import DIM, begin, extend, make, new_rows, same, seen, values
+
+from kvquant.errors import ConfigError, OutOfPagesError
+from kvquant.pagedbatch import PagedBatch
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("count", [0, 2, 6, 40])
+def test_a_sequence_comes_back_as_it_went(count: int, device: str) -> None:
+    cache = make(device=device)
+    batch = PagedBatch(cache, 4, 100)
+    begin(batch, "a", count, range(count))
+    before, free = values(cache, "a"), cache.num_free_pages
+    cache.swap_out("a")
+    cache.finish_swaps()
+    assert (cache.ids, cache.swapped_ids) == ([], ["a"])
+    assert (cache.num_free_pages, cache.num_free_seats) == (12, 4)
+    assert cache.length("a") == count
+    begin(batch, "b", 90)  # takes its pages and its seat
+    cache.swap_in("a")
+    assert (cache.ids, cache.swapped_ids) == (["b", "a"], [])
+    assert same(values(cache, "a"), before)
+    cache.free("b")
+    assert cache.num_free_pages == free
+    assert cache.state.tokens("a") == list(range(count))
+    extend(batch, ["a"], 10)
+    cache.check()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_others_go_on_and_keep_the_pages_they_share(device: str) -> None:
+    cache = make(device=device)
+    batch = PagedBatch(cache, 4, 100)
+    begin(batch, "a", 45)
+    cache.fork("a", "b")
+    before = values(cache, "a")
+    cache.swap_out("a")
+    assert same(values(cache, "b"), before)
+    for _ in range(20):
+        extend(batch, ["b"])
+    cache.swap_in("a")
+    extend(batch, ["b"])
+    assert same(values(cache, "a"), before)
+    cache.finish_swaps()
+    cache.check()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_pages_that_came_back_are_found_again(device: str) -> None:
+    cache = make(device=device)
+    batch = PagedBatch(cache, 4, 100)
+    begin(batch, "a", 45, range(45))
+    cache.swap_out("a")
+    cache.finish_swaps()
+    begin(batch, "b", 100)
+    begin(batch, "c", 90)  # together they need all pages: none stays cached
+    assert cache.match_prefix(range(45)) == 0
+    cache.free("b")
+    cache.swap_in("a")
+    extend(batch, ["a"], 0)
+    assert cache.match_prefix(range(45)) == 35
+    cache.allocate("d", range(45))
+    kept = zip(values(cache, "d"), values(cache, "a"), strict=True)
+    assert all(torch.equal(x, y[:, :35]) for x, y in kept)
+
+
+def test_without_room_a_sequence_stays_where_it_is() -> None:
+    cache = make(num_pages=3)
+    batch = PagedBatch(cache, 4, 100)
+    begin(batch, "a", 30)
+    before = values(cache, "a")
+    cache.swap_out("a")
+    begin(batch, "b", 50)
+    seen_before = seen(cache)
+    with pytest.raises(OutOfPagesError, match="2 pages are needed, but 0 of 3"):
+        cache.swap_in("a")
+    assert seen(cache) == seen_before
+    cache.free("b")
+    cache.swap_in("a")
+    assert same(values(cache, "a"), before)
+
+
+def test_what_is_swapped_out_can_only_come_back_or_end() -> None:
+    cache = make()
+    batch = PagedBatch(cache, 4, 100)
+    begin(batch, "a", 30)
+    cache.swap_out("a")
+    for call in (
+        lambda: extend(batch, ["a"]),
+        lambda: cache.fork("a", "b"),
+        lambda: cache.truncate("a", 3),
+        lambda: cache.swap_out("a"),
+        lambda: cache.dequantized("a", 0),
+        lambda: cache.can_append(["a"]),
+    ):
+        with pytest.raises(ConfigError, match="'a' is swapped out: swap it in first"):
+            call()
+    with pytest.raises(ConfigError, match="swapped out ones included"):
+        cache.allocate("a")
+    cache.free("a")
+    assert (cache.swapped_ids, cache.num_free_pages) == ([], 12)
+    cache.allocate("a")
+
+
+class SlowEvent:
+    """An event of a copy that ends when the test says so."""
+
+    def __init__(self) -> None:
+        self.ended = False
+
+    def query(self) -> bool:
+        return self.ended
+
+    def synchronize(self) -> None:
+        self.ended = True
+
+
+def test_pages_are_held_until_the_copy_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = make(num_pages=3)
+    batch = PagedBatch(cache, 4, 100)
+    event = SlowEvent()
+    begin(batch, "a", 40)
+    before = values(cache, "a")
+    monkeypatch.setattr(cache._swap, "_event", lambda: event)
+    cache.swap_out("a")
+    assert (cache.num_free_pages, cache.num_free_seats, cache.ids) == (1, 3, [])
+    cache.check()
+    cache.swap_in("a")  # its pages are still its own
+    assert same(values(cache, "a"), before)
+    cache.swap_out("a")
+    cache.allocate("b")
+    assert not cache.can_append(["b"], 40)
+    cache.finish_swaps()
+    assert cache.can_append(["b"], 40)
+    cache.swap_out("b")
+    cache.free("b")
+    cache.check()
+    assert cache.num_free_pages == 3
+
+
+@pytest.mark.gpu
+def test_swaps_run_beside_a_captured_loop() -> None:
+    """Sequences leave and come back between replays; all keep their rows."""
+    cache = make(device="cuda", num_pages=40, num_seats=6)
+    batch = PagedBatch(cache, 4)
+    prefill = PagedBatch(cache, 4, 100)
+    for name in range(4):
+        begin(prefill, name, 50 + name)
+    rows, q = new_rows(4, "cuda"), torch.randn(4, 4, DIM, device="cuda").bfloat16()
+
+    def layers() -> list[torch.Tensor]:
+        outs = []
+        for layer in range(cache.num_layers):
+            batch.append(layer, *rows)
+            out = batch.attend(layer, q)
+            assert isinstance(out, torch.Tensor)
+            outs.append(out)
+        return outs
+
+    with batch.extend([]):
+        layers()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outs = layers()
+    for step in range(30):
+        gone = step % 4
+        cache.swap_out(gone)
+        before = [x.clone() for x in values(cache, (gone + 1) % 4)]
+        with batch.extend([i for i in range(4) if i != gone]):
+            graph.replay()
+        assert bool(outs[0].isfinite().all())
+        after = values(cache, (gone + 1) % 4)
+        assert all(x.shape[1] + 1 == y.shape[1] for x, y in zip(before, after, strict=True))
+        cache.swap_in(gone)
+        cache.check()
