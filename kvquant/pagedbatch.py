@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from .append import append_rows
 from .attention import State, attend_segments
@@ -19,7 +17,7 @@ from .paged import PagedKVCache, for_each
 from .pagedstate import Step
 from .pagepool import SequenceId
 from .segments import Segment
-from .sharedprefix import SharedPrefix, find_prefix, pays
+from .sharedprefix import Numbers, find_prefix, pays
 from .slots import Slots
 from .staging import StagedTensors
 from .transforms import Rope
@@ -42,8 +40,8 @@ class PagedBatch:
         max_batch: sequences of a step.
         max_tokens: new tokens of a step; max_batch when None.
         shared_prefix: whether pages that sequences have in common are read once for all of them
-            (cascade.py). None: in each step in which this pays; a CUDA graph that has captured
-            attend decides for all later steps.
+            (cascade.py). None: in each step in which this pays, but for code that is captured in a
+            CUDA graph or compiled: that reads them once in every step or in none, so say True.
 
     Raises:
         ConfigError: a size that is not possible.
@@ -57,32 +55,41 @@ class PagedBatch:
         *,
         shared_prefix: bool | None = None,
     ) -> None:
-        self.cache = cache
+        self.cache, self.shared_prefix = cache, shared_prefix
         self.max_batch = check_size("max_batch", max_batch, at_least=1)
         max_tokens = max_batch if max_tokens is None else max_tokens
         self.max_tokens = check_size("max_tokens", max_tokens, at_least=1)
         counts, slots = (torch.int32, (max_batch,)), (torch.int64, (max_tokens,))
+        tables = torch.int32, (max_batch, cache.state.tables.shape[1])
+        shared = {
+            "members": (torch.int64, (max_batch,)),
+            "prefix_lens": (torch.int32, (1,)),
+            "prefix_table": (torch.int32, (1, tables[1][1])),
+            "own_table": tables,
+            "own_lens": counts,
+        }
         self._staged = StagedTensors(
             {
                 "packed": slots,
                 "exact": slots,
                 "leaving": slots,
                 "positions": slots,
-                "block_table": (torch.int32, (max_batch, cache.state.tables.shape[1])),
+                "block_table": tables,
+                "seq_lens": counts,
                 "packed_lens": counts,
                 "exact_lens": counts,
                 "starts": counts,
                 "seats": counts,
-                "members": (torch.int64, (max_batch,)),
-                "prefix_lens": (torch.int32, (1,)),
-                "prefix_table": (torch.int32, (1, cache.state.tables.shape[1])),
+                **(shared if shared_prefix is not False else {}),
             },
             cache.device,
         )
-        for name in (*Slots._fields, "members"):
+        for name in (*Slots._fields, *(shared_prefix is not False) * ["members"]):
             self._staged.tensors[name].fill_(-1)
-        self._always_shares = shared_prefix
-        self._shares = bool(shared_prefix)  # in this step
+        self._step: Step | None = None
+        self._on_cuda = cache.device.type == "cuda"
+        self._captured = [max_batch, self.max_tokens]  # rows of q and of k in graphs, the fewest
+        self._num_members = 0  # sequences of this step whose prefix is read once
         self._ratio = 0  # query heads on a KV head, once attend has seen them
         self._slots: dict[int, Slots] = {}
         self._segments: dict[tuple[int, int], list[Segment]] = {}
@@ -95,6 +102,16 @@ class PagedBatch:
         At a fixed address, for the rotary embedding of a captured step.
         """
         return self._staged.tensors["positions"]
+
+    @property
+    def block_table(self) -> torch.Tensor:
+        """[max_batch, max_pages] int32, the pages of each sequence's packed rows; fixed address."""
+        return self._staged.tensors["block_table"]
+
+    @property
+    def seq_lens(self) -> torch.Tensor:
+        """[max_batch] int32, the tokens of each sequence, the new ones included; fixed address."""
+        return self._staged.tensors["seq_lens"]
 
     @property
     def nbytes(self) -> int:
@@ -128,16 +145,33 @@ class PagedBatch:
                 fit, or a sequence would outgrow max_seq_len.
             ConfigError: a sequence does not live or is given twice, or the last step was not ended.
         """
+        if self._on_cuda and torch.cuda.is_current_stream_capturing():
+            raise ConfigError(
+                "a step cannot begin while a graph is captured: write `with batch.extend([]), "
+                "torch.cuda.graph(graph):`, in this order"
+            )
+        if isinstance(ids, str):
+            raise ConfigError(f"ids is the text {ids!r}: give a list of ids")
         counts = for_each(ids, counts)
         if len(ids) > self.max_batch or sum(counts) > self.max_tokens:
             raise ShapeError(
                 f"{len(ids)} sequences and {sum(counts)} tokens: the batch has places for "
                 f"{self.max_batch} and {self.max_tokens}"
             )
+        most = self._captured
+        if len(ids) > most[0] or sum(counts) > most[1]:
+            raise ShapeError(
+                f"{len(ids)} sequences and {sum(counts)} tokens: a CUDA graph of this batch has "
+                f"captured {most[0]} and {most[1]}. Use another PagedBatch for larger steps"
+            )
         step = self.cache.begin_step(ids, counts, tokens)
-        self._num_ids, self._num_tokens = len(ids), len(step.slots.packed)
-        self._set(step)
-        return _OpenStep(self.cache)
+        try:
+            self._set(step)
+        except BaseException:
+            self.cache.end_step(written=False)
+            raise
+        self._step, self._num_ids, self._num_tokens = step, len(ids), len(step.slots.packed)
+        return _OpenStep(self, step)
 
     def append(
         self, layer: int, k: torch.Tensor, v: torch.Tensor, *, rope: Rope | None = None
@@ -152,7 +186,8 @@ class PagedBatch:
             rope: the rotary embedding of K, if K comes without it.
 
         Raises:
-            ShapeError, ConfigError, DeviceError: as append_rows, or fewer rows than new tokens.
+            ShapeError, ConfigError, DeviceError: as append_rows, fewer rows than new tokens, or
+            outside of a step.
         """
         self.cache.check_layer(layer)
         compiling = torch.compiler.is_compiling()  # one graph for all steps: nothing of this one
@@ -161,6 +196,10 @@ class PagedBatch:
                 f"k has {k.shape[0]} tokens, the step {self._num_tokens} and the batch places for "
                 f"{self.max_tokens}"
             )
+        if not compiling:
+            self.check_open()
+            if self._is_fixed():
+                self._captured[1] = min(self._captured[1], k.shape[0])
         slots = None if compiling else self._slots.get(k.shape[0])
         if slots is None:
             slots = self._make_slots(k.shape[0])
@@ -194,24 +233,49 @@ class PagedBatch:
             As decode_attention; zeros for places without a sequence.
 
         Raises:
-            As decode_attention, or ShapeError if there are fewer rows than sequences.
+            As decode_attention; ShapeError if there are fewer rows than sequences; ConfigError
+            outside of a step.
         """
+        fixed = self._is_fixed()
         segments = self._segments_of(layer, q.shape[0])
         if not torch.compiler.is_compiling():
+            self.check_open()
+        tensors, members = self._staged.tensors, None
+        if self.shared_prefix:
+            members = tensors["members"][: q.shape[0]]
+        elif self._num_members and not fixed:
+            members = tensors["members"][: self._num_members]
+        if not fixed:
             self._ratio = q.shape[1] // segments[0].k_rows.shape[1]
-            if q.is_cuda and torch.cuda.is_current_stream_capturing():
-                self._keep_sharing(self._shares)
-        if not self._shares:
+        elif not torch.compiler.is_compiling():
+            self._captured[0] = min(self._captured[0], q.shape[0])
+        if members is None:
             return attend_segments(q, segments, **options)
-        tensors = self._staged.tensors
-        members = tensors["members"][: q.shape[0]]
-        prefix = segments[0]._replace(
+        packed, batch = segments[0], q.shape[0]
+        prefix = packed._replace(
             seq_lens=tensors["prefix_lens"], block_table=tensors["prefix_table"]
         )
-        return attend_shared(q, prefix, segments, members=members, **options)
+        own = packed._replace(
+            seq_lens=tensors["own_lens"][:batch], block_table=tensors["own_table"][:batch]
+        )
+        return attend_shared(q, prefix, [own, *segments[1:]], members=members, **options)
+
+    def check_open(self, step: Step | None = None) -> None:
+        """Raise ConfigError unless a step of this batch is open, and this one if any is given."""
+        mine = self._step if step is None else step
+        if mine is None or self.cache._step is not mine:
+            raise ConfigError(
+                "no step of this batch is open: append and attend inside `with batch.extend(...):`"
+            )
+
+    def _is_fixed(self) -> bool:
+        """Whether what runs now is kept for other steps."""
+        if torch.compiler.is_compiling():
+            return True
+        return self._on_cuda and torch.cuda.is_current_stream_capturing()
 
     def _segments_of(self, layer: int, batch: int) -> list[Segment]:
-        """The rows of a layer behind a prefix that is read once, for the first places of the batch.
+        """The rows of a layer, for the first places of the batch.
 
         Raises:
             ShapeError: batch is less than the sequences of the step, or more than max_batch.
@@ -251,69 +315,50 @@ class PagedBatch:
         lengths, packed_lens = state.lengths[seats], state.packed_lens[seats]
         tables = arrays["block_table"][:count]
         state.tables.take(seats, 0, out=tables, mode="clip")
-        exact_lens, starts = lengths - packed_lens, packed_lens % max(state.split.recent_len, 1)
-        prefix = self._find_prefix(tables, packed_lens)
-        arrays["members"][:] = -1
-        arrays["prefix_lens"][0] = 0
-        if prefix is not None:
-            pages, members = prefix
-            shared = len(pages) * state.split.page_size
-            arrays["members"][: len(members)] = members
-            arrays["prefix_lens"][0] = shared
-            arrays["prefix_table"][0, : len(pages)] = pages
-            # to these it is as if they began behind the prefix
-            packed_lens[members] -= shared
-            tables[members, : -len(pages)] = tables[members, len(pages) :]
+        if self.shared_prefix is not False:
+            self._share(tables, packed_lens, arrays)
         for name, values in (
+            ("seq_lens", lengths),
             ("packed_lens", packed_lens),
-            ("exact_lens", exact_lens),
-            ("starts", starts),
+            ("exact_lens", lengths - packed_lens),
+            ("starts", packed_lens % max(state.split.recent_len, 1)),
             ("seats", seats),
         ):
             arrays[name][:count] = values
             arrays[name][count:] = 0
         self._staged.send()
 
-    def _find_prefix(
-        self, tables: NDArray[np.integer], packed_lens: NDArray[np.integer]
-    ) -> SharedPrefix | None:
-        """The pages to read once in this step; decides whether it does so."""
-        if self._always_shares is False:
-            return None
-        found = find_prefix(tables, packed_lens, self.cache.state.split.page_size)
-        if self._always_shares is None:
-            heads = self.cache.num_kv_heads, self._ratio
-            self._shares = (
-                found is not None
-                and self._ratio > 0
-                and pays(
-                    len(found.members), len(found.pages) * self.cache.state.split.page_size, *heads
-                )
-            )
-        return found if self._shares else None
-
-    def _keep_sharing(self, shares: bool) -> None:
-        """Let all later steps be as a captured one.
-
-        Raises:
-            ConfigError: another graph was captured otherwise.
-        """
-        if self._always_shares not in (None, shares):
-            raise ConfigError(
-                "one CUDA graph reads shared pages once, another one does not: give each a "
-                "PagedBatch of its own, or say shared_prefix=True or False"
-            )
-        self._always_shares = shares
+    def _share(self, tables: Numbers, packed_lens: Numbers, arrays: Mapping[str, Numbers]) -> None:
+        """Find the pages to read once in this step, and set what reads them so."""
+        count, page_size = len(tables), self.cache.state.split.page_size
+        prefix = find_prefix(tables, packed_lens, page_size)
+        self._num_members = 0 if prefix is None else len(prefix.members)
+        if prefix is not None and self.shared_prefix is None:
+            work = len(prefix.pages) * page_size, self.cache.num_kv_heads, self._ratio
+            if not self._ratio or not pays(self._num_members, *work):
+                prefix, self._num_members = None, 0
+        own_tables, own_lens = arrays["own_table"][:count], arrays["own_lens"]
+        own_tables[:], own_lens[:count], own_lens[count:] = tables, packed_lens, 0
+        arrays["members"][:] = -1
+        arrays["prefix_lens"][0] = 0
+        if prefix is not None:
+            pages, members = prefix
+            shared = len(pages) * page_size
+            arrays["members"][: len(members)] = members
+            arrays["prefix_lens"][0] = shared
+            arrays["prefix_table"][0, : len(pages)] = pages
+            own_lens[members] -= shared
+            own_tables[members, : -len(pages)] = tables[members, len(pages) :]
 
 
 class _OpenStep:
     """A step whose rows are being written."""
 
-    def __init__(self, cache: PagedKVCache) -> None:
-        self._cache = cache
+    def __init__(self, batch: PagedBatch, step: Step) -> None:
+        self._batch, self._step = batch, step
 
     def __enter__(self) -> None:
-        return None
+        self._batch.check_open(self._step)
 
     def __exit__(
         self,
@@ -321,4 +366,5 @@ class _OpenStep:
         _value: BaseException | None,
         _traceback: TracebackType | None,
     ) -> None:
-        self._cache.end_step(written=error is None)
+        self._batch.check_open(self._step)
+        self._batch.cache.end_step(written=error is None)

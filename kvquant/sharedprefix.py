@@ -28,7 +28,7 @@ class SharedPrefix(NamedTuple):
 
 
 def find_prefix(tables: Numbers, packed_lens: Numbers, page_size: int) -> SharedPrefix | None:
-    """Find the full pages that the most sequences begin with.
+    """Find the full pages that sequences begin with in common, of which the most need not be read.
 
     Args:
         tables: [batch, max_pages], the pages of each sequence.
@@ -39,17 +39,19 @@ def find_prefix(tables: Numbers, packed_lens: Numbers, page_size: int) -> Shared
         None if no two sequences share a page.
     """
     full = packed_lens // page_size
-    begun = np.flatnonzero(full)
-    if len(begun) < 2:
-        return None
-    first, counts = np.unique(tables[begun, 0], return_counts=True)
-    members = begun[tables[begun, 0] == first[counts.argmax()]]
-    if len(members) < 2:
-        return None
-    most = int(full[members].min())
-    same = (tables[members, :most] == tables[members[0], :most]).all(0)
-    count = most if same.all() else int(same.argmin())
-    return SharedPrefix(tables[members[0], :count], members)
+    found, saved, at, members = None, 0, 0, np.flatnonzero(full)
+    while len(members) > 1:
+        # go on with the page that the most have at this place, up to where they part
+        pages, counts = np.unique(tables[members, at], return_counts=True)
+        members = members[tables[members, at] == pages[counts.argmax()]]
+        end = int(full[members].min())
+        same = (tables[members, at:end] == tables[members[0], at:end]).all(0)
+        at = end if same.all() else at + int(same.argmin())
+        if (len(members) - 1) * at > saved:
+            found = SharedPrefix(tables[members[0], :at], members)
+            saved = (len(members) - 1) * at
+        members = members[full[members] > at]
+    return found
 
 
 def pays(num_members: int, tokens: int, num_kv_heads: int, ratio: int) -> bool:

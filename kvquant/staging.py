@@ -72,4 +72,4 @@ class StagedTensors:
         """Set the tensors to the arrays, on the current stream."""
         if self._events:
             self._target.copy_(self._hosts[self._turn], non_blocking=True)
-            self._events[self._turn].record()
+            self._events[self._turn].record(torch.cuda.current_stream(self._target.device))

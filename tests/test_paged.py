@@ -331,7 +331,11 @@ CALLS: list[tuple[Callable[[PagedBatch], object], type[KVQuantError], str]] = [
     (lambda b: b.extend(["a"], 2, [1]), ShapeError, "1 tokens for counts that add up to 2"),
     (lambda b: b.extend(["a"], 1, ["x"]), ConfigError, "must be integers"),  # type: ignore[list-item]
     (lambda b: b.extend(["a"], 81), ShapeError, "'a' would grow to 101 tokens, max_seq_len is 100"),
-    (lambda b: b.extend("abcde"), ShapeError, "5 sequences and 5 tokens: the batch has places"),
+    (
+        lambda b: b.extend(list("abcde")),
+        ShapeError,
+        "5 sequences and 5 tokens: the batch has places",
+    ),
     (lambda b: b.extend(["a"], 91), ShapeError, "places for 4 and 90"),
     (lambda b: b.append(0, *new_rows(91)), ShapeError, "k has 91 tokens"),
     (lambda b: b.append(9, *new_rows(1)), ConfigError, "layer 9"),
@@ -360,7 +364,7 @@ def test_fewer_rows_than_the_step_has_are_refused() -> None:
     batch = PagedBatch(make(), 4, 90)
     batch.cache.allocate("a")
     batch.cache.allocate("b")
-    with batch.extend("ab", 2):
+    with batch.extend(list("ab"), 2):
         with pytest.raises(ShapeError, match="k has 3 tokens, the step 4"):
             batch.append(0, *new_rows(3))
         with pytest.raises(ShapeError, match="q has 1 rows, the step 2 sequences"):

@@ -7,10 +7,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from paged_cases import DIM, HEADS, begin, extend, make
+from paged_cases import DIM, HEADS, begin, extend, make, new_rows
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from kvquant import sharedprefix
-from kvquant.errors import ConfigError
+from kvquant.errors import ConfigError, ShapeError
 from kvquant.pagedbatch import PagedBatch
 from kvquant.sharedprefix import find_prefix, pays
 
@@ -29,6 +30,11 @@ def test_the_longest_common_pages_of_the_most_sequences_are_found() -> None:
     assert found.members.tolist() == [0, 2] and found.pages.tolist() == [7, 8]
     found = find_prefix(tables[[1, 4]], lens[[1, 4]], 16)  # of the second's last page 2 tokens
     assert found is not None and found.pages.tolist() == [1, 2, 3]
+    many = np.arange(640).reshape(64, 10)
+    many[:, :8] = np.arange(8)
+    many[3, 1:] = 700  # one that parts early does not spoil it for the others
+    found = find_prefix(many, np.full(64, 160), 16)
+    assert found is not None and len(found.pages) == 8 and len(found.members) == 63
     assert find_prefix(tables[:2], lens[:2], 16) is None
     assert find_prefix(tables[[0, 2]], np.array([60, 15]), 16) is None
     assert find_prefix(tables[:0], lens[:0], 16) is None
@@ -67,7 +73,8 @@ def test_results_are_those_without_it(
         results = []
         for batch in batches:
             extend(batch, ids, rows=rows)
-            results.append(batch.attend(1, q, return_lse=True))
+            with batch.extend(ids, 0):
+                results.append(batch.attend(1, q, return_lse=True))
         (ours, our_lse), (theirs, their_lse) = results
         assert not ours[len(ids) :].any() and bool((our_lse[len(ids) :] == -torch.inf).all())
         if ids:
@@ -82,42 +89,75 @@ def test_it_is_used_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.randn(3, 2 * HEADS, DIM)
     prefix_len = batch._staged.tensors["prefix_lens"]
     monkeypatch.setattr(sharedprefix, "WORTH", 1)
-    extend(batch, ["a", "b", "c"])
-    assert not prefix_len.any(), "how many query heads there are is not known yet"
-    plain = batch.attend(0, q)
-    extend(batch, ["a", "b", "c"])
-    assert prefix_len.tolist() == [48]
-    batch.cache.truncate("a", 71)
-    extend(batch, ["z"])
-    assert not prefix_len.any()
-    assert batch.attend(0, q[:1]).shape == plain[:1].shape  # type: ignore[union-attr]
+    for expected in (0, 48):  # at first it is not known how many query heads there are
+        with batch.extend(["a", "b", "c"], 0):
+            batch.attend(0, q)
+            assert prefix_len.tolist() == [expected]
+    with batch.extend(["z"], 0):
+        batch.attend(0, q)
+        assert not prefix_len.any()
 
 
-def test_graphs_of_both_kinds_from_one_batch_are_refused() -> None:
-    batch = PagedBatch(make(), 2)
-    batch._keep_sharing(False)
-    batch._keep_sharing(False)
-    with pytest.raises(ConfigError, match="shared_prefix=True or False"):
-        batch._keep_sharing(True)
-    with pytest.raises(ConfigError):
-        PagedBatch(make(), 2, shared_prefix=True)._keep_sharing(False)
-
-
-def test_compiled_code_is_right_with_and_without_it(
-    relative_l2: Measure, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sharedprefix, "WORTH", 1)
-    batch = PagedBatch(make(num_pages=40), 3, 70)
+@pytest.mark.parametrize("shared", [None, True, False])
+def test_compiled_code_serves_all_steps(relative_l2: Measure, shared: bool | None) -> None:
+    batch = PagedBatch(make(num_pages=40), 3, 70, shared_prefix=shared)
     sequences(batch)
-    batch._ratio = 2
     q = torch.randn(3, 2 * HEADS, DIM)
-    compiled = torch.compile(lambda q: batch.attend(0, q), backend="eager", fullgraph=True)
-    for ids, shares in ((["a", "b", "c"], True), (["z"], False), (["c", "a"], True)):
-        extend(batch, ids)
-        assert batch._shares == shares
-        found, expected = compiled(q), batch.attend(0, q)
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(lambda q: batch.attend(0, q), backend=counter, fullgraph=True)
+    for ids in (["a", "b", "c"], ["z"], ["c", "a"]):
+        with batch.extend(ids, 0):
+            found, expected = compiled(q), batch.attend(0, q)
         assert isinstance(found, torch.Tensor) and isinstance(expected, torch.Tensor)
         assert relative_l2(found[: len(ids)], expected[: len(ids)]) < 1e-5
+    assert counter.frame_count == 1
+
+
+def test_rows_are_not_written_outside_a_step_of_the_batch() -> None:
+    cache = make(num_pages=40)
+    batch, other = PagedBatch(cache, 4, 70), PagedBatch(cache, 4, 70)
+    sequences(batch)
+    q = torch.randn(4, HEADS, DIM)
+    for use in (lambda: batch.append(0, *new_rows(70)), lambda: batch.attend(0, q)):
+        with pytest.raises(ConfigError, match="no step of this batch is open"):
+            use()
+        with (
+            other.extend(["z"], 0),
+            pytest.raises(ConfigError, match="no step of this batch is open"),
+        ):
+            use()
+    step = batch.extend(["z"], 0)
+    with step:
+        pass
+    with pytest.raises(ConfigError, match="no step of this batch is open"), step:
+        pass
+    cache.check()
+
+
+def test_a_step_that_cannot_be_staged_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = PagedBatch(make(num_pages=40), 4, 70)
+    sequences(batch)
+
+    def fail() -> None:
+        raise RuntimeError("no memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(batch._staged, "send", fail)
+        with pytest.raises(RuntimeError, match="no memory"):
+            batch.extend(["z"])
+    batch.cache.check()
+    assert batch.cache.length("z") <= 20
+    extend(batch, ["z"])
+
+
+def test_texts_and_sequences_that_were_not_captured_are_refused() -> None:
+    batch = PagedBatch(make(num_pages=40), 4, 70)
+    sequences(batch)
+    with pytest.raises(ConfigError, match="give a list of ids"):
+        batch.extend("az")
+    batch._captured = [2, 2]
+    with pytest.raises(ShapeError, match="has captured 2 and 2"):
+        batch.extend(["a", "b", "c"])
 
 
 @pytest.mark.gpu
