@@ -78,8 +78,8 @@ ALLOWED = {
     ),
     "kernels.cuda.decode": f"{DEVICE} kernels.cuda.attend kernels.cuda.merge",
     "kernels.cuda.compile": (
-        "errors layout kernels.usercache kernels.cuda.rowspec kernels.cuda.spec "
-        "kernels.cuda.statespec"
+        "errors layout kernels.usercache kernels.cuda.feedbackspec kernels.cuda.rowspec "
+        "kernels.cuda.spec kernels.cuda.statespec"
     ),
     "kernels.cuda.statespec": "",
     "kernels.cuda.mergestates": ("kernels.cuda.device kernels.cuda.ptx kernels.cuda.statespec"),
@@ -90,9 +90,14 @@ ALLOWED = {
     "kernels.cuda.append": f"layout {ROW_KERNELS}",
     "kernels.cuda.dequantize": ROW_KERNELS,
     "kernels.cuda.loaded": (
-        "errors layout kernels.cuda.compile kernels.cuda.driver kernels.cuda.rowspec "
-        "kernels.cuda.statespec"
+        "errors layout kernels.cuda.compile kernels.cuda.driver kernels.cuda.feedbackspec "
+        "kernels.cuda.rowspec kernels.cuda.statespec"
     ),
+    "kernels.cuda.feedbackspec": "layout kernels.cuda.rowspec",
+    "kernels.cuda.feedback": (
+        "kernels.cuda.device kernels.cuda.feedbackspec kernels.cuda.ptx kernels.cuda.quantize"
+    ),
+    "kernels.feedback": "layout kernels.cuda.driver kernels.cuda.feedbackspec kernels.cuda.loaded",
     "kernels.mergestates": "kernels.cuda.driver kernels.cuda.loaded kernels.cuda.statespec",
     "kernels.append": f"layout slots transforms {ROW_LAUNCH}",
     "kernels.dequantize": f"layout {ROW_LAUNCH}",
@@ -185,13 +190,13 @@ ALLOWED_LATE = {
     "appendbackends": "kernels.append kernels.dequantize",
     "kernels.cuda.compile": (
         "kernels.cuda.append kernels.cuda.decode kernels.cuda.dequantize kernels.cuda.device "
-        "kernels.cuda.mergestates"
+        "kernels.cuda.feedback kernels.cuda.mergestates"
     ),
     "cascade": "kernels.mergestates",
     "benchcli": (
         "bench gpubench gpucases gpureport gputimer gputune kernels.cuda.launch kernels.tuned"
     ),
-    "rounding": "kernels.cpu.feedback",
+    "rounding": "kernels.cpu.feedback kernels.feedback",
     "cachechecks": "layer",
     "cache": "plan",
     "calibratecli": "model calibration.report calibration.run",

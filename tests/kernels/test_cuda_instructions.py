@@ -210,6 +210,7 @@ def test_global_memory() -> None:
         ptx.store_global_u32(at(target, 8), u32(0x40400000))
         ptx.store_global_u32x4(at(target, 12), (u32(1), u32(2), u32(3), u32(4)))
         assert ptx.load_written_u32x4(at(target, 12)) == (1, 2, 3, 4)
+        assert ptx.load_written_u32(at(target, 13)) == 2
         return one, two, ptx.load_global_u32x4(at(source)), written
 
     got = lanes(use, memory=[source, target])[0]
