@@ -1,21 +1,16 @@
-"""Running second moments (2 s)."""
+"""Running second moments."""
 
-import os
+import subprocess
+import sys
 from pathlib import Path
 
+import moment_ranks
 import pytest
 import torch
+from moment_ranks import SCALE, sample
 
 from kvquant.calibration.moments import LayerMoments, Moments
 from kvquant.errors import UnsupportedError
-
-SCALE = 0.125
-
-
-def sample(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    torch.manual_seed(seed)
-    q, k, v = torch.randn(3, 4, 40, 64), torch.randn(3, 2, 40, 64), torch.randn(3, 2, 40, 64)
-    return q, k * torch.linspace(0.1, 5, 64) + torch.linspace(-9, 9, 64), v
 
 
 def moments(parts: int, seed: int = 0) -> Moments:
@@ -84,32 +79,16 @@ def test_odd_groups_of_query_heads_are_refused() -> None:
         Moments().observe(0, q[:, :3], k, v, SCALE)
 
 
-def share(rank: int, file: str, results: str) -> None:
-    """One rank: half of the tokens, then everybody's sums."""
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{file}", rank=rank, world_size=2
-    )
-    found = Moments()
-    q, k, v = (x.chunk(2, dim=2)[rank] for x in sample())
-    found.observe(3, q, k, v, SCALE)
-    found.all_reduce()
-    torch.save(found.layers[3].tensors, f"{results}{rank}")
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork, to start the ranks quickly")
 def test_ranks_add_their_sums(tmp_path: Path) -> None:
-    context = torch.multiprocessing.get_context("fork")
-    processes = [
-        context.Process(target=share, args=(rank, str(tmp_path / "meet"), str(tmp_path / "r")))
-        for rank in range(2)
+    command = [sys.executable, moment_ranks.__file__]
+    results = [tmp_path / f"r{rank}" for rank in range(2)]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(tmp_path / "meet"), str(result)])
+        for rank, result in enumerate(results)
     ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(60)
+    assert [rank.wait(120) for rank in ranks] == [0, 0]
     expected = moments(1).layers[3].tensors
-    for rank in range(2):
-        given = torch.load(tmp_path / f"r{rank}")
+    for result in results:
+        given = torch.load(result)
         for name, tensor in expected.items():
             torch.testing.assert_close(given[name], tensor)
