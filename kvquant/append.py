@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .appendbackends import append, dequantize
-from .appendchecks import Append, check_new
+from .appendchecks import Append, check_apart, check_new, check_types
 from .appendops import append_rows_op, dequantize_pages_op
 from .errors import ConfigError, ShapeError
 from .layout import RowFormat
@@ -72,15 +72,20 @@ def append_rows(
     Raises:
         ShapeError: the tensors do not fit one another or the formats; or a slot does not exist or
             is given twice (on CUDA these values are read in debug mode only; see kvquant.debug).
-        ConfigError: a dtype, a format or the backend does not exist.
+        ConfigError: a dtype, a format or the backend does not exist, an argument is of another
+            type, or K and V are one tensor.
         DeviceError: the tensors lie on different devices, or none of the backends serves theirs.
         UnsupportedError: the kernel, the GPU or what is installed cannot do it.
     """
     if not isinstance(slots, Slots):
         slots = Slots(slots)
+    check_types(k, v, k_rows, v_rows, slots, k_transform, v_transform, rope)
     if k.ndim != 3 or v.ndim != 3:
         check_new(k, v)  # tells what is wrong
     if not torch.compiler.is_compiling():
+        check_apart("k_rows", k_rows, "v_rows", v_rows)
+        if exact_k is not None and exact_v is not None:
+            check_apart("exact_k", exact_k, "exact_v", exact_v)
         call = Append(
             k,
             v,
@@ -152,6 +157,11 @@ def dequantize_pages(
     Raises:
         As append_rows.
     """
+    if not isinstance(fmt, RowFormat):
+        raise ConfigError(f"fmt is {fmt!r:.80}: give RowFormat.parse(name, head_dim)")
+    for name, tensor in (("rows", rows), ("slots", slots)):
+        if not isinstance(tensor, torch.Tensor):
+            raise ConfigError(f"{name} is of type {type(tensor).__name__}: give a tensor")
     if dtype not in FLOAT_DTYPES:
         raise ConfigError(f"dtype {dtype} is not supported: use float32, bfloat16 or float16")
     if rows.ndim != 4 or slots.ndim != 1:

@@ -79,6 +79,34 @@ def check_dequantize(
             raise DeviceError(f"rows is on {rows.device}, {name} on {tensor.device}")
 
 
+def check_types(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_rows: torch.Tensor,
+    v_rows: torch.Tensor,
+    slots: Slots,
+    k_transform: RowTransform | None,
+    v_transform: RowTransform | None,
+    rope: Rope | None,
+) -> None:
+    """Raise ConfigError unless what cannot be left out is a tensor, and the rest of its class."""
+    given = (("k", k), ("v", v), ("k_rows", k_rows), ("v_rows", v_rows), ("slots", slots.packed))
+    for name, tensor in given:
+        if not isinstance(tensor, torch.Tensor):
+            raise ConfigError(f"{name} is of type {type(tensor).__name__}: give a tensor")
+    for name, transform in (("k_transform", k_transform), ("v_transform", v_transform)):
+        if not (transform is None or isinstance(transform, RowTransform)):
+            raise ConfigError(f"{name} is of type {type(transform).__name__}: give a RowTransform")
+    if not (rope is None or isinstance(rope, Rope)):
+        raise ConfigError(f"rope is of type {type(rope).__name__}: give Rope(cos, sin)")
+
+
+def check_apart(k_name: str, k_rows: torch.Tensor, v_name: str, v_rows: torch.Tensor) -> None:
+    """Raise ConfigError if K and V begin at one address, where V would be written over K."""
+    if k_rows.data_ptr() == v_rows.data_ptr() != 0 and k_rows.numel():
+        raise ConfigError(f"{k_name} and {v_name} are one tensor: K and V need one each")
+
+
 def check_new(k: torch.Tensor, v: torch.Tensor) -> tuple[int, int]:
     """num_tokens and num_kv_heads, if K and V can be rows of the same tokens; errors likewise."""
     if k.ndim != 3 or v.ndim != 3 or k.shape[:2] != v.shape[:2]:
@@ -163,6 +191,8 @@ def _check_rope(rope: Rope, num_tokens: int, head_dim: int) -> None:
 def _check_tensor(
     name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise ConfigError(f"{name} is of type {type(tensor).__name__}: give a tensor")
     if tensor.dtype != dtype:
         raise ConfigError(f"{name} is {tensor.dtype}: use {dtype}")
     if tensor.shape != shape or not tensor.is_contiguous():

@@ -7,7 +7,7 @@ KVQuantError
 ├── CheckpointError   (ValueError)           a file that is damaged, foreign or of another model
 ├── UnsupportedError  (NotImplementedError)  what this version or this machine cannot do
 ├── DeviceError       (RuntimeError)         tensors on the wrong device, or no backend for theirs
-├── OutOfPagesError   (RuntimeError)         a pool of pages has too few for what is asked
+├── OutOfPagesError   (RuntimeError)         a paged cache has too few pages or seats
 └── InvariantError    (AssertionError)       bookkeeping that contradicts itself: our defect
 """
 
@@ -41,7 +41,7 @@ class DeviceError(KVQuantError, RuntimeError):
 
 
 class OutOfPagesError(KVQuantError, RuntimeError):
-    """More pages are needed than are free or cached; nothing was changed."""
+    """More pages or seats are needed than can be taken; nothing was changed."""
 
 
 class InvariantError(KVQuantError, AssertionError):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from numbers import Integral
 
 import torch
 
@@ -12,7 +11,8 @@ from .errors import ConfigError
 from .layout import EXACT_CODECS
 from .pagedrows import PagedRows
 from .pagedslots import Split
-from .pagedstate import PagedState, Step
+from .pagedstate import PagedState, Step, plain_id
+from .pagedstate import for_each as for_each
 from .pagenames import hold
 from .pagepool import SequenceId
 from .segments import PAGE_SIZES
@@ -31,8 +31,9 @@ class PagedKVCache:
         with batch.extend(["a"], len(tokens) - present, tokens[present:]):
             ...  # in every layer batch.append, and batch.attend for one token each
 
-    Ids are strings or whole numbers. A call that raises has changed nothing. Work on tensors is on
-    the current stream, the same one for all calls; a cache belongs to one thread.
+    Ids are strings or whole numbers. A call that raises has changed nothing; after a step whose
+    block raised, read `length`. Work on tensors is on the current stream, the same one for all
+    calls; a cache belongs to one thread.
 
     Args:
         num_layers: layers with attention.
@@ -53,7 +54,8 @@ class PagedKVCache:
         rows: the tensors.
         state: who sits where, with which pages.
         bad_rows: [2] int32, on the device: rows of K and of V that came with NaN, Inf or what the
-            format cannot hold, counted in all layers; they decode to NaN.
+            format cannot hold, counted in all layers; they decode to NaN. End the sequences they
+            belong to by free(sequence_id, forget=True), so that no later one begins with them.
 
     Raises:
         ConfigError: a size or a format that does not exist.
@@ -82,6 +84,7 @@ class PagedKVCache:
         num_pages = check_size("num_pages", num_pages, at_least=1)
         num_seats = check_size("num_seats", num_seats, at_least=1)
         max_seq_len = check_size("max_seq_len", max_seq_len, at_least=1)
+        page_size = check_size("page_size", page_size)
         if page_size not in PAGE_SIZES:
             raise ConfigError(f"page_size {page_size!r} does not exist: use 16, 32, 64 or 128")
         if exact_format not in EXACT_CODECS:
@@ -90,21 +93,13 @@ class PagedKVCache:
         split = Split(sink_len, check_size("recent_len", recent_len), page_size)
         self.num_kv_heads, self.exact_format = num_kv_heads, exact_format
         self.device = torch.device(device)
-        self.rows = PagedRows(
-            per_layer("k_format", k_format, num_layers, head_dim),
-            per_layer("v_format", v_format, num_layers, head_dim),
-            exact_format,
-            num_kv_heads,
-            num_pages,
-            num_seats,
-            split,
-            self.device,
-        )
+        k_formats = per_layer("k_format", k_format, num_layers, head_dim)
+        v_formats = per_layer("v_format", v_format, num_layers, head_dim)
+        sizes = num_kv_heads, num_pages, num_seats
+        self.rows = PagedRows(k_formats, v_formats, exact_format, *sizes, split, self.device)
         self.state = PagedState(num_pages, num_seats, max_seq_len, split)
         self.bad_rows = torch.zeros(2, dtype=torch.int32, device=self.device)
         self._swap = SwapSpace(self.rows.pages, self.rows.exact, self.device)
-        self._parked: dict[SequenceId, Parked] = {}  # swapped out, by id
-        self._leaving: list[Parked] = []  # of these, or freed since, those still in their pages
         self._step: Step | None = None  # whose rows are being written
 
     @property
@@ -125,7 +120,7 @@ class PagedKVCache:
     @property
     def swapped_ids(self) -> list[SequenceId]:
         """The sequences that are swapped out."""
-        return list(self._parked)
+        return list(self._swap.parked)
 
     @property
     def num_free_pages(self) -> int:
@@ -146,9 +141,8 @@ class PagedKVCache:
 
     def length(self, sequence_id: SequenceId) -> int:
         """Tokens of a sequence, swapped out or not."""
-        if sequence_id in self._parked:
-            return self._parked[sequence_id].length
-        return int(self.state.lengths[self.state.seat(sequence_id)])
+        parked = self._swap.find(sequence_id)
+        return parked.length if parked else int(self.state.lengths[self.state.seat(sequence_id)])
 
     def match_prefix(self, tokens: Sequence[int]) -> int:
         """How many of the tokens allocate would find present."""
@@ -172,8 +166,9 @@ class PagedKVCache:
             OutOfPagesError: no seat is free.
             ConfigError: the id is in use, or tokens are not whole numbers.
         """
-        self.check_new(sequence_id)
-        seat, present, place = self.state.allocate(sequence_id, tokens)
+        sequence_id = self._new_id(sequence_id)
+        with self._swap.telling():
+            seat, present, place = self.state.allocate(sequence_id, tokens)
         if place is not None:
             self.rows.restore_sinks(place, seat)
         return present
@@ -185,30 +180,43 @@ class PagedKVCache:
             OutOfPagesError: no seat is free.
             ConfigError: the parent does not live, or the child's id is in use.
         """
-        self.check_new(child_id)
-        self.settle([parent_id])
-        self.rows.copy_seat(*self.state.fork(parent_id, child_id))
+        child_id = self._new_id(child_id)
+        self._settle([parent_id])
+        with self._swap.telling():
+            seats = self.state.fork(parent_id, child_id)
+        with self.state.or_free([child_id]):
+            self.rows.copy_seat(*seats)
 
     def truncate(self, sequence_id: SequenceId, length: int) -> None:
         """Keep the first tokens of a sequence; rows that have been packed stay packed.
 
         Raises:
             ShapeError: a length below 0 or over the present one.
-            ConfigError: the sequence does not live.
+            ConfigError: the sequence does not live, or length is not a whole number.
         """
-        self.settle([sequence_id])
+        self._settle([sequence_id])
         self.state.truncate(sequence_id, length)
 
-    def free(self, sequence_id: SequenceId) -> None:
-        """End a sequence, swapped out or not; its named pages are found until they are needed.
+    def free(self, sequence_id: SequenceId, *, forget: bool = False) -> None:
+        """End a sequence, swapped out or not; its full pages are found until they are needed.
+
+        With forget they are found no longer, but for those that others have too.
 
         Raises:
             ConfigError: there is no such sequence.
         """
         self._check_closed()
-        if self._parked.pop(sequence_id, None) is None:
-            self.settle([sequence_id])
-            self.state.free(sequence_id)
+        parked = self._swap.find(sequence_id)
+        if parked is None:
+            self._settle([sequence_id])
+            tokens = self.state.free(sequence_id)
+        else:
+            del self._swap.parked[sequence_id]
+            tokens = parked.tokens
+            if forget:
+                self.finish_swaps()
+        if forget:
+            self.state.pool.forget(tokens)
 
     def can_append(self, ids: Sequence[SequenceId], counts: int | Sequence[int] = 1) -> bool:
         """Whether there are pages for PagedBatch.extend with these sequences and counts.
@@ -230,7 +238,7 @@ class PagedKVCache:
         Raises:
             ConfigError: the sequence does not live.
         """
-        self.settle([sequence_id])
+        self._settle([sequence_id])
         seat = self.state.seat(sequence_id)
         parked = self._swap.copy_out(
             self.state.pool.block_table(sequence_id),
@@ -240,8 +248,8 @@ class PagedKVCache:
             self.state.tokens(sequence_id),
         )
         self.state.rename(sequence_id, parked)
-        self._parked[sequence_id] = parked
-        self._leaving.append(parked)
+        self._swap.parked[sequence_id] = parked
+        self._swap.leaving.append(parked)
         self._let_go()
 
     def swap_in(self, sequence_id: SequenceId) -> None:
@@ -253,23 +261,25 @@ class PagedKVCache:
         """
         self._check_closed()
         self._let_go()
-        parked = self._parked.get(sequence_id)
+        parked = self._swap.find(sequence_id)
         if parked is None:
             raise ConfigError(f"sequence {sequence_id!r} is not swapped out: it cannot be brought")
-        if parked in self._leaving:  # its rows are still where they were
-            self._leaving.remove(parked)
+        if parked in self._swap.leaving:  # its rows are still where they were
+            self._swap.leaving.remove(parked)
             self.state.rename(parked, sequence_id)
         else:
             table = range(-(-parked.packed_len // self.state.split.page_size))
-            pages = self.state.place(
-                [sequence_id], [parked.length], [parked.packed_len], [table], [parked.tokens]
-            )
-            self._swap.copy_in(sequence_id, parked, pages, self.state.seat(sequence_id))
-        del self._parked[sequence_id]
+            with self._swap.telling():
+                pages = self.state.place(
+                    [sequence_id], [parked.length], [parked.packed_len], [table], [parked.tokens]
+                )
+            with self.state.or_free([sequence_id]):
+                self._swap.copy_in(sequence_id, parked, pages, self.state.seat(sequence_id))
+        del self._swap.parked[sequence_id]
 
     def finish_swaps(self) -> None:
         """Let the host wait until all that was swapped out has left its pages and seats."""
-        for parked in self._leaving:
+        for parked in self._swap.leaving:
             parked.wait()
         self._let_go()
 
@@ -278,6 +288,9 @@ class PagedKVCache:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Copy the values of a sequence in the order of its tokens; the host waits.
 
+        In a step, append to the layer first: the new tokens are among them. So a prompt that
+        begins with rows that were present attends to them.
+
         Returns:
             K [num_kv_heads, length, head_dim] and V likewise, dtype.
 
@@ -285,7 +298,7 @@ class PagedKVCache:
             ConfigError: the sequence does not live, or the layer does not exist.
         """
         self.check_layer(layer)
-        self.settle([sequence_id])
+        self._await([sequence_id])
         state, seat = self.state, self.state.seat(sequence_id)
         lens = int(state.lengths[seat]), int(state.packed_lens[seat])
         table = state.pool.block_table(sequence_id)
@@ -295,35 +308,47 @@ class PagedKVCache:
         self, ids: Sequence[SequenceId], counts: Sequence[int], tokens: Sequence[int] | None
     ) -> Step:
         """Grow sequences, whose new rows are then to be written, for PagedBatch.extend."""
-        self.settle(ids)
-        self._step = self.state.extend(ids, counts, tokens)
-        self.rows.copy_pages(self._step.copies)
-        return self._step
+        self._settle(ids)
+        with self._swap.telling():
+            step = self.state.extend(ids, counts, tokens)
+        try:
+            self.rows.copy_pages(step.copies)
+        except BaseException:
+            self.state.take_back(step)
+            raise
+        self._step = step
+        return step
 
-    def end_step(self, *, written: bool) -> None:
-        """Let others find the pages that the step has filled, or cut its sequences back."""
+    def end_step(self, *, written: bool, begun: bool = True) -> None:
+        """Let others find the filled pages, or cut the sequences back, by nothing if not begun."""
         step, self._step = self._step, None
         assert step is not None
         if written:
-            self.publish(self.state.to_publish(step))
+            self._publish(self.state.to_publish(step))
+        elif not begun:
+            self.state.take_back(step)
         else:
             self.state.roll_back(step)
 
-    def publish(self, ids: Sequence[SequenceId]) -> None:
+    def _publish(self, ids: Sequence[SequenceId]) -> None:
         """Let others find the full pages of sequences whose rows are written."""
         for seat, place in self.state.publish(ids):
             self.rows.keep_sinks(seat, place)
 
-    def settle(self, ids: Sequence[SequenceId]) -> None:
-        """Make ready to touch sequences: they live, no step is open, their rows are there.
+    def _settle(self, ids: Sequence[SequenceId]) -> None:
+        """Make ready to change sequences: they live, no step is open, their rows are there.
 
         Raises:
             ConfigError: a sequence does not live, or a step is open.
         """
         self._check_closed()
+        self._await(ids)
+
+    def _await(self, ids: Sequence[SequenceId]) -> None:
+        """Make ready to read sequences; ConfigError if one does not live."""
         self._let_go()
         self._check_live(ids)
-        self.publish(self._swap.await_rows(ids))
+        self._publish(self._swap.await_rows(ids))
 
     def check(self) -> None:
         """Look through all the bookkeeping, in time proportional to the cache.
@@ -333,7 +358,7 @@ class PagedKVCache:
         """
         self.state.check()
         leaving = [i for i in self.state.ids if isinstance(i, Parked)]
-        hold(leaving == self._leaving, "what leaves is not what is held for it")
+        hold(leaving == self._swap.leaving, "what leaves is not what is held for it")
 
     def check_layer(self, layer: int) -> None:
         """Raise ConfigError unless there is this layer."""
@@ -349,30 +374,25 @@ class PagedKVCache:
                 "and change the cache after it"
             )
 
-    def check_new(self, sequence_id: SequenceId) -> None:
-        """Raise ConfigError unless a sequence may get this id, but for those that live."""
+    def _new_id(self, sequence_id: SequenceId) -> SequenceId:
+        """The id of a new sequence, as it is kept; ConfigError if no new one may have it."""
         self._check_closed()
         self._let_go()
-        if not isinstance(sequence_id, (str, int)) or sequence_id in self._parked:
+        new_id = plain_id(sequence_id)
+        if new_id is None or new_id in self._swap.parked:
             raise ConfigError(
-                f"{sequence_id!r} cannot be the id of a new sequence: give a string or a whole "
+                f"{sequence_id!r:.80} cannot be the id of a new sequence: give a string or a whole "
                 "number that no other has, swapped out ones included"
             )
+        return new_id
 
     def _check_live(self, ids: Sequence[SequenceId]) -> None:
         for sequence_id in ids:
-            if sequence_id in self._parked:
+            if self._swap.find(sequence_id) is not None:
                 raise ConfigError(f"sequence {sequence_id!r} is swapped out: swap it in first")
             self.state.seat(sequence_id)
 
     def _let_go(self) -> None:
         """Free the pages and seats of what has left."""
-        if self._leaving:
-            for parked in [parked for parked in self._leaving if parked.is_done()]:
-                self.state.free(parked)
-                self._leaving.remove(parked)
-
-
-def for_each(ids: Sequence[SequenceId], counts: int | Sequence[int]) -> Sequence[int]:
-    """Counts as one number for each sequence."""
-    return [int(counts)] * len(ids) if isinstance(counts, Integral | int) else counts
+        for parked in self._swap.take_gone():
+            self.state.free(parked)

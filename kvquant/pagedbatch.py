@@ -168,7 +168,7 @@ class PagedBatch:
         try:
             self._set(step)
         except BaseException:
-            self.cache.end_step(written=False)
+            self.cache.end_step(written=False, begun=False)
             raise
         self._step, self._num_ids, self._num_tokens = step, len(ids), len(step.slots.packed)
         return _OpenStep(self, step)

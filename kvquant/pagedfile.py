@@ -101,9 +101,9 @@ def save_sequences(
     path = Path(path)
     if path.suffix != ".safetensors" or path.is_dir():
         raise ConfigError(f"{path} cannot be written: give the name of a file, NAME.safetensors")
+    cache._settle(ids)
     if not ids or len(set(ids)) < len(ids):
         raise ConfigError(f"ids are {list(ids)!r:.80}: give at least one sequence, and each once")
-    cache.settle(ids)
     manifest, pages = _manifest_of(cache, ids, model, creation)
     sources = {
         name: TensorSource(torch.uint8, manifest.shape(part), _reader(cache, manifest, part, pages))
@@ -129,7 +129,7 @@ def load_sequences(
     Args:
         cache: with the same layers, heads, formats, page_size, sink_len and recent_len.
         path: what was given to save_sequences.
-        ids: new ids for the saved ones; those that are not named keep theirs.
+        ids: new ids for saved ones, by these; those that are not named keep theirs.
         model: the config, as a dict, of the model that is to continue; None to take any file.
 
     Returns:
@@ -139,7 +139,7 @@ def load_sequences(
         FileNotFoundError: there is no such file.
         CheckpointError: the file is damaged, foreign, of another model, or does not fit the cache.
         OutOfPagesError: there are not enough pages or seats.
-        ConfigError: an id is in use.
+        ConfigError: an id is in use, or ids names a sequence that the file has not.
     """
     path = Path(path)
     try:
@@ -182,7 +182,7 @@ def _manifest_of(
         seat = state.seat(sequence_id)
         lens = int(state.lengths[seat]), int(state.packed_lens[seat])
         numbers = tuple(number[page] for page in table)
-        tokens = tuple(state.tokens(sequence_id))
+        tokens = tuple(map(int, state.tokens(sequence_id)))  # True is one
         sequences.append(SavedSequence(sequence_id, *lens, numbers, tokens))
     split = state.split
     manifest = PageManifest(
@@ -231,19 +231,22 @@ def _place(
 ) -> list[SequenceId]:
     """Give the sequences of a checked file pages and seats, and copy their rows."""
     sequences = manifest.sequences
-    ids = [names.get(sequence.id, sequence.id) for sequence in sequences]
-    for sequence_id in ids:
-        cache.check_new(sequence_id)
+    saved = [sequence.id for sequence in sequences]
+    unknown = [name for name in names if name not in saved]
+    if unknown:
+        raise ConfigError(f"ids names {unknown!r:.80}: the file has {saved!r:.80}")
+    ids = [cache._new_id(names.get(name, name)) for name in saved]
     if len(set(ids)) < len(ids):
         raise ConfigError(f"ids are {ids!r:.80}: give each sequence another one")
-    pages = cache.state.place(
-        ids,
-        [sequence.length for sequence in sequences],
-        [sequence.packed_len for sequence in sequences],
-        [sequence.pages for sequence in sequences],
-        [sequence.tokens for sequence in sequences],
-    )
-    try:
+    with cache._swap.telling():
+        pages = cache.state.place(
+            ids,
+            [sequence.length for sequence in sequences],
+            [sequence.packed_len for sequence in sequences],
+            [sequence.pages for sequence in sequences],
+            [sequence.tokens for sequence in sequences],
+        )
+    with cache.state.or_free(ids):
         index = torch.tensor(pages, dtype=torch.int64, device=cache.device)
         for name, part in manifest.parts.items():
             rows, target = read_tensor(file, name).to(cache.device), _storage(cache, part)
@@ -254,12 +257,8 @@ def _place(
             for sequence_id, sequence, own in each:
                 at = _exact_rows(manifest, sequence).to(cache.device)
                 target[cache.state.seat(sequence_id)].index_copy_(1, at, own.transpose(0, 1))
-    except BaseException:
-        for sequence_id in ids:
-            cache.state.free(sequence_id)
-        raise
-    cache.publish(ids)
-    return ids
+    cache._publish(ids)
+    return list(ids)
 
 
 def _storage(cache: PagedKVCache, part: Part) -> torch.Tensor:

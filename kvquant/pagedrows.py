@@ -140,8 +140,7 @@ class PagedRows:
     def copy_seat(self, source: int, target: int) -> None:
         """Copy the exact rows of a seat to another one."""
         for side in self.exact:
-            for stack in side.stacks:
-                stack[:, target].copy_(stack[:, source])
+            side.copy_units([(source, target)])
 
     def keep_sinks(self, seat: int, place: int) -> None:
         """Keep the sinks of a seat at a place, for sequences that will begin with them."""

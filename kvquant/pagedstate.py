@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from numbers import Integral
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +14,7 @@ from numpy.typing import NDArray
 
 from .errors import ConfigError, OutOfPagesError, ShapeError
 from .pagedslots import Ints, Split, TokenSlots, token_slots
-from .pagenames import hold, token_ids
+from .pagenames import hold, token_ids, whole_number
 from .pagepool import PagePool, SequenceId
 
 
@@ -90,7 +93,7 @@ class PagedState:
         """Where a sequence sits."""
         try:
             return self._seats[sequence_id]
-        except KeyError:
+        except (KeyError, TypeError):  # what cannot be hashed is no id
             raise ConfigError(f"no sequence {sequence_id!r}: allocate or fork it first") from None
 
     def tokens(self, sequence_id: SequenceId) -> list[int]:
@@ -139,7 +142,7 @@ class PagedState:
 
     def truncate(self, sequence_id: SequenceId, length: int) -> None:
         """Keep the first tokens of a sequence; what is packed stays packed."""
-        seat = self.seat(sequence_id)
+        seat, length = self.seat(sequence_id), whole_number("length", length)
         if not 0 <= length <= self.lengths[seat]:
             has = f"sequence {sequence_id!r} has {self.lengths[seat]} tokens"
             raise ShapeError(f"{has}: it cannot be truncated to {length}")
@@ -148,13 +151,24 @@ class PagedState:
         self.lengths[seat], self.packed_lens[seat] = length, packed
         del self._tokens[seat][length:]
 
-    def free(self, sequence_id: SequenceId) -> None:
-        """End a sequence."""
+    def free(self, sequence_id: SequenceId) -> list[int]:
+        """End a sequence; return its first tokens, as far as they were known."""
         seat = self.seat(sequence_id)
         self.pool.free(sequence_id)
         self._free_seats.append(self._seats.pop(sequence_id))
-        self._tokens[seat] = []
+        tokens, self._tokens[seat] = self._tokens[seat], []
         self.lengths[seat] = self.packed_lens[seat] = 0
+        return tokens
+
+    @contextmanager
+    def or_free(self, ids: Iterable[SequenceId]) -> Iterator[None]:
+        """End sequences, whose rows are copied in the block, if it raises."""
+        try:
+            yield
+        except BaseException:
+            for sequence_id in ids:
+                self.free(sequence_id)
+            raise
 
     def rename(self, sequence_id: SequenceId, new_id: SequenceId) -> None:
         """Know a sequence by another id."""
@@ -215,6 +229,16 @@ class PagedState:
         size = self.split.page_size
         filled = self.packed_lens[step.seats] // size > step.packed_lens // size
         return [step.ids[i] for i in filled.nonzero()[0]]
+
+    def take_back(self, step: Step) -> None:
+        """Undo a step of which nothing was written, the copies of pages included."""
+        self.pool.take_back(step.ids, step.packed_lens.tolist(), step.copies)
+        self.lengths[step.seats], self.packed_lens[step.seats] = step.lengths, step.packed_lens
+        each = zip(step.ids, step.seats.tolist(), step.lengths.tolist(), strict=True)
+        for sequence_id, seat, length in each:
+            table = self.pool.block_table(sequence_id)
+            self.tables[seat, : len(table)] = table
+            del self._tokens[seat][length:]
 
     def roll_back(self, step: Step) -> None:
         """Cut the sequences of a step that may have been carried out in part.
@@ -301,3 +325,28 @@ class PagedState:
             if len(tokens) == length:
                 tokens += known[start : start + count]
             start += count
+
+
+def for_each(ids: Sequence[SequenceId], counts: int | Sequence[int]) -> list[int]:
+    """Counts as one number for each sequence.
+
+    Raises:
+        ConfigError: they are not whole numbers.
+    """
+    try:
+        if getattr(counts, "ndim", isinstance(counts, Iterable)):
+            return token_ids(counts)  # type: ignore[arg-type]
+        return [whole_number("counts", counts)] * len(ids)  # type: ignore[arg-type]
+    except ConfigError:
+        raise ConfigError(f"counts {counts!r:.80} must be whole numbers") from None
+
+
+def plain_id(sequence_id: SequenceId) -> SequenceId | None:
+    """An id as it is kept, a string or an integer of Python; None if it is neither.
+
+    True is none: it would be 1 once it has been in a file.
+    """
+    if isinstance(sequence_id, str):
+        return sequence_id
+    whole = isinstance(sequence_id, Integral) and not isinstance(sequence_id, bool)
+    return operator.index(sequence_id) if whole else None  # type: ignore[arg-type]

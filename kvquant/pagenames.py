@@ -185,8 +185,25 @@ def hold(condition: object, what: str) -> None:
 
 
 def token_ids(tokens: Iterable[int]) -> list[int]:
-    """Token ids as Python integers, by which alone they are compared."""
+    """Token ids as Python integers of 64 bits, by which alone they are compared."""
     try:
-        return list(map(operator.index, tokens))
+        ids = list(map(operator.index, tokens))
     except TypeError as error:
         raise ConfigError(f"tokens must be integers: {error}") from error
+    if ids and not -(2**63) <= min(ids) <= max(ids) < 2**63:
+        raise ConfigError(f"tokens from {min(ids)} to {max(ids)} must be integers of 64 bits")
+    return ids
+
+
+def whole_number(name: str, value: int) -> int:
+    """A number as a Python integer, whatever type it came as.
+
+    Raises:
+        ConfigError: it is no whole number; True is none.
+    """
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise ConfigError(f"{name} {value!r:.80} is not possible: use a whole number")

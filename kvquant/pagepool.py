@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
 from .errors import ConfigError, OutOfPagesError, ShapeError
-from .pagenames import Head, Name, PageNames, hold, token_ids
+from .pagenames import Head, Name, PageNames, hold, token_ids, whole_number
 
 SequenceId: TypeAlias = Hashable
 
@@ -48,7 +48,7 @@ class Growth(NamedTuple):
         entries: (place of the sequence in the call, index in its table, page): every entry of a
             table that is new; the page's contents are undefined but for the copies.
         copies: (source, target) pages, at most one pair for a sequence: copy the source, which
-            others still read; the target stands in its place in the table.
+            others still read; the target stands in its place in the table. No source is a target.
     """
 
     entries: list[tuple[int, int, int]]
@@ -135,8 +135,7 @@ class PagePool:
         pages = self._names.match(known)
         head = self._names.hold(tuple(known[: self.head_len])) if pages else None
         for page in pages:
-            if not self._references[page]:
-                del self._cached[page]
+            self._cached.pop(page, None)
             self._references[page] += 1
         length = len(pages) * self.page_size
         self._sequences[sequence_id] = _Sequence(pages, length, len(pages), head)
@@ -146,16 +145,13 @@ class PagePool:
         """Make room for counts[i] tokens at the end of each sequence, or of none.
 
         Returns:
-            The pages taken and the copies to make before the new tokens are written. No source is a
-            target, so all copies may be made at once.
+            The pages taken, and the copies to make before the tokens are written.
         """
         sequences = self._to_append(sequence_ids, counts)
-        needed = self._needed(sequences, counts)
-        if needed > self.num_free:
+        if (needed := self._needed(sequences, counts)) > self.num_free:
             names = ", ".join(map(repr, sequence_ids))
-            needs = f"sequences {names:.200} need {needed} more pages for {sum(counts)} tokens"
-            has = f"{self.num_free} of {self.num_pages} can be taken"
-            raise OutOfPagesError(f"{needs}, but {has}: free, truncate or swap out sequences")
+            needs = f"{needed} more pages for {sum(counts)} tokens"
+            raise self._out_of_pages(f"sequences {names:.200} need {needs}")
         growth, size = Growth([], []), self.page_size
         for place, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
             pages = sequence.pages
@@ -241,10 +237,7 @@ class PagePool:
         ):
             raise ShapeError("the tables do not fit the lengths, or pages are not counted from 0")
         if len(numbers) > self.num_free:
-            raise OutOfPagesError(
-                f"{len(numbers)} pages are needed, but {self.num_free} of {self.num_pages} can be "
-                "taken: free, truncate or swap out sequences"
-            )
+            raise self._out_of_pages(f"{len(numbers)} pages are needed")
         pages = [self._take() for _ in numbers]
         for page in pages:
             self._references[page] = 0
@@ -263,7 +256,7 @@ class PagePool:
 
     def truncate(self, sequence_id: SequenceId, length: int) -> None:
         """Keep the first tokens of a sequence."""
-        sequence = self._get(sequence_id)
+        sequence, length = self._get(sequence_id), whole_number("length", length)
         if not 0 <= length <= sequence.length:
             has = f"sequence {sequence_id!r} has {sequence.length} tokens"
             raise ShapeError(f"{has}: it cannot be truncated to {length}")
@@ -271,10 +264,30 @@ class PagePool:
         sequence.named = min(sequence.named, length // self.page_size)
         self._release(sequence, -(-length // self.page_size))
 
+    def take_back(
+        self, ids: Sequence[SequenceId], lengths: Sequence[int], copies: Iterable[tuple[int, int]]
+    ) -> None:
+        """Undo the last append: its sequences, their lengths before it, its copies."""
+        sources = {target: source for source, target in copies}
+        for sequence_id, length in zip(ids, lengths, strict=True):
+            self.truncate(sequence_id, length)
+            pages = self._get(sequence_id).pages
+            target = pages[-1] if pages else -1
+            if target in sources:
+                self._references[target], pages[-1] = 0, sources[target]
+                self._references[pages[-1]] += 1
+                self._free.append(target)
+
     def free(self, sequence_id: SequenceId) -> None:
         """End a sequence; its named pages stay cached."""
         self._release(self._get(sequence_id), 0)
         del self._sequences[sequence_id]
+
+    def forget(self, tokens: Sequence[int]) -> None:
+        """Free the cached pages that hold a prefix of the tokens, those of the head included."""
+        for page in reversed(self._names.match(tokens)):
+            if page in self._cached:
+                self._uncache([page, *self._names.remove(page)])
 
     def check(self) -> None:
         """Look through all the bookkeeping, in time proportional to the pool.
@@ -306,12 +319,16 @@ class PagePool:
     def _get(self, sequence_id: SequenceId) -> _Sequence:
         try:
             return self._sequences[sequence_id]
-        except KeyError:
+        except (KeyError, TypeError):
             raise ConfigError(f"no sequence {sequence_id!r}: allocate or fork it first") from None
 
     def _check_new(self, sequence_id: SequenceId) -> None:
         if sequence_id in self._sequences:
             raise ConfigError(f"sequence {sequence_id!r} exists: free it or use another id")
+
+    def _out_of_pages(self, needs: str) -> OutOfPagesError:
+        has = f"{self.num_free} of {self.num_pages} can be taken"
+        return OutOfPagesError(f"{needs}, but {has}: free, truncate or swap out sequences")
 
     def _to_append(self, ids: Sequence[SequenceId], counts: Sequence[int]) -> list[_Sequence]:
         if len(set(ids)) < len(ids):

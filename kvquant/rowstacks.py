@@ -44,11 +44,9 @@ class RowStacks:
 
     def copy_units(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole units, (source, target) each; no source is a target."""
-        if not pairs:
-            return
-        sources, targets = to_device(pairs, self.stacks[0].device).unbind(1)
         for stack in self.stacks:
-            stack.index_copy_(1, targets, stack.index_select(1, sources))
+            for source, target in pairs:  # one by one: there may be no memory for more
+                stack[:, target].copy_(stack[:, source])
 
 
 def to_device(numbers: Sequence[object], device: torch.device) -> torch.Tensor:

@@ -15,12 +15,13 @@ A negative slot is none. Everything is computed where the lengths are, without w
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import NamedTuple
 
 import torch
 
 from . import debug
-from .errors import ShapeError
+from .errors import ConfigError, ShapeError
 
 
 class Slots(NamedTuple):
@@ -87,8 +88,16 @@ def slots_of(
         and recent_len are 0.
 
     Raises:
-        ShapeError: the sequences outgrow their pages (looked at on the CPU, and in debug mode).
+        ShapeError: the tensors are not of the same sequences, or a length, page or seat cannot be
+            (their values are looked at on the CPU, and in debug mode).
+        ConfigError: a size or a dtype that is not possible.
     """
+    _check_tensors(seq_lens, packed_lens, new_lens, block_table, seats)
+    if not torch.compiler.is_compiling():
+        sizes = {"new_tokens": new_tokens, "sink_len": sink_len, "recent_len": recent_len}
+        _check_sizes({**sizes, "page_size": page_size})
+    if debug.may_read(seq_lens):
+        _check_lens(seq_lens, packed_lens, new_lens, new_tokens, sink_len, recent_len)
     offsets = torch.arange(new_tokens, device=seq_lens.device)
     old_lens, first = seq_lens.long()[:, None], packed_lens.long()[:, None]
     new_lens = torch.full_like(seq_lens, new_tokens) if new_lens is None else new_lens
@@ -97,6 +106,7 @@ def slots_of(
     last = packed_lens_after(seq_lens_after, first, sink_len, recent_len)
     if debug.may_read(seq_lens):
         _check_room(last[:, 0], page_size, block_table)
+        _check_places(last[:, 0], page_size, block_table, seats)
 
     index = old_lens + offsets - sink_len  # among the tokens behind the sinks
     is_packed = is_new & (index >= 0) & (index < last)
@@ -162,6 +172,82 @@ def _packed_slots(
     index = torch.where(chosen, index, 0)
     page = block_table.long().gather(1, index // page_size)
     return torch.where(chosen, page * page_size + index % page_size, -1)
+
+
+def _check_tensors(
+    seq_lens: torch.Tensor,
+    packed_lens: torch.Tensor,
+    new_lens: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    seats: torch.Tensor | None,
+) -> None:
+    """Raise unless all are whole numbers of the same sequences."""
+    batch = seq_lens.shape if isinstance(seq_lens, torch.Tensor) else torch.Size()
+    for name, tensor, ndim in (
+        ("seq_lens", seq_lens, 1),
+        ("packed_lens", packed_lens, 1),
+        ("new_lens", new_lens, 1),
+        ("block_table", block_table, 2),
+        ("seats", seats, 1),
+    ):
+        if tensor is None and name in ("new_lens", "block_table", "seats"):
+            continue
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype not in (torch.int32, torch.int64):
+            is_ = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            raise ConfigError(f"{name} is {is_}: use a tensor, torch.int32 or torch.int64")
+        if tensor.ndim != ndim or tensor.shape[:1] != batch:
+            must = "[batch]" if ndim == 1 else "[batch, max_pages]"
+            raise ShapeError(
+                f"{name} is {list(tensor.shape)}, seq_lens {list(batch)}: it must be {must}"
+            )
+
+
+def _check_sizes(sizes: dict[str, int]) -> None:
+    for name, size in sizes.items():
+        low = int(name == "page_size")
+        if not isinstance(size, Integral) or isinstance(size, bool) or size < low:
+            raise ConfigError(f"{name} {size!r} is not possible: use a whole number from {low} on")
+
+
+def _check_lens(
+    seq_lens: torch.Tensor,
+    packed_lens: torch.Tensor,
+    new_lens: torch.Tensor | None,
+    new_tokens: int,
+    sink_len: int,
+    recent_len: int,
+) -> None:
+    """Raise unless the sequences can have these lengths; values are read."""
+    most = (seq_lens - sink_len).clamp(min=0)
+    least = (most - recent_len).clamp(min=0)
+    bad = (seq_lens < 0) | (packed_lens < least) | (packed_lens > most)
+    if bool(bad.any()):
+        sequence = int(bad.nonzero()[0])
+        raise ShapeError(
+            f"sequence {sequence} has {int(seq_lens[sequence])} tokens, "
+            f"{int(packed_lens[sequence])} of them packed: with {sink_len} sinks and "
+            f"{recent_len} recent tokens it must be {int(least[sequence])} to "
+            f"{int(most[sequence])} (see packed_lens_after)"
+        )
+    if new_lens is not None and bool(((new_lens < 0) | (new_lens > new_tokens)).any()):
+        raise ShapeError(f"new_lens is {new_lens.tolist()}: give [batch] of 0 to {new_tokens}")
+
+
+def _check_places(
+    packed_lens: torch.Tensor,
+    page_size: int,
+    block_table: torch.Tensor | None,
+    seats: torch.Tensor | None,
+) -> None:
+    """Raise unless pages in use and seats are such; values are read."""
+    if block_table is not None:
+        at = torch.arange(block_table.shape[1], device=block_table.device) * page_size
+        if bool(((block_table < 0) & (at < packed_lens[:, None])).any()):
+            raise ShapeError(
+                "block_table has a page below 0 where there are tokens: pages are >= 0"
+            )
+    if seats is not None and bool((seats < 0).any()):
+        raise ShapeError(f"seats is {seats.tolist()}: seats are 0 and more")
 
 
 def _check_room(

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .errors import OutOfPagesError
 from .rowstacks import RowStacks, to_device
 
 
@@ -50,11 +51,15 @@ class Parked:
 
 
 class SwapSpace:
-    """Copies between the rows of a paged cache and host memory.
+    """Copies between the rows of a paged cache and host memory, and what lies there.
 
     Args:
         pages, exact: the stacks of PagedRows.
         device: where they lie.
+
+    Attributes:
+        parked: sequences that are swapped out, by their ids.
+        leaving: of these, or of those freed since, the ones still in their pages.
     """
 
     def __init__(
@@ -63,8 +68,35 @@ class SwapSpace:
         self._pages = [stack for side in pages for stack in side.stacks]
         self._exact = [stack for side in exact for stack in side.stacks]
         self._device = device
+        self.parked: dict[Hashable, Parked] = {}
+        self.leaving: list[Parked] = []
         self._side: torch.cuda.Stream | None = None
         self._arriving: dict[Hashable, torch.cuda.Event | None] = {}
+
+    def find(self, sequence_id: Hashable) -> Parked | None:
+        """A sequence that is swapped out."""
+        try:
+            return self.parked.get(sequence_id)
+        except TypeError:  # what cannot be hashed is no id
+            return None
+
+    def take_gone(self) -> list[Parked]:
+        """Those that were leaving and have left since the last call."""
+        gone = [parked for parked in self.leaving if parked.is_done()]
+        for parked in gone:
+            self.leaving.remove(parked)
+        return gone
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Let an error for lack of pages or seats say that some will be free soon."""
+        try:
+            yield
+        except OutOfPagesError as error:
+            if not self.leaving:
+                raise
+            more = f"or call finish_swaps(): {len(self.leaving)} sequences are leaving"
+            raise OutOfPagesError(f"{error}, {more}") from None
 
     def copy_out(
         self, table: Sequence[int], seat: int, length: int, packed_len: int, tokens: list[int]
@@ -125,8 +157,12 @@ class SwapSpace:
             for stack in (*self._pages, *self._exact):
                 stack.record_stream(self._side)  # so that no memory is given away under a copy
         self._side.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._side):
-            yield
+        try:
+            with torch.cuda.stream(self._side):
+                yield
+        except BaseException:  # what was begun ends before others have the pages
+            torch.cuda.current_stream(self._device).wait_stream(self._side)
+            raise
 
     def _event(self) -> torch.cuda.Event | None:
         return self._side.record_event() if self._side is not None else None

@@ -66,6 +66,7 @@ def slots_with(**changes: list[int] | None) -> dict[str, Any]:
 
 
 BYTES = torch.uint8
+ONE = torch.zeros(5, 2, 7, 100, dtype=BYTES)
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "flat k": ({"k": torch.zeros(4, 128)}, ShapeError, r"k is \[4, 128\] .* must be \[num_tokens"),
     "fewer v": ({"v": torch.zeros(3, 2, 96)}, ShapeError, "alike but for head_dim"),
@@ -131,6 +132,17 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "backend": ({"backend": "numba"}, ConfigError, "use cpu or cuda or torch"),
     "cuda": ({"backend": "cuda"}, DeviceError, "backend 'cuda' takes CUDA tensors, not cpu"),
+    "one tensor": (dict.fromkeys(("k_rows", "v_rows"), ONE), ConfigError, "k_rows and v_rows are"),
+    "one exact tensor": (
+        dict.fromkeys(("exact_k", "exact_v"), ONE),
+        ConfigError,
+        "exact_k and exact_v are one tensor",
+    ),
+    "pair": ({"rope": tuple(angles(4, 64))[:2]}, ConfigError, r"rope is of type tuple: give Rope"),
+    "flag": ({"k_transform": True}, ConfigError, "k_transform is of type bool: give a RowTr"),
+    "list": ({"slots": [0, 1, 2, 3]}, ConfigError, "slots is of type list: give a tensor"),
+    "bad list": ({"bad": [0, 0]}, ConfigError, "bad is of type list: give a tensor"),
+    "none": ({"k_rows": None}, ConfigError, "k_rows is of type NoneType: give a tensor"),
     "slot": (
         slots_with(packed=[0, 35, -1, -1]),
         ShapeError,
@@ -188,6 +200,8 @@ def test_dequantizing_what_is_not_there_is_refused() -> None:
     rows, slots = storage(fmt), torch.arange(4)
     half = torch.float16
     cases: list[tuple[Callable[[], object], type[Exception], str]] = [
+        (lambda: dequantize_pages(rows, "int8", slots, half), ConfigError, "RowFormat.parse"),  # type: ignore[arg-type]
+        (lambda: dequantize_pages(rows, fmt, [0], half), ConfigError, "slots is of type list"),  # type: ignore[arg-type]
         (lambda: dequantize_pages(rows[0], fmt, slots, half), ShapeError, "must be .num_pages"),
         (lambda: dequantize_pages(rows, fmt, slots[None], half), ShapeError, "num_tokens"),
         (lambda: dequantize_pages(rows[..., 1:], fmt, slots, half), ShapeError, "68 bytes"),

@@ -153,7 +153,7 @@ ALLOWED = {
     "rowstacks": FACTS,
     "pagedslots": "",
     "staging": "",
-    "swap": "rowstacks",
+    "swap": "errors rowstacks",
     "pagedstate": "errors pagedslots pagenames pagepool",
     "pagedrows": "layout pagedslots rowstacks segments",
     "paged": (

@@ -228,7 +228,6 @@ def test_while_a_step_is_open_the_cache_is_not_changed() -> None:
             lambda: cache.truncate("a", 1),
             lambda: cache.free("a"),
             lambda: cache.swap_out("a"),
-            lambda: cache.dequantized("a", 0),
             lambda: batch.extend(["a"]),
         ):
             with pytest.raises(ConfigError, match=r"a step is open, .* `with batch.extend"):

@@ -15,12 +15,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvquant import RowFormat, dequantize_rows, quantize_rows
+from kvquant import RowFormat, dequantize_rows, quantize_rows, sharedprefix
 from kvquant.errors import OutOfPagesError
 from kvquant.paged import PagedKVCache
 from kvquant.pagedbatch import PagedBatch
@@ -29,6 +30,7 @@ from kvquant.pagedfile import load_sequences, save_sequences
 LAYERS, HEADS, DIM, PAGE, PAGES, SEATS, MAX = 2, 1, 64, 16, 9, 4, 70
 FORMATS = RowFormat.parse("int4-g4", DIM), RowFormat.parse("fp8", DIM)
 LENGTHS = [(2, 3), (0, 0), (3, 0), (0, 5), (1, 20)]
+SHARES = [True, False, None]
 numbers = st.integers(0, 2**24)
 
 
@@ -74,10 +76,15 @@ class PagedMachine(RuleBasedStateMachine):
     """A paged cache beside its model; free pages and seats hold NaN."""
 
     device = "cpu"
+    shared = 0  # steps in which a prefix was read once for several sequences
 
-    @initialize(lengths=st.sampled_from(LENGTHS))
-    def start(self, lengths: tuple[int, int]) -> None:
+    @initialize(lengths=st.sampled_from(LENGTHS), shared_prefix=st.sampled_from(SHARES))
+    def start(self, lengths: tuple[int, int], shared_prefix: bool | None) -> None:
         torch.manual_seed(0)
+        self.threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # the tensors are small: several would wait for one another
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(sharedprefix, "WORTH", 1)  # None: in every step that could
         self.sinks, self.recent = lengths
         self.cache = PagedKVCache(
             LAYERS,
@@ -93,11 +100,15 @@ class PagedMachine(RuleBasedStateMachine):
             recent_len=self.recent,
             device=self.device,
         )
-        self.batch = PagedBatch(self.cache, SEATS, 3 * MAX)
+        self.batch = PagedBatch(self.cache, SEATS, 3 * MAX, shared_prefix=shared_prefix)
         self.values, self.next_id, self.turn = Values(), 0, 0
         self.live: dict[int, list[Token]] = {}
         self.swapped: dict[int, list[Token]] = {}
         self.poison()
+
+    def teardown(self) -> None:
+        self.patch.undo()
+        torch.set_num_threads(self.threads)
 
     def pick(self, number: int, among: dict[int, list[Token]] | None = None) -> int:
         ids = list(self.live if among is None else among)
@@ -165,6 +176,7 @@ class PagedMachine(RuleBasedStateMachine):
         out = self.batch.attend(layer, q if on_cpu else q.bfloat16().to(self.device))
         assert isinstance(out, torch.Tensor)
         out = out.cpu().float()
+        PagedMachine.shared += self.batch._num_members > 1
         for place, i in enumerate(ids):
             k, v = self.values.of(self.live[i], layer)[:, 0]
             p = (q[place] @ k.T / DIM**0.5).softmax(-1) if len(k) else torch.zeros(2, 0)
@@ -199,6 +211,12 @@ class PagedMachine(RuleBasedStateMachine):
         ids = [i for at, i in enumerate(self.live) if number >> at & 1]
         new = {i: [2] * min(count, MAX - len(self.live[i])) for i in ids}
         self.step(new, fail_at=layer)
+
+    @rule(number=numbers)
+    def attend_to_all(self, number: int) -> None:
+        ids = list(self.live)
+        random.Random(number).shuffle(ids)
+        self.step({i: [] for i in ids})
 
     @precondition(lambda self: self.live and len(self.live) < SEATS)
     @rule(number=numbers)
@@ -291,17 +309,18 @@ TestPagedCacheAgainstItsModel: Any = PagedMachine.TestCase
 
 
 def soak(device: str, seconds: float, seed: int) -> int:
-    """Make random calls, a new cache every 500 of them; return how many."""
+    """Make random calls, a new cache every 100 of them; return how many."""
     PagedMachine.device = device
     draw, calls, end = random.Random(seed), 0, time.monotonic() + seconds
     while time.monotonic() < end:
         machine = PagedMachine()
-        machine.start(lengths=draw.choice(LENGTHS))
-        for _ in range(500):
+        machine.start(lengths=draw.choice(LENGTHS), shared_prefix=draw.choice(SHARES))
+        for _ in range(100):
             n = draw.randrange(51)
             rest: dict[str, dict[str, int]] = {
                 "allocate": {"count": n},
                 "append": {"count": n % 20 + 1, "known": n % 4 > 0},
+                "attend_to_all": {},
                 "append_and_fail": {"count": n % 9 + 1, "layer": n % LAYERS},
             }
             if machine.live:
@@ -316,11 +335,14 @@ def soak(device: str, seconds: float, seed: int) -> int:
             machine.every_sequence_has_its_values()
             machine.nothing_was_bad()
             calls += 1
+        machine.teardown()
     return calls
 
 
 def test_a_short_soak_ends_without_a_mismatch() -> None:
-    assert soak("cpu", 1, 0) > 0
+    PagedMachine.shared = 0
+    assert soak("cpu", 2, 0) > 0
+    assert PagedMachine.shared > 0
 
 
 if __name__ == "__main__":
@@ -331,3 +353,4 @@ if __name__ == "__main__":
     options = parser.parse_args()
     done = soak(options.device, options.seconds, options.seed)
     print(f"{done} calls on {options.device}, seed {options.seed}: no mismatch")
+    print(f"{PagedMachine.shared} steps read a shared prefix once")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from paged_cases import DIM, begin, extend, make, new_rows, same, seen, values
+from paged_cases import DIM, RECENT, SlowEvent, begin, extend, make, new_rows, same, seen, values
 
 from kvquant.errors import ConfigError, OutOfPagesError
 from kvquant.pagedbatch import PagedBatch
@@ -110,19 +110,6 @@ def test_what_is_swapped_out_can_only_come_back_or_end() -> None:
     cache.allocate("a")
 
 
-class SlowEvent:
-    """An event of a copy that ends when the test says so."""
-
-    def __init__(self) -> None:
-        self.ended = False
-
-    def query(self) -> bool:
-        return self.ended
-
-    def synchronize(self) -> None:
-        self.ended = True
-
-
 def test_pages_are_held_until_the_copy_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = make(num_pages=3)
     batch = PagedBatch(cache, 4, 100)
@@ -148,7 +135,7 @@ def test_pages_are_held_until_the_copy_is_done(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.gpu
 def test_swaps_run_beside_a_captured_loop() -> None:
-    """Sequences leave and come back between replays; all keep their rows."""
+    """Sequences leave and come back between replays; all keep their rows but the one packed."""
     cache = make(device="cuda", num_pages=40, num_seats=6)
     batch = PagedBatch(cache, 4)
     prefill = PagedBatch(cache, 4, 100)
@@ -172,13 +159,20 @@ def test_swaps_run_beside_a_captured_loop() -> None:
         with torch.cuda.graph(graph):
             outs = layers()
     for step in range(30):
-        gone = step % 4
+        gone, other = step % 4, (step + 1) % 4
+        left = values(cache, gone)
         cache.swap_out(gone)
-        before = [x.clone() for x in values(cache, (gone + 1) % 4)]
+        before = values(cache, other)
         with batch.extend([i for i in range(4) if i != gone]):
             graph.replay()
         assert bool(outs[0].isfinite().all())
-        after = values(cache, (gone + 1) % 4)
-        assert all(x.shape[1] + 1 == y.shape[1] for x, y in zip(before, after, strict=True))
+        for old, new in zip(before, values(cache, other), strict=True):
+            length = old.shape[1]
+            assert new.shape[1] == length + 1
+            packed = length - RECENT  # the row that has left the window
+            assert torch.equal(new[:, :packed], old[:, :packed])
+            assert torch.equal(new[:, packed + 1 : length], old[:, packed + 1 :])
+            assert bool((new[:, packed] - old[:, packed]).abs().max() < 0.5)
         cache.swap_in(gone)
+        assert same(values(cache, gone), left)
         cache.check()

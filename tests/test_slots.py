@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvquant import KVCache, Slots, append_rows, quantize_rows, slots_of
-from kvquant.errors import ShapeError
+from kvquant.errors import ConfigError, ShapeError
 from kvquant.layout import RowFormat
 from kvquant.slots import packed_lens_after
 
@@ -213,6 +214,59 @@ def test_sequences_that_outgrow_their_room_are_refused() -> None:
         slots_of(lens, lens, None, 2, page_size, block_table=table)
         with pytest.raises(ShapeError, match=r"sequence 1 would have 11 packed .* room for 10"):
             slots_of(lens, lens, None, 3, page_size, block_table=table)
+
+
+LENS = torch.tensor([9, 4])
+SLOTS_REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "sinks": ({"sink_len": -1}, ConfigError, "sink_len -1 is not possible"),
+    "window": ({"recent_len": -2}, ConfigError, "recent_len -2 is not possible"),
+    "half": ({"recent_len": 1.5}, ConfigError, "recent_len 1.5 is not possible"),
+    "tokens": ({"new_tokens": -1}, ConfigError, "new_tokens -1 is not possible"),
+    "page_size": ({"page_size": 0}, ConfigError, "page_size 0 .* from 1 on"),
+    "floats": ({"seq_lens": LENS.float()}, ConfigError, "seq_lens is torch.float32: use"),
+    "list": ({"new_lens": [1, 2]}, ConfigError, "new_lens is list: use a tensor"),
+    "none": ({"packed_lens": None}, ConfigError, "packed_lens is NoneType: use a tensor"),
+    "two axes": ({"seq_lens": LENS[None]}, ShapeError, r"seq_lens is \[1, 2\]"),
+    "fewer": ({"packed_lens": LENS[:1]}, ShapeError, r"packed_lens is \[1\], seq_lens \[2\]"),
+    "seats": ({"seats": LENS[:1]}, ShapeError, r"seats is \[1\], .* must be \[batch\]"),
+    "table": (
+        {"block_table": torch.zeros(1, 1, dtype=torch.int32)},
+        ShapeError,
+        r"block_table is \[1, 1\], .* must be \[batch, max_pages\]",
+    ),
+    "too few packed": (
+        {"packed_lens": torch.tensor([3, 0])},
+        ShapeError,
+        "sequence 0 has 9 tokens, 3 of them packed: with 2 sinks .* must be 4 to 7",
+    ),
+    "too many packed": ({"packed_lens": torch.tensor([4, 3])}, ShapeError, "must be 0 to 2"),
+    "negative": ({"seq_lens": torch.tensor([9, -1])}, ShapeError, "sequence 1 has -1 tokens"),
+    "new": ({"new_lens": torch.tensor([1, 4])}, ShapeError, r"\[1, 4\]: give .* 0 to 3"),
+    "no new": ({"new_lens": torch.tensor([1, -1])}, ShapeError, "0 to 3"),
+    "page": (
+        {"block_table": torch.tensor([[0, -1], [1, -1]]), "page_size": 6},
+        ShapeError,
+        "a page below 0",
+    ),
+    "seat": ({"seats": torch.tensor([0, -1])}, ShapeError, r"seats is \[0, -1\]"),
+}
+
+
+@pytest.mark.parametrize("case", SLOTS_REFUSED)
+def test_what_cannot_be_a_cache_has_no_slots(case: str) -> None:
+    changes, error, message = SLOTS_REFUSED[case]
+    call: dict[str, Any] = {
+        "seq_lens": LENS,
+        "packed_lens": torch.tensor([4, 1]),
+        "new_lens": None,
+        "new_tokens": 3,
+        "page_size": 10,
+        "sink_len": 2,
+        "recent_len": 3,
+    }
+    slots_of(**call)
+    with pytest.raises(error, match=message):
+        slots_of(**call | changes)
 
 
 def test_slots_are_found_where_the_lengths_are() -> None:

@@ -74,3 +74,16 @@ def seen(cache: PagedKVCache) -> object:
     stacks = [stack for side in (*cache.rows.pages, *cache.rows.exact) for stack in side.stacks]
     sums = [int(stack.long().sum()) for stack in stacks]
     return each, sums, cache.num_free_pages, cache.num_free_seats, cache.swapped_ids
+
+
+class SlowEvent:
+    """An event of a copy that ends when the test says so."""
+
+    def __init__(self) -> None:
+        self.ended = False
+
+    def query(self) -> bool:
+        return self.ended
+
+    def synchronize(self) -> None:
+        self.ended = True
