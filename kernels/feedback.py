@@ -13,7 +13,7 @@ from .cuda.driver import Launcher
 from .cuda.feedbackspec import FEEDBACK, FeedbackSpec
 from .cuda.loaded import current_device, current_stream, gpu_of, kernel_of, settle
 
-CONSTANTS = struct.Struct("=" + "".join(code for _, code in FEEDBACK[3:]) + "4x")
+CONSTANTS = struct.Struct("=" + "".join(code for _, code in FEEDBACK[3:]))
 # Where a lane has a row the GPU does most, but a row takes longer than four lanes do: these are
 # sooner done as long as an SM has no more rows than 8 warps of them.
 FEW_LANES, ROWS_PER_SM = 4, 64

@@ -10,7 +10,7 @@ from .console import FILE, NEW_FILE, check_output
 from .errors import CheckpointError, ConfigError
 
 
-@click.command()
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("plan", type=FILE)
 @click.option("-o", "--output", type=NEW_FILE, required=True, help="HTML file to write.")
 def report(plan: Path, output: Path) -> None:

@@ -118,7 +118,7 @@ def test_the_host_may_run_ahead() -> None:
     busy = torch.randn(4096, 4096, device="cuda")
     for step in range(60):
         busy @ busy
-        extend(batch, "abcd"[step % 3 :], 1, rows=rows[:, step % 3 :])
+        extend(batch, list("abcd")[step % 3 :], 1, rows=rows[:, step % 3 :])
     lengths = {name: batch.cache.length(name) for name in "abcd"}
     assert lengths == {"a": 20, "b": 40, "c": 60, "d": 60}
     for at, name in enumerate("abcd"):

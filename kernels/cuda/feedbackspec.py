@@ -90,4 +90,4 @@ class FeedbackSpec:
     @property
     def arguments(self) -> str:
         """The kernel's arguments as a struct format; every field is naturally aligned."""
-        return "=" + "".join(code for _, code in FEEDBACK) + "4x"
+        return "=" + "".join(code for _, code in FEEDBACK)

@@ -43,7 +43,7 @@ def measure(timer: GraphTimer, fmt: RowFormat, what: str, shape: tuple[int, int,
     feedback = feedback_matrix(weights).float()
     x = torch.randn(*shape, HEAD_DIM, device="cuda")
     slow = partial(quantize_fitted, x, fmt, feedback=feedback, backend="torch")
-    fast = partial(quantize_fitted, x, fmt, feedback=feedback)
+    fast = partial(quantize_fitted, x, fmt, feedback=feedback, backend="cuda")
     assert torch.equal(fast(), slow()), f"{fmt}, {what} differs"
 
     rows = quantize_rows(x, fmt)

@@ -306,7 +306,7 @@ def test_addresses_have_64_bits() -> None:
     rows = torch.empty(pages, 1, 16, 80, dtype=torch.uint8, device="cuda")
     x = torch.randn(3, 1, 128, device="cuda", dtype=torch.bfloat16)
     slots = torch.tensor([16 * pages - 1, 16 * (pages // 2), 3], device="cuda")
-    append_rows(x, x, rows, rows, slots, fmt, fmt)
+    append_rows(x, x, rows, torch.empty_like(rows), slots, fmt, fmt)
     wanted = quantize_rows(x.cpu(), fmt)
     for i, slot in enumerate(slots.tolist()):
         assert torch.equal(rows[slot // 16, 0, slot % 16].cpu(), wanted[i, 0])

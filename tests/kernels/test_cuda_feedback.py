@@ -209,7 +209,7 @@ def test_bytes_are_those_of_the_meaning(
     x, feedback = make_rows(fmt, *shape)
     clip = torch.linspace(0.8, 1.0, shape[1])
     wanted = quantize_fitted(x, fmt, clip=clip, feedback=feedback)
-    got = quantize_fitted(x.cuda(), fmt, clip=clip.cuda(), feedback=feedback.cuda())
+    got = quantize_fitted(x.cuda(), fmt, clip=clip.cuda(), feedback=feedback.cuda(), backend="cuda")
     assert torch.equal(got.cpu(), wanted)
 
 
@@ -219,7 +219,7 @@ def test_torch_on_the_gpu_says_the_same() -> None:
     x, feedback = make_rows(fmt, 1, 8, 1024)
     got, wanted = (
         quantize_fitted(x.cuda(), fmt, feedback=feedback.cuda(), backend=backend)
-        for backend in (None, "torch")
+        for backend in ("cuda", "torch")
     )
     assert torch.equal(got, wanted)
 

@@ -9,16 +9,23 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import struct
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from kvquant.kernels.cuda.compile import compile_spec, cubin_key
+from kvquant.kernels.cuda.feedbackspec import FeedbackSpec
 from kvquant.kernels.cuda.rowspec import AppendSpec, DequantizeSpec, Side
+from kvquant.kernels.cuda.statespec import MergeSpec
 from kvquant.layout import RowFormat
 
 GPUS = ("sm_80", "sm_89", "sm_90", "sm_100")
 FORMATS = "int4 int4-g2 int4-g4 int4-g8 int8 int8-g4 fp8 fp8-g4 bf16 fp16".split()
+
+
+FEEDBACK = FeedbackSpec(RowFormat.parse("int4", 64), 4)
 
 
 def make_row_spec(text: str) -> AppendSpec | DequantizeSpec:
@@ -78,6 +85,33 @@ def test_machine_code_of_rows_spills_nothing(text: str, arch: str) -> None:
     assert report.stack_bytes == 0, "spilled, or arrays in local memory"
     blocks = 65536 // (spec.threads * -(-report.registers // 8) * 8)
     assert blocks * spec.threads >= 512, "too few threads to hide the memory's latency"
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("numba_cuda") is None, reason="needs the cuda extra: numba-cuda"
+)
+@pytest.mark.parametrize(
+    "spec",
+    [make_row_spec("int4-g4"), make_row_spec("int4-g4 dequantize"), MergeSpec(64), FEEDBACK],
+    ids=lambda spec: type(spec).__name__,
+)
+def test_arguments_have_the_size_that_the_kernel_takes(spec: Any) -> None:
+    # a launch with more is refused; on sm_90 they begin at byte 0x210 of constant bank 0
+    code = compile_spec(spec, "sm_90").code
+    assert sections(code)[".nv.constant0."] - 0x210 == struct.calcsize(spec.arguments)
+
+
+def sections(code: bytes) -> dict[str, int]:
+    """Sizes of the sections of a cubin, by what their names begin with up to the second dot."""
+    (table,) = struct.unpack_from("<Q", code, 0x28)
+    size, count, names_at = struct.unpack_from("<3H", code, 0x3A)
+    headers = [struct.unpack_from("<IIQQQQ", code, table + i * size) for i in range(count)]
+    found = {}
+    for name, _, _, _, _, length in headers:
+        start = headers[names_at][4] + name
+        text = code[start : code.index(b"\0", start)].decode()
+        found[".".join(text.split(".")[:3]) + "."] = length
+    return found
 
 
 def test_the_key_changes_with_all_that_matters() -> None:
