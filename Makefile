@@ -13,7 +13,7 @@ demo: $(STAMP)
 	$(BIN)/kvquant demo
 
 test: $(CUDA_STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --dist loadfile
 
 check: $(CUDA_STAMP)
 	$(BIN)/ruff check .

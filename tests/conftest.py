@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 
 import hypothesis
@@ -9,6 +10,8 @@ import pytest
 import torch
 
 pytest.register_assert_rewrite("cuda_cases")
+if "PYTEST_XDIST_WORKER" in os.environ:  # a process per core: threads would wait for one another
+    torch.set_num_threads(1)
 hypothesis.settings.register_profile(
     "kvquant", deadline=None, derandomize=True, database=None, print_blob=True
 )
