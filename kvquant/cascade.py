@@ -55,6 +55,11 @@ def attend_shared(
     prefix_batch = prefix.seq_lens.shape[0]
     if prefix_batch != 1:
         raise ShapeError(f"the prefix is of {prefix_batch} sequences: it must be of one")
+    if q.ndim != 3:
+        raise ShapeError(f"q is {list(q.shape)}: it must be [batch, num_q_heads, head_dim]")
+    if not segments or segments[0].k_rows.shape[1] != prefix.k_rows.shape[1]:
+        own = segments[0].k_rows.shape[1] if segments else "no"
+        raise ShapeError(f"the prefix has {prefix.k_rows.shape[1]} KV heads, the segments {own}")
     if members is not None and (members.ndim != 1 or members.dtype != torch.int64):
         raise ConfigError(
             f"members are {list(members.shape)} {members.dtype}: use one list of places, int64"

@@ -100,6 +100,12 @@ def test_what_does_not_fit_is_refused() -> None:
     for members in (torch.tensor([0.0]), torch.tensor([[0]]), int32(0)):
         with pytest.raises(ConfigError, match="one list of places, int64"):
             attend_shared(q, prefix, [own], members=members)
+    with pytest.raises(ShapeError, match=r"q is \[4, 64\]: it must be"):
+        attend_shared(q[0], prefix, [own])
+    narrow = own._replace(k_rows=own.k_rows[:, :1], v_rows=own.v_rows[:, :1])
+    for segments, found in (([narrow], "1"), ([], "no")):
+        with pytest.raises(ShapeError, match=f"prefix has 2 KV heads, the segments {found}"):
+            attend_shared(q, prefix, segments)
     with pytest.raises(ShapeError, match="3 query heads do not fit 2 KV heads"):
         attend_shared(q[:, :3], prefix, [own])
 
