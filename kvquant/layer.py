@@ -15,9 +15,10 @@ from __future__ import annotations
 import torch
 
 from .basis import Basis, LayerBasis
-from .errors import ConfigError, NonFiniteError
+from .errors import NonFiniteError
 from .layout import RowFormat
 from .quant import EXACT_DTYPES, dequantize_rows, quantize_rows
+from .rowstacks import zero_rows
 from .segments import Segment
 
 Span = tuple[torch.Tensor | None, torch.Tensor]
@@ -64,16 +65,8 @@ class LayerCache:
     ) -> None:
         def rows(length: int, fmt: RowFormat) -> torch.Tensor:
             shape = (batch, num_kv_heads, length, fmt.row_bytes)
-            try:
-                return torch.zeros(shape, dtype=torch.uint8, device=device)
-            except (MemoryError, RuntimeError) as error:  # torch has no type for lack of memory
-                if "memory" not in str(error) and "overflow" not in str(error):
-                    raise
-                gib = batch * num_kv_heads * length * fmt.row_bytes / 2**30
-                raise ConfigError(
-                    f"{length} rows of {fmt} for {batch} sequences and {num_kv_heads} KV heads "
-                    f"take {gib:.1f} GiB, more than there is: use a smaller max_seq_len or batch"
-                ) from error
+            what = f"{length} rows of {fmt} for {batch} sequences and {num_kv_heads} KV heads"
+            return zero_rows(shape, device, what, "use a smaller max_seq_len or batch")
 
         self.sink_len = min(sink_len, max_seq_len)
         self.recent_len = min(recent_len, max_seq_len - self.sink_len)

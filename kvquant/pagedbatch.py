@@ -17,7 +17,7 @@ from .paged import PagedKVCache, for_each
 from .pagedstate import Step
 from .pagepool import SequenceId
 from .segments import Segment
-from .sharedprefix import Numbers, find_prefix, pays
+from .sharedprefix import HEADS, Numbers, find_prefix, pays
 from .slots import Slots
 from .staging import StagedTensors
 from .transforms import Rope
@@ -331,11 +331,13 @@ class PagedBatch:
     def _share(self, tables: Numbers, packed_lens: Numbers, arrays: Mapping[str, Numbers]) -> None:
         """Find the pages to read once in this step, and set what reads them so."""
         count, page_size = len(tables), self.cache.state.split.page_size
-        prefix = find_prefix(tables, packed_lens, page_size)
+        prefix = None
+        if self.shared_prefix or self._ratio % HEADS:  # else nothing is saved, or not known
+            prefix = find_prefix(tables, packed_lens, page_size)
         self._num_members = 0 if prefix is None else len(prefix.members)
         if prefix is not None and self.shared_prefix is None:
             work = len(prefix.pages) * page_size, self.cache.num_kv_heads, self._ratio
-            if not self._ratio or not pays(self._num_members, *work):
+            if not pays(self._num_members, *work):
                 prefix, self._num_members = None, 0
         own_tables, own_lens = arrays["own_table"][:count], arrays["own_lens"]
         own_tables[:], own_lens[:count], own_lens[count:] = tables, packed_lens, 0

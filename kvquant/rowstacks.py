@@ -38,7 +38,8 @@ class RowStacks:
         for fmt in dict.fromkeys(formats):
             layers = [layer for layer, other in enumerate(formats) if other == fmt]
             shape = (len(layers), num_units, num_kv_heads, unit_len, fmt.row_bytes)
-            self.stacks.append(_zeros(shape, device))
+            what = f"rows of {list(shape)} bytes"
+            self.stacks.append(zero_rows(shape, device, what, "use fewer pages or seats"))
             views |= zip(layers, self.stacks[-1], strict=True)
         self.layers = [views[layer] for layer in range(len(formats))]
 
@@ -57,14 +58,12 @@ def to_device(numbers: Sequence[object], device: torch.device) -> torch.Tensor:
     return tensor.to(device, non_blocking=True)
 
 
-def _zeros(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+def zero_rows(shape: tuple[int, ...], device: torch.device, what: str, advice: str) -> torch.Tensor:
+    """Zeros, uint8; "{what} take ... GiB, more than there is: {advice}" if there is no memory."""
     try:
         return torch.zeros(shape, dtype=torch.uint8, device=device)
     except (MemoryError, RuntimeError) as error:  # torch has no type for lack of memory
         if "memory" not in str(error) and "overflow" not in str(error):
             raise
         gib = torch.Size(shape).numel() / 2**30
-        raise ConfigError(
-            f"rows of {list(shape)} bytes take {gib:.1f} GiB, more than there is: use fewer pages "
-            "or seats"
-        ) from error
+        raise ConfigError(f"{what} take {gib:.1f} GiB, more than there is: {advice}") from error

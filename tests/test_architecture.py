@@ -48,7 +48,7 @@ ALLOWED = {
     "rounding": f"{FACTS} quant",
     "basis": f"{FACTS} hadamard rounding",
     "cachechecks": f"{FACTS} quant basis",
-    "layer": f"{FACTS} quant segments basis",
+    "layer": f"{FACTS} quant segments basis rowstacks",
     "cache": f"{MEANING} attention basis cachechecks layer",
     "plan": f"{FACTS} basis files identity",
     "kernels.cpu.simd": "",

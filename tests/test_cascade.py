@@ -8,15 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from fake_cuda import CPU, STREAM, FakeDriver, install
+from fake_cuda import FakeDriver, install_for_rows
 
 from kvquant import quantize_rows
 from kvquant.attention import attend_segments, merge_states
 from kvquant.cascade import attend_shared
 from kvquant.errors import ConfigError, ShapeError
 from kvquant.kernels import mergestates
-from kvquant.kernels.cuda import loaded
-from kvquant.kernels.cuda.compile import Cubin, Report
 from kvquant.kernels.cuda.statespec import MergeSpec
 from kvquant.layout import RowFormat
 from kvquant.segments import Segment
@@ -113,14 +111,7 @@ def test_what_does_not_fit_is_refused() -> None:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     """The CPU as an H200 with a driver that takes notes."""
-    fake = install(monkeypatch)
-    monkeypatch.setattr(loaded, "load_cubin", lambda spec, arch: Cubin("f", b"", Report(64, 0)))
-    for name in ("_gpus", "_kernels"):
-        monkeypatch.setattr(loaded, name, {})
-    monkeypatch.setattr(mergestates, "current_device", lambda: CPU)
-    monkeypatch.setattr(mergestates, "current_stream", lambda index: STREAM)
-    monkeypatch.setattr(mergestates, "_settled", {})
-    return fake
+    return install_for_rows(monkeypatch, mergestates)
 
 
 def test_the_merge_is_told_where_everything_lies(cuda: FakeDriver) -> None:

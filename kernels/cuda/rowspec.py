@@ -117,8 +117,44 @@ class Side:
     rotate: bool = False
 
 
+class _RowSpec:
+    """How rows are shared out; a spec tells its warps, the lanes of a row, the bytes of a warp."""
+
+    warps: int
+
+    @property
+    def lanes(self) -> int:
+        """Lanes of a row."""
+        raise NotImplementedError
+
+    @property
+    def warp_bytes(self) -> int:
+        """A warp's shared memory."""
+        raise NotImplementedError
+
+    @property
+    def rows(self) -> int:
+        """Rows that a warp has at a time."""
+        return 32 // self.lanes
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a block."""
+        return self.warps * self.rows
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 32 * self.warps
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        return self.warps * self.warp_bytes
+
+
 @dataclass(frozen=True)
-class AppendSpec:
+class AppendSpec(_RowSpec):
     """All that the machine code of an append kernel depends on, but for the GPU's architecture.
 
     Attributes:
@@ -146,16 +182,6 @@ class AppendSpec:
         """Lanes of a row."""
         return lanes_of(self.k.fmt, self.v.fmt)
 
-    @property
-    def rows(self) -> int:
-        """Rows that a warp has at a time."""
-        return 32 // self.lanes
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of a block."""
-        return self.warps * self.rows
-
     def stage_bytes(self, side: Side) -> int:
         """The new rows that a warp has at a time."""
         return self.rows * side.fmt.head_dim * SIZES[self.source]
@@ -175,16 +201,6 @@ class AppendSpec:
         return self.k, self.v
 
     @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return 32 * self.warps
-
-    @property
-    def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block."""
-        return self.warps * self.warp_bytes
-
-    @property
     def arguments(self) -> str:
         """The kernel's arguments as a struct format; every field is naturally aligned."""
         return "=" + "".join(code for _, code in APPEND) + "4x" + 2 * side_arguments()
@@ -196,7 +212,7 @@ def side_arguments() -> str:
 
 
 @dataclass(frozen=True)
-class DequantizeSpec:
+class DequantizeSpec(_RowSpec):
     """All that the machine code of a dequantize kernel depends on, but for the architecture.
 
     Attributes:
@@ -216,16 +232,6 @@ class DequantizeSpec:
         return lanes_of(self.fmt)
 
     @property
-    def rows(self) -> int:
-        """Rows that a warp has at a time."""
-        return 32 // self.lanes
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of a block."""
-        return self.warps * self.rows
-
-    @property
     def stage_bytes(self) -> int:
         """The rows that a warp has at a time."""
         return self.rows * staged_bytes(self.fmt)
@@ -235,16 +241,6 @@ class DequantizeSpec:
         """A warp's shared memory."""
         out = self.rows * self.fmt.head_dim * SIZES[self.target]
         return STAGES * self.stage_bytes + out
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return 32 * self.warps
-
-    @property
-    def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block."""
-        return self.warps * self.warp_bytes
 
     @property
     def arguments(self) -> str:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import struct
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,7 +18,7 @@ from append_cases import (
     make_pages,
     results,
 )
-from fake_cuda import CPU, STREAM, FakeDriver, install
+from fake_cuda import CPU, STREAM, FakeDriver, install_for_rows, note_devices
 
 from kvquant import RowFormat, quantize_rows
 from kvquant.append import append_rows, dequantize_pages
@@ -28,7 +26,6 @@ from kvquant.errors import ConfigError, UnsupportedError
 from kvquant.kernels import append as appending
 from kvquant.kernels import dequantize as dequantizing
 from kvquant.kernels.cuda import loaded
-from kvquant.kernels.cuda.compile import Cubin, Report
 from kvquant.kernels.cuda.rowspec import AppendSpec, Side, divisor, lanes_of, unit_of
 from kvquant.slots import Slots
 
@@ -38,15 +35,7 @@ FORMATS = "int4 int4-g2 int4-g4 int4-g8 int8 int8-g4 fp8 fp8-g4 bf16 fp16".split
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     """The CPU as an H200 with a driver that takes notes."""
-    fake = install(monkeypatch)
-    monkeypatch.setattr(loaded, "load_cubin", lambda spec, arch: Cubin("f", b"", Report(64, 0)))
-    for name in ("_gpus", "_kernels"):
-        monkeypatch.setattr(loaded, name, {})
-    for module in (appending, dequantizing):
-        monkeypatch.setattr(module, "current_device", lambda: CPU)
-        monkeypatch.setattr(module, "current_stream", lambda index: STREAM)
-        monkeypatch.setattr(module, "_settled", {})
-    return fake
+    return install_for_rows(monkeypatch, appending, dequantizing)
 
 
 def settled_spec() -> Any:
@@ -164,16 +153,7 @@ def test_too_many_slots_are_refused(cuda: FakeDriver) -> None:
 def test_a_launch_goes_to_the_device_of_its_tensors(
     cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    entered = []
-
-    @contextlib.contextmanager
-    def device(index: int) -> Iterator[None]:
-        entered.append(index)
-        yield
-
-    monkeypatch.setattr(torch.cuda, "device", device)
-    for module in (appending, dequantizing):
-        monkeypatch.setattr(module, "current_device", lambda: 3)
+    entered = note_devices(monkeypatch, appending, dequantizing)
     appending.append(**make_call(Case()))
     pages, fmt, slots = make_pages(Case())
     dequantizing.dequantize(pages, fmt, slots, torch.zeros(6, 1, 128))

@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
+from simulator_cases import run_selected
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("numba_cuda") is None, reason="needs the cuda extra: numba-cuda"
 )
-ROOT = Path(__file__).parents[2]
-PROCESSES = 2
-
 FORMATS = "int4 int4-g2 int4-g4 int4-g8 int8 int8-g2 int8-g4 int8-g8 fp8 fp8-g4 bf16 fp16".split()
 # name -> what differs from the defaults of append_cases.Case
 CASES: dict[str, dict[str, Any]] = {
@@ -84,39 +76,15 @@ CASES |= {
     "dequantize pages of 5": {"page_size": 5, "heads": 6, "pages": "tokens", "k": "int4"},
 }
 
-Results = dict[str, str]
+Results = dict[str, dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest) -> Results:
-    """Run the cases of the selected tests, in two processes."""
-    names = [
-        str(item.callspec.params["name"])
-        for item in request.session.items
-        if isinstance(item, pytest.Function) and item.path == request.path
-    ]
-    lines = [json.dumps({"name": name, "case": CASES[name]}) for name in names]
-    with ThreadPoolExecutor(PROCESSES) as pool:
-        outputs = pool.map(run_cases, [lines[i::PROCESSES] for i in range(PROCESSES)])
-        answers = [json.loads(line) for output in outputs for line in output.splitlines()]
-    return {answer["name"]: answer["problem"] for answer in answers}
-
-
-def run_cases(lines: list[str]) -> str:
-    """What a process with the simulator answers."""
-    command = [sys.executable, str(Path(__file__).with_name("simulated_append_cases.py"))]
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")])
-    environment = {**os.environ, "NUMBA_ENABLE_CUDASIM": "1", "PYTHONPATH": path}
-    return subprocess.run(
-        command,
-        input="\n".join(lines),
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment,
-        check=True,
-    ).stdout
+    """What the selected cases gave."""
+    return run_selected(request, "simulated_append_cases.py", CASES)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_kernel_in_the_simulator(results: Results, name: str) -> None:
-    assert not results[name], results[name]
+    assert not results[name]["problem"], results[name]["problem"]

@@ -5,15 +5,13 @@ All bytes are those of plain torch (rounding.py).
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import struct
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from fake_cuda import CPU, STREAM, FakeDriver, install
+from fake_cuda import CPU, STREAM, FakeDriver, install_for_rows, note_devices
 from feedback_cases import make_rows, quantized
 from in_simulator import SIMULATED, in_simulator
 
@@ -21,7 +19,7 @@ from kvquant import RowFormat
 from kvquant.errors import UnsupportedError
 from kvquant.kernels import feedback as launching
 from kvquant.kernels.cuda import loaded
-from kvquant.kernels.cuda.compile import Cubin, Report, compile_spec, cubin_key
+from kvquant.kernels.cuda.compile import compile_spec, cubin_key
 from kvquant.kernels.cuda.feedbackspec import FEEDBACK, MOST_SHARED, FeedbackSpec
 from kvquant.layout import HEAD_DIMS
 from kvquant.rounding import quantize_fitted
@@ -118,14 +116,7 @@ def test_a_block_fits_every_gpu_and_the_code_is_that_of_its_spec() -> None:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     """The CPU as an H200 with a driver that takes notes."""
-    fake = install(monkeypatch)
-    monkeypatch.setattr(loaded, "load_cubin", lambda spec, arch: Cubin("f", b"", Report(64, 0)))
-    for name in ("_gpus", "_kernels"):
-        monkeypatch.setattr(loaded, name, {})
-    monkeypatch.setattr(launching, "current_device", lambda: CPU)
-    monkeypatch.setattr(launching, "current_stream", lambda index: STREAM)
-    monkeypatch.setattr(launching, "_settled", {})
-    return fake
+    return install_for_rows(monkeypatch, launching)
 
 
 def launch(batch: int, heads: int, tokens: int, *, odd: bool = False) -> list[torch.Tensor]:
@@ -171,15 +162,7 @@ def test_arguments_are_those_of_the_call(cuda: FakeDriver) -> None:
 def test_a_launch_goes_to_the_device_of_its_tensors(
     cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    entered = []
-
-    @contextlib.contextmanager
-    def device(index: int) -> Iterator[None]:
-        entered.append(index)
-        yield
-
-    monkeypatch.setattr(torch.cuda, "device", device)
-    monkeypatch.setattr(launching, "current_device", lambda: 3)
+    entered = note_devices(monkeypatch, launching)
     launch(3, 2, 5)
     assert entered == [CPU] and len(cuda.launched) == 1
 

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
+from simulator_cases import run_selected
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("numba_cuda") is None, reason="needs the cuda extra: numba-cuda"
 )
-ROOT = Path(__file__).parents[2]
-PROCESSES = 2
 LIMITS = {"bf16": 3e-3, "fp16": 8e-4}  # of the output, by its dtype
 LSE_LIMIT = 2e-3  # sums of P, in bf16 where V is; else far less
 
@@ -103,31 +96,8 @@ Results = dict[str, dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest) -> Results:
-    """Run the cases of the selected tests, in two processes."""
-    names = [
-        str(item.callspec.params["name"])
-        for item in request.session.items
-        if isinstance(item, pytest.Function) and item.path == request.path
-    ]
-    lines = [json.dumps({"name": name, "case": CASES[name]}) for name in names]
-    with ThreadPoolExecutor(PROCESSES) as pool:
-        outputs = pool.map(run_cases, [lines[i::PROCESSES] for i in range(PROCESSES)])
-        answers = [json.loads(line) for output in outputs for line in output.splitlines()]
-    return {answer["name"]: answer for answer in answers}
-
-
-def run_cases(lines: list[str]) -> str:
-    """What a process with the simulator answers."""
-    command = [sys.executable, str(Path(__file__).with_name("simulated_cases.py"))]
-    environment = {**os.environ, "NUMBA_ENABLE_CUDASIM": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        command,
-        input="\n".join(lines),
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment,
-        check=True,
-    ).stdout
+    """What the selected cases gave."""
+    return run_selected(request, "simulated_cases.py", CASES)
 
 
 @pytest.mark.parametrize("name", CASES)

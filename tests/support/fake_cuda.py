@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from kvquant import RowFormat
-from kvquant.kernels.cuda import driver, launch
+from kvquant.kernels.cuda import driver, launch, loaded
 from kvquant.kernels.cuda.compile import Cubin, Report
 from kvquant.kernels.cuda.spec import COMMON, SEGMENT, DecodeSpec
 from kvquant.segments import Segment
@@ -94,6 +95,34 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     monkeypatch.setattr(launch, "_devices", {})
     monkeypatch.setattr(launch, "_settled", {})
     return fake
+
+
+def install_for_rows(monkeypatch: pytest.MonkeyPatch, *launchers: Any) -> FakeDriver:
+    """Let the launchers, modules that load their kernels by loaded.py, do so, too."""
+    fake = install(monkeypatch)
+    monkeypatch.setattr(loaded, "load_cubin", lambda spec, arch: Cubin("f", b"", Report(64, 0)))
+    for name in ("_gpus", "_kernels"):
+        monkeypatch.setattr(loaded, name, {})
+    for module in launchers:
+        monkeypatch.setattr(module, "current_device", lambda: CPU)
+        monkeypatch.setattr(module, "current_stream", lambda index: STREAM)
+        monkeypatch.setattr(module, "_settled", {})
+    return fake
+
+
+def note_devices(monkeypatch: pytest.MonkeyPatch, *launchers: Any) -> list[int]:
+    """Let another device be the current one, and note which ones are made current."""
+    entered: list[int] = []
+
+    @contextlib.contextmanager
+    def device(index: int) -> Iterator[None]:
+        entered.append(index)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    for module in launchers:
+        monkeypatch.setattr(module, "current_device", lambda: 3)
+    return entered
 
 
 def make_segment(

@@ -1,0 +1,55 @@
+"""Run cases of a script in numba's simulator, which needs processes of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROCESSES = 2
+
+
+def run_selected(
+    request: pytest.FixtureRequest, script: str, cases: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """Run the cases of the tests that were selected from a file, in two processes.
+
+    Args:
+        request: of a fixture in that file, whose tests have a parameter "name".
+        script: beside that file; answers each line of JSON, a name and a case, by one.
+        cases: by name.
+
+    Returns:
+        The answers by name.
+    """
+    names = [
+        str(item.callspec.params["name"])
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.path == request.path
+    ]
+    lines = [json.dumps({"name": name, "case": cases[name]}) for name in names]
+    path = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
+    environment = {**os.environ, "NUMBA_ENABLE_CUDASIM": "1", "PYTHONPATH": path}
+
+    def run(some: list[str]) -> str:
+        return subprocess.run(
+            [sys.executable, str(request.path.with_name(script))],
+            input="\n".join(some),
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+            check=True,
+        ).stdout
+
+    with ThreadPoolExecutor(PROCESSES) as pool:
+        outputs = pool.map(run, [lines[i::PROCESSES] for i in range(PROCESSES)])
+        answers = [json.loads(line) for output in outputs for line in output.splitlines()]
+    return {answer["name"]: answer for answer in answers}
