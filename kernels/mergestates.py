@@ -13,6 +13,7 @@ from .cuda.statespec import MERGE, MergeSpec
 
 QUERIES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 CONSTANTS = struct.Struct("=" + "".join(code for _, code in MERGE[5:]))
+MOST_SPLITS = 32  # one of each lane
 _settled: dict[Hashable, MergeLaunch] = {}
 
 
@@ -28,8 +29,10 @@ def merge_shared(
     Args:
         out: [batch, num_q_heads, head_dim], bfloat16 or float16, contiguous as are all.
         lse: [batch, num_q_heads], float32, base e.
-        prefix_out: [num_kv_heads, num_members, ratio, head_dim], as out.
-        prefix_lse: [num_kv_heads, num_members, ratio], float32.
+        prefix_out: [splits, num_kv_heads, num_members * ratio, head_dim], float32; at most 32
+            splits.
+        prefix_lse: [splits, num_kv_heads, num_members * ratio], float32, base e; -inf where a split
+            has no tokens, whose out is not read.
         members: [num_members] int64, places in the batch, or negative; None for all, in order.
 
     Raises:
@@ -57,11 +60,12 @@ class MergeLaunch:
     """A settled call: everything but addresses."""
 
     def __init__(self, out: torch.Tensor, prefix_out: torch.Tensor) -> None:
-        _, num_members, ratio, head_dim = prefix_out.shape
+        splits, num_kv_heads, prefix_rows, head_dim = prefix_out.shape
         num_heads = out.shape[1]
+        ratio = num_heads // num_kv_heads
         spec = MergeSpec(head_dim, QUERIES[out.dtype])
-        rows = num_members * num_heads
-        self._constants = CONSTANTS.pack(num_members, num_heads, ratio, rows)
+        rows = num_kv_heads * prefix_rows
+        self._constants = CONSTANTS.pack(num_heads, ratio, splits, rows)
         self._index = out.get_device()
         grid = -(-rows // spec.warps), 1, 1
         layout = f"=5Q{CONSTANTS.size}s"

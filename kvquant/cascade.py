@@ -1,10 +1,11 @@
 """Attention over a prefix that sequences share: its rows are read once for all of them.
 
     q          [batch, q_heads]                      own tokens ──▶ (out, lse) ──┐
-       └──▶    [1, kv_heads x members x ratio]       prefix     ──▶ (out, lse) ──┴──▶ merged
+       └──▶    [members x ratio] of each KV head     prefix     ──▶ (out, lse) ──┴──▶ merged
 
-To the prefix the queries of all members are one token with many heads, which a block of the kernel
-takes 8 at a time. The two states are merged by their log-sum-exp, exactly.
+To the prefix the queries of all members are those of one sequence. On CUDA a kernel expands its
+rows once for up to 128 queries (kernels/prefix.py); on the CPU they are one token with many heads.
+The two states are merged by their log-sum-exp, exactly.
 
 Source: cascade inference, https://flashinfer.ai/2024/02/02/cascade-inference.html.
 """
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 from .attention import State, attend_segments, merge_states
+from .cascadeops import add_prefix
 from .errors import ConfigError, ShapeError
 from .segments import Segment
 
@@ -44,12 +46,12 @@ def attend_shared(
         sm_scale, return_lse, num_splits, backend: as in decode_attention.
 
     Returns:
-        As decode_attention: out in the dtype of q, to which both states are rounded before they are
-        merged.
+        As decode_attention: out in the dtype of q, to which the state of the own tokens is rounded
+        before they are merged.
 
     Raises:
         ShapeError: the prefix is of several sequences, or members are no list.
-        ConfigError: members are not int64.
+        ConfigError: members are not int64, or the prefix is a ring.
         As decode_attention.
     """
     prefix_batch = prefix.seq_lens.shape[0]
@@ -64,26 +66,24 @@ def attend_shared(
         raise ConfigError(
             f"members are {list(members.shape)} {members.dtype}: use one list of places, int64"
         )
-    chosen = q if members is None else q.index_select(0, members.clamp(min=0))
-    num_members, num_q_heads, head_dim = chosen.shape
+    if prefix.starts is not None or prefix.seats is not None:
+        raise ConfigError("the prefix is a ring: it must begin with row 0 (no starts, no seats)")
+    num_q_heads, head_dim = q.shape[1:]
     num_kv_heads = prefix.k_rows.shape[1]
     if num_q_heads % max(num_kv_heads, 1):
         raise ShapeError(f"{num_q_heads} query heads do not fit {num_kv_heads} KV heads")
+    options: dict[str, Any] = {"num_splits": num_splits, "backend": backend, "sm_scale": sm_scale}
+    out, lse = attend_segments(q, segments, return_lse=True, **options)
+    if out.is_cuda and backend != "reference":
+        scale = head_dim**-0.5 if sm_scale is None else float(sm_scale)
+        add_prefix(q, prefix, members, out, lse, scale, num_splits)
+        return (out, lse) if return_lse else out
+    chosen = q if members is None else q.index_select(0, members.clamp(min=0))
     heads = num_kv_heads, num_q_heads // num_kv_heads
     by_kv_head = chosen.unflatten(1, heads).transpose(0, 1).reshape(1, -1, head_dim)
-    options: dict[str, Any] = {"num_splits": num_splits, "backend": backend, "sm_scale": sm_scale}
-    state = attend_segments(q, segments, return_lse=True, **options)
-    prefix_state = attend_segments(by_kv_head, [prefix], return_lse=True, **options)
-    out, lse = state
-    prefix_out, prefix_lse = (
-        x.view(heads[0], num_members, heads[1], *x.shape[2:]) for x in prefix_state
-    )
-    if out.is_cuda and backend != "reference" and not torch.compiler.is_compiling():
-        from .kernels.mergestates import merge_shared
-
-        merge_shared(out, lse, prefix_out, prefix_lse, members)
-    else:
-        out, lse = _merged(out, lse, prefix_out, prefix_lse, members)
+    state = attend_segments(by_kv_head, [prefix], return_lse=True, **options)
+    of_prefix = [x.view(heads[0], len(chosen), heads[1], *x.shape[2:]) for x in state]
+    out, lse = _merged(out, lse, of_prefix[0], of_prefix[1], members)
     return (out, lse) if return_lse else out
 
 
@@ -94,7 +94,7 @@ def _merged(
     prefix_lse: torch.Tensor,
     members: torch.Tensor | None,
 ) -> State:
-    """The meaning of the CUDA kernel, not in place."""
+    """The states of all places, from those of the members, by KV head."""
     of_prefix = [x.transpose(0, 1).flatten(1, 2) for x in (prefix_out, prefix_lse)]
     if members is None:
         return merge_states((out, lse), (of_prefix[0], of_prefix[1]))

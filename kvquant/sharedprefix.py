@@ -7,10 +7,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-HEADS = 8  # query heads that a block of the CUDA kernel attends for
-# rows of a KV head that a block need not attend to, so that the queries' copy, another launch and
-# the merge pay: 30 microseconds of an H200's time against 15
-WORTH = 1 << 20
+# what a token of a KV head takes of an H200, in picoseconds: the decode kernel for 8 query heads of
+# a sequence, and the prefix kernel for a query, of which it takes 64 at least (kernels/prefix.py)
+HEADS, DECODE = 8, 31.0
+QUERIES, PREFIX = 64, 2.1
+FIXED = 15e6  # and what two more launches take
 
 Numbers = NDArray[np.integer]
 
@@ -55,11 +56,10 @@ def find_prefix(tables: Numbers, packed_lens: Numbers, page_size: int) -> Shared
 
 
 def pays(num_members: int, tokens: int, num_kv_heads: int, ratio: int) -> bool:
-    """Whether reading a prefix once saves more than it costs.
+    """Whether reading a prefix once saves more time than it costs.
 
-    Its pages lie in the L2 cache for all but the first sequence, so that what is saved is work: a
-    block has room for 8 query heads and, with fewer on a KV head, one that serves several sequences
-    has more of them. With 8 on a KV head nothing is saved.
+    Its pages lie in the L2 cache for all but the first sequence, so that what is saved is work: the
+    decode kernel unpacks them for each sequence.
 
     Args:
         num_members: sequences that share it.
@@ -67,6 +67,6 @@ def pays(num_members: int, tokens: int, num_kv_heads: int, ratio: int) -> bool:
         num_kv_heads: KV heads.
         ratio: query heads on a KV head.
     """
-    each = num_members * -(-ratio // HEADS)
-    once = -(-num_members * ratio // HEADS)
-    return (each - once) * tokens * num_kv_heads >= WORTH
+    each = num_members * -(-ratio // HEADS) * DECODE
+    once = max(num_members * ratio, QUERIES) * PREFIX
+    return (each - once) * tokens * num_kv_heads > FIXED

@@ -116,7 +116,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
 
 def test_the_merge_is_told_where_everything_lies(cuda: FakeDriver) -> None:
     out, lse = torch.zeros(5, 8, 64, dtype=torch.bfloat16), torch.zeros(5, 8)
-    prefix_out, prefix_lse = torch.zeros(2, 3, 4, 64).bfloat16(), torch.zeros(2, 3, 4)
+    prefix_out, prefix_lse = torch.zeros(7, 2, 3 * 4, 64), torch.zeros(7, 2, 3 * 4)
     members = torch.tensor([4, 0, 2])
     for chosen in (members, None):
         mergestates.merge_shared(out, lse, prefix_out, prefix_lse, chosen)
@@ -124,10 +124,10 @@ def test_the_merge_is_told_where_everything_lies(cuda: FakeDriver) -> None:
         struct.unpack(MergeSpec(64).arguments, note.arguments) for note in cuda.launched
     )
     pointers = [x.data_ptr() for x in (out, lse, prefix_out, prefix_lse)]
-    assert given == (*pointers, members.data_ptr(), 3, 8, 4, 24)
-    assert whole == (*pointers, 0, 3, 8, 4, 24)
+    assert given == (*pointers, members.data_ptr(), 8, 4, 7, 24)
+    assert whole == (*pointers, 0, 8, 4, 7, 24)
     assert cuda.launched[0].grid == (6, 1, 1) and cuda.launched[0].block == (128, 1, 1)
-    mergestates.merge_shared(out, lse, prefix_out[:, :0], prefix_lse[:, :0], None)
+    mergestates.merge_shared(out, lse, prefix_out[:, :, :0], prefix_lse[:, :, :0], None)
     assert len(cuda.launched) == 2
 
 
@@ -152,17 +152,24 @@ def test_on_a_gpu(
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 192, 256])
 def test_states_are_merged_on_a_gpu(relative_l2: Measure, head_dim: int) -> None:
     out = torch.randn(5, 6, head_dim, device="cuda").bfloat16()
-    prefix_out = torch.randn(2, 3, 3, head_dim, device="cuda").bfloat16()
-    lse, prefix_lse = 9 * torch.randn(5, 6).cuda(), 9 * torch.randn(2, 3, 3).cuda()
+    prefix_out = torch.randn(11, 2, 3, 3, head_dim, device="cuda")  # splits, KV heads, members
+    lse, prefix_lse = 9 * torch.randn(5, 6).cuda(), 9 * torch.randn(11, 2, 3, 3).cuda()
     members = torch.tensor([4, 0, 2]).cuda()
     out[2, 3] = 0.0
-    lse[4, 1] = prefix_lse[0, 1, 2] = lse[2, 3] = prefix_lse[1, 2, 0] = -torch.inf
-    lse[0, 4], prefix_out[1, 0, 0, 5] = torch.nan, torch.nan
-    by_member = [x.transpose(0, 1).flatten(1, 2) for x in (prefix_out, prefix_lse)]
-    expected = merge_states((out[members], lse[members]), (by_member[0], by_member[1]))
+    lse[4, 1] = lse[2, 3] = prefix_lse[:, 1, 2, 0] = prefix_lse[:5, 0, 1, 2] = -torch.inf
+    prefix_out[:5, 0, 1, 2] = torch.nan  # nobody reads it
+    lse[0, 4], prefix_out[3, 1, 0, 0, 5] = torch.nan, torch.nan
+    parts = [
+        (x.transpose(0, 1).flatten(1, 2), y.transpose(0, 1).flatten(1, 2))
+        for x, y in zip(prefix_out, prefix_lse, strict=True)
+    ]
+    expected = merge_states((out[members], lse[members]), *parts)
     before = out.clone(), lse.clone()
     shown = torch.tensor([4, -1, 0, 2]).cuda()
-    padded = [torch.cat([x[:, :1], x[:, :1], x[:, 1:]], 1) for x in (prefix_out, prefix_lse)]
+    padded = [
+        torch.cat([x[:, :, :1], x[:, :, :1], x[:, :, 1:]], 2).flatten(2, 3)
+        for x in (prefix_out, prefix_lse)
+    ]
     mergestates.merge_shared(out, lse, padded[0], padded[1], shown)
     assert torch.equal(out[[1, 3]], before[0][[1, 3]])
     assert torch.equal(lse[[1, 3]], before[1][[1, 3]])

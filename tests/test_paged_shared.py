@@ -40,10 +40,10 @@ def test_the_longest_common_pages_of_the_most_sequences_are_found() -> None:
     assert find_prefix(tables[:0], lens[:0], 16) is None
 
 
-def test_it_pays_with_few_query_heads_on_a_kv_head_and_long_prefixes() -> None:
+def test_it_pays_with_many_sequences_and_long_prefixes() -> None:
     assert pays(64, 16384, 8, 4) and pays(64, 16384, 32, 1) and pays(64, 1024, 32, 1)
-    assert not pays(64, 16384, 8, 8), "blocks are full without it"
-    assert not pays(64, 64, 8, 4) and not pays(2, 1024, 8, 4)
+    assert pays(64, 16384, 8, 8) and not pays(64, 1024, 8, 8)
+    assert not pays(64, 64, 8, 4) and not pays(2, 1024, 8, 4) and not pays(2, 1 << 20, 8, 4)
 
 
 def sequences(batch: PagedBatch) -> None:
@@ -88,7 +88,8 @@ def test_it_is_used_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     sequences(batch)
     q = torch.randn(3, 2 * HEADS, DIM)
     prefix_len = batch._staged.tensors["prefix_lens"]
-    monkeypatch.setattr(sharedprefix, "WORTH", 1)
+    monkeypatch.setattr(sharedprefix, "PREFIX", 0.0)
+    monkeypatch.setattr(sharedprefix, "FIXED", 0.0)
     for expected in (0, 48):  # at first it is not known how many query heads there are
         with batch.extend(["a", "b", "c"], 0):
             batch.attend(0, q)

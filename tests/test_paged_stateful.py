@@ -8,6 +8,7 @@ As a script it makes random calls on a device until the time is up:
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import tempfile
 import time
@@ -84,7 +85,7 @@ class PagedMachine(RuleBasedStateMachine):
         self.threads = torch.get_num_threads()
         torch.set_num_threads(1)  # the tensors are small: several would wait for one another
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(sharedprefix, "WORTH", 1)  # None: in every step that could
+        self.patch.setattr(sharedprefix, "FIXED", -math.inf)  # None: in every step that could
         self.sinks, self.recent = lengths
         self.cache = PagedKVCache(
             LAYERS,

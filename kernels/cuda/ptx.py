@@ -158,6 +158,7 @@ load_written_f32x4 = instruction(
     "ld.global.cg.v4.f32 {$0,$1,$2,$3},[$4];", "f32 f32 f32 f32", "u64", pure=False
 )
 store_global_f32 = instruction("st.global.f32 [$0],$1;", "", "u64 f32", pure=False)
+store_global_f32x2 = instruction("st.global.v2.f32 [$0],{$1,$2};", "", "u64 f32 f32", pure=False)
 store_global_f32x4 = instruction(
     "st.global.v4.f32 [$0],{$1,$2,$3,$4};", "", "u64 f32x4", pure=False
 )
@@ -178,6 +179,7 @@ maximum = instruction("max.f32 $0,$1,$2;", "f32", "f32 f32")
 minimum_or_nan = instruction("min.NaN.f32 $0,$1,$2;", "f32", "f32 f32")
 maximum_or_nan = instruction("max.NaN.f32 $0,$1,$2;", "f32", "f32 f32")
 # told how to round, they are never fused
+permute = instruction("prmt.b32 $0,$1,$2,$3;", "u32", "u32 u32 u32")  # bytes, by 4 numbers
 add = instruction("add.rn.f32 $0,$1,$2;", "f32", "f32 f32")
 subtract = instruction("sub.rn.f32 $0,$1,$2;", "f32", "f32 f32")
 multiply = instruction("mul.rn.f32 $0,$1,$2;", "f32", "f32 f32")
@@ -192,6 +194,7 @@ unpack_e4m3 = instruction("cvt.rn.f16x2.e4m3x2 $0,$1;", "u32", "u16")
 pack_f16 = instruction("cvt.rn.f16x2.f32 $0,$1,$2;", "u32", "f32 f32")  # high, low
 pack_bf16 = instruction("cvt.rn.bf16x2.f32 $0,$1,$2;", "u32", "f32 f32")  # high, low
 multiply_f16 = instruction("mul.rn.f16x2 $0,$1,$2;", "u32", "u32 u32")
+multiply_add_f16 = instruction("fma.rn.f16x2 $0,$1,$2,$3;", "u32", "u32 u32 u32")
 lost_f16 = instruction(  # what a product, the third, has lost by rounding
     "{.reg .b32 t; neg.f16x2 t,$3; fma.rn.f16x2 $0,$1,$2,t;}", "u32", "u32 u32 u32"
 )
@@ -208,6 +211,7 @@ lanes_that = instruction(  # a bit for each lane
     "u32",
     pure=False,
 )
+largest_word = instruction("redux.sync.max.u32 $0,$1,0xffffffff;", "u32", "u32", pure=False)
 any_lane = instruction(
     "{.reg .pred p; setp.ne.u32 p,$1,0; vote.sync.any.pred p,p,0xffffffff; selp.u32 $0,1,0,p;}",
     "u32",

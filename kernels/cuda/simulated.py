@@ -217,6 +217,15 @@ def _any(name: Name) -> Operation:
     return vote
 
 
+@operation(r"redux\.sync\.max\.u32")
+def _largest(name: Name) -> Operation:
+    def largest(word: Any, members: Any) -> Any:
+        _require_all(members)
+        return block().meet(name.string, word, lambda given: [max(given)] * WARP)
+
+    return largest
+
+
 def _require_all(members: int, clamp: int = 0x1F) -> None:
     if members != 0xFFFFFFFF or clamp != 0x1F:
         raise Fault(f"members {members:#x}, clamp {clamp:#x}: only whole warps are simulated")
@@ -268,6 +277,18 @@ def _unpack(name: Name) -> Operation:
 @operation(r"(shl|and)\.b32")
 def _bits(name: Name) -> Operation:
     return operator.lshift if name[1] == "shl" else operator.and_
+
+
+@operation(r"prmt\.b32")
+def _permute(name: Name) -> Operation:
+    def permute(low: Any, high: Any, choice: Any) -> Any:
+        given = np.array([low, high], np.uint32).view(np.uint8)
+        chosen = [int(choice) >> 4 * i & 0xF for i in range(4)]
+        if max(chosen) > 7:
+            raise Fault(f"prmt with {choice:#x}: signs are not simulated")
+        return given[chosen].view(np.uint32)[0]
+
+    return permute
 
 
 @operation(r"setp\.ne\.u32")

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 MERGE = (
     ("out", "Q"),  # [batch, num_heads, head_dim], contiguous, as are all
     ("lse", "Q"),  # [batch, num_heads], float32, base e
-    ("prefix_out", "Q"),  # [num_kv_heads, num_members, ratio, head_dim], as out
-    ("prefix_lse", "Q"),  # [num_kv_heads, num_members, ratio], float32
+    ("prefix_out", "Q"),  # float32 [splits, num_kv_heads, num_members * ratio, head_dim]
+    ("prefix_lse", "Q"),  # float32 [splits, num_kv_heads, num_members * ratio], base e
     ("members", "Q"),  # int64 [num_members]: places in the batch, or negative; 0: 0, 1, 2 ...
-    ("num_members", "i"),
     ("num_heads", "i"),
     ("ratio", "i"),  # query heads on a KV head
+    ("splits", "i"),  # at most 32
     ("num_rows", "i"),  # num_members * num_heads
 )
 
@@ -23,8 +23,8 @@ class MergeSpec:
     """All that the machine code depends on, but for the GPU's architecture.
 
     Attributes:
-        head_dim: elements of a row of out; even.
-        query: "bf16" or "fp16", the codec of both outs.
+        head_dim: elements of a row of out, a multiple of 4.
+        query: "bf16" or "fp16", the codec of out.
         warps: warps of a block, each with one row.
     """
 

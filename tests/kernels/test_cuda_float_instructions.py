@@ -102,6 +102,8 @@ def test_pairs_of_f16() -> None:
     kept = np.array([third], np.uint32).view(np.float16).astype(np.float64)
     exact = np.array([y], np.uint32).view(np.float16).astype(np.float64) ** 2
     assert lost[0] != 0 and list(kept + lost) == list(exact)
+    minus = third ^ u32(0x80008000)
+    assert ptx.multiply_add_f16(y, y, minus) == ptx.lost_f16(y, y, third)
     assert ptx.maximum_f16(x, y) == word(np.float16(3), np.float16(2))
     numbers = [word(np.float16(1), np.float16(2)), word(np.float16(2), np.float16(3))]
     assert [ptx.reaches_f16(a, b) for a in numbers for b in numbers] == [1, 0, 1, 1]
@@ -123,3 +125,4 @@ def test_bits_are_kept() -> None:
     assert ptx.float_bits(f32(1)) == 0x3F800000 and type(ptx.float_bits(f32(1))) is u32
     assert ptx.bits_float(u32(0x40000000)) == 2 and type(ptx.bits_float(u32(0))) is f32
     assert ptx.opaque(u32(12)) == 12
+    assert ptx.permute(u32(0x33221100), u32(0x77665544), u32(0x7250)) == 0x77225500

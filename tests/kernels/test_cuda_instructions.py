@@ -109,6 +109,7 @@ def test_shuffles_and_votes() -> None:
     assert lanes(lambda i: ptx.exchange(f32(i), u32(5))) == [i ^ 5 for i in range(32)]
     assert lanes(lambda i: ptx.from_lane(f32(i), u32(31 - i))) == [31 - i for i in range(32)]
     assert lanes(lambda i: ptx.word_from_lane(u32(i), u32(i // 2))) == [i // 2 for i in range(32)]
+    assert lanes(lambda i: ptx.largest_word(u32(2**31 + i))) == [2**31 + 31] * 32
     assert lanes(lambda i: ptx.any_lane(u32(i == 9))) == [1] * 32
     assert lanes(lambda i: ptx.any_lane(u32(0))) == [0] * 32
     assert lanes(lambda i: ptx.lanes_that(u32(2 * (i in (3, 31))))) == [2**31 + 8] * 32
@@ -204,6 +205,7 @@ def test_global_memory() -> None:
         one, two = ptx.load_global_u32(at(source, 1)), ptx.load_global_u32x2(at(source, 2))
         ptx.store_global_f32(at(target, 0), f32(5))
         ptx.store_global_u32x2(at(target, 2), u32(0x3F800000), u32(0x40000000))
+        ptx.store_global_f32x2(at(target, 10), f32(2), f32(3))
         ptx.store_global_f32x4(at(target, 4), (f32(6), f32(7), f32(8), f32(9)))
         ptx.fence()
         written = ptx.load_written_f32(at(target)), ptx.load_written_f32x4(at(target, 4))
@@ -215,7 +217,7 @@ def test_global_memory() -> None:
 
     got = lanes(use, memory=[source, target])[0]
     assert got == (1, (2, 3), (0, 1, 2, 3), (5, (6, 7, 8, 9)))
-    assert target[:12].tolist() == [5, 0, 1, 2, 6, 7, 8, 9, 3, 0, 0, 0]
+    assert target[:12].tolist() == [5, 0, 1, 2, 6, 7, 8, 9, 3, 0, 2, 3]
     assert target[12:].view(u32).tolist() == [1, 2, 3, 4]
 
 
