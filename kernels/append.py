@@ -1,41 +1,44 @@
-"""Append on CUDA: one launch for K and V; see kvquant/append.py for the meaning."""
+"""Append on CUDA: one launch for K and V, or for one of them; see kvquant/append.py."""
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 
 import torch
 
 from kvquant.layout import RowFormat
+from kvquant.quant import LEVELS
 from kvquant.slots import Slots
 from kvquant.transforms import Rope, RowTransform
 
 from .cuda.driver import Launcher
 from .cuda.loaded import (
-    check_pages,
-    current_device,
+    Ready,
+    Tensors,
     current_stream,
     facts_of,
     gpu_of,
     grid_of,
     kernel_of,
+    launch_on,
     settle,
+    side_strides,
     slot_facts,
-    strides,
+    unaligned,
+    with_copies,
 )
-from .cuda.rowspec import APPEND, UNIT, AppendSpec, Side, side_arguments
+from .cuda.rowspec import APPEND, AppendSpec, Side, side_arguments
 
 SOURCES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 # what stands after the addresses, in all arguments and in those of a side
 COMMON = struct.Struct("=" + "".join(code for _, code in APPEND[6:]) + "4x")
-SIDE = struct.Struct("=" + side_arguments()[4:])
-# the tensors of a call in the order of their addresses: six, then four of K and four of V
-COS, SIN, K, V = 3, 4, 6, 10
+SIDE = struct.Struct("=" + side_arguments()[5:])
+# the tensors of a call in the order of their addresses: six, then five of K and five of V
+COS, SIN, K, V = 3, 4, 6, 11
 ROWS, EXACT, OFFSET = 1, 2, 3  # after K or V
-NO_TRANSFORM = RowTransform()
-Tensors = Sequence["torch.Tensor | None"]
+NO_TRANSFORM, NO_ROPE = RowTransform(), (None, None, False)
 _settled: dict[Hashable, AppendLaunch] = {}
 
 
@@ -58,7 +61,8 @@ def append(
 ) -> None:
     """Append on the current stream; see append.append_rows.
 
-    Slots that do not exist are left out, like negative ones.
+    Slots that do not exist are left out, like negative ones. Matrices and feedback are not looked
+    at: see fitted.py.
 
     Args:
         check: raises unless the arguments fit one another; called only before a call is settled.
@@ -68,18 +72,73 @@ def append(
         UnsupportedError: the GPU is too old, or there are too many slots.
         DeviceError: CUDA refuses the launch.
     """
-    k_offset, k_rotate = k_transform or NO_TRANSFORM
-    v_offset, v_rotate = v_transform or NO_TRANSFORM
-    cos, sin, interleaved = rope or (None, None, False)
-    tensors = (*slots, cos, sin, bad, k, k_rows, exact_k, k_offset, v, v_rows, exact_v, v_offset)
+    k_transform, v_transform = k_transform or NO_TRANSFORM, v_transform or NO_TRANSFORM
+    cos, sin, _ = rope or NO_ROPE
+    of_k = k, k_rows, exact_k, k_transform.offset, k_transform.clip
+    of_v = v, v_rows, exact_v, v_transform.offset, v_transform.clip
+    ready = _prepare(
+        (k_format, v_format),
+        exact_format,
+        (k_transform, v_transform),
+        rope,
+        (*slots, cos, sin, bad, *of_k, *of_v),
+        check,
+        ("k", "v"),
+    )
+    if ready:
+        launch_on(*ready)
+
+
+def prepare_side(
+    name: str,
+    x: torch.Tensor,
+    rows: torch.Tensor,
+    slots: Slots,
+    fmt: RowFormat,
+    transform: RowTransform,
+    exact_rows: torch.Tensor | None,
+    exact_format: str,
+    rope: Rope | None,
+    bad: torch.Tensor | None,
+    check: Callable[[], None] | None,
+) -> Ready | None:
+    """Settle the append of K or of V alone; arguments and errors as of append.
+
+    Args:
+        name: "k" or "v", for messages.
+        bad: [1] or more: its first number is the side's.
+
+    Returns:
+        What launch_on takes; None if there is nothing to do.
+    """
+    cos, sin, _ = rope or NO_ROPE
+    side = x, rows, exact_rows, transform.offset, transform.clip
+    tensors = (*slots, cos, sin, bad, *side, *side)
+    transforms = transform, transform
+    return _prepare((fmt, fmt), exact_format, transforms, rope, tensors, check, (name,))
+
+
+def _prepare(
+    formats: tuple[RowFormat, RowFormat],
+    exact_format: str,
+    transforms: tuple[RowTransform, RowTransform],
+    rope: Rope | None,
+    tensors: Tensors,
+    check: Callable[[], None] | None,
+    names: tuple[str, ...],
+) -> Ready | None:
+    """Settle a call; names: of the sides that are written."""
+    k, v, cos = tensors[K], tensors[V], tensors[COS]
+    assert k is not None and v is not None
+    interleaved = rope is not None and rope.interleaved
     # all that the check and the launch depend on
     key = (
-        k_format,
-        v_format,
+        formats,
         exact_format,
-        k_rotate,
-        v_rotate,
+        transforms[0].rotate,
+        transforms[1].rotate,
         interleaved,
+        names,
         k.is_neg(),
         v.is_neg(),
         *map(facts_of, tensors),
@@ -89,54 +148,53 @@ def append(
         if check:
             check()
         if not k.numel():
-            return
+            return None
         spec = AppendSpec(
-            Side(k_format, k_offset is not None, k_rotate),
-            Side(v_format, v_offset is not None, v_rotate),
+            side_of(formats[0], transforms[0]),
+            side_of(formats[1], transforms[1]),
             SOURCES[k.dtype],
-            "" if exact_k is None else exact_format,
+            "" if tensors[K + EXACT] is None else exact_format,
             0 if cos is None else 2 * cos.shape[-1],
             interleaved,
         )
-        launch = settle(_settled, key, AppendLaunch, spec, tensors)
-    if k.get_device() == current_device():
-        launch(tensors)
-        return
-    with torch.cuda.device(k.get_device()):
-        launch(tensors)
+        launch = settle(_settled, key, AppendLaunch, spec, tensors, names)
+    return k.get_device(), launch, tensors
+
+
+def side_of(fmt: RowFormat, transform: RowTransform) -> Side:
+    """What kernels are compiled for."""
+    clips = transform.clip is not None and fmt.codec in LEVELS
+    return Side(fmt, transform.offset is not None, transform.rotate, clips)
 
 
 class AppendLaunch:
     """A settled call: everything but addresses."""
 
-    def __init__(self, spec: AppendSpec, tensors: Tensors) -> None:
+    def __init__(self, spec: AppendSpec, tensors: Tensors, names: tuple[str, ...]) -> None:
         k, rows, exact = tensors[K], tensors[K + ROWS], tensors[K + EXACT]
         assert k is not None and rows is not None
         num_tokens, num_heads, _ = k.shape
         gpu = gpu_of(k)
         if "fp8" in (spec.k.fmt.codec, spec.v.fmt.codec):
             spec = replace(spec, converts_fp8=gpu.converts_fp8)
-        grid = grid_of(num_tokens, num_heads, 2, spec.tokens, gpu.num_sms)
+        grid = grid_of(num_tokens, num_heads, len(names), spec.tokens, gpu.num_sms)
         exact_facts = (0, 0, 0, 0) if exact is None else slot_facts(exact)
         heads = -(-num_heads // grid[1])
         self._common = COMMON.pack(num_tokens, num_heads, heads, *slot_facts(rows), *exact_facts)
-        self._copied = [i for i in (K, V) if _must_be_copied(tensors[i])]
-        for i in (COS, SIN, K + OFFSET, V + OFFSET):  # read 16 bytes at a time
-            tensor = tensors[i]
-            if tensor is not None and tensor.data_ptr() % UNIT:
-                self._copied.append(i)
-        self._k = self._side_constants("k", spec.k, spec.exact, tensors[K:V], K in self._copied)
-        self._v = self._side_constants("v", spec.v, spec.exact, tensors[V:], V in self._copied)
+        self._copied = unaligned(tensors, (K, V), (COS, SIN, K + OFFSET, V + OFFSET))
+        self._k = self._side_constants(
+            names[0], spec.k, spec.exact, tensors[K:V], K in self._copied
+        )
+        self._v = self._side_constants(
+            names[-1], spec.v, spec.exact, tensors[V:], V in self._copied
+        )
         self._index = k.get_device()
-        layout = f"=6Q{COMMON.size}s4Q{SIDE.size}s4Q{SIDE.size}s"
+        layout = f"=6Q{COMMON.size}s5Q{SIDE.size}s5Q{SIDE.size}s"
         self._launch = Launcher(kernel_of(spec, k), grid, layout)
 
     def __call__(self, tensors: Tensors) -> None:
         """Launch on the current stream of the current device, which is that of the tensors."""
-        if self._copied:
-            tensors = list(tensors)
-            for i in self._copied:
-                tensors[i] = _copy(tensors[i])
+        tensors = with_copies(tensors, self._copied)
         at: list[float | bytes] = [0 if one is None else one.data_ptr() for one in tensors]
         values = (*at[:K], self._common, *at[K:V], self._k, *at[V:], self._v)
         self._launch(current_stream(self._index), values)
@@ -146,24 +204,6 @@ class AppendLaunch:
         name: str, side: Side, exact_codec: str, tensors: Tensors, is_copied: bool
     ) -> bytes:
         """The strides of K or of V."""
-        x, rows, exact_rows, _ = tensors
+        x, rows, exact_rows = tensors[:3]
         assert x is not None and rows is not None
-        check_pages(f"{name}_rows", rows, side.fmt)
-        exact_strides = [0, 0, 0]
-        if exact_rows is not None:
-            check_pages(f"exact_{name}", exact_rows, RowFormat(exact_codec, 1, side.fmt.head_dim))
-            exact_strides = strides(exact_rows)
-        row_bytes = x.shape[2] * x.element_size()
-        x_strides = [x.shape[1] * row_bytes, row_bytes] if is_copied else strides(x)
-        return SIDE.pack(*x_strides, *strides(rows), *exact_strides)
-
-
-def _must_be_copied(x: torch.Tensor | None) -> bool:
-    """Whether the kernel cannot read new rows 16 bytes at a time where they are."""
-    assert x is not None
-    return x.is_neg() or any(n % UNIT for n in (x.data_ptr(), *strides(x)))
-
-
-def _copy(x: torch.Tensor | None) -> torch.Tensor:
-    assert x is not None
-    return x.detach().resolve_neg().clone(memory_format=torch.contiguous_format)
+        return SIDE.pack(*side_strides(name, side.fmt, exact_codec, x, rows, exact_rows, is_copied))

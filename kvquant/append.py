@@ -7,6 +7,7 @@ import torch
 from .appendbackends import append, dequantize
 from .appendchecks import Append, check_apart, check_new, check_types
 from .appendops import append_rows_op, dequantize_pages_op
+from .basis import Basis
 from .errors import ConfigError, ShapeError
 from .layout import RowFormat
 from .quant import FLOAT_DTYPES
@@ -26,8 +27,8 @@ def append_rows(
     exact_k: torch.Tensor | None = None,
     exact_v: torch.Tensor | None = None,
     exact_format: str = "bf16",
-    k_transform: RowTransform | None = None,
-    v_transform: RowTransform | None = None,
+    k_transform: RowTransform | Basis | None = None,
+    v_transform: RowTransform | Basis | None = None,
     rope: Rope | None = None,
     bad: torch.Tensor | None = None,
     backend: str | None = None,
@@ -42,10 +43,11 @@ def append_rows(
            packed[i] >= 0     if not, x is quantized into packed[i]; where there are 16-bit rows,
                               it is rounded to 16 bit first
 
-    so the bytes of a token do not depend on how many come in one call. They are those that
-    quantize_rows gives for x. A row with NaN, Inf or a value that its format cannot hold is written
-    so that all of it decodes to NaN. The slots of one call are all different. torch.compile takes
-    the call as one op, with fullgraph=True too.
+    so the bytes of a token do not depend on how many come in one call (but for the last bits of a
+    product with a matrix). They are those that quantize_rows gives for x, or, with a clip ratio or
+    feedback, rounding.quantize_fitted. A row with NaN, Inf or a value that its format cannot hold
+    is written so that all of it decodes to NaN. The slots of one call are all different.
+    torch.compile takes the call as one op, with fullgraph=True too.
 
     Args:
         k: [num_tokens, num_kv_heads, head_dim], float32, bfloat16 or float16; rows contiguous, the
@@ -63,7 +65,8 @@ def append_rows(
             rows; given with exact_v, slots.exact and slots.leaving, or none of them.
         exact_v: likewise.
         exact_format: "bf16" or "fp16", of exact_k and exact_v.
-        k_transform: what is done to K before it is stored; rows that stand there stay as they are.
+        k_transform: what is done to K before it is stored, or the basis that it is stored in; rows
+            that stand there stay as they are.
         v_transform: likewise to V.
         rope: the rotary embedding of K, before k_transform.
         bad: [2], int32: how many rows of K and of V were written as NaN is added to it.
@@ -82,6 +85,7 @@ def append_rows(
     check_types(k, v, k_rows, v_rows, slots, k_transform, v_transform, rope)
     if k.ndim != 3 or v.ndim != 3:
         check_new(k, v)  # tells what is wrong
+    k_transform, v_transform = _row_transform(k_transform), _row_transform(v_transform)
     if not torch.compiler.is_compiling():
         check_apart("k_rows", k_rows, "v_rows", v_rows)
         if exact_k is not None and exact_v is not None:
@@ -128,6 +132,10 @@ def append_rows(
         bad,
         backend,
     )
+
+
+def _row_transform(given: RowTransform | Basis | None) -> RowTransform | None:
+    return given.row_transform if isinstance(given, Basis) else given
 
 
 def dequantize_pages(

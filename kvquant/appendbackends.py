@@ -12,8 +12,9 @@ from .appendchecks import Append, check_append, check_dequantize
 from .errors import ConfigError, DeviceError
 from .layout import RowFormat
 from .quant import dequantize_rows, is_nan_row, quantize_rows
+from .rounding import quantize_fitted
 from .slots import Slots, check_existing, check_slots
-from .transforms import transform_rows
+from .transforms import RowTransform, transform_rows
 
 BACKENDS = ("cpu", "cuda", "torch")
 TOKENS_PER_PART = 256
@@ -25,14 +26,14 @@ def append(call: Append, backend: str | None) -> None:
     """Check and append; see append.append_rows."""
     backend = choose_backend(call.k, backend)
     if backend == "cuda" and not debug.enabled:  # the launcher checks only calls it has not seen
-        _append_cuda()(*call, check=functools.partial(check_append, call))
+        _append_cuda(_is_fitted(call))(*call, check=functools.partial(check_append, call))
         return
     check_append(call)
     if debug.may_read(call.k):
         exact = 0 if call.exact_k is None else call.exact_k.shape[0] * call.exact_k.shape[2]
         check_slots(call.slots, call.k_rows.shape[0] * call.k_rows.shape[2], exact)
     if backend == "cuda":
-        _append_cuda()(*call)
+        _append_cuda(_is_fitted(call))(*call)
         return
     call = call._replace(k=call.k.detach(), v=call.v.detach())
     for part in _parts(call) if backend == "cpu" else [call]:
@@ -62,10 +63,19 @@ def dequantize(
 
 
 @functools.cache
-def _append_cuda() -> Callable[..., None]:
+def _append_cuda(is_fitted: bool) -> Callable[..., None]:
     from .kernels.append import append
+    from .kernels.fitted import append_fitted
 
-    return append
+    return append_fitted if is_fitted else append
+
+
+def _is_fitted(call: Append) -> bool:
+    """Whether more has to be done than one launch does."""
+    return any(
+        transform is not None and (transform.matrix is not None or transform.feedback is not None)
+        for transform in (call.k_transform, call.v_transform)
+    )
 
 
 @functools.cache
@@ -109,8 +119,8 @@ def _append(call: Append, backend: str) -> None:
     k = transform_rows(call.k, call.k_transform, call.rope)
     v = transform_rows(call.v, call.v_transform)
     writes = (
-        _writes(k, call.k_rows, call.k_format, call.exact_k, call, backend),
-        _writes(v, call.v_rows, call.v_format, call.exact_v, call, backend),
+        _writes(k, call.k_rows, call.k_format, call.exact_k, call.k_transform, call, backend),
+        _writes(v, call.v_rows, call.v_format, call.exact_v, call.v_transform, call, backend),
     )
     for side in (0, 1):  # everything is computed before anything is written
         for storage, fmt, slots, rows in writes[side]:
@@ -124,22 +134,29 @@ def _writes(
     storage: torch.Tensor,
     fmt: RowFormat,
     exact_storage: torch.Tensor | None,
+    transform: RowTransform | None,
     call: Append,
     backend: str,
 ) -> list[Write]:
     """What to write of K or V: storage, format, slots, rows [slots, num_kv_heads, row_bytes]."""
+    clip, feedback = (None, None) if transform is None else (transform.clip, transform.feedback)
 
-    def quantize(values: torch.Tensor, to_format: RowFormat) -> torch.Tensor:
-        return quantize_rows(values, to_format, check=False, backend=backend)
+    def quantize(values: torch.Tensor) -> torch.Tensor:
+        if clip is None and feedback is None:
+            return quantize_rows(values, fmt, check=False, backend=backend)
+        by_head = values.transpose(0, 1)[None]
+        rows = quantize_fitted(by_head, fmt, clip=clip, feedback=feedback, backend=backend)
+        return rows[0].transpose(0, 1).contiguous()
 
     packed, exact, leaving = call.slots
     if exact_storage is None or exact is None or leaving is None:
-        return [(storage, fmt, packed[packed >= 0], quantize(x[packed >= 0], fmt))]
+        return [(storage, fmt, packed[packed >= 0], quantize(x[packed >= 0]))]
     exact_format = RowFormat(call.exact_format, 1, fmt.head_dim)
-    new, is_exact = quantize(x, exact_format), exact >= 0
+    new = quantize_rows(x, exact_format, check=False, backend=backend)
+    is_exact = exact >= 0
     leaves, is_packed = is_exact & (leaving >= 0), ~is_exact & (packed >= 0)
     to_pack = torch.cat([_take(exact_storage, exact[leaves]), new[is_packed]])
-    rows = quantize(dequantize_rows(to_pack, exact_format, backend=backend), fmt)
+    rows = quantize(dequantize_rows(to_pack, exact_format, backend=backend))
     return [
         (storage, fmt, torch.cat([leaving[leaves], packed[is_packed]]), rows),
         (exact_storage, exact_format, exact[is_exact], new[is_exact]),

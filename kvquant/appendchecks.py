@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from .basis import Basis
 from .errors import ConfigError, DeviceError, ShapeError
 from .layout import EXACT_CODECS, RowFormat
 from .quant import FLOAT_DTYPES, check_rows
@@ -53,9 +54,8 @@ def check_append(call: Append) -> None:
         ("k_transform", call.k_transform, k_format),
         ("v_transform", call.v_transform, v_format),
     ):
-        if transform is not None and transform.offset is not None:
-            shape = (num_kv_heads, fmt.head_dim)
-            _check_tensor(f"{name}.offset", transform.offset, torch.float32, shape)
+        if transform is not None:
+            _check_transform(name, transform, num_kv_heads, fmt.head_dim)
     if call.rope is not None:
         _check_rope(call.rope, num_tokens, k_format.head_dim)
     if call.bad is not None:
@@ -85,8 +85,8 @@ def check_types(
     k_rows: torch.Tensor,
     v_rows: torch.Tensor,
     slots: Slots,
-    k_transform: RowTransform | None,
-    v_transform: RowTransform | None,
+    k_transform: RowTransform | Basis | None,
+    v_transform: RowTransform | Basis | None,
     rope: Rope | None,
 ) -> None:
     """Raise ConfigError unless what cannot be left out is a tensor, and the rest of its class."""
@@ -95,8 +95,10 @@ def check_types(
         if not isinstance(tensor, torch.Tensor):
             raise ConfigError(f"{name} is of type {type(tensor).__name__}: give a tensor")
     for name, transform in (("k_transform", k_transform), ("v_transform", v_transform)):
-        if not (transform is None or isinstance(transform, RowTransform)):
-            raise ConfigError(f"{name} is of type {type(transform).__name__}: give a RowTransform")
+        if not (transform is None or isinstance(transform, RowTransform | Basis)):
+            raise ConfigError(
+                f"{name} is of type {type(transform).__name__}: give a RowTransform or a Basis"
+            )
     if not (rope is None or isinstance(rope, Rope)):
         raise ConfigError(f"rope is of type {type(rope).__name__}: give Rope(cos, sin)")
 
@@ -177,6 +179,18 @@ def _refuse_incomplete(call: Append) -> None:
         )
 
 
+def _check_transform(name: str, transform: RowTransform, num_kv_heads: int, head_dim: int) -> None:
+    row, square = (num_kv_heads, head_dim), (num_kv_heads, head_dim, head_dim)
+    for what, tensor, shape in (
+        ("offset", transform.offset, row),
+        ("matrix", transform.matrix, square),
+        ("clip", transform.clip, (num_kv_heads,)),
+        ("feedback", transform.feedback, square),
+    ):
+        if tensor is not None:
+            _check_tensor(f"{name}.{what}", tensor, torch.float32, shape)
+
+
 def _check_rope(rope: Rope, num_tokens: int, head_dim: int) -> None:
     half = rope.cos.shape[-1] if rope.cos.ndim else 0
     if not 0 < 2 * half <= head_dim:
@@ -205,7 +219,10 @@ def _check_tensor(
 def _check_devices(call: Append) -> None:
     k, device = call.k, call.k.device
     tensors = [call.v, call.k_rows, call.v_rows, call.exact_k, call.exact_v, call.bad, *call.slots]
-    tensors += [t.offset for t in (call.k_transform, call.v_transform) if t is not None]
+    for transform in (call.k_transform, call.v_transform):
+        if transform is not None:
+            offset, _, *others = transform
+            tensors += [offset, *others]
     if call.rope is not None:
         tensors += call.rope[:2]
     for tensor in tensors:

@@ -24,8 +24,10 @@ from .transforms import Rope, RowTransform
 APPEND_ROWS = (
     "(Tensor k, Tensor v, Tensor(a!) k_rows, Tensor(b!) v_rows, Tensor packed, Tensor? exact, "
     "Tensor? leaving, str k_format, str v_format, Tensor(c!)? exact_k, Tensor(d!)? exact_v, "
-    "str exact_format, Tensor? k_offset, bool k_rotate, Tensor? v_offset, bool v_rotate, "
-    "Tensor? cos, Tensor? sin, bool interleaved, Tensor(e!)? bad, str? backend) -> ()"
+    "str exact_format, Tensor? k_offset, bool k_rotate, Tensor? k_matrix, Tensor? k_clip, "
+    "Tensor? k_feedback, Tensor? v_offset, bool v_rotate, Tensor? v_matrix, Tensor? v_clip, "
+    "Tensor? v_feedback, Tensor? cos, Tensor? sin, bool interleaved, Tensor(e!)? bad, "
+    "str? backend) -> ()"
 )
 DEQUANTIZE_PAGES = "(Tensor rows, str fmt, Tensor slots, Tensor(a!) out, str? backend) -> ()"
 
@@ -45,8 +47,14 @@ def _call(
     exact_format: str,
     k_offset: torch.Tensor | None,
     k_rotate: bool,
+    k_matrix: torch.Tensor | None,
+    k_clip: torch.Tensor | None,
+    k_feedback: torch.Tensor | None,
     v_offset: torch.Tensor | None,
     v_rotate: bool,
+    v_matrix: torch.Tensor | None,
+    v_clip: torch.Tensor | None,
+    v_feedback: torch.Tensor | None,
     cos: torch.Tensor | None,
     sin: torch.Tensor | None,
     interleaved: bool,
@@ -63,8 +71,8 @@ def _call(
         exact_k,
         exact_v,
         exact_format,
-        RowTransform(k_offset, k_rotate),
-        RowTransform(v_offset, v_rotate),
+        RowTransform(k_offset, k_rotate, k_matrix, k_clip, k_feedback),
+        RowTransform(v_offset, v_rotate, v_matrix, v_clip, v_feedback),
         None if cos is None or sin is None else Rope(cos, sin, interleaved),
         bad,
     )

@@ -21,6 +21,7 @@ from .errors import ConfigError, ShapeError
 from .hadamard import rotate
 from .layout import RowFormat
 from .rounding import quantize_fitted
+from .transforms import RowTransform
 
 KINDS = ("none", "hadamard", "matrix")
 
@@ -121,6 +122,12 @@ class Basis:
     def quantize(self, stored: torch.Tensor, fmt: RowFormat) -> torch.Tensor:
         """Quantize rows [batch, num_kv_heads, tokens, head_dim] that encode gave."""
         return quantize_fitted(stored, fmt, clip=self.clip, feedback=self.feedback)
+
+    @property
+    def row_transform(self) -> RowTransform:
+        """What append_rows does to rows that are stored in this basis: encode, then quantize."""
+        rotates, matrix = self.kind == "hadamard", self._inverse_transposed
+        return RowTransform(self.offset, rotates, matrix, self.clip, self.feedback)
 
     def turn_query(self, q: torch.Tensor) -> torch.Tensor:
         """M^T q of queries [batch, num_q_heads, head_dim], in their dtype."""

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import torch
 
+from .errors import ConfigError, DeviceError, ShapeError
 from .layout import RowFormat
 from .quant import LEVELS, choose_backend, quantize_rows
 
@@ -77,27 +78,32 @@ def quantize_fitted(
         feedback: [num_kv_heads, head_dim, head_dim], float32, from feedback_matrix; None for the
             nearest codes.
         backend: as in quantize_rows, or "cuda": feedback by one launch in place of about 800 of
-            torch. Not yet the default for CUDA tensors: the kernel has run in the simulator only.
+            torch, the default for CUDA tensors.
 
     Returns:
         [batch, num_kv_heads, tokens, row_bytes], uint8; rows with values that the format cannot
         hold decode to NaN.
 
     Raises:
+        ShapeError: clip or feedback does not fit the rows.
+        ConfigError: clip or feedback is not float32.
+        DeviceError: they lie on another device than x.
         UnsupportedError: feedback on CUDA without the cuda extra, or on too old a GPU.
     """
+    _check(x, clip, feedback)
     if fmt.codec not in LEVELS or (clip is None and feedback is None) or not x.numel():
         return quantize_rows(x, fmt, check=False, backend=backend)
-    x = x.float()
-    inside = x if clip is None else clip_rows(x, fmt.groups, clip)
-    fused = x.is_cuda and backend == "cuda"
-    rows = quantize_rows(inside, fmt, check=False, backend=None if fused else backend)
-    if feedback is None:
-        return rows
-    if fused:
-        from .kernels.feedback import round_with_feedback as write_codes
+    if feedback is not None and x.is_cuda and backend in (None, "cuda"):
+        from .kernels.feedback import quantize_with_feedback
 
-        write_codes(x, rows, fmt, feedback)
+        return quantize_with_feedback(x, fmt, clip, feedback)
+    x = x.float()
+    inside = x
+    if clip is not None:  # what was too large must not look as if it were not
+        holdable = (x.abs() <= fmt.max_abs).all(-1, keepdim=True)
+        inside = torch.where(holdable, clip_rows(x, fmt.groups, clip), torch.nan)
+    rows = quantize_rows(inside, fmt, check=False, backend=backend)
+    if feedback is None:
         return rows
     params = rows[..., : fmt.header_bytes].contiguous().view(torch.float16).float()
     params = params.unflatten(-1, (fmt.groups, 2))
@@ -114,6 +120,27 @@ def quantize_fitted(
     is_nan = params[..., :1, 0].isnan()
     rows[..., fmt.header_bytes :] = torch.where(is_nan, 0, codes)
     return rows
+
+
+def _check(x: torch.Tensor, clip: torch.Tensor | None, feedback: torch.Tensor | None) -> None:
+    """Raise unless clip and feedback can be those of the heads of x."""
+    if x.ndim != 4:
+        raise ShapeError(
+            f"x is {list(x.shape)}: it must be [batch, num_kv_heads, tokens, head_dim]"
+        )
+    heads, dim = x.shape[1], x.shape[3]
+    for name, tensor, shape in (
+        ("clip", clip, (heads,)),
+        ("feedback", feedback, (heads, dim, dim)),
+    ):
+        if tensor is None:
+            continue
+        if tensor.shape != shape:
+            raise ShapeError(f"{name} is {list(tensor.shape)}: it must be {list(shape)}")
+        if tensor.dtype != torch.float32:
+            raise ConfigError(f"{name} is {tensor.dtype}: use torch.float32")
+        if tensor.device != x.device:
+            raise DeviceError(f"x is on {x.device}, {name} on {tensor.device}")
 
 
 def _round_with_feedback(

@@ -1,11 +1,13 @@
-"""What happens to rows before they are quantized: RoPE, then an offset, then a rotation.
+"""What happens to rows before they are quantized: RoPE, an offset, a rotation, a matrix.
 
     x <- RoPE(x)          x1 * cos - x2 * sin,  x2 * cos + x1 * sin    (K only)
     x <- x - offset       per KV head and channel
     x <- rotate(x)        hadamard.py
+    x <- x @ matrix       per KV head
 
 In float32, in this order; every product, sum and difference is rounded by itself (kernels fuse no
-multiply-add), so that all of them give the same bits.
+multiply-add), so that all of them give the same bits. Only the product with the matrix is torch's:
+its last bits may depend on how many rows there are.
 """
 
 from __future__ import annotations
@@ -18,15 +20,22 @@ from .hadamard import rotate
 
 
 class RowTransform(NamedTuple):
-    """What is done to the rows of K or of V before they are stored.
+    """What is done to the rows of K or of V before they are stored, and how they are rounded.
 
     Attributes:
         offset: [num_kv_heads, head_dim], float32, subtracted; None for none.
         rotate: whether rows are then rotated (hadamard.rotate).
+        matrix: [num_kv_heads, head_dim, head_dim], float32, with which rows are then multiplied
+            from the right; None for none.
+        clip: [num_kv_heads], float32: see rounding.quantize_fitted.
+        feedback: [num_kv_heads, head_dim, head_dim], float32: likewise.
     """
 
     offset: torch.Tensor | None = None
     rotate: bool = False
+    matrix: torch.Tensor | None = None
+    clip: torch.Tensor | None = None
+    feedback: torch.Tensor | None = None
 
 
 class Rope(NamedTuple):
@@ -70,7 +79,7 @@ def apply_rope(x: torch.Tensor, rope: Rope) -> torch.Tensor:
 def transform_rows(
     x: torch.Tensor, transform: RowTransform | None, rope: Rope | None = None
 ) -> torch.Tensor:
-    """Do to rows of K or V what is asked for, as the module tells.
+    """Do to rows of K or V what is asked for, as the module tells; they are not rounded.
 
     Args:
         x: [num_tokens, num_kv_heads, head_dim], float32, bfloat16 or float16.
@@ -81,8 +90,12 @@ def transform_rows(
     """
     if rope is not None:
         x = apply_rope(x, rope)
-    if transform is not None and transform.offset is not None:
+    if transform is None:
+        return x
+    if transform.offset is not None:
         x = x.float() - transform.offset
-    if transform is not None and transform.rotate:
+    if transform.rotate:
         x = rotate(x.float())
+    if transform.matrix is not None:
+        x = (x.float().transpose(0, 1) @ transform.matrix).transpose(0, 1)
     return x

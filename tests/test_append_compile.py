@@ -185,7 +185,8 @@ def append_arguments(exact: bool) -> tuple[Any, ...]:
     if not exact:
         slots, rows = Slots(slots.packed), rows | {"exact_k": None, "exact_v": None}
     exact_rows = rows["exact_k"], rows["exact_v"], "fp16"
-    transforms = torch.randn(2, 64), True, None, False
+    fitted = torch.randn(2, 96, 96), torch.tensor([0.9, 1.0]), torch.eye(96).repeat(2, 1, 1)
+    transforms = torch.randn(2, 64), True, None, None, None, None, False, *fitted
     rest = *exact_rows, *transforms, *rope, rows["bad"] if exact else None, None
     return k, v, rows["k_rows"], rows["v_rows"], *slots, "int4-g4", "fp8", *rest
 

@@ -250,7 +250,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
         found.append((args, check))
 
     monkeypatch.setattr(appendbackends, "choose_backend", lambda *_: "cuda")
-    monkeypatch.setattr(appendbackends, "_append_cuda", lambda: launch)
+    monkeypatch.setattr(appendbackends, "_append_cuda", lambda *_: launch)
     monkeypatch.setattr(appendbackends, "_dequantize_cuda", lambda: launch)
     monkeypatch.setattr(debug, "enabled", False)
     return found

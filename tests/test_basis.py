@@ -1,13 +1,14 @@
 """Bases of stored rows, and the rounding that goes with them (5 s)."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
 from kvquant import KVCache, RowFormat, dequantize_rows, quantize_rows
 from kvquant.basis import Basis, LayerBasis
-from kvquant.errors import ConfigError, NonFiniteError, ShapeError
+from kvquant.errors import ConfigError, DeviceError, NonFiniteError, ShapeError
 from kvquant.rounding import clip_rows, feedback_matrix, quantize_fitted
 
 HEADS, DIM = 2, 64
@@ -162,6 +163,23 @@ def test_both_backends_round_alike(name: str, dim: int) -> None:
     assert torch.equal(*rows)
     values = dequantize_rows(rows[0], fmt)
     assert bool(values[1, 0, 2].isnan().all()) and int(values.isnan().sum()) == dim
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"clip": torch.ones(3)}, ShapeError, r"clip is \[3\]: it must be \[2\]"),
+        ({"feedback": torch.ones(2, 80, 80)}, ShapeError, r"must be \[2, 64, 64\]"),
+        ({"clip": torch.ones(2).double()}, ConfigError, "clip is torch.float64: use torch.float32"),
+        ({"clip": torch.ones(2, device="meta")}, DeviceError, "x is on cpu, clip on meta"),
+    ],
+    ids=["heads", "head_dim", "dtype", "device"],
+)
+def test_what_does_not_fit_the_rows_is_refused(
+    options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        quantize_fitted(torch.randn(1, HEADS, 3, DIM), RowFormat.parse("int4", DIM), **options)
 
 
 def test_feedback_lowers_the_error_that_is_weighed() -> None:

@@ -22,14 +22,13 @@ from .device import device_function
 from .ptx import (
     any_lane,
     commit_copies,
-    count_up,
+    load_global_f32,
     load_global_u64,
-    load_written_u32x4,
     shared_address,
     wait_copies,
 )
 from .quantize import make_quantize, make_round, put_words
-from .rowcopies import make_ask, make_store, take_apart
+from .rowcopies import count_bad, make_ask, make_load_old, make_store, take_apart
 from .rowspec import (
     APPEND,
     APPEND_SIDE,
@@ -114,46 +113,29 @@ def _make_append_side(spec, side, rotary_dim):
     HEAD_DIM, STAGE_BYTES = FMT.head_dim, spec.stage_bytes(side)
     ROW_UNITS, OUT = HEAD_DIM * SIZES[spec.source] // UNIT, STAGES * STAGE_BYTES
     OUT_BYTES, HEADER = staged_bytes(FMT), prefix_of(FMT) - FMT.header_bytes
-    EXACT_BYTES, OFFSET = 2 * HEAD_DIM, side.offset
+    EXACT_BYTES, OFFSET, CLIP = 2 * HEAD_DIM, side.offset, side.clip
     ACTIVE = HEAD_DIM // ELEMENTS
     round_to_16_bits = make_round(RowFormat(spec.exact or "bf16", 1, HEAD_DIM), LANES)
     ask = make_ask(HEAD_DIM * SIZES[spec.source], LANES, UNIT, True)
     transform, quantize = (
         make_transform(spec, side, rotary_dim),
-        make_quantize(FMT, LANES, spec.converts_fp8),
+        make_quantize(FMT, LANES, spec.converts_fp8, CLIP),
     )
     store = make_store(FMT.row_bytes, LANES, unit_of(FMT), False)
     store_exact = make_store(EXACT_BYTES, LANES, UNIT, False)
-    widen = make_widen(spec.exact)
+    load_old, widen = make_load_old(HEAD_DIM), make_widen(spec.exact)
 
     @device_function
-    def count_bad(bad, part, is_bad):
-        if is_bad and part == uint32(0) and bad != uint64(0):
-            count_up(bad, uint32(1))
-
-    @device_function
-    def load_old(words, address, part, wanted):
-        for half in range(2):
-            if wanted and part < uint32(ACTIVE):
-                place = uint64(uint32(32) * part + uint32(16 * half))
-                four = load_written_u32x4(address + place)
-                for i in range(4):
-                    words[4 * half + i] = four[i]
-            else:
-                for i in range(4):
-                    words[4 * half + i] = uint32(0)
-
-    @device_function
-    def append_packed(x, lanes, to_packed, target, bad):
+    def append_packed(x, ratio, lanes, to_packed, target, bad):
         part, row, shared = lanes
         out = uint32(shared + uint32(OUT)) + uint32(OUT_BYTES) * row
-        holds = quantize(x, part, out)
+        holds = quantize(x, ratio, part, out)
         cuda.syncwarp()
         store(out + uint32(HEADER), uint32(0), target, part, to_packed)
         count_bad(bad, part, to_packed and not holds)
 
     @device_function
-    def append_exact(x, old, lanes, to_packed, to_exact, target, exact_target, bad):
+    def append_exact(x, ratio, old, lanes, to_packed, to_exact, target, exact_target, bad):
         """x to the exact slot, or rounded; then x is what has to be quantized."""
         part, row, shared = lanes
         words = cuda.local.array(WORDS, uint32)
@@ -170,13 +152,13 @@ def _make_append_side(spec, side, rotary_dim):
             for i in range(WORDS):
                 word = old[i] if to_exact else words[i]
                 x[2 * i], x[2 * i + 1] = widen(word)
-            append_packed(x, lanes, to_packed, target, bad)
+            append_packed(x, ratio, lanes, to_packed, target, bad)
 
     @device_function
     def append_side(side, where, lanes, cos, sin, bad):
-        source, rows, exact_rows, offset = side[:4]
-        x_token, x_head, page_stride, head_stride, row_stride = side[4:9]
-        seat_stride, exact_head, exact_row = side[9:]
+        source, rows, exact_rows, offset, clip = side[:5]
+        x_token, x_head, page_stride, head_stride, row_stride = side[5:10]
+        seat_stride, exact_head, exact_row = side[10:]
         token, is_token, slots, pages, seats, first, last = where
         part, row, shared = lanes
 
@@ -205,6 +187,7 @@ def _make_append_side(spec, side, rotary_dim):
         exact_target = exact_rows + uint64(seat) * seat_stride + uint64(place) * exact_row
         exact_target += uint64(first) * exact_head
         offset += uint64(4 * HEAD_DIM) * uint64(first)
+        clip += uint64(4) * uint64(first)
         reading, writing = uint32(0), uint32((STAGES - 1) * STAGE_BYTES)
 
         for _ in range(first, last):
@@ -225,16 +208,19 @@ def _make_append_side(spec, side, rotary_dim):
             transform(shared + reading, first_element, part, x, offset, cos, sin)
 
             # Step 5: to bytes
+            ratio = load_global_f32(clip) if CLIP else float32(1.0)
             if EXACT:
-                append_exact(x, old, lanes, to_packed, to_exact, target, exact_target, bad)
+                append_exact(x, ratio, old, lanes, to_packed, to_exact, target, exact_target, bad)
             else:
-                append_packed(x, lanes, to_packed, target, bad)
+                append_packed(x, ratio, lanes, to_packed, target, bad)
 
             target += head_stride
             if EXACT:
                 exact_target += exact_head
             if OFFSET:
                 offset += uint64(4 * HEAD_DIM)
+            if CLIP:
+                clip += uint64(4)
             writing = reading
             reading = uint32(reading + uint32(STAGE_BYTES))
             if reading == uint32(STAGES * STAGE_BYTES):

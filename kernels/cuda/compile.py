@@ -31,11 +31,12 @@ from kvquant.errors import UnsupportedError
 
 from ..usercache import cache_folder, replace_file
 from .feedbackspec import FeedbackSpec
+from .prefixspec import PrefixSpec
 from .rowspec import AppendSpec, DequantizeSpec
 from .spec import DecodeSpec
 from .statespec import MergeSpec
 
-Spec = DecodeSpec | AppendSpec | DequantizeSpec | MergeSpec | FeedbackSpec
+Spec = DecodeSpec | AppendSpec | DequantizeSpec | MergeSpec | FeedbackSpec | PrefixSpec
 NEWEST_LTO = (9, 0)
 # of a cubin: the section of a kernel's arguments; in .nv.info attributes, and the form of those
 # that are followed by as many bytes as they say
@@ -174,6 +175,9 @@ def compile_spec(spec: Spec, arch: str) -> Cubin:
     elif isinstance(spec, MergeSpec):
         from .mergestates import make_merge_states_kernel as make
         from .mergestates import signature
+    elif isinstance(spec, PrefixSpec):
+        from .prefix import make_prefix_kernel as make
+        from .prefix import signature
     elif isinstance(spec, FeedbackSpec):
         from .feedback import make_feedback_kernel as make
         from .feedback import signature

@@ -1,252 +1,229 @@
-"""Codes rounded with feedback, into rows that have their scales and shifts; see rounding.py.
+"""The feedback kernel: new K and V, transformed and rounded with feedback, to their slots.
 
-    grid    groups of rows of a head  x  heads
-    lane    a row, or with others of the warp one; all that it does for a tile of 16 elements:
+    grid    groups of tokens  x  heads  x  sides
+    warp    32 / share tokens of a head, in two passes:
 
-        past      what each element owes: L_ij e_j of the errors e_j before the tile, j ascending;
-                  lanes that share a row share the elements
-        within    the 16 elements one after another: each adds what it owes for those before it in
-                  the tile, is rounded, and leaves an error; lanes that share a row do the same
-        store     codes to the row, errors to shared memory for the tiles to come
+    1  as in the append kernel, `lanes` lanes a row
+        elements ──cp.async──▶ buffer ──▶ RoPE, offset, rotation ──▶ 16-bit row at an exact slot
+                                          the row to be packed   ──▶ scales and shifts, buffer
+    2  `share` lanes a row: codes, tile by tile (feedbackrow.py)
 
-        tiles of L     ──cp.async──▶ 2 stages, the block's; only their columns up to the diagonal
-        x, parameters  ──▶ registers, a tile ahead
-
-Every product and every sum rounds by itself. rounding.py adds what an error costs to all later
-elements at once, here an element adds what the errors before it cost: the same terms in the same
-order. The chain of 16 roundings is short beside the sums, of which no lane waits for another.
+The meaning is kvquant/append.py and kvquant/rounding.py, bit for bit.
 """
 
-from numba import cuda, float32, int32, uint32, uint64
+from numba import cuda, float32, int32, types, uint32, uint64
+
+from kvquant.layout import RowFormat
 
 from .device import device_function
-from .feedbackspec import FEEDBACK, STAGES, TILE
+from .feedbackrow import make_ask_tile, make_round_row
+from .feedbackspec import FEEDBACK, STAGES
 from .ptx import (
-    add,
     commit_copies,
-    copy_16,
-    float_bits,
-    from_lane,
-    high_f16,
-    load_global_f32x4,
-    load_global_u32,
-    load_shared_f32x4,
-    low_f16,
-    maximum_or_nan,
-    minimum_or_nan,
-    multiply,
-    multiply_add,
-    reciprocal,
+    load_global_f32,
+    load_global_u64,
     shared_address,
     store_global_u32,
+    store_global_u32x4,
     store_shared_f32x4,
-    subtract,
+    store_shared_u32,
     wait_copies,
 )
-from .quantize import LEVELS, ROUNDER, ROUNDER_BITS, piece_of
+from .quantize import NAN_WORDS, make_measure, make_parameters, make_round, piece_of
+from .rowcopies import count_bad, make_ask, make_load_old, take_apart
+from .rowspec import ELEMENTS, SIZES, UNIT
+from .transform import make_transform, make_widen
 
-TYPES = {"Q": uint64, "i": int32}
-wait_for_all = wait_copies[0]
+TYPES = {"Q": uint64, "i": int32, "I": uint32}
+wait_for_older = wait_copies[1]
 
 
 def signature(spec):
-    """The numba types of the kernel's arguments."""
-    return tuple(TYPES[code] for _, code in FEEDBACK)
+    """The numba types of the kernel's arguments; each side is a tuple."""
+    return tuple(types.Tuple([TYPES[code] for _, code in FEEDBACK]) for _ in spec.sides)
 
 
 def make_feedback_kernel(spec):
     """Make the kernel, a Python function that numba compiles with `signature(spec)`."""
-    FMT, LANES, ROWS, BLOCK_ROWS = spec.fmt, spec.lanes, spec.rows, spec.block_rows
-    HEAD_DIM, ROW_BYTES, STRIDE = FMT.head_dim, FMT.row_bytes, spec.stride
-    TILES, STAGE_BYTES = HEAD_DIM // TILE, spec.stage_bytes
-    HEADER, TILE_BYTES = FMT.header_bytes, TILE * FMT.bits // 8
-    PIECE, SIZE = piece_of(FMT), FMT.group_size
-    PIECES, WORDS = TILE // PIECE, TILE_BYTES // 4
-    ask, past, within = _make_ask(spec), _make_past(spec), _make_within(FMT, 0, STRIDE)
+    sides = spec.sides
+    ALIKE = sides[0] == sides[-1]
+    append_k = _make_append_side(sides[0])
+    append_v = append_k if ALIKE else _make_append_side(sides[-1])
+
+    def append_one_with_feedback(side):
+        append_k(side)
+
+    def append_with_feedback(k, v):
+        is_v = cuda.blockIdx.z == 1
+        if ALIKE:  # half the code
+            append_k(v if is_v else k)
+        elif is_v:
+            append_v(v)
+        else:
+            append_k(k)
+
+    return append_with_feedback if len(sides) == 2 else append_one_with_feedback
+
+
+def _make_append_side(spec):
+    """Make the function that appends the rows of a block's tokens in a head, of K or of V."""
+    FMT, SHARE, ROWS, BLOCK_ROWS = spec.fmt, spec.share, spec.rows, spec.block_rows
+    HEAD_DIM, STAGE_BYTES, WARP_BYTES = FMT.head_dim, spec.stage_bytes, spec.warp_bytes
+    LANES, BUFFER, CLIP = spec.lanes, spec.buffer_bytes, spec.side.clip
+    HALF_DIM = spec.rotary_dim // 2
+    STEPS, TOGETHER = ROWS * LANES // 32, 32 // LANES
+    ask_row = make_ask(HEAD_DIM * SIZES[spec.source], LANES, UNIT, False)
+    ask_tile, prepare, round_row = make_ask_tile(spec), _make_prepare(spec), make_round_row(spec)
+    find = _make_find(spec)
 
     @device_function
-    def load_tile(x, rows, tile, coming, words):
-        for i in range(TILE // 4):
-            four = load_global_f32x4(x + uint64(uint32(4 * TILE) * tile + uint32(16 * i)))
-            for r in range(4):
-                coming[4 * i + r] = four[r]
-        for piece in range(PIECES):
-            group = uint32(uint32(uint32(TILE) * tile + uint32(piece * PIECE)) // uint32(SIZE))
-            words[piece] = load_global_u32(rows + uint64(uint32(4) * group))
+    def append_side(side):
+        packed, exact, leaving, cos, sin, bad, x, rows, exact_rows, offset, clip, feedback = side[
+            :12
+        ]
+        x_token, x_head, page_stride, head_stride, row_stride = side[12:17]
+        seat_stride, exact_head, exact_row, num_tokens = side[17:21]
+        num_slots, num_exact, pages, seats = side[21], side[25], side[21:25], side[25:]
 
-    # fmt: off
-    def round_with_feedback(x, rows, feedback, num_rows, tokens, num_heads):
-        # fmt: on
-        # Step 1: the row of a lane
+        # Step 1: what is the head's
         thread = uint32(cuda.threadIdx.x)
         lane, warp = uint32(thread & uint32(31)), uint32(thread >> uint32(5))
-        part, own = uint32(lane % uint32(LANES)), uint32(lane // uint32(LANES))
-        own = uint32(uint32(warp * uint32(ROWS)) + own)
-        row = uint32(uint32(uint32(cuda.blockIdx.x) * uint32(BLOCK_ROWS)) + own)
-        writes = row < uint32(num_rows) and part == uint32(0)
-        row = row if row < uint32(num_rows) else uint32(0)
         head = uint32(cuda.blockIdx.y)
-        sequence = uint32(row // uint32(tokens))
-        token = uint32(row - uint32(sequence * uint32(tokens)))
-        index = uint64(sequence) * uint64(num_heads) + uint64(head)
-        index = index * uint64(tokens) + uint64(token)
-        x += uint64(4 * HEAD_DIM) * index
-        rows += uint64(ROW_BYTES) * index
+        x += uint64(head) * x_head
+        rows += uint64(head) * head_stride
+        exact_rows += uint64(head) * exact_head
+        offset += uint64(4 * HEAD_DIM) * uint64(head)
         feedback += uint64(4 * HEAD_DIM * HEAD_DIM) * uint64(head)
-        shared = shared_address(cuda.shared.array(0, uint32))
-        errors = uint32(shared + uint32(STAGES * STAGE_BYTES)) + uint32(STRIDE) * own
+        ratio = load_global_f32(clip + uint64(4) * uint64(head)) if CLIP else float32(1.0)
+        slots = (packed, exact, leaving)
+        shared = uint32(shared_address(cuda.shared.array(0, uint32)))
+        buffers = uint32(shared + uint32(STAGES * STAGE_BYTES)) + uint32(WARP_BYTES) * warp
+        first = uint32(uint32(cuda.blockIdx.x) * uint32(BLOCK_ROWS) + uint32(warp * uint32(ROWS)))
 
-        # Step 2: the first tile is asked for
-        coming = cuda.local.array(TILE, float32)
-        words = cuda.local.array(PIECES, uint32)
-        ask(shared, feedback, thread, uint32(0))
-        load_tile(x, rows, uint32(0), coming, words)
-        reading, writing = uint32(shared), uint32(shared + uint32(STAGE_BYTES))
-
-        for step in range(TILES):
-            # Step 3: a tile has come; the other stage is free for the next
-            tile = uint32(step)
-            wait_for_all()
-            cuda.syncthreads()
-            following = uint32(tile + uint32(1))
-            if following < uint32(TILES):
-                ask(writing, feedback, thread, following)
-            value = cuda.local.array(TILE, float32)
-            scales = cuda.local.array(PIECES, float32)
-            shifts = cuda.local.array(PIECES, float32)
-            inverses = cuda.local.array(PIECES, float32)
-            for i in range(TILE):
-                value[i] = coming[i]
-            for piece in range(PIECES):
-                scale, shift = low_f16(words[piece]), high_f16(words[piece])
-                scales[piece], shifts[piece], inverses[piece] = scale, shift, inverse_of(scale)
-            load_tile(x, rows, uint32(min(following, uint32(TILES - 1))), coming, words)
-
-            # Step 4: its codes
-            owed = cuda.local.array(TILE, float32)
-            error = cuda.local.array(TILE, float32)
-            codes = cuda.local.array(WORDS, uint32)
-            for w in range(WORDS):
-                codes[w] = uint32(0)
-            past(reading, errors, part, tile, owed)
-            diagonal = uint32(reading + uint32(uint32(4 * TILE) * tile))
-            within(diagonal, value, (scales, shifts, inverses), owed, error, codes)
-
-            # Step 5: to the row, and for the tiles to come
-            if part == uint32(0):
-                for i in range(TILE // 4):
-                    place = errors + uint32(uint32(4 * TILE) * tile + uint32(16 * i))
-                    four = (error[4 * i], error[4 * i + 1], error[4 * i + 2], error[4 * i + 3])
-                    store_shared_f32x4(place, four)
-            if writes:
-                for w in range(WORDS):
-                    place = uint32(uint32(TILE_BYTES) * tile + uint32(HEADER + 4 * w))
-                    store_global_u32(rows + uint64(place), codes[w])
-            reading, writing = writing, reading
-
-    return round_with_feedback
-
-
-def _make_ask(spec):
-    """Make the function that starts the copies of a tile of L, up to its diagonal."""
-    HEAD_DIM, STRIDE = spec.fmt.head_dim, spec.stride
-    SHARE = spec.threads // TILE  # threads of a row
-    STEPS = -(-HEAD_DIM // (4 * SHARE))
-
-    @device_function
-    def ask(stage, feedback, thread, tile):
-        row, first = uint32(thread // uint32(SHARE)), uint32(thread % uint32(SHARE))
-        units = uint32(uint32(TILE // 4) * uint32(tile + uint32(1)))
-        line = uint32(uint32(uint32(TILE) * tile) + row)
-        source = feedback + uint64(uint32(4 * HEAD_DIM) * line)
-        target = uint32(stage + uint32(STRIDE) * row)
+        # Step 2: all rows are asked for, and the first tile
+        part, own = uint32(lane % uint32(LANES)), uint32(lane // uint32(LANES))
         for step in range(STEPS):
-            unit = uint32(first + uint32(step * SHARE))
-            if unit < units:
-                place = uint32(uint32(16) * unit)
-                copy_16(target + place, source + uint64(place), uint32(16))
+            row = uint32(uint32(step * TOGETHER) + own)
+            token = uint32(first + row)
+            is_token = token < uint32(num_tokens)
+            source = x + (uint64(token) if is_token else uint64(0)) * x_token
+            ask_row(buffers + uint32(BUFFER) * row, uint32(0), source, part, is_token)
         commit_copies()
+        ask_tile(shared, feedback, thread, uint32(0))
 
-    return ask
+        # Step 3: they are made ready
+        wait_for_older()
+        cuda.syncwarp()
+        for step in range(STEPS):
+            row = uint32(uint32(step * TOGETHER) + own)
+            token = uint32(first + row)
+            is_token = token < uint32(num_tokens)
+            token = token if is_token else uint32(0)
+            packed_slot, exact_slot, to_packed, to_exact = find(
+                slots, token, is_token, num_slots, num_exact
+            )
+            page, place = take_apart(packed_slot, to_packed, pages)
+            target = rows + uint64(page) * page_stride + uint64(place) * row_stride
+            seat, place = take_apart(exact_slot, to_exact, seats)
+            exact_target = exact_rows + uint64(seat) * seat_stride + uint64(place) * exact_row
+            angles = uint64(4 * HALF_DIM) * uint64(token)
+            prepare(
+                (buffers + uint32(BUFFER) * row, part),
+                (target, exact_target, to_packed, to_exact),
+                (offset, cos + angles, sin + angles, ratio),
+                bad,
+            )
+        cuda.syncwarp()
+
+        # Step 4: the row of a lane is rounded
+        part, row = uint32(lane % uint32(SHARE)), uint32(lane // uint32(SHARE))
+        token = uint32(first + row)
+        is_token = token < uint32(num_tokens)
+        token = token if is_token else uint32(0)
+        packed_slot, _, to_packed, _ = find(slots, token, is_token, num_slots, num_exact)
+        page, place = take_apart(packed_slot, to_packed, pages)
+        target = rows + uint64(page) * page_stride + uint64(place) * row_stride
+        round_row(shared, buffers + uint32(BUFFER) * row, feedback, thread, part, target, to_packed)
+
+    return append_side
 
 
-def _make_past(spec):
-    """Make the function that gives what the elements of a tile owe to those before the tile."""
-    LANES, STRIDE = spec.lanes, spec.stride
-    OWN = TILE // LANES
-
-    @device_function
-    def add_four(weights, errors, mine):
-        e = load_shared_f32x4(errors)
-        for k in range(OWN):
-            weight = load_shared_f32x4(weights + uint32(k * LANES * STRIDE))
-            for r in range(4):
-                mine[k] = add(mine[k], multiply(weight[r], e[r]))
-
-    @device_function
-    def past(stage, errors, part, tile, owed):
-        mine = cuda.local.array(OWN, float32)
-        for k in range(OWN):
-            mine[k] = float32(0.0)
-        stage = uint32(stage + uint32(STRIDE) * part)
-        for before in range(int32(tile)):
-            place = uint32(uint32(4 * TILE) * uint32(before))
-            weights, es = uint32(stage + place), uint32(errors + place)
-            add_four(weights, es, mine)  # LLVM would leave a loop
-            add_four(weights + uint32(16), es + uint32(16), mine)
-            add_four(weights + uint32(32), es + uint32(32), mine)
-            add_four(weights + uint32(48), es + uint32(48), mine)
-        first = uint32(uint32(cuda.threadIdx.x) & uint32(32 - LANES))
-        for i in range(TILE):
-            owed[i] = mine[i // LANES]
-            if LANES > 1:
-                owed[i] = from_lane(mine[i // LANES], uint32(first + uint32(i % LANES)))
-
-    return past
-
-
-def _make_within(fmt, i, stride):
-    """Make the function that rounds the elements of a tile from the i-th on."""
-    if i == TILE:
-        return _nothing
-    BITS, MOST, PIECE = fmt.bits, LEVELS[fmt.codec], piece_of(fmt)
-    PER_WORD, LAST, PLACE = 32 // BITS, i // 4 * 4, i // PIECE
-    rest = _make_within(fmt, i + 1, stride)
+def _make_find(spec):
+    """Make the function that gives the packed slot of the row that a token lets be packed, the
+    token's exact slot, and whether there are such; negative slots are larger than any."""
+    EXACT = spec.exact != ""
 
     @device_function
-    def within(diagonal, value, group, owed, error, codes):
-        scales, shifts, inverses = group
-        due = owed[i]
-        for j in range(0, LAST, 4):
-            weight = load_shared_f32x4(diagonal + uint32(i * stride + 4 * j))
-            for r in range(4):
-                due = add(due, multiply(weight[r], error[j + r]))
-        if i > LAST:
-            weight = load_shared_f32x4(diagonal + uint32(i * stride + 4 * LAST))
-            for r in range(i - LAST):
-                due = add(due, multiply(weight[r], error[LAST + r]))
-        scale, shift, inverse = scales[PLACE], shifts[PLACE], inverses[PLACE]
-        wanted = multiply(subtract(subtract(value[i], due), shift), inverse)
-        wanted = minimum_or_nan(maximum_or_nan(wanted, float32(0.0)), float32(MOST))
-        rounded = add(wanted, float32(ROUNDER))
-        bits = uint32(float_bits(rounded) - uint32(ROUNDER_BITS))
-        bits = bits if rounded == rounded else uint32(0)  # NaN
-        codes[i // PER_WORD] |= uint32(bits << uint32(i % PER_WORD * BITS))
-        code = subtract(rounded, float32(ROUNDER))
-        error[i] = subtract(multiply_add(code, scale, shift), value[i])  # the product is exact
-        rest(diagonal, value, group, owed, error, codes)
+    def find(slots, token, is_token, num_slots, num_exact):
+        packed, exact, leaving = slots
+        place = uint64(8) * uint64(token)
+        packed_slot = load_global_u64(packed + place)
+        exact_slot = packed_slot
+        to_exact = False
+        if EXACT:
+            exact_slot = load_global_u64(exact + place)
+            to_exact = is_token and exact_slot < uint64(num_exact)
+            if to_exact:
+                packed_slot = load_global_u64(leaving + place)
+        to_packed = is_token and packed_slot < uint64(num_slots)
+        return packed_slot, exact_slot, to_packed, to_exact
 
-    return within
+    return find
 
 
-@device_function
-def _nothing(diagonal, value, group, owed, error, codes):
-    pass
+def _make_prepare(spec):
+    """Make the function that takes a row from its buffer, transforms it, writes it in 16 bit where
+    it has an exact slot, and leaves in the buffer what is to be packed, its scales and shifts."""
+    FMT, LANES, EXACT, SIDE = spec.fmt, spec.lanes, spec.exact != "", spec.side
+    HEAD_DIM, SIZE, PIECE, NAN = FMT.head_dim, FMT.group_size, piece_of(FMT), NAN_WORDS["fp16"]
+    ACTIVE, WORDS, PIECES = HEAD_DIM // ELEMENTS, ELEMENTS // 2, ELEMENTS // PIECE
+    transform = make_transform(spec, SIDE, spec.rotary_dim, swizzled=False)
+    measure, parameters = make_measure(FMT, LANES, SIDE.clip), make_parameters(FMT.codec)
+    round_to_16_bits = make_round(RowFormat(spec.exact or "bf16", 1, HEAD_DIM), LANES)
+    load_old, widen = make_load_old(HEAD_DIM), make_widen(spec.exact)
 
+    @device_function
+    def put_exact(words, part, exact_target, to_exact):
+        if to_exact and part < uint32(ACTIVE):
+            place = exact_target + uint64(uint32(32) * part)
+            store_global_u32x4(place, (words[0], words[1], words[2], words[3]))
+            store_global_u32x4(place + uint64(16), (words[4], words[5], words[6], words[7]))
 
-@device_function
-def inverse_of(scale):
-    """1 / scale, rounded to nearest as quantize.py proves; 0 for 0."""
-    inverse = reciprocal(scale)
-    inverse = multiply_add(inverse, multiply_add(-scale, inverse, float32(1.0)), inverse)
-    return float32(0.0) if scale == float32(0.0) else inverse
+    @device_function
+    def prepare(row, targets, how, bad):
+        buffer, part = row
+        target, exact_target, to_packed, to_exact = targets
+        offset, cos, sin, ratio = how
+        old = cuda.local.array(WORDS, uint32)
+        if EXACT:
+            load_old(old, exact_target, part, to_exact and to_packed)
+        x = cuda.local.array(ELEMENTS, float32)
+        transform(buffer, uint32(0), part, x, offset, cos, sin)
+        cuda.syncwarp()  # RoPE reads what other lanes overwrite
+        if EXACT:
+            words = cuda.local.array(WORDS, uint32)
+            holds = round_to_16_bits(x, words, part)
+            put_exact(words, part, exact_target, to_exact)
+            count_bad(bad, part, to_exact and not holds)
+            for i in range(WORDS):
+                word = old[i] if to_exact else words[i]
+                x[2 * i], x[2 * i + 1] = widen(word)
+        lows = cuda.local.array(PIECES, float32)
+        highs = cuda.local.array(PIECES, float32)
+        holds = measure(x, ratio, part, lows, highs)
+        count_bad(bad, part, to_packed and not holds)
+        if part < uint32(ACTIVE):
+            for i in range(ELEMENTS // 4):
+                four = (x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3])
+                store_shared_f32x4(buffer + uint32(64) * part + uint32(16 * i), four)
+            for piece in range(PIECES):
+                word, _, _ = parameters(lows[piece], highs[piece])
+                word = word if holds else uint32(NAN)
+                first = uint32(uint32(ELEMENTS) * part + uint32(piece * PIECE))
+                if first % uint32(SIZE) == uint32(0):
+                    place = uint32(4) * uint32(first // uint32(SIZE))
+                    store_shared_u32(buffer + uint32(4 * HEAD_DIM) + place, word)
+                    if to_packed:
+                        store_global_u32(target + uint64(place), word)
+
+    return prepare

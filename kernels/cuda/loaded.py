@@ -8,7 +8,7 @@ launches: no host synchronization; safe in CUDA graphs and from several threads.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -19,6 +19,7 @@ from kvquant.layout import RowFormat
 from .compile import load_cubin
 from .driver import Kernel
 from .feedbackspec import FeedbackSpec
+from .prefixspec import PrefixSpec
 from .rowspec import UNIT, AppendSpec, DequantizeSpec, divisor, unit_of
 from .statespec import MergeSpec
 
@@ -34,6 +35,8 @@ _lock = threading.RLock()
 _gpus: dict[int, GPU] = {}
 _kernels: dict[Hashable, Kernel] = {}
 Launch = TypeVar("Launch")
+Tensors = Sequence["torch.Tensor | None"]
+Ready = tuple[int, Callable[[Tensors], None], Tensors]  # what launch_on takes
 
 
 class GPU(NamedTuple):
@@ -42,6 +45,8 @@ class GPU(NamedTuple):
     arch: str
     converts_fp8: bool
     num_sms: int
+    shared_of_sm: int  # bytes
+    shared_of_block: int
 
 
 def gpu_of(tensor: torch.Tensor) -> GPU:
@@ -65,12 +70,14 @@ def gpu_of(tensor: torch.Tensor) -> GPU:
                 f"sm_{capability[0]}{capability[1]}",
                 capability >= FP8_CAPABILITY,
                 facts.multi_processor_count,
+                facts.shared_memory_per_multiprocessor,
+                facts.shared_memory_per_block_optin,  # type: ignore[attr-defined]
             )
         return _gpus[index]
 
 
 def kernel_of(
-    spec: AppendSpec | DequantizeSpec | MergeSpec | FeedbackSpec, tensor: torch.Tensor
+    spec: AppendSpec | DequantizeSpec | MergeSpec | FeedbackSpec | PrefixSpec, tensor: torch.Tensor
 ) -> Kernel:
     """A kernel on the GPU of a tensor, compiled if need be."""
     arch, index = gpu_of(tensor).arch, tensor.get_device()
@@ -114,6 +121,65 @@ def facts_of(tensor: torch.Tensor | None) -> Hashable:
         tensor.get_device(),
         tensor.data_ptr() % UNIT,
     )
+
+
+def unaligned(tensors: Tensors, new: Sequence[int], others: Sequence[int]) -> list[int]:
+    """Which of the new rows, and of the other tensors, a kernel cannot read 16 bytes at a time
+    where they are."""
+    found = []
+    for i in (*new, *others):
+        x = tensors[i]
+        if x is not None:
+            steps = strides(x) if i in new else []  # the others are contiguous
+            if x.is_neg() or any(n % UNIT for n in (x.data_ptr(), *steps)):
+                found.append(i)
+    return found
+
+
+def with_copies(tensors: Tensors, copied: Sequence[int]) -> Tensors:
+    """Tensors, those that are named as contiguous copies."""
+    if not copied:
+        return tensors
+    tensors = list(tensors)
+    for i in copied:
+        x = tensors[i]
+        assert x is not None
+        tensors[i] = aligned_copy(x)
+    return tensors
+
+
+def aligned_copy(x: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy, which begins at a multiple of 16 bytes."""
+    return x.detach().resolve_neg().clone(memory_format=torch.contiguous_format)
+
+
+def side_strides(
+    name: str,
+    fmt: RowFormat,
+    exact_codec: str,
+    x: torch.Tensor,
+    rows: torch.Tensor,
+    exact_rows: torch.Tensor | None,
+    is_copied: bool,
+) -> list[int]:
+    """Bytes between new rows, between rows and between 16-bit rows; errors as of check_pages."""
+    check_pages(f"{name}_rows", rows, fmt)
+    exact_strides = [0, 0, 0]
+    if exact_rows is not None:
+        check_pages(f"exact_{name}", exact_rows, RowFormat(exact_codec, 1, fmt.head_dim))
+        exact_strides = strides(exact_rows)
+    row_bytes = x.shape[2] * x.element_size()
+    x_strides = [x.shape[1] * row_bytes, row_bytes] if is_copied else strides(x)
+    return [*x_strides, *strides(rows), *exact_strides]
+
+
+def launch_on(index: int, launch: Callable[[Tensors], None], tensors: Tensors) -> None:
+    """Launch on the current stream of a device."""
+    if index == current_device():
+        launch(tensors)
+        return
+    with torch.cuda.device(index):
+        launch(tensors)
 
 
 def check_pages(name: str, rows: torch.Tensor, fmt: RowFormat) -> None:

@@ -3,7 +3,7 @@
     lane        16 elements of a row; `part` counts the lanes of the row
     pieces      of a lane's elements: the longest whose elements share a group, whatever the lane
     1           least and greatest element of each piece, then of its group, by shuffles
-    2           does the format hold the row? All lanes of the row vote
+    2           does the format hold the row? All lanes of the row vote; then ranges are clipped
     3           scale and shift of each piece, rounded outwards to fp16; the first lane of a group
                 writes them
     4           codes, packed, to shared memory
@@ -52,10 +52,11 @@ ROUNDER_BITS = 0x4B000000
 INF = math.inf
 
 
-def make_quantize(fmt, lanes, converts_fp8):
+def make_quantize(fmt, lanes, converts_fp8, clips=False):
     """Make the function that writes 16 elements of a row to shared memory as the format has them.
 
-    It gives whether the format holds the row; if not, bytes that decode to NaN are written.
+    `ratio` is the share of its range that a group keeps, if it is clipped. The function gives
+    whether the format holds the row; if not, bytes that decode to NaN are written.
     """
     if fmt.is_exact:
         return _make_quantize_exact(fmt, lanes)
@@ -63,27 +64,17 @@ def make_quantize(fmt, lanes, converts_fp8):
     HEADER, CODES, CODEC = prefix_of(fmt) - fmt.header_bytes, prefix_of(fmt), fmt.codec
     PIECE = piece_of(fmt)
     PIECES, LANE_BYTES = ELEMENTS // PIECE, ELEMENTS * fmt.bits // 8
-    LIMIT, NAN = fmt.max_abs, NAN_WORDS["fp16"]
+    NAN, CLIPS = NAN_WORDS["fp16"], clips
     FULL, ACTIVE = lanes * ELEMENTS == HEAD_DIM, HEAD_DIM // ELEMENTS
-    spread, all_hold = _make_spread(fmt, lanes), make_all_hold(lanes)
-    parameters, pack = _make_parameters(CODEC), _make_pack(CODEC, converts_fp8)
+    measure, parameters = make_measure(fmt, lanes, clips), make_parameters(CODEC)
+    pack = _make_pack(CODEC, converts_fp8)
 
     @device_function
-    def quantize(x, part, row):
+    def quantize(x, ratio, part, row):
         lows = cuda.local.array(PIECES, float32)
         highs = cuda.local.array(PIECES, float32)
-        for piece in range(PIECES):
-            lows[piece] = highs[piece] = x[piece * PIECE]
-        for i in range(ELEMENTS):
-            lows[i // PIECE] = minimum_or_nan(lows[i // PIECE], x[i])
-            highs[i // PIECE] = maximum_or_nan(highs[i // PIECE], x[i])
-        spread(lows, highs, part)
-        fits = True
-        for piece in range(PIECES):
-            fits = fits and lows[piece] >= float32(-LIMIT) and highs[piece] <= float32(LIMIT)
+        holds = measure(x, ratio, part, lows, highs)
         active = FULL or part < uint32(ACTIVE)
-        holds = all_hold(fits or not active)
-
         scaled = cuda.local.array(ELEMENTS, float32)
         for piece in range(PIECES):
             word, shift, inverse = parameters(lows[piece], highs[piece])
@@ -93,7 +84,10 @@ def make_quantize(fmt, lanes, converts_fp8):
                 store_shared_u32(row + place, word if holds else uint32(NAN))
             for i in range(PIECE):
                 k = piece * PIECE + i
-                scaled[k] = multiply(subtract(x[k], shift), inverse)
+                value = x[k]
+                if CLIPS:
+                    value = minimum_or_nan(maximum_or_nan(value, lows[piece]), highs[piece])
+                scaled[k] = multiply(subtract(value, shift), inverse)
         codes = cuda.local.array(4, uint32)
         pack(scaled, codes)
         target = row + uint32(CODES) + uint32(LANE_BYTES) * part
@@ -116,6 +110,38 @@ def make_quantize(fmt, lanes, converts_fp8):
         return holds
 
     return quantize
+
+
+def make_measure(fmt, lanes, clips):
+    """Make the function that gives the range of the groups of each piece, clipped if asked for, and
+    whether the format holds the row."""
+    PIECE, LIMIT, CLIPS = piece_of(fmt), fmt.max_abs, clips
+    PIECES = ELEMENTS // PIECE
+    FULL, ACTIVE = lanes * ELEMENTS == fmt.head_dim, fmt.head_dim // ELEMENTS
+    spread, all_hold = _make_spread(fmt, lanes), make_all_hold(lanes)
+
+    @device_function
+    def measure(x, ratio, part, lows, highs):
+        for piece in range(PIECES):
+            lows[piece] = highs[piece] = x[piece * PIECE]
+        for i in range(ELEMENTS):
+            lows[i // PIECE] = minimum_or_nan(lows[i // PIECE], x[i])
+            highs[i // PIECE] = maximum_or_nan(highs[i // PIECE], x[i])
+        spread(lows, highs, part)
+        fits = True
+        for piece in range(PIECES):
+            fits = fits and lows[piece] >= float32(-LIMIT) and highs[piece] <= float32(LIMIT)
+        if CLIPS:
+            for piece in range(PIECES):
+                low, high = lows[piece], highs[piece]
+                middle = multiply(add(low, high), float32(0.5))
+                half = multiply(multiply(subtract(high, low), float32(0.5)), ratio)
+                least, most = subtract(middle, half), add(middle, half)
+                lows[piece] = minimum_or_nan(maximum_or_nan(low, least), most)
+                highs[piece] = minimum_or_nan(maximum_or_nan(high, least), most)
+        return all_hold(fits or not (FULL or part < uint32(ACTIVE)))
+
+    return measure
 
 
 def piece_of(fmt):
@@ -171,7 +197,7 @@ def _make_quantize_exact(fmt, lanes):
     FULL, ACTIVE = lanes * ELEMENTS == fmt.head_dim, fmt.head_dim // ELEMENTS
 
     @device_function
-    def quantize(x, part, row):
+    def quantize(x, ratio, part, row):
         words = cuda.local.array(WORDS, uint32)
         holds = round_to_16_bits(x, words, part)
         if FULL or part < uint32(ACTIVE):
@@ -230,7 +256,7 @@ def _make_spread(fmt, lanes):
     return spread_aligned if ALIGNED else spread_any
 
 
-def _make_parameters(codec):
+def make_parameters(codec):
     """Make the function from a group's extrema to the word of its scale and shift, the shift, and
     the inverse of the scale."""
     FP8, STEP = codec == "fp8", float(np.float32(1 / LEVELS[codec]))

@@ -10,13 +10,16 @@ from .ptx import (
     copy_4,
     copy_8,
     copy_16,
+    count_up,
     load_shared_u32,
     load_shared_u32x2,
     load_shared_u32x4,
+    load_written_u32x4,
     store_global_u32,
     store_global_u32x2,
     store_global_u32x4,
 )
+from .rowspec import ELEMENTS
 from .transform import swizzle
 
 COPIES = {4: copy_4, 8: copy_8, 16: copy_16}
@@ -32,6 +35,33 @@ def take_apart(slot, exists, pages):
     near = uint32(slot) if exists else uint32(0)
     page = uint32(uint64(uint64(near) * uint64(factor)) >> uint64(shift))
     return page, uint32(near - uint32(page * page_size))
+
+
+@device_function
+def count_bad(bad, part, is_bad):
+    """Count a row that cannot be held, if rows are counted."""
+    if is_bad and part == uint32(0) and bad != uint64(0):
+        count_up(bad, uint32(1))
+
+
+def make_load_old(head_dim):
+    """Make the function that gives a lane its 16 elements of a 16-bit row, or zeros if not
+    `wanted`: 8 words. The row may be written later in the same launch."""
+    ACTIVE = head_dim // ELEMENTS
+
+    @device_function
+    def load_old(words, address, part, wanted):
+        for half in range(2):
+            if wanted and part < uint32(ACTIVE):
+                place = uint64(uint32(32) * part + uint32(16 * half))
+                four = load_written_u32x4(address + place)
+                for i in range(4):
+                    words[4 * half + i] = four[i]
+            else:
+                for i in range(4):
+                    words[4 * half + i] = uint32(0)
+
+    return load_old
 
 
 def make_ask(row_bytes, lanes, unit, swizzled):

@@ -45,6 +45,7 @@ APPEND_SIDE = (  # K, then V
     ("rows", "Q"),
     ("exact_rows", "Q"),
     ("offset", "Q"),  # float32 [num_heads, head_dim], or 0
+    ("clip", "Q"),  # float32 [num_heads], or 0
     ("x_stride_token", "Q"),  # bytes
     ("x_stride_head", "Q"),
     ("stride_page", "Q"),
@@ -110,11 +111,13 @@ class Side:
         fmt: the packed rows.
         offset: whether a vector is subtracted.
         rotate: whether rows are rotated then.
+        clip: whether groups keep a share of their range only; int4 and int8.
     """
 
     fmt: RowFormat
     offset: bool = False
     rotate: bool = False
+    clip: bool = False
 
 
 class _RowSpec:

@@ -44,6 +44,16 @@ def swizzle(unit):
     return uint32(unit ^ (uint32(unit >> uint32(3)) & uint32(1)))
 
 
+def _make_place(swizzled):
+    """Make the function that gives the place of a unit."""
+
+    @device_function
+    def place_of(unit):
+        return swizzle(unit) if swizzled else unit
+
+    return place_of
+
+
 def make_widen(codec):
     """Make the function from a word of two 16-bit numbers to two floats, low and high."""
     low, high = (low_bf16, high_bf16) if codec == "bf16" else (low_f16, high_f16)
@@ -55,24 +65,24 @@ def make_widen(codec):
     return widen
 
 
-def make_load(codec):
+def make_load(codec, swizzled=True):
     """Make the function that loads 8 elements, from a multiple of 8 on, of rows in shared memory.
 
-    They are counted from the first row of a stage.
+    They are counted from the first row of a stage. swizzled: whether its units are swapped.
     """
-    IS_FLOAT32, widen = codec == "fp32", make_widen(codec)
+    IS_FLOAT32, widen, place_of = codec == "fp32", make_widen(codec), _make_place(swizzled)
 
     @device_function
     def load(stage, element, x, to):
         if IS_FLOAT32:
             unit = uint32(element >> uint32(2))
             for half in range(2):
-                place = swizzle(uint32(unit + uint32(half)))
+                place = place_of(uint32(unit + uint32(half)))
                 four = load_shared_f32x4(stage + uint32(16) * place)
                 for i in range(4):
                     x[to + 4 * half + i] = four[i]
         else:
-            place = swizzle(uint32(element >> uint32(3)))
+            place = place_of(uint32(element >> uint32(3)))
             words = load_shared_u32x4(stage + uint32(16) * place)
             for i in range(4):
                 x[to + 2 * i], x[to + 2 * i + 1] = widen(words[i])
@@ -80,7 +90,7 @@ def make_load(codec):
     return load
 
 
-def make_transform(spec, side, rotary_dim):
+def make_transform(spec, side, rotary_dim, swizzled=True):
     """Make the function that gives a lane its 16 elements, transformed; rotary_dim: 0 for V.
 
     Its arguments: the stage and the row's first element in it, the lane's part of the row, 16
@@ -89,7 +99,8 @@ def make_transform(spec, side, rotary_dim):
     HEAD_DIM = side.fmt.head_dim
     ACTIVE, FULL = HEAD_DIM // ELEMENTS, spec.lanes * ELEMENTS == HEAD_DIM
     TURNS, OFFSET, ROTATES = rotary_dim > 0, side.offset, side.rotate
-    load, turn = make_load(spec.source), make_turn(spec.source, rotary_dim, spec.interleaved)
+    load = make_load(spec.source, swizzled)
+    turn = _make_turn(spec.source, rotary_dim, spec.interleaved, swizzled)
     rotate = make_rotate(HEAD_DIM)
 
     @device_function
@@ -112,10 +123,10 @@ def make_transform(spec, side, rotary_dim):
     return transform
 
 
-def make_turn(codec, rotary_dim, interleaved):
+def _make_turn(codec, rotary_dim, interleaved, swizzled):
     """Make the function that turns a lane's elements by RoPE."""
     HALF, DIM = rotary_dim // 2, rotary_dim
-    load, load_one = make_load(codec), _make_load_one(codec)
+    load, load_one = make_load(codec, swizzled), _make_load_one(codec, swizzled)
 
     @device_function
     def turn_neighbours(stage, first, element, x, cos, sin):
@@ -164,14 +175,15 @@ def make_turn(codec, rotary_dim, interleaved):
     return turn_one_by_one if HALF % EIGHT else turn_chunks
 
 
-def _make_load_one(codec):
+def _make_load_one(codec, swizzled):
     """Make the function that loads one element, counted from the first row of a stage."""
+    place_of = _make_place(swizzled)
     IS_FLOAT32, widen, SHIFT = codec == "fp32", make_widen(codec), 2 if codec == "fp32" else 3
     SIZE = SIZES[codec]
 
     @device_function
     def load_one(stage, element):
-        unit = swizzle(uint32(element >> uint32(SHIFT)))
+        unit = place_of(uint32(element >> uint32(SHIFT)))
         inside = uint32(element & uint32((1 << SHIFT) - 1)) * uint32(SIZE)
         place = stage + uint32(16) * unit + inside
         if IS_FLOAT32:

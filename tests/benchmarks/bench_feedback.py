@@ -1,66 +1,112 @@
-"""Rounding with feedback on a GPU: a prompt and a decode step, beside plain torch.
+"""Appends in a basis on a GPU, a prompt and a decode step, beside the plain append and plain torch.
 
 Run by hand: python tests/benchmarks/bench_feedback.py. Bytes are first compared with the meaning.
-A prompt is 4,096 tokens of 8 heads (head_dim 128), a step is 64 sequences, one token each. The
-rounding alone, by the kernel and by plain torch, is timed inside CUDA graphs; whole calls of
-quantize_fitted, with the scales and shifts that torch chooses before, by the clock of the host.
+A prompt is 4,096 tokens of 8 heads (head_dim 128), a step is 64 sequences, one token each, at its
+end with 16-bit rows too, of which one leaves for every token that comes. Microseconds for K and V:
+
+    plain       nearest codes of the rows as they come: one launch
+    clip        offset, rotation and clipped ranges: one launch
+    feedback    likewise, with feedback: one launch
+    matrix      likewise, with a matrix for the rotation: before them the products, by torch
+    torch       what feedback does, in plain torch, by the clock of the host
+
+All but the last inside CUDA graphs.
 """
 
 from __future__ import annotations
 
 import time
 from functools import partial
+from typing import Any
 
 import torch
 
-from kvquant import RowFormat, quantize_rows
+from kvquant import RowFormat
+from kvquant.append import append_rows
+from kvquant.basis import Basis
 from kvquant.gputimer import GraphTimer
-from kvquant.kernels.feedback import round_with_feedback
-from kvquant.quant import LEVELS
-from kvquant.rounding import _round_with_feedback, feedback_matrix, quantize_fitted
+from kvquant.rounding import feedback_matrix
+from kvquant.slots import Slots
 
-HEADS, HEAD_DIM = 8, 128
-SHAPES = {"prompt": (1, HEADS, 4096), "step": (64, HEADS, 1)}
-FORMATS = ("int4-g4", "int8")
-CALLS = 20
+HEADS, HEAD_DIM, EXACT_LEN = 8, 128, 132
+SHAPES = {"prompt": (4096, False), "step": (64, False), "16-bit step": (64, True)}
+FORMATS = ("int4-g4", "int4", "int8")
+CALLS = 5
 
 
 def main() -> None:
-    """Print a line per format and shape, in microseconds."""
+    """Print a line per format and shape."""
     torch.manual_seed(0)
     timer = GraphTimer()
     print(torch.cuda.get_device_name(), "torch", torch.__version__)
-    print(f"{'microseconds':20}{'kernel':>12}{'torch':>12}{'whole call':>14}{'in torch':>12}")
+    bases = make_bases()
+    names = "".join(f"{name:>11}" for name in (*bases, "torch"))
+    print(f"{'microseconds':24}{names}")
     for name in FORMATS:
-        for what, shape in SHAPES.items():
-            measure(timer, RowFormat.parse(name, HEAD_DIM), what, shape)
+        for what in SHAPES:
+            measure(timer, RowFormat.parse(name, HEAD_DIM), what, bases)
 
 
-def measure(timer: GraphTimer, fmt: RowFormat, what: str, shape: tuple[int, int, int]) -> None:
+def make_bases() -> dict[str, Basis | None]:
+    """The columns."""
+    square, eye = (HEADS, HEAD_DIM, HEAD_DIM), torch.eye(HEAD_DIM, device="cuda")
+    roots = torch.randn(square, device="cuda").double()
+    feedback = feedback_matrix(roots @ roots.mT + eye).float()
+    matrix = eye + 0.1 * torch.randn(square, device="cuda")
+    offset = torch.randn(HEADS, HEAD_DIM, device="cuda")
+    clip = torch.full((HEADS,), 0.9, device="cuda")
+    return {
+        "plain": None,
+        "clip": Basis(offset, "hadamard", clip=clip),
+        "feedback": Basis(offset, "hadamard", clip=clip, feedback=feedback),
+        "matrix": Basis(offset, "matrix", matrix, clip, feedback),
+    }
+
+
+def measure(timer: GraphTimer, fmt: RowFormat, what: str, bases: dict[str, Basis | None]) -> None:
     """One line."""
-    roots = torch.randn(HEADS, HEAD_DIM, HEAD_DIM, device="cuda").double()
-    weights = roots @ roots.mT + torch.eye(HEAD_DIM, device="cuda")
-    feedback = feedback_matrix(weights).float()
-    x = torch.randn(*shape, HEAD_DIM, device="cuda")
-    slow = partial(quantize_fitted, x, fmt, feedback=feedback, backend="torch")
-    fast = partial(quantize_fitted, x, fmt, feedback=feedback, backend="cuda")
-    assert torch.equal(fast(), slow()), f"{fmt}, {what} differs"
+    line = f"{f'{fmt}, {what}':24}"
+    call: dict[str, Any] = {}
+    for basis in bases.values():
+        call = make_call(fmt, *SHAPES[what]) | {"k_transform": basis, "v_transform": basis}
+        check(call, f"{fmt}, {what}")
+        line += f"{timer.in_a_row([partial(append_rows, **call)]):>11.1f}"
+    call |= {"k_transform": bases["feedback"], "v_transform": bases["feedback"]}
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(CALLS):
+        append_rows(**call, backend="torch")
+    torch.cuda.synchronize()
+    print(f"{line}{(time.perf_counter() - start) / CALLS * 1e6:>11.1f}", flush=True)
 
-    rows = quantize_rows(x, fmt)
-    params = rows[..., : fmt.header_bytes].contiguous().view(torch.float16).float()
-    params = params.unflatten(-1, (fmt.groups, 2))
-    kernel = timer.in_a_row([partial(round_with_feedback, x, rows, fmt, feedback)])
-    levels = LEVELS[fmt.codec]
-    plain = timer.alone(partial(_round_with_feedback, x, params, feedback, levels))
-    line = f"{f'{fmt}, {what}':20}{kernel:>12.1f}{plain:>12.1f}"
-    for width, call in ((14, fast), (12, slow)):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(CALLS):
-            call()
-        torch.cuda.synchronize()
-        line += f"{(time.perf_counter() - start) / CALLS * 1e6:>{width}.1f}"
-    print(line, flush=True)
+
+def make_call(fmt: RowFormat, num_tokens: int, exact: bool) -> dict[str, Any]:
+    """Arguments of append_rows: bfloat16 rows into pages of 64."""
+    k, v = torch.randn(2, num_tokens, HEADS, HEAD_DIM, device="cuda").bfloat16()
+    rows = torch.zeros(
+        2, num_tokens // 64, HEADS, 64, fmt.row_bytes, dtype=torch.uint8, device="cuda"
+    )
+    packed = torch.randperm(num_tokens, device="cuda")
+    call: dict[str, Any] = {"k": k, "v": v, "k_rows": rows[0], "v_rows": rows[1]}
+    call |= {"slots": Slots(packed), "k_format": fmt, "v_format": fmt}
+    if exact:
+        for side in "kv":
+            held = torch.randn(num_tokens, HEADS, EXACT_LEN, HEAD_DIM, device="cuda").bfloat16()
+            call[f"exact_{side}"] = held.view(torch.uint8)
+        seats = torch.arange(num_tokens, device="cuda") * EXACT_LEN
+        slots = seats + torch.randint(EXACT_LEN, (num_tokens,), device="cuda")
+        call["slots"] = Slots(torch.full_like(packed, -1), slots, packed)
+    return call
+
+
+def check(call: dict[str, Any], what: str) -> None:
+    """Compare the bytes of a call with those of the meaning."""
+    names = [name for name in ("k_rows", "v_rows", "exact_k", "exact_v") if name in call]
+    wanted = call | {name: call[name].clone() for name in names}
+    append_rows(**wanted, backend="torch")
+    append_rows(**call)
+    for name in names:
+        assert torch.equal(call[name], wanted[name]), f"{what}: {name} differs"
 
 
 if __name__ == "__main__":

@@ -31,11 +31,19 @@ from append_cases import (
 
 from kvquant.kernels import append as launching
 from kvquant.kernels import dequantize as dequantizing
-from kvquant.kernels.cuda import append, dequantize, loaded, simulator
+from kvquant.kernels import feedback as feeding
+from kvquant.kernels import fitted as fitting
+from kvquant.kernels.cuda import append, dequantize, feedback, loaded, simulator
+from kvquant.kernels.cuda.feedbackspec import FeedbackSide, FeedbackSpec
 from kvquant.kernels.cuda.rowspec import AppendSpec, DequantizeSpec
+from kvquant.transforms import transform_rows
 
 CPU = -1  # get_device() of a CPU tensor
-ROOMS: dict[bool, Any] = {True: append, False: dequantize}
+MAKERS: dict[Any, tuple[Any, Any]] = {
+    AppendSpec: (append.make_append_kernel, append.signature),
+    DequantizeSpec: (dequantize.make_dequantize_kernel, dequantize.signature),
+    FeedbackSpec: (feedback.make_feedback_kernel, feedback.signature),
+}
 memory: list[tuple[int, int]] = []  # of the tensors of a call
 backwards = False
 
@@ -49,14 +57,12 @@ class Launcher:
     def __call__(self, stream: int, values: Sequence[Any]) -> None:
         data = struct.pack(self.layout, *values)
         numbers = iter(struct.unpack(self.spec.arguments, data))
-        is_append = isinstance(self.spec, AppendSpec)
-        room = ROOMS[is_append]
-        make = room.make_append_kernel if is_append else room.make_dequantize_kernel
+        make, signature = MAKERS[type(self.spec)]
         arguments = [
             tuple(one(next(numbers)) for one in kind.types)
             if hasattr(kind, "types")
             else kind(next(numbers))
-            for kind in room.signature(self.spec)
+            for kind in signature(self.spec)
         ]
         simulator.launch(
             make(self.spec),
@@ -84,7 +90,8 @@ def run_append(case: Case) -> None:
     call = make_call(case)
     wanted = expected(call)
     note(call.values())
-    launching.append(**call)
+    append = fitting.append_fitted if case.matrix or case.feedback else launching.append
+    append(**call)
     problem = differences(results(call), wanted)
     assert not problem, problem
 
@@ -100,37 +107,49 @@ def run_dequantize(case: Case) -> None:
     torch.testing.assert_close(out, wanted, rtol=0, atol=0, equal_nan=True)
 
 
-def copy(x: torch.Tensor) -> torch.Tensor:
-    """A copy that the kernel may read."""
-    copied = make_copy(x)
-    note([copied])
-    return copied
+def noted(make: Any) -> Any:
+    """The same function, whose result kernels may read."""
 
+    def make_and_note(*args: Any) -> torch.Tensor:
+        made: torch.Tensor = make(*args)
+        note([made])
+        return made
 
-make_copy = launching._copy
+    return make_and_note
 
 
 @contextmanager
-def simulated(converts_fp8: bool) -> Iterator[None]:
-    """Let the launchers launch in the simulator, one warp a block: each takes its time."""
+def simulated(converts_fp8: bool, shares: bool) -> Iterator[None]:
+    """Let the launchers launch in the simulator, one warp a block: each takes its time.
+
+    shares: whether several lanes round a row with feedback.
+    """
 
     def one_warp(make: Any) -> Any:
         return lambda *args: replace(make(*args), warps=1)
 
-    gpu = loaded.GPU("sm_90", converts_fp8, 1)
+    def alone(side: FeedbackSide) -> FeedbackSide:
+        return replace(side, warps=1)
+
+    gpu = loaded.GPU("sm_90", converts_fp8, 1, 0, 0)
     changes: dict[str, Any] = {
         "Launcher": Launcher,
         "kernel_of": lambda spec, tensor: spec,
         "gpu_of": lambda tensor: gpu,
-        "current_device": lambda: CPU,
         "current_stream": lambda index: 0,
         "_settled": {},
     }
-    of_append = {"AppendSpec": one_warp(AppendSpec), "_copy": copy}
+    on_cpu: Any = {"current_device": lambda: CPU}
+    copies: Any = {"aligned_copy": noted(loaded.aligned_copy)}
     of_dequantize = {"DequantizeSpec": one_warp(DequantizeSpec)}
+    of_feedback: Any = {"ROWS_PER_SM": 64 if shares else 0}
+    of_feedback |= {"make_feedback_spec": lambda sides: FeedbackSpec(tuple(map(alone, sides)))}
     with (
-        mock.patch.multiple(launching, **changes, **of_append),
-        mock.patch.multiple(dequantizing, **changes, **of_dequantize),
+        mock.patch.multiple(loaded, **on_cpu, **copies),
+        mock.patch.multiple(fitting, transform_rows=noted(transform_rows)),
+        mock.patch.multiple(launching, **changes, AppendSpec=one_warp(AppendSpec)),
+        mock.patch.multiple(feeding, **changes, **of_feedback),
+        mock.patch.multiple(dequantizing, **changes, **on_cpu, **of_dequantize),
     ):
         yield
 
@@ -147,7 +166,8 @@ def main() -> None:
             run = run_dequantize if task["name"].startswith("dequantize") else run_append
             for backwards in (False, True):  # noqa: B007  # the Launcher's
                 memory.clear()
-                with simulated("before sm_89" not in task["name"]):
+                name = task["name"]
+                with simulated("before sm_89" not in name, "a lane a row" not in name):
                     run(Case(**task["case"]))
         except BaseException:
             result["problem"] = traceback.format_exc()

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from kvquant.kernels.cuda.compile import compile_spec, cubin_key
-from kvquant.kernels.cuda.feedbackspec import FeedbackSpec
+from kvquant.kernels.cuda.feedbackspec import FeedbackSide, FeedbackSpec
 from kvquant.kernels.cuda.rowspec import AppendSpec, DequantizeSpec, Side
 from kvquant.kernels.cuda.statespec import MergeSpec
 from kvquant.layout import RowFormat
@@ -25,12 +25,12 @@ GPUS = ("sm_80", "sm_89", "sm_90", "sm_100")
 FORMATS = "int4 int4-g2 int4-g4 int4-g8 int8 int8-g4 fp8 fp8-g4 bf16 fp16".split()
 
 
-FEEDBACK = FeedbackSpec(RowFormat.parse("int4", 64), 4)
+FEEDBACK = FeedbackSpec((FeedbackSide(Side(RowFormat.parse("int4", 64)), share=4),) * 2)
 
 
 def make_row_spec(text: str) -> AppendSpec | DequantizeSpec:
     """An append or dequantize kernel: "K[/V] [head_dim] [word ...]"; the words are "exact" (16-bit
-    rows), "rotated" (both, with an offset), "rope", "float32" and "dequantize"."""
+    rows), "rotated" (both, with an offset), "clip", "rope", "float32" and "dequantize"."""
     formats, *words = text.split()
     head_dim = next((int(word) for word in words if word.isdecimal()), 128)
     k_name, _, v_name = formats.partition("/")
@@ -38,10 +38,10 @@ def make_row_spec(text: str) -> AppendSpec | DequantizeSpec:
     element = "fp32" if "float32" in words else "bf16"
     if "dequantize" in words:
         return DequantizeSpec(k, element)
-    rotated = "rotated" in words
+    rotated, clip = "rotated" in words, "clip" in words
     return AppendSpec(
-        Side(k, rotated, rotated),
-        Side(v, rotated, rotated),
+        Side(k, rotated, rotated, clip),
+        Side(v, rotated, rotated, clip),
         element,
         "bf16" if "exact" in words else "",
         head_dim if "rope" in words else 0,
@@ -50,7 +50,7 @@ def make_row_spec(text: str) -> AppendSpec | DequantizeSpec:
 
 ROWS_IN_CI = (
     ("int4-g4", "sm_90"),
-    ("int4-g4 exact rotated rope", "sm_90"),
+    ("int4-g4 exact rotated rope clip", "sm_90"),
     ("int4/int8-g8 96 exact", "sm_80"),
     ("fp8 256 rotated", "sm_89"),
     ("fp8/int4-g8 80", "sm_80"),
@@ -116,6 +116,7 @@ def sections(code: bytes) -> dict[str, int]:
 
 def test_the_key_changes_with_all_that_matters() -> None:
     texts = ["int4-g4", "int4-g4/int8", "int4-g4 exact", "int4-g4 rope", "int4-g4 rotated"]
+    texts += ["int4-g4 clip"]
     texts += ["int4-g4 float32", "int4-g4 dequantize", "int4-g4 dequantize float32", "int4-g4 64"]
     specs = [make_row_spec(text) for text in texts]
     specs += [replace(specs[0], converts_fp8=False), replace(specs[0], warps=8)]

@@ -10,6 +10,7 @@ import torch
 
 from kvquant import RowFormat, quantize_rows
 from kvquant.append import append_rows, dequantize_pages
+from kvquant.rounding import feedback_matrix
 from kvquant.slots import Slots
 from kvquant.transforms import Rope, RowTransform
 
@@ -29,7 +30,7 @@ class Case:
             part of a wider tensor) or "odd" (not aligned to 16 bytes).
         pages: of the packed rows: "dense", or "tokens" (a token's heads follow one another).
         exact: codec of 16-bit rows, or "" for none.
-        offset, rotate: "", "k", "v" or "kv".
+        offset, rotate, matrix, clip, feedback: "", "k", "v" or "kv".
         rotary_dim: 0 for no RoPE.
         hostile: whether rows with NaN, Inf and other rare numbers are among the new ones.
         bad: whether rows that cannot be held are counted.
@@ -49,6 +50,9 @@ class Case:
     exact: str = ""
     offset: str = ""
     rotate: str = ""
+    matrix: str = ""
+    clip: str = ""
+    feedback: str = ""
     rotary_dim: int = 0
     interleaved: bool = False
     hostile: bool = False
@@ -93,7 +97,8 @@ def make_call(case: Case, device: str = "cpu") -> dict[str, Any]:
         offset = None
         if name in case.offset:
             offset = torch.randn(case.heads, fmt.head_dim).to(device)
-        call[f"{name}_transform"] = RowTransform(offset, name in case.rotate)
+        rounding = _rounding(case, name, fmt.head_dim, device)
+        call[f"{name}_transform"] = RowTransform(offset, name in case.rotate, *rounding)
     if case.rotary_dim:
         angles = torch.rand(case.tokens, case.rotary_dim // 2) * 7
         call["rope"] = Rope(angles.cos().to(device), angles.sin().to(device), case.interleaved)
@@ -101,6 +106,23 @@ def make_call(case: Case, device: str = "cpu") -> dict[str, Any]:
     call["slots"] = _moved(slots, device)
     call["bad"] = torch.tensor([3, 4], dtype=torch.int32, device=device) if case.bad else None
     return call
+
+
+def _rounding(
+    case: Case, name: str, dim: int, device: str
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Matrix (exact in any order of summation), clip ratios and feedback."""
+    matrix = clip = feedback = None
+    if name in case.matrix:
+        eyes = torch.stack([torch.eye(dim)[torch.randperm(dim)] for _ in range(case.heads)])
+        matrix = (eyes * -2).to(device)
+    if name in case.clip:
+        clip = torch.linspace(0.8, 1.0, case.heads + 1)[: case.heads].to(device)
+    if name in case.feedback:
+        roots = torch.randn(case.heads, dim, dim).double()
+        weights = roots @ roots.mT + 0.1 * torch.eye(dim)
+        feedback = feedback_matrix(weights).float().to(device)
+    return matrix, clip, feedback
 
 
 def _new_rows(case: Case, head_dim: int, device: str) -> torch.Tensor:

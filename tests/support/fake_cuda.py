@@ -103,8 +103,9 @@ def install_for_rows(monkeypatch: pytest.MonkeyPatch, *launchers: Any) -> FakeDr
     monkeypatch.setattr(loaded, "load_cubin", lambda spec, arch: Cubin("f", b"", Report(64, 0)))
     for name in ("_gpus", "_kernels"):
         monkeypatch.setattr(loaded, name, {})
+    for module in (loaded, *launchers):
+        monkeypatch.setattr(module, "current_device", lambda: CPU, raising=False)
     for module in launchers:
-        monkeypatch.setattr(module, "current_device", lambda: CPU)
         monkeypatch.setattr(module, "current_stream", lambda index: STREAM)
         monkeypatch.setattr(module, "_settled", {})
     return fake
@@ -120,8 +121,8 @@ def note_devices(monkeypatch: pytest.MonkeyPatch, *launchers: Any) -> list[int]:
         yield
 
     monkeypatch.setattr(torch.cuda, "device", device)
-    for module in launchers:
-        monkeypatch.setattr(module, "current_device", lambda: 3)
+    for module in (loaded, *launchers):
+        monkeypatch.setattr(module, "current_device", lambda: 3, raising=False)
     return entered
 
 

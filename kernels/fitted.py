@@ -1,0 +1,62 @@
+"""Append on CUDA where rows are multiplied by a matrix or rounded with feedback: a side at a time.
+
+matrix      the product is torch's, after RoPE, offset and rotation
+feedback    one launch of the feedback kernel for the side; without it one of the append kernel
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from kvquant.layout import RowFormat
+from kvquant.quant import LEVELS
+from kvquant.slots import Slots
+from kvquant.transforms import Rope, RowTransform, transform_rows
+
+from .append import NO_TRANSFORM, prepare_side
+from .cuda.loaded import launch_on
+from .feedback import Fed, prepare
+
+
+def append_fitted(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_rows: torch.Tensor,
+    v_rows: torch.Tensor,
+    slots: Slots,
+    k_format: RowFormat,
+    v_format: RowFormat,
+    exact_k: torch.Tensor | None = None,
+    exact_v: torch.Tensor | None = None,
+    exact_format: str = "bf16",
+    k_transform: RowTransform | None = None,
+    v_transform: RowTransform | None = None,
+    rope: Rope | None = None,
+    bad: torch.Tensor | None = None,
+    check: Callable[[], None] | None = None,
+) -> None:
+    """Append on the current stream; arguments and errors as of append.append."""
+    rounded = k_transform or NO_TRANSFORM, v_transform or NO_TRANSFORM
+    if check and any(transform.matrix is not None for transform in rounded):
+        check()  # before the product
+    of_k = "k", k, k_rows, k_format, exact_k, rounded[0], rope
+    of_v = "v", v, v_rows, v_format, exact_v, rounded[1], None
+    fed, ready = [], []
+    for i, (name, x, rows, fmt, exact_rows, transform, turn) in enumerate((of_k, of_v)):
+        if transform.matrix is not None:
+            x = transform_rows(x.detach(), transform, turn)
+            transform, turn = RowTransform(clip=transform.clip, feedback=transform.feedback), None
+        counted = None if bad is None else bad[i:]
+        where = name, x, rows, slots, fmt
+        how = exact_rows, exact_format, turn, counted
+        if transform.feedback is not None and fmt.codec in LEVELS:
+            fed.append(Fed(*where, transform, *how))
+        else:
+            ready.append(prepare_side(*where, transform, *how, check))
+    if fed:
+        ready.append(prepare(fed, check))
+    for one in ready:  # both sides can be done
+        if one:
+            launch_on(*one)
