@@ -178,8 +178,8 @@ def export(cache: Path, to: str, plan: Path | None, output: Path) -> None:
     check_output(output, cache, cache.with_name(f"{cache.name}.index.json"))
     from .checkpoint import load_cache
     from .exchange import export_cache
-    from .inspection import size_text
     from .plan import CachePlan
+    from .rowfacts import size_text
 
     bases = CachePlan.load(plan) if plan else None
     notes = export_cache(load_cache(cache, plan=bases), output, to)
@@ -193,6 +193,8 @@ def export(cache: Path, to: str, plan: Path | None, output: Path) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def inspect(file: Path, as_json: bool) -> None:
     """Tell what a cache file holds, and what looks wrong.
+
+    FILE is what `kvquant quantize` or save_cache wrote, or save_sequences of a paged cache.
 
     \b
     Example:

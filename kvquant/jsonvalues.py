@@ -89,6 +89,29 @@ def identity(value: Any) -> dict[str, str] | None:
     return found
 
 
+def transforms(value: Any, num_layers: int) -> tuple[dict[str, str], ...]:
+    """What a manifest says of the bases of its rows: {"k", "v"} for each layer, or nothing.
+
+    Raises:
+        CheckpointError: it says something else.
+    """
+    if value == []:
+        return ()
+    try:
+        for i, entry in enumerate(as_list(value, "transforms")):
+            check_keys(as_dict(entry, f"transforms[{i}]"), {"k", "v"}, f"transforms[{i}]")
+            for side in "kv":
+                check_digest(entry[side], f"transforms[{i}].{side}")
+        if len(value) != num_layers:
+            raise CheckpointError(f"{len(value)} transforms for {num_layers} layers")
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"the rows were transformed by {value!r:.80}, which this kvquant does not know: take a "
+            f"newer one ({error})"
+        ) from None
+    return tuple(value)
+
+
 def check_digest(value: Any, what: str) -> None:
     """Raise CheckpointError unless this is a SHA-256 in hexadecimal digits."""
     if type(value) is not str or len(value) != 64 or not set(value) <= set("0123456789abcdef"):

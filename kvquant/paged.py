@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .cachechecks import Formats, check_size, per_layer
+from .basis import LayerBasis
+from .cachechecks import Formats, check_bases, check_size, per_layer
 from .errors import ConfigError
 from .layout import EXACT_CODECS
 from .pagedrows import PagedRows
 from .pagedslots import Split
-from .pagedstate import PagedState, Step, plain_id
-from .pagedstate import for_each as for_each
+from .pagedstate import PagedState, Step, for_each, plain_id
 from .pagenames import hold
 from .pagepool import SequenceId
 from .segments import PAGE_SIZES
 from .swap import Parked, SwapSpace
+
+if TYPE_CHECKING:
+    from .plan import CachePlan
 
 
 class PagedKVCache:
@@ -49,6 +53,7 @@ class PagedKVCache:
         recent_len: last tokens of each sequence to keep in 16 bit.
         exact_format: "bf16" or "fp16": the 16-bit rows; take that of the model.
         device: where all tensors lie.
+        bases: what the rows of each layer are stored as, as in KVCache; see from_plan.
 
     Attributes:
         rows: the tensors.
@@ -77,6 +82,7 @@ class PagedKVCache:
         recent_len: int = 128,
         exact_format: str = "bf16",
         device: torch.device | str = "cpu",
+        bases: Sequence[LayerBasis] | None = None,
     ) -> None:
         num_layers = check_size("num_layers", num_layers, at_least=1)
         num_kv_heads = check_size("num_kv_heads", num_kv_heads, at_least=1)
@@ -95,12 +101,45 @@ class PagedKVCache:
         self.device = torch.device(device)
         k_formats = per_layer("k_format", k_format, num_layers, head_dim)
         v_formats = per_layer("v_format", v_format, num_layers, head_dim)
+        checked = check_bases(bases, num_kv_heads, k_formats, v_formats)
+        sides = k_formats, v_formats, [basis and basis.to(self.device) for basis in checked]
         sizes = num_kv_heads, num_pages, num_seats
-        self.rows = PagedRows(k_formats, v_formats, exact_format, *sizes, split, self.device)
+        self.rows = PagedRows(*sides, exact_format, *sizes, split, self.device)
         self.state = PagedState(num_pages, num_seats, max_seq_len, split)
         self.bad_rows = torch.zeros(2, dtype=torch.int32, device=self.device)
-        self._swap = SwapSpace(self.rows.pages, self.rows.exact, self.device)
+        self._swap = SwapSpace(self.state, self.rows.pages, self.rows.exact, self.device)
         self._step: Step | None = None  # whose rows are being written
+
+    @classmethod
+    def from_plan(cls, plan: CachePlan, num_pages: int, **options: Any) -> PagedKVCache:
+        """Make an empty cache whose formats and bases are those of a plan.
+
+        Args:
+            plan: of the model whose keys and values will come; plan.check_model tells whether.
+            num_pages: as in PagedKVCache.
+            options: likewise: num_seats, max_seq_len, page_size, sink_len, recent_len,
+                exact_format, device.
+
+        Raises:
+            ConfigError: a size that is not possible, or an option that the plan decides.
+        """
+        if options.keys() & {"k_format", "v_format", "bases"}:
+            raise ConfigError("a plan says the formats: use plan.with_formats for others")
+        return cls(
+            plan.num_layers,
+            plan.num_kv_heads,
+            plan.head_dim,
+            num_pages,
+            k_format=plan.k_formats,
+            v_format=plan.v_formats,
+            bases=plan.layers,
+            **options,
+        )
+
+    @property
+    def bases(self) -> list[LayerBasis] | None:
+        """What the rows of each layer are stored as; None if as they came."""
+        return [rows.basis for rows in self.rows.layers if rows.basis is not None] or None
 
     @property
     def num_layers(self) -> int:
@@ -125,13 +164,13 @@ class PagedKVCache:
     @property
     def num_free_pages(self) -> int:
         """Pages that can be taken, those that are kept only to be found again included."""
-        self._let_go()
+        self._swap.let_go()
         return self.state.pool.num_free
 
     @property
     def num_free_seats(self) -> int:
         """Sequences that can be begun."""
-        self._let_go()
+        self._swap.let_go()
         return self.state.num_free_seats
 
     @property
@@ -214,7 +253,7 @@ class PagedKVCache:
             del self._swap.parked[sequence_id]
             tokens = parked.tokens
             if forget:
-                self.finish_swaps()
+                self._swap.finish()
         if forget:
             self.state.pool.forget(tokens)
 
@@ -225,8 +264,8 @@ class PagedKVCache:
             ShapeError: a count is negative, or a sequence would outgrow max_seq_len.
             ConfigError: a sequence does not live, or is given twice.
         """
-        self._let_go()
-        self._check_live(ids)
+        self._swap.let_go()
+        self._swap.check_here(ids)
         return self.state.can_append(ids, for_each(ids, counts))
 
     def swap_out(self, sequence_id: SequenceId) -> None:
@@ -239,18 +278,8 @@ class PagedKVCache:
             ConfigError: the sequence does not live.
         """
         self._settle([sequence_id])
-        seat = self.state.seat(sequence_id)
-        parked = self._swap.copy_out(
-            self.state.pool.block_table(sequence_id),
-            seat,
-            int(self.state.lengths[seat]),
-            int(self.state.packed_lens[seat]),
-            self.state.tokens(sequence_id),
-        )
-        self.state.rename(sequence_id, parked)
-        self._swap.parked[sequence_id] = parked
-        self._swap.leaving.append(parked)
-        self._let_go()
+        self._swap.swap_out(sequence_id)
+        self._swap.let_go()
 
     def swap_in(self, sequence_id: SequenceId) -> None:
         """Bring a sequence back; on the device, what touches it next waits for its rows.
@@ -260,28 +289,12 @@ class PagedKVCache:
             ConfigError: the sequence is not swapped out.
         """
         self._check_closed()
-        self._let_go()
-        parked = self._swap.find(sequence_id)
-        if parked is None:
-            raise ConfigError(f"sequence {sequence_id!r} is not swapped out: it cannot be brought")
-        if parked in self._swap.leaving:  # its rows are still where they were
-            self._swap.leaving.remove(parked)
-            self.state.rename(parked, sequence_id)
-        else:
-            table = range(-(-parked.packed_len // self.state.split.page_size))
-            with self._swap.telling():
-                pages = self.state.place(
-                    [sequence_id], [parked.length], [parked.packed_len], [table], [parked.tokens]
-                )
-            with self.state.or_free([sequence_id]):
-                self._swap.copy_in(sequence_id, parked, pages, self.state.seat(sequence_id))
-        del self._swap.parked[sequence_id]
+        self._swap.let_go()
+        self._swap.swap_in(sequence_id)
 
     def finish_swaps(self) -> None:
         """Let the host wait until all that was swapped out has left its pages and seats."""
-        for parked in self._swap.leaving:
-            parked.wait()
-        self._let_go()
+        self._swap.finish()
 
     def dequantized(
         self, sequence_id: SequenceId, layer: int, dtype: torch.dtype = torch.float32
@@ -346,8 +359,8 @@ class PagedKVCache:
 
     def _await(self, ids: Sequence[SequenceId]) -> None:
         """Make ready to read sequences; ConfigError if one does not live."""
-        self._let_go()
-        self._check_live(ids)
+        self._swap.let_go()
+        self._swap.check_here(ids)
         self._publish(self._swap.await_rows(ids))
 
     def check(self) -> None:
@@ -377,7 +390,7 @@ class PagedKVCache:
     def _new_id(self, sequence_id: SequenceId) -> SequenceId:
         """The id of a new sequence, as it is kept; ConfigError if no new one may have it."""
         self._check_closed()
-        self._let_go()
+        self._swap.let_go()
         new_id = plain_id(sequence_id)
         if new_id is None or new_id in self._swap.parked:
             raise ConfigError(
@@ -385,14 +398,3 @@ class PagedKVCache:
                 "number that no other has, swapped out ones included"
             )
         return new_id
-
-    def _check_live(self, ids: Sequence[SequenceId]) -> None:
-        for sequence_id in ids:
-            if self._swap.find(sequence_id) is not None:
-                raise ConfigError(f"sequence {sequence_id!r} is swapped out: swap it in first")
-            self.state.seat(sequence_id)
-
-    def _let_go(self) -> None:
-        """Free the pages and seats of what has left."""
-        for parked in self._swap.take_gone():
-            self.state.free(parked)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -10,14 +11,15 @@ import torch
 
 from .append import append_rows
 from .attention import State, attend_segments
+from .basisattention import attend_in_basis
 from .cachechecks import check_size
 from .cascade import attend_shared
 from .errors import ConfigError, ShapeError
-from .paged import PagedKVCache, for_each
-from .pagedstate import Step
+from .paged import PagedKVCache
+from .pagedstate import Step, for_each
 from .pagepool import SequenceId
 from .segments import Segment
-from .sharedprefix import HEADS, Numbers, find_prefix, pays
+from .sharedprefix import Numbers, find_prefix, pays
 from .slots import Slots
 from .staging import StagedTensors
 from .transforms import Rope
@@ -217,6 +219,8 @@ class PagedBatch:
             exact_k=rows.k_exact if has_exact else None,
             exact_v=rows.v_exact if has_exact else None,
             exact_format=self.cache.exact_format,
+            k_transform=rows.basis and rows.basis.k,
+            v_transform=rows.basis and rows.basis.v,
             rope=rope,
             bad=self.cache.bad_rows,
         )
@@ -249,9 +253,19 @@ class PagedBatch:
             self._ratio = q.shape[1] // segments[0].k_rows.shape[1]
         elif not torch.compiler.is_compiling():
             self._captured[0] = min(self._captured[0], q.shape[0])
-        if members is None:
-            return attend_segments(q, segments, **options)
-        packed, batch = segments[0], q.shape[0]
+        attend = attend_segments if members is None else partial(self._attend_shared, members)
+        basis = self.cache.rows.layers[layer].basis
+        return attend_in_basis(attend, q, segments, basis, self.seq_lens, **options)
+
+    def _attend_shared(
+        self,
+        members: torch.Tensor,
+        q: torch.Tensor,
+        segments: Sequence[Segment],
+        **options: Any,
+    ) -> torch.Tensor | State:
+        """Attend as attend_segments does, and read the prefix of the members once."""
+        tensors, packed, batch = self._staged.tensors, segments[0], q.shape[0]
         prefix = packed._replace(
             seq_lens=tensors["prefix_lens"], block_table=tensors["prefix_table"]
         )
@@ -332,7 +346,8 @@ class PagedBatch:
         """Find the pages to read once in this step, and set what reads them so."""
         count, page_size = len(tables), self.cache.state.split.page_size
         prefix = None
-        if self.shared_prefix or self._ratio % HEADS:  # else nothing is saved, or not known
+        longest = int(packed_lens.max(initial=0))
+        if self.shared_prefix or pays(count, longest, self.cache.num_kv_heads, self._ratio):
             prefix = find_prefix(tables, packed_lens, page_size)
         self._num_members = 0 if prefix is None else len(prefix.members)
         if prefix is not None and self.shared_prefix is None:

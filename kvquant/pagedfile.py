@@ -24,7 +24,7 @@ The manifest is an object with exactly these keys; every number is whole:
         tokens        the ids of its first tokens, as far as they are known
     model          null, or {"type", "sha256"}: model_identity of the model's config
     creation       any object: how the sequences came about
-    transforms     []: as in checkpoint.py
+    transforms     [], or the fingerprints of the bases of each layer: as in checkpoint.py
     sha256         for every tensor the SHA-256 of its bytes
 
 The tensors, of layer I and of K and V each, uint8; one without rows is left out:
@@ -49,24 +49,18 @@ from typing import Any
 
 import torch
 
+from .basis import fingerprints
 from .cachefile import check_values
 from .checkpoint import check_model
 from .errors import CheckpointError, ConfigError
-from .files import (
-    TensorSource,
-    open_safetensors,
-    read_tensor,
-    replaced,
-    sha256,
-    write_safetensors,
-)
+from .files import TensorSource, replaced, write_safetensors
 from .identity import model_identity
 from .manifest import Part
 from .paged import PagedKVCache
 from .pagedmanifest import PageManifest, PagePart, SavedSequence
+from .pagedreader import MANIFEST, MANIFEST_SHA256, PageReader, by_token
 from .pagepool import SequenceId
 
-_MANIFEST, _MANIFEST_SHA256 = "kvquant_pages", "kvquant_pages_sha256"
 _CHUNK = 64  # pages that are copied to the host at a time
 
 
@@ -127,7 +121,8 @@ def load_sequences(
     and full pages whose tokens are known are found by sequences that are allocated later.
 
     Args:
-        cache: with the same layers, heads, formats, page_size, sink_len and recent_len.
+        cache: with the same layers, heads, formats, page_size, sink_len and recent_len, and made
+            from the same plan if there was one.
         path: what was given to save_sequences.
         ids: new ids for saved ones, by these; those that are not named keep theirs.
         model: the config, as a dict, of the model that is to continue; None to take any file.
@@ -143,15 +138,13 @@ def load_sequences(
     """
     path = Path(path)
     try:
-        with open_safetensors(path) as file:
-            manifest, digests = _unsealed(file.metadata() or {})
-            _check_tensors(file, manifest)
-            _check_cache(cache, manifest)
+        with PageReader(path) as file:
+            _check_cache(cache, file.manifest)
             if model is not None:
-                check_model(path, manifest.model, model_identity(model))
-            for name, part in manifest.parts.items():
-                _check_rows(read_tensor(file, name), part, digests[name])
-            return _place(cache, file, manifest, ids or {})
+                check_model(path, file.manifest.model, model_identity(model))
+            for part in file.manifest.parts.values():
+                file.rows(part)  # all are checked before the first is used
+            return _place(cache, file, ids or {})
     except CheckpointError as error:
         text = str(error)
         raise (
@@ -195,6 +188,7 @@ def _manifest_of(
         tuple(sequences),
         None if model is None else model_identity(model),
         copied,
+        tuple(fingerprints(cache.bases)),
     )
     return manifest, pages
 
@@ -212,7 +206,7 @@ def _reader(
             chunk = rows.index_select(0, index.to(rows.device)).cpu()
             unused = torch.arange(size) >= used[start : start + _CHUNK, None]
             chunk.masked_fill_(unused[:, None, :, None], 0)
-            check_values(chunk.transpose(1, 2).flatten(0, 1), part, start * size)
+            check_values(by_token(chunk, part), part, start * size)
             yield chunk
 
     def exact_chunks() -> Iterator[torch.Tensor]:
@@ -227,10 +221,10 @@ def _reader(
 
 
 def _place(
-    cache: PagedKVCache, file: Any, manifest: PageManifest, names: Mapping[Any, SequenceId]
+    cache: PagedKVCache, file: PageReader, names: Mapping[Any, SequenceId]
 ) -> list[SequenceId]:
     """Give the sequences of a checked file pages and seats, and copy their rows."""
-    sequences = manifest.sequences
+    manifest, sequences = file.manifest, file.manifest.sequences
     saved = [sequence.id for sequence in sequences]
     unknown = [name for name in names if name not in saved]
     if unknown:
@@ -248,8 +242,9 @@ def _place(
         )
     with cache.state.or_free(ids):
         index = torch.tensor(pages, dtype=torch.int64, device=cache.device)
-        for name, part in manifest.parts.items():
-            rows, target = read_tensor(file, name).to(cache.device), _storage(cache, part)
+        for part in manifest.parts.values():
+            rows = file.rows(part, check=False).to(cache.device)
+            target = _storage(cache, part)
             if isinstance(part, PagePart):
                 target.index_copy_(0, index, rows)
                 continue
@@ -275,30 +270,6 @@ def _exact_rows(manifest: PageManifest, sequence: SavedSequence) -> torch.Tensor
     return torch.cat([torch.arange(sinks), ring])
 
 
-def _check_rows(rows: torch.Tensor, part: Part, digest: str) -> None:
-    if sha256(rows) != digest:
-        raise CheckpointError(
-            f"tensor {part.name!r} is damaged (its checksum differs): take another copy of the file"
-        )
-    flat = rows.transpose(1, 2).flatten(0, 1) if isinstance(part, PagePart) else rows
-    check_values(flat, part)
-
-
-def _check_tensors(file: Any, manifest: PageManifest) -> None:
-    names = set(file.keys())
-    if names != manifest.parts.keys():
-        name = min(names ^ manifest.parts.keys())
-        problem = "is missing" if name in manifest.parts else "should not be there"
-        raise CheckpointError(f"tensor {name!r:.80} {problem}: take another copy of the file")
-    for name, part in manifest.parts.items():
-        view, shape = file.get_slice(name), list(manifest.shape(part))
-        if view.get_dtype() != "U8" or list(view.get_shape()) != shape:
-            raise CheckpointError(
-                f"tensor {name!r} is {view.get_dtype()} {list(view.get_shape())}: the sequences "
-                f"and formats ask for U8 {shape}"
-            )
-
-
 def _check_cache(cache: PagedKVCache, manifest: PageManifest) -> None:
     """Raise unless the rows of a file can stand in a cache."""
     split = cache.state.split
@@ -317,6 +288,7 @@ def _check_cache(cache: PagedKVCache, manifest: PageManifest) -> None:
                 f"{name} is {saved} in the file and {ours} in the cache: make a cache like the one "
                 "that was saved"
             )
+    _check_bases(manifest, fingerprints(cache.bases))
     for layer, (saved_formats, ours_formats) in enumerate(
         zip(manifest.formats, formats, strict=True)
     ):
@@ -334,6 +306,27 @@ def _check_cache(cache: PagedKVCache, manifest: PageManifest) -> None:
         )
 
 
+def _check_bases(manifest: PageManifest, ours: Sequence[Mapping[str, str]]) -> None:
+    """Raise unless the rows of a file are stored in these bases."""
+    saved = manifest.transforms
+    if saved and not ours:
+        raise CheckpointError(
+            "its rows are stored in the bases of a plan, and the cache has none: make one with "
+            "PagedKVCache.from_plan and the plan that they were made with"
+        )
+    if ours and not saved:
+        raise CheckpointError(
+            "its rows are stored without a plan, and the cache was made from one: make a cache "
+            "without a plan, or save the sequences anew from a cache with this one"
+        )
+    for layer, (theirs, own) in enumerate(zip(saved, ours, strict=True)):
+        if theirs != own:
+            raise CheckpointError(
+                f"its rows are stored in the bases of another plan (layer {layer} differs): make "
+                "the cache with PagedKVCache.from_plan and the plan that they were made with"
+            )
+
+
 def _sealed(manifest: PageManifest, digests: Mapping[str, str]) -> dict[str, str]:
     """The manifest and its checksum, as the file's metadata holds them."""
     try:
@@ -341,18 +334,4 @@ def _sealed(manifest: PageManifest, digests: Mapping[str, str]) -> dict[str, str
     except PackageNotFoundError:  # a checkout that is not installed
         writer = "kvquant"
     text = manifest.to_json(digests, writer)
-    return {_MANIFEST: text, _MANIFEST_SHA256: hashlib.sha256(text.encode()).hexdigest()}
-
-
-def _unsealed(metadata: Mapping[str, Any]) -> tuple[PageManifest, dict[str, str]]:
-    """The manifest and the checksums of the tensors from a file's metadata."""
-    text, digest = metadata.get(_MANIFEST), metadata.get(_MANIFEST_SHA256)
-    if type(text) is not str:
-        raise CheckpointError(
-            "this is no file of a paged cache: caches of save_cache are read by load_cache"
-        )
-    if hashlib.sha256(text.encode("utf-8", "replace")).hexdigest() != digest:
-        raise CheckpointError(
-            "the manifest is damaged (its checksum differs): take another copy of the file"
-        )
-    return PageManifest.from_json(text)
+    return {MANIFEST: text, MANIFEST_SHA256: hashlib.sha256(text.encode()).hexdigest()}

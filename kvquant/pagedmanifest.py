@@ -56,6 +56,7 @@ class PageManifest:
     sequences: tuple[SavedSequence, ...]
     model: Mapping[str, str] | None
     creation: Mapping[str, Any]
+    transforms: tuple[Mapping[str, str], ...] = ()
 
     @cached_property
     def used(self) -> dict[int, tuple[int, int, int]]:
@@ -112,7 +113,7 @@ class PageManifest:
                 "sequences": [vars(sequence) for sequence in self.sequences],
                 "model": self.model,
                 "creation": self.creation,
-                "transforms": [],
+                "transforms": self.transforms,
                 "sha256": dict(digests),
             },
             separators=(",", ":"),
@@ -135,11 +136,6 @@ class PageManifest:
                 "take the kvquant that wrote it, or save it anew"
             )
         jsonvalues.check_keys(top, _TOP_KEYS, "the manifest")
-        if top["transforms"] != []:
-            raise CheckpointError(
-                f"the rows were transformed by {top['transforms']!r:.80}, which this kvquant does "
-                "not know: take a newer one"
-            )
         page_size = jsonvalues.whole(top["page_size"], "page_size")
         if page_size not in PAGE_SIZES:
             raise CheckpointError(f"page_size is {page_size}: it must be 16, 32, 64 or 128")
@@ -159,6 +155,7 @@ class PageManifest:
             ),
             jsonvalues.identity(top["model"]),
             jsonvalues.as_dict(top["creation"], "creation"),
+            jsonvalues.transforms(top["transforms"], len(top["layers"])),
         )
         manifest._check_sequences()
         digests = jsonvalues.as_dict(top["sha256"], "sha256")

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from .basis import LayerBasis
 from .layout import RowFormat
 from .pagedslots import Split
 from .rowstacks import RowStacks
@@ -21,6 +22,7 @@ class LayerRows(NamedTuple):
         k_exact, v_exact: [num_seats, num_kv_heads, exact_len, 16-bit row bytes], uint8.
         k_format, v_format: of the pages.
         k_exact_format, v_exact_format: of the exact rows.
+        basis: what rows are stored as; None if as they came.
     """
 
     k_pages: torch.Tensor
@@ -31,6 +33,7 @@ class LayerRows(NamedTuple):
     v_format: RowFormat
     k_exact_format: RowFormat
     v_exact_format: RowFormat
+    basis: LayerBasis | None
 
 
 class PagedRows:
@@ -38,6 +41,7 @@ class PagedRows:
 
     Args:
         k_formats, v_formats: formats of the packed rows of each layer.
+        bases: what the rows of each layer are stored as.
         exact_format: "bf16" or "fp16".
         num_kv_heads: KV heads of each layer.
         num_pages: pages of a layer.
@@ -55,6 +59,7 @@ class PagedRows:
         self,
         k_formats: Sequence[RowFormat],
         v_formats: Sequence[RowFormat],
+        bases: Sequence[LayerBasis | None],
         exact_format: str,
         num_kv_heads: int,
         num_pages: int,
@@ -75,7 +80,7 @@ class PagedRows:
         k_exact, v_exact = (side.layers for side in self.exact)
         self.layers = [
             LayerRows(*rows)
-            for rows in zip(k_pages, v_pages, k_exact, v_exact, *packed, *exact, strict=True)
+            for rows in zip(k_pages, v_pages, k_exact, v_exact, *packed, *exact, bases, strict=True)
         ]
 
     @property
@@ -127,10 +132,16 @@ class PagedRows:
         pages = torch.tensor([table], dtype=torch.int32).to(self.device)
         counts = torch.tensor(numbers, dtype=torch.int32).to(self.device)
         segments = self.segments(layer, pages, *counts)
-        parts = [segment.dequantized(0, dtype) for segment in segments]
+        basis = self.layers[layer].basis
+        stored = torch.float32 if basis else dtype
+        parts = [segment.dequantized(0, stored) for segment in segments]
         sinks = min(length, self.split.sink_len)
-        k, v = zip(*parts, strict=True)
-        return _in_order(k, sinks), _in_order(v, sinks)
+        k, v = (_in_order(side, sinks) for side in zip(*parts, strict=True))
+        if basis:
+            k, v = (
+                side.decode(x[None])[0].to(dtype) for side, x in zip(basis, (k, v), strict=True)
+            )
+        return k, v
 
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole pages, (source, target) each; no source is a target."""

@@ -1,4 +1,4 @@
-"""SwapSpace: rows of sequences on their way to host memory and back, beside the current stream.
+"""SwapSpace: sequences on their way to host memory and back, beside the current stream.
 
     copy_out    side stream: waits for the current one, gathers pages layer by layer, copies
                 its pages and its seat are free once `is_done`, which asks an event
@@ -11,13 +11,15 @@ On the CPU the copies are plain ones and done at once.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
-from .errors import OutOfPagesError
+from .errors import ConfigError, OutOfPagesError
+from .pagedstate import PagedState
+from .pagepool import SequenceId
 from .rowstacks import RowStacks, to_device
 
 
@@ -54,6 +56,7 @@ class SwapSpace:
     """Copies between the rows of a paged cache and host memory, and what lies there.
 
     Args:
+        state: of the sequences that are here; those that leave are there by their Parked.
         pages, exact: the stacks of PagedRows.
         device: where they lie.
 
@@ -63,29 +66,78 @@ class SwapSpace:
     """
 
     def __init__(
-        self, pages: Iterable[RowStacks], exact: Iterable[RowStacks], device: torch.device
+        self,
+        state: PagedState,
+        pages: Iterable[RowStacks],
+        exact: Iterable[RowStacks],
+        device: torch.device,
     ) -> None:
+        self._state = state
         self._pages = [stack for side in pages for stack in side.stacks]
         self._exact = [stack for side in exact for stack in side.stacks]
         self._device = device
-        self.parked: dict[Hashable, Parked] = {}
+        self.parked: dict[SequenceId, Parked] = {}
         self.leaving: list[Parked] = []
         self._side: torch.cuda.Stream | None = None
-        self._arriving: dict[Hashable, torch.cuda.Event | None] = {}
+        self._arriving: dict[SequenceId, torch.cuda.Event | None] = {}
 
-    def find(self, sequence_id: Hashable) -> Parked | None:
+    def find(self, sequence_id: SequenceId) -> Parked | None:
         """A sequence that is swapped out."""
         try:
             return self.parked.get(sequence_id)
         except TypeError:  # what cannot be hashed is no id
             return None
 
-    def take_gone(self) -> list[Parked]:
-        """Those that were leaving and have left since the last call."""
-        gone = [parked for parked in self.leaving if parked.is_done()]
-        for parked in gone:
+    def check_here(self, ids: Iterable[SequenceId]) -> None:
+        """Raise ConfigError unless sequences live and are not swapped out."""
+        for sequence_id in ids:
+            if self.find(sequence_id) is not None:
+                raise ConfigError(f"sequence {sequence_id!r} is swapped out: swap it in first")
+            self._state.seat(sequence_id)
+
+    def let_go(self) -> None:
+        """Free the pages and seats of those that were leaving and have left."""
+        for parked in [parked for parked in self.leaving if parked.is_done()]:
             self.leaving.remove(parked)
-        return gone
+            self._state.free(parked)
+
+    def finish(self) -> None:
+        """Let the host wait for those that are leaving, and free their pages and seats."""
+        for parked in self.leaving:
+            parked.wait()
+        self.let_go()
+
+    def swap_out(self, sequence_id: SequenceId) -> None:
+        """Begin to move a sequence; its pages and seat are free when the copy is done."""
+        state, seat = self._state, self._state.seat(sequence_id)
+        parked = self.copy_out(
+            state.pool.block_table(sequence_id),
+            seat,
+            int(state.lengths[seat]),
+            int(state.packed_lens[seat]),
+            state.tokens(sequence_id),
+        )
+        state.rename(sequence_id, parked)
+        self.parked[sequence_id] = parked
+        self.leaving.append(parked)
+
+    def swap_in(self, sequence_id: SequenceId) -> None:
+        """Begin to bring a sequence back; see PagedKVCache."""
+        parked = self.find(sequence_id)
+        if parked is None:
+            raise ConfigError(f"sequence {sequence_id!r} is not swapped out: it cannot be brought")
+        if parked in self.leaving:  # its rows are still where they were
+            self.leaving.remove(parked)
+            self._state.rename(parked, sequence_id)
+        else:
+            table = range(-(-parked.packed_len // self._state.split.page_size))
+            with self.telling():
+                pages = self._state.place(
+                    [sequence_id], [parked.length], [parked.packed_len], [table], [parked.tokens]
+                )
+            with self._state.or_free([sequence_id]):
+                self.copy_in(sequence_id, parked, pages, self._state.seat(sequence_id))
+        del self.parked[sequence_id]
 
     @contextmanager
     def telling(self) -> Iterator[None]:
@@ -118,7 +170,7 @@ class SwapSpace:
         return Parked(length, packed_len, tokens, pages, exact, done)
 
     def copy_in(
-        self, sequence_id: Hashable, parked: Parked, table: Sequence[int], seat: int
+        self, sequence_id: SequenceId, parked: Parked, table: Sequence[int], seat: int
     ) -> None:
         """Begin to copy a sequence back, to pages and a seat of its own."""
         with self._beside():
@@ -131,7 +183,7 @@ class SwapSpace:
                     layer[seat].copy_(host, non_blocking=True)
             self._arriving[sequence_id] = self._event()
 
-    def await_rows(self, ids: Iterable[Hashable]) -> list[Hashable]:
+    def await_rows(self, ids: Iterable[SequenceId]) -> list[SequenceId]:
         """Let the current stream wait for the rows of those sequences that were on their way.
 
         Returns:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from paged_cases import DIM, HEADS, LAYERS, extend, make, new_rows, same, values
+from paged_cases import DIM, HEADS, LAYERS, captured, extend, make, new_rows, same, values
 
 from kvquant.pagedbatch import PagedBatch
 
@@ -61,23 +61,7 @@ def test_one_graph_serves_steps_of_other_sequences_lengths_and_pages(
     q = torch.empty(4, 4, DIM, device="cuda", dtype=torch.bfloat16)
     for x in (k, v, q):
         x.fill_(torch.nan)  # no place is in use while the graph is captured
-
-    def layers() -> list[torch.Tensor]:
-        outs = []
-        for layer in range(LAYERS):
-            batch.append(layer, k, v)
-            out = batch.attend(layer, q)
-            assert isinstance(out, torch.Tensor)
-            outs.append(out)
-        return outs
-
-    with batch.extend([]):
-        layers()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            outs = layers()
-
+    graph, outs = captured(batch, k, v, q)
     for name, count in (("a", 20), ("b", 3), ("c", 0), ("d", 61)):
         rows = new_rows(count)
         for at in (on_cpu, prefill):

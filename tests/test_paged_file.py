@@ -207,6 +207,7 @@ FORGERIES: dict[str, Change] = {
     "has version 2": lambda top: top.update(version=2),
     "has no key 'x', or should have none": lambda top: top.update(x=1),
     "were transformed by": lambda top: top.update(transforms=[1]),
+    "1 transforms for 2 layers": lambda top: top.update(transforms=[dict.fromkeys("kv", "0" * 64)]),
     "page_size is 17": lambda top: top.update(page_size=17),
     "num_kv_heads is 0": lambda top: top.update(num_kv_heads=0),
     "exact_format is 'x'": lambda top: top.update(exact_format="x"),

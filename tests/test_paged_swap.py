@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from paged_cases import DIM, RECENT, SlowEvent, begin, extend, make, new_rows, same, seen, values
+from paged_cases import (
+    DIM,
+    RECENT,
+    SlowEvent,
+    begin,
+    captured,
+    extend,
+    make,
+    new_rows,
+    same,
+    seen,
+    values,
+)
 
 from kvquant.errors import ConfigError, OutOfPagesError
 from kvquant.pagedbatch import PagedBatch
@@ -142,22 +154,7 @@ def test_swaps_run_beside_a_captured_loop() -> None:
     for name in range(4):
         begin(prefill, name, 50 + name)
     rows, q = new_rows(4, "cuda"), torch.randn(4, 4, DIM, device="cuda").bfloat16()
-
-    def layers() -> list[torch.Tensor]:
-        outs = []
-        for layer in range(cache.num_layers):
-            batch.append(layer, *rows)
-            out = batch.attend(layer, q)
-            assert isinstance(out, torch.Tensor)
-            outs.append(out)
-        return outs
-
-    with batch.extend([]):
-        layers()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            outs = layers()
+    graph, outs = captured(batch, rows[0], rows[1], q)
     for step in range(30):
         gone, other = step % 4, (step + 1) % 4
         left = values(cache, gone)

@@ -58,6 +58,39 @@ def begin(
     return extend(batch, [name], [count], tokens)
 
 
+def captured(
+    batch: PagedBatch, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor
+) -> tuple[torch.cuda.CUDAGraph, list[torch.Tensor]]:
+    """One decode step of all layers as a graph, captured while the step has no sequences.
+
+    Args:
+        batch: on a GPU.
+        k: [places, HEADS, DIM]: read anew by every replay, in all layers.
+        v: likewise.
+        q: [places, num_q_heads, DIM].
+
+    Returns:
+        The graph, and the output of each layer, which replays write.
+    """
+
+    def layers() -> list[torch.Tensor]:
+        outs = []
+        for layer in range(batch.cache.num_layers):
+            batch.append(layer, k, v)
+            out = batch.attend(layer, q)
+            assert isinstance(out, torch.Tensor)
+            outs.append(out)
+        return outs
+
+    with batch.extend([]):
+        layers()  # kernels are loaded
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outs = layers()
+    return graph, outs
+
+
 def values(cache: PagedKVCache, name: SequenceId) -> list[torch.Tensor]:
     """K and V of a sequence in all layers."""
     return [x for layer in range(cache.num_layers) for x in cache.dequantized(name, layer)]
