@@ -144,7 +144,9 @@ def quantized_copy(model: DecodingModel, exact: KVCache, scheme: Scheme | Planne
     if isinstance(scheme, Planned):
         options = {name: options[name] for name in ("plan", "sink_len", "recent_len")}
     cache = model.new_cache(exact.batch, exact.max_seq_len, **options)
-    for layer in range(exact.num_layers):
+    for layer, (copy, origin) in enumerate(zip(cache.layers, exact.layers, strict=True)):
+        gone = origin.seq_lens - origin.held_lens  # out of the layer's window
+        copy.begin(gone, gone, gone)
         cache.append(layer, *exact.dequantized(layer, EXACT_DTYPES[exact.exact_format]))
     return cache
 
@@ -174,6 +176,7 @@ class Reference:
         context: tokens of the prompt.
 
     Attributes:
+        exact_format: of the 16-bit cache.
         num_tokens: scored tokens.
         perplexity: of the text under the 16-bit cache's predictions.
 
@@ -189,6 +192,7 @@ class Reference:
                 "scored token and its successor"
             )
         self.model, self.num_tokens = model, len(windows) * scored
+        self.exact_format = model.exact_format
         self._fed = windows[:, context:-1]
         self._exact = read_prompt(model, windows[:, :context], scored)
         self._targets = windows[:, context + 1 :].t()[..., None].to(self._exact.device)

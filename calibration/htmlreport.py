@@ -15,7 +15,7 @@ from kvquant.plan import CachePlan
 
 from . import figures
 from .htmlstyle import STYLE
-from .report import warnings
+from .report import model_layers, warnings
 from .verdict import number, percent, verdict
 
 Section = tuple[str, str, Callable[[CachePlan], str], str]  # title, sentence, figure, tensor needed
@@ -186,9 +186,9 @@ def _arrow(pair: Sequence[str | None]) -> str:
 
 def _layer_table(plan: CachePlan) -> str:
     header = ["layer", "K", "V", "K error", "V error", "K clip", "V clip", "phi"]
-    rows = []
+    rows, places = [], model_layers(plan)
     for layer, entry in enumerate(plan.facts["layers"]):
-        cells = [str(layer)]
+        cells = [str(places[layer])]
         cells += [_side_words(entry[side]) for side in "kv"]
         cells += [_error_words(plan, layer, side) for side in "kv"]
         cells += [_clip_words(plan, layer, side, entry) for side in "kv"]
@@ -198,6 +198,12 @@ def _layer_table(plan: CachePlan) -> str:
         "mean share of a row's range that is kept. Phi: the reference maximum of the scores, and "
         "the share of queries that are too far from it."
     )
+    others = [f"{one['layer']} ({one['why']})" for one in plan.facts.get("others", [])]
+    if others:
+        words += (
+            f" Not in the cache: layers {', '.join(others)}. The figures count the layers of the "
+            "cache from 0."
+        )
     table = _table(header, rows, words)
     few = " open" if plan.num_layers <= 16 else ""
     return f"<section><h2>What was decided</h2>{_details('Every layer', table, few)}</section>"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
 from typing import Any
 
 import torch
 
 from kvquant.plan import CachePlan
+from kvquant.rowfacts import spans
 
 from .fidelity import Fidelity
 
@@ -46,16 +46,21 @@ def render_plan(plan: CachePlan) -> str:
     if facts["measured"]:
         rows.append(_row("the plan", plan.bits, facts["measured"]))
     table = [render_table(HEADER, rows), ""] if rows else []
-    layers = [
-        (f"K {entry['k']['format']}, V {entry['v']['format']}", entry["kept"])
-        for entry in facts["layers"]
-    ]
-    for (formats, kept), group in groupby(enumerate(layers), key=lambda item: item[1]):
-        places = [layer for layer, _ in group]
-        span = f"{places[0]}" if len(places) == 1 else f"{places[0]}-{places[-1]}"
-        noun = "layer" if len(places) == 1 else "layers"
-        table.append(f"{noun} {span}: {formats}" + (f" ({kept})" if kept else ""))
+    alike: dict[str, list[int]] = {}
+    for layer, entry in zip(model_layers(plan), facts["layers"], strict=True):
+        kept = f" ({entry['kept']})" if entry["kept"] else ""
+        text = f"K {entry['k']['format']}, V {entry['v']['format']}{kept}"
+        alike.setdefault(text, []).append(layer)
+    for one in facts.get("others", []):
+        alike.setdefault(f"not in the cache ({one['why']})", []).append(one["layer"])
+    for text, layers in alike.items():
+        table.append(f"{'layer' if len(layers) == 1 else 'layers'} {spans(layers)}: {text}")
     return "\n".join(table)
+
+
+def model_layers(plan: CachePlan) -> list[int]:
+    """The model's layer at each place of the cache; not the same in a hybrid model."""
+    return plan.facts.get("places") or list(range(plan.num_layers))
 
 
 def refusal(plan: CachePlan) -> str | None:
@@ -64,11 +69,12 @@ def refusal(plan: CachePlan) -> str | None:
     if limit["met"] or not measured:
         return None
     within = f" within {limit['budget']:g} bits" if limit["budget"] else ""
+    places = model_layers(plan)
+    blamed = _layers([places[at] for at in plan.facts["blamed"]])
     return (
         f"the limit of {limit['max_kl']:g} nats per token is not met{within}: the best plan has a "
         f"KL of {measured['kl']:.4g} at {plan.bits:.2f} bits per element; "
-        f"{_layers(plan.facts['blamed'])} the most. Allow more, or keep some tokens in 16 bit "
-        "(sink_len, recent_len)"
+        f"{blamed} the most. Allow more, or keep some tokens in 16 bit (sink_len, recent_len)"
     )
 
 
@@ -99,11 +105,21 @@ def warnings(plan: CachePlan) -> list[str]:
                 f"{name}: KL {one['kl']:.3f} nats per token, {100 * one['top1']:.0f} % of the "
                 "likeliest tokens are the same: a noticeable loss; take more bits if you can"
             )
+    places = model_layers(plan)
     said += [
         f"layer {layer} is kept in 16 bit: {entry['kept']}"
-        for layer, entry in enumerate(plan.facts["layers"])
+        for layer, entry in zip(places, plan.facts["layers"], strict=True)
         if entry["kept"]
     ]
+    said += [
+        f"layer {one['layer']} is not in the cache: {one['why']}"
+        for one in plan.facts.get("others", [])
+    ]
+    if plan.facts["measured"] and plan.facts["measured"].get("in_one_pass"):
+        said.append(
+            f"this model cannot decode from a KVCache ({plan.facts['measured']['in_one_pass']}): "
+            "its fidelity was computed in one pass, by the rows that a cache would keep"
+        )
     mean, std = plan.tensors["k.mean"], plan.tensors.get("k.std")
     if std is not None:
         typical = std.median(-1).values.clamp(min=torch.finfo(torch.float32).tiny)
@@ -112,10 +128,10 @@ def warnings(plan: CachePlan) -> list[str]:
         if float(ratios.max()) > OFFSET_LIMIT:
             channel = int(mean[layer, head].abs().argmax())
             said.append(
-                f"keys have large constant offsets, as models with a key bias have (worst in layer "
-                f"{layer}, KV head {head}, channel {channel}: mean {float(ratios.max()):.0f} times "
-                "the typical deviation): always use this plan, which subtracts them; without it "
-                "most codes of a 4-bit row are lost on them"
+                "keys have large constant offsets, as models with a key bias have (worst in layer "
+                f"{places[layer]}, KV head {head}, channel {channel}: mean "
+                f"{float(ratios.max()):.0f} times the typical deviation): always use this plan, "
+                "which subtracts them; without it most codes of a 4-bit row are lost on them"
             )
     return said
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from kvquant.errors import ConfigError, NonFiniteError
+from kvquant.errors import ConfigError, NonFiniteError, UnsupportedError
 from kvquant.identity import model_identity
 from kvquant.layout import FP16_MAX, RowFormat
 from kvquant.plan import CachePlan
@@ -21,7 +21,9 @@ from .assemble import assemble
 from .choose import BASE_FORMAT, Chosen, ObservableModel, choose
 from .fidelity import DecodingModel, Fidelity, Planned, Reference, Scheme
 from .formats import Costs, Side, allocate, blamed
+from .layers import HeldLayers, held_layers, renumbered
 from .moments import Moments
+from .passes import PassingModel, PassReference
 from .texts import Sizes as Sizes
 from .texts import observed_windows, random_tokens
 from .texts import spread as spread
@@ -33,7 +35,7 @@ ROUNDS = 6  # plans that are measured to meet a limit, at most
 Report = Callable[[str, int], None]  # a stage and how much of it was done, in hundredths
 
 
-class CalibratedModel(ObservableModel, DecodingModel, Protocol):
+class CalibratedModel(ObservableModel, DecodingModel, PassingModel, Protocol):
     """A model that can be observed and that decodes; kvquant.model.CachedModel is one."""
 
     @property
@@ -179,12 +181,14 @@ def finish(
         passages: [windows, context + scored + 1] that are decoded; nothing is measured when None.
         zero_data: whether the moments are not of a text.
     """
+    places, others = held_layers(moments, getattr(model, "config", None))
+    moments, held = renumbered(moments, places), HeldLayers(model, places)
     names = CANDIDATES if goal.format is None else tuple(dict.fromkeys((*CANDIDATES, goal.format)))
     first = next(iter(moments.layers.values()))
     dims = [first.tensors[f"{side}_sum"].shape[1] for side in "kv"]
     formats = {name: (_format(name, dims[0]), _format(name, dims[1])) for name in names}
     chosen, scores = choose(
-        model,
+        held,
         fitted,
         moments,
         {name: pair for name, pair in formats.items() if not pair[0].is_exact},
@@ -197,6 +201,8 @@ def finish(
         "observed_tokens": moments.count,
         "zero_data": zero_data,
         "settings": {**vars(sizes), "rounding": rounding},
+        "places": places,
+        "others": [{"layer": layer, "why": why} for layer, why in others.items()],
     }
     kept = _kept(moments)
     plan = assemble(moments, chosen, scores, start, model.exact_format, kept, facts)
@@ -204,12 +210,22 @@ def finish(
         limit = {"max_kl": None, "budget": goal.budget, "met": True}
         rest = {"limit": limit, "blamed": [], "sensitivity": [], "comparison": []}
         return CachePlan({**plan.facts, **rest}, plan.tensors)
-    reference = Reference(model, passages, sizes.context)
+    reference = _reference(model, passages, sizes.context, places)
     return _decided(reference, plan, chosen, formats, goal, sizes, progress)
 
 
+def _reference(
+    model: CalibratedModel, passages: torch.Tensor, context: int, places: list[int]
+) -> Reference | PassReference:
+    """What plans are measured by: decoding, where the model can decode from a KVCache."""
+    try:
+        return Reference(model, passages, context)
+    except UnsupportedError as error:
+        return PassReference(model, passages, context, places, why=str(error))
+
+
 def _decided(
-    reference: Reference,
+    reference: Reference | PassReference,
     plan: CachePlan,
     chosen: dict[int, dict[str, Chosen]],
     formats: Mapping[str, tuple[RowFormat, RowFormat]],
@@ -218,7 +234,7 @@ def _decided(
     progress: Report,
 ) -> CachePlan:
     """The plan with its formats chosen and its fidelity measured."""
-    exact = reference.model.exact_format
+    exact = reference.exact_format
     free = [i for i, entry in enumerate(plan.facts["layers"]) if not entry["kept"]]
     sides: list[Side] = [(layer, side) for layer in free for side in "kv"]
     start = {side: plan.facts["layers"][side[0]][side[1]]["format"] for side in sides}
@@ -276,6 +292,7 @@ def _decided(
             "scored": reference.num_tokens,
             "sink_len": 0,
             "recent_len": 0,
+            "in_one_pass": reference.why if isinstance(reference, PassReference) else None,
         },
         "limit": {"max_kl": limit, "budget": goal.budget, "met": is_met},
         "blamed": [] if is_met else blamed(costs, used),

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from numbers import Integral
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .attention import State, attend_segments
 from .basis import LayerBasis
+from .basisattention import attend_in_basis
 from .cachechecks import (
     Formats,
     check_append,
     check_bases,
     check_size,
+    check_windows,
     per_layer,
     whole_numbers,
 )
-from .errors import ConfigError, ShapeError
+from .errors import ConfigError, NonFiniteError, ShapeError
 from .layer import LayerCache
 from .layout import EXACT_CODECS
-from .segments import Segment, check_segments
+from .segments import Segment
 
 if TYPE_CHECKING:
     from .plan import CachePlan
@@ -49,11 +50,15 @@ class KVCache:
         device: where all tensors lie.
         bases: what the rows of each layer are stored as; as they come when None. A plan has them:
             see from_plan.
+        windows: of each layer, how many tokens, the last ones, attention sees; None for all. A
+            layer with a window has no sinks and keeps few tokens before it.
 
     Attributes:
         layers: the LayerCache of each layer.
         start_positions: [batch] int64: the position of each sequence's first token (for rotary
             embeddings); 0 unless set. It is saved and moves with the sequences.
+        bad_rows: [2] int32, rows of K and of V that were written as NaN: see append.
+        lost_tokens: [1] int32, tokens that found no room in a CUDA graph, once for each layer.
 
     Raises:
         ConfigError: a size or a format that does not exist.
@@ -74,6 +79,7 @@ class KVCache:
         exact_format: str = "bf16",
         device: torch.device | str = "cpu",
         bases: Sequence[LayerBasis] | None = None,
+        windows: Sequence[int | None] | None = None,
     ) -> None:
         num_layers = check_size("num_layers", num_layers, at_least=1)
         batch = check_size("batch", batch, at_least=1)
@@ -94,6 +100,7 @@ class KVCache:
         self.exact_format = exact_format
         self.device = torch.device(device)
         checked = check_bases(bases, num_kv_heads, k_formats, v_formats)
+        windows = check_windows(windows, num_layers)
         self.layers = [
             LayerCache(
                 batch,
@@ -106,49 +113,37 @@ class KVCache:
                 exact_format,
                 self.device,
                 basis and basis.to(self.device),
+                window,
             )
-            for k, v, basis in zip(k_formats, v_formats, checked, strict=True)
+            for k, v, basis, window in zip(k_formats, v_formats, checked, windows, strict=True)
         ]
         self.start_positions = torch.zeros(batch, dtype=torch.int64, device=self.device)
+        self.bad_rows = torch.zeros(2, dtype=torch.int32, device=self.device)
+        self.lost_tokens = torch.zeros(1, dtype=torch.int32, device=self.device)
 
     @classmethod
-    def from_plan(
-        cls,
-        plan: CachePlan,
-        batch: int,
-        max_seq_len: int,
-        *,
-        sink_len: int = 4,
-        recent_len: int = 128,
-        exact_format: str = "bf16",
-        device: torch.device | str = "cpu",
-    ) -> KVCache:
+    def from_plan(cls, plan: CachePlan, batch: int, max_seq_len: int, **options: Any) -> KVCache:
         """Make an empty cache whose formats and bases are those of a plan.
 
         Args:
             plan: of the model whose keys and values will come; plan.check_model tells whether.
-            batch, max_seq_len, sink_len, recent_len, exact_format, device: as in KVCache.
+            batch, max_seq_len: as in KVCache.
+            options: the others of KVCache, but for formats and bases.
         """
-        return cls(
-            plan.num_layers,
-            batch,
-            plan.num_kv_heads,
-            plan.head_dim,
-            max_seq_len,
-            k_format=plan.k_formats,
-            v_format=plan.v_formats,
-            sink_len=sink_len,
-            recent_len=recent_len,
-            exact_format=exact_format,
-            device=device,
-            bases=plan.layers,
-        )
+        shape = plan.num_layers, batch, plan.num_kv_heads, plan.head_dim, max_seq_len
+        k_format, v_format, bases = plan.k_formats, plan.v_formats, plan.layers
+        return cls(*shape, k_format=k_format, v_format=v_format, bases=bases, **options)
 
     @property
     def bases(self) -> list[LayerBasis] | None:
         """What the rows of each layer are stored as; None if as they came."""
         found = [layer.basis for layer in self.layers if layer.basis is not None]
         return found or None
+
+    @property
+    def windows(self) -> list[int | None]:
+        """The sliding window of each layer; None where attention sees all tokens."""
+        return [layer.window for layer in self.layers]
 
     @property
     def num_layers(self) -> int:
@@ -173,8 +168,8 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         """Bytes of every tensor of the cache."""
-        tensors = [tensor for layer in self.layers for tensor in layer.tensors().values()]
-        return self.start_positions.nbytes + sum(tensor.nbytes for tensor in tensors)
+        others = self.start_positions, self.bad_rows, self.lost_tokens
+        return sum(tensor.nbytes for tensor in (*self._tensors(), *others))
 
     def segments(self, layer: int) -> list[Segment]:
         """The rows of a layer as segments to attend to, without copies, as they are stored."""
@@ -183,30 +178,13 @@ class KVCache:
     def dequantized(
         self, layer: int, dtype: torch.dtype = torch.float32
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy the values of a layer, in the order of the tokens.
+        """Copy the values of a layer, in the order of the tokens; of its window, if it has one.
 
         Returns:
-            K [batch, num_kv_heads, longest sequence, head_dim] and V likewise, dtype; zeros after
-            the end of a shorter sequence.
+            K [batch, num_kv_heads, most tokens, head_dim] and V likewise, dtype; zeros after the
+            end of a shorter sequence.
         """
-        at = self._layer(layer)
-        longest = int(at.seq_lens.max())
-        outs = tuple(
-            torch.zeros(
-                (self.batch, self.num_kv_heads, longest, fmt.head_dim),
-                dtype=dtype,
-                device=self.device,
-            )
-            for fmt in (at.k_format, at.v_format)
-        )
-        segments, stored = at.segments_in_order(), torch.float32 if at.basis else dtype
-        for b, seq_len in enumerate(at.seq_lens.tolist()):
-            pairs = [segment.dequantized(b, stored) for segment in segments]
-            sides = at.basis or (None, None)
-            for out, parts, side in zip(outs, zip(*pairs, strict=True), sides, strict=True):
-                values = torch.cat(parts, dim=1)
-                out[b, :, :seq_len] = values if side is None else side.decode(values[None])[0]
-        return outs[0], outs[1]
+        return self._layer(layer).dequantized(dtype)
 
     def attend(
         self,
@@ -218,7 +196,7 @@ class KVCache:
         num_splits: int | None = None,
         backend: str | None = None,
     ) -> torch.Tensor | State:
-        """Attend one token of each sequence to all tokens of a layer, the new one included.
+        """Attend one token of each sequence to a layer's tokens, the new one included.
 
         Args:
             layer: index of the layer; append this token's K and V to it first.
@@ -228,27 +206,18 @@ class KVCache:
         Returns:
             As decode_attention.
         """
-        at, segments = self._layer(layer), self.segments(layer)
-        turned = q
-        if at.basis:
-            check_segments(q, segments)
-            turned = at.basis.k.turn_query(q)
-        found = attend_segments(
-            turned,
-            segments,
+        at = self._layer(layer)
+        return attend_in_basis(
+            attend_segments,
+            q,
+            at.segments(),
+            at.basis,
+            at.seq_lens,
             sm_scale=sm_scale,
             return_lse=return_lse,
             num_splits=num_splits,
             backend=backend,
         )
-        if not at.basis:
-            return found
-        out, lse = found if isinstance(found, tuple) else (found, None)
-        out = torch.where(at.seq_lens[:, None, None] > 0, at.basis.v.restore(out), 0.0)
-        if lse is None:
-            return out
-        scale = 1 / math.sqrt(q.shape[-1]) if sm_scale is None else sm_scale
-        return out, lse + scale * at.basis.k.missing_score(q)
 
     def append(
         self,
@@ -259,7 +228,12 @@ class KVCache:
     ) -> None:
         """Add tokens to the end of each sequence of a layer.
 
-        Nothing is written unless everything can be.
+        Nothing is written unless everything can be. That is known where values can be read: on the
+        CPU, and in debug mode (kvquant.debug) on CUDA, where the host would wait for the GPU in
+        every call. Else a row that comes with NaN, Inf or a value that one of the formats cannot
+        hold decodes to NaN and is counted in bad_rows, and lengths are read only when max_seq_len
+        comes near. In a CUDA graph, and under torch.compile, lengths cannot be read at all: there
+        tokens that have no room are left out and counted in lost_tokens. Call check at times.
 
         Args:
             layer: index of the layer.
@@ -267,7 +241,7 @@ class KVCache:
                 float32, bfloat16 or float16, keys as attention meets them (after RoPE).
             v: likewise.
             new_lens: [batch]: how many of the new_tokens, the first ones, belong to each sequence;
-                all when None.
+                all when None. On CUDA a tensor there, int32 or int64, is not read.
 
         Raises:
             ShapeError: k or v does not fit the cache, or a sequence would outgrow max_seq_len.
@@ -275,9 +249,33 @@ class KVCache:
             DeviceError: k or v lies on another device than the cache.
             NonFiniteError: NaN, Inf or a value that one of the formats cannot hold.
         """
-        at = self._layer(layer)
-        counts = check_append(at, self.max_seq_len, k, v, new_lens)
-        at.append(k, v, counts)
+        at, k, v = self._layer(layer), k.detach(), v.detach()
+        counts = check_append(at, k, v, new_lens)
+        if k.shape[2]:
+            at.append(k, v, counts, self.bad_rows, self.lost_tokens)
+
+    def check(self) -> None:
+        """Raise if an append since the last check could not do what it was asked to (see append).
+
+        Reads the counters, so it waits for the GPU, and sets them back.
+
+        Raises:
+            NonFiniteError: rows came with values that their formats cannot hold.
+            ShapeError: tokens came that had no room.
+        """
+        (k_rows, v_rows), lost = self.bad_rows.tolist(), int(self.lost_tokens)
+        self.bad_rows.zero_()
+        self.lost_tokens.zero_()
+        if k_rows or v_rows:
+            raise NonFiniteError(
+                f"{k_rows} rows of K and {v_rows} of V came with NaN, Inf or a value that their "
+                "formats cannot hold, and decode to NaN: crop the cache to the tokens before them"
+            )
+        if lost:
+            raise ShapeError(
+                f"{lost} tokens (counted in every layer) found no room, max_seq_len is "
+                f"{self.max_seq_len}: crop the cache, or make a larger one"
+            )
 
     def crop(self, seq_lens: int | torch.Tensor | Sequence[int]) -> None:
         """Drop the last tokens of each sequence.
@@ -290,7 +288,8 @@ class KVCache:
                 [batch].
 
         Raises:
-            ShapeError: a length below 0, or over the present one where given per sequence.
+            ShapeError: a length below 0, or over the present one where given per sequence; or a
+                layer with a window no longer has the tokens that it would see (layer.SPARE).
         """
         present = self.seq_lens.cpu()
         if isinstance(seq_lens, int | Integral) and not isinstance(seq_lens, bool):
@@ -302,6 +301,8 @@ class KVCache:
                 f"cannot crop sequences of {present.tolist()} tokens to {wanted.tolist()}: give "
                 "lengths from 0 to the present ones"
             )
+        for i, layer in enumerate(self.layers):
+            layer.check_crop(i, wanted)
         for layer in self.layers:
             layer.crop(wanted)
 
@@ -317,9 +318,8 @@ class KVCache:
         chosen = self._check_index(index)
         if chosen.shape[0] != self.batch:
             raise ShapeError(f"index has {chosen.shape[0]} places, the batch {self.batch}")
-        for layer in self.layers:
-            for tensor in layer.tensors().values():
-                tensor.copy_(tensor.index_select(0, chosen))
+        for tensor in self._tensors():
+            tensor.copy_(tensor.index_select(0, chosen))
         self.start_positions = self.start_positions.index_select(0, chosen)
 
     def repeat(self, times: int) -> KVCache:
@@ -351,8 +351,12 @@ class KVCache:
     def reset(self) -> None:
         """Forget all tokens; the memory stays."""
         for layer in self.layers:
-            layer.set_lens(torch.zeros(self.batch), torch.zeros(self.batch))
-        self.start_positions.zero_()
+            layer.crop(torch.zeros(self.batch, dtype=torch.int32))
+        for tensor in (self.start_positions, self.bad_rows, self.lost_tokens):
+            tensor.zero_()
+
+    def _tensors(self) -> list[torch.Tensor]:
+        return [tensor for layer in self.layers for tensor in layer.tensors().values()]
 
     def _layer(self, layer: int) -> LayerCache:
         if 0 <= layer < len(self.layers):
@@ -382,9 +386,11 @@ class KVCache:
             exact_format=self.exact_format,
             device=self.device,
             bases=self.bases,
+            windows=self.windows,
         )
         for mine, theirs in zip(self.layers, other.layers, strict=True):
             for name, tensor in theirs.tensors().items():
                 tensor.copy_(mine.tensors()[name].index_select(0, index))
+            theirs.set_lens(theirs.seq_lens, theirs.packed_lens)
         other.start_positions = self.start_positions.index_select(0, index)
         return other

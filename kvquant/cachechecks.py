@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from . import debug
 from .basis import LayerBasis
-from .errors import ConfigError, DeviceError, ShapeError
+from .errors import ConfigError, DeviceError, NonFiniteError, ShapeError
 from .layout import RowFormat
-from .quant import FLOAT_DTYPES
+from .quant import EXACT_DTYPES, FLOAT_DTYPES
+from .rowstacks import to_device
 
 if TYPE_CHECKING:
     from .layer import LayerCache
@@ -70,6 +72,19 @@ def check_bases(
     return bases
 
 
+def check_windows(windows: Sequence[int | None] | None, num_layers: int) -> Sequence[int | None]:
+    """One window for each layer, or None for each.
+
+    Raises:
+        ConfigError: there are more or fewer windows than layers, or one is no length.
+    """
+    if windows is None:
+        return [None] * num_layers
+    if len(windows) != num_layers:
+        raise ConfigError(f"{len(windows)} windows for {num_layers} layers")
+    return [None if w is None else check_size("a window", w, at_least=1) for w in windows]
+
+
 def per_layer(name: str, formats: Formats, num_layers: int, head_dim: int) -> list[RowFormat]:
     """One format for each layer.
 
@@ -87,15 +102,14 @@ def per_layer(name: str, formats: Formats, num_layers: int, head_dim: int) -> li
 
 def check_append(
     at: LayerCache,
-    max_seq_len: int,
     k: torch.Tensor,
     v: torch.Tensor,
     new_lens: torch.Tensor | Sequence[int] | None,
-) -> torch.Tensor:
+) -> torch.Tensor | None:
     """Raise unless tokens can be appended to a layer, see KVCache.append.
 
     Returns:
-        [batch], int64, on the CPU: tokens to add to each sequence.
+        [batch], on the device of the layer: tokens to add to each sequence; all when None.
     """
     batch, num_kv_heads = at.k_packed.shape[:2]
     for name, x, fmt in (("k", k, at.k_format), ("v", v, at.v_format)):
@@ -109,15 +123,90 @@ def check_append(
     new_tokens = k.shape[2]
     if v.shape[2] != new_tokens:
         raise ShapeError(f"k has {new_tokens} new tokens, v {v.shape[2]}")
-    new_lens = [new_tokens] * batch if new_lens is None else new_lens
+    counts = None if new_lens is None else _counts(at, new_lens, new_tokens)
+    if debug.is_recorded(k):
+        return counts
+    if debug.may_read(k) or at.longest is None or at.longest + new_tokens > at.max_seq_len:
+        _check_room(at, new_tokens if counts is None else counts.cpu())
+    if debug.may_read(k):
+        _check_values(at, k, v, counts)
+    return counts
+
+
+def _counts(
+    at: LayerCache, new_lens: torch.Tensor | Sequence[int], new_tokens: int
+) -> torch.Tensor:
+    """new_lens on the device of a layer; what lies there already is not read."""
+    batch, device = at.seq_lens.shape[0], at.seq_lens.device
+    if isinstance(new_lens, torch.Tensor) and new_lens.device == device:
+        if not debug.may_read(new_lens):
+            if new_lens.dtype not in (torch.int32, torch.int64):
+                raise ConfigError(f"new_lens is {new_lens.dtype}: use int32 or int64")
+            if new_lens.shape != (batch,):
+                raise ShapeError(f"new_lens is {list(new_lens.shape)}: give [{batch}]")
+            return new_lens.clamp(0, new_tokens)
+    elif debug.is_recorded(at.seq_lens):
+        raise ConfigError(
+            "new_lens lies on the host, where a CUDA graph cannot read it: give a tensor on "
+            f"{device}, as the cache"
+        )
     counts = whole_numbers("new_lens", new_lens)
     if counts.shape != (batch,) or bool(((counts < 0) | (counts > new_tokens)).any()):
         raise ShapeError(f"new_lens is {counts.tolist()}: give [batch] of 0 to {new_tokens}")
-    lens = at.seq_lens.cpu() + counts
-    if bool((lens > max_seq_len).any()):
-        sequence = int((lens > max_seq_len).nonzero()[0])
+    return to_device(counts.tolist(), device)
+
+
+def _check_room(at: LayerCache, counts: int | torch.Tensor) -> None:
+    """Raise if a sequence would outgrow the layer; lengths are read, and the longest remembered."""
+    old_lens = at.seq_lens.cpu()
+    if at.longest is not None:
+        at.longest = int(old_lens.max())
+    lens = old_lens + counts
+    if bool((lens > at.max_seq_len).any()):
+        sequence = int((lens > at.max_seq_len).nonzero()[0])
         raise ShapeError(
             f"sequence {sequence} would grow to {int(lens[sequence])} tokens, max_seq_len is "
-            f"{max_seq_len}: crop it, or make a larger cache"
+            f"{at.max_seq_len}: crop it, or make a larger cache"
         )
-    return counts
+
+
+def _check_values(
+    at: LayerCache, k: torch.Tensor, v: torch.Tensor, new_lens: torch.Tensor | None
+) -> None:
+    """Raise if one of the tokens to append holds what one of its formats cannot."""
+    bases = at.basis or (None, None)
+    sides = ("k", k, at.k_format, at.k_exact), ("v", v, at.v_format, at.v_exact)
+    for (name, x, *formats), basis in zip(sides, bases, strict=True):
+        limit = min(fmt.max_abs for fmt in formats)
+        _check_limit(x, name, limit, formats, new_lens)
+        if basis is not None:
+            x = basis.encode(x)
+            _check_limit(x, name, limit, formats, new_lens)
+        if at.sink_len + at.recent_len:  # rounding may lead over a limit
+            exact = EXACT_DTYPES[at.k_exact.codec]
+            if x.dtype != exact:
+                _check_limit(x.to(exact), name, limit, formats, new_lens)
+
+
+def _check_limit(
+    x: torch.Tensor,
+    name: str,
+    limit: float,
+    formats: Sequence[RowFormat],
+    new_lens: torch.Tensor | None,
+) -> None:
+    if not x.numel():
+        return
+    lowest, highest = (float(value) for value in x.aminmax())
+    if -limit <= lowest and highest <= limit:
+        return
+    bad = ~(x.float().abs() <= limit)
+    if new_lens is not None:
+        is_new = torch.arange(x.shape[2], device=x.device) < new_lens[:, None]
+        bad &= is_new[:, None, :, None]
+    if bool(bad.any()):
+        index = bad.nonzero()[0].tolist()
+        raise NonFiniteError(
+            f"{name}{index} is {x[tuple(index)].item()}: {formats[0]} and {formats[1]} rows hold "
+            f"finite values up to {limit:g}; nothing was appended"
+        )

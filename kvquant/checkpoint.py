@@ -1,4 +1,4 @@
-"""Caches as files: save_cache and load_cache, and the format, version 1.
+"""Caches as files: save_cache and load_cache, and the format, versions 1 and 2.
 
 A cache is one safetensors file. Its metadata has two strings:
 
@@ -8,7 +8,7 @@ A cache is one safetensors file. Its metadata has two strings:
 The manifest is an object with exactly these keys; every number is whole:
 
     format            "kvquant-cache"
-    version           1
+    version           1; 2 if a layer has a window
     writer            the program that wrote the file, for people
     num_kv_heads      KV heads of every layer
     head_dim          KVCache's head_dim
@@ -22,6 +22,8 @@ The manifest is an object with exactly these keys; every number is whole:
     layers            one object per layer:
         k, v          {"format": a short name as RowFormat.parse takes it, "head_dim": elements}
         packed_lens   [batch], how many tokens after the sinks are packed
+        window        how many tokens attention sees, the last ones; left out where it sees all. A
+                      layer with one has no sinks, and of its packed tokens those in the window
     model             null, or {"type", "sha256"}: model_identity of the model's config
     creation          any object: how the cache came about
     transforms        what was done to K and V before they were quantized. []: nothing. Else one
@@ -213,10 +215,11 @@ def _reader(cache: KVCache, part: Part) -> Callable[[], Iterator[torch.Tensor]]:
 def _slots(layer: LayerCache, part: Part, sequence: int) -> slice | torch.Tensor:
     """Where a part's rows stand in memory, in the order of the tokens."""
     count = part.counts[sequence]
-    if part.kind != "recent":
+    if part.kind == "sinks" or (part.kind == "packed" and layer.window is None):
         return slice(0, count)
     first = part.firsts[sequence] - layer.sink_len
-    return torch.arange(first, first + count) % max(layer.recent_len, 1)
+    around = layer.packed_len if part.kind == "packed" else layer.recent_len
+    return torch.arange(first, first + count) % max(around, 1)
 
 
 def _cut(sources: Mapping[str, TensorSource], limit: int) -> list[dict[str, TensorSource]]:
@@ -310,10 +313,10 @@ def _check_plan(path: Path, manifest: Manifest, plan: CachePlan | None) -> None:
 
 def _check_room(path: Path, manifest: Manifest, max_seq_len: int) -> None:
     """Raise unless the rows fit a cache of max_seq_len."""
-    rooms = manifest.rooms(max_seq_len)
+    rooms = [manifest.rooms(entry, max_seq_len) for entry in manifest.layers]
     longest = max(manifest.seq_lens)
     if longest > max_seq_len or any(
-        max(part.counts) > rooms[part.kind] for part in manifest.parts.values()
+        max(part.counts) > getattr(rooms[part.layer], part.kind) for part in manifest.parts.values()
     ):
         packed = max(max(entry.packed_lens) for entry in manifest.layers)
         least = max(longest, packed + manifest.sink_len + manifest.recent_len if packed else 0)
@@ -352,13 +355,14 @@ def _allocate(
             exact_format=manifest.exact_format,
             device=device,
             bases=None if plan is None else _bases(plan, manifest),
+            windows=[entry.window for entry in manifest.layers],
         )
     except ConfigError as error:
         if "more than there is" in str(error):
             raise CheckpointError(advice) from None
         raise
     for layer, entry in zip(cache.layers, manifest.layers, strict=True):
-        layer.set_lens(torch.tensor(manifest.seq_lens), torch.tensor(entry.packed_lens))
+        layer.begin(torch.tensor(manifest.seq_lens), torch.tensor(entry.packed_lens))
     cache.start_positions.copy_(torch.tensor(manifest.start_positions))
     return cache
 

@@ -1,9 +1,15 @@
-"""Checks of lengths, starts, seats and page numbers: values, which the host must read.
+"""Checks of values in tensors (lengths, starts, seats, pages, new rows), which the host must read.
 
-On the CPU they always run. On a GPU reading them waits for all its work, so there they run in debug
-mode only: with KVQUANT_DEBUG=1 in the environment when kvquant is imported, or after
-`kvquant.debug.enabled = True`. Without it a kernel takes a length over the capacity for the
-capacity, and a page, a seat or a start that does not exist reads memory that is not the cache's.
+On the CPU they always run. On a GPU reading waits for all its work, so there they run in debug mode
+only: with KVQUANT_DEBUG=1 in the environment when kvquant is imported, or after
+`kvquant.debug.enabled = True`. Without it
+
+    a kernel     takes a length over the capacity for the capacity, and a page, a seat or a start
+                 that does not exist reads memory that is not the cache's
+    an append    writes a row with NaN, Inf or what its format cannot hold as one that decodes to
+                 NaN, and counts it; KVCache.check raises what was counted
+
+Nothing can be read while a CUDA graph is captured or torch.compile traces, in debug mode neither.
 """
 
 from __future__ import annotations
@@ -20,10 +26,15 @@ enabled = os.environ.get("KVQUANT_DEBUG", "0") not in ("", "0")
 
 
 def may_read(values: torch.Tensor) -> bool:
-    """Whether values are to be looked at; never while a graph is traced or captured."""
-    if torch.compiler.is_compiling() or not (values.is_cpu or enabled):
-        return False
-    return not (values.is_cuda and torch.cuda.is_current_stream_capturing())
+    """Whether values are to be looked at."""
+    return not is_recorded(values) and (values.is_cpu or enabled)
+
+
+def is_recorded(tensor: torch.Tensor) -> bool:
+    """Whether what runs now is kept to run again: torch.compile traces it, or CUDA captures it."""
+    if torch.compiler.is_compiling():
+        return True
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def check_values(segments: Sequence[Segment]) -> None:

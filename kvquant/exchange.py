@@ -181,7 +181,7 @@ def export_cache(cache: KVCache, path: str | os.PathLike[str], to: str) -> list[
 
     Raises:
         ConfigError: `to` does not exist.
-        UnsupportedError: the other program has no layout for these formats.
+        UnsupportedError: the other program has no layout for these formats, or a layer a window.
         NonFiniteError: a value or a scale is too large for the other program.
         ShapeError: the layers hold different numbers of tokens.
         OSError: the file cannot be written.
@@ -194,6 +194,11 @@ def export_cache(cache: KVCache, path: str | os.PathLike[str], to: str) -> list[
             raise ShapeError(
                 f"layer {i} holds {layer.seq_lens.tolist()} tokens, another one "
                 f"{seq_lens.tolist()}: append this step's tokens to every layer, then export"
+            )
+        if layer.window is not None:
+            raise UnsupportedError(
+                f"layer {i} has a sliding window of {layer.window} tokens, and rows of no others: "
+                "other programs take whole sequences"
             )
     if to in EXACT_DTYPES:
         tensors, notes = _values(cache, EXACT_DTYPES[to]), list[str]()

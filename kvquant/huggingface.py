@@ -8,8 +8,8 @@ function registered as "kvquant" attends and appends.
     a chunk of them    attend to the layer's dequantized past and causally to the chunk, then append
 
 So a prompt is quantized as it goes, and one layer at a time has a 16-bit copy. Keys and values are
-rounded to the cache's 16-bit format first, as a 16-bit cache would do. What this attention cannot
-compute (sliding windows, caps, sink logits, masks) is refused, never left out.
+rounded to the cache's 16-bit format first. A layer's mask tells whether its sliding window is that
+of the cache (windows_of). What cannot be computed (caps, sink logits, other masks) is refused.
 """
 
 from __future__ import annotations
@@ -25,12 +25,18 @@ from safetensors import SafetensorError
 from torch.nn.functional import scaled_dot_product_attention
 
 from .cache import KVCache
+from .cachechecks import MAX_LENGTH
 from .errors import ConfigError, UnsupportedError
 from .quant import EXACT_DTYPES
 
 try:
     import transformers
-    from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+    from transformers.cache_utils import (
+        Cache,
+        CacheLayerMixin,
+        DynamicCache,
+        get_layer_types_and_kwargs,
+    )
     from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
     from transformers.modeling_utils import AttentionInterface
 except ImportError as error:
@@ -173,19 +179,13 @@ def _attention(
             f"{name} attends to keys that did not come from a KVCache of its own: run the model by "
             "CachedModel; layers that share or reshape cached keys are not supported"
         )
-    if attention_mask is not None:
-        raise UnsupportedError(f"{name} got an attention mask: only causal attention is supported")
     if dropout:
         raise UnsupportedError(f"{name} has dropout {dropout}: call model.eval()")
     if options.get("is_causal") is False:
         raise UnsupportedError(f"{name} is not causal")
     cache, new_tokens = view.cache, query.shape[2]
-    window = options.pop("sliding_window", None)
-    if window is not None and view.get_seq_length() + new_tokens > window:
-        raise UnsupportedError(
-            f"{name} attends to the last {window} tokens only: KVCache has no sliding windows for "
-            "longer sequences"
-        )
+    window = _window_of(attention_mask, name)
+    _check_window(view, window, options.pop("sliding_window", None), new_tokens, name)
     for option, given in options.items():
         if option not in HARMLESS and given is not None and given is not False:
             raise UnsupportedError(f"{name} asks for {option}, which KVCache.attend cannot compute")
@@ -193,9 +193,12 @@ def _attention(
     view.waiting = False
     if new_tokens == 1:
         cache.append(view.index, key, value, view.new_lens)
-        out = cache.attend(view.index, query[:, :, 0], sm_scale=scaling)
+        last = query[:, :, 0]
+        if last.is_cuda and last.dtype == torch.float32:  # the kernel there takes 16-bit queries
+            last = last.to(EXACT_DTYPES[cache.exact_format])
+        out = cache.attend(view.index, last, sm_scale=scaling)
         assert isinstance(out, torch.Tensor)
-        return out[:, None], None
+        return out[:, None].to(query.dtype), None
     out = _attend_chunk(cache, view.index, query, key, value, scaling)
     cache.append(view.index, key, value, view.new_lens)
     return out.transpose(1, 2), None
@@ -210,52 +213,114 @@ def _attend_chunk(
     scaling: float | None,
 ) -> torch.Tensor:
     """Attend to the dequantized past and causally to the chunk itself: [batch, heads, new, dim]."""
-    past_lens = cache.layers[layer].seq_lens
-    gqa = query.shape[1] != key.shape[1]
-    if not int(past_lens.max()):
+    past_lens, window = cache.layers[layer].held_lens, cache.layers[layer].window
+    gqa, new = query.shape[1] != key.shape[1], query.shape[2]
+    if not int(past_lens.max()) and (window is None or new <= window):
         return scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scaling, enable_gqa=gqa
         )
     past_key, past_value = cache.dequantized(layer, query.dtype)
-    longest, new = past_key.shape[2], query.shape[2]
-    past = torch.arange(longest, device=query.device) < past_lens[:, None]  # [batch, longest]
-    past = past[:, None, None].expand(-1, 1, new, -1)
-    own = past.new_ones(new, new).tril().expand(len(past), 1, new, new)
+    # places in the sequence, from the first token held
+    past = torch.arange(past_key.shape[2], device=query.device).expand(len(past_lens), -1)
+    own = past_lens[:, None] + torch.arange(new, device=query.device)
+    places = torch.cat([past.where(past < past_lens[:, None], MAX_LENGTH), own], 1)[:, None, None]
+    seen = places <= own[:, None, :, None]  # [batch, 1, new, past and new]
+    if window is not None:
+        seen &= places > own[:, None, :, None] - window
     return scaled_dot_product_attention(
         query,
         torch.cat([past_key, key], dim=2),
         torch.cat([past_value, value], dim=2),
-        attn_mask=torch.cat([past, own], dim=3),
+        attn_mask=seen,
         scale=scaling,
         enable_gqa=gqa,
     )
 
 
+def _window_of(attention_mask: torch.Tensor | None, name: str) -> int | None:
+    """The window that _check_mask has seen, or None.
+
+    Raises:
+        UnsupportedError: the mask is another one.
+    """
+    window: int | None = getattr(attention_mask, "kvquant_window", None)
+    if attention_mask is not None and window is None:
+        raise UnsupportedError(f"{name} got an attention mask: only causal attention is supported")
+    return window
+
+
+def _check_window(
+    view: _LayerView, window: int | None, option: int | None, new_tokens: int, name: str
+) -> None:
+    """Raise unless a layer of the cache sees what the model's does.
+
+    Args:
+        view: the layer.
+        window: of the mask that the model's layer got.
+        option: the window that the layer told the attention function, if any.
+        new_tokens: of this call.
+        name: of the model's layer.
+    """
+    own = view.cache.layers[view.index].window
+    if own == window and option in (None, window):
+        return
+    given = [w for w in (own, window, option) if w is not None]
+    if view.get_seq_length() + new_tokens > min(given):
+        wanted, has = (f"the last {w} tokens" if w else "all tokens" for w in (window, own))
+        told = "" if option in (None, window) else f" (and speaks of {option})"
+        raise UnsupportedError(
+            f"{name} attends to {wanted}{told}, its layer of the cache to {has}: make the cache by "
+            "CachedModel.new_cache, or with windows=huggingface.windows_of(model.config)"
+        )
+
+
 def _check_mask(
     *,
+    q_length: int,
     kv_length: int,
+    q_offset: int | torch.Tensor = 0,
     mask_function: Callable[..., Any] = causal_mask_function,
     attention_mask: torch.Tensor | None = None,
     local_size: int | None = None,
     use_vmap: bool = False,
     config: Any = None,
     **_: Any,
-) -> None:
-    """Refuse every mask but the causal one, of which the attention function knows."""
+) -> torch.Tensor | None:
+    """Refuse every mask but the causal one and sliding windows, which the attention function knows.
+
+    Returns:
+        None, or a mark with the window.
+    """
     if attention_mask is not None and not bool(attention_mask.all()):
         raise UnsupportedError(
             "attention_mask hides tokens: put padding after the tokens, and give the lengths to "
             "CachedModel.prefill"
         )
-    if local_size is not None and kv_length > local_size:
-        kinds = getattr(config, "layer_types", None) or []
-        layers = [i for i, kind in enumerate(kinds) if kind != "full_attention"]
-        raise UnsupportedError(
-            f"layers {layers or 'of this model'} attend to {local_size} tokens at a time: KVCache "
-            "has no local attention for longer sequences"
-        )
     if use_vmap or (local_size is None and mask_function is not causal_mask_function):
         raise UnsupportedError("this model's attention mask is not the causal one")
+    if local_size is None:
+        return None
+    if not _is_window(mask_function, local_size, int(q_offset) + q_length):
+        kinds = getattr(config, "layer_types", None) or []
+        layers = [i for i, kind in enumerate(kinds) if kind != "full_attention"]
+        if kv_length > local_size:
+            raise UnsupportedError(
+                f"layers {layers or 'of this model'} attend to chunks of {local_size} tokens: "
+                "KVCache has sliding windows only"
+            )
+        return None
+    mark = torch.empty(0)
+    mark.kvquant_window = local_size  # type: ignore[attr-defined]
+    return mark
+
+
+def _is_window(mask_function: Callable[..., Any], window: int, longest: int) -> bool:
+    """Whether a mask shows each token the last `window` ones, itself included, and no others."""
+    q = torch.arange(max(longest, 2 * window) + 2)[:, None]
+    kv = q + torch.tensor([-window, 1 - window, 0, 1])
+    zero = torch.zeros_like(kv)
+    seen = torch.as_tensor(mask_function(zero, zero, q.expand_as(kv), kv))
+    return bool((seen == ((kv > q - window) & (kv <= q)))[kv >= 0].all())
 
 
 AttentionInterface.register(ATTENTION, _attention)
@@ -291,6 +356,22 @@ def load(folder: str | Path, dtype: torch.dtype) -> tuple[Any, Any, torch.dtype 
 def plain_cache() -> Any:
     """transformers' own 16- or 32-bit cache."""
     return DynamicCache()
+
+
+def windows_of(config: Any) -> list[int | None]:
+    """The sliding window of each layer of a model, as transformers' own cache has them.
+
+    Args:
+        config: of the text model.
+
+    Returns:
+        For KVCache: None where attention sees all tokens.
+    """
+    kinds, options = get_layer_types_and_kwargs(config)
+    return [
+        one.get("sliding_window") if kind == "sliding_attention" else None
+        for kind, one in zip(kinds, options, strict=True)
+    ]
 
 
 def attend_by(model: Any, implementation: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -67,6 +68,8 @@ def _lasting(value: Any) -> Any:
         return {k: v for k, v in kept.items() if k not in _VOLATILE and not k.startswith("_")}
     if isinstance(value, (list, tuple)):
         return [_lasting(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(value)  # JSON has none
     if isinstance(value, float) and value.is_integer():
         return int(value)
     return value

@@ -8,20 +8,46 @@ A token is written exactly (16 bit) first and quantized once, when it leaves the
 its 16-bit values: the bytes do not depend on the chunks in which tokens arrive. With neither sinks
 nor a recent window tokens are quantized as they come. All rows, the 16-bit ones too, are stored in
 the layer's basis (basis.py), if it has one.
+
+A layer with a sliding window attends to the last `window` tokens only. It has no sinks, and its
+packed rows are a ring as well: SPARE tokens more than the window needs, so that the last tokens can
+be cropped. A packed token i has row i % packed_len.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
-from .basis import Basis, LayerBasis
-from .errors import NonFiniteError
+from . import debug
+from .append import append_rows
+from .basis import LayerBasis
+from .errors import ShapeError
 from .layout import RowFormat
-from .quant import EXACT_DTYPES, dequantize_rows, quantize_rows
 from .rowstacks import zero_rows
 from .segments import Segment
+from .slots import packed_lens_after, slots_of
 
-Span = tuple[torch.Tensor | None, torch.Tensor]
+SPARE = 512  # tokens before its window that a layer with one keeps: as many can be cropped
+
+
+class Rooms(NamedTuple):
+    """Rows of each kind that a sequence of a layer has."""
+
+    sinks: int
+    packed: int
+    recent: int
+
+
+def rooms_of(max_seq_len: int, sink_len: int, recent_len: int, window: int | None) -> Rooms:
+    """The rows that a layer needs; arguments as of LayerCache."""
+    if window is None:
+        sink_len = min(sink_len, max_seq_len)
+        recent_len = min(recent_len, max_seq_len - sink_len)
+        return Rooms(sink_len, max_seq_len - sink_len - recent_len, recent_len)
+    recent_len = min(recent_len, window, max_seq_len)
+    return Rooms(0, min(max_seq_len, window + SPARE) - recent_len, recent_len)
 
 
 class LayerCache:
@@ -38,9 +64,10 @@ class LayerCache:
         exact_format: "bf16" or "fp16", the 16-bit rows.
         device: where the tensors lie.
         basis: what rows are stored as; as they come when None.
+        window: tokens that attention sees, the last ones; all when None.
 
     Attributes:
-        k_packed, v_packed: [batch, num_kv_heads, max_seq_len - sink_len - recent_len, row_bytes].
+        k_packed, v_packed: [batch, num_kv_heads, packed_len, row_bytes].
         k_exact_rows, v_exact_rows: [batch, num_kv_heads, sink_len + recent_len, 16-bit row bytes]:
             the sinks, and behind them a ring, in which the i-th token after the sinks has slot
             i % recent_len. One segment, which a kernel reads at once.
@@ -48,6 +75,11 @@ class LayerCache:
         packed_lens: [batch] int32, how many of them are packed.
         exact_lens: [batch] int32, the others: seq_lens - packed_lens.
         starts: [batch] int32, slot of the oldest token of the ring: packed_lens % recent_len.
+        seen_lens: [batch] int32, packed tokens that attention sees: packed_lens without a window.
+        seen_starts: [batch] int32, with a window: the row of the first of these.
+        firsts: [batch] int32, with a window: the first token whose row is still there.
+        longest: no sequence has more tokens, as far as the host knows; None once an append is part
+            of a graph, which the host does not see replayed.
     """
 
     def __init__(
@@ -62,15 +94,18 @@ class LayerCache:
         exact_format: str,
         device: torch.device,
         basis: LayerBasis | None = None,
+        window: int | None = None,
     ) -> None:
         def rows(length: int, fmt: RowFormat) -> torch.Tensor:
             shape = (batch, num_kv_heads, length, fmt.row_bytes)
             what = f"{length} rows of {fmt} for {batch} sequences and {num_kv_heads} KV heads"
             return zero_rows(shape, device, what, "use a smaller max_seq_len or batch")
 
-        self.sink_len = min(sink_len, max_seq_len)
-        self.recent_len = min(recent_len, max_seq_len - self.sink_len)
-        packed_len = max_seq_len - self.sink_len - self.recent_len
+        rooms = rooms_of(max_seq_len, sink_len, recent_len, window)
+        self.sink_len, self.packed_len, self.recent_len = rooms
+        self.window = window
+        self.max_seq_len = max_seq_len
+        self.longest: int | None = 0
         self.k_format, self.v_format, self.basis = k_format, v_format, basis
         self.k_exact = RowFormat(exact_format, 1, k_format.head_dim)
         self.v_exact = RowFormat(exact_format, 1, v_format.head_dim)
@@ -78,10 +113,16 @@ class LayerCache:
         self.k_exact_rows, self.v_exact_rows = (
             rows(exact_len, fmt) for fmt in (self.k_exact, self.v_exact)
         )
-        self.k_packed, self.v_packed = rows(packed_len, k_format), rows(packed_len, v_format)
+        self.k_packed, self.v_packed = (rows(self.packed_len, fmt) for fmt in (k_format, v_format))
         self.seq_lens, self.packed_lens, self.exact_lens, self.starts = (
             torch.zeros(batch, dtype=torch.int32, device=device) for _ in range(4)
         )
+        self.seen_lens = self.packed_lens
+        self.seen_starts: torch.Tensor | None = None
+        if window is not None:
+            self.seen_lens, self.seen_starts, self.firsts = (
+                torch.zeros_like(self.seq_lens) for _ in range(3)
+            )
 
     @property
     def k_sinks(self) -> torch.Tensor:
@@ -103,16 +144,24 @@ class LayerCache:
         """Likewise of v_exact_rows."""
         return self.v_exact_rows[:, :, self.sink_len :]
 
+    @property
+    def held_lens(self) -> torch.Tensor:
+        """[batch] int32, tokens that attention sees: all, or those in the window."""
+        return self.seen_lens + self.exact_lens
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every tensor of the layer by its name; all have the batch as their first axis."""
-        return {
-            name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)
-        }
+        found = {n: value for n, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        if self.window is None:
+            del found["seen_lens"]  # another name of packed_lens
+        return found
 
     def segments(self) -> list[Segment]:
         """The rows in use as segments; kinds without room left out."""
         k_rows, v_rows = self.k_packed, self.v_packed
-        packed = Segment(k_rows, v_rows, self.packed_lens, self.k_format, self.v_format)
+        packed = Segment(
+            k_rows, v_rows, self.seen_lens, self.k_format, self.v_format, self.seen_starts
+        )
         if not self.sink_len + self.recent_len:
             return [packed]
         exact = Segment(
@@ -129,145 +178,149 @@ class LayerCache:
     def segments_in_order(self) -> list[Segment]:
         """The same rows, sinks and recent ones apart, in the order of the tokens."""
         sink_lens = self.seq_lens.clamp(max=self.sink_len)
-        recent_lens = self.seq_lens - sink_lens - self.packed_lens
+        recent_lens = self.exact_lens - sink_lens
         exact, packed = (self.k_exact, self.v_exact), (self.k_format, self.v_format)
         found = [
             Segment(self.k_sinks, self.v_sinks, sink_lens, *exact),
-            Segment(self.k_packed, self.v_packed, self.packed_lens, *packed),
+            Segment(self.k_packed, self.v_packed, self.seen_lens, *packed, self.seen_starts),
             Segment(self.k_recent, self.v_recent, recent_lens, *exact, self.starts),
         ]
         return [segment for segment in found if segment.capacity] or found[1:2]
 
-    def set_lens(self, seq_lens: torch.Tensor, packed_lens: torch.Tensor) -> None:
-        """Set all lengths: tokens held and, of these, packed, [batch]."""
+    def dequantized(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copy the values, in the order of the tokens; see KVCache.dequantized."""
+        longest = int(self.held_lens.max())
+        outs = tuple(
+            torch.zeros(
+                (*self.k_packed.shape[:2], longest, fmt.head_dim),
+                dtype=dtype,
+                device=self.seq_lens.device,
+            )
+            for fmt in (self.k_format, self.v_format)
+        )
+        segments, stored = self.segments_in_order(), torch.float32 if self.basis else dtype
+        for b, length in enumerate(self.held_lens.tolist()):
+            pairs = [segment.dequantized(b, stored) for segment in segments]
+            sides = self.basis or (None, None)
+            for out, parts, side in zip(outs, zip(*pairs, strict=True), sides, strict=True):
+                values = torch.cat(parts, dim=1)
+                out[b, :, :length] = values if side is None else side.decode(values[None])[0]
+        return outs[0], outs[1]
+
+    def set_lens(
+        self, seq_lens: torch.Tensor, packed_lens: torch.Tensor, longest: int | None = None
+    ) -> None:
+        """Set all lengths.
+
+        Args:
+            seq_lens: [batch], tokens held.
+            packed_lens: [batch], how many of them are packed.
+            longest: as the attribute; seq_lens are read when None.
+        """
         self.seq_lens.copy_(seq_lens)
         self.packed_lens.copy_(packed_lens)
         self.exact_lens.copy_(self.seq_lens - self.packed_lens)
         self.starts.copy_(self.packed_lens % max(self.recent_len, 1))
+        if self.window is not None and self.seen_starts is not None:
+            first = (self.seq_lens - self.window).clamp(min=0)
+            self.seen_starts.copy_(first % max(self.packed_len, 1))
+            self.seen_lens.copy_((self.packed_lens - first).clamp(min=0))
+            self.firsts.copy_(torch.maximum(self.firsts, self.packed_lens - self.packed_len))
+        if self.longest is not None:
+            self.longest = int(seq_lens.max()) if longest is None else longest
 
-    def append(self, k: torch.Tensor, v: torch.Tensor, new_lens: torch.Tensor) -> None:
-        """Add the first new_lens[b] tokens of k and v to sequence b; see KVCache.append."""
-        device = k.device
-        old_lens, old_packed = self.seq_lens.tolist(), self.packed_lens.tolist()
-        seq_lens = [old + new for old, new in zip(old_lens, new_lens.tolist(), strict=True)]
-        room = self.sink_len + self.recent_len
-        packed_lens = [max(p, n - room) for p, n in zip(old_packed, seq_lens, strict=True)]
-        first = [self.sink_len + p for p in old_packed]  # tokens from here to `last` are packed
-        last = [self.sink_len + p for p in packed_lens]
-        bounds = {
-            "sinks": (old_lens, [min(n, self.sink_len) for n in seq_lens]),
-            "leaving": (first, list(map(min, last, old_lens))),
-            "packed": (list(map(max, first, old_lens)), last),
-            "recent": (list(map(max, last, old_lens)), seq_lens),
-        }
-        spans = {kind: _span(*bound, old_lens, device) for kind, bound in bounds.items()}
-        if spans["sinks"] or spans["packed"] or spans["recent"]:
-            offsets = torch.tensor(old_lens, device=device)
-            writes = self._writes("k", k.detach(), new_lens, spans, offsets)
-            writes += self._writes("v", v.detach(), new_lens, spans, offsets)
-            for rows, sequences, slots, values in writes:  # computed before anything is written
-                _put(rows, sequences, slots, values)
-            self.set_lens(torch.tensor(seq_lens), torch.tensor(packed_lens))
+    def append(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        new_lens: torch.Tensor | None,
+        bad_rows: torch.Tensor,
+        lost_tokens: torch.Tensor,
+    ) -> None:
+        """Add the first new_lens[b] tokens of k and v to sequence b; see KVCache.append.
+
+        Args:
+            k, v: as check_append has passed them.
+            new_lens: [batch], on the device; all tokens when None.
+            bad_rows, lost_tokens: the counters of KVCache.
+        """
+        new_tokens = k.shape[2]
+        if debug.is_recorded(self.seq_lens):  # what cannot be told must not be written
+            self.longest = None
+            wanted = torch.full_like(self.seq_lens, new_tokens) if new_lens is None else new_lens
+            new_lens = torch.minimum(wanted, self.max_seq_len - self.seq_lens)
+            lost_tokens += (wanted - new_lens).sum()
+        slots = slots_of(
+            self.seq_lens,
+            self.packed_lens,
+            new_lens,
+            new_tokens,
+            max(self.packed_len, 1),
+            sink_len=self.sink_len,
+            recent_len=self.recent_len,
+            ring=self.window is not None,
+        )
+        has_exact = slots.exact is not None
+        if k.dtype != v.dtype:
+            k, v = k.float(), v.float()
+        k_basis, v_basis = self.basis or (None, None)
+        append_rows(
+            _by_token(k),
+            _by_token(v),
+            self.k_packed,
+            self.v_packed,
+            slots,
+            self.k_format,
+            self.v_format,
+            exact_k=self.k_exact_rows if has_exact else None,
+            exact_v=self.v_exact_rows if has_exact else None,
+            exact_format=self.k_exact.codec,
+            k_transform=k_basis,
+            v_transform=v_basis,
+            bad=None if debug.may_read(k) else bad_rows,
+        )
+        seq_lens = self.seq_lens + (new_tokens if new_lens is None else new_lens)
+        packed = packed_lens_after(seq_lens, self.packed_lens, self.sink_len, self.recent_len)
+        self.set_lens(seq_lens, packed, (self.longest or 0) + new_tokens)
+
+    def check_crop(self, layer: int, seq_lens: torch.Tensor) -> None:
+        """Raise ShapeError unless the first seq_lens[b] tokens of sequence b can be kept."""
+        if self.window is None:
+            return
+        firsts, present = self.firsts.cpu(), self.seq_lens.cpu()
+        needed = (seq_lens - self.window).clamp(min=0)
+        gone = (needed < firsts) & (seq_lens > 0) & (seq_lens < present)
+        if bool(gone.any()):
+            b = int(gone.nonzero()[0])
+            raise ShapeError(
+                f"sequence {b} cannot be cropped from {int(present[b])} to {int(seq_lens[b])} "
+                f"tokens: layer {layer} sees the last {self.window} and has none before token "
+                f"{int(firsts[b])}. Keep {int(firsts[b]) + self.window} or more, or none"
+            )
 
     def crop(self, seq_lens: torch.Tensor) -> None:
         """Keep the first seq_lens[b] tokens of sequence b; packed rows stay packed."""
         packed = (seq_lens - self.sink_len).clamp(min=0)
         self.set_lens(seq_lens, torch.minimum(self.packed_lens.cpu(), packed))
+        if self.window is not None:
+            self.firsts *= self.seq_lens > 0
 
-    def _writes(
-        self,
-        name: str,
-        x: torch.Tensor,
-        new_lens: torch.Tensor,
-        spans: dict[str, Span | None],
-        offsets: torch.Tensor,
-    ) -> list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]]:
-        """What to write of K or V, as (rows, sequences, slots, values)."""
-        fmt: RowFormat = getattr(self, f"{name}_format")
-        exact: RowFormat = getattr(self, f"{name}_exact")
-        basis: Basis | None = getattr(self.basis, name) if self.basis else None
-        if basis:
-            _check_values(x, name, (fmt, exact), new_lens)  # while the channels are its own
-            x = basis.encode(x)
-        if self.sink_len or self.recent_len:
-            x = x.to(EXACT_DTYPES[exact.codec])  # may round over a limit
-        _check_values(x, name, (fmt, exact), new_lens)
-        writes = []
-        for kind, span in spans.items():
-            if span is None:
-                continue
-            sequences, tokens = span
-            to_format = exact if kind in ("sinks", "recent") else fmt
-            if kind == "leaving":
-                ring = getattr(self, f"{name}_recent")
-                slots = (tokens - self.sink_len) % self.recent_len
-                values = dequantize_rows(_take(ring, sequences, slots), exact)
-            else:
-                start = offsets[0] if sequences is None else offsets[sequences]
-                values = _take(x, sequences, tokens - start)
-            slots = tokens if kind == "sinks" else tokens - self.sink_len
-            slots = slots % self.recent_len if kind == "recent" else slots
-            place = "packed" if kind == "leaving" else kind
-            rows = getattr(self, f"{name}_{place}")
-            if basis and place == "packed":
-                flat = values if sequences is None else values[:, :, None]
-                packed = basis.quantize(flat, fmt).view(*values.shape[:-1], fmt.row_bytes)
-            else:
-                packed = quantize_rows(values, to_format, check=False)
-            writes.append((rows, sequences, slots, packed))
-        return writes
+    def begin(
+        self, seq_lens: torch.Tensor, packed_lens: torch.Tensor, firsts: torch.Tensor | None = None
+    ) -> None:
+        """Set the lengths of an empty layer, whose rows come from elsewhere.
+
+        Args:
+            seq_lens, packed_lens: as in set_lens.
+            firsts: as the attribute; where the window begins when None.
+        """
+        self.set_lens(seq_lens, packed_lens)
+        if self.window is not None:
+            starts = (self.seq_lens - self.window).clamp(min=0)
+            self.firsts.copy_(starts if firsts is None else firsts)
 
 
-def _span(
-    start: list[int], stop: list[int], old_lens: list[int], device: torch.device
-) -> Span | None:
-    """The tokens start[b] to stop[b] of every sequence b, as sequences and tokens.
-
-    Sequences are None where all have the same tokens, after as many old ones; None is returned
-    where there are no tokens.
-    """
-    counts = [max(last - first, 0) for first, last in zip(start, stop, strict=True)]
-    if not any(counts):
-        return None
-    if len(set(zip(start, stop, old_lens, strict=True))) == 1:
-        return None, torch.arange(start[0], stop[0], device=device)
-    sequences = [b for b, count in enumerate(counts) for _ in range(count)]
-    tokens = [
-        t for first, count in zip(start, counts, strict=True) for t in range(first, first + count)
-    ]
-    return torch.tensor(sequences, device=device), torch.tensor(tokens, device=device)
-
-
-def _take(rows: torch.Tensor, sequences: torch.Tensor | None, slots: torch.Tensor) -> torch.Tensor:
-    """Rows [batch, heads, slots, ...] of all sequences, or [slots, heads, ...] of those named."""
-    return rows.index_select(2, slots) if sequences is None else rows[sequences, :, slots]
-
-
-def _put(
-    rows: torch.Tensor, sequences: torch.Tensor | None, slots: torch.Tensor, values: torch.Tensor
-) -> None:
-    """Write values as _take gives them."""
-    if sequences is None:
-        rows.index_copy_(2, slots, values)
-    else:
-        rows[sequences, :, slots] = values
-
-
-def _check_values(
-    x: torch.Tensor, name: str, formats: tuple[RowFormat, ...], new_lens: torch.Tensor
-) -> None:
-    """Raise if one of the tokens to append holds what one of its formats cannot."""
-    limit = min(fmt.max_abs for fmt in formats)
-    if not x.numel():
-        return
-    lowest, highest = (float(value) for value in x.aminmax())
-    if -limit <= lowest and highest <= limit:
-        return
-    new = torch.arange(x.shape[2], device=x.device) < new_lens.to(x.device)[:, None]
-    bad = ~(x.float().abs() <= limit) & new[:, None, :, None]
-    if bool(bad.any()):
-        index = bad.nonzero()[0].tolist()
-        raise NonFiniteError(
-            f"{name}{index} is {x[tuple(index)].item()}: {formats[0]} and {formats[1]} rows hold "
-            f"finite values up to {limit:g}; nothing was appended"
-        )
+def _by_token(x: torch.Tensor) -> torch.Tensor:
+    """[batch, num_kv_heads, new_tokens, head_dim] in the order of the slots."""
+    x = x.transpose(1, 2).flatten(0, 1)
+    return x if x.stride(-1) == 1 else x.contiguous()

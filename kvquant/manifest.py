@@ -28,10 +28,12 @@ from .jsonvalues import (
     whole,
     wholes,
 )
+from .layer import Rooms, rooms_of
 from .layout import EXACT_CODECS, RowFormat
 
 FORMAT = "kvquant-cache"
 VERSION = 1
+WINDOWS_VERSION = 2  # of files with sliding windows; all else is as in version 1
 KINDS = ("sinks", "packed", "recent")
 
 
@@ -82,11 +84,12 @@ class Part:
 
 @dataclass(frozen=True)
 class LayerEntry:
-    """Formats of one layer and the packed tokens of each of its sequences."""
+    """Formats of one layer, the packed tokens of each of its sequences, and its window."""
 
     k_format: RowFormat
     v_format: RowFormat
     packed_lens: tuple[int, ...]
+    window: int | None = None
 
 
 @dataclass(frozen=True)
@@ -139,7 +142,12 @@ class Manifest:
             tuple(seq_lens.tolist()),
             tuple(cache.start_positions.tolist()),
             tuple(
-                LayerEntry(layer.k_format, layer.v_format, tuple(layer.packed_lens.tolist()))
+                LayerEntry(
+                    layer.k_format,
+                    layer.v_format,
+                    tuple(layer.packed_lens.tolist()),
+                    layer.window,
+                )
                 for layer in cache.layers
             ),
             None if model is None else model_identity(model),
@@ -153,6 +161,12 @@ class Manifest:
         return len(self.seq_lens)
 
     @property
+    def version(self) -> int:
+        """Version of the file: the first one that has all that there is in it."""
+        has_windows = any(entry.window is not None for entry in self.layers)
+        return WINDOWS_VERSION if has_windows else VERSION
+
+    @property
     def positions(self) -> tuple[int, ...]:
         """The position of the next token of each sequence."""
         return tuple(map(sum, zip(self.start_positions, self.seq_lens, strict=True)))
@@ -162,15 +176,7 @@ class Manifest:
         """The tensors of the file by name, in their order; empty ones have none."""
         found = {}
         for i, entry in enumerate(self.layers):
-            sinks = tuple(min(n, self.sink_len) for n in self.seq_lens)
-            packed = entry.packed_lens
-            recent = tuple(map(lambda n, s, p: n - s - p, self.seq_lens, sinks, packed))
-            zeros = (0,) * self.batch
-            spans = {
-                "sinks": (sinks, zeros),
-                "packed": (packed, sinks),
-                "recent": (recent, tuple(map(sum, zip(sinks, packed, strict=True)))),
-            }
+            spans = self._spans(entry)
             for side, fmt in (("k", entry.k_format), ("v", entry.v_format)):
                 exact = RowFormat(self.exact_format, 1, fmt.head_dim)
                 for kind, (counts, firsts) in spans.items():
@@ -180,24 +186,38 @@ class Manifest:
                         found[part.name] = part
         return found
 
+    def _spans(self, entry: LayerEntry) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Of each kind of rows how many there are of each sequence, and their first tokens."""
+        sink_len = self.sink_len if entry.window is None else 0
+        spans: dict[str, list[tuple[int, int]]] = {kind: [] for kind in KINDS}
+        for seq_len, packed_len in zip(self.seq_lens, entry.packed_lens, strict=True):
+            sinks = min(seq_len, sink_len)
+            last = sinks + packed_len
+            first = sinks if entry.window is None else min(max(seq_len - entry.window, 0), last)
+            spans["sinks"].append((sinks, 0))
+            spans["packed"].append((last - first, first))
+            spans["recent"].append((seq_len - last, last))
+        return {
+            kind: (tuple(n for n, _ in span), tuple(first for _, first in span))
+            for kind, span in spans.items()
+        }
+
     def shape(self, part: Part) -> tuple[int, int, int]:
         """Shape of a part's tensor."""
         return part.num_rows, self.num_kv_heads, part.fmt.row_bytes
 
-    def rooms(self, max_seq_len: int) -> dict[str, int]:
-        """Rows of each kind that a sequence has room for in a cache of max_seq_len."""
-        sinks = min(self.sink_len, max_seq_len)
-        recent = min(self.recent_len, max_seq_len - sinks)
-        return {"sinks": sinks, "packed": max_seq_len - sinks - recent, "recent": recent}
+    def rooms(self, entry: LayerEntry, max_seq_len: int) -> Rooms:
+        """Rows of each kind that a sequence has room for in a layer of a cache of max_seq_len."""
+        return rooms_of(max_seq_len, self.sink_len, self.recent_len, entry.window)
 
     def cache_bytes(self, max_seq_len: int) -> int:
         """Bytes of the rows of a cache of max_seq_len."""
-        rooms, total = self.rooms(max_seq_len), 0
+        total = 0
         for entry in self.layers:
+            rooms = self.rooms(entry, max_seq_len)
             for fmt in (entry.k_format, entry.v_format):
                 exact = RowFormat(self.exact_format, 1, fmt.head_dim).row_bytes
-                total += rooms["packed"] * fmt.row_bytes
-                total += (rooms["sinks"] + rooms["recent"]) * exact
+                total += rooms.packed * fmt.row_bytes + (rooms.sinks + rooms.recent) * exact
         return total * self.batch * self.num_kv_heads
 
     def to_json(self, digests: Mapping[str, str], writer: str) -> str:
@@ -205,7 +225,7 @@ class Manifest:
         return json.dumps(
             {
                 "format": FORMAT,
-                "version": VERSION,
+                "version": self.version,
                 "writer": writer,
                 "num_kv_heads": self.num_kv_heads,
                 "head_dim": self.head_dim,
@@ -221,6 +241,7 @@ class Manifest:
                         "k": {"format": str(entry.k_format), "head_dim": entry.k_format.head_dim},
                         "v": {"format": str(entry.v_format), "head_dim": entry.v_format.head_dim},
                         "packed_lens": entry.packed_lens,
+                        **({} if entry.window is None else {"window": entry.window}),
                     }
                     for entry in self.layers
                 ],
@@ -243,10 +264,10 @@ class Manifest:
         top = parse(text)
         if type(top) is not dict or top.get("format") != FORMAT:
             raise CheckpointError(f"the manifest is not that of a {FORMAT} file")
-        if top.get("version") != VERSION:
+        if top.get("version") not in (VERSION, WINDOWS_VERSION):
             raise CheckpointError(
-                f"the file has version {top.get('version')!r:.40}, this kvquant reads {VERSION}: "
-                "take the kvquant that wrote it, or save it anew"
+                f"the file has version {top.get('version')!r:.40}, this kvquant reads {VERSION} "
+                f"and {WINDOWS_VERSION}: take the kvquant that wrote it, or save it anew"
             )
         check_keys(top, _TOP_KEYS, "the manifest")
         manifest = cls(
@@ -266,6 +287,10 @@ class Manifest:
             as_dict(top["creation"], "creation"),
             _transforms(top["transforms"], len(top["layers"])),
         )
+        if top["version"] != manifest.version:
+            raise CheckpointError(
+                f"the file has version {top['version']}, its layers are of {manifest.version}"
+            )
         manifest._check(wholes(top["positions"], "positions", low=-INT64, high=INT64))
         digests = as_dict(top["sha256"], "sha256")
         if digests.keys() != manifest.parts.keys():
@@ -294,8 +319,9 @@ class Manifest:
                     f"{self.batch} sequences"
                 )
             for seq_len, packed in zip(self.seq_lens, entry.packed_lens, strict=True):
-                most = max(seq_len - self.sink_len, 0)
-                if not max(most - self.recent_len, 0) <= packed <= most:
+                most = max(seq_len - (self.sink_len if entry.window is None else 0), 0)
+                least = most - min(self.recent_len, entry.window or self.recent_len)
+                if not max(least, 0) <= packed <= most:
                     raise CheckpointError(
                         f"layers[{i}].packed_lens has {packed} for a sequence of {seq_len} tokens "
                         f"with sink_len {self.sink_len} and recent_len {self.recent_len}"
@@ -309,11 +335,14 @@ _TOP_KEYS = set(
 
 
 def _layer_entry(value: Any, what: str) -> LayerEntry:
-    check_keys(as_dict(value, what), {"k", "v", "packed_lens"}, what)
+    has_window = "window" in as_dict(value, what)
+    keys = {"k", "v", "packed_lens", "window"} if has_window else {"k", "v", "packed_lens"}
+    check_keys(value, keys, what)
     return LayerEntry(
         row_format(value["k"], f"{what}.k"),
         row_format(value["v"], f"{what}.v"),
         wholes(value["packed_lens"], f"{what}.packed_lens"),
+        whole(value["window"], f"{what}.window", low=1) if has_window else None,
     )
 
 

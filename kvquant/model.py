@@ -10,7 +10,8 @@ import torch
 
 from .cache import KVCache
 from .errors import ConfigError, ShapeError, UnsupportedError
-from .huggingface import TransformersCache, attend_by, load, plain_cache
+from .huggingface import TransformersCache, attend_by, load, plain_cache, windows_of
+from .layer import SPARE
 from .observation import Observer, observe, output_weights
 from .plan import CachePlan
 from .quant import exact_codec
@@ -113,7 +114,8 @@ class CachedModel:
             raise UnsupportedError(
                 f"layers differ in their shape: {heads} KV heads, {head_dim} wide"
             )
-        options = {"exact_format": self.exact_format, "device": self.model.device} | options
+        own = {"exact_format": self.exact_format, "device": self.model.device}
+        options = own | {"windows": windows_of(config)} | options
         if plan is not None:
             plan.check_model(self.config_dict)
             if options.keys() & {"k_format", "v_format", "bases"}:
@@ -147,6 +149,8 @@ class CachedModel:
             UnsupportedError: attention that KVCache cannot compute, with the layer.
         """
         counts = self._check_prefill(cache, tokens, lens, chunk)
+        if any(cache.windows):
+            chunk = min(chunk, SPARE)  # else a call that fails could not be taken back
         logits: torch.Tensor | None = None
         for start in range(0, int(counts.max()), chunk):
             part = tokens[:, start : start + chunk]
@@ -250,6 +254,7 @@ class CachedModel:
                     logits_to_keep=keep.to(self.model.device),
                 )
             past.check_attended()
+            cache.check()
         except BaseException:
             cache.crop(before)  # layers that are through must not be ahead of the others
             raise

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+from transformers.modeling_utils import AttentionInterface
 
 from .errors import UnsupportedError
 from .huggingface import attend_by
+from .rowpass import exact_attention
 
 # layer, queries, keys and values as attention meets them, and its factor on q·k
 Observer = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float], None]
@@ -64,17 +65,16 @@ def _observed_attention(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend as transformers' SDPA does, after showing queries, keys and values."""
+    """Attend exactly, after showing queries, keys and values."""
     _watch.show(module, query, key, value, scaling)
-    attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    found: tuple[torch.Tensor, None] = attend(
+    found: tuple[torch.Tensor, None] = exact_attention(module, options)(
         module, query, key, value, attention_mask, scaling=scaling, **options
     )
     return found
 
 
 AttentionInterface.register(OBSERVED, _observed_attention)
-AttentionMaskInterface.register(OBSERVED, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+AttentionMaskInterface.register(OBSERVED, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
 
 
 def observe(model: Any, tokens: torch.Tensor, observer: Observer | None) -> None:

@@ -56,6 +56,8 @@ class CachePlan:
     facts, plain data:
         format "kvquant-plan", version 1
         model           {"type", "sha256"}: model_identity of the config
+        places          L numbers: the layer of the model at each place of the cache
+        others          [{"layer", "why"}]: layers of the model that the cache has none of
         layers          L objects {"k": side, "v": side, "kept": null or why this layer stays in 16
                         bit}; a side is {"format": "int4", "basis": "none" | "hadamard" | "matrix",
                         "rounding": "nearest" | "feedback"}
@@ -64,7 +66,8 @@ class CachePlan:
         measured        {"kl", "top1", "perplexity", "exact_perplexity", "context", "scored",
                         "sink_len", "recent_len"} or null: the whole plan, decoding token by token
                         on held text, against the 16-bit cache; kl in nats per token, top1 a share,
-                        scored in tokens
+                        scored in tokens; "in_one_pass": null, or why the model could not decode
+                        from a KVCache
         limit           {"max_kl": number or null, "budget": bits or null, "met": bool}
         blamed          layers that cost the most, where the limit is not met; else empty
         sensitivity     [{"layer", "k_format", "v_format", "kl"}]: only K or only V of this layer

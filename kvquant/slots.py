@@ -18,6 +18,7 @@ from __future__ import annotations
 from numbers import Integral
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from . import debug
@@ -65,6 +66,7 @@ def slots_of(
     recent_len: int = 0,
     block_table: torch.Tensor | None = None,
     seats: torch.Tensor | None = None,
+    ring: bool = False,
 ) -> Slots:
     """Find the slots of new tokens given as [batch, new_tokens], flattened.
 
@@ -82,6 +84,8 @@ def slots_of(
         recent_len: last tokens of each sequence, in a ring of as many rows behind them.
         block_table: [batch, max_pages], int32: the pages of each sequence. None: page b alone.
         seats: [batch]: the seat of each sequence among the 16-bit rows. None: seat b.
+        ring: whether packed rows, without pages, go round: a token takes the place of the one
+            page_size tokens before it.
 
     Returns:
         Slots of batch * new_tokens tokens, on the device of seq_lens; only packed ones if sink_len
@@ -105,12 +109,14 @@ def slots_of(
     seq_lens_after = old_lens + is_new.sum(1, keepdim=True)
     last = packed_lens_after(seq_lens_after, first, sink_len, recent_len)
     if debug.may_read(seq_lens):
-        _check_room(last[:, 0], page_size, block_table)
+        if not ring:
+            _check_room(last[:, 0], page_size, block_table)
         _check_places(last[:, 0], page_size, block_table, seats)
 
     index = old_lens + offsets - sink_len  # among the tokens behind the sinks
     is_packed = is_new & (index >= 0) & (index < last)
-    packed = _packed_slots(index, is_packed, page_size, block_table)
+    oldest = last - page_size if ring else torch.zeros_like(last)  # no room for those before it
+    packed = _packed_slots(index, is_packed & (index >= oldest), page_size, block_table)
     exact_len = sink_len + recent_len
     if not exact_len:
         return Slots(packed.flatten())
@@ -119,7 +125,7 @@ def slots_of(
     row = torch.where(index < 0, index, index % max(recent_len, 1)) + sink_len
     exact = torch.where(is_exact, seat[:, None] * exact_len + row, -1)
     leaver = first + (index - first) % max(recent_len, 1)  # that may stand in the same row
-    leaves = is_exact & (index >= 0) & (leaver < old_lens - sink_len)
+    leaves = is_exact & (index >= 0) & (leaver < old_lens - sink_len) & (leaver >= oldest)
     leaving = _packed_slots(leaver, leaves, page_size, block_table)
     return Slots(packed.flatten(), exact.flatten(), leaving.flatten())
 
@@ -168,7 +174,7 @@ def _packed_slots(
     """Packed slots of the tokens index [batch, new_tokens] behind the sinks; -1 if not chosen."""
     if block_table is None:
         page = torch.arange(len(index), device=index.device)[:, None]
-        return torch.where(chosen, page * page_size + index, -1)
+        return torch.where(chosen, page * page_size + index % page_size, -1)
     index = torch.where(chosen, index, 0)
     page = block_table.long().gather(1, index // page_size)
     return torch.where(chosen, page * page_size + index % page_size, -1)
@@ -218,16 +224,17 @@ def _check_lens(
     recent_len: int,
 ) -> None:
     """Raise unless the sequences can have these lengths; values are read."""
-    most = (seq_lens - sink_len).clamp(min=0)
-    least = (most - recent_len).clamp(min=0)
-    bad = (seq_lens < 0) | (packed_lens < least) | (packed_lens > most)
-    if bool(bad.any()):
-        sequence = int(bad.nonzero()[0])
+    lens, packed = seq_lens.cpu().numpy(), packed_lens.cpu().numpy()  # small: torch takes longer
+    most = (lens - sink_len).clip(0)
+    least = (most - recent_len).clip(0)
+    bad = (lens < 0) | (packed < least) | (packed > most)
+    if bad.any():
+        sequence = int(bad.argmax())
         raise ShapeError(
-            f"sequence {sequence} has {int(seq_lens[sequence])} tokens, "
-            f"{int(packed_lens[sequence])} of them packed: with {sink_len} sinks and "
-            f"{recent_len} recent tokens it must be {int(least[sequence])} to "
-            f"{int(most[sequence])} (see packed_lens_after)"
+            f"sequence {sequence} has {lens[sequence]} tokens, "
+            f"{packed[sequence]} of them packed: with {sink_len} sinks and "
+            f"{recent_len} recent tokens it must be {least[sequence]} to "
+            f"{most[sequence]} (see packed_lens_after)"
         )
     if new_lens is not None and bool(((new_lens < 0) | (new_lens > new_tokens)).any()):
         raise ShapeError(f"new_lens is {new_lens.tolist()}: give [batch] of 0 to {new_tokens}")
@@ -266,11 +273,12 @@ def _check_room(
 def _check_targets(name: str, slots: torch.Tensor, count: int) -> None:
     """slots: less than count, and no two alike but the negative ones."""
     check_existing(name, slots, count)
-    used = slots[slots >= 0].sort().values
+    numbers = slots.cpu().numpy()
+    used = np.sort(numbers[numbers >= 0])
     twice = used[1:] == used[:-1]
-    if bool(twice.any()):
-        slot = int(used[1:][twice][0])
-        tokens = (slots == slot).nonzero()[:, 0].tolist()
+    if twice.any():
+        slot = used[1:][twice][0]
+        tokens = np.flatnonzero(numbers == slot)
         raise ShapeError(
             f"slot {slot} is given twice in {name} (places {tokens[0]} and {tokens[1]}): one call "
             "writes a row once"

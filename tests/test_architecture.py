@@ -41,15 +41,15 @@ ALLOWED = {
     "hadamard": f"{FACTS} quant",
     "transforms": "hadamard",
     "slots": "errors debug",
-    "appendchecks": f"{FACTS} quant slots transforms",
-    "appendbackends": f"{FACTS} quant debug slots transforms appendchecks",
+    "appendchecks": f"{FACTS} quant basis slots transforms",
+    "appendbackends": f"{FACTS} quant debug rounding slots transforms appendchecks",
     "appendops": "layout slots transforms appendchecks appendbackends",
-    "append": f"{FACTS} quant slots transforms appendchecks appendbackends appendops",
+    "append": f"{FACTS} quant basis slots transforms appendchecks appendbackends appendops",
     "rounding": f"{FACTS} quant",
-    "basis": f"{FACTS} hadamard rounding",
-    "cachechecks": f"{FACTS} quant basis",
-    "layer": f"{FACTS} quant segments basis rowstacks",
-    "cache": f"{MEANING} attention basis cachechecks layer",
+    "basis": f"{FACTS} hadamard rounding transforms",
+    "cachechecks": f"{FACTS} quant debug basis rowstacks",
+    "layer": f"{FACTS} debug segments basis rowstacks append slots",
+    "cache": f"{MEANING} attention basis basisattention cachechecks layer",
     "plan": f"{FACTS} basis files identity",
     "kernels.cpu.simd": "",
     "kernels.cpu.values": f"{FACTS} kernels.cpu.simd",
@@ -78,28 +78,56 @@ ALLOWED = {
     ),
     "kernels.cuda.decode": f"{DEVICE} kernels.cuda.attend kernels.cuda.merge",
     "kernels.cuda.compile": (
-        "errors layout kernels.usercache kernels.cuda.feedbackspec kernels.cuda.rowspec "
-        "kernels.cuda.spec kernels.cuda.statespec"
+        "errors layout kernels.usercache kernels.cuda.feedbackspec kernels.cuda.prefixspec "
+        "kernels.cuda.rowspec kernels.cuda.spec kernels.cuda.statespec"
     ),
     "kernels.cuda.statespec": "",
     "kernels.cuda.mergestates": ("kernels.cuda.device kernels.cuda.ptx kernels.cuda.statespec"),
     "kernels.cuda.rowspec": "layout",
     "kernels.cuda.transform": "kernels.cuda.device kernels.cuda.ptx kernels.cuda.rowspec",
     "kernels.cuda.quantize": "layout kernels.cuda.device kernels.cuda.ptx kernels.cuda.rowspec",
-    "kernels.cuda.rowcopies": "kernels.cuda.device kernels.cuda.ptx kernels.cuda.transform",
+    "kernels.cuda.rowcopies": (
+        "kernels.cuda.device kernels.cuda.ptx kernels.cuda.rowspec kernels.cuda.transform"
+    ),
+    "kernels.cuda.prefixspec": "errors layout kernels.cuda.rowspec kernels.cuda.staging",
+    "kernels.cuda.expand": (
+        "kernels.cuda.codes kernels.cuda.device kernels.cuda.ptx kernels.cuda.quantize "
+        "kernels.cuda.rowspec"
+    ),
+    "kernels.cuda.prefixtile": (
+        "kernels.cuda.device kernels.cuda.expand kernels.cuda.fragments kernels.cuda.prefixspec "
+        "kernels.cuda.ptx"
+    ),
+    "kernels.cuda.prefix": (
+        "kernels.cuda.device kernels.cuda.expand kernels.cuda.fragments kernels.cuda.prefixspec "
+        "kernels.cuda.prefixtile kernels.cuda.ptx kernels.cuda.transform"
+    ),
     "kernels.cuda.append": f"layout {ROW_KERNELS}",
     "kernels.cuda.dequantize": ROW_KERNELS,
     "kernels.cuda.loaded": (
         "errors layout kernels.cuda.compile kernels.cuda.driver kernels.cuda.feedbackspec "
-        "kernels.cuda.rowspec kernels.cuda.statespec"
+        "kernels.cuda.prefixspec kernels.cuda.rowspec kernels.cuda.statespec"
     ),
     "kernels.cuda.feedbackspec": "layout kernels.cuda.rowspec",
     "kernels.cuda.feedback": (
+        f"layout {ROW_KERNELS} kernels.cuda.feedbackrow kernels.cuda.feedbackspec"
+    ),
+    "kernels.cuda.feedbackrow": (
         "kernels.cuda.device kernels.cuda.feedbackspec kernels.cuda.ptx kernels.cuda.quantize"
     ),
-    "kernels.feedback": "layout kernels.cuda.driver kernels.cuda.feedbackspec kernels.cuda.loaded",
+    "kernels.feedback": (
+        "layout slots transforms kernels.append kernels.cuda.driver kernels.cuda.feedbackspec "
+        "kernels.cuda.loaded"
+    ),
+    "kernels.fitted": (
+        "layout quant slots transforms kernels.append kernels.cuda.loaded kernels.feedback"
+    ),
     "kernels.mergestates": "kernels.cuda.driver kernels.cuda.loaded kernels.cuda.statespec",
-    "kernels.append": f"layout slots transforms {ROW_LAUNCH}",
+    "kernels.prefix": (
+        "segments kernels.cuda.arrange kernels.cuda.driver kernels.cuda.loaded "
+        "kernels.cuda.prefixspec kernels.mergestates"
+    ),
+    "kernels.append": f"layout quant slots transforms {ROW_LAUNCH}",
     "kernels.dequantize": f"layout {ROW_LAUNCH}",
     "kernels.cuda.driver": "errors",
     "kernels.cuda.workspace": "kernels.cuda.driver",
@@ -117,13 +145,15 @@ ALLOWED = {
     ),
     "files": "errors",
     "identity": "errors",
-    "manifest": f"{FACTS} basis cache identity jsonvalues",
+    "manifest": f"{FACTS} basis cache layer identity jsonvalues",
     "cachefile": f"{FACTS} quant files manifest",
     "checkpoint": f"{CACHES} files identity manifest cachefile plan",
     "exchange": f"{CACHES} files",
-    "inspection": f"{FACTS} quant {FILES} exchange",
+    "rowfacts": f"{FACTS} quant exchange",
+    "inspection": f"layout {FILES} pagedinspection pagedreader rowfacts",
     "huggingface": CACHES,
-    "observation": "errors huggingface",
+    "rowpass": "errors huggingface",
+    "observation": "errors huggingface rowpass",
     "model": f"{CACHES} huggingface observation plan",
     "calibration.moments": "errors files",
     "calibration.bases": "basis hadamard rounding calibration.moments",
@@ -134,12 +164,15 @@ ALLOWED = {
     "calibration.formats": "",
     "calibration.texts": "errors",
     "calibration.fidelity": f"{CACHES} plan",
+    "calibration.layers": f"{FACTS} calibration.choose calibration.moments",
+    "calibration.passes": f"{FACTS} quant calibration.fidelity",
     "calibration.assemble": "plan calibration.choose calibration.moments calibration.scores",
     "calibration.run": (
         f"{FACTS} identity plan calibration.assemble calibration.choose calibration.fidelity "
-        "calibration.formats calibration.moments calibration.texts"
+        "calibration.formats calibration.layers calibration.moments calibration.passes "
+        "calibration.texts"
     ),
-    "calibration.report": "plan calibration.fidelity",
+    "calibration.report": "plan rowfacts calibration.fidelity",
     "calibration.verdict": f"{FACTS} plan calibration.report",
     "calibration.figures": f"{FACTS} plan calibration.verdict",
     "calibration.htmlstyle": "",
@@ -148,24 +181,29 @@ ALLOWED = {
     ),
     "bench": f"{MEANING} attention",
     "console": "errors",
-    "cascade": "attention errors segments",
+    "basisattention": "attention basis segments",
+    "cascadeops": "debug layout segments",
+    "cascade": "attention cascadeops errors segments",
     "jsonvalues": FACTS,
     "rowstacks": FACTS,
     "pagedslots": "",
     "staging": "",
-    "swap": "errors rowstacks",
+    "swap": "errors pagedstate pagepool rowstacks",
     "pagedstate": "errors pagedslots pagenames pagepool",
-    "pagedrows": "layout pagedslots rowstacks segments",
+    "pagedrows": "basis layout pagedslots rowstacks segments",
     "paged": (
-        f"cachechecks {FACTS} segments pagedrows pagedslots pagedstate pagenames pagepool swap"
+        f"basis cachechecks {FACTS} segments pagedrows pagedslots pagedstate pagenames pagepool "
+        "swap"
     ),
     "sharedprefix": "",
     "pagedbatch": (
-        "append attention cachechecks cascade errors segments sharedprefix slots transforms paged "
-        "pagedstate pagepool staging"
+        "append attention basisattention cachechecks cascade errors segments sharedprefix slots "
+        "transforms paged pagedstate pagepool staging"
     ),
     "pagedmanifest": f"{FACTS} jsonvalues manifest segments",
-    "pagedfile": f"errors {FILES} paged pagedmanifest pagepool",
+    "pagedreader": f"errors {FILES} pagedmanifest",
+    "pagedinspection": "layout pagedmanifest pagedreader rowfacts",
+    "pagedfile": f"errors basis {FILES} paged pagedmanifest pagedreader pagepool",
     "pagenames": "errors",
     "pagepool": "errors pagenames",
     "gpucases": f"{FACTS} quant segments",
@@ -187,26 +225,28 @@ ALLOWED = {
 ALLOWED_LATE = {
     "quant": "kernels.cpu.rows",
     "backends": "kernels.cpu.decode kernels.cuda.compile kernels.cuda.launch",
-    "appendbackends": "kernels.append kernels.dequantize",
+    "appendbackends": "kernels.append kernels.dequantize kernels.fitted",
     "kernels.cuda.compile": (
         "kernels.cuda.append kernels.cuda.decode kernels.cuda.dequantize kernels.cuda.device "
-        "kernels.cuda.feedback kernels.cuda.mergestates"
+        "kernels.cuda.feedback kernels.cuda.mergestates kernels.cuda.prefix"
     ),
-    "cascade": "kernels.mergestates",
+    "cascadeops": "kernels.prefix",
     "benchcli": (
         "bench gpubench gpucases gpureport gputimer gputune kernels.cuda.launch kernels.tuned"
     ),
     "rounding": "kernels.cpu.feedback kernels.feedback",
     "cachechecks": "layer",
     "cache": "plan",
+    "paged": "plan",
     "calibratecli": "model calibration.report calibration.run",
+    "calibration.passes": "rowpass",
     "reportcli": "files plan calibration.figures calibration.htmlreport calibration.verdict",
-    "cli": f"{CACHES} {FILES} exchange inspection model plan demo",
+    "cli": f"{CACHES} {FILES} exchange inspection model plan demo rowfacts",
 }
 
 # a library that `import kvquant` must not need -> the only modules that name it
 LIBRARIES = {
-    "transformers": {"huggingface", "observation"},
+    "transformers": {"huggingface", "observation", "rowpass"},
     "numba": {name for name in ALLOWED if name.startswith("kernels.")},
     "llvmlite": {name for name in ALLOWED if name.startswith("kernels.")},
     "click": {"benchcli", "calibratecli", "cli", "console", "reportcli"},

@@ -307,7 +307,7 @@ def test_reset_empties_and_the_cache_is_as_new() -> None:
 
 def held(cache: KVCache) -> list[torch.Tensor]:
     tensors = [tensor for layer in cache.layers for tensor in layer.tensors().values()]
-    return [cache.start_positions, *tensors]
+    return [cache.start_positions, cache.bad_rows, cache.lost_tokens, *tensors]
 
 
 @pytest.mark.parametrize("lengths", [(3, 5), (0, 0), (60, 60)], ids=str)
@@ -329,7 +329,7 @@ def test_nbytes_is_what_the_storages_hold(lengths: tuple[int, int]) -> None:
     per_token = [rows["int4-g4"] + rows["int8"], rows["fp8"] + rows["int8"]]
     packed = (MAX - sinks - recent) * sum(per_token)
     exact = 2 * (sinks + recent) * 2 * rows["bf16"]
-    assert cache.nbytes == BATCH * HEADS * (packed + exact) + BATCH * (8 + 2 * 4 * 4)
+    assert cache.nbytes == BATCH * HEADS * (packed + exact) + BATCH * (8 + 2 * 4 * 4) + 3 * 4
 
 
 @pytest.mark.parametrize("max_seq_len", [0, 1, 3, 4, 8, 9])

@@ -322,7 +322,8 @@ def set_in(*keys: str | int) -> Callable[[Any], Callable[[dict[str, Any]], None]
 @pytest.mark.parametrize(
     "edit, message",
     [
-        pytest.param(set_in("version")(2), "version 2, this kvquant reads 1", id="version"),
+        pytest.param(set_in("version")(3), "version 3, this kvquant reads 1 and 2", id="version"),
+        pytest.param(set_in("version")(2), "version 2, its layers are of 1", id="other version"),
         pytest.param(set_in("format")("x"), "not that of a kvquant-cache", id="format"),
         pytest.param(set_in("transforms")([{"rotate": 1}]), "transformed by", id="transform"),
         pytest.param(set_in("more")(1), "no key 'more', or should", id="unknown-key"),

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kvquant import KVCache
+from kvquant import layer as layers
 from kvquant.errors import (
     ConfigError,
     KVQuantError,
@@ -19,6 +20,7 @@ from kvquant.errors import (
 )
 
 transformers = pytest.importorskip("transformers")
+import kvquant.model  # noqa: E402
 from kvquant.huggingface import TransformersCache, attend_by  # noqa: E402
 from kvquant.model import CachedModel  # noqa: E402
 
@@ -209,10 +211,10 @@ def test_progress_adds_up_to_the_prompt(model: CachedModel) -> None:
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "sliding window": (
-        "Qwen2",
-        {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
-        r"layers \[1\] attend to 16 tokens at a time",
+    "chunks": (
+        "Llama4Text",
+        {"attention_chunk_size": 16, "num_local_experts": 1, "intermediate_size_mlp": 256},
+        r"layers \[.*0.*\] attend to chunks of 16 tokens",
     ),
     "softcap": ("Gemma2", {"sliding_window": 128}, r"layer 0 \(Gemma2Attention\) asks for softcap"),
     "sink logits": (
@@ -233,17 +235,93 @@ def test_what_cannot_be_computed_is_refused(case: str) -> None:
         model.prefill(model.new_cache(1, 64), tokens(1, 24))
 
 
-def test_sliding_windows_over_the_sequence_are_no_windows() -> None:
-    windowed = tiny("Qwen2", use_sliding_window=True, sliding_window=32, max_window_layers=1)
-    text = tokens(1, 32)
-    given = windowed.prefill(windowed.new_cache(1, 64, **FP16), text)
-    expected = windowed.plain(text, RoundedCache())
-    torch.testing.assert_close(given, expected, atol=TOLERANCE, rtol=0)
-    cache = windowed.new_cache(1, 64, **FP16)
-    windowed.prefill(cache, text)
-    with pytest.raises(UnsupportedError, match="attend to 32 tokens"):
-        windowed.step(cache, text[:, 0])
-    assert cache.seq_lens.tolist() == [32]
+WINDOWED: dict[str, dict[str, Any]] = {
+    "Mistral": {"sliding_window": 16},
+    "Qwen2": {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
+    "Gemma3Text": {
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "query_pre_attn_scalar": 64,
+    },
+    "Phi3": {"sliding_window": 16, "pad_token_id": 0, "eos_token_id": 1},
+}
+
+
+@pytest.mark.parametrize("kind", WINDOWED)
+@pytest.mark.parametrize("chunk", [7, 64], ids="chunk{}".format)
+def test_sliding_windows_are_those_of_the_model(
+    kind: str, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layers, "SPARE", 8)  # so that rings close
+    model, text = tiny(kind, **WINDOWED[kind]), tokens(2, 54)
+    caches = {
+        TOLERANCE: model.new_cache(2, 90, **FP16),
+        3 * TOLERANCE: model.new_cache(2, 90, **FP16 | {"recent_len": 5}),
+        0.05: model.new_cache(2, 90, k_format="int8-g4", v_format="int8-g4", recent_len=5),
+    }
+    past = RoundedCache()
+    expected = [model.plain(text[:, :42], past)]
+    expected += [model.plain(column[:, None], past) for column in text[:, 42:].unbind(1)]
+    for tolerance, cache in caches.items():
+        assert 16 in cache.windows and cache.layers[1].max_seq_len == 90
+        given = [model.prefill(cache, text[:, :42], chunk=chunk)]
+        given += [model.step(cache, column) for column in text[:, 42:].unbind(1)]
+        for got, wanted in zip(given, expected, strict=True):
+            torch.testing.assert_close(got, wanted, atol=tolerance, rtol=0)
+
+
+def test_ragged_sequences_see_their_own_windows() -> None:
+    model, text, lens = tiny("Mistral", sliding_window=16), tokens(3, 40), [3, 40, 17]
+    cache = model.new_cache(3, 60, **FP16)
+    given = [model.prefill(cache, text, lens, chunk=9)]
+    given += [model.step(cache, column) for column in text[:, :9].unbind(1)]
+    for b, seq_len in enumerate(lens):
+        alone = model.new_cache(1, 60, **FP16)
+        expected = [model.prefill(alone, text[b : b + 1, :seq_len])]
+        expected += [model.step(alone, column) for column in text[b : b + 1, :9].unbind(1)]
+        for ours, theirs in zip(given, expected, strict=True):
+            torch.testing.assert_close(ours[b], theirs[0], atol=TOLERANCE, rtol=0)
+
+
+def test_gemma_2_without_its_caps_slides() -> None:
+    """transformers has no SDPA for it: eager attention is what it is compared with."""
+    model = tiny("Gemma2", sliding_window=16, attn_logit_softcapping=None, query_pre_attn_scalar=64)
+    text, cache = tokens(1, 50), model.new_cache(1, 60, **FP16)
+    given = [model.prefill(cache, text[:, :40], chunk=7)]
+    given += [model.step(cache, column) for column in text[:, 40:].unbind(1)]
+    model.model.set_attn_implementation("eager")
+    with torch.no_grad():
+        expected = model.model(text).logits[:, 39:]
+    torch.testing.assert_close(torch.stack(given, 1), expected, atol=10 * TOLERANCE, rtol=0)
+
+
+def test_a_cache_without_the_models_windows_is_refused() -> None:
+    model, text = tiny("Mistral", sliding_window=16), tokens(1, 30)
+    cache = model.new_cache(1, 64, windows=None)
+    model.prefill(cache, text[:, :16])  # no longer than the window
+    message = r"layer 0 .* attends to the last 16 tokens, its layer of the cache to all tokens"
+    with pytest.raises(UnsupportedError, match=message):
+        model.step(cache, text[:, 16])
+    assert cache.seq_lens.tolist() == [16]
+    narrow = tiny("Llama").new_cache(1, 64, windows=[None, 8])
+    with pytest.raises(
+        UnsupportedError, match=r"layer 1 .* its layer of the cache to the last 8 tokens"
+    ):
+        tiny("Llama").prefill(narrow, text)
+
+
+def test_a_call_that_fails_is_taken_back_with_windows_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "SPARE", 8)
+    monkeypatch.setattr(kvquant.model, "SPARE", 8)
+    model = tiny("Mistral", sliding_window=16)
+    cache = model.new_cache(1, 90)
+    model.prefill(cache, tokens(1, 40))
+    with torch.no_grad():
+        model.model.model.layers[1].self_attn.v_proj.weight.fill_(float("nan"))
+    for new in (1, 30):
+        with pytest.raises(NonFiniteError):
+            model.prefill(cache, tokens(1, new), chunk=512)
+        assert [at.seq_lens.tolist() for at in cache.layers] == [[40], [40]]
 
 
 def test_masks_that_hide_tokens_are_refused(model: CachedModel) -> None:

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
+from tiny_models import tiny_model  # noqa: E402
+
 from kvquant.calibration.run import Goal, calibrate, observe  # noqa: E402
 from kvquant.calibration.texts import Sizes, observed_windows, random_tokens, spread  # noqa: E402
 from kvquant.errors import CheckpointError, ConfigError, NonFiniteError  # noqa: E402
@@ -25,16 +27,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "GPTNeoX": {"num_key_value_heads": 4},
 }
 BIASED = ("Qwen2", "Phi", "GPTNeoX")
-SHAPE = {
-    "vocab_size": 256,
-    "hidden_size": 256,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 512,
-}
 
 
 @pytest.fixture(scope="module")
@@ -55,16 +47,7 @@ def plan(model: CachedModel, text: list[int]) -> CachePlan:
 
 
 def tiny(kind: str) -> CachedModel:
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**(SHAPE | FAMILIES[kind]))
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if weight.ndim > 1:
-                weight.normal_(std=weight.shape[-1] ** -0.5)
-            elif "bias" in name:
-                weight.normal_(std=3.0)
-    return CachedModel(model)
+    return tiny_model(kind, **FAMILIES[kind])
 
 
 def test_a_plan_keeps_predictions_better_at_the_same_bits(plan: CachePlan) -> None:

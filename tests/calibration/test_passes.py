@@ -1,0 +1,73 @@
+"""Fidelity computed in one pass is that of decoding (8 s)."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvquant.calibration.fidelity import Planned, Reference, Scheme
+from kvquant.calibration.passes import PassReference
+from kvquant.calibration.run import calibrate
+from kvquant.calibration.texts import Sizes, spread
+from kvquant.errors import NonFiniteError, ShapeError
+
+pytest.importorskip("transformers")
+from kvquant.model import CachedModel
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+CONTEXT = 96
+
+
+@pytest.fixture(scope="module")
+def model() -> CachedModel:
+    return CachedModel.from_pretrained(EXAMPLES / "llama-demo-5m")
+
+
+@pytest.fixture(scope="module")
+def windows(model: CachedModel) -> torch.Tensor:
+    text = (EXAMPLES / "unseen.txt").read_text(encoding="utf-8")
+    return spread(model.encode(text), 2, CONTEXT + 13)
+
+
+def test_both_tell_the_same(model: CachedModel, windows: torch.Tensor) -> None:
+    plan = calibrate(model, None, sizes=Sizes(observed=256, length=64), zero_data=True)
+    assert plan is not None
+    decoded = Reference(model, windows, CONTEXT)
+    passed = PassReference(model, windows, CONTEXT, [0, 1, 2, 3], why="a test")
+    assert passed.num_tokens == decoded.num_tokens == 24 and passed.why == "a test"
+    assert passed.exact_format == decoded.exact_format
+    assert passed.perplexity == pytest.approx(decoded.perplexity, rel=1e-3)
+    for scheme in (Scheme("int4", "int4"), Planned(plan)):
+        ours, theirs = passed.measure(scheme), decoded.measure(scheme)
+        assert ours.kl == pytest.approx(theirs.kl, rel=0.02), scheme
+        assert ours.perplexity == pytest.approx(theirs.perplexity, rel=2e-3)
+        assert math.isclose(ours.bits, theirs.bits, rel_tol=0.01)
+    assert passed.measure(Scheme("bf16", "bf16")).kl == pytest.approx(0, abs=1e-9)
+
+
+def test_layers_that_no_cache_holds_stay_exact(model: CachedModel, windows: torch.Tensor) -> None:
+    none = PassReference(model, windows, CONTEXT, []).measure(Scheme("int4", "int4"))
+    some = PassReference(model, windows, CONTEXT, [2]).measure(Scheme("int4", "int4"))
+    every = PassReference(model, windows, CONTEXT, [0, 1, 2, 3]).measure(Scheme("int4", "int4"))
+    assert none.kl == 0 < some.kl < every.kl
+
+
+def test_what_rows_cannot_hold_and_windows_without_room_are_refused(
+    model: CachedModel, windows: torch.Tensor
+) -> None:
+    with pytest.raises(ShapeError, match="have no room"):
+        PassReference(model, windows, windows.shape[1] - 1, [0])
+    reference = PassReference(model, windows, CONTEXT, [0])
+    weight = model.model.model.layers[0].self_attn.v_proj.weight
+    kept = weight.detach().clone()
+    with torch.no_grad():
+        weight.mul_(1e6)
+    try:
+        with pytest.raises(NonFiniteError):
+            reference.measure(Scheme("int4", "int4"))
+    finally:
+        with torch.no_grad():
+            weight.copy_(kept)
