@@ -65,7 +65,7 @@ class MergeLaunch:
         ratio = num_heads // num_kv_heads
         spec = MergeSpec(head_dim, QUERIES[out.dtype])
         rows = num_kv_heads * prefix_rows
-        self._constants = CONSTANTS.pack(num_heads, ratio, splits, rows)
+        self._constants = CONSTANTS.pack(len(out), num_heads, ratio, splits, rows)
         self._index = out.get_device()
         grid = -(-rows // spec.warps), 1, 1
         layout = f"=5Q{CONSTANTS.size}s"

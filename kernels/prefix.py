@@ -117,6 +117,7 @@ class PrefixLaunch:
             prefix.capacity,
             k_rows.shape[2].bit_length() - 1 if paged else 0,
             num_members,
+            len(q),
             ratio,
             sm_scale * math.log2(math.e),
         )

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from . import debug
 from .attention import State, attend_segments, merge_states
 from .cascadeops import add_prefix
 from .errors import ConfigError, ShapeError
@@ -50,7 +51,8 @@ def attend_shared(
         before they are merged.
 
     Raises:
-        ShapeError: the prefix is of several sequences, or members are no list.
+        ShapeError: the prefix is of several sequences, or members are no list of places in the
+            batch (on CUDA these values are read in debug mode only; see kvquant.debug).
         ConfigError: members are not int64, or the prefix is a ring.
         As decode_attention.
     """
@@ -66,6 +68,8 @@ def attend_shared(
         raise ConfigError(
             f"members are {list(members.shape)} {members.dtype}: use one list of places, int64"
         )
+    if members is not None and debug.may_read(members) and bool((members >= len(q)).any()):
+        raise ShapeError(f"members {members.tolist()} must be below {len(q)}, the batch")
     if prefix.starts is not None or prefix.seats is not None:
         raise ConfigError("the prefix is a ring: it must begin with row 0 (no starts, no seats)")
     num_q_heads, head_dim = q.shape[1:]

@@ -98,6 +98,8 @@ def test_what_does_not_fit_is_refused() -> None:
     for members in (torch.tensor([0.0]), torch.tensor([[0]]), int32(0)):
         with pytest.raises(ConfigError, match="one list of places, int64"):
             attend_shared(q, prefix, [own], members=members)
+    with pytest.raises(ShapeError, match=r"members \[0, 2\] must be below 2, the batch"):
+        attend_shared(q, prefix, [own], members=torch.tensor([0, 2]))
     with pytest.raises(ShapeError, match=r"q is \[4, 64\]: it must be"):
         attend_shared(q[0], prefix, [own])
     narrow = own._replace(k_rows=own.k_rows[:, :1], v_rows=own.v_rows[:, :1])
@@ -124,8 +126,8 @@ def test_the_merge_is_told_where_everything_lies(cuda: FakeDriver) -> None:
         struct.unpack(MergeSpec(64).arguments, note.arguments) for note in cuda.launched
     )
     pointers = [x.data_ptr() for x in (out, lse, prefix_out, prefix_lse)]
-    assert given == (*pointers, members.data_ptr(), 8, 4, 7, 24)
-    assert whole == (*pointers, 0, 8, 4, 7, 24)
+    assert given == (*pointers, members.data_ptr(), 5, 8, 4, 7, 24)
+    assert whole == (*pointers, 0, 5, 8, 4, 7, 24)
     assert cuda.launched[0].grid == (6, 1, 1) and cuda.launched[0].block == (128, 1, 1)
     mergestates.merge_shared(out, lse, prefix_out[:, :, :0], prefix_lse[:, :, :0], None)
     assert len(cuda.launched) == 2
@@ -165,7 +167,7 @@ def test_states_are_merged_on_a_gpu(relative_l2: Measure, head_dim: int) -> None
     ]
     expected = merge_states((out[members], lse[members]), *parts)
     before = out.clone(), lse.clone()
-    shown = torch.tensor([4, -1, 0, 2]).cuda()
+    shown = torch.tensor([4, (1 << 32) - 1, 0, 2]).cuda()  # the second one is nobody
     padded = [
         torch.cat([x[:, :, :1], x[:, :, :1], x[:, :, 1:]], 2).flatten(2, 3)
         for x in (prefix_out, prefix_lse)

@@ -20,7 +20,7 @@ from .ptx import (
     high_f16,
     load_global_f32,
     load_global_f32x4,
-    load_global_u32,
+    load_global_u64,
     load_written_f32,
     load_written_u32,
     log2,
@@ -52,8 +52,8 @@ def make_merge_states_kernel(spec):
     low, high, pack = (low_bf16, high_bf16, pack_bf16) if BF16 else (low_f16, high_f16, pack_f16)
 
     # fmt: off
-    def merge_states(out, lse, prefix_out, prefix_lse, members, num_heads, ratio, splits,
-                     num_rows):
+    def merge_states(out, lse, prefix_out, prefix_lse, members, batch, num_heads, ratio,
+                     splits, num_rows):
         # fmt: on
         tid = uint32(cuda.threadIdx.x)
         lane = tid & uint32(31)
@@ -63,10 +63,9 @@ def make_merge_states_kernel(spec):
         member = int32(row // num_heads)
         place = uint64(member)
         if members != uint64(0):
-            chosen = int32(load_global_u32(members + uint64(8) * uint64(member)))
-            if chosen < int32(0):
+            place = load_global_u64(members + uint64(8) * uint64(member))
+            if place >= uint64(batch):
                 return
-            place = uint64(chosen)
         head = int32(row - int32(member * num_heads))
         own = place * uint64(num_heads) + uint64(head)
         kv_head = int32(head // ratio)

@@ -42,6 +42,7 @@ from .ptx import (
     float_bits,
     largest_word,
     load_global_u32,
+    load_global_u64,
     load_shared_u32,
     load_shared_u32x2,
     log2,
@@ -110,8 +111,8 @@ def make_prefix_kernel(spec):
     # fmt: off
     def attend_prefix(q, members, out, lse, k_rows, v_rows, seq_lens, table, q_stride_batch,
                       q_stride_head, k_stride_page, k_stride_head, k_stride_row, v_stride_page,
-                      v_stride_head, v_stride_row, capacity, page_shift, num_members, ratio,
-                      score_scale):
+                      v_stride_head, v_stride_row, capacity, page_shift, num_members, batch,
+                      ratio, score_scale):
         # fmt: on
         shared = shared_address(cuda.shared.array(0, uint32))
         tid = uint32(cuda.threadIdx.x)
@@ -127,7 +128,7 @@ def make_prefix_kernel(spec):
         wanted = uint32(0)
         for i in range(-(-BLOCK_ROWS // THREADS)):
             row = int32(first_row + int32(tid) + int32(THREADS * i))
-            if place_of(members, row, num_rows, ratio) >= int32(0):
+            if place_of(members, row, num_rows, batch, ratio) >= int32(0):
                 wanted = uint32(1)
         wanted = any_lane(wanted)
         if lane == uint32(0):
@@ -173,7 +174,7 @@ def make_prefix_kernel(spec):
             words = cuda.local.array(LOADED, uint32)
             for i in range(HALVES):
                 row = int32(warp_row + int32(8 * i) + int32(g))
-                place = place_of(members, row, num_rows, ratio)
+                place = place_of(members, row, num_rows, batch, ratio)
                 at = q + uint64(int32(kv_head * ratio + int32(row % ratio))) * q_stride_head
                 at += uint64(max(place, int32(0))) * q_stride_batch + uint64(uint32(4) * t)
                 for j in range(PAIRS):
@@ -286,13 +287,14 @@ def make_prefix_kernel(spec):
 
 
 @device_function
-def place_of(members, row, num_rows, ratio):
+def place_of(members, row, num_rows, batch, ratio):
     """The place in the batch of the sequence that a query is of; negative: nobody's."""
     place = int32(-1)
     if row < num_rows:
         place = int32(row // ratio)
         if members != uint64(0):
-            place = int32(load_global_u32(members + uint64(8) * uint64(place)))
+            member = load_global_u64(members + uint64(8) * uint64(place))
+            place = int32(member) if member < uint64(batch) else int32(-1)
     return place
 
 

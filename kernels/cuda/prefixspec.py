@@ -23,7 +23,7 @@ RESERVED = 1 << 10  # bytes of shared memory that a block takes besides
 # name and struct code: Q uint64 (an address, or bytes), i int32, f float32
 PREFIX = (
     ("q", "Q"),  # [batch, num_q_heads, head_dim], bfloat16 or float16
-    ("members", "Q"),  # int64 [num_members]: places in the batch, or negative; 0: 0, 1, 2 ...
+    ("members", "Q"),  # int64 [num_members]: places in the batch, all else nobody; 0: 0, 1, 2 ...
     ("out", "Q"),  # float32 [splits, num_kv_heads, num_members * ratio, head_dim of V]
     ("lse", "Q"),  # float32 [splits, num_kv_heads, num_members * ratio], base e
     ("k_rows", "Q"),
@@ -41,6 +41,7 @@ PREFIX = (
     ("capacity", "i"),  # longer lengths count as this
     ("page_shift", "i"),  # log2 of the page size
     ("num_members", "i"),
+    ("batch", "i"),
     ("ratio", "i"),  # query heads on a KV head
     ("score_scale", "f"),  # sm_scale * log2(e)
 )

@@ -10,7 +10,8 @@ MERGE = (
     ("lse", "Q"),  # [batch, num_heads], float32, base e
     ("prefix_out", "Q"),  # float32 [splits, num_kv_heads, num_members * ratio, head_dim]
     ("prefix_lse", "Q"),  # float32 [splits, num_kv_heads, num_members * ratio], base e
-    ("members", "Q"),  # int64 [num_members]: places in the batch, or negative; 0: 0, 1, 2 ...
+    ("members", "Q"),  # int64 [num_members]: places in the batch, all else nobody; 0: 0, 1, 2 ...
+    ("batch", "i"),
     ("num_heads", "i"),
     ("ratio", "i"),  # query heads on a KV head
     ("splits", "i"),  # at most 32

@@ -49,7 +49,7 @@ def run(spec: Any, batch: int, members: torch.Tensor | None, backwards: bool) ->
 
     tensors = [out, lse, prefix_out, prefix_lse, *([] if members is None else [members])]
     values = [x.data_ptr() for x in tensors] + [0] * (members is None)
-    values += [num_heads, ratio, splits, count * num_heads]
+    values += [batch, num_heads, ratio, splits, count * num_heads]
     arguments = [one(n) for one, n in zip(room.signature(spec), values, strict=True)]
     memory = [(x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()) for x in tensors]
     grid = (-(-count * num_heads // spec.warps), 1, 1)

@@ -70,7 +70,7 @@ def simulate(
     values += loaded.strides(q) + loaded.strides(k) + loaded.strides(v)
     shift = 0 if table is None else page_size.bit_length() - 1
     scale = q.shape[2] ** -0.5 * math.log2(math.e)
-    numbers = [*values, segment.capacity, shift, len(places), ratio, scale]
+    numbers = [*values, segment.capacity, shift, len(places), len(q), ratio, scale]
     arguments = [one(n) for one, n in zip(room.signature(spec), numbers, strict=True)]
     tensors += [] if table is None else [table]
     simulator.launch(
@@ -85,7 +85,7 @@ def simulate(
     weights = lse.double().softmax(0)
     found = (weights[..., None] * out.double().nan_to_num()).sum(0)
     lse = lse.double().logsumexp(0)
-    shared = places >= 0
+    shared = (places >= 0) & (places < len(q))
     by_member = (num_kv_heads, len(places), ratio)
     found = found.view(*by_member, -1).transpose(0, 1).flatten(1, 2)[shared]
     lse = lse.view(by_member).transpose(0, 1).flatten(1, 2)[shared]
@@ -107,7 +107,7 @@ def test_splits_without_tokens_say_so() -> None:
 @in_simulator
 def test_members_and_two_blocks_of_queries_a_warp() -> None:
     case = make_prefix("int8-g2/int4-g2", 64, 4, (8, 2), 70)
-    simulate(case, 2, members=[2, -1, 0, 1], backwards=True, warps=1, blocks=2)
+    simulate(case, 2, members=[2, -1, 0, 1, 4], backwards=True, warps=1, blocks=2)
 
 
 @in_simulator
@@ -215,7 +215,7 @@ def test_arguments_are_those_of_the_call(cuda: FakeDriver) -> None:
     assert (given["q_stride_batch"], given["q_stride_head"]) == (8 * 64 * 2, 64 * 2)
     assert (given["k_stride_page"], given["k_stride_head"], given["k_stride_row"]) == k.stride()[:3]
     assert (given["capacity"], given["page_shift"]) == (704, 6)
-    assert (given["num_members"], given["ratio"]) == (40, 4)
+    assert (given["num_members"], given["batch"], given["ratio"]) == (40, 40, 4)
     assert given["score_scale"] == pytest.approx(0.25 * math.log2(math.e))
     assert first.grid == (1, 2, 11) and first.block == (256, 1, 1)  # a split a tile
     assert first.shared == spec.shared_bytes and merge.grid == (80, 1, 1)
