@@ -1,9 +1,9 @@
 """What a shared prefix saves on a GPU: read once for all sequences, against once for each.
 
-Run by hand: python tests/benchmarks/bench_cascade.py. 64 sequences share a prefix of 16,384 tokens
-(its pages are the same in every block table) and have 256 tokens of their own; INT4 in 4 groups,
-head_dim 128, pages of 64. Outputs are compared first. Times are of one call inside a CUDA graph,
-alone with the L2 cache overwritten.
+Run by hand: python tests/benchmarks/bench_cascade.py. Sequences share a prefix (its pages are the
+same in every block table) and have 256 tokens of their own; INT4 in 4 groups, head_dim 128, pages
+of 64. Outputs are compared first. Times are of one call inside a CUDA graph, alone with the L2
+cache overwritten. The last column says whether PagedBatch would read the prefix once by itself.
 """
 
 from __future__ import annotations
@@ -16,37 +16,49 @@ from kvquant.cascade import attend_shared
 from kvquant.gpureport import render_machine
 from kvquant.gputimer import GraphTimer, describe_machine
 from kvquant.segments import Segment
+from kvquant.sharedprefix import pays
 
-BATCH, PREFIX, OWN, PAGE, HEAD_DIM = 64, 16384, 256, 64, 128
-HEADS = ((32, 32), (32, 16), (32, 8), (64, 8))
+OWN, PAGE, HEAD_DIM = 256, 64, 128
+# sequences, tokens of the prefix, query heads, KV heads
+CASES = (
+    *((64, 16384, *heads) for heads in ((32, 32), (32, 16), (32, 8), (64, 8))),
+    *((64, tokens, 32, 8) for tokens in (1024, 4096)),
+    *((batch, 16384, 32, 8) for batch in (2, 4, 8, 16, 32)),
+    (8, 65536, 32, 8),
+)
 
 
 def main() -> None:
-    """Print a line per number of heads."""
+    """Print a line per case."""
     torch.manual_seed(0)
     timer = GraphTimer()
     print(render_machine(describe_machine(timer, __version__)))
-    print(f"{'heads':>6}{'each for itself':>18}{'prefix once':>14}{'ratio':>8}{'error':>10}")
-    for heads in HEADS:
-        measure(timer, *heads)
+    print(
+        f"{'sequences':>10}{'prefix':>8}{'heads':>7}{'each for itself':>18}{'prefix once':>14}"
+        f"{'ratio':>8}{'error':>10}{'pays':>6}"
+    )
+    for case in CASES:
+        measure(timer, *case)
 
 
-def measure(timer: GraphTimer, num_q_heads: int, num_kv_heads: int) -> None:
+def measure(
+    timer: GraphTimer, batch: int, prefix_len: int, num_q_heads: int, num_kv_heads: int
+) -> None:
     """Compare and time the two ways."""
     fmt = RowFormat.parse("int4-g4", HEAD_DIM)
-    shared, own = PREFIX // PAGE, OWN // PAGE
-    num_pages = shared + BATCH * own
+    shared, own = prefix_len // PAGE, OWN // PAGE
+    num_pages = shared + batch * own
     values = torch.randn(num_pages, num_kv_heads, PAGE, HEAD_DIM, device="cuda")
     k, v = quantize_rows(values, fmt), quantize_rows(values.flip(0), fmt)
     pages = torch.randperm(num_pages, device="cuda", dtype=torch.int32)
     prefix_table = pages[None, :shared]
-    own_table = pages[shared:].view(BATCH, own)
-    table = torch.cat([prefix_table.expand(BATCH, -1), own_table], dim=1)
-    lens = torch.full((BATCH,), OWN, dtype=torch.int32, device="cuda")
-    whole = Segment(k, v, lens + PREFIX, fmt, fmt, None, table)
+    own_table = pages[shared:].view(batch, own)
+    table = torch.cat([prefix_table.expand(batch, -1), own_table], dim=1)
+    lens = torch.full((batch,), OWN, dtype=torch.int32, device="cuda")
+    whole = Segment(k, v, lens + prefix_len, fmt, fmt, None, table)
     rest = Segment(k, v, lens, fmt, fmt, None, own_table.contiguous())
-    prefix = Segment(k, v, lens[:1] * 0 + PREFIX, fmt, fmt, None, prefix_table)
-    q = torch.randn(BATCH, num_q_heads, HEAD_DIM, device="cuda").bfloat16()
+    prefix = Segment(k, v, lens[:1] * 0 + prefix_len, fmt, fmt, None, prefix_table)
+    q = torch.randn(batch, num_q_heads, HEAD_DIM, device="cuda").bfloat16()
 
     expected = attend_segments(q, [whole])
     out = attend_shared(q, prefix, [rest])
@@ -56,7 +68,11 @@ def measure(timer: GraphTimer, num_q_heads: int, num_kv_heads: int) -> None:
     each = timer.alone(lambda: attend_segments(q, [whole]))
     once = timer.alone(lambda: attend_shared(q, prefix, [rest]))
     heads = f"{num_q_heads}:{num_kv_heads}"
-    print(f"{heads:>6}{each:>15.1f} us{once:>11.1f} us{each / once:>7.2f}x{error:>10.1e}")
+    taken = pays(batch, prefix_len, num_kv_heads, num_q_heads // num_kv_heads)
+    print(
+        f"{batch:>10}{prefix_len:>8}{heads:>7}{each:>15.1f} us{once:>11.1f} us{each / once:>7.2f}x"
+        f"{error:>10.1e}{'yes' if taken else 'no':>6}"
+    )
 
 
 if __name__ == "__main__":
