@@ -8,7 +8,7 @@ from collections.abc import Hashable
 import torch
 
 from .cuda.driver import Launcher
-from .cuda.loaded import current_device, current_stream, kernel_of, settle
+from .cuda.loaded import Tensors, current_stream, kernel_of, launch_on, settle
 from .cuda.statespec import MERGE, MergeSpec
 
 QUERIES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -46,14 +46,7 @@ def merge_shared(
         if not prefix_out.numel():
             return
         launch = settle(_settled, key, MergeLaunch, out, prefix_out)
-    tensors = out, lse, prefix_out, prefix_lse
-    addresses = [tensor.data_ptr() for tensor in tensors]
-    addresses.append(0 if members is None else members.data_ptr())
-    if index == current_device():
-        launch(addresses)
-        return
-    with torch.cuda.device(index):
-        launch(addresses)
+    launch_on(index, launch, (out, lse, prefix_out, prefix_lse, members))
 
 
 class MergeLaunch:
@@ -71,6 +64,7 @@ class MergeLaunch:
         layout = f"=5Q{CONSTANTS.size}s"
         self._launch = Launcher(kernel_of(spec, out), grid, layout)
 
-    def __call__(self, addresses: list[int]) -> None:
+    def __call__(self, tensors: Tensors) -> None:
         """Launch on the current stream of the current device, which is that of the tensors."""
+        addresses = [0 if x is None else x.data_ptr() for x in tensors]
         self._launch(current_stream(self._index), (*addresses, self._constants))

@@ -14,6 +14,7 @@ from .cuda.arrange import pack_counts
 from .cuda.driver import Launcher
 from .cuda.loaded import (
     Tensors,
+    aligned_copy,
     check_pages,
     current_stream,
     facts_of,
@@ -108,8 +109,12 @@ class PrefixLaunch:
         splits = num_splits or gpu.num_sms * blocks_per_sm(spec, gpu.shared_of_sm) // units
         splits = max(min(splits, tiles, MOST_SPLITS), 1)
         self.shape = splits, num_kv_heads, num_members * ratio, prefix.v_format.head_dim
-        self._copies_q = q.is_neg() or q.stride(2) != 1
-        q_strides = strides(q.contiguous() if self._copies_q else q)
+        q_strides = strides(q)
+        # what the kernel cannot read 4 bytes at a time is copied
+        odd = any(n % 4 for n in (q.data_ptr(), *q_strides))
+        self._copies_q = q.is_neg() or q.stride(2) != 1 or odd
+        if self._copies_q:
+            q_strides = strides(torch.empty(q.shape, dtype=q.dtype, device="meta"))
         self._constants = CONSTANTS.pack(
             *q_strides,
             *strides(k_rows),
@@ -130,6 +135,6 @@ class PrefixLaunch:
         q, *others = tensors
         assert q is not None
         if self._copies_q:
-            q = q.detach().resolve_neg().contiguous()
+            q = aligned_copy(q)
         addresses = [0 if x is None else x.data_ptr() for x in (q, *others)]
         self._launch(current_stream(self._index), (*addresses, self._constants))

@@ -25,7 +25,7 @@ MAX_INDEX_BYTES = 100_000_000  # as safetensors limits its headers
 _INFINITE = {"bf16": 0x7F80, "fp16": 0x7C00}  # Inf as bits; NaN lies above
 _MANIFEST, _MANIFEST_SHA256 = "kvquant_cache", "kvquant_cache_sha256"
 _PLAN = "kvquant"  # what a calibration file has in its metadata
-_PAGES = "kvquant_pages"  # of sequences of a paged cache
+PAGES = "kvquant_pages"  # of sequences of a paged cache
 
 
 class CacheFile:
@@ -182,7 +182,7 @@ def unsealed(metadata: Mapping[str, Any]) -> tuple[Manifest, dict[str, str]]:
         raise CheckpointError(
             f"this is a calibration file, not a cache: {_plan_summary(metadata[_PLAN])}"
         )
-    if type(text) is not str and _PAGES in metadata:
+    if type(text) is not str and PAGES in metadata:
         raise CheckpointError(
             "these are sequences of a paged cache: read them by kvquant.pagedfile.load_sequences"
         )

@@ -4,7 +4,7 @@
        └──▶    [members x ratio] of each KV head     prefix     ──▶ (out, lse) ──┴──▶ merged
 
 To the prefix the queries of all members are those of one sequence. On CUDA a kernel expands its
-rows once for up to 128 queries (kernels/prefix.py); on the CPU they are one token with many heads.
+rows once for up to 256 queries (kernels/prefix.py); on the CPU they are one token with many heads.
 The two states are merged by their log-sum-exp, exactly.
 
 Source: cascade inference, https://flashinfer.ai/2024/02/02/cascade-inference.html.
@@ -20,7 +20,7 @@ import torch
 from . import debug
 from .attention import State, attend_segments, merge_states
 from .cascadeops import add_prefix
-from .errors import ConfigError, ShapeError
+from .errors import ConfigError, DeviceError, ShapeError
 from .segments import Segment
 
 
@@ -54,6 +54,7 @@ def attend_shared(
         ShapeError: the prefix is of several sequences, or members are no list of places in the
             batch (on CUDA these values are read in debug mode only; see kvquant.debug).
         ConfigError: members are not int64, or the prefix is a ring.
+        DeviceError: members lie on another device than q.
         As decode_attention.
     """
     prefix_batch = prefix.seq_lens.shape[0]
@@ -68,8 +69,8 @@ def attend_shared(
         raise ConfigError(
             f"members are {list(members.shape)} {members.dtype}: use one list of places, int64"
         )
-    if members is not None and debug.may_read(members) and bool((members >= len(q)).any()):
-        raise ShapeError(f"members {members.tolist()} must be below {len(q)}, the batch")
+    if members is not None:
+        _check_members(members, q)
     if prefix.starts is not None or prefix.seats is not None:
         raise ConfigError("the prefix is a ring: it must begin with row 0 (no starts, no seats)")
     num_q_heads, head_dim = q.shape[1:]
@@ -89,6 +90,18 @@ def attend_shared(
     of_prefix = [x.view(heads[0], len(chosen), heads[1], *x.shape[2:]) for x in state]
     out, lse = _merged(out, lse, of_prefix[0], of_prefix[1], members)
     return (out, lse) if return_lse else out
+
+
+def _check_members(members: torch.Tensor, q: torch.Tensor) -> None:
+    """Raise unless they are places of the batch, each once."""
+    batch = len(q)
+    if members.device != q.device:
+        raise DeviceError(f"q is on {q.device}, members on {members.device}")
+    if not debug.may_read(members):
+        return
+    used = members[members >= 0]
+    if bool((used >= batch).any()) or len(used.unique()) < len(used):
+        raise ShapeError(f"members are {members.tolist()}: give places 0 to {batch - 1}, each once")
 
 
 def _merged(

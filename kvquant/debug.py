@@ -1,4 +1,4 @@
-"""Checks of values in tensors (lengths, starts, seats, pages, new rows), which the host must read.
+"""Checks of values in tensors (lengths, seats, pages, members, new rows), which the host must read.
 
 On the CPU they always run. On a GPU reading waits for all its work, so there they run in debug mode
 only: with KVQUANT_DEBUG=1 in the environment when kvquant is imported, or after
@@ -27,7 +27,7 @@ enabled = os.environ.get("KVQUANT_DEBUG", "0") not in ("", "0")
 
 def may_read(values: torch.Tensor) -> bool:
     """Whether values are to be looked at."""
-    return not is_recorded(values) and (values.is_cpu or enabled)
+    return (values.is_cpu or enabled) and not is_recorded(values)
 
 
 def is_recorded(tensor: torch.Tensor) -> bool:

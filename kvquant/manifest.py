@@ -25,6 +25,7 @@ from .jsonvalues import (
     identity,
     parse,
     row_format,
+    transforms,
     whole,
     wholes,
 )
@@ -285,7 +286,7 @@ class Manifest:
             ),
             identity(top["model"]),
             as_dict(top["creation"], "creation"),
-            _transforms(top["transforms"], len(top["layers"])),
+            transforms(top["transforms"], len(top["layers"])),
         )
         if top["version"] != manifest.version:
             raise CheckpointError(
@@ -344,22 +345,3 @@ def _layer_entry(value: Any, what: str) -> LayerEntry:
         wholes(value["packed_lens"], f"{what}.packed_lens"),
         whole(value["window"], f"{what}.window", low=1) if has_window else None,
     )
-
-
-def _transforms(value: Any, num_layers: int) -> tuple[dict[str, str], ...]:
-    """Fingerprints of the bases of each layer, or nothing."""
-    if value == []:
-        return ()
-    try:
-        for i, entry in enumerate(as_list(value, "transforms")):
-            check_keys(as_dict(entry, f"transforms[{i}]"), {"k", "v"}, f"transforms[{i}]")
-            for side in "kv":
-                check_digest(entry[side], f"transforms[{i}].{side}")
-        if len(value) != num_layers:
-            raise CheckpointError(f"{len(value)} transforms for {num_layers} layers")
-    except CheckpointError as error:
-        raise CheckpointError(
-            f"the rows were transformed by {value!r:.80}, which this kvquant does not know: take a "
-            f"newer one ({error})"
-        ) from None
-    return tuple(value)

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from .cachefile import check_values
+from .cachefile import PAGES, check_values
 from .errors import CheckpointError
 from .files import open_safetensors, read_tensor, sha256
 from .manifest import Part
 from .pagedmanifest import PageManifest, PagePart
 
-MANIFEST, MANIFEST_SHA256 = "kvquant_pages", "kvquant_pages_sha256"
+MANIFEST, MANIFEST_SHA256 = PAGES, f"{PAGES}_sha256"
 
 
 class PageReader:

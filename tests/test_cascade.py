@@ -13,7 +13,7 @@ from fake_cuda import FakeDriver, install_for_rows
 from kvquant import quantize_rows
 from kvquant.attention import attend_segments, merge_states
 from kvquant.cascade import attend_shared
-from kvquant.errors import ConfigError, ShapeError
+from kvquant.errors import ConfigError, DeviceError, ShapeError
 from kvquant.kernels import mergestates
 from kvquant.kernels.cuda.statespec import MergeSpec
 from kvquant.layout import RowFormat
@@ -98,8 +98,11 @@ def test_what_does_not_fit_is_refused() -> None:
     for members in (torch.tensor([0.0]), torch.tensor([[0]]), int32(0)):
         with pytest.raises(ConfigError, match="one list of places, int64"):
             attend_shared(q, prefix, [own], members=members)
-    with pytest.raises(ShapeError, match=r"members \[0, 2\] must be below 2, the batch"):
-        attend_shared(q, prefix, [own], members=torch.tensor([0, 2]))
+    for wrong in ([0, 2], [1, -1, 1]):
+        with pytest.raises(ShapeError, match="give places 0 to 1, each once"):
+            attend_shared(q, prefix, [own], members=torch.tensor(wrong))
+    with pytest.raises(DeviceError, match="q is on cpu, members on meta"):
+        attend_shared(q, prefix, [own], members=torch.tensor([0], device="meta"))
     with pytest.raises(ShapeError, match=r"q is \[4, 64\]: it must be"):
         attend_shared(q[0], prefix, [own])
     narrow = own._replace(k_rows=own.k_rows[:, :1], v_rows=own.v_rows[:, :1])

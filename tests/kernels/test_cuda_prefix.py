@@ -225,6 +225,22 @@ def test_arguments_are_those_of_the_call(cuda: FakeDriver) -> None:
     assert [note.grid for note in cuda.launched[2:]] == [(1, 2, 3), (80, 1, 1)]
 
 
+def test_queries_that_cannot_be_read_are_copied(cuda: FakeDriver) -> None:
+    case = make_prefix("int8", 64, 4, (4, 2), 40)
+    wide = torch.zeros(4, 4, 65, dtype=torch.bfloat16)
+    row = torch.zeros(4 * 4 * 64 + 1, dtype=torch.bfloat16)
+    for q in (wide[:, :, 1:], row[1:].view(4, 4, 64), wide[:, :, :64]):
+        launch(case._replace(q=q))
+        first = struct.unpack(PrefixSpec(INT4, INT4).arguments, cuda.launched[-2].arguments)
+        given = dict(zip([name for name, _ in PREFIX], first, strict=True))
+        assert given["q"] != q.data_ptr() and given["q"] % 4 == 0
+        assert (given["q_stride_batch"], given["q_stride_head"]) == (4 * 64 * 2, 64 * 2)
+    heads_first = torch.zeros(4, 4, 64, dtype=torch.bfloat16).transpose(0, 1)
+    launch(case._replace(q=heads_first))
+    first = struct.unpack(PrefixSpec(INT4, INT4).arguments, cuda.launched[-2].arguments)
+    assert first[0] == heads_first.data_ptr()
+
+
 def test_what_does_not_fit_is_refused(cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_prefix("int8", 64, 2, (2, 2), 40)
     moved = torch.zeros(case.prefix.k_rows.numel() + 4, dtype=torch.uint8)[1:-3]
@@ -317,6 +333,15 @@ def test_values_that_grow_from_tile_to_tile(relative_l2: Measure) -> None:
     scores = (case.q.double() @ k.T) * 128**-0.5
     out = scores.softmax(-1) @ dequantize_rows(rows, case.prefix.v_format).double()[0, 0]
     check(relative_l2, case._replace(prefix=case.prefix._replace(v_rows=rows), out=out))
+
+
+@pytest.mark.gpu
+def test_queries_of_any_strides(relative_l2: Measure) -> None:
+    case = make_prefix("int4-g4", 128, 24, (8, 2), 300, device="cuda")
+    wide = torch.zeros(24, 8, 129, dtype=case.q.dtype, device="cuda")
+    wide[:, :, 1:] = case.q
+    for q in (wide[:, :, 1:], case.q.transpose(0, 1).contiguous().transpose(0, 1)):
+        check(relative_l2, case._replace(q=q))
 
 
 @pytest.mark.gpu
