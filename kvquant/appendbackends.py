@@ -14,7 +14,7 @@ from .layout import RowFormat
 from .quant import dequantize_rows, is_nan_row, quantize_rows
 from .rounding import quantize_fitted
 from .slots import Slots, check_existing, check_slots
-from .transforms import RowTransform, transform_rows
+from .transforms import Rope, RowTransform, apply_rope, transform_rows
 
 BACKENDS = ("cpu", "cuda", "torch")
 TOKENS_PER_PART = 256
@@ -36,8 +36,15 @@ def append(call: Append, backend: str | None) -> None:
         _append_cuda(_is_fitted(call))(*call)
         return
     call = call._replace(k=call.k.detach(), v=call.v.detach())
-    for part in _parts(call) if backend == "cpu" else [call]:
-        _append(part, backend)
+    if backend == "torch":
+        _append(call, backend)
+        return
+    is_rounded = _is_rounded(call)
+    for part in _parts(call):
+        if is_rounded:
+            _append(part, backend)
+        else:
+            _append_cpu(part)
 
 
 def dequantize(
@@ -70,10 +77,26 @@ def _append_cuda(is_fitted: bool) -> Callable[..., None]:
     return append_fitted if is_fitted else append
 
 
+@functools.cache
+def _cpu_kernels() -> tuple[Callable[..., tuple[int, int]], Callable[..., torch.Tensor]]:
+    from .kernels.cpu.append import append
+    from .kernels.cpu.transform import transform
+
+    return append, transform
+
+
 def _is_fitted(call: Append) -> bool:
     """Whether more has to be done than one launch does."""
     return any(
         transform is not None and (transform.matrix is not None or transform.feedback is not None)
+        for transform in (call.k_transform, call.v_transform)
+    )
+
+
+def _is_rounded(call: Append) -> bool:
+    """Whether rows are clipped or rounded with feedback."""
+    return any(
+        transform is not None and (transform.clip is not None or transform.feedback is not None)
         for transform in (call.k_transform, call.v_transform)
     )
 
@@ -104,6 +127,10 @@ def choose_backend(tensor: torch.Tensor, backend: str | None) -> str:
 
 def _parts(call: Append) -> Iterator[Append]:
     """The call in parts, so that what is computed on the way stays in the caches of the CPU."""
+    is_plain = call.k_transform is None and call.v_transform is None and call.rope is None
+    if is_plain or len(call.k) <= TOKENS_PER_PART:
+        yield call
+        return
     for first in range(0, len(call.k), TOKENS_PER_PART):
         part = slice(first, first + TOKENS_PER_PART)
         k, v, rope = call.k[part], call.v[part], call.rope
@@ -114,10 +141,44 @@ def _parts(call: Append) -> Iterator[Append]:
         yield call._replace(k=k, v=v, slots=Slots(packed, exact, leaving), rope=rope)
 
 
+def _append_cpu(call: Append) -> None:
+    """The same by a kernel, once the new rows are transformed."""
+    k = _transform_cpu(call.k, call.k_transform, call.rope)
+    v = _transform_cpu(call.v, call.v_transform)
+    for rows in (call.k_rows, call.v_rows, call.exact_k, call.exact_v):
+        if rows is not None and rows.is_inference():
+            rows[:0].zero_()  # torch refuses to write them outside of inference mode
+    append_rows, _ = _cpu_kernels()
+    bad = append_rows(
+        (k.resolve_neg(), call.k_rows, call.k_format, call.exact_k),
+        (v.resolve_neg(), call.v_rows, call.v_format, call.exact_v),
+        call.slots,
+        call.exact_format,
+    )
+    if call.bad is not None and any(bad):
+        call.bad.add_(torch.tensor(bad, dtype=torch.int32))
+
+
+def _transform_cpu(
+    x: torch.Tensor, transform: RowTransform | None, rope: Rope | None = None
+) -> torch.Tensor:
+    """What transform_rows gives."""
+    if transform is None or transform.matrix is not None:
+        return transform_rows(x, transform, rope)
+    if rope is not None:
+        x = apply_rope(x, rope)
+    if transform.offset is None and not transform.rotate:
+        return x
+    _, transform_rows_cpu = _cpu_kernels()
+    by_head = x.transpose(0, 1)[None]
+    return transform_rows_cpu(by_head, transform.offset, transform.rotate)[0].transpose(0, 1)
+
+
 def _append(call: Append, backend: str) -> None:
     """The meaning."""
-    k = transform_rows(call.k, call.k_transform, call.rope)
-    v = transform_rows(call.v, call.v_transform)
+    transform = _transform_cpu if backend == "cpu" else transform_rows
+    k = transform(call.k, call.k_transform, call.rope)
+    v = transform(call.v, call.v_transform)
     writes = (
         _writes(k, call.k_rows, call.k_format, call.exact_k, call.k_transform, call, backend),
         _writes(v, call.v_rows, call.v_format, call.exact_v, call.v_transform, call, backend),

@@ -62,23 +62,25 @@ class Basis:
         _check("matrix", matrix, square)
         _check("clip", clip, (heads,))
         _check("feedback", feedback, square)
-        self.offset, self.kind, self.clip, self.feedback = offset, kind, clip, feedback
+        self.offset, self.kind, self.clip, self.feedback = offset.contiguous(), kind, clip, feedback
         self.matrix: torch.Tensor | None = matrix  # M; None for the identity
+        self.transposed: torch.Tensor | None = None  # M^T, its rows contiguous as those of M
         self._inverse_transposed: torch.Tensor | None = None
         if kind == "hadamard":
             eye = torch.eye(dim, device=offset.device)
-            self.matrix = rotate(eye).expand(square).contiguous()
+            self.matrix = self.transposed = rotate(eye).expand(square)  # symmetric
         elif matrix is not None:
             inverse = torch.linalg.inv(matrix.cpu().double()).mT
             self._inverse_transposed = inverse.float().contiguous().to(matrix.device)
+            self.matrix, self.transposed = matrix.contiguous(), matrix.mT.contiguous()
 
     def to(self, device: torch.device | str) -> Basis:
         """The same on a device."""
         matrix = self.matrix if self.kind == "matrix" else None
         tensors = (self.offset, matrix, self.clip, self.feedback)
-        if all(x is None or x.device == torch.device(device) for x in tensors):
-            return self
         offset, matrix, clip, feedback = (None if x is None else x.to(device) for x in tensors)
+        if offset is self.offset:  # "cuda" is the current one, "cuda:0"
+            return self
         assert offset is not None
         return Basis(offset, self.kind, matrix, clip, feedback)
 
@@ -105,6 +107,12 @@ class Basis:
         Returns:
             The same shape, float32.
         """
+        is_plain = self.kind != "matrix" and x.shape[-1] % 16 == 0
+        if is_plain and x.is_cpu and not torch.compiler.is_compiling():
+            from .kernels.cpu.transform import transform
+
+            encoded: torch.Tensor = transform(x, self.offset, self.kind == "hadamard")
+            return encoded
         x = x.float() - self.offset[:, None]
         if self.kind == "hadamard":
             return rotate(x)
@@ -137,12 +145,13 @@ class Basis:
 
     def missing_score(self, q: torch.Tensor) -> torch.Tensor:
         """q·offset of queries [batch, num_q_heads, head_dim]: [batch, num_q_heads], float32."""
-        return _per_head(q, self.offset[:, :, None])[..., 0]
+        rows: torch.Tensor = q.unflatten(1, (len(self.offset), -1)) * self.offset[:, None]
+        return rows.sum(-1).flatten(1)
 
     def restore(self, out: torch.Tensor) -> torch.Tensor:
         """M out + offset of outputs [batch, num_q_heads, head_dim], in their dtype."""
-        if self.matrix is not None:
-            return _per_head(out, self.matrix.mT, self.offset).to(out.dtype)
+        if self.transposed is not None:
+            return _per_head(out, self.transposed, self.offset).to(out.dtype)
         rows: torch.Tensor = out.unflatten(1, (len(self.offset), -1)) + self.offset[:, None]
         return rows.flatten(1, 2).to(out.dtype)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 
 from .attention import State
 from .basis import LayerBasis
+from .basisops import takes_one_launch, turn_rows
 from .segments import Segment, check_segments
 
 
@@ -38,13 +40,23 @@ def attend_in_basis(
     """
     if basis is None:
         return attend(q, segments, sm_scale=sm_scale, **options)
-    if not torch.compiler.is_compiling():  # then torch tells what cannot be turned
-        check_segments(q, segments)
-    found = attend(basis.k.turn_query(q), segments, sm_scale=sm_scale, **options)
+    check = functools.partial(check_segments, q, segments)
+    if fused := takes_one_launch(q, options.get("backend")):
+        matrix = basis.k.matrix
+        turned = q if matrix is None else turn_rows(q, matrix, check=check)
+    else:
+        if not torch.compiler.is_compiling():  # then torch tells what cannot be turned
+            check()
+        turned = basis.k.turn_query(q)
+    found = attend(turned, segments, sm_scale=sm_scale, **options)
     out, lse = found if isinstance(found, tuple) else (found, None)
-    empty = seq_lens[: len(out), None] == 0  # what such places hold, NaN even, is not seen
-    out = basis.v.restore(out).masked_fill(empty[:, :, None], 0)
+    # what places without tokens hold, NaN even, is not seen
+    if fused:
+        out = turn_rows(out, basis.v.transposed, basis.v.offset, seq_lens)
+    else:
+        out = basis.v.restore(out).masked_fill(seq_lens[: len(q), None, None] == 0, 0)
     if lse is None:
         return out
     scale = 1 / math.sqrt(q.shape[-1]) if sm_scale is None else sm_scale
-    return out, (lse + scale * basis.k.missing_score(q)).masked_fill(empty, -torch.inf)
+    lse = lse.add(basis.k.missing_score(q), alpha=scale)
+    return out, lse.masked_fill(seq_lens[: len(q), None] == 0, -torch.inf)

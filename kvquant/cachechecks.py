@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from numbers import Integral
 from typing import TYPE_CHECKING
 
@@ -72,6 +72,42 @@ def check_bases(
     return bases
 
 
+def check_plan_options(options: Collection[str]) -> None:
+    """Raise ConfigError if options of a cache are among those that its plan decides."""
+    given = [name for name in ("k_format", "v_format", "bases") if name in options]
+    if given:
+        raise ConfigError(
+            f"{', '.join(given)} with a plan: a plan says formats and bases, use plan.with_formats "
+            "for other formats"
+        )
+
+
+def check_layer(layer: int, num_layers: int) -> None:
+    """Raise ConfigError unless there is this layer."""
+    if not 0 <= layer < num_layers:
+        raise ConfigError(
+            f"layer {layer} does not exist: the cache has layers 0 to {num_layers - 1}"
+        )
+
+
+def take_counts(*counters: torch.Tensor) -> list[int]:
+    """Read counters, in one wait for the GPU, and set them back if anything was counted."""
+    counts: list[int] = torch.cat(counters).tolist()
+    if any(counts):
+        for counter in counters:
+            counter.zero_()
+    return counts
+
+
+def check_bad_rows(k_rows: int, v_rows: int, advice: str) -> None:
+    """Raise NonFiniteError if rows were counted that decode to NaN."""
+    if k_rows or v_rows:
+        raise NonFiniteError(
+            f"{k_rows} rows of K and {v_rows} of V came with NaN, Inf or a value that their "
+            f"formats cannot hold, and decode to NaN: {advice}"
+        )
+
+
 def check_windows(windows: Sequence[int | None] | None, num_layers: int) -> Sequence[int | None]:
     """One window for each layer, or None for each.
 
@@ -113,9 +149,12 @@ def check_append(
     """
     batch, num_kv_heads = at.k_packed.shape[:2]
     for name, x, fmt in (("k", k, at.k_format), ("v", v, at.v_format)):
-        expected = [batch, num_kv_heads, "new_tokens", fmt.head_dim]
-        if x.ndim != 4 or [*x.shape[:2], "new_tokens", x.shape[3]] != expected:
-            raise ShapeError(f"{name} is {list(x.shape)}: it must be {expected}".replace("'", ""))
+        shape = x.shape
+        if len(shape) != 4 or shape[:2] != (batch, num_kv_heads) or shape[3] != fmt.head_dim:
+            raise ShapeError(
+                f"{name} is {list(shape)}: it must be "
+                f"[{batch}, {num_kv_heads}, new_tokens, {fmt.head_dim}]"
+            )
         if x.dtype not in FLOAT_DTYPES:
             raise ConfigError(f"{name} is {x.dtype}: use float32, bfloat16 or float16")
         if x.device != at.seq_lens.device:
@@ -126,9 +165,10 @@ def check_append(
     counts = None if new_lens is None else _counts(at, new_lens, new_tokens)
     if debug.is_recorded(k):
         return counts
-    if debug.may_read(k) or at.longest is None or at.longest + new_tokens > at.max_seq_len:
-        _check_room(at, new_tokens if counts is None else counts.cpu())
-    if debug.may_read(k):
+    reads = debug.may_read(k)
+    if reads or at.longest is None or at.longest + new_tokens > at.max_seq_len:
+        _check_room(at, new_tokens if counts is None else counts.cpu().clamp(0, new_tokens))
+    if reads:
         _check_values(at, k, v, counts)
     return counts
 
@@ -136,7 +176,10 @@ def check_append(
 def _counts(
     at: LayerCache, new_lens: torch.Tensor | Sequence[int], new_tokens: int
 ) -> torch.Tensor:
-    """new_lens on the device of a layer; what lies there already is not read."""
+    """new_lens on the device of a layer; what lies there already is not read.
+
+    On CUDA it is kept to 0 to new_tokens where it is read, by slotops.place_tokens.
+    """
     batch, device = at.seq_lens.shape[0], at.seq_lens.device
     if isinstance(new_lens, torch.Tensor) and new_lens.device == device:
         if not debug.may_read(new_lens):
@@ -144,10 +187,10 @@ def _counts(
                 raise ConfigError(f"new_lens is {new_lens.dtype}: use int32 or int64")
             if new_lens.shape != (batch,):
                 raise ShapeError(f"new_lens is {list(new_lens.shape)}: give [{batch}]")
-            return new_lens.clamp(0, new_tokens)
+            return new_lens if new_lens.is_cuda else new_lens.clamp(0, new_tokens)
     elif debug.is_recorded(at.seq_lens):
         raise ConfigError(
-            "new_lens lies on the host, where a CUDA graph cannot read it: give a tensor on "
+            "new_lens lies on the host, where a graph cannot read it: give a tensor on "
             f"{device}, as the cache"
         )
     counts = whole_numbers("new_lens", new_lens)

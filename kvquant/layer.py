@@ -27,7 +27,8 @@ from .errors import ShapeError
 from .layout import RowFormat
 from .rowstacks import zero_rows
 from .segments import Segment
-from .slots import packed_lens_after, slots_of
+from .slotops import Lens, Sizes, place_tokens, takes_one_launch
+from .slots import Slots, packed_lens_after, slots_of
 
 SPARE = 512  # tokens before its window that a layer with one keeps: as many can be cropped
 
@@ -78,6 +79,7 @@ class LayerCache:
         seen_lens: [batch] int32, packed tokens that attention sees: packed_lens without a window.
         seen_starts: [batch] int32, with a window: the row of the first of these.
         firsts: [batch] int32, with a window: the first token whose row is still there.
+        lens, sizes: the lengths, and how tokens are split, as slotops.place_tokens takes them.
         longest: no sequence has more tokens, as far as the host knows; None once an append is part
             of a graph, which the host does not see replayed.
     """
@@ -123,6 +125,10 @@ class LayerCache:
             self.seen_lens, self.seen_starts, self.firsts = (
                 torch.zeros_like(self.seq_lens) for _ in range(3)
             )
+        lens = self.seq_lens, self.packed_lens, self.exact_lens, self.starts
+        seen = () if window is None else (self.seen_lens, self.seen_starts, self.firsts)
+        self.lens = Lens(*lens, *seen)
+        self.sizes = Sizes(*rooms, max_seq_len, window or 0)
 
     @property
     def k_sinks(self) -> torch.Tensor:
@@ -239,27 +245,60 @@ class LayerCache:
     ) -> None:
         """Add the first new_lens[b] tokens of k and v to sequence b; see KVCache.append.
 
+        On CUDA in two launches, unless values are read: slots and lengths, then rows.
+
         Args:
             k, v: as check_append has passed them.
             new_lens: [batch], on the device; all tokens when None.
             bad_rows, lost_tokens: the counters of KVCache.
         """
-        new_tokens = k.shape[2]
-        if debug.is_recorded(self.seq_lens):  # what cannot be told must not be written
+        new_tokens, recorded = k.shape[2], debug.is_recorded(self.seq_lens)
+        if recorded:
             self.longest = None
-            wanted = torch.full_like(self.seq_lens, new_tokens) if new_lens is None else new_lens
-            new_lens = torch.minimum(wanted, self.max_seq_len - self.seq_lens)
-            lost_tokens += (wanted - new_lens).sum()
-        slots = slots_of(
-            self.seq_lens,
-            self.packed_lens,
-            new_lens,
-            new_tokens,
-            max(self.packed_len, 1),
-            sink_len=self.sink_len,
-            recent_len=self.recent_len,
-            ring=self.window is not None,
-        )
+        longest = (self.longest or 0) + new_tokens
+        if not takes_one_launch(self.seq_lens, recorded):
+            if recorded:  # what cannot be told must not be written
+                new_lens = self._with_room(new_lens, new_tokens, lost_tokens)
+            slots = slots_of(
+                self.seq_lens,
+                self.packed_lens,
+                new_lens,
+                new_tokens,
+                max(self.packed_len, 1),
+                sink_len=self.sink_len,
+                recent_len=self.recent_len,
+                ring=self.window is not None,
+            )
+            self._write(k, v, slots, None if debug.may_read(k) else bad_rows)
+            seq_lens = self.seq_lens + (new_tokens if new_lens is None else new_lens)
+            packed = packed_lens_after(seq_lens, self.packed_lens, self.sink_len, self.recent_len)
+            self.set_lens(seq_lens, packed, longest)
+            return
+        placed = place_tokens(self.lens, self.sizes, new_lens, new_tokens, lost_tokens)
+        try:
+            self._write(k, v, placed.slots, bad_rows)
+        except Exception:  # such as a lack of memory
+            before = placed.before
+            if self.window is not None:
+                self.firsts.copy_(before[2])
+            self.set_lens(before[0], before[1], self.longest)
+            raise
+        if self.longest is not None:
+            self.longest = longest
+
+    def _with_room(
+        self, new_lens: torch.Tensor | None, new_tokens: int, lost_tokens: torch.Tensor
+    ) -> torch.Tensor:
+        """How many of the new tokens there is room for; the others are counted."""
+        wanted = torch.full_like(self.seq_lens, new_tokens) if new_lens is None else new_lens
+        new_lens = torch.minimum(wanted, self.max_seq_len - self.seq_lens)
+        lost_tokens += (wanted - new_lens).sum()
+        return new_lens
+
+    def _write(
+        self, k: torch.Tensor, v: torch.Tensor, slots: Slots, bad_rows: torch.Tensor | None
+    ) -> None:
+        """Write the rows of the new tokens."""
         has_exact = slots.exact is not None
         if k.dtype != v.dtype:
             k, v = k.float(), v.float()
@@ -277,11 +316,8 @@ class LayerCache:
             exact_format=self.k_exact.codec,
             k_transform=k_basis,
             v_transform=v_basis,
-            bad=None if debug.may_read(k) else bad_rows,
+            bad=bad_rows,
         )
-        seq_lens = self.seq_lens + (new_tokens if new_lens is None else new_lens)
-        packed = packed_lens_after(seq_lens, self.packed_lens, self.sink_len, self.recent_len)
-        self.set_lens(seq_lens, packed, (self.longest or 0) + new_tokens)
 
     def check_crop(self, layer: int, seq_lens: torch.Tensor) -> None:
         """Raise ShapeError unless the first seq_lens[b] tokens of sequence b can be kept."""
@@ -322,5 +358,5 @@ class LayerCache:
 
 def _by_token(x: torch.Tensor) -> torch.Tensor:
     """[batch, num_kv_heads, new_tokens, head_dim] in the order of the slots."""
-    x = x.transpose(1, 2).flatten(0, 1)
+    x = x.squeeze(2) if x.shape[2] == 1 else x.transpose(1, 2).flatten(0, 1)
     return x if x.stride(-1) == 1 else x.contiguous()

@@ -15,7 +15,9 @@ A negative slot is none. Everything is computed where the lengths are, without w
 
 from __future__ import annotations
 
+import functools
 from numbers import Integral
+from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
@@ -52,7 +54,7 @@ def packed_lens_after(
     Returns:
         [batch], the dtype of packed_lens.
     """
-    return torch.maximum(packed_lens, seq_lens - sink_len - recent_len).to(packed_lens.dtype)
+    return torch.maximum(packed_lens, seq_lens - (sink_len + recent_len)).to(packed_lens.dtype)
 
 
 def slots_of(
@@ -100,6 +102,21 @@ def slots_of(
     if not torch.compiler.is_compiling():
         sizes = {"new_tokens": new_tokens, "sink_len": sink_len, "recent_len": recent_len}
         _check_sizes({**sizes, "page_size": page_size})
+        if _are_on_cpu(seq_lens, packed_lens, new_lens, block_table, seats):
+            found = _cpu().find_slots(
+                seq_lens,
+                packed_lens,
+                new_lens,
+                new_tokens,
+                page_size,
+                sink_len,
+                recent_len,
+                block_table,
+                seats,
+                ring,
+            )
+            if found is not None:  # else it is told below what is not possible
+                return Slots(*found)
     if debug.may_read(seq_lens):
         _check_lens(seq_lens, packed_lens, new_lens, new_tokens, sink_len, recent_len)
     offsets = torch.arange(new_tokens, device=seq_lens.device)
@@ -142,6 +159,8 @@ def check_slots(slots: Slots, num_packed: int, num_exact: int) -> None:
         ShapeError: which token has what instead.
     """
     packed, exact, leaving = slots
+    if _are_on_cpu(*slots) and _cpu().are_possible(slots, num_packed, num_exact):
+        return
     if exact is not None and leaving is not None:
         _check_targets("slots.exact", exact, num_exact)
         packed = packed.masked_fill(exact >= 0, -1)
@@ -166,6 +185,17 @@ def check_existing(name: str, slots: torch.Tensor, count: int) -> None:
             f"{name}[{token}] is {int(slots[token])}: there are slots 0 to {count - 1}, and "
             "negative ones for none"
         )
+
+
+def _are_on_cpu(*tensors: torch.Tensor | None) -> bool:
+    return all(tensor is None or tensor.is_cpu for tensor in tensors)
+
+
+@functools.cache
+def _cpu() -> ModuleType:
+    from .kernels.cpu import slots
+
+    return slots
 
 
 def _packed_slots(

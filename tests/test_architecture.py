@@ -41,6 +41,7 @@ ALLOWED = {
     "hadamard": f"{FACTS} quant",
     "transforms": "hadamard",
     "slots": "errors debug",
+    "slotops": "debug slots",
     "appendchecks": f"{FACTS} quant basis slots transforms",
     "appendbackends": f"{FACTS} quant debug rounding slots transforms appendchecks",
     "appendops": "layout slots transforms appendchecks appendbackends",
@@ -48,7 +49,7 @@ ALLOWED = {
     "rounding": f"{FACTS} quant",
     "basis": f"{FACTS} hadamard rounding transforms",
     "cachechecks": f"{FACTS} quant debug basis rowstacks",
-    "layer": f"{FACTS} debug segments basis rowstacks append slots",
+    "layer": f"{FACTS} debug segments basis rowstacks append slots slotops",
     "cache": f"{MEANING} attention basis basisattention cachechecks layer",
     "plan": f"{FACTS} basis files identity",
     "kernels.cpu.simd": "",
@@ -79,9 +80,14 @@ ALLOWED = {
     "kernels.cuda.decode": f"{DEVICE} kernels.cuda.attend kernels.cuda.merge",
     "kernels.cuda.compile": (
         "errors layout kernels.usercache kernels.cuda.feedbackspec kernels.cuda.prefixspec "
-        "kernels.cuda.rowspec kernels.cuda.spec kernels.cuda.statespec"
+        "kernels.cuda.rowspec kernels.cuda.slotspec kernels.cuda.spec kernels.cuda.statespec "
+        "kernels.cuda.turnspec"
     ),
+    "kernels.cuda.slotspec": "",
+    "kernels.cuda.slots": "kernels.cuda.device kernels.cuda.ptx kernels.cuda.slotspec",
     "kernels.cuda.statespec": "",
+    "kernels.cuda.turnspec": "",
+    "kernels.cuda.turn": "kernels.cuda.ptx kernels.cuda.turnspec",
     "kernels.cuda.mergestates": ("kernels.cuda.device kernels.cuda.ptx kernels.cuda.statespec"),
     "kernels.cuda.rowspec": "layout",
     "kernels.cuda.transform": "kernels.cuda.device kernels.cuda.ptx kernels.cuda.rowspec",
@@ -106,7 +112,8 @@ ALLOWED = {
     "kernels.cuda.dequantize": ROW_KERNELS,
     "kernels.cuda.loaded": (
         "errors layout kernels.cuda.compile kernels.cuda.driver kernels.cuda.feedbackspec "
-        "kernels.cuda.prefixspec kernels.cuda.rowspec kernels.cuda.statespec"
+        "kernels.cuda.prefixspec kernels.cuda.rowspec kernels.cuda.slotspec kernels.cuda.statespec "
+        "kernels.cuda.turnspec"
     ),
     "kernels.cuda.feedbackspec": "layout kernels.cuda.rowspec",
     "kernels.cuda.feedback": (
@@ -123,6 +130,10 @@ ALLOWED = {
         "layout quant slots transforms kernels.append kernels.cuda.loaded kernels.feedback"
     ),
     "kernels.mergestates": "kernels.cuda.driver kernels.cuda.loaded kernels.cuda.statespec",
+    "kernels.slots": "kernels.cuda.driver kernels.cuda.loaded kernels.cuda.slotspec",
+    "kernels.turn": (
+        "kernels.cuda.driver kernels.cuda.loaded kernels.cuda.rowspec kernels.cuda.turnspec"
+    ),
     "kernels.prefix": (
         "segments kernels.cuda.arrange kernels.cuda.driver kernels.cuda.loaded "
         "kernels.cuda.prefixspec kernels.mergestates"
@@ -139,6 +150,11 @@ ALLOWED = {
     "kernels.cpu.merge": "kernels.cpu.parallel kernels.cpu.simd",
     "kernels.cpu.feedback": "kernels.cpu.parallel kernels.cpu.simd",
     "kernels.cpu.rows": f"{FACTS} kernels.cpu.parallel kernels.cpu.simd kernels.cpu.values",
+    "kernels.cpu.append": (
+        f"{FACTS} kernels.cpu.parallel kernels.cpu.rows kernels.cpu.simd kernels.cpu.values"
+    ),
+    "kernels.cpu.slots": "",
+    "kernels.cpu.transform": "kernels.cpu.parallel kernels.cpu.rows kernels.cpu.simd",
     "kernels.cpu.decode": (
         f"{FACTS} segments "
         "kernels.cpu.merge kernels.cpu.parallel kernels.cpu.simd kernels.cpu.values"
@@ -181,9 +197,10 @@ ALLOWED = {
     ),
     "bench": f"{MEANING} attention",
     "console": "errors",
-    "basisattention": "attention basis segments",
+    "basisattention": "attention basis basisops segments",
+    "basisops": "errors",
     "cascadeops": "debug layout segments",
-    "cascade": "attention cascadeops errors segments",
+    "cascade": "attention cascadeops debug errors segments",
     "jsonvalues": FACTS,
     "rowstacks": FACTS,
     "pagedslots": "",
@@ -225,12 +242,19 @@ ALLOWED = {
 ALLOWED_LATE = {
     "quant": "kernels.cpu.rows",
     "backends": "kernels.cpu.decode kernels.cuda.compile kernels.cuda.launch",
-    "appendbackends": "kernels.append kernels.dequantize kernels.fitted",
+    "appendbackends": (
+        "kernels.append kernels.cpu.append kernels.cpu.transform kernels.dequantize kernels.fitted"
+    ),
+    "basis": "kernels.cpu.transform",
+    "slots": "kernels.cpu.slots",
     "kernels.cuda.compile": (
         "kernels.cuda.append kernels.cuda.decode kernels.cuda.dequantize kernels.cuda.device "
-        "kernels.cuda.feedback kernels.cuda.mergestates kernels.cuda.prefix"
+        "kernels.cuda.feedback kernels.cuda.mergestates kernels.cuda.prefix kernels.cuda.slots "
+        "kernels.cuda.turn"
     ),
+    "basisops": "kernels.turn",
     "cascadeops": "kernels.prefix",
+    "slotops": "kernels.slots",
     "benchcli": (
         "bench gpubench gpucases gpureport gputimer gputune kernels.cuda.launch kernels.tuned"
     ),

@@ -82,6 +82,7 @@ def test_values_that_are_not_read_are_counted(unread: None, with_basis: bool) ->
     assert not bool(k_found[1, 1].isnan().any() or v_found[2].isnan().any())
     with pytest.raises(NonFiniteError, match="1 rows of K and 1 of V came with NaN"):
         cache.check()
+    assert cache.bad_rows.tolist() == [0, 0]
     cache.check()  # once is enough
     cache.append(1, k, v)
     cache.reset()
@@ -156,7 +157,7 @@ def test_k_and_v_may_be_of_two_dtypes_and_strides() -> None:
 
 
 @pytest.mark.parametrize("with_basis", [False, True], ids=["plain", "basis"])
-def test_a_layer_takes_one_launch(
+def test_the_rows_of_a_layer_take_one_launch(
     unread: None, with_basis: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cuda = install_for_rows(monkeypatch, appending)

@@ -33,10 +33,21 @@ from ..usercache import cache_folder, replace_file
 from .feedbackspec import FeedbackSpec
 from .prefixspec import PrefixSpec
 from .rowspec import AppendSpec, DequantizeSpec
+from .slotspec import SlotSpec
 from .spec import DecodeSpec
 from .statespec import MergeSpec
+from .turnspec import TurnSpec
 
-Spec = DecodeSpec | AppendSpec | DequantizeSpec | MergeSpec | FeedbackSpec | PrefixSpec
+Spec = (
+    DecodeSpec
+    | AppendSpec
+    | DequantizeSpec
+    | MergeSpec
+    | FeedbackSpec
+    | PrefixSpec
+    | SlotSpec
+    | TurnSpec
+)
 NEWEST_LTO = (9, 0)
 # of a cubin: the section of a kernel's arguments; in .nv.info attributes, and the form of those
 # that are followed by as many bytes as they say
@@ -175,6 +186,12 @@ def compile_spec(spec: Spec, arch: str) -> Cubin:
     elif isinstance(spec, MergeSpec):
         from .mergestates import make_merge_states_kernel as make
         from .mergestates import signature
+    elif isinstance(spec, SlotSpec):
+        from .slots import make_slots_kernel as make
+        from .slots import signature
+    elif isinstance(spec, TurnSpec):
+        from .turn import make_turn_kernel as make
+        from .turn import signature
     elif isinstance(spec, PrefixSpec):
         from .prefix import make_prefix_kernel as make
         from .prefix import signature

@@ -21,7 +21,9 @@ from .driver import Kernel
 from .feedbackspec import FeedbackSpec
 from .prefixspec import PrefixSpec
 from .rowspec import UNIT, AppendSpec, DequantizeSpec, divisor, unit_of
+from .slotspec import SlotSpec
 from .statespec import MergeSpec
+from .turnspec import TurnSpec
 
 MOST_SETTLED = 4096  # calls that are remembered
 MOST_SLOTS = 1 << 31  # the kernels divide them as 31 bits
@@ -77,7 +79,8 @@ def gpu_of(tensor: torch.Tensor) -> GPU:
 
 
 def kernel_of(
-    spec: AppendSpec | DequantizeSpec | MergeSpec | FeedbackSpec | PrefixSpec, tensor: torch.Tensor
+    spec: AppendSpec | DequantizeSpec | MergeSpec | FeedbackSpec | PrefixSpec | SlotSpec | TurnSpec,
+    tensor: torch.Tensor,
 ) -> Kernel:
     """A kernel on the GPU of a tensor, compiled if need be."""
     arch, index = gpu_of(tensor).arch, tensor.get_device()

@@ -1,0 +1,148 @@
+"""Slots of new tokens on the CPU, as slots.py defines them, and whether slots are all different.
+
+Plain numba, without vectors. That something is not possible is only found here; slots.py tells what
+it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numba
+import numpy as np
+import torch
+
+NONE = -1
+NO_PAGES = np.empty((0, 0), np.int64)
+MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / the golden ratio: spreads what is regular
+
+
+def find_slots(
+    seq_lens: torch.Tensor,
+    packed_lens: torch.Tensor,
+    new_lens: torch.Tensor | None,
+    new_tokens: int,
+    page_size: int,
+    sink_len: int,
+    recent_len: int,
+    block_table: torch.Tensor | None,
+    seats: torch.Tensor | None,
+    ring: bool,
+) -> Sequence[torch.Tensor] | None:
+    """The tensors that slots.slots_of gives, in a tenth of the time; None if it is to raise."""
+    batch, new_tokens = len(seq_lens), int(new_tokens)
+    lens = np.empty((4, batch), np.int64)
+    lens[0], lens[1] = seq_lens.numpy(), packed_lens.numpy()
+    lens[2] = new_tokens if new_lens is None else new_lens.numpy()
+    lens[3] = np.arange(batch) if seats is None else seats.numpy()
+    table = NO_PAGES if block_table is None else block_table.numpy().astype(np.int64, "C")
+    sizes = new_tokens, int(page_size), int(sink_len), int(recent_len)  # of one type each
+    slots = np.empty((3 if sink_len + recent_len else 1, batch * new_tokens), np.int64)
+    if not _fill(lens, table, *sizes, bool(ring), slots):
+        return None
+    return torch.from_numpy(slots).unbind()
+
+
+def are_possible(
+    slots: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None],
+    num_packed: int,
+    num_exact: int,
+) -> bool:
+    """Whether slots.check_slots has nothing to raise."""
+    packed, exact, leaving = slots
+    used = [packed] if exact is None or leaving is None else [packed, exact, leaving]
+    numbers = np.empty((len(used), len(packed)), np.int64)
+    for i, tensor in enumerate(used):
+        numbers[i] = tensor.numpy()
+    possible: bool = _are_possible(numbers, num_packed, num_exact)
+    return possible
+
+
+@numba.njit(nogil=True, cache=True)
+def _fill(
+    lens,  # [4, batch]: seq_lens, packed_lens, new_lens, seats
+    table,  # [batch, max_pages], or [0, 0]: no pages
+    new_tokens,
+    page_size,
+    sink_len,
+    recent_len,
+    ring,
+    slots,  # [3, batch * new_tokens]: packed, exact, leaving; without 16-bit rows [1, ...]
+):
+    """Fill slots; False if something is not possible."""
+    slots[:] = NONE
+    paged, exact_len = table.shape[0] > 0, sink_len + recent_len
+    room = page_size * table.shape[1] if paged else page_size
+    for b in range(lens.shape[1]):
+        old, first, new, seat = lens[0, b], lens[1, b], lens[2, b], lens[3, b]
+        most = max(old - sink_len, 0)
+        if old < 0 or first < max(most - recent_len, 0) or first > most:
+            return False
+        if new < 0 or new > new_tokens or seat < 0:
+            return False
+        last = max(first, old + new - exact_len)
+        if last > room and (paged or not ring):
+            return False
+        for page in range((last + page_size - 1) // page_size if paged else 0):
+            if table[b, page] < 0:
+                return False
+        oldest = last - page_size if ring else 0
+        for i in range(new):
+            token, index = b * new_tokens + i, old - sink_len + i
+            if 0 <= index < last:  # packed at once
+                if index >= oldest:
+                    slots[0, token] = _packed_slot(table, paged, b, index, page_size)
+            elif index < 0:
+                slots[1, token] = seat * exact_len + sink_len + index
+            else:
+                slots[1, token] = seat * exact_len + sink_len + index % recent_len
+                leaver = first + (index - first) % recent_len
+                if oldest <= leaver < old - sink_len:
+                    slots[2, token] = _packed_slot(table, paged, b, leaver, page_size)
+    return True
+
+
+@numba.njit(nogil=True, cache=True)
+def _packed_slot(table, paged, b, index, page_size):
+    """The slot of a packed token of sequence b."""
+    page = table[b, index // page_size] if paged else b
+    return page * page_size + index % page_size
+
+
+@numba.njit(nogil=True, cache=True)
+def _are_possible(
+    slots,  # [3, num_tokens]: packed, exact, leaving; without 16-bit rows [1, num_tokens]
+    num_packed,
+    num_exact,
+):
+    """Whether all exist and none is written twice, by a hash table of those that were seen."""
+    bits = 2
+    while 1 << bits < 2 * slots.shape[1]:
+        bits += 1
+    seen = np.full((2, 1 << bits), NONE)  # packed, exact
+    for token in range(slots.shape[1]):
+        packed = slots[0, token]
+        if slots.shape[0] > 1:
+            exact, leaving = slots[1, token], slots[2, token]
+            if exact < 0 and leaving >= 0:
+                return False
+            if exact >= 0:
+                packed = leaving
+                if exact >= num_exact or _was_seen(seen[1], exact):
+                    return False
+        if packed >= num_packed or (packed >= 0 and _was_seen(seen[0], packed)):
+            return False
+    return True
+
+
+@numba.njit(nogil=True, cache=True)
+def _was_seen(seen, slot):
+    """Whether a slot is in the table; now it is."""
+    last = len(seen) - 1
+    place = np.int64(np.uint64(slot) * MULTIPLIER >> np.uint64(24)) & last
+    while seen[place] != NONE:
+        if seen[place] == slot:
+            return True
+        place = (place + 1) & last
+    seen[place] = slot
+    return False

@@ -1,0 +1,136 @@
+"""Turn rows: y = x M + offset per KV head, float32 inside; zeros where a sequence has no tokens.
+
+    block   32 columns of M, one KV head, some rows: batch x query heads on it
+    warp    its part of M in registers, loaded once:    M[part of head_dim, 32 columns]
+            times its part of `warps` rows, read from shared memory by all lanes at once;
+            then the sum of all parts of one row
+
+So the loads of M, of rows and of the offset are under way at the same time, and nothing waits for
+memory twice.
+"""
+
+from numba import cuda, float32, int32, uint32, uint64
+
+from .ptx import (
+    exchange,
+    high_bf16,
+    high_f16,
+    load_global_f32,
+    load_global_u32,
+    load_shared_f32,
+    load_shared_f32x4,
+    load_written_u32,
+    low_bf16,
+    low_f16,
+    multiply_add,
+    pack_bf16,
+    pack_f16,
+    shared_address,
+    store_global_u32,
+    store_shared_f32,
+)
+from .turnspec import COLUMNS, TURN
+
+TYPES = {"Q": uint64, "i": int32, "I": uint32}
+
+
+def signature(spec):
+    """The numba types of the kernel's arguments."""
+    return tuple(TYPES[code] for _, code in TURN)
+
+
+def make_turn_kernel(spec):
+    """Make the kernel, a Python function that numba compiles with `signature(spec)`."""
+    DIM, WARPS, PRODUCT = spec.head_dim, spec.warps, spec.product
+    WORDS, PART, ELEMENT = DIM // 2, DIM // WARPS, 4 * WARPS  # the last: bytes of it in all rows
+    LOADS = -(-WORDS // 32)  # words of a lane, where warps lanes have the same word of each row
+    BF16 = spec.query == "bf16"
+    low, high, pack = (low_bf16, high_bf16, pack_bf16) if BF16 else (low_f16, high_f16, pack_f16)
+
+    # fmt: off
+    def turn(x, y, matrix, offset, seq_lens, x_stride_batch, x_stride_head, matrix_stride,
+             lens_stride, num_heads, ratio, ratio_factor, ratio_shift, num_rows, rows_of_block):
+        # fmt: on
+        tid = uint32(cuda.threadIdx.x)
+        lane, warp = tid & uint32(31), tid >> uint32(5)
+        kv_head = int32(cuda.blockIdx.y)
+        own = uint32(uint32(cuda.blockIdx.x) * uint32(COLUMNS)) + lane
+        column = uint64(min(own, uint32(DIM - 1)))  # lanes after the last one read it, too
+        rows = shared_address(cuda.shared.array(0, uint32))
+        sums = rows + uint32(DIM * ELEMENT)
+
+        # Step 1: this warp's part of M, a column a lane
+        part = cuda.local.array(PART, float32)
+        if PRODUCT:
+            at = matrix + uint64(kv_head) * matrix_stride + uint64(4) * column
+            at += uint64(4 * PART * DIM) * uint64(warp)
+            for i in range(PART):
+                part[i] = load_global_f32(at + uint64(4 * DIM * i))
+        added = float32(0)
+        if offset != uint64(0):
+            place = uint64(kv_head) * uint64(DIM) + column
+            added = load_global_f32(offset + uint64(4) * place)
+
+        first = int32(int32(cuda.blockIdx.z) * rows_of_block)
+        last = min(int32(first + rows_of_block), num_rows)
+        for start in range(first, last, WARPS):
+            # Step 2: the row whose sum this warp finds
+            mine = int32(min(int32(int32(start) + int32(warp)), int32(last - 1)))
+            batch = int32(uint64(mine) * uint64(ratio_factor) >> uint64(ratio_shift))
+            head = int32(int32(kv_head * ratio) + int32(mine - int32(batch * ratio)))
+            length = uint32(1)
+            if seq_lens != uint64(0):
+                # ptxas moves a load of .nc behind the product, where it is waited for
+                length = load_written_u32(seq_lens + uint64(batch) * lens_stride)
+            total = added
+
+            if PRODUCT:
+                # Step 3: all rows to shared memory
+                member = tid & uint32(WARPS - 1)
+                row = int32(min(int32(int32(start) + int32(member)), int32(last - 1)))
+                from_batch = int32(uint64(row) * uint64(ratio_factor) >> uint64(ratio_shift))
+                from_head = int32(int32(kv_head * ratio) + int32(row - int32(from_batch * ratio)))
+                at = x + uint64(from_batch) * x_stride_batch + uint64(from_head) * x_stride_head
+                for i in range(LOADS):
+                    word = uint32(tid // uint32(WARPS)) + uint32(32 * i)
+                    if 32 * i + 31 < WORDS or word < uint32(WORDS):
+                        bits = load_global_u32(at + uint64(4) * uint64(word))
+                        to = rows + uint32(2 * ELEMENT) * word + uint32(4) * member
+                        store_shared_f32(to, low(bits))
+                        store_shared_f32(to + uint32(ELEMENT), high(bits))
+                cuda.syncthreads()
+
+                # Step 4: this warp's part of the product, of all rows
+                found = cuda.local.array(WARPS, float32)
+                for j in range(WARPS):
+                    found[j] = float32(0)
+                element = rows + uint32(PART * ELEMENT) * warp
+                for i in range(PART):
+                    for j in range(WARPS // 4):
+                        four = load_shared_f32x4(element + uint32(ELEMENT * i + 16 * j))
+                        for k in range(4):
+                            found[4 * j + k] = multiply_add(four[k], part[i], found[4 * j + k])
+                to = sums + uint32(128 * WARPS) * warp + uint32(4) * lane
+                for j in range(WARPS):
+                    store_shared_f32(to + uint32(128 * j), found[j])
+                cuda.syncthreads()
+
+                # Step 5: the sum of all parts of this warp's row
+                at_sum = sums + uint32(128) * warp + uint32(4) * lane
+                for j in range(WARPS):
+                    total += load_shared_f32(at_sum + uint32(128 * WARPS * j))
+            else:
+                at = x + uint64(batch) * x_stride_batch + uint64(head) * x_stride_head
+                bits = load_global_u32(at + uint64(4) * (column >> uint64(1)))
+                total += high(bits) if lane & uint32(1) else low(bits)
+
+            if length == uint32(0):  # what is there, NaN even, is not seen
+                total = float32(0)
+            upper = exchange(total, uint32(1))
+            if int32(int32(start) + int32(warp)) < last and own < uint32(DIM):
+                if lane & uint32(1) == uint32(0):
+                    place = uint64(batch) * uint64(num_heads) + uint64(head)
+                    word = place * uint64(WORDS) + (column >> uint64(1))
+                    store_global_u32(y + uint64(4) * word, pack(upper, total))
+
+    return turn

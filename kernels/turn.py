@@ -1,0 +1,117 @@
+"""Turn queries and outputs on CUDA, in one launch; see kvquant/basisops.py."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Hashable
+
+import torch
+
+from .cuda.driver import Launcher
+from .cuda.loaded import (
+    aligned_copy,
+    current_device,
+    current_stream,
+    gpu_of,
+    kernel_of,
+    settle,
+    strides,
+)
+from .cuda.rowspec import divisor
+from .cuda.turnspec import COLUMNS, TURN, TurnSpec
+
+QUERIES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+ADDRESSES = 5
+CONSTANTS = struct.Struct("=" + "".join(code for _, code in TURN[ADDRESSES:]))
+BLOCKS_PER_SM = 4  # at most, as registers allow: more rows, and blocks go on with their part of M
+MOST_BLOCKS = 65535  # along y and z
+_settled: dict[Hashable, TurnLaunch] = {}
+
+
+def turn_rows(
+    x: torch.Tensor,
+    matrix: torch.Tensor | None,
+    offset: torch.Tensor | None,
+    seq_lens: torch.Tensor | None,
+    check: Callable[[], None] | None = None,
+) -> torch.Tensor:
+    """Compute x M + offset on the current stream; see basisops.turn_rows.
+
+    Args:
+        check: raises unless the arguments fit one another; called only before a call is settled.
+
+    Raises:
+        UnsupportedError: the GPU is too old.
+        DeviceError: CUDA refuses the launch.
+    """
+    index = x.get_device()
+    copied = x.is_neg() or bool(x.data_ptr() % 4)
+    key = (
+        (x.shape, x.stride(), x.dtype, index, copied),
+        *(
+            None if tensor is None else (tensor.shape, tensor.stride(), tensor.get_device())
+            for tensor in (matrix, offset, seq_lens)
+        ),
+    )
+    launch = _settled.get(key)
+    if launch is None:
+        if check:
+            check()
+        if not x.numel():
+            return torch.empty_like(x, memory_format=torch.contiguous_format)
+        launch = settle(_settled, key, TurnLaunch, x, matrix, offset, seq_lens, copied)
+    if index == current_device():
+        return launch(x, matrix, offset, seq_lens)
+    with torch.cuda.device(index):
+        return launch(x, matrix, offset, seq_lens)
+
+
+class TurnLaunch:
+    """A settled call: everything but addresses."""
+
+    def __init__(
+        self,
+        x: torch.Tensor,
+        matrix: torch.Tensor | None,
+        offset: torch.Tensor | None,
+        seq_lens: torch.Tensor | None,
+        copied: bool,
+    ) -> None:
+        batch, num_heads, head_dim = self._shape = x.shape
+        self._dtype, self._device, self._index = x.dtype, x.device, x.get_device()
+        self._copied = copied or x.stride(2) != 1 or any(step % 4 for step in strides(x))
+        if self._copied:
+            x = aligned_copy(x)
+        per_head = offset if matrix is None else matrix
+        assert per_head is not None
+        num_kv_heads = per_head.shape[0]
+        ratio = num_heads // num_kv_heads
+        spec = TurnSpec(head_dim, QUERIES[x.dtype], matrix is not None)
+        rows, columns = batch * ratio, -(-head_dim // COLUMNS)
+        most = BLOCKS_PER_SM * gpu_of(x).num_sms
+        groups = -(-rows // spec.warps)
+        walked = max(-(-groups * columns * num_kv_heads // most), -(-groups // MOST_BLOCKS))
+        rows_of_block = spec.warps * walked
+        self._constants = CONSTANTS.pack(
+            *strides(x),
+            0 if matrix is None else 4 * matrix.stride(0),
+            0 if seq_lens is None else 4 * seq_lens.stride(0),
+            num_heads,
+            ratio,
+            *divisor(ratio),
+            rows,
+            rows_of_block,
+        )
+        grid = columns, num_kv_heads, -(-rows // rows_of_block)
+        layout = f"={ADDRESSES}Q{CONSTANTS.size}s"
+        self._launch = Launcher(kernel_of(spec, x), grid, layout)
+
+    def __call__(self, x: torch.Tensor, *others: torch.Tensor | None) -> torch.Tensor:
+        """Launch on the current stream of the current device, which is that of the tensors."""
+        if self._copied:
+            x = aligned_copy(x)
+        y = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+        tensors = (x, y, *others)
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        self._launch(current_stream(self._index), (*addresses, self._constants))
+        return y

@@ -1,0 +1,389 @@
+"""The kernel that turns queries and outputs: in numba's simulator, as machine code, its launches,
+and on a GPU (-m gpu)."""
+
+from __future__ import annotations
+
+import importlib.util
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from fake_cuda import CPU, STREAM, install_for_rows, note_devices
+from in_simulator import SIMULATED, in_simulator
+
+from kvquant import KVCache
+from kvquant import basisattention as attending
+from kvquant.basis import Basis, LayerBasis
+from kvquant.basisops import check_turn, takes_one_launch, turn_rows_op
+from kvquant.errors import ConfigError, DeviceError, KVQuantError, ShapeError
+from kvquant.kernels import turn as launching
+from kvquant.kernels.cuda import loaded
+from kvquant.kernels.cuda.compile import compile_spec
+from kvquant.kernels.cuda.turnspec import TURN, TurnSpec
+from kvquant.layout import HEAD_DIMS
+
+if SIMULATED:
+    from kvquant.kernels.cuda import simulator, turn
+
+needs_numba_cuda = pytest.mark.skipif(
+    importlib.util.find_spec("numba_cuda") is None, reason="needs the cuda extra: numba-cuda"
+)
+ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
+Arguments = tuple[torch.Tensor, "torch.Tensor | None", "torch.Tensor | None", "torch.Tensor | None"]
+
+
+def make(
+    head_dim: int = 64,
+    batch: int = 3,
+    heads: tuple[int, int] = (6, 2),
+    dtype: torch.dtype = torch.bfloat16,
+    words: str = "matrix offset lens",
+    device: str = "cpu",
+) -> Arguments:
+    """Rows and what turns them; the rows of each sequence of length 0 are NaN.
+
+    words: what there is; "shared", the matrix of all KV heads is one; "strided", x has strides;
+    "swapped", its heads are before its batch.
+    """
+    torch.manual_seed(batch)
+    q_heads, kv_heads = heads
+    x = torch.randn(batch, q_heads, head_dim).to(device, dtype)
+    matrix = offset = lens = None
+    if "matrix" in words:
+        matrix = torch.randn(kv_heads, head_dim, head_dim).to(device)
+    if "shared" in words:
+        matrix = torch.randn(head_dim, head_dim).to(device).expand(kv_heads, head_dim, head_dim)
+    if "offset" in words:
+        offset = 3 * torch.randn(kv_heads, head_dim).to(device)
+    if "lens" in words:
+        lens = (torch.arange(2 * (batch + 1), device=device) % 3).int()[::2]  # 0, 2, 1, 0 ...
+        x[lens[:batch] == 0] = torch.nan
+    if "strided" in words:
+        x = torch.cat([x, x.new_full((batch, q_heads, 10), torch.nan)], 2)[..., :head_dim]
+    if "swapped" in words:
+        x = x.transpose(0, 1).contiguous().transpose(0, 1)
+    return x, matrix, offset, lens
+
+
+def check_result(y: torch.Tensor, given: Arguments) -> None:
+    """Compare with float64: the limit is one rounding to 16 bit and sums in float32."""
+    x, matrix, offset, lens = (t if t is None else t.double().cpu() for t in given)
+    assert x is not None and y.shape == x.shape and y.dtype == given[0].dtype and y.is_contiguous()
+    per_head = matrix if matrix is not None else offset
+    assert per_head is not None
+    rows = x.unflatten(1, (per_head.shape[0], -1))
+    size = rows.abs()
+    if matrix is not None:
+        rows, size = (
+            torch.einsum("bhgd,hde->bhge", a, b) for a, b in ((rows, matrix), (size, matrix.abs()))
+        )
+    if offset is not None:
+        rows, size = rows + offset[:, None], size + offset.abs()[:, None]
+    wanted, size = rows.flatten(1, 2), size.flatten(1, 2)
+    if lens is not None:
+        empty = lens[: len(x)] == 0
+        wanted[empty], size[empty] = 0, 0
+    of_sums = 45 * 2**-24 * size  # at most 32 + 8 + 1 of them in a row, each of them rounded
+    limit = ROUNDING[y.dtype] * (wanted.abs() + of_sums) + of_sums + (size > 0) * 2**-25
+    error = (y.double().cpu() - wanted).abs()
+    assert bool((error <= limit).all()), float(
+        (error / limit.clamp(min=1e-30)).nan_to_num(99).max()
+    )
+
+
+# In the simulator
+
+
+class Launcher:
+    """Takes the arguments of a launch and runs the kernel, backwards too."""
+
+    given: Arguments
+
+    def __init__(self, spec: TurnSpec, grid: tuple[int, int, int], layout: str) -> None:
+        self.spec, self.grid, self.layout = spec, grid, layout
+
+    def __call__(self, stream: int, values: Any) -> None:
+        room: Any = turn
+        numbers = struct.unpack(self.spec.arguments, struct.pack(self.layout, *values))
+        signature = room.signature(self.spec)
+        arguments = [one(n) for one, n in zip(signature, numbers, strict=True)]
+        storages = [x.untyped_storage() for x in self.given if x is not None]
+        memory = [(storage.data_ptr(), storage.nbytes()) for storage in storages]
+        memory.append((numbers[1], 2 * self.given[0].numel()))
+        kernel, shared = room.make_turn_kernel(self.spec), self.spec.shared_bytes
+        for backwards in (False, True):
+            simulator.launch(
+                kernel, self.grid, self.spec.threads, shared, arguments, memory, backwards=backwards
+            )
+
+
+def simulate(given: Arguments, warps: int = 4, most_blocks: int = 1) -> None:
+    """Turn rows in the simulator, by as few warps as can."""
+    gpu = loaded.GPU("sm_90", True, most_blocks, 0, 0)
+    changes: dict[str, Any] = {
+        "Launcher": Launcher,
+        "kernel_of": lambda spec, tensor: spec,
+        "gpu_of": lambda tensor: gpu,
+        "current_stream": lambda index: 0,
+        "current_device": lambda: CPU,
+        "TurnSpec": lambda *args: replace(TurnSpec(*args), warps=warps),
+        "_settled": {},
+    }
+    Launcher.given = given
+    with mock.patch.multiple(launching, **changes):
+        check_result(launching.turn_rows(*given), given)
+
+
+@in_simulator
+def test_turned_rows_are_those_of_float64() -> None:
+    simulate(make(heads=(4, 2)))
+    simulate(make(80, 5, (2, 2), torch.float16, "shared offset strided"))
+    simulate(make(64, 3, (3, 1), words="matrix swapped"), warps=8)
+
+
+@in_simulator
+def test_rows_without_a_product_get_their_offset() -> None:
+    simulate(make(words="offset lens"))
+    simulate(make(80, 9, (1, 1), torch.float16, "offset strided"), warps=8)
+
+
+@in_simulator
+def test_blocks_go_on_with_more_rows() -> None:
+    given = make(64, 5, (5, 1), words="matrix lens")
+    with mock.patch.object(launching, "BLOCKS_PER_SM", 6):  # 2 slices by 3 chunks of 3 groups
+        simulate(given)
+
+
+# Machine code
+
+
+@needs_numba_cuda
+@pytest.mark.parametrize(
+    ("head_dim", "query", "product", "arch"),
+    [
+        (64, "bf16", True, "sm_80"),
+        (80, "fp16", True, "sm_89"),
+        (128, "bf16", True, "sm_90"),
+        (256, "fp16", True, "sm_90"),
+        (256, "bf16", True, "sm_100"),
+        (112, "bf16", False, "sm_90"),
+    ],
+)
+def test_machine_code_spills_nothing(head_dim: int, query: str, product: bool, arch: str) -> None:
+    report = compile_spec(TurnSpec(head_dim, query, product), arch).report
+    assert report.stack_bytes == 0 and report.registers <= 80
+
+
+# Launches
+
+
+def test_a_launch_has_the_arguments_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = install_for_rows(monkeypatch, launching)
+    x, matrix, offset, lens = given = make(80, 65, (8, 2))
+    assert matrix is not None and offset is not None and lens is not None
+    y = launching.turn_rows(*given)
+    assert y.shape == x.shape and y.data_ptr() != x.data_ptr()
+    note = cuda.launched[-1]
+    assert (note.block, note.stream, note.shared) == ((256, 1, 1), STREAM, 32 * (80 + 256))
+    assert note.grid == (3, 2, 33)  # 260 rows of each KV head
+    values = struct.unpack(TurnSpec(80).arguments, note.arguments)
+    assert dict(zip([name for name, _ in TURN], values, strict=True)) == {
+        "x": x.data_ptr(),
+        "y": y.data_ptr(),
+        "matrix": matrix.data_ptr(),
+        "offset": offset.data_ptr(),
+        "seq_lens": lens.data_ptr(),
+        "x_stride_batch": 2 * 8 * 80,
+        "x_stride_head": 2 * 80,
+        "matrix_stride": 4 * 80 * 80,
+        "lens_stride": 8,
+        "num_heads": 8,
+        "ratio": 4,
+        "ratio_factor": 1 << 31,
+        "ratio_shift": 33,
+        "num_rows": 260,
+        "rows_of_block": 8,
+    }
+
+
+def test_large_batches_have_few_blocks_of_more_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = install_for_rows(monkeypatch, launching)
+    launching.turn_rows(*make(128, 256, (32, 8), words="shared"))
+    assert cuda.launched[-1].grid == (4, 8, 16)  # of 1024 rows, 64 each
+    values = struct.unpack(TurnSpec(128).arguments, cuda.launched[-1].arguments)
+    assert values[3:5] == (0, 0) and values[7:9] == (0, 0) and values[-1] == 64
+
+
+def test_calls_are_settled_by_all_that_they_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = install_for_rows(monkeypatch, launching)
+    entered, checked = note_devices(monkeypatch, launching), []
+    for words in ("matrix", "matrix", "shared", "matrix offset", "offset", "matrix strided"):
+        launching.turn_rows(*make(words=words), check=lambda: checked.append(1))
+    assert entered == 6 * [CPU] and len(cuda.launched) == 6 and len(checked) == 5
+    odd = torch.zeros(1 + 3 * 6 * 64, dtype=torch.float16)[1:].view(3, 6, 64)
+    for x in (odd, torch.zeros(3, 64, 6).half().transpose(1, 2)):
+        launching.turn_rows(x, make()[1], None, None)
+        assert struct.unpack(TurnSpec(64).arguments, cuda.launched[-1].arguments)[0] % 4 == 0
+    assert launching.turn_rows(odd[:0], make()[1], None, None).shape == (0, 6, 64)
+    assert len(cuda.launched) == 8
+
+
+def test_attention_turns_by_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = install_for_rows(monkeypatch, launching)
+    monkeypatch.setattr(attending, "takes_one_launch", lambda q, backend: q.dtype == torch.bfloat16)
+    offset, matrix = torch.zeros(2, 64), torch.eye(64).repeat(2, 1, 1)
+    bases = [Basis(offset), Basis(offset, "hadamard"), Basis(offset, "matrix", matrix)]
+    for k, v, launches in ((0, 0, 1), (1, 0, 2), (2, 1, 2)):
+        cache = KVCache(1, 3, 2, 64, 40, bases=[LayerBasis(bases[k], bases[v])])
+        cuda.launched.clear()
+        cache.attend(0, torch.zeros(3, 6, 64).bfloat16())
+        assert len(cuda.launched) == launches
+        values = struct.unpack(TurnSpec(64).arguments, cuda.launched[-1].arguments)
+        assert values[4] == cache.layers[0].seq_lens.data_ptr()
+    with pytest.raises(ShapeError, match="does not fit"):
+        cache.attend(0, torch.zeros(3, 5, 64).bfloat16())
+
+
+def test_compiled_attention_turns_by_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = install_for_rows(monkeypatch, launching)
+    monkeypatch.setattr(attending, "takes_one_launch", lambda q, backend: backend != "reference")
+    basis = Basis(torch.zeros(2, 64), "hadamard")
+    cache = KVCache(1, 3, 2, 64, 40, bases=[LayerBasis(basis, basis)])
+    compiled = torch.compile(lambda q: cache.attend(0, q), fullgraph=True, backend="eager")
+    q = torch.zeros(3, 6, 64).half()
+    out = compiled(q)
+    assert isinstance(out, torch.Tensor) and out.shape == q.shape and len(cuda.launched) == 2
+    with pytest.raises(Exception, match="query heads do not fit the 2 KV heads"):
+        compiled(q[:, :5])
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"x": torch.zeros(3, 6, 64)}, ConfigError, r"x is \[3, 6, 64\] torch.float32"),
+        ({"x": torch.zeros(3, 5, 64).half()}, ShapeError, "5 query heads do not fit the 2 KV"),
+        ({"x": torch.zeros(3, 6, 60).half()}, ShapeError, "head_dim 60 is not supported"),
+        ({"matrix": torch.zeros(2, 64, 32)}, ShapeError, r"must be \[2, 64, 64\], float32"),
+        ({"matrix": torch.zeros(2, 64, 64).mT}, ConfigError, "rows of matrix must be contiguous"),
+        ({"offset": torch.zeros(3, 64)}, ShapeError, r"offset is \[3, 64\] torch.float32"),
+        ({"seq_lens": torch.zeros(2).int()}, ShapeError, r"it must be \[3\] or longer, int32"),
+        ({"matrix": None, "offset": None}, ConfigError, "neither a matrix nor an offset"),
+        ({"offset": torch.zeros(2, 64, device="meta")}, DeviceError, "x is on cpu, what turns"),
+    ],
+    ids="dtype heads dim matrix strides offset lens nothing device".split(),
+)
+def test_what_does_not_fit_is_refused(
+    change: dict[str, Any], error: type[KVQuantError], words: str
+) -> None:
+    names = "x", "matrix", "offset", "seq_lens"
+    given: dict[str, Any] = dict(zip(names, make(), strict=True))
+    check_turn(**given)
+    with pytest.raises(error, match=words):
+        check_turn(**given | change)
+
+
+def test_the_op_tells_a_compiler_what_it_gives() -> None:
+    given = make(words="matrix offset lens strided")
+    x, *others = (t if t is None else t.to("meta") for t in given)
+    y = turn_rows_op(x, *others)
+    assert y.shape == given[0].shape and y.dtype == given[0].dtype and y.is_contiguous()
+    assert not takes_one_launch(given[0], None)  # on the CPU torch is the meaning
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_rows_on_a_gpu_are_those_of_float64(head_dim: int, dtype: torch.dtype) -> None:
+    words = "matrix offset lens", "shared", "matrix swapped", "offset lens strided"
+    for ratio, batch, said in zip((1, 4, 8, 71), (1, 8, 65, 7), words, strict=True):
+        for one in (said, "matrix offset lens"):
+            given = make(head_dim, batch, (2 * ratio, 2), dtype, one, "cuda")
+            check_result(launching.turn_rows(*given), given)
+
+
+@pytest.mark.gpu
+def test_every_batch_of_a_usual_model_is_turned() -> None:
+    for batch in range(1, 66):
+        given = make(128, batch, (32, 8), device="cuda")
+        check_result(launching.turn_rows(*given), given)
+    for batch in (300, 1000):  # blocks go on
+        given = make(128, batch, (64, 8), device="cuda")
+        check_result(launching.turn_rows(*given), given)
+
+
+@pytest.mark.gpu
+def test_rows_at_odd_places_are_copied_first() -> None:
+    x, matrix, offset, lens = make(128, 3, words="matrix offset", device="cuda")
+    odd = torch.empty(1 + x.numel(), dtype=x.dtype, device="cuda")[1:].view(x.shape).copy_(x)
+    crossed = x.mT.contiguous().mT
+    expected = launching.turn_rows(x, matrix, offset, lens)
+    for given in (odd, crossed):
+        assert torch.equal(launching.turn_rows(given, matrix, offset, lens), expected)
+
+
+def make_cache(kind: str, device: str) -> KVCache:
+    """A cache of 16-bit rows of 23, 4 and 0 tokens, and its basis."""
+    torch.manual_seed(4)
+    matrix = torch.eye(64) + 0.05 * torch.randn(2, 64, 64) if kind == "matrix" else None
+    basis = Basis(torch.randn(2, 64), kind, matrix)
+    options = {"k_format": "bf16", "v_format": "bf16", "device": device}
+    cache = KVCache(1, 3, 2, 64, 40, bases=[LayerBasis(basis, basis)], **options)  # type: ignore[arg-type]
+    k, v = torch.randn(2, 3, 2, 23, 64).bfloat16().to(device)
+    cache.append(0, k, v, [23, 4, 0])
+    return cache
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["none", "hadamard", "matrix"])
+def test_attention_in_a_basis_is_that_of_the_cpu(
+    kind: str, relative_l2: Callable[[torch.Tensor, torch.Tensor], float]
+) -> None:
+    on_gpu, on_cpu = make_cache(kind, "cuda"), make_cache(kind, "cpu")
+    q = torch.randn(3, 8, 64).bfloat16()
+    q[2] = torch.nan
+    expected, given = (
+        cache.attend(0, one, return_lse=True)
+        for cache, one in ((on_cpu, q.float()), (on_gpu, q.cuda()))
+    )
+    assert relative_l2(given[0].cpu(), expected[0]) < 8e-3
+    torch.testing.assert_close(given[1].cpu(), expected[1], atol=0.02, rtol=0)
+    assert not given[0][2].any() and bool((given[1][2] == -torch.inf).all())
+    alone = on_gpu.attend(0, q.cuda())
+    assert isinstance(alone, torch.Tensor) and relative_l2(alone, given[0]) < 1e-3
+    slow = on_gpu.attend(0, q.cuda(), backend="reference")
+    assert isinstance(slow, torch.Tensor) and relative_l2(alone, slow) < 8e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("return_lse", [False, True], ids=["out", "lse"])
+def test_graphs_and_compiled_calls_give_the_same_bits(return_lse: bool) -> None:
+    cache = make_cache("matrix", "cuda")
+
+    def attend(q: torch.Tensor) -> Any:
+        return cache.attend(0, q, return_lse=return_lse)
+
+    q = torch.randn(3, 8, 64, device="cuda").bfloat16()
+    attend(q)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = attend(q)
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    for _ in range(3):
+        q.normal_()
+        graph.replay()
+        expected, again = attend(q), compiled(q)
+        if return_lse:
+            torch.testing.assert_close(again[1], expected[1], rtol=0, atol=1e-4)
+            assert torch.equal(found[1], expected[1])
+            expected, again, graphed = expected[0], again[0], found[0]
+        else:
+            graphed = found
+        assert torch.equal(graphed, expected) and torch.equal(again, expected)
