@@ -139,6 +139,9 @@ def quantized_copy(model: DecodingModel, exact: KVCache, scheme: Scheme | Planne
 
     Returns:
         A cache with room for as many tokens.
+
+    Raises:
+        NonFiniteError: keys or values that a format cannot hold.
     """
     options = vars(scheme)
     if isinstance(scheme, Planned):
@@ -148,6 +151,7 @@ def quantized_copy(model: DecodingModel, exact: KVCache, scheme: Scheme | Planne
         gone = origin.seq_lens - origin.held_lens  # out of the layer's window
         copy.begin(gone, gone, gone)
         cache.append(layer, *exact.dequantized(layer, EXACT_DTYPES[exact.exact_format]))
+    cache.check()
     return cache
 
 

@@ -15,7 +15,7 @@ from kvquant.plan import CachePlan
 
 from . import figures
 from .htmlstyle import STYLE
-from .report import model_layers, warnings
+from .report import warnings
 from .verdict import number, percent, verdict
 
 Section = tuple[str, str, Callable[[CachePlan], str], str]  # title, sentence, figure, tensor needed
@@ -186,7 +186,7 @@ def _arrow(pair: Sequence[str | None]) -> str:
 
 def _layer_table(plan: CachePlan) -> str:
     header = ["layer", "K", "V", "K error", "V error", "K clip", "V clip", "phi"]
-    rows, places = [], model_layers(plan)
+    rows, places = [], plan.places
     for layer, entry in enumerate(plan.facts["layers"]):
         cells = [str(places[layer])]
         cells += [_side_words(entry[side]) for side in "kv"]

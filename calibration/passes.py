@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from kvquant.errors import ShapeError
+from kvquant.errors import NonFiniteError, ShapeError
 from kvquant.layout import RowFormat
 from kvquant.quant import EXACT_DTYPES, dequantize_rows, quantize_rows
 
@@ -66,18 +66,27 @@ class PassReference:
         self.perplexity = math.exp(nll)
 
     def measure(self, scheme: Scheme | Planned) -> Fidelity:
-        """Compare the predictions by the rows of a scheme, which keeps none in 16 bit."""
+        """Compare the predictions by the rows of a scheme, which keeps none in 16 bit.
+
+        Raises:
+            NonFiniteError: keys or values are NaN, Inf or what a format cannot hold.
+        """
         assert not scheme.sink_len and not scheme.recent_len
         if isinstance(scheme, Planned):
             plan = scheme.plan
             bases = [basis.to(self._expected.device) for basis in plan.layers]
             formats = list(zip(plan.k_formats, plan.v_formats, strict=True))
-            bits = plan.bits
+            bits, layers = plan.bits, list(self._at)
 
             def rows_of(place: int, side: str, x: torch.Tensor) -> torch.Tensor:
                 basis, fmt = getattr(bases[place], side), formats[place]["kv".index(side)]
                 stored = basis.quantize(basis.encode(x), fmt)
                 read: torch.Tensor = basis.decode(dequantize_rows(stored, fmt))
+                if not bool(read.isfinite().all()):
+                    raise NonFiniteError(
+                        f"{side.upper()} of layer {layers[place]} is NaN, Inf or goes beyond what "
+                        f"{fmt} rows hold in the plan's basis: keep the layer in 16 bit"
+                    )
                 return read
         else:
             names = {"k": scheme.k_format, "v": scheme.v_format}

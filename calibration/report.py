@@ -47,7 +47,7 @@ def render_plan(plan: CachePlan) -> str:
         rows.append(_row("the plan", plan.bits, facts["measured"]))
     table = [render_table(HEADER, rows), ""] if rows else []
     alike: dict[str, list[int]] = {}
-    for layer, entry in zip(model_layers(plan), facts["layers"], strict=True):
+    for layer, entry in zip(plan.places, facts["layers"], strict=True):
         kept = f" ({entry['kept']})" if entry["kept"] else ""
         text = f"K {entry['k']['format']}, V {entry['v']['format']}{kept}"
         alike.setdefault(text, []).append(layer)
@@ -58,18 +58,13 @@ def render_plan(plan: CachePlan) -> str:
     return "\n".join(table)
 
 
-def model_layers(plan: CachePlan) -> list[int]:
-    """The model's layer at each place of the cache; not the same in a hybrid model."""
-    return plan.facts.get("places") or list(range(plan.num_layers))
-
-
 def refusal(plan: CachePlan) -> str | None:
     """A sentence if the plan does not keep its limit, with the layers to blame."""
     limit, measured = plan.facts["limit"], plan.facts["measured"]
     if limit["met"] or not measured:
         return None
     within = f" within {limit['budget']:g} bits" if limit["budget"] else ""
-    places = model_layers(plan)
+    places = plan.places
     blamed = _layers([places[at] for at in plan.facts["blamed"]])
     return (
         f"the limit of {limit['max_kl']:g} nats per token is not met{within}: the best plan has a "
@@ -105,7 +100,7 @@ def warnings(plan: CachePlan) -> list[str]:
                 f"{name}: KL {one['kl']:.3f} nats per token, {100 * one['top1']:.0f} % of the "
                 "likeliest tokens are the same: a noticeable loss; take more bits if you can"
             )
-    places = model_layers(plan)
+    places = plan.places
     said += [
         f"layer {layer} is kept in 16 bit: {entry['kept']}"
         for layer, entry in zip(places, plan.facts["layers"], strict=True)

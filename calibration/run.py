@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from kvquant.errors import ConfigError, NonFiniteError, UnsupportedError
+from kvquant.errors import ConfigError, NonFiniteError, UnsupportedModelError
 from kvquant.identity import model_identity
 from kvquant.layout import FP16_MAX, RowFormat
 from kvquant.plan import CachePlan
@@ -220,7 +220,7 @@ def _reference(
     """What plans are measured by: decoding, where the model can decode from a KVCache."""
     try:
         return Reference(model, passages, context)
-    except UnsupportedError as error:
+    except UnsupportedModelError as error:
         return PassReference(model, passages, context, places, why=str(error))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvquant.layout import EXACT_CODECS
 from kvquant.plan import CachePlan
 
-from .report import KL_LIMIT, KL_NOTICE, model_layers
+from .report import KL_LIMIT, KL_NOTICE
 
 
 def verdict(plan: CachePlan) -> tuple[str, str, str, list[str]]:
@@ -53,7 +53,7 @@ def _blame(plan: CachePlan) -> str:
     worst = sorted(plan.facts["blamed"] or costs, key=lambda at: costs.get(at, 0.0), reverse=True)
     if not worst:
         return ""
-    places = model_layers(plan)
+    places = plan.places
     words = [
         f"layer {places[layer]}" + (f" (alone KL {number(costs[layer])})" if layer in costs else "")
         for layer in worst[:3]

@@ -14,13 +14,17 @@ from .basisattention import attend_in_basis
 from .cachechecks import (
     Formats,
     check_append,
+    check_bad_rows,
     check_bases,
+    check_layer,
+    check_plan_options,
     check_size,
     check_windows,
     per_layer,
+    take_counts,
     whole_numbers,
 )
-from .errors import ConfigError, NonFiniteError, ShapeError
+from .errors import ConfigError, ShapeError
 from .layer import LayerCache
 from .layout import EXACT_CODECS
 from .segments import Segment
@@ -51,14 +55,14 @@ class KVCache:
         bases: what the rows of each layer are stored as; as they come when None. A plan has them:
             see from_plan.
         windows: of each layer, how many tokens, the last ones, attention sees; None for all. A
-            layer with a window has no sinks and keeps few tokens before it.
+            layer with a window has no sinks and keeps 512 tokens before it, so many can be cropped.
 
     Attributes:
         layers: the LayerCache of each layer.
         start_positions: [batch] int64: the position of each sequence's first token (for rotary
             embeddings); 0 unless set. It is saved and moves with the sequences.
         bad_rows: [2] int32, rows of K and of V that were written as NaN: see append.
-        lost_tokens: [1] int32, tokens that found no room in a CUDA graph, once for each layer.
+        lost_tokens: [1] int32, tokens that found no room in a graph, once for each layer.
 
     Raises:
         ConfigError: a size or a format that does not exist.
@@ -127,9 +131,15 @@ class KVCache:
 
         Args:
             plan: of the model whose keys and values will come; plan.check_model tells whether.
+                Layer i is the model's layer plan.places[i].
             batch, max_seq_len: as in KVCache.
-            options: the others of KVCache, but for formats and bases.
+            options: the others of KVCache, but for formats and bases. A plan does not hold windows:
+                give windows= (CachedModel.new_cache does it).
+
+        Raises:
+            ConfigError: a size that is not possible, or an option that the plan decides.
         """
+        check_plan_options(options)
         shape = plan.num_layers, batch, plan.num_kv_heads, plan.head_dim, max_seq_len
         k_format, v_format, bases = plan.k_formats, plan.v_formats, plan.layers
         return cls(*shape, k_format=k_format, v_format=v_format, bases=bases, **options)
@@ -241,7 +251,8 @@ class KVCache:
                 float32, bfloat16 or float16, keys as attention meets them (after RoPE).
             v: likewise.
             new_lens: [batch]: how many of the new_tokens, the first ones, belong to each sequence;
-                all when None. On CUDA a tensor there, int32 or int64, is not read.
+                all when None. A tensor on CUDA, or under torch.compile, int32 or int64, is not
+                read: counts below 0 or over new_tokens are taken as 0 or new_tokens, silently.
 
         Raises:
             ShapeError: k or v does not fit the cache, or a sequence would outgrow max_seq_len.
@@ -257,20 +268,14 @@ class KVCache:
     def check(self) -> None:
         """Raise if an append since the last check could not do what it was asked to (see append).
 
-        Reads the counters, so it waits for the GPU, and sets them back.
+        Reads the counters, so it waits for the GPU once, and sets them back.
 
         Raises:
             NonFiniteError: rows came with values that their formats cannot hold.
             ShapeError: tokens came that had no room.
         """
-        (k_rows, v_rows), lost = self.bad_rows.tolist(), int(self.lost_tokens)
-        self.bad_rows.zero_()
-        self.lost_tokens.zero_()
-        if k_rows or v_rows:
-            raise NonFiniteError(
-                f"{k_rows} rows of K and {v_rows} of V came with NaN, Inf or a value that their "
-                "formats cannot hold, and decode to NaN: crop the cache to the tokens before them"
-            )
+        *bad, lost = take_counts(self.bad_rows, self.lost_tokens)
+        check_bad_rows(bad, "crop the cache to the tokens before them")
         if lost:
             raise ShapeError(
                 f"{lost} tokens (counted in every layer) found no room, max_seq_len is "
@@ -359,11 +364,8 @@ class KVCache:
         return [tensor for layer in self.layers for tensor in layer.tensors().values()]
 
     def _layer(self, layer: int) -> LayerCache:
-        if 0 <= layer < len(self.layers):
-            return self.layers[layer]
-        raise ConfigError(
-            f"layer {layer} does not exist: the cache has layers 0 to {self.num_layers - 1}"
-        )
+        check_layer(layer, self.num_layers)
+        return self.layers[layer]
 
     def _check_index(self, index: torch.Tensor | Sequence[int]) -> torch.Tensor:
         chosen = whole_numbers("index", index).to(self.device)

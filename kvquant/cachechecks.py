@@ -99,8 +99,9 @@ def take_counts(*counters: torch.Tensor) -> list[int]:
     return counts
 
 
-def check_bad_rows(k_rows: int, v_rows: int, advice: str) -> None:
-    """Raise NonFiniteError if rows were counted that decode to NaN."""
+def check_bad_rows(rows: Sequence[int], advice: str) -> None:
+    """Raise NonFiniteError if rows, of K and of V, were counted that decode to NaN."""
+    k_rows, v_rows = rows
     if k_rows or v_rows:
         raise NonFiniteError(
             f"{k_rows} rows of K and {v_rows} of V came with NaN, Inf or a value that their "

@@ -318,8 +318,13 @@ def _check_room(path: Path, manifest: Manifest, max_seq_len: int) -> None:
     if longest > max_seq_len or any(
         max(part.counts) > getattr(rooms[part.layer], part.kind) for part in manifest.parts.values()
     ):
-        packed = max(max(entry.packed_lens) for entry in manifest.layers)
-        least = max(longest, packed + manifest.sink_len + manifest.recent_len if packed else 0)
+        least = longest
+        for part in manifest.parts.values():
+            if part.kind == "packed":  # 16-bit rows keep their room, used or not
+                window = manifest.layers[part.layer].window
+                ends = manifest.sink_len + manifest.recent_len
+                exact = ends if window is None else min(manifest.recent_len, window)
+                least = max(least, max(part.counts) + exact)
         raise CheckpointError(
             f"{path} does not fit max_seq_len {max_seq_len}: use at least {least}"
         )

@@ -6,6 +6,7 @@ KVQuantError
 ├── NonFiniteError    (ValueError)           NaN, Inf or values beyond what the format can hold
 ├── CheckpointError   (ValueError)           a file that is damaged, foreign or of another model
 ├── UnsupportedError  (NotImplementedError)  what this version or this machine cannot do
+│   └── UnsupportedModelError                a model that cannot decode from a KVCache
 ├── DeviceError       (RuntimeError)         tensors on the wrong device, or no backend for theirs
 ├── OutOfPagesError   (RuntimeError)         a paged cache has too few pages or seats
 └── InvariantError    (AssertionError)       bookkeeping that contradicts itself: our defect
@@ -34,6 +35,10 @@ class CheckpointError(KVQuantError, ValueError):
 
 class UnsupportedError(KVQuantError, NotImplementedError):
     """What this version or this machine cannot do."""
+
+
+class UnsupportedModelError(UnsupportedError):
+    """A model that cannot decode from a KVCache."""
 
 
 class DeviceError(KVQuantError, RuntimeError):

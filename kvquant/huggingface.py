@@ -26,7 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from .cache import KVCache
 from .cachechecks import MAX_LENGTH
-from .errors import ConfigError, UnsupportedError
+from .errors import ConfigError, UnsupportedError, UnsupportedModelError
 from .quant import EXACT_DTYPES
 
 try:
@@ -53,7 +53,8 @@ HARMLESS = {"position_ids", "cache_position", "use_cache", "is_causal", "output_
 class TransformersCache(Cache):
     """A KVCache in the form that transformers' models take as past_key_values.
 
-    The model must run with the attention implementation "kvquant", as attend_by sets it.
+    The model must run with the attention implementation "kvquant", as attend_by sets it. On CUDA
+    call cache.check() at times (CachedModel does it): it raises what came with NaN.
 
     Args:
         cache: where the tokens go.
@@ -133,7 +134,7 @@ class _LayerView(CacheLayerMixin):
     def check_attended(self) -> None:
         """Raise if keys were handed over and not attended to."""
         if self.waiting:
-            raise UnsupportedError(
+            raise UnsupportedModelError(
                 f"layer {self.index} did not attend through transformers' attention interface: "
                 "this model computes attention by itself and cannot use a KVCache"
             )
@@ -175,27 +176,27 @@ def _attention(
     place = view.index if view else getattr(module, "layer_idx", "?")
     name = f"layer {place} ({type(module).__name__})"
     if view is None:
-        raise UnsupportedError(
+        raise UnsupportedModelError(
             f"{name} attends to keys that did not come from a KVCache of its own: run the model by "
             "CachedModel; layers that share or reshape cached keys are not supported"
         )
     if dropout:
-        raise UnsupportedError(f"{name} has dropout {dropout}: call model.eval()")
+        raise UnsupportedModelError(f"{name} has dropout {dropout}: call model.eval()")
     if options.get("is_causal") is False:
-        raise UnsupportedError(f"{name} is not causal")
+        raise UnsupportedModelError(f"{name} is not causal")
     cache, new_tokens = view.cache, query.shape[2]
     window = _window_of(attention_mask, name)
     _check_window(view, window, options.pop("sliding_window", None), new_tokens, name)
     for option, given in options.items():
         if option not in HARMLESS and given is not None and given is not False:
-            raise UnsupportedError(f"{name} asks for {option}, which KVCache.attend cannot compute")
+            raise UnsupportedModelError(f"{name} asks for {option}, which no KVCache can compute")
 
     view.waiting = False
     if new_tokens == 1:
         cache.append(view.index, key, value, view.new_lens)
         last = query[:, :, 0]
         if last.is_cuda and last.dtype == torch.float32:  # the kernel there takes 16-bit queries
-            last = last.to(EXACT_DTYPES[cache.exact_format])
+            last = last.bfloat16()  # of any size, where fp16 ends at 65504
         out = cache.attend(view.index, last, sm_scale=scaling)
         assert isinstance(out, torch.Tensor)
         return out[:, None].to(query.dtype), None
@@ -238,14 +239,10 @@ def _attend_chunk(
 
 
 def _window_of(attention_mask: torch.Tensor | None, name: str) -> int | None:
-    """The window that _check_mask has seen, or None.
-
-    Raises:
-        UnsupportedError: the mask is another one.
-    """
+    """The window that _check_mask has seen, or None; UnsupportedModelError for another mask."""
     window: int | None = getattr(attention_mask, "kvquant_window", None)
     if attention_mask is not None and window is None:
-        raise UnsupportedError(f"{name} got an attention mask: only causal attention is supported")
+        raise UnsupportedModelError(f"{name} got an attention mask that is not the causal one")
     return window
 
 
@@ -268,7 +265,7 @@ def _check_window(
     if view.get_seq_length() + new_tokens > min(given):
         wanted, has = (f"the last {w} tokens" if w else "all tokens" for w in (window, own))
         told = "" if option in (None, window) else f" (and speaks of {option})"
-        raise UnsupportedError(
+        raise UnsupportedModelError(
             f"{name} attends to {wanted}{told}, its layer of the cache to {has}: make the cache by "
             "CachedModel.new_cache, or with windows=huggingface.windows_of(model.config)"
         )
@@ -292,19 +289,19 @@ def _check_mask(
         None, or a mark with the window.
     """
     if attention_mask is not None and not bool(attention_mask.all()):
-        raise UnsupportedError(
+        raise UnsupportedModelError(
             "attention_mask hides tokens: put padding after the tokens, and give the lengths to "
             "CachedModel.prefill"
         )
     if use_vmap or (local_size is None and mask_function is not causal_mask_function):
-        raise UnsupportedError("this model's attention mask is not the causal one")
+        raise UnsupportedModelError("this model's attention mask is not the causal one")
     if local_size is None:
         return None
     if not _is_window(mask_function, local_size, int(q_offset) + q_length):
         kinds = getattr(config, "layer_types", None) or []
         layers = [i for i, kind in enumerate(kinds) if kind != "full_attention"]
         if kv_length > local_size:
-            raise UnsupportedError(
+            raise UnsupportedModelError(
                 f"layers {layers or 'of this model'} attend to chunks of {local_size} tokens: "
                 "KVCache has sliding windows only"
             )
@@ -378,12 +375,12 @@ def attend_by(model: Any, implementation: str) -> None:
     """Choose a model's attention implementation.
 
     Raises:
-        UnsupportedError: the model does not use transformers' attention interface.
+        UnsupportedModelError: the model does not use transformers' attention interface.
     """
     if model.config._attn_implementation != implementation:
         model.set_attn_implementation(implementation)
     if model.config._attn_implementation != implementation:
-        raise UnsupportedError(
+        raise UnsupportedModelError(
             f"{type(model).__name__} computes attention by itself, not through transformers' "
             "attention interface: it cannot use a KVCache"
         )

@@ -19,6 +19,7 @@ from .rowfacts import (
     render_origin,
     render_totals,
     size_text,
+    spans,
     totals,
     warnings,
 )
@@ -32,7 +33,8 @@ def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     Returns:
         Plain data that json can write. "kind" is "cache", or "pages" for a file of save_sequences,
-        of which describe_pages tells the rest. Of every layer, for "k" and "v":
+        of which describe_pages tells the rest. Of every layer "window", the last tokens that it
+        sees (of a cache; None: all), and for "k" and "v":
         "scale": the least, the median and the greatest scale of the packed rows, and how many are 0
         and how many subnormal; "shift": the least and the greatest; both None for 16-bit rows;
         "step": the root mean square of the scales over the typical standard deviation of a channel
@@ -55,7 +57,6 @@ def render(description: dict[str, Any]) -> str:
     d = description
     if d["kind"] == "pages":
         return render_pages(d)
-    tokens = d["layers"][0]["k"]["tokens"]
     *lines, in_bytes = render_totals(d)
     return "\n".join(
         [
@@ -66,8 +67,7 @@ def render(description: dict[str, Any]) -> str:
             f"{count_text(d['num_kv_heads'], 'KV head')}, {count_text(d['batch'], 'sequence')}",
             f"  tokens     {_some(d['seq_lens'])} of {d['max_seq_len']}; next position "
             f"{_some(d['positions'])}",
-            f"  rows       {formats_text(d['layers'])}: {tokens['packed']} tokens; "
-            f"{d['exact_format']}: {tokens['sinks']} first, {tokens['recent']} last",
+            *_rows_lines(d),
             *lines,
             f"{in_bytes}; {size_text(d['memory_bytes'])} once loaded",
             "",
@@ -77,12 +77,32 @@ def render(description: dict[str, Any]) -> str:
     )
 
 
+def _rows_lines(d: dict[str, Any]) -> list[str]:
+    """Formats and where the tokens are, of layers that see all of them; and the windows."""
+    windows: dict[int, list[int]] = {}
+    for layer in d["layers"]:
+        if layer["window"] is not None:
+            windows.setdefault(layer["window"], []).append(layer["layer"])
+    rows = f"  rows       {formats_text(d['layers'])}"
+    full = next((layer["k"]["tokens"] for layer in d["layers"] if layer["window"] is None), None)
+    if full:
+        rows += f": {full['packed']} tokens; {d['exact_format']}: {full['sinks']} first, "
+        rows += f"{full['recent']} last"
+    shown = [
+        f"{'layer' if len(layers) == 1 else 'layers'} {spans(layers)}: "
+        f"the last {count_text(window, 'token')}"
+        for window, layers in windows.items()
+    ]
+    return [rows, f"  windows    {'; '.join(shown)}"] if shown else [rows]
+
+
 def _describe_cache(path: str | os.PathLike[str]) -> dict[str, Any]:
     with CacheFile(path) as file:
         manifest = file.manifest
         layers: list[dict[str, Any]] = [
             {
                 "layer": i,
+                "window": entry.window,
                 "k": _describe_side(file, i, "k", entry.k_format),
                 "v": _describe_side(file, i, "v", entry.v_format),
             }

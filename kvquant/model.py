@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .cache import KVCache
-from .errors import ConfigError, ShapeError, UnsupportedError
+from .errors import ConfigError, ShapeError, UnsupportedModelError
 from .huggingface import TransformersCache, attend_by, load, plain_cache, windows_of
 from .layer import SPARE
 from .observation import Observer, observe, output_weights
@@ -21,6 +21,9 @@ Progress = Callable[[int], None]
 
 class CachedModel:
     """A Hugging Face decoder that keeps its keys and values in a KVCache.
+
+    On CUDA the queries and the outputs of attention of a float32 model are rounded to bfloat16 in
+    each step: the kernel there takes and gives 16 bit.
 
     Args:
         model: a causal language model that attends through transformers' attention interface; its
@@ -54,7 +57,8 @@ class CachedModel:
         Args:
             folder: what save_pretrained wrote.
             dtype: of weights and arithmetic. float32 is the faster one on CPUs without bfloat16
-                units, and keeps rounding noise out of measurements of the cache.
+                units, and keeps rounding noise out of measurements of the cache; on CUDA not that
+                of queries and attention's outputs, see CachedModel.
             device: where to run.
 
         Raises:
@@ -99,27 +103,25 @@ class CachedModel:
         Raises:
             ConfigError: head_dim or an option is not supported.
             CheckpointError: the plan was made for another model.
-            UnsupportedError: layers that are not attention, or that differ in their shape.
+            UnsupportedModelError: layers that are not attention, or that differ in their shape.
         """
         config = self.config
         for i, kind in enumerate(getattr(config, "layer_types", None) or []):
             if not kind.endswith("attention") or kind.startswith("linear"):
-                raise UnsupportedError(
+                raise UnsupportedModelError(
                     f"layer {i} is {kind!r}: KVCache holds attention layers only"
                 )
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         head_dim = getattr(config, "head_dim", None)
         head_dim = head_dim or config.hidden_size // config.num_attention_heads
         if not isinstance(heads, int) or not isinstance(head_dim, int):
-            raise UnsupportedError(
+            raise UnsupportedModelError(
                 f"layers differ in their shape: {heads} KV heads, {head_dim} wide"
             )
         own = {"exact_format": self.exact_format, "device": self.model.device}
         options = own | {"windows": windows_of(config)} | options
         if plan is not None:
             plan.check_model(self.config_dict)
-            if options.keys() & {"k_format", "v_format", "bases"}:
-                raise ConfigError("a plan says the formats: use plan.with_formats for others")
             return KVCache.from_plan(plan, batch, max_seq_len, **options)
         return KVCache(config.num_hidden_layers, batch, heads, head_dim, max_seq_len, **options)
 
@@ -138,7 +140,7 @@ class CachedModel:
             cache: from new_cache; what it holds already is the past.
             tokens: [batch, new_tokens], int64; padding, if any, last.
             lens: [batch]: tokens of each sequence that are no padding, 1 or more; all when None.
-            chunk: tokens computed at a time.
+            chunk: tokens computed at a time; 512 at most for a cache with windows.
             progress: called with the number of tokens done after each chunk.
 
         Returns:
@@ -146,9 +148,12 @@ class CachedModel:
 
         Raises:
             ShapeError: tokens or lens do not fit the cache, or not into it.
-            UnsupportedError: attention that KVCache cannot compute, with the layer.
+            NonFiniteError: keys or values that the formats cannot hold, now (these are taken back)
+                or in an append before, see KVCache.check.
+            UnsupportedModelError: attention that KVCache cannot compute, with the layer.
         """
         counts = self._check_prefill(cache, tokens, lens, chunk)
+        cache.check()  # what was appended before is not to be blamed on this call
         if any(cache.windows):
             chunk = min(chunk, SPARE)  # else a call that fails could not be taken back
         logits: torch.Tensor | None = None
@@ -256,6 +261,8 @@ class CachedModel:
             past.check_attended()
             cache.check()
         except BaseException:
+            cache.bad_rows.zero_()  # of the rows that are taken back
+            cache.lost_tokens.zero_()
             cache.crop(before)  # layers that are through must not be ahead of the others
             raise
         logits: torch.Tensor = out.logits

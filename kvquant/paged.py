@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .basis import LayerBasis
-from .cachechecks import Formats, check_bases, check_size, per_layer
+from .cachechecks import (
+    Formats,
+    check_bad_rows,
+    check_bases,
+    check_layer,
+    check_plan_options,
+    check_size,
+    per_layer,
+    take_counts,
+)
 from .errors import ConfigError
 from .layout import EXACT_CODECS
 from .pagedrows import PagedRows
@@ -58,9 +67,7 @@ class PagedKVCache:
     Attributes:
         rows: the tensors.
         state: who sits where, with which pages.
-        bad_rows: [2] int32, on the device: rows of K and of V that came with NaN, Inf or what the
-            format cannot hold, counted in all layers; they decode to NaN. End the sequences they
-            belong to by free(sequence_id, forget=True), so that no later one begins with them.
+        bad_rows: [2] int32, on the device: rows of K and of V that were written as NaN: see check.
 
     Raises:
         ConfigError: a size or a format that does not exist.
@@ -116,25 +123,18 @@ class PagedKVCache:
 
         Args:
             plan: of the model whose keys and values will come; plan.check_model tells whether.
+                Layer i is the model's layer plan.places[i]. A plan does not hold sliding windows,
+                nor does a paged cache: KVCache does.
             num_pages: as in PagedKVCache.
-            options: likewise: num_seats, max_seq_len, page_size, sink_len, recent_len,
-                exact_format, device.
+            options: the others of PagedKVCache, but for formats and bases.
 
         Raises:
             ConfigError: a size that is not possible, or an option that the plan decides.
         """
-        if options.keys() & {"k_format", "v_format", "bases"}:
-            raise ConfigError("a plan says the formats: use plan.with_formats for others")
-        return cls(
-            plan.num_layers,
-            plan.num_kv_heads,
-            plan.head_dim,
-            num_pages,
-            k_format=plan.k_formats,
-            v_format=plan.v_formats,
-            bases=plan.layers,
-            **options,
-        )
+        check_plan_options(options)
+        sizes = plan.num_layers, plan.num_kv_heads, plan.head_dim, num_pages
+        k_format, v_format, bases = plan.k_formats, plan.v_formats, plan.layers
+        return cls(*sizes, k_format=k_format, v_format=v_format, bases=bases, **options)
 
     @property
     def bases(self) -> list[LayerBasis] | None:
@@ -349,11 +349,7 @@ class PagedKVCache:
             self.rows.keep_sinks(seat, place)
 
     def _settle(self, ids: Sequence[SequenceId]) -> None:
-        """Make ready to change sequences: they live, no step is open, their rows are there.
-
-        Raises:
-            ConfigError: a sequence does not live, or a step is open.
-        """
+        """Make ready to change sequences; ConfigError if one does not live or a step is open."""
         self._check_closed()
         self._await(ids)
 
@@ -364,6 +360,15 @@ class PagedKVCache:
         self._publish(self._swap.await_rows(ids))
 
     def check(self) -> None:
+        """Raise if rows were appended since the last check that decode to NaN, as KVCache.check.
+
+        Raises:
+            NonFiniteError: rows came with values that their formats cannot hold, in any layer.
+        """
+        advice = "end their sequences by free(id, forget=True), lest others begin with them"
+        check_bad_rows(take_counts(self.bad_rows), advice)
+
+    def check_invariants(self) -> None:
         """Look through all the bookkeeping, in time proportional to the cache.
 
         Raises:
@@ -375,17 +380,11 @@ class PagedKVCache:
 
     def check_layer(self, layer: int) -> None:
         """Raise ConfigError unless there is this layer."""
-        if not 0 <= layer < self.num_layers:
-            raise ConfigError(
-                f"layer {layer} does not exist: the cache has layers 0 to {self.num_layers - 1}"
-            )
+        check_layer(layer, self.num_layers)
 
     def _check_closed(self) -> None:
         if self._step is not None:
-            raise ConfigError(
-                "a step is open, whose rows are still to be written: use `with batch.extend(...)` "
-                "and change the cache after it"
-            )
+            raise ConfigError("a step is open, leave its block first: `with batch.extend(...)`")
 
     def _new_id(self, sequence_id: SequenceId) -> SequenceId:
         """The id of a new sequence, as it is kept; ConfigError if no new one may have it."""

@@ -190,6 +190,11 @@ class CachePlan:
         return len(self.facts["layers"])
 
     @property
+    def places(self) -> list[int]:
+        """The model's layer at each place of the cache; not the same in a hybrid model."""
+        return self.facts.get("places") or list(range(self.num_layers))
+
+    @property
     def num_kv_heads(self) -> int:
         """KV heads of each layer."""
         return self.tensors["k.offset"].shape[1]

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from fake_cuda import install_for_rows
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvquant import KVCache, appendbackends, debug, layer
 from kvquant.basis import Basis, LayerBasis
@@ -87,6 +88,27 @@ def test_values_that_are_not_read_are_counted(unread: None, with_basis: bool) ->
     cache.append(1, k, v)
     cache.reset()
     cache.check()
+
+
+def test_a_check_reads_once_and_writes_only_what_was_counted(unread: None) -> None:
+    class Noted(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            ops.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    ops: list[str] = []
+    noted = Noted()  # type: ignore[no-untyped-call]  # torch's
+    cache = make()
+    cache.append(0, *tokens(4))
+    with noted:
+        cache.check()
+    assert ops == ["aten.cat.default"]
+    cache.bad_rows += 1
+    with noted, pytest.raises(NonFiniteError):
+        cache.check()
+    assert ops[1:] == ["aten.cat.default", "aten.zero_.default", "aten.zero_.default"]
 
 
 def test_new_lens_that_are_not_read_are_kept_to_what_can_be(unread: None) -> None:

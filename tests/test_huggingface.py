@@ -1,5 +1,6 @@
 """Hugging Face models on a KVCache (6 s)."""
 
+import copy
 import importlib
 import shutil
 import sys
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvquant import KVCache
+from kvquant import KVCache, debug
 from kvquant import layer as layers
 from kvquant.errors import (
     ConfigError,
@@ -352,6 +353,56 @@ def test_a_layer_that_does_not_attend_is_noticed(model: CachedModel) -> None:
     view.views[1].update(k, k)
     with pytest.raises(UnsupportedError, match="layer 1 did not attend"):
         view.check_attended()
+
+
+def test_what_is_taken_back_is_not_counted(
+    model: CachedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(debug, "may_read", lambda tensor: False)  # as on CUDA
+    cache, text = model.new_cache(1, 64), tokens(1, 8)
+
+    def fail(*_: Any) -> None:
+        cache.bad_rows += 1
+        cache.lost_tokens += 1
+        raise KeyboardInterrupt
+
+    hook = model.model.lm_head.register_forward_pre_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        model.prefill(cache, text)
+    hook.remove()
+    assert cache.bad_rows.tolist() == [0, 0] and cache.lost_tokens.tolist() == [0]
+    model.prefill(cache, text)
+    assert cache.seq_lens.tolist() == [8]
+
+
+def test_earlier_rows_are_not_blamed_on_a_prompt(
+    model: CachedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(debug, "may_read", lambda tensor: False)  # as on CUDA
+    cache = model.new_cache(1, 64)
+    rows = torch.full((1, 2, 3, 64), torch.nan)
+    for layer in range(2):
+        cache.append(layer, rows, rows)
+    monkeypatch.setattr(model, "_run", None)  # the prompt is not read
+    with pytest.raises(NonFiniteError, match="12 rows of K and 12 of V"):
+        model.prefill(cache, tokens(1, 8))
+    assert cache.seq_lens.tolist() == [3] and cache.bad_rows.tolist() == [0, 0]
+
+
+@pytest.mark.gpu
+def test_large_queries_stay_finite_with_fp16_rows_on_a_gpu() -> None:
+    model = tiny("Qwen3")
+    with torch.no_grad():
+        for at in model.model.model.layers:
+            at.self_attn.q_norm.weight.fill_(1e5)
+            at.self_attn.k_norm.weight.fill_(1e-5)
+    on_gpu = CachedModel(copy.deepcopy(model.model).cuda(), exact_format="fp16")
+    text, found = tokens(1, 20), []
+    for one in (model, on_gpu):
+        cache = one.new_cache(1, 64, k_format="fp16", v_format="fp16", exact_format="fp16")
+        one.prefill(cache, text[:, :-1])
+        found.append(one.step(cache, text[:, -1]).float().cpu())
+    torch.testing.assert_close(found[1], found[0], atol=0.05, rtol=0.05)
 
 
 def test_a_failing_layer_leaves_the_cache_as_it_was() -> None:

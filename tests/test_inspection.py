@@ -113,6 +113,19 @@ def test_table_is_printable_and_complete(tmp_path: Path) -> None:
     assert max(map(len, lines[10:-3])) < 120
 
 
+def test_tokens_are_those_of_layers_that_see_all(tmp_path: Path) -> None:
+    windows = [30, 30, None, 5]
+    d = describe(saved(tmp_path, make_keys(), windows=windows))
+    assert [layer["window"] for layer in d["layers"]] == windows
+    lines = render(d).splitlines()
+    assert "  rows       K int4-g4, V int4-g4: 74 tokens; bf16: 4 first, 12 last" in lines
+    assert "  windows    layers 0-1: the last 30 tokens; layer 3: the last 5 tokens" in lines
+    lines = render(describe(saved(tmp_path, make_keys(), windows=[30] * 4))).splitlines()
+    assert "  rows       K int4-g4, V int4-g4" in lines
+    assert "  windows    layers 0-3: the last 30 tokens" in lines
+    assert "  windows" not in render(describe(saved(tmp_path, make_keys())))
+
+
 def test_strings_of_the_file_cannot_write_to_the_terminal(tmp_path: Path) -> None:
     cache = KVCache(1, 1, 1, 64, 8)
     path = tmp_path / "c.safetensors"

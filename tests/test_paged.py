@@ -25,7 +25,13 @@ from paged_cases import (
 )
 
 from kvquant import KVCache, Rope
-from kvquant.errors import ConfigError, KVQuantError, OutOfPagesError, ShapeError
+from kvquant.errors import (
+    ConfigError,
+    KVQuantError,
+    NonFiniteError,
+    OutOfPagesError,
+    ShapeError,
+)
 from kvquant.pagedbatch import PagedBatch
 from kvquant.transforms import apply_rope
 
@@ -156,7 +162,7 @@ def test_forks_share_pages_until_they_write() -> None:
     cache.free("b")
     cache.truncate("a", 46)
     assert all(torch.equal(x, y[:, :46]) for x, y in zip(values(cache, "a"), kept, strict=True))
-    cache.check()
+    cache.check_invariants()
 
 
 def test_a_truncated_sequence_goes_on_as_kv_cache_does() -> None:
@@ -213,7 +219,7 @@ def test_a_step_that_raises_keeps_what_surely_stands_in_all_layers(length: int, 
     assert all(torch.equal(x, y[:, :kept]) for x, y in zip(after, before, strict=True))
     assert cache.state.tokens("a") == list(range(kept))
     extend(batch, ["a"], 60)
-    cache.check()
+    cache.check_invariants()
 
 
 def test_while_a_step_is_open_the_cache_is_not_changed() -> None:
@@ -273,6 +279,10 @@ def test_bad_values_are_counted_and_decode_to_nan() -> None:
     cache.allocate("a")
     extend(batch, ["a"], 10, rows=rows)
     assert cache.bad_rows.tolist() == [LAYERS, HEADS * LAYERS]
+    words = rf"{LAYERS} rows of K and {HEADS * LAYERS} of V came with NaN.*free\(id, forget=True\)"
+    with pytest.raises(NonFiniteError, match=words):
+        cache.check()
+    cache.check()  # once is enough
     k, v = cache.dequantized("a", 0)
     assert k[0, 1].isnan().all() and not k[1].isnan().any()
     assert v[:, 4].isnan().all()
@@ -355,7 +365,7 @@ def test_refusals_say_why_and_change_nothing(
     with pytest.raises(error, match=re.escape(message)):
         call(batch)
     assert seen(batch.cache) == before
-    batch.cache.check()
+    batch.cache.check_invariants()
     extend(batch, ["a"])
 
 

@@ -48,7 +48,7 @@ def test_bytes_are_those_of_the_cpu(lengths: tuple[int, int]) -> None:
     for name in ("a", "b", "c"):
         ours, theirs = (values(batch.cache, name) for batch in batches)
         assert same([x.cpu() for x in theirs], ours)
-    batches[1].cache.check()
+    batches[1].cache.check_invariants()
 
 
 def test_one_graph_serves_steps_of_other_sequences_lengths_and_pages(
@@ -90,7 +90,7 @@ def test_one_graph_serves_steps_of_other_sequences_lengths_and_pages(
         ours, theirs = values(on_cpu.cache, name), values(cache, name)
         assert same([x.cpu() for x in theirs], ours)
     assert cache.bad_rows.tolist() == [0, 0]
-    cache.check()
+    cache.check_invariants()
 
 
 def test_the_host_may_run_ahead() -> None:
@@ -110,4 +110,4 @@ def test_the_host_may_run_ahead() -> None:
             k, _ = batch.cache.dequantized(name, layer)
             error = (k.transpose(0, 1) - rows[0, at].float()).abs().max()
             assert float(error) < 0.5
-    batch.cache.check()
+    batch.cache.check_invariants()

@@ -59,7 +59,7 @@ def test_a_step_whose_pages_are_not_copied_is_undone(monkeypatch: pytest.MonkeyP
         with pytest.raises(NoMemoryError):
             batch.extend(["a", "b", "c"], [5, 30, 1], range(36))
     assert seen(cache) == before
-    cache.check()
+    cache.check_invariants()
     extend(batch, ["a", "b", "c"], [5, 30, 1], range(36))
     kept = zip(values(cache, "c"), rows, strict=True)
     assert all(torch.equal(x[:, :40], y[:, :40]) for x, y in kept)
@@ -71,11 +71,11 @@ def test_a_step_that_was_not_begun_is_undone_without_loss() -> None:
     before, rows = seen(cache), values(cache, "b")
     batch.extend(["a", "b"], [5, 30], range(35))
     cache.end_step(written=False, begun=False)
-    cache.check()
+    cache.check_invariants()
     assert seen(cache)[0] == before[0]  # type: ignore[index]
     assert same(values(cache, "b"), rows)
     extend(batch, ["a", "b"], 1)
-    cache.check()
+    cache.check_invariants()
 
 
 def test_a_copy_of_pages_takes_no_memory_of_their_size() -> None:
@@ -104,7 +104,7 @@ def test_a_fork_whose_exact_rows_are_not_copied_is_undone(monkeypatch: pytest.Mo
     with pytest.raises(NoMemoryError):
         cache.fork("a", "d")
     assert seen(cache) == before
-    cache.check()
+    cache.check_invariants()
 
 
 def test_a_sequence_whose_rows_do_not_come_back_stays_swapped_out(
@@ -120,7 +120,7 @@ def test_a_sequence_whose_rows_do_not_come_back_stays_swapped_out(
         with pytest.raises(NoMemoryError):
             cache.swap_in("a")
     assert seen(cache) == before
-    cache.check()
+    cache.check_invariants()
     cache.swap_in("a")
     assert same(values(cache, "a"), rows)
 
@@ -134,7 +134,7 @@ def test_a_length_that_is_no_whole_number_is_refused(length: Any) -> None:
     with pytest.raises(ConfigError, match=r"length .* use a whole number"):
         cache.state.pool.truncate("a", length)
     assert seen(cache) == before
-    cache.check()
+    cache.check_invariants()
     cache.truncate("a", np.int64(20))  # type: ignore[arg-type]
     assert type(cache.length("a")) is int
 
@@ -240,7 +240,7 @@ def test_a_bad_prefix_is_forgotten(where: str, monkeypatch: pytest.MonkeyPatch) 
     cache.free("a", forget=True)
     assert cache.match_prefix(range(60)) == 0
     assert cache.match_prefix([0, 1, 2, *range(50, 3, -1), 0]) == SINKS + 2 * PAGE
-    cache.check()
+    cache.check_invariants()
     begin(batch, "c", 60, range(60))
     cache.free("c")
     cache.allocate("d", range(60))
@@ -255,7 +255,7 @@ def test_what_others_share_is_not_forgotten() -> None:
     cache.free("b", forget=True)
     cache.free("c", forget=True)
     assert (cache.match_prefix(range(45)), cache.num_free_pages) == (0, 20)
-    cache.check()
+    cache.check_invariants()
 
 
 def test_a_prompt_attends_to_rows_that_were_present() -> None:

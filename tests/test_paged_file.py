@@ -44,7 +44,7 @@ def test_a_round_trip_is_bit_exact_and_goes_on(
     other = PagedBatch(make(**options), 4, 100)
     begin(other, "c", 30)  # so that pages and seats are others
     assert load_sequences(other.cache, path) == ["b", 7, "a"]
-    other.cache.check()
+    other.cache.check_invariants()
     for name in ("a", "b", 7):
         ours, theirs = values(other.cache, name), values(batch.cache, name)
         assert same(ours, [x.cpu() for x in theirs])
@@ -127,7 +127,7 @@ def test_without_room_nothing_is_loaded(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="give each sequence another one"):
         load_sequences(batch.cache, path, ids={"a": "b"})
     assert seen(batch.cache) == before
-    batch.cache.check()
+    batch.cache.check_invariants()
 
 
 @pytest.mark.parametrize(

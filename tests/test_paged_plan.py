@@ -141,7 +141,7 @@ def test_forks_truncations_and_swaps_keep_the_rows(plan: CachePlan) -> None:
     check_rows(cache, "b", fork)
     append(contiguous, extend(batch, ["a"], 9))
     check_rows(cache, "a", contiguous)
-    cache.check()
+    cache.check_invariants()
 
 
 def test_a_prompt_attends_to_rows_that_were_present() -> None:
@@ -176,7 +176,7 @@ def test_a_round_trip_through_a_file_is_bit_exact_and_goes_on(
         extend(other, [name], 20, rows=rows)
         assert same(values(other.cache, name), values(batch.cache, name))
     assert other.cache.allocate("c", range(60)) == 51
-    other.cache.check()
+    other.cache.check_invariants()
 
 
 def test_files_know_bases_by_how_rows_are_read(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def test_one_graph_serves_all_steps(name: str, shared: bool, relative_l2: Measur
     for sequence in live:
         assert same(values(caches[1], sequence), values(caches[0], sequence))
     assert caches[1].bad_rows.tolist() == [0, 0]
-    caches[1].check()
+    caches[1].check_invariants()
 
 
 def check_attention(

@@ -132,7 +132,7 @@ def test_rows_are_not_written_outside_a_step_of_the_batch() -> None:
         pass
     with pytest.raises(ConfigError, match="no step of this batch is open"), step:
         pass
-    cache.check()
+    cache.check_invariants()
 
 
 def test_a_step_that_cannot_be_staged_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +146,7 @@ def test_a_step_that_cannot_be_staged_is_undone(monkeypatch: pytest.MonkeyPatch)
         patched.setattr(batch._staged, "send", fail)
         with pytest.raises(RuntimeError, match="no memory"):
             batch.extend(["z"])
-    batch.cache.check()
+    batch.cache.check_invariants()
     assert batch.cache.length("z") == 20
     extend(batch, ["z"])
 

@@ -280,7 +280,7 @@ class PagedMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_sequence_has_its_values(self) -> None:
-        self.cache.check()
+        self.cache.check_invariants()
         self.poison()
         self.turn += 1
         assert set(self.cache.ids) == set(self.live)

@@ -44,7 +44,7 @@ def test_a_sequence_comes_back_as_it_went(count: int, device: str) -> None:
     assert cache.num_free_pages == free
     assert cache.state.tokens("a") == list(range(count))
     extend(batch, ["a"], 10)
-    cache.check()
+    cache.check_invariants()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -62,7 +62,7 @@ def test_others_go_on_and_keep_the_pages_they_share(device: str) -> None:
     extend(batch, ["b"])
     assert same(values(cache, "a"), before)
     cache.finish_swaps()
-    cache.check()
+    cache.check_invariants()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -131,7 +131,7 @@ def test_pages_are_held_until_the_copy_is_done(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(cache._swap, "_event", lambda: event)
     cache.swap_out("a")
     assert (cache.num_free_pages, cache.num_free_seats, cache.ids) == (1, 3, [])
-    cache.check()
+    cache.check_invariants()
     cache.swap_in("a")  # its pages are still its own
     assert same(values(cache, "a"), before)
     cache.swap_out("a")
@@ -141,7 +141,7 @@ def test_pages_are_held_until_the_copy_is_done(monkeypatch: pytest.MonkeyPatch) 
     assert cache.can_append(["b"], 40)
     cache.swap_out("b")
     cache.free("b")
-    cache.check()
+    cache.check_invariants()
     assert cache.num_free_pages == 3
 
 
@@ -172,4 +172,4 @@ def test_swaps_run_beside_a_captured_loop() -> None:
             assert bool((new[:, packed] - old[:, packed]).abs().max() < 0.5)
         cache.swap_in(gone)
         assert same(values(cache, gone), left)
-        cache.check()
+        cache.check_invariants()

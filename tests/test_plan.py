@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from kvquant import KVCache, load_cache, save_cache
 from kvquant.errors import CheckpointError, ConfigError
 from kvquant.identity import model_identity
+from kvquant.paged import PagedKVCache
 from kvquant.plan import CachePlan
 
 CONFIG = {"model_type": "llama", "hidden_size": 64}
@@ -39,6 +40,20 @@ def filled(plan: CachePlan, **options: Any) -> KVCache:
         k, v = torch.randn(2, 2, 2, 21, 64)
         cache.append(layer, k, v, [21, 9])
     return cache
+
+
+@pytest.mark.parametrize("option", ["k_format", "v_format", "bases"])
+def test_options_that_a_plan_decides_are_refused(plan: CachePlan, option: str) -> None:
+    with pytest.raises(ConfigError, match=f"{option} with a plan: .* use plan.with_formats"):
+        KVCache.from_plan(plan, 2, 30, **{option: "int8"})
+    with pytest.raises(ConfigError, match=f"{option} with a plan: .* use plan.with_formats"):
+        PagedKVCache.from_plan(plan, 4, **{option: "int8"})
+
+
+def test_places_are_those_of_the_cache_unless_told(plan: CachePlan) -> None:
+    facts = {name: value for name, value in plan.facts.items() if name != "places"}
+    assert CachePlan(facts, plan.tensors).places == [0, 1, 2]
+    assert CachePlan({**facts, "places": [1, 3, 5]}, plan.tensors).places == [1, 3, 5]
 
 
 def test_a_plan_is_read_as_it_was_written(plan: CachePlan, path: Path) -> None:

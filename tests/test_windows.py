@@ -204,6 +204,23 @@ def test_files_hold_the_window_and_go_on(tmp_path: Path, lens: list[int]) -> Non
             again.crop([61, int(again.seq_lens[1])])
 
 
+@pytest.mark.parametrize(
+    ("windows", "recent_len", "new", "kept", "least"),
+    [([WINDOW, None], 4, 40, 40, 40), ([WINDOW, None], 4, 40, 38, 40), ([WINDOW], 12, 18, 6, 18)],
+    ids=["full", "cropped", "all packed"],
+)
+def test_the_room_that_a_file_needs_is_told(
+    tmp_path: Path, windows: list[int | None], recent_len: int, new: int, kept: int, least: int
+) -> None:
+    cache, path = make(windows, recent_len=recent_len), tmp_path / "a.safetensors"
+    fill(cache, [new])
+    cache.crop(kept)
+    save_cache(cache, path)
+    with pytest.raises(CheckpointError, match=f"use at least {least}$"):
+        load_cache(path, max_seq_len=least - 1)
+    assert load_cache(path, max_seq_len=least).seq_lens.tolist() == [kept] * BATCH
+
+
 def test_files_without_windows_stay_of_version_1(tmp_path: Path) -> None:
     cache = make([None, None])
     fill(cache, [9])

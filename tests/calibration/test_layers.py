@@ -92,15 +92,15 @@ def test_the_layers_of_the_cache_are_counted_from_0() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "changes", "places", "others"),
+    ("kind", "changes", "places", "others", "held"),
     [
-        pytest.param("Qwen3Next", LINEAR, [1], {0: "linear_attention", 2: "linear_attention"}),
-        pytest.param("Lfm2", CONV, [1, 2], {0: "conv"}),
+        ("Qwen3Next", LINEAR, [1], {0: "linear_attention", 2: "linear_attention"}, "layer 1"),
+        ("Lfm2", CONV, [1, 2], {0: "conv"}, "layers 1-2"),
     ],
     ids=["linear-attention", "convolution"],
 )
 def test_hybrid_models_are_calibrated_but_for_layers_without_keys(
-    kind: str, changes: dict[str, Any], places: list[int], others: dict[int, str]
+    kind: str, changes: dict[str, Any], places: list[int], others: dict[int, str], held: str
 ) -> None:
     model = tiny_model(kind, **changes)
     sizes = Sizes(observed=128, length=32, windows=1, context=48, scored=24)
@@ -118,23 +118,32 @@ def test_hybrid_models_are_calibrated_but_for_layers_without_keys(
         words = f"layer {layer} is not in the cache: it has no keys and values ({name})"
         assert words in said
     assert any("cannot decode from a KVCache" in words for words in said)
-    assert f"layer {places[0]}: K int4" in render_plan(plan) or len(places) > 1
+    assert f"{held}: K int4, V int4" in render_plan(plan).splitlines()
 
 
 @pytest.mark.parametrize(
-    ("kind", "changes"),
+    ("kind", "changes", "why"),
     [
         (
             "Gemma3Text",
             {"sliding_window": 32, "layer_types": ["sliding_attention", "full_attention"]},
+            None,
         ),
-        ("Gemma2", {"sliding_window": 32, "query_pre_attn_scalar": 64}),
-        ("GptOss", {"sliding_window": 32, "num_local_experts": 2, "num_experts_per_tok": 1}),
+        (
+            "Gemma2",
+            {"sliding_window": 32, "query_pre_attn_scalar": 64},
+            "layer 0 (Gemma2Attention) asks for softcap",
+        ),
+        (
+            "GptOss",
+            {"sliding_window": 32, "num_local_experts": 2, "num_experts_per_tok": 1},
+            "layer 0 (GptOssAttention) asks for s_aux",
+        ),
     ],
     ids=["sliding", "softcap", "sinks"],
 )
 def test_models_whose_attention_has_windows_caps_or_sinks_are_calibrated(
-    kind: str, changes: dict[str, Any]
+    kind: str, changes: dict[str, Any], why: str | None
 ) -> None:
     model = tiny_model(kind, **changes)
     sizes = Sizes(observed=128, length=32, windows=1, context=48, scored=24)
@@ -142,6 +151,20 @@ def test_models_whose_attention_has_windows_caps_or_sinks_are_calibrated(
     assert plan is not None and plan.facts["others"] == []
     kl = {(row["format"], row["plan"]): row["kl"] for row in plan.facts["comparison"]}
     assert 0 < kl["int8", True] < 0.2 * kl["int4", True]
+    told = plan.facts["measured"]["in_one_pass"]
+    assert told is None if why is None else told.startswith(why)
+
+
+def test_what_is_not_the_models_fault_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("Llama")
+
+    def fail(*_: Any) -> None:
+        raise UnsupportedError("install kvquant with its cuda extra")
+
+    monkeypatch.setattr(model, "step", fail)
+    sizes = Sizes(observed=128, length=32, windows=1, context=48, scored=24)
+    with pytest.raises(UnsupportedError, match="cuda extra"):
+        calibrate(model, random_tokens(model.config_dict, 400), sizes=sizes)
 
 
 def test_the_command_lists_the_layers_that_are_not_in_the_cache(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from kvquant.calibration.passes import PassReference
 from kvquant.calibration.run import calibrate
 from kvquant.calibration.texts import Sizes, spread
 from kvquant.errors import NonFiniteError, ShapeError
+from kvquant.plan import CachePlan
 
 pytest.importorskip("transformers")
 from kvquant.model import CachedModel
@@ -32,9 +33,14 @@ def windows(model: CachedModel) -> torch.Tensor:
     return spread(model.encode(text), 2, CONTEXT + 13)
 
 
-def test_both_tell_the_same(model: CachedModel, windows: torch.Tensor) -> None:
-    plan = calibrate(model, None, sizes=Sizes(observed=256, length=64), zero_data=True)
-    assert plan is not None
+@pytest.fixture(scope="module")
+def plan(model: CachedModel) -> CachePlan:
+    found = calibrate(model, None, sizes=Sizes(observed=256, length=64), zero_data=True)
+    assert found is not None
+    return found
+
+
+def test_both_tell_the_same(model: CachedModel, windows: torch.Tensor, plan: CachePlan) -> None:
     decoded = Reference(model, windows, CONTEXT)
     passed = PassReference(model, windows, CONTEXT, [0, 1, 2, 3], why="a test")
     assert passed.num_tokens == decoded.num_tokens == 24 and passed.why == "a test"
@@ -55,11 +61,16 @@ def test_layers_that_no_cache_holds_stay_exact(model: CachedModel, windows: torc
     assert none.kl == 0 < some.kl < every.kl
 
 
-def test_what_rows_cannot_hold_and_windows_without_room_are_refused(
-    model: CachedModel, windows: torch.Tensor
-) -> None:
+def test_windows_without_room_are_refused(model: CachedModel, windows: torch.Tensor) -> None:
     with pytest.raises(ShapeError, match="have no room"):
         PassReference(model, windows, windows.shape[1] - 1, [0])
+
+
+@pytest.mark.parametrize("planned", [False, True], ids=["scheme", "plan"])
+def test_what_rows_cannot_hold_is_refused(
+    model: CachedModel, windows: torch.Tensor, plan: CachePlan, planned: bool
+) -> None:
+    scheme = Planned(plan) if planned else Scheme("int4", "int4")
     reference = PassReference(model, windows, CONTEXT, [0])
     weight = model.model.model.layers[0].self_attn.v_proj.weight
     kept = weight.detach().clone()
@@ -67,7 +78,7 @@ def test_what_rows_cannot_hold_and_windows_without_room_are_refused(
         weight.mul_(1e6)
     try:
         with pytest.raises(NonFiniteError):
-            reference.measure(Scheme("int4", "int4"))
+            reference.measure(scheme)
     finally:
         with torch.no_grad():
             weight.copy_(kept)
