@@ -35,8 +35,14 @@ _is_forked = False
 
 
 def compile_kernel(function):
-    """The address of a kernel (arguments, item) -> None, compiled or taken from the disk."""
+    """The address of a kernel (arguments, item) -> None, compiled or taken from the disk.
+
+    numba keeps what is made of one function under numbers, in one index, and processes that compile
+    at the same time may take the same number: one of them then finds the other's code. So each
+    kernel has a name of its own, by what it is made of, and with it files of its own.
+    """
     _check_machine()
+    function.__qualname__ += f"_{_word(function)}"
     kernel = numba.cfunc(_SIGNATURE, nopython=True, cache=True, error_model="numpy")(function)
     _kernels.append(kernel)  # the code lives as long as this object
     return kernel.address
@@ -69,6 +75,16 @@ def sources_hash():
     for path in [*sorted(Path(__file__).parent.glob("*.py")), Path(layout.__file__)]:
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def _word(function):
+    """Of the constants of a kernel and of the processor."""
+    parts = [llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()]
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        value = cell.cell_contents
+        known = value if isinstance(value, (str, int, float)) else getattr(value, "__name__", "")
+        parts.append(f"{name} {known}")
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
 def _after_fork():
