@@ -31,17 +31,15 @@ from .quant import EXACT_DTYPES
 
 try:
     import transformers
-    from transformers.cache_utils import (
-        Cache,
-        CacheLayerMixin,
-        DynamicCache,
-        get_layer_types_and_kwargs,
-    )
+    from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
     from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
     from transformers.modeling_utils import AttentionInterface
+
+    if not hasattr(CacheLayerMixin, "get_max_length"):
+        raise ImportError(f"this is transformers {transformers.__version__}")
 except ImportError as error:
     raise UnsupportedError(
-        "Hugging Face models need transformers 5 or newer: install kvquant with its hf extra, "
+        "Hugging Face models need transformers 5.14 or newer: install kvquant with its hf extra, "
         f"pip install -e '.[hf]' in the checkout ({error})"
     ) from error
 
@@ -364,10 +362,12 @@ def windows_of(config: Any) -> list[int | None]:
     Returns:
         For KVCache: None where attention sees all tokens.
     """
-    kinds, options = get_layer_types_and_kwargs(config)
+    layers = getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers
+    windows = [getattr(layer, "sliding_window", None) for layer in layers]
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * len(windows)
     return [
-        one.get("sliding_window") if kind == "sliding_attention" else None
-        for kind, one in zip(kinds, options, strict=True)
+        window if kind == "sliding_attention" else None
+        for kind, window in zip(kinds, windows, strict=True)
     ]
 
 
