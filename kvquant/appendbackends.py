@@ -9,14 +9,13 @@ import torch
 
 from . import debug
 from .appendchecks import Append, check_append, check_dequantize
-from .errors import ConfigError, DeviceError
+from .devices import kernels_for
 from .layout import RowFormat
 from .quant import dequantize_rows, is_nan_row, quantize_rows
 from .rounding import quantize_fitted
 from .slots import Slots, check_existing, check_slots
 from .transforms import Rope, RowTransform, apply_rope, transform_rows
 
-BACKENDS = ("cpu", "cuda", "torch")
 TOKENS_PER_PART = 256
 
 Write = tuple[torch.Tensor, RowFormat, torch.Tensor, torch.Tensor]
@@ -24,7 +23,7 @@ Write = tuple[torch.Tensor, RowFormat, torch.Tensor, torch.Tensor]
 
 def append(call: Append, backend: str | None) -> None:
     """Check and append; see append.append_rows."""
-    backend = choose_backend(call.k, backend)
+    backend = kernels_for(call.k, backend, "torch")
     if backend == "cuda" and not debug.enabled:  # the launcher checks only calls it has not seen
         _append_cuda(_is_fitted(call))(*call, check=functools.partial(check_append, call))
         return
@@ -51,7 +50,7 @@ def dequantize(
     rows: torch.Tensor, fmt: RowFormat, slots: torch.Tensor, out: torch.Tensor, backend: str | None
 ) -> None:
     """Check and dequantize into out; see append.dequantize_pages."""
-    backend = choose_backend(rows, backend)
+    backend = kernels_for(rows, backend, "torch")
     if backend == "cuda" and not debug.enabled:
         check = functools.partial(check_dequantize, rows, fmt, slots, out)
         _dequantize_cuda()(rows, fmt, slots, out, check=check)
@@ -106,23 +105,6 @@ def _dequantize_cuda() -> Callable[..., None]:
     from .kernels.dequantize import dequantize
 
     return dequantize
-
-
-def choose_backend(tensor: torch.Tensor, backend: str | None) -> str:
-    """The backend that serves a tensor's device, or the one asked for if it can."""
-    device = tensor.device.type
-    if backend is None:
-        if device not in ("cpu", "cuda"):
-            raise DeviceError(
-                f"no kernel serves {device}: move the tensors to the CPU or to CUDA, or pass "
-                "backend='torch'"
-            )
-        return device
-    if backend not in BACKENDS:
-        raise ConfigError(f"backend {backend!r} does not exist: use {' or '.join(BACKENDS)}")
-    if backend not in ("torch", device):
-        raise DeviceError(f"backend {backend!r} takes {backend.upper()} tensors, not {device}")
-    return backend
 
 
 def _parts(call: Append) -> Iterator[Append]:

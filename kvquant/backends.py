@@ -8,12 +8,11 @@ from collections.abc import Callable, Sequence
 import torch
 
 from . import debug
-from .errors import ConfigError, DeviceError
+from .devices import kernels_for
+from .errors import ConfigError
 from .quant import FLOAT_DTYPES
 from .reference import reference_over_segments
 from .segments import LooseRows, Segment, check_segments, make_segment
-
-BACKENDS = ("cpu", "cuda", "reference")
 
 Result = tuple[torch.Tensor, "torch.Tensor | None"]
 Kernel = Callable[[torch.Tensor, Sequence[Segment], float, "int | None", bool], Result]
@@ -86,19 +85,9 @@ def _check_cuda(
 
 
 def _choose_kernel(q: torch.Tensor, backend: str | None) -> Kernel:
-    if backend is None:
-        backend = q.device.type
-        if backend not in ("cpu", "cuda"):
-            raise DeviceError(
-                f"no fused kernel serves {q.device}: move the tensors to the CPU or to CUDA, or "
-                "pass backend='reference' for the slow float64 one"
-            )
-    if backend not in BACKENDS:
-        raise ConfigError(f"backend {backend!r} does not exist: use {' or '.join(BACKENDS)}")
+    backend = kernels_for(q, backend, "reference")
     if backend == "reference":
         return _attend_reference
-    if q.device.type != backend:
-        raise DeviceError(f"backend {backend!r} takes {backend.upper()} tensors, not {q.device}")
     if backend == "cpu":
         return _attend_cpu
     _require_extra()

@@ -249,7 +249,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
     def launch(*args: Any, check: Any = None) -> None:
         found.append((args, check))
 
-    monkeypatch.setattr(appendbackends, "choose_backend", lambda *_: "cuda")
+    monkeypatch.setattr(appendbackends, "kernels_for", lambda *_: "cuda")
     monkeypatch.setattr(appendbackends, "_append_cuda", lambda *_: launch)
     monkeypatch.setattr(appendbackends, "_dequantize_cuda", lambda: launch)
     monkeypatch.setattr(debug, "enabled", False)

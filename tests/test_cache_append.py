@@ -183,7 +183,7 @@ def test_the_rows_of_a_layer_take_one_launch(
     unread: None, with_basis: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cuda = install_for_rows(monkeypatch, appending)
-    monkeypatch.setattr(appendbackends, "choose_backend", lambda tensor, backend: "cuda")
+    monkeypatch.setattr(appendbackends, "kernels_for", lambda *_: "cuda")
     cache = make(bases=bases() if with_basis else None)
     for count in (1, 9, 1):
         cache.append(0, *tokens(count), torch.ones(BATCH, dtype=torch.int32))

@@ -54,7 +54,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     cuda = install_for_rows(monkeypatch, appending, placing)
     monkeypatch.setattr(debug, "may_read", lambda values: False)
     monkeypatch.setattr(layer, "takes_one_launch", lambda lens, recorded: True)
-    monkeypatch.setattr(appendbackends, "choose_backend", lambda tensor, backend: "cuda")
+    monkeypatch.setattr(appendbackends, "kernels_for", lambda *_: "cuda")
     return cuda
 
 
