@@ -1,7 +1,7 @@
 """Attention of many queries to one sequence's packed rows, for prefixes that sequences share.
 
     grid    queries of a KV head, `rows` a block  x  KV heads  x  splits of the tokens
-    block   walks over its tokens by tiles of 32 or 64; a warp has 16 or 32 queries
+    block   walks over its tokens by tiles of 16 to 64; a warp has 16 or 32 queries
 
         tile i + 3   ──cp.async──▶ packed rows, 3 stages
         tile i + 2   its largest numbers
