@@ -21,7 +21,7 @@ from . import debug
 from .attention import State, attend_segments, merge_states
 from .cascadeops import add_prefix
 from .errors import ConfigError, DeviceError, ShapeError
-from .segments import Segment
+from .segments import Segment, query_shape
 
 
 def attend_shared(
@@ -60,20 +60,14 @@ def attend_shared(
     prefix_batch = prefix.seq_lens.shape[0]
     if prefix_batch != 1:
         raise ShapeError(f"the prefix is of {prefix_batch} sequences: it must be of one")
-    if q.ndim != 3:
-        raise ShapeError(f"q is {list(q.shape)}: it must be [batch, num_q_heads, head_dim]")
+    _, num_q_heads, head_dim = query_shape(q)
     if not segments or segments[0].k_rows.shape[1] != prefix.k_rows.shape[1]:
         own = segments[0].k_rows.shape[1] if segments else "no"
         raise ShapeError(f"the prefix has {prefix.k_rows.shape[1]} KV heads, the segments {own}")
-    if members is not None and (members.ndim != 1 or members.dtype != torch.int64):
-        raise ConfigError(
-            f"members are {list(members.shape)} {members.dtype}: use one list of places, int64"
-        )
     if members is not None:
         _check_members(members, q)
     if prefix.starts is not None or prefix.seats is not None:
         raise ConfigError("the prefix is a ring: it must begin with row 0 (no starts, no seats)")
-    num_q_heads, head_dim = q.shape[1:]
     num_kv_heads = prefix.k_rows.shape[1]
     if num_q_heads % max(num_kv_heads, 1):
         raise ShapeError(f"{num_q_heads} query heads do not fit {num_kv_heads} KV heads")
@@ -95,6 +89,10 @@ def attend_shared(
 def _check_members(members: torch.Tensor, q: torch.Tensor) -> None:
     """Raise unless they are places of the batch, each once."""
     batch = len(q)
+    if members.ndim != 1 or members.dtype != torch.int64:
+        raise ConfigError(
+            f"members are {list(members.shape)} {members.dtype}: use one list of places, int64"
+        )
     if members.device != q.device:
         raise DeviceError(f"q is on {q.device}, members on {members.device}")
     if not debug.may_read(members):

@@ -5,10 +5,12 @@ torch.ops.kvquant.add_prefix    writes out and lse
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from . import debug
-from .layout import RowFormat
+from .ops import one_segment
 from .segments import Segment, check_segments
 
 ADD_PREFIX = (
@@ -54,58 +56,25 @@ def add_prefix(
 
 def check_prefix(q: torch.Tensor, prefix: Segment) -> None:
     """Raise unless queries can attend to a prefix of one sequence."""
-    check_segments(q[:1], [prefix] if len(q) else [])
+    if len(q):
+        check_segments(q[:1], [prefix])
 
 
-def _op(
-    q: torch.Tensor,
-    k_rows: torch.Tensor,
-    v_rows: torch.Tensor,
-    seq_lens: torch.Tensor,
-    k_format: str,
-    v_format: str,
-    block_table: torch.Tensor | None,
-    members: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    sm_scale: float,
-    num_splits: int | None,
-) -> None:
-    prefix = _segment(q, k_rows, v_rows, seq_lens, k_format, v_format, block_table, out)
-    add_prefix(q, prefix, members, out, lse, sm_scale, num_splits)
+def _call(q: torch.Tensor, *args: Any) -> tuple[Any, ...]:
+    """The arguments of add_prefix, of those of the op."""
+    k_rows, v_rows, seq_lens, k_format, v_format, table, members, out, *others = args
+    rows = k_rows, v_rows, seq_lens, k_format, v_format, None, table
+    (prefix,) = one_segment(q, int(out.shape[-1]), *rows)
+    return q, prefix, members, out, *others
 
 
-def _fake(
-    q: torch.Tensor,
-    k_rows: torch.Tensor,
-    v_rows: torch.Tensor,
-    seq_lens: torch.Tensor,
-    k_format: str,
-    v_format: str,
-    block_table: torch.Tensor | None,
-    members: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    sm_scale: float,
-    num_splits: int | None,
-) -> None:
-    prefix = _segment(q, k_rows, v_rows, seq_lens, k_format, v_format, block_table, out)
+def _op(*args: Any) -> None:
+    add_prefix(*_call(*args))
+
+
+def _fake(*args: Any) -> None:
+    q, prefix, *_ = _call(*args)
     check_prefix(q, prefix)
-
-
-def _segment(
-    q: torch.Tensor,
-    k_rows: torch.Tensor,
-    v_rows: torch.Tensor,
-    seq_lens: torch.Tensor,
-    k_format: str,
-    v_format: str,
-    block_table: torch.Tensor | None,
-    out: torch.Tensor,
-) -> Segment:
-    k = RowFormat.parse(k_format, int(q.shape[-1]))
-    v = RowFormat.parse(v_format, int(out.shape[-1]))
-    return Segment(k_rows, v_rows, seq_lens, k, v, None, block_table)
 
 
 # the strides of rows are kept: a copy of a cache would cost more than the attention

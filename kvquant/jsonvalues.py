@@ -23,6 +23,26 @@ def parse(text: str) -> Any:
         raise CheckpointError(f"the manifest is no JSON ({error})") from None
 
 
+def parse_manifest(
+    text: str, file_format: str, versions: tuple[int, ...], keys: set[str]
+) -> dict[str, Any]:
+    """Read the object of a manifest of one of the versions, with exactly these keys.
+
+    Raises:
+        CheckpointError: it is another one.
+    """
+    top = parse(text)
+    if type(top) is not dict or top.get("format") != file_format:
+        raise CheckpointError(f"the manifest is not that of a {file_format} file")
+    if top.get("version") not in versions:
+        raise CheckpointError(
+            f"the file has version {top.get('version')!r:.40}, this kvquant reads "
+            f"{' and '.join(map(str, versions))}: take the kvquant that wrote it, or save it anew"
+        )
+    check_keys(top, keys, "the manifest")
+    return top
+
+
 def check_keys(value: dict[str, Any], expected: set[str], what: str) -> None:
     """Raise CheckpointError unless an object has exactly these keys."""
     if value.keys() != expected:

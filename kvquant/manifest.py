@@ -23,7 +23,7 @@ from .jsonvalues import (
     check_keys,
     choice,
     identity,
-    parse,
+    parse_manifest,
     row_format,
     transforms,
     whole,
@@ -262,15 +262,7 @@ class Manifest:
         Raises:
             CheckpointError: the manifest is not one that this version writes.
         """
-        top = parse(text)
-        if type(top) is not dict or top.get("format") != FORMAT:
-            raise CheckpointError(f"the manifest is not that of a {FORMAT} file")
-        if top.get("version") not in (VERSION, WINDOWS_VERSION):
-            raise CheckpointError(
-                f"the file has version {top.get('version')!r:.40}, this kvquant reads {VERSION} "
-                f"and {WINDOWS_VERSION}: take the kvquant that wrote it, or save it anew"
-            )
-        check_keys(top, _TOP_KEYS, "the manifest")
+        top = parse_manifest(text, FORMAT, (VERSION, WINDOWS_VERSION), _TOP_KEYS)
         manifest = cls(
             whole(top["num_kv_heads"], "num_kv_heads", low=1),
             whole(top["head_dim"], "head_dim", low=1),

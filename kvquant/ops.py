@@ -31,7 +31,7 @@ ATTEND_SEGMENTS = (
 )
 
 
-def _one_segment(
+def one_segment(
     q: torch.Tensor,
     v_head_dim: int,
     k_rows: torch.Tensor,
@@ -44,6 +44,7 @@ def _one_segment(
     sinks: int = 0,
     seats: torch.Tensor | None = None,
 ) -> list[Segment]:
+    """The segment of an op's arguments, as a list."""
     head_dim = int(q.shape[-1])  # a number of its own while torch traces any shape
     k, v = RowFormat.parse(k_format, head_dim), RowFormat.parse(v_format, v_head_dim)
     return [Segment(k_rows, v_rows, seq_lens, k, v, starts, block_table, sinks, seats)]
@@ -53,7 +54,7 @@ def _several_segments(q: torch.Tensor, v_head_dim: int, *lists: Sequence[Any]) -
     return [
         segment
         for parts in zip(*lists, strict=True)
-        for segment in _one_segment(q, v_head_dim, *parts)
+        for segment in one_segment(q, v_head_dim, *parts)
     ]
 
 
@@ -78,7 +79,7 @@ def _register(name: str, schema: str, make_segments: Callable[..., list[Segment]
     torch.library.register_fake(name, fake_op)
 
 
-_register("kvquant::decode_attention", DECODE_ATTENTION, _one_segment)
+_register("kvquant::decode_attention", DECODE_ATTENTION, one_segment)
 _register("kvquant::attend_segments", ATTEND_SEGMENTS, _several_segments)
 
 decode_attention_op = torch.ops.kvquant.decode_attention

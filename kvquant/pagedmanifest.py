@@ -127,15 +127,7 @@ class PageManifest:
         Raises:
             CheckpointError: the manifest is not one that this version writes.
         """
-        top = jsonvalues.parse(text)
-        if type(top) is not dict or top.get("format") != FORMAT:
-            raise CheckpointError(f"the manifest is not that of a {FORMAT} file")
-        if top.get("version") != VERSION:
-            raise CheckpointError(
-                f"the file has version {top.get('version')!r:.40}, this kvquant reads {VERSION}: "
-                "take the kvquant that wrote it, or save it anew"
-            )
-        jsonvalues.check_keys(top, _TOP_KEYS, "the manifest")
+        top = jsonvalues.parse_manifest(text, FORMAT, (VERSION,), _TOP_KEYS)
         page_size = jsonvalues.whole(top["page_size"], "page_size")
         if page_size not in PAGE_SIZES:
             raise CheckpointError(f"page_size is {page_size}: it must be 16, 32, 64 or 128")

@@ -94,7 +94,7 @@ def make_segment(
     block_table: torch.Tensor | None = None,
 ) -> Segment:
     """The segment of loose rows; formats given by name have the head_dim of q."""
-    head_dim = _query_shape(q)[2]
+    head_dim = query_shape(q)[2]
     k_format = RowFormat.parse(k_format, head_dim)
     if not isinstance(v_format, RowFormat):
         v_format = RowFormat.parse(v_format, head_dim)
@@ -115,7 +115,7 @@ def check_segments(q: torch.Tensor, segments: Sequence[Segment]) -> None:
     """
     if not segments:
         raise ShapeError("no segments: attention needs at least one")
-    batch, num_q_heads, head_dim = _query_shape(q)
+    batch, num_q_heads, head_dim = query_shape(q)
     device, int32, uint8 = q.device, torch.int32, torch.uint8
     common = None  # num_kv_heads and head_dim of V, the same in all segments
     for segment in segments:
@@ -164,7 +164,8 @@ def check_segments(q: torch.Tensor, segments: Sequence[Segment]) -> None:
             _refuse_devices(q, segment)
 
 
-def _query_shape(q: torch.Tensor) -> torch.Size:
+def query_shape(q: torch.Tensor) -> torch.Size:
+    """The shape of a query; ShapeError unless it has three axes."""
     shape = q.shape
     if len(shape) != 3:
         raise ShapeError(f"q is {list(shape)}: it must be [batch, num_q_heads, head_dim]")

@@ -99,7 +99,7 @@ ALLOWED = {
     "kernels.cuda.prefixspec": "errors layout kernels.cuda.rowspec kernels.cuda.staging",
     "kernels.cuda.expand": (
         "kernels.cuda.codes kernels.cuda.device kernels.cuda.ptx kernels.cuda.quantize "
-        "kernels.cuda.rowspec"
+        "kernels.cuda.rowcopies kernels.cuda.rowspec"
     ),
     "kernels.cuda.prefixtile": (
         "kernels.cuda.device kernels.cuda.expand kernels.cuda.fragments kernels.cuda.prefixspec "
@@ -200,7 +200,7 @@ ALLOWED = {
     "console": "errors",
     "basisattention": "attention basis basisops segments",
     "basisops": "errors",
-    "cascadeops": "debug layout segments",
+    "cascadeops": "debug ops segments",
     "cascade": "attention cascadeops debug errors segments",
     "jsonvalues": FACTS,
     "rowstacks": FACTS,

@@ -14,9 +14,6 @@ from .codes import make_unpack
 from .device import device_function
 from .ptx import (
     bits_float,
-    copy_4,
-    copy_8,
-    copy_16,
     float_bits,
     high_bf16,
     high_f16,
@@ -34,9 +31,9 @@ from .ptx import (
     word_from_lane,
 )
 from .quantize import LEVELS
+from .rowcopies import COPIES
 from .rowspec import prefix_of, staged_bytes, unit_of
 
-COPIES = {4: copy_4, 8: copy_8, 16: copy_16}
 PIECE = 16  # elements that a thread expands at a time
 PAGE = 16  # rows that lie in one page at least
 MAGIC = 0x64006400  # 1024, twice

@@ -15,7 +15,7 @@ from fake_cuda import FakeDriver, install_for_rows
 from in_simulator import SIMULATED, in_simulator
 from prefix_cases import PrefixCase, make_prefix, nothing_of_its_own
 
-from kvquant import RowFormat, dequantize_rows, quantize_rows
+from kvquant import RowFormat, cascadeops, dequantize_rows, quantize_rows
 from kvquant.cascade import attend_shared
 from kvquant.errors import ConfigError, ShapeError, UnsupportedError
 from kvquant.kernels import mergestates
@@ -223,6 +223,21 @@ def test_arguments_are_those_of_the_call(cuda: FakeDriver) -> None:
     launch(case, members[:0])
     launch(case._replace(q=case.q[:0]))
     assert [note.grid for note in cuda.launched[2:]] == [(1, 2, 3), (80, 1, 1)]
+
+
+def test_the_op_launches_as_the_call_does(cuda: FakeDriver) -> None:
+    for batch in (3, 0):
+        case = make_prefix("int4/int8", 64, 3, (4, 2), 90, page_size=32)
+        q, (k, v, lens, k_format, v_format, _, table, *_) = case.q[:batch], case.prefix
+        out, lse = torch.zeros_like(q), torch.zeros(batch, 4)
+        cascadeops.add_prefix(q, case.prefix, None, out, lse, 0.25, None)
+        rows = k, v, lens, str(k_format), str(v_format), table
+        torch.ops.kvquant.add_prefix(q, *rows, None, out, lse, 0.25, None)
+    first, _, second, _ = cuda.launched
+    parts = struct.calcsize("=2Q"), struct.calcsize("=4Q")  # the addresses of the splits' states
+    for one, other in ((0, parts[0]), (parts[1], None)):
+        assert first.arguments[one:other] == second.arguments[one:other]
+    assert first.grid == second.grid
 
 
 def test_queries_that_cannot_be_read_are_copied(cuda: FakeDriver) -> None:
