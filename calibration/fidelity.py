@@ -170,6 +170,17 @@ def predict(model: DecodingModel, cache: KVCache, tokens: torch.Tensor) -> torch
     return torch.stack(steps)
 
 
+def scored_tokens(windows: torch.Tensor, context: int) -> int:
+    """Tokens of a window behind the prompt that have a successor; ShapeError if there are none."""
+    scored = windows.shape[1] - context - 1
+    if context < 1 or scored < 1:
+        raise ShapeError(
+            f"windows of {windows.shape[1]} tokens have no room for a prompt of {context}, a "
+            "scored token and its successor"
+        )
+    return scored
+
+
 class Reference:
     """Passages decoded from the 16-bit cache: what other caches are compared with.
 
@@ -189,12 +200,7 @@ class Reference:
     """
 
     def __init__(self, model: DecodingModel, windows: torch.Tensor, context: int) -> None:
-        scored = windows.shape[1] - context - 1
-        if context < 1 or scored < 1:
-            raise ShapeError(
-                f"windows of {windows.shape[1]} tokens have no room for a prompt of {context}, a "
-                "scored token and its successor"
-            )
+        scored = scored_tokens(windows, context)
         self.model, self.num_tokens = model, len(windows) * scored
         self.exact_format = model.exact_format
         self._fed = windows[:, context:-1]

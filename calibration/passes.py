@@ -13,11 +13,11 @@ from typing import Any, Protocol
 
 import torch
 
-from kvquant.errors import NonFiniteError, ShapeError
+from kvquant.errors import NonFiniteError
 from kvquant.layout import RowFormat
 from kvquant.quant import EXACT_DTYPES, dequantize_rows, quantize_rows
 
-from .fidelity import Fidelity, Planned, Scheme, compare
+from .fidelity import Fidelity, Planned, Scheme, compare, scored_tokens
 
 RowsOf = Callable[[int, str, torch.Tensor], torch.Tensor]  # place, side, rows: what is read of them
 
@@ -49,12 +49,7 @@ class PassReference:
         *,
         why: str = "",
     ) -> None:
-        scored = windows.shape[1] - context - 1
-        if context < 1 or scored < 1:
-            raise ShapeError(
-                f"windows of {windows.shape[1]} tokens have no room for a prompt of {context}, a "
-                "scored token and its successor"
-            )
+        scored = scored_tokens(windows, context)
         self.exact_format, self.num_tokens = model.exact_format, len(windows) * scored
         self.why, self._model, self._context = why, model, context
         self._at = {layer: at for at, layer in enumerate(places)}
