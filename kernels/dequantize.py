@@ -13,12 +13,12 @@ from kvquant.layout import RowFormat
 from .cuda.driver import Launcher
 from .cuda.loaded import (
     check_pages,
-    current_device,
     current_stream,
     facts_of,
     gpu_of,
     grid_of,
     kernel_of,
+    launch_on,
     settle,
     slot_facts,
     strides,
@@ -57,11 +57,7 @@ def dequantize(
         if not out.numel():
             return
         launch = settle(_settled, key, DequantizeLaunch, rows, fmt, out)
-    if rows.get_device() == current_device():
-        launch(rows, slots, out)
-        return
-    with torch.cuda.device(rows.get_device()):
-        launch(rows, slots, out)
+    launch_on(rows.get_device(), launch, rows, slots, out)
 
 
 class DequantizeLaunch:

@@ -8,7 +8,7 @@ from collections.abc import Hashable, Sequence
 import torch
 
 from .cuda.driver import Launcher
-from .cuda.loaded import current_device, current_stream, kernel_of, settle
+from .cuda.loaded import Tensors, current_stream, kernel_of, launch_on, settle
 from .cuda.slotspec import PLACE, SlotSpec
 
 ADDRESSES = 10
@@ -46,13 +46,7 @@ def place_tokens(
     launch = _settled.get(key)
     if launch is None:
         launch = settle(_settled, key, PlaceLaunch, room, batch, new_tokens, sizes, kind)
-    tensors = (*lens, new_lens, lost, room)
-    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-    if index == current_device():
-        launch(addresses)
-        return
-    with torch.cuda.device(index):
-        launch(addresses)
+    launch_on(index, launch, (*lens, new_lens, lost, room))
 
 
 class PlaceLaunch:
@@ -72,6 +66,7 @@ class PlaceLaunch:
         layout = f"={ADDRESSES}Q{CONSTANTS.size}s"
         self._launch = Launcher(kernel_of(SlotSpec(), room), (batch, 1, 1), layout)
 
-    def __call__(self, addresses: list[int]) -> None:
+    def __call__(self, tensors: Tensors) -> None:
         """Launch on the current stream of the current device, which is that of the tensors."""
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         self._launch(current_stream(self._index), (*addresses, self._constants))

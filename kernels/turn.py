@@ -10,10 +10,10 @@ import torch
 from .cuda.driver import Launcher
 from .cuda.loaded import (
     aligned_copy,
-    current_device,
     current_stream,
     gpu_of,
     kernel_of,
+    launch_on,
     settle,
     strides,
 )
@@ -60,10 +60,7 @@ def turn_rows(
         if not x.numel():
             return torch.empty_like(x, memory_format=torch.contiguous_format)
         launch = settle(_settled, key, TurnLaunch, x, matrix, offset, seq_lens, copied)
-    if index == current_device():
-        return launch(x, matrix, offset, seq_lens)
-    with torch.cuda.device(index):
-        return launch(x, matrix, offset, seq_lens)
+    return launch_on(index, launch, x, matrix, offset, seq_lens)
 
 
 class TurnLaunch:

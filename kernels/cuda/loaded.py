@@ -37,6 +37,7 @@ _lock = threading.RLock()
 _gpus: dict[int, GPU] = {}
 _kernels: dict[Hashable, Kernel] = {}
 Launch = TypeVar("Launch")
+Result = TypeVar("Result")
 Tensors = Sequence["torch.Tensor | None"]
 Ready = tuple[int, Callable[[Tensors], None], Tensors]  # what launch_on takes
 
@@ -176,13 +177,12 @@ def side_strides(
     return [*x_strides, *strides(rows), *exact_strides]
 
 
-def launch_on(index: int, launch: Callable[[Tensors], None], tensors: Tensors) -> None:
+def launch_on(index: int, launch: Callable[..., Result], *arguments: Any) -> Result:
     """Launch on the current stream of a device."""
     if index == current_device():
-        launch(tensors)
-        return
+        return launch(*arguments)
     with torch.cuda.device(index):
-        launch(tensors)
+        return launch(*arguments)
 
 
 def check_pages(name: str, rows: torch.Tensor, fmt: RowFormat) -> None:

@@ -149,7 +149,7 @@ def simulated(converts_fp8: bool, shares: bool) -> Iterator[None]:
         mock.patch.multiple(fitting, transform_rows=noted(transform_rows)),
         mock.patch.multiple(launching, **changes, AppendSpec=one_warp(AppendSpec)),
         mock.patch.multiple(feeding, **changes, **of_feedback),
-        mock.patch.multiple(dequantizing, **changes, **on_cpu, **of_dequantize),
+        mock.patch.multiple(dequantizing, **changes, **of_dequantize),
     ):
         yield
 

@@ -153,7 +153,7 @@ def test_too_many_slots_are_refused(cuda: FakeDriver) -> None:
 def test_a_launch_goes_to_the_device_of_its_tensors(
     cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    entered = note_devices(monkeypatch, appending, dequantizing)
+    entered = note_devices(monkeypatch)
     appending.append(**make_call(Case()))
     pages, fmt, slots = make_pages(Case())
     dequantizing.dequantize(pages, fmt, slots, torch.zeros(6, 1, 128))

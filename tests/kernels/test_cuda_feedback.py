@@ -176,7 +176,7 @@ def test_nothing_is_launched_of_a_call_that_is_refused(cuda: FakeDriver) -> None
 def test_a_launch_goes_to_the_device_of_its_tensors(
     cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    entered = note_devices(monkeypatch, launching)
+    entered = note_devices(monkeypatch)
     append_fitted(**make_call(Case(feedback="kv")))
     assert entered == [CPU] and len(cuda.launched) == 1
 

@@ -129,7 +129,7 @@ def test_a_launch_has_the_arguments_of_the_kernel(monkeypatch: pytest.MonkeyPatc
 
 def test_a_launch_without_a_window_has_no_lengths_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = install_for_rows(monkeypatch, launcher)
-    entered = note_devices(monkeypatch, launcher)
+    entered = note_devices(monkeypatch)
     at = make_layer(SPLITS["both"], 2)
     lost, room = torch.zeros(1, dtype=torch.int32), torch.zeros(3, 4)
     for _ in range(2):

@@ -129,12 +129,12 @@ def simulate(given: Arguments, warps: int = 4, most_blocks: int = 1) -> None:
         "kernel_of": lambda spec, tensor: spec,
         "gpu_of": lambda tensor: gpu,
         "current_stream": lambda index: 0,
-        "current_device": lambda: CPU,
         "TurnSpec": lambda *args: replace(TurnSpec(*args), warps=warps),
         "_settled": {},
     }
     Launcher.given = given
-    with mock.patch.multiple(launching, **changes):
+    on_cpu = mock.patch.object(loaded, "current_device", lambda: CPU)
+    with on_cpu, mock.patch.multiple(launching, **changes):
         check_result(launching.turn_rows(*given), given)
 
 
@@ -220,7 +220,7 @@ def test_large_batches_have_few_blocks_of_more_rows(monkeypatch: pytest.MonkeyPa
 
 def test_calls_are_settled_by_all_that_they_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = install_for_rows(monkeypatch, launching)
-    entered, checked = note_devices(monkeypatch, launching), []
+    entered, checked = note_devices(monkeypatch), []
     for words in ("matrix", "matrix", "shared", "matrix offset", "offset", "matrix strided"):
         launching.turn_rows(*make(words=words), check=lambda: checked.append(1))
     assert entered == 6 * [CPU] and len(cuda.launched) == 6 and len(checked) == 5
