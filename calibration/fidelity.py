@@ -155,6 +155,19 @@ def quantized_copy(model: DecodingModel, exact: KVCache, scheme: Scheme | Planne
     return cache
 
 
+def stored_bits(cache: KVCache, exact: KVCache) -> float:
+    """Bits per element of K and V, headers and exact rows included.
+
+    Args:
+        cache: what is measured.
+        exact: a 16-bit cache with room for as many tokens, and as few where there are windows.
+
+    Returns:
+        What the cache takes for an element that the other keeps in 16 bits.
+    """
+    return 16 * cache.nbytes / exact.nbytes
+
+
 def predict(model: DecodingModel, cache: KVCache, tokens: torch.Tensor) -> torch.Tensor:
     """Feed tokens one by one.
 
@@ -213,13 +226,10 @@ class Reference:
 
     def measure(self, scheme: Scheme | Planned) -> Fidelity:
         """Decode the passages from a cache of a scheme."""
-        exact = self._exact
-        cache = quantized_copy(self.model, exact, scheme)
-        elements = 2 * exact.num_layers * exact.batch * exact.num_kv_heads
-        elements *= exact.max_seq_len * exact.head_dim
+        cache = quantized_copy(self.model, self._exact, scheme)
         given = predict(self.model, cache, self._fed)
         kl, top1, nll = compare(self._expected, given, self._targets)
-        bits = 8 * cache.nbytes / elements
+        bits = stored_bits(cache, self._exact)
         return Fidelity(scheme, bits, cache.nbytes, kl, top1, float(torch.tensor(nll).exp()))
 
 

@@ -1,6 +1,7 @@
 """Append on CUDA where rows are multiplied by a matrix or rounded with feedback: a side at a time.
 
-matrix      the product is torch's, after RoPE, offset and rotation
+matrix      one launch of the turn kernel for the side, with the offset; torch's product after
+            RoPE or a rotation, and of float32
 feedback    one launch of the feedback kernel for the side; without it one of the append kernel
 """
 
@@ -18,6 +19,7 @@ from kvquant.transforms import Rope, RowTransform, transform_rows
 from .append import NO_TRANSFORM, prepare_side
 from .cuda.loaded import launch_on
 from .feedback import Fed, prepare
+from .turn import SOURCES, encode_rows
 
 
 def append_fitted(
@@ -39,14 +41,12 @@ def append_fitted(
 ) -> None:
     """Append on the current stream; arguments and errors as of append.append."""
     rounded = k_transform or NO_TRANSFORM, v_transform or NO_TRANSFORM
-    if check and any(transform.matrix is not None for transform in rounded):
-        check()  # before the product
     of_k = "k", k, k_rows, k_format, exact_k, rounded[0], rope
     of_v = "v", v, v_rows, v_format, exact_v, rounded[1], None
     fed, ready = [], []
     for i, (name, x, rows, fmt, exact_rows, transform, turn) in enumerate((of_k, of_v)):
         if transform.matrix is not None:
-            x = transform_rows(x.detach(), transform, turn)
+            x = _encode(x.detach(), transform, turn, check)
             transform, turn = RowTransform(clip=transform.clip, feedback=transform.feedback), None
         counted = None if bad is None else bad[i:]
         where = name, x, rows, slots, fmt
@@ -60,3 +60,17 @@ def append_fitted(
     for one in ready:  # both sides can be done
         if one:
             launch_on(*one)
+
+
+def _encode(
+    x: torch.Tensor, transform: RowTransform, rope: Rope | None, check: Callable[[], None] | None
+) -> torch.Tensor:
+    """What transform_rows gives, where there is a matrix; check: as of turn.turn_rows."""
+    offset, rotate, matrix, _, _ = transform
+    assert matrix is not None
+    if rope is None and not rotate and x.dtype in SOURCES:
+        offset = None if offset is None else offset.contiguous()
+        return encode_rows(x, matrix.contiguous(), offset, check)
+    if check:
+        check()
+    return transform_rows(x, transform, rope)

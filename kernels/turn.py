@@ -1,4 +1,5 @@
-"""Turn queries and outputs on CUDA, in one launch; see kvquant/basisops.py."""
+"""Turn queries and outputs, and encode new rows, on CUDA, in one launch; see kvquant/basisops.py
+and transforms.py."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from .cuda.loaded import (
 from .cuda.rowspec import divisor
 from .cuda.turnspec import COLUMNS, TURN, TurnSpec
 
-QUERIES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+SOURCES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 ADDRESSES = 5
 CONSTANTS = struct.Struct("=" + "".join(code for _, code in TURN[ADDRESSES:]))
 BLOCKS_PER_SM = 4  # at most, as registers allow: more rows, and blocks go on with their part of M
@@ -44,10 +45,37 @@ def turn_rows(
         UnsupportedError: the GPU is too old.
         DeviceError: CUDA refuses the launch.
     """
+    return _turn(x, matrix, offset, seq_lens, check)
+
+
+def encode_rows(
+    x: torch.Tensor,
+    matrix: torch.Tensor,
+    offset: torch.Tensor | None,
+    check: Callable[[], None] | None = None,
+) -> torch.Tensor:
+    """Compute (x - offset) M on the current stream; arguments and errors as of turn_rows.
+
+    Returns:
+        [num_tokens, num_kv_heads, head_dim], float32, contiguous. The bits of a row do not depend
+        on the others.
+    """
+    return _turn(x, matrix, offset, None, check, encodes=True)
+
+
+def _turn(
+    x: torch.Tensor,
+    matrix: torch.Tensor | None,
+    offset: torch.Tensor | None,
+    seq_lens: torch.Tensor | None,
+    check: Callable[[], None] | None,
+    encodes: bool = False,
+) -> torch.Tensor:
+    """Do either."""
     index = x.get_device()
     copied = x.is_neg() or bool(x.data_ptr() % 4)
     key = (
-        (x.shape, x.stride(), x.dtype, index, copied),
+        (x.shape, x.stride(), x.dtype, index, copied, encodes),
         *(
             None if tensor is None else (tensor.shape, tensor.stride(), tensor.get_device())
             for tensor in (matrix, offset, seq_lens)
@@ -58,8 +86,10 @@ def turn_rows(
         if check:
             check()
         if not x.numel():
-            return torch.empty_like(x, memory_format=torch.contiguous_format)
-        launch = settle(_settled, key, TurnLaunch, x, matrix, offset, seq_lens, copied)
+            return torch.empty(
+                x.shape, dtype=torch.float32 if encodes else x.dtype, device=x.device
+            )
+        launch = settle(_settled, key, TurnLaunch, x, matrix, offset, seq_lens, copied, encodes)
     return launch_on(index, launch, x, matrix, offset, seq_lens)
 
 
@@ -73,9 +103,11 @@ class TurnLaunch:
         offset: torch.Tensor | None,
         seq_lens: torch.Tensor | None,
         copied: bool,
+        encodes: bool,
     ) -> None:
         batch, num_heads, head_dim = self._shape = x.shape
-        self._dtype, self._device, self._index = x.dtype, x.device, x.get_device()
+        self._dtype = torch.float32 if encodes else x.dtype
+        self._device, self._index = x.device, x.get_device()
         self._copied = copied or x.stride(2) != 1 or any(step % 4 for step in strides(x))
         if self._copied:
             x = aligned_copy(x)
@@ -83,7 +115,7 @@ class TurnLaunch:
         assert per_head is not None
         num_kv_heads = per_head.shape[0]
         ratio = num_heads // num_kv_heads
-        spec = TurnSpec(head_dim, QUERIES[x.dtype], matrix is not None)
+        spec = TurnSpec(head_dim, SOURCES[x.dtype], matrix is not None, encodes)
         rows, columns = batch * ratio, -(-head_dim // COLUMNS)
         most = BLOCKS_PER_SM * gpu_of(x).num_sms
         groups = -(-rows // spec.warps)

@@ -28,6 +28,7 @@ from fidelity_peers import (
 )
 from fidelity_record import Record
 
+from kvquant.cache import KVCache
 from kvquant.calibration.fidelity import compare, predict, read_prompt
 from kvquant.errors import ConfigError
 from kvquant.identity import model_identity
@@ -121,6 +122,13 @@ def test_a_window_of_exact_rows_helps_and_costs_bits(
     (plain, plain_bits), (recent, recent_bits) = found
     assert 0 < recent < plain / 2 < 0.02
     assert plain_bits == 5.0 and 8.0 < recent_bits < 12.0
+
+
+def test_peers_refuse_models_with_sliding_windows(model: CachedModel, window: torch.Tensor) -> None:
+    exact = KVCache(4, 2, 1, 128, 100, k_format="bf16", v_format="bf16", windows=[32, None] * 2)
+    for name in ("transformers 16 bit", "KIVI, nothing in 16 bit"):
+        with pytest.raises(NotImplementedError, match="sliding windows"):
+            by_name(name).predict(model, exact, window[:, 80:100])
 
 
 class StoredOnce:

@@ -1,4 +1,5 @@
 """Turn rows: y = x M + offset per KV head, float32 inside; zeros where a sequence has no tokens.
+Or encode them, which is the way back: y = (x - offset) M, float32.
 
     block   32 columns of M, one KV head, some rows: batch x query heads on it
     warp    its part of M in registers, loaded once:    M[part of head_dim, 32 columns]
@@ -26,6 +27,7 @@ from .ptx import (
     pack_bf16,
     pack_f16,
     shared_address,
+    store_global_f32,
     store_global_u32,
     store_shared_f32,
 )
@@ -41,10 +43,11 @@ def signature(spec):
 
 def make_turn_kernel(spec):
     """Make the kernel, a Python function that numba compiles with `signature(spec)`."""
-    DIM, WARPS, PRODUCT = spec.head_dim, spec.warps, spec.product
+    DIM, WARPS = spec.head_dim, spec.warps
+    PRODUCT, ENCODES = spec.product, spec.encodes
     WORDS, PART, ELEMENT = DIM // 2, DIM // WARPS, 4 * WARPS  # the last: bytes of it in all rows
     LOADS = -(-WORDS // 32)  # words of a lane, where warps lanes have the same word of each row
-    BF16 = spec.query == "bf16"
+    BF16 = spec.source == "bf16"
     low, high, pack = (low_bf16, high_bf16, pack_bf16) if BF16 else (low_f16, high_f16, pack_f16)
 
     # fmt: off
@@ -67,9 +70,9 @@ def make_turn_kernel(spec):
             for i in range(PART):
                 part[i] = load_global_f32(at + uint64(4 * DIM * i))
         added = float32(0)
-        if offset != uint64(0):
-            place = uint64(kv_head) * uint64(DIM) + column
-            added = load_global_f32(offset + uint64(4) * place)
+        offsets = offset + uint64(4 * DIM) * uint64(kv_head)
+        if not ENCODES and offset != uint64(0):
+            added = load_global_f32(offsets + uint64(4) * column)
 
         first = int32(int32(cuda.blockIdx.z) * rows_of_block)
         last = min(int32(first + rows_of_block), num_rows)
@@ -95,9 +98,13 @@ def make_turn_kernel(spec):
                     word = uint32(tid // uint32(WARPS)) + uint32(32 * i)
                     if 32 * i + 31 < WORDS or word < uint32(WORDS):
                         bits = load_global_u32(at + uint64(4) * uint64(word))
+                        one, two = low(bits), high(bits)
+                        if ENCODES and offset != uint64(0):
+                            one -= load_global_f32(offsets + uint64(8) * uint64(word))
+                            two -= load_global_f32(offsets + uint64(8) * uint64(word) + uint64(4))
                         to = rows + uint32(2 * ELEMENT) * word + uint32(4) * member
-                        store_shared_f32(to, low(bits))
-                        store_shared_f32(to + uint32(ELEMENT), high(bits))
+                        store_shared_f32(to, one)
+                        store_shared_f32(to + uint32(ELEMENT), two)
                 cuda.syncthreads()
 
                 # Step 4: this warp's part of the product, of all rows
@@ -126,10 +133,14 @@ def make_turn_kernel(spec):
 
             if length == uint32(0):  # what is there, NaN even, is not seen
                 total = float32(0)
-            upper = exchange(total, uint32(1))
-            if int32(int32(start) + int32(warp)) < last and own < uint32(DIM):
-                if lane & uint32(1) == uint32(0):
-                    place = uint64(batch) * uint64(num_heads) + uint64(head)
+            is_mine = int32(int32(start) + int32(warp)) < last and own < uint32(DIM)
+            place = uint64(batch) * uint64(num_heads) + uint64(head)
+            if ENCODES:
+                if is_mine:
+                    store_global_f32(y + uint64(4) * (place * uint64(DIM) + column), total)
+            else:
+                upper = exchange(total, uint32(1))
+                if is_mine and lane & uint32(1) == uint32(0):
                     word = place * uint64(WORDS) + (column >> uint64(1))
                     store_global_u32(y + uint64(4) * word, pack(upper, total))
 

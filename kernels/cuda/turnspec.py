@@ -1,4 +1,4 @@
-"""What the kernel that turns queries and outputs is compiled for, and its arguments: plain numbers.
+"""What the kernel that turns rows is compiled for, and its arguments: plain numbers.
 
 A block has 32 columns of a KV head's matrix, and as many rows at a time as it has warps.
 
@@ -15,7 +15,7 @@ COLUMNS = 32  # of a block, one of each lane
 # name and struct code: Q uint64 (an address or bytes), i int32, I uint32
 TURN = (
     ("x", "Q"),  # [batch, num_heads, head_dim], a multiple of 4 bytes, as are its strides
-    ("y", "Q"),  # likewise, contiguous
+    ("y", "Q"),  # likewise, contiguous; float32 where rows are encoded
     ("matrix", "Q"),  # float32 [num_kv_heads, head_dim, head_dim]
     ("offset", "Q"),  # float32 [num_kv_heads, head_dim], contiguous; 0: none
     ("seq_lens", "Q"),  # int32 [batch]: where it is 0, so is y; 0: all as if 1
@@ -38,14 +38,16 @@ class TurnSpec:
 
     Attributes:
         head_dim: elements of a row, a multiple of 2 * warps.
-        query: "bf16" or "fp16", the codec of x and y.
+        source: "bf16" or "fp16", the codec of x and, but for encoded rows, of y.
         product: whether rows are multiplied by a matrix.
+        encodes: whether y is (x - offset) M in float32, and not x M + offset.
         warps: of a block, 4 or 8.
     """
 
     head_dim: int
-    query: str = "bf16"
+    source: str = "bf16"
     product: bool = True
+    encodes: bool = False
     warps: int = 8
 
     @property

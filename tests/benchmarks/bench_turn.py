@@ -1,4 +1,5 @@
-"""What it costs to turn a query into a basis and an output back, beside plain torch.
+"""What it costs to turn a query into a basis and an output back, and to encode new rows, beside
+plain torch.
 
 Run by hand on a GPU: python tests/benchmarks/bench_turn.py. A CUDA graph has the calls of 32 layers
 with a basis each, one after the other; the L2 cache is overwritten before each replay.
@@ -14,6 +15,8 @@ import torch
 from kvquant.basis import Basis
 from kvquant.basisops import turn_rows
 from kvquant.gputimer import GraphTimer
+from kvquant.kernels.turn import encode_rows
+from kvquant.transforms import transform_rows
 
 HEADS, DIM, LAYERS = 8, 128, 32
 KINDS = ("none", "hadamard", "matrix")
@@ -21,14 +24,15 @@ KINDS = ("none", "hadamard", "matrix")
 
 @click.command()
 @click.option("--batch", "batches", multiple=True, default=[1, 8, 64, 256], show_default=True)
-@click.option("--q-heads", default=32, show_default=True, help="Query heads, on 8 KV heads.")
+@click.option("--q-heads", default=32, show_default=True, help="On 8 KV heads; 8 to encode.")
 def main(batches: tuple[int, ...], q_heads: int) -> None:
-    """Time both steps for every kind of basis."""
+    """Time the steps for every kind of basis; alone, an offset or a rotation is encoded by the
+    append kernel."""
     torch.manual_seed(0)
     click.echo(f"{'microseconds, batch':24}" + "".join(f"{batch:>9}" for batch in batches))
     for kind in KINDS:
-        for step in ("turn", "restore"):
-            if (kind, step) == ("none", "turn"):
+        for step in ("turn", "restore", "encode"):
+            if (kind, step) in (("none", "turn"), ("none", "encode"), ("hadamard", "encode")):
                 continue
             for way in ("one launch", "torch"):
                 times = [measure(kind, step, way, batch, q_heads) for batch in batches]
@@ -40,20 +44,27 @@ def measure(kind: str, step: str, way: str, batch: int, q_heads: int) -> float:
     """Microseconds of a call, after a look at what comes out."""
     matrix = torch.randn(LAYERS, HEADS, DIM, DIM) if kind == "matrix" else [None] * LAYERS
     bases = [Basis(torch.randn(HEADS, DIM), kind, one).to("cuda") for one in matrix]
-    x = torch.randn(batch, q_heads, DIM, device="cuda").bfloat16()
+    x = torch.randn(batch, HEADS if step == "encode" else q_heads, DIM, device="cuda").bfloat16()
     lens = torch.ones(batch, dtype=torch.int32, device="cuda")
 
     def fused(basis: Basis) -> torch.Tensor:
+        if step == "encode":
+            transform = basis.row_transform
+            assert transform.matrix is not None
+            return encode_rows(x, transform.matrix, transform.offset)
         if step == "turn":
             return turn_rows(x, basis.matrix)
         return turn_rows(x, basis.transposed, basis.offset, lens)
 
     def plain(basis: Basis) -> torch.Tensor:
+        if step == "encode":
+            return transform_rows(x, basis.row_transform)
         if step == "turn":
             return basis.turn_query(x)
         return basis.restore(x).masked_fill(lens[:, None, None] == 0, 0)
 
-    torch.testing.assert_close(fused(bases[0]), plain(bases[0]), rtol=2**-7, atol=1e-3)
+    limits = {"rtol": 2**-7, "atol": 1e-3} if step != "encode" else {"rtol": 1e-4, "atol": 1e-3}
+    torch.testing.assert_close(fused(bases[0]), plain(bases[0]), **limits)
     call: Callable[[Basis], torch.Tensor] = fused if way == "one launch" else plain
 
     def run() -> None:

@@ -10,7 +10,14 @@ from typing import Protocol
 import torch
 
 from kvquant.cache import KVCache
-from kvquant.calibration.fidelity import FORMATS, Planned, Scheme, predict, quantized_copy
+from kvquant.calibration.fidelity import (
+    FORMATS,
+    Planned,
+    Scheme,
+    predict,
+    quantized_copy,
+    stored_bits,
+)
 from kvquant.model import CachedModel
 from kvquant.plan import CachePlan
 
@@ -53,8 +60,7 @@ class Ours:
     ) -> tuple[torch.Tensor, float]:
         """See Candidate; bits are those of all the memory, which is full at the end."""
         cache = quantized_copy(model, exact, self.scheme)
-        elements = 2 * exact.num_layers * exact.batch * exact.num_kv_heads * exact.head_dim
-        return predict(model, cache, tokens), 8 * cache.nbytes / (elements * exact.max_seq_len)
+        return predict(model, cache, tokens), stored_bits(cache, exact)
 
 
 PLAIN = (

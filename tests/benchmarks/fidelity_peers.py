@@ -209,7 +209,12 @@ class Peer:
         Returns:
             [tokens, batch, vocabulary], float32: the log probabilities after each token; and the
             mean bits of an element, of all steps.
+
+        Raises:
+            NotImplementedError: the model has sliding windows, which peers' layers here do not.
         """
+        if any(exact.windows or ()):
+            raise NotImplementedError("sliding windows: only kvquant's caches are measured")
         cache = RoundedCache(self.make_layers(model.config), EXACT_DTYPES[model.exact_format])
         for layer in range(exact.num_layers):
             cache.update(*exact.dequantized(layer, model.model.dtype), layer)

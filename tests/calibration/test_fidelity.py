@@ -6,6 +6,7 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
+from kvquant.cache import KVCache
 from kvquant.calibration.fidelity import (
     Scheme,
     compare,
@@ -13,6 +14,7 @@ from kvquant.calibration.fidelity import (
     predict,
     quantized_copy,
     read_prompt,
+    stored_bits,
 )
 from kvquant.calibration.texts import spread
 from kvquant.errors import ShapeError
@@ -40,6 +42,30 @@ def test_comparison_is_kl_agreement_and_likelihood() -> None:
     assert kl == pytest.approx(float(expected), abs=1e-3)
     assert top1 == 0.5
     assert nll == pytest.approx(-float(torch.tensor([0.75, 0.2]).log().mean()))
+
+
+@pytest.mark.parametrize("windows", [None, [64, None]])
+def test_bits_are_those_of_the_elements_that_a_cache_keeps(
+    windows: list[int | None] | None,
+) -> None:
+    def make(fmt: str) -> KVCache:
+        return KVCache(
+            2,
+            1,
+            1,
+            128,
+            8192,
+            k_format=fmt,
+            v_format=fmt,
+            sink_len=0,
+            recent_len=0,
+            windows=windows,
+        )
+
+    exact = make("bf16")
+    found = [stored_bits(make(fmt), exact) for fmt in ("bf16", "int8", "int4-g4", "int4")]
+    assert found[0] == 16.0
+    assert found[1:] == pytest.approx([8.25, 5.0, 4.25], rel=1e-3)
 
 
 def test_better_formats_keep_the_predictions_better(model: CachedModel, text: list[int]) -> None:

@@ -33,9 +33,11 @@ from kvquant.kernels import append as launching
 from kvquant.kernels import dequantize as dequantizing
 from kvquant.kernels import feedback as feeding
 from kvquant.kernels import fitted as fitting
-from kvquant.kernels.cuda import append, dequantize, feedback, loaded, simulator
+from kvquant.kernels import turn as turning
+from kvquant.kernels.cuda import append, dequantize, feedback, loaded, simulator, turn
 from kvquant.kernels.cuda.feedbackspec import FeedbackSide, FeedbackSpec
 from kvquant.kernels.cuda.rowspec import AppendSpec, DequantizeSpec
+from kvquant.kernels.cuda.turnspec import TURN, TurnSpec
 from kvquant.transforms import transform_rows
 
 CPU = -1  # get_device() of a CPU tensor
@@ -43,6 +45,7 @@ MAKERS: dict[Any, tuple[Any, Any]] = {
     AppendSpec: (append.make_append_kernel, append.signature),
     DequantizeSpec: (dequantize.make_dequantize_kernel, dequantize.signature),
     FeedbackSpec: (feedback.make_feedback_kernel, feedback.signature),
+    TurnSpec: (turn.make_turn_kernel, turn.signature),
 }
 memory: list[tuple[int, int]] = []  # of the tensors of a call
 backwards = False
@@ -56,6 +59,8 @@ class Launcher:
 
     def __call__(self, stream: int, values: Sequence[Any]) -> None:
         data = struct.pack(self.layout, *values)
+        if isinstance(self.spec, TurnSpec):
+            note_encoded(self.spec, data)
         numbers = iter(struct.unpack(self.spec.arguments, data))
         make, signature = MAKERS[type(self.spec)]
         arguments = [
@@ -83,6 +88,13 @@ def note(values: Iterable[Any]) -> None:
             memory.append((storage.data_ptr(), storage.nbytes()))
         elif isinstance(value, tuple):
             note(value)
+
+
+def note_encoded(spec: TurnSpec, data: bytes) -> None:
+    """Note where the kernel writes, in a tensor of the launcher's."""
+    names = [name for name, _ in TURN]
+    given = dict(zip(names, struct.unpack(spec.arguments, data), strict=True))
+    memory.append((given["y"], 4 * given["num_rows"] * given["num_heads"] * spec.head_dim))
 
 
 def run_append(case: Case) -> None:
@@ -143,12 +155,14 @@ def simulated(converts_fp8: bool, shares: bool) -> Iterator[None]:
     copies: Any = {"aligned_copy": noted(loaded.aligned_copy)}
     of_dequantize = {"DequantizeSpec": one_warp(DequantizeSpec)}
     of_feedback: Any = {"ROWS_PER_SM": 64 if shares else 0}
+    of_turn = {"TurnSpec": lambda *args: replace(TurnSpec(*args), warps=4), **copies}
     of_feedback |= {"make_feedback_spec": lambda sides: FeedbackSpec(tuple(map(alone, sides)))}
     with (
         mock.patch.multiple(loaded, **on_cpu, **copies),
         mock.patch.multiple(fitting, transform_rows=noted(transform_rows)),
         mock.patch.multiple(launching, **changes, AppendSpec=one_warp(AppendSpec)),
         mock.patch.multiple(feeding, **changes, **of_feedback),
+        mock.patch.multiple(turning, **changes, **of_turn),
         mock.patch.multiple(dequantizing, **changes, **of_dequantize),
     ):
         yield

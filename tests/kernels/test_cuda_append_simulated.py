@@ -116,6 +116,18 @@ CASES |= {
         "layout": "odd",
     },
     "matrices": {"matrix": "kv", "feedback": "k", "head_dim": 64, "heads": 2, "v": "fp8"},
+    "matrices and offsets": {"matrix": "kv", "offset": "kv", "head_dim": 80, "layout": "fused"},
+    "matrices of odd rows": {"matrix": "kv", "offset": "v", "head_dim": 64, "layout": "odd"},
+    "matrices, NaN and 16-bit rows": {
+        "matrix": "kv",
+        "head_dim": 64,
+        "tokens": 14,
+        "hostile": True,
+        "source": "fp16",
+        "exact": "bf16",
+    },
+    "a matrix after RoPE": {"matrix": "k", "rotary_dim": 64, "head_dim": 64},
+    "a matrix of float32": {"matrix": "k", "source": "fp32", "head_dim": 64},
     "feedback of fp8 is none": {"feedback": "kv", "matrix": "k", "k": "fp8", "tokens": 3},
 }
 for k in ("fp8", "fp8-g8"):

@@ -21,6 +21,7 @@ from kvquant import RowFormat, append_rows
 from kvquant.errors import ConfigError, ShapeError, UnsupportedError
 from kvquant.kernels import append as appending
 from kvquant.kernels import feedback as launching
+from kvquant.kernels import turn as turning
 from kvquant.kernels.cuda import loaded
 from kvquant.kernels.cuda.compile import compile_spec, cubin_key
 from kvquant.kernels.cuda.feedbackspec import (
@@ -31,6 +32,7 @@ from kvquant.kernels.cuda.feedbackspec import (
     make_feedback_spec,
 )
 from kvquant.kernels.cuda.rowspec import AppendSpec, Side
+from kvquant.kernels.cuda.turnspec import TurnSpec
 from kvquant.kernels.fitted import append_fitted
 from kvquant.layout import HEAD_DIMS
 from kvquant.rounding import quantize_fitted
@@ -94,7 +96,7 @@ def test_a_block_fits_every_gpu_and_the_code_is_that_of_its_spec() -> None:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     """The CPU as an H200 with a driver that takes notes."""
-    return install_for_rows(monkeypatch, launching, appending)
+    return install_for_rows(monkeypatch, launching, appending, turning)
 
 
 def specs_made() -> list[Any]:
@@ -125,12 +127,13 @@ def test_two_sides_with_feedback_are_one_launch(cuda: FakeDriver) -> None:
 def test_a_side_without_feedback_has_a_kernel_of_its_own(cuda: FakeDriver) -> None:
     append_fitted(**make_call(Case(feedback="v", v="int8")))
     append_fitted(**make_call(Case(matrix="k", feedback="kv", v="fp8")))
-    plain, fed, fp8, of_matrix = specs_made()
+    plain, fed, product, fp8, of_matrix = specs_made()
     assert isinstance(plain, AppendSpec) and isinstance(fed, FeedbackSpec)
     assert isinstance(of_matrix, FeedbackSpec) and isinstance(fp8, AppendSpec)
+    assert isinstance(product, TurnSpec) and product.encodes
     sources = fed.sides[0].source, of_matrix.sides[0].source
-    assert sources == ("bf16", "fp32"), "what torch multiplied is float32"
-    assert [one.grid[2] for one in cuda.launched] == [1] * 4
+    assert sources == ("bf16", "fp32"), "what was multiplied is float32"
+    assert [one.grid[2] for one in cuda.launched] == [1] * 5
 
 
 def test_arguments_are_those_of_the_call(cuda: FakeDriver) -> None:

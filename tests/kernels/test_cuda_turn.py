@@ -1,5 +1,5 @@
-"""The kernel that turns queries and outputs: in numba's simulator, as machine code, its launches,
-and on a GPU (-m gpu)."""
+"""The kernel that turns queries and outputs and encodes new rows: in the simulator, as machine
+code, its launches, and on a GPU (-m gpu)."""
 
 from __future__ import annotations
 
@@ -95,6 +95,19 @@ def check_result(y: torch.Tensor, given: Arguments) -> None:
     )
 
 
+def check_encoded(y: torch.Tensor, given: Arguments) -> None:
+    """Likewise of (x - offset) M, which is not rounded to 16 bit."""
+    x, matrix, offset, _ = (t if t is None else t.double().cpu() for t in given)
+    assert x is not None and matrix is not None
+    assert y.shape == x.shape and y.dtype == torch.float32 and y.is_contiguous()
+    rows, size = (x, x.abs()) if offset is None else (x - offset, x.abs() + offset.abs())
+    wanted, size = (
+        torch.einsum("bhd,hde->bhe", a, b) for a, b in ((rows, matrix), (size, matrix.abs()))
+    )
+    error = (y.double().cpu() - wanted).abs()
+    assert bool((error <= 45 * 2**-24 * size + 1e-30).all()), float((error / size).max() * 2**24)
+
+
 # In the simulator
 
 
@@ -113,7 +126,7 @@ class Launcher:
         arguments = [one(n) for one, n in zip(signature, numbers, strict=True)]
         storages = [x.untyped_storage() for x in self.given if x is not None]
         memory = [(storage.data_ptr(), storage.nbytes()) for storage in storages]
-        memory.append((numbers[1], 2 * self.given[0].numel()))
+        memory.append((numbers[1], (4 if self.spec.encodes else 2) * self.given[0].numel()))
         kernel, shared = room.make_turn_kernel(self.spec), self.spec.shared_bytes
         for backwards in (False, True):
             simulator.launch(
@@ -121,9 +134,9 @@ class Launcher:
             )
 
 
-def simulate(given: Arguments, warps: int = 4, most_blocks: int = 1) -> None:
-    """Turn rows in the simulator, by as few warps as can."""
-    gpu = loaded.GPU("sm_90", True, most_blocks, 0, 0)
+def simulate(given: Arguments, warps: int = 4, *, encodes: bool = False) -> None:
+    """Turn or encode rows in the simulator, by as few warps as can."""
+    gpu = loaded.GPU("sm_90", True, 1, 0, 0)
     changes: dict[str, Any] = {
         "Launcher": Launcher,
         "kernel_of": lambda spec, tensor: spec,
@@ -135,7 +148,10 @@ def simulate(given: Arguments, warps: int = 4, most_blocks: int = 1) -> None:
     Launcher.given = given
     on_cpu = mock.patch.object(loaded, "current_device", lambda: CPU)
     with on_cpu, mock.patch.multiple(launching, **changes):
-        check_result(launching.turn_rows(*given), given)
+        if encodes:
+            check_encoded(launching.encode_rows(*given[:3]), given)  # type: ignore[arg-type]
+        else:
+            check_result(launching.turn_rows(*given), given)
 
 
 @in_simulator
@@ -143,6 +159,13 @@ def test_turned_rows_are_those_of_float64() -> None:
     simulate(make(heads=(4, 2)))
     simulate(make(80, 5, (2, 2), torch.float16, "shared offset strided"))
     simulate(make(64, 3, (3, 1), words="matrix swapped"), warps=8)
+
+
+@in_simulator
+def test_encoded_rows_are_those_of_float64() -> None:
+    simulate(make(heads=(2, 2), words="matrix offset"), encodes=True)
+    simulate(make(80, 9, (1, 1), torch.float16, "matrix offset strided"), 8, encodes=True)
+    simulate(make(64, 5, (2, 2), words="shared swapped"), encodes=True)
 
 
 @in_simulator
@@ -163,19 +186,22 @@ def test_blocks_go_on_with_more_rows() -> None:
 
 @needs_numba_cuda
 @pytest.mark.parametrize(
-    ("head_dim", "query", "product", "arch"),
+    ("spec", "arch"),
     [
-        (64, "bf16", True, "sm_80"),
-        (80, "fp16", True, "sm_89"),
-        (128, "bf16", True, "sm_90"),
-        (256, "fp16", True, "sm_90"),
-        (256, "bf16", True, "sm_100"),
-        (112, "bf16", False, "sm_90"),
+        (TurnSpec(64, "bf16"), "sm_80"),
+        (TurnSpec(80, "fp16"), "sm_89"),
+        (TurnSpec(128, "bf16"), "sm_90"),
+        (TurnSpec(256, "fp16"), "sm_90"),
+        (TurnSpec(256, "bf16"), "sm_100"),
+        (TurnSpec(112, "bf16", product=False), "sm_90"),
+        (TurnSpec(128, "bf16", encodes=True), "sm_90"),
+        (TurnSpec(256, "fp16", encodes=True), "sm_80"),
     ],
+    ids=str,
 )
-def test_machine_code_spills_nothing(head_dim: int, query: str, product: bool, arch: str) -> None:
-    report = compile_spec(TurnSpec(head_dim, query, product), arch).report
-    assert report.stack_bytes == 0 and report.registers <= 80
+def test_machine_code_spills_nothing(spec: TurnSpec, arch: str) -> None:
+    report = compile_spec(spec, arch).report
+    assert report.stack_bytes == 0 and report.registers <= 96
 
 
 # Launches
@@ -208,6 +234,21 @@ def test_a_launch_has_the_arguments_of_the_kernel(monkeypatch: pytest.MonkeyPatc
         "num_rows": 260,
         "rows_of_block": 8,
     }
+
+
+def test_encoding_is_settled_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = install_for_rows(monkeypatch, launching)
+    x, matrix, offset, _ = make(64, 70, (2, 2), words="matrix offset")
+    assert matrix is not None and offset is not None
+    assert launching.turn_rows(x, matrix, offset, None).dtype == torch.bfloat16
+    for _ in range(2):
+        y = launching.encode_rows(x, matrix, offset)
+        assert y.dtype == torch.float32 and y.shape == x.shape
+    values = struct.unpack(TurnSpec(64).arguments, cuda.launched[-1].arguments)
+    assert values[:5] == (x.data_ptr(), y.data_ptr(), matrix.data_ptr(), offset.data_ptr(), 0)
+    assert [key[0].encodes for key in loaded._kernels] == [False, True]  # type: ignore[index]
+    assert launching.encode_rows(x[:0], matrix, offset).dtype == torch.float32
+    assert len(cuda.launched) == 3
 
 
 def test_large_batches_have_few_blocks_of_more_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,6 +347,21 @@ def test_rows_on_a_gpu_are_those_of_float64(head_dim: int, dtype: torch.dtype) -
         for one in (said, "matrix offset lens"):
             given = make(head_dim, batch, (2 * ratio, 2), dtype, one, "cuda")
             check_result(launching.turn_rows(*given), given)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_encoded_rows_on_a_gpu_are_those_of_float64(head_dim: int, dtype: torch.dtype) -> None:
+    words = "matrix offset", "shared", "matrix swapped", "matrix offset strided"
+    for heads, tokens, said in zip((1, 8, 2, 3), (1, 64, 1001, 7), words, strict=True):
+        given = make(head_dim, tokens, (heads, heads), dtype, said, "cuda")
+        x, matrix, offset, _ = given
+        assert matrix is not None
+        y = launching.encode_rows(x, matrix, offset)
+        check_encoded(y, given)
+        alone = launching.encode_rows(x[tokens // 2 :], matrix, offset)
+        assert torch.equal(alone, y[tokens // 2 :]), "a row depends on the others"
 
 
 @pytest.mark.gpu
