@@ -44,10 +44,10 @@ def append_rows(
                               it is rounded to 16 bit first
 
     so the bytes of a token do not depend on how many come in one call (but for the last bits of a
-    product with a matrix: transforms.py). They are those that quantize_rows gives for x, or, with a clip ratio or
-    feedback, rounding.quantize_fitted. A row with NaN, Inf or a value that its format cannot hold
-    is written so that all of it decodes to NaN. The slots of one call are all different.
-    torch.compile takes the call as one op, with fullgraph=True too.
+    product with a matrix: transforms.py). They are those that quantize_rows gives for x, or, with a
+    clip ratio or feedback, rounding.quantize_fitted. A row with NaN, Inf or a value that its format
+    cannot hold is written so that all of it decodes to NaN. The slots of one call are all
+    different. torch.compile takes the call as one op, with fullgraph=True too.
 
     Args:
         k: [num_tokens, num_kv_heads, head_dim], float32, bfloat16 or float16; rows contiguous, the

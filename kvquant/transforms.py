@@ -7,8 +7,8 @@
 
 In float32, in this order; every product, sum and difference is rounded by itself (kernels fuse no
 multiply-add), so that all of them give the same bits. Only those of the product with the matrix
-differ in the last places: torch's may depend on how many rows there are; on CUDA 16-bit rows without
-RoPE and rotation are multiplied by kernels/turn.py, where they do not.
+differ in the last places: torch's may depend on how many rows there are; on CUDA 16-bit rows
+without RoPE and rotation are multiplied by kernels/turn.py, where they do not.
 """
 
 from __future__ import annotations

@@ -22,11 +22,13 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvquant import RowFormat, dequantize_rows, quantize_rows, sharedprefix
+from kvquant import RowFormat, dequantize_rows, sharedprefix
+from kvquant.basis import Basis, LayerBasis
 from kvquant.errors import OutOfPagesError
 from kvquant.paged import PagedKVCache
 from kvquant.pagedbatch import PagedBatch
 from kvquant.pagedfile import load_sequences, save_sequences
+from kvquant.rounding import feedback_matrix
 
 LAYERS, HEADS, DIM, PAGE, PAGES, SEATS, MAX = 2, 1, 64, 16, 9, 4, 70
 FORMATS = RowFormat.parse("int4-g4", DIM), RowFormat.parse("fp8", DIM)
@@ -45,10 +47,24 @@ class Token:
     packed: bool = False
 
 
-class Values:
-    """K and V of every cell in every layer, 16-bit values and what they become when packed."""
+def make_basis() -> LayerBasis:
+    """A basis of each kind; the matrix is exact in any order of summation."""
+    matrix = -2 * torch.eye(DIM)[torch.randperm(DIM)].expand(HEADS, DIM, DIM)
+    weights = torch.randn(HEADS, DIM, DIM).double()
+    feedback = feedback_matrix(weights @ weights.mT + torch.eye(DIM)).float()
+    k = Basis(torch.randn(HEADS, DIM), "matrix", matrix, torch.full((HEADS,), 0.9), feedback)
+    return LayerBasis(k, Basis(torch.randn(HEADS, DIM), "hadamard"))
 
-    def __init__(self) -> None:
+
+class Values:
+    """K and V of every cell in every layer, 16-bit values and what they become when packed.
+
+    basis: what they are stored as; rounds: whether they are rounded to 16 bit before.
+    """
+
+    def __init__(self, basis: LayerBasis, rounds: bool) -> None:
+        self.basis, self.rounds = basis, rounds
+        self.new = torch.empty(LAYERS, 2, 0, HEADS, DIM)
         self.cells: dict[tuple[int, int], int] = {}
         self.exact = torch.empty(LAYERS, 2, 0, HEADS, DIM)
         self.packed = self.exact.clone()
@@ -57,13 +73,25 @@ class Values:
         found = self.cells.setdefault((before, token), len(self.cells) + 1)
         if found >= self.exact.shape[2]:
             new = torch.randn(LAYERS, 2, 256, HEADS, DIM).bfloat16().float()
-            rounded = [
-                dequantize_rows(quantize_rows(x, fmt), fmt)
-                for x, fmt in zip(new.unbind(1), FORMATS, strict=True)
-            ]
-            self.exact = torch.cat([self.exact, new], 2)
-            self.packed = torch.cat([self.packed, torch.stack(rounded, 1)], 2)
+            self.new = torch.cat([self.new, new], 2)
+            sides = zip(new.transpose(2, 3).unbind(1), self.basis, FORMATS, strict=True)
+            pairs = [self.stored(x, basis, fmt) for x, basis, fmt in sides]
+            exact, packed = (
+                torch.stack(one, 1).transpose(2, 3) for one in zip(*pairs, strict=True)
+            )
+            self.exact = torch.cat([self.exact, exact], 2)
+            self.packed = torch.cat([self.packed, packed], 2)
         return found
+
+    def stored(
+        self, x: torch.Tensor, basis: Basis, fmt: RowFormat
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What is read of rows that are kept in 16 bit, and of packed ones."""
+        rows = basis.encode(x)
+        if self.rounds:
+            rows = rows.bfloat16().float()
+        packed = dequantize_rows(basis.quantize(rows, fmt), fmt)
+        return basis.decode(rows), basis.decode(packed)
 
     def of(self, tokens: list[Token], layer: int) -> torch.Tensor:
         """K and V of tokens in a layer: [2, HEADS, tokens, DIM]."""
@@ -79,14 +107,20 @@ class PagedMachine(RuleBasedStateMachine):
     device = "cpu"
     shared = 0  # steps in which a prefix was read once for several sequences
 
-    @initialize(lengths=st.sampled_from(LENGTHS), shared_prefix=st.sampled_from(SHARES))
-    def start(self, lengths: tuple[int, int], shared_prefix: bool | None) -> None:
+    @initialize(
+        lengths=st.sampled_from(LENGTHS),
+        shared_prefix=st.sampled_from(SHARES),
+        in_basis=st.booleans(),
+    )
+    def start(self, lengths: tuple[int, int], shared_prefix: bool | None, in_basis: bool) -> None:
         torch.manual_seed(0)
         self.threads = torch.get_num_threads()
         torch.set_num_threads(1)  # the tensors are small: several would wait for one another
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(sharedprefix, "FIXED", -math.inf)  # None: in every step that could
         self.sinks, self.recent = lengths
+        plain = Basis(torch.zeros(HEADS, DIM))
+        basis = make_basis() if in_basis else LayerBasis(plain, plain)
         self.cache = PagedKVCache(
             LAYERS,
             HEADS,
@@ -100,9 +134,10 @@ class PagedMachine(RuleBasedStateMachine):
             sink_len=self.sinks,
             recent_len=self.recent,
             device=self.device,
+            bases=[basis] * LAYERS if in_basis else None,
         )
         self.batch = PagedBatch(self.cache, SEATS, 3 * MAX, shared_prefix=shared_prefix)
-        self.values, self.next_id, self.turn = Values(), 0, 0
+        self.values, self.next_id, self.turn = Values(basis, any(lengths)), 0, 0
         self.live: dict[int, list[Token]] = {}
         self.swapped: dict[int, list[Token]] = {}
         self.poison()
@@ -152,9 +187,8 @@ class PagedMachine(RuleBasedStateMachine):
                 for layer in range(LAYERS):
                     if layer == fail_at:
                         raise ZeroDivisionError
-                    plain = [replace(token, packed=False) for token in flat]
-                    new_values = self.values.of(plain, layer).transpose(1, 2).bfloat16()
-                    self.batch.append(layer, *new_values.to(self.device))
+                    rows = self.values.new[layer][:, [token.cell for token in flat]]
+                    self.batch.append(layer, *rows.bfloat16().to(self.device))
                 for i in ids:
                     self.live[i] = self.packed(self.live[i] + added[i])
                 self.attend(ids)
@@ -315,7 +349,7 @@ def soak(device: str, seconds: float, seed: int) -> int:
     draw, calls, end = random.Random(seed), 0, time.monotonic() + seconds
     while time.monotonic() < end:
         machine = PagedMachine()
-        machine.start(lengths=draw.choice(LENGTHS), shared_prefix=draw.choice(SHARES))
+        machine.start(draw.choice(LENGTHS), draw.choice(SHARES), draw.random() < 0.5)
         for _ in range(100):
             n = draw.randrange(51)
             rest: dict[str, dict[str, int]] = {
