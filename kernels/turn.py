@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 
 import torch
 
@@ -25,6 +26,7 @@ SOURCES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 ADDRESSES = 5
 CONSTANTS = struct.Struct("=" + "".join(code for _, code in TURN[ADDRESSES:]))
 BLOCKS_PER_SM = 4  # at most, as registers allow: more rows, and blocks go on with their part of M
+WIDTH = 2  # columns of a lane where more blocks than that were needed; half as many are there then
 MOST_BLOCKS = 65535  # along y and z
 _settled: dict[Hashable, TurnLaunch] = {}
 
@@ -119,6 +121,9 @@ class TurnLaunch:
         rows, columns = batch * ratio, -(-head_dim // COLUMNS)
         most = BLOCKS_PER_SM * gpu_of(x).num_sms
         groups = -(-rows // spec.warps)
+        if spec.product and groups * columns * num_kv_heads > most:
+            spec = replace(spec, width=WIDTH)
+            columns, most = -(-head_dim // (COLUMNS * WIDTH)), most // WIDTH
         walked = max(-(-groups * columns * num_kv_heads // most), -(-groups // MOST_BLOCKS))
         rows_of_block = spec.warps * walked
         self._constants = CONSTANTS.pack(

@@ -88,7 +88,7 @@ ALLOWED = {
     "kernels.cuda.slots": "kernels.cuda.device kernels.cuda.ptx kernels.cuda.slotspec",
     "kernels.cuda.statespec": "",
     "kernels.cuda.turnspec": "",
-    "kernels.cuda.turn": "kernels.cuda.ptx kernels.cuda.turnspec",
+    "kernels.cuda.turn": "kernels.cuda.device kernels.cuda.ptx kernels.cuda.turnspec",
     "kernels.cuda.mergestates": ("kernels.cuda.device kernels.cuda.ptx kernels.cuda.statespec"),
     "kernels.cuda.rowspec": "layout",
     "kernels.cuda.transform": "kernels.cuda.device kernels.cuda.ptx kernels.cuda.rowspec",
@@ -128,7 +128,8 @@ ALLOWED = {
         "kernels.cuda.loaded"
     ),
     "kernels.fitted": (
-        "layout quant slots transforms kernels.append kernels.cuda.loaded kernels.feedback"
+        "layout quant slots transforms kernels.append kernels.cuda.loaded kernels.feedback "
+        "kernels.turn"
     ),
     "kernels.mergestates": "kernels.cuda.driver kernels.cuda.loaded kernels.cuda.statespec",
     "kernels.slots": "kernels.cuda.driver kernels.cuda.loaded kernels.cuda.slotspec",

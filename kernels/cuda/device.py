@@ -11,6 +11,23 @@ OPTIONS = {} if config.ENABLE_CUDASIM else {"forceinline": True, "opt": True, "d
 device_function = cuda.jit(device=True, **OPTIONS)
 
 
+def in_turn(functions):
+    """One function that calls several with its arguments: a loop so long would not be unrolled."""
+    function = functions[0]
+    for following in functions[1:]:
+        function = _then(function, following)
+    return function
+
+
+def _then(first, second):
+    @device_function
+    def both(*arguments):
+        first(*arguments)
+        second(*arguments)
+
+    return both
+
+
 @contextmanager
 def pretend(capability):
     """numba-cuda asks the current device for what device functions are compiled for, even when the

@@ -11,7 +11,7 @@ import math
 
 from numba import cuda, float32, int32, uint32
 
-from .device import device_function
+from .device import device_function, in_turn
 from .expand import make_expand
 from .fragments import load_pair, load_sums, over_quad, store_sums
 from .prefixspec import ROWS
@@ -164,20 +164,3 @@ def make_rescale(spec):
             store_sums(sums, at, (first[0] * low, first[1] * low, first[2] * high, first[3] * high))
 
     return rescale
-
-
-def in_turn(functions):
-    """One function of six arguments that calls several: a loop so long would not be unrolled."""
-    function = functions[0]
-    for following in functions[1:]:
-        function = _then(function, following)
-    return function
-
-
-def _then(first, second):
-    @device_function
-    def both(a, b, c, d, e, f):
-        first(a, b, c, d, e, f)
-        second(a, b, c, d, e, f)
-
-    return both

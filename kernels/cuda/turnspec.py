@@ -1,16 +1,16 @@
 """What the kernel that turns rows is compiled for, and its arguments: plain numbers.
 
-A block has 32 columns of a KV head's matrix, and as many rows at a time as it has warps.
+A block has 32 * width columns of a KV head's matrix, and as many rows at a time as it has warps.
 
     rows    float32 [head_dim, warps]: element after element of all rows, as warps read them
-    sums    float32 [warps, warps, 32]: of each warp's part of a row, of each row
+    sums    float32 [warps, warps, width, 32]: of each warp's part of a row, of each row
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-COLUMNS = 32  # of a block, one of each lane
+COLUMNS = 32  # of a block, one of each lane, times its width
 
 # name and struct code: Q uint64 (an address or bytes), i int32, I uint32
 TURN = (
@@ -41,6 +41,7 @@ class TurnSpec:
         source: "bf16" or "fp16", the codec of x and, but for encoded rows, of y.
         product: whether rows are multiplied by a matrix.
         encodes: whether y is (x - offset) M in float32, and not x M + offset.
+        width: columns of a lane.
         warps: of a block, 4 or 8.
     """
 
@@ -48,6 +49,7 @@ class TurnSpec:
     source: str = "bf16"
     product: bool = True
     encodes: bool = False
+    width: int = 1
     warps: int = 8
 
     @property
@@ -58,7 +60,7 @@ class TurnSpec:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block."""
-        return 4 * self.warps * (self.head_dim + self.warps * COLUMNS) * self.product
+        return 4 * self.warps * (self.head_dim + self.warps * COLUMNS * self.width) * self.product
 
     @property
     def arguments(self) -> str:

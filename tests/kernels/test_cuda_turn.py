@@ -196,12 +196,15 @@ def test_blocks_go_on_with_more_rows() -> None:
         (TurnSpec(112, "bf16", product=False), "sm_90"),
         (TurnSpec(128, "bf16", encodes=True), "sm_90"),
         (TurnSpec(256, "fp16", encodes=True), "sm_80"),
+        (TurnSpec(128, "fp16", width=2), "sm_90"),
+        (TurnSpec(256, "bf16", encodes=True, width=2), "sm_90"),
     ],
     ids=str,
 )
 def test_machine_code_spills_nothing(spec: TurnSpec, arch: str) -> None:
     report = compile_spec(spec, arch).report
-    assert report.stack_bytes == 0 and report.registers <= 96
+    assert report.stack_bytes == 0 and report.registers <= 128
+    assert report.registers * spec.threads * launching.BLOCKS_PER_SM // spec.width <= 2 * 65536
 
 
 # Launches
@@ -254,7 +257,8 @@ def test_encoding_is_settled_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_large_batches_have_few_blocks_of_more_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = install_for_rows(monkeypatch, launching)
     launching.turn_rows(*make(128, 256, (32, 8), words="shared"))
-    assert cuda.launched[-1].grid == (4, 8, 16)  # of 1024 rows, 64 each
+    assert cuda.launched[-1].grid == (2, 8, 16)  # of 1024 rows, 64 each; lanes of two columns
+    assert cuda.launched[-1].shared == 32 * (128 + 512)
     values = struct.unpack(TurnSpec(128).arguments, cuda.launched[-1].arguments)
     assert values[3:5] == (0, 0) and values[7:9] == (0, 0) and values[-1] == 64
 
