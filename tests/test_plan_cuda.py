@@ -1,4 +1,5 @@
-"""Plans on a GPU: the command that makes one, caches, and decoding, beside the CPU (25 s)."""
+"""Plans on a GPU: the command that makes one, caches, and decoding, beside the CPU; minutes
+while the kernels are compiled for the first time."""
 
 from __future__ import annotations
 
