@@ -46,6 +46,10 @@ class CalibratedModel(ObservableModel, DecodingModel, PassingModel, Protocol):
     def max_positions(self) -> int | None:
         """Tokens that the model was made for."""
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights and arithmetic."""
+
 
 @dataclass(frozen=True)
 class Goal:
@@ -200,7 +204,11 @@ def finish(
         "model": model_identity(model.config_dict),
         "observed_tokens": moments.count,
         "zero_data": zero_data,
-        "settings": {**vars(sizes), "rounding": rounding},
+        "settings": {
+            **vars(sizes),
+            "rounding": rounding,
+            "dtype": str(model.dtype).removeprefix("torch."),
+        },
         "places": places,
         "others": [{"layer": layer, "why": why} for layer, why in others.items()],
     }
@@ -351,9 +359,10 @@ def _format(name: str, head_dim: int) -> RowFormat:
 
 
 def _key(model: CalibratedModel, windows: torch.Tensor) -> str:
-    """Names a run's sums: the model, the text and this rank's part of it."""
+    """Names a run's sums: the model, its dtype, the text and this rank's part of it."""
     text = hashlib.sha256(windows.contiguous().numpy().tobytes()).hexdigest()
-    return f"{model_identity(model.config_dict)['sha256']} {text} {_rank()}"
+    identity = model_identity(model.config_dict)["sha256"]
+    return f"{identity} {model.dtype} {text} {_rank()}"
 
 
 def _rank() -> tuple[int, int]:

@@ -44,6 +44,13 @@ NOT_MET = 3  # exit code
 @click.option("--context", type=COUNT, default=1024, show_default=True, help="Tokens before them.")
 @click.option("--scored", type=COUNT, default=64, show_default=True, help="Tokens of each scored.")
 @click.option("--device", default="cpu", show_default=True, help="Where the model runs.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16", "float16"]),
+    default="float32",
+    show_default=True,
+    help="Of weights and arithmetic; 16 bit for large models.",
+)
 @click.option("-o", "--output", type=NEW_FILE, required=True, help="File to write.")
 def calibrate(
     model: Path,
@@ -55,6 +62,7 @@ def calibrate(
     zero_data: bool,
     rounding: str,
     device: str,
+    dtype: str,
     output: Path,
     **sizes: int,
 ) -> None:
@@ -78,6 +86,8 @@ def calibrate(
         raise ConfigError("give --text FILE to observe, or --zero-data")
     if text is None and (held is not None or max_kl is not None):
         raise ConfigError("--held and --max-kl need a text to score: give --text FILE")
+    import torch
+
     from .calibration.report import refusal, render_plan, warnings
     from .calibration.run import Goal, Sizes
     from .calibration.run import calibrate as run
@@ -87,7 +97,7 @@ def calibrate(
     goal = Goal(max_kl, budget, (format or "int4") if chosen else format)
     reach = Sizes(**sizes)
     device = _join_ranks(device)
-    reader = CachedModel.from_pretrained(model, device=device)
+    reader = CachedModel.from_pretrained(model, dtype=getattr(torch, dtype), device=device)
     warn_of_length(reader.max_positions, "a passage", reach.context + reach.scored)
     tokens = reader.encode(read_text(text)) if text else None
     scored = reader.encode(read_text(held)) if held else None

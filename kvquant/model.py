@@ -58,20 +58,29 @@ class CachedModel:
             folder: what save_pretrained wrote.
             dtype: of weights and arithmetic. float32 is the faster one on CPUs without bfloat16
                 units, and keeps rounding noise out of measurements of the cache; on CUDA not that
-                of queries and attention's outputs, see CachedModel.
+                of queries and attention's outputs, see CachedModel. A 16-bit dtype takes half the
+                memory, and 16-bit rows have it; with float32 they have the one that the model was
+                saved in.
             device: where to run.
 
         Raises:
             ConfigError: no such folder, or no model that transformers can load in it.
         """
         model, tokenizer, saved = load(folder, dtype)
-        return cls(model.to(device), tokenizer, exact_format=exact_codec(saved))
+        exact = exact_codec(saved if dtype == torch.float32 else dtype)
+        return cls(model.to(device), tokenizer, exact_format=exact)
 
     @property
     def config_dict(self) -> dict[str, Any]:
         """The whole config, as save_cache and model_identity take it."""
         config: dict[str, Any] = self.model.config.to_dict()
         return config
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights and arithmetic."""
+        dtype: torch.dtype = self.model.dtype
+        return dtype
 
     @property
     def max_positions(self) -> int | None:

@@ -133,8 +133,11 @@ def test_a_limit_that_cannot_be_met_is_exit_code_3(tmp_path: Path) -> None:
 
 @needs_hf
 def test_a_cache_of_a_plan_is_made_inspected_and_exported(tmp_path: Path, prompt: Path) -> None:
+    from kvquant.plan import CachePlan
+
     plan, cache, out = (tmp_path / f"{name}.safetensors" for name in ("plan", "cache", "out"))
-    ok("calibrate", MODEL, "--zero-data", "--observed", 512, "-o", plan)
+    ok("calibrate", MODEL, "--zero-data", "--observed", 512, "--dtype", "bfloat16", "-o", plan)
+    assert CachePlan.load(plan).facts["settings"]["dtype"] == "bfloat16"
     table = ok("quantize", MODEL, "--prompt", prompt, "--plan", plan, "-o", cache)
     assert "rows are stored in the bases of a plan" in table
     ok("export", cache, "--to", "bf16", "--plan", plan, "-o", out)

@@ -1,5 +1,6 @@
 """The whole of calibration, on the bundled model and on small random ones (25 s)."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from kvquant.errors import CheckpointError, ConfigError, NonFiniteError  # noqa:
 from kvquant.model import CachedModel  # noqa: E402
 from kvquant.plan import CachePlan  # noqa: E402
 
+Measure = Callable[[torch.Tensor, torch.Tensor], float]
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SIZES = Sizes(observed=1536, length=512, windows=4, context=160, scored=12)
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -71,6 +73,24 @@ def test_every_step_lowers_the_weighted_error(plan: CachePlan) -> None:
         names = [f"{side}.format_error.{name}" for name in plan.facts["candidates"]]
         by_format = [float(plan.tensors[name].mean()) for name in names]
         assert by_format == sorted(by_format, reverse=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_models_in_16_bit_give_nearly_the_same_plan(
+    dtype: torch.dtype, plan: CachePlan, model: CachedModel, text: list[int], relative_l2: Measure
+) -> None:
+    half = CachedModel.from_pretrained(EXAMPLES / "llama-demo-5m", dtype=dtype)
+    assert half.exact_format == ("bf16" if dtype == torch.bfloat16 else "fp16")
+    found = calibrate(half, text, sizes=SIZES)
+    assert found is not None
+    assert found.facts["settings"]["dtype"] == str(dtype).removeprefix("torch.")
+    assert plan.facts["settings"]["dtype"] == "float32"
+    for side in "kv":
+        for name in (f"{side}.offset", f"{side}.format_error.int4", f"{side}.error.plain"):
+            assert relative_l2(found.tensors[name], plan.tensors[name]) < 0.02, name
+    for ours, theirs in zip(plan.facts["comparison"], found.facts["comparison"], strict=True):
+        assert abs(theirs["kl"] - ours["kl"]) < 0.2 * ours["kl"] + 1e-3
+    found.check_model(model.config_dict)
 
 
 def test_a_plan_survives_its_file_and_decodes_alike(
