@@ -38,6 +38,9 @@ class ObservableModel(Protocol):
     def output_weights(self) -> dict[int, torch.Tensor]:
         """The output projection of each layer's attention, as far as there is one."""
 
+    def windows(self) -> dict[int, int]:
+        """The sliding window of each layer that has one, in tokens."""
+
 
 class ErrorMeter:
     """Sums of weighted squared errors, by layer, side and name.
@@ -159,7 +162,7 @@ def choose(
         errors["error.feedback"] = meter.share(layer, side, best)
         chosen[layer][side] = Chosen(bases[best], errors=errors)
 
-    scores = ScoreObserver()
+    scores = ScoreObserver(model.windows())
     clipped: dict[tuple[int, str, float], Basis] = {}
     for layer, sides in chosen.items():
         for side, found in sides.items():

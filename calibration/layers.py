@@ -44,6 +44,11 @@ class HeldLayers:
         weights = self.model.output_weights()
         return {at: weights[layer] for layer, at in self._at.items() if layer in weights}
 
+    def windows(self) -> dict[int, int]:
+        """The sliding windows of these layers."""
+        windows = self.model.windows()
+        return {at: windows[layer] for layer, at in self._at.items() if layer in windows}
+
 
 def held_layers(moments: Moments, config: Any) -> tuple[list[int], dict[int, str]]:
     """Tell the layers that a cache can hold from the others.

@@ -8,6 +8,8 @@ middle of the queries' own maxima. A query overflows if its maximum is more than
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 ROOM = 60.0  # exp(60) * 1e6 tokens is within float32, and exp(-60 - 27) too
@@ -16,9 +18,14 @@ EDGES = torch.linspace(-64.0, 64.0, 129)
 
 
 class ScoreObserver:
-    """Statistics of the scores sm_scale * q·(k - offset) that softmax sees."""
+    """Statistics of the scores sm_scale * q·(k - offset) that softmax sees.
 
-    def __init__(self) -> None:
+    Args:
+        windows: tokens that a query sees, itself included, by layer; others see all before them.
+    """
+
+    def __init__(self, windows: Mapping[int, int] | None = None) -> None:
+        self._windows = windows or {}
         self._maxima: dict[int, list[torch.Tensor]] = {}
         self._least: dict[int, torch.Tensor] = {}
         self._sums: dict[int, torch.Tensor] = {}
@@ -37,7 +44,10 @@ class ScoreObserver:
         last = min(QUERIES, tokens)
         queries = q[:, :, tokens - last :].float().unflatten(1, (heads, -1))
         scores = queries @ k.float().mT[:, :, None] * sm_scale  # [batch, heads, per, last, tokens]
-        hidden = torch.ones(last, tokens, dtype=torch.bool).triu(tokens - last + 1)
+        every = torch.ones(last, tokens, dtype=torch.bool)
+        hidden = every.triu(tokens - last + 1)
+        if layer in self._windows:
+            hidden |= every.tril(tokens - last - self._windows[layer])
         hidden = hidden.to(scores.device)
         flat = scores.flatten(1, 2).transpose(0, 1)  # [num_q_heads, batch, last, tokens]
         seen = flat[:, :, ~hidden].double().flatten(1)

@@ -246,6 +246,10 @@ class CachedModel:
         """The output projection of each layer's attention, [hidden, num_q_heads * head_dim]."""
         return output_weights(self.model)
 
+    def windows(self) -> dict[int, int]:
+        """The sliding window of each layer that has one, in tokens."""
+        return {i: window for i, window in enumerate(windows_of(self.config)) if window}
+
     def _run(
         self,
         cache: KVCache,

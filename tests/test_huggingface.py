@@ -265,6 +265,7 @@ def test_sliding_windows_are_those_of_the_model(
     expected += [model.plain(column[:, None], past) for column in text[:, 42:].unbind(1)]
     for tolerance, cache in caches.items():
         assert 16 in cache.windows and cache.layers[1].max_seq_len == 90
+        assert model.windows() == {i: one for i, one in enumerate(cache.windows) if one}
         given = [model.prefill(cache, text[:, :42], chunk=chunk)]
         given += [model.step(cache, column) for column in text[:, 42:].unbind(1)]
         for got, wanted in zip(given, expected, strict=True):

@@ -84,11 +84,15 @@ def test_the_layers_of_the_cache_are_counted_from_0() -> None:
         def output_weights(self) -> dict[int, torch.Tensor]:
             return {layer: torch.tensor(layer) for layer in (0, 1, 3)}
 
+        def windows(self) -> dict[int, int]:
+            return {0: 10, 2: 30}
+
     seen = []
     held = HeldLayers(Model(), [1, 2, 3])
     held.observe(torch.zeros(1), lambda layer, q, k, v, scale: seen.append((layer, int(q))))
     assert seen == [(0, 1), (1, 2), (2, 3)]
     assert held.output_weights() == {0: 1, 2: 3}
+    assert held.windows() == {1: 30}
 
 
 @pytest.mark.parametrize(
