@@ -69,8 +69,7 @@ def _encode(
     offset, rotate, matrix, _, _ = transform
     assert matrix is not None
     if rope is None and not rotate and x.dtype in SOURCES:
-        offset = None if offset is None else offset.contiguous()
-        return encode_rows(x, matrix.contiguous(), offset, check)
+        return encode_rows(x, matrix, offset, check)
     if check:
         check()
     return transform_rows(x, transform, rope)

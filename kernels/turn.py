@@ -26,7 +26,7 @@ SOURCES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 ADDRESSES = 5
 CONSTANTS = struct.Struct("=" + "".join(code for _, code in TURN[ADDRESSES:]))
 BLOCKS_PER_SM = 4  # at most, as registers allow: more rows, and blocks go on with their part of M
-WIDTH = 2  # columns of a lane where more blocks than that were needed; half as many are there then
+WIDTH = 2  # columns of a lane where these do not do: a block needs twice the registers
 MOST_BLOCKS = 65535  # along y and z
 _settled: dict[Hashable, TurnLaunch] = {}
 
@@ -73,14 +73,14 @@ def _turn(
     check: Callable[[], None] | None,
     encodes: bool = False,
 ) -> torch.Tensor:
-    """Do either."""
+    """Turn or encode rows."""
     index = x.get_device()
     copied = x.is_neg() or bool(x.data_ptr() % 4)
     key = (
         (x.shape, x.stride(), x.dtype, index, copied, encodes),
         *(
-            None if tensor is None else (tensor.shape, tensor.stride(), tensor.get_device())
-            for tensor in (matrix, offset, seq_lens)
+            None if one is None else (one.shape, one.stride(), one.dtype, one.get_device())
+            for one in (matrix, offset, seq_lens)
         ),
     )
     launch = _settled.get(key)
@@ -88,9 +88,7 @@ def _turn(
         if check:
             check()
         if not x.numel():
-            return torch.empty(
-                x.shape, dtype=torch.float32 if encodes else x.dtype, device=x.device
-            )
+            return x.new_empty(x.shape, dtype=torch.float32 if encodes else x.dtype)
         launch = settle(_settled, key, TurnLaunch, x, matrix, offset, seq_lens, copied, encodes)
     return launch_on(index, launch, x, matrix, offset, seq_lens)
 

@@ -58,9 +58,9 @@ class CachedModel:
             folder: what save_pretrained wrote.
             dtype: of weights and arithmetic. float32 is the faster one on CPUs without bfloat16
                 units, and keeps rounding noise out of measurements of the cache; on CUDA not that
-                of queries and attention's outputs, see CachedModel. A 16-bit dtype takes half the
-                memory, and 16-bit rows have it; with float32 they have the one that the model was
-                saved in.
+                of queries and attention's outputs, see CachedModel. 16 bit takes half the memory.
+                16-bit rows of caches have this dtype; with float32, that which the model was saved
+                in.
             device: where to run.
 
         Raises:

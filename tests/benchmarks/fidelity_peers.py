@@ -213,7 +213,7 @@ class Peer:
         Raises:
             NotImplementedError: the model has sliding windows, which peers' layers here do not.
         """
-        if any(exact.windows or ()):
+        if any(exact.windows):
             raise NotImplementedError("sliding windows: only kvquant's caches are measured")
         cache = RoundedCache(self.make_layers(model.config), EXACT_DTYPES[model.exact_format])
         for layer in range(exact.num_layers):

@@ -10,7 +10,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 from tiny_models import tiny_model  # noqa: E402
 
-from kvquant.calibration.run import Goal, calibrate, observe  # noqa: E402
+from kvquant.calibration.run import Goal, _key, calibrate, observe  # noqa: E402
 from kvquant.calibration.texts import Sizes, observed_windows, random_tokens, spread  # noqa: E402
 from kvquant.errors import CheckpointError, ConfigError, NonFiniteError  # noqa: E402
 from kvquant.model import CachedModel  # noqa: E402
@@ -85,6 +85,8 @@ def test_models_in_16_bit_give_nearly_the_same_plan(
     assert found is not None
     assert found.facts["settings"]["dtype"] == str(dtype).removeprefix("torch.")
     assert plan.facts["settings"]["dtype"] == "float32"
+    windows = torch.zeros(1, 8, dtype=torch.int64)
+    assert _key(half, windows) != _key(model, windows), "sums of both would be mixed"
     for side in "kv":
         for name in (f"{side}.offset", f"{side}.format_error.int4", f"{side}.error.plain"):
             assert relative_l2(found.tensors[name], plan.tensors[name]) < 0.02, name

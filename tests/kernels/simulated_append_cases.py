@@ -48,6 +48,7 @@ MAKERS: dict[Any, tuple[Any, Any]] = {
     TurnSpec: (turn.make_turn_kernel, turn.signature),
 }
 memory: list[tuple[int, int]] = []  # of the tensors of a call
+alive: list[torch.Tensor] = []  # these, so that no others get their memory
 backwards = False
 
 
@@ -86,6 +87,7 @@ def note(values: Iterable[Any]) -> None:
         if isinstance(value, torch.Tensor):
             storage = value.untyped_storage()
             memory.append((storage.data_ptr(), storage.nbytes()))
+            alive.append(value)
         elif isinstance(value, tuple):
             note(value)
 
@@ -180,6 +182,7 @@ def main() -> None:
             run = run_dequantize if task["name"].startswith("dequantize") else run_append
             for backwards in (False, True):  # noqa: B007  # the Launcher's
                 memory.clear()
+                alive.clear()
                 name = task["name"]
                 with simulated("before sm_89" not in name, "a lane a row" not in name):
                     run(Case(**task["case"]))

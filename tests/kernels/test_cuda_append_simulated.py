@@ -127,6 +127,7 @@ CASES |= {
         "exact": "bf16",
     },
     "a matrix after RoPE": {"matrix": "k", "rotary_dim": 64, "head_dim": 64},
+    "a matrix after a rotation": {"matrix": "kv", "rotate": "k", "head_dim": 64},
     "a matrix of float32": {"matrix": "k", "source": "fp32", "head_dim": 64},
     "feedback of fp8 is none": {"feedback": "kv", "matrix": "k", "k": "fp8", "tokens": 3},
 }

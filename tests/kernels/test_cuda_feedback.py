@@ -176,6 +176,27 @@ def test_nothing_is_launched_of_a_call_that_is_refused(cuda: FakeDriver) -> None
     assert not cuda.launched
 
 
+KINDS: dict[str, Any] = {
+    "dtype": (Case(matrix="k", offset="k"), lambda matrix: matrix.half()),
+    "strides": (Case(matrix="k", offset="k"), lambda matrix: matrix.mT),
+    "rows of float32": (Case(matrix="k", source="fp32"), lambda matrix: matrix),
+}
+
+
+@pytest.mark.parametrize(("case", "change"), KINDS.values(), ids=KINDS)
+def test_another_kind_of_matrix_is_checked_again(cuda: FakeDriver, case: Case, change: Any) -> None:
+    call = make_call(case)
+    append_fitted(**call)
+
+    def refuse() -> None:
+        raise ShapeError("does not fit")
+
+    transform = call["k_transform"]
+    other = transform._replace(matrix=change(transform.matrix))
+    with pytest.raises(ShapeError, match="does not fit"):
+        append_fitted(**call | {"k_transform": other}, check=refuse)
+
+
 def test_a_launch_goes_to_the_device_of_its_tensors(
     cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -176,8 +176,8 @@ def test_rows_without_a_product_get_their_offset() -> None:
 
 @in_simulator
 def test_blocks_go_on_with_more_rows() -> None:
-    given = make(64, 5, (5, 1), words="matrix lens")
-    with mock.patch.object(launching, "BLOCKS_PER_SM", 6):  # 2 slices by 3 chunks of 3 groups
+    given = make(80, 5, (5, 1), words="matrix lens")
+    with mock.patch.object(launching, "BLOCKS_PER_SM", 12):  # 2 slices by 3 chunks of 3 groups
         simulate(given)
 
 
@@ -203,8 +203,8 @@ def test_blocks_go_on_with_more_rows() -> None:
 )
 def test_machine_code_spills_nothing(spec: TurnSpec, arch: str) -> None:
     report = compile_spec(spec, arch).report
-    assert report.stack_bytes == 0 and report.registers <= 128
-    assert report.registers * spec.threads * launching.BLOCKS_PER_SM // spec.width <= 2 * 65536
+    most = {1: 96 if spec.encodes else 80, 2: 128}[spec.width]  # two blocks an SM, at least
+    assert report.stack_bytes == 0 and report.registers <= most
 
 
 # Launches
