@@ -7,8 +7,8 @@ stored channels, their weighted size is proportional to
 
 W is the second moment of the queries for K, of the output projection for V. The least value is
 (sum of the singular values)² of W^½ C^½ = U S Vᵀ, reached by M = W^-½ U S^½ R with any rotation R;
-a Hadamard matrix R makes all channels alike. Its scale is free: stored rows keep the variance that
-the rows have about their mean.
+one whose elements are of one size, as a Hadamard matrix, makes all channels alike. The scale of M
+is free: stored rows keep the variance that the rows have about their mean.
 
 Rounding with feedback (kvquant/rounding.py) makes of the first trace tr(sqrt(Mᵀ W M))² / dim, for
 channels that a rotation has made alike (theorem 1 of https://arxiv.org/abs/2307.13304). With M =
@@ -18,10 +18,13 @@ their weights: it is least where they are equal, at a = 2/3.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import torch
 
 from kvquant.basis import Basis
-from kvquant.hadamard import rotate
+from kvquant.hadamard import block_size, rotate
 from kvquant.rounding import feedback_matrix
 
 from .moments import LayerMoments
@@ -54,8 +57,40 @@ def output_moment(weight: torch.Tensor | None, num_kv_heads: int, dim: int) -> t
     return torch.einsum("ohgd,ohge->hde", heads, heads)
 
 
+def spreading(dim: int) -> torch.Tensor:
+    """R of the module's docstring: elements of one size, or nearly so.
+
+    Args:
+        dim: channels.
+
+    Returns:
+        [dim, dim], float64, orthonormal and symmetric: Hadamard's matrix where dim is a power of
+        two. Else Hartley's, (cos + sin)(2 pi i j / dim) / sqrt(dim), because blocks of Hadamard's
+        would mix directions of like size only: singular values are sorted.
+    """
+    if block_size(dim) == dim:
+        return rotate(torch.eye(dim)).double()
+    place = torch.arange(dim, dtype=torch.float64)
+    angles = (place[:, None] * place % dim) * (2 * math.pi / dim)
+    return (angles.cos() + angles.sin()) / math.sqrt(dim)
+
+
+def mixing(dim: int) -> torch.Tensor:
+    """The same with its rows in random order and of random signs, always the same ones.
+
+    The errors of rows are seldom as independent as theory has them, and V's are mostly smaller so.
+    """
+    generator = torch.Generator().manual_seed(0)
+    signs = torch.randint(2, (dim, 1), generator=generator) * 2 - 1
+    return signs * spreading(dim)[torch.randperm(dim, generator=generator)]
+
+
 def optimal_matrix(
-    weights: torch.Tensor, covariance: torch.Tensor, *, feedback: bool = False
+    weights: torch.Tensor,
+    covariance: torch.Tensor,
+    *,
+    feedback: bool = False,
+    rotation: Callable[[int], torch.Tensor] = spreading,
 ) -> torch.Tensor:
     """M of the module's docstring.
 
@@ -63,6 +98,7 @@ def optimal_matrix(
         weights: [heads, dim, dim], float64: W.
         covariance: likewise: C.
         feedback: whether rows will be rounded with feedback.
+        rotation: makes R.
 
     Returns:
         The same shape, float64.
@@ -70,9 +106,8 @@ def optimal_matrix(
     weights, spread = regularized(weights), regularized(covariance)
     root, inverse_root = _power(weights, 0.5), _power(weights, -0.5)
     u, s, _ = torch.linalg.svd(root @ _power(spread, 0.5))
-    eye = torch.eye(weights.shape[-1], device=weights.device)
     power = 2 / 3 if feedback else 1 / 2
-    matrix = inverse_root @ (u * s.pow(power)[:, None]) @ rotate(eye).double()
+    matrix = inverse_root @ (u * s.pow(power)[:, None]) @ rotation(s.shape[-1]).to(s.device)
     variance = covariance.diagonal(dim1=-2, dim2=-1).sum(-1)
     stored = s.pow(2 - 2 * power).sum(-1)
     ratio = variance.clamp(min=torch.finfo(torch.float32).tiny) / stored
@@ -90,7 +125,10 @@ def candidates(
     mean, covariance = moments.mean(side), moments.covariance(side)
     offset = mean.float()
     matrix = optimal_matrix(weights[side], covariance).float()
-    fed_matrix = optimal_matrix(weights[side], covariance, feedback=True).float()
+    fed_matrix, mixed = (
+        optimal_matrix(weights[side], covariance, feedback=True, rotation=rotation).float()
+        for rotation in (spreading, mixing)
+    )
     nearest = {
         "plain": Basis(torch.zeros_like(offset)),
         "offset": Basis(offset),
@@ -101,6 +139,7 @@ def candidates(
         "offset": nearest["offset"],
         "hadamard": nearest["hadamard"],
         "matrix": Basis(offset, "matrix", fed_matrix),
+        "mixed": Basis(offset, "matrix", mixed),
     }
     return nearest | {
         f"{name}+feedback": with_feedback(basis, weights[side]) for name, basis in fed.items()

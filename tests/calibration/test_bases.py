@@ -5,12 +5,15 @@ import torch
 
 from kvquant.calibration.bases import (
     candidates,
+    mixing,
     optimal_matrix,
     output_moment,
     regularized,
+    spreading,
 )
 from kvquant.calibration.moments import LayerMoments
 from kvquant.hadamard import rotate
+from kvquant.layout import HEAD_DIMS
 
 HEADS, DIM = 2, 64
 
@@ -43,6 +46,25 @@ def test_the_optimal_matrix_reaches_the_bound_and_keeps_the_size_of_rows() -> No
     size = b.diagonal(dim1=-2, dim2=-1).sum(-1)
     torch.testing.assert_close(variance.sum(-1), size, rtol=0.01, atol=0)
     torch.testing.assert_close(variance, variance.mean(-1, keepdim=True).expand_as(variance))
+
+
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+def test_every_width_is_spread_over_all_channels(dim: int) -> None:
+    found, eye = spreading(dim), torch.eye(dim).double()
+    torch.testing.assert_close(found @ found.mT, eye, atol=1e-6, rtol=0)
+    assert torch.equal(found, found.mT)
+    assert float(found.abs().max()) <= (2 / dim) ** 0.5 + 1e-9
+    sizes = torch.logspace(0, -3, dim).double()  # as singular values are sorted
+    channels = (found.mT @ (sizes[:, None] * found)).diagonal()
+    assert float(channels.max() / channels.min()) < 2.5
+
+
+def test_mixing_is_a_rotation_and_always_the_same() -> None:
+    for dim in HEAD_DIMS:
+        found = mixing(dim)
+        torch.testing.assert_close(found @ found.mT, torch.eye(dim).double(), atol=1e-6, rtol=0)
+        assert torch.equal(found.abs().sort(0).values, spreading(dim).abs().sort(0).values)
+        assert torch.equal(mixing(dim), found) and not torch.equal(found, spreading(dim))
 
 
 def test_rounding_with_feedback_has_a_better_matrix_of_its_own() -> None:

@@ -91,7 +91,7 @@ def test_models_in_16_bit_give_nearly_the_same_plan(
         for name in (f"{side}.offset", f"{side}.format_error.int4", f"{side}.error.plain"):
             assert relative_l2(found.tensors[name], plan.tensors[name]) < 0.02, name
     for ours, theirs in zip(plan.facts["comparison"], found.facts["comparison"], strict=True):
-        assert abs(theirs["kl"] - ours["kl"]) < 0.2 * ours["kl"] + 1e-3
+        assert 0.4 * ours["kl"] < theirs["kl"] < 2.5 * ours["kl"] + 1e-3  # of 48 tokens
     found.check_model(model.config_dict)
 
 
