@@ -19,7 +19,6 @@ their weights: it is least where they are equal, at a = 2/3.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 
@@ -86,11 +85,7 @@ def mixing(dim: int) -> torch.Tensor:
 
 
 def optimal_matrix(
-    weights: torch.Tensor,
-    covariance: torch.Tensor,
-    *,
-    feedback: bool = False,
-    rotation: Callable[[int], torch.Tensor] = spreading,
+    weights: torch.Tensor, covariance: torch.Tensor, *, feedback: bool = False
 ) -> torch.Tensor:
     """M of the module's docstring.
 
@@ -98,7 +93,6 @@ def optimal_matrix(
         weights: [heads, dim, dim], float64: W.
         covariance: likewise: C.
         feedback: whether rows will be rounded with feedback.
-        rotation: makes R.
 
     Returns:
         The same shape, float64.
@@ -107,7 +101,7 @@ def optimal_matrix(
     root, inverse_root = _power(weights, 0.5), _power(weights, -0.5)
     u, s, _ = torch.linalg.svd(root @ _power(spread, 0.5))
     power = 2 / 3 if feedback else 1 / 2
-    matrix = inverse_root @ (u * s.pow(power)[:, None]) @ rotation(s.shape[-1]).to(s.device)
+    matrix = inverse_root @ (u * s.pow(power)[:, None]) @ spreading(s.shape[-1]).to(s.device)
     variance = covariance.diagonal(dim1=-2, dim2=-1).sum(-1)
     stored = s.pow(2 - 2 * power).sum(-1)
     ratio = variance.clamp(min=torch.finfo(torch.float32).tiny) / stored
@@ -125,10 +119,9 @@ def candidates(
     mean, covariance = moments.mean(side), moments.covariance(side)
     offset = mean.float()
     matrix = optimal_matrix(weights[side], covariance).float()
-    fed_matrix, mixed = (
-        optimal_matrix(weights[side], covariance, feedback=True, rotation=rotation).float()
-        for rotation in (spreading, mixing)
-    )
+    fed_matrix = optimal_matrix(weights[side], covariance, feedback=True)
+    dim = offset.shape[-1]
+    mixed = fed_matrix @ (spreading(dim) @ mixing(dim)).to(mean.device)  # another R; Rᵀ is R
     nearest = {
         "plain": Basis(torch.zeros_like(offset)),
         "offset": Basis(offset),
@@ -138,8 +131,8 @@ def candidates(
     fed = {
         "offset": nearest["offset"],
         "hadamard": nearest["hadamard"],
-        "matrix": Basis(offset, "matrix", fed_matrix),
-        "mixed": Basis(offset, "matrix", mixed),
+        "matrix": Basis(offset, "matrix", fed_matrix.float()),
+        "mixed": Basis(offset, "matrix", mixed.float()),
     }
     return nearest | {
         f"{name}+feedback": with_feedback(basis, weights[side]) for name, basis in fed.items()
