@@ -13,6 +13,7 @@ from .cuda.driver import Launcher
 from .cuda.loaded import (
     aligned_copy,
     current_stream,
+    facts_of,
     gpu_of,
     kernel_of,
     launch_on,
@@ -74,23 +75,16 @@ def _turn(
     encodes: bool = False,
 ) -> torch.Tensor:
     """Turn or encode rows."""
-    index = x.get_device()
-    copied = x.is_neg() or bool(x.data_ptr() % 4)
-    key = (
-        (x.shape, x.stride(), x.dtype, index, copied, encodes),
-        *(
-            None if one is None else (one.shape, one.stride(), one.dtype, one.get_device())
-            for one in (matrix, offset, seq_lens)
-        ),
-    )
+    tensors = x, matrix, offset, seq_lens
+    key = encodes, x.is_neg(), *map(facts_of, tensors)
     launch = _settled.get(key)
     if launch is None:
         if check:
             check()
         if not x.numel():
             return x.new_empty(x.shape, dtype=torch.float32 if encodes else x.dtype)
-        launch = settle(_settled, key, TurnLaunch, x, matrix, offset, seq_lens, copied, encodes)
-    return launch_on(index, launch, x, matrix, offset, seq_lens)
+        launch = settle(_settled, key, TurnLaunch, *tensors, encodes)
+    return launch_on(x.get_device(), launch, *tensors)
 
 
 class TurnLaunch:
@@ -102,13 +96,13 @@ class TurnLaunch:
         matrix: torch.Tensor | None,
         offset: torch.Tensor | None,
         seq_lens: torch.Tensor | None,
-        copied: bool,
         encodes: bool,
     ) -> None:
         batch, num_heads, head_dim = self._shape = x.shape
         self._dtype = torch.float32 if encodes else x.dtype
         self._device, self._index = x.device, x.get_device()
-        self._copied = copied or x.stride(2) != 1 or any(step % 4 for step in strides(x))
+        at_odd_place = x.data_ptr() % 4 or any(step % 4 for step in strides(x))
+        self._copied = x.is_neg() or x.stride(2) != 1 or bool(at_odd_place)
         if self._copied:
             x = aligned_copy(x)
         per_head = offset if matrix is None else matrix

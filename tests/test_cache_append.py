@@ -7,24 +7,13 @@ from typing import Any
 import pytest
 import torch
 from fake_cuda import install_for_rows
+from small_caches import BATCH, DIM, HEADS, MAX, make, tokens
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvquant import KVCache, appendbackends, debug, layer
 from kvquant.basis import Basis, LayerBasis
 from kvquant.errors import ConfigError, NonFiniteError, ShapeError
 from kvquant.kernels import append as appending
-
-BATCH, HEADS, DIM, MAX = 3, 2, 64, 24
-
-
-def make(device: str = "cpu", **options: Any) -> KVCache:
-    options = {"sink_len": 2, "recent_len": 5, "v_format": "int8", **options}
-    return KVCache(2, BATCH, HEADS, DIM, MAX, device=device, **options)
-
-
-def tokens(count: int, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
-    k, v = torch.randn(2, BATCH, HEADS, count, DIM).bfloat16()
-    return k.to(device), v.to(device)
 
 
 def bases(device: str = "cpu") -> list[LayerBasis]:

@@ -11,15 +11,15 @@ import pytest
 import torch
 from fake_cuda import FakeDriver, install_for_rows
 from layer_states import SPLITS, Split, make_layer, place, random_crop, random_lens
+from small_caches import BATCH, make, tokens
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvquant import KVCache, appendbackends, debug, layer, slotops
+from kvquant import appendbackends, debug, layer, slotops
 from kvquant.kernels import append as appending
 from kvquant.kernels import slots as placing
 from kvquant.kernels.cuda.driver import Launcher
 from kvquant.slotops import Lens, Sizes, place_tokens
 
-BATCH, HEADS, DIM, MAX = 3, 2, 64, 24
 # that launch nothing
 WITHOUT_KERNEL = "detach empty slice squeeze transpose unbind view"
 
@@ -36,16 +36,6 @@ class Calls(TorchDispatchMode):
     ) -> Any:
         self.names.add(func.overloadpacket.__name__)
         return func(*args, **(kwargs or {}))
-
-
-def make(device: str = "cpu", **options: Any) -> KVCache:
-    options = {"sink_len": 2, "recent_len": 5, "v_format": "int8", **options}
-    return KVCache(2, BATCH, HEADS, DIM, MAX, device=device, **options)
-
-
-def tokens(count: int, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
-    k, v = torch.randn(2, BATCH, HEADS, count, DIM).bfloat16()
-    return k.to(device), v.to(device)
 
 
 @pytest.fixture

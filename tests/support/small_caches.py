@@ -1,0 +1,23 @@
+"""A small cache with sinks and recent tokens, and tokens for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvquant import KVCache
+
+BATCH, HEADS, DIM, MAX = 3, 2, 64, 24
+
+
+def make(device: str = "cpu", **options: Any) -> KVCache:
+    """Two layers of it."""
+    options = {"sink_len": 2, "recent_len": 5, "v_format": "int8", **options}
+    return KVCache(2, BATCH, HEADS, DIM, MAX, device=device, **options)
+
+
+def tokens(count: int, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
+    """New keys and values of a layer."""
+    k, v = torch.randn(2, BATCH, HEADS, count, DIM).bfloat16()
+    return k.to(device), v.to(device)
