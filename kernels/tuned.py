@@ -14,9 +14,10 @@ from pathlib import Path
 
 from kvquant.errors import ConfigError
 
-from .usercache import cache_folder, locked, replace_file
+from .usercache import cache_folder, locked, read_file, replace_file
 
 TABLE_VERSION = 1
+MOST = 2**63 - 1  # of any number in it
 
 
 @dataclass(frozen=True)
@@ -143,16 +144,17 @@ def _read(path: Path) -> tuple[int, tuple[Tuned, ...]]:
     Raises:
         ValueError: it is damaged.
     """
-    if not path.exists():
+    text = read_file(path)
+    if text is None:
         return TABLE_VERSION, ()
     try:
-        table = json.loads(path.read_text(encoding="utf-8"))
+        table = json.loads(text.decode())
         version = table["version"]
         if type(version) is not int:
             raise ValueError(f"its version is {version!r}")
         rows = table["rows"] if version == TABLE_VERSION else ()
         return version, tuple(_parse(row) for row in rows)
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"it is damaged: {error!r}") from None
 
 
@@ -163,7 +165,7 @@ def _parse(row: dict[str, object]) -> Tuned:
         if field.type == "str":
             good = isinstance(value, str)
         else:
-            good = type(value) is int and value > 0
+            good = type(value) is int and 0 < value <= MOST
         if not good:
             raise ValueError(f"{field.name} is {value!r} in one of its rows")
     return parsed

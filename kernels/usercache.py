@@ -1,17 +1,31 @@
 """The folder in which what was compiled or measured on this machine is kept between processes.
 
-It is $KVQUANT_CACHE_DIR, or $XDG_CACHE_HOME/kvquant, or ~/.cache/kvquant. Several processes use it
-at once: a file is written beside its place and then renamed, so a reader finds all of it or none.
-Who changes a file by what is in it holds its lock from the reading to the writing.
+It is $KVQUANT_CACHE_DIR, or kvquant in the user's folder for caches ($XDG_CACHE_HOME, ~/.cache). It
+may be deleted at any time.
+
+Machine code lies there, so a file is used only if nobody else can have written it: it and its
+folder belong to the user, or to root, and nobody else may write there. Folders are made for the
+user alone. Several processes use them at once: a file is written beside its place and then renamed,
+so a reader finds all of it or none. Who changes a file by what is in it holds its lock from the
+reading to the writing.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
+import stat
 import tempfile
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+import filelock
+import platformdirs
+
+OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_warned: set[str] = set()
 
 
 def cache_folder() -> Path:
@@ -21,22 +35,56 @@ def cache_folder() -> Path:
         OSError: no variable names it, and the user has no home.
     """
     named = os.environ.get("KVQUANT_CACHE_DIR")
-    if named:
-        return Path(named).expanduser()
-    shared = os.environ.get("XDG_CACHE_HOME")
     try:
-        return (Path(shared) if shared else Path.home() / ".cache") / "kvquant"
+        if named:
+            return Path(named).expanduser()
+        folder = Path(platformdirs.user_cache_dir("kvquant", appauthor=False))
     except RuntimeError as error:
         raise OSError(f"no folder for cached files: {error}") from None
+    if not folder.is_absolute():  # older platformdirs leave "~" as it is
+        raise OSError("no folder for cached files: could not determine the home directory")
+    return folder
+
+
+def read_file(path: Path) -> bytes | None:
+    """The content of a file that nobody else can have written.
+
+    Returns:
+        None if there is no such file.
+
+    Raises:
+        PermissionError: somebody else can have written it.
+        OSError: it cannot be read.
+    """
+    try:
+        if not hasattr(os, "geteuid"):  # Windows: the folder is the user's own
+            return path.read_bytes()
+        # by descriptors: what was looked at is what is read, whatever others do meanwhile
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            _check_owner(path.parent, os.fstat(folder))
+            flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe must not make us wait
+            handle = os.open(path.name, flags, dir_fd=folder)
+        finally:
+            os.close(folder)
+    except FileNotFoundError:
+        return None
+    with os.fdopen(handle, "rb") as file:
+        facts = os.fstat(handle)
+        if not stat.S_ISREG(facts.st_mode):
+            raise OSError(f"{path} is no file")
+        _check_owner(path, facts)
+        return file.read()
 
 
 def replace_file(path: Path, data: bytes) -> None:
     """Give a file this content, at once; its folder is made if need be.
 
     Raises:
+        PermissionError: others may write in its folder.
         OSError: the folder or the file cannot be written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    _make_folder(path.parent)
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
@@ -56,9 +104,48 @@ def locked(path: Path) -> Iterator[None]:
     Raises:
         OSError: the folder cannot be written, or has no locks.
     """
-    import fcntl  # not on Windows
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path.with_name(f".{path.name}.lock"), "ab") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed, also by the end of the process
+    _make_folder(path.parent)
+    with filelock.FileLock(path.with_name(f".{path.name}.lock"), mode=0o600):
         yield
+
+
+def seal(body: bytes) -> bytes:
+    """The content of a file whose damage is found: the SHA-256 of a body, a line end, the body."""
+    return hashlib.sha256(body).hexdigest().encode() + b"\n" + body
+
+
+def unseal(data: bytes) -> bytes | None:
+    """The body of what seal gave; None if it is damaged."""
+    digest, _, body = data.partition(b"\n")
+    return body if hashlib.sha256(body).hexdigest().encode() == digest else None
+
+
+def warn_of_folder(whose: str, problem: OSError) -> None:
+    """Say, once, that compiled kernels ("CPU", "CUDA") are not kept."""
+    if whose in _warned:
+        return
+    _warned.add(whose)
+    warnings.warn(
+        f"compiled {whose} kernels cannot be kept ({problem}): every process compiles them anew, "
+        "for seconds. Let KVQUANT_CACHE_DIR name a folder of your own that can be written",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+
+
+def _make_folder(folder: Path) -> None:
+    """Make a folder and those above it, for the user alone, and see that nobody else writes in."""
+    for missing in reversed([folder, *folder.parents]):
+        if not missing.is_dir():
+            missing.mkdir(mode=0o700, exist_ok=True)
+    if hasattr(os, "geteuid"):
+        _check_owner(folder, folder.stat())
+
+
+def _check_owner(path: Path, facts: os.stat_result) -> None:
+    """Raise PermissionError unless only the user and root can write to a file or folder."""
+    if facts.st_uid not in (os.geteuid(), 0):
+        raise PermissionError(f"{path} belongs to another user")
+    if facts.st_mode & OTHERS_WRITE:
+        mode = stat.S_IMODE(facts.st_mode)
+        raise PermissionError(f"others may write to {path} (mode {mode:o}): chmod go-w it")

@@ -24,6 +24,7 @@ ROW_KERNELS = (
     "kernels.cuda.device kernels.cuda.ptx kernels.cuda.quantize kernels.cuda.rowcopies "
     "kernels.cuda.rowspec kernels.cuda.transform"
 )
+RUN = "kernels.cpu.compile kernels.cpu.parallel kernels.cpu.simd"
 ROW_LAUNCH = "kernels.cuda.driver kernels.cuda.loaded kernels.cuda.rowspec"
 
 # module of kvquant -> modules of kvquant that it may import
@@ -55,7 +56,8 @@ ALLOWED = {
     "plan": f"{FACTS} basis files identity",
     "kernels.cpu.simd": "",
     "kernels.cpu.values": f"{FACTS} kernels.cpu.simd",
-    "kernels.cpu.parallel": f"{FACTS} kernels.cpu.simd",
+    "kernels.cpu.compile": f"{FACTS} kernels.usercache",
+    "kernels.cpu.parallel": "kernels.cpu.compile kernels.cpu.simd",
     "kernels.usercache": "",
     "kernels.tuned": "errors kernels.usercache",
     "kernels.tuning": "errors kernels.cuda.spec kernels.tuned",
@@ -149,18 +151,13 @@ ALLOWED = {
         "errors segments kernels.tuned kernels.tuning kernels.cuda.arrange kernels.cuda.compile "
         "kernels.cuda.driver kernels.cuda.spec kernels.cuda.workspace"
     ),
-    "kernels.cpu.merge": "kernels.cpu.parallel kernels.cpu.simd",
-    "kernels.cpu.feedback": "kernels.cpu.parallel kernels.cpu.simd",
-    "kernels.cpu.rows": f"{FACTS} kernels.cpu.parallel kernels.cpu.simd kernels.cpu.values",
-    "kernels.cpu.append": (
-        f"{FACTS} kernels.cpu.parallel kernels.cpu.rows kernels.cpu.simd kernels.cpu.values"
-    ),
-    "kernels.cpu.slots": "",
-    "kernels.cpu.transform": "kernels.cpu.parallel kernels.cpu.rows kernels.cpu.simd",
-    "kernels.cpu.decode": (
-        f"{FACTS} segments "
-        "kernels.cpu.merge kernels.cpu.parallel kernels.cpu.simd kernels.cpu.values"
-    ),
+    "kernels.cpu.merge": "kernels.cpu.compile kernels.cpu.simd",
+    "kernels.cpu.feedback": RUN,
+    "kernels.cpu.rows": f"{FACTS} {RUN} kernels.cpu.values",
+    "kernels.cpu.append": f"{FACTS} {RUN} kernels.cpu.rows kernels.cpu.values",
+    "kernels.cpu.slots": "kernels.cpu.compile",
+    "kernels.cpu.transform": f"{RUN} kernels.cpu.rows",
+    "kernels.cpu.decode": f"{FACTS} segments {RUN} kernels.cpu.merge kernels.cpu.values",
     "files": "errors",
     "identity": "errors",
     "manifest": f"{FACTS} basis cache layer identity jsonvalues",
@@ -278,6 +275,7 @@ LIBRARIES = {
     "click": {"benchcli", "calibratecli", "cli", "console", "reportcli"},
     "safetensors": {"files", "huggingface"},
     "matplotlib": {"gpureport", "calibration.figures"},
+    "platformdirs": {"kernels.usercache"},
 }
 
 

@@ -22,9 +22,10 @@ from numba import types
 
 from kvquant.layout import HEAD_DIMS, RowFormat
 
-from .parallel import compile_kernel, run, sources_hash
+from .compile import compile_kernel
+from .parallel import run
 from .rows import INPUTS, make_quantize_kernel
-from .simd import I16, I64, argument, keyed_by, operation, stack_floats
+from .simd import I16, I64, argument, operation, stack_floats
 from .values import spec, store_int
 
 ROWS_PER_ITEM = 256
@@ -136,10 +137,8 @@ def quantize_row(emit, quantizer, x, row):
 def make_append_kernel():
     """Compile the kernel; its address."""
     row_floats = max(HEAD_DIMS) // 2
-    sources = sources_hash()
 
     def append_kernel(args, item):
-        keyed_by(sources)
         rounded = stack_floats(row_floats)
         items, tokens = argument(args, ITEMS_PER_SIDE), argument(args, TOKENS_PER_ITEM)
         exact_slots, first = argument(args, EXACT), item % items * tokens

@@ -25,14 +25,14 @@ import torch
 
 from kvquant.segments import PAGE_SIZES, Segment
 
+from .compile import compile_kernel
 from .merge import make_merge_kernel
-from .parallel import compile_kernel, run, sources_hash
+from .parallel import run
 from .simd import (
     LANES,
     add,
     argument,
     exp2_of_difference,
-    keyed_by,
     load,
     load_float,
     load_int32,
@@ -96,10 +96,8 @@ def make_decode_kernel(k_spec, v_spec, heads):
     v_params_at = k_params_at + tokens * widened_floats(parse_spec(k_spec))
     runs_at = v_params_at + tile * widened_floats(parse_spec(v_spec))
     scratch_floats = runs_at + (tile // min(PAGE_SIZES) + 1) * RUN_BYTES // 4
-    sources = sources_hash()
 
     def decode_kernel(args, item):
-        keyed_by(sources)
         # Step 1: the work item
         num_splits, num_q_heads = argument(args, NUM_SPLITS), argument(args, NUM_Q_HEADS)
         split = item % num_splits

@@ -11,12 +11,12 @@ import functools
 import numpy as np
 import torch
 
-from .parallel import compile_kernel, run, sources_hash
+from .compile import compile_kernel
+from .parallel import run
 from .simd import (
     LANES,
     add,
     argument,
-    keyed_by,
     load,
     load_float,
     splat,
@@ -60,10 +60,8 @@ def make_feedback_kernel(head_dim, groups, levels):
     """Compile the kernel for a row and its groups; its address."""
     group_size, most = head_dim // groups, np.float32(levels)
     zero, one = np.float32(0), np.float32(1)
-    sources = sources_hash()
 
     def feedback_kernel(args, item):
-        keyed_by(sources)
         owed = stack_floats(head_dim)
         first = item * ROWS_PER_ITEM
         for index in range(first, min(first + ROWS_PER_ITEM, argument(args, NUM_ROWS))):

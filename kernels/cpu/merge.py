@@ -5,17 +5,15 @@ import math
 
 import numpy as np
 
-from .parallel import compile_kernel, sources_hash
-from .simd import LANES, add, argument, keyed_by, load, load_float, splat, store, store_float, times
+from .compile import compile_kernel
+from .simd import LANES, add, argument, load, load_float, splat, store, store_float, times
 
 
 @functools.cache
 def make_merge_kernel():
     """Merge splits into the first: out [splits, heads, dim], lse [splits, heads]; item = head."""
-    sources = sources_hash()
 
     def merge_kernel(args, item):
-        keyed_by(sources)
         num_splits, num_heads, dim = argument(args, 2), argument(args, 3), argument(args, 4)
         out, lse = argument(args, 0) + 4 * dim * item, argument(args, 1) + 4 * item
         top = np.float32(-np.inf)

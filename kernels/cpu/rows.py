@@ -16,7 +16,8 @@ from numba import types
 
 from kvquant.layout import E4M3_MAX, RowFormat
 
-from .parallel import compile_kernel, run, sources_hash
+from .compile import compile_kernel
+from .parallel import run
 from .simd import (
     F16,
     F32,
@@ -27,7 +28,6 @@ from .simd import (
     LANES,
     argument,
     f32x16,
-    keyed_by,
     literal,
     load,
     load_float,
@@ -256,10 +256,8 @@ def make_quantize_kernel(format_spec, dtype):
     nan = np.uint16(0x7FC0 if fmt.codec == "bf16" else 0x7E00)
     nan_bytes = row_bytes if is_exact else header_bytes
     whole_chunks = group_size % LANES == 0
-    sources = sources_hash()
 
     def quantize_kernel(args, item):
-        keyed_by(sources)
         values, lows, highs = stack_floats(head_dim), stack_floats(LANES), stack_floats(LANES)
         shifts, inverses = stack_floats(LANES), stack_floats(LANES)
         lane_shifts, lane_inverses = stack_floats(LANES), stack_floats(LANES)
@@ -324,10 +322,8 @@ def make_dequantize_kernel(format_spec):
     """Compile the kernel for a format; its address."""
     fmt = parse_spec(format_spec)
     head_dim, row_bytes, params_floats = fmt.head_dim, fmt.row_bytes, widened_floats(fmt)
-    sources = sources_hash()
 
     def dequantize_kernel(args, item):
-        keyed_by(sources)
         params = stack_floats(params_floats)
         first = item * ROWS_PER_ITEM
         for index in range(first, min(first + ROWS_PER_ITEM, argument(args, NUM_ROWS))):

@@ -297,8 +297,3 @@ def call_kernel(emit, kernel, arguments, item):
     """Call the C function (arguments, item) at an address."""
     kind = ir.FunctionType(ir.VoidType(), [I64, I64])
     emit.builder.call(emit.builder.inttoptr(kernel, kind.as_pointer()), [arguments, item])
-
-
-@operation(types.void, literal)
-def keyed_by(emit, word):
-    """Nothing; but a kernel that holds the word is found on the disk only under the same word."""

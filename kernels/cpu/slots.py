@@ -12,6 +12,8 @@ import numba
 import numpy as np
 import torch
 
+from .compile import compiled
+
 NONE = -1
 NO_PAGES = np.empty((0, 0), np.int64)
 MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / the golden ratio: spreads what is regular
@@ -58,7 +60,7 @@ def are_possible(
     return possible
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled()
 def _fill(
     lens,  # [4, batch]: seq_lens, packed_lens, new_lens, seats
     table,  # [batch, max_pages], or [0, 0]: no pages
@@ -102,14 +104,14 @@ def _fill(
     return True
 
 
-@numba.njit(nogil=True, cache=True)
+@numba.njit(nogil=True)
 def _packed_slot(table, paged, b, index, page_size):
     """The slot of a packed token of sequence b."""
     page = table[b, index // page_size] if paged else b
     return page * page_size + index % page_size
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled()
 def _are_possible(
     slots,  # [3, num_tokens]: packed, exact, leaving; without 16-bit rows [1, num_tokens]
     num_packed,
@@ -135,7 +137,7 @@ def _are_possible(
     return True
 
 
-@numba.njit(nogil=True, cache=True)
+@numba.njit(nogil=True)
 def _was_seen(seen, slot):
     """Whether a slot is in the table; now it is."""
     last = len(seen) - 1

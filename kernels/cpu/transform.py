@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from llvmlite import ir
 
-from .parallel import compile_kernel, run, sources_hash
+from .compile import compile_kernel
+from .parallel import run
 from .rows import INPUTS, load_elements
 from .simd import (
     I32,
@@ -24,7 +25,6 @@ from .simd import (
     add,
     argument,
     f32x16,
-    keyed_by,
     load,
     operation,
     splat,
@@ -93,10 +93,8 @@ def make_transform_kernel(head_dim, dtype, has_offset, rotates):
     block = head_dim & -head_dim
     factor = np.float32(1 / math.sqrt(block))
     element_bytes = 4 if dtype == "float32" else 2
-    sources = sources_hash()
 
     def transform_kernel(args, item):
-        keyed_by(sources)
         values = stack_floats(head_dim)
         heads, tokens = argument(args, HEADS), argument(args, TOKENS)
         first = item * ROWS_PER_ITEM

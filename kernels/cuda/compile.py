@@ -21,7 +21,6 @@ import json
 import re
 import struct
 import threading
-import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from typing import Any
 from kvquant import layout
 from kvquant.errors import UnsupportedError
 
-from ..usercache import cache_folder, replace_file
+from ..usercache import cache_folder, read_file, replace_file, seal, unseal, warn_of_folder
 from .feedbackspec import FeedbackSpec
 from .prefixspec import PrefixSpec
 from .rowspec import AppendSpec, DequantizeSpec
@@ -126,18 +125,19 @@ class Cubin:
     def to_bytes(self) -> bytes:
         """The content of a file in the cache."""
         facts = {"name": self.name, **asdict(self.report)}
-        body = json.dumps(facts).encode() + b"\n" + self.code
-        return hashlib.sha256(body).hexdigest().encode() + b"\n" + body
+        return seal(json.dumps(facts).encode() + b"\n" + self.code)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Cubin | None:
         """Read such a content; None if it is damaged."""
-        digest, _, body = data.partition(b"\n")
-        if hashlib.sha256(body).hexdigest().encode() != digest:
+        header, _, code = (unseal(data) or b"").partition(b"\n")
+        try:
+            facts = json.loads(header)
+            name, report = facts.pop("name"), Report(**facts)
+        except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
             return None
-        header, _, code = body.partition(b"\n")
-        facts = json.loads(header)
-        return cls(facts.pop("name"), code, Report(**facts))
+        good = isinstance(name, str) and all(type(n) is int for n in asdict(report).values())
+        return cls(name, code, report) if good else None
 
 
 def load_cubin(spec: Spec, arch: str) -> Cubin:
@@ -153,16 +153,17 @@ def load_cubin(spec: Spec, arch: str) -> Cubin:
     with _lock:
         try:
             path = cache_folder() / "cubins" / f"{cubin_key(spec, arch)}.cubin"
-            cubin = Cubin.from_bytes(path.read_bytes()) if path.exists() else None
+            data = read_file(path)
+            cubin = None if data is None else Cubin.from_bytes(data)
         except OSError as error:
-            _warn_of_folder(str(error))
+            warn_of_folder("CUDA", error)
             return compile_spec(spec, arch)
         if cubin is None:
             cubin = compile_spec(spec, arch)
             try:
                 replace_file(path, cubin.to_bytes())
             except OSError as error:
-                _warn_of_folder(str(error))
+                warn_of_folder("CUDA", error)
         return cubin
 
 
@@ -274,13 +275,3 @@ def _version(distribution: str) -> str:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return "none"
-
-
-@functools.cache
-def _warn_of_folder(problem: str) -> None:
-    warnings.warn(
-        f"compiled CUDA kernels cannot be kept ({problem}): every process compiles them anew, "
-        "for seconds. Let KVQUANT_CACHE_DIR name a folder that can be written",
-        RuntimeWarning,
-        stacklevel=3,
-    )

@@ -1,17 +1,18 @@
-"""Kernels in several processes: forked ones, and those that compile at the same time."""
+"""Kernels in forked processes, and in the threads of the caller."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
+import numba
+import numpy as np
 import pytest
 import torch
 
 from kvquant import RowFormat, decode_attention, quantize_rows
+from kvquant.kernels.cpu import parallel
 
 FORMAT = RowFormat.parse("int4-g4", 128)
 
@@ -37,15 +38,27 @@ def test_a_forked_child_goes_on_and_gives_the_same() -> None:
     assert status == 0, f"the child ended with status {status}"
 
 
-def test_every_kernel_has_files_of_its_own(tmp_path: Path) -> None:
-    """Processes that compile at the same time must not take the same file for two kernels."""
-    code = (
-        "import torch, kvquant as k\n"
-        "for name in ('int8', 'bf16'): k.quantize_rows(torch.ones(1, 1, 1, 80), "
-        "k.RowFormat.parse(name, 80))"
-    )
-    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
-    indices, kernels = (list(tmp_path.rglob(f"rows.*.{kind}")) for kind in ("nbi", "nbc"))
-    assert len(indices) == len(kernels) == 2
-    assert len({path.name.split("-")[0] for path in kernels}) == 2
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_callers_number_of_threads_stays(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """numba's is for the caller's own functions, torch's is what kernels take."""
+    if numba.config.NUMBA_NUM_THREADS < 2:
+        pytest.skip("numba has one thread")
+    used = []
+
+    def run_parallel(kernel: int, arguments: object, items: int, threads: int) -> None:
+        used.append((numba.get_num_threads(), threads))
+        if fails:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(parallel, "_run_parallel", run_parallel)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(parallel, "_has_run_parallel", False)
+    before = numba.get_num_threads()
+    numba.set_num_threads(1)
+    try:
+        with pytest.raises(KeyboardInterrupt) if fails else contextlib.nullcontext():
+            parallel.run(0, np.zeros(1, np.int64), 9)
+        assert used == [(2, 2)]
+        assert numba.get_num_threads() == 1
+    finally:
+        numba.set_num_threads(before)

@@ -22,6 +22,7 @@ from pathlib import Path as FilePath
 import pytest
 
 from kvquant.errors import UnsupportedError
+from kvquant.kernels import usercache
 from kvquant.kernels.cuda import compile as compiling
 from kvquant.kernels.cuda.compile import (
     Cubin,
@@ -32,6 +33,7 @@ from kvquant.kernels.cuda.compile import (
 )
 from kvquant.kernels.cuda.spec import TECHNIQUES, DecodeSpec, Path
 from kvquant.kernels.tuning import GPU, kernels
+from kvquant.kernels.usercache import seal
 from kvquant.layout import RowFormat
 
 needs_numba = pytest.mark.skipif(
@@ -259,7 +261,7 @@ def cache(tmp_path: FilePath, monkeypatch: pytest.MonkeyPatch) -> FilePath:
     """An empty cache folder; kernels are not really compiled."""
     monkeypatch.setenv("KVQUANT_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(compiling, "compile_spec", lambda spec, arch: CUBIN)
-    compiling._warn_of_folder.cache_clear()
+    monkeypatch.setattr(usercache, "_warned", set())
     return tmp_path / "cubins"
 
 
@@ -271,7 +273,21 @@ def test_a_kernel_is_compiled_once(cache: FilePath, monkeypatch: pytest.MonkeyPa
     assert load_cubin(spec, "sm_90") == CUBIN
 
 
-@pytest.mark.parametrize("damage", [b"", b"\0" * 100, CUBIN.to_bytes()[:-5]])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b"",
+        b"\0" * 100,
+        CUBIN.to_bytes()[:-5],
+        *[
+            seal(header + b"\ncode")
+            for header in (b"", b"5", b"{}", b'{"name": "f"}', b"[" * 10**5)
+        ],
+        seal(b'{"name": 5, "registers": 1, "stack_bytes": 0}\n'),
+        seal(b'{"name": "f", "registers": "1", "stack_bytes": 0}\n'),
+    ],
+    ids=lambda damage: f"{damage[65:85].decode(errors='replace')}",
+)
 def test_a_damaged_file_is_compiled_anew(cache: FilePath, damage: bytes) -> None:
     spec = make_spec("int4-g4")
     load_cubin(spec, "sm_90")
@@ -293,12 +309,9 @@ def test_a_folder_that_cannot_be_written_is_warned_of_once(
 
 
 def test_a_user_without_a_home_is_warned(cache: FilePath, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_home() -> FilePath:
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.delenv("KVQUANT_CACHE_DIR")
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(FilePath, "home", no_home)
+    for name in ("KVQUANT_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
     with pytest.warns(RuntimeWarning, match="home directory"):
         assert load_cubin(make_spec("int4-g4"), "sm_90") == CUBIN
 

@@ -1,0 +1,137 @@
+"""Compile kernels for the CPU, and keep them on disk.
+
+    <cache folder>/cpu/<name>-<key>.kernel    sealed (usercache.py): numba's result, pickled
+
+numba's own cache writes into the package, or fails where it cannot, and unpickles whatever it finds
+there. Here a file is looked at first: whose it is, and its SHA-256. Whatever is wrong with it, or
+with the folder, the kernel is compiled anew, and kept again if that can be.
+
+The key is a hash of all that the machine code depends on: the sources of this room, the constants
+of the function, the processor, the versions of the compilers. So a file is never wrong, only
+unused, and processes that compile at the same time write the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import pickle
+import platform
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import llvmlite
+import llvmlite.binding as llvm
+import numba
+import numpy as np
+from numba import types
+from numba.core import registry, serialize, sigutils
+from numba.core.caching import NullCache
+from numba.core.ccallback import CFunc
+from numba.core.compiler import CompileResult
+
+from kvquant import layout
+from kvquant.errors import UnsupportedError
+
+from ..usercache import cache_folder, read_file, replace_file, seal, unseal, warn_of_folder
+
+_SIGNATURE = sigutils.normalize_signature(types.void(types.int64, types.int64))
+_kernels: list[object] = []
+
+
+def compile_kernel(function: Callable[[int, int], None]) -> int:
+    """The address of a kernel (arguments, item) -> None, compiled or taken from the disk."""
+    _check_machine()
+    # the linker knows code by the name of its function: each kernel has one of its own
+    function.__qualname__ += f"_{_word(function)}"
+    kernel: Any = CFunc(function, _SIGNATURE, {}, {"nopython": True, "error_model": "numpy"})
+    kernel._cache = KernelCache(function)
+    kernel.compile()
+    _kernels.append(kernel)  # the code lives as long as this object
+    address: int = kernel.address
+    return address
+
+
+def compiled(**options: bool) -> Callable[[Any], Any]:
+    """Decorate a function of this room that Python calls: numba.njit, and kept on the disk."""
+
+    def wrap(function: Any) -> Any:
+        made = numba.njit(nogil=True, **options)(function)
+        made._cache = KernelCache(function)
+        return made
+
+    return wrap
+
+
+class KernelCache(NullCache):
+    """What numba asks for compiled code, and gives it to, for one function."""
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+
+    @property
+    def cache_path(self) -> str:
+        """The folder."""
+        return str(cache_folder() / "cpu")
+
+    def load_overload(self, sig: Any, target_context: Any) -> CompileResult | None:
+        """What was kept for a signature; None if there is nothing, or it cannot be used."""
+        target_context.refresh()
+        try:
+            data = read_file(self._path(sig))
+        except OSError as error:
+            warn_of_folder("CPU", error)
+            return None
+        body = None if data is None else unseal(data)
+        if body is None:
+            return None
+        try:
+            return CompileResult._rebuild(target_context, *pickle.loads(body))
+        except Exception:  # whatever another process wrote there: it is made anew
+            return None
+
+    def save_overload(self, sig: Any, data: CompileResult) -> None:
+        """Keep what was compiled for a signature, if that can be."""
+        try:
+            replace_file(self._path(sig), seal(serialize.dumps(data._reduce())))
+        except OSError as error:
+            warn_of_folder("CPU", error)
+
+    def _path(self, sig: Any) -> Path:
+        key = hashlib.sha256(f"{_word(self._function)} {sig}".encode()).hexdigest()[:32]
+        return cache_folder() / "cpu" / f"{self._function.__name__}-{key}.kernel"
+
+
+def _word(function: Any) -> str:
+    """Changes with all that the machine code of a function depends on, but for the signature."""
+    parts = [_surroundings(), function.__module__, function.__name__]
+    cells = function.__closure__ or ()
+    for name, cell in zip(function.__code__.co_freevars, cells, strict=True):
+        value = cell.cell_contents
+        if not isinstance(value, str | int | float | np.generic):
+            raise TypeError(f"{name} of {function.__name__} is {value!r}: no constant of a kernel")
+        parts.append(f"{name} {value!r}")
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+@functools.cache
+def _surroundings() -> str:
+    """Changes with what all kernels depend on: sources, processor, compilers."""
+    digest = hashlib.sha256()
+    for path in [*sorted(Path(__file__).parent.glob("*.py")), Path(layout.__file__)]:
+        digest.update(path.read_bytes())
+    codegen = registry.cpu_target.target_context.codegen()
+    versions = sys.version, numba.__version__, llvmlite.__version__, np.__version__
+    digest.update(repr((codegen.magic_tuple(), versions)).encode())
+    return digest.hexdigest()
+
+
+@functools.cache
+def _check_machine() -> None:
+    if platform.machine() in ("x86_64", "AMD64") and not llvm.get_host_cpu_features().get("f16c"):
+        raise UnsupportedError(
+            "the CPU kernels need an x86-64 processor with F16C (2012 and newer): "
+            "pass backend='torch' or backend='reference' to use the slow path"
+        )
