@@ -69,7 +69,8 @@ def append_rows(
             that stand there stay as they are.
         v_transform: likewise to V.
         rope: the rotary embedding of K, before k_transform.
-        bad: [2], int32: how many rows of K and of V were written as NaN is added to it.
+        bad: [2], int32: how many rows of K and of V were written as NaN is added to it; a 16-bit
+            row that is NaN already was counted when it came, and is not again when it leaves.
         backend: "cpu" (numba), "cuda" or "torch" (any device, slow); by the device of k when None.
 
     Raises:

@@ -18,7 +18,7 @@ from .transforms import Rope, RowTransform, apply_rope, transform_rows
 
 TOKENS_PER_PART = 256
 
-Write = tuple[torch.Tensor, RowFormat, torch.Tensor, torch.Tensor]
+Write = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def append(call: Append, backend: str | None) -> None:
@@ -166,10 +166,10 @@ def _append(call: Append, backend: str) -> None:
         _writes(v, call.v_rows, call.v_format, call.exact_v, call.v_transform, call, backend),
     )
     for side in (0, 1):  # everything is computed before anything is written
-        for storage, fmt, slots, rows in writes[side]:
+        for storage, slots, rows, bad in writes[side]:
             _put(storage, slots, rows)
             if call.bad is not None:
-                call.bad[side] += is_nan_row(rows, fmt).sum()
+                call.bad[side] += bad.sum()
 
 
 def _writes(
@@ -181,7 +181,8 @@ def _writes(
     call: Append,
     backend: str,
 ) -> list[Write]:
-    """What to write of K or V: storage, format, slots, rows [slots, num_kv_heads, row_bytes]."""
+    """What to write of K or V: storage, slots, rows [slots, num_kv_heads, row_bytes], and which of
+    the rows are to be counted as NaN [slots, num_kv_heads]."""
     clip, feedback = (None, None) if transform is None else (transform.clip, transform.feedback)
 
     def quantize(values: torch.Tensor) -> torch.Tensor:
@@ -193,16 +194,21 @@ def _writes(
 
     packed, exact, leaving = call.slots
     if exact_storage is None or exact is None or leaving is None:
-        return [(storage, fmt, packed[packed >= 0], quantize(x[packed >= 0]))]
+        rows = quantize(x[packed >= 0])
+        return [(storage, packed[packed >= 0], rows, is_nan_row(rows, fmt))]
     exact_format = RowFormat(call.exact_format, 1, fmt.head_dim)
     new = quantize_rows(x, exact_format, check=False, backend=backend)
     is_exact = exact >= 0
     leaves, is_packed = is_exact & (leaving >= 0), ~is_exact & (packed >= 0)
-    to_pack = torch.cat([_take(exact_storage, exact[leaves]), new[is_packed]])
+    old = _take(exact_storage, exact[leaves])
+    to_pack = torch.cat([old, new[is_packed]])
     rows = quantize(dequantize_rows(to_pack, exact_format, backend=backend))
+    slots, bad = torch.cat([leaving[leaves], packed[is_packed]]), is_nan_row(rows, fmt)
+    bad[: len(old)] &= ~is_nan_row(old, exact_format)  # these were counted when they came
+    kept = new[is_exact]
     return [
-        (storage, fmt, torch.cat([leaving[leaves], packed[is_packed]]), rows),
-        (exact_storage, exact_format, exact[is_exact], new[is_exact]),
+        (storage, slots, rows, bad),
+        (exact_storage, exact[is_exact], kept, is_nan_row(kept, exact_format)),
     ]
 
 

@@ -25,7 +25,7 @@ from kvquant.layout import HEAD_DIMS, RowFormat
 from .compile import compile_kernel
 from .parallel import run
 from .rows import INPUTS, make_quantize_kernel
-from .simd import I16, I64, argument, operation, stack_floats
+from .simd import I16, I64, argument, load_int32, operation, stack_floats
 from .values import spec, store_int
 
 ROWS_PER_ITEM = 256
@@ -59,8 +59,10 @@ EXACT_INPUTS = {"bf16": "bfloat16", "fp16": "float16"}
     EXACT_LEN,
     PACK,  # the quantizer to packed rows, of x or, if there is one to 16-bit rows, of these
     ROUND,  # the quantizer of x to 16-bit rows, or 0
-) = range(15)
-SIDES, SIDE_BYTES = 8, 15 * 8
+    NAN,  # the least magnitude, as bits, of a NaN among the 16-bit rows
+) = range(16)
+SIDES, SIDE_BYTES = 8, 16 * 8
+NANS = {"bf16": 0x7F81, "fp16": 0x7C01}
 
 # K or V of a call: x, packed rows, their format, 16-bit rows
 Side: TypeAlias = tuple[torch.Tensor, torch.Tensor, RowFormat, torch.Tensor | None]
@@ -77,7 +79,7 @@ def append(
         exact_format: "bf16" or "fp16", of the 16-bit rows.
 
     Returns:
-        How many rows of K and of V were written as NaN.
+        How many rows of K and of V were written as NaN, not counting those that left as NaN.
     """
     num_tokens, num_heads, _ = k[0].shape
     if not num_tokens * num_heads:
@@ -104,11 +106,12 @@ def _arguments(side: Side, exact_format: str) -> list[int]:
     place = [x.data_ptr(), stride * x.itemsize, stride_head * x.itemsize]
     place += [rows.data_ptr(), page, head, row, max(rows.shape[2], 1)]
     if exact_rows is None:
-        return [*place, 0, 0, 0, 0, 1, _quantizer(fmt, INPUTS[x.dtype]), 0]
+        return [*place, 0, 0, 0, 0, 1, _quantizer(fmt, INPUTS[x.dtype]), 0, 0]
     exact = RowFormat(exact_format, 1, fmt.head_dim)
     page, head, row, _ = exact_rows.stride()
     place += [exact_rows.data_ptr(), page, head, row, max(exact_rows.shape[2], 1)]
-    return [*place, _quantizer(fmt, EXACT_INPUTS[exact_format]), _quantizer(exact, INPUTS[x.dtype])]
+    place += [_quantizer(fmt, EXACT_INPUTS[exact_format]), _quantizer(exact, INPUTS[x.dtype])]
+    return [*place, NANS[exact_format]]
 
 
 @functools.cache
@@ -167,6 +170,8 @@ def make_append_kernel():
                     source = x
                     if exact >= 0:
                         source = kept
+                        if load_int32(kept) & 0x7FFF >= argument(side, NAN):
+                            bad -= 1  # it was counted when it came
                     elif to_exact != 0:
                         quantize_row(to_exact, x, rounded)
                         source = rounded

@@ -9,7 +9,7 @@
 
 With 16-bit rows a token that has an exact slot is written there, and the row that stood there, if
 it leaves, is quantized in its place; a token without is rounded to 16 bit and quantized. Either way
-at most one row of a token is quantized.
+at most one row of a token is quantized. A row that leaves as NaN was counted when it came.
 
 The meaning is kvquant/append.py, bit for bit.
 """
@@ -28,7 +28,15 @@ from .ptx import (
     wait_copies,
 )
 from .quantize import make_quantize, make_round, put_words
-from .rowcopies import count_bad, make_ask, make_load_old, make_store, take_apart
+from .rowcopies import (
+    NANS,
+    count_bad,
+    make_ask,
+    make_load_old,
+    make_store,
+    take_apart,
+    was_counted,
+)
 from .rowspec import (
     APPEND,
     APPEND_SIDE,
@@ -114,7 +122,7 @@ def _make_append_side(spec, side, rotary_dim):
     ROW_UNITS, OUT = HEAD_DIM * SIZES[spec.source] // UNIT, STAGES * STAGE_BYTES
     OUT_BYTES, HEADER = staged_bytes(FMT), prefix_of(FMT) - FMT.header_bytes
     EXACT_BYTES, OFFSET, CLIP = 2 * HEAD_DIM, side.offset, side.clip
-    ACTIVE = HEAD_DIM // ELEMENTS
+    ACTIVE, NAN = HEAD_DIM // ELEMENTS, NANS[spec.exact or "bf16"]
     round_to_16_bits = make_round(RowFormat(spec.exact or "bf16", 1, HEAD_DIM), LANES)
     ask = make_ask(HEAD_DIM * SIZES[spec.source], LANES, UNIT, True)
     transform, quantize = (
@@ -126,13 +134,13 @@ def _make_append_side(spec, side, rotary_dim):
     load_old, widen = make_load_old(HEAD_DIM), make_widen(spec.exact)
 
     @device_function
-    def append_packed(x, ratio, lanes, to_packed, target, bad):
+    def append_packed(x, ratio, lanes, to_packed, target, counts, bad):
         part, row, shared = lanes
         out = uint32(shared + uint32(OUT)) + uint32(OUT_BYTES) * row
         holds = quantize(x, ratio, part, out)
         cuda.syncwarp()
         store(out + uint32(HEADER), uint32(0), target, part, to_packed)
-        count_bad(bad, part, to_packed and not holds)
+        count_bad(bad, part, to_packed and counts and not holds)
 
     @device_function
     def append_exact(x, ratio, old, lanes, to_packed, to_exact, target, exact_target, bad):
@@ -152,7 +160,8 @@ def _make_append_side(spec, side, rotary_dim):
             for i in range(WORDS):
                 word = old[i] if to_exact else words[i]
                 x[2 * i], x[2 * i + 1] = widen(word)
-            append_packed(x, ratio, lanes, to_packed, target, bad)
+            counts = not (to_exact and was_counted(old, NAN))
+            append_packed(x, ratio, lanes, to_packed, target, counts, bad)
 
     @device_function
     def append_side(side, where, lanes, cos, sin, bad):
@@ -212,7 +221,7 @@ def _make_append_side(spec, side, rotary_dim):
             if EXACT:
                 append_exact(x, ratio, old, lanes, to_packed, to_exact, target, exact_target, bad)
             else:
-                append_packed(x, ratio, lanes, to_packed, target, bad)
+                append_packed(x, ratio, lanes, to_packed, target, True, bad)
 
             target += head_stride
             if EXACT:

@@ -30,7 +30,7 @@ from .ptx import (
     wait_copies,
 )
 from .quantize import NAN_WORDS, make_measure, make_parameters, make_round, piece_of
-from .rowcopies import count_bad, make_ask, make_load_old, take_apart
+from .rowcopies import NANS, count_bad, make_ask, make_load_old, take_apart, was_counted
 from .rowspec import ELEMENTS, SIZES, UNIT
 from .transform import make_transform, make_widen
 
@@ -177,6 +177,7 @@ def _make_prepare(spec):
     FMT, LANES, EXACT, SIDE = spec.fmt, spec.lanes, spec.exact != "", spec.side
     HEAD_DIM, SIZE, PIECE, NAN = FMT.head_dim, FMT.group_size, piece_of(FMT), NAN_WORDS["fp16"]
     ACTIVE, WORDS, PIECES = HEAD_DIM // ELEMENTS, ELEMENTS // 2, ELEMENTS // PIECE
+    OLD_NAN = NANS[spec.exact or "bf16"]
     transform = make_transform(spec, SIDE, spec.rotary_dim, swizzled=False)
     measure, parameters = make_measure(FMT, LANES, SIDE.clip), make_parameters(FMT.codec)
     round_to_16_bits = make_round(RowFormat(spec.exact or "bf16", 1, HEAD_DIM), LANES)
@@ -197,6 +198,9 @@ def _make_prepare(spec):
         old = cuda.local.array(WORDS, uint32)
         if EXACT:
             load_old(old, exact_target, part, to_exact and to_packed)
+        counts = to_packed
+        if EXACT:  # a row that leaves as NaN was counted when it came
+            counts = to_packed and not (to_exact and was_counted(old, OLD_NAN))
         x = cuda.local.array(ELEMENTS, float32)
         transform(buffer, uint32(0), part, x, offset, cos, sin)
         cuda.syncwarp()  # RoPE reads what other lanes overwrite
@@ -211,7 +215,7 @@ def _make_prepare(spec):
         lows = cuda.local.array(PIECES, float32)
         highs = cuda.local.array(PIECES, float32)
         holds = measure(x, ratio, part, lows, highs)
-        count_bad(bad, part, to_packed and not holds)
+        count_bad(bad, part, counts and not holds)
         if part < uint32(ACTIVE):
             for i in range(ELEMENTS // 4):
                 four = (x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3])

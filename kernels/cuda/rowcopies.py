@@ -23,6 +23,7 @@ from .rowspec import ELEMENTS
 from .transform import swizzle
 
 COPIES = {4: copy_4, 8: copy_8, 16: copy_16}
+NANS = {"bf16": 0x7F81, "fp16": 0x7C01}  # the least magnitude of a NaN, as bits
 
 
 @device_function
@@ -42,6 +43,12 @@ def count_bad(bad, part, is_bad):
     """Count a row that cannot be held, if rows are counted."""
     if is_bad and part == uint32(0) and bad != uint64(0):
         count_up(bad, uint32(1))
+
+
+@device_function
+def was_counted(old, nan):
+    """Whether the 16-bit row of which a lane has the first words is NaN; nan: as in NANS."""
+    return uint32(old[0] & uint32(0x7FFF)) >= uint32(nan)
 
 
 def make_load_old(head_dim):

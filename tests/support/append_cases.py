@@ -87,6 +87,7 @@ def make_call(case: Case, device: str = "cpu") -> dict[str, Any]:
             values = torch.randn(*shape, fmt.head_dim) * 2
             if case.hostile:
                 values[0, :, :, 5] = torch.nan
+                values[1] = torch.nan  # rows that were counted when they came
             held = values.to(DTYPES[case.exact]).view(torch.uint8)
             call[f"exact_{name}"] = held.to(device)
     if case.skip:
