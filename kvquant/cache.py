@@ -21,7 +21,6 @@ from .cachechecks import (
     check_size,
     check_windows,
     per_layer,
-    take_counts,
     whole_numbers,
 )
 from .errors import ConfigError, ShapeError
@@ -31,6 +30,9 @@ from .segments import Segment
 
 if TYPE_CHECKING:
     from .plan import CachePlan
+
+# what transformers asks of past_key_values, and a KVCache has not
+_CACHE_OF_TRANSFORMERS = {"get_mask_sizes", "get_seq_length", "is_compileable", "update"}
 
 
 class KVCache:
@@ -268,19 +270,33 @@ class KVCache:
     def check(self) -> None:
         """Raise if an append since the last check could not do what it was asked to (see append).
 
-        Reads the counters, so it waits for the GPU once, and sets them back.
+        Call it between steps, when every layer has got the same tokens. Reads the counters and the
+        lengths, so it waits for the GPU once, and sets the counters back.
 
         Raises:
             NonFiniteError: rows came with values that their formats cannot hold.
-            ShapeError: tokens came that had no room.
+            ShapeError: tokens came that had no room, or layers hold different lengths: a layer was
+                left out, or appended twice.
         """
-        *bad, lost = take_counts(self.bad_rows, self.lost_tokens)
-        check_bad_rows(bad, "crop the cache to the tokens before them")
+        lens = [layer.seq_lens for layer in self.layers]
+        k_rows, v_rows, lost, *held = torch.cat([self.bad_rows, self.lost_tokens, *lens]).tolist()
+        if k_rows or v_rows or lost:
+            self.bad_rows.zero_()
+            self.lost_tokens.zero_()
+        check_bad_rows((k_rows, v_rows), "crop the cache to the tokens before them")
         if lost:
             raise ShapeError(
                 f"{lost} tokens (counted in every layer) found no room, max_seq_len is "
                 f"{self.max_seq_len}: crop the cache, or make a larger one"
             )
+        for i, length in enumerate(held):
+            layer, sequence = divmod(i, self.batch)
+            if length != held[sequence]:
+                raise ShapeError(
+                    f"layers hold different lengths: of sequence {sequence} layer 0 has "
+                    f"{held[sequence]} tokens and layer {layer} {length}. Append each token once "
+                    "to every layer; cache.crop(cache.seq_lens) keeps what all layers have"
+                )
 
     def crop(self, seq_lens: int | torch.Tensor | Sequence[int]) -> None:
         """Drop the last tokens of each sequence.
@@ -359,6 +375,17 @@ class KVCache:
             layer.crop(torch.zeros(self.batch, dtype=torch.int32))
         for tensor in (self.start_positions, self.bad_rows, self.lost_tokens):
             tensor.zero_()
+
+    if not TYPE_CHECKING:  # or any name would pass as one
+
+        def __getattr__(self, name: str) -> Any:
+            hint = ""
+            if name in _CACHE_OF_TRANSFORMERS:
+                hint = (
+                    ". As past_key_values of a transformers model give it as "
+                    "kvquant.huggingface.TransformersCache(cache)"
+                )
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
     def _tensors(self) -> list[torch.Tensor]:
         return [tensor for layer in self.layers for tensor in layer.tensors().values()]

@@ -73,10 +73,36 @@ def test_values_that_are_not_read_are_counted(unread: None, with_basis: bool) ->
     with pytest.raises(NonFiniteError, match="1 rows of K and 1 of V came with NaN"):
         cache.check()
     assert cache.bad_rows.tolist() == [0, 0]
+    cache.crop(cache.seq_lens)  # of layer 1, which got no tokens
     cache.check()  # once is enough
     cache.append(1, k, v)
     cache.reset()
     cache.check()
+
+
+def test_a_check_tells_layers_that_hold_different_lengths() -> None:
+    cache = make()
+    cache.append(0, *tokens(9), [9, 3, 0])
+    cache.append(1, *tokens(9), [9, 2, 0])
+    message = "of sequence 1 layer 0 has 3 tokens and layer 1 2. Append each token once"
+    for _ in range(2):
+        with pytest.raises(ShapeError, match=message):
+            cache.check()
+    cache.crop(cache.seq_lens)
+    cache.check()
+    assert [at.seq_lens.tolist() for at in cache.layers] == [[9, 2, 0]] * 2
+    cache.append(1, *tokens(1))
+    with pytest.raises(ShapeError, match="of sequence 0 layer 0 has 9 tokens and layer 1 10"):
+        cache.check()
+
+
+def test_transformers_is_told_what_it_takes() -> None:
+    cache: Any = make()
+    with pytest.raises(AttributeError, match=r"'is_compileable'\. As past_key_values .* give it"):
+        _ = cache.is_compileable
+    with pytest.raises(AttributeError, match="'KVCache' object has no attribute 'atend'"):
+        _ = cache.atend
+    assert not hasattr(cache, "get_seq_length")
 
 
 def test_a_check_reads_once_and_writes_only_what_was_counted(unread: None) -> None:
@@ -90,7 +116,8 @@ def test_a_check_reads_once_and_writes_only_what_was_counted(unread: None) -> No
     ops: list[str] = []
     noted = Noted()  # type: ignore[no-untyped-call]  # torch's
     cache = make()
-    cache.append(0, *tokens(4))
+    for index in range(2):
+        cache.append(index, *tokens(4))
     with noted:
         cache.check()
     assert ops == ["aten.cat.default"]
@@ -192,8 +219,9 @@ def test_rows_are_those_of_the_cpu(lengths: tuple[int, int], with_basis: bool) -
     cache, other = make("cuda", **options), make(**options)
     for new_lens in ([3, 0, 1], None, [1, 9, 0], [1, 1, 1], [0, 1, 0]):
         k, v = tokens(max(new_lens or [2]))
-        other.append(0, k, v, new_lens)
-        cache.append(0, k.cuda(), v.cuda(), new_lens)
+        for index in range(2):
+            other.append(index, k, v, new_lens)
+            cache.append(index, k.cuda(), v.cuda(), new_lens)
     cache.check()
     assert_same(cache, other)
 
@@ -226,7 +254,8 @@ def test_debug_mode_raises_as_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Non
         cache.append(0, k, v)
     assert cache.layers[0].seq_lens.tolist() == [0, 0, 0]
     k[1, 0, 2, 63] = 0
-    cache.append(0, k, v)
+    for index in range(2):
+        cache.append(index, k, v)
     cache.check()
 
 
