@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from .basis import LayerBasis
 from .cachechecks import (
@@ -16,14 +19,13 @@ from .cachechecks import (
     check_plan_options,
     check_size,
     per_layer,
-    take_counts,
 )
 from .errors import ConfigError
 from .layout import EXACT_CODECS
-from .pagedrows import PagedRows
+from .pagedrows import PagedRows, nan_rows
 from .pagedslots import Split
 from .pagedstate import PagedState, Step, for_each, plain_id
-from .pagenames import hold
+from .pagenames import Origin, hold
 from .pagepool import SequenceId
 from .segments import PAGE_SIZES
 from .swap import Parked, SwapSpace
@@ -239,23 +241,99 @@ class PagedKVCache:
     def free(self, sequence_id: SequenceId, *, forget: bool = False) -> None:
         """End a sequence, swapped out or not; its full pages are found until they are needed.
 
-        With forget they are found no longer, but for those that others have too.
+        With forget, what it had is found no longer: its pages and its sinks, but for those that
+        others have too, and of these no rows that decode to NaN. To know them the host then waits
+        and reads the rows of the others, if there are any.
 
         Raises:
             ConfigError: there is no such sequence.
         """
         self._check_closed()
-        parked = self._swap.find(sequence_id)
-        if parked is None:
-            self._settle([sequence_id])
-            tokens = self.state.free(sequence_id)
-        else:
+        if not forget:
+            self._end(sequence_id)
+            return
+        self.finish_swaps()
+        tokens, origin = self._known(sequence_id)
+        tokens, sharers = list(tokens), self._sharers(sequence_id)
+        self._hide(self._bad([sequence_id, *sharers]) if sharers else {})
+        self._end(sequence_id)
+        others = (parked.origin for parked in self._swap.parked.values())
+        self.state.pool.forget(tokens, None if origin in others else origin)
+        self._keep_sinks_again()
+
+    def _end(self, sequence_id: SequenceId) -> None:
+        if self._swap.find(sequence_id) is not None:
             del self._swap.parked[sequence_id]
-            tokens = parked.tokens
-            if forget:
-                self._swap.finish()
-        if forget:
-            self.state.pool.forget(tokens)
+        else:
+            self._settle([sequence_id])
+            self.state.free(sequence_id)
+
+    def _known(self, sequence_id: SequenceId) -> tuple[list[int], Origin]:
+        """The known tokens of a sequence, and where its sinks came from."""
+        parked = self._swap.find(sequence_id)
+        if parked is not None:
+            return parked.tokens, parked.origin
+        return self.state.tokens(sequence_id), self.state.pool.origin(sequence_id)
+
+    def _sharers(self, sequence_id: SequenceId) -> list[SequenceId]:
+        """The other sequences that may have rows of one."""
+        (tokens, origin), table = self._known(sequence_id), self._first_page(sequence_id)
+        end, found = self.state.split.sink_len + self.state.split.page_size, []
+        for other in (*self.ids, *self.swapped_ids):
+            (theirs, source), page = self._known(other), self._first_page(other)
+            if page is None or table is None:  # one is swapped out: what it had is not known
+                known = min(len(tokens), len(theirs), end)
+                shares = known > 0 and tokens[:known] == theirs[:known]
+            else:
+                shares = page == table != ()
+            if other != sequence_id and (shares or source is origin):
+                found.append(other)
+        return found
+
+    def _first_page(self, sequence_id: SequenceId) -> tuple[int, ...] | None:
+        """The first page of a sequence, if it has one; None if it is swapped out."""
+        if self._swap.find(sequence_id) is not None:
+            return None
+        return self.state.pool.block_table(sequence_id)[:1]
+
+    def _bad(self, ids: Iterable[SequenceId]) -> dict[SequenceId, NDArray[np.bool_]]:
+        """Those of some sequences that hold rows that decode to NaN, and which tokens these are."""
+        state, split, found = self.state, self.state.split, {}
+        here = [i for i in ids if self._swap.find(i) is None]
+        self._await(here)
+        tables = {i: state.pool.block_table(i) for i in here}
+        pages = list(dict.fromkeys(page for table in tables.values() for page in table))
+        seats = [state.seat(i) for i in here]
+        in_pages = dict(zip(pages, self.rows.nan_in_pages(pages), strict=True))
+        for i, seat, exact in zip(here, seats, self.rows.nan_in_seats(seats), strict=True):
+            packed = np.array([in_pages[page] for page in tables[i]], np.bool_)
+            lens = int(state.lengths[seat]), int(state.packed_lens[seat])
+            found[i] = split.by_token(packed, exact, *lens)
+        for i in ids:
+            parked = self._swap.find(i)
+            if parked is not None:
+                parked.wait()
+                packed = nan_rows(self.rows.pages, parked.pages)
+                exact = nan_rows(self.rows.exact, [rows[:, None] for rows in parked.exact])[0]
+                found[i] = split.by_token(packed, exact, parked.length, parked.packed_len)
+        return {i: bad for i, bad in found.items() if bad.any()}
+
+    def _hide(self, bad: Mapping[SequenceId, NDArray[np.bool_]]) -> None:
+        """Let nothing of these tokens be found by others."""
+        for sequence_id, tokens in bad.items():
+            parked = self._swap.find(sequence_id)
+            if parked is None:
+                self.state.hide(sequence_id, tokens)
+                continue
+            first = int(tokens.argmax())
+            del parked.tokens[first:]
+            if first < self.state.split.sink_len:
+                self.state.pool.forget_origin(parked.origin)
+
+    def _keep_sinks_again(self) -> None:
+        """Keep sinks of other sequences where those that were kept are forgotten."""
+        with suppress(MemoryError, RuntimeError):  # the next that fills a page keeps its sinks
+            self._publish([i for i in self.state.ids if not self._swap.is_arriving(i)])
 
     def can_append(self, ids: Sequence[SequenceId], counts: int | Sequence[int] = 1) -> bool:
         """Whether there are pages for PagedBatch.extend with these sequences and counts.
@@ -345,8 +423,14 @@ class PagedKVCache:
 
     def _publish(self, ids: Sequence[SequenceId]) -> None:
         """Let others find the full pages of sequences whose rows are written."""
-        for seat, place in self.state.publish(ids):
-            self.rows.keep_sinks(seat, place)
+        to_keep = self.state.publish(ids)
+        try:
+            while to_keep:
+                self.rows.keep_sinks(*to_keep[-1])
+                to_keep.pop()
+        finally:
+            for _, place in to_keep:  # what could not be kept
+                self.state.pool.lose(place)
 
     def _settle(self, ids: Sequence[SequenceId]) -> None:
         """Make ready to change sequences; ConfigError if one does not live or a step is open."""
@@ -362,11 +446,36 @@ class PagedKVCache:
     def check(self) -> None:
         """Raise if rows were appended since the last check that decode to NaN, as KVCache.check.
 
+        Reads the counter, so it waits for the GPU once, and sets it back. If there are such rows,
+        it looks for them in all that the cache holds, names the sequences that have them, and lets
+        no later sequence begin with them. Inside a step it raises, and does no more.
+
         Raises:
             NonFiniteError: rows came with values that their formats cannot hold, in any layer.
         """
-        advice = "end their sequences by free(id, forget=True), lest others begin with them"
-        check_bad_rows(take_counts(self.bad_rows), advice)
+        counts = self.bad_rows.tolist()
+        if not any(counts):
+            return
+        if self._step is not None:
+            check_bad_rows(counts, "call check after the step to learn in which sequences")
+        self.finish_swaps()
+        pool, bad = self.state.pool, self._bad([*self.ids, *self.swapped_ids])
+        named, kept = np.array(pool.named, np.int64), np.array(pool.kept, np.int64)
+        named = named[self.rows.nan_in_pages(named.tolist()).any(1)]
+        kept = kept[self.rows.nan_in_sinks(kept.tolist()).any(1)]
+        self.bad_rows.zero_()
+        pool.hide(named.tolist())
+        for place in kept.tolist():
+            pool.lose(place)
+        self._hide(bad)
+        self._keep_sinks_again()
+        names = ", ".join(map(repr, bad))
+        check_bad_rows(
+            counts,
+            f"sequences {names:.400} have them, end these by free(id, forget=True)"
+            if bad
+            else "no sequence has them any more",
+        )
 
     def check_invariants(self) -> None:
         """Look through all the bookkeeping, in time proportional to the cache.

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from .basis import LayerBasis
 from .layout import RowFormat
 from .pagedslots import Split
-from .rowstacks import RowStacks
+from .quant import is_nan_row
+from .rowstacks import RowStacks, to_device
 from .segments import Segment
+
+_CHUNK = 256  # pages whose rows are looked through at a time
 
 
 class LayerRows(NamedTuple):
@@ -86,8 +91,7 @@ class PagedRows:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        sides = (*self.pages, *self.exact, *self._sinks)
-        return sum(stack.nbytes for side in sides for stack in side.stacks)
+        return sum(stack.nbytes for stack in _stacks([*self.pages, *self.exact, *self._sinks]))
 
     def segments(
         self,
@@ -143,6 +147,27 @@ class PagedRows:
             )
         return k, v
 
+    def nan_in_pages(self, pages: Sequence[int]) -> NDArray[np.bool_]:
+        """Which rows of pages decode to NaN in some layer and head: [pages, page_size]."""
+        return self._nan_in(self.pages, pages)
+
+    def nan_in_seats(self, seats: Sequence[int]) -> NDArray[np.bool_]:
+        """Likewise of the exact rows of seats: [seats, exact_len]."""
+        return self._nan_in(self.exact, seats)
+
+    def nan_in_sinks(self, places: Sequence[int]) -> NDArray[np.bool_]:
+        """Likewise of the sinks that are kept at places: [places, sink_len]."""
+        return self._nan_in(self._sinks, places)
+
+    def _nan_in(self, sides: Sequence[RowStacks], units: Sequence[int]) -> NDArray[np.bool_]:
+        found = []
+        for start in range(0, max(len(units), 1), _CHUNK):
+            index = to_device(units[start : start + _CHUNK], self.device)
+            # the first two bytes of a row tell
+            parts = [stack[..., :2].index_select(1, index) for stack in _stacks(sides)]
+            found.append(nan_rows(sides, parts))
+        return np.concatenate(found)
+
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole pages, (source, target) each; no source is a target."""
         for side in self.pages:
@@ -172,6 +197,28 @@ class PagedRows:
             for stack, kept in zip(exact.stacks, sinks.stacks, strict=True)
             if sink_len
         ]
+
+
+def nan_rows(sides: Sequence[RowStacks], parts: Sequence[torch.Tensor]) -> NDArray[np.bool_]:
+    """Which rows decode to NaN in some layer and head; the host waits.
+
+    Args:
+        sides: of K and of V.
+        parts: units of every stack, [layers, units, num_kv_heads, unit_len, 2 bytes or more].
+
+    Returns:
+        [units, unit_len].
+    """
+    formats = [fmt for side in sides for fmt in side.formats]
+    each = zip(parts, formats, strict=True)
+    found = [is_nan_row(rows, fmt).any(2).any(0).cpu().numpy() for rows, fmt in each]
+    bad: NDArray[np.bool_] = np.logical_or.reduce(found)
+    return bad
+
+
+def _stacks(sides: Iterable[RowStacks]) -> list[torch.Tensor]:
+    """The stacks of K and of V."""
+    return [stack for side in sides for stack in side.stacks]
 
 
 def _in_order(parts: Sequence[torch.Tensor], sinks: int) -> torch.Tensor:

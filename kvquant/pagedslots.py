@@ -14,7 +14,7 @@ truncation into the packed tokens the window is empty and fills again (see layer
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +39,25 @@ class Split(NamedTuple):
     def exact_len(self) -> int:
         """Exact rows of a seat."""
         return self.sink_len + self.recent_len
+
+    def exact_rows(self, length: int, packed_len: int) -> Ints:
+        """Where the exact tokens of a sequence stand in its seat, in their order."""
+        recent = np.arange(packed_len, max(length - self.sink_len, 0))
+        ring = self.sink_len + recent % max(self.recent_len, 1)
+        return np.concatenate([np.arange(min(length, self.sink_len)), ring])
+
+    def by_token(
+        self, packed: NDArray[Any], exact: NDArray[Any], length: int, packed_len: int
+    ) -> NDArray[Any]:
+        """What is told of the rows of a sequence in the order of its tokens: [length].
+
+        Args:
+            packed: of the rows of its pages, [pages, page_size].
+            exact: of the rows of its seat, [exact_len].
+            length, packed_len: tokens, and how many of them are packed.
+        """
+        kept, sinks = exact[self.exact_rows(length, packed_len)], min(length, self.sink_len)
+        return np.concatenate([kept[:sinks], packed.reshape(-1)[:packed_len], kept[sinks:]])
 
     def packed_lens(self, lengths: Ints, before: Ints) -> Ints:
         """Packed tokens of sequences that have grown to these lengths."""

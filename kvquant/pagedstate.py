@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from .errors import ConfigError, OutOfPagesError, ShapeError
 from .pagedslots import Ints, Split, TokenSlots, token_slots
-from .pagenames import hold, token_ids, whole_number
+from .pagenames import Origin, hold, token_ids, whole_number
 from .pagepool import PagePool, SequenceId
 
 
@@ -120,13 +120,14 @@ class PagedState:
         packed_lens: Sequence[int],
         tables: Sequence[Sequence[int]],
         tokens: Sequence[Sequence[int]],
+        origins: Sequence[Origin] = (),
     ) -> list[int]:
         """Begin sequences as they were in another cache; see PagePool.place.
 
         Nothing is published: do it when the rows are there.
         """
         self._check_seats(ids)
-        pages = self.pool.place(dict(zip(ids, tables, strict=True)), packed_lens)
+        pages = self.pool.place(dict(zip(ids, tables, strict=True)), packed_lens, origins)
         each = zip(ids, lengths, packed_lens, tokens, strict=True)
         for sequence_id, length, packed, known in each:
             self._sit(sequence_id, length, packed, list(known))
@@ -205,6 +206,8 @@ class PagedState:
             self.tables[seats[place], at] = page
         self.lengths[seats] += new
         self.packed_lens[seats] = self.split.packed_lens(lengths + new, packed_lens)
+        for i in (lengths < self.split.sink_len).nonzero()[0].tolist():
+            self.pool.renew(ids[i])  # its sinks are its own, whatever they were before
         if known is not None:
             self._learn(seats.tolist(), lengths.tolist(), new.tolist(), known)
         slots = token_slots(self.split, seats, lengths, packed_lens, new, self.tables)
@@ -229,6 +232,21 @@ class PagedState:
         size = self.split.page_size
         filled = self.packed_lens[step.seats] // size > step.packed_lens // size
         return [step.ids[i] for i in filled.nonzero()[0]]
+
+    def hide(self, sequence_id: SequenceId, bad: NDArray[np.bool_]) -> None:
+        """Let no other sequence begin with rows of a sequence that decode to NaN.
+
+        Args:
+            sequence_id: the sequence.
+            bad: which of its tokens have such rows; one at least.
+        """
+        first, sinks = int(bad.argmax()), self.split.sink_len
+        del self.tokens(sequence_id)[first:]  # so that it will not be published from there on
+        table = self.pool.block_table(sequence_id)
+        full = (np.flatnonzero(bad[sinks:]) // self.split.page_size).tolist()
+        self.pool.hide([table[at] for at in dict.fromkeys(full) if at < len(table)])
+        if first < sinks:
+            self.pool.forget_origin(self.pool.origin(sequence_id))
 
     def take_back(self, step: Step) -> None:
         """Undo a step of which nothing was written, the copies of pages included."""

@@ -13,7 +13,8 @@ these tokens are known. The first head_len tokens of a sequence stand outside th
 counted in no length here, but names begin with them (pagenames.py).
 
 Pages are released from the last to the first, so that a cached page is never older than the cached
-pages that follow it. Several referenced pages may have one name; a cached page has its own alone.
+pages that follow it. Several pages may have one name; of these, cached ones are those that others
+follow, or one alone.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
 from .errors import ConfigError, OutOfPagesError, ShapeError
-from .pagenames import Head, Name, PageNames, hold, token_ids, whole_number
+from .pagenames import Head, Name, Origin, PageNames, hold, token_ids, whole_number
 
 SequenceId: TypeAlias = Hashable
 
@@ -63,6 +64,7 @@ class _Sequence:
     length: int
     named: int
     head: Head | None
+    origin: Origin
 
 
 class PagePool:
@@ -138,7 +140,8 @@ class PagePool:
             self._cached.pop(page, None)
             self._references[page] += 1
         length = len(pages) * self.page_size
-        self._sequences[sequence_id] = _Sequence(pages, length, len(pages), head)
+        origin = head.origin if head is not None and head.origin is not None else Origin()
+        self._sequences[sequence_id] = _Sequence(pages, length, len(pages), head, origin)
         return Prefix(length, None if head is None else head.place)
 
     def append(self, sequence_ids: Sequence[SequenceId], counts: Sequence[int]) -> Growth:
@@ -178,33 +181,24 @@ class PagePool:
             tokens: its first tokens, those of the head included, as far as they are known.
 
         Returns:
-            The place of the head if it was not known until now: what belongs to it, keep there.
+            The place of the head if nothing is kept there until now: what belongs to it, keep
+            there; if that fails, call lose.
         """
         sequence = self._get(sequence_id)
-        size, first = self.page_size, self.head_len
-        full = min(len(tokens) - first, sequence.length) // size
-        if full <= sequence.named:
+        full = min(len(tokens) - self.head_len, sequence.length) // self.page_size
+        if full > sequence.named:
+            self._name_pages(sequence, tokens, full)
+        head = sequence.head
+        if head is None or head.origin is not None or sequence.origin.forgotten:
             return None
-        begun = False
-        if sequence.head is None:
-            key = tuple(tokens[:first])
-            sequence.head = self._names.hold(key)
-            if sequence.head is None:
-                begun = True
-                sequence.head, lost = self._names.begin(key)
-                self._uncache(lost)
-        if sequence.head is None:
-            return None
-        name: Name = sequence.head
-        if sequence.named:
-            name = self._names.named(sequence.pages[sequence.named - 1])
-        for at in range(sequence.named, full):
-            start = first + at * size
-            name = self._names.add(sequence.pages[at], name, tuple(tokens[start : start + size]))
-            for twin in [page for page in name.pages if page in self._cached]:
-                self._uncache([twin, *self._names.remove(twin)])
-        sequence.named = full
-        return sequence.head.place if begun else None
+        head.origin = sequence.origin
+        return head.place
+
+    def lose(self, place: int) -> None:
+        """Nothing is kept at the place of a head any more: under it no page is found."""
+        for head in self._names.heads.values():
+            if head.place == place:
+                head.origin = None
 
     def fork(self, parent_id: SequenceId, child_id: SequenceId) -> None:
         """Begin a sequence with the tokens of another; they share all pages."""
@@ -217,13 +211,17 @@ class PagePool:
         self._sequences[child_id] = replace(parent, pages=list(parent.pages))
 
     def place(
-        self, tables: Mapping[SequenceId, Sequence[int]], lengths: Sequence[int]
+        self,
+        tables: Mapping[SequenceId, Sequence[int]],
+        lengths: Sequence[int],
+        origins: Sequence[Origin] = (),
     ) -> list[int]:
         """Begin sequences that share pages with one another as they did in another pool.
 
         Args:
             tables: by their ids, the pages that they had, numbered from 0 without gaps.
             lengths: tokens of each in its pages.
+            origins: where what belongs to their heads came from; of their own if empty.
 
         Returns:
             The page of this pool for each page of the other one.
@@ -241,11 +239,12 @@ class PagePool:
         pages = [self._take() for _ in numbers]
         for page in pages:
             self._references[page] = 0
-        for (sequence_id, table), length in zip(tables.items(), lengths, strict=True):
+        each = zip(tables.items(), lengths, origins or [Origin() for _ in tables], strict=True)
+        for (sequence_id, table), length, origin in each:
             own = [pages[number] for number in table]
             for page in own:
                 self._references[page] += 1
-            self._sequences[sequence_id] = _Sequence(own, length, 0, None)
+            self._sequences[sequence_id] = _Sequence(own, length, 0, None, origin)
         return pages
 
     def rename(self, sequence_id: SequenceId, new_id: SequenceId) -> None:
@@ -283,11 +282,55 @@ class PagePool:
         self._release(self._get(sequence_id), 0)
         del self._sequences[sequence_id]
 
-    def forget(self, tokens: Sequence[int]) -> None:
-        """Free the cached pages that hold a prefix of the tokens, those of the head included."""
-        for page in reversed(self._names.match(tokens)):
-            if page in self._cached:
-                self._uncache([page, *self._names.remove(page)])
+    def forget(self, tokens: Sequence[int], origin: Origin | None = None) -> None:
+        """Let nothing of a sequence that has ended be found, but for what others have too.
+
+        Args:
+            tokens: its first tokens, those of the head included, as far as they were known.
+            origin: of what belonged to its head.
+        """
+        for name in (*self._names.cut(tokens), *reversed(self._names.way(tokens))):
+            for page in [page for page in name.pages if page in self._cached]:
+                self._drop(page)
+        if origin and not any(other.origin is origin for other in self._sequences.values()):
+            self.forget_origin(origin)
+
+    @property
+    def named(self) -> list[int]:
+        """Pages that can be found."""
+        return [page for page, name in enumerate(self._names.of_page) if name is not None]
+
+    @property
+    def kept(self) -> list[int]:
+        """Places of heads where something is kept."""
+        heads = self._names.heads.values()
+        return [head.place for head in heads if head.origin is not None]
+
+    def hide(self, pages: Iterable[int]) -> None:
+        """Let pages be found no longer, nor those that follow them.
+
+        Sequences that have them keep them. Publish must not be given their tokens from now on.
+        """
+        for page in pages:
+            self._drop(page)
+        for sequence in self._sequences.values():
+            while sequence.named and not self._names.of_page[sequence.pages[sequence.named - 1]]:
+                sequence.named -= 1
+
+    def forget_origin(self, origin: Origin) -> None:
+        """Let what belongs to heads and came from there be kept for nobody."""
+        origin.forgotten = self.head_len > 0
+        for head in self._names.heads.values():
+            if origin.forgotten and head.origin is origin:
+                head.origin = None
+
+    def renew(self, sequence_id: SequenceId) -> None:
+        """What belongs to the head of a sequence is written anew."""
+        self._get(sequence_id).origin = Origin()
+
+    def origin(self, sequence_id: SequenceId) -> Origin:
+        """Where what belongs to the head of a sequence came from."""
+        return self._get(sequence_id).origin
 
     def check(self) -> None:
         """Look through all the bookkeeping, in time proportional to the pool.
@@ -301,8 +344,8 @@ class PagePool:
         hold(self._references == [uses[page] for page in places], "references are not the uses")
         self._names.check()
         named = {page: name for page, name in enumerate(self._names.of_page) if name is not None}
-        for page, name in named.items():
-            cached = page in self._cached and len(name.pages) == 1
+        for page in named:
+            cached = page in self._cached and not self._names.is_spare(page)
             hold(uses[page] or cached, f"page {page} has a name, but is free or a cached twin")
         hold(self._cached.keys() <= named.keys(), "a page is cached without a name")
         heads = Counter(id(s.head) for s in self._sequences.values() if s.head is not None)
@@ -377,20 +420,53 @@ class PagePool:
             self._references[page] -= 1
             if self._references[page]:
                 continue
-            name = self._names.of_page[page]
-            if name is not None and len(name.pages) == 1:
-                self._cached[page] = None
-            else:
+            if self._names.of_page[page] is None or self._names.is_spare(page):
                 self._unname(page)
                 self._free.append(page)
+            else:
+                self._cached[page] = None
         if not sequence.pages and sequence.head is not None:
             sequence.head.uses -= 1
             sequence.head = None
 
+    def _name_pages(self, sequence: _Sequence, tokens: Sequence[int], full: int) -> None:
+        """Name the first `full` pages of a sequence, if it has a head or can get one."""
+        size, first = self.page_size, self.head_len
+        if sequence.head is None:
+            key = tuple(tokens[:first])
+            sequence.head = self._names.hold(key)
+            if sequence.head is None:
+                sequence.head, lost = self._names.begin(key)
+                self._uncache(lost)
+        if sequence.head is None:
+            return
+        name: Name | None = sequence.head
+        before = sequence.pages[sequence.named - 1] if sequence.named else None
+        if before is not None:
+            name = self._names.named(before)
+        for at in range(sequence.named, full):
+            start, page = first + at * size, sequence.pages[at]
+            assert name is not None
+            name = self._names.add(page, before, name, tuple(tokens[start : start + size]))
+            if name is None:  # the page came from elsewhere with other tokens
+                return
+            for twin in [twin for twin in name.pages if twin in self._cached]:
+                if self._names.is_spare(twin):
+                    self._drop(twin)
+            sequence.named, before = at + 1, page
+
+    def _drop(self, page: int) -> None:
+        """Free a cached page."""
+        self._unname(page)
+        self._uncache([page])
+
     def _unname(self, page: int) -> None:
-        """Take the name off a page; cached pages that nothing leads to any more become free."""
-        if self._names.of_page[page] is not None:
-            self._uncache(self._names.remove(page))
+        """Take the name off a page; cached pages that are of no use without it become free."""
+        before = self._names.before[page]
+        self._uncache(self._names.remove(page))
+        while before is not None and before in self._cached and self._names.is_spare(before):
+            page, before = before, self._names.before[before]
+            self._uncache([page, *self._names.remove(page)])
 
     def _uncache(self, pages: Iterable[int]) -> None:
         """Free those of the pages without a name that no sequence refers to."""

@@ -21,7 +21,8 @@ class RowStacks:
         device: where the tensors lie.
 
     Attributes:
-        stacks: for every format [its layers, num_units, num_kv_heads, unit_len, row_bytes], uint8.
+        formats: those that there are.
+        stacks: for each of them [its layers, num_units, num_kv_heads, unit_len, row_bytes], uint8.
         layers: for every layer [num_units, num_kv_heads, unit_len, row_bytes], a view of a stack.
     """
 
@@ -35,7 +36,8 @@ class RowStacks:
     ) -> None:
         self.stacks: list[torch.Tensor] = []
         views: dict[int, torch.Tensor] = {}
-        for fmt in dict.fromkeys(formats):
+        self.formats = list(dict.fromkeys(formats))
+        for fmt in self.formats:
             layers = [layer for layer, other in enumerate(formats) if other == fmt]
             shape = (len(layers), num_units, num_kv_heads, unit_len, fmt.row_bytes)
             what = f"rows of {list(shape)} bytes"

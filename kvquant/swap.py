@@ -19,6 +19,7 @@ import torch
 
 from .errors import ConfigError, OutOfPagesError
 from .pagedstate import PagedState
+from .pagenames import Origin
 from .pagepool import SequenceId
 from .rowstacks import RowStacks, to_device
 
@@ -30,6 +31,7 @@ class Parked:
     Attributes:
         length, packed_len: its tokens, and how many of them are packed.
         tokens: its first tokens, as far as they are known.
+        origin: where its sinks came from.
         pages: for every stack its pages, [layers, pages, num_kv_heads, page_size, row_bytes].
         exact: for every stack its exact rows, [layers, num_kv_heads, exact_len, row_bytes].
         done: when the copy ends; None for now.
@@ -38,6 +40,7 @@ class Parked:
     length: int
     packed_len: int
     tokens: list[int]
+    origin: Origin
     pages: list[torch.Tensor]
     exact: list[torch.Tensor]
     done: torch.cuda.Event | None
@@ -88,6 +91,10 @@ class SwapSpace:
         except TypeError:  # what cannot be hashed is no id
             return None
 
+    def is_arriving(self, sequence_id: SequenceId) -> bool:
+        """Whether a sequence was brought back and nothing has touched it since."""
+        return sequence_id in self._arriving
+
     def check_here(self, ids: Iterable[SequenceId]) -> None:
         """Raise ConfigError unless sequences live and are not swapped out."""
         for sequence_id in ids:
@@ -110,13 +117,10 @@ class SwapSpace:
     def swap_out(self, sequence_id: SequenceId) -> None:
         """Begin to move a sequence; its pages and seat are free when the copy is done."""
         state, seat = self._state, self._state.seat(sequence_id)
-        parked = self.copy_out(
-            state.pool.block_table(sequence_id),
-            seat,
-            int(state.lengths[seat]),
-            int(state.packed_lens[seat]),
-            state.tokens(sequence_id),
-        )
+        pages, exact, done = self.copy_out(state.pool.block_table(sequence_id), seat)
+        lens = int(state.lengths[seat]), int(state.packed_lens[seat])
+        known = state.tokens(sequence_id), state.pool.origin(sequence_id)
+        parked = Parked(*lens, *known, pages, exact, done)
         state.rename(sequence_id, parked)
         self.parked[sequence_id] = parked
         self.leaving.append(parked)
@@ -133,7 +137,12 @@ class SwapSpace:
             table = range(-(-parked.packed_len // self._state.split.page_size))
             with self.telling():
                 pages = self._state.place(
-                    [sequence_id], [parked.length], [parked.packed_len], [table], [parked.tokens]
+                    [sequence_id],
+                    [parked.length],
+                    [parked.packed_len],
+                    [table],
+                    [parked.tokens],
+                    [parked.origin],
                 )
             with self._state.or_free([sequence_id]):
                 self.copy_in(sequence_id, parked, pages, self._state.seat(sequence_id))
@@ -151,9 +160,13 @@ class SwapSpace:
             raise OutOfPagesError(f"{error}, {more}") from None
 
     def copy_out(
-        self, table: Sequence[int], seat: int, length: int, packed_len: int, tokens: list[int]
-    ) -> Parked:
-        """Begin to copy a sequence's pages and exact rows to the host."""
+        self, table: Sequence[int], seat: int
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.cuda.Event | None]:
+        """Begin to copy a sequence's pages and exact rows to the host.
+
+        Returns:
+            pages, exact and done, as in Parked.
+        """
         pages, exact = [], []
         with self._beside():
             index = to_device(table, self._device)
@@ -167,7 +180,7 @@ class SwapSpace:
                 for layer, host in zip(stack, exact[-1], strict=True):
                     host.copy_(layer[seat], non_blocking=True)
             done = self._event()
-        return Parked(length, packed_len, tokens, pages, exact, done)
+        return pages, exact, done
 
     def copy_in(
         self, sequence_id: SequenceId, parked: Parked, table: Sequence[int], seat: int

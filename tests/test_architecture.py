@@ -204,9 +204,9 @@ ALLOWED = {
     "rowstacks": FACTS,
     "pagedslots": "",
     "staging": "",
-    "swap": "errors pagedstate pagepool rowstacks",
+    "swap": "errors pagedstate pagenames pagepool rowstacks",
     "pagedstate": "errors pagedslots pagenames pagepool",
-    "pagedrows": "basis layout pagedslots rowstacks segments",
+    "pagedrows": "basis layout pagedslots quant rowstacks segments",
     "paged": (
         f"basis cachechecks {FACTS} segments pagedrows pagedslots pagedstate pagenames pagepool "
         "swap"

@@ -85,6 +85,25 @@ def test_a_loaded_prefix_is_found_by_new_sequences(tmp_path: Path) -> None:
     assert all(torch.equal(x, y[:, :51]) for x, y in kept)
 
 
+def test_twins_and_their_heir_are_saved_and_loaded(tmp_path: Path) -> None:
+    """Two sequences with one prompt at the same time, and a third that begins with it."""
+    batch = PagedBatch(make(num_pages=40, max_seq_len=150), 4, 300)
+    cache, prompt = batch.cache, list(range(140))
+    order = [20, 3, 8, 1, 30, 15, 11, 2, 9, 31, 6, 12, 4, 21, 0, 7, 18]
+    cache.state.pool._free = [page for page in range(40) if page not in order] + order[::-1]
+    for name in "ab":
+        cache.allocate(name, prompt)
+    extend(batch, ["a", "b"], 140, prompt * 2)
+    present = cache.allocate("c", prompt)
+    extend(batch, ["c"], 140 - present, prompt[present:])
+    cache.check_invariants()
+    path = save_sequences(cache, ["a", "b", "c"], tmp_path / "saved.safetensors")
+    other = make(num_pages=40, max_seq_len=150)
+    assert load_sequences(other, path) == ["a", "b", "c"]
+    assert all(same(values(other, name), values(cache, name)) for name in "abc")
+    other.check_invariants()
+
+
 def test_a_file_is_of_one_model(tmp_path: Path) -> None:
     path = tmp_path / "saved.safetensors"
     save_sequences(filled().cache, ["a"], path, model=CONFIG)
