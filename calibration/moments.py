@@ -6,15 +6,28 @@ float64, so that long texts do not drown new tokens and large offsets do not dro
 
 from __future__ import annotations
 
+import hashlib
+import json
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
 from kvquant.errors import CheckpointError, UnsupportedError
-from kvquant.files import TensorSource, open_safetensors, read_tensor, replaced, write_safetensors
+from kvquant.files import (
+    SafetensorsFile,
+    TensorSource,
+    save_safetensors,
+    sealed,
+    sha256,
+    unsealed,
+)
+from kvquant.jsonvalues import Count, Digest, Length, Object, checked, parse
 
 _SUMS = ("q_outer", "k_sum", "k_outer", "v_sum", "v_outer")
 _LEAST, _GREATEST = ("k_min", "v_min"), ("k_max", "v_max")
+_SAVED = "kvquant_moments"  # the entry of a file's metadata
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -154,51 +167,81 @@ class Moments:
 
     def save(self, path: Path, key: str) -> None:
         """Write the sums to a file, to go on from them; key names the run that they belong to."""
-        sources = {}
-        for layer, moments in self.layers.items():
-            sums = {"per": torch.tensor([float(moments.q_heads_per_kv_head)]), **moments.tensors}
-            for name, tensor in sums.items():
-                words = tensor.detach().cpu().double().contiguous().view(torch.int32)
-                sources[f"{layer}.{name}"] = TensorSource(
-                    torch.int32, tuple(words.shape), _Once(words)
-                )
-        facts = {"kvquant_moments": key, "done": str(self.done)}
-        with replaced(path) as temporary:
-            write_safetensors(temporary, sources, lambda _: facts)
+        sources = {
+            f"{layer}.{name}": TensorSource.of(tensor.detach().cpu())
+            for layer, moments in self.layers.items()
+            for name, tensor in moments.tensors.items()
+        }
+        ratios = {str(layer): at.q_heads_per_kv_head for layer, at in self.layers.items()}
+
+        def metadata(digests: Mapping[str, str]) -> dict[str, str]:
+            facts = {"key": key, "done": self.done, "ratios": ratios, "sha256": dict(digests)}
+            return sealed(_SAVED, json.dumps(facts))
+
+        save_safetensors(path, sources, metadata)
 
     @classmethod
     def load(cls, path: Path, key: str, device: torch.device | str) -> Moments | None:
-        """Read what save wrote; None if there is no file, or one of another run."""
-        if not path.is_file():
-            return None
-        found = cls()
+        """Read what save wrote.
+
+        Returns:
+            The sums; None if there is no file, or one of another run or a damaged one, which is
+            warned of.
+        """
         try:
-            with open_safetensors(path) as file:
-                facts = file.metadata() or {}
-                if facts.get("kvquant_moments") != key:
-                    return None
-                found.done = int(facts["done"])
-                layers: dict[int, dict[str, torch.Tensor]] = {}
-                for name in file.keys():
-                    layer, sums = name.split(".")
-                    words = read_tensor(file, name)
-                    values = words.contiguous().view(torch.float64).to(device)
-                    layers.setdefault(int(layer), {})[sums] = values
-        except CheckpointError:
-            return None  # it is begun anew
-        for layer, tensors in sorted(layers.items()):
-            (heads, dim), per = tensors["k_sum"].shape, int(tensors.pop("per"))
-            shape = heads * per, heads, dim, tensors["v_sum"].shape[1]
-            found.layers[layer] = LayerMoments(*shape, device=device)
-            found.layers[layer].tensors = tensors
+            return cls._read(path, key, device)
+        except FileNotFoundError:
+            return None
+        except (CheckpointError, OSError) as error:
+            warnings.warn(
+                f"the sums of an interrupted run cannot be gone on from: {error}. Observing begins "
+                "anew",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return None
+
+    @classmethod
+    def _read(cls, path: Path, key: str, device: torch.device | str) -> Moments:
+        found = cls()
+        with SafetensorsFile(path) as file:
+            text = unsealed(_SAVED, file.metadata)
+            facts = checked(parse(text, "what it says of itself"), _Facts, "what it says of itself")
+            if facts.key != key:
+                raise CheckpointError(f"{path} is of other weights, text or options")
+            found.done = facts.done
+            for number, ratio in facts.ratios.items():
+                layer = int(number) if number.isdecimal() else -1
+                k, v = (file.shapes.get(f"{layer}.{side}_sum", ()) for side in "kv")
+                if len(k) != 2 or len(v) != 2:
+                    raise CheckpointError(f"{path} has no sums of layer {number!r:.20}")
+                sums = LayerMoments(k[0] * ratio, k[0], k[1], v[1], device="meta")
+                for name, tensor in sums.tensors.items():
+                    whole = f"{layer}.{name}"
+                    if file.shapes.get(whole) != tensor.shape or whole not in facts.sha256:
+                        raise CheckpointError(f"{path}: tensor {whole!r} is missing or of no use")
+                    sums.tensors[name] = file.read(whole, facts.sha256[whole]).to(device)
+                found.layers[layer] = sums
+            if len(file.shapes) != sum(len(at.tensors) for at in found.layers.values()):
+                raise CheckpointError(f"{path} has other tensors than sums")
         return found
 
 
-class _Once:
-    """Gives one tensor when called, as TensorSource asks for."""
+class _Facts(Object):
+    """What a file of sums says of itself."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
+    key: str
+    done: Length
+    ratios: dict[str, Count]
+    sha256: dict[str, Digest]
 
-    def __call__(self) -> list[torch.Tensor]:
-        return [self.tensor]
+
+def weights_digest(module: torch.nn.Module) -> str:
+    """Hexadecimal digits that differ where a weight or a buffer of a model does; one second per GB
+    or so."""
+    found = hashlib.sha256()
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        found.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        if not tensor.is_meta:
+            found.update(sha256(tensor.detach().cpu()).encode())
+    return found.hexdigest()

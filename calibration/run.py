@@ -22,7 +22,7 @@ from .choose import BASE_FORMAT, Chosen, ObservableModel, choose
 from .fidelity import DecodingModel, Fidelity, Planned, Reference, Scheme
 from .formats import Costs, Side, allocate, blamed
 from .layers import HeldLayers, held_layers, renumbered
-from .moments import Moments
+from .moments import Moments, weights_digest
 from .passes import PassingModel, PassReference
 from .texts import Sizes as Sizes
 from .texts import observed_windows, random_tokens
@@ -123,7 +123,8 @@ def calibrate(
         raise ConfigError(
             f"{len(observed)} windows are too few for {ranks} ranks: observe more or shorter ones"
         )
-    moments = observe(model, observed[rank::ranks], _key(model, observed), state, progress)
+    key = _key(model, observed) if state else ""
+    moments = observe(model, observed[rank::ranks], key, state, progress)
     moments.all_reduce()
     if rank:
         return None
@@ -150,6 +151,8 @@ def observe(
     """The moments of a text, window by window; see calibrate."""
     device = getattr(getattr(model, "model", None), "device", "cpu")
     moments = (Moments.load(state, key, device) if state else None) or Moments()
+    if moments.done > len(windows):
+        moments = Moments()
     step = _shares(progress, "observe", len(windows))
     step(moments.done)
     for window in windows[moments.done :]:
@@ -359,10 +362,12 @@ def _format(name: str, head_dim: int) -> RowFormat:
 
 
 def _key(model: CalibratedModel, windows: torch.Tensor) -> str:
-    """Names a run's sums: the model, its dtype, the text and this rank's part of it."""
+    """Names a run's sums: the model, its weights, the text and this rank's part of it."""
+    module = getattr(model, "model", None)
+    weights = weights_digest(module) if isinstance(module, torch.nn.Module) else "none"
     text = hashlib.sha256(windows.contiguous().numpy().tobytes()).hexdigest()
     identity = model_identity(model.config_dict)["sha256"]
-    return f"{identity} {model.dtype} {text} {_rank()}"
+    return f"{identity} {weights} {model.dtype} {text} {list(windows.shape)} {_rank()}"
 
 
 def _rank() -> tuple[int, int]:

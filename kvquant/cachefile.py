@@ -1,35 +1,108 @@
-"""CacheFile: a cache file open for reading, one file or shards; its names, seals and checks.
+"""Files of rows, open for reading: what one says of itself, and its tensors, checked.
 
-The format is told in checkpoint.py.
+RowsFile is what both kinds share; CacheFile is a cache, one file or shards (checkpoint.py tells the
+format). Files of sequences of a paged cache are read by pagedreader.py.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import re
 from collections.abc import Mapping
 from contextlib import ExitStack
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
+import msgspec
 import torch
 
 from .errors import CheckpointError
-from .files import check_file, open_safetensors, read_tensor, sha256
+from .files import MAX_HEADER_BYTES, SafetensorsFile, open_file, sealed, unsealed
+from .jsonvalues import checked, parse
 from .manifest import Manifest, Part
 
-MAX_INDEX_BYTES = 100_000_000  # as safetensors limits its headers
+MANIFEST, PLAN, PAGES = "kvquant_cache", "kvquant", "kvquant_pages"  # entries of metadata
+SHARD = {"format": "kvquant-cache-shard"}  # the metadata of a shard
+ATTEMPTS = 100  # to open a cache whose files are replaced all the time
 _INFINITE = {"bf16": 0x7F80, "fp16": 0x7C00}  # Inf as bits; NaN lies above
-_MANIFEST, _MANIFEST_SHA256 = "kvquant_cache", "kvquant_cache_sha256"
-_PLAN = "kvquant"  # what a calibration file has in its metadata
-PAGES = "kvquant_pages"  # of sequences of a paged cache
+_PACKABLE = 0x477F  # bf16 as bits: the largest that fp16 holds, 65280
 
 
-class CacheFile:
+class Described(Protocol):
+    """All of a file of rows but the rows: a Manifest or a PageManifest."""
+
+    @property
+    def parts(self) -> Mapping[str, Part]:
+        """The tensors of the file by name."""
+
+    def shape(self, part: Part) -> tuple[int, ...]:
+        """Shape of a part's tensor."""
+
+    def to_json(self, digests: Mapping[str, str], writer: str) -> str:
+        """As it stands in a file."""
+
+
+M = TypeVar("M", bound=Described)
+
+
+class RowsFile(Generic[M]):
+    """A file of rows, or several, open for reading.
+
+    Attributes:
+        path: the file that is read.
+        manifest: all but the rows.
+    """
+
+    path: Path
+    manifest: M
+
+    def __init__(self) -> None:
+        self._files: dict[str, SafetensorsFile] = {}  # the open file of every tensor
+        self._digests: Mapping[str, str] = {}
+        self._opened = ExitStack()
+
+    def __exit__(self, *_: object) -> None:
+        self._opened.close()
+
+    def rows(self, part: Part) -> torch.Tensor:
+        """Read one tensor, uint8, of the shape manifest.shape(part).
+
+        Raises:
+            CheckpointError: its checksum is another one, a row would decode to NaN, or would once
+                it is packed.
+        """
+        try:
+            rows = self._files[part.name].read(part.name, self._digests[part.name])
+            check_values(part.by_token(rows), part)
+        except CheckpointError as error:
+            raise named(self.path, error) from None
+        return rows
+
+    def _open(self, path: Path) -> SafetensorsFile:
+        file = self._opened.enter_context(SafetensorsFile(path))
+        self._files |= dict.fromkeys(file.shapes, file)
+        return file
+
+    def _check_tensors(self) -> None:
+        parts = self.manifest.parts
+        if self._files.keys() != parts.keys():
+            name = min(self._files.keys() ^ parts.keys())
+            problem = "is missing" if name in parts else "should not be there"
+            raise CheckpointError(f"tensor {name!r:.80} {problem}: take another copy of the file")
+        for name, part in parts.items():
+            file, shape = self._files[name], self.manifest.shape(part)
+            if file.dtypes[name] != torch.uint8 or file.shapes[name] != shape:
+                raise CheckpointError(
+                    f"tensor {name!r} is {file.dtypes[name]} {list(file.shapes[name])!s:.80}: the "
+                    f"lengths and formats ask for U8 {list(shape)}"
+                )
+
+
+class CacheFile(RowsFile[Manifest]):
     """A cache file open for reading, one file or shards, its manifest checked.
+
+    While another process saves a cache of this name, it is the old one or the new one, whole.
 
     Args:
         path: what was given to save_cache, or the index of its shards.
@@ -46,104 +119,98 @@ class CacheFile:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        index = index_path(self.path)
-        if not self.path.name.endswith(".index.json") and (
-            is_cache_index(index) or (index.exists() and not self.path.exists())
-        ):
-            self.path = index
-        self.num_files = self.num_bytes = 0
-        self._stack = ExitStack()
-        self._files: dict[str, Any] = {}  # the open file of every tensor
-        try:
-            if self.path.name.endswith(".index.json"):
-                metadata = self._open_shards()
-            else:
-                metadata = self._open(self.path).metadata() or {}
-            self.manifest, self._digests = unsealed(metadata)
-            self._check_tensors()
-        except CheckpointError as error:
-            self._stack.close()
-            raise self._error(error) from None
-        except BaseException:
-            self._stack.close()
-            raise
+        path = Path(path)
+        for attempt in range(ATTEMPTS):
+            super().__init__()
+            self.path, self.num_files, self.num_bytes = found_at(path), 0, 0
+            self._first: Any = None  # kept open, so that no other file can pass for it
+            try:
+                if is_index(self.path):
+                    metadata = self._open_index()
+                else:
+                    metadata = self._open(self.path).metadata
+                self.manifest, self._digests = read_manifest(metadata)
+                self._check_tensors()
+                return
+            except (CheckpointError, FileNotFoundError) as error:
+                is_replaced = self._is_replaced(found_at(path))
+                self._opened.close()
+                if is_replaced and attempt + 1 < ATTEMPTS:
+                    continue
+                if isinstance(error, FileNotFoundError):
+                    raise
+                raise named(self.path, error) from None
+            except BaseException:
+                self._opened.close()
+                raise
 
     def __enter__(self) -> CacheFile:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._files.clear()
-        self._stack.close()
-
-    def rows(self, part: Part) -> torch.Tensor:
-        """Read one tensor: [tokens of all sequences, num_kv_heads, row_bytes], uint8.
-
-        Raises:
-            CheckpointError: its checksum is another one, or a row would decode to NaN.
-        """
-        try:
-            rows = read_tensor(self._files[part.name], part.name)
-            if sha256(rows) != self._digests[part.name]:
-                raise CheckpointError(
-                    f"tensor {part.name!r} is damaged (its checksum differs): take another copy "
-                    "of the file"
-                )
-            check_values(rows, part)
-        except CheckpointError as error:
-            raise self._error(error) from None
-        return rows
-
-    def _open(self, path: Path) -> Any:
-        file = self._stack.enter_context(open_safetensors(path))
+    def _open(self, path: Path) -> SafetensorsFile:
+        file = super()._open(path)
+        self._first = self._first or file
         self.num_files += 1
-        self.num_bytes += path.stat().st_size
-        for name in file.keys():
-            if name in self._files:
-                raise CheckpointError(f"tensor {name!r:.80} stands in two shards")
-            self._files[name] = file
+        self.num_bytes += file.num_bytes
         return file
 
-    def _open_shards(self) -> dict[str, Any]:
+    def _open_index(self) -> dict[str, Any]:
         """Open every shard of the index, and give the index's metadata."""
-        check_file(self.path)
-        self.num_files, self.num_bytes = 1, self.path.stat().st_size
-        if self.num_bytes > MAX_INDEX_BYTES:
-            raise CheckpointError("the index is too large to be one")
+        self._first = self._opened.enter_context(open_file(self.path))
+        self.num_files, self.num_bytes = 1, os.fstat(self._first.fileno()).st_size
         try:
-            index = json.loads(self.path.read_bytes())
-            metadata, shards = dict(index["metadata"]), set(dict(index["weight_map"]).values())
-        except (ValueError, TypeError, KeyError, RecursionError):
-            raise CheckpointError("this is no index of shards, or a damaged one") from None
-        for shard in shards:
-            if type(shard) is not str or not shard_pattern(self.path).fullmatch(shard):
+            if self.num_bytes > MAX_HEADER_BYTES:
+                raise CheckpointError("it is too large to be one")
+            text = self._first.read(MAX_HEADER_BYTES + 1)
+            index = checked(parse(text, "the index"), _Index, "the index")
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"this is no index of shards, or a damaged one ({error})"
+            ) from None
+        for shard in dict.fromkeys(index.weight_map.values()):
+            if not shard_pattern(self.path).fullmatch(shard):
                 raise CheckpointError(f"the index names {shard!r:.80}, which is no shard of it")
             try:
-                self._open(self.path.with_name(shard))
+                file = self._open(self.path.with_name(shard))
             except FileNotFoundError:
                 raise CheckpointError(
                     f"shard {shard} is missing: copy all shards together with the index"
                 ) from None
-        return metadata
+            for name in file.shapes:
+                if index.weight_map.get(name) != shard:
+                    raise CheckpointError(f"tensor {name!r:.80} should not be in shard {shard}")
+        return index.metadata
 
-    def _check_tensors(self) -> None:
-        parts = self.manifest.parts
-        if self._files.keys() != parts.keys():
-            name = min(self._files.keys() ^ parts.keys())
-            problem = "is missing" if name in parts else "should not be there"
-            raise CheckpointError(f"tensor {name!r:.80} {problem}: take another copy of the file")
-        for name, part in parts.items():
-            view = self._files[name].get_slice(name)
-            dtype, shape = view.get_dtype(), tuple(view.get_shape())
-            if dtype != "U8" or shape != self.manifest.shape(part):
-                raise CheckpointError(
-                    f"tensor {name!r} is {dtype} {list(shape)}: the lengths and formats ask for U8 "
-                    f"{list(self.manifest.shape(part))}"
-                )
+    def _is_replaced(self, path: Path) -> bool:
+        """Whether another file counts now than the one that was opened first, or one at all."""
+        try:
+            now = os.stat(path)
+        except OSError:
+            return self._first is not None
+        return self._first is None or not os.path.samestat(now, os.fstat(self._first.fileno()))
 
-    def _error(self, error: CheckpointError) -> CheckpointError:
-        text = str(error)
-        return error if text.startswith(str(self.path)) else CheckpointError(f"{self.path}: {text}")
+
+class _Index(msgspec.Struct):
+    """An index of shards."""
+
+    metadata: dict[str, Any]
+    weight_map: dict[str, str]
+
+
+def found_at(path: Path) -> Path:
+    """The file that counts for a name: its index of shards, if there is one, or itself."""
+    if is_index(path):
+        return path
+    for place in dict.fromkeys((path, Path(os.path.realpath(path)))):
+        index = index_path(place)
+        if is_cache_index(index) or (index.exists() and not path.exists()):
+            return index
+    return path
+
+
+def is_index(path: Path) -> bool:
+    """Whether a file is an index by its name."""
+    return path.name.endswith(".index.json")
 
 
 def index_path(path: Path) -> Path:
@@ -153,66 +220,67 @@ def index_path(path: Path) -> Path:
 
 def is_cache_index(path: Path) -> bool:
     """Whether a file is an index that kvquant wrote, be it damaged, and not another program's."""
-    if not path.is_file():
+    try:
+        with open_file(path) as file:
+            return f'"{MANIFEST}"'.encode() in file.read(MAX_HEADER_BYTES)
+    except (FileNotFoundError, CheckpointError):
         return False
-    with open(path, "rb") as file:
-        return f'"{_MANIFEST}"'.encode() in file.read(MAX_INDEX_BYTES)
 
 
 def shard_pattern(index: Path) -> re.Pattern[str]:
     """File names of an index's shards."""
-    stem = index.name.removesuffix(".safetensors.index.json")
-    return re.compile(rf"{re.escape(stem)}-[0-9a-f]{{8}}-\d{{5}}-of-\d{{5}}\.safetensors")
+    stem = index.name.removesuffix(".index.json").removesuffix(".safetensors")
+    return re.compile(rf"{re.escape(stem)}-[0-9a-f]{{8}}-[0-9]{{5}}-of-[0-9]{{5}}\.safetensors")
 
 
-def sealed(manifest: Manifest, digests: Mapping[str, str]) -> dict[str, str]:
+def seal(key: str, manifest: Described, digests: Mapping[str, str]) -> dict[str, str]:
     """The manifest and its checksum, as a file's metadata holds them."""
     try:
         writer = f"kvquant {version('kvquant')}"
     except PackageNotFoundError:  # a checkout that is not installed
         writer = "kvquant"
-    text = manifest.to_json(digests, writer)
-    return {_MANIFEST: text, _MANIFEST_SHA256: hashlib.sha256(text.encode()).hexdigest()}
+    return sealed(key, manifest.to_json(digests, writer))
 
 
-def unsealed(metadata: Mapping[str, Any]) -> tuple[Manifest, dict[str, str]]:
+def read_manifest(metadata: Mapping[str, Any]) -> tuple[Manifest, dict[str, str]]:
     """The manifest and the checksums of the tensors from a file's metadata."""
-    text, digest = metadata.get(_MANIFEST), metadata.get(_MANIFEST_SHA256)
-    if type(text) is not str and type(metadata.get(_PLAN)) is str:
+    if type(metadata.get(MANIFEST)) is str:
+        return Manifest.from_json(unsealed(MANIFEST, metadata))
+    if PLAN in metadata:
         raise CheckpointError(
-            f"this is a calibration file, not a cache: {_plan_summary(metadata[_PLAN])}"
+            f"this is a calibration file, not a cache: {_plan_summary(metadata[PLAN])}"
         )
-    if type(text) is not str and PAGES in metadata:
+    if PAGES in metadata:
         raise CheckpointError(
             "these are sequences of a paged cache: read them by kvquant.pagedfile.load_sequences"
         )
-    if type(text) is not str:
-        raise CheckpointError(
-            "this is no kvquant cache: raw K and V tensors are read by quantize_raw "
-            "(`kvquant quantize --from`)"
-        )
-    if hashlib.sha256(text.encode("utf-8", "replace")).hexdigest() != digest:
-        raise CheckpointError(
-            "the manifest is damaged (its checksum differs): take another copy of the file"
-        )
-    return Manifest.from_json(text)
+    raise CheckpointError(
+        "this is no kvquant cache: raw K and V tensors are read by quantize_raw "
+        "(`kvquant quantize --from`)"
+    )
 
 
-def _plan_summary(text: str) -> str:
+def named(path: Path, error: CheckpointError) -> CheckpointError:
+    """The error with the name of the file, if it does not begin with it."""
+    text = str(error)
+    return error if text.startswith(str(path)) else CheckpointError(f"{path}: {text}")
+
+
+def _plan_summary(text: Any) -> str:
     """What a calibration file holds, in one line."""
     try:
-        facts = json.loads(text)
+        facts = parse(text, "the plan", nan=True)
         model, tokens = facts["model"], facts["observed_tokens"]
         return (
             f"it holds the plan of caches for a {model['type']!r:.40} model with config "
-            f"{model['sha256'][:12]!r}, from {tokens!r:.20} tokens"
+            f"{model['sha256'][:12]!r:.20}, from {tokens!r:.20} tokens"
         )
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except (ValueError, TypeError, KeyError, AttributeError):
         return "its metadata cannot be read"
 
 
 def check_values(rows: torch.Tensor, part: Part, start: int = 0) -> None:
-    """Raise if a row would decode to NaN or Inf.
+    """Raise if a row would decode to NaN or Inf, or would once it is packed.
 
     Args:
         rows: [tokens, num_kv_heads, row_bytes], some of the part's rows.
@@ -223,20 +291,36 @@ def check_values(rows: torch.Tensor, part: Part, start: int = 0) -> None:
         CheckpointError: names the first such row.
     """
     fmt = part.fmt
+    if not rows.numel():
+        return
     header = rows if fmt.is_exact else rows[..., : fmt.header_bytes]
     bits = header.contiguous().view(torch.int16)  # isfinite() is ten times slower
-    bad = (bits & 0x7FFF) >= _INFINITE["bf16" if fmt.codec == "bf16" else "fp16"]
-    problem = "a value is NaN or infinite"
-    if not fmt.is_exact:
+    sizes = bits & 0x7FFF
+    largest, infinite = int(sizes.max()), _INFINITE["bf16" if fmt.codec == "bf16" else "fp16"]
+    if fmt.is_exact:
+        if largest >= infinite:
+            _refuse(sizes >= infinite, part, start, "a value is NaN or infinite")
+        packed = part.packed_as
+        if packed and packed.max_abs < fmt.max_abs and largest > _PACKABLE:
+            problem = f"a value is too large for {packed} rows, as which it will be packed"
+            _refuse(sizes > _PACKABLE, part, start, problem, part.sink_len)
+        return
+    if largest >= infinite or bool((bits[..., 0::2] < 0).any()):
+        bad = sizes >= infinite
         bad[..., 0::2] |= bits[..., 0::2] < 0
-        problem = "a scale is negative, or a scale or shift is NaN or infinite"
-        if fmt.codec == "fp8" and not bool(bad.any()):
-            bad = (rows[..., fmt.header_bytes :] & 0x7F) == 0x7F
-            problem = "a code is NaN"
-    if bool(bad.any()):
-        row, head, _ = bad.nonzero()[0].tolist()
-        sequence, place = part.locate(start + row)
-        raise CheckpointError(
-            f"layer {part.layer}, {part.side.upper()}, sequence {sequence}, token {place}, KV head "
-            f"{head}: {problem}; make the cache anew from finite keys and values"
-        )
+        _refuse(bad, part, start, "a scale is negative, or a scale or shift is NaN or infinite")
+    if fmt.codec == "fp8":
+        bad = (rows[..., fmt.header_bytes :] & 0x7F) == 0x7F
+        if bool(bad.any()):
+            _refuse(bad, part, start, "a code is NaN")
+
+
+def _refuse(bad: torch.Tensor, part: Part, start: int, problem: str, first: int = 0) -> None:
+    """Raise for the first bad row of a token from `first` on, if there is one."""
+    for row, head in bad.any(-1).nonzero().tolist():
+        sequence, token = part.locate(start + row)
+        if token >= first:
+            raise CheckpointError(
+                f"layer {part.layer}, {part.side.upper()}, sequence {sequence}, token {token}, KV "
+                f"head {head}: {problem}; make the cache anew from finite keys and values"
+            )

@@ -48,18 +48,20 @@ new with each save) and an index NAME.safetensors.index.json:
     {"metadata": {"total_size", "kvquant_cache", "kvquant_cache_sha256"},
      "weight_map": {tensor: file name of its shard, in the same folder}}
 
-The shards' own metadata is not read. Where both NAME.safetensors and its index exist, the index
-counts: files are put in place by a rename and removed afterwards, so that at every moment exactly
-one complete cache is found, the old one or the new one. An index without kvquant_cache is another
-program's: it does not count, and nothing is saved beside it. One process at a time may write to a
-path.
+A shard's own metadata is {"format": "kvquant-cache-shard"}. Where both NAME.safetensors and its
+index exist, the index counts: files are put in place by a rename and removed afterwards, so that at
+every moment exactly one complete cache is found, the old one or the new one. A reader opens all
+files before it reads rows, and begins again if they were replaced before it had them all. Writers
+wait for one another (writing.py). An index without kvquant_cache is another program's: it does not
+count, and nothing is saved beside it. Of a name that is a link the file that it leads to is
+replaced, and shards stand beside that one.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -70,27 +72,30 @@ from .basis import LayerBasis, fingerprints
 from .cache import KVCache
 from .cachechecks import check_size
 from .cachefile import (
+    MANIFEST,
+    SHARD,
     CacheFile,
     check_values,
     index_path,
     is_cache_index,
-    sealed,
+    seal,
     shard_pattern,
 )
 from .errors import CheckpointError, ConfigError
 from .files import (
+    MAX_HEADER_BYTES,
+    NO_DIGEST,
+    SafetensorsFile,
     TensorSource,
-    is_temporary,
-    replaced,
-    sync_directory,
-    token,
+    available_memory,
+    open_file,
     write_safetensors,
-    write_text,
 )
 from .identity import model_identity
 from .layer import LayerCache
 from .manifest import Manifest, Part
 from .plan import CachePlan
+from .writing import Place, sync_folder, token, writing
 
 
 def save_cache(
@@ -119,34 +124,38 @@ def save_cache(
         ShapeError: the layers hold different numbers of tokens.
         ConfigError: model or creation is not plain data, max_shard_bytes is below 1, path has
             another ending, or the index of its name is another program's.
-        CheckpointError: a row holds NaN, so that it could not be loaded.
+        CheckpointError: it could not be loaded again: a row holds NaN, or a value that it cannot be
+            packed with, or what the file says of the cache is too long.
         OSError: the file cannot be written.
     """
     if max_shard_bytes < 1:
         raise ConfigError(f"max_shard_bytes {max_shard_bytes} is not possible: use 1 or more")
-    path = Path(path)
-    if path.suffix != ".safetensors" or path.is_dir():
-        raise ConfigError(f"{path} cannot be written: give the name of a file, NAME.safetensors")
+    path = check_name(path)
+    if path.is_symlink() and not index_path(path).exists():
+        path = Path(os.path.realpath(path))
     index = index_path(path)
-    if index.exists() and not is_cache_index(index):
+    if os.path.lexists(index) and not is_cache_index(index):
         raise ConfigError(f"{index} is not an index of kvquant: choose another name")
     manifest = Manifest.of(cache, model, creation)
     sources = {
         part.name: TensorSource(torch.uint8, manifest.shape(part), _reader(cache, part))
         for part in manifest.parts.values()
     }
+    Manifest.from_json(manifest.to_json(dict.fromkeys(sources, NO_DIGEST), ""))
     shards = _cut(sources, max_shard_bytes)
-    if len(shards) == 1:
-        with replaced(path) as temporary:
-            write_safetensors(temporary, sources, lambda digests: sealed(manifest, digests))
-        if index.exists():
-            index.unlink()
-            sync_directory(path.parent)
-        written = [path]
-    else:
-        written = _write_shards(manifest, path, shards)
-        path.unlink(missing_ok=True)
-    _remove_leftovers(path, keep={file.name for file in written})
+    with writing(path) as place:
+        old = None if place.is_locked else _content(index)
+        if len(shards) == 1:
+            with place.replaced(path, like=index if index.exists() else None) as file:
+                write_safetensors(file, sources, lambda digests: seal(MANIFEST, manifest, digests))
+            if index.exists():
+                index.unlink()
+                sync_folder(path.parent)
+            written = [path]
+        else:
+            written = _write_shards(place, manifest, path, shards)
+            path.unlink(missing_ok=True)
+        _remove_old_shards(path, {file.name for file in written}, old)
     return written
 
 
@@ -206,7 +215,7 @@ def _reader(cache: KVCache, part: Part) -> Callable[[], Iterator[torch.Tensor]]:
         rows = getattr(layer, part.attribute)
         for b in range(cache.batch):
             chunk = rows[b][:, _slots(layer, part, b)].transpose(0, 1)
-            check_values(chunk, part, sum(part.counts[:b]))
+            check_values(chunk, part, part.starts[b])
             yield chunk
 
     return chunks
@@ -236,7 +245,7 @@ def _cut(sources: Mapping[str, TensorSource], limit: int) -> list[dict[str, Tens
 
 
 def _write_shards(
-    manifest: Manifest, path: Path, shards: list[dict[str, TensorSource]]
+    place: Place, manifest: Manifest, path: Path, shards: list[dict[str, TensorSource]]
 ) -> list[Path]:
     """Write shards under names never used before, then put the index in place."""
     stem, mark = path.name.removesuffix(".safetensors"), token()
@@ -244,36 +253,75 @@ def _write_shards(
         path.with_name(f"{stem}-{mark}-{i:05}-of-{len(shards):05}.safetensors")
         for i in range(1, len(shards) + 1)
     ]
+    index = index_path(path)
+    like = next((old for old in (index, path) if old.exists()), None)  # for its mode
     digests: dict[str, str] = {}
     try:
-        for file, shard in zip(files, shards, strict=True):
-            digests |= write_safetensors(file, shard, lambda _: {"format": "kvquant-cache-shard"})
-        sync_directory(path.parent)
+        for name, shard in zip(files, shards, strict=True):
+            with place.replaced(name, like) as file:
+                digests |= write_safetensors(file, shard, lambda _: SHARD)
         total = sum(source.nbytes for shard in shards for source in shard.values())
         weight_map = {
             name: file.name for file, shard in zip(files, shards, strict=True) for name in shard
         }
-        metadata = {"total_size": total, **sealed(manifest, digests)}
-        with replaced(index_path(path)) as temporary:
-            write_text(temporary, json.dumps({"metadata": metadata, "weight_map": weight_map}))
+        metadata = {"total_size": total, **seal(MANIFEST, manifest, digests)}
+        text = json.dumps({"metadata": metadata, "weight_map": weight_map}).encode()
+        if len(text) > MAX_HEADER_BYTES:
+            raise CheckpointError(f"the index would have {len(text)} bytes: use larger shards")
+        with place.replaced(index, like) as file:
+            file.write(text)
     except BaseException:
-        index = index_path(path)
-        if not (index.exists() and mark in index.read_text()):  # else they are in use already
-            for file in files:
-                file.unlink(missing_ok=True)
+        if mark.encode() not in _content(index):  # else they are in use already
+            for name in files:
+                name.unlink(missing_ok=True)
         raise
-    return [*files, index_path(path)]
+    return [*files, index]
 
 
-def _remove_leftovers(path: Path, keep: Iterable[str]) -> None:
-    """Remove the shards that no index names any more, and what killed processes left."""
-    index = index_path(path)
-    shard = shard_pattern(index)
-    for name in os.listdir(path.parent):
-        ours = shard.fullmatch(name) or is_temporary(name, path) or is_temporary(name, index)
-        if ours and name not in keep:
-            with suppress(OSError):  # the cache is written; what stays is only space
+def _remove_old_shards(path: Path, keep: Collection[str], old: bytes | None) -> None:
+    """Remove the shards of this name that are ours and that no index names any more.
+
+    Args:
+        path: of the cache.
+        keep: file names of the shards in use.
+        old: without a lock the index that was replaced: only its shards are nobody else's.
+    """
+    pattern = shard_pattern(index_path(path))
+    with suppress(OSError):  # the cache is written; what stays is only space
+        names = os.listdir(path.parent)
+        indices = [path.with_name(name) for name in names if name.endswith(".index.json")]
+        for name in names:
+            if name in keep or not pattern.fullmatch(name) or not _is_shard(path.with_name(name)):
+                continue
+            is_named = any(name.encode() in _content(index) for index in indices)
+            if not is_named and (old is None or name.encode() in old):
                 path.with_name(name).unlink()
+
+
+def _is_shard(path: Path) -> bool:
+    """Whether a file says that it is a shard of a cache."""
+    try:
+        with SafetensorsFile(path) as file:
+            return file.metadata == SHARD and not path.is_symlink()
+    except (CheckpointError, OSError):
+        return False
+
+
+def _content(index: Path) -> bytes:
+    """The bytes of an index, of whatever program; none if it cannot be read."""
+    try:
+        with open_file(index) as file:
+            return bytes(file.read(MAX_HEADER_BYTES))
+    except (CheckpointError, OSError):
+        return b""
+
+
+def check_name(path: str | os.PathLike[str]) -> Path:
+    """The path of a file to be written; ConfigError unless it is NAME.safetensors."""
+    path = Path(path)
+    if path.suffix != ".safetensors":
+        raise ConfigError(f"{path} cannot be written: give the name of a file, NAME.safetensors")
+    return path
 
 
 def check_model(path: Path, ours: Mapping[str, str] | None, theirs: Mapping[str, str]) -> None:
@@ -309,6 +357,14 @@ def _check_plan(path: Path, manifest: Manifest, plan: CachePlan | None) -> None:
             f"{path} was made {'with another plan' if ours else 'without a plan'}{where}: its rows "
             "cannot be read in the bases of this one; take the plan that it was made with"
         )
+    heads = manifest.num_kv_heads  # zeros of other shapes have the same fingerprint
+    for i, (entry, basis) in enumerate(zip(manifest.layers, plan.layers, strict=True)):
+        for fmt, side in zip((entry.k_format, entry.v_format), basis, strict=True):
+            if side.offset.shape != (heads, fmt.head_dim):
+                raise CheckpointError(
+                    f"layer {i} of {path} has {[heads, fmt.head_dim]} heads and channels, that of "
+                    f"the plan {list(side.offset.shape)}: take the plan that it was made with"
+                )
 
 
 def _check_room(path: Path, manifest: Manifest, max_seq_len: int) -> None:
@@ -339,7 +395,7 @@ def _allocate(
 ) -> KVCache:
     """An empty cache with the counters of the manifest."""
     needed = manifest.cache_bytes(max_seq_len)
-    available = _available_memory() if torch.device(device).type == "cpu" else None
+    available = available_memory() if torch.device(device).type == "cpu" else None
     advice = (
         f"{path}: a cache of max_seq_len {max_seq_len} takes {needed / 2**30:,.1f} GiB, more than "
         f"there is: pass a smaller max_seq_len, {max(manifest.seq_lens)} or more"
@@ -380,17 +436,3 @@ def _bases(plan: CachePlan, manifest: Manifest) -> list[LayerBasis]:
         for side, fmt in (("k", entry.k_format), ("v", entry.v_format))
     }
     return plan.with_layer_formats(formats).layers
-
-
-def _available_memory() -> int | None:
-    """Bytes that this process may still take, where the system says so."""
-    found = []
-    with suppress(OSError, ValueError, IndexError):
-        lines = Path("/proc/meminfo").read_text().split("MemAvailable:")
-        found.append(int(lines[1].split()[0]) * 1024)
-    with suppress(OSError, ValueError):
-        found.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    if not found:
-        with suppress(AttributeError, OSError, ValueError):
-            found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    return min(found, default=None)

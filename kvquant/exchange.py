@@ -36,8 +36,9 @@ import torch
 from .cache import KVCache
 from .cachechecks import Formats
 from .errors import CheckpointError, ConfigError, NonFiniteError, ShapeError, UnsupportedError
-from .files import TensorSource, open_safetensors, read_tensor, replaced, write_safetensors
-from .layout import FP16_MAX, RowFormat
+from .files import SafetensorsFile, TensorSource, save_safetensors
+from .jsonvalues import INT32, MAX_LAYERS, MAX_SEQUENCES
+from .layout import FP16_MAX, HEAD_DIMS, RowFormat
 from .quant import EXACT_DTYPES, FLOAT_DTYPES, dequantize_rows, exact_codec, quantize_rows
 
 TARGETS = ("bf16", "fp16", "fbgemm", "xformers")
@@ -45,9 +46,102 @@ TARGETS = ("bf16", "fp16", "fbgemm", "xformers")
 MAX_SCALE = {"int4": FP16_MAX / 512, "fp8": FP16_MAX / 448}
 
 
+class RawFile:
+    """The raw K and V tensors of another program, open for reading; told in the module.
+
+    Args:
+        path: a safetensors file.
+
+    Attributes:
+        path: as given.
+        num_layers: layers.
+        k_shapes, v_shapes: of each layer [batch, num_kv_heads, tokens, head_dim].
+        dtype: of the first layer's K.
+        seq_lens: [batch] int32, tokens in use.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CheckpointError: it is damaged, or its tensors are not those that are asked for.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._file = SafetensorsFile(self.path, settled=True)
+        try:
+            self._check()
+        except CheckpointError as error:
+            self._file.close()
+            raise CheckpointError(f"{self.path}: {error}") from None
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> RawFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Read K and V of a layer.
+
+        Raises:
+            CheckpointError: the file was written to since it was opened.
+        """
+        k, v = (self._file.read(f"layers.{layer}.{side}") for side in "kv")
+        self._file.check_unchanged()  # it has no checksums
+        return k, v
+
+    def _check(self) -> None:
+        shapes, dtypes = self._file.shapes, self._file.dtypes
+        self.num_layers = sum(name.startswith("layers.") for name in shapes) // 2
+        expected = [f"layers.{i}.{side}" for i in range(self.num_layers) for side in "kv"]
+        if not expected or shapes.keys() - {"seq_lens"} != set(expected):
+            odd = min(shapes.keys() - {"seq_lens"} ^ set(expected), default="layers.0.k")
+            raise CheckpointError(
+                f"tensor {odd!r:.80} is missing or should not be there: name them layers.0.k, "
+                "layers.0.v, layers.1.k and so on, and optionally seq_lens"
+            )
+        first = shapes["layers.0.k"]
+        for name in expected:
+            shape = shapes[name]
+            if dtypes[name] not in FLOAT_DTYPES:
+                raise CheckpointError(f"{name} is {dtypes[name]}: use bfloat16, float16 or float32")
+            if len(shape) != 4 or shape[:3] != first[:3] or 0 in shape[:2]:
+                raise CheckpointError(
+                    f"{name} is {list(shape)!s:.80}: all must be [batch, num_kv_heads, tokens, "
+                    f"head_dim], alike but for head_dim; layers.0.k is {list(first)!s:.80}"
+                )
+            if shape[3] not in HEAD_DIMS:
+                RowFormat.parse("bf16", shape[3])  # says which there are
+        batch, heads, tokens, _ = first
+        sizes = ("sequences", batch, MAX_SEQUENCES), ("layers", self.num_layers, MAX_LAYERS)
+        for what, size, most in (*sizes, ("KV heads", heads, INT32), ("tokens", tokens, INT32)):
+            if size > most:
+                raise CheckpointError(f"it has {size} {what}: {most} are possible")
+        self.k_shapes = [shapes[name] for name in expected[0::2]]
+        self.v_shapes = [shapes[name] for name in expected[1::2]]
+        self.dtype = dtypes["layers.0.k"]
+        self.seq_lens = torch.full((batch,), tokens, dtype=torch.int32, device="cpu")
+        if "seq_lens" not in shapes:
+            return
+        if dtypes["seq_lens"] not in (torch.int32, torch.int64) or shapes["seq_lens"] != (batch,):
+            raise CheckpointError(
+                f"seq_lens is {dtypes['seq_lens']} {list(shapes['seq_lens'])!s:.80}: use int32 "
+                f"[{batch}]"
+            )
+        given = self._file.read("seq_lens")
+        self._file.check_unchanged()
+        if bool(((given < 0) | (given > tokens)).any()):
+            raise CheckpointError(
+                f"seq_lens is {given.tolist()!s:.80}: use numbers from 0 to {tokens}"
+            )
+        self.seq_lens = given.int()
+
+
 @dataclass(frozen=True)
 class RawTensors:
-    """K and V that another program wrote, mapped from the file.
+    """K and V that another program wrote.
 
     Attributes:
         layers: K and V of each layer, [batch, num_kv_heads, tokens, head_dim].
@@ -59,52 +153,18 @@ class RawTensors:
 
 
 def load_raw(path: str | os.PathLike[str]) -> RawTensors:
-    """Open the raw K and V tensors of another program; their names are told in the module.
+    """Read the raw K and V tensors of another program, all at once.
 
     Args:
         path: a safetensors file.
 
-    Returns:
-        The tensors, checked for names, dtypes and shapes. Their values are read when they are used.
-
     Raises:
         FileNotFoundError: there is no such file.
-        CheckpointError: it is damaged, or its tensors are not those that are asked for.
+        CheckpointError: it is damaged, its tensors are not those that are asked for, or it is
+            written to at the same time.
     """
-    path = Path(path)
-    with open_safetensors(path) as file:
-        names = set(file.keys())
-        num_layers = sum(name.startswith("layers.") for name in names) // 2
-        expected = [f"layers.{i}.{side}" for i in range(num_layers) for side in "kv"]
-        if not expected or names - {"seq_lens"} != set(expected):
-            odd = min(names - {"seq_lens"} ^ set(expected), default="layers.0.k")
-            raise CheckpointError(
-                f"{path}: tensor {odd!r:.80} is missing or should not be there: name them "
-                "layers.0.k, layers.0.v, layers.1.k and so on, and optionally seq_lens"
-            )
-        tensors = {name: read_tensor(file, name) for name in names}
-    first = tensors["layers.0.k"]
-    for name in expected:
-        x = tensors[name]
-        if x.dtype not in FLOAT_DTYPES:
-            raise CheckpointError(f"{path}: {name} is {x.dtype}: use bfloat16, float16 or float32")
-        if x.ndim != 4 or x.shape[:3] != first.shape[:3] or 0 in x.shape[:2]:
-            raise CheckpointError(
-                f"{path}: {name} is {list(x.shape)}: all must be [batch, num_kv_heads, tokens, "
-                f"head_dim], alike but for head_dim; layers.0.k is {list(first.shape)}"
-            )
-    batch, _, tokens, _ = first.shape
-    seq_lens = tensors.get("seq_lens", torch.full((batch,), tokens, dtype=torch.int32))
-    if seq_lens.dtype not in (torch.int32, torch.int64) or seq_lens.shape != (batch,):
-        raise CheckpointError(
-            f"{path}: seq_lens is {seq_lens.dtype} {list(seq_lens.shape)}: use int32 [{batch}]"
-        )
-    if bool(((seq_lens < 0) | (seq_lens > tokens)).any()):
-        raise CheckpointError(
-            f"{path}: seq_lens is {seq_lens.tolist()}: use numbers from 0 to {tokens}"
-        )
-    layers = [(tensors[f"layers.{i}.k"], tensors[f"layers.{i}.v"]) for i in range(num_layers)]
-    return RawTensors(layers, seq_lens.int())
+    with RawFile(path) as file:
+        return RawTensors([file.layer(i) for i in range(file.num_layers)], file.seq_lens)
 
 
 def quantize_raw(
@@ -120,7 +180,7 @@ def quantize_raw(
     """Make a cache from the raw K and V tensors of another program.
 
     Args:
-        path: a safetensors file as load_raw reads it.
+        path: a safetensors file.
         k_format, v_format, sink_len, recent_len: as in KVCache.
         exact_format: "bf16" or "fp16"; that of the tensors when None (bf16 for float32).
         max_seq_len: tokens that a sequence has room for; those of the tensors when None.
@@ -129,38 +189,38 @@ def quantize_raw(
         A cache on the CPU.
 
     Raises:
-        FileNotFoundError, CheckpointError: as in load_raw.
+        FileNotFoundError: there is no such file.
+        CheckpointError: it is damaged, its tensors are not those that are asked for, or it is
+            written to at the same time.
         ConfigError: a format or a size that does not exist.
         ShapeError: a sequence is longer than max_seq_len.
         NonFiniteError: NaN, Inf or a value that one of the formats cannot hold, with its place.
     """
-    raw = load_raw(path)
-    first = raw.layers[0][0]
-    if exact_format is None:
-        exact_format = exact_codec(first.dtype)
-    longest = int(raw.seq_lens.max())
-    if max_seq_len is not None and longest > max_seq_len:
-        raise ShapeError(
-            f"{path} has sequences of up to {longest} tokens, max_seq_len is {max_seq_len}: use "
-            f"max_seq_len (--max-seq-len) {longest} or more"
+    with RawFile(path) as raw:
+        batch, num_kv_heads, tokens, head_dim = raw.k_shapes[0]
+        longest = int(raw.seq_lens.max())
+        if max_seq_len is not None and longest > max_seq_len:
+            raise ShapeError(
+                f"{path} has sequences of up to {longest} tokens, max_seq_len is {max_seq_len}: "
+                f"use max_seq_len (--max-seq-len) {longest} or more"
+            )
+        cache = KVCache(
+            raw.num_layers,
+            batch,
+            num_kv_heads,
+            head_dim,
+            tokens if max_seq_len is None else max_seq_len,
+            k_format=_formats("k_format", k_format, [shape[3] for shape in raw.k_shapes]),
+            v_format=_formats("v_format", v_format, [shape[3] for shape in raw.v_shapes]),
+            sink_len=sink_len,
+            recent_len=recent_len,
+            exact_format=exact_codec(raw.dtype) if exact_format is None else exact_format,
         )
-    cache = KVCache(
-        len(raw.layers),
-        first.shape[0],
-        first.shape[1],
-        first.shape[3],
-        first.shape[2] if max_seq_len is None else max_seq_len,
-        k_format=_formats("k_format", k_format, [k.shape[3] for k, _ in raw.layers]),
-        v_format=_formats("v_format", v_format, [v.shape[3] for _, v in raw.layers]),
-        sink_len=sink_len,
-        recent_len=recent_len,
-        exact_format=exact_format,
-    )
-    for i, (k, v) in enumerate(raw.layers):
-        try:
-            cache.append(i, k, v, raw.seq_lens)
-        except NonFiniteError as error:
-            raise NonFiniteError(f"{path}: layers.{i}.{error}") from None
+        for i in range(raw.num_layers):
+            try:
+                cache.append(i, *raw.layer(i), raw.seq_lens)
+            except NonFiniteError as error:
+                raise NonFiniteError(f"{path}: layers.{i}.{error}") from None
     return cache
 
 
@@ -211,8 +271,7 @@ def export_cache(cache: KVCache, path: str | os.PathLike[str], to: str) -> list[
     counts = seq_lens - 1 if to == "fbgemm" else seq_lens
     name = "seq_positions" if to == "fbgemm" else "seq_lens"
     tensors[name] = TensorSource(torch.int32, (cache.batch,), lambda: [counts])
-    with replaced(Path(path)) as temporary:
-        write_safetensors(temporary, tensors, lambda _: {"format": "pt", "kvquant_export": to})
+    save_safetensors(path, tensors, lambda _: {"format": "pt", "kvquant_export": to})
     return notes
 
 

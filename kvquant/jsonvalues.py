@@ -1,112 +1,125 @@
-"""Values of a manifest, which is JSON that anybody may have written: each is checked when read."""
+"""JSON that anybody may have written: read strictly, and checked against a schema by msgspec."""
 
 from __future__ import annotations
 
 import json
-from typing import Any, NoReturn
+import math
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
 
-from .errors import CheckpointError
+import msgspec
+from msgspec import Meta
+
+from .errors import CheckpointError, ConfigError
 from .layout import RowFormat
 
 INT32, INT64 = 2**31 - 1, 2**63 - 1
+MAX_LISTS = 1 << 20  # lists and objects of a text, each of which takes a hundred bytes of memory
+MAX_LAYERS, MAX_SEQUENCES = 1 << 12, 1 << 20  # of a file
+
+Length = Annotated[int, Meta(ge=0, le=INT32)]
+Count = Annotated[int, Meta(ge=1, le=INT32)]
+Wide = Annotated[int, Meta(ge=-INT64 - 1, le=INT64)]
+_DIGITS = r"\A[0-9a-f]{64}\Z"
+Digest = Annotated[str, Meta(pattern=_DIGITS)]
+ExactCodec = Annotated[str, Meta(pattern=r"\A(bf16|fp16)\Z")]
+T = TypeVar("T")
 
 
-def parse(text: str) -> Any:
+class Object(msgspec.Struct, forbid_unknown_fields=True):
+    """A JSON object with exactly these keys."""
+
+
+class FormatName(Object):
+    """A row format as files name it."""
+
+    format: str
+    head_dim: Length
+
+    def row_format(self, what: str) -> RowFormat:
+        """The format, or CheckpointError."""
+        try:
+            return RowFormat.parse(self.format, self.head_dim)
+        except ValueError as error:  # ConfigError, or a number of groups too long for int()
+            raise CheckpointError(f"{what}: {str(error)[:200]}") from None
+
+
+class ModelName(Object):
+    """Which model something belongs to: model_identity of its config."""
+
+    type: str
+    sha256: Digest
+
+
+class Fingerprints(Object):
+    """The fingerprints of the bases of a layer."""
+
+    k: Digest
+    v: Digest
+
+
+def parse(text: str | bytes, what: str, *, nan: bool = False, surrogates: bool = False) -> Any:
     """Read JSON.
 
+    Args:
+        text: of it.
+        what: "the manifest" or the like, for the error.
+        nan: whether NaN and Infinity may come, which are no JSON but which Python writes.
+        surrogates: whether strings may hold halves of characters, as odd file names do.
+
     Raises:
-        CheckpointError: it is none; NaN and Infinity are none.
+        CheckpointError: it is none, an object has a key twice, or there are more than MAX_LISTS
+            lists and objects.
+    """
+    options: dict[str, Any] = {"parse_constant": _refuse, "parse_float": _finite}
+    try:
+        text = text if isinstance(text, str) else text.decode()
+        if text.count("[") + text.count("{") > MAX_LISTS:
+            raise ValueError(f"it has more than {MAX_LISTS} lists and objects")
+        value = json.loads(text, object_pairs_hook=_object, **({} if nan else options))
+        if not surrogates and re.search(r"\\u[dD][89a-fA-F]", text):
+            json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{what} is no JSON that is read here ({error!s:.200})") from None
+    return value
+
+
+def checked(value: Any, schema: type[T], what: str) -> T:
+    """Give a JSON value the types of a schema.
+
+    Args:
+        value: as parse gives it.
+        schema: what msgspec.convert takes.
+        what: "the manifest" or the like, for the error.
+
+    Raises:
+        CheckpointError: it does not fit; where, what came, and what may come.
     """
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"the manifest is no JSON ({error})") from None
+        return msgspec.convert(value, schema)
+    except msgspec.ValidationError as error:
+        raise CheckpointError(_explained(str(error), value, what)) from None
+    except UnicodeError as error:
+        raise CheckpointError(f"{what} has half a character in it ({error})") from None
 
 
-def parse_manifest(
-    text: str, file_format: str, versions: tuple[int, ...], keys: set[str]
-) -> dict[str, Any]:
-    """Read the object of a manifest of one of the versions, with exactly these keys.
+def manifest_object(text: str, file_format: str, versions: tuple[int, ...]) -> dict[str, Any]:
+    """Read the object of a manifest of one of the versions.
 
     Raises:
         CheckpointError: it is another one.
     """
-    top = parse(text)
+    top = parse(text, "the manifest", surrogates=True)
     if type(top) is not dict or top.get("format") != file_format:
         raise CheckpointError(f"the manifest is not that of a {file_format} file")
-    if top.get("version") not in versions:
+    version = top.get("version")
+    if type(version) is not int or version not in versions:
         raise CheckpointError(
-            f"the file has version {top.get('version')!r:.40}, this kvquant reads "
+            f"the file has version {version!r:.40}, this kvquant reads "
             f"{' and '.join(map(str, versions))}: take the kvquant that wrote it, or save it anew"
         )
-    check_keys(top, keys, "the manifest")
     return top
-
-
-def check_keys(value: dict[str, Any], expected: set[str], what: str) -> None:
-    """Raise CheckpointError unless an object has exactly these keys."""
-    if value.keys() != expected:
-        names = sorted(value.keys() ^ expected)
-        raise CheckpointError(f"{what} has no key {names[0]!r:.80}, or should have none")
-
-
-def as_dict(value: Any, what: str) -> dict[str, Any]:
-    """An object, or CheckpointError."""
-    if type(value) is not dict:
-        raise CheckpointError(f"{what} is {value!r:.80}: it must be an object")
-    return value
-
-
-def as_list(value: Any, what: str) -> list[Any]:
-    """A list, or CheckpointError."""
-    if type(value) is not list:
-        raise CheckpointError(f"{what} is {value!r:.80}: it must be a list")
-    return value
-
-
-def whole(value: Any, what: str, *, low: int = 0, high: int = INT32) -> int:
-    """A whole number within bounds, or CheckpointError."""
-    if type(value) is not int or not low <= value <= high:
-        raise CheckpointError(
-            f"{what} is {value!r:.80}: it must be a whole number from {low} to {high}"
-        )
-    return value
-
-
-def wholes(values: Any, what: str, *, low: int = 0, high: int = INT32) -> tuple[int, ...]:
-    """A list of whole numbers within bounds, or CheckpointError."""
-    return tuple(whole(value, what, low=low, high=high) for value in as_list(values, what))
-
-
-def choice(value: Any, what: str, choices: tuple[str, ...]) -> str:
-    """One of some strings, or CheckpointError."""
-    if type(value) is not str or value not in choices:
-        raise CheckpointError(f"{what} is {value!r:.80}: it must be one of {', '.join(choices)}")
-    return value
-
-
-def row_format(value: Any, what: str) -> RowFormat:
-    """A format, from {"format", "head_dim"}, or CheckpointError."""
-    check_keys(as_dict(value, what), {"format", "head_dim"}, what)
-    name, head_dim = value["format"], value["head_dim"]
-    if type(name) is not str:
-        raise CheckpointError(f"{what}.format is {name!r:.80}: it must be a format's name")
-    try:
-        return RowFormat.parse(name, whole(head_dim, f"{what}.head_dim"))
-    except ValueError as error:  # ConfigError, or a number of groups too long for int()
-        raise CheckpointError(f"{what}: {str(error)[:200]}") from None
-
-
-def identity(value: Any) -> dict[str, str] | None:
-    """A model's identity or none, or CheckpointError."""
-    if value is None:
-        return None
-    found = as_dict(value, "model")
-    check_keys(found, {"type", "sha256"}, "model")
-    if type(found["type"]) is not str:
-        raise CheckpointError("model.type must be a string")
-    check_digest(found["sha256"], "model.sha256")
-    return found
 
 
 def transforms(value: Any, num_layers: int) -> tuple[dict[str, str], ...]:
@@ -115,28 +128,62 @@ def transforms(value: Any, num_layers: int) -> tuple[dict[str, str], ...]:
     Raises:
         CheckpointError: it says something else.
     """
-    if value == []:
-        return ()
     try:
-        for i, entry in enumerate(as_list(value, "transforms")):
-            check_keys(as_dict(entry, f"transforms[{i}]"), {"k", "v"}, f"transforms[{i}]")
-            for side in "kv":
-                check_digest(entry[side], f"transforms[{i}].{side}")
-        if len(value) != num_layers:
-            raise CheckpointError(f"{len(value)} transforms for {num_layers} layers")
+        found = checked(value, tuple[Fingerprints, ...], "transforms")
+        if found and len(found) != num_layers:
+            raise CheckpointError(f"{len(found)} transforms for {num_layers} layers")
     except CheckpointError as error:
         raise CheckpointError(
             f"the rows were transformed by {value!r:.80}, which this kvquant does not know: take a "
             f"newer one ({error})"
         ) from None
-    return tuple(value)
+    return tuple(msgspec.to_builtins(entry) for entry in found)
 
 
-def check_digest(value: Any, what: str) -> None:
-    """Raise CheckpointError unless this is a SHA-256 in hexadecimal digits."""
-    if type(value) is not str or len(value) != 64 or not set(value) <= set("0123456789abcdef"):
-        raise CheckpointError(f"{what} is {value!r:.80}: it must be 64 hexadecimal digits")
+def plain_data(value: Mapping[str, Any] | None, what: str) -> dict[str, Any]:
+    """A copy of a dict as it will be read from a file.
+
+    Raises:
+        ConfigError: it is not made of strings, finite numbers, lists and dicts.
+    """
+    try:
+        text = json.dumps(dict(value or {}), allow_nan=False)
+        copied = parse(text, what, surrogates=True)
+    except (TypeError, ValueError, RecursionError) as error:  # CheckpointError is a ValueError
+        raise ConfigError(
+            f"{what} is not plain data ({error}): use strings, finite numbers, lists, dicts"
+        ) from None
+    return dict(copied)
 
 
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
+def _explained(problem: str, value: Any, what: str) -> str:
+    """msgspec's words for what is wrong, with the value in question."""
+    text, _, path = problem.partition(" - at `$")
+    path = path.rstrip("`").lstrip(".")
+    text = text.replace(f"`str` matching regex {_DIGITS!r}", "64 hexadecimal digits")
+    text = text.replace("Expected ", "it must be ").replace("`", "")
+    if text.startswith("Object "):  # it lacks a key, or has another one
+        return f"{path or what} has another key or lacks one: {text[0].lower()}{text[1:]}"
+    if "..." in path:  # some value of a dict
+        return f"{path}: {text}"
+    for key, index in re.findall(r"([^.\[\]]*[a-z_][^.\[\]]*)|\[(\d+)\]", path):
+        value = value[key] if key else value[int(index)]
+    return f"{path or what} is {value!r:.80}: {text}"
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("an object has a key twice")
+    return found
+
+
+def _refuse(name: str) -> Any:
+    raise ValueError(f"{name} is none")
+
+
+def _finite(digits: str) -> float:
+    number = float(digits)
+    if not math.isfinite(number):
+        raise ValueError(f"{digits:.40} is too large")
+    return number

@@ -6,31 +6,40 @@ The keys are told in checkpoint.py, which owns the format.
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from itertools import accumulate
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+import torch
+from msgspec import UNSET, Meta, UnsetType
 
 from .basis import fingerprints
 from .cache import KVCache
-from .errors import CheckpointError, ConfigError, ShapeError
+from .errors import CheckpointError, ShapeError
 from .identity import model_identity
 from .jsonvalues import (
-    INT64,
-    as_dict,
-    as_list,
-    check_digest,
-    check_keys,
-    choice,
-    identity,
-    parse_manifest,
-    row_format,
+    MAX_LAYERS,
+    MAX_SEQUENCES,
+    Count,
+    Digest,
+    ExactCodec,
+    FormatName,
+    Length,
+    ModelName,
+    Object,
+    Wide,
+    checked,
+    manifest_object,
+    plain_data,
     transforms,
-    whole,
-    wholes,
 )
 from .layer import Rooms, rooms_of
-from .layout import EXACT_CODECS, RowFormat
+from .layout import RowFormat
 
 FORMAT = "kvquant-cache"
 VERSION = 1
@@ -50,6 +59,8 @@ class Part:
         fmt: format of the rows.
         counts: rows of each sequence.
         firsts: the token that the first row of each sequence holds.
+        packed_as: what 16-bit rows will be quantized to, from these 16 bits; None if they stay.
+        sink_len: tokens of each sequence, the first ones, whose rows stay in any case.
     """
 
     layer: int
@@ -58,6 +69,8 @@ class Part:
     fmt: RowFormat
     counts: tuple[int, ...]
     firsts: tuple[int, ...]
+    packed_as: RowFormat | None = None
+    sink_len: int = 0
 
     @property
     def attribute(self) -> str:
@@ -74,13 +87,19 @@ class Part:
         """Tokens of all sequences."""
         return sum(self.counts)
 
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """The row of the tensor that is the first one of each sequence."""
+        return tuple(accumulate(self.counts[:-1], initial=0))
+
     def locate(self, row: int) -> tuple[int, int]:
         """Sequence and token of a row of the tensor."""
-        for sequence, count in enumerate(self.counts):
-            if row < count:
-                return sequence, self.firsts[sequence] + row
-            row -= count
-        raise IndexError(row)
+        sequence = bisect_right(self.starts, row) - 1
+        return sequence, self.firsts[sequence] + row - self.starts[sequence]
+
+    def by_token(self, rows: torch.Tensor) -> torch.Tensor:
+        """The tensor as [tokens, num_kv_heads, row_bytes]."""
+        return rows
 
 
 @dataclass(frozen=True)
@@ -127,12 +146,6 @@ class Manifest:
                     f"layer {i} holds {layer.seq_lens.tolist()} tokens, another one "
                     f"{seq_lens.tolist()}: append this step's tokens to every layer, then save"
                 )
-        try:
-            copied = json.loads(json.dumps(dict(creation or {}), allow_nan=False))
-        except (TypeError, ValueError, RecursionError) as error:
-            raise ConfigError(
-                f"creation is not plain data ({error}): use strings, finite numbers, lists, dicts"
-            ) from None
         return cls(
             cache.num_kv_heads,
             cache.head_dim,
@@ -152,7 +165,7 @@ class Manifest:
                 for layer in cache.layers
             ),
             None if model is None else model_identity(model),
-            copied,
+            plain_data(creation, "creation"),
             tuple(fingerprints(cache.bases)),
         )
 
@@ -182,25 +195,28 @@ class Manifest:
                 exact = RowFormat(self.exact_format, 1, fmt.head_dim)
                 for kind, (counts, firsts) in spans.items():
                     rows = fmt if kind == "packed" else exact
-                    part = Part(i, side, kind, rows, counts, firsts)
+                    later = fmt if kind == "recent" else None
+                    part = Part(i, side, kind, rows, counts, firsts, later)
                     if part.num_rows:
                         found[part.name] = part
         return found
 
     def _spans(self, entry: LayerEntry) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
         """Of each kind of rows how many there are of each sequence, and their first tokens."""
-        sink_len = self.sink_len if entry.window is None else 0
-        spans: dict[str, list[tuple[int, int]]] = {kind: [] for kind in KINDS}
-        for seq_len, packed_len in zip(self.seq_lens, entry.packed_lens, strict=True):
-            sinks = min(seq_len, sink_len)
-            last = sinks + packed_len
-            first = sinks if entry.window is None else min(max(seq_len - entry.window, 0), last)
-            spans["sinks"].append((sinks, 0))
-            spans["packed"].append((last - first, first))
-            spans["recent"].append((seq_len - last, last))
+        seq_lens, packed_lens = np.array(self.seq_lens), np.array(entry.packed_lens)
+        sinks = np.minimum(seq_lens, self.sink_len if entry.window is None else 0)
+        last = sinks + packed_lens
+        first = sinks
+        if entry.window is not None:
+            first = np.minimum(np.maximum(seq_lens - entry.window, 0), last)
+        spans = {
+            "sinks": (sinks, np.zeros_like(sinks)),
+            "packed": (last - first, first),
+            "recent": (seq_lens - last, last),
+        }
         return {
-            kind: (tuple(n for n, _ in span), tuple(first for _, first in span))
-            for kind, span in spans.items()
+            kind: (tuple(counts.tolist()), tuple(firsts.tolist()))
+            for kind, (counts, firsts) in spans.items()
         }
 
     def shape(self, part: Part) -> tuple[int, int, int]:
@@ -262,38 +278,33 @@ class Manifest:
         Raises:
             CheckpointError: the manifest is not one that this version writes.
         """
-        top = parse_manifest(text, FORMAT, (VERSION, WINDOWS_VERSION), _TOP_KEYS)
+        top = manifest_object(text, FORMAT, (VERSION, WINDOWS_VERSION))
+        told = checked(top, _Told, "the manifest")
         manifest = cls(
-            whole(top["num_kv_heads"], "num_kv_heads", low=1),
-            whole(top["head_dim"], "head_dim", low=1),
-            whole(top["max_seq_len"], "max_seq_len"),
-            whole(top["sink_len"], "sink_len"),
-            whole(top["recent_len"], "recent_len"),
-            choice(top["exact_format"], "exact_format", EXACT_CODECS),
-            wholes(top["seq_lens"], "seq_lens"),
-            wholes(top["start_positions"], "start_positions", low=-INT64, high=INT64),
-            tuple(
-                _layer_entry(entry, f"layers[{i}]")
-                for i, entry in enumerate(as_list(top["layers"], "layers"))
-            ),
-            identity(top["model"]),
-            as_dict(top["creation"], "creation"),
-            transforms(top["transforms"], len(top["layers"])),
+            told.num_kv_heads,
+            told.head_dim,
+            told.max_seq_len,
+            told.sink_len,
+            told.recent_len,
+            told.exact_format,
+            told.seq_lens,
+            told.start_positions,
+            tuple(layer.entry(f"layers[{i}]") for i, layer in enumerate(told.layers)),
+            msgspec.to_builtins(told.model),
+            told.creation,
+            transforms(told.transforms, len(told.layers)),
         )
-        if top["version"] != manifest.version:
+        if told.version != manifest.version:
             raise CheckpointError(
-                f"the file has version {top['version']}, its layers are of {manifest.version}"
+                f"the file has version {told.version}, its layers are of {manifest.version}"
             )
-        manifest._check(wholes(top["positions"], "positions", low=-INT64, high=INT64))
-        digests = as_dict(top["sha256"], "sha256")
-        if digests.keys() != manifest.parts.keys():
-            names = sorted(digests.keys() ^ manifest.parts.keys())
+        manifest._check(told.positions)
+        if told.sha256.keys() != manifest.parts.keys():
+            names = sorted(told.sha256.keys() ^ manifest.parts.keys())
             raise CheckpointError(
                 f"the tensors listed do not fit the lengths: see {names[0]!r:.80}"
             )
-        for name, digest in digests.items():
-            check_digest(digest, f"sha256 of {name}")
-        return manifest, digests
+        return manifest, told.sha256
 
     def _check(self, positions: tuple[int, ...]) -> None:
         """Raise unless the values fit one another."""
@@ -305,35 +316,56 @@ class Manifest:
             raise CheckpointError(
                 f"a sequence has {max(self.seq_lens)} tokens, max_seq_len is {self.max_seq_len}"
             )
+        seq_lens = np.array(self.seq_lens)
         for i, entry in enumerate(self.layers):
             if len(entry.packed_lens) != self.batch:
                 raise CheckpointError(
                     f"layers[{i}].packed_lens has {len(entry.packed_lens)} numbers for "
                     f"{self.batch} sequences"
                 )
-            for seq_len, packed in zip(self.seq_lens, entry.packed_lens, strict=True):
-                most = max(seq_len - (self.sink_len if entry.window is None else 0), 0)
-                least = most - min(self.recent_len, entry.window or self.recent_len)
-                if not max(least, 0) <= packed <= most:
-                    raise CheckpointError(
-                        f"layers[{i}].packed_lens has {packed} for a sequence of {seq_len} tokens "
-                        f"with sink_len {self.sink_len} and recent_len {self.recent_len}"
-                    )
+            most = np.maximum(seq_lens - (self.sink_len if entry.window is None else 0), 0)
+            recent_len = min(self.recent_len, entry.window or self.recent_len)
+            packed = np.array(entry.packed_lens)
+            bad = (packed > most) | (packed < most - recent_len)
+            if bad.any():
+                b = int(bad.argmax())
+                raise CheckpointError(
+                    f"layers[{i}].packed_lens has {packed[b]} for a sequence of {seq_lens[b]} "
+                    f"tokens with sink_len {self.sink_len} and recent_len {self.recent_len}"
+                )
 
 
-_TOP_KEYS = set(
-    "format version writer num_kv_heads head_dim max_seq_len sink_len recent_len exact_format "
-    "seq_lens start_positions positions layers model creation transforms sha256".split()
-)
+class _ToldLayer(Object):
+    """A layer in a manifest."""
+
+    k: FormatName
+    v: FormatName
+    packed_lens: tuple[Length, ...]
+    window: Count | UnsetType = UNSET
+
+    def entry(self, what: str) -> LayerEntry:
+        """The same with its formats parsed."""
+        k, v = self.k.row_format(f"{what}.k"), self.v.row_format(f"{what}.v")
+        return LayerEntry(k, v, self.packed_lens, None if self.window is UNSET else self.window)
 
 
-def _layer_entry(value: Any, what: str) -> LayerEntry:
-    has_window = "window" in as_dict(value, what)
-    keys = {"k", "v", "packed_lens", "window"} if has_window else {"k", "v", "packed_lens"}
-    check_keys(value, keys, what)
-    return LayerEntry(
-        row_format(value["k"], f"{what}.k"),
-        row_format(value["v"], f"{what}.v"),
-        wholes(value["packed_lens"], f"{what}.packed_lens"),
-        whole(value["window"], f"{what}.window", low=1) if has_window else None,
-    )
+class _Told(Object):
+    """A manifest as it stands in a file."""
+
+    format: str
+    version: int
+    writer: Any
+    num_kv_heads: Count
+    head_dim: Count
+    max_seq_len: Length
+    sink_len: Length
+    recent_len: Length
+    exact_format: ExactCodec
+    seq_lens: Annotated[tuple[Length, ...], Meta(max_length=MAX_SEQUENCES)]
+    start_positions: tuple[Wide, ...]
+    positions: tuple[Wide, ...]
+    layers: Annotated[tuple[_ToldLayer, ...], Meta(max_length=MAX_LAYERS)]
+    model: ModelName | None
+    creation: dict[str, Any]
+    transforms: Any
+    sha256: dict[str, Digest]

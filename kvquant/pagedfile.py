@@ -39,26 +39,24 @@ Row bytes are those of layout.py.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from .basis import fingerprints
-from .cachefile import check_values
-from .checkpoint import check_model
+from .cachefile import PAGES, check_values, named, seal
+from .checkpoint import check_model, check_name
 from .errors import CheckpointError, ConfigError
-from .files import TensorSource, replaced, write_safetensors
+from .files import NO_DIGEST, TensorSource, save_safetensors
 from .identity import model_identity
+from .jsonvalues import plain_data
 from .manifest import Part
 from .paged import PagedKVCache
 from .pagedmanifest import PageManifest, PagePart, SavedSequence
-from .pagedreader import MANIFEST, MANIFEST_SHA256, PageReader, by_token
+from .pagedreader import PageReader
 from .pagepool import SequenceId
 
 _CHUNK = 64  # pages that are copied to the host at a time
@@ -89,12 +87,11 @@ def save_sequences(
     Raises:
         ConfigError: a sequence does not live or is given twice, model or creation is not plain
             data, or path has another ending.
-        CheckpointError: a row holds NaN, so that it could not be loaded.
+        CheckpointError: it could not be loaded again: a row holds NaN, or a value that it cannot be
+            packed with, or what the file says of the sequences is too long.
         OSError: the file cannot be written.
     """
-    path = Path(path)
-    if path.suffix != ".safetensors" or path.is_dir():
-        raise ConfigError(f"{path} cannot be written: give the name of a file, NAME.safetensors")
+    path = check_name(path)
     cache._settle(ids)
     if not ids or len(set(ids)) < len(ids):
         raise ConfigError(f"ids are {list(ids)!r:.80}: give at least one sequence, and each once")
@@ -103,8 +100,12 @@ def save_sequences(
         name: TensorSource(torch.uint8, manifest.shape(part), _reader(cache, manifest, part, pages))
         for name, part in manifest.parts.items()
     }
-    with replaced(path) as temporary:
-        write_safetensors(temporary, sources, lambda digests: _sealed(manifest, digests))
+    try:
+        text = manifest.to_json(dict.fromkeys(sources, NO_DIGEST), "")
+    except ValueError as error:  # Python writes no numbers of more than 4,300 digits
+        raise ConfigError(f"an id cannot be written ({error}): use a shorter one") from None
+    PageManifest.from_json(text)
+    save_safetensors(path, sources, lambda digests: seal(PAGES, manifest, digests))
     return path
 
 
@@ -143,13 +144,10 @@ def load_sequences(
             if model is not None:
                 check_model(path, file.manifest.model, model_identity(model))
             for part in file.manifest.parts.values():
-                file.rows(part)  # all are checked before the first is used
+                file.rows(part)  # all are looked at before the first is used
             return _place(cache, file, ids or {})
     except CheckpointError as error:
-        text = str(error)
-        raise (
-            error if text.startswith(str(path)) else CheckpointError(f"{path}: {text}")
-        ) from None
+        raise named(path, error) from None
 
 
 def _manifest_of(
@@ -159,12 +157,6 @@ def _manifest_of(
     creation: Mapping[str, Any] | None,
 ) -> tuple[PageManifest, list[int]]:
     """Describe sequences, their pages counted from 0; also the cache's pages in this order."""
-    try:
-        copied = json.loads(json.dumps(dict(creation or {}), allow_nan=False))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"creation is not plain data ({error}): use strings, finite numbers, lists, dicts"
-        ) from None
     state = cache.state
     tables = [state.pool.block_table(sequence_id) for sequence_id in ids]
     pages = list(dict.fromkeys(page for table in tables for page in table))
@@ -187,7 +179,7 @@ def _manifest_of(
         tuple((rows.k_format, rows.v_format) for rows in cache.rows.layers),
         tuple(sequences),
         None if model is None else model_identity(model),
-        copied,
+        plain_data(creation, "creation"),
         tuple(fingerprints(cache.bases)),
     )
     return manifest, pages
@@ -206,7 +198,7 @@ def _reader(
             chunk = rows.index_select(0, index.to(rows.device)).cpu()
             unused = torch.arange(size) >= used[start : start + _CHUNK, None]
             chunk.masked_fill_(unused[:, None, :, None], 0)
-            check_values(by_token(chunk, part), part, start * size)
+            check_values(part.by_token(chunk), part, start * size)
             yield chunk
 
     def exact_chunks() -> Iterator[torch.Tensor]:
@@ -214,7 +206,7 @@ def _reader(
         for i, sequence in enumerate(manifest.sequences):
             index = _exact_rows(manifest, sequence).to(rows.device)
             chunk = rows[cache.state.seat(sequence.id)].index_select(1, index).transpose(0, 1).cpu()
-            check_values(chunk, part, sum(part.counts[:i]))
+            check_values(chunk, part, part.starts[i])
             yield chunk
 
     return page_chunks if isinstance(part, PagePart) else exact_chunks
@@ -243,7 +235,7 @@ def _place(
     with cache.state.or_free(ids):
         index = torch.tensor(pages, dtype=torch.int64, device=cache.device)
         for part in manifest.parts.values():
-            rows = file.rows(part, check=False).to(cache.device)
+            rows = file.rows(part).to(cache.device)
             target = _storage(cache, part)
             if isinstance(part, PagePart):
                 target.index_copy_(0, index, rows)
@@ -325,13 +317,3 @@ def _check_bases(manifest: PageManifest, ours: Sequence[Mapping[str, str]]) -> N
                 f"its rows are stored in the bases of another plan (layer {layer} differs): make "
                 "the cache with PagedKVCache.from_plan and the plan that they were made with"
             )
-
-
-def _sealed(manifest: PageManifest, digests: Mapping[str, str]) -> dict[str, str]:
-    """The manifest and its checksum, as the file's metadata holds them."""
-    try:
-        writer = f"kvquant {version('kvquant')}"
-    except PackageNotFoundError:  # a checkout that is not installed
-        writer = "kvquant"
-    text = manifest.to_json(digests, writer)
-    return {MANIFEST: text, MANIFEST_SHA256: hashlib.sha256(text.encode()).hexdigest()}

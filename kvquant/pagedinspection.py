@@ -10,7 +10,7 @@ import torch
 
 from .layout import RowFormat
 from .pagedmanifest import VERSION, PageManifest
-from .pagedreader import PageReader, by_token
+from .pagedreader import PageReader
 from .rowfacts import (
     count_text,
     describe_side,
@@ -61,7 +61,7 @@ def describe_pages(path: str | os.PathLike[str]) -> dict[str, Any]:
             "kind": "pages",
             "version": VERSION,
             "files": 1,
-            "file_bytes": file.path.stat().st_size,
+            "file_bytes": file.num_bytes,
         }
     uses = Counter(page for sequence in manifest.sequences for page in sequence.pages)
     return (
@@ -148,7 +148,7 @@ def _describe_side(file: PageReader, layer: int, side: str, fmt: RowFormat) -> d
         if kind == "exact":
             tokens["exact"] = part.num_rows
         else:
-            packed = by_token(rows, part)[_in_use(manifest)]
+            packed = part.by_token(rows)[_in_use(manifest)]
             tokens["packed"] = len(packed)
     return describe_side(fmt, manifest.num_kv_heads, tokens, num_bytes, packed)
 

@@ -9,38 +9,72 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any
 
-from . import jsonvalues
+import msgspec
+import torch
+from msgspec import Meta
+
 from .errors import CheckpointError
-from .layout import EXACT_CODECS, RowFormat
+from .jsonvalues import (
+    MAX_LAYERS,
+    MAX_SEQUENCES,
+    Count,
+    Digest,
+    ExactCodec,
+    FormatName,
+    Length,
+    ModelName,
+    Object,
+    Wide,
+    checked,
+    manifest_object,
+    transforms,
+)
+from .layout import RowFormat
 from .manifest import Part
 from .segments import PAGE_SIZES
 
 FORMAT, VERSION = "kvquant-pages", 1
 
 
-@dataclass(frozen=True)
-class SavedSequence:
+class SavedSequence(Object):
     """A sequence of the file; attributes as in the manifest."""
 
     id: str | int
-    length: int
-    packed_len: int
-    pages: tuple[int, ...]
-    tokens: tuple[int, ...]
+    length: Length
+    packed_len: Length
+    pages: tuple[Length, ...]
+    tokens: tuple[Wide, ...]
 
 
 @dataclass(frozen=True)
 class PagePart(Part):
     """The pages of K or V of one layer: counts and firsts of each page; `owners` use it first."""
 
-    owners: tuple[int, ...]
+    owners: tuple[int, ...] = ()
 
     def locate(self, row: int) -> tuple[int, int]:
         """Sequence and token of a row, counted through all pages."""
         page, token = super().locate(row)
         return self.owners[page], token
+
+    def by_token(self, rows: torch.Tensor) -> torch.Tensor:
+        """The tensor as [tokens, num_kv_heads, row_bytes]: pages one after another."""
+        return rows.transpose(1, 2).flatten(0, 1)
+
+
+@dataclass(frozen=True)
+class SeatPart(Part):
+    """The 16-bit rows of K or V of one layer: of each sequence its sinks, then its recent tokens;
+    `packed_lens` tokens are between them."""
+
+    packed_lens: tuple[int, ...] = ()
+
+    def locate(self, row: int) -> tuple[int, int]:
+        """Sequence and token of a row."""
+        sequence, token = super().locate(row)
+        return sequence, token + (self.packed_lens[sequence] if token >= self.sink_len else 0)
 
 
 @dataclass(frozen=True)
@@ -73,15 +107,17 @@ class PageManifest:
     def parts(self) -> dict[str, Part]:
         """The tensors of the file by name, in their order; empty ones have none."""
         found: dict[str, Part] = {}
+        packed_lens = tuple(sequence.packed_len for sequence in self.sequences)
         exact = tuple(sequence.length - sequence.packed_len for sequence in self.sequences)
         owners = tuple(owner for _, owner, _ in self.used.values())
         firsts = tuple(self.sink_len + at * self.page_size for _, _, at in self.used.values())
         for layer, formats in enumerate(self.formats):
             for side, fmt in zip("kv", formats, strict=True):
                 counts = (self.page_size,) * len(self.used)
-                pages = PagePart(layer, side, "pages", fmt, counts, firsts, owners)
-                fmt16 = RowFormat(self.exact_format, 1, fmt.head_dim)
-                rows = Part(layer, side, "exact", fmt16, exact, (0,) * len(exact))
+                pages = PagePart(layer, side, "pages", fmt, counts, firsts, owners=owners)
+                fmt16, zeros = RowFormat(self.exact_format, 1, fmt.head_dim), (0,) * len(exact)
+                seats = layer, side, "exact", fmt16, exact, zeros, fmt, self.sink_len
+                rows = SeatPart(*seats, packed_lens=packed_lens)
                 found |= {part.name: part for part in (pages, rows) if part.num_rows}
         return found
 
@@ -110,7 +146,10 @@ class PageManifest:
                     }
                     for formats in self.formats
                 ],
-                "sequences": [vars(sequence) for sequence in self.sequences],
+                "sequences": [
+                    {name: getattr(sequence, name) for name in SavedSequence.__struct_fields__}
+                    for sequence in self.sequences
+                ],
                 "model": self.model,
                 "creation": self.creation,
                 "transforms": self.transforms,
@@ -127,35 +166,28 @@ class PageManifest:
         Raises:
             CheckpointError: the manifest is not one that this version writes.
         """
-        top = jsonvalues.parse_manifest(text, FORMAT, (VERSION,), _TOP_KEYS)
-        page_size = jsonvalues.whole(top["page_size"], "page_size")
-        if page_size not in PAGE_SIZES:
-            raise CheckpointError(f"page_size is {page_size}: it must be 16, 32, 64 or 128")
+        told = checked(manifest_object(text, FORMAT, (VERSION,)), _Told, "the manifest")
+        if told.page_size not in PAGE_SIZES:
+            raise CheckpointError(f"page_size is {told.page_size}: it must be 16, 32, 64 or 128")
         manifest = cls(
-            jsonvalues.whole(top["num_kv_heads"], "num_kv_heads", low=1),
-            page_size,
-            jsonvalues.whole(top["sink_len"], "sink_len"),
-            jsonvalues.whole(top["recent_len"], "recent_len"),
-            jsonvalues.choice(top["exact_format"], "exact_format", EXACT_CODECS),
+            told.num_kv_heads,
+            told.page_size,
+            told.sink_len,
+            told.recent_len,
+            told.exact_format,
             tuple(
-                _formats(entry, f"layers[{i}]")
-                for i, entry in enumerate(jsonvalues.as_list(top["layers"], "layers"))
+                (pair.k.row_format(f"layers[{i}].k"), pair.v.row_format(f"layers[{i}].v"))
+                for i, pair in enumerate(told.layers)
             ),
-            tuple(
-                _sequence(entry, f"sequences[{i}]")
-                for i, entry in enumerate(jsonvalues.as_list(top["sequences"], "sequences"))
-            ),
-            jsonvalues.identity(top["model"]),
-            jsonvalues.as_dict(top["creation"], "creation"),
-            jsonvalues.transforms(top["transforms"], len(top["layers"])),
+            told.sequences,
+            msgspec.to_builtins(told.model),
+            told.creation,
+            transforms(told.transforms, len(told.layers)),
         )
         manifest._check_sequences()
-        digests = jsonvalues.as_dict(top["sha256"], "sha256")
-        if digests.keys() != manifest.parts.keys():
+        if told.sha256.keys() != manifest.parts.keys():
             raise CheckpointError("sha256 does not name the tensors that the sequences ask for")
-        for name, digest in digests.items():
-            jsonvalues.check_digest(digest, f"sha256[{name!r:.80}]")
-        return manifest, digests
+        return manifest, told.sha256
 
     def _check_sequences(self) -> None:
         """Raise unless lengths, pages and tokens fit one another."""
@@ -188,28 +220,27 @@ class PageManifest:
             raise CheckpointError("the pages are not counted from 0 without gaps")
 
 
-_TOP_KEYS = set(
-    "format version writer num_kv_heads page_size sink_len recent_len exact_format layers "
-    "sequences model creation transforms sha256".split()
-)
+class _Pair(Object):
+    """The formats of a layer."""
+
+    k: FormatName
+    v: FormatName
 
 
-def _formats(value: Any, what: str) -> tuple[RowFormat, RowFormat]:
-    jsonvalues.check_keys(jsonvalues.as_dict(value, what), {"k", "v"}, what)
-    k, v = (jsonvalues.row_format(value[side], f"{what}.{side}") for side in "kv")
-    return k, v
+class _Told(Object):
+    """A manifest as it stands in a file."""
 
-
-def _sequence(value: Any, what: str) -> SavedSequence:
-    keys = {"id", "length", "packed_len", "pages", "tokens"}
-    jsonvalues.check_keys(jsonvalues.as_dict(value, what), keys, what)
-    if type(value["id"]) not in (str, int):
-        raise CheckpointError(f"{what}.id is {value['id']!r:.80}: it must be a string or a number")
-    wide = jsonvalues.INT64
-    return SavedSequence(
-        value["id"],
-        jsonvalues.whole(value["length"], f"{what}.length"),
-        jsonvalues.whole(value["packed_len"], f"{what}.packed_len"),
-        jsonvalues.wholes(value["pages"], f"{what}.pages"),
-        jsonvalues.wholes(value["tokens"], f"{what}.tokens", low=-wide, high=wide),
-    )
+    format: str
+    version: int
+    writer: Any
+    num_kv_heads: Count
+    page_size: Length
+    sink_len: Length
+    recent_len: Length
+    exact_format: ExactCodec
+    layers: Annotated[tuple[_Pair, ...], Meta(max_length=MAX_LAYERS)]
+    sequences: Annotated[tuple[SavedSequence, ...], Meta(max_length=MAX_SEQUENCES)]
+    model: ModelName | None
+    creation: dict[str, Any]
+    transforms: Any
+    sha256: dict[str, Digest]

@@ -14,7 +14,7 @@ import torch
 
 from .basis import KINDS, Basis, LayerBasis
 from .errors import CheckpointError, ConfigError
-from .files import TensorSource, open_safetensors, read_tensor, replaced, sha256, write_safetensors
+from .files import SafetensorsFile, TensorSource, save_safetensors, sha256
 from .identity import model_identity
 from .layout import RowFormat
 
@@ -100,9 +100,9 @@ class CachePlan:
         """
         path = Path(path)
         try:
-            with open_safetensors(path) as file:
-                facts = _facts((file.metadata() or {}).get(_FACTS))
-                tensors = {name: read_tensor(file, name) for name in file.keys()}
+            with SafetensorsFile(path) as file:
+                facts = _facts(file.metadata.get(_FACTS))
+                tensors = {name: file.read(name) for name in file.shapes}
             _check_digests(facts.pop("sha256"), tensors)
             plan = cls(facts, tensors)
             _ = plan.layers, plan.formats  # every value that a cache needs is looked at
@@ -129,8 +129,7 @@ class CachePlan:
         def metadata(digests: Mapping[str, str]) -> dict[str, str]:
             return {_FACTS: json.dumps({**self.facts, "sha256": dict(digests)}, sort_keys=True)}
 
-        with replaced(Path(path)) as temporary:
-            write_safetensors(temporary, sources, metadata)
+        save_safetensors(path, sources, metadata)
 
     def check_model(self, config: Mapping[str, Any], name: str = "the plan") -> None:
         """Raise unless the plan was made for the model of this config.

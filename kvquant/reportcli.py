@@ -29,8 +29,8 @@ def report(plan: Path, output: Path) -> None:
     from .calibration.figures import check_matplotlib
     from .calibration.htmlreport import render
     from .calibration.verdict import verdict
-    from .files import replaced
     from .plan import CachePlan
+    from .writing import save_text
 
     check_matplotlib()
     found = CachePlan.load(plan)
@@ -38,7 +38,6 @@ def report(plan: Path, output: Path) -> None:
         page = render(found, plan.name)
     except KeyError as error:
         raise CheckpointError(f"{plan} has no {error}: calibrate again") from None
-    with replaced(output) as temporary:
-        temporary.write_text(page, encoding="utf-8")
+    save_text(output, page)
     _, mark, sentence, _ = verdict(found)
     click.echo(f"{mark} {sentence}\n{output}: {len(page.encode()) / 1e3:.0f} kB")

@@ -19,7 +19,7 @@ MEANING = f"{FACTS} quant segments debug reference"
 PLAN = "basis hadamard rounding"
 CACHES = f"{MEANING} {PLAN} attention cachechecks layer cache"
 DEVICE = "kernels.cuda.device kernels.cuda.fragments kernels.cuda.ptx kernels.cuda.spec"
-FILES = "files identity manifest cachefile checkpoint"
+FILES = "files identity jsonvalues manifest cachefile checkpoint writing"
 ROW_KERNELS = (
     "kernels.cuda.device kernels.cuda.ptx kernels.cuda.quantize kernels.cuda.rowcopies "
     "kernels.cuda.rowspec kernels.cuda.transform"
@@ -158,19 +158,20 @@ ALLOWED = {
     "kernels.cpu.slots": "kernels.cpu.compile",
     "kernels.cpu.transform": f"{RUN} kernels.cpu.rows",
     "kernels.cpu.decode": f"{FACTS} segments {RUN} kernels.cpu.merge kernels.cpu.values",
-    "files": "errors",
+    "writing": "errors",
+    "files": "errors jsonvalues writing",
     "identity": "errors",
     "manifest": f"{FACTS} basis cache layer identity jsonvalues",
-    "cachefile": f"{FACTS} quant files manifest",
-    "checkpoint": f"{CACHES} files identity manifest cachefile plan",
-    "exchange": f"{CACHES} files",
+    "cachefile": f"{FACTS} quant files jsonvalues manifest",
+    "checkpoint": f"{CACHES} files identity manifest cachefile plan writing",
+    "exchange": f"{CACHES} files jsonvalues",
     "rowfacts": f"{FACTS} quant exchange",
     "inspection": f"layout {FILES} pagedinspection pagedreader rowfacts",
     "huggingface": CACHES,
     "rowpass": "errors huggingface",
     "observation": "errors huggingface rowpass",
     "model": f"{CACHES} huggingface observation plan",
-    "calibration.moments": "errors files",
+    "calibration.moments": "errors files jsonvalues",
     "calibration.bases": "basis hadamard rounding calibration.moments",
     "calibration.scores": "",
     "calibration.choose": (
@@ -263,7 +264,7 @@ ALLOWED_LATE = {
     "paged": "plan",
     "calibratecli": "model calibration.report calibration.run",
     "calibration.passes": "rowpass",
-    "reportcli": "files plan calibration.figures calibration.htmlreport calibration.verdict",
+    "reportcli": "plan writing calibration.figures calibration.htmlreport calibration.verdict",
     "cli": f"{CACHES} {FILES} exchange inspection model plan demo rowfacts",
 }
 
@@ -273,7 +274,7 @@ LIBRARIES = {
     "numba": {name for name in ALLOWED if name.startswith("kernels.")},
     "llvmlite": {name for name in ALLOWED if name.startswith("kernels.")},
     "click": {"benchcli", "calibratecli", "cli", "console", "reportcli"},
-    "safetensors": {"files", "huggingface"},
+    "safetensors": {"huggingface"},
     "matplotlib": {"gpureport", "calibration.figures"},
     "platformdirs": {"kernels.usercache"},
 }

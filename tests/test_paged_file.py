@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from kvquant import KVCache, save_cache
 from kvquant.errors import CheckpointError, ConfigError, OutOfPagesError
+from kvquant.files import sealed, sha256
 from kvquant.pagedbatch import PagedBatch
 from kvquant.pagedfile import load_sequences, save_sequences
 
@@ -186,6 +187,59 @@ def test_a_row_with_nan_is_not_saved(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_rows_that_cannot_be_packed_are_refused(tmp_path: Path) -> None:
+    """They would become NaN when they leave the recent window; sinks never do."""
+    cache, path = filled().cache, tmp_path / "saved.safetensors"
+    rows = cache.rows.layers[1].k_exact.view(torch.bfloat16)
+    rows[cache.state.seat("b"), :, 2] = 1e5  # a sink
+    save_sequences(cache, ["a", "b"], path)
+    load_sequences(make(), path)
+    token = 66  # of 69; the ring has the last 5
+    rows[cache.state.seat("b"), 1, 3 + (token - 3) % 5] = -1e5
+    message = f"layer 1, K, sequence 1, token {token}, KV head 1: a value is too large for int4"
+    with pytest.raises(CheckpointError, match=message):
+        save_sequences(cache, ["a", "b"], path)
+    load_sequences(make(), path)
+    tensors = load_file(path)
+    forged = tensors["layers.1.k_exact"].view(torch.bfloat16)
+    forged[-3, 1] = -1e5
+    with safe_open(path, "pt") as file:
+        top = json.loads(file.metadata()["kvquant_pages"])
+    top["sha256"]["layers.1.k_exact"] = sha256(tensors["layers.1.k_exact"])
+    save_file(tensors, path, sealed("kvquant_pages", json.dumps(top)))
+    with pytest.raises(CheckpointError, match=message):
+        load_sequences(make(), path)
+
+
+@pytest.mark.parametrize("token", [-(2**63), 2**63 - 1])
+def test_tokens_of_64_bits_are_saved_and_loaded(tmp_path: Path, token: int) -> None:
+    batch, tokens = PagedBatch(make(), 4, 100), [token] * 60
+    begin(batch, "a", 60, tokens)
+    path = save_sequences(batch.cache, ["a"], tmp_path / "saved.safetensors")
+    other = make()
+    load_sequences(other, path)
+    assert other.state.tokens("a") == tokens
+    assert other.match_prefix(tokens) == batch.cache.match_prefix(tokens) > 0
+
+
+def test_golden_file_of_version_1_still_loads() -> None:
+    values_ = (torch.arange(40)[:, None] + torch.arange(64) / 4 - 8.0).expand(2, 1, 40, 64)
+    rows = values_[:, 0, :, None].expand(2, 40, 2, 64).bfloat16()
+    batch = PagedBatch(make(), 4, 100)
+    assert batch.cache.allocate("a") == 0
+    extend(batch, ["a"], [40], range(40), rows=rows)
+    batch.cache.fork("a", 7)
+    extend(batch, [7], 3, range(3), rows=rows[:, :3])
+    loaded = make()
+    golden = Path(__file__).parent / "data" / "pages-v1.safetensors"
+    assert load_sequences(loaded, golden) == ["a", 7]
+    loaded.check_invariants()
+    for name in ("a", 7):
+        assert same(values(loaded, name), values(batch.cache, name))
+        assert loaded.state.tokens(name) == batch.cache.state.tokens(name)
+    assert loaded.num_free_pages == batch.cache.num_free_pages
+
+
 def test_a_cache_of_the_other_kind_is_refused(tmp_path: Path) -> None:
     cache = KVCache(LAYERS, 1, 2, 64, 20)
     cache.append(0, *torch.randn(2, 1, 2, 3, 64))
@@ -224,13 +278,13 @@ def _sequence(**changes: Any) -> Change:
 FORGERIES: dict[str, Change] = {
     "is not that of a kvquant-pages file": lambda top: top.update(format="x"),
     "has version 2": lambda top: top.update(version=2),
-    "has no key 'x', or should have none": lambda top: top.update(x=1),
+    "another key or lacks one: object contains unknown field x": lambda top: top.update(x=1),
     "were transformed by": lambda top: top.update(transforms=[1]),
     "1 transforms for 2 layers": lambda top: top.update(transforms=[dict.fromkeys("kv", "0" * 64)]),
     "page_size is 17": lambda top: top.update(page_size=17),
     "num_kv_heads is 0": lambda top: top.update(num_kv_heads=0),
     "exact_format is 'x'": lambda top: top.update(exact_format="x"),
-    "layers is 3: it must be a list": lambda top: top.update(layers=3),
+    "layers is 3: it must be array, got int": lambda top: top.update(layers=3),
     "layers and sequences must not be empty": lambda top: top.update(sequences=[]),
     "layers[0].k": lambda top: top["layers"][0]["k"].update(format="int3"),
     "two sequences have one id": _sequence(id="b"),
@@ -240,7 +294,7 @@ FORGERIES: dict[str, Change] = {
     "packed_len 40": _sequence(packed_len=40),
     "3 pages and 60 tokens do not fit": _sequence(pages=[0, 1, 2]),
     "4 pages and 61 tokens do not fit": _sequence(tokens=list(range(61))),
-    "sequences[0].tokens is 0.5": _sequence(tokens=[0.5]),
+    "sequences[0].tokens[0] is 0.5: it must be int, got float": _sequence(tokens=[0.5]),
     "sequences[1] cannot share page 0": _sequence(tokens=[1, *range(1, 60)]),
     "sequences[1] cannot share page 1": _sequence(tokens=[*range(30), 0]),
     "sequences[1] cannot share page 2": _sequence(pages=[0, 5, 2, 3]),

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvquant.calibration.report import render_table
 from kvquant.errors import ConfigError
-from kvquant.files import replaced
+from kvquant.writing import save_text
 
 HEADER = ["cache", "bits", "KL nats/token", "+-", "top-1 %", "perplexity"]
 Figures = dict[str, float]  # "bits", "kl", "top1" and "nll" of one passage
@@ -63,8 +63,7 @@ class Record:
         else:
             self.data["caches"].setdefault(run, {}).setdefault(cache, []).extend(figures)
         if self.path:
-            with replaced(self.path) as temporary:
-                temporary.write_text(json.dumps(self.data, indent=1) + "\n", encoding="utf-8")
+            save_text(self.path, json.dumps(self.data, indent=1) + "\n")
 
     def table(self, run: str) -> str:
         """The means of a run, and below them what could not run and why."""

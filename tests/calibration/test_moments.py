@@ -1,16 +1,22 @@
 """Running second moments."""
 
+import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import moment_ranks
 import pytest
 import torch
 from moment_ranks import SCALE, sample
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
-from kvquant.calibration.moments import LayerMoments, Moments
+from kvquant.calibration.moments import LayerMoments, Moments, weights_digest
 from kvquant.errors import UnsupportedError
+from kvquant.files import sealed, sha256
 
 
 def moments(parts: int, seed: int = 0) -> Moments:
@@ -60,7 +66,8 @@ def test_sums_go_on_from_a_file(tmp_path: Path) -> None:
     path, whole = tmp_path / "sums", moments(4)
     begun = moments(4)
     begun.save(path, "mine")
-    assert Moments.load(path, "other", "cpu") is None
+    with pytest.warns(RuntimeWarning, match="other weights, text or options. Observing begins"):
+        assert Moments.load(path, "other", "cpu") is None
     assert Moments.load(tmp_path / "none", "mine", "cpu") is None
     again = Moments.load(path, "mine", "cpu")
     assert again is not None and again.done == 4
@@ -69,8 +76,71 @@ def test_sums_go_on_from_a_file(tmp_path: Path) -> None:
     for name, tensor in whole.layers[3].tensors.items():
         assert torch.equal(tensor, again.layers[3].tensors[name]), name
     assert torch.equal(again.layers[3].queries, whole.layers[3].queries)
-    path.write_bytes(path.read_bytes()[:100])
-    assert Moments.load(path, "mine", "cpu") is None
+
+
+def reseal(path: Path, edit: Callable[[dict[str, Any], dict[str, torch.Tensor]], object]) -> None:
+    """Edit a file of sums and make its checksums fit."""
+    with safe_open(path, "pt") as file:
+        facts = json.loads(file.metadata()["kvquant_moments"])
+    tensors = load_file(path)
+    edit(facts, tensors)
+    if type(facts) is dict and type(facts.get("sha256")) is dict:
+        facts["sha256"] = {name: sha256(tensor) for name, tensor in tensors.items()}
+    save_file(tensors, path, sealed("kvquant_moments", json.dumps(facts)))
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda facts, _: facts.update(done=-5),
+        lambda facts, _: facts.update(done="x"),
+        lambda facts, _: facts.pop("done"),
+        lambda facts, _: facts["ratios"].update(x=1),
+        lambda facts, _: facts["ratios"].update({"3": 0}),
+        lambda facts, _: facts["ratios"].clear(),
+        lambda _, tensors: tensors.pop("3.k_min"),
+        lambda _, tensors: tensors.update({"3.other": torch.zeros(1)}),
+        lambda _, tensors: tensors.update({"odd": torch.zeros(1)}),
+        lambda _, tensors: tensors.update({"3.k_outer": torch.zeros(1, 3)}),
+        lambda _, tensors: tensors.update({"3.k_sum": torch.zeros(1, 1, 0)}),
+    ],
+    ids="negative word none layer ratio layers lost more odd shape sum".split(),
+)
+def test_odd_sums_are_begun_anew(
+    tmp_path: Path, edit: Callable[[dict[str, Any], dict[str, torch.Tensor]], object]
+) -> None:
+    path = tmp_path / "sums"
+    moments(2).save(path, "mine")
+    reseal(path, edit)
+    with pytest.warns(RuntimeWarning, match="Observing begins anew"):
+        assert Moments.load(path, "mine", "cpu") is None
+
+
+def test_damaged_sums_are_begun_anew(tmp_path: Path) -> None:
+    path = tmp_path / "sums"
+    moments(2).save(path, "mine")
+    data = path.read_bytes()
+    flipped = data[:-3] + bytes([data[-3] ^ 1]) + data[-2:]
+    for damaged in (b"", data[:100], data[:-1], flipped, b"{" + data):
+        path.write_bytes(damaged)
+        with pytest.warns(RuntimeWarning, match="Observing begins anew"):
+            assert Moments.load(path, "mine", "cpu") is None
+    for place in range(8, 400, 7):
+        path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+        with pytest.warns(RuntimeWarning, match="Observing begins anew"):
+            assert Moments.load(path, "mine", "cpu") is None
+
+
+def test_a_run_is_named_by_its_weights() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+    digests = [weights_digest(module)]
+    for tensor in module.state_dict().values():
+        with torch.no_grad():
+            tensor.view(-1)[0] += 1
+        digests.append(weights_digest(module))
+    digests.append(weights_digest(module.double()))
+    assert len(set(digests)) == len(digests)
+    assert weights_digest(module) == digests[-1]
 
 
 def test_odd_groups_of_query_heads_are_refused() -> None:

@@ -1,0 +1,93 @@
+"""Every kind of file that kvquant writes and reads: two contents of each, saved and loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from example_plan import example_plan
+from paged_cases import begin, make, values
+
+from kvquant import KVCache, PagedKVCache, load_cache, load_sequences, save_cache, save_sequences
+from kvquant.exchange import export_cache, load_raw
+from kvquant.pagedbatch import PagedBatch
+from kvquant.plan import CachePlan
+
+SHARD_BYTES = 2200  # two shards of it
+
+
+class Kind(NamedTuple):
+    """A kind of file.
+
+    Attributes:
+        save: content 0 or 1 to a path.
+        load: what save wrote.
+        shown: the whole content of what was loaded, to be compared.
+    """
+
+    save: Callable[[int, Path], Any]
+    load: Callable[[Path], Any]
+    shown: Callable[[Any], Any]
+
+
+@cache
+def _cache(seed: int) -> KVCache:
+    cache = KVCache(2, 2, 1, 64, 16, sink_len=1, recent_len=2, v_format="int8")
+    generator = torch.Generator().manual_seed(seed)
+    for layer in range(2):
+        k, v = torch.randn(2, 2, 1, 6, 64, generator=generator)
+        cache.append(layer, k, v, [6, 4])
+    return cache
+
+
+@cache
+def _plan(seed: int) -> CachePlan:
+    plan = example_plan(1, 1)
+    return CachePlan(plan.facts, {**plan.tensors, "k.mean": plan.tensors["k.mean"] + seed})
+
+
+@cache
+def _pages(seed: int) -> PagedKVCache:
+    torch.manual_seed(seed)
+    batch = PagedBatch(make(), 4, 100)
+    begin(batch, "a", 30, range(30))
+    return batch.cache
+
+
+def _shown_cache(cache: KVCache) -> Any:
+    rows = [cache.dequantized(layer) for layer in range(cache.num_layers)]
+    return cache.seq_lens.tolist(), [[side.tolist() for side in pair] for pair in rows]
+
+
+def _load_pages(path: Path) -> PagedKVCache:
+    paged = make()
+    load_sequences(paged, path)
+    return paged
+
+
+KINDS = {
+    "cache": Kind(lambda seed, path: save_cache(_cache(seed), path), load_cache, _shown_cache),
+    "shards": Kind(
+        lambda seed, path: save_cache(_cache(seed), path, max_shard_bytes=SHARD_BYTES),
+        load_cache,
+        _shown_cache,
+    ),
+    "pages": Kind(
+        lambda seed, path: save_sequences(_pages(seed), ["a"], path),
+        _load_pages,
+        lambda paged: [x.tolist() for x in values(paged, "a")],
+    ),
+    "plan": Kind(
+        lambda seed, path: _plan(seed).save(path),
+        CachePlan.load,
+        lambda plan: {name: tensor.tolist() for name, tensor in plan.tensors.items()},
+    ),
+    "raw": Kind(
+        lambda seed, path: export_cache(_cache(seed), path, "bf16"),
+        load_raw,
+        lambda raw: (raw.seq_lens.tolist(), [[x.tolist() for x in pair] for pair in raw.layers]),
+    ),
+}
