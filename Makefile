@@ -1,7 +1,9 @@
 # Two commands do everything on a fresh machine with python3 (3.10 to 3.13, with venv), make and git:
 #   make demo   a real language model decodes from a quantized cache, compared with its 16-bit cache
 #   make test   the tests, those of the CUDA kernels' code too: they need the compilers, but no GPU
-# Each installs this checkout into .venv first, under constraints.txt.
+# Each installs this checkout into .venv first, under constraints.txt. The install is editable: a line
+# in .venv that names this folder, so changes take effect at once, new files too. After a change of
+# pyproject.toml make installs again.
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/installed
@@ -13,7 +15,7 @@ demo: $(STAMP)
 	$(BIN)/kvquant demo
 
 test: $(CUDA_STAMP)
-	$(BIN)/python -m pytest --numprocesses auto --dist loadfile
+	$(BIN)/python -m pytest --numprocesses auto --dist loadfile --durations 15
 
 check: $(CUDA_STAMP)
 	$(BIN)/ruff check .

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +12,7 @@ import kvquant
 from kvquant import errors
 
 PUBLIC = [
+    "CachePlan",
     "KVCache",
     "PagedBatch",
     "PagedKVCache",
@@ -30,16 +33,39 @@ PUBLIC = [
     "save_sequences",
     "slots_of",
 ]
+ERRORS = [name for name, value in vars(errors).items() if inspect.isclass(value)]
 
 
 def test_all_is_sorted_and_complete() -> None:
-    assert kvquant.__all__ == sorted(PUBLIC)
+    assert kvquant.__all__ == sorted([*PUBLIC, *ERRORS])
+    assert set(dir(kvquant)) >= {*kvquant.__all__, "__version__"}
+    names: dict[str, object] = {}
+    exec("from kvquant import *", names)
+    assert {name: names[name] for name in kvquant.__all__} == {
+        name: getattr(kvquant, name) for name in kvquant.__all__
+    }
     importable = {
         name
         for name, value in vars(kvquant).items()
         if not name.startswith("_") and not inspect.ismodule(value)
     }
-    assert importable == set(PUBLIC)
+    assert importable == set(kvquant.__all__)
+    with pytest.raises(AttributeError, match="module 'kvquant' has no attribute 'KVcache'"):
+        kvquant.KVcache  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_type_checkers_are_told_where_each_name_comes_from() -> None:
+    assert kvquant.__file__
+    tree = ast.parse(Path(kvquant.__file__).read_text(encoding="utf-8"))
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    told = {
+        alias.name: node.module
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert told == kvquant._HOMES
+    assert set(told) == set(PUBLIC)
 
 
 @pytest.mark.parametrize("name", PUBLIC)

@@ -1,0 +1,113 @@
+"""What is installed is found from every folder, and goes without a trace (10 s)."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import venv
+import zipfile
+from email import message_from_bytes
+from pathlib import Path
+
+import pytest
+
+import kvquant
+
+ROOT = Path(__file__).parents[1]
+LOCAL = shutil.ignore_patterns(".git", ".venv", ".*cache", ".hypothesis", "build", "*.egg-info")
+pytestmark = pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, ("pip", "setuptools"))), reason="needs pip and setuptools"
+)
+# a name of the library, and modules of both rooms
+CODE = "import kvquant.kernels.tuned, kvquant.calibration.formats; from kvquant import RowFormat"
+
+
+@pytest.fixture(scope="module")
+def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that holds a checkout of the name kvquant."""
+    folder = tmp_path_factory.mktemp("parent")
+    shutil.copytree(ROOT, folder / "kvquant", symlinks=True, ignore=LOCAL)
+    return folder
+
+
+def call(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run(
+        [str(part) for part in command], cwd=cwd, env=env, capture_output=True, text=True
+    )
+
+
+@pytest.mark.parametrize("options", [["--editable"], []], ids=["editable", "wheel"])
+def test_the_package_is_found_from_every_folder(
+    options: list[str], parent: Path, tmp_path: Path
+) -> None:
+    venv.create(tmp_path / "venv", with_pip=False)
+    python = tmp_path / "venv" / "bin" / "python"
+    (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    given = [path for path in sys.path if "site-packages" in path]
+    (site / "dependencies.pth").write_text("\n".join(given))
+    before = set(site.iterdir())
+    pip = [sys.executable, "-m", "pip", "--python", python, "--no-input"]
+    checkout = parent / "kvquant"
+    options = ["--no-deps", "--no-build-isolation", "--no-index", *options]
+    done = call(*pip, "install", *options, checkout, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for folder in (parent, checkout, tmp_path):
+        for command in (["-c", CODE], ["-m", "kvquant", "--version"]):
+            done = call(python, *command, cwd=folder)
+            assert done.returncode == 0, (folder, done.stderr)
+        done = call(python.with_name("kvquant"), "--version", cwd=folder)
+        assert done.stdout == f"kvquant, version {kvquant.__version__}\n"
+    if "--editable" in options:  # without code that runs at start: type checkers read the path
+        (line,) = [path.read_text() for path in site.glob("*kvquant*.pth")]
+        assert Path(line.strip()) == checkout
+        (checkout / "kvquant" / "fresh.py").write_text("")
+        assert call(python, "-c", "import kvquant.fresh", cwd=tmp_path).returncode == 0
+        (checkout / "kvquant" / "fresh.py").unlink()
+    else:
+        assert (site / "kvquant" / "py.typed").is_file()
+    assert call(*pip, "uninstall", "--yes", "kvquant", cwd=tmp_path).returncode == 0
+    assert set(site.iterdir()) == before
+    found = call(
+        python, "-c", "import importlib.util as u; print(u.find_spec('kvquant'))", cwd=site
+    )
+    assert found.stdout == "None\n"
+
+
+def test_what_is_built_is_whole_and_says_what_it_is(parent: Path, tmp_path: Path) -> None:
+    code = "from setuptools import build_meta as backend; folder = "
+    code += f"{str(tmp_path)!r}; backend.build_sdist(folder); backend.build_wheel(folder)"
+    done = call(sys.executable, "-c", code, cwd=parent / "kvquant")
+    assert done.returncode == 0, done.stderr
+    (sdist,), (wheel,) = tmp_path.glob("*.tar.gz"), tmp_path.glob("*.whl")
+    name = f"kvquant-{kvquant.__version__}"
+    with tarfile.open(sdist) as archive:
+        sources = {member.name.removeprefix(f"{name}/") for member in archive if member.isfile()}
+    shared = ("tests", "examples")
+    wanted = {"Makefile", "constraints.txt", "CHANGELOG.md", "LICENSE", "README.md"}
+    wanted |= {
+        str(path.relative_to(parent / "kvquant"))
+        for folder in shared
+        for path in (parent / "kvquant" / folder).rglob("*")
+        if path.is_file() and path.suffix != ".pyc"
+    }
+    code_files = {
+        str(path.relative_to(parent / "kvquant"))
+        for room in ("", "kernels", "kernels/cpu", "kernels/cuda", "calibration")
+        for path in (parent / "kvquant" / "kvquant" / room).iterdir()
+        if path.suffix in (".py", ".typed", ".jinja")
+    }
+    assert len(code_files) > 150
+    assert wanted | code_files <= sources
+    with zipfile.ZipFile(wheel) as archive:
+        built = {path for path in archive.namelist() if ".dist-info" not in path}
+        metadata = message_from_bytes(archive.read(f"{name}.dist-info/METADATA"))
+    assert built == code_files
+    assert metadata["Author"] == "The kvquant developers"
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert "Operating System :: POSIX :: Linux" in metadata.get_all("Classifier", [])
+    assert metadata["Keywords"]
