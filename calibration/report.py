@@ -9,31 +9,22 @@ import torch
 
 from kvquant.plan import CachePlan
 from kvquant.rowfacts import spans
+from kvquant.tables import Column, render_table
 
 from .fidelity import Fidelity
 
 KL_LIMIT = 0.1  # nats per token; int4 rows cost a few hundredths where they work at all
 KL_NOTICE = 0.05  # above it the loss is worth a look
 OFFSET_LIMIT = 10.0  # deviations; models without key biases stay below 5
-HEADER = ("cache", "bits", "smaller", "KL nats/token", "top-1 %", "perplexity")
-
-
-def render_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Align columns: the first to the left, numbers to the right."""
-    lines = [list(header), *map(list, rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-    rule = ["─" * width for width in widths]
-
-    def join(line: Sequence[str]) -> str:
-        cells = zip(line[1:], widths[1:], strict=True)
-        return "  ".join([line[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in cells)])
-
-    return "\n".join(join(line).rstrip() for line in [lines[0], rule, *lines[1:]])
+COLUMNS = (
+    Column("cache", left=True),
+    *map(Column, ("bits", "smaller", "KL\nnats/token", "top-1 %", "perplexity")),
+)
 
 
 def render_fidelity(found: Sequence[Fidelity]) -> str:
     """The table of what each scheme costs and keeps."""
-    return render_table(HEADER, [_row(str(one.scheme), one.bits, vars(one)) for one in found])
+    return render_table(COLUMNS, [_row(str(one.scheme), one.bits, vars(one)) for one in found])
 
 
 def render_plan(plan: CachePlan) -> str:
@@ -45,7 +36,7 @@ def render_plan(plan: CachePlan) -> str:
     ]
     if facts["measured"]:
         rows.append(_row("the plan", plan.bits, facts["measured"]))
-    table = [render_table(HEADER, rows), ""] if rows else []
+    table = [render_table(COLUMNS, rows), ""] if rows else []
     alike: dict[str, list[int]] = {}
     for layer, entry in zip(plan.places, facts["layers"], strict=True):
         kept = f" ({entry['kept']})" if entry["kept"] else ""

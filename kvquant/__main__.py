@@ -1,5 +1,46 @@
-"""`python -m kvquant` is the command kvquant."""
+"""The command kvquant, and `python -m kvquant`: where the process begins and ends."""
 
-from .cli import main
+from __future__ import annotations
 
-main()
+import io
+import signal
+import sys
+from types import FrameType
+
+INTERRUPTED = 130  # exit code, as shells have it
+
+
+def main() -> None:
+    """Run the command; an interrupt ends it in one line, even while libraries are loaded."""
+    interrupted = False
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupted
+        interrupted = True
+        signal.default_int_handler(number, frame)
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not in the background
+        signal.signal(signal.SIGINT, interrupt)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # it may be closed
+            stream.reconfigure(errors="backslashreplace")  # names of files may be any bytes
+    try:
+        from .cli import main as command
+
+        command()
+    except SystemExit as end:
+        if interrupted:
+            end.code = INTERRUPTED
+        raise
+    except BaseException:
+        if not interrupted:  # a library may have made another error of it
+            raise
+        print("Aborted.", file=sys.stderr)
+        sys.exit(INTERRUPTED)
+    finally:
+        if signal.getsignal(signal.SIGINT) is interrupt:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is left that a traceback tells
+
+
+if __name__ == "__main__":
+    main()

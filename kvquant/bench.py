@@ -21,6 +21,7 @@ from .errors import KVQuantError
 from .layout import RowFormat
 from .quant import dequantize_rows, quantize_rows
 from .reference import reference_attention
+from .tables import Column, render_table
 
 FORMATS = ("int4-g4", "int4", "int8", "fp8", "bf16")
 MAX_ERROR = 1e-5  # relative L2 of float32 output
@@ -187,31 +188,43 @@ def bench_rows(
     )
 
 
+DECODE = (
+    Column("format", left=True),
+    *map(Column, ("batch", "heads", "T")),
+    *(Column(title, part=1) for title in ("ms", "GB/s", "error")),
+    Column("best SDPA", left=True, part=2),
+    *(Column(title, part=2) for title in ("ms", "ratio", "matmul\nms", "ratio")),
+)
+ROWS = (
+    Column("format", left=True),
+    *map(Column, ("quantize\nms", "against\ntorch", "dequantize\nms", "against\ntorch")),
+)
+
+
 def render_decode(results: Sequence[DecodeResult]) -> str:
     """A table of decode results."""
-    lines = [
-        "format   batch  heads     T        ms   GB/s   best SDPA               ms  ratio"
-        "   matmul ms  ratio   error"
-    ]
-    lines += [
-        f"{r['format']:<8} {r['batch']:>5}  {r['num_q_heads']:>3}:{r['num_kv_heads']:<3} "
-        f"{r['seq_len']:>6}  {r['ms']:>7.3f}  {r['gb_per_s']:>5.1f}   {r['sdpa']:<18} "
-        f"{r['sdpa_ms']:>7.3f}  {r['sdpa_ratio']:>4.1f}x   {r['matmul_ms']:>8.3f}  "
-        f"{r['matmul_ratio']:>4.1f}x   {r['error']:.1e}"
+    rows = [
+        [
+            *(r["format"], str(r["batch"]), f"{r['num_q_heads']}:{r['num_kv_heads']}"),
+            *(str(r["seq_len"]), f"{r['ms']:.3f}", f"{r['gb_per_s']:.1f}", f"{r['error']:.1e}"),
+            *(r["sdpa"], f"{r['sdpa_ms']:.3f}", f"{r['sdpa_ratio']:.1f}x"),
+            *(f"{r['matmul_ms']:.3f}", f"{r['matmul_ratio']:.1f}x"),
+        ]
         for r in results
     ]
-    return "\n".join(lines)
+    return render_table(DECODE, rows)
 
 
 def render_rows(results: Sequence[RowsResult]) -> str:
     """A table of quantize and dequantize results."""
-    lines = ["format     quantize ms  against torch   dequantize ms  against torch"]
-    lines += [
-        f"{r['format']:<8}   {r['quantize_ms']:>11.2f}  {r['quantize_ratio']:>12.1f}x   "
-        f"{r['dequantize_ms']:>13.2f}  {r['dequantize_ratio']:>12.1f}x"
+    rows = [
+        [
+            *(r["format"], f"{r['quantize_ms']:.2f}", f"{r['quantize_ratio']:.1f}x"),
+            *(f"{r['dequantize_ms']:.2f}", f"{r['dequantize_ratio']:.1f}x"),
+        ]
         for r in results
     ]
-    return "\n".join(lines)
+    return render_table(ROWS, rows)
 
 
 def _sdpa(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import product
@@ -12,16 +11,28 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from . import __version__
-from .console import COUNT, NEW_FILE, WHOLE, check_output, enough_memory, progress
-from .errors import ConfigError, DeviceError
+from .console import (
+    COUNT,
+    FORMATS,
+    HEAD_DIM,
+    NEW_FILE,
+    PAIR,
+    POSITIVE,
+    WHOLE,
+    check_device,
+    check_output,
+    enough_memory,
+    progress,
+    write_json,
+)
+from .errors import ConfigError
 
 if TYPE_CHECKING:
     from .gpucases import Case
-    from .gpureport import Columns
     from .gputimer import Machine, Timer
 
 T = TypeVar("T")
-SECONDS = click.FloatRange(min=0, min_open=True)
+Rows = list[list[str]]  # of a table, in the order in which they are measured
 GPU_ONLY = {
     "dtype": "--dtype",
     "page_sizes": "--page-size",
@@ -33,17 +44,17 @@ GPU_ONLY = {
 }
 
 
-@click.command()
+@click.command(epilog=FORMATS)
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), help="A GPU by default, if any.")
-@click.option("--format", "formats", multiple=True, help="Format; K/V apart: int8-g4/int4-g4.")
+@click.option("--format", "formats", type=PAIR, multiple=True, help="Or FORMAT/FORMAT, of K and V.")
 @click.option(
     "--batch", "batches", type=COUNT, multiple=True, help="Sequences; 1 on a CPU, 64 on a GPU."
 )
 @click.option("--q-heads", type=COUNT, help="Query heads; 32.")
 @click.option("--kv-heads", type=COUNT, help="KV heads; 8.")
 @click.option("--seq-len", "seq_lens", type=COUNT, multiple=True, help="Tokens; 8192.")
-@click.option("--head-dim", type=COUNT, default=128, show_default=True, help="Elements of a row.")
-@click.option("--seconds", type=SECONDS, help="CPU: time for each case, 3 by default.")
+@click.option("--head-dim", type=HEAD_DIM, default=128, show_default=True, help="Of a row.")
+@click.option("--seconds", type=POSITIVE, help="CPU: time for each case, 3 by default.")
 @click.option("--dtype", type=click.Choice(["bfloat16", "float16"]), help="Of q and the output.")
 @click.option("--page-size", "page_sizes", type=WHOLE, multiple=True, help="Tokens; 0: no pages.")
 @click.option(
@@ -58,6 +69,7 @@ GPU_ONLY = {
 @click.option("--ablate", is_flag=True, help="Measure what each technique brings instead.")
 @click.option("--json", "json_file", type=NEW_FILE, help="Write the figures to this file too.")
 @click.option("--plot", "plot_file", type=NEW_FILE, help="Draw percent of the roof, as PNG.")
+@enough_memory("--seq-len or --batch")
 def bench(
     device: str | None,
     formats: tuple[str, ...],
@@ -82,10 +94,11 @@ def bench(
     \b
     Example:
       kvquant bench
-      kvquant bench --format int4-g4 --batch 64 --page-size 0 --page-size 64 --plot roof.png
+      kvquant bench --format int4-g4 --batch 64 --page-size 0 --page-size 64 \\
+          --plot roof.png
       kvquant bench --device cpu --format int8 --seq-len 32768
     """
-    check_output(json_file)
+    check_output(json_file, endings=(".json",))
     import torch
 
     if device is None:
@@ -93,7 +106,7 @@ def bench(
     if device == "cpu":
         for name, option in GPU_ONLY.items():
             if gpu[name]:
-                raise ConfigError(f"{option} is for GPUs: leave it out with --device cpu")
+                raise click.UsageError(f"{option} is for GPUs: leave it out with --device cpu")
         heads = {"num_q_heads": q_heads or 32, "num_kv_heads": kv_heads or 8}
         shapes = [
             heads | {"batch": batch, "seq_len": seq_len}
@@ -102,9 +115,8 @@ def bench(
         _bench_cpu(formats, shapes, head_dim, seconds or 3.0, json_file)
         return
     if seconds is not None:
-        raise ConfigError("--seconds is for the CPU: on a GPU use --quick")
-    if not torch.cuda.is_available():
-        raise DeviceError("--device cuda: torch finds no GPU here; use --device cpu")
+        raise click.UsageError("--seconds is for the CPU: on a GPU use --quick")
+    check_device(device)
     _check_gpu_options(gpu)
     sizes = {
         "batches": batches,
@@ -119,55 +131,64 @@ def bench(
     from . import gpureport, gputimer
     from .gpucases import list_cases
     from .gputune import ABLATED, ABLATED_FORMATS, TABLE
+    from .tables import render_table
 
-    run = _tune if gpu["tune"] else _ablate if gpu["ablate"] else _measure
     if not (batches or seq_lens or q_heads or kv_heads):
         sizes |= TABLE if gpu["tune"] else ABLATED if gpu["ablate"] else {}
     if gpu["ablate"]:
         formats = formats or ABLATED_FORMATS
     cases = list_cases(formats, quick=gpu["quick"], **sizes)
-    with enough_memory():
-        timer = gputimer.GraphTimer(0.01 if gpu["quick"] else 0.05)
-        machine = gputimer.describe_machine(timer, __version__)
-        click.echo(gpureport.render_machine(machine) + "\n")
-        found = run(cases, timer, machine, gpu["plot_file"])
-    if json_file:
-        text = json.dumps({"machine": asdict(machine)} | found, indent=2)
-        json_file.write_text(text + "\n", encoding="utf-8")
+    timer = gputimer.GraphTimer(0.01 if gpu["quick"] else 0.05)
+    machine = gputimer.describe_machine(timer, __version__)
+    click.echo(gpureport.render_machine(machine) + "\n")
+    modes = {"tune": (_tune, gpureport.PLANS), "ablate": (_ablate, gpureport.VARIANTS)}
+    run, columns = next((modes[name] for name in modes if gpu[name]), (_measure, gpureport.SPEEDS))
+    rows: Rows = []
+    figures: dict[str, Any] | None = None
+    try:
+        figures = run(cases, timer, machine, rows, gpu["plot_file"])
+    finally:  # what was measured is told after an interrupt, and kept where nobody reads it
+        try:
+            if rows:
+                click.echo(render_table(columns, rows))
+        finally:
+            if figures:
+                write_json(json_file, {"machine": asdict(machine)} | figures)
 
 
 def _check_gpu_options(gpu: dict[str, Any]) -> None:
     if gpu["tune"] and gpu["ablate"]:
-        raise ConfigError("--tune or --ablate: measure one after the other")
+        raise click.UsageError("--tune or --ablate: measure one after the other")
     if gpu["tune"] or gpu["ablate"]:
         for name in ("page_sizes", "exact", "plot_file"):
             if gpu[name]:
-                raise ConfigError(f"{GPU_ONLY[name]} does not go with --tune or --ablate")
+                raise click.UsageError(f"{GPU_ONLY[name]} does not go with --tune or --ablate")
     if gpu["plot_file"]:
         from .gpureport import check_plot
 
-        check_output(gpu["plot_file"])
         check_plot(gpu["plot_file"])
+        check_output(gpu["plot_file"], endings=(".png",))
 
 
 def _measure(
-    cases: Sequence[Case], timer: Timer, machine: Machine, plot_file: Path | None
+    cases: Sequence[Case], timer: Timer, machine: Machine, rows: Rows, plot_file: Path | None
 ) -> dict[str, Any]:
     from . import gpureport
     from .gpubench import Peer, measure
 
-    width = _begin_table(cases, gpureport.SPEEDS)
     peers: dict[Case, Peer | str] = {}
     results = []
     for result in _each_that_fits(cases, lambda case: measure(case, timer, peers)):
-        click.echo(gpureport.render(result, machine, width))
+        rows.append(gpureport.speed_cells(result, machine))
         results.append(result)
     if plot_file:
         gpureport.plot(results, machine, plot_file)
     return {"decode": [gpureport.figures(result, machine) for result in results]}
 
 
-def _tune(cases: Sequence[Case], timer: Timer, machine: Machine, _: None) -> dict[str, Any]:
+def _tune(
+    cases: Sequence[Case], timer: Timer, machine: Machine, rows: Rows, _: None
+) -> dict[str, Any]:
     from . import gpureport, gputune
     from .kernels.cuda import launch
     from .kernels.tuned import save_table
@@ -175,28 +196,27 @@ def _tune(cases: Sequence[Case], timer: Timer, machine: Machine, _: None) -> dic
     gpu = launch.gpu_facts(timer.device)
     path = save_table(())  # tells at once if it cannot be kept
     click.echo("plans: splits x warps of a block x stages; at first each kernel is compiled")
-    width = _begin_table(cases, gpureport.PLANS)
     choices = []
     for choice in _each_that_fits(cases, lambda case: gputune.tune(case, timer, gpu)):
         path = save_table([gputune.table_row(choice, gpu)])
-        click.echo(gpureport.render_choice(choice, width))
+        rows.append(gpureport.choice_cells(choice))
         choices.append(choice)
-    click.echo(f"\n{len(choices)} plans kept in {path}: new processes use them")
+    click.echo(f"{len(choices)} plans kept in {path}: new processes use them\n")
     return {"plans": [gpureport.choice_figures(choice, machine) for choice in choices]}
 
 
-def _ablate(cases: Sequence[Case], timer: Timer, machine: Machine, _: None) -> dict[str, Any]:
+def _ablate(
+    cases: Sequence[Case], timer: Timer, machine: Machine, rows: Rows, _: None
+) -> dict[str, Any]:
     from . import gpureport, gputune
     from .kernels.cuda import launch
     from .kernels.tuned import load_table
 
-    gpu, table = launch.gpu_facts(timer.device), load_table()
-    click.echo("plan: splits x warps of a block x stages; ratios above 1 are slower")
-    width = _begin_table(cases, gpureport.VARIANTS)
+    gpu, tuned = launch.gpu_facts(timer.device), load_table()
+    click.echo("plan: splits x warps of a block x stages; ratios above 1 are slower\n")
     variants = []
-    for found in _each_that_fits(cases, lambda case: gputune.ablate(case, timer, gpu, table)):
-        for variant in found:
-            click.echo(gpureport.render_variant(variant, found[0], width))
+    for found in _each_that_fits(cases, lambda case: gputune.ablate(case, timer, gpu, tuned)):
+        rows += [gpureport.variant_cells(variant, found[0]) for variant in found]
         variants += found
     return {"kernels": [gpureport.variant_figures(variant, machine) for variant in variants]}
 
@@ -206,28 +226,22 @@ def _each_that_fits(cases: Sequence[Case], measure: Callable[[Case], T]) -> Iter
     from torch import OutOfMemoryError
 
     fitting = 0
-    for case in cases:
-        try:
-            found = measure(case)
-        except OutOfMemoryError:
-            click.echo(
-                f"{case.name}, batch {case.batch}, {case.heads} heads, T {case.seq_len}: "
-                f"{case.nbytes / 1e9:.1f} GB of rows are more than fits",
-                err=True,
-            )
-        else:
-            fitting += 1
-            yield found
+    with progress(len(cases), "Timing") as update:
+        for case in cases:
+            try:
+                found = measure(case)
+            except OutOfMemoryError:
+                click.echo(
+                    f"{case.name}, batch {case.batch}, {case.heads} heads, T {case.seq_len}: "
+                    f"{case.nbytes / 1e9:.1f} GB of rows are more than fits",
+                    err=True,
+                )
+            else:
+                fitting += 1
+                yield found
+            update(1, f"{case.name}, batch {case.batch}, {case.heads} heads, T {case.seq_len}")
     if not fitting:
         raise ConfigError("none of the cases fits the GPU: use a smaller --seq-len or --batch")
-
-
-def _begin_table(cases: Sequence[Case], columns: Columns) -> int:
-    from .gpureport import header
-
-    width = max(len("format"), *(len(case.name) for case in cases))
-    click.echo(header(columns, width))
-    return width
 
 
 def _bench_cpu(
@@ -249,7 +263,7 @@ def _bench_cpu(
             )
     names = formats or FORMATS
     steps = len(names) * (len(shapes) + 1) + 1
-    with enough_memory(), progress(steps, "Timing") as update:
+    with progress(steps, "Timing") as update:
         roof = read_roof()
         update(1, "read roof")
         decoded = []
@@ -261,9 +275,10 @@ def _bench_cpu(
             rows.append(bench_rows(name, shape=(8, 4096, head_dim), seconds=seconds))
             update(1, f"rows {name}")
     threads = torch.get_num_threads()
-    if json_file:
+    try:
+        click.echo(f"{threads} threads, torch {torch.__version__}, read roof {roof:.1f} GB/s\n")
+        click.echo(f"decode attention, head_dim {head_dim}\n\n{render_decode(decoded)}\n")
+        click.echo(f"rows of float32 [8, 4096, {head_dim}]\n\n{render_rows(rows)}")
+    finally:
         result = {"threads": threads, "read_gb_per_s": roof, "decode": decoded, "rows": rows}
-        json_file.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    click.echo(f"{threads} threads, torch {torch.__version__}, read roof {roof:.1f} GB/s\n")
-    click.echo(f"decode attention, head_dim {head_dim}\n{render_decode(decoded)}\n")
-    click.echo(f"rows of float32 [8, 4096, {head_dim}]\n{render_rows(rows)}")
+        write_json(json_file, result)

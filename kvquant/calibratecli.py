@@ -4,32 +4,41 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import click
 
 from .console import (
     COUNT,
+    DEVICE,
     FILE,
     FOLDER,
+    FORMAT,
+    FORMATS,
     NEW_FILE,
+    POSITIVE,
+    check_device,
     check_output,
+    enough_memory,
+    is_given,
     progress,
     read_text,
     warn_of_length,
 )
-from .errors import ConfigError
+from .errors import ConfigError, DeviceError
 
 NOT_MET = 3  # exit code
 
 
-@click.command()
+@click.command(epilog=FORMATS)
 @click.argument("model", type=FOLDER)
 @click.option("--text", type=FILE, help="Text to observe; its last quarter is held.")
 @click.option("--held", type=FILE, help="Another text to score on, instead of the last quarter.")
-@click.option("--max-kl", type=float, help="Fewest bits that keep this KL, nats per token.")
-@click.option("--budget", type=float, help="Least KL within so many bits per element.")
-@click.option("--format", help="One format for all layers instead; int4 by default.")
+@click.option("--max-kl", type=POSITIVE, help="Fewest bits that keep this KL, nats per token.")
+@click.option("--budget", type=POSITIVE, help="Least KL within so many bits per element.")
+@click.option("--format", type=FORMAT, help="One format for all layers instead; int4 by default.")
 @click.option("--zero-data", is_flag=True, help="Observe no text, random tokens instead.")
 @click.option(
     "--rounding",
@@ -43,7 +52,7 @@ NOT_MET = 3  # exit code
 @click.option("--windows", type=COUNT, default=8, show_default=True, help="Passages to score.")
 @click.option("--context", type=COUNT, default=1024, show_default=True, help="Tokens before them.")
 @click.option("--scored", type=COUNT, default=64, show_default=True, help="Tokens of each scored.")
-@click.option("--device", default="cpu", show_default=True, help="Where the model runs.")
+@click.option("--device", type=DEVICE, default="cpu", show_default=True, help="Or cuda:N.")
 @click.option(
     "--dtype",
     type=click.Choice(["float32", "bfloat16", "float16"]),
@@ -52,6 +61,7 @@ NOT_MET = 3  # exit code
     help="Of weights and arithmetic; 16 bit for large models.",
 )
 @click.option("-o", "--output", type=NEW_FILE, required=True, help="File to write.")
+@enough_memory("--length, --windows, --context or --dtype")
 def calibrate(
     model: Path,
     text: Path | None,
@@ -81,11 +91,20 @@ def calibrate(
       kvquant calibrate examples/llama-demo-5m --text examples/unseen.txt --windows 2 \\
           --max-kl 0.01 -o plan.safetensors
     """
-    check_output(output, text, held)
     if text is None and not zero_data:
-        raise ConfigError("give --text FILE to observe, or --zero-data")
-    if text is None and (held is not None or max_kl is not None):
-        raise ConfigError("--held and --max-kl need a text to score: give --text FILE")
+        raise click.UsageError("give --text FILE to observe, or --zero-data")
+    if text is None:
+        for name in ("held", "max_kl", "windows", "context", "scored"):
+            if is_given(name):
+                raise click.UsageError(
+                    f"--{name.replace('_', '-')} needs a text to score: give --text FILE"
+                )
+    if format and (max_kl or budget):
+        raise click.UsageError("--max-kl and --budget choose formats: leave --format out")
+    rank, ranks = _ranks()
+    state = output.with_name(f".{output.name}.{rank}.partial")
+    check_output(output, model, text, held)
+    check_output(state, model, text, held, endings=(state.suffix,))
     import torch
 
     from .calibration.report import refusal, render_plan, warnings
@@ -93,36 +112,37 @@ def calibrate(
     from .calibration.run import calibrate as run
     from .model import CachedModel
 
+    check_device(device)
     chosen = (max_kl, budget) == (None, None)
     goal = Goal(max_kl, budget, (format or "int4") if chosen else format)
     reach = Sizes(**sizes)
-    device = _join_ranks(device)
-    reader = CachedModel.from_pretrained(model, dtype=getattr(torch, dtype), device=device)
-    warn_of_length(reader.max_positions, "a passage", reach.context + reach.scored)
-    tokens = reader.encode(read_text(text)) if text else None
-    scored = reader.encode(read_text(held)) if held else None
-    state = output.with_name(f".{output.name}.{os.environ.get('RANK', '0')}.partial")
-    with progress(300, "Calibrating") as update:
-        plan = run(
-            reader,
-            tokens,
-            scored,
-            sizes=reach,
-            goal=goal,
-            rounding=rounding,
-            zero_data=zero_data,
-            state=state,
-            progress=lambda stage, share: update(share, stage),
-        )
-    if plan is not None:
-        plan.save(output)
-        click.echo(render_plan(plan))
-        click.echo(f"\n{_measured(plan.facts)}; written to {output}")
-        for warning in warnings(plan):
-            click.echo(f"Warning: {warning}", err=True)
-    state.unlink(missing_ok=True)
-    _leave_ranks()
-    problem = refusal(plan) if plan is not None else None
+    with _joined(rank, ranks, device) as device, _kept(state):
+        reader = CachedModel.from_pretrained(model, dtype=getattr(torch, dtype), device=device)
+        warn_of_length(reader.max_positions, "a passage", reach.context + reach.scored)
+        tokens = reader.encode(read_text(text)) if text else None
+        scored = reader.encode(read_text(held)) if held else None
+        with progress(300, "Calibrating") as update:
+            plan = run(
+                reader,
+                tokens,
+                scored,
+                sizes=reach,
+                goal=goal,
+                rounding=rounding,
+                zero_data=zero_data,
+                state=state,
+                progress=lambda stage, share: update(share, stage),
+            )
+        if plan is not None:
+            plan.save(output)
+        state.unlink(missing_ok=True)
+    if plan is None:
+        return
+    click.echo(render_plan(plan))
+    click.echo(f"\n{_measured(plan.facts)}; written to {output}")
+    for warning in warnings(plan):
+        click.echo(f"Warning: {warning}", err=True)
+    problem = refusal(plan)
     if problem:
         click.echo(f"Not met: {problem}", err=True)
         sys.exit(NOT_MET)
@@ -139,18 +159,55 @@ def _measured(facts: object) -> str:
     return words
 
 
-def _leave_ranks() -> None:
+@contextmanager
+def _kept(state: Path) -> Iterator[None]:
+    """Say where the sums are that a run leaves which does not come to its end."""
+    try:
+        yield
+    except BaseException:
+        if state.exists():
+            click.echo(
+                f"What was observed is kept in {state}: the same command goes on from it", err=True
+            )
+        raise
+
+
+def _ranks() -> tuple[int, int]:
+    """Which of how many processes this is, as torchrun says in the environment."""
+    ranks = _from_environment("WORLD_SIZE", 1) if "WORLD_SIZE" in os.environ else 1
+    return (_from_environment("RANK", 0, ranks) if ranks > 1 else 0), ranks
+
+
+def _from_environment(name: str, least: int, limit: int = 1 << 20) -> int:
+    """A number below a limit that torchrun sets."""
+    text = os.environ.get(name, "")
+    if text.isascii() and text.isdecimal() and len(text) < 8 and least <= int(text) < limit:
+        return int(text)
+    raise ConfigError(
+        f"{name} is {text!r:.40} in the environment, not a number from {least} to {limit - 1}: "
+        "unset WORLD_SIZE, or start all processes by torchrun"
+    )
+
+
+@contextmanager
+def _joined(rank: int, ranks: int, device: str) -> Iterator[str]:
+    """Join the other processes that torchrun started; gives the device of this one."""
+    if ranks < 2:
+        yield device
+        return
     import torch
 
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if device == "cuda":
+        device = f"cuda:{_from_environment('LOCAL_RANK', 0)}"
+        check_device(device)
+    try:
+        torch.distributed.init_process_group(
+            "nccl" if device.startswith("cuda") else "gloo", rank=rank, world_size=ranks
+        )
+    except (ValueError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise DeviceError(f"the {ranks} processes cannot find one another: {reason}") from error
+    try:
+        yield device
+    finally:
         torch.distributed.destroy_process_group()
-
-
-def _join_ranks(device: str) -> str:
-    """Join the other processes that torchrun started; the device of this one."""
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
-        return device
-    import torch
-
-    torch.distributed.init_process_group("nccl" if device.startswith("cuda") else "gloo")
-    return f"cuda:{os.environ['LOCAL_RANK']}" if device == "cuda" else device

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -17,54 +14,29 @@ from .console import (
     COUNT,
     FILE,
     FOLDER,
+    FORMAT,
+    FORMATS,
     NEW_FILE,
     WHOLE,
+    Commands,
     check_output,
+    enough_memory,
+    is_given,
+    json_text,
     progress,
     read_text,
     warn_of_length,
+    write_json,
 )
-from .errors import ConfigError, KVQuantError
+from .errors import ConfigError
 from .reportcli import report
 
 if TYPE_CHECKING:
     from .cache import KVCache
 
+DEFAULT_FORMAT = "int4-g4"
 CACHE = click.Path(dir_okay=False, path_type=Path)  # may stand for its shards
 OUTPUT = click.option("-o", "--output", type=NEW_FILE, required=True, help="File to write.")
-
-
-class Commands(click.Group):
-    """Commands whose errors are one line on stderr and exit code 2."""
-
-    def main(  # type: ignore[override]
-        self, args: Sequence[str] | None = None, standalone_mode: bool = True, **extra: Any
-    ) -> Any:
-        """Run; see click.Group.main."""
-        try:
-            result: object = super().main(args, standalone_mode=False, **extra)
-        except click.exceptions.NoArgsIsHelpError as error:
-            error.show()
-            sys.exit(2)
-        except click.ClickException as error:
-            _fail(error.format_message())
-        except click.Abort:
-            click.echo("Aborted.", err=True)
-            sys.exit(130)
-        except BrokenPipeError:  # the reader has seen enough
-            sys.exit(1)
-        except KVQuantError as error:
-            _fail(str(error))
-        except OSError as error:
-            _fail(f"{error.strerror}: {error.filename}" if error.filename else str(error))
-        if standalone_mode:
-            sys.exit(result if isinstance(result, int) else 0)
-        return result
-
-
-def _fail(message: str) -> NoReturn:
-    click.echo("Error: " + " ".join(message.split()), err=True)
-    sys.exit(2)
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -74,19 +46,20 @@ def main() -> None:
 
     \b
     Example:
-      kvquant quantize examples/llama-demo-5m --prompt examples/unseen.txt -o cache.safetensors
+      kvquant quantize examples/llama-demo-5m --prompt examples/unseen.txt \\
+          -o cache.safetensors
       kvquant inspect cache.safetensors
     """
 
 
-@main.command()
+@main.command(epilog=FORMATS)
 @click.argument("model", type=FOLDER, required=False)
 @click.option("--prompt", type=FILE, help="Text that the model reads.")
 @click.option("--from", "raw", type=FILE, help="16-bit K and V of another program instead.")
 @click.option("--plan", type=FILE, help="Of kvquant calibrate: formats and transforms.")
-@click.option("--format", "both", default="int4-g4", show_default=True, help="Format of K and V.")
-@click.option("--k-format", help="Format of K, where it differs.")
-@click.option("--v-format", help="Format of V, where it differs.")
+@click.option("--format", "both", type=FORMAT, help=f"Of K and V; {DEFAULT_FORMAT} by default.")
+@click.option("--k-format", type=FORMAT, help="Of K, where it differs.")
+@click.option("--v-format", type=FORMAT, help="Of V, where it differs.")
 @click.option("--sink-len", type=WHOLE, default=4, show_default=True, help="First 16-bit tokens.")
 @click.option(
     "--recent-len", type=WHOLE, default=128, show_default=True, help="Last 16-bit tokens."
@@ -94,12 +67,13 @@ def main() -> None:
 @click.option("--max-seq-len", type=COUNT, help="Room for tokens; those of the prompt by default.")
 @click.option("--chunk", type=COUNT, default=512, show_default=True, help="Tokens read at a time.")
 @OUTPUT
+@enough_memory("--chunk or --max-seq-len")
 def quantize(
     model: Path | None,
     prompt: Path | None,
     raw: Path | None,
     plan: Path | None,
-    both: str,
+    both: str | None,
     k_format: str | None,
     v_format: str | None,
     sink_len: int,
@@ -119,40 +93,37 @@ def quantize(
     Example:
       kvquant quantize examples/llama-demo-5m --prompt examples/unseen.txt \\
           --format int4-g4 --max-seq-len 16384 -o cache.safetensors
-      kvquant quantize --from kv.safetensors --k-format int8 --v-format int4 -o cache.safetensors
+      kvquant quantize --from kv.safetensors --k-format int8 --v-format int4 \\
+          -o cache.safetensors
     """
-    check_output(output, raw, prompt)
-    if output.suffix != ".safetensors":
-        raise ConfigError(f"{output} cannot be written: name it NAME.safetensors")
-    options: dict[str, Any] = {
-        "k_format": k_format or both,
-        "v_format": v_format or both,
-        "sink_len": sink_len,
-        "recent_len": recent_len,
-    }
-    from .layout import RowFormat
-
-    for name in (options["k_format"], options["v_format"]):
-        RowFormat.parse(name, 128)  # a wrong name is told before the model is loaded
+    if (raw is None) == (model is None) or (model is None) != (prompt is None):
+        raise click.UsageError("give either MODEL and --prompt FILE, or --from FILE alone")
+    if plan is not None and (raw or both or k_format or v_format):
+        raise click.UsageError("--plan says the formats and needs MODEL: leave the others out")
+    if both and k_format and v_format:
+        raise click.UsageError("--k-format and --v-format leave nothing to --format: leave one out")
+    if raw and is_given("chunk"):
+        raise click.UsageError("--chunk is for MODEL, which reads: leave it out with --from")
+    check_output(output, model, prompt, raw, plan)
+    options: dict[str, Any] = {"sink_len": sink_len, "recent_len": recent_len}
     if plan is not None:
-        if raw is not None or k_format or v_format:
-            raise ConfigError("--plan says the formats and needs MODEL: leave the others out")
         from .plan import CachePlan
 
-        options = {"plan": CachePlan.load(plan), "sink_len": sink_len, "recent_len": recent_len}
-    if raw is not None and model is None and prompt is None:
+        options["plan"] = CachePlan.load(plan)
+    else:
+        options["k_format"] = k_format or both or DEFAULT_FORMAT
+        options["v_format"] = v_format or both or DEFAULT_FORMAT
+    if raw is not None:
         from .exchange import quantize_raw
 
         cache = quantize_raw(raw, max_seq_len=max_seq_len, **options)
         _save(cache, output, None, {"source": raw.name})
-    elif raw is None and model is not None and prompt is not None:
+    elif model is not None and prompt is not None:
         from .model import CachedModel
 
         reader = CachedModel.from_pretrained(model)
         cache = _read_prompt(reader, prompt, max_seq_len, chunk, options)
         _save(cache, output, reader.config_dict, {"source": prompt.name, "chunk": chunk})
-    else:
-        raise ConfigError("give either MODEL and --prompt FILE, or --from FILE alone")
     from .inspection import describe, render
 
     click.echo(render(describe(output)))
@@ -168,6 +139,7 @@ def quantize(
 )
 @click.option("--plan", type=FILE, help="The plan that the cache was made with, if there was one.")
 @OUTPUT
+@enough_memory("cache")
 def export(cache: Path, to: str, plan: Path | None, output: Path) -> None:
     """Write a cache in a form that other programs read.
 
@@ -175,12 +147,12 @@ def export(cache: Path, to: str, plan: Path | None, output: Path) -> None:
     Example:
       kvquant export cache.safetensors --to bf16 -o kv.safetensors
     """
-    check_output(output, cache, cache.with_name(f"{cache.name}.index.json"))
     from .checkpoint import load_cache
     from .exchange import export_cache
     from .plan import CachePlan
     from .rowfacts import size_text
 
+    check_output(output, plan, *_files_of(cache))
     bases = CachePlan.load(plan) if plan else None
     notes = export_cache(load_cache(cache, plan=bases), output, to)
     click.echo(f"{output}: {to}, {size_text(output.stat().st_size)}")
@@ -191,6 +163,7 @@ def export(cache: Path, to: str, plan: Path | None, output: Path) -> None:
 @main.command()
 @click.argument("file", type=CACHE)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@enough_memory("cache")
 def inspect(file: Path, as_json: bool) -> None:
     """Tell what a cache file holds, and what looks wrong.
 
@@ -204,7 +177,7 @@ def inspect(file: Path, as_json: bool) -> None:
     from .inspection import describe, render
 
     description = describe(file)
-    click.echo(json.dumps(description, indent=2) if as_json else render(description))
+    click.echo(json_text(description) if as_json else render(description))
 
 
 @main.command()
@@ -212,6 +185,7 @@ def inspect(file: Path, as_json: bool) -> None:
 @click.option("--text", type=FILE, help="What it reads; the bundled text by default.")
 @click.option("--context", type=COUNT, default=3072, show_default=True, help="Tokens of a prompt.")
 @click.option("--json", "json_file", type=NEW_FILE, help="Write the figures to this file too.")
+@enough_memory("--context")
 def demo(model: Path | None, text: Path | None, context: int, json_file: Path | None) -> None:
     """Let a small model decode from caches of several formats.
 
@@ -220,19 +194,31 @@ def demo(model: Path | None, text: Path | None, context: int, json_file: Path | 
       kvquant demo
       kvquant demo --model FOLDER --text FILE --json demo.json
     """
-    check_output(json_file, text)
+    check_output(json_file, model, text, endings=(".json",))
     from .demo import STAGES, render_demo, run_demo
 
     with progress(STAGES, "Demo") as update:
         result = run_demo(model, text, context=context, report=lambda stage: update(1, stage))
-    if json_file:
-        json_file.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    click.echo(render_demo(result))
+    try:
+        click.echo(render_demo(result))
+    finally:
+        write_json(json_file, result)
 
 
 main.add_command(bench)
 main.add_command(calibrate)
 main.add_command(report)
+
+
+def _files_of(cache: Path) -> list[Path]:
+    """A cache file, its index and its shards, as far as they are there."""
+    from .cachefile import index_path, shard_pattern
+
+    whole = cache.with_name(cache.name.removesuffix(".index.json"))
+    index = index_path(whole)
+    beside = cache.parent.iterdir() if cache.parent.is_dir() else ()
+    shards = [path for path in beside if shard_pattern(index).fullmatch(path.name)]
+    return [whole, index, *shards]
 
 
 def _read_prompt(

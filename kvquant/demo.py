@@ -20,9 +20,10 @@ import torch
 
 from .cache import KVCache
 from .calibration.fidelity import Scheme, compare, predict, quantized_copy, read_prompt
-from .calibration.report import render_table
+from .console import read_text
 from .errors import ConfigError
 from .model import CachedModel
+from .tables import Column, render_table, terminal_width
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 MODEL = EXAMPLES / "llama-demo-5m"
@@ -39,6 +40,10 @@ STAGES = len(SCHEMES) + 5  # calls of report
 ROUNDS = 20  # timed steps of each
 PASSAGES = 4
 WORDS_SHOWN = 40  # of the prompt, before the continuations
+COLUMNS = (
+    Column("cache", left=True),
+    *map(Column, ("bits", "MiB", "smaller", "KL", "top-1 %", "ms/step", "speed")),
+)
 Report = Callable[[str], None]
 
 
@@ -123,13 +128,14 @@ def run_demo(
     }
 
 
-def render_demo(result: dict[str, Any], width: int = 100) -> str:
+def render_demo(result: dict[str, Any], width: int | None = None) -> str:
     """The result as text: the table, then the continuations one after the other.
 
     Args:
         result: from run_demo.
-        width: columns to wrap the continuations at.
+        width: columns to fit in; the terminal's, up to 100, when None.
     """
+    width = width or min(terminal_width(), 100)
     caches = result["caches"]
     plain = [row for row in caches if row["name"].startswith("transformers")]
     fastest = min(row["ms_per_step"] for row in plain)
@@ -147,7 +153,6 @@ def render_demo(result: dict[str, Any], width: int = 100) -> str:
         ]
         for row in caches
     ]
-    header = ["cache", "bits", "MiB", "smaller", "KL", "top-1 %", "ms/step", "speed"]
     about = (
         f"{result['model']} reads {result['passages']} passages of {result['context']} tokens from "
         f"{result['text']} and decodes {result['scored']} tokens of each, one by one, from its "
@@ -156,7 +161,7 @@ def render_demo(result: dict[str, Any], width: int = 100) -> str:
         "Speed: of a decode step of the whole model for all passages, against the faster of "
         "transformers' own caches (DynamicCache, SDPA), medians of interleaved runs."
     )
-    parts = [textwrap.fill(about, width), render_table(header, rows)]
+    parts = [textwrap.fill(about, width), render_table(COLUMNS, rows, width)]
     words = " ".join(result["prompt"].split()[-WORDS_SHOWN:])
     parts.append(textwrap.fill(f"The first passage ends: … {words}", width))
     continued = [row for row in caches if "continuation" in row]
@@ -190,10 +195,7 @@ def _passages(
     model: CachedModel, text_file: Path, context: int, scored: int
 ) -> tuple[torch.Tensor, int]:
     """Cut the text into [passages, context + scored + 1] tokens; context may have to be smaller."""
-    try:
-        tokens = torch.tensor(model.encode(text_file.read_text(encoding="utf-8")))
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{text_file} is not UTF-8 text ({error})") from None
+    tokens = torch.tensor(model.encode(read_text(text_file)))
     limit = len(tokens) if model.max_positions is None else model.max_positions - ROUNDS
     context = min(context, min(limit, len(tokens)) - scored - 1)
     if context < 1:

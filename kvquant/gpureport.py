@@ -13,31 +13,29 @@ from .gpubench import Peer, Result, Times
 from .gpucases import Case
 from .gputimer import Machine
 from .gputune import Choice, Variant
+from .tables import Column
 
 Point = tuple[int, float]
 SDPA = "SDPA, 16 bit"  # its line in the picture
-Columns = tuple[tuple[str, int], ...]  # titles and widths; that of the first is given
-SHAPE: Columns = (("format", 0), ("batch", 5), ("heads", 5), ("T", 7))
-SPEEDS: Columns = (
+SHAPE = (Column("format", left=True), *map(Column, ("batch", "heads", "T")))
+SPEEDS = (
     *SHAPE,
-    *(("us", 7), ("GB/s", 5), ("roof", 5)),
-    *(("in a row", 8), ("GB/s", 5), ("roof", 5)),
-    *(("best SDPA", 21), ("us", 7), ("ratio", 6), ("in a row", 8), ("ratio", 6)),
-    ("error", 7),
+    *(Column(title, part=1) for title in ("us", "GB/s", "roof")),
+    *(Column(title, part=1) for title in ("in a row\nus", "GB/s", "roof", "error")),
+    Column("best SDPA", left=True, part=2),
+    *(Column(title, part=2) for title in ("us", "ratio", "in a row\nus", "ratio")),
 )
-PLANS: Columns = (
+PLANS = (
     *SHAPE,
-    ("plans", 5),
-    *(("by the formula", 19), ("us", 7), ("in a row", 8)),
-    *(("fastest", 19), ("us", 7), ("in a row", 8)),
-    *(("gain", 6), ("in a row", 8)),
+    *(Column(title, part=1) for title in ("plans", "by the\nformula", "us", "in a row\nus")),
+    *(Column(title, part=2) for title in ("fastest", "us", "in a row\nus")),
+    *(Column(title, part=2) for title in ("gain", "gain\nin a row")),
 )
-VARIANTS: Columns = (
+VARIANTS = (
     *SHAPE,
-    ("kernel", 28),
-    *(("us", 7), ("ratio", 6), ("in a row", 8), ("ratio", 6)),
+    Column("kernel", left=True, part=1),
+    *(Column(title, part=1) for title in ("us", "ratio", "in a row\nus", "ratio")),
 )
-LEFT = ("format", "best SDPA", "by the formula", "fastest", "kernel")
 
 
 def render_machine(machine: Machine) -> str:
@@ -48,62 +46,46 @@ def render_machine(machine: Machine) -> str:
     )
 
 
-def header(columns: Columns, width: int) -> str:
-    """The head of a table; width is that of the formats."""
-    return _row(columns, width, [title for title, _ in columns])
-
-
-def render(result: Result, machine: Machine, width: int) -> str:
-    """A line of the table of SPEEDS."""
+def speed_cells(result: Result, machine: Machine) -> list[str]:
+    """A row of the table of SPEEDS."""
     peer = result.sdpa
-    cells = _shape(result.case)
+    row = _shape(result.case)
     found = time_figures(result.case, result.times, machine)
     for prefix in ("", "in_a_row_"):
-        cells.append(_number(found[f"{prefix}us"], ".1f"))
-        cells.append(_number(found[f"{prefix}gb_per_s"], ".0f"))
-        cells.append(_number(found[f"{prefix}roof_percent"], ".0f", " %"))
+        row.append(_number(found[f"{prefix}us"], ".1f"))
+        row.append(_number(found[f"{prefix}gb_per_s"], ".0f"))
+        row.append(_number(found[f"{prefix}roof_percent"], ".0f", " %"))
+    row.append(f"{result.error:.1e}")
     if isinstance(peer, str):
-        cells += [peer, "", "", "", ""]
-    else:
-        alone, in_a_row = _ratios(peer.times, result.times)
-        cells += [peer.name, _number(peer.times.alone, ".1f"), _number(alone, ".2f", "x")]
-        cells += [_number(peer.times.in_a_row, ".1f"), _number(in_a_row, ".2f", "x")]
-    return _row(SPEEDS, width, [*cells, f"{result.error:.1e}"])
+        return [*row, peer, "", "", "", ""]
+    alone, in_a_row = _ratios(peer.times, result.times)
+    row += [peer.name, _number(peer.times.alone, ".1f"), _number(alone, ".2f", "x")]
+    return [*row, _number(peer.times.in_a_row, ".1f"), _number(in_a_row, ".2f", "x")]
 
 
-def render_choice(choice: Choice, width: int) -> str:
-    """A line of the table of PLANS."""
-    cells = [*_shape(choice.case), str(choice.measured)]
+def choice_cells(choice: Choice) -> list[str]:
+    """A row of the table of PLANS."""
+    row = [*_shape(choice.case), str(choice.measured)]
     for plan, times in (choice.formula, choice.fastest):
-        cells.append(f"{plan.splits[0]} x {plan.warps}w x {plan.stages}s")
-        cells += [_number(times.alone, ".1f"), _number(times.in_a_row, ".1f")]
+        row.append(f"{plan.splits[0]} x {plan.warps}w x {plan.stages}s")
+        row += [_number(times.alone, ".1f"), _number(times.in_a_row, ".1f")]
     gains = _ratios(choice.formula[1], choice.fastest[1])
-    return _row(PLANS, width, [*cells, *(_number(gain, ".2f", "x") for gain in gains)])
+    return [*row, *(_number(gain, ".2f", "x") for gain in gains)]
 
 
-def render_variant(variant: Variant, whole: Variant, width: int) -> str:
-    """A line of the table of VARIANTS; ratios are to the whole kernel under its plan."""
+def variant_cells(variant: Variant, whole: Variant) -> list[str]:
+    """A row of the table of VARIANTS; ratios are to the whole kernel under its plan."""
     plan, times = variant.plan, variant.times
     alone, in_a_row = _ratios(times, whole.times)
-    cells = [*_shape(variant.case), variant.name]
+    row = [*_shape(variant.case), variant.name]
     if variant is whole:
-        cells[-1] += f": {plan.splits[0]} x {plan.warps}w x {plan.stages}s"
-    cells += [_number(times.alone, ".1f"), _number(alone, ".2f", "x")]
-    cells += [_number(times.in_a_row, ".1f"), _number(in_a_row, ".2f", "x")]
-    return _row(VARIANTS, width, cells)
+        row[-1] += f": {plan.splits[0]} x {plan.warps}w x {plan.stages}s"
+    row += [_number(times.alone, ".1f"), _number(alone, ".2f", "x")]
+    return [*row, _number(times.in_a_row, ".1f"), _number(in_a_row, ".2f", "x")]
 
 
 def _shape(case: Case) -> list[str]:
     return [case.name, str(case.batch), case.heads, str(case.seq_len)]
-
-
-def _row(columns: Columns, width: int, cells: Sequence[str]) -> str:
-    """Words to the left, numbers to the right."""
-    aligned = [
-        f"{cell:<{size or width}}" if title in LEFT else f"{cell:>{size}}"
-        for cell, (title, size) in zip(cells, columns, strict=True)
-    ]
-    return "  ".join(aligned).rstrip()
 
 
 def figures(result: Result, machine: Machine) -> dict[str, Any]:

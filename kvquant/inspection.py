@@ -71,7 +71,7 @@ def render(description: dict[str, Any]) -> str:
             *lines,
             f"{in_bytes}; {size_text(d['memory_bytes'])} once loaded",
             "",
-            *render_layers(d["layers"]),
+            render_layers(d["layers"]),
             *(f"warning: {warning}" for warning in d["warnings"]),
         ]
     )

@@ -19,6 +19,7 @@ caches, the FP8 layout with one group that of FBGEMM's per-token in-row FP8.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -160,13 +161,20 @@ class RowFormat:
             raise ConfigError(f"{self} rows have no scales and shifts")
 
 
-@lru_cache(maxsize=None, typed=True)  # typed: 128.0 is refused even after 128
+NAMES = tuple(  # that RowFormat.parse takes
+    codec if groups == 1 else f"{codec}-g{groups}"
+    for codec in BITS
+    for groups in (GROUPS[:1] if codec in EXACT_CODECS else GROUPS)
+)
+
+
+@lru_cache(maxsize=4096, typed=True)  # typed: 128.0 is refused even after 128
 def _parse(name: str, head_dim: int) -> RowFormat:
     codec, dash, groups = name.partition("-g")
-    if codec in BITS and (not dash or groups.isdecimal()):
+    if codec in BITS and (not dash or re.fullmatch("0|[1-9][0-9]?", groups)):
         return RowFormat(codec, int(groups) if dash else 1, head_dim)
     raise ConfigError(
-        f"format {name!r} does not exist: use {_one_of(BITS)}, "
+        f"format {name!r:.80} does not exist: use {_one_of(BITS)}, "
         "with -g2, -g4 or -g8 for groups (int4-g4)"
     )
 

@@ -20,12 +20,16 @@ from .rowfacts import (
     render_origin,
     render_totals,
     size_text,
-    table,
     totals,
     warnings,
 )
+from .tables import Column, render_table
 
 SHOWN = 20  # sequences that are printed
+SEQUENCES = (
+    Column("sequence", left=True),
+    *map(Column, ("tokens", "packed", "16 bit", "pages", "shared", "known ids")),
+)
 
 
 def describe_pages(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -105,7 +109,7 @@ def render_pages(description: dict[str, Any]) -> str:
     """
     d = description
     tokens = d["layers"][0]["k"]["tokens"]
-    rows = [["sequence", "tokens", "packed", "16 bit", "pages", "shared", "known ids"]]
+    rows = []
     for sequence in d["sequences"][:SHOWN]:
         cells = [f"{printable(str(sequence['id'])):.40}"]
         names = ("length", "packed", "exact", "pages", "shared", "known")
@@ -126,10 +130,10 @@ def render_pages(description: dict[str, Any]) -> str:
             f"{d['recent_len']} of each sequence",
             *render_totals(d),
             "",
-            *table(rows),
+            render_table(SEQUENCES, rows),
             *([f"... and {more} more"] if more > 0 else []),
             "",
-            *render_layers(d["layers"]),
+            render_layers(d["layers"]),
             *(f"warning: {warning}" for warning in d["warnings"]),
         ]
     )

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import click
 
-from .console import FILE, NEW_FILE, check_output
-from .errors import CheckpointError, ConfigError
+from .console import FILE, NEW_FILE, check_output, enough_memory
+from .errors import CheckpointError, KVQuantError
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command()
 @click.argument("plan", type=FILE)
 @click.option("-o", "--output", type=NEW_FILE, required=True, help="HTML file to write.")
+@enough_memory("plan")
 def report(plan: Path, output: Path) -> None:
     """Tell what a plan decided and what it costs, as one HTML page.
 
@@ -23,9 +24,7 @@ def report(plan: Path, output: Path) -> None:
     Example:
       kvquant report plan.safetensors -o report.html
     """
-    check_output(output, plan)
-    if output.suffix not in (".html", ".htm"):
-        raise ConfigError(f"{output} cannot be written: name it NAME.html")
+    check_output(output, plan, endings=(".html", ".htm"))
     from .calibration.figures import check_matplotlib
     from .calibration.htmlreport import render
     from .calibration.verdict import verdict
@@ -38,6 +37,13 @@ def report(plan: Path, output: Path) -> None:
         page = render(found, plan.name)
     except KeyError as error:
         raise CheckpointError(f"{plan} has no {error}: calibrate again") from None
+    except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
+        if isinstance(error, KVQuantError):
+            raise
+        raise CheckpointError(
+            f"{plan} holds facts that cannot be shown ({type(error).__name__}: {error}): "
+            "calibrate again"
+        ) from error
     save_text(output, page)
     _, mark, sentence, _ = verdict(found)
     click.echo(f"{mark} {sentence}\n{output}: {len(page.encode()) / 1e3:.0f} kB")

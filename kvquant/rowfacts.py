@@ -14,6 +14,7 @@ import torch
 from .exchange import MAX_SCALE
 from .layout import RowFormat
 from .quant import LEVELS, dequantize_rows
+from .tables import Column, render_table
 
 SAMPLE = 4096  # tokens that the statistics of a layer's channels are taken over, at most
 _FEWEST = 16  # tokens below which they say nothing
@@ -152,11 +153,19 @@ def render_origin(description: dict[str, Any]) -> list[str]:
     ]
 
 
-def render_layers(layers: Layers) -> list[str]:
+LAYERS = (
+    Column("layer"),
+    *(
+        Column(title, title in "KV", part)
+        for part, side in enumerate("KV", 1)
+        for title in (side, "scale\nmin", "median", "max", "step", "offset")
+    ),
+)
+
+
+def render_layers(layers: Layers) -> str:
     """Print a table of all layers, and what its columns mean."""
-    columns = ["", "min", "median", "max", "step", "offset"]
-    rows = [["", *("K", "scale", "", "", "", ""), *("V", "scale", "", "", "", "")]]
-    rows.append(["layer", *columns, *columns])
+    rows = []
     for layer in layers:
         row = [str(layer["layer"])]
         for side in (layer["k"], layer["v"]):
@@ -165,26 +174,16 @@ def render_layers(layers: Layers) -> list[str]:
             row += [number(scale.get(name)) for name in ("min", "median", "max")]
             row += [number(side["step"]), number(side["offset"])]
         rows.append(row)
-    return [
-        *table(rows),
-        "",
-        "step, offset: that of a code, and a channel's largest mean, in deviations of a channel",
-    ]
+    return (
+        f"{render_table(LAYERS, rows)}\n\nstep, offset: that of a code, and a channel's largest "
+        "mean, in\ndeviations of a channel"
+    )
 
 
 def formats_text(layers: Layers) -> str:
     """The formats of all layers: "K int4-g4, V int4/int8"."""
     each = {side: sorted({layer[side]["format"] for layer in layers}) for side in "kv"}
     return ", ".join(f"{side.upper()} {'/'.join(names)}" for side, names in each.items())
-
-
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of cells, right-aligned."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
 
 
 def spans(numbers: Iterable[int]) -> str:

@@ -1,10 +1,15 @@
 """The command line (20 s)."""
 
+import errno
 import importlib.util
 import io
 import json
+import math
+import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +19,8 @@ import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 
-from kvquant import __version__, cli, console
+from kvquant import __main__ as entry
+from kvquant import __version__, cli, console, files
 from kvquant.checkpoint import load_cache
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -206,7 +212,59 @@ BAD: dict[str, tuple[list[str], str]] = {
     ),
     "no format": (
         ["quantize", "{model}", "--prompt", "{prompt}", "--format", "int5", "-o", "x.safetensors"],
-        "format 'int5' does not exist",
+        "'int5' is not one of 'int4', 'int4-g2', ",
+    ),
+    "no format of a plan": (
+        ["calibrate", "{model}", "--zero-data", "--format", "banana", "-o", "{tmp}/x.safetensors"],
+        "'banana' is not one of 'int4', 'int4-g2', ",
+    ),
+    "a format beside a plan": (
+        [
+            *("quantize", "{model}", "--prompt", "{prompt}", "--plan", "{raw}"),
+            *("--format", "fp8", "-o", "{tmp}/x.safetensors"),
+        ],
+        "--plan says the formats",
+    ),
+    "a format that nothing has": (
+        [
+            *("quantize", "--from", "{raw}", "--format", "int4", "--k-format", "int8"),
+            *("--v-format", "int8", "-o", "{tmp}/x.safetensors"),
+        ],
+        "leave nothing to --format",
+    ),
+    "chunks of raw tensors": (
+        ["quantize", "--from", "{raw}", "--chunk", "512", "-o", "{tmp}/x.safetensors"],
+        "--chunk is for MODEL",
+    ),
+    "no device": (
+        ["calibrate", "{model}", "--zero-data", "--device", "meta", "-o", "{tmp}/x.safetensors"],
+        "'meta' is not one of 'cpu', 'cuda'",
+    ),
+    "no GPU": (
+        ["calibrate", "{model}", "--zero-data", "--device", "cuda", "-o", "{tmp}/x.safetensors"],
+        "--device cuda: torch finds no GPU here; use --device cpu",
+    ),
+    "no such GPU": (
+        ["calibrate", "{model}", "--zero-data", "--device", "cuda:7", "-o", "{tmp}/x.safetensors"],
+        "--device cuda:7: torch finds no GPU here; use --device cpu",
+    ),
+    "sizes of what is not scored": (
+        ["calibrate", "{model}", "--zero-data", "--windows", "2", "-o", "{tmp}/x.safetensors"],
+        "--windows needs a text to score",
+    ),
+    "no KL": (
+        [
+            *("calibrate", "{model}", "--text", "{prompt}", "--max-kl", "nan"),
+            *("-o", "{tmp}/x.safetensors"),
+        ],
+        "nan is not a finite number",
+    ),
+    "no bits": (
+        [
+            *("calibrate", "{model}", "--text", "{prompt}", "--budget", "-1"),
+            *("-o", "{tmp}/x.safetensors"),
+        ],
+        "-1.0 is not in the range x>0",
     ),
     "no folder for the output": (
         ["quantize", "--from", "{raw}", "-o", "{tmp}/nope/x.safetensors"],
@@ -218,20 +276,20 @@ BAD: dict[str, tuple[list[str], str]] = {
     "no target": (["export", "{raw}", "--to", "zip", "-o", "x"], "'zip' is not one of"),
     "no whole number": (["quantize", "--from", "{raw}", "--sink-len", "x", "-o", "y"], "'x'"),
     "model without weights": (
-        ["calibrate", "{tmp}", "--text", "{prompt}", "-o", "{tmp}/x.safetensors"],
+        ["calibrate", "{tmp}/folder", "--text", "{prompt}", "-o", "{tmp}/x.safetensors"],
         "it has no config.json",
     ),
     "nothing to observe": (["calibrate", "{model}", "-o", "{tmp}/x.safetensors"], "give --text"),
     "limit without text": (
         ["calibrate", "{model}", "--zero-data", "--max-kl", "1", "-o", "{tmp}/x.safetensors"],
-        "need a text to score",
+        "--max-kl needs a text to score",
     ),
     "format and budget": (
         [
             *("calibrate", "{model}", "--text", "{prompt}", "--format", "int4"),
             *("--budget", "5", "-o", "{tmp}/x.safetensors"),
         ],
-        "give a format, or --max-kl and --budget",
+        "--max-kl and --budget choose formats: leave --format out",
     ),
     "text too short": (
         ["calibrate", "{model}", "--text", "{prompt}", "-o", "{tmp}/x.safetensors"],
@@ -293,13 +351,75 @@ BAD: dict[str, tuple[list[str], str]] = {
     ),
     "export over the index": (
         ["export", "{raw}", "--to", "bf16", "-o", "{raw}.index.json"],
-        "index.json is read",
+        "name it NAME.safetensors",
     ),
     "calibration over its text": (
-        ["calibrate", "{model}", "--text", "{prompt}", "-o", "{prompt}"],
-        "prompt.txt is read",
+        ["calibrate", "{model}", "--text", "{raw}", "-o", "{raw}"],
+        "raw.safetensors is read",
     ),
-    "figures over the text": (["demo", "--text", "{prompt}", "--json", "{prompt}"], "is read"),
+    "calibration over another text": (
+        ["calibrate", "{model}", "--text", "{prompt}", "--held", "{raw}", "-o", "{raw}"],
+        "raw.safetensors is read",
+    ),
+    "sums of calibration over its text": (
+        ["calibrate", "{model}", "--text", "{partial}", "-o", "{tmp}/x.safetensors"],
+        ".x.safetensors.0.partial is read",
+    ),
+    "a cache over its plan": (
+        ["quantize", "{model}", "--prompt", "{prompt}", "--plan", "{raw}", "-o", "{raw}"],
+        "raw.safetensors is read",
+    ),
+    "an export over its plan": (
+        ["export", "{tmp}/c.safetensors", "--to", "bf16", "--plan", "{raw}", "-o", "{raw}"],
+        "raw.safetensors is read",
+    ),
+    "an export over a shard": (
+        [
+            *("export", "{tmp}/c.safetensors", "--to", "bf16"),
+            *("-o", "{tmp}/c-01234567-00001-of-00002.safetensors"),
+        ],
+        "c-01234567-00001-of-00002.safetensors is read",
+    ),
+    "a cache over the weights": (
+        ["quantize", "{model}", "--prompt", "{prompt}", "-o", "{model}/model.safetensors"],
+        "model.safetensors is in {model}, which is read: write to another folder",
+    ),
+    "a plan in the model's folder": (
+        ["calibrate", "{model}", "--zero-data", "-o", "{model}/plan.safetensors"],
+        "plan.safetensors is in {model}, which is read",
+    ),
+    "raw tensors over the weights": (
+        ["quantize", "--from", "{raw}", "-o", "{model}/model.safetensors"],
+        "holds a model, which is left as it is",
+    ),
+    "figures over the config": (
+        ["bench", "--json", "{model}/config.json"],
+        "holds a model, which is left as it is",
+    ),
+    "figures over a link to the config": (
+        ["demo", "--model", "{model}", "--text", "{prompt}", "--json", "{tmp}/link.json"],
+        "link.json is in {model}, which is read",
+    ),
+    "figures over the text": (
+        ["demo", "--text", "{prompt}", "--json", "{prompt}"],
+        "name it NAME.json",
+    ),
+    "a device in place of a file": (
+        ["quantize", "--from", "{raw}", "-o", "{tmp}/full.safetensors"],
+        "it is there and is not a file",
+    ),
+    "a pipe in place of a file": (
+        ["bench", "--json", "{tmp}/pipe.json"],
+        "it is there and is not a file",
+    ),
+    "a name that is too long": (
+        ["quantize", "--from", "{raw}", "-o", "{tmp}/" + 240 * "x" + ".safetensors"],
+        "File name too long",
+    ),
+    "an endless prompt": (
+        ["quantize", "{model}", "--prompt", "/dev/zero", "-o", "{tmp}/x.safetensors"],
+        "/dev/zero has more than 1 MiB: give a part of it",
+    ),
     "no time": (["bench", "--seconds", "-1"], "-1.0 is not in the range x>0"),
     "absurd tokens": (["bench", "--seq-len", "99999999999"], "99999999999 is not in the range"),
     "folder in place of a file": (["inspect", "{tmp}"], "is a directory"),
@@ -312,6 +432,10 @@ BAD: dict[str, tuple[list[str], str]] = {
         "UTF-8",
     ),
 }
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
 def _refuse_large_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,6 +458,15 @@ def test_mistakes_are_one_line_on_stderr_and_exit_code_2(
 ) -> None:
     (tmp_path / "empty.txt").touch()
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "folder").mkdir()
+    partial = tmp_path / ".x.safetensors.0.partial"
+    if "{partial}" in BAD[case][0]:
+        partial.write_text("a text")
+    (tmp_path / "c-01234567-00001-of-00002.safetensors").write_text("a shard")
+    (tmp_path / "link.json").symlink_to(MODEL / "config.json")
+    (tmp_path / "full.safetensors").symlink_to("/dev/full")
+    os.mkfifo(tmp_path / "pipe.json")
+    monkeypatch.setattr(console, "MAX_TEXT", 1 << 20)
     names: dict[str, Any] = {
         "model": MODEL,
         "prompt": prompt,
@@ -341,16 +474,19 @@ def test_mistakes_are_one_line_on_stderr_and_exit_code_2(
         "tmp": tmp_path,
         "empty": tmp_path / "empty.txt",
         "binary": tmp_path / "binary.txt",
+        "partial": partial,
     }
     _refuse_large_tensors(monkeypatch)
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    before = _contents(tmp_path), _contents(MODEL)
     args, message = BAD[case]
     result = run(*(arg.format(**names) for arg in args))
     assert result.exit_code == 2
     assert result.stdout == ""
-    assert message in result.stderr
-    assert result.stderr.startswith("Error: ") and result.stderr.count("\n") == 1
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    *usage, error = result.stderr.splitlines()
+    assert error.startswith("Error: ") and message.format(**names) in error
+    if usage:  # of the command line itself
+        assert usage[0].startswith("Usage: main ") and "Try 'main " in usage[1]
+    assert (_contents(tmp_path), _contents(MODEL)) == before
 
 
 @pytest.mark.parametrize(
@@ -372,8 +508,8 @@ def test_a_bench_beyond_memory_is_told(error: Exception, monkeypatch: pytest.Mon
     monkeypatch.setattr(bench, "bench_decode", fail)
     result = run("bench", "--device", "cpu", "--seq-len", 2_000_000_000)
     assert result.exit_code == 2
-    assert result.stderr == (
-        "Error: these sizes take more memory than there is: use a smaller --seq-len or --batch\n"
+    assert result.stderr.splitlines()[-1] == (
+        "Error: these sizes take more memory than there is: use a smaller --seq-len or --batch"
     )
     monkeypatch.setattr(bench, "read_roof", lambda: 1 / 0)
     assert isinstance(run("bench", "--device", "cpu").exception, ZeroDivisionError)
@@ -390,15 +526,35 @@ def test_python_runs_the_package_as_the_command() -> None:
     assert __version__ in said
 
 
-def test_progress_is_shown_on_terminals_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    for is_terminal in (False, True):
-        stream = io.StringIO()
-        monkeypatch.setattr(stream, "isatty", lambda answer=is_terminal: answer)
-        monkeypatch.setattr(sys, "stderr", stream)
-        with console.progress(4, "Reading") as update:
+def test_progress_is_a_line_now_and_then_without_a_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with console.progress(200, "Reading") as update:
+        for _ in range(190):
             update(1)
-            update(3, "stage")
-        assert ("Reading" in stream.getvalue()) == is_terminal
+        update(10, "the end")
+    shares = [f"Reading: {share} %" for share in range(10, 100, 10)]
+    assert capsys.readouterr().err.splitlines() == [*shares, "Reading: the end, 100 %"]
+    with console.progress(3, "Demo") as update:
+        for stage in ("loading", "[red]reading", "timing"):
+            update(1, stage)
+    assert capsys.readouterr().err.splitlines() == [
+        "Demo: loading, 33 %",
+        "Demo: [red]reading, 66 %",
+        "Demo: timing, 100 %",
+    ]
+
+
+def test_progress_is_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setenv("TERM", "xterm")
+    with console.progress(4, "Reading") as update:
+        update(1)
+        update(3, "[red]stage[/red]")
+    assert "Reading: [red]stage[/red]" in stream.getvalue() and "100%" in stream.getvalue()
+    assert "\x1b[" in stream.getvalue()
 
 
 def test_interrupts_are_no_tracebacks(monkeypatch: pytest.MonkeyPatch, raw: Path) -> None:
@@ -409,6 +565,87 @@ def test_interrupts_are_no_tracebacks(monkeypatch: pytest.MonkeyPatch, raw: Path
     result = run("quantize", "--from", raw, "-o", raw.parent / "x.safetensors")
     assert result.exit_code == 130
     assert result.stderr.strip() == "Aborted."
+
+
+@pytest.fixture
+def _default_interrupts() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_default_interrupts")
+def test_interrupts_at_any_time_are_no_tracebacks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def translated() -> None:
+        try:
+            interrupted()
+        except KeyboardInterrupt:
+            raise ImportError("a library could not be loaded") from None
+
+    def told() -> None:  # as click does it
+        try:
+            interrupted()
+        except KeyboardInterrupt:
+            sys.exit(1)
+
+    for command, printed in ((interrupted, "Aborted.\n"), (translated, "Aborted.\n"), (told, "")):
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        monkeypatch.setattr(cli, "main", command)
+        with pytest.raises(SystemExit) as caught:
+            entry.main()
+        assert caught.value.code == 130
+        assert capsys.readouterr() == ("", printed)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL  # while Python ends
+    monkeypatch.setattr(cli, "main", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        entry.main()
+
+
+def test_readers_that_have_seen_enough_are_no_error(raw: Path) -> None:
+    path = raw.parent / "c.safetensors"
+    ok("quantize", "--from", raw, "-o", path)
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", "kvquant", "inspect", path],
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=EXAMPLES.parent,
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_figures_are_kept_where_nobody_reads_the_table(
+    tmp_path: Path, prompt: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvquant import demo
+
+    def closed(_: object) -> str:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr(demo, "run_demo", lambda *_, **__: {"kl": math.nan, "ms": 1.5})
+    monkeypatch.setattr(demo, "render_demo", closed)
+    path = tmp_path / "demo.json"
+    path.write_text("old")
+    assert run("demo", "--text", prompt, "--json", path).exit_code == 1
+    assert json.loads(path.read_text()) == {"kl": None, "ms": 1.5}
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(demo, "render_demo", lambda _: "the table")
+    monkeypatch.setattr(files, "write_text", full)
+    result = run("demo", "--text", prompt, "--json", path)
+    assert result.exit_code == 2
+    assert result.stdout == "the table\n" and "No space left on device" in result.stderr
+    assert json.loads(path.read_text()) == {"kl": None, "ms": 1.5}
 
 
 def test_bugs_keep_their_traceback(monkeypatch: pytest.MonkeyPatch, raw: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from kvquant.errors import ConfigError, UnsupportedError
 from kvquant.gpubench import Peer, Result, Times
 from kvquant.gpucases import Case, parse_formats
-from kvquant.gpureport import SPEEDS, check_plot, figures, header, plot, render, series
+from kvquant.gpureport import SPEEDS, check_plot, figures, plot, series, speed_cells
 from kvquant.gputimer import Machine
 
 MACHINE = Machine("GPU", "CUDA 13.0", "2.11", "0.1", "2026-11-21", 132, 60 << 20, 4000.0, 4.7)
@@ -31,21 +31,27 @@ def test_what_has_no_time_in_a_row_says_so() -> None:
     assert isinstance(whole.sdpa, Peer)
     peer = Peer("math, folded", "math, folded", Times(10.0, None))
     found = Result(whole.case, 1e-3, Times(9.0, None), peer)
-    assert render(found, MACHINE, 8).split()[8:11] == ["-", "-", "-"]
+    assert speed_cells(found, MACHINE)[7:10] == ["-", "-", "-"]
     assert figures(found, MACHINE)["in_a_row_roof_percent"] is None
     assert figures(found, MACHINE)["sdpa"]["in_a_row_ratio"] is None
     assert series([found], MACHINE, "batch")[1] == {}
 
 
 @pytest.mark.parametrize("sdpa_us", [330.0, None], ids=["sdpa", "no sdpa"])
-def test_a_line_stands_below_its_head(sdpa_us: float | None) -> None:
-    head, line = header(SPEEDS, 8), render(result("int4-g4", 64, 8192, 165.0, sdpa_us), MACHINE, 8)
-    assert len(line) == len(head) < 160
-    for column, value in (("batch", "64"), ("heads", "32:8"), ("  T", "8192"), ("  us", "165.0")):
-        assert line[: head.index(column) + len(column)].endswith(f" {value}"), column
+def test_a_row_has_a_cell_for_each_column(sdpa_us: float | None) -> None:
+    cells = speed_cells(result("int4-g4", 64, 8192, 165.0, sdpa_us), MACHINE)
+    found = dict(zip((column.title for column in SPEEDS[:5]), cells, strict=False))
+    assert found == {
+        "format": "int4-g4",
+        "batch": "64",
+        "heads": "32:8",
+        "T": "8192",
+        "us": "165.0",
+    }
+    assert len(cells) == len(SPEEDS)
     words = "17.2 GB do not fit" if sdpa_us is None else "flash, folded"
-    assert line.index(words) == head.index("best SDPA")
-    assert ("2.00x" in line) == (sdpa_us is not None)
+    assert cells[[column.title for column in SPEEDS].index("best SDPA")] == words
+    assert ("2.00x" in cells) == (sdpa_us is not None)
 
 
 def test_figures_are_plain_and_agree_with_one_another() -> None:

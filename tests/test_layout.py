@@ -9,7 +9,7 @@ import pytest
 
 from kvquant import RowFormat
 from kvquant.errors import ConfigError
-from kvquant.layout import GROUPS, HEAD_DIMS
+from kvquant.layout import BITS, GROUPS, HEAD_DIMS, NAMES
 
 QUANTIZED = [
     RowFormat(codec, groups, head_dim)
@@ -85,6 +85,16 @@ def test_names_are_printed_as_they_are_parsed(fmt: RowFormat) -> None:
     assert RowFormat.parse(fmt, fmt.head_dim) is fmt
 
 
+def test_all_names_are_listed() -> None:
+    listed = [*NAMES, "int4-g1", "int8-g1", "fp8-g1"]
+    assert len(set(NAMES)) == len(NAMES) == 14
+    assert [str(RowFormat.parse(name, 64)) for name in NAMES] == list(NAMES)
+    made = {f"{codec}{end}" for codec in BITS for end in ("", "-g1", "-g2", "-g4", "-g8", "-g16")}
+    for name in made - {*listed, "bf16-g1", "fp16-g1"}:
+        with pytest.raises(ConfigError):
+            RowFormat.parse(name, 64)
+
+
 def test_one_group_may_be_written_out() -> None:
     assert RowFormat.parse("int4-g1", 128) == RowFormat.parse("int4", 128)
 
@@ -106,6 +116,9 @@ def test_formats_are_frozen_and_usable_as_keys() -> None:
         ("int4-g", "format 'int4-g' does not exist"),
         ("int4g4", "format 'int4g4' does not exist"),
         ("int4-g-4", "format 'int4-g-4' does not exist"),
+        ("int4-g04", "format 'int4-g04' does not exist"),
+        ("int4-g\uff14", "format 'int4-g\uff14' does not exist"),
+        ("int4-g" + 5000 * "4", "4 does not exist"),
         ("int4-g4-g4", "format 'int4-g4-g4' does not exist"),
         (" int4", "format ' int4' does not exist"),
         ("int4-g3", "groups 3 is not supported: use 1, 2, 4 or 8"),

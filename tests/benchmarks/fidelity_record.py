@@ -8,11 +8,14 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from kvquant.calibration.report import render_table
 from kvquant.errors import ConfigError
+from kvquant.tables import Column, render_table
 from kvquant.writing import save_text
 
-HEADER = ["cache", "bits", "KL nats/token", "+-", "top-1 %", "perplexity"]
+COLUMNS = (
+    Column("cache", left=True),
+    *map(Column, ("bits", "KL nats/token", "+-", "top-1 %", "perplexity")),
+)
 Figures = dict[str, float]  # "bits", "kl", "top1" and "nll" of one passage
 
 
@@ -68,7 +71,7 @@ class Record:
     def table(self, run: str) -> str:
         """The means of a run, and below them what could not run and why."""
         rows = [_row(cache, parts) for cache, parts in self.data["caches"][run].items()]
-        lines = [render_table(HEADER, rows)]
+        lines = [render_table(COLUMNS, rows)]
         for cache, reason in self.failed.get(run, {}).items():
             lines.append(f"{cache}: cannot run here ({reason})")
         return "\n".join(lines)

@@ -1,0 +1,107 @@
+"""Tables in a terminal, drawn by rich: plain text that fits the terminal, or 80 columns."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from io import StringIO
+
+from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+WIDTH = 80  # where no terminal tells its own
+GAP = 2  # between columns
+WORD = 12  # of words, before they are broken
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table.
+
+    Attributes:
+        title: of one line or more.
+        left: words, which begin at the left and may be broken; numbers end at the right.
+        part: columns of one part stay beside each other. Where a table is too wide its parts stand
+            below each other, each with the columns of part 0.
+    """
+
+    title: str
+    left: bool = False
+    part: int = 0
+
+
+def terminal_width() -> int:
+    """Columns to print in: the terminal's, or 80 where the output goes elsewhere."""
+    if os.environ.get("COLUMNS") or (sys.stdout and sys.stdout.isatty()):
+        return shutil.get_terminal_size((WIDTH, 24)).columns
+    return WIDTH
+
+
+def render_table(
+    columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int | None = None
+) -> str:
+    """Draw a table.
+
+    Args:
+        columns: at least one of part 0.
+        rows: a cell for each column.
+        width: to fit in; the terminal's when None.
+
+    Returns:
+        Lines without colours, control sequences or trailing spaces.
+    """
+    width = width or terminal_width()
+    sizes = [
+        max(cell_len(line) for text in (column.title, *cells) for line in text.split("\n"))
+        for column, *cells in zip(columns, *rows, strict=True)
+    ]
+    tables = [
+        _draw([columns[i] for i in chosen], [[row[i] for i in chosen] for row in rows], width)
+        for chosen in _side_by_side(columns, sizes, width)
+    ]
+    return "\n\n".join(tables)
+
+
+def _side_by_side(columns: Sequence[Column], sizes: Sequence[int], width: int) -> list[list[int]]:
+    """The columns of each of the tables that stand below each other: all in one where they fit."""
+    parts: dict[int, list[int]] = {}
+    for i, column in enumerate(columns):
+        parts.setdefault(column.part, []).append(i)
+    head = parts.pop(0)
+    tables = [head]
+    for part in parts.values():
+        wider = [*tables[-1], *part]
+        fits = sum(sizes[i] + GAP for i in wider) - GAP <= width
+        if fits or tables == [head]:
+            tables[-1] = wider
+        else:
+            tables.append([*head, *part])
+    return tables
+
+
+def _draw(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> str:
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, GAP - 1, 0, 0))
+    for column, *cells in zip(columns, *rows, strict=True):
+        table.add_column(
+            Text(column.title),
+            justify="left" if column.left else "right",
+            vertical="bottom",
+            no_wrap=not column.left,
+            overflow="fold",
+            min_width=min(WORD, max(map(cell_len, (column.title, *cells))))
+            if column.left
+            else None,
+        )
+    for row in rows:
+        table.add_row(*map(Text, row))
+    text = StringIO()
+    console = Console(file=text, width=1000, color_system=None, legacy_windows=False)
+    least = console.measure(table).minimum  # numbers are whole, be the terminal ever so narrow
+    console.print(table, width=max(width, least), crop=False)
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
