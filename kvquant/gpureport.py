@@ -14,6 +14,7 @@ from .gpucases import Case
 from .gputimer import Machine
 from .gputune import Choice, Variant
 from .tables import Column
+from .writing import writing
 
 Point = tuple[int, float]
 SDPA = "SDPA, 16 bit"  # its line in the picture
@@ -190,7 +191,8 @@ def plot(results: Sequence[Result], machine: Machine, path: Path) -> None:
             axes.legend()
     panels[0].set_ylabel("percent of the read roof, calls in a row")
     figure.suptitle(f"kvquant {machine.kvquant}, {machine.gpu}, {machine.read_gb_per_s:.0f} GB/s")
-    figure.savefig(path, dpi=150)
+    with writing(path) as place, place.replaced() as file:
+        figure.savefig(file, format="png", dpi=150)
 
 
 def series(

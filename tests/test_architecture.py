@@ -233,7 +233,7 @@ ALLOWED = {
         "gpubench gpucases gputimer kernels.cuda.launch kernels.cuda.spec kernels.tuned "
         "kernels.tuning"
     ),
-    "gpureport": f"{FACTS} gpubench gpucases gputimer gputune tables",
+    "gpureport": f"{FACTS} gpubench gpucases gputimer gputune tables writing",
     "benchcli": "__init__ errors console",
     "demo": f"{CACHES} console model tables calibration.fidelity",
     "calibratecli": "errors console",

@@ -20,7 +20,7 @@ from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 
 from kvquant import __main__ as entry
-from kvquant import __version__, cli, console, files
+from kvquant import __version__, cli, console, writing
 from kvquant.checkpoint import load_cache
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -641,7 +641,7 @@ def test_figures_are_kept_where_nobody_reads_the_table(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(demo, "render_demo", lambda _: "the table")
-    monkeypatch.setattr(files, "write_text", full)
+    monkeypatch.setattr(writing, "save_text", full)
     result = run("demo", "--text", prompt, "--json", path)
     assert result.exit_code == 2
     assert result.stdout == "the table\n" and "No space left on device" in result.stderr

@@ -51,7 +51,7 @@ def test_the_package_is_found_from_every_folder(
     given = [path for path in sys.path if "site-packages" in path]
     (site / "dependencies.pth").write_text("\n".join(given))
     before = set(site.iterdir())
-    pip = [sys.executable, "-m", "pip", "--python", python, "--no-input"]
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "--no-input"]
     checkout = parent / "kvquant"
     options = ["--no-deps", "--no-build-isolation", "--no-index", *options]
     done = call(*pip, "install", *options, checkout, cwd=tmp_path)
