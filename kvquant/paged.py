@@ -20,6 +20,7 @@ from .cachechecks import (
     check_size,
     per_layer,
 )
+from .copying import NotCopied
 from .errors import ConfigError
 from .layout import EXACT_CODECS
 from .pagedrows import PagedRows, nan_rows
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from .plan import CachePlan
 
 
-class PagedKVCache:
+class PagedKVCache(NotCopied):
     """Keys and values of many sequences that come, fork, end and share their beginnings.
 
     All memory is allocated when the cache is made. Packed rows lie in pages that sequences share by
@@ -75,6 +76,7 @@ class PagedKVCache:
         ConfigError: a size or a format that does not exist.
     """
 
+    @torch.inference_mode(False)  # else what is made inside it could not be changed outside
     def __init__(
         self,
         num_layers: int,
@@ -118,6 +120,8 @@ class PagedKVCache:
         self.bad_rows = torch.zeros(2, dtype=torch.int32, device=self.device)
         self._swap = SwapSpace(self.state, self.rows.pages, self.rows.exact, self.device)
         self._step: Step | None = None  # whose rows are being written
+        self._entered = False  # whether its block is
+        self._bad_before = self.bad_rows  # what was counted before it
 
     @classmethod
     def from_plan(cls, plan: CachePlan, num_pages: int, **options: Any) -> PagedKVCache:
@@ -166,13 +170,13 @@ class PagedKVCache:
     @property
     def num_free_pages(self) -> int:
         """Pages that can be taken, those that are kept only to be found again included."""
-        self._swap.let_go()
+        self._let_go()
         return self.state.pool.num_free
 
     @property
     def num_free_seats(self) -> int:
         """Sequences that can be begun."""
-        self._swap.let_go()
+        self._let_go()
         return self.state.num_free_seats
 
     @property
@@ -210,8 +214,9 @@ class PagedKVCache:
         sequence_id = self._new_id(sequence_id)
         with self._swap.telling():
             seat, present, place = self.state.allocate(sequence_id, tokens)
-        if place is not None:
-            self.rows.restore_sinks(place, seat)
+        with self.state.or_free([sequence_id]):
+            if place is not None:
+                self.rows.restore_sinks(place, seat)
         return present
 
     def fork(self, parent_id: SequenceId, child_id: SequenceId) -> None:
@@ -342,7 +347,7 @@ class PagedKVCache:
             ShapeError: a count is negative, or a sequence would outgrow max_seq_len.
             ConfigError: a sequence does not live, or is given twice.
         """
-        self._swap.let_go()
+        self._let_go()
         self._swap.check_here(ids)
         return self.state.can_append(ids, for_each(ids, counts))
 
@@ -357,7 +362,7 @@ class PagedKVCache:
         """
         self._settle([sequence_id])
         self._swap.swap_out(sequence_id)
-        self._swap.let_go()
+        self._let_go()
 
     def swap_in(self, sequence_id: SequenceId) -> None:
         """Bring a sequence back; on the device, what touches it next waits for its rows.
@@ -367,11 +372,12 @@ class PagedKVCache:
             ConfigError: the sequence is not swapped out.
         """
         self._check_closed()
-        self._swap.let_go()
+        self._let_go()
         self._swap.swap_in(sequence_id)
 
     def finish_swaps(self) -> None:
         """Let the host wait until all that was swapped out has left its pages and seats."""
+        self._drop_step()
         self._swap.finish()
 
     def dequantized(
@@ -400,6 +406,8 @@ class PagedKVCache:
     ) -> Step:
         """Grow sequences, whose new rows are then to be written, for PagedBatch.extend."""
         self._settle(ids)
+        if any(counts):
+            self._bad_before = self.bad_rows.clone()
         with self._swap.telling():
             step = self.state.extend(ids, counts, tokens)
         try:
@@ -407,8 +415,21 @@ class PagedKVCache:
         except BaseException:
             self.state.take_back(step)
             raise
-        self._step = step
+        self._step, self._entered = step, False
         return step
+
+    def enter_step(self, step: Step) -> None:
+        """Enter the block of the step that was begun last."""
+        if self._step is not step or self._entered:
+            raise ConfigError(
+                "no step of this batch is open: a step has one block, `with batch.extend(...):`, "
+                "and is undone if the cache is changed before the block is entered"
+            )
+        self._entered = True
+
+    def is_open(self, step: Step | None) -> bool:
+        """Whether a step's block has been entered, and not left."""
+        return self._entered and step is not None and self._step is step
 
     def end_step(self, *, written: bool, begun: bool = True) -> None:
         """Let others find the filled pages, or cut the sequences back, by nothing if not begun."""
@@ -420,6 +441,8 @@ class PagedKVCache:
             self.state.take_back(step)
         else:
             self.state.roll_back(step)
+            if step.counts.any():  # rows that are no more
+                self.bad_rows.copy_(self._bad_before)
 
     def _publish(self, ids: Sequence[SequenceId]) -> None:
         """Let others find the full pages of sequences whose rows are written."""
@@ -439,7 +462,7 @@ class PagedKVCache:
 
     def _await(self, ids: Sequence[SequenceId]) -> None:
         """Make ready to read sequences; ConfigError if one does not live."""
-        self._swap.let_go()
+        self._let_go()
         self._swap.check_here(ids)
         self._publish(self._swap.await_rows(ids))
 
@@ -456,6 +479,7 @@ class PagedKVCache:
         counts = self.bad_rows.tolist()
         if not any(counts):
             return
+        self._drop_step()
         if self._step is not None:
             check_bad_rows(counts, "call check after the step to learn in which sequences")
         self.finish_swaps()
@@ -492,13 +516,24 @@ class PagedKVCache:
         check_layer(layer, self.num_layers)
 
     def _check_closed(self) -> None:
+        self._drop_step()
         if self._step is not None:
             raise ConfigError("a step is open, leave its block first: `with batch.extend(...)`")
+
+    def _drop_step(self) -> None:
+        """Undo a step whose block was not entered: somebody has called extend without `with`."""
+        if self._step is not None and not self._entered:
+            self.end_step(written=False, begun=False)
+
+    def _let_go(self) -> None:
+        """Free the pages and seats of sequences that have left."""
+        if self._step is None or self._entered:  # else a step may be undone, and these with it
+            self._swap.let_go()
 
     def _new_id(self, sequence_id: SequenceId) -> SequenceId:
         """The id of a new sequence, as it is kept; ConfigError if no new one may have it."""
         self._check_closed()
-        self._swap.let_go()
+        self._let_go()
         new_id = plain_id(sequence_id)
         if new_id is None or new_id in self._swap.parked:
             raise ConfigError(

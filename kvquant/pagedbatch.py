@@ -14,6 +14,7 @@ from .attention import State, attend_segments
 from .basisattention import attend_in_basis
 from .cachechecks import check_size
 from .cascade import attend_shared
+from .copying import NotCopied
 from .errors import ConfigError, ShapeError
 from .paged import PagedKVCache
 from .pagedstate import Step, for_each
@@ -25,7 +26,7 @@ from .staging import StagedTensors
 from .transforms import Rope
 
 
-class PagedBatch:
+class PagedBatch(NotCopied):
     """Places of a batch, given to other sequences or lengths before each step.
 
     append and attend read lengths, pages and slots from tensors on the device, so a CUDA graph that
@@ -36,6 +37,11 @@ class PagedBatch:
             ...  # in every layer batch.append, batch.attend
         with batch.extend(ids, tokens=tokens):
             graph.replay()
+
+    A step with new tokens appends to every layer once. What is appended by Python is known, and a
+    layer that was left out, or comes twice, is an error; a replay or compiled code is not seen: a
+    layer that a graph of this batch has captured may have been written by it, and in a step in
+    which compiled code has appended any layer may.
 
     Args:
         cache: the cache.
@@ -49,6 +55,7 @@ class PagedBatch:
         ConfigError: a size that is not possible.
     """
 
+    @torch.inference_mode(False)  # else what is made inside it could not be changed outside
     def __init__(
         self,
         cache: PagedKVCache,
@@ -91,6 +98,9 @@ class PagedBatch:
         self._step: Step | None = None
         self._on_cuda = cache.device.type == "cuda"
         self._captured = [max_batch, self.max_tokens]  # rows of q and of k in graphs, the fewest
+        self._appended: set[int] = set()  # the layers that were appended to in this step
+        self._in_graphs: set[int] = set()  # and those that a captured graph appends to
+        self._is_compiled = False  # whether compiled code has appended in this step
         self._num_members = 0  # sequences of this step whose prefix is read once
         self._ratio = 0  # query heads on a KV head, once attend has seen them
         self._slots: dict[int, Slots] = {}
@@ -129,8 +139,10 @@ class PagedBatch:
         """Begin a step: grow sequences by new tokens, whose rows are written inside a with block.
 
         At the end of the block full pages count as written, and new sequences may find them. If the
-        block raises, the sequences are cut back to what certainly stands in all layers: their old
-        length or, if tokens were to leave the recent window, the tokens packed before.
+        block raises, or ends and a layer was not appended to, the sequences are cut back to what
+        certainly stands in all layers: their old length or, if tokens were to leave the recent
+        window, the tokens packed before. A step whose block is never entered has not been: the next
+        call that changes the cache undoes it.
 
         Args:
             ids: the sequences; they take the first places of the batch in this order.
@@ -145,7 +157,8 @@ class PagedBatch:
             OutOfPagesError: there are not enough pages for all.
             ShapeError: more sequences or tokens than the batch has places for, counts that do not
                 fit, or a sequence would outgrow max_seq_len.
-            ConfigError: a sequence does not live or is given twice, or the last step was not ended.
+            ConfigError: a sequence does not live or is given twice, or the last step was not ended;
+                at the end of the block, that a layer was not appended to.
         """
         if self._on_cuda and torch.cuda.is_current_stream_capturing():
             raise ConfigError(
@@ -173,6 +186,7 @@ class PagedBatch:
             self.cache.end_step(written=False, begun=False)
             raise
         self._step, self._num_ids, self._num_tokens = step, len(ids), len(step.slots.packed)
+        self._appended, self._is_compiled = set(), False
         return _OpenStep(self, step)
 
     def append(
@@ -188,8 +202,8 @@ class PagedBatch:
             rope: the rotary embedding of K, if K comes without it.
 
         Raises:
-            ShapeError, ConfigError, DeviceError: as append_rows, fewer rows than new tokens, or
-            outside of a step.
+            ShapeError, ConfigError, DeviceError: as append_rows, fewer rows than new tokens,
+                outside of a step, or a layer for the second time in a step.
         """
         self.cache.check_layer(layer)
         compiling = torch.compiler.is_compiling()  # one graph for all steps: nothing of this one
@@ -198,10 +212,17 @@ class PagedBatch:
                 f"k has {k.shape[0]} tokens, the step {self._num_tokens} and the batch places for "
                 f"{self.max_tokens}"
             )
-        if not compiling:
+        is_fixed = self._is_fixed()
+        if compiling:
+            self._is_compiled = True
+        else:
             self.check_open()
-            if self._is_fixed():
+            if is_fixed:
                 self._captured[1] = min(self._captured[1], k.shape[0])
+            elif self._num_tokens and layer in self._appended:
+                raise ConfigError(
+                    f"layer {layer} was appended to in this step: give all its tokens in one call"
+                )
         slots = None if compiling else self._slots.get(k.shape[0])
         if slots is None:
             slots = self._make_slots(k.shape[0])
@@ -224,6 +245,8 @@ class PagedBatch:
             rope=rope,
             bad=self.cache.bad_rows,
         )
+        if not compiling:
+            (self._in_graphs if is_fixed else self._appended).add(layer)
 
     def attend(self, layer: int, q: torch.Tensor, **options: Any) -> torch.Tensor | State:
         """Attend one token of each sequence to all its tokens of a layer, the new ones included.
@@ -276,10 +299,20 @@ class PagedBatch:
 
     def check_open(self, step: Step | None = None) -> None:
         """Raise ConfigError unless a step of this batch is open, and this one if any is given."""
-        mine = self._step if step is None else step
-        if mine is None or self.cache._step is not mine:
+        if not self.cache.is_open(self._step if step is None else step):
             raise ConfigError(
                 "no step of this batch is open: append and attend inside `with batch.extend(...):`"
+            )
+
+    def check_complete(self) -> None:
+        """Raise ConfigError if it is known that a layer was not appended to in this step."""
+        if not self._num_tokens or self._is_compiled:
+            return
+        missing = set(range(self.cache.num_layers)) - self._appended - self._in_graphs
+        if missing:
+            raise ConfigError(
+                f"the step ends, and layers {sorted(missing)!s:.80} were not appended to: append "
+                "to every layer inside its block. The sequences were cut back, read their length"
             )
 
     def _is_fixed(self) -> bool:
@@ -375,7 +408,7 @@ class _OpenStep:
         self._batch, self._step = batch, step
 
     def __enter__(self) -> None:
-        self._batch.check_open(self._step)
+        self._batch.cache.enter_step(self._step)
 
     def __exit__(
         self,
@@ -383,5 +416,11 @@ class _OpenStep:
         _value: BaseException | None,
         _traceback: TracebackType | None,
     ) -> None:
-        self._batch.check_open(self._step)
-        self._batch.cache.end_step(written=error is None)
+        batch, written = self._batch, False
+        batch.check_open(self._step)
+        try:
+            if error is None:
+                batch.check_complete()
+                written = True
+        finally:
+            batch.cache.end_step(written=written)

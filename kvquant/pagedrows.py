@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from .basis import LayerBasis
+from .copying import NotCopied
 from .layout import RowFormat
 from .pagedslots import Split
 from .quant import is_nan_row
@@ -41,7 +42,7 @@ class LayerRows(NamedTuple):
     basis: LayerBasis | None
 
 
-class PagedRows:
+class PagedRows(NotCopied):
     """Rows of all layers.
 
     Args:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from .copying import NotCopied
 from .errors import ConfigError, OutOfPagesError, ShapeError
 from .pagedslots import Ints, Split, TokenSlots, token_slots
 from .pagenames import Origin, hold, token_ids, whole_number
@@ -48,7 +49,7 @@ class Step:
     slots: TokenSlots
 
 
-class PagedState:
+class PagedState(NotCopied):
     """Seats, lengths, pages and known tokens of the sequences of a paged cache.
 
     A call that raises has changed nothing.

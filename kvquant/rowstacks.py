@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
+from .copying import NotCopied
 from .errors import ConfigError
 from .layout import RowFormat
 
 
-class RowStacks:
+class RowStacks(NotCopied):
     """Rows in units (pages or seats) that are copied as a whole, in every layer at once.
 
     Args:

@@ -9,10 +9,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from .copying import NotCopied
+
 _ALIGNMENT = 16
 
 
-class StagedTensors:
+class StagedTensors(NotCopied):
     """Tensors that a CUDA graph reads, and what they are to hold next.
 
     On CUDA values are written to one of two pinned buffers in turn, while the copy of the other may

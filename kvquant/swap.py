@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .copying import NotCopied
 from .errors import ConfigError, OutOfPagesError
 from .pagedstate import PagedState
 from .pagenames import Origin
@@ -55,7 +56,7 @@ class Parked:
             self.done.synchronize()
 
 
-class SwapSpace:
+class SwapSpace(NotCopied):
     """Copies between the rows of a paged cache and host memory, and what lies there.
 
     Args:

@@ -205,20 +205,21 @@ ALLOWED = {
     "cascadeops": "debug ops segments",
     "cascade": "attention cascadeops debug errors segments",
     "jsonvalues": FACTS,
-    "rowstacks": FACTS,
+    "copying": "errors",
+    "rowstacks": f"copying {FACTS}",
     "pagedslots": "",
-    "staging": "",
-    "swap": "errors pagedstate pagenames pagepool rowstacks",
-    "pagedstate": "errors pagedslots pagenames pagepool",
-    "pagedrows": "basis layout pagedslots quant rowstacks segments",
+    "staging": "copying",
+    "swap": "copying errors pagedstate pagenames pagepool rowstacks",
+    "pagedstate": "copying errors pagedslots pagenames pagepool",
+    "pagedrows": "basis copying layout pagedslots quant rowstacks segments",
     "paged": (
-        f"basis cachechecks {FACTS} segments pagedrows pagedslots pagedstate pagenames pagepool "
-        "swap"
+        f"basis cachechecks copying {FACTS} segments pagedrows pagedslots pagedstate pagenames "
+        "pagepool swap"
     ),
     "sharedprefix": "",
     "pagedbatch": (
-        "append attention basisattention cachechecks cascade errors segments sharedprefix slots "
-        "transforms paged pagedstate pagepool staging"
+        "append attention basisattention cachechecks cascade copying errors segments sharedprefix "
+        "slots transforms paged pagedstate pagepool staging"
     ),
     "pagedmanifest": f"{FACTS} jsonvalues manifest segments",
     "pagedreader": f"errors {FILES} pagedmanifest",

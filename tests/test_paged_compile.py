@@ -7,6 +7,7 @@ import torch
 from paged_cases import DIM, LAYERS, begin, make, new_rows, same, values
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from kvquant.errors import ConfigError
 from kvquant.pagedbatch import PagedBatch
 
 
@@ -51,3 +52,5 @@ def test_append_and_attend_are_one_graph_for_all_steps(
     for name in "abc":
         assert same(values(batch.cache, name), values(other.cache, name))
     assert counter.frame_count == 1
+    with pytest.raises(ConfigError, match="were not appended to"), batch.extend(["a"]):
+        batch.append(0, *new_rows(1))  # compiled code is seen in the steps that it runs in

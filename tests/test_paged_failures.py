@@ -65,12 +65,30 @@ def test_a_step_whose_pages_are_not_copied_is_undone(monkeypatch: pytest.MonkeyP
     assert all(torch.equal(x[:, :40], y[:, :40]) for x, y in kept)
 
 
-def test_a_step_that_was_not_begun_is_undone_without_loss() -> None:
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda batch: batch.cache.end_step(written=False, begun=False),
+        lambda batch: batch.cache.truncate("c", batch.cache.length("c")),
+        lambda batch: batch.cache.finish_swaps(),
+        lambda batch: batch.extend([]).__enter__(),
+    ],
+)
+def test_a_step_that_was_not_begun_is_undone_without_loss(
+    call: Callable[[PagedBatch], object],
+) -> None:
+    """Such as one whose `with` was left out."""
     batch = filled()
     cache = batch.cache
     before, rows = seen(cache), values(cache, "b")
-    batch.extend(["a", "b"], [5, 30], range(35))
-    cache.end_step(written=False, begun=False)
+    step = batch.extend(["a", "b"], [5, 30], range(35))
+    with pytest.raises(ConfigError, match="no step of this batch is open"):
+        batch.append(0, *new_rows(35))
+    call(batch)
+    with pytest.raises(ConfigError, match="no step of this batch is open"), step:
+        pass
+    if cache.is_open(batch._step):
+        cache.end_step(written=True)
     cache.check_invariants()
     assert seen(cache)[0] == before[0]  # type: ignore[index]
     assert same(values(cache, "b"), rows)
@@ -152,6 +170,8 @@ def test_counts_are_whole_numbers_of_any_type(counts: Any) -> None:
     batch = filled()
     assert batch.cache.can_append(["a"], counts)
     with batch.extend(["a"], counts):
+        for layer in range(LAYERS):
+            batch.append(layer, *new_rows(2))
         assert batch.cache.length("a") == 47
 
 
