@@ -37,7 +37,7 @@ class Basis:
         feedback: [num_kv_heads, head_dim, head_dim], float32: see rounding.py; None for none.
 
     Raises:
-        ConfigError: the kind does not exist, or a value is not finite.
+        ConfigError: the kind does not exist, a value is not finite, or a matrix has no inverse.
         ShapeError: the tensors do not fit one another.
     """
 
@@ -70,8 +70,11 @@ class Basis:
             eye = torch.eye(dim, device=offset.device)
             self.matrix = self.transposed = rotate(eye).expand(square)  # symmetric
         elif matrix is not None:
-            inverse = torch.linalg.inv(matrix.cpu().double()).mT
-            self._inverse_transposed = inverse.float().contiguous().to(matrix.device)
+            inverse, failed = torch.linalg.inv_ex(matrix.cpu().double())
+            inverse = inverse.mT.float().contiguous()
+            if bool(failed.any()) or not bool(inverse.isfinite().all()):
+                raise ConfigError("the matrix of a basis must have an inverse")
+            self._inverse_transposed = inverse.to(matrix.device)
             self.matrix, self.transposed = matrix.contiguous(), matrix.mT.contiguous()
 
     def to(self, device: torch.device | str) -> Basis:

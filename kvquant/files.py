@@ -128,8 +128,8 @@ def sealed(key: str, text: str) -> dict[str, str]:
     return {key: text, f"{key}_sha256": hashlib.sha256(text.encode()).hexdigest()}
 
 
-def unsealed(key: str, metadata: Mapping[str, str]) -> str:
-    """The text that sealed() was given.
+def unsealed(key: str, metadata: Mapping[str, str], what: str = "the manifest") -> str:
+    """The text that sealed() was given; `what` it is, for the error.
 
     Raises:
         CheckpointError: there is none, or its checksum is another one.
@@ -139,7 +139,7 @@ def unsealed(key: str, metadata: Mapping[str, str]) -> str:
         raise CheckpointError("it does not say that kvquant wrote it")
     if hashlib.sha256(text.encode()).hexdigest() != metadata.get(f"{key}_sha256"):
         raise CheckpointError(
-            "the manifest is damaged (its checksum differs): take another copy of the file"
+            f"{what} is damaged (its checksum differs): take another copy of the file"
         )
     return text
 

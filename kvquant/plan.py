@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import torch
+from msgspec import Meta
 
-from .basis import KINDS, Basis, LayerBasis
-from .errors import CheckpointError, ConfigError
-from .files import SafetensorsFile, TensorSource, save_safetensors, sha256
+from .basis import Basis, LayerBasis
+from .errors import CheckpointError, ConfigError, ShapeError
+from .files import SafetensorsFile, TensorSource, save_safetensors, sealed, unsealed
 from .identity import model_identity
+from .jsonvalues import INT64, MAX_LAYERS, Digest, Length, ModelName, checked, parse
 from .layout import RowFormat
 
-FORMAT, VERSION = "kvquant-plan", 1
-ROUNDINGS = ("nearest", "feedback")
+FORMAT, VERSION, UNSEALED_VERSION = "kvquant-plan", 2, 1
 _FACTS = "kvquant"  # the metadata entry
 
 
@@ -27,10 +30,12 @@ _FACTS = "kvquant"  # the metadata entry
 class CachePlan:
     """How a model's keys and values are kept: formats, transforms, and what they cost, measured.
 
-    A plan file is safetensors: the tensors below, and the metadata entry "kvquant", which is JSON
-    (`facts`). Layers L, KV heads H, query heads Q, head_dim D; all tensors float32. "k" stands for
-    "v" too. Errors are weighted, K's by the queries that meet the head (root of E[(q·e)^2] over
-    E[(q·(k - mean))^2]), V's by the output projection likewise: 0.02 is 2 % of the spread.
+    A plan file is safetensors: the tensors below, and two entries of metadata: "kvquant", which is
+    JSON, the facts and "sha256" and "shapes" of every tensor; and "kvquant_sha256", its checksum,
+    which files of version 1 have not, nor "shapes". Layers L, KV heads H, query heads Q, head_dim
+    D; all tensors float32. "k" stands for "v" too. Errors are weighted, K's by the queries that
+    meet the head (root of E[(q·e)^2] over E[(q·(k - mean))^2]), V's by the output projection
+    likewise: 0.02 is 2 % of the spread.
 
     Transforms, what a cache needs (basis.py, rounding.py):
         k.offset          [L, H, D]     subtracted from every row (zeros: none)
@@ -39,7 +44,7 @@ class CachePlan:
         k.clip.FORMAT     [L, H]        share of the range that rows of FORMAT keep, 1 or less
         k.feedback        [L, H, D, D]  L of rounding.py, for the rounding "feedback"
 
-    Statistics, for people; all but k.mean may be absent (zero data):
+    Statistics, for people; all but k.mean may be absent; what there is of K there is of V:
         k.mean, k.std, k.min, k.max, k.absmax    [L, H, D]  of each channel, K after RoPE
         k.stored.std                             [L, H, D]  of the rows that are stored
         k.error.STEP        [L, H]  of "int4" rows after each of facts["steps"]: "plain", "offset",
@@ -54,7 +59,7 @@ class CachePlan:
                                     and the share of queries whose own maximum is too far from it
 
     facts, plain data:
-        format "kvquant-plan", version 1
+        format "kvquant-plan", version 2
         model           {"type", "sha256"}: model_identity of the config
         places          L numbers: the layer of the model at each place of the cache
         others          [{"layer", "why"}]: layers of the model that the cache has none of
@@ -101,34 +106,46 @@ class CachePlan:
         path = Path(path)
         try:
             with SafetensorsFile(path) as file:
-                facts = _facts(file.metadata.get(_FACTS))
-                tensors = {name: file.read(name) for name in file.shapes}
-            _check_digests(facts.pop("sha256"), tensors)
+                facts, digests = _read_facts(file)
+                bits = _check_facts(facts, file.shapes)
+                if not abs(facts["bits"] - bits) <= 1e-6:  # NaN is not
+                    raise CheckpointError(f"bits is {facts['bits']}: the formats have {bits}")
+                tensors = {name: file.read(name, digests[name]) for name in file.shapes}
             plan = cls(facts, tensors)
-            _ = plan.layers, plan.formats  # every value that a cache needs is looked at
-        except (CheckpointError, ConfigError) as error:
+            plan._check_values()
+        except (CheckpointError, ConfigError, ShapeError) as error:
             text = str(error)
             known = text.startswith(str(path))
             raise CheckpointError(text if known else f"{path}: {text}") from None
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-            raise CheckpointError(
-                f"{path}: the plan is damaged ({type(error).__name__}: {error}): calibrate again"
-            ) from None
         if model is not None:
             plan.check_model(model, str(path))
         return plan
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan to a file; an old one is replaced when the new one is whole."""
+        """Write the plan to a file; an old one is replaced when the new one is whole.
+
+        Raises:
+            ConfigError: facts are no plain data.
+            CheckpointError: the plan contradicts itself, so that it could not be loaded.
+            OSError: the file cannot be written.
+        """
         tensors = {name: tensor.float().contiguous() for name, tensor in self.tensors.items()}
-        sources = {
-            name: TensorSource(tensor.dtype, tuple(tensor.shape), partial(iter, (tensor,)))
-            for name, tensor in tensors.items()
-        }
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        facts = {**self.facts, "format": FORMAT, "version": VERSION, "bits": 0, "shapes": shapes}
 
         def metadata(digests: Mapping[str, str]) -> dict[str, str]:
-            return {_FACTS: json.dumps({**self.facts, "sha256": dict(digests)}, sort_keys=True)}
+            return sealed(_FACTS, json.dumps({**facts, "sha256": dict(digests)}, sort_keys=True))
 
+        try:
+            written = parse(metadata({})[_FACTS], "the plan", nan=True)
+        except TypeError as error:
+            raise ConfigError(f"the facts of the plan are not plain data ({error})") from None
+        try:
+            facts["bits"] = _check_facts(written, shapes)
+            CachePlan(written, tensors)._check_values()
+        except (ConfigError, ShapeError) as error:
+            raise CheckpointError(str(error)) from None
+        sources = {name: TensorSource.of(tensor) for name, tensor in tensors.items()}
         save_safetensors(path, sources, metadata)
 
     def check_model(self, config: Mapping[str, Any], name: str = "the plan") -> None:
@@ -236,14 +253,38 @@ class CachePlan:
             LayerBasis(self._basis(i, "k"), self._basis(i, "v")) for i in range(self.num_layers)
         ]
 
+    def _check_values(self) -> None:
+        """Raise unless the values of tensors are possible; facts and shapes have been checked.
+
+        Raises:
+            CheckpointError, ConfigError: they are not.
+        """
+        for name, tensor in self.tensors.items():
+            if ".error." not in name and "_error" not in name and not bool(tensor.isfinite().all()):
+                raise CheckpointError(f"tensor {name!r:.80} has values that are not finite")
+            if ".clip." in name and not bool(((tensor > 0) & (tensor <= 1)).all()):
+                raise CheckpointError(f"tensor {name!r:.80} has shares that are not in (0, 1]")
+        for side in "kv":
+            for name, kind in (("matrix", "basis"), ("feedback", "rounding")):
+                if f"{side}.{name}" not in self.tensors:
+                    continue
+                matrices = self.tensors[f"{side}.{name}"]
+                eye = torch.eye(matrices.shape[-1], dtype=torch.float32, device="cpu")
+                for i, entry in enumerate(self.facts["layers"]):
+                    is_used = entry[side][kind] == name or entry["kept"] is not None
+                    if not is_used and not bool((matrices[i] == eye).all()):
+                        raise CheckpointError(
+                            f"layers[{i}].{side}.{kind} is {entry[side][kind]!r}, and tensor "
+                            f"{side}.{name} has something for it"
+                        )
+        _ = self.layers  # every matrix has an inverse
+
     def _formats(self, side: str) -> list[RowFormat]:
         head_dim = self.tensors[f"{side}.offset"].shape[2]
         return [RowFormat.parse(entry[side]["format"], head_dim) for entry in self.facts["layers"]]
 
     def _basis(self, layer: int, side: str) -> Basis:
         entry = self.facts["layers"][layer][side]
-        if entry["basis"] not in KINDS or entry["rounding"] not in ROUNDINGS:
-            raise CheckpointError(f"layer {layer} has an unknown basis or rounding: {entry!r:.80}")
 
         def tensor(name: str) -> torch.Tensor:
             found = self.tensors.get(f"{side}.{name}")
@@ -261,28 +302,192 @@ class CachePlan:
         )
 
 
-def _facts(text: Any) -> dict[str, Any]:
-    """The facts of a file's metadata, checked as far as they say what the file is."""
-    try:
-        facts = json.loads(text)
-    except (TypeError, ValueError, RecursionError):
-        facts = None
+class _Side(msgspec.Struct):
+    """How K or V of a layer is kept."""
+
+    format: str
+    basis: Annotated[str, Meta(pattern=r"\A(none|hadamard|matrix)\Z")]
+    rounding: Annotated[str, Meta(pattern=r"\A(nearest|feedback)\Z")]
+
+
+class _Layer(msgspec.Struct):
+    """How a layer is kept."""
+
+    k: _Side
+    v: _Side
+    kept: str | None
+
+
+class _Figures(msgspec.Struct):
+    """What was measured of a format or of the plan; the KL of a broken one is NaN."""
+
+    kl: float
+    top1: Annotated[float, Meta(ge=0, le=1)]
+    perplexity: float
+
+
+class _Compared(_Figures):
+    """One format for all layers."""
+
+    format: str
+    plan: bool
+    bits: Annotated[float, Meta(gt=0, le=64)]
+
+
+class _Measured(_Figures):
+    """The plan itself."""
+
+    exact_perplexity: float
+    context: Length
+    scored: Length
+    sink_len: Length
+    recent_len: Length
+    in_one_pass: str | None = None
+
+
+class _Limit(msgspec.Struct):
+    """What the plan was to keep."""
+
+    max_kl: Annotated[float, Meta(gt=0)] | None
+    budget: Annotated[float, Meta(gt=0)] | None
+    met: bool
+
+
+class _Sensitivity(msgspec.Struct):
+    """One layer alone."""
+
+    layer: Length
+    k_format: str
+    v_format: str
+    kl: float
+
+
+class _Other(msgspec.Struct):
+    """A layer of the model that the cache has none of."""
+
+    layer: Length
+    why: str
+
+
+class _Facts(msgspec.Struct):
+    """The facts of a plan; there may be more, for people."""
+
+    model: ModelName
+    layers: Annotated[tuple[_Layer, ...], Meta(min_length=1, max_length=MAX_LAYERS)]
+    bits: float
+    observed_tokens: Annotated[int, Meta(ge=0, le=INT64)]
+    steps: tuple[str, ...]
+    candidates: tuple[str, ...]
+    zero_data: bool
+    measured: _Measured | None
+    limit: _Limit
+    blamed: tuple[Length, ...]
+    sensitivity: tuple[_Sensitivity, ...]
+    comparison: tuple[_Compared, ...]
+    settings: dict[str, Any]
+    places: tuple[Length, ...] = ()
+    others: tuple[_Other, ...] = ()
+
+
+def _read_facts(file: SafetensorsFile) -> tuple[dict[str, Any], dict[str, str]]:
+    """The facts of a file, and the checksums of its tensors."""
+    text, seal = file.metadata.get(_FACTS), f"{_FACTS}_sha256"
+    facts = parse(text, "the plan", nan=True) if text is not None else None
     if type(facts) is not dict or facts.get("format") != FORMAT:
         raise CheckpointError("this is no plan of `kvquant calibrate`")
-    if facts.get("version") != VERSION:
+    version = facts.get("version")
+    if type(version) is not int or version not in (UNSEALED_VERSION, VERSION):
         raise CheckpointError(
-            f"the plan has version {facts.get('version')!r:.40}, this kvquant reads {VERSION}: "
-            "calibrate again, or take the kvquant that wrote it"
+            f"the plan has version {version!r:.40}, this kvquant reads {UNSEALED_VERSION} and "
+            f"{VERSION}: calibrate again, or take the kvquant that wrote it"
         )
-    return facts
-
-
-def _check_digests(digests: Mapping[str, str], tensors: Mapping[str, torch.Tensor]) -> None:
-    if digests.keys() != tensors.keys():
-        name = min(digests.keys() ^ tensors.keys())
+    if version == VERSION or seal in file.metadata:
+        unsealed(_FACTS, file.metadata, "the plan")
+    shapes = facts.pop("shapes", None)
+    if version == VERSION:
+        told = checked(shapes, dict[str, tuple[Length, ...]], "shapes")
+        if told != file.shapes or file.metadata.keys() != {_FACTS, seal}:
+            raise CheckpointError("the tensors or metadata are not those that were sealed")
+    elif shapes is not None:
+        raise CheckpointError(f"the plan is not of version {UNSEALED_VERSION}, as it says")
+    digests = checked(facts.pop("sha256", None), dict[str, Digest], "sha256")
+    if digests.keys() != file.shapes.keys():
+        name = min(digests.keys() ^ file.shapes.keys())
         raise CheckpointError(f"tensor {name!r:.80} is missing, or should not be there")
-    for name, tensor in tensors.items():
-        if sha256(tensor) != digests[name]:
-            raise CheckpointError(
-                f"tensor {name!r:.80} is damaged (its checksum differs): take another copy"
-            )
+    for name, dtype in file.dtypes.items():
+        if dtype != torch.float32:
+            raise CheckpointError(f"tensor {name!r:.80} is {dtype}: it must be torch.float32")
+    return facts, digests
+
+
+def _check_facts(facts: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> float:
+    """Raise CheckpointError unless facts are those of a plan, and fit one another and tensors.
+
+    Returns:
+        Bits per element of the packed rows.
+    """
+    told = checked(dict(facts), _Facts, "the plan")
+    layers, heads = len(told.layers), shapes.get("k.offset", (0, 0))[1:2]
+    offsets = [shapes.get(f"{side}.offset", ()) for side in "kv"]
+    if any(len(shape) != 3 or shape[:2] != (layers, *heads) or 0 in shape for shape in offsets):
+        raise CheckpointError(
+            f"tensors k.offset and v.offset of {[list(shape) for shape in offsets]!s:.80} are "
+            f"missing or do not fit {layers} layers"
+        )
+    _check_shapes(told, shapes, heads[0])
+    row_bytes = elements = 0
+    for i, layer in enumerate(told.layers):
+        for side, shape in zip((layer.k, layer.v), offsets, strict=True):
+            fmt = RowFormat.parse(side.format, shape[2])
+            row_bytes, elements = row_bytes + fmt.row_bytes, elements + fmt.head_dim
+            plain = (side.basis, side.rounding) == ("none", "nearest")
+            if layer.kept is not None and not (fmt.is_exact and plain):
+                raise CheckpointError(f"layers[{i}] is kept in 16 bit, and is {side!s:.120}")
+    listed = [*told.blamed, *(row.layer for row in told.sensitivity)]
+    if max(listed, default=0) >= layers:
+        raise CheckpointError(f"layer {max(listed)} is told of, there are {layers}")
+    places = told.places or range(layers)
+    others = [other.layer for other in told.others]
+    if len(places) != layers or len({*places, *others}) != layers + len(others):
+        raise CheckpointError(f"places and others do not tell where {layers} layers are")
+    return 8 * row_bytes / elements
+
+
+def _check_shapes(told: _Facts, shapes: Mapping[str, tuple[int, ...]], heads: int) -> None:
+    """Raise CheckpointError unless tensors are those that facts ask for, in their shapes."""
+    layers, queries = len(told.layers), shapes.get("scores.min", (0, 0))[1:2]
+    bins = shapes.get("scores.histogram", (0, 0))[1:2]
+    for side, other in ("kv", "vk"):
+        dim = shapes[f"{side}.offset"][2]
+        per_channel = (layers, heads, dim)
+        needed = {"offset", "mean"}
+        for layer in told.layers:
+            entry = layer.k if side == "k" else layer.v
+            needed |= {"matrix"} if entry.basis == "matrix" else set()
+            needed |= {"feedback"} if entry.rounding == "feedback" else set()
+        for name in needed:
+            if f"{side}.{name}" not in shapes:
+                raise CheckpointError(f"tensor {side}.{name!r} is missing")
+        for name, shape in shapes.items():
+            what = name.removeprefix(f"{side}.")
+            if what == name:
+                continue
+            if what in ("matrix", "feedback"):
+                expected: tuple[int, ...] = (*per_channel, dim)
+            elif re.match(r"(clip|error|format_error|format_error_plain)\.", what):
+                expected = per_channel[:2]
+            else:
+                expected = per_channel
+            if shape != expected:
+                raise CheckpointError(
+                    f"tensor {name!r:.80} is {list(shape)!s:.80}: it must be {list(expected)}"
+                )
+            if what not in ("matrix", "feedback") and f"{other}.{what}" not in shapes:
+                raise CheckpointError(f"tensor {f'{other}.{what}'!r:.80} is missing")
+    per_query = (layers, *queries)
+    scores = dict.fromkeys((f"scores.{name}" for name in ("min", "max", "mean", "std")), per_query)
+    scores |= {"scores.phi": (layers,), "scores.phi_overflow": (layers,)}
+    binned = {"scores.histogram": (layers, *bins), "scores.edges": tuple(n + 1 for n in bins)}
+    for group in (scores, binned):
+        if shapes.keys() & group and any(shapes.get(name) != group[name] for name in group):
+            raise CheckpointError(f"tensors {', '.join(group)} are missing or do not fit")

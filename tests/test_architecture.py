@@ -55,7 +55,7 @@ ALLOWED = {
     "cachechecks": f"{FACTS} quant debug basis rowstacks",
     "layer": f"{FACTS} debug segments basis rowstacks append slots slotops",
     "cache": f"{MEANING} attention basis basisattention cachechecks layer",
-    "plan": f"{FACTS} basis files identity",
+    "plan": f"{FACTS} basis files identity jsonvalues",
     "kernels.cpu.simd": "",
     "kernels.cpu.values": f"{FACTS} kernels.cpu.simd",
     "kernels.cpu.compile": f"{FACTS} kernels.usercache",

@@ -44,7 +44,8 @@ def example_plan(
     tensors |= {"scores.min": low, "scores.max": low + 12, "scores.mean": low + 4}
     tensors |= {"scores.std": torch.ones(num_layers, 4), "scores.phi": torch.full((num_layers,), 3)}
     tensors["scores.phi_overflow"] = torch.full((num_layers,), 0.001)
-    return CachePlan(example_facts(num_layers, kl, max_kl, met), tensors)
+    plan = CachePlan(example_facts(num_layers, kl, max_kl, met), tensors)
+    return CachePlan({**plan.facts, "bits": plan.bits}, tensors)
 
 
 def example_facts(num_layers: int, kl: float, max_kl: float | None, met: bool) -> dict[str, Any]:
@@ -58,10 +59,9 @@ def example_facts(num_layers: int, kl: float, max_kl: float | None, met: bool) -
     layers[-1] = {"k": exact, "v": exact, "kept": "its rows are 72 wide"}
     return {
         "format": "kvquant-plan",
-        "version": 1,
+        "version": 2,
         "model": {"type": "qwen2", "sha256": "ab" * 32},
         "layers": layers,
-        "bits": 4.25,
         "observed_tokens": 32768,
         "steps": STEPS,
         "candidates": list(FORMATS),
