@@ -13,6 +13,14 @@ KVQuantError
 """
 
 
+def shown(value: object, length: int = 80) -> str:
+    """The first characters of a value's repr, for messages; of any value, however large."""
+    try:
+        return repr(value)[:length]
+    except Exception:  # such as Python's for integers of more than 4,300 digits
+        return f"a {type(value).__name__}"
+
+
 class KVQuantError(Exception):
     """Base of every error that kvquant raises on purpose."""
 

@@ -21,7 +21,7 @@ from .cachechecks import (
     per_layer,
 )
 from .copying import NotCopied
-from .errors import ConfigError
+from .errors import ConfigError, shown
 from .layout import EXACT_CODECS
 from .pagedrows import PagedRows, nan_rows
 from .pagedslots import Split
@@ -103,9 +103,11 @@ class PagedKVCache(NotCopied):
         max_seq_len = check_size("max_seq_len", max_seq_len, at_least=1)
         page_size = check_size("page_size", page_size)
         if page_size not in PAGE_SIZES:
-            raise ConfigError(f"page_size {page_size!r} does not exist: use 16, 32, 64 or 128")
+            raise ConfigError(f"page_size {shown(page_size)} does not exist: use 16, 32, 64 or 128")
         if exact_format not in EXACT_CODECS:
-            raise ConfigError(f"exact_format {exact_format!r} does not exist: use 'bf16' or 'fp16'")
+            raise ConfigError(
+                f"exact_format {shown(exact_format)} does not exist: use 'bf16' or 'fp16'"
+            )
         sink_len = check_size("sink_len", sink_len)
         split = Split(sink_len, check_size("recent_len", recent_len), page_size)
         self.num_kv_heads, self.exact_format = num_kv_heads, exact_format
@@ -537,7 +539,7 @@ class PagedKVCache(NotCopied):
         new_id = plain_id(sequence_id)
         if new_id is None or new_id in self._swap.parked:
             raise ConfigError(
-                f"{sequence_id!r:.80} cannot be the id of a new sequence: give a string or a whole "
-                "number that no other has, swapped out ones included"
+                f"{shown(sequence_id)} cannot be the id of a new sequence: give a string or a "
+                "whole number of up to 1024 bits that no other has, swapped out ones included"
             )
         return new_id

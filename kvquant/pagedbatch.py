@@ -15,7 +15,7 @@ from .basisattention import attend_in_basis
 from .cachechecks import check_size
 from .cascade import attend_shared
 from .copying import NotCopied
-from .errors import ConfigError, ShapeError
+from .errors import ConfigError, ShapeError, shown
 from .paged import PagedKVCache
 from .pagedstate import Step, for_each
 from .pagepool import SequenceId
@@ -166,7 +166,7 @@ class PagedBatch(NotCopied):
                 "torch.cuda.graph(graph):`, in this order"
             )
         if isinstance(ids, str):
-            raise ConfigError(f"ids is the text {ids!r}: give a list of ids")
+            raise ConfigError(f"ids is the text {shown(ids)}: give a list of ids")
         counts = for_each(ids, counts)
         if len(ids) > self.max_batch or sum(counts) > self.max_tokens:
             raise ShapeError(

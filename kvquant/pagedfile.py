@@ -1,4 +1,4 @@
-"""Sequences of a paged cache as a file: save_sequences, load_sequences, and the format, version 1.
+"""Sequences of a paged cache as a file: save_sequences, load_sequences, and the format.
 
 The file is a safetensors file. Its metadata has two strings:
 
@@ -8,7 +8,7 @@ The file is a safetensors file. Its metadata has two strings:
 The manifest is an object with exactly these keys; every number is whole:
 
     format         "kvquant-pages"
-    version        1
+    version        1 or 2
     writer         the program that wrote the file, for people
     num_kv_heads   KV heads of every layer
     page_size      tokens of a page
@@ -21,7 +21,7 @@ The manifest is an object with exactly these keys; every number is whole:
         length        its tokens
         packed_len    how many tokens after the sinks are packed
         pages         their pages, in the order of the tokens; sequences may share the first ones
-        tokens        the ids of its first tokens, as far as they are known
+        tokens        the ids of its first tokens, as far as they are known, of 64 bits
     model          null, or {"type", "sha256"}: model_identity of the model's config
     creation       any object: how the sequences came about
     transforms     [], or the fingerprints of the bases of each layer: as in checkpoint.py
@@ -35,6 +35,14 @@ The tensors, of layer I and of K and V each, uint8; one without rows is left out
                        sequence, its sinks and then its recent tokens, in their order
 
 Row bytes are those of layout.py.
+
+In version 2, which is written where there are many, pages and tokens stand in tensors, those of all
+sequences one after another, and a sequence has in their place
+
+        known         how many of its tokens are known
+
+    sequences.pages    [pages of all sequences], int32; left out without any
+    sequences.tokens   [known tokens of all sequences], int64; left out without any
 """
 
 from __future__ import annotations
@@ -49,13 +57,21 @@ import torch
 from .basis import fingerprints
 from .cachefile import PAGES, check_values, named, seal
 from .checkpoint import check_model, check_name
-from .errors import CheckpointError, ConfigError
+from .errors import CheckpointError, ConfigError, shown
 from .files import NO_DIGEST, TensorSource, save_safetensors
 from .identity import model_identity
 from .jsonvalues import plain_data
 from .manifest import Part
 from .paged import PagedKVCache
-from .pagedmanifest import PageManifest, PagePart, SavedSequence
+from .pagedmanifest import (
+    LISTS,
+    LISTS_VERSION,
+    MANY,
+    VERSION,
+    PageManifest,
+    PagePart,
+    SavedSequence,
+)
 from .pagedreader import PageReader
 from .pagepool import SequenceId
 
@@ -94,17 +110,17 @@ def save_sequences(
     path = check_name(path)
     cache._settle(ids)
     if not ids or len(set(ids)) < len(ids):
-        raise ConfigError(f"ids are {list(ids)!r:.80}: give at least one sequence, and each once")
+        raise ConfigError(f"ids are {shown(list(ids))}: give at least one sequence, and each once")
     manifest, pages = _manifest_of(cache, ids, model, creation)
     sources = {
         name: TensorSource(torch.uint8, manifest.shape(part), _reader(cache, manifest, part, pages))
         for name, part in manifest.parts.items()
     }
-    try:
-        text = manifest.to_json(dict.fromkeys(sources, NO_DIGEST), "")
-    except ValueError as error:  # Python writes no numbers of more than 4,300 digits
-        raise ConfigError(f"an id cannot be written ({error}): use a shorter one") from None
-    PageManifest.from_json(text)
+    for name, numbers in manifest.lists.items():
+        dtype = LISTS[name.removeprefix("sequences.")]
+        sources[name] = TensorSource.of(torch.tensor(numbers, dtype=dtype, device="cpu"))
+    text = manifest.to_json(dict.fromkeys(sources, NO_DIGEST), "")
+    PageManifest.from_json(text, lambda name, *_: manifest.lists[name])
     save_safetensors(path, sources, lambda digests: seal(PAGES, manifest, digests))
     return path
 
@@ -119,7 +135,9 @@ def load_sequences(
     """Read all sequences of a file into a running cache, bit for bit as they were saved.
 
     Every value and every byte is checked first. Pages that the sequences shared they share again,
-    and full pages whose tokens are known are found by sequences that are allocated later.
+    and full pages whose tokens are known are found by sequences that are allocated later: by those
+    of anybody whose tokens are the same. Whether the rows are those of these tokens the file alone
+    says, so load files only of those who may answer for all that use the cache.
 
     Args:
         cache: with the same layers, heads, formats, page_size, sink_len and recent_len, and made
@@ -170,6 +188,7 @@ def _manifest_of(
         tokens = tuple(map(int, state.tokens(sequence_id)))  # True is one
         sequences.append(SavedSequence(sequence_id, *lens, numbers, tokens))
     split = state.split
+    count = sum(len(sequence.pages) + len(sequence.tokens) for sequence in sequences)
     manifest = PageManifest(
         cache.num_kv_heads,
         split.page_size,
@@ -181,6 +200,7 @@ def _manifest_of(
         None if model is None else model_identity(model),
         plain_data(creation, "creation"),
         tuple(fingerprints(cache.bases)),
+        LISTS_VERSION if count > MANY else VERSION,
     )
     return manifest, pages
 
@@ -220,10 +240,10 @@ def _place(
     saved = [sequence.id for sequence in sequences]
     unknown = [name for name in names if name not in saved]
     if unknown:
-        raise ConfigError(f"ids names {unknown!r:.80}: the file has {saved!r:.80}")
+        raise ConfigError(f"ids names {shown(unknown)}: the file has {shown(saved)}")
     ids = [cache._new_id(names.get(name, name)) for name in saved]
     if len(set(ids)) < len(ids):
-        raise ConfigError(f"ids are {ids!r:.80}: give each sequence another one")
+        raise ConfigError(f"ids are {shown(ids)}: give each sequence another one")
     with cache._swap.telling():
         pages = cache.state.place(
             ids,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .layout import RowFormat
-from .pagedmanifest import VERSION, PageManifest
+from .pagedmanifest import PageManifest
 from .pagedreader import PageReader
 from .rowfacts import (
     count_text,
@@ -63,7 +63,7 @@ def describe_pages(path: str | os.PathLike[str]) -> dict[str, Any]:
         head = {
             "path": str(file.path),
             "kind": "pages",
-            "version": VERSION,
+            "version": manifest.version,
             "files": 1,
             "file_bytes": file.num_bytes,
         }

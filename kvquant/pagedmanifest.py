@@ -6,9 +6,10 @@ The format is told in pagedfile.py.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from typing import Annotated, Any
 
 import msgspec
@@ -36,6 +37,11 @@ from .manifest import Part
 from .segments import PAGE_SIZES
 
 FORMAT, VERSION = "kvquant-pages", 1
+LISTS_VERSION = 2  # of files whose pages and tokens stand in tensors; all else is as in version 1
+MANY = 1 << 16  # numbers of pages and tokens, above which they do
+LISTS = {"pages": torch.int32, "tokens": torch.int64}  # what SavedSequence lists
+
+Read = Callable[[str, torch.dtype, int, str], list[int]]
 
 
 class SavedSequence(Object):
@@ -46,6 +52,15 @@ class SavedSequence(Object):
     packed_len: Length
     pages: tuple[Length, ...]
     tokens: tuple[Wide, ...]
+
+
+class _Counted(Object):
+    """A sequence of a file of version 2: how many of its tokens are known."""
+
+    id: str | int
+    length: Length
+    packed_len: Length
+    known: Length
 
 
 @dataclass(frozen=True)
@@ -79,7 +94,10 @@ class SeatPart(Part):
 
 @dataclass(frozen=True)
 class PageManifest:
-    """All of the sequences but their rows; attributes as in PagedKVCache."""
+    """All of the sequences but their rows; attributes as in PagedKVCache.
+
+    In LISTS_VERSION pages and tokens stand in tensors.
+    """
 
     num_kv_heads: int
     page_size: int
@@ -91,6 +109,18 @@ class PageManifest:
     model: Mapping[str, str] | None
     creation: Mapping[str, Any]
     transforms: tuple[Mapping[str, str], ...] = ()
+    version: int = VERSION
+
+    @cached_property
+    def lists(self) -> dict[str, list[int]]:
+        """The tensors of the file that hold numbers of all sequences, one after another."""
+        if self.version < LISTS_VERSION:
+            return {}
+        found = {
+            f"sequences.{name}": [n for sequence in self.sequences for n in getattr(sequence, name)]
+            for name in LISTS
+        }
+        return {name: numbers for name, numbers in found.items() if numbers}
 
     @cached_property
     def used(self) -> dict[int, tuple[int, int, int]]:
@@ -105,7 +135,7 @@ class PageManifest:
 
     @cached_property
     def parts(self) -> dict[str, Part]:
-        """The tensors of the file by name, in their order; empty ones have none."""
+        """The tensors of rows of the file by name, in their order; empty ones have none."""
         found: dict[str, Part] = {}
         packed_lens = tuple(sequence.packed_len for sequence in self.sequences)
         exact = tuple(sequence.length - sequence.packed_len for sequence in self.sequences)
@@ -132,7 +162,7 @@ class PageManifest:
         return json.dumps(
             {
                 "format": FORMAT,
-                "version": VERSION,
+                "version": self.version,
                 "writer": writer,
                 "num_kv_heads": self.num_kv_heads,
                 "page_size": self.page_size,
@@ -146,10 +176,7 @@ class PageManifest:
                     }
                     for formats in self.formats
                 ],
-                "sequences": [
-                    {name: getattr(sequence, name) for name in SavedSequence.__struct_fields__}
-                    for sequence in self.sequences
-                ],
+                "sequences": [self._told(sequence) for sequence in self.sequences],
                 "model": self.model,
                 "creation": self.creation,
                 "transforms": self.transforms,
@@ -159,16 +186,37 @@ class PageManifest:
             sort_keys=True,
         )
 
+    def _told(self, sequence: SavedSequence) -> dict[str, Any]:
+        found = {name: getattr(sequence, name) for name in SavedSequence.__struct_fields__}
+        if self.version >= LISTS_VERSION:
+            found["known"] = len(sequence.tokens)
+            del found["pages"], found["tokens"]
+        return found
+
     @classmethod
-    def from_json(cls, text: str) -> tuple[PageManifest, dict[str, str]]:
+    def from_json(cls, text: str, read: Read) -> tuple[PageManifest, dict[str, str]]:
         """Read a manifest and the SHA-256 of each tensor, and check every value.
+
+        Args:
+            text: of the manifest.
+            read: gives the numbers of a tensor of the file by its name, dtype, how many it must
+                have, and its SHA-256.
 
         Raises:
             CheckpointError: the manifest is not one that this version writes.
         """
-        told = checked(manifest_object(text, FORMAT, (VERSION,)), _Told, "the manifest")
+        top = manifest_object(text, FORMAT, (VERSION, LISTS_VERSION))
+        told: _Told | _ToldCounts
+        if top["version"] == VERSION:
+            told = checked(top, _Told, "the manifest")
+        else:
+            try:
+                told = checked(top, _ToldCounts, "the manifest")
+            except CheckpointError as error:
+                raise CheckpointError(f"the file has version 2, and {error}") from None
         if told.page_size not in PAGE_SIZES:
             raise CheckpointError(f"page_size is {told.page_size}: it must be 16, 32, 64 or 128")
+        sequences = told.sequences if isinstance(told, _Told) else _with_lists(told, read)
         manifest = cls(
             told.num_kv_heads,
             told.page_size,
@@ -179,13 +227,14 @@ class PageManifest:
                 (pair.k.row_format(f"layers[{i}].k"), pair.v.row_format(f"layers[{i}].v"))
                 for i, pair in enumerate(told.layers)
             ),
-            told.sequences,
+            sequences,
             msgspec.to_builtins(told.model),
             told.creation,
             transforms(told.transforms, len(told.layers)),
+            told.version,
         )
         manifest._check_sequences()
-        if told.sha256.keys() != manifest.parts.keys():
+        if told.sha256.keys() != manifest.parts.keys() | manifest.lists.keys():
             raise CheckpointError("sha256 does not name the tensors that the sequences ask for")
         return manifest, told.sha256
 
@@ -211,10 +260,13 @@ class PageManifest:
             for at, page in enumerate(sequence.pages):  # pages are shared from the first on
                 end = self.sink_len + min((at + 1) * size, sequence.packed_len)
                 start = self.sink_len + at * size if at else 0
-                shared_with, tokens = before.setdefault(page, (last, sequence.tokens[start:end]))
-                both = list(zip(tokens, sequence.tokens[start:end], strict=False))
-                if shared_with != last or any(ours != theirs for ours, theirs in both):
+                tokens = sequence.tokens[start:end]
+                shared_with, longest = before.setdefault(page, (last, tokens))
+                both = min(len(tokens), len(longest))
+                if shared_with != last or tokens[:both] != longest[:both]:
                     raise CheckpointError(f"sequences[{i}] cannot share page {page}")
+                if len(tokens) > len(longest):  # what others know of the page is compared with it
+                    before[page] = last, tokens
                 last = page
         if list(self.used) != list(range(len(self.used))):
             raise CheckpointError("the pages are not counted from 0 without gaps")
@@ -227,8 +279,8 @@ class _Pair(Object):
     v: FormatName
 
 
-class _Told(Object):
-    """A manifest as it stands in a file."""
+class _Base(Object):
+    """A manifest as it stands in a file, but for the sequences."""
 
     format: str
     version: int
@@ -239,8 +291,43 @@ class _Told(Object):
     recent_len: Length
     exact_format: ExactCodec
     layers: Annotated[tuple[_Pair, ...], Meta(max_length=MAX_LAYERS)]
-    sequences: Annotated[tuple[SavedSequence, ...], Meta(max_length=MAX_SEQUENCES)]
     model: ModelName | None
     creation: dict[str, Any]
     transforms: Any
     sha256: dict[str, Digest]
+
+
+class _Told(_Base):
+    """Version 1."""
+
+    sequences: Annotated[tuple[SavedSequence, ...], Meta(max_length=MAX_SEQUENCES)]
+
+
+class _ToldCounts(_Base):
+    """Version 2."""
+
+    sequences: Annotated[tuple[_Counted, ...], Meta(max_length=MAX_SEQUENCES)]
+
+
+def _with_lists(told: _ToldCounts, read: Read) -> tuple[SavedSequence, ...]:
+    """The sequences of a manifest of version 2 with what its tensors list."""
+    counts = {
+        "pages": [-(-sequence.packed_len // told.page_size) for sequence in told.sequences],
+        "tokens": [sequence.known for sequence in told.sequences],
+    }
+    lists: dict[str, Iterator[int]] = {}
+    for name, dtype in LISTS.items():
+        key, count = f"sequences.{name}", sum(counts[name])
+        numbers = read(key, dtype, count, told.sha256.get(key, "")) if count else []
+        lists[name] = iter(numbers)
+        if name == "pages" and min(numbers, default=0) < 0:
+            raise CheckpointError(f"{key} has {min(numbers)}: pages are 0 and more")
+    return tuple(
+        SavedSequence(
+            sequence.id,
+            sequence.length,
+            sequence.packed_len,
+            *(tuple(islice(lists[name], counts[name][i])) for name in LISTS),
+        )
+        for i, sequence in enumerate(told.sequences)
+    )

@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import torch
+
 from .cachefile import PAGES, RowsFile, named
 from .errors import CheckpointError
 from .files import SafetensorsFile, unsealed
@@ -40,7 +42,8 @@ class PageReader(RowsFile[PageManifest]):
                 raise CheckpointError(
                     "this is no file of a paged cache: caches of save_cache are read by load_cache"
                 )
-            self.manifest, self._digests = PageManifest.from_json(unsealed(PAGES, file.metadata))
+            text = unsealed(PAGES, file.metadata)
+            self.manifest, self._digests = PageManifest.from_json(text, self._numbers)
             self._check_tensors()
         except CheckpointError as error:
             self._opened.close()
@@ -51,6 +54,19 @@ class PageReader(RowsFile[PageManifest]):
 
     def __enter__(self) -> PageReader:
         return self
+
+    def _numbers(self, name: str, dtype: torch.dtype, count: int, digest: str) -> list[int]:
+        """Read a tensor that is no rows."""
+        file = self._files.pop(name, None)
+        if file is None:
+            raise CheckpointError(f"tensor {name!r} is missing: take another copy of the file")
+        if (file.dtypes[name], file.shapes[name]) != (dtype, (count,)):
+            raise CheckpointError(
+                f"tensor {name!r} is {file.dtypes[name]} {list(file.shapes[name])!s:.80}: the "
+                f"sequences ask for {dtype} {[count]}"
+            )
+        numbers: list[int] = file.read(name, digest).tolist()
+        return numbers
 
 
 def holds_pages(path: str | os.PathLike[str]) -> bool:

@@ -13,10 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .copying import NotCopied
-from .errors import ConfigError, OutOfPagesError, ShapeError
+from .errors import ConfigError, OutOfPagesError, ShapeError, shown
 from .pagedslots import Ints, Split, TokenSlots, token_slots
 from .pagenames import Origin, hold, token_ids, whole_number
 from .pagepool import PagePool, SequenceId
+
+MAX_ID_BITS = 1024  # of an id that is a number
 
 
 class Allocation(NamedTuple):
@@ -95,7 +97,9 @@ class PagedState(NotCopied):
         try:
             return self._seats[sequence_id]
         except (KeyError, TypeError):  # what cannot be hashed is no id
-            raise ConfigError(f"no sequence {sequence_id!r}: allocate or fork it first") from None
+            raise ConfigError(
+                f"no sequence {shown(sequence_id)}: allocate or fork it first"
+            ) from None
 
     def tokens(self, sequence_id: SequenceId) -> list[int]:
         """The first tokens of a sequence, as far as they are known."""
@@ -146,7 +150,7 @@ class PagedState(NotCopied):
         """Keep the first tokens of a sequence; what is packed stays packed."""
         seat, length = self.seat(sequence_id), whole_number("length", length)
         if not 0 <= length <= self.lengths[seat]:
-            has = f"sequence {sequence_id!r} has {self.lengths[seat]} tokens"
+            has = f"sequence {shown(sequence_id)} has {self.lengths[seat]} tokens"
             raise ShapeError(f"{has}: it cannot be truncated to {length}")
         packed = min(int(self.packed_lens[seat]), max(length - self.split.sink_len, 0))
         self.pool.truncate(sequence_id, packed)
@@ -286,16 +290,18 @@ class PagedState(NotCopied):
             length, packed = int(self.lengths[seat]), int(self.packed_lens[seat])
             most = max(length - self.split.sink_len, 0)
             fits = max(most - self.split.recent_len, 0) <= packed <= most
-            hold(fits and length <= self.max_seq_len, f"{sequence_id!r}: packed tokens")
-            hold(packed == self.pool.length(sequence_id), f"{sequence_id!r}: tokens in pages")
+            hold(fits and length <= self.max_seq_len, f"{shown(sequence_id)}: packed tokens")
+            hold(packed == self.pool.length(sequence_id), f"{shown(sequence_id)}: tokens in pages")
             table = self.pool.block_table(sequence_id)
-            hold((self.tables[seat, : len(table)] == table).all(), f"{sequence_id!r}: table")
-            hold(len(self._tokens[seat]) <= length, f"{sequence_id!r}: known tokens")
+            hold((self.tables[seat, : len(table)] == table).all(), f"{shown(sequence_id)}: table")
+            hold(len(self._tokens[seat]) <= length, f"{shown(sequence_id)}: known tokens")
 
     def _check_seats(self, ids: Sequence[SequenceId]) -> None:
         for sequence_id in ids:
             if sequence_id in self._seats:
-                raise ConfigError(f"sequence {sequence_id!r} exists: free it or use another id")
+                raise ConfigError(
+                    f"sequence {shown(sequence_id)} exists: free it or use another id"
+                )
         if len(ids) > len(self._free_seats):
             raise OutOfPagesError(
                 f"{len(ids)} seats are needed, but {len(self._free_seats)} of {len(self.lengths)} "
@@ -317,14 +323,15 @@ class PagedState(NotCopied):
         try:
             new: NDArray[np.int64] = np.array(token_ids(counts), np.int64)
         except ConfigError:
-            raise ConfigError(f"counts {counts!r:.80} must be whole numbers") from None
+            raise ConfigError(f"counts {shown(counts)} must be whole numbers") from None
         if len(new) != len(seats) or (new < 0).any():
-            raise ShapeError(f"counts {counts!r:.80} for {len(seats)} ids: give one >= 0 for each")
-        too_long = self.lengths[seats] + new > self.max_seq_len
+            raise ShapeError(f"counts {shown(counts)} for {len(seats)} ids: give one >= 0 for each")
+        too_long = new > self.max_seq_len - self.lengths[seats]
         if too_long.any():
             at = int(too_long.argmax())
+            length = int(self.lengths[seats[at]]) + int(new[at])
             raise ShapeError(
-                f"sequence {ids[at]!r} would grow to {self.lengths[seats[at]] + new[at]} tokens, "
+                f"sequence {shown(ids[at])} would grow to {length} tokens, "
                 f"max_seq_len is {self.max_seq_len}: truncate it, or make a larger cache"
             )
         return seats, new
@@ -357,15 +364,18 @@ def for_each(ids: Sequence[SequenceId], counts: int | Sequence[int]) -> list[int
             return token_ids(counts)  # type: ignore[arg-type]
         return [whole_number("counts", counts)] * len(ids)  # type: ignore[arg-type]
     except ConfigError:
-        raise ConfigError(f"counts {counts!r:.80} must be whole numbers") from None
+        raise ConfigError(f"counts {shown(counts)} must be whole numbers") from None
 
 
 def plain_id(sequence_id: SequenceId) -> SequenceId | None:
     """An id as it is kept, a string or an integer of Python; None if it is neither.
 
-    True is none: it would be 1 once it has been in a file.
+    True is none: it would be 1 once it has been in a file. Nor is a number that Python may refuse
+    to write in digits.
     """
     if isinstance(sequence_id, str):
-        return sequence_id
-    whole = isinstance(sequence_id, Integral) and not isinstance(sequence_id, bool)
-    return operator.index(sequence_id) if whole else None  # type: ignore[arg-type]
+        return str(sequence_id)
+    if not isinstance(sequence_id, Integral) or isinstance(sequence_id, bool):
+        return None
+    number = operator.index(sequence_id)
+    return number if number.bit_length() <= MAX_ID_BITS else None

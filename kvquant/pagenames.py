@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from .errors import ConfigError, InvariantError
+from .errors import ConfigError, InvariantError, shown
 
 Tokens: TypeAlias = "tuple[int, ...]"
 
@@ -260,7 +260,8 @@ def token_ids(tokens: Iterable[int]) -> list[int]:
     except TypeError as error:
         raise ConfigError(f"tokens must be integers: {error}") from error
     if ids and not -(2**63) <= min(ids) <= max(ids) < 2**63:
-        raise ConfigError(f"tokens from {min(ids)} to {max(ids)} must be integers of 64 bits")
+        least, most = shown(min(ids)), shown(max(ids))
+        raise ConfigError(f"tokens from {least} to {most} must be integers of 64 bits")
     return ids
 
 
@@ -268,11 +269,11 @@ def whole_number(name: str, value: int) -> int:
     """A number as a Python integer, whatever type it came as.
 
     Raises:
-        ConfigError: it is no whole number; True is none.
+        ConfigError: it is no whole number, True is none, or one of more than 64 bits.
     """
     try:
-        if not isinstance(value, bool):
-            return operator.index(value)
+        if not isinstance(value, bool) and abs(number := operator.index(value)) < 2**63:
+            return number
     except TypeError:
         pass
-    raise ConfigError(f"{name} {value!r:.80} is not possible: use a whole number")
+    raise ConfigError(f"{name} {shown(value)} is not possible: use a whole number")

@@ -24,7 +24,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
-from .errors import ConfigError, OutOfPagesError, ShapeError
+from .errors import ConfigError, OutOfPagesError, ShapeError, shown
 from .pagenames import Head, Name, Origin, PageNames, hold, token_ids, whole_number
 
 SequenceId: TypeAlias = Hashable
@@ -257,7 +257,7 @@ class PagePool:
         """Keep the first tokens of a sequence."""
         sequence, length = self._get(sequence_id), whole_number("length", length)
         if not 0 <= length <= sequence.length:
-            has = f"sequence {sequence_id!r} has {sequence.length} tokens"
+            has = f"sequence {shown(sequence_id)} has {sequence.length} tokens"
             raise ShapeError(f"{has}: it cannot be truncated to {length}")
         sequence.length = length
         sequence.named = min(sequence.named, length // self.page_size)
@@ -353,21 +353,25 @@ class PagePool:
         hold(heads == held, "the uses of a head are not its sequences")
         for sequence_id, sequence in self._sequences.items():
             pages, size = sequence.pages, self.page_size
-            hold(len(pages) == -(-sequence.length // size), f"{sequence_id!r}: length or pages")
-            hold(len(set(pages)) == len(pages), f"{sequence_id!r} has a page twice")
-            hold(sequence.named * size <= sequence.length, f"{sequence_id!r}: too many names")
+            hold(
+                len(pages) == -(-sequence.length // size), f"{shown(sequence_id)}: length or pages"
+            )
+            hold(len(set(pages)) == len(pages), f"{shown(sequence_id)} has a page twice")
+            hold(sequence.named * size <= sequence.length, f"{shown(sequence_id)}: too many names")
             follow = self._names.follow(sequence.head, pages[: sequence.named])
-            hold(follow, f"{sequence_id!r}: names not in order")
+            hold(follow, f"{shown(sequence_id)}: names not in order")
 
     def _get(self, sequence_id: SequenceId) -> _Sequence:
         try:
             return self._sequences[sequence_id]
         except (KeyError, TypeError):
-            raise ConfigError(f"no sequence {sequence_id!r}: allocate or fork it first") from None
+            raise ConfigError(
+                f"no sequence {shown(sequence_id)}: allocate or fork it first"
+            ) from None
 
     def _check_new(self, sequence_id: SequenceId) -> None:
         if sequence_id in self._sequences:
-            raise ConfigError(f"sequence {sequence_id!r} exists: free it or use another id")
+            raise ConfigError(f"sequence {shown(sequence_id)} exists: free it or use another id")
 
     def _out_of_pages(self, needs: str) -> OutOfPagesError:
         has = f"{self.num_free} of {self.num_pages} can be taken"

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from .copying import NotCopied
-from .errors import ConfigError, OutOfPagesError
+from .errors import ConfigError, OutOfPagesError, shown
 from .pagedstate import PagedState
 from .pagenames import Origin
 from .pagepool import SequenceId
@@ -100,7 +100,7 @@ class SwapSpace(NotCopied):
         """Raise ConfigError unless sequences live and are not swapped out."""
         for sequence_id in ids:
             if self.find(sequence_id) is not None:
-                raise ConfigError(f"sequence {sequence_id!r} is swapped out: swap it in first")
+                raise ConfigError(f"sequence {shown(sequence_id)} is swapped out: swap it in first")
             self._state.seat(sequence_id)
 
     def let_go(self) -> None:
@@ -130,7 +130,9 @@ class SwapSpace(NotCopied):
         """Begin to bring a sequence back; see PagedKVCache."""
         parked = self.find(sequence_id)
         if parked is None:
-            raise ConfigError(f"sequence {sequence_id!r} is not swapped out: it cannot be brought")
+            raise ConfigError(
+                f"sequence {shown(sequence_id)} is not swapped out: it cannot be brought"
+            )
         if parked in self.leaving:  # its rows are still where they were
             self.leaving.remove(parked)
             self._state.rename(parked, sequence_id)

@@ -23,7 +23,7 @@ from paged_cases import (
     values,
 )
 
-from kvquant.errors import ConfigError, OutOfPagesError
+from kvquant.errors import ConfigError, OutOfPagesError, ShapeError
 from kvquant.paged import PagedKVCache
 from kvquant.pagedbatch import PagedBatch
 from kvquant.pagedfile import load_sequences, save_sequences
@@ -181,6 +181,18 @@ def test_ids_are_kept_as_what_a_file_can_hold(tmp_path: Path) -> None:
     for name in (True, 1.5, None, ["x"], np.bool_(True)):
         with pytest.raises(ConfigError, match="give a string or a whole number"):
             cache.allocate(name)  # type: ignore[arg-type]
+    for name in (2**1024, -(2**1024), 10**5000):
+        with pytest.raises(ConfigError, match="a whole number of up to 1024 bits"):
+            cache.allocate(name)
+        with pytest.raises(ConfigError, match="no sequence"):
+            cache.length(name)
+    with pytest.raises(ConfigError, match="must be integers of 64 bits"):
+        cache.allocate("t", [10**5000])
+    for count in (10**5000, [10**5000], 2**63, [2**63]):
+        with pytest.raises(ConfigError, match="must be whole numbers"):
+            cache.can_append(["a"], count)
+    with pytest.raises(ShapeError, match="would grow to"):
+        cache.can_append(["a"], 2**63 - 1)
     cache.allocate(np.int64(3))
     assert [type(name) for name in cache.ids] == [str, str, str, int]
     extend(batch, [np.int64(3)], 2, [True, np.int64(2**63 - 1)])  # type: ignore[list-item]

@@ -222,7 +222,8 @@ def test_tokens_of_64_bits_are_saved_and_loaded(tmp_path: Path, token: int) -> N
     assert other.match_prefix(tokens) == batch.cache.match_prefix(tokens) > 0
 
 
-def test_golden_file_of_version_1_still_loads() -> None:
+@pytest.mark.parametrize("version", [1, 2])
+def test_golden_files_still_load(version: int) -> None:
     values_ = (torch.arange(40)[:, None] + torch.arange(64) / 4 - 8.0).expand(2, 1, 40, 64)
     rows = values_[:, 0, :, None].expand(2, 40, 2, 64).bfloat16()
     batch = PagedBatch(make(), 4, 100)
@@ -231,7 +232,7 @@ def test_golden_file_of_version_1_still_loads() -> None:
     batch.cache.fork("a", 7)
     extend(batch, [7], 3, range(3), rows=rows[:, :3])
     loaded = make()
-    golden = Path(__file__).parent / "data" / "pages-v1.safetensors"
+    golden = Path(__file__).parent / "data" / f"pages-v{version}.safetensors"
     assert load_sequences(loaded, golden) == ["a", 7]
     loaded.check_invariants()
     for name in ("a", 7):
