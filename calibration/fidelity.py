@@ -80,6 +80,7 @@ class Fidelity:
         kl: mean KL divergence of the predictions from those of the 16-bit cache, nats per token.
         top1: share of tokens for which both think the same next token likeliest, 0 to 1.
         perplexity: of the text under the predictions.
+        kl_error, top1_error: standard errors of both; None of a single passage.
     """
 
     scheme: Scheme | Planned
@@ -88,6 +89,23 @@ class Fidelity:
     kl: float
     top1: float
     perplexity: float
+    kl_error: float | None = None
+    top1_error: float | None = None
+
+    @classmethod
+    def of(
+        cls, scheme: Scheme | Planned, bits: float, nbytes: int, parts: torch.Tensor, scored: int
+    ) -> Fidelity:
+        """What was found in passages.
+
+        Args:
+            scheme, bits, nbytes: as above.
+            parts: of compare_passages.
+            scored: tokens of each passage.
+        """
+        kl, top1, nll = parts.mean(1).tolist()
+        errors = standard_errors(parts, scored)
+        return cls(scheme, bits, nbytes, kl, top1, float(torch.tensor(nll).exp()), *errors)
 
 
 class DecodingModel(Protocol):
@@ -228,9 +246,9 @@ class Reference:
         """Decode the passages from a cache of a scheme."""
         cache = quantized_copy(self.model, self._exact, scheme)
         given = predict(self.model, cache, self._fed)
-        kl, top1, nll = compare(self._expected, given, self._targets)
+        parts = compare_passages(self._expected, given, self._targets)
         bits = stored_bits(cache, self._exact)
-        return Fidelity(scheme, bits, cache.nbytes, kl, top1, float(torch.tensor(nll).exp()))
+        return Fidelity.of(scheme, bits, cache.nbytes, parts, len(self._expected))
 
 
 def measure(
@@ -279,9 +297,41 @@ def compare(
         Mean KL(expected || given) in nats, share of equal likeliest tokens, and mean negative log
         likelihood of the targets under given, in nats.
     """
-    kl = 0.0
+    kl, top1, nll = compare_passages(expected, given, targets).mean(1).tolist()
+    return kl, top1, nll
+
+
+def compare_passages(
+    expected: torch.Tensor, given: torch.Tensor, targets: torch.Tensor
+) -> torch.Tensor:
+    """As compare, of each passage: [3, batch], float64 on the CPU."""
+    kl = torch.zeros(expected.shape[1], dtype=torch.float64, device=expected.device)
     for p, q in zip(expected, given, strict=True):  # by token, to spare memory
-        kl += float((p.exp() * (p - q)).sum(-1).double().mean())
-    top1 = (expected.argmax(-1) == given.argmax(-1)).double().mean()
-    nll = -given.gather(-1, targets).double().mean()
-    return kl / len(expected), float(top1), float(nll)
+        kl += (p.exp() * (p - q)).sum(-1).double()
+    top1 = (expected.argmax(-1) == given.argmax(-1)).double().mean(0)
+    nll = -given.gather(-1, targets).double().mean((0, 2))
+    return torch.stack([kl / len(expected), top1, nll]).cpu()
+
+
+def standard_errors(parts: torch.Tensor, scored: int) -> tuple[float | None, float | None]:
+    """The standard errors of KL and of top-1.
+
+    Tokens of one passage are alike, so each passage counts as one observation: the errors are the
+    standard deviation of the passages' means over the root of their number. That of top-1 is at
+    least what as many independent tokens have, one of each kind added to them: eight of eight equal
+    tokens are 100 %, with an error of 11.
+
+    Args:
+        parts: [3, passages], of compare_passages.
+        scored: tokens of each passage.
+
+    Returns:
+        Both; None where there is one passage.
+    """
+    passages = parts.shape[1]
+    if passages < 2:
+        return None, None
+    kl, top1, _ = (parts.std(1) / math.sqrt(passages)).tolist()
+    count = passages * scored
+    share = (count * float(parts[1].mean()) + 1) / (count + 2)
+    return kl, max(top1, math.sqrt(share * (1 - share) / count))

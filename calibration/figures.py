@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from itertools import cycle
 from typing import Any
 
 import torch
 
-from kvquant.errors import UnsupportedError
 from kvquant.layout import EXACT_CODECS
 from kvquant.plan import CachePlan
 
@@ -36,6 +35,7 @@ STYLE = {
     "font.size": 9,
     "font.family": "sans-serif",
     "svg.fonttype": "none",
+    "text.parse_math": False,  # names may have dollars
     "text.color": INK,
     "axes.edgecolor": RULE,
     "axes.labelcolor": INK,
@@ -52,45 +52,35 @@ STYLE = {
     "ytick.minor.size": 0,
     "legend.frameon": False,
 }
-WIDTH = 9.4  # inches; the page scales figures to its own width
+WIDTH, NARROW = 9.4, 4.4  # inches; the page scales figures to its own width, or that of a phone
 Draw = Callable[..., Any]
 
 
-def check_matplotlib() -> None:
-    """Raise before a report is begun that could not be drawn.
-
-    Raises:
-        UnsupportedError: matplotlib is not installed.
-    """
-    try:
-        import matplotlib  # noqa: F401  # only whether it is there
-    except ImportError as error:
-        raise UnsupportedError(
-            "kvquant report needs matplotlib: install kvquant with its report extra, pip install "
-            f"-e '.[report]' in the checkout ({error})"
-        ) from error
-
-
-def figure(height: Callable[[CachePlan], float]) -> Callable[[Draw], Callable[[CachePlan], str]]:
-    """Make a function that draws on a new figure one that returns SVG.
+def figure(
+    height: Callable[[CachePlan], float], *, stacked: bool = False
+) -> Callable[[Draw], Callable[..., str]]:
+    """Make a function that draws on a new figure one that returns SVG, narrow if asked for.
 
     Args:
         height: inches, of a plan.
+        stacked: whether panels that stand beside each other stand below each other in a narrow one.
     """
 
-    def decorate(draw: Draw) -> Callable[[CachePlan], str]:
+    def decorate(draw: Draw) -> Callable[..., str]:
         @wraps(draw)
-        def render(plan: CachePlan) -> str:
+        def render(plan: CachePlan, *, narrow: bool = False) -> str:
             import matplotlib
             from matplotlib.figure import Figure
 
-            salt = {"svg.hashsalt": draw.__name__}  # ids differ from those of the other figures
+            name = f"{draw.__name__}-narrow" if narrow else draw.__name__
+            salt = {"svg.hashsalt": name}  # ids differ from those of the other figures
+            size = (NARROW, height(plan) * (2 if stacked else 1)) if narrow else None
             with matplotlib.rc_context(STYLE | salt):
-                page = Figure(figsize=(WIDTH, height(plan)), layout="constrained")
-                draw(page, plan)
+                page = Figure(figsize=size or (WIDTH, height(plan)), layout="constrained")
+                draw(page, plan, narrow)
                 text = io.StringIO()
                 page.savefig(text, format="svg", transparent=True, metadata={"Date": None})
-            return _inline(text.getvalue(), draw.__name__)
+            return _inline(text.getvalue(), name)
 
         return render
 
@@ -105,23 +95,48 @@ def _inline(svg: str, name: str) -> str:
     return re.sub(r'(<svg [^>]*?) width="[^"]*"|height="[^"]*pt" ', r"\1", svg, count=2).strip()
 
 
+def _two_panels(page: Any, narrow: bool, **options: Any) -> Any:
+    """Two panels, beside or below each other."""
+    return page.subplots(2, 1, **options) if narrow else page.subplots(1, 2, **options)
+
+
 @figure(lambda plan: 3.2)
-def comparison(page: Any, plan: CachePlan) -> None:
+def comparison(page: Any, plan: CachePlan, narrow: bool) -> None:
     """KL against bits of every format, with the plan and without."""
     axes = page.subplots()
     shown = [(False, "o", "without a plan", V_COLOUR), (True, "D", "with its transforms", K_COLOUR)]
     for with_plan, marker, label, colour in shown:
         rows = [row for row in plan.facts["comparison"] if bool(row["plan"]) == with_plan]
-        points = sorted((row["bits"], _positive(row["kl"]), row["format"]) for row in rows)
-        bits, kls = [point[0] for point in points], [point[1] for point in points]
+        points = sorted(
+            (row["bits"], _positive(row["kl"]), row["format"], _error(row)) for row in rows
+        )
         face = colour if with_plan else "none"
-        axes.plot(bits, kls, marker, color=colour, markerfacecolor=face, markersize=7, label=label)
-        for x, y, name in points:
+        axes.errorbar(
+            [bits for bits, *_ in points],
+            [kl for _, kl, *_ in points],
+            yerr=[error for *_, error in points],
+            fmt=marker,
+            color=colour,
+            markerfacecolor=face,
+            markersize=7,
+            elinewidth=1,
+            label=label,
+        )
+        for x, y, name, _ in points:
             place = (7, -9) if with_plan else (7, 4)
             axes.annotate(name, (x, y), place, textcoords="offset points", fontsize=8)
     if plan.facts["measured"]:
-        kl = _positive(plan.facts["measured"]["kl"])
-        axes.plot(plan.bits, kl, "*", color=INK, markersize=13, label="this plan")
+        measured = plan.facts["measured"]
+        axes.errorbar(
+            plan.bits,
+            _positive(measured["kl"]),
+            yerr=_error(measured),
+            fmt="*",
+            color=INK,
+            markersize=13,
+            elinewidth=1,
+            label="this plan",
+        )
     limit = plan.facts["limit"]["max_kl"]
     if limit is not None:
         axes.axhline(limit, color=INK, linewidth=1, linestyle=":", label=f"limit {limit:g}")
@@ -133,11 +148,11 @@ def comparison(page: Any, plan: CachePlan) -> None:
     axes.legend()
 
 
-@figure(lambda plan: 2.9)
-def steps(page: Any, plan: CachePlan) -> None:
+@figure(lambda plan: 2.9, stacked=True)
+def steps(page: Any, plan: CachePlan, narrow: bool) -> None:
     """The error after each transform: a line for every KV head, and the median."""
     names = error_names(plan)
-    panels = page.subplots(1, 2, sharey=True)
+    panels = _two_panels(page, narrow, sharey=True)
     for axes, (side, label, colour) in zip(panels, SIDES, strict=True):
         rows = torch.stack([errors(plan, side, name).flatten() for name in names])
         rows = rows[:, ~rows.isnan().any(0)]  # [transforms, heads]
@@ -152,7 +167,8 @@ def steps(page: Any, plan: CachePlan) -> None:
         for text in axes.get_xticklabels():
             text.set(rotation=25, ha="right", rotation_mode="anchor")
         axes.grid(axis="y")
-    panels[0].set_ylabel("weighted relative error")
+    for axes in panels if narrow else panels[:1]:
+        axes.set_ylabel("weighted relative error")
 
 
 def _heads_height(plan: CachePlan) -> float:
@@ -160,9 +176,11 @@ def _heads_height(plan: CachePlan) -> float:
 
 
 @figure(_heads_height)
-def heads(page: Any, plan: CachePlan) -> None:
+def heads(page: Any, plan: CachePlan, narrow: bool) -> None:
     """The error of every layer and KV head after each transform, as heat maps of one scale."""
     names = error_names(plan)
+    if narrow:  # the first and the last step
+        names = names[:1] + names[1:][-1:]
     panels = page.subplots(2, len(names), sharex=True, sharey=True, squeeze=False)
     maps = {(side, name): errors(plan, side, name) for side, _, _ in SIDES for name in names}
     scale = _log_scale(list(maps.values()))
@@ -185,7 +203,7 @@ def _channels_height(plan: CachePlan) -> float:
 
 
 @figure(_channels_height)
-def channels(page: Any, plan: CachePlan) -> None:
+def channels(page: Any, plan: CachePlan, narrow: bool) -> None:
     """The size of every channel, in typical deviations of its head, as given and as stored."""
     panels = page.subplots(2, 2, sharex=True, sharey=True)
     maps = {}
@@ -198,7 +216,7 @@ def channels(page: Any, plan: CachePlan) -> None:
     for row, (side, label, _) in zip(panels, SIDES, strict=True):
         for axes, kind in zip(row, ("", "stored"), strict=True):
             image = _heat(axes, maps[side, kind], scale)
-            axes.set_title(f"{label}, as {'stored' if kind else 'the model gives them'}")
+            axes.set_title(f"{label}, as {kind or 'given'}")
         _layer_ticks(row[0], plan)
         row[0].set_ylabel("layer")
     for axes in panels[1]:
@@ -206,11 +224,11 @@ def channels(page: Any, plan: CachePlan) -> None:
     _colour_bar(page, image, panels, "root mean square / typical deviation")
 
 
-@figure(lambda plan: 2.9)
-def layers(page: Any, plan: CachePlan) -> None:
+@figure(lambda plan: 2.9, stacked=True)
+def layers(page: Any, plan: CachePlan, narrow: bool) -> None:
     """Bits of every layer, and what quantizing only that layer costs."""
     count, width = plan.num_layers, 0.38
-    bars, costs = page.subplots(1, 2)
+    bars, costs = _two_panels(page, narrow)
     for place, (side, label, colour) in zip((-0.5, 0.5), SIDES, strict=True):
         formats = plan.k_formats if side == "k" else plan.v_formats
         bits = [fmt.bits_per_element for fmt in formats]
@@ -238,33 +256,6 @@ def layers(page: Any, plan: CachePlan) -> None:
         costs.legend(fontsize=8)
 
 
-@figure(lambda plan: min(max(0.9 + 0.22 * plan.num_layers, 1.8), 6.0))
-def scores(page: Any, plan: CachePlan) -> None:
-    """The range of the attention scores of every layer, and phi."""
-    axes = page.subplots()
-    found = {name: plan.tensors[f"scores.{name}"] for name in ("min", "max", "mean", "std")}
-    rows = range(plan.num_layers)
-    low, high = found["min"].amin(1), found["max"].amax(1)
-    middle, spread = found["mean"].mean(1), found["std"].mean(1)
-    axes.hlines(rows, low, high, color=K_COLOUR, linewidth=1.2, label="least to greatest")
-    axes.hlines(
-        rows,
-        middle - spread,
-        middle + spread,
-        color=K_COLOUR,
-        linewidth=6,
-        label="mean ± deviation",
-    )
-    phi = plan.tensors["scores.phi"]
-    axes.plot(phi, rows, "|", color=V_COLOUR, markersize=13, markeredgewidth=2.5, label="phi")
-    axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set_xlabel("score, scaled as softmax takes it")
-    axes.set_ylabel("layer")
-    _whole_ticks(axes.yaxis)
-    axes.grid(axis="x")
-    axes.legend(ncols=3, loc="lower right", bbox_to_anchor=(1, 1))
-
-
 def error_names(plan: CachePlan) -> list[str]:
     """The steps whose error the plan tells; the whole plan last, where it is not all int4."""
     known = [name for name in plan.facts["steps"] if f"k.error.{name}" in plan.tensors]
@@ -287,6 +278,10 @@ def errors(plan: CachePlan, side: str, name: str) -> torch.Tensor:
         if entry["kept"] is not None:
             found[layer] = torch.nan
     return found
+
+
+def _error(figures: Mapping[str, Any]) -> float:
+    return figures.get("kl_error") or 0.0
 
 
 def _positive(kl: float) -> float:

@@ -8,23 +8,25 @@ the same numbers.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from html import escape
+from pathlib import Path
 from typing import Any
 
+from kvquant.errors import UnsupportedError
 from kvquant.plan import CachePlan
 
 from . import figures
-from .htmlstyle import STYLE
 from .report import warnings
-from .verdict import number, percent, verdict
+from .verdict import kl_text, next_steps, number, percent, top1_error, verdict
 
-Section = tuple[str, str, Callable[[CachePlan], str], str]  # title, sentence, figure, tensor needed
+Section = tuple[str, str, Callable[..., str], str]  # title, sentence, figure, tensor needed
+Table = dict[str, Any]  # "rows", of words, the first is the head; "caption"
 
+TEMPLATE = Path(__file__).with_name("report.html.jinja")
 SECTIONS: Sequence[Section] = (
     (
         "Formats compared",
         "The same held text decoded from caches of one format for all layers. Lower is better, and "
-        "further left is smaller; filled marks use the plan's transforms.",
+        "further left is smaller; filled marks use the plan's transforms. Bars: standard errors.",
         figures.comparison,
         "",
     ),
@@ -53,19 +55,28 @@ SECTIONS: Sequence[Section] = (
     ),
     (
         "Bits of each layer",
-        "Left: what every layer is given. Right: the loss of predictions when that layer alone is "
+        "What every layer is given, and the loss of predictions when that layer alone is "
         "quantized, by which the formats were chosen.",
         figures.layers,
         "",
     ),
-    (
-        "Score range",
-        "The scores that softmax meets, by layer. A kernel may take phi as their maximum and "
-        "recompute the few queries for which it is too far off.",
-        figures.scores,
-        "scores.phi",
-    ),
 )
+
+
+def check_libraries() -> None:
+    """Raise before a report is begun that could not be written.
+
+    Raises:
+        UnsupportedError: matplotlib or jinja2 is not installed.
+    """
+    try:
+        import jinja2  # noqa: F401  # only whether they are there
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise UnsupportedError(
+            "kvquant report needs matplotlib and jinja2: install kvquant with its report extra, "
+            f"pip install -e '.[report]' in the checkout ({error})"
+        ) from error
 
 
 def render(plan: CachePlan, name: str) -> str:
@@ -79,94 +90,82 @@ def render(plan: CachePlan, name: str) -> str:
         The HTML page.
 
     Raises:
-        UnsupportedError: matplotlib is not installed.
+        UnsupportedError: matplotlib or jinja2 is not installed.
     """
-    figures.check_matplotlib()
-    facts = plan.facts
+    check_libraries()
+    import jinja2
+    from markupsafe import Markup
+
     kind, mark, sentence, further = verdict(plan)
-    model = facts["model"]
-    shape = f"{plan.num_layers} layers, {plan.num_kv_heads} KV heads of {plan.head_dim} channels"
-    parts = [
-        f"<header><h1>KV cache plan for a {escape(str(model['type']))} model</h1>"
-        f"<p class=sub>{shape} · {escape(name)} · model {escape(str(model['sha256'])[:12])}</p>"
-        "</header>",
-        f'<section class="verdict {kind}"><p><b>{mark}</b> {escape(sentence)}</p>'
-        + "".join(f"<p class=more>{escape(text)}</p>" for text in further)
-        + "</section>",
-        _tiles(plan),
+    model = plan.facts["model"]
+    sections = [
+        {
+            "title": title,
+            "words": words,
+            "wide": Markup(draw(plan)),
+            "narrow": Markup(draw(plan, narrow=True)),
+            "table": _comparison_table(plan) if draw is figures.comparison else None,
+        }
+        for title, words, draw, needed in SECTIONS
+        if not needed or needed in plan.tensors
     ]
-    notes = "".join(f"<li>{escape(text)}</li>" for text in warnings(plan))
-    parts += [f"<ul class=warning>{notes}</ul>"] if notes else []
-    for title, words, draw, needed in SECTIONS:
-        if needed and needed not in plan.tensors:
-            continue
-        table = _comparison_table(plan) if draw is figures.comparison else ""
-        parts.append(
-            f"<section><h2>{title}</h2><p>{words}</p>"
-            f'<figure role=img aria-label="{title}: {escape(words)}">{draw(plan)}</figure>'
-            f"{table}</section>"
-        )
-    parts += [_layer_table(plan), _method(plan)]
-    title = f"kvquant report: {escape(name)}"
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        '<meta name="color-scheme" content="light dark">'
-        f"<title>{title}</title>\n<style>{STYLE}</style></head>\n<body><main>\n"
-        + "\n".join(parts)
-        + "\n</main></body></html>\n"
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    page = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+        name=name,
+        model=model["type"],
+        identity=str(model["sha256"])[:12],
+        shape=f"{plan.num_layers} layers, {plan.num_kv_heads} KV heads of {plan.head_dim} channels",
+        kind=kind,
+        mark=mark,
+        sentence=sentence,
+        further=further,
+        tiles=_tiles(plan),
+        notes=warnings(plan),
+        steps=next_steps(plan, name),
+        sections=sections,
+        layers=_layer_table(plan),
+        method=_method(plan),
+        settings={
+            "rows": [["setting", "value"], *map(list, plan.facts["settings"].items())],
+            "caption": "Settings",
+        },
     )
+    return page.encode("utf-8", "replace").decode()  # names may hold what no file can
 
 
-def _tiles(plan: CachePlan) -> str:
-    """The four numbers of the verdict, large."""
+def _tiles(plan: CachePlan) -> list[tuple[str, str, str]]:
+    """The four numbers of the verdict: value, what it is, a note."""
     measured = plan.facts["measured"]
     if measured is None:
-        return ""
+        return []
     exact, given = measured["exact_perplexity"], measured["perplexity"]
-    tiles = (
-        (
-            f"{plan.bits:.2f}",
-            "bits per element",
-            f"{16 / plan.bits:.1f}x smaller",
-        ),
-        (number(measured["kl"]), "KL, nats per token", "0: the same predictions"),
-        (percent(measured["top1"]), "top-1 agreement", "same likeliest next token"),
+    error = top1_error(measured, plan)
+    spread = f"± {100 * error:.2g}: " if error is not None else ""
+    return [
+        (f"{plan.bits:.2f}", "bits per element", f"{16 / plan.bits:.1f}x smaller"),
+        (kl_text(measured), "KL, nats per token", "0: the same predictions"),
+        (percent(measured["top1"]), "top-1 agreement", f"{spread}same likeliest next token"),
         (f"{given:.2f}", "perplexity", f"{exact:.2f} in 16 bit"),
-    )
-    cells = "".join(
-        f"<div><dt>{label}</dt><dd>{value}</dd><dd class=note>{note}</dd></div>"
-        for value, label, note in tiles
-    )
-    return f"<dl class=tiles>{cells}</dl>"
+    ]
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]], caption: str) -> str:
-    head = "".join(f"<th scope=col>{escape(cell)}</th>" for cell in header)
-    body = "".join(
-        f"<tr><th scope=row>{escape(row[0])}</th>"
-        + "".join(f"<td>{escape(cell)}</td>" for cell in row[1:])
-        + "</tr>"
-        for row in rows
-    )
-    return (
-        f"<div class=scroll><table><caption>{escape(caption)}</caption>"
-        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
-    )
-
-
-def _comparison_table(plan: CachePlan) -> str:
-    """A row for every format: without a plan → with its transforms."""
+def _comparison_table(plan: CachePlan) -> Table:
+    """A row for every format: without a plan → with its transforms; the 16-bit cache first."""
     found = {(row["format"], bool(row["plan"])): row for row in plan.facts["comparison"]}
     bits = {row["format"]: row["bits"] for row in plan.facts["comparison"]}
-    rows = []
+    rows = [["format", "bits", "KL", "top-1", "perplexity", "K error", "V error"]]
+    if plan.facts["measured"]:
+        exact = f"{plan.facts['measured']['exact_perplexity']:.2f}"
+        rows.append(["16 bit", "16.00", "0", "100 %", exact, "", ""])
     for name in sorted(bits, key=lambda name: (bits[name], name)):
         pair = [found.get((name, planned)) for planned in (False, True)]
         cells = [name, f"{bits[name]:.2f}"]
-        cells += [
-            _arrow([None if row is None else words(row[key]) for row in pair])
-            for key, words in (("kl", number), ("top1", percent), ("perplexity", "{:.2f}".format))
-        ]
+        told: tuple[Callable[[Mapping[str, Any]], str], ...] = (
+            kl_text,
+            lambda row: percent(row["top1"], top1_error(row, plan)),
+            lambda row: f"{row['perplexity']:.2f}",
+        )
+        cells += [_arrow([None if row is None else words(row) for row in pair]) for words in told]
         for side in "kv":
             kinds = (f"{side}.format_error_plain.{name}", f"{side}.format_error.{name}")
             errors = [plan.tensors.get(kind) for kind in kinds]
@@ -174,9 +173,11 @@ def _comparison_table(plan: CachePlan) -> str:
                 _arrow([None if x is None else number(float(x.nanmean())) for x in errors])
             )
         rows.append(cells)
-    header = ["format", "bits", "KL", "top-1", "perplexity", "K error", "V error"]
-    words = "One format for all layers, without a plan → with its transforms"
-    return _details("As a table", _table(header, rows, words))
+    caption = (
+        "One format for all layers, without a plan → with its transforms; ± standard error, by "
+        "passages"
+    )
+    return {"rows": rows, "caption": caption}
 
 
 def _arrow(pair: Sequence[str | None]) -> str:
@@ -184,19 +185,17 @@ def _arrow(pair: Sequence[str | None]) -> str:
     return " → ".join(known)
 
 
-def _layer_table(plan: CachePlan) -> str:
-    header = ["layer", "K", "V", "K error", "V error", "K clip", "V clip", "phi"]
-    rows, places = [], plan.places
+def _layer_table(plan: CachePlan) -> Table:
+    rows = [["layer", "K", "V", "K error", "V error", "K clip", "V clip"]]
     for layer, entry in enumerate(plan.facts["layers"]):
-        cells = [str(places[layer])]
+        cells = [str(plan.places[layer])]
         cells += [_side_words(entry[side]) for side in "kv"]
         cells += [_error_words(plan, layer, side) for side in "kv"]
         cells += [_clip_words(plan, layer, side, entry) for side in "kv"]
-        rows.append([*cells, _phi_words(plan, layer)])
+        rows.append(cells)
     words = (
         "Errors: mean over the KV heads, int4 rows as they are → after the last step. Clip: "
-        "mean share of a row's range that is kept. Phi: the reference maximum of the scores, and "
-        "the share of queries that are too far from it."
+        "mean share of a row's range that is kept."
     )
     others = [f"{one['layer']} ({one['why']})" for one in plan.facts.get("others", [])]
     if others:
@@ -204,9 +203,7 @@ def _layer_table(plan: CachePlan) -> str:
             f" Not in the cache: layers {', '.join(others)}. The figures count the layers of the "
             "cache from 0."
         )
-    table = _table(header, rows, words)
-    few = " open" if plan.num_layers <= 16 else ""
-    return f"<section><h2>What was decided</h2>{_details('Every layer', table, few)}</section>"
+    return {"rows": rows, "caption": words}
 
 
 def _side_words(side: Mapping[str, Any]) -> str:
@@ -229,13 +226,6 @@ def _clip_words(plan: CachePlan, layer: int, side: str, entry: Mapping[str, Any]
     return "" if ratios is None or entry["kept"] else f"{float(ratios[layer].mean()):.2f}"
 
 
-def _phi_words(plan: CachePlan, layer: int) -> str:
-    if "scores.phi" not in plan.tensors:
-        return ""
-    phi, beyond = (float(plan.tensors[f"scores.{n}"][layer]) for n in ("phi", "phi_overflow"))
-    return f"{phi:.1f} ({100 * beyond:.2g} %)"
-
-
 def _method(plan: CachePlan) -> str:
     facts, measured = plan.facts, plan.facts["measured"]
     kind = "random tokens, no text" if facts["zero_data"] else "tokens"
@@ -247,19 +237,12 @@ def _method(plan: CachePlan) -> str:
                 f"the first {measured['sink_len']} and the last {measured['recent_len']} tokens in "
                 "16 bit"
             )
+        passages = f" in {measured['passages']} passages" if "passages" in measured else ""
         words += (
             f" Measured on held text: {measured['scored']:,} tokens after {measured['context']:,} "
-            "tokens of context, fed one by one; all before them is read from the quantized cache, "
-            f"with {ends}. KL and top-1 compare each prediction with that of the 16-bit cache; "
-            "bits count the packed rows with their scales."
+            f"tokens of context{passages}, fed one by one; all before them is read from the "
+            f"quantized cache, with {ends}. KL and top-1 compare each prediction with that of the "
+            "16-bit cache; bits count the packed rows with their scales. Standard errors take each "
+            "passage as one observation, for tokens of one passage are alike."
         )
-    settings = [[str(key), str(value)] for key, value in facts["settings"].items()]
-    table = _table(["setting", "value"], settings, "Settings")
-    return (
-        f"<section><h2>How it was measured</h2><p>{escape(words)}</p>"
-        f"{_details('Settings', table) if settings else ''}</section>"
-    )
-
-
-def _details(summary: str, content: str, opened: str = "") -> str:
-    return f"<details{opened}><summary>{summary}</summary>{content}</details>"
+    return words

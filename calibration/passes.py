@@ -17,7 +17,7 @@ from kvquant.errors import NonFiniteError
 from kvquant.layout import RowFormat
 from kvquant.quant import EXACT_DTYPES, dequantize_rows, quantize_rows
 
-from .fidelity import Fidelity, Planned, Scheme, compare, scored_tokens
+from .fidelity import Fidelity, Planned, Scheme, compare, compare_passages, scored_tokens
 
 RowsOf = Callable[[int, str, torch.Tensor], torch.Tensor]  # place, side, rows: what is read of them
 
@@ -92,8 +92,8 @@ class PassReference:
                 return dequantize_rows(quantize_rows(x, fmt), fmt)
 
         given = self._predict(rows_of)
-        kl, top1, nll = compare(self._expected, given, self._targets)
-        return Fidelity(scheme, bits, 0, kl, top1, float(torch.tensor(nll).exp()))
+        parts = compare_passages(self._expected, given, self._targets)
+        return Fidelity.of(scheme, bits, 0, parts, len(self._expected))
 
     def _predict(self, rows_of: RowsOf) -> torch.Tensor:
         """[scored, batch, vocabulary], float32: log probabilities."""

@@ -18,7 +18,7 @@ KL_NOTICE = 0.05  # above it the loss is worth a look
 OFFSET_LIMIT = 10.0  # deviations; models without key biases stay below 5
 COLUMNS = (
     Column("cache", left=True),
-    *map(Column, ("bits", "smaller", "KL\nnats/token", "top-1 %", "perplexity")),
+    *map(Column, ("bits", "smaller", "KL, nats\na token", "±", "top-1 %", "±", "perplexity")),
 )
 
 
@@ -28,13 +28,20 @@ def render_fidelity(found: Sequence[Fidelity]) -> str:
 
 
 def render_plan(plan: CachePlan) -> str:
-    """What a plan costs and keeps beside plain formats, and the formats of its layers."""
+    """What a plan costs and keeps beside plain formats, and the formats of its layers.
+
+    The first row is the 16-bit cache, which the others are compared with. What follows a figure in
+    the column of ± is its standard error.
+    """
     facts = plan.facts
     rows = [
         _row(f"{one['format']}, {'this plan' if one['plan'] else 'plain'}", one["bits"], one)
         for one in facts["comparison"]
+        if not (one["plan"] and set(plan.formats) == {(one["format"], one["format"])})
     ]
     if facts["measured"]:
+        exact = f"{facts['measured']['exact_perplexity']:.3f}"
+        rows.insert(0, ["16 bit", "16.00", "1.00x", "-", "-", "-", "-", exact])
         rows.append(_row("the plan", plan.bits, facts["measured"]))
     table = [render_table(COLUMNS, rows), ""] if rows else []
     alike: dict[str, list[int]] = {}
@@ -123,12 +130,15 @@ def warnings(plan: CachePlan) -> list[str]:
 
 
 def _row(name: str, bits: float, figures: Mapping[str, Any]) -> list[str]:
+    kl_error, top1_error = figures.get("kl_error"), figures.get("top1_error")
     return [
         name,
         f"{bits:.2f}",
         f"{16 / bits:.2f}x",
         f"{figures['kl']:.5f}",
+        "-" if kl_error is None else f"{kl_error:.5f}",
         f"{100 * figures['top1']:.2f}",
+        "-" if top1_error is None else f"{100 * top1_error:.2f}",
         f"{figures['perplexity']:.3f}",
     ]
 

@@ -14,7 +14,7 @@ import torch
 
 from kvquant.errors import ConfigError, NonFiniteError, UnsupportedModelError
 from kvquant.identity import model_identity
-from kvquant.layout import FP16_MAX, RowFormat
+from kvquant.layout import FP16_MAX, HEAD_DIMS, RowFormat
 from kvquant.plan import CachePlan
 
 from .assemble import assemble
@@ -73,6 +73,8 @@ class Goal:
             raise ConfigError("give a format, or --max-kl and --budget to have formats chosen")
         if self.max_kl is not None and not (0 < self.max_kl < math.inf):
             raise ConfigError(f"a KL of {self.max_kl} cannot be kept: use more than 0, as 0.01")
+        if self.format is not None:
+            RowFormat.parse(self.format, HEAD_DIMS[0])  # that it exists is said before all work
         if self.budget is not None and not self.budget < math.inf:
             raise ConfigError(f"a budget of {self.budget} bits is not possible: use 4.25 or more")
 
@@ -295,12 +297,11 @@ def _decided(
     facts = {
         **plan.facts,
         "measured": {
-            "kl": found.kl,
-            "top1": found.top1,
-            "perplexity": found.perplexity,
+            **_told(found),
             "exact_perplexity": reference.perplexity,
             "context": sizes.context,
             "scored": reference.num_tokens,
+            "passages": sizes.windows,
             "sink_len": 0,
             "recent_len": 0,
             "in_one_pass": reference.why if isinstance(reference, PassReference) else None,
@@ -340,9 +341,15 @@ def _costs(
     return {start: alone} | costs
 
 
-def _figures(found: Fidelity, pair: tuple[RowFormat, RowFormat]) -> dict[str, float]:
+def _figures(found: Fidelity, pair: tuple[RowFormat, RowFormat]) -> dict[str, float | None]:
     bits = 8 * sum(f.row_bytes for f in pair) / sum(f.head_dim for f in pair)
-    return {"bits": bits, "kl": found.kl, "top1": found.top1, "perplexity": found.perplexity}
+    return {"bits": bits, **_told(found)}
+
+
+def _told(found: Fidelity) -> dict[str, float | None]:
+    """What of a measurement goes into a plan."""
+    names = ("kl", "kl_error", "top1", "top1_error", "perplexity")
+    return {name: getattr(found, name) for name in names}
 
 
 def _kept(moments: Moments) -> dict[int, str]:

@@ -61,9 +61,11 @@ def spread(tokens: Sequence[int], count: int, length: int) -> torch.Tensor:
         ConfigError: the text is too short.
     """
     if len(tokens) < count * length:
+        most = len(tokens) // length
         raise ConfigError(
-            f"{len(tokens)} tokens are too few for {count} windows of {length}: give a longer "
-            "text, or fewer or shorter windows"
+            f"{len(tokens)} tokens are too few for {count} windows of {length}: give a longer text "
+            "or shorter windows (--context, --scored)"
+            + (f", or {most} of them (--windows {most})" if most else "")
         )
     all_tokens = torch.as_tensor(tokens, dtype=torch.int64)
     stride = (len(tokens) - length) // max(count - 1, 1)

@@ -1,11 +1,19 @@
-"""Whether to use a plan, in plain words."""
+"""Whether to use a plan, in plain words, and what to do next."""
 
 from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Mapping
+from typing import Any
 
 from kvquant.layout import EXACT_CODECS
 from kvquant.plan import CachePlan
 
 from .report import KL_LIMIT, KL_NOTICE
+
+LEAST_SCORED = 256  # tokens; the standard error of top-1 is then 3 % at most
+LEAST_PASSAGES = 4  # whose means differ by as much as the standard error tells
 
 
 def verdict(plan: CachePlan) -> tuple[str, str, str, list[str]]:
@@ -19,13 +27,16 @@ def verdict(plan: CachePlan) -> tuple[str, str, str, list[str]]:
         words = f"{plan.bits:.2f} bits per element; what they cost was not measured."
         return "notice", "Not measured.", words, []
     kl, bits = measured["kl"], plan.bits
+    most = kl + 2 * (measured.get("kl_error") or 0.0)
     within = ""
     if limit["max_kl"] is not None:
         within = f", {'within' if limit['met'] else 'over'} the limit of {limit['max_kl']:g}"
+        if limit["met"] and most > limit["max_kl"]:
+            within += " by less than two standard errors"
     sentence = (
         f"The cache is {16 / bits:.1f} times smaller than in 16 bit ({bits:.2f} bits per element), "
-        f"and the model predicts the same next token in {percent(measured['top1'])} of cases "
-        f"(KL {number(kl)} nats per token{within})."
+        f"and the model predicts the same next token in {top1_text(measured, plan)} of cases "
+        f"(KL {kl_text(measured)} nats per token{within})."
     )
     further = []
     if not limit["met"]:
@@ -34,12 +45,48 @@ def verdict(plan: CachePlan) -> tuple[str, str, str, list[str]]:
     elif not kl <= KL_LIMIT:
         kind, mark = "bad", "Do not decode from this cache."
         further.append(_blame(plan))
-    elif kl > KL_NOTICE:
+    elif too_few := _too_few(measured):
+        kind, mark = "notice", "Too little text for a verdict."
+        further.append(too_few)
+    elif most > KL_NOTICE:
         kind, mark = "notice", "Noticeable loss."
     else:
         kind, mark = "good", "Fit for use."
     further.append(_without(plan))
     return kind, mark, sentence, [text for text in further if text]
+
+
+def next_steps(plan: CachePlan, file: str) -> list[tuple[str, str]]:
+    """What to do with a plan, and the line of Python or of the command that does it.
+
+    Args:
+        plan: what calibration found.
+        file: its name.
+    """
+    kind, measured = verdict(plan)[0], plan.facts["measured"]
+    shell, again = shlex.quote(file), "kvquant calibrate MODEL --text FILE"
+    steps = []
+    if kind == "bad":
+        more = f"{min(16.0, math.ceil(plan.bits + 0.25)):g}"
+        steps.append(("allow more bits", f"{again} --budget {more} -o {shell}"))
+    elif measured is None or _too_few(measured):
+        steps.append(("measure it", f"{again} -o {shell}"))
+    if kind != "bad":
+        steps.append(("use it", f"cache = model.new_cache(1, 4096, plan=CachePlan.load({file!r}))"))
+    page = shlex.quote(f"{file.removesuffix('.safetensors')}.html")
+    return [*steps, ("see it", f"kvquant report {shell} -o {page}")]
+
+
+def _too_few(measured: Mapping[str, Any]) -> str:
+    """A sentence if there is too little behind the figures."""
+    scored, passages = measured["scored"], measured.get("passages", LEAST_PASSAGES)
+    if scored >= LEAST_SCORED and passages >= LEAST_PASSAGES:
+        return ""
+    told = f"{scored} tokens" + (f" of {passages} passages" if "passages" in measured else "")
+    return (
+        f"Only {told} were scored: {LEAST_SCORED} or more of {LEAST_PASSAGES} passages or more are "
+        "needed (--windows, --scored, a longer text)."
+    )
 
 
 def _blame(plan: CachePlan) -> str:
@@ -69,8 +116,32 @@ def _without(plan: CachePlan) -> str:
     row = min(plain, key=lambda row: (abs(row["bits"] - plan.bits), row["bits"]))
     return (
         f"Without a plan, {row['format']} in all layers ({row['bits']:.2f} bits): "
-        f"{percent(row['top1'])} of cases, KL {number(row['kl'])}."
+        f"{top1_text(row, plan)} of cases, KL {kl_text(row)}."
     )
+
+
+def kl_text(figures: Mapping[str, Any]) -> str:
+    """The KL of measured figures with its standard error: 0.0066 ± 0.0004."""
+    kl, error = figures["kl"], figures.get("kl_error")
+    if not error or not math.isfinite(error) or kl < 1e-6:
+        return number(kl)
+    digits = max(2, -math.floor(math.log10(error)))  # one of the error
+    return f"{kl:.{digits}f} ± {error:.{digits}f}"
+
+
+def top1_text(figures: Mapping[str, Any], plan: CachePlan) -> str:
+    """The top-1 of measured figures with its standard error: 95.4 ± 0.9 %."""
+    return percent(figures["top1"], top1_error(figures, plan))
+
+
+def top1_error(figures: Mapping[str, Any], plan: CachePlan) -> float | None:
+    """The standard error of top-1; of plans that have none, that of as many independent tokens."""
+    error: float | None = figures.get("top1_error")
+    if error is None and plan.facts["measured"]:
+        scored = plan.facts["measured"]["scored"]
+        share = (scored * figures["top1"] + 1) / (scored + 2)
+        error = math.sqrt(share * (1 - share) / max(scored, 1))
+    return error
 
 
 def number(value: float) -> str:
@@ -82,6 +153,9 @@ def number(value: float) -> str:
     return f"{value:.2g}" if abs(value) < 1 else f"{value:.2f}"
 
 
-def percent(share: float) -> str:
-    """95.4 %; not rounded up to 100."""
-    return "over 99.9 %" if 0.9995 <= share < 1 else f"{100 * share:.1f} %"
+def percent(share: float, error: float | None = None) -> str:
+    """As many digits as the standard error allows: 95.4 ± 0.9 %, 100 ± 11 %."""
+    if error is None:
+        return "over 99.9 %" if 0.9995 <= share < 1 else f"{100 * share:.1f} %"
+    digits = 0 if error >= 0.02 else 1 if error >= 0.001 else 2
+    return f"{100 * share:.{digits}f} ± {100 * error:.{digits}f} %"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +27,7 @@ from .console import (
     progress,
     read_text,
     warn_of_length,
+    write_json,
 )
 from .errors import ConfigError, DeviceError
 
@@ -61,6 +63,7 @@ NOT_MET = 3  # exit code
     help="Of weights and arithmetic; 16 bit for large models.",
 )
 @click.option("-o", "--output", type=NEW_FILE, required=True, help="File to write.")
+@click.option("--json", "json_file", type=NEW_FILE, help="Write figures and verdict here too.")
 @enough_memory("--length, --windows, --context or --dtype")
 def calibrate(
     model: Path,
@@ -74,6 +77,7 @@ def calibrate(
     device: str,
     dtype: str,
     output: Path,
+    json_file: Path | None,
     **sizes: int,
 ) -> None:
     """Make the plan of a model's caches, and prove it.
@@ -105,12 +109,15 @@ def calibrate(
     state = output.with_name(f".{output.name}.{rank}.partial")
     check_output(output, model, text, held)
     check_output(state, model, text, held, endings=(state.suffix,))
+    check_output(json_file, model, text, held, endings=(".json",))
     import torch
 
     from .calibration.report import refusal, render_plan, warnings
     from .calibration.run import Goal, Sizes
     from .calibration.run import calibrate as run
+    from .calibration.verdict import next_steps, verdict
     from .model import CachedModel
+    from .tables import terminal_width
 
     check_device(device)
     chosen = (max_kl, budget) == (None, None)
@@ -138,8 +145,17 @@ def calibrate(
         state.unlink(missing_ok=True)
     if plan is None:
         return
-    click.echo(render_plan(plan))
-    click.echo(f"\n{_measured(plan.facts)}; written to {output}")
+    kind, mark, sentence, further = verdict(plan)
+    steps = next_steps(plan, str(output))
+    try:
+        click.echo(f"{render_plan(plan)}\n")
+        words = [f"{_measured(plan.facts)}; written to {output}", f"{mark} {sentence}", *further]
+        for paragraph in words:
+            click.echo(textwrap.fill(paragraph, terminal_width(), break_long_words=False))
+        click.echo("\n" + "\n".join(f"{what}: {line}" for what, line in steps))
+    finally:
+        said = {"kind": kind, "mark": mark, "sentence": sentence, "further": further}
+        write_json(json_file, {"verdict": said, "next": [line for _, line in steps], **plan.facts})
     for warning in warnings(plan):
         click.echo(f"Warning: {warning}", err=True)
     problem = refusal(plan)
@@ -155,7 +171,10 @@ def _measured(facts: object) -> str:
     observed = "random tokens" if facts["zero_data"] else "tokens"
     words = f"{facts['observed_tokens']} {observed} observed"
     if measured:
-        words += f", {measured['scored']} scored after {measured['context']} tokens of context"
+        words += (
+            f", {measured['scored']} scored after {measured['context']} tokens of context in "
+            f"{measured['passages']} passages"
+        )
     return words
 
 

@@ -345,7 +345,7 @@ def _check_plan(path: Path, manifest: Manifest, plan: CachePlan | None) -> None:
     if plan is None and ours:
         raise CheckpointError(
             f"{path} was made with a plan, whose bases its rows are stored in: give it, "
-            "plan=CachePlan.load(FILE)"
+            "plan=CachePlan.load(FILE) (--plan FILE)"
         )
     if plan is None:
         return

@@ -7,7 +7,7 @@ from typing import Any
 
 from .cachefile import CacheFile
 from .layout import RowFormat
-from .manifest import KINDS
+from .manifest import KINDS, Manifest
 from .pagedinspection import describe_pages, render_pages
 from .pagedreader import holds_pages
 from .rowfacts import (
@@ -134,8 +134,23 @@ def _describe_cache(path: str | os.PathLike[str]) -> dict[str, Any]:
             "memory_bytes": manifest.cache_bytes(manifest.max_seq_len),
         }
         | totals(layers)
-        | {"layers": layers, "warnings": warnings(layers, manifest.model)}
+        | {
+            "layers": layers,
+            "warnings": _all_exact(manifest, layers) + warnings(layers, manifest.model),
+        }
     )
+
+
+def _all_exact(manifest: Manifest, layers: list[dict[str, Any]]) -> list[str]:
+    """A sentence if there are tokens and none of them is packed."""
+    sides = [layer[side] for layer in layers for side in "kv"]
+    if any(side["packed_elements"] for side in sides) or not any(side["bytes"] for side in sides):
+        return []
+    return [
+        f"no token is packed: the first {manifest.sink_len} and the last {manifest.recent_len} of "
+        "each sequence stay in 16 bit, and there are no others: a longer text, or a smaller "
+        "sink_len and recent_len (--sink-len, --recent-len), lets rows be packed"
+    ]
 
 
 def _describe_side(file: CacheFile, layer: int, side: str, fmt: RowFormat) -> dict[str, Any]:

@@ -71,14 +71,16 @@ class CachePlan:
         measured        {"kl", "top1", "perplexity", "exact_perplexity", "context", "scored",
                         "sink_len", "recent_len"} or null: the whole plan, decoding token by token
                         on held text, against the 16-bit cache; kl in nats per token, top1 a share,
-                        scored in tokens; "in_one_pass": null, or why the model could not decode
-                        from a KVCache
+                        scored in tokens, of "passages"; "kl_error", "top1_error": standard errors,
+                        null or not there where they are not known; "in_one_pass": null, or why
+                        the model could not decode from a KVCache
         limit           {"max_kl": number or null, "budget": bits or null, "met": bool}
         blamed          layers that cost the most, where the limit is not met; else empty
         sensitivity     [{"layer", "k_format", "v_format", "kl"}]: only K or only V of this layer
                         quantized, all else in 16 bit: two for each layer
         comparison      [{"format", "plan": bool, "bits", "kl", "top1", "perplexity"}]: one format
-                        for all, with and without the plan's transforms, on the same held text
+                        for all, with and without the plan's transforms, on the same held text;
+                        "kl_error" and "top1_error" as above
         settings        how it was measured
 
     Attributes:
@@ -88,6 +90,16 @@ class CachePlan:
 
     facts: Mapping[str, Any]
     tensors: Mapping[str, torch.Tensor]
+
+    def __repr__(self) -> str:
+        formats = (sorted({pair[side] for pair in self.formats}) for side in (0, 1))
+        k, v = map("/".join, formats)
+        model, measured = self.facts.get("model", {}), self.facts.get("measured")
+        told = f"KL {measured['kl']:.2g} nats per token" if measured else "not measured"
+        return (
+            f"CachePlan({model.get('type')}, {self.num_layers} layers, K {k}, V {v}, "
+            f"{self.bits:.2f} bits per element, {told})"
+        )
 
     @classmethod
     def load(

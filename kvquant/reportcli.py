@@ -10,7 +10,7 @@ from .console import FILE, NEW_FILE, check_output, enough_memory
 from .errors import CheckpointError, KVQuantError
 
 
-@click.command()
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("plan", type=FILE)
 @click.option("-o", "--output", type=NEW_FILE, required=True, help="HTML file to write.")
 @enough_memory("plan")
@@ -25,13 +25,12 @@ def report(plan: Path, output: Path) -> None:
       kvquant report plan.safetensors -o report.html
     """
     check_output(output, plan, endings=(".html", ".htm"))
-    from .calibration.figures import check_matplotlib
-    from .calibration.htmlreport import render
+    from .calibration.htmlreport import check_libraries, render
     from .calibration.verdict import verdict
     from .plan import CachePlan
     from .writing import save_text
 
-    check_matplotlib()
+    check_libraries()
     found = CachePlan.load(plan)
     try:
         page = render(found, plan.name)

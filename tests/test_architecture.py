@@ -194,9 +194,8 @@ ALLOWED = {
     "calibration.report": "plan rowfacts tables calibration.fidelity",
     "calibration.verdict": f"{FACTS} plan calibration.report",
     "calibration.figures": f"{FACTS} plan calibration.verdict",
-    "calibration.htmlstyle": "",
     "calibration.htmlreport": (
-        "plan calibration.figures calibration.htmlstyle calibration.report calibration.verdict"
+        f"{FACTS} plan calibration.figures calibration.report calibration.verdict"
     ),
     "bench": f"{MEANING} attention tables",
     "console": "errors layout",
@@ -270,7 +269,7 @@ ALLOWED_LATE = {
     "cachechecks": "layer",
     "cache": "plan",
     "paged": "plan",
-    "calibratecli": "model calibration.report calibration.run",
+    "calibratecli": "model tables calibration.report calibration.run calibration.verdict",
     "calibration.passes": "rowpass",
     "reportcli": "plan writing calibration.figures calibration.htmlreport calibration.verdict",
     "cli": f"{CACHES} {FILES} exchange inspection model plan demo rowfacts",
@@ -284,7 +283,9 @@ LIBRARIES = {
     "click": {"benchcli", "calibratecli", "cli", "console", "reportcli"},
     "rich": {"console", "tables"},
     "safetensors": {"huggingface"},
-    "matplotlib": {"gpureport", "calibration.figures"},
+    "jinja2": {"calibration.htmlreport"},
+    "markupsafe": {"calibration.htmlreport"},
+    "matplotlib": {"gpureport", "calibration.figures", "calibration.htmlreport"},
     "platformdirs": {"kernels.usercache"},
 }
 

@@ -96,7 +96,8 @@ def test_a_prompt_becomes_a_cache_that_can_be_inspected_and_exported(
 def test_raw_tensors_become_a_cache(tmp_path: Path, raw: Path) -> None:
     path = tmp_path / "cache.safetensors"
     path.write_text("old")
-    ok("quantize", "--from", raw, "--v-format", "fp8", "--max-seq-len", 64, "-o", path)
+    text = ok("quantize", "--from", raw, "--v-format", "fp8", "--max-seq-len", 64, "-o", path)
+    assert "warning: no token is packed: the first 4 and the last 128" in text
     cache = load_cache(path)
     assert [str(cache.layers[1].k_format), str(cache.layers[1].v_format)] == ["int4-g4", "fp8"]
     assert [cache.max_seq_len, cache.seq_lens.tolist()] == [64, [20]]
@@ -118,12 +119,45 @@ SMALL = ("--observed", 512, "--windows", 2, "--context", 128, "--scored", 4)
 def test_calibration_prints_a_table_and_writes_a_plan(tmp_path: Path) -> None:
     from kvquant.plan import CachePlan
 
+    path, figures = tmp_path / "plan.safetensors", tmp_path / "plan.json"
+    text = EXAMPLES / "unseen.txt"
+    printed = ok("calibrate", MODEL, "--text", text, *SMALL, "-o", path, "--json", figures)
+    words = " ".join(printed.split())
+    assert "512 tokens observed, 8 scored after 128 tokens of context in 2 passages; " in words
+    assert "Too little text for a verdict. The cache is 3.8 times smaller" in words
+    assert "Only 8 tokens of 2 passages were scored" in words and "100.0 %" not in words
+    assert f"see it: kvquant report {path} -o " in words
+    for name in ("16 bit", "int4, plain", "the plan", "layers 0-3: K int4, V int4"):
+        assert any(line.startswith(name) for line in printed.splitlines()), name
+    plan = CachePlan.load(path)
+    assert plan.formats == [("int4", "int4")] * 4
+    told = json.loads(figures.read_text())
+    assert told["verdict"]["kind"] == "notice" and len(told["next"]) == 3
+    assert told["measured"] == plan.facts["measured"]
+    assert {file.name for file in tmp_path.iterdir()} == {path.name, figures.name}
+
+
+@needs_hf
+def test_an_interrupted_calibration_says_where_its_sums_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvquant.calibration import run as running
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
     path = tmp_path / "plan.safetensors"
-    lines = ok("calibrate", MODEL, "--text", EXAMPLES / "unseen.txt", *SMALL, "-o", path)
-    assert "512 tokens observed, 8 scored after 128 tokens of context; written to" in lines
-    for name in ("int4, plain", "int4, this plan", "the plan", "layers 0-3: K int4, V int4"):
-        assert any(line.startswith(name) for line in lines.splitlines()), name
-    assert CachePlan.load(path).formats == [("int4", "int4")] * 4
+    given = ("calibrate", MODEL, "--zero-data", "--observed", 256, "--length", 128, "-o", path)
+    with monkeypatch.context() as patch:
+        patch.setattr(running, "choose", interrupt)
+        result = run(*given)
+    state = tmp_path / ".plan.safetensors.0.partial"
+    assert result.exit_code == 130 and state.is_file()
+    assert result.stderr.splitlines()[-2:] == [
+        f"What was observed is kept in {state}: the same command goes on from it",
+        "Aborted.",
+    ]
+    assert "Calibrating: observe, 33 %" in run(*given).stderr.splitlines()[:1]
     assert [file.name for file in tmp_path.iterdir()] == ["plan.safetensors"]
 
 
@@ -150,6 +184,7 @@ def test_a_cache_of_a_plan_is_made_inspected_and_exported(tmp_path: Path, prompt
     assert load_file(out)["layers.0.k"].dtype == torch.bfloat16
     result = run("export", cache, "--to", "bf16", "-o", out)
     assert result.exit_code == 2 and "was made with a plan" in result.stderr
+    assert "(--plan FILE)" in result.stderr
     result = run("export", cache, "--to", "fbgemm", "--plan", plan, "-o", out)
     assert "which fbgemm does not know" in result.stderr
 

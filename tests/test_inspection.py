@@ -139,9 +139,13 @@ def test_empty_and_exact_caches_have_no_scales(tmp_path: Path) -> None:
     d = describe(saved(tmp_path, make_keys(), lens=[0, 0]))
     assert d["compression_ratio"] is None and d["bits_per_element"] == {"packed": None, "all": None}
     assert "-" in render(d)
+    assert not any("no token is packed" in warning for warning in d["warnings"])
     d = describe(saved(tmp_path, make_keys(), lens=[5, 8]))
     assert d["layers"][0]["k"]["scale"] is None and d["compression_ratio"] == 1.0
-    render(d)
+    assert d["warnings"][0].startswith(
+        "no token is packed: the first 2 and the last 6 of each sequence stay in 16 bit"
+    )
+    assert "(--sink-len, --recent-len)" in render(d)
     d = describe(saved(tmp_path, make_keys(), k_format="bf16", v_format="bf16"))
     assert d["layers"][0]["k"]["scale"] is None and d["layers"][0]["k"]["offset"] > 0
     assert d["warnings"] == []

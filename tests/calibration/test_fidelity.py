@@ -10,10 +10,12 @@ from kvquant.cache import KVCache
 from kvquant.calibration.fidelity import (
     Scheme,
     compare,
+    compare_passages,
     measure,
     predict,
     quantized_copy,
     read_prompt,
+    standard_errors,
     stored_bits,
 )
 from kvquant.calibration.texts import spread
@@ -42,6 +44,35 @@ def test_comparison_is_kl_agreement_and_likelihood() -> None:
     assert kl == pytest.approx(float(expected), abs=1e-3)
     assert top1 == 0.5
     assert nll == pytest.approx(-float(torch.tensor([0.75, 0.2]).log().mean()))
+
+
+def test_passages_are_the_observations_of_standard_errors() -> None:
+    torch.manual_seed(0)
+    p, q = torch.randn(2, 10, 6, 7).log_softmax(-1)  # 10 tokens of 6 passages
+    targets = torch.randint(7, (10, 6, 1))
+    parts = compare_passages(p, q, targets)
+    for passage in range(6):
+        alone = compare(p[:, [passage]], q[:, [passage]], targets[:, [passage]])
+        assert parts[:, passage].tolist() == pytest.approx(alone)
+    assert compare(p, q, targets) == pytest.approx(parts.mean(1).tolist())
+    kl_error, top1_error = standard_errors(parts, 10)
+    assert kl_error == pytest.approx(float(parts[0].std()) / 6**0.5)
+    assert top1_error is not None and top1_error >= float(parts[1].std()) / 6**0.5
+    assert standard_errors(parts[:, :1], 10) == (None, None)
+
+
+def test_alike_tokens_of_a_passage_are_not_counted_twice() -> None:
+    """Twice the tokens that say the same leave the standard error of the passages as it is."""
+    parts = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.2, 0.9, 0.5, 0.6], [1.0, 1.0, 1.0, 1.0]])
+    assert standard_errors(parts, 50) == standard_errors(parts, 5000)
+
+
+@pytest.mark.parametrize(("count", "least"), [(2, 0.1), (64, 0.0035), (2500, 0.00009)])
+def test_equal_tokens_have_an_error_that_falls_with_their_number(count: int, least: float) -> None:
+    parts = torch.tensor([[0.0] * 4, [1.0] * 4, [1.0] * 4])
+    kl_error, top1_error = standard_errors(parts, count)
+    assert kl_error == 0.0
+    assert top1_error is not None and least < top1_error < 1.2 / (4 * count)
 
 
 @pytest.mark.parametrize("windows", [None, [64, None]])

@@ -14,14 +14,14 @@ from click.testing import CliRunner
 from example_plan import example_plan
 
 from kvquant.calibration import htmlreport
-from kvquant.calibration.figures import check_matplotlib
-from kvquant.calibration.verdict import number, percent, verdict
+from kvquant.calibration.htmlreport import check_libraries
+from kvquant.calibration.verdict import kl_text, next_steps, number, percent, verdict
 from kvquant.errors import ConfigError, UnsupportedError
 from kvquant.plan import CachePlan
 from kvquant.reportcli import report
 
 VOID = {"meta", "br", "path", "use"}
-FIGURES = 6
+FIGURES = 5
 
 
 class Page(HTMLParser):
@@ -65,7 +65,7 @@ def page() -> str:
 def test_the_page_stands_alone_and_is_whole(page: str) -> None:
     found = Page(page)
     names = [tag for tag, _ in found.tags]
-    assert names.count("svg") == names.count("figure") == FIGURES
+    assert names.count("svg") == names.count("figure") == 2 * FIGURES  # for a phone too
     assert not {"script", "link", "iframe"} & set(names)
     for tag, attributes in found.tags:
         for key in ("src", "href", "xlink:href"):
@@ -89,7 +89,9 @@ def test_the_verdict_comes_first_and_numbers_follow(page: str) -> None:
     text = " ".join(Page(page).text.split())
     assert text.index("Fit for use.") < text.index("bits per element") < text.index("Formats")
     assert "KL 0.0066 nats per token, within the limit of 0.01" in text
-    assert "Without a plan, int8 in all layers (8.25 bits): 36.2 % of cases, KL 0.043." in text
+    assert (
+        "Without a plan, int8 in all layers (8.25 bits): 36.2 ± 0.5 % of cases, KL 0.043." in text
+    )
     assert "layer 2 is kept in 16 bit: its rows are 72 wide" in text
     assert "keys have large constant offsets" in text
     assert "8,192 tokens after 2,048 tokens of context" in text
@@ -107,7 +109,7 @@ def test_a_plan_without_text_has_fewer_figures() -> None:
     tensors = {name: plan.tensors[name] for name in kept}
     plan = CachePlan({**plan.facts, "zero_data": True, "measured": None}, tensors)
     found = Page(htmlreport.render(plan, "plan.safetensors"))
-    assert [tag for tag, _ in found.tags].count("svg") == 2  # formats and layers
+    assert [tag for tag, _ in found.tags].count("svg") == 4  # formats and layers
     assert "Not measured." in found.text and "random tokens, no text." in found.text
 
 
@@ -134,6 +136,101 @@ def test_a_plan_that_keeps_all_in_16_bit_is_told() -> None:
     plan = changed(plan, layers=[plan.facts["layers"][-1]] * 3)
     kind, _, sentence, further = verdict(plan)
     assert kind == "good" and "1.0 times smaller" in sentence and len(further) == 1
+
+
+def test_figures_are_not_cut_on_a_phone(page: str) -> None:
+    kinds = [attributes["class"] for tag, attributes in Page(page).tags if tag == "figure"]
+    assert kinds == FIGURES * ["wide", "narrow"]
+    assert "min-width: 40rem" not in page
+    assert "(max-width: 40rem) { .wide { display: none } .narrow { display: block } }" in page
+
+
+def test_names_with_dollars_are_no_formulas() -> None:
+    pytest.importorskip("matplotlib", reason="needs the report extra")
+    plan = example_plan()
+    rows = [row | {"format": "$x^2$"} for row in plan.facts["comparison"]]
+    found = Page(htmlreport.render(changed(plan, comparison=rows), "$\\frac{1}{2}$.safetensors"))
+    assert found.text.count("$x^2$") >= 2 * len(rows)
+    assert "$\\frac{1}{2}$.safetensors" in found.text
+
+
+@pytest.mark.parametrize(
+    "text", ["<script>alert(1)</script>", "\"onload='x", "a\ud800b", "{{7*7}}"]
+)
+def test_no_string_of_a_file_is_markup(text: str) -> None:
+    pytest.importorskip("matplotlib", reason="needs the report extra")
+    plan = example_plan()
+    layers = [*plan.facts["layers"][:2], plan.facts["layers"][2] | {"kept": text}]
+    facts = {"settings": {text: text}, "model": {"type": text, "sha256": text}, "layers": layers}
+    facts["others"] = [{"layer": 7, "why": text}]
+    page = htmlreport.render(changed(plan, **facts), text)
+    found = Page(page)  # tags are closed by their own kind
+    assert "script" not in [tag for tag, _ in found.tags]
+    assert not any(key.startswith("on") for _, attributes in found.tags for key in attributes)
+    assert text.encode("utf-8", "replace").decode() in found.text
+
+
+def measured(plan: CachePlan, **facts: Any) -> CachePlan:
+    return changed(plan, measured=plan.facts["measured"] | facts)
+
+
+def test_eight_tokens_are_no_verdict() -> None:
+    plan = measured(example_plan(kl=0.001), scored=8, passages=2, top1=1.0)
+    kind, mark, sentence, further = verdict(plan)
+    assert (kind, mark) == ("notice", "Too little text for a verdict.")
+    assert "the same next token in 100 ± 11 % of cases (KL 0.001 nats" in sentence
+    assert further[0] == (
+        "Only 8 tokens of 2 passages were scored: 256 or more of 4 passages or more are needed "
+        "(--windows, --scored, a longer text)."
+    )
+    assert ("measure it", "kvquant calibrate MODEL --text FILE -o p.safetensors") in next_steps(
+        plan, "p.safetensors"
+    )
+    assert verdict(measured(plan, scored=256, passages=3))[0] == "notice"
+    assert verdict(measured(plan, scored=255, passages=4))[0] == "notice"
+    assert verdict(measured(plan, scored=256, passages=4))[:2] == ("good", "Fit for use.")
+    assert verdict(measured(plan, kl=0.3))[0] == "bad"  # of that a few are enough
+
+
+def test_a_verdict_allows_for_the_standard_error() -> None:
+    plan = measured(example_plan(kl=0.04, max_kl=None), passages=8, kl_error=0.002)
+    assert verdict(plan)[0] == "good"
+    assert verdict(measured(plan, kl_error=0.006))[:2] == ("notice", "Noticeable loss.")
+    plan = measured(example_plan(kl=0.0096), passages=8, kl_error=0.0003, top1_error=0.004)
+    sentence = verdict(plan)[2]
+    assert "in 95.4 ± 0.4 % of cases (KL 0.0096 ± 0.0003 nats" in sentence
+    assert "within the limit of 0.01 by less than two standard errors" in sentence
+
+
+def test_what_to_do_next_is_told() -> None:
+    good, bad = example_plan(), example_plan(kl=2.3, max_kl=None)
+    assert next_steps(good, "my plan.safetensors") == [
+        ("use it", "cache = model.new_cache(1, 4096, plan=CachePlan.load('my plan.safetensors'))"),
+        ("see it", "kvquant report 'my plan.safetensors' -o 'my plan.html'"),
+    ]
+    assert [what for what, _ in next_steps(bad, "p.safetensors")] == ["allow more bits", "see it"]
+    assert next_steps(changed(good, measured=None), "p.safetensors")[0][0] == "measure it"
+
+
+def test_errors_have_the_digits_of_what_they_belong_to() -> None:
+    pairs = [
+        (0.00664, 0.00042),
+        (0.0213, 0.0021),
+        (2.318, 0.4),
+        (0.5, 0.0),
+        (0.0, 0.1),
+        (1.0, None),
+    ]
+    assert [kl_text({"kl": kl, "kl_error": error}) for kl, error in pairs] == [
+        "0.0066 ± 0.0004",
+        "0.021 ± 0.002",
+        "2.32 ± 0.40",
+        "0.5",
+        "0",
+        "1.00",
+    ]
+    shares = [(1.0, 0.11), (0.9539, 0.0081), (0.9996, 0.0004)]
+    assert [percent(*pair) for pair in shares] == ["100 ± 11 %", "95.4 ± 0.8 %", "99.96 ± 0.04 %"]
 
 
 def test_numbers_keep_the_digits_that_matter() -> None:
@@ -175,4 +272,4 @@ def test_what_cannot_be_written_or_drawn_is_refused(
             )
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(UnsupportedError, match=r"pip install -e '\.\[report\]'"):
-        check_matplotlib()
+        check_libraries()

@@ -31,27 +31,45 @@ def plan(offset: float = 0.0, **facts: Any) -> CachePlan:
 
 
 def test_the_table_names_each_scheme_with_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    good = Fidelity(Scheme("int8", "int8"), 8.25, 1000, 0.0002, 0.99, 15.0)
+    good = Fidelity(Scheme("int8", "int8"), 8.25, 1000, 0.0002, 0.99, 15.0, 0.00003, 0.004)
     bad = Fidelity(Scheme("int4", "int8", 4, 128), 4.25, 500, 2.318, 0.3625, 161.0)
     monkeypatch.setenv("COLUMNS", "120")
     lines = render_fidelity([good, bad]).splitlines()[-2:]
-    assert lines[0].split() == ["int8", "8.25", "1.94x", "0.00020", "99.00", "15.000"]
+    assert lines[0].split() == [
+        *("int8", "8.25", "1.94x", "0.00020", "0.00003", "99.00", "0.40", "15.000")
+    ]
     assert lines[1].startswith("K int4, V int8 + 4 sinks, 128 recent")
-    assert lines[1].split()[-3:] == ["2.31800", "36.25", "161.000"]
+    assert lines[1].split()[-5:] == ["2.31800", "-", "36.25", "-", "161.000"]
 
 
 def test_a_plan_is_printed_beside_plain_formats_with_its_layers() -> None:
     lines = render_plan(plan()).splitlines()
-    assert [line.split("  ")[0] for line in lines[3:6]] == [
+    assert [line.split("  ")[0] for line in lines[3:7]] == [
+        "16 bit",
         "int4, plain",
         "int4, this plan",
         "the plan",
     ]
+    assert lines[3].split()[2:] == ["16.00", "1.00x", "-", "-", "-", "-", "15.025"]
+    assert max(map(len, lines)) <= 80
     assert lines[-3:] == [
         "layer 0: K int4, V int8",
         "layer 1: K int4, V int4",
         "layer 2: K bf16, V bf16",
     ]
+
+
+def test_a_plan_of_one_format_is_printed_once() -> None:
+    side = {"format": "int4", "basis": "none", "rounding": "nearest"}
+    text = render_plan(plan(layers=[{"k": side, "v": side, "kept": None}] * 3))
+    assert "int4, plain" in text and "the plan" in text and "int4, this plan" not in text
+
+
+def test_a_plan_is_represented_in_a_line() -> None:
+    assert repr(plan()) == (
+        "CachePlan(qwen2, 3 layers, K bf16/int4, V bf16/int4/int8, 9.00 bits per element, "
+        "KL 0.0066 nats per token)"
+    )
 
 
 def test_a_model_that_bears_all_is_not_warned_of() -> None:

@@ -60,7 +60,11 @@ def test_a_plan_keeps_predictions_better_at_the_same_bits(plan: CachePlan) -> No
     assert kl["int8", True] < kl["int8", False]
     assert plan.bits == 4.25 and plan.formats == [("int4", "int4")] * 4
     assert plan.facts["measured"]["kl"] == pytest.approx(kl["int4", True], rel=1e-3)
-    assert plan.facts["measured"]["scored"] == 48
+    told = plan.facts["measured"]
+    assert (told["scored"], told["passages"]) == (48, 4)
+    assert 0 < told["kl_error"] < told["kl"]
+    assert 0 < told["top1_error"] < 0.2
+    assert all(row["kl_error"] > 0 and row["top1_error"] > 0 for row in plan.facts["comparison"])
 
 
 def test_every_step_lowers_the_weighted_error(plan: CachePlan) -> None:
@@ -231,8 +235,13 @@ def test_choosing_has_windows_of_its_own() -> None:
 
 
 def test_impossible_goals_and_sizes_are_refused(model: CachedModel, text: list[int]) -> None:
-    with pytest.raises(ConfigError, match="too few for 8 windows of 1089"):
+    with pytest.raises(ConfigError, match=r"1000 tokens are too few for 8 windows of 1089: give"):
         calibrate(model, text[:4000])
+    words = r"or shorter windows \(--context, --scored\), or 2 of them \(--windows 2\)"
+    with pytest.raises(ConfigError, match=words):
+        calibrate(model, text[:10000])
+    with pytest.raises(ConfigError, match="format 'banana' does not exist"):
+        Goal(format="banana")
     with pytest.raises(ConfigError, match="windows 0 is not possible"):
         Sizes(windows=0)
     impossible: list[dict[str, Any]] = [{"max_kl": 0.0}, {"max_kl": float("nan")}]
