@@ -237,7 +237,7 @@ def _method(plan: CachePlan) -> str:
                 f"the first {measured['sink_len']} and the last {measured['recent_len']} tokens in "
                 "16 bit"
             )
-        passages = f" in {measured['passages']} passages" if "passages" in measured else ""
+        passages = f" in {measured['passages']} passages" if measured.get("passages") else ""
         words += (
             f" Measured on held text: {measured['scored']:,} tokens after {measured['context']:,} "
             f"tokens of context{passages}, fed one by one; all before them is read from the "

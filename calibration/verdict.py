@@ -79,10 +79,10 @@ def next_steps(plan: CachePlan, file: str) -> list[tuple[str, str]]:
 
 def _too_few(measured: Mapping[str, Any]) -> str:
     """A sentence if there is too little behind the figures."""
-    scored, passages = measured["scored"], measured.get("passages", LEAST_PASSAGES)
-    if scored >= LEAST_SCORED and passages >= LEAST_PASSAGES:
+    scored, passages = measured["scored"], measured.get("passages")
+    if scored >= LEAST_SCORED and (passages is None or passages >= LEAST_PASSAGES):
         return ""
-    told = f"{scored} tokens" + (f" of {passages} passages" if "passages" in measured else "")
+    told = f"{scored} tokens" + (f" of {passages} passages" if passages is not None else "")
     return (
         f"Only {told} were scored: {LEAST_SCORED} or more of {LEAST_PASSAGES} passages or more are "
         "needed (--windows, --scored, a longer text)."

@@ -330,15 +330,17 @@ class _Layer(msgspec.Struct):
     kept: str | None
 
 
-class _Figures(msgspec.Struct):
+class _Figures(msgspec.Struct, kw_only=True):
     """What was measured of a format or of the plan; the KL of a broken one is NaN."""
 
     kl: float
     top1: Annotated[float, Meta(ge=0, le=1)]
     perplexity: float
+    kl_error: float | None = None
+    top1_error: float | None = None
 
 
-class _Compared(_Figures):
+class _Compared(_Figures, kw_only=True):
     """One format for all layers."""
 
     format: str
@@ -346,7 +348,7 @@ class _Compared(_Figures):
     bits: Annotated[float, Meta(gt=0, le=64)]
 
 
-class _Measured(_Figures):
+class _Measured(_Figures, kw_only=True):
     """The plan itself."""
 
     exact_perplexity: float
@@ -354,6 +356,7 @@ class _Measured(_Figures):
     scored: Length
     sink_len: Length
     recent_len: Length
+    passages: Length | None = None
     in_one_pass: str | None = None
 
 

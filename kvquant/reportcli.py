@@ -34,8 +34,6 @@ def report(plan: Path, output: Path) -> None:
     found = CachePlan.load(plan)
     try:
         page = render(found, plan.name)
-    except KeyError as error:
-        raise CheckpointError(f"{plan} has no {error}: calibrate again") from None
     except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
         if isinstance(error, KVQuantError):
             raise
