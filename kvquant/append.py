@@ -7,10 +7,11 @@ import torch
 from .appendbackends import append, dequantize
 from .appendchecks import Append, check_apart, check_new, check_types
 from .appendops import append_rows_op, dequantize_pages_op
+from .arguments import check_tensors
 from .basis import Basis
 from .errors import ConfigError, ShapeError
 from .layout import RowFormat
-from .quant import FLOAT_DTYPES
+from .quant import FLOAT_DTYPES, format_of
 from .slots import Slots
 from .transforms import Rope, RowTransform
 
@@ -141,7 +142,7 @@ def _row_transform(given: RowTransform | Basis | None) -> RowTransform | None:
 
 def dequantize_pages(
     rows: torch.Tensor,
-    fmt: RowFormat,
+    fmt: str | RowFormat,
     slots: torch.Tensor,
     dtype: torch.dtype,
     out: torch.Tensor | None = None,
@@ -152,7 +153,7 @@ def dequantize_pages(
 
     Args:
         rows: [num_pages, num_kv_heads, page_size, row_bytes], uint8, as in append_rows.
-        fmt: the format that they were written in.
+        fmt: the format that they were written in, or its short name.
         slots: [num_tokens], int64, contiguous: page * page_size + place in the page; a negative one
             gives zeros.
         dtype: of the result: float32, bfloat16 or float16. Values are computed in float32 and
@@ -166,11 +167,10 @@ def dequantize_pages(
     Raises:
         As append_rows.
     """
+    check_tensors(rows=rows, slots=slots)
+    fmt = format_of(rows, fmt)
     if not isinstance(fmt, RowFormat):
-        raise ConfigError(f"fmt is {fmt!r:.80}: give RowFormat.parse(name, head_dim)")
-    for name, tensor in (("rows", rows), ("slots", slots)):
-        if not isinstance(tensor, torch.Tensor):
-            raise ConfigError(f"{name} is of type {type(tensor).__name__}: give a tensor")
+        raise ConfigError(f"fmt is {fmt!r:.80}: give a name ('int4-g4') or a RowFormat")
     if dtype not in FLOAT_DTYPES:
         raise ConfigError(f"dtype {dtype} is not supported: use float32, bfloat16 or float16")
     if rows.ndim != 4 or slots.ndim != 1:

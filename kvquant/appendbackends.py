@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from . import debug
-from .appendchecks import Append, check_append, check_dequantize
+from .appendchecks import Append, check_append, check_dequantize, check_written
 from .devices import kernels_for
 from .layout import RowFormat
 from .quant import dequantize_rows, is_nan_row, quantize_rows
@@ -25,9 +25,9 @@ def append(call: Append, backend: str | None) -> None:
     """Check and append; see append.append_rows."""
     backend = kernels_for(call.k, backend, "torch")
     if backend == "cuda" and not debug.enabled:  # the launcher checks only calls it has not seen
-        _append_cuda(_is_fitted(call))(*call, check=functools.partial(check_append, call))
+        _append_cuda(_is_fitted(call))(*call, check=functools.partial(_check, call))
         return
-    check_append(call)
+    _check(call)
     if debug.may_read(call.k):
         exact = 0 if call.exact_k is None else call.exact_k.shape[0] * call.exact_k.shape[2]
         check_slots(call.slots, call.k_rows.shape[0] * call.k_rows.shape[2], exact)
@@ -44,6 +44,11 @@ def append(call: Append, backend: str | None) -> None:
             _append(part, backend)
         else:
             _append_cpu(part)
+
+
+def _check(call: Append) -> None:
+    check_append(call)
+    check_written(call)
 
 
 def dequantize(
@@ -127,9 +132,6 @@ def _append_cpu(call: Append) -> None:
     """The same by a kernel, once the new rows are transformed."""
     k = _transform_cpu(call.k, call.k_transform, call.rope)
     v = _transform_cpu(call.v, call.v_transform)
-    for rows in (call.k_rows, call.v_rows, call.exact_k, call.exact_v):
-        if rows is not None and rows.is_inference():
-            rows[:0].zero_()  # torch refuses to write them outside of inference mode
     append_rows, _ = _cpu_kernels()
     bad = append_rows(
         (k.resolve_neg(), call.k_rows, call.k_format, call.exact_k),
@@ -138,7 +140,7 @@ def _append_cpu(call: Append) -> None:
         call.exact_format,
     )
     if call.bad is not None and any(bad):
-        call.bad.add_(torch.tensor(bad, dtype=torch.int32))
+        call.bad.add_(torch.tensor(bad, dtype=torch.int32, device="cpu"))
 
 
 def _transform_cpu(
@@ -221,7 +223,8 @@ def _take(storage: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
 def _put(storage: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
     """Write rows as _take gives them."""
     page_size, wide = max(storage.shape[2], 1), _widest(storage)
-    wide[slots // page_size, :, slots % page_size] = rows.view(wide.dtype)
+    flat = rows.flatten().view(wide.dtype)  # view looks at strides of axes of size 1, too
+    wide[slots // page_size, :, slots % page_size] = flat.view(*rows.shape[:2], wide.shape[-1])
 
 
 def _widest(rows: torch.Tensor) -> torch.Tensor:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
+from .arguments import check_tensors
 from .basis import Basis
 from .errors import ConfigError, DeviceError, ShapeError
 from .layout import EXACT_CODECS, RowFormat
 from .quant import FLOAT_DTYPES, check_rows
 from .slots import Slots
 from .transforms import Rope, RowTransform
+
+# where rows lay that were found to be apart: addresses, shapes, strides
+_apart: set[tuple[object, ...]] = set()
+_MOST_APART = 1024
 
 
 class Append(NamedTuple):
@@ -90,10 +98,7 @@ def check_types(
     rope: Rope | None,
 ) -> None:
     """Raise ConfigError unless what cannot be left out is a tensor, and the rest of its class."""
-    given = (("k", k), ("v", v), ("k_rows", k_rows), ("v_rows", v_rows), ("slots", slots.packed))
-    for name, tensor in given:
-        if not isinstance(tensor, torch.Tensor):
-            raise ConfigError(f"{name} is of type {type(tensor).__name__}: give a tensor")
+    check_tensors(k=k, v=v, k_rows=k_rows, v_rows=v_rows, slots=slots.packed)
     for name, transform in (("k_transform", k_transform), ("v_transform", v_transform)):
         if not (transform is None or isinstance(transform, RowTransform | Basis)):
             raise ConfigError(
@@ -109,6 +114,85 @@ def check_apart(k_name: str, k_rows: torch.Tensor, v_name: str, v_rows: torch.Te
         raise ConfigError(f"{k_name} and {v_name} are one tensor: K and V need one each")
 
 
+def check_written(call: Append) -> None:
+    """Raise unless every row that may be written has memory of its own, and torch lets it.
+
+    Raises:
+        ShapeError: rows of a tensor share memory.
+        ConfigError: those of two tensors do, or a tensor was made in inference mode.
+    """
+    k_rows, v_rows, exact_k, exact_v = call.k_rows, call.v_rows, call.exact_k, call.exact_v
+    places: tuple[object, ...] = _place(k_rows), _place(v_rows)
+    if exact_k is not None and exact_v is not None:
+        places += _place(exact_k), _place(exact_v)
+    if places not in _apart:  # takes longer than the rest of a small call
+        _check_apart(call)
+        if len(_apart) >= _MOST_APART:
+            _apart.clear()
+        _apart.add(places)
+    if not torch.is_inference_mode_enabled():
+        for tensor in (k_rows, v_rows, exact_k, exact_v, call.bad):
+            if tensor is not None and tensor.is_inference():
+                raise ConfigError(
+                    "rows or counters were made in torch.inference_mode(), outside of which torch "
+                    "does not let them be changed: append inside, or give their clone()"
+                )
+
+
+def _place(rows: torch.Tensor) -> tuple[object, ...]:
+    return rows.data_ptr(), rows.shape, rows.stride()
+
+
+def _check_apart(call: Append) -> None:
+    names = ("k_rows", "v_rows", "exact_k", "exact_v")
+    given = call.k_rows, call.v_rows, call.exact_k, call.exact_v
+    written = [(name, x) for name, x in zip(names, given, strict=True) if x is not None]
+    for name, rows in written:
+        if not _are_apart(rows.shape, rows.stride()):
+            raise ShapeError(
+                f"{name} has strides {list(rows.stride())} for {list(rows.shape)}: some of its "
+                "rows share memory, as those of expand() do: give a tensor with its own"
+            )
+    for (name, rows), (other_name, other) in itertools.combinations(written, 2):
+        if _share_memory(rows, other):
+            raise ConfigError(f"{name} and {other_name} share memory: rows need their own")
+
+
+def _are_apart(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether no two elements lie in one place.
+
+    The axes of what is cut out of a tensor, or transposed, can be put in an order in which each
+    stride leads beyond all that the axes before it reach.
+    """
+    reach = 1
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size > 1:
+            if stride < reach:
+                return False
+            reach += (size - 1) * stride
+    return True
+
+
+class _Bytes:
+    """A tensor of bytes as numpy takes it, on any device: it looks at addresses only."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": "|u1",
+            "data": (rows.data_ptr(), False),
+            "shape": tuple(rows.shape),
+            "strides": rows.stride(),
+        }
+
+
+def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors have a byte in common; K and V of one pool of pages have not."""
+    if not a.numel() or not b.numel():
+        return False
+    return np.shares_memory(np.asarray(_Bytes(a)), np.asarray(_Bytes(b)))
+
+
 def check_new(k: torch.Tensor, v: torch.Tensor) -> tuple[int, int]:
     """num_tokens and num_kv_heads, if K and V can be rows of the same tokens; errors likewise."""
     if k.ndim != 3 or v.ndim != 3 or k.shape[:2] != v.shape[:2]:
@@ -121,7 +205,7 @@ def check_new(k: torch.Tensor, v: torch.Tensor) -> tuple[int, int]:
             f"k is {k.dtype} and v {v.dtype}: use float32, bfloat16 or float16 for both"
         )
     for name, x in (("k", k), ("v", v)):
-        if x.stride(-1) != 1:
+        if x.stride(-1) != 1 and x.numel():
             raise ShapeError(
                 f"{name} has strides {list(x.stride())}: the elements of a row must be contiguous"
             )
@@ -206,7 +290,7 @@ def _check_tensor(
     name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
     if not isinstance(tensor, torch.Tensor):
-        raise ConfigError(f"{name} is of type {type(tensor).__name__}: give a tensor")
+        check_tensors(**{name: tensor})
     if tensor.dtype != dtype:
         raise ConfigError(f"{name} is {tensor.dtype}: use {dtype}")
     if tensor.shape != shape or not tensor.is_contiguous():

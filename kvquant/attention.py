@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal, overload
 
 import torch
 
-from .backends import attend, check_num_splits
-from .errors import ShapeError
+from .arguments import check_num_splits, check_scale
+from .backends import attend
+from .errors import ConfigError, ShapeError
 from .layout import RowFormat
 from .ops import attend_segments_op, decode_attention_op
 from .segments import Segment
@@ -15,6 +17,51 @@ from .segments import Segment
 State = tuple[torch.Tensor, torch.Tensor]
 
 
+@overload
+def decode_attention(
+    q: torch.Tensor,
+    k_rows: torch.Tensor,
+    v_rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    k_format: str | RowFormat,
+    v_format: str | RowFormat,
+    block_table: torch.Tensor | None = ...,
+    sm_scale: float | None = ...,
+    return_lse: Literal[False] = ...,
+    num_splits: int | None = ...,
+    backend: str | None = ...,
+) -> torch.Tensor: ...
+@overload
+def decode_attention(
+    q: torch.Tensor,
+    k_rows: torch.Tensor,
+    v_rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    k_format: str | RowFormat,
+    v_format: str | RowFormat,
+    block_table: torch.Tensor | None = ...,
+    sm_scale: float | None = ...,
+    return_lse: Literal[True],
+    num_splits: int | None = ...,
+    backend: str | None = ...,
+) -> State: ...
+@overload
+def decode_attention(
+    q: torch.Tensor,
+    k_rows: torch.Tensor,
+    v_rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    k_format: str | RowFormat,
+    v_format: str | RowFormat,
+    block_table: torch.Tensor | None = ...,
+    sm_scale: float | None = ...,
+    return_lse: bool = ...,
+    num_splits: int | None = ...,
+    backend: str | None = ...,
+) -> torch.Tensor | State: ...
 def decode_attention(
     q: torch.Tensor,
     k_rows: torch.Tensor,
@@ -56,17 +103,20 @@ def decode_attention(
 
     Returns:
         out [batch, num_q_heads, head_dim of v_format], the dtype of q; with return_lse also lse
-        [batch, num_q_heads], float32, base e. A sequence of length 0 gives zeros and lse -inf.
+        [batch, num_q_heads], float32, base e. A sequence of length 0 gives zeros and lse -inf. On
+        the CPU a head with a score that float32 cannot hold, as of an infinite query, gives NaN,
+        out and lse. Neither has a gradient.
 
     Raises:
         ShapeError: the tensors do not fit one another, or a length is over the capacity or a page
             does not exist (on CUDA these values are read in debug mode only; see kvquant.debug).
-        ConfigError: a dtype, a format or the backend does not exist.
+        ConfigError: a dtype, a format or the backend does not exist, sm_scale or num_splits is not
+            possible, or an argument is of another type.
         DeviceError: the tensors lie on different devices, or none of the backends serves theirs.
         UnsupportedError: the kernel, the GPU or what is installed cannot do it.
     """
     if torch.compiler.is_compiling():
-        check_num_splits(num_splits)  # the op takes True for 1
+        num_splits, sm_scale = _plain(num_splits, sm_scale)
         if isinstance(k_format, RowFormat) and k_format.head_dim != q.shape[-1]:
             RowFormat.parse(k_format, q.shape[-1])  # tells what does not fit
         v_head_dim = v_format.head_dim if isinstance(v_format, RowFormat) else q.shape[-1]
@@ -91,6 +141,36 @@ def decode_attention(
     return out if lse is None else (out, lse)
 
 
+@overload
+def attend_segments(
+    q: torch.Tensor,
+    segments: Sequence[Segment],
+    *,
+    sm_scale: float | None = ...,
+    return_lse: Literal[False] = ...,
+    num_splits: int | None = ...,
+    backend: str | None = ...,
+) -> torch.Tensor: ...
+@overload
+def attend_segments(
+    q: torch.Tensor,
+    segments: Sequence[Segment],
+    *,
+    sm_scale: float | None = ...,
+    return_lse: Literal[True],
+    num_splits: int | None = ...,
+    backend: str | None = ...,
+) -> State: ...
+@overload
+def attend_segments(
+    q: torch.Tensor,
+    segments: Sequence[Segment],
+    *,
+    sm_scale: float | None = ...,
+    return_lse: bool = ...,
+    num_splits: int | None = ...,
+    backend: str | None = ...,
+) -> torch.Tensor | State: ...
 def attend_segments(
     q: torch.Tensor,
     segments: Sequence[Segment],
@@ -111,9 +191,10 @@ def attend_segments(
         As decode_attention.
     """
     if torch.compiler.is_compiling():
-        check_num_splits(num_splits)  # the op takes True for 1
+        num_splits, sm_scale = _plain(num_splits, sm_scale)
         if not segments:
             raise ShapeError("no segments: attention needs at least one")
+        first = segments[0].v_format
         results = attend_segments_op(
             q.detach(),
             [segment.k_rows for segment in segments],
@@ -125,7 +206,7 @@ def attend_segments(
             [segment.block_table for segment in segments],
             [segment.sinks for segment in segments],
             [segment.seats for segment in segments],
-            segments[0].v_format.head_dim,
+            first.head_dim if isinstance(first, RowFormat) else q.shape[-1],
             sm_scale,
             return_lse,
             num_splits,
@@ -134,6 +215,13 @@ def attend_segments(
         return (results[0], results[1]) if return_lse else results[0]
     out, lse = attend(q, segments, sm_scale, return_lse, num_splits, backend)
     return out if lse is None else (out, lse)
+
+
+def _plain(num_splits: int | None, sm_scale: float | None) -> tuple[int | None, float | None]:
+    """Options that an op of torch takes as they are meant: it would take True for 1."""
+    if sm_scale is not None:
+        sm_scale = check_scale(sm_scale)
+    return check_num_splits(num_splits), sm_scale
 
 
 def merge_states(*states: State) -> State:
@@ -149,11 +237,20 @@ def merge_states(*states: State) -> State:
 
     Raises:
         ShapeError: no state, or states that do not fit one another.
+        ConfigError: a state is no pair of tensors.
 
     Source: the attention states of FlashInfer (https://arxiv.org/abs/2501.01005), there in base 2.
     """
     if not states:
         raise ShapeError("merge_states needs at least one (out, lse)")
+    for state in states:
+        pair = isinstance(state, tuple | list) and len(state) == 2
+        if not pair or not all(isinstance(x, torch.Tensor) for x in state):
+            raise ConfigError(
+                f"a state is a {type(state).__name__} and no pair of tensors: give the states one "
+                "by one, merge_states((out, lse), (out, lse)), and a list as merge_states(*states)"
+            )
+    states = tuple((out.detach(), lse.detach()) for out, lse in states)
     first_out = states[0][0]
     for out, lse in states:
         if out.shape != first_out.shape or lse.shape != out.shape[:-1]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from . import debug
+from .arguments import check_num_splits, check_scale, check_tensors
 from .devices import kernels_for
 from .errors import ConfigError
 from .quant import FLOAT_DTYPES
@@ -17,6 +18,7 @@ from .segments import LooseRows, Segment, check_segments, make_segment
 Result = tuple[torch.Tensor, "torch.Tensor | None"]
 Kernel = Callable[[torch.Tensor, Sequence[Segment], float, "int | None", bool], Result]
 CudaKernel = Callable[..., Result]
+_TENSORS = ("k_rows", "v_rows", "seq_lens", "starts", "block_table", "seats")
 
 
 def attend(
@@ -32,20 +34,23 @@ def attend(
     Returns:
         out, the dtype of q, and lse, float32, base e, or None if it was not asked for.
     """
-    if (
-        (backend is None or backend == "cuda")
-        and q.is_cuda
-        and not debug.enabled
-        and (num_splits is None or type(num_splits) is int)
-    ):  # the CUDA launcher checks only calls that it has not seen
-        return _cuda()(q, segments, sm_scale, num_splits, return_lse, _check_cuda)
-    checked = _check(q, segments, num_splits)
+    if type(num_splits) is not int:
+        num_splits = check_num_splits(num_splits)
+    try:
+        if (
+            (backend is None or backend == "cuda") and q.is_cuda and not debug.enabled
+        ):  # the CUDA launcher checks only calls that it has not seen
+            return _cuda()(q, segments, sm_scale, num_splits, return_lse, _check_cuda)
+        checked = _check(q, segments, num_splits)
+    except (AttributeError, TypeError):  # looked at only now: it takes time
+        _check_types(q, segments)
+        raise
     kernel = _choose_kernel(q, backend)
     if q.is_cpu or debug.enabled or backend == "reference":
         debug.check_values(checked)
     if q.requires_grad:
         q = q.detach()
-    sm_scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
+    sm_scale = q.shape[-1] ** -0.5 if sm_scale is None else check_scale(sm_scale)
     return kernel(q, checked, sm_scale, num_splits, return_lse)
 
 
@@ -55,25 +60,34 @@ def _check(
     """The segments, with formats and not their names, if q can attend to them."""
     made = []
     for rows in segments:
-        if not isinstance(rows, Segment):
-            k_rows, v_rows, seq_lens, k_format, v_format, _, block_table, _, _ = rows
-            rows = make_segment(q, k_rows, v_rows, seq_lens, k_format, v_format, block_table)
+        if (
+            not isinstance(rows, Segment)
+            or isinstance(rows.k_format, str)
+            or isinstance(rows.v_format, str)
+        ):
+            if not isinstance(rows, tuple) or len(rows) != len(Segment._fields):
+                raise TypeError("no segment")
+            rows = make_segment(q, rows)
         made.append(rows)
     if q.dtype not in FLOAT_DTYPES:
+        check_tensors(q=q)
         raise ConfigError(f"q is {q.dtype}: use float32, bfloat16 or float16")
-    check_num_splits(num_splits)
+    if num_splits is not None and num_splits < 1:
+        check_num_splits(num_splits)
     check_segments(q, made)
     return made
 
 
-def check_num_splits(num_splits: int | None) -> None:
-    """Raise ConfigError unless it is a number of splits; torch.compile traces this."""
-    if num_splits is None:
-        return
-    if isinstance(num_splits, bool) or not isinstance(num_splits, int) or num_splits < 1:
-        raise ConfigError(
-            f"num_splits {num_splits} is not possible: use a whole number from 1, or None"
-        )
+def _check_types(q: torch.Tensor, segments: Sequence[Segment | LooseRows]) -> None:
+    """Raise ConfigError unless q and all of the segments are of the types that they must be."""
+    check_tensors(q=q)
+    if not isinstance(segments, Sequence) or isinstance(segments, Segment):
+        raise ConfigError(f"segments is of type {type(segments).__name__}: give a list of Segment")
+    for rows in segments:
+        if not isinstance(rows, tuple) or len(rows) != len(Segment._fields):
+            raise ConfigError(f"segments has a {type(rows).__name__} in it: give a list of Segment")
+        given = zip(Segment._fields, rows, strict=True)
+        check_tensors(**{name: x for name, x in given if x is not None and name in _TENSORS})
 
 
 def _check_cuda(

@@ -6,17 +6,20 @@
 
 Softmax does not see q·offset, which is the same for every token; a log-sum-exp gets it back. Both
 are one small product per step, whatever the number of tokens. M is nothing, the Hadamard rotation
-(hadamard.py), or a matrix for each KV head.
+(hadamard.py), or a matrix for each KV head. Products are computed in float32, inside torch.autocast
+too, and no gradient comes through.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
+from .devices import full_precision
 from .errors import ConfigError, ShapeError
 from .hadamard import rotate
 from .layout import RowFormat
@@ -62,12 +65,16 @@ class Basis:
         _check("matrix", matrix, square)
         _check("clip", clip, (heads,))
         _check("feedback", feedback, square)
+        matrix, clip, feedback = (
+            None if x is None else x.detach() for x in (matrix, clip, feedback)
+        )
+        offset = offset.detach()
         self.offset, self.kind, self.clip, self.feedback = offset.contiguous(), kind, clip, feedback
         self.matrix: torch.Tensor | None = matrix  # M; None for the identity
         self.transposed: torch.Tensor | None = None  # M^T, its rows contiguous as those of M
         self._inverse_transposed: torch.Tensor | None = None
         if kind == "hadamard":
-            eye = torch.eye(dim, device=offset.device)
+            eye = torch.eye(dim, dtype=torch.float32, device=offset.device)
             self.matrix = self.transposed = rotate(eye).expand(square)  # symmetric
         elif matrix is not None:
             inverse, failed = torch.linalg.inv_ex(matrix.cpu().double())
@@ -76,6 +83,9 @@ class Basis:
                 raise ConfigError("the matrix of a basis must have an inverse")
             self._inverse_transposed = inverse.to(matrix.device)
             self.matrix, self.transposed = matrix.contiguous(), matrix.mT.contiguous()
+        self.fp16_matrix, self.fp16_factor = self.matrix, 1.0
+        if self.matrix is not None and offset.is_cuda:  # elsewhere turned queries are float32
+            self.fp16_matrix, self.fp16_factor = _for_fp16(self.matrix)
 
     def to(self, device: torch.device | str) -> Basis:
         """The same on a device."""
@@ -119,7 +129,8 @@ class Basis:
         x = x.float() - self.offset[:, None]
         if self.kind == "hadamard":
             return rotate(x)
-        return x if self._inverse_transposed is None else x @ self._inverse_transposed
+        with full_precision(x):
+            return x if self._inverse_transposed is None else x @ self._inverse_transposed
 
     def decode(self, stored: torch.Tensor) -> torch.Tensor:
         """Undo encode: [batch, num_kv_heads, tokens, head_dim], float32."""
@@ -127,7 +138,8 @@ class Basis:
         if self.kind == "hadamard":
             x = rotate(x)
         elif self.matrix is not None:
-            x = x @ self.matrix.mT
+            with full_precision(x):
+                x = x @ self.matrix.mT
         return x + self.offset[:, None]
 
     def quantize(self, stored: torch.Tensor, fmt: RowFormat) -> torch.Tensor:
@@ -141,10 +153,8 @@ class Basis:
         return RowTransform(self.offset, rotates, matrix, self.clip, self.feedback)
 
     def turn_query(self, q: torch.Tensor) -> torch.Tensor:
-        """M^T q of queries [batch, num_q_heads, head_dim], in their dtype."""
-        if self.matrix is None:
-            return q
-        return _per_head(q, self.matrix).to(q.dtype)
+        """M^T q of queries [batch, num_q_heads, head_dim], in float32: fp16 may not hold it."""
+        return q.float() if self.matrix is None else _per_head(q, self.matrix)
 
     def missing_score(self, q: torch.Tensor) -> torch.Tensor:
         """q·offset of queries [batch, num_q_heads, head_dim]: [batch, num_q_heads], float32."""
@@ -152,11 +162,11 @@ class Basis:
         return rows.sum(-1).flatten(1)
 
     def restore(self, out: torch.Tensor) -> torch.Tensor:
-        """M out + offset of outputs [batch, num_q_heads, head_dim], in their dtype."""
+        """M out + offset of outputs [batch, num_q_heads, head_dim], in float32."""
         if self.transposed is not None:
-            return _per_head(out, self.transposed, self.offset).to(out.dtype)
+            return _per_head(out, self.transposed, self.offset)
         rows: torch.Tensor = out.unflatten(1, (len(self.offset), -1)) + self.offset[:, None]
-        return rows.flatten(1, 2).to(out.dtype)
+        return rows.flatten(1, 2)
 
 
 class LayerBasis(NamedTuple):
@@ -184,6 +194,20 @@ def _check(name: str, tensor: torch.Tensor | None, shape: tuple[int, ...]) -> No
         raise ConfigError(f"the {name} of a basis must be finite float32")
 
 
+def _for_fp16(matrix: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """A matrix that turns no fp16 query beyond fp16, and what scores are multiplied with for it.
+
+    It is divided by a power of two, the least over the sums of a column's magnitudes: digits are
+    lost only where a turned element is below 2**-14, in a query of which no element can be large.
+    """
+    one = matrix if matrix.stride(0) else matrix[:1]  # of each head, or of all
+    largest = float(one.abs().sum(-2).amax()) if one.numel() else 0.0
+    if largest <= 1:
+        return matrix, 1.0
+    factor = 2.0 ** math.ceil(math.log2(largest))
+    return (one / factor).expand(matrix.shape), factor
+
+
 def _per_head(
     x: torch.Tensor, matrices: torch.Tensor, offset: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -191,9 +215,10 @@ def _per_head(
     batch, num_heads, dim = x.shape
     heads = matrices.shape[0]
     rows = x.float().view(batch, heads, -1, dim).transpose(0, 1).reshape(heads, -1, dim)
-    if offset is None:
-        found = torch.bmm(rows, matrices)
-    else:
-        found = torch.baddbmm(offset[:, None], rows, matrices)
+    with full_precision(x):
+        if offset is None:
+            found = torch.bmm(rows, matrices)
+        else:
+            found = torch.baddbmm(offset[:, None], rows, matrices)
     found = found.view(heads, batch, -1, matrices.shape[2])
     return found.transpose(0, 1).reshape(batch, num_heads, -1)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from .arguments import check_scale, check_tensors
 from .attention import State
 from .basis import LayerBasis
 from .basisops import takes_one_launch, turn_rows
@@ -40,23 +40,28 @@ def attend_in_basis(
     """
     if basis is None:
         return attend(q, segments, sm_scale=sm_scale, **options)
+    check_tensors(q=q)
+    q, scale = q.detach(), sm_scale if sm_scale is None else check_scale(sm_scale)
     check = functools.partial(check_segments, q, segments)
     if fused := takes_one_launch(q, options.get("backend")):
         matrix = basis.k.matrix
+        if q.dtype == torch.float16:  # which may not hold what the query becomes
+            matrix, factor = basis.k.fp16_matrix, basis.k.fp16_factor
+            scale = factor * (q.shape[-1] ** -0.5 if scale is None else scale)
         turned = q if matrix is None else turn_rows(q, matrix, check=check)
     else:
         if not torch.compiler.is_compiling():  # then torch tells what cannot be turned
             check()
         turned = basis.k.turn_query(q)
-    found = attend(turned, segments, sm_scale=sm_scale, **options)
+    found = attend(turned, segments, sm_scale=scale, **options)
     out, lse = found if isinstance(found, tuple) else (found, None)
     # what places without tokens hold, NaN even, is not seen
     if fused:
         out = turn_rows(out, basis.v.transposed, basis.v.offset, seq_lens)
     else:
-        out = basis.v.restore(out).masked_fill(seq_lens[: len(q), None, None] == 0, 0)
+        out = basis.v.restore(out).masked_fill(seq_lens[: len(q), None, None] == 0, 0).to(q.dtype)
     if lse is None:
         return out
-    scale = 1 / math.sqrt(q.shape[-1]) if sm_scale is None else sm_scale
+    scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
     lse = lse.add(basis.k.missing_score(q), alpha=scale)
     return out, lse.masked_fill(seq_lens[: len(q), None] == 0, -torch.inf)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from numbers import Integral
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
+from .arguments import check_tensors
 from .attention import State, attend_segments
 from .basis import LayerBasis
 from .basisattention import attend_in_basis
 from .cachechecks import (
+    Counts,
     Formats,
     check_append,
     check_bad_rows,
@@ -23,6 +25,7 @@ from .cachechecks import (
     per_layer,
     whole_numbers,
 )
+from .devices import check_device
 from .errors import ConfigError, ShapeError
 from .layer import LayerCache
 from .layout import EXACT_CODECS
@@ -39,8 +42,7 @@ class KVCache:
     """Keys and values of all layers of a model, for a batch of sequences of unequal lengths.
 
     All memory is allocated when the cache is made. Formats of K and of V are independent, and may
-    be given per layer. A cache made inside torch.inference_mode() can only be changed inside it:
-    that is torch's rule for the tensors made there.
+    be given per layer.
 
     Args:
         num_layers: layers with attention.
@@ -67,9 +69,11 @@ class KVCache:
         lost_tokens: [1] int32, tokens that found no room in a graph, once for each layer.
 
     Raises:
-        ConfigError: a size or a format that does not exist.
+        ConfigError: a size, a format or a device that does not exist, or takes too much memory.
+        DeviceError: no kernels serve the device, or it is not there.
     """
 
+    @torch.inference_mode(False)  # else what is made inside it could not be changed outside
     def __init__(
         self,
         num_layers: int,
@@ -104,7 +108,7 @@ class KVCache:
         self.sink_len = sink_len
         self.recent_len = recent_len
         self.exact_format = exact_format
-        self.device = torch.device(device)
+        self.device = check_device(device)
         checked = check_bases(bases, num_kv_heads, k_formats, v_formats)
         windows = check_windows(windows, num_layers)
         self.layers = [
@@ -141,10 +145,25 @@ class KVCache:
         Raises:
             ConfigError: a size that is not possible, or an option that the plan decides.
         """
-        check_plan_options(options)
+        check_plan_options(plan, options)
         shape = plan.num_layers, batch, plan.num_kv_heads, plan.head_dim, max_seq_len
         k_format, v_format, bases = plan.k_formats, plan.v_formats, plan.layers
         return cls(*shape, k_format=k_format, v_format=v_format, bases=bases, **options)
+
+    def __repr__(self) -> str:
+        layers = self.layers
+        parts = [f"{len(layers)} layers", f"{self.batch} sequences"]
+        parts += [f"{self.num_kv_heads} KV heads of {self.head_dim}"]
+        parts += [f"max_seq_len {self.max_seq_len}"]
+        for side, formats in (
+            ("K", [layer.k_format for layer in layers]),
+            ("V", [layer.v_format for layer in layers]),
+        ):
+            parts.append(f"{side} " + " or ".join(dict.fromkeys(map(str, formats))))
+        exact = f"{self.exact_format} sinks and recent tokens"
+        parts.append(f"{exact}: {self.sink_len} and {self.recent_len}")
+        parts += ["bases"] * bool(self.bases) + ["windows"] * any(self.windows)
+        return f"KVCache({', '.join(parts)}, on {self.device})"
 
     @property
     def bases(self) -> list[LayerBasis] | None:
@@ -198,6 +217,39 @@ class KVCache:
         """
         return self._layer(layer).dequantized(dtype)
 
+    @overload
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        *,
+        sm_scale: float | None = ...,
+        return_lse: Literal[False] = ...,
+        num_splits: int | None = ...,
+        backend: str | None = ...,
+    ) -> torch.Tensor: ...
+    @overload
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        *,
+        sm_scale: float | None = ...,
+        return_lse: Literal[True],
+        num_splits: int | None = ...,
+        backend: str | None = ...,
+    ) -> State: ...
+    @overload
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        *,
+        sm_scale: float | None = ...,
+        return_lse: bool = ...,
+        num_splits: int | None = ...,
+        backend: str | None = ...,
+    ) -> torch.Tensor | State: ...
     def attend(
         self,
         layer: int,
@@ -236,7 +288,7 @@ class KVCache:
         layer: int,
         k: torch.Tensor,
         v: torch.Tensor,
-        new_lens: torch.Tensor | Sequence[int] | None = None,
+        new_lens: Counts | None = None,
     ) -> None:
         """Add tokens to the end of each sequence of a layer.
 
@@ -262,7 +314,9 @@ class KVCache:
             DeviceError: k or v lies on another device than the cache.
             NonFiniteError: NaN, Inf or a value that one of the formats cannot hold.
         """
-        at, k, v = self._layer(layer), k.detach(), v.detach()
+        at = self._layer(layer)
+        check_tensors(k=k, v=v)
+        k, v = k.detach(), v.detach()
         counts = check_append(at, k, v, new_lens)
         if k.shape[2]:
             at.append(k, v, counts, self.bad_rows, self.lost_tokens)
@@ -298,7 +352,7 @@ class KVCache:
                     "to every layer; cache.crop(cache.seq_lens) keeps what all layers have"
                 )
 
-    def crop(self, seq_lens: int | torch.Tensor | Sequence[int]) -> None:
+    def crop(self, seq_lens: int | Counts) -> None:
         """Drop the last tokens of each sequence.
 
         Rows that have been packed stay packed, so after cropping into them the recent window is
@@ -314,7 +368,8 @@ class KVCache:
         """
         present = self.seq_lens.cpu()
         if isinstance(seq_lens, int | Integral) and not isinstance(seq_lens, bool):
-            wanted = present.clamp(max=min(int(seq_lens), self.max_seq_len))
+            most = min(max(int(seq_lens), -1), self.max_seq_len)  # within int32
+            wanted = present.clamp(max=most)
         else:
             wanted = whole_numbers("seq_lens", seq_lens)
         if wanted.shape != present.shape or bool((wanted < 0).any() or (wanted > present).any()):
@@ -327,7 +382,7 @@ class KVCache:
         for layer in self.layers:
             layer.crop(wanted)
 
-    def reorder(self, index: torch.Tensor | Sequence[int]) -> None:
+    def reorder(self, index: Counts) -> None:
         """Put sequence index[b] at place b, in place; a sequence may be taken twice (beam search).
 
         Args:
@@ -339,9 +394,9 @@ class KVCache:
         chosen = self._check_index(index)
         if chosen.shape[0] != self.batch:
             raise ShapeError(f"index has {chosen.shape[0]} places, the batch {self.batch}")
-        for tensor in self._tensors():
-            tensor.copy_(tensor.index_select(0, chosen))
-        self.start_positions = self.start_positions.index_select(0, chosen)
+        for layer in self.layers:
+            layer.take(layer, chosen)
+        self.start_positions.copy_(self.start_positions.index_select(0, chosen))
 
     def repeat(self, times: int) -> KVCache:
         """A new cache with each sequence repeated, its copies side by side.
@@ -353,9 +408,9 @@ class KVCache:
             A cache of batch * times sequences that shares no memory with this one.
         """
         times = check_size("times", times, at_least=1)
-        return self._taken(torch.arange(self.batch, device=self.device).repeat_interleave(times))
+        return self._taken(self._check_index([b for b in range(self.batch) for _ in range(times)]))
 
-    def fork(self, index: torch.Tensor | Sequence[int] | None = None) -> KVCache:
+    def fork(self, index: Counts | None = None) -> KVCache:
         """A new cache with the same contents, to go on independently.
 
         Args:
@@ -372,7 +427,7 @@ class KVCache:
     def reset(self) -> None:
         """Forget all tokens; the memory stays."""
         for layer in self.layers:
-            layer.crop(torch.zeros(self.batch, dtype=torch.int32))
+            layer.crop(torch.zeros(self.batch, dtype=torch.int64, device="cpu"))
         for tensor in (self.start_positions, self.bad_rows, self.lost_tokens):
             tensor.zero_()
 
@@ -394,11 +449,14 @@ class KVCache:
         check_layer(layer, self.num_layers)
         return self.layers[layer]
 
-    def _check_index(self, index: torch.Tensor | Sequence[int]) -> torch.Tensor:
-        chosen = whole_numbers("index", index).to(self.device)
-        if chosen.ndim != 1 or bool(((chosen < 0) | (chosen >= self.batch)).any()):
-            raise ShapeError(f"index is {chosen.tolist()}: give places from 0 to {self.batch - 1}")
-        return chosen
+    def _check_index(self, index: Counts) -> torch.Tensor:
+        chosen = whole_numbers("index", index)
+        outside = (chosen < 0) | (chosen >= self.batch)
+        if chosen.ndim != 1 or not len(chosen) or bool(outside.any()):
+            raise ShapeError(
+                f"index is {chosen.tolist()}: give places from 0 to {self.batch - 1}, one or more"
+            )
+        return chosen.to(self.device)
 
     def _taken(self, index: torch.Tensor) -> KVCache:
         """A new cache with the sequences at these places."""
@@ -418,8 +476,6 @@ class KVCache:
             windows=self.windows,
         )
         for mine, theirs in zip(self.layers, other.layers, strict=True):
-            for name, tensor in theirs.tensors().items():
-                tensor.copy_(mine.tensors()[name].index_select(0, index))
-            theirs.set_lens(theirs.seq_lens, theirs.packed_lens)
-        other.start_positions = self.start_positions.index_select(0, index)
+            theirs.take(mine, index)
+        other.start_positions.copy_(self.start_positions.index_select(0, index))
         return other

@@ -5,9 +5,11 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Sequence
 from numbers import Integral
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from . import debug
 from .basis import LayerBasis
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 MAX_LENGTH = 2**31 - 1  # lengths are int32
 
 Formats = str | RowFormat | Sequence[str | RowFormat]
+Counts: TypeAlias = "torch.Tensor | Sequence[int] | NDArray[np.integer[Any]]"
 
 
 def check_size(name: str, size: int, *, at_least: int = 0) -> int:
@@ -33,15 +36,30 @@ def check_size(name: str, size: int, *, at_least: int = 0) -> int:
     whole = isinstance(size, Integral) and not isinstance(size, bool)
     if not whole or not at_least <= size <= MAX_LENGTH:
         raise ConfigError(
-            f"{name} {size!r} is not possible: use a whole number from {at_least} to {MAX_LENGTH}"
+            f"{name} {size!r:.80} is not possible: use a whole number from {at_least} to "
+            f"{MAX_LENGTH}"
         )
     return operator.index(size)
 
 
-def whole_numbers(name: str, values: int | torch.Tensor | Sequence[int]) -> torch.Tensor:
-    """int64 on the CPU; fractions and masks are refused, not cast."""
-    numbers = torch.as_tensor(values).cpu()
-    if numbers.is_floating_point() or numbers.dtype == torch.bool:
+def whole_numbers(name: str, values: int | Counts) -> torch.Tensor:
+    """int64 on the CPU; fractions and masks are refused, not cast.
+
+    Raises:
+        ConfigError: they are no whole numbers.
+    """
+    if isinstance(values, torch.Tensor):
+        numbers = values.cpu()
+    else:
+        try:
+            numbers = torch.as_tensor(values, device="cpu")
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise ConfigError(f"{name} is {values!r:.80}: use whole numbers") from error
+        if isinstance(values, Sequence) and bool in map(type, values):
+            raise ConfigError(f"{name} is {values!r:.80}: use whole numbers")
+        if not numbers.numel():  # torch takes an empty list for fractions
+            numbers = numbers.long()
+    if numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool:
         raise ConfigError(f"{name} is {numbers.dtype}: use whole numbers")
     return numbers.long()
 
@@ -60,6 +78,8 @@ def check_bases(
     """
     if bases is None:
         return [None] * len(k_formats)
+    if not isinstance(bases, Sequence) or not all(isinstance(b, LayerBasis) for b in bases):
+        raise ConfigError(f"bases is {bases!r:.80}: give a LayerBasis for each layer, or None")
     if len(bases) != len(k_formats):
         raise ConfigError(f"{len(bases)} bases for {len(k_formats)} layers")
     for i, (basis, *formats) in enumerate(zip(bases, k_formats, v_formats, strict=True)):
@@ -72,8 +92,15 @@ def check_bases(
     return bases
 
 
-def check_plan_options(options: Collection[str]) -> None:
-    """Raise ConfigError if options of a cache are among those that its plan decides."""
+def check_plan_options(plan: object, options: Collection[str]) -> None:
+    """Raise ConfigError unless a plan is one, and options of a cache none that it decides."""
+    from .plan import CachePlan
+
+    if not isinstance(plan, CachePlan):
+        raise ConfigError(
+            f"plan is of type {type(plan).__name__}: give a CachePlan, of a file "
+            "CachePlan.load(path)"
+        )
     given = [name for name in ("k_format", "v_format", "bases") if name in options]
     if given:
         raise ConfigError(
@@ -84,9 +111,10 @@ def check_plan_options(options: Collection[str]) -> None:
 
 def check_layer(layer: int, num_layers: int) -> None:
     """Raise ConfigError unless there is this layer."""
-    if not 0 <= layer < num_layers:
+    whole = type(layer) is int or (isinstance(layer, Integral) and not isinstance(layer, bool))
+    if not whole or not 0 <= layer < num_layers:
         raise ConfigError(
-            f"layer {layer} does not exist: the cache has layers 0 to {num_layers - 1}"
+            f"layer {layer!r:.80} does not exist: the cache has layers 0 to {num_layers - 1}"
         )
 
 
@@ -117,6 +145,8 @@ def check_windows(windows: Sequence[int | None] | None, num_layers: int) -> Sequ
     """
     if windows is None:
         return [None] * num_layers
+    if not isinstance(windows, Sequence) or isinstance(windows, str):
+        raise ConfigError(f"windows is {windows!r:.80}: give a list, of each layer tokens or None")
     if len(windows) != num_layers:
         raise ConfigError(f"{len(windows)} windows for {num_layers} layers")
     return [None if w is None else check_size("a window", w, at_least=1) for w in windows]
@@ -130,7 +160,7 @@ def per_layer(name: str, formats: Formats, num_layers: int, head_dim: int) -> li
     """
     if isinstance(formats, RowFormat):
         return [formats] * num_layers
-    if isinstance(formats, str) or not isinstance(formats, Sequence):
+    if isinstance(formats, str) or not isinstance(formats, Sequence):  # parse refuses the latter
         return [RowFormat.parse(formats, head_dim)] * num_layers
     if len(formats) != num_layers:
         raise ConfigError(f"{name} lists {len(formats)} formats for {num_layers} layers")
@@ -141,9 +171,9 @@ def check_append(
     at: LayerCache,
     k: torch.Tensor,
     v: torch.Tensor,
-    new_lens: torch.Tensor | Sequence[int] | None,
+    new_lens: Counts | None,
 ) -> torch.Tensor | None:
-    """Raise unless tokens can be appended to a layer, see KVCache.append.
+    """Raise unless tokens, which are tensors, can be appended to a layer, see KVCache.append.
 
     Returns:
         [batch], on the device of the layer: tokens to add to each sequence; all when None.
@@ -152,10 +182,7 @@ def check_append(
     for name, x, fmt in (("k", k, at.k_format), ("v", v, at.v_format)):
         shape = x.shape
         if len(shape) != 4 or shape[:2] != (batch, num_kv_heads) or shape[3] != fmt.head_dim:
-            raise ShapeError(
-                f"{name} is {list(shape)}: it must be "
-                f"[{batch}, {num_kv_heads}, new_tokens, {fmt.head_dim}]"
-            )
+            _refuse_shape(name, list(shape), (batch, num_kv_heads, fmt.head_dim))
         if x.dtype not in FLOAT_DTYPES:
             raise ConfigError(f"{name} is {x.dtype}: use float32, bfloat16 or float16")
         if x.device != at.seq_lens.device:
@@ -174,9 +201,18 @@ def check_append(
     return counts
 
 
-def _counts(
-    at: LayerCache, new_lens: torch.Tensor | Sequence[int], new_tokens: int
-) -> torch.Tensor:
+def _refuse_shape(name: str, shape: list[int], must: tuple[int, int, int]) -> NoReturn:
+    """Raise, with what to do where axes are in another order, or one is missing."""
+    batch, heads, dim = must
+    how = ""
+    if len(shape) == 4 and (shape[0], shape[2], shape[3]) == must:
+        how = f", the heads before the tokens: give {name}.transpose(1, 2)"
+    elif shape == [batch, heads, dim]:
+        how = f": give {name}.unsqueeze(2)"
+    raise ShapeError(f"{name} is {shape}: it must be [{batch}, {heads}, new_tokens, {dim}]{how}")
+
+
+def _counts(at: LayerCache, new_lens: Counts, new_tokens: int) -> torch.Tensor:
     """new_lens on the device of a layer; what lies there already is not read.
 
     On CUDA it is kept to 0 to new_tokens where it is read, by slotops.place_tokens.
@@ -202,7 +238,7 @@ def _counts(
 
 def _check_room(at: LayerCache, counts: int | torch.Tensor) -> None:
     """Raise if a sequence would outgrow the layer; lengths are read, and the longest remembered."""
-    old_lens = at.seq_lens.cpu()
+    old_lens = at.seq_lens.cpu().long()  # int32 ends where max_seq_len may
     if at.longest is not None:
         at.longest = int(old_lens.max())
     lens = old_lens + counts
@@ -241,8 +277,8 @@ def _check_limit(
 ) -> None:
     if not x.numel():
         return
-    lowest, highest = (float(value) for value in x.aminmax())
-    if -limit <= lowest and highest <= limit:
+    lowest, highest = x.aminmax()
+    if -limit <= lowest.item() and highest.item() <= limit:
         return
     bad = ~(x.float().abs() <= limit)
     if new_lens is not None:

@@ -13,17 +13,54 @@ Source: cascade inference, https://flashinfer.ai/2024/02/02/cascade-inference.ht
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
 from . import debug
+from .arguments import check_tensors
 from .attention import State, attend_segments, merge_states
 from .cascadeops import add_prefix
 from .errors import ConfigError, DeviceError, ShapeError
-from .segments import Segment, query_shape
+from .segments import Segment, make_segment, query_shape
 
 
+@overload
+def attend_shared(
+    q: torch.Tensor,
+    prefix: Segment,
+    segments: Sequence[Segment],
+    *,
+    members: torch.Tensor | None = ...,
+    sm_scale: float | None = ...,
+    return_lse: Literal[False] = ...,
+    num_splits: int | None = ...,
+    backend: str | None = ...,
+) -> torch.Tensor: ...
+@overload
+def attend_shared(
+    q: torch.Tensor,
+    prefix: Segment,
+    segments: Sequence[Segment],
+    *,
+    members: torch.Tensor | None = ...,
+    sm_scale: float | None = ...,
+    return_lse: Literal[True],
+    num_splits: int | None = ...,
+    backend: str | None = ...,
+) -> State: ...
+@overload
+def attend_shared(
+    q: torch.Tensor,
+    prefix: Segment,
+    segments: Sequence[Segment],
+    *,
+    members: torch.Tensor | None = ...,
+    sm_scale: float | None = ...,
+    return_lse: bool = ...,
+    num_splits: int | None = ...,
+    backend: str | None = ...,
+) -> torch.Tensor | State: ...
 def attend_shared(
     q: torch.Tensor,
     prefix: Segment,
@@ -57,6 +94,10 @@ def attend_shared(
         DeviceError: members lie on another device than q.
         As decode_attention.
     """
+    if not isinstance(prefix, Segment):
+        raise ConfigError(f"the prefix is of type {type(prefix).__name__}: give a Segment")
+    if isinstance(prefix.k_format, str) or isinstance(prefix.v_format, str):
+        prefix = make_segment(q, prefix)
     prefix_batch = prefix.seq_lens.shape[0]
     if prefix_batch != 1:
         raise ShapeError(f"the prefix is of {prefix_batch} sequences: it must be of one")
@@ -88,6 +129,7 @@ def attend_shared(
 
 def _check_members(members: torch.Tensor, q: torch.Tensor) -> None:
     """Raise unless they are places of the batch, each once."""
+    check_tensors(members=members)
     batch = len(q)
     if members.ndim != 1 or members.dtype != torch.int64:
         raise ConfigError(

@@ -70,7 +70,7 @@ import torch
 
 from .basis import LayerBasis, fingerprints
 from .cache import KVCache
-from .cachechecks import check_size
+from .cachechecks import check_plan_options, check_size
 from .cachefile import (
     MANIFEST,
     SHARD,
@@ -81,6 +81,7 @@ from .cachefile import (
     seal,
     shard_pattern,
 )
+from .devices import check_device
 from .errors import CheckpointError, ConfigError
 from .files import (
     MAX_HEADER_BYTES,
@@ -184,8 +185,12 @@ def load_cache(
         FileNotFoundError: there is no such file.
         CheckpointError: the file is damaged, foreign, of another model or plan, or the cache does
             not fit max_seq_len or the memory.
-        ConfigError: max_seq_len is no whole number.
+        ConfigError: max_seq_len is no whole number, plan no plan, or device no device.
+        DeviceError: the device is not here, or no kernels serve it.
     """
+    device = check_device(device)
+    if plan is not None:
+        check_plan_options(plan, ())
     with CacheFile(path) as file:
         manifest = file.manifest
         if model is not None:
@@ -228,7 +233,7 @@ def _slots(layer: LayerCache, part: Part, sequence: int) -> slice | torch.Tensor
         return slice(0, count)
     first = part.firsts[sequence] - layer.sink_len
     around = layer.packed_len if part.kind == "packed" else layer.recent_len
-    return torch.arange(first, first + count) % max(around, 1)
+    return torch.arange(first, first + count, device="cpu") % max(around, 1)
 
 
 def _cut(sources: Mapping[str, TensorSource], limit: int) -> list[dict[str, TensorSource]]:
@@ -423,8 +428,9 @@ def _allocate(
             raise CheckpointError(advice) from None
         raise
     for layer, entry in zip(cache.layers, manifest.layers, strict=True):
-        layer.begin(torch.tensor(manifest.seq_lens), torch.tensor(entry.packed_lens))
-    cache.start_positions.copy_(torch.tensor(manifest.start_positions))
+        lens = manifest.seq_lens, entry.packed_lens
+        layer.begin(*(torch.tensor(numbers, device="cpu") for numbers in lens))
+    cache.start_positions.copy_(torch.tensor(manifest.start_positions, device="cpu"))
     return cache
 
 

@@ -59,7 +59,7 @@ def check_values(segments: Sequence[Segment]) -> None:
         if segment.block_table is not None:
             table = segment.block_table.cpu()
             num_pages, _, page_size, _ = segment.k_rows.shape
-            in_use = page_size * torch.arange(table.shape[1]) < lens[:, None]
+            in_use = page_size * torch.arange(table.shape[1], device="cpu") < lens[:, None]
             allowed = f"pages are 0 to {num_pages - 1}"
             _check_range("block_table", table, num_pages - 1, allowed, in_use)
 

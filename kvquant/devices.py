@@ -2,11 +2,39 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 
 from .errors import ConfigError, DeviceError
 
 DEVICES = ("cpu", "cuda")  # that have kernels
+
+
+def check_device(device: torch.device | str) -> torch.device:
+    """A device that a cache can lie on.
+
+    Raises:
+        ConfigError: there is no such name.
+        DeviceError: no kernels serve it, or it is not there.
+    """
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"device {device!r:.80} does not exist: use 'cpu' or 'cuda'") from error
+    if found.type not in DEVICES:
+        raise DeviceError(f"no kernel serves device {str(found)!r}: use 'cpu' or 'cuda'")
+    if found.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if not torch.backends.cuda.is_built():
+            why = f"torch {torch.__version__} was built without CUDA"
+        elif not count:
+            why = "torch finds no NVIDIA GPU with a driver that it can use"
+        else:
+            why = f"there are {count} GPUs, the first one is cuda:0"
+        if (found.index or 0) >= count:
+            raise DeviceError(f"device {str(found)!r} cannot be used: {why}")
+    return found
 
 
 def kernels_for(tensor: torch.Tensor, backend: str | None, slow: str) -> str:
@@ -37,3 +65,11 @@ def kernels_for(tensor: torch.Tensor, backend: str | None, slow: str) -> str:
             f"backend {backend!r} takes {backend.upper()} tensors, not {tensor.device}"
         )
     return backend
+
+
+def full_precision(x: torch.Tensor) -> AbstractContextManager[object]:
+    """Let products of tensors on the device of x keep their dtype, inside torch.autocast too."""
+    device = x.device.type
+    if device in DEVICES and torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return nullcontext()

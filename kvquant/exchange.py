@@ -294,7 +294,8 @@ def _values(cache: KVCache, dtype: torch.dtype) -> dict[str, TensorSource]:
                 i: int = i, side: str = side, fmt: RowFormat = fmt
             ) -> Iterator[torch.Tensor]:
                 for b in range(cache.batch):
-                    out = torch.zeros(cache.num_kv_heads, longest, fmt.head_dim, dtype=dtype)
+                    shape = cache.num_kv_heads, longest, fmt.head_dim
+                    out = torch.zeros(shape, dtype=dtype, device="cpu")
                     parts = [
                         dequantize_rows(rows, stored) for rows, stored in _rows(cache, i, side, b)
                     ]
@@ -355,7 +356,8 @@ def _packed_chunks(
             ]
             rows = torch.cat(parts, dim=1).transpose(0, 1).cpu()
             _check_scales(rows, fmt, to, f"layer {layer}, {side.upper()}, sequence {b}")
-            out = torch.zeros(longest, cache.num_kv_heads, stop - start, dtype=torch.uint8)
+            shape = longest, cache.num_kv_heads, stop - start
+            out = torch.zeros(shape, dtype=torch.uint8, device="cpu")
             out[: len(rows)] = rows[..., start:stop]
             yield out
 

@@ -23,6 +23,7 @@ import torch
 from . import debug
 from .append import append_rows
 from .basis import LayerBasis
+from .devices import full_precision
 from .errors import ShapeError
 from .layout import RowFormat
 from .rowstacks import zero_rows
@@ -209,9 +210,34 @@ class LayerCache:
             pairs = [segment.dequantized(b, stored) for segment in segments]
             sides = self.basis or (None, None)
             for out, parts, side in zip(outs, zip(*pairs, strict=True), sides, strict=True):
-                values = torch.cat(parts, dim=1)
+                with full_precision(out):
+                    values = torch.cat(parts, dim=1)
                 out[b, :, :length] = values if side is None else side.decode(values[None])[0]
         return outs[0], outs[1]
+
+    def take(self, source: LayerCache, index: torch.Tensor) -> None:
+        """Take sequences of a layer like this one, or of this one itself: rows in use only.
+
+        Args:
+            source: the other layer.
+            index: [batch] int64, on the device: their places there.
+        """
+        used = source._packed_in_use()
+        tensors = source.tensors()
+        for name, target in self.tensors().items():
+            taken = tensors[name]
+            if name in ("k_packed", "v_packed"):
+                target, taken = target[:, :, :used], taken[:, :, :used]
+            target.copy_(taken.index_select(0, index))
+        self.longest = source.longest
+
+    def _packed_in_use(self) -> int:
+        """No sequence has a packed row at this place or behind it."""
+        if self.seq_lens.is_cpu:
+            return min(int(self.packed_lens.max()), self.packed_len)
+        if self.longest is None:  # a graph may have grown them; to read them would wait
+            return self.packed_len
+        return min(max(self.longest - self.sink_len, 0), self.packed_len)
 
     def set_lens(
         self, seq_lens: torch.Tensor, packed_lens: torch.Tensor, longest: int | None = None
@@ -269,7 +295,7 @@ class LayerCache:
                 recent_len=self.recent_len,
                 ring=self.window is not None,
             )
-            self._write(k, v, slots, None if debug.may_read(k) else bad_rows)
+            self._write(k, v, slots, bad_rows)
             seq_lens = self.seq_lens + (new_tokens if new_lens is None else new_lens)
             packed = packed_lens_after(seq_lens, self.packed_lens, self.sink_len, self.recent_len)
             self.set_lens(seq_lens, packed, longest)
@@ -296,7 +322,7 @@ class LayerCache:
         return new_lens
 
     def _write(
-        self, k: torch.Tensor, v: torch.Tensor, slots: Slots, bad_rows: torch.Tensor | None
+        self, k: torch.Tensor, v: torch.Tensor, slots: Slots, bad_rows: torch.Tensor
     ) -> None:
         """Write the rows of the new tokens."""
         has_exact = slots.exact is not None

@@ -22,6 +22,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from numbers import Integral
 
 from .errors import ConfigError
 
@@ -54,13 +55,13 @@ class RowFormat:
 
     def __post_init__(self) -> None:
         if self.codec not in BITS:
-            raise ConfigError(f"codec {self.codec!r} does not exist: use {_one_of(BITS)}")
+            raise ConfigError(f"codec {self.codec!r:.80} does not exist: use {_one_of(BITS)}")
         if type(self.head_dim) is not int or self.head_dim not in HEAD_DIMS:
             raise ConfigError(
-                f"head_dim {self.head_dim!r} is not supported: use {_one_of(HEAD_DIMS)}"
+                f"head_dim {self.head_dim!r:.80} is not supported: use {_one_of(HEAD_DIMS)}"
             )
         if type(self.groups) is not int or self.groups not in GROUPS:
-            raise ConfigError(f"groups {self.groups!r} is not supported: use {_one_of(GROUPS)}")
+            raise ConfigError(f"groups {self.groups!r:.80} is not supported: use {_one_of(GROUPS)}")
         if self.is_exact and self.groups != 1:
             raise ConfigError(f"{self.codec} rows have no groups: use {self.codec!r}")
 
@@ -81,7 +82,9 @@ class RowFormat:
                 raise ConfigError(f"format {name} has head_dim {name.head_dim}, not {head_dim}")
             return name
         if not isinstance(name, str):
-            raise ConfigError(f"format {name!r} is not possible: give a name ('int4-g4')")
+            raise ConfigError(f"format {name!r:.80} is not possible: give a name ('int4-g4')")
+        if type(head_dim) is not int and not isinstance(head_dim, bool):
+            head_dim = int(head_dim) if isinstance(head_dim, Integral) else head_dim
         return _parse(name, head_dim)
 
     def __hash__(self) -> int:
@@ -89,6 +92,9 @@ class RowFormat:
 
     def __reduce__(self) -> tuple[type[RowFormat], tuple[str, int, int]]:
         return RowFormat, (self.codec, self.groups, self.head_dim)  # hashes differ by process
+
+    def __repr__(self) -> str:
+        return f"RowFormat.parse({str(self)!r}, {self.head_dim})"
 
     def __str__(self) -> str:
         return self.codec if self.groups == 1 else f"{self.codec}-g{self.groups}"

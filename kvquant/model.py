@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .cache import KVCache
+from .devices import check_device
 from .errors import ConfigError, ShapeError, UnsupportedModelError
 from .huggingface import TransformersCache, attend_by, load, plain_cache, windows_of
 from .layer import SPARE
@@ -64,8 +65,10 @@ class CachedModel:
             device: where to run.
 
         Raises:
-            ConfigError: no such folder, or no model that transformers can load in it.
+            ConfigError: no such folder or device, or no model that transformers can load in it.
+            DeviceError: the device is not here, or no kernels serve it.
         """
+        device = check_device(device)
         model, tokenizer, saved = load(folder, dtype)
         exact = exact_codec(saved if dtype == torch.float32 else dtype)
         return cls(model.to(device), tokenizer, exact_format=exact)

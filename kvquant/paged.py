@@ -21,6 +21,7 @@ from .cachechecks import (
     per_layer,
 )
 from .copying import NotCopied
+from .devices import check_device
 from .errors import ConfigError, shown
 from .layout import EXACT_CODECS
 from .pagedrows import PagedRows, nan_rows
@@ -111,7 +112,7 @@ class PagedKVCache(NotCopied):
         sink_len = check_size("sink_len", sink_len)
         split = Split(sink_len, check_size("recent_len", recent_len), page_size)
         self.num_kv_heads, self.exact_format = num_kv_heads, exact_format
-        self.device = torch.device(device)
+        self.device = check_device(device)
         k_formats = per_layer("k_format", k_format, num_layers, head_dim)
         v_formats = per_layer("v_format", v_format, num_layers, head_dim)
         checked = check_bases(bases, num_kv_heads, k_formats, v_formats)
@@ -139,7 +140,7 @@ class PagedKVCache(NotCopied):
         Raises:
             ConfigError: a size that is not possible, or an option that the plan decides.
         """
-        check_plan_options(options)
+        check_plan_options(plan, options)
         sizes = plan.num_layers, plan.num_kv_heads, plan.head_dim, num_pages
         k_format, v_format, bases = plan.k_formats, plan.v_formats, plan.layers
         return cls(*sizes, k_format=k_format, v_format=v_format, bases=bases, **options)

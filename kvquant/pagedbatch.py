@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
@@ -248,6 +248,39 @@ class PagedBatch(NotCopied):
         if not compiling:
             (self._in_graphs if is_fixed else self._appended).add(layer)
 
+    @overload
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        *,
+        sm_scale: float | None = ...,
+        return_lse: Literal[False] = ...,
+        num_splits: int | None = ...,
+        backend: str | None = ...,
+    ) -> torch.Tensor: ...
+    @overload
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        *,
+        sm_scale: float | None = ...,
+        return_lse: Literal[True],
+        num_splits: int | None = ...,
+        backend: str | None = ...,
+    ) -> State: ...
+    @overload
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        *,
+        sm_scale: float | None = ...,
+        return_lse: bool = ...,
+        num_splits: int | None = ...,
+        backend: str | None = ...,
+    ) -> torch.Tensor | State: ...
     def attend(self, layer: int, q: torch.Tensor, **options: Any) -> torch.Tensor | State:
         """Attend one token of each sequence to all its tokens of a layer, the new ones included.
 
@@ -285,6 +318,8 @@ class PagedBatch(NotCopied):
         members: torch.Tensor,
         q: torch.Tensor,
         segments: Sequence[Segment],
+        *,
+        return_lse: bool = False,
         **options: Any,
     ) -> torch.Tensor | State:
         """Attend as attend_segments does, and read the prefix of the members once."""
@@ -295,7 +330,8 @@ class PagedBatch(NotCopied):
         own = packed._replace(
             seq_lens=tensors["own_lens"][:batch], block_table=tensors["own_table"][:batch]
         )
-        return attend_shared(q, prefix, [own, *segments[1:]], members=members, **options)
+        parts = [own, *segments[1:]]
+        return attend_shared(q, prefix, parts, members=members, return_lse=return_lse, **options)
 
     def check_open(self, step: Step | None = None) -> None:
         """Raise ConfigError unless a step of this batch is open, and this one if any is given."""

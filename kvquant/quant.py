@@ -31,8 +31,10 @@ from __future__ import annotations
 
 import torch
 
+from .arguments import check_tensors
+from .devices import full_precision
 from .errors import ConfigError, DeviceError, NonFiniteError, ShapeError
-from .layout import E4M3_MAX, RowFormat
+from .layout import E4M3_MAX, HEAD_DIMS, RowFormat
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EXACT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -41,13 +43,13 @@ BACKENDS = ("torch", "cpu")
 
 
 def quantize_rows(
-    x: torch.Tensor, fmt: RowFormat, *, check: bool = True, backend: str | None = None
+    x: torch.Tensor, fmt: str | RowFormat, *, check: bool = True, backend: str | None = None
 ) -> torch.Tensor:
     """Quantize the last axis of a tensor to rows.
 
     Args:
         x: [..., head_dim], float32, bfloat16 or float16, on any device, of any strides.
-        fmt: the format of the rows.
+        fmt: the format of the rows, or its short name ("int4-g4").
         check: look for values that the format cannot hold (NaN, Inf, magnitudes over fmt.max_abs)
             and raise. With False such a row is written so that all of it decodes to NaN.
         backend: "cpu" (numba) or "torch"; by the device of x when None. Their bytes are equal.
@@ -61,6 +63,9 @@ def quantize_rows(
         NonFiniteError: the first value that the format cannot hold, with its index.
         DeviceError: the backend cannot take tensors of this device.
     """
+    check_tensors(x=x)
+    if isinstance(fmt, str):
+        fmt = RowFormat.parse(fmt, x.shape[-1] if x.ndim else 0)
     _check_format(fmt)
     if x.dtype not in FLOAT_DTYPES:
         raise ConfigError(f"x is {x.dtype}: use float32, bfloat16 or float16")
@@ -80,7 +85,7 @@ def quantize_rows(
 
 def dequantize_rows(
     rows: torch.Tensor,
-    fmt: RowFormat,
+    fmt: str | RowFormat,
     dtype: torch.dtype = torch.float32,
     *,
     backend: str | None = None,
@@ -89,7 +94,7 @@ def dequantize_rows(
 
     Args:
         rows: [..., row_bytes], uint8, on any device, of any strides.
-        fmt: the format that they were written in.
+        fmt: the format that they were written in, or its short name.
         dtype: of the result: float32, bfloat16 or float16. Values are computed in float32 and
             rounded once.
         backend: "cpu" (numba) or "torch"; by the device of rows when None. Their values are equal.
@@ -102,6 +107,7 @@ def dequantize_rows(
         ConfigError: the dtype or the backend does not exist here.
         DeviceError: the backend cannot take tensors of this device.
     """
+    fmt = format_of(rows, fmt)
     check_rows(rows, fmt)
     if dtype not in FLOAT_DTYPES:
         raise ConfigError(f"dtype {dtype} is not supported: use float32, bfloat16 or float16")
@@ -110,6 +116,28 @@ def dequantize_rows(
 
         return dequantize(rows, fmt).to(dtype)
     return _dequantize(rows, fmt).to(dtype)
+
+
+def format_of(rows: torch.Tensor, fmt: str | RowFormat) -> RowFormat:
+    """The format of rows, also where only its short name is given.
+
+    Raises:
+        ConfigError: there is no such format, or rows is no tensor.
+        ShapeError: no rows of this name are so long.
+    """
+    check_tensors(rows=rows)
+    if not isinstance(fmt, str):
+        return fmt
+    row_bytes = rows.shape[-1] if rows.ndim else 0
+    formats = [RowFormat.parse(fmt, head_dim) for head_dim in HEAD_DIMS]
+    found = next((one for one in formats if one.row_bytes == row_bytes), None)
+    if found is None:
+        known = ", ".join(str(one.row_bytes) for one in formats)
+        raise ShapeError(
+            f"rows is {list(rows.shape)}: its last axis must be the bytes of a row of {fmt}, one "
+            f"of {known}"
+        )
+    return found
 
 
 def check_rows(rows: torch.Tensor, fmt: RowFormat, name: str = "rows") -> None:
@@ -148,7 +176,7 @@ def exact_codec(dtype: torch.dtype | None) -> str:
 def _check_format(fmt: RowFormat) -> None:
     if not isinstance(fmt, RowFormat):
         raise ConfigError(
-            f"the format is {fmt!r}: give a RowFormat, such as "
+            f"the format is {fmt!r:.80}: give a name ('int4-g4') or a RowFormat, such as "
             "RowFormat.parse('int4-g4', head_dim=128)"
         )
 
@@ -194,7 +222,8 @@ def _quantize(x: torch.Tensor, fmt: RowFormat) -> tuple[torch.Tensor, bool]:
     if fmt.codec == "int4":
         codes = codes[..., 0::2] | codes[..., 1::2] << 4
 
-    params = torch.cat([scale, shift], dim=-1).flatten(-2)
+    with full_precision(x):  # torch.autocast cannot put fp16 together on the CPU
+        params = torch.cat([scale, shift], dim=-1).flatten(-2)
     params = torch.where(holdable, params, float("nan")).contiguous()
     return torch.cat([params.view(torch.uint8), codes], dim=-1), bool(holdable.all())
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
 
 import torch
@@ -9,6 +11,8 @@ import torch
 from .copying import NotCopied
 from .errors import ConfigError
 from .layout import RowFormat
+
+_LARGE = 1 << 20  # bytes
 
 
 class RowStacks(NotCopied):
@@ -55,18 +59,26 @@ class RowStacks(NotCopied):
 
 def to_device(numbers: Sequence[object], device: torch.device) -> torch.Tensor:
     """Whole numbers as int64, on their way to the device; the host does not wait for it."""
-    tensor = torch.tensor(numbers, dtype=torch.int64)
+    tensor = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     if device.type == "cuda" and numbers:
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 
 
 def zero_rows(shape: tuple[int, ...], device: torch.device, what: str, advice: str) -> torch.Tensor:
-    """Zeros, uint8; "{what} take ... GiB, more than there is: {advice}" if there is no memory."""
+    """Zeros, uint8; "{what} take ... GiB, more than there is: {advice}" if there is no memory.
+
+    Large ones on the CPU take time and memory only where they are touched: torch would write all.
+    """
+    size = math.prod(shape)
     try:
-        return torch.zeros(shape, dtype=torch.uint8, device=device)
-    except (MemoryError, RuntimeError) as error:  # torch has no type for lack of memory
-        if "memory" not in str(error) and "overflow" not in str(error):
+        if device.type != "cpu" or size < _LARGE or not hasattr(mmap, "MAP_PRIVATE"):
+            return torch.zeros(shape, dtype=torch.uint8, device=device)
+        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return torch.frombuffer(pages, dtype=torch.uint8).view(shape)
+    except (MemoryError, OverflowError, OSError, RuntimeError) as error:
+        words = str(error)  # torch has no type for lack of memory
+        if isinstance(error, RuntimeError) and "memory" not in words and "overflow" not in words:
             raise
-        gib = torch.Size(shape).numel() / 2**30
+        gib = size / 2**30
         raise ConfigError(f"{what} take {gib:.1f} GiB, more than there is: {advice}") from error

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, NoReturn, TypeAlias
 
 import torch
 
+from .arguments import check_tensors
 from .errors import ConfigError, DeviceError, ShapeError
 from .layout import RowFormat
 from .quant import check_rows, dequantize_rows
@@ -26,8 +27,9 @@ class Segment(NamedTuple):
             k_format.row_bytes], of pages of 16, 32, 64 or 128 rows.
         v_rows: likewise, of v_format.row_bytes.
         seq_lens: [batch], int32: rows in use; 0 is allowed.
-        k_format: format of k_rows.
-        v_format: format of v_rows; its head_dim may differ.
+        k_format: format of k_rows, or its short name ("int4-g4").
+        v_format: format of v_rows, whose head_dim may differ, or its short name (then of the
+            head_dim of the query).
         starts: [batch], int32: the first row in use, from which the others follow, through the end
             to row 0 (a ring); None for 0.
         block_table: [batch, max_pages], int32: the pages of each sequence in the order of its
@@ -79,26 +81,19 @@ class Segment(NamedTuple):
 
 # rows whose formats may still be names: what decode_attention is given, in the order of a Segment
 LooseRows: TypeAlias = (
-    "tuple[torch.Tensor, torch.Tensor, torch.Tensor, str | RowFormat, str | RowFormat, None, "
-    "torch.Tensor | None, int, None]"
+    "tuple[torch.Tensor, torch.Tensor, torch.Tensor, str | RowFormat, str | RowFormat, "
+    "torch.Tensor | None, torch.Tensor | None, int, torch.Tensor | None]"
 )
 
 
-def make_segment(
-    q: torch.Tensor,
-    k_rows: torch.Tensor,
-    v_rows: torch.Tensor,
-    seq_lens: torch.Tensor,
-    k_format: str | RowFormat,
-    v_format: str | RowFormat,
-    block_table: torch.Tensor | None = None,
-) -> Segment:
+def make_segment(q: torch.Tensor, rows: LooseRows | Segment) -> Segment:
     """The segment of loose rows; formats given by name have the head_dim of q."""
+    k_rows, v_rows, seq_lens, k_format, v_format, starts, table, sinks, seats = rows
     head_dim = query_shape(q)[2]
     k_format = RowFormat.parse(k_format, head_dim)
     if not isinstance(v_format, RowFormat):
         v_format = RowFormat.parse(v_format, head_dim)
-    return Segment(k_rows, v_rows, seq_lens, k_format, v_format, None, block_table)
+    return Segment(k_rows, v_rows, seq_lens, k_format, v_format, starts, table, sinks, seats)
 
 
 def check_segments(q: torch.Tensor, segments: Sequence[Segment]) -> None:
@@ -168,8 +163,19 @@ def query_shape(q: torch.Tensor) -> torch.Size:
     """The shape of a query; ShapeError unless it has three axes."""
     shape = q.shape
     if len(shape) != 3:
-        raise ShapeError(f"q is {list(shape)}: it must be [batch, num_q_heads, head_dim]")
+        _refuse_axes(list(shape))
     return shape
+
+
+def _refuse_axes(shape: list[int]) -> NoReturn:
+    """Raise, with what to do where an axis of one token is too much."""
+    how = ""
+    if len(shape) == 4:
+        how = ", the queries of one token a sequence"
+        token = next((axis for axis in (2, 1) if shape[axis] == 1), None)
+        if token is not None:
+            how = f": give q.squeeze({token})"
+    raise ShapeError(f"q is {shape}: it must be [batch, num_q_heads, head_dim]{how}")
 
 
 def _check_pages(segment: Segment, block_table: torch.Tensor, page_size: int) -> int:
@@ -181,6 +187,7 @@ def _check_pages(segment: Segment, block_table: torch.Tensor, page_size: int) ->
             "a segment has a block_table (pages), or starts, sinks and seats (a ring), not both"
         )
     if block_table.dtype is not torch.int32:
+        check_tensors(block_table=block_table)
         raise ConfigError(f"block_table is {block_table.dtype}: use int32")
     shape = block_table.shape
     if len(shape) != 2:
@@ -191,6 +198,7 @@ def _check_pages(segment: Segment, block_table: torch.Tensor, page_size: int) ->
 def _refuse_rows(segment: Segment) -> None:
     """Raise what is wrong with the rows of a segment."""
     k_rows, v_rows = segment.k_rows, segment.v_rows
+    check_tensors(k_rows=k_rows, v_rows=v_rows)
     check_rows(k_rows, segment.k_format, "k_rows")
     check_rows(v_rows, segment.v_format, "v_rows")
     if k_rows.ndim != 4 or k_rows.shape[:3] != v_rows.shape[:3]:
@@ -209,6 +217,7 @@ def _refuse_rows(segment: Segment) -> None:
 
 
 def _refuse_counts(name: str, counts: torch.Tensor, batch: int) -> None:
+    check_tensors(**{name: counts})
     if counts.dtype != torch.int32:
         raise ConfigError(f"{name} is {counts.dtype}: use int32")
     raise ShapeError(f"{name} is {list(counts.shape)}: it must be [{batch}], the batch")

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 
+from .devices import full_precision
 from .hadamard import rotate
 
 
@@ -98,5 +99,6 @@ def transform_rows(
     if transform.rotate:
         x = rotate(x.float())
     if transform.matrix is not None:
-        x = (x.float().transpose(0, 1) @ transform.matrix).transpose(0, 1)
+        with full_precision(x):
+            x = (x.float().transpose(0, 1) @ transform.matrix).transpose(0, 1)
     return x

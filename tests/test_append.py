@@ -323,3 +323,44 @@ def test_input_that_requires_grad_is_taken() -> None:
         )
         results.append(rows[0])
     assert torch.equal(*results)
+
+
+def with_odd_strides(odd: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros whose axes of size 1 have this stride."""
+    strides = torch.empty(shape).stride()
+    strides = tuple(odd if size == 1 else step for step, size in zip(strides, shape, strict=True))
+    return torch.zeros(2048, dtype=dtype).as_strided(shape, strides)
+
+
+@pytest.mark.parametrize("odd", [1, 7], ids=["stride 1", "stride 7"])
+@pytest.mark.parametrize("exact", [False, True], ids=["packed", "exact"])
+def test_axes_of_one_may_have_any_stride(odd: int, exact: bool) -> None:
+    """Torch calls such a tensor contiguous, and yet its view() looks at them."""
+    fmt, wide = RowFormat.parse("int4-g4", 64), RowFormat.parse("fp16", 64)
+    for tokens, heads, pages in ((1, 1, 1), (3, 1, 3), (1, 2, 1), (0, 1, 1)):
+        x, results = torch.randn(tokens, heads, 64), []
+        for backend in ("cpu", "torch"):
+            new = with_odd_strides(odd, (tokens, heads, 64), torch.float32).copy_(x)
+            shapes = (pages, heads, 1, fmt.row_bytes), (1, heads, 3, wide.row_bytes)
+            rows, kept = (
+                [with_odd_strides(odd, shape, torch.uint8) for _ in "kv"] for shape in shapes
+            )
+            packed, none = torch.arange(tokens), torch.full((tokens,), -1)
+            slots = Slots(packed, packed.clone(), none) if exact else Slots(packed)
+            both = (kept[0], kept[1]) if exact else (None, None)
+            append_rows(
+                new,
+                new,
+                rows[0],
+                rows[1],
+                slots,
+                fmt,
+                fmt,
+                exact_k=both[0],
+                exact_v=both[1],
+                backend=backend,
+            )
+            found = dequantize_pages(rows[0], fmt, packed, torch.float32, backend=backend)
+            results.append([*rows, *kept, found])
+        assert all(map(torch.equal, *results))
+        assert bool(results[0][2 if exact else 0].any()) == (tokens > 0)

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -200,7 +201,8 @@ def test_dequantizing_what_is_not_there_is_refused() -> None:
     rows, slots = storage(fmt), torch.arange(4)
     half = torch.float16
     cases: list[tuple[Callable[[], object], type[Exception], str]] = [
-        (lambda: dequantize_pages(rows, "int8", slots, half), ConfigError, "RowFormat.parse"),  # type: ignore[arg-type]
+        (lambda: dequantize_pages(rows, 8, slots, half), ConfigError, "fmt is 8: give a name"),  # type: ignore[arg-type]
+        (lambda: dequantize_pages(rows, "int4-g8", slots, half), ShapeError, "bytes of a row of"),
         (lambda: dequantize_pages(rows, fmt, [0], half), ConfigError, "slots is of type list"),  # type: ignore[arg-type]
         (lambda: dequantize_pages(rows[0], fmt, slots, half), ShapeError, "must be .num_pages"),
         (lambda: dequantize_pages(rows, fmt, slots[None], half), ShapeError, "num_tokens"),
@@ -290,3 +292,74 @@ def test_the_cuda_launchers_take_the_arguments_of_the_calls() -> None:
     assert parameters == [*Append._fields, "check"]
     parameters = list(inspect.signature(cuda_dequantize.dequantize).parameters)
     assert parameters == ["rows", "fmt", "slots", "out", "check"]
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("name", ["k_rows", "v_rows", "exact_k", "exact_v"])
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+def test_rows_that_share_memory_are_refused(axis: int, name: str, backend: str) -> None:
+    call = arguments()
+    whole = call[name]
+    shape = list(whole.shape)
+    shape[axis] = 1
+    call[name] = torch.zeros(shape, dtype=BYTES).expand_as(whole)
+    with pytest.raises(ShapeError, match=f"{name} has strides .* its rows share memory"):
+        append_rows(**call, backend=backend)
+    sliding = torch.zeros(whole.numel(), dtype=BYTES)
+    strides = [PAGE_SIZE * HEADS * 8, PAGE_SIZE * 8, 8, 1]  # rows begin before others end
+    call[name] = sliding.as_strided(whole.shape, strides)
+    with pytest.raises(ShapeError, match="its rows share memory"):
+        append_rows(**call, backend=backend)
+    assert not any(bool(call[rows].any()) for rows in ("k_rows", "v_rows", "exact_k", "exact_v"))
+
+
+@pytest.mark.parametrize("names", [("k_rows", "v_rows"), ("exact_k", "exact_v")])
+def test_k_and_v_that_overlap_are_refused(names: tuple[str, str]) -> None:
+    call = arguments() | {"v": torch.randn(4, HEADS, 64), "v_format": "int4-g4"}
+    whole = call[names[0]]
+    seats = call["exact_k"].shape
+    for name, shape in (("v_rows", call["k_rows"].shape), ("exact_v", seats)):
+        call[name] = torch.zeros(shape, dtype=BYTES)
+    memory = torch.zeros(2 * whole.numel(), dtype=BYTES)
+    call[names[0]] = memory[: whole.numel()].view(whole.shape)
+    call[names[1]] = memory[whole.shape[-1] :][: whole.numel()].view(whole.shape)  # a row further
+    with pytest.raises(ConfigError, match=f"{names[0]} and {names[1]} share memory"):
+        append_rows(**call)
+    assert not memory.any()
+
+
+def test_k_and_v_of_one_pool_are_apart() -> None:
+    """Pages that hold K and V in turn, whose bytes lie between one another."""
+    call = arguments() | {"v": torch.randn(4, HEADS, 64), "v_format": "int4-g4"}
+    call["exact_v"] = torch.zeros_like(call["exact_k"])
+    expected = {name: call[name].clone() for name in ("k_rows", "v_rows")}
+    expected["v_rows"] = torch.zeros_like(call["k_rows"])
+    for axis in range(4):
+        pool = torch.zeros(2, *call["k_rows"].shape, dtype=BYTES).movedim(0, axis).contiguous()
+        k_rows, v_rows = pool.unbind(axis)
+        append_rows(**call | {"k_rows": k_rows, "v_rows": v_rows})
+        append_rows(**call | expected)
+        assert torch.equal(k_rows, expected["k_rows"]) and torch.equal(v_rows, expected["v_rows"])
+
+
+def test_what_was_made_in_inference_mode_is_refused_outside_of_it() -> None:
+    for name in ("k_rows", "exact_v", "bad"):
+        call = arguments()
+        with torch.inference_mode():
+            call[name] = call[name].clone()
+        for backend in ("cpu", "torch"):
+            with pytest.raises(ConfigError, match=r"made in torch.inference_mode\(\), outside"):
+                append_rows(**call, backend=backend)
+        with torch.inference_mode():
+            append_rows(**call)
+
+
+def test_no_tokens_are_no_mistake() -> None:
+    call = arguments()
+    empty = torch.from_numpy(np.empty((0, HEADS, 64), np.float32))
+    slots = Slots(*[torch.empty(0, dtype=torch.int64)] * 3)
+    call |= {"k": empty, "v": empty[..., :0].expand(0, HEADS, 0), "slots": slots, "rope": None}
+    call["v"] = torch.from_numpy(np.empty((0, HEADS, 96), np.float32))
+    for backend in ("cpu", "torch"):
+        append_rows(**call, backend=backend)
+    assert not call["k_rows"].any()

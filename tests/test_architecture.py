@@ -17,7 +17,7 @@ ROOMS = {"kvquant": PACKAGE}  # in a checkout the others are links
 ROOMS |= {f"kvquant.{room}": (PACKAGE / room).resolve() for room in ("kernels", "calibration")}
 
 FACTS = "errors layout"
-MEANING = f"{FACTS} quant segments debug reference"
+MEANING = f"{FACTS} arguments devices quant segments debug reference"
 PLAN = "basis hadamard rounding"
 CACHES = f"{MEANING} {PLAN} attention cachechecks layer cache"
 DEVICE = "kernels.cuda.device kernels.cuda.fragments kernels.cuda.ptx kernels.cuda.spec"
@@ -33,27 +33,30 @@ ROW_LAUNCH = "kernels.cuda.driver kernels.cuda.loaded kernels.cuda.rowspec"
 ALLOWED = {
     "__init__": "errors",
     "errors": "",
+    "arguments": "errors",
     "layout": "errors",
-    "quant": FACTS,
-    "segments": f"{FACTS} quant",
+    "quant": f"{FACTS} arguments devices",
+    "segments": f"{FACTS} arguments quant",
     "debug": f"{FACTS} segments",
-    "reference": f"{FACTS} segments debug",
+    "reference": f"{FACTS} arguments segments debug",
     "devices": "errors",
-    "backends": f"{MEANING} devices",
+    "backends": MEANING,
     "ops": f"{FACTS} segments backends",
-    "attention": f"{FACTS} segments backends ops",
+    "attention": f"{FACTS} arguments segments backends ops",
     "hadamard": f"{FACTS} quant",
-    "transforms": "hadamard",
+    "transforms": "devices hadamard",
     "slots": "errors debug",
     "slotops": "debug slots",
-    "appendchecks": f"{FACTS} quant basis slots transforms",
+    "appendchecks": f"{FACTS} arguments quant basis slots transforms",
     "appendbackends": f"{FACTS} quant debug devices rounding slots transforms appendchecks",
     "appendops": "layout slots transforms appendchecks appendbackends",
-    "append": f"{FACTS} quant basis slots transforms appendchecks appendbackends appendops",
+    "append": (
+        f"{FACTS} arguments quant basis slots transforms appendchecks appendbackends appendops"
+    ),
     "rounding": f"{FACTS} quant",
-    "basis": f"{FACTS} hadamard rounding transforms",
+    "basis": f"devices {FACTS} hadamard rounding transforms",
     "cachechecks": f"{FACTS} quant debug basis rowstacks",
-    "layer": f"{FACTS} debug segments basis rowstacks append slots slotops",
+    "layer": f"{FACTS} devices debug segments basis rowstacks append slots slotops",
     "cache": f"{MEANING} attention basis basisattention cachechecks layer",
     "plan": f"{FACTS} basis files identity jsonvalues",
     "kernels.cpu.simd": "",
@@ -199,10 +202,10 @@ ALLOWED = {
     ),
     "bench": f"{MEANING} attention tables",
     "console": "errors layout",
-    "basisattention": "attention basis basisops segments",
+    "basisattention": "arguments attention basis basisops segments",
     "basisops": "errors",
     "cascadeops": "debug ops segments",
-    "cascade": "attention cascadeops debug errors segments",
+    "cascade": "arguments attention cascadeops debug errors segments",
     "jsonvalues": FACTS,
     "copying": "errors",
     "rowstacks": f"copying {FACTS}",
@@ -212,8 +215,8 @@ ALLOWED = {
     "pagedstate": "copying errors pagedslots pagenames pagepool",
     "pagedrows": "basis copying layout pagedslots quant rowstacks segments",
     "paged": (
-        f"basis cachechecks copying {FACTS} segments pagedrows pagedslots pagedstate pagenames "
-        "pagepool swap"
+        f"basis cachechecks copying devices {FACTS} segments pagedrows pagedslots pagedstate "
+        "pagenames pagepool swap"
     ),
     "sharedprefix": "",
     "pagedbatch": (
@@ -266,7 +269,7 @@ ALLOWED_LATE = {
         "kernels.tuned"
     ),
     "rounding": "kernels.cpu.feedback kernels.feedback",
-    "cachechecks": "layer",
+    "cachechecks": "layer plan",
     "cache": "plan",
     "paged": "plan",
     "calibratecli": "model tables calibration.report calibration.run calibration.verdict",

@@ -59,9 +59,10 @@ def test_the_reference_is_torchs_attention_on_dequantized_rows(
     v_format = RowFormat.parse("int8-g2", 96)
     k_rows, v_rows = packed(2, 2, 21, v_format=v_format)
     q = torch.randn(2, 2 * ratio, 64)
-    out, lse = reference_attention(
-        q, k_rows, v_rows, lens(21, 13), k_format="int4-g4", v_format=v_format, sm_scale=sm_scale
-    )
+    given: Any = (q, k_rows, v_rows, lens(21, 13))
+    options: Any = {"k_format": "int4-g4", "v_format": v_format, "sm_scale": sm_scale}
+    out, lse = reference_attention(*given, **options, return_lse=True)
+    assert torch.equal(reference_attention(*given, **options), out)
     assert out.dtype == lse.dtype == torch.float64
     for b, seq_len in enumerate((21, 13)):
         k = dequantize_rows(k_rows[b : b + 1, :, :seq_len], INT4).double()
@@ -122,14 +123,14 @@ def test_one_token_gives_its_values_and_its_score(backend: str) -> None:
 def test_out_has_the_dtype_of_q_and_lse_is_float32(dtype: torch.dtype, backend: str) -> None:
     k_rows, v_rows = packed(1, 2, 9)
     q = torch.randn(1, 4, 64).to(dtype)
-    options = {"k_format": INT4, "v_format": INT4, "backend": backend}
+    options: Any = {"k_format": INT4, "v_format": INT4, "backend": backend}
     out, lse = state(q, k_rows, v_rows, lens(9), **options)
     assert out.dtype == dtype
     assert lse.dtype == torch.float32
-    alone = decode_attention(q, k_rows, v_rows, lens(9), **options)  # type: ignore[arg-type]
+    alone = decode_attention(q, k_rows, v_rows, lens(9), **options)
     assert isinstance(alone, torch.Tensor)
     assert torch.equal(alone, out)
-    exact, _ = reference_attention(q, k_rows, v_rows, lens(9), k_format=INT4, v_format=INT4)
+    exact = reference_attention(q, k_rows, v_rows, lens(9), k_format=INT4, v_format=INT4)
     torch.testing.assert_close(out.double(), exact, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
 
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvquant import KVCache, RowFormat, dequantize_rows, quantize_rows
-from kvquant.basis import Basis, LayerBasis
+from kvquant import KVCache, RowFormat, basisattention, dequantize_rows, quantize_rows
+from kvquant.basis import Basis, LayerBasis, _for_fp16, _per_head
 from kvquant.errors import ConfigError, DeviceError, NonFiniteError, ShapeError
 from kvquant.rounding import clip_rows, feedback_matrix, quantize_fitted
 
@@ -256,3 +256,81 @@ def test_fingerprints_tell_bases_apart_and_ignore_rounding() -> None:
     assert len({basis(kind, seed).fingerprint for kind in kinds for seed in (0, 1)}) == 6
     fed = basis("matrix", clip=0.9, feedback=True)
     assert fed.fingerprint == basis("matrix").fingerprint == fed.with_clip(None).fingerprint
+
+
+def test_no_gradient_comes_through() -> None:
+    """The query is turned, read and turned back; half of a gradient would be a wrong one."""
+    given = basis("matrix")
+    bases = [LayerBasis(given, basis("hadamard")), LayerBasis(basis("none"), given)]
+    for tensor in (given.offset, given.matrix):
+        assert tensor is not None and not tensor.requires_grad
+    one = KVCache(2, 3, HEADS, DIM, 40, bases=bases)
+    q = torch.randn(3, 6, DIM, requires_grad=True)
+    for layer in (0, 1):
+        one.append(layer, *tokens(9))
+        for backend in ("cpu", "reference"):
+            for result in one.attend(layer, q, return_lse=True, backend=backend):
+                assert not result.requires_grad
+        assert not any(x.requires_grad for x in one.dequantized(layer))
+    trained = Basis(torch.zeros(HEADS, DIM, requires_grad=True), "hadamard")
+    assert not trained.encode(tokens(2)[0]).requires_grad
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e3, 3e4])
+def test_a_query_of_fp16_does_not_overflow_when_it_is_turned(scale: float) -> None:
+    """The keys of a channel are as wide as its stored ones are narrow: M^T q is beyond fp16."""
+    keys = (torch.randn(3, HEADS, 9, DIM) * min(scale, 1e3)).half()
+    values, q = torch.randn(3, HEADS, 9, DIM).half(), torch.randn(3, 6, DIM).half() * 40
+    wide = Basis(torch.zeros(HEADS, DIM), "matrix", (scale * torch.eye(DIM)).repeat(HEADS, 1, 1))
+    narrow = LayerBasis(wide, Basis(torch.zeros(HEADS, DIM)))
+    found = []
+    for bases in (None, [narrow]):
+        one = cache(bases, k_format="fp16", v_format="fp16")
+        one.append(0, keys, values)
+        found.append(one.attend(0, q, return_lse=True))
+        assert found[-1][0].dtype == torch.float16 and bool(found[-1][0].isfinite().all())
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(found[1][1], found[0][1], rtol=1e-3, atol=1e-2)
+
+
+@pytest.mark.parametrize("kind", ["hadamard", "matrix"])
+def test_a_power_of_two_goes_from_the_matrix_to_the_scale(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On CUDA, where the launch that turns queries rounds them to fp16; it is stood in for here."""
+    chosen = basis(kind)
+    if kind == "matrix" and chosen.matrix is not None:
+        chosen = Basis(chosen.offset, kind, chosen.matrix * 300)
+    matrix = chosen.matrix
+    assert matrix is not None and chosen.fp16_matrix is matrix  # it is not needed on the CPU
+    turning, factor = _for_fp16(matrix)
+    assert math.log2(factor) == int(math.log2(factor)) > 0
+    assert torch.equal(turning * factor, matrix)
+    assert turning.stride() == matrix.stride()  # one for all heads stays one
+    worst = 65504 * matrix.mT.sign()
+    assert bool((worst @ turning).half().isfinite().all())
+    assert _for_fp16(matrix / 2**20)[1] == 1
+
+    one = cache([LayerBasis(chosen, basis("hadamard", 5))])
+    one.append(0, *tokens(23))
+    q = torch.randn(3, 6, DIM).half()
+    expected = one.attend(0, q, return_lse=True, sm_scale=0.1)
+    turned_by = []
+
+    def turn_rows(
+        x: torch.Tensor,
+        matrix: torch.Tensor,
+        offset: torch.Tensor | None = None,
+        lens: torch.Tensor | None = None,
+        check: object = None,
+    ) -> torch.Tensor:
+        turned_by.append(matrix)
+        return _per_head(x, matrix, offset).to(x.dtype)
+
+    monkeypatch.setattr(basisattention, "takes_one_launch", lambda *of: True)
+    monkeypatch.setattr(basisattention, "turn_rows", turn_rows)
+    chosen.fp16_matrix, chosen.fp16_factor = turning, factor
+    found = one.attend(0, q, return_lse=True, sm_scale=0.1)
+    assert turned_by[0] is turning
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-2, atol=1e-2)

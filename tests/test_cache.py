@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvquant import KVCache, RowFormat, dequantize_rows, quantize_rows
 from kvquant.errors import ConfigError, NonFiniteError, ShapeError
@@ -378,3 +379,119 @@ def test_a_value_that_is_taken_never_turns_into_nan(
         return
     cache.append(0, tokens(20), tokens(20))
     assert bool(cache.dequantized(0)[0].isfinite().all())
+
+
+class Work(TorchDispatchMode):
+    """Counts the elements of all that torch makes or changes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.elements = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not function.is_view:
+            self.elements += result.numel()
+        return result
+
+
+MOVES: dict[str, Callable[[KVCache], object]] = {
+    "reorder": lambda cache: cache.reorder([2, 0, 0]),
+    "fork": lambda cache: cache.fork([1, 1]),
+    "repeat": lambda cache: cache.repeat(2),
+    "crop": lambda cache: cache.crop(28),
+    "dequantized": lambda cache: cache.dequantized(0),
+    "reset": lambda cache: cache.reset(),
+}
+
+
+def test_sequences_move_at_the_cost_of_their_tokens() -> None:
+    """Not of the room that there is: a beam search moves them in every step."""
+    work: dict[int, dict[str, int]] = {}
+    for room in (10_000, 1_000_000):
+        cache = KVCache(2, BATCH, HEADS, DIM, room, sink_len=2, recent_len=4, windows=[None, 9])
+        for layer in (0, 1):
+            cache.append(layer, tokens(30), tokens(30))
+        assert cache.nbytes > room * BATCH * HEADS * 2 * 40  # there is as much memory
+        work[room] = {}
+        for name, call in MOVES.items():
+            with Work() as counted:
+                call(cache)
+            work[room][name] = counted.elements
+    assert work[10_000] == work[1_000_000]
+    rows = 2 * BATCH * HEADS * (30 * 40 + 6 * 128 + 40 * 30 + 4 * 128)  # of both layers and sides
+    assert work[10_000]["reorder"] < 4 * rows and work[10_000]["crop"] < 200
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_moved_sequences_are_whole(window: int | None) -> None:
+    """Whatever is not copied is not read: also in a ring that went round, and after a crop."""
+    cache = KVCache(1, BATCH, HEADS, DIM, 700, sink_len=2, recent_len=4, windows=[window])
+    cache.append(0, tokens(640), tokens(640), [640, 30, 0])
+    cache.start_positions.copy_(torch.tensor([5, 6, 7]))
+    for crop in (None, [640, 30, 0], [630, 20, 0]):
+        if crop:
+            cache.crop(crop)
+        q = torch.randn(BATCH, 4, DIM)
+        whole, values = cache.attend(0, q), cache.dequantized(0)
+        for index in ([2, 1, 0], [0, 0, 0], [1, 2, 2]):
+            other = cache.fork(index)
+            assert torch.equal(other.attend(0, q[index]), whole[index])
+            for mine, theirs in zip(other.dequantized(0), values, strict=True):
+                assert torch.equal(mine, theirs[index][:, :, : mine.shape[2]])
+            assert other.start_positions.tolist() == [5 + place for place in index]
+            again = cache.fork()
+            again.reorder(index)
+            for one in (other, again):
+                one.append(0, tokens(3), tokens(3))
+            assert torch.equal(again.layers[0].seq_lens, other.layers[0].seq_lens)
+    cache.crop([640 - 10, 20, 0])
+    cache.append(0, tokens(60), tokens(60))
+    assert cache.fork().seq_lens.tolist() == cache.seq_lens.tolist()
+
+
+def test_large_rooms_are_free_until_they_are_used() -> None:
+    with Work() as counted:
+        cache = KVCache(2, 1, HEADS, DIM, 1 << 20)
+    assert counted.elements < 1e6 < 1e8 < cache.nbytes
+    assert not cache.layers[1].k_packed[0, 1, -100:].any()
+
+
+def test_rows_that_become_nan_when_they_leave_the_window_are_told() -> None:
+    """A file, or CUDA, may bring 16-bit rows that the packed format cannot hold."""
+    cache = make(num_layers=1)
+    cache.append(0, tokens(6), tokens(6))
+    layer = cache.layers[0]
+    wide = quantize_rows(torch.full((HEADS, 1, DIM), 1e5), layer.k_exact)
+    layer.k_exact_rows[1, :, 3:4] = wide  # the oldest of the window of sequence 1
+    told = []
+    for _ in range(5):
+        cache.append(0, tokens(1), tokens(1))
+        told.append(cache.bad_rows.tolist())
+        if any(told[-1]):
+            with pytest.raises(NonFiniteError, match=f"{HEADS} rows of K and 0 of V came with"):
+                cache.check()
+    assert [HEADS, 0] in told and told.count([0, 0]) == 4
+    assert bool(cache.attend(0, torch.ones(BATCH, 4, DIM))[1].isnan().all())
+
+
+def test_the_largest_length_is_not_passed() -> None:
+    """Lengths are int32, and their sums are not."""
+    most = 2**31 - 1
+    cache = KVCache(1, 1, 1, DIM, most, sink_len=0, recent_len=0, windows=[1])
+    layer = cache.layers[0]
+    layer.begin(torch.tensor([most - 1]), torch.tensor([most - 1]))
+    x = torch.randn(1, 1, 2, DIM)
+    with pytest.raises(ShapeError, match=f"sequence 0 would grow to {most + 1} tokens"):
+        cache.append(0, x, x)
+    cache.append(0, x[:, :, :1], x[:, :, :1])
+    for count in (1, 2):
+        with pytest.raises(ShapeError, match=f"would grow to {most + count} tokens"):
+            cache.append(0, x[:, :, :count], x[:, :, :count])
+    assert cache.seq_lens.tolist() == [most] and cache.positions.tolist() == [most]
+    assert bool(cache.attend(0, torch.ones(1, 1, DIM)).any())
+    assert cache.fork([0]).seq_lens.tolist() == [most]
+    cache.crop(most - 1)
+    cache.append(0, x[:, :, 1:], x[:, :, 1:])

@@ -72,7 +72,7 @@ def test_it_is_attention_over_the_whole_sequences(
     for one, other in zip(found, expected, strict=True):
         assert relative_l2(one, other) < 1e-5
     out = attend_shared(q, prefix, [own], members=members, sm_scale=0.3, backend=backend)
-    assert torch.equal(out, found[0])  # type: ignore[arg-type]
+    assert torch.equal(out, found[0])
 
 
 @pytest.mark.parametrize("prefix_len", [0, 30])

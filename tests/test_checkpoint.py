@@ -77,7 +77,7 @@ def assert_continues_alike(first: KVCache, second: KVCache, steps: int = 9) -> N
         q = torch.randn(first.batch, 4, first.layers[0].k_format.head_dim)
         for layer in range(first.num_layers):
             outs = [cache.attend(layer, q, backend="reference") for cache in (first, second)]
-            assert torch.equal(*outs)  # type: ignore[arg-type]
+            assert torch.equal(*outs)
         assert contents(first) == contents(second)
 
 

@@ -258,7 +258,7 @@ for i in range(4):
         torch.compiler.cudagraph_mark_step_begin()
         out, lse = step(q, *rows, lens)
         expected, expected_lse = reference_attention(
-            2 * q, *rows, lens, k_format=INT4, v_format=INT4
+            2 * q, *rows, lens, k_format=INT4, v_format=INT4, return_lse=True
         )
         expected = 2 * expected.double()
         error = float((out.double() - expected).norm() / expected.norm())

@@ -252,7 +252,7 @@ def test_places_and_tokens_beyond_the_step_are_left_alone() -> None:
     with batch.extend([]):
         for layer in range(LAYERS):
             batch.append(layer, *new_rows(8).fill_(torch.nan))
-            assert not batch.attend(layer, torch.randn(3, 4, DIM)).any()  # type: ignore[union-attr]
+            assert not batch.attend(layer, torch.randn(3, 4, DIM)).any()
     assert seen(cache) == before
     assert cache.bad_rows.tolist() == [0, 0]
     assert (

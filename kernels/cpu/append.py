@@ -107,7 +107,7 @@ def _arguments(side: Side, exact_format: str) -> list[int]:
     place += [rows.data_ptr(), page, head, row, max(rows.shape[2], 1)]
     if exact_rows is None:
         return [*place, 0, 0, 0, 0, 1, _quantizer(fmt, INPUTS[x.dtype]), 0, 0]
-    exact = RowFormat(exact_format, 1, fmt.head_dim)
+    exact = RowFormat.parse(exact_format, fmt.head_dim)
     page, head, row, _ = exact_rows.stride()
     place += [exact_rows.data_ptr(), page, head, row, max(exact_rows.shape[2], 1)]
     place += [_quantizer(fmt, EXACT_INPUTS[exact_format]), _quantizer(exact, INPUTS[x.dtype])]

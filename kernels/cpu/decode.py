@@ -101,9 +101,12 @@ def make_decode_kernel(k_spec, v_spec, heads):
         # Step 1: the work item
         num_splits, num_q_heads = argument(args, NUM_SPLITS), argument(args, NUM_Q_HEADS)
         split = item % num_splits
-        b = item // num_splits // (num_q_heads // heads)
-        head = item // num_splits % (num_q_heads // heads) * heads
-        kv_head = head // argument(args, Q_HEADS_PER_KV_HEAD)
+        ratio = argument(args, Q_HEADS_PER_KV_HEAD)
+        blocks_of_heads = (ratio + heads - 1) // heads
+        kv_head = item // num_splits // blocks_of_heads % (num_q_heads // ratio)
+        b = item // num_splits // blocks_of_heads // (num_q_heads // ratio)
+        # the last block begins earlier: heads that two of them have come out the same
+        head = min(item // num_splits % blocks_of_heads * heads, ratio - heads) + kv_head * ratio
         seq_len = load_int32(argument(args, SEQ_LENS) + 4 * b)
         size = (seq_len + num_splits - 1) // num_splits
         size = (size + tokens - 1) // tokens * tokens  # so that a block lies in one page
@@ -259,13 +262,11 @@ def attend(
     batch, num_q_heads, _ = q.shape
     v_dim = segments[0].v_format.head_dim
     ratio = num_q_heads // segments[0].k_rows.shape[1]
-    heads = max(h for h in range(1, MAX_HEADS + 1) if ratio % h == 0)
+    heads = heads_of_block(ratio)
+    blocks = num_q_heads // ratio * -(-ratio // heads) if ratio else 0  # of all KV heads
     scaled = (q.float() * (sm_scale * LOG2E)).contiguous()
     work = [(s, n) for s in segments if q.numel() and (n := int(s.seq_lens.max()))]
-    splits = [
-        min(num_splits, n) if num_splits else plan_splits(batch * num_q_heads // heads, n)
-        for _, n in work
-    ]
+    splits = [min(num_splits, n) if num_splits else plan_splits(batch * blocks, n) for _, n in work]
     out = scaled.new_empty(max(sum(splits), 1), batch, num_q_heads, v_dim)
     lse = scaled.new_empty(max(sum(splits), 1), batch, num_q_heads)
     if not work:
@@ -302,7 +303,7 @@ def attend(
                 lse[done].data_ptr(),
             ]
         )
-        items = count * batch * num_q_heads // heads
+        items = count * batch * blocks
         run(kernel, arguments, items, parallel=batch * num_q_heads * longest >= MIN_PARALLEL)
         done += count
     if done == 1:
@@ -315,6 +316,12 @@ def attend(
         parallel=done * out[0].numel() > 1 << 18,
     )
     return out[0], lse[0]
+
+
+def heads_of_block(ratio: int) -> int:
+    """Query heads of a work item, of the ratio that share a KV head."""
+    blocks = max(-(-ratio // MAX_HEADS), 1)
+    return -(-ratio // blocks)
 
 
 def plan_splits(items, tokens):

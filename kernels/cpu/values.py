@@ -140,6 +140,8 @@ def chunks_per_pass(heads, chunks):
 def score_block(emit, format_spec, heads, q, row, stride, count, params):
     """Scores of the next tokens with all heads: lane token * heads + head; -inf beyond the tokens.
 
+    A score that is not finite is NaN, and with it all of its head's result.
+
     q [heads, head_dim] float32; row: address of the first token's row; count: tokens that exist, at
     least 1 (the last one's row is read again in place of missing ones); params: widened ones of the
     block's rows.
@@ -165,6 +167,7 @@ def score_block(emit, format_spec, heads, q, row, stride, count, params):
                 total = sums[token * heads + head]
                 b.store(emit.fma(keys[token], query, b.load(total)), total)
     scores = emit.sums([b.load(total) for total in sums] + [None] * (LANES - len(sums)))
+    scores = emit.fma(scores, emit.constant(0.0), scores)
     lanes = ir.Constant(ir.VectorType(I32, LANES), [ir.Constant(I32, i) for i in range(LANES)])
     limit = b.trunc(b.mul(count, ir.Constant(I64, heads)), I32)
     limit = b.select(

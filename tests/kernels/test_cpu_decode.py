@@ -19,6 +19,7 @@ from kvquant import (
     reference_attention,
 )
 from kvquant.attention import attend_segments
+from kvquant.kernels.cpu import decode
 from kvquant.reference import reference_over_segments
 from kvquant.segments import PAGE_SIZES, Segment
 
@@ -78,7 +79,7 @@ def check(measure: Measure, q: torch.Tensor, *rows: torch.Tensor, **options: Any
     """Attend, compare with the reference, and give back what came."""
     out, lse = state(q, *rows, **options)
     options.pop("num_splits", None)
-    expected, expected_lse = reference_attention(q, *rows, **options)
+    expected, expected_lse = reference_attention(q, *rows, return_lse=True, **options)
     assert measure(out, expected) <= LIMIT
     empty = expected_lse == -torch.inf
     assert torch.equal(lse == -torch.inf, empty)
@@ -256,7 +257,7 @@ def test_hard_values(kind: str, num_splits: int, relative_l2: Measure) -> None:
         # attention on the same dequantized rows sets it
         options = {"num_splits": num_splits, **BOTH}
         out, _ = state(q, k_rows, v_rows, lens(300, 300), **options)
-        expected, _ = reference_attention(q, k_rows, v_rows, lens(300, 300), **BOTH)
+        expected = reference_attention(q, k_rows, v_rows, lens(300, 300), **BOTH)
         k, v = (dequantize_rows(rows, INT4) for rows in (k_rows, v_rows))
         torchs = torch.nn.functional.scaled_dot_product_attention(
             q[:, :, None], k, v, enable_gqa=True
@@ -282,7 +283,7 @@ def test_16_bit_queries_cost_only_the_rounding_of_the_output(
     q = torch.randn(1, 8, 64).to(dtype)
     out, _ = state(q, k_rows, v_rows, lens(700), **BOTH)
     assert out.dtype == dtype
-    expected, _ = reference_attention(q, k_rows, v_rows, lens(700), **BOTH)
+    expected = reference_attention(q, k_rows, v_rows, lens(700), **BOTH)
     assert relative_l2(out, expected) <= 2 * relative_l2(expected.to(dtype), expected)
     wide, _ = state(q.float(), k_rows, v_rows, lens(700), **BOTH)
     assert torch.equal(out, wide.to(dtype))
@@ -388,3 +389,80 @@ def test_long_sums_lose_no_digits(relative_l2: Measure) -> None:
         assert relative_l2(out, values) <= LIMIT
         one_lse = state(q, rows[0], rows[1], lens(1), **BOTH)[1]
         torch.testing.assert_close(lse, one_lse + torch.tensor(tokens).log(), rtol=1e-6, atol=1e-6)
+
+
+def test_any_number_of_query_heads_costs_little_more_than_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Counted in heads of work items: a number without divisors was attended head by head."""
+    items: list[int] = []
+    monkeypatch.setattr(decode, "make_decode_kernel", lambda k, v, heads: heads)
+    monkeypatch.setattr(decode, "run", lambda kernel, arguments, count, **_: items.append(count))
+    k_rows = torch.zeros(1, 1, 64, INT4.row_bytes, dtype=torch.uint8)
+    segment = Segment(k_rows, k_rows, lens(64), INT4, INT4)
+    for ratio in (*range(1, 18), 31, 34, 37, 67, 71, 72, 73, 127):
+        heads = decode.heads_of_block(ratio)
+        decode.attend(torch.zeros(1, ratio, 64), [segment], 1.0, 1)
+        assert heads <= decode.MAX_HEADS and heads * items[-1] < ratio + items[-1]
+        assert items[-1] == -(-ratio // decode.MAX_HEADS)
+
+
+@pytest.mark.parametrize("ratio", [17, 34, 71])
+def test_query_heads_beyond_whole_blocks(ratio: int, relative_l2: Measure) -> None:
+    k_rows, v_rows = make_rows(INT4, (300, 21), 2), make_rows(INT4, (300, 21), 2)
+    q = torch.randn(2, 2 * ratio, 64)
+    for num_splits in (1, 3):
+        found = check(relative_l2, q, k_rows, v_rows, lens(300, 21), **BOTH, num_splits=num_splits)
+        for head in (0, ratio - 1, ratio, 2 * ratio - 1):  # it does not see the others
+            alone, _ = state(
+                q[:, head : head + 1],
+                k_rows[:, head // ratio :][:, :1],
+                v_rows[:, head // ratio :][:, :1],
+                lens(300, 21),
+                **BOTH,
+                num_splits=num_splits,
+            )
+            torch.testing.assert_close(alone[:, 0], found[0][:, head], rtol=1e-4, atol=1e-5)
+
+
+HOSTILE: dict[str, tuple[float, float, bool]] = {  # element 5 of a query, scale, whether it is NaN
+    "inf": (torch.inf, 1e-3, True),
+    "-inf": (-torch.inf, 1e-3, True),
+    "nan": (torch.nan, 1e-3, True),
+    "query": (3e38, 10.0, True),
+    "score": (-3e38, 1e-3, True),
+    "nearly": (3e36, 1e-3, False),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("tokens", [1, 300])
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_a_score_that_is_not_finite_makes_its_head_nan(
+    name: str, tokens: int, num_splits: int
+) -> None:
+    """Element 5 of all keys is 2000, so that all scores are as large as one is."""
+    element, sm_scale, is_nan = HOSTILE[name]
+    keys = torch.randn(1, 1, tokens, 64)
+    keys[..., 5] = 2000
+    k_rows, v_rows = packed(keys, INT4), make_rows(INT4, (tokens,), 1, spare=0)
+    q = torch.randn(1, 4, 64)
+    q[0, 2, 5] = element
+    options: dict[str, Any] = {**BOTH, "sm_scale": sm_scale}
+    given = q, k_rows, v_rows, lens(tokens)
+    out, lse = state(*given, **options, num_splits=num_splits)
+    expected, expected_lse = reference_attention(*given, **options, return_lse=True)
+    for mine, theirs in ((out, expected), (lse, expected_lse)):
+        assert bool(mine[0, 2].isnan().all()) == bool(theirs[0, 2].isnan().all()) == is_nan
+        mine, theirs = mine[0, [0, 1, 3]], theirs[0, [0, 1, 3]]  # the others are as ever
+        torch.testing.assert_close(mine.double(), theirs, rtol=1e-2, atol=1e-2)
+
+
+def test_a_scale_beyond_float32_makes_all_heads_nan() -> None:
+    k_rows, v_rows = make_rows(INT4, (9,), 1), make_rows(INT4, (9,), 1)
+    given = torch.randn(1, 4, 64), k_rows, v_rows, lens(9)
+    for result in (
+        *state(*given, **BOTH, sm_scale=1e300),
+        *reference_attention(*given, **BOTH, sm_scale=1e300, return_lse=True),
+    ):
+        assert bool(result.isnan().all())

@@ -146,7 +146,7 @@ class Call:
         self.rows = quantize_rows(k, fmt), quantize_rows(v, fmt)
         self.lens = torch.full((batch,), seq_len, dtype=torch.int32, device=device)
         self.formats: dict[str, Any] = {"k_format": fmt, "v_format": fmt}
-        self.expected, _ = reference_attention(self.q, *self.rows, self.lens, **self.formats)
+        self.expected = reference_attention(self.q, *self.rows, self.lens, **self.formats)
 
     def __call__(self) -> torch.Tensor:
         out = decode_attention(self.q, *self.rows, self.lens, **self.formats)

@@ -109,8 +109,7 @@ def compare(
     num_splits: int | None = None,
 ) -> torch.Tensor:
     """Assert that out and lse are those of the reference, and the same again; give out."""
-    call: dict[str, Any] = {"return_lse": True, "num_splits": num_splits}
-    out, lse = attend_segments(q, segments, **call)
+    out, lse = attend_segments(q, segments, return_lse=True, num_splits=num_splits)
     expected, expected_lse = attend_segments(
         q.double().float(), segments, return_lse=True, backend="reference"
     )
@@ -123,6 +122,6 @@ def compare(
     size = float(expected_lse[used].abs().max()) if bool(used.any()) else 0.0
     assert float((lse - expected_lse)[used].abs().max() if used.any() else 0) <= limit + 1e-5 * size
     assert not out[~used].any() and bool((lse[~used] == -torch.inf).all())
-    again, lse_again = attend_segments(q, segments, **call)
+    again, lse_again = attend_segments(q, segments, return_lse=True, num_splits=num_splits)
     assert torch.equal(again, out) and torch.equal(lse_again, lse), "two calls differ"
     return out

@@ -1,0 +1,56 @@
+"""What a public call is given in place of a tensor or a number: told in the words of the call."""
+
+from __future__ import annotations
+
+import math
+import operator
+from numbers import Integral, Real
+
+import numpy as np
+import torch
+
+from .errors import ConfigError
+
+
+def check_tensors(**given: object) -> None:
+    """Raise ConfigError unless each is a tensor."""
+    for name, value in given.items():
+        if isinstance(value, torch.Tensor):
+            continue
+        how = "give a tensor"
+        if isinstance(value, np.ndarray):
+            how += " (torch.from_numpy makes one of an array)"
+        raise ConfigError(f"{name} is of type {type(value).__name__}: {how}")
+
+
+def check_scale(sm_scale: float) -> float:
+    """A factor on scores, as a float; torch.compile traces this, and takes any float.
+
+    Raises:
+        ConfigError: it is no number (True is none), or not a finite one.
+    """
+    if not isinstance(sm_scale, float):
+        if not isinstance(sm_scale, Real) or isinstance(sm_scale, bool):
+            raise ConfigError(f"sm_scale is {sm_scale!r:.80}: use a number, or None")
+        sm_scale = float(sm_scale)
+    if not torch.compiler.is_compiling() and not math.isfinite(sm_scale):
+        raise ConfigError(f"sm_scale is {sm_scale}: use a finite number, or None")
+    return sm_scale
+
+
+def check_num_splits(num_splits: int | None) -> int | None:
+    """A number of splits as an int, whatever whole number it came as; torch.compile traces this.
+
+    Raises:
+        ConfigError: it is no whole number from 1 on (True is none).
+    """
+    if num_splits is None:
+        return None
+    if isinstance(num_splits, int) and not isinstance(num_splits, bool) and num_splits >= 1:
+        return num_splits
+    whole = isinstance(num_splits, Integral) and not isinstance(num_splits, bool)
+    if not whole or num_splits < 1:
+        raise ConfigError(
+            f"num_splits {num_splits!r:.80} is not possible: use a whole number from 1, or None"
+        )
+    return operator.index(num_splits)

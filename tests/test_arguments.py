@@ -1,0 +1,336 @@
+"""What public calls are given by mistake: always an error of ours, which says what to give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvquant import (
+    KVCache,
+    RowFormat,
+    append_rows,
+    decode_attention,
+    dequantize_pages,
+    dequantize_rows,
+    load_cache,
+    merge_states,
+    quantize_rows,
+    reference_attention,
+)
+from kvquant.attention import attend_segments
+from kvquant.basis import Basis, LayerBasis
+from kvquant.cascade import attend_shared
+from kvquant.errors import ConfigError, KVQuantError, ShapeError
+from kvquant.segments import Segment
+
+INT4 = RowFormat.parse("int4-g4", 64)
+BOTH: dict[str, Any] = {"k_format": INT4, "v_format": INT4}
+
+
+LENS = torch.tensor([5, 3], dtype=torch.int32)
+
+
+def untyped(value: Any) -> Any:
+    return value
+
+
+def rows(batch: int = 2, heads: int = 2, tokens: int = 5) -> torch.Tensor:
+    return quantize_rows(torch.randn(batch, heads, tokens, 64), INT4)
+
+
+def call(**changes: Any) -> Any:
+    """decode_attention of 2 sequences, with other arguments."""
+    given: dict[str, Any] = {
+        "q": torch.randn(2, 4, 64),
+        "k_rows": rows(),
+        "v_rows": rows(),
+        "seq_lens": LENS,
+        **BOTH,
+    }
+    return decode_attention(**{**given, **changes})
+
+
+def cache() -> KVCache:
+    made = KVCache(2, 2, 2, 64, 16, sink_len=1, recent_len=2)
+    made.append(0, *torch.randn(2, 2, 2, 5, 64))
+    return made
+
+
+# the calls as who does not check types sees them
+attend: Any = attend_segments
+shared: Any = attend_shared
+merge: Any = merge_states
+append: Any = KVCache.append
+REFERENCE: Any = reference_attention
+ARRAY = r"ndarray: give a tensor \(torch.from_numpy makes one of an array\)"
+Q, X = torch.zeros(2, 4, 64), torch.zeros(2, 2, 1, 64)
+PAGES = {"k_rows": rows(tokens=16), "v_rows": rows(tokens=16)}
+NO_TENSORS: list[tuple[str, Callable[[], Any], str]] = [
+    ("q a list", lambda: call(q=[1.0]), "q is of type list: give a tensor"),
+    ("q an array", lambda: call(q=Q.numpy()), f"q is of type {ARRAY}"),
+    ("q None", lambda: call(q=None), "q is of type NoneType"),
+    ("rows an array", lambda: call(k_rows=rows().numpy()), f"k_rows is of type {ARRAY}"),
+    ("rows a list", lambda: call(v_rows=[0]), "v_rows is of type list"),
+    ("lengths a list", lambda: call(seq_lens=[5, 3]), "seq_lens is of type list: give a tensor"),
+    ("lengths an array", lambda: call(seq_lens=LENS.numpy()), f"seq_lens is of type {ARRAY}"),
+    ("pages a list", lambda: call(**PAGES, block_table=[[0], [1]]), "block_table is of type list"),
+    ("reference", lambda: REFERENCE(Q, rows(), rows(), [5, 3], **BOTH), "seq_lens is of type list"),
+    ("attend", lambda: KVCache.attend(cache(), 0, untyped([[1.0]])), "q is of type list"),
+    ("append an array", lambda: append(cache(), 0, X.numpy(), X), f"k is of type {ARRAY}"),
+    ("append None", lambda: append(cache(), 0, X, None), "v is of type None"),
+    ("quantize_rows", lambda: quantize_rows(untyped([1.0]), INT4), "x is of type list"),
+    ("dequantize_rows", lambda: dequantize_rows(untyped(b""), INT4), "rows is of type bytes"),
+    ("segments of rows", lambda: attend(Q, [rows()]), "segments has a Tensor"),
+    ("one segment", lambda: attend(Q, segment()), "segments is of type Segment: give a list"),
+    ("no list", lambda: attend(Q, 5), "segments is of type int"),
+    ("a short tuple", lambda: attend(Q, [(rows(), rows())]), "segments has a tuple"),
+    ("prefix", lambda: shared(Q, rows(), []), "prefix is of type Tensor"),
+    (
+        "members",
+        lambda: shared(Q, segment(1), [segment()], members=[0]),
+        "members is of type list",
+    ),
+    ("a state", lambda: merge(torch.zeros(2)), "a state is a Tensor and no pair"),
+    (
+        "a list of states",
+        lambda: merge([(torch.zeros(1, 4), torch.zeros(1))] * 2),
+        r"a state is a list .* a list as merge_states\(\*states\)",
+    ),
+]
+
+
+def segment(batch: int = 2, **changes: Any) -> Segment:
+    lens = torch.full((batch,), 5, dtype=torch.int32)
+    return Segment(rows(batch), rows(batch), lens, INT4, INT4)._replace(**changes)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"), [case[1:] for case in NO_TENSORS], ids=[case[0] for case in NO_TENSORS]
+)
+def test_what_is_no_tensor_is_told(mistake: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        mistake()
+
+
+@pytest.mark.parametrize(
+    ("shape", "how"),
+    [
+        ((2, 4, 1, 64), r"head_dim\]: give q.squeeze\(2\)$"),
+        ((2, 1, 4, 64), r"head_dim\]: give q.squeeze\(1\)$"),
+        ((2, 4, 3, 64), "the queries of one token a sequence$"),
+        ((4, 64), r"head_dim\]$"),
+    ],
+    ids=str,
+)
+def test_queries_of_other_axes_are_told_what_to_do(shape: tuple[int, ...], how: str) -> None:
+    uses: list[Callable[[torch.Tensor], Any]]
+    uses = [lambda q: call(q=q), lambda q: cache().attend(0, q)]
+    for use in uses:
+        with pytest.raises(ShapeError, match=how):
+            use(torch.zeros(shape))
+
+
+def test_keys_in_another_order_are_told_what_to_do() -> None:
+    x = torch.zeros(2, 5, 2, 64)
+    with pytest.raises(ShapeError, match=r"the heads before the tokens: give k.transpose\(1, 2\)"):
+        cache().append(0, x, x)
+    with pytest.raises(ShapeError, match=r"v is \[2, 2, 64\].*give v.unsqueeze\(2\)"):
+        cache().append(0, x.transpose(1, 2), x[:, 0])
+    with pytest.raises(ShapeError, match=r"new_tokens, 64\]$"):
+        cache().append(0, x[0], x[0])
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_numbers_of_numpy_are_numbers(backend: str) -> None:
+    plain = call(num_splits=3, sm_scale=0.5, backend=backend)
+    torch.manual_seed(0)
+    expected = call(num_splits=3, sm_scale=0.5, backend=backend)
+    torch.manual_seed(0)
+    given = call(num_splits=np.int64(3), sm_scale=np.float32(0.5), backend=backend)
+    assert torch.equal(given, expected) and given.shape == plain.shape
+
+
+@pytest.mark.parametrize("name", ["num_splits", "sm_scale"])
+@pytest.mark.parametrize("value", [True, "0.5", float("nan"), float("inf"), [1], 1j], ids=str)
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_other_numbers_are_refused(name: str, value: Any, backend: str | None) -> None:
+    options: dict[str, Any] = {name: value}
+    one = cache()
+    in_basis = KVCache(1, 2, 2, 64, 16, bases=[LayerBasis(*[Basis(torch.zeros(2, 64))] * 2)])
+    uses: list[Callable[[], Any]] = [
+        lambda: call(backend=backend, **options),
+        lambda: one.attend(0, Q, backend=backend, **options),
+        lambda: in_basis.attend(0, Q, backend=backend, **options),
+        lambda: shared(Q, segment(1), [segment()], **options),
+    ]
+    for use in uses:
+        with pytest.raises(ConfigError, match=name):
+            use()
+
+
+def test_a_truth_value_is_no_number_in_a_graph_either() -> None:
+    for options in ({"sm_scale": True}, {"num_splits": True}):
+        compiled = torch.compile(lambda given=options: call(**given), backend="eager")
+        with pytest.raises((ConfigError, torch._dynamo.exc.TorchDynamoException)):
+            compiled()
+
+
+@pytest.mark.parametrize("layer", [None, "0", 1.0, -1, 2, True, [0], np.int64(2)], ids=str)
+def test_layers_that_are_none_are_refused(layer: Any) -> None:
+    one = cache()
+    before = one.seq_lens.tolist()
+    x = torch.zeros(2, 2, 1, 64)
+    for use in (
+        lambda: one.append(layer, x, x),
+        lambda: one.attend(layer, torch.zeros(2, 4, 64)),
+        lambda: one.dequantized(layer),
+        lambda: one.segments(layer),
+    ):
+        with pytest.raises(ConfigError, match="does not exist: the cache has layers 0 to 1"):
+            use()
+    assert one.seq_lens.tolist() == before
+    assert one.attend(untyped(np.int64(0)), Q).shape == (2, 4, 64)
+
+
+@pytest.mark.parametrize(
+    ("use", "error", "message"),
+    [
+        (lambda c: c.fork([]), ShapeError, "give places from 0 to 1, one or more"),
+        (lambda c: c.reorder([]), ShapeError, "give places from 0 to 1, one or more"),
+        (lambda c: c.fork(5), ShapeError, "index is 5"),
+        (lambda c: c.fork("0"), ConfigError, "index is '0': use whole numbers"),
+        (lambda c: c.fork([True, False]), ConfigError, "use whole numbers"),
+        (lambda c: c.fork([0, None]), ConfigError, "use whole numbers"),
+        (lambda c: c.reorder([10**30, 0]), ConfigError, "use whole numbers"),
+        (lambda c: c.crop(-(10**30)), ShapeError, "give lengths from 0"),
+        (lambda c: c.crop(-1), ShapeError, "give lengths from 0"),
+        (lambda c: c.crop([1]), ShapeError, "give lengths from 0"),
+        (lambda c: c.crop(None), ConfigError, "seq_lens is None: use whole numbers"),
+        (lambda c: c.crop("3"), ConfigError, "use whole numbers"),
+        (lambda c: c.repeat(0), ConfigError, "times 0 is not possible"),
+        (lambda c: c.repeat("2"), ConfigError, "times '2' is not possible"),
+    ],
+)
+def test_places_and_lengths_that_cannot_be(
+    use: Callable[[KVCache], Any], error: type[KVQuantError], message: str
+) -> None:
+    one = cache()
+    expected = one.dequantized(0)[0]
+    with pytest.raises(error, match=message):
+        use(one)
+    assert torch.equal(one.dequantized(0)[0], expected)
+
+
+def test_lengths_come_as_lists_arrays_and_tensors() -> None:
+    kinds: list[Any] = [list, np.array, torch.tensor, tuple, lambda x: np.array(x, np.uint8)]
+    for kind in kinds:
+        one = cache()
+        x = torch.zeros(2, 2, 8, 64)
+        one.append(0, x[:, :, :3], x[:, :, :3], kind([1, 3]))
+        one.append(1, x, x)
+        assert one.seq_lens.tolist() == [6, 8]
+        one.crop(kind([4, 8]))
+        one.reorder(kind([1, 0]))
+        assert one.seq_lens.tolist() == [8, 4]
+    one.crop(10**30)
+    assert one.seq_lens.tolist() == [8, 4]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bases": [None]}, r"bases is \[None\]: give a LayerBasis for each layer"),
+        ({"bases": 5}, "bases is 5: give a LayerBasis for each layer"),
+        ({"bases": [Basis(torch.zeros(2, 64))]}, "give a LayerBasis for each layer"),
+        ({"windows": 4}, "windows is 4: give a list"),
+        ({"windows": "4"}, "windows is '4': give a list"),
+        ({"windows": [True]}, "a window True is not possible"),
+        ({"k_format": 4}, "format 4 is not possible: give a name"),
+        ({"v_format": None}, "format None is not possible"),
+        ({"k_format": ["int4", 3]}, "k_format lists 2 formats for 1 layers"),
+        ({"recent_len": 1e3}, "recent_len 1000.0 is not possible"),
+    ],
+    ids=str,
+)
+def test_a_cache_of_other_things_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        KVCache(1, 1, 2, 64, 16, **options)
+
+
+def test_a_path_is_no_plan() -> None:
+    with pytest.raises(ConfigError, match=r"plan is of type str: .* CachePlan.load\(path\)"):
+        KVCache.from_plan(untyped("plan.safetensors"), 1, 16)
+    with pytest.raises(ConfigError, match="plan is of type str"):
+        load_cache("none", plan=untyped("plan.safetensors"))
+
+
+def test_names_of_formats_are_formats_everywhere() -> None:
+    x = torch.randn(6, 2, 64)
+    made = quantize_rows(x, "int4-g4")
+    assert torch.equal(made, quantize_rows(x, INT4))
+    assert torch.equal(dequantize_rows(made, "int4-g4"), dequantize_rows(made, INT4))
+    pages = [torch.zeros(1, 2, 6, INT4.row_bytes, dtype=torch.uint8) for _ in range(2)]
+    append_rows(x, x, pages[0], pages[1], torch.arange(6), "int4-g4", INT4)
+    assert torch.equal(*pages)
+    slots = torch.arange(6)
+    found = dequantize_pages(pages[0], "int4-g4", slots, torch.float32)
+    assert torch.equal(found, dequantize_pages(pages[0], INT4, slots, torch.float32))
+
+    q, by_name = torch.randn(2, 4, 64), untyped({"k_format": "int4-g4", "v_format": "int4-g4"})
+    one, prefix = segment(), segment(1)
+    named = one._replace(**by_name)
+    assert torch.equal(attend_segments(q, [named, one]), attend_segments(q, [one, one]))
+    assert torch.equal(
+        attend_shared(q, prefix._replace(**by_name), [named]),
+        attend_shared(q, prefix, [one]),
+    )
+    compiled = torch.compile(lambda q: attend_segments(q, [named]), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(q), attend_segments(q, [one]))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["int4-g04", "int4-g4 ", "int4-g\N{FULLWIDTH DIGIT FOUR}", "int4-g" + "9" * 5000, "int4-g"],
+)
+def test_names_of_no_format_are_refused_everywhere(name: str) -> None:
+    x, slots = torch.zeros(1, 2, 64), torch.zeros(1, dtype=torch.int64)
+    made = torch.zeros(1, 2, 1, INT4.row_bytes, dtype=torch.uint8)
+    for use in (
+        lambda: RowFormat.parse(name, 64),
+        lambda: quantize_rows(x, name),
+        lambda: dequantize_rows(made, name),
+        lambda: append_rows(x, x, made, made.clone(), slots, name, INT4),
+        lambda: dequantize_pages(made, name, slots, torch.float32),
+        lambda: call(k_format=name),
+        lambda: call(v_format=name),
+        lambda: KVCache(1, 1, 1, 64, 16, k_format=name),
+        lambda: attend_segments(torch.zeros(2, 4, 64), [segment(k_format=name)]),
+    ):
+        with pytest.raises(ConfigError, match="does not exist: use int4") as caught:
+            use()
+        assert len(str(caught.value)) < 250
+
+
+def test_rows_of_another_width_are_told_which_there_are() -> None:
+    with pytest.raises(ShapeError, match="the bytes of a row of int4-g4, one of 48, 56, 64, 72"):
+        dequantize_rows(torch.zeros(2, 50, dtype=torch.uint8), "int4-g4")
+
+
+def test_sizes_of_numpy_are_sizes() -> None:
+    assert RowFormat.parse("int4-g4", untyped(np.int64(64))) == INT4
+    for head_dim in (True, 64.0, "64", None):
+        with pytest.raises(ConfigError, match="is not supported: use 64, 80"):
+            RowFormat.parse("int4-g4", untyped(head_dim))
+
+
+def test_things_are_shown_short() -> None:
+    assert eval(repr(INT4)) == INT4 and repr(INT4) == "RowFormat.parse('int4-g4', 64)"
+    one = KVCache(2, 3, 2, 64, 16, k_format=["int8", "int4"], v_format="fp8", windows=[4, None])
+    assert repr(one) == (
+        "KVCache(2 layers, 3 sequences, 2 KV heads of 64, max_seq_len 16, K int8 or int4, V fp8, "
+        "bf16 sinks and recent tokens: 4 and 128, windows, on cpu)"
+    )
