@@ -87,6 +87,12 @@ class Basis:
         if self.matrix is not None and offset.is_cuda:  # elsewhere turned queries are float32
             self.fp16_matrix, self.fp16_factor = _for_fp16(self.matrix)
 
+    def __repr__(self) -> str:
+        heads, dim = self.offset.shape
+        parts = [self.kind, f"{heads} KV heads of {dim}"]
+        parts += ["clip"] * (self.clip is not None) + ["feedback"] * (self.feedback is not None)
+        return f"Basis({', '.join(parts)})"
+
     def to(self, device: torch.device | str) -> Basis:
         """The same on a device."""
         matrix = self.matrix if self.kind == "matrix" else None

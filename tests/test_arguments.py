@@ -254,7 +254,6 @@ def test_lengths_come_as_lists_arrays_and_tensors() -> None:
         ({"k_format": ["int4", 3]}, "k_format lists 2 formats for 1 layers"),
         ({"recent_len": 1e3}, "recent_len 1000.0 is not possible"),
     ],
-    ids=str,
 )
 def test_a_cache_of_other_things_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):

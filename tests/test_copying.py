@@ -44,7 +44,7 @@ def test_a_copy_of_a_kv_cache_goes_on_by_itself(way: str) -> None:
         copied.append(layer, *rows)
         assert same(cache.dequantized(layer), before[layer])
         cache.append(layer, *rows)
-        assert torch.equal(cache.attend(layer, q), copied.attend(layer, q))  # type: ignore[arg-type]
+        assert torch.equal(cache.attend(layer, q), copied.attend(layer, q))
         assert same(cache.dequantized(layer), copied.dequantized(layer))
     assert copied.positions.tolist() == cache.positions.tolist() == [49, 56]
 
