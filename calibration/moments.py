@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from copy import copy
 from pathlib import Path
 
 import torch
@@ -82,6 +83,14 @@ class LayerMoments:
             sums[f"{side}_outer"] += rows.mT @ rows
             sums[f"{side}_min"] = torch.minimum(sums[f"{side}_min"], rows.amin(1))
             sums[f"{side}_max"] = torch.maximum(sums[f"{side}_max"], rows.amax(1))
+
+    def with_queries(self, others: Sequence[LayerMoments]) -> LayerMoments:
+        """These moments, with the queries of other layers that meet the same keys."""
+        found = copy(self)
+        found.q_heads_per_kv_head += sum(other.q_heads_per_kv_head for other in others)
+        queries = [one.tensors["q_outer"] for one in (self, *others)]
+        found.tensors = {**self.tensors, "q_outer": torch.stack(queries).sum(0)}
+        return found
 
     @property
     def count(self) -> int:

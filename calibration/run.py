@@ -38,6 +38,9 @@ Report = Callable[[str, int], None]  # a stage and how much of it was done, in h
 class CalibratedModel(ObservableModel, DecodingModel, PassingModel, Protocol):
     """A model that can be observed and that decodes; kvquant.model.CachedModel is one."""
 
+    def shared_layers(self) -> dict[int, int]:
+        """The layers that attend to the keys and values of another one, and that one."""
+
     @property
     def config_dict(self) -> dict[str, Any]:
         """The whole config."""
@@ -190,8 +193,9 @@ def finish(
         passages: [windows, context + scored + 1] that are decoded; nothing is measured when None.
         zero_data: whether the moments are not of a text.
     """
-    places, others = held_layers(moments, getattr(model, "config", None))
-    moments, held = renumbered(moments, places), HeldLayers(model, places)
+    shared = model.shared_layers()
+    places, others = held_layers(moments, getattr(model, "config", None), shared)
+    moments, held = renumbered(moments, places, shared), HeldLayers(model, places, shared)
     names = CANDIDATES if goal.format is None else tuple(dict.fromkeys((*CANDIDATES, goal.format)))
     first = next(iter(moments.layers.values()))
     dims = [first.tensors[f"{side}_sum"].shape[1] for side in "kv"]
@@ -223,18 +227,19 @@ def finish(
         limit = {"max_kl": None, "budget": goal.budget, "met": True}
         rest = {"limit": limit, "blamed": [], "sensitivity": [], "comparison": []}
         return CachePlan({**plan.facts, **rest}, plan.tensors)
-    reference = _reference(model, passages, sizes.context, places)
+    reference = _reference(model, plan, passages, sizes.context)
     return _decided(reference, plan, chosen, formats, goal, sizes, progress)
 
 
 def _reference(
-    model: CalibratedModel, passages: torch.Tensor, context: int, places: list[int]
+    model: CalibratedModel, plan: CachePlan, passages: torch.Tensor, context: int
 ) -> Reference | PassReference:
-    """What plans are measured by: decoding, where the model can decode from a KVCache."""
+    """What plans are measured by: decoding, where the model can decode from a KVCache of them."""
     try:
+        model.new_cache(1, 1, plan=plan)
         return Reference(model, passages, context)
     except UnsupportedModelError as error:
-        return PassReference(model, passages, context, places, why=str(error))
+        return PassReference(model, passages, context, plan.places, why=str(error))
 
 
 def _decided(

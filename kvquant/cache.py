@@ -13,6 +13,7 @@ from .attention import State, attend_segments
 from .basis import LayerBasis
 from .basisattention import attend_in_basis
 from .cachechecks import (
+    DEFAULT_FORMAT,
     Counts,
     Formats,
     check_append,
@@ -82,8 +83,8 @@ class KVCache:
         head_dim: int,
         max_seq_len: int,
         *,
-        k_format: Formats = "int4-g4",
-        v_format: Formats = "int4-g4",
+        k_format: Formats = DEFAULT_FORMAT,
+        v_format: Formats = DEFAULT_FORMAT,
         sink_len: int = 4,
         recent_len: int = 128,
         exact_format: str = "bf16",

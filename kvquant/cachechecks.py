@@ -25,6 +25,7 @@ MAX_LENGTH = 2**31 - 1  # lengths are int32
 
 Formats = str | RowFormat | Sequence[str | RowFormat]
 Counts: TypeAlias = "torch.Tensor | Sequence[int] | NDArray[np.integer[Any]]"
+DEFAULT_FORMAT = "int4-g4"
 
 
 def check_size(name: str, size: int, *, at_least: int = 0) -> int:
@@ -165,6 +166,21 @@ def per_layer(name: str, formats: Formats, num_layers: int, head_dim: int) -> li
     if len(formats) != num_layers:
         raise ConfigError(f"{name} lists {len(formats)} formats for {num_layers} layers")
     return [f if isinstance(f, RowFormat) else RowFormat.parse(f, head_dim) for f in formats]
+
+
+def row_formats(name: str, formats: Formats, head_dims: Sequence[int]) -> list[RowFormat]:
+    """One format for each layer, of its head_dim.
+
+    Raises:
+        ConfigError: a format does not exist or is of another head_dim, or there are more or fewer
+            than layers.
+    """
+    if isinstance(formats, (str, RowFormat)) or not isinstance(formats, Sequence):
+        formats = [formats] * len(head_dims)
+    listed: Sequence[str | RowFormat] = formats
+    if len(listed) != len(head_dims):
+        raise ConfigError(f"{name} lists {len(listed)} formats for {len(head_dims)} layers")
+    return [RowFormat.parse(f, head_dim) for f, head_dim in zip(listed, head_dims, strict=True)]
 
 
 def check_append(

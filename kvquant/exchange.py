@@ -34,7 +34,7 @@ from pathlib import Path
 import torch
 
 from .cache import KVCache
-from .cachechecks import Formats
+from .cachechecks import Formats, row_formats
 from .errors import CheckpointError, ConfigError, NonFiniteError, ShapeError, UnsupportedError
 from .files import SafetensorsFile, TensorSource, save_safetensors
 from .jsonvalues import INT32, MAX_LAYERS, MAX_SEQUENCES
@@ -210,8 +210,8 @@ def quantize_raw(
             num_kv_heads,
             head_dim,
             tokens if max_seq_len is None else max_seq_len,
-            k_format=_formats("k_format", k_format, [shape[3] for shape in raw.k_shapes]),
-            v_format=_formats("v_format", v_format, [shape[3] for shape in raw.v_shapes]),
+            k_format=row_formats("k_format", k_format, [shape[3] for shape in raw.k_shapes]),
+            v_format=row_formats("v_format", v_format, [shape[3] for shape in raw.v_shapes]),
             sink_len=sink_len,
             recent_len=recent_len,
             exact_format=exact_codec(raw.dtype) if exact_format is None else exact_format,
@@ -273,14 +273,6 @@ def export_cache(cache: KVCache, path: str | os.PathLike[str], to: str) -> list[
     tensors[name] = TensorSource(torch.int32, (cache.batch,), lambda: [counts])
     save_safetensors(path, tensors, lambda _: {"format": "pt", "kvquant_export": to})
     return notes
-
-
-def _formats(name: str, formats: Formats, head_dims: list[int]) -> list[RowFormat]:
-    """One format for each layer, of its head_dim."""
-    listed = [formats] * len(head_dims) if isinstance(formats, (str, RowFormat)) else formats
-    if len(listed) != len(head_dims):
-        raise ConfigError(f"{name} lists {len(listed)} formats for {len(head_dims)} layers")
-    return [RowFormat.parse(f, head_dim) for f, head_dim in zip(listed, head_dims, strict=True)]
 
 
 def _values(cache: KVCache, dtype: torch.dtype) -> dict[str, TensorSource]:

@@ -6,6 +6,7 @@ calls the attention function is a layer with attention.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -14,26 +15,26 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import AttentionInterface
 
 from .errors import UnsupportedError
-from .huggingface import attend_by
-from .rowpass import exact_attention
+from .rowpass import exact_attention, owner_of
+from .switch import attending
 
 # layer, queries, keys and values as attention meets them, and its factor on q·k
 Observer = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float], None]
 OBSERVED = "kvquant-observed"
 
 
-class _Watch:
-    """Who is watching attention at the moment.
+class _Watch(threading.local):
+    """Who is watching attention at the moment, in this thread.
 
     Attributes:
         observer: is shown every call.
-        modules: the attention module of each layer that has attended.
+        owners: of each layer that has attended, the layer whose keys these were.
         last: the one that attended last, until its output projection is found.
     """
 
     def __init__(self) -> None:
         self.observer: Observer | None = None
-        self.modules: dict[int, torch.nn.Module] = {}
+        self.owners: dict[int, int] = {}
         self.last: torch.nn.Module | None = None
 
     def show(
@@ -47,7 +48,7 @@ class _Watch:
         layer = getattr(module, "layer_idx", None)
         if not isinstance(layer, int):
             raise UnsupportedError(f"{type(module).__name__} does not say which layer it is")
-        self.modules[layer] = self.last = module
+        self.last, self.owners[layer] = module, owner_of(key, layer)
         if self.observer:
             scale = query.shape[-1] ** -0.5 if scaling is None else scaling
             self.observer(layer, query.detach(), key.detach(), value.detach(), scale)
@@ -84,20 +85,26 @@ def observe(model: Any, tokens: torch.Tensor, observer: Observer | None) -> None
         model: attends through transformers' attention interface.
         tokens: [batch, tokens], int64.
         observer: called with the layer, queries [batch, num_q_heads, tokens, head_dim] and keys
-            [batch, num_kv_heads, tokens, head_dim] (after RoPE), values likewise, and sm_scale.
+            [batch, num_kv_heads, tokens, head_dim] (after RoPE), values likewise, and sm_scale. A
+            layer that attends to the keys of another one is shown with those.
 
     Raises:
         UnsupportedError: the model, or a layer, does not attend through that interface.
     """
-    attend_by(model, OBSERVED)
-    _watch.observer, _watch.modules, _watch.last = observer, {}, None
+    _watch.observer, _watch.owners, _watch.last = observer, {}, None
     try:
-        with torch.no_grad():
+        with attending(model, OBSERVED), torch.no_grad():
             model(tokens.to(model.device), use_cache=False, logits_to_keep=1)
     finally:
         _watch.observer, _watch.last = None, None
-    if not _watch.modules:
+    if not _watch.owners:
         raise UnsupportedError(f"no layer of {type(model).__name__} has attention")
+
+
+def shared_layers(model: Any) -> dict[int, int]:
+    """The layers that attend to the keys and values of another one, and that one."""
+    observe(model, torch.zeros(1, 2, dtype=torch.int64), None)
+    return {layer: owner for layer, owner in _watch.owners.items() if owner != layer}
 
 
 def output_weights(model: Any) -> dict[int, torch.Tensor]:

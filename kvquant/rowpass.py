@@ -11,8 +11,8 @@ ones, so all scored tokens may be computed at once.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,16 +20,15 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from .errors import UnsupportedError
-from .huggingface import attend_by
+from .switch import attending
 
 # layer, keys and values [batch, num_kv_heads, tokens, head_dim]: what attention reads of them
 Store = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 STORED = "kvquant-stored"
 
 
-@dataclass
-class _Pass:
-    """The pass that runs at the moment."""
+class _Pass(threading.local):
+    """The pass that runs at the moment, in this thread."""
 
     store: Store | None = None
     context: int = 0
@@ -59,6 +58,14 @@ def exact_attention(module: torch.nn.Module, options: dict[str, Any]) -> Callabl
     return eager
 
 
+def owner_of(key: torch.Tensor, layer: int) -> int:
+    """The layer whose keys these are: the first that attends with them, which is marked on them."""
+    owner: int | None = getattr(key, "kvquant_owner", None)
+    if owner is None:
+        owner = key.kvquant_owner = layer  # type: ignore[attr-defined]
+    return owner
+
+
 def predict_from_rows(
     model: Any, tokens: torch.Tensor, context: int, exact: torch.dtype, store: Store
 ) -> torch.Tensor:
@@ -69,15 +76,15 @@ def predict_from_rows(
         tokens: [batch, tokens], int64.
         context: first tokens, which are read as from a 16-bit cache.
         exact: dtype of its rows.
-        store: called with each layer's index, keys and values; gives what is read of them.
+        store: called with each layer's index, keys and values; gives what is read of them. A layer
+            that attends to the keys of another one reads what is stored as that one's.
 
     Returns:
         [batch, tokens - context, vocabulary]: logits.
     """
-    attend_by(model, STORED)
     _pass.store, _pass.context, _pass.exact = store, context, exact
     try:
-        with torch.no_grad():
+        with attending(model, STORED), torch.no_grad():
             keep = tokens.shape[1] - context
             out = model(tokens.to(model.device), use_cache=False, logits_to_keep=keep)
     finally:
@@ -97,7 +104,7 @@ def _stored_attention(
     layer = getattr(module, "layer_idx", None)
     if not isinstance(layer, int) or _pass.store is None:
         raise UnsupportedError(f"{type(module).__name__} does not say which layer it is")
-    attend = exact_attention(module, options)
+    attend, layer = exact_attention(module, options), owner_of(key, layer)
     key, value = (x.to(_pass.exact).to(x.dtype) for x in (key, value))
     first, _ = attend(module, query, key, value, attention_mask, **options)
     later, _ = attend(module, query, *_pass.store(layer, key, value), attention_mask, **options)

@@ -4,6 +4,7 @@ import copy
 import importlib
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,56 +22,26 @@ from kvquant.errors import (
 )
 
 transformers = pytest.importorskip("transformers")
+from hf_cases import (  # noqa: E402
+    FP16,
+    GEMMA3N,
+    SHAPE,
+    SHARING,
+    TOLERANCE,
+    RoundedCache,
+    tiny,
+    tokens,
+)
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from transformers import masking_utils as masking  # noqa: E402
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
+
 import kvquant.model  # noqa: E402
-from kvquant.huggingface import TransformersCache, attend_by  # noqa: E402
+from kvquant import huggingface  # noqa: E402
+from kvquant.huggingface import TransformersCache  # noqa: E402
 from kvquant.model import CachedModel  # noqa: E402
 
 BUNDLED = Path(__file__).parent.parent / "examples" / "llama-demo-5m"
-# Of logits of size 1. A float32 sum in another order is 1e-6 away, which rounds a few keys and
-# values to the neighbouring fp16 number.
-TOLERANCE = 3e-4
-SHAPE = {
-    "vocab_size": 256,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 512,
-}
-FP16: dict[str, Any] = {
-    "k_format": "fp16",
-    "v_format": "fp16",
-    "sink_len": 0,
-    "recent_len": 0,
-    "exact_format": "fp16",
-}
-
-
-def tiny(kind: str, **changes: Any) -> CachedModel:
-    """A random model with logits of size 1 or so."""
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**(SHAPE | changes))
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if weight.ndim > 1:
-                weight.normal_(std=weight.shape[-1] ** -0.5)
-            elif "bias" in name:
-                weight.normal_()
-    return CachedModel(model)
-
-
-def tokens(*shape: int) -> torch.Tensor:
-    return torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(1))
-
-
-class RoundedCache(transformers.DynamicCache):  # type: ignore[misc, name-defined]
-    """transformers' own cache with K and V rounded to float16 on their way in."""
-
-    def update(self, k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
-        return super().update(k.half().float(), v.half().float(), *args, **kwargs)
 
 
 @pytest.fixture(scope="module", params=["Llama", "Qwen2"])
@@ -151,10 +122,10 @@ def test_positions_start_where_the_cache_says(model: CachedModel) -> None:
 def test_transformers_generates_with_the_cache(model: CachedModel) -> None:
     text = tokens(2, 20)
     options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": 999}
-    attend_by(model.model, "sdpa")
+    model.model.set_attn_implementation("sdpa")
     expected = model.model.generate(text, past_key_values=RoundedCache(), **options)
     cache = model.new_cache(2, 40, **FP16)
-    attend_by(model.model, "kvquant")
+    model.model.set_attn_implementation("kvquant")
     given = model.model.generate(text, past_key_values=TransformersCache(cache), **options)
     assert given.tolist() == expected.tolist()
     assert cache.seq_lens.tolist() == [27, 27]
@@ -215,7 +186,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "chunks": (
         "Llama4Text",
         {"attention_chunk_size": 16, "num_local_experts": 1, "intermediate_size_mlp": 256},
-        r"layers \[.*0.*\] attend to chunks of 16 tokens",
+        r"layer 0 \(Llama4TextAttention\) attends to chunks of 16 tokens",
     ),
     "softcap": ("Gemma2", {"sliding_window": 128}, r"layer 0 \(Gemma2Attention\) asks for softcap"),
     "sink logits": (
@@ -327,14 +298,15 @@ def test_a_call_that_fails_is_taken_back_with_windows_too(monkeypatch: pytest.Mo
 
 
 def test_masks_that_hide_tokens_are_refused(model: CachedModel) -> None:
-    attend_by(model.model, "kvquant")
+    model.model.set_attn_implementation("kvquant")
     text, mask = tokens(2, 8), torch.ones(2, 8, dtype=torch.int64)
     mask[0, :3] = 0
-    with pytest.raises(UnsupportedError, match="attention_mask hides tokens"):
+    message = r"layer 0 .* got an attention_mask that hides tokens, .* prompts of one length"
+    with pytest.raises(UnsupportedError, match=message):
         model.model(
             text, attention_mask=mask, past_key_values=TransformersCache(model.new_cache(2, 8))
         )
-    with pytest.raises(UnsupportedError, match=r"layer 0 .* got an attention mask"):
+    with pytest.raises(UnsupportedError, match=r"layer 0 .* got an attention mask that is not"):
         model.model(
             text,
             attention_mask=torch.zeros(2, 1, 8, 8),
@@ -342,18 +314,318 @@ def test_masks_that_hide_tokens_are_refused(model: CachedModel) -> None:
         )
 
 
-def test_keys_of_another_cache_are_refused(model: CachedModel) -> None:
-    attend_by(model.model, "kvquant")
-    with pytest.raises(UnsupportedError, match=r"layer 0 .* did not come from a KVCache"):
-        model.model(tokens(1, 4), past_key_values=transformers.DynamicCache())
+def test_layers_that_share_keys_attend_to_the_rows_of_their_owner() -> None:
+    for kind, changes in (
+        ("Gemma3nText", GEMMA3N),
+        ("Gemma4Text", SHARING | {"global_head_dim": 64}),
+        ("Gemma4Text", SHARING | {"global_head_dim": 128}),  # head_dim differs by layer
+    ):
+        model, text, past = tiny(kind, **changes), tokens(2, 44), RoundedCache()
+        expected = [model.plain(text[:, :40], past)]
+        expected += [model.plain(column[:, None], past) for column in text[:, 40:].unbind(1)]
+        for chunk, recent in ((1, 0), (7, 5), (64, 5)):
+            cache = model.new_cache(2, 60, **FP16 | {"recent_len": recent})
+            assert cache.num_layers == 2 and cache.windows == [16, None]
+            given = [model.prefill(cache, text[:, :40], chunk=chunk)]
+            given += [model.step(cache, column) for column in text[:, 40:].unbind(1)]
+            for got, wanted in zip(given, expected, strict=True):
+                torch.testing.assert_close(got, wanted, atol=10 * TOLERANCE, rtol=0)
+            assert [at.seq_lens.tolist() for at in cache.layers] == [[44, 44]] * 2
 
 
-def test_a_layer_that_does_not_attend_is_noticed(model: CachedModel) -> None:
-    view = TransformersCache(model.new_cache(1, 8))
+def test_shared_keys_are_right_in_ragged_batches_and_after_a_crop() -> None:
+    model, lens, text = tiny("Gemma3nText", **GEMMA3N), [3, 40, 17], tokens(3, 40)
+    cache = model.new_cache(3, 60, **FP16)
+    model.prefill(cache, text, [9, 40, 20], chunk=16)
+    cache.crop(lens)
+    given = [model.prefill(cache, text[:, :5]), model.step(cache, text[:, 5])]
+    for b, seq_len in enumerate(lens):
+        past = RoundedCache()
+        whole = torch.cat([text[b : b + 1, :seq_len], text[b : b + 1, :5]], dim=1)
+        expected = [model.plain(whole, past), model.plain(text[b : b + 1, 5:6], past)]
+        for ours, theirs in zip(given, expected, strict=True):
+            torch.testing.assert_close(ours[b], theirs[0], atol=10 * TOLERANCE, rtol=0)
+
+
+def test_shared_keys_of_a_chunk_are_those_before_its_rows_were_packed() -> None:
+    model, text = tiny("Gemma3nText", **GEMMA3N), tokens(1, 60)
+    cache = model.new_cache(1, 60, k_format="int4", v_format="int4", sink_len=0, recent_len=8)
+    model.prefill(cache, text[:, :30])
+    dequantized = model.new_cache(1, 60, **FP16)
+    for layer, (at, origin) in enumerate(zip(dequantized.layers, cache.layers, strict=True)):
+        gone = origin.seq_lens - origin.held_lens
+        at.begin(gone, gone, gone)
+        dequantized.append(layer, *cache.dequantized(layer, torch.float16))
+    given, expected = (model.prefill(c, text[:, 30:]) for c in (cache, dequantized))
+    torch.testing.assert_close(given, expected, atol=0.02, rtol=0)  # the copy is rounded
+
+
+def test_values_that_are_not_those_of_the_cache_are_refused() -> None:
+    model = tiny("DiffLlama")
+    cache = model.new_cache(1, 64)
+    for new in (1, 9):  # it attends twice, to halves of the values
+        with pytest.raises(UnsupportedError, match=r"layer 0 \(Diff.*attends to other values"):
+            model.prefill(cache, tokens(1, new))
+    assert [at.seq_lens.tolist() for at in cache.layers] == [[0], [0]]
+
+
+def test_keys_that_are_not_those_of_the_cache_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a model does that repeats its heads, or makes them of a latent row."""
+    model = tiny("Llama")
+    cache, attend = model.new_cache(1, 64), ALL_ATTENTION_FUNCTIONS["kvquant"]
+
+    def repeated(module: Any, query: Any, key: Any, value: Any, *args: Any, **options: Any) -> Any:
+        key = key.repeat_interleave(4, 1) if module.layer_idx == layer else key
+        return attend(module, query, key, value, *args, **options)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "kvquant", repeated)
+    for layer in (0, 1):
+        with pytest.raises(UnsupportedError, match=rf"layer {layer} .* attends to other keys than"):
+            model.prefill(cache, tokens(1, 9))
+        assert [at.seq_lens.tolist() for at in cache.layers] == [[0], [0]]
+
+
+@pytest.mark.parametrize("layers", [1, 5])
+def test_caches_of_other_layers_or_heads_are_refused_before_anything_is_written(
+    layers: int, model: CachedModel
+) -> None:
+    model.model.set_attn_implementation("kvquant")
+    other = KVCache(layers, 1, 2, 64, 64), KVCache(2, 1, 1, 64, 64), KVCache(2, 1, 2, 128, 64)
+    for cache in other:
+        with pytest.raises(ShapeError, match=r"the cache has .* the model's keys and values are"):
+            model.prefill(cache, tokens(1, 8))
+        with pytest.raises(ShapeError, match=r"the cache has .* the model's keys and values are"):
+            model.model.generate(tokens(1, 8), past_key_values=TransformersCache(cache), **OPTIONS)
+        assert {at.seq_lens.item() for at in cache.layers} == {0}
+
+
+def test_a_layer_is_appended_once_and_in_turn(model: CachedModel) -> None:
     k = torch.zeros(1, 2, 1, 64)
-    view.views[1].update(k, k)
-    with pytest.raises(UnsupportedError, match="layer 1 did not attend"):
-        view.check_attended()
+
+    def attend(past: TransformersCache, layer: int) -> None:
+        module = model.model.model.layers[layer].self_attn
+        keys, values = past.update(k, k, layer)
+        ALL_ATTENTION_FUNCTIONS["kvquant"](module, k, keys, values, None)
+
+    cache = model.new_cache(1, 8)
+    past = TransformersCache(cache)
+    for _ in range(2):
+        attend(past, 0)
+        with pytest.raises(ShapeError, match=r"layer 0 of the model comes where place 1 .* is due"):
+            past.update(k, k, 0)
+        attend(past, 1)
+    attend(past, 0)  # and the call fails: the next one is told, and so is another cache
+    with pytest.raises(ShapeError, match=r"layer 0 of the model comes where place 1 .* is due"):
+        past.update(k, k, 0)
+    with pytest.raises(ShapeError, match="layers hold different lengths"):
+        TransformersCache(cache)
+    cache.crop(cache.seq_lens)
+    attend(TransformersCache(cache), 0)
+    past.crop(0)
+    attend(past, 0)
+    assert [at.seq_lens.tolist() for at in cache.layers] == [[3], [2]]
+
+
+def test_a_layer_that_does_not_attend_is_noticed_by_the_next(model: CachedModel) -> None:
+    model.model.set_attn_implementation("sdpa")
+    cache = model.new_cache(2, 20)
+    message = r"layer 0 got keys .* Call model\.set_attn_implementation\('kvquant'\) first"
+    with pytest.raises(UnsupportedError, match=message):
+        model.model.generate(tokens(2, 8), past_key_values=TransformersCache(cache), **OPTIONS)
+    assert [at.seq_lens.tolist() for at in cache.layers] == [[0, 0]] * 2
+    model.model.set_attn_implementation("kvquant")
+    model.model(tokens(2, 8))  # without a cache: the mask is not taken for that one's
+
+
+def test_generate_that_fails_in_attention_is_taken_back() -> None:
+    model = tiny("Llama")
+    model.model.set_attn_implementation("kvquant")
+    cache, text = model.new_cache(2, 64), tokens(2, 9)
+    past, wanted = TransformersCache(cache), model.new_cache(2, 64)
+    model.model(text, past_key_values=past)
+    model.prefill(wanted, text)
+    weight = model.model.model.layers[1].self_attn.v_proj.weight
+    kept = weight.detach().clone()
+    for new in (1, 5):
+        with torch.no_grad():
+            weight.fill_(float("nan"))
+        with pytest.raises(NonFiniteError), torch.no_grad():
+            model.model(text[:, :new], past_key_values=past)
+        with torch.no_grad():
+            weight.copy_(kept)
+        assert [at.seq_lens.tolist() for at in cache.layers] == [[9, 9]] * 2
+    model.model(text, past_key_values=past)
+    model.prefill(wanted, text)
+    for one, two in zip(cache.layers, wanted.layers, strict=True):
+        assert torch.equal(one.k_packed, two.k_packed)
+
+
+OPTIONS = {"max_new_tokens": 12, "pad_token_id": 0, "eos_token_id": 999, "do_sample": False}
+DROP_IN: dict[str, tuple[int, int, dict[str, Any]]] = {  # prompts, sequences, options
+    "greedy": (2, 2, {}),
+    "sampling": (2, 2, {"do_sample": True}),
+    "beams": (2, 6, {"num_beams": 3}),
+    "several answers": (1, 3, {"do_sample": True, "num_return_sequences": 3}),
+    "prompt lookup": (1, 1, {"prompt_lookup_num_tokens": 3}),
+    "prompt in chunks": (2, 2, {"prefill_chunk_size": 7}),
+}
+
+
+@pytest.fixture(scope="module", params=["Llama", "Mistral", "Gemma3nText"])
+def generating(request: pytest.FixtureRequest) -> CachedModel:
+    changes = {"Llama": {}, "Mistral": {"sliding_window": 16}, "Gemma3nText": GEMMA3N}
+    return tiny(request.param, **changes[request.param])
+
+
+@pytest.mark.parametrize("case", DROP_IN)
+def test_generate_gives_the_same_tokens(generating: CachedModel, case: str) -> None:
+    (prompts, sequences, options), model = DROP_IN[case], generating.model
+    text = tokens(prompts, 8).repeat(1, 3)  # with something to look up
+    found = []
+    for name, cache in (
+        ("sdpa", RoundedCache()),
+        ("kvquant", TransformersCache(generating.new_cache(sequences, 40, **FP16))),
+    ):
+        torch.manual_seed(0)
+        model.set_attn_implementation(name)
+        found.append(model.generate(text, past_key_values=cache, **OPTIONS | options))
+    assert found[0].tolist() == found[1].tolist()
+
+
+def test_without_a_cache_kvquant_is_sdpa(generating: CachedModel) -> None:
+    model, text, mask = generating.model, tokens(2, 24), torch.ones(2, 24, dtype=torch.int64)
+    mask[0, :5] = 0
+    past = TransformersCache(generating.new_cache(2, 64))
+
+    def run() -> list[torch.Tensor]:
+        model.zero_grad()
+        loss = model(text, labels=text).loss
+        loss.backward()
+        gradient = next(p.grad for n, p in model.named_parameters() if "q_proj" in n)
+        with torch.no_grad():
+            hidden = model(text, attention_mask=mask, use_cache=False).logits[:, 5:]
+            causal = torch.ones(2, 1, 24, 24, dtype=torch.bool).tril()
+            given = model(text, attention_mask=causal).logits
+        padded = model.generate(text, attention_mask=mask, **OPTIONS)
+        beams = model.generate(text, num_beams=2, **OPTIONS)
+        return [loss.detach(), gradient, hidden, given, padded, beams]
+
+    model.set_attn_implementation("sdpa")
+    expected = run()
+    model.set_attn_implementation("kvquant")
+    for _ in range(2):
+        for got, wanted in zip(run(), expected, strict=True):
+            torch.testing.assert_close(got, wanted, atol=1e-5, rtol=0)
+        with torch.no_grad():  # a call with one between them
+            model(text[:, :3], past_key_values=past)
+
+
+def test_images_are_attended_to_without_a_mask_of_text() -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2}
+    eyes = {"num_hidden_layers": 2, "image_size": 28, "patch_size": 14, "projection_dim": 32}
+    config = transformers.LlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(**sizes, **eyes),
+        text_config=transformers.LlamaConfig(**SHAPE),
+        image_token_index=255,
+        vision_feature_layer=-1,
+    )
+    torch.manual_seed(0)
+    model = transformers.LlavaForConditionalGeneration(config).eval()
+    text = torch.cat([tokens(1, 5) % 250, torch.full((1, 4), 255), tokens(1, 5) % 250], 1)
+    options = OPTIONS | {"pixel_values": torch.randn(1, 3, 28, 28)}
+    expected = model.generate(text, past_key_values=RoundedCache(), **options)
+    model.set_attn_implementation("kvquant")
+    for _ in range(2):
+        past = TransformersCache(CachedModel(model).new_cache(1, 64, **FP16))
+        given = model.generate(text, past_key_values=past, **options)
+        assert given.tolist() == expected.tolist()
+
+
+def test_what_generate_cannot_have_is_told(model: CachedModel) -> None:
+    model.model.set_attn_implementation("kvquant")
+    text, cache = tokens(2, 8), model.new_cache(2, 20)
+    with pytest.raises(ShapeError, match="the model runs 6 sequences, the cache has 2: make it"):
+        model.model.generate(text, past_key_values=TransformersCache(cache), num_beams=3, **OPTIONS)
+    for past in (TransformersCache(cache), None):
+        with pytest.raises(
+            UnsupportedError, match=r"layer 0 .* is asked for its attention weights"
+        ):
+            model.model(text, past_key_values=past, output_attentions=True)
+    with pytest.raises(AttributeError, match=r"give it as kvquant\.huggingface\.TransformersCache"):
+        model.model.generate(text, past_key_values=cache, **OPTIONS)
+    for other in (None, transformers.DynamicCache()):
+        with pytest.raises(ConfigError, match="give a KVCache"):
+            TransformersCache(other)  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedError, match="linear attention"):
+        TransformersCache(cache).update_conv_state(text, 0)
+    assert [at.seq_lens.tolist() for at in cache.layers] == [[0, 0]] * 2
+
+
+def test_layers_without_softmax_caps_are_all_that_kvquant_is_without_a_cache() -> None:
+    model = tiny("Gemma2", sliding_window=128)
+    model.model.set_attn_implementation("kvquant")
+    with pytest.raises(UnsupportedError, match=r'layer 0 .* softcap, .*\("eager"\)'):
+        model.model(tokens(1, 8))
+
+
+MASKS: dict[str, Callable[..., Any]] = {
+    "window": masking.sliding_window_causal_mask_function(16),
+    "window and an image": masking.or_masks(
+        masking.sliding_window_causal_mask_function(16), masking.blockwise_overlay(torch.zeros(1))
+    ),
+    "both directions": masking.sliding_window_bidirectional_mask_function(16),
+    "another window": masking.sliding_window_causal_mask_function(17),
+    "not quite": lambda b, h, q, k: (k <= q) & (k > q - 16),
+}
+
+
+@pytest.mark.parametrize("case", MASKS)
+def test_masks_are_known_by_their_code(case: str) -> None:
+    """So that a mask of few tokens, where all of these look alike, is not taken for another."""
+    assert huggingface._same(MASKS[case], MASKS["window"]) == (case == "window")
+    assert huggingface._same(
+        masking.chunked_causal_mask_function(16, torch.zeros(1)),
+        masking.chunked_causal_mask_function(16, torch.zeros(())),
+    )
+
+
+@pytest.mark.parametrize("kind", ["Mistral", "Gemma3Text"])
+def test_a_mask_costs_as_much_for_a_long_past(kind: str) -> None:
+    """Counted in torch's operations and the elements that they make, on the host too."""
+
+    class Counted(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            out = func(*args, **(kwargs or {}))
+            work.append(out.untyped_storage().nbytes() if isinstance(out, torch.Tensor) else 0)
+            return out
+
+    model = tiny(kind, **WINDOWED[kind] | {"layer_types": ["sliding_attention"] * 2})
+    work: list[int] = []
+    sums = []
+    for length in (100, 20_000):
+        cache = model.new_cache(1, length + 8, **FP16)
+        for at in cache.layers:
+            at.begin(torch.tensor([length]), torch.tensor([length]))
+        with Counted():  # type: ignore[no-untyped-call]  # torch's
+            model.step(cache, tokens(1))
+        sums.append((len(work), sum(work)))
+        work.clear()
+    assert sums[0] == sums[1]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of torch's own graphs
+def test_a_compiled_model_with_windows_gives_the_same() -> None:
+    model = tiny("Mistral", sliding_window=16, num_hidden_layers=1)
+    compiled, found = CachedModel(torch.compile(model.model, backend="eager")), []
+    for one in (model, compiled):
+        cache = one.new_cache(1, 40, **FP16)
+        found.append(one.prefill(cache, tokens(1, 20)))
+        found.append(one.step(cache, tokens(1)))
+    assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
 
 
 def test_what_is_taken_back_is_not_counted(
@@ -436,11 +708,6 @@ def test_prompts_that_do_not_fit_are_refused_before_anything_is_read(
     with pytest.raises(ShapeError, match=message):
         model.prefill(cache, tokens(*shape), lens)
     assert cache.seq_lens.tolist() == [0, 0]
-
-
-def test_chunks_have_tokens(model: CachedModel) -> None:
-    with pytest.raises(ConfigError, match="chunk 0"):
-        model.prefill(model.new_cache(1, 8), tokens(1, 4), chunk=0)
 
 
 def test_exact_rows_follow_the_dtype_of_the_model() -> None:

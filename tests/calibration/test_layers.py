@@ -84,6 +84,9 @@ def test_the_layers_of_the_cache_are_counted_from_0() -> None:
         def output_weights(self) -> dict[int, torch.Tensor]:
             return {layer: torch.tensor(layer) for layer in (0, 1, 3)}
 
+        def shared_layers(self) -> dict[int, int]:
+            return {}
+
         def windows(self) -> dict[int, int]:
             return {0: 10, 2: 30}
 
@@ -93,6 +96,76 @@ def test_the_layers_of_the_cache_are_counted_from_0() -> None:
     assert seen == [(0, 1), (1, 2), (2, 3)]
     assert held.output_weights() == {0: 1, 2: 3}
     assert held.windows() == {1: 30}
+
+
+def test_layers_that_share_are_read_as_those_that_they_share_with() -> None:
+    shapes, shared = {0: (2, 64, 64), 1: (2, 64, 64), 2: (2, 64, 64)}, {2: 0}
+    config = SimpleNamespace(num_hidden_layers=3)
+    places, others = held_layers(moments(shapes), config, shared)
+    assert (places, others) == ([0, 1], {2: "it attends to the keys and values of layer 0"})
+
+    class Model:
+        def observe(self, tokens: torch.Tensor, observer: Any) -> None:
+            for layer in shapes:
+                observer(layer, *[torch.tensor(layer)] * 3, 1.0)
+
+        def output_weights(self) -> dict[int, torch.Tensor]:
+            return {layer: torch.full((1, 4), float(layer)) for layer in shapes}
+
+        def shared_layers(self) -> dict[int, int]:
+            return shared
+
+        def windows(self) -> dict[int, int]:
+            return {}
+
+    held, seen = HeldLayers(Model(), places, shared), []
+    held.observe(torch.zeros(1), lambda layer, q, k, v, scale: seen.append(int(q)))
+    assert seen == [0, 1]
+    assert {at: w.tolist() for at, w in held.output_weights().items()} == {
+        0: [[0.0] * 4, [2.0] * 4],
+        1: [[1.0] * 4],
+    }
+    q, k, v = torch.randn(3, 1, 4, 5, 64)
+    found, alike = Moments(), Moments()
+    for layer, own in ((0, q), (1, q), (2, 2 * q)):
+        found.observe(layer, own, k[:, :2], v[:, :2], 1.0)
+    merged = renumbered(found, places, shared)
+    alike.observe(0, q, k[:, :2], v[:, :2], 1.0)
+    expected = alike.layers[0].queries * (1 + 4) / 2
+    torch.testing.assert_close(merged.layers[0].queries, expected)
+    torch.testing.assert_close(merged.layers[1].queries, alike.layers[0].queries)
+    assert torch.equal(merged.layers[0].mean("k"), alike.layers[0].mean("k"))
+    assert merged.count == found.count == 5
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_models_that_share_keys_are_calibrated(head_dim: int) -> None:
+    model = tiny_model(
+        "Gemma4Text",
+        num_hidden_layers=4,
+        num_kv_shared_layers=2,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        sliding_window=32,
+        hidden_size_per_layer_input=16,
+        vocab_size_per_layer_input=256,
+        global_head_dim=head_dim,
+    )
+    sizes = Sizes(observed=128, length=32, windows=1, context=48, scored=24)
+    plan = calibrate(model, random_tokens(model.config_dict, 400), sizes=sizes)
+    assert plan is not None
+    why = {one["layer"]: one["why"] for one in plan.facts["others"]}
+    assert why[2] == "it attends to the keys and values of layer 0"
+    kl = {(row["format"], row["plan"]): row["kl"] for row in plan.facts["comparison"]}
+    assert 0 < kl["int8", True] < 0.2 * kl["int4", True]
+    if head_dim == 64:
+        assert plan.places == [0, 1] and plan.facts["measured"]["in_one_pass"] is None
+        cache = model.new_cache(1, 64, plan=plan)
+        model.prefill(cache, torch.zeros(1, 40, dtype=torch.int64), chunk=9)
+        assert [at.seq_lens.tolist() for at in cache.layers] == [[40]] * 2
+        return
+    assert plan.places == [0] and "differ from the 2 of 64" in why[1]
+    told = "the plan has layers [0] of the model, its KVCache needs [0, 1]"
+    assert plan.facts["measured"]["in_one_pass"] == told
 
 
 @pytest.mark.parametrize(

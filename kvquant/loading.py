@@ -1,0 +1,168 @@
+"""Load the model of a local folder: nothing that is in it runs, and nothing is downloaded.
+
+What could is refused before transformers sees it: code of the model's own, weights that are pickles
+(pytorch_model.bin), weights that need other packages' kernels (quantization_config), adapters,
+which lead to other folders. The attention implementation is ours, whatever config.json names.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from .errors import ConfigError
+
+WEIGHTS = "model.safetensors"
+# transformers downloads nothing with these, and runs nothing
+LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+
+
+def load(folder: str | Path, dtype: torch.dtype) -> tuple[Any, Any, torch.dtype | None]:
+    """Load the model and the tokenizer of a local folder.
+
+    Weights that the model has no use for stay unused, with a warning: folders hold more than the
+    decoder (images, layers that predict several tokens).
+
+    Returns:
+        Model, tokenizer, and the dtype that the model was saved in.
+
+    Raises:
+        ConfigError: no such folder, no model in it that transformers can load by its own code and
+            from safetensors, or weights that are missing or do not fit.
+    """
+    folder = Path(folder)
+    _check_folder(folder)
+    with _quiet():
+        try:
+            config = transformers.AutoConfig.from_pretrained(str(folder), **LOCAL)
+            saved = config.dtype
+            # transformers' own choice, whatever the file names: a kernel would be downloaded
+            config._attn_implementation = config._experts_implementation = None
+            found: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                str(folder),
+                config=config,
+                dtype=dtype,
+                use_safetensors=True,
+                ignore_mismatched_sizes=True,  # told below, by name
+                output_loading_info=True,
+                **LOCAL,
+            )
+            model, told = found
+            tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder), **LOCAL)
+            tokenizer.model_max_length = sys.maxsize  # or it warns of texts that are cut later
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # of many kinds; a panic of tokenizers is no Exception
+            raise ConfigError(f"{folder} could not be loaded: {_first_line(error)}") from error
+    for name, stored, wanted in sorted(told["mismatched_keys"]):
+        raise ConfigError(
+            f"{folder} has {name} of shape {list(stored)}, where its config.json asks for "
+            f"{list(wanted)}: mend it, or take another copy"
+        )
+    missing = sorted(told["missing_keys"])
+    if missing:
+        raise ConfigError(
+            f"{folder} has no weights for {len(missing)} tensors of the model that its config.json "
+            f"asks for, {missing[0]} first: mend it, or take another copy"
+        )
+    unused = sorted(told["unexpected_keys"])
+    if unused:
+        warnings.warn(
+            f"{folder} has {len(unused)} tensors that its model does not use, {unused[0]} first",
+            stacklevel=2,
+        )
+    return model, tokenizer, saved
+
+
+def _check_folder(folder: Path) -> None:
+    """Raise ConfigError for a folder that would lead elsewhere, or run something."""
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{folder} is no folder, and nothing is downloaded: give the folder of a model, such "
+            "as huggingface_hub.snapshot_download returns for the name of one"
+        )
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"{folder} is not a model's folder: it has no config.json")
+    config = _read_json(folder / "config.json")
+    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+        quantization = part.get("quantization_config") or part.get("compression_config")
+        if quantization:
+            method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+            raise ConfigError(
+                f"{folder} has quantized weights ({method}), which need other packages: give one "
+                "with 16- or 32-bit weights, or load it yourself and pass it to CachedModel"
+            )
+    if config.get("transformers_weights"):
+        raise ConfigError(f"{folder} names its weights itself: call them {WEIGHTS}")
+    if (folder / "adapter_config.json").exists():
+        raise ConfigError(
+            f"{folder} holds an adapter (adapter_config.json), which leads to another model: merge "
+            "it into that one, or load it by peft and pass it to CachedModel"
+        )
+    _check_weights(folder)
+
+
+def _check_weights(folder: Path) -> None:
+    names = sorted(path.name for path in folder.iterdir())
+    index = folder / f"{WEIGHTS}.index.json"
+    if any(name.startswith("shard-") for name in names):
+        raise ConfigError(f"{folder} is a distributed checkpoint: save it by save_pretrained")
+    if WEIGHTS in names:
+        return
+    if index.name not in names:
+        pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
+        what = f"pickles ({pickles[0]}), which can run code" if pickles else "missing"
+        raise ConfigError(
+            f"{folder} could not be loaded: its weights are {what}: {WEIGHTS} is needed, as "
+            "save_pretrained writes it"
+        )
+    shards = _read_json(index).get("weight_map")
+    for shard in shards.values() if isinstance(shards, dict) else [shards]:
+        if shard not in names or not str(shard).endswith(".safetensors"):
+            raise ConfigError(
+                f"{index} names {shard!r:.80}: there must be a safetensors file of this name "
+                "beside it"
+            )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The JSON object of a file."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} could not be read: {_first_line(error)}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} could not be read: it holds no JSON object")
+    return found
+
+
+def _first_line(error: BaseException) -> str:
+    """What an error says, in one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = " ".join(lines[:2]) if lines and lines[0].endswith(":") else next(iter(lines), "")
+    if isinstance(error, (OSError, ValueError, ImportError, RuntimeError)) and said:
+        return said
+    return f"{type(error).__name__}: {said}"  # 'model_type' alone tells nothing
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """transformers without progress bars and reports of what it loads."""
+    logging = transformers.utils.logging
+    shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if shown:
+            logging.enable_progress_bar()

@@ -1,0 +1,72 @@
+"""What the tests of Hugging Face models share: tiny models, and what they are compared with.
+
+fp16 rows, and transformers' own cache with K and V rounded to float16: sums are in another order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+
+from kvquant.model import CachedModel
+
+# Of logits of size 1. A float32 sum in another order is 1e-6 away, which rounds a few keys and
+# values to the neighbouring fp16 number.
+TOLERANCE = 3e-4
+SHAPE = {
+    "vocab_size": 256,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 512,
+}
+FP16: dict[str, Any] = {
+    "k_format": "fp16",
+    "v_format": "fp16",
+    "sink_len": 0,
+    "recent_len": 0,
+    "exact_format": "fp16",
+}
+# two layers with keys of their own, and two that attend to theirs
+SHARING: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 16,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": 256,
+}
+GEMMA3N = SHARING | {"laurel_rank": 8, "altup_num_inputs": 2}
+
+
+def tiny(kind: str, **changes: Any) -> CachedModel:
+    """A random model with logits of size 1 or so."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**(SHAPE | changes))
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim > 1:
+                weight.normal_(std=weight.shape[-1] ** -0.5)
+            elif "bias" in name:
+                weight.normal_()
+    return CachedModel(model.eval())
+
+
+def tokens(*shape: int) -> torch.Tensor:
+    return torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(1))
+
+
+class RoundedCache(transformers.DynamicCache):
+    """transformers' own cache with K and V rounded to float16 on their way in."""
+
+    def update(
+        self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        keys, values = (x.half().float() for x in (key_states, value_states))
+        return super().update(keys, values, layer_idx, *args, **kwargs)
