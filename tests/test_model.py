@@ -54,7 +54,7 @@ def lengths(cache: KVCache) -> list[list[int]]:
 @pytest.mark.parametrize("lens", [[3.9, 7.2], torch.ones(2, dtype=torch.bool), [True, False]])
 def test_lens_are_whole_numbers(lens: Any, model: CachedModel) -> None:
     cache = model.new_cache(2, 32)
-    with pytest.raises(ConfigError, match=r"lens is torch\..*: use whole numbers"):
+    with pytest.raises(ConfigError, match=r"lens is .*: use whole numbers"):
         model.prefill(cache, tokens(2, 20), lens)
     assert lengths(cache) == [[0, 0]] * 2
     model.prefill(cache, tokens(2, 20), torch.tensor([3, 7], dtype=torch.int32))
