@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from .cachefile import CacheFile
+from .errors import CheckpointError
 from .layout import RowFormat
 from .manifest import KINDS, Manifest
 from .pagedinspection import describe_pages, render_pages
@@ -45,7 +46,13 @@ def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
         FileNotFoundError: there is no such file.
         CheckpointError: the file is damaged or foreign.
     """
-    return describe_pages(path) if holds_pages(path) else _describe_cache(path)
+    is_pages = holds_pages(path)
+    try:
+        return describe_pages(path) if is_pages else _describe_cache(path)
+    except CheckpointError:
+        if holds_pages(path) == is_pages:
+            raise
+        return describe(path)  # a file of the other kind has taken its place
 
 
 def render(description: dict[str, Any]) -> str:
