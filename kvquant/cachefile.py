@@ -133,7 +133,8 @@ class CacheFile(RowsFile[Manifest]):
                 self._check_tensors()
                 return
             except (CheckpointError, FileNotFoundError) as error:
-                is_replaced = self._is_replaced(found_at(path))
+                now = found_at(path)
+                is_replaced = now != self.path or self._is_replaced(error)
                 self._opened.close()
                 if is_replaced and attempt + 1 < ATTEMPTS:
                     continue
@@ -181,13 +182,15 @@ class CacheFile(RowsFile[Manifest]):
                     raise CheckpointError(f"tensor {name!r:.80} should not be in shard {shard}")
         return index.metadata
 
-    def _is_replaced(self, path: Path) -> bool:
-        """Whether another file counts now than the one that was opened first, or one at all."""
+    def _is_replaced(self, error: Exception) -> bool:
+        """Whether another file is there now than the one that was opened first, or one at all."""
         try:
-            now = os.stat(path)
+            now = os.stat(self.path)
         except OSError:
             return self._first is not None
-        return self._first is None or not os.path.samestat(now, os.fstat(self._first.fileno()))
+        if self._first is None:  # there was none, or it could not be read
+            return isinstance(error, FileNotFoundError)
+        return not os.path.samestat(now, os.fstat(self._first.fileno()))
 
 
 class _Index(msgspec.Struct):

@@ -59,7 +59,6 @@ replaced, and shards stand beside that one.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
@@ -89,6 +88,7 @@ from .files import (
     SafetensorsFile,
     TensorSource,
     available_memory,
+    header_text,
     open_file,
     write_safetensors,
 )
@@ -270,9 +270,7 @@ def _write_shards(
             name: file.name for file, shard in zip(files, shards, strict=True) for name in shard
         }
         metadata = {"total_size": total, **seal(MANIFEST, manifest, digests)}
-        text = json.dumps({"metadata": metadata, "weight_map": weight_map}).encode()
-        if len(text) > MAX_HEADER_BYTES:
-            raise CheckpointError(f"the index would have {len(text)} bytes: use larger shards")
+        text = header_text({"metadata": metadata, "weight_map": weight_map}, "the index")
         with place.replaced(index, like) as file:
             file.write(text)
     except BaseException:

@@ -23,7 +23,7 @@ import torch
 from msgspec import Meta
 
 from .errors import CheckpointError
-from .jsonvalues import INT64, Object, checked, parse
+from .jsonvalues import INT64, Object, check_lists, checked, parse
 from .writing import writing
 
 DTYPES = {
@@ -350,14 +350,24 @@ def _header(tensors: Mapping[str, TensorSource], metadata: Mapping[str, str]) ->
             "shape": tensor.shape,
             "data_offsets": [start, end],
         }
-    text = json.dumps(entries, separators=(",", ":")).encode()
+    text = header_text(entries, "the header")
     text += b" " * (-len(text) % 8)
-    if len(text) > MAX_HEADER_BYTES:
-        raise CheckpointError(
-            f"the header would have {len(text)} bytes, readers take {MAX_HEADER_BYTES}: save less "
-            "at a time, or describe it in fewer words"
-        )
     return struct.pack("<Q", len(text)) + text
+
+
+def header_text(entries: Mapping[str, Any], what: str) -> bytes:
+    """What stands at the head of a file, as JSON; CheckpointError if it could not be read again."""
+    text = json.dumps(entries, separators=(",", ":"))
+    try:
+        if len(text) > MAX_HEADER_BYTES - 8:
+            raise ValueError(f"it has {len(text)} bytes, readers take {MAX_HEADER_BYTES}")
+        check_lists(text)
+    except ValueError as error:
+        raise CheckpointError(
+            f"{what} could not be read again ({error}): save less at a time, or describe it in "
+            "fewer words"
+        ) from None
+    return text.encode()
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:

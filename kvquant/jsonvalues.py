@@ -75,14 +75,19 @@ def parse(text: str | bytes, what: str, *, nan: bool = False, surrogates: bool =
     options: dict[str, Any] = {"parse_constant": _refuse, "parse_float": _finite}
     try:
         text = text if isinstance(text, str) else text.decode()
-        if text.count("[") + text.count("{") > MAX_LISTS:
-            raise ValueError(f"it has more than {MAX_LISTS} lists and objects")
+        check_lists(text)
         value = json.loads(text, object_pairs_hook=_object, **({} if nan else options))
         if not surrogates and re.search(r"\\u[dD][89a-fA-F]", text):
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{what} is no JSON that is read here ({error!s:.200})") from None
     return value
+
+
+def check_lists(text: str) -> None:
+    """Raise ValueError if there are more lists and objects in a text than are read."""
+    if text.count("[") + text.count("{") > MAX_LISTS:  # those in strings are none, but may count
+        raise ValueError(f"it has more than {MAX_LISTS} lists and objects")
 
 
 def checked(value: Any, schema: type[T], what: str) -> T:

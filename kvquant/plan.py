@@ -458,6 +458,10 @@ def _check_facts(facts: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
             plain = (side.basis, side.rounding) == ("none", "nearest")
             if layer.kept is not None and not (fmt.is_exact and plain):
                 raise CheckpointError(f"layers[{i}] is kept in 16 bit, and is {side!s:.120}")
+    named = [*told.candidates, *(row.format for row in told.comparison)]
+    named += [name for row in told.sensitivity for name in (row.k_format, row.v_format)]
+    for name in named:
+        RowFormat.parse(name, offsets[0][2])
     listed = [*told.blamed, *(row.layer for row in told.sensitivity)]
     if max(listed, default=0) >= layers:
         raise CheckpointError(f"layer {max(listed)} is told of, there are {layers}")

@@ -481,6 +481,26 @@ def test_what_cannot_be_loaded_is_not_saved(tmp_path: Path) -> None:
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.parametrize("max_shard_bytes", [1 << 30, 4000], ids=["file", "shards"])
+@pytest.mark.parametrize("limit", ["jsonvalues.MAX_LISTS", "files.MAX_HEADER_BYTES"])
+def test_what_is_saved_at_a_limit_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, max_shard_bytes: int
+) -> None:
+    path, cache = tmp_path / "c.safetensors", make_cache()
+    save_cache(cache, path)
+    saved = []
+    for most in range(12, 62, 2) if "LISTS" in limit else range(1500, 6500, 250):
+        monkeypatch.setattr(f"kvquant.{limit}", most)
+        try:
+            save_cache(cache, path, max_shard_bytes=max_shard_bytes)
+            saved.append(True)
+        except (CheckpointError, ConfigError):
+            saved.append(False)
+            monkeypatch.undo()
+        assert contents(load_cache(path)) == contents(cache)
+    assert saved == sorted(saved) and {True, False} == set(saved)
+
+
 def test_fp8_codes_that_are_nan_are_refused_when_saving(tmp_path: Path) -> None:
     cache = make_cache(k_format="fp8")
     cache.layers[1].k_packed[0, 1, 5, 7] = 0xFF

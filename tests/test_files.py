@@ -311,6 +311,21 @@ def test_a_reader_gives_up_at_last(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         between.load(path, monkeypatch)
 
 
+@pytest.mark.parametrize("name", ["cache", "shards"])
+def test_damaged_files_are_opened_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    path = tmp_path / "x.safetensors"
+    KINDS[name].save(0, path)
+    for damage in (b"{", b"\0" * 8 + b"{}"):
+        for file in tmp_path.glob("x*"):
+            file.write_bytes(damage + b'"kvquant_cache"')
+        between = Interruptions(lambda n: None, 1, 0)
+        with pytest.raises(CheckpointError):
+            between.load(path, monkeypatch)
+        assert between.opened <= 4  # twice to see whether it is an index
+
+
 def test_raw_files_that_change_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "raw.safetensors"
     tensors = {f"layers.{i}.{side}": torch.zeros(1, 1, 4, 64) for i in range(2) for side in "kv"}

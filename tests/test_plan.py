@@ -183,6 +183,7 @@ CONTRADICTIONS: dict[str, tuple[Edit, str]] = {
     "negative": (set_in("places", value=[0, 1, -1]), r"places\[2\] is -1"),
     "blamed": (set_in("blamed", value=[3]), "layer 3 is told of, there are 3"),
     "alone": (set_in("sensitivity", 0, "layer", value=9), "layer 9 is told of"),
+    "names": (set_in("sensitivity", 0, "v_format", value="int3"), "'int3' does not exist"),
     "number": (set_in("comparison", value=5), "comparison is 5: it must be array"),
     "null": (set_in("measured", "perplexity", value=None), "measured.perplexity is None"),
     "share of tokens": (set_in("measured", "top1", value=1.5), "top1 is 1.5: .* float <= 1"),
