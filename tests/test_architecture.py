@@ -172,7 +172,7 @@ ALLOWED = {
     "exchange": f"{CACHES} files jsonvalues",
     "tables": "",
     "rowfacts": f"{FACTS} quant exchange tables",
-    "inspection": f"layout {FILES} pagedinspection pagedreader rowfacts",
+    "inspection": f"errors layout {FILES} pagedinspection pagedreader rowfacts",
     "switch": "errors",
     "configs": FACTS,
     "loading": "errors",
