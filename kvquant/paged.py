@@ -109,8 +109,9 @@ class PagedKVCache(NotCopied):
             raise ConfigError(
                 f"exact_format {shown(exact_format)} does not exist: use 'bf16' or 'fp16'"
             )
-        sink_len = check_size("sink_len", sink_len)
-        split = Split(sink_len, check_size("recent_len", recent_len), page_size)
+        self.sink_len = check_size("sink_len", sink_len)
+        self.recent_len = check_size("recent_len", recent_len)
+        split = Split.of(self.sink_len, self.recent_len, page_size, max_seq_len)
         self.num_kv_heads, self.exact_format = num_kv_heads, exact_format
         self.device = check_device(device)
         k_formats = per_layer("k_format", k_format, num_layers, head_dim)

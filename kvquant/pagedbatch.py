@@ -7,6 +7,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Literal, overload
 
+import numpy as np
 import torch
 
 from .append import append_rows
@@ -396,10 +397,11 @@ class PagedBatch(NotCopied):
             arrays[name][len(numbers) :] = 0 if name == "positions" else -1
         count, seats = len(step.ids), step.seats
         lengths, packed_lens = state.lengths[seats], state.packed_lens[seats]
-        tables = arrays["block_table"][:count]
-        state.tables.take(seats, 0, out=tables, mode="clip")
+        # tables are as wide as the longest sequence there may be: only what is in use is copied
+        used = -(-packed_lens // state.split.page_size)
+        _copy_pages(arrays["block_table"], np.arange(count), state.tables, seats, used)
         if self.shared_prefix is not False:
-            self._share(tables, packed_lens, arrays)
+            self._share(step, used, arrays)
         for name, values in (
             ("seq_lens", lengths),
             ("packed_lens", packed_lens),
@@ -411,30 +413,55 @@ class PagedBatch(NotCopied):
             arrays[name][count:] = 0
         self._staged.send()
 
-    def _share(self, tables: Numbers, packed_lens: Numbers, arrays: Mapping[str, Numbers]) -> None:
+    def _share(self, step: Step, used: Numbers, arrays: Mapping[str, Numbers]) -> None:
         """Find the pages to read once in this step, and set what reads them so."""
-        count, page_size = len(tables), self.cache.state.split.page_size
+        state, seats = self.cache.state, step.seats
+        count, page_size, packed_lens = len(seats), state.split.page_size, state.packed_lens[seats]
         prefix = None
         longest = int(packed_lens.max(initial=0))
         if self.shared_prefix or pays(count, longest, self.cache.num_kv_heads, self._ratio):
-            prefix = find_prefix(tables, packed_lens, page_size)
+            prefix = find_prefix(arrays["block_table"][:count], packed_lens, page_size)
         self._num_members = 0 if prefix is None else len(prefix.members)
         if prefix is not None and self.shared_prefix is None:
             work = len(prefix.pages) * page_size, self.cache.num_kv_heads, self._ratio
             if not pays(self._num_members, *work):
                 prefix, self._num_members = None, 0
-        own_tables, own_lens = arrays["own_table"][:count], arrays["own_lens"]
-        own_tables[:], own_lens[:count], own_lens[count:] = tables, packed_lens, 0
         arrays["members"][:] = -1
         arrays["prefix_lens"][0] = 0
+        if prefix is None and not self.shared_prefix:
+            return  # nothing of the rest is read
+        own_tables, own_lens = arrays["own_table"], arrays["own_lens"]
+        _copy_pages(own_tables, np.arange(count), state.tables, seats, used)
+        own_lens[:count], own_lens[count:] = packed_lens, 0
         if prefix is not None:
             pages, members = prefix
-            shared = len(pages) * page_size
+            shared = len(pages)
             arrays["members"][: len(members)] = members
-            arrays["prefix_lens"][0] = shared
-            arrays["prefix_table"][0, : len(pages)] = pages
-            own_lens[members] -= shared
-            own_tables[members, : -len(pages)] = tables[members, len(pages) :]
+            arrays["prefix_lens"][0] = shared * page_size
+            arrays["prefix_table"][0, :shared] = pages
+            own_lens[members] -= shared * page_size
+            rest = used[members] - shared
+            _copy_pages(own_tables, members, state.tables, seats[members], rest, first=shared)
+
+
+def _copy_pages(
+    target: Numbers,
+    places: Numbers,
+    tables: Numbers,
+    seats: Numbers,
+    counts: Numbers,
+    first: int = 0,
+) -> None:
+    """Copy so many pages of each seat, from the `first` on, to the beginning of each place.
+
+    What stands behind them is left, or overwritten: nobody reads it.
+    """
+    width = int(counts.max(initial=0))
+    if len(seats) * width <= 4 * int(counts.sum()) + 4096:
+        target[places, :width] = tables[seats, first : first + width]
+        return
+    for place, seat, count in zip(places.tolist(), seats.tolist(), counts.tolist(), strict=True):
+        target[place, :count] = tables[seat, first : first + count]
 
 
 class _OpenStep:

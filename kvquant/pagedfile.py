@@ -192,8 +192,8 @@ def _manifest_of(
     manifest = PageManifest(
         cache.num_kv_heads,
         split.page_size,
-        split.sink_len,
-        split.recent_len,
+        cache.sink_len,
+        cache.recent_len,
         cache.exact_format,
         tuple((rows.k_format, rows.v_format) for rows in cache.rows.layers),
         tuple(sequences),
@@ -224,7 +224,7 @@ def _reader(
     def exact_chunks() -> Iterator[torch.Tensor]:
         rows = _storage(cache, part)
         for i, sequence in enumerate(manifest.sequences):
-            index = _exact_rows(manifest, sequence).to(rows.device)
+            index = _exact_rows(cache, sequence)
             chunk = rows[cache.state.seat(sequence.id)].index_select(1, index).transpose(0, 1).cpu()
             check_values(chunk, part, part.starts[i])
             yield chunk
@@ -262,7 +262,7 @@ def _place(
                 continue
             each = zip(ids, sequences, rows.split(list(part.counts)), strict=True)
             for sequence_id, sequence, own in each:
-                at = _exact_rows(manifest, sequence).to(cache.device)
+                at = _exact_rows(cache, sequence)
                 target[cache.state.seat(sequence_id)].index_copy_(1, at, own.transpose(0, 1))
     cache._publish(ids)
     return list(ids)
@@ -274,12 +274,10 @@ def _storage(cache: PagedKVCache, part: Part) -> torch.Tensor:
     return rows
 
 
-def _exact_rows(manifest: PageManifest, sequence: SavedSequence) -> torch.Tensor:
+def _exact_rows(cache: PagedKVCache, sequence: SavedSequence) -> torch.Tensor:
     """Where the 16-bit rows of a sequence stand in its seat, in the order of its tokens."""
-    sinks = min(sequence.length, manifest.sink_len)
-    recent = torch.arange(sequence.packed_len, max(sequence.length - manifest.sink_len, 0))
-    ring = manifest.sink_len + recent % max(manifest.recent_len, 1)
-    return torch.cat([torch.arange(sinks), ring])
+    rows = cache.state.split.exact_rows(sequence.length, sequence.packed_len)
+    return torch.from_numpy(rows).to(cache.device)
 
 
 def _check_cache(cache: PagedKVCache, manifest: PageManifest) -> None:
@@ -289,8 +287,8 @@ def _check_cache(cache: PagedKVCache, manifest: PageManifest) -> None:
     each = {
         "num_kv_heads": (manifest.num_kv_heads, cache.num_kv_heads),
         "page_size": (manifest.page_size, split.page_size),
-        "sink_len": (manifest.sink_len, split.sink_len),
-        "recent_len": (manifest.recent_len, split.recent_len),
+        "sink_len": (manifest.sink_len, cache.sink_len),
+        "recent_len": (manifest.recent_len, cache.recent_len),
         "exact_format": (manifest.exact_format, cache.exact_format),
         "layers": (len(manifest.formats), cache.num_layers),
     }

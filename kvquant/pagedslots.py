@@ -35,6 +35,12 @@ class Split(NamedTuple):
     recent_len: int
     page_size: int
 
+    @classmethod
+    def of(cls, sink_len: int, recent_len: int, page_size: int, max_seq_len: int) -> Split:
+        """The same for sequences of up to max_seq_len tokens, without rows that none can fill."""
+        sink_len = min(sink_len, max_seq_len)
+        return cls(sink_len, min(recent_len, max_seq_len - sink_len), page_size)
+
     @property
     def exact_len(self) -> int:
         """Exact rows of a seat."""
