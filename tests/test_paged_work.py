@@ -42,7 +42,8 @@ def test_a_step_looks_at_the_pages_in_use(shared: bool | None) -> None:
         extend(batch, [name], 10)
     cache.state.tables[:, 8:] = -7  # behind the pages of all sequences
     rows, q = new_rows(3), torch.randn(3, 4, DIM)
-    with Watch() as watch, batch.extend(list("abc")):
+    watch = Watch()  # type: ignore[no-untyped-call]
+    with watch, batch.extend(list("abc")):
         for layer in range(cache.num_layers):
             batch.append(layer, *rows)
             batch.attend(layer, q)
@@ -121,7 +122,7 @@ def test_rows_that_no_token_can_fill_are_not_there(lens: tuple[int, int]) -> Non
         with batch.extend(["a"], 0):
             outs.append([batch.attend(layer, q) for layer in range(2)])
         batch.cache.check_invariants()
-    assert all(torch.equal(*pair) for pair in zip(*outs, strict=True))  # type: ignore[arg-type]
+    assert all(torch.equal(*pair) for pair in zip(*outs, strict=True))
     assert np.array_equal(caches[0].state.packed_lens, caches[1].state.packed_lens)
 
 
