@@ -186,6 +186,8 @@ CONTRADICTIONS: dict[str, tuple[Edit, str]] = {
     "names": (set_in("sensitivity", 0, "v_format", value="int3"), "'int3' does not exist"),
     "number": (set_in("comparison", value=5), "comparison is 5: it must be array"),
     "null": (set_in("measured", "perplexity", value=None), "measured.perplexity is None"),
+    "error": (set_in("measured", "kl_error", value="x"), "measured.kl_error is 'x'"),
+    "passages": (set_in("measured", "passages", value=-1), "measured.passages is -1"),
     "share of tokens": (set_in("measured", "top1", value=1.5), "top1 is 1.5: .* float <= 1"),
     "words": (set_in("settings", value={"text": "\ud800"}), "surrogates not allowed"),
     "others": (set_in("others", value=[3]), r"others\[0\] is 3"),
