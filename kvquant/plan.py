@@ -354,7 +354,6 @@ class _Measured(_Figures, kw_only=True):
     exact_perplexity: float
     context: Length
     scored: Length
-    passages: Length | None = None
     sink_len: Length
     recent_len: Length
     passages: Length | None = None

@@ -95,7 +95,7 @@ def draw_cache(rng: random.Random, path: Path) -> None:
                     rows[f"layers.{i}.{side}_{kind}"] = [count, heads, row_bytes]
         layers.append(entry if window is None else entry | {"window": window})
     starts = [rng.choice((0, 5, -3, 2**40)) for _ in seq_lens]
-    manifest = {
+    manifest: dict[str, Any] = {
         "format": "kvquant-cache",
         "version": 2 if any("window" in entry for entry in layers) else 1,
         "writer": "",
@@ -148,7 +148,7 @@ def draw_sequences(rng: random.Random, path: Path) -> tuple[int, int, str]:
     """Sequences that share pages as they come, also where they must not."""
     sink_len, recent_len = rng.choice((0, 0, 1, 3, 20)), rng.choice((0, 0, 1, 5, 40))
     exact, heads, num_pages = rng.choice(("bf16", "fp16")), 1, 0
-    sequences, tables = [], list[list[int]]()
+    sequences, tables = list[dict[str, Any]](), list[list[int]]()
     for i in range(rng.choice((1, 2, 3, 4))):
         length = rng.choice((0, 1, 16, 17, 33, 48, 64, rng.randrange(80)))
         high = max(length - sink_len, 0)
@@ -165,7 +165,12 @@ def draw_sequences(rng: random.Random, path: Path) -> tuple[int, int, str]:
         tables.append(table)
         known = rng.choice((0, length, rng.randint(0, length)))
         tokens = [t % 5 if rng.random() < 0.97 else 9 for t in range(known)]
-        sequence = {"id": f"s{i}", "length": length, "packed_len": packed, "pages": table}
+        sequence: dict[str, Any] = {
+            "id": f"s{i}",
+            "length": length,
+            "packed_len": packed,
+            "pages": table,
+        }
         sequences.append(sequence | {"tokens": tokens})
     fmt = RowFormat.parse("int8", 64)
     rows = {}
