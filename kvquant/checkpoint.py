@@ -80,14 +80,13 @@ from .cachefile import (
     seal,
     shard_pattern,
 )
-from .devices import check_device
+from .devices import available_memory, check_device
 from .errors import CheckpointError, ConfigError
 from .files import (
     MAX_HEADER_BYTES,
     NO_DIGEST,
     SafetensorsFile,
     TensorSource,
-    available_memory,
     header_text,
     open_file,
     write_safetensors,

@@ -22,6 +22,7 @@ from typing import IO, Annotated, Any
 import torch
 from msgspec import Meta
 
+from .devices import available_memory
 from .errors import CheckpointError
 from .jsonvalues import INT64, Object, check_lists, checked, parse
 from .writing import writing
@@ -311,27 +312,6 @@ def open_file(path: Path) -> Any:
     if is_file:  # another has taken its place
         os.close(descriptor)
     raise CheckpointError(f"{path} is not a file: give the file itself")
-
-
-def available_memory() -> int | None:
-    """Bytes that this process may still take, where the system says so."""
-    found = []
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            found.append(int(file.read().split("MemAvailable:")[1].split()[0]) * 1024)
-    except (OSError, ValueError, IndexError):
-        pass
-    try:
-        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
-            found.append(int(file.read()))
-    except (OSError, ValueError):
-        pass
-    if not found:
-        try:
-            found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-        except (AttributeError, OSError, ValueError):
-            pass
-    return min(found, default=None)
 
 
 def sha256(tensor: torch.Tensor) -> str:

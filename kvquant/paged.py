@@ -21,7 +21,7 @@ from .cachechecks import (
     per_layer,
 )
 from .copying import NotCopied
-from .devices import check_device
+from .devices import check_device, check_room
 from .errors import ConfigError, shown
 from .layout import EXACT_CODECS
 from .pagedrows import PagedRows, nan_rows
@@ -118,6 +118,10 @@ class PagedKVCache(NotCopied):
         v_formats = per_layer("v_format", v_format, num_layers, head_dim)
         checked = check_bases(bases, num_kv_heads, k_formats, v_formats)
         sides = k_formats, v_formats, [basis and basis.to(self.device) for basis in checked]
+        # the host has a table for each seat, and lists of pages and seats
+        bookkeeping = 300 * (num_pages + num_seats) + 4 * num_seats * (max_seq_len // page_size)
+        what = f"the bookkeeping of {num_pages} pages and {num_seats} seats"
+        check_room(bookkeeping, torch.device("cpu"), what, "use fewer, or a smaller max_seq_len")
         sizes = num_kv_heads, num_pages, num_seats
         self.rows = PagedRows(*sides, exact_format, *sizes, split, self.device)
         self.state = PagedState(num_pages, num_seats, max_seq_len, split)

@@ -212,11 +212,11 @@ def _reader(
 
     def page_chunks() -> Iterator[torch.Tensor]:
         rows, size = _storage(cache, part), manifest.page_size
-        used = torch.tensor([rows for rows, _, _ in manifest.used.values()])
+        used = torch.tensor([rows for rows, _, _ in manifest.used.values()], device="cpu")
         for start in range(0, len(pages), _CHUNK):
-            index = torch.tensor(pages[start : start + _CHUNK])
-            chunk = rows.index_select(0, index.to(rows.device)).cpu()
-            unused = torch.arange(size) >= used[start : start + _CHUNK, None]
+            index = torch.tensor(pages[start : start + _CHUNK], device="cpu").to(rows.device)
+            chunk = rows.index_select(0, index).cpu()
+            unused = torch.arange(size, device="cpu") >= used[start : start + _CHUNK, None]
             chunk.masked_fill_(unused[:, None, :, None], 0)
             check_values(part.by_token(chunk), part, start * size)
             yield chunk

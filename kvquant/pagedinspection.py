@@ -159,5 +159,5 @@ def _describe_side(file: PageReader, layer: int, side: str, fmt: RowFormat) -> d
 
 def _in_use(manifest: PageManifest) -> torch.Tensor:
     """[pages * page_size]: which rows of the pages hold a token."""
-    used = torch.tensor([rows for rows, _, _ in manifest.used.values()])
-    return (torch.arange(manifest.page_size) < used[:, None]).flatten()
+    used = torch.tensor([rows for rows, _, _ in manifest.used.values()], device="cpu")
+    return (torch.arange(manifest.page_size, device="cpu") < used[:, None]).flatten()

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from .basis import LayerBasis
 from .copying import NotCopied
+from .devices import check_room, full_precision
 from .layout import RowFormat
 from .pagedslots import Split
 from .quant import is_nan_row
@@ -73,15 +74,28 @@ class PagedRows(NotCopied):
         split: Split,
         device: torch.device,
     ) -> None:
-        def stacks(formats: Sequence[RowFormat], units: int, unit_len: int) -> RowStacks:
-            return RowStacks(formats, units, num_kv_heads, unit_len, device)
-
         packed = k_formats, v_formats
         exact = [[RowFormat(exact_format, 1, fmt.head_dim) for fmt in side] for side in packed]
         self.split, self.device = split, device
-        self.pages = [stacks(side, num_pages, split.page_size) for side in packed]
-        self.exact = [stacks(side, num_seats, split.exact_len) for side in exact]
-        self._sinks = [stacks(side, num_seats, split.sink_len) for side in exact]
+        kinds = (
+            (packed, num_pages, split.page_size),
+            (exact, num_seats, split.exact_len),
+            (exact, num_seats, split.sink_len),
+        )
+        check_room(
+            sum(
+                RowStacks.bytes_of(side, units, num_kv_heads, length)
+                for sides, units, length in kinds
+                for side in sides
+            ),
+            device,
+            f"a cache of {num_pages} pages and {num_seats} seats",
+            "use fewer pages or seats",
+        )
+        self.pages, self.exact, self._sinks = (
+            [RowStacks(side, units, num_kv_heads, length, device) for side in sides]
+            for sides, units, length in kinds
+        )
         k_pages, v_pages = (side.layers for side in self.pages)
         k_exact, v_exact = (side.layers for side in self.exact)
         self.layers = [
@@ -134,8 +148,10 @@ class PagedRows(NotCopied):
         """Copy K and V of one sequence in the order of its tokens; see PagedKVCache."""
         start = packed_len % max(self.split.recent_len, 1)
         numbers = [[packed_len], [length - packed_len], [start], [seat]]
-        pages = torch.tensor([table], dtype=torch.int32).to(self.device)
-        counts = torch.tensor(numbers, dtype=torch.int32).to(self.device)
+        pages, counts = (
+            torch.tensor(one, dtype=torch.int32, device="cpu").to(self.device)
+            for one in ([table], numbers)
+        )
         segments = self.segments(layer, pages, *counts)
         basis = self.layers[layer].basis
         stored = torch.float32 if basis else dtype
@@ -227,4 +243,5 @@ def _in_order(parts: Sequence[torch.Tensor], sinks: int) -> torch.Tensor:
     if len(parts) == 1:
         return parts[0]
     packed, exact = parts
-    return torch.cat([exact[:, :sinks], packed, exact[:, sinks:]], 1)
+    with full_precision(packed):
+        return torch.cat([exact[:, :sinks], packed, exact[:, sinks:]], 1)

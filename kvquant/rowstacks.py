@@ -50,6 +50,13 @@ class RowStacks(NotCopied):
             views |= zip(layers, self.stacks[-1], strict=True)
         self.layers = [views[layer] for layer in range(len(formats))]
 
+    @staticmethod
+    def bytes_of(
+        formats: Sequence[RowFormat], num_units: int, num_kv_heads: int, unit_len: int
+    ) -> int:
+        """Bytes of the rows that it would have; arguments as of RowStacks."""
+        return sum(fmt.row_bytes for fmt in formats) * num_units * num_kv_heads * unit_len
+
     def copy_units(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole units, (source, target) each; no source is a target."""
         for stack in self.stacks:

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from .copying import NotCopied
+from .devices import check_room
 
 _ALIGNMENT = 16
 
@@ -25,6 +26,9 @@ class StagedTensors(NotCopied):
         specs: dtype and shape of each tensor by name.
         device: where the tensors lie.
 
+    Raises:
+        ConfigError: they take more memory than there is.
+
     Attributes:
         tensors: by name; their addresses never change. Zeros at first.
     """
@@ -38,10 +42,12 @@ class StagedTensors(NotCopied):
             places[name] = end
             size = torch.Size(shape).numel() * dtype.itemsize
             end += -(-size // _ALIGNMENT) * _ALIGNMENT
+        check_room(end, device, "a batch", "use a smaller max_batch, max_tokens or max_seq_len")
         self._target = torch.zeros(end, dtype=torch.uint8, device=device)
         self._hosts, self._events = [self._target], []
         if on_cuda:
-            self._hosts = [torch.zeros(end, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+            pinned = {"dtype": torch.uint8, "device": "cpu", "pin_memory": True}
+            self._hosts = [torch.zeros(end, **pinned) for _ in range(2)]
             self._events = [torch.cuda.Event() for _ in self._hosts]
         self._turn = 0
 

@@ -237,4 +237,4 @@ class SwapSpace(NotCopied):
 
     def _host(self, shape: Sequence[int]) -> torch.Tensor:
         on_cuda = self._device.type == "cuda"
-        return torch.empty(tuple(shape), dtype=torch.uint8, pin_memory=on_cuda)
+        return torch.empty(tuple(shape), dtype=torch.uint8, device="cpu", pin_memory=on_cuda)

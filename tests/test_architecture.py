@@ -164,11 +164,11 @@ ALLOWED = {
     "kernels.cpu.transform": f"{RUN} kernels.cpu.rows",
     "kernels.cpu.decode": f"{FACTS} segments {RUN} kernels.cpu.merge kernels.cpu.values",
     "writing": "errors",
-    "files": "errors jsonvalues writing",
+    "files": "devices errors jsonvalues writing",
     "identity": "errors",
     "manifest": f"{FACTS} basis cache layer identity jsonvalues",
     "cachefile": f"{FACTS} quant files jsonvalues manifest",
-    "checkpoint": f"{CACHES} files identity manifest cachefile plan writing",
+    "checkpoint": f"{CACHES} devices files identity manifest cachefile plan writing",
     "exchange": f"{CACHES} files jsonvalues",
     "tables": "",
     "rowfacts": f"{FACTS} quant exchange tables",
@@ -214,10 +214,10 @@ ALLOWED = {
     "copying": "errors",
     "rowstacks": f"copying {FACTS}",
     "pagedslots": "",
-    "staging": "copying",
+    "staging": "copying devices",
     "swap": "copying errors pagedstate pagenames pagepool rowstacks",
     "pagedstate": "copying errors pagedslots pagenames pagepool",
-    "pagedrows": "basis copying layout pagedslots quant rowstacks segments",
+    "pagedrows": "basis copying devices layout pagedslots quant rowstacks segments",
     "paged": (
         f"basis cachechecks copying devices {FACTS} segments pagedrows pagedslots pagedstate "
         "pagenames pagepool swap"

@@ -12,7 +12,7 @@ from paged_cases import DIM, begin, extend, make, new_rows, same, values
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvquant import debug
-from kvquant.errors import ShapeError
+from kvquant.errors import ConfigError, ShapeError
 from kvquant.pagedbatch import PagedBatch
 from kvquant.pagedfile import load_sequences, save_sequences
 from kvquant.segments import Segment
@@ -124,6 +124,29 @@ def test_rows_that_no_token_can_fill_are_not_there(lens: tuple[int, int]) -> Non
         batch.cache.check_invariants()
     assert all(torch.equal(*pair) for pair in zip(*outs, strict=True))
     assert np.array_equal(caches[0].state.packed_lens, caches[1].state.packed_lens)
+
+
+def test_sizes_beyond_the_memory_are_refused_before_any_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Memory that a system promised and does not have ends the process."""
+    cache = make(num_seats=1)
+    batch = PagedBatch(cache, 4)
+    taken: list[object] = []
+    for name in ("zeros", "empty", "frombuffer"):
+        monkeypatch.setattr(torch, name, lambda *args, **_: taken.append(args))
+    for nbytes, call, words in (
+        (cache.nbytes, lambda: make(num_seats=1), "a cache of 12 pages and 1 seats takes"),
+        (batch.nbytes, lambda: PagedBatch(cache, 4), "a batch takes"),
+        (10**9, lambda: make(num_seats=10**7, sink_len=0, recent_len=0), "the bookkeeping of"),
+    ):
+        monkeypatch.setattr("kvquant.devices.available_memory", lambda most=nbytes: most - 100)
+        with pytest.raises(ConfigError, match=rf"{words}.* GiB, more than there is: use"):
+            call()
+    assert not taken
+    for options in ({"num_seats": 2**31 - 1}, {"num_pages": 2**31 - 1}):
+        with pytest.raises(ConfigError, match="GiB, more than there is"):
+            make(**options)
 
 
 @pytest.mark.parametrize("most", [60, 40])

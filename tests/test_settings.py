@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 import torch
+from torch_settings import SETTINGS, settings
 
 from kvquant import (
     KVCache,
@@ -34,27 +33,6 @@ from kvquant.segments import Segment
 BATCH, HEADS, DIM = 2, 2, 64
 Tensors = dict[str, torch.Tensor]
 CPU = torch.device("cpu")
-
-
-@contextlib.contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-SETTINGS: dict[str, Callable[[], AbstractContextManager[object]]] = {
-    "float16": lambda: default_dtype(torch.float16),
-    "bfloat16": lambda: default_dtype(torch.bfloat16),
-    "float64": lambda: default_dtype(torch.float64),
-    "meta": lambda: torch.device("meta"),
-    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
-    "inference": torch.inference_mode,
-    "no_grad": torch.no_grad,
-}
 
 
 def draw(*shape: int, seed: int) -> torch.Tensor:
@@ -187,17 +165,6 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tensors, Tensors, T
     play(tmp_path_factory.mktemp("bases"), found[1], bases())
     play_calls(found[2])
     return found
-
-
-def settings() -> tuple[object, ...]:
-    return (
-        torch.get_default_dtype(),
-        torch.get_default_device(),
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled("cpu"),
-        torch.get_num_threads(),
-    )
 
 
 @pytest.mark.parametrize("name", SETTINGS)
