@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -92,8 +91,8 @@ def calibrate(
 
     \b
     Example:
-      kvquant calibrate examples/llama-demo-5m --text examples/unseen.txt --windows 2 \\
-          --max-kl 0.01 -o plan.safetensors
+      kvquant calibrate examples/llama-demo-5m --text examples/unseen.txt \\
+          --context 256 --max-kl 0.01 -o plan.safetensors
     """
     if text is None and not zero_data:
         raise click.UsageError("give --text FILE to observe, or --zero-data")
@@ -117,7 +116,7 @@ def calibrate(
     from .calibration.run import calibrate as run
     from .calibration.verdict import next_steps, verdict
     from .model import CachedModel
-    from .tables import terminal_width
+    from .tables import paragraph
 
     check_device(device)
     chosen = (max_kl, budget) == (None, None)
@@ -150,9 +149,10 @@ def calibrate(
     try:
         click.echo(f"{render_plan(plan)}\n")
         words = [f"{_measured(plan.facts)}; written to {output}", f"{mark} {sentence}", *further]
-        for paragraph in words:
-            click.echo(textwrap.fill(paragraph, terminal_width(), break_long_words=False))
-        click.echo("\n" + "\n".join(f"{what}: {line}" for what, line in steps))
+        for sentences in words:
+            click.echo(paragraph(sentences))
+        for what, line in steps:
+            click.echo(f"\n{what}:\n    {line}")
     finally:
         said = {"kind": kind, "mark": mark, "sentence": sentence, "further": further}
         write_json(json_file, {"verdict": said, "next": [line for _, line in steps], **plan.facts})

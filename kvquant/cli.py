@@ -47,7 +47,7 @@ def main() -> None:
     \b
     Example:
       kvquant quantize examples/llama-demo-5m --prompt examples/unseen.txt \\
-          -o cache.safetensors
+          --tokens 2000 -o cache.safetensors
       kvquant inspect cache.safetensors
     """
 
@@ -55,6 +55,7 @@ def main() -> None:
 @main.command(epilog=FORMATS)
 @click.argument("model", type=FOLDER, required=False)
 @click.option("--prompt", type=FILE, help="Text that the model reads.")
+@click.option("--tokens", type=COUNT, help="Read so many of its tokens; all by default.")
 @click.option("--from", "raw", type=FILE, help="16-bit K and V of another program instead.")
 @click.option("--plan", type=FILE, help="Of kvquant calibrate: formats and transforms.")
 @click.option("--format", "both", type=FORMAT, help=f"Of K and V; {DEFAULT_FORMAT} by default.")
@@ -71,6 +72,7 @@ def main() -> None:
 def quantize(
     model: Path | None,
     prompt: Path | None,
+    tokens: int | None,
     raw: Path | None,
     plan: Path | None,
     both: str | None,
@@ -92,7 +94,7 @@ def quantize(
     \b
     Example:
       kvquant quantize examples/llama-demo-5m --prompt examples/unseen.txt \\
-          --format int4-g4 --max-seq-len 16384 -o cache.safetensors
+          --tokens 2000 --format int4-g4 --max-seq-len 4096 -o cache.safetensors
       kvquant quantize --from kv.safetensors --k-format int8 --v-format int4 \\
           -o cache.safetensors
     """
@@ -102,8 +104,9 @@ def quantize(
         raise click.UsageError("--plan says the formats and needs MODEL: leave the others out")
     if both and k_format and v_format:
         raise click.UsageError("--k-format and --v-format leave nothing to --format: leave one out")
-    if raw and is_given("chunk"):
-        raise click.UsageError("--chunk is for MODEL, which reads: leave it out with --from")
+    for name in ("chunk", "tokens"):
+        if raw and is_given(name):
+            raise click.UsageError(f"--{name} is for MODEL, which reads: leave it out with --from")
     check_output(output, model, prompt, raw, plan)
     options: dict[str, Any] = {"sink_len": sink_len, "recent_len": recent_len}
     if plan is not None:
@@ -122,7 +125,8 @@ def quantize(
         from .model import CachedModel
 
         reader = CachedModel.from_pretrained(model)
-        cache = _read_prompt(reader, prompt, max_seq_len, chunk, options)
+        ids = reader.encode(read_text(prompt))[:tokens]
+        cache = _read_prompt(reader, ids, str(prompt), max_seq_len, chunk, options)
         _save(cache, output, reader.config_dict, {"source": prompt.name, "chunk": chunk})
     from .inspection import describe, render
 
@@ -151,13 +155,14 @@ def export(cache: Path, to: str, plan: Path | None, output: Path) -> None:
     from .exchange import export_cache
     from .plan import CachePlan
     from .rowfacts import size_text
+    from .tables import paragraph
 
     check_output(output, plan, *_files_of(cache))
     bases = CachePlan.load(plan) if plan else None
     notes = export_cache(load_cache(cache, plan=bases), output, to)
     click.echo(f"{output}: {to}, {size_text(output.stat().st_size)}")
     for note in notes:
-        click.echo(note)
+        click.echo(paragraph(note))
 
 
 @main.command()
@@ -222,23 +227,27 @@ def _files_of(cache: Path) -> list[Path]:
 
 
 def _read_prompt(
-    model: Any, prompt: Path, max_seq_len: int | None, chunk: int, options: dict[str, Any]
+    model: Any,
+    ids: list[int],
+    name: str,
+    max_seq_len: int | None,
+    chunk: int,
+    options: dict[str, Any],
 ) -> KVCache:
-    """Read a text file into a new cache."""
+    """Read the tokens of a text into a new cache."""
     import torch
 
-    tokens = torch.tensor([model.encode(read_text(prompt))], dtype=torch.int64)
-    length = tokens.shape[1]
+    length = len(ids)
     if not length:
-        raise ConfigError(f"{prompt} holds no text: the cache would be empty")
+        raise ConfigError(f"{name} holds no text: the cache would be empty")
     if max_seq_len is not None and length > max_seq_len:
         raise ConfigError(
-            f"{prompt} has {length} tokens, --max-seq-len is {max_seq_len}: use {length} or more"
+            f"{name} has {length} tokens, --max-seq-len is {max_seq_len}: use {length} or more"
         )
-    warn_of_length(model.max_positions, str(prompt), length)
+    warn_of_length(model.max_positions, name, length)
     cache: KVCache = model.new_cache(1, max_seq_len or length, **options)
     with progress(length, "Reading") as update:
-        model.prefill(cache, tokens, chunk=chunk, progress=update)
+        model.prefill(cache, torch.tensor([ids]), chunk=chunk, progress=update)
     return cache
 
 

@@ -24,6 +24,7 @@ from .rowfacts import (
     totals,
     warnings,
 )
+from .tables import paragraph
 
 
 def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -64,7 +65,6 @@ def render(description: dict[str, Any]) -> str:
     d = description
     if d["kind"] == "pages":
         return render_pages(d)
-    *lines, in_bytes = render_totals(d)
     return "\n".join(
         [
             f"{printable(d['path'])}: kvquant cache, version {d['version']}, "
@@ -75,11 +75,11 @@ def render(description: dict[str, Any]) -> str:
             f"  tokens     {_some(d['seq_lens'])} of {d['max_seq_len']}; next position "
             f"{_some(d['positions'])}",
             *_rows_lines(d),
-            *lines,
-            f"{in_bytes}; {size_text(d['memory_bytes'])} once loaded",
+            *render_totals(d),
+            f"  memory     {size_text(d['memory_bytes'])} once loaded",
             "",
             render_layers(d["layers"]),
-            *(f"warning: {warning}" for warning in d["warnings"]),
+            *(paragraph(f"warning: {warning}", "  ") for warning in d["warnings"]),
         ]
     )
 

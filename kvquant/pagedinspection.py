@@ -23,7 +23,7 @@ from .rowfacts import (
     totals,
     warnings,
 )
-from .tables import Column, render_table
+from .tables import Column, paragraph, render_table
 
 SHOWN = 20  # sequences that are printed
 SEQUENCES = (
@@ -134,7 +134,7 @@ def render_pages(description: dict[str, Any]) -> str:
             *([f"... and {more} more"] if more > 0 else []),
             "",
             render_layers(d["layers"]),
-            *(f"warning: {warning}" for warning in d["warnings"]),
+            *(paragraph(f"warning: {warning}", "  ") for warning in d["warnings"]),
         ]
     )
 

@@ -28,6 +28,7 @@ def report(plan: Path, output: Path) -> None:
     from .calibration.htmlreport import check_libraries, render
     from .calibration.verdict import verdict
     from .plan import CachePlan
+    from .tables import paragraph
     from .writing import save_text
 
     check_libraries()
@@ -43,4 +44,4 @@ def report(plan: Path, output: Path) -> None:
         ) from error
     save_text(output, page)
     _, mark, sentence, _ = verdict(found)
-    click.echo(f"{mark} {sentence}\n{output}: {len(page.encode()) / 1e3:.0f} kB")
+    click.echo(f"{paragraph(f'{mark} {sentence}')}\n{output}: {len(page.encode()) / 1e3:.0f} kB")

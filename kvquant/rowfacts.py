@@ -14,7 +14,7 @@ import torch
 from .exchange import MAX_SCALE
 from .layout import RowFormat
 from .quant import LEVELS, dequantize_rows
-from .tables import Column, render_table
+from .tables import Column, paragraph, render_table
 
 SAMPLE = 4096  # tokens that the statistics of a layer's channels are taken over, at most
 _FEWEST = 16  # tokens below which they say nothing
@@ -130,7 +130,7 @@ def warnings(layers: Layers, model: object) -> list[str]:
 
 
 def render_totals(description: dict[str, Any]) -> list[str]:
-    """Print what totals() returned: two lines, the second one to be continued."""
+    """Print what totals() returned: two lines."""
     d, bits = description, description["bits_per_element"]
     return [
         f"  bits       {number(bits['packed'])} per element packed, {number(bits['all'])} with "
@@ -174,10 +174,8 @@ def render_layers(layers: Layers) -> str:
             row += [number(scale.get(name)) for name in ("min", "median", "max")]
             row += [number(side["step"]), number(side["offset"])]
         rows.append(row)
-    return (
-        f"{render_table(LAYERS, rows)}\n\nstep, offset: that of a code, and a channel's largest "
-        "mean, in\ndeviations of a channel"
-    )
+    words = "step, offset: that of a code, and a channel's largest mean, in deviations of a channel"
+    return f"{render_table(LAYERS, rows)}\n\n{paragraph(words)}"
 
 
 def formats_text(layers: Layers) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from io import StringIO
@@ -66,6 +67,14 @@ def render_table(
         for chosen in _side_by_side(columns, sizes, width)
     ]
     return "\n\n".join(tables)
+
+
+def paragraph(text: str, indent: str = "") -> str:
+    """Words in lines that fit the terminal; all but the first begin with indent."""
+    width = terminal_width()
+    return textwrap.fill(
+        text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def _side_by_side(columns: Sequence[Column], sizes: Sequence[int], width: int) -> list[list[int]]:

@@ -172,7 +172,7 @@ ALLOWED = {
     "exchange": f"{CACHES} files jsonvalues",
     "tables": "",
     "rowfacts": f"{FACTS} quant exchange tables",
-    "inspection": f"errors layout {FILES} pagedinspection pagedreader rowfacts",
+    "inspection": f"errors layout {FILES} pagedinspection pagedreader rowfacts tables",
     "switch": "errors",
     "configs": FACTS,
     "loading": "errors",
@@ -278,8 +278,8 @@ ALLOWED_LATE = {
     "paged": "plan",
     "calibratecli": "model tables calibration.report calibration.run calibration.verdict",
     "calibration.passes": "rowpass",
-    "reportcli": "plan writing calibration.figures calibration.htmlreport calibration.verdict",
-    "cli": f"{CACHES} {FILES} exchange inspection model plan demo rowfacts",
+    "reportcli": "plan tables writing calibration.htmlreport calibration.verdict",
+    "cli": f"{CACHES} {FILES} exchange inspection model plan demo rowfacts tables",
 }
 
 # a library that `import kvquant` must not need -> the only modules that name it

@@ -109,8 +109,8 @@ def test_table_is_printable_and_complete(tmp_path: Path) -> None:
     ):
         assert words in text
     assert len([line for line in lines if line.split()[1:2] == ["int4-g4"]]) == 4
-    assert lines[-1].startswith("warning: K of layer 1")
-    assert max(map(len, lines[10:-3])) < 120
+    assert lines[-2].startswith("warning: K of layer 1") and lines[-1].startswith("  ")
+    assert max(map(len, lines[1:])) <= 80
 
 
 def test_tokens_are_those_of_layers_that_see_all(tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_empty_and_exact_caches_have_no_scales(tmp_path: Path) -> None:
     assert d["warnings"][0].startswith(
         "no token is packed: the first 2 and the last 6 of each sequence stay in 16 bit"
     )
-    assert "(--sink-len, --recent-len)" in render(d)
+    assert "(--sink-len, --recent-len)" in " ".join(render(d).split())
     d = describe(saved(tmp_path, make_keys(), k_format="bf16", v_format="bf16"))
     assert d["layers"][0]["k"]["scale"] is None and d["layers"][0]["k"]["offset"] > 0
     assert d["warnings"] == []

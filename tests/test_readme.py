@@ -1,40 +1,75 @@
-"""The README's Python code runs as it stands."""
+"""What the README shows runs as it stands: each piece of Python alone, each command (40 s)."""
 
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
-README = Path(__file__).parents[1] / "README.md"
+from kvquant.cli import main
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+TEXT = README.read_text(encoding="utf-8")
+PYTHON = re.findall(r"^```python\n(.*?)^```$", TEXT, flags=re.DOTALL | re.MULTILINE)
+SHELL = re.findall(r"^    (kvquant .*)$", TEXT.replace("\\\n", " "), flags=re.MULTILINE)
 
 
-def python_blocks() -> list[str]:
-    """The ```python blocks of README.md, in order."""
-    if not README.exists():
-        return []
-    text = README.read_text(encoding="utf-8")
-    return re.findall(r"^```python\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
-
-
-def test_the_readme_has_python_code() -> None:
-    assert README.exists(), "README.md is missing"
-    assert python_blocks(), "README.md has no ```python block"
+def test_the_readme_has_python_code_and_commands() -> None:
+    assert len(PYTHON) >= 7
+    commands = {shlex.split(line)[1] for line in SHELL}
+    assert commands == set(main.commands), "each command is shown"
 
 
 @pytest.mark.filterwarnings("default")
-def test_the_python_code_runs_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert python_blocks(), "README.md is missing or has no ```python block"
-    monkeypatch.chdir(tmp_path)  # what it writes goes there; what it reads comes from examples/
-    (tmp_path / "examples").symlink_to(README.parent / "examples")
-    names: dict[str, object] = {"__name__": "readme"}
-    for i, block in enumerate(python_blocks()):
-        exec(compile(block, f"README.md, Python block {i + 1}", "exec"), names)
+@pytest.mark.parametrize("block", PYTHON, ids=range(len(PYTHON)))
+def test_each_piece_of_python_runs_alone(
+    block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "kvquant.model" in block or "transformers" in block:
+        pytest.importorskip("transformers", reason="needs the hf extra")
+    monkeypatch.chdir(tmp_path)  # what it writes goes there
+    before = set(ROOT.iterdir())
+    exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
+    assert set(ROOT.iterdir()) == before
+
+
+@pytest.mark.filterwarnings("default")
+def test_the_commands_run_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers", reason="needs the hf extra")
+    pytest.importorskip("matplotlib", reason="needs the report extra")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    for line in SHELL:
+        done = CliRunner().invoke(main, shlex.split(line)[1:], catch_exceptions=False)
+        assert done.exit_code == 0, f"{line}\n{done.output}"
+        assert "Warning" not in done.stderr, f"{line}\n{done.stderr}"
+        assert max(map(len, done.stdout.splitlines())) <= 80, line
+
+
+def test_every_make_target_is_there() -> None:
+    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    assert set(re.findall(r"(?:`|^    )make ([a-z]+)", TEXT, flags=re.MULTILINE)) <= set(targets)
+
+
+def test_files_that_are_named_are_there() -> None:
+    names = re.findall(r"`((?:examples|kernels|calibration|tests|kvquant)/[\w./-]*)`", TEXT)
+    assert len(names) > 10
+    for name in names:
+        assert (ROOT / name).exists() or (ROOT / "kvquant" / name).exists(), name
+
+
+def test_links_lead_somewhere_on_any_page() -> None:
+    """The README is the page of the package, too: links to files of the checkout are dead there."""
+    links = re.findall(r"\]\(([^)]*)\)", TEXT)
+    assert all(link.startswith(("https://", "#")) for link in links), links
 
 
 def test_the_readme_never_installs_the_package_of_that_name_on_pypi() -> None:
     """kvquant on PyPI belongs to others."""
-    assert README.exists(), "README.md is missing"
-    text = README.read_text(encoding="utf-8")
-    assert not re.search(r"install\s+(-\S+\s+)*[\"']?kvquant\b", text)
+    assert not re.search(r"install\s+(-\S+\s+)*[\"']?kvquant\b", TEXT)
