@@ -46,8 +46,9 @@ class StagedTensors(NotCopied):
         self._target = torch.zeros(end, dtype=torch.uint8, device=device)
         self._hosts, self._events = [self._target], []
         if on_cuda:
-            pinned = {"dtype": torch.uint8, "device": "cpu", "pin_memory": True}
-            self._hosts = [torch.zeros(end, **pinned) for _ in range(2)]
+            self._hosts = [
+                torch.zeros(end, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2)
+            ]
             self._events = [torch.cuda.Event() for _ in self._hosts]
         self._turn = 0
 
