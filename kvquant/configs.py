@@ -1,8 +1,7 @@
 """What a model's config says of its layers: which of them a KVCache holds, and in which shape.
 
 Configs of transformers are read by attribute; nothing is imported from there. A layer that attends
-to the keys and values of an earlier one ("reuse" in config.kv_sharing_modes) owns none: the cache
-has no place for it.
+to the keys and values of an earlier one owns none: the cache has no place for it.
 """
 
 from __future__ import annotations
@@ -77,11 +76,10 @@ def cache_layers(config: Any) -> CacheLayers:
             raise UnsupportedModelError(
                 f"layer {layer} is {name!r}: KVCache holds attention layers only"
             )
-    modes = list(getattr(config, "kv_sharing_modes", None) or [None] * count)
-    places = [layer for layer in range(count) if not str(modes[layer]).startswith("reuse")]
+    places = [layer for layer in range(count) if not _is_shared(config, layer, count)]
     # a config whose layers differ refuses to be asked for what differs
     by_layer = getattr(config, "per_layer_config", None) or [config] * count
-    shapes = [_shape(by_layer[layer], layer, kind) for layer in places]
+    shapes = [_shape(by_layer[layer], layer, kind, kinds[layer]) for layer in places]
     windows = layer_windows(config)
     heads = shapes[0][0]
     for layer, (own, _, _) in zip(places, shapes, strict=True):
@@ -123,7 +121,15 @@ def _turn(config: Any) -> Turn | None:
     return None
 
 
-def _shape(config: Any, layer: int, kind: str) -> tuple[int, int, int]:
+def _is_shared(config: Any, layer: int, count: int) -> bool:
+    """Whether a layer attends to the keys and values of another one."""
+    modes = getattr(config, "kv_sharing_modes", None)
+    if modes is None:  # before transformers 5.18
+        return layer >= count - (getattr(config, "num_kv_shared_layers", None) or 0)
+    return str(modes[layer]).startswith("reuse")
+
+
+def _shape(config: Any, layer: int, kind: str, layer_kind: str | None) -> tuple[int, int, int]:
     """KV heads of a layer, elements of a key and of a value."""
     q_heads = _number(config, "num_attention_heads", layer)
     if not q_heads:
@@ -138,6 +144,10 @@ def _shape(config: Any, layer: int, kind: str) -> tuple[int, int, int]:
         )
     heads = _number(config, "num_key_value_heads", layer) or q_heads
     k_dim = _number(config, "head_dim", layer)
+    if layer_kind == "full_attention":  # before transformers 5.17, which has layers' own configs
+        k_dim = _number(config, "global_head_dim", layer) or k_dim
+        if getattr(config, "attention_k_eq_v", False):
+            heads = _number(config, "num_global_key_value_heads", layer) or heads
     k_dim = k_dim or (_number(config, "hidden_size", layer) or 0) // q_heads
     v_dim = _number(config, "v_head_dim", layer) or k_dim
     for dim in (k_dim, v_dim):

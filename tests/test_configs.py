@@ -30,6 +30,9 @@ def test_layers_that_share_own_no_place() -> None:
     assert cache_layers(found).places == (0, 2)
     assert cache_layers(found).windows == (9, None)
     assert layer_windows(found) == [9, 9, None, None]
+    assert cache_layers(config(num_kv_shared_layers=1)).places == (0, 1)
+    mixed = config(layer_types=["full_attention"] * 2 + ["sliding_attention"], global_head_dim=128)
+    assert cache_layers(mixed).k_dims == (128, 128, 64)
 
 
 def test_layers_may_differ_in_head_dim_but_not_in_heads() -> None:

@@ -82,7 +82,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "data2vec-text": (r"count positions from padding_idx \+ 1", {}),
     "deepseek_v2": ("multi-head latent attention", {}),
     "deepseek_v3": ("multi-head latent attention", {}),
-    "deepseek_v32": ("layer 0 is 'indexed_attention'", {}),
+    "deepseek_v32": (r"layer 0 is '\w+_attention'", {}),
     "diffllama": (r"layer 0 \(DiffLlamaAttention\) attends to other values", {}),
     "doge": (r"layer 0 \(DogeAttention\) got an attention mask that is not", {}),
     "falcon": (ITSELF, {}),
@@ -95,7 +95,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "jamba": ("layer 0 is 'linear_attention'", {}),
     "jetmoe": (r"layer 0 \(JetMoeAttention\) attends to other (keys|values)", {}),
     "lfm3": ("layer 0 is 'conv'", {}),
-    "longcat_flash": ("multi-head latent attention", {}),
     "mamba": ("layer 0 is 'linear_attention'|mamba models have no attention heads", {}),
     "mbart": ("mbart models count the positions of all sequences alike", {}),
     "minicpm3": ("multi-head latent attention", {}),
@@ -103,7 +102,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron_h": ("layer 0 is 'linear_attention'", {}),
     "openai-gpt": (ITSELF, {}),
     "qwen3_next": ("layer 0 is 'linear_attention'", {}),
-    "recurrent_gemma": ("layer 0 is 'linear_attention'", {}),
     "roberta": (r"count positions from padding_idx \+ 1", {}),
     "rwkv": ("rwkv models have no attention heads", {}),
     "vaultgemma": (r"layer 0 \(VaultGemmaAttention\) asks for softcap", {}),
@@ -121,6 +119,10 @@ def random_model(kind: str, changes: dict[str, Any]) -> CachedModel:
     sizes = {name: value for name, value in SIZES.items() if name in known}
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(kind, **(sizes | changes))
+    with torch.device("meta"):
+        large = transformers.AutoModelForCausalLM.from_config(config).num_parameters() > 1e8
+    if large:  # its sizes have other names
+        pytest.skip(f"{kind} of transformers {transformers.__version__} is too large")
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():
         for weight in model.parameters():
@@ -129,6 +131,7 @@ def random_model(kind: str, changes: dict[str, Any]) -> CachedModel:
     return CachedModel(model)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # transformers' own
 @pytest.mark.parametrize("kind", RIGHT)
 def test_right_to_rounding(kind: str) -> None:
     model = random_model(kind, RIGHT[kind])
