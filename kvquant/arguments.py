@@ -9,7 +9,7 @@ from numbers import Integral, Real
 import numpy as np
 import torch
 
-from .errors import ConfigError
+from .errors import ConfigError, shown
 
 
 def check_tensors(**given: object) -> None:
@@ -21,6 +21,18 @@ def check_tensors(**given: object) -> None:
         if isinstance(value, np.ndarray):
             how += " (torch.from_numpy makes one of an array)"
         raise ConfigError(f"{name} is of type {type(value).__name__}: {how}")
+
+
+def check_kind(name: str, value: object, kind: type, how: str) -> None:
+    """Raise ConfigError unless a value is of a kind: "{name} is of type ...: {how}"."""
+    if not isinstance(value, kind):
+        raise ConfigError(f"{name} is of type {type(value).__name__}: {how}")
+
+
+def check_flag(name: str, value: bool) -> None:
+    """Raise ConfigError unless a value is True or False: what is neither may be meant as either."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} is {shown(value)}: use True or False")
 
 
 def check_scale(sm_scale: float) -> float:

@@ -67,6 +67,7 @@ from typing import Any
 
 import torch
 
+from .arguments import check_kind
 from .basis import LayerBasis, fingerprints
 from .cache import KVCache
 from .cachechecks import check_plan_options, check_size
@@ -128,6 +129,8 @@ def save_cache(
             packed with, or what the file says of the cache is too long.
         OSError: the file cannot be written.
     """
+    how = "give a KVCache; save_sequences saves sequences of a PagedKVCache"
+    check_kind("cache", cache, KVCache, how)
     if max_shard_bytes < 1:
         raise ConfigError(f"max_shard_bytes {max_shard_bytes} is not possible: use 1 or more")
     path = check_name(path)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from .arguments import check_flag
 from .basis import LayerBasis
 from .cachechecks import (
     Formats,
@@ -26,9 +27,10 @@ from .errors import ConfigError, shown
 from .layout import EXACT_CODECS
 from .pagedrows import PagedRows, nan_rows
 from .pagedslots import Split
-from .pagedstate import PagedState, Step, for_each, plain_id
+from .pagedstate import PagedState, Step, for_each, listed, plain_id
 from .pagenames import Origin, hold
 from .pagepool import SequenceId
+from .quant import FLOAT_DTYPES
 from .segments import PAGE_SIZES
 from .swap import Parked, SwapSpace
 
@@ -150,6 +152,15 @@ class PagedKVCache(NotCopied):
         k_format, v_format, bases = plan.k_formats, plan.v_formats, plan.layers
         return cls(*sizes, k_format=k_format, v_format=v_format, bases=bases, **options)
 
+    def __repr__(self) -> str:
+        formats = dict.fromkeys(f"{rows.k_format} and {rows.v_format}" for rows in self.rows.layers)
+        pool = self.state.pool
+        return (
+            f"PagedKVCache({self.num_layers} layers, {self.num_kv_heads} KV heads, "
+            f"{', '.join(formats):.80}, {pool.num_pages} pages of {pool.page_size} tokens, "
+            f"{len(self.state.lengths)} seats, {len(self.ids)} sequences, {self.device})"
+        )
+
     @property
     def bases(self) -> list[LayerBasis] | None:
         """What the rows of each layer are stored as; None if as they came."""
@@ -261,6 +272,7 @@ class PagedKVCache(NotCopied):
         Raises:
             ConfigError: there is no such sequence.
         """
+        check_flag("forget", forget)
         self._check_closed()
         if not forget:
             self._end(sequence_id)
@@ -355,6 +367,7 @@ class PagedKVCache(NotCopied):
             ShapeError: a count is negative, or a sequence would outgrow max_seq_len.
             ConfigError: a sequence does not live, or is given twice.
         """
+        ids = listed(ids)
         self._let_go()
         self._swap.check_here(ids)
         return self.state.can_append(ids, for_each(ids, counts))
@@ -403,6 +416,10 @@ class PagedKVCache(NotCopied):
             ConfigError: the sequence does not live, or the layer does not exist.
         """
         self.check_layer(layer)
+        if dtype not in FLOAT_DTYPES:
+            raise ConfigError(
+                f"dtype {shown(dtype)} is not supported: use float32, bfloat16 or float16"
+            )
         self._await([sequence_id])
         state, seat = self.state, self.state.seat(sequence_id)
         lens = int(state.lengths[seat]), int(state.packed_lens[seat])

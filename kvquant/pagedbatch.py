@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, overload
+from typing import Any, Literal, NoReturn, overload
 
 import numpy as np
 import torch
 
 from .append import append_rows
+from .arguments import check_flag, check_kind, check_tensors
 from .attention import State, attend_segments
 from .basisattention import attend_in_basis
 from .cachechecks import check_size
 from .cascade import attend_shared
 from .copying import NotCopied
-from .errors import ConfigError, ShapeError, shown
+from .errors import ConfigError, ShapeError
 from .paged import PagedKVCache
-from .pagedstate import Step, for_each
+from .pagedstate import Step, for_each, listed
 from .pagepool import SequenceId
 from .segments import Segment
 from .sharedprefix import Numbers, find_prefix, pays
@@ -65,6 +66,9 @@ class PagedBatch(NotCopied):
         *,
         shared_prefix: bool | None = None,
     ) -> None:
+        check_kind("cache", cache, PagedKVCache, "give a PagedKVCache")
+        if shared_prefix is not None:
+            check_flag("shared_prefix", shared_prefix)
         self.cache, self.shared_prefix = cache, shared_prefix
         self.max_batch = check_size("max_batch", max_batch, at_least=1)
         max_tokens = max_batch if max_tokens is None else max_tokens
@@ -166,8 +170,7 @@ class PagedBatch(NotCopied):
                 "a step cannot begin while a graph is captured: write `with batch.extend([]), "
                 "torch.cuda.graph(graph):`, in this order"
             )
-        if isinstance(ids, str):
-            raise ConfigError(f"ids is the text {shown(ids)}: give a list of ids")
+        ids = listed(ids)
         counts = for_each(ids, counts)
         if len(ids) > self.max_batch or sum(counts) > self.max_tokens:
             raise ShapeError(
@@ -207,6 +210,8 @@ class PagedBatch(NotCopied):
                 outside of a step, or a layer for the second time in a step.
         """
         self.cache.check_layer(layer)
+        if not isinstance(k, torch.Tensor) or k.ndim != 3:
+            self._refuse("k", k, "[num_tokens, num_kv_heads, head_dim]", v=v)
         compiling = torch.compiler.is_compiling()  # one graph for all steps: nothing of this one
         if not (compiling or self._num_tokens <= k.shape[0] <= self.max_tokens):
             raise ShapeError(
@@ -297,6 +302,8 @@ class PagedBatch(NotCopied):
             As decode_attention; ShapeError if there are fewer rows than sequences; ConfigError
             outside of a step.
         """
+        if not isinstance(q, torch.Tensor) or q.ndim != 3:
+            self._refuse("q", q, "[batch, num_q_heads, head_dim]")
         fixed = self._is_fixed()
         segments = self._segments_of(layer, q.shape[0])
         if not torch.compiler.is_compiling():
@@ -351,6 +358,16 @@ class PagedBatch(NotCopied):
                 f"the step ends, and layers {sorted(missing)!s:.80} were not appended to: append "
                 "to every layer inside its block. The sequences were cut back, read their length"
             )
+
+    @staticmethod
+    def _refuse(name: str, x: torch.Tensor, axes: str, **others: torch.Tensor) -> NoReturn:
+        """Raise what is wrong with new rows or a query."""
+        check_tensors(**{name: x}, **others)
+        hint = ""
+        if x.ndim == 4:
+            hint = ", the tokens of all sequences one after another: give "
+            hint += f"{name}.transpose(1, 2).flatten(0, 1)" if name == "k" else f"{name}[:, :, 0]"
+        raise ShapeError(f"{name} is {list(x.shape)}: it must be {axes}{hint}")
 
     def _is_fixed(self) -> bool:
         """Whether what runs now is kept for other steps."""

@@ -54,6 +54,7 @@ from typing import Any
 
 import torch
 
+from .arguments import check_kind
 from .basis import fingerprints
 from .cachefile import PAGES, check_values, named, seal
 from .checkpoint import check_model, check_name
@@ -73,6 +74,7 @@ from .pagedmanifest import (
     SavedSequence,
 )
 from .pagedreader import PageReader
+from .pagedstate import listed
 from .pagepool import SequenceId
 
 _CHUNK = 64  # pages that are copied to the host at a time
@@ -107,7 +109,8 @@ def save_sequences(
             packed with, or what the file says of the sequences is too long.
         OSError: the file cannot be written.
     """
-    path = check_name(path)
+    check_kind("cache", cache, PagedKVCache, "give a PagedKVCache; save_cache saves a KVCache")
+    path, ids = check_name(path), listed(ids)
     cache._settle(ids)
     if not ids or len(set(ids)) < len(ids):
         raise ConfigError(f"ids are {shown(list(ids))}: give at least one sequence, and each once")
@@ -155,6 +158,9 @@ def load_sequences(
         OutOfPagesError: there are not enough pages or seats.
         ConfigError: an id is in use, or ids names a sequence that the file has not.
     """
+    check_kind("cache", cache, PagedKVCache, "give a PagedKVCache; load_cache reads a KVCache")
+    if ids is not None:
+        check_kind("ids", ids, Mapping, "give a dict of new ids by saved ones")
     path = Path(path)
     try:
         with PageReader(path) as file:

@@ -107,7 +107,7 @@ class PagedState(NotCopied):
 
     def match_prefix(self, tokens: Sequence[int]) -> int:
         """How many of the tokens allocate would find; never all of them."""
-        packed = self.pool.match_prefix(tokens[: max(len(tokens) - 1, 0)])
+        packed = self.pool.match_prefix(token_ids(tokens)[:-1])
         return packed + self.split.sink_len if packed else 0
 
     def allocate(self, sequence_id: SequenceId, tokens: Sequence[int] = ()) -> Allocation:
@@ -351,6 +351,20 @@ class PagedState(NotCopied):
             if len(tokens) == length:
                 tokens += known[start : start + count]
             start += count
+
+
+def listed(ids: Iterable[SequenceId]) -> list[SequenceId]:
+    """Ids of sequences as a list.
+
+    Raises:
+        ConfigError: they are one id, or nothing that holds any.
+    """
+    if type(ids) is list:
+        return ids
+    if isinstance(ids, str | bytes) or not isinstance(ids, Iterable):
+        what = "the text " if isinstance(ids, str) else ""
+        raise ConfigError(f"ids is {what}{shown(ids)}: give a list of ids")
+    return list(ids)
 
 
 def for_each(ids: Sequence[SequenceId], counts: int | Sequence[int]) -> list[int]:

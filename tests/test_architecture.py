@@ -219,18 +219,20 @@ ALLOWED = {
     "pagedstate": "copying errors pagedslots pagenames pagepool",
     "pagedrows": "basis copying devices layout pagedslots quant rowstacks segments",
     "paged": (
-        f"basis cachechecks copying devices {FACTS} segments pagedrows pagedslots pagedstate "
-        "pagenames pagepool swap"
+        f"{MEANING} basis cachechecks copying pagedrows pagedslots pagedstate pagenames pagepool "
+        "swap"
     ),
     "sharedprefix": "",
     "pagedbatch": (
-        "append attention basisattention cachechecks cascade copying errors segments sharedprefix "
-        "slots transforms paged pagedstate pagepool staging"
+        "append arguments attention basisattention cachechecks cascade copying errors segments "
+        "sharedprefix slots transforms paged pagedstate pagepool staging"
     ),
     "pagedmanifest": f"{FACTS} jsonvalues manifest segments",
     "pagedreader": f"errors {FILES} pagedmanifest",
     "pagedinspection": "layout pagedmanifest pagedreader rowfacts tables",
-    "pagedfile": f"errors basis {FILES} paged pagedmanifest pagedreader pagepool",
+    "pagedfile": (
+        f"arguments errors basis {FILES} paged pagedmanifest pagedreader pagedstate pagepool"
+    ),
     "pagenames": "errors",
     "pagepool": "errors pagenames",
     "gpucases": f"{FACTS} quant segments",

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from paged_cases import (
@@ -24,7 +25,7 @@ from paged_cases import (
     values,
 )
 
-from kvquant import KVCache, Rope
+from kvquant import KVCache, Rope, save_cache
 from kvquant.errors import (
     ConfigError,
     KVQuantError,
@@ -33,6 +34,7 @@ from kvquant.errors import (
     ShapeError,
 )
 from kvquant.pagedbatch import PagedBatch
+from kvquant.pagedfile import load_sequences, save_sequences
 from kvquant.transforms import apply_rope
 
 Measure = Callable[[torch.Tensor, torch.Tensor], float]
@@ -319,10 +321,12 @@ def test_a_cache_that_cannot_be_is_refused(options: dict[str, Any], message: str
         make(**options)
 
 
-CALLS: list[tuple[Callable[[PagedBatch], object], type[KVQuantError], str]] = [
+KV: Any = KVCache(1, 1, 1, DIM, 8)
+ODD: Any = "no"
+CALLS: list[tuple[Callable[[Any], object], type[KVQuantError], str]] = [
     (lambda b: b.cache.allocate("a"), ConfigError, "'a' exists"),
     (lambda b: b.cache.allocate(("x",)), ConfigError, "give a string or a whole number"),
-    (lambda b: b.cache.allocate("b", [0.5]), ConfigError, "must be integers"),  # type: ignore[list-item]
+    (lambda b: b.cache.allocate("b", [0.5]), ConfigError, "must be integers"),
     (lambda b: b.cache.fork("x", "y"), ConfigError, "no sequence 'x'"),
     (lambda b: b.cache.fork("a", "a"), ConfigError, "'a' exists"),
     (lambda b: b.cache.truncate("a", 21), ShapeError, "has 20 tokens: it cannot be truncated"),
@@ -336,9 +340,9 @@ CALLS: list[tuple[Callable[[PagedBatch], object], type[KVQuantError], str]] = [
     (lambda b: b.extend(["a", "a"]), ConfigError, "name each once"),
     (lambda b: b.extend(["a"], -1), ShapeError, "give one >= 0 for each"),
     (lambda b: b.extend(["a"], [1, 1]), ShapeError, "for 1 ids"),
-    (lambda b: b.extend(["a"], [0.5]), ConfigError, "must be whole numbers"),  # type: ignore[list-item]
+    (lambda b: b.extend(["a"], [0.5]), ConfigError, "must be whole numbers"),
     (lambda b: b.extend(["a"], 2, [1]), ShapeError, "1 tokens for counts that add up to 2"),
-    (lambda b: b.extend(["a"], 1, ["x"]), ConfigError, "must be integers"),  # type: ignore[list-item]
+    (lambda b: b.extend(["a"], 1, ["x"]), ConfigError, "must be integers"),
     (lambda b: b.extend(["a"], 81), ShapeError, "'a' would grow to 101 tokens, max_seq_len is 100"),
     (
         lambda b: b.extend(list("abcde")),
@@ -350,6 +354,40 @@ CALLS: list[tuple[Callable[[PagedBatch], object], type[KVQuantError], str]] = [
     (lambda b: b.append(9, *new_rows(1)), ConfigError, "layer 9"),
     (lambda b: b.attend(0, torch.randn(5, 4, DIM)), ShapeError, "q has 5 rows"),
     (lambda b: b.attend(9, torch.randn(4, 4, DIM)), ConfigError, "layer 9"),
+    (lambda b: b.append(0, [1], [1]), ConfigError, "k is of type list: give a tensor"),
+    (lambda b: b.append(0, np.zeros((1, HEADS, DIM)), 1), ConfigError, "k is of type ndarray"),
+    (lambda b: b.append(0, torch.zeros(()), 1), ConfigError, "v is of type int: give a tensor"),
+    (lambda b: b.append(0, *new_rows(1)[:, 0]), ShapeError, r"k is [2, 64]: it must be [num_tok"),
+    (lambda b: b.append(0, *new_rows(1)[:, None]), ShapeError, "k.transpose(1, 2).flatten(0, 1)"),
+    (lambda b: b.append("0", *new_rows(1)), ConfigError, "layer '0' does not exist"),
+    (lambda b: b.attend(0, [1]), ConfigError, "q is of type list: give a tensor"),
+    (lambda b: b.attend(0, torch.zeros(DIM)), ShapeError, "q is [64]: it must be [batch"),
+    (lambda b: b.attend(0, torch.zeros(4, 4, 1, DIM)), ShapeError, "give q[:, :, 0]"),
+    (lambda b: b.extend("az"), ConfigError, "ids is the text 'az': give a list of ids"),
+    (lambda b: b.extend(3), ConfigError, "ids is 3: give a list of ids"),
+    (lambda b: b.cache.can_append("a"), ConfigError, "ids is the text 'a': give a list of ids"),
+    (lambda b: b.cache.can_append(None), ConfigError, "ids is None: give a list of ids"),
+    (lambda b: b.cache.allocate("b", 5), ConfigError, "tokens must be integers"),
+    (lambda b: b.cache.allocate("b", "tokens"), ConfigError, "tokens must be integers"),
+    (lambda b: b.cache.match_prefix([0.5, 1]), ConfigError, "tokens must be integers"),
+    (lambda b: b.cache.free("a", forget="no"), ConfigError, "forget is 'no': use True or False"),
+    (lambda b: b.cache.dequantized("a", 0, torch.int32), ConfigError, "dtype torch.int32 is not"),
+    (lambda b: b.cache.dequantized("a", None), ConfigError, "layer None does not exist"),
+    (lambda b: save_sequences(b.cache, "a", "x.safetensors"), ConfigError, "the text 'a'"),
+    (
+        lambda b: save_sequences(KV, ["a"], "x.safetensors"),
+        ConfigError,
+        "save_cache saves a KVCache",
+    ),
+    (lambda b: save_cache(b.cache, "x.safetensors"), ConfigError, "save_sequences saves sequences"),
+    (lambda b: load_sequences(KV, "x.safetensors"), ConfigError, "load_cache reads a KVCache"),
+    (lambda b: load_sequences(b.cache, "x", ids=ODD), ConfigError, "a dict of new ids by saved"),
+    (lambda b: PagedBatch(KV, 1), ConfigError, "cache is of type KVCache: give a PagedKVCache"),
+    (
+        lambda b: PagedBatch(b.cache, 1, shared_prefix=ODD),
+        ConfigError,
+        "shared_prefix is 'no': use",
+    ),
     (lambda b: PagedBatch(b.cache, 0), ConfigError, "max_batch 0"),
     (lambda b: PagedBatch(b.cache, 1, 0), ConfigError, "max_tokens 0"),
 ]
@@ -367,6 +405,21 @@ def test_refusals_say_why_and_change_nothing(
     assert seen(batch.cache) == before
     batch.cache.check_invariants()
     extend(batch, ["a"])
+
+
+def test_numbers_may_come_in_any_form() -> None:
+    batch: Any = PagedBatch(make(), 4, 90)
+    tokens: Any = np.arange(60)
+    batch.cache.allocate("a", iter(tokens))
+    for count, known in ((np.array([50]), tokens[:50]), ((5,), torch.arange(50, 55)), (5, None)):
+        with batch.extend(("a",), count, known if known is None else iter(known)):
+            for layer in range(LAYERS):
+                batch.append(np.int64(layer), *new_rows(50))
+    assert batch.cache.state.tokens("a") == list(range(55))
+    found = batch.cache.match_prefix(range(60))
+    assert 0 < found == batch.cache.match_prefix(token for token in tokens)
+    assert found == batch.cache.match_prefix(torch.arange(60)) == batch.cache.match_prefix(tokens)
+    assert re.search(r"^PagedKVCache\(2 layers, .* 12 pages of 16 tokens, .*\)$", repr(batch.cache))
 
 
 def test_fewer_rows_than_the_step_has_are_refused() -> None:
