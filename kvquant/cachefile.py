@@ -6,6 +6,7 @@ format). Files of sequences of a paged cache are read by pagedreader.py.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ from .errors import CheckpointError
 from .files import MAX_HEADER_BYTES, SafetensorsFile, open_file, sealed, unsealed
 from .jsonvalues import checked, parse
 from .manifest import Manifest, Part
+from .writing import as_path
 
 MANIFEST, PLAN, PAGES = "kvquant_cache", "kvquant", "kvquant_pages"  # entries of metadata
 SHARD = {"format": "kvquant-cache-shard"}  # the metadata of a shard
@@ -119,7 +121,7 @@ class CacheFile(RowsFile[Manifest]):
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        path = Path(path)
+        path = as_path(path)
         for attempt in range(ATTEMPTS):
             super().__init__()
             self.path, self.num_files, self.num_bytes = found_at(path), 0, 0
@@ -133,8 +135,7 @@ class CacheFile(RowsFile[Manifest]):
                 self._check_tensors()
                 return
             except (CheckpointError, FileNotFoundError) as error:
-                now = found_at(path)
-                is_replaced = now != self.path or self._is_replaced(error)
+                is_replaced = self._is_replaced(path, error)
                 self._opened.close()
                 if is_replaced and attempt + 1 < ATTEMPTS:
                     continue
@@ -177,17 +178,31 @@ class CacheFile(RowsFile[Manifest]):
                 raise CheckpointError(
                     f"shard {shard} is missing: copy all shards together with the index"
                 ) from None
+            except OSError as error:
+                if error.errno != errno.EMFILE:
+                    raise
+                raise CheckpointError(
+                    "there are more shards than this process may open files: allow it more "
+                    "(ulimit -n), or save the cache in larger shards"
+                ) from None
             for name in file.shapes:
                 if index.weight_map.get(name) != shard:
                     raise CheckpointError(f"tensor {name!r:.80} should not be in shard {shard}")
+        if index.weight_map.keys() != self._files.keys():
+            name = min(index.weight_map.keys() - self._files.keys())
+            raise CheckpointError(f"tensor {name!r:.80} is missing: take another copy of the file")
         return index.metadata
 
-    def _is_replaced(self, error: Exception) -> bool:
-        """Whether another file is there now than the one that was opened first, or one at all."""
+    def _is_replaced(self, path: Path, error: Exception) -> bool:
+        """Whether another file counts now than the one that was opened first, or one at all."""
         try:
+            if found_at(path) != self.path:
+                return True
             now = os.stat(self.path)
-        except OSError:
+        except FileNotFoundError:
             return self._first is not None
+        except OSError:  # it cannot be told
+            return False
         if self._first is None:  # there was none, or it could not be read
             return isinstance(error, FileNotFoundError)
         return not os.path.samestat(now, os.fstat(self._first.fileno()))

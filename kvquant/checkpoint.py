@@ -62,6 +62,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,9 @@ from .identity import model_identity
 from .layer import LayerCache
 from .manifest import Manifest, Part
 from .plan import CachePlan
-from .writing import Place, sync_folder, token, writing
+from .writing import Place, as_path, sync_folder, token, writing
+
+MAX_SHARDS = 512  # a reader opens all of them at once, and a process often may open 1,024 files
 
 
 def save_cache(
@@ -109,7 +112,9 @@ def save_cache(
 ) -> list[Path]:
     """Write a cache to a file, in one step: after a crash there is the old file or the new one.
 
-    Only tokens in use are written, and no second copy of the cache is made.
+    Only tokens in use are written, and no second copy of the cache is made. A file that is replaced
+    keeps its mode, and a link leads where it did. Another process that saves to this path is waited
+    for; one that loads from it finds the old cache or the new one, whole.
 
     Args:
         cache: whose layers all hold the same tokens.
@@ -123,16 +128,20 @@ def save_cache(
 
     Raises:
         ShapeError: the layers hold different numbers of tokens.
-        ConfigError: model or creation is not plain data, max_shard_bytes is below 1, path has
-            another ending, or the index of its name is another program's.
+        ConfigError: cache is no KVCache, model or creation is not plain data, max_shard_bytes is no
+            whole number from 1, path has another ending or leads to what is no file, or the index
+            of its name is another program's.
         CheckpointError: it could not be loaded again: a row holds NaN, or a value that it cannot be
             packed with, or what the file says of the cache is too long.
         OSError: the file cannot be written.
     """
     how = "give a KVCache; save_sequences saves sequences of a PagedKVCache"
     check_kind("cache", cache, KVCache, how)
-    if max_shard_bytes < 1:
-        raise ConfigError(f"max_shard_bytes {max_shard_bytes} is not possible: use 1 or more")
+    whole = isinstance(max_shard_bytes, Integral) and not isinstance(max_shard_bytes, bool)
+    if not whole or max_shard_bytes < 1:
+        raise ConfigError(
+            f"max_shard_bytes {max_shard_bytes!r:.80} is not possible: use a whole number from 1"
+        )
     path = check_name(path)
     if path.is_symlink() and not index_path(path).exists():
         path = Path(os.path.realpath(path))
@@ -145,7 +154,12 @@ def save_cache(
         for part in manifest.parts.values()
     }
     Manifest.from_json(manifest.to_json(dict.fromkeys(sources, NO_DIGEST), ""))
-    shards = _cut(sources, max_shard_bytes)
+    shards = _cut(sources, int(max_shard_bytes))
+    if len(shards) > MAX_SHARDS:
+        raise ConfigError(
+            f"max_shard_bytes {max_shard_bytes} would make {len(shards)} shards, {MAX_SHARDS} are "
+            "possible: use a larger number"
+        )
     with writing(path) as place:
         old = None if place.is_locked else _content(index)
         if len(shards) == 1:
@@ -323,7 +337,7 @@ def _content(index: Path) -> bytes:
 
 def check_name(path: str | os.PathLike[str]) -> Path:
     """The path of a file to be written; ConfigError unless it is NAME.safetensors."""
-    path = Path(path)
+    path = as_path(path)
     if path.suffix != ".safetensors":
         raise ConfigError(f"{path} cannot be written: give the name of a file, NAME.safetensors")
     return path

@@ -29,7 +29,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -40,6 +39,7 @@ from .files import SafetensorsFile, TensorSource, save_safetensors
 from .jsonvalues import INT32, MAX_LAYERS, MAX_SEQUENCES
 from .layout import FP16_MAX, HEAD_DIMS, RowFormat
 from .quant import EXACT_DTYPES, FLOAT_DTYPES, dequantize_rows, exact_codec, quantize_rows
+from .writing import as_path
 
 TARGETS = ("bf16", "fp16", "fbgemm", "xformers")
 # a reader in fp16 computes scale * 512 for INT4, and code * scale for FP8, before it adds the shift
@@ -65,7 +65,7 @@ class RawFile:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path = as_path(path)
         self._file = SafetensorsFile(self.path, settled=True)
         try:
             self._check()
@@ -246,6 +246,8 @@ def export_cache(cache: KVCache, path: str | os.PathLike[str], to: str) -> list[
         ShapeError: the layers hold different numbers of tokens.
         OSError: the file cannot be written.
     """
+    if not isinstance(cache, KVCache):
+        raise ConfigError(f"cache is of type {type(cache).__name__}: give a KVCache")
     if to not in TARGETS:
         raise ConfigError(f"cannot export to {to!r}: use {', '.join(TARGETS)}")
     seq_lens = cache.seq_lens.cpu()

@@ -25,7 +25,7 @@ from msgspec import Meta
 from .devices import available_memory
 from .errors import CheckpointError
 from .jsonvalues import INT64, Object, check_lists, checked, parse
-from .writing import writing
+from .writing import as_path, writing
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -174,7 +174,7 @@ class SafetensorsFile:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, settled: bool = False) -> None:
-        self.path = Path(path)
+        self.path = as_path(path)
         self._file = open_file(self.path)
         try:
             self._changed = os.fstat(self._file.fileno())

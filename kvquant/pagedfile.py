@@ -76,6 +76,7 @@ from .pagedmanifest import (
 from .pagedreader import PageReader
 from .pagedstate import listed
 from .pagepool import SequenceId
+from .writing import as_path
 
 _CHUNK = 64  # pages that are copied to the host at a time
 
@@ -161,7 +162,7 @@ def load_sequences(
     check_kind("cache", cache, PagedKVCache, "give a PagedKVCache; load_cache reads a KVCache")
     if ids is not None:
         check_kind("ids", ids, Mapping, "give a dict of new ids by saved ones")
-    path = Path(path)
+    path = as_path(path)
     try:
         with PageReader(path) as file:
             _check_cache(cache, file.manifest)

@@ -6,7 +6,6 @@ The format is told in pagedfile.py.
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import torch
 
@@ -14,6 +13,7 @@ from .cachefile import PAGES, RowsFile, named
 from .errors import CheckpointError
 from .files import SafetensorsFile, unsealed
 from .pagedmanifest import PageManifest
+from .writing import as_path
 
 
 class PageReader(RowsFile[PageManifest]):
@@ -34,7 +34,7 @@ class PageReader(RowsFile[PageManifest]):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__()
-        self.path = Path(path)
+        self.path = as_path(path)
         try:
             file = self._open(self.path)
             self.num_bytes = file.num_bytes
@@ -75,7 +75,7 @@ def holds_pages(path: str | os.PathLike[str]) -> bool:
     Raises:
         CheckpointError: it is no safetensors file.
     """
-    path = Path(path)
+    path = as_path(path)
     if not path.is_file() or path.name.endswith(".index.json"):
         return False
     with SafetensorsFile(path) as file:

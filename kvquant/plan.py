@@ -8,7 +8,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -21,6 +20,7 @@ from .files import SafetensorsFile, TensorSource, save_safetensors, sealed, unse
 from .identity import model_identity
 from .jsonvalues import INT64, MAX_LAYERS, Digest, Length, ModelName, checked, parse
 from .layout import RowFormat
+from .writing import as_path
 
 FORMAT, VERSION, UNSEALED_VERSION = "kvquant-plan", 2, 1
 _FACTS = "kvquant"  # the metadata entry
@@ -115,7 +115,7 @@ class CachePlan:
             FileNotFoundError: there is no such file.
             CheckpointError: the file is damaged, no plan, or made for another model.
         """
-        path = Path(path)
+        path = as_path(path)
         try:
             with SafetensorsFile(path) as file:
                 facts, digests = _read_facts(file)

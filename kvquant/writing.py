@@ -104,7 +104,7 @@ def writing(path: str | os.PathLike[str]) -> Iterator[Place]:
         ConfigError: what stands there is no file, but a folder, a device or the like.
         OSError: there is no such folder.
     """
-    target = target_of(Path(path))
+    target = target_of(as_path(path))
     if not target.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(target.parent))
     lock = FileLock(target.with_name(f".{target.name}.lock"), poll_interval=0.02)
@@ -142,6 +142,14 @@ def save_text(path: str | os.PathLike[str], text: str) -> None:
     """
     with writing(path) as place, place.replaced() as file:
         file.write(text.encode())
+
+
+def as_path(path: str | os.PathLike[str]) -> Path:
+    """A path that may have come as text; ConfigError if it is none."""
+    try:
+        return Path(path)
+    except TypeError:
+        raise ConfigError(f"path is {path!r:.80}: give a string or a Path") from None
 
 
 def target_of(path: Path) -> Path:

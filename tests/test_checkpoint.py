@@ -6,6 +6,7 @@ import json
 import os
 import struct
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from kvquant import KVCache, RowFormat
+from kvquant import KVCache, PagedKVCache, RowFormat
 from kvquant.checkpoint import load_cache, save_cache
 from kvquant.errors import CheckpointError, ConfigError, ShapeError
+from kvquant.exchange import export_cache, quantize_raw
 from kvquant.files import sealed, sha256
 from kvquant.identity import model_identity
+from kvquant.inspection import describe
 from kvquant.plan import CachePlan
 
 CONFIG = {"model_type": "llama", "hidden_size": 256, "rope_parameters": {"rope_theta": 10000.0}}
@@ -280,6 +283,23 @@ def test_arguments_that_make_no_file_are_refused(tmp_path: Path) -> None:
         save_cache(cache, tmp_path / "c.bin")
     with pytest.raises(ConfigError, match="max_shard_bytes 0"):
         save_cache(cache, path, max_shard_bytes=0)
+    for odd in (True, 1.5, "4"):
+        with pytest.raises(ConfigError, match=r"max_shard_bytes .* use a whole number from 1"):
+            save_cache(cache, path, max_shard_bytes=odd)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"type PagedKVCache: give a KVCache; .* save_sequences"):
+        save_cache(PagedKVCache(1, 1, 64, 1), path)  # type: ignore[arg-type]
+    calls: list[Callable[[Any], object]] = [
+        partial(save_cache, cache),
+        load_cache,
+        CachePlan.load,
+        quantize_raw,
+        describe,
+        partial(export_cache, cache, to="bf16"),
+    ]
+    for call in calls:
+        for odd_path in (None, b"c.safetensors", 3):
+            with pytest.raises(ConfigError, match=r"path is .*: give a string or a Path"):
+                call(odd_path)
     with pytest.raises(ConfigError, match="creation is not plain data"):
         save_cache(cache, path, creation={"x": float("nan")})
     with pytest.raises(ConfigError, match="to_dict"):
@@ -562,6 +582,30 @@ def test_missing_and_extra_tensors_are_named(tmp_path: Path) -> None:
             load_cache(path)
 
 
+def test_more_shards_than_can_be_opened_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, cache = tmp_path / "c.safetensors", make_cache()
+    with monkeypatch.context() as patch:
+        patch.setattr("kvquant.checkpoint.MAX_SHARDS", 11)
+        with pytest.raises(ConfigError, match="would make 12 shards, 11 are possible"):
+            save_cache(cache, path, max_shard_bytes=1)
+    assert not list(tmp_path.iterdir())
+    save_cache(cache, path, max_shard_bytes=1)
+    opened, count = os.open, 0
+
+    def limited(*given: Any, **named: Any) -> int:
+        nonlocal count
+        count += 1
+        if count > 9:
+            raise OSError(24, "Too many open files")
+        return opened(*given, **named)
+
+    monkeypatch.setattr(os, "open", limited)
+    with pytest.raises(CheckpointError, match=r"allow it more \(ulimit -n\)"):
+        load_cache(path)
+
+
 def test_damaged_sets_of_shards_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "c.safetensors"
     first, second, *_, index = save_cache(make_cache(), path, max_shard_bytes=4000)
@@ -586,6 +630,12 @@ def test_damaged_sets_of_shards_are_refused(tmp_path: Path) -> None:
         refused("no index of shards")
     index.write_bytes(good[index].replace(first.name.encode(), b"../" + first.name.encode()))
     refused("which is no shard of it")
+    index.write_bytes(
+        good[index]
+        .replace(b'"weight_map":{', b'"weight_map":{"x":"NAME",')
+        .replace(b"NAME", first.name.encode())
+    )
+    refused("tensor 'x' is missing")
     index.write_bytes(good[index].replace(b"seq_lens", b"seq_lenz"))
     refused("manifest is damaged")
     load_cache(path)

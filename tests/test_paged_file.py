@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from kvquant import KVCache, save_cache
 from kvquant.errors import CheckpointError, ConfigError, OutOfPagesError
-from kvquant.files import sealed, sha256
+from kvquant.files import SafetensorsFile, sealed, sha256
 from kvquant.pagedbatch import PagedBatch
 from kvquant.pagedfile import load_sequences, save_sequences
 
@@ -239,6 +239,39 @@ def test_golden_files_still_load(version: int) -> None:
         assert same(values(loaded, name), values(batch.cache, name))
         assert loaded.state.tokens(name) == batch.cache.state.tokens(name)
     assert loaded.num_free_pages == batch.cache.num_free_pages
+
+
+def test_a_file_that_is_overwritten_while_it_is_loaded_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All tensors are looked at before the first is used, and again when they are."""
+    path = save_sequences(filled().cache, ["a", "b"], tmp_path / "saved.safetensors")
+    data, read = path.read_bytes(), SafetensorsFile.read
+    reads = len(load_file(path))
+    for damaged in range(1, 2 * reads + 1):
+        path.write_bytes(data)
+        batch = PagedBatch(make(), 4, 100)
+        begin(batch, "c", 30, range(30))
+        before, count = [*values(batch.cache, "c")], 0
+
+        def overwritten(self: SafetensorsFile, *given: Any, damaged: int = damaged) -> torch.Tensor:
+            nonlocal count
+            count += 1
+            if count == damaged:
+                with open(path, "r+b") as file:
+                    file.seek(len(data) // 3)
+                    file.write(bytes(len(data) - len(data) // 3))
+            return read(self, *given)
+
+        monkeypatch.setattr(SafetensorsFile, "read", overwritten)
+        if damaged == 2 * reads:  # perhaps the last tensor had been read before
+            continue
+        with pytest.raises(CheckpointError, match="is damaged"):
+            load_sequences(batch.cache, path)
+        assert same(values(batch.cache, "c"), before)
+        assert (batch.cache.ids, batch.cache.num_free_pages) == (["c"], 10)
+        batch.cache.check_invariants()
+        assert batch.cache.match_prefix(range(60)) == batch.cache.match_prefix(range(30))
 
 
 def test_a_cache_of_the_other_kind_is_refused(tmp_path: Path) -> None:
