@@ -465,6 +465,8 @@ def _check_facts(facts: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
     listed = [*told.blamed, *(row.layer for row in told.sensitivity)]
     if max(listed, default=0) >= layers:
         raise CheckpointError(f"layer {max(listed)} is told of, there are {layers}")
+    if not told.limit.met and (told.limit.max_kl is None or not told.blamed):
+        raise CheckpointError("limit is not met, and max_kl or blamed is not told")
     places = told.places or range(layers)
     others = [other.layer for other in told.others]
     if len(places) != layers or len({*places, *others}) != layers + len(others):

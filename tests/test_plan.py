@@ -182,6 +182,7 @@ CONTRADICTIONS: dict[str, tuple[Edit, str]] = {
     "taken": (set_in("others", value=[{"layer": 2, "why": ""}]), "do not tell where 3 layers are"),
     "negative": (set_in("places", value=[0, 1, -1]), r"places\[2\] is -1"),
     "blamed": (set_in("blamed", value=[3]), "layer 3 is told of, there are 3"),
+    "not met": (set_in("limit", "met", value=False), "limit is not met, and max_kl or blamed is"),
     "alone": (set_in("sensitivity", 0, "layer", value=9), "layer 9 is told of"),
     "names": (set_in("sensitivity", 0, "v_format", value="int3"), "'int3' does not exist"),
     "number": (set_in("comparison", value=5), "comparison is 5: it must be array"),
