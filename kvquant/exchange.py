@@ -32,6 +32,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .arguments import check_kind
 from .cache import KVCache
 from .cachechecks import Formats, row_formats
 from .errors import CheckpointError, ConfigError, NonFiniteError, ShapeError, UnsupportedError
@@ -246,8 +247,7 @@ def export_cache(cache: KVCache, path: str | os.PathLike[str], to: str) -> list[
         ShapeError: the layers hold different numbers of tokens.
         OSError: the file cannot be written.
     """
-    if not isinstance(cache, KVCache):
-        raise ConfigError(f"cache is of type {type(cache).__name__}: give a KVCache")
+    check_kind("cache", cache, KVCache, "give a KVCache")
     if to not in TARGETS:
         raise ConfigError(f"cannot export to {to!r}: use {', '.join(TARGETS)}")
     seq_lens = cache.seq_lens.cpu()

@@ -169,7 +169,7 @@ ALLOWED = {
     "manifest": f"{FACTS} basis cache layer identity jsonvalues",
     "cachefile": f"{FACTS} quant files jsonvalues manifest writing",
     "checkpoint": f"{CACHES} devices files identity manifest cachefile plan writing",
-    "exchange": f"{CACHES} files jsonvalues writing",
+    "exchange": f"{CACHES} arguments files jsonvalues writing",
     "tables": "",
     "rowfacts": f"{FACTS} quant exchange tables",
     "inspection": f"errors layout {FILES} pagedinspection pagedreader rowfacts tables",
