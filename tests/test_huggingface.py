@@ -494,6 +494,24 @@ def test_generate_gives_the_same_tokens(generating: CachedModel, case: str) -> N
     assert found[0].tolist() == found[1].tolist()
 
 
+def test_generate_goes_on_from_a_cache_and_takes_an_assistant(generating: CachedModel) -> None:
+    model, text, helper = generating.model, tokens(1, 24), tiny("Llama").model
+    found = []
+    for name, cache in (
+        ("sdpa", RoundedCache()),
+        ("kvquant", TransformersCache(generating.new_cache(1, 80, **FP16))),
+    ):
+        model.set_attn_implementation(name)
+        first = model.generate(text, past_key_values=cache, **OPTIONS)
+        more = torch.cat([first, text], dim=1)
+        found.append(model.generate(more, past_key_values=cache, **OPTIONS))
+        assert cache.get_seq_length() == more.shape[1] + 11
+    assert found[0].tolist() == found[1].tolist()
+    past = TransformersCache(generating.new_cache(1, 80, **FP16))
+    helped = model.generate(text, past_key_values=past, assistant_model=helper, **OPTIONS)
+    assert helped.tolist() == first.tolist()
+
+
 def test_without_a_cache_kvquant_is_sdpa(generating: CachedModel) -> None:
     model, text, mask = generating.model, tokens(2, 24), torch.ones(2, 24, dtype=torch.int64)
     mask[0, :5] = 0
