@@ -8,6 +8,7 @@ which lead to other folders. The attention implementation is ours, whatever conf
 from __future__ import annotations
 
 import json
+import math
 import sys
 import warnings
 from collections.abc import Iterator
@@ -17,10 +18,12 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError, safe_open
 
 from .errors import ConfigError
 
 WEIGHTS = "model.safetensors"
+LAYERS = {"n_layer", "n_layers", "num_hidden_layers", "num_layers"}
 # transformers downloads nothing with these, and runs nothing
 LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
@@ -39,13 +42,14 @@ def load(folder: str | Path, dtype: torch.dtype) -> tuple[Any, Any, torch.dtype 
             from safetensors, or weights that are missing or do not fit.
     """
     folder = Path(folder)
-    _check_folder(folder)
+    shapes = _check_folder(folder)
     with _quiet():
         try:
             config = transformers.AutoConfig.from_pretrained(str(folder), **LOCAL)
             saved = config.dtype
             # transformers' own choice, whatever the file names: a kernel would be downloaded
             config._attn_implementation = config._experts_implementation = None
+            _check_size(folder, config, dtype, shapes)
             found: Any = transformers.AutoModelForCausalLM.from_pretrained(
                 str(folder),
                 config=config,
@@ -58,7 +62,7 @@ def load(folder: str | Path, dtype: torch.dtype) -> tuple[Any, Any, torch.dtype 
             model, told = found
             tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder), **LOCAL)
             tokenizer.model_max_length = sys.maxsize  # or it warns of texts that are cut later
-        except (KeyboardInterrupt, SystemExit):
+        except (ConfigError, KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # of many kinds; a panic of tokenizers is no Exception
             raise ConfigError(f"{folder} could not be loaded: {_first_line(error)}") from error
@@ -82,8 +86,12 @@ def load(folder: str | Path, dtype: torch.dtype) -> tuple[Any, Any, torch.dtype 
     return model, tokenizer, saved
 
 
-def _check_folder(folder: Path) -> None:
-    """Raise ConfigError for a folder that would lead elsewhere, or run something."""
+def _check_folder(folder: Path) -> list[list[int]]:
+    """Raise ConfigError for a folder that would lead elsewhere, or run something.
+
+    Returns:
+        The shapes of its weights.
+    """
     if not folder.is_dir():
         raise ConfigError(
             f"{folder} is no folder, and nothing is downloaded: give the folder of a model, such "
@@ -92,7 +100,14 @@ def _check_folder(folder: Path) -> None:
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder} is not a model's folder: it has no config.json")
     config = _read_json(folder / "config.json")
+    shapes = [shape for path in _weights(folder) for shape in _shapes(path)]
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+        for name in LAYERS & part.keys():
+            if isinstance(part[name], int) and part[name] > len(shapes):
+                raise ConfigError(
+                    f"{folder}: config.json has {name} {part[name]}, and there are {len(shapes)} "
+                    "tensors of weights: mend it, or take another copy"
+                )
         quantization = part.get("quantization_config") or part.get("compression_config")
         if quantization:
             method = quantization.get("quant_method") if isinstance(quantization, dict) else None
@@ -107,16 +122,17 @@ def _check_folder(folder: Path) -> None:
             f"{folder} holds an adapter (adapter_config.json), which leads to another model: merge "
             "it into that one, or load it by peft and pass it to CachedModel"
         )
-    _check_weights(folder)
+    return shapes
 
 
-def _check_weights(folder: Path) -> None:
+def _weights(folder: Path) -> list[Path]:
+    """The files of weights, all of them safetensors beside config.json."""
     names = sorted(path.name for path in folder.iterdir())
     index = folder / f"{WEIGHTS}.index.json"
     if any(name.startswith("shard-") for name in names):
         raise ConfigError(f"{folder} is a distributed checkpoint: save it by save_pretrained")
     if WEIGHTS in names:
-        return
+        return [folder / WEIGHTS]
     if index.name not in names:
         pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
         what = f"pickles ({pickles[0]}), which can run code" if pickles else "missing"
@@ -124,13 +140,38 @@ def _check_weights(folder: Path) -> None:
             f"{folder} could not be loaded: its weights are {what}: {WEIGHTS} is needed, as "
             "save_pretrained writes it"
         )
-    shards = _read_json(index).get("weight_map")
-    for shard in shards.values() if isinstance(shards, dict) else [shards]:
+    found = _read_json(index).get("weight_map")
+    shards: list[Any] = list(found.values()) if isinstance(found, dict) else [found]
+    for shard in shards:
         if shard not in names or not str(shard).endswith(".safetensors"):
             raise ConfigError(
                 f"{index} names {shard!r:.80}: there must be a safetensors file of this name "
                 "beside it"
             )
+    return [folder / shard for shard in sorted(set(shards))]
+
+
+def _shapes(path: Path) -> list[list[int]]:
+    """The shapes of a safetensors file, from its header."""
+    try:
+        with safe_open(path, "pt") as file:
+            return [file.get_slice(name).get_shape() for name in file.keys()]
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{path} could not be loaded: {_first_line(error)}") from error
+
+
+def _check_size(folder: Path, config: Any, dtype: torch.dtype, shapes: list[list[int]]) -> None:
+    """Raise ConfigError for a config of a much larger model, before that is made."""
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=dtype, trust_remote_code=False
+        )
+    wanted, stored = model.num_parameters(), sum(map(math.prod, shapes))
+    if wanted > 2 * stored:
+        raise ConfigError(
+            f"{folder}: config.json asks for a model of {wanted:,} numbers, and its weights have "
+            f"{stored:,}: mend it, or take another copy"
+        )
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -102,8 +102,9 @@ class _Switch:
         try:
             model.set_attn_implementation(implementation)
         except (AttributeError, ValueError) as error:
+            told = str(error).partition("\n")[0]
             raise UnsupportedModelError(
-                f"{type(model).__name__} cannot attend by {implementation!r}: {error}"
+                f"{type(model).__name__} cannot attend by {implementation!r}: {told}"
             ) from error
         if model.config._attn_implementation != implementation:
             raise UnsupportedModelError(

@@ -97,7 +97,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "another kind": ({"changes": {"model_type": "bert"}}, r"has no weights for .* tensors"),
     "not the model's weights": (
         {"files": {"model.safetensors": save_file}},
-        "has no weights for 21 tensors",
+        "has num_hidden_layers 2, and there are 1 tensors of weights",
+    ),
+    "very many layers": (
+        {"changes": {"num_hidden_layers": 10**9}},
+        "has num_hidden_layers 1000000000, and there are 21 tensors",
+    ),
+    "very large layers": (
+        {"changes": {"intermediate_size": 10**9}},
+        "asks for a model of 768,[0-9,]* numbers, and its weights have 2,",
     ),
     "code of its own": (
         {
