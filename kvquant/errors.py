@@ -18,7 +18,7 @@ def shown(value: object, length: int = 80) -> str:
     try:
         return repr(value)[:length]
     except Exception:  # such as Python's for integers of more than 4,300 digits
-        return f"a {type(value).__name__}"
+        return f"a value of type {type(value).__name__}"
 
 
 class KVQuantError(Exception):
