@@ -124,13 +124,12 @@ REFUSED: dict[str, list[dict[str, Any]]] = {
     "less packed tokens than there must be": [sequence(0, 16, [], packed=0)],
     "ids that are alike": [sequence(0, 16, [0]), sequence(0, 16, [0])],
     "more known tokens than tokens": [sequence(0, 16, [0], [*ONES, 1])],
-    "longer than any": [sequence(0, 2**31, range(2**27))],
     "of negative length": [sequence(0, -16, [])],
     "longer than the cache takes": [sequence(0, 80, range(5))],
 }
 
 
-@pytest.mark.parametrize("name", [name for name in REFUSED if name != "longer than any"])
+@pytest.mark.parametrize("name", REFUSED)
 def test_pages_are_shared_only_by_sequences_that_agree(name: str, tmp_path: Path) -> None:
     cache = make()
     with pytest.raises(CheckpointError):
