@@ -30,7 +30,7 @@ def model() -> CachedModel:
 @pytest.fixture(scope="module")
 def windows(model: CachedModel) -> torch.Tensor:
     text = (EXAMPLES / "unseen.txt").read_text(encoding="utf-8")
-    return spread(model.encode(text), 2, CONTEXT + 13)
+    return spread(model.encode(text), 8, CONTEXT + 13)
 
 
 @pytest.fixture(scope="module")
@@ -41,16 +41,24 @@ def plan(model: CachedModel) -> CachePlan:
 
 
 def test_both_tell_the_same(model: CachedModel, windows: torch.Tensor, plan: CachePlan) -> None:
+    """Within the standard error of either.
+
+    Matrix products of other shapes differ in the last bits, on some processors only; that moves
+    single 16-bit values and codes, and a KL of .02 by some percent.
+    """
     decoded = Reference(model, windows, CONTEXT)
     passed = PassReference(model, windows, CONTEXT, [0, 1, 2, 3], why="a test")
-    assert passed.num_tokens == decoded.num_tokens == 24 and passed.why == "a test"
+    assert passed.num_tokens == decoded.num_tokens == 96 and passed.why == "a test"
     assert passed.exact_format == decoded.exact_format
-    assert passed.perplexity == pytest.approx(decoded.perplexity, rel=1e-3)
     for scheme in (Scheme("int4", "int4"), Planned(plan)):
         ours, theirs = passed.measure(scheme), decoded.measure(scheme)
-        assert ours.kl == pytest.approx(theirs.kl, rel=0.02), scheme
-        assert ours.perplexity == pytest.approx(theirs.perplexity, rel=2e-3)
+        error = theirs.kl_error
+        assert error is not None and 0 < error < theirs.kl / 3, scheme  # they tell something
+        assert abs(ours.kl - theirs.kl) < error, scheme
+        assert abs(math.log(ours.perplexity / theirs.perplexity)) < error, scheme
+        assert abs(math.log(passed.perplexity / decoded.perplexity)) < error
         assert math.isclose(ours.bits, theirs.bits, rel_tol=0.01)
+    # its 16-bit rows are those of the reference: nothing differs
     assert passed.measure(Scheme("bf16", "bf16")).kl == pytest.approx(0, abs=1e-9)
 
 
