@@ -23,7 +23,7 @@ from .cachechecks import (
 )
 from .copying import NotCopied
 from .devices import check_device, check_room
-from .errors import ConfigError, shown
+from .errors import ConfigError, NonFiniteError, shown
 from .layout import EXACT_CODECS
 from .pagedrows import PagedRows, nan_rows
 from .pagedslots import Split
@@ -499,7 +499,8 @@ class PagedKVCache(NotCopied):
         no later sequence begin with them. Inside a step it raises, and does no more.
 
         Raises:
-            NonFiniteError: rows came with values that their formats cannot hold, in any layer.
+            NonFiniteError: rows came with values that their formats cannot hold, in any layer. Its
+                `sequences` are the ids of those that have them.
         """
         counts = self.bad_rows.tolist()
         if not any(counts):
@@ -519,12 +520,12 @@ class PagedKVCache(NotCopied):
         self._hide(bad)
         self._keep_sinks_again()
         names = ", ".join(map(repr, bad))
-        check_bad_rows(
-            counts,
-            f"sequences {names:.400} have them, end these by free(id, forget=True)"
-            if bad
-            else "no sequence has them any more",
-        )
+        advice = f"sequences {names:.400} have them, end these by free(id, forget=True)"
+        try:
+            check_bad_rows(counts, advice if bad else "no sequence has them any more")
+        except NonFiniteError as error:
+            error.sequences = tuple(bad)
+            raise
 
     def check_invariants(self) -> None:
         """Look through all the bookkeeping, in time proportional to the cache.
