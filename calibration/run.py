@@ -200,6 +200,8 @@ def finish(
     first = next(iter(moments.layers.values()))
     dims = [first.tensors[f"{side}_sum"].shape[1] for side in "kv"]
     formats = {name: (_format(name, dims[0]), _format(name, dims[1])) for name in names}
+    least = 8 * sum(f.row_bytes for f in formats[names[0]]) / sum(dims)
+    _check_budget(goal, least)
     chosen, scores = choose(
         held,
         fitted,
@@ -275,11 +277,7 @@ def _decided(
     )
     used, limit = start, goal.max_kl
     factor = found.kl / max(costs.total(start), 1e-12)
-    if goal.budget is not None and plan.bits > goal.budget + 1e-9:
-        raise ConfigError(
-            f"a budget of {goal.budget} bits is below {plan.bits:.2f}, which the cheapest formats "
-            "take: use as many or more"
-        )
+    _check_budget(goal, plan.bits)  # with the layers that stay in 16 bit
     for _ in range(ROUNDS):
         step(1)
         if goal.format is not None or (limit is not None and found.kl <= limit):
@@ -325,6 +323,15 @@ def _decided(
         "comparison": comparison,
     }
     return CachePlan(facts, plan.tensors)
+
+
+def _check_budget(goal: Goal, least: float) -> None:
+    """Raise if the cheapest formats take more bits than there are."""
+    if goal.budget is not None and least > goal.budget + 1e-9:
+        raise ConfigError(
+            f"a budget of {goal.budget} bits is below {least:.2f}, which the cheapest formats "
+            "take: use as many or more"
+        )
 
 
 def _costs(

@@ -9,6 +9,7 @@ from typing import Any
 
 from kvquant.layout import EXACT_CODECS
 from kvquant.plan import CachePlan
+from kvquant.rowfacts import count_text
 
 from .report import KL_LIMIT, KL_NOTICE
 
@@ -82,7 +83,8 @@ def _too_few(measured: Mapping[str, Any]) -> str:
     scored, passages = measured["scored"], measured.get("passages")
     if scored >= LEAST_SCORED and (passages is None or passages >= LEAST_PASSAGES):
         return ""
-    told = f"{scored} tokens" + (f" of {passages} passages" if passages is not None else "")
+    told = count_text(scored, "token")
+    told += f" of {count_text(passages, 'passage')}" if passages is not None else ""
     return (
         f"Only {told} were scored: {LEAST_SCORED} or more of {LEAST_PASSAGES} passages or more are "
         "needed (--windows, --scored, a longer text)."

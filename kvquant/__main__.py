@@ -38,6 +38,7 @@ def main() -> None:
         print("Aborted.", file=sys.stderr)
         sys.exit(INTERRUPTED)
     finally:
+        exec("")  # Python forgets an interrupt of a library's exec, or it would end by the signal
         if signal.getsignal(signal.SIGINT) is interrupt:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is left that a traceback tells
 

@@ -166,6 +166,8 @@ def calibrate(
 
 def _measured(facts: object) -> str:
     """How much text stands behind the figures."""
+    from .rowfacts import count_text
+
     assert isinstance(facts, dict)
     measured = facts["measured"]
     observed = "random tokens" if facts["zero_data"] else "tokens"
@@ -173,7 +175,7 @@ def _measured(facts: object) -> str:
     if measured:
         words += (
             f", {measured['scored']} scored after {measured['context']} tokens of context in "
-            f"{measured['passages']} passages"
+            f"{count_text(measured['passages'], 'passage')}"
         )
     return words
 

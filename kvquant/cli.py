@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from .cache import KVCache
 
 DEFAULT_FORMAT = "int4-g4"
-CACHE = click.Path(dir_okay=False, path_type=Path)  # may stand for its shards
+CACHE = NEW_FILE  # its shards may be there alone
 OUTPUT = click.option("-o", "--output", type=NEW_FILE, required=True, help="File to write.")
 
 

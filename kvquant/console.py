@@ -28,8 +28,22 @@ WHOLE = click.IntRange(min=0, max=MAX)
 HEAD_DIM = click.Choice(HEAD_DIMS)
 FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
-NEW_FILE = click.Path(dir_okay=False, path_type=Path)
 SHARE = 10  # percent between two lines of progress
+
+
+class Name(click.Path):
+    """The name of a file that need not be there."""
+
+    def __init__(self) -> None:
+        super().__init__(dir_okay=False, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        """Refuse an empty name too, which would be that of the folder; see click.Path."""
+        if not str(value):
+            self.fail("the name is empty", param, ctx)
+        path = super().convert(value, param, ctx)
+        assert isinstance(path, Path)
+        return path
 
 
 FORMATS = f"FORMAT is one of {', '.join(NAMES)}."  # epilog of commands that take one
@@ -88,6 +102,7 @@ class Device(click.Choice[str]):
         return super().convert(value, param, ctx)
 
 
+NEW_FILE = Name()
 DEVICE = Device(["cpu", "cuda"])
 FORMAT, PAIR, POSITIVE = Format(NAMES), Pair(NAMES), Positive()
 

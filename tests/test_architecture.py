@@ -199,7 +199,7 @@ ALLOWED = {
         "calibration.texts"
     ),
     "calibration.report": "plan rowfacts tables calibration.fidelity",
-    "calibration.verdict": f"{FACTS} plan calibration.report",
+    "calibration.verdict": f"{FACTS} plan rowfacts calibration.report",
     "calibration.figures": f"{FACTS} plan calibration.verdict",
     "calibration.htmlreport": (
         f"{FACTS} plan calibration.figures calibration.report calibration.verdict"
@@ -278,7 +278,7 @@ ALLOWED_LATE = {
     "cachechecks": "layer plan",
     "cache": "plan",
     "paged": "plan",
-    "calibratecli": "model tables calibration.report calibration.run calibration.verdict",
+    "calibratecli": "model rowfacts tables calibration.report calibration.run calibration.verdict",
     "calibration.passes": "rowpass",
     "reportcli": "plan tables writing calibration.htmlreport calibration.verdict",
     "cli": f"{CACHES} {FILES} exchange inspection model plan demo rowfacts tables",

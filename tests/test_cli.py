@@ -311,6 +311,8 @@ BAD: dict[str, tuple[list[str], str]] = {
         ["quantize", "--from", "{raw}", "-o", "{tmp}/nope/x.safetensors"],
         "is not a folder",
     ),
+    "no name": (["inspect", ""], "the name is empty"),
+    "no name to write to": (["quantize", "--from", "{raw}", "-o", ""], "the name is empty"),
     "no safetensors": (["inspect", "{prompt}"], "is no safetensors file"),
     "raw tensors are no cache": (["inspect", "{raw}"], "raw.safetensors"),
     "no ending": (["quantize", "--from", "{raw}", "-o", "{tmp}/x"], "name it NAME.safetensors"),
