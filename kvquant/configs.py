@@ -76,6 +76,11 @@ def cache_layers(config: Any) -> CacheLayers:
             raise UnsupportedModelError(
                 f"layer {layer} is {name!r}: KVCache holds attention layers only"
             )
+    if crossing := getattr(config, "cross_attention_layers", None):
+        raise UnsupportedModelError(
+            f"layer {min(crossing)} of this {kind} model attends to an image or an encoder: "
+            "KVCache holds the keys and values of tokens"
+        )
     places = [layer for layer in range(count) if not _is_shared(config, layer, count)]
     # a config whose layers differ refuses to be asked for what differs
     by_layer = getattr(config, "per_layer_config", None) or [config] * count

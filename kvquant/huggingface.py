@@ -313,6 +313,19 @@ class _LayerView(CacheLayerMixin):
         self.batch_size = cache.batch
         self.is_initialized = True
 
+    @property
+    def keys(self) -> NoReturn:
+        """Not possible: a KVCache attends, it does not give out what it holds."""
+        raise UnsupportedModelError(
+            "the model reads the keys of a cache by itself (as cross-attention does), which a "
+            "KVCache does not give out"
+        )
+
+    @keys.setter
+    def keys(self, _: Any) -> None: ...
+
+    values = keys
+
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing to do: the memory is there."""
 

@@ -59,6 +59,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"layer_types": ["full_attention", "linear_attention", "full_attention"]},
         "layer 1 is 'linear_attention'",
     ),
+    "images": (
+        {"cross_attention_layers": [2, 1]},
+        "layer 1 of this tiny model attends to an image",
+    ),
     "index": ({"layer_types": ["indexed_attention"] * 3}, "layer 0 is 'indexed_attention'"),
 }
 

@@ -578,6 +578,8 @@ def test_what_generate_cannot_have_is_told(model: CachedModel) -> None:
             TransformersCache(other)  # type: ignore[arg-type]
     with pytest.raises(UnsupportedError, match="linear attention"):
         TransformersCache(cache).update_conv_state(text, 0)
+    with pytest.raises(UnsupportedError, match="reads the keys of a cache by itself"):
+        _ = TransformersCache(cache).layers[1].values  # type: ignore[union-attr]
     assert [at.seq_lens.tolist() for at in cache.layers] == [[0, 0]] * 2
 
 
