@@ -1,4 +1,4 @@
-"""Run a Hugging Face decoder on a KVCache: with observation.py, all that imports transformers.
+"""Run a Hugging Face decoder on a KVCache: the cache and the attention that transformers calls.
 
 A model hands each layer's new keys and values to a cache and then calls an attention function by
 name. Both are ours here: TransformersCache passes keys and values on, marked, and the function
@@ -83,9 +83,11 @@ class TransformersCache(Cache):
     by CachedModel.prefill. On CUDA call cache.check() at times (CachedModel does it): it raises
     what came with NaN.
 
-    A call of the model that fails in attention is taken back. One that fails elsewhere leaves
-    layers of different lengths, which cache.check() tells: crop the cache to its seq_lens then, and
-    make a new TransformersCache.
+    It is for inference: no gradient flows through a cache. A call of the model that fails in
+    attention is taken back; one that fails elsewhere is taken back by the next, which raises. Until
+    then layers hold different lengths, which cache.check() tells; cache.crop(cache.seq_lens) keeps
+    what all layers have. Phi-3 models drop a cache themselves where their prompt gets longer than
+    original_max_position_embeddings, and go on with transformers' own.
 
     Args:
         cache: where the tokens go.
@@ -114,6 +116,8 @@ class TransformersCache(Cache):
         self._places: dict[int, int] | None = None  # of the cache, by the model's layer
         self._turn: Turn | None = None
         self._due = 0  # the place that comes next; those before it were appended in this call
+        self._new_tokens = 0  # of this call
+        self._is_asked = False  # for the sizes of masks, at the beginning of each call
         self._waiting: str | None = None  # the layer that was handed its keys and did not attend
         if layers is not None:
             self.fit(layers)
@@ -154,16 +158,21 @@ class TransformersCache(Cache):
         """
         _call.cache, _call.asked = weakref.ref(self), None
         self.check_attended()
+        if not self._is_asked:  # a model that makes no masks
+            self._begin()
         at = layer_idx if self._places is None else self._places.get(layer_idx, -1)
         if at != self._due:
+            due = "none" if self._due == self.cache.num_layers else f"place {self._due}"
+            self.take_back()
             raise ShapeError(
-                f"layer {layer_idx} of the model comes where place {self._due} of the cache's "
-                f"{self.cache.num_layers} is due: each is appended once in a call of the model. "
-                "Give a cache of the model's layers (CachedModel.new_cache); after a call that "
-                "failed, crop the cache to its seq_lens and make a new TransformersCache"
+                f"layer {layer_idx} of the model comes where {due} of the cache's "
+                f"{self.cache.num_layers} is due: each is appended once in a call of the model, so "
+                "give a cache of its layers (CachedModel.new_cache). If a call has failed before, "
+                "what it appended is taken back now: call again"
             )
         if not at:
             self._check_batch(key_states)
+            self._new_tokens = key_states.shape[2]
         self._waiting = str(layer_idx)
         handed = _Handed(self, at, layer_idx)
         keys, values = self._exact(key_states), self._exact(value_states)
@@ -211,7 +220,12 @@ class TransformersCache(Cache):
         """Append what was handed to a layer; the next one is due then."""
         self.cache.append(handed.at, keys, values, self.new_lens)
         handed.appended, self._waiting = True, None
-        self._due = (handed.at + 1) % self.cache.num_layers
+        self._due = handed.at + 1
+
+    def _begin(self) -> None:
+        """A new call, if the one before is complete; else update tells what is due."""
+        if self._due == self.cache.num_layers:
+            self._due = 0
 
     @property
     def is_fitted(self) -> bool:
@@ -227,15 +241,18 @@ class TransformersCache(Cache):
         """Drop what this call of the model has appended so far, and begin anew."""
         self._waiting = None
         if self._due:
+            counts = self._new_tokens if self.new_lens is None else self.new_lens.cpu()
             with suppress(ShapeError):  # windows that are overwritten: told by the next call
-                self.cache.crop(self.cache.seq_lens)
+                self.cache.crop(self.cache.layers[0].seq_lens.cpu() - counts)
                 self._due = 0
 
     def check_attended(self) -> None:
         """Raise if a layer was handed its keys but did not attend through "kvquant"."""
-        if self._waiting is not None:
+        waiting = self._waiting
+        if waiting is not None:
+            self.take_back()
             raise UnsupportedModelError(
-                f"layer {self._waiting} got keys from a KVCache and did not attend to them by "
+                f"layer {waiting} got keys from a KVCache and did not attend to them by "
                 f"kvquant's attention. Call {SET} first; a model that is set to it computes "
                 "attention by itself, not through transformers' attention interface, and cannot "
                 "use a KVCache"
@@ -244,7 +261,7 @@ class TransformersCache(Cache):
     def check_complete(self) -> None:
         """Raise unless every layer of the cache was appended in the call that has ended."""
         self.check_attended()
-        if self._due:
+        if self._due != self.cache.num_layers:
             raise ShapeError(
                 f"the model has appended to {self._due} layers of the cache's "
                 f"{self.cache.num_layers}: make the cache by CachedModel.new_cache"
@@ -256,7 +273,8 @@ class TransformersCache(Cache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Tokens to attend to, and where they start; asked before a mask is made."""
-        _call.asked = weakref.ref(self)
+        _call.asked, self._is_asked = weakref.ref(self), True
+        self._begin()
         return self.get_seq_length() + query_length, 0
 
     def reset(self) -> None:
@@ -606,7 +624,8 @@ def _check_window(
         )
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # it compares code, and a graph ends where a cache's length is read anyway
+# it compares code; and a graph ends anyway where the length of a cache is read
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _mask(
     *,
     mask_function: Callable[..., Any] = causal_mask_function,

@@ -415,17 +415,73 @@ def test_a_layer_is_appended_once_and_in_turn(model: CachedModel) -> None:
         attend(past, 0)
         with pytest.raises(ShapeError, match=r"layer 0 of the model comes where place 1 .* is due"):
             past.update(k, k, 0)
+        attend(past, 0)
         attend(past, 1)
-    attend(past, 0)  # and the call fails: the next one is told, and so is another cache
-    with pytest.raises(ShapeError, match=r"layer 0 of the model comes where place 1 .* is due"):
-        past.update(k, k, 0)
+    assert [at.seq_lens.tolist() for at in cache.layers] == [[2], [2]]
+    attend(past, 0)  # and the call fails: another cache is told, and so is the next call
     with pytest.raises(ShapeError, match="layers hold different lengths"):
         TransformersCache(cache)
-    cache.crop(cache.seq_lens)
-    attend(TransformersCache(cache), 0)
-    past.crop(0)
+    with pytest.raises(ShapeError, match=r"comes where place 1 .* taken back now: call again"):
+        past.update(k, k, 0)
+    assert [at.seq_lens.tolist() for at in cache.layers] == [[2], [2]]
     attend(past, 0)
-    assert [at.seq_lens.tolist() for at in cache.layers] == [[3], [2]]
+    past.crop(-1)  # to what all layers have, and less
+    assert [at.seq_lens.tolist() for at in cache.layers] == [[1], [1]]
+    attend(past, 0)
+    attend(past, 1)
+    past.update(k, k, 0)
+    with pytest.raises(UnsupportedError, match="layer 0 got keys from a KVCache and did not"):
+        past.update(k, k, 1)
+    assert [at.seq_lens.tolist() for at in cache.layers] == [[2], [2]]
+
+
+def test_a_model_of_one_layer_that_appends_twice_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = tiny("Llama", num_hidden_layers=1)
+    model.model.set_attn_implementation("kvquant")
+    cache, text, at = model.new_cache(1, 20), tokens(1, 4), model.model.model.layers[0].self_attn
+    model.prefill(cache, text)
+    forward = at.forward
+
+    def twice(*args: Any, **options: Any) -> Any:
+        forward(*args, **options)
+        return forward(*args, **options)
+
+    monkeypatch.setattr(at, "forward", twice)
+    calls: list[Callable[[], Any]] = [
+        lambda: model.prefill(cache, text),
+        lambda: model.model(text, past_key_values=TransformersCache(cache)),
+    ]
+    for call in calls:
+        with pytest.raises(ShapeError, match="layer 0 of the model comes where none of"):
+            call()
+    assert cache.seq_lens.tolist() == [4]
+
+
+def test_a_layer_that_fails_after_the_last_that_is_appended_is_taken_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, text = tiny("Gemma3nText", **GEMMA3N), tokens(2, 9)
+    model.model.set_attn_implementation("kvquant")
+    cache, attend = model.new_cache(2, 40), huggingface._attend
+    past, calls = TransformersCache(cache), []
+    model.model(text, past_key_values=past)
+
+    def fail(handed: Any, *args: Any) -> torch.Tensor:
+        calls.append(handed.at)
+        if len(calls) == 4:  # the last layer, which attends to keys of place 1
+            raise MemoryError
+        return attend(handed, *args)
+
+    monkeypatch.setattr(huggingface, "_attend", fail)
+    with pytest.raises(MemoryError):
+        model.model(text[:, :3], past_key_values=past)
+    assert calls == [0, 1, 0, 1]
+    assert [at.seq_lens.tolist() for at in cache.layers] == [[9, 9]] * 2
+    monkeypatch.undo()
+    model.model(text[:, :3], past_key_values=past)
+    assert [at.seq_lens.tolist() for at in cache.layers] == [[12, 12]] * 2
 
 
 def test_a_layer_that_does_not_attend_is_noticed_by_the_next(model: CachedModel) -> None:
