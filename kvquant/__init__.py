@@ -1,7 +1,7 @@
 """Quantized KV caches for PyTorch decode loops.
 
-Names are loaded when they are first asked for: `import kvquant` and `kvquant --help` do not wait
-for torch.
+Names are loaded when they are first asked for, and with them the operators torch.ops.kvquant:
+`import kvquant` and `kvquant --help` do not wait for torch.
 """
 
 import importlib

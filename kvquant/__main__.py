@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import signal
 import sys
+import warnings
 from types import FrameType
 
 INTERRUPTED = 130  # exit code, as shells have it
@@ -21,6 +22,7 @@ def main() -> None:
 
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not in the background
         signal.signal(signal.SIGINT, interrupt)
+    warnings.showwarning = _tell
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # it may be closed
             stream.reconfigure(errors="backslashreplace")  # names of files may be any bytes
@@ -41,6 +43,12 @@ def main() -> None:
         exec("")  # Python forgets an interrupt of a library's exec, or it would end by the signal
         if signal.getsignal(signal.SIGINT) is interrupt:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is left that a traceback tells
+
+
+def _tell(message: Warning | str, *_: object, **__: object) -> None:
+    """Print a warning of a library as the commands print theirs: one line, no source."""
+    if sys.stderr:
+        print("Warning:", " ".join(str(message).split()), file=sys.stderr)
 
 
 if __name__ == "__main__":

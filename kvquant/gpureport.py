@@ -34,8 +34,9 @@ PLANS = (
 )
 VARIANTS = (
     *SHAPE,
-    Column("kernel", left=True, part=1),
-    *(Column(title, part=1) for title in ("us", "ratio", "in a row\nus", "ratio")),
+    Column("kernel", left=True),
+    *(Column(title, part=1) for title in ("us", "ratio")),
+    *(Column(title, part=2) for title in ("in a row\nus", "ratio")),
 )
 
 

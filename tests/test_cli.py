@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -647,6 +648,17 @@ def test_interrupts_at_any_time_are_no_tracebacks(
     monkeypatch.setattr(cli, "main", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         entry.main()
+
+
+@pytest.mark.usefixtures("_default_interrupts")
+@pytest.mark.filterwarnings("default")
+def test_warnings_of_libraries_are_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+    monkeypatch.setattr(cli, "main", lambda: warnings.warn("no lock\n  here", stacklevel=1))
+    entry.main()
+    assert capsys.readouterr().err == "Warning: no lock here\n"
 
 
 def test_readers_that_have_seen_enough_are_no_error(raw: Path) -> None:

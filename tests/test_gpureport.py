@@ -11,8 +11,18 @@ import pytest
 from kvquant.errors import ConfigError, UnsupportedError
 from kvquant.gpubench import Peer, Result, Times
 from kvquant.gpucases import Case, parse_formats
-from kvquant.gpureport import SPEEDS, check_plot, figures, plot, series, speed_cells
+from kvquant.gpureport import (
+    PLANS,
+    SPEEDS,
+    VARIANTS,
+    check_plot,
+    figures,
+    plot,
+    series,
+    speed_cells,
+)
 from kvquant.gputimer import Machine
+from kvquant.tables import Column, render_table
 
 MACHINE = Machine("GPU", "CUDA 13.0", "2.11", "0.1", "2026-11-21", 132, 60 << 20, 4000.0, 4.7)
 
@@ -52,6 +62,18 @@ def test_a_row_has_a_cell_for_each_column(sdpa_us: float | None) -> None:
     words = "17.2 GB do not fit" if sdpa_us is None else "flash, folded"
     assert cells[[column.title for column in SPEEDS].index("best SDPA")] == words
     assert ("2.00x" in cells) == (sdpa_us is not None)
+
+
+@pytest.mark.parametrize("columns", [SPEEDS, PLANS, VARIANTS], ids=["speeds", "plans", "variants"])
+def test_tables_of_usual_cases_fit_80_columns(columns: tuple[Column, ...]) -> None:
+    usual = {"format": "int4-g4", "batch": "512", "heads": "32:8", "T": "32768", "us": "12345.6"}
+    words = {"kernel": "without padded shared memory", "best SDPA": "cudnn, enable_gqa"}
+    words |= {"by the\nformula": "16 x 8w x 3s", "fastest": "16 x 8w x 3s", "roof": "93 %"}
+    words |= {"in a row\nus": "12345.6", "GB/s": "4012", "error": "1.7e-03"}
+    row = [(usual | words).get(column.title, "12.34x") for column in columns]
+    text = render_table(columns, [row], 80)
+    assert max(map(len, text.splitlines())) <= 80
+    assert all(cell in text for cell in row), "no cell is broken"
 
 
 def test_figures_are_plain_and_agree_with_one_another() -> None:
