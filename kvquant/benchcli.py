@@ -28,6 +28,7 @@ from .console import (
 from .errors import ConfigError
 
 if TYPE_CHECKING:
+    from .gpubench import Result
     from .gpucases import Case
     from .gputimer import Machine, Timer
 
@@ -144,9 +145,10 @@ def bench(
     modes = {"tune": (_tune, gpureport.PLANS), "ablate": (_ablate, gpureport.VARIANTS)}
     run, columns = next((modes[name] for name in modes if gpu[name]), (_measure, gpureport.SPEEDS))
     rows: Rows = []
+    results: list[Result] = []
     figures: dict[str, Any] | None = None
     try:
-        figures = run(cases, timer, machine, rows, gpu["plot_file"])
+        figures = run(cases, timer, machine, rows, results)
     finally:  # what was measured is told after an interrupt, and kept where nobody reads it
         try:
             if rows:
@@ -154,6 +156,8 @@ def bench(
         finally:
             if figures:
                 write_json(json_file, {"machine": asdict(machine)} | figures)
+    if gpu["plot_file"]:
+        gpureport.plot(results, machine, gpu["plot_file"])
 
 
 def _check_gpu_options(gpu: dict[str, Any]) -> None:
@@ -171,23 +175,20 @@ def _check_gpu_options(gpu: dict[str, Any]) -> None:
 
 
 def _measure(
-    cases: Sequence[Case], timer: Timer, machine: Machine, rows: Rows, plot_file: Path | None
+    cases: Sequence[Case], timer: Timer, machine: Machine, rows: Rows, results: list[Result]
 ) -> dict[str, Any]:
     from . import gpureport
     from .gpubench import Peer, measure
 
     peers: dict[Case, Peer | str] = {}
-    results = []
     for result in _each_that_fits(cases, lambda case: measure(case, timer, peers)):
         rows.append(gpureport.speed_cells(result, machine))
         results.append(result)
-    if plot_file:
-        gpureport.plot(results, machine, plot_file)
     return {"decode": [gpureport.figures(result, machine) for result in results]}
 
 
 def _tune(
-    cases: Sequence[Case], timer: Timer, machine: Machine, rows: Rows, _: None
+    cases: Sequence[Case], timer: Timer, machine: Machine, rows: Rows, _: object
 ) -> dict[str, Any]:
     from . import gpureport, gputune
     from .kernels.cuda import launch
@@ -206,7 +207,7 @@ def _tune(
 
 
 def _ablate(
-    cases: Sequence[Case], timer: Timer, machine: Machine, rows: Rows, _: None
+    cases: Sequence[Case], timer: Timer, machine: Machine, rows: Rows, _: object
 ) -> dict[str, Any]:
     from . import gpureport, gputune
     from .kernels.cuda import launch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +14,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from kvquant import cli, gpubench, gputimer, gputune
+from kvquant import cli, gpubench, gpureport, gputimer, gputune
 from kvquant.attention import attend_segments
 from kvquant.errors import KVQuantError
 from kvquant.gpubench import Peer, Times, best_sdpa, check, measure
@@ -337,6 +338,40 @@ def test_the_command_measures_checks_and_writes(gpu: None, tmp_path: Path) -> No
     found = json.loads(path.read_text())
     assert found["machine"]["read_gb_per_s"] == 4000
     assert [one["k_format"] for one in found["decode"]] == ["int4-g4", "int8"]
+
+
+def test_what_was_measured_is_told_after_an_interrupt(
+    gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(case: Case, *rest: Any) -> gpubench.Result:
+        if case.name == "int8":
+            raise KeyboardInterrupt
+        return measure(case, *rest)
+
+    monkeypatch.setattr(gpubench, "measure", interrupted)
+    path = tmp_path / "bench.json"
+    done = run("--format", "int4-g4", "--format", "int8", *SMALL, "--json", path)
+    assert done.exit_code == 130 and done.stderr.splitlines()[-1] == "Aborted."
+    assert [line for line in done.stdout.splitlines() if line.startswith("int4-g4")]
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["disk", "full disk"])
+def test_a_picture_is_the_last_thing(
+    full: bool, gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def plot(results: Sequence[gpubench.Result], machine: Machine, path: Path) -> None:
+        if full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        path.write_text(str(len(results)))
+
+    pytest.importorskip("matplotlib", reason="needs the report extra")
+    monkeypatch.setattr(gpureport, "plot", plot)
+    files = {"--json": tmp_path / "bench.json", "--plot": tmp_path / "roof.png"}
+    done = run("--format", "int8", *SMALL, *(part for pair in files.items() for part in pair))
+    assert done.exit_code == (2 if full else 0)
+    assert "int8" in done.stdout and len(json.loads(files["--json"].read_text())["decode"]) == 1
+    assert files["--plot"].exists() != full
 
 
 @pytest.mark.parametrize(
