@@ -77,7 +77,7 @@ def _tensors(side: str, moments: Moments, layer: int, chosen: Chosen) -> dict[st
     """The tensors of one side of one layer by their names in CachePlan, without "k."."""
     at, basis = moments.layers[layer], chosen.basis
     heads, dim = basis.offset.shape
-    eye = torch.eye(dim).expand(heads, dim, dim)
+    eye = torch.eye(dim, dtype=torch.float32, device="cpu").expand(heads, dim, dim)
     covariance = at.covariance(side)
     stored = covariance
     if basis.matrix is not None:

@@ -51,7 +51,8 @@ def output_moment(weight: torch.Tensor | None, num_kv_heads: int, dim: int) -> t
         [num_kv_heads, dim, dim], float64; the identity where the projection is not known.
     """
     if weight is None or weight.shape[1] % (num_kv_heads * dim):
-        return torch.eye(dim, dtype=torch.float64).expand(num_kv_heads, dim, dim).clone()
+        eye = torch.eye(dim, dtype=torch.float64, device="cpu")
+        return eye.expand(num_kv_heads, dim, dim).clone()
     heads = weight.double().unflatten(1, (num_kv_heads, -1, dim))
     return torch.einsum("ohgd,ohge->hde", heads, heads)
 
@@ -68,8 +69,8 @@ def spreading(dim: int) -> torch.Tensor:
         would mix directions of like size only: singular values are sorted.
     """
     if block_size(dim) == dim:
-        return rotate(torch.eye(dim)).double()
-    place = torch.arange(dim, dtype=torch.float64)
+        return rotate(torch.eye(dim, dtype=torch.float32, device="cpu")).double()
+    place = torch.arange(dim, dtype=torch.float64, device="cpu")
     angles = (place[:, None] * place % dim) * (2 * math.pi / dim)
     return (angles.cos() + angles.sin()) / math.sqrt(dim)
 
@@ -80,8 +81,9 @@ def mixing(dim: int) -> torch.Tensor:
     The errors of rows are seldom as independent as theory has them, and V's are mostly smaller so.
     """
     generator = torch.Generator().manual_seed(0)
-    signs = torch.randint(2, (dim, 1), generator=generator) * 2 - 1
-    return signs * spreading(dim)[torch.randperm(dim, generator=generator)]
+    signs = torch.randint(2, (dim, 1), generator=generator, device="cpu") * 2 - 1
+    order = torch.randperm(dim, generator=generator, device="cpu")
+    return signs * spreading(dim)[order]
 
 
 def optimal_matrix(

@@ -166,7 +166,7 @@ def choose(
     clipped: dict[tuple[int, str, float], Basis] = {}
     for layer, sides in chosen.items():
         for side, found in sides.items():
-            ones = torch.ones(len(found.basis.offset), device=found.basis.offset.device)
+            ones = torch.ones_like(found.basis.offset[:, 0])
             for ratio in CLIPS:
                 clipped[layer, side, ratio] = found.basis.with_clip(ratio * ones)
 
@@ -187,7 +187,8 @@ def choose(
             for name in formats:
                 shares = torch.stack([meter.share(layer, side, f"{name}@{r}") for r in CLIPS])
                 least, best_ratio = shares.min(0)
-                found.clips[name] = torch.tensor(CLIPS)[best_ratio]
+                ratios = torch.tensor(CLIPS, dtype=torch.float32, device="cpu")
+                found.clips[name] = ratios[best_ratio]
                 found.errors[f"format_error.{name}"] = least
                 found.errors[f"format_error_plain.{name}"] = meter.share(
                     layer, side, f"plain.{name}"

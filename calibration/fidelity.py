@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -24,6 +24,11 @@ from kvquant.cache import KVCache
 from kvquant.errors import ShapeError
 from kvquant.plan import CachePlan
 from kvquant.quant import EXACT_DTYPES
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from kvquant.cache import CacheOptions
 
 
 @dataclass(frozen=True)
@@ -105,7 +110,8 @@ class Fidelity:
         """
         kl, top1, nll = parts.mean(1).tolist()
         errors = standard_errors(parts, scored)
-        return cls(scheme, bits, nbytes, kl, top1, float(torch.tensor(nll).exp()), *errors)
+        perplexity = float(torch.tensor(nll, dtype=torch.float32, device="cpu").exp())
+        return cls(scheme, bits, nbytes, kl, top1, perplexity, *errors)
 
 
 class DecodingModel(Protocol):
@@ -113,7 +119,14 @@ class DecodingModel(Protocol):
 
     exact_format: str  # its 16-bit rows
 
-    def new_cache(self, batch: int, max_seq_len: int, **options: Any) -> KVCache:
+    def new_cache(
+        self,
+        batch: int,
+        max_seq_len: int,
+        *,
+        plan: CachePlan | None = None,
+        **options: Unpack[CacheOptions],
+    ) -> KVCache:
         """An empty cache of its shape."""
 
     def prefill(self, cache: KVCache, tokens: torch.Tensor) -> torch.Tensor:
@@ -161,7 +174,7 @@ def quantized_copy(model: DecodingModel, exact: KVCache, scheme: Scheme | Planne
     Raises:
         NonFiniteError: keys or values that a format cannot hold.
     """
-    options = vars(scheme)
+    options: Any = vars(scheme)
     if isinstance(scheme, Planned):
         options = {name: options[name] for name in ("plan", "sink_len", "recent_len")}
     cache = model.new_cache(exact.batch, exact.max_seq_len, **options)

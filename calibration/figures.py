@@ -269,7 +269,8 @@ def errors(plan: CachePlan, side: str, name: str) -> torch.Tensor:
     if name != "plan":
         found = plan.tensors[f"{side}.error.{name}"].clone()
     else:
-        found = torch.full((plan.num_layers, plan.num_kv_heads), torch.nan)
+        shape = plan.num_layers, plan.num_kv_heads
+        found = torch.full(shape, torch.nan, dtype=torch.float32, device="cpu")
         for layer, pair in enumerate(plan.formats):
             of_format = plan.tensors.get(f"{side}.format_error.{pair['kv'.index(side)]}")
             if of_format is not None:

@@ -14,7 +14,7 @@ import torch
 
 ROOM = 60.0  # exp(60) * 1e6 tokens is within float32, and exp(-60 - 27) too
 QUERIES = 64  # of a window, the last ones: they see the most keys
-EDGES = torch.linspace(-64.0, 64.0, 129)
+EDGES = torch.linspace(-64.0, 64.0, 129, dtype=torch.float32, device="cpu")
 
 
 class ScoreObserver:
@@ -44,7 +44,7 @@ class ScoreObserver:
         last = min(QUERIES, tokens)
         queries = q[:, :, tokens - last :].float().unflatten(1, (heads, -1))
         scores = queries @ k.float().mT[:, :, None] * sm_scale  # [batch, heads, per, last, tokens]
-        every = torch.ones(last, tokens, dtype=torch.bool)
+        every = torch.ones(last, tokens, dtype=torch.bool, device="cpu")
         hidden = every.triu(tokens - last + 1)
         if layer in self._windows:
             hidden |= every.tril(tokens - last - self._windows[layer])

@@ -47,7 +47,7 @@ def observed_windows(
     windows = spread(tokens, count, length)
     if count == 1:
         return windows, windows
-    is_fitted = torch.arange(count) % FIT_SHARE == 1
+    is_fitted = torch.arange(count, device="cpu") % FIT_SHARE == 1
     return windows[~is_fitted], windows[is_fitted]
 
 
@@ -67,15 +67,16 @@ def spread(tokens: Sequence[int], count: int, length: int) -> torch.Tensor:
             "or shorter windows (--context, --scored)"
             + (f", or {most} of them (--windows {most})" if most else "")
         )
-    all_tokens = torch.as_tensor(tokens, dtype=torch.int64)
+    all_tokens = torch.as_tensor(tokens, dtype=torch.int64, device="cpu")
     stride = (len(tokens) - length) // max(count - 1, 1)
-    starts = torch.arange(count) * stride
-    return all_tokens[starts[:, None] + torch.arange(length)]
+    starts = torch.arange(count, device="cpu") * stride
+    return all_tokens[starts[:, None] + torch.arange(length, device="cpu")]
 
 
 def random_tokens(config: Mapping[str, Any], count: int) -> list[int]:
     """Tokens drawn evenly from the vocabulary of a model's config, always the same."""
     generator = torch.Generator().manual_seed(0)
     config = config.get("text_config") or config
-    drawn = torch.randint(int(config["vocab_size"]), (count,), generator=generator)
+    most = int(config["vocab_size"])
+    drawn = torch.randint(most, (count,), generator=generator, device="cpu")
     return [int(token) for token in drawn]

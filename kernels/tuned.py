@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from kvquant.errors import ConfigError
+from kvquant.errors import ConfigError, shown
 
 from .usercache import cache_folder, locked, read_file, replace_file
 
@@ -151,7 +151,7 @@ def _read(path: Path) -> tuple[int, tuple[Tuned, ...]]:
         table = json.loads(text.decode())
         version = table["version"]
         if type(version) is not int:
-            raise ValueError(f"its version is {version!r}")
+            raise ValueError(f"its version is {shown(version)}")
         rows = table["rows"] if version == TABLE_VERSION else ()
         return version, tuple(_parse(row) for row in rows)
     except (KeyError, TypeError, RecursionError) as error:
@@ -167,5 +167,5 @@ def _parse(row: dict[str, object]) -> Tuned:
         else:
             good = type(value) is int and 0 < value <= MOST
         if not good:
-            raise ValueError(f"{field.name} is {value!r} in one of its rows")
+            raise ValueError(f"{field.name} is {shown(value)} in one of its rows")
     return parsed

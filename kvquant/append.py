@@ -9,7 +9,7 @@ from .appendchecks import Append, check_apart, check_new, check_types
 from .appendops import append_rows_op, dequantize_pages_op
 from .arguments import check_tensors
 from .basis import Basis
-from .errors import ConfigError, ShapeError
+from .errors import ConfigError, ShapeError, shown
 from .layout import RowFormat
 from .quant import FLOAT_DTYPES, format_of
 from .slots import Slots
@@ -84,7 +84,7 @@ def append_rows(
     """
     if not isinstance(slots, Slots):
         slots = Slots(slots)
-    check_types(k, v, k_rows, v_rows, slots, k_transform, v_transform, rope)
+    check_types(k, v, k_rows, v_rows, slots, exact_k, exact_v, k_transform, v_transform, rope)
     if k.ndim != 3 or v.ndim != 3:
         check_new(k, v)  # tells what is wrong
     k_transform, v_transform = _row_transform(k_transform), _row_transform(v_transform)
@@ -170,9 +170,11 @@ def dequantize_pages(
     check_tensors(rows=rows, slots=slots)
     fmt = format_of(rows, fmt)
     if not isinstance(fmt, RowFormat):
-        raise ConfigError(f"fmt is {fmt!r:.80}: give a name ('int4-g4') or a RowFormat")
+        raise ConfigError(f"fmt is {shown(fmt)}: give a name ('int4-g4') or a RowFormat")
     if dtype not in FLOAT_DTYPES:
-        raise ConfigError(f"dtype {dtype} is not supported: use float32, bfloat16 or float16")
+        raise ConfigError(
+            f"dtype {shown(dtype)} is not supported: use float32, bfloat16 or float16"
+        )
     if rows.ndim != 4 or slots.ndim != 1:
         raise ShapeError(
             f"rows is {list(rows.shape)} and slots {list(slots.shape)}: they must be [num_pages, "
@@ -181,8 +183,10 @@ def dequantize_pages(
     if out is None:
         shape = slots.shape[0], rows.shape[1], fmt.head_dim
         out = torch.empty(shape, dtype=dtype, device=rows.device)
-    elif out.dtype != dtype:
-        raise ConfigError(f"out is {out.dtype}, dtype {dtype}: give an out of this dtype")
+    else:
+        check_tensors(out=out)
+        if out.dtype != dtype:
+            raise ConfigError(f"out is {out.dtype}, dtype {dtype}: give an out of this dtype")
     if torch.compiler.is_compiling():
         dequantize_pages_op(rows, str(fmt), slots, out, backend)
     else:

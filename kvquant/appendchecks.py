@@ -11,7 +11,7 @@ import torch
 
 from .arguments import check_tensors
 from .basis import Basis
-from .errors import ConfigError, DeviceError, ShapeError
+from .errors import ConfigError, DeviceError, ShapeError, shown
 from .layout import EXACT_CODECS, RowFormat
 from .quant import FLOAT_DTYPES, check_rows
 from .slots import Slots
@@ -93,12 +93,16 @@ def check_types(
     k_rows: torch.Tensor,
     v_rows: torch.Tensor,
     slots: Slots,
+    exact_k: torch.Tensor | None,
+    exact_v: torch.Tensor | None,
     k_transform: RowTransform | Basis | None,
     v_transform: RowTransform | Basis | None,
     rope: Rope | None,
 ) -> None:
     """Raise ConfigError unless what cannot be left out is a tensor, and the rest of its class."""
     check_tensors(k=k, v=v, k_rows=k_rows, v_rows=v_rows, slots=slots.packed)
+    if exact_k is not None and exact_v is not None:
+        check_tensors(exact_k=exact_k, exact_v=exact_v)
     for name, transform in (("k_transform", k_transform), ("v_transform", v_transform)):
         if not (transform is None or isinstance(transform, RowTransform | Basis)):
             raise ConfigError(
@@ -239,7 +243,7 @@ def _check_exact(call: Append, num_kv_heads: int) -> None:
     """The 16-bit rows and their slots: all or none."""
     codec, exact_k, exact_v = call.exact_format, call.exact_k, call.exact_v
     if codec not in EXACT_CODECS:
-        raise ConfigError(f"exact_format {codec!r} does not exist: use 'bf16' or 'fp16'")
+        raise ConfigError(f"exact_format {shown(codec)} does not exist: use 'bf16' or 'fp16'")
     if exact_k is None or exact_v is None or call.slots[1] is None or call.slots[2] is None:
         _refuse_incomplete(call)
         return
@@ -273,9 +277,14 @@ def _check_transform(name: str, transform: RowTransform, num_kv_heads: int, head
     ):
         if tensor is not None:
             _check_tensor(f"{name}.{what}", tensor, torch.float32, shape)
+    if type(transform.rotate) is not bool:
+        raise ConfigError(f"{name}.rotate is {shown(transform.rotate)}: use True or False")
 
 
 def _check_rope(rope: Rope, num_tokens: int, head_dim: int) -> None:
+    check_tensors(**{"rope.cos": rope.cos})
+    if type(rope.interleaved) is not bool:
+        raise ConfigError(f"rope.interleaved is {shown(rope.interleaved)}: use True or False")
     half = rope.cos.shape[-1] if rope.cos.ndim else 0
     if not 0 < 2 * half <= head_dim:
         raise ShapeError(

@@ -43,8 +43,11 @@ def check_scale(sm_scale: float) -> float:
     """
     if not isinstance(sm_scale, float):
         if not isinstance(sm_scale, Real) or isinstance(sm_scale, bool):
-            raise ConfigError(f"sm_scale is {sm_scale!r:.80}: use a number, or None")
-        sm_scale = float(sm_scale)
+            raise ConfigError(f"sm_scale is {shown(sm_scale)}: use a number, or None")
+        try:
+            sm_scale = float(sm_scale)
+        except OverflowError:
+            sm_scale = math.inf
     if not torch.compiler.is_compiling() and not math.isfinite(sm_scale):
         raise ConfigError(f"sm_scale is {sm_scale}: use a finite number, or None")
     return sm_scale
@@ -63,6 +66,6 @@ def check_num_splits(num_splits: int | None) -> int | None:
     whole = isinstance(num_splits, Integral) and not isinstance(num_splits, bool)
     if not whole or num_splits < 1:
         raise ConfigError(
-            f"num_splits {num_splits!r:.80} is not possible: use a whole number from 1, or None"
+            f"num_splits {shown(num_splits)} is not possible: use a whole number from 1, or None"
         )
     return operator.index(num_splits)

@@ -9,7 +9,7 @@ import torch
 
 from .arguments import check_num_splits, check_scale
 from .backends import attend
-from .errors import ConfigError, ShapeError
+from .errors import ConfigError, DeviceError, ShapeError
 from .layout import RowFormat
 from .ops import attend_segments_op, decode_attention_op
 from .segments import Segment
@@ -238,6 +238,7 @@ def merge_states(*states: State) -> State:
     Raises:
         ShapeError: no state, or states that do not fit one another.
         ConfigError: a state is no pair of tensors.
+        DeviceError: they lie on several devices.
 
     Source: the attention states of FlashInfer (https://arxiv.org/abs/2501.01005), there in base 2.
     """
@@ -253,6 +254,8 @@ def merge_states(*states: State) -> State:
     states = tuple((out.detach(), lse.detach()) for out, lse in states)
     first_out = states[0][0]
     for out, lse in states:
+        if out.device != first_out.device or lse.device != first_out.device:
+            raise DeviceError(f"states on {first_out.device}, {out.device} and {lse.device}")
         if out.shape != first_out.shape or lse.shape != out.shape[:-1]:
             raise ShapeError(
                 f"out {list(out.shape)} with lse {list(lse.shape)} cannot be merged with out "

@@ -10,7 +10,8 @@ import torch
 from . import debug
 from .arguments import check_num_splits, check_scale, check_tensors
 from .devices import kernels_for
-from .errors import ConfigError
+from .errors import ConfigError, shown
+from .layout import RowFormat
 from .quant import FLOAT_DTYPES
 from .reference import reference_over_segments
 from .segments import LooseRows, Segment, check_segments, make_segment
@@ -43,7 +44,7 @@ def attend(
             return _cuda()(q, segments, sm_scale, num_splits, return_lse, _check_cuda)
         checked = _check(q, segments, num_splits)
     except (AttributeError, TypeError):  # looked at only now: it takes time
-        _check_types(q, segments)
+        check_types(q, segments)
         raise
     kernel = _choose_kernel(q, backend)
     if q.is_cpu or debug.enabled or backend == "reference":
@@ -78,7 +79,7 @@ def _check(
     return made
 
 
-def _check_types(q: torch.Tensor, segments: Sequence[Segment | LooseRows]) -> None:
+def check_types(q: torch.Tensor, segments: Sequence[Segment | LooseRows]) -> None:
     """Raise ConfigError unless q and all of the segments are of the types that they must be."""
     check_tensors(q=q)
     if not isinstance(segments, Sequence) or isinstance(segments, Segment):
@@ -86,8 +87,12 @@ def _check_types(q: torch.Tensor, segments: Sequence[Segment | LooseRows]) -> No
     for rows in segments:
         if not isinstance(rows, tuple) or len(rows) != len(Segment._fields):
             raise ConfigError(f"segments has a {type(rows).__name__} in it: give a list of Segment")
-        given = zip(Segment._fields, rows, strict=True)
-        check_tensors(**{name: x for name, x in given if x is not None and name in _TENSORS})
+        given = dict(zip(Segment._fields, rows, strict=True))
+        optional = {name for name in ("starts", "block_table", "seats") if given[name] is None}
+        check_tensors(**{name: given[name] for name in _TENSORS if name not in optional})
+        for fmt in (given["k_format"], given["v_format"]):
+            if not isinstance(fmt, RowFormat | str):
+                raise ConfigError(f"the format is {shown(fmt)}: give a name ('int4-g4')")
 
 
 def _check_cuda(

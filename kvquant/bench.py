@@ -75,7 +75,7 @@ def time_in_turn(
 
 def read_roof(seconds: float = 1.0) -> float:
     """GB/s at which torch sums 1 GiB of float32 on the CPU."""
-    x = torch.zeros(1 << 28)
+    x = torch.zeros(1 << 28, dtype=torch.float32, device="cpu")
     return x.nbytes / time_in_turn([x.sum], seconds)[0] / 1e6
 
 
@@ -101,10 +101,14 @@ def bench_decode(
     row_format = RowFormat.parse(fmt, head_dim)
     generator = torch.Generator().manual_seed(0)
     shape = (batch, num_kv_heads, seq_len, head_dim)
-    k, v = (torch.randn(shape, generator=generator) for _ in range(2))
-    q = torch.randn(batch, num_q_heads, head_dim, generator=generator)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+
+    k, v = (draw(*shape) for _ in range(2))
+    q = draw(batch, num_q_heads, head_dim)
     k_rows, v_rows = quantize_rows(k, row_format), quantize_rows(v, row_format)
-    seq_lens = torch.full((batch,), seq_len, dtype=torch.int32)
+    seq_lens = torch.full((batch,), seq_len, dtype=torch.int32, device="cpu")
 
     def ours() -> torch.Tensor:
         out = decode_attention(
@@ -163,7 +167,8 @@ def bench_rows(
         KVQuantError: the two differ in a byte or a value; nothing is timed then.
     """
     row_format = RowFormat.parse(fmt, shape[-1])
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
     rows = quantize_rows(x, row_format, backend="torch")
     values = dequantize_rows(rows, row_format, backend="torch")
     if not torch.equal(rows, quantize_rows(x, row_format, backend="cpu")) or not torch.equal(

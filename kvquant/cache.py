@@ -26,17 +26,39 @@ from .cachechecks import (
     per_layer,
     whole_numbers,
 )
-from .devices import check_device
-from .errors import ConfigError, ShapeError
-from .layer import LayerCache
+from .devices import check_device, check_room
+from .errors import ConfigError, ShapeError, shown
+from .layer import LayerCache, rooms_of
 from .layout import EXACT_CODECS
+from .quant import FLOAT_DTYPES
 from .segments import Segment
 
 if TYPE_CHECKING:
+    from typing_extensions import TypedDict, Unpack
+
     from .plan import CachePlan
+
+    class PlanOptions(TypedDict, total=False):
+        """Options of KVCache that a plan does not decide."""
+
+        sink_len: int
+        recent_len: int
+        exact_format: str
+        device: torch.device | str
+        windows: Sequence[int | None] | None
+
+    class CacheOptions(PlanOptions, total=False):
+        """All options of KVCache."""
+
+        k_format: Formats
+        v_format: Formats
+        bases: Sequence[LayerBasis] | None
+
 
 # what transformers asks of past_key_values, and a KVCache has not
 _CACHE_OF_TRANSFORMERS = {"get_mask_sizes", "get_seq_length", "is_compileable", "update"}
+
+_LARGE = 1 << 28  # bytes, from which on it is looked whether there is memory
 
 
 class KVCache:
@@ -100,7 +122,9 @@ class KVCache:
         sink_len = check_size("sink_len", sink_len)
         recent_len = check_size("recent_len", recent_len)
         if exact_format not in EXACT_CODECS:
-            raise ConfigError(f"exact_format {exact_format!r} does not exist: use 'bf16' or 'fp16'")
+            raise ConfigError(
+                f"exact_format {shown(exact_format)} does not exist: use 'bf16' or 'fp16'"
+            )
         k_formats = per_layer("k_format", k_format, num_layers, head_dim)
         v_formats = per_layer("v_format", v_format, num_layers, head_dim)
         self.num_kv_heads = num_kv_heads
@@ -112,6 +136,15 @@ class KVCache:
         self.device = check_device(device)
         checked = check_bases(bases, num_kv_heads, k_formats, v_formats)
         windows = check_windows(windows, num_layers)
+        each = (
+            rooms_of(max_seq_len, sink_len, recent_len, window).bytes_of(k, v, exact_format)
+            for k, v, window in zip(k_formats, v_formats, windows, strict=True)
+        )
+        nbytes = sum(each) * batch * num_kv_heads
+        nbytes += 32 * num_layers * batch  # lengths
+        if nbytes > _LARGE:
+            what = f"a cache of {num_layers} layers and {batch} sequences of {max_seq_len} tokens"
+            check_room(nbytes, self.device, what, "use a smaller max_seq_len or batch")
         self.layers = [
             LayerCache(
                 batch,
@@ -133,7 +166,9 @@ class KVCache:
         self.lost_tokens = torch.zeros(1, dtype=torch.int32, device=self.device)
 
     @classmethod
-    def from_plan(cls, plan: CachePlan, batch: int, max_seq_len: int, **options: Any) -> KVCache:
+    def from_plan(
+        cls, plan: CachePlan, batch: int, max_seq_len: int, **options: Unpack[PlanOptions]
+    ) -> KVCache:
         """Make an empty cache whose formats and bases are those of a plan.
 
         Args:
@@ -216,6 +251,10 @@ class KVCache:
             K [batch, num_kv_heads, most tokens, head_dim] and V likewise, dtype; zeros after the
             end of a shorter sequence.
         """
+        if dtype not in FLOAT_DTYPES:
+            raise ConfigError(
+                f"dtype {shown(dtype)} is not supported: use float32, bfloat16 or float16"
+            )
         return self._layer(layer).dequantized(dtype)
 
     @overload

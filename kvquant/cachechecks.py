@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from . import debug
 from .basis import LayerBasis
-from .errors import ConfigError, DeviceError, NonFiniteError, ShapeError
+from .errors import ConfigError, DeviceError, NonFiniteError, ShapeError, shown
 from .layout import RowFormat
 from .quant import EXACT_DTYPES, FLOAT_DTYPES
 from .rowstacks import to_device
@@ -37,7 +37,7 @@ def check_size(name: str, size: int, *, at_least: int = 0) -> int:
     whole = isinstance(size, Integral) and not isinstance(size, bool)
     if not whole or not at_least <= size <= MAX_LENGTH:
         raise ConfigError(
-            f"{name} {size!r:.80} is not possible: use a whole number from {at_least} to "
+            f"{name} {shown(size)} is not possible: use a whole number from {at_least} to "
             f"{MAX_LENGTH}"
         )
     return operator.index(size)
@@ -49,15 +49,15 @@ def whole_numbers(name: str, values: int | Counts) -> torch.Tensor:
     Raises:
         ConfigError: they are no whole numbers.
     """
-    if isinstance(values, torch.Tensor):
+    if isinstance(values, torch.Tensor) and not values.is_meta:
         numbers = values.cpu()
     else:
         try:
             numbers = torch.as_tensor(values, device="cpu")
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-            raise ConfigError(f"{name} is {values!r:.80}: use whole numbers") from error
+            raise ConfigError(f"{name} is {shown(values)}: use whole numbers") from error
         if isinstance(values, Sequence) and bool in map(type, values):
-            raise ConfigError(f"{name} is {values!r:.80}: use whole numbers")
+            raise ConfigError(f"{name} is {shown(values)}: use whole numbers")
         if not numbers.numel():  # torch takes an empty list for fractions
             numbers = numbers.long()
     if numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool:
@@ -80,7 +80,7 @@ def check_bases(
     if bases is None:
         return [None] * len(k_formats)
     if not isinstance(bases, Sequence) or not all(isinstance(b, LayerBasis) for b in bases):
-        raise ConfigError(f"bases is {bases!r:.80}: give a LayerBasis for each layer, or None")
+        raise ConfigError(f"bases is {shown(bases)}: give a LayerBasis for each layer, or None")
     if len(bases) != len(k_formats):
         raise ConfigError(f"{len(bases)} bases for {len(k_formats)} layers")
     for i, (basis, *formats) in enumerate(zip(bases, k_formats, v_formats, strict=True)):
@@ -115,7 +115,7 @@ def check_layer(layer: int, num_layers: int) -> None:
     whole = type(layer) is int or (isinstance(layer, Integral) and not isinstance(layer, bool))
     if not whole or not 0 <= layer < num_layers:
         raise ConfigError(
-            f"layer {layer!r:.80} does not exist: the cache has layers 0 to {num_layers - 1}"
+            f"layer {shown(layer)} does not exist: the cache has layers 0 to {num_layers - 1}"
         )
 
 
@@ -147,7 +147,7 @@ def check_windows(windows: Sequence[int | None] | None, num_layers: int) -> Sequ
     if windows is None:
         return [None] * num_layers
     if not isinstance(windows, Sequence) or isinstance(windows, str):
-        raise ConfigError(f"windows is {windows!r:.80}: give a list, of each layer tokens or None")
+        raise ConfigError(f"windows is {shown(windows)}: give a list, of each layer tokens or None")
     if len(windows) != num_layers:
         raise ConfigError(f"{len(windows)} windows for {num_layers} layers")
     return [None if w is None else check_size("a window", w, at_least=1) for w in windows]

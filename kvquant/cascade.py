@@ -20,6 +20,7 @@ import torch
 from . import debug
 from .arguments import check_tensors
 from .attention import State, attend_segments, merge_states
+from .backends import check_types
 from .cascadeops import add_prefix
 from .errors import ConfigError, DeviceError, ShapeError
 from .segments import Segment, make_segment, query_shape
@@ -98,20 +99,15 @@ def attend_shared(
         raise ConfigError(f"the prefix is of type {type(prefix).__name__}: give a Segment")
     if isinstance(prefix.k_format, str) or isinstance(prefix.v_format, str):
         prefix = make_segment(q, prefix)
-    prefix_batch = prefix.seq_lens.shape[0]
-    if prefix_batch != 1:
-        raise ShapeError(f"the prefix is of {prefix_batch} sequences: it must be of one")
-    _, num_q_heads, head_dim = query_shape(q)
-    if not segments or segments[0].k_rows.shape[1] != prefix.k_rows.shape[1]:
-        own = segments[0].k_rows.shape[1] if segments else "no"
-        raise ShapeError(f"the prefix has {prefix.k_rows.shape[1]} KV heads, the segments {own}")
+    try:
+        _check_prefix(q, prefix, segments)
+    except (AttributeError, TypeError, IndexError):  # looked at only now: it takes time
+        for given in ([prefix], segments):
+            check_types(q, given)
+        raise
     if members is not None:
         _check_members(members, q)
-    if prefix.starts is not None or prefix.seats is not None:
-        raise ConfigError("the prefix is a ring: it must begin with row 0 (no starts, no seats)")
-    num_kv_heads = prefix.k_rows.shape[1]
-    if num_q_heads % max(num_kv_heads, 1):
-        raise ShapeError(f"{num_q_heads} query heads do not fit {num_kv_heads} KV heads")
+    (_, num_q_heads, head_dim), num_kv_heads = q.shape, prefix.k_rows.shape[1]
     options: dict[str, Any] = {"num_splits": num_splits, "backend": backend, "sm_scale": sm_scale}
     out, lse = attend_segments(q, segments, return_lse=True, **options)
     if out.is_cuda and backend != "reference":
@@ -125,6 +121,29 @@ def attend_shared(
     of_prefix = [x.view(heads[0], len(chosen), heads[1], *x.shape[2:]) for x in state]
     out, lse = _merged(out, lse, of_prefix[0], of_prefix[1], members)
     return (out, lse) if return_lse else out
+
+
+def _check_prefix(q: torch.Tensor, prefix: Segment, segments: Sequence[Segment]) -> None:
+    """Raise unless the prefix is of one sequence, and goes with the query and the segments."""
+    if prefix.k_rows.ndim != 4 or prefix.seq_lens.ndim != 1:
+        raise ShapeError(
+            f"the prefix has k_rows {list(prefix.k_rows.shape)} and seq_lens "
+            f"{list(prefix.seq_lens.shape)}: they must be [batch or pages, num_kv_heads, capacity, "
+            "row_bytes] and [1]"
+        )
+    if not isinstance(segments, Sequence):
+        check_types(q, segments)
+    prefix_batch = prefix.seq_lens.shape[0]
+    if prefix_batch != 1:
+        raise ShapeError(f"the prefix is of {prefix_batch} sequences: it must be of one")
+    num_q_heads, num_kv_heads = query_shape(q)[1], prefix.k_rows.shape[1]
+    if not segments or segments[0].k_rows.shape[1] != num_kv_heads:
+        own = segments[0].k_rows.shape[1] if segments else "no"
+        raise ShapeError(f"the prefix has {num_kv_heads} KV heads, the segments {own}")
+    if prefix.starts is not None or prefix.seats is not None:
+        raise ConfigError("the prefix is a ring: it must begin with row 0 (no starts, no seats)")
+    if num_q_heads % max(num_kv_heads, 1):
+        raise ShapeError(f"{num_q_heads} query heads do not fit {num_kv_heads} KV heads")
 
 
 def _check_members(members: torch.Tensor, q: torch.Tensor) -> None:

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from .errors import ConfigError, DeviceError
+from .errors import ConfigError, DeviceError, shown
 
 DEVICES = ("cpu", "cuda")  # that have kernels
 
@@ -21,8 +21,8 @@ def check_device(device: torch.device | str) -> torch.device:
     """
     try:
         found = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ConfigError(f"device {device!r:.80} does not exist: use 'cpu' or 'cuda'") from error
+    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(f"device {shown(device)} does not exist: use 'cpu' or 'cuda'") from error
     if found.type not in DEVICES:
         raise DeviceError(f"no kernel serves device {str(found)!r}: use 'cpu' or 'cuda'")
     if found.type == "cuda":
@@ -95,7 +95,7 @@ def kernels_for(tensor: torch.Tensor, backend: str | None, slow: str) -> str:
         return device
     if backend not in (*DEVICES, slow):
         known = " or ".join((*DEVICES, slow))
-        raise ConfigError(f"backend {backend!r} does not exist: use {known}")
+        raise ConfigError(f"backend {shown(backend)} does not exist: use {known}")
     if backend not in (slow, device):
         raise DeviceError(
             f"backend {backend!r} takes {backend.upper()} tensors, not {tensor.device}"

@@ -186,7 +186,9 @@ def make_inputs(case: Case, copies: int, device: torch.device) -> list[Inputs]:
     generator = torch.Generator(device).manual_seed(0)
     count = copies * case.batch
     shape = (count, case.num_q_heads, case.head_dim)
-    queries = torch.randn(shape, device=device, generator=generator).to(case.dtype)
+    queries = torch.randn(shape, dtype=torch.float32, device=device, generator=generator).to(
+        case.dtype
+    )
     exact = RowFormat(exact_codec(case.dtype), 1, case.head_dim)
     whole = []
     for kind, k_format, v_format, length in (
@@ -250,7 +252,7 @@ def _random_rows(
         length = -(-length // page_size) * page_size
     tokens = min(length, BLOCK)
     shape = (num_kv_heads, tokens, fmt.head_dim)
-    values = torch.randn(shape, device=generator.device, generator=generator)
+    values = torch.randn(shape, dtype=torch.float32, device=generator.device, generator=generator)
     rows = quantize_rows(values, fmt).repeat(1, -(-length // tokens), 1)[:, :length]
     if not page_size:
         return rows.repeat(sequences, 1, 1, 1)

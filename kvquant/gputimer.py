@@ -96,7 +96,7 @@ class GraphTimer:
         size = 1 << 30
         while True:
             try:
-                x = torch.zeros(size, device=self.device)
+                x = torch.zeros(size, dtype=torch.float32, device=self.device)
                 return x.nbytes / self.alone(x.sum) / 1e3
             except torch.OutOfMemoryError:
                 if size <= 1 << 24:

@@ -41,6 +41,14 @@ class Rooms(NamedTuple):
     packed: int
     recent: int
 
+    def bytes_of(self, k_format: RowFormat, v_format: RowFormat, exact_format: str) -> int:
+        """Bytes of all these rows, of a KV head and a sequence."""
+        return sum(
+            self.packed * fmt.row_bytes
+            + (self.sinks + self.recent) * RowFormat.parse(exact_format, fmt.head_dim).row_bytes
+            for fmt in (k_format, v_format)
+        )
+
 
 def rooms_of(max_seq_len: int, sink_len: int, recent_len: int, window: int | None) -> Rooms:
     """The rows that a layer needs; arguments as of LayerCache."""

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from numbers import Integral
 
-from .errors import ConfigError
+from .errors import ConfigError, shown
 
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
 GROUPS = (1, 2, 4, 8)
@@ -54,14 +54,16 @@ class RowFormat:
     head_dim: int
 
     def __post_init__(self) -> None:
-        if self.codec not in BITS:
-            raise ConfigError(f"codec {self.codec!r:.80} does not exist: use {_one_of(BITS)}")
+        if not isinstance(self.codec, str) or self.codec not in BITS:
+            raise ConfigError(f"codec {shown(self.codec)} does not exist: use {_one_of(BITS)}")
         if type(self.head_dim) is not int or self.head_dim not in HEAD_DIMS:
             raise ConfigError(
-                f"head_dim {self.head_dim!r:.80} is not supported: use {_one_of(HEAD_DIMS)}"
+                f"head_dim {shown(self.head_dim)} is not supported: use {_one_of(HEAD_DIMS)}"
             )
         if type(self.groups) is not int or self.groups not in GROUPS:
-            raise ConfigError(f"groups {self.groups!r:.80} is not supported: use {_one_of(GROUPS)}")
+            raise ConfigError(
+                f"groups {shown(self.groups)} is not supported: use {_one_of(GROUPS)}"
+            )
         if self.is_exact and self.groups != 1:
             raise ConfigError(f"{self.codec} rows have no groups: use {self.codec!r}")
 
@@ -82,9 +84,11 @@ class RowFormat:
                 raise ConfigError(f"format {name} has head_dim {name.head_dim}, not {head_dim}")
             return name
         if not isinstance(name, str):
-            raise ConfigError(f"format {name!r:.80} is not possible: give a name ('int4-g4')")
+            raise ConfigError(f"format {shown(name)} is not possible: give a name ('int4-g4')")
         if type(head_dim) is not int and not isinstance(head_dim, bool):
-            head_dim = int(head_dim) if isinstance(head_dim, Integral) else head_dim
+            if not isinstance(head_dim, Integral):
+                return RowFormat("bf16", 1, head_dim)  # tells what is wrong
+            head_dim = int(head_dim)
         return _parse(name, head_dim)
 
     def __hash__(self) -> int:
@@ -180,7 +184,7 @@ def _parse(name: str, head_dim: int) -> RowFormat:
     if codec in BITS and (not dash or re.fullmatch("0|[1-9][0-9]?", groups)):
         return RowFormat(codec, int(groups) if dash else 1, head_dim)
     raise ConfigError(
-        f"format {name!r:.80} does not exist: use {_one_of(BITS)}, "
+        f"format {shown(name)} does not exist: use {_one_of(BITS)}, "
         "with -g2, -g4 or -g8 for groups (int4-g4)"
     )
 

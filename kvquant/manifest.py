@@ -229,12 +229,12 @@ class Manifest:
 
     def cache_bytes(self, max_seq_len: int) -> int:
         """Bytes of the rows of a cache of max_seq_len."""
-        total = 0
-        for entry in self.layers:
-            rooms = self.rooms(entry, max_seq_len)
-            for fmt in (entry.k_format, entry.v_format):
-                exact = RowFormat(self.exact_format, 1, fmt.head_dim).row_bytes
-                total += rooms.packed * fmt.row_bytes + (rooms.sinks + rooms.recent) * exact
+        total = sum(
+            self.rooms(entry, max_seq_len).bytes_of(
+                entry.k_format, entry.v_format, self.exact_format
+            )
+            for entry in self.layers
+        )
         return total * self.batch * self.num_kv_heads
 
     def to_json(self, digests: Mapping[str, str], writer: str) -> str:

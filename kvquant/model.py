@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,6 +24,11 @@ from .plan import CachePlan
 from .positions import positions_of
 from .quant import exact_codec
 from .switch import attending
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .cache import CacheOptions
 
 Progress = Callable[[int], None]
 
@@ -122,7 +127,12 @@ class CachedModel:
         return text
 
     def new_cache(
-        self, batch: int, max_seq_len: int, *, plan: CachePlan | None = None, **options: Any
+        self,
+        batch: int,
+        max_seq_len: int,
+        *,
+        plan: CachePlan | None = None,
+        **options: Unpack[CacheOptions],
     ) -> KVCache:
         """Make an empty KVCache of this model's layers.
 
@@ -145,7 +155,7 @@ class CachedModel:
         layers = self._layers
         windows = list(layers.windows)
         own = {"exact_format": self.exact_format, "device": self.model.device, "windows": windows}
-        options = own | options
+        given: dict[str, Any] = own | options
         if plan is not None:
             plan.check_model(self.config_dict)
             if plan.places != list(layers.places):
@@ -153,11 +163,11 @@ class CachedModel:
                     f"the plan has layers {plan.places} of the model, its KVCache needs "
                     f"{list(layers.places)}"
                 )
-            return KVCache.from_plan(plan, batch, max_seq_len, **options)
+            return KVCache.from_plan(plan, batch, max_seq_len, **given)
         for name, dims in (("k_format", layers.k_dims), ("v_format", layers.v_dims)):
-            options[name] = row_formats(name, options.get(name, DEFAULT_FORMAT), dims)
+            given[name] = row_formats(name, given.get(name, DEFAULT_FORMAT), dims)
         shape = len(layers.places), batch, layers.num_kv_heads, max(layers.k_dims), max_seq_len
-        return KVCache(*shape, **options)
+        return KVCache(*shape, **given)
 
     def prefill(
         self,
@@ -209,7 +219,8 @@ class CachedModel:
                 part = tokens[:, start : start + chunk]
                 new_lens = (counts - start).clamp(0, part.shape[1])
                 keep, place = (new_lens - 1).clamp(min=0).unique(return_inverse=True)
-                found = self._run(cache, part, new_lens, keep)[torch.arange(cache.batch), place]
+                each = torch.arange(cache.batch, device="cpu")
+                found = self._run(cache, part, new_lens, keep)[each, place]
                 here = (new_lens > 0).to(found.device)[:, None]  # the others ended before
                 logits = found if logits is None else torch.where(here, found, logits)
                 if progress:
@@ -232,8 +243,8 @@ class CachedModel:
         """
         self._check_tokens(tokens, (cache.batch,))
         if self._positions is not None:  # room alone is checked by the first layer's append
-            self._check_room(cache, torch.ones(cache.batch, dtype=torch.int64))
-        return self._run(cache, tokens[:, None], None, torch.tensor([0]))[:, 0]
+            self._check_room(cache, torch.ones(cache.batch, dtype=torch.int64, device="cpu"))
+        return self._run(cache, tokens[:, None], None, torch.tensor([0], device="cpu"))[:, 0]
 
     def generate(self, cache: KVCache, logits: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """Continue each sequence greedily.
@@ -255,7 +266,9 @@ class CachedModel:
                 f"logits are {list(logits.shape)}: give [{cache.batch}, vocabulary], of prefill "
                 "or step"
             )
-        self._check_room(cache, torch.full((cache.batch,), num_tokens - 1))
+        self._check_room(
+            cache, torch.full((cache.batch,), num_tokens - 1, dtype=torch.int64, device="cpu")
+        )
         tokens = [logits.argmax(-1)]
         with _taken_back(cache):
             while len(tokens) < num_tokens:
@@ -418,7 +431,7 @@ def _taken_back(cache: KVCache) -> Iterator[None]:
 def _counts(lens: torch.Tensor | Sequence[int] | None, batch: int, new_tokens: int) -> torch.Tensor:
     """[batch] int64: tokens to read of each sequence."""
     if lens is None:
-        return torch.full((batch,), new_tokens)
+        return torch.full((batch,), new_tokens, dtype=torch.int64, device="cpu")
     counts = whole_numbers("lens", lens)
     if counts.shape != (batch,) or not bool(((counts > 0) & (counts <= new_tokens)).all()):
         raise ShapeError(f"lens are {counts.tolist()}: give [{batch}] of 1 to {new_tokens}")

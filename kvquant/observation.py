@@ -103,7 +103,7 @@ def observe(model: Any, tokens: torch.Tensor, observer: Observer | None) -> None
 
 def shared_layers(model: Any) -> dict[int, int]:
     """The layers that attend to the keys and values of another one, and that one."""
-    observe(model, torch.zeros(1, 2, dtype=torch.int64), None)
+    observe(model, torch.zeros(1, 2, dtype=torch.int64, device="cpu"), None)
     return {layer: owner for layer, owner in _watch.owners.items() if owner != layer}
 
 
@@ -125,7 +125,7 @@ def output_weights(model: Any) -> dict[int, torch.Tensor]:
     linears = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
     hooks = [linear.register_forward_pre_hook(see) for linear in linears]
     try:
-        observe(model, torch.zeros(1, 2, dtype=torch.int64), None)
+        observe(model, torch.zeros(1, 2, dtype=torch.int64, device="cpu"), None)
     finally:
         for hook in hooks:
             hook.remove()

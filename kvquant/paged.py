@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -35,7 +35,20 @@ from .segments import PAGE_SIZES
 from .swap import Parked, SwapSpace
 
 if TYPE_CHECKING:
+    from typing_extensions import TypedDict, Unpack
+
     from .plan import CachePlan
+
+    class PlanOptions(TypedDict, total=False):
+        """Options of PagedKVCache that a plan does not decide."""
+
+        num_seats: int
+        max_seq_len: int
+        page_size: int
+        sink_len: int
+        recent_len: int
+        exact_format: str
+        device: torch.device | str
 
 
 class PagedKVCache(NotCopied):
@@ -134,7 +147,9 @@ class PagedKVCache(NotCopied):
         self._bad_before = self.bad_rows  # what was counted before it
 
     @classmethod
-    def from_plan(cls, plan: CachePlan, num_pages: int, **options: Any) -> PagedKVCache:
+    def from_plan(
+        cls, plan: CachePlan, num_pages: int, **options: Unpack[PlanOptions]
+    ) -> PagedKVCache:
         """Make an empty cache whose formats and bases are those of a plan.
 
         Args:

@@ -33,7 +33,7 @@ import torch
 
 from .arguments import check_tensors
 from .devices import full_precision
-from .errors import ConfigError, DeviceError, NonFiniteError, ShapeError
+from .errors import ConfigError, DeviceError, NonFiniteError, ShapeError, shown
 from .layout import E4M3_MAX, HEAD_DIMS, RowFormat
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -110,7 +110,9 @@ def dequantize_rows(
     fmt = format_of(rows, fmt)
     check_rows(rows, fmt)
     if dtype not in FLOAT_DTYPES:
-        raise ConfigError(f"dtype {dtype} is not supported: use float32, bfloat16 or float16")
+        raise ConfigError(
+            f"dtype {shown(dtype)} is not supported: use float32, bfloat16 or float16"
+        )
     if choose_backend(rows, backend) == "cpu":
         from .kernels.cpu.rows import dequantize
 
@@ -176,7 +178,7 @@ def exact_codec(dtype: torch.dtype | None) -> str:
 def _check_format(fmt: RowFormat) -> None:
     if not isinstance(fmt, RowFormat):
         raise ConfigError(
-            f"the format is {fmt!r:.80}: give a name ('int4-g4') or a RowFormat, such as "
+            f"the format is {shown(fmt)}: give a name ('int4-g4') or a RowFormat, such as "
             "RowFormat.parse('int4-g4', head_dim=128)"
         )
 
@@ -186,7 +188,7 @@ def choose_backend(tensor: torch.Tensor, backend: str | None) -> str:
     if backend is None:
         return "cpu" if tensor.device.type == "cpu" else "torch"
     if backend not in BACKENDS:
-        raise ConfigError(f"backend {backend!r} does not exist: use {' or '.join(BACKENDS)}")
+        raise ConfigError(f"backend {shown(backend)} does not exist: use {' or '.join(BACKENDS)}")
     if backend == "cpu" and tensor.device.type != "cpu":
         raise DeviceError(f"backend 'cpu' takes CPU tensors, not {tensor.device}: use 'torch'")
     return backend

@@ -8,7 +8,7 @@ from typing import NamedTuple, NoReturn, TypeAlias
 import torch
 
 from .arguments import check_tensors
-from .errors import ConfigError, DeviceError, ShapeError
+from .errors import ConfigError, DeviceError, ShapeError, shown
 from .layout import RowFormat
 from .quant import check_rows, dequantize_rows
 
@@ -134,8 +134,8 @@ def check_segments(q: torch.Tensor, segments: Sequence[Segment]) -> None:
             if seats.dtype is not int32 or seats.ndim != 1:
                 _refuse_counts("seats", seats, batch)
             rows_batch = seats.shape[0]
-        if sinks and not 0 <= sinks <= length:
-            raise ShapeError(f"sinks {sinks} does not fit {length} rows: use 0 to {length}")
+        if type(sinks) is not int or not 0 <= sinks <= length:
+            raise ShapeError(f"sinks {shown(sinks)} does not fit {length} rows: use 0 to {length}")
         if seq_lens.dtype is not int32 or seq_lens.shape != (rows_batch,):
             _refuse_counts("seq_lens", seq_lens, rows_batch)
         if starts is not None and (starts.dtype is not int32 or starts.shape != (rows_batch,)):

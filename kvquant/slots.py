@@ -24,7 +24,9 @@ import numpy as np
 import torch
 
 from . import debug
-from .errors import ConfigError, ShapeError
+from .errors import ConfigError, ShapeError, shown
+
+MOST = 2**31 - 1  # tokens: lengths are int32
 
 
 class Slots(NamedTuple):
@@ -241,8 +243,11 @@ def _check_tensors(
 def _check_sizes(sizes: dict[str, int]) -> None:
     for name, size in sizes.items():
         low = int(name == "page_size")
-        if not isinstance(size, Integral) or isinstance(size, bool) or size < low:
-            raise ConfigError(f"{name} {size!r} is not possible: use a whole number from {low} on")
+        whole = isinstance(size, Integral) and not isinstance(size, bool)
+        if not whole or not low <= size <= MOST:
+            raise ConfigError(
+                f"{name} {shown(size)} is not possible: use a whole number from {low} to {MOST}"
+            )
 
 
 def _check_lens(

@@ -54,7 +54,7 @@ ALLOWED = {
         f"{FACTS} arguments quant basis slots transforms appendchecks appendbackends appendops"
     ),
     "rounding": f"{FACTS} quant",
-    "basis": f"devices {FACTS} hadamard rounding transforms",
+    "basis": f"arguments devices {FACTS} hadamard rounding transforms",
     "cachechecks": f"{FACTS} quant debug basis rowstacks",
     "layer": f"{FACTS} devices debug segments basis rowstacks append slots slotops",
     "cache": f"{MEANING} attention basis basisattention cachechecks layer",
@@ -209,7 +209,7 @@ ALLOWED = {
     "basisattention": "arguments attention basis basisops segments",
     "basisops": "errors",
     "cascadeops": "debug ops segments",
-    "cascade": "arguments attention cascadeops debug errors segments",
+    "cascade": "arguments attention backends cascadeops debug errors segments",
     "jsonvalues": FACTS,
     "copying": "errors",
     "rowstacks": f"copying {FACTS}",
@@ -439,3 +439,23 @@ def test_import_kvquant_loads_libraries_when_names_are_asked_for() -> None:
     _, loaded = loaded_by("from kvquant.cache import *; from kvquant import KVCache, load_cache")
     assert "torch" in loaded and not heavy & loaded
     assert not {"kernels", "calibration"} & loaded
+
+
+# that make tensors of torch's default dtype, and on its default device, where none are named
+FACTORIES = "empty zeros ones full rand randn eye linspace empty_strided".split()
+OF_WHOLE_NUMBERS = "arange tensor as_tensor randint randperm".split()
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_tensors_are_made_with_a_device_and_a_dtype(name: str) -> None:
+    """The caller's defaults are the caller's. Commands run in processes of their own."""
+    if name in ("cli", "demo", "huggingface"):  # the last one makes a mark that is never read
+        return
+    for node in ast.walk(ast.parse(MODULES[name].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("torch."):
+            function = ast.unparse(node.func).removeprefix("torch.")
+            given = {keyword.arg for keyword in node.keywords}
+            if function in FACTORIES:
+                assert given >= {"device", "dtype"}, f"line {node.lineno}: {ast.unparse(node)}"
+            elif function in OF_WHOLE_NUMBERS:
+                assert "device" in given, f"line {node.lineno}: {ast.unparse(node)}"

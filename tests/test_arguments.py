@@ -11,7 +11,10 @@ import torch
 
 from kvquant import (
     KVCache,
+    Rope,
     RowFormat,
+    RowTransform,
+    Slots,
     append_rows,
     decode_attention,
     dequantize_pages,
@@ -20,6 +23,7 @@ from kvquant import (
     merge_states,
     quantize_rows,
     reference_attention,
+    slots_of,
 )
 from kvquant.attention import attend_segments
 from kvquant.basis import Basis, LayerBasis
@@ -333,3 +337,139 @@ def test_things_are_shown_short() -> None:
         "KVCache(2 layers, 3 sequences, 2 KV heads of 64, max_seq_len 16, K int8 or int4, V fp8, "
         "bf16 sinks and recent tokens: 4 and 128, windows, on cpu)"
     )
+
+
+ODD: dict[str, Any] = {
+    "None": None,
+    "True": True,
+    "-1": -1,
+    "1.5": 1.5,
+    "nan": float("nan"),
+    "huge": 10**5000,  # of which Python makes no text
+    "str": "x",
+    "long": "9" * 6000,
+    "bytes": b"a",
+    "list": [None],
+    "dict": {"a": 1},
+    "object": object(),
+    "array": np.array([1]),
+    "scalar": torch.tensor(1),
+    "fractions": torch.tensor([1.5]),
+    "empty": torch.zeros(0),
+    "complex": torch.zeros(2, 3, dtype=torch.complex64),
+    "meta": torch.zeros(1, device="meta"),
+    "function": len,
+}
+
+
+Arguments = dict[str, Any]
+
+
+def doors() -> dict[str, tuple[Callable[..., Any], Arguments]]:
+    """Public calls, and arguments with which they are right."""
+    one, two = segment(1), segment()
+    attention: Arguments = {
+        "q": Q,
+        "k_rows": rows(),
+        "v_rows": rows(),
+        "seq_lens": LENS,
+        **BOTH,
+    }
+    x, pages = torch.randn(2, 1, 64), torch.zeros(1, 1, 4, INT4.row_bytes, dtype=torch.uint8)
+    exact = torch.zeros(1, 1, 4, 128, dtype=torch.uint8)
+    slots = {name: torch.arange(2) for name in Slots._fields[:2]}
+    slots["leaving"] = torch.full((2,), -1)
+    new: Arguments = {"k": x, "v": x, "k_rows": pages, "v_rows": pages.clone(), **BOTH}
+    new |= {
+        "slots": Slots(**slots),
+        "exact_k": exact,
+        "exact_v": exact.clone(),
+        "exact_format": "bf16",
+    }
+    new |= {"k_transform": None, "rope": None, "bad": torch.zeros(2, dtype=torch.int32)}
+    rope: Arguments = {
+        "cos": torch.zeros(2, 32),
+        "sin": torch.zeros(2, 32),
+        "interleaved": False,
+    }
+    sizes: Arguments = {
+        "num_layers": 1,
+        "batch": 2,
+        "num_kv_heads": 2,
+        "head_dim": 64,
+        "max_seq_len": 16,
+    }
+    given = {"k_format": INT4, "v_format": INT4, "sink_len": 1, "recent_len": 2, "windows": None}
+    filled = cache()
+    options = {"sm_scale": None, "num_splits": None, "backend": None}
+    lens: Arguments = {
+        "seq_lens": LENS,
+        "packed_lens": LENS * 0,
+        "new_lens": None,
+        "new_tokens": 2,
+    }
+    split = {"page_size": 8, "sink_len": 4, "recent_len": 4, "block_table": None, "seats": None}
+    basis: Arguments = {
+        "offset": torch.zeros(2, 64),
+        "kind": "none",
+        "matrix": None,
+        "clip": None,
+    }
+    return {
+        "decode_attention": (decode_attention, {**attention, "block_table": None, **options}),
+        "reference_attention": (reference_attention, attention),
+        "segment": (lambda **of: attend_segments(Q, [Segment(**of)]), two._asdict()),
+        "segments": (attend_segments, {"q": Q, "segments": [two], **options}),
+        "prefix": (lambda **of: attend_shared(Q, Segment(**of), [two]), one._asdict()),
+        "attend_shared": (shared, {"q": Q, "prefix": one, "segments": [two], "members": None}),
+        "quantize": (quantize_rows, {"x": x, "fmt": INT4, "backend": None}),
+        "dequantize": (dequantize_rows, {"rows": pages, "fmt": INT4, "dtype": torch.float32}),
+        "append_rows": (append_rows, new),
+        "slots": (lambda **of: append_rows(**{**new, "slots": Slots(**of)}), slots),
+        "rope": (lambda **of: append_rows(**{**new, "rope": Rope(**of)}), rope),
+        "transform": (
+            lambda **of: append_rows(**{**new, "k_transform": RowTransform(**of)}),
+            RowTransform()._asdict(),
+        ),
+        "pages": (
+            dequantize_pages,
+            {
+                "rows": pages,
+                "fmt": INT4,
+                "slots": torch.arange(2),
+                "dtype": torch.half,
+                "out": None,
+            },
+        ),
+        "slots_of": (slots_of, {**lens, **split}),
+        "KVCache": (KVCache, {**sizes, **given, "device": "cpu", "bases": None}),
+        "append": (
+            filled.append,
+            {"layer": 0, "k": X[:, :, :0], "v": X[:, :, :0], "new_lens": None},
+        ),
+        "attend": (filled.attend, {"layer": 0, "q": Q, **options}),
+        "dequantized": (filled.dequantized, {"layer": 0, "dtype": torch.float32}),
+        "crop": (filled.crop, {"seq_lens": 5}),
+        "fork": (filled.fork, {"index": None}),
+        "repeat": (filled.repeat, {"times": 1}),
+        "reorder": (filled.reorder, {"index": [0, 1]}),
+        "Basis": (Basis, basis),
+        "RowFormat": (RowFormat, {"codec": "int4", "groups": 4, "head_dim": 64}),
+        "parse": (RowFormat.parse, {"name": "int4", "head_dim": 64}),
+        "merge": (lambda out, lse: merge_states((out, lse)), {"out": Q, "lse": Q[..., 0]}),
+    }
+
+
+@pytest.mark.parametrize("door", doors())
+def test_anything_else_is_taken_or_refused_in_words_of_ours(door: str) -> None:
+    """Each argument in turn is something odd: never another error, never a crash."""
+    call, good = doors()[door]
+    call(**good)
+    for name in good:
+        for odd, value in ODD.items():
+            try:
+                call(**{**good, name: value})
+            except KVQuantError as error:
+                assert len(str(error)) < 600, f"{name}={odd}"
+            except Exception as error:
+                raise AssertionError(f"{door}({name}={odd}) raises {error!r}") from error

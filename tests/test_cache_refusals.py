@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvquant import KVCache
+from kvquant import KVCache, devices, layer
 from kvquant.errors import ConfigError, DeviceError, NonFiniteError, ShapeError
 
 BATCH, HEADS, DIM, MAX = 3, 2, 64, 40
@@ -220,3 +220,18 @@ def test_attend_refuses_a_query_that_does_not_fit() -> None:
     for q in (torch.zeros(BATCH, 4, 1, DIM), torch.zeros(4, DIM), torch.zeros(2, 4, DIM)):
         with pytest.raises(ShapeError, match=r"q is|q \["):
             cache.attend(0, q)
+
+
+def test_more_than_the_memory_is_refused_before_any_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The system would give it, and end the process when it is used."""
+    monkeypatch.setattr(devices, "available_memory", lambda: 1 << 29)
+    taken = []
+    monkeypatch.setattr(layer, "zero_rows", lambda *of: taken.append(of))
+    sizes: list[tuple[int, int, int, int, int]]
+    sizes = [(4, 2, 2, 64, 1 << 22), (1, 1, 1, 64, 1 << 24), (9, 1 << 22, 1, 64, 0)]
+    for shape in sizes:
+        with pytest.raises(ConfigError, match=r"a cache of .* GiB, more than there is: use a sma"):
+            KVCache(*shape)
+    assert not taken

@@ -47,10 +47,11 @@ def filled(plan: CachePlan, **options: Any) -> KVCache:
 
 @pytest.mark.parametrize("option", ["k_format", "v_format", "bases"])
 def test_options_that_a_plan_decides_are_refused(plan: CachePlan, option: str) -> None:
+    options: Any = {option: "int8"}
     with pytest.raises(ConfigError, match=f"{option} with a plan: .* use plan.with_formats"):
-        KVCache.from_plan(plan, 2, 30, **{option: "int8"})
+        KVCache.from_plan(plan, 2, 30, **options)
     with pytest.raises(ConfigError, match=f"{option} with a plan: .* use plan.with_formats"):
-        PagedKVCache.from_plan(plan, 4, **{option: "int8"})
+        PagedKVCache.from_plan(plan, 4, **options)
 
 
 def test_places_are_those_of_the_cache_unless_told(plan: CachePlan) -> None:

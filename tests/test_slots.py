@@ -222,7 +222,7 @@ SLOTS_REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "window": ({"recent_len": -2}, ConfigError, "recent_len -2 is not possible"),
     "half": ({"recent_len": 1.5}, ConfigError, "recent_len 1.5 is not possible"),
     "tokens": ({"new_tokens": -1}, ConfigError, "new_tokens -1 is not possible"),
-    "page_size": ({"page_size": 0}, ConfigError, "page_size 0 .* from 1 on"),
+    "page_size": ({"page_size": 0}, ConfigError, "page_size 0 .* from 1 to"),
     "floats": ({"seq_lens": LENS.float()}, ConfigError, "seq_lens is torch.float32: use"),
     "list": ({"new_lens": [1, 2]}, ConfigError, "new_lens is list: use a tensor"),
     "none": ({"packed_lens": None}, ConfigError, "packed_lens is NoneType: use a tensor"),

@@ -93,7 +93,8 @@ def append(
             *(num_tokens, num_heads, tokens, items, *pointers, bad.ctypes.data),
             *_arguments(k, exact_format),
             *_arguments(v, exact_format),
-        ]
+        ],
+        np.int64,
     )
     run(make_append_kernel(), arguments, 2 * items, parallel=items > 1)
     return int(bad[:items].sum()), int(bad[items:].sum())

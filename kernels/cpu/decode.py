@@ -301,14 +301,17 @@ def attend(
                 count,
                 out[done].data_ptr(),
                 lse[done].data_ptr(),
-            ]
+            ],
+            np.int64,
         )
         items = count * batch * blocks
         run(kernel, arguments, items, parallel=batch * num_q_heads * longest >= MIN_PARALLEL)
         done += count
     if done == 1:
         return out[0], lse[0]
-    arguments = np.array([out.data_ptr(), lse.data_ptr(), done, batch * num_q_heads, v_dim])
+    arguments = np.array(
+        [out.data_ptr(), lse.data_ptr(), done, batch * num_q_heads, v_dim], np.int64
+    )
     run(
         make_merge_kernel(),
         arguments,

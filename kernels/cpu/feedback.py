@@ -48,7 +48,7 @@ def round_with_feedback(
     codes = torch.empty_like(x)
     num_rows = x.numel() // x.shape[-1]
     pointers = [tensor.data_ptr() for tensor in (x, params, columns, codes)]
-    arguments = np.array([*pointers, num_rows, x.shape[2], x.shape[1]])
+    arguments = np.array([*pointers, num_rows, x.shape[2], x.shape[1]], np.int64)
     items = -(-num_rows // ROWS_PER_ITEM)
     kernel = make_feedback_kernel(x.shape[-1], params.shape[-2], int(levels))
     run(kernel, arguments, items, parallel=items > 1)

@@ -58,7 +58,7 @@ def transform(x: torch.Tensor, offset: torch.Tensor | None, rotates: bool) -> to
     offset = None if offset is None else offset.detach().contiguous()
     place = 0 if offset is None else offset.data_ptr()
     sizes = batch * heads * tokens, heads, tokens
-    arguments = np.array([x.data_ptr(), *strides, place, out.data_ptr(), *sizes])
+    arguments = np.array([x.data_ptr(), *strides, place, out.data_ptr(), *sizes], np.int64)
     items = -(-sizes[0] // ROWS_PER_ITEM)
     kernel = make_transform_kernel(head_dim, INPUTS[x.dtype], offset is not None, rotates)
     run(kernel, arguments, items, parallel=items > 4)
