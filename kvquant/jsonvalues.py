@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from reprlib import Repr
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -25,6 +26,8 @@ _DIGITS = r"\A[0-9a-f]{64}\Z"
 Digest = Annotated[str, Meta(pattern=_DIGITS)]
 ExactCodec = Annotated[str, Meta(pattern=r"\A(bf16|fp16)\Z")]
 T = TypeVar("T")
+_SHORT = Repr()  # of values that may be long or deep
+_SHORT.maxstring = _SHORT.maxlong = 80
 
 
 class Object(msgspec.Struct, forbid_unknown_fields=True):
@@ -139,7 +142,7 @@ def transforms(value: Any, num_layers: int) -> tuple[dict[str, str], ...]:
             raise CheckpointError(f"{len(found)} transforms for {num_layers} layers")
     except CheckpointError as error:
         raise CheckpointError(
-            f"the rows were transformed by {value!r:.80}, which this kvquant does not know: take a "
+            f"the rows were transformed by {_SHORT.repr(value):.80}, which this kvquant does not know: take a "
             f"newer one ({error})"
         ) from None
     return tuple(msgspec.to_builtins(entry) for entry in found)
@@ -173,7 +176,7 @@ def _explained(problem: str, value: Any, what: str) -> str:
         return f"{path}: {text}"
     for key, index in re.findall(r"([^.\[\]]*[a-z_][^.\[\]]*)|\[(\d+)\]", path):
         value = value[key] if key else value[int(index)]
-    return f"{path or what} is {value!r:.80}: {text}"
+    return f"{path or what} is {_SHORT.repr(value):.80}: {text}"
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -165,7 +165,7 @@ def main(
     """
     models, contexts = models or (EXAMPLES / "llama-demo-5m",), contexts or (2048,)
     text = text or EXAMPLES / "unseen.txt"
-    check_output(json_file, text, *plans)
+    check_output(json_file, text, *plans, endings=(".json",))
     words = text.read_text(encoding="utf-8")
     settings = {
         "text": hashlib.sha256(words.encode()).hexdigest(),
