@@ -142,8 +142,8 @@ def transforms(value: Any, num_layers: int) -> tuple[dict[str, str], ...]:
             raise CheckpointError(f"{len(found)} transforms for {num_layers} layers")
     except CheckpointError as error:
         raise CheckpointError(
-            f"the rows were transformed by {_SHORT.repr(value):.80}, which this kvquant does not know: take a "
-            f"newer one ({error})"
+            f"the rows were transformed by {_SHORT.repr(value):.80}, which this kvquant does not "
+            f"know: take a newer one ({error})"
         ) from None
     return tuple(msgspec.to_builtins(entry) for entry in found)
 

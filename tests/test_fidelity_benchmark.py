@@ -170,8 +170,9 @@ def test_bits_count_the_rest_in_16_bit() -> None:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Callable[..., Any]:
-    """Runs the benchmark on a short text."""
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Runs the benchmark on a short text, in a wide terminal."""
+    monkeypatch.setenv("COLUMNS", "120")
     text = tmp_path / "text.txt"
     text.write_text((EXAMPLES / "unseen.txt").read_text(encoding="utf-8")[:2000], encoding="utf-8")
 
@@ -187,7 +188,7 @@ def test_what_is_measured_is_kept_and_not_measured_again(
 ) -> None:
     path = str(tmp_path / "fidelity.json")
     first = run("--only", "int8", "--only", "KIVI, nothing", "--json", path)
-    lines = first.output.splitlines()
+    lines = first.stdout.splitlines()
     assert lines[0] == "llama-demo-5m, context 96, 16 tokens scored"
     names = [line.split("  ")[0] for line in lines[4:] if line]
     assert names == [
@@ -210,10 +211,10 @@ def test_what_is_measured_is_kept_and_not_measured_again(
     original = fidelity.measure_batch
     monkeypatch.setattr(fidelity, "measure_batch", measure)
     again = run("--only", "int8", "--only", "KIVI, nothing", "--json", path)
-    assert again.output == first.output and measured == []
+    assert again.stdout == first.stdout and measured == []
     more = run("--only", "int4-g8", "--json", path)
     assert measured == [["int4-g8"], ["int4-g8"]]
-    assert more.output.splitlines()[-2].startswith("int4-g8")
+    assert more.stdout.splitlines()[-2].startswith("int4-g8")
 
 
 def test_a_record_of_other_settings_is_refused(tmp_path: Path) -> None:
@@ -249,8 +250,8 @@ def test_plans_are_measured_with_several_formats(
     path, record = tmp_path / "mine.safetensors", tmp_path / "fidelity.json"
     planned(model).save(path)
     only = ("--only", "int4", "--only", "int8", "--only", "mine")
-    lines = run(*only, "--plan", str(path), "--json", str(record)).output.splitlines()
-    found = {line[:42].rstrip().split("  ")[0]: line.split()[-4:] for line in lines[4:] if line}
+    lines = run(*only, "--plan", str(path), "--json", str(record)).stdout.splitlines()
+    found = {line.split("  ")[0]: line.split()[-4:] for line in lines[4:] if line}
     for name in ("int4", "int4-g4", "int4 + 4 sinks, 128 recent"):
         assert found[f"plan mine, {name}"] == found[name], name
     assert found["plan mine"] == found["int8"]
@@ -302,4 +303,4 @@ def test_sizes_and_files_that_do_not_fit_are_told(
 
 
 def test_a_context_beyond_the_model_is_left_out(run: Callable[..., Any]) -> None:
-    assert "left out, the model is made for 4096" in run("--context", "5000").output
+    assert "left out, the model is made for 4096" in run("--context", "5000").stdout
