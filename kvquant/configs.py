@@ -57,11 +57,12 @@ def cache_layers(config: Any) -> CacheLayers:
     """The layers that a KVCache holds.
 
     Args:
-        config: of the text model.
+        config: of the text model, or of a model with others beside it.
 
     Raises:
         UnsupportedModelError: the model, or one of its layers, has what no KVCache holds.
     """
+    config = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
     kind = getattr(config, "model_type", type(config).__name__)
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(

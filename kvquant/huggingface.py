@@ -466,7 +466,7 @@ def _check_call(
     """Raise unless a layer asks for what a KVCache can compute, and the cache is one for it."""
     config = getattr(module, "config", None)
     if config is not None and not handed.to.is_fitted:
-        handed.to.fit(cache_layers(config.get_text_config(decoder=True)))
+        handed.to.fit(cache_layers(config))
     if not handed.at and not handed.appended:
         handed.to.check_turn(new_tokens)
     if dropout:
