@@ -661,13 +661,9 @@ def _mask(
         pass  # functions of the caller's own
     elif local_size is None and mask_function is causal_mask_function:
         return None
-    elif local_size is not None and _same(
-        mask_function, sliding_window_causal_mask_function(local_size)
-    ):
+    elif local_size is not None and _is_window(mask_function, local_size):
         mark = _MaskMark(local_size)
-    elif local_size is not None and _same(
-        mask_function, chunked_causal_mask_function(local_size, torch.zeros(()))
-    ):
+    elif local_size is not None and _is_chunk(mask_function, local_size):
         if sizes["kv_length"] <= local_size:
             return None
         mark.problem = f"attends to chunks of {local_size} tokens: KVCache has sliding windows only"
@@ -676,6 +672,16 @@ def _mask(
     marked = torch.empty((), dtype=torch.bool, device=sizes.get("device")).expand(shape)
     marked.kvquant_mask = mark  # type: ignore[attr-defined]
     return marked
+
+
+def _is_window(mask_function: Callable[..., Any], window: int) -> bool:
+    """Whether a mask shows each token the last `window` ones, itself included, and no others."""
+    return _same(mask_function, sliding_window_causal_mask_function(window))
+
+
+def _is_chunk(mask_function: Callable[..., Any], size: int) -> bool:
+    """Whether a mask shows each token those before it in its chunk of `size`."""
+    return _same(mask_function, chunked_causal_mask_function(size, torch.zeros(())))
 
 
 def _same(one: Any, other: Any) -> bool:
