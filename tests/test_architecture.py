@@ -153,7 +153,8 @@ ALLOWED = {
     "kernels.cuda.workspace": "kernels.cuda.driver",
     "kernels.cuda.arrange": f"{FACTS} segments kernels.cuda.spec kernels.cuda.staging",
     "kernels.cuda.launch": (
-        "errors segments kernels.tuned kernels.tuning kernels.cuda.arrange kernels.cuda.compile "
+        "arguments errors segments kernels.tuned kernels.tuning kernels.cuda.arrange "
+        "kernels.cuda.compile "
         "kernels.cuda.driver kernels.cuda.spec kernels.cuda.workspace"
     ),
     "kernels.cpu.merge": "kernels.cpu.compile kernels.cpu.simd",

@@ -106,3 +106,34 @@ def test_graphs_and_compiled_calls_give_the_same_bits(return_lse: bool) -> None:
         else:
             graphed = found
         assert torch.equal(graphed, expected) and torch.equal(again, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale", [1.0, 300.0, 1e4])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_queries_of_fp16_are_turned_within_fp16(
+    scale: float, compiled: bool, relative_l2: Callable[[torch.Tensor, torch.Tensor], float]
+) -> None:
+    """What is stored is narrow where keys are wide, and the query that reads it wide."""
+    torch.manual_seed(5)
+    matrix = scale * (torch.eye(64) + 0.05 * torch.randn(2, 64, 64))
+    bases = [LayerBasis(Basis(torch.randn(2, 64), "matrix", matrix), Basis(torch.randn(2, 64)))]
+    k, v = torch.randn(2, 3, 2, 23, 64)
+    k = (k @ matrix.mT).clamp(-6e4, 6e4)
+    q, found = (30 * torch.randn(3, 8, 64)).half(), []
+    for device in ("cpu", "cuda"):
+        cache = KVCache(
+            1, 3, 2, 64, 40, k_format="int8", exact_format="fp16", bases=bases, device=device
+        )
+        cache.append(0, k.half().to(device), v.half().to(device))
+
+        def attend(q: torch.Tensor, cache: KVCache = cache) -> Any:
+            return cache.attend(0, q, return_lse=True, sm_scale=0.02 / scale)
+
+        call = torch.compile(attend, fullgraph=True, backend="eager") if compiled else attend
+        out, lse = call(q.to(device))
+        assert out.dtype == torch.float16 and bool(out.isfinite().all())
+        found.append((out.cpu(), lse.cpu()))
+    (expected, expected_lse), (given, given_lse) = found
+    assert relative_l2(given, expected) < 8e-3
+    torch.testing.assert_close(given_lse, expected_lse, rtol=2e-3, atol=0.02)

@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import torch
 
+from kvquant.arguments import check_scale
 from kvquant.errors import ConfigError, UnsupportedError
 from kvquant.segments import LooseRows, Segment
 
@@ -386,9 +387,11 @@ def _device(q: torch.Tensor) -> Device:
 
 def _log2_scale(sm_scale: float) -> float:
     """The factor on q·k in powers of two; masks and maxima count on its being positive."""
+    if type(sm_scale) is not float:
+        sm_scale = check_scale(sm_scale)
     if not 0 < sm_scale < MOST_SCALE:
         raise ConfigError(
             f"sm_scale {sm_scale} is not possible on CUDA: use a positive number below "
             f"{MOST_SCALE:g}, or backend='reference'"
         )
-    return float(sm_scale) * LOG2_E
+    return sm_scale * LOG2_E

@@ -60,8 +60,8 @@ def measure(kind: str, step: str, way: str, batch: int, q_heads: int) -> float:
         if step == "encode":
             return transform_rows(x, basis.row_transform)
         if step == "turn":
-            return basis.turn_query(x)
-        return basis.restore(x).masked_fill(lens[:, None, None] == 0, 0)
+            return basis.turn_query(x).to(x.dtype)
+        return basis.restore(x).masked_fill(lens[:, None, None] == 0, 0).to(x.dtype)
 
     rtol = 1e-4 if step == "encode" else 2**-7
     torch.testing.assert_close(fused(bases[0]), plain(bases[0]), rtol=rtol, atol=1e-3)

@@ -377,4 +377,7 @@ def test_scales_that_the_kernel_cannot_take_are_refused(cuda: FakeDriver, sm_sca
     for _ in range(2):  # settled or not
         with pytest.raises(ConfigError, match="is not possible on CUDA: use a positive number"):
             launch.attend(make_query(), [make_segment()], sm_scale, None)
+    for odd in (True, "1", 10**400):
+        with pytest.raises(ConfigError, match="sm_scale is"):
+            launch.attend(make_query(), [make_segment()], odd, None)  # type: ignore[arg-type]
     assert not cuda.launched
