@@ -16,14 +16,12 @@ from __future__ import annotations
 import functools
 import hashlib
 import pickle
-import platform
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import llvmlite
-import llvmlite.binding as llvm
 import numba
 import numpy as np
 from numba import types
@@ -33,7 +31,6 @@ from numba.core.ccallback import CFunc
 from numba.core.compiler import CompileResult
 
 from kvquant import layout
-from kvquant.errors import UnsupportedError
 
 from ..usercache import cache_folder, read_file, replace_file, seal, unseal, warn_of_folder
 
@@ -43,7 +40,6 @@ _kernels: list[object] = []
 
 def compile_kernel(function: Callable[[int, int], None]) -> int:
     """The address of a kernel (arguments, item) -> None, compiled or taken from the disk."""
-    _check_machine()
     # the linker knows code by the name of its function: each kernel has one of its own
     function.__qualname__ += f"_{_word(function)}"
     kernel: Any = CFunc(function, _SIGNATURE, {}, {"nopython": True, "error_model": "numpy"})
@@ -126,12 +122,3 @@ def _surroundings() -> str:
     versions = sys.version, numba.__version__, llvmlite.__version__, np.__version__
     digest.update(repr((codegen.magic_tuple(), versions)).encode())
     return digest.hexdigest()
-
-
-@functools.cache
-def _check_machine() -> None:
-    if platform.machine() in ("x86_64", "AMD64") and not llvm.get_host_cpu_features().get("f16c"):
-        raise UnsupportedError(
-            "the CPU kernels need an x86-64 processor with F16C (2012 and newer): "
-            "pass backend='torch' or backend='reference' to use the slow path"
-        )

@@ -19,7 +19,6 @@ from kvquant.layout import E4M3_MAX, RowFormat
 from .compile import compile_kernel
 from .parallel import run
 from .simd import (
-    F16,
     F32,
     I8,
     I16,
@@ -81,7 +80,7 @@ def load_elements(emit, dtype, address):
     if dtype == "float32":
         return emit.load(address, F32)
     if dtype == "float16":
-        return emit.builder.fpext(emit.load(address, F16), ir.VectorType(F32, LANES))
+        return emit.from_half(emit.load(address, I16))
     wide = emit.builder.zext(emit.load(address, I16), ir.VectorType(I32, LANES))
     shifted = emit.builder.shl(wide, emit.constant(16, I32))
     return emit.builder.bitcast(shifted, ir.VectorType(F32, LANES))
@@ -119,7 +118,7 @@ def pack(emit, format_spec, x, shift, inverse, address):
     b, codec = emit.builder, parse_spec(format_spec).codec
     ints = ir.VectorType(I32, LANES)
     if codec == "fp16":
-        emit.store(address, b.fptrunc(x, ir.VectorType(F16, LANES)))
+        emit.store(address, emit.to_half(x))
         return
     if codec == "bf16":
         bits = b.bitcast(x, ints)
@@ -189,7 +188,7 @@ def choose_parameters(emit, format_spec, least, greatest, row, shifts, inverses)
     mn, mx = emit.load(least, F32), emit.load(greatest, F32)
     if fmt.codec == "fp8":
         half = emit.constant(0.5)
-        shift_bits = _to_half(emit, b.fadd(b.fmul(mn, half), b.fmul(mx, half)))
+        shift_bits = emit.to_half(b.fadd(b.fmul(mn, half), b.fmul(mx, half)))
     else:
         shift_bits = _half_down(emit, mn)
     shift_bits, shift = _without_negative_zero(emit, shift_bits)
@@ -207,40 +206,28 @@ def choose_parameters(emit, format_spec, least, greatest, row, shifts, inverses)
     emit.store(inverses, inverse)
 
 
-def _to_half(emit, x):
-    """The bits of x rounded to the nearest fp16."""
-    half = emit.builder.fptrunc(x, ir.VectorType(F16, LANES))
-    return emit.builder.bitcast(half, ir.VectorType(I16, LANES))
-
-
-def _from_half(emit, bits):
-    """The floats of fp16 bits."""
-    half = emit.builder.bitcast(bits, ir.VectorType(F16, LANES))
-    return emit.builder.fpext(half, ir.VectorType(F32, LANES))
-
-
 def _half_down(emit, x):
     """The bits of the greatest fp16 that is not over x."""
-    b, bits = emit.builder, _to_half(emit, x)
+    b, bits = emit.builder, emit.to_half(x)
     magnitude = b.and_(bits, emit.constant(0x7FFF, I16))
     one, zero = emit.constant(1, I16), emit.constant(0, I16)
     is_negative = b.icmp_signed("<", bits, zero)
     below = b.select(is_negative, b.add(bits, one), b.sub(bits, one))
     below = b.select(b.icmp_signed("==", magnitude, zero), emit.constant(0x8001, I16), below)
-    return b.select(b.fcmp_ordered(">", _from_half(emit, bits), x), below, bits)
+    return b.select(b.fcmp_ordered(">", emit.from_half(bits), x), below, bits)
 
 
 def _half_up(emit, x):
     """The bits of the least fp16 that is not under x, for x >= 0."""
-    b, bits = emit.builder, _to_half(emit, x)
-    is_under = b.fcmp_ordered("<", _from_half(emit, bits), x)
+    b, bits = emit.builder, emit.to_half(x)
+    is_under = b.fcmp_ordered("<", emit.from_half(bits), x)
     return b.select(is_under, b.add(bits, emit.constant(1, I16)), bits)
 
 
 def _without_negative_zero(emit, bits):
     """fp16 bits with 0.0 in place of -0.0, and their floats."""
-    value = emit.builder.fadd(_from_half(emit, bits), emit.constant(0.0))
-    return _to_half(emit, value), value
+    value = emit.builder.fadd(emit.from_half(bits), emit.constant(0.0))
+    return emit.to_half(value), value
 
 
 @functools.cache

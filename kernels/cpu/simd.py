@@ -6,12 +6,14 @@ four of NEON. Memory is addressed by plain integers (bytes), because rows have a
 alignment.
 """
 
+import functools
 import inspect
 import math
 
+import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
+from numba.core import cgutils, registry
 from numba.core.datamodel import models
 from numba.extending import intrinsic, register_model
 
@@ -35,6 +37,28 @@ literal = types.Literal
 class _F32x16Model(models.PrimitiveModel):
     def __init__(self, dmm, fe_type):
         super().__init__(dmm, fe_type, ir.VectorType(F32, LANES))
+
+
+@functools.cache
+def in_hardware(name):
+    """Whether the processor that numba compiles for has "fma", or converts "half", by itself.
+
+    Else LLVM writes a call, of a function that the process may not have: x86-64 has both since 2013
+    but virtual machines hide them, and NUMBA_CPU_NAME can.
+    """
+    body, called = {
+        "fma": ("call <16 x float> @llvm.fma.v16f32(<16 x float> %x, <16 x float> %x, "
+                "<16 x float> %x)", ("fmaf",)),
+        "half": ("fpext <16 x half> %h to <16 x float>", ("extendhfsf2", "h2f")),
+    }[name]  # fmt: skip
+    text = (
+        "declare <16 x float> @llvm.fma.v16f32(<16 x float>, <16 x float>, <16 x float>)\n"
+        f"define <16 x float> @f(<16 x float> %x, <16 x half> %h) {{\n%y = {body}\n"
+        "ret <16 x float> %y\n}"
+    )
+    machine = registry.cpu_target.target_context.codegen()._tm
+    assembly = machine.emit_assembly(llvm.parse_assembly(text))
+    return not any(function in assembly for function in called)
 
 
 class Emitter:
@@ -109,8 +133,54 @@ class Emitter:
         return self.builder.call(function, [x])
 
     def fma(self, a, b, c):
-        """a * b + c, rounded once."""
-        return self.call("llvm.fma", a, b, c)
+        """a * b + c, rounded once where the processor can."""
+        if in_hardware("fma"):
+            return self.call("llvm.fma", a, b, c)
+        return self.builder.fadd(self.builder.fmul(a, b), c)
+
+    def from_half(self, bits):
+        """The floats of a vector of fp16 bits."""
+        b, count = self.builder, bits.type.count
+        floats, ints = ir.VectorType(F32, count), ir.VectorType(I32, count)
+        if in_hardware("half"):
+            return b.fpext(b.bitcast(bits, ir.VectorType(F16, count)), floats)
+
+        def constant(value, kind=I32):
+            return self.constant(value, kind, count)
+
+        wide = b.zext(bits, ints)
+        sign = b.shl(b.and_(wide, constant(0x8000)), constant(16))
+        magnitude = b.and_(wide, constant(0x7FFF))
+        # as bits of a float, 2**-112 of the number: so small that it may have to be normalized
+        moved = b.bitcast(b.shl(magnitude, constant(13)), floats)
+        scaled = b.bitcast(b.fmul(moved, constant(2.0**112, F32)), ints)
+        is_finite = b.icmp_unsigned("<", magnitude, constant(0x7C00))
+        whole = b.select(is_finite, scaled, b.or_(scaled, constant(0x7F800000)))
+        return b.bitcast(b.or_(whole, sign), floats)
+
+    def to_half(self, x):
+        """The bits of a vector of floats, none of them NaN, rounded to the nearest fp16."""
+        b, count = self.builder, x.type.count
+        bits16, ints = ir.VectorType(I16, count), ir.VectorType(I32, count)
+        if in_hardware("half"):
+            return b.bitcast(b.fptrunc(x, ir.VectorType(F16, count)), bits16)
+
+        def constant(value, kind=I32):
+            return self.constant(value, kind, count)
+
+        bits = b.bitcast(x, ints)
+        sign = b.and_(bits, constant(-(2**31)))
+        magnitude = b.xor(bits, sign)
+        odd = b.and_(b.lshr(magnitude, constant(13)), constant(1))
+        rebased = b.sub(magnitude, constant((127 - 15) << 23))
+        normal = b.lshr(b.add(b.add(rebased, constant(0xFFF)), odd), constant(13))
+        # added to 1/2, a number below 2**-14 is rounded to multiples of 2**-24
+        moved = b.fadd(b.bitcast(magnitude, x.type), constant(0.5, F32))
+        small = b.sub(b.bitcast(moved, ints), constant(126 << 23))
+        is_small = b.icmp_signed("<", magnitude, constant((127 - 14) << 23))
+        is_large = b.icmp_signed(">=", magnitude, constant((127 + 16) << 23))
+        half = b.select(is_large, constant(0x7C00), b.select(is_small, small, normal))
+        return b.trunc(b.or_(half, b.lshr(sign, constant(16))), bits16)
 
     def exp2(self, x):
         """2**x for x <= 0, relative error under 2e-7; 0 below -126.5, NaN for NaN.

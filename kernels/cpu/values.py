@@ -17,7 +17,7 @@ from numba.core import cgutils
 
 from kvquant.layout import RowFormat
 
-from .simd import F16, F32, I8, I16, I32, I64, LANES, f32x16, literal, operation
+from .simd import F32, I8, I16, I32, I64, LANES, f32x16, literal, operation
 
 MAX_SUMS = 28  # sums (head, chunk) in registers; AVX-512 has 32
 
@@ -58,8 +58,7 @@ class RowReader:
         emit, fmt = self.emit, self.fmt
         if fmt.is_exact:
             return
-        halves = emit.load(row, F16, 2 * fmt.groups)
-        floats = emit.builder.fpext(halves, ir.VectorType(F32, 2 * fmt.groups))
+        floats = emit.from_half(emit.load(row, I16, 2 * fmt.groups))
         if fmt.codec == "fp8":  # see unpack
             factors = [ir.Constant(F32, factor) for factor in (256.0, 1.0) * fmt.groups]
             floats = emit.builder.fmul(floats, ir.Constant(floats.type, factors))
@@ -115,11 +114,11 @@ class RowReader:
             magnitude = b.and_(wide, emit.constant(0x7F, I16))
             is_nan = b.icmp_unsigned("==", magnitude, emit.constant(0x7F, I16))
             half = b.select(is_nan, emit.constant(0x7E00, I16), half)
-            return b.fpext(b.bitcast(half, ir.VectorType(F16, LANES)), floats)
+            return emit.from_half(half)
         if self.fmt.codec == "bf16":
             wide = b.zext(emit.load(address, I16), ir.VectorType(I32, LANES))
             return b.bitcast(b.shl(wide, emit.constant(16, I32)), floats)
-        return b.fpext(emit.load(address, F16), floats)
+        return emit.from_half(emit.load(address, I16))
 
 
 def tokens_per_block(heads):

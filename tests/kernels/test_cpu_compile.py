@@ -142,12 +142,11 @@ def test_a_damaged_file_is_not_loaded_and_made_anew(
 ) -> None:
     make(4)
     (path,) = folder.iterdir()
-    whole = path.read_bytes()
     damage(path)
     assert result(make(4)) == 1004
     assert not touched
     assert len(compilations) == 2
-    assert usercache.unseal(path.read_bytes()) is not None and len(path.read_bytes()) == len(whole)
+    assert usercache.unseal(path.read_bytes()) is not None
     assert result(make(4)) == 1004 and len(compilations) == 2
 
 

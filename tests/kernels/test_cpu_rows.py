@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvquant import RowFormat, dequantize_rows, quantize_rows
+from kvquant.kernels.cpu import compile as compiling
+from kvquant.kernels.cpu import rows as rows_kernels
+from kvquant.kernels.cpu import simd
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -179,3 +184,36 @@ def test_the_number_of_threads_does_not_change_the_bytes(threads: int) -> None:
         assert_same_values(assert_same_rows(x, fmt), fmt)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.fixture
+def without_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor that neither converts fp16 nor adds products by itself; kernels are its own."""
+    monkeypatch.setenv("KVQUANT_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(simd, "in_hardware", lambda name: False)
+    monkeypatch.setattr(compiling, "_surroundings", lambda: "another processor")
+    for name in ("make_quantize_kernel", "make_dequantize_kernel"):
+        monkeypatch.setattr(rows_kernels, name, getattr(rows_kernels, name).__wrapped__)
+
+
+@pytest.mark.parametrize("name", ["fp16", "int4-g4", "fp8"])
+def test_old_processors_give_the_same_bytes(name: str, without_half: None) -> None:
+    """Virtual machines hide F16C and FMA; each fp16 number and those between are rounded alike."""
+    fmt = RowFormat.parse(name, 64)
+    bits = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
+    halves = bits.view(torch.float16)[bits.view(torch.float16).isfinite()]
+    halves = torch.cat([halves, halves[: -len(halves) % 64]]).view(-1, 64)
+    floats = halves.float()
+    near = torch.cat([floats, floats * 1.0002, floats * (1 + 2**-11), torch.randn_like(floats)])
+    near = near.clamp(-65504, 65504)
+    mixed = near.flatten()[torch.randperm(near.numel())].view(near.shape)
+    for x in (halves, near, mixed):
+        expected = quantize_rows(x, fmt, backend="torch")
+        assert torch.equal(quantize_rows(x, fmt, backend="cpu"), expected)
+        values = dequantize_rows(expected, fmt, backend="cpu")
+        assert torch.equal(values, dequantize_rows(expected, fmt, backend="torch"))
+    odd = torch.full((2, 64), torch.nan)
+    odd[1] = torch.inf
+    expected = quantize_rows(odd, fmt, check=False, backend="torch")
+    assert torch.equal(quantize_rows(odd, fmt, check=False, backend="cpu"), expected)
+    assert dequantize_rows(expected, fmt, backend="cpu").isnan().all()

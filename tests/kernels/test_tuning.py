@@ -250,10 +250,13 @@ def test_the_table_lies_in_the_users_cache_folder(
         '{"version": 1, "rows": [{"gpu": "x"}]}',
         json.dumps({"version": 1, "rows": [{**vars(row(8)), "splits": 0}]}),
         json.dumps({"version": 1, "rows": [{**vars(row(8)), "warps": "4"}]}),
+        json.dumps({"version": 1, "rows": [{**vars(row(8)), "units": 10**400}]}),
+        pytest.param("[" * 10**5, id="deep"),
     ],
 )
 def test_a_damaged_table_is_warned_of_and_not_used(tmp_path: FilePath, text: str) -> None:
     path = tmp_path / "tuned.json"
+    path.touch(mode=0o600)  # others may not write it, whatever the umask
     path.write_text(text)
     with pytest.warns(RuntimeWarning, match="planned by a formula"):
         assert load_table(path) == ()
@@ -262,6 +265,7 @@ def test_a_damaged_table_is_warned_of_and_not_used(tmp_path: FilePath, text: str
 @pytest.mark.parametrize("text", ["", "{", '{"version": 0}', '{"version": 1, "rows": [{}]}'])
 def test_a_damaged_or_older_table_is_replaced(tmp_path: FilePath, text: str) -> None:
     path = tmp_path / "tuned.json"
+    path.touch(mode=0o600)  # others may not write it, whatever the umask
     path.write_text(text)
     save_table([row(8)], path)
     assert load_table(path) == (row(8),)
@@ -270,6 +274,7 @@ def test_a_damaged_or_older_table_is_replaced(tmp_path: FilePath, text: str) -> 
 def test_a_newer_table_is_left_as_it_is(tmp_path: FilePath) -> None:
     path = tmp_path / "tuned.json"
     text = '{"version": 2, "rows": [{"of": "another form"}]}'
+    path.touch(mode=0o600)
     path.write_text(text)
     for rows in ([], [row(8)]):
         with pytest.raises(ConfigError, match=r"version 2, this kvquant writes 1: use the newer"):
@@ -308,3 +313,20 @@ def test_a_table_that_cannot_be_written_is_refused(tmp_path: FilePath) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="KVQUANT_CACHE_DIR"):
         save_table([row(8)], tmp_path / "file" / "tuned.json")
+
+
+def test_a_table_that_others_can_have_written_is_not_used(tmp_path: FilePath) -> None:
+    path = tmp_path / "tuned.json"
+    save_table([row(8)], path)
+    assert oct(path.stat().st_mode & 0o777) == "0o600"
+    path.chmod(0o662)
+    with pytest.warns(RuntimeWarning, match=r"others may write to .*\(mode 662\): chmod go-w it"):
+        assert load_table(path) == ()
+    path.chmod(0o644)
+    tmp_path.chmod(0o770)
+    with pytest.warns(RuntimeWarning, match="others may write"):
+        assert load_table(path) == ()
+    with pytest.raises(ConfigError, match="others may write"):
+        save_table([row(16)], path)
+    tmp_path.chmod(0o700)
+    assert load_table(path) == (row(8),)
