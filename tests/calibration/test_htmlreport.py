@@ -145,29 +145,29 @@ def test_figures_are_not_cut_on_a_phone(page: str) -> None:
     assert "(max-width: 40rem) { .wide { display: none } .narrow { display: block } }" in page
 
 
-def test_names_with_dollars_are_no_formulas() -> None:
+def test_no_string_of_a_file_is_markup_or_a_formula() -> None:
     pytest.importorskip("matplotlib", reason="needs the report extra")
+    script, quote, dollars, template = (
+        "<script>alert(1)</script>",
+        "\"onload='x",
+        "$x^2$",
+        "{{7*7}}",
+    )
     plan = example_plan()
-    rows = [row | {"format": "$x^2$"} for row in plan.facts["comparison"]]
-    found = Page(htmlreport.render(changed(plan, comparison=rows), "$\\frac{1}{2}$.safetensors"))
-    assert found.text.count("$x^2$") >= 2 * len(rows)
-    assert "$\\frac{1}{2}$.safetensors" in found.text
-
-
-@pytest.mark.parametrize(
-    "text", ["<script>alert(1)</script>", "\"onload='x", "a\ud800b", "{{7*7}}"]
-)
-def test_no_string_of_a_file_is_markup(text: str) -> None:
-    pytest.importorskip("matplotlib", reason="needs the report extra")
-    plan = example_plan()
-    layers = [*plan.facts["layers"][:2], plan.facts["layers"][2] | {"kept": text}]
-    facts = {"settings": {text: text}, "model": {"type": text, "sha256": text}, "layers": layers}
-    facts["others"] = [{"layer": 7, "why": text}]
-    page = htmlreport.render(changed(plan, **facts), text)
-    found = Page(page)  # tags are closed by their own kind
+    rows = [row | {"format": dollars} for row in plan.facts["comparison"]]
+    layers = [*plan.facts["layers"][:2], plan.facts["layers"][2] | {"kept": script}]
+    facts = {
+        "settings": {quote: script, "a\ud800b": template},
+        "layers": layers,
+        "comparison": rows,
+    }
+    facts |= {"model": {"type": script, "sha256": quote}, "others": [{"layer": 7, "why": quote}]}
+    found = Page(htmlreport.render(changed(plan, **facts), f"{script}{quote}"))
     assert "script" not in [tag for tag, _ in found.tags]
     assert not any(key.startswith("on") for _, attributes in found.tags for key in attributes)
-    assert text.encode("utf-8", "replace").decode() in found.text
+    assert found.text.count(dollars) >= 2 * len(rows)  # in both figures and the table
+    for text in (script, quote, template, "a?b"):
+        assert text in found.text, text
 
 
 def measured(plan: CachePlan, **facts: Any) -> CachePlan:
