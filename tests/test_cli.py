@@ -115,7 +115,7 @@ def test_exports_to_other_layouts_say_what_was_lost(tmp_path: Path, raw: Path) -
     assert "16-bit rows" in notes[0]
 
 
-SMALL = ("--observed", 512, "--windows", 2, "--context", 128, "--scored", 4)
+SMALL = ("--observed", 256, "--windows", 2, "--context", 32, "--scored", 4)
 
 
 @needs_hf
@@ -126,7 +126,7 @@ def test_calibration_prints_a_table_and_writes_a_plan(tmp_path: Path) -> None:
     text = EXAMPLES / "unseen.txt"
     printed = ok("calibrate", MODEL, "--text", text, *SMALL, "-o", path, "--json", figures)
     words = " ".join(printed.split())
-    assert "512 tokens observed, 8 scored after 128 tokens of context in 2 passages; " in words
+    assert "256 tokens observed, 8 scored after 32 tokens of context in 2 passages; " in words
     assert "Too little text for a verdict. The cache is 3.8 times smaller" in words
     assert "Only 8 tokens of 2 passages were scored" in words and "100.0 %" not in words
     assert f"see it: kvquant report {path} -o " in words
