@@ -143,8 +143,8 @@ class Commands(click.Group):
         except OSError as error:
             if error.errno == errno.EPIPE:  # the reader has seen enough; click knows what to do
                 raise
-            known = error.strerror and error.filename
-            raise Failure(f"{error.strerror}: {error.filename}" if known else str(error)) from error
+            what = error.strerror or str(error)
+            raise Failure(f"{what}: {error.filename}" if error.filename else what) from error
 
 
 def is_given(option: str) -> bool:
