@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -11,6 +10,7 @@ import tarfile
 import venv
 import zipfile
 from email import message_from_bytes
+from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
@@ -19,8 +19,11 @@ import kvquant
 
 ROOT = Path(__file__).parents[1]
 LOCAL = shutil.ignore_patterns(".git", ".venv", ".*cache", ".hypothesis", "build", "*.egg-info")
+# Asked of the metadata: a search for the module pip tells setuptools that this process is pip, and
+# setuptools cannot be imported afterwards (Python 3.10 and 3.11), which torch.compile does.
 pytestmark = pytest.mark.skipif(
-    not all(map(importlib.util.find_spec, ("pip", "setuptools"))), reason="needs pip and setuptools"
+    not all(any(distributions(name=name)) for name in ("pip", "setuptools")),
+    reason="needs pip and setuptools",
 )
 # a name of the library, and modules of both rooms
 CODE = "import kvquant.kernels.tuned, kvquant.calibration.formats; from kvquant import RowFormat"
