@@ -105,8 +105,15 @@ def locked(path: Path) -> Iterator[None]:
         OSError: the folder cannot be written, or has no locks.
     """
     _make_folder(path.parent)
-    with filelock.FileLock(path.with_name(f".{path.name}.lock"), mode=0o600):
+    lock = filelock.FileLock(path.with_name(f".{path.name}.lock"), mode=0o600)
+    try:
+        lock.acquire()
+    except NotImplementedError as error:
+        raise OSError(f"{path.parent} has no locks: {error}") from None
+    try:
         yield
+    finally:
+        lock.release()
 
 
 def seal(body: bytes) -> bytes:

@@ -84,11 +84,37 @@ def append_rows(
     """
     if not isinstance(slots, Slots):
         slots = Slots(slots)
-    check_types(k, v, k_rows, v_rows, slots, exact_k, exact_v, k_transform, v_transform, rope)
-    if k.ndim != 3 or v.ndim != 3:
-        check_new(k, v)  # tells what is wrong
-    k_transform, v_transform = _row_transform(k_transform), _row_transform(v_transform)
-    if not torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        check_types(k, v, k_rows, v_rows, slots, exact_k, exact_v, k_transform, v_transform, rope)
+        if k.ndim != 3 or v.ndim != 3:
+            check_new(k, v)  # tells what is wrong
+        for fmt, x in ((k_format, k), (v_format, v)):
+            if isinstance(fmt, RowFormat) and fmt.head_dim != x.shape[-1]:
+                RowFormat.parse(fmt, x.shape[-1])  # tells what does not fit
+        cos, sin, interleaved = rope or (None, None, False)
+        append_rows_op(
+            k.detach(),
+            v.detach(),
+            k_rows,
+            v_rows,
+            *slots,
+            str(k_format),
+            str(v_format),
+            exact_k,
+            exact_v,
+            exact_format,
+            *(_row_transform(k_transform) or RowTransform()),
+            *(_row_transform(v_transform) or RowTransform()),
+            cos,
+            sin,
+            interleaved,
+            bad,
+            backend,
+        )
+        return
+    try:
+        if k.ndim != 3 or v.ndim != 3:
+            check_new(k, v)
         check_apart("k_rows", k_rows, "v_rows", v_rows)
         if exact_k is not None and exact_v is not None:
             check_apart("exact_k", exact_k, "exact_v", exact_v)
@@ -103,37 +129,15 @@ def append_rows(
             exact_k,
             exact_v,
             exact_format,
-            k_transform,
-            v_transform,
+            _row_transform(k_transform),
+            _row_transform(v_transform),
             rope,
             bad,
         )
         append(call, backend)
-        return
-    for fmt, x in ((k_format, k), (v_format, v)):
-        if isinstance(fmt, RowFormat) and fmt.head_dim != x.shape[-1]:
-            RowFormat.parse(fmt, x.shape[-1])  # tells what does not fit
-    k_transform, v_transform = k_transform or RowTransform(), v_transform or RowTransform()
-    cos, sin, interleaved = rope or (None, None, False)
-    append_rows_op(
-        k.detach(),
-        v.detach(),
-        k_rows,
-        v_rows,
-        *slots,
-        str(k_format),
-        str(v_format),
-        exact_k,
-        exact_v,
-        exact_format,
-        *k_transform,
-        *v_transform,
-        cos,
-        sin,
-        interleaved,
-        bad,
-        backend,
-    )
+    except Exception:  # types are looked at only now: it takes time
+        check_types(k, v, k_rows, v_rows, slots, exact_k, exact_v, k_transform, v_transform, rope)
+        raise
 
 
 def _row_transform(given: RowTransform | Basis | None) -> RowTransform | None:

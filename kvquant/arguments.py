@@ -13,10 +13,12 @@ from .errors import ConfigError, shown
 
 
 def check_tensors(**given: object) -> None:
-    """Raise ConfigError unless each is a tensor."""
+    """Raise ConfigError unless each is a tensor, and no sparse one."""
     for name, value in given.items():
         if isinstance(value, torch.Tensor):
-            continue
+            if value.layout is torch.strided:
+                continue
+            raise ConfigError(f"{name} is {value.layout}: give a dense tensor, {name}.to_dense()")
         how = "give a tensor"
         if isinstance(value, np.ndarray):
             how += " (torch.from_numpy makes one of an array)"

@@ -7,7 +7,7 @@ from typing import Literal, overload
 
 import torch
 
-from .arguments import check_num_splits, check_scale
+from .arguments import check_num_splits, check_scale, check_tensors
 from .backends import attend
 from .errors import ConfigError, DeviceError, ShapeError
 from .layout import RowFormat
@@ -251,6 +251,7 @@ def merge_states(*states: State) -> State:
                 f"a state is a {type(state).__name__} and no pair of tensors: give the states one "
                 "by one, merge_states((out, lse), (out, lse)), and a list as merge_states(*states)"
             )
+        check_tensors(out=state[0], lse=state[1])
     states = tuple((out.detach(), lse.detach()) for out, lse in states)
     first_out = states[0][0]
     for out, lse in states:

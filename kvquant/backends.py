@@ -35,7 +35,7 @@ def attend(
     Returns:
         out, the dtype of q, and lse, float32, base e, or None if it was not asked for.
     """
-    if type(num_splits) is not int:
+    if num_splits is not None and type(num_splits) is not int:
         num_splits = check_num_splits(num_splits)
     try:
         if (
@@ -43,16 +43,16 @@ def attend(
         ):  # the CUDA launcher checks only calls that it has not seen
             return _cuda()(q, segments, sm_scale, num_splits, return_lse, _check_cuda)
         checked = _check(q, segments, num_splits)
-    except (AttributeError, TypeError):  # looked at only now: it takes time
+        kernel = _choose_kernel(q, backend)
+        if q.is_cpu or debug.enabled or backend == "reference":
+            debug.check_values(checked)
+        if q.requires_grad:
+            q = q.detach()
+        sm_scale = q.shape[-1] ** -0.5 if sm_scale is None else check_scale(sm_scale)
+        return kernel(q, checked, sm_scale, num_splits, return_lse)
+    except (AttributeError, TypeError, RuntimeError):  # looked at only now: it takes time
         check_types(q, segments)
         raise
-    kernel = _choose_kernel(q, backend)
-    if q.is_cpu or debug.enabled or backend == "reference":
-        debug.check_values(checked)
-    if q.requires_grad:
-        q = q.detach()
-    sm_scale = q.shape[-1] ** -0.5 if sm_scale is None else check_scale(sm_scale)
-    return kernel(q, checked, sm_scale, num_splits, return_lse)
 
 
 def _check(
@@ -62,9 +62,9 @@ def _check(
     made = []
     for rows in segments:
         if (
-            not isinstance(rows, Segment)
-            or isinstance(rows.k_format, str)
-            or isinstance(rows.v_format, str)
+            type(rows) is not Segment
+            or type(rows[3]) is not RowFormat
+            or type(rows[4]) is not RowFormat
         ):
             if not isinstance(rows, tuple) or len(rows) != len(Segment._fields):
                 raise TypeError("no segment")

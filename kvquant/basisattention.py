@@ -41,7 +41,9 @@ def attend_in_basis(
     if basis is None:
         return attend(q, segments, sm_scale=sm_scale, **options)
     check_tensors(q=q)
-    q, scale = q.detach(), sm_scale if sm_scale is None else check_scale(sm_scale)
+    if q.requires_grad:
+        q = q.detach()
+    scale = None if sm_scale is None else check_scale(sm_scale)
     check = functools.partial(check_segments, q, segments)
     if fused := takes_one_launch(q, options.get("backend")):
         matrix = basis.k.matrix

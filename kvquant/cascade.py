@@ -101,7 +101,7 @@ def attend_shared(
         prefix = make_segment(q, prefix)
     try:
         _check_prefix(q, prefix, segments)
-    except (AttributeError, TypeError, IndexError):  # looked at only now: it takes time
+    except (AttributeError, TypeError, IndexError, RuntimeError):  # it takes time: only now
         for given in ([prefix], segments):
             check_types(q, given)
         raise

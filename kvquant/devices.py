@@ -10,6 +10,7 @@ import torch
 from .errors import ConfigError, DeviceError, shown
 
 DEVICES = ("cpu", "cuda")  # that have kernels
+_NOTHING = nullcontext()
 
 
 def check_device(device: torch.device | str) -> torch.device:
@@ -108,4 +109,4 @@ def full_precision(x: torch.Tensor) -> AbstractContextManager[object]:
     device = x.device.type
     if device in DEVICES and torch.is_autocast_enabled(device):
         return torch.autocast(device, enabled=False)
-    return nullcontext()
+    return _NOTHING

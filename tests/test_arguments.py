@@ -359,6 +359,7 @@ ODD: dict[str, Any] = {
     "complex": torch.zeros(2, 3, dtype=torch.complex64),
     "meta": torch.zeros(1, device="meta"),
     "function": len,
+    "sparse": torch.zeros(2, 4, 64).to_sparse(),
 }
 
 

@@ -151,11 +151,13 @@ class Emitter:
         wide = b.zext(bits, ints)
         sign = b.shl(b.and_(wide, constant(0x8000)), constant(16))
         magnitude = b.and_(wide, constant(0x7FFF))
-        # as bits of a float, 2**-112 of the number: so small that it may have to be normalized
-        moved = b.bitcast(b.shl(magnitude, constant(13)), floats)
-        scaled = b.bitcast(b.fmul(moved, constant(2.0**112, F32)), ints)
-        is_finite = b.icmp_unsigned("<", magnitude, constant(0x7C00))
-        whole = b.select(is_finite, scaled, b.or_(scaled, constant(0x7F800000)))
+        normal = b.add(b.shl(magnitude, constant(13)), constant((127 - 15) << 23))
+        odd = b.add(normal, constant((127 - 15) << 23))  # Inf and NaN
+        # from the integer: as a float it would be denormal, which torch.set_flush_denormal makes 0
+        small = b.bitcast(b.fmul(b.sitofp(magnitude, floats), constant(2.0**-24, F32)), ints)
+        is_odd = b.icmp_unsigned(">=", magnitude, constant(0x7C00))
+        is_small = b.icmp_unsigned("<", magnitude, constant(0x400))
+        whole = b.select(is_odd, odd, b.select(is_small, small, normal))
         return b.bitcast(b.or_(whole, sign), floats)
 
     def to_half(self, x):

@@ -217,3 +217,14 @@ def test_old_processors_give_the_same_bytes(name: str, without_half: None) -> No
     expected = quantize_rows(odd, fmt, check=False, backend="torch")
     assert torch.equal(quantize_rows(odd, fmt, check=False, backend="cpu"), expected)
     assert dequantize_rows(expected, fmt, backend="cpu").isnan().all()
+
+
+def test_small_fp16_numbers_stand_when_denormal_floats_are_flushed(without_half: None) -> None:
+    halves = torch.arange(2**10, dtype=torch.int16).view(torch.float16).view(-1, 64)
+    fmt = RowFormat.parse("fp16", 64)
+    torch.set_flush_denormal(True)
+    try:
+        values = dequantize_rows(quantize_rows(halves, fmt, backend="cpu"), fmt, backend="cpu")
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.equal(values.to(torch.float64) * 2**24, torch.arange(2.0**10).view(-1, 64))
