@@ -221,7 +221,7 @@ def found_at(path: Path) -> Path:
         return path
     for place in dict.fromkeys((path, Path(os.path.realpath(path)))):
         index = index_path(place)
-        if is_cache_index(index) or (index.exists() and not path.exists()):
+        if is_cache_index(index) or (os.path.exists(index) and not os.path.exists(path)):
             return index
     return path
 

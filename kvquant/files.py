@@ -49,6 +49,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MAX_HEADER_BYTES = 100_000_000  # as the safetensors library has it
 NO_DIGEST = "0" * 64  # stands for a checksum that is not known yet
 _CHUNK = 8 << 20  # bytes that are read and hashed at a time
+_NO_FILE = {errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG}
 _TICK = 20_000_000  # nanoseconds by which the clock of a file system may be behind
 
 _Size = Annotated[int, Meta(ge=0, le=INT64)]
@@ -305,7 +306,9 @@ def open_file(path: Path) -> Any:
     try:
         is_file = stat.S_ISREG(os.stat(path).st_mode)  # to open a device may do something
         descriptor = os.open(path, flags) if is_file else -1
-    except (NotADirectoryError, ValueError):  # a file taken for a folder, a name with NUL
+    except (OSError, ValueError) as error:  # ValueError: a name with NUL
+        if isinstance(error, OSError) and error.errno not in _NO_FILE:
+            raise
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from None
     if is_file and stat.S_ISREG(os.fstat(descriptor).st_mode):
         return open(descriptor, "rb", buffering=0)

@@ -47,8 +47,12 @@ def model_identity(config: Mapping[str, Any]) -> dict[str, str]:
         JSON with sorted keys.
 
     Raises:
-        ConfigError: the config holds what JSON cannot.
+        ConfigError: the config is no dict, or holds what JSON cannot.
     """
+    if not isinstance(config, Mapping):
+        raise ConfigError(
+            f"the model's config is of type {type(config).__name__}: pass config.to_dict()"
+        )
     try:
         text = json.dumps(_lasting(config), sort_keys=True, separators=(",", ":"), allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:

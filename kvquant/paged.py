@@ -326,7 +326,7 @@ class PagedKVCache(NotCopied):
                 shares = known > 0 and tokens[:known] == theirs[:known]
             else:
                 shares = page == table != ()
-            if other != sequence_id and (shares or source is origin):
+            if other != sequence_id and (shares or source.shares(origin)):
                 found.append(other)
         return found
 

@@ -212,7 +212,7 @@ class PagedState(NotCopied):
         self.lengths[seats] += new
         self.packed_lens[seats] = self.split.packed_lens(lengths + new, packed_lens)
         for i in (lengths < self.split.sink_len).nonzero()[0].tolist():
-            self.pool.renew(ids[i])  # its sinks are its own, whatever they were before
+            self.pool.renew(ids[i])  # its sinks are its own, from here on at the least
         if known is not None:
             self._learn(seats.tolist(), lengths.tolist(), new.tolist(), known)
         slots = token_slots(self.split, seats, lengths, packed_lens, new, self.tables)
@@ -388,7 +388,7 @@ def plain_id(sequence_id: SequenceId) -> SequenceId | None:
     to write in digits.
     """
     if isinstance(sequence_id, str):
-        return str(sequence_id)
+        return str.__str__(sequence_id)  # by which it is found; str() of an Enum is another one
     if not isinstance(sequence_id, Integral) or isinstance(sequence_id, bool):
         return None
     number = operator.index(sequence_id)

@@ -58,9 +58,19 @@ class Origin:
 
     Attributes:
         forgotten: whether they are not to be kept for others.
+        root: where the first of them may have come from, if others were written after a fork.
     """
 
     forgotten: bool = False
+    root: Origin | None = None
+
+    def renewed(self) -> Origin:
+        """That of rows of which the last ones are written anew."""
+        return Origin(root=self.root or self)
+
+    def shares(self, other: Origin) -> bool:
+        """Whether rows of one may be those of another."""
+        return (self.root or self) is (other.root or other)
 
 
 @dataclass(eq=False, slots=True)

@@ -325,8 +325,9 @@ class PagePool:
                 head.origin = None
 
     def renew(self, sequence_id: SequenceId) -> None:
-        """What belongs to the head of a sequence is written anew."""
-        self._get(sequence_id).origin = Origin()
+        """What belongs to the head of a sequence is written anew, from some token on."""
+        sequence = self._get(sequence_id)
+        sequence.origin = sequence.origin.renewed()
 
     def origin(self, sequence_id: SequenceId) -> Origin:
         """Where what belongs to the head of a sequence came from."""

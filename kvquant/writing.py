@@ -79,7 +79,8 @@ class Place:
                 os.fsync(file.fileno())
             os.replace(temporary, target)
         except BaseException:
-            temporary.unlink(missing_ok=True)
+            with suppress(OSError):  # what went wrong first is what is told
+                temporary.unlink()
             raise
         sync_folder(target.parent)
 
@@ -156,10 +157,13 @@ def target_of(path: Path) -> Path:
     """The file that is meant by path, links followed.
 
     Raises:
-        ConfigError: what stands there is no file.
+        ConfigError: what stands there is no file, or none can have this name.
     """
     with suppress(FileNotFoundError):
-        mode = os.stat(path).st_mode
+        try:
+            mode = os.stat(path).st_mode
+        except ValueError as error:  # NUL, or half a character
+            raise ConfigError(f"{str(path)!r} cannot be written: {error}") from None
         if not stat.S_ISREG(mode):
             kind = _KINDS.get(stat.S_IFMT(mode), "no file")
             raise ConfigError(f"{path} cannot be written, it is {kind}: give the name of a file")

@@ -319,6 +319,16 @@ def test_cache_of_another_model_is_refused(tmp_path: Path) -> None:
         load_cache(path, model=CONFIG)
 
 
+@pytest.mark.parametrize("config", ["llama", [], 5])
+def test_a_config_that_is_no_dict_is_refused(tmp_path: Path, config: Any) -> None:
+    path, cache = tmp_path / "x.safetensors", KVCache(1, 1, 1, 64, 32)
+    with pytest.raises(ConfigError, match=r"pass config\.to_dict\(\)"):
+        save_cache(cache, path, model=config)
+    save_cache(cache, path, model={"model_type": "llama"})
+    with pytest.raises(ConfigError, match=r"pass config\.to_dict\(\)"):
+        load_cache(path, model=config)
+
+
 def test_model_identity_ignores_what_does_not_change_keys_and_values() -> None:
     nested = {"model_type": "vlm", "text_config": {"dtype": "bfloat16", "hidden_size": 8}}
     same = {"text_config": {"hidden_size": 8.0, "_x": 1, "new": None}, "model_type": "vlm"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +194,13 @@ def test_ids_are_kept_as_what_a_file_can_hold(tmp_path: Path) -> None:
             cache.can_append(["a"], count)
     with pytest.raises(ShapeError, match="would grow to"):
         cache.can_append(["a"], 2**63 - 1)
+
+    class Text(str, Enum):
+        NAME = "value"
+
+    cache.allocate(Text.NAME)
+    assert (cache.ids[-1], cache.length(Text.NAME), cache.length("value")) == ("value", 0, 0)
+    cache.free(Text.NAME)
     cache.allocate(np.int64(3))
     assert [type(name) for name in cache.ids] == [str, str, str, int]
     extend(batch, [np.int64(3)], 2, [True, np.int64(2**63 - 1)])  # type: ignore[list-item]

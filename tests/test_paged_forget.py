@@ -150,6 +150,35 @@ def test_a_fork_that_wrote_its_own_sinks_has_its_own() -> None:
     assert all(torch.equal(x, y[:, :FULL]) for x, y in kept)
 
 
+@pytest.mark.parametrize("how", ["forked early", "cut", "twice"])
+def test_a_fork_that_wrote_only_its_last_sinks_is_asked_for_nan(how: str) -> None:
+    """The first ones are still those of the sequence that is forgotten."""
+    batch = PagedBatch(make(num_pages=20), 4, 100)
+    cache = batch.cache
+    cache.allocate("bad")
+    with batch.extend(["bad"], 2, PROMPT[:2]):
+        for layer in range(cache.num_layers):
+            k, v = new_rows(2)
+            k[0, 0, 5] = torch.nan
+            batch.append(layer, k, v)
+    if how == "cut":
+        extend(batch, ["bad"], LENGTH - 2, PROMPT[2:])
+    cache.fork("bad", "fork")
+    if how == "cut":
+        cache.truncate("fork", 2)
+    if how == "twice":
+        cache.fork("fork", "other")
+        extend(batch, ["fork"], 1, [9])  # renewed, and its fork once more
+        cache.free("other")
+        cache.fork("fork", "other")
+        cache.free("fork")
+        cache.fork("other", "fork")
+        cache.truncate("fork", 2)
+    extend(batch, ["fork"], LENGTH - 2, PROMPT[2:])
+    cache.free("bad", forget=True)
+    assert_nobody_begins_with_nan(batch, PROMPT)
+
+
 def test_a_page_that_was_cut_off_is_forgotten_with_the_rest() -> None:
     batch = PagedBatch(make(num_pages=20), 4, 100)
     cache = batch.cache

@@ -22,6 +22,7 @@ from saved_kinds import KINDS, SHARD_BYTES, Kind
 from kvquant import load_cache, save_cache
 from kvquant.calibration.moments import Moments
 from kvquant.errors import CheckpointError, ConfigError
+from kvquant.inspection import describe
 from kvquant.writing import save_text, sync_folder, writing
 
 Save = Callable[[Path], object]
@@ -175,6 +176,29 @@ def test_what_is_no_file_is_never_replaced(tmp_path: Path, save: Save, what: str
     assert os.path.samestat(path.lstat(), before)
     assert list(tmp_path.iterdir()) == [path]
     assert stat.S_ISCHR(os.stat("/dev/full").st_mode)
+
+
+@each
+@pytest.mark.parametrize("name", ["\0", "\ud800"])
+def test_a_name_that_no_file_can_have_is_refused(save: Save, name: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be written"):
+        save(Path(f"{name}.safetensors"))
+
+
+@each
+def test_a_name_that_is_too_long_is_told_and_no_other(tmp_path: Path, save: Save) -> None:
+    path = tmp_path / f"{'x' * 225}.safetensors"
+    with pytest.raises(OSError, match="too long") as error:
+        save(path)
+    assert Path(error.value.filename).name.startswith("x") and not list(tmp_path.iterdir())
+
+
+def test_a_cache_whose_name_has_no_room_for_an_index_is_loaded(tmp_path: Path) -> None:
+    path = tmp_path / f"{'x' * 243}.safetensors"
+    KINDS["cache"].save(0, tmp_path / "x.safetensors")
+    (tmp_path / "x.safetensors").rename(path)
+    load_cache(path)
+    assert describe(path)["kind"] == "cache"
 
 
 @each
