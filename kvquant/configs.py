@@ -43,6 +43,8 @@ class CacheLayers:
         k_dims, v_dims: elements of a row of K and of V, for each place.
         windows: the tokens that attention sees, the last ones, for each place; None for all.
         turn: where all keys would have to be turned anew, if anywhere.
+        scaled_from: the position from which on queries are scaled by how far they are, counted by
+            the model from the longest sequence for all of them; None where they are not.
     """
 
     places: tuple[int, ...]
@@ -51,6 +53,7 @@ class CacheLayers:
     v_dims: tuple[int, ...]
     windows: tuple[int | None, ...]
     turn: Turn | None = None
+    scaled_from: int | None = None
 
 
 def cache_layers(config: Any) -> CacheLayers:
@@ -96,7 +99,8 @@ def cache_layers(config: Any) -> CacheLayers:
             )
     _, k_dims, v_dims = zip(*shapes, strict=True)
     held = tuple(windows[layer] for layer in places)
-    return CacheLayers(tuple(places), heads, k_dims, v_dims, held, _turn(config))
+    of_text = _turn(config), _scaled_from(config)
+    return CacheLayers(tuple(places), heads, k_dims, v_dims, held, *of_text)
 
 
 def layer_windows(config: Any) -> list[int | None]:
@@ -125,6 +129,13 @@ def _turn(config: Any) -> Turn | None:
             positions = one.get("original_max_position_embeddings")
             return Turn(kind, positions or config.max_position_embeddings, False)
     return None
+
+
+def _scaled_from(config: Any) -> int | None:
+    """As Llama 4 does it, in layers without rotary embeddings."""
+    if not getattr(config, "attn_temperature_tuning", False) or all(config.no_rope_layers):
+        return None
+    return int(config.floor_scale) - 1
 
 
 def _is_shared(config: Any, layer: int, count: int) -> bool:

@@ -65,6 +65,8 @@ HARMLESS = {
     "is_causal",
     "logits_to_keep",
     "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
     "position_ids",
     "sliding_window",
     "use_cache",
@@ -115,6 +117,7 @@ class TransformersCache(Cache):
         self.cache, self.new_lens = cache, new_lens
         self._places: dict[int, int] | None = None  # of the cache, by the model's layer
         self._turn: Turn | None = None
+        self._scaled_from: int | None = None
         self._due = 0  # the place that comes next; those before it were appended in this call
         self._new_tokens = 0  # of this call
         self._is_asked = False  # for the sizes of masks, at the beginning of each call
@@ -137,7 +140,7 @@ class TransformersCache(Cache):
                 "cache by CachedModel.new_cache"
             )
         self._places = {layer: at for at, layer in enumerate(layers.places)}
-        self._turn = layers.turn
+        self._turn, self._scaled_from = layers.turn, layers.scaled_from
 
     def update(
         self,
@@ -192,6 +195,22 @@ class TransformersCache(Cache):
                 "it for batch * num_beams, or batch * num_return_sequences"
             )
 
+    def check_begin(self, new_tokens: int, positions: Any) -> None:
+        """Raise if a text is read from its beginning, and the cache holds tokens already.
+
+        Args:
+            new_tokens: of each sequence in the call, padding included.
+            positions: [..., new_tokens], of the new tokens, if the model tells them.
+        """
+        if new_tokens == 1 or not isinstance(positions, torch.Tensor):
+            return
+        if (held := self.get_seq_length()) and not bool(positions[..., 0].any()):
+            raise ConfigError(
+                f"a text is read from its beginning, and the cache holds {held} tokens already. To "
+                "begin anew call reset(). If generate does this it has use_cache=False, be it from "
+                "the model's generation_config: give use_cache=True"
+            )
+
     def check_turn(self, new_tokens: int) -> None:
         """Raise if a call's keys, or those of the past, would have to be turned otherwise.
 
@@ -214,6 +233,25 @@ class TransformersCache(Cache):
                 f"those in the cache too, if it has more than {limit} positions: stay below, or "
                 "read a longer prompt in one call, without shorter ones beside it"
                 + (", and no token after it" if self._turn.again else "")
+            )
+
+    def check_scale(self, new_tokens: int) -> None:
+        """Raise if a call's queries would be scaled by the positions of another sequence.
+
+        Args:
+            new_tokens: of each sequence in the call, padding included.
+        """
+        if self._scaled_from is None:
+            return
+        held = self.cache.seq_lens.cpu()
+        counts = torch.full_like(held, new_tokens) if self.new_lens is None else self.new_lens.cpu()
+        before, counted = self.cache.start_positions.cpu() + held, held.max()
+        is_far = torch.maximum(before, counted) + counts > self._scaled_from
+        if bool(((before != counted) & (counts > 0) & is_far).any()):
+            raise UnsupportedModelError(
+                f"this model scales queries from position {self._scaled_from} on and counts the "
+                "positions of all sequences alike: stay below, or read and decode sequences of one "
+                "length at a time, from position 0"
             )
 
     def append(self, handed: _Handed, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -268,8 +306,9 @@ class TransformersCache(Cache):
             )
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens of the longest sequence."""
-        return int(self.cache.layers[0].seq_lens.max())
+        """Tokens of the longest sequence in a layer, which has those of this call once appended."""
+        at = layer_idx if self._places is None else self._places.get(layer_idx, 0)
+        return int(self.cache.layers[at].seq_lens.max())
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Tokens to attend to, and where they start; asked before a mask is made."""
@@ -468,7 +507,9 @@ def _check_call(
     if config is not None and not handed.to.is_fitted:
         handed.to.fit(cache_layers(config))
     if not handed.at and not handed.appended:
+        handed.to.check_begin(new_tokens, options.get("position_ids"))
         handed.to.check_turn(new_tokens)
+        handed.to.check_scale(new_tokens)
     if dropout:
         raise UnsupportedModelError(f"{name} has dropout {dropout}: call model.eval()")
     if not _is_causal(module, options):
@@ -502,8 +543,8 @@ def _plain_attention(
             cache.take_back()
         raise UnsupportedModelError(
             f"{name} attends to other keys than those it gave to the cache, made of them "
-            "(multi-head latent attention, repeated or scaled heads) or of none: a KVCache holds "
-            "keys and values as attention meets them"
+            "(multi-head latent attention, repeated or scaled heads) or of none (as gradient "
+            "checkpointing does): a KVCache holds keys and values as attention meets them"
         )
     for option in ("softcap", "s_aux"):
         if options.get(option) is not None:

@@ -83,3 +83,13 @@ def test_angles_that_depend_on_the_length_are_known() -> None:
     assert cache_layers(found).turn == Turn("dynamic", 64, True)
     for rope in (None, {}, {"rope_type": "default"}, {"full_attention": {"rope_type": "yarn"}}):
         assert cache_layers(config(rope_parameters=rope)).turn is None
+
+
+def test_queries_that_are_scaled_by_their_position_are_known() -> None:
+    tuned: dict[str, Any] = {"attn_temperature_tuning": True, "floor_scale": 8192}
+    assert cache_layers(config(**tuned, no_rope_layers=[1, 0, 1])).scaled_from == 8191
+    for other in (
+        tuned | {"no_rope_layers": [1, 1, 1]},
+        {"attn_temperature_tuning": False, "floor_scale": 8192, "no_rope_layers": [0, 0, 0]},
+    ):
+        assert cache_layers(config(**other)).scaled_from is None

@@ -639,6 +639,36 @@ def test_what_generate_cannot_have_is_told(model: CachedModel) -> None:
     assert [at.seq_lens.tolist() for at in cache.layers] == [[0, 0]] * 2
 
 
+def test_generate_without_use_of_the_cache_is_told(generating: CachedModel) -> None:
+    """It would append the whole text in every step, to all that is there, in silence."""
+    model, past = generating.model, TransformersCache(generating.new_cache(1, 200))
+    model.set_attn_implementation("kvquant")
+    with pytest.raises(ConfigError, match=r"the cache holds 8 tokens already.* use_cache=True"):
+        model.generate(tokens(1, 8), past_key_values=past, use_cache=False, **OPTIONS)
+    assert past.get_seq_length() == 8
+    past.reset()
+    model(tokens(1, 8), past_key_values=past)
+    model(tokens(1, 8), past_key_values=past)
+    assert past.get_seq_length() == 16
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Mixtral"])
+def test_outputs_beside_the_logits_are_given(kind: str) -> None:
+    changes = {"num_local_experts": 2, "sliding_window": None} if kind == "Mixtral" else {}
+    model, found = tiny(kind, **changes), []
+    wanted = {"output_hidden_states": True} | ({"output_router_logits": True} if changes else {})
+    for name, cache in (
+        ("sdpa", RoundedCache()),
+        ("kvquant", TransformersCache(model.new_cache(2, 40, **FP16))),
+    ):
+        model.model.set_attn_implementation(name)
+        with torch.no_grad():
+            found.append(model.model(tokens(2, 8), past_key_values=cache, **wanted))
+    for key in [option.removeprefix("output_") for option in wanted]:
+        for got, expected in zip(found[1][key], found[0][key], strict=True):
+            torch.testing.assert_close(got, expected, atol=TOLERANCE, rtol=0)
+
+
 def test_layers_without_softmax_caps_are_all_that_kvquant_is_without_a_cache() -> None:
     model = tiny("Gemma2", sliding_window=128)
     model.model.set_attn_implementation("kvquant")

@@ -312,6 +312,42 @@ def test_keys_that_are_turned_with_every_token_end_where_that_begins() -> None:
         model.step(cache, text[:, 32])
 
 
+LLAMA4 = {
+    "no_rope_layers": [0, 0],
+    "floor_scale": 24,
+    "attn_scale": 0.5,
+    "num_local_experts": 1,
+    "intermediate_size_mlp": 96,
+}
+
+
+def test_queries_that_are_scaled_by_their_position_are_scaled_in_every_layer() -> None:
+    """Llama 4 asks a layer's cache in the layer; the layers before it have appended already."""
+    model = tiny("Llama4Text", **LLAMA4 | {"floor_scale": 8})
+    cache, past, text = model.new_cache(2, 40, **FP16), RoundedCache(), tokens(2, 33)
+    given = [model.prefill(cache, text[:, :30], chunk=10)]
+    given += [model.step(cache, column) for column in text[:, 30:].unbind(1)]
+    for got, part in zip(given, [text[:, :30], *text[:, 30:].split(1, dim=1)], strict=True):
+        torch.testing.assert_close(got, model.plain(part, past), atol=TOLERANCE, rtol=0)
+
+
+def test_queries_are_not_scaled_by_the_position_of_another_sequence() -> None:
+    model = tiny("Llama4Text", **LLAMA4)
+    cache, text = model.new_cache(2, 40, **FP16), tokens(2, 30)
+    with pytest.raises(UnsupportedModelError, match="scales queries from position 23 on"):
+        model.step(cache, model.prefill(cache, text, [30, 9], chunk=9).argmax(-1))
+    cache.reset()
+    model.prefill(cache, text[:, :22], [22, 9], chunk=9)
+    alone = model.new_cache(1, 40, **FP16)
+    model.prefill(alone, text[1:, :9])
+    torch.testing.assert_close(
+        model.step(cache, text[:, 9])[1:], model.step(alone, text[1:, 9]), atol=TOLERANCE, rtol=0
+    )
+    with pytest.raises(UnsupportedModelError, match="counts the positions of all sequences alike"):
+        model.step(cache, text[:, 10])
+    assert lengths(cache) == [[23, 10]] * 2
+
+
 # Layers
 
 
