@@ -12,8 +12,10 @@ import warnings
 from collections.abc import Mapping, Sequence
 from copy import copy
 from pathlib import Path
+from typing import Annotated
 
 import torch
+from msgspec import Meta
 
 from kvquant.errors import CheckpointError, UnsupportedError
 from kvquant.files import (
@@ -220,14 +222,15 @@ class Moments:
                 raise CheckpointError(f"{path} is of other weights, text or options")
             found.done = facts.done
             for number, ratio in facts.ratios.items():
-                layer = int(number) if number.isdecimal() else -1
+                layer = int(number)
                 k, v = (file.shapes.get(f"{layer}.{side}_sum", ()) for side in "kv")
                 if len(k) != 2 or len(v) != 2:
                     raise CheckpointError(f"{path} has no sums of layer {number!r:.20}")
                 sums = LayerMoments(k[0] * ratio, k[0], k[1], v[1], device="meta")
                 for name, tensor in sums.tensors.items():
                     whole = f"{layer}.{name}"
-                    if file.shapes.get(whole) != tensor.shape or whole not in facts.sha256:
+                    is_such = file.dtypes.get(whole) == tensor.dtype and whole in facts.sha256
+                    if not is_such or file.shapes[whole] != tensor.shape:
                         raise CheckpointError(f"{path}: tensor {whole!r} is missing or of no use")
                     sums.tensors[name] = file.read(whole, facts.sha256[whole]).to(device)
                 found.layers[layer] = sums
@@ -241,7 +244,7 @@ class _Facts(Object):
 
     key: str
     done: Length
-    ratios: dict[str, Count]
+    ratios: dict[Annotated[str, Meta(pattern=r"\A(0|[1-9][0-9]{0,3})\Z")], Count]
     sha256: dict[str, Digest]
 
 

@@ -34,7 +34,7 @@ import torch
 
 from .arguments import check_kind
 from .cache import KVCache
-from .cachechecks import Formats, row_formats
+from .cachechecks import Formats, check_size, row_formats
 from .errors import CheckpointError, ConfigError, NonFiniteError, ShapeError, UnsupportedError
 from .files import SafetensorsFile, TensorSource, save_safetensors
 from .jsonvalues import INT32, MAX_LAYERS, MAX_SEQUENCES
@@ -197,6 +197,8 @@ def quantize_raw(
         ShapeError: a sequence is longer than max_seq_len.
         NonFiniteError: NaN, Inf or a value that one of the formats cannot hold, with its place.
     """
+    if max_seq_len is not None:
+        max_seq_len = check_size("max_seq_len", max_seq_len)
     with RawFile(path) as raw:
         batch, num_kv_heads, tokens, head_dim = raw.k_shapes[0]
         longest = int(raw.seq_lens.max())

@@ -92,6 +92,12 @@ def test_without_seq_lens_all_tokens_are_in_use(tmp_path: Path) -> None:
     assert loaded.layers[1][0].equal(raw["layers.1.k"])
 
 
+@pytest.mark.parametrize("size", ["13", 13.5, True, 2**31])
+def test_a_size_that_is_no_whole_number_is_refused(tmp_path: Path, size: Any) -> None:
+    with pytest.raises(ConfigError, match="max_seq_len .* is not possible"):
+        quantize(tmp_path, make_raw(), max_seq_len=size)
+
+
 def test_raw_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     def refused(message: str, error: type[Exception] = CheckpointError, **changes: Any) -> None:
         raw = make_raw() | {name.replace("_", ".", 2): x for name, x in changes.items()}

@@ -97,14 +97,17 @@ def reseal(path: Path, edit: Callable[[dict[str, Any], dict[str, torch.Tensor]],
         lambda facts, _: facts.pop("done"),
         lambda facts, _: facts["ratios"].update(x=1),
         lambda facts, _: facts["ratios"].update({"3": 0}),
+        lambda facts, _: facts["ratios"].update({"9" * 5000: 1}),
+        lambda facts, _: facts["ratios"].update({"03": 1}),
         lambda facts, _: facts["ratios"].clear(),
         lambda _, tensors: tensors.pop("3.k_min"),
         lambda _, tensors: tensors.update({"3.other": torch.zeros(1)}),
         lambda _, tensors: tensors.update({"odd": torch.zeros(1)}),
         lambda _, tensors: tensors.update({"3.k_outer": torch.zeros(1, 3)}),
         lambda _, tensors: tensors.update({"3.k_sum": torch.zeros(1, 1, 0)}),
+        lambda _, tensors: tensors.update({"3.k_sum": tensors["3.k_sum"].long()}),
     ],
-    ids="negative word none layer ratio layers lost more odd shape sum".split(),
+    ids="negative word none layer ratio digits twice layers lost more odd shape sum type".split(),
 )
 def test_odd_sums_are_begun_anew(
     tmp_path: Path, edit: Callable[[dict[str, Any], dict[str, torch.Tensor]], object]
