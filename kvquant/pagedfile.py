@@ -245,7 +245,8 @@ def _place(
     """Give the sequences of a checked file pages and seats, and copy their rows."""
     manifest, sequences = file.manifest, file.manifest.sequences
     saved = [sequence.id for sequence in sequences]
-    unknown = [name for name in names if name not in saved]
+    known = set(saved)
+    unknown = [name for name in names if name not in known]
     if unknown:
         raise ConfigError(f"ids names {shown(unknown)}: the file has {shown(saved)}")
     ids = [cache._new_id(names.get(name, name)) for name in saved]

@@ -467,9 +467,11 @@ def _check_facts(facts: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
         raise CheckpointError(f"layer {max(listed)} is told of, there are {layers}")
     if not told.limit.met and (told.limit.max_kl is None or not told.blamed):
         raise CheckpointError("limit is not met, and max_kl or blamed is not told")
-    kl, most = told.measured and told.measured.kl, told.limit.max_kl
-    if kl is not None and most is not None and told.limit.met != (kl <= most):
-        raise CheckpointError(f"limit.met is {told.limit.met}: the KL is {kl}, the limit {most}")
+    most = told.limit.max_kl
+    if told.measured and most is not None and told.limit.met != (told.measured.kl <= most):
+        raise CheckpointError(
+            f"limit.met is {told.limit.met}: the KL is {told.measured.kl}, the limit {most}"
+        )
     places = told.places or range(layers)
     others = [other.layer for other in told.others]
     if len(places) != layers or len({*places, *others}) != layers + len(others):

@@ -94,7 +94,7 @@ def test_without_seq_lens_all_tokens_are_in_use(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", ["13", 13.5, True, 2**31])
 def test_a_size_that_is_no_whole_number_is_refused(tmp_path: Path, size: Any) -> None:
-    with pytest.raises(ConfigError, match="max_seq_len .* is not possible"):
+    with pytest.raises(ConfigError, match=r"max_seq_len .* is not possible"):
         quantize(tmp_path, make_raw(), max_seq_len=size)
 
 
