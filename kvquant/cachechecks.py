@@ -102,11 +102,12 @@ def check_plan_options(plan: object, options: Collection[str]) -> None:
             f"plan is of type {type(plan).__name__}: give a CachePlan, of a file "
             "CachePlan.load(path)"
         )
-    given = [name for name in ("k_format", "v_format", "bases") if name in options]
+    decided = "num_layers", "num_kv_heads", "head_dim", "k_format", "v_format", "bases"
+    given = [name for name in decided if name in options]
     if given:
         raise ConfigError(
-            f"{', '.join(given)} with a plan: a plan says formats and bases, use plan.with_formats "
-            "for other formats"
+            f"{', '.join(given)} with a plan: a plan says sizes, formats and bases, use "
+            "plan.with_formats for other formats"
         )
 
 

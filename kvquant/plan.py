@@ -15,7 +15,7 @@ import torch
 from msgspec import Meta
 
 from .basis import Basis, LayerBasis
-from .errors import CheckpointError, ConfigError, ShapeError
+from .errors import CheckpointError, ConfigError, ShapeError, shown
 from .files import SafetensorsFile, TensorSource, save_safetensors, sealed, unsealed
 from .identity import model_identity
 from .jsonvalues import INT64, MAX_LAYERS, Digest, Length, ModelName, checked, parse
@@ -200,7 +200,16 @@ class CachePlan:
 
         Returns:
             A plan whose "measured" is null.
+
+        Raises:
+            ConfigError: a layer, a side or a format that does not exist.
         """
+        places = {(i, side) for i in range(self.num_layers) for side in "kv"}
+        if not isinstance(formats, Mapping) or not formats.keys() <= places:
+            raise ConfigError(
+                f"formats are {shown(formats)}: give a dict of them by (layer, side), layers from "
+                f'0 to {self.num_layers - 1} and sides "k" or "v"'
+            )
         layers = [
             entry
             | {

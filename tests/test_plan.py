@@ -45,7 +45,7 @@ def filled(plan: CachePlan, **options: Any) -> KVCache:
     return cache
 
 
-@pytest.mark.parametrize("option", ["k_format", "v_format", "bases"])
+@pytest.mark.parametrize("option", ["k_format", "v_format", "bases", "num_layers"])
 def test_options_that_a_plan_decides_are_refused(plan: CachePlan, option: str) -> None:
     options: Any = {option: "int8"}
     with pytest.raises(ConfigError, match=f"{option} with a plan: .* use plan.with_formats"):
@@ -82,6 +82,12 @@ def test_bits_are_those_of_the_rows(plan: CachePlan) -> None:
     assert plan.with_formats("int8", "int4").formats[0] == ("int8", "int4")
     with pytest.raises(ConfigError, match="'int5' does not exist"):
         plan.with_formats("int5")
+
+
+@pytest.mark.parametrize("formats", [{(0, "q"): "int8"}, {(3, "k"): "int8"}, {0: "int8"}, None])
+def test_formats_of_layers_that_do_not_exist_are_refused(plan: CachePlan, formats: Any) -> None:
+    with pytest.raises(ConfigError, match=r"by \(layer, side\), layers from 0 to 2"):
+        plan.with_layer_formats(formats)
 
 
 def test_a_plan_for_another_model_is_refused(path: Path) -> None:
