@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
+from kvquant.configs import cache_layers
 from kvquant.errors import ConfigError, NonFiniteError, UnsupportedModelError
 from kvquant.identity import model_identity
 from kvquant.layout import FP16_MAX, HEAD_DIMS, RowFormat
@@ -128,6 +129,9 @@ def calibrate(
         raise ConfigError(
             f"{len(observed)} windows are too few for {ranks} ranks: observe more or shorter ones"
         )
+    with suppress(UnsupportedModelError):  # then after the model was observed
+        layers = cache_layers(getattr(model, "config", None))
+        _check_budget(goal, _least_bits(layers.k_dims + layers.v_dims))
     key = _key(model, observed) if state else ""
     moments = observe(model, observed[rank::ranks], key, state, progress)
     moments.all_reduce()
@@ -200,8 +204,7 @@ def finish(
     first = next(iter(moments.layers.values()))
     dims = [first.tensors[f"{side}_sum"].shape[1] for side in "kv"]
     formats = {name: (_format(name, dims[0]), _format(name, dims[1])) for name in names}
-    least = 8 * sum(f.row_bytes for f in formats[names[0]]) / sum(dims)
-    _check_budget(goal, least)
+    _check_budget(goal, _least_bits(dims))
     chosen, scores = choose(
         held,
         fitted,
@@ -323,6 +326,11 @@ def _decided(
         "comparison": comparison,
     }
     return CachePlan(facts, plan.tensors)
+
+
+def _least_bits(dims: Sequence[int]) -> float:
+    """Bits per element of the cheapest rows of such widths."""
+    return 8 * sum(_format(CANDIDATES[0], dim).row_bytes for dim in dims) / sum(dims)
 
 
 def _check_budget(goal: Goal, least: float) -> None:

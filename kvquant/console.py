@@ -10,7 +10,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -132,19 +132,31 @@ class Interrupted(click.ClickException):
 class Commands(click.Group):
     """Commands whose foreseen errors are one line, shown by click; others keep their traceback."""
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Print help, if that is asked for; see click.Group.parse_args."""
+        with _told():
+            return super().parse_args(ctx, args)
+
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; see click.Group.invoke."""
-        try:
+        with _told():
             return super().invoke(ctx)
-        except KVQuantError as error:
-            raise Failure(str(error)) from error
-        except KeyboardInterrupt:
-            raise Interrupted from None
-        except OSError as error:
-            if error.errno == errno.EPIPE:  # the reader has seen enough; click knows what to do
-                raise
-            what = error.strerror or str(error)
-            raise Failure(f"{what}: {error.filename}" if error.filename else what) from error
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """Turn foreseen errors into those that click shows."""
+    try:
+        yield
+    except KVQuantError as error:
+        raise Failure(str(error)) from error
+    except KeyboardInterrupt:
+        raise Interrupted from None
+    except OSError as error:
+        if error.errno == errno.EPIPE:  # the reader has seen enough; click knows what to do
+            raise
+        what = error.strerror or str(error)
+        raise Failure(f"{what}: {error.filename}" if error.filename else what) from error
 
 
 def is_given(option: str) -> bool:
@@ -216,9 +228,10 @@ def _lines(length: int, label: str) -> Callable[..., None]:
         nonlocal done, told, last
         done += amount
         share = 100 * done // length
-        if stage != last or share >= told + SHARE:
+        if stage != last or share >= told + SHARE or share == 100 > told:
             told, last = share, stage
-            click.echo(f"{label}: {f'{stage}, ' if stage else ''}{share} %", err=True)
+            with suppress(OSError):  # what is done counts more than a full log
+                click.echo(f"{label}: {f'{stage}, ' if stage else ''}{share} %", err=True)
 
     return update
 
@@ -244,9 +257,12 @@ def check_output(
     folder = path.absolute().parent
     if not folder.is_dir():
         raise ConfigError(f"{path} cannot be written: {path.parent} is not a folder")
-    if path.exists() and not path.is_file():
-        raise ConfigError(f"{path} cannot be written: it is there and is not a file")
-    target = Path(os.path.realpath(path))
+    from .writing import target_of
+
+    try:
+        target = target_of(path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
     for given in filter(None, inputs):
         inside = list(given.iterdir()) if given.is_dir() else []
         if Path(os.path.realpath(given)) in target.parents:

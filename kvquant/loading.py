@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import stat
 import sys
 import warnings
 from collections.abc import Iterator
@@ -24,6 +26,7 @@ from .errors import ConfigError
 
 WEIGHTS = "model.safetensors"
 LAYERS = {"n_layer", "n_layers", "num_hidden_layers", "num_layers"}
+FLOATS = {"BF16", "F16", "F32", "F64"}  # dtypes of weights, as safetensors names them
 # transformers downloads nothing with these, and runs nothing
 LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
@@ -43,6 +46,7 @@ def load(folder: str | Path, dtype: torch.dtype) -> tuple[Any, Any, torch.dtype 
     """
     folder = Path(folder)
     shapes = _check_folder(folder)
+    what = str(folder)
     with _quiet():
         try:
             config = transformers.AutoConfig.from_pretrained(str(folder), **LOCAL)
@@ -60,12 +64,13 @@ def load(folder: str | Path, dtype: torch.dtype) -> tuple[Any, Any, torch.dtype 
                 **LOCAL,
             )
             model, told = found
+            what = f"the tokenizer of {folder}"
             tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder), **LOCAL)
             tokenizer.model_max_length = sys.maxsize  # or it warns of texts that are cut later
         except (ConfigError, KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # of many kinds; a panic of tokenizers is no Exception
-            raise ConfigError(f"{folder} could not be loaded: {_first_line(error)}") from error
+            raise ConfigError(f"{what} could not be loaded: {_first_line(error)}") from error
     for name, stored, wanted in sorted(told["mismatched_keys"]):
         raise ConfigError(
             f"{folder} has {name} of shape {list(stored)}, where its config.json asks for "
@@ -152,12 +157,21 @@ def _weights(folder: Path) -> list[Path]:
 
 
 def _shapes(path: Path) -> list[list[int]]:
-    """The shapes of a safetensors file, from its header."""
+    """The shapes of a safetensors file of 16- to 64-bit weights, from its header."""
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would be waited for
+            raise ConfigError(f"{path} could not be loaded: it is not a file")
         with safe_open(path, "pt") as file:
-            return [file.get_slice(name).get_shape() for name in file.keys()]
+            slices = {name: file.get_slice(name) for name in file.keys()}
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{path} could not be loaded: {_first_line(error)}") from error
+    for name, found in slices.items():
+        if name.endswith("weight") and found.get_dtype() not in FLOATS:
+            raise ConfigError(
+                f"{path} has quantized weights ({name} is {found.get_dtype()}), and config.json "
+                "does not tell how: give a model with 16- or 32-bit weights"
+            )
+    return [found.get_shape() for found in slices.values()]
 
 
 def _check_size(folder: Path, config: Any, dtype: torch.dtype, shapes: list[list[int]]) -> None:

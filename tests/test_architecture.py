@@ -195,9 +195,9 @@ ALLOWED = {
     "calibration.passes": f"{FACTS} quant calibration.fidelity",
     "calibration.assemble": "plan calibration.choose calibration.moments calibration.scores",
     "calibration.run": (
-        f"{FACTS} identity plan calibration.assemble calibration.choose calibration.fidelity "
-        "calibration.formats calibration.layers calibration.moments calibration.passes "
-        "calibration.texts"
+        f"{FACTS} configs identity plan calibration.assemble calibration.choose "
+        "calibration.fidelity calibration.formats calibration.layers calibration.moments "
+        "calibration.passes calibration.texts"
     ),
     "calibration.report": "plan rowfacts tables calibration.fidelity",
     "calibration.verdict": f"{FACTS} plan rowfacts calibration.report",

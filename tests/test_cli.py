@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import torch
 from click.testing import CliRunner, Result
@@ -450,11 +451,19 @@ BAD: dict[str, tuple[list[str], str]] = {
     ),
     "a device in place of a file": (
         ["quantize", "--from", "{raw}", "-o", "{tmp}/full.safetensors"],
-        "it is there and is not a file",
+        "full.safetensors cannot be written, it is a device",
     ),
     "a pipe in place of a file": (
         ["bench", "--json", "{tmp}/pipe.json"],
-        "it is there and is not a file",
+        "pipe.json cannot be written, it is a pipe",
+    ),
+    "a link that leads to itself": (
+        ["quantize", "{model}", "--prompt", "{prompt}", "-o", "{tmp}/loop.safetensors"],
+        "loop.safetensors cannot be written: Too many levels of symbolic links",
+    ),
+    "a budget below all formats": (
+        ["calibrate", "{model}", "--zero-data", "--budget", "4.2", "-o", "{tmp}/x.safetensors"],
+        "a budget of 4.2 bits is below 4.25",
     ),
     "a name that is too long": (
         ["quantize", "--from", "{raw}", "-o", "{tmp}/" + 240 * "x" + ".safetensors"],
@@ -509,6 +518,7 @@ def test_mistakes_are_one_line_on_stderr_and_exit_code_2(
     (tmp_path / "c-01234567-00001-of-00002.safetensors").write_text("a shard")
     (tmp_path / "link.json").symlink_to(MODEL / "config.json")
     (tmp_path / "full.safetensors").symlink_to("/dev/full")
+    (tmp_path / "loop.safetensors").symlink_to("loop.safetensors")
     os.mkfifo(tmp_path / "pipe.json")
     monkeypatch.setattr(console, "MAX_TEXT", 1 << 20)
     names: dict[str, Any] = {
@@ -587,6 +597,33 @@ def test_progress_is_a_line_now_and_then_without_a_terminal(
         "Demo: [red]reading, 66 %",
         "Demo: timing, 100 %",
     ]
+
+
+def test_progress_ends_at_the_end_and_a_full_log_does_not_end_the_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with console.progress(525, "Reading") as update:
+        update(512)
+        update(13)
+        update(0)
+    assert capsys.readouterr().err.splitlines() == ["Reading: 97 %", "Reading: 100 %"]
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(click, "echo", full)
+    with console.progress(2, "Reading") as update:
+        update(1)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("args", [["--help"], ["--version"], ["inspect", "--help"]], ids=" ".join)
+def test_help_that_cannot_be_written_is_told(args: list[str]) -> None:
+    with open("/dev/full", "wb") as file:
+        done = subprocess.run(
+            [sys.executable, "-m", "kvquant", *args], stdout=file, stderr=subprocess.PIPE, text=True
+        )
+    assert (done.returncode, done.stderr) == (2, "Error: No space left on device\n")
 
 
 def test_progress_is_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,6 +73,10 @@ def make(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
         for name, content in (files or {}).items():
             path = tmp_path / "folder" / name
             path.parent.mkdir(exist_ok=True)
+            if content == "bytes":
+                tensors = {key: tensor.char() for key, tensor in load_file(path).items()}
+                save_file(tensors, path, metadata={"format": "pt"})
+                continue
             if content == "pickle":
                 content = pickle.dumps(Code(tmp_path / "ran"))
             elif content == "code":
@@ -168,6 +172,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"changes": {"quantization_config": {"quant_method": "gptq", "bits": 4}}},
         r"has quantized weights \(gptq\), which need other packages",
     ),
+    "quantized without a word": (
+        {"files": {"model.safetensors": "bytes"}},
+        r"quantized weights \(lm_head\.weight is I8\), and config\.json does not tell",
+    ),
     "quantized somehow": ({"changes": {"quantization_config": "x"}}, "has quantized weights"),
     "no JSON": ({"files": {"config.json": b"{"}}, r"config\.json could not be read"),
     "deep JSON": ({"files": {"config.json": b"[" * 100_000}}, r"config\.json could not be read"),
@@ -180,7 +188,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a dtype that is none": ({"changes": {"dtype": "x"}}, "could not be loaded: AttributeError"),
     "a tokenizer that is none": (
         {"files": {"tokenizer.json": {}}},
-        "could not be loaded: KeyError",
+        "^the tokenizer of .* could not be loaded: KeyError",
     ),
     "generation settings": ({"files": {"generation_config.json": [1]}}, "could not be loaded"),
 }
@@ -197,6 +205,13 @@ def test_folders_that_are_refused(case: str, make: Make, tmp_path: Path) -> None
         CachedModel.from_pretrained(folder)
     assert len(str(told.value).splitlines()) == 1 and len(str(told.value)) < 600
     assert not (tmp_path / "ran").exists()
+
+
+def test_weights_that_are_no_file_are_not_waited_for(make: Make) -> None:
+    folder = make(without="*.safetensors")
+    os.mkfifo(folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"model\.safetensors could not be loaded: it is not a"):
+        CachedModel.from_pretrained(folder)
 
 
 LOADED: dict[str, dict[str, Any]] = {

@@ -78,7 +78,7 @@ def test_the_package_is_found_from_every_folder(
     found = call(
         python, "-c", "import importlib.util as u; print(u.find_spec('kvquant'))", cwd=site
     )
-    assert found.stdout == "None\n"
+    assert str(site) not in found.stdout  # one beside the tests' own libraries may be there
 
 
 def test_what_is_built_is_whole_and_says_what_it_is(parent: Path, tmp_path: Path) -> None:
