@@ -168,8 +168,8 @@ def test_segments_are_attended_as_one_sequence(backend: str, relative_l2: Measur
         Segment(ring[0], ring[1], lens(20, 11), bf16, bf16, lens(10, 20)),
     ]
     result = attend_segments(q, segments, return_lse=True, backend=backend)
-    assert relative_l2(result[0], whole) < 1e-6
-    assert relative_l2(result[1], lse) < 1e-6
+    assert relative_l2(result[0], whole) < 1e-5
+    assert relative_l2(result[1], lse) < 1e-5
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -190,7 +190,7 @@ def test_sinks_and_a_ring_at_any_seats_are_one_segment(backend: str, relative_l2
     plain = Segment(rows[0][order], rows[1][order], lens(*counts), bf16, bf16)
     expected = attend_segments(q, [plain], return_lse=True, backend=backend)
     for one, other in zip(result, expected, strict=True):
-        assert relative_l2(one, other) < 1e-6
+        assert relative_l2(one, other) < 1e-5
     for seats in (lens(4, 0, 2, 5), lens(-1, 0, 2, 1)):
         with pytest.raises(ShapeError, match=r"seats of sequence . is .*: there are rows for 0"):
             attend_segments(q, [segment._replace(seats=seats)], backend=backend)

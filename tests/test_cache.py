@@ -150,7 +150,7 @@ def test_formats_may_differ_by_layer_and_between_k_and_v(relative_l2: Measure) -
         full = torch.nn.functional.scaled_dot_product_attention(
             q[:, :, None].double(), got_k.double(), got_v.double(), enable_gqa=True
         )
-        assert relative_l2(out, full[:, :, 0]) < 1e-6
+        assert relative_l2(out, full[:, :, 0]) < 1e-5
 
 
 @pytest.mark.parametrize("lengths", [(3, 5), (0, 0), (3, 0), (0, 5), (60, 60)], ids=str)

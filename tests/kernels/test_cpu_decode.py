@@ -145,8 +145,8 @@ def test_splits_do_not_change_the_result(num_splits: int, relative_l2: Measure) 
     arguments = (q, k_rows, v_rows, lens(*seq_lens))
     out, lse = check(relative_l2, *arguments, num_splits=num_splits, **BOTH)
     whole, whole_lse = state(*arguments, num_splits=1, **BOTH)
-    assert relative_l2(out, whole) <= 1e-6
-    torch.testing.assert_close(lse, whole_lse, rtol=1e-6, atol=1e-6)
+    assert relative_l2(out, whole) <= 1e-5
+    torch.testing.assert_close(lse, whole_lse, rtol=1e-5, atol=1e-5)
 
 
 def test_rows_may_have_any_strides_but_their_own(relative_l2: Measure) -> None:
@@ -314,7 +314,7 @@ def test_segments_of_other_formats_and_rings_are_merged(
         assert bool((lse[1] == -torch.inf).all())
         torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-5)
         parts: list[Any] = [attend_segments(q, [segment], **options) for segment in all_three]
-        assert relative_l2(merge_states(*parts)[0], out) <= 1e-6
+        assert relative_l2(merge_states(*parts)[0], out) <= 1e-5
 
 
 def test_the_same_call_gives_the_same_bits() -> None:
@@ -388,7 +388,7 @@ def test_long_sums_lose_no_digits(relative_l2: Measure) -> None:
         out, lse = state(q, rows[0], rows[1], lens(tokens), num_splits=num_splits, **BOTH)
         assert relative_l2(out, values) <= LIMIT
         one_lse = state(q, rows[0], rows[1], lens(1), **BOTH)[1]
-        torch.testing.assert_close(lse, one_lse + torch.tensor(tokens).log(), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(lse, one_lse + torch.tensor(tokens).log(), rtol=1e-5, atol=1e-5)
 
 
 def test_any_number_of_query_heads_costs_little_more_than_its_own(
