@@ -364,8 +364,8 @@ def test_processes_share_the_folder_and_a_hit_needs_no_numba(tmp_path: FilePath)
         )
 
     with start("compile") as first, start("compile") as second:
-        assert (first.wait(60), second.wait(60)) == (0, 0)
+        assert (first.wait(600), second.wait(600)) == (0, 0)
     assert len(list((tmp_path / "cubins").iterdir())) == 1, "temporary files are left"
     with start("read") as reader:
-        loaded, _ = reader.communicate(timeout=60)
+        loaded, _ = reader.communicate(timeout=600)
     assert (reader.returncode, loaded.strip()) == (0, "")
