@@ -12,9 +12,9 @@ import transformers
 
 from kvquant.model import CachedModel
 
-# Of logits of size 1. A float32 sum in another order, or on another processor, rounds a few keys and
-# values to the neighbouring fp16 number; that all are rounded moves logits by 2.5e-3, and a token
-# more or less by 0.2 or more.
+# Of logits of size 1. A float32 sum in another order, or on another processor, rounds a few keys
+# and values to the neighbouring fp16 number; that all are rounded moves logits by 2.5e-3, and a
+# token more or less by 0.2 or more.
 TOLERANCE = 5e-3
 SHAPE = {
     "vocab_size": 256,
