@@ -199,8 +199,8 @@ class CacheFile(RowsFile[Manifest]):
             if found_at(path) != self.path:
                 return True
             now = os.stat(self.path)
-        except FileNotFoundError:
-            return self._first is not None
+        except FileNotFoundError:  # if it was there a moment ago, an index is there now
+            return self._first is not None or found_at(path) != self.path
         except OSError:  # it cannot be told
             return False
         if self._first is None:  # there was none, or it could not be read

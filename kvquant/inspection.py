@@ -50,7 +50,7 @@ def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
     is_pages = holds_pages(path)
     try:
         return describe_pages(path) if is_pages else _describe_cache(path)
-    except CheckpointError:
+    except (CheckpointError, FileNotFoundError):
         if holds_pages(path) == is_pages:
             raise
         return describe(path)  # a file of the other kind has taken its place

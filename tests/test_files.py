@@ -17,10 +17,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from saved_kinds import KINDS, Kind
 
-from kvquant import KVCache, files, load_cache
+from kvquant import files, load_cache
+from kvquant.cachefile import found_at
 from kvquant.errors import CheckpointError
 from kvquant.exchange import RawFile, load_raw, quantize_raw
 from kvquant.files import DTYPES, SafetensorsFile, TensorSource, open_file, save_safetensors
+from kvquant.inspection import describe
 from kvquant.plan import CachePlan
 
 
@@ -275,11 +277,24 @@ class Interruptions:
                 self.is_busy = False
         return open_file(path)
 
-    def load(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> KVCache:
+    def load(
+        self, path: Path, monkeypatch: pytest.MonkeyPatch, read: Callable[[Path], Any] = load_cache
+    ) -> Any:
         with monkeypatch.context() as patch:
             patch.setattr("kvquant.cachefile.open_file", self.open_file)
             patch.setattr("kvquant.files.open_file", self.open_file)
-            return load_cache(path)
+            return read(path)
+
+
+@pytest.mark.parametrize("first", range(1, 4))
+def test_what_takes_the_place_of_pages_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int
+) -> None:
+    path = tmp_path / "x.safetensors"
+    KINDS["pages"].save(0, path)
+    between = Interruptions(lambda _: KINDS["shards"].save(0, path), first, 1)
+    told = between.load(path, monkeypatch, describe)["kind"]
+    assert told == ("cache" if between.done else "pages")
 
 
 @pytest.mark.parametrize("names", ["cache shards", "shards cache", "shards shards"])
@@ -295,11 +310,38 @@ def test_a_reader_beside_a_writer_finds_a_whole_cache(
         expected.append(kinds[0].shown(load_cache(path)))
     happened = 0
     for first in range(1, 6):
-        kinds[0].save(0, path)
-        between = Interruptions(lambda n: kinds[n % 2].save(n % 2, path), first, times)
-        assert kinds[0].shown(between.load(path, monkeypatch)) in expected
-        happened += between.done
+        for read in (load_cache, describe):
+            kinds[0].save(0, path)
+            between = Interruptions(lambda n: kinds[n % 2].save(n % 2, path), first, times)
+            found = between.load(path, monkeypatch, read)
+            if read is load_cache:
+                assert kinds[0].shown(found) in expected
+            happened += between.done
     assert happened >= times
+
+
+def test_a_reader_finds_a_cache_that_changes_its_kind_at_each_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, kinds, looks = tmp_path / "x.safetensors", (KINDS["shards"], KINDS["cache"]), 0
+    kinds[1].save(0, path)
+
+    def looked(path: Path) -> Path:
+        """One file whenever it is looked which counts, and shards right after it, twice."""
+        nonlocal looks
+        looks += 1
+        if looks == 2:
+            kinds[1].save(0, path)
+        found = found_at(path)
+        if looks <= 2:
+            kinds[0].save(0, path)
+        return found
+
+    monkeypatch.setattr("kvquant.cachefile.found_at", looked)
+    load_cache(path)
+    assert looks > 2
+    with pytest.raises(FileNotFoundError):
+        load_cache(tmp_path / "none.safetensors")
 
 
 def test_a_reader_gives_up_at_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
