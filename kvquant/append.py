@@ -7,7 +7,7 @@ import torch
 from .appendbackends import append, dequantize
 from .appendchecks import Append, check_apart, check_new, check_types
 from .appendops import append_rows_op, dequantize_pages_op
-from .arguments import check_tensors
+from .arguments import check_readable
 from .basis import Basis
 from .errors import ConfigError, ShapeError, shown
 from .layout import RowFormat
@@ -171,7 +171,7 @@ def dequantize_pages(
     Raises:
         As append_rows.
     """
-    check_tensors(rows=rows, slots=slots)
+    check_readable(rows=rows, slots=slots)
     fmt = format_of(rows, fmt)
     if not isinstance(fmt, RowFormat):
         raise ConfigError(f"fmt is {shown(fmt)}: give a name ('int4-g4') or a RowFormat")
@@ -188,7 +188,7 @@ def dequantize_pages(
         shape = slots.shape[0], rows.shape[1], fmt.head_dim
         out = torch.empty(shape, dtype=dtype, device=rows.device)
     else:
-        check_tensors(out=out)
+        check_readable(out=out)
         if out.dtype != dtype:
             raise ConfigError(f"out is {out.dtype}, dtype {dtype}: give an out of this dtype")
     if torch.compiler.is_compiling():

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from .arguments import check_tensors
+from .arguments import address, check_readable, check_tensors
 from .basis import Basis
 from .errors import ConfigError, DeviceError, ShapeError, shown
 from .layout import EXACT_CODECS, RowFormat
@@ -100,14 +100,18 @@ def check_types(
     rope: Rope | None,
 ) -> None:
     """Raise ConfigError unless what cannot be left out is a tensor, and the rest of its class."""
-    check_tensors(k=k, v=v, k_rows=k_rows, v_rows=v_rows, slots=slots.packed)
-    if exact_k is not None and exact_v is not None:
-        check_tensors(exact_k=exact_k, exact_v=exact_v)
+    check_readable(k=k, v=v, k_rows=k_rows, v_rows=v_rows, slots=slots.packed)
+    optional = {"exact_k": exact_k, "exact_v": exact_v}
+    optional |= {f"slots.{name}": x for name, x in slots._asdict().items()}
+    check_readable(**{name: x for name, x in optional.items() if x is not None})
     for name, transform in (("k_transform", k_transform), ("v_transform", v_transform)):
         if not (transform is None or isinstance(transform, RowTransform | Basis)):
             raise ConfigError(
                 f"{name} is of type {type(transform).__name__}: give a RowTransform or a Basis"
             )
+        if isinstance(transform, RowTransform):
+            given = transform._asdict().items()
+            check_readable(**{f"{name}.{n}": x for n, x in given if isinstance(x, torch.Tensor)})
     if not (rope is None or isinstance(rope, Rope)):
         raise ConfigError(f"rope is of type {type(rope).__name__}: give Rope(cos, sin)")
 
@@ -152,6 +156,7 @@ def _check_apart(call: Append) -> None:
     given = call.k_rows, call.v_rows, call.exact_k, call.exact_v
     written = [(name, x) for name, x in zip(names, given, strict=True) if x is not None]
     for name, rows in written:
+        address(rows, name)
         if not _are_apart(rows.shape, rows.stride()):
             raise ShapeError(
                 f"{name} has strides {list(rows.stride())} for {list(rows.shape)}: some of its "

@@ -16,6 +16,8 @@ def check_tensors(**given: object) -> None:
     """Raise ConfigError unless each is a tensor, and no sparse one."""
     for name, value in given.items():
         if isinstance(value, torch.Tensor):
+            if value.is_nested:
+                raise ConfigError(f"{name} is a nested tensor: give a dense one")
             if value.layout is torch.strided:
                 continue
             raise ConfigError(f"{name} is {value.layout}: give a dense tensor, {name}.to_dense()")
@@ -23,6 +25,40 @@ def check_tensors(**given: object) -> None:
         if isinstance(value, np.ndarray):
             how += " (torch.from_numpy makes one of an array)"
         raise ConfigError(f"{name} is of type {type(value).__name__}: {how}")
+
+
+def check_readable(**given: object) -> None:
+    """Raise ConfigError unless each is a tensor whose values lie in memory.
+
+    Those of fake tensors, of torch.func's transformations (vmap, grad), of wrappers such as DTensor
+    and of freed storages do not: a kernel that went to their address would end the process.
+    """
+    check_tensors(**given)
+    if torch.compiler.is_compiling():
+        return
+    for name, value in given.items():
+        assert isinstance(value, torch.Tensor)
+        if value.is_cpu or value.is_cuda:
+            address(value, name)
+
+
+def address(tensor: torch.Tensor, name: str = "one of the tensors") -> int:
+    """Where the values of a tensor begin, for a kernel; 0 if it has none.
+
+    Raises:
+        ConfigError: there are values, but not in memory.
+    """
+    try:
+        found = tensor.data_ptr()
+    except Exception:  # of torch, as RuntimeError or as a warning
+        found = 0
+    # a view of what begins nowhere begins at its offset
+    if found <= tensor.storage_offset() * tensor.itemsize and tensor.numel():
+        raise ConfigError(
+            f"{name} is a {type(tensor).__name__} whose values lie nowhere in memory: it is fake, "
+            "wraps other tensors (DTensor, vmap, grad), or its storage was freed. Give a plain one"
+        )
+    return found
 
 
 def check_kind(name: str, value: object, kind: type, how: str) -> None:

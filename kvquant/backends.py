@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from . import debug
-from .arguments import check_num_splits, check_scale, check_tensors
+from .arguments import check_num_splits, check_readable, check_scale, check_tensors
 from .devices import kernels_for
 from .errors import ConfigError, shown
 from .layout import RowFormat
@@ -50,7 +50,7 @@ def attend(
             q = q.detach()
         sm_scale = q.shape[-1] ** -0.5 if sm_scale is None else check_scale(sm_scale)
         return kernel(q, checked, sm_scale, num_splits, return_lse)
-    except (AttributeError, TypeError, RuntimeError):  # looked at only now: it takes time
+    except (AttributeError, TypeError, RuntimeError, ConfigError):  # only now: it takes time
         check_types(q, segments)
         raise
 
@@ -81,7 +81,7 @@ def _check(
 
 def check_types(q: torch.Tensor, segments: Sequence[Segment | LooseRows]) -> None:
     """Raise ConfigError unless q and all of the segments are of the types that they must be."""
-    check_tensors(q=q)
+    check_readable(q=q)
     if not isinstance(segments, Sequence) or isinstance(segments, Segment):
         raise ConfigError(f"segments is of type {type(segments).__name__}: give a list of Segment")
     for rows in segments:
@@ -89,7 +89,7 @@ def check_types(q: torch.Tensor, segments: Sequence[Segment | LooseRows]) -> Non
             raise ConfigError(f"segments has a {type(rows).__name__} in it: give a list of Segment")
         given = dict(zip(Segment._fields, rows, strict=True))
         optional = {name for name in ("starts", "block_table", "seats") if given[name] is None}
-        check_tensors(**{name: given[name] for name in _TENSORS if name not in optional})
+        check_readable(**{name: given[name] for name in _TENSORS if name not in optional})
         for fmt in (given["k_format"], given["v_format"]):
             if not isinstance(fmt, RowFormat | str):
                 raise ConfigError(f"the format is {shown(fmt)}: give a name ('int4-g4')")

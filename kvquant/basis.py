@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from .arguments import check_tensors
+from .arguments import check_readable
 from .devices import full_precision
 from .errors import ConfigError, ShapeError, shown
 from .hadamard import rotate
@@ -58,7 +58,7 @@ class Basis:
                 f"basis {shown(kind)} does not exist or lacks its matrix: use "
                 f"{', '.join(KINDS)}, the last one with a matrix"
             )
-        check_tensors(offset=offset)
+        check_readable(offset=offset)
         if offset.ndim != 2:
             raise ShapeError(f"offset is {list(offset.shape)}: give [num_kv_heads, head_dim]")
         heads, dim = offset.shape
@@ -196,7 +196,7 @@ def fingerprints(bases: Sequence[LayerBasis] | None) -> list[dict[str, str]]:
 def _check(name: str, tensor: torch.Tensor | None, shape: tuple[int, ...]) -> None:
     if tensor is None:
         return
-    check_tensors(**{name: tensor})
+    check_readable(**{name: tensor})
     if tensor.shape != shape:
         raise ShapeError(f"{name} is {list(tensor.shape)}: it must be {list(shape)}")
     if tensor.dtype != torch.float32 or not bool(tensor.isfinite().all()):

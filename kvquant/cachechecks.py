@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from . import debug
+from .arguments import address, check_readable
 from .basis import LayerBasis
 from .errors import ConfigError, DeviceError, NonFiniteError, ShapeError, shown
 from .layout import RowFormat
@@ -50,6 +51,7 @@ def whole_numbers(name: str, values: int | Counts) -> torch.Tensor:
         ConfigError: they are no whole numbers.
     """
     if isinstance(values, torch.Tensor) and not values.is_meta:
+        check_readable(**{name: values})
         numbers = values.cpu()
     else:
         try:
@@ -274,6 +276,7 @@ def _check_values(
     bases = at.basis or (None, None)
     sides = ("k", k, at.k_format, at.k_exact), ("v", v, at.v_format, at.v_exact)
     for (name, x, *formats), basis in zip(sides, bases, strict=True):
+        address(x, name)
         limit = min(fmt.max_abs for fmt in formats)
         _check_limit(x, name, limit, formats, new_lens)
         if basis is not None:

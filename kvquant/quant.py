@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import torch
 
-from .arguments import check_tensors
+from .arguments import check_readable
 from .devices import full_precision
 from .errors import ConfigError, DeviceError, NonFiniteError, ShapeError, shown
 from .layout import E4M3_MAX, HEAD_DIMS, RowFormat
@@ -63,7 +63,7 @@ def quantize_rows(
         NonFiniteError: the first value that the format cannot hold, with its index.
         DeviceError: the backend cannot take tensors of this device.
     """
-    check_tensors(x=x)
+    check_readable(x=x)
     if isinstance(fmt, str):
         fmt = RowFormat.parse(fmt, x.shape[-1] if x.ndim else 0)
     _check_format(fmt)
@@ -127,7 +127,7 @@ def format_of(rows: torch.Tensor, fmt: str | RowFormat) -> RowFormat:
         ConfigError: there is no such format, or rows is no tensor.
         ShapeError: no rows of this name are so long.
     """
-    check_tensors(rows=rows)
+    check_readable(rows=rows)
     if not isinstance(fmt, str):
         return fmt
     row_bytes = rows.shape[-1] if rows.ndim else 0

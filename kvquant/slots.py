@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from . import debug
+from .arguments import check_readable
 from .errors import ConfigError, ShapeError, shown
 
 MOST = 2**31 - 1  # tokens: lengths are int32
@@ -105,18 +106,24 @@ def slots_of(
         sizes = {"new_tokens": new_tokens, "sink_len": sink_len, "recent_len": recent_len}
         _check_sizes({**sizes, "page_size": page_size})
         if _are_on_cpu(seq_lens, packed_lens, new_lens, block_table, seats):
-            found = _cpu().find_slots(
-                seq_lens,
-                packed_lens,
-                new_lens,
-                new_tokens,
-                page_size,
-                sink_len,
-                recent_len,
-                block_table,
-                seats,
-                ring,
-            )
+            try:
+                found = _cpu().find_slots(
+                    seq_lens,
+                    packed_lens,
+                    new_lens,
+                    new_tokens,
+                    page_size,
+                    sink_len,
+                    recent_len,
+                    block_table,
+                    seats,
+                    ring,
+                )
+            except RuntimeError:  # of torch; looked at only now: it takes time
+                lens = {"seq_lens": seq_lens, "packed_lens": packed_lens, "new_lens": new_lens}
+                given = {**lens, "block_table": block_table, "seats": seats}
+                check_readable(**{name: x for name, x in given.items() if x is not None})
+                raise
             if found is not None:  # else it is told below what is not possible
                 return Slots(*found)
     if debug.may_read(seq_lens):

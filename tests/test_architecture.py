@@ -26,7 +26,7 @@ ROW_KERNELS = (
     "kernels.cuda.device kernels.cuda.ptx kernels.cuda.quantize kernels.cuda.rowcopies "
     "kernels.cuda.rowspec kernels.cuda.transform"
 )
-RUN = "kernels.cpu.compile kernels.cpu.parallel kernels.cpu.simd"
+RUN = "arguments kernels.cpu.compile kernels.cpu.parallel kernels.cpu.simd"
 ROW_LAUNCH = "kernels.cuda.driver kernels.cuda.loaded kernels.cuda.rowspec"
 
 # module of kvquant -> modules of kvquant that it may import
@@ -45,7 +45,7 @@ ALLOWED = {
     "attention": f"{FACTS} arguments segments backends ops",
     "hadamard": f"{FACTS} quant",
     "transforms": "devices hadamard",
-    "slots": "errors debug",
+    "slots": "errors arguments debug",
     "slotops": "debug slots",
     "appendchecks": f"{FACTS} arguments quant basis slots transforms",
     "appendbackends": f"{FACTS} quant debug devices rounding slots transforms appendchecks",
@@ -55,7 +55,7 @@ ALLOWED = {
     ),
     "rounding": f"{FACTS} quant",
     "basis": f"arguments devices {FACTS} hadamard rounding transforms",
-    "cachechecks": f"{FACTS} quant debug basis rowstacks",
+    "cachechecks": f"{FACTS} arguments quant debug basis rowstacks",
     "layer": f"{FACTS} devices debug segments basis rowstacks append slots slotops",
     "cache": f"{MEANING} attention basis basisattention cachechecks layer",
     "plan": f"{FACTS} basis files identity jsonvalues writing",

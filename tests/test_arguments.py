@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvquant import (
     KVCache,
@@ -474,3 +476,49 @@ def test_anything_else_is_taken_or_refused_in_words_of_ours(door: str) -> None:
                 assert len(str(error)) < 600, f"{name}={odd}"
             except Exception as error:
                 raise AssertionError(f"{door}({name}={odd}) raises {error!r}") from error
+
+
+def fake(value: torch.Tensor) -> torch.Tensor:
+    """A part of one, which does not begin at address 0 but at its offset."""
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        return mode.from_tensor(torch.stack([value, value]))[1]
+
+
+def zero(value: torch.Tensor) -> torch.Tensor:
+    """As forward-mode derivatives are where there are none."""
+    made: torch.Tensor = torch._efficientzerotensor(value.shape, dtype=value.dtype)
+    return made
+
+
+@pytest.mark.parametrize("unreadable", [fake, zero])
+@pytest.mark.parametrize("door", doors())
+def test_tensors_without_values_in_memory_are_refused(
+    door: str, unreadable: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """The kernels would end the process, at address 0."""
+    if door in ("merge", "rope"):
+        pytest.skip("arithmetic of torch")
+    call, good = doors()[door]
+    for name, value in good.items():
+        if isinstance(value, torch.Tensor) and value.numel() and name != "bad":
+            with warnings.catch_warnings(), pytest.raises(KVQuantError):
+                warnings.simplefilter("ignore")  # of torch: a fake tensor has no address
+                call(**{**good, name: unreadable(value)})
+            call(**good)
+
+
+def test_tensors_without_values_in_memory_are_named() -> None:
+    wrapped = (r"q is a Tensor whose values lie nowhere in memory: .*vmap", "k is a Tensor whose")
+    filled = cache()
+    with pytest.raises(ConfigError, match=wrapped[0]):
+        torch.vmap(lambda q: call(q=q), randomness="same")(torch.zeros(3, 2, 4, 64))
+    with pytest.raises(ConfigError, match=wrapped[1]):
+        torch.vmap(lambda k: filled.append(1, k, X))(torch.zeros(3, *X.shape))
+    assert filled.layers[1].seq_lens.tolist() == [0, 0]
+    freed = rows()
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(ConfigError, match=r"k_rows is a Tensor .* freed"):
+        call(k_rows=freed)
+    nested = torch.nested.nested_tensor([torch.zeros(4, 64)])
+    with pytest.raises(ConfigError, match="q is a nested tensor"):
+        call(q=nested)

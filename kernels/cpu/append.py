@@ -20,6 +20,7 @@ import torch
 from llvmlite import ir
 from numba import types
 
+from kvquant.arguments import address
 from kvquant.layout import HEAD_DIMS, RowFormat
 
 from .compile import compile_kernel
@@ -104,7 +105,7 @@ def _arguments(side: Side, exact_format: str) -> list[int]:
     x, rows, fmt, exact_rows = side
     stride, stride_head, _ = x.stride()
     page, head, row, _ = rows.stride()
-    place = [x.data_ptr(), stride * x.itemsize, stride_head * x.itemsize]
+    place = [address(x), stride * x.itemsize, stride_head * x.itemsize]
     place += [rows.data_ptr(), page, head, row, max(rows.shape[2], 1)]
     if exact_rows is None:
         return [*place, 0, 0, 0, 0, 1, _quantizer(fmt, INPUTS[x.dtype]), 0, 0]

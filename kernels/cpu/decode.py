@@ -23,6 +23,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from kvquant.arguments import address
 from kvquant.segments import PAGE_SIZES, Segment
 
 from .compile import compile_kernel
@@ -284,9 +285,9 @@ def attend(
             pages = [table.data_ptr(), *strides, segment.k_rows.shape[2].bit_length() - 1]
         arguments = np.array(
             [
-                scaled.data_ptr(),
-                segment.k_rows.data_ptr(),
-                segment.v_rows.data_ptr(),
+                address(scaled),
+                address(segment.k_rows),
+                address(segment.v_rows),
                 *segment.k_rows.stride()[:3],
                 *segment.v_rows.stride()[:3],
                 seq_lens.data_ptr(),

@@ -11,6 +11,8 @@ import functools
 import numpy as np
 import torch
 
+from kvquant.arguments import address
+
 from .compile import compile_kernel
 from .parallel import run
 from .simd import (
@@ -44,10 +46,11 @@ def round_with_feedback(
     Returns:
         The shape of x, float32; without meaning where params are NaN.
     """
-    x, params, columns = x.contiguous(), params.contiguous(), feedback.mT.contiguous()
+    columns = feedback.resolve_neg().mT.contiguous()
+    x, params = x.resolve_neg().contiguous(), params.contiguous()
     codes = torch.empty_like(x)
     num_rows = x.numel() // x.shape[-1]
-    pointers = [tensor.data_ptr() for tensor in (x, params, columns, codes)]
+    pointers = [address(tensor) for tensor in (x, params, columns, codes)]
     arguments = np.array([*pointers, num_rows, x.shape[2], x.shape[1]], np.int64)
     items = -(-num_rows // ROWS_PER_ITEM)
     kernel = make_feedback_kernel(x.shape[-1], params.shape[-2], int(levels))

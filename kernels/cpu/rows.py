@@ -14,6 +14,7 @@ import torch
 from llvmlite import ir
 from numba import types
 
+from kvquant.arguments import address
 from kvquant.layout import E4M3_MAX, RowFormat
 
 from .compile import compile_kernel
@@ -54,7 +55,7 @@ def quantize(x: torch.Tensor, fmt: RowFormat) -> tuple[torch.Tensor, bool]:
     num_rows = x.numel() // fmt.head_dim
     bad = np.zeros(1, np.uint16)
     kernel = make_quantize_kernel(spec(fmt), INPUTS[x.dtype])
-    arguments = np.array([x.data_ptr(), rows.data_ptr(), num_rows, bad.ctypes.data], np.int64)
+    arguments = np.array([address(x), address(rows), num_rows, bad.ctypes.data], np.int64)
     _run(kernel, arguments, num_rows)
     return rows, not bad[0].item()
 
@@ -64,7 +65,7 @@ def dequantize(rows: torch.Tensor, fmt: RowFormat) -> torch.Tensor:
     rows = rows.contiguous()
     x = torch.empty((*rows.shape[:-1], fmt.head_dim), dtype=torch.float32, device="cpu")
     num_rows = rows.numel() // fmt.row_bytes
-    arguments = np.array([x.data_ptr(), rows.data_ptr(), num_rows, 0], np.int64)
+    arguments = np.array([address(x), address(rows), num_rows, 0], np.int64)
     _run(make_dequantize_kernel(spec(fmt)), arguments, num_rows)
     return x
 

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from llvmlite import ir
 
+from kvquant.arguments import address
+
 from .compile import compile_kernel
 from .parallel import run
 from .rows import INPUTS, load_elements
@@ -55,10 +57,10 @@ def transform(x: torch.Tensor, offset: torch.Tensor | None, rotates: bool) -> to
     batch, heads, tokens, head_dim = x.shape
     out = torch.empty(x.shape, dtype=torch.float32, device="cpu")
     strides = [stride * x.itemsize for stride in x.stride()[:3]]
-    offset = None if offset is None else offset.detach().contiguous()
-    place = 0 if offset is None else offset.data_ptr()
+    offset = None if offset is None else offset.detach().resolve_neg().contiguous()
+    place = 0 if offset is None else address(offset)
     sizes = batch * heads * tokens, heads, tokens
-    arguments = np.array([x.data_ptr(), *strides, place, out.data_ptr(), *sizes], np.int64)
+    arguments = np.array([address(x), *strides, place, address(out), *sizes], np.int64)
     items = -(-sizes[0] // ROWS_PER_ITEM)
     kernel = make_transform_kernel(head_dim, INPUTS[x.dtype], offset is not None, rotates)
     run(kernel, arguments, items, parallel=items > 4)

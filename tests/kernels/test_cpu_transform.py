@@ -37,3 +37,10 @@ def test_every_element_is_that_of_torch(
         plain = ~wanted.isnan()
         assert torch.equal(got[plain], wanted[plain])
         assert torch.equal(got[plain].signbit(), wanted[plain].signbit())
+
+
+def test_an_offset_that_reads_as_negated_is_negated() -> None:
+    x, offset = torch.randn(1, 2, 3, 64), torch.randn(2, 64)
+    negated = torch.complex(torch.zeros(2, 64), offset).conj().imag
+    assert negated.is_neg()
+    assert torch.equal(transform(x, negated, True), transform(x, -offset, True))
