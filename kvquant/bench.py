@@ -95,10 +95,15 @@ def bench_decode(
     enable_gqa, in float32 and in bfloat16 (the fastest of the four counts), and apart from it the
     same attention as two batched matmuls and a softmax in bfloat16.
 
+    Args:
+        fmt: a format, or those of K and V apart: int8/int4.
+
     Raises:
         KVQuantError: the result is not within 1e-5 of the reference; nothing is timed then.
     """
-    row_format = RowFormat.parse(fmt, head_dim)
+    k_name, _, v_name = fmt.partition("/")
+    k_format = RowFormat.parse(k_name, head_dim)
+    v_format = RowFormat.parse(v_name or k_name, head_dim)
     generator = torch.Generator().manual_seed(0)
     shape = (batch, num_kv_heads, seq_len, head_dim)
 
@@ -107,18 +112,16 @@ def bench_decode(
 
     k, v = (draw(*shape) for _ in range(2))
     q = draw(batch, num_q_heads, head_dim)
-    k_rows, v_rows = quantize_rows(k, row_format), quantize_rows(v, row_format)
+    k_rows, v_rows = quantize_rows(k, k_format), quantize_rows(v, v_format)
     seq_lens = torch.full((batch,), seq_len, dtype=torch.int32, device="cpu")
 
     def ours() -> torch.Tensor:
-        out = decode_attention(
-            q, k_rows, v_rows, seq_lens, k_format=row_format, v_format=row_format
-        )
+        out = decode_attention(q, k_rows, v_rows, seq_lens, k_format=k_format, v_format=v_format)
         assert isinstance(out, torch.Tensor)
         return out
 
     expected = reference_attention(
-        q, k_rows, v_rows, seq_lens, k_format=row_format, v_format=row_format
+        q, k_rows, v_rows, seq_lens, k_format=k_format, v_format=v_format
     )
     error = float((ours() - expected).norm() / expected.norm())
     if not error <= MAX_ERROR:

@@ -263,7 +263,8 @@ def _bench_cpu(
                 f"{shape['num_kv_heads']}"
             )
     names = formats or FORMATS
-    steps = len(names) * (len(shapes) + 1) + 1
+    alone = list(dict.fromkeys(part for name in names for part in name.split("/")))
+    steps = len(names) * len(shapes) + len(alone) + 1
     with progress(steps, "Timing") as update:
         roof = read_roof()
         update(1, "read roof")
@@ -272,7 +273,7 @@ def _bench_cpu(
             decoded.append(bench_decode(name, head_dim=head_dim, seconds=seconds, **shape))
             update(1, f"decode {name}")
         rows = []
-        for name in names:
+        for name in alone:
             rows.append(bench_rows(name, shape=(8, 4096, head_dim), seconds=seconds))
             update(1, f"rows {name}")
     threads = torch.get_num_threads()

@@ -569,6 +569,25 @@ def test_a_bench_beyond_memory_is_told(error: Exception, monkeypatch: pytest.Mon
     assert isinstance(run("bench", "--device", "cpu").exception, ZeroDivisionError)
 
 
+def test_a_bench_of_k_and_v_of_unlike_formats(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from kvquant import bench
+
+    monkeypatch.setattr(bench, "read_roof", lambda: 1.0)
+    monkeypatch.setattr(bench, "bench_rows", lambda name, **_: {"format": name})
+    monkeypatch.setattr(bench, "render_rows", lambda rows: "")
+    monkeypatch.setattr(bench, "time_in_turn", lambda calls, *_: [1.0 for _ in calls])
+    path = tmp_path / "x.json"
+    given = ("--format", "int8/int4-g4", "--format", "int8", "--head-dim", 128, "--seq-len", 16)
+    ok("bench", "--device", "cpu", *given, "--json", path)
+    figures = json.loads(path.read_text())
+    assert [row["format"] for row in figures["decode"]] == ["int8/int4-g4", "int8"]
+    assert [row["format"] for row in figures["rows"]] == ["int8", "int4-g4"]
+    sizes = [row["gb_per_s"] * 1e6 for row in figures["decode"]]
+    assert sizes == pytest.approx([8 * 16 * (132 + 80), 8 * 16 * (132 + 132)])
+
+
 def test_python_runs_the_package_as_the_command() -> None:
     said = subprocess.run(
         [sys.executable, "-m", "kvquant", "--version"],
