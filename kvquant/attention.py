@@ -233,11 +233,11 @@ def merge_states(*states: State) -> State:
 
     Returns:
         out, the dtype of the first one, and lse, float32 (float64 if any lse is). Computed in the
-        dtype of lse. Where no state has tokens: zeros and -inf.
+        dtype of lse. Where no state has tokens: zeros and -inf. Where an lse is +inf out is NaN.
 
     Raises:
         ShapeError: no state, or states that do not fit one another.
-        ConfigError: a state is no pair of tensors.
+        ConfigError: a state is no pair of tensors of floats.
         DeviceError: they lie on several devices.
 
     Source: the attention states of FlashInfer (https://arxiv.org/abs/2501.01005), there in base 2.
@@ -252,6 +252,8 @@ def merge_states(*states: State) -> State:
                 "by one, merge_states((out, lse), (out, lse)), and a list as merge_states(*states)"
             )
         check_tensors(out=state[0], lse=state[1])
+        if not state[0].is_floating_point() or not state[1].is_floating_point():
+            raise ConfigError(f"out is {state[0].dtype} and lse {state[1].dtype}: use floats")
     states = tuple((out.detach(), lse.detach()) for out, lse in states)
     first_out = states[0][0]
     for out, lse in states:
@@ -264,7 +266,8 @@ def merge_states(*states: State) -> State:
             )
     lses = torch.stack([lse if lse.dtype == torch.float64 else lse.float() for _, lse in states])
     lse = lses.logsumexp(0)
-    weights = (lses - lse.nan_to_num(neginf=0.0)).exp()  # all empty: exp(-inf - 0) = 0
+    # all empty: exp(-inf - 0) = 0; where a score was infinite: NaN, as in decode_attention
+    weights = (lses - lse.masked_fill(lse == -torch.inf, 0.0)).exp()
     outs = torch.stack([out.to(lses.dtype) for out, _ in states])
     parts = torch.where(lses[..., None] == -torch.inf, 0.0, weights[..., None] * outs)
     return parts.sum(0).to(first_out.dtype), lse

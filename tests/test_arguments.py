@@ -507,6 +507,7 @@ def test_tensors_without_values_in_memory_are_refused(
             call(**good)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_tensors_without_values_in_memory_are_named() -> None:
     wrapped = (r"q is a Tensor whose values lie nowhere in memory: .*vmap", "k is a Tensor whose")
     filled = cache()

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvquant import merge_states
-from kvquant.errors import ShapeError
+from kvquant.errors import ConfigError, ShapeError
 
 State = tuple[torch.Tensor, torch.Tensor]
 
@@ -91,6 +91,25 @@ def test_a_nan_in_a_state_with_tokens_is_not_hidden() -> None:
     bad_out, bad_lse = merge_states(state, (torch.ones(1, 4), torch.full((1,), float("nan"))))
     assert bool(bad_out.isnan().all())
     assert bool(bad_lse.isnan().all())
+
+
+def test_an_infinite_score_makes_nan_whichever_state_has_it() -> None:
+    plain, infinite = ((torch.ones(1, 2), torch.tensor([lse])) for lse in (0.0, torch.inf))
+    empty = torch.ones(1, 2), torch.tensor([-torch.inf])
+    for states in ((plain, infinite), (infinite, plain), (infinite, infinite), (empty, infinite)):
+        out, lse = merge_states(*states)
+        assert bool(out.isnan().all()) and lse.item() == torch.inf
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64])
+def test_states_of_other_than_floats_are_refused(dtype: torch.dtype) -> None:
+    """Whole numbers would be cut, and complex ones lose a part."""
+    for dtypes in ((dtype, torch.float32), (torch.float32, dtype)):
+        out, lse = (
+            torch.ones(shape, dtype=d) for shape, d in zip(((1, 2), (1,)), dtypes, strict=True)
+        )
+        with pytest.raises(ConfigError, match=f"{dtype}.*: use floats"):
+            merge_states((out, lse))
 
 
 def test_far_apart_states_do_not_overflow() -> None:

@@ -285,9 +285,9 @@ def attend(
             pages = [table.data_ptr(), *strides, segment.k_rows.shape[2].bit_length() - 1]
         arguments = np.array(
             [
-                address(scaled),
-                address(segment.k_rows),
-                address(segment.v_rows),
+                address(scaled, "q"),
+                address(segment.k_rows, "k_rows"),
+                address(segment.v_rows, "v_rows"),
                 *segment.k_rows.stride()[:3],
                 *segment.v_rows.stride()[:3],
                 seq_lens.data_ptr(),
