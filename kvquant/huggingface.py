@@ -9,9 +9,9 @@ registered as "kvquant" attends to marked ones, and appends them.
 
 So a prompt is quantized as it goes, and one layer at a time has a 16-bit copy. Keys and values are
 rounded to the cache's 16-bit format first. A layer that gets the marked keys of another one attends
-to the same rows and values as that one did, and appends nothing; the 16-bit copy then lives as long
-as those keys. Each layer of the cache is appended once in a call of the model, in order, or the
-call is refused.
+to the same rows and values as that one did, with all queries or with the last ones only (Gemma 4 in
+generate), and appends nothing; the 16-bit copy then lives as long as those keys. Each layer of the
+cache is appended once in a call of the model, in order, or the call is refused.
 
 A layer's mask tells whether its sliding window is that of the cache (windows_of). What cannot be
 computed (caps, sink logits, other masks) is refused. A call without a TransformersCache is computed
@@ -413,12 +413,14 @@ class _Handed:
         appended: they are in the cache, so what gets them now is another layer.
         seen: with the first attention, in a chunk: all keys and values that it met and the mask;
             empty if it met the chunk alone.
+        mask: that the first attention got, if any.
     """
 
     def __init__(self, to: TransformersCache, at: int, layer: int) -> None:
         self.to, self.at, self.layer = to, at, layer
         self.appended = False
         self.seen: tuple[torch.Tensor, ...] | None = None
+        self.mask: torch.Tensor | None = None
 
 
 class _Call(threading.local):
@@ -473,7 +475,7 @@ def _attention(
     try:
         _check_keys(handed, name, query, key, value)
         _check_call(handed, module, name, query.shape[2], dropout, options)
-        window = _window_of(attention_mask, name)
+        window = _window_of(_whole_mask(handed, attention_mask, query.shape[2]), name)
         _check_window(handed, window, options.get("sliding_window"), query.shape[2], name)
         return _attend(handed, query, key, value, scaling), None
     except BaseException:
@@ -490,7 +492,8 @@ def _check_keys(
             f"{name} attends to other values than it gave to the cache (split, scaled or "
             "repeated): a KVCache holds keys and values as attention meets them"
         )
-    if query.shape[2] != key.shape[2]:
+    asked, new = query.shape[2], key.shape[2]
+    if asked != new and not (handed.appended and asked < new):
         raise UnsupportedModelError(f"{name} attends with other tokens than those of its keys")
 
 
@@ -565,7 +568,8 @@ def _attend(
 ) -> torch.Tensor:
     """Attend to the past and the new tokens, which are appended by the first that attends."""
     cache = handed.to.cache
-    if query.shape[2] == 1:
+    asked, new = query.shape[2], key.shape[2]
+    if new == 1:
         if not handed.appended:
             handed.to.append(handed, key, value)
         last = query[:, :, 0]
@@ -577,6 +581,10 @@ def _attend(
     if handed.seen is None:
         handed.seen = _seen(cache, handed.at, key, value)
     keys, values, mask = handed.seen or (key, value, None)
+    if asked < new:  # the last ones, of a layer that shares keys
+        if mask is None:
+            mask = torch.ones(asked, new, dtype=torch.bool, device=key.device).tril(new - asked)
+        mask = mask[..., -asked:, :]
     out = scaled_dot_product_attention(
         query,
         keys,
@@ -625,6 +633,20 @@ class _MaskMark:
 
     def __init__(self, window: int | None = None, problem: str | None = None) -> None:
         self.window, self.problem = window, problem
+
+
+def _whole_mask(
+    handed: _Handed, attention_mask: torch.Tensor | None, asked: int
+) -> torch.Tensor | None:
+    """The mask that the first attention got, where a layer that shares keys got its last rows."""
+    mask, whole = attention_mask, handed.mask
+    if not handed.appended:
+        handed.mask = mask
+    elif mask is not None and whole is not None and not hasattr(mask, "kvquant_mask"):
+        is_part = mask.shape[2:] == (asked, whole.shape[3])
+        if is_part and mask.data_ptr() == whole.data_ptr() + whole.shape[2] - asked:
+            return whole
+    return mask
 
 
 def _window_of(attention_mask: torch.Tensor | None, name: str) -> int | None:
@@ -708,9 +730,10 @@ def _mask(
         if sizes["kv_length"] <= local_size:
             return None
         mark.problem = f"attends to chunks of {local_size} tokens: KVCache has sliding windows only"
-    # of one element: what a model makes of it has lost the mark, and is refused
+    # an element a row: what a model makes of it, but its last rows, has lost the mark: refused
     shape = sizes["batch_size"], 1, sizes["q_length"], sizes["kv_length"]
-    marked = torch.empty((), dtype=torch.bool, device=sizes.get("device")).expand(shape)
+    rows = torch.empty(shape[2], 1, dtype=torch.bool, device=sizes.get("device"))
+    marked = rows.expand(shape)
     marked.kvquant_mask = mark  # type: ignore[attr-defined]
     return marked
 

@@ -529,10 +529,17 @@ DROP_IN: dict[str, tuple[int, int, dict[str, Any]]] = {  # prompts, sequences, o
 }
 
 
-@pytest.fixture(scope="module", params=["Llama", "Mistral", "Gemma3nText"])
+GENERATING: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Mistral": {"sliding_window": 16},
+    "Gemma3nText": GEMMA3N,
+    "Gemma4Text": SHARING | {"global_head_dim": 64},  # layers that share take the last token only
+}
+
+
+@pytest.fixture(scope="module", params=GENERATING)
 def generating(request: pytest.FixtureRequest) -> CachedModel:
-    changes = {"Llama": {}, "Mistral": {"sliding_window": 16}, "Gemma3nText": GEMMA3N}
-    return tiny(request.param, **changes[request.param])
+    return tiny(request.param, **GENERATING[request.param])
 
 
 @pytest.mark.parametrize("case", DROP_IN)
@@ -667,6 +674,18 @@ def test_outputs_beside_the_logits_are_given(kind: str) -> None:
     for key in [option.removeprefix("output_") for option in wanted]:
         for got, expected in zip(found[1][key], found[0][key], strict=True):
             torch.testing.assert_close(got, expected, atol=TOLERANCE, rtol=0)
+
+
+def test_rows_of_a_mask_but_the_last_are_refused() -> None:
+    handed = huggingface._Handed(None, 0, 0)  # type: ignore[arg-type]
+    whole = torch.empty(9, 1, dtype=torch.bool).expand(2, 1, 9, 12)
+    assert huggingface._whole_mask(handed, whole, 9) is whole
+    handed.appended = True
+    for part in (whole[:, :, -1:], whole[:, :, -3:], whole[:, :, 0:]):
+        assert huggingface._whole_mask(handed, part, part.shape[2]) is whole
+    for part in (whole[:, :, :3], whole[:, :, -3:-1], whole[:, :, -3:].clone(), whole[..., :9]):
+        assert huggingface._whole_mask(handed, part, part.shape[2]) is part
+    assert huggingface._whole_mask(handed, None, 1) is None
 
 
 def test_layers_without_softmax_caps_are_all_that_kvquant_is_without_a_cache() -> None:
