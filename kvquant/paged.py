@@ -448,12 +448,14 @@ class PagedKVCache(NotCopied):
         self._settle(ids)
         if any(counts):
             self._bad_before = self.bad_rows.clone()
-        with self._swap.telling():
-            step = self.state.extend(ids, counts, tokens)
+        step = None
         try:
+            with self._swap.telling():
+                step = self.state.extend(ids, counts, tokens)
             self.rows.copy_pages(step.copies)
         except BaseException:
-            self.state.take_back(step)
+            if step is not None:
+                self.state.take_back(step)
             raise
         self._step, self._entered = step, False
         return step

@@ -206,16 +206,20 @@ class PagedState(NotCopied):
             raise ShapeError(f"{len(known)} tokens for counts that add up to {new.sum()}")
         lengths, packed_lens = self.lengths[seats], self.packed_lens[seats]
         growth = self.pool.append(ids, self._packed_counts(seats, new).tolist())
-        if growth.entries:
-            place, at, page = np.array(growth.entries).T
-            self.tables[seats[place], at] = page
-        self.lengths[seats] += new
-        self.packed_lens[seats] = self.split.packed_lens(lengths + new, packed_lens)
-        for i in (lengths < self.split.sink_len).nonzero()[0].tolist():
-            self.pool.renew(ids[i])  # its sinks are its own, from here on at the least
-        if known is not None:
-            self._learn(seats.tolist(), lengths.tolist(), new.tolist(), known)
-        slots = token_slots(self.split, seats, lengths, packed_lens, new, self.tables)
+        try:
+            if growth.entries:
+                place, at, page = np.array(growth.entries).T
+                self.tables[seats[place], at] = page
+            self.lengths[seats] += new
+            self.packed_lens[seats] = self.split.packed_lens(lengths + new, packed_lens)
+            for i in (lengths < self.split.sink_len).nonzero()[0].tolist():
+                self.pool.renew(ids[i])  # its sinks are its own, from here on at the least
+            if known is not None:
+                self._learn(seats.tolist(), lengths.tolist(), new.tolist(), known)
+            slots = token_slots(self.split, seats, lengths, packed_lens, new, self.tables)
+        except BaseException:  # no memory, or an interrupt
+            self._take_back(ids, seats, lengths, packed_lens, growth.copies)
+            raise
         return Step(tuple(ids), new, seats, lengths, packed_lens, growth.copies, slots)
 
     def publish(self, ids: Sequence[SequenceId]) -> list[tuple[int, int]]:
@@ -255,13 +259,7 @@ class PagedState(NotCopied):
 
     def take_back(self, step: Step) -> None:
         """Undo a step of which nothing was written, the copies of pages included."""
-        self.pool.take_back(step.ids, step.packed_lens.tolist(), step.copies)
-        self.lengths[step.seats], self.packed_lens[step.seats] = step.lengths, step.packed_lens
-        each = zip(step.ids, step.seats.tolist(), step.lengths.tolist(), strict=True)
-        for sequence_id, seat, length in each:
-            table = self.pool.block_table(sequence_id)
-            self.tables[seat, : len(table)] = table
-            del self._tokens[seat][length:]
+        self._take_back(step.ids, step.seats, step.lengths, step.packed_lens, step.copies)
 
     def roll_back(self, step: Step) -> None:
         """Cut the sequences of a step that may have been carried out in part.
@@ -335,6 +333,22 @@ class PagedState(NotCopied):
                 f"max_seq_len is {self.max_seq_len}: truncate it, or make a larger cache"
             )
         return seats, new
+
+    def _take_back(
+        self,
+        ids: Sequence[SequenceId],
+        seats: Ints,
+        lengths: Ints,
+        packed_lens: Ints,
+        copies: Sequence[tuple[int, int]],
+    ) -> None:
+        """Undo what was done since the pool has grown; arguments as of Step."""
+        self.pool.take_back(ids, packed_lens.tolist(), copies)
+        self.lengths[seats], self.packed_lens[seats] = lengths, packed_lens
+        for sequence_id, seat, length in zip(ids, seats.tolist(), lengths.tolist(), strict=True):
+            table = self.pool.block_table(sequence_id)
+            self.tables[seat, : len(table)] = table
+            del self._tokens[seat][length:]
 
     def _packed_counts(self, seats: Ints, new: Ints) -> Ints:
         """Tokens by which the packed ones grow."""

@@ -51,12 +51,20 @@ def tables(cache: PagedKVCache) -> list[tuple[int, ...]]:
     return [cache.state.pool.block_table(name) for name in cache.ids]
 
 
-def test_a_step_whose_pages_are_not_copied_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("where", ["copy", "slots", "tokens"])
+def test_a_step_that_fails_before_it_is_begun_is_undone(
+    monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
     batch = filled()
     cache = batch.cache
     before, rows = seen(cache), values(cache, "a")
     with monkeypatch.context() as patch:
-        patch.setattr(cache.rows, "copy_pages", fail)
+        if where == "copy":
+            patch.setattr(cache.rows, "copy_pages", fail)
+        elif where == "slots":
+            patch.setattr("kvquant.pagedstate.token_slots", fail)
+        else:
+            patch.setattr(cache.state, "_learn", fail)
         with pytest.raises(NoMemoryError):
             batch.extend(["a", "b", "c"], [5, 30, 1], range(36))
     assert seen(cache) == before
