@@ -446,9 +446,16 @@ class KVCache:
 
         Returns:
             A cache of batch * times sequences that shares no memory with this one.
+
+        Raises:
+            ConfigError: times is no such number, or so many take more memory than there is.
         """
         times = check_size("times", times, at_least=1)
-        return self._taken(self._check_index([b for b in range(self.batch) for _ in range(times)]))
+        nbytes, what = times * self.nbytes, f"a cache of {times * self.batch} sequences"
+        if nbytes > _LARGE:  # before there is a list of them
+            check_room(nbytes, self.device, what, "use a smaller number of times")
+        places = torch.arange(self.batch, device="cpu").repeat_interleave(times)
+        return self._taken(self._check_index(places))
 
     def fork(self, index: Counts | None = None) -> KVCache:
         """A new cache with the same contents, to go on independently.

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from . import debug
 from .arguments import address, check_readable
 from .basis import LayerBasis
+from .devices import check_room
 from .errors import ConfigError, DeviceError, NonFiniteError, ShapeError, shown
 from .layout import RowFormat
 from .quant import EXACT_DTYPES, FLOAT_DTYPES
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from .layer import LayerCache
 
 MAX_LENGTH = 2**31 - 1  # lengths are int32
+MANY_LAYERS = 1 << 16  # more than any model has
+LAYER_BYTES = 8192  # of the host, about, for the objects of a layer
 
 Formats = str | RowFormat | Sequence[str | RowFormat]
 Counts: TypeAlias = "torch.Tensor | Sequence[int] | NDArray[np.integer[Any]]"
@@ -160,8 +163,12 @@ def per_layer(name: str, formats: Formats, num_layers: int, head_dim: int) -> li
     """One format for each layer.
 
     Raises:
-        ConfigError: a format does not exist, or there are more or fewer than layers.
+        ConfigError: a format does not exist, there are more or fewer than layers, or more layers
+            than there is memory for.
     """
+    if num_layers > MANY_LAYERS:  # what lists one thing for each would end the process
+        nbytes, what = num_layers * LAYER_BYTES, f"a cache of {num_layers} layers"
+        check_room(nbytes, torch.device("cpu"), what, "use fewer layers")
     if isinstance(formats, RowFormat):
         return [formats] * num_layers
     if isinstance(formats, str) or not isinstance(formats, Sequence):  # parse refuses the latter

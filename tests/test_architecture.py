@@ -55,7 +55,7 @@ ALLOWED = {
     ),
     "rounding": f"{FACTS} quant",
     "basis": f"arguments devices {FACTS} hadamard rounding transforms",
-    "cachechecks": f"{FACTS} arguments quant debug basis rowstacks",
+    "cachechecks": f"{FACTS} arguments devices quant debug basis rowstacks",
     "layer": f"{FACTS} devices debug segments basis rowstacks append slots slotops",
     "cache": f"{MEANING} attention basis basisattention cachechecks layer",
     "plan": f"{FACTS} basis files identity jsonvalues writing",

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvquant import KVCache, devices, layer
+from kvquant import KVCache, PagedKVCache, devices, layer
 from kvquant.errors import ConfigError, DeviceError, NonFiniteError, ShapeError
 
 BATCH, HEADS, DIM, MAX = 3, 2, 64, 40
@@ -235,3 +235,13 @@ def test_more_than_the_memory_is_refused_before_any_is_taken(
         with pytest.raises(ConfigError, match=r"a cache of .* GiB, more than there is: use a sma"):
             KVCache(*shape)
     assert not taken
+
+
+def test_numbers_that_no_memory_holds_are_refused_before_anything_is_listed() -> None:
+    most = 2**31 - 1
+    with pytest.raises(ConfigError, match=f"a cache of {most} layers takes .*: use fewer layers"):
+        KVCache(most, 1, 1, 64, 0)
+    with pytest.raises(ConfigError, match=f"a cache of {most} layers takes .*: use fewer layers"):
+        PagedKVCache(most, 1, 64, 4)
+    with pytest.raises(ConfigError, match=f"a cache of {BATCH * most} sequences takes"):
+        make().repeat(most)
