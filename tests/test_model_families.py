@@ -54,12 +54,13 @@ TOLERANCE = 0.02
 RIGHT: dict[str, dict[str, Any]] = {
     kind: {}
     for kind in """
-    afmoe aria_text bert bert-generation biogpt bitnet cohere cohere2 ctrl cwm electra
-    ernie4_5 ernie4_5_moe exaone4 flex_olmo gemma gemma3_text glm glm4 glm4_moe gpt2
-    gpt_neox granite granitemoe helium hunyuan_v1_dense hunyuan_v1_moe internlm3 jais2 laguna
-    llama minimax_m2 ministral ministral3 mistral mixtral modernbert-decoder nanochat nemotron
-    olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe
-    roc_bert seed_oss smollm3 solar_open stablelm starcoder2 whisper
+    afmoe aria_text bert bert-generation biogpt bitnet cohere cohere2 cohere2_moe ctrl cwm electra
+    ernie ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo gemma gemma3_text glm glm4 glm4_moe
+    gpt2 gpt_neox granite granitemoe granitemoeshared helium hrm_text hunyuan_v1_dense
+    hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 kolibri1 laguna llama mellum
+    minimax_m2 ministral ministral3 mistral mixtral modernbert-decoder nanochat nemotron olmo
+    olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe roc_bert
+    seed_oss smollm3 solar_open stablelm starcoder2 whisper
     """.split()
 }
 RIGHT |= {
@@ -70,12 +71,14 @@ RIGHT |= {
     "gemma4_text": SHARING
     | {"vocab_size_per_layer_input": 97, "global_head_dim": 64, "sliding_window": 12},
     "gpt_bigcode": {"num_key_value_heads": 1},
+    "dots1": {"n_shared_experts": 1, "n_group": 1, "topk_group": 1},
     "llama4_text": {"attention_chunk_size": 64, "intermediate_size_mlp": 96},
 }
 
 ITSELF = "computes attention by itself"
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "bart": ("bart models count the positions of all sequences alike", {}),
+    "big_bird": (ITSELF, {}),
     "bloom": (ITSELF, {}),
     "camembert": (r"count positions from padding_idx \+ 1", {}),
     "codegen": (ITSELF, {}),
@@ -88,6 +91,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon": (ITSELF, {}),
     "falcon_h1": ("layer 0 is 'hybrid'", {}),
     "gemma4_unified_text": ("layer 1 of this .* head_dim 512 is not supported", {}),
+    "flint": (r"layer 0 \(FlintAttention\) asks for s_aux", {}),
     "glm4_moe_lite": ("multi-head latent attention", {}),
     "gpt_oss": (r"layer 0 \(GptOssAttention\) asks for s_aux", {}),
     "gptj": (ITSELF, {}),
@@ -97,6 +101,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm3": ("layer 0 is 'conv'", {}),
     "mamba": ("layer 0 is 'linear_attention'|mamba models have no attention heads", {}),
     "mbart": ("mbart models count the positions of all sequences alike", {}),
+    "megatron-bert": (ITSELF, {}),
+    "mimo_v2_flash": (r"layer 1 \(MiMoV2FlashAttention\) asks for s_aux", {}),
     "minicpm3": ("multi-head latent attention", {}),
     "mpt": (ITSELF, {}),
     "nemotron_h": ("layer 0 is 'linear_attention'", {}),
@@ -107,6 +113,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "vaultgemma": (r"layer 0 \(VaultGemmaAttention\) asks for softcap", {}),
     "xglm": (ITSELF, {}),
     "xlm-roberta": (r"count positions from padding_idx \+ 1", {}),
+    "youtu": ("multi-head latent attention", {}),
+    "zaya": ("layer 0 is 'hybrid'", {}),
     "xlstm": ("xlstm models have no attention heads", {}),
 }
 
