@@ -59,7 +59,7 @@ class Basis:
                 f"{', '.join(KINDS)}, the last one with a matrix"
             )
         check_readable(offset=offset)
-        if offset.ndim != 2:
+        if offset.ndim != 2 or not offset.shape[1]:
             raise ShapeError(f"offset is {list(offset.shape)}: give [num_kv_heads, head_dim]")
         heads, dim = offset.shape
         square = (heads, dim, dim)

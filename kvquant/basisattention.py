@@ -14,6 +14,8 @@ from .basis import LayerBasis
 from .basisops import takes_one_launch, turn_rows
 from .segments import Segment, check_segments
 
+FLOAT32_MAX = torch.finfo(torch.float32).max
+
 
 def attend_in_basis(
     attend: Callable[..., torch.Tensor | State],
@@ -43,7 +45,7 @@ def attend_in_basis(
     check_tensors(q=q)
     if q.requires_grad:
         q = q.detach()
-    scale = None if sm_scale is None else check_scale(sm_scale)
+    scale = own_scale = None if sm_scale is None else check_scale(sm_scale)
     check = functools.partial(check_segments, q, segments)
     if fused := takes_one_launch(q, options.get("backend")):
         matrix = basis.k.matrix
@@ -64,6 +66,8 @@ def attend_in_basis(
         out = basis.v.restore(out).masked_fill(seq_lens[: len(q), None, None] == 0, 0).to(q.dtype)
     if lse is None:
         return out
-    scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
-    lse = lse.add(basis.k.missing_score(q), alpha=scale)
+    own_scale = q.shape[-1] ** -0.5 if own_scale is None else own_scale
+    if abs(own_scale) > FLOAT32_MAX:  # every score is NaN, and add takes no such alpha
+        own_scale = FLOAT32_MAX
+    lse = lse.add(basis.k.missing_score(q), alpha=own_scale)
     return out, lse.masked_fill(seq_lens[: len(q), None] == 0, -torch.inf)

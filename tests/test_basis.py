@@ -1,8 +1,10 @@
 """Bases of stored rows, and the rounding that goes with them (5 s)."""
 
 import math
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -230,8 +232,9 @@ def test_clipping_keeps_a_share_of_each_groups_range() -> None:
         ({"clip": torch.ones(3)}, ShapeError, r"clip is \[3\]: it must be \[2\]"),
         ({"offset": torch.full((2, 64), torch.nan)}, ConfigError, "finite float32"),
         ({"offset": torch.zeros(64)}, ShapeError, "num_kv_heads, head_dim"),
+        ({"offset": torch.zeros(2, 0), "kind": "hadamard"}, ShapeError, r"offset is \[2, 0\]"),
     ],
-    ids=["kind", "no-matrix", "clip", "nan", "offset"],
+    ids=["kind", "no-matrix", "clip", "nan", "offset", "no-channels"],
 )
 def test_impossible_bases_are_refused(
     change: dict[str, object], error: type[Exception], words: str
@@ -256,6 +259,18 @@ def test_fingerprints_tell_bases_apart_and_ignore_rounding() -> None:
     assert len({basis(kind, seed).fingerprint for kind in kinds for seed in (0, 1)}) == 6
     fed = basis("matrix", clip=0.9, feedback=True)
     assert fed.fingerprint == basis("matrix").fingerprint == fed.with_clip(None).fingerprint
+
+
+@pytest.mark.parametrize("sm_scale", [1e300, -1e39, Fraction(1, 4), np.float16(0.25)], ids=str)
+def test_any_softmax_scale_is_that_without_a_basis(sm_scale: Any) -> None:
+    """Of one that float32 cannot hold all scores are NaN, not an error of torch."""
+    k, v, q = torch.randn(1, 2, 5, 64), torch.randn(1, 2, 5, 64), torch.randn(1, 4, 64)
+    states = []
+    for bases in (None, [LayerBasis(Basis(torch.randn(2, 64)), Basis(torch.zeros(2, 64)))]):
+        cache = KVCache(1, 1, 2, 64, 8, bases=bases, exact_format="fp16")
+        cache.append(0, k, v)
+        states.append(cache.attend(0, q, sm_scale=sm_scale, return_lse=True))
+    torch.testing.assert_close(*states, equal_nan=True, rtol=0.05, atol=0.05)
 
 
 def test_no_gradient_comes_through() -> None:
