@@ -270,7 +270,7 @@ def read_manifest(metadata: Mapping[str, Any]) -> tuple[Manifest, dict[str, str]
         )
     if PAGES in metadata:
         raise CheckpointError(
-            "these are sequences of a paged cache: read them by kvquant.pagedfile.load_sequences"
+            "these are sequences of a paged cache: read them by kvquant.load_sequences"
         )
     raise CheckpointError(
         "this is no kvquant cache: raw K and V tensors are read by quantize_raw "
