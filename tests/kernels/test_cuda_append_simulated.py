@@ -1,4 +1,7 @@
-"""The append and the dequantize kernel in numba's simulator: equal to the meaning. No GPU."""
+"""The append and the dequantize kernel in numba's simulator: equal to the meaning. No GPU.
+
+KVQUANT_SIMULATED=all pytest tests/kernels/test_cuda_append_simulated.py    # rare cases too
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import importlib.util
 from typing import Any
 
 import pytest
-from simulator_cases import run_selected
+from simulator_cases import run_selected, select_cases
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("numba_cuda") is None, reason="needs the cuda extra: numba-cuda"
@@ -146,6 +149,15 @@ CASES |= {
     "dequantize fp16 to bf16": {"k": "fp16", "tokens": 3},
     "dequantize pages of 5": {"page_size": 5, "heads": 6, "pages": "tokens", "k": "int4"},
 }
+
+# what differs from another case in one more way alone
+RARE = [f"{name}, head_dim {dim}" for name in ("int8-g8", "bf16") for dim in (64, 96, 112, 192)]
+RARE += [f"dequantize {name}" for name in RARE]
+RARE += ["int4-g2", "int8-g2", "int8-g4", "dequantize int4-g2", "dequantize int8-g2"]
+RARE += ["RoPE of odd halves, float32", "RoPE of a part of neighbours", "clipped, 16-bit rows"]
+RARE += ["matrices of odd rows", "a matrix of float32", "a matrix after RoPE"]
+RARE += ["feedback, 16-bit rows, a lane a row", "16-bit rows and bf16", "offset", "rotation"]
+CASES = select_cases(CASES, RARE)
 
 Results = dict[str, dict[str, Any]]
 

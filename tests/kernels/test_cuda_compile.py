@@ -68,16 +68,11 @@ def make_spec(text: str) -> DecodeSpec:
 
 
 IN_CI = (
-    ("int4-g4", "sm_80"),
-    ("int4-g4 paged", "sm_90"),
     ("int4-g4 segments", "sm_90"),
     ("int4", "sm_100"),
-    ("int4-g8 fp16", "sm_89"),
-    ("int8 64", "sm_80"),
-    ("int8-g4/int4-g4", "sm_100"),
+    ("int8-g4/int4-g4", "sm_80"),
     ("fp8 fp16", "sm_89"),
-    ("bf16", "sm_90"),
-    ("bf16 256", "sm_89"),
+    ("bf16 256", "sm_90"),
 )
 FORMATS = "int4 int4-g2 int4-g4 int4-g8 int8 int8-g4 fp8 fp8-g4 bf16 fp16".split()
 ALL = [

@@ -143,7 +143,6 @@ def test_tiny_and_large_numbers() -> None:
     ("names", "head_dim", "rows", "arch"),
     [
         ("int4-g4/int4-g4", 128, 256, "sm_90"),
-        ("int8/fp8", 80, 128, "sm_89"),
         ("bf16/int4", 256, 64, "sm_100"),
     ],
 )

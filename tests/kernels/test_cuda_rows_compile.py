@@ -49,14 +49,11 @@ def make_row_spec(text: str) -> AppendSpec | DequantizeSpec:
 
 
 ROWS_IN_CI = (
-    ("int4-g4", "sm_90"),
     ("int4-g4 exact rotated rope clip", "sm_90"),
-    ("int4/int8-g8 96 exact", "sm_80"),
+    ("int4/int8-g8 96 exact", "sm_100"),
     ("fp8 256 rotated", "sm_89"),
     ("fp8/int4-g8 80", "sm_80"),
-    ("int8 64 float32", "sm_100"),
-    ("int4-g4 dequantize", "sm_90"),
-    ("fp8-g8 80 dequantize float32", "sm_80"),
+    ("fp8-g8 80 dequantize float32", "sm_90"),
 )
 ROW_WORDS = ("", " exact", " rotated", " exact rotated rope", " dequantize")
 ALL_ROWS = [

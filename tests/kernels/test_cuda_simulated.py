@@ -1,4 +1,7 @@
-"""The decode kernel's own code in numba's simulator, against the reference. Needs no GPU."""
+"""The decode kernel's own code in numba's simulator, against the reference. Needs no GPU.
+
+KVQUANT_SIMULATED=all pytest tests/kernels/test_cuda_simulated.py    # rare cases too
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import importlib.util
 from typing import Any
 
 import pytest
-from simulator_cases import run_selected
+from simulator_cases import run_selected, select_cases
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("numba_cuda") is None, reason="needs the cuda extra: numba-cuda"
@@ -90,6 +93,16 @@ CASES |= {
 for technique in TECHNIQUES:
     for k in ("int4-g4", "int4"):
         CASES[f"{k} without {technique}"] = {"k": k, "without": technique, "lens": [100]}
+
+# what differs from another case in one more way alone
+RARE = [f"{name}, fp16 query" for name in FORMATS if name not in ("int4", "int4-g4", "bf16")]
+RARE += [f"int8, head_dim {head_dim}" for head_dim in (64, 80, 96, 112, 192, 256)]
+RARE += [f"int4, linear, {layout}" for layout in ("odd heads", "tokens")]
+RARE += [f"int4, ring, {layout}" for layout in ("heads", "tokens")]
+RARE += ["int4, paged, heads", "int4, pages of 32", "int4, pages of 128", "int4-g4, pages of 64"]
+RARE += [f"int4 without {technique}" for technique in TECHNIQUES]
+RARE += ["fp16 and fp8-g4", "int4-g8 and int8", "2 warps", "three segments", "no sinks"]
+CASES = select_cases(CASES, RARE)
 
 Results = dict[str, dict[str, Any]]
 
