@@ -155,7 +155,12 @@ RARE = [f"{name}, head_dim {dim}" for name in ("int8-g8", "bf16") for dim in (64
 RARE += [f"dequantize {name}" for name in RARE]
 RARE += ["int4-g2", "int8-g2", "int8-g4", "dequantize int4-g2", "dequantize int8-g2"]
 RARE += ["RoPE of odd halves, float32", "RoPE of a part of neighbours", "clipped, 16-bit rows"]
-RARE += ["matrices of odd rows", "a matrix of float32", "a matrix after RoPE"]
+RARE += [
+    "matrices of odd rows",
+    "matrices and offsets",
+    "a matrix of float32",
+    "a matrix after RoPE",
+]
 RARE += ["feedback, 16-bit rows, a lane a row", "16-bit rows and bf16", "offset", "rotation"]
 CASES = select_cases(CASES, RARE)
 

@@ -102,6 +102,7 @@ RARE += [f"int4, ring, {layout}" for layout in ("heads", "tokens")]
 RARE += ["int4, paged, heads", "int4, pages of 32", "int4, pages of 128", "int4-g4, pages of 64"]
 RARE += [f"int4 without {technique}" for technique in TECHNIQUES]
 RARE += ["fp16 and fp8-g4", "int4-g8 and int8", "2 warps", "three segments", "no sinks"]
+RARE += ["4 warps", "three segments, 2 warps", "3 splits", "12 splits"]
 CASES = select_cases(CASES, RARE)
 
 Results = dict[str, dict[str, Any]]
