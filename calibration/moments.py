@@ -18,15 +18,9 @@ import torch
 from msgspec import Meta
 
 from kvquant.errors import CheckpointError, UnsupportedError
-from kvquant.files import (
-    SafetensorsFile,
-    TensorSource,
-    save_safetensors,
-    sealed,
-    sha256,
-    unsealed,
-)
+from kvquant.files import SafetensorsFile, TensorSource, sealed, sha256, unsealed
 from kvquant.jsonvalues import Count, Digest, Length, Object, checked, parse
+from kvquant.shards import save_safetensors
 
 _SUMS = ("q_outer", "k_sum", "k_outer", "v_sum", "v_outer")
 _LEAST, _GREATEST = ("k_min", "v_min"), ("k_max", "v_max")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 from collections.abc import Mapping
 from contextlib import ExitStack
 from importlib.metadata import PackageNotFoundError, version
@@ -22,10 +21,10 @@ from .errors import CheckpointError
 from .files import MAX_HEADER_BYTES, SafetensorsFile, open_file, sealed, unsealed
 from .jsonvalues import checked, parse
 from .manifest import Manifest, Part
+from .shards import MANIFEST, found_at, is_index, shard_pattern
 from .writing import as_path
 
-MANIFEST, PLAN, PAGES = "kvquant_cache", "kvquant", "kvquant_pages"  # entries of metadata
-SHARD = {"format": "kvquant-cache-shard"}  # the metadata of a shard
+PLAN, PAGES = "kvquant", "kvquant_pages"  # entries of metadata
 ATTEMPTS = 100  # to open a cache whose files are replaced all the time
 _INFINITE = {"bf16": 0x7F80, "fp16": 0x7C00}  # Inf as bits; NaN lies above
 _PACKABLE = 0x477F  # bf16 as bits: the largest that fp16 holds, 65280
@@ -213,42 +212,6 @@ class _Index(msgspec.Struct):
 
     metadata: dict[str, Any]
     weight_map: dict[str, str]
-
-
-def found_at(path: Path) -> Path:
-    """The file that counts for a name: its index of shards, if there is one, or itself."""
-    if is_index(path):
-        return path
-    for place in dict.fromkeys((path, Path(os.path.realpath(path)))):
-        index = index_path(place)
-        if is_cache_index(index) or (os.path.exists(index) and not os.path.exists(path)):
-            return index
-    return path
-
-
-def is_index(path: Path) -> bool:
-    """Whether a file is an index by its name."""
-    return path.name.endswith(".index.json")
-
-
-def index_path(path: Path) -> Path:
-    """Where the index of a cache cut into shards stands."""
-    return path.with_name(f"{path.name}.index.json")
-
-
-def is_cache_index(path: Path) -> bool:
-    """Whether a file is an index that kvquant wrote, be it damaged, and not another program's."""
-    try:
-        with open_file(path) as file:
-            return f'"{MANIFEST}"'.encode() in file.read(MAX_HEADER_BYTES)
-    except (FileNotFoundError, CheckpointError):
-        return False
-
-
-def shard_pattern(index: Path) -> re.Pattern[str]:
-    """File names of an index's shards."""
-    stem = index.name.removesuffix(".index.json").removesuffix(".safetensors")
-    return re.compile(rf"{re.escape(stem)}-[0-9a-f]{{8}}-[0-9]{{5}}-of-[0-9]{{5}}\.safetensors")
 
 
 def seal(key: str, manifest: Described, digests: Mapping[str, str]) -> dict[str, str]:

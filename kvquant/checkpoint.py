@@ -49,19 +49,18 @@ new with each save) and an index NAME.safetensors.index.json:
      "weight_map": {tensor: file name of its shard, in the same folder}}
 
 A shard's own metadata is {"format": "kvquant-cache-shard"}. Where both NAME.safetensors and its
-index exist, the index counts: files are put in place by a rename and removed afterwards, so that at
-every moment exactly one complete cache is found, the old one or the new one. A reader opens all
-files before it reads rows, and begins again if they were replaced before it had them all. Writers
-wait for one another (writing.py). An index without kvquant_cache is another program's: it does not
-count, and nothing is saved beside it. Of a name that is a link the file that it leads to is
-replaced, and shards stand beside that one.
+index exist, the index counts, unless NAME.safetensors is whole and no cache: files are put in place
+by a rename and removed afterwards, so that at every moment exactly one complete cache is found, the
+old one or the new one. A reader opens all files before it reads rows, and begins again if they were
+replaced before it had them all. Writers wait for one another (writing.py). An index without
+kvquant_cache is another program's: it does not count, and nothing is saved beside it. Of a name
+that is a link the file that it leads to is replaced, and shards stand beside that one.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -73,30 +72,23 @@ from .basis import LayerBasis, fingerprints
 from .cache import KVCache
 from .cachechecks import check_plan_options, check_size
 from .cachefile import (
-    MANIFEST,
-    SHARD,
     CacheFile,
     check_values,
-    index_path,
-    is_cache_index,
     seal,
-    shard_pattern,
 )
 from .devices import available_memory, check_device
 from .errors import CheckpointError, ConfigError
 from .files import (
-    MAX_HEADER_BYTES,
     NO_DIGEST,
-    SafetensorsFile,
     TensorSource,
     header_text,
-    open_file,
     write_safetensors,
 )
 from .identity import model_identity
 from .layer import LayerCache
 from .manifest import Manifest, Part
 from .plan import CachePlan
+from .shards import MANIFEST, SHARD, content, index_path, is_cache_index, remove_old_shards
 from .writing import Place, as_path, sync_folder, token, writing
 
 MAX_SHARDS = 512  # a reader opens all of them at once, and a process often may open 1,024 files
@@ -161,7 +153,7 @@ def save_cache(
             "possible: use a larger number"
         )
     with writing(path) as place:
-        old = None if place.is_locked else _content(index)
+        old = None if place.is_locked else content(index)
         if len(shards) == 1:
             with place.replaced(path, like=index if index.exists() else None) as file:
                 write_safetensors(file, sources, lambda digests: seal(MANIFEST, manifest, digests))
@@ -171,8 +163,10 @@ def save_cache(
             written = [path]
         else:
             written = _write_shards(place, manifest, path, shards)
-            path.unlink(missing_ok=True)
-        _remove_old_shards(path, {file.name for file in written}, old)
+            if os.path.lexists(path):
+                path.unlink()
+                sync_folder(path.parent)
+        remove_old_shards(path, {file.name for file in written}, old)
     return written
 
 
@@ -290,49 +284,11 @@ def _write_shards(
         with place.replaced(index, like) as file:
             file.write(text)
     except BaseException:
-        if mark.encode() not in _content(index):  # else they are in use already
+        if mark.encode() not in content(index):  # else they are in use already
             for name in files:
                 name.unlink(missing_ok=True)
         raise
     return [*files, index]
-
-
-def _remove_old_shards(path: Path, keep: Collection[str], old: bytes | None) -> None:
-    """Remove the shards of this name that are ours and that no index names any more.
-
-    Args:
-        path: of the cache.
-        keep: file names of the shards in use.
-        old: without a lock the index that was replaced: only its shards are nobody else's.
-    """
-    pattern = shard_pattern(index_path(path))
-    with suppress(OSError):  # the cache is written; what stays is only space
-        names = os.listdir(path.parent)
-        indices = [path.with_name(name) for name in names if name.endswith(".index.json")]
-        for name in names:
-            if name in keep or not pattern.fullmatch(name) or not _is_shard(path.with_name(name)):
-                continue
-            is_named = any(name.encode() in _content(index) for index in indices)
-            if not is_named and (old is None or name.encode() in old):
-                path.with_name(name).unlink()
-
-
-def _is_shard(path: Path) -> bool:
-    """Whether a file says that it is a shard of a cache."""
-    try:
-        with SafetensorsFile(path) as file:
-            return file.metadata == SHARD and not path.is_symlink()
-    except (CheckpointError, OSError):
-        return False
-
-
-def _content(index: Path) -> bytes:
-    """The bytes of an index, of whatever program; none if it cannot be read."""
-    try:
-        with open_file(index) as file:
-            return bytes(file.read(MAX_HEADER_BYTES))
-    except (CheckpointError, OSError):
-        return b""
 
 
 def check_name(path: str | os.PathLike[str]) -> Path:

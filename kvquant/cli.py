@@ -217,7 +217,7 @@ main.add_command(report)
 
 def _files_of(cache: Path) -> list[Path]:
     """A cache file, its index and its shards, as far as they are there."""
-    from .cachefile import index_path, shard_pattern
+    from .shards import index_path, shard_pattern
 
     whole = cache.with_name(cache.name.removesuffix(".index.json"))
     index = index_path(whole)

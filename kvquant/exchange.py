@@ -36,10 +36,11 @@ from .arguments import check_kind
 from .cache import KVCache
 from .cachechecks import Formats, check_size, row_formats
 from .errors import CheckpointError, ConfigError, NonFiniteError, ShapeError, UnsupportedError
-from .files import SafetensorsFile, TensorSource, save_safetensors
+from .files import SafetensorsFile, TensorSource
 from .jsonvalues import INT32, MAX_LAYERS, MAX_SEQUENCES
 from .layout import FP16_MAX, HEAD_DIMS, RowFormat
 from .quant import EXACT_DTYPES, FLOAT_DTYPES, dequantize_rows, exact_codec, quantize_rows
+from .shards import save_safetensors
 from .writing import as_path
 
 TARGETS = ("bf16", "fp16", "fbgemm", "xformers")

@@ -25,7 +25,7 @@ from msgspec import Meta
 from .devices import available_memory
 from .errors import CheckpointError
 from .jsonvalues import INT64, Object, check_lists, checked, parse
-from .writing import as_path, writing
+from .writing import as_path
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -81,14 +81,6 @@ class TensorSource:
 
 
 Metadata = Callable[[Mapping[str, str]], Mapping[str, str]]
-
-
-def save_safetensors(
-    path: str | os.PathLike[str], tensors: Mapping[str, TensorSource], metadata: Metadata
-) -> None:
-    """Write a safetensors file, whole or not at all; see write_safetensors and writing."""
-    with writing(path) as place, place.replaced() as file:
-        write_safetensors(file, tensors, metadata)
 
 
 def write_safetensors(

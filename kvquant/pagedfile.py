@@ -59,7 +59,7 @@ from .basis import fingerprints
 from .cachefile import PAGES, check_values, named, seal
 from .checkpoint import check_model, check_name
 from .errors import CheckpointError, ConfigError, shown
-from .files import NO_DIGEST, TensorSource, save_safetensors
+from .files import NO_DIGEST, TensorSource
 from .identity import model_identity
 from .jsonvalues import plain_data
 from .manifest import Part
@@ -76,6 +76,7 @@ from .pagedmanifest import (
 from .pagedreader import PageReader
 from .pagedstate import listed
 from .pagepool import SequenceId
+from .shards import save_safetensors
 from .writing import as_path
 
 _CHUNK = 64  # pages that are copied to the host at a time

@@ -16,10 +16,11 @@ from msgspec import Meta
 
 from .basis import Basis, LayerBasis
 from .errors import CheckpointError, ConfigError, ShapeError, shown
-from .files import SafetensorsFile, TensorSource, save_safetensors, sealed, unsealed
+from .files import SafetensorsFile, TensorSource, sealed, unsealed
 from .identity import model_identity
 from .jsonvalues import INT64, MAX_LAYERS, Digest, Length, ModelName, checked, parse
 from .layout import RowFormat
+from .shards import save_safetensors
 from .writing import as_path
 
 FORMAT, VERSION, UNSEALED_VERSION = "kvquant-plan", 2, 1

@@ -7,8 +7,8 @@ What is written stands beside its place as .NAME.XXXXXXXX.kvquant.tmp until it i
 disk, and then takes its place by a rename: whoever opens NAME finds the old file or the new one. A
 killed process leaves such a file, which the next one that writes to NAME removes.
 
-Who writes holds the lock of NAME, .NAME.lock, and takes it away when done. Where a folder has no
-locks (some network file systems) it is written without, which is warned of.
+Who writes holds the lock of NAME, .NAME.kvquant.lock, an empty file, and takes it away when done.
+Where a folder has no locks (some network file systems) it is written without, which is warned of.
 """
 
 from __future__ import annotations
@@ -102,13 +102,14 @@ def writing(path: str | os.PathLike[str]) -> Iterator[Place]:
         path: of the file; links are followed.
 
     Raises:
-        ConfigError: what stands there is no file, but a folder, a device or the like.
+        ConfigError: what stands there, or at the place of the lock, is not what belongs there.
         OSError: there is no such folder.
     """
     target = target_of(as_path(path))
     if not target.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(target.parent))
-    lock = FileLock(target.with_name(f".{target.name}.lock"), poll_interval=0.02)
+    lock = FileLock(target.with_name(f".{target.name}.kvquant.lock"), poll_interval=0.02)
+    _check_lock(Path(lock.lock_file), target)
     problem: Exception | None = None
     try:
         lock.acquire()
@@ -131,6 +132,19 @@ def writing(path: str | os.PathLike[str]) -> Iterator[Place]:
             f"{path} was written without a lock ({problem}): let one process at a time write to it",
             RuntimeWarning,
             stacklevel=3,
+        )
+
+
+def _check_lock(lock: Path, target: Path) -> None:
+    """Raise ConfigError if something stands at the place of a lock that is none of ours."""
+    try:
+        found = os.lstat(lock)
+    except OSError:  # there is none, or what opens it tells why
+        return
+    if not stat.S_ISREG(found.st_mode) or found.st_size:
+        raise ConfigError(
+            f"{lock} is not the lock of {target.name}, an empty file that is made while it is "
+            "written: move it away"
         )
 
 

@@ -21,7 +21,7 @@ MEANING = f"{FACTS} arguments devices quant segments debug reference"
 PLAN = "basis hadamard rounding"
 CACHES = f"{MEANING} {PLAN} attention cachechecks layer cache"
 DEVICE = "kernels.cuda.device kernels.cuda.fragments kernels.cuda.ptx kernels.cuda.spec"
-FILES = "files identity jsonvalues manifest cachefile checkpoint writing"
+FILES = "files identity jsonvalues manifest shards cachefile checkpoint writing"
 ROW_KERNELS = (
     "kernels.cuda.device kernels.cuda.ptx kernels.cuda.quantize kernels.cuda.rowcopies "
     "kernels.cuda.rowspec kernels.cuda.transform"
@@ -58,7 +58,7 @@ ALLOWED = {
     "cachechecks": f"{FACTS} arguments devices quant debug basis rowstacks",
     "layer": f"{FACTS} devices debug segments basis rowstacks append slots slotops",
     "cache": f"{MEANING} attention basis basisattention cachechecks layer",
-    "plan": f"{FACTS} basis files identity jsonvalues writing",
+    "plan": f"{FACTS} basis files identity jsonvalues shards writing",
     "kernels.cpu.simd": "",
     "kernels.cpu.values": f"{FACTS} kernels.cpu.simd",
     "kernels.cpu.compile": f"{FACTS} kernels.usercache",
@@ -166,11 +166,12 @@ ALLOWED = {
     "kernels.cpu.decode": f"{FACTS} segments {RUN} kernels.cpu.merge kernels.cpu.values",
     "writing": "errors",
     "files": "devices errors jsonvalues writing",
+    "shards": "errors files writing",
     "identity": "errors",
     "manifest": f"{FACTS} basis cache layer identity jsonvalues",
-    "cachefile": f"{FACTS} quant files jsonvalues manifest writing",
-    "checkpoint": f"{CACHES} devices files identity manifest cachefile plan writing",
-    "exchange": f"{CACHES} arguments files jsonvalues writing",
+    "cachefile": f"{FACTS} quant files jsonvalues manifest shards writing",
+    "checkpoint": f"{CACHES} devices files identity manifest shards cachefile plan writing",
+    "exchange": f"{CACHES} arguments files jsonvalues shards writing",
     "tables": "",
     "rowfacts": f"{FACTS} quant exchange tables",
     "inspection": f"errors layout {FILES} pagedinspection pagedreader rowfacts tables",
@@ -182,7 +183,7 @@ ALLOWED = {
     "rowpass": "errors switch",
     "observation": "errors rowpass switch",
     "model": f"{CACHES} configs debug huggingface loading observation plan positions switch",
-    "calibration.moments": "errors files jsonvalues",
+    "calibration.moments": "errors files jsonvalues shards",
     "calibration.bases": "basis hadamard rounding calibration.moments",
     "calibration.scores": "",
     "calibration.choose": (

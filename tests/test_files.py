@@ -18,12 +18,12 @@ from safetensors.torch import load_file, save_file
 from saved_kinds import KINDS, Kind
 
 from kvquant import files, load_cache
-from kvquant.cachefile import found_at
 from kvquant.errors import CheckpointError
 from kvquant.exchange import RawFile, load_raw, quantize_raw
-from kvquant.files import DTYPES, SafetensorsFile, TensorSource, open_file, save_safetensors
+from kvquant.files import DTYPES, SafetensorsFile, TensorSource, open_file
 from kvquant.inspection import describe
 from kvquant.plan import CachePlan
+from kvquant.shards import found_at, save_safetensors
 
 
 def sample(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

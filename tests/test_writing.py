@@ -9,6 +9,7 @@ import stat
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -316,7 +317,7 @@ def test_a_save_waits_for_the_lock(
         acquire(self)
 
     path.symlink_to("real.safetensors")
-    other = FileLock(tmp_path / ".real.safetensors.lock")
+    other = FileLock(tmp_path / ".real.safetensors.kvquant.lock")
     other.acquire()
     monkeypatch.setattr(FileLock, "_acquire", tried)
     monkeypatch.setattr(FileLock, "_raise_if_would_deadlock", lambda *_, **__: None)
@@ -453,6 +454,100 @@ def test_a_save_that_ends_at_any_step_leaves_the_old_file_or_the_new_one(
     is_cut = pair[1] == "shards"
     assert files.pop() == f"x.safetensors{'.index.json' if is_cut else ''}"
     assert len(files) == 2 * is_cut and len({file[:10] for file in files}) == is_cut
+
+
+def readable(path: Path) -> dict[str, Any]:
+    """What each reader finds under a name: those that find something."""
+    found: dict[str, Any] = {}
+    for name in ("cache", "pages", "plan"):
+        with suppress(CheckpointError, FileNotFoundError):
+            found[name] = KINDS[name].shown(KINDS[name].load(path))
+    return found
+
+
+@pytest.mark.parametrize("is_locked", [True, False])
+@pytest.mark.parametrize("name", ["pages", "plan", "raw", "sums"])
+@pytest.mark.parametrize("link", [False, True])
+def test_what_takes_the_name_of_shards_leaves_nothing_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, link: bool, is_locked: bool
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    path = tmp_path / "x.safetensors"
+    if not is_locked:
+        monkeypatch.setattr(FileLock, "acquire", fail)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        KINDS["shards"].save(0, path)
+        other = tmp_path / "x.safetensors.1.index.json"
+        other.write_text("{}")
+        (index,) = tmp_path.glob("*.safetensors.index.json")
+        index.chmod(0o600)
+        if link:
+            (tmp_path / "link.safetensors").symlink_to(path)
+        SAVERS[name](tmp_path / "link.safetensors" if link else path)
+    files = {file.name for file in tmp_path.iterdir()} - {"link.safetensors"}
+    assert files == {path.name, other.name}
+    assert mode(path) == 0o600
+    with pytest.raises(CheckpointError):
+        load_cache(path)
+
+
+@pytest.mark.parametrize("pair", ["shards pages", "shards plan", "pages shards", "plan shards"])
+def test_a_killed_save_of_another_kind_leaves_one_thing_for_all_readers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pair: str
+) -> None:
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+    path, (old, new) = tmp_path / "x.safetensors", (KINDS[name] for name in pair.split())
+    old.save(0, path)
+    before, numbers = readable(path), list[int]()
+    with saving_steps.steps(lambda n, _: numbers.append(n)):
+        new.save(1, path)
+    after, found = readable(path), []
+    assert len(before) == len(after) == 1 and before.keys() != after.keys()
+
+    for number in numbers:
+        old.save(0, path)
+
+        def end(n: int, _: str, number: int = number) -> None:
+            if n >= number:
+                raise Killed
+
+        with suppress(Killed), saving_steps.steps(end):
+            new.save(1, path)
+        found.append((before, after).index(readable(path)))
+    assert found == sorted(found) and set(found) == {0, 1}
+
+
+def test_an_index_of_another_program_stays(tmp_path: Path) -> None:
+    index = tmp_path / "x.safetensors.index.json"
+    index.write_text('{"weight_map": {}}')
+    KINDS["plan"].save(0, tmp_path / "x.safetensors")
+    assert index.exists()
+
+
+@each
+@pytest.mark.parametrize("what", ["a file", "a folder", "a link"])
+def test_what_stands_at_the_place_of_the_lock_is_told_and_stays(
+    tmp_path: Path, save: Save, what: str
+) -> None:
+    path, lock = tmp_path / "x.safetensors", tmp_path / ".x.safetensors.kvquant.lock"
+    mine = tmp_path / ".x.safetensors.lock"  # a name that other programs use
+    mine.write_text("mine")
+    if what == "a file":
+        lock.write_text("mine")
+    elif what == "a folder":
+        lock.mkdir()
+    else:
+        lock.symlink_to(mine)
+    with pytest.raises(ConfigError, match=r"\.kvquant\.lock is not the lock .* move it away"):
+        save(path)
+    assert not path.exists() and os.path.lexists(lock) and mine.read_text() == "mine"
+    (lock.rmdir if what == "a folder" else lock.unlink)()
+    lock.touch()  # a killed process leaves it
+    save(path)
+    assert not lock.exists() and mine.read_text() == "mine"
 
 
 def test_a_block_that_raises_changes_nothing(tmp_path: Path) -> None:
