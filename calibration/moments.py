@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import warnings
 from collections.abc import Mapping, Sequence
 from copy import copy
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Annotated
 import torch
 from msgspec import Meta
 
-from kvquant.errors import CheckpointError, UnsupportedError
+from kvquant.errors import CheckpointError, UnsupportedError, warn
 from kvquant.files import SafetensorsFile, TensorSource, sealed, sha256, unsealed
 from kvquant.jsonvalues import Count, Digest, Length, Object, checked, parse
 from kvquant.shards import save_safetensors
@@ -198,11 +197,9 @@ class Moments:
         except FileNotFoundError:
             return None
         except (CheckpointError, OSError) as error:
-            warnings.warn(
+            warn(
                 f"the sums of an interrupted run cannot be gone on from: {error}. Observing begins "
-                "anew",
-                RuntimeWarning,
-                stacklevel=2,
+                "anew"
             )
             return None
 

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import json
 import math
-import warnings
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from kvquant.errors import ConfigError, shown
+from kvquant.errors import ConfigError, shown, warn
 
 from .usercache import cache_folder, locked, read_file, replace_file
 
@@ -90,11 +89,9 @@ def load_table(path: Path | None = None) -> tuple[Tuned, ...]:
             raise ValueError(f"it is of version {version}, this kvquant reads {TABLE_VERSION}")
         return rows
     except (OSError, ValueError) as error:
-        warnings.warn(
+        warn(
             f"the table of measured plans {path or ''} cannot be used ({error}): CUDA kernels are "
-            "planned by a formula. Move it away and measure anew by kvquant bench --tune",
-            RuntimeWarning,
-            stacklevel=2,
+            "planned by a formula. Move it away and measure anew by kvquant bench --tune"
         )
         return ()
 

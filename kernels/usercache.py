@@ -16,13 +16,14 @@ import hashlib
 import os
 import stat
 import tempfile
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import filelock
 import platformdirs
+
+from kvquant.errors import warn
 
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _warned: set[str] = set()
@@ -132,11 +133,9 @@ def warn_of_folder(whose: str, problem: OSError) -> None:
     if whose in _warned:
         return
     _warned.add(whose)
-    warnings.warn(
+    warn(
         f"compiled {whose} kernels cannot be kept ({problem}): every process compiles them anew, "
-        "for seconds. Let KVQUANT_CACHE_DIR name a folder of your own that can be written",
-        RuntimeWarning,
-        stacklevel=3,
+        "for seconds. Let KVQUANT_CACHE_DIR name a folder of your own that can be written"
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .appendbackends import append, dequantize
-from .appendchecks import Append, check_apart, check_new, check_types
+from .appendchecks import Append, check_apart, check_new, check_transform, check_types
 from .appendops import append_rows_op, dequantize_pages_op
 from .arguments import check_readable
 from .basis import Basis
@@ -78,7 +78,8 @@ def append_rows(
         ShapeError: the tensors do not fit one another or the formats; or a slot does not exist or
             is given twice (on CUDA these values are read in debug mode only; see kvquant.debug).
         ConfigError: a dtype, a format or the backend does not exist, an argument is of another
-            type, or K and V are one tensor.
+            type, K and V are one tensor, or a RowTransform has values that are not finite, or a
+            clip that is not positive (likewise).
         DeviceError: the tensors lie on different devices, or none of the backends serves theirs.
         UnsupportedError: the kernel, the GPU or what is installed cannot do it.
     """
@@ -129,8 +130,8 @@ def append_rows(
             exact_k,
             exact_v,
             exact_format,
-            _row_transform(k_transform),
-            _row_transform(v_transform),
+            _checked_transform("k_transform", k_transform),
+            _checked_transform("v_transform", v_transform),
             rope,
             bad,
         )
@@ -142,6 +143,13 @@ def append_rows(
 
 def _row_transform(given: RowTransform | Basis | None) -> RowTransform | None:
     return given.row_transform if isinstance(given, Basis) else given
+
+
+def _checked_transform(name: str, given: RowTransform | Basis | None) -> RowTransform | None:
+    """What is to be done to rows; a basis was looked at when it was made."""
+    if given is not None and not isinstance(given, Basis):
+        check_transform(name, given)
+    return _row_transform(given)
 
 
 def dequantize_pages(

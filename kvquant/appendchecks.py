@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from . import debug
 from .arguments import address, check_readable, check_tensors
 from .basis import Basis
 from .errors import ConfigError, DeviceError, ShapeError, shown
@@ -114,6 +115,19 @@ def check_types(
             check_readable(**{f"{name}.{n}": x for n, x in given if isinstance(x, torch.Tensor)})
     if not (rope is None or isinstance(rope, Rope)):
         raise ConfigError(f"rope is of type {type(rope).__name__}: give Rope(cos, sin)")
+
+
+def check_transform(name: str, transform: RowTransform) -> None:
+    """Raise ConfigError if values of a transform are seen to be none: NaN, Inf, a clip of 0."""
+    for what, values in transform._asdict().items():
+        if not isinstance(values, torch.Tensor) or values.dtype != torch.float32:
+            continue  # None, or told by check_append
+        if not debug.may_read(values):
+            continue
+        if not bool(values.isfinite().all()):
+            raise ConfigError(f"{name}.{what} has values that are not finite")
+        if what == "clip" and not bool((values > 0).all()):
+            raise ConfigError(f"{name}.clip has shares that are not positive")
 
 
 def check_apart(k_name: str, k_rows: torch.Tensor, v_name: str, v_rows: torch.Tensor) -> None:

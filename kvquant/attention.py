@@ -7,7 +7,7 @@ from typing import Literal, overload
 
 import torch
 
-from .arguments import check_num_splits, check_scale, check_tensors
+from .arguments import check_flag, check_num_splits, check_scale, check_tensors
 from .backends import attend
 from .errors import ConfigError, DeviceError, ShapeError
 from .layout import RowFormat
@@ -117,6 +117,7 @@ def decode_attention(
     """
     if torch.compiler.is_compiling():
         num_splits, sm_scale = _plain(num_splits, sm_scale)
+        check_flag("return_lse", return_lse)
         if isinstance(k_format, RowFormat) and k_format.head_dim != q.shape[-1]:
             RowFormat.parse(k_format, q.shape[-1])  # tells what does not fit
         v_head_dim = v_format.head_dim if isinstance(v_format, RowFormat) else q.shape[-1]
@@ -192,6 +193,7 @@ def attend_segments(
     """
     if torch.compiler.is_compiling():
         num_splits, sm_scale = _plain(num_splits, sm_scale)
+        check_flag("return_lse", return_lse)
         if not segments:
             raise ShapeError("no segments: attention needs at least one")
         first = segments[0].v_format

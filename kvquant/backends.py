@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from . import debug
-from .arguments import check_num_splits, check_readable, check_scale, check_tensors
+from .arguments import check_flag, check_num_splits, check_readable, check_scale, check_tensors
 from .devices import kernels_for
 from .errors import ConfigError, shown
 from .layout import RowFormat
@@ -37,6 +37,8 @@ def attend(
     """
     if num_splits is not None and type(num_splits) is not int:
         num_splits = check_num_splits(num_splits)
+    if type(return_lse) is not bool:
+        check_flag("return_lse", return_lse)
     try:
         if (
             (backend is None or backend == "cuda") and q.is_cuda and not debug.enabled

@@ -67,6 +67,8 @@ class Basis:
         _check("matrix", matrix, square)
         _check("clip", clip, (heads,))
         _check("feedback", feedback, square)
+        if clip is not None and not bool((clip > 0).all()):
+            raise ConfigError("the clip of a basis must be positive: a share of the range to keep")
         matrix, clip, feedback = (
             None if x is None else x.detach() for x in (matrix, clip, feedback)
         )

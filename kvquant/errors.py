@@ -12,6 +12,13 @@ KVQuantError
 └── InvariantError    (AssertionError)       bookkeeping that contradicts itself: our defect
 """
 
+from __future__ import annotations
+
+import sys
+import warnings
+
+_INNER = {"kvquant", "numba", "torch", "contextlib"}  # packages in which no warning is of use
+
 
 def shown(value: object, length: int = 80) -> str:
     """The first characters of a value's repr, for messages; of any value, however large."""
@@ -19,6 +26,14 @@ def shown(value: object, length: int = 80) -> str:
         return repr(value)[:length]
     except Exception:  # such as Python's for integers of more than 4,300 digits
         return f"a value of type {type(value).__name__}"
+
+
+def warn(message: str) -> None:
+    """Warn of something at the line of whoever called kvquant, not inside of it or of numba."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _INNER:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, RuntimeWarning, stacklevel=level)
 
 
 class KVQuantError(Exception):

@@ -34,6 +34,7 @@ from .jsonvalues import (
 )
 from .layout import RowFormat
 from .manifest import Part
+from .pagedstate import MAX_ID_BITS
 from .segments import PAGE_SIZES
 
 FORMAT, VERSION = "kvquant-pages", 1
@@ -242,6 +243,12 @@ class PageManifest:
         """Raise unless lengths, pages and tokens fit one another."""
         if not self.formats or not self.sequences:
             raise CheckpointError("layers and sequences must not be empty")
+        for i, sequence in enumerate(self.sequences):
+            if isinstance(sequence.id, int) and sequence.id.bit_length() > MAX_ID_BITS:
+                raise CheckpointError(
+                    f"sequences[{i}].id has {sequence.id.bit_length()} bits: {MAX_ID_BITS} are "
+                    "possible"
+                )
         if len({sequence.id for sequence in self.sequences}) < len(self.sequences):
             raise CheckpointError("two sequences have one id")
         size, before = self.page_size, dict[int, tuple[int | None, tuple[int, ...]]]()

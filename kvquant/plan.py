@@ -25,6 +25,7 @@ from .writing import as_path
 
 FORMAT, VERSION, UNSEALED_VERSION = "kvquant-plan", 2, 1
 _FACTS = "kvquant"  # the metadata entry
+_LEAST_KL, _LEAST_PERPLEXITY = -1e-3, 0.999  # 0 and 1, but for rounding
 
 
 @dataclass(frozen=True, eq=False)
@@ -482,11 +483,32 @@ def _check_facts(facts: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
         raise CheckpointError(
             f"limit.met is {told.limit.met}: the KL is {told.measured.kl}, the limit {most}"
         )
+    if told.measured:
+        _check_figures("measured", told.measured)
+    for i, row in enumerate(told.comparison):
+        _check_figures(f"comparison[{i}]", row)
+    for i, one in enumerate(told.sensitivity):
+        _check_least(f"sensitivity[{i}].kl", one.kl, _LEAST_KL)
     places = told.places or range(layers)
     others = [other.layer for other in told.others]
     if len(places) != layers or len({*places, *others}) != layers + len(others):
         raise CheckpointError(f"places and others do not tell where {layers} layers are")
     return 8 * row_bytes / elements
+
+
+def _check_figures(place: str, row: _Figures) -> None:
+    """Raise CheckpointError if a figure is less than it can be; a broken format has NaN."""
+    _check_least(f"{place}.kl", row.kl, _LEAST_KL)
+    _check_least(f"{place}.perplexity", row.perplexity, _LEAST_PERPLEXITY)
+    if isinstance(row, _Measured):
+        _check_least(f"{place}.exact_perplexity", row.exact_perplexity, _LEAST_PERPLEXITY)
+    for name in ("kl_error", "top1_error"):
+        _check_least(f"{place}.{name}", getattr(row, name) or 0, 0)
+
+
+def _check_least(name: str, value: float, least: float) -> None:
+    if value < least:
+        raise CheckpointError(f"{name} is {value}: it cannot be negative, nor a perplexity below 1")
 
 
 def _check_shapes(told: _Facts, shapes: Mapping[str, tuple[int, ...]], heads: int) -> None:

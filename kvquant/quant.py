@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import torch
 
-from .arguments import check_readable
+from .arguments import check_flag, check_readable
 from .devices import full_precision
 from .errors import ConfigError, DeviceError, NonFiniteError, ShapeError, shown
 from .layout import E4M3_MAX, HEAD_DIMS, RowFormat
@@ -64,6 +64,7 @@ def quantize_rows(
         DeviceError: the backend cannot take tensors of this device.
     """
     check_readable(x=x)
+    check_flag("check", check)
     if isinstance(fmt, str):
         fmt = RowFormat.parse(fmt, x.shape[-1] if x.ndim else 0)
     _check_format(fmt)

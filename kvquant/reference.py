@@ -8,7 +8,7 @@ from typing import Literal, overload
 
 import torch
 
-from .arguments import check_readable, check_scale
+from .arguments import check_flag, check_readable, check_scale
 from .debug import check_values
 from .layout import RowFormat
 from .segments import Segment, check_segments, make_segment
@@ -90,6 +90,7 @@ def reference_attention(
     Raises:
         ShapeError, ConfigError, DeviceError: as decode_attention.
     """
+    check_flag("return_lse", return_lse)
     given = {"q": q, "k_rows": k_rows, "v_rows": v_rows, "seq_lens": seq_lens}
     check_readable(**given, **({} if block_table is None else {"block_table": block_table}))
     loose = k_rows, v_rows, seq_lens, k_format, v_format, None, block_table, 0, None

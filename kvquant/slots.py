@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from . import debug
-from .arguments import check_readable
+from .arguments import check_flag, check_readable
 from .errors import ConfigError, ShapeError, shown
 
 MOST = 2**31 - 1  # tokens: lengths are int32
@@ -102,6 +102,7 @@ def slots_of(
         ConfigError: a size or a dtype that is not possible.
     """
     _check_tensors(seq_lens, packed_lens, new_lens, block_table, seats)
+    check_flag("ring", ring)
     if not torch.compiler.is_compiling():
         sizes = {"new_tokens": new_tokens, "sink_len": sink_len, "recent_len": recent_len}
         _check_sizes({**sizes, "page_size": page_size})

@@ -18,7 +18,6 @@ import os
 import re
 import secrets
 import stat
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -26,7 +25,7 @@ from typing import IO
 
 from filelock import FileLock
 
-from .errors import ConfigError
+from .errors import ConfigError, warn
 
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -128,10 +127,8 @@ def writing(path: str | os.PathLike[str]) -> Iterator[Place]:
             finally:
                 lock.release()
     if problem is not None:
-        warnings.warn(
-            f"{path} was written without a lock ({problem}): let one process at a time write to it",
-            RuntimeWarning,
-            stacklevel=3,
+        warn(
+            f"{path} was written without a lock ({problem}): let one process at a time write to it"
         )
 
 

@@ -47,7 +47,7 @@ ALLOWED = {
     "transforms": "devices hadamard",
     "slots": "errors arguments debug",
     "slotops": "debug slots",
-    "appendchecks": f"{FACTS} arguments quant basis slots transforms",
+    "appendchecks": f"{FACTS} arguments debug quant basis slots transforms",
     "appendbackends": f"{FACTS} quant debug devices rounding slots transforms appendchecks",
     "appendops": "layout slots transforms appendchecks appendbackends",
     "append": (
@@ -63,7 +63,7 @@ ALLOWED = {
     "kernels.cpu.values": f"{FACTS} kernels.cpu.simd",
     "kernels.cpu.compile": f"{FACTS} kernels.usercache",
     "kernels.cpu.parallel": "kernels.cpu.compile kernels.cpu.simd",
-    "kernels.usercache": "",
+    "kernels.usercache": "errors",
     "kernels.tuned": "errors kernels.usercache",
     "kernels.tuning": "errors kernels.cuda.spec kernels.tuned",
     "kernels.cuda.simulatedmemory": "",
@@ -229,7 +229,7 @@ ALLOWED = {
         "append arguments attention basisattention cachechecks cascade copying errors segments "
         "sharedprefix slots transforms paged pagedstate pagepool staging"
     ),
-    "pagedmanifest": f"{FACTS} jsonvalues manifest segments",
+    "pagedmanifest": f"{FACTS} jsonvalues manifest pagedstate segments",
     "pagedreader": f"errors {FILES} pagedmanifest",
     "pagedinspection": "layout pagedmanifest pagedreader rowfacts tables",
     "pagedfile": (

@@ -160,6 +160,44 @@ def test_numbers_of_numpy_are_numbers(backend: str) -> None:
     assert torch.equal(given, expected) and given.shape == plain.shape
 
 
+FLAGS: dict[str, Callable[[Any], Any]] = {
+    "return_lse": lambda flag: call(return_lse=flag),
+    "return_lse of segments": lambda flag: attend(Q, [segment()], return_lse=flag),
+    "return_lse of a prefix": lambda flag: shared(Q, segment(1), [segment()], return_lse=flag),
+    "return_lse of the reference": lambda flag: REFERENCE(
+        Q, rows(), rows(), LENS, return_lse=flag, **BOTH
+    ),
+    "return_lse of a cache": lambda flag: cache().attend(0, Q, return_lse=flag),
+    "check": lambda flag: quantize_rows(Q, INT4, check=flag),
+    "ring": lambda flag: slots_of(LENS, LENS, None, 0, 16, ring=flag),
+}
+
+
+@pytest.mark.parametrize("name", FLAGS)
+@pytest.mark.parametrize("value", [1, 0, None, "no", np.True_], ids=str)
+def test_flags_are_true_or_false(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{name.split()[0]} is .*: use True or False"):
+        FLAGS[name](value)
+    FLAGS[name](True)
+
+
+@pytest.mark.parametrize("side", ["k_transform", "v_transform"])
+@pytest.mark.parametrize("field", ["offset", "matrix", "clip", "feedback"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -0.5])
+def test_a_transform_with_impossible_values_is_refused(side: str, field: str, value: float) -> None:
+    if value < 0 and field != "clip":
+        return
+    shape = {"offset": (2, 64), "clip": (2,)}.get(field, (2, 64, 64))
+    values: dict[str, Any] = {field: torch.full(shape, value)}
+    made = RowTransform(**values)
+    k_rows, v_rows = (torch.zeros(1, 2, 16, INT4.row_bytes, dtype=torch.uint8) for _ in range(2))
+    tokens, slots = torch.zeros(2, 1, 2, 64), torch.zeros(1).long()
+    options: dict[str, Any] = {side: made, **BOTH}
+    with pytest.raises(ConfigError, match=rf"{side}\.{field} has (values|shares) that are not"):
+        append_rows(tokens[0], tokens[1], k_rows, v_rows, slots, **options)
+    assert not k_rows.any() and not v_rows.any()
+
+
 @pytest.mark.parametrize("name", ["num_splits", "sm_scale"])
 @pytest.mark.parametrize("value", [True, "0.5", float("nan"), float("inf"), [1], 1j], ids=str)
 @pytest.mark.parametrize("backend", [None, "reference"])

@@ -231,10 +231,11 @@ def test_clipping_keeps_a_share_of_each_groups_range() -> None:
         ({"kind": "matrix"}, ConfigError, "lacks its matrix"),
         ({"clip": torch.ones(3)}, ShapeError, r"clip is \[3\]: it must be \[2\]"),
         ({"offset": torch.full((2, 64), torch.nan)}, ConfigError, "finite float32"),
+        ({"clip": torch.tensor([0.9, -0.1])}, ConfigError, "clip of a basis must be positive"),
         ({"offset": torch.zeros(64)}, ShapeError, "num_kv_heads, head_dim"),
         ({"offset": torch.zeros(2, 0), "kind": "hadamard"}, ShapeError, r"offset is \[2, 0\]"),
     ],
-    ids=["kind", "no-matrix", "clip", "nan", "offset", "no-channels"],
+    ids=["kind", "no-matrix", "clip", "nan", "negative", "offset", "no-channels"],
 )
 def test_impossible_bases_are_refused(
     change: dict[str, object], error: type[Exception], words: str

@@ -138,6 +138,15 @@ def test_pages_are_shared_only_by_sequences_that_agree(name: str, tmp_path: Path
     cache.check_invariants()
 
 
+def test_an_id_that_no_cache_takes_is_told_of_the_file(tmp_path: Path) -> None:
+    for number in (-(2**1024), 2**1024):
+        path = forge(tmp_path / "x.safetensors", [sequence(number, 4, [0])])
+        with pytest.raises(CheckpointError, match=r"x.safetensors: .*\[0\].id has 1025 bits: 1024"):
+            load_sequences(make(), path)
+    forge(path, [sequence(2**1024 - 1, 4, [0])])
+    assert load_sequences(make(), path) == [2**1024 - 1]
+
+
 def test_first_tokens_that_differ_are_not_shared(tmp_path: Path) -> None:
     """Sinks stand in no page, but the rows behind them were computed with them."""
     both = [sequence(i, 18, [0], [i + 1, 9, *ONES], packed=16) for i in (0, 1)]

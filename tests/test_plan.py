@@ -199,6 +199,12 @@ CONTRADICTIONS: dict[str, tuple[Edit, str]] = {
     "error": (set_in("measured", "kl_error", value="x"), "measured.kl_error is 'x'"),
     "passages": (set_in("measured", "passages", value=-1), "measured.passages is -1"),
     "share of tokens": (set_in("measured", "top1", value=1.5), "top1 is 1.5: .* float <= 1"),
+    "negative kl": (set_in("measured", "kl", value=-0.5), r"measured.kl is -0.5: it cannot be neg"),
+    "kl of one": (set_in("comparison", 0, "kl", value=-1), r"comparison\[0\].kl is -1"),
+    "kl alone": (set_in("sensitivity", 0, "kl", value=-1), r"sensitivity\[0\].kl is -1"),
+    "perplexity": (set_in("comparison", 1, "perplexity", value=0), r"\[1\].perplexity is 0"),
+    "exact": (set_in("measured", "exact_perplexity", value=-2), "measured.exact_perplexity is -2"),
+    "negative error": (set_in("measured", "top1_error", value=-0.1), "top1_error is -0.1"),
     "words": (set_in("settings", value={"text": "\ud800"}), "surrogates not allowed"),
     "others": (set_in("others", value=[3]), r"others\[0\] is 3"),
 }

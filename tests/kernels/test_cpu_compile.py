@@ -201,7 +201,7 @@ def test_a_full_disk_is_said_once_and_kernels_work(
 ) -> None:
     with pytest.warns(RuntimeWarning, match="CPU kernels cannot be kept.*File too large") as warned:
         assert [result(make(8)), result(make(9))] == [1008, 1009]
-    assert len(warned) == 1
+    assert len(warned) == 1 and warned[0].filename == __file__
     assert not list(folder.iterdir())  # nor is a part of one left
 
 
