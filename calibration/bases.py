@@ -29,13 +29,20 @@ from kvquant.rounding import feedback_matrix
 from .moments import LayerMoments
 
 RIDGE = 1e-3  # of the mean diagonal is added to moments: few tokens leave directions unseen
+NOISE = 1e-12  # of the mean square of rows: what float32 leaves of rows that are all alike
 
 
-def regularized(moment: torch.Tensor) -> torch.Tensor:
-    """A moment [heads, dim, dim] with a little of the identity, so that it has an inverse."""
+def regularized(moment: torch.Tensor, noise: torch.Tensor | None = None) -> torch.Tensor:
+    """A moment [heads, dim, dim] with a little of the identity, so that it has an inverse.
+
+    Args:
+        moment: float64.
+        noise: [heads], the least of the identity that is added; as good as nothing when None.
+    """
     diagonal = moment.diagonal(dim1=-2, dim2=-1).mean(-1)
     tiny = torch.finfo(torch.float32).tiny
-    ridge = (RIDGE * diagonal).clamp(min=tiny)[:, None, None]
+    ridge = (RIDGE * diagonal).clamp(min=tiny if noise is None else noise.clamp(min=tiny))
+    ridge = ridge[:, None, None]
     return moment + ridge * torch.eye(moment.shape[-1], dtype=moment.dtype, device=moment.device)
 
 
@@ -87,7 +94,11 @@ def mixing(dim: int) -> torch.Tensor:
 
 
 def optimal_matrix(
-    weights: torch.Tensor, covariance: torch.Tensor, *, feedback: bool = False
+    weights: torch.Tensor,
+    covariance: torch.Tensor,
+    *,
+    feedback: bool = False,
+    noise: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """M of the module's docstring.
 
@@ -95,18 +106,21 @@ def optimal_matrix(
         weights: [heads, dim, dim], float64: W.
         covariance: likewise: C.
         feedback: whether rows will be rounded with feedback.
+        noise: [heads], float64: variance of a channel that is rounding; none when None.
 
     Returns:
         The same shape, float64.
     """
-    weights, spread = regularized(weights), regularized(covariance)
+    weights, spread = regularized(weights), regularized(covariance, noise)
     root, inverse_root = _power(weights, 0.5), _power(weights, -0.5)
     u, s, _ = torch.linalg.svd(root @ _power(spread, 0.5))
     power = 2 / 3 if feedback else 1 / 2
     matrix = inverse_root @ (u * s.pow(power)[:, None]) @ spreading(s.shape[-1]).to(s.device)
     variance = covariance.diagonal(dim1=-2, dim2=-1).sum(-1)
     stored = s.pow(2 - 2 * power).sum(-1)
-    ratio = variance.clamp(min=torch.finfo(torch.float32).tiny) / stored
+    tiny = torch.finfo(torch.float32).tiny
+    least = tiny if noise is None else (noise * covariance.shape[-1]).clamp(min=tiny)
+    ratio = variance.clamp(min=least) / stored
     scaled: torch.Tensor = matrix * ratio.rsqrt()[:, None, None]
     return scaled
 
@@ -120,8 +134,9 @@ def candidates(
     """
     mean, covariance = moments.mean(side), moments.covariance(side)
     offset = mean.float()
-    matrix = optimal_matrix(weights[side], covariance).float()
-    fed_matrix = optimal_matrix(weights[side], covariance, feedback=True)
+    noise = NOISE * (covariance.diagonal(dim1=-2, dim2=-1) + mean.square()).mean(-1)
+    matrix = optimal_matrix(weights[side], covariance, noise=noise).float()
+    fed_matrix = optimal_matrix(weights[side], covariance, feedback=True, noise=noise)
     dim = offset.shape[-1]
     mixed = fed_matrix @ (spreading(dim) @ mixing(dim)).to(mean.device)  # another R; Rᵀ is R
     nearest = {

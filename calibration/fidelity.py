@@ -110,8 +110,7 @@ class Fidelity:
         """
         kl, top1, nll = parts.mean(1).tolist()
         errors = standard_errors(parts, scored)
-        perplexity = float(torch.tensor(nll, dtype=torch.float32, device="cpu").exp())
-        return cls(scheme, bits, nbytes, kl, top1, perplexity, *errors)
+        return cls(scheme, bits, nbytes, kl, top1, perplexity_of(nll), *errors)
 
 
 class DecodingModel(Protocol):
@@ -253,7 +252,7 @@ class Reference:
         self._expected = predict(model, self._exact, self._fed)
         self._exact.crop(context)
         _, _, nll = compare(self._expected, self._expected, self._targets)
-        self.perplexity = math.exp(nll)
+        self.perplexity = perplexity_of(nll)
 
     def measure(self, scheme: Scheme | Planned) -> Fidelity:
         """Decode the passages from a cache of a scheme."""
@@ -314,13 +313,19 @@ def compare(
     return kl, top1, nll
 
 
+def perplexity_of(nll: float) -> float:
+    """exp of a mean negative log likelihood; Inf where that is more than a float holds."""
+    return float(torch.tensor(nll, dtype=torch.float64, device="cpu").exp())
+
+
 def compare_passages(
     expected: torch.Tensor, given: torch.Tensor, targets: torch.Tensor
 ) -> torch.Tensor:
     """As compare, of each passage: [3, batch], float64 on the CPU."""
     kl = torch.zeros(expected.shape[1], dtype=torch.float64, device=expected.device)
     for p, q in zip(expected, given, strict=True):  # by token, to spare memory
-        kl += (p.exp() * (p - q)).sum(-1).double()
+        # what is impossible by both adds nothing, and is no NaN
+        kl += (p.exp() * (p - q).masked_fill(p == -torch.inf, 0.0)).sum(-1).double()
     top1 = (expected.argmax(-1) == given.argmax(-1)).double().mean(0)
     nll = -given.gather(-1, targets).double().mean((0, 2))
     return torch.stack([kl / len(expected), top1, nll]).cpu()

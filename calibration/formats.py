@@ -9,7 +9,7 @@ cost more than K alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 Side = tuple[int, str]  # layer, "k" or "v"
@@ -21,11 +21,15 @@ class Costs:
 
     Attributes:
         kl: for every side and format, nats per token.
-        bits: of every format, per element, cheapest first.
+        bits: of every format, per element of a row of K, cheapest first.
+        v_bits: likewise of V, where its rows are of another width; those of K when None.
+        v_width: elements of a row of V for each of K.
     """
 
     kl: Mapping[Side, Mapping[str, float]]
     bits: Mapping[str, float]
+    v_bits: Mapping[str, float] | None = None
+    v_width: float = 1.0
 
     def total(self, formats: Mapping[Side, str]) -> float:
         """The KL of all sides."""
@@ -33,7 +37,18 @@ class Costs:
 
     def mean_bits(self, formats: Mapping[Side, str]) -> float:
         """Bits per element."""
-        return sum(self.bits[name] for name in formats.values()) / len(formats)
+        taken = sum(self.row_bits(side, name) for side, name in formats.items())
+        return taken / self.width(formats)
+
+    def row_bits(self, side: Side, name: str) -> float:
+        """Bits of a row of a side, over the elements of a row of K."""
+        if side[1] == "k":
+            return self.bits[name]
+        return (self.v_bits or self.bits)[name] * self.v_width
+
+    def width(self, sides: Collection[Side]) -> float:
+        """Elements of the rows of sides, over those of a row of K."""
+        return sum(1.0 if side[1] == "k" else self.v_width for side in sides)
 
 
 def allocate(
@@ -55,11 +70,14 @@ def allocate(
         steps = [
             (saved / more, side, name)
             for side, now in formats.items()
-            for name, bits in costs.bits.items()
-            if (more := bits - costs.bits[now]) > 0
+            for name in costs.bits
+            if (more := costs.row_bits(side, name) - costs.row_bits(side, now)) > 0
             and (saved := costs.kl[side][now] - costs.kl[side][name]) > 0
             and _may_take(costs, formats, side, name)
-            and (budget is None or costs.mean_bits(formats) + more / len(formats) <= budget + 1e-9)
+            and (
+                budget is None
+                or costs.mean_bits(formats) + more / costs.width(formats) <= budget + 1e-9
+            )
         ]
         if not steps:
             break

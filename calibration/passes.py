@@ -7,7 +7,6 @@ for the rounding of sums. Layers that no cache holds stay as they are.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -17,7 +16,15 @@ from kvquant.errors import NonFiniteError
 from kvquant.layout import RowFormat
 from kvquant.quant import EXACT_DTYPES, dequantize_rows, quantize_rows
 
-from .fidelity import Fidelity, Planned, Scheme, compare, compare_passages, scored_tokens
+from .fidelity import (
+    Fidelity,
+    Planned,
+    Scheme,
+    compare,
+    compare_passages,
+    perplexity_of,
+    scored_tokens,
+)
 
 RowsOf = Callable[[int, str, torch.Tensor], torch.Tensor]  # place, side, rows: what is read of them
 
@@ -58,7 +65,7 @@ class PassReference:
         self._targets = windows[:, context + 1 :].t()[..., None].to(device)
         self._expected = self._predict(lambda place, side, rows: rows)
         _, _, nll = compare(self._expected, self._expected, self._targets)
-        self.perplexity = math.exp(nll)
+        self.perplexity = perplexity_of(nll)
 
     def measure(self, scheme: Scheme | Planned) -> Fidelity:
         """Compare the predictions by the rows of a scheme, which keeps none in 16 bit.

@@ -63,11 +63,12 @@ def refusal(plan: CachePlan) -> str | None:
         return None
     within = f" within {limit['budget']:g} bits" if limit["budget"] else ""
     places = plan.places
-    blamed = _layers([places[at] for at in plan.facts["blamed"]])
+    worst = [places[at] for at in plan.facts["blamed"]]
+    blamed = f"{_layers(worst)} the most" if worst else "all layers are in 16 bit"
     return (
         f"the limit of {limit['max_kl']:g} nats per token is not met{within}: the best plan has a "
         f"KL of {measured['kl']:.4g} at {plan.bits:.2f} bits per element; "
-        f"{blamed} the most. Allow more, or keep some tokens in 16 bit (sink_len, recent_len)"
+        f"{blamed}. Allow more, or keep some tokens in 16 bit (sink_len, recent_len)"
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from kvquant.configs import cache_layers
-from kvquant.errors import ConfigError, NonFiniteError, UnsupportedModelError
+from kvquant.errors import ConfigError, NonFiniteError, UnsupportedModelError, shown
 from kvquant.identity import model_identity
 from kvquant.layout import FP16_MAX, HEAD_DIMS, RowFormat
 from kvquant.plan import CachePlan
@@ -26,11 +26,12 @@ from .layers import HeldLayers, held_layers, renumbered
 from .moments import Moments, weights_digest
 from .passes import PassingModel, PassReference
 from .texts import Sizes as Sizes
-from .texts import observed_windows, random_tokens
+from .texts import Text, observed_windows, random_tokens, token_ids
 from .texts import spread as spread
 
 HELD_SHARE = 4  # the last quarter of a text is held for scoring
 CANDIDATES = ("int4", "int4-g2", "int4-g4", "int4-g8", "int8")  # cheapest first
+ROUNDINGS = ("feedback", "nearest")
 COMPARED = ("int4", "int4-g4", "int8")
 ROUNDS = 6  # plans that are measured to meet a limit, at most
 Report = Callable[[str, int], None]  # a stage and how much of it was done, in hundredths
@@ -85,8 +86,8 @@ class Goal:
 
 def calibrate(
     model: CalibratedModel,
-    tokens: Sequence[int] | None,
-    held: Sequence[int] | None = None,
+    tokens: Text | None,
+    held: Text | None = None,
     *,
     sizes: Sizes | None = None,
     goal: Goal | None = None,
@@ -112,9 +113,19 @@ def calibrate(
         The plan, met or not; None on the ranks but the first, where torch.distributed runs.
 
     Raises:
-        ConfigError: a text is too short for the sizes, or an option is not possible.
+        ConfigError: a text is too short for the sizes or is none, or an option is not possible.
     """
     sizes, goal = sizes or Sizes(), goal or Goal(format=BASE_FORMAT)
+    if rounding not in ROUNDINGS:
+        raise ConfigError(
+            f"rounding {shown(rounding)} does not exist: use {' or '.join(ROUNDINGS)}"
+        )
+    if tokens is None and not zero_data:
+        raise ConfigError("there is no text: give tokens, or zero_data=True to observe random ones")
+    tokens = None if tokens is None else token_ids("tokens", tokens)
+    held = None if held is None else token_ids("held", held)
+    if goal.max_kl is not None and tokens is None and held is None:
+        raise ConfigError("a KL is measured on a text: give tokens or held, or no max_kl")
     if tokens is not None and held is None:
         cut = len(tokens) - len(tokens) // HELD_SHARE
         tokens, held = tokens[:cut], tokens[cut:]
@@ -228,6 +239,7 @@ def finish(
     }
     kept = _kept(moments)
     plan = assemble(moments, chosen, scores, start, model.exact_format, kept, facts)
+    _check_budget(goal, plan.bits)  # with the layers that stay in 16 bit
     if passages is None:
         limit = {"max_kl": None, "budget": goal.budget, "met": True}
         rest = {"limit": limit, "blamed": [], "sensitivity": [], "comparison": []}
@@ -264,6 +276,7 @@ def _decided(
     step = _shares(progress, "decode", 1 + len(sides) + 2 * len(COMPARED) + ROUNDS)
     found = reference.measure(Planned(plan))
     step(1)
+    allowed = CANDIDATES if goal.format is None else (goal.format,)
     alone: dict[Side, float] = {}
     for side in sides:
         only = {other: start[other] if other == side else exact for other in sides}
@@ -274,19 +287,21 @@ def _decided(
             side: _costs(chosen[side[0]][side[1]], alone[side], start[side], formats)
             for side in sides
         },
-        {name: formats[name][0].bits_per_element for name in formats if name in CANDIDATES}
-        if goal.format is None
-        else {goal.format: formats[goal.format][0].bits_per_element},
+        bits={name: formats[name][0].bits_per_element for name in allowed},
+        v_bits={name: formats[name][1].bits_per_element for name in allowed},
+        v_width=formats[allowed[0]][1].head_dim / formats[allowed[0]][0].head_dim,
     )
     used, limit = start, goal.max_kl
     factor = found.kl / max(costs.total(start), 1e-12)
-    _check_budget(goal, plan.bits)  # with the layers that stay in 16 bit
+    budget = goal.budget
+    if budget is not None and free:  # what the layers that stay in 16 bit leave of it
+        budget = 16 + (budget - 16) * plan.num_layers / len(free)
     for _ in range(ROUNDS):
         step(1)
         if goal.format is not None or (limit is not None and found.kl <= limit):
             break
         target = None if limit is None else 0.95 * limit / factor
-        wanted = allocate(costs, max_kl=target, budget=goal.budget)
+        wanted = allocate(costs, max_kl=target, budget=budget)
         if wanted == used:
             break
         used, plan = wanted, plan.with_layer_formats(wanted)

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from numbers import Integral
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 
-from kvquant.errors import ConfigError
+from kvquant.cachechecks import Counts, whole_numbers
+from kvquant.errors import ConfigError, shown
+
+Text: TypeAlias = Counts  # the ids of its tokens
 
 FIT_SHARE = 8  # of the observed windows, one in so many is kept for choosing
 
@@ -33,12 +38,29 @@ class Sizes:
 
     def __post_init__(self) -> None:
         for name, size in vars(self).items():
-            if size < 1:
-                raise ConfigError(f"{name} {size} is not possible: use 1 or more")
+            whole = isinstance(size, Integral) and not isinstance(size, bool)
+            if not whole or size < 1:
+                raise ConfigError(
+                    f"{name} {shown(size)} is not possible: use a whole number from 1 on"
+                )
+
+
+def token_ids(name: str, tokens: Text) -> torch.Tensor:
+    """The tokens of a text as int64 on the CPU.
+
+    Raises:
+        ConfigError: they are no whole numbers, or more than one text.
+    """
+    if not isinstance(tokens, (torch.Tensor, np.ndarray, Sequence)) or isinstance(tokens, str):
+        raise ConfigError(f"{name} is of type {type(tokens).__name__}: give the ids of a text")
+    ids = whole_numbers(name, tokens)
+    if ids.ndim != 1:
+        raise ConfigError(f"{name} is {list(ids.shape)}: give the ids of one text, [tokens]")
+    return ids
 
 
 def observed_windows(
-    tokens: Sequence[int], sizes: Sizes, max_positions: int | None
+    tokens: Text, sizes: Sizes, max_positions: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Windows for the moments, and those for choosing; the same one if there is only one."""
     length = min(sizes.length, sizes.observed, max(len(tokens) // 2, 1))
@@ -51,7 +73,7 @@ def observed_windows(
     return windows[~is_fitted], windows[is_fitted]
 
 
-def spread(tokens: Sequence[int], count: int, length: int) -> torch.Tensor:
+def spread(tokens: Text, count: int, length: int) -> torch.Tensor:
     """Take windows from a text, evenly spaced and not overlapping.
 
     Returns:

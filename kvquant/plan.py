@@ -77,7 +77,8 @@ class CachePlan:
                         null or not there where they are not known; "in_one_pass": null, or why
                         the model could not decode from a KVCache
         limit           {"max_kl": number or null, "budget": bits or null, "met": bool}
-        blamed          layers that cost the most, where the limit is not met; else empty
+        blamed          layers that cost the most, where the limit is not met and not all layers
+                        stay in 16 bit; else empty
         sensitivity     [{"layer", "k_format", "v_format", "kl"}]: only K or only V of this layer
                         quantized, all else in 16 bit: two for each layer
         comparison      [{"format", "plan": bool, "bits", "kl", "top1", "perplexity"}]: one format
@@ -476,7 +477,8 @@ def _check_facts(facts: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
     listed = [*told.blamed, *(row.layer for row in told.sensitivity)]
     if max(listed, default=0) >= layers:
         raise CheckpointError(f"layer {max(listed)} is told of, there are {layers}")
-    if not told.limit.met and (told.limit.max_kl is None or not told.blamed):
+    is_blamed = told.blamed or all(layer.kept is not None for layer in told.layers)
+    if not told.limit.met and (told.limit.max_kl is None or not is_blamed):
         raise CheckpointError("limit is not met, and max_kl or blamed is not told")
     most = told.limit.max_kl
     if told.measured and most is not None and told.limit.met != (told.measured.kl <= most):

@@ -190,7 +190,7 @@ ALLOWED = {
         f"{FACTS} quant basis calibration.bases calibration.moments calibration.scores"
     ),
     "calibration.formats": "",
-    "calibration.texts": "errors",
+    "calibration.texts": "errors cachechecks",
     "calibration.fidelity": f"{CACHES} plan",
     "calibration.layers": f"{FACTS} calibration.choose calibration.moments",
     "calibration.passes": f"{FACTS} quant calibration.fidelity",

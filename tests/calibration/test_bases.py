@@ -91,6 +91,22 @@ def test_what_was_never_seen_has_a_basis_all_the_same() -> None:
             assert not basis.decode(basis.encode(x)).any()
 
 
+def test_rows_that_are_all_alike_leave_no_matrix_of_rounding() -> None:
+    torch.manual_seed(0)
+    layer = LayerMoments(2, HEADS, DIM, DIM)
+    row, noise = torch.randn(1, HEADS, 1, DIM), 1e-7 * torch.randn(1, HEADS, 2, DIM)
+    x = row.double() + noise[:, :, torch.arange(50) % 2]  # one text: a token again and again
+    layer.update(x, x, x)
+    weights = {"k": layer.queries, "v": moment(0)}
+    for side in "kv":
+        for basis in candidates(layer, weights, side).values():
+            if basis.kind == "matrix":
+                assert basis.matrix is not None
+                assert float(torch.linalg.cond(basis.matrix).max()) < 1e3
+            found = basis.decode(basis.encode(x.float()))
+            torch.testing.assert_close(found, x.float(), rtol=0, atol=1e-4)
+
+
 def test_the_weights_of_values_are_those_of_the_output_projection() -> None:
     torch.manual_seed(0)
     weight, error = torch.randn(100, 6 * DIM), torch.randn(DIM).double()

@@ -1,5 +1,6 @@
 """Fidelity of quantized caches, on the bundled model (8 s)."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from kvquant.calibration.fidelity import (
     compare,
     compare_passages,
     measure,
+    perplexity_of,
     predict,
     quantized_copy,
     read_prompt,
@@ -134,6 +136,24 @@ def test_the_past_is_read_from_the_quantized_cache(model: CachedModel, text: lis
     given = predict(model, damaged, window[:, 100:])
     kl, _, _ = compare(expected, given, torch.zeros(20, 1, 1, dtype=torch.int64))
     assert kl > 0.05
+
+
+def test_a_token_that_both_think_impossible_adds_nothing() -> None:
+    torch.manual_seed(0)
+    expected, given = torch.randn(2, 3, 2, 5).log_softmax(-1)
+    targets = torch.zeros(3, 2, 1, dtype=torch.int64)
+    never = torch.full((3, 2, 1), -torch.inf)
+    first, second = (torch.cat([x, never], -1) for x in (expected, given))
+    found = compare_passages(first, second, targets)
+    assert torch.equal(found, compare_passages(expected, given, targets))
+    # what one thinks possible and the other one not is an infinite loss
+    found = compare_passages(first, torch.cat([never, given], -1), targets)
+    assert found[0].tolist() == [torch.inf] * 2
+
+
+def test_a_perplexity_beyond_all_numbers_is_infinite() -> None:
+    assert perplexity_of(1e3) == torch.inf and perplexity_of(2.0) == pytest.approx(math.e**2)
+    assert perplexity_of(300.0) == pytest.approx(math.exp(300.0))
 
 
 def test_windows_without_room_are_refused(model: CachedModel) -> None:

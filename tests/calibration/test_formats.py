@@ -44,6 +44,18 @@ def test_budgets_are_kept_and_used(budget: float) -> None:
         assert set(found.values()) == {"int8"}
 
 
+def test_rows_of_values_count_by_their_own_width() -> None:
+    given = costs([1, 5, 2], [0.5, 1, 1])
+    v_bits = {"int4": 4.5, "int4-g4": 6.0, "int8": 8.5}  # rows of half the width
+    given = Costs(given.kl, BITS, v_bits, 0.5)
+    for budget in (4.5, 5.0, 6.5, 9.0):
+        found = allocate(given, budget=budget)
+        taken = sum(BITS[name] for (_, side), name in found.items() if side == "k")
+        taken += sum(v_bits[name] / 2 for (_, side), name in found.items() if side == "v")
+        assert given.mean_bits(found) == pytest.approx(taken / 4.5) and taken / 4.5 <= budget + 1e-9
+    assert set(found.values()) == {"int8"}
+
+
 def test_keys_keep_the_bits_of_values_unless_values_cost_more() -> None:
     for budget in (4.5, 5.0, 6.0):
         found = allocate(costs([2, 2], [1.9, 1.9]), budget=budget)

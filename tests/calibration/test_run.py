@@ -10,6 +10,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 from tiny_models import tiny_model  # noqa: E402
 
+from kvquant.calibration.report import refusal  # noqa: E402
 from kvquant.calibration.run import Goal, _key, calibrate, observe  # noqa: E402
 from kvquant.calibration.texts import Sizes, observed_windows, random_tokens, spread  # noqa: E402
 from kvquant.errors import CheckpointError, ConfigError, NonFiniteError  # noqa: E402
@@ -193,6 +194,54 @@ def test_layers_that_rows_cannot_hold_are_kept_in_16_bit() -> None:
         calibrate(model, tokens, sizes=sizes)
 
 
+def test_a_budget_counts_the_layers_that_stay_in_16_bit(tmp_path: Path) -> None:
+    model = tiny("Llama")
+    tokens = random_tokens(model.config_dict, 600)
+    sizes = Sizes(observed=256, length=64, windows=2, context=64, scored=4)
+    layers = model.model.model.layers
+    with torch.no_grad():
+        layers[1].self_attn.v_proj.weight.mul_(1e6)
+    found = calibrate(model, tokens, sizes=sizes, goal=Goal(budget=11.0))
+    assert found is not None and found.formats[1] == ("bf16", "bf16")
+    assert 10.25 < found.bits <= 11.0
+    with pytest.raises(ConfigError, match=r"a budget of 10.0 bits is below 10.25"):
+        calibrate(model, None, sizes=sizes, goal=Goal(budget=10.0), zero_data=True)
+    with torch.no_grad():
+        layers[0].self_attn.v_proj.weight.mul_(1e6)
+    found = calibrate(model, tokens, sizes=sizes, goal=Goal(max_kl=1.0))
+    assert found is not None and found.bits == 16 and found.facts["limit"]["met"]
+    missed = {"max_kl": 0.25, "budget": None, "met": False}
+    measured = {**found.facts["measured"], "kl": 0.5}
+    facts = {**found.facts, "measured": measured, "limit": missed}
+    CachePlan(facts, found.tensors).save(tmp_path / "plan.safetensors")
+    problem = refusal(CachePlan.load(tmp_path / "plan.safetensors"))
+    assert problem is not None and "bits per element; all layers are in 16 bit." in problem
+
+
+def test_a_text_of_one_token_has_a_plan() -> None:
+    model = tiny("Qwen2")
+    sizes = Sizes(observed=256, length=64, windows=2, context=20, scored=4)
+    found = calibrate(model, [7] * 600, sizes=sizes)
+    assert found is not None and found.facts["measured"]["kl"] < 0.01
+
+
+def test_what_is_no_text_is_told(model: CachedModel, text: list[int]) -> None:
+    cases: list[tuple[Any, str]] = [
+        ([1.5] * 600, r"tokens is torch.float32: use whole numbers"),
+        ("word " * 600, r"tokens is of type str: give the ids of a text"),
+        (iter(text), r"tokens is of type list_iterator: give the ids of a text"),
+        (torch.tensor(text)[None], r"tokens is \[1, \d+\]: give the ids of one text, \[tokens\]"),
+        (None, r"there is no text: give tokens, or zero_data=True"),
+    ]
+    for given, words in cases:
+        with pytest.raises(ConfigError, match=words):
+            calibrate(model, given, sizes=SIZES)
+    with pytest.raises(ConfigError, match="a KL is measured on a text"):
+        calibrate(model, None, sizes=SIZES, goal=Goal(max_kl=0.1), zero_data=True)
+    with pytest.raises(ConfigError, match="rounding 'best' does not exist: use feedback or"):
+        calibrate(model, text, sizes=SIZES, rounding="best")
+
+
 def test_an_interrupted_run_goes_on(model: CachedModel, text: list[int], tmp_path: Path) -> None:
     state, windows = tmp_path / "sums", spread(text, 4, 64)
 
@@ -241,8 +290,10 @@ def test_impossible_goals_and_sizes_are_refused(model: CachedModel, text: list[i
         calibrate(model, text[:10000])
     with pytest.raises(ConfigError, match="format 'banana' does not exist"):
         Goal(format="banana")
-    with pytest.raises(ConfigError, match="windows 0 is not possible"):
-        Sizes(windows=0)
+    sizes: list[Any] = [0, 1.5, "8", True, float("nan")]
+    for size in sizes:
+        with pytest.raises(ConfigError, match=r"windows .* is not possible: use a whole number"):
+            Sizes(windows=size)
     impossible: list[dict[str, Any]] = [{"max_kl": 0.0}, {"max_kl": float("nan")}]
     for goal in [*impossible, {"budget": float("inf")}]:
         with pytest.raises(ConfigError, match=r"cannot be kept|not possible"):
