@@ -88,7 +88,12 @@ class TransformersCache(Cache):
     It is for inference: no gradient flows through a cache. A call of the model that fails in
     attention is taken back; one that fails elsewhere is taken back by the next, which raises. Until
     then layers hold different lengths, which cache.check() tells; cache.crop(cache.seq_lens) keeps
-    what all layers have. Phi-3 models drop a cache themselves where their prompt gets longer than
+    what all layers have. One that fails after the attention of the last layer leaves its tokens, as
+    in transformers' own caches: crop them.
+
+    Models count the positions of all sequences alike, from 0: where those of the cache are others
+    (prompts read with lens, sequences cropped apart, start_positions), give position_ids. Phi-3
+    models drop a cache themselves where their prompt gets longer than
     original_max_position_embeddings, and go on with transformers' own.
 
     Args:
@@ -96,6 +101,7 @@ class TransformersCache(Cache):
         new_lens: [batch]: how many of the next call's tokens, the first ones, belong to each
             sequence; all when None.
         layers: of the model; taken from its config when None.
+        placed: the caller gives the model position_ids, those of the cache.
 
     Raises:
         ConfigError: cache is no KVCache.
@@ -110,11 +116,12 @@ class TransformersCache(Cache):
         new_lens: torch.Tensor | None = None,
         *,
         layers: CacheLayers | None = None,
+        placed: bool = False,
     ) -> None:
         if not isinstance(cache, KVCache):
             raise ConfigError(f"cache is {type(cache).__name__}: give a KVCache")
         cache.check()
-        self.cache, self.new_lens = cache, new_lens
+        self.cache, self.new_lens, self._is_placed = cache, new_lens, placed
         self._places: dict[int, int] | None = None  # of the cache, by the model's layer
         self._turn: Turn | None = None
         self._scaled_from: int | None = None
@@ -210,6 +217,27 @@ class TransformersCache(Cache):
                 "begin anew call reset(). If generate does this it has use_cache=False, be it from "
                 "the model's generation_config: give use_cache=True"
             )
+
+    # one break of a graph, as the length of a cache is read
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def check_positions(self, positions: Any) -> None:
+        """Raise if sequences go on from different positions, and the model counts them alike.
+
+        Args:
+            positions: [..., new_tokens], of the new tokens, if the model tells them.
+        """
+        if self._is_placed:
+            return
+        wanted = (self.cache.start_positions + self.cache.layers[0].seq_lens).cpu()
+        if bool((wanted == self.get_seq_length()).all()):
+            return
+        if isinstance(positions, torch.Tensor) and bool((positions[..., 0].cpu() == wanted).all()):
+            return
+        raise ConfigError(
+            f"the cache's sequences go on from positions {wanted.tolist()}, and the model counts "
+            "all of them from the longest: give it position_ids=cache.positions[:, None] + "
+            "torch.arange(new_tokens), or read and decode by CachedModel"
+        )
 
     def check_turn(self, new_tokens: int) -> None:
         """Raise if a call's keys, or those of the past, would have to be turned otherwise.
@@ -511,6 +539,7 @@ def _check_call(
         handed.to.fit(cache_layers(config))
     if not handed.at and not handed.appended:
         handed.to.check_begin(new_tokens, options.get("position_ids"))
+        handed.to.check_positions(options.get("position_ids"))
         handed.to.check_turn(new_tokens)
         handed.to.check_scale(new_tokens)
     if dropout:

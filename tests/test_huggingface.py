@@ -119,6 +119,29 @@ def test_positions_start_where_the_cache_says(model: CachedModel) -> None:
     torch.testing.assert_close(*given, atol=0.05, rtol=0)
 
 
+@pytest.mark.parametrize("kind", ["Llama", "Persimmon"])  # tells attention its positions, or not
+@pytest.mark.parametrize(("start", "lens"), [(0, [20, 15]), (30, [20, 20])])
+def test_positions_that_the_model_counts_otherwise_are_refused(
+    kind: str, start: int, lens: list[int]
+) -> None:
+    own = tiny(kind, num_attention_heads=2)  # a model counts all sequences from the longest, from 0
+    cache, text = own.new_cache(2, 40, **FP16), tokens(2, 20)
+    cache.start_positions += start
+    own.prefill(cache, text, lens)
+    expected = own.step(cache.fork(), text[:, 0])
+    own.model.set_attn_implementation("kvquant")
+    past = TransformersCache(cache)
+    with pytest.raises(
+        ConfigError, match=r"go on from positions \[\d+, \d+\].* give it position_ids"
+    ):
+        own.model(text[:, :1], past_key_values=past)
+    assert cache.seq_lens.tolist() == lens
+    if kind == "Llama":
+        places = cache.positions[:, None]
+        given = own.model(text[:, :1], past_key_values=past, position_ids=places).logits[:, 0]
+        assert torch.equal(given, expected)
+
+
 def test_transformers_generates_with_the_cache(model: CachedModel) -> None:
     text = tokens(2, 20)
     options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": 999}
