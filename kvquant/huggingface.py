@@ -85,7 +85,8 @@ class TransformersCache(Cache):
     by CachedModel.prefill. On CUDA call cache.check() at times (CachedModel does it): it raises
     what came with NaN.
 
-    It is for inference: no gradient flows through a cache. A call of the model that fails in
+    It is for inference: no gradient flows through a cache, and backward through a step raises. A
+    call of the model that fails in
     attention is taken back; one that fails elsewhere is taken back by the next, which raises. Until
     then layers hold different lengths, which cache.check() tells; cache.crop(cache.seq_lens) keeps
     what all layers have. One that fails after the attention of the last layer leaves its tokens, as
@@ -606,6 +607,8 @@ def _attend(
             last = last.bfloat16()  # of any size, where fp16 ends at 65504
         out = cache.attend(handed.at, last, sm_scale=scaling)
         assert isinstance(out, torch.Tensor)
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
+            out = _NoGradient.apply(out, query, key, value)  # type: ignore[no-untyped-call]
         return out[:, None].to(query.dtype)
     if handed.seen is None:
         handed.seen = _seen(cache, handed.at, key, value)
@@ -626,6 +629,21 @@ def _attend(
     if not handed.appended:
         handed.to.append(handed, key, value)
     return out.transpose(1, 2)
+
+
+class _NoGradient(torch.autograd.Function):
+    """What comes out of the packed rows: backward raises, where it would leave attention out."""
+
+    @staticmethod
+    def forward(_: Any, out: torch.Tensor, *of: torch.Tensor) -> torch.Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(_: Any, *gradients: Any) -> NoReturn:
+        raise UnsupportedError(
+            "no gradient flows through the rows of a KVCache: decode under torch.no_grad(), or "
+            "train without a TransformersCache"
+        )
 
 
 def _seen(

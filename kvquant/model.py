@@ -367,7 +367,13 @@ class CachedModel:
     @cached_property
     def _vocabulary(self) -> int:
         """Rows of the token embeddings."""
-        rows: int = self.model.get_input_embeddings().weight.shape[0]
+        weight = getattr(self.model.get_input_embeddings(), "weight", None)
+        if weight is None:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} has no table of token embeddings (it reads several "
+                "ids at a place, as models of speech do): CachedModel serves models of text"
+            )
+        rows: int = weight.shape[0]
         return rows
 
     @cached_property

@@ -647,6 +647,27 @@ def test_images_are_attended_to_without_a_mask_of_text() -> None:
         assert given.tolist() == expected.tolist()
 
 
+@pytest.mark.parametrize("trained", ["q_proj", "v_proj"])
+def test_backward_through_a_step_is_refused(trained: str) -> None:
+    """Around attention a gradient would flow, and be another one than the model's."""
+    own = tiny("Llama")
+    for name, weight in own.model.named_parameters():
+        weight.requires_grad_(f"layers.1.self_attn.{trained}" in name)
+    own.model.set_attn_implementation("kvquant")
+    past = TransformersCache(own.new_cache(1, 20, **FP16))
+    own.model(tokens(1, 8), past_key_values=past).logits.sum().backward()  # a prompt's is exact
+    loss = own.model(tokens(1, 1), past_key_values=past).logits.sum()
+    with pytest.raises(UnsupportedError, match=r"no gradient flows .* decode under torch\.no_grad"):
+        loss.backward()
+
+
+def test_a_model_without_a_table_of_embeddings_is_refused() -> None:
+    own = tiny("Llama")
+    own.model.set_input_embeddings(torch.nn.Sequential(own.model.get_input_embeddings()))
+    with pytest.raises(UnsupportedError, match="LlamaForCausalLM has no table of token embeddings"):
+        own.prefill(own.new_cache(1, 20), tokens(1, 8))
+
+
 def test_what_generate_cannot_have_is_told(model: CachedModel) -> None:
     model.model.set_attn_implementation("kvquant")
     text, cache = tokens(2, 8), model.new_cache(2, 20)
