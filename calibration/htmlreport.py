@@ -7,6 +7,7 @@ the same numbers.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from .verdict import kl_text, next_steps, number, percent, top1_error, verdict
 Section = tuple[str, str, Callable[..., str], str]  # title, sentence, figure, tensor needed
 Table = dict[str, Any]  # "rows", of words, the first is the head; "caption"
 
+# names may hold them: what no page may, and what turns the order of the text that follows
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
 SECTIONS: Sequence[Section] = (
     (
@@ -130,6 +133,7 @@ def render(plan: CachePlan, name: str) -> str:
             "caption": "Settings",
         },
     )
+    page = CONTROLS.sub("\N{REPLACEMENT CHARACTER}", page)
     return page.encode("utf-8", "replace").decode()  # names may hold what no file can
 
 

@@ -63,7 +63,13 @@ class PassReference:
         self._fed = windows[:, :-1]
         device = model.model.device
         self._targets = windows[:, context + 1 :].t()[..., None].to(device)
-        self._expected = self._predict(lambda place, side, rows: rows)
+        self._dims: dict[tuple[int, str], tuple[str, int]] = {}  # of each place: side, head_dim
+
+        def as_given(place: int, side: str, x: torch.Tensor) -> torch.Tensor:
+            self._dims[place, side] = side, x.shape[-1]
+            return x
+
+        self._expected = self._predict(as_given)
         _, _, nll = compare(self._expected, self._expected, self._targets)
         self.perplexity = perplexity_of(nll)
 
@@ -92,7 +98,9 @@ class PassReference:
                 return read
         else:
             names = {"k": scheme.k_format, "v": scheme.v_format}
-            bits = sum(RowFormat.parse(name, 128).bits_per_element for name in names.values()) / 2
+            rows = [RowFormat.parse(names[side], dim) for side, dim in self._dims.values()]
+            elements = sum(fmt.head_dim for fmt in rows)  # none where no layer is held
+            bits = 8 * sum(fmt.row_bytes for fmt in rows) / elements if rows else 16.0
 
             def rows_of(place: int, side: str, x: torch.Tensor) -> torch.Tensor:
                 fmt = RowFormat.parse(names[side], x.shape[-1])

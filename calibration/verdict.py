@@ -49,7 +49,7 @@ def verdict(plan: CachePlan) -> tuple[str, str, str, list[str]]:
     elif too_few := _too_few(measured):
         kind, mark = "notice", "Too little text for a verdict."
         further.append(too_few)
-    elif most > KL_NOTICE:
+    elif not most <= KL_NOTICE:  # NaN too
         kind, mark = "notice", "Noticeable loss."
     else:
         kind, mark = "good", "Fit for use."
@@ -65,6 +65,8 @@ def next_steps(plan: CachePlan, file: str) -> list[tuple[str, str]]:
         file: its name.
     """
     kind, measured = verdict(plan)[0], plan.facts["measured"]
+    if file.startswith("-"):  # commands would take it for an option
+        file = f"./{file}"
     shell, again = shlex.quote(file), "kvquant calibrate MODEL --text FILE"
     steps = []
     if kind == "bad":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from dataclasses import replace
@@ -162,7 +163,9 @@ def test_no_string_of_a_file_is_markup_or_a_formula() -> None:
         "comparison": rows,
     }
     facts |= {"model": {"type": script, "sha256": quote}, "others": [{"layer": 7, "why": quote}]}
-    found = Page(htmlreport.render(changed(plan, **facts), f"{script}{quote}"))
+    page = htmlreport.render(changed(plan, **facts), f"{script}{quote}\x1b[31m\u202egnp.exe")
+    found = Page(page)
+    assert all(char == "\n" or char >= " " for char in page) and "\u202e" not in page
     assert "script" not in [tag for tag, _ in found.tags]
     assert not any(key.startswith("on") for _, attributes in found.tags for key in attributes)
     assert found.text.count(dollars) >= 2 * len(rows)  # in both figures and the table
@@ -196,6 +199,7 @@ def test_a_verdict_allows_for_the_standard_error() -> None:
     plan = measured(example_plan(kl=0.04, max_kl=None), passages=8, kl_error=0.002)
     assert verdict(plan)[0] == "good"
     assert verdict(measured(plan, kl_error=0.006))[:2] == ("notice", "Noticeable loss.")
+    assert verdict(measured(plan, kl_error=math.nan))[0] == "notice"
     plan = measured(example_plan(kl=0.0096), passages=8, kl_error=0.0003, top1_error=0.004)
     sentence = verdict(plan)[2]
     assert "in 95.4 ± 0.4 % of cases (KL 0.0096 ± 0.0003 nats" in sentence
@@ -210,6 +214,8 @@ def test_what_to_do_next_is_told() -> None:
     ]
     assert [what for what, _ in next_steps(bad, "p.safetensors")] == ["allow more bits", "see it"]
     assert next_steps(changed(good, measured=None), "p.safetensors")[0][0] == "measure it"
+    _, (_, line) = next_steps(good, "-o.safetensors")  # no option
+    assert line == "kvquant report ./-o.safetensors -o ./-o.html"
 
 
 def test_errors_have_the_digits_of_what_they_belong_to() -> None:

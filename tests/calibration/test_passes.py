@@ -16,6 +16,8 @@ from kvquant.errors import NonFiniteError, ShapeError
 from kvquant.plan import CachePlan
 
 pytest.importorskip("transformers")
+from tiny_models import tiny_model
+
 from kvquant.model import CachedModel
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -67,6 +69,14 @@ def test_layers_that_no_cache_holds_stay_exact(model: CachedModel, windows: torc
     some = PassReference(model, windows, CONTEXT, [2]).measure(Scheme("int4", "int4"))
     every = PassReference(model, windows, CONTEXT, [0, 1, 2, 3]).measure(Scheme("int4", "int4"))
     assert none.kl == 0 < some.kl < every.kl
+
+
+def test_bits_are_those_of_the_rows_of_this_model() -> None:
+    narrow = tiny_model("Llama")  # rows of 64 elements: 4 bits and a header of half a bit
+    windows = torch.arange(2 * 12).view(2, 12)
+    passed = PassReference(narrow, windows, 8, [0, 1])
+    assert passed.measure(Scheme("int4", "int4")).bits == 4.5
+    assert passed.measure(Scheme("bf16", "int8-g2")).bits == 12.5
 
 
 def test_windows_without_room_are_refused(model: CachedModel, windows: torch.Tensor) -> None:
