@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -144,7 +145,9 @@ class PagedKVCache(NotCopied):
         self._swap = SwapSpace(self.state, self.rows.pages, self.rows.exact, self.device)
         self._step: Step | None = None  # whose rows are being written
         self._entered = False  # whether its block is
+        self._holder: Callable[[], object | None] = _nobody  # who can end it, if that is there yet
         self._bad_before = self.bad_rows  # what was counted before it
+        self._pending: tuple[SequenceId, ...] | None = None  # see _changing
 
     @classmethod
     def from_plan(
@@ -220,6 +223,7 @@ class PagedKVCache(NotCopied):
 
     def length(self, sequence_id: SequenceId) -> int:
         """Tokens of a sequence, swapped out or not."""
+        self._drop_lost_step()
         parked = self._swap.find(sequence_id)
         return parked.length if parked else int(self.state.lengths[self.state.seat(sequence_id)])
 
@@ -246,11 +250,12 @@ class PagedKVCache(NotCopied):
             ConfigError: the id is in use, or tokens are not whole numbers.
         """
         sequence_id = self._new_id(sequence_id)
-        with self._swap.telling():
-            seat, present, place = self.state.allocate(sequence_id, tokens)
-        with self.state.or_free([sequence_id]):
-            if place is not None:
-                self.rows.restore_sinks(place, seat)
+        with self._changing(sequence_id):
+            with self._swap.telling():
+                seat, present, place = self.state.allocate(sequence_id, tokens)
+            with self.state.or_free([sequence_id]):
+                if place is not None:
+                    self.rows.restore_sinks(place, seat)
         return present
 
     def fork(self, parent_id: SequenceId, child_id: SequenceId) -> None:
@@ -262,10 +267,11 @@ class PagedKVCache(NotCopied):
         """
         child_id = self._new_id(child_id)
         self._settle([parent_id])
-        with self._swap.telling():
-            seats = self.state.fork(parent_id, child_id)
-        with self.state.or_free([child_id]):
-            self.rows.copy_seat(*seats)
+        with self._changing(child_id):
+            with self._swap.telling():
+                seats = self.state.fork(parent_id, child_id)
+            with self.state.or_free([child_id]):
+                self.rows.copy_seat(*seats)
 
     def truncate(self, sequence_id: SequenceId, length: int) -> None:
         """Keep the first tokens of a sequence; rows that have been packed stay packed.
@@ -275,7 +281,8 @@ class PagedKVCache(NotCopied):
             ConfigError: the sequence does not live, or length is not a whole number.
         """
         self._settle([sequence_id])
-        self.state.truncate(sequence_id, length)
+        with self._changing():
+            self.state.truncate(sequence_id, length)
 
     def free(self, sequence_id: SequenceId, *, forget: bool = False) -> None:
         """End a sequence, swapped out or not; its full pages are found until they are needed.
@@ -298,7 +305,8 @@ class PagedKVCache(NotCopied):
         self._hide(self._bad([sequence_id, *sharers]) if sharers else {})
         self._end(sequence_id)
         others = (parked.origin for parked in self._swap.parked.values())
-        self.state.pool.forget(tokens, None if origin in others else origin)
+        with self._changing():
+            self.state.pool.forget(tokens, None if origin in others else origin)
         self._keep_sinks_again()
 
     def _end(self, sequence_id: SequenceId) -> None:
@@ -306,7 +314,8 @@ class PagedKVCache(NotCopied):
             del self._swap.parked[sequence_id]
         else:
             self._settle([sequence_id])
-            self.state.free(sequence_id)
+            with self._changing(sequence_id):
+                self.state.free(sequence_id)
 
     def _known(self, sequence_id: SequenceId) -> tuple[list[int], Origin]:
         """The known tokens of a sequence, and where its sinks came from."""
@@ -360,20 +369,22 @@ class PagedKVCache(NotCopied):
 
     def _hide(self, bad: Mapping[SequenceId, NDArray[np.bool_]]) -> None:
         """Let nothing of these tokens be found by others."""
-        for sequence_id, tokens in bad.items():
-            parked = self._swap.find(sequence_id)
-            if parked is None:
-                self.state.hide(sequence_id, tokens)
-                continue
-            first = int(tokens.argmax())
-            del parked.tokens[first:]
-            if first < self.state.split.sink_len:
-                self.state.pool.forget_origin(parked.origin)
+        with self._changing():
+            for sequence_id, tokens in bad.items():
+                parked = self._swap.find(sequence_id)
+                if parked is None:
+                    self.state.hide(sequence_id, tokens)
+                    continue
+                first = int(tokens.argmax())
+                del parked.tokens[first:]
+                if first < self.state.split.sink_len:
+                    self.state.pool.forget_origin(parked.origin)
 
     def _keep_sinks_again(self) -> None:
         """Keep sinks of other sequences where those that were kept are forgotten."""
         with suppress(MemoryError, RuntimeError):  # the next that fills a page keeps its sinks
-            self._publish([i for i in self.state.ids if not self._swap.is_arriving(i)])
+            with self._changing():
+                self._publish([i for i in self.state.ids if not self._swap.is_arriving(i)])
 
     def can_append(self, ids: Sequence[SequenceId], counts: int | Sequence[int] = 1) -> bool:
         """Whether there are pages for PagedBatch.extend with these sequences and counts.
@@ -397,7 +408,8 @@ class PagedKVCache(NotCopied):
             ConfigError: the sequence does not live.
         """
         self._settle([sequence_id])
-        self._swap.swap_out(sequence_id)
+        with self._changing():
+            self._swap.swap_out(sequence_id)
         self._let_go()
 
     def swap_in(self, sequence_id: SequenceId) -> None:
@@ -409,12 +421,14 @@ class PagedKVCache(NotCopied):
         """
         self._check_closed()
         self._let_go()
-        self._swap.swap_in(sequence_id)
+        with self._changing():
+            self._swap.swap_in(sequence_id)
 
     def finish_swaps(self) -> None:
         """Let the host wait until all that was swapped out has left its pages and seats."""
         self._drop_step()
-        self._swap.finish()
+        with self._changing():
+            self._swap.finish()
 
     def dequantized(
         self, sequence_id: SequenceId, layer: int, dtype: torch.dtype = torch.float32
@@ -449,16 +463,21 @@ class PagedKVCache(NotCopied):
         if any(counts):
             self._bad_before = self.bad_rows.clone()
         step = None
-        try:
-            with self._swap.telling():
-                step = self.state.extend(ids, counts, tokens)
-            self.rows.copy_pages(step.copies)
-        except BaseException:
-            if step is not None:
-                self.state.take_back(step)
-            raise
-        self._step, self._entered = step, False
+        with self._changing():
+            try:
+                with self._swap.telling():
+                    step = self.state.extend(ids, counts, tokens)
+                self.rows.copy_pages(step.copies)
+            except BaseException:
+                if step is not None:
+                    self.state.take_back(step)
+                raise
+            self._holder, self._entered, self._step = _nobody, False, step
         return step
+
+    def hold_step(self, holder: object) -> None:
+        """The step that was begun last is undone once its holder is there no more."""
+        self._holder = weakref.ref(holder)
 
     def enter_step(self, step: Step) -> None:
         """Enter the block of the step that was begun last."""
@@ -475,16 +494,57 @@ class PagedKVCache(NotCopied):
 
     def end_step(self, *, written: bool, begun: bool = True) -> None:
         """Let others find the filled pages, or cut the sequences back, by nothing if not begun."""
-        step, self._step = self._step, None
+        step = self._step
         assert step is not None
-        if written:
-            self._publish(self.state.to_publish(step))
-        elif not begun:
-            self.state.take_back(step)
-        else:
-            self.state.roll_back(step)
-            if step.counts.any():  # rows that are no more
-                self.bad_rows.copy_(self._bad_before)
+        try:
+            with self._changing():
+                if written:
+                    self._publish(self.state.to_publish(step))
+                elif not begun:
+                    self.state.take_back(step)
+                else:
+                    self.state.roll_back(step)
+                    if step.counts.any():  # rows that are no more
+                        self.bad_rows.copy_(self._bad_before)
+        except Exception:
+            self._step = None
+            raise
+        self._step = None  # after an interrupt it is there until all of it is undone
+
+    @contextmanager
+    def _changing(self, *new: SequenceId) -> Iterator[None]:
+        """Change the bookkeeping: after an interrupt (Ctrl-C) nothing has been changed.
+
+        If another interrupt comes meanwhile, the next call does the rest. Prefixes are found no
+        more then, until they are written again.
+
+        Args:
+            new: sequences that are begun, and are no more after an interrupt; or are ended.
+        """
+        if self._pending is not None:
+            self._recover()
+        self.state.begin_change()
+        self._swap.begin_change()
+        self._pending = new
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, Exception):
+                self._pending = None  # undone where it was raised
+            else:
+                self._recover()
+            raise
+        self._pending = None
+
+    def _recover(self) -> None:
+        """Make the bookkeeping whole after a change that was interrupted."""
+        assert self._pending is not None
+        step, begun = self._step, self._entered
+        self._swap.recover(self._pending, step, begun=begun)
+        if step is not None and begun:
+            self.bad_rows.copy_(self._bad_before)
+        self._step = None
+        self._pending = None
 
     def _publish(self, ids: Sequence[SequenceId]) -> None:
         """Let others find the full pages of sequences whose rows are written."""
@@ -506,7 +566,10 @@ class PagedKVCache(NotCopied):
         """Make ready to read sequences; ConfigError if one does not live."""
         self._let_go()
         self._swap.check_here(ids)
-        self._publish(self._swap.await_rows(ids))
+        arrived = self._swap.await_rows(ids)
+        if arrived:
+            with self._changing():
+                self._publish(arrived)
 
     def check(self) -> None:
         """Raise if rows were appended since the last check that decode to NaN, as KVCache.check.
@@ -530,11 +593,12 @@ class PagedKVCache(NotCopied):
         named, kept = np.array(pool.named, np.int64), np.array(pool.kept, np.int64)
         named = named[self.rows.nan_in_pages(named.tolist()).any(1)]
         kept = kept[self.rows.nan_in_sinks(kept.tolist()).any(1)]
-        self.bad_rows.zero_()
-        pool.hide(named.tolist())
-        for place in kept.tolist():
-            pool.lose(place)
+        with self._changing():
+            pool.hide(named.tolist())
+            for place in kept.tolist():
+                pool.lose(place)
         self._hide(bad)
+        self.bad_rows.zero_()  # last: after an interrupt the next check looks again
         self._keep_sinks_again()
         names = ", ".join(map(repr, bad))
         advice = f"sequences {names:.400} have them, end these by free(id, forget=True)"
@@ -565,13 +629,23 @@ class PagedKVCache(NotCopied):
 
     def _drop_step(self) -> None:
         """Undo a step whose block was not entered: somebody has called extend without `with`."""
+        self._drop_lost_step()
         if self._step is not None and not self._entered:
             self.end_step(written=False, begun=False)
 
+    def _drop_lost_step(self) -> None:
+        """Undo what an interrupt has left, and a step that nobody can enter or end any more."""
+        if self._pending is not None:
+            self._recover()
+        if self._step is not None and self._holder() is None:
+            self.end_step(written=False, begun=self._entered)
+
     def _let_go(self) -> None:
         """Free the pages and seats of sequences that have left."""
-        if self._step is None or self._entered:  # else a step may be undone, and these with it
-            self._swap.let_go()
+        self._drop_lost_step()
+        if self._swap.leaving and (self._step is None or self._entered):
+            with self._changing():  # else a step may be undone, and these with it
+                self._swap.let_go()
 
     def _new_id(self, sequence_id: SequenceId) -> SequenceId:
         """The id of a new sequence, as it is kept; ConfigError if no new one may have it."""
@@ -584,3 +658,7 @@ class PagedKVCache(NotCopied):
                 "whole number of up to 1024 bits that no other has, swapped out ones included"
             )
         return new_id
+
+
+def _nobody() -> None:
+    """Who holds a step that was just begun."""

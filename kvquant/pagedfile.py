@@ -244,7 +244,7 @@ def _place(
     cache: PagedKVCache, file: PageReader, names: Mapping[Any, SequenceId]
 ) -> list[SequenceId]:
     """Give the sequences of a checked file pages and seats, and copy their rows."""
-    manifest, sequences = file.manifest, file.manifest.sequences
+    sequences = file.manifest.sequences
     saved = [sequence.id for sequence in sequences]
     known = set(saved)
     unknown = [name for name in names if name not in known]
@@ -253,6 +253,15 @@ def _place(
     ids = [cache._new_id(names.get(name, name)) for name in saved]
     if len(set(ids)) < len(ids):
         raise ConfigError(f"ids are {shown(ids)}: give each sequence another one")
+    with cache._changing(*ids):
+        _place_rows(cache, file, ids)
+        cache._publish(ids)
+    return list(ids)
+
+
+def _place_rows(cache: PagedKVCache, file: PageReader, ids: Sequence[SequenceId]) -> None:
+    """Begin the sequences of a file by these ids, with their rows."""
+    manifest, sequences = file.manifest, file.manifest.sequences
     with cache._swap.telling():
         pages = cache.state.place(
             ids,
@@ -273,8 +282,6 @@ def _place(
             for sequence_id, sequence, own in each:
                 at = _exact_rows(cache, sequence)
                 target[cache.state.seat(sequence_id)].index_copy_(1, at, own.transpose(0, 1))
-    cache._publish(ids)
-    return list(ids)
 
 
 def _storage(cache: PagedKVCache, part: Part) -> torch.Tensor:

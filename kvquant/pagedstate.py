@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Integral
@@ -16,7 +16,7 @@ from .copying import NotCopied
 from .errors import ConfigError, OutOfPagesError, ShapeError, shown
 from .pagedslots import Ints, Split, TokenSlots, token_slots
 from .pagenames import Origin, hold, token_ids, whole_number
-from .pagepool import PagePool, SequenceId
+from .pagepool import Growth, PagePool, SequenceId
 
 MAX_ID_BITS = 1024  # of an id that is a number
 
@@ -51,6 +51,16 @@ class Step:
     slots: TokenSlots
 
 
+class _Growing(NamedTuple):
+    """Sequences that an extend is about to grow, as they were; and the copies of pages since."""
+
+    ids: Sequence[SequenceId]
+    seats: Ints
+    lengths: Ints
+    packed_lens: Ints
+    copies: list[tuple[int, int]]
+
+
 class PagedState(NotCopied):
     """Seats, lengths, pages and known tokens of the sequences of a paged cache.
 
@@ -81,6 +91,7 @@ class PagedState(NotCopied):
         self._tokens: list[list[int]] = [[] for _ in range(num_seats)]  # as far as they are known
         self._seats: dict[SequenceId, int] = {}
         self._free_seats = list(range(num_seats - 1, -1, -1))
+        self._growing: _Growing | None = None  # by the change that is under way
 
     @property
     def ids(self) -> list[SequenceId]:
@@ -153,15 +164,16 @@ class PagedState(NotCopied):
             has = f"sequence {shown(sequence_id)} has {self.lengths[seat]} tokens"
             raise ShapeError(f"{has}: it cannot be truncated to {length}")
         packed = min(int(self.packed_lens[seat]), max(length - self.split.sink_len, 0))
-        self.pool.truncate(sequence_id, packed)
         self.lengths[seat], self.packed_lens[seat] = length, packed
+        self.pool.truncate(sequence_id, packed)
         del self._tokens[seat][length:]
 
     def free(self, sequence_id: SequenceId) -> list[int]:
         """End a sequence; return its first tokens, as far as they were known."""
         seat = self.seat(sequence_id)
+        del self._seats[sequence_id]
         self.pool.free(sequence_id)
-        self._free_seats.append(self._seats.pop(sequence_id))
+        self._free_seats.append(seat)
         tokens, self._tokens[seat] = self._tokens[seat], []
         self.lengths[seat] = self.packed_lens[seat] = 0
         return tokens
@@ -180,7 +192,54 @@ class PagedState(NotCopied):
         """Know a sequence by another id."""
         self.seat(sequence_id)
         self.pool.rename(sequence_id, new_id)
-        self._seats[new_id] = self._seats.pop(sequence_id)
+        self._seats[new_id] = self._seats[sequence_id]
+        del self._seats[sequence_id]
+
+    def begin_change(self) -> None:
+        """Tell recover what is to be undone: nothing yet."""
+        self._growing = None
+
+    def recover(
+        self,
+        dropped: Collection[SequenceId],
+        renamed: Mapping[SequenceId, SequenceId],
+        step: Step | None,
+        *,
+        begun: bool,
+    ) -> None:
+        """Make the bookkeeping whole after a change that was interrupted; again, if this was too.
+
+        Args:
+            dropped: sequences that are no more.
+            renamed: new ids of others.
+            step: that was under way, and is undone.
+            begun: whether rows of it may have been written.
+        """
+        for old, new in renamed.items():
+            if old in self._seats:
+                self._seats[new] = self._seats[old]
+                del self._seats[old]
+        growing, copies = self._growing or step, list[tuple[int, int]]()
+        if growing is not None and (self._growing is not None or not begun):
+            self.lengths[growing.seats] = growing.lengths
+            self.packed_lens[growing.seats] = growing.packed_lens
+            copies = growing.copies
+        elif step is not None:
+            self.lengths[step.seats] = self._sure(step)
+        most = np.maximum(self.lengths - self.split.sink_len, 0)
+        self.packed_lens = np.minimum(self.packed_lens, most)
+        seats = {i: seat for i, seat in self._seats.items() if i not in dropped}
+        packed_lens = {i: int(self.packed_lens[seat]) for i, seat in seats.items()}
+        self.pool.rebuild(packed_lens, renamed, copies)
+        used = set(seats.values())
+        self._free_seats = [i for i in reversed(range(len(self.lengths))) if i not in used]
+        self._seats = seats
+        self.lengths[self._free_seats] = self.packed_lens[self._free_seats] = 0
+        for seat, tokens in enumerate(self._tokens):
+            del tokens[int(self.lengths[seat]) :]
+        for sequence_id, seat in seats.items():
+            table = self.pool.block_table(sequence_id)
+            self.tables[seat, : len(table)] = table
 
     def can_append(self, ids: Sequence[SequenceId], counts: Sequence[int]) -> bool:
         """Whether there are pages for a step."""
@@ -205,7 +264,9 @@ class PagedState(NotCopied):
         if known is not None and len(known) != new.sum():
             raise ShapeError(f"{len(known)} tokens for counts that add up to {new.sum()}")
         lengths, packed_lens = self.lengths[seats], self.packed_lens[seats]
-        growth = self.pool.append(ids, self._packed_counts(seats, new).tolist())
+        packed_counts, growth = self._packed_counts(seats, new).tolist(), Growth([], [])
+        self._growing = _Growing(ids, seats, lengths, packed_lens, growth.copies)
+        self.pool.append(ids, packed_counts, growth)
         try:
             if growth.entries:
                 place, at, page = np.array(growth.entries).T
@@ -267,12 +328,17 @@ class PagedState(NotCopied):
         A sequence keeps what certainly stands in all layers: all tokens it had, or, if some of them
         were to leave the recent window, those that had left it before.
         """
+        for sequence_id, length in zip(step.ids, self._sure(step).tolist(), strict=True):
+            self.truncate(sequence_id, length)
+
+    def _sure(self, step: Step) -> Ints:
+        """Tokens of the sequences of a step that certainly stand in all layers.
+
+        The same again where some were cut already.
+        """
         same = self.packed_lens[step.seats] == step.packed_lens
         sure = np.minimum(step.lengths, self.split.sink_len + step.packed_lens)
-        for sequence_id, length in zip(
-            step.ids, np.where(same, step.lengths, sure).tolist(), strict=True
-        ):
-            self.truncate(sequence_id, length)
+        return np.minimum(self.lengths[step.seats], np.where(same, step.lengths, sure))
 
     def check(self) -> None:
         """Look through all the bookkeeping, in time proportional to the cache.
@@ -308,11 +374,12 @@ class PagedState(NotCopied):
 
     def _sit(self, sequence_id: SequenceId, length: int, packed: int, tokens: list[int]) -> int:
         """Give a sequence, which the pool has, a seat."""
-        seat = self._seats[sequence_id] = self._free_seats.pop()
+        seat = self._free_seats.pop()
         table = self.pool.block_table(sequence_id)
         self.tables[seat, : len(table)] = table
         self.lengths[seat], self.packed_lens[seat] = length, packed
         self._tokens[seat] = tokens
+        self._seats[sequence_id] = seat
         return seat
 
     def _to_extend(self, ids: Sequence[SequenceId], counts: Sequence[int]) -> tuple[Ints, Ints]:

@@ -93,7 +93,8 @@ class PagePool:
             raise ConfigError(f"head_len {head_len} is too small: use 0 or more")
         self.num_pages, self.page_size, self.head_len = num_pages, page_size, head_len
         self._references = [0] * num_pages
-        self._names = PageNames(num_pages, page_size, head_len, num_heads)
+        self._name_sizes = num_pages, page_size, head_len, num_heads
+        self._names = PageNames(*self._name_sizes)
         self._free = list(range(num_pages - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # the least recently used first
         self._sequences: dict[SequenceId, _Sequence] = {}
@@ -144,8 +145,18 @@ class PagePool:
         self._sequences[sequence_id] = _Sequence(pages, length, len(pages), head, origin)
         return Prefix(length, None if head is None else head.place)
 
-    def append(self, sequence_ids: Sequence[SequenceId], counts: Sequence[int]) -> Growth:
+    def append(
+        self,
+        sequence_ids: Sequence[SequenceId],
+        counts: Sequence[int],
+        growth: Growth | None = None,
+    ) -> Growth:
         """Make room for counts[i] tokens at the end of each sequence, or of none.
+
+        Args:
+            sequence_ids: the sequences.
+            counts: new tokens of each.
+            growth: an empty one, to be filled; it knows every copy before a table has it.
 
         Returns:
             The pages taken, and the copies to make before the tokens are written.
@@ -155,7 +166,7 @@ class PagePool:
             names = ", ".join(map(repr, sequence_ids))
             needs = f"{needed} more pages for {sum(counts)} tokens"
             raise self._out_of_pages(f"sequences {names:.200} need {needs}")
-        growth, size = Growth([], []), self.page_size
+        growth, size = growth or Growth([], []), self.page_size
         for place, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
             pages = sequence.pages
             if count and sequence.length % size:
@@ -251,7 +262,8 @@ class PagePool:
         """Know a sequence by another id."""
         self._get(sequence_id)
         self._check_new(new_id)
-        self._sequences[new_id] = self._sequences.pop(sequence_id)
+        self._sequences[new_id] = self._sequences[sequence_id]
+        del self._sequences[sequence_id]
 
     def truncate(self, sequence_id: SequenceId, length: int) -> None:
         """Keep the first tokens of a sequence."""
@@ -333,6 +345,36 @@ class PagePool:
         """Where what belongs to the head of a sequence came from."""
         return self._get(sequence_id).origin
 
+    def rebuild(
+        self,
+        lengths: Mapping[SequenceId, int],
+        renamed: Mapping[SequenceId, SequenceId],
+        copies: Iterable[tuple[int, int]],
+    ) -> None:
+        """Count pages anew, after a call that was interrupted; none is found by its tokens.
+
+        Args:
+            lengths: of the sequences that live on, not above those of their tables.
+            renamed: their ids by those that they may still have.
+            copies: of an append that has not been.
+        """
+        for old, new in renamed.items():
+            if old in self._sequences:
+                self._sequences[new] = self._sequences[old]
+                del self._sequences[old]
+        sources = {target: source for source, target in copies}
+        kept = {sequence_id: self._sequences[sequence_id] for sequence_id in lengths}
+        for sequence_id, sequence in kept.items():
+            sequence.length, sequence.named, sequence.head = lengths[sequence_id], 0, None
+            pages = sequence.pages[: -(-sequence.length // self.page_size)]
+            sequence.pages = [*pages[:-1], *(sources.get(page, page) for page in pages[-1:])]
+        self._sequences = kept
+        uses = Counter(page for sequence in kept.values() for page in sequence.pages)
+        self._references = [uses[page] for page in range(self.num_pages)]
+        self._free = [page for page in reversed(range(self.num_pages)) if not uses[page]]
+        self._cached = OrderedDict()
+        self._names = PageNames(*self._name_sizes)
+
     def check(self) -> None:
         """Look through all the bookkeeping, in time proportional to the pool.
 
@@ -404,10 +446,10 @@ class PagePool:
             self._unname(source)  # it was cut in a full page, whose last tokens now change
             return
         target = self._take()
+        growth.copies.append((source, target))
         self._references[source] -= 1
         sequence.pages[-1] = target
         growth.entries.append((place, len(sequence.pages) - 1, target))
-        growth.copies.append((source, target))
 
     def _take(self) -> int:
         if self._free:

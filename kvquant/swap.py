@@ -19,7 +19,7 @@ import torch
 
 from .copying import NotCopied
 from .errors import ConfigError, OutOfPagesError, shown
-from .pagedstate import PagedState
+from .pagedstate import PagedState, Step
 from .pagenames import Origin
 from .pagepool import SequenceId
 from .rowstacks import RowStacks, to_device
@@ -84,6 +84,7 @@ class SwapSpace(NotCopied):
         self.leaving: list[Parked] = []
         self._side: torch.cuda.Stream | None = None
         self._arriving: dict[SequenceId, torch.cuda.Event | None] = {}
+        self._moving: tuple[SequenceId, Parked, bool] | None = None  # see recover
 
     def find(self, sequence_id: SequenceId) -> Parked | None:
         """A sequence that is swapped out."""
@@ -102,6 +103,29 @@ class SwapSpace(NotCopied):
             if self.find(sequence_id) is not None:
                 raise ConfigError(f"sequence {shown(sequence_id)} is swapped out: swap it in first")
             self._state.seat(sequence_id)
+
+    def begin_change(self) -> None:
+        """Tell recover what is to be undone: nothing yet."""
+        self._moving = None
+
+    def recover(self, dropped: Iterable[SequenceId], step: Step | None, *, begun: bool) -> None:
+        """Make all of it whole after a change that was interrupted; see PagedState.recover."""
+        gone, renamed = set(dropped), dict[SequenceId, SequenceId]()
+        if self._moving is not None:
+            sequence_id, parked, stays = self._moving
+            if stays:  # it has never left
+                renamed[parked] = sequence_id
+                self.leaving = [other for other in self.leaving if other is not parked]
+                self.parked.pop(sequence_id, None)
+            else:
+                gone.add(sequence_id)
+                self.parked[sequence_id] = parked
+        lost = (i for i in self._state.ids if isinstance(i, Parked) and i not in renamed)
+        gone |= {parked for parked in lost if parked not in self.leaving}
+        self._state.recover(gone, renamed, step, begun=begun)
+        here = set(self._state.ids)
+        self.leaving = [parked for parked in self.leaving if parked in here]
+        self._arriving = {i: event for i, event in self._arriving.items() if i in here}
 
     def let_go(self) -> None:
         """Free the pages and seats of those that were leaving and have left."""
@@ -122,6 +146,7 @@ class SwapSpace(NotCopied):
         lens = int(state.lengths[seat]), int(state.packed_lens[seat])
         known = state.tokens(sequence_id), state.pool.origin(sequence_id)
         parked = Parked(*lens, *known, pages, exact, done)
+        self._moving = sequence_id, parked, True
         state.rename(sequence_id, parked)
         self.parked[sequence_id] = parked
         self.leaving.append(parked)
@@ -133,6 +158,7 @@ class SwapSpace(NotCopied):
             raise ConfigError(
                 f"sequence {shown(sequence_id)} is not swapped out: it cannot be brought"
             )
+        self._moving = sequence_id, parked, parked in self.leaving
         if parked in self.leaving:  # its rows are still where they were
             self.leaving.remove(parked)
             self._state.rename(parked, sequence_id)
