@@ -39,7 +39,14 @@ from .errors import CheckpointError, ConfigError, NonFiniteError, ShapeError, Un
 from .files import SafetensorsFile, TensorSource
 from .jsonvalues import INT32, MAX_LAYERS, MAX_SEQUENCES
 from .layout import FP16_MAX, HEAD_DIMS, RowFormat
-from .quant import EXACT_DTYPES, FLOAT_DTYPES, dequantize_rows, exact_codec, quantize_rows
+from .quant import (
+    EXACT_DTYPES,
+    FLOAT_DTYPES,
+    dequantize_rows,
+    exact_codec,
+    is_nan_row,
+    quantize_rows,
+)
 from .shards import save_safetensors
 from .writing import as_path
 
@@ -303,9 +310,11 @@ def _values(cache: KVCache, dtype: torch.dtype) -> dict[str, TensorSource]:
                     if not bool(values.isfinite().all()):
                         head, token, element = (~values.isfinite()).nonzero()[0].tolist()
                         value = whole[head, token, element].item()
+                        where = f"layer {i}, {side.upper()}, sequence {b}, token {token}"
+                        if value != value:
+                            raise _is_nan(f"{where}, KV head {head}")
                         raise NonFiniteError(
-                            f"layer {i}, {side.upper()}, sequence {b}, token {token}: {value:g} is "
-                            "too large for fp16: export to bf16"
+                            f"{where}: {value:g} is too large for fp16: export to bf16"
                         )
                     out[:, : values.shape[1]] = values.cpu()
                     yield out
@@ -348,11 +357,18 @@ def _packed_chunks(
     def chunks() -> Iterator[torch.Tensor]:
         for b in range(cache.batch):
             parts = [
-                rows if stored == fmt else quantize_rows(dequantize_rows(rows, stored), fmt)
+                rows
+                if stored == fmt
+                else quantize_rows(dequantize_rows(rows, stored), fmt, check=False)
                 for rows, stored in _rows(cache, layer, side, b)
             ]
             rows = torch.cat(parts, dim=1).transpose(0, 1).cpu()
-            _check_scales(rows, fmt, to, f"layer {layer}, {side.upper()}, sequence {b}")
+            where = f"layer {layer}, {side.upper()}, sequence {b}"
+            is_nan = is_nan_row(rows, fmt)
+            if bool(is_nan.any()):
+                token, head = is_nan.nonzero()[0].tolist()
+                raise _is_nan(f"{where}, token {token}, KV head {head}")
+            _check_scales(rows, fmt, to, where)
             shape = longest, cache.num_kv_heads, stop - start
             out = torch.zeros(shape, dtype=torch.uint8, device="cpu")
             out[: len(rows)] = rows[..., start:stop]
@@ -384,6 +400,13 @@ def _check_exportable(layer: int, k_format: RowFormat, v_format: RowFormat, to: 
             f"and {v_format.head_dim}: {to} takes one format for both, {possible}; quantize anew, "
             "or export to bf16"
         )
+
+
+def _is_nan(where: str) -> NonFiniteError:
+    return NonFiniteError(
+        f"{where}: this row came with NaN, Inf or a value that its format cannot hold, and decodes "
+        "to NaN: mend the model, or export a cache without it"
+    )
 
 
 def _check_scales(rows: torch.Tensor, fmt: RowFormat, to: str, where: str) -> None:

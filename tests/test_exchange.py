@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvquant import KVCache, RowFormat
+from kvquant import KVCache, RowFormat, quantize_rows
 from kvquant.errors import (
     CheckpointError,
     ConfigError,
@@ -249,6 +249,25 @@ def test_values_that_overflow_elsewhere_are_refused(tmp_path: Path) -> None:
         "out.safetensors",
         "raw.safetensors",
     ]
+
+
+@pytest.mark.parametrize("to", ["bf16", "fp16", "fbgemm", "xformers"])
+@pytest.mark.parametrize("fmt", ["int4-g4", "fp8"])
+def test_rows_with_nan_do_not_go_out(tmp_path: Path, fmt: str, to: str) -> None:
+    cache = KVCache(1, 2, 2, 128, 12, k_format=fmt, v_format=fmt, sink_len=2, recent_len=3)
+    cache.append(0, torch.randn(2, 2, 10, 128), torch.randn(2, 2, 10, 128))
+    words = r"layer 0, V, sequence 1, token {}, KV head 1: .*this row came with NaN, Inf or"
+    at = cache.layers[0]
+    for rows, place, token in ((at.v_packed, 2, 4), (at.v_exact_rows, 0, 0)):
+        kept = rows[1, 1, place].clone()
+        is_packed = rows is at.v_packed
+        bad = torch.full((128,), torch.nan)
+        bad_fmt = at.v_format if is_packed else RowFormat.parse("bf16", 128)
+        rows[1, 1, place] = quantize_rows(bad, bad_fmt, check=False)  # as CUDA appends it
+        with pytest.raises(NonFiniteError, match=words.format(token)):
+            export_cache(cache, tmp_path / "out.safetensors", to)
+        rows[1, 1, place] = kept
+    export_cache(cache, tmp_path / "out.safetensors", to)
 
 
 def test_export_refuses_what_it_cannot_do(tmp_path: Path) -> None:
