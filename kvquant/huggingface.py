@@ -102,7 +102,8 @@ class TransformersCache(Cache):
         new_lens: [batch]: how many of the next call's tokens, the first ones, belong to each
             sequence; all when None.
         layers: of the model; taken from its config when None.
-        placed: the caller gives the model position_ids, those of the cache.
+        placed: the caller gives the model position_ids, those of the cache, in every call; they are
+            not looked at then. Some models do not show them to attention (Persimmon, Qwen2-VL).
 
     Raises:
         ConfigError: cache is no KVCache.
@@ -232,12 +233,14 @@ class TransformersCache(Cache):
         wanted = (self.cache.start_positions + self.cache.layers[0].seq_lens).cpu()
         if bool((wanted == self.get_seq_length()).all()):
             return
-        if isinstance(positions, torch.Tensor) and bool((positions[..., 0].cpu() == wanted).all()):
+        is_told = isinstance(positions, torch.Tensor)
+        if is_told and bool((positions[..., 0].cpu() == wanted).all()):
             return
         raise ConfigError(
             f"the cache's sequences go on from positions {wanted.tolist()}, and the model counts "
             "all of them from the longest: give it position_ids=cache.positions[:, None] + "
             "torch.arange(new_tokens), or read and decode by CachedModel"
+            + ("" if is_told else "; with position_ids, make TransformersCache(cache, placed=True)")
         )
 
     def check_turn(self, new_tokens: int) -> None:
