@@ -205,7 +205,8 @@ class CachePlan:
             A plan whose "measured" is null.
 
         Raises:
-            ConfigError: a layer, a side or a format that does not exist.
+            ConfigError: a layer, a side or a format that does not exist, or a packed one for a
+                layer that has to stay in 16 bit.
         """
         places = {(i, side) for i in range(self.num_layers) for side in "kv"}
         if not isinstance(formats, Mapping) or not formats.keys() <= places:
@@ -222,6 +223,13 @@ class CachePlan:
             for i, entry in enumerate(self.facts["layers"])
         ]
         changed = CachePlan({**self.facts, "layers": layers, "measured": None}, self.tensors)
+        for i, side in formats:
+            fmt = (changed.k_formats if side == "k" else changed.v_formats)[i]
+            if layers[i]["kept"] is not None and not fmt.is_exact:
+                raise ConfigError(
+                    f"layer {i} cannot be kept in {fmt}: {shown(layers[i]['kept'])}; leave it in "
+                    "16 bit"
+                )
         return CachePlan({**changed.facts, "bits": changed.bits}, self.tensors)
 
     @property

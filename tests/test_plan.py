@@ -90,6 +90,14 @@ def test_formats_of_layers_that_do_not_exist_are_refused(plan: CachePlan, format
         plan.with_layer_formats(formats)
 
 
+def test_a_layer_that_is_kept_in_16_bit_stays_so(plan: CachePlan) -> None:
+    kept = [i for i, entry in enumerate(plan.facts["layers"]) if entry["kept"]]
+    assert kept
+    with pytest.raises(ConfigError, match=rf"layer {kept[0]} cannot be kept in int8: .*16 bit"):
+        plan.with_layer_formats({(kept[0], "v"): "int8"})
+    assert plan.with_layer_formats({(kept[0], "v"): "fp16"}).formats[kept[0]] == ("bf16", "fp16")
+
+
 def test_a_plan_for_another_model_is_refused(path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"was made for a 'llama' model.*calibrate this"):
         CachePlan.load(path, model=CONFIG | {"hidden_size": 65})
