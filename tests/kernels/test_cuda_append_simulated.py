@@ -162,6 +162,9 @@ RARE += [
     "a matrix after RoPE",
 ]
 RARE += ["feedback, 16-bit rows, a lane a row", "16-bit rows and bf16", "offset", "rotation"]
+RARE += ["matrices, NaN and 16-bit rows", "a matrix after a rotation", "feedback of fp8 is none"]
+RARE += ["feedback, RoPE, offset and rotation", "feedback, hostile rows", "clipped, int8 and fp8"]
+RARE += [f"dequantize {name}" for name in ("int8", "int8-g4", "int4-g8", "fp8-g4")]
 CASES = select_cases(CASES, RARE)
 
 Results = dict[str, dict[str, Any]]

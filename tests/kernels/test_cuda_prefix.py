@@ -15,6 +15,7 @@ import torch
 from fake_cuda import FakeDriver, install_for_rows
 from in_simulator import SIMULATED, in_simulator
 from prefix_cases import PrefixCase, make_prefix, nothing_of_its_own
+from simulator_cases import rare
 
 from kvquant import RowFormat, cascadeops, dequantize_rows, quantize_rows
 from kvquant.cascade import attend_shared
@@ -95,6 +96,7 @@ def simulate(
     torch.testing.assert_close(lse, wanted_lse, rtol=1e-4, atol=1e-3)
 
 
+@rare
 @in_simulator
 def test_splits_and_pages() -> None:
     simulate(make_prefix("int4-g4/int8", 64, 9, (4, 2), 150, page_size=16), 3)

@@ -102,7 +102,11 @@ RARE += [f"int4, ring, {layout}" for layout in ("heads", "tokens")]
 RARE += ["int4, paged, heads", "int4, pages of 32", "int4, pages of 128", "int4-g4, pages of 64"]
 RARE += [f"int4 without {technique}" for technique in TECHNIQUES]
 RARE += ["fp16 and fp8-g4", "int4-g8 and int8", "2 warps", "three segments", "no sinks"]
-RARE += ["4 warps", "three segments, 2 warps", "3 splits", "12 splits"]
+RARE += ["4 warps", "three segments, 2 warps", "3 splits", "12 splits", "2 warps and splits"]
+RARE += ["three segments, bf16 and an fp16 query", "4 stages", "seats", "no recent rows"]
+RARE += [f"bf16, head_dim {head_dim}" for head_dim in (64, 80, 96, 112, 192)]
+RARE += [f"int4-g4, {place}, heads" for place in ("linear", "ring", "paged")]
+RARE += ["int8-g2", "int8-g4", "fp8-g4", "int4-g2"]
 CASES = select_cases(CASES, RARE)
 
 Results = dict[str, dict[str, Any]]

@@ -13,6 +13,7 @@ import pytest
 import torch
 from fake_cuda import CPU, STREAM, install_for_rows, note_devices
 from in_simulator import SIMULATED, in_simulator
+from simulator_cases import rare
 
 from kvquant.basisops import check_turn, takes_one_launch, turn_rows_op
 from kvquant.errors import ConfigError, DeviceError, KVQuantError, ShapeError
@@ -153,6 +154,11 @@ def simulate(given: Arguments, warps: int = 4, *, encodes: bool = False) -> None
 @in_simulator
 def test_turned_rows_are_those_of_float64() -> None:
     simulate(make(heads=(4, 2)))
+
+
+@rare
+@in_simulator
+def test_turned_rows_of_any_strides_are_those_of_float64() -> None:
     simulate(make(80, 5, (2, 2), torch.float16, "shared offset strided"))
     simulate(make(64, 1, (3, 1), words="matrix swapped"), warps=8)
 

@@ -16,6 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PROCESSES = 2
 RUN_ALL = os.environ.get("KVQUANT_SIMULATED") == "all"
+rare = pytest.mark.skipif(not RUN_ALL, reason="KVQUANT_SIMULATED=all runs it")
 
 
 def select_cases(cases: dict[str, Any], rare: Iterable[str]) -> dict[str, Any]:
