@@ -164,7 +164,9 @@ RARE += [
 RARE += ["feedback, 16-bit rows, a lane a row", "16-bit rows and bf16", "offset", "rotation"]
 RARE += ["matrices, NaN and 16-bit rows", "a matrix after a rotation", "feedback of fp8 is none"]
 RARE += ["feedback, RoPE, offset and rotation", "feedback, hostile rows", "clipped, int8 and fp8"]
-RARE += [f"dequantize {name}" for name in ("int8", "int8-g4", "int4-g8", "fp8-g4")]
+RARE += [f"dequantize {name}" for name in ("int8", "int8-g4", "int4-g8", "fp8-g4", "int4-g4")]
+RARE += [f"{k}, head_dim {dim}" for k in ("int4", "dequantize int4") for dim in (64, 96, 192)]
+RARE += ["int8-g8", "int4-g8", "feedback of both", "16-bit rows", "RoPE", "dequantize to fp16"]
 CASES = select_cases(CASES, RARE)
 
 Results = dict[str, dict[str, Any]]

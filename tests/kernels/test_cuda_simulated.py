@@ -106,7 +106,11 @@ RARE += ["4 warps", "three segments, 2 warps", "3 splits", "12 splits", "2 warps
 RARE += ["three segments, bf16 and an fp16 query", "4 stages", "seats", "no recent rows"]
 RARE += [f"bf16, head_dim {head_dim}" for head_dim in (64, 80, 96, 112, 192)]
 RARE += [f"int4-g4, {place}, heads" for place in ("linear", "ring", "paged")]
-RARE += ["int8-g2", "int8-g4", "fp8-g4", "int4-g2"]
+RARE += ["int8-g2", "int8-g4", "fp8-g4", "int4-g2", "int8-g8", "int4-g8"]
+RARE += [f"int4, head_dim {head_dim}" for head_dim in (64, 96, 192)]
+RARE += [f"{k}, {place}, tokens" for k, place in (("int4-g4", "linear"), ("int4-g4", "ring"))]
+RARE += ["int8 and int4-g4", "int4 and bf16", "int4, lengths", "sinks before a ring of int4"]
+RARE += ["int4, linear, heads", "3 splits of int4", "three segments, fp16", "without lse, splits"]
 CASES = select_cases(CASES, RARE)
 
 Results = dict[str, dict[str, Any]]
