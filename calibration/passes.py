@@ -63,10 +63,10 @@ class PassReference:
         self._fed = windows[:, :-1]
         device = model.model.device
         self._targets = windows[:, context + 1 :].t()[..., None].to(device)
-        self._dims: dict[tuple[int, str], tuple[str, int]] = {}  # of each place: side, head_dim
+        self._dims: dict[tuple[int, str], int] = {}  # head_dim of each side of each place
 
         def as_given(place: int, side: str, x: torch.Tensor) -> torch.Tensor:
-            self._dims[place, side] = side, x.shape[-1]
+            self._dims[place, side] = x.shape[-1]
             return x
 
         self._expected = self._predict(as_given)
@@ -98,7 +98,7 @@ class PassReference:
                 return read
         else:
             names = {"k": scheme.k_format, "v": scheme.v_format}
-            rows = [RowFormat.parse(names[side], dim) for side, dim in self._dims.values()]
+            rows = [RowFormat.parse(names[side], dim) for (_, side), dim in self._dims.items()]
             elements = sum(fmt.head_dim for fmt in rows)  # none where no layer is held
             bits = 8 * sum(fmt.row_bytes for fmt in rows) / elements if rows else 16.0
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
+from kvquant.arguments import is_whole
 from kvquant.cachechecks import Counts, whole_numbers
 from kvquant.errors import ConfigError, shown
 
@@ -38,8 +38,7 @@ class Sizes:
 
     def __post_init__(self) -> None:
         for name, size in vars(self).items():
-            whole = isinstance(size, Integral) and not isinstance(size, bool)
-            if not whole or size < 1:
+            if not is_whole(size) or size < 1:
                 raise ConfigError(
                     f"{name} {shown(size)} is not possible: use a whole number from 1 on"
                 )

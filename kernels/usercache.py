@@ -108,13 +108,11 @@ def locked(path: Path) -> Iterator[None]:
     _make_folder(path.parent)
     lock = filelock.FileLock(path.with_name(f".{path.name}.lock"), mode=0o600)
     try:
-        lock.acquire()
+        held = lock.acquire()
     except NotImplementedError as error:
         raise OSError(f"{path.parent} has no locks: {error}") from None
-    try:
+    with held:
         yield
-    finally:
-        lock.release()
 
 
 def seal(body: bytes) -> bytes:

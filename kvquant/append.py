@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from .appendbackends import append, dequantize
-from .appendchecks import Append, check_apart, check_new, check_transform, check_types
+from .appendchecks import Append, check_apart, check_new, check_transform_values, check_types
 from .appendops import append_rows_op, dequantize_pages_op
 from .arguments import check_readable
 from .basis import Basis
 from .errors import ConfigError, ShapeError, shown
 from .layout import RowFormat
-from .quant import FLOAT_DTYPES, format_of
+from .quant import check_dtype, format_of
 from .slots import Slots
 from .transforms import Rope, RowTransform
 
@@ -148,7 +148,7 @@ def _row_transform(given: RowTransform | Basis | None) -> RowTransform | None:
 def _checked_transform(name: str, given: RowTransform | Basis | None) -> RowTransform | None:
     """What is to be done to rows; a basis was looked at when it was made."""
     if given is not None and not isinstance(given, Basis):
-        check_transform(name, given)
+        check_transform_values(name, given)
     return _row_transform(given)
 
 
@@ -183,10 +183,7 @@ def dequantize_pages(
     fmt = format_of(rows, fmt)
     if not isinstance(fmt, RowFormat):
         raise ConfigError(f"fmt is {shown(fmt)}: give a name ('int4-g4') or a RowFormat")
-    if dtype not in FLOAT_DTYPES:
-        raise ConfigError(
-            f"dtype {shown(dtype)} is not supported: use float32, bfloat16 or float16"
-        )
+    check_dtype(dtype)
     if rows.ndim != 4 or slots.ndim != 1:
         raise ShapeError(
             f"rows is {list(rows.shape)} and slots {list(slots.shape)}: they must be [num_pages, "

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from . import debug
-from .arguments import address, check_readable, check_tensors
+from .arguments import address, check_flag, check_kind, check_readable, check_tensors
 from .basis import Basis
 from .errors import ConfigError, DeviceError, ShapeError, shown
 from .layout import EXACT_CODECS, RowFormat
@@ -113,11 +113,11 @@ def check_types(
         if isinstance(transform, RowTransform):
             given = transform._asdict().items()
             check_readable(**{f"{name}.{n}": x for n, x in given if isinstance(x, torch.Tensor)})
-    if not (rope is None or isinstance(rope, Rope)):
-        raise ConfigError(f"rope is of type {type(rope).__name__}: give Rope(cos, sin)")
+    if rope is not None:
+        check_kind("rope", rope, Rope, "give Rope(cos, sin)")
 
 
-def check_transform(name: str, transform: RowTransform) -> None:
+def check_transform_values(name: str, transform: RowTransform) -> None:
     """Raise ConfigError if values of a transform are seen to be none: NaN, Inf, a clip of 0."""
     for what, values in transform._asdict().items():
         if not isinstance(values, torch.Tensor) or values.dtype != torch.float32:
@@ -296,14 +296,12 @@ def _check_transform(name: str, transform: RowTransform, num_kv_heads: int, head
     ):
         if tensor is not None:
             _check_tensor(f"{name}.{what}", tensor, torch.float32, shape)
-    if type(transform.rotate) is not bool:
-        raise ConfigError(f"{name}.rotate is {shown(transform.rotate)}: use True or False")
+    check_flag(f"{name}.rotate", transform.rotate)
 
 
 def _check_rope(rope: Rope, num_tokens: int, head_dim: int) -> None:
     check_tensors(**{"rope.cos": rope.cos})
-    if type(rope.interleaved) is not bool:
-        raise ConfigError(f"rope.interleaved is {shown(rope.interleaved)}: use True or False")
+    check_flag("rope.interleaved", rope.interleaved)
     half = rope.cos.shape[-1] if rope.cos.ndim else 0
     if not 0 < 2 * half <= head_dim:
         raise ShapeError(

@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 import operator
 from numbers import Integral, Real
+from typing import TypeGuard
 
 import numpy as np
 import torch
 
 from .errors import ConfigError, shown
+
+MAX_LENGTH = 2**31 - 1  # lengths are int32
 
 
 def check_tensors(**given: object) -> None:
@@ -73,6 +76,25 @@ def check_flag(name: str, value: bool) -> None:
         raise ConfigError(f"{name} is {shown(value)}: use True or False")
 
 
+def is_whole(value: object) -> TypeGuard[int]:
+    """Whether a value is a whole number of any kind; True and False are none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def check_size(name: str, size: int, *, at_least: int = 0) -> int:
+    """A size as an int, whatever whole number it came as.
+
+    Raises:
+        ConfigError: it is no whole number (True is none), or out of bounds.
+    """
+    if not is_whole(size) or not at_least <= size <= MAX_LENGTH:
+        raise ConfigError(
+            f"{name} {shown(size)} is not possible: use a whole number from {at_least} to "
+            f"{MAX_LENGTH}"
+        )
+    return operator.index(size)
+
+
 def check_scale(sm_scale: float) -> float:
     """A factor on scores, as a float; torch.compile traces this, and takes any float.
 
@@ -101,8 +123,7 @@ def check_num_splits(num_splits: int | None) -> int | None:
         return None
     if isinstance(num_splits, int) and not isinstance(num_splits, bool) and num_splits >= 1:
         return num_splits
-    whole = isinstance(num_splits, Integral) and not isinstance(num_splits, bool)
-    if not whole or num_splits < 1:
+    if not is_whole(num_splits) or num_splits < 1:
         raise ConfigError(
             f"num_splits {shown(num_splits)} is not possible: use a whole number from 1, or None"
         )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
-from .arguments import check_tensors
+from .arguments import check_size, check_tensors
 from .attention import State, attend_segments
 from .basis import LayerBasis
 from .basisattention import attend_in_basis
@@ -21,7 +21,6 @@ from .cachechecks import (
     check_bases,
     check_layer,
     check_plan_options,
-    check_size,
     check_windows,
     per_layer,
     whole_numbers,
@@ -30,7 +29,7 @@ from .devices import check_device, check_room
 from .errors import ConfigError, ShapeError, shown
 from .layer import LayerCache, rooms_of
 from .layout import EXACT_CODECS
-from .quant import FLOAT_DTYPES
+from .quant import check_dtype
 from .segments import Segment
 
 if TYPE_CHECKING:
@@ -251,10 +250,7 @@ class KVCache:
             K [batch, num_kv_heads, most tokens, head_dim] and V likewise, dtype; zeros after the
             end of a shorter sequence.
         """
-        if dtype not in FLOAT_DTYPES:
-            raise ConfigError(
-                f"dtype {shown(dtype)} is not supported: use float32, bfloat16 or float16"
-            )
+        check_dtype(dtype)
         return self._layer(layer).dequantized(dtype)
 
     @overload

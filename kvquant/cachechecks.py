@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection, Sequence
-from numbers import Integral
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import numpy as np
@@ -12,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from . import debug
-from .arguments import address, check_readable
+from .arguments import address, check_readable, check_size, is_whole
 from .basis import LayerBasis
 from .devices import check_room
 from .errors import ConfigError, DeviceError, NonFiniteError, ShapeError, shown
@@ -23,28 +21,12 @@ from .rowstacks import to_device
 if TYPE_CHECKING:
     from .layer import LayerCache
 
-MAX_LENGTH = 2**31 - 1  # lengths are int32
 MANY_LAYERS = 1 << 16  # more than any model has
 LAYER_BYTES = 8192  # of the host, about, for the objects of a layer
 
 Formats = str | RowFormat | Sequence[str | RowFormat]
 Counts: TypeAlias = "torch.Tensor | Sequence[int] | NDArray[np.integer[Any]]"
 DEFAULT_FORMAT = "int4-g4"
-
-
-def check_size(name: str, size: int, *, at_least: int = 0) -> int:
-    """A size as an int, whatever whole number it came as.
-
-    Raises:
-        ConfigError: it is no whole number (True is none), or out of bounds.
-    """
-    whole = isinstance(size, Integral) and not isinstance(size, bool)
-    if not whole or not at_least <= size <= MAX_LENGTH:
-        raise ConfigError(
-            f"{name} {shown(size)} is not possible: use a whole number from {at_least} to "
-            f"{MAX_LENGTH}"
-        )
-    return operator.index(size)
 
 
 def whole_numbers(name: str, values: int | Counts) -> torch.Tensor:
@@ -118,8 +100,7 @@ def check_plan_options(plan: object, options: Collection[str]) -> None:
 
 def check_layer(layer: int, num_layers: int) -> None:
     """Raise ConfigError unless there is this layer."""
-    whole = type(layer) is int or (isinstance(layer, Integral) and not isinstance(layer, bool))
-    if not whole or not 0 <= layer < num_layers:
+    if not (type(layer) is int or is_whole(layer)) or not 0 <= layer < num_layers:
         raise ConfigError(
             f"layer {shown(layer)} does not exist: the cache has layers 0 to {num_layers - 1}"
         )

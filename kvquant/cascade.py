@@ -18,7 +18,7 @@ from typing import Any, Literal, overload
 import torch
 
 from . import debug
-from .arguments import check_flag, check_tensors
+from .arguments import check_flag, check_kind, check_tensors
 from .attention import State, attend_segments, merge_states
 from .backends import check_types
 from .cascadeops import add_prefix
@@ -96,8 +96,7 @@ def attend_shared(
         As decode_attention.
     """
     check_flag("return_lse", return_lse)
-    if not isinstance(prefix, Segment):
-        raise ConfigError(f"the prefix is of type {type(prefix).__name__}: give a Segment")
+    check_kind("the prefix", prefix, Segment, "give a Segment")
     if isinstance(prefix.k_format, str) or isinstance(prefix.v_format, str):
         prefix = make_segment(q, prefix)
     try:

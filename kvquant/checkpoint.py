@@ -61,29 +61,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .arguments import check_kind
+from .arguments import check_kind, check_size, is_whole
 from .basis import LayerBasis, fingerprints
 from .cache import KVCache
-from .cachechecks import check_plan_options, check_size
-from .cachefile import (
-    CacheFile,
-    check_values,
-    seal,
-)
+from .cachechecks import check_plan_options
+from .cachefile import CacheFile, check_values, seal
 from .devices import available_memory, check_device
-from .errors import CheckpointError, ConfigError
-from .files import (
-    NO_DIGEST,
-    TensorSource,
-    header_text,
-    write_safetensors,
-)
+from .errors import CheckpointError, ConfigError, shown
+from .files import NO_DIGEST, TensorSource, header_text, write_safetensors
 from .identity import model_identity
 from .layer import LayerCache
 from .manifest import Manifest, Part
@@ -129,10 +119,9 @@ def save_cache(
     """
     how = "give a KVCache; save_sequences saves sequences of a PagedKVCache"
     check_kind("cache", cache, KVCache, how)
-    whole = isinstance(max_shard_bytes, Integral) and not isinstance(max_shard_bytes, bool)
-    if not whole or max_shard_bytes < 1:
+    if not is_whole(max_shard_bytes) or max_shard_bytes < 1:
         raise ConfigError(
-            f"max_shard_bytes {max_shard_bytes!r:.80} is not possible: use a whole number from 1"
+            f"max_shard_bytes {shown(max_shard_bytes)} is not possible: use a whole number from 1"
         )
     path = check_name(path)
     if path.is_symlink() and not index_path(path).exists():

@@ -32,9 +32,9 @@ from dataclasses import dataclass
 
 import torch
 
-from .arguments import check_kind
+from .arguments import check_kind, check_size
 from .cache import KVCache
-from .cachechecks import Formats, check_size, row_formats
+from .cachechecks import Formats, row_formats
 from .errors import CheckpointError, ConfigError, NonFiniteError, ShapeError, UnsupportedError
 from .files import SafetensorsFile, TensorSource
 from .jsonvalues import INT32, MAX_LAYERS, MAX_SEQUENCES

@@ -30,8 +30,8 @@ from typing import Any, NoReturn
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from .arguments import MAX_LENGTH
 from .cache import KVCache
-from .cachechecks import MAX_LENGTH
 from .configs import CacheLayers, Turn, cache_layers
 from .errors import ConfigError, ShapeError, UnsupportedError, UnsupportedModelError
 from .quant import EXACT_DTYPES
@@ -86,11 +86,10 @@ class TransformersCache(Cache):
     what came with NaN.
 
     It is for inference: no gradient flows through a cache, and backward through a step raises. A
-    call of the model that fails in
-    attention is taken back; one that fails elsewhere is taken back by the next, which raises. Until
-    then layers hold different lengths, which cache.check() tells; cache.crop(cache.seq_lens) keeps
-    what all layers have. One that fails after the attention of the last layer leaves its tokens, as
-    in transformers' own caches: crop them.
+    call of the model that fails in attention is taken back; one that fails elsewhere is taken back
+    by the next, which raises. Until then layers hold different lengths, which cache.check() tells;
+    cache.crop(cache.seq_lens) keeps what all layers have. One that fails after the attention of the
+    last layer leaves its tokens, as in transformers' own caches: crop them.
 
     Models count the positions of all sequences alike, from 0: where those of the cache are others
     (prompts read with lens, sequences cropped apart, start_positions), give position_ids. Phi-3

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import debug
+from .arguments import check_size
 from .cache import KVCache
-from .cachechecks import DEFAULT_FORMAT, check_size, row_formats, whole_numbers
+from .cachechecks import DEFAULT_FORMAT, row_formats, whole_numbers
 from .configs import CacheLayers, cache_layers, layer_windows
 from .devices import check_device
 from .errors import ConfigError, ShapeError, UnsupportedModelError

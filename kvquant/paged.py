@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .arguments import check_flag
+from .arguments import check_flag, check_size
 from .basis import LayerBasis
 from .cachechecks import (
     Formats,
@@ -19,7 +19,6 @@ from .cachechecks import (
     check_bases,
     check_layer,
     check_plan_options,
-    check_size,
     per_layer,
 )
 from .copying import NotCopied
@@ -31,7 +30,7 @@ from .pagedslots import Split
 from .pagedstate import PagedState, Step, for_each, listed, plain_id
 from .pagenames import Origin, hold
 from .pagepool import SequenceId
-from .quant import FLOAT_DTYPES
+from .quant import check_dtype
 from .segments import PAGE_SIZES
 from .swap import Parked, SwapSpace
 
@@ -445,10 +444,7 @@ class PagedKVCache(NotCopied):
             ConfigError: the sequence does not live, or the layer does not exist.
         """
         self.check_layer(layer)
-        if dtype not in FLOAT_DTYPES:
-            raise ConfigError(
-                f"dtype {shown(dtype)} is not supported: use float32, bfloat16 or float16"
-            )
+        check_dtype(dtype)
         self._await([sequence_id])
         state, seat = self.state, self.state.seat(sequence_id)
         lens = int(state.lengths[seat]), int(state.packed_lens[seat])

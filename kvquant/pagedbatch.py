@@ -11,10 +11,9 @@ import numpy as np
 import torch
 
 from .append import append_rows
-from .arguments import check_flag, check_kind, check_tensors
+from .arguments import check_flag, check_kind, check_size, check_tensors
 from .attention import State, attend_segments
 from .basisattention import attend_in_basis
-from .cachechecks import check_size
 from .cascade import attend_shared
 from .copying import NotCopied
 from .errors import ConfigError, ShapeError

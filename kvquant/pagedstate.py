@@ -6,12 +6,12 @@ import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from numbers import Integral
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .arguments import is_whole
 from .copying import NotCopied
 from .errors import ConfigError, OutOfPagesError, ShapeError, shown
 from .pagedslots import Ints, Split, TokenSlots, token_slots
@@ -279,7 +279,7 @@ class PagedState(NotCopied):
                 self._learn(seats.tolist(), lengths.tolist(), new.tolist(), known)
             slots = token_slots(self.split, seats, lengths, packed_lens, new, self.tables)
         except BaseException:  # no memory, or an interrupt
-            self._take_back(ids, seats, lengths, packed_lens, growth.copies)
+            self.take_back(self._growing)
             raise
         return Step(tuple(ids), new, seats, lengths, packed_lens, growth.copies, slots)
 
@@ -318,9 +318,15 @@ class PagedState(NotCopied):
         if first < sinks:
             self.pool.forget_origin(self.pool.origin(sequence_id))
 
-    def take_back(self, step: Step) -> None:
+    def take_back(self, step: Step | _Growing) -> None:
         """Undo a step of which nothing was written, the copies of pages included."""
-        self._take_back(step.ids, step.seats, step.lengths, step.packed_lens, step.copies)
+        self.pool.take_back(step.ids, step.packed_lens.tolist(), step.copies)
+        self.lengths[step.seats], self.packed_lens[step.seats] = step.lengths, step.packed_lens
+        each = zip(step.ids, step.seats.tolist(), step.lengths.tolist(), strict=True)
+        for sequence_id, seat, length in each:
+            table = self.pool.block_table(sequence_id)
+            self.tables[seat, : len(table)] = table
+            del self._tokens[seat][length:]
 
     def roll_back(self, step: Step) -> None:
         """Cut the sequences of a step that may have been carried out in part.
@@ -401,22 +407,6 @@ class PagedState(NotCopied):
             )
         return seats, new
 
-    def _take_back(
-        self,
-        ids: Sequence[SequenceId],
-        seats: Ints,
-        lengths: Ints,
-        packed_lens: Ints,
-        copies: Sequence[tuple[int, int]],
-    ) -> None:
-        """Undo what was done since the pool has grown; arguments as of Step."""
-        self.pool.take_back(ids, packed_lens.tolist(), copies)
-        self.lengths[seats], self.packed_lens[seats] = lengths, packed_lens
-        for sequence_id, seat, length in zip(ids, seats.tolist(), lengths.tolist(), strict=True):
-            table = self.pool.block_table(sequence_id)
-            self.tables[seat, : len(table)] = table
-            del self._tokens[seat][length:]
-
     def _packed_counts(self, seats: Ints, new: Ints) -> Ints:
         """Tokens by which the packed ones grow."""
         packed_lens = self.packed_lens[seats]
@@ -470,7 +460,7 @@ def plain_id(sequence_id: SequenceId) -> SequenceId | None:
     """
     if isinstance(sequence_id, str):
         return str.__str__(sequence_id)  # by which it is found; str() of an Enum is another one
-    if not isinstance(sequence_id, Integral) or isinstance(sequence_id, bool):
+    if not is_whole(sequence_id):
         return None
     number = operator.index(sequence_id)
     return number if number.bit_length() <= MAX_ID_BITS else None

@@ -110,15 +110,20 @@ def dequantize_rows(
     """
     fmt = format_of(rows, fmt)
     check_rows(rows, fmt)
-    if dtype not in FLOAT_DTYPES:
-        raise ConfigError(
-            f"dtype {shown(dtype)} is not supported: use float32, bfloat16 or float16"
-        )
+    check_dtype(dtype)
     if choose_backend(rows, backend) == "cpu":
         from .kernels.cpu.rows import dequantize
 
         return dequantize(rows, fmt).to(dtype)
     return _dequantize(rows, fmt).to(dtype)
+
+
+def check_dtype(dtype: torch.dtype) -> None:
+    """Raise ConfigError unless values can be given back as such numbers."""
+    if dtype not in FLOAT_DTYPES:
+        raise ConfigError(
+            f"dtype {shown(dtype)} is not supported: use float32, bfloat16 or float16"
+        )
 
 
 def format_of(rows: torch.Tensor, fmt: str | RowFormat) -> RowFormat:

@@ -16,7 +16,6 @@ A negative slot is none. Everything is computed where the lengths are, without w
 from __future__ import annotations
 
 import functools
-from numbers import Integral
 from types import ModuleType
 from typing import NamedTuple
 
@@ -24,10 +23,8 @@ import numpy as np
 import torch
 
 from . import debug
-from .arguments import check_flag, check_readable
-from .errors import ConfigError, ShapeError, shown
-
-MOST = 2**31 - 1  # tokens: lengths are int32
+from .arguments import check_flag, check_readable, check_size
+from .errors import ConfigError, ShapeError
 
 
 class Slots(NamedTuple):
@@ -105,7 +102,9 @@ def slots_of(
     check_flag("ring", ring)
     if not torch.compiler.is_compiling():
         sizes = {"new_tokens": new_tokens, "sink_len": sink_len, "recent_len": recent_len}
-        _check_sizes({**sizes, "page_size": page_size})
+        for name, size in sizes.items():
+            check_size(name, size)
+        check_size("page_size", page_size, at_least=1)
         if _are_on_cpu(seq_lens, packed_lens, new_lens, block_table, seats):
             try:
                 found = _cpu().find_slots(
@@ -245,16 +244,6 @@ def _check_tensors(
             must = "[batch]" if ndim == 1 else "[batch, max_pages]"
             raise ShapeError(
                 f"{name} is {list(tensor.shape)}, seq_lens {list(batch)}: it must be {must}"
-            )
-
-
-def _check_sizes(sizes: dict[str, int]) -> None:
-    for name, size in sizes.items():
-        low = int(name == "page_size")
-        whole = isinstance(size, Integral) and not isinstance(size, bool)
-        if not whole or not low <= size <= MOST:
-            raise ConfigError(
-                f"{name} {shown(size)} is not possible: use a whole number from {low} to {MOST}"
             )
 
 

@@ -190,7 +190,7 @@ ALLOWED = {
         f"{FACTS} quant basis calibration.bases calibration.moments calibration.scores"
     ),
     "calibration.formats": "",
-    "calibration.texts": "errors cachechecks",
+    "calibration.texts": "arguments errors cachechecks",
     "calibration.fidelity": f"{CACHES} plan",
     "calibration.layers": f"{FACTS} calibration.choose calibration.moments",
     "calibration.passes": f"{FACTS} quant calibration.fidelity",
@@ -218,7 +218,7 @@ ALLOWED = {
     "pagedslots": "",
     "staging": "copying devices",
     "swap": "copying errors pagedstate pagenames pagepool rowstacks",
-    "pagedstate": "copying errors pagedslots pagenames pagepool",
+    "pagedstate": "arguments copying errors pagedslots pagenames pagepool",
     "pagedrows": "basis copying devices layout pagedslots quant rowstacks segments",
     "paged": (
         f"{MEANING} basis cachechecks copying pagedrows pagedslots pagedstate pagenames pagepool "
@@ -226,7 +226,7 @@ ALLOWED = {
     ),
     "sharedprefix": "",
     "pagedbatch": (
-        "append arguments attention basisattention cachechecks cascade copying errors segments "
+        "append arguments attention basisattention cascade copying errors segments "
         "sharedprefix slots transforms paged pagedstate pagepool staging"
     ),
     "pagedmanifest": f"{FACTS} jsonvalues manifest pagedstate segments",

@@ -145,16 +145,14 @@ class Emitter:
         if in_hardware("half"):
             return b.fpext(b.bitcast(bits, ir.VectorType(F16, count)), floats)
 
-        def constant(value, kind=I32):
-            return self.constant(value, kind, count)
-
+        constant = functools.partial(self.constant, kind=I32, count=count)
         wide = b.zext(bits, ints)
         sign = b.shl(b.and_(wide, constant(0x8000)), constant(16))
         magnitude = b.and_(wide, constant(0x7FFF))
         normal = b.add(b.shl(magnitude, constant(13)), constant((127 - 15) << 23))
         odd = b.add(normal, constant((127 - 15) << 23))  # Inf and NaN
         # from the integer: as a float it would be denormal, which torch.set_flush_denormal makes 0
-        small = b.bitcast(b.fmul(b.sitofp(magnitude, floats), constant(2.0**-24, F32)), ints)
+        small = b.bitcast(b.fmul(b.sitofp(magnitude, floats), constant(2.0**-24, kind=F32)), ints)
         is_odd = b.icmp_unsigned(">=", magnitude, constant(0x7C00))
         is_small = b.icmp_unsigned("<", magnitude, constant(0x400))
         whole = b.select(is_odd, odd, b.select(is_small, small, normal))
@@ -167,9 +165,7 @@ class Emitter:
         if in_hardware("half"):
             return b.bitcast(b.fptrunc(x, ir.VectorType(F16, count)), bits16)
 
-        def constant(value, kind=I32):
-            return self.constant(value, kind, count)
-
+        constant = functools.partial(self.constant, kind=I32, count=count)
         bits = b.bitcast(x, ints)
         sign = b.and_(bits, constant(-(2**31)))
         magnitude = b.xor(bits, sign)
@@ -177,7 +173,7 @@ class Emitter:
         rebased = b.sub(magnitude, constant((127 - 15) << 23))
         normal = b.lshr(b.add(b.add(rebased, constant(0xFFF)), odd), constant(13))
         # added to 1/2, a number below 2**-14 is rounded to multiples of 2**-24
-        moved = b.fadd(b.bitcast(magnitude, x.type), constant(0.5, F32))
+        moved = b.fadd(b.bitcast(magnitude, x.type), constant(0.5, kind=F32))
         small = b.sub(b.bitcast(moved, ints), constant(126 << 23))
         is_small = b.icmp_signed("<", magnitude, constant((127 - 14) << 23))
         is_large = b.icmp_signed(">=", magnitude, constant((127 + 16) << 23))
