@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from kvquant.plan import FORMAT, VERSION, CachePlan
+from kvquant.io.plan import FORMAT, VERSION, CachePlan
 
-from .choose import STEPS, Chosen
+from .basis_search import STEPS, Chosen
 from .moments import Moments
-from .scores import ScoreObserver
+from .score_stats import ScoreObserver
 
 
 def assemble(

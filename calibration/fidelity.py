@@ -20,15 +20,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from kvquant.cache import KVCache
+from kvquant.cache.contiguous import KVCache
 from kvquant.errors import ShapeError
-from kvquant.plan import CachePlan
-from kvquant.quant import EXACT_DTYPES
+from kvquant.io.plan import CachePlan
+from kvquant.rows.quantize import EXACT_DTYPES
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from kvquant.cache import CacheOptions
+    from kvquant.cache.contiguous import CacheOptions
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Fidelity:
 
 
 class DecodingModel(Protocol):
-    """A model that decodes from a KVCache; kvquant.model.CachedModel is one."""
+    """A model that decodes from a KVCache; kvquant.hf.model.CachedModel is one."""
 
     exact_format: str  # its 16-bit rows
 

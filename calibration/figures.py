@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from kvquant.layout import EXACT_CODECS
-from kvquant.plan import CachePlan
+from kvquant.io.plan import CachePlan
+from kvquant.rows.format import EXACT_CODECS
 
 INK, RULE = "#010203", "#040506"  # stand for --ink and --rule
 K_COLOUR, V_COLOUR = "#3b82c4", "#d9730d"

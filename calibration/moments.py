@@ -17,9 +17,9 @@ import torch
 from msgspec import Meta
 
 from kvquant.errors import CheckpointError, UnsupportedError, warn
-from kvquant.files import SafetensorsFile, TensorSource, sealed, sha256, unsealed
-from kvquant.jsonvalues import Count, Digest, Length, Object, checked, parse
-from kvquant.shards import save_safetensors
+from kvquant.io.schema import Count, Digest, Length, Object, checked, parse
+from kvquant.io.shards import save_safetensors
+from kvquant.io.tensor_files import SafetensorsFile, TensorSource, sealed, sha256, unsealed
 
 _SUMS = ("q_outer", "k_sum", "k_outer", "v_sum", "v_outer")
 _LEAST, _GREATEST = ("k_min", "v_min"), ("k_max", "v_max")

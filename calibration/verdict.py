@@ -7,11 +7,11 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from kvquant.layout import EXACT_CODECS
-from kvquant.plan import CachePlan
-from kvquant.rowfacts import count_text
+from kvquant.io.plan import CachePlan
+from kvquant.io.row_stats import count_text
+from kvquant.rows.format import EXACT_CODECS
 
-from .report import KL_LIMIT, KL_NOTICE
+from .text_report import KL_LIMIT, KL_NOTICE
 
 LEAST_SCORED = 256  # tokens; the standard error of top-1 is then 3 % at most
 LEAST_PASSAGES = 4  # whose means differ by as much as the standard error tells

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from kvquant.checkpoint import load_cache, save_cache
-from kvquant.model import CachedModel
+from kvquant.hf.model import CachedModel
+from kvquant.io.checkpoint import load_cache, save_cache
 
 HERE = Path(__file__).parent
 

@@ -21,19 +21,19 @@ from .errors import (
 )
 
 if typing.TYPE_CHECKING:
-    from .append import append_rows, dequantize_pages
-    from .attention import decode_attention, merge_states
-    from .cache import KVCache
-    from .checkpoint import load_cache, save_cache
-    from .layout import RowFormat
-    from .paged import PagedKVCache
-    from .pagedbatch import PagedBatch
-    from .pagedfile import load_sequences, save_sequences
-    from .plan import CachePlan
-    from .quant import dequantize_rows, quantize_rows
-    from .reference import reference_attention
-    from .slots import Slots, slots_of
-    from .transforms import Rope, RowTransform
+    from .cache.contiguous import KVCache
+    from .io.checkpoint import load_cache, save_cache
+    from .io.plan import CachePlan
+    from .io.sequences import load_sequences, save_sequences
+    from .ops.append import append_rows, dequantize_pages
+    from .ops.attention import decode_attention, merge_states
+    from .paged.batch import PagedBatch
+    from .paged.cache import PagedKVCache
+    from .rows.format import RowFormat
+    from .rows.quantize import dequantize_rows, quantize_rows
+    from .rows.reference import reference_attention
+    from .rows.slots import Slots, slots_of
+    from .rows.transforms import Rope, RowTransform
 
 __version__ = "0.1.0"
 
@@ -71,26 +71,26 @@ __all__ = [
 ]
 
 _HOMES = {
-    "CachePlan": "plan",
-    "KVCache": "cache",
-    "PagedBatch": "pagedbatch",
-    "PagedKVCache": "paged",
-    "Rope": "transforms",
-    "RowFormat": "layout",
-    "RowTransform": "transforms",
-    "Slots": "slots",
-    "append_rows": "append",
-    "decode_attention": "attention",
-    "dequantize_pages": "append",
-    "dequantize_rows": "quant",
-    "load_cache": "checkpoint",
-    "load_sequences": "pagedfile",
-    "merge_states": "attention",
-    "quantize_rows": "quant",
-    "reference_attention": "reference",
-    "save_cache": "checkpoint",
-    "save_sequences": "pagedfile",
-    "slots_of": "slots",
+    "CachePlan": "io.plan",
+    "KVCache": "cache.contiguous",
+    "PagedBatch": "paged.batch",
+    "PagedKVCache": "paged.cache",
+    "Rope": "rows.transforms",
+    "RowFormat": "rows.format",
+    "RowTransform": "rows.transforms",
+    "Slots": "rows.slots",
+    "append_rows": "ops.append",
+    "decode_attention": "ops.attention",
+    "dequantize_pages": "ops.append",
+    "dequantize_rows": "rows.quantize",
+    "load_cache": "io.checkpoint",
+    "load_sequences": "io.sequences",
+    "merge_states": "ops.attention",
+    "quantize_rows": "rows.quantize",
+    "reference_attention": "rows.reference",
+    "save_cache": "io.checkpoint",
+    "save_sequences": "io.sequences",
+    "slots_of": "rows.slots",
 }
 
 if not typing.TYPE_CHECKING:  # else a type checker would take any name for a known one

@@ -27,7 +27,7 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):  # it may be closed
             stream.reconfigure(errors="backslashreplace")  # names of files may be any bytes
     try:
-        from .cli import main as command
+        from .cli.main import main as command
 
         command()
     except SystemExit as end:

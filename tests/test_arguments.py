@@ -27,11 +27,11 @@ from kvquant import (
     reference_attention,
     slots_of,
 )
-from kvquant.attention import attend_segments
-from kvquant.basis import Basis, LayerBasis
-from kvquant.cascade import attend_shared
 from kvquant.errors import ConfigError, KVQuantError, ShapeError
-from kvquant.segments import Segment
+from kvquant.ops.attention import attend_segments
+from kvquant.ops.shared_prefix import attend_shared
+from kvquant.rows.basis import Basis, LayerBasis
+from kvquant.rows.segment import Segment
 
 INT4 = RowFormat.parse("int4-g4", 64)
 BOTH: dict[str, Any] = {"k_format": INT4, "v_format": INT4}

@@ -25,10 +25,10 @@ from kvquant import (
     save_cache,
     slots_of,
 )
-from kvquant.basis import Basis, LayerBasis
-from kvquant.cascade import attend_shared
-from kvquant.rounding import feedback_matrix
-from kvquant.segments import Segment
+from kvquant.ops.shared_prefix import attend_shared
+from kvquant.rows.basis import Basis, LayerBasis
+from kvquant.rows.rounding import feedback_matrix
+from kvquant.rows.segment import Segment
 
 BATCH, HEADS, DIM = 2, 2, 64
 Tensors = dict[str, torch.Tensor]

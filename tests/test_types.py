@@ -16,9 +16,9 @@ from kvquant import (
     quantize_rows,
     reference_attention,
 )
-from kvquant.attention import attend_segments
-from kvquant.cascade import attend_shared
-from kvquant.segments import Segment
+from kvquant.ops.attention import attend_segments
+from kvquant.ops.shared_prefix import attend_shared
+from kvquant.rows.segment import Segment
 
 State = tuple[torch.Tensor, torch.Tensor]
 

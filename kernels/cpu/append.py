@@ -21,7 +21,7 @@ from llvmlite import ir
 from numba import types
 
 from kvquant.arguments import address
-from kvquant.layout import HEAD_DIMS, RowFormat
+from kvquant.rows.format import HEAD_DIMS, RowFormat
 
 from .compile import compile_kernel
 from .parallel import run

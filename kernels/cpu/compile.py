@@ -1,6 +1,6 @@
 """Compile kernels for the CPU, and keep them on disk.
 
-    <cache folder>/cpu/<name>-<key>.kernel    sealed (usercache.py): numba's result, pickled
+    <cache folder>/cpu/<name>-<key>.kernel    numba's result, pickled, sealed (disk_cache.py)
 
 numba's own cache writes into the package, or fails where it cannot, and unpickles whatever it finds
 there. Here a file is looked at first: whose it is, and its SHA-256. Whatever is wrong with it, or
@@ -30,9 +30,9 @@ from numba.core.caching import NullCache
 from numba.core.ccallback import CFunc
 from numba.core.compiler import CompileResult
 
-from kvquant import layout
+from kvquant.rows import format as layout
 
-from ..usercache import cache_folder, read_file, replace_file, seal, unseal, warn_of_folder
+from ..disk_cache import cache_folder, read_file, replace_file, seal, unseal, warn_of_folder
 
 _SIGNATURE = sigutils.normalize_signature(types.void(types.int64, types.int64))
 _kernels: list[object] = []
@@ -116,7 +116,7 @@ def _word(function: Any) -> str:
 def _surroundings() -> str:
     """Changes with what all kernels depend on: sources, processor, compilers."""
     digest = hashlib.sha256()
-    for path in [*sorted(Path(__file__).parent.glob("*.py")), Path(layout.__file__)]:
+    for path in [*sorted(Path(__file__).parent.rglob("*.py")), Path(layout.__file__)]:
         digest.update(path.read_bytes())
     codegen = registry.cpu_target.target_context.codegen()
     versions = sys.version, numba.__version__, llvmlite.__version__, np.__version__

@@ -24,10 +24,10 @@ import numpy as np
 import torch
 
 from kvquant.arguments import address
-from kvquant.segments import PAGE_SIZES, Segment
+from kvquant.rows.segment import PAGE_SIZES, Segment
 
+from .combine import make_merge_kernel
 from .compile import compile_kernel
-from .merge import make_merge_kernel
 from .parallel import run
 from .simd import (
     LANES,

@@ -1,4 +1,4 @@
-"""Quantize and dequantize rows on the CPU, bit for bit as quant.py defines it.
+"""Quantize and dequantize rows on the CPU, bit for bit as kvquant/rows/quantize.py defines it.
 
 work item = 256 rows; per row
 
@@ -15,7 +15,7 @@ from llvmlite import ir
 from numba import types
 
 from kvquant.arguments import address
-from kvquant.layout import E4M3_MAX, RowFormat
+from kvquant.rows.format import E4M3_MAX, RowFormat
 
 from .compile import compile_kernel
 from .parallel import run
@@ -180,7 +180,7 @@ def unpack_row(emit, format_spec, row, params, x):
 
 @operation(types.void, literal, types.int64, types.int64, types.int64, types.int64, types.int64)
 def choose_parameters(emit, format_spec, least, greatest, row, shifts, inverses):
-    """Scales and shifts of all groups of a row, by the formulas of quant.py.
+    """Scales and shifts of all groups of a row, by the formulas of kvquant/rows/quantize.py.
 
     least, greatest: 16 floats, of which the first are the groups'; the header goes to row, and the
     shifts and inverses of the scales to 16 floats each.

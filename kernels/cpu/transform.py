@@ -1,4 +1,4 @@
-"""Offset and rotation of rows on the CPU, bit for bit as transforms.py and hadamard.py define them.
+"""Offset and rotation of rows on the CPU, with the bits of kvquant/rows/transforms.py.
 
 work item = 64 rows; per row
 

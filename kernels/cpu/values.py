@@ -15,7 +15,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from kvquant.layout import RowFormat
+from kvquant.rows.format import RowFormat
 
 from .simd import F32, I8, I16, I32, I64, LANES, f32x16, literal, operation
 

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from kvquant import RowFormat
-from kvquant.append import append_rows, dequantize_pages
-from kvquant.gputimer import GraphTimer
-from kvquant.slots import Slots
-from kvquant.transforms import RowTransform
+from kvquant.bench.timer import GraphTimer
+from kvquant.ops.append import append_rows, dequantize_pages
+from kvquant.rows.slots import Slots
+from kvquant.rows.transforms import RowTransform
 
 HEADS, HEAD_DIM, PAGE_SIZE = 8, 128, 64
 PROMPT, STEP = 32768, 64

@@ -11,12 +11,12 @@ from __future__ import annotations
 import torch
 
 from kvquant import RowFormat, __version__, quantize_rows
-from kvquant.attention import attend_segments
-from kvquant.cascade import attend_shared
-from kvquant.gpureport import render_machine
-from kvquant.gputimer import GraphTimer, describe_machine
-from kvquant.segments import Segment
-from kvquant.sharedprefix import pays
+from kvquant.bench.report import render_machine
+from kvquant.bench.timer import GraphTimer, describe_machine
+from kvquant.ops.attention import attend_segments
+from kvquant.ops.shared_prefix import attend_shared
+from kvquant.paged.shared_prefix import pays
+from kvquant.rows.segment import Segment
 
 OWN, PAGE, HEAD_DIM = 256, 64, 128
 # sequences, tokens of the prefix, query heads, KV heads

@@ -9,12 +9,12 @@ from __future__ import annotations
 import torch
 
 from kvquant import RowFormat, __version__
-from kvquant.gpubench import check_and_time, rotated_inputs
-from kvquant.gpucases import Case
-from kvquant.gpureport import render_machine
-from kvquant.gputimer import GraphTimer, describe_machine
-from kvquant.kernels.cuda.launch import forced
-from kvquant.kernels.tuning import Plan
+from kvquant.bench.cases import Case
+from kvquant.bench.gpu import check_and_time, rotated_inputs
+from kvquant.bench.report import render_machine
+from kvquant.bench.timer import GraphTimer, describe_machine
+from kvquant.kernels.cuda.decode.launch import forced
+from kvquant.kernels.cuda.decode.plan import Plan
 
 ROW_BYTES = 160  # K and V of a token in INT4 with 4 groups, head_dim 128
 READ_MB = [batch * 8192 * ROW_BYTES / 1e6 for batch in (1, 8, 32, 64, 128, 256, 512)] + [4096.0]

@@ -22,11 +22,11 @@ from typing import Any
 import torch
 
 from kvquant import RowFormat
-from kvquant.append import append_rows
-from kvquant.basis import Basis
-from kvquant.gputimer import GraphTimer
-from kvquant.rounding import feedback_matrix
-from kvquant.slots import Slots
+from kvquant.bench.timer import GraphTimer
+from kvquant.ops.append import append_rows
+from kvquant.rows.basis import Basis
+from kvquant.rows.rounding import feedback_matrix
+from kvquant.rows.slots import Slots
 
 HEADS, HEAD_DIM, EXACT_LEN = 8, 128, 132
 SHAPES = {"prompt": (4096, False), "step": (64, False), "16-bit step": (64, True)}

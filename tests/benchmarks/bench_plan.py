@@ -12,7 +12,7 @@ import click
 import torch
 
 from kvquant import KVCache
-from kvquant.basis import Basis, LayerBasis
+from kvquant.rows.basis import Basis, LayerBasis
 
 HEADS, DIM = 2, 128
 

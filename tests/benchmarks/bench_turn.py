@@ -12,11 +12,11 @@ from collections.abc import Callable
 import click
 import torch
 
-from kvquant.basis import Basis
-from kvquant.basisops import turn_rows
-from kvquant.gputimer import GraphTimer
-from kvquant.kernels.turn import encode_rows
-from kvquant.transforms import transform_rows
+from kvquant.bench.timer import GraphTimer
+from kvquant.kernels.cuda.affine.launch import encode_rows
+from kvquant.ops.transform import turn_rows
+from kvquant.rows.basis import Basis
+from kvquant.rows.transforms import transform_rows
 
 HEADS, DIM, LAYERS = 8, 128, 32
 KINDS = ("none", "hadamard", "matrix")

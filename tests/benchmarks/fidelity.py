@@ -31,13 +31,13 @@ from fidelity_ours import PLAIN, Candidate, Ours, plan_candidates
 from fidelity_peers import PEERS
 from fidelity_record import Figures, Record
 
+from kvquant.calibration.calibrate import spread
 from kvquant.calibration.fidelity import compare, predict, read_prompt
-from kvquant.calibration.run import spread
-from kvquant.console import COUNT, FILE, FOLDER, NEW_FILE, check_output, progress
+from kvquant.cli.console import COUNT, FILE, FOLDER, NEW_FILE, check_output, progress
 from kvquant.errors import ConfigError, KVQuantError
-from kvquant.identity import model_identity
-from kvquant.model import CachedModel
-from kvquant.plan import CachePlan
+from kvquant.hf.model import CachedModel
+from kvquant.io.model_id import model_identity
+from kvquant.io.plan import CachePlan
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 EXACT = "16 bit"

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from kvquant.cache import KVCache
+from kvquant.cache.contiguous import KVCache
 from kvquant.calibration.fidelity import (
     FORMATS,
     Planned,
@@ -18,8 +18,8 @@ from kvquant.calibration.fidelity import (
     quantized_copy,
     stored_bits,
 )
-from kvquant.model import CachedModel
-from kvquant.plan import CachePlan
+from kvquant.hf.model import CachedModel
+from kvquant.io.plan import CachePlan
 
 PLAN_FORMATS = ("int4", "int4-g4", "int8")
 ENDS = (4, 128)  # first and last tokens in 16 bit

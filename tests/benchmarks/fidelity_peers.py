@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicLayer, QuantizedCache
 
-from kvquant.cache import KVCache
-from kvquant.model import CachedModel
-from kvquant.quant import EXACT_DTYPES
+from kvquant.cache.contiguous import KVCache
+from kvquant.hf.model import CachedModel
+from kvquant.rows.quantize import EXACT_DTYPES
 
 KIVI_GROUP = 32
 KIVI_LEVELS = 15

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from kvquant.errors import ConfigError
-from kvquant.tables import Column, render_table
-from kvquant.writing import save_text
+from kvquant.io.atomic import save_text
+from kvquant.io.tables import Column, render_table
 
 COLUMNS = (
     Column("cache", left=True),

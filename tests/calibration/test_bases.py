@@ -12,8 +12,8 @@ from kvquant.calibration.bases import (
     spreading,
 )
 from kvquant.calibration.moments import LayerMoments
-from kvquant.hadamard import rotate
-from kvquant.layout import HEAD_DIMS
+from kvquant.rows.format import HEAD_DIMS
+from kvquant.rows.rotation import rotate
 
 HEADS, DIM = 2, 64
 

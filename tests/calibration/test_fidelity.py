@@ -7,7 +7,7 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
-from kvquant.cache import KVCache
+from kvquant.cache.contiguous import KVCache
 from kvquant.calibration.fidelity import (
     Scheme,
     compare,
@@ -20,9 +20,9 @@ from kvquant.calibration.fidelity import (
     standard_errors,
     stored_bits,
 )
-from kvquant.calibration.texts import spread
+from kvquant.calibration.windows import spread
 from kvquant.errors import ShapeError
-from kvquant.model import CachedModel
+from kvquant.hf.model import CachedModel
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from kvquant.calibration.moments import LayerMoments, Moments, weights_digest
 from kvquant.errors import UnsupportedError
-from kvquant.files import sealed, sha256
+from kvquant.io.tensor_files import sealed, sha256
 
 
 def moments(parts: int, seed: int = 0) -> Moments:

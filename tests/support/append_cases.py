@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from kvquant import RowFormat, quantize_rows
-from kvquant.append import append_rows, dequantize_pages
-from kvquant.rounding import feedback_matrix
-from kvquant.slots import Slots
-from kvquant.transforms import Rope, RowTransform
+from kvquant.ops.append import append_rows, dequantize_pages
+from kvquant.rows.rounding import feedback_matrix
+from kvquant.rows.slots import Slots
+from kvquant.rows.transforms import Rope, RowTransform
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 UNTOUCHED = 0xA5  # bytes of rows before the call

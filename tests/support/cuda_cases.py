@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from kvquant import RowFormat, quantize_rows
-from kvquant.attention import attend_segments
-from kvquant.segments import Segment
+from kvquant.ops.attention import attend_segments
+from kvquant.rows.segment import Segment
 
 LIMITS = {torch.bfloat16: 3e-3, torch.float16: 8e-4}
 Measure = Callable[[torch.Tensor, torch.Tensor], float]

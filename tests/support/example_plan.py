@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from kvquant.plan import CachePlan
+from kvquant.io.plan import CachePlan
 
 STEPS = ["plain", "offset", "hadamard", "matrix", "clip", "feedback"]
 FORMATS = {"int4": 4.25, "int4-g4": 5.0, "int8": 8.25}

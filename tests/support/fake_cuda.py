@@ -13,10 +13,12 @@ import pytest
 import torch
 
 from kvquant import RowFormat
-from kvquant.kernels.cuda import driver, launch, loaded
-from kvquant.kernels.cuda.compile import Cubin, Report
-from kvquant.kernels.cuda.spec import COMMON, SEGMENT, DecodeSpec
-from kvquant.segments import Segment
+from kvquant.kernels.cuda.decode import launch
+from kvquant.kernels.cuda.decode.spec import COMMON, SEGMENT, DecodeSpec
+from kvquant.kernels.cuda.runtime import driver
+from kvquant.kernels.cuda.runtime import launch as loaded
+from kvquant.kernels.cuda.runtime.compile import Cubin, Report
+from kvquant.rows.segment import Segment
 
 STREAM = 0x7F00_1234_5678_9AB0
 CPU = -1  # get_device() of a CPU tensor
@@ -98,7 +100,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
 
 
 def install_for_rows(monkeypatch: pytest.MonkeyPatch, *launchers: Any) -> FakeDriver:
-    """Let the launchers, modules that load their kernels by loaded.py, do so, too."""
+    """Let the launchers, modules that load their kernels by runtime/launch.py, do so, too."""
     fake = install(monkeypatch)
     monkeypatch.setattr(loaded, "load_cubin", lambda spec, arch: Cubin("f", b"", Report(64, 0)))
     for name in ("_gpus", "_kernels"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvquant import RowFormat, quantize_rows
-from kvquant.rounding import feedback_matrix, quantize_fitted
+from kvquant.rows.rounding import feedback_matrix, quantize_fitted
 
 
 def make_rows(

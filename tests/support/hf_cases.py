@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import transformers
 
-from kvquant.model import CachedModel
+from kvquant.hf.model import CachedModel
 
 # Of logits of size 1. A float32 sum in another order, or on another processor, rounds a few keys
 # and values to the neighbouring fp16 number; that all are rounded moves logits by 2.5e-3, and a

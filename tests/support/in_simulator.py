@@ -18,7 +18,7 @@ SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
 if SIMULATED:
     from numba import cuda
 
-    from kvquant.kernels.cuda import simulator
+    from kvquant.kernels.cuda.simulator import simulator
 
 Array = npt.NDArray[Any]
 

@@ -9,10 +9,12 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from kvquant import debug, layer, slots
-from kvquant.layer import LayerCache
-from kvquant.layout import RowFormat
-from kvquant.slots import Slots
+from kvquant import debug
+from kvquant.cache import layer
+from kvquant.cache.layer import LayerCache
+from kvquant.rows import slots
+from kvquant.rows.format import RowFormat
+from kvquant.rows.slots import Slots
 
 SPARE = 6
 FORMAT = RowFormat.parse("int8", 64)

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from kvquant.paged import PagedKVCache
-from kvquant.pagedbatch import PagedBatch
-from kvquant.pagepool import SequenceId
+from kvquant.paged.batch import PagedBatch
+from kvquant.paged.cache import PagedKVCache
+from kvquant.paged.pool import SequenceId
 
 LAYERS, HEADS, DIM, PAGE, SINKS, RECENT = 2, 2, 64, 16, 3, 5
 

@@ -9,10 +9,10 @@ from example_plan import example_plan
 from paged_cases import DIM, HEADS, PAGE, RECENT, SINKS
 
 from kvquant import KVCache
-from kvquant.paged import PagedKVCache
-from kvquant.pagedbatch import PagedBatch
-from kvquant.plan import CachePlan
-from kvquant.rounding import feedback_matrix
+from kvquant.io.plan import CachePlan
+from kvquant.paged.batch import PagedBatch
+from kvquant.paged.cache import PagedKVCache
+from kvquant.rows.rounding import feedback_matrix
 
 PLAN_LAYERS = 3  # the last one is kept in 16 bit
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from kvquant import RowFormat, dequantize_rows, quantize_rows
-from kvquant.segments import Segment
+from kvquant.rows.segment import Segment
 
 GARBAGE = 0xFF  # bytes of rows that nobody may read: NaN in every header and 16-bit row
 

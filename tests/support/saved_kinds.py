@@ -12,9 +12,9 @@ from example_plan import example_plan
 from paged_cases import begin, make, values
 
 from kvquant import KVCache, PagedKVCache, load_cache, load_sequences, save_cache, save_sequences
-from kvquant.exchange import export_cache, load_raw
-from kvquant.pagedbatch import PagedBatch
-from kvquant.plan import CachePlan
+from kvquant.io.export import export_cache, load_raw
+from kvquant.io.plan import CachePlan
+from kvquant.paged.batch import PagedBatch
 
 SHARD_BYTES = 2200  # two shards of it
 

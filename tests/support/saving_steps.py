@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from kvquant import writing
+from kvquant.io import atomic as writing
 
 CALLS = ("open", "fsync", "replace", "unlink", "chmod", "scandir", "listdir")
 # what is saved over what

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import transformers
 
-from kvquant.model import CachedModel
+from kvquant.hf.model import CachedModel
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 256,

@@ -1,0 +1,209 @@
+"""Choose the basis, the rounding and the clip ratios of every layer by measured, weighted errors.
+
+The error e of a row counts as eᵀ W e: for K the square of what it adds to the scores of the queries
+that meet its head, for V of what it adds to the layer's output, both on average. It is measured on
+tokens that the moments did not see. Given as a share: the root of its sum over that of the rows
+about their mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from kvquant.rows.basis import Basis
+from kvquant.rows.format import RowFormat
+from kvquant.rows.quantize import dequantize_rows
+
+from .bases import candidates, output_moment
+from .moments import Moments
+from .score_stats import ScoreObserver
+
+STEPS = ("plain", "offset", "hadamard", "matrix")  # bases, each rounded to the nearest code
+BASE_FORMAT = "int4"  # in which bases are compared
+CLIPS = (1.0, 0.95, 0.9, 0.85)
+Observer = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float], None]
+Weights = dict[int, dict[str, torch.Tensor]]
+
+
+class ObservableModel(Protocol):
+    """A model that shows what its layers attend with; kvquant.hf.model.CachedModel is one."""
+
+    def observe(self, tokens: torch.Tensor, observer: Observer) -> None:
+        """Call the observer with every layer's index, queries, keys, values and sm_scale."""
+
+    def output_weights(self) -> dict[int, torch.Tensor]:
+        """The output projection of each layer's attention, as far as there is one."""
+
+    def windows(self) -> dict[int, int]:
+        """The sliding window of each layer that has one, in tokens."""
+
+
+class ErrorMeter:
+    """Sums of weighted squared errors, by layer, side and name.
+
+    Args:
+        weights: for every layer and side [num_kv_heads, head_dim, head_dim]: W.
+        means: likewise [num_kv_heads, head_dim]: the rows' mean.
+    """
+
+    def __init__(self, weights: Weights, means: Weights) -> None:
+        self.weights = {
+            at: {s: w.float() for s, w in sides.items()} for at, sides in weights.items()
+        }
+        self.means = means
+        self.sums: dict[tuple[int, str, str], torch.Tensor] = {}
+
+    def spread(self, layer: int, side: str, x: torch.Tensor) -> None:
+        """Take in rows [batch, num_kv_heads, tokens, head_dim], to which errors are compared."""
+        self._add(layer, side, "", x.float() - self.means[layer][side][:, None].float())
+
+    def measure(
+        self, layer: int, side: str, name: str, x: torch.Tensor, basis: Basis, fmt: RowFormat
+    ) -> None:
+        """Take in the errors of rows that are stored in a basis and a format."""
+        rows = basis.quantize(basis.encode(x), fmt)
+        self._add(layer, side, name, basis.decode(dequantize_rows(rows, fmt)) - x.float())
+
+    def _add(self, layer: int, side: str, name: str, error: torch.Tensor) -> None:
+        squares = ((error @ self.weights[layer][side]) * error).sum((0, 2, 3), dtype=torch.float64)
+        key = layer, side, name
+        self.sums[key] = self.sums.get(key, 0.0) + squares
+
+    def share(self, layer: int, side: str, name: str) -> torch.Tensor:
+        """[num_kv_heads], float32: the root of the error over the spread."""
+        spread = self.sums[layer, side, ""].clamp(min=torch.finfo(torch.float32).tiny)
+        return (self.sums[layer, side, name].clamp(min=0) / spread).sqrt().float().cpu()
+
+    def total(self, layer: int, side: str, name: str) -> float:
+        """The error of all heads."""
+        return float(self.sums[layer, side, name].sum())
+
+
+@dataclass
+class Chosen:
+    """What was chosen for one side of one layer.
+
+    Attributes:
+        basis: with feedback, if that is better, and without clipping.
+        clips: for each format [num_kv_heads], float32.
+        errors: for each name in CachePlan's docstring after "k." or "v." [num_kv_heads], float32.
+    """
+
+    basis: Basis
+    clips: dict[str, torch.Tensor] = field(default_factory=dict)
+    errors: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def error_weights(model: ObservableModel, moments: Moments) -> Weights:
+    """W of every layer and side, float64."""
+    projections = model.output_weights()
+    found: Weights = {}
+    for layer, at in moments.layers.items():
+        heads, dim = at.tensors["v_sum"].shape
+        output = output_moment(projections.get(layer), heads, dim).to(at.queries.device)
+        found[layer] = {"k": at.queries, "v": output}
+    return found
+
+
+def choose(
+    model: ObservableModel,
+    windows: torch.Tensor,
+    moments: Moments,
+    formats: Mapping[str, tuple[RowFormat, RowFormat]],
+    *,
+    rounding: str = "feedback",
+    batch: int = 2,
+    progress: Callable[[int], None] = lambda amount: None,
+) -> tuple[dict[int, dict[str, Chosen]], ScoreObserver]:
+    """Choose for every layer and side.
+
+    Args:
+        model: reads the windows, twice.
+        windows: [num_windows, tokens], int64, of tokens that the moments did not see.
+        moments: of the model.
+        formats: the candidates for K and V, by their short names, BASE_FORMAT among them.
+        rounding: "feedback", if it is better, or "nearest".
+        batch: windows read at a time.
+        progress: called with the number of tokens read.
+
+    Returns:
+        What was chosen by layer and side, and the statistics of the scores.
+    """
+    weights = error_weights(model, moments)
+    means = {at: {s: m.mean(s) for s in "kv"} for at, m in moments.layers.items()}
+    meter = ErrorMeter(weights, means)
+    options: dict[tuple[int, str], dict[str, Basis]] = {}
+    for layer, at in moments.layers.items():
+        for side in "kv":
+            options[layer, side] = {
+                name: basis
+                for name, basis in candidates(at, weights[layer], side).items()
+                if rounding == "feedback" or basis.feedback is None
+            }
+    base = dict(zip("kv", formats[BASE_FORMAT], strict=True))
+
+    def compare(
+        layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float
+    ) -> None:
+        for side, x in (("k", k), ("v", v)):
+            meter.spread(layer, side, x)
+            for name, basis in options[layer, side].items():
+                meter.measure(layer, side, name, x, basis, base[side])
+
+    _read(model, windows, batch, compare, progress)
+    chosen: dict[int, dict[str, Chosen]] = {layer: {} for layer in moments.layers}
+    for (layer, side), bases in options.items():
+        best = min(bases, key=lambda name: meter.total(layer, side, name))
+        errors = {f"error.{step}": meter.share(layer, side, step) for step in STEPS}
+        errors["error.feedback"] = meter.share(layer, side, best)
+        chosen[layer][side] = Chosen(bases[best], errors=errors)
+
+    scores = ScoreObserver(model.windows())
+    clipped: dict[tuple[int, str, float], Basis] = {}
+    for layer, sides in chosen.items():
+        for side, found in sides.items():
+            ones = torch.ones_like(found.basis.offset[:, 0])
+            for ratio in CLIPS:
+                clipped[layer, side, ratio] = found.basis.with_clip(ratio * ones)
+
+    def fit(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float) -> None:
+        scores.observe(layer, q, k.float() - chosen[layer]["k"].basis.offset[:, None], sm_scale)
+        for side, x in (("k", k), ("v", v)):
+            plain = options[layer, side]["plain"]
+            for name, pair in formats.items():
+                fmt = pair["kv".index(side)]
+                meter.measure(layer, side, f"plain.{name}", x, plain, fmt)
+                for ratio in CLIPS:
+                    basis = clipped[layer, side, ratio]
+                    meter.measure(layer, side, f"{name}@{ratio}", x, basis, fmt)
+
+    _read(model, windows, batch, fit, progress)
+    for layer, sides in chosen.items():
+        for side, found in sides.items():
+            for name in formats:
+                shares = torch.stack([meter.share(layer, side, f"{name}@{r}") for r in CLIPS])
+                least, best_ratio = shares.min(0)
+                ratios = torch.tensor(CLIPS, dtype=torch.float32, device="cpu")
+                found.clips[name] = ratios[best_ratio]
+                found.errors[f"format_error.{name}"] = least
+                found.errors[f"format_error_plain.{name}"] = meter.share(
+                    layer, side, f"plain.{name}"
+                )
+            found.errors["error.clip"] = found.errors[f"format_error.{BASE_FORMAT}"]
+    return chosen, scores
+
+
+def _read(
+    model: ObservableModel,
+    windows: torch.Tensor,
+    batch: int,
+    observer: Observer,
+    progress: Callable[[int], None],
+) -> None:
+    for part in windows.split(batch):
+        model.observe(part, observer)
+        progress(part.numel())

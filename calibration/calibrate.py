@@ -1,0 +1,431 @@
+"""The whole of calibration: moments, bases, formats, and the proof by decoding."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from kvquant.errors import ConfigError, NonFiniteError, UnsupportedModelError, shown
+from kvquant.hf.configs import cache_layers
+from kvquant.io.model_id import model_identity
+from kvquant.io.plan import CachePlan
+from kvquant.rows.format import FP16_MAX, HEAD_DIMS, RowFormat
+
+from .assemble import assemble
+from .basis_search import BASE_FORMAT, Chosen, ObservableModel, choose
+from .fidelity import DecodingModel, Fidelity, Planned, Reference, Scheme
+from .format_search import Costs, Side, allocate, blamed
+from .layer_selection import HeldLayers, held_layers, renumbered
+from .moments import Moments, weights_digest
+from .single_pass import PassingModel, PassReference
+from .windows import Sizes as Sizes
+from .windows import Text, observed_windows, random_tokens, token_ids
+from .windows import spread as spread
+
+HELD_SHARE = 4  # the last quarter of a text is held for scoring
+CANDIDATES = ("int4", "int4-g2", "int4-g4", "int4-g8", "int8")  # cheapest first
+ROUNDINGS = ("feedback", "nearest")
+COMPARED = ("int4", "int4-g4", "int8")
+ROUNDS = 6  # plans that are measured to meet a limit, at most
+Report = Callable[[str, int], None]  # a stage and how much of it was done, in hundredths
+
+
+class CalibratedModel(ObservableModel, DecodingModel, PassingModel, Protocol):
+    """A model that can be observed and that decodes; kvquant.hf.model.CachedModel is one."""
+
+    def shared_layers(self) -> dict[int, int]:
+        """The layers that attend to the keys and values of another one, and that one."""
+
+    @property
+    def config_dict(self) -> dict[str, Any]:
+        """The whole config."""
+
+    @property
+    def max_positions(self) -> int | None:
+        """Tokens that the model was made for."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights and arithmetic."""
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What the plan has to reach.
+
+    Attributes:
+        max_kl: KL to the 16-bit cache, nats per token.
+        budget: bits per element of the packed rows.
+        format: of all layers; with neither of the others.
+
+    Raises:
+        ConfigError: they contradict one another or cannot be reached at all.
+    """
+
+    max_kl: float | None = None
+    budget: float | None = None
+    format: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.format is not None and (self.max_kl, self.budget) != (None, None):
+            raise ConfigError("give a format, or --max-kl and --budget to have formats chosen")
+        if self.max_kl is not None and not (0 < self.max_kl < math.inf):
+            raise ConfigError(f"a KL of {self.max_kl} cannot be kept: use more than 0, as 0.01")
+        if self.format is not None:
+            RowFormat.parse(self.format, HEAD_DIMS[0])  # that it exists is said before all work
+        if self.budget is not None and not self.budget < math.inf:
+            raise ConfigError(f"a budget of {self.budget} bits is not possible: use 4.25 or more")
+
+
+def calibrate(
+    model: CalibratedModel,
+    tokens: Text | None,
+    held: Text | None = None,
+    *,
+    sizes: Sizes | None = None,
+    goal: Goal | None = None,
+    rounding: str = "feedback",
+    zero_data: bool = False,
+    state: Path | None = None,
+    progress: Report = lambda stage, share: None,
+) -> CachePlan | None:
+    """Make the plan of a model's caches, and measure what it keeps of the predictions.
+
+    Args:
+        model: reads and decodes.
+        tokens: the text; None with zero_data, where nothing is to be measured.
+        held: the text to score on, not observed; the last quarter of tokens when None.
+        sizes: how much to read; Sizes() when None.
+        goal: what to reach; Goal(format="int4") when None.
+        rounding: "feedback", where it is better, or "nearest".
+        zero_data: observe random tokens in place of the text.
+        state: a file that keeps the sums, so that an interrupted run goes on; none when None.
+        progress: called with the stage and what was done of it since, in hundredths.
+
+    Returns:
+        The plan, met or not; None on the ranks but the first, where torch.distributed runs.
+
+    Raises:
+        ConfigError: a text is too short for the sizes or is none, or an option is not possible.
+    """
+    sizes, goal = sizes or Sizes(), goal or Goal(format=BASE_FORMAT)
+    if rounding not in ROUNDINGS:
+        raise ConfigError(
+            f"rounding {shown(rounding)} does not exist: use {' or '.join(ROUNDINGS)}"
+        )
+    if tokens is None and not zero_data:
+        raise ConfigError("there is no text: give tokens, or zero_data=True to observe random ones")
+    tokens = None if tokens is None else token_ids("tokens", tokens)
+    held = None if held is None else token_ids("held", held)
+    if goal.max_kl is not None and tokens is None and held is None:
+        raise ConfigError("a KL is measured on a text: give tokens or held, or no max_kl")
+    if tokens is not None and held is None:
+        cut = len(tokens) - len(tokens) // HELD_SHARE
+        tokens, held = tokens[:cut], tokens[cut:]
+    passages = None
+    if held is not None:
+        passages = spread(held, sizes.windows, sizes.context + sizes.scored + 1)
+    if zero_data or tokens is None:
+        tokens = random_tokens(model.config_dict, sizes.observed)
+    observed, fitted = observed_windows(tokens, sizes, model.max_positions)
+    rank, ranks = _rank()
+    if len(observed) < ranks:
+        raise ConfigError(
+            f"{len(observed)} windows are too few for {ranks} ranks: observe more or shorter ones"
+        )
+    with suppress(UnsupportedModelError):  # then after the model was observed
+        layers = cache_layers(getattr(model, "config", None))
+        _check_budget(goal, _least_bits(layers.k_dims + layers.v_dims))
+    key = _key(model, observed) if state else ""
+    moments = observe(model, observed[rank::ranks], key, state, progress)
+    moments.all_reduce()
+    if rank:
+        return None
+    return finish(
+        model,
+        moments,
+        fitted,
+        passages,
+        sizes=sizes,
+        goal=goal,
+        rounding=rounding,
+        zero_data=zero_data,
+        progress=progress,
+    )
+
+
+def observe(
+    model: ObservableModel,
+    windows: torch.Tensor,
+    key: str,
+    state: Path | None,
+    progress: Report = lambda stage, share: None,
+) -> Moments:
+    """The moments of a text, window by window; see calibrate."""
+    device = getattr(getattr(model, "model", None), "device", "cpu")
+    moments = (Moments.load(state, key, device) if state else None) or Moments()
+    if moments.done > len(windows):
+        moments = Moments()
+    step = _shares(progress, "observe", len(windows))
+    step(moments.done)
+    for window in windows[moments.done :]:
+        model.observe(window[None], moments.observe)
+        moments.done += 1
+        if state:
+            moments.save(state, key)
+        step(1)
+    for layer, at in moments.layers.items():
+        if not all(bool(tensor.isfinite().all()) for tensor in at.tensors.values()):
+            raise NonFiniteError(
+                f"layer {layer} attends with NaN or Inf: mend the model, or run it in float32"
+            )
+    return moments
+
+
+def finish(
+    model: CalibratedModel,
+    moments: Moments,
+    fitted: torch.Tensor,
+    passages: torch.Tensor | None,
+    *,
+    sizes: Sizes,
+    goal: Goal,
+    rounding: str = "feedback",
+    zero_data: bool = False,
+    progress: Report = lambda stage, share: None,
+) -> CachePlan:
+    """Everything after the moments; see calibrate.
+
+    Args:
+        fitted: [num_windows, tokens] that bases and clip ratios are chosen on.
+        passages: [windows, context + scored + 1] that are decoded; nothing is measured when None.
+        zero_data: whether the moments are not of a text.
+    """
+    shared = model.shared_layers()
+    places, others = held_layers(moments, getattr(model, "config", None), shared)
+    moments, held = renumbered(moments, places, shared), HeldLayers(model, places, shared)
+    names = CANDIDATES if goal.format is None else tuple(dict.fromkeys((*CANDIDATES, goal.format)))
+    first = next(iter(moments.layers.values()))
+    dims = [first.tensors[f"{side}_sum"].shape[1] for side in "kv"]
+    formats = {name: (_format(name, dims[0]), _format(name, dims[1])) for name in names}
+    _check_budget(goal, _least_bits(dims))
+    chosen, scores = choose(
+        held,
+        fitted,
+        moments,
+        {name: pair for name, pair in formats.items() if not pair[0].is_exact},
+        rounding=rounding,
+        progress=_shares(progress, "choose", 2 * fitted.numel()),
+    )
+    start = goal.format or next(iter(formats))
+    facts = {
+        "model": model_identity(model.config_dict),
+        "observed_tokens": moments.count,
+        "zero_data": zero_data,
+        "settings": {
+            **vars(sizes),
+            "rounding": rounding,
+            "dtype": str(model.dtype).removeprefix("torch."),
+        },
+        "places": places,
+        "others": [{"layer": layer, "why": why} for layer, why in others.items()],
+    }
+    kept = _kept(moments)
+    plan = assemble(moments, chosen, scores, start, model.exact_format, kept, facts)
+    _check_budget(goal, plan.bits)  # with the layers that stay in 16 bit
+    if passages is None:
+        limit = {"max_kl": None, "budget": goal.budget, "met": True}
+        rest = {"limit": limit, "blamed": [], "sensitivity": [], "comparison": []}
+        return CachePlan({**plan.facts, **rest}, plan.tensors)
+    reference = _reference(model, plan, passages, sizes.context)
+    return _decided(reference, plan, chosen, formats, goal, sizes, progress)
+
+
+def _reference(
+    model: CalibratedModel, plan: CachePlan, passages: torch.Tensor, context: int
+) -> Reference | PassReference:
+    """What plans are measured by: decoding, where the model can decode from a KVCache of them."""
+    try:
+        model.new_cache(1, 1, plan=plan)
+        return Reference(model, passages, context)
+    except UnsupportedModelError as error:
+        return PassReference(model, passages, context, plan.places, why=str(error))
+
+
+def _decided(
+    reference: Reference | PassReference,
+    plan: CachePlan,
+    chosen: dict[int, dict[str, Chosen]],
+    formats: Mapping[str, tuple[RowFormat, RowFormat]],
+    goal: Goal,
+    sizes: Sizes,
+    progress: Report,
+) -> CachePlan:
+    """The plan with its formats chosen and its fidelity measured."""
+    exact = reference.exact_format
+    free = [i for i, entry in enumerate(plan.facts["layers"]) if not entry["kept"]]
+    sides: list[Side] = [(layer, side) for layer in free for side in "kv"]
+    start = {side: plan.facts["layers"][side[0]][side[1]]["format"] for side in sides}
+    step = _shares(progress, "decode", 1 + len(sides) + 2 * len(COMPARED) + ROUNDS)
+    found = reference.measure(Planned(plan))
+    step(1)
+    allowed = CANDIDATES if goal.format is None else (goal.format,)
+    alone: dict[Side, float] = {}
+    for side in sides:
+        only = {other: start[other] if other == side else exact for other in sides}
+        alone[side] = max(reference.measure(Planned(plan.with_layer_formats(only))).kl, 1e-12)
+        step(1)
+    costs = Costs(
+        {
+            side: _costs(chosen[side[0]][side[1]], alone[side], start[side], formats)
+            for side in sides
+        },
+        bits={name: formats[name][0].bits_per_element for name in allowed},
+        v_bits={name: formats[name][1].bits_per_element for name in allowed},
+        v_width=formats[allowed[0]][1].head_dim / formats[allowed[0]][0].head_dim,
+    )
+    used, limit = start, goal.max_kl
+    factor = found.kl / max(costs.total(start), 1e-12)
+    budget = goal.budget
+    if budget is not None and free:  # what the layers that stay in 16 bit leave of it
+        budget = 16 + (budget - 16) * plan.num_layers / len(free)
+    for _ in range(ROUNDS):
+        step(1)
+        if goal.format is not None or (limit is not None and found.kl <= limit):
+            break
+        target = None if limit is None else 0.95 * limit / factor
+        wanted = allocate(costs, max_kl=target, budget=budget)
+        if wanted == used:
+            break
+        used, plan = wanted, plan.with_layer_formats(wanted)
+        found = reference.measure(Planned(plan))
+        factor = found.kl / max(costs.total(used), 1e-12)
+    is_met = limit is None or found.kl <= limit
+    comparison: list[dict[str, Any]] = []
+    for name in COMPARED:
+        for scheme in (Scheme(name, name), Planned(plan.with_formats(name), f"{name}, plan")):
+            entry = {"format": name, "plan": isinstance(scheme, Planned)}
+            with suppress(NonFiniteError):  # layers that a plan keeps cannot be quantized without
+                comparison.append(entry | _figures(reference.measure(scheme), formats[name]))
+            step(1)
+    facts = {
+        **plan.facts,
+        "measured": {
+            **_told(found),
+            "exact_perplexity": reference.perplexity,
+            "context": sizes.context,
+            "scored": reference.num_tokens,
+            "passages": sizes.windows,
+            "sink_len": 0,
+            "recent_len": 0,
+            "in_one_pass": reference.why if isinstance(reference, PassReference) else None,
+        },
+        "limit": {"max_kl": limit, "budget": goal.budget, "met": is_met},
+        "blamed": [] if is_met else blamed(costs, used),
+        "sensitivity": [
+            {
+                "layer": layer,
+                "k_format": start[layer, side] if side == "k" else exact,
+                "v_format": start[layer, side] if side == "v" else exact,
+                "kl": kl,
+            }
+            for (layer, side), kl in alone.items()
+        ],
+        "comparison": comparison,
+    }
+    return CachePlan(facts, plan.tensors)
+
+
+def _least_bits(dims: Sequence[int]) -> float:
+    """Bits per element of the cheapest rows of such widths."""
+    return 8 * sum(_format(CANDIDATES[0], dim).row_bytes for dim in dims) / sum(dims)
+
+
+def _check_budget(goal: Goal, least: float) -> None:
+    """Raise if the cheapest formats take more bits than there are."""
+    if goal.budget is not None and least > goal.budget + 1e-9:
+        raise ConfigError(
+            f"a budget of {goal.budget} bits is below {least:.2f}, which the cheapest formats "
+            "take: use as many or more"
+        )
+
+
+def _costs(
+    chosen: Chosen,
+    alone: float,
+    start: str,
+    formats: Mapping[str, tuple[RowFormat, RowFormat]],
+) -> dict[str, float]:
+    """The KL of one side in every format, from that in the one it was measured in."""
+    errors = {
+        name: float(chosen.errors[f"format_error.{name}"].square().mean())
+        for name, pair in formats.items()
+        if not pair[0].is_exact
+    }
+    least = torch.finfo(torch.float32).tiny
+    costs = {
+        name: alone * error / max(errors.get(start, 0.0), least) for name, error in errors.items()
+    }
+    return {start: alone} | costs
+
+
+def _figures(found: Fidelity, pair: tuple[RowFormat, RowFormat]) -> dict[str, float | None]:
+    bits = 8 * sum(f.row_bytes for f in pair) / sum(f.head_dim for f in pair)
+    return {"bits": bits, **_told(found)}
+
+
+def _told(found: Fidelity) -> dict[str, float | None]:
+    """What of a measurement goes into a plan."""
+    names = ("kl", "kl_error", "top1", "top1_error", "perplexity")
+    return {name: getattr(found, name) for name in names}
+
+
+def _kept(moments: Moments) -> dict[int, str]:
+    """The layers that stay in 16 bit, and why."""
+    found = {}
+    for layer, at in moments.layers.items():
+        for side in "kv":
+            largest = float(at.absmax(side).amax())
+            if not largest <= FP16_MAX:
+                what = "keys" if side == "k" else "values"
+                found[layer] = f"its {what} go up to {largest:g}, rows hold {FP16_MAX:g}"
+    return found
+
+
+def _format(name: str, head_dim: int) -> RowFormat:
+    return RowFormat.parse(name, head_dim)
+
+
+def _key(model: CalibratedModel, windows: torch.Tensor) -> str:
+    """Names a run's sums: the model, its weights, the text and this rank's part of it."""
+    module = getattr(model, "model", None)
+    weights = weights_digest(module) if isinstance(module, torch.nn.Module) else "none"
+    text = hashlib.sha256(windows.contiguous().numpy().tobytes()).hexdigest()
+    identity = model_identity(model.config_dict)["sha256"]
+    return f"{identity} {weights} {model.dtype} {text} {list(windows.shape)} {_rank()}"
+
+
+def _rank() -> tuple[int, int]:
+    """This process and how many there are."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return 0, 1
+
+
+def _shares(progress: Report, stage: str, total: int) -> Callable[[int], None]:
+    """Turn amounts into hundredths of a total."""
+    done = 0
+
+    def step(amount: int) -> None:
+        nonlocal done
+        before, done = done, min(done + amount, total)
+        progress(stage, 100 * done // max(total, 1) - 100 * before // max(total, 1))
+
+    return step

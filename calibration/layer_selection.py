@@ -1,0 +1,134 @@
+"""Which layers of a model a cache holds, and those that it cannot, with the reason of each.
+
+A cache holds layers with attention whose keys and values have one shape. A hybrid model has others
+between them: they keep their own state, in the precision of the model. Layers that attend to the
+keys and values of another one have none; their queries and projections count with that one's.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from kvquant.errors import UnsupportedError
+from kvquant.rows.format import HEAD_DIMS
+
+from .basis_search import ObservableModel, Observer
+from .moments import LayerMoments, Moments
+
+
+class HeldLayers:
+    """A model as its cache sees it: the layers of the cache, counted from 0.
+
+    Args:
+        model: of all layers.
+        places: the model's layer at each place of the cache.
+        shared: the layers that attend to the keys and values of another one, and that one.
+    """
+
+    def __init__(
+        self, model: ObservableModel, places: list[int], shared: Mapping[int, int] | None = None
+    ) -> None:
+        self.model, self.places, self._shared = model, places, shared or {}
+        self._at = {layer: at for at, layer in enumerate(places)}
+
+    def observe(self, tokens: torch.Tensor, observer: Observer) -> None:
+        """Show what the layers of the cache attend with; see ObservableModel."""
+
+        def show(layer: int, *shown: Any) -> None:
+            if layer in self._at:
+                observer(self._at[layer], *shown)
+
+        self.model.observe(tokens, show)
+
+    def output_weights(self) -> dict[int, torch.Tensor]:
+        """The output projections of these layers, and of those that attend to their values."""
+        weights = self.model.output_weights()
+        found = {}
+        for layer, at in self._at.items():
+            readers = [layer, *_readers(layer, self._shared)]
+            parts = [weights[reader] for reader in readers if reader in weights]
+            if parts:
+                found[at] = torch.cat(parts) if len(parts) > 1 else parts[0]
+        return found
+
+    def windows(self) -> dict[int, int]:
+        """The sliding windows of these layers."""
+        windows = self.model.windows()
+        return {at: windows[layer] for layer, at in self._at.items() if layer in windows}
+
+
+def held_layers(
+    moments: Moments, config: Any, shared: Mapping[int, int] | None = None
+) -> tuple[list[int], dict[int, str]]:
+    """Tell the layers that a cache can hold from the others.
+
+    Args:
+        moments: of all layers that attend.
+        shared: the layers that attend to the keys and values of another one, and that one.
+        config: of the text model; what it says of num_hidden_layers and layer_types is used.
+
+    Returns:
+        The model's layer at each place of the cache, and why others have none, by their layer.
+
+    Raises:
+        UnsupportedError: no layer can be held.
+    """
+    shared = shared or {}
+    shapes = {layer: _shape(at) for layer, at in moments.layers.items() if layer not in shared}
+    possible = [shape for shape in shapes.values() if set(shape[1:]) <= set(HEAD_DIMS)]
+    if not possible:
+        heads, k_dim, v_dim = next(iter(shapes.values()))
+        raise UnsupportedError(
+            f"no layer of this model can be held by a cache: rows of K are {k_dim} wide, of V "
+            f"{v_dim}; possible are {', '.join(map(str, HEAD_DIMS))}"
+        )
+    heads, k_dim, v_dim = usual = Counter(possible).most_common(1)[0][0]
+    kinds = getattr(config, "layer_types", None) or []
+    count = max(getattr(config, "num_hidden_layers", 0), *(layer + 1 for layer in moments.layers))
+    others = {}
+    for layer in range(count):
+        if layer in shared:
+            others[layer] = f"it attends to the keys and values of layer {shared[layer]}"
+        elif layer not in shapes:
+            kind = f" ({kinds[layer]})" if layer < len(kinds) else ""
+            others[layer] = f"it has no keys and values{kind}"
+        elif shapes[layer] != usual:
+            own = shapes[layer]
+            others[layer] = (
+                f"its {own[0]} KV heads of {own[1]} and {own[2]} elements differ from the {heads} "
+                f"of {k_dim} and {v_dim} of the cache"
+            )
+    return [layer for layer in sorted(shapes) if layer not in others], others
+
+
+def renumbered(
+    moments: Moments, places: list[int], shared: Mapping[int, int] | None = None
+) -> Moments:
+    """The moments of the layers of the cache, counted from 0.
+
+    Args:
+        moments: of all layers that attend.
+        places: the model's layer at each place of the cache.
+        shared: as in held_layers; their queries meet the keys of that layer.
+    """
+    held = Moments()
+    for at, layer in enumerate(places):
+        readers = [moments.layers[reader] for reader in _readers(layer, shared or {})]
+        held.layers[at] = moments.layers[layer].with_queries(readers)
+    held.done = moments.done
+    return held
+
+
+def _readers(layer: int, shared: Mapping[int, int]) -> list[int]:
+    """The layers that attend to the keys and values of this one."""
+    return sorted(reader for reader, owner in shared.items() if owner == layer)
+
+
+def _shape(at: LayerMoments) -> tuple[int, int, int]:
+    """KV heads, channels of a key and of a value."""
+    (heads, k_dim), v_dim = at.tensors["k_sum"].shape, at.tensors["v_sum"].shape[1]
+    return heads, k_dim, v_dim

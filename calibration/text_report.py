@@ -1,0 +1,152 @@
+"""What calibration tells in a terminal: tables, and warnings in plain words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from kvquant.io.plan import CachePlan
+from kvquant.io.row_stats import spans
+from kvquant.io.tables import Column, render_table
+
+from .fidelity import Fidelity
+
+KL_LIMIT = 0.1  # nats per token; int4 rows cost a few hundredths where they work at all
+KL_NOTICE = 0.05  # above it the loss is worth a look
+OFFSET_LIMIT = 10.0  # deviations; models without key biases stay below 5
+COLUMNS = (
+    Column("cache", left=True),
+    *map(Column, ("bits", "smaller", "KL, nats\na token", "±", "top-1 %", "±", "perplexity")),
+)
+
+
+def render_fidelity(found: Sequence[Fidelity]) -> str:
+    """The table of what each scheme costs and keeps."""
+    return render_table(COLUMNS, [_row(str(one.scheme), one.bits, vars(one)) for one in found])
+
+
+def render_plan(plan: CachePlan) -> str:
+    """What a plan costs and keeps beside plain formats, and the formats of its layers.
+
+    The first row is the 16-bit cache, which the others are compared with. What follows a figure in
+    the column of ± is its standard error.
+    """
+    facts = plan.facts
+    rows = [
+        _row(f"{one['format']}, {'this plan' if one['plan'] else 'plain'}", one["bits"], one)
+        for one in facts["comparison"]
+        if not (one["plan"] and set(plan.formats) == {(one["format"], one["format"])})
+    ]
+    if facts["measured"]:
+        exact = f"{facts['measured']['exact_perplexity']:.3f}"
+        rows.insert(0, ["16 bit", "16.00", "1.00x", "-", "-", "-", "-", exact])
+        rows.append(_row("the plan", plan.bits, facts["measured"]))
+    table = [render_table(COLUMNS, rows), ""] if rows else []
+    alike: dict[str, list[int]] = {}
+    for layer, entry in zip(plan.places, facts["layers"], strict=True):
+        kept = f" ({entry['kept']})" if entry["kept"] else ""
+        text = f"K {entry['k']['format']}, V {entry['v']['format']}{kept}"
+        alike.setdefault(text, []).append(layer)
+    for one in facts.get("others", []):
+        alike.setdefault(f"not in the cache ({one['why']})", []).append(one["layer"])
+    for text, layers in alike.items():
+        table.append(f"{'layer' if len(layers) == 1 else 'layers'} {spans(layers)}: {text}")
+    return "\n".join(table)
+
+
+def refusal(plan: CachePlan) -> str | None:
+    """A sentence if the plan does not keep its limit, with the layers to blame."""
+    limit, measured = plan.facts["limit"], plan.facts["measured"]
+    if limit["met"] or not measured:
+        return None
+    within = f" within {limit['budget']:g} bits" if limit["budget"] else ""
+    places = plan.places
+    worst = [places[at] for at in plan.facts["blamed"]]
+    blamed = f"{_layers(worst)} the most" if worst else "all layers are in 16 bit"
+    return (
+        f"the limit of {limit['max_kl']:g} nats per token is not met{within}: the best plan has a "
+        f"KL of {measured['kl']:.4g} at {plan.bits:.2f} bits per element; "
+        f"{blamed}. Allow more, or keep some tokens in 16 bit (sink_len, recent_len)"
+    )
+
+
+def warnings(plan: CachePlan) -> list[str]:
+    """Say in plain words what this model does not bear, and why; nothing if it bears all."""
+    said = []
+    entries: Iterable[tuple[str, Mapping[str, Any] | None]] = [
+        *(
+            (f"{one['format']} rows without a plan", one)
+            for one in plan.facts["comparison"]
+            if not one["plan"]
+        ),
+        ("this plan", plan.facts["measured"]),
+    ]
+    for name, one in entries:
+        if one is None:
+            said.append(
+                f"{name} was not measured: give --text to have its predictions compared with those "
+                "of the 16-bit cache"
+            )
+        elif not one["kl"] <= KL_LIMIT:  # NaN too
+            said.append(
+                f"{name}: KL {one['kl']:.2f} nats per token, only {100 * one['top1']:.0f} % of the "
+                "likeliest tokens are the same: do not decode this model from such a cache"
+            )
+        elif one["kl"] > KL_NOTICE:
+            said.append(
+                f"{name}: KL {one['kl']:.3f} nats per token, {100 * one['top1']:.0f} % of the "
+                "likeliest tokens are the same: a noticeable loss; take more bits if you can"
+            )
+    places = plan.places
+    said += [
+        f"layer {layer} is kept in 16 bit: {entry['kept']}"
+        for layer, entry in zip(places, plan.facts["layers"], strict=True)
+        if entry["kept"]
+    ]
+    said += [
+        f"layer {one['layer']} is not in the cache: {one['why']}"
+        for one in plan.facts.get("others", [])
+    ]
+    if plan.facts["measured"] and plan.facts["measured"].get("in_one_pass"):
+        said.append(
+            f"this model cannot decode from a KVCache ({plan.facts['measured']['in_one_pass']}): "
+            "its fidelity was computed in one pass, by the rows that a cache would keep"
+        )
+    mean, std = plan.tensors["k.mean"], plan.tensors.get("k.std")
+    if std is not None:
+        typical = std.median(-1).values.clamp(min=torch.finfo(torch.float32).tiny)
+        ratios = mean.abs().amax(-1) / typical
+        layer, head = divmod(int(ratios.argmax()), ratios.shape[1])
+        if float(ratios.max()) > OFFSET_LIMIT:
+            channel = int(mean[layer, head].abs().argmax())
+            said.append(
+                "keys have large constant offsets, as models with a key bias have (worst in layer "
+                f"{places[layer]}, KV head {head}, channel {channel}: mean "
+                f"{float(ratios.max()):.0f} times the typical deviation): always use this plan, "
+                "which subtracts them; without it most codes of a 4-bit row are lost on them"
+            )
+    return said
+
+
+def _row(name: str, bits: float, figures: Mapping[str, Any]) -> list[str]:
+    kl_error, top1_error = figures.get("kl_error"), figures.get("top1_error")
+    return [
+        name,
+        f"{bits:.2f}",
+        f"{16 / bits:.2f}x",
+        f"{figures['kl']:.5f}",
+        "-" if kl_error is None else f"{kl_error:.5f}",
+        f"{100 * figures['top1']:.2f}",
+        "-" if top1_error is None else f"{100 * top1_error:.2f}",
+        f"{figures['perplexity']:.3f}",
+    ]
+
+
+def _layers(places: Sequence[int]) -> str:
+    """Subject and verb: "layer 3 costs", "layers 3 and 5 cost"."""
+    if len(places) == 1:
+        return f"layer {places[0]} costs"
+    words = ", ".join(map(str, places[:-1]))
+    return f"layers {words} and {places[-1]} cost"

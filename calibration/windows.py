@@ -1,0 +1,103 @@
+"""Which tokens calibration reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from kvquant.arguments import is_whole
+from kvquant.cache.checks import Counts, whole_numbers
+from kvquant.errors import ConfigError, shown
+
+Text: TypeAlias = Counts  # the ids of its tokens
+
+FIT_SHARE = 8  # of the observed windows, one in so many is kept for choosing
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much text to read.
+
+    Attributes:
+        observed: tokens for the statistics, at most.
+        length: tokens of a window of them, at most.
+        windows: passages that are scored, as one batch.
+        context: tokens of a passage's prompt.
+        scored: tokens of a passage that are decoded and compared.
+    """
+
+    observed: int = 32768
+    length: int = 4096
+    windows: int = 8
+    context: int = 1024
+    scored: int = 64
+
+    def __post_init__(self) -> None:
+        for name, size in vars(self).items():
+            if not is_whole(size) or size < 1:
+                raise ConfigError(
+                    f"{name} {shown(size)} is not possible: use a whole number from 1 on"
+                )
+
+
+def token_ids(name: str, tokens: Text) -> torch.Tensor:
+    """The tokens of a text as int64 on the CPU.
+
+    Raises:
+        ConfigError: they are no whole numbers, or more than one text.
+    """
+    if not isinstance(tokens, (torch.Tensor, np.ndarray, Sequence)) or isinstance(tokens, str):
+        raise ConfigError(f"{name} is of type {type(tokens).__name__}: give the ids of a text")
+    ids = whole_numbers(name, tokens)
+    if ids.ndim != 1:
+        raise ConfigError(f"{name} is {list(ids.shape)}: give the ids of one text, [tokens]")
+    return ids
+
+
+def observed_windows(
+    tokens: Text, sizes: Sizes, max_positions: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Windows for the moments, and those for choosing; the same one if there is only one."""
+    length = min(sizes.length, sizes.observed, max(len(tokens) // 2, 1))
+    length = min(length, max_positions or length)
+    count = max(min(sizes.observed, len(tokens)) // length, 1)
+    windows = spread(tokens, count, length)
+    if count == 1:
+        return windows, windows
+    is_fitted = torch.arange(count, device="cpu") % FIT_SHARE == 1
+    return windows[~is_fitted], windows[is_fitted]
+
+
+def spread(tokens: Text, count: int, length: int) -> torch.Tensor:
+    """Take windows from a text, evenly spaced and not overlapping.
+
+    Returns:
+        [count, length], int64.
+
+    Raises:
+        ConfigError: the text is too short.
+    """
+    if len(tokens) < count * length:
+        most = len(tokens) // length
+        raise ConfigError(
+            f"{len(tokens)} tokens are too few for {count} windows of {length}: give a longer text "
+            "or shorter windows (--context, --scored)"
+            + (f", or {most} of them (--windows {most})" if most else "")
+        )
+    all_tokens = torch.as_tensor(tokens, dtype=torch.int64, device="cpu")
+    stride = (len(tokens) - length) // max(count - 1, 1)
+    starts = torch.arange(count, device="cpu") * stride
+    return all_tokens[starts[:, None] + torch.arange(length, device="cpu")]
+
+
+def random_tokens(config: Mapping[str, Any], count: int) -> list[int]:
+    """Tokens drawn evenly from the vocabulary of a model's config, always the same."""
+    generator = torch.Generator().manual_seed(0)
+    config = config.get("text_config") or config
+    most = int(config["vocab_size"])
+    drawn = torch.randint(most, (count,), generator=generator, device="cpu")
+    return [int(token) for token in drawn]

@@ -1,0 +1,199 @@
+"""Turn rows: y = x M + offset per KV head, float32 inside; zeros where a sequence has no tokens.
+Or encode them, which is the way back: y = (x - offset) M, float32.
+
+    block   32 or 64 columns of M, one KV head, some rows: batch x query heads on it
+    warp    its part of M in registers, loaded once:    M[part of head_dim, the block's columns]
+            times its part of `warps` rows, read from shared memory by all lanes at once;
+            then the sum of all parts of one row
+
+So the loads of M, of rows and of the offset are under way at the same time, and nothing waits for
+memory twice. With two columns a lane, what it reads of the rows serves twice as many sums; in which
+order they are added up does not change.
+"""
+
+from numba import cuda, float32, int32, uint32, uint64
+
+from ..device.jit import device_function, in_turn
+from ..device.ptx import (
+    exchange,
+    high_bf16,
+    high_f16,
+    load_global_f32,
+    load_global_u32,
+    load_shared_f32,
+    load_shared_f32x4,
+    load_written_u32,
+    low_bf16,
+    low_f16,
+    multiply_add,
+    pack_bf16,
+    pack_f16,
+    shared_address,
+    store_global_f32,
+    store_global_u32,
+    store_shared_f32,
+)
+from .spec import COLUMNS, TURN
+
+UNROLLED = 16  # elements of M: longer loops stay loops, and M in memory
+TYPES = {"Q": uint64, "i": int32, "I": uint32}
+
+
+def signature(spec):
+    """The numba types of the kernel's arguments."""
+    return tuple(TYPES[code] for _, code in TURN)
+
+
+def make_turn_kernel(spec):
+    """Make the kernel, a Python function that numba compiles with `signature(spec)`."""
+    DIM, WARPS = spec.head_dim, spec.warps
+    PRODUCT, ENCODES, WIDTH = spec.product, spec.encodes, spec.width
+    WORDS, PART, ELEMENT = DIM // 2, DIM // WARPS, 4 * WARPS  # the last: bytes of it in all rows
+    PARTS, SUMS = PART * WIDTH, WARPS * WIDTH  # floats of a lane
+    LOADS = -(-WORDS // 32)  # words of a lane, where warps lanes have the same word of each row
+    BF16 = spec.source == "bf16"
+    starts = range(0, PART, UNROLLED // WIDTH)
+    load_part = in_turn([make_load_part(spec, i) for i in starts])
+    add_products = in_turn([make_products(spec, i) for i in starts])
+    inside = make_inside(spec)
+    low, high, pack = (low_bf16, high_bf16, pack_bf16) if BF16 else (low_f16, high_f16, pack_f16)
+
+    # fmt: off
+    def turn(x, y, matrix, offset, seq_lens, x_stride_batch, x_stride_head, matrix_stride,
+             lens_stride, num_heads, ratio, ratio_factor, ratio_shift, num_rows, rows_of_block):
+        # fmt: on
+        tid = uint32(cuda.threadIdx.x)
+        lane, warp = tid & uint32(31), tid >> uint32(5)
+        kv_head = int32(cuda.blockIdx.y)
+        own = uint32(uint32(cuda.blockIdx.x) * uint32(COLUMNS * WIDTH)) + lane
+        rows = shared_address(cuda.shared.array(0, uint32))
+        sums = rows + uint32(DIM * ELEMENT)
+
+        # Step 1: this warp's part of M, of a lane's columns
+        part = cuda.local.array(PARTS, float32)
+        if PRODUCT:
+            at = matrix + uint64(kv_head) * matrix_stride + uint64(4 * PART * DIM) * uint64(warp)
+            load_part(at, own, part)
+        added = cuda.local.array(WIDTH, float32)
+        offsets = offset + uint64(4 * DIM) * uint64(kv_head)
+        for w in range(WIDTH):
+            added[w] = float32(0)
+            if not ENCODES and offset != uint64(0):
+                added[w] = load_global_f32(offsets + uint64(4) * uint64(inside(own, w)))
+
+        first = int32(int32(cuda.blockIdx.z) * rows_of_block)
+        last = min(int32(first + rows_of_block), num_rows)
+        for start in range(first, last, WARPS):
+            # Step 2: the row whose sum this warp finds
+            mine = int32(min(int32(int32(start) + int32(warp)), int32(last - 1)))
+            batch = int32(uint64(mine) * uint64(ratio_factor) >> uint64(ratio_shift))
+            head = int32(int32(kv_head * ratio) + int32(mine - int32(batch * ratio)))
+            length = uint32(1)
+            if seq_lens != uint64(0):
+                # ptxas moves a load of .nc behind the product, where it is waited for
+                length = load_written_u32(seq_lens + uint64(batch) * lens_stride)
+
+            if PRODUCT:
+                # Step 3: all rows to shared memory
+                member = tid & uint32(WARPS - 1)
+                row = int32(min(int32(int32(start) + int32(member)), int32(last - 1)))
+                from_batch = int32(uint64(row) * uint64(ratio_factor) >> uint64(ratio_shift))
+                from_head = int32(int32(kv_head * ratio) + int32(row - int32(from_batch * ratio)))
+                at = x + uint64(from_batch) * x_stride_batch + uint64(from_head) * x_stride_head
+                for i in range(LOADS):
+                    word = uint32(tid // uint32(WARPS)) + uint32(32 * i)
+                    if 32 * i + 31 < WORDS or word < uint32(WORDS):
+                        bits = load_global_u32(at + uint64(4) * uint64(word))
+                        one, two = low(bits), high(bits)
+                        if ENCODES and offset != uint64(0):
+                            one -= load_global_f32(offsets + uint64(8) * uint64(word))
+                            two -= load_global_f32(offsets + uint64(8) * uint64(word) + uint64(4))
+                        to = rows + uint32(2 * ELEMENT) * word + uint32(4) * member
+                        store_shared_f32(to, one)
+                        store_shared_f32(to + uint32(ELEMENT), two)
+                cuda.syncthreads()
+
+                # Step 4: this warp's part of the product, of all rows
+                found = cuda.local.array(SUMS, float32)
+                for j in range(SUMS):
+                    found[j] = float32(0)
+                add_products(rows + uint32(PART * ELEMENT) * warp, part, found)
+                to = sums + uint32(128 * SUMS) * warp + uint32(4) * lane
+                for j in range(SUMS):
+                    store_shared_f32(to + uint32(128 * j), found[j])
+                cuda.syncthreads()
+
+            place = uint64(batch) * uint64(num_heads) + uint64(head)
+            for w in range(WIDTH):
+                column = uint32(own + uint32(COLUMNS * w))
+                total = added[w]
+                if PRODUCT:
+                    # Step 5: the sum of all parts of this warp's row
+                    at_sum = sums + uint32(128) * uint32(uint32(WIDTH) * warp + uint32(w))
+                    for j in range(WARPS):
+                        at_part = at_sum + uint32(128 * SUMS * j) + uint32(4) * lane
+                        total += load_shared_f32(at_part)
+                else:
+                    at = x + uint64(batch) * x_stride_batch + uint64(head) * x_stride_head
+                    word = uint64(inside(own, w) >> uint32(1))
+                    bits = load_global_u32(at + uint64(4) * word)
+                    total += high(bits) if lane & uint32(1) else low(bits)
+
+                if length == uint32(0):  # what is there, NaN even, is not seen
+                    total = float32(0)
+                is_mine = int32(int32(start) + int32(warp)) < last and column < uint32(DIM)
+                if ENCODES:
+                    if is_mine:
+                        at_y = y + uint64(4) * (place * uint64(DIM) + uint64(column))
+                        store_global_f32(at_y, total)
+                else:
+                    upper = exchange(total, uint32(1))
+                    if is_mine and lane & uint32(1) == uint32(0):
+                        at_y = place * uint64(WORDS) + uint64(column >> uint32(1))
+                        store_global_u32(y + uint64(4) * at_y, pack(upper, total))
+
+    return turn
+
+
+def make_inside(spec):
+    """Make the function that gives a lane's w-th column; lanes after the last one read it, too."""
+    LAST = spec.head_dim - 1
+
+    @device_function
+    def inside(own, w):
+        return min(uint32(own + uint32(COLUMNS * w)), uint32(LAST))
+
+    return inside
+
+
+def make_load_part(spec, first):
+    """Make the function that loads some elements of a lane's columns of a warp's part of M."""
+    DIM, WIDTH = spec.head_dim, spec.width
+    FIRST, LAST = WIDTH * first, WIDTH * min(first + UNROLLED // WIDTH, DIM // spec.warps)
+    inside = make_inside(spec)
+
+    @device_function
+    def load_part(at, own, part):
+        for i in range(FIRST, LAST):
+            place = uint64(4 * DIM * (i // WIDTH)) + uint64(4) * uint64(inside(own, i % WIDTH))
+            part[i] = load_global_f32(at + place)
+
+    return load_part
+
+
+def make_products(spec, first):
+    """Make the function that adds their products with those elements of all rows."""
+    WARPS, WIDTH = spec.warps, spec.width
+    FIRST, LAST = first, min(first + UNROLLED // WIDTH, spec.head_dim // WARPS)
+
+    @device_function
+    def add_products(rows, part, found):
+        for i in range(FIRST, LAST):
+            for j in range(WARPS // 4):
+                four = load_shared_f32x4(rows + uint32(4 * WARPS * i + 16 * j))
+                for k in range(4 * WIDTH):
+                    n = 4 * WIDTH * j + k
+                    element = part[WIDTH * i + k % WIDTH]
+                    found[n] = multiply_add(four[k // WIDTH], element, found[n])
+
+    return add_products

@@ -1,0 +1,233 @@
+"""The feedback kernel: new K and V, transformed and rounded with feedback, to their slots.
+
+    grid    groups of tokens  x  heads  x  sides
+    warp    32 / share tokens of a head, in two passes:
+
+    1  as in the append kernel, `lanes` lanes a row
+        elements ──cp.async──▶ buffer ──▶ RoPE, offset, rotation ──▶ 16-bit row at an exact slot
+                                          the row to be packed   ──▶ scales and shifts, buffer
+    2  `share` lanes a row: codes, tile by tile (feedback_rounding.py)
+
+The meaning is kvquant/ops/append.py and kvquant/rows/rounding.py, bit for bit.
+"""
+
+from numba import cuda, float32, int32, types, uint32, uint64
+
+from kvquant.rows.format import RowFormat
+
+from ..device.jit import device_function
+from ..device.ptx import (
+    commit_copies,
+    load_global_f32,
+    load_global_u64,
+    shared_address,
+    store_global_u32,
+    store_global_u32x4,
+    store_shared_f32x4,
+    store_shared_u32,
+    wait_copies,
+)
+from ..device.quantize import NAN_WORDS, make_measure, make_parameters, make_round, piece_of
+from ..device.row_copies import NANS, count_bad, make_ask, make_load_old, take_apart, was_counted
+from ..device.row_spec import ELEMENTS, SIZES, UNIT
+from ..device.transform import make_transform, make_widen
+from .feedback_rounding import make_ask_tile, make_round_row
+from .feedback_spec import FEEDBACK, STAGES
+
+TYPES = {"Q": uint64, "i": int32, "I": uint32}
+wait_for_older = wait_copies[1]
+
+
+def signature(spec):
+    """The numba types of the kernel's arguments; each side is a tuple."""
+    return tuple(types.Tuple([TYPES[code] for _, code in FEEDBACK]) for _ in spec.sides)
+
+
+def make_feedback_kernel(spec):
+    """Make the kernel, a Python function that numba compiles with `signature(spec)`."""
+    sides = spec.sides
+    ALIKE = sides[0] == sides[-1]
+    append_k = _make_append_side(sides[0])
+    append_v = append_k if ALIKE else _make_append_side(sides[-1])
+
+    def append_one_with_feedback(side):
+        append_k(side)
+
+    def append_with_feedback(k, v):
+        is_v = cuda.blockIdx.z == 1
+        if ALIKE:  # half the code
+            append_k(v if is_v else k)
+        elif is_v:
+            append_v(v)
+        else:
+            append_k(k)
+
+    return append_with_feedback if len(sides) == 2 else append_one_with_feedback
+
+
+def _make_append_side(spec):
+    """Make the function that appends the rows of a block's tokens in a head, of K or of V."""
+    FMT, SHARE, ROWS, BLOCK_ROWS = spec.fmt, spec.share, spec.rows, spec.block_rows
+    HEAD_DIM, STAGE_BYTES, WARP_BYTES = FMT.head_dim, spec.stage_bytes, spec.warp_bytes
+    LANES, BUFFER, CLIP = spec.lanes, spec.buffer_bytes, spec.side.clip
+    HALF_DIM = spec.rotary_dim // 2
+    STEPS, TOGETHER = ROWS * LANES // 32, 32 // LANES
+    ask_row = make_ask(HEAD_DIM * SIZES[spec.source], LANES, UNIT, False)
+    ask_tile, prepare, round_row = make_ask_tile(spec), _make_prepare(spec), make_round_row(spec)
+    find = _make_find(spec)
+
+    @device_function
+    def append_side(side):
+        packed, exact, leaving, cos, sin, bad, x, rows, exact_rows, offset, clip, feedback = side[
+            :12
+        ]
+        x_token, x_head, page_stride, head_stride, row_stride = side[12:17]
+        seat_stride, exact_head, exact_row, num_tokens = side[17:21]
+        num_slots, num_exact, pages, seats = side[21], side[25], side[21:25], side[25:]
+
+        # Step 1: what is the head's
+        thread = uint32(cuda.threadIdx.x)
+        lane, warp = uint32(thread & uint32(31)), uint32(thread >> uint32(5))
+        head = uint32(cuda.blockIdx.y)
+        x += uint64(head) * x_head
+        rows += uint64(head) * head_stride
+        exact_rows += uint64(head) * exact_head
+        offset += uint64(4 * HEAD_DIM) * uint64(head)
+        feedback += uint64(4 * HEAD_DIM * HEAD_DIM) * uint64(head)
+        ratio = load_global_f32(clip + uint64(4) * uint64(head)) if CLIP else float32(1.0)
+        slots = (packed, exact, leaving)
+        shared = uint32(shared_address(cuda.shared.array(0, uint32)))
+        buffers = uint32(shared + uint32(STAGES * STAGE_BYTES)) + uint32(WARP_BYTES) * warp
+        first = uint32(uint32(cuda.blockIdx.x) * uint32(BLOCK_ROWS) + uint32(warp * uint32(ROWS)))
+
+        # Step 2: all rows are asked for, and the first tile
+        part, own = uint32(lane % uint32(LANES)), uint32(lane // uint32(LANES))
+        for step in range(STEPS):
+            row = uint32(uint32(step * TOGETHER) + own)
+            token = uint32(first + row)
+            is_token = token < uint32(num_tokens)
+            source = x + (uint64(token) if is_token else uint64(0)) * x_token
+            ask_row(buffers + uint32(BUFFER) * row, uint32(0), source, part, is_token)
+        commit_copies()
+        ask_tile(shared, feedback, thread, uint32(0))
+
+        # Step 3: they are made ready
+        wait_for_older()
+        cuda.syncwarp()
+        for step in range(STEPS):
+            row = uint32(uint32(step * TOGETHER) + own)
+            token = uint32(first + row)
+            is_token = token < uint32(num_tokens)
+            token = token if is_token else uint32(0)
+            packed_slot, exact_slot, to_packed, to_exact = find(
+                slots, token, is_token, num_slots, num_exact
+            )
+            page, place = take_apart(packed_slot, to_packed, pages)
+            target = rows + uint64(page) * page_stride + uint64(place) * row_stride
+            seat, place = take_apart(exact_slot, to_exact, seats)
+            exact_target = exact_rows + uint64(seat) * seat_stride + uint64(place) * exact_row
+            angles = uint64(4 * HALF_DIM) * uint64(token)
+            prepare(
+                (buffers + uint32(BUFFER) * row, part),
+                (target, exact_target, to_packed, to_exact),
+                (offset, cos + angles, sin + angles, ratio),
+                bad,
+            )
+        cuda.syncwarp()
+
+        # Step 4: the row of a lane is rounded
+        part, row = uint32(lane % uint32(SHARE)), uint32(lane // uint32(SHARE))
+        token = uint32(first + row)
+        is_token = token < uint32(num_tokens)
+        token = token if is_token else uint32(0)
+        packed_slot, _, to_packed, _ = find(slots, token, is_token, num_slots, num_exact)
+        page, place = take_apart(packed_slot, to_packed, pages)
+        target = rows + uint64(page) * page_stride + uint64(place) * row_stride
+        round_row(shared, buffers + uint32(BUFFER) * row, feedback, thread, part, target, to_packed)
+
+    return append_side
+
+
+def _make_find(spec):
+    """Make the function that gives the packed slot of the row that a token lets be packed, the
+    token's exact slot, and whether there are such; negative slots are larger than any."""
+    EXACT = spec.exact != ""
+
+    @device_function
+    def find(slots, token, is_token, num_slots, num_exact):
+        packed, exact, leaving = slots
+        place = uint64(8) * uint64(token)
+        packed_slot = load_global_u64(packed + place)
+        exact_slot = packed_slot
+        to_exact = False
+        if EXACT:
+            exact_slot = load_global_u64(exact + place)
+            to_exact = is_token and exact_slot < uint64(num_exact)
+            if to_exact:
+                packed_slot = load_global_u64(leaving + place)
+        to_packed = is_token and packed_slot < uint64(num_slots)
+        return packed_slot, exact_slot, to_packed, to_exact
+
+    return find
+
+
+def _make_prepare(spec):
+    """Make the function that takes a row from its buffer, transforms it, writes it in 16 bit where
+    it has an exact slot, and leaves in the buffer what is to be packed, its scales and shifts."""
+    FMT, LANES, EXACT, SIDE = spec.fmt, spec.lanes, spec.exact != "", spec.side
+    HEAD_DIM, SIZE, PIECE, NAN = FMT.head_dim, FMT.group_size, piece_of(FMT), NAN_WORDS["fp16"]
+    ACTIVE, WORDS, PIECES = HEAD_DIM // ELEMENTS, ELEMENTS // 2, ELEMENTS // PIECE
+    OLD_NAN = NANS[spec.exact or "bf16"]
+    transform = make_transform(spec, SIDE, spec.rotary_dim, swizzled=False)
+    measure, parameters = make_measure(FMT, LANES, SIDE.clip), make_parameters(FMT.codec)
+    round_to_16_bits = make_round(RowFormat(spec.exact or "bf16", 1, HEAD_DIM), LANES)
+    load_old, widen = make_load_old(HEAD_DIM), make_widen(spec.exact)
+
+    @device_function
+    def put_exact(words, part, exact_target, to_exact):
+        if to_exact and part < uint32(ACTIVE):
+            place = exact_target + uint64(uint32(32) * part)
+            store_global_u32x4(place, (words[0], words[1], words[2], words[3]))
+            store_global_u32x4(place + uint64(16), (words[4], words[5], words[6], words[7]))
+
+    @device_function
+    def prepare(row, targets, how, bad):
+        buffer, part = row
+        target, exact_target, to_packed, to_exact = targets
+        offset, cos, sin, ratio = how
+        old = cuda.local.array(WORDS, uint32)
+        if EXACT:
+            load_old(old, exact_target, part, to_exact and to_packed)
+        counts = to_packed
+        if EXACT:  # a row that leaves as NaN was counted when it came
+            counts = to_packed and not (to_exact and was_counted(old, OLD_NAN))
+        x = cuda.local.array(ELEMENTS, float32)
+        transform(buffer, uint32(0), part, x, offset, cos, sin)
+        cuda.syncwarp()  # RoPE reads what other lanes overwrite
+        if EXACT:
+            words = cuda.local.array(WORDS, uint32)
+            holds = round_to_16_bits(x, words, part)
+            put_exact(words, part, exact_target, to_exact)
+            count_bad(bad, part, to_exact and not holds)
+            for i in range(WORDS):
+                word = old[i] if to_exact else words[i]
+                x[2 * i], x[2 * i + 1] = widen(word)
+        lows = cuda.local.array(PIECES, float32)
+        highs = cuda.local.array(PIECES, float32)
+        holds = measure(x, ratio, part, lows, highs)
+        count_bad(bad, part, counts and not holds)
+        if part < uint32(ACTIVE):
+            for i in range(ELEMENTS // 4):
+                four = (x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3])
+                store_shared_f32x4(buffer + uint32(64) * part + uint32(16 * i), four)
+            for piece in range(PIECES):
+                word, _, _ = parameters(lows[piece], highs[piece])
+                word = word if holds else uint32(NAN)
+                first = uint32(uint32(ELEMENTS) * part + uint32(piece * PIECE))
+                if first % uint32(SIZE) == uint32(0):
+                    place = uint32(4) * uint32(first // uint32(SIZE))
+                    store_shared_u32(buffer + uint32(4 * HEAD_DIM) + place, word)
+                    if to_packed:
+                        store_global_u32(target + uint64(place), word)
+
+    return prepare

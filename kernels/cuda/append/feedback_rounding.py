@@ -1,0 +1,218 @@
+"""A row rounded with feedback: the second pass of the feedback kernel, see rounding.py.
+
+What a lane does for a tile of 16 elements of its row, whose values, scales and shifts lie in the
+row's buffer:
+
+    past      what each element owes: L_ij e_j of the errors e_j before the tile, j ascending;
+              lanes that share a row share the elements
+    within    the 16 elements one after another: each adds what it owes for those before it in
+              the tile, is rounded, and leaves an error; lanes that share a row do the same
+    store     codes to the row, errors to the buffer in place of the elements
+
+    tiles of L  ──cp.async──▶ 2 stages, the block's; only their columns up to the diagonal
+
+Every product and every sum rounds by itself. rounding.py adds what an error costs to all later
+elements at once, here an element adds what the errors before it cost: the same terms in the same
+order. The chain of 16 roundings is short beside the sums, of which no lane waits for another.
+"""
+
+from numba import cuda, float32, int32, uint32, uint64
+
+from ..device.jit import device_function
+from ..device.ptx import (
+    add,
+    commit_copies,
+    copy_16,
+    float_bits,
+    from_lane,
+    high_f16,
+    load_shared_f32x4,
+    load_shared_u32,
+    low_f16,
+    maximum_or_nan,
+    minimum_or_nan,
+    multiply,
+    multiply_add,
+    reciprocal,
+    store_global_u32,
+    store_shared_f32x4,
+    subtract,
+    wait_copies,
+)
+from ..device.quantize import LEVELS, ROUNDER, ROUNDER_BITS, piece_of
+from .feedback_spec import TILE
+
+wait_for_all = wait_copies[0]
+
+
+def make_round_row(spec):
+    """Make the function that rounds the row in a buffer, with the other lanes that share it."""
+    FMT, STRIDE, STAGE_BYTES = spec.fmt, spec.stride, spec.stage_bytes
+    HEAD_DIM, TILES = FMT.head_dim, FMT.head_dim // TILE
+    HEADER, TILE_BYTES = FMT.header_bytes, TILE * FMT.bits // 8
+    PIECE, SIZE = piece_of(FMT), FMT.group_size
+    PIECES, WORDS, SHARE = TILE // PIECE, TILE_BYTES // 4, spec.share
+    ask_tile, past, within = (
+        make_ask_tile(spec),
+        _make_past(spec),
+        _make_within(FMT, 0, STRIDE),
+    )
+
+    @device_function
+    def round_row(shared, buffer, feedback, thread, part, target, to_packed):
+        reading, writing = uint32(shared), uint32(shared + uint32(STAGE_BYTES))
+        target += uint64(HEADER)
+        for step in range(TILES):
+            # Step 1: a tile has come; the other stage is free for the next
+            tile = uint32(step)
+            wait_for_all()
+            cuda.syncthreads()
+            following = uint32(tile + uint32(1))
+            if following < uint32(TILES):
+                ask_tile(writing, feedback, thread, following)
+
+            # Step 2: the elements, their scales and shifts
+            value = cuda.local.array(TILE, float32)
+            scales = cuda.local.array(PIECES, float32)
+            shifts = cuda.local.array(PIECES, float32)
+            inverses = cuda.local.array(PIECES, float32)
+            own = uint32(buffer + uint32(uint32(4 * TILE) * tile))
+            for i in range(TILE // 4):
+                four = load_shared_f32x4(own + uint32(16 * i))
+                for r in range(4):
+                    value[4 * i + r] = four[r]
+            for piece in range(PIECES):
+                group = uint32(uint32(uint32(TILE) * tile + uint32(piece * PIECE)) // uint32(SIZE))
+                word = load_shared_u32(buffer + uint32(4 * HEAD_DIM) + uint32(4) * group)
+                scale, shift = low_f16(word), high_f16(word)
+                scales[piece], shifts[piece], inverses[piece] = scale, shift, inverse_of(scale)
+
+            # Step 3: its codes
+            owed = cuda.local.array(TILE, float32)
+            error = cuda.local.array(TILE, float32)
+            codes = cuda.local.array(WORDS, uint32)
+            for w in range(WORDS):
+                codes[w] = uint32(0)
+            past(reading, buffer, part, tile, owed)
+            diagonal = uint32(reading + uint32(uint32(4 * TILE) * tile))
+            within(diagonal, value, (scales, shifts, inverses), owed, error, codes)
+
+            # Step 4: to the row, and for the tiles to come
+            if SHARE > 1:
+                cuda.syncwarp()  # all lanes of the row have its elements
+            if part == uint32(0):
+                for i in range(TILE // 4):
+                    four = (error[4 * i], error[4 * i + 1], error[4 * i + 2], error[4 * i + 3])
+                    store_shared_f32x4(own + uint32(16 * i), four)
+                if to_packed:
+                    for w in range(WORDS):
+                        place = uint32(uint32(TILE_BYTES) * tile + uint32(4 * w))
+                        store_global_u32(target + uint64(place), codes[w])
+            reading, writing = writing, reading
+
+    return round_row
+
+
+def make_ask_tile(spec):
+    """Make the function that starts the copies of a tile of L, up to its diagonal."""
+    HEAD_DIM, STRIDE = spec.fmt.head_dim, spec.stride
+    SPAN = 32 * spec.warps // TILE  # threads of a row
+    STEPS = -(-HEAD_DIM // (4 * SPAN))
+
+    @device_function
+    def ask_tile(stage, feedback, thread, tile):
+        row, first = uint32(thread // uint32(SPAN)), uint32(thread % uint32(SPAN))
+        units = uint32(uint32(TILE // 4) * uint32(tile + uint32(1)))
+        line = uint32(uint32(uint32(TILE) * tile) + row)
+        source = feedback + uint64(uint32(4 * HEAD_DIM) * line)
+        target = uint32(stage + uint32(STRIDE) * row)
+        for step in range(STEPS):
+            unit = uint32(first + uint32(step * SPAN))
+            if unit < units:
+                place = uint32(uint32(16) * unit)
+                copy_16(target + place, source + uint64(place), uint32(16))
+        commit_copies()
+
+    return ask_tile
+
+
+def _make_past(spec):
+    """Make the function that gives what the elements of a tile owe to those before the tile."""
+    SHARE, STRIDE = spec.share, spec.stride
+    OWN = TILE // SHARE
+
+    @device_function
+    def add_four(weights, errors, mine):
+        e = load_shared_f32x4(errors)
+        for k in range(OWN):
+            weight = load_shared_f32x4(weights + uint32(k * SHARE * STRIDE))
+            for r in range(4):
+                mine[k] = add(mine[k], multiply(weight[r], e[r]))
+
+    @device_function
+    def past(stage, errors, part, tile, owed):
+        mine = cuda.local.array(OWN, float32)
+        for k in range(OWN):
+            mine[k] = float32(0.0)
+        stage = uint32(stage + uint32(STRIDE) * part)
+        for before in range(int32(tile)):
+            place = uint32(uint32(4 * TILE) * uint32(before))
+            weights, es = uint32(stage + place), uint32(errors + place)
+            add_four(weights, es, mine)  # LLVM would leave a loop
+            add_four(weights + uint32(16), es + uint32(16), mine)
+            add_four(weights + uint32(32), es + uint32(32), mine)
+            add_four(weights + uint32(48), es + uint32(48), mine)
+        first = uint32(uint32(cuda.threadIdx.x) & uint32(32 - SHARE))
+        for i in range(TILE):
+            owed[i] = mine[i // SHARE]
+            if SHARE > 1:
+                owed[i] = from_lane(mine[i // SHARE], uint32(first + uint32(i % SHARE)))
+
+    return past
+
+
+def _make_within(fmt, i, stride):
+    """Make the function that rounds the elements of a tile from the i-th on."""
+    if i == TILE:
+        return _nothing
+    BITS, MOST, PIECE = fmt.bits, LEVELS[fmt.codec], piece_of(fmt)
+    PER_WORD, LAST, PLACE = 32 // BITS, i // 4 * 4, i // PIECE
+    rest = _make_within(fmt, i + 1, stride)
+
+    @device_function
+    def within(diagonal, value, group, owed, error, codes):
+        scales, shifts, inverses = group
+        due = owed[i]
+        for j in range(0, LAST, 4):
+            weight = load_shared_f32x4(diagonal + uint32(i * stride + 4 * j))
+            for r in range(4):
+                due = add(due, multiply(weight[r], error[j + r]))
+        if i > LAST:
+            weight = load_shared_f32x4(diagonal + uint32(i * stride + 4 * LAST))
+            for r in range(i - LAST):
+                due = add(due, multiply(weight[r], error[LAST + r]))
+        scale, shift, inverse = scales[PLACE], shifts[PLACE], inverses[PLACE]
+        wanted = multiply(subtract(subtract(value[i], due), shift), inverse)
+        wanted = minimum_or_nan(maximum_or_nan(wanted, float32(0.0)), float32(MOST))
+        rounded = add(wanted, float32(ROUNDER))
+        bits = uint32(float_bits(rounded) - uint32(ROUNDER_BITS))
+        bits = bits if rounded == rounded else uint32(0)  # NaN
+        codes[i // PER_WORD] |= uint32(bits << uint32(i % PER_WORD * BITS))
+        code = subtract(rounded, float32(ROUNDER))
+        error[i] = subtract(multiply_add(code, scale, shift), value[i])  # the product is exact
+        rest(diagonal, value, group, owed, error, codes)
+
+    return within
+
+
+@device_function
+def _nothing(diagonal, value, group, owed, error, codes):
+    pass
+
+
+@device_function
+def inverse_of(scale):
+    """1 / scale, rounded to nearest as quantize.py proves; 0 for 0."""
+    inverse = reciprocal(scale)
+    inverse = multiply_add(inverse, multiply_add(-scale, inverse, float32(1.0)), inverse)
+    return float32(0.0) if scale == float32(0.0) else inverse

@@ -1,0 +1,238 @@
+"""The append kernel: new K and V, transformed and quantized, to their slots, in one launch.
+
+    grid    groups of tokens  x  groups of heads  x  K, V
+    block   4 warps; a warp has 32 / lanes tokens, `lanes` lanes each, and walks over the heads
+    token   its slots are loaded and taken apart once; per head
+
+        elements ──cp.async──▶ ring ──▶ float32 in registers ──▶ quantize ──▶ out ──▶ row at a slot
+                            (4 stages)  RoPE, offset, rotation          (shared memory)
+
+With 16-bit rows a token that has an exact slot is written there, and the row that stood there, if
+it leaves, is quantized in its place; a token without is rounded to 16 bit and quantized. Either way
+at most one row of a token is quantized. A row that leaves as NaN was counted when it came.
+
+The meaning is kvquant/ops/append.py, bit for bit.
+"""
+
+from numba import cuda, float32, int32, types, uint32, uint64
+
+from kvquant.rows.format import RowFormat
+
+from ..device.jit import device_function
+from ..device.ptx import (
+    any_lane,
+    commit_copies,
+    load_global_f32,
+    load_global_u64,
+    shared_address,
+    wait_copies,
+)
+from ..device.quantize import make_quantize, make_round, put_words
+from ..device.row_copies import (
+    NANS,
+    count_bad,
+    make_ask,
+    make_load_old,
+    make_store,
+    take_apart,
+    was_counted,
+)
+from ..device.row_spec import (
+    APPEND,
+    APPEND_SIDE,
+    ELEMENTS,
+    SIZES,
+    STAGES,
+    UNIT,
+    prefix_of,
+    staged_bytes,
+    unit_of,
+)
+from ..device.transform import make_transform, make_widen
+
+TYPES = {"Q": uint64, "i": int32, "I": uint32}
+WORDS = ELEMENTS // 2  # of 16-bit elements of a lane
+wait_for_oldest = wait_copies[STAGES - 2]
+
+
+def signature(spec):
+    """The numba types of the kernel's arguments; each side is a tuple."""
+    side = types.Tuple([TYPES[code] for _, code in APPEND_SIDE])
+    return (*(TYPES[code] for _, code in APPEND), side, side)
+
+
+def make_append_kernel(spec):
+    """Make the kernel, a Python function that numba compiles with `signature(spec)`."""
+    LANES, ROWS, TOKENS, WARP_BYTES = spec.lanes, spec.rows, spec.tokens, spec.warp_bytes
+    EXACT, HALF_DIM = spec.exact != "", spec.rotary_dim // 2
+    ALIKE = spec.k == spec.v and not spec.rotary_dim
+    append_k = _make_append_side(spec, spec.k, spec.rotary_dim)
+    append_v = append_k if ALIKE else _make_append_side(spec, spec.v, 0)
+
+    # fmt: off
+    def append(packed, exact, leaving, cos, sin, bad, num_tokens, num_heads, heads_per_block,
+               num_slots, page_size, page_factor, page_shift, num_exact, exact_len, exact_factor,
+               exact_shift, k, v):
+        # fmt: on
+        # Step 1: the token of a lane
+        thread = uint32(cuda.threadIdx.x)
+        lane, warp = uint32(thread & uint32(31)), uint32(thread >> uint32(5))
+        part, row = uint32(lane % uint32(LANES)), uint32(lane // uint32(LANES))
+        token = uint32(uint32(cuda.blockIdx.x) * uint32(TOKENS))
+        token = uint32(token + uint32(warp * uint32(ROWS)) + row)
+        is_token = token < uint32(num_tokens)
+        token = token if is_token else uint32(0)
+
+        # Step 2: its slots, which are on their way while the first elements are asked for
+        packed_slot = load_global_u64(packed + uint64(8) * uint64(token))
+        exact_slot, leaving_slot = packed_slot, packed_slot
+        if EXACT:
+            exact_slot = load_global_u64(exact + uint64(8) * uint64(token))
+            leaving_slot = load_global_u64(leaving + uint64(8) * uint64(token))
+        slots = (packed_slot, exact_slot, leaving_slot)
+        pages = (num_slots, page_size, page_factor, page_shift)
+        seats = (num_exact, exact_len, exact_factor, exact_shift)
+
+        # Step 3: its rows, head by head
+        first = int32(int32(cuda.blockIdx.y) * heads_per_block)
+        last = int32(min(int32(first + heads_per_block), num_heads))
+        shared = uint32(shared_address(cuda.shared.array(0, uint32)) + warp * uint32(WARP_BYTES))
+        if HALF_DIM:
+            cos += uint64(4 * HALF_DIM) * uint64(token)
+            sin += uint64(4 * HALF_DIM) * uint64(token)
+        lanes = (part, row, shared)
+        where = (token, is_token, slots, pages, seats, first, last)
+        is_v = cuda.blockIdx.z == 1
+        if is_v and bad != uint64(0):
+            bad += uint64(4)
+        if ALIKE:  # half the code
+            append_k(v if is_v else k, where, lanes, cos, sin, bad)
+        elif is_v:
+            append_v(v, where, lanes, cos, sin, bad)
+        else:
+            append_k(k, where, lanes, cos, sin, bad)
+
+    return append
+
+
+def _make_append_side(spec, side, rotary_dim):
+    """Make the function that appends the rows of a token in some heads, of K or of V."""
+    FMT, LANES, EXACT = side.fmt, spec.lanes, spec.exact != ""
+    HEAD_DIM, STAGE_BYTES = FMT.head_dim, spec.stage_bytes(side)
+    ROW_UNITS, OUT = HEAD_DIM * SIZES[spec.source] // UNIT, STAGES * STAGE_BYTES
+    OUT_BYTES, HEADER = staged_bytes(FMT), prefix_of(FMT) - FMT.header_bytes
+    EXACT_BYTES, OFFSET, CLIP = 2 * HEAD_DIM, side.offset, side.clip
+    ACTIVE, NAN = HEAD_DIM // ELEMENTS, NANS[spec.exact or "bf16"]
+    round_to_16_bits = make_round(RowFormat(spec.exact or "bf16", 1, HEAD_DIM), LANES)
+    ask = make_ask(HEAD_DIM * SIZES[spec.source], LANES, UNIT, True)
+    transform, quantize = (
+        make_transform(spec, side, rotary_dim),
+        make_quantize(FMT, LANES, spec.converts_fp8, CLIP),
+    )
+    store = make_store(FMT.row_bytes, LANES, unit_of(FMT), False)
+    store_exact = make_store(EXACT_BYTES, LANES, UNIT, False)
+    load_old, widen = make_load_old(HEAD_DIM), make_widen(spec.exact)
+
+    @device_function
+    def append_packed(x, ratio, lanes, to_packed, target, counts, bad):
+        part, row, shared = lanes
+        out = uint32(shared + uint32(OUT)) + uint32(OUT_BYTES) * row
+        holds = quantize(x, ratio, part, out)
+        cuda.syncwarp()
+        store(out + uint32(HEADER), uint32(0), target, part, to_packed)
+        count_bad(bad, part, to_packed and counts and not holds)
+
+    @device_function
+    def append_exact(x, ratio, old, lanes, to_packed, to_exact, target, exact_target, bad):
+        """x to the exact slot, or rounded; then x is what has to be quantized."""
+        part, row, shared = lanes
+        words = cuda.local.array(WORDS, uint32)
+        holds = round_to_16_bits(x, words, part)
+        if any_lane(uint32(1) if to_exact else uint32(0)):
+            out = uint32(shared + uint32(OUT)) + uint32(EXACT_BYTES) * row
+            if part < uint32(ACTIVE):
+                put_words(words, part, out)
+            cuda.syncwarp()
+            store_exact(out, uint32(0), exact_target, part, to_exact)
+            count_bad(bad, part, to_exact and not holds)
+            cuda.syncwarp()
+        if any_lane(uint32(1) if to_packed else uint32(0)):
+            for i in range(WORDS):
+                word = old[i] if to_exact else words[i]
+                x[2 * i], x[2 * i + 1] = widen(word)
+            counts = not (to_exact and was_counted(old, NAN))
+            append_packed(x, ratio, lanes, to_packed, target, counts, bad)
+
+    @device_function
+    def append_side(side, where, lanes, cos, sin, bad):
+        source, rows, exact_rows, offset, clip = side[:5]
+        x_token, x_head, page_stride, head_stride, row_stride = side[5:10]
+        seat_stride, exact_head, exact_row = side[10:]
+        token, is_token, slots, pages, seats, first, last = where
+        part, row, shared = lanes
+
+        # Step 1: the first elements are asked for
+        source += uint64(token) * x_token + uint64(first) * x_head
+        first_unit = uint32(uint32(ROW_UNITS) * row)
+        first_element = uint32(uint32(HEAD_DIM) * row)
+        asked = int32(first)
+        for stage in range(STAGES - 1):
+            if asked < last:
+                ask(shared + uint32(stage * STAGE_BYTES), first_unit, source, part, is_token)
+            commit_copies()
+            source += x_head
+            asked = int32(asked + int32(1))
+
+        # Step 2: where the rows go; negative slots are larger than any
+        packed_slot, exact_slot, leaving_slot = slots
+        to_exact = EXACT and is_token and exact_slot < uint64(seats[0])
+        if to_exact:
+            packed_slot = leaving_slot
+        to_packed = is_token and packed_slot < uint64(pages[0])
+        page, place = take_apart(packed_slot, to_packed, pages)
+        target = rows + uint64(page) * page_stride + uint64(place) * row_stride
+        target += uint64(first) * head_stride
+        seat, place = take_apart(exact_slot, to_exact, seats)
+        exact_target = exact_rows + uint64(seat) * seat_stride + uint64(place) * exact_row
+        exact_target += uint64(first) * exact_head
+        offset += uint64(4 * HEAD_DIM) * uint64(first)
+        clip += uint64(4) * uint64(first)
+        reading, writing = uint32(0), uint32((STAGES - 1) * STAGE_BYTES)
+
+        for _ in range(first, last):
+            # Step 3: elements that have come; the stage before is free for those to come
+            old = cuda.local.array(WORDS, uint32)
+            if EXACT:
+                load_old(old, exact_target, part, to_exact and to_packed)
+            wait_for_oldest()
+            cuda.syncwarp()
+            if asked < last:
+                ask(shared + writing, first_unit, source, part, is_token)
+            commit_copies()
+            source += x_head
+            asked = int32(asked + int32(1))
+
+            # Step 4: to float32, transformed
+            x = cuda.local.array(ELEMENTS, float32)
+            transform(shared + reading, first_element, part, x, offset, cos, sin)
+
+            # Step 5: to bytes
+            ratio = load_global_f32(clip) if CLIP else float32(1.0)
+            if EXACT:
+                append_exact(x, ratio, old, lanes, to_packed, to_exact, target, exact_target, bad)
+            else:
+                append_packed(x, ratio, lanes, to_packed, target, True, bad)
+
+            target += head_stride
+            if EXACT:
+                exact_target += exact_head
+            if OFFSET:
+                offset += uint64(4 * HEAD_DIM)
+            if CLIP:
+                clip += uint64(4)
+            writing = reading
+            reading = uint32(reading + uint32(STAGE_BYTES))
+            if reading == uint32(STAGES * STAGE_BYTES):
+                reading = uint32(0)
+
+    return append_side

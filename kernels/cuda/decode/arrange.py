@@ -1,0 +1,159 @@
+"""Segments as the decode kernel takes them: their order, their paths, their arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kvquant.errors import ConfigError, UnsupportedError
+from kvquant.rows.format import RowFormat
+from kvquant.rows.segment import LooseRows, Segment
+
+from ..device.row_layout import UNIT, StagedRow
+from .spec import DecodeSpec, Path
+
+MOST_TOKENS = 1 << 30  # positions are int32, and a tile may end beyond the last token
+
+
+def arrange(segments: Sequence[Segment]) -> tuple[int, ...]:
+    """Order the segments that have room, as indices: first the one with a path of its own.
+
+    Raises:
+        UnsupportedError: no segment leaves others that share a path.
+    """
+    used = [i for i, segment in enumerate(segments) if segment.capacity]
+
+    def rank(i: int) -> tuple[bool, bool, int]:
+        one = segments[i]
+        return one.block_table is None, one.k_format.is_exact, -one.capacity
+
+    for first in sorted(used, key=rank):
+        others = [i for i in used if i != first]
+        kinds = {(segments[i].k_format, segments[i].v_format) for i in others}
+        paged = any(segments[i].block_table is not None for i in others)
+        if len(others) <= 2 and len(kinds) <= 1 and not paged:
+            return (first, *others)
+    if not used:
+        return ()
+    kinds_text = ", ".join(_describe(segments[i]) for i in used)
+    raise UnsupportedError(
+        f"no CUDA kernel attends to these segments together: {kinds_text}. There may be one of any "
+        "kind, and two more of one pair of formats, without block tables"
+    )
+
+
+def make_spec(segments: Sequence[Segment], query: str, without: str = "") -> DecodeSpec:
+    """The kernel for arranged segments, with the default warps and stages.
+
+    Raises:
+        ConfigError: rows are not aligned.
+        UnsupportedError: a format has no kernel, or there are too many rows.
+    """
+    for segment in segments:
+        _check(segment)
+    first, others = segments[0], segments[1:]
+    place = "linear"
+    if first.starts is not None or first.seats is not None:
+        place = "ring"
+    if first.block_table is not None:
+        place = "paged"
+    second = Path(others[0].k_format, others[0].v_format, "ring", False) if others else None
+    dense = place != "ring" and _is_dense(first)
+    return DecodeSpec(
+        Path(first.k_format, first.v_format, place, dense), second, query, without=without
+    )
+
+
+def arguments(segment: Segment, splits: int) -> tuple[int, ...]:
+    """What stands in spec.SEGMENT after the addresses."""
+    k, v, table = segment.k_rows, segment.v_rows, segment.block_table
+    page_shift = table_stride = 0
+    if table is not None:
+        page_shift = k.shape[2].bit_length() - 1
+        table_stride = table.stride(0) if is_row_contiguous(table) else table.shape[1]
+    return (
+        _stride(k, 0),
+        _stride(k, 1),
+        _stride(v, 0),
+        _stride(v, 1),
+        _stride(k, 2),
+        _stride(v, 2),
+        segment.capacity,
+        segment.sinks,
+        segment.capacity - segment.sinks,
+        page_shift,
+        table_stride,
+        splits,
+    )
+
+
+def counts_of(segment: Segment | LooseRows) -> tuple[torch.Tensor | None, ...]:
+    """Lengths, starts or block table, and seats: of each the kernel takes one address."""
+    _, _, lens, _, _, starts, table, _, seats = segment
+    return lens, starts if table is None else table, seats
+
+
+def pack_counts(counts: torch.Tensor | None) -> torch.Tensor | None:
+    """Counts, or a block table, as the kernel reads them: the numbers of a row without gaps."""
+    if counts is None or (counts.ndim == 2 and is_row_contiguous(counts)):
+        return counts
+    return counts.contiguous()  # itself, if it is
+
+
+def is_row_contiguous(table: torch.Tensor) -> bool:
+    """Whether the entries of a sequence follow one another."""
+    return table.stride(1) == 1 or table.shape[1] <= 1
+
+
+def _stride(rows: torch.Tensor, axis: int) -> int:
+    """Bytes from one to the next along an axis; 0 if there is no next."""
+    return rows.stride(axis) if rows.shape[axis] > 1 else 0
+
+
+def _is_dense(segment: Segment) -> bool:
+    """Whether rows follow one another without gaps, in runs that start at multiples of 16 bytes."""
+    return all(
+        (rows.shape[2] == 1 or rows.stride(2) == fmt.row_bytes)
+        and not any(n % UNIT for n in (rows.data_ptr(), _stride(rows, 0), _stride(rows, 1)))
+        for _, rows, fmt in _sides(segment)
+    )
+
+
+def _check(segment: Segment) -> None:
+    """Raise unless the kernel can read the rows."""
+    paged = segment.block_table is not None
+    if segment.capacity > MOST_TOKENS:
+        raise UnsupportedError(
+            f"room for {segment.capacity} tokens a sequence is too much for CUDA: at most "
+            f"{MOST_TOKENS}"
+        )
+    for name, rows, fmt in _sides(segment):
+        staged = StagedRow(fmt)
+        # realigned rows of a page are found by where the page starts
+        whole = UNIT if paged and staged.realigned else staged.alignment
+        starts = (rows.data_ptr(), _stride(rows, 0), _stride(rows, 1))
+        if any(n % whole for n in starts) or _stride(rows, 2) % staged.alignment:
+            raise ConfigError(
+                f"{name} starts at {rows.data_ptr():#x} with strides {list(rows.stride())}: "
+                f"{'pages' if paged else 'rows'} of {fmt} must be aligned to {whole} bytes on CUDA"
+            )
+        if _stride(rows, 2) >= 1 << 31:
+            raise UnsupportedError(
+                f"{name} has strides {list(rows.stride())}: on CUDA the rows of a sequence must be "
+                "less than 2 GiB apart"
+            )
+
+
+def _sides(segment: Segment) -> tuple[tuple[str, torch.Tensor, RowFormat], ...]:
+    return (
+        ("k_rows", segment.k_rows, segment.k_format),
+        ("v_rows", segment.v_rows, segment.v_format),
+    )
+
+
+def _describe(segment: Segment) -> str:
+    place = "linear" if segment.starts is None and segment.seats is None else "ring"
+    if segment.block_table is not None:
+        place = "paged"
+    return f"{segment.k_format}/{segment.v_format} {place} of {segment.capacity}"

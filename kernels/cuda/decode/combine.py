@@ -1,0 +1,224 @@
+"""Merge: the warps of a block through shared memory, the blocks of a unit through partials.
+
+A unit is a sequence and up to 8 query heads of a KV head. The last of its blocks to finish merges
+them all, so that no second launch is needed. It knows that it is the last by a counter, which goes
+around to 0 again. Log-sum-exps are base 2 until the end.
+"""
+
+import math
+from operator import add
+
+from numba import cuda, float32, int32, uint32, uint64
+
+from ..device.fragments import ZEROS, add_rows, load_sums, store_sums
+from ..device.jit import device_function
+from ..device.ptx import (
+    count_around,
+    exchange,
+    exp2,
+    fence,
+    load_shared_f32,
+    load_shared_f32x4,
+    load_shared_u32,
+    load_written_f32,
+    load_written_f32x4,
+    log2,
+    maximum,
+    pack_bf16,
+    pack_f16,
+    store_global_f32,
+    store_global_f32x4,
+    store_global_u32x2,
+    store_shared_f32,
+    store_shared_u32,
+)
+from .spec import AHEAD, HEADS
+
+LN2 = math.log(2)
+NOTHING = -3e38  # the lse of no tokens
+
+
+def make_write(query):
+    """Make the function that writes four elements of the output in its dtype."""
+    pack = pack_bf16 if query == "bf16" else pack_f16
+
+    @device_function
+    def write(address, values):
+        store_global_u32x2(address, pack(values[1], values[0]), pack(values[3], values[2]))
+
+    return write
+
+
+def make_merge_warps(head_dim, warps, put_output, write):
+    """Make the function that merges the warps and writes a part, or the output if it is all."""
+    WARPS, DIM, FOURS = warps, head_dim, head_dim // 4
+    SUMS, OUTPUTS, HEAD = warps * HEADS * 4, warps * HEADS * 8, 4 * (head_dim + 4)
+    WARP = HEADS * HEAD
+
+    @device_function
+    def merge_warps(shared, sums, header_sums, m0, m1, heads, results):
+        total, part_out, part_lse, out, lse = results
+        tid = uint32(cuda.threadIdx.x)
+        lane = tid & uint32(31)
+        warp = tid >> uint32(5)
+        t = lane & uint32(3)
+        cuda.syncthreads()
+        if lane < uint32(4):  # row 0 of the header's sums: the sum of P
+            at = shared + warp * uint32(HEADS * 4) + t * uint32(8)
+            store_shared_f32(at, m0)
+            store_shared_f32(at + uint32(4), m1)
+            store_shared_f32(at + uint32(SUMS), header_sums[0])
+            store_shared_f32(at + uint32(SUMS + 4), header_sums[1])
+        cuda.syncthreads()
+        top0 = m0
+        top1 = m1
+        for w in range(WARPS):
+            at = shared + uint32(w * HEADS * 4) + t * uint32(8)
+            top0 = maximum(top0, load_shared_f32(at))
+            top1 = maximum(top1, load_shared_f32(at + uint32(4)))
+        sum0 = float32(0)
+        sum1 = float32(0)
+        for w in range(WARPS):
+            at = shared + uint32(w * HEADS * 4) + t * uint32(8)
+            sum0 += load_shared_f32(at + uint32(SUMS)) * exp2(load_shared_f32(at) - top0)
+            at += uint32(4)
+            sum1 += load_shared_f32(at + uint32(SUMS)) * exp2(load_shared_f32(at) - top1)
+        outputs = shared + uint32(OUTPUTS)
+        put_output(
+            outputs + warp * uint32(WARP),
+            sums,
+            header_sums,
+            exp2(m0 - top0) / sum0,
+            exp2(m1 - top1) / sum1,
+            lane,
+        )
+        if warp == uint32(0) and lane < uint32(4):
+            lse0 = top0 + log2(sum0)
+            lse1 = top1 + log2(sum1)
+            head = uint32(2) * t
+            if total > int32(1):
+                store_global_f32(part_lse + uint64(4) * uint64(head), lse0)
+                store_global_f32(part_lse + uint64(4) * uint64(head) + uint64(4), lse1)
+            elif lse != uint64(0):
+                if head < heads:
+                    store_global_f32(lse + uint64(4) * uint64(head), lse0 * float32(LN2))
+                if head + uint32(1) < heads:
+                    at_lse = lse + uint64(4) * uint64(head) + uint64(4)
+                    store_global_f32(at_lse, lse1 * float32(LN2))
+        cuda.syncthreads()
+        item = tid
+        while item < heads * uint32(FOURS):
+            head = item // uint32(FOURS)
+            four = item - head * uint32(FOURS)
+            at = outputs + head * uint32(HEAD) + four * uint32(16)
+            values = load_shared_f32x4(at)
+            for w in range(1, WARPS):
+                more = load_shared_f32x4(at + uint32(w * WARP))
+                values = add_rows(values, float32(1), float32(1), more)
+            place = uint64(head) * uint64(DIM) + uint64(4) * uint64(four)
+            if total > int32(1):
+                store_global_f32x4(part_out + uint64(4) * place, values)
+            else:
+                write(out + uint64(2) * place, values)
+            item += uint32(32 * WARPS)
+
+    return merge_warps
+
+
+def make_merge_parts(head_dim, warps, write):
+    """Make the function by which the last block of a unit merges the parts of all."""
+    DIM, FOURS, THREADS = head_dim, head_dim // 4, 32 * warps
+    LANES = THREADS // HEADS  # lanes that weigh the parts of a head
+    LOADED = 4 * AHEAD
+
+    @device_function
+    def merge_parts(shared, counter, heads, total, unit_out, unit_lse, out, lse):
+        tid = uint32(cuda.threadIdx.x)
+        cuda.syncthreads()  # every thread has written its part
+        if tid == uint32(0):
+            fence()
+            store_shared_u32(shared, count_around(counter, uint32(total) - uint32(1)))
+        cuda.syncthreads()
+        before = load_shared_u32(shared)
+        cuda.syncthreads()
+        if before != uint32(total) - uint32(1):
+            return
+        fence()
+        # weights of the parts, [total, HEADS] in shared memory, zeros up to a multiple of AHEAD
+        head = tid // uint32(LANES)
+        mine = tid % uint32(LANES)
+        padded = (uint32(total) + uint32(AHEAD - 1)) // uint32(AHEAD) * uint32(AHEAD)
+        top = float32(NOTHING)
+        part = mine
+        while part < uint32(total):
+            place = part * uint32(HEADS) + head
+            value = float32(0)
+            if head < heads:
+                value = load_written_f32(unit_lse + uint64(4) * uint64(place))
+            store_shared_f32(shared + uint32(4) * place, value)
+            top = maximum(top, value)
+            part += uint32(LANES)
+        step = uint32(1)
+        while step < uint32(LANES):
+            top = maximum(top, exchange(top, step))
+            step += step
+        weights = float32(0)
+        part = mine
+        while part < padded:
+            at = shared + uint32(4) * (part * uint32(HEADS) + head)
+            weight = float32(0)
+            if part < uint32(total):
+                weight = exp2(load_shared_f32(at) - top)
+            store_shared_f32(at, weight)
+            weights += weight
+            part += uint32(LANES)
+        step = uint32(1)
+        while step < uint32(LANES):
+            weights = add(weights, exchange(weights, step))
+            step += step
+        part = mine
+        while part < uint32(total):
+            at = shared + uint32(4) * (part * uint32(HEADS) + head)
+            store_shared_f32(at, load_shared_f32(at) / weights)
+            part += uint32(LANES)
+        if mine == uint32(0) and head < heads and lse != uint64(0):
+            store_global_f32(lse + uint64(4) * uint64(head), (top + log2(weights)) * float32(LN2))
+        cuda.syncthreads()
+        item = tid
+        while item < heads * uint32(FOURS):
+            head = item // uint32(FOURS)
+            four = item - head * uint32(FOURS)
+            place = uint64(head) * uint64(DIM) + uint64(4) * uint64(four)
+            values = ZEROS
+            first = uint32(0)
+            while first < uint32(total):
+                loaded = cuda.local.array(LOADED, float32)
+                for i in range(AHEAD):
+                    part = min(uint32(first + uint32(i)), uint32(total - int32(1)))
+                    at = unit_out + uint64(4) * (uint64(part) * uint64(HEADS * DIM) + place)
+                    store_sums(loaded, 4 * i, load_written_f32x4(at))
+                for i in range(AHEAD):
+                    at = shared + uint32(4) * ((first + uint32(i)) * uint32(HEADS) + head)
+                    weight = load_shared_f32(at)
+                    values = add_rows(values, weight, weight, load_sums(loaded, 4 * i))
+                first = uint32(first + uint32(AHEAD))
+            write(out + uint64(2) * place, values)
+            item = uint32(item + uint32(THREADS))
+
+    return merge_parts
+
+
+def make_write_empty(head_dim, warps, write):
+    """Make the function that writes zeros, and -inf as lse, for a sequence without tokens."""
+    FOURS, THREADS = head_dim // 4, 32 * warps
+
+    @device_function
+    def write_empty(heads, out, lse):
+        item = uint32(cuda.threadIdx.x)
+        if item < heads and lse != uint64(0):
+            store_global_f32(lse + uint64(4) * uint64(item), float32(-math.inf))
+        while item < heads * uint32(FOURS):
+            write(out + uint64(8) * uint64(item), ZEROS)
+            item += uint32(THREADS)
+
+    return write_empty

@@ -1,0 +1,213 @@
+"""Rows from global memory into a warp's stages (unrolled loads), and their realignment.
+
+A tile is 32 rows of K or of V. Each row comes as `windows` copies of 16 bytes (cp.async, which
+needs no registers); piece p of a tile is window p % windows of row p // windows, and lane l asks
+for the pieces l, l + 32, l + 64 ... back to back, so that a warp's copies follow one another.
+"""
+
+from numba import cuda, int32, uint32, uint64
+
+from ..device.jit import device_function
+from ..device.ptx import (
+    copy_16,
+    load_global_u32,
+    load_shared_u32,
+    load_shared_u32x2,
+    load_shared_u32x4,
+    opaque,
+    store_shared_u32x4,
+)
+from .spec import TILE
+
+
+@device_function
+def slot_in_ring(row, around):
+    """The slot of a row where the sinks stay and the others go round, from `start` of the ring."""
+    start, sinks, ring, capacity = around
+    slot = int32(row)
+    if slot >= sinks:
+        slot = int32(slot + start)
+        if slot >= capacity:
+            slot = int32(slot - ring)
+    return slot
+
+
+def make_locate(place):
+    """Make the function that finds the two halves of a tile, of 16 rows each.
+
+    It gives the page of each half (paged), or the tile's first row twice.
+    """
+    PAGED = place == "paged"
+
+    @device_function
+    def locate(first, end, index, page_shift):
+        if PAGED:
+            low = uint32(0)
+            high = uint32(0)
+            if first < end:
+                low = load_global_u32(index + uint64(4) * uint64(first >> page_shift))
+            if first + int32(16) < end:
+                high = load_global_u32(
+                    index + uint64(4) * uint64((first + int32(16)) >> page_shift)
+                )
+            return low, high
+        return uint32(first), uint32(first)
+
+    return locate
+
+
+def make_copy(staged, place, rolled):
+    """Make the function that asks for the rows of a tile.
+
+    Args:
+        staged: the rows in shared memory.
+        place: "linear", "ring" or "paged".
+        rolled: leave the loop rolled, to measure what unrolled loads bring.
+    """
+    if staged.dense and staged.landing == staged.fmt.row_bytes:
+        return _make_copy_bytes(staged, place, rolled)
+    DENSE = staged.dense
+    WINDOWS, LANDING, REALIGNED = staged.windows, staged.landing, staged.realigned
+    ROW_BYTES, PAGED, RING = staged.fmt.row_bytes, place == "paged", place == "ring"
+    OFFSET = 0 if REALIGNED else staged.prefix - staged.fmt.header_bytes
+    SPARE = -(-ROW_BYTES // 16) < WINDOWS
+
+    @device_function
+    def copy_rows(target, base, where, first, end, outer, row_stride, around, page_mask):
+        lane = uint32(uint32(cuda.threadIdx.x) & uint32(31))
+        stride = uint64(ROW_BYTES) if DENSE else uint64(row_stride)
+        rows = uint32(end - first)
+        if PAGED:  # a page holds both halves, or each has a page of its own
+            low = base + uint64(where[0]) * outer + uint64(first & page_mask) * stride
+            second = (first + int32(16)) & page_mask
+            high = base + uint64(where[1]) * outer + uint64(second) * stride - uint64(16) * stride
+        else:
+            low = base + uint64(where[0]) * stride
+            high = low
+        count = WINDOWS
+        if rolled:
+            count = int32(opaque(uint32(WINDOWS)))
+        for i in range(count):
+            # piece lane + 32 i, its row and window; simpler where a row's windows divide 32
+            row = uint32((lane + uint32(32) * uint32(i)) // uint32(WINDOWS))
+            window = uint32(lane + uint32(32) * uint32(i) - row * uint32(WINDOWS))
+            if 32 % WINDOWS == 0:
+                row = uint32(lane // uint32(WINDOWS) + uint32(32 // WINDOWS * i))
+                window = uint32(lane % uint32(WINDOWS))
+            source = high if PAGED and row >= uint32(16) else low
+            slot = row
+            if RING:
+                slot = uint32(slot_in_ring(int32(first + int32(row)), around))
+                source = base
+            source += uint64(slot) * stride
+            valid = row < rows
+            if REALIGNED:
+                if SPARE:  # where the row starts decides whether the last window has any of it
+                    before = uint32(source) & uint32(15)
+                    valid = valid and uint32(uint32(16) * window) < before + uint32(ROW_BYTES)
+                source = source & ~uint64(15)
+            source += uint64(uint32(16) * window)
+            place = target + row * uint32(LANDING) + window * uint32(16) + uint32(OFFSET)
+            copy_16(place, source, uint32(16) if valid else uint32(0))
+
+    return copy_rows
+
+
+def _make_copy_bytes(staged, place, rolled):
+    """Make the copy of rows that lie in shared memory as in global memory: one run of bytes."""
+    ROW_BYTES, PAGED = staged.fmt.row_bytes, place == "paged"
+    TILE_PIECES, HALF_PIECES = TILE * ROW_BYTES // 16, TILE * ROW_BYTES // 32
+    STEPS = -(-TILE_PIECES // 32)
+
+    @device_function
+    def copy_bytes(target, base, where, first, end, outer, row_stride, around, page_mask):
+        lane = uint32(uint32(cuda.threadIdx.x) & uint32(31))
+        if PAGED:  # a page holds both halves, or each has a page of its own
+            row = uint64(first & page_mask)
+            second = uint64((first + int32(16)) & page_mask) - uint64(16)
+            low = base + uint64(where[0]) * outer + row * uint64(ROW_BYTES)
+            high = base + uint64(where[1]) * outer + second * uint64(ROW_BYTES)
+        else:
+            low = base + uint64(where[0]) * uint64(ROW_BYTES)
+            high = low
+        low += uint64(uint32(16) * lane)
+        high += uint64(uint32(16) * lane)
+        target += uint32(16) * lane
+        # the last copy may bring bytes of the row behind `end`, which realign clears
+        left = int32(min(end - first, int32(TILE)) * int32(ROW_BYTES) - int32(16) * int32(lane))
+        count = STEPS
+        if rolled:
+            count = int32(opaque(uint32(STEPS)))
+        for i in range(count):
+            source = low
+            if PAGED and 32 * i + 31 >= HALF_PIECES:
+                if lane + uint32(32 * i) >= uint32(HALF_PIECES):
+                    source = high
+            if 32 * i + 31 < TILE_PIECES or lane + uint32(32 * i) < uint32(TILE_PIECES):
+                valid = uint32(16) if left > int32(512 * i) else uint32(0)
+                copy_16(target + uint32(512 * i), source + uint64(512 * i), valid)
+
+    return copy_bytes
+
+
+def make_realign(staged, place):
+    """Make the function that moves a landed tile to where ldmatrix can read it, a row a lane."""
+    WINDOWS, LANDING, STRIDE = staged.windows, staged.landing, staged.stride
+    RING, DENSE = place == "ring", staged.dense
+    HEADER, WORDS = staged.fmt.header_bytes // 4, staged.fmt.row_bytes // 4
+    BY_ONE, UNITS = staged.alignment < 8, 1 + staged.chunks
+    LOADED = 4 * WINDOWS
+
+    @device_function
+    def realign(landed, target, base, first, end, row_stride, around):
+        lane = uint32(uint32(cuda.threadIdx.x) & uint32(31))
+        landed += lane * uint32(LANDING)
+        words = cuda.local.array(LOADED, uint32)
+        if DENSE:  # an odd number of words or pairs: no bank conflicts
+            if BY_ONE:
+                for i in range(WORDS):
+                    words[i] = load_shared_u32(landed + uint32(4 * i))
+            else:
+                for i in range(WORDS // 2):
+                    pair = load_shared_u32x2(landed + uint32(8 * i))
+                    words[2 * i], words[2 * i + 1] = pair[0], pair[1]
+            if int32(first + int32(lane)) >= end:
+                for i in range(WORDS):
+                    words[i] = uint32(0)
+        else:  # shift the words of the windows by the 0 to 3 that stand before the row
+            slot = int32(first + int32(lane))
+            if RING:
+                slot = slot_in_ring(slot, around)
+            before = uint32(base) + uint32(slot) * uint32(row_stride)
+            for i in range(WINDOWS):
+                unit = load_shared_u32x4(landed + uint32(16 * i))
+                words[4 * i], words[4 * i + 1] = unit[0], unit[1]
+                words[4 * i + 2], words[4 * i + 3] = unit[2], unit[3]
+            two = (before & uint32(8)) != uint32(0)
+            for i in range(LOADED - 2):
+                words[i] = words[i + 2] if two else words[i]
+            if BY_ONE:
+                one = (before & uint32(4)) != uint32(0)
+                for i in range(LOADED - 3):
+                    words[i] = words[i + 1] if one else words[i]
+        for i in range(WORDS, LOADED):
+            words[i] = uint32(0)
+        to = target + lane * uint32(STRIDE)
+        # zeros in the pad: the header's unit is multiplied as a whole
+        store_shared_u32x4(
+            to,
+            (
+                uint32(0),
+                uint32(0),
+                words[0] if HEADER == 2 else uint32(0),
+                words[HEADER - 1],
+            ),
+        )
+        for i in range(UNITS - 1):
+            w = HEADER + 4 * i
+            store_shared_u32x4(
+                to + uint32(16 * (i + 1)),
+                (words[w], words[w + 1], words[w + 2], words[w + 3]),
+            )
+
+    return realign

@@ -1,0 +1,397 @@
+"""Attend on CUDA: settle once what depends on shapes, then launch with little Python.
+
+A call is settled by its shapes, strides, formats and dtypes: that it is possible, the kernel, the
+plan, the arguments that stay. The next call like it finds that in a dictionary, packs the addresses
+and launches: no host synchronization; safe in CUDA graphs and from several threads.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import struct
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+
+from kvquant.arguments import check_scale
+from kvquant.errors import ConfigError, UnsupportedError
+from kvquant.rows.segment import LooseRows, Segment
+
+from ..runtime.compile import load_cubin
+from ..runtime.driver import Kernel, Launcher
+from ..runtime.workspace import Workspaces, template
+from .arrange import arguments, arrange, counts_of, make_spec, pack_counts
+from .plan import GPU, Plan, fit, plan, shared_bytes
+from .spec import COMMON, HEADS, SEGMENT, DecodeSpec
+from .tuned import load_table
+
+State = tuple[torch.Tensor, "torch.Tensor | None"]
+Addresses = tuple[int, int, int, int, int]  # rows of K and V, lengths, starts or table, seats
+Check = Callable[[torch.Tensor, Sequence["Segment | LooseRows"], "int | None"], Sequence[Segment]]
+QUERIES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+LOG2_E = math.log2(math.e)
+UNIT = 16  # bytes that a query is aligned to
+MOST_BLOCKS = 65535  # of a grid, but along x
+MOST_SCALE = 1e30  # float32 holds what it is multiplied with
+MOST_SETTLED = 4096  # calls that are remembered
+
+# what stands after the addresses, in all arguments and in those of a segment
+QUERY = struct.Struct("=" + "".join(code for _, code in COMMON[5:-1]))
+ROWS = struct.Struct("=" + "".join(code for _, code in SEGMENT[5:]))
+
+# not in torch without CUDA
+_current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
+_current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_empty_like = torch.empty_like
+_lock = threading.RLock()
+_devices: dict[int, Device] = {}
+_settled: dict[Hashable, Launch | Nothing] = {}
+_forced: tuple[Plan | None, str] = (None, "")
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a call asks for, as the planner sees it.
+
+    Attributes:
+        spec: the kernel, with any warps and stages.
+        gpu: where it runs.
+        units: sequences times KV heads times blocks of 8 query heads that share one.
+        order: the segments that have room, as indices, that of spec.first first.
+        capacities: their most tokens, in this order.
+    """
+
+    spec: DecodeSpec
+    gpu: GPU
+    units: int
+    order: tuple[int, ...]
+    capacities: tuple[int, ...]
+
+
+def attend(
+    q: torch.Tensor,
+    segments: Sequence[Segment | LooseRows],
+    sm_scale: float | None,
+    num_splits: int | None,
+    want_lse: bool = True,
+    check: Check | None = None,
+) -> State:
+    """Attend to all segments in one launch; see attention.attend_segments.
+
+    Args:
+        q, segments, sm_scale, num_splits: as there; q bfloat16 or float16.
+        want_lse: whether lse is wanted.
+        check: raises unless q can attend to the segments, and returns them with formats in place
+            of names; called only before a call is settled.
+
+    Returns:
+        out [batch, num_q_heads, head_dim of V], the dtype of q; lse [batch, num_q_heads], float32,
+        base e, or None.
+
+    Raises:
+        ConfigError: q is float32, or rows are not aligned.
+        UnsupportedError: there is no kernel for these segments, or this GPU.
+        DeviceError: CUDA refuses the launch.
+    """
+    index = q.get_device()
+    address = q.data_ptr()
+    addresses = []
+    # all that the check and the launch depend on
+    key: tuple[Hashable, ...]
+    key = (q.shape, q.stride(), q.dtype, address % UNIT, index, num_splits)
+    for k, v, lens, k_format, v_format, starts, table, sinks, seats in segments:
+        k_address, v_address = k.data_ptr(), v.data_ptr()
+        index_address = 0 if starts is None else starts.data_ptr()
+        if table is not None:
+            index_address = table.data_ptr()
+        seats_address = 0 if seats is None else seats.data_ptr()
+        addresses.append((k_address, v_address, lens.data_ptr(), index_address, seats_address))
+        key += (
+            k_format,
+            v_format,
+            k.shape,
+            v.shape,
+            lens.shape,
+            k.stride(),
+            v.stride(),
+            lens.is_contiguous(),
+            k.dtype,
+            v.dtype,
+            lens.dtype,
+            k.get_device(),
+            v.get_device(),
+            lens.get_device(),
+            k_address % UNIT,
+            v_address % UNIT,
+            starts if starts is None else _facts(starts),
+            table if table is None else _facts(table),
+            sinks,
+            seats if seats is None else _facts(seats),
+        )
+    settled = _settled  # `forced` puts another in its place
+    try:
+        launch = settled.get(key)
+    except TypeError:  # a format that cannot be hashed: the check tells
+        launch = None
+    if launch is None:
+        checked = check(q, segments, num_splits) if check else cast("Sequence[Segment]", segments)
+        launch = _settle(q, checked, num_splits)
+        if len(settled) >= MOST_SETTLED:  # such as a capacity that grows with every call
+            settled.clear()
+        settled[key] = launch
+    if index == _current_device():
+        return launch(q, segments, address, addresses, sm_scale, want_lse)
+    with torch.cuda.device(index):
+        return launch(q, segments, address, addresses, sm_scale, want_lse)
+
+
+def _facts(tensor: torch.Tensor) -> Hashable:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()
+
+
+def describe(q: torch.Tensor, segments: Sequence[Segment], without: str = "") -> Work:
+    """What a call with work to do asks for, as tuning.candidates wants it; errors as of attend."""
+    if q.dtype not in QUERIES:
+        raise ConfigError(f"q is {q.dtype}: on CUDA use bfloat16 or float16")
+    batch, num_q_heads, _ = q.shape
+    num_kv_heads = segments[0].k_rows.shape[1]
+    columns = num_kv_heads * -(-num_q_heads // (num_kv_heads * HEADS))
+    if batch > MOST_BLOCKS or columns > MOST_BLOCKS:
+        raise UnsupportedError(
+            f"batch {batch} with {num_q_heads} query heads on {num_kv_heads} KV heads is too much "
+            f"for one launch: at most {MOST_BLOCKS} sequences, and KV heads times blocks of "
+            f"{HEADS} query heads that share one. Cut the batch"
+        )
+    order = arrange(segments)
+    spec = make_spec([segments[i] for i in order], QUERIES[q.dtype], without)
+    capacities = tuple(segments[i].capacity for i in order)
+    return Work(spec, _device(q).gpu, batch * columns, order, capacities)
+
+
+@contextmanager
+def forced(plan: Plan | None, without: str = "") -> Iterator[None]:
+    """Let all calls, of all threads, follow a plan or leave a technique out: to measure it.
+
+    Args:
+        plan: its splits are of the segments in Work.order; None for the usual one.
+        without: one of spec.TECHNIQUES, or "".
+
+    Graphs that are captured meanwhile are not to be replayed afterwards: their counters are given
+    to others.
+    """
+    global _forced, _settled
+    before = _forced, _settled
+    _forced, _settled = (plan, without), {}
+    taken = {index: device.workspaces.taken for index, device in _devices.items()}
+    try:
+        yield
+    finally:
+        _forced, _settled = before
+        for index, device in _devices.items():
+            device.workspaces.taken = taken.get(index, 0)
+
+
+def gpu_facts(device: torch.device) -> GPU:
+    """What the planner knows of a GPU."""
+    facts = torch.cuda.get_device_properties(device)
+    return GPU(
+        facts.name,
+        facts.multi_processor_count,
+        facts.shared_memory_per_multiprocessor,
+        facts.shared_memory_per_block_optin,  # type: ignore[attr-defined]
+    )
+
+
+class Device:
+    """What is settled once for a GPU: its facts, kernels and workspaces.
+
+    Raises:
+        UnsupportedError: it is too old.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        major, minor = torch.cuda.get_device_capability(device)
+        if major < 8:
+            raise UnsupportedError(
+                "the CUDA kernels need compute capability 8.0 or newer (A100, RTX 30 and later), "
+                f"{torch.cuda.get_device_name(device)} has {major}.{minor}: pass "
+                "backend='reference' for the slow kernel"
+            )
+        self.gpu = gpu_facts(device)
+        self.table = load_table()
+        self.workspaces = Workspaces(device)
+        self._arch = f"sm_{major}{minor}"
+        self._index = device.index
+        self._kernels: dict[DecodeSpec, tuple[Kernel, int]] = {}
+
+    def kernel(self, spec: DecodeSpec) -> tuple[Kernel, int]:
+        """A kernel, loaded (and compiled if need be), and its registers."""
+        with _lock:
+            if spec not in self._kernels:
+                cubin = load_cubin(spec, self._arch)
+                kernel = Kernel(
+                    cubin.code,
+                    cubin.name,
+                    self._index,
+                    threads=32 * spec.warps,
+                    shared=spec.shared_bytes,
+                    most_shared=self.gpu.shared_per_block if spec.second else 0,
+                )
+                self._kernels[spec] = kernel, cubin.report.registers
+            return self._kernels[spec]
+
+
+class Launch:
+    """A settled call: everything but addresses and the scale."""
+
+    def __init__(
+        self,
+        q: torch.Tensor,
+        segments: Sequence[Segment],
+        work: Work,
+        chosen: Plan,
+        kernel: Kernel,
+        shared: int,
+        workspaces: Workspaces,
+    ) -> None:
+        batch, num_q_heads, head_dim = q.shape
+        num_kv_heads = segments[0].k_rows.shape[1]
+        ratio = num_q_heads // num_kv_heads
+        head_blocks = -(-ratio // HEADS)
+        v_dim = segments[0].v_format.head_dim
+        parts = sum(chosen.splits)
+        self._index = q.get_device()
+        self._scale = head_dim**-0.5 * LOG2_E
+        self._out = template(batch, num_q_heads, v_dim, dtype=q.dtype, device=q.device)
+        self._lse = template(batch, num_q_heads, dtype=torch.float32, device=q.device)
+        self._workspaces = workspaces if parts > 1 else None
+        self._partial = work.units * parts * HEADS * (v_dim + 1)
+        self._units = work.units
+        strides = [2 * q.stride(i) if q.shape[i] > 1 else 0 for i in (0, 1)]
+        self._copies_query = q.stride(2) != 1 or any(n % UNIT for n in (q.data_ptr(), *strides))
+        if self._copies_query:
+            strides = [2 * num_q_heads * head_dim, 2 * head_dim]
+        self._query = QUERY.pack(*strides, num_q_heads, ratio, head_blocks)
+        self._segments = []
+        for i, splits in zip(work.order, chosen.splits, strict=True):
+            copies = any(pack_counts(one) is not one for one in counts_of(segments[i]))
+            self._segments.append((i, copies, ROWS.pack(*arguments(segments[i], splits))))
+        layout = f"=5Q{QUERY.size}sf" + len(work.order) * f"5Q{ROWS.size}s"
+        missing = work.spec.segments - len(work.order)
+        layout += f"{missing * (5 * 8 + ROWS.size)}x"  # zeros
+        grid = num_kv_heads * head_blocks, batch, parts
+        self._launch = Launcher(kernel, grid, layout, shared)
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        segments: Sequence[Segment | LooseRows],
+        address: int,
+        addresses: Sequence[Addresses],
+        sm_scale: float | None,
+        want_lse: bool,
+    ) -> State:
+        """Launch on the current stream of the current device, which is that of q."""
+        out = _empty_like(self._out)
+        lse, lse_address = None, 0
+        if want_lse:
+            lse = _empty_like(self._lse)
+            lse_address = lse.data_ptr()
+        stream = _current_stream(self._index)
+        counters = partial = 0
+        if self._workspaces is not None:
+            workspace = self._workspaces.take(stream, self._units, self._partial)
+            counters, partial = workspace.counters_address, workspace.partial_address
+        if self._copies_query:
+            q = q.detach().clone(memory_format=torch.contiguous_format)
+            address = q.data_ptr()
+        values: list[float | bytes] = [
+            address,
+            out.data_ptr(),
+            lse_address,
+            partial,
+            counters,
+            self._query,
+            self._scale if sm_scale is None else _log2_scale(sm_scale),
+        ]
+        kept: list[torch.Tensor | None] = []  # copies, until the launch is enqueued
+        for i, copies, constants in self._segments:
+            values += addresses[i]
+            if copies:
+                packed = [pack_counts(one) for one in counts_of(segments[i])]
+                kept += packed
+                values[-3:] = [0 if one is None else one.data_ptr() for one in packed]
+            values.append(constants)
+        self._launch(stream, values)
+        return out, lse
+
+
+class Nothing:
+    """A settled call without heads, sequences or rows."""
+
+    def __init__(self, shape: tuple[int, int, int]) -> None:
+        self._shape = shape
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        segments: Sequence[Segment | LooseRows],
+        address: int,
+        addresses: Sequence[Addresses],
+        sm_scale: float | None,
+        want_lse: bool,
+    ) -> State:
+        """Zeros, and -inf."""
+        lse = None
+        if want_lse:
+            lse = q.new_full(self._shape[:2], -math.inf, dtype=torch.float32)
+        return q.new_zeros(self._shape), lse
+
+
+def _settle(
+    q: torch.Tensor, segments: Sequence[Segment], num_splits: int | None
+) -> Launch | Nothing:
+    if q.dtype in QUERIES and not (q.numel() and any(one.capacity for one in segments)):
+        return Nothing((q.shape[0], q.shape[1], segments[0].v_format.head_dim))
+    chosen, without = _forced
+    work = describe(q, segments, without)
+    device = _device(q)
+    choose = functools.partial(
+        plan,
+        gpu=work.gpu,
+        units=work.units,
+        capacities=work.capacities,
+        num_splits=num_splits,
+        rows=device.table,
+    )
+    first = chosen or choose(work.spec)
+    spec = replace(work.spec, warps=first.warps, stages=first.stages)
+    kernel, registers = device.kernel(spec)
+    chosen = chosen or choose(spec, registers=registers)
+    shared = shared_bytes(fit(spec, work.gpu, registers), work.units, chosen.splits)
+    return Launch(q, segments, work, chosen, kernel, shared, device.workspaces)
+
+
+def _device(q: torch.Tensor) -> Device:
+    index = q.get_device()
+    with _lock:
+        if index not in _devices:
+            _devices[index] = Device(q.device)
+        return _devices[index]
+
+
+def _log2_scale(sm_scale: float) -> float:
+    """The factor on q·k in powers of two; masks and maxima count on its being positive."""
+    if type(sm_scale) is not float:
+        sm_scale = check_scale(sm_scale)
+    if not 0 < sm_scale < MOST_SCALE:
+        raise ConfigError(
+            f"sm_scale {sm_scale} is not possible on CUDA: use a positive number below "
+            f"{MOST_SCALE:g}, or backend='reference'"
+        )
+    return sm_scale * LOG2_E

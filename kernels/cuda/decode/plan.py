@@ -1,0 +1,320 @@
+"""Choose how a decode kernel cuts its work: splits of each segment, warps and stages of a block.
+
+Decided from shapes that the host knows, never from lengths on the device: a split takes its share
+of the length that it finds. Where the table of measured plans has a row for the GPU and the formats
+it decides (decided offline, looked up at run time, as the dataflow of FlashDecoding++,
+https://arxiv.org/abs/2311.01282), else a formula: the plan with the lowest price. A price is a
+time, told in bytes that an SM reads meanwhile at its share of the bandwidth.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from kvquant.errors import UnsupportedError
+
+from .spec import AHEAD, HEADS, TILE, DecodeSpec
+from .tuned import Tuned, lookup
+
+WARPS, STAGES = (4, 8, 2, 1), (2, 3, 4)  # what a block may have, the preferred first
+REGISTERS = {64: 112, 128: 144, 256: 248}  # of a thread, by head_dim, before it is compiled
+RESERVED_SHARED = 1 << 10  # bytes of a block's share that the driver takes
+# measured on an H200, where an SM's share of the bandwidth is 33 bytes a nanosecond. Times are told
+# in bytes at that rate: with 8 warps of INT4 rows in 4 groups an SM keeps up with its share
+TILE_TIME = 38 << 10  # a warp with a tile, its loads included
+LEAST_TILE = 5 << 10  # rows with fewer bytes are no slower: they are priced as these
+FASTEST = 1.6  # times its share that an SM reads with many warps, while others do not
+START = 128 << 10  # a block starts and ends
+MERGE = 40 << 10  # the last block of a unit learns that it is
+MERGE_BYTE = 0.3  # it merges a byte of a part, which comes from L2
+SIMILAR = 1.01  # prices within this factor are alike: the preferred number of warps is taken
+
+
+@dataclass(frozen=True)
+class GPU:
+    """What the planner knows of a GPU.
+
+    Attributes:
+        name: as the driver tells it.
+        sm_count: streaming multiprocessors.
+        shared_per_sm, shared_per_block: bytes, the most that there is.
+        registers_per_sm: of 32 bits.
+    """
+
+    name: str
+    sm_count: int
+    shared_per_sm: int
+    shared_per_block: int
+    registers_per_sm: int = 65536
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a launch cuts its work.
+
+    Attributes:
+        splits: of each segment: blocks that share the tokens of a unit.
+        warps: warps of a block.
+        stages: tiles of K and V in a warp's ring.
+    """
+
+    splits: tuple[int, ...]
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A kernel on a GPU.
+
+    Attributes:
+        spec: the kernel.
+        gpu: the GPU.
+        blocks: that an SM holds at a time; 0 if none fits.
+        slots: blocks that the GPU holds at a time.
+        steps: tokens of a tile of every warp, in the first segment and in the others; a split has a
+            multiple of it.
+        most_parts: splits of all segments that the merge has room for.
+        token_bytes: K and V of a token in the first segment, and in the others.
+    """
+
+    spec: DecodeSpec
+    gpu: GPU
+    blocks: int
+    slots: int
+    steps: tuple[int, int]
+    most_parts: int
+    token_bytes: tuple[int, int]
+
+    def pace(self, blocks: int) -> float:
+        """How fast an SM with so many blocks reads, as a multiple of its share."""
+        tile = max(self.spec.stage_bytes(self.spec.first), LEAST_TILE)
+        return min(blocks * self.spec.warps * tile / TILE_TIME, FASTEST)
+
+    def load(self, segment: int, capacity: int, splits: int) -> int:
+        """Bytes of the longest split of a segment."""
+        step = self.steps[min(segment, 1)]
+        tokens = -(-capacity // (splits * step)) * step
+        return min(tokens, capacity) * self.token_bytes[min(segment, 1)]
+
+
+@functools.lru_cache(1024)
+def fit(spec: DecodeSpec, gpu: GPU, registers: int | None = None) -> Fit:
+    """How a kernel, with its warps and stages, fits a GPU."""
+    shared = spec.shared_bytes
+    if registers is None:
+        widest = max(spec.first.k_format.head_dim, spec.first.v_format.head_dim)
+        registers = next(number for most, number in REGISTERS.items() if widest <= most)
+    blocks = 0
+    if shared <= gpu.shared_per_block:
+        granted = -(-registers // 8) * 8  # by eights
+        by_registers = gpu.registers_per_sm // (granted * 32 * spec.warps)
+        blocks = min(gpu.shared_per_sm // (shared + RESERVED_SHARED), by_registers)
+    first, second = (
+        path.k_format.row_bytes + path.v_format.row_bytes
+        for path in (spec.first, spec.second or spec.first)
+    )
+    return Fit(
+        spec=spec,
+        gpu=gpu,
+        blocks=blocks,
+        slots=blocks * gpu.sm_count,
+        steps=(TILE * spec.warps, TILE * spec.warps_of(spec.second or spec.first)),
+        most_parts=shared // (4 * HEADS) // AHEAD * AHEAD,
+        token_bytes=(first, second),
+    )
+
+
+def blocks_per_sm(spec: DecodeSpec, gpu: GPU) -> int:
+    """Blocks of a kernel, with its warps and stages, that an SM holds; 0 if none fits."""
+    return fit(spec, gpu).blocks
+
+
+def plan(
+    spec: DecodeSpec,
+    gpu: GPU,
+    units: int,
+    capacities: Sequence[int],
+    num_splits: int | None = None,
+    rows: Iterable[Tuned] = (),
+    registers: int | None = None,
+) -> Plan:
+    """Choose a plan.
+
+    Args:
+        spec: the kernel; its warps and stages do not count, unless registers are given.
+        gpu: where it runs.
+        units: sequences times KV heads times blocks of 8 query heads that share one.
+        capacities: the most tokens of each segment, that of spec.first first; at least 1.
+        num_splits: splits of the first segment, if the caller wants so many; fewer if some would
+            never hold a token.
+        rows: the table of measured plans.
+        registers: of a thread, once the kernel is compiled: warps and stages stay as they are.
+
+    Raises:
+        UnsupportedError: the smallest block does not fit into the GPU's shared memory.
+    """
+    row = lookup(rows, gpu.name, *_formats(spec), units, capacities[0])
+    if row is not None and not (
+        row.warps in WARPS
+        and row.stages in STAGES
+        and blocks_per_sm(replace(spec, warps=row.warps, stages=row.stages), gpu)
+    ):
+        row = None  # made by another version, or another segment needs more room
+    exact = row is not None and len(capacities) == 1 and row.units == units
+    if row is not None and exact and num_splits is None:
+        num_splits = row.splits
+    if registers is not None:
+        choice: tuple[Fit, ...] = (fit(spec, gpu, registers),)
+    elif row is not None:
+        choice = (fit(replace(spec, warps=row.warps, stages=row.stages), gpu),)
+    else:
+        choice = kernels(spec, gpu)
+    return _by_formula(choice, units, tuple(capacities), num_splits)
+
+
+@functools.lru_cache(256)
+def kernels(spec: DecodeSpec, gpu: GPU) -> tuple[Fit, ...]:
+    """The kernels that the formula chooses from, each with as many stages as cost no neighbour.
+
+    Raises:
+        UnsupportedError: none fits the GPU.
+    """
+    found = []
+    for warps in WARPS:
+        fits = [fit(replace(spec, warps=warps, stages=stages), gpu) for stages in STAGES]
+        best = max(fits, key=lambda one: one.blocks)  # the first of equals
+        if best.blocks:
+            found.append(best)
+    if not found:
+        smallest = replace(spec, warps=min(WARPS), stages=min(STAGES))
+        raise UnsupportedError(
+            f"K in {spec.first.k_format} and V in {spec.first.v_format} take "
+            f"{smallest.shared_bytes} bytes of shared memory in the smallest kernel, a block has "
+            f"{gpu.shared_per_block} on {gpu.name}: use formats with fewer bytes, or "
+            "backend='reference'"
+        )
+    return tuple([one for one in found if one.spec.warps > 1] or found)
+
+
+def price(kernel: Fit, units: int, capacities: Sequence[int], splits: Sequence[int]) -> float:
+    """What a launch costs, in bytes that an SM reads meanwhile at its share.
+
+    Args:
+        kernel: on its GPU.
+        units, capacities: as in plan.
+        splits: of each segment.
+    """
+    pairs = zip(capacities, splits, strict=True)
+    loads = [kernel.load(i, capacity, count) for i, (capacity, count) in enumerate(pairs)]
+    others = units * sum(n * one for n, one in zip(splits[1:], loads[1:], strict=True))
+    sms, parts = kernel.gpu.sm_count, sum(splits)
+    blocks = math.ceil(units * splits[0] / sms)  # of the SM with the most
+    waves, rest = divmod(blocks, kernel.blocks)
+    pace = kernel.pace(kernel.blocks)
+    if rest:  # while a wave is full all SMs read: none gets more than its share
+        pace = min(pace, 1)
+    reading = waves * kernel.blocks * loads[0] / pace
+    if rest:
+        reading += rest * loads[0] / kernel.pace(rest)
+    reading = max(
+        reading + others / sms,
+        (units * splits[0] * loads[0] + others) / sms,  # the memory
+        *(load / kernel.pace(1) for load in loads[1:]),
+    )
+    starts: float = waves + (rest > 0)
+    if kernel.blocks > 1:  # a block's neighbours read while it starts
+        starts = 1 + (starts - 1) / 2
+    part_bytes = 4 * HEADS * (kernel.spec.first.v_format.head_dim + 1)
+    merging = MERGE + MERGE_BYTE * part_bytes * parts if parts > 1 else 0.0
+    total: float = reading + START * starts + merging
+    return total
+
+
+def shared_bytes(kernel: Fit, units: int, splits: Sequence[int]) -> int:
+    """Shared memory to ask for, for a block.
+
+    Where the blocks of several segments have no room at once, those of the first spread unevenly
+    over the SMs (measured: a launch takes up to 1.2 times as long), unless an SM has room for no
+    more than its share of them: then a block takes more memory than it needs.
+    """
+    needed, gpu = kernel.spec.shared_bytes, kernel.gpu
+    share = -(-units * splits[0] // gpu.sm_count)
+    if units * sum(splits) <= kernel.slots or len(splits) == 1 or share >= kernel.blocks:
+        return needed
+    return min(gpu.shared_per_sm // share - RESERVED_SHARED, gpu.shared_per_block) // 128 * 128
+
+
+def candidates(spec: DecodeSpec, gpu: GPU, units: int, capacities: Sequence[int]) -> Iterator[Plan]:
+    """Yield the plans worth measuring for a shape; arguments as of plan.
+
+    They are all kernels that fit, with an eighth to four times as many blocks as the GPU holds.
+    """
+    for warps in WARPS:
+        for stages in STAGES:
+            kernel = fit(replace(spec, warps=warps, stages=stages), gpu)
+            if kernel.blocks * warps < 2:
+                continue
+            shares = (1 / 8, 1 / 4, 1 / 2, 3 / 4, 1, 3 / 2, 2, 4)
+            wanted = {round(share * kernel.slots / units) for share in shares}
+            for count in sorted({_useful(kernel, capacities, count) for count in wanted}):
+                yield Plan(_splits(kernel, capacities, count), warps, stages)
+
+
+def tuned_row(spec: DecodeSpec, gpu: GPU, units: int, capacity: int, fastest: Plan) -> Tuned:
+    """Make the row of the table for a shape with one segment and its fastest plan."""
+    splits, warps, stages = fastest.splits[0], fastest.warps, fastest.stages
+    return Tuned(gpu.name, *_formats(spec), units, capacity, splits, warps, stages)
+
+
+@functools.lru_cache(4096)
+def _by_formula(
+    choice: tuple[Fit, ...], units: int, capacities: tuple[int, ...], num_splits: int | None
+) -> Plan:
+    """The plan with the lowest price, of some kernels."""
+    best = []
+    for kernel in choice:
+        if num_splits is None:
+            counts = _counts(kernel, units, capacities)
+        else:
+            counts = {_useful(kernel, capacities, num_splits, even=False)}
+        plans = [_splits(kernel, capacities, count) for count in counts]
+        best.append(min((price(kernel, units, capacities, one), sum(one), one) for one in plans))
+    lowest = min(best)[0]
+    chosen = next(i for i, (cost, _, _) in enumerate(best) if cost <= SIMILAR * lowest)
+    return Plan(best[chosen][2], choice[chosen].spec.warps, choice[chosen].spec.stages)
+
+
+def _counts(kernel: Fit, units: int, capacities: Sequence[int]) -> set[int]:
+    """Splits of the first segment worth pricing: few, geometric, and what fills whole waves."""
+    counts = {*range(1, 9), *(wave * kernel.slots // units for wave in range(1, 5))}
+    limit = min(capacities[0] / kernel.steps[0], 2 * kernel.slots / units)
+    counts |= {math.ceil(1.2**i) for i in range(12, 40) if 1.2**i <= limit}
+    return {_useful(kernel, capacities, count) for count in counts}
+
+
+def _useful(kernel: Fit, capacities: Sequence[int], count: int, even: bool = True) -> int:
+    """Splits of the first segment, at least 1, without those that cannot hold a token or be merged;
+    if even, the fewest whose longest is as long."""
+    steps = -(-capacities[0] // kernel.steps[0])
+    others = AHEAD * (len(capacities) - 1)
+    count = max(1, min(count, steps, kernel.most_parts - others))
+    return -(-steps // -(-steps // count)) if even else count
+
+
+def _splits(kernel: Fit, capacities: Sequence[int], count: int) -> tuple[int, ...]:
+    """Splits of all segments: of the others so many that they are no longer than the first's."""
+    longest = kernel.load(0, capacities[0], count)
+    others = []
+    for i, capacity in enumerate(capacities[1:], 1):
+        wanted = math.ceil(kernel.load(i, capacity, 1) / longest)
+        others.append(max(1, min(wanted, -(-capacity // kernel.steps[1]), AHEAD)))
+    return (count, *others)
+
+
+def _formats(spec: DecodeSpec) -> tuple[str, str]:
+    k, v = spec.first.k_format, spec.first.v_format
+    return f"{k}/{k.head_dim}", f"{v}/{v.head_dim}"

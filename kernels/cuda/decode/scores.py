@@ -1,0 +1,290 @@
+"""q·K of a tile: the query as B fragments, and the scores of 16 tokens x 8 heads.
+
+    A  16 tokens x 16 codes: ldmatrix gives lane (g, t) word t of a chunk of row g; the order of
+       the elements inside an MMA is free as long as the query has the same
+    B  16 elements x 8 heads: lane (g, t) holds its elements of head g
+    D  the scores: tokens g and g + 8, heads 2t and 2t + 1
+
+Each group has sums of its own, which are multiplied by its scale in float32. The shifts take one
+more MMA: A is the header itself, pairs of scale and shift, and B holds 0 and the sum of the query
+over the group, as a high and a low fp16 part.
+
+The query is scaled by a power of two to 2**14 <= max |q| < 2**15, so that nothing overflows in
+fp16, of whatever size q is; the scores are scaled back. What is multiplied with the shifts is made
+smaller by as much as the codes are too small: both products then count in the same unit.
+"""
+
+from operator import add
+
+from numba import cuda, float32, uint32, uint64
+
+from ..device.codes import make_unpack
+from ..device.fragments import ZEROS, add_rows, load_pair, load_sums, over_quad, store_sums
+from ..device.jit import device_function
+from ..device.ptx import (
+    bits_float,
+    float_bits,
+    high_bf16,
+    high_f16,
+    load_global_u32,
+    load_global_u32x2,
+    load_global_u32x4,
+    load_matrix_x2,
+    load_matrix_x4,
+    load_shared_u32,
+    load_shared_u32x4,
+    low_bf16,
+    low_f16,
+    maximum,
+    mma_bf16,
+    mma_f16,
+    pack_bf16,
+    pack_f16,
+)
+
+
+class QueryWords:
+    """How many words of registers a query takes, by the format of K and its own codec.
+
+    Attributes:
+        parts: fragments for one MMA: 2 for an fp16 query on bf16 keys, a high and a low part,
+            because bf16 has fewer digits.
+        fragments: words of all B fragments.
+        shifts: words of the B fragments of the shifts.
+        raw: words of a lane's elements as they are loaded.
+    """
+
+    def __init__(self, staged, query):
+        chunks = staged.chunks + staged.chunks % 2  # ldmatrix takes two
+        exact = staged.fmt.is_exact
+        self.parts = 2 if staged.fmt.codec == "bf16" and query == "fp16" else 1
+        self.fragments = chunks * self.parts if exact else 2 * chunks * staged.parts * staged.mmas
+        self.shifts = max(2 * staged.header_units, 1)
+        self.raw = chunks if exact else chunks * staged.span // 8
+
+
+def make_load_query(staged, query):
+    """Make the function that fills the fragments and gives what scales the scores back."""
+    words = QueryWords(staged, query)
+    RAW, PARTS = words.raw, words.parts
+    DIM, GROUPS, GROUP = staged.fmt.head_dim, staged.fmt.groups, staged.fmt.group_size
+    CHUNKS, SPAN = staged.chunks + staged.chunks % 2, staged.span
+    SHARED, MMAS = staged.parts, staged.mmas  # SHARED: groups in a chunk
+    IS_EXACT, IS_INT4 = staged.fmt.is_exact, staged.fmt.codec == "int4"
+    UNITS, FIRST_WORD = staged.header_units, staged.header_word(0)
+    NORMAL = staged.fmt.codec != "bf16"  # bf16 has the range of float32
+    STEP = SPAN // 4  # elements of a lane in a chunk, one after another
+    UNSCALE = 1 / staged.factor
+    IN_BF16 = staged.fmt.codec == "bf16"
+    pack = pack_bf16 if IN_BF16 else pack_f16
+    low = low_bf16 if query == "bf16" else low_f16
+    high = high_bf16 if query == "bf16" else high_f16
+
+    @device_function
+    def load_query(fragments, shifts, row, valid, t):
+        raw = cuda.local.array(RAW, uint32)
+        for i in range(RAW):
+            raw[i] = uint32(0)
+        if valid:
+            if IS_EXACT:
+                for c in range(CHUNKS):
+                    raw[c] = load_global_u32(row + uint64(16 * c) + uint64(4) * uint64(t))
+            else:
+                for c in range(CHUNKS):
+                    d = uint32(SPAN * c) + uint32(STEP) * uint32(t)
+                    if d < uint32(DIM):
+                        at = row + uint64(2) * uint64(d)
+                        if IS_INT4:
+                            four = load_global_u32x4(at)
+                            raw[4 * c], raw[4 * c + 1] = four[0], four[1]
+                            raw[4 * c + 2], raw[4 * c + 3] = four[2], four[3]
+                        else:
+                            pair = load_global_u32x2(at)
+                            raw[2 * c], raw[2 * c + 1] = pair[0], pair[1]
+        norm = float32(1)
+        back = float32(1)
+        if NORMAL:
+            largest = float32(0)
+            for i in range(RAW):
+                largest = maximum(largest, maximum(abs(low(raw[i])), abs(high(raw[i]))))
+            largest = over_quad(largest, maximum)
+            exponent = max(float_bits(largest) >> uint32(23), uint32(64))
+            norm = bits_float((uint32(268) - exponent) << uint32(23))  # 2**(141 - exponent)
+            back = bits_float((exponent - uint32(14)) << uint32(23))
+        if IS_EXACT:
+            for c in range(CHUNKS):
+                x = low(raw[c]) * norm
+                y = high(raw[c]) * norm
+                word = pack(y, x)
+                fragments[PARTS * c] = word
+                if PARTS == 2:
+                    fragments[PARTS * c + 1] = pack(y - high_bf16(word), x - low_bf16(word))
+            return back
+        sums = cuda.local.array(GROUPS, float32)
+        for i in range(GROUPS):
+            sums[i] = float32(0)
+        for c in range(CHUNKS):
+            for part in range(SHARED):
+                mine = SHARED == 1 or (uint32(STEP) * uint32(t)) // uint32(GROUP) == uint32(part)
+                total = float32(0)
+                for m in range(MMAS):
+                    for r in range(2):
+                        if IS_INT4:  # elements 2m + r and 2m + r + 4 of the lane's eight
+                            first, second = raw[4 * c + m], raw[4 * c + m + 2]
+                        else:  # r and r + 2 of its four
+                            first, second = raw[2 * c], raw[2 * c + 1]
+                        x = (low(first) if r == 0 else high(first)) * norm
+                        y = (low(second) if r == 0 else high(second)) * norm
+                        x = x if mine else float32(0)
+                        y = y if mine else float32(0)
+                        total += x + y
+                        f = float32(0.0625) if (IS_INT4 and r == 1) else float32(1)
+                        i = ((c * SHARED + part) * MMAS + m) * 2 + r
+                        fragments[i] = pack_f16(y * f, x * f)
+                group = c * SHARED + part if SHARED > 1 else c * SPAN // GROUP
+                if group < GROUPS:
+                    sums[group] += total
+        for unit in range(UNITS):
+            of_word = float32(0)
+            for group in range(GROUPS):
+                if group // 4 == unit:
+                    total = over_quad(sums[group], add)
+                    if t == (FIRST_WORD + group) % 4:
+                        of_word = total * float32(UNSCALE)
+            big = pack_f16(of_word, float32(0))
+            shifts[2 * unit] = big
+            shifts[2 * unit + 1] = pack_f16(of_word - high_f16(big), float32(0))
+        return back
+
+    return load_query
+
+
+def make_scores(staged, query):
+    """Make the function from a tile in shared memory to its scores, but for a factor.
+
+    The MMAs of a tile form chains, each with sums of its own (a group's, or half a row's),
+    which are worked on in turn: one MMA need not wait for the one before it.
+    """
+    words = QueryWords(staged, query)
+    ROW, PREFIX, CHUNKS, SPAN = staged.stride, staged.prefix, staged.chunks, staged.span
+    GROUPS, PARTS, MMAS = staged.fmt.groups, staged.parts, staged.mmas
+    IS_EXACT, UNITS, QUERY_PARTS = staged.fmt.is_exact, staged.header_units, words.parts
+    HEADER = PREFIX - 16 * UNITS
+    WORD, SCALES = 4 * staged.header_word(0), 4 * GROUPS
+    # chain j takes the MMAs of chunk `c` (with `part` and `m`) of step s: see the loops
+    CHAINS = GROUPS if GROUPS > 1 else min(2, CHUNKS // 2 if IS_EXACT else CHUNKS)
+    PER_GROUP = max(staged.fmt.group_size // SPAN, 1)  # chunks, of rows with more groups
+    if IS_EXACT:
+        STEPS = -(-CHUNKS // 2 // CHAINS)
+    else:
+        STEPS = MMAS * (PER_GROUP if GROUPS > 1 else -(-CHUNKS // CHAINS))
+    # halves of 16 rows that are worked on together: more need too many registers
+    TOGETHER = 2 if CHAINS <= 4 else 1
+    PAIRS = (CHUNKS + 1) // 2
+    SUMS, WORDS = 4 * CHAINS * TOGETHER, 4 * PAIRS * TOGETHER
+    unpack = make_unpack(staged.fmt)
+    mma = mma_bf16 if staged.fmt.codec == "bf16" else mma_f16
+
+    @device_function
+    def exact_products(sums, rows, lane, fragments):
+        matrix = rows + (lane & uint32(15)) * uint32(ROW) + (lane >> uint32(4)) * uint32(16)
+        for s in range(STEPS):
+            for j in range(CHAINS):
+                c = j + CHAINS * s
+                if 2 * c < CHUNKS:
+                    for h in range(TOGETHER):
+                        keys = load_matrix_x4(matrix + uint32(32 * c + 16 * ROW * h))
+                        at = 4 * (h * CHAINS + j)
+                        for part in range(QUERY_PARTS):
+                            i = 2 * QUERY_PARTS * c + part
+                            q = (fragments[i], fragments[i + QUERY_PARTS])
+                            store_sums(sums, at, mma(keys, q, load_sums(sums, at)))
+
+    @device_function
+    def code_products(sums, rows, lane, fragments):
+        matrix = rows + (lane & uint32(15)) * uint32(ROW) + (lane >> uint32(4)) * uint32(16)
+        codes = cuda.local.array(WORDS, uint32)
+        if GROUPS > 1:  # chains start all over the row; those of one group go along it
+            for pair in range(PAIRS):
+                for h in range(TOGETHER):
+                    at = matrix + uint32(PREFIX + 32 * pair + 16 * ROW * h)
+                    store_sums(codes, 4 * (h * PAIRS + pair), load_matrix_x4(at))
+        for s in range(STEPS):
+            m = s % MMAS
+            for j in range(CHAINS):
+                part = 0
+                if GROUPS == 1:
+                    c = j + CHAINS * (s // MMAS)
+                elif PARTS == 1:
+                    c = j * PER_GROUP + s // MMAS
+                else:
+                    c = j // PARTS
+                    part = j % PARTS
+                if c < CHUNKS:
+                    for h in range(TOGETHER):
+                        pair = 4 * (h * PAIRS + c // 2)
+                        if GROUPS == 1 and c % 2 == 0 and m == 0:
+                            at = matrix + uint32(PREFIX + 16 * c + 16 * ROW * h)
+                            store_sums(codes, pair, load_matrix_x4(at))
+                        x0, x1 = unpack(codes[pair + 2 * (c % 2)], m)
+                        y0, y1 = unpack(codes[pair + 2 * (c % 2) + 1], m)
+                        at = 4 * (h * CHAINS + j)
+                        q = load_pair(fragments, ((c * PARTS + part) * MMAS + m) * 2)
+                        store_sums(sums, at, mma_f16((x0, y0, x1, y1), q, load_sums(sums, at)))
+
+    @device_function
+    def shift_products(rows, lane, shifts):
+        at = rows + (lane & uint32(15)) * uint32(ROW) + uint32(HEADER)
+        if UNITS == 2:
+            h = load_matrix_x4(at + (lane >> uint32(4)) * uint32(16))
+            sums = mma_f16((h[0], h[1], h[0], h[1]), (shifts[0], shifts[1]), ZEROS)
+            sums = mma_f16((h[2], h[3], h[2], h[3]), (shifts[2], shifts[3]), sums)
+        else:
+            d = load_matrix_x2(at)
+            sums = mma_f16((d[0], d[1], d[0], d[1]), (shifts[0], shifts[1]), ZEROS)
+        return sums
+
+    @device_function
+    def load_scales(scales, rows, lane):
+        mine = rows + (lane >> uint32(2)) * uint32(ROW) + uint32(HEADER)
+        for half in range(2):  # rows g and g + 8
+            at = mine + uint32(8 * ROW * half)
+            if GROUPS >= 4:
+                for i in range(UNITS):
+                    store_sums(
+                        scales, half * GROUPS + 4 * i, load_shared_u32x4(at + uint32(16 * i))
+                    )
+            else:
+                for i in range(GROUPS):
+                    scales[half * GROUPS + i] = load_shared_u32(at + uint32(WORD + 4 * i))
+
+    @device_function
+    def scores_of(scores, rows, lane, fragments, shifts):
+        for first in range(0, 2, TOGETHER):
+            here = rows + uint32(16 * ROW * first)
+            sums = cuda.local.array(SUMS, float32)
+            for i in range(SUMS):
+                sums[i] = float32(0)
+            if IS_EXACT:
+                exact_products(sums, here, lane, fragments)
+            else:
+                code_products(sums, here, lane, fragments)
+            for h in range(TOGETHER):
+                at = 4 * h * CHAINS
+                if GROUPS == 1:
+                    total = load_sums(sums, at)
+                    for j in range(1, CHAINS):
+                        total = add_rows(total, float32(1), float32(1), load_sums(sums, at + 4 * j))
+                if not IS_EXACT:
+                    scales = cuda.local.array(SCALES, uint32)
+                    half = here + uint32(16 * ROW * h)
+                    load_scales(scales, half, lane)
+                    shifted = shift_products(half, lane, shifts)
+                    for j in range(GROUPS):
+                        products = total if GROUPS == 1 else load_sums(sums, at + 4 * j)
+                        low, high = low_f16(scales[j]), low_f16(scales[GROUPS + j])
+                        shifted = add_rows(shifted, low, high, products)
+                    total = shifted
+                store_sums(scores, 4 * (first + h), total)
+
+    return scores_of

@@ -1,0 +1,158 @@
+"""What a decode kernel is compiled for, its arguments and its shared memory: plain numbers.
+
+Nothing here needs numba, so a kernel that lies compiled on disk is launched without it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvquant.rows.format import RowFormat
+
+from ..device.row_layout import StagedRow
+
+HEADS = 8  # query heads of a block: the columns of an MMA
+TILE = 32  # tokens that a warp works on at a time: a row for each lane
+SPELL = 16  # tiles of a warp after which it puts its sums aside
+AHEAD = 16  # parts whose loads are on their way together when they are merged
+PLACES = ("linear", "ring", "paged")
+# what the kernel can be compiled without, to measure what it brings
+TECHNIQUES = ("unrolled loads", "V prefetch", "padded shared memory", "lazy rescale")
+
+# name and struct code: Q uint64 (an address, or bytes), i int32, f float32
+COMMON = (
+    ("q", "Q"),  # [batch, num_q_heads, head_dim], bfloat16 or float16
+    ("out", "Q"),  # [batch, num_q_heads, head_dim of V], as q
+    ("lse", "Q"),  # [batch, num_q_heads], float32, base e; 0: not wanted
+    ("partial", "Q"),  # float32 [units, parts, HEADS, head_dim of V], then [units, parts, HEADS]
+    ("counters", "Q"),  # uint32 [units], zero before the launch and after it
+    ("q_stride_batch", "Q"),  # bytes
+    ("q_stride_head", "Q"),
+    ("num_q_heads", "i"),
+    ("ratio", "i"),  # query heads on a KV head
+    ("head_blocks", "i"),  # blocks of HEADS query heads on a KV head
+    ("score_scale", "f"),  # sm_scale * log2(e)
+)
+SEGMENT = (
+    ("k_rows", "Q"),
+    ("v_rows", "Q"),
+    ("seq_lens", "Q"),  # [batch], int32
+    ("index", "Q"),  # ring: starts [batch], int32, or 0; paged: block table, int32
+    ("seats", "Q"),  # ring: [batch], int32: which sequence of the rows to read; 0: the same
+    ("k_stride_outer", "Q"),  # bytes from a sequence, or a page, to the next
+    ("k_stride_head", "Q"),
+    ("v_stride_outer", "Q"),
+    ("v_stride_head", "Q"),
+    ("k_stride_row", "i"),  # bytes
+    ("v_stride_row", "i"),
+    ("capacity", "i"),  # rows that a sequence has room for; longer lengths count as this
+    ("sinks", "i"),  # ring: rows before it, which stay
+    ("ring", "i"),  # ring: its rows
+    ("page_shift", "i"),  # log2 of the page size
+    ("table_stride", "i"),  # entries from a sequence's part of the block table to the next
+    ("splits", "i"),  # blocks that share the tokens; 0: no such segment
+)
+FIELD = {name: place for place, (name, _) in enumerate(SEGMENT)}
+
+
+@dataclass(frozen=True)
+class Path:
+    """A kind of segment, with code of its own in the kernel.
+
+    Attributes:
+        k_format, v_format: the rows.
+        place: where a token's row lies: "linear", "ring" (from a start, around) or "paged".
+        dense: whether rows follow one another without gaps, and sequences, heads and pages start at
+            multiples of 16 bytes. Rings are not.
+    """
+
+    k_format: RowFormat
+    v_format: RowFormat
+    place: str = "linear"
+    dense: bool = True
+
+
+@dataclass(frozen=True)
+class DecodeSpec:
+    """All that the machine code of a decode kernel depends on, but for the GPU's architecture.
+
+    Attributes:
+        first: the path of the first segment.
+        second: that of the second and third (16-bit sinks and recent rows), or None for one
+            segment only.
+        query: "bf16" or "fp16", the codec of q and out.
+        warps: warps of a block.
+        stages: tiles of K and V in a warp's ring.
+        without: one of TECHNIQUES to leave out, or "".
+    """
+
+    first: Path
+    second: Path | None = None
+    query: str = "bf16"
+    warps: int = 4
+    stages: int = 3
+    without: str = ""
+
+    @property
+    def segments(self) -> int:
+        """Segments whose arguments the kernel takes."""
+        return 1 if self.second is None else 3
+
+    @property
+    def arguments(self) -> str:
+        """The kernel's arguments as a struct format; every field is naturally aligned."""
+        return "=" + "".join(code for _, code in COMMON + self.segments * SEGMENT)
+
+    @property
+    def padded(self) -> bool:
+        """Whether rows in shared memory are an odd number of 16-byte units apart."""
+        return self.without != "padded shared memory"
+
+    def rows(self, path: Path) -> tuple[StagedRow, ...]:
+        """K and V of a path in shared memory."""
+        dense = path.dense and path.place != "ring"
+        return tuple(StagedRow(fmt, dense, self.padded) for fmt in (path.k_format, path.v_format))
+
+    def stages_of(self, path: Path) -> int:
+        """Tiles in a warp's ring on a path; the second has few tokens and should not cost room."""
+        return min(self.stages, 2) if path is self.second else self.stages
+
+    def warps_of(self, path: Path) -> int:
+        """Warps that attend on a path: on the second as many as have room where the first's are."""
+        if path is not self.second:
+            return self.warps
+        room = self.warps * self.warp_bytes(self.first)
+        return max(1, min(self.warps, room // self.warp_bytes(path)))
+
+    def stage_bytes(self, path: Path) -> int:
+        """A tile of K and of V as it is copied."""
+        return sum(TILE * row.landing for row in self.rows(path))
+
+    def aside(self, path: Path) -> int:
+        """Byte of a warp's memory at which the sums stand that are put aside: behind its stages, a
+        tile of realigned rows (K's and V's in turn), and 16 bytes (the chunks of a row are read in
+        pairs, so an odd last one with what follows it)."""
+        scratch = max([TILE * row.stride for row in self.rows(path) if row.realigned], default=0)
+        return self.stages_of(path) * self.stage_bytes(path) + scratch + 16
+
+    def aside_bytes(self, path: Path) -> int:
+        """Bytes that a warp puts sums aside in: only those of codes that are never negative."""
+        one_sided = path.v_format.codec in ("int4", "int8")
+        return 128 * (self.rows(path)[1].sums + 4) if one_sided else 0
+
+    def warp_bytes(self, path: Path) -> int:
+        """A warp's shared memory."""
+        return self.aside(path) + self.aside_bytes(path)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block: the rings, and over them what is left to merge."""
+        paths = [self.first] if self.second is None else [self.first, self.second]
+        rings = max(self.warps_of(path) * self.warp_bytes(path) for path in paths)
+        return max(rings, merge_bytes(self.first.v_format.head_dim, self.warps))
+
+
+def merge_bytes(head_dim: int, warps: int) -> int:
+    """Maxima, sums and outputs of all warps; a head's output is padded by 16 bytes, because the
+    lanes of a quad write two heads apart."""
+    return warps * HEADS * (8 + 4 * (head_dim + 4))

@@ -1,0 +1,168 @@
+"""The table of measured plans: which splits, warps and stages are the fastest for a shape on a GPU.
+
+A JSON file in the user's cache folder, written by `kvquant bench --tune`, looked up at run time.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from kvquant.errors import ConfigError, shown, warn
+
+from ...disk_cache import cache_folder, locked, read_file, replace_file
+
+TABLE_VERSION = 1
+MOST = 2**63 - 1  # of any number in it
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The fastest plan that was measured for a shape with one segment.
+
+    Attributes:
+        gpu: its name.
+        k, v: formats with their head_dim, such as "int4-g4/128".
+        units: sequences times KV heads times blocks of 8 query heads that share one.
+        capacity: tokens.
+        splits, warps, stages: the plan.
+    """
+
+    gpu: str
+    k: str
+    v: str
+    units: int
+    capacity: int
+    splits: int
+    warps: int
+    stages: int
+
+    @property
+    def shape(self) -> tuple[str, str, str, int, int]:
+        """What was measured."""
+        return self.gpu, self.k, self.v, self.units, self.capacity
+
+
+def lookup(
+    rows: Iterable[Tuned], gpu: str, k: str, v: str, units: int, capacity: int
+) -> Tuned | None:
+    """Find the row that is nearest to a shape, by the logarithms of units and capacity.
+
+    Args:
+        rows: the table.
+        gpu, k, v, units, capacity: the shape, as in Tuned.
+
+    Returns:
+        The row, or None if there is none within a factor of 2 of both.
+    """
+    best, least = None, math.inf
+    for row in rows:
+        if (row.gpu, row.k, row.v) == (gpu, k, v):
+            apart = abs(math.log2(row.units / units)), abs(math.log2(row.capacity / capacity))
+            if max(apart) <= 1 and sum(apart) < least:
+                best, least = row, sum(apart)
+    return best
+
+
+def table_path() -> Path:
+    """Where the user's table lies.
+
+    Raises:
+        OSError: there is no cache folder.
+    """
+    return cache_folder() / "tuned.json"
+
+
+def load_table(path: Path | None = None) -> tuple[Tuned, ...]:
+    """Read a table, the user's when path is None.
+
+    Returns:
+        Its rows, of all GPUs; none if there is no table, or a damaged one, which is warned of.
+    """
+    try:
+        path = path or table_path()
+        version, rows = _read(path)
+        if version != TABLE_VERSION:
+            raise ValueError(f"it is of version {version}, this kvquant reads {TABLE_VERSION}")
+        return rows
+    except (OSError, ValueError) as error:
+        warn(
+            f"the table of measured plans {path or ''} cannot be used ({error}): CUDA kernels are "
+            "planned by a formula. Move it away and measure anew by kvquant bench --tune"
+        )
+        return ()
+
+
+def save_table(rows: Iterable[Tuned], path: Path | None = None) -> Path:
+    """Add rows to a table, the user's when path is None; they take the place of old ones of the
+    same shapes. Several processes may do so at once. A damaged table is replaced.
+
+    Returns:
+        Where the table lies.
+
+    Raises:
+        ConfigError: it cannot be written, or a newer kvquant wrote it.
+    """
+    try:
+        path = path or table_path()
+        with locked(path):
+            merged = {row.shape: row for row in (*_to_keep(path), *rows)}
+            lines = ",\n".join(json.dumps(asdict(merged[shape])) for shape in sorted(merged))
+            replace_file(path, f'{{"version": {TABLE_VERSION}, "rows": [\n{lines}\n]}}\n'.encode())
+    except OSError as error:
+        raise ConfigError(
+            f"the table of measured plans cannot be written ({error}): let KVQUANT_CACHE_DIR name "
+            "a folder that can be"
+        ) from None
+    return path
+
+
+def _to_keep(path: Path) -> tuple[Tuned, ...]:
+    """The rows of a table that is about to be written anew."""
+    try:
+        version, rows = _read(path)
+    except ValueError:
+        return ()
+    if version > TABLE_VERSION:
+        raise ConfigError(
+            f"the table of measured plans {path} is of version {version}, this kvquant writes "
+            f"{TABLE_VERSION}: use the newer kvquant, let KVQUANT_CACHE_DIR name another folder, "
+            "or move the table away"
+        )
+    return rows
+
+
+def _read(path: Path) -> tuple[int, tuple[Tuned, ...]]:
+    """The version of a table and its rows: none if there is no table, or of another version.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    text = read_file(path)
+    if text is None:
+        return TABLE_VERSION, ()
+    try:
+        table = json.loads(text.decode())
+        version = table["version"]
+        if type(version) is not int:
+            raise ValueError(f"its version is {shown(version)}")
+        rows = table["rows"] if version == TABLE_VERSION else ()
+        return version, tuple(_parse(row) for row in rows)
+    except (KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"it is damaged: {error!r}") from None
+
+
+def _parse(row: dict[str, object]) -> Tuned:
+    parsed = Tuned(**row)  # type: ignore[arg-type]
+    for field in fields(parsed):
+        value = getattr(parsed, field.name)
+        if field.type == "str":
+            good = isinstance(value, str)
+        else:
+            good = type(value) is int and 0 < value <= MOST
+        if not good:
+            raise ValueError(f"{field.name} is {shown(value)} in one of its rows")
+    return parsed

@@ -1,0 +1,204 @@
+"""P V of a tile, and the output of a warp.
+
+    A  16 elements x 16 tokens: ldmatrix transposes, lane (g, t) gets unit g (16 bits: 4 codes of
+       INT4, 2 bytes or an element) of a chunk, of tokens 2t and 2t + 1
+    B  16 tokens x 8 heads: P, turned from the scores' fragment by movmatrix, in registers
+    D  the output: elements of unit g, heads 2t and 2t + 1
+
+A scale belongs to a token, over which the MMA sums, so scales are multiplied into P. The header,
+transposed in the same way, holds a scale or a shift in each unit: one more MMA gives the sums of
+the shifts; and since nobody needs the sums of the scales, unit 0 is replaced by ones, which gives
+the sum of P, rounded as it was used.
+
+Scale times P must fit fp16: P counts from a reference below the maximum by `headroom` powers of
+two, as many as the largest scale so far allows, so that neither large nor tiny scales are lost.
+"""
+
+from numba import float32, int32, uint32
+
+from ..device.codes import make_unpack
+from ..device.fragments import load_sums, store_sums
+from ..device.jit import device_function
+from ..device.ptx import (
+    bits_float,
+    float_bits,
+    from_lane,
+    load_matrix_x2_t,
+    load_matrix_x4_t,
+    lost_f16,
+    maximum_f16,
+    mma_bf16,
+    mma_f16,
+    multiply_f16,
+    pack_f16,
+    store_shared_f32,
+    store_shared_f32x2,
+    word_from_lane,
+)
+
+HEADROOM = 11  # powers of two that P may exceed 2**4 by; P and P * scale stay below 2**15
+
+
+def make_load_header(staged):
+    """Make the function from 16 rows to their headers as A fragments; zeros for 16-bit rows."""
+    ROW, UNITS = staged.stride, staged.header_units
+    HEADER = staged.prefix - 16 * UNITS
+
+    @device_function
+    def load_header(rows, lane):
+        at = rows + (lane & uint32(15)) * uint32(ROW) + uint32(HEADER)
+        if UNITS == 2:
+            h = load_matrix_x4_t(at + (lane >> uint32(4)) * uint32(16))
+            return h[0], h[2], h[1], h[3]
+        if UNITS == 1:
+            d = load_matrix_x2_t(at)
+            return d[0], uint32(0), d[1], uint32(0)
+        return uint32(0), uint32(0), uint32(0), uint32(0)
+
+    return load_header
+
+
+def make_largest_scales(staged):
+    """Make the function from two headers to a lane's largest scales, a pair of fp16.
+
+    Scales stand in the even units; lanes of odd ones give zeros.
+    """
+    UNITS = staged.header_units
+
+    @device_function
+    def largest_scales(header, other, g):
+        both = maximum_f16(maximum_f16(header[0], header[2]), maximum_f16(other[0], other[2]))
+        if UNITS == 2:
+            both = maximum_f16(both, maximum_f16(header[1], header[3]))
+            both = maximum_f16(both, maximum_f16(other[1], other[3]))
+        return both if g % uint32(2) == uint32(0) else uint32(0)
+
+    return largest_scales
+
+
+@device_function
+def headroom_of(scale):
+    """The powers of two that P may use when no scale is over `scale`; and the next power of two,
+    which scales must reach to change that, twice in fp16."""
+    exponent = int32(float_bits(scale) >> uint32(23)) - int32(126)  # scale < 2**exponent
+    exponent = int32(max(exponent, int32(-24)))  # of fp16's smallest number
+    room = float32(max(min(int32(HEADROOM) - exponent, int32(HEADROOM)), int32(HEADROOM - 16)))
+    power = bits_float(uint32(exponent + int32(127)) << uint32(23))
+    return room, pack_f16(power, power)
+
+
+def make_accumulate(staged, query):
+    """Make the function that adds P V of 16 tokens to the sums, and to those of the header.
+
+    For an fp16 output, what rounding takes from P * scale gets MMAs of its own: where codes times
+    scale and the shifts nearly cancel, its error would be seen.
+    """
+    PRECISE = query == "fp16"
+    ROW, PREFIX, CHUNKS, SPAN = staged.stride, staged.prefix, staged.chunks, staged.span
+    GROUP, PARTS, MMAS = staged.fmt.group_size, staged.parts, staged.mmas
+    IS_EXACT, FIRST_WORD = staged.fmt.is_exact, staged.header_word(0)
+    STEP = SPAN // 8  # elements in a unit
+    ONES = 0x3F803F80 if staged.fmt.codec == "bf16" else 0x3C003C00
+    unpack = make_unpack(staged.fmt)
+    mma = mma_bf16 if staged.fmt.codec == "bf16" else mma_f16
+
+    @device_function
+    def accumulate(sums, header_sums, rows, header, p, lane):
+        g = lane >> uint32(2)
+        matrix = rows + (lane & uint32(15)) * uint32(ROW) + (lane >> uint32(4)) * uint32(16)
+        first, second = header[0], header[2]
+        if g == uint32(0):
+            first = uint32(ONES)
+            second = uint32(ONES)
+        header_sums = mma((first, header[1], second, header[3]), p, header_sums)
+        if IS_EXACT:
+            for c in range(CHUNKS // 2):
+                w = load_matrix_x4_t(matrix + uint32(32 * c))
+                a = mma((w[0], w[2], w[1], w[3]), p, load_sums(sums, 4 * c))
+                store_sums(sums, 4 * c, a)
+            return header_sums
+        scaled = rest = p
+        for c in range(CHUNKS):
+            if c % 2 == 0:
+                codes = load_matrix_x4_t(matrix + uint32(PREFIX + 16 * c))
+            for part in range(PARTS):
+                if PARTS > 1 or c * SPAN % GROUP == 0:
+                    unit = 2 * (FIRST_WORD + c * SPAN // GROUP + part)
+                    source = uint32(4 * (unit % 8)) + (lane & uint32(3))
+                    low = header[0] if unit < 8 else header[1]
+                    high = header[2] if unit < 8 else header[3]
+                    low, high = word_from_lane(low, source), word_from_lane(high, source)
+                    scaled = multiply_f16(p[0], low), multiply_f16(p[1], high)
+                    if PRECISE:
+                        rest = lost_f16(p[0], low, scaled[0]), lost_f16(p[1], high, scaled[1])
+                x = codes[0] if c % 2 == 0 else codes[2]
+                y = codes[1] if c % 2 == 0 else codes[3]
+                if PARTS > 1 and g * uint32(STEP) // uint32(GROUP) != uint32(part):
+                    x = uint32(0)
+                    y = uint32(0)
+                for m in range(MMAS):
+                    x0, x1 = unpack(x, m)
+                    y0, y1 = unpack(y, m)
+                    i = (c * MMAS + m) * 4
+                    a = mma_f16((x0, x1, y0, y1), scaled, load_sums(sums, i))
+                    if PRECISE:
+                        a = mma_f16((x0, x1, y0, y1), rest, a)
+                    store_sums(sums, i, a)
+        return header_sums
+
+    return accumulate
+
+
+def make_put_output(staged):
+    """Make the function that writes a warp's output, times a factor a head, to shared memory."""
+    DIM, CHUNKS, SPAN = staged.fmt.head_dim, staged.chunks, staged.span
+    GROUP, PARTS, MMAS, FACTOR = staged.fmt.group_size, staged.parts, staged.mmas, staged.factor
+    IS_EXACT, IS_INT4 = staged.fmt.is_exact, staged.fmt.codec == "int4"
+    FIRST_WORD, HEAD = staged.header_word(0), 4 * (staged.fmt.head_dim + 4)  # bytes of a head
+    STEP, ODD_FACTOR = SPAN // 8, FACTOR / 16 if IS_INT4 else FACTOR
+
+    @device_function
+    def put_output(target, sums, header_sums, first, second, lane):
+        g = lane >> uint32(2)
+        t = lane & uint32(3)
+        here = target + t * uint32(2 * HEAD)
+        if IS_EXACT:
+            for c in range(CHUNKS // 2):
+                at = here + uint32(64 * c) + uint32(4) * g
+                store_shared_f32(at, sums[4 * c] * first)
+                store_shared_f32(at + uint32(HEAD), sums[4 * c + 1] * second)
+                store_shared_f32(at + uint32(32), sums[4 * c + 2] * first)
+                store_shared_f32(at + uint32(32 + HEAD), sums[4 * c + 3] * second)
+            return
+        for c in range(CHUNKS):
+            shift0 = float32(0)
+            shift1 = float32(0)
+            for part in range(PARTS):
+                unit = 2 * (FIRST_WORD + c * SPAN // GROUP + part) + 1
+                source = uint32(4 * (unit % 8)) + t
+                if unit < 8:
+                    a = from_lane(header_sums[0], source)
+                    b = from_lane(header_sums[1], source)
+                else:
+                    a = from_lane(header_sums[2], source)
+                    b = from_lane(header_sums[3], source)
+                if PARTS == 1 or g * uint32(STEP) // uint32(GROUP) == uint32(part):
+                    shift0 = a
+                    shift1 = b
+            for m in range(MMAS):
+                i = (c * MMAS + m) * 4
+                d = uint32(SPAN * c + 2 * m) + uint32(STEP) * g
+                if d < uint32(DIM):
+                    at = here + uint32(4) * d
+                    store_shared_f32x2(
+                        at,
+                        (sums[i] * float32(FACTOR) + shift0) * first,
+                        (sums[i + 2] * float32(ODD_FACTOR) + shift0) * first,
+                    )
+                    store_shared_f32x2(
+                        at + uint32(HEAD),
+                        (sums[i + 1] * float32(FACTOR) + shift1) * second,
+                        (sums[i + 3] * float32(ODD_FACTOR) + shift1) * second,
+                    )
+
+    return put_output

@@ -1,0 +1,66 @@
+"""Fragments of a warp's matrices: small operations on the registers of an MMA.
+
+lane = 4g + t      sums of D[16 x 8]:  row g    : columns 2t, 2t + 1   (sums 0 and 1)
+                                       row g + 8: columns 2t, 2t + 1   (sums 2 and 3)
+"""
+
+import numpy as np
+from numba import uint32
+
+from .jit import device_function
+from .ptx import exchange
+
+ZEROS = (np.float32(0), np.float32(0), np.float32(0), np.float32(0))
+
+
+@device_function
+def add_rows(sums, low, high, values):
+    """sums + values times `low` in row g and `high` in row g + 8 of a fragment."""
+    return (
+        sums[0] + low * values[0],
+        sums[1] + low * values[1],
+        sums[2] + high * values[2],
+        sums[3] + high * values[3],
+    )
+
+
+@device_function
+def scale_columns(sums, first, second):
+    """sums times `first` in column 2t and `second` in column 2t + 1 of a fragment."""
+    return sums[0] * first, sums[1] * second, sums[2] * first, sums[3] * second
+
+
+@device_function
+def over_rows(value, combine):
+    """A value combined over the lanes of a column, in all of them."""
+    value = combine(value, exchange(value, uint32(4)))
+    value = combine(value, exchange(value, uint32(8)))
+    return combine(value, exchange(value, uint32(16)))
+
+
+@device_function
+def over_quad(value, combine):
+    """A value combined over the four lanes of a row, in all of them."""
+    value = combine(value, exchange(value, uint32(1)))
+    return combine(value, exchange(value, uint32(2)))
+
+
+@device_function
+def load_sums(sums, first):
+    """Four accumulators of a local array, as a fragment."""
+    return sums[first], sums[first + 1], sums[first + 2], sums[first + 3]
+
+
+@device_function
+def store_sums(sums, first, fragment):
+    """Put a fragment into a local array."""
+    sums[first] = fragment[0]
+    sums[first + 1] = fragment[1]
+    sums[first + 2] = fragment[2]
+    sums[first + 3] = fragment[3]
+
+
+@device_function
+def load_pair(words, first):
+    """Two words of a local array, as a B fragment."""
+    return words[first], words[first + 1]

@@ -1,0 +1,344 @@
+"""Rows from float32 to bytes, bit for bit as kvquant/rows/quantize.py defines it.
+
+    lane        16 elements of a row; `part` counts the lanes of the row
+    pieces      of a lane's elements: the longest whose elements share a group, whatever the lane
+    1           least and greatest element of each piece, then of its group, by shuffles
+    2           does the format hold the row? All lanes of the row vote; then ranges are clipped
+    3           scale and shift of each piece, rounded outwards to fp16; the first lane of a group
+                writes them
+    4           codes, packed, to shared memory
+
+No product is fused with a sum: they are PTX instructions that say how to round (ptx.py).
+"""
+
+import math
+
+import numpy as np
+from numba import cuda, float32, uint16, uint32
+
+from kvquant.rows.format import E4M3_MAX
+
+from .jit import device_function
+from .ptx import (
+    add,
+    bits_float,
+    exchange,
+    float_bits,
+    half_down,
+    half_nearest,
+    half_up,
+    lanes_that,
+    low_f16,
+    maximum_or_nan,
+    minimum_or_nan,
+    multiply,
+    multiply_add,
+    pack_bf16,
+    pack_e4m3,
+    pack_f16,
+    reciprocal,
+    store_shared_u32,
+    store_shared_u32x2,
+    store_shared_u32x4,
+    subtract,
+)
+from .row_spec import ELEMENTS, prefix_of
+
+WORDS = ELEMENTS // 2  # of 16-bit elements of a lane
+LEVELS = {"int4": 15.0, "int8": 255.0, "fp8": E4M3_MAX}
+NAN_WORDS = {"bf16": 0x7FC07FC0, "fp16": 0x7E007E00}  # of two 16-bit numbers
+ROUNDER = 2.0**23  # what is added to it is rounded to an integer, in the low bits
+ROUNDER_BITS = 0x4B000000
+INF = math.inf
+
+
+def make_quantize(fmt, lanes, converts_fp8, clips=False):
+    """Make the function that writes 16 elements of a row to shared memory as the format has them.
+
+    `ratio` is the share of its range that a group keeps, if it is clipped. The function gives
+    whether the format holds the row; if not, bytes that decode to NaN are written.
+    """
+    if fmt.is_exact:
+        return _make_quantize_exact(fmt, lanes)
+    SIZE, HEAD_DIM = fmt.group_size, fmt.head_dim
+    HEADER, CODES, CODEC = prefix_of(fmt) - fmt.header_bytes, prefix_of(fmt), fmt.codec
+    PIECE = piece_of(fmt)
+    PIECES, LANE_BYTES = ELEMENTS // PIECE, ELEMENTS * fmt.bits // 8
+    NAN, CLIPS = NAN_WORDS["fp16"], clips
+    FULL, ACTIVE = lanes * ELEMENTS == HEAD_DIM, HEAD_DIM // ELEMENTS
+    measure, parameters = make_measure(fmt, lanes, clips), make_parameters(CODEC)
+    pack = _make_pack(CODEC, converts_fp8)
+
+    @device_function
+    def quantize(x, ratio, part, row):
+        lows = cuda.local.array(PIECES, float32)
+        highs = cuda.local.array(PIECES, float32)
+        holds = measure(x, ratio, part, lows, highs)
+        active = FULL or part < uint32(ACTIVE)
+        scaled = cuda.local.array(ELEMENTS, float32)
+        for piece in range(PIECES):
+            word, shift, inverse = parameters(lows[piece], highs[piece])
+            first = uint32(uint32(ELEMENTS) * part + uint32(piece * PIECE))
+            if active and first % uint32(SIZE) == uint32(0):
+                place = uint32(HEADER) + uint32(4) * uint32(first // uint32(SIZE))
+                store_shared_u32(row + place, word if holds else uint32(NAN))
+            for i in range(PIECE):
+                k = piece * PIECE + i
+                value = x[k]
+                if CLIPS:
+                    value = minimum_or_nan(maximum_or_nan(value, lows[piece]), highs[piece])
+                scaled[k] = multiply(subtract(value, shift), inverse)
+        codes = cuda.local.array(4, uint32)
+        pack(scaled, codes)
+        target = row + uint32(CODES) + uint32(LANE_BYTES) * part
+        if active:
+            none = uint32(0)
+            if LANE_BYTES == 8:
+                store_shared_u32x2(
+                    target, (codes[0] if holds else none, codes[1] if holds else none)
+                )
+            else:
+                store_shared_u32x4(
+                    target,
+                    (
+                        codes[0] if holds else none,
+                        codes[1] if holds else none,
+                        codes[2] if holds else none,
+                        codes[3] if holds else none,
+                    ),
+                )
+        return holds
+
+    return quantize
+
+
+def make_measure(fmt, lanes, clips):
+    """Make the function that gives the range of the groups of each piece, clipped if asked for, and
+    whether the format holds the row."""
+    PIECE, LIMIT, CLIPS = piece_of(fmt), fmt.max_abs, clips
+    PIECES = ELEMENTS // PIECE
+    FULL, ACTIVE = lanes * ELEMENTS == fmt.head_dim, fmt.head_dim // ELEMENTS
+    spread, all_hold = _make_spread(fmt, lanes), make_all_hold(lanes)
+
+    @device_function
+    def measure(x, ratio, part, lows, highs):
+        for piece in range(PIECES):
+            lows[piece] = highs[piece] = x[piece * PIECE]
+        for i in range(ELEMENTS):
+            lows[i // PIECE] = minimum_or_nan(lows[i // PIECE], x[i])
+            highs[i // PIECE] = maximum_or_nan(highs[i // PIECE], x[i])
+        spread(lows, highs, part)
+        fits = True
+        for piece in range(PIECES):
+            fits = fits and lows[piece] >= float32(-LIMIT) and highs[piece] <= float32(LIMIT)
+        if CLIPS:
+            for piece in range(PIECES):
+                low, high = lows[piece], highs[piece]
+                middle = multiply(add(low, high), float32(0.5))
+                half = multiply(multiply(subtract(high, low), float32(0.5)), ratio)
+                least, most = subtract(middle, half), add(middle, half)
+                lows[piece] = minimum_or_nan(maximum_or_nan(low, least), most)
+                highs[piece] = minimum_or_nan(maximum_or_nan(high, least), most)
+        return all_hold(fits or not (FULL or part < uint32(ACTIVE)))
+
+    return measure
+
+
+def piece_of(fmt):
+    """Elements of a piece."""
+    return math.gcd(fmt.group_size, ELEMENTS) if fmt.groups > 1 else ELEMENTS
+
+
+def make_all_hold(lanes):
+    """Make the function that tells whether something holds in all lanes of a row."""
+    MASK = (1 << lanes) - 1
+
+    @device_function
+    def all_hold(holds):
+        against = lanes_that(uint32(0) if holds else uint32(1))
+        first = uint32(uint32(cuda.threadIdx.x) & uint32(32 - lanes))
+        return (against >> first) & uint32(MASK) == uint32(0)
+
+    return all_hold
+
+
+def make_round(fmt, lanes):
+    """Make the function that rounds 16 elements to 8 words of two 16-bit numbers.
+
+    It gives whether the format holds the row; if not, all words are NaN.
+    """
+    LIMIT, NAN = fmt.max_abs, NAN_WORDS[fmt.codec]
+    FULL, ACTIVE = lanes * ELEMENTS == fmt.head_dim, fmt.head_dim // ELEMENTS
+    pack, all_hold = pack_bf16 if fmt.codec == "bf16" else pack_f16, make_all_hold(lanes)
+
+    @device_function
+    def round_to_16_bits(x, words, part):
+        largest = float32(0.0)
+        for i in range(ELEMENTS):
+            largest = maximum_or_nan(largest, abs(x[i]))
+        holds = all_hold(largest <= float32(LIMIT) or not (FULL or part < uint32(ACTIVE)))
+        for i in range(WORDS):
+            words[i] = pack(x[2 * i + 1], x[2 * i]) if holds else uint32(NAN)
+        return holds
+
+    return round_to_16_bits
+
+
+@device_function
+def put_words(words, part, row):
+    """8 words of a lane to a row in shared memory."""
+    place = row + uint32(32) * part
+    store_shared_u32x4(place, (words[0], words[1], words[2], words[3]))
+    store_shared_u32x4(place + uint32(16), (words[4], words[5], words[6], words[7]))
+
+
+def _make_quantize_exact(fmt, lanes):
+    round_to_16_bits = make_round(fmt, lanes)
+    FULL, ACTIVE = lanes * ELEMENTS == fmt.head_dim, fmt.head_dim // ELEMENTS
+
+    @device_function
+    def quantize(x, ratio, part, row):
+        words = cuda.local.array(WORDS, uint32)
+        holds = round_to_16_bits(x, words, part)
+        if FULL or part < uint32(ACTIVE):
+            put_words(words, part, row)
+        return holds
+
+    return quantize
+
+
+def _make_spread(fmt, lanes):
+    """Make the function that takes the extrema of pieces to those of their groups.
+
+    Where a group is a power of two of lanes, by a butterfly among these. Else, and there are few
+    such formats, by one for each group among all lanes of the row.
+    """
+    GROUPS, SIZE, PIECE = fmt.groups, fmt.group_size, piece_of(fmt)
+    PIECES = ELEMENTS // PIECE
+    FULL, ACTIVE = lanes * ELEMENTS == fmt.head_dim, fmt.head_dim // ELEMENTS
+    SPAN = lanes if GROUPS == 1 else max(SIZE // ELEMENTS, 1)
+    ALIGNED = GROUPS == 1 or (SIZE & (SIZE - 1) == 0)
+    STEPS, ALL_STEPS = (SPAN - 1).bit_length(), (lanes - 1).bit_length()
+
+    @device_function
+    def over(low, high, steps):
+        for step in range(steps):
+            lane = uint32(1 << step)
+            low = minimum_or_nan(low, exchange(low, lane))
+            high = maximum_or_nan(high, exchange(high, lane))
+        return low, high
+
+    @device_function
+    def spread_aligned(lows, highs, part):
+        if not FULL and part >= uint32(ACTIVE):
+            lows[0], highs[0] = float32(INF), float32(-INF)
+        if SPAN > 1:
+            lows[0], highs[0] = over(lows[0], highs[0], STEPS)
+
+    @device_function
+    def spread_any(lows, highs, part):
+        all_lows = cuda.local.array(GROUPS, float32)
+        all_highs = cuda.local.array(GROUPS, float32)
+        for g in range(GROUPS):
+            low, high = float32(INF), float32(-INF)
+            for piece in range(PIECES):
+                first = uint32(uint32(ELEMENTS) * part + uint32(piece * PIECE))
+                is_of = first // uint32(SIZE) == uint32(g)
+                low = minimum_or_nan(low, lows[piece] if is_of else low)
+                high = maximum_or_nan(high, highs[piece] if is_of else high)
+            all_lows[g], all_highs[g] = over(low, high, ALL_STEPS)
+        for g in range(GROUPS):
+            for piece in range(PIECES):
+                first = uint32(uint32(ELEMENTS) * part + uint32(piece * PIECE))
+                if first // uint32(SIZE) == uint32(g):
+                    lows[piece], highs[piece] = all_lows[g], all_highs[g]
+
+    return spread_aligned if ALIGNED else spread_any
+
+
+def make_parameters(codec):
+    """Make the function from a group's extrema to the word of its scale and shift, the shift, and
+    the inverse of the scale."""
+    FP8, STEP = codec == "fp8", float(np.float32(1 / LEVELS[codec]))
+
+    @device_function
+    def parameters(low, high):
+        # + 0.0 turns -0.0 into 0.0
+        if FP8:
+            middle = add(multiply(low, float32(0.5)), multiply(high, float32(0.5)))
+            rounded = low_f16(uint32(half_nearest(middle)))
+            shift = add(rounded, float32(0.0))
+            shift_bits = half_nearest(shift)
+            reach = maximum_or_nan(subtract(high, shift), subtract(shift, low))
+        else:
+            shift_bits = half_down(add(low, float32(0.0)))
+            shift = low_f16(uint32(shift_bits))
+            reach = subtract(high, shift)
+        scale_bits = half_up(add(multiply(reach, float32(STEP)), float32(0.0)))
+        scale = low_f16(uint32(scale_bits))
+        # 1 / scale, rounded to nearest: an approximation within 2**-22 of it, and a Newton step,
+        # whose error of 2**-44 is less than the distance of 1 / scale, of 11 bits, to what would
+        # be rounded otherwise (2**-37)
+        inverse = reciprocal(scale)
+        inverse = multiply_add(inverse, multiply_add(-scale, inverse, float32(1.0)), inverse)
+        if scale == float32(0.0):
+            inverse = float32(0.0)
+        return uint32(uint32(shift_bits) << uint32(16) | uint32(scale_bits)), shift, inverse
+
+    return parameters
+
+
+def _make_pack(codec, converts_fp8):
+    """Make the function from 16 scaled elements to the words of their codes, at most 4.
+
+    Integers need no clamp: with the scale rounded up, a scaled element lies between 0 and levels *
+    (1 + 2**-21). Added to 2**23 they are rounded, ties to even, and stand in the low bits; the high
+    bits are taken off all at once.
+    """
+    PER_WORD, BITS = (8, 4) if codec == "int4" else (4, 8)
+    WORDS = ELEMENTS // PER_WORD
+    HIGH = sum(ROUNDER_BITS << BITS * i for i in range(PER_WORD)) % 2**32
+    to_e4m3 = pack_e4m3 if converts_fp8 else e4m3_pair
+
+    @device_function
+    def pack_integers(scaled, codes):
+        for w in range(WORDS):
+            word = uint32(0)
+            for i in range(PER_WORD):
+                k = PER_WORD * w + PER_WORD - 1 - i
+                bits = float_bits(add(scaled[k], float32(ROUNDER)))
+                word = uint32(uint32(word << uint32(BITS)) + bits)
+            codes[w] = uint32(word - uint32(HIGH))
+
+    @device_function
+    def pack_fp8(scaled, codes):
+        for w in range(4):
+            low = to_e4m3(scaled[4 * w + 1], scaled[4 * w])
+            high = to_e4m3(scaled[4 * w + 3], scaled[4 * w + 2])
+            codes[w] = uint32(uint32(high) << uint32(16) | uint32(low))
+
+    return pack_fp8 if codec == "fp8" else pack_integers
+
+
+@device_function
+def e4m3_pair(high, low):
+    """Two floats to the nearest E4M3, for GPUs older than sm_89."""
+    return uint16(uint32(e4m3(high) << uint32(8)) | e4m3(low))
+
+
+@device_function
+def e4m3(x):
+    """The code of a float, at most 448, ties to even.
+
+    From 2**-6 on the mantissa is rounded to 3 bits and the exponent rebased from 127 to 7; below,
+    the code is the multiple of 2**-9, which adding 2**14 rounds to the low bits of the float.
+    """
+    bits = float_bits(x)
+    sign = uint32(uint32(bits >> uint32(24)) & uint32(0x80))
+    size = min(uint32(bits & uint32(0x7FFFFFFF)), uint32(0x43E00000))
+    odd = uint32(uint32(size >> uint32(20)) & uint32(1))
+    rounded = uint32(uint32(size + uint32(0x7FFFF)) + odd)
+    code = uint32(uint32(rounded >> uint32(20)) - uint32(120 << 3))
+    if size < uint32(121 << 23):
+        code = uint32(float_bits(add(bits_float(size), float32(2.0**14))) - uint32(0x46800000))
+    return uint32(sign | code)

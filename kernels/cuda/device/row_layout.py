@@ -1,0 +1,129 @@
+"""How rows stand in shared memory (padded shared memory), and how their codes fall to the lanes.
+
+    shared memory, one row      ┌ pad ┬ header ┬ codes, 16 bytes a chunk ┬ pad ┐
+                                0            prefix                         stride
+
+ldmatrix reads 8 rows x 16 bytes at once: without bank conflicts if the rows are an odd number of
+16-byte units apart. An 80-byte row is 5 units and so its own padding; a 256-byte row gets a 17th.
+
+A row whose length is no multiple of 16, such as 68 bytes, is realigned in shared memory: 12 bytes
+are put before its header, so that its codes start at a unit (80 bytes, again an odd number of
+units). Until then it stands as it landed: rows that follow one another in global memory (dense) do
+so again, others come as the 16-byte windows that cover them, wherever they start.
+
+    landing, not dense    ┌ before ┬ header ┬ codes ┬ after ┐    with bytes of the rows around it
+                          0      shift                16 * windows
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvquant.errors import UnsupportedError
+from kvquant.rows.format import RowFormat
+
+UNIT = 16  # bytes
+
+
+@dataclass(frozen=True)
+class StagedRow:
+    """The facts of a format in shared memory, for constants of a kernel.
+
+    Attributes:
+        fmt: the format.
+        dense: whether rows follow one another without gaps in global memory.
+        padded: whether the stride is rounded up to an odd number of units; False only to measure
+            what the bank conflicts cost.
+    """
+
+    fmt: RowFormat
+    dense: bool = True
+    padded: bool = True
+
+    def __post_init__(self) -> None:
+        fmt = self.fmt
+        if fmt.groups > 1 and fmt.group_size % self.span and self.span % fmt.group_size:
+            raise UnsupportedError(
+                f"{fmt} with head_dim {fmt.head_dim} has no CUDA kernel: its groups of "
+                f"{fmt.group_size} do not line up with the {self.span} elements in 16 bytes. Use "
+                "other groups, or backend='reference'"
+            )
+
+    @property
+    def span(self) -> int:
+        """Elements in a chunk of 16 bytes; for 16-bit rows in the two chunks of an MMA."""
+        return 32 if self.fmt.codec == "int4" else 16
+
+    @property
+    def prefix(self) -> int:
+        """Bytes before the codes: the header and the pad that aligns the codes."""
+        return 0 if self.fmt.is_exact else max(UNIT, self.fmt.header_bytes)
+
+    @property
+    def chunks(self) -> int:
+        """Units of codes, the last one perhaps not full."""
+        return -(-self.fmt.code_bytes // UNIT)
+
+    @property
+    def stride(self) -> int:
+        """Bytes from a row to the next: an odd number of units."""
+        return self._spread(-(-(self.prefix + self.fmt.code_bytes) // UNIT))
+
+    @property
+    def realigned(self) -> bool:
+        """Whether rows are moved in shared memory before ldmatrix reads them."""
+        return bool(self.fmt.row_bytes % UNIT or self.fmt.header_bytes % UNIT)
+
+    @property
+    def windows(self) -> int:
+        """Asynchronous copies of 16 bytes that cover a row, wherever it starts."""
+        return -(-(self.fmt.row_bytes + UNIT - self.alignment) // UNIT)
+
+    @property
+    def landing(self) -> int:
+        """Bytes from a row to the next as they are copied."""
+        if not self.realigned:
+            return self.stride
+        return self.fmt.row_bytes if self.dense else self._spread(self.windows)
+
+    @property
+    def alignment(self) -> int:
+        """What rows must be aligned to in global memory."""
+        return min(self.fmt.alignment, UNIT)
+
+    @property
+    def header_units(self) -> int:
+        """Units that hold the header: 4 groups each; 0 for 16-bit rows."""
+        return 0 if self.fmt.is_exact else self.prefix // UNIT
+
+    def header_word(self, group: int) -> int:
+        """The word of a group's scale and shift, counted from the first unit of the header."""
+        return group + (self.prefix - self.fmt.header_bytes) // 4
+
+    def _spread(self, units: int) -> int:
+        return UNIT * (units + (1 - units % 2 if self.padded else 0))
+
+    @property
+    def parts(self) -> int:
+        """Groups that share a chunk; their products are kept apart by zeros."""
+        if self.fmt.groups == 1 or self.fmt.group_size % self.span == 0:
+            return 1
+        return self.span // self.fmt.group_size
+
+    @property
+    def mmas(self) -> int:
+        """MMAs that one part of a chunk takes."""
+        return 2 if self.fmt.codec == "int4" else 1
+
+    @property
+    def sums(self) -> int:
+        """Accumulators of a lane for the output of 8 heads."""
+        chunks = self.chunks + self.chunks % 2  # ldmatrix takes two
+        return 2 * chunks if self.fmt.is_exact else 4 * chunks * self.mmas
+
+    @property
+    def factor(self) -> float:
+        """By what the fp16 numbers in the MMAs are too small: codes stand there as subnormals."""
+        if self.fmt.is_exact:
+            return 1.0
+        return 2.0**8 if self.fmt.codec == "fp8" else 2.0**24

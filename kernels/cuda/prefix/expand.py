@@ -1,0 +1,228 @@
+"""Packed rows as fp16 numbers in shared memory, for kernels whose warps share a tile.
+
+    global ──cp.async──▶ packed rows ──▶ times a power of two ──▶ fp16, an odd number of units apart
+                         (a stage)       the tile's, see kernel.py
+
+A code of INT4 or of a byte becomes fp16 as the low bits of 1024, from which 1024 is taken; then
+one multiply-add, rounded once, makes the number of it. Pairs of codes come out as they stand in a
+word (codes.py) and are put in order.
+"""
+
+from numba import cuda, float32, int32, uint32, uint64
+
+from ..device.codes import make_unpack
+from ..device.jit import device_function
+from ..device.ptx import (
+    bits_float,
+    float_bits,
+    high_bf16,
+    high_f16,
+    load_global_u32,
+    load_shared_u32,
+    load_shared_u32x2,
+    load_shared_u32x4,
+    low_bf16,
+    low_f16,
+    maximum,
+    multiply_add_f16,
+    pack_f16,
+    permute,
+    store_shared_u32x4,
+    word_from_lane,
+)
+from ..device.quantize import LEVELS
+from ..device.row_copies import COPIES
+from ..device.row_spec import prefix_of, staged_bytes, unit_of
+
+PIECE = 16  # elements that a thread expands at a time
+PAGE = 16  # rows that lie in one page at least
+MAGIC = 0x64006400  # 1024, twice
+TAKE_1024 = 0x3C003C00, 0xE400E400  # times 1, minus 1024
+TAKE_64 = 0x2C002C00, 0xD400D400  # times 1/16, minus 64: of codes that stand 4 bits higher
+LOW_HALVES, HIGH_HALVES = 0x5410, 0x7632
+MOST = 14  # numbers of a tile are below 2**14
+TINIEST = 2.0**-24
+FP8_MOST, FP8_FACTOR = 448.0, 2.0**8  # E4M3; what the fp16 of its shifted bits are too small by
+
+
+def make_find_pages(paged):
+    """Make the function from a tile to its pages, one of 16 rows a lane."""
+
+    @device_function
+    def find_pages(table, first, end, shift):
+        page = uint32(0)
+        if paged:
+            token = int32(first + int32(PAGE) * int32(uint32(cuda.threadIdx.x) & uint32(3)))
+            if token < end:
+                page = load_global_u32(table + uint64(4) * uint64(token >> shift))
+        return page
+
+    return find_pages
+
+
+def make_copy_tile(fmt, paged, tokens, threads):
+    """Make the function that asks for the packed rows of a tile; zeros behind `end`."""
+    UNIT = unit_of(fmt)
+    UNITS, FIRST, STEP = fmt.row_bytes // UNIT, prefix_of(fmt) - fmt.header_bytes, staged_bytes(fmt)
+    ALL = tokens * UNITS
+    copy = COPIES[UNIT]
+
+    @device_function
+    def copy_tile(target, base, strides, pages, first, end, mask):
+        stride_page, stride_row = strides
+        for i in range(-(-ALL // threads)):
+            piece = uint32(uint32(cuda.threadIdx.x) + uint32(threads * i))
+            row = uint32(piece // uint32(UNITS))
+            unit = uint32(piece - uint32(row * uint32(UNITS)))
+            token = int32(first + int32(row))
+            source = base + uint64(uint32(UNIT) * unit)
+            if paged:
+                page = word_from_lane(pages, uint32(row // uint32(PAGE)) & uint32(3))
+                source += uint64(page) * stride_page
+                source += uint64(uint32(uint32(token & mask) * uint32(stride_row)))
+            else:
+                source += uint64(uint32(token)) * stride_row
+            place = target + row * uint32(STEP) + uint32(FIRST) + uint32(UNIT) * unit
+            if threads * (i + 1) <= ALL or piece < uint32(ALL):
+                copy(place, source, uint32(UNIT) if token < end else uint32(0))
+
+    return copy_tile
+
+
+def make_largest(fmt, tokens, threads):
+    """Make the function to the largest number of a thread's share of a tile of packed rows."""
+    if fmt.is_exact:
+        return _make_largest_exact(fmt, tokens, threads)
+    HEADER, STEP, GROUPS = prefix_of(fmt) - fmt.header_bytes, staged_bytes(fmt), fmt.groups
+    ALL, LEVEL = tokens * GROUPS, FP8_MOST if fmt.codec == "fp8" else LEVELS[fmt.codec]
+
+    @device_function
+    def largest(stage):
+        most = float32(0)
+        for i in range(-(-ALL // threads)):
+            header = uint32(uint32(cuda.threadIdx.x) + uint32(threads * i))
+            row = uint32(header % uint32(tokens))
+            group = uint32(header // uint32(tokens))
+            if threads * (i + 1) <= ALL or header < uint32(ALL):
+                at = stage + row * uint32(STEP) + uint32(HEADER) + uint32(4) * group
+                word = load_shared_u32(at)
+                size = abs(low_f16(word)) * float32(LEVEL) + abs(high_f16(word))
+                most = maximum(most, size)
+        return most
+
+    return largest
+
+
+def _make_largest_exact(fmt, tokens, threads):
+    STEP, PIECES = staged_bytes(fmt), fmt.head_dim // PIECE
+    low, high = (low_bf16, high_bf16) if fmt.codec == "bf16" else (low_f16, high_f16)
+    ALL = tokens * PIECES
+
+    @device_function
+    def largest(stage):
+        most = float32(0)
+        for i in range(-(-ALL // threads)):
+            number = uint32(uint32(cuda.threadIdx.x) + uint32(threads * i))
+            row, piece = uint32(number % uint32(tokens)), uint32(number // uint32(tokens))
+            if threads * (i + 1) <= ALL or number < uint32(ALL):
+                at = stage + row * uint32(STEP) + uint32(2 * PIECE) * piece
+                for half in range(2):
+                    words = load_shared_u32x4(at + uint32(16 * half))
+                    for j in range(4):
+                        most = maximum(most, abs(low(words[j])))
+                        most = maximum(most, abs(high(words[j])))
+        return most
+
+    return largest
+
+
+@device_function
+def power_below(most):
+    """The power of two by which numbers up to `most` stay below 2**14."""
+    exponent = int32(float_bits(maximum(most, float32(TINIEST))) >> uint32(23)) - int32(126)
+    return bits_float(uint32(int32(127 + MOST) - exponent) << uint32(23))
+
+
+@device_function
+def inverse_of(power):
+    """One over a power of two."""
+    return bits_float(uint32(254 << 23) - float_bits(power))
+
+
+@device_function
+def twice(x):
+    """A number as a pair of fp16."""
+    return pack_f16(x, x)
+
+
+def make_expand(fmt, stride, tokens, threads):
+    """Make the function that writes the i-th of a thread's pieces of a tile, of 16 elements each,
+    as fp16 numbers times a power of two; and say how many pieces a thread has.
+
+    Args:
+        fmt: the packed rows.
+        stride: bytes from an fp16 row to the next.
+        tokens: of a tile.
+        threads: of the block.
+    """
+    STEP, CODES, PIECES = staged_bytes(fmt), prefix_of(fmt), fmt.head_dim // PIECE
+    HEADER, GROUP = prefix_of(fmt) - fmt.header_bytes, fmt.group_size
+    IS_INT4, IS_FP8, IS_EXACT = fmt.codec == "int4", fmt.codec == "fp8", fmt.is_exact
+    WORDS, PER_WORD = (2, 8) if IS_INT4 else (4, 4)
+    FACTOR, ALL = FP8_FACTOR if IS_FP8 else 1.0, tokens * PIECES
+    low, high = (low_bf16, high_bf16) if fmt.codec == "bf16" else (low_f16, high_f16)
+    unpack = None if IS_EXACT else make_unpack(fmt)
+
+    @device_function
+    def numbers_of(pair, times, take, scale, shift):
+        if not IS_FP8:
+            pair = multiply_add_f16(pair | uint32(MAGIC), uint32(times), uint32(take))
+        return multiply_add_f16(pair, scale, shift)
+
+    @device_function
+    def expand_codes(row, piece, power, words):
+        if IS_INT4:
+            codes = load_shared_u32x2(row + uint32(CODES) + uint32(8) * piece)
+        else:
+            codes = load_shared_u32x4(row + uint32(CODES) + uint32(16) * piece)
+        scale, shift = uint32(0), uint32(0)
+        for w in range(WORDS):
+            if w == 0 or GROUP < PIECE:
+                element = uint32(uint32(PIECE) * piece + uint32(PER_WORD * w))
+                group = uint32(element // uint32(GROUP))
+                header = load_shared_u32(row + uint32(HEADER) + uint32(4) * group)
+                scale = twice(low_f16(header) * power * float32(FACTOR))
+                shift = twice(high_f16(header) * power)
+            for m in range(PER_WORD // 4):
+                x, y = unpack(codes[w], m)  # of INT4 codes 2m and 2m + 4; 2m + 1 and 2m + 5
+                x = numbers_of(x, TAKE_1024[0], TAKE_1024[1], scale, shift)
+                if IS_INT4:
+                    y = numbers_of(y, TAKE_64[0], TAKE_64[1], scale, shift)
+                else:
+                    y = numbers_of(y, TAKE_1024[0], TAKE_1024[1], scale, shift)
+                at = w * PER_WORD // 2 + m
+                words[at] = permute(x, y, uint32(LOW_HALVES))
+                words[at + PER_WORD // 4] = permute(x, y, uint32(HIGH_HALVES))
+
+    @device_function
+    def expand_exact(row, piece, power, words):
+        for half in range(2):
+            four = load_shared_u32x4(row + uint32(2 * PIECE) * piece + uint32(16 * half))
+            for j in range(4):
+                words[4 * half + j] = pack_f16(high(four[j]) * power, low(four[j]) * power)
+
+    of_piece = expand_exact if IS_EXACT else expand_codes
+
+    @device_function
+    def expand(stage, target, power, i):
+        # neighbours have rows that follow one another: no bank conflicts
+        number = uint32(uint32(cuda.threadIdx.x) + uint32(threads * i))
+        row, piece = uint32(number % uint32(tokens)), uint32(number // uint32(tokens))
+        if threads * (i + 1) <= ALL or number < uint32(ALL):
+            words = cuda.local.array(8, uint32)
+            of_piece(stage + row * uint32(STEP), piece, power, words)
+            to = target + row * uint32(stride) + uint32(2 * PIECE) * piece
+            store_shared_u32x4(to, (words[0], words[1], words[2], words[3]))
+            store_shared_u32x4(to + uint32(16), (words[4], words[5], words[6], words[7]))
+
+    return expand, -(-ALL // threads)

@@ -1,0 +1,155 @@
+"""What the prefix kernel is compiled for, its arguments and its shared memory: plain numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from kvquant.errors import UnsupportedError
+from kvquant.rows.format import RowFormat
+
+from ..device.row_layout import UNIT, StagedRow
+from ..device.row_spec import staged_bytes
+
+STAGES = 3  # tiles of packed rows: one is expanded, one has come, one is on its way
+ROWS = 16  # queries of an MMA
+WIDE = 128  # elements of a row up to which the sums of 32 queries fit a warp's registers
+# warps, blocks and tokens of a tile, the first that fits: the more queries a block has, the less
+# often rows are expanded; the fewer tokens a tile has, the less shared memory it takes
+SHAPES = ((8, 2, 64), (8, 2, 32), (4, 2, 32), (4, 1, 32), (4, 1, 16), (2, 1, 16), (1, 1, 16))
+FEWEST = 64  # queries up to which all take as long
+REGISTERS, OF_BLOCKS = 1 << 16, {1: 168, 2: 256}  # of an SM; of a thread
+RESERVED = 1 << 10  # bytes of shared memory that a block takes besides
+
+# name and struct code: Q uint64 (an address, or bytes), i int32, f float32
+PREFIX = (
+    ("q", "Q"),  # [batch, num_q_heads, head_dim], bfloat16 or float16
+    ("members", "Q"),  # int64 [num_members]: places in the batch, all else nobody; 0: 0, 1, 2 ...
+    ("out", "Q"),  # float32 [splits, num_kv_heads, num_members * ratio, head_dim of V]
+    ("lse", "Q"),  # float32 [splits, num_kv_heads, num_members * ratio], base e
+    ("k_rows", "Q"),
+    ("v_rows", "Q"),
+    ("seq_lens", "Q"),  # int32 [1]
+    ("table", "Q"),  # int32 [max_pages], or 0
+    ("q_stride_batch", "Q"),  # bytes
+    ("q_stride_head", "Q"),
+    ("k_stride_page", "Q"),
+    ("k_stride_head", "Q"),
+    ("k_stride_row", "Q"),
+    ("v_stride_page", "Q"),
+    ("v_stride_head", "Q"),
+    ("v_stride_row", "Q"),
+    ("capacity", "i"),  # longer lengths count as this
+    ("page_shift", "i"),  # log2 of the page size
+    ("num_members", "i"),
+    ("batch", "i"),
+    ("ratio", "i"),  # query heads on a KV head
+    ("score_scale", "f"),  # sm_scale * log2(e)
+)
+
+
+@dataclass(frozen=True)
+class PrefixSpec:
+    """All that the machine code depends on, but for the GPU's architecture.
+
+    Attributes:
+        k_format, v_format: the rows.
+        query: "bf16" or "fp16", the codec of q.
+        paged: whether rows lie in pages.
+        warps: warps of a block.
+        blocks: 16 queries each that a warp has.
+        tokens: of a tile.
+        span: tokens of a tile of which a warp has the scores at a time.
+    """
+
+    k_format: RowFormat
+    v_format: RowFormat
+    query: str = "bf16"
+    paged: bool = True
+    warps: int = 4
+    blocks: int = 2
+    tokens: int = 64
+    span: int = 32
+
+    def __post_init__(self) -> None:
+        for fmt in (self.k_format, self.v_format):
+            StagedRow(fmt)  # refuses groups that no kernel reads
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 32 * self.warps
+
+    @property
+    def rows(self) -> int:
+        """Queries of a block."""
+        return self.warps * self.blocks * ROWS
+
+    @property
+    def k_bytes(self) -> int:
+        """A tile of packed K."""
+        return self.tokens * staged_bytes(self.k_format)
+
+    @property
+    def stage_bytes(self) -> int:
+        """A tile of packed K and V."""
+        return self.k_bytes + self.tokens * staged_bytes(self.v_format)
+
+    def stride(self, fmt: RowFormat) -> int:
+        """Bytes from a row of fp16 numbers to the next: an odd number of units (row_layout.py)."""
+        return 2 * fmt.head_dim + UNIT
+
+    @property
+    def tile_bytes(self) -> int:
+        """A tile of K and V as fp16."""
+        return self.tokens * (self.stride(self.k_format) + self.stride(self.v_format))
+
+    @property
+    def query_bytes(self) -> int:
+        """The queries as fp16."""
+        return self.rows * self.stride(self.k_format)
+
+    @property
+    def facts_bytes(self) -> int:
+        """Largest numbers of K and of V in two tiles, by warp."""
+        return -(-2 * 2 * 4 * self.warps // UNIT) * UNIT
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        tiles = STAGES * self.stage_bytes + 2 * self.tile_bytes
+        return tiles + self.query_bytes + self.facts_bytes
+
+    @property
+    def arguments(self) -> str:
+        """The kernel's arguments as a struct format; every field is naturally aligned."""
+        return "=" + "".join(code for _, code in PREFIX)
+
+
+def fit(spec: PrefixSpec, num_rows: int, most_shared: int) -> PrefixSpec:
+    """The kernel for so many queries on a KV head.
+
+    Args:
+        spec: its formats.
+        num_rows: queries.
+        most_shared: bytes of shared memory that a block may have.
+
+    Raises:
+        UnsupportedError: rows are too long for the GPU.
+    """
+    narrow = max(spec.k_format.head_dim, spec.v_format.head_dim) <= WIDE
+    for warps, blocks, tokens in SHAPES:
+        found = replace(spec, warps=warps, blocks=blocks, tokens=tokens, span=min(tokens, 32))
+        used = found.rows <= FEWEST or 2 * num_rows > found.rows
+        if used and (narrow or blocks == 1) and found.shared_bytes <= most_shared:
+            return found
+    raise UnsupportedError(
+        f"a prefix of {spec.k_format} and {spec.v_format} rows with head_dim "
+        f"{spec.k_format.head_dim} takes {found.shared_bytes} bytes of shared memory, this GPU has "
+        f"{most_shared}: let the sequences share nothing, or use formats with fewer bits"
+    )
+
+
+def blocks_per_sm(spec: PrefixSpec, shared_of_sm: int) -> int:
+    """Blocks that an SM has room for, by about as many registers as they take."""
+    registers = REGISTERS // (spec.threads * OF_BLOCKS[spec.blocks])
+    return max(min(registers, shared_of_sm // (spec.shared_bytes + RESERVED)), 1)

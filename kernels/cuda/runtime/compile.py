@@ -1,0 +1,276 @@
+"""Compile kernels to cubins, without a GPU, and keep them on disk.
+
+numba makes LTO-IR of a kernel, nvJitLink a cubin of that; both come with the `cuda` extra and take
+seconds. A cubin that lies on disk is read without either:
+
+    <cache folder>/cubins/<key>.cubin    SHA-256 of what follows, name and report as JSON, code
+
+The key is a hash of all that the machine code depends on, so a file is never wrong, only unused.
+
+Of PTX, nvJitLink makes relocatable code: calls of the compiler's own functions then cost registers,
+255 where LTO-IR, compiled as a whole program, takes 130 (sm_80). But for GPUs newer than sm_90
+LTO-IR goes through another LLVM, which leaves arrays in local memory: there PTX of sm_90 is taken.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import json
+import re
+import struct
+import threading
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from kvquant.errors import UnsupportedError
+from kvquant.rows import format as layout
+
+from ...disk_cache import cache_folder, read_file, replace_file, seal, unseal, warn_of_folder
+from ..affine.spec import TurnSpec
+from ..append.feedback_spec import FeedbackSpec
+from ..decode.spec import DecodeSpec
+from ..device.row_spec import AppendSpec, DequantizeSpec
+from ..prefix.combine_spec import MergeSpec
+from ..prefix.spec import PrefixSpec
+from ..slots.spec import SlotSpec
+
+Spec = (
+    DecodeSpec
+    | AppendSpec
+    | DequantizeSpec
+    | MergeSpec
+    | FeedbackSpec
+    | PrefixSpec
+    | SlotSpec
+    | TurnSpec
+)
+NEWEST_LTO = (9, 0)
+# of a cubin: the section of a kernel's arguments; in .nv.info attributes, and the form of those
+# that are followed by as many bytes as they say
+ARGUMENTS = ".nv.constant0."
+REGISTER_COUNT, FRAME_SIZE, WITH_LENGTH = 0x2F, 0x11, 4
+# what makes the machine code; the names of the wheels with NVVM and nvJitLink end in the CUDA
+# version up to 12
+COMPILERS = (
+    "numba numba-cuda llvmlite cuda-core cuda-bindings nvidia-nvvm nvidia-nvjitlink "
+    "nvidia-cuda-nvcc-cu12 nvidia-nvjitlink-cu12"
+).split()
+_lock = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a kernel takes; where it calls functions, the largest numbers count.
+
+    Attributes:
+        registers: of a thread.
+        stack_bytes: local memory of a thread: arrays, and registers that were spilled.
+    """
+
+    registers: int
+    stack_bytes: int
+
+
+@dataclass(frozen=True)
+class Cubin:
+    """Machine code of a kernel for one architecture.
+
+    Attributes:
+        name: of the kernel in it, mangled.
+        code: an ELF file that the driver loads.
+        report: what it takes.
+    """
+
+    name: str
+    code: bytes
+    report: Report
+
+    @classmethod
+    def read(cls, code: bytes) -> Cubin:
+        """Find the kernel in an ELF file, and what it takes.
+
+        The log of ptxas says it too, but was seen empty on a machine with a GPU, probably where
+        nvJitLink found the code in the driver's cache.
+
+        Raises:
+            ValueError: the file holds no kernel, or several.
+        """
+        (table,) = struct.unpack_from("<Q", code, 0x28)
+        size, count, names_at = struct.unpack_from("<3H", code, 0x3A)
+        headers = [struct.unpack_from("<IIQQQQ", code, table + i * size) for i in range(count)]
+        first_name = headers[names_at][4]
+        sections = {}
+        for name, _, _, _, start, length in headers:
+            end = code.index(b"\0", first_name + name)
+            sections[code[first_name + name : end].decode()] = code[start : start + length]
+        # constant bank 0 holds the arguments: only what can be launched has one
+        names = [name[len(ARGUMENTS) :] for name in sections if name.startswith(ARGUMENTS)]
+        if len(names) != 1:
+            raise ValueError(f"a cubin with kernels {names}: there must be one")
+        info = sections[".nv.info"]
+        found: dict[int, list[int]] = {REGISTER_COUNT: [], FRAME_SIZE: []}
+        at = 0
+        while at < len(info):
+            form, attribute, length = struct.unpack_from("<BBH", info, at)
+            if attribute in found:  # the index of a symbol, and its number
+                found[attribute].append(struct.unpack_from("<I", info, at + 8)[0])
+            at += 4 + (length if form == WITH_LENGTH else 0)
+        return cls(names[0], code, Report(max(found[REGISTER_COUNT]), max(found[FRAME_SIZE])))
+
+    def to_bytes(self) -> bytes:
+        """The content of a file in the cache."""
+        facts = {"name": self.name, **asdict(self.report)}
+        return seal(json.dumps(facts).encode() + b"\n" + self.code)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Cubin | None:
+        """Read such a content; None if it is damaged."""
+        header, _, code = (unseal(data) or b"").partition(b"\n")
+        try:
+            facts = json.loads(header)
+            name, report = facts.pop("name"), Report(**facts)
+        except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
+            return None
+        good = isinstance(name, str) and all(type(n) is int for n in asdict(report).values())
+        return cls(name, code, report) if good else None
+
+
+def load_cubin(spec: Spec, arch: str) -> Cubin:
+    """Take a kernel from the disk, or compile it and put it there.
+
+    Args:
+        spec: the kernel.
+        arch: of the GPU, such as "sm_90".
+
+    Raises:
+        UnsupportedError: numba-cuda is not installed, or knows no such architecture.
+    """
+    with _lock:
+        try:
+            path = cache_folder() / "cubins" / f"{cubin_key(spec, arch)}.cubin"
+            data = read_file(path)
+            cubin = None if data is None else Cubin.from_bytes(data)
+        except OSError as error:
+            warn_of_folder("CUDA", error)
+            return compile_spec(spec, arch)
+        if cubin is None:
+            cubin = compile_spec(spec, arch)
+            try:
+                replace_file(path, cubin.to_bytes())
+            except OSError as error:
+                warn_of_folder("CUDA", error)
+        return cubin
+
+
+def cubin_key(spec: Spec, arch: str) -> str:
+    """A word that changes with all that the machine code depends on."""
+    parts = [repr(spec), arch, _sources_hash()]
+    parts += [f"{name} {_version(name)}" for name in COMPILERS]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
+
+
+def compile_spec(spec: Spec, arch: str) -> Cubin:
+    """Compile a kernel; see load_cubin."""
+    require_extra()
+    make: Any
+    if isinstance(spec, AppendSpec):
+        from ..append.kernel import make_append_kernel as make
+        from ..append.kernel import signature
+    elif isinstance(spec, DequantizeSpec):
+        from ..dequantize.kernel import make_dequantize_kernel as make
+        from ..dequantize.kernel import signature
+    elif isinstance(spec, MergeSpec):
+        from ..prefix.combine import make_merge_states_kernel as make
+        from ..prefix.combine import signature
+    elif isinstance(spec, SlotSpec):
+        from ..slots.kernel import make_slots_kernel as make
+        from ..slots.kernel import signature
+    elif isinstance(spec, TurnSpec):
+        from ..affine.kernel import make_turn_kernel as make
+        from ..affine.kernel import signature
+    elif isinstance(spec, PrefixSpec):
+        from ..prefix.kernel import make_prefix_kernel as make
+        from ..prefix.kernel import signature
+    elif isinstance(spec, FeedbackSpec):
+        from ..append.feedback_kernel import make_feedback_kernel as make
+        from ..append.feedback_kernel import signature
+    else:
+        from ..decode.kernel import make_decode_kernel as make
+        from ..decode.kernel import signature
+    return compile_kernel(make(spec), signature(spec), arch)
+
+
+def compile_kernel(function: Any, signature: Any, arch: str) -> Cubin:
+    """Compile a Python function for numba.cuda to a cubin; needs no GPU.
+
+    Args:
+        function: the kernel.
+        signature: numba types of the arguments.
+        arch: such as "sm_90".
+
+    Raises:
+        UnsupportedError: numba-cuda is not installed, or knows no such architecture.
+    """
+    require_extra()
+    from cuda.bindings.nvjitlink import nvJitLinkError
+    from cuda.core import Linker, LinkerOptions, ObjectCode
+    from numba import cuda
+
+    from ..device.jit import pretend
+
+    whole = _capability(arch) <= NEWEST_LTO
+    capability = _capability(arch) if whole else NEWEST_LTO
+    # opt and debug told, so that no setting of numba's changes the machine code
+    options: Any = {"device": False, "abi": "numba", "opt": True, "debug": False}
+    options["output"] = "ltoir" if whole else "ptx"
+    with pretend(capability):
+        made, _ = cuda.compile(function, signature, cc=capability, **options)
+    made = ObjectCode.from_ltoir(made) if whole else ObjectCode.from_ptx(made.encode())
+    options = LinkerOptions(arch=arch, link_time_optimization=whole)
+    try:
+        code = bytes(Linker(made, options=options).link("cubin").code)
+    except nvJitLinkError as error:
+        raise UnsupportedError(
+            f"nvJitLink {_version('nvidia-nvjitlink')} makes no code for {arch} ({error}): for a "
+            "newer GPU install newer compilers, pip install -U 'numba-cuda[cu13]'"
+        ) from error
+    return Cubin.read(code)
+
+
+def _capability(arch: str) -> tuple[int, int]:
+    digits = re.fullmatch(r"sm_(\d+)(\d)", arch)
+    if digits is None:
+        raise UnsupportedError(f"architecture {arch!r} does not exist: give one such as 'sm_90'")
+    return int(digits[1]), int(digits[2])
+
+
+def require_extra() -> None:
+    """Raise UnsupportedError unless the cuda extra is installed."""
+    try:
+        import numba_cuda  # noqa: F401
+    except ImportError as error:
+        raise UnsupportedError(
+            "CUDA tensors need numba-cuda: install kvquant with its cuda extra, pip install -e "
+            f"'.[cuda]' in the checkout ({error}); or pass backend='reference' for the slow kernel"
+        ) from error
+
+
+@functools.cache
+def _sources_hash() -> str:
+    digest = hashlib.sha256(Path(layout.__file__).read_bytes())
+    rooms = Path(__file__).parents[1]
+    for path in sorted(rooms.rglob("*.py")):
+        if path.parent.name != "simulator":  # no machine code is made there
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+@functools.cache
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"

@@ -1,0 +1,133 @@
+"""Place the new tokens of a layer: the slot of each, and the lengths after them, in place.
+
+    grid    a sequence each; its threads take tokens in turn
+
+        room    packed   of every token   | seq_lens before
+                exact                     | packed_lens before
+                leaving                   | firsts before
+
+kvquant/rows/slots.py and LayerCache.set_lens have the meaning. All threads have read the lengths of
+their sequence before one of them writes those after.
+"""
+
+from numba import cuda, int32, int64, uint32, uint64
+
+from ..device.jit import device_function
+from ..device.ptx import (
+    count_up,
+    load_global_u64,
+    load_written_u32,
+    store_global_u32,
+    store_global_u32x2,
+)
+from .spec import PLACE
+
+TYPES = {"Q": uint64, "i": int32}
+
+
+def signature(spec):
+    """The numba types of the kernel's arguments."""
+    return tuple(TYPES[code] for _, code in PLACE)
+
+
+@device_function
+def length_at(lens, sequence):
+    """lens[sequence] of int32, which this kernel may write later."""
+    return int32(load_written_u32(lens + uint64(4) * uint64(sequence)))
+
+
+@device_function
+def set_length(lens, sequence, length):
+    """lens[sequence] = length."""
+    store_global_u32(lens + uint64(4) * uint64(sequence), uint32(length))
+
+
+@device_function
+def set_slot(slots, place, slot):
+    """slots[place] = slot, of int64."""
+    bits = uint64(slot)
+    low, high = uint32(bits & uint64(0xFFFFFFFF)), uint32(bits >> uint64(32))
+    store_global_u32x2(slots + uint64(8) * uint64(place), low, high)
+
+
+@device_function
+def row_of(sequence, count, row):
+    """The slot of a row where each sequence has so many."""
+    return int64(sequence) * int64(count) + int64(row)
+
+
+def make_slots_kernel(spec):
+    """Make the kernel, a Python function that numba compiles with `signature(spec)`."""
+    THREADS = spec.threads
+
+    # fmt: off
+    def place_tokens(seq_lens, packed_lens, exact_lens, starts, seen_lens, seen_starts, firsts,
+                     new_lens, lost, room, new_lens_step, new_lens_bytes, new_tokens, sink_len,
+                     packed_len, recent_len, max_seq_len, window, batch):
+        # fmt: on
+        thread, sequence = int32(cuda.threadIdx.x), int32(cuda.blockIdx.x)
+
+        # Step 1: the lengths before, and after
+        old = length_at(seq_lens, sequence)
+        first = length_at(packed_lens, sequence)
+        wanted = new_tokens
+        if new_lens != uint64(0):
+            at = new_lens + new_lens_step * uint64(sequence)
+            if new_lens_bytes == int32(8):
+                given = int64(load_global_u64(at))
+            else:
+                given = int64(int32(load_written_u32(at)))
+            wanted = int32(min(max(given, int64(0)), int64(new_tokens)))
+        count = min(wanted, int32(max_seq_len - old))
+        after = int32(old + count)
+        last = max(first, int32(after - sink_len - recent_len))
+        page, ring = max(packed_len, int32(1)), max(recent_len, int32(1))
+        oldest = int32(last - page) if window != int32(0) else int32(0)
+
+        # Step 2: the slots
+        num_places = int64(batch) * int64(new_tokens) + int64(batch)
+        exact = room + uint64(8) * uint64(num_places)
+        leaving = exact + uint64(8) * uint64(num_places)
+        exact_len = int32(sink_len + recent_len)
+        for offset in range(thread, new_tokens, THREADS):
+            offset = int32(offset)
+            index = int32(old + offset - sink_len)  # among the tokens behind the sinks
+            packed_slot = exact_slot = leaving_slot = int64(-1)
+            if offset < count:
+                if index >= int32(0) and index < last:
+                    if index >= oldest:  # no room for those before it
+                        packed_slot = row_of(sequence, page, index % page)
+                elif index < int32(0):
+                    exact_slot = row_of(sequence, exact_len, index + sink_len)
+                else:
+                    exact_slot = row_of(sequence, exact_len, sink_len + index % ring)
+                    leaver = int32(first + int32(index - first) % ring)  # that may stand there
+                    if leaver < int32(old - sink_len) and leaver >= oldest:
+                        leaving_slot = row_of(sequence, page, leaver % page)
+            place = row_of(sequence, new_tokens, offset)
+            set_slot(room, place, packed_slot)
+            set_slot(exact, place, exact_slot)
+            set_slot(leaving, place, leaving_slot)
+
+        # Step 3: the lengths
+        cuda.syncthreads()
+        if thread != int32(0):
+            return
+        place = num_places - int64(batch) + int64(sequence)
+        set_slot(room, place, int64(old))
+        set_slot(exact, place, int64(first))
+        set_length(seq_lens, sequence, after)
+        set_length(packed_lens, sequence, last)
+        set_length(exact_lens, sequence, after - last)
+        set_length(starts, sequence, last % ring)
+        if window != int32(0):
+            before = length_at(firsts, sequence)
+            set_slot(leaving, place, int64(before))
+            seen = max(int32(after - window), int32(0))
+            set_length(seen_lens, sequence, max(int32(last - seen), int32(0)))
+            set_length(seen_starts, sequence, seen % page)
+            set_length(firsts, sequence, max(before, int32(last - packed_len)))
+        if wanted > count:
+            count_up(lost, uint32(wanted - count))
+
+    return place_tokens

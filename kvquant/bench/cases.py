@@ -1,0 +1,260 @@
+"""What `kvquant bench` measures on a GPU: cases, and their inputs in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+import torch
+
+from ..errors import ConfigError
+from ..rows.format import RowFormat
+from ..rows.quantize import EXACT_DTYPES, quantize_rows
+from ..rows.segment import PAGE_SIZES, Segment
+
+FORMATS = ("int4-g4", "int4", "int8-g4", "fp8", "bf16")
+# num_q_heads, num_kv_heads, seq_len, batch
+SHAPES = (
+    *((8, 1, 8192, batch) for batch in (1, 8, 32, 64, 128, 256, 512)),
+    *((32, 8, seq_len, batch) for seq_len in (1024, 8192, 32768) for batch in (1, 8, 32, 64)),
+)
+QUICK = tuple((8, 1, 8192, batch) for batch in (1, 64, 256))
+TELLING = (8, 1, 8192, 256)  # where all formats are compared
+BLOCK = 32768  # tokens that are quantized; longer sequences repeat them
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of decode attention, all its sequences of the same length.
+
+    Attributes:
+        k_format, v_format: the packed rows.
+        batch: sequences.
+        num_q_heads, num_kv_heads: heads.
+        seq_len: tokens of a sequence, the 16-bit ones among them.
+        dtype: of q, of the output and of 16-bit sinks and recent tokens.
+        page_size: tokens of a page; 0 for rows without a block table.
+        sink_len, recent_len: first and last tokens in 16 bit.
+
+    Raises:
+        ConfigError: the sizes do not fit one another.
+    """
+
+    k_format: RowFormat
+    v_format: RowFormat
+    batch: int
+    num_q_heads: int
+    num_kv_heads: int
+    seq_len: int
+    dtype: torch.dtype = torch.bfloat16
+    page_size: int = 0
+    sink_len: int = 0
+    recent_len: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_q_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"--q-heads {self.num_q_heads} is not a multiple of --kv-heads {self.num_kv_heads}"
+            )
+        if self.page_size and self.page_size not in PAGE_SIZES:
+            raise ConfigError(f"--page-size {self.page_size}: use 16, 32, 64, 128, or 0 for none")
+        if self.packed_len < 1:
+            raise ConfigError(
+                f"--exact {self.sink_len} {self.recent_len} leaves nothing of --seq-len "
+                f"{self.seq_len} to pack: use fewer exact tokens or more of all"
+            )
+
+    @property
+    def packed_len(self) -> int:
+        """Tokens of a sequence in packed rows."""
+        return self.seq_len - self.sink_len - self.recent_len
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of a head."""
+        return self.k_format.head_dim
+
+    @property
+    def name(self) -> str:
+        """Formats, and what is not plain."""
+        name = _format_name(self.k_format, self.v_format)
+        if self.page_size:
+            name += f" paged {self.page_size}"
+        if self.sink_len or self.recent_len:
+            name += f" {self.sink_len}+{self.recent_len}"
+        return name
+
+    @property
+    def heads(self) -> str:
+        """Query and KV heads: "8:1"."""
+        return f"{self.num_q_heads}:{self.num_kv_heads}"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows that a call reads."""
+        exact = 4 * self.head_dim * (self.sink_len + self.recent_len)
+        packed = (self.k_format.row_bytes + self.v_format.row_bytes) * self.packed_len
+        return self.batch * self.num_kv_heads * (packed + exact)
+
+    @property
+    def exact(self) -> Case:
+        """The same attention on a plain 16-bit cache."""
+        fmt = RowFormat(exact_codec(self.dtype), 1, self.head_dim)
+        return replace(self, k_format=fmt, v_format=fmt, page_size=0, sink_len=0, recent_len=0)
+
+
+def list_cases(
+    formats: Sequence[str] = (),
+    *,
+    batches: Sequence[int] = (),
+    seq_lens: Sequence[int] = (),
+    num_q_heads: int | None = None,
+    num_kv_heads: int | None = None,
+    head_dim: int = 128,
+    dtype: torch.dtype = torch.bfloat16,
+    page_sizes: Sequence[int] = (),
+    exact: Sequence[tuple[int, int]] = (),
+    quick: bool = False,
+) -> list[Case]:
+    """Make the cases that are asked for.
+
+    Without batches, lengths and heads these are the default shapes, with INT4 in 4 groups if no
+    formats are given, and the other formats at one of them. Else all combinations are made.
+
+    Args:
+        formats: names; "int8-g4/int4-g4" for K and V apart. Where shapes are given but no formats:
+            FORMATS.
+        batches: 64 if some shape but no batch is given.
+        seq_lens: tokens; 8192 likewise.
+        num_q_heads, num_kv_heads: 32 and 8 likewise.
+        head_dim: elements of a head.
+        dtype: of q.
+        page_sizes: 0 for no pages.
+        exact: pairs of 16-bit first and last tokens.
+        quick: make fewer default cases.
+
+    Raises:
+        ConfigError: a format does not exist, or sizes do not fit one another.
+    """
+    if batches or seq_lens or num_q_heads or num_kv_heads:
+        heads = (num_q_heads or 32, num_kv_heads or 8)
+        shapes = [(*heads, seq_len, b) for seq_len in seq_lens or (8192,) for b in batches or (64,)]
+        pairs = [(name, shape) for shape in shapes for name in formats or FORMATS]
+    else:
+        shapes = list(QUICK if quick else SHAPES)
+        pairs = [(name, shape) for shape in shapes for name in formats or FORMATS[:1]]
+        if not formats and not quick:
+            pairs += [(name, TELLING) for name in FORMATS[1:]]
+    return [
+        Case(*parse_formats(name, head_dim), b, q, kv, seq_len, dtype, page_size, sinks, recent)
+        for (name, (q, kv, seq_len, b)), page_size, (sinks, recent) in product(
+            pairs, page_sizes or (0,), exact or ((0, 0),)
+        )
+    ]
+
+
+def parse_formats(name: str, head_dim: int) -> tuple[RowFormat, RowFormat]:
+    """K's and V's format from "int4-g4" or "int8-g4/int4-g4"."""
+    k, slash, v = name.partition("/")
+    return RowFormat.parse(k, head_dim), RowFormat.parse(v if slash else k, head_dim)
+
+
+def exact_codec(dtype: torch.dtype) -> str:
+    """The codec of 16-bit rows of a dtype."""
+    return next(codec for codec, of in EXACT_DTYPES.items() if of == dtype)
+
+
+def _format_name(k: RowFormat, v: RowFormat) -> str:
+    return str(k) if k == v else f"{k}/{v}"
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A query [batch, num_q_heads, head_dim] and the segments that it attends to."""
+
+    q: torch.Tensor
+    segments: tuple[Segment, ...]
+
+
+def make_inputs(case: Case, copies: int, device: torch.device) -> list[Inputs]:
+    """Make several inputs of a case, each in memory of its own.
+
+    Queries and rows are random. The sequences hold the same tokens; with a block table their pages
+    lie in random order among those of all inputs.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    count = copies * case.batch
+    shape = (count, case.num_q_heads, case.head_dim)
+    queries = torch.randn(shape, dtype=torch.float32, device=device, generator=generator).to(
+        case.dtype
+    )
+    exact = RowFormat(exact_codec(case.dtype), 1, case.head_dim)
+    whole = []
+    for kind, k_format, v_format, length in (
+        ("packed", case.k_format, case.v_format, case.packed_len),
+        ("exact", exact, exact, case.sink_len + case.recent_len),
+    ):
+        if not length:
+            continue
+        page_size = case.page_size if kind == "packed" else 0
+        k, v = (
+            _random_rows(fmt, case.num_kv_heads, length, page_size, count, generator)
+            for fmt in (k_format, v_format)
+        )
+        lens = torch.full((count,), length, dtype=torch.int32, device=device)
+        # a ring, which starts anywhere
+        starts = torch.full_like(lens, case.recent_len // 3) if kind == "exact" else None
+        table = None
+        if page_size:
+            pages = torch.randperm(len(k), device=device, generator=generator)
+            table = pages.to(torch.int32).view(count, -1)
+        sinks = case.sink_len if kind == "exact" else 0
+        whole.append(Segment(k, v, lens, k_format, v_format, starts, table, sinks))
+    return [
+        Inputs(
+            queries[first : first + case.batch],
+            tuple(take_sequences(segment, first, case.batch) for segment in whole),
+        )
+        for first in range(0, count, case.batch)
+    ]
+
+
+def take_sequences(segment: Segment, first: int, count: int) -> Segment:
+    """Some sequences of a segment, sharing its memory."""
+
+    def take(x: torch.Tensor) -> torch.Tensor:
+        return x[first : first + count]
+
+    table, starts = segment.block_table, segment.starts
+    return Segment(
+        take(segment.k_rows) if table is None else segment.k_rows,
+        take(segment.v_rows) if table is None else segment.v_rows,
+        take(segment.seq_lens),
+        segment.k_format,
+        segment.v_format,
+        None if starts is None else take(starts),
+        None if table is None else take(table),
+        segment.sinks,
+    )
+
+
+def _random_rows(
+    fmt: RowFormat,
+    num_kv_heads: int,
+    length: int,
+    page_size: int,
+    sequences: int,
+    generator: torch.Generator,
+) -> torch.Tensor:
+    """[sequences, num_kv_heads, length, row_bytes], or [pages, num_kv_heads, page_size, ...]."""
+    if page_size:
+        length = -(-length // page_size) * page_size
+    tokens = min(length, BLOCK)
+    shape = (num_kv_heads, tokens, fmt.head_dim)
+    values = torch.randn(shape, dtype=torch.float32, device=generator.device, generator=generator)
+    rows = quantize_rows(values, fmt).repeat(1, -(-length // tokens), 1)[:, :length]
+    if not page_size:
+        return rows.repeat(sequences, 1, 1, 1)
+    pages = rows.reshape(num_kv_heads, -1, page_size, fmt.row_bytes).transpose(0, 1)
+    return pages.repeat(sequences, 1, 1, 1)

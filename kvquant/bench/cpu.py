@@ -1,0 +1,241 @@
+"""Speed of the kernels on this machine, beside torch's own ways to do the same.
+
+Every case is checked before it is timed: attention against the float64 reference on the
+dequantized rows, rows against the plain torch meaning, byte for byte. Times are medians of single
+calls, ours and the peers' in turn, so that all see the same machine and find the caches as cold.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypedDict
+
+import torch
+import torch.nn.functional as F
+
+from ..errors import KVQuantError
+from ..io.tables import Column, render_table
+from ..ops.attention import decode_attention
+from ..rows.format import RowFormat
+from ..rows.quantize import dequantize_rows, quantize_rows
+from ..rows.reference import reference_attention
+
+FORMATS = ("int4-g4", "int4", "int8", "fp8", "bf16")
+MAX_ERROR = 1e-5  # relative L2 of float32 output
+
+
+class DecodeResult(TypedDict):
+    """One case of decode attention; times in milliseconds."""
+
+    format: str
+    batch: int
+    num_q_heads: int
+    num_kv_heads: int
+    seq_len: int
+    error: float
+    ms: float
+    gb_per_s: float
+    sdpa: str
+    sdpa_ms: float
+    sdpa_ratio: float
+    matmul_ms: float
+    matmul_ratio: float
+
+
+class RowsResult(TypedDict):
+    """One format of quantize_rows and dequantize_rows; times in milliseconds."""
+
+    format: str
+    quantize_ms: float
+    quantize_ratio: float
+    dequantize_ms: float
+    dequantize_ratio: float
+
+
+def time_in_turn(
+    calls: Sequence[Callable[[], object]],
+    seconds: float,
+    pick: Callable[[list[float]], float] = statistics.median,
+) -> list[float]:
+    """Milliseconds of each call, the median or another pick; calls take turns till time is up."""
+    for call in calls:
+        call()
+    times: list[list[float]] = [[] for _ in calls]
+    end = time.perf_counter() + seconds
+    while not times[0] or time.perf_counter() < end:
+        for call, taken in zip(calls, times, strict=True):
+            start = time.perf_counter()
+            call()
+            taken.append(time.perf_counter() - start)
+    return [1e3 * pick(taken) for taken in times]
+
+
+def read_roof(seconds: float = 1.0) -> float:
+    """GB/s at which torch sums 1 GiB of float32 on the CPU."""
+    x = torch.zeros(1 << 28, dtype=torch.float32, device="cpu")
+    return x.nbytes / time_in_turn([x.sum], seconds)[0] / 1e6
+
+
+def bench_decode(
+    fmt: str,
+    *,
+    batch: int = 1,
+    num_q_heads: int = 32,
+    num_kv_heads: int = 8,
+    seq_len: int = 8192,
+    head_dim: int = 128,
+    seconds: float = 3.0,
+) -> DecodeResult:
+    """Time decode_attention on the CPU against torch's attention on the 16- and 32-bit cache.
+
+    The peers: scaled_dot_product_attention with the query group folded into q_len or with
+    enable_gqa, in float32 and in bfloat16 (the fastest of the four counts), and apart from it the
+    same attention as two batched matmuls and a softmax in bfloat16.
+
+    Args:
+        fmt: a format, or those of K and V apart: int8/int4.
+
+    Raises:
+        KVQuantError: the result is not within 1e-5 of the reference; nothing is timed then.
+    """
+    k_name, _, v_name = fmt.partition("/")
+    k_format = RowFormat.parse(k_name, head_dim)
+    v_format = RowFormat.parse(v_name or k_name, head_dim)
+    generator = torch.Generator().manual_seed(0)
+    shape = (batch, num_kv_heads, seq_len, head_dim)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+
+    k, v = (draw(*shape) for _ in range(2))
+    q = draw(batch, num_q_heads, head_dim)
+    k_rows, v_rows = quantize_rows(k, k_format), quantize_rows(v, v_format)
+    seq_lens = torch.full((batch,), seq_len, dtype=torch.int32, device="cpu")
+
+    def ours() -> torch.Tensor:
+        out = decode_attention(q, k_rows, v_rows, seq_lens, k_format=k_format, v_format=v_format)
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    expected = reference_attention(
+        q, k_rows, v_rows, seq_lens, k_format=k_format, v_format=v_format
+    )
+    error = float((ours() - expected).norm() / expected.norm())
+    if not error <= MAX_ERROR:
+        raise KVQuantError(f"{fmt}: relative error {error:.1e} is over {MAX_ERROR}: not timed")
+
+    peers: dict[str, Callable[[], object]] = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        kd, vd = k.to(dtype), v.to(dtype)
+        folded = q.to(dtype).view(batch, num_kv_heads, -1, head_dim)
+        single = q.to(dtype)[:, :, None]
+        word = str(dtype).removeprefix("torch.")
+        peers[f"folded {word}"] = _sdpa(folded, kd, vd, enable_gqa=False)
+        peers[f"enable_gqa {word}"] = _sdpa(single, kd, vd, enable_gqa=True)
+    peers["matmul bfloat16"] = lambda: (
+        torch.softmax(folded @ kd.transpose(-1, -2) * head_dim**-0.5, dim=-1) @ vd
+    )
+    ms, *peer_ms = time_in_turn([ours, *peers.values()], seconds)
+    *sdpa_ms, matmul_ms = peer_ms
+    best = min(range(len(sdpa_ms)), key=sdpa_ms.__getitem__)
+    return DecodeResult(
+        format=fmt,
+        batch=batch,
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads,
+        seq_len=seq_len,
+        error=error,
+        ms=ms,
+        gb_per_s=(k_rows.nbytes + v_rows.nbytes) / ms / 1e6,
+        sdpa=list(peers)[best],
+        sdpa_ms=sdpa_ms[best],
+        sdpa_ratio=sdpa_ms[best] / ms,
+        matmul_ms=matmul_ms,
+        matmul_ratio=matmul_ms / ms,
+    )
+
+
+def bench_rows(
+    fmt: str, *, shape: tuple[int, ...] = (8, 4096, 128), seconds: float = 2.0
+) -> RowsResult:
+    """Time quantize_rows and dequantize_rows, numba against plain torch, on float32 of a shape.
+
+    The fastest call of each counts: a new result of 16 MiB costs either of them up to 3 ms when the
+    system has to find pages for it.
+
+    Raises:
+        KVQuantError: the two differ in a byte or a value; nothing is timed then.
+    """
+    row_format = RowFormat.parse(fmt, shape[-1])
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+    rows = quantize_rows(x, row_format, backend="torch")
+    values = dequantize_rows(rows, row_format, backend="torch")
+    if not torch.equal(rows, quantize_rows(x, row_format, backend="cpu")) or not torch.equal(
+        values, dequantize_rows(rows, row_format, backend="cpu")
+    ):
+        raise KVQuantError(f"{fmt}: the backends differ: not timed")
+    both = ("cpu", "torch")
+    quantize_ms, torch_quantize_ms = time_in_turn(
+        [partial(quantize_rows, x, row_format, backend=backend) for backend in both], seconds, min
+    )
+    dequantize_ms, torch_dequantize_ms = time_in_turn(
+        [partial(dequantize_rows, rows, row_format, backend=backend) for backend in both],
+        seconds,
+        min,
+    )
+    return RowsResult(
+        format=fmt,
+        quantize_ms=quantize_ms,
+        quantize_ratio=torch_quantize_ms / quantize_ms,
+        dequantize_ms=dequantize_ms,
+        dequantize_ratio=torch_dequantize_ms / dequantize_ms,
+    )
+
+
+DECODE = (
+    Column("format", left=True),
+    *map(Column, ("batch", "heads", "T")),
+    *(Column(title, part=1) for title in ("ms", "GB/s", "error")),
+    Column("best SDPA", left=True, part=2),
+    *(Column(title, part=2) for title in ("ms", "ratio", "matmul\nms", "ratio")),
+)
+ROWS = (
+    Column("format", left=True),
+    *map(Column, ("quantize\nms", "against\ntorch", "dequantize\nms", "against\ntorch")),
+)
+
+
+def render_decode(results: Sequence[DecodeResult]) -> str:
+    """A table of decode results."""
+    rows = [
+        [
+            *(r["format"], str(r["batch"]), f"{r['num_q_heads']}:{r['num_kv_heads']}"),
+            *(str(r["seq_len"]), f"{r['ms']:.3f}", f"{r['gb_per_s']:.1f}", f"{r['error']:.1e}"),
+            *(r["sdpa"], f"{r['sdpa_ms']:.3f}", f"{r['sdpa_ratio']:.1f}x"),
+            *(f"{r['matmul_ms']:.3f}", f"{r['matmul_ratio']:.1f}x"),
+        ]
+        for r in results
+    ]
+    return render_table(DECODE, rows)
+
+
+def render_rows(results: Sequence[RowsResult]) -> str:
+    """A table of quantize and dequantize results."""
+    rows = [
+        [
+            *(r["format"], f"{r['quantize_ms']:.2f}", f"{r['quantize_ratio']:.1f}x"),
+            *(f"{r['dequantize_ms']:.2f}", f"{r['dequantize_ratio']:.1f}x"),
+        ]
+        for r in results
+    ]
+    return render_table(ROWS, rows)
+
+
+def _sdpa(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, enable_gqa: bool
+) -> Callable[[], object]:
+    return lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=enable_gqa)

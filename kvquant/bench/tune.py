@@ -1,0 +1,138 @@
+"""Launch plans measured on a GPU: the fastest for the table, and what each technique brings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..kernels.cuda.decode.launch import forced
+from ..kernels.cuda.decode.plan import GPU, STAGES, Plan, candidates, fit, plan, tuned_row
+from ..kernels.cuda.decode.spec import HEADS, TECHNIQUES, TILE, DecodeSpec, Path
+from ..kernels.cuda.decode.tuned import Tuned
+from .cases import Case
+from .gpu import Times, check_and_time, rotated_inputs
+from .timer import Timer
+
+# shapes of the default table of plans, which is good for up to a factor of 2 beyond each
+TABLE: dict[str, Any] = {
+    "batches": (1, 8, 32, 64, 128, 256, 512),
+    "seq_lens": (1024, 8192, 32768),
+    "num_q_heads": 8,
+    "num_kv_heads": 1,
+}
+# where the techniques are measured; int4-g8 and bf16 rows are an even number of 16-byte units
+ABLATED = TABLE | {"batches": (256,), "seq_lens": (8192,)}
+ABLATED_FORMATS = ("int4-g4", "int4-g8", "bf16")
+GIVE_UP = 1.25  # a plan this much slower alone than the best is not timed to the end
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The plan of the formula and the fastest one for a case, of how many measured."""
+
+    case: Case
+    formula: tuple[Plan, Times]
+    fastest: tuple[Plan, Times]
+    measured: int
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A kernel or a plan that differs from the best in one thing."""
+
+    case: Case
+    name: str
+    plan: Plan
+    times: Times
+
+
+def tune(case: Case, timer: Timer, gpu: GPU) -> Choice:
+    """Measure the plans worth measuring for a case of plain rows, each checked first.
+
+    Raises:
+        KVQuantError: a plan gives a wrong result.
+    """
+    spec, units = decode_spec(case), num_units(case)
+    formula = plan(spec, gpu, units, [case.seq_len])
+    inputs = rotated_inputs(case, timer)
+    found: dict[Plan, Times] = {}
+    for one in dict.fromkeys([formula, *candidates(spec, gpu, units, [case.seq_len])]):
+        limit = GIVE_UP * min((times.alone for times in found.values()), default=math.inf)
+        with forced(one):
+            _, found[one] = check_and_time(case, inputs, timer, limit)
+    best = fastest(found)
+    return Choice(case, (formula, found[formula]), (best, found[best]), len(found))
+
+
+def fastest(found: Mapping[Plan, Times]) -> Plan:
+    """The plan with the least product of both times; alone counts where none ran in a row."""
+    in_a_row = {one: times.alone * times.in_a_row for one, times in found.items() if times.in_a_row}
+    scores = in_a_row or {one: times.alone for one, times in found.items()}
+    return min(scores, key=scores.__getitem__)
+
+
+def table_row(choice: Choice, gpu: GPU) -> Tuned:
+    """What the table of plans keeps."""
+    case, (fastest, _) = choice.case, choice.fastest
+    return tuned_row(decode_spec(case), gpu, num_units(case), case.seq_len, fastest)
+
+
+def ablate(case: Case, timer: Timer, gpu: GPU, rows: Sequence[Tuned] = ()) -> list[Variant]:
+    """Measure the kernel without each technique, and under other plans; all checked first.
+
+    Args:
+        case: plain rows.
+        timer: takes the times.
+        gpu: where it runs.
+        rows: the table of measured plans.
+
+    Returns:
+        The kernel as it is, then the variants.
+    """
+    spec = decode_spec(case)
+    best = plan(spec, gpu, num_units(case), [case.seq_len], rows=rows)
+    inputs = rotated_inputs(case, timer)
+    found = []
+    for name, (one, without) in variants(case, best, gpu).items():
+        with forced(one, without):
+            _, times = check_and_time(case, inputs, timer)
+        found.append(Variant(case, name, one, times))
+    return found
+
+
+def variants(case: Case, best: Plan, gpu: GPU) -> dict[str, tuple[Plan, str]]:
+    """What is measured in place of a plan: plans, and techniques to leave out, by name.
+
+    Padding is left out only where it changes how rows lie; 80-byte rows are their own padding.
+    """
+    spec = replace(decode_spec(case), warps=best.warps, stages=best.stages)
+    ring = spec.warp_bytes(spec.first)
+    found = {"all techniques": (best, "")}
+    for technique in TECHNIQUES:
+        plain = replace(spec, without=technique)
+        if technique != "padded shared memory" or plain.warp_bytes(plain.first) != ring:
+            found[f"without {technique}"] = best, technique
+    (splits,) = best.splits
+    most = min(-(-case.seq_len // TILE), fit(spec, gpu).most_parts)
+    for count in (1, splits // 2, 2 * splits):
+        if count != splits and 1 <= count <= most:
+            name = "1 split" if count == 1 else f"{count} splits"
+            found[name] = replace(best, splits=(count,)), ""
+    for stages in STAGES:
+        if stages != best.stages and fit(replace(spec, stages=stages), gpu).blocks:
+            found[f"{stages} stages"] = replace(best, stages=stages), ""
+    return found
+
+
+def decode_spec(case: Case) -> DecodeSpec:
+    """The kernel of a case of plain rows."""
+    query = "bf16" if case.exact.name == "bf16" else "fp16"
+    return DecodeSpec(Path(case.k_format, case.v_format), None, query)
+
+
+def num_units(case: Case) -> int:
+    """Sequences times KV heads times blocks of query heads that share one."""
+    ratio = case.num_q_heads // case.num_kv_heads
+    return case.batch * case.num_kv_heads * -(-ratio // HEADS)

@@ -1,0 +1,1 @@
+"""The cache of one batch: contiguous rows for each sequence, with sinks and a recent window."""

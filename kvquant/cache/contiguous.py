@@ -1,0 +1,524 @@
+"""KVCache: preallocated packed rows for all layers of a model, with exact rows at both ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from numbers import Integral
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import torch
+
+from ..arguments import check_size, check_tensors
+from ..devices import check_device, check_room
+from ..errors import ConfigError, ShapeError, shown
+from ..ops.attention import State, attend_segments
+from ..ops.attention_in_basis import attend_in_basis
+from ..rows.basis import LayerBasis
+from ..rows.format import EXACT_CODECS
+from ..rows.quantize import check_dtype
+from ..rows.segment import Segment
+from .checks import (
+    DEFAULT_FORMAT,
+    Counts,
+    Formats,
+    check_append,
+    check_bad_rows,
+    check_bases,
+    check_layer,
+    check_plan_options,
+    check_windows,
+    per_layer,
+    whole_numbers,
+)
+from .layer import LayerCache, rooms_of
+
+if TYPE_CHECKING:
+    from typing_extensions import TypedDict, Unpack
+
+    from ..io.plan import CachePlan
+
+    class PlanOptions(TypedDict, total=False):
+        """Options of KVCache that a plan does not decide."""
+
+        sink_len: int
+        recent_len: int
+        exact_format: str
+        device: torch.device | str
+        windows: Sequence[int | None] | None
+
+    class CacheOptions(PlanOptions, total=False):
+        """All options of KVCache."""
+
+        k_format: Formats
+        v_format: Formats
+        bases: Sequence[LayerBasis] | None
+
+
+# what transformers asks of past_key_values, and a KVCache has not
+_CACHE_OF_TRANSFORMERS = {"get_mask_sizes", "get_seq_length", "is_compileable", "update"}
+
+_LARGE = 1 << 28  # bytes, from which on it is looked whether there is memory
+
+
+class KVCache:
+    """Keys and values of all layers of a model, for a batch of sequences of unequal lengths.
+
+    All memory is allocated when the cache is made. Formats of K and of V are independent, and may
+    be given per layer.
+
+    Args:
+        num_layers: layers with attention.
+        batch: sequences.
+        num_kv_heads: KV heads of each layer.
+        head_dim: elements of a row of K and of V; formats given as RowFormat may have their own.
+        max_seq_len: tokens that a sequence has room for.
+        k_format: format of the packed K rows: a name, a RowFormat, or one of these per layer.
+        v_format: likewise for V.
+        sink_len: first tokens of each sequence to keep in 16 bit.
+        recent_len: last tokens of each sequence to keep in 16 bit.
+        exact_format: "bf16" or "fp16": the 16-bit rows; take that of the model.
+        device: where all tensors lie.
+        bases: what the rows of each layer are stored as; as they come when None. A plan has them:
+            see from_plan.
+        windows: of each layer, how many tokens, the last ones, attention sees; None for all. A
+            layer with a window has no sinks and keeps 512 tokens before it, so many can be cropped.
+
+    Attributes:
+        layers: the LayerCache of each layer.
+        start_positions: [batch] int64: the position of each sequence's first token (for rotary
+            embeddings); 0 unless set. It is saved and moves with the sequences.
+        bad_rows: [2] int32, rows of K and of V that were written as NaN: see append.
+        lost_tokens: [1] int32, tokens that found no room in a graph, once for each layer.
+
+    Raises:
+        ConfigError: a size, a format or a device that does not exist, or takes too much memory.
+        DeviceError: no kernels serve the device, or it is not there.
+    """
+
+    @torch.inference_mode(False)  # else what is made inside it could not be changed outside
+    def __init__(
+        self,
+        num_layers: int,
+        batch: int,
+        num_kv_heads: int,
+        head_dim: int,
+        max_seq_len: int,
+        *,
+        k_format: Formats = DEFAULT_FORMAT,
+        v_format: Formats = DEFAULT_FORMAT,
+        sink_len: int = 4,
+        recent_len: int = 128,
+        exact_format: str = "bf16",
+        device: torch.device | str = "cpu",
+        bases: Sequence[LayerBasis] | None = None,
+        windows: Sequence[int | None] | None = None,
+    ) -> None:
+        num_layers = check_size("num_layers", num_layers, at_least=1)
+        batch = check_size("batch", batch, at_least=1)
+        num_kv_heads = check_size("num_kv_heads", num_kv_heads, at_least=1)
+        head_dim = check_size("head_dim", head_dim, at_least=1)
+        max_seq_len = check_size("max_seq_len", max_seq_len)
+        sink_len = check_size("sink_len", sink_len)
+        recent_len = check_size("recent_len", recent_len)
+        if exact_format not in EXACT_CODECS:
+            raise ConfigError(
+                f"exact_format {shown(exact_format)} does not exist: use 'bf16' or 'fp16'"
+            )
+        k_formats = per_layer("k_format", k_format, num_layers, head_dim)
+        v_formats = per_layer("v_format", v_format, num_layers, head_dim)
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.max_seq_len = max_seq_len
+        self.sink_len = sink_len
+        self.recent_len = recent_len
+        self.exact_format = exact_format
+        self.device = check_device(device)
+        checked = check_bases(bases, num_kv_heads, k_formats, v_formats)
+        windows = check_windows(windows, num_layers)
+        each = (
+            rooms_of(max_seq_len, sink_len, recent_len, window).bytes_of(k, v, exact_format)
+            for k, v, window in zip(k_formats, v_formats, windows, strict=True)
+        )
+        nbytes = sum(each) * batch * num_kv_heads
+        nbytes += 32 * num_layers * batch  # lengths
+        if nbytes > _LARGE:
+            what = f"a cache of {num_layers} layers and {batch} sequences of {max_seq_len} tokens"
+            check_room(nbytes, self.device, what, "use a smaller max_seq_len or batch")
+        self.layers = [
+            LayerCache(
+                batch,
+                num_kv_heads,
+                max_seq_len,
+                k,
+                v,
+                sink_len,
+                recent_len,
+                exact_format,
+                self.device,
+                basis and basis.to(self.device),
+                window,
+            )
+            for k, v, basis, window in zip(k_formats, v_formats, checked, windows, strict=True)
+        ]
+        self.start_positions = torch.zeros(batch, dtype=torch.int64, device=self.device)
+        self.bad_rows = torch.zeros(2, dtype=torch.int32, device=self.device)
+        self.lost_tokens = torch.zeros(1, dtype=torch.int32, device=self.device)
+
+    @classmethod
+    def from_plan(
+        cls, plan: CachePlan, batch: int, max_seq_len: int, **options: Unpack[PlanOptions]
+    ) -> KVCache:
+        """Make an empty cache whose formats and bases are those of a plan.
+
+        Args:
+            plan: of the model whose keys and values will come; plan.check_model tells whether.
+                Layer i is the model's layer plan.places[i].
+            batch, max_seq_len: as in KVCache.
+            options: the others of KVCache, but for formats and bases. A plan does not hold windows:
+                give windows= (CachedModel.new_cache does it).
+
+        Raises:
+            ConfigError: a size that is not possible, or an option that the plan decides.
+        """
+        check_plan_options(plan, options)
+        shape = plan.num_layers, batch, plan.num_kv_heads, plan.head_dim, max_seq_len
+        k_format, v_format, bases = plan.k_formats, plan.v_formats, plan.layers
+        return cls(*shape, k_format=k_format, v_format=v_format, bases=bases, **options)
+
+    def __repr__(self) -> str:
+        layers = self.layers
+        parts = [f"{len(layers)} layers", f"{self.batch} sequences"]
+        parts += [f"{self.num_kv_heads} KV heads of {self.head_dim}"]
+        parts += [f"max_seq_len {self.max_seq_len}"]
+        for side, formats in (
+            ("K", [layer.k_format for layer in layers]),
+            ("V", [layer.v_format for layer in layers]),
+        ):
+            parts.append(f"{side} " + " or ".join(dict.fromkeys(map(str, formats))))
+        exact = f"{self.exact_format} sinks and recent tokens"
+        parts.append(f"{exact}: {self.sink_len} and {self.recent_len}")
+        parts += ["bases"] * bool(self.bases) + ["windows"] * any(self.windows)
+        return f"KVCache({', '.join(parts)}, on {self.device})"
+
+    @property
+    def bases(self) -> list[LayerBasis] | None:
+        """What the rows of each layer are stored as; None if as they came."""
+        found = [layer.basis for layer in self.layers if layer.basis is not None]
+        return found or None
+
+    @property
+    def windows(self) -> list[int | None]:
+        """The sliding window of each layer; None where attention sees all tokens."""
+        return [layer.window for layer in self.layers]
+
+    @property
+    def num_layers(self) -> int:
+        """Layers."""
+        return len(self.layers)
+
+    @property
+    def batch(self) -> int:
+        """Sequences."""
+        return self.start_positions.shape[0]
+
+    @property
+    def seq_lens(self) -> torch.Tensor:
+        """[batch] int32: the tokens of each sequence that every layer holds."""
+        return torch.stack([layer.seq_lens for layer in self.layers]).amin(0)
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """[batch] int64: the position of the next token of each sequence."""
+        return self.start_positions + self.seq_lens
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of every tensor of the cache."""
+        others = self.start_positions, self.bad_rows, self.lost_tokens
+        return sum(tensor.nbytes for tensor in (*self._tensors(), *others))
+
+    def segments(self, layer: int) -> list[Segment]:
+        """The rows of a layer as segments to attend to, without copies, as they are stored."""
+        return self._layer(layer).segments()
+
+    def dequantized(
+        self, layer: int, dtype: torch.dtype = torch.float32
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copy the values of a layer, in the order of the tokens; of its window, if it has one.
+
+        Returns:
+            K [batch, num_kv_heads, most tokens, head_dim] and V likewise, dtype; zeros after the
+            end of a shorter sequence.
+        """
+        check_dtype(dtype)
+        return self._layer(layer).dequantized(dtype)
+
+    @overload
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        *,
+        sm_scale: float | None = ...,
+        return_lse: Literal[False] = ...,
+        num_splits: int | None = ...,
+        backend: str | None = ...,
+    ) -> torch.Tensor: ...
+    @overload
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        *,
+        sm_scale: float | None = ...,
+        return_lse: Literal[True],
+        num_splits: int | None = ...,
+        backend: str | None = ...,
+    ) -> State: ...
+    @overload
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        *,
+        sm_scale: float | None = ...,
+        return_lse: bool = ...,
+        num_splits: int | None = ...,
+        backend: str | None = ...,
+    ) -> torch.Tensor | State: ...
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        *,
+        sm_scale: float | None = None,
+        return_lse: bool = False,
+        num_splits: int | None = None,
+        backend: str | None = None,
+    ) -> torch.Tensor | State:
+        """Attend one token of each sequence to a layer's tokens, the new one included.
+
+        Args:
+            layer: index of the layer; append this token's K and V to it first.
+            q: [batch, num_q_heads, head_dim].
+            sm_scale, return_lse, num_splits, backend: as in decode_attention.
+
+        Returns:
+            As decode_attention.
+        """
+        at = self._layer(layer)
+        return attend_in_basis(
+            attend_segments,
+            q,
+            at.segments(),
+            at.basis,
+            at.seq_lens,
+            sm_scale=sm_scale,
+            return_lse=return_lse,
+            num_splits=num_splits,
+            backend=backend,
+        )
+
+    def append(
+        self,
+        layer: int,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        new_lens: Counts | None = None,
+    ) -> None:
+        """Add tokens to the end of each sequence of a layer.
+
+        Nothing is written unless everything can be. That is known where values can be read: on the
+        CPU, and in debug mode (kvquant.debug) on CUDA, where the host would wait for the GPU in
+        every call. Else a row that comes with NaN, Inf or a value that one of the formats cannot
+        hold decodes to NaN and is counted in bad_rows, and lengths are read only when max_seq_len
+        comes near. In a CUDA graph, and under torch.compile, lengths cannot be read at all: there
+        tokens that have no room are left out and counted in lost_tokens. Call check at times.
+
+        Args:
+            layer: index of the layer.
+            k: [batch, num_kv_heads, new_tokens, head_dim] (the order of Hugging Face's caches),
+                float32, bfloat16 or float16, keys as attention meets them (after RoPE).
+            v: likewise.
+            new_lens: [batch]: how many of the new_tokens, the first ones, belong to each sequence;
+                all when None. A tensor on CUDA, or under torch.compile, int32 or int64, is not
+                read: counts below 0 or over new_tokens are taken as 0 or new_tokens, silently.
+
+        Raises:
+            ShapeError: k or v does not fit the cache, or a sequence would outgrow max_seq_len.
+            ConfigError: the dtype of k or v, or a layer that does not exist.
+            DeviceError: k or v lies on another device than the cache.
+            NonFiniteError: NaN, Inf or a value that one of the formats cannot hold.
+        """
+        at = self._layer(layer)
+        check_tensors(k=k, v=v)
+        k, v = k.detach(), v.detach()
+        counts = check_append(at, k, v, new_lens)
+        if k.shape[2]:
+            at.append(k, v, counts, self.bad_rows, self.lost_tokens)
+
+    def check(self) -> None:
+        """Raise if an append since the last check could not do what it was asked to (see append).
+
+        Call it between steps, when every layer has got the same tokens. Reads the counters and the
+        lengths, so it waits for the GPU once, and sets the counters back.
+
+        Raises:
+            NonFiniteError: rows came with values that their formats cannot hold.
+            ShapeError: tokens came that had no room, or layers hold different lengths: a layer was
+                left out, or appended twice.
+        """
+        lens = [layer.seq_lens for layer in self.layers]
+        k_rows, v_rows, lost, *held = torch.cat([self.bad_rows, self.lost_tokens, *lens]).tolist()
+        if k_rows or v_rows or lost:
+            self.bad_rows.zero_()
+            self.lost_tokens.zero_()
+        check_bad_rows((k_rows, v_rows), "crop the cache to the tokens before them")
+        if lost:
+            raise ShapeError(
+                f"{lost} tokens (counted in every layer) found no room, max_seq_len is "
+                f"{self.max_seq_len}: crop the cache, or make a larger one"
+            )
+        for i, length in enumerate(held):
+            layer, sequence = divmod(i, self.batch)
+            if length != held[sequence]:
+                raise ShapeError(
+                    f"layers hold different lengths: of sequence {sequence} layer 0 has "
+                    f"{held[sequence]} tokens and layer {layer} {length}. Append each token once "
+                    "to every layer; cache.crop(cache.seq_lens) keeps what all layers have"
+                )
+
+    def crop(self, seq_lens: int | Counts) -> None:
+        """Drop the last tokens of each sequence.
+
+        Rows that have been packed stay packed, so after cropping into them the recent window is
+        empty and fills again with the next tokens.
+
+        Args:
+            seq_lens: tokens to keep: one number for all (shorter sequences stay as they are), or
+                [batch].
+
+        Raises:
+            ShapeError: a length below 0, or over the present one where given per sequence; or a
+                layer with a window no longer has the tokens that it would see (layer.SPARE).
+        """
+        present = self.seq_lens.cpu()
+        if isinstance(seq_lens, int | Integral) and not isinstance(seq_lens, bool):
+            most = min(max(int(seq_lens), -1), self.max_seq_len)  # within int32
+            wanted = present.clamp(max=most)
+        else:
+            wanted = whole_numbers("seq_lens", seq_lens)
+        if wanted.shape != present.shape or bool((wanted < 0).any() or (wanted > present).any()):
+            raise ShapeError(
+                f"cannot crop sequences of {present.tolist()} tokens to {wanted.tolist()}: give "
+                "lengths from 0 to the present ones"
+            )
+        for i, layer in enumerate(self.layers):
+            layer.check_crop(i, wanted)
+        for layer in self.layers:
+            layer.crop(wanted)
+
+    def reorder(self, index: Counts) -> None:
+        """Put sequence index[b] at place b, in place; a sequence may be taken twice (beam search).
+
+        Args:
+            index: [batch] of places from 0 to batch - 1.
+
+        Raises:
+            ShapeError: index is not [batch], or a place does not exist.
+        """
+        chosen = self._check_index(index)
+        if chosen.shape[0] != self.batch:
+            raise ShapeError(f"index has {chosen.shape[0]} places, the batch {self.batch}")
+        for layer in self.layers:
+            layer.take(layer, chosen)
+        self.start_positions.copy_(self.start_positions.index_select(0, chosen))
+
+    def repeat(self, times: int) -> KVCache:
+        """A new cache with each sequence repeated, its copies side by side.
+
+        Args:
+            times: 1 or more copies of each.
+
+        Returns:
+            A cache of batch * times sequences that shares no memory with this one.
+
+        Raises:
+            ConfigError: times is no such number, or so many take more memory than there is.
+        """
+        times = check_size("times", times, at_least=1)
+        nbytes, what = times * self.nbytes, f"a cache of {times * self.batch} sequences"
+        if nbytes > _LARGE:  # before there is a list of them
+            check_room(nbytes, self.device, what, "use a smaller number of times")
+        places = torch.arange(self.batch, device="cpu").repeat_interleave(times)
+        return self._taken(self._check_index(places))
+
+    def fork(self, index: Counts | None = None) -> KVCache:
+        """A new cache with the same contents, to go on independently.
+
+        Args:
+            index: places of the sequences to take, in any order; all when None.
+
+        Returns:
+            A cache that shares no memory with this one.
+
+        Raises:
+            ShapeError: a place does not exist.
+        """
+        return self._taken(self._check_index(range(self.batch) if index is None else index))
+
+    def reset(self) -> None:
+        """Forget all tokens; the memory stays."""
+        for layer in self.layers:
+            layer.crop(torch.zeros(self.batch, dtype=torch.int64, device="cpu"))
+        for tensor in (self.start_positions, self.bad_rows, self.lost_tokens):
+            tensor.zero_()
+
+    if not TYPE_CHECKING:  # or any name would pass as one
+
+        def __getattr__(self, name: str) -> Any:
+            hint = ""
+            if name in _CACHE_OF_TRANSFORMERS:
+                hint = (
+                    ". As past_key_values of a transformers model give it as "
+                    "kvquant.hf.cache.TransformersCache(cache)"
+                )
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
+
+    def _tensors(self) -> list[torch.Tensor]:
+        return [tensor for layer in self.layers for tensor in layer.tensors().values()]
+
+    def _layer(self, layer: int) -> LayerCache:
+        check_layer(layer, self.num_layers)
+        return self.layers[layer]
+
+    def _check_index(self, index: Counts) -> torch.Tensor:
+        chosen = whole_numbers("index", index)
+        outside = (chosen < 0) | (chosen >= self.batch)
+        if chosen.ndim != 1 or not len(chosen) or bool(outside.any()):
+            raise ShapeError(
+                f"index is {chosen.tolist()}: give places from 0 to {self.batch - 1}, one or more"
+            )
+        return chosen.to(self.device)
+
+    def _taken(self, index: torch.Tensor) -> KVCache:
+        """A new cache with the sequences at these places."""
+        other = KVCache(
+            self.num_layers,
+            len(index),
+            self.num_kv_heads,
+            self.head_dim,
+            self.max_seq_len,
+            k_format=[layer.k_format for layer in self.layers],
+            v_format=[layer.v_format for layer in self.layers],
+            sink_len=self.sink_len,
+            recent_len=self.recent_len,
+            exact_format=self.exact_format,
+            device=self.device,
+            bases=self.bases,
+            windows=self.windows,
+        )
+        for mine, theirs in zip(self.layers, other.layers, strict=True):
+            theirs.take(mine, index)
+        other.start_positions.copy_(self.start_positions.index_select(0, index))
+        return other

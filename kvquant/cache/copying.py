@@ -1,0 +1,22 @@
+"""NotCopied: what refuses to be copied or pickled, because its parts share memory."""
+
+from __future__ import annotations
+
+from typing import NoReturn, SupportsIndex
+
+from ..errors import UnsupportedError
+
+
+class NotCopied:
+    """Base of the parts of a paged cache, some of which are views of others.
+
+    copy.copy, copy.deepcopy, pickle, torch.save and processes that are given one would part them,
+    and each would go on with memory of its own.
+    """
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise UnsupportedError(
+            f"a {type(self).__name__} cannot be copied or pickled, its tensors share memory: "
+            "save_sequences and load_sequences take sequences to another cache, in this process or "
+            "another, and PagedKVCache.fork copies one within its cache"
+        )

@@ -1,0 +1,396 @@
+"""LayerCache: the rows of one layer, and where each token goes.
+
+    tokens    0 ... sink_len          ...          seq_len - recent_len ... seq_len
+              ├─ sinks ─┤├──────── packed ─────────┤├──────── recent ──────┤
+    rows      16-bit     k_format, v_format          16-bit, in a ring behind the sinks
+
+A token is written exactly (16 bit) first and quantized once, when it leaves the recent window, from
+its 16-bit values: the bytes do not depend on the chunks in which tokens arrive. With neither sinks
+nor a recent window tokens are quantized as they come. All rows, the 16-bit ones too, are stored in
+the layer's basis (basis.py), if it has one.
+
+A layer with a sliding window attends to the last `window` tokens only. It has no sinks, and its
+packed rows are a ring as well: SPARE tokens more than the window needs, so that the last tokens can
+be cropped. A packed token i has row i % packed_len.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from .. import debug
+from ..devices import full_precision
+from ..errors import ShapeError
+from ..ops.append import append_rows
+from ..ops.slots import Lens, Sizes, place_tokens, takes_one_launch
+from ..rows.basis import LayerBasis
+from ..rows.format import RowFormat
+from ..rows.segment import Segment
+from ..rows.slots import Slots, packed_lens_after, slots_of
+from .row_stacks import zero_rows
+
+SPARE = 512  # tokens before its window that a layer with one keeps: as many can be cropped
+
+
+class Rooms(NamedTuple):
+    """Rows of each kind that a sequence of a layer has."""
+
+    sinks: int
+    packed: int
+    recent: int
+
+    def bytes_of(self, k_format: RowFormat, v_format: RowFormat, exact_format: str) -> int:
+        """Bytes of all these rows, of a KV head and a sequence."""
+        return sum(
+            self.packed * fmt.row_bytes
+            + (self.sinks + self.recent) * RowFormat.parse(exact_format, fmt.head_dim).row_bytes
+            for fmt in (k_format, v_format)
+        )
+
+
+def rooms_of(max_seq_len: int, sink_len: int, recent_len: int, window: int | None) -> Rooms:
+    """The rows that a layer needs; arguments as of LayerCache."""
+    if window is None:
+        sink_len = min(sink_len, max_seq_len)
+        recent_len = min(recent_len, max_seq_len - sink_len)
+        return Rooms(sink_len, max_seq_len - sink_len - recent_len, recent_len)
+    recent_len = min(recent_len, window, max_seq_len)
+    return Rooms(0, min(max_seq_len, window + SPARE) - recent_len, recent_len)
+
+
+class LayerCache:
+    """The rows of one layer for a batch of sequences.
+
+    Args:
+        batch: sequences.
+        num_kv_heads: KV heads.
+        max_seq_len: tokens that a sequence has room for.
+        k_format: format of the packed K rows.
+        v_format: format of the packed V rows.
+        sink_len: first tokens of each sequence kept in 16 bit.
+        recent_len: last tokens of each sequence kept in 16 bit.
+        exact_format: "bf16" or "fp16", the 16-bit rows.
+        device: where the tensors lie.
+        basis: what rows are stored as; as they come when None.
+        window: tokens that attention sees, the last ones; all when None.
+
+    Attributes:
+        k_packed, v_packed: [batch, num_kv_heads, packed_len, row_bytes].
+        k_exact_rows, v_exact_rows: [batch, num_kv_heads, sink_len + recent_len, 16-bit row bytes]:
+            the sinks, and behind them a ring, in which the i-th token after the sinks has slot
+            i % recent_len. One segment, which a kernel reads at once.
+        seq_lens: [batch] int32, tokens held.
+        packed_lens: [batch] int32, how many of them are packed.
+        exact_lens: [batch] int32, the others: seq_lens - packed_lens.
+        starts: [batch] int32, slot of the oldest token of the ring: packed_lens % recent_len.
+        seen_lens: [batch] int32, packed tokens that attention sees: packed_lens without a window.
+        seen_starts: [batch] int32, with a window: the row of the first of these.
+        firsts: [batch] int32, with a window: the first token whose row is still there.
+        lens, sizes: the lengths, and how tokens are split, as ops.slots.place_tokens takes them.
+        longest: no sequence has more tokens, as far as the host knows; None once an append is part
+            of a graph, which the host does not see replayed.
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        num_kv_heads: int,
+        max_seq_len: int,
+        k_format: RowFormat,
+        v_format: RowFormat,
+        sink_len: int,
+        recent_len: int,
+        exact_format: str,
+        device: torch.device,
+        basis: LayerBasis | None = None,
+        window: int | None = None,
+    ) -> None:
+        def rows(length: int, fmt: RowFormat) -> torch.Tensor:
+            shape = (batch, num_kv_heads, length, fmt.row_bytes)
+            what = f"{length} rows of {fmt} for {batch} sequences and {num_kv_heads} KV heads"
+            return zero_rows(shape, device, what, "use a smaller max_seq_len or batch")
+
+        rooms = rooms_of(max_seq_len, sink_len, recent_len, window)
+        self.sink_len, self.packed_len, self.recent_len = rooms
+        self.window = window
+        self.max_seq_len = max_seq_len
+        self.longest: int | None = 0
+        self.k_format, self.v_format, self.basis = k_format, v_format, basis
+        self.k_exact = RowFormat(exact_format, 1, k_format.head_dim)
+        self.v_exact = RowFormat(exact_format, 1, v_format.head_dim)
+        exact_len = self.sink_len + self.recent_len
+        self.k_exact_rows, self.v_exact_rows = (
+            rows(exact_len, fmt) for fmt in (self.k_exact, self.v_exact)
+        )
+        self.k_packed, self.v_packed = (rows(self.packed_len, fmt) for fmt in (k_format, v_format))
+        self.seq_lens, self.packed_lens, self.exact_lens, self.starts = (
+            torch.zeros(batch, dtype=torch.int32, device=device) for _ in range(4)
+        )
+        self.seen_lens = self.packed_lens
+        self.seen_starts: torch.Tensor | None = None
+        if window is not None:
+            self.seen_lens, self.seen_starts, self.firsts = (
+                torch.zeros_like(self.seq_lens) for _ in range(3)
+            )
+        lens = self.seq_lens, self.packed_lens, self.exact_lens, self.starts
+        seen = () if window is None else (self.seen_lens, self.seen_starts, self.firsts)
+        self.lens = Lens(*lens, *seen)
+        self.sizes = Sizes(*rooms, max_seq_len, window or 0)
+
+    @property
+    def k_sinks(self) -> torch.Tensor:
+        """[batch, num_kv_heads, sink_len, 16-bit row bytes], of k_exact_rows."""
+        return self.k_exact_rows[:, :, : self.sink_len]
+
+    @property
+    def v_sinks(self) -> torch.Tensor:
+        """Likewise of v_exact_rows."""
+        return self.v_exact_rows[:, :, : self.sink_len]
+
+    @property
+    def k_recent(self) -> torch.Tensor:
+        """[batch, num_kv_heads, recent_len, 16-bit row bytes], of k_exact_rows."""
+        return self.k_exact_rows[:, :, self.sink_len :]
+
+    @property
+    def v_recent(self) -> torch.Tensor:
+        """Likewise of v_exact_rows."""
+        return self.v_exact_rows[:, :, self.sink_len :]
+
+    @property
+    def held_lens(self) -> torch.Tensor:
+        """[batch] int32, tokens that attention sees: all, or those in the window."""
+        return self.seen_lens + self.exact_lens
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Every tensor of the layer by its name; all have the batch as their first axis."""
+        found = {n: value for n, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        if self.window is None:
+            del found["seen_lens"]  # another name of packed_lens
+        return found
+
+    def segments(self) -> list[Segment]:
+        """The rows in use as segments; kinds without room left out."""
+        k_rows, v_rows = self.k_packed, self.v_packed
+        packed = Segment(
+            k_rows, v_rows, self.seen_lens, self.k_format, self.v_format, self.seen_starts
+        )
+        if not self.sink_len + self.recent_len:
+            return [packed]
+        exact = Segment(
+            self.k_exact_rows,
+            self.v_exact_rows,
+            self.exact_lens,
+            self.k_exact,
+            self.v_exact,
+            self.starts if self.recent_len else None,
+            sinks=self.sink_len,
+        )
+        return [packed, exact] if packed.capacity else [exact]
+
+    def segments_in_order(self) -> list[Segment]:
+        """The same rows, sinks and recent ones apart, in the order of the tokens."""
+        sink_lens = self.seq_lens.clamp(max=self.sink_len)
+        recent_lens = self.exact_lens - sink_lens
+        exact, packed = (self.k_exact, self.v_exact), (self.k_format, self.v_format)
+        found = [
+            Segment(self.k_sinks, self.v_sinks, sink_lens, *exact),
+            Segment(self.k_packed, self.v_packed, self.seen_lens, *packed, self.seen_starts),
+            Segment(self.k_recent, self.v_recent, recent_lens, *exact, self.starts),
+        ]
+        return [segment for segment in found if segment.capacity] or found[1:2]
+
+    def dequantized(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copy the values, in the order of the tokens; see KVCache.dequantized."""
+        longest = int(self.held_lens.max())
+        outs = tuple(
+            torch.zeros(
+                (*self.k_packed.shape[:2], longest, fmt.head_dim),
+                dtype=dtype,
+                device=self.seq_lens.device,
+            )
+            for fmt in (self.k_format, self.v_format)
+        )
+        segments, stored = self.segments_in_order(), torch.float32 if self.basis else dtype
+        for b, length in enumerate(self.held_lens.tolist()):
+            pairs = [segment.dequantized(b, stored) for segment in segments]
+            sides = self.basis or (None, None)
+            for out, parts, side in zip(outs, zip(*pairs, strict=True), sides, strict=True):
+                with full_precision(out):
+                    values = torch.cat(parts, dim=1)
+                out[b, :, :length] = values if side is None else side.decode(values[None])[0]
+        return outs[0], outs[1]
+
+    def take(self, source: LayerCache, index: torch.Tensor) -> None:
+        """Take sequences of a layer like this one, or of this one itself: rows in use only.
+
+        Args:
+            source: the other layer.
+            index: [batch] int64, on the device: their places there.
+        """
+        used = source._packed_in_use()
+        tensors = source.tensors()
+        for name, target in self.tensors().items():
+            taken = tensors[name]
+            if name in ("k_packed", "v_packed"):
+                target, taken = target[:, :, :used], taken[:, :, :used]
+            target.copy_(taken.index_select(0, index))
+        self.longest = source.longest
+
+    def _packed_in_use(self) -> int:
+        """No sequence has a packed row at this place or behind it."""
+        if self.seq_lens.is_cpu:
+            return min(int(self.packed_lens.max()), self.packed_len)
+        if self.longest is None:  # a graph may have grown them; to read them would wait
+            return self.packed_len
+        return min(max(self.longest - self.sink_len, 0), self.packed_len)
+
+    def set_lens(
+        self, seq_lens: torch.Tensor, packed_lens: torch.Tensor, longest: int | None = None
+    ) -> None:
+        """Set all lengths.
+
+        Args:
+            seq_lens: [batch], tokens held.
+            packed_lens: [batch], how many of them are packed.
+            longest: as the attribute; seq_lens are read when None.
+        """
+        self.seq_lens.copy_(seq_lens)
+        self.packed_lens.copy_(packed_lens)
+        self.exact_lens.copy_(self.seq_lens - self.packed_lens)
+        self.starts.copy_(self.packed_lens % max(self.recent_len, 1))
+        if self.window is not None and self.seen_starts is not None:
+            first = (self.seq_lens - self.window).clamp(min=0)
+            self.seen_starts.copy_(first % max(self.packed_len, 1))
+            self.seen_lens.copy_((self.packed_lens - first).clamp(min=0))
+            self.firsts.copy_(torch.maximum(self.firsts, self.packed_lens - self.packed_len))
+        if self.longest is not None:
+            self.longest = int(seq_lens.max()) if longest is None else longest
+
+    def append(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        new_lens: torch.Tensor | None,
+        bad_rows: torch.Tensor,
+        lost_tokens: torch.Tensor,
+    ) -> None:
+        """Add the first new_lens[b] tokens of k and v to sequence b; see KVCache.append.
+
+        On CUDA in two launches, unless values are read: slots and lengths, then rows.
+
+        Args:
+            k, v: as check_append has passed them.
+            new_lens: [batch], on the device; all tokens when None.
+            bad_rows, lost_tokens: the counters of KVCache.
+        """
+        new_tokens, recorded = k.shape[2], debug.is_recorded(self.seq_lens)
+        if recorded:
+            self.longest = None
+        longest = (self.longest or 0) + new_tokens
+        if not takes_one_launch(self.seq_lens, recorded):
+            if recorded:  # what cannot be told must not be written
+                new_lens = self._with_room(new_lens, new_tokens, lost_tokens)
+            slots = slots_of(
+                self.seq_lens,
+                self.packed_lens,
+                new_lens,
+                new_tokens,
+                max(self.packed_len, 1),
+                sink_len=self.sink_len,
+                recent_len=self.recent_len,
+                ring=self.window is not None,
+            )
+            self._write(k, v, slots, bad_rows)
+            seq_lens = self.seq_lens + (new_tokens if new_lens is None else new_lens)
+            packed = packed_lens_after(seq_lens, self.packed_lens, self.sink_len, self.recent_len)
+            self.set_lens(seq_lens, packed, longest)
+            return
+        placed = place_tokens(self.lens, self.sizes, new_lens, new_tokens, lost_tokens)
+        try:
+            self._write(k, v, placed.slots, bad_rows)
+        except Exception:  # such as a lack of memory
+            before = placed.before
+            if self.window is not None:
+                self.firsts.copy_(before[2])
+            self.set_lens(before[0], before[1], self.longest)
+            raise
+        if self.longest is not None:
+            self.longest = longest
+
+    def _with_room(
+        self, new_lens: torch.Tensor | None, new_tokens: int, lost_tokens: torch.Tensor
+    ) -> torch.Tensor:
+        """How many of the new tokens there is room for; the others are counted."""
+        wanted = torch.full_like(self.seq_lens, new_tokens) if new_lens is None else new_lens
+        new_lens = torch.minimum(wanted, self.max_seq_len - self.seq_lens)
+        lost_tokens += (wanted - new_lens).sum()
+        return new_lens
+
+    def _write(
+        self, k: torch.Tensor, v: torch.Tensor, slots: Slots, bad_rows: torch.Tensor
+    ) -> None:
+        """Write the rows of the new tokens."""
+        has_exact = slots.exact is not None
+        if k.dtype != v.dtype:
+            k, v = k.float(), v.float()
+        k_basis, v_basis = self.basis or (None, None)
+        append_rows(
+            _by_token(k),
+            _by_token(v),
+            self.k_packed,
+            self.v_packed,
+            slots,
+            self.k_format,
+            self.v_format,
+            exact_k=self.k_exact_rows if has_exact else None,
+            exact_v=self.v_exact_rows if has_exact else None,
+            exact_format=self.k_exact.codec,
+            k_transform=k_basis,
+            v_transform=v_basis,
+            bad=bad_rows,
+        )
+
+    def check_crop(self, layer: int, seq_lens: torch.Tensor) -> None:
+        """Raise ShapeError unless the first seq_lens[b] tokens of sequence b can be kept."""
+        if self.window is None:
+            return
+        firsts, present = self.firsts.cpu(), self.seq_lens.cpu()
+        needed = (seq_lens - self.window).clamp(min=0)
+        gone = (needed < firsts) & (seq_lens > 0) & (seq_lens < present)
+        if bool(gone.any()):
+            b = int(gone.nonzero()[0])
+            raise ShapeError(
+                f"sequence {b} cannot be cropped from {int(present[b])} to {int(seq_lens[b])} "
+                f"tokens: layer {layer} sees the last {self.window} and has none before token "
+                f"{int(firsts[b])}. Keep {int(firsts[b]) + self.window} or more, or none"
+            )
+
+    def crop(self, seq_lens: torch.Tensor) -> None:
+        """Keep the first seq_lens[b] tokens of sequence b; packed rows stay packed."""
+        packed = (seq_lens - self.sink_len).clamp(min=0)
+        self.set_lens(seq_lens, torch.minimum(self.packed_lens.cpu(), packed))
+        if self.window is not None:
+            self.firsts *= self.seq_lens > 0
+
+    def begin(
+        self, seq_lens: torch.Tensor, packed_lens: torch.Tensor, firsts: torch.Tensor | None = None
+    ) -> None:
+        """Set the lengths of an empty layer, whose rows come from elsewhere.
+
+        Args:
+            seq_lens, packed_lens: as in set_lens.
+            firsts: as the attribute; where the window begins when None.
+        """
+        self.set_lens(seq_lens, packed_lens)
+        if self.window is not None:
+            starts = (self.seq_lens - self.window).clamp(min=0)
+            self.firsts.copy_(starts if firsts is None else firsts)
+
+
+def _by_token(x: torch.Tensor) -> torch.Tensor:
+    """[batch, num_kv_heads, new_tokens, head_dim] in the order of the slots."""
+    x = x.squeeze(2) if x.shape[2] == 1 else x.transpose(1, 2).flatten(0, 1)
+    return x if x.stride(-1) == 1 else x.contiguous()

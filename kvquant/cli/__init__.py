@@ -1,0 +1,1 @@
+"""The commands of `kvquant`, one module each."""

@@ -1,0 +1,289 @@
+"""The command `kvquant bench`: the kernels' speed on this machine's GPU, or its CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from .. import __version__
+from ..errors import ConfigError
+from .console import (
+    COUNT,
+    FORMATS,
+    HEAD_DIM,
+    NEW_FILE,
+    PAIR,
+    POSITIVE,
+    WHOLE,
+    check_device,
+    check_output,
+    enough_memory,
+    progress,
+    write_json,
+)
+
+if TYPE_CHECKING:
+    from ..bench.cases import Case
+    from ..bench.gpu import Result
+    from ..bench.timer import Machine, Timer
+
+T = TypeVar("T")
+Rows = list[list[str]]  # of a table, in the order in which they are measured
+GPU_ONLY = {
+    "dtype": "--dtype",
+    "page_sizes": "--page-size",
+    "exact": "--exact",
+    "quick": "--quick",
+    "tune": "--tune",
+    "ablate": "--ablate",
+    "plot_file": "--plot",
+}
+
+
+@click.command(epilog=FORMATS)
+@click.option("--device", type=click.Choice(["cuda", "cpu"]), help="A GPU by default, if any.")
+@click.option("--format", "formats", type=PAIR, multiple=True, help="Or FORMAT/FORMAT, of K and V.")
+@click.option(
+    "--batch", "batches", type=COUNT, multiple=True, help="Sequences; 1 on a CPU, 64 on a GPU."
+)
+@click.option("--q-heads", type=COUNT, help="Query heads; 32.")
+@click.option("--kv-heads", type=COUNT, help="KV heads; 8.")
+@click.option("--seq-len", "seq_lens", type=COUNT, multiple=True, help="Tokens; 8192.")
+@click.option("--head-dim", type=HEAD_DIM, default=128, show_default=True, help="Of a row.")
+@click.option("--seconds", type=POSITIVE, help="CPU: time for each case, 3 by default.")
+@click.option("--dtype", type=click.Choice(["bfloat16", "float16"]), help="Of q and the output.")
+@click.option("--page-size", "page_sizes", type=WHOLE, multiple=True, help="Tokens; 0: no pages.")
+@click.option(
+    "--exact",
+    type=(WHOLE, WHOLE),
+    metavar="FIRST LAST",
+    multiple=True,
+    help="Tokens of T in 16 bit: 4 128.",
+)
+@click.option("--quick", is_flag=True, help="Few cases, timed briefly.")
+@click.option("--tune", is_flag=True, help="Measure and keep the best launch plans instead.")
+@click.option("--ablate", is_flag=True, help="Measure what each technique brings instead.")
+@click.option("--json", "json_file", type=NEW_FILE, help="Write the figures to this file too.")
+@click.option("--plot", "plot_file", type=NEW_FILE, help="Draw percent of the roof, as PNG.")
+@enough_memory("--seq-len or --batch")
+def bench(
+    device: str | None,
+    formats: tuple[str, ...],
+    batches: tuple[int, ...],
+    q_heads: int | None,
+    kv_heads: int | None,
+    seq_lens: tuple[int, ...],
+    head_dim: int,
+    seconds: float | None,
+    json_file: Path | None,
+    **gpu: Any,
+) -> None:
+    """Time the kernels beside torch's own, each case checked first.
+
+    On a GPU without batch, heads or tokens a default set is measured, in about a minute. Formats,
+    batches, tokens, page sizes and exact tokens may be given several times: all combinations are
+    measured. The options from --dtype to --ablate and --plot are for GPUs only.
+
+    "us" is one call with a cold L2 cache, launch included; "in a row" one of many calls on rotated
+    inputs. GB/s count the rows; "roof" is their share of the speed at which the GPU reads.
+
+    \b
+    Example:
+      kvquant bench
+      kvquant bench --format int4-g4 --batch 64 --page-size 0 --page-size 64 \\
+          --plot roof.png
+      kvquant bench --device cpu --format int8 --seq-len 32768
+    """
+    check_output(json_file, endings=(".json",))
+    import torch
+
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        for name, option in GPU_ONLY.items():
+            if gpu[name]:
+                raise click.UsageError(f"{option} is for GPUs: leave it out with --device cpu")
+        heads = {"num_q_heads": q_heads or 32, "num_kv_heads": kv_heads or 8}
+        shapes = [
+            heads | {"batch": batch, "seq_len": seq_len}
+            for seq_len, batch in product(seq_lens or (8192,), batches or (1,))
+        ]
+        _bench_cpu(formats, shapes, head_dim, seconds or 3.0, json_file)
+        return
+    if seconds is not None:
+        raise click.UsageError("--seconds is for the CPU: on a GPU use --quick")
+    check_device(device)
+    _check_gpu_options(gpu)
+    sizes = {
+        "batches": batches,
+        "seq_lens": seq_lens,
+        "num_q_heads": q_heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "dtype": torch.float16 if gpu["dtype"] == "float16" else torch.bfloat16,
+        "page_sizes": gpu["page_sizes"],
+        "exact": gpu["exact"],
+    }
+    from ..bench import report as gpureport
+    from ..bench import timer as gputimer
+    from ..bench.cases import list_cases
+    from ..bench.tune import ABLATED, ABLATED_FORMATS, TABLE
+    from ..io.tables import render_table
+
+    if not (batches or seq_lens or q_heads or kv_heads):
+        sizes |= TABLE if gpu["tune"] else ABLATED if gpu["ablate"] else {}
+    if gpu["ablate"]:
+        formats = formats or ABLATED_FORMATS
+    cases = list_cases(formats, quick=gpu["quick"], **sizes)
+    timer = gputimer.GraphTimer(0.01 if gpu["quick"] else 0.05)
+    machine = gputimer.describe_machine(timer, __version__)
+    click.echo(gpureport.render_machine(machine) + "\n")
+    modes = {"tune": (_tune, gpureport.PLANS), "ablate": (_ablate, gpureport.VARIANTS)}
+    run, columns = next((modes[name] for name in modes if gpu[name]), (_measure, gpureport.SPEEDS))
+    rows: Rows = []
+    results: list[Result] = []
+    figures: dict[str, Any] | None = None
+    try:
+        figures = run(cases, timer, machine, rows, results)
+    finally:  # what was measured is told after an interrupt, and kept where nobody reads it
+        try:
+            if rows:
+                click.echo(render_table(columns, rows))
+        finally:
+            if figures:
+                write_json(json_file, {"machine": asdict(machine)} | figures)
+    if gpu["plot_file"]:
+        gpureport.plot(results, machine, gpu["plot_file"])
+
+
+def _check_gpu_options(gpu: dict[str, Any]) -> None:
+    if gpu["tune"] and gpu["ablate"]:
+        raise click.UsageError("--tune or --ablate: measure one after the other")
+    if gpu["tune"] or gpu["ablate"]:
+        for name in ("page_sizes", "exact", "plot_file"):
+            if gpu[name]:
+                raise click.UsageError(f"{GPU_ONLY[name]} does not go with --tune or --ablate")
+    if gpu["plot_file"]:
+        from ..bench.report import check_plot
+
+        check_plot(gpu["plot_file"])
+        check_output(gpu["plot_file"], endings=(".png",))
+
+
+def _measure(
+    cases: Sequence[Case], timer: Timer, machine: Machine, rows: Rows, results: list[Result]
+) -> dict[str, Any]:
+    from ..bench import report as gpureport
+    from ..bench.gpu import Peer, measure
+
+    peers: dict[Case, Peer | str] = {}
+    for result in _each_that_fits(cases, lambda case: measure(case, timer, peers)):
+        rows.append(gpureport.speed_cells(result, machine))
+        results.append(result)
+    return {"decode": [gpureport.figures(result, machine) for result in results]}
+
+
+def _tune(
+    cases: Sequence[Case], timer: Timer, machine: Machine, rows: Rows, _: object
+) -> dict[str, Any]:
+    from ..bench import report as gpureport
+    from ..bench import tune as gputune
+    from ..kernels.cuda.decode import launch
+    from ..kernels.cuda.decode.tuned import save_table
+
+    gpu = launch.gpu_facts(timer.device)
+    path = save_table(())  # tells at once if it cannot be kept
+    click.echo("plans: splits x warps of a block x stages; at first each kernel is compiled")
+    choices = []
+    for choice in _each_that_fits(cases, lambda case: gputune.tune(case, timer, gpu)):
+        path = save_table([gputune.table_row(choice, gpu)])
+        rows.append(gpureport.choice_cells(choice))
+        choices.append(choice)
+    click.echo(f"{len(choices)} plans kept in {path}: new processes use them\n")
+    return {"plans": [gpureport.choice_figures(choice, machine) for choice in choices]}
+
+
+def _ablate(
+    cases: Sequence[Case], timer: Timer, machine: Machine, rows: Rows, _: object
+) -> dict[str, Any]:
+    from ..bench import report as gpureport
+    from ..bench import tune as gputune
+    from ..kernels.cuda.decode import launch
+    from ..kernels.cuda.decode.tuned import load_table
+
+    gpu, tuned = launch.gpu_facts(timer.device), load_table()
+    click.echo("plan: splits x warps of a block x stages; ratios above 1 are slower\n")
+    variants = []
+    for found in _each_that_fits(cases, lambda case: gputune.ablate(case, timer, gpu, tuned)):
+        rows += [gpureport.variant_cells(variant, found[0]) for variant in found]
+        variants += found
+    return {"kernels": [gpureport.variant_figures(variant, machine) for variant in variants]}
+
+
+def _each_that_fits(cases: Sequence[Case], measure: Callable[[Case], T]) -> Iterator[T]:
+    """What is measured of each case; those that are too large for the GPU are named."""
+    from torch import OutOfMemoryError
+
+    fitting = 0
+    with progress(len(cases), "Timing") as update:
+        for case in cases:
+            try:
+                found = measure(case)
+            except OutOfMemoryError:
+                click.echo(
+                    f"{case.name}, batch {case.batch}, {case.heads} heads, T {case.seq_len}: "
+                    f"{case.nbytes / 1e9:.1f} GB of rows are more than fits",
+                    err=True,
+                )
+            else:
+                fitting += 1
+                yield found
+            update(1, f"{case.name}, batch {case.batch}, {case.heads} heads, T {case.seq_len}")
+    if not fitting:
+        raise ConfigError("none of the cases fits the GPU: use a smaller --seq-len or --batch")
+
+
+def _bench_cpu(
+    formats: Sequence[str],
+    shapes: Sequence[dict[str, int]],
+    head_dim: int,
+    seconds: float,
+    json_file: Path | None,
+) -> None:
+    import torch
+
+    from ..bench.cpu import FORMATS, bench_decode, bench_rows, read_roof, render_decode, render_rows
+
+    for shape in shapes:
+        if shape["num_q_heads"] % shape["num_kv_heads"]:
+            raise ConfigError(
+                f"--q-heads {shape['num_q_heads']} is not a multiple of --kv-heads "
+                f"{shape['num_kv_heads']}"
+            )
+    names = formats or FORMATS
+    alone = list(dict.fromkeys(part for name in names for part in name.split("/")))
+    steps = len(names) * len(shapes) + len(alone) + 1
+    with progress(steps, "Timing") as update:
+        roof = read_roof()
+        update(1, "read roof")
+        decoded = []
+        for shape, name in product(shapes, names):
+            decoded.append(bench_decode(name, head_dim=head_dim, seconds=seconds, **shape))
+            update(1, f"decode {name}")
+        rows = []
+        for name in alone:
+            rows.append(bench_rows(name, shape=(8, 4096, head_dim), seconds=seconds))
+            update(1, f"rows {name}")
+    threads = torch.get_num_threads()
+    try:
+        click.echo(f"{threads} threads, torch {torch.__version__}, read roof {roof:.1f} GB/s\n")
+        click.echo(f"decode attention, head_dim {head_dim}\n\n{render_decode(decoded)}\n")
+        click.echo(f"rows of float32 [8, 4096, {head_dim}]\n\n{render_rows(rows)}")
+    finally:
+        result = {"threads": threads, "read_gb_per_s": roof, "decode": decoded, "rows": rows}
+        write_json(json_file, result)

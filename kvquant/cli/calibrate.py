@@ -1,0 +1,234 @@
+"""The command kvquant calibrate."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import click
+
+from ..errors import ConfigError, DeviceError
+from .console import (
+    COUNT,
+    DEVICE,
+    FILE,
+    FOLDER,
+    FORMAT,
+    FORMATS,
+    NEW_FILE,
+    POSITIVE,
+    check_device,
+    check_output,
+    enough_memory,
+    is_given,
+    progress,
+    read_text,
+    warn_of_length,
+    write_json,
+)
+
+NOT_MET = 3  # exit code
+
+
+@click.command(epilog=FORMATS)
+@click.argument("model", type=FOLDER)
+@click.option("--text", type=FILE, help="Text to observe; its last quarter is held.")
+@click.option("--held", type=FILE, help="Another text to score on, instead of the last quarter.")
+@click.option("--max-kl", type=POSITIVE, help="Fewest bits that keep this KL, nats per token.")
+@click.option("--budget", type=POSITIVE, help="Least KL within so many bits per element.")
+@click.option("--format", type=FORMAT, help="One format for all layers instead; int4 by default.")
+@click.option("--zero-data", is_flag=True, help="Observe no text, random tokens instead.")
+@click.option(
+    "--rounding",
+    type=click.Choice(["feedback", "nearest"]),
+    default="feedback",
+    show_default=True,
+    help="How rows are rounded where they are appended.",
+)
+@click.option("--observed", type=COUNT, default=32768, show_default=True, help="Tokens to observe.")
+@click.option("--length", type=COUNT, default=4096, show_default=True, help="Of a passage of them.")
+@click.option("--windows", type=COUNT, default=8, show_default=True, help="Passages to score.")
+@click.option("--context", type=COUNT, default=1024, show_default=True, help="Tokens before them.")
+@click.option("--scored", type=COUNT, default=64, show_default=True, help="Tokens of each scored.")
+@click.option("--device", type=DEVICE, default="cpu", show_default=True, help="Or cuda:N.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16", "float16"]),
+    default="float32",
+    show_default=True,
+    help="Of weights and arithmetic; 16 bit for large models.",
+)
+@click.option("-o", "--output", type=NEW_FILE, required=True, help="File to write.")
+@click.option("--json", "json_file", type=NEW_FILE, help="Write figures and verdict here too.")
+@enough_memory("--length, --windows, --context or --dtype")
+def calibrate(
+    model: Path,
+    text: Path | None,
+    held: Path | None,
+    max_kl: float | None,
+    budget: float | None,
+    format: str | None,
+    zero_data: bool,
+    rounding: str,
+    device: str,
+    dtype: str,
+    output: Path,
+    json_file: Path | None,
+    **sizes: int,
+) -> None:
+    """Make the plan of a model's caches, and prove it.
+
+    Keys, values and queries of the text are observed, and for every layer what its rows are stored
+    as is chosen: offsets, rotation or matrix, rounding, clipping, format. Then held passages are
+    decoded token by token from such caches, and the predictions compared with those of the 16-bit
+    cache: KL divergence, share of equal likeliest tokens, perplexity. The table is printed; the
+    plan is written. An interrupted run goes on where it was. Under torchrun, ranks share the text.
+
+    The exit code is 3 if --max-kl cannot be met.
+
+    \b
+    Example:
+      kvquant calibrate examples/llama-demo-5m --text examples/unseen.txt \\
+          --context 256 --max-kl 0.01 -o plan.safetensors
+    """
+    if text is None and not zero_data:
+        raise click.UsageError("give --text FILE to observe, or --zero-data")
+    if text is None:
+        for name in ("held", "max_kl", "windows", "context", "scored"):
+            if is_given(name):
+                raise click.UsageError(
+                    f"--{name.replace('_', '-')} needs a text to score: give --text FILE"
+                )
+    if format and (max_kl or budget):
+        raise click.UsageError("--max-kl and --budget choose formats: leave --format out")
+    rank, ranks = _ranks()
+    state = output.with_name(f".{output.name}.{rank}.partial")
+    check_output(output, model, text, held)
+    check_output(state, model, text, held, endings=(state.suffix,))
+    check_output(json_file, model, text, held, endings=(".json",))
+    import torch
+
+    from ..calibration.calibrate import Goal, Sizes
+    from ..calibration.calibrate import calibrate as run
+    from ..calibration.text_report import refusal, render_plan, warnings
+    from ..calibration.verdict import next_steps, verdict
+    from ..hf.model import CachedModel
+    from ..io.tables import paragraph
+
+    check_device(device)
+    chosen = (max_kl, budget) == (None, None)
+    goal = Goal(max_kl, budget, (format or "int4") if chosen else format)
+    reach = Sizes(**sizes)
+    with _joined(rank, ranks, device) as device, _kept(state):
+        reader = CachedModel.from_pretrained(model, dtype=getattr(torch, dtype), device=device)
+        warn_of_length(reader.max_positions, "a passage", reach.context + reach.scored)
+        tokens = reader.encode(read_text(text)) if text else None
+        scored = reader.encode(read_text(held)) if held else None
+        with progress(300, "Calibrating") as update:
+            plan = run(
+                reader,
+                tokens,
+                scored,
+                sizes=reach,
+                goal=goal,
+                rounding=rounding,
+                zero_data=zero_data,
+                state=state,
+                progress=lambda stage, share: update(share, stage),
+            )
+        if plan is not None:
+            plan.save(output)
+        state.unlink(missing_ok=True)
+    if plan is None:
+        return
+    kind, mark, sentence, further = verdict(plan)
+    steps = next_steps(plan, str(output))
+    try:
+        click.echo(f"{render_plan(plan)}\n")
+        words = [f"{_measured(plan.facts)}; written to {output}", f"{mark} {sentence}", *further]
+        for sentences in words:
+            click.echo(paragraph(sentences))
+        for what, line in steps:
+            click.echo(f"\n{what}:\n    {line}")
+    finally:
+        said = {"kind": kind, "mark": mark, "sentence": sentence, "further": further}
+        write_json(json_file, {"verdict": said, "next": [line for _, line in steps], **plan.facts})
+    for warning in warnings(plan):
+        click.echo(f"Warning: {warning}", err=True)
+    problem = refusal(plan)
+    if problem:
+        click.echo(f"Not met: {problem}", err=True)
+        sys.exit(NOT_MET)
+
+
+def _measured(facts: object) -> str:
+    """How much text stands behind the figures."""
+    from ..io.row_stats import count_text
+
+    assert isinstance(facts, dict)
+    measured = facts["measured"]
+    observed = "random tokens" if facts["zero_data"] else "tokens"
+    words = f"{facts['observed_tokens']} {observed} observed"
+    if measured:
+        words += (
+            f", {measured['scored']} scored after {measured['context']} tokens of context in "
+            f"{count_text(measured['passages'], 'passage')}"
+        )
+    return words
+
+
+@contextmanager
+def _kept(state: Path) -> Iterator[None]:
+    """Say where the sums are that a run leaves which does not come to its end."""
+    try:
+        yield
+    except BaseException:
+        if state.exists():
+            click.echo(
+                f"What was observed is kept in {state}: the same command goes on from it", err=True
+            )
+        raise
+
+
+def _ranks() -> tuple[int, int]:
+    """Which of how many processes this is, as torchrun says in the environment."""
+    ranks = _from_environment("WORLD_SIZE", 1) if "WORLD_SIZE" in os.environ else 1
+    return (_from_environment("RANK", 0, ranks) if ranks > 1 else 0), ranks
+
+
+def _from_environment(name: str, least: int, limit: int = 1 << 20) -> int:
+    """A number below a limit that torchrun sets."""
+    text = os.environ.get(name, "")
+    if text.isascii() and text.isdecimal() and len(text) < 8 and least <= int(text) < limit:
+        return int(text)
+    raise ConfigError(
+        f"{name} is {text!r:.40} in the environment, not a number from {least} to {limit - 1}: "
+        "unset WORLD_SIZE, or start all processes by torchrun"
+    )
+
+
+@contextmanager
+def _joined(rank: int, ranks: int, device: str) -> Iterator[str]:
+    """Join the other processes that torchrun started; gives the device of this one."""
+    if ranks < 2:
+        yield device
+        return
+    import torch
+
+    if device == "cuda":
+        device = f"cuda:{_from_environment('LOCAL_RANK', 0)}"
+        check_device(device)
+    try:
+        torch.distributed.init_process_group(
+            "nccl" if device.startswith("cuda") else "gloo", rank=rank, world_size=ranks
+        )
+    except (ValueError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise DeviceError(f"the {ranks} processes cannot find one another: {reason}") from error
+    try:
+        yield device
+    finally:
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,231 @@
+"""The demo: a language model reads a text, its cache is quantized, and decoding goes on from it.
+
+Several passages of the text are one batch. For each cache format the same prompt is quantized, the
+passages' next tokens are decoded one by one from the quantized cache and compared with the 16-bit
+cache, and the first passage is continued freely. Then steps of all formats are timed in turn,
+together with the model as transformers runs it (DynamicCache, SDPA), and the medians taken.
+"""
+
+from __future__ import annotations
+
+import statistics
+import textwrap
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..cache.contiguous import KVCache
+from ..calibration.fidelity import Scheme, compare, predict, quantized_copy, read_prompt
+from ..errors import ConfigError
+from ..hf.model import CachedModel
+from ..io.tables import Column, render_table, terminal_width
+from .console import read_text
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+MODEL = EXAMPLES / "llama-demo-5m"
+TEXT = EXAMPLES / "unseen.txt"
+SCHEMES = (
+    Scheme("bf16", "bf16"),
+    Scheme("int8", "int8"),
+    Scheme("fp8", "fp8"),
+    Scheme("int4-g4", "int4-g4"),
+    Scheme("int4", "int4"),
+    Scheme("int4-g4", "int4-g4", sink_len=4, recent_len=128),
+)
+STAGES = len(SCHEMES) + 5  # calls of report
+ROUNDS = 20  # timed steps of each
+PASSAGES = 4
+WORDS_SHOWN = 40  # of the prompt, before the continuations
+COLUMNS = (
+    Column("cache", left=True),
+    *map(Column, ("bits", "MiB", "smaller", "KL", "top-1 %", "ms/step", "speed")),
+)
+Report = Callable[[str], None]
+
+
+def run_demo(
+    model_folder: Path | None = None,
+    text_file: Path | None = None,
+    *,
+    context: int = 3072,
+    scored: int = 128,
+    continued: int = 40,
+    report: Report = lambda stage: None,
+) -> dict[str, Any]:
+    """Run the demo.
+
+    Args:
+        model_folder: a Hugging Face model; the bundled one when None.
+        text_file: what it reads; the bundled text when None.
+        context: tokens of each passage's prompt; fewer for a short text.
+        scored: tokens of each passage that are decoded and compared.
+        continued: tokens of the free continuation.
+        report: called with the name of each stage when it begins.
+
+    Returns:
+        Plain data: "model", "text", "passages", "context", "scored", "prompt" (the first passage's)
+        and "caches", each with "name", "bits", "nbytes", "kl", "top1", "perplexity", "ms_per_step"
+        and, but for transformers' own, "continuation".
+
+    Raises:
+        ConfigError: the bundled files are not there, or the text is too short.
+    """
+    model_folder, text_file = model_folder or MODEL, text_file or TEXT
+    for path in (model_folder, text_file):
+        if not path.exists():
+            raise ConfigError(
+                f"{path} is not there: the bundled model and text come with a checkout of the "
+                "repository; elsewhere give --model FOLDER and --text FILE"
+            )
+    report("loading the model")
+    model = CachedModel.from_pretrained(model_folder)
+    windows, context = _passages(model, text_file, context, scored)
+    prompt, fed = windows[:, :context], windows[:, context:-1]
+    targets = windows[:, context + 1 :].t()[..., None]
+
+    report("reading the text")
+    room = max(scored + ROUNDS, continued)
+    exact = read_prompt(model, prompt, room)
+    expected = predict(model, exact, fed)
+    exact.crop(context)
+    steps: list[Callable[[], object]] = []
+    caches = []
+    for dtype in (torch.float32, torch.bfloat16):
+        name = f"transformers, {str(dtype).removeprefix('torch.')}"
+        report(name)
+        plain = _Plain(CachedModel.from_pretrained(model_folder, dtype=dtype))
+        plain(prompt)
+        given = torch.stack([plain(column).log_softmax(-1) for column in fed[..., None].unbind(1)])
+        steps.append(partial(plain, windows[:, -1:]))
+        caches.append(_row(name, compare(expected, given, targets)) | {"of": plain})
+    for scheme in SCHEMES:
+        report(f"a cache of {scheme}")
+        cache = quantized_copy(model, exact, scheme)
+        text = _continue(model, cache, int(windows[0, context]), continued)
+        row = _row(str(scheme), compare(expected, predict(model, cache, fed), targets))
+        caches.append(row | {"of": cache, "continuation": text})
+        steps.append(partial(model.step, cache, windows[:, -1]))
+
+    report("timing")
+    for row, milliseconds in zip(caches, _time(steps), strict=True):
+        row["ms_per_step"] = milliseconds
+        row["nbytes"] = row.pop("of").nbytes
+    elements = exact.nbytes / 2
+    for row in caches:
+        row["bits"] = 8 * row["nbytes"] / elements
+    return {
+        "model": model_folder.name,
+        "text": text_file.name,
+        "passages": len(windows),
+        "context": context,
+        "scored": scored,
+        "prompt": model.decode(prompt[0]),
+        "caches": caches,
+    }
+
+
+def render_demo(result: dict[str, Any], width: int | None = None) -> str:
+    """The result as text: the table, then the continuations one after the other.
+
+    Args:
+        result: from run_demo.
+        width: columns to fit in; the terminal's, up to 100, when None.
+    """
+    width = width or min(terminal_width(), 100)
+    caches = result["caches"]
+    plain = [row for row in caches if row["name"].startswith("transformers")]
+    fastest = min(row["ms_per_step"] for row in plain)
+    sixteen = next(row["nbytes"] for row in caches if row["name"] == "bf16")
+    rows = [
+        [
+            row["name"],
+            f"{row['bits']:.2f}",
+            f"{row['nbytes'] / 2**20:.2f}",
+            f"{sixteen / row['nbytes']:.2f}x",
+            f"{row['kl']:.5f}",
+            f"{100 * row['top1']:.1f}",
+            f"{row['ms_per_step']:.2f}",
+            f"{fastest / row['ms_per_step']:.2f}x",
+        ]
+        for row in caches
+    ]
+    about = (
+        f"{result['model']} reads {result['passages']} passages of {result['context']} tokens from "
+        f"{result['text']} and decodes {result['scored']} tokens of each, one by one, from its "
+        "cache. Bits: per element, headers included. KL (nats per token) and top-1: predictions "
+        f"against the 16-bit cache's, over {result['passages'] * result['scored']} tokens. "
+        "Speed: of a decode step of the whole model for all passages, against the faster of "
+        "transformers' own caches (DynamicCache, SDPA), medians of interleaved runs."
+    )
+    parts = [textwrap.fill(about, width), render_table(COLUMNS, rows, width)]
+    words = " ".join(result["prompt"].split()[-WORDS_SHOWN:])
+    parts.append(textwrap.fill(f"The first passage ends: … {words}", width))
+    continued = [row for row in caches if "continuation" in row]
+    parts.append("and is continued, likeliest token by likeliest token, from a cache of")
+    for row in continued:
+        text = " ".join(row["continuation"].split())
+        indent = " " * 4
+        parts.append(
+            f"  {row['name']}\n"
+            + textwrap.fill(text, width, initial_indent=indent, subsequent_indent=indent)
+        )
+    return "\n\n".join(parts)
+
+
+class _Plain:
+    """A model with transformers' own cache."""
+
+    def __init__(self, model: CachedModel) -> None:
+        self.model, self.past = model, model.new_plain_cache()
+
+    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.model.plain(tokens, self.past).float()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its keys and values."""
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.past.layers)
+
+
+def _passages(
+    model: CachedModel, text_file: Path, context: int, scored: int
+) -> tuple[torch.Tensor, int]:
+    """Cut the text into [passages, context + scored + 1] tokens; context may have to be smaller."""
+    tokens = torch.tensor(model.encode(read_text(text_file)))
+    limit = len(tokens) if model.max_positions is None else model.max_positions - ROUNDS
+    context = min(context, min(limit, len(tokens)) - scored - 1)
+    if context < 1:
+        raise ConfigError(
+            f"{text_file} has {len(tokens)} tokens: give a text with more than {scored + 1}"
+        )
+    length = context + scored + 1
+    count = min(PASSAGES, len(tokens) // length)
+    return tokens[: count * length].view(count, length), context
+
+
+def _continue(model: CachedModel, cache: KVCache, token: int, num_tokens: int) -> str:
+    """Continue the first sequence after one more token of the text, from a copy of its cache."""
+    first = cache.fork([0])
+    logits = model.step(first, torch.tensor([token]))
+    tokens = model.generate(first, logits, num_tokens)[0]
+    return model.decode([token, *tokens.tolist()])
+
+
+def _row(name: str, compared: tuple[float, float, float]) -> dict[str, Any]:
+    kl, top1, nll = compared
+    return {"name": name, "kl": kl, "top1": top1, "perplexity": float(torch.tensor(nll).exp())}
+
+
+def _time(steps: list[Callable[[], object]]) -> list[float]:
+    """Median milliseconds of each step, run in turn so that all meet the same machine."""
+    taken: list[list[float]] = [[] for _ in steps]
+    for _ in range(ROUNDS):
+        for times, step in zip(taken, steps, strict=True):
+            start = time.perf_counter()
+            step()
+            times.append(1e3 * (time.perf_counter() - start))
+    return [statistics.median(times) for times in taken]

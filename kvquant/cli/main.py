@@ -1,0 +1,261 @@
+"""The command kvquant. Each command imports what it needs when it runs, so that --help is quick."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .. import __version__
+from ..errors import ConfigError
+from .bench import bench
+from .calibrate import calibrate
+from .console import (
+    COUNT,
+    FILE,
+    FOLDER,
+    FORMAT,
+    FORMATS,
+    NEW_FILE,
+    WHOLE,
+    Commands,
+    check_output,
+    enough_memory,
+    is_given,
+    json_text,
+    progress,
+    read_text,
+    warn_of_length,
+    write_json,
+)
+from .report import report
+
+if TYPE_CHECKING:
+    from ..cache.contiguous import KVCache
+
+DEFAULT_FORMAT = "int4-g4"
+CACHE = NEW_FILE  # its shards may be there alone
+OUTPUT = click.option("-o", "--output", type=NEW_FILE, required=True, help="File to write.")
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="kvquant")
+def main() -> None:
+    """Quantized KV caches: make them, look into them, export them, measure them.
+
+    \b
+    Example:
+      kvquant quantize examples/llama-demo-5m --prompt examples/unseen.txt \\
+          --tokens 2000 -o cache.safetensors
+      kvquant inspect cache.safetensors
+    """
+
+
+@main.command(epilog=FORMATS)
+@click.argument("model", type=FOLDER, required=False)
+@click.option("--prompt", type=FILE, help="Text that the model reads.")
+@click.option("--tokens", type=COUNT, help="Read so many of its tokens; all by default.")
+@click.option("--from", "raw", type=FILE, help="16-bit K and V of another program instead.")
+@click.option("--plan", type=FILE, help="Of kvquant calibrate: formats and transforms.")
+@click.option("--format", "both", type=FORMAT, help=f"Of K and V; {DEFAULT_FORMAT} by default.")
+@click.option("--k-format", type=FORMAT, help="Of K, where it differs.")
+@click.option("--v-format", type=FORMAT, help="Of V, where it differs.")
+@click.option("--sink-len", type=WHOLE, default=4, show_default=True, help="First 16-bit tokens.")
+@click.option(
+    "--recent-len", type=WHOLE, default=128, show_default=True, help="Last 16-bit tokens."
+)
+@click.option("--max-seq-len", type=COUNT, help="Room for tokens; those of the prompt by default.")
+@click.option("--chunk", type=COUNT, default=512, show_default=True, help="Tokens read at a time.")
+@OUTPUT
+@enough_memory("--chunk or --max-seq-len")
+def quantize(
+    model: Path | None,
+    prompt: Path | None,
+    tokens: int | None,
+    raw: Path | None,
+    plan: Path | None,
+    both: str | None,
+    k_format: str | None,
+    v_format: str | None,
+    sink_len: int,
+    recent_len: int,
+    max_seq_len: int | None,
+    chunk: int,
+    output: Path,
+) -> None:
+    """Make a quantized cache of a text or of raw tensors.
+
+    MODEL is the folder of a Hugging Face model, which reads the text of --prompt. With --from, keys
+    and values come from a safetensors file of tensors layers.0.k, layers.0.v, layers.1.k and so on,
+    [batch, num_kv_heads, tokens, head_dim]. The cache is written to one safetensors file, which
+    replaces an old one when it is whole.
+
+    \b
+    Example:
+      kvquant quantize examples/llama-demo-5m --prompt examples/unseen.txt \\
+          --tokens 2000 --format int4-g4 --max-seq-len 4096 -o cache.safetensors
+      kvquant quantize --from kv.safetensors --k-format int8 --v-format int4 \\
+          -o cache.safetensors
+    """
+    if (raw is None) == (model is None) or (model is None) != (prompt is None):
+        raise click.UsageError("give either MODEL and --prompt FILE, or --from FILE alone")
+    if plan is not None and (raw or both or k_format or v_format):
+        raise click.UsageError("--plan says the formats and needs MODEL: leave the others out")
+    if both and k_format and v_format:
+        raise click.UsageError("--k-format and --v-format leave nothing to --format: leave one out")
+    for name in ("chunk", "tokens"):
+        if raw and is_given(name):
+            raise click.UsageError(f"--{name} is for MODEL, which reads: leave it out with --from")
+    check_output(output, model, prompt, raw, plan)
+    options: dict[str, Any] = {"sink_len": sink_len, "recent_len": recent_len}
+    if plan is not None:
+        from ..io.plan import CachePlan
+
+        options["plan"] = CachePlan.load(plan)
+    else:
+        options["k_format"] = k_format or both or DEFAULT_FORMAT
+        options["v_format"] = v_format or both or DEFAULT_FORMAT
+    if raw is not None:
+        from ..io.export import quantize_raw
+
+        cache = quantize_raw(raw, max_seq_len=max_seq_len, **options)
+        _save(cache, output, None, {"source": raw.name})
+    elif model is not None and prompt is not None:
+        from ..hf.model import CachedModel
+
+        reader = CachedModel.from_pretrained(model)
+        ids = reader.encode(read_text(prompt))[:tokens]
+        cache = _read_prompt(reader, ids, str(prompt), max_seq_len, chunk, options)
+        _save(cache, output, reader.config_dict, {"source": prompt.name, "chunk": chunk})
+    from ..io.inspect import describe, render
+
+    click.echo(render(describe(output)))
+
+
+@main.command()
+@click.argument("cache", type=CACHE)
+@click.option(
+    "--to",
+    type=click.Choice(["bf16", "fp16", "fbgemm", "xformers"]),
+    required=True,
+    help="16-bit tensors, or the byte layout of another project.",
+)
+@click.option("--plan", type=FILE, help="The plan that the cache was made with, if there was one.")
+@OUTPUT
+@enough_memory("cache")
+def export(cache: Path, to: str, plan: Path | None, output: Path) -> None:
+    """Write a cache in a form that other programs read.
+
+    \b
+    Example:
+      kvquant export cache.safetensors --to bf16 -o kv.safetensors
+    """
+    from ..io.checkpoint import load_cache
+    from ..io.export import export_cache
+    from ..io.plan import CachePlan
+    from ..io.row_stats import size_text
+    from ..io.tables import paragraph
+
+    check_output(output, plan, *_files_of(cache))
+    bases = CachePlan.load(plan) if plan else None
+    notes = export_cache(load_cache(cache, plan=bases), output, to)
+    click.echo(f"{output}: {to}, {size_text(output.stat().st_size)}")
+    for note in notes:
+        click.echo(paragraph(note))
+
+
+@main.command()
+@click.argument("file", type=CACHE)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@enough_memory("cache")
+def inspect(file: Path, as_json: bool) -> None:
+    """Tell what a cache file holds, and what looks wrong.
+
+    FILE is what `kvquant quantize` or save_cache wrote, or save_sequences of a paged cache.
+
+    \b
+    Example:
+      kvquant inspect cache.safetensors
+      kvquant inspect cache.safetensors --json
+    """
+    from ..io.inspect import describe, render
+
+    description = describe(file)
+    click.echo(json_text(description) if as_json else render(description))
+
+
+@main.command()
+@click.option("--model", type=FOLDER, help="A Hugging Face model; the bundled one by default.")
+@click.option("--text", type=FILE, help="What it reads; the bundled text by default.")
+@click.option("--context", type=COUNT, default=3072, show_default=True, help="Tokens of a prompt.")
+@click.option("--json", "json_file", type=NEW_FILE, help="Write the figures to this file too.")
+@enough_memory("--context")
+def demo(model: Path | None, text: Path | None, context: int, json_file: Path | None) -> None:
+    """Let a small model decode from caches of several formats.
+
+    \b
+    Example:
+      kvquant demo
+      kvquant demo --model FOLDER --text FILE --json demo.json
+    """
+    check_output(json_file, model, text, endings=(".json",))
+    from .demo import STAGES, render_demo, run_demo
+
+    with progress(STAGES, "Demo") as update:
+        result = run_demo(model, text, context=context, report=lambda stage: update(1, stage))
+    try:
+        click.echo(render_demo(result))
+    finally:
+        write_json(json_file, result)
+
+
+main.add_command(bench)
+main.add_command(calibrate)
+main.add_command(report)
+
+
+def _files_of(cache: Path) -> list[Path]:
+    """A cache file, its index and its shards, as far as they are there."""
+    from ..io.shards import index_path, shard_pattern
+
+    whole = cache.with_name(cache.name.removesuffix(".index.json"))
+    index = index_path(whole)
+    beside = cache.parent.iterdir() if cache.parent.is_dir() else ()
+    shards = [path for path in beside if shard_pattern(index).fullmatch(path.name)]
+    return [whole, index, *shards]
+
+
+def _read_prompt(
+    model: Any,
+    ids: list[int],
+    name: str,
+    max_seq_len: int | None,
+    chunk: int,
+    options: dict[str, Any],
+) -> KVCache:
+    """Read the tokens of a text into a new cache."""
+    import torch
+
+    length = len(ids)
+    if not length:
+        raise ConfigError(f"{name} holds no text: the cache would be empty")
+    if max_seq_len is not None and length > max_seq_len:
+        raise ConfigError(
+            f"{name} has {length} tokens, --max-seq-len is {max_seq_len}: use {length} or more"
+        )
+    warn_of_length(model.max_positions, name, length)
+    cache: KVCache = model.new_cache(1, max_seq_len or length, **options)
+    with progress(length, "Reading") as update:
+        model.prefill(cache, torch.tensor([ids]), chunk=chunk, progress=update)
+    return cache
+
+
+def _save(
+    cache: KVCache, output: Path, model: dict[str, Any] | None, creation: dict[str, Any]
+) -> None:
+    from ..io.checkpoint import save_cache
+
+    save_cache(
+        cache, output, model=model, creation={"program": f"kvquant {__version__}"} | creation
+    )

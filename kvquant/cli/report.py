@@ -1,0 +1,47 @@
+"""The command `kvquant report`: a plan as one HTML page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from ..errors import CheckpointError, KVQuantError
+from .console import FILE, NEW_FILE, check_output, enough_memory
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("plan", type=FILE)
+@click.option("-o", "--output", type=NEW_FILE, required=True, help="HTML file to write.")
+@enough_memory("plan")
+def report(plan: Path, output: Path) -> None:
+    """Tell what a plan decided and what it costs, as one HTML page.
+
+    PLAN is a file of kvquant calibrate. The page needs no other files and no network; it is drawn
+    by matplotlib, which comes with the report extra.
+
+    \b
+    Example:
+      kvquant report plan.safetensors -o report.html
+    """
+    check_output(output, plan, endings=(".html", ".htm"))
+    from ..calibration.html_report import check_libraries, render
+    from ..calibration.verdict import verdict
+    from ..io.atomic import save_text
+    from ..io.plan import CachePlan
+    from ..io.tables import paragraph
+
+    check_libraries()
+    found = CachePlan.load(plan)
+    try:
+        page = render(found, plan.name)
+    except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
+        if isinstance(error, KVQuantError):
+            raise
+        raise CheckpointError(
+            f"{plan} holds facts that cannot be shown ({type(error).__name__}: {error}): "
+            "calibrate again"
+        ) from error
+    save_text(output, page)
+    _, mark, sentence, _ = verdict(found)
+    click.echo(f"{paragraph(f'{mark} {sentence}')}\n{output}: {len(page.encode()) / 1e3:.0f} kB")

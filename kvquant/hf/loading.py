@@ -1,0 +1,223 @@
+"""Load the model of a local folder: nothing that is in it runs, and nothing is downloaded.
+
+What could is refused before transformers sees it: code of the model's own, weights that are pickles
+(pytorch_model.bin), weights that need other packages' kernels (quantization_config), adapters,
+which lead to other folders. The attention implementation is ours, whatever config.json names.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError, safe_open
+
+from ..errors import ConfigError
+
+WEIGHTS = "model.safetensors"
+LAYERS = {"n_layer", "n_layers", "num_hidden_layers", "num_layers"}
+FLOATS = {"BF16", "F16", "F32", "F64"}  # dtypes of weights, as safetensors names them
+# transformers downloads nothing with these, and runs nothing
+LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+
+
+def load(folder: str | Path, dtype: torch.dtype) -> tuple[Any, Any, torch.dtype | None]:
+    """Load the model and the tokenizer of a local folder.
+
+    Weights that the model has no use for stay unused, with a warning: folders hold more than the
+    decoder (images, layers that predict several tokens).
+
+    Returns:
+        Model, tokenizer, and the dtype that the model was saved in.
+
+    Raises:
+        ConfigError: no such folder, no model in it that transformers can load by its own code and
+            from safetensors, or weights that are missing or do not fit.
+    """
+    folder = Path(folder)
+    shapes = _check_folder(folder)
+    what = str(folder)
+    with _quiet():
+        try:
+            config = transformers.AutoConfig.from_pretrained(str(folder), **LOCAL)
+            saved = config.dtype
+            # transformers' own choice, whatever the file names: a kernel would be downloaded
+            config._attn_implementation = config._experts_implementation = None
+            _check_size(folder, config, dtype, shapes)
+            found: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                str(folder),
+                config=config,
+                dtype=dtype,
+                use_safetensors=True,
+                ignore_mismatched_sizes=True,  # told below, by name
+                output_loading_info=True,
+                **LOCAL,
+            )
+            model, told = found
+            what = f"the tokenizer of {folder}"
+            tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder), **LOCAL)
+            tokenizer.model_max_length = sys.maxsize  # or it warns of texts that are cut later
+        except (ConfigError, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # of many kinds; a panic of tokenizers is no Exception
+            raise ConfigError(f"{what} could not be loaded: {_first_line(error)}") from error
+    for name, stored, wanted in sorted(told["mismatched_keys"]):
+        raise ConfigError(
+            f"{folder} has {name} of shape {list(stored)}, where its config.json asks for "
+            f"{list(wanted)}: mend it, or take another copy"
+        )
+    missing = sorted(told["missing_keys"])
+    if missing:
+        raise ConfigError(
+            f"{folder} has no weights for {len(missing)} tensors of the model that its config.json "
+            f"asks for, {missing[0]} first: mend it, or take another copy"
+        )
+    unused = sorted(told["unexpected_keys"])
+    if unused:
+        warnings.warn(
+            f"{folder} has {len(unused)} tensors that its model does not use, {unused[0]} first",
+            stacklevel=2,
+        )
+    return model, tokenizer, saved
+
+
+def _check_folder(folder: Path) -> list[list[int]]:
+    """Raise ConfigError for a folder that would lead elsewhere, or run something.
+
+    Returns:
+        The shapes of its weights.
+    """
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{folder} is no folder, and nothing is downloaded: give the folder of a model, such "
+            "as huggingface_hub.snapshot_download returns for the name of one"
+        )
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"{folder} is not a model's folder: it has no config.json")
+    config = _read_json(folder / "config.json")
+    shapes = [shape for path in _weights(folder) for shape in _shapes(path)]
+    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+        for name in LAYERS & part.keys():
+            if isinstance(part[name], int) and part[name] > len(shapes):
+                raise ConfigError(
+                    f"{folder}: config.json has {name} {part[name]}, and there are {len(shapes)} "
+                    "tensors of weights: mend it, or take another copy"
+                )
+        quantization = part.get("quantization_config") or part.get("compression_config")
+        if quantization:
+            method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+            raise ConfigError(
+                f"{folder} has quantized weights ({method}), which need other packages: give one "
+                "with 16- or 32-bit weights, or load it yourself and pass it to CachedModel"
+            )
+    if config.get("transformers_weights"):
+        raise ConfigError(f"{folder} names its weights itself: call them {WEIGHTS}")
+    if (folder / "adapter_config.json").exists():
+        raise ConfigError(
+            f"{folder} holds an adapter (adapter_config.json), which leads to another model: merge "
+            "it into that one, or load it by peft and pass it to CachedModel"
+        )
+    return shapes
+
+
+def _weights(folder: Path) -> list[Path]:
+    """The files of weights, all of them safetensors beside config.json."""
+    names = sorted(path.name for path in folder.iterdir())
+    index = folder / f"{WEIGHTS}.index.json"
+    if any(name.startswith("shard-") for name in names):
+        raise ConfigError(f"{folder} is a distributed checkpoint: save it by save_pretrained")
+    if WEIGHTS in names:
+        return [folder / WEIGHTS]
+    if index.name not in names:
+        pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
+        what = f"pickles ({pickles[0]}), which can run code" if pickles else "missing"
+        raise ConfigError(
+            f"{folder} could not be loaded: its weights are {what}: {WEIGHTS} is needed, as "
+            "save_pretrained writes it"
+        )
+    found = _read_json(index).get("weight_map")
+    shards: list[Any] = list(found.values()) if isinstance(found, dict) else [found]
+    for shard in shards:
+        if shard not in names or not str(shard).endswith(".safetensors"):
+            raise ConfigError(
+                f"{index} names {shard!r:.80}: there must be a safetensors file of this name "
+                "beside it"
+            )
+    return [folder / shard for shard in sorted(set(shards))]
+
+
+def _shapes(path: Path) -> list[list[int]]:
+    """The shapes of a safetensors file of 16- to 64-bit weights, from its header."""
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would be waited for
+            raise ConfigError(f"{path} could not be loaded: it is not a file")
+        with safe_open(path, "pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{path} could not be loaded: {_first_line(error)}") from error
+    for name, found in slices.items():
+        if name.endswith("weight") and found.get_dtype() not in FLOATS:
+            raise ConfigError(
+                f"{path} has quantized weights ({name} is {found.get_dtype()}), and config.json "
+                "does not tell how: give a model with 16- or 32-bit weights"
+            )
+    return [found.get_shape() for found in slices.values()]
+
+
+def _check_size(folder: Path, config: Any, dtype: torch.dtype, shapes: list[list[int]]) -> None:
+    """Raise ConfigError for a config of a much larger model, before that is made."""
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=dtype, trust_remote_code=False
+        )
+    wanted, stored = model.num_parameters(), sum(map(math.prod, shapes))
+    if wanted > 2 * stored:
+        raise ConfigError(
+            f"{folder}: config.json asks for a model of {wanted:,} numbers, and its weights have "
+            f"{stored:,}: mend it, or take another copy"
+        )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The JSON object of a file."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} could not be read: {_first_line(error)}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} could not be read: it holds no JSON object")
+    return found
+
+
+def _first_line(error: BaseException) -> str:
+    """What an error says, in one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = " ".join(lines[:2]) if lines and lines[0].endswith(":") else next(iter(lines), "")
+    if isinstance(error, (OSError, ValueError, ImportError, RuntimeError)) and said:
+        return said
+    return f"{type(error).__name__}: {said}"  # 'model_type' alone tells nothing
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """transformers without progress bars and reports of what it loads."""
+    logging = transformers.utils.logging
+    shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if shown:
+            logging.enable_progress_bar()

@@ -1,0 +1,445 @@
+"""CachedModel: a Hugging Face decoder that keeps its keys and values in a KVCache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .. import debug
+from ..arguments import check_size
+from ..cache.checks import DEFAULT_FORMAT, row_formats, whole_numbers
+from ..cache.contiguous import KVCache
+from ..cache.layer import SPARE
+from ..devices import check_device
+from ..errors import ConfigError, ShapeError, UnsupportedModelError
+from ..io.plan import CachePlan
+from ..rows.quantize import exact_codec
+from .cache import ATTENTION, TransformersCache, plain_cache
+from .configs import CacheLayers, cache_layers, layer_windows
+from .loading import load
+from .observe import Observer, observe, output_weights, shared_layers
+from .positions import positions_of
+from .switch import attending
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ..cache.contiguous import CacheOptions
+
+Progress = Callable[[int], None]
+
+
+class CachedModel:
+    """A Hugging Face decoder that keeps its keys and values in a KVCache.
+
+    The model stays as it is: its attention implementation, and whether it trains, are set for the
+    time of each call. Threads may share it, each with caches of its own. On CUDA the queries and
+    the outputs of attention of a float32 model are rounded to bfloat16 in each step: the kernel
+    there takes and gives 16 bit.
+
+    Args:
+        model: a causal language model that attends through transformers' attention interface.
+        tokenizer: its tokenizer; needed by encode and decode only.
+        exact_format: its 16-bit rows; "fp16" for a float16 model, else "bf16", when None.
+
+    Attributes:
+        config: of the text model.
+        exact_format: as above.
+
+    Raises:
+        ConfigError: model is no model of transformers.
+    """
+
+    def __init__(
+        self, model: Any, tokenizer: Any = None, *, exact_format: str | None = None
+    ) -> None:
+        if not hasattr(getattr(model, "config", None), "get_text_config"):
+            raise ConfigError(
+                f"model is {type(model).__name__}: give a causal language model of transformers, "
+                "or its folder to CachedModel.from_pretrained"
+            )
+        self.model = model
+        self.tokenizer = tokenizer
+        self.exact_format = exact_format or exact_codec(model.dtype)
+        self.config = model.config.get_text_config(decoder=True)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: str | Path,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> CachedModel:
+        """Load a model and its tokenizer from a local folder.
+
+        Nothing is downloaded, and nothing in the folder runs: weights are read from safetensors
+        files only, code of the model's own is not.
+
+        Args:
+            folder: what save_pretrained wrote, or huggingface_hub.snapshot_download returned.
+            dtype: of weights and arithmetic. float32 is the faster one on CPUs without bfloat16
+                units, and keeps rounding noise out of measurements of the cache; on CUDA not that
+                of queries and attention's outputs, see CachedModel. 16 bit takes half the memory.
+                16-bit rows of caches have this dtype; with float32, that which the model was saved
+                in.
+            device: where to run.
+
+        Raises:
+            ConfigError: no such folder or device, no model that transformers can load in it, or one
+                whose weights are missing in part.
+            DeviceError: the device is not here, or no kernels serve it.
+        """
+        device = check_device(device)
+        model, tokenizer, saved = load(folder, dtype)
+        exact = exact_codec(saved if dtype == torch.float32 else dtype)
+        return cls(model.to(device), tokenizer, exact_format=exact)
+
+    @property
+    def config_dict(self) -> dict[str, Any]:
+        """The whole config, as save_cache and model_identity take it."""
+        config: dict[str, Any] = self.model.config.to_dict()
+        return config
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights and arithmetic."""
+        dtype: torch.dtype = self.model.dtype
+        return dtype
+
+    @property
+    def max_positions(self) -> int | None:
+        """Tokens that the model was made for, None where it does not say."""
+        return getattr(self.config, "max_position_embeddings", None)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text."""
+        ids: list[int] = self.tokenizer(text)["input_ids"]
+        return ids
+
+    def decode(self, tokens: Sequence[int] | torch.Tensor) -> str:
+        """The text of token ids."""
+        text: str = self.tokenizer.decode(tokens)
+        return text
+
+    def new_cache(
+        self,
+        batch: int,
+        max_seq_len: int,
+        *,
+        plan: CachePlan | None = None,
+        **options: Unpack[CacheOptions],
+    ) -> KVCache:
+        """Make an empty KVCache of this model's layers.
+
+        It has those that own keys and values, in order; a layer that attends to those of another
+        one has no place. Their head_dim may differ, their number of KV heads may not.
+
+        Args:
+            batch: sequences.
+            max_seq_len: tokens that each has room for.
+            plan: of `kvquant calibrate`, for this model: it says the formats.
+            options: of KVCache: k_format, v_format (not with a plan), sink_len, recent_len,
+                exact_format.
+
+        Raises:
+            ConfigError: an option is not supported.
+            CheckpointError: the plan was made for another model.
+            UnsupportedModelError: layers that are not attention, or of a shape that is not
+                supported; or the plan has not all layers.
+        """
+        layers = self._layers
+        windows = list(layers.windows)
+        own = {"exact_format": self.exact_format, "device": self.model.device, "windows": windows}
+        given: dict[str, Any] = own | options
+        if plan is not None:
+            plan.check_model(self.config_dict)
+            if plan.places != list(layers.places):
+                raise UnsupportedModelError(
+                    f"the plan has layers {plan.places} of the model, its KVCache needs "
+                    f"{list(layers.places)}"
+                )
+            return KVCache.from_plan(plan, batch, max_seq_len, **given)
+        for name, dims in (("k_format", layers.k_dims), ("v_format", layers.v_dims)):
+            given[name] = row_formats(name, given.get(name, DEFAULT_FORMAT), dims)
+        shape = len(layers.places), batch, layers.num_kv_heads, max(layers.k_dims), max_seq_len
+        return KVCache(*shape, **given)
+
+    def prefill(
+        self,
+        cache: KVCache,
+        tokens: torch.Tensor,
+        lens: torch.Tensor | Sequence[int] | None = None,
+        *,
+        chunk: int = 512,
+        progress: Progress | None = None,
+    ) -> torch.Tensor:
+        """Read tokens into a cache in chunks, quantizing as they come.
+
+        A call that raises is taken back, as far as the windows of a cache that has some still hold
+        what was there: to the last whole chunk at least.
+
+        Args:
+            cache: from new_cache; what it holds already is the past.
+            tokens: [batch, new_tokens], whole numbers; padding, if any, last.
+            lens: [batch], whole numbers: tokens of each sequence that are no padding, 1 or more;
+                all when None.
+            chunk: tokens computed at a time; 512 at most for a cache with windows; all at once
+                where rotary embeddings depend on the length of the text, and it is beyond it.
+            progress: called with the number of tokens done after each chunk.
+
+        Returns:
+            [batch, vocabulary]: the logits after each sequence's last token.
+
+        Raises:
+            ShapeError: tokens or lens do not fit the cache, or not into it, or the cache not the
+                model; or a position beyond the model's position embeddings.
+            ConfigError: tokens or lens that are no whole numbers, or not in the vocabulary (not
+                looked at on CUDA but in debug mode, see kvquant.debug).
+            NonFiniteError: keys or values that the formats cannot hold, now or in an append
+                before, see KVCache.check.
+            UnsupportedModelError: attention that KVCache cannot compute, with the layer.
+        """
+        self._check_tokens(tokens, (cache.batch, None))
+        counts = _counts(lens, *tokens.shape)
+        chunk = check_size("chunk", chunk, at_least=1)
+        self._check_room(cache, counts)
+        if self._layers.turn is not None and not int(cache.seq_lens.max()):
+            if int(counts.max()) > self._layers.turn.positions:
+                chunk = tokens.shape[1]  # all keys are turned alike
+        if any(cache.windows):
+            chunk = min(chunk, SPARE)  # else a call that fails could not be taken back
+        logits: torch.Tensor | None = None
+        with _taken_back(cache):
+            for start in range(0, int(counts.max()), chunk):
+                part = tokens[:, start : start + chunk]
+                new_lens = (counts - start).clamp(0, part.shape[1])
+                keep, place = (new_lens - 1).clamp(min=0).unique(return_inverse=True)
+                each = torch.arange(cache.batch, device="cpu")
+                found = self._run(cache, part, new_lens, keep)[each, place]
+                here = (new_lens > 0).to(found.device)[:, None]  # the others ended before
+                logits = found if logits is None else torch.where(here, found, logits)
+                if progress:
+                    progress(part.shape[1])
+        assert logits is not None
+        return logits
+
+    def step(self, cache: KVCache, tokens: torch.Tensor) -> torch.Tensor:
+        """Decode one token of each sequence by the fused call.
+
+        Args:
+            cache: the past of each sequence, of any lengths.
+            tokens: [batch], whole numbers.
+
+        Returns:
+            [batch, vocabulary]: the logits of the next token.
+
+        Raises:
+            As prefill.
+        """
+        self._check_tokens(tokens, (cache.batch,))
+        if self._positions is not None:  # room alone is checked by the first layer's append
+            self._check_room(cache, torch.ones(cache.batch, dtype=torch.int64, device="cpu"))
+        return self._run(cache, tokens[:, None], None, torch.tensor([0], device="cpu"))[:, 0]
+
+    def generate(self, cache: KVCache, logits: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """Continue each sequence greedily.
+
+        Args:
+            cache: the past of each sequence.
+            logits: [batch, vocabulary] after it, from prefill or step.
+            num_tokens: tokens to add, 1 or more.
+
+        Returns:
+            [batch, num_tokens], int64. The last one is not in the cache yet.
+
+        Raises:
+            As prefill; nothing is added then.
+        """
+        num_tokens = check_size("num_tokens", num_tokens, at_least=1)
+        if logits.ndim != 2 or logits.shape[0] != cache.batch:
+            raise ShapeError(
+                f"logits are {list(logits.shape)}: give [{cache.batch}, vocabulary], of prefill "
+                "or step"
+            )
+        self._check_room(
+            cache, torch.full((cache.batch,), num_tokens - 1, dtype=torch.int64, device="cpu")
+        )
+        tokens = [logits.argmax(-1)]
+        with _taken_back(cache):
+            while len(tokens) < num_tokens:
+                tokens.append(self.step(cache, tokens[-1]).argmax(-1))
+        return torch.stack(tokens, dim=1)
+
+    def new_plain_cache(self) -> Any:
+        """Make an empty DynamicCache, transformers' own, for plain."""
+        return plain_cache()
+
+    def plain(self, tokens: torch.Tensor, past: Any = None) -> torch.Tensor:
+        """Run the model as transformers does: SDPA, and a DynamicCache of the model's dtype.
+
+        Args:
+            tokens: [batch, new_tokens], whole numbers.
+            past: a DynamicCache, which is added to; none is kept when None.
+
+        Returns:
+            [batch, vocabulary]: the logits after the last token.
+        """
+        self._check_tokens(tokens, (None, None))
+        self._check_positions(tokens.shape[1] + (0 if past is None else past.get_seq_length()))
+        with attending(self.model, "sdpa"), torch.no_grad():
+            out = self.model(
+                tokens.to(self.model.device),
+                past_key_values=past,
+                use_cache=past is not None,
+                logits_to_keep=1,
+            )
+        logits: torch.Tensor = out.logits[:, -1]
+        return logits
+
+    def observe(self, tokens: torch.Tensor, observer: Observer) -> None:
+        """Show what every layer attends with, computed with exact attention.
+
+        Args:
+            tokens: [batch, new_tokens], whole numbers.
+            observer: called with the layer, queries [batch, num_q_heads, new_tokens, head_dim] and
+                keys [batch, num_kv_heads, new_tokens, head_dim] (after RoPE), values likewise, and
+                sm_scale. A layer that attends to the keys of another one is shown with those.
+        """
+        self._check_tokens(tokens, (None, None))
+        self._check_positions(tokens.shape[1])
+        observe(self.model, tokens, observer)
+
+    def output_weights(self) -> dict[int, torch.Tensor]:
+        """The output projection of each layer's attention, [hidden, num_q_heads * head_dim]."""
+        return output_weights(self.model)
+
+    def shared_layers(self) -> dict[int, int]:
+        """The layers that attend to the keys and values of another one, and that one."""
+        return shared_layers(self.model)
+
+    def windows(self) -> dict[int, int]:
+        """The sliding window of each layer that has one, in tokens."""
+        return {i: window for i, window in enumerate(layer_windows(self.config)) if window}
+
+    def _run(
+        self,
+        cache: KVCache,
+        tokens: torch.Tensor,
+        new_lens: torch.Tensor | None,
+        keep: torch.Tensor,
+    ) -> torch.Tensor:
+        """One call of the model: the logits at the places keep, [batch, len(keep), vocabulary]."""
+        past = TransformersCache(cache, new_lens, layers=self._layers, placed=True)
+        before = cache.seq_lens
+        steps = torch.arange(tokens.shape[1], device=cache.device)
+        try:
+            with attending(self.model, ATTENTION), torch.no_grad():
+                out = self.model(
+                    tokens.to(self.model.device),
+                    past_key_values=past,
+                    position_ids=(cache.start_positions + before)[:, None] + steps,
+                    use_cache=True,
+                    logits_to_keep=keep.to(self.model.device),
+                )
+            past.check_complete()
+            cache.check()
+        except BaseException:
+            cache.bad_rows.zero_()  # of the rows that are taken back
+            cache.lost_tokens.zero_()
+            cache.crop(before)  # layers that are through must not be ahead of the others
+            raise
+        logits: torch.Tensor = out.logits
+        return logits if logits.shape[1] == len(keep) else logits[:, keep]
+
+    @cached_property
+    def _layers(self) -> CacheLayers:
+        """The layers that a cache holds; UnsupportedModelError if it cannot serve the model."""
+        layers = cache_layers(self.config)
+        with attending(self.model, ATTENTION):  # if it can
+            _ = self._positions
+        return layers
+
+    @cached_property
+    def _vocabulary(self) -> int:
+        """Rows of the token embeddings."""
+        weight = getattr(self.model.get_input_embeddings(), "weight", None)
+        if weight is None:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} has no table of token embeddings (it reads several "
+                "ids at a place, as models of speech do): CachedModel serves models of text"
+            )
+        rows: int = weight.shape[0]
+        return rows
+
+    @cached_property
+    def _positions(self) -> int | None:
+        """Positions that the model has; None where they have no end."""
+        return positions_of(self.model)
+
+    def _check_tokens(self, tokens: torch.Tensor, shape: tuple[int | None, ...]) -> None:
+        """Raise unless tokens are of a shape (None: 1 or more) and of the vocabulary."""
+        if not isinstance(tokens, torch.Tensor):
+            raise ConfigError(f"tokens are {type(tokens).__name__}: give a tensor of whole numbers")
+        fits = len(tokens.shape) == len(shape) and all(
+            own > 0 if wanted is None else own == wanted
+            for own, wanted in zip(tokens.shape, shape, strict=True)
+        )
+        if not fits:
+            sizes = ", ".join("1 or more" if one is None else str(one) for one in shape)
+            raise ShapeError(f"tokens are {list(tokens.shape)}: give [{sizes}]")
+        if tokens.dtype not in (torch.int64, torch.int32):
+            raise ConfigError(f"tokens are {tokens.dtype}: give token ids as int64 or int32")
+        if debug.may_read(tokens):
+            lowest, highest = (int(token) for token in tokens.aminmax())
+            if lowest < 0 or highest >= self._vocabulary:
+                raise ConfigError(
+                    f"token {lowest if lowest < 0 else highest} is not in the vocabulary of the "
+                    f"model: ids are 0 to {self._vocabulary - 1}"
+                )
+
+    def _check_room(self, cache: KVCache, counts: torch.Tensor) -> None:
+        """Raise unless counts[b] more tokens fit into sequence b, and have positions."""
+        longest = int((cache.seq_lens.cpu() + counts).max())
+        if longest > cache.max_seq_len:
+            raise ShapeError(
+                f"{longest} tokens do not fit into a cache with max_seq_len {cache.max_seq_len}"
+            )
+        if self._positions is not None:
+            self._check_positions(int((cache.positions.cpu() + counts).max()))
+
+    def _check_positions(self, count: int) -> None:
+        """Raise unless the model has this many positions."""
+        if self._positions is not None and count > self._positions:
+            raise ShapeError(
+                f"{count} positions are needed, and the model has learned {self._positions}: give "
+                "fewer tokens"
+            )
+
+
+@contextmanager
+def _taken_back(cache: KVCache) -> Iterator[None]:
+    """Drop what the block has added to a cache, if it raises."""
+    cache.check()  # what was appended before is not to be blamed on this call
+    before = cache.seq_lens.cpu()
+    try:
+        yield
+    except BaseException:
+        with suppress(ShapeError):  # a window that has moved on
+            cache.crop(before)
+        raise
+
+
+def _counts(lens: torch.Tensor | Sequence[int] | None, batch: int, new_tokens: int) -> torch.Tensor:
+    """[batch] int64: tokens to read of each sequence."""
+    if lens is None:
+        return torch.full((batch,), new_tokens, dtype=torch.int64, device="cpu")
+    counts = whole_numbers("lens", lens)
+    if counts.shape != (batch,) or not bool(((counts > 0) & (counts <= new_tokens)).all()):
+        raise ShapeError(f"lens are {counts.tolist()}: give [{batch}] of 1 to {new_tokens}")
+    return counts

@@ -1,0 +1,132 @@
+"""Watch a Hugging Face decoder attend: queries, keys and values, and output projections.
+
+Layers are found through transformers' attention interface, not by the names of models: whatever
+calls the attention function is a layer with attention.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface
+
+from ..errors import UnsupportedError
+from .single_pass import exact_attention, owner_of
+from .switch import attending
+
+# layer, queries, keys and values as attention meets them, and its factor on q·k
+Observer = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float], None]
+OBSERVED = "kvquant-observed"
+
+
+class _Watch(threading.local):
+    """Who is watching attention at the moment, in this thread.
+
+    Attributes:
+        observer: is shown every call.
+        owners: of each layer that has attended, the layer whose keys these were.
+        last: the one that attended last, until its output projection is found.
+    """
+
+    def __init__(self) -> None:
+        self.observer: Observer | None = None
+        self.owners: dict[int, int] = {}
+        self.last: torch.nn.Module | None = None
+
+    def show(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float | None,
+    ) -> None:
+        layer = getattr(module, "layer_idx", None)
+        if not isinstance(layer, int):
+            raise UnsupportedError(f"{type(module).__name__} does not say which layer it is")
+        self.last, self.owners[layer] = module, owner_of(key, layer)
+        if self.observer:
+            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+            self.observer(layer, query.detach(), key.detach(), value.detach(), scale)
+
+
+_watch = _Watch()
+
+
+def _observed_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend exactly, after showing queries, keys and values."""
+    _watch.show(module, query, key, value, scaling)
+    found: tuple[torch.Tensor, None] = exact_attention(module, options)(
+        module, query, key, value, attention_mask, scaling=scaling, **options
+    )
+    return found
+
+
+AttentionInterface.register(OBSERVED, _observed_attention)
+AttentionMaskInterface.register(OBSERVED, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
+
+
+def observe(model: Any, tokens: torch.Tensor, observer: Observer | None) -> None:
+    """Run a model over tokens with exact attention, and show what its layers attend with.
+
+    Args:
+        model: attends through transformers' attention interface.
+        tokens: [batch, tokens], int64.
+        observer: called with the layer, queries [batch, num_q_heads, tokens, head_dim] and keys
+            [batch, num_kv_heads, tokens, head_dim] (after RoPE), values likewise, and sm_scale. A
+            layer that attends to the keys of another one is shown with those.
+
+    Raises:
+        UnsupportedError: the model, or a layer, does not attend through that interface.
+    """
+    _watch.observer, _watch.owners, _watch.last = observer, {}, None
+    try:
+        with attending(model, OBSERVED), torch.no_grad():
+            model(tokens.to(model.device), use_cache=False, logits_to_keep=1)
+    finally:
+        _watch.observer, _watch.last = None, None
+    if not _watch.owners:
+        raise UnsupportedError(f"no layer of {type(model).__name__} has attention")
+
+
+def shared_layers(model: Any) -> dict[int, int]:
+    """The layers that attend to the keys and values of another one, and that one."""
+    observe(model, torch.zeros(1, 2, dtype=torch.int64, device="cpu"), None)
+    return {layer: owner for layer, owner in _watch.owners.items() if owner != layer}
+
+
+def output_weights(model: Any) -> dict[int, torch.Tensor]:
+    """The output projection of each layer: [hidden, num_q_heads * head_dim].
+
+    It is the weight of the first linear layer that runs in the attention module after attention;
+    a layer without one is left out.
+    """
+    found: dict[int, torch.Tensor] = {}
+
+    def see(linear: torch.nn.Module, _: Any) -> None:
+        last = _watch.last
+        if last is not None and any(child is linear for child in last.modules()):
+            assert isinstance(linear, torch.nn.Linear) and isinstance(last.layer_idx, int)
+            found[last.layer_idx] = linear.weight.detach()
+            _watch.last = None
+
+    linears = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    hooks = [linear.register_forward_pre_hook(see) for linear in linears]
+    try:
+        observe(model, torch.zeros(1, 2, dtype=torch.int64, device="cpu"), None)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found

@@ -1,0 +1,125 @@
+"""Run a model with another attention implementation for the time of a call.
+
+The model is the user's: after the call it attends as before it, and trains if it did. Threads that
+want the same implementation run side by side; one that wants another waits for them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from ..errors import ConfigError, UnsupportedModelError
+
+
+@contextmanager
+def attending(model: Any, implementation: str) -> Iterator[None]:
+    """A model attends by an implementation inside the block, in evaluation mode.
+
+    Args:
+        model: of transformers, compiled or not.
+        implementation: a name in transformers' attention interface.
+
+    Raises:
+        UnsupportedModelError: the model does not attend through that interface.
+        ConfigError: the block stands inside one of another implementation.
+    """
+    model = getattr(model, "_orig_mod", model)  # what torch.compile has wrapped
+    with _making:
+        if model not in _switches:
+            _switches[model] = _Switch(model)
+        switch = _switches[model]
+    switch.enter(model, implementation)
+    try:
+        yield
+    finally:
+        switch.leave()
+
+
+class _Switch:
+    """The attention implementation of one model, while someone is inside."""
+
+    def __init__(self, model: Any) -> None:
+        found = {}  # the model itself is not kept, it may go
+        todo = [module.config for module in model.modules() if hasattr(module, "config")]
+        while todo:
+            config = todo.pop()
+            if id(config) not in found and hasattr(config, "_attn_implementation"):
+                found[id(config)] = config
+                todo += [getattr(config, name, None) for name in config.sub_configs]
+        self._configs = list(found.values())
+        self._named: dict[str, list[Any]] = {}  # the configs that name an implementation, once set
+        self._inside: list[int] = []  # threads
+        self._implementation = ""
+        self._before: list[tuple[Any, Any]] = []
+        self._training: list[Any] = []
+        self._changed = threading.Condition()
+
+    def enter(self, model: Any, implementation: str) -> None:
+        """Set the implementation, unless it is set."""
+        thread = threading.get_ident()
+        with self._changed:
+            if thread in self._inside and implementation != self._implementation:
+                raise ConfigError(
+                    f"the model runs with attention {self._implementation!r} around this call, "
+                    f"which needs {implementation!r}: call it after that one"
+                )
+            self._changed.wait_for(
+                lambda: not self._inside or implementation == self._implementation
+            )
+            if not self._inside:
+                self._set(model, implementation)
+            self._inside.append(thread)
+
+    def leave(self) -> None:
+        """Set everything back when the last one leaves."""
+        with self._changed:
+            self._inside.remove(threading.get_ident())
+            if not self._inside:
+                self._restore()
+                self._changed.notify_all()
+
+    def _set(self, model: Any, implementation: str) -> None:
+        self._before = [(config, config._attn_implementation) for config in self._configs]
+        if model.training:
+            self._training = [module for module in model.modules() if module.training]
+            model.eval()
+        try:
+            if implementation not in self._named:
+                self._named[implementation] = self._name(model, implementation)
+            for config in self._named[implementation]:
+                config._attn_implementation_internal = implementation
+        except BaseException:
+            self._restore()
+            raise
+        self._implementation = implementation
+
+    def _name(self, model: Any, implementation: str) -> list[Any]:
+        """The configs in which transformers names the implementation; it looks at every module."""
+        try:
+            model.set_attn_implementation(implementation)
+        except (AttributeError, ValueError) as error:
+            told = str(error).partition("\n")[0]
+            raise UnsupportedModelError(
+                f"{type(model).__name__} cannot attend by {implementation!r}: {told}"
+            ) from error
+        if model.config._attn_implementation != implementation:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} computes attention by itself, not through transformers' "
+                "attention interface: it cannot use a KVCache"
+            )
+        return [one for one in self._configs if one._attn_implementation == implementation]
+
+    def _restore(self) -> None:
+        for config, implementation in self._before:
+            config._attn_implementation_internal = implementation
+        for module in self._training:
+            module.training = True
+        self._training = []
+
+
+_switches: WeakKeyDictionary[Any, _Switch] = WeakKeyDictionary()
+_making = threading.Lock()

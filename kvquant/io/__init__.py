@@ -1,0 +1,1 @@
+"""Files: caches, sequences, plans and exported tensors as safetensors, and what inspect prints."""

@@ -1,0 +1,242 @@
+"""Files that are written whole or not at all, by one process at a time.
+
+    with writing(path) as place, place.replaced() as file:
+        file.write(...)
+
+What is written stands beside its place as .NAME.XXXXXXXX.kvquant.tmp until it is whole and on the
+disk, and then takes its place by a rename: whoever opens NAME finds the old file or the new one. A
+killed process leaves such a file, which the next one that writes to NAME removes.
+
+Who writes holds the lock of NAME, .NAME.kvquant.lock, an empty file, and takes it away when done.
+Where a folder has no locks (some network file systems) it is written without, which is warned of.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+from filelock import FileLock
+
+from ..errors import ConfigError, warn
+
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+}
+_NO_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF}
+_ACL = "system.posix_acl_access"
+
+
+class Place:
+    """Where a file, or several of one name, are written; see writing.
+
+    Attributes:
+        path: the name that is locked, no link.
+        is_locked: whether no other process writes here.
+    """
+
+    def __init__(self, path: Path, is_locked: bool) -> None:
+        self.path, self.is_locked = path, is_locked
+
+    @contextmanager
+    def replaced(self, path: Path | None = None, like: Path | None = None) -> Iterator[IO[bytes]]:
+        """Give a new file, which takes the place of path (by default that of the name) at the end.
+
+        It has the mode, and as far as that is allowed the owner, of the file that stands there;
+        else it is made as new files are. After an exception what stood there is as before, but
+        where the disk cannot tell whether the new name will last: then it stands there already.
+
+        Args:
+            path: what to replace; links are followed.
+            like: another file whose mode to take where there is none at path.
+
+        Raises:
+            ConfigError: what stands there is no file, but a folder, a device or the like.
+            OSError: the file cannot be written.
+        """
+        target = target_of(self.path if path is None else path)
+        temporary = target.with_name(f".{self.path.name}.{token()}.kvquant.tmp")
+        try:
+            try:
+                file = _new_file(temporary, target if target.exists() else like)
+            except OSError as error:  # told of the file that was asked for
+                raise type(error)(error.errno, error.strerror, str(target)) from None
+            with file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, target)
+        except BaseException:
+            with suppress(OSError):  # what went wrong first is what is told
+                temporary.unlink()
+            raise
+        sync_folder(target.parent)
+
+    def remove_leftovers(self) -> None:
+        """Remove what killed processes left here of files that they did not finish."""
+        ours = re.compile(rf"\.{re.escape(self.path.name)}\.[0-9a-f]{{8}}\.kvquant\.tmp")
+        with suppress(OSError), os.scandir(self.path.parent) as entries:
+            for entry in entries:
+                if ours.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+                    with suppress(OSError):  # what stays is only space
+                        os.unlink(entry.path)
+
+
+@contextmanager
+def writing(path: str | os.PathLike[str]) -> Iterator[Place]:
+    """Write to a name while no other process does; one that does is waited for.
+
+    Args:
+        path: of the file; links are followed.
+
+    Raises:
+        ConfigError: what stands there, or at the place of the lock, is not what belongs there.
+        OSError: there is no such folder.
+    """
+    target = target_of(as_path(path))
+    if not target.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(target.parent))
+    lock = FileLock(target.with_name(f".{target.name}.kvquant.lock"), poll_interval=0.02)
+    _check_lock(Path(lock.lock_file), target)
+    problem: Exception | None = None
+    try:
+        lock.acquire()
+    except (OSError, NotImplementedError) as error:
+        problem = error
+    try:
+        place = Place(target, problem is None)
+        if place.is_locked:
+            place.remove_leftovers()
+        yield place
+    finally:
+        if problem is None:
+            try:
+                with suppress(OSError):  # while it is held: who waits looks whether it is there
+                    os.unlink(lock.lock_file)
+            finally:
+                lock.release()
+    if problem is not None:
+        warn(
+            f"{path} was written without a lock ({problem}): let one process at a time write to it"
+        )
+
+
+def _check_lock(lock: Path, target: Path) -> None:
+    """Raise ConfigError if something stands at the place of a lock that is none of ours."""
+    try:
+        found = os.lstat(lock)
+    except OSError:  # there is none, or what opens it tells why
+        return
+    if not stat.S_ISREG(found.st_mode) or found.st_size:
+        raise ConfigError(
+            f"{lock} is not the lock of {target.name}, an empty file that is made while it is "
+            "written: move it away"
+        )
+
+
+def save_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a UTF-8 text file, whole or not at all.
+
+    Raises:
+        ConfigError: what stands there is no file, but a folder, a device or the like.
+        OSError: the file cannot be written.
+    """
+    with writing(path) as place, place.replaced() as file:
+        file.write(text.encode())
+
+
+def as_path(path: str | os.PathLike[str]) -> Path:
+    """A path that may have come as text; ConfigError if it is none."""
+    try:
+        return Path(path)
+    except TypeError:
+        raise ConfigError(f"path is {path!r:.80}: give a string or a Path") from None
+
+
+def target_of(path: Path) -> Path:
+    """The file that is meant by path, links followed.
+
+    Raises:
+        ConfigError: what stands there is no file, or none can have this name.
+    """
+    with suppress(FileNotFoundError):
+        try:
+            mode = os.stat(path).st_mode
+        except ValueError as error:  # NUL, or half a character
+            raise ConfigError(f"{str(path)!r} cannot be written: {error}") from None
+        if not stat.S_ISREG(mode):
+            kind = _KINDS.get(stat.S_IFMT(mode), "no file")
+            raise ConfigError(f"{path} cannot be written, it is {kind}: give the name of a file")
+    return Path(os.path.realpath(path))
+
+
+def token() -> str:
+    """Eight hexadecimal digits that nobody else has drawn."""
+    return secrets.token_hex(4)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder last, where the system can.
+
+    Raises:
+        OSError: the disk failed.
+    """
+    if not hasattr(os, "O_DIRECTORY"):
+        return
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except PermissionError:  # a folder may be written to and not read
+        return
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_SYNC:  # some network file systems cannot
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _new_file(path: Path, like: Path | None) -> IO[bytes]:
+    """Open a new file, with the mode and the owner of another one."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+    old = None if like is None else os.stat(like)
+    descriptor = os.open(path, flags, 0o666 if old is None else 0o600)
+    try:
+        if old is not None and like is not None and hasattr(os, "fchmod"):
+            _take_rights(descriptor, like, old)
+        return open(descriptor, "wb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def _take_rights(descriptor: int, like: Path, old: os.stat_result) -> None:
+    """Give a file the owner, the mode and the access list of another one; never more rights."""
+    mode, own = stat.S_IMODE(old.st_mode) & 0o777, os.fstat(descriptor)
+    if (own.st_uid, own.st_gid) != (old.st_uid, old.st_gid):
+        try:
+            os.chown(descriptor, old.st_uid, old.st_gid)
+        except OSError:
+            try:
+                os.chown(descriptor, -1, old.st_gid)
+            except OSError:
+                mode &= ~0o070  # what the old group might do is not for the new one
+    try:
+        acl = os.getxattr(like, _ACL)
+    except (OSError, AttributeError):  # it has none
+        os.chmod(descriptor, mode)
+        return
+    os.chmod(descriptor, mode & ~0o070)  # with a list the group's bits are those of its mask
+    with suppress(OSError):
+        os.setxattr(descriptor, _ACL, acl)

@@ -1,0 +1,403 @@
+"""Caches as files: save_cache and load_cache, and the format, versions 1 and 2.
+
+A cache is one safetensors file. Its metadata has two strings:
+
+    kvquant_cache          the manifest, JSON
+    kvquant_cache_sha256   the SHA-256 of the manifest's UTF-8 bytes, hexadecimal digits
+
+The manifest is an object with exactly these keys; every number is whole:
+
+    format            "kvquant-cache"
+    version           1; 2 if a layer has a window
+    writer            the program that wrote the file, for people
+    num_kv_heads      KV heads of every layer
+    head_dim          KVCache's head_dim
+    max_seq_len       tokens that a sequence had room for
+    sink_len          first tokens of each sequence in 16 bit
+    recent_len        last tokens of each sequence in 16 bit
+    exact_format      "bf16" or "fp16": the 16-bit rows
+    seq_lens          [batch], tokens of each sequence
+    start_positions   [batch], the position of each sequence's first token
+    positions         [batch], the position of the next one: start_positions + seq_lens
+    layers            one object per layer:
+        k, v          {"format": a short name as RowFormat.parse takes it, "head_dim": elements}
+        packed_lens   [batch], how many tokens after the sinks are packed
+        window        how many tokens attention sees, the last ones; left out where it sees all. A
+                      layer with one has no sinks, and of its packed tokens those in the window
+    model             null, or {"type", "sha256"}: model_identity of the model's config
+    creation          any object: how the cache came about
+    transforms        what was done to K and V before they were quantized. []: nothing. Else one
+                      object per layer, {"k", "v"}: the fingerprints of the bases of a plan, which
+                      the reader must have. A reader that meets another entry must refuse the file
+    sha256            for every tensor the SHA-256 of its bytes
+
+The tensors hold the rows in use, of layer I and of K and V each:
+
+    layers.I.k_sinks    tokens 0 to sink_len, in exact_format
+    layers.I.k_packed   the next packed_lens tokens, in the layer's k format
+    layers.I.k_recent   the rest, in exact_format
+    layers.I.v_...      likewise
+
+each uint8 [tokens of all sequences, num_kv_heads, row_bytes]: sequence after sequence, tokens in
+their order. A tensor without rows is left out; no other tensor may be there. Row bytes are those of
+kvquant/rows/format.py. K's and V's head_dim may differ and formats may differ by layer.
+
+A larger cache is cut into shards NAME-XXXXXXXX-00001-of-00003.safetensors (X: eight random digits,
+new with each save) and an index NAME.safetensors.index.json:
+
+    {"metadata": {"total_size", "kvquant_cache", "kvquant_cache_sha256"},
+     "weight_map": {tensor: file name of its shard, in the same folder}}
+
+A shard's own metadata is {"format": "kvquant-cache-shard"}. Where both NAME.safetensors and its
+index exist, the index counts, unless NAME.safetensors is whole and no cache: files are put in place
+by a rename and removed afterwards, so that at every moment exactly one complete cache is found, the
+old one or the new one. A reader opens all files before it reads rows, and begins again if they were
+replaced before it had them all. Writers wait for one another (atomic.py). An index without
+kvquant_cache is another program's: it does not count, and nothing is saved beside it. Of a name
+that is a link the file that it leads to is replaced, and shards stand beside that one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..arguments import check_kind, check_size, is_whole
+from ..cache.checks import check_plan_options
+from ..cache.contiguous import KVCache
+from ..cache.layer import LayerCache
+from ..devices import available_memory, check_device
+from ..errors import CheckpointError, ConfigError, shown
+from ..rows.basis import LayerBasis, fingerprints
+from .atomic import Place, as_path, sync_folder, token, writing
+from .container import CacheFile, check_values, seal
+from .manifest import Manifest, Part
+from .model_id import model_identity
+from .plan import CachePlan
+from .shards import MANIFEST, SHARD, content, index_path, is_cache_index, remove_old_shards
+from .tensor_files import NO_DIGEST, TensorSource, header_text, write_safetensors
+
+MAX_SHARDS = 512  # a reader opens all of them at once, and a process often may open 1,024 files
+
+
+def save_cache(
+    cache: KVCache,
+    path: str | os.PathLike[str],
+    *,
+    model: Mapping[str, Any] | None = None,
+    creation: Mapping[str, Any] | None = None,
+    max_shard_bytes: int = 4 << 30,
+) -> list[Path]:
+    """Write a cache to a file, in one step: after a crash there is the old file or the new one.
+
+    Only tokens in use are written, and no second copy of the cache is made. A file that is replaced
+    keeps its mode, and a link leads where it did. Another process that saves to this path is waited
+    for; one that loads from it finds the old cache or the new one, whole.
+
+    Args:
+        cache: whose layers all hold the same tokens.
+        path: NAME.safetensors, in a folder that exists.
+        model: the model's config as a dict; load_cache then refuses another model.
+        creation: how the cache came about, to be read by people: strings, numbers, lists, dicts.
+        max_shard_bytes: bytes of rows above which the cache is cut into shards with an index.
+
+    Returns:
+        The files written; with shards the index is the last.
+
+    Raises:
+        ShapeError: the layers hold different numbers of tokens.
+        ConfigError: cache is no KVCache, model or creation is not plain data, max_shard_bytes is no
+            whole number from 1, path has another ending or leads to what is no file, or the index
+            of its name is another program's.
+        CheckpointError: it could not be loaded again: a row holds NaN, or a value that it cannot be
+            packed with, or what the file says of the cache is too long.
+        OSError: the file cannot be written.
+    """
+    how = "give a KVCache; save_sequences saves sequences of a PagedKVCache"
+    check_kind("cache", cache, KVCache, how)
+    if not is_whole(max_shard_bytes) or max_shard_bytes < 1:
+        raise ConfigError(
+            f"max_shard_bytes {shown(max_shard_bytes)} is not possible: use a whole number from 1"
+        )
+    path = check_name(path)
+    if path.is_symlink() and not index_path(path).exists():
+        path = Path(os.path.realpath(path))
+    index = index_path(path)
+    if os.path.lexists(index) and not is_cache_index(index):
+        raise ConfigError(f"{index} is not an index of kvquant: choose another name")
+    manifest = Manifest.of(cache, model, creation)
+    sources = {
+        part.name: TensorSource(torch.uint8, manifest.shape(part), _reader(cache, part))
+        for part in manifest.parts.values()
+    }
+    Manifest.from_json(manifest.to_json(dict.fromkeys(sources, NO_DIGEST), ""))
+    shards = _cut(sources, int(max_shard_bytes))
+    if len(shards) > MAX_SHARDS:
+        raise ConfigError(
+            f"max_shard_bytes {max_shard_bytes} would make {len(shards)} shards, {MAX_SHARDS} are "
+            "possible: use a larger number"
+        )
+    with writing(path) as place:
+        old = None if place.is_locked else content(index)
+        if len(shards) == 1:
+            with place.replaced(path, like=index if index.exists() else None) as file:
+                write_safetensors(file, sources, lambda digests: seal(MANIFEST, manifest, digests))
+            if index.exists():
+                index.unlink()
+                sync_folder(path.parent)
+            written = [path]
+        else:
+            written = _write_shards(place, manifest, path, shards)
+            if os.path.lexists(path):
+                path.unlink()
+                sync_folder(path.parent)
+        remove_old_shards(path, {file.name for file in written}, old)
+    return written
+
+
+def load_cache(
+    path: str | os.PathLike[str],
+    *,
+    model: Mapping[str, Any] | None = None,
+    plan: CachePlan | None = None,
+    max_seq_len: int | None = None,
+    device: torch.device | str = "cpu",
+) -> KVCache:
+    """Read a cache, bit for bit as it was saved, and check every value and every byte of it.
+
+    Args:
+        path: what was given to save_cache, or the index of its shards.
+        model: the config, as a dict, of the model that is to continue; None to take any file.
+        plan: that the cache was made with, if there was one: it has the bases of the rows. Formats
+            are those of the file.
+        max_seq_len: tokens that a sequence is to have room for; as it was when None.
+        device: where the cache is to lie.
+
+    Returns:
+        The cache; appending to it goes on as if it had never been a file.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CheckpointError: the file is damaged, foreign, of another model or plan, or the cache does
+            not fit max_seq_len or the memory.
+        ConfigError: max_seq_len is no whole number, plan no plan, or device no device.
+        DeviceError: the device is not here, or no kernels serve it.
+    """
+    device = check_device(device)
+    if plan is not None:
+        check_plan_options(plan, ())
+    with CacheFile(path) as file:
+        manifest = file.manifest
+        if model is not None:
+            check_model(file.path, manifest.model, model_identity(model))
+        size = manifest.max_seq_len
+        if max_seq_len is not None:
+            size = check_size("max_seq_len", max_seq_len)
+        _check_plan(file.path, manifest, plan)
+        _check_room(file.path, manifest, size)
+        cache = _allocate(file.path, manifest, size, device, plan)
+        for part in manifest.parts.values():
+            rows = file.rows(part)
+            layer = cache.layers[part.layer]
+            start = 0
+            for b, count in enumerate(part.counts):
+                chunk = rows[start : start + count].transpose(0, 1).to(cache.device)
+                getattr(layer, part.attribute)[b][:, _slots(layer, part, b)] = chunk
+                start += count
+    return cache
+
+
+def _reader(cache: KVCache, part: Part) -> Callable[[], Iterator[torch.Tensor]]:
+    """Makes the iterator over a part's rows as they stand in the file, one sequence at a time."""
+
+    def chunks() -> Iterator[torch.Tensor]:
+        layer = cache.layers[part.layer]
+        rows = getattr(layer, part.attribute)
+        for b in range(cache.batch):
+            chunk = rows[b][:, _slots(layer, part, b)].transpose(0, 1)
+            check_values(chunk, part, part.starts[b])
+            yield chunk
+
+    return chunks
+
+
+def _slots(layer: LayerCache, part: Part, sequence: int) -> slice | torch.Tensor:
+    """Where a part's rows stand in memory, in the order of the tokens."""
+    count = part.counts[sequence]
+    if part.kind == "sinks" or (part.kind == "packed" and layer.window is None):
+        return slice(0, count)
+    first = part.firsts[sequence] - layer.sink_len
+    around = layer.packed_len if part.kind == "packed" else layer.recent_len
+    return torch.arange(first, first + count, device="cpu") % max(around, 1)
+
+
+def _cut(sources: Mapping[str, TensorSource], limit: int) -> list[dict[str, TensorSource]]:
+    """Tensors in their order, as many to a shard as the limit allows, at least one."""
+    shards: list[dict[str, TensorSource]] = [{}]
+    size = 0
+    for name, source in sources.items():
+        if shards[-1] and size + source.nbytes > limit:
+            shards.append({})
+            size = 0
+        shards[-1][name] = source
+        size += source.nbytes
+    return shards
+
+
+def _write_shards(
+    place: Place, manifest: Manifest, path: Path, shards: list[dict[str, TensorSource]]
+) -> list[Path]:
+    """Write shards under names never used before, then put the index in place."""
+    stem, mark = path.name.removesuffix(".safetensors"), token()
+    files = [
+        path.with_name(f"{stem}-{mark}-{i:05}-of-{len(shards):05}.safetensors")
+        for i in range(1, len(shards) + 1)
+    ]
+    index = index_path(path)
+    like = next((old for old in (index, path) if old.exists()), None)  # for its mode
+    digests: dict[str, str] = {}
+    try:
+        for name, shard in zip(files, shards, strict=True):
+            with place.replaced(name, like) as file:
+                digests |= write_safetensors(file, shard, lambda _: SHARD)
+        total = sum(source.nbytes for shard in shards for source in shard.values())
+        weight_map = {
+            name: file.name for file, shard in zip(files, shards, strict=True) for name in shard
+        }
+        metadata = {"total_size": total, **seal(MANIFEST, manifest, digests)}
+        text = header_text({"metadata": metadata, "weight_map": weight_map}, "the index")
+        with place.replaced(index, like) as file:
+            file.write(text)
+    except BaseException:
+        if mark.encode() not in content(index):  # else they are in use already
+            for name in files:
+                name.unlink(missing_ok=True)
+        raise
+    return [*files, index]
+
+
+def check_name(path: str | os.PathLike[str]) -> Path:
+    """The path of a file to be written; ConfigError unless it is NAME.safetensors."""
+    path = as_path(path)
+    if path.suffix != ".safetensors":
+        raise ConfigError(f"{path} cannot be written: give the name of a file, NAME.safetensors")
+    return path
+
+
+def check_model(path: Path, ours: Mapping[str, str] | None, theirs: Mapping[str, str]) -> None:
+    """Raise CheckpointError unless a file, which tells `ours`, belongs to a model."""
+    if ours is None:
+        raise CheckpointError(
+            f"{path} does not say which model it belongs to: save it with model=config, or load it "
+            "with model=None if you know that it fits"
+        )
+    if ours["sha256"] != theirs["sha256"]:
+        raise CheckpointError(
+            f"{path} belongs to a {ours['type']!r:.40} model with config {ours['sha256'][:12]}, "
+            f"not to this {theirs['type']!r:.40} model with config {theirs['sha256'][:12]}: take "
+            "the cache that was made with this model"
+        )
+
+
+def _check_plan(path: Path, manifest: Manifest, plan: CachePlan | None) -> None:
+    """Raise unless the plan has the bases that the rows are stored in."""
+    ours = list(manifest.transforms)
+    if plan is None and ours:
+        raise CheckpointError(
+            f"{path} was made with a plan, whose bases its rows are stored in: give it, "
+            "plan=CachePlan.load(FILE) (--plan FILE)"
+        )
+    if plan is None:
+        return
+    theirs = fingerprints(plan.layers)
+    if ours != theirs:
+        differ = [i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]]
+        where = f" (layer {differ[0]} differs)" if differ else ""
+        raise CheckpointError(
+            f"{path} was made {'with another plan' if ours else 'without a plan'}{where}: its rows "
+            "cannot be read in the bases of this one; take the plan that it was made with"
+        )
+    heads = manifest.num_kv_heads  # zeros of other shapes have the same fingerprint
+    for i, (entry, basis) in enumerate(zip(manifest.layers, plan.layers, strict=True)):
+        for fmt, side in zip((entry.k_format, entry.v_format), basis, strict=True):
+            if side.offset.shape != (heads, fmt.head_dim):
+                raise CheckpointError(
+                    f"layer {i} of {path} has {[heads, fmt.head_dim]} heads and channels, that of "
+                    f"the plan {list(side.offset.shape)}: take the plan that it was made with"
+                )
+
+
+def _check_room(path: Path, manifest: Manifest, max_seq_len: int) -> None:
+    """Raise unless the rows fit a cache of max_seq_len."""
+    rooms = [manifest.rooms(entry, max_seq_len) for entry in manifest.layers]
+    longest = max(manifest.seq_lens)
+    if longest > max_seq_len or any(
+        max(part.counts) > getattr(rooms[part.layer], part.kind) for part in manifest.parts.values()
+    ):
+        least = longest
+        for part in manifest.parts.values():
+            if part.kind == "packed":  # 16-bit rows keep their room, used or not
+                window = manifest.layers[part.layer].window
+                ends = manifest.sink_len + manifest.recent_len
+                exact = ends if window is None else min(manifest.recent_len, window)
+                least = max(least, max(part.counts) + exact)
+        raise CheckpointError(
+            f"{path} does not fit max_seq_len {max_seq_len}: use at least {least}"
+        )
+
+
+def _allocate(
+    path: Path,
+    manifest: Manifest,
+    max_seq_len: int,
+    device: torch.device | str,
+    plan: CachePlan | None,
+) -> KVCache:
+    """An empty cache with the counters of the manifest."""
+    needed = manifest.cache_bytes(max_seq_len)
+    available = available_memory() if torch.device(device).type == "cpu" else None
+    advice = (
+        f"{path}: a cache of max_seq_len {max_seq_len} takes {needed / 2**30:,.1f} GiB, more than "
+        f"there is: pass a smaller max_seq_len, {max(manifest.seq_lens)} or more"
+    )
+    if needed > 2**62 or (available is not None and needed > available):
+        raise CheckpointError(advice)
+    try:
+        cache = KVCache(
+            len(manifest.layers),
+            manifest.batch,
+            manifest.num_kv_heads,
+            manifest.head_dim,
+            max_seq_len,
+            k_format=[entry.k_format for entry in manifest.layers],
+            v_format=[entry.v_format for entry in manifest.layers],
+            sink_len=manifest.sink_len,
+            recent_len=manifest.recent_len,
+            exact_format=manifest.exact_format,
+            device=device,
+            bases=None if plan is None else _bases(plan, manifest),
+            windows=[entry.window for entry in manifest.layers],
+        )
+    except ConfigError as error:
+        if "more than there is" in str(error):
+            raise CheckpointError(advice) from None
+        raise
+    for layer, entry in zip(cache.layers, manifest.layers, strict=True):
+        lens = manifest.seq_lens, entry.packed_lens
+        layer.begin(*(torch.tensor(numbers, device="cpu") for numbers in lens))
+    cache.start_positions.copy_(torch.tensor(manifest.start_positions, device="cpu"))
+    return cache
+
+
+def _bases(plan: CachePlan, manifest: Manifest) -> list[LayerBasis]:
+    """The bases of a plan, with the clip ratios of the file's formats."""
+    formats = {
+        (i, side): str(fmt)
+        for i, entry in enumerate(manifest.layers)
+        for side, fmt in (("k", entry.k_format), ("v", entry.v_format))
+    }
+    return plan.with_layer_formats(formats).layers

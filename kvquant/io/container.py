@@ -1,0 +1,307 @@
+"""Files of rows, open for reading: what one says of itself, and its tensors, checked.
+
+RowsFile is what both kinds share; CacheFile is a cache, one file or shards (checkpoint.py tells the
+format). Files of sequences of a paged cache are read by sequences_reader.py.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+import msgspec
+import torch
+
+from ..errors import CheckpointError
+from .atomic import as_path
+from .manifest import Manifest, Part
+from .schema import checked, parse
+from .shards import MANIFEST, found_at, is_index, shard_pattern
+from .tensor_files import MAX_HEADER_BYTES, SafetensorsFile, open_file, sealed, unsealed
+
+PLAN, PAGES = "kvquant", "kvquant_pages"  # entries of metadata
+ATTEMPTS = 100  # to open a cache whose files are replaced all the time
+_INFINITE = {"bf16": 0x7F80, "fp16": 0x7C00}  # Inf as bits; NaN lies above
+_PACKABLE = 0x477F  # bf16 as bits: the largest that fp16 holds, 65280
+
+
+class Described(Protocol):
+    """All of a file of rows but the rows: a Manifest or a PageManifest."""
+
+    @property
+    def parts(self) -> Mapping[str, Part]:
+        """The tensors of the file by name."""
+
+    def shape(self, part: Part) -> tuple[int, ...]:
+        """Shape of a part's tensor."""
+
+    def to_json(self, digests: Mapping[str, str], writer: str) -> str:
+        """As it stands in a file."""
+
+
+M = TypeVar("M", bound=Described)
+
+
+class RowsFile(Generic[M]):
+    """A file of rows, or several, open for reading.
+
+    Attributes:
+        path: the file that is read.
+        manifest: all but the rows.
+    """
+
+    path: Path
+    manifest: M
+
+    def __init__(self) -> None:
+        self._files: dict[str, SafetensorsFile] = {}  # the open file of every tensor
+        self._digests: Mapping[str, str] = {}
+        self._opened = ExitStack()
+
+    def __exit__(self, *_: object) -> None:
+        self._opened.close()
+
+    def rows(self, part: Part) -> torch.Tensor:
+        """Read one tensor, uint8, of the shape manifest.shape(part).
+
+        Raises:
+            CheckpointError: its checksum is another one, a row would decode to NaN, or would once
+                it is packed.
+        """
+        try:
+            rows = self._files[part.name].read(part.name, self._digests[part.name])
+            check_values(part.by_token(rows), part)
+        except CheckpointError as error:
+            raise named(self.path, error) from None
+        return rows
+
+    def _open(self, path: Path) -> SafetensorsFile:
+        file = self._opened.enter_context(SafetensorsFile(path))
+        self._files |= dict.fromkeys(file.shapes, file)
+        return file
+
+    def _check_tensors(self) -> None:
+        parts = self.manifest.parts
+        if self._files.keys() != parts.keys():
+            name = min(self._files.keys() ^ parts.keys())
+            problem = "is missing" if name in parts else "should not be there"
+            raise CheckpointError(f"tensor {name!r:.80} {problem}: take another copy of the file")
+        for name, part in parts.items():
+            file, shape = self._files[name], self.manifest.shape(part)
+            if file.dtypes[name] != torch.uint8 or file.shapes[name] != shape:
+                raise CheckpointError(
+                    f"tensor {name!r} is {file.dtypes[name]} {list(file.shapes[name])!s:.80}: the "
+                    f"lengths and formats ask for U8 {list(shape)}"
+                )
+
+
+class CacheFile(RowsFile[Manifest]):
+    """A cache file open for reading, one file or shards, its manifest checked.
+
+    While another process saves a cache of this name, it is the old one or the new one, whole.
+
+    Args:
+        path: what was given to save_cache, or the index of its shards.
+
+    Attributes:
+        path: the file or the index that is read.
+        manifest: all of the cache but its rows.
+        num_files: files that it is made of, the index included.
+        num_bytes: their bytes on the disk.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CheckpointError: it is damaged or foreign.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        path = as_path(path)
+        for attempt in range(ATTEMPTS):
+            super().__init__()
+            self.path, self.num_files, self.num_bytes = found_at(path), 0, 0
+            self._first: Any = None  # kept open, so that no other file can pass for it
+            try:
+                if is_index(self.path):
+                    metadata = self._open_index()
+                else:
+                    metadata = self._open(self.path).metadata
+                self.manifest, self._digests = read_manifest(metadata)
+                self._check_tensors()
+                return
+            except (CheckpointError, FileNotFoundError) as error:
+                is_replaced = self._is_replaced(path, error)
+                self._opened.close()
+                if is_replaced and attempt + 1 < ATTEMPTS:
+                    continue
+                if isinstance(error, FileNotFoundError):
+                    raise
+                raise named(self.path, error) from None
+            except BaseException:
+                self._opened.close()
+                raise
+
+    def __enter__(self) -> CacheFile:
+        return self
+
+    def _open(self, path: Path) -> SafetensorsFile:
+        file = super()._open(path)
+        self._first = self._first or file
+        self.num_files += 1
+        self.num_bytes += file.num_bytes
+        return file
+
+    def _open_index(self) -> dict[str, Any]:
+        """Open every shard of the index, and give the index's metadata."""
+        self._first = self._opened.enter_context(open_file(self.path))
+        self.num_files, self.num_bytes = 1, os.fstat(self._first.fileno()).st_size
+        try:
+            if self.num_bytes > MAX_HEADER_BYTES:
+                raise CheckpointError("it is too large to be one")
+            text = self._first.read(MAX_HEADER_BYTES + 1)
+            index = checked(parse(text, "the index"), _Index, "the index")
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"this is no index of shards, or a damaged one ({error})"
+            ) from None
+        for shard in dict.fromkeys(index.weight_map.values()):
+            if not shard_pattern(self.path).fullmatch(shard):
+                raise CheckpointError(f"the index names {shard!r:.80}, which is no shard of it")
+            try:
+                file = self._open(self.path.with_name(shard))
+            except FileNotFoundError:
+                raise CheckpointError(
+                    f"shard {shard} is missing: copy all shards together with the index"
+                ) from None
+            except OSError as error:
+                if error.errno != errno.EMFILE:
+                    raise
+                raise CheckpointError(
+                    "there are more shards than this process may open files: allow it more "
+                    "(ulimit -n), or save the cache in larger shards"
+                ) from None
+            for name in file.shapes:
+                if index.weight_map.get(name) != shard:
+                    raise CheckpointError(f"tensor {name!r:.80} should not be in shard {shard}")
+        if index.weight_map.keys() != self._files.keys():
+            name = min(index.weight_map.keys() - self._files.keys())
+            raise CheckpointError(f"tensor {name!r:.80} is missing: take another copy of the file")
+        return index.metadata
+
+    def _is_replaced(self, path: Path, error: Exception) -> bool:
+        """Whether another file counts now than the one that was opened first, or one at all."""
+        try:
+            if found_at(path) != self.path:
+                return True
+            now = os.stat(self.path)
+        except FileNotFoundError:  # if it was there a moment ago, an index is there now
+            return self._first is not None or found_at(path) != self.path
+        except OSError:  # it cannot be told
+            return False
+        if self._first is None:  # there was none, or it could not be read
+            return isinstance(error, FileNotFoundError)
+        return not os.path.samestat(now, os.fstat(self._first.fileno()))
+
+
+class _Index(msgspec.Struct):
+    """An index of shards."""
+
+    metadata: dict[str, Any]
+    weight_map: dict[str, str]
+
+
+def seal(key: str, manifest: Described, digests: Mapping[str, str]) -> dict[str, str]:
+    """The manifest and its checksum, as a file's metadata holds them."""
+    try:
+        writer = f"kvquant {version('kvquant')}"
+    except PackageNotFoundError:  # a checkout that is not installed
+        writer = "kvquant"
+    return sealed(key, manifest.to_json(digests, writer))
+
+
+def read_manifest(metadata: Mapping[str, Any]) -> tuple[Manifest, dict[str, str]]:
+    """The manifest and the checksums of the tensors from a file's metadata."""
+    if type(metadata.get(MANIFEST)) is str:
+        return Manifest.from_json(unsealed(MANIFEST, metadata))
+    if PLAN in metadata:
+        raise CheckpointError(
+            f"this is a calibration file, not a cache: {_plan_summary(metadata[PLAN])}"
+        )
+    if PAGES in metadata:
+        raise CheckpointError(
+            "these are sequences of a paged cache: read them by kvquant.load_sequences"
+        )
+    raise CheckpointError(
+        "this is no kvquant cache: raw K and V tensors are read by quantize_raw "
+        "(`kvquant quantize --from`)"
+    )
+
+
+def named(path: Path, error: CheckpointError) -> CheckpointError:
+    """The error with the name of the file, if it does not begin with it."""
+    text = str(error)
+    return error if text.startswith(str(path)) else CheckpointError(f"{path}: {text}")
+
+
+def _plan_summary(text: Any) -> str:
+    """What a calibration file holds, in one line."""
+    try:
+        facts = parse(text, "the plan", nan=True)
+        model, tokens = facts["model"], facts["observed_tokens"]
+        return (
+            f"it holds the plan of caches for a {model['type']!r:.40} model with config "
+            f"{model['sha256'][:12]!r:.20}, from {tokens!r:.20} tokens"
+        )
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return "its metadata cannot be read"
+
+
+def check_values(rows: torch.Tensor, part: Part, start: int = 0) -> None:
+    """Raise if a row would decode to NaN or Inf, or would once it is packed.
+
+    Args:
+        rows: [tokens, num_kv_heads, row_bytes], some of the part's rows.
+        part: which rows they are.
+        start: the row of the part's tensor that is the first of them.
+
+    Raises:
+        CheckpointError: names the first such row.
+    """
+    fmt = part.fmt
+    if not rows.numel():
+        return
+    header = rows if fmt.is_exact else rows[..., : fmt.header_bytes]
+    bits = header.contiguous().view(torch.int16)  # isfinite() is ten times slower
+    sizes = bits & 0x7FFF
+    largest, infinite = int(sizes.max()), _INFINITE["bf16" if fmt.codec == "bf16" else "fp16"]
+    if fmt.is_exact:
+        if largest >= infinite:
+            _refuse(sizes >= infinite, part, start, "a value is NaN or infinite")
+        packed = part.packed_as
+        if packed and packed.max_abs < fmt.max_abs and largest > _PACKABLE:
+            problem = f"a value is too large for {packed} rows, as which it will be packed"
+            _refuse(sizes > _PACKABLE, part, start, problem, part.sink_len)
+        return
+    if largest >= infinite or bool((bits[..., 0::2] < 0).any()):
+        bad = sizes >= infinite
+        bad[..., 0::2] |= bits[..., 0::2] < 0
+        _refuse(bad, part, start, "a scale is negative, or a scale or shift is NaN or infinite")
+    if fmt.codec == "fp8":
+        bad = (rows[..., fmt.header_bytes :] & 0x7F) == 0x7F
+        if bool(bad.any()):
+            _refuse(bad, part, start, "a code is NaN")
+
+
+def _refuse(bad: torch.Tensor, part: Part, start: int, problem: str, first: int = 0) -> None:
+    """Raise for the first bad row of a token from `first` on, if there is one."""
+    for row, head in bad.any(-1).nonzero().tolist():
+        sequence, token = part.locate(start + row)
+        if token >= first:
+            raise CheckpointError(
+                f"layer {part.layer}, {part.side.upper()}, sequence {sequence}, token {token}, KV "
+                f"head {head}: {problem}; make the cache anew from finite keys and values"
+            )

@@ -1,0 +1,442 @@
+"""In from other programs and out to them: raw K and V tensors, and other projects' byte layouts.
+
+Raw tensors, read by quantize_raw and written by export_cache to "bf16" and "fp16", are a
+safetensors file of, for every layer I from 0,
+
+    layers.I.k, layers.I.v   [batch, num_kv_heads, tokens, head_dim], bfloat16, float16 or float32;
+                             keys as attention meets them (after RoPE)
+    seq_lens                 int32 [batch], optional: tokens in use, the first ones; all without it
+
+"fbgemm" writes the tensors of FBGEMM's gqa_attn_splitk and mqa_attn, T the longest sequence:
+
+    layers.I.cache_K, layers.I.cache_V   uint8 [batch, T, num_kv_heads, row_bytes]
+    seq_positions                        int32 [batch], index of each sequence's last token
+
+"xformers" writes those of xFormers' Triton split-K op, which reads 32-bit words:
+
+    layers.I.cache_K, layers.I.cache_V   int32 [batch, T, num_kv_heads, words]: INT4 rows are
+                                         groups + head_dim/8 words, parameters first; FP8 rows
+                                         head_dim/4 words, codes only
+    layers.I.scale_shift_K, ..._V        FP8 only: int32 [batch, T, num_kv_heads], scale in the low
+                                         half and shift in the high half of each word, fp16
+    seq_lens                             int32 [batch]
+
+Rows after the end of a sequence are zeros.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from ..arguments import check_kind, check_size
+from ..cache.checks import Formats, row_formats
+from ..cache.contiguous import KVCache
+from ..errors import CheckpointError, ConfigError, NonFiniteError, ShapeError, UnsupportedError
+from ..rows.format import FP16_MAX, HEAD_DIMS, RowFormat
+from ..rows.quantize import (
+    EXACT_DTYPES,
+    FLOAT_DTYPES,
+    dequantize_rows,
+    exact_codec,
+    is_nan_row,
+    quantize_rows,
+)
+from .atomic import as_path
+from .schema import INT32, MAX_LAYERS, MAX_SEQUENCES
+from .shards import save_safetensors
+from .tensor_files import SafetensorsFile, TensorSource
+
+TARGETS = ("bf16", "fp16", "fbgemm", "xformers")
+# a reader in fp16 computes scale * 512 for INT4, and code * scale for FP8, before it adds the shift
+MAX_SCALE = {"int4": FP16_MAX / 512, "fp8": FP16_MAX / 448}
+
+
+class RawFile:
+    """The raw K and V tensors of another program, open for reading; told in the module.
+
+    Args:
+        path: a safetensors file.
+
+    Attributes:
+        path: as given.
+        num_layers: layers.
+        k_shapes, v_shapes: of each layer [batch, num_kv_heads, tokens, head_dim].
+        dtype: of the first layer's K.
+        seq_lens: [batch] int32, tokens in use.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CheckpointError: it is damaged, or its tensors are not those that are asked for.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = as_path(path)
+        self._file = SafetensorsFile(self.path, settled=True)
+        try:
+            self._check()
+        except CheckpointError as error:
+            self._file.close()
+            raise CheckpointError(f"{self.path}: {error}") from None
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> RawFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Read K and V of a layer.
+
+        Raises:
+            CheckpointError: the file was written to since it was opened.
+        """
+        k, v = (self._file.read(f"layers.{layer}.{side}") for side in "kv")
+        self._file.check_unchanged()  # it has no checksums
+        return k, v
+
+    def _check(self) -> None:
+        shapes, dtypes = self._file.shapes, self._file.dtypes
+        self.num_layers = sum(name.startswith("layers.") for name in shapes) // 2
+        expected = [f"layers.{i}.{side}" for i in range(self.num_layers) for side in "kv"]
+        if not expected or shapes.keys() - {"seq_lens"} != set(expected):
+            odd = min(shapes.keys() - {"seq_lens"} ^ set(expected), default="layers.0.k")
+            raise CheckpointError(
+                f"tensor {odd!r:.80} is missing or should not be there: name them layers.0.k, "
+                "layers.0.v, layers.1.k and so on, and optionally seq_lens"
+            )
+        first = shapes["layers.0.k"]
+        for name in expected:
+            shape = shapes[name]
+            if dtypes[name] not in FLOAT_DTYPES:
+                raise CheckpointError(f"{name} is {dtypes[name]}: use bfloat16, float16 or float32")
+            if len(shape) != 4 or shape[:3] != first[:3] or 0 in shape[:2]:
+                raise CheckpointError(
+                    f"{name} is {list(shape)!s:.80}: all must be [batch, num_kv_heads, tokens, "
+                    f"head_dim], alike but for head_dim; layers.0.k is {list(first)!s:.80}"
+                )
+            if shape[3] not in HEAD_DIMS:
+                RowFormat.parse("bf16", shape[3])  # says which there are
+        batch, heads, tokens, _ = first
+        sizes = ("sequences", batch, MAX_SEQUENCES), ("layers", self.num_layers, MAX_LAYERS)
+        for what, size, most in (*sizes, ("KV heads", heads, INT32), ("tokens", tokens, INT32)):
+            if size > most:
+                raise CheckpointError(f"it has {size} {what}: {most} are possible")
+        self.k_shapes = [shapes[name] for name in expected[0::2]]
+        self.v_shapes = [shapes[name] for name in expected[1::2]]
+        self.dtype = dtypes["layers.0.k"]
+        self.seq_lens = torch.full((batch,), tokens, dtype=torch.int32, device="cpu")
+        if "seq_lens" not in shapes:
+            return
+        if dtypes["seq_lens"] not in (torch.int32, torch.int64) or shapes["seq_lens"] != (batch,):
+            raise CheckpointError(
+                f"seq_lens is {dtypes['seq_lens']} {list(shapes['seq_lens'])!s:.80}: use int32 "
+                f"[{batch}]"
+            )
+        given = self._file.read("seq_lens")
+        self._file.check_unchanged()
+        if bool(((given < 0) | (given > tokens)).any()):
+            raise CheckpointError(
+                f"seq_lens is {given.tolist()!s:.80}: use numbers from 0 to {tokens}"
+            )
+        self.seq_lens = given.int()
+
+
+@dataclass(frozen=True)
+class RawTensors:
+    """K and V that another program wrote.
+
+    Attributes:
+        layers: K and V of each layer, [batch, num_kv_heads, tokens, head_dim].
+        seq_lens: [batch] int32, tokens in use.
+    """
+
+    layers: list[tuple[torch.Tensor, torch.Tensor]]
+    seq_lens: torch.Tensor
+
+
+def load_raw(path: str | os.PathLike[str]) -> RawTensors:
+    """Read the raw K and V tensors of another program, all at once.
+
+    Args:
+        path: a safetensors file.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CheckpointError: it is damaged, its tensors are not those that are asked for, or it is
+            written to at the same time.
+    """
+    with RawFile(path) as file:
+        return RawTensors([file.layer(i) for i in range(file.num_layers)], file.seq_lens)
+
+
+def quantize_raw(
+    path: str | os.PathLike[str],
+    *,
+    k_format: Formats = "int4-g4",
+    v_format: Formats = "int4-g4",
+    sink_len: int = 4,
+    recent_len: int = 128,
+    exact_format: str | None = None,
+    max_seq_len: int | None = None,
+) -> KVCache:
+    """Make a cache from the raw K and V tensors of another program.
+
+    Args:
+        path: a safetensors file.
+        k_format, v_format, sink_len, recent_len: as in KVCache.
+        exact_format: "bf16" or "fp16"; that of the tensors when None (bf16 for float32).
+        max_seq_len: tokens that a sequence has room for; those of the tensors when None.
+
+    Returns:
+        A cache on the CPU.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CheckpointError: it is damaged, its tensors are not those that are asked for, or it is
+            written to at the same time.
+        ConfigError: a format or a size that does not exist.
+        ShapeError: a sequence is longer than max_seq_len.
+        NonFiniteError: NaN, Inf or a value that one of the formats cannot hold, with its place.
+    """
+    if max_seq_len is not None:
+        max_seq_len = check_size("max_seq_len", max_seq_len)
+    with RawFile(path) as raw:
+        batch, num_kv_heads, tokens, head_dim = raw.k_shapes[0]
+        longest = int(raw.seq_lens.max())
+        if max_seq_len is not None and longest > max_seq_len:
+            raise ShapeError(
+                f"{path} has sequences of up to {longest} tokens, max_seq_len is {max_seq_len}: "
+                f"use max_seq_len (--max-seq-len) {longest} or more"
+            )
+        cache = KVCache(
+            raw.num_layers,
+            batch,
+            num_kv_heads,
+            head_dim,
+            tokens if max_seq_len is None else max_seq_len,
+            k_format=row_formats("k_format", k_format, [shape[3] for shape in raw.k_shapes]),
+            v_format=row_formats("v_format", v_format, [shape[3] for shape in raw.v_shapes]),
+            sink_len=sink_len,
+            recent_len=recent_len,
+            exact_format=exact_codec(raw.dtype) if exact_format is None else exact_format,
+        )
+        for i in range(raw.num_layers):
+            try:
+                cache.append(i, *raw.layer(i), raw.seq_lens)
+            except NonFiniteError as error:
+                raise NonFiniteError(f"{path}: layers.{i}.{error}") from None
+    return cache
+
+
+def export_cache(cache: KVCache, path: str | os.PathLike[str], to: str) -> list[str]:
+    """Write a cache for another program; the tensors are told in the module.
+
+    "bf16" and "fp16" write values. "fbgemm" and "xformers" write the packed rows byte for byte; the
+    16-bit rows of a cache (sinks, recent tokens) are quantized for this export, for the first time,
+    and stand at their places in the order of the tokens. Start positions are not written.
+
+    Args:
+        cache: whose layers all hold the same tokens.
+        path: of the file; it is replaced when the new one is whole.
+        to: "bf16", "fp16", "fbgemm" or "xformers".
+
+    Returns:
+        What the reader has to know, a sentence each.
+
+    Raises:
+        ConfigError: `to` does not exist.
+        UnsupportedError: the other program has no layout for these formats, or a layer a window.
+        NonFiniteError: a value or a scale is too large for the other program.
+        ShapeError: the layers hold different numbers of tokens.
+        OSError: the file cannot be written.
+    """
+    check_kind("cache", cache, KVCache, "give a KVCache")
+    if to not in TARGETS:
+        raise ConfigError(f"cannot export to {to!r}: use {', '.join(TARGETS)}")
+    seq_lens = cache.seq_lens.cpu()
+    for i, layer in enumerate(cache.layers):
+        if not layer.seq_lens.cpu().equal(seq_lens):
+            raise ShapeError(
+                f"layer {i} holds {layer.seq_lens.tolist()} tokens, another one "
+                f"{seq_lens.tolist()}: append this step's tokens to every layer, then export"
+            )
+        if layer.window is not None:
+            raise UnsupportedError(
+                f"layer {i} has a sliding window of {layer.window} tokens, and rows of no others: "
+                "other programs take whole sequences"
+            )
+    if to in EXACT_DTYPES:
+        tensors, notes = _values(cache, EXACT_DTYPES[to]), list[str]()
+    elif cache.bases:
+        raise UnsupportedError(
+            f"the rows are stored in the bases of a plan, which {to} does not know: export to bf16"
+        )
+    else:
+        tensors, notes = _packed(cache, to)
+    counts = seq_lens - 1 if to == "fbgemm" else seq_lens
+    name = "seq_positions" if to == "fbgemm" else "seq_lens"
+    tensors[name] = TensorSource(torch.int32, (cache.batch,), lambda: [counts])
+    save_safetensors(path, tensors, lambda _: {"format": "pt", "kvquant_export": to})
+    return notes
+
+
+def _values(cache: KVCache, dtype: torch.dtype) -> dict[str, TensorSource]:
+    """Raw tensors, dequantized one sequence at a time."""
+    longest, bases = int(cache.seq_lens.max()), cache.bases
+    tensors = {}
+    for i, layer in enumerate(cache.layers):
+        for side, fmt in (("k", layer.k_format), ("v", layer.v_format)):
+
+            def chunks(
+                i: int = i, side: str = side, fmt: RowFormat = fmt
+            ) -> Iterator[torch.Tensor]:
+                for b in range(cache.batch):
+                    shape = cache.num_kv_heads, longest, fmt.head_dim
+                    out = torch.zeros(shape, dtype=dtype, device="cpu")
+                    parts = [
+                        dequantize_rows(rows, stored) for rows, stored in _rows(cache, i, side, b)
+                    ]
+                    whole = torch.cat(parts, dim=1)
+                    if bases:
+                        whole = getattr(bases[i], side).decode(whole[None])[0]
+                    values = whole.to(dtype)
+                    if not bool(values.isfinite().all()):
+                        head, token, element = (~values.isfinite()).nonzero()[0].tolist()
+                        value = whole[head, token, element].item()
+                        where = f"layer {i}, {side.upper()}, sequence {b}, token {token}"
+                        if value != value:
+                            raise _is_nan(f"{where}, KV head {head}")
+                        raise NonFiniteError(
+                            f"{where}: {value:g} is too large for fp16: export to bf16"
+                        )
+                    out[:, : values.shape[1]] = values.cpu()
+                    yield out
+
+            shape = (cache.batch, cache.num_kv_heads, longest, fmt.head_dim)
+            tensors[f"layers.{i}.{side}"] = TensorSource(dtype, shape, chunks)
+    return tensors
+
+
+def _packed(cache: KVCache, to: str) -> tuple[dict[str, TensorSource], list[str]]:
+    """Another project's rows, one sequence at a time, and what their reader has to know."""
+    longest = int(cache.seq_lens.max())
+    tensors = {}
+    for i, layer in enumerate(cache.layers):
+        fmt = layer.k_format
+        _check_exportable(i, fmt, layer.v_format, to)
+        external = to == "xformers" and fmt.codec == "fp8"
+        # the bytes of a row that a tensor takes, and the dtype that it takes them as
+        places = {"cache": (fmt.header_bytes if external else 0, fmt.row_bytes)}
+        if external:
+            places["scale_shift"] = (0, fmt.header_bytes)
+        dtype = torch.int32 if to == "xformers" else torch.uint8
+        for name, (start, stop) in places.items():
+            for side in "kv":
+                shape: tuple[int, ...] = (cache.batch, longest, cache.num_kv_heads)
+                if name == "cache":
+                    shape += ((stop - start) // dtype.itemsize,)
+                tensors[f"layers.{i}.{name}_{side.upper()}"] = TensorSource(
+                    dtype, shape, _packed_chunks(cache, i, side, to, longest, start, stop)
+                )
+    return tensors, _notes(cache, to, longest)
+
+
+def _packed_chunks(
+    cache: KVCache, layer: int, side: str, to: str, longest: int, start: int, stop: int
+) -> Callable[[], Iterator[torch.Tensor]]:
+    """Makes the iterator over bytes start to stop of all rows: [longest, num_kv_heads, bytes]."""
+    fmt = cache.layers[layer].k_format
+
+    def chunks() -> Iterator[torch.Tensor]:
+        for b in range(cache.batch):
+            parts = [
+                rows
+                if stored == fmt
+                else quantize_rows(dequantize_rows(rows, stored), fmt, check=False)
+                for rows, stored in _rows(cache, layer, side, b)
+            ]
+            rows = torch.cat(parts, dim=1).transpose(0, 1).cpu()
+            where = f"layer {layer}, {side.upper()}, sequence {b}"
+            is_nan = is_nan_row(rows, fmt)
+            if bool(is_nan.any()):
+                token, head = is_nan.nonzero()[0].tolist()
+                raise _is_nan(f"{where}, token {token}, KV head {head}")
+            _check_scales(rows, fmt, to, where)
+            shape = longest, cache.num_kv_heads, stop - start
+            out = torch.zeros(shape, dtype=torch.uint8, device="cpu")
+            out[: len(rows)] = rows[..., start:stop]
+            yield out
+
+    return chunks
+
+
+def _rows(
+    cache: KVCache, layer: int, side: str, sequence: int
+) -> Iterator[tuple[torch.Tensor, RowFormat]]:
+    """Rows [num_kv_heads, tokens, row_bytes] of one sequence and their formats, in token order."""
+    for segment in cache.layers[layer].segments_in_order():
+        fmt = segment.k_format if side == "k" else segment.v_format
+        yield segment.rows(sequence, side), fmt
+
+
+def _check_exportable(layer: int, k_format: RowFormat, v_format: RowFormat, to: str) -> None:
+    """Raise unless the other project has a layout for a layer's formats."""
+    possible = {
+        "fbgemm": "int4, int4-g2, int4-g4, int4-g8 or fp8 with head_dim 128",
+        "xformers": "int4, int4-g2, int4-g4, int4-g8 or fp8 with head_dim 64, 128 or 256",
+    }[to]
+    head_dims = {"fbgemm": (128,), "xformers": (64, 128, 256)}[to]
+    known = k_format.codec == "int4" or (k_format.codec == "fp8" and k_format.groups == 1)
+    if k_format != v_format or not known or k_format.head_dim not in head_dims:
+        raise UnsupportedError(
+            f"layer {layer} has K in {k_format} and V in {v_format}, head_dim {k_format.head_dim} "
+            f"and {v_format.head_dim}: {to} takes one format for both, {possible}; quantize anew, "
+            "or export to bf16"
+        )
+
+
+def _is_nan(where: str) -> NonFiniteError:
+    return NonFiniteError(
+        f"{where}: this row came with NaN, Inf or a value that its format cannot hold, and decodes "
+        "to NaN: mend the model, or export a cache without it"
+    )
+
+
+def _check_scales(rows: torch.Tensor, fmt: RowFormat, to: str, where: str) -> None:
+    """Raise if the other project's fp16 arithmetic overflows on rows [tokens, heads, row_bytes]."""
+    if to == "fbgemm" and fmt.codec == "fp8":
+        return  # read in float32
+    scales = rows[..., : fmt.header_bytes].contiguous().view(torch.float16)[..., 0::2]
+    limit = MAX_SCALE[fmt.codec]
+    if bool((scales > limit).any()):
+        token, head, group = (scales > limit).nonzero()[0].tolist()
+        raise NonFiniteError(
+            f"{where}, token {token}, KV head {head}: scale {scales[token, head, group].item():g} "
+            f"is over {limit:g}, where {to}'s fp16 arithmetic overflows: export to bf16"
+        )
+
+
+def _notes(cache: KVCache, to: str, longest: int) -> list[str]:
+    notes = []
+    if cache.sink_len or cache.recent_len:
+        notes.append(
+            f"the 16-bit rows (up to {cache.sink_len} first and {cache.recent_len} last tokens) "
+            "were quantized for this export: their fidelity is now that of the other rows"
+        )
+    if to == "fbgemm" and cache.num_kv_heads > 1:
+        notes.append(
+            f"the cache has {cache.num_kv_heads} KV heads, gqa_attn_splitk takes one: call it for "
+            "each of cache_K[:, :, h : h + 1].contiguous()"
+        )
+    if to == "fbgemm" and longest > 16384:
+        notes.append(f"{longest} tokens are over the 16384 that gqa_attn_splitk takes")
+    if to == "fbgemm" and any(layer.k_format.groups in (2, 8) for layer in cache.layers):
+        notes.append("gqa_attn_splitk on tensor cores takes 1 or 4 groups, mqa_attn also 2 and 8")
+    return notes

@@ -1,0 +1,561 @@
+"""CachePlan: how a model's keys and values are kept, as `kvquant calibrate` chose it; its file."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, Any
+
+import msgspec
+import torch
+from msgspec import Meta
+
+from ..errors import CheckpointError, ConfigError, ShapeError, shown
+from ..rows.basis import Basis, LayerBasis
+from ..rows.format import RowFormat
+from .atomic import as_path
+from .model_id import model_identity
+from .schema import INT64, MAX_LAYERS, Digest, Length, ModelName, checked, parse
+from .shards import save_safetensors
+from .tensor_files import SafetensorsFile, TensorSource, sealed, unsealed
+
+FORMAT, VERSION, UNSEALED_VERSION = "kvquant-plan", 2, 1
+_FACTS = "kvquant"  # the metadata entry
+_LEAST_KL, _LEAST_PERPLEXITY = -1e-3, 0.999  # 0 and 1, but for rounding
+
+
+@dataclass(frozen=True, eq=False)
+class CachePlan:
+    """How a model's keys and values are kept: formats, transforms, and what they cost, measured.
+
+    A plan file is safetensors: the tensors below, and two entries of metadata: "kvquant", which is
+    JSON, the facts and "sha256" and "shapes" of every tensor; and "kvquant_sha256", its checksum,
+    which files of version 1 have not, nor "shapes". Layers L, KV heads H, query heads Q, head_dim
+    D; all tensors float32. "k" stands for "v" too. Errors are weighted, K's by the queries that
+    meet the head (root of E[(q·e)^2] over E[(q·(k - mean))^2]), V's by the output projection
+    likewise: 0.02 is 2 % of the spread.
+
+    Transforms, what a cache needs (basis.py, rounding.py):
+        k.offset          [L, H, D]     subtracted from every row (zeros: none)
+        k.matrix          [L, H, D, D]  M, for layers whose basis is "matrix" (identity for others);
+                                        there where any layer has one
+        k.clip.FORMAT     [L, H]        share of the range that rows of FORMAT keep, 1 or less
+        k.feedback        [L, H, D, D]  L of rounding.py, for the rounding "feedback"
+
+    Statistics, for people; all but k.mean may be absent; what there is of K there is of V:
+        k.mean, k.std, k.min, k.max, k.absmax    [L, H, D]  of each channel, K after RoPE
+        k.stored.std                             [L, H, D]  of the rows that are stored
+        k.error.STEP        [L, H]  of "int4" rows after each of facts["steps"]: "plain", "offset",
+                                    "hadamard" (with offset), "matrix" (with offset and Hadamard),
+                                    each with nearest rounding and full range; then of the basis
+                                    chosen with "feedback" (if that was better), and "clip" on top
+        k.format_error.FORMAT, k.format_error_plain.FORMAT   [L, H]  of every candidate format, as
+                                    the plan does it, and as a cache without a plan does it
+        scores.min, scores.max, scores.mean, scores.std   [L, Q]  sm_scale * q·(k - offset)
+        scores.edges [B + 1], scores.histogram [L, B]   share of all scores in each bin
+        scores.phi [L], scores.phi_overflow [L]   a reference maximum for all queries of a layer,
+                                    and the share of queries whose own maximum is too far from it
+
+    facts, plain data:
+        format "kvquant-plan", version 2
+        model           {"type", "sha256"}: model_identity of the config
+        places          L numbers: the layer of the model at each place of the cache
+        others          [{"layer", "why"}]: layers of the model that the cache has none of
+        layers          L objects {"k": side, "v": side, "kept": null or why this layer stays in 16
+                        bit}; a side is {"format": "int4", "basis": "none" | "hadamard" | "matrix",
+                        "rounding": "nearest" | "feedback"}
+        bits            per element of K and V, of the packed rows, headers included
+        observed_tokens, steps, candidates (formats), zero_data (true: no text was observed)
+        measured        {"kl", "top1", "perplexity", "exact_perplexity", "context", "scored",
+                        "sink_len", "recent_len"} or null: the whole plan, decoding token by token
+                        on held text, against the 16-bit cache; kl in nats per token, top1 a share,
+                        scored in tokens, of "passages"; "kl_error", "top1_error": standard errors,
+                        null or not there where they are not known; "in_one_pass": null, or why
+                        the model could not decode from a KVCache
+        limit           {"max_kl": number or null, "budget": bits or null, "met": bool}
+        blamed          layers that cost the most, where the limit is not met and not all layers
+                        stay in 16 bit; else empty
+        sensitivity     [{"layer", "k_format", "v_format", "kl"}]: only K or only V of this layer
+                        quantized, all else in 16 bit: two for each layer
+        comparison      [{"format", "plan": bool, "bits", "kl", "top1", "perplexity"}]: one format
+                        for all, with and without the plan's transforms, on the same held text;
+                        "kl_error" and "top1_error" as above
+        settings        how it was measured
+
+    Attributes:
+        facts: as above.
+        tensors: as above, on the CPU.
+    """
+
+    facts: Mapping[str, Any]
+    tensors: Mapping[str, torch.Tensor]
+
+    def __repr__(self) -> str:
+        formats = (sorted({pair[side] for pair in self.formats}) for side in (0, 1))
+        k, v = map("/".join, formats)
+        model, measured = self.facts.get("model", {}), self.facts.get("measured")
+        told = f"KL {measured['kl']:.2g} nats per token" if measured else "not measured"
+        return (
+            f"CachePlan({model.get('type')}, {self.num_layers} layers, K {k}, V {v}, "
+            f"{self.bits:.2f} bits per element, {told})"
+        )
+
+    @classmethod
+    def load(
+        cls, path: str | os.PathLike[str], *, model: Mapping[str, Any] | None = None
+    ) -> CachePlan:
+        """Read a plan, checked.
+
+        Args:
+            path: the file.
+            model: the config, as a dict, of the model that is to use it; None to take any plan.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            CheckpointError: the file is damaged, no plan, or made for another model.
+        """
+        path = as_path(path)
+        try:
+            with SafetensorsFile(path) as file:
+                facts, digests = _read_facts(file)
+                bits = _check_facts(facts, file.shapes)
+                if not abs(facts["bits"] - bits) <= 1e-6:  # NaN is not
+                    raise CheckpointError(f"bits is {facts['bits']}: the formats have {bits}")
+                tensors = {name: file.read(name, digests[name]) for name in file.shapes}
+            plan = cls(facts, tensors)
+            plan._check_values()
+        except (CheckpointError, ConfigError, ShapeError) as error:
+            text = str(error)
+            known = text.startswith(str(path))
+            raise CheckpointError(text if known else f"{path}: {text}") from None
+        if model is not None:
+            plan.check_model(model, str(path))
+        return plan
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to a file; an old one is replaced when the new one is whole.
+
+        Raises:
+            ConfigError: facts are no plain data.
+            CheckpointError: the plan contradicts itself, so that it could not be loaded.
+            OSError: the file cannot be written.
+        """
+        tensors = {name: tensor.float().contiguous() for name, tensor in self.tensors.items()}
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        facts = {**self.facts, "format": FORMAT, "version": VERSION, "bits": 0, "shapes": shapes}
+
+        def metadata(digests: Mapping[str, str]) -> dict[str, str]:
+            return sealed(_FACTS, json.dumps({**facts, "sha256": dict(digests)}, sort_keys=True))
+
+        try:
+            written = parse(metadata({})[_FACTS], "the plan", nan=True)
+        except TypeError as error:
+            raise ConfigError(f"the facts of the plan are not plain data ({error})") from None
+        try:
+            facts["bits"] = _check_facts(written, shapes)
+            CachePlan(written, tensors)._check_values()
+        except (ConfigError, ShapeError) as error:
+            raise CheckpointError(str(error)) from None
+        sources = {name: TensorSource.of(tensor) for name, tensor in tensors.items()}
+        save_safetensors(path, sources, metadata)
+
+    def check_model(self, config: Mapping[str, Any], name: str = "the plan") -> None:
+        """Raise unless the plan was made for the model of this config.
+
+        Raises:
+            CheckpointError: it was made for another one.
+        """
+        ours, theirs = self.facts["model"], model_identity(config)
+        if ours["sha256"] != theirs["sha256"]:
+            raise CheckpointError(
+                f"{name} was made for a {ours['type']!r:.40} model with config "
+                f"{ours['sha256'][:12]}, not for this {theirs['type']!r:.40} model with config "
+                f"{theirs['sha256'][:12]}: calibrate this model"
+            )
+
+    def with_formats(self, k_format: str, v_format: str | None = None) -> CachePlan:
+        """The same transforms with one format for all layers that are quantized.
+
+        Args:
+            k_format: short name of K's format; one of facts["candidates"] has clip ratios, another
+                format keeps the whole range.
+            v_format: of V's; K's when None.
+
+        Returns:
+            A plan whose "measured" is null.
+        """
+        names = {"k": k_format, "v": v_format or k_format}
+        return self.with_layer_formats(
+            {
+                (i, side): names[side]
+                for i, entry in enumerate(self.facts["layers"])
+                for side in "kv"
+                if not entry["kept"]
+            }
+        )
+
+    def with_layer_formats(self, formats: Mapping[tuple[int, str], str]) -> CachePlan:
+        """The same transforms with other formats for some layers and sides ("k" or "v").
+
+        Returns:
+            A plan whose "measured" is null.
+
+        Raises:
+            ConfigError: a layer, a side or a format that does not exist, or a packed one for a
+                layer that has to stay in 16 bit.
+        """
+        places = {(i, side) for i in range(self.num_layers) for side in "kv"}
+        if not isinstance(formats, Mapping) or not formats.keys() <= places:
+            raise ConfigError(
+                f"formats are {shown(formats)}: give a dict of them by (layer, side), layers from "
+                f'0 to {self.num_layers - 1} and sides "k" or "v"'
+            )
+        layers = [
+            entry
+            | {
+                side: entry[side] | {"format": formats.get((i, side), entry[side]["format"])}
+                for side in "kv"
+            }
+            for i, entry in enumerate(self.facts["layers"])
+        ]
+        changed = CachePlan({**self.facts, "layers": layers, "measured": None}, self.tensors)
+        for i, side in formats:
+            fmt = (changed.k_formats if side == "k" else changed.v_formats)[i]
+            if layers[i]["kept"] is not None and not fmt.is_exact:
+                raise ConfigError(
+                    f"layer {i} cannot be kept in {fmt}: {shown(layers[i]['kept'])}; leave it in "
+                    "16 bit"
+                )
+        return CachePlan({**changed.facts, "bits": changed.bits}, self.tensors)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers."""
+        return len(self.facts["layers"])
+
+    @property
+    def places(self) -> list[int]:
+        """The model's layer at each place of the cache; not the same in a hybrid model."""
+        return self.facts.get("places") or list(range(self.num_layers))
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads of each layer."""
+        return self.tensors["k.offset"].shape[1]
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of a row of K."""
+        return self.tensors["k.offset"].shape[2]
+
+    @cached_property
+    def k_formats(self) -> list[RowFormat]:
+        """The format of K of each layer."""
+        return self._formats("k")
+
+    @cached_property
+    def v_formats(self) -> list[RowFormat]:
+        """The format of V of each layer."""
+        return self._formats("v")
+
+    @property
+    def formats(self) -> list[tuple[str, str]]:
+        """Short names of the formats of K and V of each layer."""
+        pairs = zip(self.k_formats, self.v_formats, strict=True)
+        return [(str(k), str(v)) for k, v in pairs]
+
+    @property
+    def bits(self) -> float:
+        """Bits per element of the packed rows, headers included."""
+        formats = [*self.k_formats, *self.v_formats]
+        return 8 * sum(f.row_bytes for f in formats) / sum(f.head_dim for f in formats)
+
+    @cached_property
+    def layers(self) -> list[LayerBasis]:
+        """The bases of each layer, on the CPU.
+
+        Raises:
+            CheckpointError: a tensor is missing or does not fit.
+        """
+        return [
+            LayerBasis(self._basis(i, "k"), self._basis(i, "v")) for i in range(self.num_layers)
+        ]
+
+    def _check_values(self) -> None:
+        """Raise unless the values of tensors are possible; facts and shapes have been checked.
+
+        Raises:
+            CheckpointError, ConfigError: they are not.
+        """
+        for name, tensor in self.tensors.items():
+            if ".error." not in name and "_error" not in name and not bool(tensor.isfinite().all()):
+                raise CheckpointError(f"tensor {name!r:.80} has values that are not finite")
+            if ".clip." in name and not bool(((tensor > 0) & (tensor <= 1)).all()):
+                raise CheckpointError(f"tensor {name!r:.80} has shares that are not in (0, 1]")
+        for side in "kv":
+            for name, kind in (("matrix", "basis"), ("feedback", "rounding")):
+                if f"{side}.{name}" not in self.tensors:
+                    continue
+                matrices = self.tensors[f"{side}.{name}"]
+                eye = torch.eye(matrices.shape[-1], dtype=torch.float32, device="cpu")
+                for i, entry in enumerate(self.facts["layers"]):
+                    is_used = entry[side][kind] == name or entry["kept"] is not None
+                    if not is_used and not bool((matrices[i] == eye).all()):
+                        raise CheckpointError(
+                            f"layers[{i}].{side}.{kind} is {entry[side][kind]!r}, and tensor "
+                            f"{side}.{name} has something for it"
+                        )
+        _ = self.layers  # every matrix has an inverse
+
+    def _formats(self, side: str) -> list[RowFormat]:
+        head_dim = self.tensors[f"{side}.offset"].shape[2]
+        return [RowFormat.parse(entry[side]["format"], head_dim) for entry in self.facts["layers"]]
+
+    def _basis(self, layer: int, side: str) -> Basis:
+        entry = self.facts["layers"][layer][side]
+
+        def tensor(name: str) -> torch.Tensor:
+            found = self.tensors.get(f"{side}.{name}")
+            if found is None or found.shape[:2] != (self.num_layers, self.num_kv_heads):
+                raise CheckpointError(f"tensor {side}.{name!r:.80} is missing or does not fit")
+            return found[layer].contiguous()
+
+        clip = f"clip.{entry['format']}"
+        return Basis(
+            tensor("offset"),
+            entry["basis"],
+            tensor("matrix") if entry["basis"] == "matrix" else None,
+            tensor(clip) if f"{side}.{clip}" in self.tensors else None,
+            tensor("feedback") if entry["rounding"] == "feedback" else None,
+        )
+
+
+class _Side(msgspec.Struct):
+    """How K or V of a layer is kept."""
+
+    format: str
+    basis: Annotated[str, Meta(pattern=r"\A(none|hadamard|matrix)\Z")]
+    rounding: Annotated[str, Meta(pattern=r"\A(nearest|feedback)\Z")]
+
+
+class _Layer(msgspec.Struct):
+    """How a layer is kept."""
+
+    k: _Side
+    v: _Side
+    kept: str | None
+
+
+class _Figures(msgspec.Struct, kw_only=True):
+    """What was measured of a format or of the plan; the KL of a broken one is NaN."""
+
+    kl: float
+    top1: Annotated[float, Meta(ge=0, le=1)]
+    perplexity: float
+    kl_error: float | None = None
+    top1_error: float | None = None
+
+
+class _Compared(_Figures, kw_only=True):
+    """One format for all layers."""
+
+    format: str
+    plan: bool
+    bits: Annotated[float, Meta(gt=0, le=64)]
+
+
+class _Measured(_Figures, kw_only=True):
+    """The plan itself."""
+
+    exact_perplexity: float
+    context: Length
+    scored: Length
+    sink_len: Length
+    recent_len: Length
+    passages: Length | None = None
+    in_one_pass: str | None = None
+
+
+class _Limit(msgspec.Struct):
+    """What the plan was to keep."""
+
+    max_kl: Annotated[float, Meta(gt=0)] | None
+    budget: Annotated[float, Meta(gt=0)] | None
+    met: bool
+
+
+class _Sensitivity(msgspec.Struct):
+    """One layer alone."""
+
+    layer: Length
+    k_format: str
+    v_format: str
+    kl: float
+
+
+class _Other(msgspec.Struct):
+    """A layer of the model that the cache has none of."""
+
+    layer: Length
+    why: str
+
+
+class _Facts(msgspec.Struct):
+    """The facts of a plan; there may be more, for people."""
+
+    model: ModelName
+    layers: Annotated[tuple[_Layer, ...], Meta(min_length=1, max_length=MAX_LAYERS)]
+    bits: float
+    observed_tokens: Annotated[int, Meta(ge=0, le=INT64)]
+    steps: tuple[str, ...]
+    candidates: tuple[str, ...]
+    zero_data: bool
+    measured: _Measured | None
+    limit: _Limit
+    blamed: tuple[Length, ...]
+    sensitivity: tuple[_Sensitivity, ...]
+    comparison: tuple[_Compared, ...]
+    settings: dict[str, Any]
+    places: tuple[Length, ...] = ()
+    others: tuple[_Other, ...] = ()
+
+
+def _read_facts(file: SafetensorsFile) -> tuple[dict[str, Any], dict[str, str]]:
+    """The facts of a file, and the checksums of its tensors."""
+    text, seal = file.metadata.get(_FACTS), f"{_FACTS}_sha256"
+    facts = parse(text, "the plan", nan=True) if text is not None else None
+    if type(facts) is not dict or facts.get("format") != FORMAT:
+        raise CheckpointError("this is no plan of `kvquant calibrate`")
+    version = facts.get("version")
+    if type(version) is not int or version not in (UNSEALED_VERSION, VERSION):
+        raise CheckpointError(
+            f"the plan has version {version!r:.40}, this kvquant reads {UNSEALED_VERSION} and "
+            f"{VERSION}: calibrate again, or take the kvquant that wrote it"
+        )
+    if version == VERSION or seal in file.metadata:
+        unsealed(_FACTS, file.metadata, "the plan")
+    shapes = facts.pop("shapes", None)
+    if version == VERSION:
+        told = checked(shapes, dict[str, tuple[Length, ...]], "shapes")
+        if told != file.shapes or file.metadata.keys() != {_FACTS, seal}:
+            raise CheckpointError("the tensors or metadata are not those that were sealed")
+    elif shapes is not None:
+        raise CheckpointError(f"the plan is not of version {UNSEALED_VERSION}, as it says")
+    digests = checked(facts.pop("sha256", None), dict[str, Digest], "sha256")
+    if digests.keys() != file.shapes.keys():
+        name = min(digests.keys() ^ file.shapes.keys())
+        raise CheckpointError(f"tensor {name!r:.80} is missing, or should not be there")
+    for name, dtype in file.dtypes.items():
+        if dtype != torch.float32:
+            raise CheckpointError(f"tensor {name!r:.80} is {dtype}: it must be torch.float32")
+    return facts, digests
+
+
+def _check_facts(facts: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> float:
+    """Raise CheckpointError unless facts are those of a plan, and fit one another and tensors.
+
+    Returns:
+        Bits per element of the packed rows.
+    """
+    told = checked(dict(facts), _Facts, "the plan")
+    layers, heads = len(told.layers), shapes.get("k.offset", (0, 0))[1:2]
+    offsets = [shapes.get(f"{side}.offset", ()) for side in "kv"]
+    if any(len(shape) != 3 or shape[:2] != (layers, *heads) or 0 in shape for shape in offsets):
+        raise CheckpointError(
+            f"tensors k.offset and v.offset of {[list(shape) for shape in offsets]!s:.80} are "
+            f"missing or do not fit {layers} layers"
+        )
+    _check_shapes(told, shapes, heads[0])
+    row_bytes = elements = 0
+    for i, layer in enumerate(told.layers):
+        for side, shape in zip((layer.k, layer.v), offsets, strict=True):
+            fmt = RowFormat.parse(side.format, shape[2])
+            row_bytes, elements = row_bytes + fmt.row_bytes, elements + fmt.head_dim
+            plain = (side.basis, side.rounding) == ("none", "nearest")
+            if layer.kept is not None and not (fmt.is_exact and plain):
+                raise CheckpointError(f"layers[{i}] is kept in 16 bit, and is {side!s:.120}")
+    named = [*told.candidates, *(row.format for row in told.comparison)]
+    named += [name for row in told.sensitivity for name in (row.k_format, row.v_format)]
+    for name in named:
+        RowFormat.parse(name, offsets[0][2])
+    listed = [*told.blamed, *(row.layer for row in told.sensitivity)]
+    if max(listed, default=0) >= layers:
+        raise CheckpointError(f"layer {max(listed)} is told of, there are {layers}")
+    is_blamed = told.blamed or all(layer.kept is not None for layer in told.layers)
+    if not told.limit.met and (told.limit.max_kl is None or not is_blamed):
+        raise CheckpointError("limit is not met, and max_kl or blamed is not told")
+    most = told.limit.max_kl
+    if told.measured and most is not None and told.limit.met != (told.measured.kl <= most):
+        raise CheckpointError(
+            f"limit.met is {told.limit.met}: the KL is {told.measured.kl}, the limit {most}"
+        )
+    if told.measured:
+        _check_figures("measured", told.measured)
+    for i, row in enumerate(told.comparison):
+        _check_figures(f"comparison[{i}]", row)
+    for i, one in enumerate(told.sensitivity):
+        _check_least(f"sensitivity[{i}].kl", one.kl, _LEAST_KL)
+    places = told.places or range(layers)
+    others = [other.layer for other in told.others]
+    if len(places) != layers or len({*places, *others}) != layers + len(others):
+        raise CheckpointError(f"places and others do not tell where {layers} layers are")
+    return 8 * row_bytes / elements
+
+
+def _check_figures(place: str, row: _Figures) -> None:
+    """Raise CheckpointError if a figure is less than it can be; a broken format has NaN."""
+    _check_least(f"{place}.kl", row.kl, _LEAST_KL)
+    _check_least(f"{place}.perplexity", row.perplexity, _LEAST_PERPLEXITY)
+    if isinstance(row, _Measured):
+        _check_least(f"{place}.exact_perplexity", row.exact_perplexity, _LEAST_PERPLEXITY)
+    for name in ("kl_error", "top1_error"):
+        _check_least(f"{place}.{name}", getattr(row, name) or 0, 0)
+
+
+def _check_least(name: str, value: float, least: float) -> None:
+    if value < least:
+        raise CheckpointError(f"{name} is {value}: it cannot be negative, nor a perplexity below 1")
+
+
+def _check_shapes(told: _Facts, shapes: Mapping[str, tuple[int, ...]], heads: int) -> None:
+    """Raise CheckpointError unless tensors are those that facts ask for, in their shapes."""
+    layers, queries = len(told.layers), shapes.get("scores.min", (0, 0))[1:2]
+    bins = shapes.get("scores.histogram", (0, 0))[1:2]
+    for side, other in ("kv", "vk"):
+        dim = shapes[f"{side}.offset"][2]
+        per_channel = (layers, heads, dim)
+        needed = {"offset", "mean"}
+        for layer in told.layers:
+            entry = layer.k if side == "k" else layer.v
+            needed |= {"matrix"} if entry.basis == "matrix" else set()
+            needed |= {"feedback"} if entry.rounding == "feedback" else set()
+        for name in needed:
+            if f"{side}.{name}" not in shapes:
+                raise CheckpointError(f"tensor {side}.{name!r} is missing")
+        for name, shape in shapes.items():
+            what = name.removeprefix(f"{side}.")
+            if what == name:
+                continue
+            if what in ("matrix", "feedback"):
+                expected: tuple[int, ...] = (*per_channel, dim)
+            elif re.match(r"(clip|error|format_error|format_error_plain)\.", what):
+                expected = per_channel[:2]
+            else:
+                expected = per_channel
+            if shape != expected:
+                raise CheckpointError(
+                    f"tensor {name!r:.80} is {list(shape)!s:.80}: it must be {list(expected)}"
+                )
+            if what not in ("matrix", "feedback") and f"{other}.{what}" not in shapes:
+                raise CheckpointError(f"tensor {f'{other}.{what}'!r:.80} is missing")
+    per_query = (layers, *queries)
+    scores = dict.fromkeys((f"scores.{name}" for name in ("min", "max", "mean", "std")), per_query)
+    scores |= {"scores.phi": (layers,), "scores.phi_overflow": (layers,)}
+    binned = {"scores.histogram": (layers, *bins), "scores.edges": tuple(n + 1 for n in bins)}
+    for group in (scores, binned):
+        if shapes.keys() & group and any(shapes.get(name) != group[name] for name in group):
+            raise CheckpointError(f"tensors {', '.join(group)} are missing or do not fit")

@@ -1,0 +1,250 @@
+"""What stored rows look like: their scales and channels, what may go wrong, and the table of both.
+
+Used by inspect.py and inspect_sequences.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+
+from ..rows.format import RowFormat
+from ..rows.quantize import LEVELS, dequantize_rows
+from .export import MAX_SCALE
+from .tables import Column, paragraph, render_table
+
+SAMPLE = 4096  # tokens that the statistics of a layer's channels are taken over, at most
+_FEWEST = 16  # tokens below which they say nothing
+_SMALLEST_NORMAL = 2.0**-14
+# a code's step over the typical deviation of a channel: above it most codes stand still
+_MAX_STEP = 1.0
+# Llama-like models stay below 6, those with biased keys start at 20
+_MAX_OFFSET = 12.0
+# over the range of the middle layer
+_MAX_RANGE = 8.0
+_NOT_FOUND: dict[str, Any] = {"scale": None, "shift": None, "step": None, "offset": None}
+
+Layers = Sequence[dict[str, Any]]
+
+
+def describe_side(
+    fmt: RowFormat,
+    num_kv_heads: int,
+    tokens: dict[str, int],
+    num_bytes: int,
+    packed: torch.Tensor | None,
+) -> dict[str, Any]:
+    """What is to be said of K or V of one layer; see describe.
+
+    Args:
+        fmt: of the packed rows.
+        num_kv_heads: KV heads.
+        tokens: by where they are; those at "packed" are in fmt, all others in 16 bit.
+        num_bytes: of the rows.
+        packed: [tokens, num_kv_heads, row_bytes], the packed rows; None where there are none.
+    """
+    per_token = num_kv_heads * fmt.head_dim
+    found = _NOT_FOUND if packed is None else _NOT_FOUND | _describe_packed(packed, fmt)
+    return {
+        "format": str(fmt),
+        "head_dim": fmt.head_dim,
+        "bits_per_element": fmt.bits_per_element,
+        "tokens": tokens,
+        "bytes": num_bytes,
+        "elements": sum(tokens.values()) * per_token,
+        "packed_elements": tokens["packed"] * per_token,
+    } | found
+
+
+def totals(layers: Layers) -> dict[str, Any]:
+    """Bytes and bits of all layers that describe_side described."""
+    sides = [layer[side] for layer in layers for side in "kv"]
+    num_bytes = sum(side["bytes"] for side in sides)
+    elements = sum(side["elements"] for side in sides)
+    packed_elements = sum(side["packed_elements"] for side in sides)
+    packed_bits = sum(side["packed_elements"] * side["bits_per_element"] for side in sides)
+    return {
+        "bytes": num_bytes,
+        "bytes_in_16_bit": 2 * elements,
+        "bits_per_element": {
+            "packed": packed_bits / packed_elements if packed_elements else None,
+            "all": 8 * num_bytes / elements if elements else None,
+        },
+        "compression_ratio": 2 * elements / num_bytes if num_bytes else None,
+    }
+
+
+def warnings(layers: Layers, model: object) -> list[str]:
+    """What may go wrong with these rows, a sentence each.
+
+    Args:
+        layers: by describe_side.
+        model: what the file says of its model; None where it says nothing.
+    """
+
+    def where(holds: Callable[[str, dict[str, Any]], bool]) -> str:
+        """The layers of K and of V for which something holds."""
+        found = []
+        for side in "kv":
+            numbers = [layer["layer"] for layer in layers if holds(side, layer[side])]
+            if numbers:
+                noun = "layer" if len(numbers) == 1 else "layers"
+                found.append(f"{side.upper()} of {noun} {spans(numbers)}")
+        return ", ".join(found)
+
+    middle = {}
+    for side in "kv":
+        ranges = [_range(layer[side]) for layer in layers if layer[side]["scale"]]
+        middle[side] = median(ranges) if len(ranges) > 2 else float("inf")
+
+    def scale(side: dict[str, Any], name: str) -> float:
+        return float(side["scale"][name]) if side["scale"] else 0.0
+
+    checks = {
+        "a code's step is larger than what most channels vary by: expect loss; calibrate, or "
+        "take more groups or 8 bits": lambda _, s: (s["step"] or 0) > _MAX_STEP,
+        f"channels with means over {_MAX_OFFSET:g} deviations (biased keys): expect loss at 4 "
+        "bits; calibrate": lambda _, s: (s["offset"] or 0) > _MAX_OFFSET,
+        f"ranges over {_MAX_RANGE:g} times those of the middle layer: give it more bits": (
+            lambda side, s: s["scale"] is not None and _range(s) > _MAX_RANGE * middle[side]
+        ),
+        f"scales over {MAX_SCALE['int4']:.1f}, which FBGEMM and xFormers cannot read": (
+            lambda _, s: s["format"].startswith("int4") and scale(s, "max") > MAX_SCALE["int4"]
+        ),
+        "scales of 0: groups whose elements are all alike": (lambda _, s: scale(s, "zeros") > 0),
+        "subnormal scales, which hold fewer digits: the values are tiny": (
+            lambda _, s: scale(s, "subnormals") > 0
+        ),
+    }
+    found = []
+    for text, holds in checks.items():
+        places = where(holds)
+        if places:
+            found.append(f"{places}: {text}")
+    if model is None:
+        found.append("the file does not say which model it belongs to")
+    return found
+
+
+def render_totals(description: dict[str, Any]) -> list[str]:
+    """Print what totals() returned: two lines."""
+    d, bits = description, description["bits_per_element"]
+    return [
+        f"  bits       {number(bits['packed'])} per element packed, {number(bits['all'])} with "
+        "the 16-bit rows",
+        f"  bytes      {size_text(d['bytes'])} instead of {size_text(d['bytes_in_16_bit'])} in "
+        f"16 bit: {number(d['compression_ratio'])}x smaller",
+    ]
+
+
+def render_origin(description: dict[str, Any]) -> list[str]:
+    """Print which model a file belongs to, how it came about, and whether a plan was used."""
+    d, model = description, description["model"]
+    made = ", ".join(f"{key}={value}" for key, value in d["creation"].items())
+    return [
+        f"  model      {printable(model['type']):.100}, config {model['sha256'][:12]}"
+        if model
+        else "  model      not given",
+        f"  made       {printable(made or '-'):.200}",
+        f"  plan       {'rows are stored in the bases of a plan' if d['transformed'] else 'none'}",
+    ]
+
+
+LAYERS = (
+    Column("layer"),
+    *(
+        Column(title, title in "KV", part)
+        for part, side in enumerate("KV", 1)
+        for title in (side, "scale\nmin", "median", "max", "step", "offset")
+    ),
+)
+
+
+def render_layers(layers: Layers) -> str:
+    """Print a table of all layers, and what its columns mean."""
+    rows = []
+    for layer in layers:
+        row = [str(layer["layer"])]
+        for side in (layer["k"], layer["v"]):
+            scale = side["scale"] or {}
+            row.append(side["format"])
+            row += [number(scale.get(name)) for name in ("min", "median", "max")]
+            row += [number(side["step"]), number(side["offset"])]
+        rows.append(row)
+    words = "step, offset: that of a code, and a channel's largest mean, in deviations of a channel"
+    return f"{render_table(LAYERS, rows)}\n\n{paragraph(words)}"
+
+
+def formats_text(layers: Layers) -> str:
+    """The formats of all layers: "K int4-g4, V int4/int8"."""
+    each = {side: sorted({layer[side]["format"] for layer in layers}) for side in "kv"}
+    return ", ".join(f"{side.upper()} {'/'.join(names)}" for side, names in each.items())
+
+
+def spans(numbers: Iterable[int]) -> str:
+    """Ascending numbers as "0, 3-5"."""
+    spans: list[list[int]] = []
+    for n in numbers:
+        if spans and spans[-1][1] == n - 1:
+            spans[-1][1] = n
+        else:
+            spans.append([n, n])
+    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in spans)
+
+
+def count_text(n: int, noun: str) -> str:
+    """A number of things: "1 page", "2 pages"."""
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
+
+
+def size_text(num_bytes: float) -> str:
+    """Bytes in the unit that suits them: "4.2 MiB"."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.4g} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.4g} TiB"
+
+
+def number(value: float | None) -> str:
+    """Three digits; "-" for None."""
+    return "-" if value is None else f"{value:.3g}"
+
+
+def printable(text: str) -> str:
+    """A text that cannot write to the terminal."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def _describe_packed(rows: torch.Tensor, fmt: RowFormat) -> dict[str, Any]:
+    """Scales, shifts and channels of rows [tokens, num_kv_heads, row_bytes]."""
+    found = dict[str, Any]()
+    if not fmt.is_exact:
+        params = rows[..., : fmt.header_bytes].contiguous().view(torch.float16).float()
+        scales, shifts = params[..., 0::2], params[..., 1::2]
+        found["scale"] = {
+            "min": scales.min().item(),
+            "median": scales.median().item(),
+            "max": scales.max().item(),
+            "zeros": int((scales == 0).sum()),
+            "subnormals": int(((scales > 0) & (scales < _SMALLEST_NORMAL)).sum()),
+        }
+        found["shift"] = {"min": shifts.min().item(), "max": shifts.max().item()}
+    if len(rows) >= _FEWEST:
+        stride = -(-len(rows) // SAMPLE)
+        values = dequantize_rows(rows[::stride], fmt).double()
+        deviation = values.std(0).median().item()
+        if deviation > 1e-30:
+            found["offset"] = values.mean(0).abs().max().item() / deviation
+            if fmt.codec in LEVELS:
+                found["step"] = scales.square().mean().sqrt().item() / deviation
+    return found
+
+
+def _range(side: dict[str, Any]) -> float:
+    """The typical range of a group's elements."""
+    codes = LEVELS.get(side["format"].split("-")[0], 896.0)  # FP8: from -448 to 448
+    return float(side["scale"]["median"]) * codes

@@ -1,0 +1,197 @@
+"""JSON that anybody may have written: read strictly, and checked against a schema by msgspec."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from reprlib import Repr
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from ..errors import CheckpointError, ConfigError
+from ..rows.format import RowFormat
+
+INT32, INT64 = 2**31 - 1, 2**63 - 1
+MAX_LISTS = 1 << 20  # lists and objects of a text, each of which takes a hundred bytes of memory
+MAX_LAYERS, MAX_SEQUENCES = 1 << 12, 1 << 20  # of a file
+
+Length = Annotated[int, Meta(ge=0, le=INT32)]
+Count = Annotated[int, Meta(ge=1, le=INT32)]
+Wide = Annotated[int, Meta(ge=-INT64 - 1, le=INT64)]
+_DIGITS = r"\A[0-9a-f]{64}\Z"
+Digest = Annotated[str, Meta(pattern=_DIGITS)]
+ExactCodec = Annotated[str, Meta(pattern=r"\A(bf16|fp16)\Z")]
+T = TypeVar("T")
+_SHORT = Repr()  # of values that may be long or deep
+_SHORT.maxstring = _SHORT.maxlong = 80
+
+
+class Object(msgspec.Struct, forbid_unknown_fields=True):
+    """A JSON object with exactly these keys."""
+
+
+class FormatName(Object):
+    """A row format as files name it."""
+
+    format: str
+    head_dim: Length
+
+    def row_format(self, what: str) -> RowFormat:
+        """The format, or CheckpointError."""
+        try:
+            return RowFormat.parse(self.format, self.head_dim)
+        except ValueError as error:  # ConfigError, or a number of groups too long for int()
+            raise CheckpointError(f"{what}: {str(error)[:200]}") from None
+
+
+class ModelName(Object):
+    """Which model something belongs to: model_identity of its config."""
+
+    type: str
+    sha256: Digest
+
+
+class Fingerprints(Object):
+    """The fingerprints of the bases of a layer."""
+
+    k: Digest
+    v: Digest
+
+
+def parse(text: str | bytes, what: str, *, nan: bool = False, surrogates: bool = False) -> Any:
+    """Read JSON.
+
+    Args:
+        text: of it.
+        what: "the manifest" or the like, for the error.
+        nan: whether NaN and Infinity may come, which are no JSON but which Python writes.
+        surrogates: whether strings may hold halves of characters, as odd file names do.
+
+    Raises:
+        CheckpointError: it is none, an object has a key twice, or there are more than MAX_LISTS
+            lists and objects.
+    """
+    options: dict[str, Any] = {"parse_constant": _refuse, "parse_float": _finite}
+    try:
+        text = text if isinstance(text, str) else text.decode()
+        check_lists(text)
+        value = json.loads(text, object_pairs_hook=_object, **({} if nan else options))
+        if not surrogates and re.search(r"\\u[dD][89a-fA-F]", text):
+            json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{what} is no JSON that is read here ({error!s:.200})") from None
+    return value
+
+
+def check_lists(text: str) -> None:
+    """Raise ValueError if there are more lists and objects in a text than are read."""
+    if text.count("[") + text.count("{") > MAX_LISTS:  # those in strings are none, but may count
+        raise ValueError(f"it has more than {MAX_LISTS} lists and objects")
+
+
+def checked(value: Any, schema: type[T], what: str) -> T:
+    """Give a JSON value the types of a schema.
+
+    Args:
+        value: as parse gives it.
+        schema: what msgspec.convert takes.
+        what: "the manifest" or the like, for the error.
+
+    Raises:
+        CheckpointError: it does not fit; where, what came, and what may come.
+    """
+    try:
+        return msgspec.convert(value, schema)
+    except msgspec.ValidationError as error:
+        raise CheckpointError(_explained(str(error), value, what)) from None
+    except UnicodeError as error:
+        raise CheckpointError(f"{what} has half a character in it ({error})") from None
+
+
+def manifest_object(text: str, file_format: str, versions: tuple[int, ...]) -> dict[str, Any]:
+    """Read the object of a manifest of one of the versions.
+
+    Raises:
+        CheckpointError: it is another one.
+    """
+    top = parse(text, "the manifest", surrogates=True)
+    if type(top) is not dict or top.get("format") != file_format:
+        raise CheckpointError(f"the manifest is not that of a {file_format} file")
+    version = top.get("version")
+    if type(version) is not int or version not in versions:
+        raise CheckpointError(
+            f"the file has version {version!r:.40}, this kvquant reads "
+            f"{' and '.join(map(str, versions))}: take the kvquant that wrote it, or save it anew"
+        )
+    return top
+
+
+def transforms(value: Any, num_layers: int) -> tuple[dict[str, str], ...]:
+    """What a manifest says of the bases of its rows: {"k", "v"} for each layer, or nothing.
+
+    Raises:
+        CheckpointError: it says something else.
+    """
+    try:
+        found = checked(value, tuple[Fingerprints, ...], "transforms")
+        if found and len(found) != num_layers:
+            raise CheckpointError(f"{len(found)} transforms for {num_layers} layers")
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"the rows were transformed by {_SHORT.repr(value):.80}, which this kvquant does not "
+            f"know: take a newer one ({error})"
+        ) from None
+    return tuple(msgspec.to_builtins(entry) for entry in found)
+
+
+def plain_data(value: Mapping[str, Any] | None, what: str) -> dict[str, Any]:
+    """A copy of a dict as it will be read from a file.
+
+    Raises:
+        ConfigError: it is not made of strings, finite numbers, lists and dicts.
+    """
+    try:
+        text = json.dumps(dict(value or {}), allow_nan=False)
+        copied = parse(text, what, surrogates=True)
+    except (TypeError, ValueError, RecursionError) as error:  # CheckpointError is a ValueError
+        raise ConfigError(
+            f"{what} is not plain data ({error}): use strings, finite numbers, lists, dicts"
+        ) from None
+    return dict(copied)
+
+
+def _explained(problem: str, value: Any, what: str) -> str:
+    """msgspec's words for what is wrong, with the value in question."""
+    text, _, path = problem.partition(" - at `$")
+    path = path.rstrip("`").lstrip(".")
+    text = text.replace(f"`str` matching regex {_DIGITS!r}", "64 hexadecimal digits")
+    text = text.replace("Expected ", "it must be ").replace("`", "")
+    if text.startswith("Object "):  # it lacks a key, or has another one
+        return f"{path or what} has another key or lacks one: {text[0].lower()}{text[1:]}"
+    if "..." in path:  # some value of a dict
+        return f"{path}: {text}"
+    for key, index in re.findall(r"([^.\[\]]*[a-z_][^.\[\]]*)|\[(\d+)\]", path):
+        value = value[key] if key else value[int(index)]
+    return f"{path or what} is {_SHORT.repr(value):.80}: {text}"
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("an object has a key twice")
+    return found
+
+
+def _refuse(name: str) -> Any:
+    raise ValueError(f"{name} is none")
+
+
+def _finite(digits: str) -> float:
+    number = float(digits)
+    if not math.isfinite(number):
+        raise ValueError(f"{digits:.40} is too large")
+    return number

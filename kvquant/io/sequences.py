@@ -1,0 +1,353 @@
+"""Sequences of a paged cache as a file: save_sequences, load_sequences, and the format.
+
+The file is a safetensors file. Its metadata has two strings:
+
+    kvquant_pages          the manifest, JSON
+    kvquant_pages_sha256   the SHA-256 of the manifest's UTF-8 bytes, hexadecimal digits
+
+The manifest is an object with exactly these keys; every number is whole:
+
+    format         "kvquant-pages"
+    version        1 or 2
+    writer         the program that wrote the file, for people
+    num_kv_heads   KV heads of every layer
+    page_size      tokens of a page
+    sink_len       first tokens of each sequence in 16 bit
+    recent_len     last tokens of each sequence in 16 bit
+    exact_format   "bf16" or "fp16": the 16-bit rows
+    layers         one object per layer: k, v: {"format": a short name, "head_dim": elements}
+    sequences      one object per sequence:
+        id            a string or a number
+        length        its tokens
+        packed_len    how many tokens after the sinks are packed
+        pages         their pages, in the order of the tokens; sequences may share the first ones
+        tokens        the ids of its first tokens, as far as they are known, of 64 bits
+    model          null, or {"type", "sha256"}: model_identity of the model's config
+    creation       any object: how the sequences came about
+    transforms     [], or the fingerprints of the bases of each layer: as in checkpoint.py
+    sha256         for every tensor the SHA-256 of its bytes
+
+The tensors, of layer I and of K and V each, uint8; one without rows is left out:
+
+    layers.I.k_pages   [pages, num_kv_heads, page_size, row_bytes], each page once; zeros after the
+                       last row in use
+    layers.I.k_exact   [16-bit rows of all sequences, num_kv_heads, row_bytes]: sequence after
+                       sequence, its sinks and then its recent tokens, in their order
+
+Row bytes are those of kvquant/rows/format.py.
+
+In version 2, which is written where there are many, pages and tokens stand in tensors, those of all
+sequences one after another, and a sequence has in their place
+
+        known         how many of its tokens are known
+
+    sequences.pages    [pages of all sequences], int32; left out without any
+    sequences.tokens   [known tokens of all sequences], int64; left out without any
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..arguments import check_kind
+from ..errors import CheckpointError, ConfigError, shown
+from ..paged.cache import PagedKVCache
+from ..paged.pool import SequenceId
+from ..paged.state import listed
+from ..rows.basis import fingerprints
+from .atomic import as_path
+from .checkpoint import check_model, check_name
+from .container import PAGES, check_values, named, seal
+from .manifest import Part
+from .model_id import model_identity
+from .schema import plain_data
+from .sequences_manifest import (
+    LISTS,
+    LISTS_VERSION,
+    MANY,
+    VERSION,
+    PageManifest,
+    PagePart,
+    SavedSequence,
+)
+from .sequences_reader import PageReader
+from .shards import save_safetensors
+from .tensor_files import NO_DIGEST, TensorSource
+
+_CHUNK = 64  # pages that are copied to the host at a time
+
+
+def save_sequences(
+    cache: PagedKVCache,
+    ids: Sequence[SequenceId],
+    path: str | os.PathLike[str],
+    *,
+    model: Mapping[str, Any] | None = None,
+    creation: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write sequences to a file, in one step: after a crash there is the old file or the new one.
+
+    Pages that several of them share are written once.
+
+    Args:
+        cache: where they live.
+        ids: the sequences, at least one.
+        path: NAME.safetensors, in a folder that exists.
+        model: the model's config as a dict; load_sequences then refuses another model.
+        creation: how they came about, to be read by people: strings, numbers, lists, dicts.
+
+    Returns:
+        The file.
+
+    Raises:
+        ConfigError: a sequence does not live or is given twice, model or creation is not plain
+            data, or path has another ending.
+        CheckpointError: it could not be loaded again: a row holds NaN, or a value that it cannot be
+            packed with, or what the file says of the sequences is too long.
+        OSError: the file cannot be written.
+    """
+    check_kind("cache", cache, PagedKVCache, "give a PagedKVCache; save_cache saves a KVCache")
+    path, ids = check_name(path), listed(ids)
+    cache._settle(ids)
+    if not ids or len(set(ids)) < len(ids):
+        raise ConfigError(f"ids are {shown(list(ids))}: give at least one sequence, and each once")
+    manifest, pages = _manifest_of(cache, ids, model, creation)
+    sources = {
+        name: TensorSource(torch.uint8, manifest.shape(part), _reader(cache, manifest, part, pages))
+        for name, part in manifest.parts.items()
+    }
+    for name, numbers in manifest.lists.items():
+        dtype = LISTS[name.removeprefix("sequences.")]
+        sources[name] = TensorSource.of(torch.tensor(numbers, dtype=dtype, device="cpu"))
+    text = manifest.to_json(dict.fromkeys(sources, NO_DIGEST), "")
+    PageManifest.from_json(text, lambda name, *_: manifest.lists[name])
+    save_safetensors(path, sources, lambda digests: seal(PAGES, manifest, digests))
+    return path
+
+
+def load_sequences(
+    cache: PagedKVCache,
+    path: str | os.PathLike[str],
+    *,
+    ids: Mapping[Any, SequenceId] | None = None,
+    model: Mapping[str, Any] | None = None,
+) -> list[SequenceId]:
+    """Read all sequences of a file into a running cache, bit for bit as they were saved.
+
+    Every value and every byte is checked first. Pages that the sequences shared they share again,
+    and full pages whose tokens are known are found by sequences that are allocated later: by those
+    of anybody whose tokens are the same. Whether the rows are those of these tokens the file alone
+    says, so load files only of those who may answer for all that use the cache.
+
+    Args:
+        cache: with the same layers, heads, formats, page_size, sink_len and recent_len, and made
+            from the same plan if there was one.
+        path: what was given to save_sequences.
+        ids: new ids for saved ones, by these; those that are not named keep theirs.
+        model: the config, as a dict, of the model that is to continue; None to take any file.
+
+    Returns:
+        The ids, in the order in which they were saved.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CheckpointError: the file is damaged, foreign, of another model, or does not fit the cache.
+        OutOfPagesError: there are not enough pages or seats.
+        ConfigError: an id is in use, or ids names a sequence that the file has not.
+    """
+    check_kind("cache", cache, PagedKVCache, "give a PagedKVCache; load_cache reads a KVCache")
+    if ids is not None:
+        check_kind("ids", ids, Mapping, "give a dict of new ids by saved ones")
+    path = as_path(path)
+    try:
+        with PageReader(path) as file:
+            _check_cache(cache, file.manifest)
+            if model is not None:
+                check_model(path, file.manifest.model, model_identity(model))
+            for part in file.manifest.parts.values():
+                file.rows(part)  # all are looked at before the first is used
+            return _place(cache, file, ids or {})
+    except CheckpointError as error:
+        raise named(path, error) from None
+
+
+def _manifest_of(
+    cache: PagedKVCache,
+    ids: Sequence[SequenceId],
+    model: Mapping[str, Any] | None,
+    creation: Mapping[str, Any] | None,
+) -> tuple[PageManifest, list[int]]:
+    """Describe sequences, their pages counted from 0; also the cache's pages in this order."""
+    state = cache.state
+    tables = [state.pool.block_table(sequence_id) for sequence_id in ids]
+    pages = list(dict.fromkeys(page for table in tables for page in table))
+    number = {page: at for at, page in enumerate(pages)}
+    sequences = []
+    for sequence_id, table in zip(ids, tables, strict=True):
+        assert isinstance(sequence_id, str | int)
+        seat = state.seat(sequence_id)
+        lens = int(state.lengths[seat]), int(state.packed_lens[seat])
+        numbers = tuple(number[page] for page in table)
+        tokens = tuple(map(int, state.tokens(sequence_id)))  # True is one
+        sequences.append(SavedSequence(sequence_id, *lens, numbers, tokens))
+    split = state.split
+    count = sum(len(sequence.pages) + len(sequence.tokens) for sequence in sequences)
+    manifest = PageManifest(
+        cache.num_kv_heads,
+        split.page_size,
+        cache.sink_len,
+        cache.recent_len,
+        cache.exact_format,
+        tuple((rows.k_format, rows.v_format) for rows in cache.rows.layers),
+        tuple(sequences),
+        None if model is None else model_identity(model),
+        plain_data(creation, "creation"),
+        tuple(fingerprints(cache.bases)),
+        LISTS_VERSION if count > MANY else VERSION,
+    )
+    return manifest, pages
+
+
+def _reader(
+    cache: PagedKVCache, manifest: PageManifest, part: Part, pages: list[int]
+) -> Callable[[], Iterator[torch.Tensor]]:
+    """Makes the iterator over a part's rows as they stand in the file."""
+
+    def page_chunks() -> Iterator[torch.Tensor]:
+        rows, size = _storage(cache, part), manifest.page_size
+        used = torch.tensor([rows for rows, _, _ in manifest.used.values()], device="cpu")
+        for start in range(0, len(pages), _CHUNK):
+            index = torch.tensor(pages[start : start + _CHUNK], device="cpu").to(rows.device)
+            chunk = rows.index_select(0, index).cpu()
+            unused = torch.arange(size, device="cpu") >= used[start : start + _CHUNK, None]
+            chunk.masked_fill_(unused[:, None, :, None], 0)
+            check_values(part.by_token(chunk), part, start * size)
+            yield chunk
+
+    def exact_chunks() -> Iterator[torch.Tensor]:
+        rows = _storage(cache, part)
+        for i, sequence in enumerate(manifest.sequences):
+            index = _exact_rows(cache, sequence)
+            chunk = rows[cache.state.seat(sequence.id)].index_select(1, index).transpose(0, 1).cpu()
+            check_values(chunk, part, part.starts[i])
+            yield chunk
+
+    return page_chunks if isinstance(part, PagePart) else exact_chunks
+
+
+def _place(
+    cache: PagedKVCache, file: PageReader, names: Mapping[Any, SequenceId]
+) -> list[SequenceId]:
+    """Give the sequences of a checked file pages and seats, and copy their rows."""
+    sequences = file.manifest.sequences
+    saved = [sequence.id for sequence in sequences]
+    known = set(saved)
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ConfigError(f"ids names {shown(unknown)}: the file has {shown(saved)}")
+    ids = [cache._new_id(names.get(name, name)) for name in saved]
+    if len(set(ids)) < len(ids):
+        raise ConfigError(f"ids are {shown(ids)}: give each sequence another one")
+    with cache._changing(*ids):
+        _place_rows(cache, file, ids)
+        cache._publish(ids)
+    return list(ids)
+
+
+def _place_rows(cache: PagedKVCache, file: PageReader, ids: Sequence[SequenceId]) -> None:
+    """Begin the sequences of a file by these ids, with their rows."""
+    manifest, sequences = file.manifest, file.manifest.sequences
+    with cache._swap.telling():
+        pages = cache.state.place(
+            ids,
+            [sequence.length for sequence in sequences],
+            [sequence.packed_len for sequence in sequences],
+            [sequence.pages for sequence in sequences],
+            [sequence.tokens for sequence in sequences],
+        )
+    with cache.state.or_free(ids):
+        index = torch.tensor(pages, dtype=torch.int64, device=cache.device)
+        for part in manifest.parts.values():
+            rows = file.rows(part).to(cache.device)
+            target = _storage(cache, part)
+            if isinstance(part, PagePart):
+                target.index_copy_(0, index, rows)
+                continue
+            each = zip(ids, sequences, rows.split(list(part.counts)), strict=True)
+            for sequence_id, sequence, own in each:
+                at = _exact_rows(cache, sequence)
+                target[cache.state.seat(sequence_id)].index_copy_(1, at, own.transpose(0, 1))
+
+
+def _storage(cache: PagedKVCache, part: Part) -> torch.Tensor:
+    """The rows of the cache that a part belongs to."""
+    rows: torch.Tensor = getattr(cache.rows.layers[part.layer], part.attribute)
+    return rows
+
+
+def _exact_rows(cache: PagedKVCache, sequence: SavedSequence) -> torch.Tensor:
+    """Where the 16-bit rows of a sequence stand in its seat, in the order of its tokens."""
+    rows = cache.state.split.exact_rows(sequence.length, sequence.packed_len)
+    return torch.from_numpy(rows).to(cache.device)
+
+
+def _check_cache(cache: PagedKVCache, manifest: PageManifest) -> None:
+    """Raise unless the rows of a file can stand in a cache."""
+    split = cache.state.split
+    formats = tuple((rows.k_format, rows.v_format) for rows in cache.rows.layers)
+    each = {
+        "num_kv_heads": (manifest.num_kv_heads, cache.num_kv_heads),
+        "page_size": (manifest.page_size, split.page_size),
+        "sink_len": (manifest.sink_len, cache.sink_len),
+        "recent_len": (manifest.recent_len, cache.recent_len),
+        "exact_format": (manifest.exact_format, cache.exact_format),
+        "layers": (len(manifest.formats), cache.num_layers),
+    }
+    for name, (saved, ours) in each.items():
+        if saved != ours:
+            raise CheckpointError(
+                f"{name} is {saved} in the file and {ours} in the cache: make a cache like the one "
+                "that was saved"
+            )
+    _check_bases(manifest, fingerprints(cache.bases))
+    for layer, (saved_formats, ours_formats) in enumerate(
+        zip(manifest.formats, formats, strict=True)
+    ):
+        if saved_formats != ours_formats:
+            saved, ours = (" and ".join(map(str, pair)) for pair in (saved_formats, ours_formats))
+            raise CheckpointError(
+                f"the formats of layer {layer} are {saved} in the file and {ours} in the cache: "
+                "make a cache like the one that was saved"
+            )
+    longest = max(sequence.length for sequence in manifest.sequences)
+    if longest > cache.max_seq_len:
+        raise CheckpointError(
+            f"a sequence has {longest} tokens, max_seq_len is {cache.max_seq_len}: make a cache "
+            "for longer ones"
+        )
+
+
+def _check_bases(manifest: PageManifest, ours: Sequence[Mapping[str, str]]) -> None:
+    """Raise unless the rows of a file are stored in these bases."""
+    saved = manifest.transforms
+    if saved and not ours:
+        raise CheckpointError(
+            "its rows are stored in the bases of a plan, and the cache has none: make one with "
+            "PagedKVCache.from_plan and the plan that they were made with"
+        )
+    if ours and not saved:
+        raise CheckpointError(
+            "its rows are stored without a plan, and the cache was made from one: make a cache "
+            "without a plan, or save the sequences anew from a cache with this one"
+        )
+    for layer, (theirs, own) in enumerate(zip(saved, ours, strict=True)):
+        if theirs != own:
+            raise CheckpointError(
+                f"its rows are stored in the bases of another plan (layer {layer} differs): make "
+                "the cache with PagedKVCache.from_plan and the plan that they were made with"
+            )

@@ -1,0 +1,1 @@
+"""Operations on rows, with their checks and kernels: append, attention, slots, transform."""

@@ -1,0 +1,184 @@
+"""Attention over a prefix that sequences share: its rows are read once for all of them.
+
+    q          [batch, q_heads]                      own tokens ──▶ (out, lse) ──┐
+       └──▶    [members x ratio] of each KV head     prefix     ──▶ (out, lse) ──┴──▶ merged
+
+To the prefix the queries of all members are those of one sequence. On CUDA a kernel expands its
+rows once for up to 256 queries (kernels/cuda/prefix/launch.py); on the CPU they are one token with
+many heads. The two states are merged by their log-sum-exp, exactly.
+
+Source: cascade inference, https://flashinfer.ai/2024/02/02/cascade-inference.html.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, overload
+
+import torch
+
+from .. import debug
+from ..arguments import check_flag, check_kind, check_tensors
+from ..errors import ConfigError, DeviceError, ShapeError
+from ..rows.segment import Segment, make_segment, query_shape
+from .attention import State, attend_segments, merge_states
+from .attention_backends import check_types
+from .shared_prefix_torch import add_prefix
+
+
+@overload
+def attend_shared(
+    q: torch.Tensor,
+    prefix: Segment,
+    segments: Sequence[Segment],
+    *,
+    members: torch.Tensor | None = ...,
+    sm_scale: float | None = ...,
+    return_lse: Literal[False] = ...,
+    num_splits: int | None = ...,
+    backend: str | None = ...,
+) -> torch.Tensor: ...
+@overload
+def attend_shared(
+    q: torch.Tensor,
+    prefix: Segment,
+    segments: Sequence[Segment],
+    *,
+    members: torch.Tensor | None = ...,
+    sm_scale: float | None = ...,
+    return_lse: Literal[True],
+    num_splits: int | None = ...,
+    backend: str | None = ...,
+) -> State: ...
+@overload
+def attend_shared(
+    q: torch.Tensor,
+    prefix: Segment,
+    segments: Sequence[Segment],
+    *,
+    members: torch.Tensor | None = ...,
+    sm_scale: float | None = ...,
+    return_lse: bool = ...,
+    num_splits: int | None = ...,
+    backend: str | None = ...,
+) -> torch.Tensor | State: ...
+def attend_shared(
+    q: torch.Tensor,
+    prefix: Segment,
+    segments: Sequence[Segment],
+    *,
+    members: torch.Tensor | None = None,
+    sm_scale: float | None = None,
+    return_lse: bool = False,
+    num_splits: int | None = None,
+    backend: str | None = None,
+) -> torch.Tensor | State:
+    """Attend to a shared prefix and to each sequence's own tokens.
+
+    Args:
+        q: [batch, num_q_heads, head_dim].
+        prefix: tokens of one sequence (batch 1) that come before those of the members. Its length
+            may be 0.
+        segments: each sequence's other tokens, as in attend_segments.
+        members: [num_members] int64, the places in the batch that share the prefix, each once;
+            negative ones stand for nobody. All when None.
+        sm_scale, return_lse, num_splits, backend: as in decode_attention.
+
+    Returns:
+        As decode_attention: out in the dtype of q, to which the state of the own tokens is rounded
+        before they are merged.
+
+    Raises:
+        ShapeError: the prefix is of several sequences, or members are no list of places in the
+            batch (on CUDA these values are read in debug mode only; see kvquant.debug).
+        ConfigError: members are not int64, or the prefix is a ring.
+        DeviceError: members lie on another device than q.
+        As decode_attention.
+    """
+    check_flag("return_lse", return_lse)
+    check_kind("the prefix", prefix, Segment, "give a Segment")
+    if isinstance(prefix.k_format, str) or isinstance(prefix.v_format, str):
+        prefix = make_segment(q, prefix)
+    try:
+        _check_prefix(q, prefix, segments)
+    except (AttributeError, TypeError, IndexError, RuntimeError):  # it takes time: only now
+        for given in ([prefix], segments):
+            check_types(q, given)
+        raise
+    if members is not None:
+        _check_members(members, q)
+    (_, num_q_heads, head_dim), num_kv_heads = q.shape, prefix.k_rows.shape[1]
+    options: dict[str, Any] = {"num_splits": num_splits, "backend": backend, "sm_scale": sm_scale}
+    out, lse = attend_segments(q, segments, return_lse=True, **options)
+    if out.is_cuda and backend != "reference":
+        scale = head_dim**-0.5 if sm_scale is None else float(sm_scale)
+        add_prefix(q, prefix, members, out, lse, scale, num_splits)
+        return (out, lse) if return_lse else out
+    chosen = q if members is None else q.index_select(0, members.clamp(min=0))
+    heads = num_kv_heads, num_q_heads // num_kv_heads
+    by_kv_head = chosen.unflatten(1, heads).transpose(0, 1).reshape(1, -1, head_dim)
+    state = attend_segments(by_kv_head, [prefix], return_lse=True, **options)
+    of_prefix = [x.view(heads[0], len(chosen), heads[1], *x.shape[2:]) for x in state]
+    out, lse = _merged(out, lse, of_prefix[0], of_prefix[1], members)
+    return (out, lse) if return_lse else out
+
+
+def _check_prefix(q: torch.Tensor, prefix: Segment, segments: Sequence[Segment]) -> None:
+    """Raise unless the prefix is of one sequence, and goes with the query and the segments."""
+    if prefix.k_rows.ndim != 4 or prefix.seq_lens.ndim != 1:
+        raise ShapeError(
+            f"the prefix has k_rows {list(prefix.k_rows.shape)} and seq_lens "
+            f"{list(prefix.seq_lens.shape)}: they must be [batch or pages, num_kv_heads, capacity, "
+            "row_bytes] and [1]"
+        )
+    if not isinstance(segments, Sequence):
+        check_types(q, segments)
+    prefix_batch = prefix.seq_lens.shape[0]
+    if prefix_batch != 1:
+        raise ShapeError(f"the prefix is of {prefix_batch} sequences: it must be of one")
+    num_q_heads, num_kv_heads = query_shape(q)[1], prefix.k_rows.shape[1]
+    if not segments or segments[0].k_rows.shape[1] != num_kv_heads:
+        own = segments[0].k_rows.shape[1] if segments else "no"
+        raise ShapeError(f"the prefix has {num_kv_heads} KV heads, the segments {own}")
+    if prefix.starts is not None or prefix.seats is not None:
+        raise ConfigError("the prefix is a ring: it must begin with row 0 (no starts, no seats)")
+    if num_q_heads % max(num_kv_heads, 1):
+        raise ShapeError(f"{num_q_heads} query heads do not fit {num_kv_heads} KV heads")
+
+
+def _check_members(members: torch.Tensor, q: torch.Tensor) -> None:
+    """Raise unless they are places of the batch, each once."""
+    check_tensors(members=members)
+    batch = len(q)
+    if members.ndim != 1 or members.dtype != torch.int64:
+        raise ConfigError(
+            f"members are {list(members.shape)} {members.dtype}: use one list of places, int64"
+        )
+    if members.device != q.device:
+        raise DeviceError(f"q is on {q.device}, members on {members.device}")
+    if not debug.may_read(members):
+        return
+    used = members[members >= 0]
+    if bool((used >= batch).any()) or len(used.unique()) < len(used):
+        raise ShapeError(f"members are {members.tolist()}: give places 0 to {batch - 1}, each once")
+
+
+def _merged(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    prefix_out: torch.Tensor,
+    prefix_lse: torch.Tensor,
+    members: torch.Tensor | None,
+) -> State:
+    """The states of all places, from those of the members, by KV head."""
+    of_prefix = [x.transpose(0, 1).flatten(1, 2) for x in (prefix_out, prefix_lse)]
+    if members is None:
+        return merge_states((out, lse), (of_prefix[0], of_prefix[1]))
+    # of each place the member; those who are none have that of an empty state behind all
+    batch, nobody = out.shape[0], len(members)
+    places = torch.where(members < 0, batch, members)
+    numbers = torch.arange(nobody, device=members.device)
+    member = members.new_full((batch + 1,), nobody).index_copy(0, places, numbers)[:batch]
+    padded_out = torch.nn.functional.pad(of_prefix[0], (0, 0, 0, 0, 0, 1))
+    padded_lse = torch.nn.functional.pad(of_prefix[1], (0, 0, 0, 1), value=-torch.inf)
+    return merge_states((out, lse), (padded_out[member], padded_lse[member]))

@@ -1,0 +1,1 @@
+"""The paged cache: pages that sequences share, prefixes found again, forks, swaps."""

@@ -1,0 +1,510 @@
+"""PagedBatch: steps of several sequences of a paged cache, from tensors at fixed addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from types import TracebackType
+from typing import Any, Literal, NoReturn, overload
+
+import numpy as np
+import torch
+
+from ..arguments import check_flag, check_kind, check_size, check_tensors
+from ..cache.copying import NotCopied
+from ..errors import ConfigError, ShapeError
+from ..ops.append import append_rows
+from ..ops.attention import State, attend_segments
+from ..ops.attention_in_basis import attend_in_basis
+from ..ops.shared_prefix import attend_shared
+from ..rows.segment import Segment
+from ..rows.slots import Slots
+from ..rows.transforms import Rope
+from .cache import PagedKVCache
+from .pool import SequenceId
+from .shared_prefix import Numbers, find_prefix, pays
+from .staged_tensors import StagedTensors
+from .state import Step, for_each, listed
+
+
+class PagedBatch(NotCopied):
+    """Places of a batch, given to other sequences or lengths before each step.
+
+    append and attend read lengths, pages and slots from tensors on the device, so a CUDA graph that
+    has captured them is replayed for every step. Unused places have length 0, and unused tokens no
+    slots: capture in an empty step, with q, k and v of the size that is to be replayed.
+
+        with batch.extend([]), torch.cuda.graph(graph):
+            ...  # in every layer batch.append, batch.attend
+        with batch.extend(ids, tokens=tokens):
+            graph.replay()
+
+    A step with new tokens appends to every layer once. What is appended by Python is known, and a
+    layer that was left out, or comes twice, is an error; a replay or compiled code is not seen: a
+    layer that a graph of this batch has captured may have been written by it, and in a step in
+    which compiled code has appended any layer may.
+
+    Args:
+        cache: the cache.
+        max_batch: sequences of a step.
+        max_tokens: new tokens of a step; max_batch when None.
+        shared_prefix: whether pages that sequences have in common are read once for all of them
+            (kvquant/ops/shared_prefix.py). None: in each step in which this pays, but for code that
+            is captured in a CUDA graph or compiled: that reads them once in every step or in none,
+            so say True.
+
+    Raises:
+        ConfigError: a size that is not possible.
+    """
+
+    @torch.inference_mode(False)  # else what is made inside it could not be changed outside
+    def __init__(
+        self,
+        cache: PagedKVCache,
+        max_batch: int,
+        max_tokens: int | None = None,
+        *,
+        shared_prefix: bool | None = None,
+    ) -> None:
+        check_kind("cache", cache, PagedKVCache, "give a PagedKVCache")
+        if shared_prefix is not None:
+            check_flag("shared_prefix", shared_prefix)
+        self.cache, self.shared_prefix = cache, shared_prefix
+        self.max_batch = check_size("max_batch", max_batch, at_least=1)
+        max_tokens = max_batch if max_tokens is None else max_tokens
+        self.max_tokens = check_size("max_tokens", max_tokens, at_least=1)
+        counts, slots = (torch.int32, (max_batch,)), (torch.int64, (max_tokens,))
+        tables = torch.int32, (max_batch, cache.state.tables.shape[1])
+        shared = {
+            "members": (torch.int64, (max_batch,)),
+            "prefix_lens": (torch.int32, (1,)),
+            "prefix_table": (torch.int32, (1, tables[1][1])),
+            "own_table": tables,
+            "own_lens": counts,
+        }
+        self._staged = StagedTensors(
+            {
+                "packed": slots,
+                "exact": slots,
+                "leaving": slots,
+                "positions": slots,
+                "block_table": tables,
+                "seq_lens": counts,
+                "packed_lens": counts,
+                "exact_lens": counts,
+                "starts": counts,
+                "seats": counts,
+                **(shared if shared_prefix is not False else {}),
+            },
+            cache.device,
+        )
+        for name in (*Slots._fields, *(shared_prefix is not False) * ["members"]):
+            self._staged.tensors[name].fill_(-1)
+        self._step: Step | None = None
+        self._on_cuda = cache.device.type == "cuda"
+        self._captured = [max_batch, self.max_tokens]  # rows of q and of k in graphs, the fewest
+        self._appended: set[int] = set()  # the layers that were appended to in this step
+        self._in_graphs: set[int] = set()  # and those that a captured graph appends to
+        self._is_compiled = False  # whether compiled code has appended in this step
+        self._num_members = 0  # sequences of this step whose prefix is read once
+        self._ratio = 0  # query heads on a KV head, once attend has seen them
+        self._slots: dict[int, Slots] = {}
+        self._segments: dict[tuple[int, int], list[Segment]] = {}
+        self._num_ids = self._num_tokens = 0
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """[max_tokens] int64, of each new token in its sequence; 0 where there is none.
+
+        At a fixed address, for the rotary embedding of a captured step.
+        """
+        return self._staged.tensors["positions"]
+
+    @property
+    def block_table(self) -> torch.Tensor:
+        """[max_batch, max_pages] int32, the pages of each sequence's packed rows; fixed address."""
+        return self._staged.tensors["block_table"]
+
+    @property
+    def seq_lens(self) -> torch.Tensor:
+        """[max_batch] int32, the tokens of each sequence, the new ones included; fixed address."""
+        return self._staged.tensors["seq_lens"]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors on the device."""
+        return self._staged.nbytes
+
+    def extend(
+        self,
+        ids: Sequence[SequenceId],
+        counts: int | Sequence[int] = 1,
+        tokens: Sequence[int] | None = None,
+    ) -> _OpenStep:
+        """Begin a step: grow sequences by new tokens, whose rows are written inside a with block.
+
+        At the end of the block full pages count as written, and new sequences may find them. If the
+        block raises, or ends and a layer was not appended to, the sequences are cut back to what
+        certainly stands in all layers: their old length or, if tokens were to leave the recent
+        window, the tokens packed before. A step whose block is never entered has not been: the
+        next call that changes the cache undoes it, and any call once what extend has returned is
+        dropped. So it is with a block that an interrupt (Ctrl-C) has left without ending the step:
+        while its traceback is kept, the step is open.
+
+        Args:
+            ids: the sequences; they take the first places of the batch in this order.
+            counts: new tokens of each, or of all.
+            tokens: the ids of all new tokens, sequence after sequence; None if they are not known,
+                then no page is found by others from here on.
+
+        Returns:
+            The step, for `with`; the tensors are set already.
+
+        Raises:
+            OutOfPagesError: there are not enough pages for all.
+            ShapeError: more sequences or tokens than the batch has places for, counts that do not
+                fit, or a sequence would outgrow max_seq_len.
+            ConfigError: a sequence does not live or is given twice, or the last step was not ended;
+                at the end of the block, that a layer was not appended to.
+        """
+        if self._on_cuda and torch.cuda.is_current_stream_capturing():
+            raise ConfigError(
+                "a step cannot begin while a graph is captured: write `with batch.extend([]), "
+                "torch.cuda.graph(graph):`, in this order"
+            )
+        ids = listed(ids)
+        counts = for_each(ids, counts)
+        if len(ids) > self.max_batch or sum(counts) > self.max_tokens:
+            raise ShapeError(
+                f"{len(ids)} sequences and {sum(counts)} tokens: the batch has places for "
+                f"{self.max_batch} and {self.max_tokens}"
+            )
+        most = self._captured
+        if len(ids) > most[0] or sum(counts) > most[1]:
+            raise ShapeError(
+                f"{len(ids)} sequences and {sum(counts)} tokens: a CUDA graph of this batch has "
+                f"captured {most[0]} and {most[1]}. Use another PagedBatch for larger steps"
+            )
+        step = self.cache.begin_step(ids, counts, tokens)
+        try:
+            self._set(step)
+        except BaseException:
+            self.cache.end_step(written=False, begun=False)
+            raise
+        self._step, self._num_ids, self._num_tokens = step, len(ids), len(step.slots.packed)
+        self._appended, self._is_compiled = set(), False
+        opened = _OpenStep(self, step)
+        self.cache.hold_step(opened)
+        return opened
+
+    def append(
+        self, layer: int, k: torch.Tensor, v: torch.Tensor, *, rope: Rope | None = None
+    ) -> None:
+        """Write the rows of the step's new tokens in a layer.
+
+        Args:
+            layer: index of the layer.
+            k: [num_tokens, num_kv_heads, head_dim], bfloat16 or float16 (on the CPU float32 too),
+                sequence after sequence; what comes after the tokens of the step is not read.
+            v: likewise.
+            rope: the rotary embedding of K, if K comes without it.
+
+        Raises:
+            ShapeError, ConfigError, DeviceError: as append_rows, fewer rows than new tokens,
+                outside of a step, or a layer for the second time in a step.
+        """
+        self.cache.check_layer(layer)
+        if not isinstance(k, torch.Tensor) or k.ndim != 3:
+            self._refuse("k", k, "[num_tokens, num_kv_heads, head_dim]", v=v)
+        compiling = torch.compiler.is_compiling()  # one graph for all steps: nothing of this one
+        if not (compiling or self._num_tokens <= k.shape[0] <= self.max_tokens):
+            raise ShapeError(
+                f"k has {k.shape[0]} tokens, the step {self._num_tokens} and the batch places for "
+                f"{self.max_tokens}"
+            )
+        is_fixed = self._is_fixed()
+        if compiling:
+            self._is_compiled = True
+        else:
+            self.check_open()
+            if is_fixed:
+                self._captured[1] = min(self._captured[1], k.shape[0])
+            elif self._num_tokens and layer in self._appended:
+                raise ConfigError(
+                    f"layer {layer} was appended to in this step: give all its tokens in one call"
+                )
+        slots = None if compiling else self._slots.get(k.shape[0])
+        if slots is None:
+            slots = self._make_slots(k.shape[0])
+            if not compiling and k.shape[0] <= self.max_batch:  # prompts have any length
+                self._slots[k.shape[0]] = slots
+        rows, has_exact = self.cache.rows.layers[layer], slots.exact is not None
+        append_rows(
+            k,
+            v,
+            rows.k_pages,
+            rows.v_pages,
+            slots,
+            rows.k_format,
+            rows.v_format,
+            exact_k=rows.k_exact if has_exact else None,
+            exact_v=rows.v_exact if has_exact else None,
+            exact_format=self.cache.exact_format,
+            k_transform=rows.basis and rows.basis.k,
+            v_transform=rows.basis and rows.basis.v,
+            rope=rope,
+            bad=self.cache.bad_rows,
+        )
+        if not compiling:
+            (self._in_graphs if is_fixed else self._appended).add(layer)
+
+    @overload
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        *,
+        sm_scale: float | None = ...,
+        return_lse: Literal[False] = ...,
+        num_splits: int | None = ...,
+        backend: str | None = ...,
+    ) -> torch.Tensor: ...
+    @overload
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        *,
+        sm_scale: float | None = ...,
+        return_lse: Literal[True],
+        num_splits: int | None = ...,
+        backend: str | None = ...,
+    ) -> State: ...
+    @overload
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        *,
+        sm_scale: float | None = ...,
+        return_lse: bool = ...,
+        num_splits: int | None = ...,
+        backend: str | None = ...,
+    ) -> torch.Tensor | State: ...
+    def attend(self, layer: int, q: torch.Tensor, **options: Any) -> torch.Tensor | State:
+        """Attend one token of each sequence to all its tokens of a layer, the new ones included.
+
+        Args:
+            layer: index of the layer; append the step's K and V to it first.
+            q: [batch, num_q_heads, head_dim], a row for each sequence at least.
+            options: sm_scale, return_lse, num_splits, backend, as in decode_attention.
+
+        Returns:
+            As decode_attention; zeros for places without a sequence.
+
+        Raises:
+            As decode_attention; ShapeError if there are fewer rows than sequences; ConfigError
+            outside of a step.
+        """
+        if not isinstance(q, torch.Tensor) or q.ndim != 3:
+            self._refuse("q", q, "[batch, num_q_heads, head_dim]")
+        fixed = self._is_fixed()
+        segments = self._segments_of(layer, q.shape[0])
+        if not torch.compiler.is_compiling():
+            self.check_open()
+        tensors, members = self._staged.tensors, None
+        if self.shared_prefix:
+            members = tensors["members"][: q.shape[0]]
+        elif self._num_members and not fixed:
+            members = tensors["members"][: self._num_members]
+        if not fixed:
+            self._ratio = q.shape[1] // segments[0].k_rows.shape[1]
+        elif not torch.compiler.is_compiling():
+            self._captured[0] = min(self._captured[0], q.shape[0])
+        attend = attend_segments if members is None else partial(self._attend_shared, members)
+        basis = self.cache.rows.layers[layer].basis
+        return attend_in_basis(attend, q, segments, basis, self.seq_lens, **options)
+
+    def _attend_shared(
+        self,
+        members: torch.Tensor,
+        q: torch.Tensor,
+        segments: Sequence[Segment],
+        *,
+        return_lse: bool = False,
+        **options: Any,
+    ) -> torch.Tensor | State:
+        """Attend as attend_segments does, and read the prefix of the members once."""
+        tensors, packed, batch = self._staged.tensors, segments[0], q.shape[0]
+        prefix = packed._replace(
+            seq_lens=tensors["prefix_lens"], block_table=tensors["prefix_table"]
+        )
+        own = packed._replace(
+            seq_lens=tensors["own_lens"][:batch], block_table=tensors["own_table"][:batch]
+        )
+        parts = [own, *segments[1:]]
+        return attend_shared(q, prefix, parts, members=members, return_lse=return_lse, **options)
+
+    def check_open(self, step: Step | None = None) -> None:
+        """Raise ConfigError unless a step of this batch is open, and this one if any is given."""
+        if not self.cache.is_open(self._step if step is None else step):
+            raise ConfigError(
+                "no step of this batch is open: append and attend inside `with batch.extend(...):`"
+            )
+
+    def check_complete(self) -> None:
+        """Raise ConfigError if it is known that a layer was not appended to in this step."""
+        if not self._num_tokens or self._is_compiled:
+            return
+        missing = set(range(self.cache.num_layers)) - self._appended - self._in_graphs
+        if missing:
+            raise ConfigError(
+                f"the step ends, and layers {sorted(missing)!s:.80} were not appended to: append "
+                "to every layer inside its block. The sequences were cut back, read their length"
+            )
+
+    @staticmethod
+    def _refuse(name: str, x: torch.Tensor, axes: str, **others: torch.Tensor) -> NoReturn:
+        """Raise what is wrong with new rows or a query."""
+        check_tensors(**{name: x}, **others)
+        hint = ""
+        if x.ndim == 4:
+            hint = ", the tokens of all sequences one after another: give "
+            hint += f"{name}.transpose(1, 2).flatten(0, 1)" if name == "k" else f"{name}[:, :, 0]"
+        raise ShapeError(f"{name} is {list(x.shape)}: it must be {axes}{hint}")
+
+    def _is_fixed(self) -> bool:
+        """Whether what runs now is kept for other steps."""
+        if torch.compiler.is_compiling():
+            return True
+        return self._on_cuda and torch.cuda.is_current_stream_capturing()
+
+    def _segments_of(self, layer: int, batch: int) -> list[Segment]:
+        """The rows of a layer, for the first places of the batch.
+
+        Raises:
+            ShapeError: batch is less than the sequences of the step, or more than max_batch.
+            ConfigError: the layer does not exist.
+        """
+        if torch.compiler.is_compiling():
+            return self._make_segments(layer, batch)
+        if not self._num_ids <= batch <= self.max_batch:
+            raise ShapeError(
+                f"q has {batch} rows, the step {self._num_ids} sequences and the batch places for "
+                f"{self.max_batch}"
+            )
+        found = self._segments.get((layer, batch))
+        if found is None:
+            found = self._segments[layer, batch] = self._make_segments(layer, batch)
+        return found
+
+    def _make_segments(self, layer: int, batch: int) -> list[Segment]:
+        self.cache.check_layer(layer)
+        names = "block_table", "packed_lens", "exact_lens", "starts", "seats"
+        tensors = [self._staged.tensors[name][:batch] for name in names]
+        return self.cache.rows.segments(layer, *tensors)
+
+    def _make_slots(self, num_tokens: int) -> Slots:
+        """The slots of the first tokens of a step."""
+        packed, exact, leaving = (self._staged.tensors[name][:num_tokens] for name in Slots._fields)
+        has_exact = self.cache.state.split.exact_len > 0
+        return Slots(packed, exact, leaving) if has_exact else Slots(packed)
+
+    def _set(self, step: Step) -> None:
+        """Set all tensors to a step, by one copy."""
+        state, arrays = self.cache.state, self._staged.next_arrays()
+        for name, numbers in step.slots._asdict().items():
+            arrays[name][: len(numbers)] = numbers
+            arrays[name][len(numbers) :] = 0 if name == "positions" else -1
+        count, seats = len(step.ids), step.seats
+        lengths, packed_lens = state.lengths[seats], state.packed_lens[seats]
+        # tables are as wide as the longest sequence there may be: only what is in use is copied
+        used = -(-packed_lens // state.split.page_size)
+        _copy_pages(arrays["block_table"], np.arange(count), state.tables, seats, used)
+        if self.shared_prefix is not False:
+            self._share(step, used, arrays)
+        for name, values in (
+            ("seq_lens", lengths),
+            ("packed_lens", packed_lens),
+            ("exact_lens", lengths - packed_lens),
+            ("starts", packed_lens % max(state.split.recent_len, 1)),
+            ("seats", seats),
+        ):
+            arrays[name][:count] = values
+            arrays[name][count:] = 0
+        self._staged.send()
+
+    def _share(self, step: Step, used: Numbers, arrays: Mapping[str, Numbers]) -> None:
+        """Find the pages to read once in this step, and set what reads them so."""
+        state, seats = self.cache.state, step.seats
+        count, page_size, packed_lens = len(seats), state.split.page_size, state.packed_lens[seats]
+        prefix = None
+        longest = int(packed_lens.max(initial=0))
+        if self.shared_prefix or pays(count, longest, self.cache.num_kv_heads, self._ratio):
+            prefix = find_prefix(arrays["block_table"][:count], packed_lens, page_size)
+        self._num_members = 0 if prefix is None else len(prefix.members)
+        if prefix is not None and self.shared_prefix is None:
+            work = len(prefix.pages) * page_size, self.cache.num_kv_heads, self._ratio
+            if not pays(self._num_members, *work):
+                prefix, self._num_members = None, 0
+        arrays["members"][:] = -1
+        arrays["prefix_lens"][0] = 0
+        if prefix is None and not self.shared_prefix:
+            return  # nothing of the rest is read
+        own_tables, own_lens = arrays["own_table"], arrays["own_lens"]
+        _copy_pages(own_tables, np.arange(count), state.tables, seats, used)
+        own_lens[:count], own_lens[count:] = packed_lens, 0
+        if prefix is not None:
+            pages, members = prefix
+            shared = len(pages)
+            arrays["members"][: len(members)] = members
+            arrays["prefix_lens"][0] = shared * page_size
+            arrays["prefix_table"][0, :shared] = pages
+            own_lens[members] -= shared * page_size
+            rest = used[members] - shared
+            _copy_pages(own_tables, members, state.tables, seats[members], rest, first=shared)
+
+
+def _copy_pages(
+    target: Numbers,
+    places: Numbers,
+    tables: Numbers,
+    seats: Numbers,
+    counts: Numbers,
+    first: int = 0,
+) -> None:
+    """Copy so many pages of each seat, from the `first` on, to the beginning of each place.
+
+    What stands behind them is left, or overwritten: nobody reads it.
+    """
+    width = int(counts.max(initial=0))
+    if len(seats) * width <= 4 * int(counts.sum()) + 4096:
+        target[places, :width] = tables[seats, first : first + width]
+        return
+    for place, seat, count in zip(places.tolist(), seats.tolist(), counts.tolist(), strict=True):
+        target[place, :count] = tables[seat, first : first + count]
+
+
+class _OpenStep:
+    """A step whose rows are being written."""
+
+    def __init__(self, batch: PagedBatch, step: Step) -> None:
+        self._batch, self._step = batch, step
+
+    def __enter__(self) -> None:
+        self._batch.cache.enter_step(self._step)
+
+    def __exit__(
+        self,
+        error: type[BaseException] | None,
+        _value: BaseException | None,
+        _traceback: TracebackType | None,
+    ) -> None:
+        batch, written = self._batch, False
+        batch.check_open(self._step)
+        try:
+            if error is None:
+                batch.check_complete()
+                written = True
+        finally:
+            batch.cache.end_step(written=written)

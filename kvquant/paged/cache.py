@@ -1,0 +1,660 @@
+"""PagedKVCache: packed rows in pages that sequences share, exact rows in seats beside them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..arguments import check_flag, check_size
+from ..cache.checks import (
+    Formats,
+    check_bad_rows,
+    check_bases,
+    check_layer,
+    check_plan_options,
+    per_layer,
+)
+from ..cache.copying import NotCopied
+from ..devices import check_device, check_room
+from ..errors import ConfigError, NonFiniteError, shown
+from ..rows.basis import LayerBasis
+from ..rows.format import EXACT_CODECS
+from ..rows.quantize import check_dtype
+from ..rows.ragged_slots import Split
+from ..rows.segment import PAGE_SIZES
+from .pool import SequenceId
+from .prefix_tree import Origin, hold
+from .state import PagedState, Step, for_each, listed, plain_id
+from .storage import PagedRows, nan_rows
+from .swap import Parked, SwapSpace
+
+if TYPE_CHECKING:
+    from typing_extensions import TypedDict, Unpack
+
+    from ..io.plan import CachePlan
+
+    class PlanOptions(TypedDict, total=False):
+        """Options of PagedKVCache that a plan does not decide."""
+
+        num_seats: int
+        max_seq_len: int
+        page_size: int
+        sink_len: int
+        recent_len: int
+        exact_format: str
+        device: torch.device | str
+
+
+class PagedKVCache(NotCopied):
+    """Keys and values of many sequences that come, fork, end and share their beginnings.
+
+    All memory is allocated when the cache is made. Packed rows lie in pages that sequences share by
+    reference counts; a shared last page is copied before it is written. Exact rows (the sinks and
+    the recent window, 16 bit) lie in seats; every live sequence has one. What a row is, and when it
+    is quantized, is as in KVCache. PagedBatch appends and attends:
+
+        present = cache.allocate("a", tokens)  # so many are known from other sequences
+        with batch.extend(["a"], len(tokens) - present, tokens[present:]):
+            ...  # in every layer batch.append, and batch.attend for one token each
+
+    Ids are strings or whole numbers. A call that raises has changed nothing; after a step whose
+    block raised, read `length`. Work on tensors is on the current stream, the same one for all
+    calls; a cache belongs to one thread.
+
+    Args:
+        num_layers: layers with attention.
+        num_kv_heads: KV heads of each layer.
+        head_dim: elements of a row of K and of V; formats given as RowFormat may have their own.
+        num_pages: pages of packed tokens, in every layer.
+        num_seats: sequences that may live at a time.
+        max_seq_len: tokens that a sequence may have.
+        page_size: tokens of a page: 16, 32, 64 or 128.
+        k_format: format of the packed K rows: a name, a RowFormat, or one of these per layer.
+        v_format: likewise for V.
+        sink_len: first tokens of each sequence to keep in 16 bit.
+        recent_len: last tokens of each sequence to keep in 16 bit.
+        exact_format: "bf16" or "fp16": the 16-bit rows; take that of the model.
+        device: where all tensors lie.
+        bases: what the rows of each layer are stored as, as in KVCache; see from_plan.
+
+    Attributes:
+        rows: the tensors.
+        state: who sits where, with which pages.
+        bad_rows: [2] int32, on the device: rows of K and of V that were written as NaN: see check.
+
+    Raises:
+        ConfigError: a size or a format that does not exist.
+    """
+
+    @torch.inference_mode(False)  # else what is made inside it could not be changed outside
+    def __init__(
+        self,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        num_pages: int,
+        *,
+        num_seats: int = 64,
+        max_seq_len: int = 32768,
+        page_size: int = 64,
+        k_format: Formats = "int4-g4",
+        v_format: Formats = "int4-g4",
+        sink_len: int = 4,
+        recent_len: int = 128,
+        exact_format: str = "bf16",
+        device: torch.device | str = "cpu",
+        bases: Sequence[LayerBasis] | None = None,
+    ) -> None:
+        num_layers = check_size("num_layers", num_layers, at_least=1)
+        num_kv_heads = check_size("num_kv_heads", num_kv_heads, at_least=1)
+        head_dim = check_size("head_dim", head_dim, at_least=1)
+        num_pages = check_size("num_pages", num_pages, at_least=1)
+        num_seats = check_size("num_seats", num_seats, at_least=1)
+        max_seq_len = check_size("max_seq_len", max_seq_len, at_least=1)
+        page_size = check_size("page_size", page_size)
+        if page_size not in PAGE_SIZES:
+            raise ConfigError(f"page_size {shown(page_size)} does not exist: use 16, 32, 64 or 128")
+        if exact_format not in EXACT_CODECS:
+            raise ConfigError(
+                f"exact_format {shown(exact_format)} does not exist: use 'bf16' or 'fp16'"
+            )
+        self.sink_len = check_size("sink_len", sink_len)
+        self.recent_len = check_size("recent_len", recent_len)
+        split = Split.of(self.sink_len, self.recent_len, page_size, max_seq_len)
+        self.num_kv_heads, self.exact_format = num_kv_heads, exact_format
+        self.device = check_device(device)
+        k_formats = per_layer("k_format", k_format, num_layers, head_dim)
+        v_formats = per_layer("v_format", v_format, num_layers, head_dim)
+        checked = check_bases(bases, num_kv_heads, k_formats, v_formats)
+        sides = k_formats, v_formats, [basis and basis.to(self.device) for basis in checked]
+        # the host has a table for each seat, and lists of pages and seats
+        bookkeeping = 300 * (num_pages + num_seats) + 4 * num_seats * (max_seq_len // page_size)
+        what = f"the bookkeeping of {num_pages} pages and {num_seats} seats"
+        check_room(bookkeeping, torch.device("cpu"), what, "use fewer, or a smaller max_seq_len")
+        sizes = num_kv_heads, num_pages, num_seats
+        self.rows = PagedRows(*sides, exact_format, *sizes, split, self.device)
+        self.state = PagedState(num_pages, num_seats, max_seq_len, split)
+        self.bad_rows = torch.zeros(2, dtype=torch.int32, device=self.device)
+        self._swap = SwapSpace(self.state, self.rows.pages, self.rows.exact, self.device)
+        self._step: Step | None = None  # whose rows are being written
+        self._entered = False  # whether its block is
+        self._holder: Callable[[], object | None] = _nobody  # who can end it, if that is there yet
+        self._bad_before = self.bad_rows  # what was counted before it
+        self._pending: tuple[SequenceId, ...] | None = None  # see _changing
+
+    @classmethod
+    def from_plan(
+        cls, plan: CachePlan, num_pages: int, **options: Unpack[PlanOptions]
+    ) -> PagedKVCache:
+        """Make an empty cache whose formats and bases are those of a plan.
+
+        Args:
+            plan: of the model whose keys and values will come; plan.check_model tells whether.
+                Layer i is the model's layer plan.places[i]. A plan does not hold sliding windows,
+                nor does a paged cache: KVCache does.
+            num_pages: as in PagedKVCache.
+            options: the others of PagedKVCache, but for formats and bases.
+
+        Raises:
+            ConfigError: a size that is not possible, or an option that the plan decides.
+        """
+        check_plan_options(plan, options)
+        sizes = plan.num_layers, plan.num_kv_heads, plan.head_dim, num_pages
+        k_format, v_format, bases = plan.k_formats, plan.v_formats, plan.layers
+        return cls(*sizes, k_format=k_format, v_format=v_format, bases=bases, **options)
+
+    def __repr__(self) -> str:
+        formats = dict.fromkeys(f"{rows.k_format} and {rows.v_format}" for rows in self.rows.layers)
+        pool = self.state.pool
+        return (
+            f"PagedKVCache({self.num_layers} layers, {self.num_kv_heads} KV heads, "
+            f"{', '.join(formats):.80}, {pool.num_pages} pages of {pool.page_size} tokens, "
+            f"{len(self.state.lengths)} seats, {len(self.ids)} sequences, {self.device})"
+        )
+
+    @property
+    def bases(self) -> list[LayerBasis] | None:
+        """What the rows of each layer are stored as; None if as they came."""
+        return [rows.basis for rows in self.rows.layers if rows.basis is not None] or None
+
+    @property
+    def num_layers(self) -> int:
+        """Layers."""
+        return len(self.rows.layers)
+
+    @property
+    def max_seq_len(self) -> int:
+        """Tokens that a sequence may have."""
+        return self.state.max_seq_len
+
+    @property
+    def ids(self) -> list[SequenceId]:
+        """The sequences that are not swapped out."""
+        return [i for i in self.state.ids if not isinstance(i, Parked)]
+
+    @property
+    def swapped_ids(self) -> list[SequenceId]:
+        """The sequences that are swapped out."""
+        return list(self._swap.parked)
+
+    @property
+    def num_free_pages(self) -> int:
+        """Pages that can be taken, those that are kept only to be found again included."""
+        self._let_go()
+        return self.state.pool.num_free
+
+    @property
+    def num_free_seats(self) -> int:
+        """Sequences that can be begun."""
+        self._let_go()
+        return self.state.num_free_seats
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of every tensor of the cache."""
+        return self.rows.nbytes + self.bad_rows.nbytes
+
+    def length(self, sequence_id: SequenceId) -> int:
+        """Tokens of a sequence, swapped out or not."""
+        self._drop_lost_step()
+        parked = self._swap.find(sequence_id)
+        return parked.length if parked else int(self.state.lengths[self.state.seat(sequence_id)])
+
+    def match_prefix(self, tokens: Sequence[int]) -> int:
+        """How many of the tokens allocate would find present."""
+        return self.state.match_prefix(tokens)
+
+    def allocate(self, sequence_id: SequenceId, tokens: Sequence[int] = ()) -> int:
+        """Begin a sequence with the rows that are there for a prefix of its tokens, if any.
+
+        Whole pages are found, and with them the sinks; the recent window of the new sequence is
+        empty and fills with its next tokens. The last of the tokens is never present, because its
+        output is wanted.
+
+        Args:
+            sequence_id: a new id.
+            tokens: the token ids that the sequence will begin with.
+
+        Returns:
+            How many of the tokens are present, the length of the sequence; extend it by the others.
+
+        Raises:
+            OutOfPagesError: no seat is free.
+            ConfigError: the id is in use, or tokens are not whole numbers.
+        """
+        sequence_id = self._new_id(sequence_id)
+        with self._changing(sequence_id):
+            with self._swap.telling():
+                seat, present, place = self.state.allocate(sequence_id, tokens)
+            with self.state.or_free([sequence_id]):
+                if place is not None:
+                    self.rows.restore_sinks(place, seat)
+        return present
+
+    def fork(self, parent_id: SequenceId, child_id: SequenceId) -> None:
+        """Begin a sequence with the tokens of another: pages are shared, exact rows copied.
+
+        Raises:
+            OutOfPagesError: no seat is free.
+            ConfigError: the parent does not live, or the child's id is in use.
+        """
+        child_id = self._new_id(child_id)
+        self._settle([parent_id])
+        with self._changing(child_id):
+            with self._swap.telling():
+                seats = self.state.fork(parent_id, child_id)
+            with self.state.or_free([child_id]):
+                self.rows.copy_seat(*seats)
+
+    def truncate(self, sequence_id: SequenceId, length: int) -> None:
+        """Keep the first tokens of a sequence; rows that have been packed stay packed.
+
+        Raises:
+            ShapeError: a length below 0 or over the present one.
+            ConfigError: the sequence does not live, or length is not a whole number.
+        """
+        self._settle([sequence_id])
+        with self._changing():
+            self.state.truncate(sequence_id, length)
+
+    def free(self, sequence_id: SequenceId, *, forget: bool = False) -> None:
+        """End a sequence, swapped out or not; its full pages are found until they are needed.
+
+        With forget, what it had is found no longer: its pages and its sinks, but for those that
+        others have too, and of these no rows that decode to NaN. To know them the host then waits
+        and reads the rows of the others, if there are any.
+
+        Raises:
+            ConfigError: there is no such sequence.
+        """
+        check_flag("forget", forget)
+        self._check_closed()
+        if not forget:
+            self._end(sequence_id)
+            return
+        self.finish_swaps()
+        tokens, origin = self._known(sequence_id)
+        tokens, sharers = list(tokens), self._sharers(sequence_id)
+        self._hide(self._bad([sequence_id, *sharers]) if sharers else {})
+        self._end(sequence_id)
+        others = (parked.origin for parked in self._swap.parked.values())
+        with self._changing():
+            self.state.pool.forget(tokens, None if origin in others else origin)
+        self._keep_sinks_again()
+
+    def _end(self, sequence_id: SequenceId) -> None:
+        if self._swap.find(sequence_id) is not None:
+            del self._swap.parked[sequence_id]
+        else:
+            self._settle([sequence_id])
+            with self._changing(sequence_id):
+                self.state.free(sequence_id)
+
+    def _known(self, sequence_id: SequenceId) -> tuple[list[int], Origin]:
+        """The known tokens of a sequence, and where its sinks came from."""
+        parked = self._swap.find(sequence_id)
+        if parked is not None:
+            return parked.tokens, parked.origin
+        return self.state.tokens(sequence_id), self.state.pool.origin(sequence_id)
+
+    def _sharers(self, sequence_id: SequenceId) -> list[SequenceId]:
+        """The other sequences that may have rows of one."""
+        (tokens, origin), table = self._known(sequence_id), self._first_page(sequence_id)
+        end, found = self.state.split.sink_len + self.state.split.page_size, []
+        for other in (*self.ids, *self.swapped_ids):
+            (theirs, source), page = self._known(other), self._first_page(other)
+            if page is None or table is None:  # one is swapped out: what it had is not known
+                known = min(len(tokens), len(theirs), end)
+                shares = known > 0 and tokens[:known] == theirs[:known]
+            else:
+                shares = page == table != ()
+            if other != sequence_id and (shares or source.shares(origin)):
+                found.append(other)
+        return found
+
+    def _first_page(self, sequence_id: SequenceId) -> tuple[int, ...] | None:
+        """The first page of a sequence, if it has one; None if it is swapped out."""
+        if self._swap.find(sequence_id) is not None:
+            return None
+        return self.state.pool.block_table(sequence_id)[:1]
+
+    def _bad(self, ids: Iterable[SequenceId]) -> dict[SequenceId, NDArray[np.bool_]]:
+        """Those of some sequences that hold rows that decode to NaN, and which tokens these are."""
+        state, split, found = self.state, self.state.split, {}
+        here = [i for i in ids if self._swap.find(i) is None]
+        self._await(here)
+        tables = {i: state.pool.block_table(i) for i in here}
+        pages = list(dict.fromkeys(page for table in tables.values() for page in table))
+        seats = [state.seat(i) for i in here]
+        in_pages = dict(zip(pages, self.rows.nan_in_pages(pages), strict=True))
+        for i, seat, exact in zip(here, seats, self.rows.nan_in_seats(seats), strict=True):
+            packed = np.array([in_pages[page] for page in tables[i]], np.bool_)
+            lens = int(state.lengths[seat]), int(state.packed_lens[seat])
+            found[i] = split.by_token(packed, exact, *lens)
+        for i in ids:
+            parked = self._swap.find(i)
+            if parked is not None:
+                parked.wait()
+                packed = nan_rows(self.rows.pages, parked.pages)
+                exact = nan_rows(self.rows.exact, [rows[:, None] for rows in parked.exact])[0]
+                found[i] = split.by_token(packed, exact, parked.length, parked.packed_len)
+        return {i: bad for i, bad in found.items() if bad.any()}
+
+    def _hide(self, bad: Mapping[SequenceId, NDArray[np.bool_]]) -> None:
+        """Let nothing of these tokens be found by others."""
+        with self._changing():
+            for sequence_id, tokens in bad.items():
+                parked = self._swap.find(sequence_id)
+                if parked is None:
+                    self.state.hide(sequence_id, tokens)
+                    continue
+                first = int(tokens.argmax())
+                del parked.tokens[first:]
+                if first < self.state.split.sink_len:
+                    self.state.pool.forget_origin(parked.origin)
+
+    def _keep_sinks_again(self) -> None:
+        """Keep sinks of other sequences where those that were kept are forgotten."""
+        with suppress(MemoryError, RuntimeError):  # the next that fills a page keeps its sinks
+            with self._changing():
+                self._publish([i for i in self.state.ids if not self._swap.is_arriving(i)])
+
+    def can_append(self, ids: Sequence[SequenceId], counts: int | Sequence[int] = 1) -> bool:
+        """Whether there are pages for PagedBatch.extend with these sequences and counts.
+
+        Raises:
+            ShapeError: a count is negative, or a sequence would outgrow max_seq_len.
+            ConfigError: a sequence does not live, or is given twice.
+        """
+        ids = listed(ids)
+        self._let_go()
+        self._swap.check_here(ids)
+        return self.state.can_append(ids, for_each(ids, counts))
+
+    def swap_out(self, sequence_id: SequenceId) -> None:
+        """Move a sequence to host memory (pinned, on CUDA), on a stream beside the current one.
+
+        The host waits for nothing: the sequence's pages, but for those that others share, and its
+        seat are free when the copy is done, which later calls find out.
+
+        Raises:
+            ConfigError: the sequence does not live.
+        """
+        self._settle([sequence_id])
+        with self._changing():
+            self._swap.swap_out(sequence_id)
+        self._let_go()
+
+    def swap_in(self, sequence_id: SequenceId) -> None:
+        """Bring a sequence back; on the device, what touches it next waits for its rows.
+
+        Raises:
+            OutOfPagesError: there are not enough pages, or no seat.
+            ConfigError: the sequence is not swapped out.
+        """
+        self._check_closed()
+        self._let_go()
+        with self._changing():
+            self._swap.swap_in(sequence_id)
+
+    def finish_swaps(self) -> None:
+        """Let the host wait until all that was swapped out has left its pages and seats."""
+        self._drop_step()
+        with self._changing():
+            self._swap.finish()
+
+    def dequantized(
+        self, sequence_id: SequenceId, layer: int, dtype: torch.dtype = torch.float32
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copy the values of a sequence in the order of its tokens; the host waits.
+
+        In a step, append to the layer first: the new tokens are among them. So a prompt that
+        begins with rows that were present attends to them.
+
+        Returns:
+            K [num_kv_heads, length, head_dim] and V likewise, dtype.
+
+        Raises:
+            ConfigError: the sequence does not live, or the layer does not exist.
+        """
+        self.check_layer(layer)
+        check_dtype(dtype)
+        self._await([sequence_id])
+        state, seat = self.state, self.state.seat(sequence_id)
+        lens = int(state.lengths[seat]), int(state.packed_lens[seat])
+        table = state.pool.block_table(sequence_id)
+        return self.rows.dequantized(layer, table, seat, *lens, dtype)
+
+    def begin_step(
+        self, ids: Sequence[SequenceId], counts: Sequence[int], tokens: Sequence[int] | None
+    ) -> Step:
+        """Grow sequences, whose new rows are then to be written, for PagedBatch.extend."""
+        self._settle(ids)
+        if any(counts):
+            self._bad_before = self.bad_rows.clone()
+        step = None
+        with self._changing():
+            try:
+                with self._swap.telling():
+                    step = self.state.extend(ids, counts, tokens)
+                self.rows.copy_pages(step.copies)
+            except BaseException:
+                if step is not None:
+                    self.state.take_back(step)
+                raise
+            self._holder, self._entered, self._step = _nobody, False, step
+        return step
+
+    def hold_step(self, holder: object) -> None:
+        """The step that was begun last is undone once its holder is there no more."""
+        self._holder = weakref.ref(holder)
+
+    def enter_step(self, step: Step) -> None:
+        """Enter the block of the step that was begun last."""
+        if self._step is not step or self._entered:
+            raise ConfigError(
+                "no step of this batch is open: a step has one block, `with batch.extend(...):`, "
+                "and is undone if the cache is changed before the block is entered"
+            )
+        self._entered = True
+
+    def is_open(self, step: Step | None) -> bool:
+        """Whether a step's block has been entered, and not left."""
+        return self._entered and step is not None and self._step is step
+
+    def end_step(self, *, written: bool, begun: bool = True) -> None:
+        """Let others find the filled pages, or cut the sequences back, by nothing if not begun."""
+        step = self._step
+        assert step is not None
+        try:
+            with self._changing():
+                if written:
+                    self._publish(self.state.to_publish(step))
+                elif not begun:
+                    self.state.take_back(step)
+                else:
+                    self.state.roll_back(step)
+                    if step.counts.any():  # rows that are no more
+                        self.bad_rows.copy_(self._bad_before)
+        except Exception:
+            self._step = None
+            raise
+        self._step = None  # after an interrupt it is there until all of it is undone
+
+    @contextmanager
+    def _changing(self, *new: SequenceId) -> Iterator[None]:
+        """Change the bookkeeping: after an interrupt (Ctrl-C) nothing has been changed.
+
+        If another interrupt comes meanwhile, the next call does the rest. Prefixes are found no
+        more then, until they are written again.
+
+        Args:
+            new: sequences that are begun, and are no more after an interrupt; or are ended.
+        """
+        if self._pending is not None:
+            self._recover()
+        self.state.begin_change()
+        self._swap.begin_change()
+        self._pending = new
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, Exception):
+                self._pending = None  # undone where it was raised
+            else:
+                self._recover()
+            raise
+        self._pending = None
+
+    def _recover(self) -> None:
+        """Make the bookkeeping whole after a change that was interrupted."""
+        assert self._pending is not None
+        step, begun = self._step, self._entered
+        self._swap.recover(self._pending, step, begun=begun)
+        if step is not None and begun:
+            self.bad_rows.copy_(self._bad_before)
+        self._step = None
+        self._pending = None
+
+    def _publish(self, ids: Sequence[SequenceId]) -> None:
+        """Let others find the full pages of sequences whose rows are written."""
+        to_keep = self.state.publish(ids)
+        try:
+            while to_keep:
+                self.rows.keep_sinks(*to_keep[-1])
+                to_keep.pop()
+        finally:
+            for _, place in to_keep:  # what could not be kept
+                self.state.pool.lose(place)
+
+    def _settle(self, ids: Sequence[SequenceId]) -> None:
+        """Make ready to change sequences; ConfigError if one does not live or a step is open."""
+        self._check_closed()
+        self._await(ids)
+
+    def _await(self, ids: Sequence[SequenceId]) -> None:
+        """Make ready to read sequences; ConfigError if one does not live."""
+        self._let_go()
+        self._swap.check_here(ids)
+        arrived = self._swap.await_rows(ids)
+        if arrived:
+            with self._changing():
+                self._publish(arrived)
+
+    def check(self) -> None:
+        """Raise if rows were appended since the last check that decode to NaN, as KVCache.check.
+
+        Reads the counter, so it waits for the GPU once, and sets it back. If there are such rows,
+        it looks for them in all that the cache holds, names the sequences that have them, and lets
+        no later sequence begin with them. Inside a step it raises, and does no more.
+
+        Raises:
+            NonFiniteError: rows came with values that their formats cannot hold, in any layer. Its
+                `sequences` are the ids of those that have them.
+        """
+        counts = self.bad_rows.tolist()
+        if not any(counts):
+            return
+        self._drop_step()
+        if self._step is not None:
+            check_bad_rows(counts, "call check after the step to learn in which sequences")
+        self.finish_swaps()
+        pool, bad = self.state.pool, self._bad([*self.ids, *self.swapped_ids])
+        named, kept = np.array(pool.named, np.int64), np.array(pool.kept, np.int64)
+        named = named[self.rows.nan_in_pages(named.tolist()).any(1)]
+        kept = kept[self.rows.nan_in_sinks(kept.tolist()).any(1)]
+        with self._changing():
+            pool.hide(named.tolist())
+            for place in kept.tolist():
+                pool.lose(place)
+        self._hide(bad)
+        self.bad_rows.zero_()  # last: after an interrupt the next check looks again
+        self._keep_sinks_again()
+        names = ", ".join(map(repr, bad))
+        advice = f"sequences {names:.400} have them, end these by free(id, forget=True)"
+        try:
+            check_bad_rows(counts, advice if bad else "no sequence has them any more")
+        except NonFiniteError as error:
+            error.sequences = tuple(bad)
+            raise
+
+    def check_invariants(self) -> None:
+        """Look through all the bookkeeping, in time proportional to the cache.
+
+        Raises:
+            InvariantError: something contradicts something else; the message says what.
+        """
+        self.state.check()
+        leaving = [i for i in self.state.ids if isinstance(i, Parked)]
+        hold(leaving == self._swap.leaving, "what leaves is not what is held for it")
+
+    def check_layer(self, layer: int) -> None:
+        """Raise ConfigError unless there is this layer."""
+        check_layer(layer, self.num_layers)
+
+    def _check_closed(self) -> None:
+        self._drop_step()
+        if self._step is not None:
+            raise ConfigError("a step is open, leave its block first: `with batch.extend(...)`")
+
+    def _drop_step(self) -> None:
+        """Undo a step whose block was not entered: somebody has called extend without `with`."""
+        self._drop_lost_step()
+        if self._step is not None and not self._entered:
+            self.end_step(written=False, begun=False)
+
+    def _drop_lost_step(self) -> None:
+        """Undo what an interrupt has left, and a step that nobody can enter or end any more."""
+        if self._pending is not None:
+            self._recover()
+        if self._step is not None and self._holder() is None:
+            self.end_step(written=False, begun=self._entered)
+
+    def _let_go(self) -> None:
+        """Free the pages and seats of sequences that have left."""
+        self._drop_lost_step()
+        if self._swap.leaving and (self._step is None or self._entered):
+            with self._changing():  # else a step may be undone, and these with it
+                self._swap.let_go()
+
+    def _new_id(self, sequence_id: SequenceId) -> SequenceId:
+        """The id of a new sequence, as it is kept; ConfigError if no new one may have it."""
+        self._check_closed()
+        self._let_go()
+        new_id = plain_id(sequence_id)
+        if new_id is None or new_id in self._swap.parked:
+            raise ConfigError(
+                f"{shown(sequence_id)} cannot be the id of a new sequence: give a string or a "
+                "whole number of up to 1024 bits that no other has, swapped out ones included"
+            )
+        return new_id
+
+
+def _nobody() -> None:
+    """Who holds a step that was just begun."""

@@ -1,0 +1,523 @@
+"""PagePool: which page holds what in a paged KV cache; host bookkeeping without tensors.
+
+              append              last reference goes: with a name -> cached, without -> free
+    free ──────────────▶ referenced ──────────────▶ cached
+     ▲                    │      ▲                   │  │
+     └────────────────────┘      └───────────────────┘  └──▶ taken for other tokens when no page is
+         truncate, free           allocate: same prefix      free: the least recently used first
+
+A sequence is a table of pages and a length. Sequences share pages by reference counts, and a shared
+last page is copied before it is written (PagedAttention, https://arxiv.org/abs/2309.06180). A full
+page is named by its tokens and all tokens before it once its contents are written (publish), if
+these tokens are known. The first head_len tokens of a sequence stand outside the pages: they are
+counted in no length here, but names begin with them (prefix_tree.py).
+
+Pages are released from the last to the first, so that a cached page is never older than the cached
+pages that follow it. Several pages may have one name; of these, cached ones are those that others
+follow, or one alone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeAlias
+
+from ..errors import ConfigError, OutOfPagesError, ShapeError, shown
+from .prefix_tree import Head, Name, Origin, PageNames, hold, token_ids, whole_number
+
+SequenceId: TypeAlias = Hashable
+
+
+class Prefix(NamedTuple):
+    """What a new sequence begins with.
+
+    Attributes:
+        length: tokens in pages, the length of the sequence.
+        head: the place of the head under which they were found; None without pages.
+    """
+
+    length: int
+    head: int | None
+
+
+class Growth(NamedTuple):
+    """What an append asks of the device, before the new tokens are written.
+
+    Attributes:
+        entries: (place of the sequence in the call, index in its table, page): every entry of a
+            table that is new; the page's contents are undefined but for the copies.
+        copies: (source, target) pages, at most one pair for a sequence: copy the source, which
+            others still read; the target stands in its place in the table. No source is a target.
+    """
+
+    entries: list[tuple[int, int, int]]
+    copies: list[tuple[int, int]]
+
+
+@dataclass(eq=False, slots=True)
+class _Sequence:
+    """Pages of length tokens; the first `named` pages have names, which begin with the head."""
+
+    pages: list[int]
+    length: int
+    named: int
+    head: Head | None
+    origin: Origin
+
+
+class PagePool:
+    """Pages of a fixed size, shared by sequences that are known by their ids.
+
+    A call costs time in proportion to the pages it touches. One that raises has changed nothing:
+    OutOfPagesError if more pages are needed than can be taken, ConfigError if an id is unknown, in
+    use or given twice or tokens are no integers, ShapeError if a count or a length does not fit.
+
+    Args:
+        num_pages: pages in the pool.
+        page_size: tokens a page holds.
+        head_len: first tokens of a sequence that do not stand in pages.
+        num_heads: heads whose pages can be found again at a time; with as many as there can be
+            sequences every full page with known tokens gets its name.
+    """
+
+    def __init__(
+        self, num_pages: int, page_size: int, *, head_len: int = 0, num_heads: int = 1
+    ) -> None:
+        sizes = {"num_pages": num_pages, "page_size": page_size, "num_heads": num_heads}
+        for name, value in sizes.items():
+            if value < 1:
+                raise ConfigError(f"{name} {value} is too small: use 1 or more")
+        if head_len < 0:
+            raise ConfigError(f"head_len {head_len} is too small: use 0 or more")
+        self.num_pages, self.page_size, self.head_len = num_pages, page_size, head_len
+        self._references = [0] * num_pages
+        self._name_sizes = num_pages, page_size, head_len, num_heads
+        self._names = PageNames(*self._name_sizes)
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()  # the least recently used first
+        self._sequences: dict[SequenceId, _Sequence] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Pages that can be taken: free ones and cached ones."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_cached(self) -> int:
+        """Pages that no sequence refers to, kept for the prefix they hold."""
+        return len(self._cached)
+
+    @property
+    def ids(self) -> list[SequenceId]:
+        """The sequences, the oldest first."""
+        return list(self._sequences)
+
+    def block_table(self, sequence_id: SequenceId) -> tuple[int, ...]:
+        """The pages of a sequence in the order of its tokens."""
+        return tuple(self._get(sequence_id).pages)
+
+    def length(self, sequence_id: SequenceId) -> int:
+        """Tokens of a sequence in its pages."""
+        return self._get(sequence_id).length
+
+    def match_prefix(self, tokens: Sequence[int]) -> int:
+        """How many of the tokens after the head are in named pages: a multiple of page_size."""
+        return len(self._names.match(token_ids(tokens))) * self.page_size
+
+    def allocate(self, sequence_id: SequenceId, tokens: Sequence[int] = ()) -> Prefix:
+        """Begin a sequence with the pages that hold a prefix of its tokens, if there are any.
+
+        Args:
+            sequence_id: a new id.
+            tokens: the token ids that the sequence will begin with, those of the head included.
+        """
+        self._check_new(sequence_id)
+        known = token_ids(tokens)
+        pages = self._names.match(known)
+        head = self._names.hold(tuple(known[: self.head_len])) if pages else None
+        for page in pages:
+            self._cached.pop(page, None)
+            self._references[page] += 1
+        length = len(pages) * self.page_size
+        origin = head.origin if head is not None and head.origin is not None else Origin()
+        self._sequences[sequence_id] = _Sequence(pages, length, len(pages), head, origin)
+        return Prefix(length, None if head is None else head.place)
+
+    def append(
+        self,
+        sequence_ids: Sequence[SequenceId],
+        counts: Sequence[int],
+        growth: Growth | None = None,
+    ) -> Growth:
+        """Make room for counts[i] tokens at the end of each sequence, or of none.
+
+        Args:
+            sequence_ids: the sequences.
+            counts: new tokens of each.
+            growth: an empty one, to be filled; it knows every copy before a table has it.
+
+        Returns:
+            The pages taken, and the copies to make before the tokens are written.
+        """
+        sequences = self._to_append(sequence_ids, counts)
+        if (needed := self._needed(sequences, counts)) > self.num_free:
+            names = ", ".join(map(repr, sequence_ids))
+            needs = f"{needed} more pages for {sum(counts)} tokens"
+            raise self._out_of_pages(f"sequences {names:.200} need {needs}")
+        growth, size = growth or Growth([], []), self.page_size
+        for place, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
+            pages = sequence.pages
+            if count and sequence.length % size:
+                self._own_last_page(place, sequence, growth)
+            sequence.length += count
+            while len(pages) * size < sequence.length:
+                growth.entries.append((place, len(pages), self._take()))
+                pages.append(growth.entries[-1][2])
+        return growth
+
+    def can_append(self, sequence_ids: Sequence[SequenceId], counts: Sequence[int]) -> bool:
+        """Whether append would find pages."""
+        return self._needed(self._to_append(sequence_ids, counts), counts) <= self.num_free
+
+    def publish(self, sequence_id: SequenceId, tokens: Sequence[int]) -> int | None:
+        """Name the full pages of a sequence, from now on found by others.
+
+        Call it when the contents are written, or are certain to be written before anything reads a
+        sequence that is allocated later.
+
+        Args:
+            sequence_id: the sequence.
+            tokens: its first tokens, those of the head included, as far as they are known.
+
+        Returns:
+            The place of the head if nothing is kept there until now: what belongs to it, keep
+            there; if that fails, call lose.
+        """
+        sequence = self._get(sequence_id)
+        full = min(len(tokens) - self.head_len, sequence.length) // self.page_size
+        if full > sequence.named:
+            self._name_pages(sequence, tokens, full)
+        head = sequence.head
+        if head is None or head.origin is not None or sequence.origin.forgotten:
+            return None
+        head.origin = sequence.origin
+        return head.place
+
+    def lose(self, place: int) -> None:
+        """Nothing is kept at the place of a head any more: under it no page is found."""
+        for head in self._names.heads.values():
+            if head.place == place:
+                head.origin = None
+
+    def fork(self, parent_id: SequenceId, child_id: SequenceId) -> None:
+        """Begin a sequence with the tokens of another; they share all pages."""
+        parent = self._get(parent_id)
+        self._check_new(child_id)
+        for page in parent.pages:
+            self._references[page] += 1
+        if parent.head is not None:
+            parent.head.uses += 1
+        self._sequences[child_id] = replace(parent, pages=list(parent.pages))
+
+    def place(
+        self,
+        tables: Mapping[SequenceId, Sequence[int]],
+        lengths: Sequence[int],
+        origins: Sequence[Origin] = (),
+    ) -> list[int]:
+        """Begin sequences that share pages with one another as they did in another pool.
+
+        Args:
+            tables: by their ids, the pages that they had, numbered from 0 without gaps.
+            lengths: tokens of each in its pages.
+            origins: where what belongs to their heads came from; of their own if empty.
+
+        Returns:
+            The page of this pool for each page of the other one.
+        """
+        for sequence_id in tables:
+            self._check_new(sequence_id)
+        numbers = {number for table in tables.values() for number in table}
+        if numbers != set(range(len(numbers))) or any(
+            -(-length // self.page_size) != len(table) or len(set(table)) != len(table)
+            for table, length in zip(tables.values(), lengths, strict=True)
+        ):
+            raise ShapeError("the tables do not fit the lengths, or pages are not counted from 0")
+        if len(numbers) > self.num_free:
+            raise self._out_of_pages(f"{len(numbers)} pages are needed")
+        pages = [self._take() for _ in numbers]
+        for page in pages:
+            self._references[page] = 0
+        each = zip(tables.items(), lengths, origins or [Origin() for _ in tables], strict=True)
+        for (sequence_id, table), length, origin in each:
+            own = [pages[number] for number in table]
+            for page in own:
+                self._references[page] += 1
+            self._sequences[sequence_id] = _Sequence(own, length, 0, None, origin)
+        return pages
+
+    def rename(self, sequence_id: SequenceId, new_id: SequenceId) -> None:
+        """Know a sequence by another id."""
+        self._get(sequence_id)
+        self._check_new(new_id)
+        self._sequences[new_id] = self._sequences[sequence_id]
+        del self._sequences[sequence_id]
+
+    def truncate(self, sequence_id: SequenceId, length: int) -> None:
+        """Keep the first tokens of a sequence."""
+        sequence, length = self._get(sequence_id), whole_number("length", length)
+        if not 0 <= length <= sequence.length:
+            has = f"sequence {shown(sequence_id)} has {sequence.length} tokens"
+            raise ShapeError(f"{has}: it cannot be truncated to {length}")
+        sequence.length = length
+        sequence.named = min(sequence.named, length // self.page_size)
+        self._release(sequence, -(-length // self.page_size))
+
+    def take_back(
+        self, ids: Sequence[SequenceId], lengths: Sequence[int], copies: Iterable[tuple[int, int]]
+    ) -> None:
+        """Undo the last append: its sequences, their lengths before it, its copies."""
+        sources = {target: source for source, target in copies}
+        for sequence_id, length in zip(ids, lengths, strict=True):
+            self.truncate(sequence_id, length)
+            pages = self._get(sequence_id).pages
+            target = pages[-1] if pages else -1
+            if target in sources:
+                self._references[target], pages[-1] = 0, sources[target]
+                self._references[pages[-1]] += 1
+                self._free.append(target)
+
+    def free(self, sequence_id: SequenceId) -> None:
+        """End a sequence; its named pages stay cached."""
+        self._release(self._get(sequence_id), 0)
+        del self._sequences[sequence_id]
+
+    def forget(self, tokens: Sequence[int], origin: Origin | None = None) -> None:
+        """Let nothing of a sequence that has ended be found, but for what others have too.
+
+        Args:
+            tokens: its first tokens, those of the head included, as far as they were known.
+            origin: of what belonged to its head.
+        """
+        for name in (*self._names.cut(tokens), *reversed(self._names.way(tokens))):
+            for page in [page for page in name.pages if page in self._cached]:
+                self._drop(page)
+        if origin and not any(other.origin is origin for other in self._sequences.values()):
+            self.forget_origin(origin)
+
+    @property
+    def named(self) -> list[int]:
+        """Pages that can be found."""
+        return [page for page, name in enumerate(self._names.of_page) if name is not None]
+
+    @property
+    def kept(self) -> list[int]:
+        """Places of heads where something is kept."""
+        heads = self._names.heads.values()
+        return [head.place for head in heads if head.origin is not None]
+
+    def hide(self, pages: Iterable[int]) -> None:
+        """Let pages be found no longer, nor those that follow them.
+
+        Sequences that have them keep them. Publish must not be given their tokens from now on.
+        """
+        for page in pages:
+            self._drop(page)
+        for sequence in self._sequences.values():
+            while sequence.named and not self._names.of_page[sequence.pages[sequence.named - 1]]:
+                sequence.named -= 1
+
+    def forget_origin(self, origin: Origin) -> None:
+        """Let what belongs to heads and came from there be kept for nobody."""
+        origin.forgotten = self.head_len > 0
+        for head in self._names.heads.values():
+            if origin.forgotten and head.origin is origin:
+                head.origin = None
+
+    def renew(self, sequence_id: SequenceId) -> None:
+        """What belongs to the head of a sequence is written anew, from some token on."""
+        sequence = self._get(sequence_id)
+        sequence.origin = sequence.origin.renewed()
+
+    def origin(self, sequence_id: SequenceId) -> Origin:
+        """Where what belongs to the head of a sequence came from."""
+        return self._get(sequence_id).origin
+
+    def rebuild(
+        self,
+        lengths: Mapping[SequenceId, int],
+        renamed: Mapping[SequenceId, SequenceId],
+        copies: Iterable[tuple[int, int]],
+    ) -> None:
+        """Count pages anew, after a call that was interrupted; none is found by its tokens.
+
+        Args:
+            lengths: of the sequences that live on, not above those of their tables.
+            renamed: their ids by those that they may still have.
+            copies: of an append that has not been.
+        """
+        for old, new in renamed.items():
+            if old in self._sequences:
+                self._sequences[new] = self._sequences[old]
+                del self._sequences[old]
+        sources = {target: source for source, target in copies}
+        kept = {sequence_id: self._sequences[sequence_id] for sequence_id in lengths}
+        for sequence_id, sequence in kept.items():
+            sequence.length, sequence.named, sequence.head = lengths[sequence_id], 0, None
+            pages = sequence.pages[: -(-sequence.length // self.page_size)]
+            sequence.pages = [*pages[:-1], *(sources.get(page, page) for page in pages[-1:])]
+        self._sequences = kept
+        uses = Counter(page for sequence in kept.values() for page in sequence.pages)
+        self._references = [uses[page] for page in range(self.num_pages)]
+        self._free = [page for page in reversed(range(self.num_pages)) if not uses[page]]
+        self._cached = OrderedDict()
+        self._names = PageNames(*self._name_sizes)
+
+    def check(self) -> None:
+        """Look through all the bookkeeping, in time proportional to the pool.
+
+        Raises:
+            InvariantError: something contradicts something else; the message says what.
+        """
+        uses = Counter(page for sequence in self._sequences.values() for page in sequence.pages)
+        places = sorted([*self._free, *self._cached, *uses])
+        hold(places == list(range(self.num_pages)), "a page is lost or in two states")
+        hold(self._references == [uses[page] for page in places], "references are not the uses")
+        self._names.check()
+        named = {page: name for page, name in enumerate(self._names.of_page) if name is not None}
+        for page in named:
+            cached = page in self._cached and not self._names.is_spare(page)
+            hold(uses[page] or cached, f"page {page} has a name, but is free or a cached twin")
+        hold(self._cached.keys() <= named.keys(), "a page is cached without a name")
+        heads = Counter(id(s.head) for s in self._sequences.values() if s.head is not None)
+        held = {id(head): head.uses for head in self._names.heads.values() if head.uses}
+        hold(heads == held, "the uses of a head are not its sequences")
+        for sequence_id, sequence in self._sequences.items():
+            pages, size = sequence.pages, self.page_size
+            hold(
+                len(pages) == -(-sequence.length // size), f"{shown(sequence_id)}: length or pages"
+            )
+            hold(len(set(pages)) == len(pages), f"{shown(sequence_id)} has a page twice")
+            hold(sequence.named * size <= sequence.length, f"{shown(sequence_id)}: too many names")
+            follow = self._names.follow(sequence.head, pages[: sequence.named])
+            hold(follow, f"{shown(sequence_id)}: names not in order")
+
+    def _get(self, sequence_id: SequenceId) -> _Sequence:
+        try:
+            return self._sequences[sequence_id]
+        except (KeyError, TypeError):
+            raise ConfigError(
+                f"no sequence {shown(sequence_id)}: allocate or fork it first"
+            ) from None
+
+    def _check_new(self, sequence_id: SequenceId) -> None:
+        if sequence_id in self._sequences:
+            raise ConfigError(f"sequence {shown(sequence_id)} exists: free it or use another id")
+
+    def _out_of_pages(self, needs: str) -> OutOfPagesError:
+        has = f"{self.num_free} of {self.num_pages} can be taken"
+        return OutOfPagesError(f"{needs}, but {has}: free, truncate or swap out sequences")
+
+    def _to_append(self, ids: Sequence[SequenceId], counts: Sequence[int]) -> list[_Sequence]:
+        if len(set(ids)) < len(ids):
+            raise ConfigError(f"sequences {list(ids)} name one twice: name each once")
+        if len(counts) != len(ids):
+            raise ShapeError(f"{len(counts)} counts for {len(ids)} sequences: give one for each")
+        if counts and min(counts) < 0:
+            raise ShapeError(f"a count of {min(counts)} tokens is negative: use 0 or more")
+        return [self._get(sequence_id) for sequence_id in ids]
+
+    def _needed(self, sequences: Iterable[_Sequence], counts: Iterable[int]) -> int:
+        """Pages to take for the tokens: new ones and copies of shared last ones."""
+        needed, size, writers = 0, self.page_size, Counter[int]()
+        for sequence, count in zip(sequences, counts, strict=True):
+            needed += -(-(sequence.length + count) // size) - len(sequence.pages)
+            if count and sequence.length % size and self._references[sequence.pages[-1]] > 1:
+                writers[sequence.pages[-1]] += 1
+        # when all who share a page write to it, the last of them keeps it
+        return needed + sum(min(n, self._references[page] - 1) for page, n in writers.items())
+
+    def _own_last_page(self, place: int, sequence: _Sequence, growth: Growth) -> None:
+        """Let a sequence write to its last page, which is partly full."""
+        source = sequence.pages[-1]
+        if self._references[source] == 1:
+            self._unname(source)  # it was cut in a full page, whose last tokens now change
+            return
+        target = self._take()
+        growth.copies.append((source, target))
+        self._references[source] -= 1
+        sequence.pages[-1] = target
+        growth.entries.append((place, len(sequence.pages) - 1, target))
+
+    def _take(self) -> int:
+        if self._free:
+            page = self._free.pop()
+        else:
+            page, _ = self._cached.popitem(last=False)
+            self._unname(page)
+        self._references[page] = 1
+        return page
+
+    def _release(self, sequence: _Sequence, keep: int) -> None:
+        """Drop the references to all but the first pages of a sequence, the last page first."""
+        while len(sequence.pages) > keep:
+            page = sequence.pages.pop()
+            self._references[page] -= 1
+            if self._references[page]:
+                continue
+            if self._names.of_page[page] is None or self._names.is_spare(page):
+                self._unname(page)
+                self._free.append(page)
+            else:
+                self._cached[page] = None
+        if not sequence.pages and sequence.head is not None:
+            sequence.head.uses -= 1
+            sequence.head = None
+
+    def _name_pages(self, sequence: _Sequence, tokens: Sequence[int], full: int) -> None:
+        """Name the first `full` pages of a sequence, if it has a head or can get one."""
+        size, first = self.page_size, self.head_len
+        if sequence.head is None:
+            key = tuple(tokens[:first])
+            sequence.head = self._names.hold(key)
+            if sequence.head is None:
+                sequence.head, lost = self._names.begin(key)
+                self._uncache(lost)
+        if sequence.head is None:
+            return
+        name: Name | None = sequence.head
+        before = sequence.pages[sequence.named - 1] if sequence.named else None
+        if before is not None:
+            name = self._names.named(before)
+        for at in range(sequence.named, full):
+            start, page = first + at * size, sequence.pages[at]
+            assert name is not None
+            name = self._names.add(page, before, name, tuple(tokens[start : start + size]))
+            if name is None:  # the page came from elsewhere with other tokens
+                return
+            for twin in [twin for twin in name.pages if twin in self._cached]:
+                if self._names.is_spare(twin):
+                    self._drop(twin)
+            sequence.named, before = at + 1, page
+
+    def _drop(self, page: int) -> None:
+        """Free a cached page."""
+        self._unname(page)
+        self._uncache([page])
+
+    def _unname(self, page: int) -> None:
+        """Take the name off a page; cached pages that are of no use without it become free."""
+        before = self._names.before[page]
+        self._uncache(self._names.remove(page))
+        while before is not None and before in self._cached and self._names.is_spare(before):
+            page, before = before, self._names.before[before]
+            self._uncache([page, *self._names.remove(page)])
+
+    def _uncache(self, pages: Iterable[int]) -> None:
+        """Free those of the pages without a name that no sequence refers to."""
+        for page in pages:
+            if page in self._cached:
+                del self._cached[page]
+                self._free.append(page)

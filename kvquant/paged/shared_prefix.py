@@ -1,0 +1,73 @@
+"""Which sequences of a batch begin with the same pages, and whether reading these once pays."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+# what a token of a KV head takes of an H200, in picoseconds: the decode kernel for 8 query heads of
+# a sequence, and the prefix kernel for a query, of which it takes 64 at least
+# (kernels/cuda/prefix/launch.py)
+HEADS, DECODE = 8, 31.0
+QUERIES, PREFIX = 64, 2.1
+FIXED = 15e6  # and what two more launches take
+
+Numbers = NDArray[np.integer]
+
+
+class SharedPrefix(NamedTuple):
+    """The first pages of some sequences, in common.
+
+    Attributes:
+        pages: the pages.
+        members: [num_members], the sequences' places in the batch.
+    """
+
+    pages: Numbers
+    members: Numbers
+
+
+def find_prefix(tables: Numbers, packed_lens: Numbers, page_size: int) -> SharedPrefix | None:
+    """Find the full pages that sequences begin with in common, of which the most need not be read.
+
+    Args:
+        tables: [batch, max_pages], the pages of each sequence.
+        packed_lens: [batch], tokens in them.
+        page_size: tokens of a page.
+
+    Returns:
+        None if no two sequences share a page.
+    """
+    full = packed_lens // page_size
+    found, saved, at, members = None, 0, 0, np.flatnonzero(full)
+    while len(members) > 1:
+        # go on with the page that the most have at this place, up to where they part
+        pages, counts = np.unique(tables[members, at], return_counts=True)
+        members = members[tables[members, at] == pages[counts.argmax()]]
+        end = int(full[members].min())
+        same = (tables[members, at:end] == tables[members[0], at:end]).all(0)
+        at = end if same.all() else at + int(same.argmin())
+        if (len(members) - 1) * at > saved:
+            found = SharedPrefix(tables[members[0], :at], members)
+            saved = (len(members) - 1) * at
+        members = members[full[members] > at]
+    return found
+
+
+def pays(num_members: int, tokens: int, num_kv_heads: int, ratio: int) -> bool:
+    """Whether reading a prefix once saves more time than it costs.
+
+    Its pages lie in the L2 cache for all but the first sequence, so that what is saved is work: the
+    decode kernel unpacks them for each sequence. Figures are those of an H200, a guess elsewhere.
+
+    Args:
+        num_members: sequences that share it.
+        tokens: of the prefix.
+        num_kv_heads: KV heads.
+        ratio: query heads on a KV head.
+    """
+    each = num_members * -(-ratio // HEADS) * DECODE
+    once = max(num_members * ratio, QUERIES) * PREFIX
+    return (each - once) * tokens * num_kv_heads > FIXED

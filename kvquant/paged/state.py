@@ -1,0 +1,466 @@
+"""PagedState: the host's view of a paged cache: who sits where, how long, with which pages."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..arguments import is_whole
+from ..cache.copying import NotCopied
+from ..errors import ConfigError, OutOfPagesError, ShapeError, shown
+from ..rows.ragged_slots import Ints, Split, TokenSlots, token_slots
+from .pool import Growth, PagePool, SequenceId
+from .prefix_tree import Origin, hold, token_ids, whole_number
+
+MAX_ID_BITS = 1024  # of an id that is a number
+
+
+class Allocation(NamedTuple):
+    """A new sequence: its seat, the tokens present, and the place of its sinks' rows, if any."""
+
+    seat: int
+    present: int
+    head: int | None
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Step:
+    """What one step of several sequences does.
+
+    Attributes:
+        ids: the sequences, in the order of the batch.
+        counts: new tokens of each.
+        seats: [batch], where they sit.
+        lengths, packed_lens: [batch], before the step.
+        copies: (source, target) pages to copy before anything is written.
+        slots: where the new tokens go, sequence after sequence.
+    """
+
+    ids: tuple[SequenceId, ...]
+    counts: Ints
+    seats: Ints
+    lengths: Ints
+    packed_lens: Ints
+    copies: list[tuple[int, int]]
+    slots: TokenSlots
+
+
+class _Growing(NamedTuple):
+    """Sequences that an extend is about to grow, as they were; and the copies of pages since."""
+
+    ids: Sequence[SequenceId]
+    seats: Ints
+    lengths: Ints
+    packed_lens: Ints
+    copies: list[tuple[int, int]]
+
+
+class PagedState(NotCopied):
+    """Seats, lengths, pages and known tokens of the sequences of a paged cache.
+
+    A call that raises has changed nothing.
+
+    Args:
+        num_pages: pages of the pool.
+        num_seats: sequences that may live at a time.
+        max_seq_len: tokens that a sequence may have.
+        split: how the tokens of a sequence are split.
+
+    Attributes:
+        pool: the pages; the length of a sequence there is its packed tokens.
+        lengths: [num_seats], the tokens of the sequence in each seat.
+        packed_lens: [num_seats], how many of them are packed.
+        tables: [num_seats, max_pages] int32, the pages of each; undefined after the last in use.
+    """
+
+    def __init__(self, num_pages: int, num_seats: int, max_seq_len: int, split: Split) -> None:
+        self.split, self.max_seq_len = split, max_seq_len
+        self.pool = PagePool(
+            num_pages, split.page_size, head_len=split.sink_len, num_heads=num_seats
+        )
+        max_pages = max(-(-(max_seq_len - split.sink_len) // split.page_size), 1)
+        self.lengths = np.zeros(num_seats, np.int64)
+        self.packed_lens = np.zeros(num_seats, np.int64)
+        self.tables = np.zeros((num_seats, max_pages), np.int32)
+        self._tokens: list[list[int]] = [[] for _ in range(num_seats)]  # as far as they are known
+        self._seats: dict[SequenceId, int] = {}
+        self._free_seats = list(range(num_seats - 1, -1, -1))
+        self._growing: _Growing | None = None  # by the change that is under way
+
+    @property
+    def ids(self) -> list[SequenceId]:
+        """The live sequences."""
+        return list(self._seats)
+
+    @property
+    def num_free_seats(self) -> int:
+        """Sequences that can be begun."""
+        return len(self._free_seats)
+
+    def seat(self, sequence_id: SequenceId) -> int:
+        """Where a sequence sits."""
+        try:
+            return self._seats[sequence_id]
+        except (KeyError, TypeError):  # what cannot be hashed is no id
+            raise ConfigError(
+                f"no sequence {shown(sequence_id)}: allocate or fork it first"
+            ) from None
+
+    def tokens(self, sequence_id: SequenceId) -> list[int]:
+        """The first tokens of a sequence, as far as they are known."""
+        return self._tokens[self.seat(sequence_id)]
+
+    def match_prefix(self, tokens: Sequence[int]) -> int:
+        """How many of the tokens allocate would find; never all of them."""
+        packed = self.pool.match_prefix(token_ids(tokens)[:-1])
+        return packed + self.split.sink_len if packed else 0
+
+    def allocate(self, sequence_id: SequenceId, tokens: Sequence[int] = ()) -> Allocation:
+        """Begin a sequence with what is known of all but the last of its tokens."""
+        known = token_ids(tokens)[:-1]
+        self._check_seats([sequence_id])
+        packed, head = self.pool.allocate(sequence_id, known)
+        present = packed + self.split.sink_len if packed else 0
+        return Allocation(self._sit(sequence_id, present, packed, known[:present]), present, head)
+
+    def place(
+        self,
+        ids: Sequence[SequenceId],
+        lengths: Sequence[int],
+        packed_lens: Sequence[int],
+        tables: Sequence[Sequence[int]],
+        tokens: Sequence[Sequence[int]],
+        origins: Sequence[Origin] = (),
+    ) -> list[int]:
+        """Begin sequences as they were in another cache; see PagePool.place.
+
+        Nothing is published: do it when the rows are there.
+        """
+        self._check_seats(ids)
+        pages = self.pool.place(dict(zip(ids, tables, strict=True)), packed_lens, origins)
+        each = zip(ids, lengths, packed_lens, tokens, strict=True)
+        for sequence_id, length, packed, known in each:
+            self._sit(sequence_id, length, packed, list(known))
+        return pages
+
+    def fork(self, parent_id: SequenceId, child_id: SequenceId) -> tuple[int, int]:
+        """Begin a sequence with the tokens of another; return the seats of both."""
+        seat = self.seat(parent_id)
+        self._check_seats([child_id])
+        self.pool.fork(parent_id, child_id)
+        length, packed = int(self.lengths[seat]), int(self.packed_lens[seat])
+        return seat, self._sit(child_id, length, packed, list(self._tokens[seat]))
+
+    def truncate(self, sequence_id: SequenceId, length: int) -> None:
+        """Keep the first tokens of a sequence; what is packed stays packed."""
+        seat, length = self.seat(sequence_id), whole_number("length", length)
+        if not 0 <= length <= self.lengths[seat]:
+            has = f"sequence {shown(sequence_id)} has {self.lengths[seat]} tokens"
+            raise ShapeError(f"{has}: it cannot be truncated to {length}")
+        packed = min(int(self.packed_lens[seat]), max(length - self.split.sink_len, 0))
+        self.lengths[seat], self.packed_lens[seat] = length, packed
+        self.pool.truncate(sequence_id, packed)
+        del self._tokens[seat][length:]
+
+    def free(self, sequence_id: SequenceId) -> list[int]:
+        """End a sequence; return its first tokens, as far as they were known."""
+        seat = self.seat(sequence_id)
+        del self._seats[sequence_id]
+        self.pool.free(sequence_id)
+        self._free_seats.append(seat)
+        tokens, self._tokens[seat] = self._tokens[seat], []
+        self.lengths[seat] = self.packed_lens[seat] = 0
+        return tokens
+
+    @contextmanager
+    def or_free(self, ids: Iterable[SequenceId]) -> Iterator[None]:
+        """End sequences, whose rows are copied in the block, if it raises."""
+        try:
+            yield
+        except BaseException:
+            for sequence_id in ids:
+                self.free(sequence_id)
+            raise
+
+    def rename(self, sequence_id: SequenceId, new_id: SequenceId) -> None:
+        """Know a sequence by another id."""
+        self.seat(sequence_id)
+        self.pool.rename(sequence_id, new_id)
+        self._seats[new_id] = self._seats[sequence_id]
+        del self._seats[sequence_id]
+
+    def begin_change(self) -> None:
+        """Tell recover what is to be undone: nothing yet."""
+        self._growing = None
+
+    def recover(
+        self,
+        dropped: Collection[SequenceId],
+        renamed: Mapping[SequenceId, SequenceId],
+        step: Step | None,
+        *,
+        begun: bool,
+    ) -> None:
+        """Make the bookkeeping whole after a change that was interrupted; again, if this was too.
+
+        Args:
+            dropped: sequences that are no more.
+            renamed: new ids of others.
+            step: that was under way, and is undone.
+            begun: whether rows of it may have been written.
+        """
+        for old, new in renamed.items():
+            if old in self._seats:
+                self._seats[new] = self._seats[old]
+                del self._seats[old]
+        growing, copies = self._growing or step, list[tuple[int, int]]()
+        if growing is not None and (self._growing is not None or not begun):
+            self.lengths[growing.seats] = growing.lengths
+            self.packed_lens[growing.seats] = growing.packed_lens
+            copies = growing.copies
+        elif step is not None:
+            self.lengths[step.seats] = self._sure(step)
+        most = np.maximum(self.lengths - self.split.sink_len, 0)
+        self.packed_lens = np.minimum(self.packed_lens, most)
+        seats = {i: seat for i, seat in self._seats.items() if i not in dropped}
+        packed_lens = {i: int(self.packed_lens[seat]) for i, seat in seats.items()}
+        self.pool.rebuild(packed_lens, renamed, copies)
+        used = set(seats.values())
+        self._free_seats = [i for i in reversed(range(len(self.lengths))) if i not in used]
+        self._seats = seats
+        self.lengths[self._free_seats] = self.packed_lens[self._free_seats] = 0
+        for seat, tokens in enumerate(self._tokens):
+            del tokens[int(self.lengths[seat]) :]
+        for sequence_id, seat in seats.items():
+            table = self.pool.block_table(sequence_id)
+            self.tables[seat, : len(table)] = table
+
+    def can_append(self, ids: Sequence[SequenceId], counts: Sequence[int]) -> bool:
+        """Whether there are pages for a step."""
+        seats, new = self._to_extend(ids, counts)
+        return self.pool.can_append(ids, self._packed_counts(seats, new).tolist())
+
+    def extend(
+        self, ids: Sequence[SequenceId], counts: Sequence[int], tokens: Sequence[int] | None = None
+    ) -> Step:
+        """Grow sequences by new tokens, whose rows are still to be written.
+
+        Args:
+            ids: the sequences.
+            counts: new tokens of each.
+            tokens: the ids of all new tokens, sequence after sequence; None if not known.
+
+        Returns:
+            What is to be done, then to be given to publish or to roll_back.
+        """
+        seats, new = self._to_extend(ids, counts)
+        known = None if tokens is None else token_ids(tokens)
+        if known is not None and len(known) != new.sum():
+            raise ShapeError(f"{len(known)} tokens for counts that add up to {new.sum()}")
+        lengths, packed_lens = self.lengths[seats], self.packed_lens[seats]
+        packed_counts, growth = self._packed_counts(seats, new).tolist(), Growth([], [])
+        self._growing = _Growing(ids, seats, lengths, packed_lens, growth.copies)
+        self.pool.append(ids, packed_counts, growth)
+        try:
+            if growth.entries:
+                place, at, page = np.array(growth.entries).T
+                self.tables[seats[place], at] = page
+            self.lengths[seats] += new
+            self.packed_lens[seats] = self.split.packed_lens(lengths + new, packed_lens)
+            for i in (lengths < self.split.sink_len).nonzero()[0].tolist():
+                self.pool.renew(ids[i])  # its sinks are its own, from here on at the least
+            if known is not None:
+                self._learn(seats.tolist(), lengths.tolist(), new.tolist(), known)
+            slots = token_slots(self.split, seats, lengths, packed_lens, new, self.tables)
+        except BaseException:  # no memory, or an interrupt
+            self.take_back(self._growing)
+            raise
+        return Step(tuple(ids), new, seats, lengths, packed_lens, growth.copies, slots)
+
+    def publish(self, ids: Sequence[SequenceId]) -> list[tuple[int, int]]:
+        """Let the full pages of sequences be found by others; their rows are written.
+
+        Returns:
+            (seat, place) of sinks that were not known: keep their rows at this place.
+        """
+        kept = []
+        for sequence_id in ids:
+            seat = self._seats[sequence_id]
+            head = self.pool.publish(sequence_id, self._tokens[seat])
+            if head is not None:
+                kept.append((seat, head))
+        return kept
+
+    def to_publish(self, step: Step) -> list[SequenceId]:
+        """The sequences of a step that have filled a page."""
+        size = self.split.page_size
+        filled = self.packed_lens[step.seats] // size > step.packed_lens // size
+        return [step.ids[i] for i in filled.nonzero()[0]]
+
+    def hide(self, sequence_id: SequenceId, bad: NDArray[np.bool_]) -> None:
+        """Let no other sequence begin with rows of a sequence that decode to NaN.
+
+        Args:
+            sequence_id: the sequence.
+            bad: which of its tokens have such rows; one at least.
+        """
+        first, sinks = int(bad.argmax()), self.split.sink_len
+        del self.tokens(sequence_id)[first:]  # so that it will not be published from there on
+        table = self.pool.block_table(sequence_id)
+        full = (np.flatnonzero(bad[sinks:]) // self.split.page_size).tolist()
+        self.pool.hide([table[at] for at in dict.fromkeys(full) if at < len(table)])
+        if first < sinks:
+            self.pool.forget_origin(self.pool.origin(sequence_id))
+
+    def take_back(self, step: Step | _Growing) -> None:
+        """Undo a step of which nothing was written, the copies of pages included."""
+        self.pool.take_back(step.ids, step.packed_lens.tolist(), step.copies)
+        self.lengths[step.seats], self.packed_lens[step.seats] = step.lengths, step.packed_lens
+        each = zip(step.ids, step.seats.tolist(), step.lengths.tolist(), strict=True)
+        for sequence_id, seat, length in each:
+            table = self.pool.block_table(sequence_id)
+            self.tables[seat, : len(table)] = table
+            del self._tokens[seat][length:]
+
+    def roll_back(self, step: Step) -> None:
+        """Cut the sequences of a step that may have been carried out in part.
+
+        A sequence keeps what certainly stands in all layers: all tokens it had, or, if some of them
+        were to leave the recent window, those that had left it before.
+        """
+        for sequence_id, length in zip(step.ids, self._sure(step).tolist(), strict=True):
+            self.truncate(sequence_id, length)
+
+    def _sure(self, step: Step) -> Ints:
+        """Tokens of the sequences of a step that certainly stand in all layers.
+
+        The same again where some were cut already.
+        """
+        same = self.packed_lens[step.seats] == step.packed_lens
+        sure = np.minimum(step.lengths, self.split.sink_len + step.packed_lens)
+        return np.minimum(self.lengths[step.seats], np.where(same, step.lengths, sure))
+
+    def check(self) -> None:
+        """Look through all the bookkeeping, in time proportional to the cache.
+
+        Raises:
+            InvariantError: something contradicts something else; the message says what.
+        """
+        self.pool.check()
+        hold(set(self.pool.ids) == set(self._seats), "the pool has other sequences")
+        seats = sorted([*self._free_seats, *self._seats.values()])
+        hold(seats == list(range(len(self.lengths))), "a seat is lost or taken twice")
+        for sequence_id, seat in self._seats.items():
+            length, packed = int(self.lengths[seat]), int(self.packed_lens[seat])
+            most = max(length - self.split.sink_len, 0)
+            fits = max(most - self.split.recent_len, 0) <= packed <= most
+            hold(fits and length <= self.max_seq_len, f"{shown(sequence_id)}: packed tokens")
+            hold(packed == self.pool.length(sequence_id), f"{shown(sequence_id)}: tokens in pages")
+            table = self.pool.block_table(sequence_id)
+            hold((self.tables[seat, : len(table)] == table).all(), f"{shown(sequence_id)}: table")
+            hold(len(self._tokens[seat]) <= length, f"{shown(sequence_id)}: known tokens")
+
+    def _check_seats(self, ids: Sequence[SequenceId]) -> None:
+        for sequence_id in ids:
+            if sequence_id in self._seats:
+                raise ConfigError(
+                    f"sequence {shown(sequence_id)} exists: free it or use another id"
+                )
+        if len(ids) > len(self._free_seats):
+            raise OutOfPagesError(
+                f"{len(ids)} seats are needed, but {len(self._free_seats)} of {len(self.lengths)} "
+                "are free: free or swap out sequences, or make a cache with more seats"
+            )
+
+    def _sit(self, sequence_id: SequenceId, length: int, packed: int, tokens: list[int]) -> int:
+        """Give a sequence, which the pool has, a seat."""
+        seat = self._free_seats.pop()
+        table = self.pool.block_table(sequence_id)
+        self.tables[seat, : len(table)] = table
+        self.lengths[seat], self.packed_lens[seat] = length, packed
+        self._tokens[seat] = tokens
+        self._seats[sequence_id] = seat
+        return seat
+
+    def _to_extend(self, ids: Sequence[SequenceId], counts: Sequence[int]) -> tuple[Ints, Ints]:
+        """Seats and counts of a step, checked but for the pages."""
+        seats = np.array([self.seat(sequence_id) for sequence_id in ids], np.int64)
+        try:
+            new: NDArray[np.int64] = np.array(token_ids(counts), np.int64)
+        except ConfigError:
+            raise ConfigError(f"counts {shown(counts)} must be whole numbers") from None
+        if len(new) != len(seats) or (new < 0).any():
+            raise ShapeError(f"counts {shown(counts)} for {len(seats)} ids: give one >= 0 for each")
+        too_long = new > self.max_seq_len - self.lengths[seats]
+        if too_long.any():
+            at = int(too_long.argmax())
+            length = int(self.lengths[seats[at]]) + int(new[at])
+            raise ShapeError(
+                f"sequence {shown(ids[at])} would grow to {length} tokens, "
+                f"max_seq_len is {self.max_seq_len}: truncate it, or make a larger cache"
+            )
+        return seats, new
+
+    def _packed_counts(self, seats: Ints, new: Ints) -> Ints:
+        """Tokens by which the packed ones grow."""
+        packed_lens = self.packed_lens[seats]
+        return self.split.packed_lens(self.lengths[seats] + new, packed_lens) - packed_lens
+
+    def _learn(
+        self, seats: list[int], lengths: list[int], new: list[int], known: list[int]
+    ) -> None:
+        """Keep the ids of new tokens where all before them are known."""
+        start = 0
+        for seat, length, count in zip(seats, lengths, new, strict=True):
+            tokens = self._tokens[seat]
+            if len(tokens) == length:
+                tokens += known[start : start + count]
+            start += count
+
+
+def listed(ids: Iterable[SequenceId]) -> list[SequenceId]:
+    """Ids of sequences as a list.
+
+    Raises:
+        ConfigError: they are one id, or nothing that holds any.
+    """
+    if type(ids) is list:
+        return ids
+    if isinstance(ids, str | bytes) or not isinstance(ids, Iterable):
+        what = "the text " if isinstance(ids, str) else ""
+        raise ConfigError(f"ids is {what}{shown(ids)}: give a list of ids")
+    return list(ids)
+
+
+def for_each(ids: Sequence[SequenceId], counts: int | Sequence[int]) -> list[int]:
+    """Counts as one number for each sequence.
+
+    Raises:
+        ConfigError: they are not whole numbers.
+    """
+    try:
+        if getattr(counts, "ndim", isinstance(counts, Iterable)):
+            return token_ids(counts)  # type: ignore[arg-type]
+        return [whole_number("counts", counts)] * len(ids)  # type: ignore[arg-type]
+    except ConfigError:
+        raise ConfigError(f"counts {shown(counts)} must be whole numbers") from None
+
+
+def plain_id(sequence_id: SequenceId) -> SequenceId | None:
+    """An id as it is kept, a string or an integer of Python; None if it is neither.
+
+    True is none: it would be 1 once it has been in a file. Nor is a number that Python may refuse
+    to write in digits.
+    """
+    if isinstance(sequence_id, str):
+        return str.__str__(sequence_id)  # by which it is found; str() of an Enum is another one
+    if not is_whole(sequence_id):
+        return None
+    number = operator.index(sequence_id)
+    return number if number.bit_length() <= MAX_ID_BITS else None

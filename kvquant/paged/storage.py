@@ -1,0 +1,247 @@
+"""PagedRows: the tensors of a paged cache: pages, seats' exact rows, and sinks that are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..cache.copying import NotCopied
+from ..cache.row_stacks import RowStacks, to_device
+from ..devices import check_room, full_precision
+from ..rows.basis import LayerBasis
+from ..rows.format import RowFormat
+from ..rows.quantize import is_nan_row
+from ..rows.ragged_slots import Split
+from ..rows.segment import Segment
+
+_CHUNK = 256  # pages whose rows are looked through at a time
+
+
+class LayerRows(NamedTuple):
+    """The rows of one layer.
+
+    Attributes:
+        k_pages, v_pages: [num_pages, num_kv_heads, page_size, row_bytes], uint8.
+        k_exact, v_exact: [num_seats, num_kv_heads, exact_len, 16-bit row bytes], uint8.
+        k_format, v_format: of the pages.
+        k_exact_format, v_exact_format: of the exact rows.
+        basis: what rows are stored as; None if as they came.
+    """
+
+    k_pages: torch.Tensor
+    v_pages: torch.Tensor
+    k_exact: torch.Tensor
+    v_exact: torch.Tensor
+    k_format: RowFormat
+    v_format: RowFormat
+    k_exact_format: RowFormat
+    v_exact_format: RowFormat
+    basis: LayerBasis | None
+
+
+class PagedRows(NotCopied):
+    """Rows of all layers.
+
+    Args:
+        k_formats, v_formats: formats of the packed rows of each layer.
+        bases: what the rows of each layer are stored as.
+        exact_format: "bf16" or "fp16".
+        num_kv_heads: KV heads of each layer.
+        num_pages: pages of a layer.
+        num_seats: sequences that have exact rows, and beginnings whose sinks are kept.
+        split: how the tokens of a sequence are split.
+        device: where the tensors lie.
+
+    Attributes:
+        pages: packed rows of K and of V, in pages.
+        exact: their 16-bit rows, in seats.
+        layers: the same rows, layer by layer.
+    """
+
+    def __init__(
+        self,
+        k_formats: Sequence[RowFormat],
+        v_formats: Sequence[RowFormat],
+        bases: Sequence[LayerBasis | None],
+        exact_format: str,
+        num_kv_heads: int,
+        num_pages: int,
+        num_seats: int,
+        split: Split,
+        device: torch.device,
+    ) -> None:
+        packed = k_formats, v_formats
+        exact = [[RowFormat(exact_format, 1, fmt.head_dim) for fmt in side] for side in packed]
+        self.split, self.device = split, device
+        kinds = (
+            (packed, num_pages, split.page_size),
+            (exact, num_seats, split.exact_len),
+            (exact, num_seats, split.sink_len),
+        )
+        check_room(
+            sum(
+                RowStacks.bytes_of(side, units, num_kv_heads, length)
+                for sides, units, length in kinds
+                for side in sides
+            ),
+            device,
+            f"a cache of {num_pages} pages and {num_seats} seats",
+            "use fewer pages or seats",
+        )
+        self.pages, self.exact, self._sinks = (
+            [RowStacks(side, units, num_kv_heads, length, device) for side in sides]
+            for sides, units, length in kinds
+        )
+        k_pages, v_pages = (side.layers for side in self.pages)
+        k_exact, v_exact = (side.layers for side in self.exact)
+        self.layers = [
+            LayerRows(*rows)
+            for rows in zip(k_pages, v_pages, k_exact, v_exact, *packed, *exact, bases, strict=True)
+        ]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(stack.nbytes for stack in _stacks([*self.pages, *self.exact, *self._sinks]))
+
+    def segments(
+        self,
+        layer: int,
+        block_table: torch.Tensor,
+        packed_lens: torch.Tensor,
+        exact_lens: torch.Tensor,
+        starts: torch.Tensor,
+        seats: torch.Tensor,
+    ) -> list[Segment]:
+        """The rows of sequences in a layer, packed ones first; exact ones if there are any."""
+        at, split = self.layers[layer], self.split
+        packed = Segment(
+            at.k_pages, at.v_pages, packed_lens, at.k_format, at.v_format, block_table=block_table
+        )
+        if not split.exact_len:
+            return [packed]
+        exact = Segment(
+            at.k_exact,
+            at.v_exact,
+            exact_lens,
+            at.k_exact_format,
+            at.v_exact_format,
+            starts if split.recent_len else None,
+            sinks=split.sink_len,
+            seats=seats,
+        )
+        return [packed, exact]
+
+    def dequantized(
+        self,
+        layer: int,
+        table: Sequence[int],
+        seat: int,
+        length: int,
+        packed_len: int,
+        dtype: torch.dtype,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copy K and V of one sequence in the order of its tokens; see PagedKVCache."""
+        start = packed_len % max(self.split.recent_len, 1)
+        numbers = [[packed_len], [length - packed_len], [start], [seat]]
+        pages, counts = (
+            torch.tensor(one, dtype=torch.int32, device="cpu").to(self.device)
+            for one in ([table], numbers)
+        )
+        segments = self.segments(layer, pages, *counts)
+        basis = self.layers[layer].basis
+        stored = torch.float32 if basis else dtype
+        parts = [segment.dequantized(0, stored) for segment in segments]
+        sinks = min(length, self.split.sink_len)
+        k, v = (_in_order(side, sinks) for side in zip(*parts, strict=True))
+        if basis:
+            k, v = (
+                side.decode(x[None])[0].to(dtype) for side, x in zip(basis, (k, v), strict=True)
+            )
+        return k, v
+
+    def nan_in_pages(self, pages: Sequence[int]) -> NDArray[np.bool_]:
+        """Which rows of pages decode to NaN in some layer and head: [pages, page_size]."""
+        return self._nan_in(self.pages, pages)
+
+    def nan_in_seats(self, seats: Sequence[int]) -> NDArray[np.bool_]:
+        """Likewise of the exact rows of seats: [seats, exact_len]."""
+        return self._nan_in(self.exact, seats)
+
+    def nan_in_sinks(self, places: Sequence[int]) -> NDArray[np.bool_]:
+        """Likewise of the sinks that are kept at places: [places, sink_len]."""
+        return self._nan_in(self._sinks, places)
+
+    def _nan_in(self, sides: Sequence[RowStacks], units: Sequence[int]) -> NDArray[np.bool_]:
+        found = []
+        for start in range(0, max(len(units), 1), _CHUNK):
+            index = to_device(units[start : start + _CHUNK], self.device)
+            # the first two bytes of a row tell
+            parts = [stack[..., :2].index_select(1, index) for stack in _stacks(sides)]
+            found.append(nan_rows(sides, parts))
+        return np.concatenate(found)
+
+    def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole pages, (source, target) each; no source is a target."""
+        for side in self.pages:
+            side.copy_units(pairs)
+
+    def copy_seat(self, source: int, target: int) -> None:
+        """Copy the exact rows of a seat to another one."""
+        for side in self.exact:
+            side.copy_units([(source, target)])
+
+    def keep_sinks(self, seat: int, place: int) -> None:
+        """Keep the sinks of a seat at a place, for sequences that will begin with them."""
+        for rows, kept in self._sink_stacks():
+            kept[:, place].copy_(rows[:, seat])
+
+    def restore_sinks(self, place: int, seat: int) -> None:
+        """Give a seat the sinks that were kept at a place."""
+        for rows, kept in self._sink_stacks():
+            rows[:, seat].copy_(kept[:, place])
+
+    def _sink_stacks(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The sinks of all seats and the kept ones, stack by stack; none without sinks."""
+        sink_len = self.split.sink_len
+        return [
+            (stack[:, :, :, :sink_len], kept)
+            for exact, sinks in zip(self.exact, self._sinks, strict=True)
+            for stack, kept in zip(exact.stacks, sinks.stacks, strict=True)
+            if sink_len
+        ]
+
+
+def nan_rows(sides: Sequence[RowStacks], parts: Sequence[torch.Tensor]) -> NDArray[np.bool_]:
+    """Which rows decode to NaN in some layer and head; the host waits.
+
+    Args:
+        sides: of K and of V.
+        parts: units of every stack, [layers, units, num_kv_heads, unit_len, 2 bytes or more].
+
+    Returns:
+        [units, unit_len].
+    """
+    formats = [fmt for side in sides for fmt in side.formats]
+    each = zip(parts, formats, strict=True)
+    found = [is_nan_row(rows, fmt).any(2).any(0).cpu().numpy() for rows, fmt in each]
+    bad: NDArray[np.bool_] = np.logical_or.reduce(found)
+    return bad
+
+
+def _stacks(sides: Iterable[RowStacks]) -> list[torch.Tensor]:
+    """The stacks of K and of V."""
+    return [stack for side in sides for stack in side.stacks]
+
+
+def _in_order(parts: Sequence[torch.Tensor], sinks: int) -> torch.Tensor:
+    """Packed values, and exact ones if there are any, of which the first are sinks."""
+    if len(parts) == 1:
+        return parts[0]
+    packed, exact = parts
+    with full_precision(packed):
+        return torch.cat([exact[:, :sinks], packed, exact[:, sinks:]], 1)

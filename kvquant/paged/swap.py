@@ -1,0 +1,266 @@
+"""SwapSpace: sequences on their way to host memory and back, beside the current stream.
+
+    copy_out    side stream: waits for the current one, gathers pages layer by layer, copies
+                its pages and its seat are free once `is_done`, which asks an event
+    copy_in     side stream: waits for the current one, which may still read the pages' last owner
+                the current stream waits for it (await_rows) before it touches the sequence
+
+Pinned memory is kept for the next sequence by torch; the first ones wait until the system gives it.
+On the CPU the copies are plain ones and done at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from ..cache.copying import NotCopied
+from ..cache.row_stacks import RowStacks, to_device
+from ..errors import ConfigError, OutOfPagesError, shown
+from .pool import SequenceId
+from .prefix_tree import Origin
+from .state import PagedState, Step
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Parked:
+    """A sequence in host memory.
+
+    Attributes:
+        length, packed_len: its tokens, and how many of them are packed.
+        tokens: its first tokens, as far as they are known.
+        origin: where its sinks came from.
+        pages: for every stack its pages, [layers, pages, num_kv_heads, page_size, row_bytes].
+        exact: for every stack its exact rows, [layers, num_kv_heads, exact_len, row_bytes].
+        done: when the copy ends; None for now.
+    """
+
+    length: int
+    packed_len: int
+    tokens: list[int]
+    origin: Origin
+    pages: list[torch.Tensor]
+    exact: list[torch.Tensor]
+    done: torch.cuda.Event | None
+
+    def is_done(self) -> bool:
+        """Whether the rows have been copied."""
+        return self.done is None or self.done.query()
+
+    def wait(self) -> None:
+        """Let the host wait until they have."""
+        if self.done is not None:
+            self.done.synchronize()
+
+
+class SwapSpace(NotCopied):
+    """Copies between the rows of a paged cache and host memory, and what lies there.
+
+    Args:
+        state: of the sequences that are here; those that leave are there by their Parked.
+        pages, exact: the stacks of PagedRows.
+        device: where they lie.
+
+    Attributes:
+        parked: sequences that are swapped out, by their ids.
+        leaving: of these, or of those freed since, the ones still in their pages.
+    """
+
+    def __init__(
+        self,
+        state: PagedState,
+        pages: Iterable[RowStacks],
+        exact: Iterable[RowStacks],
+        device: torch.device,
+    ) -> None:
+        self._state = state
+        self._pages = [stack for side in pages for stack in side.stacks]
+        self._exact = [stack for side in exact for stack in side.stacks]
+        self._device = device
+        self.parked: dict[SequenceId, Parked] = {}
+        self.leaving: list[Parked] = []
+        self._side: torch.cuda.Stream | None = None
+        self._arriving: dict[SequenceId, torch.cuda.Event | None] = {}
+        self._moving: tuple[SequenceId, Parked, bool] | None = None  # see recover
+
+    def find(self, sequence_id: SequenceId) -> Parked | None:
+        """A sequence that is swapped out."""
+        try:
+            return self.parked.get(sequence_id)
+        except TypeError:  # what cannot be hashed is no id
+            return None
+
+    def is_arriving(self, sequence_id: SequenceId) -> bool:
+        """Whether a sequence was brought back and nothing has touched it since."""
+        return sequence_id in self._arriving
+
+    def check_here(self, ids: Iterable[SequenceId]) -> None:
+        """Raise ConfigError unless sequences live and are not swapped out."""
+        for sequence_id in ids:
+            if self.find(sequence_id) is not None:
+                raise ConfigError(f"sequence {shown(sequence_id)} is swapped out: swap it in first")
+            self._state.seat(sequence_id)
+
+    def begin_change(self) -> None:
+        """Tell recover what is to be undone: nothing yet."""
+        self._moving = None
+
+    def recover(self, dropped: Iterable[SequenceId], step: Step | None, *, begun: bool) -> None:
+        """Make all of it whole after a change that was interrupted; see PagedState.recover."""
+        gone, renamed = set(dropped), dict[SequenceId, SequenceId]()
+        if self._moving is not None:
+            sequence_id, parked, stays = self._moving
+            if stays:  # it has never left
+                renamed[parked] = sequence_id
+                self.leaving = [other for other in self.leaving if other is not parked]
+                self.parked.pop(sequence_id, None)
+            else:
+                gone.add(sequence_id)
+                self.parked[sequence_id] = parked
+        lost = (i for i in self._state.ids if isinstance(i, Parked) and i not in renamed)
+        gone |= {parked for parked in lost if parked not in self.leaving}
+        self._state.recover(gone, renamed, step, begun=begun)
+        here = set(self._state.ids)
+        self.leaving = [parked for parked in self.leaving if parked in here]
+        self._arriving = {i: event for i, event in self._arriving.items() if i in here}
+
+    def let_go(self) -> None:
+        """Free the pages and seats of those that were leaving and have left."""
+        for parked in [parked for parked in self.leaving if parked.is_done()]:
+            self.leaving.remove(parked)
+            self._state.free(parked)
+
+    def finish(self) -> None:
+        """Let the host wait for those that are leaving, and free their pages and seats."""
+        for parked in self.leaving:
+            parked.wait()
+        self.let_go()
+
+    def swap_out(self, sequence_id: SequenceId) -> None:
+        """Begin to move a sequence; its pages and seat are free when the copy is done."""
+        state, seat = self._state, self._state.seat(sequence_id)
+        pages, exact, done = self.copy_out(state.pool.block_table(sequence_id), seat)
+        lens = int(state.lengths[seat]), int(state.packed_lens[seat])
+        known = state.tokens(sequence_id), state.pool.origin(sequence_id)
+        parked = Parked(*lens, *known, pages, exact, done)
+        self._moving = sequence_id, parked, True
+        state.rename(sequence_id, parked)
+        self.parked[sequence_id] = parked
+        self.leaving.append(parked)
+
+    def swap_in(self, sequence_id: SequenceId) -> None:
+        """Begin to bring a sequence back; see PagedKVCache."""
+        parked = self.find(sequence_id)
+        if parked is None:
+            raise ConfigError(
+                f"sequence {shown(sequence_id)} is not swapped out: it cannot be brought"
+            )
+        self._moving = sequence_id, parked, parked in self.leaving
+        if parked in self.leaving:  # its rows are still where they were
+            self.leaving.remove(parked)
+            self._state.rename(parked, sequence_id)
+        else:
+            table = range(-(-parked.packed_len // self._state.split.page_size))
+            with self.telling():
+                pages = self._state.place(
+                    [sequence_id],
+                    [parked.length],
+                    [parked.packed_len],
+                    [table],
+                    [parked.tokens],
+                    [parked.origin],
+                )
+            with self._state.or_free([sequence_id]):
+                self.copy_in(sequence_id, parked, pages, self._state.seat(sequence_id))
+        del self.parked[sequence_id]
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Let an error for lack of pages or seats say that some will be free soon."""
+        try:
+            yield
+        except OutOfPagesError as error:
+            if not self.leaving:
+                raise
+            more = f"or call finish_swaps(): {len(self.leaving)} sequences are leaving"
+            raise OutOfPagesError(f"{error}, {more}") from None
+
+    def copy_out(
+        self, table: Sequence[int], seat: int
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.cuda.Event | None]:
+        """Begin to copy a sequence's pages and exact rows to the host.
+
+        Returns:
+            pages, exact and done, as in Parked.
+        """
+        pages, exact = [], []
+        with self._beside():
+            index = to_device(table, self._device)
+            for stack in self._pages:
+                shape = (stack.shape[0], len(table), *stack.shape[2:])
+                pages.append(self._host(shape))
+                for layer, host in zip(stack, pages[-1], strict=True):
+                    host.copy_(layer.index_select(0, index), non_blocking=True)
+            for stack in self._exact:
+                exact.append(self._host(stack[:, seat].shape))
+                for layer, host in zip(stack, exact[-1], strict=True):
+                    host.copy_(layer[seat], non_blocking=True)
+            done = self._event()
+        return pages, exact, done
+
+    def copy_in(
+        self, sequence_id: SequenceId, parked: Parked, table: Sequence[int], seat: int
+    ) -> None:
+        """Begin to copy a sequence back, to pages and a seat of its own."""
+        with self._beside():
+            index = to_device(table, self._device)
+            for stack, rows in zip(self._pages, parked.pages, strict=True):
+                for layer, host in zip(stack, rows, strict=True):
+                    layer.index_copy_(0, index, host.to(self._device, non_blocking=True))
+            for stack, rows in zip(self._exact, parked.exact, strict=True):
+                for layer, host in zip(stack, rows, strict=True):
+                    layer[seat].copy_(host, non_blocking=True)
+            self._arriving[sequence_id] = self._event()
+
+    def await_rows(self, ids: Iterable[SequenceId]) -> list[SequenceId]:
+        """Let the current stream wait for the rows of those sequences that were on their way.
+
+        Returns:
+            These sequences.
+        """
+        if not self._arriving:
+            return []
+        arrived = [sequence_id for sequence_id in ids if sequence_id in self._arriving]
+        for sequence_id in arrived:
+            event = self._arriving.pop(sequence_id)
+            if event is not None:
+                torch.cuda.current_stream(self._device).wait_event(event)
+        return arrived
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """Run on the side stream, after all that the current one was given."""
+        if self._device.type != "cuda":
+            yield
+            return
+        if self._side is None:
+            self._side = torch.cuda.Stream(self._device)
+            for stack in (*self._pages, *self._exact):
+                stack.record_stream(self._side)  # so that no memory is given away under a copy
+        self._side.wait_stream(torch.cuda.current_stream(self._device))
+        try:
+            with torch.cuda.stream(self._side):
+                yield
+        except BaseException:  # what was begun ends before others have the pages
+            torch.cuda.current_stream(self._device).wait_stream(self._side)
+            raise
+
+    def _event(self) -> torch.cuda.Event | None:
+        return self._side.record_event() if self._side is not None else None
+
+    def _host(self, shape: Sequence[int]) -> torch.Tensor:
+        on_cuda = self._device.type == "cuda"
+        return torch.empty(tuple(shape), dtype=torch.uint8, device="cpu", pin_memory=on_cuda)

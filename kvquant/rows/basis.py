@@ -1,0 +1,235 @@
+"""Basis: what the rows of K or of V of one layer are stored as, and how attention undoes it.
+
+    stored row      x' = M^-1 (x - offset)
+    K    the query pays:    q' = M^T q,  so that q'·k' = q·(k - offset) = q·k - q·offset
+    V    the output pays:   sum_t p_t v_t = M (sum_t p_t v'_t) + offset,  as sum_t p_t = 1
+
+Softmax does not see q·offset, which is the same for every token; a log-sum-exp gets it back. Both
+are one small product per step, whatever the number of tokens. M is nothing, the Hadamard rotation
+(rotation.py), or a matrix for each KV head. Products are computed in float32, inside torch.autocast
+too, and no gradient comes through.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from ..arguments import check_readable
+from ..devices import full_precision
+from ..errors import ConfigError, ShapeError, shown
+from .format import RowFormat
+from .rotation import rotate
+from .rounding import quantize_fitted
+from .transforms import RowTransform
+
+KINDS = ("none", "hadamard", "matrix")
+
+
+class Basis:
+    """What the rows of one side of one layer are stored as.
+
+    Args:
+        offset: [num_kv_heads, head_dim], float32: subtracted from every row.
+        kind: "none", "hadamard" or "matrix": M.
+        matrix: [num_kv_heads, head_dim, head_dim], float32: M, where kind is "matrix".
+        clip: [num_kv_heads], float32: share of its range that a row keeps; None for all of it.
+        feedback: [num_kv_heads, head_dim, head_dim], float32: see rounding.py; None for none.
+
+    Raises:
+        ConfigError: the kind does not exist, a value is not finite, or a matrix has no inverse.
+        ShapeError: the tensors do not fit one another.
+    """
+
+    def __init__(
+        self,
+        offset: torch.Tensor,
+        kind: str = "none",
+        matrix: torch.Tensor | None = None,
+        clip: torch.Tensor | None = None,
+        feedback: torch.Tensor | None = None,
+    ) -> None:
+        if kind not in KINDS or (kind == "matrix") != (matrix is not None):
+            raise ConfigError(
+                f"basis {shown(kind)} does not exist or lacks its matrix: use "
+                f"{', '.join(KINDS)}, the last one with a matrix"
+            )
+        check_readable(offset=offset)
+        if offset.ndim != 2 or not offset.shape[1]:
+            raise ShapeError(f"offset is {list(offset.shape)}: give [num_kv_heads, head_dim]")
+        heads, dim = offset.shape
+        square = (heads, dim, dim)
+        _check("offset", offset, (heads, dim))
+        _check("matrix", matrix, square)
+        _check("clip", clip, (heads,))
+        _check("feedback", feedback, square)
+        if clip is not None and not bool((clip > 0).all()):
+            raise ConfigError("the clip of a basis must be positive: a share of the range to keep")
+        matrix, clip, feedback = (
+            None if x is None else x.detach() for x in (matrix, clip, feedback)
+        )
+        offset = offset.detach()
+        self.offset, self.kind, self.clip, self.feedback = offset.contiguous(), kind, clip, feedback
+        self.matrix: torch.Tensor | None = matrix  # M; None for the identity
+        self.transposed: torch.Tensor | None = None  # M^T, its rows contiguous as those of M
+        self._inverse_transposed: torch.Tensor | None = None
+        if kind == "hadamard":
+            eye = torch.eye(dim, dtype=torch.float32, device=offset.device)
+            self.matrix = self.transposed = rotate(eye).expand(square)  # symmetric
+        elif matrix is not None:
+            inverse, failed = torch.linalg.inv_ex(matrix.cpu().double())
+            inverse = inverse.mT.float().contiguous()
+            if bool(failed.any()) or not bool(inverse.isfinite().all()):
+                raise ConfigError("the matrix of a basis must have an inverse")
+            self._inverse_transposed = inverse.to(matrix.device)
+            self.matrix, self.transposed = matrix.contiguous(), matrix.mT.contiguous()
+        self.fp16_matrix, self.fp16_factor = self.matrix, 1.0
+        if self.matrix is not None and offset.is_cuda:  # elsewhere turned queries are float32
+            self.fp16_matrix, self.fp16_factor = _for_fp16(self.matrix)
+
+    def __repr__(self) -> str:
+        heads, dim = self.offset.shape
+        parts = [self.kind, f"{heads} KV heads of {dim}"]
+        parts += ["clip"] * (self.clip is not None) + ["feedback"] * (self.feedback is not None)
+        return f"Basis({', '.join(parts)})"
+
+    def to(self, device: torch.device | str) -> Basis:
+        """The same on a device."""
+        matrix = self.matrix if self.kind == "matrix" else None
+        tensors = (self.offset, matrix, self.clip, self.feedback)
+        offset, matrix, clip, feedback = (None if x is None else x.to(device) for x in tensors)
+        if offset is self.offset:  # "cuda" is the current one, "cuda:0"
+            return self
+        assert offset is not None
+        return Basis(offset, self.kind, matrix, clip, feedback)
+
+    def with_clip(self, clip: torch.Tensor | None) -> Basis:
+        """The same with other clip ratios."""
+        matrix = self.matrix if self.kind == "matrix" else None
+        return Basis(self.offset, self.kind, matrix, clip, self.feedback)
+
+    @property
+    def fingerprint(self) -> str:
+        """Hexadecimal digits that differ where rows of one basis cannot be read in the other."""
+        digest = hashlib.sha256(self.kind.encode())
+        for tensor in (self.offset, self.matrix if self.kind == "matrix" else None):
+            if tensor is not None:
+                digest.update(tensor.cpu().contiguous().numpy().tobytes())
+        return digest.hexdigest()
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        """Change rows into what is stored.
+
+        Args:
+            x: [batch, num_kv_heads, tokens, head_dim], float32, bfloat16 or float16.
+
+        Returns:
+            The same shape, float32.
+        """
+        is_plain = self.kind != "matrix" and x.shape[-1] % 16 == 0
+        if is_plain and x.is_cpu and not torch.compiler.is_compiling():
+            from ..kernels.cpu.transform import transform
+
+            encoded: torch.Tensor = transform(x, self.offset, self.kind == "hadamard")
+            return encoded
+        x = x.float() - self.offset[:, None]
+        if self.kind == "hadamard":
+            return rotate(x)
+        with full_precision(x):
+            return x if self._inverse_transposed is None else x @ self._inverse_transposed
+
+    def decode(self, stored: torch.Tensor) -> torch.Tensor:
+        """Undo encode: [batch, num_kv_heads, tokens, head_dim], float32."""
+        x = stored.float()
+        if self.kind == "hadamard":
+            x = rotate(x)
+        elif self.matrix is not None:
+            with full_precision(x):
+                x = x @ self.matrix.mT
+        return x + self.offset[:, None]
+
+    def quantize(self, stored: torch.Tensor, fmt: RowFormat) -> torch.Tensor:
+        """Quantize rows [batch, num_kv_heads, tokens, head_dim] that encode gave."""
+        return quantize_fitted(stored, fmt, clip=self.clip, feedback=self.feedback)
+
+    @property
+    def row_transform(self) -> RowTransform:
+        """What append_rows does to rows that are stored in this basis: encode, then quantize."""
+        rotates, matrix = self.kind == "hadamard", self._inverse_transposed
+        return RowTransform(self.offset, rotates, matrix, self.clip, self.feedback)
+
+    def turn_query(self, q: torch.Tensor) -> torch.Tensor:
+        """M^T q of queries [batch, num_q_heads, head_dim], in float32: fp16 may not hold it."""
+        return q.float() if self.matrix is None else _per_head(q, self.matrix)
+
+    def missing_score(self, q: torch.Tensor) -> torch.Tensor:
+        """q·offset of queries [batch, num_q_heads, head_dim]: [batch, num_q_heads], float32."""
+        rows: torch.Tensor = q.unflatten(1, (len(self.offset), -1)) * self.offset[:, None]
+        return rows.sum(-1).flatten(1)
+
+    def restore(self, out: torch.Tensor) -> torch.Tensor:
+        """M out + offset of outputs [batch, num_q_heads, head_dim], in float32."""
+        if self.transposed is not None:
+            return _per_head(out, self.transposed, self.offset)
+        rows: torch.Tensor = out.unflatten(1, (len(self.offset), -1)) + self.offset[:, None]
+        return rows.flatten(1, 2)
+
+
+class LayerBasis(NamedTuple):
+    """The bases of K and of V of one layer."""
+
+    k: Basis
+    v: Basis
+
+    def to(self, device: torch.device | str) -> LayerBasis:
+        """The same on a device."""
+        return LayerBasis(self.k.to(device), self.v.to(device))
+
+
+def fingerprints(bases: Sequence[LayerBasis] | None) -> list[dict[str, str]]:
+    """What a saved cache says of its bases: one object per layer; an empty list without bases."""
+    return [{"k": basis.k.fingerprint, "v": basis.v.fingerprint} for basis in bases or ()]
+
+
+def _check(name: str, tensor: torch.Tensor | None, shape: tuple[int, ...]) -> None:
+    if tensor is None:
+        return
+    check_readable(**{name: tensor})
+    if tensor.shape != shape:
+        raise ShapeError(f"{name} is {list(tensor.shape)}: it must be {list(shape)}")
+    if tensor.dtype != torch.float32 or not bool(tensor.isfinite().all()):
+        raise ConfigError(f"the {name} of a basis must be finite float32")
+
+
+def _for_fp16(matrix: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """A matrix that turns no fp16 query beyond fp16, and what scores are multiplied with for it.
+
+    It is divided by a power of two, the least over the sums of a column's magnitudes: digits are
+    lost only where a turned element is below 2**-14, in a query of which no element can be large.
+    """
+    one = matrix if matrix.stride(0) else matrix[:1]  # of each head, or of all
+    largest = float(one.abs().sum(-2).amax()) if one.numel() else 0.0
+    if largest <= 1:
+        return matrix, 1.0
+    factor = 2.0 ** math.ceil(math.log2(largest))
+    return (one / factor).expand(matrix.shape), factor
+
+
+def _per_head(
+    x: torch.Tensor, matrices: torch.Tensor, offset: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x [batch, num_q_heads, D] times the matrix [num_kv_heads, D, E] of each KV head, float32."""
+    batch, num_heads, dim = x.shape
+    heads = matrices.shape[0]
+    rows = x.float().view(batch, heads, -1, dim).transpose(0, 1).reshape(heads, -1, dim)
+    with full_precision(x):
+        if offset is None:
+            found = torch.bmm(rows, matrices)
+        else:
+            found = torch.baddbmm(offset[:, None], rows, matrices)
+    found = found.view(heads, batch, -1, matrices.shape[2])
+    return found.transpose(0, 1).reshape(batch, num_heads, -1)

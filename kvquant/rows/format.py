@@ -1,0 +1,194 @@
+"""The row formats: the one home of every layout fact.
+
+A row holds one token of one KV head. A quantized row starts with its parameters, then its codes:
+
+    byte 0     2     4     6           4G                                row_bytes
+         ┌─────┬─────┬─────┬─────┬ ─ ─ ┬───────┬───────┬ ─ ─ ─ ─ ┬───────┐
+         │scale│shift│scale│shift│     │ code  │ code  │         │ code  │
+         │  0  │  0  │  1  │  1  │     │ 0 (1) │       │         │       │
+         └─────┴─────┴─────┴─────┴ ─ ─ ┴───────┴───────┴ ─ ─ ─ ─ ┴───────┘
+          header: G groups, fp16 each   codes in the order of the elements
+
+    value = code * scale[group] + shift[group]      group = element // group_size
+
+Numbers are little endian. INT4 packs two codes a byte, the even element in the low nibble; INT8
+codes are unsigned bytes; FP8 codes are E4M3 (finite, NaN but no Inf). 16-bit rows (bf16, fp16) have
+no header: the elements stand as they are. The INT4 layout is that of FBGEMM's and xFormers' INT4 KV
+caches, the FP8 layout with one group that of FBGEMM's per-token in-row FP8.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from numbers import Integral
+
+from ..errors import ConfigError, shown
+
+HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
+GROUPS = (1, 2, 4, 8)
+BITS = {"int4": 4, "int8": 8, "fp8": 8, "bf16": 16, "fp16": 16}
+EXACT_CODECS = ("bf16", "fp16")
+FP16_MAX = 65504.0
+BF16_MAX = 3.3895313892515355e38
+E4M3_MAX = 448.0
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """How the elements of one token and one KV head are stored as bytes.
+
+    Attributes:
+        codec: "int4", "int8", "fp8" (E4M3), "bf16" or "fp16".
+        groups: 1, 2, 4 or 8 equal parts of the row with a scale and a shift each; 1 for 16-bit
+            rows.
+        head_dim: elements in a row: 64, 80, 96, 112, 128, 192 or 256.
+
+    Raises:
+        ConfigError: a codec, a number of groups or a head_dim that does not exist.
+    """
+
+    codec: str
+    groups: int
+    head_dim: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.codec, str) or self.codec not in BITS:
+            raise ConfigError(f"codec {shown(self.codec)} does not exist: use {_one_of(BITS)}")
+        if type(self.head_dim) is not int or self.head_dim not in HEAD_DIMS:
+            raise ConfigError(
+                f"head_dim {shown(self.head_dim)} is not supported: use {_one_of(HEAD_DIMS)}"
+            )
+        if type(self.groups) is not int or self.groups not in GROUPS:
+            raise ConfigError(
+                f"groups {shown(self.groups)} is not supported: use {_one_of(GROUPS)}"
+            )
+        if self.is_exact and self.groups != 1:
+            raise ConfigError(f"{self.codec} rows have no groups: use {self.codec!r}")
+
+    @classmethod
+    def parse(cls, name: str | RowFormat, head_dim: int) -> RowFormat:
+        """Make a format from its short name.
+
+        Args:
+            name: "int4", "int8", "fp8", "bf16" or "fp16", with "-g2", "-g4" or "-g8" for more
+                groups than one ("int4-g4"); a RowFormat is checked and returned as it is.
+            head_dim: elements in a row.
+
+        Raises:
+            ConfigError: the name or the head_dim does not exist, or they contradict each other.
+        """
+        if isinstance(name, RowFormat):
+            if name.head_dim != head_dim:
+                raise ConfigError(f"format {name} has head_dim {name.head_dim}, not {head_dim}")
+            return name
+        if not isinstance(name, str):
+            raise ConfigError(f"format {shown(name)} is not possible: give a name ('int4-g4')")
+        if type(head_dim) is not int and not isinstance(head_dim, bool):
+            if not isinstance(head_dim, Integral):
+                return RowFormat("bf16", 1, head_dim)  # tells what is wrong
+            head_dim = int(head_dim)
+        return _parse(name, head_dim)
+
+    def __hash__(self) -> int:
+        return self._hash  # taken in every call on CUDA
+
+    def __reduce__(self) -> tuple[type[RowFormat], tuple[str, int, int]]:
+        return RowFormat, (self.codec, self.groups, self.head_dim)  # hashes differ by process
+
+    def __repr__(self) -> str:
+        return f"RowFormat.parse({str(self)!r}, {self.head_dim})"
+
+    def __str__(self) -> str:
+        return self.codec if self.groups == 1 else f"{self.codec}-g{self.groups}"
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether rows hold the 16-bit elements themselves, without codes."""
+        return self.codec in EXACT_CODECS
+
+    @property
+    def bits(self) -> int:
+        """Bits of one code."""
+        return BITS[self.codec]
+
+    @property
+    def group_size(self) -> int:
+        """Elements that share one scale and one shift."""
+        return self.head_dim // self.groups
+
+    @property
+    def header_bytes(self) -> int:
+        """Bytes of all scales and shifts; also the offset of the first code."""
+        return 0 if self.is_exact else 4 * self.groups
+
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of all codes."""
+        return self.head_dim * self.bits // 8
+
+    @cached_property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return self.header_bytes + self.code_bytes
+
+    @property
+    def alignment(self) -> int:
+        """The largest power of two that divides row_bytes: what a row in an array is aligned to."""
+        return self.row_bytes & -self.row_bytes
+
+    @property
+    def bits_per_element(self) -> float:
+        """Bits of a row, header included, per element."""
+        return 8 * self.row_bytes / self.head_dim
+
+    @property
+    def max_abs(self) -> float:
+        """The largest magnitude that the format can hold: what fp16 or bf16 can."""
+        return BF16_MAX if self.codec == "bf16" else FP16_MAX
+
+    def scale_offset(self, group: int) -> int:
+        """Byte at which the fp16 scale of a group starts; its shift starts two bytes later."""
+        self._check_quantized()
+        return 4 * group
+
+    def shift_offset(self, group: int) -> int:
+        """Byte at which the fp16 shift of a group starts."""
+        self._check_quantized()
+        return 4 * group + 2
+
+    def code_offset(self, element: int) -> int:
+        """Byte that holds the code of an element (INT4: the low nibble for even elements)."""
+        return self.header_bytes + element * self.bits // 8
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.codec, self.groups, self.head_dim))
+
+    def _check_quantized(self) -> None:
+        if self.is_exact:
+            raise ConfigError(f"{self} rows have no scales and shifts")
+
+
+NAMES = tuple(  # that RowFormat.parse takes
+    codec if groups == 1 else f"{codec}-g{groups}"
+    for codec in BITS
+    for groups in (GROUPS[:1] if codec in EXACT_CODECS else GROUPS)
+)
+
+
+@lru_cache(maxsize=4096, typed=True)  # typed: 128.0 is refused even after 128
+def _parse(name: str, head_dim: int) -> RowFormat:
+    codec, dash, groups = name.partition("-g")
+    if codec in BITS and (not dash or re.fullmatch("0|[1-9][0-9]?", groups)):
+        return RowFormat(codec, int(groups) if dash else 1, head_dim)
+    raise ConfigError(
+        f"format {shown(name)} does not exist: use {_one_of(BITS)}, "
+        "with -g2, -g4 or -g8 for groups (int4-g4)"
+    )
+
+
+def _one_of(choices: object) -> str:
+    words = [str(choice) for choice in choices]  # type: ignore[attr-defined]
+    return ", ".join(words[:-1]) + f" or {words[-1]}"

@@ -1,0 +1,288 @@
+"""Quantize and dequantize rows: the meaning of every format, in plain torch, on any device.
+
+The contract, which every kernel repeats bit for bit (all arithmetic in float32, round to nearest
+even unless said otherwise; mn, mx = the least and the greatest element of a group):
+
+    INT4, INT8   levels = 15, 255
+        shift = mn rounded down to fp16
+        scale = (mx - shift) * (1 / levels) rounded up to fp16
+        code  = clamp(round((x - shift) * (1 / scale)), 0, levels)
+    FP8
+        shift = (mn / 2 + mx / 2) rounded to fp16
+        scale = max(mx - shift, shift - mn) * (1 / 448) rounded up to fp16
+        code  = e4m3(clamp((x - shift) * (1 / scale), -448, 448))
+    all: where scale is 0, 1 / scale counts as 0
+        value = code * scale + shift
+
+Codes are computed against the stored scale and shift, and both are rounded outwards, so that no
+element lies outside the codes' range and for every finite input, with u = 2**-24 |value|, or
+2**-140 (deep in float32's subnormals) where that is more:
+
+    INT4, INT8   |x - value| <= scale * (1/2 + 2**-12) + u
+    FP8          |x - value| <= max(|x - shift| / 16, scale * 2**-10) * (1 + 2**-12) + u
+
+code * scale is exact in float32 (at most 8 + 11 bits), so a fused multiply-add gives the same
+value. FBGEMM rounds both parameters to the nearest fp16 and computes codes from the unrounded ones:
+its rows and these are read the same way, but a group whose offset is large against its range loses
+most of its codes there.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..arguments import check_flag, check_readable
+from ..devices import full_precision
+from ..errors import ConfigError, DeviceError, NonFiniteError, ShapeError, shown
+from .format import E4M3_MAX, HEAD_DIMS, RowFormat
+
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+EXACT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+LEVELS = {"int4": 15.0, "int8": 255.0}
+BACKENDS = ("torch", "cpu")
+
+
+def quantize_rows(
+    x: torch.Tensor, fmt: str | RowFormat, *, check: bool = True, backend: str | None = None
+) -> torch.Tensor:
+    """Quantize the last axis of a tensor to rows.
+
+    Args:
+        x: [..., head_dim], float32, bfloat16 or float16, on any device, of any strides.
+        fmt: the format of the rows, or its short name ("int4-g4").
+        check: look for values that the format cannot hold (NaN, Inf, magnitudes over fmt.max_abs)
+            and raise. With False such a row is written so that all of it decodes to NaN.
+        backend: "cpu" (numba) or "torch"; by the device of x when None. Their bytes are equal.
+
+    Returns:
+        [..., row_bytes], uint8, contiguous, on the device of x.
+
+    Raises:
+        ShapeError: the last axis is not head_dim.
+        ConfigError: the dtype or the backend does not exist here.
+        NonFiniteError: the first value that the format cannot hold, with its index.
+        DeviceError: the backend cannot take tensors of this device.
+    """
+    check_readable(x=x)
+    check_flag("check", check)
+    if isinstance(fmt, str):
+        fmt = RowFormat.parse(fmt, x.shape[-1] if x.ndim else 0)
+    _check_format(fmt)
+    if x.dtype not in FLOAT_DTYPES:
+        raise ConfigError(f"x is {x.dtype}: use float32, bfloat16 or float16")
+    if x.ndim < 1 or x.shape[-1] != fmt.head_dim:
+        raise ShapeError(f"x is {list(x.shape)}: its last axis must be head_dim {fmt.head_dim}")
+    x = x.detach()
+    if choose_backend(x, backend) == "cpu":
+        from ..kernels.cpu.rows import quantize
+
+        rows, all_finite = quantize(x, fmt)
+    else:
+        rows, all_finite = _quantize(x, fmt)
+    if check and not all_finite:
+        raise _non_finite(x, fmt)
+    return rows
+
+
+def dequantize_rows(
+    rows: torch.Tensor,
+    fmt: str | RowFormat,
+    dtype: torch.dtype = torch.float32,
+    *,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Give back the values of rows.
+
+    Args:
+        rows: [..., row_bytes], uint8, on any device, of any strides.
+        fmt: the format that they were written in, or its short name.
+        dtype: of the result: float32, bfloat16 or float16. Values are computed in float32 and
+            rounded once.
+        backend: "cpu" (numba) or "torch"; by the device of rows when None. Their values are equal.
+
+    Returns:
+        [..., head_dim], dtype, contiguous, on the device of rows.
+
+    Raises:
+        ShapeError: the last axis is not row_bytes.
+        ConfigError: the dtype or the backend does not exist here.
+        DeviceError: the backend cannot take tensors of this device.
+    """
+    fmt = format_of(rows, fmt)
+    check_rows(rows, fmt)
+    check_dtype(dtype)
+    if choose_backend(rows, backend) == "cpu":
+        from ..kernels.cpu.rows import dequantize
+
+        return dequantize(rows, fmt).to(dtype)
+    return _dequantize(rows, fmt).to(dtype)
+
+
+def check_dtype(dtype: torch.dtype) -> None:
+    """Raise ConfigError unless values can be given back as such numbers."""
+    if dtype not in FLOAT_DTYPES:
+        raise ConfigError(
+            f"dtype {shown(dtype)} is not supported: use float32, bfloat16 or float16"
+        )
+
+
+def format_of(rows: torch.Tensor, fmt: str | RowFormat) -> RowFormat:
+    """The format of rows, also where only its short name is given.
+
+    Raises:
+        ConfigError: there is no such format, or rows is no tensor.
+        ShapeError: no rows of this name are so long.
+    """
+    check_readable(rows=rows)
+    if not isinstance(fmt, str):
+        return fmt
+    row_bytes = rows.shape[-1] if rows.ndim else 0
+    formats = [RowFormat.parse(fmt, head_dim) for head_dim in HEAD_DIMS]
+    found = next((one for one in formats if one.row_bytes == row_bytes), None)
+    if found is None:
+        known = ", ".join(str(one.row_bytes) for one in formats)
+        raise ShapeError(
+            f"rows is {list(rows.shape)}: its last axis must be the bytes of a row of {fmt}, one "
+            f"of {known}"
+        )
+    return found
+
+
+def check_rows(rows: torch.Tensor, fmt: RowFormat, name: str = "rows") -> None:
+    """Raise unless a tensor can hold rows of a format."""
+    _check_format(fmt)
+    if rows.dtype != torch.uint8:
+        raise ConfigError(f"{name} is {rows.dtype}: rows are uint8")
+    if rows.ndim < 1 or rows.shape[-1] != fmt.row_bytes:
+        raise ShapeError(
+            f"{name} is {list(rows.shape)}: the last axis must be the {fmt.row_bytes} bytes of a "
+            f"row of {fmt} with head_dim {fmt.head_dim}"
+        )
+
+
+def is_nan_row(rows: torch.Tensor, fmt: RowFormat) -> torch.Tensor:
+    """Which rows stand for what their format could not hold.
+
+    In such a row every element (16-bit rows), or every scale and shift, is NaN and every code is 0:
+    all of it decodes to NaN. In no other row is any of these NaN, so the first one tells.
+
+    Args:
+        rows: [..., row_bytes], uint8.
+        fmt: the format that they were written in.
+
+    Returns:
+        [...], bool.
+    """
+    return _viewed(rows[..., :2], EXACT_DTYPES.get(fmt.codec, torch.float16)).isnan()[..., 0]
+
+
+def exact_codec(dtype: torch.dtype | None) -> str:
+    """The 16-bit codec for tensors of a dtype: "fp16" for float16, else "bf16"."""
+    return "fp16" if dtype == torch.float16 else "bf16"
+
+
+def _check_format(fmt: RowFormat) -> None:
+    if not isinstance(fmt, RowFormat):
+        raise ConfigError(
+            f"the format is {shown(fmt)}: give a name ('int4-g4') or a RowFormat, such as "
+            "RowFormat.parse('int4-g4', head_dim=128)"
+        )
+
+
+def choose_backend(tensor: torch.Tensor, backend: str | None) -> str:
+    """Name the backend that serves a tensor's device, or check the one that was asked for."""
+    if backend is None:
+        return "cpu" if tensor.device.type == "cpu" else "torch"
+    if backend not in BACKENDS:
+        raise ConfigError(f"backend {shown(backend)} does not exist: use {' or '.join(BACKENDS)}")
+    if backend == "cpu" and tensor.device.type != "cpu":
+        raise DeviceError(f"backend 'cpu' takes CPU tensors, not {tensor.device}: use 'torch'")
+    return backend
+
+
+def _quantize(x: torch.Tensor, fmt: RowFormat) -> tuple[torch.Tensor, bool]:
+    """Rows of x and whether every value could be held."""
+    holdable = _holdable(x, fmt).all(dim=-1, keepdim=True)
+    if fmt.is_exact:
+        exact = x.to(EXACT_DTYPES[fmt.codec])
+        exact = torch.where(holdable, exact, float("nan")).contiguous()
+        return exact.view(torch.uint8), bool(holdable.all())
+
+    grouped = torch.where(holdable, x, 0.0).float()
+    grouped = grouped.reshape(*x.shape[:-1], fmt.groups, fmt.group_size)
+    empty = grouped[..., :1]  # without elements aminmax fails
+    mn, mx = grouped.aminmax(dim=-1, keepdim=True) if grouped.numel() else (empty, empty)
+    # + 0.0 turns -0.0, which min and max may or may not return where both zeros occur, into 0.0
+    if fmt.codec == "fp8":
+        shift = (mn * 0.5 + mx * 0.5).half() + 0.0
+        radius = torch.maximum(mx - shift.float(), shift.float() - mn)
+        scale = _half_up(radius * (1 / E4M3_MAX)) + 0.0
+    else:
+        shift = _half_down(mn) + 0.0
+        scale = _half_up((mx - shift.float()) * (1 / LEVELS[fmt.codec])) + 0.0
+    inverse = torch.where(scale == 0, 0.0, scale.float().reciprocal())
+    scaled = (grouped - shift.float()) * inverse
+    if fmt.codec == "fp8":
+        codes = scaled.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+    else:
+        codes = scaled.round().clamp(0, LEVELS[fmt.codec]).to(torch.uint8)
+    codes = codes.flatten(-2)
+    if fmt.codec == "int4":
+        codes = codes[..., 0::2] | codes[..., 1::2] << 4
+
+    with full_precision(x):  # torch.autocast cannot put fp16 together on the CPU
+        params = torch.cat([scale, shift], dim=-1).flatten(-2)
+    params = torch.where(holdable, params, float("nan")).contiguous()
+    return torch.cat([params.view(torch.uint8), codes], dim=-1), bool(holdable.all())
+
+
+def _dequantize(rows: torch.Tensor, fmt: RowFormat) -> torch.Tensor:
+    """Values of rows in float32."""
+    if fmt.is_exact:
+        return _viewed(rows, EXACT_DTYPES[fmt.codec]).float()
+    header, codes = rows[..., : fmt.header_bytes], rows[..., fmt.header_bytes :]
+    params = _viewed(header, torch.float16).float()[..., None]
+    scale, shift = params[..., 0::2, :], params[..., 1::2, :]
+    if fmt.codec == "int4":
+        codes = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
+    if fmt.codec == "fp8":
+        numbers = codes.contiguous().view(torch.float8_e4m3fn).float()
+    else:
+        numbers = codes.float()
+    numbers = numbers.reshape(*rows.shape[:-1], fmt.groups, fmt.group_size)
+    return (numbers * scale + shift).flatten(-2)
+
+
+def _viewed(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A copy of bytes as numbers; the bytes may lie at odd addresses, which view refuses."""
+    return rows.clone(memory_format=torch.contiguous_format).view(dtype)
+
+
+def _holdable(x: torch.Tensor, fmt: RowFormat) -> torch.Tensor:
+    """Where x is finite and not beyond the format; in float32, where max_abs is not rounded."""
+    return x.float().abs() <= fmt.max_abs
+
+
+def _half_down(x: torch.Tensor) -> torch.Tensor:
+    """The greatest fp16 that is not over x."""
+    half = x.half()
+    bits = half.view(torch.int16)
+    # one step down: towards zero above it, away from it below; under either zero comes 0x8001
+    below = torch.where(half > 0, bits - 1, torch.where(half < 0, bits + 1, -32767))
+    return torch.where(half.float() > x, below.to(torch.int16).view(torch.float16), half)
+
+
+def _half_up(x: torch.Tensor) -> torch.Tensor:
+    """The least fp16 that is not under x, for x >= 0."""
+    half = x.half()
+    above = (half.view(torch.int16) + 1).view(torch.float16)
+    return torch.where(half.float() < x, above, half)
+
+
+def _non_finite(x: torch.Tensor, fmt: RowFormat) -> NonFiniteError:
+    index = tuple((~_holdable(x, fmt)).nonzero()[0].tolist())
+    return NonFiniteError(
+        f"x{list(index)} is {x[index].item()}: {fmt} rows hold finite values up to "
+        f"{fmt.max_abs:g}. Mend the model or the input, or pass check=False to get rows that "
+        "decode to NaN"
+    )

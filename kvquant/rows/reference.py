@@ -1,0 +1,133 @@
+"""Decode attention over dequantized rows in float64: what every kernel is compared with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal, overload
+
+import torch
+
+from ..arguments import check_flag, check_readable, check_scale
+from .format import RowFormat
+from .segment import Segment, check_segment_values, check_segments, make_segment
+
+State = tuple[torch.Tensor, torch.Tensor]
+LOG2E = math.log2(math.e)
+
+
+@overload
+def reference_attention(
+    q: torch.Tensor,
+    k_rows: torch.Tensor,
+    v_rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    k_format: str | RowFormat,
+    v_format: str | RowFormat,
+    block_table: torch.Tensor | None = ...,
+    sm_scale: float | None = ...,
+    return_lse: Literal[False] = ...,
+) -> torch.Tensor: ...
+@overload
+def reference_attention(
+    q: torch.Tensor,
+    k_rows: torch.Tensor,
+    v_rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    k_format: str | RowFormat,
+    v_format: str | RowFormat,
+    block_table: torch.Tensor | None = ...,
+    sm_scale: float | None = ...,
+    return_lse: Literal[True],
+) -> State: ...
+@overload
+def reference_attention(
+    q: torch.Tensor,
+    k_rows: torch.Tensor,
+    v_rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    k_format: str | RowFormat,
+    v_format: str | RowFormat,
+    block_table: torch.Tensor | None = ...,
+    sm_scale: float | None = ...,
+    return_lse: bool = ...,
+) -> torch.Tensor | State: ...
+def reference_attention(
+    q: torch.Tensor,
+    k_rows: torch.Tensor,
+    v_rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    k_format: str | RowFormat,
+    v_format: str | RowFormat,
+    block_table: torch.Tensor | None = None,
+    sm_scale: float | None = None,
+    return_lse: bool = False,
+) -> torch.Tensor | State:
+    """Attend as decode_attention does, in plain torch and float64, slowly.
+
+    Args:
+        q: [batch, num_q_heads, head_dim], any float dtype.
+        k_rows: [batch, num_kv_heads, capacity, row bytes of k_format], uint8; with a block_table
+            [num_pages, num_kv_heads, page_size, row bytes of k_format].
+        v_rows: likewise, of the row bytes of v_format.
+        seq_lens: [batch], int32: rows in use.
+        k_format: format of k_rows, or its short name.
+        v_format: format of v_rows, or its short name (then of the head_dim of q).
+        block_table: [batch, max_pages], int32: the pages of each sequence; None: no pages.
+        sm_scale: factor on q·k; 1 / sqrt(head_dim) when None.
+        return_lse: return the log-sum-exp of the scaled scores as well.
+
+    Returns:
+        As decode_attention, in float64: out [batch, num_q_heads, head_dim of v_format], with
+        return_lse also lse [batch, num_q_heads], base e. A sequence of length 0 gives zeros and lse
+        -inf; a head with a score that is not finite in float32 gives NaN.
+
+    Raises:
+        ShapeError, ConfigError, DeviceError: as decode_attention.
+    """
+    check_flag("return_lse", return_lse)
+    given = {"q": q, "k_rows": k_rows, "v_rows": v_rows, "seq_lens": seq_lens}
+    check_readable(**given, **({} if block_table is None else {"block_table": block_table}))
+    loose = k_rows, v_rows, seq_lens, k_format, v_format, None, block_table, 0, None
+    segment = make_segment(q, loose)
+    check_segments(q, [segment])
+    check_segment_values([segment])
+    scale = None if sm_scale is None else check_scale(sm_scale)
+    out, lse = reference_over_segments(q.detach(), [segment], scale)
+    return (out, lse) if return_lse else out
+
+
+def reference_over_segments(
+    q: torch.Tensor, segments: Sequence[Segment], sm_scale: float | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend to the tokens of all segments as to one sequence; see reference_attention.
+
+    Returns:
+        out and lse, float64.
+    """
+    batch, num_q_heads, head_dim = q.shape
+    num_kv_heads = segments[0].k_rows.shape[1]
+    sm_scale = head_dim**-0.5 if sm_scale is None else sm_scale
+    out = torch.zeros(
+        batch, num_q_heads, segments[0].v_format.head_dim, dtype=torch.float64, device=q.device
+    )
+    lse = torch.full((batch, num_q_heads), -torch.inf, dtype=torch.float64, device=q.device)
+    for b in range(batch):
+        pairs = [segment.dequantized(b, torch.float32) for segment in segments]
+        k = torch.cat([k for k, _ in pairs], dim=1).double()  # [num_kv_heads, tokens, head_dim]
+        v = torch.cat([v for _, v in pairs], dim=1).double()
+        if k.shape[1] == 0:
+            continue
+        heads = q[b].double().view(num_kv_heads, -1, head_dim)
+        scores = torch.einsum("hgd,htd->hgt", heads, k) * sm_scale
+        # kernels compute in float32: what it cannot hold is no score
+        holdable = (scores * LOG2E).float().isfinite().all(-1, keepdim=True)
+        holdable &= (heads.float() * (sm_scale * LOG2E)).isfinite().all(-1, keepdim=True)
+        scores = scores.masked_fill(~holdable, torch.nan)
+        lse[b] = scores.logsumexp(-1).flatten()
+        out[b] = torch.einsum("hgt,htd->hgd", scores.softmax(-1), v).flatten(0, 1)
+    return out, lse

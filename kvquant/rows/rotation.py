@@ -1,0 +1,55 @@
+"""The Hadamard rotation of rows: the meaning, in plain torch, on any device.
+
+    rotate(x) = H x,   H = the Sylvester matrix of b / sqrt(b) in every block of b elements,
+                       b = the largest power of two that divides head_dim (128 -> 128, 80 -> 16)
+
+H is symmetric and orthonormal: rotate undoes itself, and q·k = rotate(q)·rotate(k). Every element
+of a block is spread over all of it, so that an outlier channel no longer sets the scale of a group.
+The contract, which kernels repeat bit for bit, all in float32: butterflies of stride 1, 2, 4, ...,
+b / 2, each of which puts the sum of two elements at the lower place and lower - upper at the upper
+one; at last one product with 1 / sqrt(b) rounded to float32.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ..errors import ConfigError
+from .quantize import FLOAT_DTYPES
+
+
+def block_size(head_dim: int) -> int:
+    """Elements that are rotated together: the largest power of two that divides head_dim."""
+    return head_dim & -head_dim
+
+
+def rotate(x: torch.Tensor) -> torch.Tensor:
+    """Rotate the last axis, block by block.
+
+    Args:
+        x: [..., head_dim], float32, bfloat16 or float16.
+
+    Returns:
+        [..., head_dim], the dtype of x: computed in float32 and rounded once.
+
+    Raises:
+        ConfigError: the dtype is another.
+
+    Source: the rotations of QuaRot (https://arxiv.org/abs/2404.00456), of blocks where head_dim is
+    no power of two.
+    """
+    if x.dtype not in FLOAT_DTYPES:
+        raise ConfigError(f"x is {x.dtype}: use float32, bfloat16 or float16")
+    size, stride = block_size(x.shape[-1]), 1
+    # [head_dim, ...]: then neighbours in memory do the same
+    rotated = x.float().movedim(-1, 0).clone(memory_format=torch.contiguous_format)
+    while stride < size:
+        pairs = rotated.unflatten(0, (-1, 2, stride))
+        lower, upper = pairs[:, 0], pairs[:, 1]
+        difference = lower - upper
+        lower += upper
+        upper.copy_(difference)
+        stride *= 2
+    return (rotated * (1 / math.sqrt(size))).movedim(0, -1).contiguous().to(x.dtype)

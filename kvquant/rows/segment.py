@@ -1,0 +1,287 @@
+"""A sequence is a few segments, each with rows of its own formats, attended as one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, NoReturn, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..arguments import check_tensors
+from ..errors import ConfigError, DeviceError, ShapeError, shown
+from .format import RowFormat
+from .quantize import check_rows, dequantize_rows
+
+Numbers: TypeAlias = "NDArray[np.integer[Any]]"
+PAGE_SIZES = (16, 32, 64, 128)
+
+
+class Segment(NamedTuple):
+    """Rows of K and V that belong to the same tokens; check_segments checks them.
+
+    Attention does not depend on the order of the rows, so a segment may be a ring. A named tuple,
+    because one is made in every call: a frozen dataclass takes 0.5 microseconds longer.
+
+    Attributes:
+        k_rows: [batch, num_kv_heads, capacity, k_format.row_bytes], uint8; rows contiguous, the
+            other axes of any strides. With a block_table [num_pages, num_kv_heads, page_size,
+            k_format.row_bytes], of pages of 16, 32, 64 or 128 rows.
+        v_rows: likewise, of v_format.row_bytes.
+        seq_lens: [batch], int32: rows in use; 0 is allowed.
+        k_format: format of k_rows, or its short name ("int4-g4").
+        v_format: format of v_rows, whose head_dim may differ, or its short name (then of the
+            head_dim of the query).
+        starts: [batch], int32: the first row in use, from which the others follow, through the end
+            to row 0 (a ring); None for 0.
+        block_table: [batch, max_pages], int32: the pages of each sequence in the order of its
+            tokens; what stands after its last page in use is not read. None: no pages.
+        sinks: the first rows, which hold the first tokens and are no part of the ring: starts are
+            counted, and the ring closes, behind them.
+        seats: [batch], int32: which sequence of the rows each of q reads; then there may be more or
+            fewer of them than in q. None: the same. With pages neither sinks nor seats.
+    """
+
+    k_rows: torch.Tensor
+    v_rows: torch.Tensor
+    seq_lens: torch.Tensor
+    k_format: RowFormat
+    v_format: RowFormat
+    starts: torch.Tensor | None = None
+    block_table: torch.Tensor | None = None
+    sinks: int = 0
+    seats: torch.Tensor | None = None
+
+    @property
+    def capacity(self) -> int:
+        """Rows that a sequence has room for."""
+        pages = 1 if self.block_table is None else self.block_table.shape[1]
+        return pages * self.k_rows.shape[2]
+
+    def rows(self, sequence: int, side: str) -> torch.Tensor:
+        """Copy the rows of one sequence, of side "k" or "v", in the order of its tokens.
+
+        Returns:
+            [num_kv_heads, seq_len, row_bytes], uint8.
+        """
+        rows = self.k_rows if side == "k" else self.v_rows
+        seq_len = int(self.seq_lens[sequence])
+        if self.block_table is not None:
+            pages = self.block_table[sequence, : -(-seq_len // rows.shape[2])]
+            return rows.index_select(0, pages).transpose(0, 1).flatten(1, 2)[:, :seq_len]
+        start = 0 if self.starts is None else int(self.starts[sequence])
+        token, ring = torch.arange(seq_len, device=rows.device), max(self.capacity - self.sinks, 1)
+        in_ring = self.sinks + (token - self.sinks + start) % ring
+        seat = sequence if self.seats is None else int(self.seats[sequence])
+        return rows[seat].index_select(1, torch.where(token < self.sinks, token, in_ring))
+
+    def dequantized(self, sequence: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of one sequence in the order of its tokens: [num_kv_heads, seq_len, head_dim]."""
+        k = dequantize_rows(self.rows(sequence, "k"), self.k_format, dtype)
+        return k, dequantize_rows(self.rows(sequence, "v"), self.v_format, dtype)
+
+
+# rows whose formats may still be names: what decode_attention is given, in the order of a Segment
+LooseRows: TypeAlias = (
+    "tuple[torch.Tensor, torch.Tensor, torch.Tensor, str | RowFormat, str | RowFormat, "
+    "torch.Tensor | None, torch.Tensor | None, int, torch.Tensor | None]"
+)
+
+
+def make_segment(q: torch.Tensor, rows: LooseRows | Segment) -> Segment:
+    """The segment of loose rows; formats given by name have the head_dim of q."""
+    k_rows, v_rows, seq_lens, k_format, v_format, starts, table, sinks, seats = rows
+    head_dim = query_shape(q)[2]
+    k_format = RowFormat.parse(k_format, head_dim)
+    if not isinstance(v_format, RowFormat):
+        v_format = RowFormat.parse(v_format, head_dim)
+    return Segment(k_rows, v_rows, seq_lens, k_format, v_format, starts, table, sinks, seats)
+
+
+def check_segments(q: torch.Tensor, segments: Sequence[Segment]) -> None:
+    """Raise unless a query can attend to the segments; the values in the tensors are not read.
+
+    This runs in every call but those that CUDA remembers (see kernels/cuda/decode/launch.py: its
+    key must hold all that is looked at here): an attribute of a tensor takes 0.1 microseconds
+    and is read once, and what a message needs is looked up when there is one.
+
+    Raises:
+        ShapeError: the tensors do not fit one another or the formats.
+        ConfigError: a dtype is wrong, or a segment has pages and what does not go with them.
+        DeviceError: the tensors lie on different devices.
+    """
+    if not segments:
+        raise ShapeError("no segments: attention needs at least one")
+    batch, num_q_heads, head_dim = query_shape(q)
+    device, int32, uint8 = q.device, torch.int32, torch.uint8
+    common = None  # num_kv_heads and head_dim of V, the same in all segments
+    for segment in segments:
+        k_rows, v_rows, seq_lens, k_format, v_format, starts, block_table, sinks, seats = segment
+        k_shape = k_rows.shape
+        if len(k_shape) != 4:
+            _refuse_rows(segment)
+        rows_batch, num_kv_heads, length, row_bytes = k_shape
+        if (
+            row_bytes != k_format.row_bytes
+            or v_rows.shape != (rows_batch, num_kv_heads, length, v_format.row_bytes)
+            or k_rows.dtype is not uint8
+            or v_rows.dtype is not uint8
+            or k_rows.stride()[3] != 1
+            or v_rows.stride()[3] != 1
+        ):
+            _refuse_rows(segment)
+        if block_table is not None:
+            rows_batch = _check_pages(segment, block_table, length)
+        elif seats is not None:
+            if seats.dtype is not int32 or seats.ndim != 1:
+                _refuse_counts("seats", seats, batch)
+            rows_batch = seats.shape[0]
+        if type(sinks) is not int or not 0 <= sinks <= length:
+            raise ShapeError(f"sinks {shown(sinks)} does not fit {length} rows: use 0 to {length}")
+        if seq_lens.dtype is not int32 or seq_lens.shape != (rows_batch,):
+            _refuse_counts("seq_lens", seq_lens, rows_batch)
+        if starts is not None and (starts.dtype is not int32 or starts.shape != (rows_batch,)):
+            _refuse_counts("starts", starts, rows_batch)
+        if rows_batch != batch or num_kv_heads == 0 or num_q_heads % num_kv_heads:
+            _refuse_query(q, segment)
+        if k_format.head_dim != head_dim:
+            raise ShapeError(f"q has head_dim {head_dim}, K has {k_format.head_dim}")
+        if common is None:
+            common = num_kv_heads, v_format.head_dim
+        elif common != (num_kv_heads, v_format.head_dim):
+            raise ShapeError("the segments differ in num_kv_heads or in the head_dim of V")
+        if (
+            k_rows.device != device
+            or v_rows.device != device
+            or seq_lens.device != device
+            or (starts is not None and starts.device != device)
+            or (block_table is not None and block_table.device != device)
+            or (seats is not None and seats.device != device)
+        ):
+            _refuse_devices(q, segment)
+
+
+def query_shape(q: torch.Tensor) -> torch.Size:
+    """The shape of a query; ShapeError unless it has three axes."""
+    shape = q.shape
+    if len(shape) != 3:
+        _refuse_axes(list(shape))
+    return shape
+
+
+def _refuse_axes(shape: list[int]) -> NoReturn:
+    """Raise, with what to do where an axis of one token is too much."""
+    how = ""
+    if len(shape) == 4:
+        how = ", the queries of one token a sequence"
+        token = next((axis for axis in (2, 1) if shape[axis] == 1), None)
+        if token is not None:
+            how = f": give q.squeeze({token})"
+    raise ShapeError(f"q is {shape}: it must be [batch, num_q_heads, head_dim]{how}")
+
+
+def _check_pages(segment: Segment, block_table: torch.Tensor, page_size: int) -> int:
+    """The batch, which the block table has."""
+    if page_size not in PAGE_SIZES:
+        raise ShapeError(f"page_size {page_size} is not supported: use 16, 32, 64 or 128")
+    if segment.starts is not None or segment.sinks or segment.seats is not None:
+        raise ConfigError(
+            "a segment has a block_table (pages), or starts, sinks and seats (a ring), not both"
+        )
+    if block_table.dtype is not torch.int32:
+        check_tensors(block_table=block_table)
+        raise ConfigError(f"block_table is {block_table.dtype}: use int32")
+    shape = block_table.shape
+    if len(shape) != 2:
+        raise ShapeError(f"block_table is {list(shape)}: it must be [batch, max_pages]")
+    return shape[0]
+
+
+def _refuse_rows(segment: Segment) -> None:
+    """Raise what is wrong with the rows of a segment."""
+    k_rows, v_rows = segment.k_rows, segment.v_rows
+    check_tensors(k_rows=k_rows, v_rows=v_rows)
+    check_rows(k_rows, segment.k_format, "k_rows")
+    check_rows(v_rows, segment.v_format, "v_rows")
+    if k_rows.ndim != 4 or k_rows.shape[:3] != v_rows.shape[:3]:
+        axes = "[batch, num_kv_heads, capacity, row_bytes]"
+        if segment.block_table is not None:
+            axes = "[num_pages, num_kv_heads, page_size, row_bytes]"
+        raise ShapeError(
+            f"k_rows {list(k_rows.shape)} and v_rows {list(v_rows.shape)} must both be {axes}, "
+            "alike but for row_bytes"
+        )
+    for name, rows in (("k_rows", k_rows), ("v_rows", v_rows)):
+        if rows.stride(-1) != 1:
+            raise ShapeError(
+                f"{name} has strides {list(rows.stride())}: the bytes of a row must be contiguous"
+            )
+
+
+def _refuse_counts(name: str, counts: torch.Tensor, batch: int) -> None:
+    check_tensors(**{name: counts})
+    if counts.dtype != torch.int32:
+        raise ConfigError(f"{name} is {counts.dtype}: use int32")
+    raise ShapeError(f"{name} is {list(counts.shape)}: it must be [{batch}], the batch")
+
+
+def _refuse_query(q: torch.Tensor, segment: Segment) -> None:
+    rows = f"rows {list(segment.k_rows.shape)}"
+    if segment.block_table is not None:
+        rows += f" with block_table {list(segment.block_table.shape)}"
+    raise ShapeError(
+        f"q {list(q.shape)} does not fit {rows}: the batch must be the same and num_q_heads a "
+        "multiple of num_kv_heads"
+    )
+
+
+def _refuse_devices(q: torch.Tensor, segment: Segment) -> None:
+    for tensor in segment:
+        if isinstance(tensor, torch.Tensor) and tensor.device != q.device:
+            raise DeviceError(f"q is on {q.device}, rows or lengths on {tensor.device}")
+
+
+def check_segment_values(segments: Sequence[Segment]) -> None:
+    """Raise unless every length, start and page in use exists.
+
+    Nothing can be read, and nothing is checked, while a CUDA graph is captured.
+
+    Raises:
+        ShapeError: which sequence has what instead.
+    """
+    for segment in segments:
+        if segment.seq_lens.is_cuda and torch.cuda.is_current_stream_capturing():
+            return
+        lens, capacity = segment.seq_lens.cpu().numpy(), segment.capacity
+        _check_range("seq_lens", lens, capacity, f"there is room for 0 to {capacity} rows")
+        if segment.starts is not None:
+            last = max(capacity - segment.sinks - 1, 0)  # a ring without rows starts at 0
+            _check_range("starts", segment.starts.cpu().numpy(), last, f"rows are 0 to {last}")
+        if segment.seats is not None:
+            last = segment.k_rows.shape[0] - 1
+            seats = segment.seats.cpu().numpy()
+            _check_range("seats", seats, last, f"there are rows for 0 to {last}")
+        if segment.block_table is not None:
+            _check_page_values(segment, segment.block_table, lens)
+
+
+def _check_page_values(segment: Segment, block_table: torch.Tensor, lens: Numbers) -> None:
+    """Look at the entries in use; a table is as wide as the longest sequence there may be."""
+    num_pages, _, page_size, _ = segment.k_rows.shape
+    used = -(-lens // page_size)
+    table = block_table[:, : used.max(initial=0)].cpu().numpy()
+    sequence = np.repeat(np.arange(len(used)), used)
+    entry = np.arange(len(sequence)) - np.repeat(np.cumsum(used) - used, used)
+    pages, allowed = table[sequence, entry], f"pages are 0 to {num_pages - 1}"
+    _check_range("block_table", pages, num_pages - 1, allowed, sequence, entry)
+
+
+def _check_range(name: str, values: Numbers, last: int, allowed: str, *place: Numbers) -> None:
+    """values: one for each sequence, or for each place: a sequence and an entry; 0 to last."""
+    if not values.size or (values.min() >= 0 and values.max() <= last):
+        return
+    at = int(((values < 0) | (values > last)).argmax())
+    sequence, *entry = [int(one[at]) for one in place] or [at]
+    where = f", entry {entry[0]}," if entry else ""
+    raise ShapeError(f"{name} of sequence {sequence}{where} is {int(values[at])}: {allowed}")

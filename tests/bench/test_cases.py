@@ -1,0 +1,113 @@
+"""The cases of kvquant bench on a GPU, and their inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvquant import RowFormat
+from kvquant.bench.cases import FORMATS, SHAPES, Case, list_cases, make_inputs, parse_formats
+from kvquant.errors import ConfigError
+
+CPU = torch.device("cpu")
+
+
+def small(name: str = "int4-g4", **sizes: Any) -> Case:
+    shape = {"batch": 2, "num_q_heads": 4, "num_kv_heads": 2, "seq_len": 70}
+    return Case(*parse_formats(name, 64), **(shape | sizes))
+
+
+def test_the_default_cases_are_one_format_over_shapes_and_all_at_one_shape() -> None:
+    cases = list_cases()
+    shapes = {(c.num_q_heads, c.num_kv_heads, c.seq_len, c.batch) for c in cases}
+    assert shapes == set(SHAPES)
+    assert [c.name for c in cases if c.batch == 256] == list(FORMATS)
+    assert {c.name for c in cases if c.batch != 256} == {"int4-g4"}
+    assert len(cases) == len(set(cases)) == len(SHAPES) + len(FORMATS) - 1
+    assert len(list_cases(quick=True)) < 5
+    assert [c.name for c in list_cases(["fp8"])] == ["fp8"] * len(SHAPES)
+
+
+def test_given_shapes_are_combined_with_everything_else() -> None:
+    cases = list_cases(
+        ["int4-g4", "int8-g4/int4-g4"],
+        batches=[1, 8],
+        seq_lens=[1024],
+        num_q_heads=8,
+        num_kv_heads=1,
+        dtype=torch.float16,
+        page_sizes=[0, 64],
+        exact=[(0, 0), (4, 128)],
+    )
+    assert len(cases) == len(set(cases)) == 2 * 2 * 2 * 2
+    assert {c.name for c in cases} == {
+        f"{name}{paged}{exact}"
+        for name in ("int4-g4", "int8-g4/int4-g4")
+        for paged in ("", " paged 64")
+        for exact in ("", " 4+128")
+    }
+    (case,) = list_cases(["fp8"], num_q_heads=64)
+    assert [case.num_q_heads, case.num_kv_heads, case.seq_len, case.batch] == [64, 8, 8192, 64]
+    assert [c.name for c in list_cases(batches=[1])] == list(FORMATS)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"num_q_heads": 7}, "--q-heads 7 is not a multiple of --kv-heads 2"),
+        ({"page_size": 48}, "--page-size 48: use 16, 32, 64, 128, or 0 for none"),
+        ({"sink_len": 4, "recent_len": 66}, "--exact 4 66 leaves nothing of --seq-len 70"),
+    ],
+    ids=["heads", "pages", "exact"],
+)
+def test_sizes_that_do_not_fit_are_refused(sizes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        small(**sizes)
+
+
+def test_a_call_reads_the_rows_of_all_tokens() -> None:
+    assert small("int4-g4").nbytes == 2 * 2 * 70 * (48 + 48)
+    assert small("int8/int4-g4").nbytes == 2 * 2 * 70 * (68 + 48)
+    assert small(sink_len=4, recent_len=16).nbytes == 2 * 2 * (50 * 96 + 20 * 256)
+    assert small().exact.nbytes == 2 * 2 * 70 * 256
+    assert small(dtype=torch.float16, page_size=16).exact.name == "fp16"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_inputs_have_memory_of_their_own_and_the_lengths_of_the_case(dtype: torch.dtype) -> None:
+    case = small("int8-g4/int4-g4", sink_len=4, recent_len=16, dtype=dtype)
+    first, second = make_inputs(case, 2, CPU)
+    assert first.q.shape == (2, 4, 64) and first.q.dtype == dtype
+    packed, exact = first.segments
+    assert [str(packed.k_format), str(packed.v_format)] == ["int8-g4", "int4-g4"]
+    assert [s.seq_lens.tolist() for s in first.segments] == [[50] * 2, [20] * 2]
+    assert packed.starts is None and exact.sinks == 4
+    assert exact.starts is not None and exact.starts.tolist() == [5, 5]
+    assert not torch.equal(first.q, second.q)
+    memory = {
+        rows.data_ptr()
+        for one in (first, second)
+        for s in one.segments
+        for rows in (s.k_rows, s.v_rows)
+    }
+    assert len(memory) == 8
+    k, v = packed.dequantized(0, torch.float32)
+    assert k.std() == pytest.approx(1, abs=0.1) and not torch.equal(k, v)
+
+
+def test_pages_are_scattered_over_all_inputs_and_hold_the_tokens() -> None:
+    one, two = make_inputs(small(page_size=16), 2, CPU)
+    segments = one.segments + two.segments
+    tables = torch.cat([s.block_table for s in segments if s.block_table is not None])
+    assert tables.shape == (4, 5)
+    assert tables.flatten().sort().values.tolist() == list(range(20))
+    assert segments[0].k_rows.shape == (20, 2, 16, 48)
+    assert segments[0].k_rows.data_ptr() == segments[1].k_rows.data_ptr()
+    assert segments[1].dequantized(1, torch.float32)[0].shape == (2, 70, 64)
+
+
+def test_formats_are_named_once_or_apart() -> None:
+    assert parse_formats("fp8", 128) == (RowFormat("fp8", 1, 128),) * 2
+    assert [str(f) for f in parse_formats("int8-g4/int4", 64)] == ["int8-g4", "int4"]

@@ -1,0 +1,434 @@
+"""kvquant bench on a GPU, with a fake timer on the CPU: checks, choices, the command."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from kvquant.bench import gpu as gpubench
+from kvquant.bench import report as gpureport
+from kvquant.bench import timer as gputimer
+from kvquant.bench import tune as gputune
+from kvquant.bench.cases import FORMATS, Case, make_inputs, parse_formats
+from kvquant.bench.gpu import Peer, Times, best_sdpa, check, measure
+from kvquant.bench.report import (
+    PLANS,
+    VARIANTS,
+    choice_cells,
+    choice_figures,
+    variant_cells,
+    variant_figures,
+)
+from kvquant.bench.timer import Call, GraphTimer, Machine
+from kvquant.cli import main as cli
+from kvquant.errors import KVQuantError
+from kvquant.kernels.cuda.decode import launch
+from kvquant.kernels.cuda.decode.plan import GPU, Plan
+from kvquant.kernels.cuda.decode.spec import TECHNIQUES
+from kvquant.kernels.cuda.decode.tuned import load_table
+from kvquant.ops.attention import attend_segments
+
+CPU = torch.device("cpu")
+H200 = GPU("NVIDIA H200", 132, 228 << 10, 227 << 10)
+MACHINE = Machine("GPU", "CUDA 13.0", "2.11", "0.1", "2026-11-21", 132, 60 << 20, 4000.0, 4.7)
+
+
+class FakeTimer:
+    """Runs every call once; the times are what it is told, by default 10 us alone, 8 in a row."""
+
+    device = CPU
+    l2_bytes = 1 << 20
+
+    def __init__(self, times: Callable[[Call], float] = lambda call: 10.0, copies: int = 2) -> None:
+        self.times, self.copies = times, copies
+        self.calls: list[Call] = []
+
+    def rotation(self, nbytes: int) -> int:
+        assert nbytes > 0
+        return self.copies
+
+    def alone(self, call: Call, limit: float = math.inf) -> float:
+        self.calls.append(call)
+        call()
+        return self.times(call)
+
+    def in_a_row(self, calls: Sequence[Call]) -> float:
+        assert len(calls) == self.copies
+        for call in calls:
+            call()
+        return 0.8 * self.times(calls[0])
+
+
+def small(name: str = "int4-g4", **sizes: Any) -> Case:
+    shape = {"batch": 2, "num_q_heads": 4, "num_kv_heads": 2, "seq_len": 70}
+    return Case(*parse_formats(name, 64), **(shape | sizes))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_right_results_pass_the_check(dtype: torch.dtype) -> None:
+    for case in (small("int8/int4-g4", dtype=dtype), small(sink_len=4, recent_len=16, dtype=dtype)):
+        error = check(case, make_inputs(case, 1, CPU)[0])
+        assert 0 < error < (3e-3 if dtype == torch.bfloat16 else 8e-4)
+
+
+@pytest.mark.parametrize("wrong", ["first", "last", "nan"])
+def test_wrong_results_are_an_error_and_nothing_is_timed(
+    wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def spoiled(*args: Any) -> torch.Tensor:
+        out = attend_segments(*args)
+        assert isinstance(out, torch.Tensor)
+        out[{"first": 0, "last": -1, "nan": 0}[wrong], 0, 0] += math.nan if wrong == "nan" else 0.1
+        return out
+
+    monkeypatch.setattr(gpubench, "attend_segments", spoiled)
+    timer = FakeTimer()
+    with pytest.raises(KVQuantError, match=r"int4-g4, batch 2, 4:2 heads, T 70: .* not timed"):
+        measure(small(), timer, {})
+    assert timer.calls == []
+
+
+def test_torch_attention_is_taken_at_its_best_and_measured_once() -> None:
+    def times(call: Any) -> float:
+        names = {"MATH": 30.0, "FLASH_ATTENTION": 20.0}
+        backend = call.args[0] if call.func is gpubench._with else None
+        return 10.0 if backend is None else names[backend.name]
+
+    timer, peers = FakeTimer(times), dict[Case, Peer | str]()
+    found = measure(small(), timer, peers)
+    assert found.times == Times(10.0, 8.0)
+    assert isinstance(found.sdpa, Peer)
+    assert found.sdpa == Peer("flash, enable_gqa", "flash, enable_gqa", Times(20.0, 16.0))
+    assert measure(small("int8", page_size=0), timer, peers).sdpa is found.sdpa
+    assert list(peers) == [small("bf16")]
+
+
+def test_both_forms_of_torch_attention_compute_the_same() -> None:
+    calls = gpubench._sdpa_calls(small("bf16"), FakeTimer())
+    single, folded = (calls[f"math, {form}"][0]() for form in ("enable_gqa", "folded"))
+    assert isinstance(single, torch.Tensor) and isinstance(folded, torch.Tensor)
+    torch.testing.assert_close(single.flatten(), folded.flatten(), atol=0.01, rtol=0.01)
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), "0.0 GB leave no memory to work in"),
+        (RuntimeError("No available kernel"), "no backend takes it"),
+    ],
+    ids=["memory", "backend"],
+)
+def test_torch_attention_that_cannot_run_is_told(error: Exception, words: str) -> None:
+    def fail(call: Call) -> float:
+        raise error
+
+    assert best_sdpa(small(), FakeTimer(fail)) == words
+
+
+def test_a_16_bit_cache_beyond_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(gpubench, "make_inputs", fail)
+    assert best_sdpa(small(seq_len=1 << 20), FakeTimer()) == "1.1 GB do not fit"
+
+
+def test_caches_that_stay_in_l2_have_no_time_in_a_row() -> None:
+    found = measure(small(), FakeTimer(copies=0), {})
+    assert found.times == Times(10.0, None)
+    assert isinstance(found.sdpa, Peer) and found.sdpa.times.in_a_row is None
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "copies"), [(1 << 30, 1), (60 << 20, 4), (1 << 20, 240), (1 << 10, 0)], ids=str
+)
+def test_inputs_outgrow_the_l2_cache(nbytes: int, copies: int) -> None:
+    timer = GraphTimer.__new__(GraphTimer)
+    timer.l2_bytes = 60 << 20
+    assert timer.rotation(nbytes) == copies
+
+
+def test_l2_is_overwritten_outside_of_the_time_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            log.append("event")
+
+        def elapsed_time(self, end: Event) -> float:
+            return 0.012  # ms
+
+    class Graph:
+        def replay(self) -> None:
+            log.append("replay")
+
+    class Scratch:
+        def zero_(self) -> None:
+            log.append("overwrite")
+
+    @contextmanager
+    def capture(graph: Graph) -> Iterator[None]:
+        log.append("capture")
+        yield
+        log.append("captured")
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: log.append("synchronize"))
+    timer: Any = GraphTimer.__new__(GraphTimer)
+    timer.scratch, timer.microseconds = Scratch(), 240.0
+    replay = ["overwrite", "event", "replay", "event"]
+
+    assert timer.alone(lambda: log.append("call")) == pytest.approx(12.0)
+    begin = ["call", "synchronize", "capture", "call", "captured"]
+    assert log == [*begin, *3 * replay, "synchronize", *20 * replay, "synchronize"]
+    log.clear()
+    assert timer.alone(lambda: None, limit=11.0) == pytest.approx(12.0)
+    assert log.count("replay") == 3
+    log.clear()
+    assert timer.in_a_row([lambda i=i: log.append(str(i)) for i in range(5)]) == 1.0
+    assert log[:5] == [str(i) for i in range(5)]  # each once before the capture
+    assert log[7:19] == [str(i % 5) for i in range(12)]
+
+
+@pytest.fixture
+def forced(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Plan, str]]:
+    """What the launcher is told to run, in the order of the calls; the last one runs now."""
+    told: list[tuple[Plan, str]] = []
+
+    @contextmanager
+    def force(plan: Plan, without: str = "") -> Iterator[None]:
+        told.append((plan, without))
+        yield
+
+    monkeypatch.setattr(gputune, "forced", force)
+    monkeypatch.setattr(launch, "gpu_facts", lambda device: H200)
+    return told
+
+
+def test_tuning_keeps_the_fastest_plan(forced: list[tuple[Plan, str]]) -> None:
+    def times(call: Call) -> float:
+        plan = forced[-1][0]
+        return 10.0 if (plan.warps, plan.stages) == (8, 3) else 11.0 + plan.splits[0]
+
+    choice = gputune.tune(small(), FakeTimer(times), H200)
+    assert len(forced) == len(set(forced)) == choice.measured > 4
+    assert choice.formula[0] == forced[0][0]
+    plan, measured = choice.fastest
+    assert (plan.warps, plan.stages, measured) == (8, 3, Times(10.0, 8.0))
+    row = gputune.table_row(choice, H200)
+    assert [row.gpu, row.k, row.v] == ["NVIDIA H200", "int4-g4/64", "int4-g4/64"]
+    assert [row.units, row.capacity, row.warps, row.splits] == [4, 70, 8, plan.splits[0]]
+    cells = choice_cells(choice)
+    assert len(cells) == len(PLANS)
+    assert cells[:5] == ["int4-g4", "2", "4:2", "70", str(choice.measured)]
+    gain = choice.formula[1].alone / 10.0
+    assert cells[-2:] == [f"{gain:.2f}x"] * 2
+    assert choice_figures(choice, MACHINE)["fastest"]["warps"] == 8
+
+
+def test_both_times_decide_and_plans_without_one_of_them_lose() -> None:
+    one, two, three = (Plan((1,), warps, 3) for warps in (4, 8, 2))
+    assert gputune.fastest({one: Times(10.0, 6.0), two: Times(9.0, 7.0)}) == one
+    assert gputune.fastest({one: Times(10.0, 6.0), two: Times(9.0, None)}) == one
+    assert gputune.fastest({one: Times(10.0, None), three: Times(9.0, None)}) == three
+
+
+@pytest.mark.parametrize("name", ["int4-g4", "int4-g8", "bf16", "int4"])
+def test_ablation_leaves_out_one_thing_at_a_time(name: str, forced: list[tuple[Plan, str]]) -> None:
+    case = small(name, seq_len=4096)
+    found = gputune.ablate(case, FakeTimer(), H200)
+    assert [
+        (variant.plan, without) for variant, (_, without) in zip(found, forced, strict=True)
+    ] == forced
+    whole, best = found[0], found[0].plan
+    techniques = [without for _, without in forced if without]
+    own = {"padded shared memory"} if name in ("int4-g4", "int4") else set()
+    assert set(techniques) == set(TECHNIQUES) - own
+    plans = [plan for plan, without in forced[1:] if not without]
+    assert best not in plans and len(plans) == len(set(plans))
+    assert {plan.stages for plan in plans} - {best.stages}
+    assert {plan.splits[0] for plan in plans} >= {1, 2 * best.splits[0]} - set(best.splits)
+    cells = variant_cells(whole, whole)
+    assert len(cells) == len(VARIANTS)
+    assert cells[-4:] == ["10.0", "1.00x", "8.0", "1.00x"]
+    assert variant_figures(found[1], MACHINE)["kernel"].startswith("without ")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the command find a GPU: the CPU, with a fake timer."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gputimer, "GraphTimer", lambda seconds: FakeTimer())
+    monkeypatch.setattr(gputimer, "describe_machine", lambda timer, version: MACHINE)
+
+
+def run(*args: object) -> Result:
+    return CliRunner().invoke(cli.main, ["bench", *map(str, args)])
+
+
+def test_the_command_tunes_and_ablates(
+    gpu: None,
+    forced: list[tuple[Plan, str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("KVQUANT_CACHE_DIR", str(tmp_path))
+    path = tmp_path / "bench.json"
+    done = run("--tune", "--format", "fp8", *SMALL, "--json", path)
+    assert done.exit_code == 0, done.output
+    assert f"\n1 plans kept in {tmp_path}" in done.stdout
+    assert [row.k for row in load_table()] == ["fp8/64"]
+    assert len(json.loads(path.read_text())["plans"]) == 1
+
+    done = run("--ablate", "--format", "fp8", *SMALL, "--json", path)
+    assert done.exit_code == 0, done.output
+    assert "without unrolled loads" in done.stdout
+    kernels = json.loads(path.read_text())["kernels"]
+    assert kernels[0]["splits"] == [load_table()[0].splits]
+
+
+@pytest.mark.parametrize(("option", "count"), [("--tune", 21), ("--ablate", 1)], ids=str)
+def test_default_shapes_of_tuning_and_ablation(
+    option: str, count: int, gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Case] = []
+
+    def stop(case: Case, *_: object) -> None:
+        seen.append(case)
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(launch, "gpu_facts", lambda device: H200)
+    monkeypatch.setattr(gputune, "tune", stop)
+    monkeypatch.setattr(gputune, "ablate", stop)
+    done = run(option)
+    assert done.exit_code == 2
+    assert "none of the cases fits the GPU" in done.stderr
+    names = FORMATS if option == "--tune" else ("int4-g4", "int4-g8", "bf16")
+    assert [case.name for case in seen] == count * list(names)
+    assert {case.heads for case in seen} == {"8:1"}
+
+
+SMALL = ["--batch", 2, "--seq-len", 40, "--head-dim", 64, "--q-heads", 4, "--kv-heads", 2]
+
+
+def test_the_command_measures_checks_and_writes(gpu: None, tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    done = run("--format", "int4-g4", "--format", "int8/int4", *SMALL, "--json", path)
+    assert done.exit_code == 0, done.output
+    first, _, *lines = done.stdout.splitlines()
+    assert first == "GPU, CUDA 13.0, torch 2.11: read roof 4000 GB/s, empty graph 4.7 us"
+    assert max(map(len, lines)) <= 80
+    heads = [i for i, line in enumerate(lines) if line.startswith("format     batch")]
+    assert len(heads) == 2  # our times, then torch's
+    for head in heads:
+        assert [line.split()[:4] for line in lines[head + 2 : head + 4]] == [
+            [name, "2", "4:2", "40"] for name in ("int4-g4", "int8/int4")
+        ]
+    assert done.stderr.splitlines()[-1] == "Timing: int8/int4, batch 2, 4:2 heads, T 40, 100 %"
+    found = json.loads(path.read_text())
+    assert found["machine"]["read_gb_per_s"] == 4000
+    assert [one["k_format"] for one in found["decode"]] == ["int4-g4", "int8"]
+
+
+def test_what_was_measured_is_told_after_an_interrupt(
+    gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(case: Case, *rest: Any) -> gpubench.Result:
+        if case.name == "int8":
+            raise KeyboardInterrupt
+        return measure(case, *rest)
+
+    monkeypatch.setattr(gpubench, "measure", interrupted)
+    path = tmp_path / "bench.json"
+    done = run("--format", "int4-g4", "--format", "int8", *SMALL, "--json", path)
+    assert done.exit_code == 130 and done.stderr.splitlines()[-1] == "Aborted."
+    assert [line for line in done.stdout.splitlines() if line.startswith("int4-g4")]
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["disk", "full disk"])
+def test_a_picture_is_the_last_thing(
+    full: bool, gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def plot(results: Sequence[gpubench.Result], machine: Machine, path: Path) -> None:
+        if full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        path.write_text(str(len(results)))
+
+    pytest.importorskip("matplotlib", reason="needs the report extra")
+    monkeypatch.setattr(gpureport, "plot", plot)
+    files = {"--json": tmp_path / "bench.json", "--plot": tmp_path / "roof.png"}
+    done = run("--format", "int8", *SMALL, *(part for pair in files.items() for part in pair))
+    assert done.exit_code == (2 if full else 0)
+    assert "int8" in done.stdout and len(json.loads(files["--json"].read_text())["decode"]) == 1
+    assert files["--plot"].exists() != full
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--device", "cpu", "--plot", "x.png"], "--plot is for GPUs"),
+        (["--device", "cpu", "--exact", 4, 128], "--exact is for GPUs"),
+        (["--seconds", 1], "--seconds is for the CPU"),
+        (["--format", "int5"], "'int5' is not one of 'int4', 'int4-g2', "),
+        (["--format", "int4/int5"], "'int5' is not one of 'int4', 'int4-g2', "),
+        (["--format", "int4/int4/int4"], "is not FORMAT or FORMAT/FORMAT"),
+        (["--head-dim", 100], "'100' is not one of"),
+        (["--seconds", "nan"], "nan is not a finite number"),
+        (["--seconds", "inf", "--device", "cpu"], "inf is not a finite number"),
+        (["--json", "x.txt"], "name it NAME.json"),
+        (["--q-heads", 7], "--q-heads 7 is not a multiple of --kv-heads 8"),
+        (["--page-size", 7], "--page-size 7: use 16"),
+        (["--dtype", "float32"], "'float32' is not one of"),
+        (["--plot", "x.svg"], "name it NAME.png"),
+        (["--tune", "--ablate"], "--tune or --ablate"),
+        (["--tune", "--exact", 4, 128], "--exact does not go with --tune or --ablate"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_mistakes_are_told_before_anything_runs(
+    gpu: None, options: list[object], message: str
+) -> None:
+    done = run(*options)
+    assert done.exit_code == 2
+    assert done.stdout == ""
+    assert message in done.stderr
+
+
+def test_a_missing_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    done = run("--device", "cuda")
+    assert done.exit_code == 2
+    assert done.stderr == "Error: --device cuda: torch finds no GPU here; use --device cpu\n"
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_measured(tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    done = run("--quick", "--json", path)
+    assert done.exit_code == 0, done.output
+    found = json.loads(path.read_text())
+    assert found["machine"]["read_gb_per_s"] > 100
+    assert all(0 < one["in_a_row_us"] <= 1.2 * one["us"] for one in found["decode"])
+    assert all(one["sdpa"]["name"] for one in found["decode"])
+
+
+@pytest.mark.gpu
+def test_every_variant_of_the_kernel_is_right_on_a_gpu() -> None:
+    done = run("--ablate", "--format", "int4-g8", "--batch", 2, "--seq-len", 1000)
+    assert done.exit_code == 0, done.output
+    assert "without padded shared memory" in done.stdout

@@ -1,0 +1,497 @@
+"""KVCache: what a token's row is, when it is written, and that a refused call changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kvquant import KVCache, RowFormat, dequantize_rows, quantize_rows
+from kvquant.errors import ConfigError, NonFiniteError, ShapeError
+from kvquant.rows.reference import reference_over_segments
+
+Measure = Callable[[torch.Tensor, torch.Tensor], float]
+
+BATCH, HEADS, DIM, MAX = 3, 2, 64, 40
+
+
+def make(**options: Any) -> KVCache:
+    """A small cache: 2 layers, 3 sinks, 5 recent tokens, 32 packed ones."""
+    options = {"sink_len": 3, "recent_len": 5, "v_format": "int8", **options}
+    return KVCache(options.pop("num_layers", 2), BATCH, HEADS, DIM, MAX, **options)
+
+
+def tokens(count: int, *, batch: int = BATCH, dim: int = DIM) -> torch.Tensor:
+    return torch.randn(batch, HEADS, count, dim)
+
+
+def everything(cache: KVCache) -> list[torch.Tensor]:
+    """Copies of all bytes of a cache."""
+    tensors = [tensor for layer in cache.layers for tensor in layer.tensors().values()]
+    return [tensor.clone() for tensor in [cache.start_positions, *tensors]]
+
+
+def unchanged(cache: KVCache, before: list[torch.Tensor]) -> bool:
+    return all(torch.equal(*pair) for pair in zip(everything(cache), before, strict=True))
+
+
+def expected(
+    x: torch.Tensor, fmt: str, sink_len: int, recent_len: int, exact: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
+    """What tokens x [heads, tokens, dim] of one sequence, never cropped, come back as."""
+    row_format = RowFormat.parse(fmt, x.shape[-1])
+    if not sink_len and not recent_len:
+        return dequantize_rows(quantize_rows(x, row_format), row_format)
+    x = x.to(exact)
+    packed = dequantize_rows(quantize_rows(x, row_format), row_format)
+    last = max(x.shape[1] - recent_len, sink_len)
+    return torch.cat([x[:, :sink_len].float(), packed[:, sink_len:last], x[:, last:].float()], 1)
+
+
+@pytest.mark.parametrize("sink_len", [0, 3, 60])
+@pytest.mark.parametrize("recent_len", [0, 1, 5, 60])
+@pytest.mark.parametrize("exact_format", ["bf16", "fp16"])
+def test_tokens_come_back_exact_at_both_ends_and_quantized_between(
+    sink_len: int, recent_len: int, exact_format: str
+) -> None:
+    cache = make(sink_len=sink_len, recent_len=recent_len, exact_format=exact_format)
+    k, v = tokens(MAX), tokens(MAX)
+    exact = torch.bfloat16 if exact_format == "bf16" else torch.float16
+    for layer in (0, 1):
+        cache.append(layer, k, v, [MAX, 7, 0])
+        for x, fmt, got in zip((k, v), ("int4-g4", "int8"), cache.dequantized(layer), strict=True):
+            assert got.shape == (BATCH, HEADS, MAX, DIM)
+            for b, count in enumerate((MAX, 7, 0)):
+                values = expected(x[b, :, :count], fmt, sink_len, recent_len, exact)
+                assert torch.equal(got[b, :, :count], values)
+                assert not got[b, :, count:].any()
+    assert cache.seq_lens.tolist() == [MAX, 7, 0]
+    assert cache.seq_lens.dtype == torch.int32
+
+
+@pytest.mark.parametrize("lengths", [(0, 0), (3, 5), (3, 0), (0, 5)], ids=str)
+def test_bytes_do_not_depend_on_the_chunks_tokens_came_in(lengths: tuple[int, int]) -> None:
+    k, v = tokens(37), tokens(37)
+    whole = make(sink_len=lengths[0], recent_len=lengths[1])
+    whole.append(0, k, v)
+    for chunks in ([1] * 37, [2, 3, 4, 5, 6, 7, 10], [36, 1], [8, 0, 29], [4, 33]):
+        cache = make(sink_len=lengths[0], recent_len=lengths[1])
+        for k_part, v_part in zip(
+            torch.split(k, chunks, 2), torch.split(v, chunks, 2), strict=True
+        ):
+            cache.append(0, k_part, v_part)
+        assert unchanged(cache, everything(whole)), chunks
+
+
+def test_a_row_once_packed_is_never_written_again() -> None:
+    cache = make()
+    at = cache.layers[0]
+    for _ in range(30):
+        packed_lens = at.packed_lens.tolist()
+        before = at.k_packed.clone(), at.v_packed.clone(), at.k_sinks.clone()
+        new_lens = torch.randint(0, 3, (BATCH,))
+        new_lens = new_lens.minimum(MAX - cache.layers[0].seq_lens)
+        cache.append(0, tokens(2), tokens(2), new_lens)
+        for b, packed in enumerate(packed_lens):
+            assert torch.equal(at.k_packed[b, :, :packed], before[0][b, :, :packed])
+            assert torch.equal(at.v_packed[b, :, :packed], before[1][b, :, :packed])
+            sinks = min(int(at.seq_lens[b]), 3)
+            if packed:
+                assert torch.equal(at.k_sinks[b, :, :sinks], before[2][b, :, :sinks])
+    assert bool((at.packed_lens > 5).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_input_of_any_float_dtype_and_stride_is_taken(dtype: torch.dtype) -> None:
+    k, v = tokens(20).to(dtype), tokens(20).to(dtype)
+    cache, other = make(), make()
+    cache.append(0, k, v)
+    strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v)]
+    other.append(0, *strided)
+    assert unchanged(other, everything(cache))
+    grad = make()
+    grad.append(0, k.clone().requires_grad_(), v.clone().requires_grad_())
+    assert unchanged(grad, everything(cache))
+
+
+def test_padding_behind_new_lens_may_hold_anything() -> None:
+    k, v = tokens(9), tokens(9)
+    counts = [9, 4, 0]
+    clean, dirty = make(), make()
+    clean.append(0, k, v, counts)
+    for b, count in enumerate(counts):
+        k[b, :, count:], v[b, :, count:] = torch.nan, torch.inf
+    dirty.append(0, k, v, torch.tensor(counts))
+    assert unchanged(dirty, everything(clean))
+
+
+def test_formats_may_differ_by_layer_and_between_k_and_v(relative_l2: Measure) -> None:
+    wide = RowFormat.parse("fp8-g2", 96)
+    cache = make(
+        num_layers=3,
+        k_format=["int4", RowFormat.parse("int8-g4", DIM), "bf16"],
+        v_format=[wide] * 3,
+    )
+    assert [str(layer.k_format) for layer in cache.layers] == ["int4", "int8-g4", "bf16"]
+    q = torch.randn(BATCH, 2 * HEADS, DIM)
+    for layer in range(3):
+        k, v = tokens(20), tokens(20, dim=96)
+        cache.append(layer, k, v)
+        got_k, got_v = cache.dequantized(layer)
+        for b in range(BATCH):
+            assert torch.equal(got_k[b], expected(k[b], str(cache.layers[layer].k_format), 3, 5))
+            assert torch.equal(got_v[b], expected(v[b], "fp8-g2", 3, 5))
+        out = cache.attend(layer, q, backend="reference")
+        assert isinstance(out, torch.Tensor)
+        full = torch.nn.functional.scaled_dot_product_attention(
+            q[:, :, None].double(), got_k.double(), got_v.double(), enable_gqa=True
+        )
+        assert relative_l2(out, full[:, :, 0]) < 1e-5
+
+
+@pytest.mark.parametrize("lengths", [(3, 5), (0, 0), (3, 0), (0, 5), (60, 60)], ids=str)
+def test_attend_sees_all_tokens(lengths: tuple[int, int], relative_l2: Measure) -> None:
+    cache = make(sink_len=lengths[0], recent_len=lengths[1])
+    q = torch.randn(BATCH, 4, DIM)
+    for counts in ([0, 0, 0], [2, 0, 9], [1, 1, 1], [9, 4, 0], [5, 9, 9]):
+        cache.append(0, tokens(9), tokens(9), counts)
+        result = cache.attend(0, q, return_lse=True, sm_scale=0.2)
+        out, lse = reference_over_segments(q, cache.segments(0), 0.2)
+        assert relative_l2(result[0], out) < 1e-5
+        torch.testing.assert_close(result[1].double(), lse, rtol=1e-5, atol=1e-5)
+        k, v = (x.double() for x in cache.dequantized(0))
+        for b, seq_len in enumerate(cache.layers[0].seq_lens.tolist()):
+            if seq_len:
+                query = q[b].double().view(HEADS, 2, DIM)
+                weights = (query @ k[b, :, :seq_len].transpose(-1, -2) * 0.2).softmax(-1)
+                assert relative_l2(out[b].view(HEADS, 2, DIM), weights @ v[b, :, :seq_len]) < 1e-12
+
+
+@pytest.mark.parametrize("keep", [0, 2, 3, 4, 8, 11, 12, 15, 16, 20])
+def test_crop_forgets_the_last_tokens(keep: int) -> None:
+    """Packed rows stay packed; what follows is as if it had come right after them."""
+    k, v = tokens(20), tokens(20)
+    cache = make()
+    for layer in (0, 1):
+        cache.append(layer, k, v)
+    packed = min(int(cache.layers[0].packed_lens[0]), max(keep - 3, 0))
+    before = cache.dequantized(0)
+    cache.crop(keep)
+    assert cache.seq_lens.tolist() == [keep] * BATCH
+    assert cache.layers[1].packed_lens.tolist() == [packed] * BATCH
+    assert torch.equal(cache.dequantized(0)[0], before[0][:, :, :keep])
+    k, v = tokens(18), tokens(18)
+    cache.append(0, k, v)
+    got = cache.dequantized(0)[0]
+    last = keep + 18 - 5
+    assert torch.equal(
+        got[:, :, :keep], expected_after_crop(before[0], k, keep, packed)[:, :, :keep]
+    )
+    assert torch.equal(got[:, :, last:], k[:, :, last - keep :].bfloat16().float())
+    fmt = RowFormat.parse("int4-g4", DIM)
+    middle = dequantize_rows(quantize_rows(k.bfloat16(), fmt), fmt)
+    first = max(keep, 3)
+    assert torch.equal(got[:, :, first:last], middle[:, :, first - keep : last - keep])
+
+
+def expected_after_crop(
+    kept: torch.Tensor, new: torch.Tensor, keep: int, packed: int
+) -> torch.Tensor:
+    """The kept tokens, those that were exact and are neither sinks nor recent now quantized."""
+    fmt = RowFormat.parse("int4-g4", DIM)
+    again = dequantize_rows(quantize_rows(kept, fmt), fmt)
+    values = torch.cat([kept[:, :, :keep], new.bfloat16().float()], 2)
+    first, last = 3 + packed, min(keep, values.shape[2] - 5)
+    if first < last:
+        values[:, :, first:last] = again[:, :, first:last]
+    return values
+
+
+def test_lengths_may_be_numbers_of_numpy() -> None:
+    number: Any = np.int64
+    cache = KVCache(*map(number, (1, BATCH, HEADS, DIM, MAX)), sink_len=number(3))
+    assert type(cache.max_seq_len) is type(cache.sink_len) is int
+    cache.append(number(0), tokens(9), tokens(9), number([9, 4, 2]))
+    cache.crop(number(5))
+    assert cache.seq_lens.tolist() == [5, 4, 2]
+
+
+def test_crop_takes_a_length_for_each_sequence() -> None:
+    cache = make()
+    for layer in (0, 1):
+        cache.append(layer, tokens(20), tokens(20), [20, 9, 4])
+    cache.crop(torch.tensor([18, 9, 0]))
+    assert cache.seq_lens.tolist() == [18, 9, 0]
+    cache.crop(10)
+    assert cache.seq_lens.tolist() == [10, 9, 0]
+    before = everything(cache)
+    wrong: list[Any] = [-1, [11, 9, 0], [10, 9, -1], [10, 9], [[10, 9, 0]]]
+    for lengths in wrong:
+        with pytest.raises(ShapeError, match=r"cannot crop sequences of \[10, 9, 0\] tokens"):
+            cache.crop(lengths)
+    fractions: list[Any] = [[1.5, 2, 0], torch.ones(3), torch.ones(3, dtype=torch.bool)]
+    for lengths in fractions:
+        with pytest.raises(ConfigError, match="use whole numbers"):
+            cache.crop(lengths)
+    assert unchanged(cache, before)
+
+
+def test_reorder_moves_sequences_with_all_they_have() -> None:
+    cache = make()
+    for layer in (0, 1):
+        cache.append(layer, tokens(20), tokens(20), [20, 9, 4])
+    cache.start_positions[:] = torch.tensor([0, 100, 200])
+    before = cache.fork()
+    cache.reorder([2, 2, 0])
+    assert cache.seq_lens.tolist() == [4, 4, 20]
+    assert cache.positions.tolist() == [204, 204, 20]
+    for layer in (0, 1):
+        old, new = before.dequantized(layer), cache.dequantized(layer)
+        for x, y in zip(old, new, strict=True):
+            assert torch.equal(y[0, :, :4], x[2, :, :4])
+            assert torch.equal(y[1, :, :4], x[2, :, :4])
+            assert torch.equal(y[2], x[0])
+    # the two copies go on independently
+    cache.append(0, tokens(30), tokens(30), [30, 0, 0])
+    assert torch.equal(cache.dequantized(0)[0][1, :, :4], before.dequantized(0)[0][2, :, :4])
+
+
+def test_repeat_puts_copies_side_by_side() -> None:
+    cache = make()
+    cache.append(0, tokens(20), tokens(20), [20, 9, 4])
+    cache.append(1, tokens(20), tokens(20), [20, 9, 4])
+    cache.start_positions[:] = torch.tensor([0, 100, 200])
+    many = cache.repeat(2)
+    assert many.batch == 2 * BATCH
+    assert many.seq_lens.tolist() == [20, 20, 9, 9, 4, 4]
+    assert many.start_positions.tolist() == [0, 0, 100, 100, 200, 200]
+    for x, y in zip(cache.dequantized(1), many.dequantized(1), strict=True):
+        assert torch.equal(y, x.repeat_interleave(2, 0))
+    for times in (0, -1, 1.5):
+        with pytest.raises(ConfigError, match=r"times .* is not possible"):
+            cache.repeat(times)  # type: ignore[arg-type]
+
+
+def test_a_fork_shares_nothing_with_its_origin() -> None:
+    cache = make()
+    cache.append(0, tokens(20), tokens(20))
+    other = cache.fork()
+    assert unchanged(other, everything(cache))
+    storages = {tensor.untyped_storage().data_ptr() for tensor in held(cache)}
+    assert not storages & {tensor.untyped_storage().data_ptr() for tensor in held(other)}
+    before = everything(cache)
+    other.append(0, tokens(20), tokens(20))
+    other.reset()
+    assert unchanged(cache, before)
+    some = cache.fork([2, 0])
+    assert some.batch == 2
+    assert torch.equal(some.dequantized(0)[0], cache.dequantized(0)[0][[2, 0]])
+
+
+def test_reset_empties_and_the_cache_is_as_new() -> None:
+    k, v = tokens(20), tokens(20)
+    cache, new = make(), make()
+    cache.append(0, tokens(37), tokens(37))
+    cache.start_positions[:] = 7
+    cache.reset()
+    assert cache.seq_lens.tolist() == cache.positions.tolist() == [0] * BATCH
+    assert cache.dequantized(0)[0].shape == (BATCH, HEADS, 0, DIM)
+    for each in (cache, new):
+        each.append(0, k, v)
+    for x, y in zip(cache.dequantized(0), new.dequantized(0), strict=True):
+        assert torch.equal(x, y)
+
+
+def held(cache: KVCache) -> list[torch.Tensor]:
+    tensors = [tensor for layer in cache.layers for tensor in layer.tensors().values()]
+    return [cache.start_positions, cache.bad_rows, cache.lost_tokens, *tensors]
+
+
+@pytest.mark.parametrize("lengths", [(3, 5), (0, 0), (60, 60)], ids=str)
+def test_nbytes_is_what_the_storages_hold(lengths: tuple[int, int]) -> None:
+    cache = make(sink_len=lengths[0], recent_len=lengths[1], k_format=["int4-g4", "fp8"])
+
+    def true_bytes() -> int:
+        storages = [tensor.untyped_storage() for tensor in held(cache)]
+        return sum({s.data_ptr(): s.nbytes() for s in storages if s.nbytes()}.values())
+
+    assert cache.nbytes == true_bytes()
+    cache.append(0, tokens(20), tokens(20))
+    cache.reorder([1, 1, 0])
+    cache.crop(0)
+    assert cache.nbytes == true_bytes()
+    sinks = min(lengths[0], MAX)
+    recent = min(lengths[1], MAX - sinks)
+    rows = {"int4-g4": 48, "fp8": 68, "int8": 68, "bf16": 128}
+    per_token = [rows["int4-g4"] + rows["int8"], rows["fp8"] + rows["int8"]]
+    packed = (MAX - sinks - recent) * sum(per_token)
+    exact = 2 * (sinks + recent) * 2 * rows["bf16"]
+    assert cache.nbytes == BATCH * HEADS * (packed + exact) + BATCH * (8 + 2 * 4 * 4) + 3 * 4
+
+
+@pytest.mark.parametrize("max_seq_len", [0, 1, 3, 4, 8, 9])
+def test_a_cache_may_be_shorter_than_its_exact_ends(max_seq_len: int) -> None:
+    cache = KVCache(1, 2, HEADS, DIM, max_seq_len, sink_len=3, recent_len=5)
+    k, v = tokens(max_seq_len, batch=2), tokens(max_seq_len, batch=2)
+    for t in range(max_seq_len):
+        cache.append(0, k[:, :, t : t + 1], v[:, :, t : t + 1])
+    got = cache.dequantized(0)[0]
+    assert got.shape == k.shape
+    for b in range(2):
+        if max_seq_len:
+            assert torch.equal(got[b], expected(k[b], "int4-g4", 3, 5))
+    with pytest.raises(ShapeError, match=f"would grow to {max_seq_len + 1} tokens"):
+        cache.append(0, tokens(1, batch=2), tokens(1, batch=2))
+    result = cache.attend(0, torch.randn(2, 4, DIM), return_lse=True, backend="reference")
+    assert bool(result[1].isfinite().all()) == bool(max_seq_len)
+
+
+def test_lengths_are_those_that_every_layer_holds() -> None:
+    cache = make()
+    cache.append(0, tokens(4), tokens(4))
+    assert cache.seq_lens.tolist() == [0, 0, 0]
+    cache.append(1, tokens(3), tokens(3))
+    assert cache.seq_lens.tolist() == [3, 3, 3]
+    assert cache.positions.tolist() == [3, 3, 3]
+    cache.crop(3)  # a step that failed between two layers is taken back
+    assert cache.layers[0].seq_lens.tolist() == [3, 3, 3]
+
+
+@pytest.mark.parametrize("lengths", [(3, 5), (0, 0), (3, 0), (0, 5)], ids=str)
+@pytest.mark.parametrize("exact_format", ["bf16", "fp16"])
+@pytest.mark.parametrize("limit", [65504.0, 65408.0, -65504.0, -65280.0])
+def test_a_value_that_is_taken_never_turns_into_nan(
+    limit: float, exact_format: str, lengths: tuple[int, int]
+) -> None:
+    """Float32 65504 is 65536 in bf16: refused at once, or held for good."""
+    cache = make(sink_len=lengths[0], recent_len=lengths[1], exact_format=exact_format)
+    k = tokens(20)
+    k[0, 1, 4, 5] = limit
+    try:
+        cache.append(0, k, k)
+    except NonFiniteError:
+        assert exact_format == "bf16"
+        assert abs(limit) > 65280
+        return
+    cache.append(0, tokens(20), tokens(20))
+    assert bool(cache.dequantized(0)[0].isfinite().all())
+
+
+class Work(TorchDispatchMode):
+    """Counts the elements of all that torch makes or changes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.elements = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not function.is_view:
+            self.elements += result.numel()
+        return result
+
+
+MOVES: dict[str, Callable[[KVCache], object]] = {
+    "reorder": lambda cache: cache.reorder([2, 0, 0]),
+    "fork": lambda cache: cache.fork([1, 1]),
+    "repeat": lambda cache: cache.repeat(2),
+    "crop": lambda cache: cache.crop(28),
+    "dequantized": lambda cache: cache.dequantized(0),
+    "reset": lambda cache: cache.reset(),
+}
+
+
+def test_sequences_move_at_the_cost_of_their_tokens() -> None:
+    """Not of the room that there is: a beam search moves them in every step."""
+    work: dict[int, dict[str, int]] = {}
+    for room in (10_000, 1_000_000):
+        cache = KVCache(2, BATCH, HEADS, DIM, room, sink_len=2, recent_len=4, windows=[None, 9])
+        for layer in (0, 1):
+            cache.append(layer, tokens(30), tokens(30))
+        assert cache.nbytes > room * BATCH * HEADS * 2 * 40  # there is as much memory
+        work[room] = {}
+        for name, call in MOVES.items():
+            with Work() as counted:
+                call(cache)
+            work[room][name] = counted.elements
+    assert work[10_000] == work[1_000_000]
+    rows = 2 * BATCH * HEADS * (30 * 40 + 6 * 128 + 40 * 30 + 4 * 128)  # of both layers and sides
+    assert work[10_000]["reorder"] < 4 * rows and work[10_000]["crop"] < 200
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_moved_sequences_are_whole(window: int | None) -> None:
+    """Whatever is not copied is not read: also in a ring that went round, and after a crop."""
+    cache = KVCache(1, BATCH, HEADS, DIM, 700, sink_len=2, recent_len=4, windows=[window])
+    cache.append(0, tokens(640), tokens(640), [640, 30, 0])
+    cache.start_positions.copy_(torch.tensor([5, 6, 7]))
+    for crop in (None, [640, 30, 0], [630, 20, 0]):
+        if crop:
+            cache.crop(crop)
+        q = torch.randn(BATCH, 4, DIM)
+        whole, values = cache.attend(0, q), cache.dequantized(0)
+        for index in ([2, 1, 0], [0, 0, 0], [1, 2, 2]):
+            other = cache.fork(index)
+            assert torch.equal(other.attend(0, q[index]), whole[index])
+            for mine, theirs in zip(other.dequantized(0), values, strict=True):
+                assert torch.equal(mine, theirs[index][:, :, : mine.shape[2]])
+            assert other.start_positions.tolist() == [5 + place for place in index]
+            again = cache.fork()
+            again.reorder(index)
+            for one in (other, again):
+                one.append(0, tokens(3), tokens(3))
+            assert torch.equal(again.layers[0].seq_lens, other.layers[0].seq_lens)
+    cache.crop([640 - 10, 20, 0])
+    cache.append(0, tokens(60), tokens(60))
+    assert cache.fork().seq_lens.tolist() == cache.seq_lens.tolist()
+
+
+def test_large_rooms_are_free_until_they_are_used() -> None:
+    with Work() as counted:
+        cache = KVCache(2, 1, HEADS, DIM, 1 << 20)
+    assert counted.elements < 1e6 < 1e8 < cache.nbytes
+    assert not cache.layers[1].k_packed[0, 1, -100:].any()
+
+
+def test_rows_that_become_nan_when_they_leave_the_window_are_told() -> None:
+    """A file, or CUDA, may bring 16-bit rows that the packed format cannot hold."""
+    cache = make(num_layers=1)
+    cache.append(0, tokens(6), tokens(6))
+    layer = cache.layers[0]
+    wide = quantize_rows(torch.full((HEADS, 1, DIM), 1e5), layer.k_exact)
+    layer.k_exact_rows[1, :, 3:4] = wide  # the oldest of the window of sequence 1
+    told = []
+    for _ in range(5):
+        cache.append(0, tokens(1), tokens(1))
+        told.append(cache.bad_rows.tolist())
+        if any(told[-1]):
+            with pytest.raises(NonFiniteError, match=f"{HEADS} rows of K and 0 of V came with"):
+                cache.check()
+    assert [HEADS, 0] in told and told.count([0, 0]) == 4
+    assert bool(cache.attend(0, torch.ones(BATCH, 4, DIM))[1].isnan().all())
+
+
+def test_the_largest_length_is_not_passed() -> None:
+    """Lengths are int32, and their sums are not."""
+    most = 2**31 - 1
+    cache = KVCache(1, 1, 1, DIM, most, sink_len=0, recent_len=0, windows=[1])
+    layer = cache.layers[0]
+    layer.begin(torch.tensor([most - 1]), torch.tensor([most - 1]))
+    x = torch.randn(1, 1, 2, DIM)
+    with pytest.raises(ShapeError, match=f"sequence 0 would grow to {most + 1} tokens"):
+        cache.append(0, x, x)
+    cache.append(0, x[:, :, :1], x[:, :, :1])
+    for count in (1, 2):
+        with pytest.raises(ShapeError, match=f"would grow to {most + count} tokens"):
+            cache.append(0, x[:, :, :count], x[:, :, :count])
+    assert cache.seq_lens.tolist() == [most] and cache.positions.tolist() == [most]
+    assert bool(cache.attend(0, torch.ones(1, 1, DIM)).any())
+    assert cache.fork([0]).seq_lens.tolist() == [most]
+    cache.crop(most - 1)
+    cache.append(0, x[:, :, 1:], x[:, :, 1:])

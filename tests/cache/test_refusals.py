@@ -1,0 +1,248 @@
+"""What KVCache refuses: each a clear error, after which every byte is as before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from kvquant import KVCache, PagedKVCache, devices
+from kvquant.cache import layer
+from kvquant.errors import ConfigError, DeviceError, NonFiniteError, ShapeError
+
+BATCH, HEADS, DIM, MAX = 3, 2, 64, 40
+
+
+def make(**options: Any) -> KVCache:
+    """A small cache: 2 layers, 3 sinks, 5 recent tokens, 32 packed ones."""
+    options = {"sink_len": 3, "recent_len": 5, "v_format": "int8", **options}
+    return KVCache(options.pop("num_layers", 2), BATCH, HEADS, DIM, MAX, **options)
+
+
+def tokens(count: int, *, batch: int = BATCH, dim: int = DIM) -> torch.Tensor:
+    return torch.randn(batch, HEADS, count, dim)
+
+
+def everything(cache: KVCache) -> list[torch.Tensor]:
+    """Copies of all bytes of a cache."""
+    tensors = [tensor for layer in cache.layers for tensor in layer.tensors().values()]
+    return [tensor.clone() for tensor in [cache.start_positions, *tensors]]
+
+
+def unchanged(cache: KVCache, before: list[torch.Tensor]) -> bool:
+    return all(torch.equal(*pair) for pair in zip(everything(cache), before, strict=True))
+
+
+BAD_APPENDS: list[tuple[str, Callable[[], tuple[Any, ...]], type[Exception], str]] = [
+    (
+        "too long",
+        lambda: (tokens(35), tokens(35)),
+        ShapeError,
+        "sequence 0 would grow to 44 tokens",
+    ),
+    (
+        "one too long",
+        lambda: (tokens(33), tokens(33), [1, 33, 36]),
+        ShapeError,
+        "new_lens is [1, 33, 36]: give [batch] of 0 to 33",
+    ),
+    (
+        "the last too long",
+        lambda: (tokens(39), tokens(39), [1, 1, 39]),
+        ShapeError,
+        "sequence 2 would grow to 41 tokens, max_seq_len is 40: crop it, or make a larger cache",
+    ),
+    (
+        "k of 3 axes",
+        lambda: (tokens(4)[0], tokens(4)),
+        ShapeError,
+        "k is [2, 4, 64]: it must be [3, 2, new_tokens, 64]",
+    ),
+    ("batch of 2", lambda: (tokens(4, batch=2), tokens(4)), ShapeError, "k is [2, 2, 4, 64]"),
+    ("v too wide", lambda: (tokens(4), tokens(4, dim=80)), ShapeError, "v is [3, 2, 4, 80]"),
+    (
+        "tokens before heads",
+        lambda: (tokens(4).transpose(1, 2), tokens(4).transpose(1, 2)),
+        ShapeError,
+        "k is [3, 4, 2, 64]: it must be [3, 2, new_tokens, 64]",
+    ),
+    ("v shorter", lambda: (tokens(4), tokens(3)), ShapeError, "k has 4 new tokens, v 3"),
+    ("lens of 2", lambda: (tokens(4), tokens(4), [1, 1]), ShapeError, "new_lens is [1, 1]"),
+    ("negative", lambda: (tokens(4), tokens(4), [1, -1, 1]), ShapeError, "new_lens is [1, -1, 1]"),
+    (
+        "fractions",
+        lambda: (tokens(4), tokens(4), [1.5, 1, 1]),
+        ConfigError,
+        "new_lens is torch.float32: use whole numbers",
+    ),
+    (
+        "float64",
+        lambda: (tokens(4).double(), tokens(4)),
+        ConfigError,
+        "k is torch.float64: use float32, bfloat16 or float16",
+    ),
+    ("integers", lambda: (tokens(4), tokens(4).int()), ConfigError, "v is torch.int32: use"),
+    (
+        "NaN in k",
+        lambda: (spoiled(tokens(4), torch.nan), tokens(4)),
+        NonFiniteError,
+        "k[1, 0, 2, 63] is nan: int4-g4 and bf16 rows hold finite values up to 65504; nothing was",
+    ),
+    (
+        "NaN in v",
+        lambda: (tokens(4), spoiled(tokens(4), torch.nan)),
+        NonFiniteError,
+        "v[1, 0, 2, 63]",
+    ),
+    ("Inf in v", lambda: (tokens(4), spoiled(tokens(4), -torch.inf)), NonFiniteError, "is -inf"),
+    ("over fp16", lambda: (spoiled(tokens(4), 7e4), tokens(4)), NonFiniteError, "k[1, 0, 2, 63]"),
+    (
+        "over fp16 in bf16",
+        lambda: (spoiled(tokens(4).bfloat16(), 65536.0), tokens(4)),
+        NonFiniteError,
+        "k[1, 0, 2, 63] is 65536.0",
+    ),
+    (
+        "over fp16 once rounded to bf16",
+        lambda: (spoiled(tokens(4), 65500.0), tokens(4)),
+        NonFiniteError,
+        "k[1, 0, 2, 63]",
+    ),
+]
+
+
+def spoiled(x: torch.Tensor, value: float) -> torch.Tensor:
+    x[1, 0, 2, 63] = value
+    x[2, 1, 3, 0] = value
+    return x
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [case[1:] for case in BAD_APPENDS],
+    ids=[c[0] for c in BAD_APPENDS],
+)
+def test_an_append_that_fails_changes_nothing(
+    arguments: Callable[[], tuple[Any, ...]], error: type[Exception], message: str
+) -> None:
+    cache = make()
+    cache.append(0, tokens(9), tokens(9), [9, 4, 2])
+    before = everything(cache)
+    with pytest.raises(error) as caught:
+        cache.append(0, *arguments())
+    assert message in str(caught.value)
+    assert unchanged(cache, before)
+    cache.append(0, tokens(20), tokens(20))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"k_format": "int3"}, "format 'int3' does not exist"),
+        ({"k_format": 4}, "format 4 is not possible"),
+        ({"k_format": ["int4"]}, "k_format lists 1 formats for 2 layers"),
+        ({"v_format": ["int4", None]}, "format None is not possible"),
+        ({"exact_format": "fp32"}, "exact_format 'fp32' does not exist: use 'bf16' or 'fp16'"),
+        ({"sink_len": -1}, "sink_len -1 is not possible: use a whole number from 0"),
+        ({"recent_len": 1.0}, "recent_len 1.0 is not possible"),
+        ({"recent_len": True}, "recent_len True is not possible"),
+        ({"sink_len": 2**31}, "use a whole number from 0 to 2147483647"),
+        ({"num_layers": 0}, "num_layers 0 is not possible: use a whole number from 1"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-",
+)
+def test_a_cache_that_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make(**options)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("index", [[0, 1, 3], [0, 1, -1], [0, 1], [[0, 1, 2]], 1], ids=str)
+def test_places_that_do_not_exist_are_refused(index: Any) -> None:
+    cache = make()
+    cache.append(0, tokens(9), tokens(9))
+    before = everything(cache)
+    with pytest.raises(ShapeError, match="index"):
+        cache.reorder(index)
+    if index != [0, 1]:
+        with pytest.raises(ShapeError, match="give places from 0 to 2"):
+            cache.fork(index)
+    assert unchanged(cache, before)
+
+
+def test_masks_and_fractions_are_no_places() -> None:
+    cache = make()
+    for index in (torch.tensor([True, False, True]), torch.tensor([0.0, 1.0, 2.0])):
+        for call in (cache.reorder, cache.fork):
+            with pytest.raises(ConfigError, match=r"index is torch.* use whole numbers"):
+                call(index)
+
+
+@pytest.mark.parametrize("layer", [2, -1, 5], ids=str)
+def test_layers_that_do_not_exist_are_refused(layer: int) -> None:
+    cache = make()
+    before = everything(cache)
+    calls: list[Callable[[], object]] = [
+        lambda: cache.append(layer, tokens(1), tokens(1)),
+        lambda: cache.attend(layer, torch.zeros(BATCH, 4, DIM)),
+        lambda: cache.segments(layer),
+        lambda: cache.dequantized(layer),
+    ]
+    for call in calls:
+        with pytest.raises(
+            ConfigError, match=f"layer {layer} does not exist: the cache has layers 0 to 1"
+        ):
+            call()
+    assert unchanged(cache, before)
+
+
+def test_tokens_on_another_device_are_refused() -> None:
+    cache = make()
+    before = everything(cache)
+    with pytest.raises(DeviceError, match="v is on meta, the cache on cpu"):
+        cache.append(0, tokens(1), tokens(1).to("meta"))
+    assert unchanged(cache, before)
+
+
+def test_a_truth_value_is_no_length() -> None:
+    cache = make()
+    cache.append(0, tokens(9), tokens(9))
+    before = everything(cache)
+    for length in (True, 1.0):
+        with pytest.raises(ConfigError, match="use whole numbers"):
+            cache.crop(length)  # type: ignore[arg-type]
+    assert unchanged(cache, before)
+
+
+def test_attend_refuses_a_query_that_does_not_fit() -> None:
+    cache = make()
+    for q in (torch.zeros(BATCH, 4, 1, DIM), torch.zeros(4, DIM), torch.zeros(2, 4, DIM)):
+        with pytest.raises(ShapeError, match=r"q is|q \["):
+            cache.attend(0, q)
+
+
+def test_more_than_the_memory_is_refused_before_any_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The system would give it, and end the process when it is used."""
+    monkeypatch.setattr(devices, "available_memory", lambda: 1 << 29)
+    taken = []
+    monkeypatch.setattr(layer, "zero_rows", lambda *of: taken.append(of))
+    sizes: list[tuple[int, int, int, int, int]]
+    sizes = [(4, 2, 2, 64, 1 << 22), (1, 1, 1, 64, 1 << 24), (9, 1 << 22, 1, 64, 0)]
+    for shape in sizes:
+        with pytest.raises(ConfigError, match=r"a cache of .* GiB, more than there is: use a sma"):
+            KVCache(*shape)
+    assert not taken
+
+
+def test_numbers_that_no_memory_holds_are_refused_before_anything_is_listed() -> None:
+    most = 2**31 - 1
+    with pytest.raises(ConfigError, match=f"a cache of {most} layers takes .*: use fewer layers"):
+        KVCache(most, 1, 1, 64, 0)
+    with pytest.raises(ConfigError, match=f"a cache of {most} layers takes .*: use fewer layers"):
+        PagedKVCache(most, 1, 64, 4)
+    with pytest.raises(ConfigError, match=f"a cache of {BATCH * most} sequences takes"):
+        make().repeat(most)

@@ -1,0 +1,303 @@
+"""Layers with a sliding window: what they see, keep and forget (10 s)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvquant import KVCache, load_cache, save_cache
+from kvquant.cache import layer
+from kvquant.cache.layer import rooms_of
+from kvquant.errors import CheckpointError, ConfigError, ShapeError, UnsupportedError
+from kvquant.io.container import CacheFile
+from kvquant.io.export import export_cache
+from kvquant.rows.basis import Basis, LayerBasis
+
+BATCH, HEADS, DIM, MAX = 2, 2, 64, 64
+WINDOW, SPARE = 12, 6
+
+
+@pytest.fixture(autouse=True)
+def few_rows_to_spare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that rings close in short tests."""
+    monkeypatch.setattr(layer, "SPARE", SPARE)
+
+
+def make(windows: list[int | None] | None = None, device: str = "cpu", **options: Any) -> KVCache:
+    """One layer with a window and one without."""
+    options = {"sink_len": 3, "recent_len": 4, "v_format": "int8", **options}
+    windows = [WINDOW, None] if windows is None else windows
+    return KVCache(len(windows), BATCH, HEADS, DIM, MAX, device=device, windows=windows, **options)
+
+
+def tokens(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    k, v = torch.randn(2, BATCH, HEADS, count, DIM).bfloat16()
+    return k, v
+
+
+def fill(cache: KVCache, chunks: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Append random tokens in chunks to every layer; K and V of all."""
+    parts = [tokens(count) for count in chunks]
+    for k, v in parts:
+        for index in range(cache.num_layers):
+            cache.append(index, k, v)
+    k_parts, v_parts = zip(*parts, strict=True)
+    return torch.cat(k_parts, 2), torch.cat(v_parts, 2)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_a_window_shows_the_last_tokens_of_an_unlimited_layer(data: st.DataObject) -> None:
+    """Beside it a layer without a window, whose sinks are none, is given the same."""
+    window = data.draw(st.sampled_from([1, 3, 5, 12, 100]), "window")
+    recent_len = data.draw(st.sampled_from([0, 1, 4, 20]), "recent_len")
+    recent = min(recent_len, window)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layer, "SPARE", data.draw(st.sampled_from([1, 2, 6]), "spare"))
+        cache = make([window], recent_len=recent_len)
+    other = make([None], sink_len=0, recent_len=recent)
+    q = torch.randn(BATCH, 2 * HEADS, DIM)
+    for _ in range(data.draw(st.integers(1, 8), "chunks")):
+        room = MAX - int(cache.seq_lens.max())
+        count = data.draw(st.integers(0, min(room, 25)), "tokens")
+        lens = data.draw(st.lists(st.integers(0, count), min_size=BATCH, max_size=BATCH), "lens")
+        k, v = tokens(count)
+        for one in (cache, other):
+            one.append(0, k, v, lens)
+        assert cache.seq_lens.tolist() == other.seq_lens.tolist()
+        expected = other.dequantized(0)
+        for got, values in zip(cache.dequantized(0), expected, strict=True):
+            for b, seq_len in enumerate(cache.seq_lens.tolist()):
+                held = min(seq_len, window)
+                assert torch.equal(got[b, :, :held], values[b, :, seq_len - held : seq_len])
+                assert not got[b, :, held:].any()
+        out, lse = cache.attend(0, q, return_lse=True)
+        for b, seq_len in enumerate(cache.seq_lens.tolist()):
+            first = max(seq_len - window, 0)
+            k_seen, v_seen = (x[b, :, first:seq_len].double() for x in expected)
+            scores = q[b].double().view(HEADS, 2, DIM) @ k_seen.mT / DIM**0.5
+            assert torch.allclose(lse[b].double(), scores.logsumexp(-1).flatten(), atol=1e-5)
+            seen = (scores.softmax(-1) @ v_seen).flatten(0, 1)
+            assert torch.allclose(out[b].double(), seen if seq_len else 0 * seen, atol=1e-4)
+
+
+def test_bytes_do_not_depend_on_the_chunks() -> None:
+    whole = make()
+    k, v = fill(whole, [50])
+    for chunks in ([1] * 50, [7, 13, 30], [19, 1, 30]):
+        cache = make()
+        for k_part, v_part in zip(k.split(chunks, 2), v.split(chunks, 2), strict=True):
+            for index in range(2):
+                cache.append(index, k_part, v_part)
+        for one, two in zip(cache.layers, whole.layers, strict=True):
+            for got, expected in zip(
+                one.dequantized(torch.float32), two.dequantized(torch.float32), strict=True
+            ):
+                assert torch.equal(got, expected)
+
+
+def test_memory_is_that_of_the_window() -> None:
+    assert rooms_of(64, 3, 4, None) == (3, 57, 4)
+    assert rooms_of(64, 3, 4, 12) == (0, 14, 4)
+    assert rooms_of(64, 3, 40, 12) == (0, 6, 12), "no more recent rows than the window has"
+    assert rooms_of(10, 3, 4, 12) == (0, 6, 4), "nor packed ones than there are tokens"
+    cache = make()
+    assert [at.k_packed.shape[2] for at in cache.layers] == [14, 57]
+    assert cache.windows == [12, None]
+
+
+def test_crop_goes_back_as_far_as_there_are_rows() -> None:
+    cache, other = make(), make()
+    k, v = fill(cache, [40])
+    before = cache.dequantized(0)[0]
+    with pytest.raises(
+        ShapeError,
+        match=r"cropped from 40 to 33 .*layer 0 sees the last 12 .*"
+        r"before token 22. Keep 34 or more, or none",
+    ):
+        cache.crop(33)
+    assert torch.equal(cache.dequantized(0)[0], before) and cache.seq_lens.tolist() == [40, 40]
+    cache.crop([34, 40])
+    with pytest.raises(ShapeError, match="cannot be cropped from 34 to 33"):
+        cache.crop(33)
+    new_k, new_v = fill(cache, [9])
+    other.append(
+        0,
+        torch.cat([k[:1, :, :34], new_k[:1]], 2).expand(2, -1, -1, -1),
+        torch.cat([v[:1, :, :34], new_v[:1]], 2).expand(2, -1, -1, -1),
+    )
+    got, expected = cache.dequantized(0)[0][0], other.dequantized(0)[0][0]
+    assert torch.equal(got, expected), "all of these were packed or exact in both"
+    cache.crop(0)
+    fill(cache, [5])
+    cache.crop(2)
+    assert cache.seq_lens.tolist() == [2, 2]
+    cache.reset()
+    fill(cache, [40])
+    cache.crop(36)
+
+
+def test_sequences_move_with_what_they_have() -> None:
+    cache = make()
+    for index in range(2):
+        cache.append(index, *tokens(40), [40, 9])
+    forked = cache.fork([1, 0, 0])
+    for place, origin in enumerate([1, 0, 0]):
+        for index in range(2):
+            got, expected = forked.dequantized(index)[0], cache.dequantized(index)[0]
+            assert torch.equal(got[place], expected[origin])
+    with pytest.raises(ShapeError, match="sequence 1 cannot be cropped from 40 to 20"):
+        forked.crop([9, 20, 40])
+    cache.reorder([1, 1])
+    assert cache.seq_lens.tolist() == [9, 9]
+    cache.crop(3)
+
+
+@pytest.mark.parametrize("with_basis", [False, True], ids=["plain", "basis"])
+def test_a_basis_is_not_seen(with_basis: bool) -> None:
+    basis = LayerBasis(Basis(torch.randn(HEADS, DIM), "hadamard"), Basis(torch.randn(HEADS, DIM)))
+    exact: dict[str, Any] = {"k_format": "fp16", "v_format": "fp16", "exact_format": "fp16"}
+    cache, other = make(bases=[basis] * 2, **exact), make(**exact)
+    k, v = fill(cache, [40])
+    for index in range(2):
+        other.append(index, k, v)
+    q = torch.randn(BATCH, 2 * HEADS, DIM)
+    for index in range(2):
+        got, expected = cache.attend(index, q), other.attend(index, q)
+        assert isinstance(got, torch.Tensor) and isinstance(expected, torch.Tensor)
+        torch.testing.assert_close(got, expected, atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("lens", [[40, 40], [40, 7], [5, 0]], ids=str)
+def test_files_hold_the_window_and_go_on(tmp_path: Path, lens: list[int]) -> None:
+    cache = make()
+    for index in range(2):
+        cache.append(index, *tokens(40), lens)
+    cache.crop([max(n - 2, 0) for n in lens])
+    save_cache(cache, tmp_path / "a.safetensors")
+    loaded = load_cache(tmp_path / "a.safetensors")
+    assert loaded.windows == [12, None]
+    with CacheFile(tmp_path / "a.safetensors") as file:
+        assert file.manifest.version == 2
+        kept = {part.kind: part.num_rows for part in file.manifest.parts.values() if not part.layer}
+    assert sum(kept.values()) == sum(min(max(n - 2, 0), WINDOW) for n in lens)
+    for _ in range(2):
+        assert loaded.seq_lens.tolist() == cache.seq_lens.tolist()
+        for index in range(2):
+            for got, expected in zip(
+                loaded.dequantized(index), cache.dequantized(index), strict=True
+            ):
+                assert torch.equal(got, expected)
+        for index in range(2):
+            k, v = tokens(12)
+            cache.append(index, k, v)
+            loaded.append(index, k, v)
+    if lens[0] == 40:
+        save_cache(loaded, tmp_path / "a.safetensors")
+        again = load_cache(tmp_path / "a.safetensors", max_seq_len=80)
+        assert torch.equal(again.dequantized(0)[0], loaded.dequantized(0)[0])
+        with pytest.raises(ShapeError, match="cannot be cropped from 62 to 61"):
+            again.crop([61, int(again.seq_lens[1])])
+
+
+@pytest.mark.parametrize(
+    ("windows", "recent_len", "new", "kept", "least"),
+    [([WINDOW, None], 4, 40, 40, 40), ([WINDOW, None], 4, 40, 38, 40), ([WINDOW], 12, 18, 6, 18)],
+    ids=["full", "cropped", "all packed"],
+)
+def test_the_room_that_a_file_needs_is_told(
+    tmp_path: Path, windows: list[int | None], recent_len: int, new: int, kept: int, least: int
+) -> None:
+    cache, path = make(windows, recent_len=recent_len), tmp_path / "a.safetensors"
+    fill(cache, [new])
+    cache.crop(kept)
+    save_cache(cache, path)
+    with pytest.raises(CheckpointError, match=f"use at least {least}$"):
+        load_cache(path, max_seq_len=least - 1)
+    assert load_cache(path, max_seq_len=least).seq_lens.tolist() == [kept] * BATCH
+
+
+def test_files_without_windows_stay_of_version_1(tmp_path: Path) -> None:
+    cache = make([None, None])
+    fill(cache, [9])
+    save_cache(cache, tmp_path / "a.safetensors")
+    with CacheFile(tmp_path / "a.safetensors") as file:
+        assert file.manifest.version == 1
+
+
+def test_versions_that_do_not_fit_the_layers_are_refused(tmp_path: Path) -> None:
+    from kvquant.io.manifest import Manifest
+
+    cache = make()
+    fill(cache, [9])
+    save_cache(cache, tmp_path / "a.safetensors")
+    with CacheFile(tmp_path / "a.safetensors") as file:
+        text = file.manifest.to_json(file._digests, "test")
+    with pytest.raises(CheckpointError, match="has version 1, its layers are of 2"):
+        Manifest.from_json(text.replace('"version":2', '"version":1'))
+    for wrong in ("0", "true", '"12"', "1.5"):
+        with pytest.raises(CheckpointError, match=r"layers\[0\]\.window"):
+            Manifest.from_json(text.replace('"window":12', f'"window":{wrong}'))
+
+
+def test_other_programs_get_no_part_of_a_sequence(tmp_path: Path) -> None:
+    cache = make()
+    fill(cache, [9])
+    with pytest.raises(UnsupportedError, match="layer 0 has a sliding window of 12 tokens"):
+        export_cache(cache, tmp_path / "a.safetensors", "bf16")
+
+
+@pytest.mark.parametrize(
+    ("windows", "message"),
+    [([1], "1 windows for 2 layers"), ([0, None], "a window 0 is not"), ([True, None], "True")],
+    ids=["one", "zero", "truth"],
+)
+def test_windows_that_cannot_be_are_refused(windows: list[Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        KVCache(2, BATCH, HEADS, DIM, MAX, windows=windows)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of torch's own graphs
+def test_compiled_steps_are_the_same() -> None:
+    cache, other = make(), make()
+    q = torch.randn(BATCH, 2 * HEADS, DIM)
+
+    def step(one: KVCache, k: torch.Tensor, v: torch.Tensor) -> list[Any]:
+        found = []
+        for index in range(2):
+            one.append(index, k, v)
+            found.append(one.attend(index, q))
+        return found
+
+    compiled = torch.compile(lambda k, v: step(cache, k, v), fullgraph=True, backend="aot_eager")
+    for _ in range(8):
+        k, v = tokens(5)
+        for got, expected in zip(compiled(k, v), step(other, k, v), strict=True):
+            assert torch.equal(got, expected)
+    cache.check()
+    for got, expected in zip(cache.layers, other.layers, strict=True):
+        for name, tensor in got.tensors().items():
+            assert torch.equal(tensor, expected.tensors()[name]), name
+
+
+@pytest.mark.gpu
+def test_a_ring_is_read_on_a_gpu() -> None:
+    cache, other = make(device="cuda"), make()
+    q = torch.randn(BATCH, 4 * HEADS, DIM).bfloat16()
+    for count in (20, 1, 1, 14, 9, 1):
+        k, v = tokens(count)
+        for index in range(2):
+            cache.append(index, k.cuda(), v.cuda())
+            other.append(index, k, v)
+            got, expected = cache.attend(index, q.cuda()), other.attend(index, q.float())
+            assert isinstance(got, torch.Tensor) and isinstance(expected, torch.Tensor)
+            torch.testing.assert_close(got.float().cpu(), expected, atol=0.03, rtol=0.03)
+    cache.check()
+    for one, two in zip(cache.layers, other.layers, strict=True):
+        for name, tensor in one.tensors().items():
+            assert torch.equal(tensor.cpu(), two.tensors()[name]), name

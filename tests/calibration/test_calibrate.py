@@ -1,0 +1,302 @@
+"""The whole of calibration, on the bundled model and on small random ones (25 s)."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+from tiny_models import tiny_model  # noqa: E402
+
+from kvquant.calibration.calibrate import Goal, _key, calibrate, observe  # noqa: E402
+from kvquant.calibration.text_report import refusal  # noqa: E402
+from kvquant.calibration.windows import Sizes, observed_windows, random_tokens, spread  # noqa: E402
+from kvquant.errors import CheckpointError, ConfigError, NonFiniteError  # noqa: E402
+from kvquant.hf.model import CachedModel  # noqa: E402
+from kvquant.io.plan import CachePlan  # noqa: E402
+
+Measure = Callable[[torch.Tensor, torch.Tensor], float]
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SIZES = Sizes(observed=1536, length=512, windows=4, context=160, scored=12)
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Qwen2": {},
+    "Qwen3": {},
+    "Mistral": {"sliding_window": None},
+    "Gemma": {},
+    "Phi": {"num_key_value_heads": 4, "partial_rotary_factor": 0.5},
+    "GPTNeoX": {"num_key_value_heads": 4},
+}
+BIASED = ("Qwen2", "Phi", "GPTNeoX")
+
+
+@pytest.fixture(scope="module")
+def model() -> CachedModel:
+    return CachedModel.from_pretrained(EXAMPLES / "llama-demo-5m")
+
+
+@pytest.fixture(scope="module")
+def text(model: CachedModel) -> list[int]:
+    return model.encode((EXAMPLES / "unseen.txt").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def plan(model: CachedModel, text: list[int]) -> CachePlan:
+    found = calibrate(model, text, sizes=SIZES)
+    assert found is not None
+    return found
+
+
+def tiny(kind: str) -> CachedModel:
+    return tiny_model(kind, **FAMILIES[kind])
+
+
+def test_a_plan_keeps_predictions_better_at_the_same_bits(plan: CachePlan) -> None:
+    kl = {(row["format"], row["plan"]): row["kl"] for row in plan.facts["comparison"]}
+    assert kl["int4", True] < 0.6 * kl["int4", False]
+    assert kl["int4", True] < kl["int4-g4", False]
+    assert kl["int4-g4", True] < kl["int4", True]
+    assert kl["int8", True] < kl["int8", False]
+    assert plan.bits == 4.25 and plan.formats == [("int4", "int4")] * 4
+    assert plan.facts["measured"]["kl"] == pytest.approx(kl["int4", True], rel=1e-3)
+    told = plan.facts["measured"]
+    assert (told["scored"], told["passages"]) == (48, 4)
+    assert 0 < told["kl_error"] < told["kl"]
+    assert 0 < told["top1_error"] < 0.2
+    assert all(row["kl_error"] > 0 and row["top1_error"] > 0 for row in plan.facts["comparison"])
+
+
+def test_every_step_lowers_the_weighted_error(plan: CachePlan) -> None:
+    for side in "kv":
+        errors = [plan.tensors[f"{side}.error.{step}"] for step in plan.facts["steps"]]
+        assert [tuple(error.shape) for error in errors] == [(4, 1)] * 6
+        means = [float(error.mean()) for error in errors]
+        assert means[2:] == sorted(means[2:], reverse=True), side
+        assert means[-1] < 0.9 * means[0]
+        names = [f"{side}.format_error.{name}" for name in plan.facts["candidates"]]
+        by_format = [float(plan.tensors[name].mean()) for name in names]
+        assert by_format == sorted(by_format, reverse=True)
+
+
+def test_a_model_in_16_bit_gives_nearly_the_same_plan(
+    plan: CachePlan, model: CachedModel, text: list[int], relative_l2: Measure
+) -> None:
+    half = CachedModel.from_pretrained(EXAMPLES / "llama-demo-5m", dtype=torch.bfloat16)
+    assert half.exact_format == "bf16"
+    found = calibrate(half, text, sizes=SIZES)
+    assert found is not None
+    assert found.facts["settings"]["dtype"] == "bfloat16"
+    assert plan.facts["settings"]["dtype"] == "float32"
+    windows = torch.zeros(1, 8, dtype=torch.int64)
+    assert _key(half, windows) != _key(model, windows), "sums of both would be mixed"
+    for side in "kv":
+        for name in (f"{side}.offset", f"{side}.format_error.int4", f"{side}.error.plain"):
+            assert relative_l2(found.tensors[name], plan.tensors[name]) < 0.02, name
+    for ours, theirs in zip(plan.facts["comparison"], found.facts["comparison"], strict=True):
+        assert 0.4 * ours["kl"] < theirs["kl"] < 2.5 * ours["kl"] + 1e-3  # of 48 tokens
+    found.check_model(model.config_dict)
+
+
+def test_a_plan_survives_its_file_and_decodes_alike(
+    plan: CachePlan, model: CachedModel, text: list[int], tmp_path: Path
+) -> None:
+    path = tmp_path / "plan.safetensors"
+    plan.save(path)
+    again = CachePlan.load(path, model=model.config_dict)
+    tokens = torch.tensor([text[:90]])
+    found = [
+        model.prefill(model.new_cache(1, 90, plan=one, sink_len=4, recent_len=16), tokens)
+        for one in (plan, again)
+    ]
+    assert torch.equal(*found)
+    plain = model.plain(tokens)
+    assert float((found[0] - plain).abs().mean()) < 0.5 * float(plain.std())
+
+
+def test_formats_are_chosen_to_keep_a_limit(
+    plan: CachePlan, model: CachedModel, text: list[int]
+) -> None:
+    limit = plan.facts["measured"]["kl"] / 2
+    found = calibrate(model, text, sizes=SIZES, goal=Goal(max_kl=limit))
+    assert found is not None and found.facts["limit"]["met"]
+    assert found.facts["measured"]["kl"] <= limit
+    assert 4.25 < found.bits < 8.25
+
+
+def test_a_budget_is_kept_and_a_limit_within_it_may_fail(
+    model: CachedModel, text: list[int]
+) -> None:
+    goal = Goal(max_kl=1e-7, budget=4.6)
+    found = calibrate(model, text, sizes=SIZES, goal=goal)
+    assert found is not None and 4.25 < found.bits <= 4.6
+    assert not found.facts["limit"]["met"] and found.facts["blamed"]
+    with pytest.raises(ConfigError, match=r"a budget of 4.0 bits is below 4.25"):
+        calibrate(model, text, sizes=SIZES, goal=Goal(budget=4.0))
+
+
+def test_a_plan_without_data_comes_close(
+    plan: CachePlan, model: CachedModel, text: list[int]
+) -> None:
+    held = text[-(len(text) // 4) :]
+    found = calibrate(model, None, held, sizes=SIZES, zero_data=True)
+    assert found is not None and found.facts["zero_data"]
+    assert found.facts["measured"]["kl"] < 2 * plan.facts["measured"]["kl"]
+    bare = calibrate(model, None, sizes=SIZES, zero_data=True)
+    assert bare is not None and bare.facts["measured"] is None
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_every_family_is_calibrated(kind: str) -> None:
+    model = tiny(kind)
+    tokens = random_tokens(model.config_dict, 600)
+    assert set(model.output_weights()) == {0, 1}
+    sizes = Sizes(observed=256, length=64, windows=2, context=64, scored=4)
+    found = calibrate(model, tokens, sizes=sizes)
+    assert found is not None
+    kl = {(row["format"], row["plan"]): row["kl"] for row in found.facts["comparison"]}
+    assert 0 < kl["int8", True] < kl["int4", True]
+    # random weights leave nothing to gain but large biases, which some of them have
+    assert kl["int4", True] < (0.2 if kind in BIASED else 1.5) * kl["int4", False]
+    with pytest.raises(CheckpointError, match="was made for a"):
+        other = tiny("Llama" if kind != "Llama" else "Qwen2")
+        other.new_cache(1, 10, plan=found)
+
+
+def test_scores_are_those_within_the_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, sizes = tiny_model("Mistral", sliding_window=8), Sizes(observed=256, length=64)
+    within = calibrate(model, None, sizes=sizes, zero_data=True)
+    monkeypatch.setattr(CachedModel, "windows", lambda self: {})
+    beyond = calibrate(model, None, sizes=sizes, zero_data=True)
+    assert within is not None and beyond is not None
+    assert torch.equal(within.tensors["k.offset"], beyond.tensors["k.offset"])
+    for name, sign in (("max", 1), ("min", -1)):
+        more = sign * (beyond.tensors[f"scores.{name}"] - within.tensors[f"scores.{name}"])
+        assert float(more.min()) >= 0 and float(more.median()) > 0
+
+
+def test_layers_that_rows_cannot_hold_are_kept_in_16_bit() -> None:
+    model = tiny("Qwen2")
+    with torch.no_grad():
+        model.model.model.layers[1].self_attn.k_proj.bias[3] = 9e4
+    tokens = random_tokens(model.config_dict, 600)
+    sizes = Sizes(observed=256, length=64, windows=2, context=64, scored=4)
+    found = calibrate(model, tokens, sizes=sizes)
+    assert found is not None
+    assert found.formats == [("int4", "int4"), ("bf16", "bf16")]
+    assert "its keys go up to" in found.facts["layers"][1]["kept"]
+    assert {row["layer"] for row in found.facts["sensitivity"]} == {0}
+    assert found.facts["measured"]["kl"] < 0.2
+    with torch.no_grad():
+        model.model.model.layers[0].self_attn.v_proj.bias[0] = torch.nan
+    with pytest.raises(NonFiniteError, match="layer 0 attends with NaN or Inf"):
+        calibrate(model, tokens, sizes=sizes)
+
+
+def test_a_budget_counts_the_layers_that_stay_in_16_bit(tmp_path: Path) -> None:
+    model = tiny("Llama")
+    tokens = random_tokens(model.config_dict, 600)
+    sizes = Sizes(observed=256, length=64, windows=2, context=64, scored=4)
+    layers = model.model.model.layers
+    with torch.no_grad():
+        layers[1].self_attn.v_proj.weight.mul_(1e6)
+    found = calibrate(model, tokens, sizes=sizes, goal=Goal(budget=11.0))
+    assert found is not None and found.formats[1] == ("bf16", "bf16")
+    assert 10.25 < found.bits <= 11.0
+    with pytest.raises(ConfigError, match=r"a budget of 10.0 bits is below 10.25"):
+        calibrate(model, None, sizes=sizes, goal=Goal(budget=10.0), zero_data=True)
+    with torch.no_grad():
+        layers[0].self_attn.v_proj.weight.mul_(1e6)
+    found = calibrate(model, tokens, sizes=sizes, goal=Goal(max_kl=1.0))
+    assert found is not None and found.bits == 16 and found.facts["limit"]["met"]
+    missed = {"max_kl": 0.25, "budget": None, "met": False}
+    measured = {**found.facts["measured"], "kl": 0.5}
+    facts = {**found.facts, "measured": measured, "limit": missed}
+    CachePlan(facts, found.tensors).save(tmp_path / "plan.safetensors")
+    problem = refusal(CachePlan.load(tmp_path / "plan.safetensors"))
+    assert problem is not None and "bits per element; all layers are in 16 bit." in problem
+
+
+def test_a_text_of_one_token_has_a_plan() -> None:
+    model = tiny("Qwen2")
+    sizes = Sizes(observed=256, length=64, windows=2, context=20, scored=4)
+    found = calibrate(model, [7] * 600, sizes=sizes)
+    assert found is not None and found.facts["measured"]["kl"] < 0.01
+
+
+def test_what_is_no_text_is_told(model: CachedModel, text: list[int]) -> None:
+    cases: list[tuple[Any, str]] = [
+        ([1.5] * 600, r"tokens is torch.float32: use whole numbers"),
+        ("word " * 600, r"tokens is of type str: give the ids of a text"),
+        (iter(text), r"tokens is of type list_iterator: give the ids of a text"),
+        (torch.tensor(text)[None], r"tokens is \[1, \d+\]: give the ids of one text, \[tokens\]"),
+        (None, r"there is no text: give tokens, or zero_data=True"),
+    ]
+    for given, words in cases:
+        with pytest.raises(ConfigError, match=words):
+            calibrate(model, given, sizes=SIZES)
+    with pytest.raises(ConfigError, match="a KL is measured on a text"):
+        calibrate(model, None, sizes=SIZES, goal=Goal(max_kl=0.1), zero_data=True)
+    with pytest.raises(ConfigError, match="rounding 'best' does not exist: use feedback or"):
+        calibrate(model, text, sizes=SIZES, rounding="best")
+
+
+def test_an_interrupted_run_goes_on(model: CachedModel, text: list[int], tmp_path: Path) -> None:
+    state, windows = tmp_path / "sums", spread(text, 4, 64)
+
+    class Interrupted(CachedModel):
+        reads = 0
+
+        def observe(self, tokens: torch.Tensor, observer: Any) -> None:
+            Interrupted.reads += 1
+            if Interrupted.reads == 3:
+                raise KeyboardInterrupt
+            super().observe(tokens, observer)
+
+    broken = Interrupted(model.model)
+    with pytest.raises(KeyboardInterrupt):
+        observe(broken, windows, "key", state)
+    shares: list[int] = []
+    again = observe(broken, windows, "key", state, lambda stage, share: shares.append(share))
+    assert Interrupted.reads == 5 and shares == [50, 25, 25]
+    whole = observe(model, windows, "key", None)
+    for layer, moments in whole.layers.items():
+        torch.testing.assert_close(again.layers[layer].queries, moments.queries)
+
+
+@pytest.mark.parametrize(("count", "length"), [(1, 100), (3, 20), (10, 10), (7, 14)])
+def test_windows_are_spread_over_the_text_without_overlap(count: int, length: int) -> None:
+    windows = spread(range(100), count, length)
+    assert windows.shape == (count, length)
+    assert windows[0, 0] == 0
+    assert len(set(windows.flatten().tolist())) == count * length
+    assert bool((windows.diff(dim=1) == 1).all())
+
+
+def test_choosing_has_windows_of_its_own() -> None:
+    observed, fitted = observed_windows(range(4000), Sizes(observed=2000, length=100), None)
+    assert len(observed) + len(fitted) == 20
+    assert not set(observed.flatten().tolist()) & set(fitted.flatten().tolist())
+    observed, fitted = observed_windows(range(50), Sizes(), 40)
+    assert observed.tolist() and fitted.shape == (1, 25)
+
+
+def test_impossible_goals_and_sizes_are_refused(model: CachedModel, text: list[int]) -> None:
+    with pytest.raises(ConfigError, match=r"1000 tokens are too few for 8 windows of 1089: give"):
+        calibrate(model, text[:4000])
+    words = r"or shorter windows \(--context, --scored\), or 2 of them \(--windows 2\)"
+    with pytest.raises(ConfigError, match=words):
+        calibrate(model, text[:10000])
+    with pytest.raises(ConfigError, match="format 'banana' does not exist"):
+        Goal(format="banana")
+    sizes: list[Any] = [0, 1.5, "8", True, float("nan")]
+    for size in sizes:
+        with pytest.raises(ConfigError, match=r"windows .* is not possible: use a whole number"):
+            Sizes(windows=size)
+    impossible: list[dict[str, Any]] = [{"max_kl": 0.0}, {"max_kl": float("nan")}]
+    for goal in [*impossible, {"budget": float("inf")}]:
+        with pytest.raises(ConfigError, match=r"cannot be kept|not possible"):
+            Goal(**goal)
+    with pytest.raises(ConfigError, match="give a format, or"):
+        Goal(max_kl=1, format="int4")

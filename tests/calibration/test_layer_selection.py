@@ -1,0 +1,262 @@
+"""Which layers a cache holds: shapes, and models that mix kinds of layers (20 s)."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from kvquant.calibration.calibrate import calibrate
+from kvquant.calibration.layer_selection import HeldLayers, held_layers, renumbered
+from kvquant.calibration.moments import LayerMoments, Moments
+from kvquant.calibration.text_report import render_plan, warnings
+from kvquant.calibration.windows import Sizes, random_tokens
+from kvquant.cli.main import main
+from kvquant.errors import UnsupportedError
+from kvquant.io.plan import CachePlan
+
+pytest.importorskip("transformers")
+from tiny_models import tiny_model
+
+DEMO = Path(__file__).parents[2] / "examples" / "llama-demo-5m"
+EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 64}
+LINEAR: dict[str, Any] = {
+    **EXPERTS,
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "shared_expert_intermediate_size": 64,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}
+CONV: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "layer_types": ["conv", "full_attention", "full_attention"],
+}
+
+
+def moments(shapes: dict[int, tuple[int, int, int]]) -> Moments:
+    made = Moments()
+    for layer, (heads, k_dim, v_dim) in shapes.items():
+        made.layers[layer] = LayerMoments(2 * heads, heads, k_dim, v_dim)
+    return made
+
+
+def test_layers_of_one_shape_are_all_held() -> None:
+    config = SimpleNamespace(num_hidden_layers=2)
+    assert held_layers(moments({0: (2, 64, 64), 1: (2, 64, 64)}), config) == ([0, 1], {})
+
+
+def test_layers_without_attention_or_of_another_shape_are_named() -> None:
+    shapes = {1: (2, 64, 64), 2: (4, 64, 64), 3: (2, 72, 64), 5: (2, 64, 64)}
+    config = SimpleNamespace(
+        num_hidden_layers=6, layer_types=["conv", *["full_attention"] * 3, "mamba"]
+    )
+    places, others = held_layers(moments(shapes), config)
+    assert places == [1, 5]
+    assert others == {
+        0: "it has no keys and values (conv)",
+        2: "its 4 KV heads of 64 and 64 elements differ from the 2 of 64 and 64 of the cache",
+        3: "its 2 KV heads of 72 and 64 elements differ from the 2 of 64 and 64 of the cache",
+        4: "it has no keys and values (mamba)",
+    }
+    held = renumbered(moments(shapes), places)
+    assert set(held.layers) == {0, 1}
+
+
+def test_widths_that_no_row_has_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="rows of K are 72 wide, of V 64; possible are 64,"):
+        held_layers(moments({0: (2, 72, 64)}), None)
+
+
+def test_the_layers_of_the_cache_are_counted_from_0() -> None:
+    class Model:
+        def observe(self, tokens: torch.Tensor, observer: Any) -> None:
+            for layer in range(4):
+                observer(layer, *[torch.tensor(layer)] * 3, 1.0)
+
+        def output_weights(self) -> dict[int, torch.Tensor]:
+            return {layer: torch.tensor(layer) for layer in (0, 1, 3)}
+
+        def shared_layers(self) -> dict[int, int]:
+            return {}
+
+        def windows(self) -> dict[int, int]:
+            return {0: 10, 2: 30}
+
+    seen = []
+    held = HeldLayers(Model(), [1, 2, 3])
+    held.observe(torch.zeros(1), lambda layer, q, k, v, scale: seen.append((layer, int(q))))
+    assert seen == [(0, 1), (1, 2), (2, 3)]
+    assert held.output_weights() == {0: 1, 2: 3}
+    assert held.windows() == {1: 30}
+
+
+def test_layers_that_share_are_read_as_those_that_they_share_with() -> None:
+    shapes, shared = {0: (2, 64, 64), 1: (2, 64, 64), 2: (2, 64, 64)}, {2: 0}
+    config = SimpleNamespace(num_hidden_layers=3)
+    places, others = held_layers(moments(shapes), config, shared)
+    assert (places, others) == ([0, 1], {2: "it attends to the keys and values of layer 0"})
+
+    class Model:
+        def observe(self, tokens: torch.Tensor, observer: Any) -> None:
+            for layer in shapes:
+                observer(layer, *[torch.tensor(layer)] * 3, 1.0)
+
+        def output_weights(self) -> dict[int, torch.Tensor]:
+            return {layer: torch.full((1, 4), float(layer)) for layer in shapes}
+
+        def shared_layers(self) -> dict[int, int]:
+            return shared
+
+        def windows(self) -> dict[int, int]:
+            return {}
+
+    held, seen = HeldLayers(Model(), places, shared), []
+    held.observe(torch.zeros(1), lambda layer, q, k, v, scale: seen.append(int(q)))
+    assert seen == [0, 1]
+    assert {at: w.tolist() for at, w in held.output_weights().items()} == {
+        0: [[0.0] * 4, [2.0] * 4],
+        1: [[1.0] * 4],
+    }
+    q, k, v = torch.randn(3, 1, 4, 5, 64)
+    found, alike = Moments(), Moments()
+    for layer, own in ((0, q), (1, q), (2, 2 * q)):
+        found.observe(layer, own, k[:, :2], v[:, :2], 1.0)
+    merged = renumbered(found, places, shared)
+    alike.observe(0, q, k[:, :2], v[:, :2], 1.0)
+    expected = alike.layers[0].queries * (1 + 4) / 2
+    torch.testing.assert_close(merged.layers[0].queries, expected)
+    torch.testing.assert_close(merged.layers[1].queries, alike.layers[0].queries)
+    assert torch.equal(merged.layers[0].mean("k"), alike.layers[0].mean("k"))
+    assert merged.count == found.count == 5
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_models_that_share_keys_are_calibrated(head_dim: int) -> None:
+    model = tiny_model(
+        "Gemma4Text",
+        num_hidden_layers=4,
+        num_kv_shared_layers=2,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        sliding_window=32,
+        hidden_size_per_layer_input=16,
+        vocab_size_per_layer_input=256,
+        global_head_dim=head_dim,
+    )
+    sizes = Sizes(observed=128, length=32, windows=1, context=48, scored=24)
+    plan = calibrate(model, random_tokens(model.config_dict, 400), sizes=sizes)
+    assert plan is not None
+    why = {one["layer"]: one["why"] for one in plan.facts["others"]}
+    assert why[2] == "it attends to the keys and values of layer 0"
+    kl = {(row["format"], row["plan"]): row["kl"] for row in plan.facts["comparison"]}
+    assert 0 < kl["int8", True] < 0.2 * kl["int4", True]
+    if head_dim == 64:
+        assert plan.places == [0, 1] and plan.facts["measured"]["in_one_pass"] is None
+        cache = model.new_cache(1, 64, plan=plan)
+        model.prefill(cache, torch.zeros(1, 40, dtype=torch.int64), chunk=9)
+        assert [at.seq_lens.tolist() for at in cache.layers] == [[40]] * 2
+        return
+    assert plan.places == [0] and "differ from the 2 of 64" in why[1]
+    told = "the plan has layers [0] of the model, its KVCache needs [0, 1]"
+    assert plan.facts["measured"]["in_one_pass"] == told
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "places", "others", "held"),
+    [
+        ("Qwen3Next", LINEAR, [1], {0: "linear_attention", 2: "linear_attention"}, "layer 1"),
+        ("Lfm2", CONV, [1, 2], {0: "conv"}, "layers 1-2"),
+    ],
+    ids=["linear-attention", "convolution"],
+)
+def test_hybrid_models_are_calibrated_but_for_layers_without_keys(
+    kind: str, changes: dict[str, Any], places: list[int], others: dict[int, str], held: str
+) -> None:
+    model = tiny_model(kind, **changes)
+    sizes = Sizes(observed=128, length=32, windows=1, context=48, scored=24)
+    plan = calibrate(model, random_tokens(model.config_dict, 400), sizes=sizes)
+    assert plan is not None
+    facts = plan.facts
+    assert facts["places"] == places and plan.formats == [("int4", "int4")] * len(places)
+    why = {one["layer"]: one["why"] for one in facts["others"]}
+    assert why == {layer: f"it has no keys and values ({name})" for layer, name in others.items()}
+    assert "KVCache holds attention layers only" in facts["measured"]["in_one_pass"]
+    kl = {(row["format"], row["plan"]): row["kl"] for row in facts["comparison"]}
+    assert 0 < kl["int8", True] < 0.2 * kl["int4", True]
+    said = warnings(plan)
+    for layer, name in others.items():
+        words = f"layer {layer} is not in the cache: it has no keys and values ({name})"
+        assert words in said
+    assert any("cannot decode from a KVCache" in words for words in said)
+    assert f"{held}: K int4, V int4" in render_plan(plan).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "why"),
+    [
+        (
+            "Gemma3Text",
+            {"sliding_window": 32, "layer_types": ["sliding_attention", "full_attention"]},
+            None,
+        ),
+        (
+            "Gemma2",
+            {"sliding_window": 32, "query_pre_attn_scalar": 64},
+            "layer 0 (Gemma2Attention) asks for softcap",
+        ),
+        (
+            "GptOss",
+            {"sliding_window": 32, "num_local_experts": 2, "num_experts_per_tok": 1},
+            "layer 0 (GptOssAttention) asks for s_aux",
+        ),
+    ],
+    ids=["sliding", "softcap", "sinks"],
+)
+def test_models_whose_attention_has_windows_caps_or_sinks_are_calibrated(
+    kind: str, changes: dict[str, Any], why: str | None
+) -> None:
+    model = tiny_model(kind, **changes)
+    sizes = Sizes(observed=128, length=32, windows=1, context=48, scored=24)
+    plan = calibrate(model, random_tokens(model.config_dict, 400), sizes=sizes)
+    assert plan is not None and plan.facts["others"] == []
+    kl = {(row["format"], row["plan"]): row["kl"] for row in plan.facts["comparison"]}
+    assert 0 < kl["int8", True] < 0.2 * kl["int4", True]
+    told = plan.facts["measured"]["in_one_pass"]
+    assert told is None if why is None else told.startswith(why)
+
+
+def test_what_is_not_the_models_fault_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("Llama")
+
+    def fail(*_: Any) -> None:
+        raise UnsupportedError("install kvquant with its cuda extra")
+
+    monkeypatch.setattr(model, "step", fail)
+    sizes = Sizes(observed=128, length=32, windows=1, context=48, scored=24)
+    with pytest.raises(UnsupportedError, match="cuda extra"):
+        calibrate(model, random_tokens(model.config_dict, 400), sizes=sizes)
+
+
+def test_the_command_lists_the_layers_that_are_not_in_the_cache(tmp_path: Path) -> None:
+    folder, path = tmp_path / "model", tmp_path / "plan.safetensors"
+    vocabulary = tiny_model("Lfm2", **CONV, vocab_size=8192)
+    vocabulary.model.save_pretrained(folder)
+    for name in DEMO.glob("token*"):
+        shutil.copy(name, folder)
+    text = str(DEMO.parent / "unseen.txt")
+    sizes = "--observed 256 --length 64 --windows 2 --context 64 --scored 4".split()
+    result = CliRunner().invoke(
+        main, ["calibrate", str(folder), "--text", text, *sizes, "-o", str(path)]
+    )
+    assert result.exit_code == 0, result.output
+    assert "layer 0: not in the cache (it has no keys and values (conv))" in result.stdout
+    assert "layers 1-2: K int4, V int4" in result.stdout
+    assert "Warning: this model cannot decode from a KVCache (layer 0 is 'conv'" in result.stderr
+    assert CachePlan.load(path).facts["places"] == [1, 2]

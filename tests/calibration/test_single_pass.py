@@ -1,0 +1,102 @@
+"""Fidelity computed in one pass is that of decoding (8 s)."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvquant.calibration.calibrate import calibrate
+from kvquant.calibration.fidelity import Planned, Reference, Scheme
+from kvquant.calibration.single_pass import PassReference
+from kvquant.calibration.windows import Sizes, spread
+from kvquant.errors import NonFiniteError, ShapeError
+from kvquant.io.plan import CachePlan
+
+pytest.importorskip("transformers")
+from tiny_models import tiny_model
+
+from kvquant.hf.model import CachedModel
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+CONTEXT = 96
+
+
+@pytest.fixture(scope="module")
+def model() -> CachedModel:
+    return CachedModel.from_pretrained(EXAMPLES / "llama-demo-5m")
+
+
+@pytest.fixture(scope="module")
+def windows(model: CachedModel) -> torch.Tensor:
+    text = (EXAMPLES / "unseen.txt").read_text(encoding="utf-8")
+    return spread(model.encode(text), 8, CONTEXT + 13)
+
+
+@pytest.fixture(scope="module")
+def plan(model: CachedModel) -> CachePlan:
+    found = calibrate(model, None, sizes=Sizes(observed=256, length=64), zero_data=True)
+    assert found is not None
+    return found
+
+
+def test_both_tell_the_same(model: CachedModel, windows: torch.Tensor, plan: CachePlan) -> None:
+    """Within the standard error of either.
+
+    Matrix products of other shapes differ in the last bits, on some processors only; that moves
+    single 16-bit values and codes, and a KL of .02 by some percent.
+    """
+    decoded = Reference(model, windows, CONTEXT)
+    passed = PassReference(model, windows, CONTEXT, [0, 1, 2, 3], why="a test")
+    assert passed.num_tokens == decoded.num_tokens == 96 and passed.why == "a test"
+    assert passed.exact_format == decoded.exact_format
+    for scheme in (Scheme("int4", "int4"), Planned(plan)):
+        ours, theirs = passed.measure(scheme), decoded.measure(scheme)
+        error = theirs.kl_error
+        assert error is not None and 0 < error < theirs.kl / 3, scheme  # they tell something
+        assert abs(ours.kl - theirs.kl) < error, scheme
+        assert abs(math.log(ours.perplexity / theirs.perplexity)) < error, scheme
+        assert abs(math.log(passed.perplexity / decoded.perplexity)) < error
+        assert math.isclose(ours.bits, theirs.bits, rel_tol=0.01)
+    # its 16-bit rows are those of the reference: nothing differs
+    assert passed.measure(Scheme("bf16", "bf16")).kl == pytest.approx(0, abs=1e-9)
+
+
+def test_layers_that_no_cache_holds_stay_exact(model: CachedModel, windows: torch.Tensor) -> None:
+    none = PassReference(model, windows, CONTEXT, []).measure(Scheme("int4", "int4"))
+    some = PassReference(model, windows, CONTEXT, [2]).measure(Scheme("int4", "int4"))
+    every = PassReference(model, windows, CONTEXT, [0, 1, 2, 3]).measure(Scheme("int4", "int4"))
+    assert none.kl == 0 < some.kl < every.kl
+
+
+def test_bits_are_those_of_the_rows_of_this_model() -> None:
+    narrow = tiny_model("Llama")  # rows of 64 elements: 4 bits and a header of half a bit
+    windows = torch.arange(2 * 12).view(2, 12)
+    passed = PassReference(narrow, windows, 8, [0, 1])
+    assert passed.measure(Scheme("int4", "int4")).bits == 4.5
+    assert passed.measure(Scheme("bf16", "int8-g2")).bits == 12.5
+
+
+def test_windows_without_room_are_refused(model: CachedModel, windows: torch.Tensor) -> None:
+    with pytest.raises(ShapeError, match="have no room"):
+        PassReference(model, windows, windows.shape[1] - 1, [0])
+
+
+@pytest.mark.parametrize("planned", [False, True], ids=["scheme", "plan"])
+def test_what_rows_cannot_hold_is_refused(
+    model: CachedModel, windows: torch.Tensor, plan: CachePlan, planned: bool
+) -> None:
+    scheme = Planned(plan) if planned else Scheme("int4", "int4")
+    reference = PassReference(model, windows, CONTEXT, [0])
+    weight = model.model.model.layers[0].self_attn.v_proj.weight
+    kept = weight.detach().clone()
+    with torch.no_grad():
+        weight.mul_(1e6)
+    try:
+        with pytest.raises(NonFiniteError):
+            reference.measure(scheme)
+    finally:
+        with torch.no_grad():
+            weight.copy_(kept)

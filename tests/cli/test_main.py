@@ -1,0 +1,771 @@
+"""The command line (20 s)."""
+
+import errno
+import importlib.util
+import io
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from safetensors.torch import load_file, save_file
+
+from kvquant import __main__ as entry
+from kvquant import __version__
+from kvquant.cli import console
+from kvquant.cli import main as cli
+from kvquant.io import atomic as writing
+from kvquant.io.checkpoint import load_cache
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+MODEL = EXAMPLES / "llama-demo-5m"
+needs_hf = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="needs the hf extra"
+)
+
+
+def run(*args: object) -> Result:
+    return CliRunner().invoke(cli.main, [str(arg) for arg in args])
+
+
+def ok(*args: object) -> str:
+    result = run(*args)
+    assert result.exit_code == 0, result.stderr
+    return result.stdout
+
+
+@pytest.fixture
+def prompt(tmp_path: Path) -> Path:
+    path = tmp_path / "prompt.txt"
+    path.write_text((EXAMPLES / "unseen.txt").read_text(encoding="utf-8")[:2000], encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def raw(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    path = tmp_path / "raw.safetensors"
+    names = [f"layers.{layer}.{side}" for layer in range(2) for side in "kv"]
+    save_file({name: torch.randn(1, 2, 20, 128).bfloat16() for name in names}, path)
+    return path
+
+
+@pytest.mark.parametrize("command", [[], *([name] for name in cli.main.commands)], ids=str)
+def test_help_has_an_example(command: list[str]) -> None:
+    text = ok(*command, "--help")
+    assert "Example:\n" in text
+    assert f"kvquant {' '.join(command)}".strip() in text.split("Example:")[1]
+    assert ok(*command, "-h") == text
+
+
+def test_the_commands_are_those_of_the_readme() -> None:
+    assert {"quantize", "export", "inspect", "calibrate", "demo"} <= set(cli.main.commands)
+    assert __version__ in ok("--version")
+
+
+@needs_hf
+def test_a_prompt_becomes_a_cache_that_can_be_inspected_and_exported(
+    tmp_path: Path, prompt: Path
+) -> None:
+    path, out = tmp_path / "cache.safetensors", tmp_path / "kv.safetensors"
+    options = ["--k-format", "int8", "--format", "int4", "--sink-len", 2, "--recent-len", 16]
+    options += ["--tokens", 400]
+    text = ok("quantize", MODEL, "--prompt", prompt, *options, "--chunk", 200, "-o", path)
+    assert "int8" in text and "int4" in text
+    assert ok("inspect", path) == text
+
+    cache = load_cache(path)
+    length = int(cache.seq_lens)
+    assert length == 400
+    assert [cache.num_layers, cache.sink_len, cache.recent_len] == [4, 2, 16]
+    assert [str(cache.layers[3].k_format), str(cache.layers[3].v_format)] == ["int8", "int4"]
+    described = json.loads(ok("inspect", path, "--json"))
+    assert described["seq_lens"] == [length]
+    assert described["creation"]["source"] == "prompt.txt"
+
+    ok("export", path, "--to", "bf16", "-o", out)
+    exported = load_file(out)
+    assert exported["layers.0.k"].shape == (1, 1, length, 128)
+    torch.testing.assert_close(exported["layers.2.v"], cache.dequantized(2, torch.bfloat16)[1])
+
+
+def test_raw_tensors_become_a_cache(tmp_path: Path, raw: Path) -> None:
+    path = tmp_path / "cache.safetensors"
+    path.write_text("old")
+    text = ok("quantize", "--from", raw, "--v-format", "fp8", "--max-seq-len", 64, "-o", path)
+    assert "warning: no token is packed: the first 4 and the last 128" in text
+    cache = load_cache(path)
+    assert [str(cache.layers[1].k_format), str(cache.layers[1].v_format)] == ["int4-g4", "fp8"]
+    assert [cache.max_seq_len, cache.seq_lens.tolist()] == [64, [20]]
+
+
+def test_exports_to_other_layouts_say_what_was_lost(tmp_path: Path, raw: Path) -> None:
+    path = tmp_path / "cache.safetensors"
+    ok("quantize", "--from", raw, "--format", "int4", "-o", path)
+    out = tmp_path / "fb.safetensors"
+    first, *notes = ok("export", path, "--to", "fbgemm", "-o", out).splitlines()
+    assert first == f"{out}: fbgemm, {out.stat().st_size / 1024:.4g} KiB"
+    assert "16-bit rows" in notes[0]
+
+
+SMALL = ("--observed", 256, "--windows", 2, "--context", 32, "--scored", 4)
+
+
+@needs_hf
+def test_calibration_prints_a_table_and_writes_a_plan(tmp_path: Path) -> None:
+    from kvquant.io.plan import CachePlan
+
+    path, figures = tmp_path / "plan.safetensors", tmp_path / "plan.json"
+    text = EXAMPLES / "unseen.txt"
+    printed = ok("calibrate", MODEL, "--text", text, *SMALL, "-o", path, "--json", figures)
+    words = " ".join(printed.split())
+    assert "256 tokens observed, 8 scored after 32 tokens of context in 2 passages; " in words
+    assert "Too little text for a verdict. The cache is 3.8 times smaller" in words
+    assert "Only 8 tokens of 2 passages were scored" in words and "100.0 %" not in words
+    assert f"see it: kvquant report {path} -o " in words
+    for name in ("16 bit", "int4, plain", "the plan", "layers 0-3: K int4, V int4"):
+        assert any(line.startswith(name) for line in printed.splitlines()), name
+    plan = CachePlan.load(path)
+    assert plan.formats == [("int4", "int4")] * 4
+    told = json.loads(figures.read_text())
+    assert told["verdict"]["kind"] == "notice" and len(told["next"]) == 3
+    assert told["measured"] == plan.facts["measured"]
+    assert {file.name for file in tmp_path.iterdir()} == {path.name, figures.name}
+
+
+@needs_hf
+def test_an_interrupted_calibration_says_where_its_sums_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvquant.calibration import calibrate as running
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    path = tmp_path / "plan.safetensors"
+    given = ("calibrate", MODEL, "--zero-data", "--observed", 256, "--length", 128, "-o", path)
+    with monkeypatch.context() as patch:
+        patch.setattr(running, "choose", interrupt)
+        result = run(*given)
+    state = tmp_path / ".plan.safetensors.0.partial"
+    assert result.exit_code == 130 and state.is_file()
+    assert result.stderr.splitlines()[-2:] == [
+        f"What was observed is kept in {state}: the same command goes on from it",
+        "Aborted.",
+    ]
+    assert "Calibrating: observe, 33 %" in run(*given).stderr.splitlines()[:1]
+    assert [file.name for file in tmp_path.iterdir()] == ["plan.safetensors"]
+
+
+@needs_hf
+def test_a_limit_that_cannot_be_met_is_exit_code_3(tmp_path: Path) -> None:
+    path = tmp_path / "plan.safetensors"
+    given = ("--text", EXAMPLES / "unseen.txt", *SMALL, "--max-kl", 1e-9, "-o", path)
+    result = run("calibrate", MODEL, *given)
+    assert result.exit_code == 3
+    assert "Not met: the limit of 1e-09 nats per token is not met" in result.stderr
+    assert "cost" in result.stderr and path.is_file()
+
+
+@needs_hf
+def test_a_cache_of_a_plan_is_made_inspected_and_exported(tmp_path: Path, prompt: Path) -> None:
+    from kvquant.io.plan import CachePlan
+
+    plan, cache, out = (tmp_path / f"{name}.safetensors" for name in ("plan", "cache", "out"))
+    ok("calibrate", MODEL, "--zero-data", "--observed", 512, "--dtype", "bfloat16", "-o", plan)
+    assert CachePlan.load(plan).facts["settings"]["dtype"] == "bfloat16"
+    table = ok("quantize", MODEL, "--prompt", prompt, "--plan", plan, "-o", cache)
+    assert "rows are stored in the bases of a plan" in table
+    ok("export", cache, "--to", "bf16", "--plan", plan, "-o", out)
+    assert load_file(out)["layers.0.k"].dtype == torch.bfloat16
+    result = run("export", cache, "--to", "bf16", "-o", out)
+    assert result.exit_code == 2 and "was made with a plan" in result.stderr
+    assert "(--plan FILE)" in result.stderr
+    result = run("export", cache, "--to", "fbgemm", "--plan", plan, "-o", out)
+    assert "which fbgemm does not know" in result.stderr
+
+
+@needs_hf
+def test_warnings_of_calibration_go_to_stderr(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvquant.calibration import text_report as report
+
+    monkeypatch.setattr(report, "KL_LIMIT", -1.0)
+    path = tmp_path / "plan.safetensors"
+    result = run("calibrate", MODEL, "--text", EXAMPLES / "unseen.txt", *SMALL, "-o", path)
+    assert "Warning: int4 rows without a plan: KL " in result.stderr
+    assert "Warning: this plan: KL" in result.stderr
+    assert "Warning" not in result.stdout
+
+
+@needs_hf
+def test_passages_longer_than_the_model_was_made_for_are_warned_of(
+    tmp_path: Path, prompt: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvquant.hf.model import CachedModel
+
+    monkeypatch.setattr(CachedModel, "max_positions", 60)
+    sizes = ["--observed", 60, "--windows", 1, "--context", 59, "--scored", 2]
+    result = run("calibrate", MODEL, "--text", prompt, *sizes, "-o", tmp_path / "plan.safetensors")
+    assert "Warning: a passage has 61 tokens, the model was made for 60" in result.stderr
+    assert result.exit_code == 0
+
+
+@needs_hf
+def test_the_demo_prints_and_writes_its_figures(
+    tmp_path: Path, prompt: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvquant.cli import demo
+
+    monkeypatch.setattr(demo, "ROUNDS", 1)
+    monkeypatch.setattr(demo, "SCHEMES", demo.SCHEMES[:2])
+    monkeypatch.setattr(demo, "run_demo", partial(demo.run_demo, scored=4, continued=2))
+    path = tmp_path / "demo.json"
+    text = ok("demo", "--text", prompt, "--context", 100, "--json", path)
+    assert "KL" in text
+    assert [row["name"] for row in json.loads(path.read_text())["caches"]][2:] == ["bf16", "int8"]
+
+
+BAD: dict[str, tuple[list[str], str]] = {
+    "no command": (["nope"], "No such command"),
+    "no option": (["inspect", "--nope"], "No such option"),
+    "no output": (["quantize", "{model}", "--prompt", "{prompt}"], "Missing option '-o'"),
+    "no file": (["inspect", "nope.safetensors"], "No such file or directory: nope.safetensors"),
+    "no model": (
+        ["quantize", "nope", "--prompt", "{prompt}", "-o", "x.safetensors"],
+        "does not exist",
+    ),
+    "no prompt": (["quantize", "{model}", "-o", "x.safetensors"], "give either MODEL and --prompt"),
+    "two sources": (
+        ["quantize", "{model}", "--from", "{raw}", "-o", "x.safetensors"],
+        "give either MODEL and --prompt",
+    ),
+    "no format": (
+        ["quantize", "{model}", "--prompt", "{prompt}", "--format", "int5", "-o", "x.safetensors"],
+        "'int5' is not one of 'int4', 'int4-g2', ",
+    ),
+    "no format of a plan": (
+        ["calibrate", "{model}", "--zero-data", "--format", "banana", "-o", "{tmp}/x.safetensors"],
+        "'banana' is not one of 'int4', 'int4-g2', ",
+    ),
+    "a format beside a plan": (
+        [
+            *("quantize", "{model}", "--prompt", "{prompt}", "--plan", "{raw}"),
+            *("--format", "fp8", "-o", "{tmp}/x.safetensors"),
+        ],
+        "--plan says the formats",
+    ),
+    "a format that nothing has": (
+        [
+            *("quantize", "--from", "{raw}", "--format", "int4", "--k-format", "int8"),
+            *("--v-format", "int8", "-o", "{tmp}/x.safetensors"),
+        ],
+        "leave nothing to --format",
+    ),
+    "chunks of raw tensors": (
+        ["quantize", "--from", "{raw}", "--chunk", "512", "-o", "{tmp}/x.safetensors"],
+        "--chunk is for MODEL",
+    ),
+    "a part of raw tensors": (
+        ["quantize", "--from", "{raw}", "--tokens", "5", "-o", "{tmp}/x.safetensors"],
+        "--tokens is for MODEL",
+    ),
+    "no device": (
+        ["calibrate", "{model}", "--zero-data", "--device", "meta", "-o", "{tmp}/x.safetensors"],
+        "'meta' is not one of 'cpu', 'cuda'",
+    ),
+    "no GPU": (
+        ["calibrate", "{model}", "--zero-data", "--device", "cuda", "-o", "{tmp}/x.safetensors"],
+        "--device cuda: torch finds no GPU here; use --device cpu",
+    ),
+    "no such GPU": (
+        ["calibrate", "{model}", "--zero-data", "--device", "cuda:7", "-o", "{tmp}/x.safetensors"],
+        "--device cuda:7: torch finds no GPU here; use --device cpu",
+    ),
+    "sizes of what is not scored": (
+        ["calibrate", "{model}", "--zero-data", "--windows", "2", "-o", "{tmp}/x.safetensors"],
+        "--windows needs a text to score",
+    ),
+    "no KL": (
+        [
+            *("calibrate", "{model}", "--text", "{prompt}", "--max-kl", "nan"),
+            *("-o", "{tmp}/x.safetensors"),
+        ],
+        "nan is not a finite number",
+    ),
+    "no bits": (
+        [
+            *("calibrate", "{model}", "--text", "{prompt}", "--budget", "-1"),
+            *("-o", "{tmp}/x.safetensors"),
+        ],
+        "-1.0 is not in the range x>0",
+    ),
+    "no folder for the output": (
+        ["quantize", "--from", "{raw}", "-o", "{tmp}/nope/x.safetensors"],
+        "is not a folder",
+    ),
+    "no name": (["inspect", ""], "the name is empty"),
+    "no name to write to": (["quantize", "--from", "{raw}", "-o", ""], "the name is empty"),
+    "no safetensors": (["inspect", "{prompt}"], "is no safetensors file"),
+    "raw tensors are no cache": (["inspect", "{raw}"], "raw.safetensors"),
+    "no ending": (["quantize", "--from", "{raw}", "-o", "{tmp}/x"], "name it NAME.safetensors"),
+    "no target": (["export", "{raw}", "--to", "zip", "-o", "x"], "'zip' is not one of"),
+    "no whole number": (["quantize", "--from", "{raw}", "--sink-len", "x", "-o", "y"], "'x'"),
+    "model without weights": (
+        ["calibrate", "{tmp}/folder", "--text", "{prompt}", "-o", "{tmp}/x.safetensors"],
+        "it has no config.json",
+    ),
+    "nothing to observe": (["calibrate", "{model}", "-o", "{tmp}/x.safetensors"], "give --text"),
+    "limit without text": (
+        ["calibrate", "{model}", "--zero-data", "--max-kl", "1", "-o", "{tmp}/x.safetensors"],
+        "--max-kl needs a text to score",
+    ),
+    "format and budget": (
+        [
+            *("calibrate", "{model}", "--text", "{prompt}", "--format", "int4"),
+            *("--budget", "5", "-o", "{tmp}/x.safetensors"),
+        ],
+        "--max-kl and --budget choose formats: leave --format out",
+    ),
+    "text too short": (
+        ["calibrate", "{model}", "--text", "{prompt}", "-o", "{tmp}/x.safetensors"],
+        "tokens are too few",
+    ),
+    "no room": (
+        [
+            "quantize",
+            "{model}",
+            "--prompt",
+            "{prompt}",
+            "--max-seq-len",
+            "9",
+            "-o",
+            "{tmp}/x.safetensors",
+        ],
+        "tokens, --max-seq-len is 9: use ",
+    ),
+    "no room for raw tensors": (
+        ["quantize", "--from", "{raw}", "--max-seq-len", "5", "-o", "{tmp}/x.safetensors"],
+        "use max_seq_len (--max-seq-len) 20 or more",
+    ),
+    "absurd room": (
+        ["quantize", "--from", "{raw}", "--max-seq-len", "100000000000", "-o", "{tmp}/x"],
+        "100000000000 is not in the range",
+    ),
+    "room beyond memory": (
+        [
+            "quantize",
+            "--from",
+            "{raw}",
+            "--max-seq-len",
+            "2147483647",
+            "-o",
+            "{tmp}/x.safetensors",
+        ],
+        "GiB, more than there is: use a smaller max_seq_len",
+    ),
+    "room beyond memory for a prompt": (
+        [
+            "quantize",
+            "{model}",
+            "--prompt",
+            "{prompt}",
+            "--max-seq-len",
+            "2147483647",
+            "-o",
+            "{tmp}/x.safetensors",
+        ],
+        "GiB, more than there is: use a smaller max_seq_len",
+    ),
+    "raw tensors over themselves": (
+        ["quantize", "--from", "{raw}", "-o", "{tmp}/./raw.safetensors"],
+        "raw.safetensors is read: give another name to write to",
+    ),
+    "export over itself": (
+        ["export", "{raw}", "--to", "bf16", "-o", "{raw}"],
+        "raw.safetensors is read: give another name to write to",
+    ),
+    "export over the index": (
+        ["export", "{raw}", "--to", "bf16", "-o", "{raw}.index.json"],
+        "name it NAME.safetensors",
+    ),
+    "calibration over its text": (
+        ["calibrate", "{model}", "--text", "{raw}", "-o", "{raw}"],
+        "raw.safetensors is read",
+    ),
+    "calibration over another text": (
+        ["calibrate", "{model}", "--text", "{prompt}", "--held", "{raw}", "-o", "{raw}"],
+        "raw.safetensors is read",
+    ),
+    "sums of calibration over its text": (
+        ["calibrate", "{model}", "--text", "{partial}", "-o", "{tmp}/x.safetensors"],
+        ".x.safetensors.0.partial is read",
+    ),
+    "a cache over its plan": (
+        ["quantize", "{model}", "--prompt", "{prompt}", "--plan", "{raw}", "-o", "{raw}"],
+        "raw.safetensors is read",
+    ),
+    "an export over its plan": (
+        ["export", "{tmp}/c.safetensors", "--to", "bf16", "--plan", "{raw}", "-o", "{raw}"],
+        "raw.safetensors is read",
+    ),
+    "an export over a shard": (
+        [
+            *("export", "{tmp}/c.safetensors", "--to", "bf16"),
+            *("-o", "{tmp}/c-01234567-00001-of-00002.safetensors"),
+        ],
+        "c-01234567-00001-of-00002.safetensors is read",
+    ),
+    "a cache over the weights": (
+        ["quantize", "{model}", "--prompt", "{prompt}", "-o", "{model}/model.safetensors"],
+        "model.safetensors is in {model}, which is read: write to another folder",
+    ),
+    "a plan in the model's folder": (
+        ["calibrate", "{model}", "--zero-data", "-o", "{model}/plan.safetensors"],
+        "plan.safetensors is in {model}, which is read",
+    ),
+    "raw tensors over the weights": (
+        ["quantize", "--from", "{raw}", "-o", "{model}/model.safetensors"],
+        "holds a model, which is left as it is",
+    ),
+    "figures over the config": (
+        ["bench", "--json", "{model}/config.json"],
+        "holds a model, which is left as it is",
+    ),
+    "figures over a link to the config": (
+        ["demo", "--model", "{model}", "--text", "{prompt}", "--json", "{tmp}/link.json"],
+        "link.json is in {model}, which is read",
+    ),
+    "figures over the text": (
+        ["demo", "--text", "{prompt}", "--json", "{prompt}"],
+        "name it NAME.json",
+    ),
+    "a device in place of a file": (
+        ["quantize", "--from", "{raw}", "-o", "{tmp}/full.safetensors"],
+        "full.safetensors cannot be written, it is a device",
+    ),
+    "a pipe in place of a file": (
+        ["bench", "--json", "{tmp}/pipe.json"],
+        "pipe.json cannot be written, it is a pipe",
+    ),
+    "a link that leads to itself": (
+        ["quantize", "{model}", "--prompt", "{prompt}", "-o", "{tmp}/loop.safetensors"],
+        "loop.safetensors cannot be written: Too many levels of symbolic links",
+    ),
+    "a budget below all formats": (
+        ["calibrate", "{model}", "--zero-data", "--budget", "4.2", "-o", "{tmp}/x.safetensors"],
+        "a budget of 4.2 bits is below 4.25",
+    ),
+    "a name that is too long": (
+        ["quantize", "--from", "{raw}", "-o", "{tmp}/" + 240 * "x" + ".safetensors"],
+        "File name too long",
+    ),
+    "an endless prompt": (
+        ["quantize", "{model}", "--prompt", "/dev/zero", "-o", "{tmp}/x.safetensors"],
+        "/dev/zero has more than 1 MiB: give a part of it",
+    ),
+    "no time": (["bench", "--seconds", "-1"], "-1.0 is not in the range x>0"),
+    "absurd tokens": (["bench", "--seq-len", "99999999999"], "99999999999 is not in the range"),
+    "folder in place of a file": (["inspect", "{tmp}"], "is a directory"),
+    "empty prompt": (
+        ["quantize", "{model}", "--prompt", "{empty}", "-o", "{tmp}/x.safetensors"],
+        "no text",
+    ),
+    "binary prompt": (
+        ["quantize", "{model}", "--prompt", "{binary}", "-o", "{tmp}/x.safetensors"],
+        "UTF-8",
+    ),
+}
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+def _refuse_large_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a system does whose memory is short; others would swap."""
+    zeros = torch.zeros
+
+    def limited(*shape: Any, **options: Any) -> torch.Tensor:
+        x = zeros(*shape, **{**options, "device": "meta"})
+        if x.nbytes > 1 << 32:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return zeros(*shape, **options)
+
+    monkeypatch.setattr(torch, "zeros", limited)
+
+
+@needs_hf
+@pytest.mark.parametrize("case", BAD)
+def test_mistakes_are_one_line_on_stderr_and_exit_code_2(
+    case: str, tmp_path: Path, prompt: Path, raw: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "folder").mkdir()
+    partial = tmp_path / ".x.safetensors.0.partial"
+    if "{partial}" in BAD[case][0]:
+        partial.write_text("a text")
+    (tmp_path / "c-01234567-00001-of-00002.safetensors").write_text("a shard")
+    (tmp_path / "link.json").symlink_to(MODEL / "config.json")
+    (tmp_path / "full.safetensors").symlink_to("/dev/full")
+    (tmp_path / "loop.safetensors").symlink_to("loop.safetensors")
+    os.mkfifo(tmp_path / "pipe.json")
+    monkeypatch.setattr(console, "MAX_TEXT", 1 << 20)
+    names: dict[str, Any] = {
+        "model": MODEL,
+        "prompt": prompt,
+        "raw": raw,
+        "tmp": tmp_path,
+        "empty": tmp_path / "empty.txt",
+        "binary": tmp_path / "binary.txt",
+        "partial": partial,
+    }
+    _refuse_large_tensors(monkeypatch)
+    before = _contents(tmp_path), _contents(MODEL)
+    args, message = BAD[case]
+    result = run(*(arg.format(**names) for arg in args))
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    *usage, error = result.stderr.splitlines()
+    assert error.startswith("Error: ") and message.format(**names) in error
+    if usage:  # of the command line itself
+        assert usage[0].startswith("Usage: main ") and "Try 'main " in usage[1]
+    assert (_contents(tmp_path), _contents(MODEL)) == before
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to"),
+        RuntimeError("Storage size calculation overflowed with sizes=[9]"),
+    ],
+    ids=["python", "torch", "overflow"],
+)
+def test_a_bench_beyond_memory_is_told(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvquant.bench import cpu as bench
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(bench, "read_roof", lambda: 1.0)
+    monkeypatch.setattr(bench, "bench_decode", fail)
+    result = run("bench", "--device", "cpu", "--seq-len", 2_000_000_000)
+    assert result.exit_code == 2
+    assert result.stderr.splitlines()[-1] == (
+        "Error: these sizes take more memory than there is: use a smaller --seq-len or --batch"
+    )
+    monkeypatch.setattr(bench, "read_roof", lambda: 1 / 0)
+    assert isinstance(run("bench", "--device", "cpu").exception, ZeroDivisionError)
+
+
+def test_a_bench_of_k_and_v_of_unlike_formats(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from kvquant.bench import cpu as bench
+
+    monkeypatch.setattr(bench, "read_roof", lambda: 1.0)
+    monkeypatch.setattr(bench, "bench_rows", lambda name, **_: {"format": name})
+    monkeypatch.setattr(bench, "render_rows", lambda rows: "")
+    monkeypatch.setattr(bench, "time_in_turn", lambda calls, *_: [1.0 for _ in calls])
+    path = tmp_path / "x.json"
+    given = ("--format", "int8/int4-g4", "--format", "int8", "--head-dim", 128, "--seq-len", 16)
+    ok("bench", "--device", "cpu", *given, "--json", path)
+    figures = json.loads(path.read_text())
+    assert [row["format"] for row in figures["decode"]] == ["int8/int4-g4", "int8"]
+    assert [row["format"] for row in figures["rows"]] == ["int8", "int4-g4"]
+    sizes = [row["gb_per_s"] * 1e6 for row in figures["decode"]]
+    assert sizes == pytest.approx([8 * 16 * (132 + 80), 8 * 16 * (132 + 132)])
+
+
+def test_python_runs_the_package_as_the_command() -> None:
+    said = subprocess.run(
+        [sys.executable, "-m", "kvquant", "--version"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=EXAMPLES.parent,
+    ).stdout
+    assert __version__ in said
+
+
+def test_progress_is_a_line_now_and_then_without_a_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with console.progress(200, "Reading") as update:
+        for _ in range(190):
+            update(1)
+        update(10, "the end")
+    shares = [f"Reading: {share} %" for share in range(10, 100, 10)]
+    assert capsys.readouterr().err.splitlines() == [*shares, "Reading: the end, 100 %"]
+    with console.progress(3, "Demo") as update:
+        for stage in ("loading", "[red]reading", "timing"):
+            update(1, stage)
+    assert capsys.readouterr().err.splitlines() == [
+        "Demo: loading, 33 %",
+        "Demo: [red]reading, 66 %",
+        "Demo: timing, 100 %",
+    ]
+
+
+def test_progress_ends_at_the_end_and_a_full_log_does_not_end_the_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with console.progress(525, "Reading") as update:
+        update(512)
+        update(13)
+        update(0)
+    assert capsys.readouterr().err.splitlines() == ["Reading: 97 %", "Reading: 100 %"]
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(click, "echo", full)
+    with console.progress(2, "Reading") as update:
+        update(1)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("args", [["--help"], ["--version"], ["inspect", "--help"]], ids=" ".join)
+def test_help_that_cannot_be_written_is_told(args: list[str]) -> None:
+    with open("/dev/full", "wb") as file:
+        done = subprocess.run(
+            [sys.executable, "-m", "kvquant", *args], stdout=file, stderr=subprocess.PIPE, text=True
+        )
+    assert (done.returncode, done.stderr) == (2, "Error: No space left on device\n")
+
+
+def test_progress_is_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setenv("TERM", "xterm")
+    with console.progress(4, "Reading") as update:
+        update(1)
+        update(3, "[red]stage[/red]")
+    assert "Reading: [red]stage[/red]" in stream.getvalue() and "100%" in stream.getvalue()
+    assert "\x1b[" in stream.getvalue()
+
+
+def test_interrupts_are_no_tracebacks(monkeypatch: pytest.MonkeyPatch, raw: Path) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_save", interrupt)
+    result = run("quantize", "--from", raw, "-o", raw.parent / "x.safetensors")
+    assert result.exit_code == 130
+    assert result.stderr.strip() == "Aborted."
+
+
+@pytest.fixture
+def _default_interrupts() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_default_interrupts")
+def test_interrupts_at_any_time_are_no_tracebacks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def translated() -> None:
+        try:
+            interrupted()
+        except KeyboardInterrupt:
+            raise ImportError("a library could not be loaded") from None
+
+    def told() -> None:  # as click does it
+        try:
+            interrupted()
+        except KeyboardInterrupt:
+            sys.exit(1)
+
+    for command, printed in ((interrupted, "Aborted.\n"), (translated, "Aborted.\n"), (told, "")):
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        monkeypatch.setattr(cli, "main", command)
+        with pytest.raises(SystemExit) as caught:
+            entry.main()
+        assert caught.value.code == 130
+        assert capsys.readouterr() == ("", printed)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL  # while Python ends
+    monkeypatch.setattr(cli, "main", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        entry.main()
+
+
+@pytest.mark.usefixtures("_default_interrupts")
+@pytest.mark.filterwarnings("default")
+def test_warnings_of_libraries_are_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+    monkeypatch.setattr(cli, "main", lambda: warnings.warn("no lock\n  here", stacklevel=1))
+    entry.main()
+    assert capsys.readouterr().err == "Warning: no lock here\n"
+
+
+def test_readers_that_have_seen_enough_are_no_error(raw: Path) -> None:
+    path = raw.parent / "c.safetensors"
+    ok("quantize", "--from", raw, "-o", path)
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", "kvquant", "inspect", path],
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=EXAMPLES.parent,
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_figures_are_kept_where_nobody_reads_the_table(
+    tmp_path: Path, prompt: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvquant.cli import demo
+
+    def closed(_: object) -> str:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr(demo, "run_demo", lambda *_, **__: {"kl": math.nan, "ms": 1.5})
+    monkeypatch.setattr(demo, "render_demo", closed)
+    path = tmp_path / "demo.json"
+    path.write_text("old")
+    assert run("demo", "--text", prompt, "--json", path).exit_code == 1
+    assert json.loads(path.read_text()) == {"kl": None, "ms": 1.5}
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(demo, "render_demo", lambda _: "the table")
+    monkeypatch.setattr(writing, "save_text", full)
+    result = run("demo", "--text", prompt, "--json", path)
+    assert result.exit_code == 2
+    assert result.stdout == "the table\n" and "No space left on device" in result.stderr
+    assert json.loads(path.read_text()) == {"kl": None, "ms": 1.5}
+
+
+def test_bugs_keep_their_traceback(monkeypatch: pytest.MonkeyPatch, raw: Path) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(cli, "_save", fail)
+    result = run("quantize", "--from", raw, "-o", raw.parent / "x.safetensors")
+    assert isinstance(result.exception, ZeroDivisionError)

@@ -1,0 +1,929 @@
+"""Hugging Face models on a KVCache (15 s)."""
+
+import copy
+import importlib
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvquant import KVCache, debug
+from kvquant.cache import layer as layers
+from kvquant.errors import ConfigError, KVQuantError, NonFiniteError, ShapeError, UnsupportedError
+
+transformers = pytest.importorskip("transformers")
+from hf_cases import (  # noqa: E402
+    FP16,
+    GEMMA3N,
+    SHAPE,
+    SHARING,
+    TOLERANCE,
+    RoundedCache,
+    tiny,
+    tokens,
+)
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from transformers import masking_utils as masking  # noqa: E402
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
+
+import kvquant.hf.model  # noqa: E402
+from kvquant.hf import cache as huggingface  # noqa: E402
+from kvquant.hf.cache import TransformersCache  # noqa: E402
+from kvquant.hf.model import CachedModel  # noqa: E402
+
+BUNDLED = Path(__file__).parents[2] / "examples" / "llama-demo-5m"
+
+
+@pytest.fixture(scope="module", params=["Llama", "Qwen2"])
+def model(request: pytest.FixtureRequest) -> CachedModel:
+    return tiny(request.param)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 32, 512], ids="chunk{}".format)
+def test_16_bit_rows_give_the_logits_of_a_dynamic_cache_of_16_bit(
+    model: CachedModel, chunk: int
+) -> None:
+    text, past = tokens(2, 50), RoundedCache()
+    cache = model.new_cache(2, 60, **FP16)
+    given = model.prefill(cache, text[:, :45], chunk=chunk)
+    expected = model.plain(text[:, :45], past)
+    torch.testing.assert_close(given, expected, atol=TOLERANCE, rtol=0)
+    for column in text[:, 45:].unbind(1):
+        given, expected = model.step(cache, column), model.plain(column[:, None], past)
+        torch.testing.assert_close(given, expected, atol=TOLERANCE, rtol=0)
+    assert cache.seq_lens.tolist() == [50, 50]
+
+
+@pytest.mark.parametrize(("row_format", "tolerance"), [("bf16", 0.03), ("int8-g4", 0.06)])
+def test_logits_stay_close_to_those_of_a_float32_cache(
+    model: CachedModel, row_format: str, tolerance: float
+) -> None:
+    text, past = tokens(2, 60), transformers.DynamicCache()
+    cache = model.new_cache(
+        2, 64, k_format=row_format, v_format=row_format, sink_len=0, recent_len=0
+    )
+    model.prefill(cache, text[:, :50])
+    model.plain(text[:, :50], past)
+    for column in text[:, 50:].unbind(1):
+        given, expected = model.step(cache, column), model.plain(column[:, None], past)
+        assert float((given - expected).abs().max()) < tolerance * float(expected.std())
+
+
+def test_ragged_sequences_decode_as_each_does_alone(model: CachedModel) -> None:
+    lens, text, fed = [3, 40, 17], tokens(3, 40), tokens(3, 6)
+    options = FP16 | {"sink_len": 4, "recent_len": 8}
+    cache = model.new_cache(3, 50, **options)
+    given = [model.prefill(cache, text, lens, chunk=16)]
+    given += [model.step(cache, column) for column in fed.unbind(1)]
+    assert cache.positions.tolist() == [9, 46, 23]
+    for b, seq_len in enumerate(lens):
+        alone = model.new_cache(1, 50, **options)
+        expected = [model.prefill(alone, text[b : b + 1, :seq_len], chunk=16)]
+        expected += [model.step(alone, column) for column in fed[b : b + 1].unbind(1)]
+        for ours, theirs in zip(given, expected, strict=True):
+            torch.testing.assert_close(ours[b], theirs[0], atol=TOLERANCE, rtol=0)
+
+
+def test_reading_on_attends_to_the_quantized_past(model: CachedModel) -> None:
+    text = tokens(1, 60)
+    cache = model.new_cache(1, 60, k_format="int4", v_format="int4", sink_len=0, recent_len=0)
+    model.prefill(cache, text[:, :30])
+    dequantized = model.new_cache(1, 60, **FP16)
+    for layer in range(2):
+        dequantized.append(layer, *cache.dequantized(layer, torch.float16))
+    given, expected = (model.prefill(c, text[:, 30:]) for c in (cache, dequantized))
+    torch.testing.assert_close(given, expected, atol=0.02, rtol=0)  # the copy is rounded
+    fresh = model.new_cache(1, 60, **FP16)
+    exact = model.prefill(fresh, text)
+    assert float((given - exact).abs().max()) > 0.1
+
+
+def test_positions_start_where_the_cache_says(model: CachedModel) -> None:
+    text = tokens(1, 20)
+    given = []
+    for start in (0, 100):  # rotary embeddings know distances only
+        cache = model.new_cache(1, 20, **FP16)
+        cache.start_positions += start
+        given.append(model.prefill(cache, text))
+        assert cache.positions.tolist() == [start + 20]
+    torch.testing.assert_close(*given, atol=0.05, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Persimmon"])  # tells attention its positions, or not
+@pytest.mark.parametrize(("start", "lens"), [(0, [20, 15]), (30, [20, 20])])
+def test_positions_that_the_model_counts_otherwise_are_refused(
+    kind: str, start: int, lens: list[int]
+) -> None:
+    own = tiny(kind, num_attention_heads=2)  # a model counts all sequences from the longest, from 0
+    cache, text = own.new_cache(2, 40, **FP16), tokens(2, 20)
+    cache.start_positions += start
+    own.prefill(cache, text, lens)
+    expected = own.step(cache.fork(), text[:, 0])
+    own.model.set_attn_implementation("kvquant")
+    past = TransformersCache(cache)
+    with pytest.raises(
+        ConfigError, match=r"go on from positions \[\d+, \d+\].* give it position_ids"
+    ):
+        own.model(text[:, :1], past_key_values=past)
+    assert cache.seq_lens.tolist() == lens
+    if kind == "Persimmon":
+        past = TransformersCache(cache, placed=True)
+    places = cache.positions[:, None]
+    given = own.model(text[:, :1], past_key_values=past, position_ids=places).logits[:, 0]
+    assert torch.equal(given, expected)
+
+
+def test_transformers_generates_with_the_cache(model: CachedModel) -> None:
+    text = tokens(2, 20)
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": 999}
+    model.model.set_attn_implementation("sdpa")
+    expected = model.model.generate(text, past_key_values=RoundedCache(), **options)
+    cache = model.new_cache(2, 40, **FP16)
+    model.model.set_attn_implementation("kvquant")
+    given = model.model.generate(text, past_key_values=TransformersCache(cache), **options)
+    assert given.tolist() == expected.tolist()
+    assert cache.seq_lens.tolist() == [27, 27]
+
+
+def test_transformers_can_crop_reorder_and_reset_the_cache(model: CachedModel) -> None:
+    cache = model.new_cache(2, 40, **FP16)
+    model.prefill(cache, tokens(2, 20))
+    view = TransformersCache(cache)
+    assert [view.get_seq_length(), view.get_max_length()] == [20, 40]
+    before = cache.dequantized(1)[0]
+    view.crop(-5)
+    assert cache.seq_lens.tolist() == [15, 15]
+    view.crop(0)
+    with pytest.raises(ConfigError, match=r"crop\(15\) is not possible, as in transformers"):
+        view.crop(15)
+    assert cache.seq_lens.tolist() == [15, 15]
+    view.reorder_cache(torch.tensor([1, 1]))
+    assert torch.equal(cache.dequantized(1)[0], before[[1, 1], :, :15])
+    with pytest.raises(UnsupportedError, match=r"KVCache\.repeat"):
+        view.batch_repeat_interleave(2)
+    with pytest.raises(UnsupportedError, match=r"KVCache\.fork"):
+        view.batch_select_indices(torch.tensor([1]))
+    view.crop(-16)
+    assert cache.seq_lens.tolist() == [0, 0]
+    model.prefill(cache, tokens(2, 20))
+    view.reset()
+    assert view.get_seq_length() == 0
+
+
+def test_generate_continues_greedily(model: CachedModel) -> None:
+    text, cache = tokens(2, 20), model.new_cache(2, 40, **FP16)
+    given = model.generate(cache, model.prefill(cache, text), 5)
+    again = model.new_cache(2, 40, **FP16)
+    for i in range(5):
+        logits = model.prefill(again, text if i == 0 else given[:, i - 1 : i])
+        assert given[:, i].tolist() == logits.argmax(-1).tolist()
+
+
+def test_observers_see_keys_after_rotation_and_values(model: CachedModel) -> None:
+    text, past, seen = tokens(2, 12), transformers.DynamicCache(), {}
+    model.plain(text, past)
+    model.observe(text, lambda layer, q, k, v, scale: seen.update({layer: (q, k, v, scale)}))
+    assert sorted(seen) == [0, 1]
+    for layer, (q, k, v, scale) in seen.items():
+        assert q.shape == (2, 8, 12, 64) and scale == 64**-0.5
+        torch.testing.assert_close(k, past.layers[layer].keys)
+        torch.testing.assert_close(v, past.layers[layer].values)
+
+
+def test_progress_adds_up_to_the_prompt(model: CachedModel) -> None:
+    done: list[int] = []
+    model.prefill(model.new_cache(1, 40), tokens(1, 33), chunk=16, progress=done.append)
+    assert done == [16, 16, 1]
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "chunks": (
+        "Llama4Text",
+        {"attention_chunk_size": 16, "num_local_experts": 1, "intermediate_size_mlp": 256},
+        r"layer 0 \(Llama4TextAttention\) attends to chunks of 16 tokens",
+    ),
+    "softcap": ("Gemma2", {"sliding_window": 128}, r"layer 0 \(Gemma2Attention\) asks for softcap"),
+    "sink logits": (
+        "GptOss",
+        {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 128},
+        r"layer 0 \(GptOssAttention\) asks for s_aux",
+    ),
+    "attention of its own": ("Bloom", {"n_layer": 2, "n_head": 2}, "attention by itself"),
+    "head_dim": ("Llama", {"head_dim": 32}, "head_dim 32 is not supported"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_computed_is_refused(case: str) -> None:
+    kind, changes, message = REFUSED[case]
+    model = tiny(kind, **changes)
+    with pytest.raises(KVQuantError, match=message):
+        model.prefill(model.new_cache(1, 64), tokens(1, 24))
+
+
+WINDOWED: dict[str, dict[str, Any]] = {
+    "Mistral": {"sliding_window": 16},
+    "Qwen2": {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
+    "Gemma3Text": {
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "query_pre_attn_scalar": 64,
+    },
+    "Phi3": {"sliding_window": 16, "pad_token_id": 0, "eos_token_id": 1},
+}
+
+
+@pytest.mark.parametrize("kind", WINDOWED)
+@pytest.mark.parametrize("chunk", [7, 64], ids="chunk{}".format)
+def test_sliding_windows_are_those_of_the_model(
+    kind: str, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layers, "SPARE", 8)  # so that rings close
+    model, text = tiny(kind, **WINDOWED[kind]), tokens(2, 54)
+    caches = [
+        (TOLERANCE, model.new_cache(2, 90, **FP16)),
+        (TOLERANCE, model.new_cache(2, 90, **FP16 | {"recent_len": 5})),
+        (0.05, model.new_cache(2, 90, k_format="int8-g4", v_format="int8-g4", recent_len=5)),
+    ]
+    past = RoundedCache()
+    expected = [model.plain(text[:, :42], past)]
+    expected += [model.plain(column[:, None], past) for column in text[:, 42:].unbind(1)]
+    for tolerance, cache in caches:
+        assert 16 in cache.windows and cache.layers[1].max_seq_len == 90
+        assert model.windows() == {i: one for i, one in enumerate(cache.windows) if one}
+        given = [model.prefill(cache, text[:, :42], chunk=chunk)]
+        given += [model.step(cache, column) for column in text[:, 42:].unbind(1)]
+        for got, wanted in zip(given, expected, strict=True):
+            torch.testing.assert_close(got, wanted, atol=tolerance, rtol=0)
+
+
+def test_ragged_sequences_see_their_own_windows() -> None:
+    model, text, lens = tiny("Mistral", sliding_window=16), tokens(3, 40), [3, 40, 17]
+    cache = model.new_cache(3, 60, **FP16)
+    given = [model.prefill(cache, text, lens, chunk=9)]
+    given += [model.step(cache, column) for column in text[:, :9].unbind(1)]
+    for b, seq_len in enumerate(lens):
+        alone = model.new_cache(1, 60, **FP16)
+        expected = [model.prefill(alone, text[b : b + 1, :seq_len])]
+        expected += [model.step(alone, column) for column in text[b : b + 1, :9].unbind(1)]
+        for ours, theirs in zip(given, expected, strict=True):
+            torch.testing.assert_close(ours[b], theirs[0], atol=TOLERANCE, rtol=0)
+
+
+def test_gemma_2_without_its_caps_slides() -> None:
+    """transformers has no SDPA for it: eager attention is what it is compared with."""
+    model = tiny("Gemma2", sliding_window=16, attn_logit_softcapping=None, query_pre_attn_scalar=64)
+    text, cache = tokens(1, 50), model.new_cache(1, 60, **FP16)
+    given = [model.prefill(cache, text[:, :40], chunk=7)]
+    given += [model.step(cache, column) for column in text[:, 40:].unbind(1)]
+    model.model.set_attn_implementation("eager")
+    with torch.no_grad():
+        expected = model.model(text).logits[:, 39:]
+    torch.testing.assert_close(torch.stack(given, 1), expected, atol=TOLERANCE, rtol=0)
+
+
+def test_a_cache_without_the_models_windows_is_refused() -> None:
+    model, text = tiny("Mistral", sliding_window=16), tokens(1, 30)
+    cache = model.new_cache(1, 64, windows=None)
+    model.prefill(cache, text[:, :16])  # no longer than the window
+    message = r"layer 0 .* attends to the last 16 tokens, its layer of the cache to all tokens"
+    with pytest.raises(UnsupportedError, match=message):
+        model.step(cache, text[:, 16])
+    assert cache.seq_lens.tolist() == [16]
+    narrow = tiny("Llama").new_cache(1, 64, windows=[None, 8])
+    with pytest.raises(
+        UnsupportedError, match=r"layer 1 .* its layer of the cache to the last 8 tokens"
+    ):
+        tiny("Llama").prefill(narrow, text)
+
+
+def test_a_call_that_fails_is_taken_back_with_windows_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "SPARE", 8)
+    monkeypatch.setattr(kvquant.hf.model, "SPARE", 8)
+    model = tiny("Mistral", sliding_window=16)
+    cache = model.new_cache(1, 90)
+    model.prefill(cache, tokens(1, 40))
+    with torch.no_grad():
+        model.model.model.layers[1].self_attn.v_proj.weight.fill_(float("nan"))
+    for new in (1, 30):
+        with pytest.raises(NonFiniteError):
+            model.prefill(cache, tokens(1, new), chunk=512)
+        assert [at.seq_lens.tolist() for at in cache.layers] == [[40], [40]]
+
+
+def test_masks_that_hide_tokens_are_refused(model: CachedModel) -> None:
+    model.model.set_attn_implementation("kvquant")
+    text, mask = tokens(2, 8), torch.ones(2, 8, dtype=torch.int64)
+    mask[0, :3] = 0
+    message = r"layer 0 .* got an attention_mask that hides tokens, .* prompts of one length"
+    with pytest.raises(UnsupportedError, match=message):
+        model.model(
+            text, attention_mask=mask, past_key_values=TransformersCache(model.new_cache(2, 8))
+        )
+    with pytest.raises(UnsupportedError, match=r"layer 0 .* got an attention mask that is not"):
+        model.model(
+            text,
+            attention_mask=torch.zeros(2, 1, 8, 8),
+            past_key_values=TransformersCache(model.new_cache(2, 8)),
+        )
+
+
+def test_layers_that_share_keys_attend_to_the_rows_of_their_owner() -> None:
+    for kind, changes in (
+        ("Gemma3nText", GEMMA3N),
+        ("Gemma4Text", SHARING | {"global_head_dim": 64}),
+        ("Gemma4Text", SHARING | {"global_head_dim": 128}),  # head_dim differs by layer
+    ):
+        model, text, past = tiny(kind, **changes), tokens(2, 44), RoundedCache()
+        expected = [model.plain(text[:, :40], past)]
+        expected += [model.plain(column[:, None], past) for column in text[:, 40:].unbind(1)]
+        for chunk, recent in ((1, 0), (7, 5), (64, 5)):
+            cache = model.new_cache(2, 60, **FP16 | {"recent_len": recent})
+            assert cache.num_layers == 2 and cache.windows == [16, None]
+            given = [model.prefill(cache, text[:, :40], chunk=chunk)]
+            given += [model.step(cache, column) for column in text[:, 40:].unbind(1)]
+            for got, wanted in zip(given, expected, strict=True):
+                torch.testing.assert_close(got, wanted, atol=TOLERANCE, rtol=0)
+            assert [at.seq_lens.tolist() for at in cache.layers] == [[44, 44]] * 2
+
+
+def test_shared_keys_are_right_in_ragged_batches_and_after_a_crop() -> None:
+    model, lens, text = tiny("Gemma3nText", **GEMMA3N), [3, 40, 17], tokens(3, 40)
+    cache = model.new_cache(3, 60, **FP16)
+    model.prefill(cache, text, [9, 40, 20], chunk=16)
+    cache.crop(lens)
+    given = [model.prefill(cache, text[:, :5]), model.step(cache, text[:, 5])]
+    for b, seq_len in enumerate(lens):
+        past = RoundedCache()
+        whole = torch.cat([text[b : b + 1, :seq_len], text[b : b + 1, :5]], dim=1)
+        expected = [model.plain(whole, past), model.plain(text[b : b + 1, 5:6], past)]
+        for ours, theirs in zip(given, expected, strict=True):
+            torch.testing.assert_close(ours[b], theirs[0], atol=TOLERANCE, rtol=0)
+
+
+def test_shared_keys_of_a_chunk_are_those_before_its_rows_were_packed() -> None:
+    model, text = tiny("Gemma3nText", **GEMMA3N), tokens(1, 60)
+    cache = model.new_cache(1, 60, k_format="int4", v_format="int4", sink_len=0, recent_len=8)
+    model.prefill(cache, text[:, :30])
+    dequantized = model.new_cache(1, 60, **FP16)
+    for layer, (at, origin) in enumerate(zip(dequantized.layers, cache.layers, strict=True)):
+        gone = origin.seq_lens - origin.held_lens
+        at.begin(gone, gone, gone)
+        dequantized.append(layer, *cache.dequantized(layer, torch.float16))
+    given, expected = (model.prefill(c, text[:, 30:]) for c in (cache, dequantized))
+    torch.testing.assert_close(given, expected, atol=0.02, rtol=0)  # the copy is rounded
+
+
+def test_values_that_are_not_those_of_the_cache_are_refused() -> None:
+    model = tiny("DiffLlama")
+    cache = model.new_cache(1, 64)
+    for new in (1, 9):  # it attends twice, to halves of the values
+        with pytest.raises(UnsupportedError, match=r"layer 0 \(Diff.*attends to other values"):
+            model.prefill(cache, tokens(1, new))
+    assert [at.seq_lens.tolist() for at in cache.layers] == [[0], [0]]
+
+
+def test_keys_that_are_not_those_of_the_cache_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a model does that repeats its heads, or makes them of a latent row."""
+    model = tiny("Llama")
+    cache, attend = model.new_cache(1, 64), ALL_ATTENTION_FUNCTIONS["kvquant"]
+
+    def repeated(module: Any, query: Any, key: Any, value: Any, *args: Any, **options: Any) -> Any:
+        key = key.repeat_interleave(4, 1) if module.layer_idx == layer else key
+        return attend(module, query, key, value, *args, **options)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "kvquant", repeated)
+    for layer in (0, 1):
+        with pytest.raises(UnsupportedError, match=rf"layer {layer} .* attends to other keys than"):
+            model.prefill(cache, tokens(1, 9))
+        assert [at.seq_lens.tolist() for at in cache.layers] == [[0], [0]]
+
+
+@pytest.mark.parametrize("layers", [1, 5])
+def test_caches_of_other_layers_or_heads_are_refused_before_anything_is_written(
+    layers: int, model: CachedModel
+) -> None:
+    model.model.set_attn_implementation("kvquant")
+    other = KVCache(layers, 1, 2, 64, 64), KVCache(2, 1, 1, 64, 64), KVCache(2, 1, 2, 128, 64)
+    for cache in other:
+        with pytest.raises(ShapeError, match=r"the cache has .* the model's keys and values are"):
+            model.prefill(cache, tokens(1, 8))
+        with pytest.raises(ShapeError, match=r"the cache has .* the model's keys and values are"):
+            model.model.generate(tokens(1, 8), past_key_values=TransformersCache(cache), **OPTIONS)
+        assert {at.seq_lens.item() for at in cache.layers} == {0}
+
+
+def test_a_layer_is_appended_once_and_in_turn(model: CachedModel) -> None:
+    k = torch.zeros(1, 2, 1, 64)
+
+    def attend(past: TransformersCache, layer: int) -> None:
+        module = model.model.model.layers[layer].self_attn
+        keys, values = past.update(k, k, layer)
+        ALL_ATTENTION_FUNCTIONS["kvquant"](module, k, keys, values, None)
+
+    cache = model.new_cache(1, 8)
+    past = TransformersCache(cache)
+    for _ in range(2):
+        attend(past, 0)
+        with pytest.raises(ShapeError, match=r"layer 0 of the model comes where place 1 .* is due"):
+            past.update(k, k, 0)
+        attend(past, 0)
+        attend(past, 1)
+    assert [at.seq_lens.tolist() for at in cache.layers] == [[2], [2]]
+    attend(past, 0)  # and the call fails: another cache is told, and so is the next call
+    with pytest.raises(ShapeError, match="layers hold different lengths"):
+        TransformersCache(cache)
+    with pytest.raises(ShapeError, match=r"comes where place 1 .* taken back now: call again"):
+        past.update(k, k, 0)
+    assert [at.seq_lens.tolist() for at in cache.layers] == [[2], [2]]
+    attend(past, 0)
+    past.crop(-1)  # to what all layers have, and less
+    assert [at.seq_lens.tolist() for at in cache.layers] == [[1], [1]]
+    attend(past, 0)
+    attend(past, 1)
+    past.update(k, k, 0)
+    with pytest.raises(UnsupportedError, match="layer 0 got keys from a KVCache and did not"):
+        past.update(k, k, 1)
+    assert [at.seq_lens.tolist() for at in cache.layers] == [[2], [2]]
+
+
+def test_a_model_of_one_layer_that_appends_twice_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = tiny("Llama", num_hidden_layers=1)
+    model.model.set_attn_implementation("kvquant")
+    cache, text, at = model.new_cache(1, 20), tokens(1, 4), model.model.model.layers[0].self_attn
+    model.prefill(cache, text)
+    forward = at.forward
+
+    def twice(*args: Any, **options: Any) -> Any:
+        forward(*args, **options)
+        return forward(*args, **options)
+
+    monkeypatch.setattr(at, "forward", twice)
+    calls: list[Callable[[], Any]] = [
+        lambda: model.prefill(cache, text),
+        lambda: model.model(text, past_key_values=TransformersCache(cache)),
+    ]
+    for call in calls:
+        with pytest.raises(ShapeError, match="layer 0 of the model comes where none of"):
+            call()
+    assert cache.seq_lens.tolist() == [4]
+
+
+def test_a_layer_that_fails_after_the_last_that_is_appended_is_taken_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, text = tiny("Gemma3nText", **GEMMA3N), tokens(2, 9)
+    model.model.set_attn_implementation("kvquant")
+    cache, attend = model.new_cache(2, 40), huggingface._attend
+    past, calls = TransformersCache(cache), []
+    model.model(text, past_key_values=past)
+
+    def fail(handed: Any, *args: Any) -> torch.Tensor:
+        calls.append(handed.at)
+        if len(calls) == 4:  # the last layer, which attends to keys of place 1
+            raise MemoryError
+        return attend(handed, *args)
+
+    monkeypatch.setattr(huggingface, "_attend", fail)
+    with pytest.raises(MemoryError):
+        model.model(text[:, :3], past_key_values=past)
+    assert calls == [0, 1, 0, 1]
+    assert [at.seq_lens.tolist() for at in cache.layers] == [[9, 9]] * 2
+    monkeypatch.undo()
+    model.model(text[:, :3], past_key_values=past)
+    assert [at.seq_lens.tolist() for at in cache.layers] == [[12, 12]] * 2
+
+
+def test_a_layer_that_does_not_attend_is_noticed_by_the_next(model: CachedModel) -> None:
+    model.model.set_attn_implementation("sdpa")
+    cache = model.new_cache(2, 20)
+    message = r"layer 0 got keys .* Call model\.set_attn_implementation\('kvquant'\) first"
+    with pytest.raises(UnsupportedError, match=message):
+        model.model.generate(tokens(2, 8), past_key_values=TransformersCache(cache), **OPTIONS)
+    assert [at.seq_lens.tolist() for at in cache.layers] == [[0, 0]] * 2
+    model.model.set_attn_implementation("kvquant")
+    model.model(tokens(2, 8))  # without a cache: the mask is not taken for that one's
+
+
+def test_generate_that_fails_in_attention_is_taken_back() -> None:
+    model = tiny("Llama")
+    model.model.set_attn_implementation("kvquant")
+    cache, text = model.new_cache(2, 64), tokens(2, 9)
+    past, wanted = TransformersCache(cache), model.new_cache(2, 64)
+    model.model(text, past_key_values=past)
+    model.prefill(wanted, text)
+    weight = model.model.model.layers[1].self_attn.v_proj.weight
+    kept = weight.detach().clone()
+    for new in (1, 5):
+        with torch.no_grad():
+            weight.fill_(float("nan"))
+        with pytest.raises(NonFiniteError), torch.no_grad():
+            model.model(text[:, :new], past_key_values=past)
+        with torch.no_grad():
+            weight.copy_(kept)
+        assert [at.seq_lens.tolist() for at in cache.layers] == [[9, 9]] * 2
+    model.model(text, past_key_values=past)
+    model.prefill(wanted, text)
+    for one, two in zip(cache.layers, wanted.layers, strict=True):
+        assert torch.equal(one.k_packed, two.k_packed)
+
+
+OPTIONS = {"max_new_tokens": 12, "pad_token_id": 0, "eos_token_id": 999, "do_sample": False}
+DROP_IN: dict[str, tuple[int, int, dict[str, Any]]] = {  # prompts, sequences, options
+    "greedy": (2, 2, {}),
+    "sampling": (2, 2, {"do_sample": True}),
+    "beams": (2, 6, {"num_beams": 3}),
+    "several answers": (1, 3, {"do_sample": True, "num_return_sequences": 3}),
+    "prompt lookup": (1, 1, {"prompt_lookup_num_tokens": 3}),
+    "prompt in chunks": (2, 2, {"prefill_chunk_size": 7}),
+}
+
+
+GENERATING: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Mistral": {"sliding_window": 16},
+    "Gemma3nText": GEMMA3N,
+    "Gemma4Text": SHARING | {"global_head_dim": 64},  # layers that share take the last token only
+}
+
+
+@pytest.fixture(scope="module", params=GENERATING)
+def generating(request: pytest.FixtureRequest) -> CachedModel:
+    return tiny(request.param, **GENERATING[request.param])
+
+
+@pytest.mark.parametrize("case", DROP_IN)
+def test_generate_gives_the_same_tokens(generating: CachedModel, case: str) -> None:
+    (prompts, sequences, options), model = DROP_IN[case], generating.model
+    text = tokens(prompts, 8).repeat(1, 3)  # with something to look up
+    found = []
+    for name, cache in (
+        ("sdpa", RoundedCache()),
+        ("kvquant", TransformersCache(generating.new_cache(sequences, 40, **FP16))),
+    ):
+        torch.manual_seed(0)
+        model.set_attn_implementation(name)
+        found.append(model.generate(text, past_key_values=cache, **OPTIONS | options))
+    assert found[0].tolist() == found[1].tolist()
+
+
+def test_generate_goes_on_from_a_cache_and_takes_an_assistant(generating: CachedModel) -> None:
+    model, text, helper = generating.model, tokens(1, 24), tiny("Llama").model
+    found = []
+    for name, cache in (
+        ("sdpa", RoundedCache()),
+        ("kvquant", TransformersCache(generating.new_cache(1, 80, **FP16))),
+    ):
+        model.set_attn_implementation(name)
+        first = model.generate(text, past_key_values=cache, **OPTIONS)
+        more = torch.cat([first, text], dim=1)
+        found.append(model.generate(more, past_key_values=cache, **OPTIONS))
+        assert cache.get_seq_length() == more.shape[1] + 11
+    assert found[0].tolist() == found[1].tolist()
+    past = TransformersCache(generating.new_cache(1, 80, **FP16))
+    helped = model.generate(text, past_key_values=past, assistant_model=helper, **OPTIONS)
+    assert helped.tolist() == first.tolist()
+
+
+def test_without_a_cache_kvquant_is_sdpa(generating: CachedModel) -> None:
+    model, text, mask = generating.model, tokens(2, 24), torch.ones(2, 24, dtype=torch.int64)
+    mask[0, :5] = 0
+    past = TransformersCache(generating.new_cache(2, 64))
+
+    def run() -> list[torch.Tensor]:
+        model.zero_grad()
+        loss = model(text, labels=text).loss
+        loss.backward()
+        gradient = next(p.grad for n, p in model.named_parameters() if "q_proj" in n)
+        with torch.no_grad():
+            hidden = model(text, attention_mask=mask, use_cache=False).logits[:, 5:]
+            causal = torch.ones(2, 1, 24, 24, dtype=torch.bool).tril()
+            given = model(text, attention_mask=causal).logits
+        padded = model.generate(text, attention_mask=mask, **OPTIONS)
+        beams = model.generate(text, num_beams=2, **OPTIONS)
+        return [loss.detach(), gradient, hidden, given, padded, beams]
+
+    model.set_attn_implementation("sdpa")
+    expected = run()
+    model.set_attn_implementation("kvquant")
+    for _ in range(2):
+        for got, wanted in zip(run(), expected, strict=True):
+            torch.testing.assert_close(got, wanted, atol=1e-5, rtol=0)
+        with torch.no_grad():  # a call with one between them
+            model(text[:, :3], past_key_values=past)
+
+
+def test_images_are_attended_to_without_a_mask_of_text() -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2}
+    eyes = {"num_hidden_layers": 2, "image_size": 28, "patch_size": 14, "projection_dim": 32}
+    config = transformers.LlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(**sizes, **eyes),
+        text_config=transformers.LlamaConfig(**SHAPE),
+        image_token_index=255,
+        vision_feature_layer=-1,
+    )
+    torch.manual_seed(0)
+    model = transformers.LlavaForConditionalGeneration(config).eval()
+    text = torch.cat([tokens(1, 5) % 250, torch.full((1, 4), 255), tokens(1, 5) % 250], 1)
+    options = OPTIONS | {"pixel_values": torch.randn(1, 3, 28, 28)}
+    expected = model.generate(text, past_key_values=RoundedCache(), **options)
+    model.set_attn_implementation("kvquant")
+    for _ in range(2):
+        past = TransformersCache(CachedModel(model).new_cache(1, 64, **FP16))
+        given = model.generate(text, past_key_values=past, **options)
+        assert given.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("trained", ["q_proj", "v_proj"])
+def test_backward_through_a_step_is_refused(trained: str) -> None:
+    """Around attention a gradient would flow, and be another one than the model's."""
+    own = tiny("Llama")
+    for name, weight in own.model.named_parameters():
+        weight.requires_grad_(f"layers.1.self_attn.{trained}" in name)
+    own.model.set_attn_implementation("kvquant")
+    past = TransformersCache(own.new_cache(1, 20, **FP16))
+    own.model(tokens(1, 8), past_key_values=past).logits.sum().backward()  # a prompt's is exact
+    loss = own.model(tokens(1, 1), past_key_values=past).logits.sum()
+    with pytest.raises(UnsupportedError, match=r"no gradient flows .* decode under torch\.no_grad"):
+        loss.backward()
+
+
+def test_a_model_without_a_table_of_embeddings_is_refused() -> None:
+    own = tiny("Llama")
+    own.model.set_input_embeddings(torch.nn.Sequential(own.model.get_input_embeddings()))
+    with pytest.raises(UnsupportedError, match="LlamaForCausalLM has no table of token embeddings"):
+        own.prefill(own.new_cache(1, 20), tokens(1, 8))
+
+
+def test_what_generate_cannot_have_is_told(model: CachedModel) -> None:
+    model.model.set_attn_implementation("kvquant")
+    text, cache = tokens(2, 8), model.new_cache(2, 20)
+    with pytest.raises(ShapeError, match="the model runs 6 sequences, the cache has 2: make it"):
+        model.model.generate(text, past_key_values=TransformersCache(cache), num_beams=3, **OPTIONS)
+    for past in (TransformersCache(cache), None):
+        with pytest.raises(
+            UnsupportedError, match=r"layer 0 .* is asked for its attention weights"
+        ):
+            model.model(text, past_key_values=past, output_attentions=True)
+    with pytest.raises(AttributeError, match=r"give it as kvquant\.hf\.cache\.TransformersCache"):
+        model.model.generate(text, past_key_values=cache, **OPTIONS)
+    for other in (None, transformers.DynamicCache()):
+        with pytest.raises(ConfigError, match="give a KVCache"):
+            TransformersCache(other)  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedError, match="linear attention"):
+        TransformersCache(cache).update_conv_state(text, 0)
+    with pytest.raises(UnsupportedError, match="reads the keys of a cache by itself"):
+        _ = TransformersCache(cache).layers[1].values  # type: ignore[union-attr]
+    assert [at.seq_lens.tolist() for at in cache.layers] == [[0, 0]] * 2
+
+
+def test_generate_without_use_of_the_cache_is_told(generating: CachedModel) -> None:
+    """It would append the whole text in every step, to all that is there, in silence."""
+    model, past = generating.model, TransformersCache(generating.new_cache(1, 200))
+    model.set_attn_implementation("kvquant")
+    with pytest.raises(ConfigError, match=r"the cache holds 8 tokens already.* use_cache=True"):
+        model.generate(tokens(1, 8), past_key_values=past, use_cache=False, **OPTIONS)
+    assert past.get_seq_length() == 8
+    past.reset()
+    model(tokens(1, 8), past_key_values=past)
+    model(tokens(1, 8), past_key_values=past)
+    assert past.get_seq_length() == 16
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Mixtral"])
+def test_outputs_beside_the_logits_are_given(kind: str) -> None:
+    changes = {"num_local_experts": 2, "sliding_window": None} if kind == "Mixtral" else {}
+    model, found = tiny(kind, **changes), []
+    wanted = {"output_hidden_states": True} | ({"output_router_logits": True} if changes else {})
+    for name, cache in (
+        ("sdpa", RoundedCache()),
+        ("kvquant", TransformersCache(model.new_cache(2, 40, **FP16))),
+    ):
+        model.model.set_attn_implementation(name)
+        with torch.no_grad():
+            found.append(model.model(tokens(2, 8), past_key_values=cache, **wanted))
+    for key in [option.removeprefix("output_") for option in wanted]:
+        for got, expected in zip(found[1][key], found[0][key], strict=True):
+            torch.testing.assert_close(got, expected, atol=TOLERANCE, rtol=0)
+
+
+def test_rows_of_a_mask_but_the_last_are_refused() -> None:
+    handed = huggingface._Handed(None, 0, 0)  # type: ignore[arg-type]
+    whole = torch.empty(9, 1, dtype=torch.bool).expand(2, 1, 9, 12)
+    assert huggingface._whole_mask(handed, whole, 9) is whole
+    handed.appended = True
+    for part in (whole[:, :, -1:], whole[:, :, -3:], whole[:, :, 0:]):
+        assert huggingface._whole_mask(handed, part, part.shape[2]) is whole
+    for part in (whole[:, :, :3], whole[:, :, -3:-1], whole[:, :, -3:].clone(), whole[..., :9]):
+        assert huggingface._whole_mask(handed, part, part.shape[2]) is part
+    assert huggingface._whole_mask(handed, None, 1) is None
+
+
+def test_layers_without_softmax_caps_are_all_that_kvquant_is_without_a_cache() -> None:
+    model = tiny("Gemma2", sliding_window=128)
+    model.model.set_attn_implementation("kvquant")
+    with pytest.raises(UnsupportedError, match=r'layer 0 .* softcap, .*\("eager"\)'):
+        model.model(tokens(1, 8))
+
+
+MASKS: dict[str, Callable[..., Any]] = {
+    "window": masking.sliding_window_causal_mask_function(16),
+    "window and an image": masking.or_masks(
+        masking.sliding_window_causal_mask_function(16), masking.blockwise_overlay(torch.zeros(1))
+    ),
+    "both directions": masking.sliding_window_bidirectional_mask_function(16),
+    "another window": masking.sliding_window_causal_mask_function(17),
+    "chunks": masking.chunked_causal_mask_function(16, torch.zeros(1)),
+    "other chunks": masking.chunked_causal_mask_function(8, torch.zeros(1)),
+    "not quite": lambda b, h, q, k: (k <= q) & (k > q - 16),
+}
+
+
+@pytest.mark.parametrize("case", MASKS)
+def test_masks_are_known_by_their_code(case: str) -> None:
+    """So that a mask of few tokens, where all of these look alike, is not taken for another."""
+    assert huggingface._is_window(MASKS[case], 16) == (case == "window")
+    assert huggingface._is_chunk(MASKS[case], 16) == (case == "chunks")
+
+
+@pytest.mark.parametrize("kind", ["Mistral", "Gemma3Text"])
+def test_a_mask_costs_as_much_for_a_long_past(kind: str) -> None:
+    """Counted in torch's operations and the elements that they make, on the host too."""
+
+    class Counted(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            out = func(*args, **(kwargs or {}))
+            work.append(out.untyped_storage().nbytes() if isinstance(out, torch.Tensor) else 0)
+            return out
+
+    model = tiny(kind, **WINDOWED[kind] | {"layer_types": ["sliding_attention"] * 2})
+    work: list[int] = []
+    sums = []
+    for length in (100, 20_000):
+        cache = model.new_cache(1, length + 8, **FP16)
+        for at in cache.layers:
+            at.begin(torch.tensor([length]), torch.tensor([length]))
+        with Counted():  # type: ignore[no-untyped-call]  # torch's
+            model.step(cache, tokens(1))
+        sums.append((len(work), sum(work)))
+        work.clear()
+    assert sums[0] == sums[1]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of torch's own graphs
+def test_a_compiled_model_with_windows_gives_the_same() -> None:
+    model = tiny("Mistral", sliding_window=16, num_hidden_layers=1)
+    compiled, found = CachedModel(torch.compile(model.model, backend="eager")), []
+    for one in (model, compiled):
+        cache = one.new_cache(1, 40, **FP16)
+        found.append(one.prefill(cache, tokens(1, 20)))
+        found.append(one.step(cache, tokens(1)))
+    assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
+
+
+def test_what_is_taken_back_is_not_counted(
+    model: CachedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(debug, "may_read", lambda tensor: False)  # as on CUDA
+    cache, text = model.new_cache(1, 64), tokens(1, 8)
+
+    def fail(*_: Any) -> None:
+        cache.bad_rows += 1
+        cache.lost_tokens += 1
+        raise KeyboardInterrupt
+
+    hook = model.model.lm_head.register_forward_pre_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        model.prefill(cache, text)
+    hook.remove()
+    assert cache.bad_rows.tolist() == [0, 0] and cache.lost_tokens.tolist() == [0]
+    model.prefill(cache, text)
+    assert cache.seq_lens.tolist() == [8]
+
+
+def test_earlier_rows_are_not_blamed_on_a_prompt(
+    model: CachedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(debug, "may_read", lambda tensor: False)  # as on CUDA
+    cache = model.new_cache(1, 64)
+    rows = torch.full((1, 2, 3, 64), torch.nan)
+    for layer in range(2):
+        cache.append(layer, rows, rows)
+    monkeypatch.setattr(model, "_run", None)  # the prompt is not read
+    with pytest.raises(NonFiniteError, match="12 rows of K and 12 of V"):
+        model.prefill(cache, tokens(1, 8))
+    assert cache.seq_lens.tolist() == [3] and cache.bad_rows.tolist() == [0, 0]
+
+
+@pytest.mark.gpu
+def test_large_queries_stay_finite_with_fp16_rows_on_a_gpu() -> None:
+    model = tiny("Qwen3")
+    with torch.no_grad():
+        for at in model.model.model.layers:
+            at.self_attn.q_norm.weight.fill_(1e5)
+            at.self_attn.k_norm.weight.fill_(1e-5)
+    on_gpu = CachedModel(copy.deepcopy(model.model).cuda(), exact_format="fp16")
+    text, found = tokens(1, 20), []
+    for one in (model, on_gpu):
+        cache = one.new_cache(1, 64, k_format="fp16", v_format="fp16", exact_format="fp16")
+        one.prefill(cache, text[:, :-1])
+        found.append(one.step(cache, text[:, -1]).float().cpu())
+    torch.testing.assert_close(found[1], found[0], atol=0.05, rtol=0.05)
+
+
+def test_a_failing_layer_leaves_the_cache_as_it_was() -> None:
+    model = tiny("Llama")
+    cache = model.new_cache(2, 64, sink_len=2, recent_len=4)
+    model.prefill(cache, tokens(2, 20))
+    with torch.no_grad():
+        model.model.model.layers[1].self_attn.v_proj.weight.fill_(float("nan"))
+    for new in (1, 9):
+        with pytest.raises(NonFiniteError):
+            model.prefill(cache, tokens(2, new))
+        assert [layer.seq_lens.tolist() for layer in cache.layers] == [[20, 20], [20, 20]]
+
+
+@pytest.mark.parametrize(
+    ("shape", "lens", "message"),
+    [
+        ((1, 10), None, r"give \[2, 1 or more\]"),
+        ((2, 0), None, r"give \[2, 1 or more\]"),
+        ((2, 40), None, "40 tokens do not fit"),
+        ((2, 10), [0, 4], r"give \[2\] of 1 to 10"),
+        ((2, 10), [11, 4], r"give \[2\] of 1 to 10"),
+    ],
+    ids=["other batch", "no tokens", "too many", "empty sequence", "lens over tokens"],
+)
+def test_prompts_that_do_not_fit_are_refused_before_anything_is_read(
+    model: CachedModel, shape: tuple[int, int], lens: list[int] | None, message: str
+) -> None:
+    cache = model.new_cache(2, 32)
+    with pytest.raises(ShapeError, match=message):
+        model.prefill(cache, tokens(*shape), lens)
+    assert cache.seq_lens.tolist() == [0, 0]
+
+
+def test_exact_rows_follow_the_dtype_of_the_model() -> None:
+    model = tiny("Llama")
+    assert model.exact_format == model.new_cache(1, 8).exact_format == "bf16"
+    half = CachedModel(model.model.half())
+    assert half.exact_format == half.new_cache(1, 8).exact_format == "fp16"
+
+
+def test_exact_rows_follow_the_dtype_that_was_saved(tmp_path: Path) -> None:
+    shutil.copytree(BUNDLED, tmp_path / "half")
+    config = tmp_path / "half" / "config.json"
+    config.write_text(config.read_text().replace("bfloat16", "float16"))
+    model = CachedModel.from_pretrained(tmp_path / "half")
+    assert (model.model.dtype, model.exact_format) == (torch.float32, "fp16")
+    assert CachedModel.from_pretrained(BUNDLED).exact_format == "bf16"
+
+
+def test_layers_that_are_no_attention_are_refused(model: CachedModel) -> None:
+    mixed = tiny("Llama")
+    mixed.config.layer_types = ["full_attention", "linear_attention"]
+    with pytest.raises(UnsupportedError, match="layer 1 is 'linear_attention'"):
+        mixed.new_cache(1, 8)
+
+
+def test_the_bundled_model_loads_and_knows_its_text(capfd: pytest.CaptureFixture[str]) -> None:
+    model = CachedModel.from_pretrained(BUNDLED)
+    text = "The ironclad was developed as a result of the vulnerability of wooden warships. " * 500
+    ids = model.encode(text)
+    assert len(ids) > 4096
+    assert model.decode(ids) == text
+    assert model.max_positions == 4096
+    cache = model.new_cache(1, 8)
+    assert isinstance(cache, KVCache)
+    assert [cache.num_layers, cache.num_kv_heads, cache.head_dim] == [4, 1, 128]
+    assert model.config_dict["model_type"] == "llama"
+    captured = capfd.readouterr()
+    assert captured.err == captured.out == ""  # no progress bars, no advice
+
+
+def test_folders_without_a_model_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        CachedModel.from_pretrained(tmp_path)
+    shutil.copytree(BUNDLED, tmp_path / "cut", ignore=shutil.ignore_patterns("*.safetensors"))
+    with pytest.raises(ConfigError, match="could not be loaded"):
+        CachedModel.from_pretrained(tmp_path / "cut")
+    (tmp_path / "cut" / "model.safetensors").write_bytes(b"nonsense")
+    with pytest.raises(ConfigError, match="could not be loaded"):
+        CachedModel.from_pretrained(tmp_path / "cut")
+
+
+def test_missing_transformers_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(sys.modules, "kvquant.hf.cache")
+    with pytest.raises(UnsupportedError, match="hf extra"):
+        importlib.import_module("kvquant.hf.cache")

@@ -1,0 +1,401 @@
+"""CachedModel: its arguments, and calls that raise (3 s)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from kvquant import KVCache, debug, load_cache, save_cache
+from kvquant.cache import layer as layers
+from kvquant.errors import (
+    ConfigError,
+    KVQuantError,
+    NonFiniteError,
+    ShapeError,
+    UnsupportedModelError,
+)
+
+transformers = pytest.importorskip("transformers")
+from hf_cases import (  # noqa: E402
+    FP16,
+    GEMMA3N,
+    SHARING,
+    TOLERANCE,
+    RoundedCache,
+    tiny,
+    tokens,
+)
+
+import kvquant.hf.model  # noqa: E402
+from kvquant.hf.model import CachedModel  # noqa: E402
+
+LONG = [4.0] * 32
+LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "original_max_position_embeddings": 32,
+    "short_factor": [1.0] * 32,
+    "long_factor": LONG,
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> CachedModel:
+    return tiny("Llama")
+
+
+def lengths(cache: KVCache) -> list[list[int]]:
+    return [at.seq_lens.tolist() for at in cache.layers]
+
+
+@pytest.mark.parametrize("lens", [[3.9, 7.2], torch.ones(2, dtype=torch.bool), [True, False]])
+def test_lens_are_whole_numbers(lens: Any, model: CachedModel) -> None:
+    cache = model.new_cache(2, 32)
+    with pytest.raises(ConfigError, match=r"lens is .*: use whole numbers"):
+        model.prefill(cache, tokens(2, 20), lens)
+    assert lengths(cache) == [[0, 0]] * 2
+    model.prefill(cache, tokens(2, 20), torch.tensor([3, 7], dtype=torch.int32))
+    assert lengths(cache) == [[3, 7]] * 2
+
+
+@pytest.mark.parametrize("count", [0, -3, 2.5, True, "4"])
+def test_generate_adds_a_whole_number_of_tokens(count: Any, model: CachedModel) -> None:
+    cache = model.new_cache(2, 32)
+    logits = model.prefill(cache, tokens(2, 8))
+    with pytest.raises(ConfigError, match=r"num_tokens .* is not possible: use a whole number"):
+        model.generate(cache, logits, count)
+    assert model.generate(cache, logits, 1).shape == (2, 1)
+    assert lengths(cache) == [[8, 8]] * 2
+
+
+@pytest.mark.parametrize("chunk", [0, 2.5, True])
+def test_chunks_are_whole_numbers(chunk: Any, model: CachedModel) -> None:
+    with pytest.raises(ConfigError, match=r"chunk .* is not possible"):
+        model.prefill(model.new_cache(1, 8), tokens(1, 4), chunk=chunk)
+
+
+def test_generate_that_does_not_fit_adds_nothing(model: CachedModel) -> None:
+    cache = model.new_cache(2, 12)
+    logits = model.prefill(cache, tokens(2, 8))
+    with pytest.raises(ShapeError, match="13 tokens do not fit into a cache with max_seq_len 12"):
+        model.generate(cache, logits, 6)
+    with pytest.raises(ShapeError, match=r"logits are \[1, 256\]: give \[2, vocabulary\]"):
+        model.generate(cache, logits[:1], 2)
+    assert lengths(cache) == [[8, 8]] * 2
+    assert model.generate(cache, logits, 5).shape == (2, 5)
+
+
+WRONG: dict[str, tuple[Any, type[KVQuantError], str]] = {
+    "fractions": (torch.ones(2, 4), ConfigError, r"torch\.float32: give token ids as int64"),
+    "masks": (torch.ones(2, 4, dtype=torch.bool), ConfigError, "give token ids as int64"),
+    "beyond": (torch.tensor([[1, 2], [3, 256]]), ConfigError, r"token 256 .* ids are 0 to 255"),
+    "below": (torch.tensor([[1, 2], [3, -1]]), ConfigError, r"token -1 is not in the vocabulary"),
+    "lists": ([[1, 2], [3, 4]], ConfigError, "tokens are list: give a tensor"),
+    "batch": (tokens(3, 4), ShapeError, r"tokens are \[3, 4\]: give \[2, 1 or more\]"),
+    "axes": (tokens(2, 4, 1), ShapeError, r"tokens are \[2, 4, 1\]: give \[2, 1 or more\]"),
+    "none": (tokens(2, 0), ShapeError, r"tokens are \[2, 0\]: give \[2, 1 or more\]"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_tokens_are_of_the_vocabulary(case: str, model: CachedModel) -> None:
+    (wrong, error, message), cache = WRONG[case], model.new_cache(2, 32)
+    model.prefill(cache, tokens(2, 4))
+    with pytest.raises(error, match=message):
+        model.prefill(cache, wrong)
+    if (
+        isinstance(wrong, torch.Tensor)
+        and wrong.ndim == 2
+        and wrong.shape[0] == 2 > case.count("n")
+    ):
+        with pytest.raises(error):
+            model.step(cache, wrong[:, -1])
+    with pytest.raises(ShapeError, match=r"give \[2\]"):
+        model.step(cache, tokens(2, 1))
+    assert lengths(cache) == [[4, 4]] * 2
+    if case in ("fractions", "beyond", "below", "lists"):
+        for call in (model.plain, lambda given: model.observe(given, lambda *shown: None)):
+            with pytest.raises(error, match=message):
+                call(wrong)
+
+
+def test_tokens_of_32_bit_are_taken(model: CachedModel) -> None:
+    one, two = (model.new_cache(2, 32, **FP16) for _ in range(2))
+    given, expected = model.prefill(one, tokens(2, 4).int()), model.prefill(two, tokens(2, 4))
+    assert torch.equal(given, expected)
+    assert torch.equal(model.step(one, tokens(2).int()), model.step(two, tokens(2)))
+
+
+def test_tokens_on_another_device_are_not_read(
+    model: CachedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = model.new_cache(2, 32)
+    monkeypatch.setattr(debug, "may_read", lambda tensor: False)  # as on CUDA
+    with pytest.raises(IndexError):
+        model.step(cache, torch.tensor([1, 256]))
+    assert lengths(cache) == [[0, 0]] * 2
+
+
+def test_what_is_no_model_is_refused() -> None:
+    for wrong in ("meta-llama/Llama-3.2-1B", torch.nn.Linear(2, 2), None):
+        with pytest.raises(ConfigError, match=r"give a causal language model of transformers, or"):
+            CachedModel(wrong)
+
+
+# Calls that raise change nothing
+
+
+@pytest.mark.parametrize("at", [1, 3])
+def test_a_prompt_that_fails_in_a_later_chunk_is_not_there(at: int, model: CachedModel) -> None:
+    cache, text, calls = model.new_cache(2, 64, sink_len=2, recent_len=4), tokens(2, 30), []
+    model.prefill(cache, text[:, :10])
+
+    def fail(*_: Any) -> None:
+        calls.append(0)
+        if len(calls) == at:
+            raise KeyboardInterrupt
+
+    hook = model.model.lm_head.register_forward_pre_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        model.prefill(cache, text, [30, 17], chunk=7)
+    hook.remove()
+    assert lengths(cache) == [[10, 10]] * 2
+
+
+def test_windows_keep_whole_chunks_of_a_prompt_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "SPARE", 8)
+    monkeypatch.setattr(kvquant.hf.model, "SPARE", 8)
+    model = tiny("Mistral", sliding_window=16)
+    cache, text = model.new_cache(1, 90), tokens(1, 40)
+
+    def fail(done: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        model.prefill(cache, text, progress=fail)
+    assert lengths(cache) == [[0]] * 2  # nothing was there
+    model.prefill(cache, text)
+    calls: list[int] = []
+
+    def fail_later(done: int) -> None:
+        calls.append(done)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        model.prefill(cache, text, progress=fail_later)
+    assert lengths(cache) == [[64]] * 2  # 40 and 3 chunks: the window has moved on
+
+
+def test_generate_that_fails_adds_nothing(model: CachedModel) -> None:
+    cache, steps = model.new_cache(1, 64), []
+    logits = model.prefill(cache, tokens(1, 8))
+
+    def fail(*_: Any) -> None:
+        steps.append(0)
+        if len(steps) == 4:
+            raise KeyboardInterrupt
+
+    hook = model.model.lm_head.register_forward_pre_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(cache, logits, 9)
+    hook.remove()
+    assert lengths(cache) == [[8]] * 2
+
+
+def test_layers_of_unequal_lengths_are_told_and_stay(model: CachedModel) -> None:
+    cache = model.new_cache(1, 32)
+    rows = torch.zeros(1, 2, 3, 64)
+    cache.append(0, rows, rows)
+    calls: list[Callable[[], Any]] = [
+        lambda: model.prefill(cache, tokens(1, 4)),
+        lambda: model.step(cache, tokens(1)),
+        lambda: model.generate(cache, torch.zeros(1, 256), 2),
+    ]
+    for call in calls:
+        with pytest.raises(ShapeError, match="layers hold different lengths"):
+            call()
+        assert lengths(cache) == [[3], [0]]
+
+
+# Positions
+
+
+def test_positions_beyond_a_learned_table_are_refused_before_anything_is_appended() -> None:
+    model = tiny(
+        "GPT2",
+        max_position_embeddings=16,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    cache, text = model.new_cache(2, 32), tokens(2, 20)
+    with pytest.raises(ShapeError, match="20 positions are needed, and the model has learned 16"):
+        model.prefill(cache, text, [3, 20], chunk=4)
+    assert lengths(cache) == [[0, 0]] * 2
+    logits = model.prefill(cache, text[:, :14])
+    with pytest.raises(ShapeError, match="17 positions are needed"):
+        model.generate(cache, logits, 4)
+    model.generate(cache, logits, 3)
+    with pytest.raises(ShapeError, match="17 positions are needed"):
+        model.step(cache, text[:, 0])
+    assert lengths(cache) == [[16, 16]] * 2
+    cache.crop(2)
+    cache.start_positions += 14
+    with pytest.raises(ShapeError, match="17 positions are needed"):
+        model.step(cache, text[:, 0])
+    for call in (model.plain, lambda given: model.observe(given, lambda *shown: None)):
+        with pytest.raises(ShapeError, match="20 positions are needed"):
+            call(text)
+
+
+def test_positions_that_are_not_given_are_refused() -> None:
+    sizes = {"d_model": 128, "decoder_layers": 1, "decoder_attention_heads": 2, "encoder_layers": 1}
+    for kind, message in (
+        ("Roberta", r"roberta models count positions from padding_idx \+ 1"),
+        ("Bart", "bart models count the positions of all sequences alike"),
+    ):
+        model = tiny(
+            kind, is_decoder=True, num_key_value_heads=None, num_attention_heads=2, **sizes
+        )
+        for call in (
+            lambda: model.new_cache(1, 8),  # noqa: B023
+            lambda: model.prefill(KVCache(2, 1, 2, 64, 8), tokens(1, 4)),  # noqa: B023
+        ):
+            with pytest.raises(UnsupportedModelError, match=message):
+                call()
+
+
+def test_keys_that_are_turned_by_the_length_of_the_text_are_all_turned_alike() -> None:
+    model = tiny("Llama", rope_parameters=LONGROPE)
+    text, past, message = tokens(2, 60), RoundedCache(), r"rope_type 'longrope'.* 32 positions"
+    expected = [model.plain(text[:, :50], past)]
+    expected += [model.plain(column[:, None], past) for column in text[:, 50:54].unbind(1)]
+    cache = model.new_cache(2, 64, **FP16)
+    given = [model.prefill(cache, text[:, :50], chunk=7)]
+    given += [model.step(cache, column) for column in text[:, 50:54].unbind(1)]
+    for got, wanted in zip(given, expected, strict=True):
+        torch.testing.assert_close(got, wanted, atol=TOLERANCE, rtol=0)
+    model.prefill(cache, text[:, :5], chunk=2)  # on the same side
+    cache = model.new_cache(2, 64, **FP16)
+    model.prefill(cache, text[:, :30], chunk=7)
+    model.step(cache, text[:, 0])
+    calls: list[Callable[[], Any]] = [
+        lambda: model.prefill(cache, text[:, :9]),
+        lambda: model.generate(cache, torch.zeros(2, 256), 9),
+        lambda: model.prefill(model.new_cache(2, 64), text, [60, 20]),
+    ]
+    for call in calls:
+        with pytest.raises(UnsupportedModelError, match=message):
+            call()
+    assert lengths(cache) == [[31, 31]] * 2
+
+
+def test_keys_that_are_turned_with_every_token_end_where_that_begins() -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    model = tiny("Llama", rope_parameters=rope, max_position_embeddings=32)
+    cache, text = model.new_cache(1, 64, **FP16), tokens(1, 60)
+    given = model.prefill(cache, text[:, :50], chunk=7)  # in one
+    torch.testing.assert_close(
+        given, model.plain(text[:, :50], RoundedCache()), atol=TOLERANCE, rtol=0
+    )
+    with pytest.raises(UnsupportedModelError, match="and no token after it"):
+        model.step(cache, text[:, 50])
+    cache.crop(0)
+    model.prefill(cache, text[:, :31])
+    model.step(cache, text[:, 31])
+    with pytest.raises(UnsupportedModelError, match="has more than 32 positions"):
+        model.step(cache, text[:, 32])
+
+
+LLAMA4 = {
+    "no_rope_layers": [0, 0],
+    "floor_scale": 24,
+    "attn_scale": 0.5,
+    "num_local_experts": 1,
+    "intermediate_size_mlp": 96,
+}
+
+
+def test_queries_that_are_scaled_by_their_position_are_scaled_in_every_layer() -> None:
+    """Llama 4 asks a layer's cache in the layer; the layers before it have appended already."""
+    model = tiny("Llama4Text", **LLAMA4 | {"floor_scale": 8})
+    cache, past, text = model.new_cache(2, 40, **FP16), RoundedCache(), tokens(2, 33)
+    given = [model.prefill(cache, text[:, :30], chunk=10)]
+    given += [model.step(cache, column) for column in text[:, 30:].unbind(1)]
+    for got, part in zip(given, [text[:, :30], *text[:, 30:].split(1, dim=1)], strict=True):
+        torch.testing.assert_close(got, model.plain(part, past), atol=TOLERANCE, rtol=0)
+
+
+def test_queries_are_not_scaled_by_the_position_of_another_sequence() -> None:
+    model = tiny("Llama4Text", **LLAMA4)
+    cache, text = model.new_cache(2, 40, **FP16), tokens(2, 30)
+    with pytest.raises(UnsupportedModelError, match="scales queries from position 23 on"):
+        model.step(cache, model.prefill(cache, text, [30, 9], chunk=9).argmax(-1))
+    cache.reset()
+    model.prefill(cache, text[:, :22], [22, 9], chunk=9)
+    alone = model.new_cache(1, 40, **FP16)
+    model.prefill(alone, text[1:, :9])
+    torch.testing.assert_close(
+        model.step(cache, text[:, 9])[1:], model.step(alone, text[1:, 9]), atol=TOLERANCE, rtol=0
+    )
+    with pytest.raises(UnsupportedModelError, match="counts the positions of all sequences alike"):
+        model.step(cache, text[:, 10])
+    assert lengths(cache) == [[23, 10]] * 2
+
+
+# Layers
+
+
+def test_caches_of_layers_of_unlike_head_dim_are_saved_and_forked(tmp_path: Any) -> None:
+    model = tiny("Gemma4Text", **SHARING | {"global_head_dim": 128})
+    cache, text = (
+        model.new_cache(2, 40, recent_len=4),
+        tokens(2, 20),
+    )
+    assert [(str(at.k_format), at.k_format.head_dim) for at in cache.layers] == [
+        ("int4-g4", 64),
+        ("int4-g4", 128),
+    ]
+    model.prefill(cache, text)
+    save_cache(cache, tmp_path / "c.safetensors", model=model.config_dict)
+    copies = [cache.fork(), load_cache(tmp_path / "c.safetensors", model=model.config_dict)]
+    expected = model.step(cache, text[:, 0])
+    for copy in copies:
+        assert torch.equal(model.step(copy, text[:, 0]), expected)
+
+
+def test_models_whose_layers_no_cache_holds_are_refused_in_one_line() -> None:
+    for changes, message in (
+        (SHARING, "layer 1 of this gemma4_text model: head_dim 512 is not supported: use 64, 80"),
+        (
+            SHARING
+            | {"global_head_dim": 64, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+            "layers differ in their KV heads, layer 0 has 2 and layer 1 1",
+        ),
+    ):
+        with pytest.raises(UnsupportedModelError, match=message) as told:
+            tiny("Gemma4Text", **changes).new_cache(1, 8)
+        assert "\n" not in str(told.value)
+
+
+def test_windows_are_those_of_all_layers() -> None:
+    assert tiny("Gemma3nText", **GEMMA3N).windows() == {0: 16, 2: 16}
+    assert tiny("Gemma3nText", **GEMMA3N).shared_layers() == {2: 0, 3: 1}
+
+
+def test_rows_that_are_bad_are_told_before_a_step(
+    model: CachedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(debug, "may_read", lambda tensor: False)  # as on CUDA
+    cache = model.new_cache(1, 64)
+    rows = torch.full((1, 2, 3, 64), torch.nan)
+    for index in range(2):
+        cache.append(index, rows, rows)
+    with pytest.raises(NonFiniteError, match="12 rows of K and 12 of V"):
+        model.step(cache, tokens(1))
+    assert lengths(cache) == [[3], [3]]

@@ -1,0 +1,167 @@
+"""Families of models: right to rounding, or refused by name; none wrong, none crashing (8 s).
+
+Each is a tiny random model of transformers' own code. Sequences of unequal lengths are read in
+chunks and decoded, and compared with each sequence alone on transformers' own cache, K and V
+rounded alike. A wrong position, row or window shows as an error of the size of the logits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvquant.errors import UnsupportedModelError
+
+transformers = pytest.importorskip("transformers")
+from hf_cases import FP16, GEMMA3N, SHARING, RoundedCache  # noqa: E402
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
+
+from kvquant.hf.model import CachedModel  # noqa: E402
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "intermediate_size": 96,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "is_decoder": True,
+    "decoder_layers": 2,
+    "decoder_attention_heads": 2,
+    "decoder_ffn_dim": 96,
+    "d_model": 128,
+    "num_experts": 2,
+    "num_local_experts": 2,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 2,
+    "moe_topk": 1,
+    "top_k_experts": 1,
+    "sliding_window": 12,
+}
+LENS = [25, 9]
+CHUNK, STEPS = 7, 3
+# a rounded key or value may fall to the neighbouring number; what is wrong is wrong by 0.1 and more
+TOLERANCE = 0.02
+
+RIGHT: dict[str, dict[str, Any]] = {
+    kind: {}
+    for kind in """
+    afmoe aria_text bert bert-generation biogpt bitnet cohere cohere2 cohere2_moe ctrl cwm electra
+    ernie ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo gemma gemma3_text glm glm4 glm4_moe
+    gpt2 gpt_neox granite granitemoe granitemoeshared helium hrm_text hunyuan_v1_dense
+    hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 kolibri1 laguna llama mellum
+    minimax_m2 ministral ministral3 mistral mixtral modernbert-decoder nanochat nemotron olmo
+    olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe roc_bert
+    seed_oss smollm3 solar_open stablelm starcoder2 whisper
+    """.split()
+}
+RIGHT |= {
+    "apertus": {"sliding_window": None},
+    "arcee": {"sliding_window": None},
+    "gemma2": {"attn_logit_softcapping": None, "final_logit_softcapping": None},
+    "gemma3n_text": GEMMA3N | {"vocab_size_per_layer_input": 97, "sliding_window": 12},
+    "gemma4_text": SHARING
+    | {"vocab_size_per_layer_input": 97, "global_head_dim": 64, "sliding_window": 12},
+    "gpt_bigcode": {"num_key_value_heads": 1},
+    "dots1": {"n_shared_experts": 1, "n_group": 1, "topk_group": 1},
+    "llama4_text": {"attention_chunk_size": 64, "intermediate_size_mlp": 96},
+}
+
+ITSELF = "computes attention by itself"
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "bart": ("bart models count the positions of all sequences alike", {}),
+    "big_bird": (ITSELF, {}),
+    "bloom": (ITSELF, {}),
+    "camembert": (r"count positions from padding_idx \+ 1", {}),
+    "codegen": (ITSELF, {}),
+    "data2vec-text": (r"count positions from padding_idx \+ 1", {}),
+    "deepseek_v2": ("multi-head latent attention", {}),
+    "deepseek_v3": ("multi-head latent attention", {}),
+    "deepseek_v32": (r"layer 0 is '\w+_attention'", {}),
+    "diffllama": (r"layer 0 \(DiffLlamaAttention\) attends to other values", {}),
+    "doge": (r"layer 0 \(DogeAttention\) got an attention mask that is not", {}),
+    "falcon": (ITSELF, {}),
+    "falcon_h1": ("layer 0 is 'hybrid'", {}),
+    "gemma4_unified_text": ("layer 1 of this .* head_dim 512 is not supported", {}),
+    "flint": (r"layer 0 \(FlintAttention\) asks for s_aux", {}),
+    "glm4_moe_lite": ("multi-head latent attention", {}),
+    "gpt_oss": (r"layer 0 \(GptOssAttention\) asks for s_aux", {}),
+    "gptj": (ITSELF, {}),
+    "granitemoehybrid": ("layer 0 is 'linear_attention'", {}),
+    "jamba": ("layer 0 is 'linear_attention'", {}),
+    "jetmoe": (r"layer 0 \(JetMoeAttention\) attends to other (keys|values)", {}),
+    "lfm3": ("layer 0 is 'conv'", {}),
+    "mamba": ("layer 0 is 'linear_attention'|mamba models have no attention heads", {}),
+    "mbart": ("mbart models count the positions of all sequences alike", {}),
+    "megatron-bert": (ITSELF, {}),
+    "mimo_v2_flash": (r"layer 1 \(MiMoV2FlashAttention\) asks for s_aux", {}),
+    "minicpm3": ("multi-head latent attention", {}),
+    "mpt": (ITSELF, {}),
+    "nemotron_h": ("layer 0 is 'linear_attention'", {}),
+    "openai-gpt": (ITSELF, {}),
+    "qwen3_next": ("layer 0 is 'linear_attention'", {}),
+    "roberta": (r"count positions from padding_idx \+ 1", {}),
+    "rwkv": ("rwkv models have no attention heads", {}),
+    "vaultgemma": (r"layer 0 \(VaultGemmaAttention\) asks for softcap", {}),
+    "xglm": (ITSELF, {}),
+    "xlm-roberta": (r"count positions from padding_idx \+ 1", {}),
+    "youtu": ("multi-head latent attention", {}),
+    "zaya": ("layer 0 is 'hybrid'", {}),
+    "xlstm": ("xlstm models have no attention heads", {}),
+}
+
+
+def random_model(kind: str, changes: dict[str, Any]) -> CachedModel:
+    if kind not in CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {kind}")
+    usual = CONFIG_MAPPING[kind]()
+    known = set(vars(usual)) | set(usual.attribute_map)  # no properties
+    sizes = {name: value for name, value in SIZES.items() if name in known}
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **(sizes | changes))
+    with torch.device("meta"):
+        large = transformers.AutoModelForCausalLM.from_config(config).num_parameters() > 1e8
+    if large:  # its sizes have other names
+        pytest.skip(f"{kind} of transformers {transformers.__version__} is too large")
+    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim > 1:
+                weight.normal_(std=weight.shape[-1] ** -0.5)
+    return CachedModel(model)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # transformers' own
+@pytest.mark.parametrize("kind", RIGHT)
+def test_right_to_rounding(kind: str) -> None:
+    model = random_model(kind, RIGHT[kind])
+    text = torch.randint(5, 97, (2, LENS[0] + STEPS), generator=torch.Generator().manual_seed(0))
+    cache = model.new_cache(2, LENS[0] + STEPS, **FP16)
+    given = [model.prefill(cache, text[:, : LENS[0]], LENS, chunk=CHUNK)]
+    given += [model.step(cache, column) for column in text[:, LENS[0] :].unbind(1)]
+    for b, length in enumerate(LENS):
+        past = RoundedCache()
+        parts = [text[b : b + 1, :length], *text[b : b + 1, LENS[0] :].split(1, dim=1)]
+        for part, got in zip(parts, given, strict=True):
+            with torch.no_grad():
+                wanted = model.model(part, past_key_values=past, use_cache=True).logits[0, -1]
+            error = (got[b] - wanted).abs().max() / wanted.std()
+            assert float(error) < TOLERANCE
+    assert {tuple(at.seq_lens.tolist()) for at in cache.layers} == {(28, 12)}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_refused_by_name(kind: str) -> None:
+    message, changes = REFUSED[kind]
+    model = random_model(kind, changes)
+    with pytest.raises(UnsupportedModelError, match=message) as told:
+        model.prefill(model.new_cache(2, 32), torch.randint(5, 97, (2, 25)), LENS)
+    assert len(str(told.value).splitlines()) == 1

@@ -1,0 +1,651 @@
+"""Saved and loaded caches: round trips, shards, refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from kvquant import KVCache, PagedKVCache, RowFormat
+from kvquant.errors import CheckpointError, ConfigError, ShapeError
+from kvquant.io.checkpoint import load_cache, save_cache
+from kvquant.io.export import export_cache, quantize_raw
+from kvquant.io.inspect import describe
+from kvquant.io.model_id import model_identity
+from kvquant.io.plan import CachePlan
+from kvquant.io.tensor_files import sealed, sha256
+
+CONFIG = {"model_type": "llama", "hidden_size": 256, "rope_parameters": {"rope_theta": 10000.0}}
+GOLDEN = Path(__file__).parents[1] / "data" / "cache-v1.safetensors"
+
+
+def make_cache(
+    seed: int = 0, lens: tuple[int, ...] = (23, 9), max_seq_len: int = 40, **options: Any
+) -> KVCache:
+    """Two layers with tokens that arrived in two chunks, the sequences being of unequal lengths."""
+    options = {"sink_len": 2, "recent_len": 6} | options
+    cache = KVCache(2, len(lens), 2, 64, max_seq_len, **options)
+    cache.start_positions.copy_(torch.arange(len(lens)) * 100 + seed)
+    append_random(cache, seed, tuple(n // 2 for n in lens))
+    append_random(cache, seed + 1, tuple(n - n // 2 for n in lens))
+    return cache
+
+
+def append_random(cache: KVCache, seed: int, lens: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for i, layer in enumerate(cache.layers):
+        k, v = (
+            torch.randn(
+                cache.batch, cache.num_kv_heads, max(lens), fmt.head_dim, generator=generator
+            )
+            for fmt in (layer.k_format, layer.v_format)
+        )
+        cache.append(i, k, v, lens)
+
+
+def contents(cache: KVCache) -> dict[str, Any]:
+    """All that a cache holds: counters, formats, and the rows in use in their order."""
+    held: dict[str, Any] = {
+        "sizes": (cache.num_kv_heads, cache.head_dim, cache.sink_len, cache.recent_len),
+        "exact_format": cache.exact_format,
+        "start_positions": cache.start_positions.tolist(),
+    }
+    for i, layer in enumerate(cache.layers):
+        held[f"{i}.formats"] = (layer.k_format, layer.v_format)
+        held[f"{i}.lens"] = (layer.seq_lens.tolist(), layer.packed_lens.tolist())
+        segments = [s for s in layer.segments_in_order() if s.seq_lens.any()]
+        for number, segment in enumerate(segments):
+            for b, n in enumerate(segment.seq_lens.tolist()):
+                start = 0 if segment.starts is None else int(segment.starts[b])
+                slots = torch.arange(start, start + n) % max(segment.capacity, 1)
+                for side, rows in (("k", segment.k_rows), ("v", segment.v_rows)):
+                    held[f"{i}.{number}.{b}.{side}"] = rows[b][:, slots].numpy().tobytes()
+    return held
+
+
+def assert_continues_alike(first: KVCache, second: KVCache, steps: int = 9) -> None:
+    """Token after token both hold the same bytes and attend alike."""
+    for step in range(steps):
+        for cache in (first, second):
+            append_random(cache, 1000 + step, (1,) * cache.batch)
+        q = torch.randn(first.batch, 4, first.layers[0].k_format.head_dim)
+        for layer in range(first.num_layers):
+            outs = [cache.attend(layer, q, backend="reference") for cache in (first, second)]
+            assert torch.equal(*outs)
+        assert contents(first) == contents(second)
+
+
+def rewrite_manifest(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
+    """Edit the manifest of a file and seal it anew, as a hostile writer would."""
+    tensors = load_file(path)
+    with safe_open(path, framework="pt") as file:
+        manifest = json.loads(file.metadata()["kvquant_cache"])
+    edit(manifest)
+    save_file(tensors, path, sealed("kvquant_cache", json.dumps(manifest)))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="int4-g4"),
+        pytest.param({"k_format": "int8-g2", "v_format": "int4"}, id="int8-g2_int4"),
+        pytest.param({"k_format": "fp8", "v_format": "fp8-g4", "exact_format": "fp16"}, id="fp8"),
+        pytest.param({"k_format": "bf16", "v_format": "fp16"}, id="16-bit"),
+        pytest.param({"k_format": ["int8", "int4-g8"]}, id="per-layer"),
+        pytest.param({"v_format": RowFormat("int4", 4, 128)}, id="head-dims-differ"),
+        pytest.param({"sink_len": 0, "recent_len": 0}, id="all-packed"),
+        pytest.param({"sink_len": 50}, id="all-sinks"),
+        pytest.param({"recent_len": 50}, id="all-recent"),
+        pytest.param({"lens": (0, 0)}, id="empty"),
+        pytest.param({"lens": (0, 40, 1, 7, 8, 9)}, id="ragged"),
+    ],
+)
+@pytest.mark.parametrize("max_shard_bytes", [1 << 30, 4000], ids=["file", "shards"])
+def test_loaded_cache_is_the_saved_one_and_continues(
+    tmp_path: Path, options: dict[str, Any], max_shard_bytes: int
+) -> None:
+    cache = make_cache(max_seq_len=56 if "lens" in options else 40, **options)
+    written = save_cache(cache, tmp_path / "c.safetensors", max_shard_bytes=max_shard_bytes)
+    assert sorted(written) == sorted(tmp_path.iterdir())
+    loaded = load_cache(tmp_path / "c.safetensors")
+    assert contents(loaded) == contents(cache)
+    assert loaded.max_seq_len == cache.max_seq_len
+    assert loaded.nbytes == cache.nbytes
+    assert_continues_alike(loaded, cache)
+
+
+def test_cropped_caches_keep_what_is_packed(tmp_path: Path) -> None:
+    cache = make_cache()
+    append = torch.randn(2, 2, 3, 64)
+    cache.append(0, append, append)  # layer 0 packs ahead of layer 1, then is cropped back
+    cache.crop([12, 8])
+    packed = [layer.packed_lens.tolist() for layer in cache.layers]
+    assert packed[0] != packed[1]
+    save_cache(cache, tmp_path / "c.safetensors")
+    assert_continues_alike(load_cache(tmp_path / "c.safetensors"), cache)
+
+
+@pytest.mark.parametrize("saved, loaded", [(40, 64), (40, 23), (23, 40), (64, 24)])
+def test_another_max_seq_len_is_as_if_made_with_it(tmp_path: Path, saved: int, loaded: int) -> None:
+    save_cache(make_cache(max_seq_len=saved, recent_len=30), tmp_path / "c.safetensors")
+    cache = load_cache(tmp_path / "c.safetensors", max_seq_len=loaded)
+    other = make_cache(max_seq_len=loaded, recent_len=30)
+    assert cache.max_seq_len == loaded and cache.nbytes == other.nbytes
+    assert_continues_alike(cache, other, steps=loaded - 23)
+
+
+def test_too_small_max_seq_len_is_refused_with_one_that_fits(tmp_path: Path) -> None:
+    path = tmp_path / "c.safetensors"
+    cache = make_cache()
+    save_cache(cache, path)
+    with pytest.raises(CheckpointError, match="max_seq_len 22: use at least 23"):
+        load_cache(path, max_seq_len=22)
+    with pytest.raises(ConfigError, match="max_seq_len -1"):
+        load_cache(path, max_seq_len=-1)
+    cache.crop(10)
+    save_cache(cache, path)
+    # 8 tokens are packed and stay so: they need their room beside sinks and ring
+    with pytest.raises(CheckpointError, match="max_seq_len 12: use at least 16"):
+        load_cache(path, max_seq_len=12)
+    assert contents(load_cache(path, max_seq_len=16)) == contents(cache)
+
+
+def test_file_is_plain_safetensors_and_holds_used_tokens_only(tmp_path: Path) -> None:
+    path = tmp_path / "c.safetensors"
+    save_cache(make_cache(lens=(23, 9), v_format="int8"), path, creation={"prompt": "a.txt"})
+    tensors = load_file(path)
+    assert {name: list(t.shape) for name, t in tensors.items() if name.startswith("layers.1.")} == {
+        "layers.1.k_sinks": [4, 2, 128],
+        "layers.1.k_packed": [16, 2, 48],
+        "layers.1.k_recent": [12, 2, 128],
+        "layers.1.v_sinks": [4, 2, 128],
+        "layers.1.v_packed": [16, 2, 68],
+        "layers.1.v_recent": [12, 2, 128],
+    }
+    with safe_open(path, framework="pt") as file:
+        manifest = json.loads(file.metadata()["kvquant_cache"])
+    assert manifest["creation"] == {"prompt": "a.txt"}
+    assert manifest["positions"] == [23, 109]
+    # the ring is written in the order of the tokens, not of its slots
+    k, _ = make_cache(v_format="int8").dequantized(1, torch.bfloat16)
+    assert tensors["layers.1.k_recent"].view(torch.bfloat16)[:6].transpose(0, 1).equal(k[0, :, 17:])
+
+
+def test_golden_file_of_version_1_still_loads() -> None:
+    cache = load_cache(GOLDEN, model=CONFIG)
+    values = (torch.arange(11)[:, None] + torch.arange(64) / 4 - 8.0).expand(2, 2, 11, 64)
+    fresh = KVCache(
+        *(2, 2, 2, 64, 16),
+        k_format=["int4-g4", "int8"],
+        v_format=["int4", "int8"],
+        sink_len=2,
+        recent_len=3,
+    )
+    fresh.start_positions.copy_(torch.tensor([0, 7]))
+    for layer in range(2):
+        fresh.append(layer, values, -values, [11, 5])
+    assert contents(cache) == contents(fresh)
+    k, v = cache.dequantized(0)
+    assert (k[0] - values[0]).abs().max() < 0.15 and (v[0] + values[0]).abs().max() < 0.55
+    assert k[1, :, :5].equal(values[1, :, :5]) and v[1, :, :5].equal(-values[1, :, :5])
+
+
+def test_golden_file_of_version_2_still_loads() -> None:
+    path = GOLDEN.with_name("cache-v2.safetensors")
+    cache = load_cache(path, model={"model_type": "llama"})
+    values = (torch.arange(40)[:, None] + torch.arange(64) / 4 - 8.0).expand(2, 1, 40, 64)
+    options: dict[str, Any] = {"k_format": "int8-g2", "v_format": ["fp8", "int4"], "sink_len": 1}
+    fresh = KVCache(2, 2, 1, 64, 48, recent_len=3, windows=[8, None], **options)
+    for layer in range(2):
+        fresh.append(layer, values, -values, [40, 11])
+    for layer in range(2):
+        for ours, theirs in zip(cache.dequantized(layer), fresh.dequantized(layer), strict=True):
+            assert torch.equal(ours, theirs)
+    assert cache.windows == [8, None]
+
+
+def test_saving_replaces_what_was_there(tmp_path: Path) -> None:
+    path = tmp_path / "c.safetensors"
+    caches = [make_cache(seed) for seed in range(6)]
+    (tmp_path / "other-00000000-00001-of-00002.safetensors").touch()
+    for cache, limit in zip(caches, [4000, 2000, 1 << 30, 1 << 30, 3000, 1 << 30], strict=True):
+        written = save_cache(cache, path, max_shard_bytes=limit)
+        assert len(written) == 1 if limit == 1 << 30 else len(written) > 2
+        assert len(list(tmp_path.iterdir())) == len(written) + 1
+        assert contents(load_cache(path)) == contents(cache)
+        assert contents(load_cache(written[-1])) == contents(cache)
+
+
+@pytest.mark.parametrize("max_shard_bytes", [1 << 30, 4000], ids=["file", "shards"])
+@pytest.mark.parametrize("failing", ["fsync", "replace"])
+def test_failed_save_leaves_the_old_file_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str, max_shard_bytes: int
+) -> None:
+    path = tmp_path / "c.safetensors"
+    cache = make_cache()
+    written = save_cache(cache, path, max_shard_bytes=max_shard_bytes)
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, failing, fail)
+    with pytest.raises(OSError, match="No space"):
+        save_cache(make_cache(1), path, max_shard_bytes=max_shard_bytes)
+    assert sorted(tmp_path.iterdir()) == sorted(written)
+    assert contents(load_cache(path)) == contents(cache)
+
+
+@pytest.mark.parametrize("max_shard_bytes", [1 << 30, 4000], ids=["file", "shards"])
+@pytest.mark.parametrize(
+    "foreign",
+    [
+        '{"metadata": {"total_size": 9}, "weight_map": {"x": "model-00001-of-00002.safetensors"}}',
+        "",
+    ],
+    ids=["transformers", "empty"],
+)
+def test_index_of_another_program_is_left_alone(
+    tmp_path: Path, foreign: str, max_shard_bytes: int
+) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(foreign)
+    with pytest.raises(ConfigError, match=r"index\.json is not an index of kvquant: choose"):
+        save_cache(make_cache(), tmp_path / "model.safetensors", max_shard_bytes=max_shard_bytes)
+    assert [index.read_text(), list(tmp_path.iterdir())] == [foreign, [index]]
+
+    (file,) = save_cache(make_cache(), tmp_path / "c.safetensors")
+    file.rename(tmp_path / "model.safetensors")  # a file beside it is found all the same
+    assert contents(load_cache(tmp_path / "model.safetensors")) == contents(make_cache())
+
+
+def test_layers_in_the_middle_of_a_step_are_not_saved(tmp_path: Path) -> None:
+    cache = make_cache()
+    x = torch.randn(2, 2, 1, 64)
+    cache.append(0, x, x)
+    with pytest.raises(ShapeError, match="append this step's tokens to every layer"):
+        save_cache(cache, tmp_path / "c.safetensors")
+    assert not list(tmp_path.iterdir())
+
+
+def test_arguments_that_make_no_file_are_refused(tmp_path: Path) -> None:
+    cache = make_cache()
+    path = tmp_path / "c.safetensors"
+    with pytest.raises(ConfigError, match=r"NAME\.safetensors"):
+        save_cache(cache, tmp_path / "c.bin")
+    with pytest.raises(ConfigError, match="max_shard_bytes 0"):
+        save_cache(cache, path, max_shard_bytes=0)
+    for odd in (True, 1.5, "4"):
+        with pytest.raises(ConfigError, match=r"max_shard_bytes .* use a whole number from 1"):
+            save_cache(cache, path, max_shard_bytes=odd)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="type PagedKVCache: give a KVCache; save_sequences"):
+        save_cache(PagedKVCache(1, 1, 64, 1), path)  # type: ignore[arg-type]
+    calls: list[Callable[[Any], object]] = [
+        partial(save_cache, cache),
+        load_cache,
+        CachePlan.load,
+        quantize_raw,
+        describe,
+        partial(export_cache, cache, to="bf16"),
+    ]
+    for call in calls:
+        for odd_path in (None, b"c.safetensors", 3):
+            with pytest.raises(ConfigError, match=r"path is .*: give a string or a Path"):
+                call(odd_path)
+    with pytest.raises(ConfigError, match="creation is not plain data"):
+        save_cache(cache, path, creation={"x": float("nan")})
+    with pytest.raises(ConfigError, match="to_dict"):
+        save_cache(cache, path, model={"x": object()})
+    assert not list(tmp_path.iterdir())
+
+
+def test_cache_of_another_model_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "c.safetensors"
+    save_cache(make_cache(), path, model=CONFIG)
+    load_cache(path)
+    load_cache(path, model={**CONFIG, "torch_dtype": "float16", "_name_or_path": "elsewhere"})
+    with pytest.raises(CheckpointError, match=r"to a 'llama' model .* not to this 'qwen2'"):
+        load_cache(path, model={**CONFIG, "model_type": "qwen2"})
+    save_cache(make_cache(), path)
+    with pytest.raises(CheckpointError, match="does not say which model"):
+        load_cache(path, model=CONFIG)
+
+
+@pytest.mark.parametrize("config", ["llama", [], 5])
+def test_a_config_that_is_no_dict_is_refused(tmp_path: Path, config: Any) -> None:
+    path, cache = tmp_path / "x.safetensors", KVCache(1, 1, 1, 64, 32)
+    with pytest.raises(ConfigError, match=r"pass config\.to_dict\(\)"):
+        save_cache(cache, path, model=config)
+    save_cache(cache, path, model={"model_type": "llama"})
+    with pytest.raises(ConfigError, match=r"pass config\.to_dict\(\)"):
+        load_cache(path, model=config)
+
+
+def test_model_identity_ignores_what_does_not_change_keys_and_values() -> None:
+    nested = {"model_type": "vlm", "text_config": {"dtype": "bfloat16", "hidden_size": 8}}
+    same = {"text_config": {"hidden_size": 8.0, "_x": 1, "new": None}, "model_type": "vlm"}
+    other = {"model_type": "vlm", "text_config": {"hidden_size": 16}}
+    assert model_identity(nested) == model_identity(same)
+    assert model_identity(nested)["type"] == "vlm"
+    assert model_identity(nested)["sha256"] != model_identity(other)["sha256"]
+
+
+def set_in(*keys: str | int) -> Callable[[Any], Callable[[dict[str, Any]], None]]:
+    """Makes edits of the manifest that put a value at a place."""
+
+    def with_value(value: Any) -> Callable[[dict[str, Any]], None]:
+        def edit(manifest: dict[str, Any]) -> None:
+            at: Any = manifest
+            for key in keys[:-1]:
+                at = at[key]
+            at[keys[-1]] = value
+
+        return edit
+
+    return with_value
+
+
+@pytest.mark.parametrize(
+    "edit, message",
+    [
+        pytest.param(set_in("version")(3), "version 3, this kvquant reads 1 and 2", id="version"),
+        pytest.param(set_in("version")(2), "version 2, its layers are of 1", id="other version"),
+        pytest.param(set_in("format")("x"), "not that of a kvquant-cache", id="format"),
+        pytest.param(set_in("transforms")([{"rotate": 1}]), "transformed by", id="transform"),
+        pytest.param(set_in("more")(1), "another key.* unknown field more", id="unknown-key"),
+        pytest.param(lambda m: m.pop("model"), "lacks one.* field model", id="missing-key"),
+        pytest.param(set_in("max_seq_len")(2**31 - 1), "GiB, more than there is", id="huge"),
+        pytest.param(set_in("max_seq_len")(2**40), "must be int <= 2147483647", id="beyond-int32"),
+        pytest.param(set_in("max_seq_len")(20), "23 tokens, max_seq_len is 20", id="too-long"),
+        pytest.param(set_in("recent_len")(True), "recent_len is True", id="bool"),
+        pytest.param(set_in("seq_lens")([24, 9]), "do not fit", id="lengths"),
+        pytest.param(set_in("seq_lens", 0)(-1), r"seq_lens\[0\] is -1: .* int >= 0", id="negative"),
+        pytest.param(set_in("layers", 0, "packed_lens", 0)(2), "packed_lens has 2", id="packed"),
+        pytest.param(set_in("layers", 1, "v", "head_dim")(128), "ask for U8", id="shape"),
+        pytest.param(set_in("layers", 1, "k", "format")("int5"), "int5", id="codec"),
+        pytest.param(set_in("num_kv_heads")(2**31 - 1), "ask for U8|GiB", id="heads"),
+        pytest.param(set_in("sha256", "layers.0.k_packed")("0" * 64), "damaged", id="digest"),
+    ],
+)
+def test_manifest_that_does_not_fit_is_refused(
+    tmp_path: Path, edit: Callable[[dict[str, Any]], None], message: str
+) -> None:
+    path = tmp_path / "c.safetensors"
+    save_cache(make_cache(), path)
+    rewrite_manifest(path, edit)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load_cache(path)
+    assert str(caught.value).startswith(str(path))
+
+
+def test_values_that_are_not_finite_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "c.safetensors"
+    nan, negative = (list(struct.pack("<e", x)) for x in (float("nan"), -1.0))
+    places = [  # (tensor, row in it, byte, what to write, message)
+        ("layers.1.v_packed", 16, 4, nan, "layer 1, V, sequence 1, token 3, KV head 1: a scale"),
+        ("layers.0.k_packed", 2, 6, nan, "layer 0, K, sequence 0, token 4, KV head 1: a scale"),
+        ("layers.0.k_packed", 2, 8, negative, "token 4, KV head 1: a scale is negative"),
+        ("layers.0.k_recent", 6, 10, [0x80, 0xFF], "K, sequence 1, token 4, .* a value is NaN"),
+    ]
+    for name, row, byte, value, message in places:
+        save_cache(make_cache(lens=(23, 10)), path)
+        tensors = load_file(path)
+        tensors[name][row, 1, byte : byte + 2] = torch.tensor(value, dtype=torch.uint8)
+        digest = sha256(tensors[name])
+        with safe_open(path, framework="pt") as file:
+            save_file(tensors, path, file.metadata())
+        with pytest.raises(CheckpointError, match="checksum differs"):
+            load_cache(path)
+        rewrite_manifest(path, set_in("sha256", name)(digest))
+        with pytest.raises(CheckpointError, match=message):
+            load_cache(path)
+
+
+def put(rows: torch.Tensor, value: float) -> None:
+    """Let 16-bit rows, bf16, hold a value."""
+    rows.view(torch.bfloat16).fill_(value)
+
+
+@pytest.mark.parametrize("value", [65536.0, -1e5, 3e38])
+def test_rows_that_cannot_be_packed_are_refused(tmp_path: Path, value: float) -> None:
+    """They would become NaN when they leave the recent window; sinks never do."""
+    path, bad = tmp_path / "c.safetensors", tmp_path / "bad.safetensors"
+    cache = make_cache(v_format="bf16")
+    put(cache.layers[1].k_sinks[1, 1], value)
+    put(cache.layers[1].v_recent[0], value)  # it is packed as bf16
+    put(cache.layers[0].k_recent[:, :, 1], 65280.0)  # the largest of bf16 that fp16 holds
+    save_cache(cache, path)
+    assert contents(load_cache(path)) == contents(cache)
+    cache.append(0, *torch.zeros(2, 2, 2, 6, 64))
+    cache.append(1, *torch.zeros(2, 2, 2, 6, 64))
+    assert all(x.isfinite().all() for layer in (0, 1) for x in cache.dequantized(layer))
+
+    message = "layer 1, K, sequence 1, token 4, KV head 0: a value is too large for int4-g4 rows"
+    cache = load_cache(path)
+    put(cache.layers[1].k_recent[1, 0, 2], value)  # of 9 tokens, 7 of them after the sinks
+    with pytest.raises(CheckpointError, match=message):
+        save_cache(cache, bad)
+    assert not bad.exists()
+    save_cache(load_cache(path), bad)
+    tensors = load_file(bad)
+    put(tensors["layers.1.k_recent"][7, 0], value)
+    digest = sha256(tensors["layers.1.k_recent"])
+    with safe_open(bad, framework="pt") as file:
+        metadata = file.metadata()
+    save_file(tensors, bad, metadata)
+    rewrite_manifest(bad, set_in("sha256", "layers.1.k_recent")(digest))
+    with pytest.raises(CheckpointError, match=message):
+        load_cache(bad)
+
+
+@pytest.mark.parametrize("position", [-(2**63), -1, 2**63 - 1 - 23])
+def test_positions_of_64_bits_are_saved_and_loaded(tmp_path: Path, position: int) -> None:
+    cache = make_cache()
+    cache.start_positions.fill_(position)
+    save_cache(cache, tmp_path / "c.safetensors")
+    loaded = load_cache(tmp_path / "c.safetensors")
+    assert loaded.start_positions.tolist() == [position] * 2
+    assert loaded.positions.tolist() == [position + 23, position + 9]
+
+
+def test_positions_beyond_64_bits_are_not_saved(tmp_path: Path) -> None:
+    cache = make_cache()
+    cache.start_positions.fill_(2**63 - 1 - 22)
+    with pytest.raises(CheckpointError, match=r"positions\[0\] is 9223372036854775808"):
+        save_cache(cache, tmp_path / "c.safetensors")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_plan_of_another_shape_is_refused(tmp_path: Path) -> None:
+    """Offsets of zeros have one fingerprint in all shapes."""
+    path = tmp_path / "c.safetensors"
+
+    def plan(heads: int, dim: int) -> CachePlan:
+        side = {"format": "int4", "basis": "none", "rounding": "nearest"}
+        facts = {"layers": [{"k": side, "v": side, "kept": None}]}
+        return CachePlan(facts, {f"{side}.offset": torch.zeros(1, heads, dim) for side in "kv"})
+
+    save_cache(KVCache.from_plan(plan(2, 64), 1, 8), path)
+    load_cache(path, plan=plan(2, 64))
+    with pytest.raises(CheckpointError, match=r"has \[2, 64\] heads .* the plan \[1, 128\]"):
+        load_cache(path, plan=plan(1, 128))
+
+
+@pytest.mark.parametrize(
+    "edit, message",
+    [
+        (lambda m: m.update(layers=m["layers"][:1] * 4097), "layers .* length <= 4096"),
+        (lambda m: m.update(creation={"a": [[]] * (1 << 20)}), "more than 1048576 lists"),
+        (lambda m: m.update(seq_lens=[0] * (1 + (1 << 20))), "seq_lens .* length <= 1048576"),
+    ],
+    ids=["layers", "lists", "sequences"],
+)
+def test_manifests_that_cost_much_are_refused(
+    tmp_path: Path, edit: Callable[[dict[str, Any]], None], message: str
+) -> None:
+    path = tmp_path / "c.safetensors"
+    save_cache(make_cache(), path)
+    rewrite_manifest(path, edit)
+    with pytest.raises(CheckpointError, match=message):
+        load_cache(path)
+
+
+def test_what_cannot_be_loaded_is_not_saved(tmp_path: Path) -> None:
+    path, cache = tmp_path / "c.safetensors", KVCache(1, 1, 1, 64, 1)
+    save_cache(cache, path)
+    before = path.read_bytes()
+    odd: list[Any] = [{"a": [[]] * (1 << 20)}, {1: 0, "1": 1}, {"a": float("inf")}, [1]]
+    for creation in odd:
+        with pytest.raises(ConfigError, match="creation is not plain data"):
+            save_cache(cache, path, creation=creation)
+    with pytest.raises(CheckpointError, match=r"layers .* length <= 4096"):
+        save_cache(KVCache(4097, 1, 1, 64, 0), path)
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("max_shard_bytes", [1 << 30, 4000], ids=["file", "shards"])
+@pytest.mark.parametrize("limit", ["schema.MAX_LISTS", "tensor_files.MAX_HEADER_BYTES"])
+def test_what_is_saved_at_a_limit_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, max_shard_bytes: int
+) -> None:
+    path, cache = tmp_path / "c.safetensors", make_cache()
+    save_cache(cache, path)
+    saved = []
+    for most in range(12, 62, 2) if "LISTS" in limit else range(1500, 6500, 250):
+        monkeypatch.setattr(f"kvquant.io.{limit}", most)
+        try:
+            save_cache(cache, path, max_shard_bytes=max_shard_bytes)
+            saved.append(True)
+        except (CheckpointError, ConfigError):
+            saved.append(False)
+            monkeypatch.undo()
+        assert contents(load_cache(path)) == contents(cache)
+    assert saved == sorted(saved) and {True, False} == set(saved)
+
+
+def test_fp8_codes_that_are_nan_are_refused_when_saving(tmp_path: Path) -> None:
+    cache = make_cache(k_format="fp8")
+    cache.layers[1].k_packed[0, 1, 5, 7] = 0xFF
+    with pytest.raises(CheckpointError, match="layer 1, K, sequence 0, token 7, KV head 1: a code"):
+        save_cache(cache, tmp_path / "c.safetensors")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("size", [0, 3, 8, 100, -1], ids=str)
+def test_truncated_files_are_refused(tmp_path: Path, size: int) -> None:
+    path = tmp_path / "c.safetensors"
+    save_cache(make_cache(), path)
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(CheckpointError, match="damaged one"):
+        load_cache(path)
+
+
+def test_what_is_no_cache_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        load_cache(tmp_path / "c.safetensors")
+    with pytest.raises(CheckpointError, match="not a file"):
+        load_cache(tmp_path)
+    (tmp_path / "text").write_text("hello, world; this is not a cache at all")
+    with pytest.raises(CheckpointError, match="no safetensors file"):
+        load_cache(tmp_path / "text")
+    save_file({"layers.0.k": torch.zeros(1, 1, 1, 64)}, tmp_path / "raw")
+    with pytest.raises(CheckpointError, match="quantize --from"):
+        load_cache(tmp_path / "raw")
+
+
+def test_room_beyond_the_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "c.safetensors"
+    save_cache(make_cache(), path)
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr("kvquant.io.checkpoint.available_memory", lambda: None)  # it cannot be told
+    monkeypatch.setattr(torch, "zeros", fail)
+    with pytest.raises(CheckpointError, match=r"GiB, more than there is: pass a smaller"):
+        load_cache(path, max_seq_len=2**31 - 1)
+    with pytest.raises(ConfigError, match="use a whole number from 0 to 2147483647"):
+        load_cache(path, max_seq_len=2**31)
+
+
+def test_missing_and_extra_tensors_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "c.safetensors"
+    for change, message in (("drop", "k_sinks' is missing"), ("add", "x' should not be there")):
+        save_cache(make_cache(), path)
+        tensors = load_file(path)
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata()
+        if change == "drop":
+            del tensors["layers.0.k_sinks"]
+        else:
+            tensors["x"] = torch.zeros(1)
+        save_file(tensors, path, metadata)
+        with pytest.raises(CheckpointError, match=message):
+            load_cache(path)
+
+
+def test_more_shards_than_can_be_opened_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, cache = tmp_path / "c.safetensors", make_cache()
+    with monkeypatch.context() as patch:
+        patch.setattr("kvquant.io.checkpoint.MAX_SHARDS", 11)
+        with pytest.raises(ConfigError, match="would make 12 shards, 11 are possible"):
+            save_cache(cache, path, max_shard_bytes=1)
+    assert not list(tmp_path.iterdir())
+    save_cache(cache, path, max_shard_bytes=1)
+    opened, count = os.open, 0
+
+    def limited(*given: Any, **named: Any) -> int:
+        nonlocal count
+        count += 1
+        if count > 9:
+            raise OSError(24, "Too many open files")
+        return opened(*given, **named)
+
+    monkeypatch.setattr(os, "open", limited)
+    with pytest.raises(CheckpointError, match=r"allow it more \(ulimit -n\)"):
+        load_cache(path)
+
+
+def test_damaged_sets_of_shards_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "c.safetensors"
+    first, second, *_, index = save_cache(make_cache(), path, max_shard_bytes=4000)
+    good = {file: file.read_bytes() for file in (first, second, index)}
+
+    def refused(message: str) -> None:
+        with pytest.raises(CheckpointError, match=message):
+            load_cache(path)
+        for file, data in good.items():
+            file.write_bytes(data)
+
+    first.unlink()
+    refused(f"shard {first.name} is missing")
+    first.write_bytes(good[second])
+    refused("should not be in shard")
+    first.write_bytes(good[first][:-1])
+    refused("damaged one")
+    first.write_bytes(good[first][:-1] + b"\0")
+    refused("checksum differs")
+    for text in (b"", b"[]", b"{}", b'{"metadata": 1, "weight_map": []}', b"\xff", b"[" * 100_000):
+        index.write_bytes(text)
+        refused("no index of shards")
+    index.write_bytes(good[index].replace(first.name.encode(), b"../" + first.name.encode()))
+    refused("which is no shard of it")
+    index.write_bytes(
+        good[index]
+        .replace(b'"weight_map":{', b'"weight_map":{"x":"NAME",')
+        .replace(b"NAME", first.name.encode())
+    )
+    refused("tensor 'x' is missing")
+    index.write_bytes(good[index].replace(b"seq_lens", b"seq_lenz"))
+    refused("manifest is damaged")
+    load_cache(path)

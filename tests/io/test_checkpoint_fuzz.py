@@ -1,0 +1,297 @@
+"""Over 9,000 mutated cache files: each is refused with CheckpointError or is the original (8 s).
+
+A hostile writer, who seals what it wrote, may get a cache accepted, but one that hangs together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvquant import KVCache
+from kvquant.errors import CheckpointError
+from kvquant.io.checkpoint import load_cache, save_cache
+
+Mutation = Callable[[bytearray, random.Random], None]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tensors this small are only slowed down by threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def make_cache() -> KVCache:
+    cache = KVCache(
+        *(2, 2, 2, 64, 12), k_format=["int4-g2", "fp8"], v_format="int8", sink_len=1, recent_len=2
+    )
+    generator = torch.Generator().manual_seed(0)
+    cache.start_positions.copy_(torch.tensor([3, 50]))
+    for layer in range(2):
+        k, v = torch.randn(2, 2, 2, 6, 64, generator=generator)
+        cache.append(layer, k, v, [6, 4])
+    return cache
+
+
+def contents(cache: KVCache) -> list[Any]:
+    """Counters, formats, and every byte in use."""
+    held: list[Any] = [cache.max_seq_len, cache.sink_len, cache.recent_len, cache.num_kv_heads]
+    held += [cache.head_dim, cache.exact_format, cache.start_positions.tolist()]
+    for layer in cache.layers:
+        held += [layer.k_format, layer.v_format]
+        held += [layer.seq_lens.tolist(), layer.packed_lens.tolist()]
+        for segment in layer.segments_in_order():
+            for b, n in enumerate(segment.seq_lens.tolist()):
+                start = 0 if segment.starts is None else int(segment.starts[b])
+                slots = torch.arange(start, start + n) % max(segment.capacity, 1)
+                held += [rows[b][:, slots].tolist() for rows in (segment.k_rows, segment.v_rows)]
+    return held
+
+
+def header_end(data: bytes | bytearray) -> int:
+    (length,) = struct.unpack("<Q", data[:8])
+    return 8 + int(length)
+
+
+def flip_bits(data: bytearray, rng: random.Random) -> None:
+    for _ in range(rng.choice((1, 1, 1, 2, 8))):
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+
+
+def flip_header_bits(data: bytearray, rng: random.Random) -> None:
+    data[rng.randrange(header_end(data))] ^= 1 << rng.randrange(8)
+
+
+def change_bytes(data: bytearray, rng: random.Random) -> None:
+    start = rng.randrange(len(data))
+    for i in range(start, min(start + rng.choice((1, 1, 4, 100)), len(data))):
+        data[i] = rng.randrange(256)
+
+
+def change_digits(data: bytearray, rng: random.Random) -> None:
+    """Numbers in the header: offsets, shapes, lengths, digests."""
+    places = [i for i in range(8, header_end(data)) if chr(data[i]).isdigit()]
+    data[rng.choice(places)] = ord(rng.choice("0123456789"))
+
+
+def truncate(data: bytearray, rng: random.Random) -> None:
+    del data[rng.randrange(len(data)) :]
+
+
+def insert(data: bytearray, rng: random.Random) -> None:
+    at = rng.choice((rng.randrange(len(data) + 1), rng.randrange(header_end(data)), len(data)))
+    data[at:at] = rng.choice((b"\0", b" ", b'"', b"{", rng.randbytes(7), rng.randbytes(1000)))
+
+
+def delete(data: bytearray, rng: random.Random) -> None:
+    start = rng.choice((rng.randrange(len(data)), rng.randrange(header_end(data))))
+    del data[start : start + rng.choice((1, 1, 8, 300))]
+
+
+def edit_length(data: bytearray, rng: random.Random) -> None:
+    end = header_end(data) - 8
+    values = (0, 1, end - 1, end + 1, end + 8, len(data), 2**31, 2**63, 2**64 - 1)
+    data[:8] = struct.pack("<Q", rng.choice((*values, rng.randrange(2 * len(data)))))
+
+
+def swap_blocks(data: bytearray, rng: random.Random) -> None:
+    """Two stretches of rows change places, as if tensors had been mixed up."""
+    size = rng.choice((1, 32, 132, 264))
+    first, second = (rng.randrange(header_end(data), len(data) - size) for _ in range(2))
+    block = data[first : first + size]
+    data[first : first + size] = data[second : second + size]
+    data[second : second + size] = block
+
+
+def swap_tensors(data: bytearray, rng: random.Random) -> None:
+    """Two tensors of the header change their offsets, or their shapes too."""
+    header = json.loads(data[8 : header_end(data)])
+    first, second = rng.sample([name for name in header if name != "__metadata__"], 2)
+    keys = rng.choice((["data_offsets"], ["data_offsets", "shape"], ["shape"], ["dtype"]))
+    for key in keys:
+        header[first][key], header[second][key] = header[second][key], header[first][key]
+    if keys == ["dtype"]:
+        header[first]["dtype"] = rng.choice(("I8", "BOOL", "F8_E4M3", "F16", "x"))
+    if rng.random() < 0.2:
+        header[first + "x"] = header.pop(first)
+    replace_header(data, header)
+
+
+def edit_manifest(data: bytearray, rng: random.Random) -> None:
+    """One value of the manifest changes, its checksum does not."""
+    header = json.loads(data[8 : header_end(data)])
+    manifest = json.loads(header["__metadata__"]["kvquant_cache"])
+    mutate_json(manifest, rng)
+    header["__metadata__"]["kvquant_cache"] = dump(manifest)
+    replace_header(data, header)
+
+
+def edit_and_seal_manifest(data: bytearray, rng: random.Random) -> None:
+    """Values of the manifest change, and its checksum with them."""
+    header = json.loads(data[8 : header_end(data)])
+    manifest = json.loads(header["__metadata__"]["kvquant_cache"])
+    for _ in range(rng.choice((1, 1, 1, 2, 5))):
+        mutate_json(manifest, rng)
+    seal(header, manifest)
+    replace_header(data, header)
+
+
+def edit_and_seal_tensor(data: bytearray, rng: random.Random) -> None:
+    """Bytes of a tensor change, and both checksums with them: headers become NaN or negative."""
+    end = header_end(data)
+    header = json.loads(data[8:end])
+    manifest = json.loads(header["__metadata__"]["kvquant_cache"])
+    name = rng.choice([name for name in header if name != "__metadata__"])
+    start, stop = (end + offset for offset in header[name]["data_offsets"])
+    row_bytes = header[name]["shape"][2]
+    at = rng.randrange(start, stop, row_bytes)
+    data[at : at + row_bytes] = rng.randbytes(row_bytes)
+    manifest["sha256"][name] = hashlib.sha256(data[start:stop]).hexdigest()
+    seal(header, manifest)
+    replace_header(data, header)
+
+
+def mutate_json(value: Any, rng: random.Random) -> None:
+    """Put something hostile at a random place of a JSON value, in place."""
+    places: list[tuple[Any, Any]] = []
+
+    def walk(at: Any) -> None:
+        for key in at if isinstance(at, dict) else range(len(at)):
+            places.append((at, key))
+            if isinstance(at[key], (dict, list)):
+                walk(at[key])
+
+    walk(value)
+    at, key = rng.choice(places)
+    action = rng.randrange(6)
+    if action == 0:
+        del at[key]
+    elif action == 1 and isinstance(at, list):
+        at.append(at[key])
+    elif action == 1:
+        at[f"{key}x"] = at[key]
+    elif action == 2 and type(at[key]) is int:
+        at[key] += rng.choice((-1, 1))
+    elif action == 3:
+        other, other_key = rng.choice(places)
+        at[key] = json.loads(json.dumps(other.get(other_key) if isinstance(other, dict) else key))
+    else:
+        hostile: list[Any] = [-1, 0, 1, 2**31 - 1, 2**31, 2**63 - 1, 2**64, 10**400, 1e308]
+        hostile += [0.5, float("nan")]
+        hostile += [None, True, "", "int4-g3", "int8", "x" * 5000, "\ud800", [], [[]], {}, {"": 0}]
+        hostile += ["int4-g" + "9" * 5000, [0] * 1000, "9" * 64, "layers.0.k_packed"]
+        at[key] = rng.choice(hostile)
+
+
+def dump(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
+def seal(header: dict[str, Any], manifest: Any) -> None:
+    text = dump(manifest)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    header["__metadata__"] = {"kvquant_cache": text, "kvquant_cache_sha256": digest}
+
+
+def replace_header(data: bytearray, header: dict[str, Any]) -> None:
+    text = dump(header).encode()
+    data[: header_end(data)] = struct.pack("<Q", len(text)) + text
+
+
+RUNS: dict[Mutation, int] = {
+    flip_bits: 1200,
+    flip_header_bits: 900,
+    change_bytes: 600,
+    change_digits: 600,
+    truncate: 600,
+    insert: 600,
+    delete: 600,
+    edit_length: 300,
+    swap_blocks: 600,
+    swap_tensors: 600,
+    edit_manifest: 600,
+}
+
+
+@pytest.mark.parametrize("mutate", RUNS)
+def test_mutated_files_are_refused_or_harmless(tmp_path: Path, mutate: Mutation) -> None:
+    path = tmp_path / "c.safetensors"
+    cache = make_cache()
+    save_cache(cache, path)
+    original, expected = path.read_bytes(), contents(cache)
+    rng = random.Random(mutate.__name__)
+    refused = 0
+    for run in range(RUNS[mutate]):
+        data = bytearray(original)
+        mutate(data, rng)
+        path.write_bytes(data)
+        try:
+            loaded = load_cache(path)
+        except CheckpointError:
+            refused += 1
+        else:
+            assert contents(loaded) == expected, f"run {run} was accepted with other contents"
+    assert refused > RUNS[mutate] // 2
+
+
+@pytest.mark.parametrize("mutate", [edit_and_seal_manifest, edit_and_seal_tensor])
+def test_sealed_mutations_are_refused_or_hang_together(tmp_path: Path, mutate: Mutation) -> None:
+    path = tmp_path / "c.safetensors"
+    save_cache(make_cache(), path, model={"model_type": "x"}, creation={"a": [1, {"b": 2}]})
+    original = path.read_bytes()
+    rng = random.Random(mutate.__name__)
+    accepted = 0
+    for _ in range(600):
+        data = bytearray(original)
+        mutate(data, rng)
+        path.write_bytes(data)
+        try:
+            cache = load_cache(path)
+        except CheckpointError:
+            continue
+        accepted += 1
+        for layer in range(cache.num_layers):
+            k, v = cache.dequantized(layer)
+            assert k.isfinite().all() and v.isfinite().all()
+            assert k.shape[2] == int(cache.seq_lens.max()) <= cache.max_seq_len
+            one = torch.zeros(cache.batch, cache.num_kv_heads, 1, k.shape[3])
+            if k.shape[2] < cache.max_seq_len:
+                cache.append(layer, one, one[..., : v.shape[3]])
+    assert accepted  # the row stays readable if only codes change
+
+
+@pytest.mark.parametrize("mutate", [flip_bits, change_bytes, truncate, insert, delete])
+def test_mutated_shards_are_refused_or_harmless(tmp_path: Path, mutate: Mutation) -> None:
+    path = tmp_path / "c.safetensors"
+    cache = make_cache()
+    written = save_cache(cache, path, max_shard_bytes=4000)
+    originals, expected = {file: file.read_bytes() for file in written}, contents(cache)
+    rng = random.Random(mutate.__name__)
+    for run in range(200):
+        file = written[-1] if run % 2 else rng.choice(written[:-1])
+        data = bytearray(originals[file])
+        if file.suffix == ".json":  # has no header: lend it one for the mutations that look for it
+            data = bytearray(struct.pack("<Q", len(data))) + data
+            mutate(data, rng)
+            data = data[8:]
+        else:
+            mutate(data, rng)
+        file.write_bytes(data)
+        try:
+            loaded = load_cache(path)
+        except CheckpointError:
+            pass
+        else:
+            assert contents(loaded) == expected, f"run {run} was accepted with other contents"
+        file.write_bytes(originals[file])

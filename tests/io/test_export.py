@@ -1,0 +1,287 @@
+"""Raw tensors in and out, and the bytes for FBGEMM and xFormers by decoders of our own (3 s)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kvquant import KVCache, RowFormat, quantize_rows
+from kvquant.errors import (
+    CheckpointError,
+    ConfigError,
+    NonFiniteError,
+    ShapeError,
+    UnsupportedError,
+)
+from kvquant.io.export import export_cache, load_raw, quantize_raw
+
+LENS = [13, 6]
+
+
+def make_raw(
+    dtype: torch.dtype = torch.bfloat16, head_dim: int = 128, layers: int = 2, scale: float = 1.0
+) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        f"layers.{i}.{side}": (torch.randn(2, 3, 13, head_dim, generator=generator) * scale).to(
+            dtype
+        )
+        for i in range(layers)
+        for side in "kv"
+    }
+    for x in tensors.values():
+        x[1, :, 6:] = 0
+    return tensors | {"seq_lens": torch.tensor(LENS, dtype=torch.int32)}
+
+
+def quantize(tmp_path: Path, raw: dict[str, torch.Tensor], **options: Any) -> KVCache:
+    save_file(raw, tmp_path / "raw.safetensors")
+    return quantize_raw(tmp_path / "raw.safetensors", **options)
+
+
+def export(tmp_path: Path, cache: KVCache, to: str) -> tuple[dict[str, torch.Tensor], list[str]]:
+    notes = export_cache(cache, tmp_path / "out.safetensors", to)
+    return load_file(tmp_path / "out.safetensors"), notes
+
+
+@pytest.mark.parametrize("name, dtype", [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_exact_rows_go_out_as_they_came_in(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
+    raw = make_raw(dtype)
+    cache = quantize(tmp_path, raw, k_format=name, v_format=name, sink_len=2, recent_len=3)
+    assert cache.exact_format == name
+    assert cache.seq_lens.tolist() == LENS and cache.max_seq_len == 13
+    tensors, notes = export(tmp_path, cache, name)
+    assert notes == []
+    assert tensors.keys() == raw.keys()
+    assert all(tensors[key].equal(raw[key]) for key in raw)
+
+
+def test_quantized_rows_go_out_as_their_values(tmp_path: Path) -> None:
+    cache = quantize(tmp_path, make_raw(), k_format="int4-g4", v_format="int8", sink_len=1)
+    tensors, _ = export(tmp_path, cache, "bf16")
+    for i in range(2):
+        k, v = cache.dequantized(i, torch.bfloat16)
+        assert tensors[f"layers.{i}.k"].equal(k) and tensors[f"layers.{i}.v"].equal(v)
+
+
+def test_quantize_raw_appends_what_the_file_holds(tmp_path: Path) -> None:
+    raw = make_raw(torch.float32)
+    raw["layers.1.v"] = raw["layers.1.v"][..., :64].contiguous()
+    options: dict[str, Any] = {"sink_len": 1, "recent_len": 2, "max_seq_len": 20}
+    cache = quantize(tmp_path, raw, k_format=["int4", "fp8"], v_format="int4-g2", **options)
+    assert cache.max_seq_len == 20 and cache.exact_format == "bf16"
+    v_formats = [RowFormat("int4", 2, 128), RowFormat("int4", 2, 64)]
+    other = KVCache(2, 2, 3, 128, k_format=["int4", "fp8"], v_format=v_formats, **options)
+    for i in range(2):
+        other.append(i, raw[f"layers.{i}.k"], raw[f"layers.{i}.v"], LENS)
+        for a, b in zip(cache.dequantized(i), other.dequantized(i), strict=True):
+            assert a.equal(b)
+
+
+def test_without_seq_lens_all_tokens_are_in_use(tmp_path: Path) -> None:
+    raw = make_raw()
+    del raw["seq_lens"]
+    save_file(raw, tmp_path / "raw.safetensors")
+    loaded = load_raw(tmp_path / "raw.safetensors")
+    assert loaded.seq_lens.tolist() == [13, 13]
+    assert loaded.layers[1][0].equal(raw["layers.1.k"])
+
+
+@pytest.mark.parametrize("size", ["13", 13.5, True, 2**31])
+def test_a_size_that_is_no_whole_number_is_refused(tmp_path: Path, size: Any) -> None:
+    with pytest.raises(ConfigError, match=r"max_seq_len .* is not possible"):
+        quantize(tmp_path, make_raw(), max_seq_len=size)
+
+
+def test_raw_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    def refused(message: str, error: type[Exception] = CheckpointError, **changes: Any) -> None:
+        raw = make_raw() | {name.replace("_", ".", 2): x for name, x in changes.items()}
+        raw = {name: x for name, x in raw.items() if x is not None}
+        raw = {name.replace("seq.lens", "seq_lens"): x for name, x in raw.items()}
+        with pytest.raises(error, match=message):
+            quantize(tmp_path, raw)
+
+    refused(r"'layers\.0\.v' is missing", layers_0_v=None)
+    refused(r"'layers\.7\.k' is missing or should not", layers_7_k=torch.zeros(2, 3, 13, 128))
+    refused("'x' is missing or should not", x=torch.zeros(1))
+    refused(r"layers\.1\.k is torch\.int32", layers_1_k=torch.zeros(2, 3, 13, 128).int())
+    refused(r"layers\.1\.k is \[2, 3, 128\]", layers_1_k=torch.zeros(2, 3, 128))
+    refused(r"layers\.1\.v is \[2, 3, 12, 128\]", layers_1_v=torch.zeros(2, 3, 12, 128))
+    refused("seq_lens is torch.float32", seq_lens=torch.zeros(2))
+    refused(r"seq_lens is \[14, 0\]", seq_lens=torch.tensor([14, 0]))
+    refused(
+        "head_dim 100", ConfigError, **{f"layers_{i}_k": torch.zeros(2, 3, 13, 100) for i in (0, 1)}
+    )
+    bad = make_raw()["layers.1.v"].clone()
+    bad[1, 2, 3, 4] = float("nan")
+    refused(r"layers\.1\.v\[1, 2, 3, 4\] is nan", NonFiniteError, layers_1_v=bad)
+    with pytest.raises(FileNotFoundError):
+        load_raw(tmp_path / "none")
+    (tmp_path / "text").write_text("not a safetensors file")
+    with pytest.raises(CheckpointError, match="no safetensors file"):
+        load_raw(tmp_path / "text")
+
+
+# Decoders after the layouts' descriptions: FBGEMM's rows are bytes, xFormers' 32-bit words.
+
+
+def fbgemm_int4(row: np.ndarray[Any, Any], groups: int) -> list[float]:
+    """Values of one uint8 row: (scale, shift) fp16 pairs of all groups, then nibbles, low first."""
+    params = row[: 4 * groups].view("<f2").astype(float)
+    codes = [code for byte in row[4 * groups :] for code in (byte & 15, byte >> 4)]
+    size = len(codes) // groups
+    return [c * params[2 * (j // size)] + params[2 * (j // size) + 1] for j, c in enumerate(codes)]
+
+
+def xformers_int4(words: np.ndarray[Any, Any], groups: int) -> list[float]:
+    """Values of one int32 row: a word per group (low half scale), then words of 8 codes."""
+    unsigned = [int(word) & 0xFFFFFFFF for word in words]
+    halves = [np.array([w & 0xFFFF, w >> 16], "<u2").view("<f2") for w in unsigned[:groups]]
+    codes = [word >> 4 * i & 15 for word in unsigned[groups:] for i in range(8)]
+    size = len(codes) // groups
+    return [
+        c * float(halves[j // size][0]) + float(halves[j // size][1]) for j, c in enumerate(codes)
+    ]
+
+
+def e4m3(byte: int) -> float:
+    """Value of an E4M3 number: 1 sign, 4 exponent (bias 7), 3 mantissa bits."""
+    sign, exponent, mantissa = byte >> 7, byte >> 3 & 15, byte & 7
+    value = mantissa / 8 * 2.0**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+    return -value if sign else value
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4, 8])
+@pytest.mark.parametrize("to", ["fbgemm", "xformers"])
+def test_int4_export_decodes_by_the_other_layout(tmp_path: Path, to: str, groups: int) -> None:
+    raw = make_raw()
+    name = RowFormat("int4", groups, 128)
+    cache = quantize(tmp_path, raw, k_format=name, v_format=name, sink_len=2, recent_len=3)
+    packed = quantize(tmp_path, raw, k_format=name, v_format=name, sink_len=0, recent_len=0)
+    tensors, notes = export(tmp_path, cache, to)
+    assert "16-bit rows (up to 2 first and 3 last tokens) were quantized" in notes[0]
+    if to == "fbgemm":
+        assert tensors["seq_positions"].tolist() == [12, 5]
+        assert "3 KV heads" in notes[1]
+    else:
+        assert tensors["seq_lens"].tolist() == LENS
+    decode = fbgemm_int4 if to == "fbgemm" else xformers_int4
+    for side, values in zip("KV", packed.dequantized(1), strict=True):
+        rows = tensors[f"layers.1.cache_{side}"]
+        width = 64 + 4 * groups if to == "fbgemm" else 16 + groups
+        assert rows.shape == (2, 13, 3, width)
+        assert rows.dtype == (torch.uint8 if to == "fbgemm" else torch.int32)
+        assert not rows[1, 6:].any()
+        for b, token, head in ((0, 0, 0), (0, 5, 2), (0, 12, 1), (1, 0, 1), (1, 5, 2)):
+            # a token that was still exact is quantized from the same 16-bit values: the same bytes
+            expected = values[b, head, token].tolist()
+            assert decode(rows[b, token, head].numpy(), groups) == pytest.approx(expected, rel=1e-6)
+
+
+def test_fp8_export_decodes_by_the_other_layouts(tmp_path: Path) -> None:
+    cache = quantize(tmp_path, make_raw(), k_format="fp8", v_format="fp8", sink_len=0, recent_len=0)
+    inside, notes = export(tmp_path, cache, "fbgemm")
+    assert not any("16-bit" in note for note in notes)
+    outside, notes = export(tmp_path, cache, "xformers")
+    assert notes == []
+    assert inside["layers.0.cache_V"].shape == (2, 13, 3, 132)
+    assert outside["layers.0.cache_V"].shape == (2, 13, 3, 32)
+    assert outside["layers.0.scale_shift_V"].shape == (2, 13, 3)
+    values = cache.dequantized(0)[1]
+    for b, token, head in ((0, 0, 0), (0, 12, 2), (1, 5, 1)):
+        row = inside["layers.0.cache_V"][b, token, head].numpy()
+        scale, shift = row[:4].view("<f2").astype(float)
+        expected = values[b, head, token].tolist()
+        assert [e4m3(c) * scale + shift for c in row[4:].tolist()] == pytest.approx(
+            expected, rel=1e-6
+        )
+        words = outside["layers.0.cache_V"][b, token, head].tolist()
+        word = int(outside["layers.0.scale_shift_V"][b, token, head]) & 0xFFFFFFFF
+        scale, shift = np.array([word & 0xFFFF, word >> 16], "<u2").view("<f2").astype(float)
+        codes = [(w & 0xFFFFFFFF) >> 8 * i & 255 for w in words for i in range(4)]
+        assert [e4m3(c) * scale + shift for c in codes] == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "to, options, message",
+    [
+        ("fbgemm", {"k_format": "int8", "v_format": "int8"}, "K in int8 and V in int8.*int4-g8 or"),
+        ("fbgemm", {"k_format": "fp8-g4", "v_format": "fp8-g4"}, "K in fp8-g4"),
+        ("xformers", {"k_format": "bf16", "v_format": "bf16"}, "export to bf16"),
+        ("xformers", {"k_format": "int4", "v_format": "fp8"}, "one format for both"),
+    ],
+)
+def test_formats_without_an_equivalent_are_refused(
+    tmp_path: Path, to: str, options: dict[str, Any], message: str
+) -> None:
+    cache = quantize(tmp_path, make_raw(), **options)
+    with pytest.raises(UnsupportedError, match=message):
+        export(tmp_path, cache, to)
+    assert not (tmp_path / "out.safetensors").exists()
+
+
+def test_head_dims_without_an_equivalent_are_refused(tmp_path: Path) -> None:
+    cache = quantize(tmp_path, make_raw(head_dim=96))
+    for to in ("fbgemm", "xformers"):
+        with pytest.raises(UnsupportedError, match="head_dim 96 and 96"):
+            export(tmp_path, cache, to)
+    export(tmp_path, quantize(tmp_path, make_raw(head_dim=64)), "xformers")
+
+
+def test_values_that_overflow_elsewhere_are_refused(tmp_path: Path) -> None:
+    large = make_raw(scale=3e4)
+    cache = quantize(tmp_path, large, k_format="bf16", v_format="bf16")
+    export(tmp_path, cache, "bf16")
+    with pytest.raises(NonFiniteError, match=r"layer 0, K, sequence 0, .* too large for fp16"):
+        export(tmp_path, cache, "fp16")
+    wide = make_raw(scale=1000.0)
+    for name, targets in (("int4", ["fbgemm", "xformers"]), ("fp8", [])):
+        cache = quantize(tmp_path, wide, k_format=name, v_format=name)
+        for to in targets:
+            with pytest.raises(NonFiniteError, match=r"scale .* is over 127\.9.* overflows"):
+                export(tmp_path, cache, to)
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        "out.safetensors",
+        "raw.safetensors",
+    ]
+
+
+@pytest.mark.parametrize("to", ["bf16", "fp16", "fbgemm", "xformers"])
+@pytest.mark.parametrize("fmt", ["int4-g4", "fp8"])
+def test_rows_with_nan_do_not_go_out(tmp_path: Path, fmt: str, to: str) -> None:
+    cache = KVCache(1, 2, 2, 128, 12, k_format=fmt, v_format=fmt, sink_len=2, recent_len=3)
+    cache.append(0, torch.randn(2, 2, 10, 128), torch.randn(2, 2, 10, 128))
+    words = r"layer 0, V, sequence 1, token {}, KV head 1: .*this row came with NaN, Inf or"
+    at = cache.layers[0]
+    for rows, place, token in ((at.v_packed, 2, 4), (at.v_exact_rows, 0, 0)):
+        kept = rows[1, 1, place].clone()
+        is_packed = rows is at.v_packed
+        bad = torch.full((128,), torch.nan)
+        bad_fmt = at.v_format if is_packed else RowFormat.parse("bf16", 128)
+        rows[1, 1, place] = quantize_rows(bad, bad_fmt, check=False)  # as CUDA appends it
+        with pytest.raises(NonFiniteError, match=words.format(token)):
+            export_cache(cache, tmp_path / "out.safetensors", to)
+        rows[1, 1, place] = kept
+    export_cache(cache, tmp_path / "out.safetensors", to)
+
+
+def test_export_refuses_what_it_cannot_do(tmp_path: Path) -> None:
+    cache = quantize(tmp_path, make_raw())
+    with pytest.raises(ConfigError, match="'gguf': use bf16, fp16, fbgemm, xformers"):
+        export(tmp_path, cache, "gguf")
+    x = torch.zeros(2, 3, 1, 128)
+    cache.crop(5)
+    cache.append(0, x, x)
+    with pytest.raises(ShapeError, match="append this step's tokens to every layer"):
+        export(tmp_path, cache, "bf16")
+
+
+def test_empty_cache_is_exported(tmp_path: Path) -> None:
+    tensors, _ = export(tmp_path, KVCache(1, 2, 1, 128, 8), "fbgemm")
+    assert tensors["layers.0.cache_K"].shape == (2, 0, 1, 80)
+    assert tensors["seq_positions"].tolist() == [-1, -1]

@@ -1,0 +1,354 @@
+"""Plans, and caches that are made and saved with one (5 s)."""
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from example_plan import example_plan
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from kvquant import KVCache, load_cache, save_cache
+from kvquant.errors import CheckpointError, ConfigError
+from kvquant.io.model_id import model_identity
+from kvquant.io.plan import CachePlan
+from kvquant.io.tensor_files import sealed, sha256
+from kvquant.paged.cache import PagedKVCache
+
+GOLDEN = Path(__file__).parents[1] / "data" / "plan-v1.safetensors"
+CONFIG = {"model_type": "llama", "hidden_size": 64}
+
+
+@pytest.fixture
+def plan() -> CachePlan:
+    plan = example_plan()
+    facts = {**plan.facts, "model": model_identity(CONFIG)}
+    return CachePlan(facts, plan.tensors)
+
+
+@pytest.fixture
+def path(plan: CachePlan, tmp_path: Path) -> Path:
+    plan.save(tmp_path / "plan.safetensors")
+    return tmp_path / "plan.safetensors"
+
+
+def filled(plan: CachePlan, **options: Any) -> KVCache:
+    cache = KVCache.from_plan(plan, 2, 30, **({"sink_len": 2, "recent_len": 4} | options))
+    torch.manual_seed(4)
+    for layer in range(3):
+        k, v = torch.randn(2, 2, 2, 21, 64)
+        cache.append(layer, k, v, [21, 9])
+    return cache
+
+
+@pytest.mark.parametrize("option", ["k_format", "v_format", "bases", "num_layers"])
+def test_options_that_a_plan_decides_are_refused(plan: CachePlan, option: str) -> None:
+    options: Any = {option: "int8"}
+    with pytest.raises(ConfigError, match=f"{option} with a plan: .* use plan.with_formats"):
+        KVCache.from_plan(plan, 2, 30, **options)
+    with pytest.raises(ConfigError, match=f"{option} with a plan: .* use plan.with_formats"):
+        PagedKVCache.from_plan(plan, 4, **options)
+
+
+def test_places_are_those_of_the_cache_unless_told(plan: CachePlan) -> None:
+    facts = {name: value for name, value in plan.facts.items() if name != "places"}
+    assert CachePlan(facts, plan.tensors).places == [0, 1, 2]
+    assert CachePlan({**facts, "places": [1, 3, 5]}, plan.tensors).places == [1, 3, 5]
+
+
+def test_a_plan_is_read_as_it_was_written(plan: CachePlan, path: Path) -> None:
+    again = CachePlan.load(path, model=CONFIG)
+    assert again.facts == json.loads(json.dumps(plan.facts))
+    assert again.tensors.keys() == plan.tensors.keys()
+    for name, tensor in plan.tensors.items():
+        assert torch.equal(again.tensors[name], tensor.float()), name
+    assert again.formats == [("int4", "int8"), ("int4", "int4"), ("bf16", "bf16")]
+    assert [again.num_layers, again.num_kv_heads, again.head_dim] == [3, 2, 64]
+
+
+def test_bits_are_those_of_the_rows(plan: CachePlan) -> None:
+    assert plan.bits == pytest.approx((3 * 4.5 + 8.5 + 2 * 16) / 6)
+    uniform = plan.with_formats("int8")
+    assert uniform.formats[:2] == [("int8", "int8")] * 2
+    assert uniform.formats[2] == ("bf16", "bf16")  # it is kept
+    assert uniform.facts["measured"] is None
+    assert uniform.facts["bits"] == uniform.bits != plan.bits
+    clip = uniform.layers[0].k.clip
+    assert clip is not None and torch.equal(clip, plan.tensors["k.clip.int8"][0])
+    assert plan.with_formats("int8", "int4").formats[0] == ("int8", "int4")
+    with pytest.raises(ConfigError, match="'int5' does not exist"):
+        plan.with_formats("int5")
+
+
+@pytest.mark.parametrize("formats", [{(0, "q"): "int8"}, {(3, "k"): "int8"}, {0: "int8"}, None])
+def test_formats_of_layers_that_do_not_exist_are_refused(plan: CachePlan, formats: Any) -> None:
+    with pytest.raises(ConfigError, match=r"by \(layer, side\), layers from 0 to 2"):
+        plan.with_layer_formats(formats)
+
+
+def test_a_layer_that_is_kept_in_16_bit_stays_so(plan: CachePlan) -> None:
+    kept = [i for i, entry in enumerate(plan.facts["layers"]) if entry["kept"]]
+    assert kept
+    with pytest.raises(ConfigError, match=rf"layer {kept[0]} cannot be kept in int8: .*16 bit"):
+        plan.with_layer_formats({(kept[0], "v"): "int8"})
+    assert plan.with_layer_formats({(kept[0], "v"): "fp16"}).formats[kept[0]] == ("bf16", "fp16")
+
+
+def test_a_plan_for_another_model_is_refused(path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"was made for a 'llama' model.*calibrate this"):
+        CachePlan.load(path, model=CONFIG | {"hidden_size": 65})
+
+
+Edit = Callable[[dict[str, Any], dict[str, torch.Tensor]], object]
+
+
+def edited(path: Path, edit: Edit, *, version: int = 2, seal: bool = True) -> None:
+    """Edit a plan, as a hostile writer would if checksums are made to fit."""
+    with safe_open(path, framework="pt") as file:
+        facts = json.loads(file.metadata()["kvquant"])
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
+    facts["version"] = version
+    if version == 1:
+        del facts["shapes"]
+    edit(facts, tensors)
+    if seal and "sha256" in facts:
+        facts["sha256"] = {name: sha256(tensor) for name, tensor in tensors.items()}
+    if seal and "shapes" in facts:
+        facts["shapes"] = {name: list(tensor.shape) for name, tensor in tensors.items()}
+    text = json.dumps(facts)
+    save_file(tensors, path, sealed("kvquant", text) if version == 2 else {"kvquant": text})
+
+
+def set_in(*keys: str | int, value: Any) -> Edit:
+    """Put a value into the facts."""
+
+    def edit(facts: dict[str, Any], _: dict[str, torch.Tensor]) -> None:
+        at: Any = facts
+        for key in keys[:-1]:
+            at = at[key]
+        at[keys[-1]] = value
+
+    return edit
+
+
+def put(name: str, change: Callable[[torch.Tensor], torch.Tensor | None]) -> Edit:
+    """Change a tensor, in place or by another one."""
+
+    def edit(_: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name] = tensors[name].clone()
+        changed = change(tensors[name])
+        if changed is not None:
+            tensors[name] = changed.contiguous()
+
+    return edit
+
+
+CONTRADICTIONS: dict[str, tuple[Edit, str]] = {
+    "format": (set_in("format", value="x"), "no plan of `kvquant calibrate`"),
+    "version": (set_in("version", value=3), "version 3, this kvquant reads 1 and 2"),
+    "truth": (set_in("version", value=True), "version True"),
+    "no layers": (lambda facts, _: facts.pop("layers"), "lacks one: .* layers"),
+    "empty": (set_in("layers", value=[]), "layers is .*: it must be array of length >= 1"),
+    "no model": (lambda facts, _: facts.pop("model"), "lacks one: .* model"),
+    "model": (set_in("model", value=3), "model is 3"),
+    "basis": (set_in("layers", 0, "k", "basis", value="dct"), r"layers\[0\].k.basis is 'dct': "),
+    "rounding": (
+        set_in("layers", 0, "k", "rounding", value="up"),
+        r"k.rounding is 'up': .*nearest",
+    ),
+    "codec": (set_in("layers", 0, "k", "format", value="int5"), "'int5' does not exist"),
+    "no format": (set_in("layers", 0, "k", "format", value=4), r"k.format is 4: .* str"),
+    "feedback": (set_in("layers", 0, "k", "rounding", value="feedback"), "k.'feedback' is missing"),
+    "other basis": (
+        put("v.matrix", lambda x: x.mul_(2)),
+        r"layers\[1\].v.basis is 'hadamard', and",
+    ),
+    "kept": (set_in("layers", 2, "k", "format", value="int4"), r"layers\[2\] is kept in 16 bit"),
+    "kept basis": (set_in("layers", 2, "v", "basis", value="hadamard"), "is kept in 16 bit"),
+    "bits": (set_in("bits", value=4.25), "bits is 4.25: the formats have 9.0"),
+    "no bits": (set_in("bits", value=float("nan")), "bits is nan"),
+    "missing": (lambda _, tensors: tensors.pop("k.offset"), "k.offset and v.offset of .* missing"),
+    "count": (lambda facts, _: facts["layers"].pop(), "do not fit 2 layers"),
+    "heads": (put("v.offset", lambda x: x[:, :1]), "do not fit 3 layers"),
+    "no heads": (put("k.offset", lambda x: x[:, :0]), "do not fit 3 layers"),
+    "axes": (put("k.offset", lambda x: x[0]), "do not fit 3 layers"),
+    "head_dim": (put("k.offset", lambda x: x.repeat(1, 1, 2)), r"'k\.\w+' is .*it must be"),
+    "mean": (lambda _, tensors: tensors.pop("k.mean"), "k.'mean' is missing"),
+    "one side": (lambda _, tensors: tensors.pop("v.error.plain"), "'v.error.plain' is missing"),
+    "no matrix": (lambda _, tensors: tensors.pop("k.matrix"), "k.'matrix' is missing"),
+    "matrix": (put("k.matrix", lambda x: x[..., :63]), "'k.matrix' is"),
+    "clip": (put("v.clip.int4", lambda x: x.T), "'v.clip.int4' is"),
+    "std": (put("k.std", lambda x: x[0]), "'k.std' is"),
+    "scores": (put("scores.max", lambda x: x.T), "scores.min, .* are missing or do not fit"),
+    "no phi": (lambda _, tensors: tensors.pop("scores.phi"), "scores.phi, .* are missing"),
+    "dtype": (put("k.std", lambda x: x.int()), "'k.std' is torch.int32: it must be torch.float32"),
+    "nan": (put("v.offset", lambda x: x.fill_(torch.nan)), "'v.offset' has values that are not"),
+    "inf": (put("k.std", lambda x: x.fill_(torch.inf)), "'k.std' has values that are not finite"),
+    "share": (put("k.clip.int4", lambda x: x.fill_(1.5)), r"shares that are not in \(0, 1\]"),
+    "no share": (put("k.clip.int4", lambda x: x.fill_(0)), r"shares that are not in \(0, 1\]"),
+    "singular": (put("k.matrix", lambda x: x.fill_(0)), "must have an inverse"),
+    "nearly singular": (put("k.matrix", lambda x: x.mul_(1e-39)), "must have an inverse"),
+    "places": (set_in("places", value=[0, 1]), "do not tell where 3 layers are"),
+    "one place": (set_in("places", value=[0, 1, 1]), "do not tell where 3 layers are"),
+    "taken": (set_in("others", value=[{"layer": 2, "why": ""}]), "do not tell where 3 layers are"),
+    "negative": (set_in("places", value=[0, 1, -1]), r"places\[2\] is -1"),
+    "blamed": (set_in("blamed", value=[3]), "layer 3 is told of, there are 3"),
+    "not met": (set_in("limit", "met", value=False), "limit is not met, and max_kl or blamed is"),
+    "met": (set_in("measured", "kl", value=0.02), "limit.met is True: the KL is 0.02"),
+    "unknown": (set_in("measured", "kl", value=float("nan")), "limit.met is True: the KL is nan"),
+    "alone": (set_in("sensitivity", 0, "layer", value=9), "layer 9 is told of"),
+    "names": (set_in("sensitivity", 0, "v_format", value="int3"), "'int3' does not exist"),
+    "number": (set_in("comparison", value=5), "comparison is 5: it must be array"),
+    "null": (set_in("measured", "perplexity", value=None), "measured.perplexity is None"),
+    "error": (set_in("measured", "kl_error", value="x"), "measured.kl_error is 'x'"),
+    "passages": (set_in("measured", "passages", value=-1), "measured.passages is -1"),
+    "share of tokens": (set_in("measured", "top1", value=1.5), "top1 is 1.5: .* float <= 1"),
+    "negative kl": (set_in("measured", "kl", value=-0.5), r"measured.kl is -0.5: it cannot be neg"),
+    "kl of one": (set_in("comparison", 0, "kl", value=-1), r"comparison\[0\].kl is -1"),
+    "kl alone": (set_in("sensitivity", 0, "kl", value=-1), r"sensitivity\[0\].kl is -1"),
+    "perplexity": (set_in("comparison", 1, "perplexity", value=0), r"\[1\].perplexity is 0"),
+    "exact": (set_in("measured", "exact_perplexity", value=-2), "measured.exact_perplexity is -2"),
+    "negative error": (set_in("measured", "top1_error", value=-0.1), "top1_error is -0.1"),
+    "words": (set_in("settings", value={"text": "\ud800"}), "surrogates not allowed"),
+    "others": (set_in("others", value=[3]), r"others\[0\] is 3"),
+}
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_plans_that_contradict_themselves_are_refused(path: Path, name: str, version: int) -> None:
+    edit, words = CONTRADICTIONS[name]
+    edited(path, edit, version=version)
+    with pytest.raises(CheckpointError, match=words) as raised:
+        CachePlan.load(path)
+    assert str(path) in str(raised.value)
+
+
+@pytest.mark.parametrize("name", sorted(CONTRADICTIONS.keys() - {"format", "version", "truth"}))
+def test_plans_that_contradict_themselves_are_not_saved(
+    plan: CachePlan, tmp_path: Path, name: str
+) -> None:
+    edit, _ = CONTRADICTIONS[name]
+    facts, tensors = json.loads(json.dumps(plan.facts)), dict(plan.tensors)
+    edit(facts, tensors)
+    changed, path = CachePlan(facts, tensors), tmp_path / "new.safetensors"
+    if "bits" in name or name == "dtype":
+        changed.save(path)  # these are computed anew
+        assert CachePlan.load(path).facts["bits"] == plan.bits
+        return
+    with pytest.raises(CheckpointError):
+        changed.save(path)
+    assert not path.exists()
+
+
+def test_plans_of_version_1_are_read(path: Path, plan: CachePlan) -> None:
+    edited(path, lambda facts, tensors: None, version=1)
+    assert CachePlan.load(path).formats == plan.formats
+    golden = CachePlan.load(GOLDEN, model=None)
+    assert golden.formats == [("int8", "int8")] and golden.num_kv_heads == 1
+    assert golden.facts["version"] == 1 and golden.facts["measured"]["scored"] == 8
+    golden.save(path)
+    again = CachePlan.load(path)
+    assert again.facts == {**golden.facts, "version": 2}
+    assert all(torch.equal(x, again.tensors[name]) for name, x in golden.tensors.items())
+    cache = KVCache.from_plan(again, 1, 8, sink_len=0, recent_len=0)
+    cache.append(0, *torch.randn(2, 1, 1, 8, 64))
+
+
+def test_golden_file_of_version_2_still_loads() -> None:
+    golden, other = (CachePlan.load(GOLDEN.with_name(f"plan-v{i}.safetensors")) for i in (1, 2))
+    assert other.facts == {**golden.facts, "version": 2}
+    assert all(torch.equal(x, other.tensors[name]) for name, x in golden.tensors.items())
+
+
+def test_facts_are_sealed(path: Path) -> None:
+    """No byte of the header changes what a plan says, a lower version neither."""
+    data = path.read_bytes()
+    expected = CachePlan.load(path).facts
+    end = 8 + int.from_bytes(data[:8], "little")
+    rng, taken = random.Random(0), 0
+    for place in [*range(9, 400, 3), *(rng.randrange(9, end) for _ in range(200))]:
+        path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+        try:
+            assert CachePlan.load(path).facts == expected
+            taken += 1
+        except CheckpointError:
+            pass
+    assert taken < 30  # some bytes are spaces
+    for old, new in (
+        (b'\\"basis\\": \\"hadamard\\"', b'\\"basis\\": \\"none\\"    '),
+        (b'\\"version\\": 2', b'\\"version\\": 1'),
+    ):
+        assert data.count(old)
+        path.write_bytes(data.replace(old, new, 1))
+        with pytest.raises(CheckpointError, match="the plan is damaged"):
+            CachePlan.load(path)
+        assert b'"kvquant_sha256"' in data
+        path.write_bytes(
+            data.replace(old, new, 1).replace(b'"kvquant_sha256"', b'"kvquant_sha255"')
+        )
+        with pytest.raises(CheckpointError, match=r"is damaged|is not of version 1"):
+            CachePlan.load(path)
+    edited(path, lambda facts, tensors: tensors.update(x=torch.zeros(1)), seal=False)
+    with pytest.raises(CheckpointError, match="not those that were sealed"):
+        CachePlan.load(path)
+
+
+def test_a_large_plan_of_no_head_dim_is_refused_before_it_costs_memory(path: Path) -> None:
+    side = {"format": "int4", "basis": "hadamard", "rounding": "nearest"}
+
+    def edit(facts: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        tensors.clear()
+        tensors |= {f"{side}.{name}": torch.zeros(1, 1, 30_000) for side in "kv"
+                    for name in ("offset", "mean")}  # fmt: skip
+        facts["layers"] = [{"k": side, "v": side, "kept": None}]
+        facts |= {"sensitivity": [], "blamed": [], "steps": []}
+
+    edited(path, edit)
+    with pytest.raises(CheckpointError, match="head_dim 30000 is not supported"):
+        CachePlan.load(path)
+
+
+def test_other_files_are_no_plans(tmp_path: Path, plan: CachePlan, path: Path) -> None:
+    save_cache(filled(plan), tmp_path / "cache.safetensors")
+    with pytest.raises(CheckpointError, match="no plan of"):
+        CachePlan.load(tmp_path / "cache.safetensors")
+    with pytest.raises(FileNotFoundError):
+        CachePlan.load(tmp_path / "none.safetensors")
+    with pytest.raises(CheckpointError, match="calibration file, not a cache: it holds the plan"):
+        load_cache(path)
+
+
+def test_a_saved_cache_goes_on_with_its_plan(plan: CachePlan, tmp_path: Path) -> None:
+    cache, path = filled(plan), tmp_path / "cache.safetensors"
+    save_cache(cache, path)
+    again = load_cache(path, plan=plan.with_formats("int8"))  # formats are the file's
+    k, v = torch.randn(2, 2, 2, 5, 64)
+    q = torch.randn(2, 4, 64)
+    for layer in range(3):
+        for one in (cache, again):
+            one.append(layer, k, v)
+        for name, tensor in cache.layers[layer].tensors().items():
+            assert torch.equal(tensor, again.layers[layer].tensors()[name]), name
+        out, given = cache.attend(layer, q), again.attend(layer, q)
+        assert isinstance(out, torch.Tensor) and isinstance(given, torch.Tensor)
+        assert torch.equal(out, given)
+
+
+def test_rows_of_one_basis_are_not_read_in_another(plan: CachePlan, tmp_path: Path) -> None:
+    path, plain = tmp_path / "cache.safetensors", tmp_path / "plain.safetensors"
+    save_cache(filled(plan), path)
+    with pytest.raises(CheckpointError, match="was made with a plan, whose bases"):
+        load_cache(path)
+    tensors = dict(plan.tensors)
+    tensors["v.offset"] = tensors["v.offset"].clone()
+    tensors["v.offset"][1, 0, 0] += 1
+    with pytest.raises(CheckpointError, match=r"with another plan \(layer 1 differs\)"):
+        load_cache(path, plan=CachePlan(plan.facts, tensors))
+    save_cache(KVCache(3, 1, 2, 64, 8), plain)
+    with pytest.raises(CheckpointError, match="without a plan"):
+        load_cache(plain, plan=plan)

@@ -1,0 +1,379 @@
+"""Sequences of a paged cache as files: bit for bit, shared pages once, and nothing damaged in."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from paged_cases import LAYERS, begin, extend, make, new_rows, same, seen, values
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from kvquant import KVCache, save_cache
+from kvquant.errors import CheckpointError, ConfigError, OutOfPagesError
+from kvquant.io.sequences import load_sequences, save_sequences
+from kvquant.io.tensor_files import SafetensorsFile, sealed, sha256
+from kvquant.paged.batch import PagedBatch
+
+CONFIG = {"model_type": "toy", "hidden_size": 64}
+
+
+def filled(**options: Any) -> PagedBatch:
+    """Three sequences: "a" of 60 tokens, a fork "b" that went on, and 7 of 2 tokens."""
+    batch = PagedBatch(make(**options), 4, 100)
+    begin(batch, "a", 60, range(60))
+    batch.cache.fork("a", "b")
+    extend(batch, ["b"], 9, range(9))
+    begin(batch, 7, 2)
+    return batch
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("lengths", [(3, 5), (0, 0), (3, 0), (0, 5)], ids=str)
+def test_a_round_trip_is_bit_exact_and_goes_on(
+    lengths: tuple[int, int], device: str, tmp_path: Path
+) -> None:
+    options = {"sink_len": lengths[0], "recent_len": lengths[1]}
+    batch = filled(**options, device=device)
+    path = tmp_path / "saved.safetensors"
+    assert save_sequences(batch.cache, ["b", 7, "a"], path, creation={"by": "test"}) == path
+    other = PagedBatch(make(**options), 4, 100)
+    begin(other, "c", 30)  # so that pages and seats are others
+    assert load_sequences(other.cache, path) == ["b", 7, "a"]
+    other.cache.check_invariants()
+    for name in ("a", "b", 7):
+        ours, theirs = values(other.cache, name), values(batch.cache, name)
+        assert same(ours, [x.cpu() for x in theirs])
+    for name in ("a", "b", 7):
+        rows = new_rows(20)
+        extend(batch, [name], 20, rows=rows.to(device))
+        extend(other, [name], 20, rows=rows)
+        assert same(values(other.cache, name), [x.cpu() for x in values(batch.cache, name)])
+
+
+def test_shared_pages_are_written_once_and_shared_again(tmp_path: Path) -> None:
+    cache = filled().cache
+    path = save_sequences(cache, ["a", "b"], tmp_path / "saved.safetensors")
+    pages = {page for name in "ab" for page in cache.state.pool.block_table(name)}
+    assert load_file(path)["layers.0.k_pages"].shape[0] == len(pages) == 5
+    other = make()
+    load_sequences(other, path)
+    assert other.num_free_pages == 12 - len(pages)
+
+
+def test_rows_that_no_sequence_has_are_not_written(tmp_path: Path) -> None:
+    batch = PagedBatch(make(), 4, 100)
+    begin(batch, "a", 10)
+    for side in batch.cache.rows.pages:
+        for rows in side.layers:
+            rows[:, :, 2:] = 0xFF  # 2 tokens are packed
+    path = save_sequences(batch.cache, ["a"], tmp_path / "saved.safetensors")
+    assert not load_file(path)["layers.1.v_pages"][:, :, 2:].any()
+
+
+def test_a_loaded_prefix_is_found_by_new_sequences(tmp_path: Path) -> None:
+    path = save_sequences(filled().cache, ["a"], tmp_path / "saved.safetensors")
+    batch = PagedBatch(make(), 4, 100)
+    load_sequences(batch.cache, path, ids={"a": "system prompt"})
+    assert batch.cache.match_prefix(range(60)) == 51
+    assert batch.cache.allocate("b", range(60)) == 51
+    kept = zip(values(batch.cache, "b"), values(batch.cache, "system prompt"), strict=True)
+    assert all(torch.equal(x, y[:, :51]) for x, y in kept)
+
+
+def test_twins_and_their_heir_are_saved_and_loaded(tmp_path: Path) -> None:
+    """Two sequences with one prompt at the same time, and a third that begins with it."""
+    batch = PagedBatch(make(num_pages=40, max_seq_len=150), 4, 300)
+    cache, prompt = batch.cache, list(range(140))
+    order = [20, 3, 8, 1, 30, 15, 11, 2, 9, 31, 6, 12, 4, 21, 0, 7, 18]
+    cache.state.pool._free = [page for page in range(40) if page not in order] + order[::-1]
+    for name in "ab":
+        cache.allocate(name, prompt)
+    extend(batch, ["a", "b"], 140, prompt * 2)
+    present = cache.allocate("c", prompt)
+    extend(batch, ["c"], 140 - present, prompt[present:])
+    cache.check_invariants()
+    path = save_sequences(cache, ["a", "b", "c"], tmp_path / "saved.safetensors")
+    other = make(num_pages=40, max_seq_len=150)
+    assert load_sequences(other, path) == ["a", "b", "c"]
+    assert all(same(values(other, name), values(cache, name)) for name in "abc")
+    other.check_invariants()
+
+
+def test_a_file_is_of_one_model(tmp_path: Path) -> None:
+    path = tmp_path / "saved.safetensors"
+    save_sequences(filled().cache, ["a"], path, model=CONFIG)
+    load_sequences(make(), path, model=CONFIG)
+    with pytest.raises(CheckpointError, match="belongs to a 'toy' model"):
+        load_sequences(make(), path, model={**CONFIG, "hidden_size": 65})
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"page_size": 32}, "page_size is 16 in the file and 32 in the cache"),
+        ({"sink_len": 4}, "sink_len is 3 in the file and 4"),
+        ({"recent_len": 4}, "recent_len is 5 in the file and 4"),
+        ({"exact_format": "fp16"}, "exact_format is bf16"),
+        ({"num_layers": 1}, "layers is 2 in the file and 1"),
+        ({"v_format": "int4"}, "formats of layer 0 are int4-g4 and int8 in the file and int4-g4"),
+        ({"max_seq_len": 50}, "a sequence has 69 tokens, max_seq_len is 50"),
+    ],
+)
+def test_a_file_that_does_not_fit_the_cache_is_refused(
+    options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    path = save_sequences(filled().cache, ["a", "b"], tmp_path / "saved.safetensors")
+    cache = make(**options)
+    with pytest.raises(CheckpointError, match=message):
+        load_sequences(cache, path)
+    assert cache.ids == []
+
+
+def test_without_room_nothing_is_loaded(tmp_path: Path) -> None:
+    path = save_sequences(filled().cache, ["a", "b"], tmp_path / "saved.safetensors")
+    batch = PagedBatch(make(num_pages=6), 4, 100)
+    begin(batch, "c", 30, range(30))
+    before = seen(batch.cache)
+    with pytest.raises(OutOfPagesError, match="5 pages are needed, but 4 of 6"):
+        load_sequences(batch.cache, path)
+    with pytest.raises(ConfigError, match="'c' exists"):
+        load_sequences(batch.cache, path, ids={"a": "c"})
+    with pytest.raises(ConfigError, match="give each sequence another one"):
+        load_sequences(batch.cache, path, ids={"a": "b"})
+    assert seen(batch.cache) == before
+    batch.cache.check_invariants()
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda cache, at: save_sequences(cache, ["a"], at / "x.bin"), "NAME.safetensors"),
+        (lambda cache, at: save_sequences(cache, [], at / "x.safetensors"), "at least one"),
+        (lambda cache, at: save_sequences(cache, ["a"] * 2, at / "x.safetensors"), "each once"),
+        (lambda cache, at: save_sequences(cache, ["x"], at / "x.safetensors"), "no sequence 'x'"),
+        (
+            lambda cache, at: save_sequences(
+                cache, ["a"], at / "x.safetensors", creation={"": {0}}
+            ),
+            "not plain data",
+        ),
+    ],
+)
+def test_what_cannot_be_saved_is_refused(
+    call: Callable[[Any, Path], object], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        call(filled().cache, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_row_with_nan_is_not_saved(tmp_path: Path) -> None:
+    batch = filled()
+    rows = new_rows(20)
+    rows[0, 3, 1, 0] = torch.nan
+    extend(batch, ["b"], 20, rows=rows)
+    extend(batch, ["b"], 10)
+    message = (
+        "layer 0, K, sequence 1, token 72, KV head 1: a scale is negative, or a scale or shift"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        save_sequences(batch.cache, ["a", "b"], tmp_path / "x.safetensors")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rows_that_cannot_be_packed_are_refused(tmp_path: Path) -> None:
+    """They would become NaN when they leave the recent window; sinks never do."""
+    cache, path = filled().cache, tmp_path / "saved.safetensors"
+    rows = cache.rows.layers[1].k_exact.view(torch.bfloat16)
+    rows[cache.state.seat("b"), :, 2] = 1e5  # a sink
+    save_sequences(cache, ["a", "b"], path)
+    load_sequences(make(), path)
+    token = 66  # of 69; the ring has the last 5
+    rows[cache.state.seat("b"), 1, 3 + (token - 3) % 5] = -1e5
+    message = f"layer 1, K, sequence 1, token {token}, KV head 1: a value is too large for int4"
+    with pytest.raises(CheckpointError, match=message):
+        save_sequences(cache, ["a", "b"], path)
+    load_sequences(make(), path)
+    tensors = load_file(path)
+    forged = tensors["layers.1.k_exact"].view(torch.bfloat16)
+    forged[-3, 1] = -1e5
+    with safe_open(path, "pt") as file:
+        top = json.loads(file.metadata()["kvquant_pages"])
+    top["sha256"]["layers.1.k_exact"] = sha256(tensors["layers.1.k_exact"])
+    save_file(tensors, path, sealed("kvquant_pages", json.dumps(top)))
+    with pytest.raises(CheckpointError, match=message):
+        load_sequences(make(), path)
+
+
+@pytest.mark.parametrize("token", [-(2**63), 2**63 - 1])
+def test_tokens_of_64_bits_are_saved_and_loaded(tmp_path: Path, token: int) -> None:
+    batch, tokens = PagedBatch(make(), 4, 100), [token] * 60
+    begin(batch, "a", 60, tokens)
+    path = save_sequences(batch.cache, ["a"], tmp_path / "saved.safetensors")
+    other = make()
+    load_sequences(other, path)
+    assert other.state.tokens("a") == tokens
+    assert other.match_prefix(tokens) == batch.cache.match_prefix(tokens) > 0
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_golden_files_still_load(version: int) -> None:
+    values_ = (torch.arange(40)[:, None] + torch.arange(64) / 4 - 8.0).expand(2, 1, 40, 64)
+    rows = values_[:, 0, :, None].expand(2, 40, 2, 64).bfloat16()
+    batch = PagedBatch(make(), 4, 100)
+    assert batch.cache.allocate("a") == 0
+    extend(batch, ["a"], [40], range(40), rows=rows)
+    batch.cache.fork("a", 7)
+    extend(batch, [7], 3, range(3), rows=rows[:, :3])
+    loaded = make()
+    golden = Path(__file__).parents[1] / "data" / f"pages-v{version}.safetensors"
+    assert load_sequences(loaded, golden) == ["a", 7]
+    loaded.check_invariants()
+    for name in ("a", 7):
+        assert same(values(loaded, name), values(batch.cache, name))
+        assert loaded.state.tokens(name) == batch.cache.state.tokens(name)
+    assert loaded.num_free_pages == batch.cache.num_free_pages
+
+
+def test_a_file_that_is_overwritten_while_it_is_loaded_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All tensors are looked at before the first is used, and again when they are."""
+    path = save_sequences(filled().cache, ["a", "b"], tmp_path / "saved.safetensors")
+    data, read = path.read_bytes(), SafetensorsFile.read
+    reads = len(load_file(path))
+    for damaged in range(1, 2 * reads + 1):
+        path.write_bytes(data)
+        batch = PagedBatch(make(), 4, 100)
+        begin(batch, "c", 30, range(30))
+        before, count = [*values(batch.cache, "c")], 0
+
+        def overwritten(self: SafetensorsFile, *given: Any, damaged: int = damaged) -> torch.Tensor:
+            nonlocal count
+            count += 1
+            if count == damaged:
+                with open(path, "r+b") as file:
+                    file.seek(len(data) // 3)
+                    file.write(bytes(len(data) - len(data) // 3))
+            return read(self, *given)
+
+        monkeypatch.setattr(SafetensorsFile, "read", overwritten)
+        if damaged == 2 * reads:  # perhaps the last tensor had been read before
+            continue
+        with pytest.raises(CheckpointError, match="is damaged"):
+            load_sequences(batch.cache, path)
+        assert same(values(batch.cache, "c"), before)
+        assert (batch.cache.ids, batch.cache.num_free_pages) == (["c"], 10)
+        batch.cache.check_invariants()
+        assert batch.cache.match_prefix(range(60)) == batch.cache.match_prefix(range(30))
+
+
+def test_a_cache_of_the_other_kind_is_refused(tmp_path: Path) -> None:
+    cache = KVCache(LAYERS, 1, 2, 64, 20)
+    cache.append(0, *torch.randn(2, 1, 2, 3, 64))
+    cache.append(1, *torch.randn(2, 1, 2, 3, 64))
+    save_cache(cache, tmp_path / "x.safetensors")
+    with pytest.raises(CheckpointError, match="read by load_cache"):
+        load_sequences(make(), tmp_path / "x.safetensors")
+    with pytest.raises(FileNotFoundError):
+        load_sequences(make(), tmp_path / "y.safetensors")
+
+
+def test_every_damaged_byte_is_found(tmp_path: Path) -> None:
+    path = save_sequences(filled().cache, ["a", 7], tmp_path / "saved.safetensors")
+    data = bytearray(path.read_bytes())
+    draw = torch.Generator().manual_seed(0)
+    for place in [*range(0, 16, 3), *torch.randint(len(data), (30,), generator=draw).tolist()]:
+        damaged = data.copy()
+        damaged[place] ^= 0x10
+        path.write_bytes(damaged)
+        cache = make()
+        with pytest.raises(CheckpointError):
+            load_sequences(cache, path)
+        assert (cache.ids, cache.num_free_pages) == ([], 12)
+    path.write_bytes(data[:-1])
+    with pytest.raises(CheckpointError):
+        load_sequences(make(), path)
+
+
+Change = Callable[[dict[str, Any]], object]
+
+
+def _sequence(**changes: Any) -> Change:
+    return lambda top: top["sequences"][0].update(changes)
+
+
+FORGERIES: dict[str, Change] = {
+    "is not that of a kvquant-pages file": lambda top: top.update(format="x"),
+    "has version 2": lambda top: top.update(version=2),
+    "another key or lacks one: object contains unknown field x": lambda top: top.update(x=1),
+    "were transformed by": lambda top: top.update(transforms=[1]),
+    "1 transforms for 2 layers": lambda top: top.update(transforms=[dict.fromkeys("kv", "0" * 64)]),
+    "page_size is 17": lambda top: top.update(page_size=17),
+    "num_kv_heads is 0": lambda top: top.update(num_kv_heads=0),
+    "exact_format is 'x'": lambda top: top.update(exact_format="x"),
+    "layers is 3: it must be array, got int": lambda top: top.update(layers=3),
+    "layers and sequences must not be empty": lambda top: top.update(sequences=[]),
+    "layers[0].k": lambda top: top["layers"][0]["k"].update(format="int3"),
+    "two sequences have one id": _sequence(id="b"),
+    "sequences[0].id is 1.5": _sequence(id=1.5),
+    "sequences[0].length is -1": _sequence(length=-1),
+    "length 9, packed_len 52": _sequence(length=9, tokens=[]),
+    "packed_len 40": _sequence(packed_len=40),
+    "3 pages and 60 tokens do not fit": _sequence(pages=[0, 1, 2]),
+    "4 pages and 61 tokens do not fit": _sequence(tokens=list(range(61))),
+    "sequences[0].tokens[0] is 0.5: it must be int, got float": _sequence(tokens=[0.5]),
+    "sequences[1] cannot share page 0": _sequence(tokens=[1, *range(1, 60)]),
+    "sequences[1] cannot share page 1": _sequence(tokens=[*range(30), 0]),
+    "sequences[1] cannot share page 2": _sequence(pages=[0, 5, 2, 3]),
+    "sequences[0] cannot share page 0": _sequence(pages=[0, 1, 2, 0]),
+    "not counted from 0 without gaps": _sequence(pages=[0, 1, 2, 9]),
+    "sha256 does not name the tensors": lambda top: top["sha256"].popitem(),
+    "must be 64 hexadecimal digits": lambda top: top["sha256"].update({"layers.0.k_pages": "x"}),
+    "tensor 'layers.0.k_pages' is damaged": lambda top: top["sha256"].update(
+        {"layers.0.k_pages": "0" * 64}
+    ),
+    "model is 3": lambda top: top.update(model=3),
+}
+
+
+@pytest.mark.parametrize("message", FORGERIES)
+def test_a_forged_manifest_is_refused(message: str, tmp_path: Path) -> None:
+    path = save_sequences(filled().cache, ["a", "b"], tmp_path / "saved.safetensors")
+    with safe_open(path, "pt") as file:
+        top = json.loads(file.metadata()["kvquant_pages"])
+    FORGERIES[message](top)
+    text = json.dumps(top)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    metadata = {"kvquant_pages": text, "kvquant_pages_sha256": digest}
+    save_file(load_file(path), path, metadata)
+    cache = make()
+    with pytest.raises(CheckpointError) as caught:
+        load_sequences(cache, path)
+    assert message in str(caught.value)
+    assert str(caught.value).startswith(str(path))
+    assert (cache.ids, cache.num_free_pages) == ([], 12)
+
+
+def test_tensors_that_do_not_belong_are_refused(tmp_path: Path) -> None:
+    path = save_sequences(filled().cache, ["a"], tmp_path / "saved.safetensors")
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(path)
+    for change, message in (
+        ({"x": torch.zeros(1)}, "'x' should not be there"),
+        ({"layers.0.k_pages": tensors["layers.0.k_pages"][:1]}, "ask for U8"),
+    ):
+        save_file(tensors | change, path, metadata)
+        with pytest.raises(CheckpointError, match=message):
+            load_sequences(make(), path)
+    del tensors["layers.1.v_exact"]
+    save_file(tensors, path, metadata)
+    with pytest.raises(CheckpointError, match=r"'layers.1.v_exact' is missing"):
+        load_sequences(make(), path)

@@ -1,0 +1,406 @@
+"""Safetensors files: ours are the library's, odd ones are refused, what was read stays."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from example_plan import example_plan
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from saved_kinds import KINDS, Kind
+
+from kvquant import load_cache
+from kvquant.errors import CheckpointError
+from kvquant.io import tensor_files as files
+from kvquant.io.export import RawFile, load_raw, quantize_raw
+from kvquant.io.inspect import describe
+from kvquant.io.plan import CachePlan
+from kvquant.io.shards import found_at, save_safetensors
+from kvquant.io.tensor_files import DTYPES, SafetensorsFile, TensorSource, open_file
+
+
+def sample(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor of random bits."""
+    if dtype == torch.bool:
+        return torch.rand(shape) < 0.5
+    bits = torch.randint(256, (*shape, dtype.itemsize), dtype=torch.uint8)
+    return bits.view(dtype).reshape(shape)
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are the same, bit for bit."""
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    return (
+        a.contiguous().flatten().view(torch.uint8).equal(b.contiguous().flatten().view(torch.uint8))
+    )
+
+
+SHAPES = ((), (0,), (3,), (2, 0, 5), (3, 4, 5))
+
+
+def test_our_files_are_those_of_the_library(tmp_path: Path) -> None:
+    tensors = {f"{name}{i}": sample(dtype, shape) for name, dtype in DTYPES.items()
+               for i, shape in enumerate(SHAPES)}  # fmt: skip
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    metadata = {"a": "b", "ü": '"\\\n', "": "x" * 1000}
+    sources = {name: TensorSource.of(tensor) for name, tensor in tensors.items()}
+    save_safetensors(ours, sources, lambda _: metadata)
+    save_file(tensors, theirs, metadata)
+    for path in (ours, theirs):
+        with SafetensorsFile(path) as file, safe_open(path, "pt") as other:
+            assert file.metadata == other.metadata() == metadata
+            assert file.shapes == {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+            assert file.num_bytes == path.stat().st_size
+            for name, tensor in load_file(path).items():
+                assert same(file.read(name), tensor) and same(tensor, tensors[name]), name
+    assert len(tensors) == len(load_file(ours))
+
+
+def build(entries: Any, data: bytes = b"", *, text: bytes | None = None) -> bytes:
+    """A file with a header as given."""
+    header = json.dumps(entries).encode() if text is None else text
+    return struct.pack("<Q", len(header)) + header + data
+
+
+def entry(start: int, stop: int, dtype: str = "U8", shape: Any = None) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": [stop - start] if shape is None else shape,
+            "data_offsets": [start, stop]}  # fmt: skip
+
+
+ODD = {
+    "empty": b"",
+    "short": b"\0" * 7,
+    "long header": struct.pack("<Q", 100) + b"{}",
+    "endless header": struct.pack("<Q", 2**64 - 1) + b"{}",
+    "list": build([]),
+    "no JSON": build(None, text=b"{"),
+    "space": build(None, text=b" {}"),
+    "mark": build(None, text="\ufeff{}".encode()),
+    "wide": build(None, text="{}".encode("utf-16-le")),
+    "no text": build(None, text=b'{"\xff": 1}'),
+    "deep": build(None, text=b'{"a":' * 100_000),
+    "half": build(None, text=b'{"__metadata__": {"a": "\\ud800"}}'),
+    "twice": build(
+        None, b"ab", text=b'{"a":%b,"a":%b}' % ((json.dumps(entry(0, 2)).encode(),) * 2)
+    ),
+    "other metadata": build({"__metadata__": {"a": 1}}),
+    "no metadata": build({"__metadata__": None}),
+    "trailing": build({"a": entry(0, 1)}, b"ab"),
+    "missing": build({"a": entry(0, 2)}, b"a"),
+    "hole": build({"a": entry(0, 1), "b": entry(2, 3)}, b"abc"),
+    "late": build({"a": entry(1, 2)}, b"ab"),
+    "overlap": build({"a": entry(0, 2), "b": entry(1, 3)}, b"abc"),
+    "shared": build({"a": entry(0, 2), "b": entry(0, 2)}, b"ab"),
+    "backwards": build({"a": entry(2, 0, shape=[2])}, b"ab"),
+    "shape": build({"a": entry(0, 2, shape=[3])}, b"ab"),
+    "size": build({"a": entry(0, 2, "F32", [2])}, b"ab"),
+    "dtype": build({"a": entry(0, 2, "U9")}, b"ab"),
+    "negative": build({"a": entry(0, 2, shape=[-1, -2])}, b"ab"),
+    "fraction": build({"a": entry(0, 2, shape=[2.0])}, b"ab"),
+    "truth": build({"a": entry(0, 1, shape=[True])}, b"a"),
+    "huge": build({"a": entry(0, 2, shape=[2**64])}, b"ab"),
+    "product": build({"a": entry(0, 0, shape=[2**40, 2**40])}),
+    "key": build({"a": entry(0, 2) | {"x": 1}}, b"ab"),
+    "no key": build({"a": {"dtype": "U8", "shape": [2]}}, b"ab"),
+    "no object": build({"a": 1}),
+    "NaN": build({"a": entry(0, 2) | {"shape": [float("nan")]}}, b"ab"),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_headers_are_refused(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(ODD[name])
+    with pytest.raises(CheckpointError, match="no safetensors file, or a damaged one") as caught:
+        SafetensorsFile(path)
+    assert str(caught.value).startswith(str(path))
+
+
+def test_headers_that_cost_much_are_refused_first(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(build(None, text=b'{"a": ["' + b"[" * (files.MAX_HEADER_BYTES // 50) + b'"]}'))
+    with pytest.raises(CheckpointError, match="more than 1048576 lists and objects"):
+        SafetensorsFile(path)
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", files.MAX_HEADER_BYTES + 1))
+        file.truncate(files.MAX_HEADER_BYTES + 100)
+    with pytest.raises(CheckpointError, match="header would have 100000001 bytes"):
+        SafetensorsFile(path)
+
+
+def test_what_the_library_refuses_is_refused(tmp_path: Path) -> None:
+    """1,500 mutated headers: what we take the library takes too, and reads the same."""
+    path, rng = tmp_path / "x", random.Random(0)
+    tensors = {"a": sample(torch.float32, (2, 3)), "b": sample(torch.uint8, (5,)),
+               "c": sample(torch.bfloat16, (0, 4))}  # fmt: skip
+    save_file(tensors, path, {"k": "v"})
+    original = path.read_bytes()
+    end = 8 + struct.unpack("<Q", original[:8])[0]
+    taken = 0
+    for _ in range(1500):
+        data = bytearray(original)
+        for _ in range(rng.choice((1, 1, 2, 4))):
+            at = rng.randrange(end)
+            how = rng.randrange(4)
+            if how == 0:
+                data[at] ^= 1 << rng.randrange(8)
+            elif how == 1:
+                data[at] = rng.choice(b'0123456789{}[]",: aB')
+            elif how == 2:
+                del data[at]
+            else:
+                data.insert(at, rng.choice(b'0123456789{}[]",: '))
+        path.write_bytes(data)
+        try:
+            file = SafetensorsFile(path)
+        except CheckpointError:
+            continue
+        with file:
+            found = {name: file.read(name) for name in file.shapes}
+        try:
+            expected = load_file(path)
+        except (SafetensorError, RuntimeError, ValueError, TypeError, OverflowError) as error:
+            raise AssertionError(f"taken, but not by the library: {data[:end]!r}") from error
+        assert found.keys() == expected.keys()
+        assert all(same(found[name], expected[name]) for name in found), data[:end]
+        taken += 1
+    assert taken > 8
+
+
+def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "loop").symlink_to("loop")
+    for name in ("pipe", "."):
+        with pytest.raises(CheckpointError, match="is not a file: give the file itself"):
+            SafetensorsFile(tmp_path / name)
+    with pytest.raises(CheckpointError, match="is not a file"):
+        SafetensorsFile("/dev/zero")
+    (tmp_path / "file").touch()
+    for name in ("none", "file/x", "a\0b"):
+        with pytest.raises(FileNotFoundError):
+            SafetensorsFile(tmp_path / name)
+    with pytest.raises(OSError):
+        SafetensorsFile(tmp_path / "loop")
+
+
+@pytest.mark.parametrize("how", ["overwritten", "truncated"])
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_what_was_loaded_stays(tmp_path: Path, kind: Kind, how: str) -> None:
+    path = tmp_path / "x.safetensors"
+    kind.save(0, path)
+    before = kind.load(path)
+    shown = kind.shown(before)
+    for file in tmp_path.iterdir():
+        size = file.stat().st_size
+        if how == "truncated":
+            os.truncate(file, 10)
+        else:
+            with open(file, "r+b") as opened:
+                opened.write(b"\xff" * size)
+    assert kind.shown(before) == shown
+    with pytest.raises(CheckpointError):
+        kind.load(path)
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_a_file_is_one_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind
+) -> None:
+    """After any read another file takes its place, or it is cut or overwritten."""
+    path = tmp_path / "x.safetensors"
+    both = []
+    for seed in (0, 1):
+        kind.save(seed, path)
+        both.append(kind.shown(kind.load(path)))
+    fill, reads = SafetensorsFile._fill, 0
+    change: Callable[[], object]
+
+    def filled(self: SafetensorsFile, target: memoryview) -> None:
+        nonlocal reads
+        reads += 1
+        if reads == when:
+            change()
+        fill(self, target)
+
+    def cut() -> None:
+        for file in tmp_path.glob("*.safetensors"):
+            os.truncate(file, file.stat().st_size // 2)
+
+    def overwrite() -> None:
+        for file in tmp_path.glob("*.safetensors"):
+            with open(file, "r+b") as opened:
+                opened.seek(file.stat().st_size // 2)
+                opened.write(bytes(file.stat().st_size // 2))
+
+    monkeypatch.setattr(SafetensorsFile, "_fill", filled)
+    when, results = 0, set[str]()
+    for what in (lambda: kind.save(1, path), cut, overwrite):
+        change = what
+        for when in range(1, 40):
+            reads = len(both) + 100  # not while it is saved
+            kind.save(0, path)
+            reads = 0
+            try:
+                found = kind.shown(kind.load(path))
+            except CheckpointError as error:
+                assert what is not change or what in (cut, overwrite), error
+                results.add("refused")
+            else:
+                results.add(("old", "new")[both.index(found)])
+            if reads < when:
+                break
+    assert {"old", "refused"} <= results
+
+
+class Interruptions:
+    """Something happens before files are opened, from the `first` one on, so many times."""
+
+    def __init__(self, happen: Callable[[int], object], first: int, times: int) -> None:
+        self.happen, self.first, self.times = happen, first, times
+        self.opened = self.done = 0
+        self.is_busy = False
+
+    def open_file(self, path: Path) -> Any:
+        if not self.is_busy:
+            self.opened += 1
+            if self.opened >= self.first and self.done < self.times:
+                self.done, self.is_busy = self.done + 1, True
+                self.happen(self.done)
+                self.is_busy = False
+        return open_file(path)
+
+    def load(
+        self, path: Path, monkeypatch: pytest.MonkeyPatch, read: Callable[[Path], Any] = load_cache
+    ) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr("kvquant.io.container.open_file", self.open_file)
+            patch.setattr("kvquant.io.tensor_files.open_file", self.open_file)
+            return read(path)
+
+
+@pytest.mark.parametrize("first", range(1, 4))
+def test_what_takes_the_place_of_pages_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int
+) -> None:
+    path = tmp_path / "x.safetensors"
+    KINDS["pages"].save(0, path)
+    between = Interruptions(lambda _: KINDS["shards"].save(0, path), first, 1)
+    told = between.load(path, monkeypatch, describe)["kind"]
+    assert told == ("cache" if between.done else "pages")
+
+
+@pytest.mark.parametrize("names", ["cache shards", "shards cache", "shards shards"])
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_reader_beside_a_writer_finds_a_whole_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: str, times: int
+) -> None:
+    """Whole saves happen between any two steps of the reader."""
+    kinds, path = [KINDS[name] for name in names.split()], tmp_path / "x.safetensors"
+    expected = []
+    for seed in (0, 1):
+        kinds[0].save(seed, path)
+        expected.append(kinds[0].shown(load_cache(path)))
+    happened = 0
+    for first in range(1, 6):
+        for read in (load_cache, describe):
+            kinds[0].save(0, path)
+            between = Interruptions(lambda n: kinds[n % 2].save(n % 2, path), first, times)
+            found = between.load(path, monkeypatch, read)
+            if read is load_cache:
+                assert kinds[0].shown(found) in expected
+            happened += between.done
+    assert happened >= times
+
+
+def test_a_reader_finds_a_cache_that_changes_its_kind_at_each_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, kinds, looks = tmp_path / "x.safetensors", (KINDS["shards"], KINDS["cache"]), 0
+    kinds[1].save(0, path)
+
+    def looked(path: Path) -> Path:
+        """One file whenever it is looked which counts, and shards right after it, twice."""
+        nonlocal looks
+        looks += 1
+        if looks == 2:
+            kinds[1].save(0, path)
+        found = found_at(path)
+        if looks <= 2:
+            kinds[0].save(0, path)
+        return found
+
+    monkeypatch.setattr("kvquant.io.container.found_at", looked)
+    load_cache(path)
+    assert looks > 2
+    with pytest.raises(FileNotFoundError):
+        load_cache(tmp_path / "none.safetensors")
+
+
+def test_a_reader_gives_up_at_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x.safetensors"
+    KINDS["shards"].save(0, path)
+    monkeypatch.setattr("kvquant.io.container.ATTEMPTS", 3)
+    between = Interruptions(lambda n: KINDS["shards"].save(n % 2, path), 1, 1000)
+    with pytest.raises(CheckpointError, match=r"shard .* is missing"):
+        between.load(path, monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["cache", "shards"])
+def test_damaged_files_are_opened_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    path = tmp_path / "x.safetensors"
+    KINDS[name].save(0, path)
+    for damage in (b"{", b"\0" * 8 + b"{}"):
+        for file in tmp_path.glob("x*"):
+            file.write_bytes(damage + b'"kvquant_cache"')
+        between = Interruptions(lambda n: None, 1, 0)
+        with pytest.raises(CheckpointError):
+            between.load(path, monkeypatch)
+        assert between.opened <= 4  # twice to see whether it is an index
+
+
+def test_raw_files_that_change_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "raw.safetensors"
+    tensors = {f"layers.{i}.{side}": torch.zeros(1, 1, 4, 64) for i in range(2) for side in "kv"}
+    save_file(tensors, path)
+    data = path.read_bytes()
+    with RawFile(path) as file:
+        assert not file.layer(0)[0].any()
+        path.write_bytes(data[:-4] + struct.pack("<f", 1.0))  # of the same length
+        with pytest.raises(CheckpointError, match="was written to while it was read"):
+            file.layer(1)
+    assert float(load_raw(path).layers[1][1].max()) == 1.0
+
+
+def test_a_tensor_larger_than_memory_is_refused_before_it_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, num_bytes = tmp_path / "x", 1 << 29
+    data = build({"a": entry(0, num_bytes)})
+    with open(path, "wb") as file:  # sparse: it takes no space
+        file.write(data)
+        file.truncate(len(data) + num_bytes)
+    monkeypatch.setattr(files, "available_memory", lambda: num_bytes - 1)
+    with SafetensorsFile(path) as opened:
+        with pytest.raises(CheckpointError, match=r"takes 0.5 GiB, more than there is"):
+            opened.read("a")
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="Linux tells what is mapped")
+def test_no_file_stays_mapped(tmp_path: Path) -> None:
+    example_plan().save(tmp_path / "plan.safetensors")
+    plan = CachePlan.load(tmp_path / "plan.safetensors")
+    KINDS["raw"].save(0, tmp_path / "raw.safetensors")
+    cache = quantize_raw(tmp_path / "raw.safetensors")
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+    assert plan.layers and cache.batch

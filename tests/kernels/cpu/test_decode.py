@@ -1,0 +1,466 @@
+"""The numba decode attention against the float64 reference; compiles about 20 kernels."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from kvquant import (
+    RowFormat,
+    decode_attention,
+    dequantize_rows,
+    merge_states,
+    quantize_rows,
+    reference_attention,
+)
+from kvquant.kernels.cpu import decode
+from kvquant.ops.attention import attend_segments
+from kvquant.rows.reference import reference_over_segments
+from kvquant.rows.segment import PAGE_SIZES, Segment
+
+Measure = Callable[[torch.Tensor, torch.Tensor], float]
+State = tuple[torch.Tensor, torch.Tensor]
+
+LIMIT = 1e-5  # relative L2 error of float32 output, the promise of the package
+INT4 = RowFormat.parse("int4-g4", 64)
+BOTH: dict[str, Any] = {"k_format": INT4, "v_format": INT4}
+RAGGED = (0, 1, 15, 16, 17, 127, 128, 129, 1000)
+
+# K, V: every codec, groups of whole chunks of 16 elements and others, each head_dim, K wider than V
+PAIRS = [
+    (("int8", 1, 80), ("int4", 1, 80)),
+    (("int4", 8, 80), ("fp8", 8, 80)),
+    (("bf16", 1, 96), ("fp8", 4, 96)),
+    (("fp16", 1, 128), ("bf16", 1, 128)),
+    (("int4", 2, 192), ("int4", 8, 192)),
+    (("fp8", 2, 192), ("int4", 4, 128)),
+    (("fp8", 1, 112), ("fp16", 1, 112)),
+    (("int4", 1, 64), ("int8", 2, 256)),
+]
+
+
+def lens(*counts: int) -> torch.Tensor:
+    return torch.tensor(counts, dtype=torch.int32)
+
+
+def nan_rows(fmt: RowFormat, *shape: int) -> torch.Tensor:
+    """Rows that decode to NaN."""
+    return torch.full((*shape, fmt.row_bytes), 255, dtype=torch.uint8)
+
+
+def packed(x: torch.Tensor, fmt: RowFormat) -> torch.Tensor:
+    return quantize_rows(x, fmt, backend="torch")
+
+
+def make_rows(
+    fmt: RowFormat, seq_lens: tuple[int, ...], heads: int, spare: int = 3
+) -> torch.Tensor:
+    """Rows [batch, heads, longest + spare, row_bytes]; those beyond each length decode to NaN."""
+    rows = packed(torch.randn(len(seq_lens), heads, max(seq_lens) + spare, fmt.head_dim), fmt)
+    for b, seq_len in enumerate(seq_lens):
+        rows[b, :, seq_len:] = 255
+    return rows
+
+
+def state(q: torch.Tensor, *args: torch.Tensor, **options: Any) -> State:
+    result = decode_attention(q, *args, return_lse=True, backend="cpu", **options)
+    assert isinstance(result, tuple)
+    return result
+
+
+def check(measure: Measure, q: torch.Tensor, *rows: torch.Tensor, **options: Any) -> State:
+    """Attend, compare with the reference, and give back what came."""
+    out, lse = state(q, *rows, **options)
+    options.pop("num_splits", None)
+    expected, expected_lse = reference_attention(q, *rows, return_lse=True, **options)
+    assert measure(out, expected) <= LIMIT
+    empty = expected_lse == -torch.inf
+    assert torch.equal(lse == -torch.inf, empty)
+    torch.testing.assert_close(lse[~empty].double(), expected_lse[~empty], rtol=1e-5, atol=1e-5)
+    assert not out[empty].any()
+    for b in range(len(out)):  # no sequence hides behind the others
+        assert measure(out[b], expected[b]) <= 2 * LIMIT
+    return out, lse
+
+
+def check_pages(
+    q: torch.Tensor,
+    k_rows: torch.Tensor,
+    v_rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    **formats: Any,
+) -> None:
+    """The rows in pages in any order give the same bits; what is not in use is NaN, or no page."""
+    for page_size, num_splits in itertools.product(PAGE_SIZES, (1, 3)):
+        used = (-(-seq_lens // page_size)).tolist()
+        table = torch.full((len(used), max(used) + 1), 2**30, dtype=torch.int32)
+        pages = torch.randperm(sum(used) + 2, dtype=torch.int32)[: sum(used)].split(used)
+        pools = [nan_rows(fmt, sum(used) + 2, 2, page_size) for fmt in formats.values()]
+        for b, own in enumerate(pages):
+            table[b, : used[b]] = own
+            for pool, rows in zip(pools, (k_rows, v_rows), strict=True):
+                for page, part in zip(own, rows[b].split(page_size, 1), strict=False):
+                    pool[page, :, : part.shape[1]] = part
+        expected = state(q, k_rows, v_rows, seq_lens, num_splits=num_splits, **formats)
+        options = {"block_table": table, "num_splits": num_splits, **formats}
+        assert all(map(torch.equal, state(q, *pools, seq_lens, **options), expected)), page_size
+
+
+@pytest.mark.parametrize("ratio", [1, 2, 3, 4, 5, 7, 8, 16, 17, 24, 32])
+def test_any_ratio_of_query_heads_to_kv_heads(ratio: int, relative_l2: Measure) -> None:
+    k_rows, v_rows = make_rows(INT4, RAGGED, 2), make_rows(INT4, RAGGED, 2)
+    q = torch.randn(len(RAGGED), 2 * ratio, 64)
+    check(relative_l2, q, k_rows, v_rows, lens(*RAGGED), **BOTH)
+    check_pages(q, k_rows, v_rows, lens(*RAGGED), **BOTH)
+
+
+@pytest.mark.parametrize(
+    "pair", PAIRS, ids=lambda pair: "+".join("{}-g{}/{}".format(*f) for f in pair)
+)
+def test_any_pair_of_formats(
+    pair: tuple[tuple[str, int, int], tuple[str, int, int]], relative_l2: Measure
+) -> None:
+    k_format, v_format = (RowFormat(*facts) for facts in pair)
+    seq_lens = (300, 0, 16, 1)
+    k_rows, v_rows = make_rows(k_format, seq_lens, 2), make_rows(v_format, seq_lens, 2)
+    q = torch.randn(4, 8, k_format.head_dim)
+    options: dict[str, Any] = {"k_format": k_format, "v_format": v_format}
+    out, _ = check(relative_l2, q, k_rows, v_rows, lens(*seq_lens), **options)
+    assert out.shape == (4, 8, v_format.head_dim)
+    check_pages(q, k_rows, v_rows, lens(*seq_lens), **options)
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 7, 64, 1000])
+def test_splits_do_not_change_the_result(num_splits: int, relative_l2: Measure) -> None:
+    seq_lens = (300, 1, 0, 64)
+    k_rows, v_rows = make_rows(INT4, seq_lens, 2), make_rows(INT4, seq_lens, 2)
+    q = torch.randn(4, 8, 64)
+    arguments = (q, k_rows, v_rows, lens(*seq_lens))
+    out, lse = check(relative_l2, *arguments, num_splits=num_splits, **BOTH)
+    whole, whole_lse = state(*arguments, num_splits=1, **BOTH)
+    assert relative_l2(out, whole) <= 1e-5
+    torch.testing.assert_close(lse, whole_lse, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_may_have_any_strides_but_their_own(relative_l2: Measure) -> None:
+    q, seq_lens = torch.randn(3, 8, 64), lens(40, 17, 3)
+    k_rows, v_rows = make_rows(INT4, (40, 17, 3), 2), make_rows(INT4, (40, 17, 3), 2)
+    out, lse = check(relative_l2, q, k_rows, v_rows, seq_lens, **BOTH)
+
+    def view(rows: torch.Tensor, how: str) -> torch.Tensor:
+        batch, heads, capacity, row_bytes = rows.shape
+        if how == "tokens before heads":
+            return rows.transpose(1, 2).contiguous().transpose(1, 2)
+        if how == "tokens first":
+            return rows.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)
+        if how == "every second of all":
+            room = torch.full(
+                (2 * batch, 2 * heads, 2 * capacity, row_bytes), 255, dtype=torch.uint8
+            )
+            room[::2, 1::2, ::2] = rows
+            return room[::2, 1::2, ::2]
+        # at an odd address, an odd number of bytes from row to row
+        room = torch.full(
+            (rows.numel() // row_bytes * (row_bytes + 1) + 1,), 255, dtype=torch.uint8
+        )
+        odd = room[1:].view(batch, heads, capacity, row_bytes + 1)[..., :row_bytes]
+        odd.copy_(rows)
+        return odd
+
+    for k_how in ("tokens before heads", "tokens first", "every second of all", "odd"):
+        for v_how in ("as it is", k_how):
+            k_view = view(k_rows, k_how)
+            v_view = v_rows if v_how == "as it is" else view(v_rows, v_how)
+            result = state(q, k_view, v_view, seq_lens, **BOTH)
+            assert torch.equal(result[0], out), (k_how, v_how)
+            assert torch.equal(result[1], lse)
+
+
+def test_one_sequence_may_be_expanded_to_a_batch(relative_l2: Measure) -> None:
+    k_rows = make_rows(INT4, (50,), 2).expand(5, -1, -1, -1)
+    v_rows = make_rows(INT4, (50,), 1).expand(5, 2, -1, -1)
+    seq_lens = torch.tensor([0, 50, 0, 7], dtype=torch.int32)[1::2].repeat(3)[:5]
+    q = torch.randn(5, 8, 64)
+    check(relative_l2, q, k_rows, v_rows, seq_lens, **BOTH)
+    check(relative_l2, q, k_rows, v_rows, lens(9).expand(5), **BOTH)
+
+
+def test_queries_may_have_any_strides() -> None:
+    k_rows, v_rows = make_rows(INT4, (50, 20), 2), make_rows(INT4, (50, 20), 2)
+    base = torch.randn(64, 8, 2, 3)
+    q = base[..., 1].permute(2, 1, 0)
+    assert not q.is_contiguous()
+    out, _ = state(q, k_rows, v_rows, lens(50, 20), **BOTH)
+    assert torch.equal(out, state(q.contiguous(), k_rows, v_rows, lens(50, 20), **BOTH)[0])
+    one = torch.randn(1, 1, 64).expand(2, 8, 64)
+    out, _ = state(one, k_rows, v_rows, lens(50, 20), **BOTH)
+    assert torch.equal(out, state(one.contiguous(), k_rows, v_rows, lens(50, 20), **BOTH)[0])
+
+
+def hard(kind: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q [2, 8, 64], K and V [2, 2, 300, 64]."""
+    q, (k, v) = torch.randn(2, 8, 64), torch.randn(2, 2, 2, 300, 64)
+    if kind == "peaked":
+        k[:, :, 137] = 20 * k[:, :, 137]
+        q[:] = k[:, :, 137].repeat_interleave(4, 1)
+    elif kind == "all scores equal":
+        k[:] = k[:, :, :1]
+    elif kind == "scores zero":
+        q.zero_()
+    elif kind == "q of 1e4":
+        q *= 1e4
+    elif kind == "one huge outlier":
+        k[:, 1, 13, 5], v[:, 0, 77, 9] = 60000.0, -60000.0
+    elif kind == "the greatest scale":
+        k[..., ::2], k[..., 1::2] = 65504.0, -65504.0
+        v[..., ::2], v[..., 1::2] = -65504.0, 65504.0
+        q[..., 1::2] = q[..., ::2] + 1e-4 * q[..., 1::2]
+    elif kind == "the least scale":
+        k, v = 1e-7 * k, 1e-7 * v
+    elif kind == "an offset":
+        k, v = 100 + 0.1 * k, 30 + 0.1 * v
+    elif kind == "rising scores":  # every tile has a new maximum
+        k[:] = q[:, ::4, None] * torch.linspace(-20, 20, 300)[:, None]
+    elif kind == "falling scores":
+        k[:] = q[:, ::4, None] * torch.linspace(20, -20, 300)[:, None]
+    return q, k, v
+
+
+KINDS = (
+    "peaked",
+    "all scores equal",
+    "scores zero",
+    "q of 1e4",
+    "one huge outlier",
+    "the greatest scale",
+    "the least scale",
+    "an offset",
+    "rising scores",
+    "falling scores",
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_splits", [1, 5])
+def test_hard_values(kind: str, num_splits: int, relative_l2: Measure) -> None:
+    q, k, v = hard(kind)
+    k_rows, v_rows = packed(k, INT4), packed(v, INT4)
+    if kind in ("q of 1e4", "the greatest scale", "one huge outlier", "an offset"):
+        # float32 scores of this size are off by more than the limit allows: torch's float32
+        # attention on the same dequantized rows sets it
+        options = {"num_splits": num_splits, **BOTH}
+        out, _ = state(q, k_rows, v_rows, lens(300, 300), **options)
+        expected = reference_attention(q, k_rows, v_rows, lens(300, 300), **BOTH)
+        k, v = (dequantize_rows(rows, INT4) for rows in (k_rows, v_rows))
+        torchs = torch.nn.functional.scaled_dot_product_attention(
+            q[:, :, None], k, v, enable_gqa=True
+        )[:, :, 0]
+        assert relative_l2(out, expected) <= 2 * relative_l2(torchs, expected) + LIMIT
+        return
+    check(relative_l2, q, k_rows, v_rows, lens(300, 300), num_splits=num_splits, **BOTH)
+
+
+@pytest.mark.parametrize("sm_scale", [0.0, 1e-3, -0.125, 2.0])
+def test_any_softmax_scale(sm_scale: float, relative_l2: Measure) -> None:
+    k_rows, v_rows = make_rows(INT4, (200,), 2), make_rows(INT4, (200,), 2)
+    q = torch.randn(1, 8, 64)
+    options = {**BOTH, "sm_scale": sm_scale}
+    check(relative_l2, q, k_rows, v_rows, lens(200), **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_16_bit_queries_cost_only_the_rounding_of_the_output(
+    dtype: torch.dtype, relative_l2: Measure
+) -> None:
+    k_rows, v_rows = make_rows(INT4, (700,), 2), make_rows(INT4, (700,), 2)
+    q = torch.randn(1, 8, 64).to(dtype)
+    out, _ = state(q, k_rows, v_rows, lens(700), **BOTH)
+    assert out.dtype == dtype
+    expected = reference_attention(q, k_rows, v_rows, lens(700), **BOTH)
+    assert relative_l2(out, expected) <= 2 * relative_l2(expected.to(dtype), expected)
+    wide, _ = state(q.float(), k_rows, v_rows, lens(700), **BOTH)
+    assert torch.equal(out, wide.to(dtype))
+
+
+@pytest.mark.parametrize("num_splits", [None, 3])
+def test_segments_of_other_formats_and_rings_are_merged(
+    num_splits: int | None, relative_l2: Measure
+) -> None:
+    bf16 = RowFormat.parse("bf16", 64)
+    q = torch.randn(3, 8, 64)
+    sinks, middle, recent = (4, 0, 4), (290, 0, 0), (24, 0, 9)
+    segments = [
+        Segment(make_rows(bf16, sinks, 2), make_rows(bf16, sinks, 2), lens(*sinks), bf16, bf16),
+        Segment(make_rows(INT4, middle, 2), make_rows(INT4, middle, 2), lens(*middle), INT4, INT4),
+    ]
+    for starts in ((0, 0, 0), (5, 7, 20), (23, 1, 23)):
+        ring = [nan_rows(bf16, 3, 2, 24) for _ in "kv"]
+        for rows in ring:
+            for b, (start, count) in enumerate(zip(starts, recent, strict=True)):
+                slots = [(start + i) % 24 for i in range(count)]
+                rows[b, :, slots] = packed(torch.randn(2, count, 64), bf16)
+        all_three = [*segments, Segment(ring[0], ring[1], lens(*recent), bf16, bf16, lens(*starts))]
+        options: dict[str, Any] = {"return_lse": True, "num_splits": num_splits, "backend": "cpu"}
+        out, lse = attend_segments(q, all_three, **options)
+        expected, expected_lse = reference_over_segments(q, all_three)
+        assert relative_l2(out, expected) <= LIMIT
+        assert bool((lse[1] == -torch.inf).all())
+        torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-5)
+        parts: list[Any] = [attend_segments(q, [segment], **options) for segment in all_three]
+        assert relative_l2(merge_states(*parts)[0], out) <= 1e-5
+
+
+def test_the_same_call_gives_the_same_bits() -> None:
+    k_rows, v_rows = make_rows(INT4, (2000, 900), 2), make_rows(INT4, (2000, 900), 2)
+    q = torch.randn(2, 8, 64)
+    arguments = (q, k_rows, v_rows, lens(2000, 900))
+    out, lse = state(*arguments, **BOTH)
+    for _ in range(5):
+        again = state(*arguments, **BOTH)
+        assert torch.equal(again[0], out)
+        assert torch.equal(again[1], lse)
+
+
+def test_threads_may_call_at_once() -> None:
+    """From Python threads, over the size at which a call uses several threads itself."""
+    k_rows, v_rows = make_rows(INT4, (1500,), 2), make_rows(INT4, (1500,), 2)
+    queries = torch.randn(4, 1, 8, 64)
+    expected = [state(q, k_rows, v_rows, lens(1500), **BOTH)[0] for q in queries]
+    x = torch.randn(600, 64)
+    rows = quantize_rows(x, INT4)
+    failures: list[str] = []
+
+    def work(i: int) -> None:
+        try:
+            for _ in range(20):
+                out, _ = state(queries[i], k_rows, v_rows, lens(1500), **BOTH)
+                if not torch.equal(out, expected[i]) or not torch.equal(
+                    quantize_rows(x, INT4), rows
+                ):
+                    failures.append(f"thread {i}: another result")
+        except Exception as error:  # a thread's exception would be lost
+            failures.append(f"thread {i}: {error!r}")
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_the_default_dtype_does_not_matter(dtype: torch.dtype) -> None:
+    k_rows, v_rows = make_rows(INT4, (60,), 2), make_rows(INT4, (60,), 2)
+    q = torch.randn(1, 8, 64)
+    options = {**BOTH, "num_splits": 3}
+    out, lse = state(q, k_rows, v_rows, lens(60), **options)
+    torch.set_default_dtype(dtype)
+    try:
+        again = state(q, k_rows, v_rows, lens(60), **options)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(again[0], out)
+    assert torch.equal(again[1], lse)
+
+
+def test_no_query_heads_give_an_empty_result() -> None:
+    k_rows, v_rows = make_rows(INT4, (60,), 2), make_rows(INT4, (60,), 2)
+    out, lse = state(torch.randn(1, 0, 64), k_rows, v_rows, lens(60), **BOTH)
+    assert out.shape == (1, 0, 64)
+    assert lse.shape == (1, 0)
+
+
+def test_long_sums_lose_no_digits(relative_l2: Measure) -> None:
+    """The same row over and over, where the rounding errors of a float32 sum all have one sign."""
+    tokens = 30_000
+    rows = packed(torch.randn(2, 1, 2, 1, 64), INT4).expand(-1, -1, -1, tokens, -1)
+    q = torch.randn(1, 8, 64)
+    values = dequantize_rows(rows[1, :, :, 0], INT4).repeat_interleave(4, 1)
+    for num_splits in (1, None):
+        out, lse = state(q, rows[0], rows[1], lens(tokens), num_splits=num_splits, **BOTH)
+        assert relative_l2(out, values) <= LIMIT
+        one_lse = state(q, rows[0], rows[1], lens(1), **BOTH)[1]
+        torch.testing.assert_close(lse, one_lse + torch.tensor(tokens).log(), rtol=1e-5, atol=1e-5)
+
+
+def test_any_number_of_query_heads_costs_little_more_than_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Counted in heads of work items: a number without divisors was attended head by head."""
+    items: list[int] = []
+    monkeypatch.setattr(decode, "make_decode_kernel", lambda k, v, heads: heads)
+    monkeypatch.setattr(decode, "run", lambda kernel, arguments, count, **_: items.append(count))
+    k_rows = torch.zeros(1, 1, 64, INT4.row_bytes, dtype=torch.uint8)
+    segment = Segment(k_rows, k_rows, lens(64), INT4, INT4)
+    for ratio in (*range(1, 18), 31, 34, 37, 67, 71, 72, 73, 127):
+        heads = decode.heads_of_block(ratio)
+        decode.attend(torch.zeros(1, ratio, 64), [segment], 1.0, 1)
+        assert heads <= decode.MAX_HEADS and heads * items[-1] < ratio + items[-1]
+        assert items[-1] == -(-ratio // decode.MAX_HEADS)
+
+
+@pytest.mark.parametrize("ratio", [17, 34, 71])
+def test_query_heads_beyond_whole_blocks(ratio: int, relative_l2: Measure) -> None:
+    k_rows, v_rows = make_rows(INT4, (300, 21), 2), make_rows(INT4, (300, 21), 2)
+    q = torch.randn(2, 2 * ratio, 64)
+    for num_splits in (1, 3):
+        found = check(relative_l2, q, k_rows, v_rows, lens(300, 21), **BOTH, num_splits=num_splits)
+        for head in (0, ratio - 1, ratio, 2 * ratio - 1):  # it does not see the others
+            alone, _ = state(
+                q[:, head : head + 1],
+                k_rows[:, head // ratio :][:, :1],
+                v_rows[:, head // ratio :][:, :1],
+                lens(300, 21),
+                **BOTH,
+                num_splits=num_splits,
+            )
+            torch.testing.assert_close(alone[:, 0], found[0][:, head], rtol=1e-4, atol=1e-5)
+
+
+HOSTILE: dict[str, tuple[float, float, bool]] = {  # element 5 of a query, scale, whether it is NaN
+    "inf": (torch.inf, 1e-3, True),
+    "-inf": (-torch.inf, 1e-3, True),
+    "nan": (torch.nan, 1e-3, True),
+    "query": (3e38, 10.0, True),
+    "score": (-3e38, 1e-3, True),
+    "nearly": (3e36, 1e-3, False),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("tokens", [1, 300])
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_a_score_that_is_not_finite_makes_its_head_nan(
+    name: str, tokens: int, num_splits: int
+) -> None:
+    """Element 5 of all keys is 2000, so that all scores are as large as one is."""
+    element, sm_scale, is_nan = HOSTILE[name]
+    keys = torch.randn(1, 1, tokens, 64)
+    keys[..., 5] = 2000
+    k_rows, v_rows = packed(keys, INT4), make_rows(INT4, (tokens,), 1, spare=0)
+    q = torch.randn(1, 4, 64)
+    q[0, 2, 5] = element
+    options: dict[str, Any] = {**BOTH, "sm_scale": sm_scale}
+    given = q, k_rows, v_rows, lens(tokens)
+    out, lse = state(*given, **options, num_splits=num_splits)
+    expected, expected_lse = reference_attention(*given, **options, return_lse=True)
+    for mine, theirs in ((out, expected), (lse, expected_lse)):
+        assert bool(mine[0, 2].isnan().all()) == bool(theirs[0, 2].isnan().all()) == is_nan
+        mine, theirs = mine[0, [0, 1, 3]], theirs[0, [0, 1, 3]]  # the others are as ever
+        torch.testing.assert_close(mine.double(), theirs, rtol=1e-2, atol=1e-2)
+
+
+def test_a_scale_beyond_float32_makes_all_heads_nan() -> None:
+    k_rows, v_rows = make_rows(INT4, (9,), 1), make_rows(INT4, (9,), 1)
+    given = torch.randn(1, 4, 64), k_rows, v_rows, lens(9)
+    for result in (
+        *state(*given, **BOTH, sm_scale=1e300),
+        *reference_attention(*given, **BOTH, sm_scale=1e300, return_lse=True),
+    ):
+        assert bool(result.isnan().all())

@@ -1,0 +1,363 @@
+"""The kernel that turns queries and outputs and encodes new rows: in the simulator, as machine
+code, its launches, and on a GPU (-m gpu)."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import struct
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from fake_cuda import CPU, STREAM, install_for_rows, note_devices
+from in_simulator import SIMULATED, in_simulator
+from simulator_cases import rare
+
+from kvquant.errors import ConfigError, DeviceError, KVQuantError, ShapeError
+from kvquant.kernels.cuda.affine import launch as launching
+from kvquant.kernels.cuda.affine.spec import TURN, TurnSpec
+from kvquant.kernels.cuda.runtime import launch as loaded
+from kvquant.kernels.cuda.runtime.compile import compile_spec
+from kvquant.ops.transform import check_turn, takes_one_launch, turn_rows_op
+from kvquant.rows.format import HEAD_DIMS
+
+if SIMULATED:
+    from kvquant.kernels.cuda.affine import kernel as turn
+    from kvquant.kernels.cuda.simulator import simulator
+
+needs_numba_cuda = pytest.mark.skipif(
+    importlib.util.find_spec("numba_cuda") is None, reason="needs the cuda extra: numba-cuda"
+)
+ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
+Arguments = tuple[torch.Tensor, "torch.Tensor | None", "torch.Tensor | None", "torch.Tensor | None"]
+
+
+def make(
+    head_dim: int = 64,
+    batch: int = 3,
+    heads: tuple[int, int] = (6, 2),
+    dtype: torch.dtype = torch.bfloat16,
+    words: str = "matrix offset lens",
+    device: str = "cpu",
+) -> Arguments:
+    """Rows and what turns them; the rows of each sequence of length 0 are NaN.
+
+    words: what there is; "shared", the matrix of all KV heads is one; "strided", x has strides;
+    "swapped", its heads are before its batch.
+    """
+    torch.manual_seed(batch)
+    q_heads, kv_heads = heads
+    x = torch.randn(batch, q_heads, head_dim).to(device, dtype)
+    matrix = offset = lens = None
+    if "matrix" in words:
+        matrix = torch.randn(kv_heads, head_dim, head_dim).to(device)
+    if "shared" in words:
+        matrix = torch.randn(head_dim, head_dim).to(device).expand(kv_heads, head_dim, head_dim)
+    if "offset" in words:
+        offset = 3 * torch.randn(kv_heads, head_dim).to(device)
+    if "lens" in words:
+        lens = (torch.arange(2 * (batch + 1), device=device) % 3).int()[::2]  # 0, 2, 1, 0 ...
+        x[lens[:batch] == 0] = torch.nan
+    if "strided" in words:
+        x = torch.cat([x, x.new_full((batch, q_heads, 10), torch.nan)], 2)[..., :head_dim]
+    if "swapped" in words:
+        x = x.transpose(0, 1).contiguous().transpose(0, 1)
+    return x, matrix, offset, lens
+
+
+def check_result(y: torch.Tensor, given: Arguments) -> None:
+    """Compare with float64: the limit is one rounding to 16 bit and sums in float32."""
+    x, matrix, offset, lens = (t if t is None else t.double().cpu() for t in given)
+    assert x is not None and y.shape == x.shape and y.dtype == given[0].dtype and y.is_contiguous()
+    per_head = matrix if matrix is not None else offset
+    assert per_head is not None
+    rows = x.unflatten(1, (per_head.shape[0], -1))
+    size = rows.abs()
+    if matrix is not None:
+        rows, size = (
+            torch.einsum("bhgd,hde->bhge", a, b) for a, b in ((rows, matrix), (size, matrix.abs()))
+        )
+    if offset is not None:
+        rows, size = rows + offset[:, None], size + offset.abs()[:, None]
+    wanted, size = rows.flatten(1, 2), size.flatten(1, 2)
+    if lens is not None:
+        empty = lens[: len(x)] == 0
+        wanted[empty], size[empty] = 0, 0
+    of_sums = 45 * 2**-24 * size  # at most 32 + 8 + 1 of them in a row, each of them rounded
+    limit = ROUNDING[y.dtype] * (wanted.abs() + of_sums) + of_sums + (size > 0) * 2**-25
+    error = (y.double().cpu() - wanted).abs()
+    assert bool((error <= limit).all()), float(
+        (error / limit.clamp(min=1e-30)).nan_to_num(99).max()
+    )
+
+
+def check_encoded(y: torch.Tensor, given: Arguments) -> None:
+    """Likewise of (x - offset) M, which is not rounded to 16 bit."""
+    x, matrix, offset, _ = (t if t is None else t.double().cpu() for t in given)
+    assert x is not None and matrix is not None
+    assert y.shape == x.shape and y.dtype == torch.float32 and y.is_contiguous()
+    rows, size = (x, x.abs()) if offset is None else (x - offset, x.abs() + offset.abs())
+    wanted, size = (
+        torch.einsum("bhd,hde->bhe", a, b) for a, b in ((rows, matrix), (size, matrix.abs()))
+    )
+    error = (y.double().cpu() - wanted).abs()
+    assert bool((error <= 45 * 2**-24 * size + 1e-30).all()), float((error / size).max() * 2**24)
+
+
+# In the simulator
+
+
+class Launcher:
+    """Takes the arguments of a launch and runs the kernel, backwards too."""
+
+    given: Arguments
+
+    def __init__(self, spec: TurnSpec, grid: tuple[int, int, int], layout: str) -> None:
+        self.spec, self.grid, self.layout = spec, grid, layout
+
+    def __call__(self, stream: int, values: Any) -> None:
+        room: Any = turn
+        numbers = struct.unpack(self.spec.arguments, struct.pack(self.layout, *values))
+        signature = room.signature(self.spec)
+        arguments = [one(n) for one, n in zip(signature, numbers, strict=True)]
+        storages = [x.untyped_storage() for x in self.given if x is not None]
+        memory = [(storage.data_ptr(), storage.nbytes()) for storage in storages]
+        memory.append((numbers[1], (4 if self.spec.encodes else 2) * self.given[0].numel()))
+        kernel, shared = room.make_turn_kernel(self.spec), self.spec.shared_bytes
+        for backwards in (False, True):
+            simulator.launch(
+                kernel, self.grid, self.spec.threads, shared, arguments, memory, backwards=backwards
+            )
+
+
+def simulate(given: Arguments, warps: int = 4, *, encodes: bool = False) -> None:
+    """Turn or encode rows in the simulator, by as few warps as can."""
+    gpu = loaded.GPU("sm_90", True, 1, 0, 0)
+    changes: dict[str, Any] = {
+        "Launcher": Launcher,
+        "kernel_of": lambda spec, tensor: spec,
+        "gpu_of": lambda tensor: gpu,
+        "current_stream": lambda index: 0,
+        "TurnSpec": lambda *args: replace(TurnSpec(*args), warps=warps),
+        "_settled": {},
+    }
+    Launcher.given = given
+    on_cpu = mock.patch.object(loaded, "current_device", lambda: CPU)
+    with on_cpu, mock.patch.multiple(launching, **changes):
+        if encodes:
+            check_encoded(launching.encode_rows(*given[:3]), given)  # type: ignore[arg-type]
+        else:
+            check_result(launching.turn_rows(*given), given)
+
+
+@in_simulator
+def test_turned_rows_are_those_of_float64() -> None:
+    simulate(make(heads=(4, 2)))
+
+
+@rare
+@in_simulator
+def test_turned_rows_of_any_strides_are_those_of_float64() -> None:
+    simulate(make(80, 5, (2, 2), torch.float16, "shared offset strided"))
+    simulate(make(64, 1, (3, 1), words="matrix swapped"), warps=8)
+
+
+@in_simulator
+def test_encoded_rows_are_those_of_float64() -> None:
+    simulate(make(heads=(2, 2), words="matrix offset"), encodes=True)
+    simulate(make(80, 9, (1, 1), torch.float16, "matrix offset strided"), 8, encodes=True)
+    simulate(make(64, 5, (2, 2), words="shared swapped"), encodes=True)
+
+
+@in_simulator
+def test_rows_without_a_product_get_their_offset() -> None:
+    simulate(make(words="offset lens"))
+    simulate(make(80, 9, (1, 1), torch.float16, "offset strided"), warps=8)
+
+
+@in_simulator
+def test_blocks_go_on_with_more_rows() -> None:
+    given = make(80, 5, (5, 1), words="matrix lens")
+    with mock.patch.object(launching, "BLOCKS_PER_SM", 12):  # 2 slices by 3 chunks of 3 groups
+        simulate(given)
+
+
+# Machine code
+
+
+@needs_numba_cuda
+@pytest.mark.parametrize(
+    ("spec", "arch"),
+    [
+        (TurnSpec(64, "bf16"), "sm_80"),
+        (TurnSpec(80, "fp16"), "sm_89"),
+        (TurnSpec(128, "bf16"), "sm_90"),
+        (TurnSpec(256, "fp16"), "sm_90"),
+        (TurnSpec(256, "bf16"), "sm_100"),
+        (TurnSpec(112, "bf16", product=False), "sm_90"),
+        (TurnSpec(128, "bf16", encodes=True), "sm_90"),
+        (TurnSpec(256, "fp16", encodes=True), "sm_80"),
+        (TurnSpec(128, "fp16", width=2), "sm_90"),
+        (TurnSpec(256, "bf16", encodes=True, width=2), "sm_90"),
+    ][:: 1 if os.environ.get("KVQUANT_CUBINS") == "all" else 3],
+    ids=str,
+)
+def test_machine_code_spills_nothing(spec: TurnSpec, arch: str) -> None:
+    report = compile_spec(spec, arch).report
+    most = {1: 96 if spec.encodes else 80, 2: 128}[spec.width]  # two blocks an SM, at least
+    assert report.stack_bytes == 0 and report.registers <= most
+
+
+# Launches
+
+
+def test_a_launch_has_the_arguments_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = install_for_rows(monkeypatch, launching)
+    x, matrix, offset, lens = given = make(80, 65, (8, 2))
+    assert matrix is not None and offset is not None and lens is not None
+    y = launching.turn_rows(*given)
+    assert y.shape == x.shape and y.data_ptr() != x.data_ptr()
+    note = cuda.launched[-1]
+    assert (note.block, note.stream, note.shared) == ((256, 1, 1), STREAM, 32 * (80 + 256))
+    assert note.grid == (3, 2, 33)  # 260 rows of each KV head
+    values = struct.unpack(TurnSpec(80).arguments, note.arguments)
+    assert dict(zip([name for name, _ in TURN], values, strict=True)) == {
+        "x": x.data_ptr(),
+        "y": y.data_ptr(),
+        "matrix": matrix.data_ptr(),
+        "offset": offset.data_ptr(),
+        "seq_lens": lens.data_ptr(),
+        "x_stride_batch": 2 * 8 * 80,
+        "x_stride_head": 2 * 80,
+        "matrix_stride": 4 * 80 * 80,
+        "lens_stride": 8,
+        "num_heads": 8,
+        "ratio": 4,
+        "ratio_factor": 1 << 31,
+        "ratio_shift": 33,
+        "num_rows": 260,
+        "rows_of_block": 8,
+    }
+
+
+def test_encoding_is_settled_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = install_for_rows(monkeypatch, launching)
+    x, matrix, offset, _ = make(64, 70, (2, 2), words="matrix offset")
+    assert matrix is not None and offset is not None
+    assert launching.turn_rows(x, matrix, offset, None).dtype == torch.bfloat16
+    for _ in range(2):
+        y = launching.encode_rows(x, matrix, offset)
+        assert y.dtype == torch.float32 and y.shape == x.shape
+    values = struct.unpack(TurnSpec(64).arguments, cuda.launched[-1].arguments)
+    assert values[:5] == (x.data_ptr(), y.data_ptr(), matrix.data_ptr(), offset.data_ptr(), 0)
+    assert [key[0].encodes for key in loaded._kernels] == [False, True]  # type: ignore[index]
+    assert launching.encode_rows(x[:0], matrix, offset).dtype == torch.float32
+    assert len(cuda.launched) == 3
+
+
+def test_large_batches_have_few_blocks_of_more_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = install_for_rows(monkeypatch, launching)
+    launching.turn_rows(*make(128, 256, (32, 8), words="shared"))
+    assert cuda.launched[-1].grid == (2, 8, 16)  # of 1024 rows, 64 each; lanes of two columns
+    assert cuda.launched[-1].shared == 32 * (128 + 512)
+    values = struct.unpack(TurnSpec(128).arguments, cuda.launched[-1].arguments)
+    assert values[3:5] == (0, 0) and values[7:9] == (0, 0) and values[-1] == 64
+
+
+def test_calls_are_settled_by_all_that_they_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = install_for_rows(monkeypatch, launching)
+    entered, checked = note_devices(monkeypatch), []
+    for words in ("matrix", "matrix", "shared", "matrix offset", "offset", "matrix strided"):
+        launching.turn_rows(*make(words=words), check=lambda: checked.append(1))
+    assert entered == 6 * [CPU] and len(cuda.launched) == 6 and len(checked) == 5
+    odd = torch.zeros(1 + 3 * 6 * 64, dtype=torch.float16)[1:].view(3, 6, 64)
+    for x in (odd, torch.zeros(3, 64, 6).half().transpose(1, 2)):
+        launching.turn_rows(x, make()[1], None, None)
+        assert struct.unpack(TurnSpec(64).arguments, cuda.launched[-1].arguments)[0] % 4 == 0
+    assert launching.turn_rows(odd[:0], make()[1], None, None).shape == (0, 6, 64)
+    assert len(cuda.launched) == 8
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"x": torch.zeros(3, 6, 64)}, ConfigError, r"x is \[3, 6, 64\] torch.float32"),
+        ({"x": torch.zeros(3, 5, 64).half()}, ShapeError, "5 query heads do not fit the 2 KV"),
+        ({"x": torch.zeros(3, 6, 60).half()}, ShapeError, "head_dim 60 is not supported"),
+        ({"matrix": torch.zeros(2, 64, 32)}, ShapeError, r"must be \[2, 64, 64\], float32"),
+        ({"matrix": torch.zeros(2, 64, 64).mT}, ConfigError, "rows of matrix must be contiguous"),
+        ({"offset": torch.zeros(3, 64)}, ShapeError, r"offset is \[3, 64\] torch.float32"),
+        ({"seq_lens": torch.zeros(2).int()}, ShapeError, r"it must be \[3\] or longer, int32"),
+        ({"matrix": None, "offset": None}, ConfigError, "neither a matrix nor an offset"),
+        ({"offset": torch.zeros(2, 64, device="meta")}, DeviceError, "x is on cpu, what turns"),
+    ],
+    ids="dtype heads dim matrix strides offset lens nothing device".split(),
+)
+def test_what_does_not_fit_is_refused(
+    change: dict[str, Any], error: type[KVQuantError], words: str
+) -> None:
+    names = "x", "matrix", "offset", "seq_lens"
+    given: dict[str, Any] = dict(zip(names, make(), strict=True))
+    check_turn(**given)
+    with pytest.raises(error, match=words):
+        check_turn(**given | change)
+
+
+def test_the_op_tells_a_compiler_what_it_gives() -> None:
+    given = make(words="matrix offset lens strided")
+    x, *others = (t if t is None else t.to("meta") for t in given)
+    y = turn_rows_op(x, *others)
+    assert y.shape == given[0].shape and y.dtype == given[0].dtype and y.is_contiguous()
+    assert not takes_one_launch(given[0], None)  # on the CPU torch is the meaning
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_rows_on_a_gpu_are_those_of_float64(head_dim: int, dtype: torch.dtype) -> None:
+    words = "matrix offset lens", "shared", "matrix swapped", "offset lens strided"
+    for ratio, batch, said in zip((1, 4, 8, 71), (1, 8, 65, 7), words, strict=True):
+        for one in (said, "matrix offset lens"):
+            given = make(head_dim, batch, (2 * ratio, 2), dtype, one, "cuda")
+            check_result(launching.turn_rows(*given), given)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_encoded_rows_on_a_gpu_are_those_of_float64(head_dim: int, dtype: torch.dtype) -> None:
+    words = "matrix offset", "shared", "matrix swapped", "matrix offset strided"
+    for heads, tokens, said in zip((1, 8, 2, 3), (1, 64, 1001, 7), words, strict=True):
+        given = make(head_dim, tokens, (heads, heads), dtype, said, "cuda")
+        x, matrix, offset, _ = given
+        assert matrix is not None
+        y = launching.encode_rows(x, matrix, offset)
+        check_encoded(y, given)
+        alone = launching.encode_rows(x[tokens // 2 :], matrix, offset)
+        assert torch.equal(alone, y[tokens // 2 :]), "a row depends on the others"
+
+
+@pytest.mark.gpu
+def test_every_batch_of_a_usual_model_is_turned() -> None:
+    for batch in range(1, 66):
+        given = make(128, batch, (32, 8), device="cuda")
+        check_result(launching.turn_rows(*given), given)
+    for batch in (300, 1000):  # blocks go on
+        given = make(128, batch, (64, 8), device="cuda")
+        check_result(launching.turn_rows(*given), given)
+
+
+@pytest.mark.gpu
+def test_rows_at_odd_places_are_copied_first() -> None:
+    x, matrix, offset, lens = make(128, 3, words="matrix offset", device="cuda")
+    odd = torch.empty(1 + x.numel(), dtype=x.dtype, device="cuda")[1:].view(x.shape).copy_(x)
+    crossed = x.mT.contiguous().mT
+    expected = launching.turn_rows(x, matrix, offset, lens)
+    for given in (odd, crossed):
+        assert torch.equal(launching.turn_rows(given, matrix, offset, lens), expected)

@@ -1,0 +1,296 @@
+"""The append and the dequantize kernel: launches without a GPU, and bytes on one (-m gpu)."""
+
+from __future__ import annotations
+
+import random
+import struct
+from typing import Any
+
+import pytest
+import torch
+from append_cases import (
+    DTYPES,
+    Case,
+    differences,
+    expected,
+    expected_values,
+    make_call,
+    make_pages,
+    results,
+)
+from fake_cuda import CPU, STREAM, FakeDriver, install_for_rows, note_devices
+
+from kvquant import RowFormat, quantize_rows
+from kvquant.errors import ConfigError, UnsupportedError
+from kvquant.kernels.cuda.append import launch as appending
+from kvquant.kernels.cuda.dequantize import launch as dequantizing
+from kvquant.kernels.cuda.device.row_spec import AppendSpec, Side, divisor, lanes_of, unit_of
+from kvquant.kernels.cuda.runtime import launch as loaded
+from kvquant.ops.append import append_rows, dequantize_pages
+from kvquant.rows.slots import Slots
+
+FORMATS = "int4 int4-g2 int4-g4 int4-g8 int8 int8-g4 fp8 fp8-g4 bf16 fp16".split()
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    """The CPU as an H200 with a driver that takes notes."""
+    return install_for_rows(monkeypatch, appending, dequantizing)
+
+
+def settled_spec() -> Any:
+    """The kernel that was loaded last."""
+    return next(reversed(loaded._kernels))[0]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 5, 7, 16, 48, 641, 2**16 + 1, 2**31 - 1])
+def test_slots_are_divided_exactly(number: int) -> None:
+    factor, shift = divisor(number)
+    assert factor < 2**32 and shift < 64
+    chosen = random.Random(0)
+    for _ in range(2000):
+        multiple = chosen.randrange(2**31 // number) * number
+        for n in (multiple - 1, multiple, multiple + 1, chosen.randrange(2**31)):
+            if 0 <= n < 2**31:
+                assert n * factor < 2**64 and n * factor >> shift == n // number
+
+
+def test_every_format_has_units_that_its_rows_and_codes_are_aligned_to() -> None:
+    for head_dim in (64, 80, 96, 112, 128, 192, 256):
+        assert 16 * lanes_of(RowFormat("bf16", 1, head_dim)) >= head_dim
+        for name in FORMATS:
+            fmt = RowFormat.parse(name, head_dim)
+            unit = unit_of(fmt)
+            assert unit in (4, 8, 16) and not fmt.row_bytes % unit and not fmt.header_bytes % unit
+
+
+def test_a_step_is_cut_by_heads_and_a_prompt_walks_over_them() -> None:
+    assert loaded.grid_of(64, 8, 2, 16, 132) == (4, 8, 2)
+    assert loaded.grid_of(32768, 8, 2, 16, 132) == (2048, 2, 2)
+    assert loaded.grid_of(1 << 20, 8, 1, 16, 132) == (65536, 1, 1)
+
+
+def test_nothing_to_append_is_no_launch(cuda: FakeDriver) -> None:
+    call = make_call(Case(tokens=0))
+    appending.append(**call)
+    assert not cuda.launched
+
+
+def test_a_call_is_settled_once(cuda: FakeDriver) -> None:
+    for _ in range(3):
+        appending.append(**make_call(Case()))
+    assert len(appending._settled) == 1 and len(cuda.launched) == 3
+    assert cuda.launched[0].stream == STREAM and cuda.launched[0].grid == (1, 1, 2)
+    for other in (Case(tokens=5), Case(k="int4"), Case(source="fp16"), Case(exact="bf16")):
+        appending.append(**make_call(other))
+    for other in (Case(rotate="k"), Case(offset="v"), Case(rotary_dim=64), Case(layout="odd")):
+        appending.append(**make_call(other))
+    assert len(appending._settled) == 9
+
+
+def test_a_call_is_checked_once(cuda: FakeDriver) -> None:
+    checked = []
+    for _ in range(3):
+        appending.append(**make_call(Case()), check=lambda: checked.append("append"))
+        pages, fmt, slots = make_pages(Case())
+        out = torch.zeros(6, 1, 128)
+        dequantizing.dequantize(pages, fmt, slots, out, lambda: checked.append("dequantize"))
+    assert checked == ["append", "dequantize"]
+    appending.append(
+        **make_call(Case()) | {"bad": torch.zeros(3, dtype=torch.int32)},
+        check=lambda: checked.append("append"),
+    )
+    assert checked[2:] == ["append"]
+
+
+def test_settled_calls_do_not_pile_up(cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loaded, "MOST_SETTLED", 5)
+    for tokens in range(1, 20):
+        appending.append(**make_call(Case(tokens=tokens)))
+        assert len(appending._settled) <= 5
+
+
+def test_kernels_are_shared_by_calls_of_other_shapes(cuda: FakeDriver) -> None:
+    for case in (Case(), Case(tokens=100, heads=3, page_size=7, pages="tokens", layout="heads")):
+        appending.append(**make_call(case))
+    assert len(loaded._kernels) == 1
+
+
+def test_fp8_is_converted_by_instructions_where_there_are_any(
+    cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    appending.append(**make_call(Case(k="int4", v="fp8")))
+    assert settled_spec().converts_fp8 is False
+    appending.append(**make_call(Case(k="int4")))
+    assert settled_spec().converts_fp8 is True  # not asked for: the same kernel on all GPUs
+
+
+def test_older_gpus_are_refused(cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    with pytest.raises(UnsupportedError, match=r"compute capability 8.0 .* has 7.5"):
+        appending.append(**make_call(Case()))
+
+
+@pytest.mark.parametrize("side", ["k_rows", "v_rows", "exact_k"])
+def test_rows_that_are_not_aligned_are_refused(cuda: FakeDriver, side: str) -> None:
+    call = make_call(Case(exact="bf16"))
+    rows = call[side]
+    pool = torch.zeros(rows.numel() + 16, dtype=torch.uint8)
+    call[side] = pool[4 : 4 + rows.numel()].view(rows.shape)
+    with pytest.raises(ConfigError, match=rf"{side}: rows of .* must be aligned to 16 bytes"):
+        appending.append(**call)
+    assert not cuda.launched
+
+
+def test_too_many_slots_are_refused(cuda: FakeDriver) -> None:
+    call = make_call(Case())
+    call["k_rows"] = call["k_rows"][:1].expand(1 << 27, -1, -1, -1)
+    with pytest.raises(UnsupportedError, match="2147483648 slots: the CUDA kernel takes fewer"):
+        appending.append(**call)
+
+
+def test_a_launch_goes_to_the_device_of_its_tensors(
+    cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered = note_devices(monkeypatch)
+    appending.append(**make_call(Case()))
+    pages, fmt, slots = make_pages(Case())
+    dequantizing.dequantize(pages, fmt, slots, torch.zeros(6, 1, 128))
+    assert entered == [CPU, CPU] and len(cuda.launched) == 2
+
+
+def test_arguments_fill_the_struct(cuda: FakeDriver) -> None:
+    side = Side(RowFormat.parse("int4", 128))
+    spec = AppendSpec(side, side)
+    appending.append(**make_call(Case(k="int4")))
+    assert len(cuda.launched[0].arguments) == struct.calcsize(spec.arguments)
+    assert (cuda.launched[0].block, cuda.launched[0].shared) == ((128, 1, 1), spec.shared_bytes)
+
+
+# On a GPU
+
+ON_GPU: dict[str, Case] = {name: Case(k=name, tokens=77, heads=3, hostile=True) for name in FORMATS}
+ON_GPU |= {
+    f"{k}, head_dim {head_dim}": Case(k=k, head_dim=head_dim, tokens=40, heads=2, rotate="k")
+    for head_dim in (64, 80, 96, 112, 192, 256)
+    for k in ("int4", "int8-g8")
+}
+ON_GPU |= {
+    "int8 and int4-g4": Case(k="int8", v="int4-g4", tokens=40, heads=8),
+    "bf16 and fp8": Case(k="bf16", v="fp8-g8", tokens=40, heads=8),
+    "fp16": Case(source="fp16", tokens=40, hostile=True),
+    "strides": Case(layout="fused", pages="tokens", tokens=40, heads=3, page_size=5),
+    "heads before tokens": Case(layout="heads", tokens=40, heads=3, page_size=48),
+    "elements that are not aligned": Case(layout="odd", tokens=40, heads=3),
+    "tokens left out": Case(tokens=100, heads=2, skip=True),
+    "offset and rotation": Case(offset="kv", rotate="kv", tokens=100, heads=8, hostile=True),
+    "RoPE": Case(rotary_dim=128, offset="k", rotate="k", tokens=40, heads=8, k="int4"),
+    "RoPE of a part": Case(rotary_dim=32, tokens=40, heads=2),
+    "RoPE of odd halves": Case(rotary_dim=20, head_dim=80, tokens=40, heads=2, k="int4"),
+    "RoPE of neighbours": Case(rotary_dim=64, interleaved=True, tokens=40, heads=2),
+    "16-bit rows": Case(exact="bf16", tokens=101, heads=8, hostile=True),
+    "16-bit rows, fp16": Case(exact="fp16", tokens=101, heads=3, k="int4", hostile=True, skip=True),
+    "16-bit rows, rotated": Case(exact="bf16", tokens=40, heads=8, rotate="k", offset="kv"),
+    "a long prompt": Case(tokens=5000, heads=4, page_size=64),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ON_GPU)
+def test_bytes_are_those_of_the_meaning(name: str) -> None:
+    call = make_call(ON_GPU[name], "cuda")
+    wanted = expected(call)
+    append_rows(**call)
+    problem = differences(results(call), wanted)
+    assert not problem, problem
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [*FORMATS, "int4 80", "int8-g8 96", "fp8 192", "bf16 256"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values_are_those_of_the_meaning(name: str, dtype: str) -> None:
+    fmt, _, head_dim = name.partition(" ")
+    case = Case(k=fmt, head_dim=int(head_dim or 128), tokens=101, heads=3, hostile=True, skip=True)
+    pages, row_format, slots = make_pages(case, "cuda")
+    wanted = expected_values(pages, row_format, slots, DTYPES[dtype])
+    got = dequantize_pages(pages, row_format, slots, DTYPES[dtype])
+    torch.testing.assert_close(got.cpu(), wanted, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.gpu
+def test_random_rows_of_every_scale() -> None:
+    for name in ("int4-g4", "int8", "fp8-g8"):
+        fmt = RowFormat.parse(name, 128)
+        x = torch.randn(20_000, 2, 128) * torch.logspace(-9, 4, 20_000)[:, None, None]
+        x += torch.randn(20_000, 2, 1) * torch.logspace(4, -9, 20_000)[:, None, None]
+        x = x.bfloat16()
+        rows = torch.zeros(1, 2, 20_000, fmt.row_bytes, dtype=torch.uint8, device="cuda")
+        slots = torch.arange(20_000, device="cuda")
+        append_rows(x.cuda(), x.cuda(), rows, rows.clone(), slots, fmt, fmt)
+        wanted = quantize_rows(x, fmt, check=False)
+        assert torch.equal(rows[0].transpose(0, 1).cpu(), wanted)
+
+
+@pytest.mark.gpu
+def test_a_graph_is_replayed_with_other_slots_and_rows() -> None:
+    call = make_call(Case(exact="bf16", tokens=32, heads=4), "cuda")
+    append_rows(**make_call(Case(exact="bf16", tokens=32, heads=4), "cuda"))  # compiled
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        append_rows(**call)
+    for step in range(3):
+        order = torch.randperm(32, device="cuda")
+        for slots in call["slots"]:
+            slots.copy_(slots[order])
+        call["k"].copy_(torch.randn_like(call["k"]) * (step + 1))
+        call["v"].copy_(torch.randn_like(call["v"]))
+        wanted = expected(call)
+        graph.replay()
+        problem = differences(results(call), wanted)
+        assert not problem, f"step {step}: {problem}"
+
+
+@pytest.mark.gpu
+def test_another_stream_is_used() -> None:
+    call, stream = make_call(Case(tokens=40, heads=2), "cuda"), torch.cuda.Stream()
+    wanted = expected(call)
+    rare, x = call["k"].clone(), call["k"]
+    x.zero_()
+    append_rows(**make_call(Case(tokens=40, heads=2), "cuda"))  # compiled
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)
+        x.copy_(rare)
+        append_rows(**call)
+    stream.synchronize()
+    problem = differences(results(call), wanted)
+    assert not problem, problem
+
+
+@pytest.mark.gpu
+def test_slots_that_do_not_exist_are_left_out() -> None:
+    call = make_call(Case(tokens=8), "cuda")
+    before = call["k_rows"].clone()
+    far = torch.tensor([-1, -(2**40), 2**31, 2**40, 10**6, -5, 2**62, -(2**63)], device="cuda")
+    appending.append(**call | {"slots": Slots(far)})
+    torch.cuda.synchronize()
+    assert torch.equal(call["k_rows"], before)
+
+
+@pytest.mark.gpu
+def test_addresses_have_64_bits() -> None:
+    fmt = RowFormat.parse("int4-g4", 128)
+    pages = (5 << 30) // (16 * 80)
+    rows = torch.empty(pages, 1, 16, 80, dtype=torch.uint8, device="cuda")
+    x = torch.randn(3, 1, 128, device="cuda", dtype=torch.bfloat16)
+    slots = torch.tensor([16 * pages - 1, 16 * (pages // 2), 3], device="cuda")
+    append_rows(x, x, rows, torch.empty_like(rows), slots, fmt, fmt)
+    wanted = quantize_rows(x.cpu(), fmt)
+    for i, slot in enumerate(slots.tolist()):
+        assert torch.equal(rows[slot // 16, 0, slot % 16].cpu(), wanted[i, 0])
+    got = dequantize_pages(rows, fmt, slots, torch.float32)
+    assert torch.equal(
+        got.cpu(), dequantize_pages(rows, fmt, slots, torch.float32, backend="torch").cpu()
+    )

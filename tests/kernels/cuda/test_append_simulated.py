@@ -1,0 +1,183 @@
+"""The append and the dequantize kernel in numba's simulator: equal to the meaning. No GPU.
+
+KVQUANT_SIMULATED=all pytest tests/kernels/cuda/test_append_simulated.py    # rare cases too
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+from simulator_cases import run_selected, select_cases
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("numba_cuda") is None, reason="needs the cuda extra: numba-cuda"
+)
+FORMATS = "int4 int4-g2 int4-g4 int4-g8 int8 int8-g2 int8-g4 int8-g8 fp8 fp8-g4 bf16 fp16".split()
+# name -> what differs from the defaults of append_cases.Case
+CASES: dict[str, dict[str, Any]] = {
+    name: {"k": name, "tokens": 14, "hostile": True} for name in FORMATS
+}
+for names in ("int8 int4-g4", "int4 bf16", "fp16 fp8-g4", "fp8-g8 int8"):
+    k, v = names.split()
+    CASES[f"{k} and {v}"] = {"k": k, "v": v, "tokens": 5}
+for head_dim in (64, 80, 96, 112, 192, 256):
+    for k in ("int4", "int8-g8", "bf16"):
+        CASES[f"{k}, head_dim {head_dim}"] = {"k": k, "head_dim": head_dim, "rotate": "k"}
+for k, head_dim in (("int4-g8", 80), ("int8-g4", 112), ("int4-g4", 96), ("fp8-g2", 192)):
+    CASES[f"{k}, head_dim {head_dim}"] = {"k": k, "head_dim": head_dim, "hostile": True}
+CASES |= {
+    "K and V of unlike head_dims": {"head_dim": 192, "v_head_dim": 128, "v": "int8"},
+    "several blocks of tokens and heads": {"tokens": 9, "heads": 3},
+    "more heads than stages": {"tokens": 4, "heads": 6},
+    "fp16": {"source": "fp16", "hostile": True, "tokens": 14},
+    "float32": {"source": "fp32", "hostile": True, "tokens": 14, "rotate": "v"},
+    "heads before tokens": {"layout": "heads", "heads": 2},
+    "a part of a wider tensor": {"layout": "fused", "heads": 2},
+    "elements that are not aligned": {"layout": "odd", "heads": 2},
+    "tokens before heads in a page": {"pages": "tokens", "heads": 2, "k": "int4"},
+    "pages of 5": {"page_size": 5},
+    "pages of 1": {"page_size": 1},
+    "tokens left out": {"skip": True},
+    "nothing counted": {"bad": False, "hostile": True},
+    "offset": {"offset": "k", "heads": 2},
+    "rotation": {"rotate": "v", "heads": 2},
+    "offset and rotation": {"offset": "kv", "rotate": "kv", "heads": 2, "hostile": True},
+    "RoPE": {"rotary_dim": 128, "heads": 2},
+    "RoPE of a part": {"rotary_dim": 64},
+    "RoPE of neighbours": {"rotary_dim": 128, "interleaved": True},
+    "RoPE of a part of neighbours": {"rotary_dim": 36, "interleaved": True},
+    "RoPE of odd halves": {"rotary_dim": 20, "head_dim": 80, "k": "int4"},
+    "RoPE of odd halves, float32": {
+        "rotary_dim": 20,
+        "head_dim": 80,
+        "k": "int4",
+        "source": "fp32",
+    },
+    "RoPE, offset and rotation": {"rotary_dim": 128, "offset": "k", "rotate": "k", "k": "int8"},
+    "16-bit rows": {"exact": "bf16", "tokens": 8, "heads": 2},
+    "16-bit rows with NaN": {"exact": "bf16", "tokens": 14, "hostile": True, "rotate": "k"},
+    "16-bit rows, fp16": {"exact": "fp16", "tokens": 14, "hostile": True, "k": "int4", "v": "fp8"},
+    "16-bit rows, tokens left out": {"exact": "bf16", "tokens": 9, "skip": True},
+    "16-bit rows, head_dim 80": {"exact": "bf16", "tokens": 8, "head_dim": 80, "k": "int8"},
+    "16-bit rows and bf16": {"exact": "fp16", "tokens": 8, "k": "bf16", "hostile": True},
+}
+CASES |= {
+    "clipped": {"clip": "kv", "heads": 2, "hostile": True, "tokens": 14},
+    "clipped, int8 and fp8": {"k": "int8-g8", "v": "fp8", "clip": "kv", "head_dim": 80},
+    "clipped, 16-bit rows": {"k": "int4-g8", "clip": "k", "exact": "bf16", "tokens": 8},
+    "feedback, a lane a row": {"feedback": "k", "head_dim": 64, "heads": 2, "skip": True},
+    "feedback of both": {"feedback": "kv", "head_dim": 64, "v_head_dim": 80, "v": "int4-g8"},
+    "feedback, hostile rows": {
+        "feedback": "k",
+        "clip": "k",
+        "head_dim": 64,
+        "tokens": 14,
+        "hostile": True,
+        "k": "int8",
+    },
+    "feedback, 16-bit rows": {
+        "feedback": "k",
+        "clip": "k",
+        "head_dim": 64,
+        "tokens": 9,
+        "exact": "bf16",
+        "k": "int4",
+        "hostile": True,
+        "source": "fp32",
+    },
+    "feedback, 16-bit rows, a lane a row": {
+        "feedback": "v",
+        "v": "int8-g4",
+        "head_dim": 64,
+        "tokens": 9,
+        "exact": "fp16",
+        "skip": True,
+        "heads": 2,
+    },
+    "feedback, RoPE, offset and rotation": {
+        "feedback": "k",
+        "head_dim": 64,
+        "tokens": 4,
+        "offset": "k",
+        "rotate": "k",
+        "clip": "v",
+        "rotary_dim": 64,
+        "layout": "fused",
+        "heads": 2,
+        "pages": "tokens",
+        "page_size": 5,
+    },
+    "feedback, odd halves": {
+        "feedback": "k",
+        "head_dim": 80,
+        "tokens": 4,
+        "rotary_dim": 20,
+        "source": "fp32",
+        "k": "int4",
+        "layout": "odd",
+    },
+    "matrices": {"matrix": "kv", "feedback": "k", "head_dim": 64, "heads": 2, "v": "fp8"},
+    "matrices and offsets": {"matrix": "kv", "offset": "kv", "head_dim": 80, "layout": "fused"},
+    "matrices of odd rows": {"matrix": "kv", "offset": "v", "head_dim": 64, "layout": "odd"},
+    "matrices, NaN and 16-bit rows": {
+        "matrix": "kv",
+        "head_dim": 64,
+        "tokens": 14,
+        "hostile": True,
+        "source": "fp16",
+        "exact": "bf16",
+    },
+    "a matrix after RoPE": {"matrix": "k", "rotary_dim": 64, "head_dim": 64},
+    "a matrix after a rotation": {"matrix": "kv", "rotate": "k", "head_dim": 64},
+    "a matrix of float32": {"matrix": "k", "source": "fp32", "head_dim": 64},
+    "feedback of fp8 is none": {"feedback": "kv", "matrix": "k", "k": "fp8", "tokens": 3},
+}
+for k in ("fp8", "fp8-g8"):
+    CASES[f"{k}, before sm_89"] = {"k": k, "tokens": 14, "hostile": True}
+for name in FORMATS:
+    CASES[f"dequantize {name}"] = {"k": name, "hostile": True, "skip": True}
+for head_dim in (64, 80, 96, 112, 192, 256):
+    for k in ("int4", "int8-g8", "bf16"):
+        CASES[f"dequantize {k}, head_dim {head_dim}"] = {"k": k, "head_dim": head_dim, "tokens": 3}
+CASES |= {
+    "dequantize fp8, before sm_89": {"k": "fp8-g2", "hostile": True},
+    "dequantize to fp16": {"k": "int8", "source": "fp16", "tokens": 3},
+    "dequantize to float32": {"k": "int4-g8", "source": "fp32", "tokens": 3},
+    "dequantize to float32, head_dim 80": {"k": "fp8", "source": "fp32", "head_dim": 80},
+    "dequantize fp16 to bf16": {"k": "fp16", "tokens": 3},
+    "dequantize pages of 5": {"page_size": 5, "heads": 6, "pages": "tokens", "k": "int4"},
+}
+
+# what differs from another case in one more way alone
+RARE = [f"{name}, head_dim {dim}" for name in ("int8-g8", "bf16") for dim in (64, 96, 112, 192)]
+RARE += [f"dequantize {name}" for name in RARE]
+RARE += ["int4-g2", "int8-g2", "int8-g4", "dequantize int4-g2", "dequantize int8-g2"]
+RARE += ["RoPE of odd halves, float32", "RoPE of a part of neighbours", "clipped, 16-bit rows"]
+RARE += [
+    "matrices of odd rows",
+    "matrices and offsets",
+    "a matrix of float32",
+    "a matrix after RoPE",
+]
+RARE += ["feedback, 16-bit rows, a lane a row", "16-bit rows and bf16", "offset", "rotation"]
+RARE += ["matrices, NaN and 16-bit rows", "a matrix after a rotation", "feedback of fp8 is none"]
+RARE += ["feedback, RoPE, offset and rotation", "feedback, hostile rows", "clipped, int8 and fp8"]
+RARE += [f"dequantize {name}" for name in ("int8", "int8-g4", "int4-g8", "fp8-g4", "int4-g4")]
+RARE += [f"{k}, head_dim {dim}" for k in ("int4", "dequantize int4") for dim in (64, 96, 192)]
+RARE += ["int8-g8", "int4-g8", "feedback of both", "16-bit rows", "RoPE", "dequantize to fp16"]
+CASES = select_cases(CASES, RARE)
+
+Results = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def results(request: pytest.FixtureRequest) -> Results:
+    """What the selected cases gave."""
+    return run_selected(request, "simulated_append_cases.py", CASES)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_kernel_in_the_simulator(results: Results, name: str) -> None:
+    assert not results[name]["problem"], results[name]["problem"]

@@ -1,0 +1,361 @@
+"""Kernels as machine code, without a GPU: nothing spilled; kept on disk, safely.
+
+CI compiles a representative part of the matrix; the whole, with a line for each kernel:
+
+    KVQUANT_CUBINS=all pytest -s tests/kernels/cuda/test_compile.py -k machine_code
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path as FilePath
+
+import pytest
+
+from kvquant.errors import UnsupportedError
+from kvquant.kernels import disk_cache as usercache
+from kvquant.kernels.cuda.decode.plan import GPU, kernels
+from kvquant.kernels.cuda.decode.spec import TECHNIQUES, DecodeSpec, Path
+from kvquant.kernels.cuda.runtime import compile as compiling
+from kvquant.kernels.cuda.runtime.compile import Cubin, Report, compile_spec, cubin_key, load_cubin
+from kvquant.kernels.disk_cache import seal
+from kvquant.rows.format import RowFormat
+
+needs_numba = pytest.mark.skipif(
+    importlib.util.find_spec("numba_cuda") is None,
+    reason="needs numba-cuda, of the cuda extra",
+)
+GPUS = {
+    "sm_80": GPU("A100", 108, 167936, 166912),
+    "sm_89": GPU("RTX 4090", 128, 102400, 101376),
+    "sm_90": GPU("H200", 132, 233472, 232448),
+    "sm_100": GPU("B200", 148, 233472, 232448),
+}
+CUBIN = Cubin("decode", b"\x7fELF machine\ncode", Report(130, 0))
+
+
+def make_spec(text: str) -> DecodeSpec:
+    """A kernel of a short description: "K[/V] [head_dim] [word ...]"; the words are "fp16" (the
+    query), "paged", "ring", "strided", "segments" (bf16 sinks and a ring) and "without=..."."""
+    formats, *words = text.split()
+    head_dim = next((int(word) for word in words if word.isdecimal()), 128)
+    k_name, _, v_name = formats.partition("/")
+    k, v = (RowFormat.parse(name, head_dim) for name in (k_name, v_name or k_name))
+    exact = RowFormat.parse("bf16", head_dim)
+    place = next((word for word in words if word in ("paged", "ring")), "linear")
+    without = next((word.partition("=")[2] for word in words if "without=" in word), "")
+    return DecodeSpec(
+        Path(k, v, place, place != "ring" and "strided" not in words),
+        Path(exact, exact, "ring", False) if "segments" in words else None,
+        "fp16" if "fp16" in words else "bf16",
+        without=without.replace("_", " "),
+    )
+
+
+IN_CI = (
+    ("int4-g4 segments", "sm_90"),
+    ("int4", "sm_100"),
+    ("int8-g4/int4-g4", "sm_80"),
+    ("fp8 fp16", "sm_89"),
+    ("bf16 256", "sm_90"),
+)
+FORMATS = "int4 int4-g2 int4-g4 int4-g8 int8 int8-g4 fp8 fp8-g4 bf16 fp16".split()
+ALL = [
+    *(f"{name} {head_dim}" for name in FORMATS for head_dim in (64, 128, 256)),
+    *(f"{name} {head_dim}" for name in ("int4", "bf16") for head_dim in (80, 96, 112, 192)),
+    *(f"{name} {word}" for name in FORMATS for word in ("segments", "paged")),
+    *(f"{name} fp16" for name in FORMATS),
+    *(f"{name} {word}" for name in ("int4", "int4-g4", "bf16") for word in ("strided", "ring")),
+    *"int8-g4/int4-g4 int8/int4 fp8/int4-g4 bf16/int4-g8 int4/bf16 fp16/fp8-g4".split(),
+    *(f"int4-g4 without={technique.replace(' ', '_')}" for technique in TECHNIQUES),
+]
+
+
+def matrix() -> list[tuple[str, str]]:
+    """Kernels and architectures to compile."""
+    if os.environ.get("KVQUANT_CUBINS") == "all":
+        return [(text, arch) for text in ALL for arch in GPUS]
+    return list(IN_CI)
+
+
+@needs_numba
+@pytest.mark.parametrize(
+    ("text", "arch"), matrix(), ids=lambda word: word.strip().replace(" ", "-")
+)
+def test_machine_code_spills_nothing(text: str, arch: str) -> None:
+    chosen = kernels(make_spec(text), GPUS[arch])
+    for kernel in chosen if os.environ.get("KVQUANT_CUBINS") == "all" else chosen[:1]:
+        spec = kernel.spec
+        report = compile_spec(spec, arch).report
+        print(f"{text:28} {arch:6} {spec.warps} warps {spec.stages} stages: {report}")
+        assert report.stack_bytes == 0, "spilled, or arrays in local memory"
+        assert 32 * spec.warps * -(-report.registers // 8) * 8 <= 65536, "a block fits an SM"
+
+
+@needs_numba
+@pytest.mark.parametrize("arch", GPUS)
+def test_a_kernel_is_an_elf_file_that_holds_its_name(arch: str) -> None:
+    from numba import types
+
+    def kernel(address, number):  # type: ignore[no-untyped-def]
+        return
+
+    cubin = compiling.compile_kernel(kernel, (types.uint64, types.float32), arch)
+    assert cubin.code.startswith(b"\x7fELF")
+    assert b".text." + cubin.name.encode() in cubin.code
+    assert cubin.report.stack_bytes == 0 < cubin.report.registers
+
+
+@needs_numba
+def test_a_gpu_newer_than_the_compiler_is_refused() -> None:
+    from numba import types
+
+    def kernel(address):  # type: ignore[no-untyped-def]
+        return
+
+    with pytest.raises(UnsupportedError, match="no code for sm_990"):
+        compiling.compile_kernel(kernel, (types.uint64,), "sm_990")
+
+
+def test_an_architecture_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="'hopper' does not exist"):
+        compiling._capability("hopper")
+    assert compiling._capability("sm_100") == (10, 0)
+
+
+def test_a_missing_extra_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "numba_cuda", None)
+    with pytest.raises(UnsupportedError, match="install kvquant with its cuda extra"):
+        compile_spec(make_spec("int4"), "sm_90")
+
+
+def make_cubin(names: Sequence[str], counts: Sequence[tuple[int, int, int]]) -> bytes:
+    """An ELF file as ptxas makes it, of kernels and attributes (number, symbol, count)."""
+    # attributes of the form 3 have their value in place of a length
+    info = struct.pack("<BBH", 3, 0x1B, 40)
+    info += b"".join(struct.pack("<BBHII", 4, number, 8, *rest) for number, *rest in counts)
+    contents = {"": b"", ".nv.info": info, ".text.helper": b"code"}
+    contents |= {f".nv.constant0.{name}": b"constants" for name in names}
+    contents[".shstrtab"] = "\0".join([*contents, ".shstrtab", ""]).encode()
+    body, headers, place = b"", b"", 0
+    for name, content in contents.items():
+        headers += struct.pack(
+            "<IIQQQQIIQQ", place, 1, 0, 0, 64 + len(body), len(content), *[0] * 4
+        )
+        body += content
+        place += len(name) + 1
+    start = b"\x7fELF\2\1\1".ljust(0x28, b"\0") + struct.pack("<Q", 64 + len(body))
+    sizes = struct.pack("<3H", 64, len(contents), len(contents) - 1)
+    return start.ljust(0x3A, b"\0") + sizes + body + headers
+
+
+def test_what_a_kernel_takes_is_read_from_its_machine_code() -> None:
+    code = make_cubin(["decode"], [(0x2F, 3, 30), (0x11, 3, 0), (0x2F, 5, 129), (0x11, 5, 48)])
+    assert Cubin.read(code) == Cubin("decode", code, Report(129, 48))
+    for names in ([], ["one", "two"]):
+        with pytest.raises(ValueError, match="there must be one"):
+            Cubin.read(make_cubin(names, [(0x2F, 3, 30)]))
+
+
+@needs_numba
+@pytest.mark.parametrize("arch", GPUS)
+def test_what_is_read_is_what_ptxas_reports(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import cuda.core as linking
+    from numba import cuda, float32, types
+
+    logs = []
+
+    class Linker(linking.Linker):  # type: ignore[misc]
+        def link(self, target_type: str) -> object:
+            made = super().link(target_type)
+            logs.append(self.get_info_log())
+            return made
+
+    def kernel(address, n):  # type: ignore[no-untyped-def]
+        local = cuda.local.array(64, float32)
+        for i in range(n):
+            local[(i * n) % 64] += i
+        if local[n % 64] > n:
+            cuda.syncthreads()
+
+    options = partial(linking.LinkerOptions, ptxas_options=["-v"])
+    monkeypatch.setattr(linking, "Linker", Linker)
+    monkeypatch.setattr(linking, "LinkerOptions", options)
+    cubin = compiling.compile_kernel(kernel, (types.uint64, types.int32), arch)
+    assert f"Used {cubin.report.registers} registers" in logs[0]
+    assert f"{cubin.report.stack_bytes} bytes stack frame" in logs[0]
+    assert cubin.report.stack_bytes == 256
+
+
+def test_what_is_kept_is_read_as_it_was_and_damage_is_seen() -> None:
+    data = CUBIN.to_bytes()
+    assert Cubin.from_bytes(data) == CUBIN
+    for damaged in (b"", data[:40], data[:-1], data + b"x", data[:70] + b"?" + data[71:]):
+        assert Cubin.from_bytes(damaged) is None
+
+
+def test_the_key_changes_with_all_that_matters(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = make_spec("int4-g4")
+    specs = [replace(spec, warps=8), replace(spec, stages=2), replace(spec, query="fp16")]
+    specs += [replace(spec, without=TECHNIQUES[0]), make_spec("int4-g4 strided")]
+    specs += [make_spec(text) for text in ("int4", "int4-g4/int8", "int4-g4 64")]
+    keys = [cubin_key(one, "sm_90") for one in [spec, *specs]] + [cubin_key(spec, "sm_80")]
+    monkeypatch.setattr(compiling, "_version", lambda name: "0.1")
+    keys.append(cubin_key(spec, "sm_90"))
+    monkeypatch.setattr(compiling, "_version", lambda name: "9" if name == "llvmlite" else "0.1")
+    keys.append(cubin_key(spec, "sm_90"))
+    monkeypatch.setattr(compiling, "_sources_hash", lambda: "other sources")
+    keys.append(cubin_key(spec, "sm_90"))
+    assert len(set(keys)) == len(keys)
+    assert cubin_key(spec, "sm_90") == keys[-1]
+
+
+def test_the_sources_that_machine_code_depends_on_are_hashed(
+    tmp_path: FilePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def changed(name: str) -> bool:
+        before = compiling._sources_hash.__wrapped__()
+        (tmp_path / name).write_text("changed = True\n")
+        return bool(compiling._sources_hash.__wrapped__() != before)
+
+    rooms = FilePath(compiling.__file__).parents[1]
+    for path in rooms.rglob("*.py"):
+        copy = tmp_path / path.relative_to(rooms)
+        copy.parent.mkdir(exist_ok=True)
+        copy.write_bytes(path.read_bytes())
+    monkeypatch.setattr(compiling, "__file__", str(tmp_path / "runtime" / "compile.py"))
+    for name in (
+        "decode/kernel.py",
+        "decode/spec.py",
+        "device/row_layout.py",
+        "device/ptx.py",
+        "prefix/combine.py",
+        "runtime/compile.py",
+        "a_new_file.py",
+    ):
+        assert changed(name), name
+    assert not changed("simulator/floats.py")
+
+
+@pytest.fixture
+def cache(tmp_path: FilePath, monkeypatch: pytest.MonkeyPatch) -> FilePath:
+    """An empty cache folder; kernels are not really compiled."""
+    monkeypatch.setenv("KVQUANT_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compiling, "compile_spec", lambda spec, arch: CUBIN)
+    monkeypatch.setattr(usercache, "_warned", set())
+    return tmp_path / "cubins"
+
+
+def test_a_kernel_is_compiled_once(cache: FilePath, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = make_spec("int4-g4")
+    assert load_cubin(spec, "sm_90") == CUBIN
+    assert [path.name for path in cache.iterdir()] == [f"{cubin_key(spec, 'sm_90')}.cubin"]
+    monkeypatch.setattr(compiling, "compile_spec", lambda spec, arch: pytest.fail("again"))
+    assert load_cubin(spec, "sm_90") == CUBIN
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b"",
+        b"\0" * 100,
+        CUBIN.to_bytes()[:-5],
+        *[
+            seal(header + b"\ncode")
+            for header in (b"", b"5", b"{}", b'{"name": "f"}', b"[" * 10**5)
+        ],
+        seal(b'{"name": 5, "registers": 1, "stack_bytes": 0}\n'),
+        seal(b'{"name": "f", "registers": "1", "stack_bytes": 0}\n'),
+    ],
+    ids=lambda damage: f"{damage[65:85].decode(errors='replace')}",
+)
+def test_a_damaged_file_is_compiled_anew(cache: FilePath, damage: bytes) -> None:
+    spec = make_spec("int4-g4")
+    load_cubin(spec, "sm_90")
+    (path,) = cache.iterdir()
+    path.write_bytes(damage)
+    assert load_cubin(spec, "sm_90") == CUBIN
+    assert path.read_bytes() == CUBIN.to_bytes()
+
+
+def test_a_folder_that_cannot_be_written_is_warned_of_once(
+    cache: FilePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache.parent.joinpath("file").write_text("")
+    monkeypatch.setenv("KVQUANT_CACHE_DIR", str(cache.parent / "file"))
+    with pytest.warns(RuntimeWarning, match="KVQUANT_CACHE_DIR") as warned:
+        assert load_cubin(make_spec("int4-g4"), "sm_90") == CUBIN
+        assert load_cubin(make_spec("int4-g4"), "sm_90") == CUBIN
+    assert len(warned) == 1
+
+
+def test_a_user_without_a_home_is_warned(cache: FilePath, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("KVQUANT_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    with pytest.warns(RuntimeWarning, match="home directory"):
+        assert load_cubin(make_spec("int4-g4"), "sm_90") == CUBIN
+
+
+def test_threads_that_want_the_same_kernel_compile_it_once(
+    cache: FilePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = []
+
+    def compile_slowly(spec: DecodeSpec, arch: str) -> Cubin:
+        compiled.append(spec)
+        time.sleep(0.05)
+        return CUBIN
+
+    monkeypatch.setattr(compiling, "compile_spec", compile_slowly)
+    spec = make_spec("int4-g4")
+    threads = [threading.Thread(target=load_cubin, args=(spec, "sm_90")) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert compiled == [spec]
+
+
+CHILD = """
+import sys, time
+from kvquant.kernels.cuda.runtime import compile as compiling
+from kvquant.kernels.cuda.decode.spec import DecodeSpec, Path
+from kvquant.rows.format import RowFormat
+def slow(spec, arch):
+    time.sleep(0.3)
+    return compiling.Cubin("decode", b"code" * 100_000, compiling.Report(1, 0))
+fmt = RowFormat.parse("int4-g4", 128)
+if sys.argv[1] == "compile":
+    compiling.compile_spec = slow
+cubin = compiling.load_cubin(DecodeSpec(Path(fmt, fmt)), "sm_90")
+assert len(cubin.code) == 400_000
+print(*sorted({"numba", "llvmlite"} & {name.split(".")[0] for name in sys.modules}))
+"""
+
+
+def test_processes_share_the_folder_and_a_hit_needs_no_numba(tmp_path: FilePath) -> None:
+    root = FilePath(__file__).parents[3]
+    environment = {**os.environ, "KVQUANT_CACHE_DIR": str(tmp_path)}
+
+    def start(task: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", CHILD, task]
+        return subprocess.Popen(
+            command, env=environment, cwd=root, stdout=subprocess.PIPE, text=True
+        )
+
+    with start("compile") as first, start("compile") as second:
+        assert (first.wait(600), second.wait(600)) == (0, 0)
+    assert len(list((tmp_path / "cubins").iterdir())) == 1, "temporary files are left"
+    with start("read") as reader:
+        loaded, _ = reader.communicate(timeout=600)
+    assert (reader.returncode, loaded.strip()) == (0, "")

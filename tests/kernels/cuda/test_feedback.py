@@ -1,0 +1,332 @@
+"""The feedback kernel: as machine code, its launches, and on a GPU (-m gpu).
+
+In the simulator it is tested with the append kernel, by test_append_simulated.py. All bytes
+are those of plain torch (rounding.py, append.py).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import struct
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from append_cases import Case, differences, expected, make_call, results
+from fake_cuda import CPU, STREAM, FakeDriver, install_for_rows, note_devices
+from feedback_cases import make_rows
+
+from kvquant import RowFormat, append_rows
+from kvquant.errors import ConfigError, ShapeError, UnsupportedError
+from kvquant.kernels.cuda.affine import launch as turning
+from kvquant.kernels.cuda.affine.spec import TurnSpec
+from kvquant.kernels.cuda.append import feedback_launch as launching
+from kvquant.kernels.cuda.append import launch as appending
+from kvquant.kernels.cuda.append.calibrated_launch import append_fitted
+from kvquant.kernels.cuda.append.feedback_spec import (
+    FEEDBACK,
+    MOST_SHARED,
+    FeedbackSide,
+    FeedbackSpec,
+    make_feedback_spec,
+)
+from kvquant.kernels.cuda.device.row_spec import AppendSpec, Side
+from kvquant.kernels.cuda.runtime import launch as loaded
+from kvquant.kernels.cuda.runtime.compile import compile_spec, cubin_key
+from kvquant.rows.format import HEAD_DIMS
+from kvquant.rows.rounding import quantize_fitted
+
+FORMATS = "int4 int4-g2 int4-g4 int4-g8 int8 int8-g8".split()
+
+
+def make_spec(name: str, head_dim: int = 128, words: str = "", share: int = 1) -> FeedbackSpec:
+    """A feedback kernel of one side, or, with the word "both", of two that differ; the other words
+    are those of test_rows_compile.py."""
+    turned, exact = "rotated" in words, "bf16" if "exact" in words else ""
+    side = Side(RowFormat.parse(name, head_dim), turned, turned, "clip" in words)
+    source = "fp32" if "float32" in words else "bf16"
+    k = FeedbackSide(side, source, exact, head_dim if "rope" in words else 0, share=share)
+    both = [k, replace(k, side=Side(side.fmt), rotary_dim=0)]
+    return make_feedback_spec(both if "both" in words else [k])
+
+
+# Machine code
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("numba_cuda") is None, reason="needs the cuda extra: numba-cuda"
+)
+@pytest.mark.parametrize(
+    ("name", "head_dim", "words", "share", "arch"),
+    [
+        ("int4-g4", 128, "clip exact rotated rope both", 4, "sm_90"),
+        ("int4-g4", 128, "clip float32 exact", 1, "sm_90"),
+        ("int8-g8", 80, "clip rotated exact", 4, "sm_80"),
+        ("int4", 256, "float32", 1, "sm_100"),
+    ][: None if os.environ.get("KVQUANT_CUBINS") == "all" else 1],
+)
+def test_machine_code_spills_nothing(
+    name: str, head_dim: int, words: str, share: int, arch: str
+) -> None:
+    spec = make_spec(name, head_dim, words, share)
+    cubin = compile_spec(spec, arch)
+    assert cubin.report.stack_bytes == 0 and cubin.report.registers <= 168
+
+
+def test_a_block_fits_every_gpu_and_the_code_is_that_of_its_spec() -> None:
+    specs = [
+        make_spec(name, head_dim, words, share)
+        for name in FORMATS
+        for head_dim in HEAD_DIMS
+        for share in (1, 2, 4)
+        for words in ("", "clip")
+    ]
+    for spec in specs:
+        (side,) = spec.sides
+        assert spec.shared_bytes <= MOST_SHARED and spec.threads >= 32
+        assert side.buffer_bytes // 16 % 2 == side.stride // 16 % 2 == 1, "bank conflicts"
+        assert side.rows * side.lanes >= 32, "a row for every lane of the first pass"
+    assert len({cubin_key(spec, "sm_90") for spec in specs}) == len(specs)
+
+
+# Launches
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    """The CPU as an H200 with a driver that takes notes."""
+    return install_for_rows(monkeypatch, launching, appending, turning)
+
+
+def specs_made() -> list[Any]:
+    """The kernels that were loaded."""
+    return [key[0] for key in loaded._kernels]  # type: ignore[index]
+
+
+def test_few_rows_have_several_lanes_each(cuda: FakeDriver) -> None:
+    fmt = RowFormat.parse("int4", 64)
+    for shape in ((64, 8, 1), (1, 8, 4096)):
+        launching.quantize_with_feedback(torch.zeros(*shape, 64), fmt, None, torch.zeros(8, 64, 64))
+    specs = specs_made()
+    assert [spec.sides[0].share for spec in specs] == [4, 1]
+    assert [one.grid for one in cuda.launched] == [(2, 8, 1), (32, 8, 1)]
+    for spec, one in zip(specs, cuda.launched, strict=True):
+        assert (one.block, one.shared) == ((128, 1, 1), spec.shared_bytes)
+        assert one.stream == STREAM
+
+
+def test_two_sides_with_feedback_are_one_launch(cuda: FakeDriver) -> None:
+    append_fitted(**make_call(Case(feedback="kv", clip="k", exact="bf16")))
+    (spec,) = specs_made()
+    assert [side.side.clip for side in spec.sides] == [True, False]
+    assert [one.grid for one in cuda.launched] == [(1, 1, 2)]
+    assert len(cuda.launched[0].arguments) == struct.calcsize(spec.arguments)
+
+
+def test_a_side_without_feedback_has_a_kernel_of_its_own(cuda: FakeDriver) -> None:
+    append_fitted(**make_call(Case(feedback="v", v="int8")))
+    append_fitted(**make_call(Case(matrix="k", feedback="kv", v="fp8")))
+    plain, fed, product, fp8, of_matrix = specs_made()
+    assert isinstance(plain, AppendSpec) and isinstance(fed, FeedbackSpec)
+    assert isinstance(of_matrix, FeedbackSpec) and isinstance(fp8, AppendSpec)
+    assert isinstance(product, TurnSpec) and product.encodes
+    sources = fed.sides[0].source, of_matrix.sides[0].source
+    assert sources == ("bf16", "fp32"), "what was multiplied is float32"
+    assert [one.grid[2] for one in cuda.launched] == [1] * 5
+
+
+def test_arguments_are_those_of_the_call(cuda: FakeDriver) -> None:
+    call = make_call(Case(feedback="v", clip="v", offset="v", exact="bf16", heads=2, layout="odd"))
+    append_fitted(**call)
+    transform, slots = call["v_transform"], call["slots"]
+    values = struct.unpack(specs_made()[1].arguments, cuda.launched[1].arguments)
+    given = dict(zip((name for name, _ in FEEDBACK), values, strict=True))
+    x = given.pop("x")
+    assert x != call["v"].data_ptr() and x % 16 == 0, "a copy that can be read"
+    wanted: dict[str, Any] = {"num_tokens": 6, "num_slots": 32, "page_size": 16}
+    wanted |= {name: getattr(slots, name).data_ptr() for name in ("packed", "exact", "leaving")}
+    wanted |= {name: getattr(transform, name).data_ptr() for name in ("offset", "clip", "feedback")}
+    wanted |= {"rows": call["v_rows"].data_ptr(), "exact_rows": call["exact_v"].data_ptr()}
+    wanted |= {"bad": call["bad"].data_ptr() + 4, "cos": 0, "sin": 0, "x_stride_head": 256}
+    assert {name: given[name] for name in wanted} == wanted
+
+
+def test_a_call_is_settled_once_and_checked_then(cuda: FakeDriver) -> None:
+    checked: list[int] = []
+    for _ in range(3):
+        append_fitted(**make_call(Case(feedback="kv")), check=lambda: checked.append(1))
+    assert len(checked) == 1 and len(launching._settled) == 1 and len(cuda.launched) == 3
+    append_fitted(**make_call(Case(feedback="kv", tokens=0)))
+    assert len(cuda.launched) == 3
+
+
+def test_nothing_is_launched_of_a_call_that_is_refused(cuda: FakeDriver) -> None:
+    call = make_call(Case(feedback="kv"))
+    rows = call["v_rows"]
+    odd = torch.zeros(rows.numel() + 16, dtype=torch.uint8)[4:][: rows.numel()].view(rows.shape)
+    with pytest.raises(ConfigError, match=r"v_rows: rows of .* must be aligned to 16 bytes"):
+        append_fitted(**call | {"v_rows": odd})
+
+    def refuse() -> None:
+        raise ShapeError("does not fit")
+
+    with pytest.raises(ShapeError, match="does not fit"):
+        append_fitted(**make_call(Case(matrix="k")), check=refuse)
+    assert not cuda.launched
+
+
+KINDS: dict[str, Any] = {
+    "dtype": (Case(matrix="k", offset="k"), lambda matrix: matrix.half()),
+    "strides": (Case(matrix="k", offset="k"), lambda matrix: matrix.mT),
+    "rows of float32": (Case(matrix="k", source="fp32"), lambda matrix: matrix),
+}
+
+
+@pytest.mark.parametrize(("case", "change"), KINDS.values(), ids=KINDS)
+def test_another_kind_of_matrix_is_checked_again(cuda: FakeDriver, case: Case, change: Any) -> None:
+    call = make_call(case)
+    append_fitted(**call)
+
+    def refuse() -> None:
+        raise ShapeError("does not fit")
+
+    transform = call["k_transform"]
+    other = transform._replace(matrix=change(transform.matrix))
+    with pytest.raises(ShapeError, match="does not fit"):
+        append_fitted(**call | {"k_transform": other}, check=refuse)
+
+
+def test_a_launch_goes_to_the_device_of_its_tensors(
+    cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered = note_devices(monkeypatch)
+    append_fitted(**make_call(Case(feedback="kv")))
+    assert entered == [CPU] and len(cuda.launched) == 1
+
+
+def test_older_gpus_are_refused(cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    with pytest.raises(UnsupportedError, match=r"compute capability 8.0 .* has 7.5"):
+        append_fitted(**make_call(Case(feedback="k")))
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("name", "head_dim"),
+    [
+        *((name, 128) for name in FORMATS),
+        *((name, head_dim) for name in ("int4-g8", "int8") for head_dim in HEAD_DIMS),
+    ],
+)
+@pytest.mark.parametrize("shape", [(2, 3, 7), (1, 3, 4001)], ids=["few", "many"])
+def test_bytes_are_those_of_the_meaning(
+    name: str, head_dim: int, shape: tuple[int, int, int]
+) -> None:
+    fmt = RowFormat.parse(name, head_dim)
+    x, feedback = make_rows(fmt, *shape)
+    clip = torch.linspace(0.8, 1.0, shape[1])
+    for ratio in (None, clip):
+        wanted = quantize_fitted(x, fmt, clip=ratio, feedback=feedback)
+        on_gpu = None if ratio is None else ratio.cuda()
+        got = quantize_fitted(x.cuda(), fmt, clip=on_gpu, feedback=feedback.cuda())
+        assert torch.equal(got.cpu(), wanted)
+
+
+@pytest.mark.gpu
+def test_torch_on_the_gpu_says_the_same() -> None:
+    fmt = RowFormat.parse("int4-g4", 128)
+    x, feedback = make_rows(fmt, 1, 8, 1024)
+    got, wanted = (
+        quantize_fitted(x.cuda(), fmt, feedback=feedback.cuda(), backend=backend)
+        for backend in ("cuda", "torch")
+    )
+    assert torch.equal(got, wanted)
+
+
+ON_GPU = {
+    "both sides": Case(feedback="kv", clip="kv", tokens=77, heads=3, v="int8", hostile=True),
+    "a prompt": Case(feedback="kv", clip="k", tokens=3000, heads=8, k="int8", v="int4-g4"),
+    "one side": Case(feedback="v", clip="kv", tokens=40, heads=3, k="fp8", v="int4-g8"),
+    "16-bit rows": Case(
+        feedback="kv", clip="kv", exact="bf16", tokens=101, heads=8, hostile=True, skip=True
+    ),
+    "16-bit rows of a prompt": Case(
+        feedback="kv", exact="fp16", tokens=2001, heads=8, k="int4", rotate="kv", offset="kv"
+    ),
+    "RoPE, offset and rotation": Case(
+        feedback="k", clip="kv", rotary_dim=128, offset="kv", rotate="kv", tokens=40, heads=8
+    ),
+    "RoPE of a part, strides": Case(
+        feedback="k", rotary_dim=32, layout="fused", pages="tokens", page_size=5, tokens=40, heads=3
+    ),
+    "RoPE of neighbours, not aligned": Case(
+        feedback="k", rotary_dim=64, interleaved=True, layout="odd", tokens=40, heads=2
+    ),
+    "float32, head_dim 80": Case(
+        feedback="kv", head_dim=80, source="fp32", tokens=50, heads=2, k="int4-g8", hostile=True
+    ),
+    "head_dims that differ": Case(
+        feedback="kv", head_dim=192, v_head_dim=256, tokens=50, heads=2, v="int8-g8", exact="bf16"
+    ),
+    "matrices": Case(
+        matrix="kv", feedback="k", clip="kv", offset="kv", exact="bf16", tokens=50, heads=8
+    ),
+    "matrices and RoPE": Case(matrix="k", feedback="k", rotary_dim=128, tokens=50, heads=8),
+    "clip alone": Case(clip="kv", exact="bf16", tokens=101, heads=8, v="int8-g4", hostile=True),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ON_GPU)
+def test_appended_bytes_are_those_of_the_meaning(name: str) -> None:
+    call = make_call(ON_GPU[name], "cuda")
+    wanted = expected(call)
+    append_rows(**call)
+    problem = differences(results(call), wanted)
+    assert not problem, problem
+
+
+@pytest.mark.gpu
+def test_a_graph_is_replayed_with_other_slots_and_rows() -> None:
+    case = Case(feedback="kv", clip="k", matrix="v", exact="bf16", tokens=64, heads=4, skip=True)
+    call = make_call(case, "cuda")
+    append_rows(**make_call(case, "cuda"))  # compiled
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        append_rows(**call)
+    for step in range(3):
+        order = torch.randperm(64, device="cuda")
+        for slots in call["slots"]:
+            slots.copy_(slots[order])
+        call["k"].copy_(torch.randn_like(call["k"]) * (step + 1))
+        call["v"].copy_(torch.randn_like(call["v"]))
+        wanted = expected(call)
+        graph.replay()
+        problem = differences(results(call), wanted)
+        assert not problem, f"step {step}: {problem}"
+
+
+@pytest.mark.gpu
+def test_a_compiled_call_writes_the_same_bytes() -> None:
+    call = make_call(Case(feedback="kv", matrix="k", clip="v", tokens=40, heads=4), "cuda")
+    wanted = expected(call)
+    torch.compile(append_rows, fullgraph=True, backend="aot_eager")(**call)
+    problem = differences(results(call), wanted)
+    assert not problem, problem
+
+
+@pytest.mark.gpu
+def test_slots_that_do_not_exist_are_left_out() -> None:
+    call = make_call(Case(feedback="kv", tokens=8), "cuda")
+    before = call["k_rows"].clone()
+    far = torch.tensor([-1, -(2**40), 2**31, 2**40, 10**6, -5, 2**62, -(2**63)], device="cuda")
+    slots = call["slots"]._replace(packed=far)
+    append_fitted(**call | {"slots": slots})
+    torch.cuda.synchronize()
+    assert torch.equal(call["k_rows"], before)

@@ -1,0 +1,332 @@
+"""The planner of the CUDA kernels and its table of measured plans. No GPU is needed."""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path as FilePath
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvquant.errors import ConfigError, UnsupportedError
+from kvquant.kernels.cuda.decode.plan import (
+    GPU,
+    STAGES,
+    WARPS,
+    Plan,
+    blocks_per_sm,
+    candidates,
+    fit,
+    kernels,
+    plan,
+    price,
+    shared_bytes,
+    tuned_row,
+)
+from kvquant.kernels.cuda.decode.spec import HEADS, TILE, DecodeSpec, Path
+from kvquant.kernels.cuda.decode.tuned import Tuned, load_table, lookup, save_table
+from kvquant.rows.format import RowFormat
+
+A100 = GPU("NVIDIA A100", 108, 167936, 166912)
+RTX_4090 = GPU("NVIDIA GeForce RTX 4090", 128, 102400, 101376)
+H200 = GPU("NVIDIA H200", 132, 233472, 232448)
+GPUS = [A100, RTX_4090, H200]
+
+
+def make_spec(
+    name: str = "int4-g4", head_dim: int = 128, exact_segments: bool = False
+) -> DecodeSpec:
+    fmt, exact = RowFormat.parse(name, head_dim), RowFormat.parse("bf16", head_dim)
+    return DecodeSpec(Path(fmt, fmt), Path(exact, exact, "ring", False) if exact_segments else None)
+
+
+def spec_of(spec: DecodeSpec, chosen: Plan) -> DecodeSpec:
+    return replace(spec, warps=chosen.warps, stages=chosen.stages)
+
+
+names = st.sampled_from("int4 int4-g4 int8 int8-g4 fp8 bf16".split())
+head_dims = st.sampled_from([64, 128, 256])
+shapes = st.tuples(st.integers(1, 100_000), st.integers(1, 1 << 21))
+
+
+@given(names, head_dims, st.sampled_from(GPUS), shapes, st.booleans())
+def test_plans_fit_the_gpu_and_no_split_is_empty(
+    name: str, head_dim: int, gpu: GPU, shape: tuple[int, int], exact_segments: bool
+) -> None:
+    units, capacity = shape
+    capacities = (capacity, 4, 128) if exact_segments else (capacity,)
+    spec = make_spec(name, head_dim, exact_segments)
+    chosen = plan(spec, gpu, units, capacities)
+    kernel = spec_of(spec, chosen)
+    assert chosen.warps in WARPS and chosen.stages in STAGES
+    assert kernel.shared_bytes <= gpu.shared_per_block
+    assert blocks_per_sm(kernel, gpu) >= 1
+    assert len(chosen.splits) == len(capacities)
+    for i, (splits, most) in enumerate(zip(chosen.splits, capacities, strict=True)):
+        assert splits >= 1
+        step = fit(kernel, gpu).steps[min(i, 1)]
+        chunk = -(-most // (splits * step)) * step  # as the kernel cuts
+        assert (splits - 1) * chunk < most, "the last split never holds a token"
+    assert -(-sum(chosen.splits) // 8) * 8 * 4 * HEADS <= kernel.shared_bytes, "room to merge"
+
+
+@given(names, st.sampled_from(GPUS), shapes)
+def test_no_other_number_of_splits_is_cheaper_by_much(
+    name: str, gpu: GPU, shape: tuple[int, int]
+) -> None:
+    units, capacity = shape
+    spec = make_spec(name)
+    chosen = plan(spec, gpu, units, [capacity])
+    kernel = fit(spec_of(spec, chosen), gpu)
+    paid = price(kernel, units, [capacity], chosen.splits)
+    for splits in (1, 2, 3, 5, 10, 20, 40, 80, 160, 320):
+        if splits <= min(-(-capacity // kernel.steps[0]), kernel.most_parts):
+            assert paid <= 1.1 * price(kernel, units, [capacity], [splits])
+
+
+@pytest.mark.parametrize("units", [1, 3, 8, 32, 64, 100, 128])
+def test_long_sequences_keep_most_of_the_gpu_busy(units: int) -> None:
+    chosen = plan(make_spec(), H200, units, [32768])
+    busiest = math.ceil(units * chosen.splits[0] / H200.sm_count)
+    assert busiest <= blocks_per_sm(spec_of(make_spec(), chosen), H200), "one wave"
+    warps_per_sm = units * chosen.splits[0] * chosen.warps / H200.sm_count
+    assert warps_per_sm <= 12 and (warps_per_sm >= 6 or units == 1)
+
+
+def test_many_sequences_are_not_split() -> None:
+    for units in (256, 512, 1000):
+        assert plan(make_spec(), H200, units, [8192]).splits == (1,)
+
+
+def test_short_sequences_are_not_split() -> None:
+    assert plan(make_spec(), H200, 1, [100]).splits == (1,)
+    assert plan(make_spec(), H200, 1, [1]).splits == (1,)
+
+
+@given(st.integers(1, 300))
+def test_longer_sequences_never_get_fewer_splits_when_alone(tiles: int) -> None:
+    spec = make_spec()
+    kernel = fit(replace(spec, warps=4, stages=3), H200)
+    shorter, longer = (
+        plan(kernel.spec, H200, 1, [n * kernel.steps[0]], registers=130).splits[0]
+        for n in (tiles, 4 * tiles)
+    )
+    assert shorter <= longer
+
+
+@given(st.integers(1, 1 << 40), shapes)
+def test_num_splits_is_followed_up_to_the_tiles(num_splits: int, shape: tuple[int, int]) -> None:
+    units, capacity = shape
+    chosen = plan(make_spec(), H200, units, [capacity], num_splits)
+    kernel = fit(spec_of(make_spec(), chosen), H200)
+    tiles = -(-capacity // kernel.steps[0])
+    assert chosen.splits == (min(num_splits, tiles, kernel.most_parts),)
+
+
+def test_short_exact_segments_take_one_block_and_long_ones_more() -> None:
+    spec = make_spec(exact_segments=True)
+    assert plan(spec, H200, 64, [8192, 4, 128]).splits[1:] == (1, 1)
+    assert plan(spec, H200, 8, [65536, 4, 8192]).splits[2] > 1
+
+
+@given(shapes, st.tuples(st.integers(1, 64), st.integers(1, 4)), st.sampled_from(WARPS))
+def test_more_shared_memory_only_spreads_blocks_that_have_no_room_at_once(
+    shape: tuple[int, int], splits: tuple[int, int], warps: int
+) -> None:
+    kernel = fit(replace(make_spec(exact_segments=True), warps=warps, stages=2), H200)
+    units, needed = shape[0], kernel.spec.shared_bytes
+    asked = shared_bytes(kernel, units, splits)
+    share = -(-units * splits[0] // H200.sm_count)  # of an SM, blocks of the first segment
+    if units * sum(splits) <= kernel.slots or share >= kernel.blocks:
+        assert asked == needed
+    else:
+        assert needed <= asked <= H200.shared_per_block
+        assert H200.shared_per_sm // (asked + 1024) == share
+    assert shared_bytes(kernel, units, splits[:1]) == needed
+
+
+def test_registers_of_the_compiled_kernel_keep_its_warps() -> None:
+    spec = replace(make_spec(), warps=2, stages=2)
+    chosen = plan(spec, H200, 64, [8192], registers=128)
+    assert (chosen.warps, chosen.stages) == (2, 2)
+    assert fit(spec, H200, 128).blocks > fit(spec, H200, 255).blocks
+
+
+def test_rows_too_large_for_shared_memory_are_refused() -> None:
+    small = replace(RTX_4090, name="a small GPU", shared_per_block=48 << 10)
+    with pytest.raises(UnsupportedError, match="a block has 49152 on a small GPU"):
+        plan(make_spec("bf16", 256), small, 1, [100])
+
+
+def test_blocks_of_one_warp_only_where_wider_ones_do_not_fit() -> None:
+    assert {one.spec.warps for one in kernels(make_spec(), H200)} == {2, 4, 8}
+    assert max(one.spec.warps for one in kernels(make_spec("bf16", 256), RTX_4090)) < 4
+
+
+def test_candidates_are_distinct_and_fit() -> None:
+    for units, capacity in ((1, 1024), (64, 8192), (2048, 8192)):
+        found = list(candidates(make_spec(), H200, units, [capacity]))
+        assert len(found) == len(set(found)) >= 5
+        assert {one.warps for one in found} >= {4, 8}
+        for one in found:
+            assert blocks_per_sm(spec_of(make_spec(), one), H200)
+            assert 1 <= one.splits[0] <= -(-capacity // (TILE * one.warps))
+
+
+def test_a_measured_plan_is_used_for_its_shape() -> None:
+    measured = Plan((7,), 8, 2)
+    rows = [tuned_row(make_spec(), H200, 48, 8192, measured)]
+    assert plan(make_spec(), H200, 48, [8192], rows=rows) == measured
+    assert plan(make_spec(), H200, 48, [9000], rows=rows) == measured  # the nearest
+    near = plan(make_spec(), H200, 64, [8192], rows=rows)
+    assert (near.warps, near.stages) == (8, 2)  # splits by the formula
+    usual = plan(make_spec(), H200, 480, [8192])
+    assert plan(make_spec(), H200, 480, [8192], rows=rows) == usual  # too far
+    assert plan(make_spec(), A100, 48, [8192], rows=rows) == plan(make_spec(), A100, 48, [8192])
+    other = make_spec("int8-g4")
+    assert plan(other, H200, 48, [8192], rows=rows) == plan(other, H200, 48, [8192])
+
+
+def test_a_measured_plan_that_does_not_fit_is_left() -> None:
+    small = replace(H200, shared_per_block=48 << 10)
+    rows = [tuned_row(make_spec(), H200, 64, 8192, Plan((4,), 8, 4))]
+    usual = plan(make_spec(), small, 64, [8192])
+    assert plan(make_spec(), small, 64, [8192], rows=rows) == usual
+    usual = plan(make_spec(), H200, 64, [8192])
+    for warps, stages in ((3, 2), (16, 2), (4, 1), (4, 9)):
+        rows = [tuned_row(make_spec(), H200, 64, 8192, Plan((4,), warps, stages))]
+        assert plan(make_spec(), H200, 64, [8192], rows=rows) == usual
+
+
+def row(units: int, capacity: int = 8192, splits: int = 1) -> Tuned:
+    return Tuned("NVIDIA H200", "int4-g4/128", "int4-g4/128", units, capacity, splits, 4, 3)
+
+
+def test_lookup_takes_the_nearest_by_logarithm() -> None:
+    rows = [row(8), row(32), row(128)]
+    formats = ("int4-g4/128", "int4-g4/128")
+    assert lookup(rows, "NVIDIA H200", *formats, 15, 8192) is rows[0]
+    assert lookup(rows, "NVIDIA H200", *formats, 17, 8192) is rows[1]
+    assert lookup(rows, "NVIDIA H200", *formats, 300, 8192) is None
+    assert lookup(rows, "NVIDIA H200", *formats, 8, 1 << 20) is None
+    assert lookup(rows, "NVIDIA H100", *formats, 8, 8192) is None
+
+
+def test_a_table_is_read_as_it_was_saved_and_rows_are_replaced(tmp_path: FilePath) -> None:
+    path = tmp_path / "folder" / "tuned.json"
+    assert load_table(path) == ()
+    assert save_table([row(8), row(32)], path) == path
+    save_table([row(8, splits=5), row(64)], path)
+    assert set(load_table(path)) == {row(8, splits=5), row(32), row(64)}
+    assert {one.name for one in path.parent.iterdir()} == {"tuned.json", ".tuned.json.lock"}
+
+
+def test_the_table_lies_in_the_users_cache_folder(
+    tmp_path: FilePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("KVQUANT_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert save_table([row(8)]) == tmp_path / "xdg" / "kvquant" / "tuned.json"
+    monkeypatch.setenv("KVQUANT_CACHE_DIR", str(tmp_path / "own"))
+    assert load_table() == ()
+    assert save_table([row(16)]) == tmp_path / "own" / "tuned.json"
+    assert load_table() == (row(16),)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        '{"version": 2, "rows": []}',
+        '{"version": "1", "rows": []}',
+        '{"version": 1, "rows": 5}',
+        '{"version": 1, "rows": [{"gpu": "x"}]}',
+        json.dumps({"version": 1, "rows": [{**vars(row(8)), "splits": 0}]}),
+        json.dumps({"version": 1, "rows": [{**vars(row(8)), "warps": "4"}]}),
+        json.dumps({"version": 1, "rows": [{**vars(row(8)), "units": 10**400}]}),
+        pytest.param("[" * 10**5, id="deep"),
+    ],
+)
+def test_a_damaged_table_is_warned_of_and_not_used(tmp_path: FilePath, text: str) -> None:
+    path = tmp_path / "tuned.json"
+    path.touch(mode=0o600)  # others may not write it, whatever the umask
+    path.write_text(text)
+    with pytest.warns(RuntimeWarning, match="planned by a formula"):
+        assert load_table(path) == ()
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"version": 0}', '{"version": 1, "rows": [{}]}'])
+def test_a_damaged_or_older_table_is_replaced(tmp_path: FilePath, text: str) -> None:
+    path = tmp_path / "tuned.json"
+    path.touch(mode=0o600)  # others may not write it, whatever the umask
+    path.write_text(text)
+    save_table([row(8)], path)
+    assert load_table(path) == (row(8),)
+
+
+def test_a_newer_table_is_left_as_it_is(tmp_path: FilePath) -> None:
+    path = tmp_path / "tuned.json"
+    text = '{"version": 2, "rows": [{"of": "another form"}]}'
+    path.touch(mode=0o600)
+    path.write_text(text)
+    for rows in ([], [row(8)]):
+        with pytest.raises(ConfigError, match=r"version 2, this kvquant writes 1: use the newer"):
+            save_table(rows, path)
+    assert path.read_text() == text
+
+
+def save_one_by_one(path: FilePath, first: int) -> None:
+    for units in range(first, first + 20):
+        save_table([row(units)], path)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")  # the children touch files only
+def test_processes_that_save_at_once_lose_no_rows(tmp_path: FilePath) -> None:
+    path = tmp_path / "tuned.json"
+    fork = multiprocessing.get_context("fork")
+    processes = [
+        fork.Process(target=save_one_by_one, args=(path, first)) for first in range(1, 81, 20)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0, 0, 0, 0]
+    assert {one.units for one in load_table(path)} == set(range(1, 81))
+
+
+def test_threads_that_save_at_once_lose_no_rows(tmp_path: FilePath) -> None:
+    path = tmp_path / "tuned.json"
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda units: save_table([row(units)], path), range(1, 41)))
+    assert {one.units for one in load_table(path)} == set(range(1, 41))
+
+
+def test_a_table_that_cannot_be_written_is_refused(tmp_path: FilePath) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="KVQUANT_CACHE_DIR"):
+        save_table([row(8)], tmp_path / "file" / "tuned.json")
+
+
+def test_a_table_that_others_can_have_written_is_not_used(tmp_path: FilePath) -> None:
+    path = tmp_path / "tuned.json"
+    save_table([row(8)], path)
+    assert oct(path.stat().st_mode & 0o777) == "0o600"
+    path.chmod(0o662)
+    with pytest.warns(RuntimeWarning, match=r"others may write to .*\(mode 662\): chmod go-w it"):
+        assert load_table(path) == ()
+    path.chmod(0o644)
+    tmp_path.chmod(0o770)
+    with pytest.warns(RuntimeWarning, match="others may write"):
+        assert load_table(path) == ()
+    with pytest.raises(ConfigError, match="others may write"):
+        save_table([row(16)], path)
+    tmp_path.chmod(0o700)
+    assert load_table(path) == (row(8),)

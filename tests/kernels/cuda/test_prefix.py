@@ -1,0 +1,412 @@
+"""The prefix kernel: in numba's simulator, as machine code, its launches, and on a GPU (-m gpu)."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from fake_cuda import FakeDriver, install_for_rows
+from in_simulator import SIMULATED, in_simulator
+from prefix_cases import PrefixCase, make_prefix, nothing_of_its_own
+from simulator_cases import rare
+
+from kvquant import RowFormat, dequantize_rows, quantize_rows
+from kvquant.errors import ConfigError, ShapeError, UnsupportedError
+from kvquant.kernels.cuda.prefix import combine_launch as mergestates
+from kvquant.kernels.cuda.prefix import launch as launching
+from kvquant.kernels.cuda.prefix.spec import PREFIX, SHAPES, PrefixSpec, blocks_per_sm, fit
+from kvquant.kernels.cuda.runtime import launch as loaded
+from kvquant.kernels.cuda.runtime.compile import compile_spec
+from kvquant.ops import shared_prefix_torch as cascadeops
+from kvquant.ops.shared_prefix import attend_shared
+from kvquant.rows.format import HEAD_DIMS
+
+if SIMULATED:
+    from kvquant.kernels.cuda.prefix import kernel as prefix
+    from kvquant.kernels.cuda.simulator import simulator
+
+needs_numba_cuda = pytest.mark.skipif(
+    importlib.util.find_spec("numba_cuda") is None, reason="needs the cuda extra: numba-cuda"
+)
+FORMATS = "int4 int4-g2 int4-g4 int4-g8 int8 int8-g8 fp8 fp8-g4 bf16 fp16".split()
+H200, RTX_4090 = 232448, 101376  # shared memory of a block
+LIMITS = {torch.bfloat16: 3e-3, torch.float16: 8e-4}
+Measure = Callable[[torch.Tensor, torch.Tensor], float]
+INT4 = RowFormat.parse("int4-g4", 128)
+
+
+# In the simulator
+
+
+def simulate(
+    case: PrefixCase,
+    splits: int = 1,
+    *,
+    members: list[int] | None = None,
+    backwards: bool = False,
+    **shape: Any,
+) -> None:
+    """Compare with float64; shape: warps, blocks, tokens and span of the spec."""
+    room: Any = prefix
+    segment, q = case.prefix, case.q
+    k, v, table = segment.k_rows, segment.v_rows, segment.block_table
+    num_kv_heads, page_size = k.shape[1:3]
+    ratio = q.shape[1] // num_kv_heads
+    query = {torch.bfloat16: "bf16", torch.float16: "fp16"}[q.dtype]
+    spec = PrefixSpec(segment.k_format, segment.v_format, query, table is not None)
+    plain: dict[str, Any] = {"warps": 2, "blocks": 1, "tokens": 32, "span": 32}
+    spec = replace(spec, **plain | shape)
+    places = torch.arange(len(q)) if members is None else torch.tensor(members)
+    rows = len(places) * ratio
+    out = torch.full((splits, num_kv_heads, rows, segment.v_format.head_dim), torch.nan)
+    lse = torch.full((splits, num_kv_heads, rows), torch.nan)
+    tensors = [q, places, out, lse, k, v, segment.seq_lens]
+    values = [x.data_ptr() for x in tensors] + [0 if table is None else table.data_ptr()]
+    if members is None:
+        values[1] = 0
+    values += loaded.strides(q) + loaded.strides(k) + loaded.strides(v)
+    shift = 0 if table is None else page_size.bit_length() - 1
+    scale = q.shape[2] ** -0.5 * math.log2(math.e)
+    numbers = [*values, segment.capacity, shift, len(places), len(q), ratio, scale]
+    arguments = [one(n) for one, n in zip(room.signature(spec), numbers, strict=True)]
+    tensors += [] if table is None else [table]
+    simulator.launch(
+        room.make_prefix_kernel(spec),
+        (-(-rows // spec.rows), num_kv_heads, splits),
+        spec.threads,
+        spec.shared_bytes,
+        arguments,
+        [(x.data_ptr(), x.nbytes) for x in tensors],
+        backwards=backwards,
+    )
+    weights = lse.double().softmax(0)
+    found = (weights[..., None] * out.double().nan_to_num()).sum(0)
+    lse = lse.double().logsumexp(0)
+    shared = (places >= 0) & (places < len(q))
+    by_member = (num_kv_heads, len(places), ratio)
+    found = found.view(*by_member, -1).transpose(0, 1).flatten(1, 2)[shared]
+    lse = lse.view(by_member).transpose(0, 1).flatten(1, 2)[shared]
+    wanted, wanted_lse = case.out[places[shared]], case.lse[places[shared]]
+    assert float((found - wanted).norm() / wanted.norm()) < 8e-4
+    torch.testing.assert_close(lse, wanted_lse, rtol=1e-4, atol=1e-3)
+
+
+@rare
+@in_simulator
+def test_splits_and_pages() -> None:
+    simulate(make_prefix("int4-g4/int8", 64, 9, (4, 2), 150, page_size=16), 3)
+
+
+@in_simulator
+def test_splits_without_tokens_say_so() -> None:
+    simulate(make_prefix("int8/fp8", 64, 2, (2, 2), 33, page_size=32), 4)
+
+
+@in_simulator
+def test_members_and_two_blocks_of_queries_a_warp() -> None:
+    case = make_prefix("int8-g2/int4-g2", 64, 4, (8, 2), 70)
+    simulate(case, 2, members=[2, -1, 0, 1, 4], backwards=True, warps=1, blocks=2)
+
+
+@in_simulator
+def test_tiles_in_parts_and_rows_in_a_run() -> None:
+    case = make_prefix("fp8/int4", 80, 3, (4, 1), 70, page_size=0, dtype=torch.float16)
+    simulate(case, tokens=64)
+
+
+@in_simulator
+def test_16_bit_rows() -> None:
+    simulate(make_prefix("bf16/fp16", 80, 3, (4, 1), 50, dtype=torch.float16), span=16)
+
+
+@in_simulator
+def test_blocks_of_nobody_end_at_once() -> None:
+    case = make_prefix("int4", 64, 40, (1, 1), 40)
+    simulate(case, members=[*range(32), *[-1] * 32], warps=2)
+
+
+@in_simulator
+def test_tiny_and_large_numbers() -> None:
+    scales = (6e4, 1e-5, 1e-5)
+    simulate(make_prefix("int4/int4-g4", 64, 3, (2, 1), 40, scales=scales))
+    scales = (1e-4, 1e4, 1e4)
+    simulate(make_prefix("int8/fp8", 64, 3, (2, 1), 40, scales=scales))
+
+
+# Machine code, and what fits a GPU
+
+
+@needs_numba_cuda
+@pytest.mark.parametrize(
+    ("names", "head_dim", "rows", "arch"),
+    [
+        ("int4-g4/int4-g4", 128, 256, "sm_90"),
+        ("int8/fp8", 80, 128, "sm_89"),
+        ("bf16/int4", 256, 64, "sm_100"),
+    ][: None if os.environ.get("KVQUANT_CUBINS") == "all" else 1],
+)
+def test_machine_code_spills_nothing(names: str, head_dim: int, rows: int, arch: str) -> None:
+    k, v = (RowFormat.parse(name, head_dim) for name in names.split("/"))
+    report = compile_spec(fit(PrefixSpec(k, v), rows, H200), arch).report
+    assert report.stack_bytes == 0
+
+
+def test_every_format_fits_every_gpu() -> None:
+    for name in FORMATS:
+        for head_dim in HEAD_DIMS:
+            fmt = RowFormat.parse(name, head_dim)
+            try:
+                spec = PrefixSpec(fmt, fmt)
+            except UnsupportedError as error:
+                assert "groups" in str(error)
+                continue
+            for num_rows in (1, 64, 65, 1000):
+                for most in (H200, RTX_4090):
+                    found = fit(spec, num_rows, most)
+                    assert found.shared_bytes <= most
+                    assert found.blocks == 1 or head_dim <= 128
+    with pytest.raises(UnsupportedError, match="bytes of shared memory, this GPU has 1000"):
+        fit(PrefixSpec(INT4, INT4), 64, 1000)
+
+
+def test_blocks_are_as_wide_as_there_are_queries() -> None:
+    shapes = [fit(PrefixSpec(INT4, INT4), rows, H200).rows for rows in (8, 64, 65, 128, 129, 512)]
+    assert shapes == [64, 64, 128, 128, 256, 256]
+    per_sm = [
+        blocks_per_sm(fit(PrefixSpec(INT4, INT4), rows, H200), 233472) for rows in (64, 128, 256)
+    ]
+    assert per_sm == [3, 2, 1]
+    assert SHAPES[0] == (8, 2, 64)
+
+
+# Launches
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    """The CPU as an H200 with a driver that takes notes."""
+    return install_for_rows(monkeypatch, launching, mergestates)
+
+
+def launch(case: PrefixCase, members: torch.Tensor | None = None, **options: Any) -> None:
+    batch, num_heads, _ = case.q.shape
+    out = torch.zeros(batch, num_heads, case.prefix.v_format.head_dim, dtype=case.q.dtype)
+    launching.add_prefix(
+        case.q, case.prefix, members, out, torch.zeros(batch, num_heads), 0.25, **options
+    )
+
+
+def test_arguments_are_those_of_the_call(cuda: FakeDriver) -> None:
+    case = make_prefix("int4/int8", 64, 40, (8, 2), 700, page_size=64)
+    members = torch.arange(40)
+    launch(case, members)
+    first, merge = cuda.launched
+    (spec,) = (one[0] for one in loaded._kernels if isinstance(one[0], PrefixSpec))  # type: ignore[index]
+    assert spec.rows == 256
+    names = [name for name, _ in PREFIX]
+    given = dict(zip(names, struct.unpack(spec.arguments, first.arguments), strict=True))
+    k, v = case.prefix.k_rows, case.prefix.v_rows
+    assert case.prefix.block_table is not None
+    assert given["k_rows"] == k.data_ptr() and given["v_rows"] == v.data_ptr()
+    assert given["q"] == case.q.data_ptr() and given["members"] == members.data_ptr()
+    assert given["table"] == case.prefix.block_table.data_ptr()
+    assert (given["q_stride_batch"], given["q_stride_head"]) == (8 * 64 * 2, 64 * 2)
+    assert (given["k_stride_page"], given["k_stride_head"], given["k_stride_row"]) == k.stride()[:3]
+    assert (given["capacity"], given["page_shift"]) == (704, 6)
+    assert (given["num_members"], given["batch"], given["ratio"]) == (40, 40, 4)
+    assert given["score_scale"] == pytest.approx(0.25 * math.log2(math.e))
+    assert first.grid == (1, 2, 11) and first.block == (256, 1, 1)  # a split a tile
+    assert first.shared == spec.shared_bytes and merge.grid == (80, 1, 1)
+    launch(case, members, num_splits=3)
+    launch(case, members[:0])
+    launch(case._replace(q=case.q[:0]))
+    assert [note.grid for note in cuda.launched[2:]] == [(1, 2, 3), (80, 1, 1)]
+
+
+def test_the_op_launches_as_the_call_does(cuda: FakeDriver) -> None:
+    for batch in (3, 0):
+        case = make_prefix("int4/int8", 64, 3, (4, 2), 90, page_size=32)
+        q, (k, v, lens, k_format, v_format, _, table, *_) = case.q[:batch], case.prefix
+        out, lse = torch.zeros_like(q), torch.zeros(batch, 4)
+        cascadeops.add_prefix(q, case.prefix, None, out, lse, 0.25, None)
+        rows = k, v, lens, str(k_format), str(v_format), table
+        torch.ops.kvquant.add_prefix(q, *rows, None, out, lse, 0.25, None)
+    first, _, second, _ = cuda.launched
+    parts = struct.calcsize("=2Q"), struct.calcsize("=4Q")  # the addresses of the splits' states
+    for one, other in ((0, parts[0]), (parts[1], None)):
+        assert first.arguments[one:other] == second.arguments[one:other]
+    assert first.grid == second.grid
+
+
+def test_queries_that_cannot_be_read_are_copied(cuda: FakeDriver) -> None:
+    case = make_prefix("int8", 64, 4, (4, 2), 40)
+    wide = torch.zeros(4, 4, 65, dtype=torch.bfloat16)
+    row = torch.zeros(4 * 4 * 64 + 1, dtype=torch.bfloat16)
+    for q in (wide[:, :, 1:], row[1:].view(4, 4, 64), wide[:, :, :64]):
+        launch(case._replace(q=q))
+        first = struct.unpack(PrefixSpec(INT4, INT4).arguments, cuda.launched[-2].arguments)
+        given = dict(zip([name for name, _ in PREFIX], first, strict=True))
+        assert given["q"] != q.data_ptr() and given["q"] % 4 == 0
+        assert (given["q_stride_batch"], given["q_stride_head"]) == (4 * 64 * 2, 64 * 2)
+    heads_first = torch.zeros(4, 4, 64, dtype=torch.bfloat16).transpose(0, 1)
+    launch(case._replace(q=heads_first))
+    first = struct.unpack(PrefixSpec(INT4, INT4).arguments, cuda.launched[-2].arguments)
+    assert first[0] == heads_first.data_ptr()
+
+
+def test_what_does_not_fit_is_refused(cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_prefix("int8", 64, 2, (2, 2), 40)
+    moved = torch.zeros(case.prefix.k_rows.numel() + 4, dtype=torch.uint8)[1:-3]
+    odd = case.prefix._replace(k_rows=moved.view(case.prefix.k_rows.shape))
+    with pytest.raises(ConfigError, match="k_rows: rows of int8 with head_dim 64 must be aligned"):
+        launch(case._replace(prefix=odd))
+    monkeypatch.setattr(loaded, "_gpus", {})
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    with pytest.raises(UnsupportedError, match=r"compute capability 8.0 .* has 7.5"):
+        launch(case)
+    assert not cuda.launched
+
+
+def test_a_prefix_in_a_ring_is_refused() -> None:
+    case = make_prefix("int8", 64, 2, (2, 2), 40, page_size=0)
+    own, starts = nothing_of_its_own(case), torch.zeros(1, dtype=torch.int32)
+    for ring in (case.prefix._replace(starts=starts), case.prefix._replace(seats=starts)):
+        with pytest.raises(ConfigError, match="the prefix is a ring"):
+            attend_shared(case.q, ring, [own])
+    with pytest.raises(ShapeError, match="q has head_dim 128, K has 64"):
+        attend_shared(torch.zeros(2, 2, 128), case.prefix, [own])
+
+
+# On a GPU
+
+
+def check(relative_l2: Measure, case: PrefixCase, **options: Any) -> None:
+    """Compare with float64; nothing but the prefix is attended to."""
+    found: Any = attend_shared(
+        case.q, case.prefix, [nothing_of_its_own(case)], return_lse=True, **options
+    )
+    assert relative_l2(found[0], case.out) < LIMITS[case.q.dtype]
+    torch.testing.assert_close(found[1].double(), case.lse, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats(relative_l2: Measure, name: str, dtype: torch.dtype) -> None:
+    check(
+        relative_l2,
+        make_prefix(name, 128, 40, (8, 2), 1000, page_size=64, dtype=dtype, device="cuda"),
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("names", ["int4", "int8/bf16"])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_head_dims(relative_l2: Measure, head_dim: int, names: str) -> None:
+    for page_size in (0, 16):
+        case = make_prefix(names, head_dim, 33, (6, 2), 300, page_size=page_size, device="cuda")
+        check(relative_l2, case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [1, 5, 17, 80])
+@pytest.mark.parametrize("heads", [(4, 4), (8, 1), (71, 1), (10, 2)], ids=str)
+def test_heads(relative_l2: Measure, heads: tuple[int, int], batch: int) -> None:
+    for num_splits in (None, 1, 3):
+        case = make_prefix("int4-g4", 128, batch, heads, 777, page_size=32, device="cuda")
+        check(relative_l2, case, num_splits=num_splits)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 15, 64, 65, 4096, 40000])
+def test_lengths(relative_l2: Measure, tokens: int) -> None:
+    check(relative_l2, make_prefix("int4-g4", 128, 64, (4, 1), tokens, device="cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "scales",
+    [(6e4, 1e-5, 1e-5), (1e-4, 1e4, 1e4), (1e-4, 1e-5, 1e4), (1.0, 1.0, 1e-6)],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["int4-g4", "fp8", "int8"])
+def test_tiny_and_large_scales(
+    relative_l2: Measure, name: str, scales: tuple[float, float, float]
+) -> None:
+    check(relative_l2, make_prefix(name, 128, 64, (4, 1), 900, scales=scales, device="cuda"))
+
+
+@pytest.mark.gpu
+def test_values_that_grow_from_tile_to_tile(relative_l2: Measure) -> None:
+    case = make_prefix("int8", 128, 64, (4, 1), 640, page_size=0, device="cuda")
+    growing = torch.logspace(-6, 4, 640, device="cuda")[:, None]
+    v = torch.randn(1, 1, 640, 128, device="cuda") * growing
+    rows = quantize_rows(v, case.prefix.v_format)
+    k = dequantize_rows(case.prefix.k_rows, case.prefix.k_format).double()[0, 0]
+    scores = (case.q.double() @ k.T) * 128**-0.5
+    out = scores.softmax(-1) @ dequantize_rows(rows, case.prefix.v_format).double()[0, 0]
+    check(relative_l2, case._replace(prefix=case.prefix._replace(v_rows=rows), out=out))
+
+
+@pytest.mark.gpu
+def test_queries_of_any_strides(relative_l2: Measure) -> None:
+    case = make_prefix("int4-g4", 128, 24, (8, 2), 300, device="cuda")
+    wide = torch.zeros(24, 8, 129, dtype=case.q.dtype, device="cuda")
+    wide[:, :, 1:] = case.q
+    for q in (wide[:, :, 1:], case.q.transpose(0, 1).contiguous().transpose(0, 1)):
+        check(relative_l2, case._replace(q=q))
+
+
+@pytest.mark.gpu
+def test_a_row_of_nan_is_not_hidden() -> None:
+    for side in ("k_rows", "v_rows"):
+        case = make_prefix("int4-g4", 128, 64, (4, 1), 900, page_size=0, device="cuda")
+        getattr(case.prefix, side)[0, 0, 700] = 0xFF
+        out = attend_shared(case.q, case.prefix, [nothing_of_its_own(case)])
+        assert isinstance(out, torch.Tensor) and bool(out.isnan().all())
+
+
+@pytest.mark.gpu
+def test_a_graph_serves_other_lengths_pages_and_members(relative_l2: Measure) -> None:
+    cases = [make_prefix("int4-g4", 128, 64, (4, 1), n, device="cuda") for n in (900, 250, 480)]
+    first = cases[0]
+    own, members = nothing_of_its_own(first), torch.arange(64).cuda()
+    attend_shared(first.q, first.prefix, [own], members=members)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = attend_shared(first.q, first.prefix, [own], members=members, return_lse=True)
+    table = first.prefix.block_table
+    assert table is not None
+    for case, count in ((cases[1], 64), (cases[2], 20)):
+        assert case.prefix.block_table is not None
+        num_pages = len(case.prefix.k_rows)
+        first.prefix.k_rows[:num_pages] = case.prefix.k_rows
+        first.prefix.v_rows[:num_pages] = case.prefix.v_rows
+        first.prefix.seq_lens.copy_(case.prefix.seq_lens)
+        table[:, : num_pages - 3] = case.prefix.block_table
+        first.q.copy_(case.q)
+        members.copy_(torch.where(torch.arange(64) < count, torch.arange(64), -1))
+        graph.replay()
+        assert relative_l2(out[:count], case.out[:count]) < 3e-3
+        assert bool((lse[count:] == -torch.inf).all()) and not out[count:].any()
+
+
+@pytest.mark.gpu
+def test_torch_compile_takes_it_whole(relative_l2: Measure) -> None:
+    case = make_prefix("int4-g4", 128, 16, (8, 2), 500, device="cuda")
+    own = nothing_of_its_own(case)
+
+    @torch.compile(fullgraph=True)
+    def step(q: torch.Tensor, members: torch.Tensor) -> Any:
+        return attend_shared(q * 1.0, case.prefix, [own], members=members, return_lse=True)
+
+    out, lse = step(case.q, torch.arange(16).cuda())
+    assert relative_l2(out, case.out) < 3e-3
+    torch.testing.assert_close(lse.double(), case.lse, rtol=1e-4, atol=1e-3)

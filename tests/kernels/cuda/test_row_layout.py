@@ -1,0 +1,69 @@
+"""Rows in shared memory: aligned, free of bank conflicts, or refused. No GPU is needed."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvquant.errors import UnsupportedError
+from kvquant.kernels.cuda.device.row_layout import UNIT, StagedRow
+from kvquant.rows.format import BITS, HEAD_DIMS, RowFormat
+
+
+def formats() -> list[RowFormat]:
+    """Every format that has a CUDA kernel."""
+    found = []
+    for head_dim in HEAD_DIMS:
+        for codec, bits in BITS.items():
+            for groups in (1, 2, 4, 8) if bits < 16 else (1,):
+                fmt = RowFormat(codec, groups, head_dim)
+                try:
+                    StagedRow(fmt)
+                except UnsupportedError:
+                    continue
+                found.append(fmt)
+    return found
+
+
+@pytest.mark.parametrize("fmt", formats(), ids=lambda fmt: f"{fmt}/{fmt.head_dim}")
+def test_eight_rows_touch_every_bank_once(fmt: RowFormat) -> None:
+    row = StagedRow(fmt)
+    assert (row.stride // UNIT) % 2 == 1
+    assert sorted(i * row.stride // UNIT % 8 for i in range(8)) == list(range(8))
+
+
+@pytest.mark.parametrize("fmt", formats(), ids=lambda fmt: f"{fmt}/{fmt.head_dim}")
+def test_codes_are_aligned_and_copies_fill_the_row(fmt: RowFormat) -> None:
+    row = StagedRow(fmt)
+    assert row.prefix % UNIT == 0
+    assert row.prefix + fmt.code_bytes <= row.stride and row.prefix >= fmt.header_bytes
+    for dense in (True, False):
+        landed = StagedRow(fmt, dense)
+        assert landed.stride == row.stride
+        if landed.realigned and not dense:  # wherever the row starts, its windows cover it
+            latest = UNIT - landed.alignment
+            assert UNIT * landed.windows >= latest + fmt.row_bytes
+            assert landed.landing % UNIT == 0
+        if landed.realigned and dense:  # an odd number of words or pairs: no bank conflicts
+            assert landed.landing == fmt.row_bytes
+            assert fmt.row_bytes // landed.alignment % 2 == 1
+    assert row.chunks * row.span * (16 if fmt.is_exact else fmt.bits) <= 16 * 8 * row.chunks * (
+        2 if fmt.is_exact else 1
+    )
+
+
+def test_the_rows_of_the_issue_are_supported() -> None:
+    names = {str(fmt) for fmt in formats() if fmt.head_dim == 128}
+    assert names >= {"int4", "int4-g2", "int4-g4", "int4-g8", "int8", "int8-g4", "fp8", "fp8-g4"}
+    assert names >= {"bf16", "fp16"}
+
+
+def test_an_80_byte_row_is_its_own_padding() -> None:
+    assert StagedRow(RowFormat.parse("int4-g4", 128)).stride == 80
+    assert StagedRow(RowFormat.parse("int4", 128)).stride == 80
+    assert StagedRow(RowFormat.parse("bf16", 128)).stride == 272
+    assert StagedRow(RowFormat.parse("bf16", 128), padded=False).stride == 256
+
+
+def test_groups_that_do_not_line_up_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="groups of 24 do not line up with the 32 elements"):
+        StagedRow(RowFormat.parse("int4-g4", 96))

@@ -1,0 +1,125 @@
+"""Append and dequantize kernels as machine code, without a GPU: nothing spilled.
+
+CI compiles a representative part of the matrix; the whole, with a line for each kernel:
+
+    KVQUANT_CUBINS=all pytest -s tests/kernels/cuda/test_rows_compile.py
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import struct
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvquant.kernels.cuda.append.feedback_spec import FeedbackSide, FeedbackSpec
+from kvquant.kernels.cuda.device.row_spec import AppendSpec, DequantizeSpec, Side
+from kvquant.kernels.cuda.prefix.combine_spec import MergeSpec
+from kvquant.kernels.cuda.runtime.compile import compile_spec, cubin_key
+from kvquant.rows.format import RowFormat
+
+compile_once = functools.cache(compile_spec)
+
+GPUS = ("sm_80", "sm_89", "sm_90", "sm_100")
+FORMATS = "int4 int4-g2 int4-g4 int4-g8 int8 int8-g4 fp8 fp8-g4 bf16 fp16".split()
+
+
+FEEDBACK = FeedbackSpec((FeedbackSide(Side(RowFormat.parse("int4", 64)), share=4),) * 2)
+
+
+def make_row_spec(text: str) -> AppendSpec | DequantizeSpec:
+    """An append or dequantize kernel: "K[/V] [head_dim] [word ...]"; the words are "exact" (16-bit
+    rows), "rotated" (both, with an offset), "clip", "rope", "float32" and "dequantize"."""
+    formats, *words = text.split()
+    head_dim = next((int(word) for word in words if word.isdecimal()), 128)
+    k_name, _, v_name = formats.partition("/")
+    k, v = (RowFormat.parse(name, head_dim) for name in (k_name, v_name or k_name))
+    element = "fp32" if "float32" in words else "bf16"
+    if "dequantize" in words:
+        return DequantizeSpec(k, element)
+    rotated, clip = "rotated" in words, "clip" in words
+    return AppendSpec(
+        Side(k, rotated, rotated, clip),
+        Side(v, rotated, rotated, clip),
+        element,
+        "bf16" if "exact" in words else "",
+        head_dim if "rope" in words else 0,
+    )
+
+
+DEQUANTIZE = "fp8-g8 80 dequantize float32"
+ROWS_IN_CI = (
+    ("int4-g4 exact rotated rope clip", "sm_80"),
+    ("int4/int8-g8 96 exact", "sm_100"),
+    ("fp8 256 rotated", "sm_89"),
+    ("fp8/int4-g8 80", "sm_90"),
+    (DEQUANTIZE, "sm_90"),
+)
+ROW_WORDS = ("", " exact", " rotated", " exact rotated rope", " dequantize")
+ALL_ROWS = [
+    *(f"{name}{words}" for name in FORMATS for words in ROW_WORDS),
+    *(f"{name} {dim}" for name in FORMATS for dim in (64, 80, 96, 112, 192, 256)),
+    *(f"int4-g4 float32{words}" for words in ROW_WORDS),
+]
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("numba_cuda") is None, reason="needs the cuda extra: numba-cuda"
+)
+@pytest.mark.parametrize(
+    ("text", "arch"),
+    ROWS_IN_CI
+    if os.environ.get("KVQUANT_CUBINS") != "all"
+    else [(text, arch) for text in ALL_ROWS for arch in GPUS],
+    ids=lambda word: word.replace(" ", "-"),
+)
+def test_machine_code_of_rows_spills_nothing(text: str, arch: str) -> None:
+    spec = make_row_spec(text)
+    if arch == "sm_80":
+        spec = replace(spec, converts_fp8=False)
+    report = compile_once(spec, arch).report
+    print(f"{text:32} {arch:6} {report}")
+    assert report.stack_bytes == 0, "spilled, or arrays in local memory"
+    blocks = 65536 // (spec.threads * -(-report.registers // 8) * 8)
+    assert blocks * spec.threads >= 512, "too few threads to hide the memory's latency"
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("numba_cuda") is None, reason="needs the cuda extra: numba-cuda"
+)
+@pytest.mark.parametrize(
+    "spec",
+    [make_row_spec("fp8/int4-g8 80"), make_row_spec(DEQUANTIZE), MergeSpec(64), FEEDBACK],
+    ids=lambda spec: type(spec).__name__,
+)
+def test_arguments_have_the_size_that_the_kernel_takes(spec: Any) -> None:
+    # a launch with more is refused; on sm_90 they begin at byte 0x210 of constant bank 0
+    code = compile_once(spec, "sm_90").code
+    assert sections(code)[".nv.constant0."] - 0x210 == struct.calcsize(spec.arguments)
+
+
+def sections(code: bytes) -> dict[str, int]:
+    """Sizes of the sections of a cubin, by what their names begin with up to the second dot."""
+    (table,) = struct.unpack_from("<Q", code, 0x28)
+    size, count, names_at = struct.unpack_from("<3H", code, 0x3A)
+    headers = [struct.unpack_from("<IIQQQQ", code, table + i * size) for i in range(count)]
+    found = {}
+    for name, _, _, _, _, length in headers:
+        start = headers[names_at][4] + name
+        text = code[start : code.index(b"\0", start)].decode()
+        found[".".join(text.split(".")[:3]) + "."] = length
+    return found
+
+
+def test_the_key_changes_with_all_that_matters() -> None:
+    texts = ["int4-g4", "int4-g4/int8", "int4-g4 exact", "int4-g4 rope", "int4-g4 rotated"]
+    texts += ["int4-g4 clip"]
+    texts += ["int4-g4 float32", "int4-g4 dequantize", "int4-g4 dequantize float32", "int4-g4 64"]
+    specs = [make_row_spec(text) for text in texts]
+    specs += [replace(specs[0], converts_fp8=False), replace(specs[0], warps=8)]
+    keys = {cubin_key(spec, "sm_90") for spec in specs}
+    assert len(keys) == len(specs) and cubin_key(specs[0], "sm_89") not in keys

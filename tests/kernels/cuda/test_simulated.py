@@ -1,0 +1,130 @@
+"""The decode kernel's own code in numba's simulator, against the reference. Needs no GPU.
+
+KVQUANT_SIMULATED=all pytest tests/kernels/cuda/test_simulated.py    # rare cases too
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+from simulator_cases import run_selected, select_cases
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("numba_cuda") is None, reason="needs the cuda extra: numba-cuda"
+)
+LIMITS = {"bf16": 3e-3, "fp16": 8e-4}  # of the output, by its dtype
+LSE_LIMIT = 2e-3  # sums of P, in bf16 where V is; else far less
+
+FORMATS = "int4 int4-g2 int4-g4 int4-g8 int8 int8-g2 int8-g4 int8-g8 fp8 fp8-g4 bf16 fp16".split()
+PAIRS = "int8 int4-g4, int4 bf16, fp16 fp8-g4, bf16 int4, int4-g8 int8".split(", ")
+TECHNIQUES = ("unrolled loads", "V prefetch", "padded shared memory", "lazy rescale")
+
+# name -> what differs from the defaults of simulated_cases.Case
+CASES: dict[str, dict[str, Any]] = {}
+case: dict[str, Any]
+for name in FORMATS:
+    CASES[name] = {"k": name, "lens": [33, 100]}
+    CASES[f"{name}, fp16 query"] = {"k": name, "lens": [31, 34], "query": "fp16"}
+for pair in PAIRS:
+    k, v = pair.split()
+    CASES[f"{k} and {v}"] = {"k": k, "v": v, "lens": [40]}
+for head_dim in (64, 80, 96, 112, 192, 256):
+    for k in ("int4", "int8", "bf16"):
+        CASES[f"{k}, head_dim {head_dim}"] = {"k": k, "head_dim": head_dim, "lens": [35]}
+for k, head_dim in (("int8-g2", 96), ("int4-g2", 192), ("fp8-g8", 256)):
+    CASES[f"{k}, head_dim {head_dim}"] = {"k": k, "head_dim": head_dim, "lens": [35]}
+for heads in ([1, 1], [5, 1], [10, 2], [10, 1]):
+    CASES[f"{heads[0]} on {heads[1]} heads"] = {"heads": heads, "lens": [33, 5]}
+for k in ("int4-g4", "int4"):
+    CASES[f"{k}, lengths"] = {"k": k, "lens": [0, 1, 31, 33, 100]}
+    for place in ("linear", "ring", "paged"):
+        for layout in ("heads", "tokens") if place == "paged" else ("heads", "odd heads", "tokens"):
+            case = {"k": k, "place": place, "layout": layout, "heads": [4, 2], "lens": [33, 70]}
+            CASES[f"{k}, {place}, {layout}"] = case
+    for page_size in (32, 64, 128):
+        case = {"k": k, "place": "paged", "page_size": page_size, "lens": [0, 129, 47]}
+        CASES[f"{k}, pages of {page_size}"] = case
+for place in ("linear", "ring", "paged"):
+    for layout in ("heads", "tokens"):
+        case = {"k": "int4", "place": place, "layout": layout, "lens": [33, 64], "overlong": True}
+        CASES[f"{place}, {layout}, lengths beyond the room"] = case
+for head_dim in (80, 112):  # rows whose last window of 16 bytes may lie behind them
+    case = {"k": "int4", "head_dim": head_dim, "place": "ring", "lens": [64], "overlong": True}
+    CASES[f"ring up to its last row, head_dim {head_dim}"] = case
+CASES |= {
+    "3 splits": {"lens": [0, 1, 33, 97], "splits": [3]},
+    "3 splits of int4": {"k": "int4", "lens": [70], "splits": [3], "heads": [12, 1]},
+    "12 splits": {"lens": [0, 350], "splits": [12]},
+    "sums put aside twice": {"lens": [1060]},
+    "2 warps": {"lens": [0, 1, 33, 100], "warps": 2},
+    "2 warps and splits": {"k": "int4", "lens": [0, 1, 65, 150], "warps": 2, "splits": [2]},
+    "4 warps": {"k": "int8", "lens": [0, 5, 200], "warps": 4, "splits": [2]},
+    "4 stages": {"lens": [0, 1, 33, 200], "stages": 4},
+    "3 stages of int4": {"k": "int4", "lens": [0, 1, 33, 170], "stages": 3},
+    "sinks before a ring": {"place": "ring", "sinks": 4, "lens": [0, 3, 4, 5, 70]},
+    "sinks before a ring of int4": {"k": "int4", "place": "ring", "sinks": 33, "lens": [30, 70]},
+    "seats": {"place": "ring", "sinks": 4, "seated": True, "lens": [70, 3, 40], "heads": [4, 2]},
+    "sinks and recent rows at their seats": {
+        "exact": "bf16",
+        "sinks": 4,
+        "seated": True,
+        "exact_lens": [[44, 3, 36], []],
+        "splits": [2, 2, 0],
+    },
+    "three segments": {"exact": "bf16", "splits": [1, 1, 1]},
+    "three segments, fp16": {"k": "int4", "exact": "fp16", "query": "fp16", "splits": [2, 1, 2]},
+    "three segments, bf16 and an fp16 query": {
+        "exact": "bf16",
+        "query": "fp16",
+        "splits": [1, 1, 1],
+        "place": "paged",
+    },
+    "three segments, 2 warps": {"exact": "bf16", "splits": [2, 1, 1], "warps": 2},
+    "no sinks": {"exact": "bf16", "splits": [1, 0, 2]},
+    "no recent rows": {"exact": "fp16", "splits": [2, 1, 0]},
+    "K and V of unlike head_dims": {"head_dim": 128, "v_head_dim": 64, "lens": [50]},
+    "without lse": {"want_lse": False, "lens": [0, 40]},
+    "without lse, splits": {"want_lse": False, "lens": [0, 70], "splits": [2]},
+    "large queries": {"q_scale": 3e3, "lens": [64]},
+    "peaked scores": {"q_scale": 30.0, "lens": [200]},
+}
+for technique in TECHNIQUES:
+    for k in ("int4-g4", "int4"):
+        CASES[f"{k} without {technique}"] = {"k": k, "without": technique, "lens": [100]}
+
+# what differs from another case in one more way alone
+RARE = [f"{name}, fp16 query" for name in FORMATS if name not in ("int4", "int4-g4", "bf16")]
+RARE += [f"int8, head_dim {head_dim}" for head_dim in (64, 80, 96, 112, 192, 256)]
+RARE += [f"int4, linear, {layout}" for layout in ("odd heads", "tokens")]
+RARE += [f"int4, ring, {layout}" for layout in ("heads", "tokens")]
+RARE += ["int4, paged, heads", "int4, pages of 32", "int4, pages of 128", "int4-g4, pages of 64"]
+RARE += [f"int4 without {technique}" for technique in TECHNIQUES]
+RARE += ["fp16 and fp8-g4", "int4-g8 and int8", "2 warps", "three segments", "no sinks"]
+RARE += ["4 warps", "three segments, 2 warps", "3 splits", "12 splits", "2 warps and splits"]
+RARE += ["three segments, bf16 and an fp16 query", "4 stages", "seats", "no recent rows"]
+RARE += [f"bf16, head_dim {head_dim}" for head_dim in (64, 80, 96, 112, 192)]
+RARE += [f"int4-g4, {place}, heads" for place in ("linear", "ring", "paged")]
+RARE += ["int8-g2", "int8-g4", "fp8-g4", "int4-g2", "int8-g8", "int4-g8"]
+RARE += [f"int4, head_dim {head_dim}" for head_dim in (64, 96, 192)]
+RARE += [f"{k}, {place}, tokens" for k, place in (("int4-g4", "linear"), ("int4-g4", "ring"))]
+RARE += ["int8 and int4-g4", "int4 and bf16", "int4, lengths", "sinks before a ring of int4"]
+RARE += ["int4, linear, heads", "3 splits of int4", "three segments, fp16", "without lse, splits"]
+CASES = select_cases(CASES, RARE)
+
+Results = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def results(request: pytest.FixtureRequest) -> Results:
+    """What the selected cases gave."""
+    return run_selected(request, "simulated_cases.py", CASES)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_kernel_in_the_simulator(results: Results, name: str) -> None:
+    case, result = CASES[name], results[name]
+    assert "problem" not in result, result["problem"]
+    assert result["out"] <= LIMITS[case.get("query", "bf16")]
+    assert result["lse"] <= LSE_LIMIT * max(1.0, case.get("q_scale", 1.0))

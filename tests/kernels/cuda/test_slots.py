@@ -1,0 +1,139 @@
+"""The kernel that places new tokens: in numba's simulator, as machine code, its launch. No GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import struct
+from typing import Any
+
+import pytest
+import torch
+from fake_cuda import CPU, STREAM, install_for_rows, note_devices
+from in_simulator import SIMULATED, in_simulator
+from layer_states import SPLITS, Split, make_layer, place, random_crop, random_lens
+
+from kvquant.cache.layer import LayerCache
+from kvquant.kernels.cuda.runtime.compile import compile_spec
+from kvquant.kernels.cuda.slots import launch as launcher
+from kvquant.kernels.cuda.slots.spec import PLACE, SlotSpec
+
+if SIMULATED:
+    from kvquant.kernels.cuda.simulator import simulator
+    from kvquant.kernels.cuda.slots import kernel as kernels
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("numba_cuda") is None, reason="needs the cuda extra: numba-cuda"
+)
+SPEC = SlotSpec(32)
+
+
+def run(
+    at: LayerCache,
+    new_lens: torch.Tensor | None,
+    new_tokens: int,
+    lost: torch.Tensor,
+    backwards: bool,
+) -> torch.Tensor:
+    """Run the kernel on a layer; the room that it has filled."""
+    room_of_kernels: Any = kernels
+    batch = len(at.seq_lens)
+    room = torch.full((3, batch * new_tokens + batch), -7)
+    tensors = [*at.lens, new_lens, lost, room]
+    step, size = (0, 0) if new_lens is None else (new_lens.stride(0), new_lens.element_size())
+    values = [0 if x is None else x.data_ptr() for x in tensors]
+    values += [step * size, size, new_tokens, *at.sizes, batch]
+    signature = room_of_kernels.signature(SPEC)
+    arguments = [one(n) for one, n in zip(signature, values, strict=True)]
+    storages = [x.untyped_storage() for x in tensors if x is not None]
+    memory = [(storage.data_ptr(), storage.nbytes()) for storage in storages]
+    kernel = room_of_kernels.make_slots_kernel(SPEC)
+    grid = (batch, 1, 1)
+    simulator.launch(kernel, grid, SPEC.threads, 0, arguments, memory, backwards=backwards)
+    return room
+
+
+def compare(split: Split, seed: int) -> None:
+    """Steps and crops of two layers, one by the kernel and one by the meaning."""
+    draw, batch = random.Random(seed), 3
+    at, other = make_layer(split, batch), make_layer(split, batch)
+    lost, other_lost = torch.zeros(2, 1, dtype=torch.int32)
+    for step in range(7):
+        new_tokens = draw.choice([1, 1, 2, 7, 40])
+        lens = random_lens(draw, batch, new_tokens)
+        given = None
+        if lens is not None:
+            dtype, every = draw.choice([torch.int32, torch.int64]), draw.choice([1, 2])
+            given = torch.zeros(every * batch, dtype=dtype)[::every].copy_(torch.tensor(lens))
+        before = [at.seq_lens.tolist(), at.packed_lens.tolist()]
+        before += [at.firsts.tolist()] if at.window is not None else [[-7] * batch]
+        room = run(at, given, new_tokens, lost, backwards=bool(step % 2))
+        slots = place(other, lens, new_tokens, other_lost)
+        for found, expected in zip(room[:, :-batch], slots, strict=True):
+            assert expected is None or torch.equal(found, expected), (split, seed, step)
+        assert room[:, -batch:].tolist() == before
+        for name, tensor in at.tensors().items():
+            assert torch.equal(tensor, other.tensors()[name]), (name, split, seed, step)
+        assert torch.equal(lost, other_lost)
+        for one in (at, other):
+            random_crop(random.Random(seed + step), one)
+
+
+@in_simulator
+def test_slots_and_lengths_are_those_of_torch() -> None:
+    for seed, split in enumerate(SPLITS.values()):
+        compare(split, seed)
+
+
+@in_simulator
+def test_slots_may_be_larger_than_32_bits() -> None:
+    batch = 3
+    at = make_layer(SPLITS["no 16-bit rows"], batch)
+    at.sizes = at.sizes._replace(packed_len=2**31 - 1, max_seq_len=2**31 - 1)
+    lost = torch.zeros(1, dtype=torch.int32)
+    at.seq_lens.fill_(2**31 - 3)
+    at.packed_lens.fill_(2**31 - 3)
+    room = run(at, torch.tensor([2**32 + 1, -(2**33), 1]), 2, lost, False)
+    first = 2**31 - 3
+    expected = [first, first + 1, -1, -1, 2 * (2**31 - 1) + first, -1]
+    assert room[0, : 2 * batch].tolist() == expected
+    assert at.seq_lens.tolist() == [2**31 - 1, 2**31 - 3, 2**31 - 2]
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90", "sm_100"])
+def test_machine_code_spills_nothing(arch: str) -> None:
+    assert compile_spec(SlotSpec(), arch).report.stack_bytes == 0
+
+
+def test_a_launch_has_the_arguments_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = install_for_rows(monkeypatch, launcher)
+    batch, new_tokens = 3, 4
+    at = make_layer(SPLITS["window"], batch)
+    lost, room = torch.zeros(1, dtype=torch.int32), torch.zeros(3, batch * new_tokens + batch)
+    new_lens = torch.zeros(2 * batch, dtype=torch.int64)[::2]
+    for given in (new_lens, None):
+        launcher.place_tokens(at.lens, at.sizes, given, new_tokens, lost, room)
+        note = cuda.launched[-1]
+        assert (note.grid, note.block, note.stream) == ((batch, 1, 1), (512, 1, 1), STREAM)
+        values = struct.unpack(SlotSpec().arguments, note.arguments)
+        found = dict(zip([name for name, _ in PLACE], values, strict=True))
+        expected = {name: getattr(at, name).data_ptr() for name, _ in PLACE[:7]}
+        expected |= {"new_lens": 0, "new_lens_step": 0, "new_lens_bytes": 0}
+        if given is not None:
+            expected |= {"new_lens": given.data_ptr(), "new_lens_step": 16, "new_lens_bytes": 8}
+        expected |= {"lost": lost.data_ptr(), "room": room.data_ptr(), "window": 12}
+        expected |= {"new_tokens": 4, "sink_len": 0, "recent_len": 4, "packed_len": 14}
+        assert found == expected | {"max_seq_len": 60, "batch": batch}
+
+
+def test_a_launch_without_a_window_has_no_lengths_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = install_for_rows(monkeypatch, launcher)
+    entered = note_devices(monkeypatch)
+    at = make_layer(SPLITS["both"], 2)
+    lost, room = torch.zeros(1, dtype=torch.int32), torch.zeros(3, 4)
+    for _ in range(2):
+        launcher.place_tokens(at.lens, at.sizes, None, 1, lost, room)
+    assert entered == [CPU, CPU] and len(cuda.launched) == 2
+    values = struct.unpack(SlotSpec().arguments, cuda.launched[0].arguments)
+    assert values[4:8] == (0, 0, 0, 0)
+    assert values[11:] == (0, 1, 3, 22, 5, 30, 0, 2)

@@ -1,0 +1,366 @@
+"""append_rows and dequantize_pages: the bytes, row by row; 8 s."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from kvquant import (
+    Rope,
+    RowFormat,
+    RowTransform,
+    Slots,
+    append_rows,
+    dequantize_pages,
+    dequantize_rows,
+    quantize_rows,
+)
+from kvquant.ops import append_backends as appendbackends
+from kvquant.rows.format import HEAD_DIMS
+from kvquant.rows.quantize import is_nan_row
+from kvquant.rows.rotation import rotate
+
+HEADS, PAGES, PAGE_SIZE = 2, 5, 7  # page sizes that attention does not take are stored too
+SEATS, EXACT_LEN = 3, 6
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+NAMES = [f"{codec}{groups}" for codec in ("int4", "int8", "fp8") for groups in ("", "-g4", "-g8")]
+NAMES += ["bf16", "fp16"]
+TRANSFORMS = {
+    "as it comes": (False, False, False),
+    "offset": (True, False, False),
+    "rotated": (False, True, False),
+    "offset and rotated": (True, True, False),
+    "rope": (False, False, True),
+    "all": (True, True, True),
+}
+
+
+def storage(fmt: RowFormat, pages: int = PAGES, page_size: int = PAGE_SIZE) -> torch.Tensor:
+    """Rows of rubbish, in strides that are not those of a contiguous tensor."""
+    shape = (HEADS, pages, page_size, fmt.row_bytes + 3)
+    return torch.randint(0, 256, shape, dtype=torch.uint8)[..., 2:-1].transpose(0, 1)
+
+
+def row(rows: torch.Tensor, slot: int) -> torch.Tensor:
+    """[num_kv_heads, row_bytes] at a slot."""
+    return rows[slot // rows.shape[2], :, slot % rows.shape[2]]
+
+
+def one_by_one(
+    values: torch.Tensor,
+    rows: torch.Tensor,
+    exact_rows: torch.Tensor | None,
+    slots: Slots,
+    fmt: RowFormat,
+    exact_format: RowFormat,
+) -> None:
+    """What append_rows promises: values [num_tokens, num_kv_heads, head_dim] as they are stored."""
+    for i, packed in enumerate(slots.packed.tolist()):
+        new = values[i]
+        if exact_rows is not None and slots.exact is not None and slots.leaving is not None:
+            exact, leaving = int(slots.exact[i]), int(slots.leaving[i])
+            rounded = quantize_rows(new, exact_format, check=False, backend="torch")
+            new = dequantize_rows(rounded, exact_format)
+            if leaving >= 0:
+                old = dequantize_rows(row(exact_rows, exact), exact_format)
+                row(rows, leaving)[:] = quantize_rows(old, fmt, check=False, backend="torch")
+            if exact >= 0:
+                row(exact_rows, exact)[:] = rounded
+                continue
+        if packed >= 0:
+            row(rows, packed)[:] = quantize_rows(new, fmt, check=False, backend="torch")
+
+
+def angles(num_tokens: int, rotary_dim: int, interleaved: bool = False) -> Rope:
+    theta = 100 * torch.rand(num_tokens, rotary_dim // 2)
+    return Rope(theta.cos(), theta.sin(), interleaved)
+
+
+def some_slots(num_tokens: int) -> Slots:
+    """Every kind: packed, exact, exact with one that leaves, nowhere."""
+    packed = torch.randperm(PAGES * PAGE_SIZE)
+    exact = torch.randperm(SEATS * EXACT_LEN)[:num_tokens]
+    kind = torch.arange(num_tokens) % 4
+    leaving = torch.where(kind == 2, packed[num_tokens : 2 * num_tokens], -1)
+    exact = torch.where((kind == 1) | (kind == 2), exact, -3)
+    return Slots(torch.where(kind == 3, -1, packed[:num_tokens]), exact, leaving)
+
+
+CASES = {  # dtype, K, V; the CPU kernel's bytes are torch's in kernels/cpu/test_rows.py
+    "torch": [
+        (torch.float32, "int4-g4", 80, "int8", 64),
+        (torch.bfloat16, "fp8-g8", 112, "int4", 192),
+        (torch.float16, "bf16", 64, "fp8", 256),
+        (torch.bfloat16, "int8-g8", 128, "fp16", 96),
+    ],
+    None: [(torch.bfloat16, "int4-g4", 64, "fp8", 96), (torch.float32, "fp8", 96, "int4-g4", 64)],
+}
+
+
+@pytest.mark.parametrize("backend", [None, "torch"])
+@pytest.mark.parametrize("kind", TRANSFORMS)
+@pytest.mark.parametrize("exact_format", [None, "bf16", "fp16"])
+def test_every_byte_is_that_of_quantize_rows_on_the_transformed_values(
+    kind: str, exact_format: str | None, backend: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(appendbackends, "TOKENS_PER_PART", 4)
+    with_offset, with_rotation, with_rope = TRANSFORMS[kind]
+    for dtype, k_name, k_dim, v_name, v_dim in CASES[backend]:
+        k_format, v_format = RowFormat.parse(k_name, k_dim), RowFormat.parse(v_name, v_dim)
+        k, v = (3 * torch.randn(9, HEADS, dim).to(dtype) for dim in (k_dim, v_dim))
+        offsets = [torch.randn(HEADS, dim) for dim in (k_dim, v_dim)]
+        transforms = [RowTransform(o if with_offset else None, with_rotation) for o in offsets]
+        rope = angles(9, k_dim // 2, interleaved=k_dim == 80) if with_rope else None
+        slots = some_slots(9)
+        exact: list[torch.Tensor | None] = [None, None]
+        formats = [RowFormat(exact_format or "bf16", 1, dim) for dim in (k_dim, v_dim)]
+        if exact_format is None:
+            slots = Slots(slots.packed)
+        else:
+            old = torch.randn(SEATS, HEADS, EXACT_LEN, 256)
+            exact = [quantize_rows(old[..., : fmt.head_dim], fmt) for fmt in formats]
+        rows = [storage(k_format), storage(v_format)]
+        expected = [x.clone() for x in rows]
+        expected_exact = [None if x is None else x.clone() for x in exact]
+        append_rows(
+            k,
+            v,
+            rows[0],
+            rows[1],
+            slots,
+            k_format,
+            v_format,
+            exact_k=exact[0],
+            exact_v=exact[1],
+            exact_format=exact_format or "bf16",
+            k_transform=transforms[0],
+            v_transform=transforms[1],
+            rope=rope,
+            backend=backend,
+        )
+        for side, x in enumerate((k, v)):
+            values = x.float() if side or rope is None else turned(x, rope)
+            values = values - offsets[side] if with_offset else values
+            values = rotate(values) if with_rotation else values
+            fmt = (k_format, v_format)[side]
+            arrays = expected[side], expected_exact[side]
+            one_by_one(values, *arrays, slots, fmt, formats[side])
+            assert torch.equal(rows[side], expected[side]), (str(fmt), dtype)
+            got, wanted = exact[side], expected_exact[side]
+            if got is not None and wanted is not None:
+                assert torch.equal(got, wanted), (str(fmt), dtype)
+
+
+def turned(x: torch.Tensor, rope: Rope) -> torch.Tensor:
+    """RoPE in float32, a channel at a time."""
+    out = x.float().clone()
+    half = rope.cos.shape[1]
+    for i in range(half):
+        a, b = (2 * i, 2 * i + 1) if rope.interleaved else (i, i + half)
+        x1, x2 = x[..., a].float(), x[..., b].float()
+        cos, sin = rope.cos[:, i, None], rope.sin[:, i, None]
+        out[..., a], out[..., b] = x1 * cos - x2 * sin, x2 * cos + x1 * sin
+    return out
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+@pytest.mark.parametrize("rotary_dim", [2, 32, 96])
+def test_rope_turns_pairs_and_keeps_scores_relative(rotary_dim: int, interleaved: bool) -> None:
+    fmt = RowFormat.parse("bf16", 96)
+    frequencies = 10 ** -(4 * torch.arange(rotary_dim // 2) / rotary_dim)
+    q, k = torch.randn(2, 1, 1, 96)
+    scores = []
+    for position in (0, 5, 300):
+        values = []
+        for x, at in ((q, position + 3), (k, position)):
+            theta = at * frequencies[None]
+            rope = Rope(theta.cos(), theta.sin(), interleaved)
+            rows = torch.zeros(1, 1, 1, fmt.row_bytes, dtype=torch.uint8)
+            append_rows(x, x, rows, rows.clone(), torch.tensor([0]), fmt, fmt, rope=rope)
+            values.append(dequantize_rows(rows, fmt))
+        scores.append(float((values[0] * values[1]).sum()))
+    assert scores == pytest.approx([scores[0]] * 3, abs=0.2)
+    assert torch.equal(
+        values[1][..., rotary_dim:].flatten(), k[..., rotary_dim:].bfloat16().flatten()
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_a_contiguous_cache_and_pages_get_the_same_rows(name: str, head_dim: int) -> None:
+    fmt = RowFormat.parse(name, head_dim)
+    k, v = torch.randn(2, 12, HEADS, head_dim).bfloat16()
+    contiguous, paged = (
+        [torch.zeros(n, HEADS, size, fmt.row_bytes, dtype=torch.uint8) for _ in "kv"]
+        for n, size in ((2, 6), (8, 2))
+    )
+    pages = torch.tensor([5, 0, 7, 2, 3, 1])
+    slots = (pages[:, None] * 2 + torch.arange(2)).flatten()
+    append_rows(k, v, contiguous[0], contiguous[1], torch.arange(12), name, fmt, backend="torch")
+    append_rows(k, v, paged[0], paged[1], slots, fmt, name, backend="torch")
+    for rows, other in zip(contiguous, paged, strict=True):
+        in_order = other[pages].transpose(1, 2).flatten(0, 1)
+        assert torch.equal(rows.transpose(1, 2).flatten(0, 1), in_order)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_values_come_back_from_their_slots(name: str, dtype: torch.dtype) -> None:
+    fmt = RowFormat.parse(name, 80)
+    rows = storage(fmt)
+    rows.copy_(quantize_rows(torch.randn(PAGES, HEADS, PAGE_SIZE, 80), fmt))
+    slots = torch.tensor([0, 34, -1, 3, 3, -9, 17])
+    for backend in (None, "torch"):
+        values = dequantize_pages(rows, fmt, slots, dtype, backend=backend)
+        assert values.dtype == dtype and values.shape == (7, HEADS, 80)
+        for i, slot in enumerate(slots.tolist()):
+            expected = dequantize_rows(row(rows, max(slot, 0)), fmt, dtype)
+            assert torch.equal(values[i], expected if slot >= 0 else torch.zeros_like(expected))
+        out = torch.full_like(values, 3)
+        assert dequantize_pages(rows, fmt, slots, dtype, out, backend=backend) is out
+        assert torch.equal(out, values)
+
+
+def test_nothing_in_gives_nothing() -> None:
+    fmt = RowFormat.parse("int4", 64)
+    empty, none = torch.zeros(0, HEADS, 64), torch.zeros(0, dtype=torch.int64)
+    rows = storage(fmt)
+    before = rows.clone()
+    append_rows(empty, empty, rows, rows.clone(), none, fmt, fmt)
+    four = torch.randn(4, HEADS, 64)
+    append_rows(four, four, rows, rows.clone(), torch.full((4,), -1), fmt, fmt)
+    assert torch.equal(rows, before)
+    assert dequantize_pages(rows, fmt, none, torch.float16).shape == (0, HEADS, 64)
+    roomless = rows[:, :, :0]
+    append_rows(four, four, roomless, roomless, torch.full((4,), -1), fmt, fmt)
+    zeros = dequantize_pages(roomless, fmt, torch.full((4,), -1), torch.float32)
+    assert torch.equal(zeros, torch.zeros_like(four))
+
+
+@pytest.mark.parametrize("backend", [None, "torch"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3.4e38])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_row_that_cannot_be_held_is_nan_throughout_and_counted(
+    name: str, value: float, backend: str | None
+) -> None:
+    fmt = RowFormat.parse(name, 64)
+    k, v = torch.randn(2, 6, HEADS, 64)
+    good_rows, bad_rows = ([storage(fmt).contiguous(), storage(fmt)] for _ in "ab")
+    exact_format = RowFormat.parse("bf16", 64)
+    old = quantize_rows(torch.randn(SEATS, HEADS, EXACT_LEN, 64), exact_format)
+    good_exact, bad_exact = [old, old.clone()], [old.clone(), old.clone()]
+    slots = Slots(
+        torch.tensor([3, 8, -1, -1, 30, -1]),
+        torch.tensor([-1, -1, 5, 7, -1, -1]),
+        torch.tensor([-1, -1, -1, 20, -1, -1]),
+    )
+    bad = torch.tensor([100, 0], dtype=torch.int32)
+    for rows, exact in ((good_rows, good_exact), (bad_rows, bad_exact)):
+        if exact is bad_exact:  # tokens 0 and 3 of K, 2 of V; 5 goes nowhere; a row of V leaves
+            k[0, 1, 63] = k[3, 0, 0] = v[2, 1, 17] = k[5] = value
+            bad_exact[1][1, 0, 1] = quantize_rows(
+                torch.full((64,), math.nan), exact_format, check=False
+            )
+        append_rows(
+            k,
+            v,
+            rows[0],
+            rows[1],
+            slots,
+            fmt,
+            fmt,
+            exact_k=exact[0],
+            exact_v=exact[1],
+            bad=bad if exact is bad_exact else None,
+            backend=backend,
+        )
+    assert bad.tolist() == [102, 1], "the row that leaves was counted when it came"
+    nan_slots = ({(3, 1)}, {(20, 0)}), ({(7, 0)}, {(5, 1)})  # (slot, head) of K, V
+    for fmt_at, places, good, got in (
+        (fmt, nan_slots[0], good_rows, bad_rows),
+        (exact_format, nan_slots[1], good_exact, bad_exact),
+    ):
+        for side in (0, 1):
+            for slot in range(got[side].shape[0] * got[side].shape[2]):
+                if fmt_at is fmt and slot not in (3, 8, 20, 30):
+                    continue  # rubbish before and after
+                for head in range(HEADS):
+                    written = row(got[side], slot)[head]
+                    is_bad = (slot, head) in places[side]
+                    assert bool(is_nan_row(written, fmt_at)) == is_bad
+                    if is_bad:
+                        assert bool(dequantize_rows(written, fmt_at).isnan().all())
+                    else:
+                        assert torch.equal(written, row(good[side], slot)[head])
+
+
+@pytest.mark.parametrize("name", [*NAMES, "int4-g2"])
+def test_nan_rows_are_told_by_their_first_number_in_every_backend(name: str) -> None:
+    fmt = RowFormat.parse(name, 128)
+    x = torch.randn(6, 128)
+    x[1, 127], x[4, 0] = math.nan, math.inf
+    for backend in ("torch", "cpu"):
+        rows = quantize_rows(x, fmt, check=False, backend=backend)
+        assert is_nan_row(rows, fmt).tolist() == [False, True, False, False, True, False]
+        assert torch.equal(rows[1], rows[4]), "one row stands for all of these"
+        assert bool(dequantize_rows(rows[1], fmt).isnan().all())
+        header = rows[1, : fmt.header_bytes or fmt.row_bytes]
+        numbers = header.view(torch.bfloat16 if name == "bf16" else torch.float16)
+        assert bool(numbers.isnan().all())
+        assert not rows[1, len(header) :].any()
+
+
+def test_input_that_requires_grad_is_taken() -> None:
+    fmt = RowFormat.parse("int4", 64)
+    k = torch.randn(4, HEADS, 64)
+    results = []
+    for x in (k, k.clone().requires_grad_()):
+        rows = [torch.zeros(1, HEADS, 4, fmt.row_bytes, dtype=torch.uint8) for _ in "kv"]
+        append_rows(
+            x, x, rows[0], rows[1], torch.arange(4), fmt, fmt, k_transform=RowTransform(rotate=True)
+        )
+        results.append(rows[0])
+    assert torch.equal(*results)
+
+
+def with_odd_strides(odd: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros whose axes of size 1 have this stride."""
+    strides = torch.empty(shape).stride()
+    strides = tuple(odd if size == 1 else step for step, size in zip(strides, shape, strict=True))
+    return torch.zeros(2048, dtype=dtype).as_strided(shape, strides)
+
+
+@pytest.mark.parametrize("odd", [1, 7], ids=["stride 1", "stride 7"])
+@pytest.mark.parametrize("exact", [False, True], ids=["packed", "exact"])
+def test_axes_of_one_may_have_any_stride(odd: int, exact: bool) -> None:
+    """Torch calls such a tensor contiguous, and yet its view() looks at them."""
+    fmt, wide = RowFormat.parse("int4-g4", 64), RowFormat.parse("fp16", 64)
+    for tokens, heads, pages in ((1, 1, 1), (3, 1, 3), (1, 2, 1), (0, 1, 1)):
+        x, results = torch.randn(tokens, heads, 64), []
+        for backend in ("cpu", "torch"):
+            new = with_odd_strides(odd, (tokens, heads, 64), torch.float32).copy_(x)
+            shapes = (pages, heads, 1, fmt.row_bytes), (1, heads, 3, wide.row_bytes)
+            rows, kept = (
+                [with_odd_strides(odd, shape, torch.uint8) for _ in "kv"] for shape in shapes
+            )
+            packed, none = torch.arange(tokens), torch.full((tokens,), -1)
+            slots = Slots(packed, packed.clone(), none) if exact else Slots(packed)
+            both = (kept[0], kept[1]) if exact else (None, None)
+            append_rows(
+                new,
+                new,
+                rows[0],
+                rows[1],
+                slots,
+                fmt,
+                fmt,
+                exact_k=both[0],
+                exact_v=both[1],
+                backend=backend,
+            )
+            found = dequantize_pages(rows[0], fmt, packed, torch.float32, backend=backend)
+            results.append([*rows, *kept, found])
+        assert all(map(torch.equal, *results))
+        assert bool(results[0][2 if exact else 0].any()) == (tokens > 0)

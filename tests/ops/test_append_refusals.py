@@ -1,0 +1,357 @@
+"""What append_rows and dequantize_pages refuse, and where they look; 1 s."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvquant import Rope, RowFormat, RowTransform, Slots, append_rows, debug, dequantize_pages
+from kvquant.errors import ConfigError, DeviceError, ShapeError
+from kvquant.kernels.cuda.append import launch as cuda_append
+from kvquant.kernels.cuda.dequantize import launch as cuda_dequantize
+from kvquant.ops import append_backends as appendbackends
+from kvquant.ops.append_checks import Append
+
+HEADS, PAGES, PAGE_SIZE = 2, 5, 7
+SEATS, EXACT_LEN = 3, 6
+
+
+def storage(fmt: RowFormat) -> torch.Tensor:
+    return torch.zeros(PAGES, HEADS, PAGE_SIZE, fmt.row_bytes, dtype=torch.uint8)
+
+
+def angles(num_tokens: int, rotary_dim: int) -> Rope:
+    theta = torch.rand(num_tokens, rotary_dim // 2)
+    return Rope(theta.cos(), theta.sin())
+
+
+def arguments() -> dict[str, Any]:
+    """A call that is right, of 4 tokens."""
+    k_format, v_format = RowFormat.parse("int4-g4", 64), RowFormat.parse("fp8", 96)
+    exact = [torch.zeros(SEATS, HEADS, EXACT_LEN, 2 * dim, dtype=torch.uint8) for dim in (64, 96)]
+    return {
+        "k": torch.randn(4, HEADS, 64),
+        "v": torch.randn(4, HEADS, 96),
+        "k_rows": storage(k_format),
+        "v_rows": storage(v_format),
+        "slots": Slots(
+            torch.tensor([0, 34, -1, -1]), torch.tensor([-1, -1, 2, 17]), torch.full((4,), -1)
+        ),
+        "k_format": k_format,
+        "v_format": v_format,
+        "exact_k": exact[0],
+        "exact_v": exact[1],
+        "k_transform": RowTransform(torch.zeros(HEADS, 64)),
+        "rope": angles(4, 64),
+        "bad": torch.zeros(2, dtype=torch.int32),
+    }
+
+
+def slots_with(**changes: list[int] | None) -> dict[str, Any]:
+    slots = arguments()["slots"]
+    new = {name: None if x is None else torch.tensor(x) for name, x in changes.items()}
+    return {"slots": slots._replace(**new)}
+
+
+BYTES = torch.uint8
+ONE = torch.zeros(5, 2, 7, 100, dtype=BYTES)
+REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "flat k": ({"k": torch.zeros(4, 128)}, ShapeError, r"k is \[4, 128\] .* must be \[num_tokens"),
+    "fewer v": ({"v": torch.zeros(3, 2, 96)}, ShapeError, "alike but for head_dim"),
+    "double": ({"k": torch.zeros(4, 2, 64).double()}, ConfigError, "k is torch.float64 .* use"),
+    "two dtypes": (
+        {"k": torch.zeros(4, 2, 64).half()},
+        ConfigError,
+        "bfloat16 or float16 for both",
+    ),
+    "strided": ({"k": torch.zeros(4, 2, 128)[..., ::2]}, ShapeError, "k has strides .* contiguous"),
+    "head_dim": ({"k": torch.zeros(4, 2, 80)}, ConfigError, "int4-g4 has head_dim 64, not 80"),
+    "no format": ({"v_format": "int5"}, ConfigError, "format 'int5' does not exist"),
+    "row bytes": ({"k_format": "int8"}, ShapeError, "k_rows is .* the 68 bytes of a row of int8"),
+    "rows": ({"k_rows": torch.zeros(5, 7, 48, dtype=BYTES)}, ShapeError, "must be .num_pages"),
+    "page_size": ({"v_rows": torch.zeros(5, 2, 8, 100, dtype=BYTES)}, ShapeError, "must be alike"),
+    "heads": (
+        {"k": torch.zeros(4, 3, 64), "v": torch.zeros(4, 3, 96)},
+        ShapeError,
+        "k and v have 3 KV heads, k_rows has 2",
+    ),
+    "int32 slots": (
+        {"slots": arguments()["slots"]._replace(packed=torch.zeros(4).int())},
+        ConfigError,
+        "slots.packed is torch.int32: use torch.int64",
+    ),
+    "fewer slots": (slots_with(packed=[0]), ShapeError, r"slots.packed is \[1\] .* must be \[4\]"),
+    "strided slots": (
+        {"slots": arguments()["slots"]._replace(exact=torch.full((8,), -1)[::2])},
+        ShapeError,
+        r"slots.exact is \[4\] with strides \[2\]: it must be \[4\], contiguous",
+    ),
+    "no leaving": (slots_with(leaving=None), ConfigError, "slots.leaving missing: .* together"),
+    "no exact rows": (
+        {"exact_k": None, "exact_v": None},
+        ConfigError,
+        "exact_k and exact_v missing",
+    ),
+    "no exact slots": ({"slots": torch.arange(4)}, ConfigError, "exact and slots.leaving missing"),
+    "exact bytes": ({"exact_format": "int8"}, ConfigError, "exact_format 'int8' does not exist"),
+    "exact seats": (
+        {"exact_v": torch.zeros(4, 2, 6, 192, dtype=BYTES)},
+        ShapeError,
+        "exact_k .* and exact_v .* must be alike",
+    ),
+    "offset": (
+        {"k_transform": RowTransform(torch.zeros(64))},
+        ShapeError,
+        r"k_transform.offset is \[64\] .* must be \[2, 64\]",
+    ),
+    "half offset": (
+        {"v_transform": RowTransform(torch.zeros(2, 96).half())},
+        ConfigError,
+        "v_transform.offset is torch.float16: use torch.float32",
+    ),
+    "long rope": ({"rope": angles(4, 66)}, ShapeError, "rotary_dim at most the head_dim 64 of K"),
+    "rope tokens": ({"rope": angles(5, 64)}, ShapeError, r"rope.cos is \[5, 32\] .* \[4, 32\]"),
+    "bad": ({"bad": torch.zeros(1, dtype=torch.int32)}, ShapeError, r"bad is \[1\]"),
+    "bad dtype": ({"bad": torch.zeros(2)}, ConfigError, "bad is torch.float32: use torch.int32"),
+    "devices": (
+        {"bad": torch.zeros(2, dtype=torch.int32, device="meta")},
+        DeviceError,
+        r"k is on cpu, one of the other tensors \[2\] on meta",
+    ),
+    "backend": ({"backend": "numba"}, ConfigError, "use cpu or cuda or torch"),
+    "cuda": ({"backend": "cuda"}, DeviceError, "backend 'cuda' takes CUDA tensors, not cpu"),
+    "one tensor": (dict.fromkeys(("k_rows", "v_rows"), ONE), ConfigError, "k_rows and v_rows are"),
+    "one exact tensor": (
+        dict.fromkeys(("exact_k", "exact_v"), ONE),
+        ConfigError,
+        "exact_k and exact_v are one tensor",
+    ),
+    "pair": ({"rope": tuple(angles(4, 64))[:2]}, ConfigError, r"rope is of type tuple: give Rope"),
+    "flag": ({"k_transform": True}, ConfigError, "k_transform is of type bool: give a RowTr"),
+    "list": ({"slots": [0, 1, 2, 3]}, ConfigError, "slots is of type list: give a tensor"),
+    "bad list": ({"bad": [0, 0]}, ConfigError, "bad is of type list: give a tensor"),
+    "none": ({"k_rows": None}, ConfigError, "k_rows is of type NoneType: give a tensor"),
+    "slot": (
+        slots_with(packed=[0, 35, -1, -1]),
+        ShapeError,
+        r"slots.packed\[1\] is 35: .* 0 to 34",
+    ),
+    "exact slot": (
+        slots_with(exact=[-1, -1, 18, 0]),
+        ShapeError,
+        r"slots.exact\[2\] is 18: there are slots 0 to 17",
+    ),
+    "leaving slot": (
+        slots_with(leaving=[-1, -1, -1, 99]),
+        ShapeError,
+        r"slots.leaving\[3\] is 99: there are slots 0 to 34",
+    ),
+    "twice": (
+        slots_with(packed=[9, 9, -1, -1]),
+        ShapeError,
+        r"slot 9 is given twice in slots.packed \(places 0 and 1\)",
+    ),
+    "exact twice": (slots_with(exact=[-1, 3, 2, 3]), ShapeError, "slot 3 is given twice"),
+    "packed and left": (
+        slots_with(leaving=[-1, -1, 34, -1]),
+        ShapeError,
+        "slot 34 is given twice in slots.packed and slots.leaving",
+    ),
+    "lost": (
+        slots_with(leaving=[-1, 5, -1, -1]),
+        ShapeError,
+        r"slots.leaving\[1\] is 5, but slots.exact\[1\] is -1: give the exact slot",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_is_refused_and_nothing_is_written(case: str) -> None:
+    changes, error, message = REFUSED[case]
+    call = arguments() | changes
+    tensors = [x for x in call.values() if isinstance(x, torch.Tensor) and not x.is_meta]
+    before = [x.clone() for x in tensors]
+    with pytest.raises(error, match=message):
+        append_rows(**call)
+    for tensor, copy in zip(tensors, before, strict=True):
+        assert torch.equal(tensor, copy)
+
+
+def test_the_call_that_the_refusals_change_is_right() -> None:
+    append_rows(**arguments())
+    packed_too = slots_with(packed=[0, 34, 99, 0])  # ignored where there is an exact slot
+    append_rows(**arguments() | packed_too)
+
+
+def test_dequantizing_what_is_not_there_is_refused() -> None:
+    fmt = RowFormat.parse("int8", 64)
+    rows, slots = storage(fmt), torch.arange(4)
+    half = torch.float16
+    cases: list[tuple[Callable[[], object], type[Exception], str]] = [
+        (lambda: dequantize_pages(rows, 8, slots, half), ConfigError, "fmt is 8: give a name"),  # type: ignore[arg-type]
+        (lambda: dequantize_pages(rows, "int4-g8", slots, half), ShapeError, "bytes of a row of"),
+        (lambda: dequantize_pages(rows, fmt, [0], half), ConfigError, "slots is of type list"),  # type: ignore[arg-type]
+        (lambda: dequantize_pages(rows[0], fmt, slots, half), ShapeError, "must be .num_pages"),
+        (lambda: dequantize_pages(rows, fmt, slots[None], half), ShapeError, "num_tokens"),
+        (lambda: dequantize_pages(rows[..., 1:], fmt, slots, half), ShapeError, "68 bytes"),
+        (lambda: dequantize_pages(rows, fmt, slots.int(), half), ConfigError, "use torch.int64"),
+        (lambda: dequantize_pages(rows, fmt, slots, torch.int8), ConfigError, "dtype torch.int8"),
+        (
+            lambda: dequantize_pages(rows, fmt, slots + 32, half),
+            ShapeError,
+            "there are slots 0 to 34",
+        ),
+        (
+            lambda: dequantize_pages(rows, fmt, slots, half, torch.empty(4, 2, 64)),
+            ConfigError,
+            "out is torch.float32, dtype torch.float16",
+        ),
+        (
+            lambda: dequantize_pages(rows, fmt, slots, half, torch.empty(4, 2, 80).half()),
+            ShapeError,
+            r"out is .* must be \[4, 2, 64\], contiguous",
+        ),
+        (
+            lambda: dequantize_pages(rows.to("meta"), fmt, slots.to("meta"), half),
+            DeviceError,
+            "no kernel serves meta",
+        ),
+    ]
+    for call, error, message in cases:
+        with pytest.raises(error, match=message):
+            call()
+
+
+def test_values_on_a_gpu_are_read_in_debug_mode_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere = torch.zeros(1, device="meta")
+    monkeypatch.setattr(debug, "enabled", False)
+    assert debug.may_read(torch.zeros(1)) and not debug.may_read(elsewhere)
+    monkeypatch.setattr(debug, "enabled", True)
+    assert debug.may_read(torch.zeros(1)) and debug.may_read(elsewhere)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
+    """Launches on CUDA, which take place nowhere: arguments and their check."""
+    found: list[tuple[Any, Any]] = []
+
+    def launch(*args: Any, check: Any = None) -> None:
+        found.append((args, check))
+
+    monkeypatch.setattr(appendbackends, "kernels_for", lambda *_: "cuda")
+    monkeypatch.setattr(appendbackends, "_append_cuda", lambda *_: launch)
+    monkeypatch.setattr(appendbackends, "_dequantize_cuda", lambda: launch)
+    monkeypatch.setattr(debug, "enabled", False)
+    return found
+
+
+def test_on_cuda_the_launcher_decides_whether_shapes_are_checked(launches: list[Any]) -> None:
+    append_rows(**arguments())
+    args, check = launches.pop()
+    assert Append(*args).slots is not None
+    check()
+    append_rows(**arguments() | slots_with(packed=[0]))
+    with pytest.raises(ShapeError, match=r"slots.packed is \[1\]"):
+        launches.pop()[1]()
+    fmt = RowFormat.parse("int8", 64)
+    dequantize_pages(storage(fmt), fmt, torch.arange(4).int(), torch.float16)
+    with pytest.raises(ConfigError, match=r"slots is torch\.int32"):
+        launches.pop()[1]()
+
+
+def test_in_debug_mode_values_are_read_before_a_launch(
+    launches: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(debug, "enabled", True)
+    fmt = RowFormat.parse("int8", 64)
+    with pytest.raises(ShapeError, match="slot 9 is given twice"):
+        append_rows(**arguments() | slots_with(packed=[9, 9, -1, -1]))
+    with pytest.raises(ShapeError, match=r"slots\[1\] is 35: there are slots 0 to 34"):
+        dequantize_pages(storage(fmt), fmt, torch.tensor([0, 35]), torch.float16)
+    assert not launches
+    append_rows(**arguments())
+    dequantize_pages(storage(fmt), fmt, torch.tensor([0, 34]), torch.float16)
+    assert [check for _, check in launches] == [None, None], "they are checked already"
+
+
+def test_the_cuda_launchers_take_the_arguments_of_the_calls() -> None:
+    parameters = list(inspect.signature(cuda_append.append).parameters)
+    assert parameters == [*Append._fields, "check"]
+    parameters = list(inspect.signature(cuda_dequantize.dequantize).parameters)
+    assert parameters == ["rows", "fmt", "slots", "out", "check"]
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("name", ["k_rows", "v_rows", "exact_k", "exact_v"])
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+def test_rows_that_share_memory_are_refused(axis: int, name: str, backend: str) -> None:
+    call = arguments()
+    whole = call[name]
+    shape = list(whole.shape)
+    shape[axis] = 1
+    call[name] = torch.zeros(shape, dtype=BYTES).expand_as(whole)
+    with pytest.raises(ShapeError, match=f"{name} has strides .* its rows share memory"):
+        append_rows(**call, backend=backend)
+    sliding = torch.zeros(whole.numel(), dtype=BYTES)
+    strides = [PAGE_SIZE * HEADS * 8, PAGE_SIZE * 8, 8, 1]  # rows begin before others end
+    call[name] = sliding.as_strided(whole.shape, strides)
+    with pytest.raises(ShapeError, match="its rows share memory"):
+        append_rows(**call, backend=backend)
+    assert not any(bool(call[rows].any()) for rows in ("k_rows", "v_rows", "exact_k", "exact_v"))
+
+
+@pytest.mark.parametrize("names", [("k_rows", "v_rows"), ("exact_k", "exact_v")])
+def test_k_and_v_that_overlap_are_refused(names: tuple[str, str]) -> None:
+    call = arguments() | {"v": torch.randn(4, HEADS, 64), "v_format": "int4-g4"}
+    whole = call[names[0]]
+    seats = call["exact_k"].shape
+    for name, shape in (("v_rows", call["k_rows"].shape), ("exact_v", seats)):
+        call[name] = torch.zeros(shape, dtype=BYTES)
+    memory = torch.zeros(2 * whole.numel(), dtype=BYTES)
+    call[names[0]] = memory[: whole.numel()].view(whole.shape)
+    call[names[1]] = memory[whole.shape[-1] :][: whole.numel()].view(whole.shape)  # a row further
+    with pytest.raises(ConfigError, match=f"{names[0]} and {names[1]} share memory"):
+        append_rows(**call)
+    assert not memory.any()
+
+
+def test_k_and_v_of_one_pool_are_apart() -> None:
+    """Pages that hold K and V in turn, whose bytes lie between one another."""
+    call = arguments() | {"v": torch.randn(4, HEADS, 64), "v_format": "int4-g4"}
+    call["exact_v"] = torch.zeros_like(call["exact_k"])
+    expected = {name: call[name].clone() for name in ("k_rows", "v_rows")}
+    expected["v_rows"] = torch.zeros_like(call["k_rows"])
+    for axis in range(4):
+        pool = torch.zeros(2, *call["k_rows"].shape, dtype=BYTES).movedim(0, axis).contiguous()
+        k_rows, v_rows = pool.unbind(axis)
+        append_rows(**call | {"k_rows": k_rows, "v_rows": v_rows})
+        append_rows(**call | expected)
+        assert torch.equal(k_rows, expected["k_rows"]) and torch.equal(v_rows, expected["v_rows"])
+
+
+def test_what_was_made_in_inference_mode_is_refused_outside_of_it() -> None:
+    for name in ("k_rows", "exact_v", "bad"):
+        call = arguments()
+        with torch.inference_mode():
+            call[name] = call[name].clone()
+        for backend in ("cpu", "torch"):
+            with pytest.raises(ConfigError, match=r"made in torch.inference_mode\(\), outside"):
+                append_rows(**call, backend=backend)
+        with torch.inference_mode():
+            append_rows(**call)
+
+
+def test_no_tokens_are_no_mistake() -> None:
+    call = arguments()
+    empty = torch.from_numpy(np.empty((0, HEADS, 64), np.float32))
+    slots = Slots(*[torch.empty(0, dtype=torch.int64)] * 3)
+    call |= {"k": empty, "v": empty[..., :0].expand(0, HEADS, 0), "slots": slots, "rope": None}
+    call["v"] = torch.from_numpy(np.empty((0, HEADS, 96), np.float32))
+    for backend in ("cpu", "torch"):
+        append_rows(**call, backend=backend)
+    assert not call["k_rows"].any()

@@ -1,0 +1,424 @@
+"""The attention calls: the reference against torch, and what every backend does with its input."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from fake_cuda import FakeDriver, install, make_query, make_segment
+
+from kvquant import (
+    RowFormat,
+    debug,
+    decode_attention,
+    dequantize_rows,
+    quantize_rows,
+    reference_attention,
+)
+from kvquant.errors import ConfigError, DeviceError, ShapeError, UnsupportedError
+from kvquant.ops import attention_backends as backends
+from kvquant.ops.attention import attend_segments
+from kvquant.rows.segment import Segment, check_segments
+
+Measure = Callable[[torch.Tensor, torch.Tensor], float]
+
+INT4 = RowFormat.parse("int4-g4", 64)
+BACKENDS = ("cpu", "reference")
+
+
+def lens(*counts: int) -> torch.Tensor:
+    return torch.tensor(counts, dtype=torch.int32)
+
+
+def packed(
+    *shape: int, k_format: RowFormat = INT4, v_format: RowFormat = INT4
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V rows of normal values, [*shape, row_bytes]."""
+    return (
+        quantize_rows(torch.randn(*shape, k_format.head_dim), k_format),
+        quantize_rows(torch.randn(*shape, v_format.head_dim), v_format),
+    )
+
+
+def state(
+    q: torch.Tensor, *args: torch.Tensor, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    result = decode_attention(q, *args, return_lse=True, **options)
+    assert isinstance(result, tuple)
+    return result
+
+
+@pytest.mark.parametrize("ratio", [1, 3, 8])
+@pytest.mark.parametrize("sm_scale", [None, 0.3])
+def test_the_reference_is_torchs_attention_on_dequantized_rows(
+    ratio: int, sm_scale: float | None, relative_l2: Measure
+) -> None:
+    v_format = RowFormat.parse("int8-g2", 96)
+    k_rows, v_rows = packed(2, 2, 21, v_format=v_format)
+    q = torch.randn(2, 2 * ratio, 64)
+    given: Any = (q, k_rows, v_rows, lens(21, 13))
+    options: Any = {"k_format": "int4-g4", "v_format": v_format, "sm_scale": sm_scale}
+    out, lse = reference_attention(*given, **options, return_lse=True)
+    assert torch.equal(reference_attention(*given, **options), out)
+    assert out.dtype == lse.dtype == torch.float64
+    for b, seq_len in enumerate((21, 13)):
+        k = dequantize_rows(k_rows[b : b + 1, :, :seq_len], INT4).double()
+        v = dequantize_rows(v_rows[b : b + 1, :, :seq_len], v_format).double()
+        query = q[b : b + 1, :, None].double()
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            query, k, v, scale=sm_scale, enable_gqa=True
+        )
+        assert relative_l2(out[b], expected[0, :, 0]) < 1e-12
+        scores = query @ k.repeat_interleave(ratio, 1).transpose(-1, -2)
+        scores = scores[0, :, 0] * (64**-0.5 if sm_scale is None else sm_scale)
+        assert relative_l2(lse[b], scores.logsumexp(-1)) < 1e-12
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_sequence_without_tokens_gives_zeros_and_minus_inf(backend: str) -> None:
+    rows = torch.full((3, 2, 4, INT4.row_bytes), 255, dtype=torch.uint8)  # every row is NaN
+    rows[1] = packed(2, 4)[0]
+    q = torch.randn(3, 4, 64)
+    for seq_lens in (lens(0, 4, 0), lens(0, 0, 0)):
+        out, lse = state(q, rows, rows, seq_lens, k_format=INT4, v_format=INT4, backend=backend)
+        for b, seq_len in enumerate(seq_lens.tolist()):
+            assert bool(out[b].any()) == bool(seq_len)
+            assert bool((lse[b] == -torch.inf).all()) == (seq_len == 0)
+            assert bool(out[b].isfinite().all())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_without_room_count_as_empty(backend: str) -> None:
+    rows = torch.empty(2, 2, 0, INT4.row_bytes, dtype=torch.uint8)
+    q = torch.randn(2, 4, 64)
+    out, lse = state(q, rows, rows, lens(0, 0), k_format=INT4, v_format=INT4, backend=backend)
+    assert not out.any()
+    assert bool((lse == -torch.inf).all())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_empty_batch_gives_an_empty_result(backend: str) -> None:
+    rows = torch.empty(0, 2, 5, INT4.row_bytes, dtype=torch.uint8)
+    out, lse = state(
+        torch.randn(0, 4, 64), rows, rows, lens(), k_format=INT4, v_format=INT4, backend=backend
+    )
+    assert out.shape == (0, 4, 64)
+    assert lse.shape == (0, 4)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_token_gives_its_values_and_its_score(backend: str) -> None:
+    k_rows, v_rows = packed(1, 2, 1)
+    q = torch.randn(1, 2, 64)
+    out, lse = state(q, k_rows, v_rows, lens(1), k_format=INT4, v_format=INT4, backend=backend)
+    torch.testing.assert_close(out, dequantize_rows(v_rows, INT4)[:, :, 0])
+    torch.testing.assert_close(lse, (q * dequantize_rows(k_rows, INT4)[:, :, 0]).sum(-1) / 8)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_out_has_the_dtype_of_q_and_lse_is_float32(dtype: torch.dtype, backend: str) -> None:
+    k_rows, v_rows = packed(1, 2, 9)
+    q = torch.randn(1, 4, 64).to(dtype)
+    options: Any = {"k_format": INT4, "v_format": INT4, "backend": backend}
+    out, lse = state(q, k_rows, v_rows, lens(9), **options)
+    assert out.dtype == dtype
+    assert lse.dtype == torch.float32
+    alone = decode_attention(q, k_rows, v_rows, lens(9), **options)
+    assert isinstance(alone, torch.Tensor)
+    assert torch.equal(alone, out)
+    exact = reference_attention(q, k_rows, v_rows, lens(9), k_format=INT4, v_format=INT4)
+    torch.testing.assert_close(out.double(), exact, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_nan_row_in_use_makes_nan_and_no_plausible_number(backend: str) -> None:
+    bad = quantize_rows(torch.full((64,), torch.nan), INT4, check=False)
+    q = torch.randn(1, 4, 64)
+    for at in (0, 17, 299):
+        for spoiled in (0, 1):
+            rows = packed(1, 2, 300)
+            rows[spoiled][0, 1, at] = bad
+            out, lse = state(q, *rows, lens(300), k_format=INT4, v_format=INT4, backend=backend)
+            assert bool(out[0, :2].isfinite().all()), "the other KV head"
+            assert bool(out[0, 2:].isnan().all()), f"{'KV'[spoiled]} of token {at} is NaN"
+            assert bool(lse[0, 2:].isnan().all()) == (spoiled == 0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_segments_are_attended_as_one_sequence(backend: str, relative_l2: Measure) -> None:
+    bf16 = RowFormat.parse("bf16", 64)
+    k, v = torch.randn(2, 2, 2, 40, 64).bfloat16()
+    q = torch.randn(2, 4, 64)
+    k_rows, v_rows = (quantize_rows(x, bf16) for x in (k, v))
+    whole, lse = state(q, k_rows, v_rows, lens(40, 31), k_format=bf16, v_format=bf16)
+    # tokens 0-3, then 4-19, then the rest in a ring of 24 rows that starts at row 10 or 20
+    ring = torch.full((2, 2, 2, 24, bf16.row_bytes), 255, dtype=torch.uint8)
+    for b, (start, count) in enumerate(((10, 20), (20, 11))):
+        for i in range(count):
+            ring[0, b, :, (start + i) % 24] = k_rows[b, :, 20 + i]
+            ring[1, b, :, (start + i) % 24] = v_rows[b, :, 20 + i]
+    segments = [
+        Segment(k_rows[:, :, :4], v_rows[:, :, :4], lens(4, 4), bf16, bf16),
+        Segment(k_rows[:, :, 4:20], v_rows[:, :, 4:20], lens(16, 16), bf16, bf16),
+        Segment(k_rows[:, :, :7], v_rows[:, :, :7], lens(0, 0), bf16, bf16),
+        Segment(ring[0], ring[1], lens(20, 11), bf16, bf16, lens(10, 20)),
+    ]
+    result = attend_segments(q, segments, return_lse=True, backend=backend)
+    assert relative_l2(result[0], whole) < 1e-5
+    assert relative_l2(result[1], lse) < 1e-5
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_sinks_and_a_ring_at_any_seats_are_one_segment(backend: str, relative_l2: Measure) -> None:
+    bf16 = RowFormat.parse("bf16", 64)
+    rows = quantize_rows(torch.randn(2, 3, 2, 300, 64).bfloat16(), bf16)
+    counts, starts = (300, 3, 150, 4), (200, 0, 20, 295)
+    store = torch.full((2, 5, 2, 300, bf16.row_bytes), 255, dtype=torch.uint8)
+    order = []
+    for b, seat in enumerate((4, 0, 2, 1)):
+        slots = [i if i < 4 else 4 + (i - 4 + starts[b]) % 296 for i in range(counts[b])]
+        store[:, seat][:, :, slots] = rows[:, b % 3, :, : counts[b]]
+        order.append(b % 3)
+    q = torch.randn(4, 4, 64)
+    seated = Segment(store[0], store[1], lens(*counts), bf16, bf16, lens(*starts), None, 4)
+    segment = seated._replace(seats=lens(4, 0, 2, 1))
+    result = attend_segments(q, [segment], return_lse=True, backend=backend)
+    plain = Segment(rows[0][order], rows[1][order], lens(*counts), bf16, bf16)
+    expected = attend_segments(q, [plain], return_lse=True, backend=backend)
+    for one, other in zip(result, expected, strict=True):
+        assert relative_l2(one, other) < 1e-5
+    for seats in (lens(4, 0, 2, 5), lens(-1, 0, 2, 1)):
+        with pytest.raises(ShapeError, match=r"seats of sequence . is .*: there are rows for 0"):
+            attend_segments(q, [segment._replace(seats=seats)], backend=backend)
+    with pytest.raises(ShapeError, match=r"starts of sequence 0 is 296: rows are 0 to 295"):
+        attend_segments(q, [segment._replace(starts=lens(296, 0, 0, 0))], backend=backend)
+
+
+def test_queries_that_require_grad_are_taken() -> None:
+    k_rows, v_rows = packed(1, 2, 9)
+    q = torch.randn(1, 4, 64)
+    for backend in BACKENDS:
+        options = {"k_format": INT4, "v_format": INT4, "backend": backend}
+        out, _ = state(q.clone().requires_grad_(), k_rows, v_rows, lens(9), **options)
+        assert not out.requires_grad
+        assert torch.equal(out, state(q, k_rows, v_rows, lens(9), **options)[0])
+
+
+K_ROWS, V_ROWS = torch.zeros(2, 2, 2, 8, INT4.row_bytes, dtype=torch.uint8)
+META = torch.empty(2, 2, 8, INT4.row_bytes, dtype=torch.uint8, device="meta")
+
+
+@pytest.mark.parametrize("backend", [None, "cpu", "reference"])
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"q": torch.zeros(4, 64)}, ShapeError, "q is [4, 64]: it must be [batch, num_q_heads"),
+        ({"q": torch.zeros(2, 4, 1, 64)}, ShapeError, "q is [2, 4, 1, 64]: it must be"),
+        ({"q": torch.zeros(1, 4, 64)}, ShapeError, "q [1, 4, 64] does not fit rows [2, 2, 8, 48]"),
+        ({"q": torch.zeros(2, 3, 64)}, ShapeError, "num_q_heads a multiple of num_kv_heads"),
+        ({"q": torch.zeros(2, 1, 64)}, ShapeError, "num_q_heads a multiple of num_kv_heads"),
+        ({"q": torch.zeros(2, 4, 128)}, ConfigError, "int4-g4 has head_dim 64, not 128"),
+        ({"q": torch.zeros(2, 4, 63)}, ConfigError, "int4-g4 has head_dim 64, not 63"),
+        ({"q": torch.zeros(2, 4, 64, dtype=torch.float64)}, ConfigError, "q is torch.float64: use"),
+        ({"q": torch.zeros(2, 4, 64, dtype=torch.int8)}, ConfigError, "q is torch.int8: use"),
+        ({"k_rows": K_ROWS[:, :, :7]}, ShapeError, "k_rows [2, 2, 7, 48] and v_rows [2, 2, 8, 48]"),
+        ({"k_rows": K_ROWS.float()}, ConfigError, "k_rows is torch.float32: rows are uint8"),
+        ({"v_rows": V_ROWS[..., :36]}, ShapeError, "v_rows is [2, 2, 8, 36]: the last axis"),
+        ({"k_rows": K_ROWS[:, :0], "v_rows": V_ROWS[:, :0]}, ShapeError, "does not fit rows"),
+        (
+            {"seq_lens": lens(8, 9)},
+            ShapeError,
+            "seq_lens of sequence 1 is 9: there is room for 0 to 8",
+        ),
+        ({"seq_lens": lens(-1, 3)}, ShapeError, "seq_lens of sequence 0 is -1"),
+        ({"seq_lens": lens(3)}, ShapeError, "seq_lens is [1]: it must be [2], the batch"),
+        ({"seq_lens": lens(3, 3).long()}, ConfigError, "seq_lens is torch.int64: use int32"),
+        ({"k_format": "int5"}, ConfigError, "format 'int5' does not exist"),
+        ({"v_format": "int8"}, ShapeError, "the 68 bytes of a row of int8"),
+        (
+            {"num_splits": 0},
+            ConfigError,
+            "num_splits 0 is not possible: use a whole number from 1, or None",
+        ),
+        ({"num_splits": -1}, ConfigError, "num_splits -1 is not possible"),
+        ({"k_rows": META}, DeviceError, "q is on cpu, rows or lengths on meta"),
+        ({"v_rows": META}, DeviceError, "q is on cpu, rows or lengths on meta"),
+    ],
+    ids=[f"case{i}" for i in range(23)],
+)
+def test_what_does_not_fit_is_refused(
+    change: dict[str, Any], error: type[Exception], message: str, backend: str | None
+) -> None:
+    arguments: dict[str, Any] = {
+        "q": torch.zeros(2, 4, 64),
+        "k_rows": K_ROWS,
+        "v_rows": V_ROWS,
+        "seq_lens": lens(8, 3),
+        "k_format": INT4,
+        "v_format": INT4,
+        "backend": backend,
+    }
+    decode_attention(**arguments)
+    with pytest.raises(error) as caught:
+        decode_attention(**(arguments | change))
+    assert message in str(caught.value)
+
+
+def test_rows_whose_bytes_are_apart_are_refused() -> None:
+    apart = torch.zeros(2, 2, 8, 2 * INT4.row_bytes, dtype=torch.uint8)[..., ::2]
+    q, seq_lens = torch.zeros(2, 4, 64), lens(8, 3)
+    for k_rows, v_rows in ((apart, V_ROWS), (K_ROWS, apart)):
+        with pytest.raises(ShapeError, match="contiguous"):
+            decode_attention(q, k_rows, v_rows, seq_lens, k_format=INT4, v_format=INT4)
+
+
+def test_segments_that_do_not_fit_one_another_are_refused() -> None:
+    q = torch.zeros(2, 4, 64)
+    good = Segment(K_ROWS, V_ROWS, lens(8, 3), INT4, INT4)
+    fewer_heads = Segment(K_ROWS[:, :1], V_ROWS[:, :1], lens(8, 3), INT4, INT4)
+    wide = RowFormat.parse("int4-g4", 128)
+    wide_rows = torch.zeros(2, 2, 8, wide.row_bytes, dtype=torch.uint8)
+    wide_v = Segment(K_ROWS, wide_rows, lens(8, 3), INT4, wide)
+    wide_k = Segment(wide_rows, V_ROWS, lens(8, 3), wide, INT4)
+    for segments, message in (
+        ([], "at least one"),
+        ([good, fewer_heads], "differ in num_kv_heads"),
+        ([good, wide_v], "differ in num_kv_heads or in the head_dim of V"),
+        ([good, wide_k], "q has head_dim 64, K has 128"),
+    ):
+        with pytest.raises(ShapeError, match=message):
+            attend_segments(q, segments)
+    for starts in (lens(0, 8), lens(-1, 0)):
+        with pytest.raises(ShapeError, match=r"starts of sequence . is .*: rows are 0 to 7"):
+            attend_segments(q, [Segment(K_ROWS, V_ROWS, lens(8, 3), INT4, INT4, starts)])
+
+
+def test_backends_are_chosen_by_name_and_device() -> None:
+    arguments: dict[str, Any] = {"k_format": INT4, "v_format": INT4}
+    q, rows = torch.zeros(2, 4, 64), (K_ROWS, V_ROWS, lens(8, 3))
+    with pytest.raises(ConfigError, match="backend 'gpu' does not exist: use cpu or cuda or ref"):
+        decode_attention(q, *rows, backend="gpu", **arguments)
+    with pytest.raises(DeviceError, match="backend 'cuda' takes CUDA tensors, not cpu"):
+        decode_attention(q, *rows, backend="cuda", **arguments)
+    on_meta = [tensor.to("meta") for tensor in (q, *rows)]
+    with pytest.raises(DeviceError, match="no kernel serves meta"):
+        decode_attention(*on_meta, **arguments)
+    with pytest.raises(DeviceError, match="backend 'cpu' takes CPU tensors, not meta"):
+        decode_attention(*on_meta, backend="cpu", **arguments)
+
+
+@pytest.mark.parametrize("seq_len", [-1, 9], ids=["below zero", "over the capacity"])
+def test_the_reference_refuses_lengths_that_it_would_misread(seq_len: int) -> None:
+    fmt = RowFormat.parse("int8", 64)
+    rows = quantize_rows(torch.randn(1, 1, 8, 64), fmt)
+    lens = torch.tensor([seq_len], dtype=torch.int32)
+    with pytest.raises(ShapeError, match="there is room for 0 to 8 rows"):
+        reference_attention(torch.randn(1, 1, 64), rows, rows, lens, k_format=fmt, v_format=fmt)
+
+
+def test_the_reference_refuses_heads_and_batches_that_do_not_fit() -> None:
+    fmt = RowFormat.parse("int8", 64)
+    rows = quantize_rows(torch.randn(3, 2, 8, 64), fmt)
+    lens = torch.full((3,), 8, dtype=torch.int32)
+    for shape in [(1, 2, 64), (3, 7, 64)]:
+        with pytest.raises(ShapeError, match="does not fit rows"):
+            reference_attention(torch.randn(shape), rows, rows, lens, k_format=fmt, v_format=fmt)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    """The CPU as an H200 with a driver that takes notes."""
+    return install(monkeypatch)
+
+
+class OnCuda(torch.Tensor):
+    """A tensor on the CPU that says that it is on CUDA."""
+
+    is_cuda = True
+
+
+def call(q: torch.Tensor, segment: Segment, **options: Any) -> Any:
+    """The public call on CUDA."""
+    k_rows, v_rows, seq_lens, k_format, v_format, _, block_table, *_ = segment
+    options = {"k_format": k_format, "v_format": v_format, "block_table": block_table} | options
+    return decode_attention(q.as_subclass(OnCuda), k_rows, v_rows, seq_lens, **options)
+
+
+def test_a_settled_call_is_not_checked_again_but_any_other_is(
+    cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("numba_cuda", reason="needs the cuda extra")
+    checked = []
+
+    def note(*arguments: Any) -> None:
+        checked.append(arguments)
+        check_segments(*arguments)
+
+    monkeypatch.setattr(backends, "check_segments", note)
+    q, good = make_query(), make_segment(capacity=64)
+    paged = make_segment(capacity=64, page_size=16)
+    assert paged.block_table is not None
+    for _ in range(3):
+        call(q, good)
+        call(q, good, num_splits=1)
+        call(q, good, k_format="int4-g4", v_format="int4-g4")
+        call(q, paged)
+    assert len(checked) == 4 and len(cuda.launched) == 12
+    wide = torch.zeros(2, 2, 64, 160, dtype=torch.uint8)
+    cases: list[tuple[Segment, dict[str, Any], type[Exception], str]] = [
+        (good, {"q": q[:1]}, ShapeError, "does not fit rows"),
+        (good, {"q": q[:, :3]}, ShapeError, "does not fit rows"),
+        (good, {"q": q[0]}, ShapeError, "q is [8, 128]"),
+        (good, {"q": q.double()}, ConfigError, "q is torch.float64"),
+        (good, {"q": q.float()}, ConfigError, "on CUDA use bfloat16"),
+        (good, {"k_rows": good.k_rows.char()}, ConfigError, "k_rows is torch.int8"),
+        (good, {"v_rows": good.v_rows.char()}, ConfigError, "v_rows is torch.int8"),
+        (good, {"k_rows": good.k_rows[:, :, :63]}, ShapeError, "k_rows [2, 2, 63, 80]"),
+        (good, {"v_rows": good.v_rows[..., :79]}, ShapeError, "v_rows is [2, 2, 64, 79]"),
+        (good, {"k_rows": wide[..., ::2]}, ShapeError, "must be contiguous"),
+        (good, {"seq_lens": good.seq_lens[:1]}, ShapeError, "seq_lens is [1]"),
+        (good, {"seq_lens": good.seq_lens.long()}, ConfigError, "seq_lens is torch.int64"),
+        (good, {"k_format": "int8"}, ShapeError, "the 132 bytes of a row of int8"),
+        (good, {"v_format": ["int4"]}, ConfigError, "format ['int4'] is not possible"),
+        (good, {"num_splits": True}, ConfigError, "num_splits True is not possible"),
+        (good, {"num_splits": [1]}, ConfigError, "num_splits [1] is not possible"),
+        (paged, {"block_table": None}, ShapeError, "seq_lens is [2]: it must be [8]"),
+        (paged, {"block_table": paged.block_table.long()}, ConfigError, "block_table is torch"),
+        (paged, {"block_table": paged.block_table[0]}, ShapeError, "block_table is [4]"),
+    ]
+    for segment, change, error, message in cases:
+        arguments = segment._asdict() | {"q": q} | change
+        for name in ("starts", "sinks", "seats"):
+            del arguments[name]
+        query = arguments.pop("q").as_subclass(OnCuda)
+        for _ in range(2):
+            with pytest.raises(error) as caught:
+                decode_attention(query, **arguments)
+            assert message in str(caught.value)
+    assert len(cuda.launched) == 12
+
+
+def test_debug_mode_looks_at_the_values_of_a_settled_call(
+    cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("numba_cuda", reason="needs the cuda extra")
+    segment = make_segment(capacity=64)
+    segment.seq_lens[1] = 65
+    call(make_query(), segment)
+    monkeypatch.setattr(debug, "enabled", True)
+    with pytest.raises(ShapeError, match="seq_lens of sequence 1 is 65"):
+        call(make_query(), segment)
+
+
+def test_a_missing_extra_is_told_after_what_does_not_fit(
+    cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "numba_cuda", None)
+    with pytest.raises(UnsupportedError, match="install kvquant with its cuda extra"):
+        call(make_query(), make_segment())
+    with pytest.raises(ShapeError):
+        call(make_query(3), make_segment())

@@ -1,0 +1,283 @@
+"""torch.compile(fullgraph=True) over the attention calls, and the custom ops behind them."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from kvquant import KVCache, RowFormat, decode_attention, quantize_rows
+from kvquant.errors import ConfigError, ShapeError
+from kvquant.ops import attention
+from kvquant.ops.attention import attend_segments
+from kvquant.rows.segment import Segment
+
+INT4 = RowFormat.parse("int4-g4", 64)
+INT8 = RowFormat.parse("int8", 96)
+Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+COMPILERS = [
+    "eager",
+    "aot_eager",
+    pytest.param(
+        "inductor",
+        marks=[
+            pytest.mark.skipif(not shutil.which("c++"), reason="needs a C++ compiler"),
+            pytest.mark.filterwarnings("ignore"),  # it warns of matters of its own
+        ],
+    ),
+]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> None:
+    torch._dynamo.reset()
+
+
+def packed(batch: int, capacity: int, v_format: RowFormat = INT4) -> Rows:
+    """K rows, V rows and lengths."""
+    k_rows, v_rows = (
+        quantize_rows(torch.randn(batch, 2, capacity, fmt.head_dim), fmt)
+        for fmt in (INT4, v_format)
+    )
+    return k_rows, v_rows, torch.randint(1, capacity + 1, (batch,), dtype=torch.int32)
+
+
+def paged(v_format: RowFormat) -> Rows:
+    k_rows, v_rows, _ = packed(5, 16, v_format)
+    return k_rows, v_rows, torch.tensor([20, 7, 32], dtype=torch.int32)
+
+
+TABLE = torch.tensor([[4, 1], [0, -1], [2, 3]], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_a_projection_and_attention_make_one_graph_for_all_shapes(compiler: str) -> None:
+    weight = torch.randn(32, 4 * 64, requires_grad=True)
+
+    def step(x: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lens: torch.Tensor) -> Any:
+        q = (x @ weight).view(x.shape[0], 4, 64)
+        return decode_attention(q, k, v, lens, k_format="int4-g4", v_format=INT4, return_lse=True)
+
+    counter = CompileCounterWithBackend(compiler)
+    compiled = torch.compile(step, fullgraph=True, backend=counter)
+    for batch, capacity in ((2, 40), (3, 50), (5, 77), (7, 128), (4, 9)):
+        inputs = (torch.randn(batch, 32), *packed(batch, capacity))
+        out, lse = compiled(*inputs)
+        expected, expected_lse = step(*inputs)
+        torch.testing.assert_close(out, expected)
+        torch.testing.assert_close(lse, expected_lse)
+        assert not out.requires_grad
+    assert counter.frame_count <= 2, "one graph for the first shapes, one for all others"
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_every_option_means_the_same_in_a_graph(dtype: torch.dtype, dynamic: bool) -> None:
+    q, arguments = torch.randn(3, 4, 64).to(dtype), packed(3, 20, INT8)
+    formats: dict[str, Any] = {"k_format": "int4-g4", "v_format": INT8}
+    for rows, options in (
+        (arguments, formats),
+        (arguments, formats | {"sm_scale": 0.3, "num_splits": 2}),
+        (arguments, formats | {"backend": "reference"}),
+        (paged(INT8), formats | {"block_table": TABLE, "backend": "reference"}),
+    ):
+
+        def call(q: torch.Tensor, rows: Rows = rows, options: dict[str, Any] = options) -> Any:
+            return decode_attention(q, *rows, **options)
+
+        out = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=dynamic)(q)
+        expected = call(q)
+        assert out.dtype == dtype and out.shape == (3, 4, 96)
+        assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+def test_a_cache_is_attended_in_one_graph_while_it_grows(compiler: str) -> None:
+    cache = KVCache(2, 2, 2, 64, 300, sink_len=4, recent_len=16, v_format=["int8", "int4-g2"])
+    k, v = torch.randn(2, 2, 2, 100, 64)
+
+    def attend(q: torch.Tensor) -> Any:
+        return cache.attend(1, 2 * q, return_lse=True)
+
+    counter = CompileCounterWithBackend(compiler)
+    compiled = torch.compile(attend, fullgraph=True, backend=counter)
+    for tokens in (100, 1, 7):
+        cache.append(1, k[:, :, :tokens], v[:, :, :tokens])
+        q = torch.randn(2, 4, 64)
+        for part, expected in zip(compiled(q), attend(q), strict=True):
+            torch.testing.assert_close(part, expected)
+    assert counter.frame_count == 1
+
+
+def test_what_does_not_fit_is_refused_while_a_graph_is_traced() -> None:
+    k_rows, v_rows, lens = packed(2, 8)
+    compiled = torch.compile(decode_attention, fullgraph=True, backend="eager")
+    q = torch.zeros(2, 4, 64)
+    formats: dict[str, Any] = {"k_format": INT4, "v_format": INT4}
+    for arguments, message in (
+        ((q[:1], k_rows, v_rows, lens), "does not fit rows"),
+        ((q[0], k_rows, v_rows, lens), "q is .* it must be .batch, num_q_heads, head_dim"),
+        ((q, k_rows[..., 1:], v_rows, lens), "the last axis must be the 48 bytes"),
+        ((q, k_rows, v_rows, lens.long()), "use int32"),
+    ):
+        with pytest.raises(Exception, match=message):  # the type is torch's
+            compiled(*arguments, **formats)
+    with pytest.raises(Exception, match="format 'int5' does not exist"):
+        compiled(q, k_rows, v_rows, lens, k_format="int5", v_format=INT4)
+
+
+@pytest.mark.parametrize("num_splits", [True, False, 0, -1, 2.0, "2"], ids=repr)
+def test_what_is_no_number_of_splits_is_refused(num_splits: Any) -> None:
+    k_rows, v_rows, lens = packed(2, 8)
+    q = torch.zeros(2, 4, 64)
+    segment = Segment(k_rows, v_rows, lens, INT4, INT4)
+
+    def rows() -> Any:
+        return decode_attention(
+            q, k_rows, v_rows, lens, k_format=INT4, v_format=INT4, num_splits=num_splits
+        )
+
+    def segments() -> Any:
+        return attend_segments(q, [segment], num_splits=num_splits)
+
+    for call in (rows, segments):
+        with pytest.raises(ConfigError, match=r"num_splits .* use a whole number from 1"):
+            call()
+        compiled = torch.compile(call, fullgraph=True, backend="eager")
+        with pytest.raises(Exception, match=r"num_splits .* use a whole number from 1"):
+            compiled()  # the type is torch's
+
+
+def test_one_graph_serves_all_numbers_of_splits() -> None:
+    k_rows, v_rows, lens = packed(2, 64)
+    q = torch.randn(2, 4, 64)
+
+    def call(num_splits: int) -> Any:
+        return decode_attention(
+            q, k_rows, v_rows, lens, k_format=INT4, v_format=INT4, num_splits=num_splits
+        )
+
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(call, fullgraph=True, backend=counter)
+    for num_splits in (2, 3, 4, 5):
+        assert torch.equal(compiled(num_splits), call(num_splits))
+    assert counter.frame_count == 2
+
+
+def test_values_are_checked_where_a_graph_runs() -> None:
+    k_rows, v_rows, lens = packed(2, 8)
+    compiled = torch.compile(decode_attention, fullgraph=True, backend="eager")
+    q = torch.zeros(2, 4, 64)
+    formats: dict[str, Any] = {"k_format": INT4, "v_format": INT4}
+    compiled(q, k_rows, v_rows, lens, **formats)
+    with pytest.raises(ShapeError, match=r"seq_lens of sequence 0 is .*: there is room for 0 to 8"):
+        compiled(q, k_rows, v_rows, lens + 8, **formats)
+
+
+def no_op(*_: object) -> None:
+    raise AssertionError("the dispatcher takes time")
+
+
+def test_calls_outside_a_graph_do_not_pass_the_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    k_rows, v_rows, lens = packed(2, 8)
+    q = torch.randn(2, 4, 64)
+    monkeypatch.setattr(attention, "decode_attention_op", no_op)
+    monkeypatch.setattr(attention, "attend_segments_op", no_op)
+    decode_attention(q, k_rows, v_rows, lens, k_format=INT4, v_format=INT4)
+    attend_segments(q, [Segment(k_rows, v_rows, lens, INT4, INT4)])
+
+
+def one_segment(return_lse: bool, pages: bool) -> tuple[Any, ...]:
+    rows = paged(INT8) if pages else packed(3, 20, INT8)
+    starts, table = (None, TABLE) if pages else (torch.full((3,), 5, dtype=torch.int32), None)
+    options = (96, None, return_lse, None, "reference" if pages else None)
+    return (torch.randn(3, 4, 64), *rows, "int4-g4", "int8", starts, table, *options)
+
+
+def two_segments(return_lse: bool, pages: bool) -> tuple[Any, ...]:
+    q, *parts = one_segment(return_lse, pages)
+    seats = None if pages else torch.tensor([2, 0, 2], dtype=torch.int32)
+    rings = [0 if pages else 4, 0], [seats, None]
+    return (q, *([part, part] for part in parts[:7]), *rings, *parts[7:])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of opcheck's own graphs
+@pytest.mark.parametrize("pages", [False, True], ids=["rows", "pages"])
+@pytest.mark.parametrize("return_lse", [False, True], ids=["out", "out and lse"])
+@pytest.mark.parametrize(
+    ("name", "make_arguments"),
+    [("decode_attention", one_segment), ("attend_segments", two_segments)],
+)
+def test_torch_finds_nothing_wrong_with_the_ops(
+    name: str,
+    make_arguments: Callable[[bool, bool], tuple[Any, ...]],
+    return_lse: bool,
+    pages: bool,
+) -> None:
+    op = getattr(torch.ops.kvquant, name).default
+    arguments = make_arguments(return_lse, pages)
+    torch.library.opcheck(op, arguments)
+    results = op(*arguments)
+    assert len(results) == 1 + return_lse
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        fake = op(*arguments)
+    for result, shown in zip(results, fake, strict=True):
+        assert (result.shape, result.dtype) == (shown.shape, shown.dtype)
+
+
+# the first call runs in the memory of CUDA graphs, the second is captured, the others are replays
+REDUCED_OVERHEAD = """
+import torch
+from torch._dynamo.utils import counters
+
+from kvquant import RowFormat, decode_attention, quantize_rows, reference_attention
+
+def make_step(num_splits):
+    @torch.compile(mode="reduce-overhead", fullgraph=True)
+    def step(q, k, v, lens):
+        out, lse = decode_attention(
+            2 * q, k, v, lens, k_format=INT4, v_format=INT4, num_splits=num_splits, return_lse=True
+        )
+        return 2 * out, lse
+    return step
+
+INT4 = RowFormat.parse("int4-g4", 128)
+torch.manual_seed(0)
+keys, values = torch.randn(2, 3, 2, 2048, 128, device="cuda")
+rows = quantize_rows(keys, INT4), quantize_rows(values, INT4)
+steps = [make_step(4), make_step(7)]  # the second one needs more memory
+for i in range(4):
+    for step in steps:
+        q = torch.randn(3, 16, 128, device="cuda", dtype=torch.bfloat16)
+        lens = torch.tensor([2048 - 100 * i, 1 + i, 700 + 13 * i], dtype=torch.int32, device="cuda")
+        torch.compiler.cudagraph_mark_step_begin()
+        out, lse = step(q, *rows, lens)
+        expected, expected_lse = reference_attention(
+            2 * q, *rows, lens, k_format=INT4, v_format=INT4, return_lse=True
+        )
+        expected = 2 * expected.double()
+        error = float((out.double() - expected).norm() / expected.norm())
+        lse_error = float((lse.double() - expected_lse.double()).abs().max())
+        assert error < 4e-3, f"call {i}: {error}"
+        assert lse_error < 1e-3, f"call {i}: lse {lse_error}"
+        # what a graph's memory held is overwritten
+        junk = [torch.full((1 << n,), 255, dtype=torch.uint8, device="cuda") for n in range(9, 24)]
+        del out, lse, junk
+assert not counters["inductor"]["cudagraph_skips"], "there were graphs"
+print("all calls right")
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not shutil.which("c++"), reason="needs a C++ compiler")
+def test_graphs_of_reduced_overhead_do_not_overwrite_what_lasts() -> None:
+    command = [sys.executable, "-c", REDUCED_OVERHEAD]  # nothing was allocated before
+    run = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert "all calls right" in run.stdout

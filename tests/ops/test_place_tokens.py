@@ -1,0 +1,217 @@
+"""Appends whose tokens are placed by one launch: what is launched, compiled, undone (5 s)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fake_cuda import FakeDriver, install_for_rows
+from layer_states import SPLITS, Split, make_layer, place, random_crop, random_lens
+from small_caches import BATCH, make, tokens
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kvquant import debug
+from kvquant.cache import layer
+from kvquant.kernels.cuda.append import launch as appending
+from kvquant.kernels.cuda.runtime.driver import Launcher
+from kvquant.kernels.cuda.slots import launch as placing
+from kvquant.ops import append_backends as appendbackends
+from kvquant.ops import slots as slotops
+from kvquant.ops.slots import Lens, Sizes, place_tokens
+
+# that launch nothing
+WITHOUT_KERNEL = "detach empty slice squeeze transpose unbind view"
+
+
+class Calls(TorchDispatchMode):
+    """Notes the operations of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    """The CPU as a GPU whose driver takes notes."""
+    cuda = install_for_rows(monkeypatch, appending, placing)
+    monkeypatch.setattr(debug, "may_read", lambda values: False)
+    monkeypatch.setattr(layer, "takes_one_launch", lambda lens, recorded: True)
+    monkeypatch.setattr(appendbackends, "kernels_for", lambda *_: "cuda")
+    return cuda
+
+
+def test_a_layer_takes_two_launches_and_no_operation_of_torch(gpu: FakeDriver) -> None:
+    cache = make()
+    k, v = tokens(1)
+    with Calls() as calls:
+        for index in range(2):
+            cache.append(index, k, v)
+    assert [launched.block[0] == 512 for launched in gpu.launched] == [True, False] * 2
+    assert calls.names <= set(WITHOUT_KERNEL.split()), calls.names
+    assert [layer.longest for layer in cache.layers] == [1, 1]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of torch's own graphs
+@pytest.mark.parametrize("window", [None, 8])
+def test_compiled_steps_launch_the_same(gpu: FakeDriver, window: int | None) -> None:
+    cache = make(windows=[window, None])
+
+    def step(k: torch.Tensor, v: torch.Tensor, new_lens: torch.Tensor) -> None:
+        for index in range(2):
+            cache.append(index, k, v, new_lens)
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for count in (2, 2, 5, 7):
+        gpu.launched.clear()
+        with torch.compiler.set_stance("fail_on_recompile" if count == 7 else "default"):
+            compiled(*tokens(count), torch.ones(BATCH, dtype=torch.int64))
+        assert [launched.block[0] == 512 for launched in gpu.launched] == [True, False] * 2
+    cache.append(0, *tokens(2))
+    assert [at.longest for at in cache.layers] == [None, None], "the host cannot know"
+
+
+@pytest.mark.parametrize("window", [None, 8])
+def test_nothing_is_changed_when_rows_cannot_be_written(
+    gpu: FakeDriver, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill(
+        lens: Lens, sizes: Sizes, new_lens: Any, new_tokens: int, lost: Any, room: torch.Tensor
+    ) -> None:
+        """Every length is another one afterwards."""
+        for before, one in zip(room[:, -BATCH:], (*lens[:2], lens.firsts), strict=True):
+            before.copy_(torch.zeros(BATCH) if one is None else one)
+        for one in lens:
+            if one is not None:
+                one += 3
+
+    def fail(*call: Any, **options: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    cache = make(windows=[window, None])
+    at = cache.layers[0]
+    at.begin(torch.tensor([20, 13, 0]), torch.tensor([15, 6, 0]))
+    before = {name: tensor.clone() for name, tensor in at.tensors().items()}
+    monkeypatch.setattr(slotops, "_launcher", lambda: fill)
+    monkeypatch.setattr(layer, "append_rows", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        cache.append(0, *tokens(1))
+    for name, tensor in at.tensors().items():
+        assert torch.equal(tensor, before[name]), name
+    assert at.longest == 20
+
+
+def test_cpu_and_debug_mode_take_the_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_cpu: Any = SimpleNamespace(is_cuda=False)
+    on_cuda: Any = SimpleNamespace(is_cuda=True)
+    takes = slotops.takes_one_launch
+    for enabled in (False, True):
+        monkeypatch.setattr(debug, "enabled", enabled)
+        assert not takes(on_cpu, False) and not takes(on_cpu, True)
+        assert takes(on_cuda, False) != enabled and takes(on_cuda, True), "a graph reads nothing"
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
+def test_slots_and_lengths_are_those_of_the_cpu(split: Split) -> None:
+    draw, batch = random.Random(1), 5
+    at, other = make_layer(split, batch, "cuda"), make_layer(split, batch)
+    lost, other_lost = torch.zeros(1, dtype=torch.int32, device="cuda"), torch.zeros(1).int()
+    for step in range(40):
+        new_tokens = draw.choice([1, 1, 2, 7, 40, 600])
+        lens = random_lens(draw, batch, new_tokens)
+        given = None
+        if lens is not None:
+            dtype = draw.choice([torch.int32, torch.int64])
+            given = torch.tensor(lens, dtype=dtype, device="cuda")
+        slots = place_tokens(at.lens, at.sizes, given, new_tokens, lost).slots
+        for found, expected in zip(slots, place(other, lens, new_tokens, other_lost), strict=True):
+            assert (found is None) == (expected is None)
+            assert found is None or expected is None or torch.equal(found.cpu(), expected)
+        for name, tensor in other.tensors().items():
+            assert torch.equal(tensor, at.tensors()[name].cpu()), (name, step)
+        assert torch.equal(lost.cpu(), other_lost)
+        random_crop(draw, other)
+        for name, tensor in other.tensors().items():
+            at.tensors()[name].copy_(tensor)
+
+
+@pytest.mark.gpu
+def test_lengths_grow_in_a_graph() -> None:
+    at, other = make_layer(SPLITS["window"], BATCH, "cuda"), make_layer(SPLITS["window"], BATCH)
+    lost, other_lost = torch.zeros(1, dtype=torch.int32, device="cuda"), torch.zeros(1).int()
+    new_lens = torch.zeros(BATCH, dtype=torch.int32, device="cuda")
+    place_tokens(at.lens, at.sizes, new_lens, 2, lost)  # compiled
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        slots = place_tokens(at.lens, at.sizes, new_lens, 2, lost).slots
+    for count in range(70):
+        lens = [1, 2, count % 3]
+        new_lens.copy_(torch.tensor(lens))
+        graph.replay()
+        for found, expected in zip(slots, place(other, lens, 2, other_lost), strict=True):
+            assert found is not None and expected is not None
+            assert torch.equal(found.cpu(), expected), count
+        for name, tensor in other.tensors().items():
+            assert torch.equal(tensor, at.tensors()[name].cpu()), name
+    assert torch.equal(lost.cpu(), other_lost) and int(lost) > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of torch's own graphs
+def test_compiled_steps_are_those_of_the_cpu() -> None:
+    windows = [8, None]
+    cache, other = make("cuda", windows=windows), make(windows=windows)
+    for one, device in ((cache, "cuda"), (other, "cpu")):
+        for index in range(2):
+            one.append(index, *tokens(0, device))
+
+    def step(k: torch.Tensor, v: torch.Tensor, new_lens: torch.Tensor) -> None:
+        for index in range(2):
+            cache.append(index, k, v, new_lens)
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for count in range(12):
+        k, v = tokens(2)
+        new_lens = torch.tensor([2, count % 2, 0])
+        compiled(k.cuda(), v.cuda(), new_lens.cuda())
+        for index in range(2):
+            other.append(index, k, v, new_lens)
+        for at, expected in zip(cache.layers, other.layers, strict=True):
+            for name, tensor in at.tensors().items():
+                assert torch.equal(tensor.cpu(), expected.tensors()[name]), name
+    compiled(k.cuda(), v.cuda(), new_lens.cuda())
+    assert cache.lost_tokens.tolist() == [4]
+
+
+@pytest.mark.gpu
+def test_a_layer_takes_two_launches_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches: list[Launcher] = []
+    launch = Launcher.__call__
+
+    def note(self: Launcher, *call: Any) -> None:
+        launches.append(self)
+        launch(self, *call)
+
+    monkeypatch.setattr(Launcher, "__call__", note)
+    cache = make("cuda")
+    (k, v), new_lens = tokens(1, "cuda"), torch.ones(BATCH, dtype=torch.int32, device="cuda")
+    for given in (None, new_lens, new_lens.long()):
+        launches.clear()
+        with Calls() as calls:
+            cache.append(0, k, v, given)
+        assert len(launches) == 2
+        assert calls.names <= set(WITHOUT_KERNEL.split()), calls.names

@@ -1,0 +1,184 @@
+"""Attention over a shared prefix: that of the whole sequences, whoever shares what."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from fake_cuda import FakeDriver, install_for_rows
+
+from kvquant import quantize_rows
+from kvquant.errors import ConfigError, DeviceError, ShapeError
+from kvquant.kernels.cuda.prefix import combine_launch as mergestates
+from kvquant.kernels.cuda.prefix.combine_spec import MergeSpec
+from kvquant.ops.attention import attend_segments, merge_states
+from kvquant.ops.shared_prefix import attend_shared
+from kvquant.rows.format import RowFormat
+from kvquant.rows.segment import Segment
+
+INT4, INT8 = RowFormat.parse("int4-g4", 64), RowFormat.parse("int8", 64)
+Measure = Callable[[torch.Tensor, torch.Tensor], float]
+
+
+def int32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def rows(batch: int, tokens: int, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V rows [batch, 2, tokens, row bytes]."""
+    k, v = torch.randn(2, batch, 2, tokens, 64)
+    return quantize_rows(k, INT4).to(device), quantize_rows(v, INT8).to(device)
+
+
+def shared(
+    prefix_len: int, own_lens: tuple[int, ...], sharing: tuple[int, ...], device: str = "cpu"
+) -> tuple[Segment, Segment, Segment]:
+    """A prefix, each sequence's own tokens, and the whole sequences."""
+    one, own = rows(1, prefix_len, device), rows(len(own_lens), max(own_lens), device)
+    lens = int32(*own_lens).to(device)
+    prefix = Segment(*one, int32(prefix_len).to(device), INT4, INT8)
+    rest = Segment(*own, lens, INT4, INT8)
+    whole, whole_lens = [], lens.clone()
+    for head, tail in zip(one, own, strict=True):
+        made = torch.zeros(len(own_lens), 2, prefix_len + tail.shape[2], tail.shape[3])
+        made = made.to(device, torch.uint8)
+        for b in range(len(own_lens)):
+            start = prefix_len if b in sharing else 0
+            made[b, :, :start] = head[0, :, :start]
+            made[b, :, start : start + tail.shape[2]] = tail[b]
+        whole.append(made)
+    for b in sharing:
+        whole_lens[b] += prefix_len
+    return prefix, rest, Segment(whole[0], whole[1], whole_lens, INT4, INT8)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("sharing", [(0, 1, 2), (2, 0), ()], ids=["all", "some", "none"])
+def test_it_is_attention_over_the_whole_sequences(
+    relative_l2: Measure, sharing: tuple[int, ...], backend: str
+) -> None:
+    prefix, own, whole = shared(40, (9, 1, 17), sharing)
+    q = torch.randn(3, 6, 64)
+    members = None if len(sharing) == 3 else torch.tensor(sharing, dtype=torch.int64)
+    if sharing == (2, 0):
+        members = torch.tensor([-1, 2, 0, -1])
+    found: Any = attend_shared(
+        q, prefix, [own], members=members, sm_scale=0.3, return_lse=True, backend=backend
+    )
+    expected = attend_segments(q, [whole], sm_scale=0.3, return_lse=True, backend="reference")
+    for one, other in zip(found, expected, strict=True):
+        assert relative_l2(one, other) < 1e-5
+    out = attend_shared(q, prefix, [own], members=members, sm_scale=0.3, backend=backend)
+    assert torch.equal(out, found[0])
+
+
+@pytest.mark.parametrize("prefix_len", [0, 30])
+def test_empty_prefixes_and_empty_sequences_add_nothing(prefix_len: int) -> None:
+    prefix, own, whole = shared(30, (0, 5), (0, 1))
+    prefix = prefix._replace(seq_lens=int32(prefix_len))
+    q = torch.randn(2, 4, 64)
+    out, lse = attend_shared(q, prefix, [own], return_lse=True)
+    if prefix_len:
+        expected: Any = attend_segments(q, [whole], return_lse=True)
+    else:
+        expected = attend_segments(q, [own], return_lse=True)
+        assert not out[0].any() and bool((lse[0] == -torch.inf).all())
+    torch.testing.assert_close(out, expected[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(lse, expected[1], rtol=1e-5, atol=1e-6)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    prefix, own, _ = shared(8, (3, 3), (0, 1))
+    q = torch.randn(2, 4, 64)
+    with pytest.raises(ShapeError, match="prefix is of 2 sequences"):
+        attend_shared(q, own, [own])
+    for members in (torch.tensor([0.0]), torch.tensor([[0]]), int32(0)):
+        with pytest.raises(ConfigError, match="one list of places, int64"):
+            attend_shared(q, prefix, [own], members=members)
+    for wrong in ([0, 2], [1, -1, 1]):
+        with pytest.raises(ShapeError, match="give places 0 to 1, each once"):
+            attend_shared(q, prefix, [own], members=torch.tensor(wrong))
+    with pytest.raises(DeviceError, match="q is on cpu, members on meta"):
+        attend_shared(q, prefix, [own], members=torch.tensor([0], device="meta"))
+    with pytest.raises(ShapeError, match=r"q is \[4, 64\]: it must be"):
+        attend_shared(q[0], prefix, [own])
+    narrow = own._replace(k_rows=own.k_rows[:, :1], v_rows=own.v_rows[:, :1])
+    for segments, found in (([narrow], "1"), ([], "no")):
+        with pytest.raises(ShapeError, match=f"prefix has 2 KV heads, the segments {found}"):
+            attend_shared(q, prefix, segments)
+    with pytest.raises(ShapeError, match="3 query heads do not fit 2 KV heads"):
+        attend_shared(q[:, :3], prefix, [own])
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    """The CPU as an H200 with a driver that takes notes."""
+    return install_for_rows(monkeypatch, mergestates)
+
+
+def test_the_merge_is_told_where_everything_lies(cuda: FakeDriver) -> None:
+    out, lse = torch.zeros(5, 8, 64, dtype=torch.bfloat16), torch.zeros(5, 8)
+    prefix_out, prefix_lse = torch.zeros(7, 2, 3 * 4, 64), torch.zeros(7, 2, 3 * 4)
+    members = torch.tensor([4, 0, 2])
+    for chosen in (members, None):
+        mergestates.merge_shared(out, lse, prefix_out, prefix_lse, chosen)
+    given, whole = (
+        struct.unpack(MergeSpec(64).arguments, note.arguments) for note in cuda.launched
+    )
+    pointers = [x.data_ptr() for x in (out, lse, prefix_out, prefix_lse)]
+    assert given == (*pointers, members.data_ptr(), 5, 8, 4, 7, 24)
+    assert whole == (*pointers, 0, 5, 8, 4, 7, 24)
+    assert cuda.launched[0].grid == (6, 1, 1) and cuda.launched[0].block == (128, 1, 1)
+    mergestates.merge_shared(out, lse, prefix_out[:, :, :0], prefix_lse[:, :, :0], None)
+    assert len(cuda.launched) == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("heads", [2, 6, 32])
+@pytest.mark.parametrize("sharing", [(0, 1, 2, 3), (3, 0, 2), ()], ids=["all", "some", "none"])
+def test_on_a_gpu(
+    relative_l2: Measure, sharing: tuple[int, ...], heads: int, dtype: torch.dtype
+) -> None:
+    prefix, own, whole = shared(900, (90, 1, 200, 17), sharing, "cuda")
+    members = None if len(sharing) == 4 else torch.tensor(sharing, dtype=torch.int64).cuda()
+    q = torch.randn(4, heads, 64, device="cuda").to(dtype)
+    found: Any = attend_shared(q, prefix, [own], members=members, return_lse=True)
+    expected: Any = attend_segments(q, [whole], return_lse=True, backend="reference")
+    limit = {torch.bfloat16: 4e-3, torch.float16: 1e-3}[dtype]  # rounded twice
+    assert relative_l2(found[0], expected[0]) < limit
+    assert float((found[1] - expected[1]).abs().max()) < 2e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 192, 256])
+def test_states_are_merged_on_a_gpu(relative_l2: Measure, head_dim: int) -> None:
+    out = torch.randn(5, 6, head_dim, device="cuda").bfloat16()
+    prefix_out = torch.randn(11, 2, 3, 3, head_dim, device="cuda")  # splits, KV heads, members
+    lse, prefix_lse = 9 * torch.randn(5, 6).cuda(), 9 * torch.randn(11, 2, 3, 3).cuda()
+    members = torch.tensor([4, 0, 2]).cuda()
+    out[2, 3] = 0.0
+    lse[4, 1] = lse[2, 3] = prefix_lse[:, 1, 2, 0] = prefix_lse[:5, 0, 1, 2] = -torch.inf
+    prefix_out[:5, 0, 1, 2] = torch.nan  # nobody reads it
+    lse[0, 4], prefix_out[3, 1, 0, 0, 5] = torch.nan, torch.nan
+    parts = [
+        (x.transpose(0, 1).flatten(1, 2), y.transpose(0, 1).flatten(1, 2))
+        for x, y in zip(prefix_out, prefix_lse, strict=True)
+    ]
+    expected = merge_states((out[members], lse[members]), *parts)
+    before = out.clone(), lse.clone()
+    shown = torch.tensor([4, (1 << 32) - 1, 0, 2]).cuda()  # the second one is nobody
+    padded = [
+        torch.cat([x[:, :, :1], x[:, :, :1], x[:, :, 1:]], 2).flatten(2, 3)
+        for x in (prefix_out, prefix_lse)
+    ]
+    mergestates.merge_shared(out, lse, padded[0], padded[1], shown)
+    assert torch.equal(out[[1, 3]], before[0][[1, 3]])
+    assert torch.equal(lse[[1, 3]], before[1][[1, 3]])
+    used = ~expected[0].isnan()
+    assert bool((out[members].isnan() == ~used).all())
+    assert relative_l2(out[members][used], expected[0][used]) < 3e-3
+    torch.testing.assert_close(lse[members], expected[1], rtol=1e-5, atol=1e-5, equal_nan=True)

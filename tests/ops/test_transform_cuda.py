@@ -1,0 +1,139 @@
+"""Attention of a KVCache in a plan's basis on CUDA: its launches, and on a GPU (-m gpu)."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from fake_cuda import install_for_rows
+
+from kvquant import KVCache
+from kvquant.errors import ShapeError
+from kvquant.kernels.cuda.affine import launch as turning
+from kvquant.kernels.cuda.affine.spec import TurnSpec
+from kvquant.ops import attention_in_basis as attending
+from kvquant.rows.basis import Basis, LayerBasis
+
+
+def make_cache(kind: str, device: str) -> KVCache:
+    """A cache of 16-bit rows of 23, 4 and 0 tokens, and its basis."""
+    torch.manual_seed(4)
+    matrix = torch.eye(64) + 0.05 * torch.randn(2, 64, 64) if kind == "matrix" else None
+    basis = Basis(torch.randn(2, 64), kind, matrix)
+    options = {"k_format": "bf16", "v_format": "bf16", "device": device}
+    cache = KVCache(1, 3, 2, 64, 40, bases=[LayerBasis(basis, basis)], **options)  # type: ignore[arg-type]
+    k, v = torch.randn(2, 3, 2, 23, 64).bfloat16().to(device)
+    cache.append(0, k, v, [23, 4, 0])
+    return cache
+
+
+def test_attention_turns_by_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = install_for_rows(monkeypatch, turning)
+    monkeypatch.setattr(attending, "takes_one_launch", lambda q, backend: q.dtype == torch.bfloat16)
+    offset, matrix = torch.zeros(2, 64), torch.eye(64).repeat(2, 1, 1)
+    bases = [Basis(offset), Basis(offset, "hadamard"), Basis(offset, "matrix", matrix)]
+    for k, v, launches in ((0, 0, 1), (1, 0, 2), (2, 1, 2)):
+        cache = KVCache(1, 3, 2, 64, 40, bases=[LayerBasis(bases[k], bases[v])])
+        cuda.launched.clear()
+        cache.attend(0, torch.zeros(3, 6, 64).bfloat16())
+        assert len(cuda.launched) == launches
+        values = struct.unpack(TurnSpec(64).arguments, cuda.launched[-1].arguments)
+        assert values[4] == cache.layers[0].seq_lens.data_ptr()
+    with pytest.raises(ShapeError, match="does not fit"):
+        cache.attend(0, torch.zeros(3, 5, 64).bfloat16())
+
+
+def test_compiled_attention_turns_by_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = install_for_rows(monkeypatch, turning)
+    monkeypatch.setattr(attending, "takes_one_launch", lambda q, backend: backend != "reference")
+    basis = Basis(torch.zeros(2, 64), "hadamard")
+    cache = KVCache(1, 3, 2, 64, 40, bases=[LayerBasis(basis, basis)])
+    compiled = torch.compile(lambda q: cache.attend(0, q), fullgraph=True, backend="eager")
+    q = torch.zeros(3, 6, 64).half()
+    out = compiled(q)
+    assert isinstance(out, torch.Tensor) and out.shape == q.shape and len(cuda.launched) == 2
+    with pytest.raises(Exception, match="query heads do not fit the 2 KV heads"):
+        compiled(q[:, :5])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["none", "hadamard", "matrix"])
+def test_attention_in_a_basis_is_that_of_the_cpu(
+    kind: str, relative_l2: Callable[[torch.Tensor, torch.Tensor], float]
+) -> None:
+    on_gpu, on_cpu = make_cache(kind, "cuda"), make_cache(kind, "cpu")
+    q = torch.randn(3, 8, 64).bfloat16()
+    q[2] = torch.nan
+    expected, given = (
+        cache.attend(0, one, return_lse=True)
+        for cache, one in ((on_cpu, q.float()), (on_gpu, q.cuda()))
+    )
+    assert relative_l2(given[0].cpu(), expected[0]) < 8e-3
+    torch.testing.assert_close(given[1].cpu(), expected[1], atol=0.02, rtol=0)
+    assert not given[0][2].any() and bool((given[1][2] == -torch.inf).all())
+    alone = on_gpu.attend(0, q.cuda())
+    assert isinstance(alone, torch.Tensor) and relative_l2(alone, given[0]) < 1e-3
+    slow = on_gpu.attend(0, q.cuda(), backend="reference")
+    assert isinstance(slow, torch.Tensor) and relative_l2(alone, slow) < 8e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("return_lse", [False, True], ids=["out", "lse"])
+def test_graphs_and_compiled_calls_give_the_same_bits(return_lse: bool) -> None:
+    cache = make_cache("matrix", "cuda")
+
+    def attend(q: torch.Tensor) -> Any:
+        return cache.attend(0, q, return_lse=return_lse)
+
+    q = torch.randn(3, 8, 64, device="cuda").bfloat16()
+    attend(q)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = attend(q)
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    for _ in range(3):
+        q.normal_()
+        graph.replay()
+        expected, again = attend(q), compiled(q)
+        if return_lse:
+            torch.testing.assert_close(again[1], expected[1], rtol=0, atol=1e-4)
+            assert torch.equal(found[1], expected[1])
+            expected, again, graphed = expected[0], again[0], found[0]
+        else:
+            graphed = found
+        assert torch.equal(graphed, expected) and torch.equal(again, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale", [1.0, 300.0, 1e4])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_queries_of_fp16_are_turned_within_fp16(
+    scale: float, compiled: bool, relative_l2: Callable[[torch.Tensor, torch.Tensor], float]
+) -> None:
+    """What is stored is narrow where keys are wide, and the query that reads it wide."""
+    torch.manual_seed(5)
+    matrix = scale * (torch.eye(64) + 0.05 * torch.randn(2, 64, 64))
+    bases = [LayerBasis(Basis(torch.randn(2, 64), "matrix", matrix), Basis(torch.randn(2, 64)))]
+    k, v = torch.randn(2, 3, 2, 23, 64)
+    k = (k @ matrix.mT).clamp(-6e4, 6e4)
+    q, found = (30 * torch.randn(3, 8, 64)).half(), []
+    for device in ("cpu", "cuda"):
+        cache = KVCache(
+            1, 3, 2, 64, 40, k_format="int8", exact_format="fp16", bases=bases, device=device
+        )
+        cache.append(0, k.half().to(device), v.half().to(device))
+
+        def attend(q: torch.Tensor, cache: KVCache = cache) -> Any:
+            return cache.attend(0, q, return_lse=True, sm_scale=0.02 / scale)
+
+        call = torch.compile(attend, fullgraph=True, backend="eager") if compiled else attend
+        out, lse = call(q.to(device))
+        assert out.dtype == torch.float16 and bool(out.isfinite().all())
+        found.append((out.cpu(), lse.cpu()))
+    (expected, expected_lse), (given, given_lse) = found
+    assert relative_l2(given, expected) < 8e-3
+    torch.testing.assert_close(given_lse, expected_lse, rtol=2e-3, atol=0.02)

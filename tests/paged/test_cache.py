@@ -1,0 +1,429 @@
+"""PagedKVCache rule by rule: rows as in KVCache, prefixes, forks, steps, refusals."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from paged_cases import (
+    DIM,
+    HEADS,
+    LAYERS,
+    PAGE,
+    RECENT,
+    SINKS,
+    begin,
+    extend,
+    make,
+    new_rows,
+    same,
+    seen,
+    values,
+)
+
+from kvquant import KVCache, Rope, save_cache
+from kvquant.errors import ConfigError, KVQuantError, NonFiniteError, OutOfPagesError, ShapeError
+from kvquant.io.sequences import load_sequences, save_sequences
+from kvquant.paged.batch import PagedBatch
+from kvquant.rows.transforms import apply_rope
+
+Measure = Callable[[torch.Tensor, torch.Tensor], float]
+
+
+def beside(**options: Any) -> tuple[PagedBatch, KVCache]:
+    """A batch of a paged cache, and a KVCache of one sequence with the same rows."""
+    cache = make(**options)
+    options = {"sink_len": SINKS, "recent_len": RECENT, "v_format": "int8", **options}
+    return PagedBatch(cache, 4, 100), KVCache(LAYERS, 1, HEADS, DIM, 100, **options)
+
+
+@pytest.mark.parametrize("sink_len, recent_len", [(3, 5), (0, 0), (3, 0), (0, 5), (2, 200)])
+@pytest.mark.parametrize("chunks", [[60], [1] * 40, [2, 7, 30, 1, 9]], ids=["one", "ones", "some"])
+def test_rows_and_attention_are_those_of_kv_cache(
+    sink_len: int, recent_len: int, chunks: list[int], relative_l2: Measure
+) -> None:
+    batch, contiguous = beside(sink_len=sink_len, recent_len=recent_len)
+    cache = batch.cache
+    cache.allocate("other")
+    cache.allocate("a")
+    for count in chunks:
+        k, v = extend(batch, ["other", "a"], [2, count])
+        for layer in range(LAYERS):
+            own = (x[2:].transpose(0, 1)[None] for x in (k, v))
+            contiguous.append(layer, *own)
+    for layer in range(LAYERS):
+        expected = contiguous.dequantized(layer)
+        for ours, theirs in zip(cache.dequantized("a", layer), expected, strict=True):
+            assert torch.equal(ours, theirs[0])
+        q = torch.randn(3, 4, DIM)
+        with batch.extend(["other", "a"], 0):
+            out, lse = batch.attend(layer, q, return_lse=True)
+        reference, reference_lse = contiguous.attend(layer, q[1:2], return_lse=True)
+        assert relative_l2(out[1:2], reference) < 1e-5
+        assert relative_l2(lse[1:2], reference_lse) < 1e-5
+        assert not out[2].any() and bool((lse[2] == -torch.inf).all())
+
+
+def test_formats_may_differ_by_layer_and_stand_in_stacks() -> None:
+    formats = ["int4-g4", "fp8", "int4-g4"]
+    cache = make(num_layers=3, k_format=formats, v_format="int8")
+    assert [tuple(stack.shape) for stack in cache.rows.pages[0].stacks] == [
+        (2, 12, HEADS, PAGE, 48),
+        (1, 12, HEADS, PAGE, 68),
+    ]
+    batch = PagedBatch(cache, 4, 100)
+    rows = begin(batch, "a", 50)
+    cache.fork("a", "b")
+    extend(batch, ["a", "b"], [1, 1])
+    contiguous = KVCache(
+        3,
+        1,
+        HEADS,
+        DIM,
+        100,
+        k_format=formats,
+        v_format="int8",
+        sink_len=SINKS,
+        recent_len=RECENT,
+    )
+    for layer in range(3):
+        contiguous.append(layer, *(x.transpose(0, 1)[None] for x in rows))
+        expected = contiguous.dequantized(layer)
+        for ours, theirs in zip(cache.dequantized("b", layer), expected, strict=True):
+            assert torch.equal(ours[:, :45], theirs[0, :, :45])
+
+
+def test_nbytes_counts_every_tensor() -> None:
+    cache = make()
+    tensors = {id(x): x for x in cache.rows.layers[0] if isinstance(x, torch.Tensor)}
+    sinks = 2 * 4 * HEADS * SINKS * 2 * DIM  # K and V, a place for each seat
+    expected = LAYERS * (sum(x.nbytes for x in tensors.values()) + sinks)
+    assert cache.nbytes == expected + cache.bad_rows.nbytes
+
+
+def test_a_prefix_is_found_with_its_sinks_after_the_step_that_wrote_it() -> None:
+    cache = make()
+    batch = PagedBatch(cache, 4, 100)
+    tokens = list(range(60))
+    cache.allocate("a", tokens)
+    rows = new_rows(60)
+    with batch.extend(["a"], 60, tokens):
+        assert cache.match_prefix(tokens) == 0
+        for layer in range(LAYERS):
+            batch.append(layer, *rows)
+    assert cache.match_prefix(tokens) == SINKS + 3 * PAGE  # 60 - 3 - 5 are packed
+    cache.free("a")
+    assert cache.allocate("b", tokens) == cache.length("b") == SINKS + 3 * PAGE
+    for layer in range(LAYERS):
+        assert not bool(cache.dequantized("b", layer)[0].isnan().any())
+        sinks = cache.dequantized("b", layer)[0][:, :SINKS]
+        assert torch.equal(sinks, rows[0, :SINKS].transpose(0, 1).float())
+    assert cache.allocate("c", [*tokens[:1], 99, *tokens[2:]]) == 0  # other sinks
+
+
+def test_the_last_token_of_a_prompt_is_never_present() -> None:
+    cache = make(sink_len=0, recent_len=0)
+    batch = PagedBatch(cache, 4, 100)
+    begin(batch, "a", 32, range(32))
+    assert cache.match_prefix(range(33)) == 32
+    assert cache.match_prefix(range(32)) == cache.allocate("b", range(32)) == 16
+
+
+def test_tokens_that_a_step_does_not_tell_are_not_found() -> None:
+    cache = make()
+    batch = PagedBatch(cache, 4, 100)
+    begin(batch, "a", 20, range(20))
+    extend(batch, ["a"], 20)
+    extend(batch, ["a"], 20, range(40, 60))
+    assert cache.match_prefix(range(60)) == SINKS + PAGE
+    assert cache.state.tokens("a") == list(range(20))
+
+
+def test_forks_share_pages_until_they_write() -> None:
+    cache = make()
+    batch = PagedBatch(cache, 4, 100)
+    begin(batch, "a", 45)
+    free, before = cache.num_free_pages, values(cache, "a")
+    cache.fork("a", "b")
+    assert cache.num_free_pages == free
+    assert same(values(cache, "b"), before)
+    extend(batch, ["a"], 3)
+    assert cache.num_free_pages == free - 1
+    assert same(values(cache, "b"), before)
+    kept = [x.clone() for x in values(cache, "a")]
+    cache.free("b")
+    cache.truncate("a", 46)
+    assert all(torch.equal(x, y[:, :46]) for x, y in zip(values(cache, "a"), kept, strict=True))
+    cache.check_invariants()
+
+
+def test_a_truncated_sequence_goes_on_as_kv_cache_does() -> None:
+    batch, contiguous = beside()
+    cache = batch.cache
+    cache.allocate("a")
+    for keep, count in ((0, 60), (58, 9), (20, 30), (2, 40), (0, 12)):
+        cache.truncate("a", keep)
+        contiguous.crop(keep)
+        k, v = extend(batch, ["a"], count)
+        for layer in range(LAYERS):
+            contiguous.append(layer, *(x.transpose(0, 1)[None] for x in (k, v)))
+            expected = contiguous.dequantized(layer)
+            for ours, theirs in zip(cache.dequantized("a", layer), expected, strict=True):
+                assert torch.equal(ours, theirs[0])
+
+
+def test_out_of_pages_leaves_the_whole_step_undone() -> None:
+    cache = make(num_pages=4)
+    batch = PagedBatch(cache, 4, 100)
+    begin(batch, "a", 40)
+    begin(batch, "b", 20, range(20))
+    before = seen(cache)
+    assert cache.can_append(["a", "b"], [1, 1])
+    assert not cache.can_append(["a", "b"], [30, 1])
+    with pytest.raises(OutOfPagesError, match=r"'a', 'b' need 2 more pages for 31 tokens, but 1"):
+        batch.extend(["a", "b"], [30, 1], range(31))
+    assert seen(cache) == before
+    extend(batch, ["a", "b"], 1)
+
+
+def test_no_seat_is_out_of_pages_too() -> None:
+    cache = make()
+    for name in "abcd":
+        cache.allocate(name)
+    before = seen(cache)
+    for call in (lambda: cache.allocate("e"), lambda: cache.fork("a", "e")):
+        with pytest.raises(OutOfPagesError, match="1 seats are needed, but 0 of 4 are free"):
+            call()
+    assert seen(cache) == before
+
+
+@pytest.mark.parametrize("length, kept", [(6, 6), (7, 7), (8, 3), (30, 25)])
+def test_a_step_that_raises_keeps_what_surely_stands_in_all_layers(length: int, kept: int) -> None:
+    cache = make()
+    batch = PagedBatch(cache, 4, 100)
+    begin(batch, "a", length, range(length))
+    before = values(cache, "a")
+    with pytest.raises(ZeroDivisionError), batch.extend(["a"], 1, [7]):
+        batch.append(0, *new_rows(1))
+        raise ZeroDivisionError
+    assert cache.length("a") == kept
+    after = values(cache, "a")
+    assert all(torch.equal(x, y[:, :kept]) for x, y in zip(after, before, strict=True))
+    assert cache.state.tokens("a") == list(range(kept))
+    extend(batch, ["a"], 60)
+    cache.check_invariants()
+
+
+def test_while_a_step_is_open_the_cache_is_not_changed() -> None:
+    cache = make()
+    batch = PagedBatch(cache, 4, 100)
+    begin(batch, "a", 20)
+    with batch.extend(["a"], 1):
+        batch.append(0, *new_rows(1))
+        for call in (
+            lambda: cache.allocate("b"),
+            lambda: cache.fork("a", "b"),
+            lambda: cache.truncate("a", 1),
+            lambda: cache.free("a"),
+            lambda: cache.swap_out("a"),
+            lambda: batch.extend(["a"]),
+        ):
+            with pytest.raises(ConfigError, match=r"a step is open, .* `with batch.extend"):
+                call()
+        batch.append(1, *new_rows(1))
+    cache.allocate("b")
+    assert cache.length("a") == 21
+
+
+def test_places_and_tokens_beyond_the_step_are_left_alone() -> None:
+    cache = make()
+    batch = PagedBatch(cache, 3, 8)
+    begin(batch, "a", 8)
+    begin(batch, "b", 8)
+    before = seen(cache)
+    with batch.extend([]):
+        for layer in range(LAYERS):
+            batch.append(layer, *new_rows(8).fill_(torch.nan))
+            assert not batch.attend(layer, torch.randn(3, 4, DIM)).any()
+    assert seen(cache) == before
+    assert cache.bad_rows.tolist() == [0, 0]
+    assert (
+        batch._segments_of(0, 2)[0].seq_lens.data_ptr()
+        == batch._segments_of(1, 3)[0].seq_lens.data_ptr()
+    )
+
+
+def test_positions_are_those_of_the_new_tokens() -> None:
+    batch = PagedBatch(make(), 3, 8)
+    address = batch.positions.data_ptr()
+    begin(batch, "a", 5)
+    batch.cache.allocate("b")
+    extend(batch, ["b", "a"], [3, 2])
+    assert batch.positions.tolist() == [0, 1, 2, 5, 6, 0, 0, 0]
+    assert batch.positions.data_ptr() == address
+
+
+def test_bad_values_are_counted_and_decode_to_nan() -> None:
+    cache = make()
+    batch = PagedBatch(cache, 4, 100)
+    rows = new_rows(10)
+    rows[0, 1, 0, 5], rows[1, 4, :, 0] = torch.nan, torch.inf
+    cache.allocate("a")
+    extend(batch, ["a"], 10, rows=rows)
+    assert cache.bad_rows.tolist() == [LAYERS, HEADS * LAYERS]
+    words = rf"{LAYERS} rows of K and {HEADS * LAYERS} of V came with NaN.*free\(id, forget=True\)"
+    with pytest.raises(NonFiniteError, match=words):
+        cache.check()
+    cache.check()  # once is enough
+    k, v = cache.dequantized("a", 0)
+    assert k[0, 1].isnan().all() and not k[1].isnan().any()
+    assert v[:, 4].isnan().all()
+
+
+def test_rope_is_that_of_append_rows() -> None:
+    angles = torch.rand(9, DIM // 2)
+    rope = Rope(angles.cos(), angles.sin())
+    batch, other = (PagedBatch(make(), 2, 50) for _ in range(2))
+    k, v = new_rows(9)
+    for at, key, turn in ((batch, k, rope), (other, apply_rope(k, rope), None)):
+        at.cache.allocate("a")
+        with at.extend(["a"], 9):
+            for layer in range(LAYERS):
+                at.append(layer, key, v.to(key.dtype), rope=turn)
+    assert same(values(batch.cache, "a"), values(other.cache, "a"))
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"page_size": 20}, "page_size 20 does not exist"),
+        ({"exact_format": "int8"}, "exact_format 'int8' does not exist"),
+        ({"num_seats": 0}, "num_seats 0"),
+        ({"num_pages": 0}, "num_pages 0"),
+        ({"max_seq_len": -1}, "max_seq_len -1"),
+        ({"k_format": ["int4"]}, "lists 1 formats for 2 layers"),
+        ({"k_format": "int3"}, "'int3' does not exist"),
+        ({"num_pages": 2**30, "max_seq_len": 2**30}, "GiB, more than there is"),
+    ],
+)
+def test_a_cache_that_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make(**options)
+
+
+KV: Any = KVCache(1, 1, 1, DIM, 8)
+ODD: Any = "no"
+CALLS: list[tuple[Callable[[Any], object], type[KVQuantError], str]] = [
+    (lambda b: b.cache.allocate("a"), ConfigError, "'a' exists"),
+    (lambda b: b.cache.allocate(("x",)), ConfigError, "give a string or a whole number"),
+    (lambda b: b.cache.allocate("b", [0.5]), ConfigError, "must be integers"),
+    (lambda b: b.cache.fork("x", "y"), ConfigError, "no sequence 'x'"),
+    (lambda b: b.cache.fork("a", "a"), ConfigError, "'a' exists"),
+    (lambda b: b.cache.truncate("a", 21), ShapeError, "has 20 tokens: it cannot be truncated"),
+    (lambda b: b.cache.truncate("a", -1), ShapeError, "truncated to -1"),
+    (lambda b: b.cache.free("x"), ConfigError, "no sequence 'x'"),
+    (lambda b: b.cache.length("x"), ConfigError, "no sequence 'x'"),
+    (lambda b: b.cache.dequantized("a", 2), ConfigError, "layer 2 does not exist"),
+    (lambda b: b.cache.swap_in("a"), ConfigError, "'a' is not swapped out"),
+    (lambda b: b.cache.can_append(["a"], 81), ShapeError, "would grow to 101"),
+    (lambda b: b.extend(["x"]), ConfigError, "no sequence 'x'"),
+    (lambda b: b.extend(["a", "a"]), ConfigError, "name each once"),
+    (lambda b: b.extend(["a"], -1), ShapeError, "give one >= 0 for each"),
+    (lambda b: b.extend(["a"], [1, 1]), ShapeError, "for 1 ids"),
+    (lambda b: b.extend(["a"], [0.5]), ConfigError, "must be whole numbers"),
+    (lambda b: b.extend(["a"], 2, [1]), ShapeError, "1 tokens for counts that add up to 2"),
+    (lambda b: b.extend(["a"], 1, ["x"]), ConfigError, "must be integers"),
+    (lambda b: b.extend(["a"], 81), ShapeError, "'a' would grow to 101 tokens, max_seq_len is 100"),
+    (
+        lambda b: b.extend(list("abcde")),
+        ShapeError,
+        "5 sequences and 5 tokens: the batch has places",
+    ),
+    (lambda b: b.extend(["a"], 91), ShapeError, "places for 4 and 90"),
+    (lambda b: b.append(0, *new_rows(91)), ShapeError, "k has 91 tokens"),
+    (lambda b: b.append(9, *new_rows(1)), ConfigError, "layer 9"),
+    (lambda b: b.attend(0, torch.randn(5, 4, DIM)), ShapeError, "q has 5 rows"),
+    (lambda b: b.attend(9, torch.randn(4, 4, DIM)), ConfigError, "layer 9"),
+    (lambda b: b.append(0, [1], [1]), ConfigError, "k is of type list: give a tensor"),
+    (lambda b: b.append(0, np.zeros((1, HEADS, DIM)), 1), ConfigError, "k is of type ndarray"),
+    (lambda b: b.append(0, torch.zeros(()), 1), ConfigError, "v is of type int: give a tensor"),
+    (lambda b: b.append(0, *new_rows(1)[:, 0]), ShapeError, r"k is [2, 64]: it must be [num_tok"),
+    (lambda b: b.append(0, *new_rows(1)[:, None]), ShapeError, "k.transpose(1, 2).flatten(0, 1)"),
+    (lambda b: b.append("0", *new_rows(1)), ConfigError, "layer '0' does not exist"),
+    (lambda b: b.attend(0, [1]), ConfigError, "q is of type list: give a tensor"),
+    (lambda b: b.attend(0, torch.zeros(DIM)), ShapeError, "q is [64]: it must be [batch"),
+    (lambda b: b.attend(0, torch.zeros(4, 4, 1, DIM)), ShapeError, "give q[:, :, 0]"),
+    (lambda b: b.extend("az"), ConfigError, "ids is the text 'az': give a list of ids"),
+    (lambda b: b.extend(3), ConfigError, "ids is 3: give a list of ids"),
+    (lambda b: b.cache.can_append("a"), ConfigError, "ids is the text 'a': give a list of ids"),
+    (lambda b: b.cache.can_append(None), ConfigError, "ids is None: give a list of ids"),
+    (lambda b: b.cache.allocate("b", 5), ConfigError, "tokens must be integers"),
+    (lambda b: b.cache.allocate("b", "tokens"), ConfigError, "tokens must be integers"),
+    (lambda b: b.cache.match_prefix([0.5, 1]), ConfigError, "tokens must be integers"),
+    (lambda b: b.cache.free("a", forget="no"), ConfigError, "forget is 'no': use True or False"),
+    (lambda b: b.cache.dequantized("a", 0, torch.int32), ConfigError, "dtype torch.int32 is not"),
+    (lambda b: b.cache.dequantized("a", None), ConfigError, "layer None does not exist"),
+    (lambda b: save_sequences(b.cache, "a", "x.safetensors"), ConfigError, "the text 'a'"),
+    (
+        lambda b: save_sequences(KV, ["a"], "x.safetensors"),
+        ConfigError,
+        "save_cache saves a KVCache",
+    ),
+    (lambda b: save_cache(b.cache, "x.safetensors"), ConfigError, "save_sequences saves sequences"),
+    (lambda b: load_sequences(KV, "x.safetensors"), ConfigError, "load_cache reads a KVCache"),
+    (lambda b: load_sequences(b.cache, "x", ids=ODD), ConfigError, "a dict of new ids by saved"),
+    (lambda b: PagedBatch(KV, 1), ConfigError, "cache is of type KVCache: give a PagedKVCache"),
+    (
+        lambda b: PagedBatch(b.cache, 1, shared_prefix=ODD),
+        ConfigError,
+        "shared_prefix is 'no': use",
+    ),
+    (lambda b: PagedBatch(b.cache, 0), ConfigError, "max_batch 0"),
+    (lambda b: PagedBatch(b.cache, 1, 0), ConfigError, "max_tokens 0"),
+]
+
+
+@pytest.mark.parametrize("call, error, message", CALLS, ids=[message for *_, message in CALLS])
+def test_refusals_say_why_and_change_nothing(
+    call: Callable[[PagedBatch], object], error: type[KVQuantError], message: str
+) -> None:
+    batch = PagedBatch(make(), 4, 90)
+    begin(batch, "a", 20, range(20))
+    before = seen(batch.cache)
+    with pytest.raises(error, match=re.escape(message)):
+        call(batch)
+    assert seen(batch.cache) == before
+    batch.cache.check_invariants()
+    extend(batch, ["a"])
+
+
+def test_numbers_may_come_in_any_form() -> None:
+    batch: Any = PagedBatch(make(), 4, 90)
+    tokens: Any = np.arange(60)
+    batch.cache.allocate("a", iter(tokens))
+    for count, known in ((np.array([50]), tokens[:50]), ((5,), torch.arange(50, 55)), (5, None)):
+        with batch.extend(("a",), count, known if known is None else iter(known)):
+            for layer in range(LAYERS):
+                batch.append(np.int64(layer), *new_rows(50))
+    assert batch.cache.state.tokens("a") == list(range(55))
+    found = batch.cache.match_prefix(range(60))
+    assert 0 < found == batch.cache.match_prefix(token for token in tokens)
+    assert found == batch.cache.match_prefix(torch.arange(60)) == batch.cache.match_prefix(tokens)
+    assert re.search(r"^PagedKVCache\(2 layers, .* 12 pages of 16 tokens, .*\)$", repr(batch.cache))
+
+
+def test_fewer_rows_than_the_step_has_are_refused() -> None:
+    batch = PagedBatch(make(), 4, 90)
+    batch.cache.allocate("a")
+    batch.cache.allocate("b")
+    with batch.extend(list("ab"), 2):
+        with pytest.raises(ShapeError, match="k has 3 tokens, the step 4"):
+            batch.append(0, *new_rows(3))
+        with pytest.raises(ShapeError, match="q has 1 rows, the step 2 sequences"):
+            batch.attend(0, torch.randn(1, 4, DIM))
+        for layer in range(LAYERS):
+            batch.append(layer, *new_rows(4))

@@ -1,0 +1,56 @@
+"""PagedBatch under torch.compile(fullgraph=True): one graph for steps of any lengths and pages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from paged_cases import DIM, LAYERS, begin, make, new_rows, same, values
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from kvquant.errors import ConfigError
+from kvquant.paged.batch import PagedBatch
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+@pytest.mark.parametrize("lengths", [(3, 5), (0, 0)], ids=str)
+def test_append_and_attend_are_one_graph_for_all_steps(
+    lengths: tuple[int, int], compiler: str
+) -> None:
+    torch._dynamo.reset()
+    batch, other = (
+        PagedBatch(make(sink_len=lengths[0], recent_len=lengths[1]), 4, 100) for _ in range(2)
+    )
+
+    def layers(
+        batch: PagedBatch, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor
+    ) -> list[torch.Tensor]:
+        outs = []
+        for layer in range(LAYERS):
+            batch.append(layer, k, v)
+            out = batch.attend(layer, q)
+            assert isinstance(out, torch.Tensor)
+            outs.append(out)
+        return outs
+
+    counter = CompileCounterWithBackend(compiler)
+    compiled = torch.compile(layers, fullgraph=True, backend=counter)
+    for at in (batch, other):
+        torch.manual_seed(1)
+        begin(at, "a", 30)
+        begin(at, "b", 2)
+    for step in range(20):
+        if step == 9:
+            for at in (batch, other):
+                at.cache.fork("a", "c")
+        ids = ["a", "b", "c"][: 2 + step // 10]
+        rows, q = new_rows(4), torch.randn(4, 4, DIM)
+        with batch.extend(ids):
+            outs = compiled(batch, rows[0], rows[1], q)
+        with other.extend(ids):
+            expected = layers(other, rows[0], rows[1], q)
+        assert same(outs, expected)
+    for name in "abc":
+        assert same(values(batch.cache, name), values(other.cache, name))
+    assert counter.frame_count == 1
+    with pytest.raises(ConfigError, match="were not appended to"), batch.extend(["a"]):
+        batch.append(0, *new_rows(1))  # compiled code is seen in the steps that it runs in

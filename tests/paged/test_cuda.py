@@ -1,0 +1,113 @@
+"""PagedKVCache on a GPU: the bytes of the CPU, and one CUDA graph for steps of any sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from paged_cases import DIM, HEADS, LAYERS, captured, extend, make, new_rows, same, values
+
+from kvquant.paged.batch import PagedBatch
+
+pytestmark = pytest.mark.gpu
+Measure = Callable[[torch.Tensor, torch.Tensor], float]
+
+
+def both(**options: int) -> tuple[PagedBatch, PagedBatch]:
+    """The same batch on the CPU and on the GPU."""
+    return (
+        PagedBatch(make(**options, num_pages=30), 4, 100),
+        PagedBatch(make(**options, num_pages=30, device="cuda"), 4, 100),
+    )
+
+
+@pytest.mark.parametrize("lengths", [(3, 5), (0, 0), (3, 0), (0, 5)], ids=str)
+def test_bytes_are_those_of_the_cpu(lengths: tuple[int, int]) -> None:
+    batches = both(sink_len=lengths[0], recent_len=lengths[1])
+    for batch in batches:
+        batch.cache.allocate("a", range(40))
+    draw = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 99, (100,), generator=draw).tolist()
+    for count in (40, 1, 1, 7, 1):
+        rows = new_rows(count)
+        for batch in batches:
+            extend(batch, ["a"], count, tokens[:count], rows.to(batch.cache.device))
+    for batch in batches:
+        cache = batch.cache
+        cache.fork("a", "b")
+        cache.truncate("b", 30)
+        assert cache.allocate("c", tokens[:40]) > 0
+        cache.swap_out("a")
+    for _ in range(20):
+        rows = new_rows(2)
+        for batch in batches:
+            extend(batch, ["b", "c"], 1, rows=rows.to(batch.cache.device))
+    for batch in batches:
+        batch.cache.swap_in("a")
+    for name in ("a", "b", "c"):
+        ours, theirs = (values(batch.cache, name) for batch in batches)
+        assert same([x.cpu() for x in theirs], ours)
+    batches[1].cache.check_invariants()
+
+
+def test_one_graph_serves_steps_of_other_sequences_lengths_and_pages(
+    relative_l2: Measure,
+) -> None:
+    on_cpu, prefill = both()
+    cache = prefill.cache
+    batch = PagedBatch(cache, 4)
+    k, v = (torch.empty(4, HEADS, DIM, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    q = torch.empty(4, 4, DIM, device="cuda", dtype=torch.bfloat16)
+    for x in (k, v, q):
+        x.fill_(torch.nan)  # no place is in use while the graph is captured
+    graph, outs = captured(batch, k, v, q)
+    for name, count in (("a", 20), ("b", 3), ("c", 0), ("d", 61)):
+        rows = new_rows(count)
+        for at in (on_cpu, prefill):
+            at.cache.allocate(name)
+            extend(at, [name], count, rows=rows.to(at.cache.device))
+    live = ["a", "b", "c", "d"]
+    for step in range(36):
+        if step % 9 == 4:  # the shared last page is copied between replays
+            for at in (on_cpu, prefill):
+                at.cache.free(live[0])
+                at.cache.fork(live[1], f"{step}")
+            live = [*live[1:], f"{step}"]
+        ids = live[step % 3 :]
+        for x in (k, v, q):
+            x.copy_(torch.randn(x.shape))
+        with batch.extend(ids):
+            graph.replay()
+        with on_cpu.extend(ids):
+            for layer in range(LAYERS):
+                on_cpu.append(layer, k[: len(ids)].cpu(), v[: len(ids)].cpu())
+                expected = on_cpu.attend(layer, q[: len(ids)].cpu().float())
+                assert isinstance(expected, torch.Tensor)
+                assert relative_l2(outs[layer][: len(ids)].cpu(), expected) < 6e-3
+                assert not outs[layer][len(ids) :].any()
+    for name in live:
+        ours, theirs = values(on_cpu.cache, name), values(cache, name)
+        assert same([x.cpu() for x in theirs], ours)
+    assert cache.bad_rows.tolist() == [0, 0]
+    cache.check_invariants()
+
+
+def test_the_host_may_run_ahead() -> None:
+    """Staged copies are not overwritten while the GPU is behind."""
+    _, batch = both()
+    for name in "abcd":
+        batch.cache.allocate(name)
+    rows = new_rows(4, "cuda")
+    busy = torch.randn(4096, 4096, device="cuda")
+    for step in range(60):
+        busy @ busy
+        extend(batch, list("abcd")[step % 3 :], 1, rows=rows[:, step % 3 :])
+    lengths = {name: batch.cache.length(name) for name in "abcd"}
+    assert lengths == {"a": 20, "b": 40, "c": 60, "d": 60}
+    for at, name in enumerate("abcd"):
+        for layer in range(LAYERS):
+            k, _ = batch.cache.dequantized(name, layer)
+            error = (k.transpose(0, 1) - rows[0, at].float()).abs().max()
+            assert float(error) < 0.5
+    batch.cache.check_invariants()

@@ -1,0 +1,325 @@
+"""A paged cache when copies fail, ids and numbers are odd, prefixes are bad: as it was, or told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from paged_cases import (
+    LAYERS,
+    PAGE,
+    SINKS,
+    SlowEvent,
+    begin,
+    extend,
+    make,
+    new_rows,
+    same,
+    seen,
+    values,
+)
+
+from kvquant.errors import ConfigError, OutOfPagesError, ShapeError
+from kvquant.io.sequences import load_sequences, save_sequences
+from kvquant.paged.batch import PagedBatch
+from kvquant.paged.cache import PagedKVCache
+
+
+class NoMemoryError(RuntimeError):
+    """What a copy raises here."""
+
+
+def fail(*_: object) -> None:
+    raise NoMemoryError
+
+
+def filled() -> PagedBatch:
+    """Sequences "a" of 45 tokens, and two forks of it, all with a partly filled shared page."""
+    batch = PagedBatch(make(num_pages=20), 4, 90)
+    begin(batch, "a", 45, range(45))
+    batch.cache.fork("a", "b")
+    batch.cache.fork("a", "c")
+    return batch
+
+
+def tables(cache: PagedKVCache) -> list[tuple[int, ...]]:
+    return [cache.state.pool.block_table(name) for name in cache.ids]
+
+
+@pytest.mark.parametrize("where", ["copy", "slots", "tokens"])
+def test_a_step_that_fails_before_it_is_begun_is_undone(
+    monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    batch = filled()
+    cache = batch.cache
+    before, rows = seen(cache), values(cache, "a")
+    with monkeypatch.context() as patch:
+        if where == "copy":
+            patch.setattr(cache.rows, "copy_pages", fail)
+        elif where == "slots":
+            patch.setattr("kvquant.paged.state.token_slots", fail)
+        else:
+            patch.setattr(cache.state, "_learn", fail)
+        with pytest.raises(NoMemoryError):
+            batch.extend(["a", "b", "c"], [5, 30, 1], range(36))
+    assert seen(cache) == before
+    cache.check_invariants()
+    extend(batch, ["a", "b", "c"], [5, 30, 1], range(36))
+    kept = zip(values(cache, "c"), rows, strict=True)
+    assert all(torch.equal(x[:, :40], y[:, :40]) for x, y in kept)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda batch: batch.cache.end_step(written=False, begun=False),
+        lambda batch: batch.cache.truncate("c", batch.cache.length("c")),
+        lambda batch: batch.cache.finish_swaps(),
+        lambda batch: batch.extend([]).__enter__(),
+    ],
+)
+def test_a_step_that_was_not_begun_is_undone_without_loss(
+    call: Callable[[PagedBatch], object],
+) -> None:
+    """Such as one whose `with` was left out."""
+    batch = filled()
+    cache = batch.cache
+    before, rows = seen(cache), values(cache, "b")
+    step = batch.extend(["a", "b"], [5, 30], range(35))
+    with pytest.raises(ConfigError, match="no step of this batch is open"):
+        batch.append(0, *new_rows(35))
+    call(batch)
+    with pytest.raises(ConfigError, match="no step of this batch is open"), step:
+        pass
+    if cache.is_open(batch._step):
+        cache.end_step(written=True)
+    cache.check_invariants()
+    assert seen(cache)[0] == before[0]  # type: ignore[index]
+    assert same(values(cache, "b"), rows)
+    extend(batch, ["a", "b"], 1)
+    cache.check_invariants()
+
+
+def test_a_copy_of_pages_takes_no_memory_of_their_size() -> None:
+    stacks = make(num_pages=4).rows.pages[0]
+    stacks.stacks[0][:] = torch.randint(255, stacks.stacks[0].shape, dtype=torch.uint8)
+    before = stacks.stacks[0].clone()
+    taken: list[int] = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and not out._is_view():
+                taken.append(out.untyped_storage().nbytes())
+            return out
+
+    with Watch():  # type: ignore[no-untyped-call]
+        stacks.copy_units([(0, 2), (1, 3)])
+    assert torch.equal(stacks.stacks[0], before[:, [0, 1, 0, 1]])
+    assert not [n for n in taken if n != before.nbytes]
+
+
+def test_a_fork_whose_exact_rows_are_not_copied_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = filled().cache
+    before = seen(cache)
+    monkeypatch.setattr(cache.rows, "copy_seat", fail)
+    with pytest.raises(NoMemoryError):
+        cache.fork("a", "d")
+    assert seen(cache) == before
+    cache.check_invariants()
+
+
+def test_a_sequence_whose_rows_do_not_come_back_stays_swapped_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache = filled().cache
+    rows = values(cache, "a")
+    cache.swap_out("a")
+    cache.finish_swaps()
+    before = seen(cache)
+    with monkeypatch.context() as patch:
+        patch.setattr(cache._swap, "copy_in", fail)
+        with pytest.raises(NoMemoryError):
+            cache.swap_in("a")
+    assert seen(cache) == before
+    cache.check_invariants()
+    cache.swap_in("a")
+    assert same(values(cache, "a"), rows)
+
+
+@pytest.mark.parametrize("length", [1.5, "1", None, True])
+def test_a_length_that_is_no_whole_number_is_refused(length: Any) -> None:
+    cache = filled().cache
+    before = seen(cache)
+    with pytest.raises(ConfigError, match=r"length .* use a whole number"):
+        cache.truncate("a", length)
+    with pytest.raises(ConfigError, match=r"length .* use a whole number"):
+        cache.state.pool.truncate("a", length)
+    assert seen(cache) == before
+    cache.check_invariants()
+    cache.truncate("a", np.int64(20))  # type: ignore[arg-type]
+    assert type(cache.length("a")) is int
+
+
+@pytest.mark.parametrize("counts", [None, 2.0, "x", ["x"], torch.tensor(1.5), True])
+def test_counts_that_are_no_whole_numbers_are_refused(counts: Any) -> None:
+    batch = filled()
+    for call in (batch.cache.can_append, batch.extend):
+        with pytest.raises(ConfigError, match="must be whole numbers"):
+            call(["a"], counts)
+
+
+@pytest.mark.parametrize("counts", [2, np.int64(2), torch.tensor(2), [2], torch.tensor([2])])
+def test_counts_are_whole_numbers_of_any_type(counts: Any) -> None:
+    batch = filled()
+    assert batch.cache.can_append(["a"], counts)
+    with batch.extend(["a"], counts):
+        for layer in range(LAYERS):
+            batch.append(layer, *new_rows(2))
+        assert batch.cache.length("a") == 47
+
+
+def test_ids_are_kept_as_what_a_file_can_hold(tmp_path: Path) -> None:
+    batch = filled()
+    cache = batch.cache
+    for name in (True, 1.5, None, ["x"], np.bool_(True)):
+        with pytest.raises(ConfigError, match="give a string or a whole number"):
+            cache.allocate(name)  # type: ignore[arg-type]
+    for name in (2**1024, -(2**1024), 10**5000):
+        with pytest.raises(ConfigError, match="a whole number of up to 1024 bits"):
+            cache.allocate(name)
+        with pytest.raises(ConfigError, match="no sequence"):
+            cache.length(name)
+    with pytest.raises(ConfigError, match="must be integers of 64 bits"):
+        cache.allocate("t", [10**5000])
+    for count in (10**5000, [10**5000], 2**63, [2**63]):
+        with pytest.raises(ConfigError, match="must be whole numbers"):
+            cache.can_append(["a"], count)
+    with pytest.raises(ShapeError, match="would grow to"):
+        cache.can_append(["a"], 2**63 - 1)
+
+    class Text(str, Enum):
+        NAME = "value"
+
+    cache.allocate(Text.NAME)
+    assert (cache.ids[-1], cache.length(Text.NAME), cache.length("value")) == ("value", 0, 0)
+    cache.free(Text.NAME)
+    cache.allocate(np.int64(3))
+    assert [type(name) for name in cache.ids] == [str, str, str, int]
+    extend(batch, [np.int64(3)], 2, [True, np.int64(2**63 - 1)])  # type: ignore[list-item]
+    with pytest.raises(ConfigError, match=r"tokens .* must be integers of 64 bits"):
+        batch.extend([3], 1, [2**63])
+    path = save_sequences(cache, [3], tmp_path / "x.safetensors")
+    other = make()
+    assert load_sequences(other, path) == [3]
+    assert [type(token) for token in other.state.tokens(3)] == [int, int]
+    with pytest.raises(ConfigError, match=r"ids names \['3'\]: the file has \[3\]"):
+        load_sequences(other, path, ids={"3": "x"})
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda cache, x: cache.length(x),
+        lambda cache, x: cache.free(x),
+        lambda cache, x: cache.truncate(x, 0),
+        lambda cache, x: cache.fork(x, "d"),
+        lambda cache, x: cache.swap_out(x),
+        lambda cache, x: cache.swap_in(x),
+        lambda cache, x: cache.dequantized(x, 0),
+        lambda cache, x: cache.can_append([x]),
+        lambda cache, x: save_sequences(cache, [x], "x.safetensors"),
+    ],
+)
+def test_what_cannot_be_an_id_is_no_sequence(call: Callable[[PagedKVCache, Any], object]) -> None:
+    cache = filled().cache
+    before = seen(cache)
+    with pytest.raises(ConfigError, match=r"sequence \['a'\]"):
+        call(cache, ["a"])
+    assert seen(cache) == before
+
+
+@pytest.mark.parametrize("page_size", [16.0, "16", True])
+def test_a_page_size_is_a_whole_number(page_size: Any) -> None:
+    with pytest.raises(ConfigError, match=r"page_size .* use a whole number"):
+        make(page_size=page_size)
+
+
+def test_lack_of_pages_or_seats_says_who_is_leaving(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = make(num_pages=3, num_seats=2)
+    batch = PagedBatch(cache, 2, 90)
+    begin(batch, "a", 40)
+    cache.allocate("b")
+    monkeypatch.setattr(cache._swap, "_event", SlowEvent)
+    cache.swap_out("a")
+    hint = r"swap out .* or call finish_swaps\(\): 1 sequences are leaving"
+    for call in (
+        lambda: batch.extend(["b"], 40),
+        lambda: cache.allocate("c"),
+        lambda: cache.fork("b", "c"),
+    ):
+        with pytest.raises(OutOfPagesError, match=hint):
+            call()
+    cache.finish_swaps()
+    extend(batch, ["b"], 40)
+    with pytest.raises(OutOfPagesError) as caught:
+        cache.swap_in("a")
+    assert "finish_swaps" not in str(caught.value)
+
+
+@pytest.mark.parametrize("where", ["live", "leaving", "swapped out"])
+def test_a_bad_prefix_is_forgotten(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = make()
+    batch = PagedBatch(cache, 4, 90)
+    rows = new_rows(60)
+    rows[0, 10] = torch.nan
+    cache.allocate("a")
+    extend(batch, ["a"], 60, range(60), rows)
+    begin(batch, "b", 60, [0, 1, 2, *range(50, 3, -1), *range(10)])  # the same sinks
+    if where != "live":
+        if where == "leaving":
+            monkeypatch.setattr(cache._swap, "_event", SlowEvent)
+        cache.swap_out("a")
+    cache.free("a", forget=True)
+    assert cache.match_prefix(range(60)) == 0
+    assert cache.match_prefix([0, 1, 2, *range(50, 3, -1), 0]) == SINKS + 2 * PAGE
+    cache.check_invariants()
+    begin(batch, "c", 60, range(60))
+    cache.free("c")
+    cache.allocate("d", range(60))
+    assert not cache.dequantized("d", 0)[0].isnan().any()
+
+
+def test_what_others_share_is_not_forgotten() -> None:
+    batch = filled()
+    cache = batch.cache
+    cache.free("a", forget=True)
+    assert cache.match_prefix(range(45)) == SINKS + 2 * PAGE
+    cache.free("b", forget=True)
+    cache.free("c", forget=True)
+    assert (cache.match_prefix(range(45)), cache.num_free_pages) == (0, 20)
+    cache.check_invariants()
+
+
+def test_a_prompt_attends_to_rows_that_were_present() -> None:
+    batch = filled()
+    cache = batch.cache
+    present = cache.allocate("d", range(80))
+    assert present == SINKS + 2 * PAGE
+    rows = new_rows(80 - present)
+    with batch.extend(["d"], 80 - present, range(present, 80)):
+        for layer in range(LAYERS):
+            batch.append(layer, *rows)
+            k, v = cache.dequantized("d", layer)
+            assert k.shape[1] == v.shape[1] == 80
+            assert torch.equal(k[:, -5:], rows[0, -5:].transpose(0, 1).float())
+            old = zip((k, v), cache.dequantized("a", layer), strict=True)
+            assert all(torch.equal(x[:, :present], y[:, :present]) for x, y in old)
+        with pytest.raises(ConfigError, match="no sequence 'x'"):
+            cache.dequantized("x", 0)
+    assert cache.length("d") == 80

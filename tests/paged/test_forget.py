@@ -1,0 +1,299 @@
+"""Rows with NaN in a paged cache: who has them is told, and nobody begins with them."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from paged_cases import (
+    LAYERS,
+    PAGE,
+    RECENT,
+    SINKS,
+    SlowEvent,
+    begin,
+    extend,
+    make,
+    new_rows,
+    values,
+)
+
+from kvquant.errors import NonFiniteError, OutOfPagesError
+from kvquant.paged.batch import PagedBatch
+from kvquant.paged.cache import PagedKVCache
+from kvquant.paged.pool import SequenceId
+
+LENGTH = 60
+PROMPT = list(range(LENGTH))
+FULL = SINKS + (LENGTH - SINKS - RECENT) // PAGE * PAGE  # tokens of PROMPT that are found
+# a token of each kind of row
+TOKENS = {"sink": 1, "full page": SINKS + 20, "partial page": FULL + 1, "ring": LENGTH - 2}
+
+
+def fill(
+    batch: PagedBatch, name: SequenceId, tokens: list[int], bad: int | None = None, layer: int = 0
+) -> int:
+    """Begin a sequence, with NaN at one of its tokens in one layer; how many were present."""
+    present = batch.cache.allocate(name, tokens)
+    with batch.extend([name], len(tokens) - present, tokens[present:]):
+        for at in range(batch.cache.num_layers):
+            k, v = new_rows(len(tokens) - present)
+            if bad is not None and at == layer:
+                (k, v)[layer % 2][bad - present, 0, 5] = torch.nan
+            batch.append(at, k, v)
+    return present
+
+
+def has_nan(cache: PagedKVCache, name: SequenceId) -> bool:
+    return any(bool(x.isnan().any()) for x in values(cache, name))
+
+
+def assert_nobody_begins_with_nan(batch: PagedBatch, tokens: list[int]) -> None:
+    """Two sequences with these tokens, the second one after the first one is written."""
+    cache = batch.cache
+    for name in ("first", "second"):
+        fill(batch, name, tokens)
+        assert not has_nan(cache, name)
+        cache.free(name)
+        cache.check_invariants()
+    assert cache.match_prefix([*tokens, 0]) > 0
+
+
+@pytest.mark.parametrize("others", ["", "fork", "fork swapped out", "swapped out", "leaving"])
+@pytest.mark.parametrize("layer", range(LAYERS))
+@pytest.mark.parametrize("where", TOKENS)
+def test_nothing_of_a_forgotten_sequence_with_nan_is_found(
+    where: str, layer: int, others: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = PagedBatch(make(num_pages=20), 4, 100)
+    cache = batch.cache
+    fill(batch, "bad", PROMPT, TOKENS[where], layer)
+    if "fork" in others:
+        cache.fork("bad", "fork")
+    if others == "leaving":
+        monkeypatch.setattr(cache._swap, "_event", SlowEvent)
+    if others != "fork" and others:
+        cache.swap_out("fork" if "fork" in others else "bad")
+    cache.free("bad", forget=True)
+    cache.check_invariants()
+    assert_nobody_begins_with_nan(batch, PROMPT)
+    if "fork" in others:
+        if cache.swapped_ids:
+            cache.swap_in("fork")
+        extend(batch, ["fork"], 20, range(20))  # fills the page
+        cache.free("fork")
+        assert_nobody_begins_with_nan(batch, [*PROMPT, *range(20)])
+
+
+@pytest.mark.parametrize("checked", [False, True])
+def test_what_was_shared_before_it_was_known_is_not_found_either(checked: bool) -> None:
+    batch = PagedBatch(make(num_pages=20, num_seats=6), 6, 100)
+    cache = batch.cache
+    longer = [*PROMPT, *PROMPT]
+    fill(batch, "bad", PROMPT, SINKS + 2)
+    assert fill(batch, "sharer", longer[:80]) == FULL
+    if checked:
+        with pytest.raises(NonFiniteError, match="sequences 'bad', 'sharer' have them"):
+            cache.check()
+        assert cache.match_prefix(longer) == 0
+    cache.free("bad", forget=True)
+    assert cache.match_prefix(longer) == 0
+    extend(batch, ["sharer"], 10, range(10))
+    assert_nobody_begins_with_nan(batch, longer[:80])
+
+
+def test_sinks_of_another_sequence_are_kept_in_place_of_forgotten_ones() -> None:
+    """The prompts have their first tokens in common: their pages stand under one head."""
+    batch = PagedBatch(make(num_pages=20), 4, 100)
+    cache = batch.cache
+    other = [*PROMPT[:SINKS], *range(100, 160)]
+    fill(batch, "bad", PROMPT, 0)
+    fill(batch, "good", other)
+    fill(batch, "heir", other)  # has the pages of one, and the sinks of the other
+    assert has_nan(cache, "heir") and not has_nan(cache, "good")
+    cache.free("bad", forget=True)
+    present = cache.allocate("new", other)
+    assert present > 0
+    kept = zip(values(cache, "new"), values(cache, "good"), strict=True)
+    assert all(torch.equal(x, y[:, :present]) for x, y in kept)
+    cache.free("new")
+    cache.free("good")
+    extend(batch, ["heir"], 20, range(20))  # its own sinks are not kept for anybody
+    assert_nobody_begins_with_nan(batch, other)
+
+
+def test_sinks_that_are_forgotten_are_kept_anew_by_the_next_sequence() -> None:
+    """Whatever they were: here numbers that another model gave, not NaN."""
+    batch = PagedBatch(make(num_pages=20), 4, 100)
+    cache = batch.cache
+    fill(batch, "bad", PROMPT)
+    cache.free("bad", forget=True)
+    assert fill(batch, "good", PROMPT) == 0
+    assert cache.allocate("new", PROMPT) == FULL
+    kept = zip(values(cache, "new"), values(cache, "good"), strict=True)
+    assert all(torch.equal(x, y[:, :FULL]) for x, y in kept)
+
+
+def test_a_fork_that_wrote_its_own_sinks_has_its_own() -> None:
+    batch = PagedBatch(make(num_pages=20), 4, 100)
+    cache = batch.cache
+    cache.allocate("a")
+    extend(batch, ["a"], 1, [0])
+    cache.fork("a", "b")  # before the sinks are full
+    for name in "ab":
+        extend(batch, [name], LENGTH - 1, PROMPT[1:])
+    cache.free("a", forget=True)
+    assert cache.allocate("new", PROMPT) == FULL
+    kept = zip(values(cache, "new"), values(cache, "b"), strict=True)
+    assert all(torch.equal(x, y[:, :FULL]) for x, y in kept)
+
+
+@pytest.mark.parametrize("how", ["forked early", "cut", "twice"])
+def test_a_fork_that_wrote_only_its_last_sinks_is_asked_for_nan(how: str) -> None:
+    """The first ones are still those of the sequence that is forgotten."""
+    batch = PagedBatch(make(num_pages=20), 4, 100)
+    cache = batch.cache
+    cache.allocate("bad")
+    with batch.extend(["bad"], 2, PROMPT[:2]):
+        for layer in range(cache.num_layers):
+            k, v = new_rows(2)
+            k[0, 0, 5] = torch.nan
+            batch.append(layer, k, v)
+    if how == "cut":
+        extend(batch, ["bad"], LENGTH - 2, PROMPT[2:])
+    cache.fork("bad", "fork")
+    if how == "cut":
+        cache.truncate("fork", 2)
+    if how == "twice":
+        cache.fork("fork", "other")
+        extend(batch, ["fork"], 1, [9])  # renewed, and its fork once more
+        cache.free("other")
+        cache.fork("fork", "other")
+        cache.free("fork")
+        cache.fork("other", "fork")
+        cache.truncate("fork", 2)
+    extend(batch, ["fork"], LENGTH - 2, PROMPT[2:])
+    cache.free("bad", forget=True)
+    assert_nobody_begins_with_nan(batch, PROMPT)
+
+
+def test_a_page_that_was_cut_off_is_forgotten_with_the_rest() -> None:
+    batch = PagedBatch(make(num_pages=20), 4, 100)
+    cache = batch.cache
+    fill(batch, "bad", PROMPT, SINKS + 20)
+    cache.truncate("bad", SINKS + 18)  # the row is behind the end, the page has its name
+    cache.free("bad", forget=True)
+    assert_nobody_begins_with_nan(batch, PROMPT)
+
+
+@pytest.mark.parametrize("end", [FULL, SINKS + 18, SINKS, 0])
+def test_pages_with_nan_that_were_cut_off_are_not_found_after_a_check(end: int) -> None:
+    batch = PagedBatch(make(num_pages=20), 4, 100)
+    cache = batch.cache
+    fill(batch, "a", PROMPT, SINKS + 20)
+    cache.truncate("a", end)
+    words = "'a' have them" if end == FULL else "no sequence has them any more"
+    with pytest.raises(NonFiniteError, match=words):
+        cache.check()
+    assert_nobody_begins_with_nan(batch, PROMPT)
+
+
+def test_inside_a_step_check_leaves_the_count_for_later() -> None:
+    batch = PagedBatch(make(), 4, 100)
+    cache = batch.cache
+    rows = new_rows(10)
+    rows[0, 4] = torch.nan
+    cache.allocate("a")
+    with batch.extend(["a"], 10):
+        for layer in range(LAYERS):
+            batch.append(layer, *rows)
+        with pytest.raises(NonFiniteError, match="call check after the step"):
+            cache.check()
+    with pytest.raises(NonFiniteError, match="sequences 'a' have them"):
+        cache.check()
+    cache.check()
+
+
+def test_twins_are_found_as_one_chain_of_pages() -> None:
+    """Two prompts at the same time, and one that goes on from each: never pages of both."""
+    batch = PagedBatch(make(num_pages=40, num_seats=6, max_seq_len=150), 6, 400)
+    cache = batch.cache
+    for name in "ab":
+        cache.allocate(name)
+    extend(batch, ["a", "b"], 100, [*range(100)] * 2)
+    extend(batch, ["b"], 40, range(200, 240))
+    pages = {name: cache.state.pool.block_table(name) for name in "ab"}
+    for tokens in (range(100), [*range(100), *range(200, 240)]):
+        present = cache.allocate("c", tokens)
+        table = cache.state.pool.block_table("c")
+        assert table and table in [pages[name][: len(table)] for name in "ab"]
+        assert present == SINKS + PAGE * len(table)
+        cache.free("c")
+        cache.check_invariants()
+    cache.free("a")  # its twin is there
+    assert cache.match_prefix([*range(100), *range(200, 240)]) > 100
+    cache.free("b")
+    cache.check_invariants()
+    free = cache.num_free_pages
+    begin(batch, "all", 140)
+    begin(batch, "rest", 140)
+    assert (free, cache.num_free_pages) == (40, 40 - 2 * -(-(140 - SINKS - RECENT) // PAGE))
+
+
+def test_whoever_has_nan_is_named_and_nobody_else_comes_to_have_it() -> None:
+    """Random calls; rows are bad now and then. After a check no sequence begins with NaN."""
+    draw = random.Random(0)
+    batch = PagedBatch(make(num_pages=30, num_seats=8), 8, 200)
+    cache, next_id, named = batch.cache, 0, 0
+    for _ in range(400):
+        ids, act = cache.ids, draw.choice("aaaeeefffttoiixn")
+        pick = draw.choice(ids) if ids else None
+        try:
+            if act == "a" and cache.num_free_seats:
+                tokens = [draw.randrange(2)] * draw.randrange(10) + [7] * draw.randrange(50)
+                bad = draw.randrange(len(tokens)) if tokens and draw.random() < 0.2 else None
+                if bad is not None and bad < cache.match_prefix(tokens):
+                    bad = None
+                fill(batch, next_id, tokens, bad, draw.randrange(LAYERS))
+                next_id += 1
+            elif act == "e" and pick is not None:
+                count = min(draw.randrange(20), cache.max_seq_len - cache.length(pick))
+                rows = new_rows(count)
+                if count and draw.random() < 0.1:
+                    rows[1, draw.randrange(count)] = torch.nan
+                extend(batch, [pick], count, [7] * count, rows)
+            elif act == "f" and pick is not None and cache.num_free_seats:
+                cache.fork(pick, next_id)
+                next_id += 1
+            elif act == "t" and pick is not None:
+                cache.truncate(pick, draw.randrange(cache.length(pick) + 1))
+            elif act == "o" and pick is not None and len(cache.swapped_ids) < 3:
+                cache.swap_out(pick)
+            elif act == "i" and cache.swapped_ids:
+                cache.swap_in(draw.choice(cache.swapped_ids))
+            elif act == "x" and pick is not None:
+                cache.free(pick)
+            elif act == "n":
+                expected = {i for i in cache.ids if has_nan(cache, i)}
+                try:
+                    cache.check()
+                except NonFiniteError as error:
+                    told: set[Any] = set(error.sequences)
+                    assert told - set(cache.swapped_ids) == expected
+                    named += len(told)
+                    for i in told:
+                        cache.free(i, forget=draw.random() < 0.5)
+                    for start in (0, 1):
+                        for length in range(10):
+                            begins = [start] * length + [7] * 60
+                            if cache.num_free_seats:
+                                cache.allocate("new", begins)
+                                assert not has_nan(cache, "new")
+                                cache.free("new")
+        except OutOfPagesError:
+            for other in cache.ids[:3]:
+                cache.free(other)
+        cache.check_invariants()
+    assert named > 0

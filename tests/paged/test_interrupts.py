@@ -1,0 +1,174 @@
+"""Ctrl-C at any line of a call of a paged cache: the cache is whole, and its rows are right."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+from kvquant.io import sequences
+from kvquant.io.sequences import load_sequences, save_sequences
+from kvquant.paged import cache as paged
+from kvquant.paged.batch import PagedBatch
+from kvquant.paged.cache import PagedKVCache
+
+NAMES = "cache batch state pool prefix_tree swap staged_tensors"
+FILES = {str(Path(paged.__file__).with_name(f"{name}.py")) for name in NAMES.split()}
+FILES.add(str(sequences.__file__))
+NUM_PAGES, NUM_SEATS = 10, 5
+A, Z = list(range(45)), list(range(100, 140))
+B = [*A[:30], *range(60, 70)]
+KNOWN = {"a": [*A, *range(45, 65)], "b": [*B, 70, 71], "c": [*A, 50, *range(51, 69)]}
+
+
+def grow(
+    batch: PagedBatch, ids: Sequence[str], counts: Sequence[int], tokens: Sequence[int]
+) -> None:
+    """One step whose rows hold the ids of their tokens."""
+    with batch.extend(ids, counts, tokens):
+        rows = torch.tensor(tokens).float()[:, None, None].expand(-1, 1, 64).contiguous()
+        batch.append(0, rows, rows)
+
+
+def filled() -> PagedBatch:
+    """Sequences that share pages, a page that two write to, and pages that are only found."""
+    options: dict[str, Any] = {"k_format": "int8", "v_format": "int8", "page_size": 16}
+    options |= {"num_seats": NUM_SEATS, "max_seq_len": 128, "sink_len": 2, "recent_len": 3}
+    batch = PagedBatch(PagedKVCache(1, 1, 64, NUM_PAGES, **options), 4, 64)
+    for name, tokens in (("a", A), ("b", B), ("z", Z)):
+        present = batch.cache.allocate(name, tokens)
+        grow(batch, [name], [len(tokens) - present], tokens[present:])
+    batch.cache.free("z")
+    batch.cache.fork("a", "c")
+    grow(batch, ["c"], [1], [50])
+    return batch
+
+
+def shown(cache: PagedKVCache, name: Any) -> list[int]:
+    """The ids of the tokens whose rows a sequence has."""
+    k, v = cache.dequantized(name, 0)
+    assert k.equal(v) and k.shape[1] == cache.length(name)
+    return [round(x) for x in k[0, :, 0].tolist()]
+
+
+def swapped(batch: PagedBatch, _: Path) -> None:
+    batch.cache.swap_out("a")
+    batch.cache.finish_swaps()
+
+
+def nothing(_batch: PagedBatch, _path: Path) -> None:
+    pass
+
+
+Call = Callable[[PagedBatch, Path], Any]
+CALLS: dict[str, tuple[Call, Call]] = {
+    "allocate": (nothing, lambda batch, _: batch.cache.allocate("n", Z)),
+    "fork": (nothing, lambda batch, _: batch.cache.fork("a", "n")),
+    "free": (nothing, lambda batch, _: batch.cache.free("a")),
+    "forget": (nothing, lambda batch, _: batch.cache.free("a", forget=True)),
+    "truncate": (nothing, lambda batch, _: batch.cache.truncate("a", 20)),
+    "swap out": (nothing, lambda batch, _: batch.cache.swap_out("a")),
+    "swap in": (swapped, lambda batch, _: batch.cache.swap_in("a")),
+    "load": (nothing, lambda batch, path: load_sequences(batch.cache, path, ids={"a": "n"})),
+    "step": (
+        nothing,
+        lambda batch, _: grow(
+            batch, ["a", "c", "b"], [20, 18, 2], [*range(45, 65), *range(51, 69), 70, 71]
+        ),
+    ),
+}
+
+
+def interrupted(call: Callable[[], object], number: int) -> bool:
+    """Whether there was a line of this number in the call, at which it was interrupted."""
+    lines = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal lines
+        if frame.f_code.co_filename not in FILES:
+            return None
+        lines += event == "line"
+        if lines == number:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(before)
+    return lines >= number
+
+
+def check(batch: PagedBatch) -> None:
+    """Every sequence has its own rows, prefixes are right, all can go on, and nothing is lost."""
+    cache = batch.cache
+    cache.finish_swaps()
+    cache.check_invariants()
+    for name in cache.swapped_ids:
+        cache.swap_in(name)
+    assert {"b", "c"} <= set(cache.ids) <= {"a", "b", "c", "n"}
+    for name in map(str, cache.ids):
+        found = shown(cache, name)
+        assert any(found == known[: len(found)] for known in [KNOWN.get(name, A), Z]), name
+    for tokens in (A, B, Z):
+        present = cache.allocate("p", tokens)
+        assert shown(cache, "p") == tokens[:present]
+        cache.free("p")
+    for name in map(str, cache.ids):
+        found = shown(cache, name)
+        grow(batch, [name], [3], [3, 4, 5])
+        assert shown(cache, name) == [*found, 3, 4, 5]
+    for each in cache.ids:
+        cache.free(each)
+    assert (cache.num_free_pages, cache.num_free_seats) == (NUM_PAGES, NUM_SEATS)
+    cache.check_invariants()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # files not closed
+@pytest.mark.parametrize("name", CALLS)
+def test_an_interrupt_at_any_line_leaves_a_whole_cache(tmp_path: Path, name: str) -> None:
+    before, call = CALLS[name]
+    path = tmp_path / "x.safetensors"
+    save_sequences(filled().cache, ["a"], path)
+    number, stride = 1, 3 if name in ("forget", "load", "step") else 1  # these have many lines
+    while True:
+        batch = filled()
+        before(batch, path)
+        if not interrupted(lambda batch=batch: call(batch, path), number):  # type: ignore[misc]
+            break
+        check(batch)
+        number += stride
+    assert number > 50
+
+
+def test_a_step_that_nobody_can_enter_is_not_seen() -> None:
+    batch = filled()
+    cache = batch.cache
+    held = batch.extend(["a"], 60, range(60))
+    assert cache.length("a") == 105
+    del held
+    assert cache.length("a") == 45 and shown(cache, "a") == A
+    batch.extend(["a"], 60, range(60))
+    assert cache.can_append(["a", "b"], [20, 20])
+    cache.check_invariants()
+
+
+def test_a_block_that_is_left_without_its_end_can_be_done_without() -> None:
+    batch = filled()
+    step = batch.extend(["a"], 20, range(45, 65))
+    step.__enter__()
+    batch.append(0, *torch.zeros(2, 20, 1, 64))
+    with pytest.raises(Exception, match="a step is open"):
+        batch.cache.free("a")
+    del step  # as an interrupt at the first line of its __exit__ does
+    check(batch)

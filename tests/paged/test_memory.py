@@ -1,0 +1,192 @@
+"""Calls on a paged cache in which any operation of torch finds no memory: nothing has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from paged_cases import LAYERS, begin, extend, make, new_rows, same, values
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kvquant.errors import CheckpointError, NonFiniteError
+from kvquant.io.sequences import load_sequences, save_sequences
+from kvquant.paged.batch import PagedBatch
+from kvquant.paged.cache import PagedKVCache
+
+PROMPT = list(range(60))
+OTHER = [*range(3), *range(200, 257)]  # the same sinks
+Call = Callable[[PagedBatch, Path], object]
+
+
+class NoMemory(TorchDispatchMode):
+    """Lets the operation `at` fail, counted from 0."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.left = at
+
+    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.left == 0:
+            raise MemoryError(f"no memory for {func}")
+        self.left -= 1
+        return func(*args, **(kwargs or {}))
+
+
+def filled() -> PagedBatch:
+    """Sequences "a", a fork "b" of it that shares a partly filled page, "c" that begins as "a" did,
+    "d" of other tokens, and "gone", swapped out."""
+    batch = PagedBatch(make(num_pages=60, num_seats=12), 6, 150)
+    cache = batch.cache
+    begin(batch, "a", 60, PROMPT)
+    cache.fork("a", "b")
+    present = cache.allocate("c", PROMPT)
+    extend(batch, ["c"], 60 - present, PROMPT[present:])
+    begin(batch, "d", 60, OTHER)
+    begin(batch, "gone", 50, range(300, 350))
+    cache.swap_out("gone")
+    return batch
+
+
+def state(cache: PagedKVCache) -> object:
+    """All that can be seen of a cache but its rows."""
+    of = cache.state
+    each = [(i, cache.length(i), of.pool.block_table(i), list(of.tokens(i))) for i in cache.ids]
+    found = [cache.match_prefix([*tokens, 0]) for tokens in (PROMPT, OTHER, range(300, 350))]
+    parked = [(i, cache.length(i)) for i in cache.swapped_ids]
+    free = cache.num_free_pages, cache.num_free_seats
+    return each, found, parked, free, cache.bad_rows.tolist()
+
+
+def spoil(batch: PagedBatch, _: Path) -> None:
+    """A step after which there are rows with NaN, to be found by check."""
+    rows = new_rows(4)
+    rows[0, 0] = torch.nan
+    batch.cache.allocate("bad")
+    extend(batch, ["bad"], 4, rows=rows)
+
+
+def check(batch: PagedBatch) -> None:
+    with pytest.raises(NonFiniteError, match="'bad' have them"):
+        batch.cache.check()
+
+
+# what comes before, and the call
+CALLS: dict[str, tuple[Call, Call]] = {
+    "allocate": (lambda *_: None, lambda batch, _: batch.cache.allocate("new", PROMPT)),
+    "fork": (lambda *_: None, lambda batch, _: batch.cache.fork("a", "new")),
+    "extend": (lambda *_: None, lambda batch, _: batch.extend(["a", "b", "c"], 20, range(60))),
+    "truncate": (lambda *_: None, lambda batch, _: batch.cache.truncate("a", 30)),
+    "free": (lambda *_: None, lambda batch, _: batch.cache.free("a")),
+    "forget": (lambda *_: None, lambda batch, _: batch.cache.free("a", forget=True)),
+    "forget one that is swapped out": (
+        lambda batch, _: batch.cache.swap_out("a"),
+        lambda batch, _: batch.cache.free("a", forget=True),
+    ),
+    "swap out": (lambda *_: None, lambda batch, _: batch.cache.swap_out("a")),
+    "swap in": (lambda *_: None, lambda batch, _: batch.cache.swap_in("gone")),
+    "touch what came": (
+        lambda batch, _: batch.cache.swap_in("gone"),
+        lambda batch, _: batch.cache.truncate("gone", 40),
+    ),
+    "save": (
+        lambda *_: None,
+        lambda batch, folder: save_sequences(batch.cache, ["a", "d"], folder / "x.safetensors"),
+    ),
+    "load": (
+        lambda batch, folder: save_sequences(batch.cache, ["a", "c"], folder / "x.safetensors"),
+        lambda batch, folder: load_sequences(
+            batch.cache, folder / "x.safetensors", ids={"a": "e", "c": "f"}
+        ),
+    ),
+    "check": (spoil, lambda batch, _: check(batch)),
+    "dequantized": (lambda *_: None, lambda batch, _: batch.cache.dequantized("a", 0)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_without_memory_has_changed_nothing(name: str, tmp_path: Path) -> None:
+    before, call = CALLS[name]
+    fails, steps = 0, 7 if name in ("save", "load") else 1  # these take long, and are many
+    while True:
+        torch.manual_seed(0)
+        batch = filled()
+        cache = batch.cache
+        before(batch, tmp_path)
+        seen = state(cache)
+        here = [i for i in cache.ids if not cache._swap.is_arriving(i)]
+        rows = {i: [x.nan_to_num() for x in values(cache, i)] for i in here}
+        try:
+            with NoMemory(steps * fails):
+                call(batch, tmp_path)
+        except (MemoryError, CheckpointError):  # "... more than there is"
+            pass
+        else:
+            break
+        fails += 1
+        cache.check_invariants()
+        assert state(cache) == seen
+        for i, expected in rows.items():
+            assert same([x.nan_to_num() for x in values(cache, i)], expected)
+        call(batch, tmp_path)  # now there is memory
+        cache.check_invariants()
+    assert fails > 0 or name in ("truncate", "free", "touch what came")
+
+
+def test_sinks_that_could_not_be_kept_are_given_to_nobody() -> None:
+    """The rows of a step are written, and then there is no memory to keep its sinks."""
+    fails, tokens = 0, list(range(400, 460))
+    while True:
+        torch.manual_seed(0)
+        batch = filled()
+        cache = batch.cache
+        cache.allocate("e")
+        rows = new_rows(60)
+        step = batch.extend(["e"], 60, tokens)
+        step.__enter__()
+        for layer in range(LAYERS):
+            batch.append(layer, *rows)
+        try:
+            with NoMemory(fails):
+                step.__exit__(None, None, None)
+        except MemoryError:
+            pass
+        else:
+            break
+        fails += 1
+        cache.check_invariants()
+        assert (cache.length("e"), cache.match_prefix(tokens)) == (60, 0)
+        extend(batch, ["e"], 20, range(20))  # the next full page lets them be kept
+        present = cache.allocate("new", tokens)
+        assert present > 0
+        kept = zip(values(cache, "new"), values(cache, "e"), strict=True)
+        assert all(torch.equal(x, y[:, :present]) for x, y in kept)
+    assert fails > 1
+
+
+def test_a_step_without_memory_leaves_what_stands_in_all_layers() -> None:
+    fails = 0
+    while True:
+        torch.manual_seed(0)
+        batch = filled()
+        cache, rows = batch.cache, new_rows(3).float()
+        before = {i: values(cache, i) for i in cache.ids}
+        try:
+            with NoMemory(fails):
+                extend(batch, ["a", "c", "d"], 1, rows=rows)
+        except MemoryError:
+            pass
+        else:
+            break
+        fails += 1
+        cache.check_invariants()
+        assert cache.bad_rows.tolist() == [0, 0]
+        for i, expected in before.items():
+            length = cache.length(i)
+            assert length in (60, 55), "55 of 60 tokens had left the recent window"
+            kept = zip(values(cache, i), expected, strict=True)
+            assert all(torch.equal(x, y[:, :length]) for x, y in kept)
+        extend(batch, ["a", "c", "d"])
+    assert fails > 5

@@ -1,0 +1,295 @@
+"""PagedKVCache from a plan: rows, attention and files as those of KVCache.from_plan (10 s)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from paged_cases import DIM, HEADS, begin, extend, make, new_rows, same, seen, values
+from paged_plans import PLAN_LAYERS, PLANS, make_contiguous, make_paged, packed_rows, step_of
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from kvquant import KVCache
+from kvquant.errors import CheckpointError, ConfigError, ShapeError
+from kvquant.io.plan import CachePlan
+from kvquant.io.sequences import load_sequences, save_sequences
+from kvquant.paged.batch import PagedBatch
+from kvquant.paged.cache import PagedKVCache
+
+Measure = Callable[[torch.Tensor, torch.Tensor], float]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+each_plan = pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+
+
+def append(cache: KVCache, rows: torch.Tensor) -> None:
+    """The rows of new tokens, the same in every layer, as extend writes them."""
+    for layer in range(cache.num_layers):
+        cache.append(layer, *rows.transpose(1, 2)[:, None])
+
+
+def check_rows(paged: PagedKVCache, name: str, contiguous: KVCache) -> None:
+    """The bytes of the packed rows and the values of all rows are those of a KVCache."""
+    for layer, at in enumerate(contiguous.layers):
+        k, v = packed_rows(paged, name, layer)
+        assert torch.equal(k, at.k_packed[0, :, : k.shape[1]])
+        assert torch.equal(v, at.v_packed[0, :, : v.shape[1]])
+        assert same(
+            [x[None] for x in paged.dequantized(name, layer)], contiguous.dequantized(layer)
+        )
+
+
+@each_plan
+@pytest.mark.parametrize(
+    "lengths, chunks",
+    [((3, 5), [60]), ((3, 5), [2, 7, 30, 1, 1, 9]), ((0, 0), [2, 30, 1, 9])],
+    ids=["one chunk", "chunks", "no windows"],
+)
+def test_rows_and_attention_are_those_of_kv_cache(
+    plan: CachePlan, lengths: tuple[int, int], chunks: list[int], relative_l2: Measure
+) -> None:
+    options = {"sink_len": lengths[0], "recent_len": lengths[1]}
+    batch, contiguous = (
+        PagedBatch(make_paged(plan, **options), 4, 100),
+        make_contiguous(plan, **options),
+    )
+    cache = batch.cache
+    assert cache.bases is not None and len(cache.bases) == PLAN_LAYERS
+    cache.allocate("a")
+    for count in chunks:
+        append(contiguous, extend(batch, ["a"], count))
+    check_rows(cache, "a", contiguous)
+    begin(batch, "other", 2)
+    for layer in range(PLAN_LAYERS):
+        q = torch.randn(4, 6, DIM)
+        q[3] = torch.nan  # of a place that is not in use
+        with batch.extend(["other", "a"], 0):
+            out, lse = batch.attend(layer, q, return_lse=True)
+            again = batch.attend(layer, q, sm_scale=DIM**-0.5)
+        reference, reference_lse = contiguous.attend(layer, q[1:2], return_lse=True)
+        assert relative_l2(out[1:2], reference) < 1e-5
+        assert relative_l2(lse[1:2], reference_lse) < 1e-5
+        assert isinstance(again, torch.Tensor) and torch.equal(again, out)
+        assert not out[2:].any() and bool((lse[2:] == -torch.inf).all())
+
+
+@each_plan
+def test_attention_is_that_over_the_dequantized_rows(plan: CachePlan, relative_l2: Measure) -> None:
+    batch = PagedBatch(make_paged(plan), 1, 100)
+    rows = begin(batch, "a", 60)
+    for layer in range(PLAN_LAYERS):
+        k, v = (x.double().repeat_interleave(3, 0) for x in batch.cache.dequantized("a", layer))
+        assert relative_l2(k[::3], rows[0].transpose(0, 1)) < 0.2
+        q = torch.randn(1, 6, DIM)
+        scores = 0.1 * (k @ q[0, :, :, None].double())[..., 0]
+        with batch.extend(["a"], 0):
+            out, lse = batch.attend(layer, q, sm_scale=0.1, return_lse=True)
+        expected = (scores.softmax(-1)[..., None] * v).sum(1)
+        assert relative_l2(out[0], expected) < 1e-5
+        assert relative_l2(lse[0], scores.logsumexp(-1)) < 1e-5
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@each_plan
+def test_a_shared_prefix_is_read_once_with_the_same_results(
+    plan: CachePlan, device: str, relative_l2: Measure
+) -> None:
+    cache = make_paged(plan, device=device)
+    batches = [PagedBatch(cache, 4, 100, shared_prefix=shared) for shared in (False, True)]
+    begin(batches[0], "a", 70)
+    cache.fork("a", "b")
+    cache.fork("a", "c")
+    begin(batches[0], "z", 20)
+    extend(batches[0], list("abcz"))
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    for layer in range(PLAN_LAYERS):
+        q = torch.randn(4, 6, DIM, device=device, dtype=dtype)
+        found = []
+        for batch in batches:
+            with batch.extend(list("abcz"), 0):
+                found.append(batch.attend(layer, q, return_lse=True))
+        (out, lse), (given, given_lse) = found
+        assert relative_l2(given, out) < (1e-5 if device == "cpu" else 8e-3)
+        assert relative_l2(given_lse, lse) < (1e-5 if device == "cpu" else 1e-3)
+    assert batches[1]._num_members == 3
+
+
+@each_plan
+def test_forks_truncations_and_swaps_keep_the_rows(plan: CachePlan) -> None:
+    batch, contiguous = PagedBatch(make_paged(plan), 4, 100), make_contiguous(plan)
+    cache = batch.cache
+    append(contiguous, begin(batch, "a", 45))
+    before = values(cache, "a")
+    cache.fork("a", "b")
+    fork = contiguous.fork()
+    append(fork, extend(batch, ["b"], 10))
+    cache.truncate("b", 40)
+    fork.crop(40)
+    append(fork, extend(batch, ["b"], 17))
+    check_rows(cache, "b", fork)
+    assert same(values(cache, "a"), before)
+    for name in "ab":
+        cache.swap_out(name)
+    cache.finish_swaps()
+    begin(batch, "c", 40)  # in their pages
+    cache.free("c")
+    for name in "ab":
+        cache.swap_in(name)
+    check_rows(cache, "a", contiguous)
+    check_rows(cache, "b", fork)
+    append(contiguous, extend(batch, ["a"], 9))
+    check_rows(cache, "a", contiguous)
+    cache.check_invariants()
+
+
+def test_a_prompt_attends_to_rows_that_were_present() -> None:
+    batch = PagedBatch(make_paged(PLANS["matrix"]), 4, 100)
+    rows = begin(batch, "a", 60, range(60))
+    assert batch.cache.allocate("b", range(60)) == 51
+    with batch.extend(["b"], 9, range(51, 60)):
+        batch.append(0, *rows[:, 51:])
+        k, v = batch.cache.dequantized("b", 0, torch.bfloat16)
+        for layer in (1, 2):
+            batch.append(layer, *rows[:, 51:])
+    assert k.shape == v.shape == (HEADS, 60, DIM) and k.dtype == v.dtype == torch.bfloat16
+    kept = zip(values(batch.cache, "b"), values(batch.cache, "a"), strict=True)
+    assert all(torch.equal(x[:, :51], y[:, :51]) for x, y in kept)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@each_plan
+def test_a_round_trip_through_a_file_is_bit_exact_and_goes_on(
+    plan: CachePlan, device: str, tmp_path: Path
+) -> None:
+    batch = PagedBatch(make_paged(plan, device=device), 4, 100)
+    begin(batch, "a", 60, range(60))
+    batch.cache.fork("a", "b")
+    extend(batch, ["b"], 9, range(9))
+    path = save_sequences(batch.cache, ["b", "a"], tmp_path / "saved.safetensors")
+    other = PagedBatch(make_paged(plan, device=device), 4, 100)
+    assert load_sequences(other.cache, path) == ["b", "a"]
+    for name in "ab":
+        assert same(values(other.cache, name), values(batch.cache, name))
+        rows = extend(batch, [name], 20)
+        extend(other, [name], 20, rows=rows)
+        assert same(values(other.cache, name), values(batch.cache, name))
+    assert other.cache.allocate("c", range(60)) == 51
+    other.cache.check_invariants()
+
+
+def test_files_know_bases_by_how_rows_are_read(tmp_path: Path) -> None:
+    """Clip and feedback say how rows are made, not how they are read."""
+    path, names = tmp_path / "saved.safetensors", ("matrix", "matrix clip feedback")
+    batches = [PagedBatch(make_paged(PLANS[name]), 4, 100) for name in names]
+    begin(batches[0], "a", 40)
+    save_sequences(batches[0].cache, ["a"], path)
+    load_sequences(batches[1].cache, path)
+    assert same(*(values(batch.cache, "a") for batch in batches))
+
+
+def plain_like(plan: CachePlan) -> PagedKVCache:
+    """A cache with a plan's formats, without its bases."""
+    formats = {"k_format": plan.k_formats, "v_format": plan.v_formats}
+    return make(num_layers=PLAN_LAYERS, **formats)
+
+
+def elsewhere(plan: CachePlan) -> CachePlan:
+    """The plan with another offset of V in layer 1."""
+    offset = plan.tensors["v.offset"].clone()
+    offset[1, 0, 0] += 1
+    return CachePlan(plan.facts, {**plan.tensors, "v.offset": offset})
+
+
+@pytest.mark.parametrize(
+    "saved, ours, message",
+    [
+        (make_paged, plain_like, "stored in the bases of a plan, and the cache has none"),
+        (plain_like, make_paged, "stored without a plan, and the cache was made from one"),
+        (
+            lambda plan: make_paged(elsewhere(plan)),
+            make_paged,
+            r"bases of another plan \(layer 1 differs\): make the cache with PagedKVCache",
+        ),
+    ],
+    ids=["no plan", "plan", "another"],
+)
+def test_rows_of_one_basis_are_not_loaded_into_another(
+    saved: Callable[[CachePlan], PagedKVCache],
+    ours: Callable[[CachePlan], PagedKVCache],
+    message: str,
+    tmp_path: Path,
+) -> None:
+    plan = PLANS["matrix"]
+    batch = PagedBatch(saved(plan), 4, 100)
+    begin(batch, "a", 40)
+    path = save_sequences(batch.cache, ["a"], tmp_path / "saved.safetensors")
+    other = PagedBatch(ours(plan), 4, 100)
+    begin(other, "z", 20)
+    before = seen(other.cache)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load_sequences(other.cache, path)
+    assert str(caught.value).startswith(str(path))
+    assert seen(other.cache) == before
+
+
+@pytest.mark.parametrize("option", [{"k_format": "int8"}, {"v_format": "int8"}, {"bases": None}])
+def test_a_plan_says_the_formats(option: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="use plan\\.with_formats"):
+        make_paged(PLANS["matrix"], **option)
+
+
+def test_bases_of_another_shape_are_refused() -> None:
+    plan = PLANS["matrix"]
+    with pytest.raises(ConfigError, match="3 bases for 2 layers"):
+        make(bases=plan.layers)
+    with pytest.raises(ShapeError, match="the basis of layer 0 is for"):
+        make(num_layers=3, head_dim=128, bases=plan.layers)
+
+
+def test_queries_that_do_not_fit_are_refused_before_they_are_turned() -> None:
+    batch = PagedBatch(make_paged(PLANS["matrix"]), 4, 100)
+    begin(batch, "a", 20)
+    for shape in ((1, 5, DIM), (1, 4, 32), (1, 4)):
+        with batch.extend(["a"], 0), pytest.raises(ShapeError):
+            batch.attend(0, torch.zeros(shape))
+
+
+def test_rows_with_nan_are_counted_and_decode_to_nan() -> None:
+    batch = PagedBatch(make_paged(PLANS["matrix clip feedback"]), 4, 100)
+    batch.cache.allocate("a")
+    rows = new_rows(30)
+    rows[0, 10, 1, 3] = torch.nan
+    extend(batch, ["a"], 30, rows=rows)
+    assert batch.cache.bad_rows.tolist() == [PLAN_LAYERS, 0]
+    for layer in range(PLAN_LAYERS):
+        k, v = batch.cache.dequantized("a", layer)
+        assert bool(k[1, 10].isnan().all()) and int(k.isnan().sum()) == DIM
+        assert not bool(v.isnan().any())
+
+
+@pytest.mark.parametrize(
+    "name, shared", [("hadamard", False), ("matrix clip feedback", True)], ids=["own", "shared"]
+)
+def test_append_and_attend_are_one_compiled_graph_for_all_steps(name: str, shared: bool) -> None:
+    torch._dynamo.reset()
+    batch, other = (
+        PagedBatch(make_paged(PLANS[name]), 4, 100, shared_prefix=shared) for _ in range(2)
+    )
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(step_of, fullgraph=True, backend=counter)
+    for at in (batch, other):
+        torch.manual_seed(1)
+        begin(at, "a", 60)
+        at.cache.fork("a", "b")
+    for _ in range(8):
+        rows, q = new_rows(4), torch.randn(4, 4, DIM)
+        with batch.extend(["a", "b"]):
+            outs = compiled(batch, rows[0], rows[1], q)
+        with other.extend(["a", "b"]):
+            expected = step_of(other, rows[0], rows[1], q)
+        assert same(outs, expected)
+    for sequence in "ab":
+        assert same(values(batch.cache, sequence), values(other.cache, sequence))
+    assert counter.frame_count == 1

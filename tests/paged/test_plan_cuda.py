@@ -1,0 +1,96 @@
+"""PagedKVCache from a plan on a GPU: rows as on the CPU, and one CUDA graph for all steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from paged_cases import DIM, HEADS, extend, new_rows, same, values
+from paged_plans import PLAN_LAYERS, PLANS, make_paged, step_of
+
+from kvquant.paged.batch import PagedBatch
+
+pytestmark = pytest.mark.gpu
+Measure = Callable[[torch.Tensor, torch.Tensor], float]
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_rows_are_those_of_the_cpu(name: str) -> None:
+    batches = [
+        PagedBatch(make_paged(PLANS[name], device=device), 4, 100) for device in ("cpu", "cuda")
+    ]
+    for batch in batches:
+        batch.cache.allocate("a")
+    for count in (40, 1, 1, 7, 1, 30):
+        rows = new_rows(count)
+        for batch in batches:
+            extend(batch, ["a"], count, rows=rows.to(batch.cache.device))
+    on_cpu, on_gpu = (values(batch.cache, "a") for batch in batches)
+    for x, y in zip(on_cpu, on_gpu, strict=True):
+        error = (y.cpu() - x).abs().amax(-1) / x.abs().amax(-1)
+        if name in ("offset", "hadamard"):  # the same operations in the same order
+            assert float(error.max()) < 1e-5
+        # the sums of a product come in another order: codes at a tie go the other way
+        assert float((error > 0.02).float().mean()) < 0.05
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
+@pytest.mark.parametrize("name", ["hadamard", "matrix clip feedback"])
+def test_one_graph_serves_all_steps(name: str, shared: bool, relative_l2: Measure) -> None:
+    caches = [make_paged(PLANS[name], device="cuda", num_pages=30) for _ in range(2)]
+    eager, prefill = (PagedBatch(cache, 4, 100) for cache in caches)
+    batch = PagedBatch(caches[1], 4, shared_prefix=shared)
+    k, v = (torch.empty(4, HEADS, DIM, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    q = torch.empty(4, 4, DIM, device="cuda", dtype=torch.bfloat16)
+    for x in (k, v, q):
+        x.fill_(torch.nan)  # no place is in use while the graph is captured
+    with batch.extend([]):
+        step_of(batch, k, v, q)  # kernels are loaded
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = step_of(batch, k, v, q)
+    for sequence, count in (("a", 40), ("c", 0), ("d", 61)):
+        rows = new_rows(count, "cuda")
+        for at in (eager, prefill):
+            at.cache.allocate(sequence)
+            extend(at, [sequence], count, rows=rows)
+    for cache in caches:
+        cache.fork("a", "b")
+    live = list("abcd")
+    for step in range(30):
+        if step % 9 == 4:  # the shared last page is copied between replays
+            for cache in caches:
+                cache.free(live[0])
+                cache.fork(live[1], f"{step}")
+            live = [*live[1:], f"{step}"]
+        ids = live[step % 3 :]
+        for x in (k, v, q):
+            x.copy_(torch.randn(x.shape))
+        with batch.extend(ids):
+            graph.replay()
+        with eager.extend(ids):
+            expected = step_of(eager, k, v, q)
+        for ours, theirs in zip(found, expected, strict=True):
+            assert relative_l2(ours[: len(ids)], theirs[: len(ids)]) < (2e-2 if shared else 1e-3)
+        for out, lse in zip(found[::2], found[1::2], strict=True):
+            assert not out[len(ids) :].any() and bool((lse[len(ids) :] == -torch.inf).all())
+        check_attention(eager, ids, q, expected, relative_l2)
+    for sequence in live:
+        assert same(values(caches[1], sequence), values(caches[0], sequence))
+    assert caches[1].bad_rows.tolist() == [0, 0]
+    caches[1].check_invariants()
+
+
+def check_attention(
+    batch: PagedBatch, ids: list[str], q: torch.Tensor, found: list[torch.Tensor], measure: Measure
+) -> None:
+    """What step_of has found is attention over the dequantized rows, but for 16-bit rounding."""
+    for layer in range(PLAN_LAYERS):
+        for at, sequence in enumerate(ids):
+            k, v = (x.repeat_interleave(2, 0) for x in batch.cache.dequantized(sequence, layer))
+            scores = DIM**-0.5 * (k @ q[at, :, :, None].float())[..., 0]
+            out = (scores.softmax(-1)[..., None] * v).sum(1)
+            assert measure(found[2 * layer][at].float(), out) < 3e-2
+            assert measure(found[2 * layer + 1][at], scores.logsumexp(-1)) < 3e-2

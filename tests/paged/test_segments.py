@@ -1,0 +1,273 @@
+"""Rows in pages: what fits, what is read, and which values are refused where."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from kvquant import RowFormat, debug, decode_attention, quantize_rows, reference_attention
+from kvquant.errors import ConfigError, DeviceError, ShapeError
+from kvquant.ops import attention_backends as backends
+from kvquant.ops.attention import attend_segments
+from kvquant.rows.reference import reference_over_segments
+from kvquant.rows.segment import Segment, check_segment_values, check_segments
+
+INT4 = RowFormat.parse("int4-g4", 64)
+INT8 = RowFormat.parse("int8", 96)
+FORMATS: dict[str, Any] = {"k_format": INT4, "v_format": INT8}
+LENS = (33, 0, 64, 1)
+BACKENDS = pytest.mark.parametrize("backend", ["reference", "cpu"])
+Measure = Callable[[torch.Tensor, torch.Tensor], float]
+
+
+def int32(*values: Any) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def paged(page_size: int, lens: Sequence[int] = LENS) -> tuple[Segment, Segment]:
+    """The same tokens without pages, and in pages in any order; all else is 0xFF, or no page."""
+    capacity = -(-max(lens) // page_size) * page_size
+    table = torch.full((len(lens), capacity // page_size + 1), -7, dtype=torch.int32)
+    used = [-(-seq_len // page_size) for seq_len in lens]
+    places = torch.randperm(sum(used) + 3)[: sum(used)].split(used)
+    linear, pages = [], []
+    for fmt in (INT4, INT8):
+        rows = quantize_rows(torch.randn(len(lens), 2, capacity, fmt.head_dim), fmt)
+        pool = torch.full((sum(used) + 3, 2, page_size, fmt.row_bytes), 255, dtype=torch.uint8)
+        for b, seq_len in enumerate(lens):
+            rows[b, :, seq_len:] = 255
+            table[b, : used[b]] = places[b]
+            pool[places[b]] = rows[b].unflatten(1, (-1, page_size)).transpose(0, 1)[: used[b]]
+        linear.append(rows)
+        pages.append(pool)
+    seq_lens = int32(*lens)
+    return (
+        Segment(linear[0], linear[1], seq_lens, INT4, INT8),
+        Segment(pages[0], pages[1], seq_lens, INT4, INT8, block_table=table),
+    )
+
+
+@pytest.mark.parametrize("page_size", [16, 32, 64, 128])
+def test_pages_hold_the_rows_in_the_order_of_the_tokens(page_size: int) -> None:
+    linear, segment = paged(page_size)
+    assert segment.block_table is not None
+    assert segment.capacity == segment.block_table.shape[1] * page_size
+    for b, seq_len in enumerate(LENS):
+        for side in "kv":
+            rows = segment.rows(b, side)
+            assert rows.shape[1] == seq_len
+            assert torch.equal(rows, linear.rows(b, side))
+
+
+@pytest.mark.parametrize("page_size", [16, 32, 64, 128])
+def test_only_rows_in_use_are_read(page_size: int) -> None:
+    linear, segment = paged(page_size)
+    q = torch.randn(len(LENS), 4, 64)
+    expected = reference_attention(q, *linear[:3], return_lse=True, **FORMATS)
+    table = segment.block_table
+    results: Any = reference_attention(
+        q, *segment[:3], block_table=table, return_lse=True, **FORMATS
+    )
+    assert all(map(torch.equal, results, expected))
+    options = FORMATS | {"return_lse": True, "backend": "reference"}
+    results = decode_attention(q, *segment[:3], block_table=table, **options)
+    assert torch.equal(results[0], expected[0].float())
+    assert torch.equal(results[1], expected[1].float())
+
+
+@BACKENDS
+@pytest.mark.parametrize("page_size", [16, 128])
+def test_sinks_pages_and_a_ring_are_attended_as_one_sequence(
+    page_size: int, backend: str, relative_l2: Measure
+) -> None:
+    linear, segment = paged(page_size)
+    sinks = linear._replace(seq_lens=int32(4, 0, 0, 1))
+    bf16 = RowFormat.parse("bf16", 64), RowFormat.parse("bf16", 96)
+    ring = [quantize_rows(torch.randn(len(LENS), 2, 24, fmt.head_dim), fmt) for fmt in bf16]
+    recent = Segment(ring[0], ring[1], int32(24, 0, 3, 9), *bf16, int32(5, 7, 23, 20))
+    q = torch.randn(len(LENS), 4, 64)
+    out = attend_segments(q, [sinks, segment, recent], backend=backend)
+    assert isinstance(out, torch.Tensor)
+    same = attend_segments(q, [sinks, linear, recent], backend=backend)
+    assert isinstance(same, torch.Tensor) and torch.equal(out, same)
+    expected, _ = reference_over_segments(q, [sinks, linear, recent])
+    assert relative_l2(out, expected) <= 1e-5
+
+
+@pytest.mark.parametrize("page_size", [16, 32, 64, 128])
+@pytest.mark.parametrize("num_splits", [None, 1, 2, 7, 1000])
+def test_the_cpu_kernel_reads_pages_as_it_reads_rows(
+    page_size: int, num_splits: int | None, relative_l2: Measure
+) -> None:
+    linear, segment = paged(page_size, (700, 0, 129, 1, 256))
+    q = torch.randn(5, 4, 64)
+    options: dict[str, Any] = {"return_lse": True, "num_splits": num_splits, "backend": "cpu"}
+    results = attend_segments(q, [segment], **options)
+    assert all(map(torch.equal, results, attend_segments(q, [linear], **options)))
+    expected, expected_lse = reference_over_segments(q, [segment])
+    assert relative_l2(results[0], expected) <= 1e-5
+    torch.testing.assert_close(results[1].double(), expected_lse, rtol=1e-5, atol=1e-5)
+
+
+def test_pages_and_their_table_may_have_any_strides() -> None:
+    linear, segment = paged(32, (700, 0, 129, 1, 256))
+    k_rows, v_rows, table = segment.k_rows, segment.v_rows, segment.block_table
+    assert table is not None
+    by_token = [rows.transpose(1, 2).contiguous().transpose(1, 2) for rows in (k_rows, v_rows)]
+    spread = [torch.full((2 * len(rows), 5, 70, 103), 255, dtype=torch.uint8) for rows in by_token]
+    for i, rows in enumerate((k_rows, v_rows)):
+        view = spread[i][1::2, 1:4:2, 3:67:2, 1 : 1 + rows.shape[3]]
+        view.copy_(rows)
+        spread[i] = view
+    wide = torch.full((9, 3 * table.shape[1]), 2**30, dtype=torch.int32)
+    wide[::2, 1::3] = table
+    q = torch.randn(5, 4, 64)
+    expected = decode_attention(q, *linear[:3], **FORMATS)
+    assert isinstance(expected, torch.Tensor)
+    for k_pages, v_pages in ((k_rows, v_rows), by_token, spread):
+        for entries in (table, table.T.contiguous().T, wide[::2, 1::3]):
+            options = FORMATS | {"block_table": entries}
+            out = decode_attention(q, k_pages, v_pages, segment.seq_lens, **options)
+            assert isinstance(out, torch.Tensor) and torch.equal(out, expected)
+
+
+def test_sequences_may_share_pages() -> None:
+    linear, segment = paged(16, (40, 40))
+    assert segment.block_table is not None
+    segment.block_table[1, :2] = segment.block_table[0, :2]
+    q = torch.randn(2, 4, 64)
+    out = attend_segments(q, [segment])
+    assert isinstance(out, torch.Tensor)
+    for rows in (linear.k_rows, linear.v_rows):
+        rows[1, :, :32] = rows[0, :, :32]
+    same = attend_segments(q, [linear])
+    assert isinstance(same, torch.Tensor) and torch.equal(out, same)
+
+
+@BACKENDS
+@pytest.mark.parametrize("max_pages", [0, 2])
+def test_a_pool_without_pages_serves_empty_sequences(max_pages: int, backend: str) -> None:
+    segment = Segment(
+        torch.empty(0, 2, 16, INT4.row_bytes, dtype=torch.uint8),
+        torch.empty(0, 2, 16, INT8.row_bytes, dtype=torch.uint8),
+        int32(0, 0, 0),
+        INT4,
+        INT8,
+        block_table=torch.full((3, max_pages), -1, dtype=torch.int32),
+    )
+    assert segment.capacity == 16 * max_pages
+    out = attend_segments(torch.randn(3, 4, 64), [segment], backend=backend)
+    assert isinstance(out, torch.Tensor)
+    assert out.shape == (3, 4, 96) and not out.any()
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    _, good = paged(16)
+    k_rows, v_rows, lens, table = good.k_rows, good.v_rows, good.seq_lens, good.block_table
+    assert table is not None
+    odd_pages = {"k_rows": k_rows[:, :, :15], "v_rows": v_rows[:, :, :15]}
+    short_pages = {"k_rows": k_rows[:, :, :8], "v_rows": v_rows[:, :, :8]}
+    cases: list[tuple[dict[str, Any], type[Exception], str]] = [
+        (odd_pages, ShapeError, "page_size 15 is not supported: use 16, 32, 64 or 128"),
+        (short_pages, ShapeError, "page_size 8 is not supported: use 16, 32, 64 or 128"),
+        ({"block_table": table.long()}, ConfigError, "block_table is torch.int64: use int32"),
+        ({"block_table": table[0]}, ShapeError, "block_table is [5]: it must be [batch, max_pages"),
+        ({"block_table": table[:3]}, ShapeError, "seq_lens is [4]: it must be [3], the batch"),
+        (
+            {"block_table": table[:3], "seq_lens": lens[:3]},
+            ShapeError,
+            "q [4, 4, 64] does not fit rows [11, 2, 16, 48] with block_table [3, 5]",
+        ),
+        ({"block_table": table.to("meta")}, DeviceError, "q is on cpu, rows or lengths on meta"),
+        (
+            {"starts": lens},
+            ConfigError,
+            "a block_table (pages), or starts, sinks and seats (a ring)",
+        ),
+        (
+            {"v_rows": v_rows[:5]},
+            ShapeError,
+            "must both be [num_pages, num_kv_heads, page_size, row_bytes], alike",
+        ),
+    ]
+    q = torch.zeros(4, 4, 64)
+    check_segments(q, [good])
+    for change, error, message in cases:
+        with pytest.raises(error) as caught:
+            check_segments(q, [good._replace(**change)])
+        assert message in str(caught.value)
+
+
+def test_values_that_do_not_exist_are_named() -> None:
+    linear, segment = paged(16)
+    assert segment.block_table is not None
+    lens, table = segment.seq_lens, segment.block_table
+    num_pages = segment.k_rows.shape[0]
+    too_high, below = table.clone(), table.clone()
+    too_high[2, 3], below[0, 0] = num_pages, -1
+    pages = f"pages are 0 to {num_pages - 1}"
+    cases: list[tuple[Segment, str]] = [
+        (segment._replace(seq_lens=lens + 64), "seq_lens of sequence 0 is 97: there is room for 0"),
+        (segment._replace(seq_lens=lens - 1), "seq_lens of sequence 1 is -1: there is room for 0"),
+        (segment._replace(block_table=too_high), f"sequence 2, entry 3, is {num_pages}: {pages}"),
+        (
+            segment._replace(block_table=below),
+            f"block_table of sequence 0, entry 0, is -1: {pages}",
+        ),
+        (segment._replace(seq_lens=lens + 16), f"sequence 0, entry 3, is -7: {pages}"),
+        (linear._replace(starts=int32(0, 0, 64, 0)), "starts of sequence 2 is 64: rows are 0 to"),
+    ]
+    check_segment_values([linear, segment])
+    for bad, message in cases:
+        with pytest.raises(ShapeError) as caught:
+            check_segment_values([bad])
+        assert message in str(caught.value)
+        for backend in ("reference", "cpu"):
+            with pytest.raises(ShapeError):
+                attend_segments(torch.zeros(4, 4, 64), [bad], backend=backend)
+
+
+@pytest.mark.parametrize("enabled", [False, True], ids=["usual", "debug mode"])
+def test_values_on_another_device_are_read_in_debug_mode_only(
+    enabled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, segment = paged(16)
+    q = torch.zeros(len(LENS), 4, 64, device="meta")
+    parts: list[Any] = [x.to("meta") if isinstance(x, torch.Tensor) else x for x in segment]
+    on_meta = Segment(*parts)
+    launched: list[torch.Tensor] = []
+    checked: list[list[Segment]] = []
+
+    def kernel(q: torch.Tensor, *_: object) -> tuple[torch.Tensor, None]:
+        launched.append(q)
+        return q, None
+
+    monkeypatch.setattr(debug, "enabled", enabled)
+    monkeypatch.setattr(backends, "check_segment_values", checked.append)
+    monkeypatch.setattr(backends, "_choose_kernel", lambda *_: kernel)
+    attend_segments(q, [on_meta])
+    assert len(launched) == 1
+    assert checked == ([[on_meta]] if enabled else [])
+
+
+@pytest.fixture
+def _reloaded() -> Iterator[None]:
+    yield
+    importlib.reload(debug)
+
+
+@pytest.mark.usefixtures("_reloaded")
+@pytest.mark.parametrize("value", ["1", "0", "", None])
+def test_debug_mode_comes_from_the_environment(
+    value: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        if value is None:
+            patch.delenv("KVQUANT_DEBUG", raising=False)
+        else:
+            patch.setenv("KVQUANT_DEBUG", value)
+        assert importlib.reload(debug).enabled == (value == "1")

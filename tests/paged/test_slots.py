@@ -1,0 +1,75 @@
+"""The slots of a step, in numpy, are those of slots_of; and StagedTensors."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from kvquant.paged.staged_tensors import StagedTensors
+from kvquant.rows.ragged_slots import Split, token_slots
+from kvquant.rows.slots import slots_of
+
+
+@pytest.mark.parametrize(
+    "sinks, recent", [(0, 0), (4, 0), (0, 7), (3, 5), (2, 40)], ids=lambda n: str(n)
+)
+def test_slots_are_those_of_slots_of(sinks: int, recent: int) -> None:
+    draw = np.random.default_rng(sinks * 100 + recent)
+    split = Split(sinks, recent, 16)
+    for _ in range(60):
+        batch, most = 5, int(draw.integers(1, 40))
+        lengths = draw.integers(0, 100, batch)
+        counts = draw.integers(0, most + 1, batch)
+        longest = np.maximum(lengths - sinks, 0)
+        least = np.maximum(longest - recent, 0)
+        packed = draw.integers(least, longest + 1)
+        seats = draw.permutation(9)[:batch]
+        tables = draw.permutation(9 * 9).reshape(9, 9).astype(np.int32)
+        got = token_slots(split, seats, lengths, packed, counts, tables)
+        expected = slots_of(
+            torch.tensor(lengths, dtype=torch.int32),
+            torch.tensor(packed, dtype=torch.int32),
+            torch.tensor(counts, dtype=torch.int32),
+            most,
+            16,
+            sink_len=sinks,
+            recent_len=recent,
+            block_table=torch.tensor(tables[seats]),
+            seats=torch.tensor(seats),
+        )
+        is_new = torch.arange(most) < torch.tensor(counts)[:, None]
+        ends = [range(n, n + count) for n, count in zip(lengths, counts, strict=True)]
+        assert got.positions.tolist() == [position for end in ends for position in end]
+        for ours, theirs in zip(got[:3], expected, strict=True):
+            if theirs is None:
+                assert (ours == -1).all()
+            else:
+                chosen = theirs.view(batch, most)[is_new]
+                assert ours.tolist() == chosen.tolist()
+
+
+def test_packed_lens_never_shrink() -> None:
+    split = Split(2, 4, 16)
+    before = np.array([0, 0, 3, 9])
+    assert split.packed_lens(np.array([0, 7, 8, 12]), before).tolist() == [0, 1, 3, 9]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_staged_tensors_keep_their_addresses_and_take_what_was_set(device: str) -> None:
+    specs = {"a": (torch.int64, (3,)), "b": (torch.int32, (2, 5)), "c": (torch.int32, (0,))}
+    staged = StagedTensors(specs, torch.device(device))
+    addresses = {name: tensor.data_ptr() for name, tensor in staged.tensors.items()}
+    assert staged.nbytes == 32 + 48
+    for step in range(50):
+        arrays = staged.next_arrays()
+        arrays["a"][:], arrays["b"][:] = step, -step
+        staged.send()
+        kept = staged.tensors["a"].clone()
+        arrays = staged.next_arrays()
+        arrays["a"][:] = 7
+        staged.send()
+        assert kept.tolist() == [step] * 3
+        assert staged.tensors["a"].tolist() == [7] * 3
+    assert {name: tensor.data_ptr() for name, tensor in staged.tensors.items()} == addresses
+    assert staged.tensors["b"].shape == (2, 5)

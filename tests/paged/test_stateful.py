@@ -1,0 +1,415 @@
+"""PagedKVCache under any sequence of calls, against lists of tokens with their values; 20 s.
+
+As a script it makes random calls on a device until the time is up:
+
+    python tests/paged/test_stateful.py --device cuda --seconds 600
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvquant import RowFormat, dequantize_rows
+from kvquant.errors import OutOfPagesError
+from kvquant.io.sequences import load_sequences, save_sequences
+from kvquant.paged import shared_prefix as sharedprefix
+from kvquant.paged.batch import PagedBatch
+from kvquant.paged.cache import PagedKVCache
+from kvquant.rows.basis import Basis, LayerBasis
+from kvquant.rows.rounding import feedback_matrix
+
+LAYERS, HEADS, DIM, PAGE, PAGES, SEATS, MAX = 2, 1, 64, 16, 9, 4, 70
+FORMATS = RowFormat.parse("int4-g4", DIM), RowFormat.parse("fp8", DIM)
+LENGTHS = [(2, 3), (0, 0), (3, 0), (0, 5), (1, 20)]
+SHARES = [True, False, None]
+numbers = st.integers(0, 2**24)
+
+
+@dataclass(frozen=True)
+class Token:
+    """A token, and a cell that stands for it after all tokens before it."""
+
+    id: int
+    cell: int
+    known: bool
+    packed: bool = False
+
+
+def make_basis() -> LayerBasis:
+    """A basis of each kind; the matrix is exact in any order of summation."""
+    matrix = -2 * torch.eye(DIM)[torch.randperm(DIM)].expand(HEADS, DIM, DIM)
+    weights = torch.randn(HEADS, DIM, DIM).double()
+    feedback = feedback_matrix(weights @ weights.mT + torch.eye(DIM)).float()
+    k = Basis(torch.randn(HEADS, DIM), "matrix", matrix, torch.full((HEADS,), 0.9), feedback)
+    return LayerBasis(k, Basis(torch.randn(HEADS, DIM), "hadamard"))
+
+
+class Values:
+    """K and V of every cell in every layer, 16-bit values and what they become when packed.
+
+    basis: what they are stored as; rounds: whether they are rounded to 16 bit before.
+    """
+
+    def __init__(self, basis: LayerBasis, rounds: bool) -> None:
+        self.basis, self.rounds = basis, rounds
+        self.new = torch.empty(LAYERS, 2, 0, HEADS, DIM)
+        self.cells: dict[tuple[int, int], int] = {}
+        self.exact = torch.empty(LAYERS, 2, 0, HEADS, DIM)
+        self.packed = self.exact.clone()
+
+    def cell(self, before: int, token: int) -> int:
+        found = self.cells.setdefault((before, token), len(self.cells) + 1)
+        if found >= self.exact.shape[2]:
+            new = torch.randn(LAYERS, 2, 256, HEADS, DIM).bfloat16().float()
+            self.new = torch.cat([self.new, new], 2)
+            sides = zip(new.transpose(2, 3).unbind(1), self.basis, FORMATS, strict=True)
+            pairs = [self.stored(x, basis, fmt) for x, basis, fmt in sides]
+            exact, packed = (
+                torch.stack(one, 1).transpose(2, 3) for one in zip(*pairs, strict=True)
+            )
+            self.exact = torch.cat([self.exact, exact], 2)
+            self.packed = torch.cat([self.packed, packed], 2)
+        return found
+
+    def stored(
+        self, x: torch.Tensor, basis: Basis, fmt: RowFormat
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What is read of rows that are kept in 16 bit, and of packed ones."""
+        rows = basis.encode(x)
+        if self.rounds:
+            rows = rows.bfloat16().float()
+        packed = dequantize_rows(basis.quantize(rows, fmt), fmt)
+        return basis.decode(rows), basis.decode(packed)
+
+    def of(self, tokens: list[Token], layer: int) -> torch.Tensor:
+        """K and V of tokens in a layer: [2, HEADS, tokens, DIM]."""
+        cells = torch.tensor([token.cell for token in tokens], dtype=torch.int64)
+        packed = torch.tensor([token.packed for token in tokens], dtype=torch.bool)
+        exact, rounded = self.exact[layer][:, cells], self.packed[layer][:, cells]
+        return torch.where(packed[:, None, None], rounded, exact).transpose(1, 2)
+
+
+class PagedMachine(RuleBasedStateMachine):
+    """A paged cache beside its model; free pages and seats hold NaN."""
+
+    device = "cpu"
+    shared = 0  # steps in which a prefix was read once for several sequences
+
+    @initialize(
+        lengths=st.sampled_from(LENGTHS),
+        shared_prefix=st.sampled_from(SHARES),
+        in_basis=st.booleans(),
+    )
+    def start(self, lengths: tuple[int, int], shared_prefix: bool | None, in_basis: bool) -> None:
+        torch.manual_seed(0)
+        self.threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # the tensors are small: several would wait for one another
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(sharedprefix, "FIXED", -math.inf)  # None: in every step that could
+        self.sinks, self.recent = lengths
+        plain = Basis(torch.zeros(HEADS, DIM))
+        basis = make_basis() if in_basis else LayerBasis(plain, plain)
+        self.cache = PagedKVCache(
+            LAYERS,
+            HEADS,
+            DIM,
+            PAGES,
+            num_seats=SEATS,
+            max_seq_len=MAX,
+            page_size=PAGE,
+            k_format=FORMATS[0],
+            v_format=FORMATS[1],
+            sink_len=self.sinks,
+            recent_len=self.recent,
+            device=self.device,
+            bases=[basis] * LAYERS if in_basis else None,
+        )
+        self.batch = PagedBatch(self.cache, SEATS, 3 * MAX, shared_prefix=shared_prefix)
+        self.values, self.next_id, self.turn = Values(basis, any(lengths)), 0, 0
+        self.live: dict[int, list[Token]] = {}
+        self.swapped: dict[int, list[Token]] = {}
+        self.poison()
+
+    def teardown(self) -> None:
+        self.patch.undo()
+        torch.set_num_threads(self.threads)
+
+    def pick(self, number: int, among: dict[int, list[Token]] | None = None) -> int:
+        ids = list(self.live if among is None else among)
+        return ids[number % len(ids)]
+
+    def poison(self) -> None:
+        pool, seats = self.cache.state.pool, self.cache.state._free_seats
+        for sides, units in ((self.cache.rows.pages, pool._free), (self.cache.rows.exact, seats)):
+            for stack in (stack for side in sides for stack in side.stacks):
+                stack[:, units] = 0xFF
+
+    def chain(self, ids: list[int], before: list[Token], known: bool) -> list[Token]:
+        """Tokens after others."""
+        tokens, last = [], before[-1].cell if before else 0
+        known = known and (not before or before[-1].known)
+        for token in ids:
+            last = self.values.cell(last, token)
+            tokens.append(Token(token, last, known))
+        return tokens
+
+    def packed(self, tokens: list[Token]) -> list[Token]:
+        """The tokens as they are once the sequence has this length."""
+        last = len(tokens) - self.recent
+        return [
+            replace(token, packed=token.packed or self.sinks <= i < last)
+            for i, token in enumerate(tokens)
+        ]
+
+    def step(self, new: dict[int, list[int]], known: bool = True, *, fail_at: int = LAYERS) -> None:
+        """Append to several sequences, and attend; the step raises in layer fail_at."""
+        ids = list(new)
+        counts = [len(new[i]) for i in ids]
+        before = {i: list(self.live[i]) for i in ids}
+        fits = self.cache.can_append(ids, counts)
+        added = {i: self.chain(new[i], self.live[i], known) for i in ids}
+        flat = [token for i in ids for token in added[i]]
+        try:
+            with self.batch.extend(ids, counts, [t.id for t in flat] if known else None):
+                self.poison()
+                for layer in range(LAYERS):
+                    if layer == fail_at:
+                        raise ZeroDivisionError
+                    rows = self.values.new[layer][:, [token.cell for token in flat]]
+                    self.batch.append(layer, *rows.bfloat16().to(self.device))
+                for i in ids:
+                    self.live[i] = self.packed(self.live[i] + added[i])
+                self.attend(ids)
+        except OutOfPagesError:
+            assert not fits
+            self.live |= before
+        except ZeroDivisionError:
+            for i in ids:
+                left = sum(t.packed for t in self.packed(before[i] + added[i]))
+                had = sum(t.packed for t in before[i])
+                sure = len(before[i]) if left == had else min(self.sinks + had, len(before[i]))
+                self.live[i] = before[i][:sure]
+        else:
+            assert fits
+
+    def attend(self, ids: list[int]) -> None:
+        """The attention over each sequence is that over its values; other places give zeros."""
+        q, layer = torch.randn(SEATS, 2, DIM).bfloat16().float(), self.turn % LAYERS
+        on_cpu = self.device == "cpu"
+        out = self.batch.attend(layer, q if on_cpu else q.bfloat16().to(self.device))
+        assert isinstance(out, torch.Tensor)
+        out = out.cpu().float()
+        PagedMachine.shared += self.batch._num_members > 1
+        for place, i in enumerate(ids):
+            k, v = self.values.of(self.live[i], layer)[:, 0]
+            p = (q[place] @ k.T / DIM**0.5).softmax(-1) if len(k) else torch.zeros(2, 0)
+            rtol, atol = (1e-4, 1e-5) if on_cpu else (2e-2, 2e-2)
+            torch.testing.assert_close(out[place], p @ v, rtol=rtol, atol=atol)
+        assert not out[len(ids) :].any()
+
+    @rule(number=numbers, count=st.integers(0, 50))
+    def allocate(self, number: int, count: int) -> None:
+        ids = [number % 3] * (count // 2) + [number >> 3 & 1] * (count - count // 2)
+        i, expected = self.next_id, self.cache.match_prefix(ids)
+        try:
+            present = self.cache.allocate(i, ids)
+        except OutOfPagesError:
+            assert not self.cache.num_free_seats or self.device != "cpu"
+            return
+        assert present == expected < max(count, 1)
+        assert not present or (present - self.sinks) % PAGE == 0
+        tokens = self.chain(ids[:present], [], True)
+        self.live[i] = [replace(t, packed=at >= self.sinks) for at, t in enumerate(tokens)]
+        self.next_id += 1
+        self.step({i: ids[present:]})
+
+    @precondition(lambda self: len(self.live) < SEATS - 2)
+    @rule(number=numbers, count=st.integers(33, MAX))
+    def begin_twins(self, number: int, count: int) -> None:
+        """Two sequences with one prompt, neither written when the other begins, and an heir."""
+        ids = [number % 3] * (count - 20) + [number >> 3 & 1] * 20
+        self.cache.finish_swaps()
+        random.Random(number).shuffle(self.cache.state.pool._free)
+        for group in (2, 1):
+            new = {}
+            for i in range(self.next_id, self.next_id + group):
+                present = self.cache.allocate(i, ids)
+                tokens = self.chain(ids[:present], [], True)
+                self.live[i] = [replace(t, packed=at >= self.sinks) for at, t in enumerate(tokens)]
+                new[i] = ids[present:]
+            self.next_id += group
+            self.step(new)
+        self.save_and_load(2**24 - 1)
+
+    @rule(number=numbers, count=st.integers(1, 20), known=st.booleans())
+    def append(self, number: int, count: int, known: bool) -> None:
+        ids = [i for at, i in enumerate(self.live) if number >> at & 1]
+        counts = [min(count >> at, MAX - len(self.live[i])) for at, i in enumerate(ids)]
+        self.step({i: [number >> 5 & 1] * n for i, n in zip(ids, counts, strict=True)}, known)
+
+    @rule(number=numbers, count=st.integers(1, 9), layer=st.integers(0, LAYERS - 1))
+    def append_and_fail(self, number: int, count: int, layer: int) -> None:
+        ids = [i for at, i in enumerate(self.live) if number >> at & 1]
+        new = {i: [2] * min(count, MAX - len(self.live[i])) for i in ids}
+        self.step(new, fail_at=layer)
+
+    @rule(number=numbers)
+    def attend_to_all(self, number: int) -> None:
+        ids = list(self.live)
+        random.Random(number).shuffle(ids)
+        self.step({i: [] for i in ids})
+
+    @precondition(lambda self: self.live and len(self.live) < SEATS)
+    @rule(number=numbers)
+    def fork(self, number: int) -> None:
+        i = self.pick(number)
+        self.cache.finish_swaps()
+        self.cache.fork(i, self.next_id)
+        self.live[self.next_id] = list(self.live[i])
+        self.next_id += 1
+
+    @precondition(lambda self: self.live)
+    @rule(number=numbers, cut=st.integers(0, 30))
+    def truncate(self, number: int, cut: int) -> None:
+        i = self.pick(number)
+        length = max(len(self.live[i]) - cut, 0)
+        self.cache.truncate(i, length)
+        self.live[i] = self.live[i][:length]
+
+    @precondition(lambda self: self.live or self.swapped)
+    @rule(number=numbers)
+    def free(self, number: int) -> None:
+        i = self.pick(number, self.live | self.swapped)
+        self.cache.free(i)
+        (self.live if i in self.live else self.swapped).pop(i)
+
+    @precondition(lambda self: self.live and len(self.swapped) < 3)
+    @rule(number=numbers)
+    def swap_out(self, number: int) -> None:
+        i = self.pick(number)
+        self.cache.swap_out(i)
+        self.swapped[i] = self.live.pop(i)
+
+    @precondition(lambda self: self.swapped)
+    @rule(number=numbers)
+    def swap_in(self, number: int) -> None:
+        i = self.pick(number, self.swapped)
+        try:
+            self.cache.swap_in(i)
+        except OutOfPagesError:
+            assert len(self.live) == SEATS or self.cache.num_free_pages < PAGES
+            self.cache.finish_swaps()
+            return
+        self.live[i] = self.swapped.pop(i)
+
+    @precondition(lambda self: self.live)
+    @rule(number=numbers)
+    def save_and_load(self, number: int) -> None:
+        """Save some sequences, all with 2**24 - 1, and load them under other ids."""
+        ids = [i for at, i in enumerate(self.live) if number >> at & 1 and number % 3 == 0]
+        if not ids:
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            path = save_sequences(self.cache, ids, Path(folder) / "saved.safetensors")
+            names = {i: self.next_id + at for at, i in enumerate(ids)}
+            try:
+                load_sequences(self.cache, path, ids=names)
+            except OutOfPagesError:
+                return
+        self.live |= {new: list(self.live[i]) for i, new in names.items()}
+        self.next_id += len(ids)
+
+    @invariant()
+    def every_sequence_has_its_values(self) -> None:
+        self.cache.check_invariants()
+        self.poison()
+        self.turn += 1
+        assert set(self.cache.ids) == set(self.live)
+        left = SEATS - len(self.live)
+        assert self.cache.num_free_seats == left or self.device != "cpu"
+        for i, tokens in (self.live | self.swapped).items():
+            assert self.cache.length(i) == len(tokens)
+        for i, tokens in self.live.items():
+            layer = (self.turn + i) % LAYERS
+            for got, expected in zip(
+                self.cache.dequantized(i, layer), self.values.of(tokens, layer), strict=True
+            ):
+                assert torch.equal(got.cpu(), expected)
+            known = [token.id for token in tokens if token.known]
+            packed = sum(token.packed for token in tokens if token.known) // PAGE * PAGE
+            assert self.cache.match_prefix([*known, -1]) >= (packed and packed + self.sinks)
+
+    @invariant()
+    def nothing_was_bad(self) -> None:
+        assert self.cache.bad_rows.tolist() == [0, 0]
+
+
+PagedMachine.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=40, suppress_health_check=list(HealthCheck)
+)
+TestPagedCacheAgainstItsModel: Any = PagedMachine.TestCase
+
+
+def soak(device: str, seed: int, goes_on: Callable[[int], bool]) -> int:
+    """Make random calls, a new cache every 100 of them, while it goes on; return how many."""
+    PagedMachine.device = device
+    draw, calls = random.Random(seed), 0
+    while goes_on(calls):
+        machine = PagedMachine()
+        machine.start(draw.choice(LENGTHS), draw.choice(SHARES), draw.random() < 0.5)
+        for _ in range(100):
+            n = draw.randrange(51)
+            rest: dict[str, dict[str, int]] = {
+                "allocate": {"count": n},
+                "append": {"count": n % 20 + 1, "known": n % 4 > 0},
+                "attend_to_all": {},
+                "append_and_fail": {"count": n % 9 + 1, "layer": n % LAYERS},
+            }
+            if machine.live:
+                rest |= {"truncate": {"cut": n % 31}, "free": {}, "swap_out": {}}
+                rest |= {"save_and_load": {}}
+            if 0 < len(machine.live) < SEATS:
+                rest |= {"fork": {}}
+            if len(machine.live) < SEATS - 2:
+                rest |= {"begin_twins": {"count": 33 + n % (MAX - 32)}}
+            if machine.swapped:
+                rest |= {"swap_in": {}}
+            name = draw.choice(list(rest))
+            getattr(machine, name)(number=draw.randrange(2**24), **rest[name])
+            machine.every_sequence_has_its_values()
+            machine.nothing_was_bad()
+            calls += 1
+        machine.teardown()
+    return calls
+
+
+def test_a_short_soak_ends_without_a_mismatch() -> None:
+    PagedMachine.shared = 0
+    assert soak("cpu", 0, lambda calls: calls < 300) == 300
+    assert PagedMachine.shared > 0
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Random calls on a PagedKVCache, all checked.")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--seconds", type=float, default=600)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    end = time.monotonic() + options.seconds
+    done = soak(options.device, options.seed, lambda _: time.monotonic() < end)
+    print(f"{done} calls on {options.device}, seed {options.seed}: no mismatch")
+    print(f"{PagedMachine.shared} steps read a shared prefix once")

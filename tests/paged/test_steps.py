@@ -1,0 +1,146 @@
+"""Steps of a paged cache: each layer is appended to once, and rows that are cut back do not count.
+
+See test_failures.py for steps whose copies fail, and test_compile.py for compiled ones.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from paged_cases import LAYERS, begin, extend, make, new_rows, same, seen, values
+
+from kvquant.errors import ConfigError, NonFiniteError
+from kvquant.paged.batch import PagedBatch
+
+
+@pytest.mark.parametrize("layers", [[], [0], [1]])
+def test_a_step_that_leaves_a_layer_out_is_cut_back_and_not_found(layers: list[int]) -> None:
+    batch = PagedBatch(make(), 4, 100)
+    cache = batch.cache
+    begin(batch, "a", 7, range(7))
+    before = seen(cache)
+    missing = [layer for layer in range(LAYERS) if layer not in layers]
+    with (
+        pytest.raises(ConfigError, match=rf"layers \[{str(missing)[1:-1]}\] were not appended to"),
+        batch.extend(["a"], 1, [7]),
+    ):
+        for layer in layers:
+            batch.append(layer, *new_rows(1))
+    assert seen(cache)[0] == before[0]  # type: ignore[index]
+    cache.allocate("b")
+    with (
+        pytest.raises(ConfigError, match="were not appended to"),
+        batch.extend(["b"], 60, [1] * 60),
+    ):
+        for layer in layers:
+            batch.append(layer, *new_rows(60))
+    assert (cache.length("b"), cache.match_prefix([1] * 60)) == (0, 0)
+    cache.check_invariants()
+    extend(batch, ["a", "b"], [3, 60], [*range(3), *[1] * 60])
+    assert cache.match_prefix([1] * 60) > 0
+
+
+def test_a_layer_is_appended_to_once_in_a_step() -> None:
+    batch = PagedBatch(make(), 4, 100)
+    cache, rows = batch.cache, new_rows(10)
+    begin(batch, "a", 20)
+    with batch.extend(["a"], 10):
+        batch.append(0, *rows)
+        written = values(cache, "a")
+        with pytest.raises(ConfigError, match="layer 0 was appended to in this step"):
+            batch.append(0, *new_rows(10))
+        assert same(values(cache, "a")[:2], written[:2])
+        batch.append(1, *rows)
+    extend(batch, ["a"], 10)  # the next step is another one
+    with batch.extend([]):
+        batch.append(0, *rows)
+        batch.append(0, *rows)  # nothing is written: as when a graph is warmed up
+
+
+def test_an_append_that_was_refused_may_be_made_again() -> None:
+    batch = PagedBatch(make(), 4, 100)
+    batch.cache.allocate("a")
+    rows = new_rows(10)
+    with batch.extend(["a"], 10):
+        for layer in range(LAYERS):
+            with pytest.raises(ConfigError, match="float64"):
+                batch.append(layer, *rows.double())
+            batch.append(layer, *rows)
+    assert batch.cache.length("a") == 10
+
+
+def test_layers_that_a_graph_appends_to_may_have_been_written_by_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    batch, rows = PagedBatch(make(), 4, 10), new_rows(10)
+    with batch.extend([]), monkeypatch.context() as patch:
+        patch.setattr(batch, "_on_cuda", True)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        batch.append(0, *rows)
+        batch.append(0, *rows)  # what runs when it is replayed is not known
+    batch.cache.allocate("a")
+    with batch.extend(["a"], 10):
+        batch.append(1, *rows)  # and a replay
+    with pytest.raises(ConfigError, match=r"layers \[1\] were not"), batch.extend(["a"], 10):
+        batch.append(0, *rows)
+
+
+@pytest.mark.parametrize("fails", [True, False], ids=["fails", "leaves a layer out"])
+def test_bad_rows_that_were_cut_back_do_not_count(fails: bool) -> None:
+    batch = PagedBatch(make(), 4, 100)
+    cache = batch.cache
+    rows = new_rows(10)
+    rows[:, 4] = torch.nan
+    cache.allocate("a")
+    extend(batch, ["a"], 10, rows=rows)
+    before = cache.bad_rows.tolist()
+    for _ in range(2):
+        with pytest.raises(RuntimeError if fails else ConfigError), batch.extend(["a"], 10):
+            batch.append(0, *rows)
+            if fails:
+                raise RuntimeError
+    assert cache.bad_rows.tolist() == before != [0, 0]
+    with pytest.raises(NonFiniteError):
+        cache.check()
+    with pytest.raises(RuntimeError), batch.extend(["a"], 10):
+        batch.append(0, *rows)
+        raise RuntimeError
+    cache.check()
+
+
+def test_a_row_with_nan_is_told_once() -> None:
+    batch = PagedBatch(make(), 4, 100)
+    rows = new_rows(3)
+    rows[0, 1] = torch.nan
+    batch.cache.allocate("a")
+    extend(batch, ["a"], 20)
+    extend(batch, ["a"], 3, rows=rows)
+    with pytest.raises(NonFiniteError, match="sequences 'a' have them"):
+        batch.cache.check()
+    for _ in range(12):  # it leaves the recent window
+        extend(batch, ["a"])
+        batch.cache.check()
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["made outside", "made inside"])
+def test_a_cache_is_used_inside_and_outside_of_inference_mode(inside: bool) -> None:
+    with torch.inference_mode(inside):
+        batch = PagedBatch(make(), 4, 100)
+    cache, turn, rows = batch.cache, inside, new_rows(60)
+    for name in ("a", "b", "c"):
+        turn = not turn
+        with torch.inference_mode(turn):
+            present = cache.allocate(name, range(60))
+            extend(batch, [name], 60 - present, range(present, 60), rows[:, present:])
+            with batch.extend([name], 0):
+                batch.attend(0, torch.randn(1, 4, 64))
+    with torch.inference_mode(not turn):
+        cache.free("a")
+        cache.fork("b", "d")
+        cache.swap_out("c")
+        cache.swap_in("c")
+        assert same(values(cache, "d"), values(cache, "b"))
+        extend(batch, ["d", "c"], 3, rows=rows[:, :6])
+        cache.check()
+    extend(batch, ["d", "c", "b"], 3, rows=rows[:, :9])
+    cache.check_invariants()

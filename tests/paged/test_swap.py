@@ -1,0 +1,175 @@
+"""Sequences that move to host memory and back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from paged_cases import (
+    DIM,
+    RECENT,
+    SlowEvent,
+    begin,
+    captured,
+    extend,
+    make,
+    new_rows,
+    same,
+    seen,
+    values,
+)
+
+from kvquant.errors import ConfigError, OutOfPagesError
+from kvquant.paged.batch import PagedBatch
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("count", [0, 2, 6, 40])
+def test_a_sequence_comes_back_as_it_went(count: int, device: str) -> None:
+    cache = make(device=device)
+    batch = PagedBatch(cache, 4, 100)
+    begin(batch, "a", count, range(count))
+    before, free = values(cache, "a"), cache.num_free_pages
+    cache.swap_out("a")
+    cache.finish_swaps()
+    assert (cache.ids, cache.swapped_ids) == ([], ["a"])
+    assert (cache.num_free_pages, cache.num_free_seats) == (12, 4)
+    assert cache.length("a") == count
+    begin(batch, "b", 90)  # takes its pages and its seat
+    cache.swap_in("a")
+    assert (cache.ids, cache.swapped_ids) == (["b", "a"], [])
+    assert same(values(cache, "a"), before)
+    cache.free("b")
+    assert cache.num_free_pages == free
+    assert cache.state.tokens("a") == list(range(count))
+    extend(batch, ["a"], 10)
+    cache.check_invariants()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_others_go_on_and_keep_the_pages_they_share(device: str) -> None:
+    cache = make(device=device)
+    batch = PagedBatch(cache, 4, 100)
+    begin(batch, "a", 45)
+    cache.fork("a", "b")
+    before = values(cache, "a")
+    cache.swap_out("a")
+    assert same(values(cache, "b"), before)
+    for _ in range(20):
+        extend(batch, ["b"])
+    cache.swap_in("a")
+    extend(batch, ["b"])
+    assert same(values(cache, "a"), before)
+    cache.finish_swaps()
+    cache.check_invariants()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_pages_that_came_back_are_found_again(device: str) -> None:
+    cache = make(device=device)
+    batch = PagedBatch(cache, 4, 100)
+    begin(batch, "a", 45, range(45))
+    cache.swap_out("a")
+    cache.finish_swaps()
+    begin(batch, "b", 100)
+    begin(batch, "c", 90)  # together they need all pages: none stays cached
+    assert cache.match_prefix(range(45)) == 0
+    cache.free("b")
+    cache.swap_in("a")
+    extend(batch, ["a"], 0)
+    assert cache.match_prefix(range(45)) == 35
+    cache.allocate("d", range(45))
+    kept = zip(values(cache, "d"), values(cache, "a"), strict=True)
+    assert all(torch.equal(x, y[:, :35]) for x, y in kept)
+
+
+def test_without_room_a_sequence_stays_where_it_is() -> None:
+    cache = make(num_pages=3)
+    batch = PagedBatch(cache, 4, 100)
+    begin(batch, "a", 30)
+    before = values(cache, "a")
+    cache.swap_out("a")
+    begin(batch, "b", 50)
+    seen_before = seen(cache)
+    with pytest.raises(OutOfPagesError, match="2 pages are needed, but 0 of 3"):
+        cache.swap_in("a")
+    assert seen(cache) == seen_before
+    cache.free("b")
+    cache.swap_in("a")
+    assert same(values(cache, "a"), before)
+
+
+def test_what_is_swapped_out_can_only_come_back_or_end() -> None:
+    cache = make()
+    batch = PagedBatch(cache, 4, 100)
+    begin(batch, "a", 30)
+    cache.swap_out("a")
+    for call in (
+        lambda: extend(batch, ["a"]),
+        lambda: cache.fork("a", "b"),
+        lambda: cache.truncate("a", 3),
+        lambda: cache.swap_out("a"),
+        lambda: cache.dequantized("a", 0),
+        lambda: cache.can_append(["a"]),
+    ):
+        with pytest.raises(ConfigError, match="'a' is swapped out: swap it in first"):
+            call()
+    with pytest.raises(ConfigError, match="swapped out ones included"):
+        cache.allocate("a")
+    cache.free("a")
+    assert (cache.swapped_ids, cache.num_free_pages) == ([], 12)
+    cache.allocate("a")
+
+
+def test_pages_are_held_until_the_copy_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = make(num_pages=3)
+    batch = PagedBatch(cache, 4, 100)
+    event = SlowEvent()
+    begin(batch, "a", 40)
+    before = values(cache, "a")
+    monkeypatch.setattr(cache._swap, "_event", lambda: event)
+    cache.swap_out("a")
+    assert (cache.num_free_pages, cache.num_free_seats, cache.ids) == (1, 3, [])
+    cache.check_invariants()
+    cache.swap_in("a")  # its pages are still its own
+    assert same(values(cache, "a"), before)
+    cache.swap_out("a")
+    cache.allocate("b")
+    assert not cache.can_append(["b"], 40)
+    cache.finish_swaps()
+    assert cache.can_append(["b"], 40)
+    cache.swap_out("b")
+    cache.free("b")
+    cache.check_invariants()
+    assert cache.num_free_pages == 3
+
+
+@pytest.mark.gpu
+def test_swaps_run_beside_a_captured_loop() -> None:
+    """Sequences leave and come back between replays; all keep their rows but the one packed."""
+    cache = make(device="cuda", num_pages=40, num_seats=6)
+    batch = PagedBatch(cache, 4)
+    prefill = PagedBatch(cache, 4, 100)
+    for name in range(4):
+        begin(prefill, name, 50 + name)
+    rows, q = new_rows(4, "cuda"), torch.randn(4, 4, DIM, device="cuda").bfloat16()
+    graph, outs = captured(batch, rows[0], rows[1], q)
+    for step in range(30):
+        gone, other = step % 4, (step + 1) % 4
+        left = values(cache, gone)
+        cache.swap_out(gone)
+        before = values(cache, other)
+        with batch.extend([i for i in range(4) if i != gone]):
+            graph.replay()
+        assert bool(outs[0].isfinite().all())
+        for old, new in zip(before, values(cache, other), strict=True):
+            length = old.shape[1]
+            assert new.shape[1] == length + 1
+            packed = length - RECENT  # the row that has left the window
+            assert torch.equal(new[:, :packed], old[:, :packed])
+            assert torch.equal(new[:, packed + 1 : length], old[:, packed + 1 :])
+            assert bool((new[:, packed] - old[:, packed]).abs().max() < 0.5)
+        cache.swap_in(gone)
+        assert same(values(cache, gone), left)
+        cache.check_invariants()

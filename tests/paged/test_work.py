@@ -1,0 +1,170 @@
+"""What a step of a paged cache looks at on the host: what is in use, not what there is room for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from paged_cases import DIM, begin, extend, make, new_rows, same, values
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kvquant.errors import ConfigError, ShapeError
+from kvquant.io.sequences import load_sequences, save_sequences
+from kvquant.paged.batch import PagedBatch
+from kvquant.rows.segment import Segment, check_segment_values
+
+ROOM = 1 << 20  # tokens that a sequence may have: 65,536 entries of a table
+
+
+class Watch(TorchDispatchMode):
+    """The most numbers that one operation of torch gives; views give none."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and not func.is_view:
+            self.most = max(self.most, out.numel())
+        return out
+
+
+@pytest.mark.parametrize("shared", [True, False, None])
+def test_a_step_looks_at_the_pages_in_use(shared: bool | None) -> None:
+    cache = make(num_pages=40, max_seq_len=ROOM)
+    batch = PagedBatch(cache, 4, 100, shared_prefix=shared)
+    begin(batch, "a", 60, range(60))
+    for name in "bc":
+        cache.allocate(name, range(60))
+        extend(batch, [name], 10)
+    cache.state.tables[:, 8:] = -7  # behind the pages of all sequences
+    rows, q = new_rows(3), torch.randn(3, 4, DIM)
+    watch = Watch()  # type: ignore[no-untyped-call]
+    with watch, batch.extend(list("abc")):
+        for layer in range(cache.num_layers):
+            batch.append(layer, *rows)
+            batch.attend(layer, q)
+    assert 0 < watch.most < 10_000
+    for name in ("block_table", "own_table", "prefix_table"):
+        assert name not in batch._staged.tensors or not (batch._staged.tensors[name] == -7).any()
+
+
+def test_tables_of_sequences_of_very_unlike_lengths_are_copied_row_by_row() -> None:
+    """A block as wide as the longest would be 8 * 6,000 entries for 6,014 pages."""
+    cache = make(num_pages=6100, num_seats=8, max_seq_len=100_000, num_layers=1)
+    batch, other = (PagedBatch(cache, 8, 96_000, shared_prefix=s) for s in (True, False))
+    begin(batch, "long", 95_990)
+    begin(batch, "a", 30)
+    ids = ["a", "long", *range(6)]
+    for i in range(6):
+        cache.fork("a", i)
+    width = len(cache.state.pool.block_table("long"))
+    cache.state.tables[:, width:] = cache.state.tables[1:, 3:] = -7  # behind what is in use
+    q, outs = torch.randn(8, 4, DIM), []
+    for at in (batch, other):
+        with at.extend(ids, 0):
+            for i, name in enumerate(ids):
+                table = cache.state.pool.block_table(name)
+                assert at.block_table[i, : len(table)].tolist() == list(table)
+            for name in ("block_table", "own_table"):
+                assert not (at._staged.tensors.get(name, at.block_table) == -7).any()
+            outs.append(at.attend(0, q))
+    torch.testing.assert_close(*outs)
+
+
+def test_every_page_in_use_is_looked_at_and_no_other() -> None:
+    segment = PagedBatch(make(), 4, 100)._make_segments(0, 4)[0]
+    for lens in ([0, 1, 16, 17], [100, 0, 0, 33], [0, 0, 0, 0]):
+        table = torch.full((4, 7), -1, dtype=torch.int32)
+        for i, count in enumerate(lens):
+            table[i, : -(-count // 16)] = 11
+        good = segment._replace(seq_lens=torch.tensor(lens, dtype=torch.int32), block_table=table)
+        check_segment_values([good])
+        for i, count in enumerate(lens):
+            for entry in range(-(-count // 16)):
+                for page in (-1, 12):
+                    bad = table.clone()
+                    bad[i, entry] = page
+                    words = f"sequence {i}, entry {entry}, is {page}: pages are 0 to 11"
+                    with pytest.raises(ShapeError, match=words):
+                        check_segment_values([Segment(*good)._replace(block_table=bad)])
+
+
+@pytest.mark.parametrize("lens", [(0, 0), (3, 0), (0, 5), (3, 5), (2, 10**6), (10**6, 3)])
+def test_rows_that_no_token_can_fill_are_not_there(lens: tuple[int, int]) -> None:
+    """Sinks and recent rows beyond max_seq_len change nothing but the memory."""
+    caches = [
+        make(max_seq_len=60, sink_len=min(lens[0], most), recent_len=min(lens[1], most))
+        for most in (10**6, 60)
+    ]
+    batches = [PagedBatch(cache, 4, 60) for cache in caches]
+    rows, q = torch.randn(2, 60, 2, DIM).bfloat16(), torch.randn(1, 4, DIM)
+    assert (
+        caches[0].nbytes
+        == make(
+            max_seq_len=60,
+            sink_len=min(lens[0], 60),
+            recent_len=min(lens[1], 60 - min(lens[0], 60)),
+        ).nbytes
+    )
+    outs = []
+    for batch in batches:
+        batch.cache.allocate("a", range(60))
+        for first, last in ((0, 7), (7, 8), (8, 50)):
+            with batch.extend(["a"], last - first, range(first, last)):
+                for layer in range(2):
+                    batch.append(layer, *rows[:, first:last])
+        batch.cache.truncate("a", 30)
+        extend(batch, ["a"], 30, rows=rows[:, 30:])
+        with batch.extend(["a"], 0):
+            outs.append([batch.attend(layer, q) for layer in range(2)])
+        batch.cache.check_invariants()
+    assert all(torch.equal(*pair) for pair in zip(*outs, strict=True))
+    assert np.array_equal(caches[0].state.packed_lens, caches[1].state.packed_lens)
+
+
+def test_sizes_beyond_the_memory_are_refused_before_any_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Memory that a system promised and does not have ends the process."""
+    cache = make(num_seats=1)
+    batch = PagedBatch(cache, 4)
+    taken: list[object] = []
+    for name in ("zeros", "empty", "frombuffer"):
+        monkeypatch.setattr(torch, name, lambda *args, **_: taken.append(args))
+    for nbytes, call, words in (
+        (cache.nbytes, lambda: make(num_seats=1), "a cache of 12 pages and 1 seats takes"),
+        (batch.nbytes, lambda: PagedBatch(cache, 4), "a batch takes"),
+        (10**9, lambda: make(num_seats=10**7, sink_len=0, recent_len=0), "the bookkeeping of"),
+    ):
+        monkeypatch.setattr("kvquant.devices.available_memory", lambda most=nbytes: most - 100)
+        with pytest.raises(ConfigError, match=rf"{words}.* GiB, more than there is: use"):
+            call()
+    assert not taken
+    for options in ({"num_seats": 2**31 - 1}, {"num_pages": 2**31 - 1}):
+        with pytest.raises(ConfigError, match="GiB, more than there is"):
+            make(**options)
+
+
+@pytest.mark.parametrize("most", [60, 40])
+def test_files_know_the_lengths_that_were_asked_for(most: int, tmp_path: Path) -> None:
+    """A cache for more tokens reads them, and one for fewer if they are enough."""
+    small = make(max_seq_len=60, sink_len=2, recent_len=100)
+    large = make(max_seq_len=200, sink_len=2, recent_len=100)
+    batch = PagedBatch(large, 4, 150)
+    begin(batch, "a", 150, range(150))
+    large.truncate("a", most)  # 48 are packed, and stay so
+    path = save_sequences(large, ["a"], tmp_path / "x.safetensors")
+    load_sequences(small, path)
+    assert same(values(small, "a"), values(large, "a"))
+    other = make(max_seq_len=200, sink_len=2, recent_len=100)
+    load_sequences(other, save_sequences(small, ["a"], tmp_path / "y.safetensors"))
+    batches = [PagedBatch(cache, 4, 150) for cache in (small, other)]
+    rows = new_rows(60 - most)
+    for at in batches:
+        extend(at, ["a"], 60 - most, rows=rows)
+        at.cache.check_invariants()
+    assert same(values(small, "a"), values(other, "a"))
+    assert (tmp_path / "x.safetensors").read_bytes() == (tmp_path / "y.safetensors").read_bytes()

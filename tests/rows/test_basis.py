@@ -1,0 +1,353 @@
+"""Bases of stored rows, and the rounding that goes with them (5 s)."""
+
+import math
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvquant import KVCache, RowFormat, dequantize_rows, quantize_rows
+from kvquant.errors import ConfigError, DeviceError, NonFiniteError, ShapeError
+from kvquant.ops import attention_in_basis as basisattention
+from kvquant.rows.basis import Basis, LayerBasis, _for_fp16, _per_head
+from kvquant.rows.rounding import clip_rows, feedback_matrix, quantize_fitted
+
+HEADS, DIM = 2, 64
+EXACT = {"k_format": "fp16", "v_format": "fp16"}
+
+
+def basis(kind: str, seed: int = 0, *, clip: float | None = None, feedback: bool = False) -> Basis:
+    torch.manual_seed(seed)
+    matrix = torch.eye(DIM) + 0.1 * torch.randn(HEADS, DIM, DIM)
+    moment = matrix @ matrix.mT
+    return Basis(
+        torch.randn(HEADS, DIM) * 4,
+        kind,
+        matrix if kind == "matrix" else None,
+        None if clip is None else torch.full((HEADS,), clip),
+        feedback_matrix(moment.double()).float() if feedback else None,
+    )
+
+
+def tokens(count: int, batch: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(9)
+    k, v = torch.randn(2, batch, HEADS, count, DIM)
+    return k + 5 * torch.arange(DIM).eq(3), v
+
+
+def cache(bases: list[LayerBasis] | None, **options: object) -> KVCache:
+    given = {"sink_len": 2, "recent_len": 5, "exact_format": "fp16", "bases": bases} | options
+    return KVCache(1, 3, HEADS, DIM, 40, **given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["none", "hadamard", "matrix"])
+def test_decode_undoes_encode(kind: str) -> None:
+    x, _ = tokens(7)
+    chosen = basis(kind)
+    torch.testing.assert_close(chosen.decode(chosen.encode(x)), x, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["none", "hadamard", "matrix"])
+@pytest.mark.parametrize("windows", [(0, 0), (2, 5)], ids=["packed", "windows"])
+def test_attention_does_not_see_the_basis(kind: str, windows: tuple[int, int]) -> None:
+    torch.manual_seed(1)
+    q = torch.randn(3, 6, DIM)
+    k, v = tokens(23)
+    lens = torch.tensor([23, 4, 0])
+    found = []
+    for bases in (None, [LayerBasis(basis(kind), basis(kind, 5))]):
+        one = cache(bases, sink_len=windows[0], recent_len=windows[1], **EXACT)
+        one.append(0, k, v, lens)
+        found.append(one.attend(0, q, return_lse=True, sm_scale=0.1))
+    (out, lse), (given, given_lse) = found
+    torch.testing.assert_close(given, out, atol=0.03, rtol=0.02)
+    torch.testing.assert_close(given_lse, lse, atol=0.03, rtol=0.01)
+    assert given[2].abs().max() == 0 and float(given_lse[2, 0]) == -math.inf
+
+
+def test_compiled_attention_is_the_same() -> None:
+    k, v = tokens(23)
+    one = cache([LayerBasis(basis("matrix"), basis("hadamard"))])
+    one.append(0, k, v)
+    q = torch.randn(3, 6, DIM)
+    compiled = torch.compile(
+        lambda q: one.attend(0, q, return_lse=True), fullgraph=True, backend="eager"
+    )
+    for given, expected in zip(compiled(q), one.attend(0, q, return_lse=True), strict=True):
+        torch.testing.assert_close(given, expected)
+
+
+def test_only_the_log_sum_exp_gets_the_missing_score_back() -> None:
+    chosen = basis("hadamard")
+    q = torch.randn(3, 6, DIM)
+    expected = torch.einsum("bhgd,hd->bhg", q.view(3, HEADS, 3, DIM), chosen.offset).flatten(1)
+    torch.testing.assert_close(chosen.missing_score(q), expected)
+
+
+def test_values_come_back_as_they_went_in() -> None:
+    k, v = tokens(23)
+    one = cache([LayerBasis(basis("matrix"), basis("hadamard"))], **EXACT)
+    one.append(0, k, v, torch.tensor([23, 9, 1]))
+    k_found, v_found = one.dequantized(0)
+    torch.testing.assert_close(k_found[0], k[0], atol=0.05, rtol=0.02)
+    torch.testing.assert_close(v_found[1, :, :9], v[1, :, :9], atol=0.05, rtol=0.02)
+    assert not v_found[1, :, 9:].any()
+
+
+def test_offsets_save_what_four_bits_lose() -> None:
+    k, v = tokens(23)
+    k[..., 3] += 200
+    centred = Basis(k.mean((0, 2)))
+    lost, kept = (
+        cache(None, k_format="int4"),
+        cache([LayerBasis(centred, centred)], k_format="int4"),
+    )
+    errors = []
+    for one in (lost, kept):
+        one.append(0, k, v)
+        errors.append(float((one.dequantized(0)[0] - k).square().mean()))
+    assert errors[1] < errors[0] / 100
+
+
+def test_forks_keep_the_basis_and_rows_do_not_depend_on_chunks() -> None:
+    k, v = tokens(23)
+    bases = [LayerBasis(basis("hadamard"), basis("hadamard", clip=0.9, feedback=True))]
+    whole, parts = cache(bases), cache(bases)
+    whole.append(0, k, v)
+    for part in range(23):
+        parts.append(0, k[:, :, part : part + 1], v[:, :, part : part + 1])
+    forked = parts.fork([1, 0])
+    assert forked.bases is not None
+    q = torch.randn(3, 6, DIM)
+    assert torch.equal(whole.layers[0].k_packed, parts.layers[0].k_packed)
+    assert torch.equal(whole.layers[0].v_packed, parts.layers[0].v_packed)
+    out, given = whole.attend(0, q), forked.attend(0, q[[1, 0]])
+    assert isinstance(out, torch.Tensor) and isinstance(given, torch.Tensor)
+    torch.testing.assert_close(given, out[[1, 0]])
+
+
+def test_ragged_appends_are_those_of_each_sequence() -> None:
+    k, v = tokens(23)
+    bases = [LayerBasis(basis("hadamard", clip=0.9), basis("hadamard", feedback=True))]
+    one, other = cache(bases), cache(bases)
+    one.append(0, k, v, torch.tensor([23, 11, 2]))
+    for step in range(23):
+        lens = torch.tensor([1, int(step < 11), int(step < 2)])
+        other.append(0, k[:, :, step : step + 1], v[:, :, step : step + 1], lens)
+    for name, rows in one.layers[0].tensors().items():
+        assert torch.equal(rows, other.layers[0].tensors()[name]), name
+
+
+def test_nothing_is_written_of_values_that_are_no_numbers() -> None:
+    k, v = tokens(3)
+    k[1, 0, 2, 7] = torch.nan
+    one = cache([LayerBasis(basis("matrix"), basis("none"))])
+    with pytest.raises(NonFiniteError, match=r"k\[1, 0, 2, 7\] is nan"):
+        one.append(0, k, v)
+    assert int(one.seq_lens.max()) == 0
+
+
+@pytest.mark.parametrize("name", ["int4", "int4-g4", "int8", "int8-g8"])
+@pytest.mark.parametrize("dim", [64, 80, 128])
+def test_both_backends_round_alike(name: str, dim: int) -> None:
+    torch.manual_seed(2)
+    matrix = torch.randn(HEADS, dim, dim).double()
+    feedback = feedback_matrix(matrix @ matrix.mT + torch.eye(dim)).float()
+    x = torch.randn(2, HEADS, 19, dim)
+    x[0, 1, 3] = 0.0
+    x[1, 0, 2, 5] = torch.inf
+    fmt, clip = RowFormat.parse(name, dim), torch.tensor([0.9, 1.0])
+    rows = [
+        quantize_fitted(x, fmt, clip=clip, feedback=feedback, backend=backend)
+        for backend in ("cpu", "torch")
+    ]
+    assert torch.equal(*rows)
+    values = dequantize_rows(rows[0], fmt)
+    assert bool(values[1, 0, 2].isnan().all()) and int(values.isnan().sum()) == dim
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"clip": torch.ones(3)}, ShapeError, r"clip is \[3\]: it must be \[2\]"),
+        ({"feedback": torch.ones(2, 80, 80)}, ShapeError, r"must be \[2, 64, 64\]"),
+        ({"clip": torch.ones(2).double()}, ConfigError, "clip is torch.float64: use torch.float32"),
+        ({"clip": torch.ones(2, device="meta")}, DeviceError, "x is on cpu, clip on meta"),
+    ],
+    ids=["heads", "head_dim", "dtype", "device"],
+)
+def test_what_does_not_fit_the_rows_is_refused(
+    options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        quantize_fitted(torch.randn(1, HEADS, 3, DIM), RowFormat.parse("int4", DIM), **options)
+
+
+def test_feedback_lowers_the_error_that_is_weighed() -> None:
+    torch.manual_seed(3)
+    roots = torch.randn(HEADS, DIM, DIM).double() * torch.logspace(0, -1.5, DIM).double()
+    weights = roots @ roots.mT + 1e-3 * torch.eye(DIM)
+    x, fmt = torch.randn(4, HEADS, 50, DIM), RowFormat.parse("int4", DIM)
+
+    def error(rows: torch.Tensor) -> float:
+        wrong = dequantize_rows(rows, fmt) - x
+        return float(((wrong @ weights.float()) * wrong).sum())
+
+    fed = quantize_fitted(x, fmt, feedback=feedback_matrix(weights).float())
+    assert error(fed) < 0.7 * error(quantize_rows(x, fmt))
+
+
+def test_feedback_of_independent_errors_changes_nothing() -> None:
+    x, fmt = torch.randn(4, HEADS, 50, DIM), RowFormat.parse("int4-g4", DIM)
+    eye = torch.eye(DIM).expand(HEADS, DIM, DIM)
+    assert torch.equal(quantize_fitted(x, fmt, feedback=eye.contiguous()), quantize_rows(x, fmt))
+
+
+def test_feedback_matrix_is_unit_lower_triangular_and_explains_the_weights() -> None:
+    roots = torch.randn(HEADS, DIM, DIM).double()
+    weights = roots @ roots.mT + torch.eye(DIM)
+    lower = feedback_matrix(weights)
+    torch.testing.assert_close(lower, lower.tril())
+    inverse = torch.linalg.inv(lower)
+    diagonal = inverse.mT @ weights @ inverse
+    off = diagonal - torch.diag_embed(diagonal.diagonal(dim1=-2, dim2=-1))
+    assert float(off.abs().max()) < 1e-8
+
+
+def test_clipping_keeps_a_share_of_each_groups_range() -> None:
+    x, _ = tokens(5)
+    clipped = clip_rows(x, 4, torch.tensor([0.5, 1.0]))
+    grouped, given = clipped.unflatten(-1, (4, -1)), x.unflatten(-1, (4, -1))
+    spans = [(y.amax(-1) - y.amin(-1)) for y in (grouped, given)]
+    torch.testing.assert_close(spans[0][:, 0], 0.5 * spans[1][:, 0])
+    torch.testing.assert_close(clipped[:, 1], x[:, 1], rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"kind": "dct"}, ConfigError, "'dct' does not exist"),
+        ({"kind": "matrix"}, ConfigError, "lacks its matrix"),
+        ({"clip": torch.ones(3)}, ShapeError, r"clip is \[3\]: it must be \[2\]"),
+        ({"offset": torch.full((2, 64), torch.nan)}, ConfigError, "finite float32"),
+        ({"clip": torch.tensor([0.9, -0.1])}, ConfigError, "clip of a basis must be positive"),
+        ({"offset": torch.zeros(64)}, ShapeError, "num_kv_heads, head_dim"),
+        ({"offset": torch.zeros(2, 0), "kind": "hadamard"}, ShapeError, r"offset is \[2, 0\]"),
+    ],
+    ids=["kind", "no-matrix", "clip", "nan", "negative", "offset", "no-channels"],
+)
+def test_impossible_bases_are_refused(
+    change: dict[str, object], error: type[Exception], words: str
+) -> None:
+    given = {"offset": torch.zeros(2, 64)} | change
+    with pytest.raises(error, match=words):
+        Basis(**given)  # type: ignore[arg-type]
+
+
+def test_a_basis_of_another_shape_is_refused() -> None:
+    wrong = Basis(torch.zeros(HEADS, 128))
+    with pytest.raises(ShapeError, match=r"layer 0 is for \[2, 128\]"):
+        cache([LayerBasis(wrong, wrong)])
+    with pytest.raises(ConfigError, match="2 bases for 1 layers"):
+        cache([LayerBasis(basis("none"), basis("none"))] * 2)
+    with pytest.raises(ShapeError, match="does not fit"):
+        cache([LayerBasis(basis("none"), basis("none"))]).attend(0, torch.zeros(3, 5, DIM))
+
+
+def test_fingerprints_tell_bases_apart_and_ignore_rounding() -> None:
+    kinds = ("none", "hadamard", "matrix")
+    assert len({basis(kind, seed).fingerprint for kind in kinds for seed in (0, 1)}) == 6
+    fed = basis("matrix", clip=0.9, feedback=True)
+    assert fed.fingerprint == basis("matrix").fingerprint == fed.with_clip(None).fingerprint
+
+
+@pytest.mark.parametrize("sm_scale", [1e300, -1e39, Fraction(1, 4), np.float16(0.25)], ids=str)
+def test_any_softmax_scale_is_that_without_a_basis(sm_scale: Any) -> None:
+    """Of one that float32 cannot hold all scores are NaN, not an error of torch."""
+    k, v, q = torch.randn(1, 2, 5, 64), torch.randn(1, 2, 5, 64), torch.randn(1, 4, 64)
+    states = []
+    for bases in (None, [LayerBasis(Basis(torch.randn(2, 64)), Basis(torch.zeros(2, 64)))]):
+        cache = KVCache(1, 1, 2, 64, 8, bases=bases, exact_format="fp16")
+        cache.append(0, k, v)
+        states.append(cache.attend(0, q, sm_scale=sm_scale, return_lse=True))
+    torch.testing.assert_close(*states, equal_nan=True, rtol=0.05, atol=0.05)
+
+
+def test_no_gradient_comes_through() -> None:
+    """The query is turned, read and turned back; half of a gradient would be a wrong one."""
+    given = basis("matrix")
+    bases = [LayerBasis(given, basis("hadamard")), LayerBasis(basis("none"), given)]
+    for tensor in (given.offset, given.matrix):
+        assert tensor is not None and not tensor.requires_grad
+    one = KVCache(2, 3, HEADS, DIM, 40, bases=bases)
+    q = torch.randn(3, 6, DIM, requires_grad=True)
+    for layer in (0, 1):
+        one.append(layer, *tokens(9))
+        for backend in ("cpu", "reference"):
+            for result in one.attend(layer, q, return_lse=True, backend=backend):
+                assert not result.requires_grad
+        assert not any(x.requires_grad for x in one.dequantized(layer))
+    trained = Basis(torch.zeros(HEADS, DIM, requires_grad=True), "hadamard")
+    assert not trained.encode(tokens(2)[0]).requires_grad
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e3, 3e4])
+def test_a_query_of_fp16_does_not_overflow_when_it_is_turned(scale: float) -> None:
+    """The keys of a channel are as wide as its stored ones are narrow: M^T q is beyond fp16."""
+    keys = (torch.randn(3, HEADS, 9, DIM) * min(scale, 1e3)).half()
+    values, q = torch.randn(3, HEADS, 9, DIM).half(), torch.randn(3, 6, DIM).half() * 40
+    wide = Basis(torch.zeros(HEADS, DIM), "matrix", (scale * torch.eye(DIM)).repeat(HEADS, 1, 1))
+    narrow = LayerBasis(wide, Basis(torch.zeros(HEADS, DIM)))
+    found = []
+    for bases in (None, [narrow]):
+        one = cache(bases, k_format="fp16", v_format="fp16")
+        one.append(0, keys, values)
+        found.append(one.attend(0, q, return_lse=True))
+        assert found[-1][0].dtype == torch.float16 and bool(found[-1][0].isfinite().all())
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(found[1][1], found[0][1], rtol=1e-3, atol=1e-2)
+
+
+@pytest.mark.parametrize("kind", ["hadamard", "matrix"])
+def test_a_power_of_two_goes_from_the_matrix_to_the_scale(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On CUDA, where the launch that turns queries rounds them to fp16; it is stood in for here."""
+    chosen = basis(kind)
+    if kind == "matrix" and chosen.matrix is not None:
+        chosen = Basis(chosen.offset, kind, chosen.matrix * 300)
+    matrix = chosen.matrix
+    assert matrix is not None and chosen.fp16_matrix is matrix  # it is not needed on the CPU
+    turning, factor = _for_fp16(matrix)
+    assert math.log2(factor) == int(math.log2(factor)) > 0
+    assert torch.equal(turning * factor, matrix)
+    assert turning.stride() == matrix.stride()  # one for all heads stays one
+    worst = 65504 * matrix.mT.sign()
+    assert bool((worst @ turning).half().isfinite().all())
+    assert _for_fp16(matrix / 2**20)[1] == 1
+
+    one = cache([LayerBasis(chosen, basis("hadamard", 5))])
+    one.append(0, *tokens(23))
+    q = torch.randn(3, 6, DIM).half()
+    expected = one.attend(0, q, return_lse=True, sm_scale=0.1)
+    turned_by = []
+
+    def turn_rows(
+        x: torch.Tensor,
+        matrix: torch.Tensor,
+        offset: torch.Tensor | None = None,
+        lens: torch.Tensor | None = None,
+        check: object = None,
+    ) -> torch.Tensor:
+        turned_by.append(matrix)
+        return _per_head(x, matrix, offset).to(x.dtype)
+
+    monkeypatch.setattr(basisattention, "takes_one_launch", lambda *of: True)
+    monkeypatch.setattr(basisattention, "turn_rows", turn_rows)
+    chosen.fp16_matrix, chosen.fp16_factor = turning, factor
+    found = one.attend(0, q, return_lse=True, sm_scale=0.1)
+    assert turned_by[0] is turning
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-2, atol=1e-2)

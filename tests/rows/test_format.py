@@ -1,0 +1,158 @@
+"""Every layout fact of every row format."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+
+from kvquant import RowFormat
+from kvquant.errors import ConfigError
+from kvquant.rows.format import BITS, GROUPS, HEAD_DIMS, NAMES
+
+QUANTIZED = [
+    RowFormat(codec, groups, head_dim)
+    for codec, groups, head_dim in itertools.product(("int4", "int8", "fp8"), GROUPS, HEAD_DIMS)
+]
+EXACT = [RowFormat(codec, 1, head_dim) for codec in ("bf16", "fp16") for head_dim in HEAD_DIMS]
+
+
+def label(fmt: RowFormat) -> str:
+    return f"{fmt}-of-{fmt.head_dim}"
+
+
+@pytest.mark.parametrize(
+    ("name", "row_bytes", "alignment", "bits_per_element"),
+    [
+        ("int4", 68, 4, 4.25),
+        ("int4-g2", 72, 8, 4.5),
+        ("int4-g4", 80, 16, 5.0),
+        ("int4-g8", 96, 32, 6.0),
+        ("int8", 132, 4, 8.25),
+        ("int8-g2", 136, 8, 8.5),
+        ("int8-g4", 144, 16, 9.0),
+        ("int8-g8", 160, 32, 10.0),
+        ("fp8", 132, 4, 8.25),
+        ("fp8-g4", 144, 16, 9.0),
+        ("bf16", 256, 256, 16.0),
+        ("fp16", 256, 256, 16.0),
+    ],
+)
+def test_rows_of_128_elements_have_the_documented_sizes(
+    name: str, row_bytes: int, alignment: int, bits_per_element: float
+) -> None:
+    fmt = RowFormat.parse(name, head_dim=128)
+    assert fmt.row_bytes == row_bytes
+    assert fmt.alignment == alignment
+    assert fmt.bits_per_element == bits_per_element
+
+
+@pytest.mark.parametrize("fmt", QUANTIZED, ids=label)
+def test_parameters_come_first_then_codes_without_gaps(fmt: RowFormat) -> None:
+    offsets = [
+        offset(group)
+        for group in range(fmt.groups)
+        for offset in (fmt.scale_offset, fmt.shift_offset)
+    ]
+    assert offsets == list(range(0, 4 * fmt.groups, 2))
+    assert fmt.header_bytes == 4 * fmt.groups == fmt.code_offset(0)
+    per_byte = 8 // fmt.bits
+    assert [fmt.code_offset(element) for element in range(fmt.head_dim)] == [
+        fmt.header_bytes + element // per_byte for element in range(fmt.head_dim)
+    ]
+    assert fmt.code_offset(fmt.head_dim - 1) == fmt.row_bytes - 1
+    assert fmt.row_bytes == fmt.header_bytes + fmt.code_bytes
+    assert fmt.group_size * fmt.groups == fmt.head_dim
+    assert fmt.max_abs == 65504
+
+
+@pytest.mark.parametrize("fmt", EXACT, ids=label)
+def test_16_bit_rows_are_the_elements_alone(fmt: RowFormat) -> None:
+    assert fmt.is_exact
+    assert fmt.header_bytes == 0
+    assert fmt.row_bytes == fmt.code_bytes == 2 * fmt.head_dim
+    assert [fmt.code_offset(element) for element in (0, 1, 7)] == [0, 2, 14]
+    for offset in (fmt.scale_offset, fmt.shift_offset):
+        with pytest.raises(ConfigError, match=f"{fmt} rows have no scales and shifts"):
+            offset(0)
+
+
+@pytest.mark.parametrize("fmt", QUANTIZED + EXACT, ids=label)
+def test_names_are_printed_as_they_are_parsed(fmt: RowFormat) -> None:
+    assert RowFormat.parse(str(fmt), fmt.head_dim) == fmt
+    assert ("-g" in str(fmt)) == (fmt.groups > 1)
+    assert RowFormat.parse(fmt, fmt.head_dim) is fmt
+
+
+def test_all_names_are_listed() -> None:
+    listed = [*NAMES, "int4-g1", "int8-g1", "fp8-g1"]
+    assert len(set(NAMES)) == len(NAMES) == 14
+    assert [str(RowFormat.parse(name, 64)) for name in NAMES] == list(NAMES)
+    made = {f"{codec}{end}" for codec in BITS for end in ("", "-g1", "-g2", "-g4", "-g8", "-g16")}
+    for name in made - {*listed, "bf16-g1", "fp16-g1"}:
+        with pytest.raises(ConfigError):
+            RowFormat.parse(name, 64)
+
+
+def test_one_group_may_be_written_out() -> None:
+    assert RowFormat.parse("int4-g1", 128) == RowFormat.parse("int4", 128)
+
+
+def test_formats_are_frozen_and_usable_as_keys() -> None:
+    fmt = RowFormat("int4", 4, 128)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        fmt.groups = 2  # type: ignore[misc]
+    assert {fmt: 1}[RowFormat.parse("int4-g4", 128)] == 1
+    assert fmt != RowFormat("int4", 4, 64)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("int3", "format 'int3' does not exist: use int4, int8, fp8, bf16 or fp16"),
+        ("INT4", "format 'INT4' does not exist"),
+        ("", "format '' does not exist"),
+        ("int4-g", "format 'int4-g' does not exist"),
+        ("int4g4", "format 'int4g4' does not exist"),
+        ("int4-g-4", "format 'int4-g-4' does not exist"),
+        ("int4-g04", "format 'int4-g04' does not exist"),
+        ("int4-g\uff14", "format 'int4-g\uff14' does not exist"),
+        ("int4-g" + 5000 * "4", "4 does not exist"),
+        ("int4-g4-g4", "format 'int4-g4-g4' does not exist"),
+        (" int4", "format ' int4' does not exist"),
+        ("int4-g3", "groups 3 is not supported: use 1, 2, 4 or 8"),
+        ("int8-g16", "groups 16 is not supported"),
+        ("fp8-g0", "groups 0 is not supported"),
+        ("bf16-g4", "bf16 rows have no groups: use 'bf16'"),
+        (4, "format 4 is not possible"),
+        (None, "format None is not possible"),
+    ],
+)
+def test_other_names_are_refused(name: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        RowFormat.parse(name, 128)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "head_dim", [0, -64, 1, 32, 72, 100, 120, 127, 160, 512, 128.0, True, "128"]
+)
+def test_other_head_dims_are_refused(head_dim: int) -> None:
+    RowFormat.parse("int4", 128)  # 128.0 must not find this one
+    for make in (RowFormat.parse, lambda name, dim: RowFormat(name, 1, dim)):
+        with pytest.raises(
+            ConfigError, match="is not supported: use 64, 80, 96, 112, 128, 192 or 256"
+        ):
+            make("int4", head_dim)
+
+
+def test_a_format_of_another_head_dim_is_refused() -> None:
+    with pytest.raises(ConfigError, match="format int4-g4 has head_dim 64, not 128"):
+        RowFormat.parse(RowFormat("int4", 4, 64), 128)
+
+
+@pytest.mark.parametrize("groups", [2.0, True, "4", None])
+def test_groups_are_whole_numbers(groups: int) -> None:
+    with pytest.raises(ConfigError, match=r"groups .* is not supported"):
+        RowFormat("int4", groups, 128)

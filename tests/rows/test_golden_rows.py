@@ -1,0 +1,180 @@
+"""Rows written out by hand, and rows read the way other projects read them.
+
+Every expected byte is derived in a comment from the contract in kvquant/rows/quantize.py, none was
+copied from a run. fp16 numbers are given as their bits; in the rows they stand low byte first.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+import torch
+
+from kvquant import RowFormat, dequantize_rows, quantize_rows
+
+BACKENDS = ("torch", "cpu")
+
+
+def int4_one_group() -> tuple[list[float], list[float], str]:
+    """Values, what they decode to, and the row."""
+    # Element 0 is -1/3. The nearest fp16 is -0.333252 (b555), above it; the one below is
+    # -0.33349609375 (b556): the shift. The greatest element is shift + 7.5, so scale = 7.5 / 15 =
+    # 0.5 (3800). Element i is shift + 0.5 * (i % 16): codes 0 1 ... 15, four times.
+    shift = -0.33349609375
+    decoded = [shift + 0.5 * (i % 16) for i in range(64)]
+    values = list(decoded)
+    values[0] = -1 / 3
+    # Ties go to the even code: 0.5 -> 0, 1.5 -> 2, 2.5 -> 2.
+    for element, steps, code in ((17, 0.5, 0), (18, 1.5, 2), (19, 2.5, 2)):
+        values[element] = shift + 0.5 * steps
+        decoded[element] = shift + 0.5 * code
+    header = "0038 56b5"
+    sixteen = "10 32 54 76 98 ba dc fe"  # low nibble = even element
+    second = "00 22 54 76 98 ba dc fe"
+    return values, decoded, f"{header} {sixteen} {second} {sixteen} {sixteen}"
+
+
+def int4_four_groups() -> tuple[list[float], list[float], str]:
+    values: list[float] = []
+    decoded: list[float] = []
+    # 16 times 1.0: scale 0, shift 1.0 (3c00), codes 0.
+    values += [1.0] * 16
+    decoded += [1.0] * 16
+    # 0 ... 15: scale 1.0 (3c00), shift 0.
+    values += [float(i) for i in range(16)]
+    decoded += [float(i) for i in range(16)]
+    # 0, -2 ... -30: shift -30 = -1.875 * 2**4 (cf80), scale 2.0 (4000), codes 15 ... 0.
+    values += [-2.0 * i for i in range(16)]
+    decoded += [-2.0 * i for i in range(16)]
+    # 0 to 1: 1/15 lies between 0x2c44 and 0x2c45 = (1 + 69/1024) / 16, nearer to the first, but the
+    # scale is rounded up. With it 1 -> 14.99 -> 15, 1/2 -> 7.495 -> 7, 1/4 -> 3.75 -> 4.
+    scale = (1 + 69 / 1024) / 16
+    values += [0.0, 1.0, 0.5, 0.25] * 4
+    decoded += [0.0, 15 * scale, 7 * scale, 4 * scale] * 4
+    headers = "0000 003c  003c 0000  0040 80cf  452c 0000"
+    codes = (
+        "00 00 00 00 00 00 00 00  10 32 54 76 98 ba dc fe  "
+        "ef cd ab 89 67 45 23 01  f0 47 f0 47 f0 47 f0 47"
+    )
+    return values, decoded, headers + codes
+
+
+def int8_one_group() -> tuple[list[float], list[float], str]:
+    # -4 + code / 8 with codes 0, 4 ... 248, 255: shift -4 (c400), scale 31.875 / 255 = 1/8 (3000).
+    # Times 8 the distance of element 1 to the shift is 4.5, a tie, of element 2 8.5, a tie too.
+    codes = [4 * i for i in range(63)] + [255]
+    values = decoded = [-4 + code / 8 for code in codes]
+    values = [values[0], -4 + 4.5 / 8, -4 + 8.5 / 8, *values[3:]]
+    return values, decoded, "0030 00c4" + "".join(f"{code:02x}" for code in codes)
+
+
+def fp8_one_group() -> tuple[list[float], list[float], str]:
+    # -223 to 225: the shift is the middle, 1.0 (3c00), scale = 224 / 448 = 0.5 (3800). E4M3 has the
+    # sign, 4 bits of exponent (bias 7), 3 of mantissa; 448 = 1.75 * 2**8 is 0 1111 110 = 7e.
+    sixteen = [
+        (448, 448, "7e"),
+        (-448, -448, "fe"),
+        (0, 0, "00"),
+        (1, 1, "38"),
+        (-1, -1, "b8"),
+        (1.5, 1.5, "3c"),
+        (17, 16, "58"),  # a tie between 16 = 58 and 18 = 59
+        (19, 20, "5a"),  # a tie between 18 and 20 = 5a
+        (2**-9, 2**-9, "01"),  # the least subnormal
+        (2**-10, 0, "00"),  # a tie between it and 0
+        (3 * 2**-10, 2**-8, "02"),
+        (240, 240, "77"),
+        (-0.5, -0.5, "b0"),
+        (2, 2, "40"),
+        (0.75, 0.75, "34"),
+        (416, 416, "7d"),
+    ]
+    values = [1 + 0.5 * number for number, _, _ in sixteen] * 4
+    decoded = [1 + 0.5 * number for _, number, _ in sixteen] * 4
+    return values, decoded, "0038 003c" + "".join(code for _, _, code in sixteen) * 4
+
+
+def bf16_row() -> tuple[list[float], list[float], str]:
+    # bf16 is the upper half of float32: 1.0 = 3f80, -2.5 = c020, 0.1 = 3dcccccd -> 3dcd, which is
+    # 0.10009765625.
+    return (
+        [1.0, -2.5, 0.1, 0.0] * 16,
+        [1.0, -2.5, 0.10009765625, 0.0] * 16,
+        "803f 20c0 cd3d 0000" * 16,
+    )
+
+
+def fp16_row() -> tuple[list[float], list[float], str]:
+    # 1.0 = 3c00, -2.5 = c100, 65504 = 7bff, 2**-24 = 0001.
+    return (
+        [1.0, -2.5, 65504.0, 2**-24] * 16,
+        [1.0, -2.5, 65504.0, 2**-24] * 16,
+        "003c 00c1 ff7b 0100" * 16,
+    )
+
+
+GOLDEN = {
+    "int4": int4_one_group,
+    "int4-g4": int4_four_groups,
+    "int8": int8_one_group,
+    "fp8": fp8_one_group,
+    "bf16": bf16_row,
+    "fp16": fp16_row,
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", GOLDEN)
+def test_values_become_the_row_derived_by_hand(name: str, backend: str) -> None:
+    values, _, row = GOLDEN[name]()
+    rows = quantize_rows(torch.tensor([values]), RowFormat.parse(name, 64), backend=backend)
+    assert bytes(rows[0].tolist()).hex(" ") == bytes.fromhex(row).hex(" ")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", GOLDEN)
+def test_the_row_derived_by_hand_decodes(name: str, backend: str) -> None:
+    _, decoded, row = GOLDEN[name]()
+    rows = torch.tensor(list(bytes.fromhex(row)), dtype=torch.uint8)
+    values = dequantize_rows(rows, RowFormat.parse(name, 64), backend=backend)
+    assert values.tolist() == torch.tensor(decoded).tolist()
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4, 8])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_int4_rows_read_as_xformers_words(groups: int, head_dim: int) -> None:
+    """xFormers sees int32 words: one a group (low half scale, high shift), then 8 codes each."""
+    fmt = RowFormat("int4", groups, head_dim)
+    rows = quantize_rows(torch.randn(3, head_dim), fmt)
+    expected = dequantize_rows(rows, fmt).tolist()
+    for row, values in zip(rows.view(torch.int32).tolist(), expected, strict=True):
+        assert len(row) == groups + head_dim // 8
+        words = [word & 0xFFFFFFFF for word in row]
+        for element, value in enumerate(values):
+            params = words[element // (head_dim // groups)]
+            scale, shift = (
+                struct.unpack("<e", struct.pack("<H", bits))[0]
+                for bits in (params & 0xFFFF, params >> 16)
+            )
+            code = words[groups + element // 8] >> 4 * (element % 8) & 15
+            assert code * scale + shift == pytest.approx(value, rel=2**-23)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_fp8_rows_read_as_fbgemm_reads_them(head_dim: int) -> None:
+    """Bytes 0, 1: scale; 2, 3: shift; 4 + d: element d as E4M3; value = code * scale + shift."""
+    fmt = RowFormat("fp8", 1, head_dim)
+    rows = quantize_rows(3 * torch.randn(3, head_dim) + 1, fmt)
+    expected = dequantize_rows(rows, fmt).tolist()
+    for row, values in zip(rows.tolist(), expected, strict=True):
+        scale, shift = struct.unpack("<ee", bytes(row[:4]))
+        assert [e4m3(code) * scale + shift for code in row[4:]] == pytest.approx(values, rel=2**-23)
+
+
+def e4m3(code: int) -> float:
+    """The number of an E4M3 code, by the definition."""
+    sign, exponent, mantissa = code >> 7, code >> 3 & 15, code & 7
+    assert code & 127 != 127, "NaN"
+    magnitude = (1 + mantissa / 8) * 2 ** (exponent - 7) if exponent else mantissa / 8 * 2**-6
+    return -magnitude if sign else magnitude

@@ -1,0 +1,111 @@
+"""Segments: what fits, and the order of a ring. Pages: paged/test_segments.py."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from kvquant import RowFormat, dequantize_rows, quantize_rows
+from kvquant.errors import ConfigError, ShapeError
+from kvquant.rows.segment import Segment, check_segments
+
+INT4 = RowFormat.parse("int4-g4", 64)
+INT8 = RowFormat.parse("int8", 96)
+
+
+def make(
+    *, batch: int = 2, heads: int = 3, capacity: int = 5, starts: list[int] | None = None
+) -> Segment:
+    return Segment(
+        quantize_rows(torch.randn(batch, heads, capacity, 64), INT4),
+        quantize_rows(torch.randn(batch, heads, capacity, 96), INT8),
+        torch.tensor([3, 5][:batch], dtype=torch.int32),
+        INT4,
+        INT8,
+        None if starts is None else torch.tensor(starts, dtype=torch.int32),
+    )
+
+
+def test_tokens_come_from_row_0_without_starts() -> None:
+    segment = make()
+    assert segment.capacity == 5
+    for b, seq_len in enumerate((3, 5)):
+        k, v = segment.dequantized(b, torch.float32)
+        assert torch.equal(k, dequantize_rows(segment.k_rows[b, :, :seq_len], INT4))
+        assert torch.equal(v, dequantize_rows(segment.v_rows[b, :, :seq_len], INT8))
+
+
+@pytest.mark.parametrize("start", range(5))
+def test_a_ring_is_read_from_its_start_over_its_end(start: int) -> None:
+    segment = make(starts=[start, start])
+    for b, seq_len in enumerate((3, 5)):
+        slots = [(start + i) % 5 for i in range(seq_len)]
+        k, v = segment.dequantized(b, torch.bfloat16)
+        assert torch.equal(k, dequantize_rows(segment.k_rows[b][:, slots], INT4, torch.bfloat16))
+        assert torch.equal(v, dequantize_rows(segment.v_rows[b][:, slots], INT8, torch.bfloat16))
+
+
+@pytest.mark.parametrize("seat", [0, 1])
+@pytest.mark.parametrize("start", range(3))
+def test_sinks_stay_and_the_ring_closes_behind_them(start: int, seat: int) -> None:
+    segment = make(starts=[start, start])._replace(sinks=2)
+    segment = segment._replace(seats=torch.tensor([seat, 1], dtype=torch.int32))
+    for b, seq_len in enumerate((3, 5)):
+        slots = [0, 1, *(2 + (start + i) % 3 for i in range(3))][:seq_len]
+        rows = segment.rows(b, "k")
+        assert torch.equal(rows, segment.k_rows[seat if b == 0 else 1][:, slots])
+
+
+def test_a_segment_without_room_is_allowed() -> None:
+    rows = torch.zeros(1, 2, 0, INT4.row_bytes, dtype=torch.uint8)
+    segment = Segment(rows, rows, torch.zeros(1, dtype=torch.int32), INT4, INT4)
+    k, v = segment.dequantized(0, torch.float32)
+    assert k.shape == v.shape == (2, 0, 64)
+
+
+def test_segments_are_frozen() -> None:
+    with pytest.raises(AttributeError):
+        make().starts = None  # type: ignore[misc]
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    good = make(starts=[0, 0])
+    lens = good.seq_lens
+    cases: list[tuple[dict[str, object], type[Exception], str]] = [
+        ({"k_rows": good.k_rows.float()}, ConfigError, "k_rows is torch.float32: rows are uint8"),
+        ({"v_rows": good.v_rows.char()}, ConfigError, "v_rows is torch.int8: rows are uint8"),
+        ({"k_rows": good.k_rows[..., :-1]}, ShapeError, "the last axis must be the 48 bytes"),
+        ({"v_format": INT4}, ShapeError, "v_rows is [2, 3, 5, 100]"),
+        ({"v_rows": good.v_rows[:, :, :4]}, ShapeError, "v_rows [2, 3, 4, 100] must both be"),
+        ({"v_rows": good.v_rows[:, :2]}, ShapeError, "v_rows [2, 2, 5, 100] must both be"),
+        ({"k_rows": good.k_rows[0], "v_rows": good.v_rows[0]}, ShapeError, "k_rows [3, 5, 48]"),
+        ({"seq_lens": lens.long()}, ConfigError, "seq_lens is torch.int64: use int32"),
+        ({"seq_lens": lens.float()}, ConfigError, "seq_lens is torch.float32: use int32"),
+        ({"seq_lens": lens[:1]}, ShapeError, "seq_lens is [1]: it must be [2], the batch"),
+        ({"seq_lens": lens[:, None]}, ShapeError, "seq_lens is [2, 1]: it must be [2]"),
+        ({"v_rows": good.v_rows.mT.contiguous().mT}, ShapeError, "v_rows has strides"),
+        ({"starts": lens.long()}, ConfigError, "starts is torch.int64: use int32"),
+        ({"starts": lens[:1]}, ShapeError, "starts is [1]: it must be [2], the batch"),
+        ({"sinks": 6}, ShapeError, "sinks 6 does not fit 5 rows: use 0 to 5"),
+        ({"sinks": -1}, ShapeError, "sinks -1 does not fit 5 rows"),
+        ({"seats": lens.long()}, ConfigError, "seats is torch.int64: use int32"),
+        ({"seats": lens[:, None]}, ShapeError, "seats is [2, 1]: it must be [2], the batch"),
+        ({"seats": lens[:1]}, ShapeError, "seq_lens is [2]: it must be [1], the batch"),
+    ]
+    q = torch.zeros(2, 6, 64)
+    check_segments(q, [good])
+    for change, error, message in cases:
+        with pytest.raises(error) as caught:
+            check_segments(q, [good._replace(**change)])  # type: ignore[arg-type]
+        assert message in str(caught.value)
+
+
+def test_a_copy_of_a_format_is_equal_but_takes_no_hash_along() -> None:
+    assert hash(INT4) == hash(RowFormat("int4", 4, 64)) == hash(("int4", 4, 64))
+    for other in (copy.copy(INT4), copy.deepcopy(INT4), pickle.loads(pickle.dumps(INT4))):
+        assert other == INT4
+        assert not vars(other).keys() - {"codec", "groups", "head_dim"}  # another process's differs
+        assert hash(other) == hash(INT4)
