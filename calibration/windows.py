@@ -68,8 +68,8 @@ def observed_windows(
     windows = spread(tokens, count, length)
     if count == 1:
         return windows, windows
-    is_fitted = torch.arange(count, device="cpu") % FIT_SHARE == 1
-    return windows[~is_fitted], windows[is_fitted]
+    is_calibrated = torch.arange(count, device="cpu") % FIT_SHARE == 1
+    return windows[~is_calibrated], windows[is_calibrated]
 
 
 def spread(tokens: Text, count: int, length: int) -> torch.Tensor:

@@ -1,11 +1,11 @@
-"""Checks of values in tensors (lengths, seats, pages, members, new rows), which the host must read.
+"""Checks of values in tensors (lengths, pages, sequence slots, new rows), which the host must read.
 
 On the CPU they always run. On a GPU reading waits for all its work, so there they run in debug mode
 only: with KVQUANT_DEBUG=1 in the environment when kvquant is imported, or after
 `kvquant.debug.enabled = True`. Without it
 
-    a kernel     takes a length over the capacity for the capacity, and a page, a seat or a start
-                 that does not exist reads memory that is not the cache's
+    a kernel     takes a length over the capacity for the capacity, and a page, a start or a
+                 sequence slot that does not exist reads memory that is not the cache's
     an append    writes a row with NaN, Inf or what its format cannot hold as one that decodes to
                  NaN, and counts it; KVCache.check raises what was counted
 

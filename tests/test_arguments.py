@@ -419,7 +419,7 @@ def doors() -> dict[str, tuple[Callable[..., Any], Arguments]]:
     x, pages = torch.randn(2, 1, 64), torch.zeros(1, 1, 4, INT4.row_bytes, dtype=torch.uint8)
     exact = torch.zeros(1, 1, 4, 128, dtype=torch.uint8)
     slots = {name: torch.arange(2) for name in Slots._fields[:2]}
-    slots["leaving"] = torch.full((2,), -1)
+    slots["evicted"] = torch.full((2,), -1)
     new: Arguments = {"k": x, "v": x, "k_rows": pages, "v_rows": pages.clone(), **BOTH}
     new |= {
         "slots": Slots(**slots),
@@ -449,7 +449,7 @@ def doors() -> dict[str, tuple[Callable[..., Any], Arguments]]:
         "new_lens": None,
         "new_tokens": 2,
     }
-    split = {"page_size": 8, "sink_len": 4, "recent_len": 4, "block_table": None, "seats": None}
+    split = {"page_size": 8, "sink_len": 4, "recent_len": 4, "block_table": None, "seq_slots": None}
     basis: Arguments = {
         "offset": torch.zeros(2, 64),
         "kind": "none",

@@ -126,8 +126,8 @@ def make_decode_kernel(k_spec, v_spec, heads):
         if table != 0:
             table += b * argument(args, BLOCK_TABLE_STRIDE_BATCH)
             run_size = min(page_size, tile)  # then all tiles are cut alike
-        if argument(args, SEATS) != 0:
-            page = load_int32(argument(args, SEATS) + 4 * b)
+        if argument(args, SEQ_SLOTS) != 0:
+            page = load_int32(argument(args, SEQ_SLOTS) + 4 * b)
         start, sinks = 0, argument(args, SINKS)
         if argument(args, STARTS) != 0:
             start = load_int32(argument(args, STARTS) + 4 * b)
@@ -241,7 +241,7 @@ def make_decode_kernel(k_spec, v_spec, heads):
     SEQ_LENS,  # [batch] int32
     STARTS,  # [batch] int32, or 0
     SINKS,  # rows before the ring
-    SEATS,  # [batch] int32, or 0
+    SEQ_SLOTS,  # [batch] int32, or 0
     CAPACITY,
     BLOCK_TABLE,  # [batch, max_pages] int32, or 0
     BLOCK_TABLE_STRIDE_BATCH,  # in bytes
@@ -278,7 +278,7 @@ def attend(
         kernel = make_decode_kernel(spec(segment.k_format), spec(segment.v_format), heads)
         seq_lens = segment.seq_lens.contiguous()
         starts = None if segment.starts is None else segment.starts.contiguous()
-        seats = None if segment.seats is None else segment.seats.contiguous()
+        seq_slots = None if segment.seq_slots is None else segment.seq_slots.contiguous()
         pages, table = [0, 0, 0, NO_PAGES], segment.block_table
         if table is not None:
             strides = [4 * stride for stride in table.stride()]
@@ -293,7 +293,7 @@ def attend(
                 seq_lens.data_ptr(),
                 0 if starts is None else starts.data_ptr(),
                 segment.sinks,
-                0 if seats is None else seats.data_ptr(),
+                0 if seq_slots is None else seq_slots.data_ptr(),
                 segment.capacity,
                 *pages,
                 batch,

@@ -28,7 +28,7 @@ def find_slots(
     sink_len: int,
     recent_len: int,
     block_table: torch.Tensor | None,
-    seats: torch.Tensor | None,
+    seq_slots: torch.Tensor | None,
     ring: bool,
 ) -> Sequence[torch.Tensor] | None:
     """The tensors that slots.slots_of gives, in a tenth of the time; None if it is to raise."""
@@ -36,7 +36,7 @@ def find_slots(
     lens = np.empty((4, batch), np.int64)
     lens[0], lens[1] = seq_lens.numpy(), packed_lens.numpy()
     lens[2] = new_tokens if new_lens is None else new_lens.numpy()
-    lens[3] = np.arange(batch) if seats is None else seats.numpy()
+    lens[3] = np.arange(batch) if seq_slots is None else seq_slots.numpy()
     table = NO_PAGES if block_table is None else block_table.numpy().astype(np.int64, "C")
     sizes = new_tokens, int(page_size), int(sink_len), int(recent_len)  # of one type each
     slots = np.empty((3 if sink_len + recent_len else 1, batch * new_tokens), np.int64)
@@ -51,8 +51,8 @@ def are_possible(
     num_exact: int,
 ) -> bool:
     """Whether slots.check_slots has nothing to raise."""
-    packed, exact, leaving = slots
-    used = [packed] if exact is None or leaving is None else [packed, exact, leaving]
+    packed, exact, evicted = slots
+    used = [packed] if exact is None or evicted is None else [packed, exact, evicted]
     numbers = np.empty((len(used), len(packed)), np.int64)
     for i, tensor in enumerate(used):
         numbers[i] = tensor.numpy()
@@ -62,7 +62,7 @@ def are_possible(
 
 @compiled()
 def _fill(
-    lens,  # [4, batch]: seq_lens, packed_lens, new_lens, seats
+    lens,  # [4, batch]: seq_lens, packed_lens, new_lens, sequence slots
     table,  # [batch, max_pages], or [0, 0]: no pages
     new_tokens,
     page_size,
@@ -76,11 +76,11 @@ def _fill(
     paged, exact_len = table.shape[0] > 0, sink_len + recent_len
     room = page_size * table.shape[1] if paged else page_size
     for b in range(lens.shape[1]):
-        old, first, new, seat = lens[0, b], lens[1, b], lens[2, b], lens[3, b]
+        old, first, new, seq_slot = lens[0, b], lens[1, b], lens[2, b], lens[3, b]
         most = max(old - sink_len, 0)
         if old < 0 or first < max(most - recent_len, 0) or first > most:
             return False
-        if new < 0 or new > new_tokens or seat < 0:
+        if new < 0 or new > new_tokens or seq_slot < 0:
             return False
         last = max(first, old + new - exact_len)
         if last > room and (paged or not ring):
@@ -95,9 +95,9 @@ def _fill(
                 if index >= oldest:
                     slots[0, token] = _packed_slot(table, paged, b, index, page_size)
             elif index < 0:
-                slots[1, token] = seat * exact_len + sink_len + index
+                slots[1, token] = seq_slot * exact_len + sink_len + index
             else:
-                slots[1, token] = seat * exact_len + sink_len + index % recent_len
+                slots[1, token] = seq_slot * exact_len + sink_len + index % recent_len
                 leaver = first + (index - first) % recent_len
                 if oldest <= leaver < old - sink_len:
                     slots[2, token] = _packed_slot(table, paged, b, leaver, page_size)
@@ -125,11 +125,11 @@ def _are_possible(
     for token in range(slots.shape[1]):
         packed = slots[0, token]
         if slots.shape[0] > 1:
-            exact, leaving = slots[1, token], slots[2, token]
-            if exact < 0 and leaving >= 0:
+            exact, evicted = slots[1, token], slots[2, token]
+            if exact < 0 and evicted >= 0:
                 return False
             if exact >= 0:
-                packed = leaving
+                packed = evicted
                 if exact >= num_exact or _was_seen(seen[1], exact):
                     return False
         if packed >= num_packed or (packed >= 0 and _was_seen(seen[0], packed)):

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..kernels.cuda.decode.launch import forced
+from ..kernels.cuda.decode.launch import override_plan
 from ..kernels.cuda.decode.plan import GPU, STAGES, Plan, candidates, fit, plan, tuned_row
 from ..kernels.cuda.decode.spec import HEADS, TECHNIQUES, TILE, DecodeSpec, Path
 from ..kernels.cuda.decode.tuned import Tuned
@@ -60,7 +60,7 @@ def tune(case: Case, timer: Timer, gpu: GPU) -> Choice:
     found: dict[Plan, Times] = {}
     for one in dict.fromkeys([formula, *candidates(spec, gpu, units, [case.seq_len])]):
         limit = GIVE_UP * min((times.alone for times in found.values()), default=math.inf)
-        with forced(one):
+        with override_plan(one):
             _, found[one] = check_and_time(case, inputs, timer, limit)
     best = fastest(found)
     return Choice(case, (formula, found[formula]), (best, found[best]), len(found))
@@ -96,7 +96,7 @@ def ablate(case: Case, timer: Timer, gpu: GPU, rows: Sequence[Tuned] = ()) -> li
     inputs = rotated_inputs(case, timer)
     found = []
     for name, (one, without) in variants(case, best, gpu).items():
-        with forced(one, without):
+        with override_plan(one, without):
             _, times = check_and_time(case, inputs, timer)
         found.append(Variant(case, name, one, times))
     return found

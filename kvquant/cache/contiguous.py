@@ -88,7 +88,7 @@ class KVCache:
         start_positions: [batch] int64: the position of each sequence's first token (for rotary
             embeddings); 0 unless set. It is saved and moves with the sequences.
         bad_rows: [2] int32, rows of K and of V that were written as NaN: see append.
-        lost_tokens: [1] int32, tokens that found no room in a graph, once for each layer.
+        overflow_tokens: [1] int32, tokens that found no room in a graph, once for each layer.
 
     Raises:
         ConfigError: a size, a format or a device that does not exist, or takes too much memory.
@@ -162,7 +162,7 @@ class KVCache:
         ]
         self.start_positions = torch.zeros(batch, dtype=torch.int64, device=self.device)
         self.bad_rows = torch.zeros(2, dtype=torch.int32, device=self.device)
-        self.lost_tokens = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self.overflow_tokens = torch.zeros(1, dtype=torch.int32, device=self.device)
 
     @classmethod
     def from_plan(
@@ -234,7 +234,7 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         """Bytes of every tensor of the cache."""
-        others = self.start_positions, self.bad_rows, self.lost_tokens
+        others = self.start_positions, self.bad_rows, self.overflow_tokens
         return sum(tensor.nbytes for tensor in (*self._tensors(), *others))
 
     def segments(self, layer: int) -> list[Segment]:
@@ -333,7 +333,7 @@ class KVCache:
         every call. Else a row that comes with NaN, Inf or a value that one of the formats cannot
         hold decodes to NaN and is counted in bad_rows, and lengths are read only when max_seq_len
         comes near. In a CUDA graph, and under torch.compile, lengths cannot be read at all: there
-        tokens that have no room are left out and counted in lost_tokens. Call check at times.
+        tokens that have no room are left out and counted in overflow_tokens. Call check at times.
 
         Args:
             layer: index of the layer.
@@ -355,7 +355,7 @@ class KVCache:
         k, v = k.detach(), v.detach()
         counts = check_append(at, k, v, new_lens)
         if k.shape[2]:
-            at.append(k, v, counts, self.bad_rows, self.lost_tokens)
+            at.append(k, v, counts, self.bad_rows, self.overflow_tokens)
 
     def check(self) -> None:
         """Raise if an append since the last check could not do what it was asked to (see append).
@@ -369,14 +369,16 @@ class KVCache:
                 left out, or appended twice.
         """
         lens = [layer.seq_lens for layer in self.layers]
-        k_rows, v_rows, lost, *held = torch.cat([self.bad_rows, self.lost_tokens, *lens]).tolist()
-        if k_rows or v_rows or lost:
+        k_rows, v_rows, overflow, *held = torch.cat(
+            [self.bad_rows, self.overflow_tokens, *lens]
+        ).tolist()
+        if k_rows or v_rows or overflow:
             self.bad_rows.zero_()
-            self.lost_tokens.zero_()
+            self.overflow_tokens.zero_()
         check_bad_rows((k_rows, v_rows), "crop the cache to the tokens before them")
-        if lost:
+        if overflow:
             raise ShapeError(
-                f"{lost} tokens (counted in every layer) found no room, max_seq_len is "
+                f"{overflow} tokens (counted in every layer) found no room, max_seq_len is "
                 f"{self.max_seq_len}: crop the cache, or make a larger one"
             )
         for i, length in enumerate(held):
@@ -471,7 +473,7 @@ class KVCache:
         """Forget all tokens; the memory stays."""
         for layer in self.layers:
             layer.crop(torch.zeros(self.batch, dtype=torch.int64, device="cpu"))
-        for tensor in (self.start_positions, self.bad_rows, self.lost_tokens):
+        for tensor in (self.start_positions, self.bad_rows, self.overflow_tokens):
             tensor.zero_()
 
     if not TYPE_CHECKING:  # or any name would pass as one

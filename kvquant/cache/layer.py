@@ -275,7 +275,7 @@ class LayerCache:
         v: torch.Tensor,
         new_lens: torch.Tensor | None,
         bad_rows: torch.Tensor,
-        lost_tokens: torch.Tensor,
+        overflow_tokens: torch.Tensor,
     ) -> None:
         """Add the first new_lens[b] tokens of k and v to sequence b; see KVCache.append.
 
@@ -284,7 +284,7 @@ class LayerCache:
         Args:
             k, v: as check_append has passed them.
             new_lens: [batch], on the device; all tokens when None.
-            bad_rows, lost_tokens: the counters of KVCache.
+            bad_rows, overflow_tokens: the counters of KVCache.
         """
         new_tokens, recorded = k.shape[2], debug.is_recorded(self.seq_lens)
         if recorded:
@@ -292,7 +292,7 @@ class LayerCache:
         longest = (self.longest or 0) + new_tokens
         if not takes_one_launch(self.seq_lens, recorded):
             if recorded:  # what cannot be told must not be written
-                new_lens = self._with_room(new_lens, new_tokens, lost_tokens)
+                new_lens = self._with_room(new_lens, new_tokens, overflow_tokens)
             slots = slots_of(
                 self.seq_lens,
                 self.packed_lens,
@@ -308,7 +308,7 @@ class LayerCache:
             packed = packed_lens_after(seq_lens, self.packed_lens, self.sink_len, self.recent_len)
             self.set_lens(seq_lens, packed, longest)
             return
-        placed = place_tokens(self.lens, self.sizes, new_lens, new_tokens, lost_tokens)
+        placed = place_tokens(self.lens, self.sizes, new_lens, new_tokens, overflow_tokens)
         try:
             self._write(k, v, placed.slots, bad_rows)
         except Exception:  # such as a lack of memory
@@ -321,12 +321,12 @@ class LayerCache:
             self.longest = longest
 
     def _with_room(
-        self, new_lens: torch.Tensor | None, new_tokens: int, lost_tokens: torch.Tensor
+        self, new_lens: torch.Tensor | None, new_tokens: int, overflow_tokens: torch.Tensor
     ) -> torch.Tensor:
         """How many of the new tokens there is room for; the others are counted."""
         wanted = torch.full_like(self.seq_lens, new_tokens) if new_lens is None else new_lens
         new_lens = torch.minimum(wanted, self.max_seq_len - self.seq_lens)
-        lost_tokens += (wanted - new_lens).sum()
+        overflow_tokens += (wanted - new_lens).sum()
         return new_lens
 
     def _write(

@@ -16,7 +16,7 @@ _LARGE = 1 << 20  # bytes
 
 
 class RowStacks(NotCopied):
-    """Rows in units (pages or seats) that are copied as a whole, in every layer at once.
+    """Rows in units (pages or sequence slots) that are copied as a whole, in every layer at once.
 
     Args:
         formats: format of the rows of each layer.
@@ -46,7 +46,7 @@ class RowStacks(NotCopied):
             layers = [layer for layer, other in enumerate(formats) if other == fmt]
             shape = (len(layers), num_units, num_kv_heads, unit_len, fmt.row_bytes)
             what = f"rows of {list(shape)} bytes"
-            self.stacks.append(zero_rows(shape, device, what, "use fewer pages or seats"))
+            self.stacks.append(zero_rows(shape, device, what, "use fewer pages or sequence slots"))
             views |= zip(layers, self.stacks[-1], strict=True)
         self.layers = [views[layer] for layer in range(len(formats))]
 

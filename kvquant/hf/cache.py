@@ -297,7 +297,7 @@ class TransformersCache(Cache):
             self._due = 0
 
     @property
-    def is_fitted(self) -> bool:
+    def is_calibrated(self) -> bool:
         """Whether the cache is known to be one for the model's layers."""
         return self._places is not None
 
@@ -538,7 +538,7 @@ def _check_call(
 ) -> None:
     """Raise unless a layer asks for what a KVCache can compute, and the cache is one for it."""
     config = getattr(module, "config", None)
-    if config is not None and not handed.to.is_fitted:
+    if config is not None and not handed.to.is_calibrated:
         handed.to.fit(cache_layers(config))
     if not handed.at and not handed.appended:
         handed.to.check_begin(new_tokens, options.get("position_ids"))

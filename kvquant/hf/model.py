@@ -351,7 +351,7 @@ class CachedModel:
             cache.check()
         except BaseException:
             cache.bad_rows.zero_()  # of the rows that are taken back
-            cache.lost_tokens.zero_()
+            cache.overflow_tokens.zero_()
             cache.crop(before)  # layers that are through must not be ahead of the others
             raise
         logits: torch.Tensor = out.logits

@@ -157,7 +157,7 @@ def load_sequences(
     Raises:
         FileNotFoundError: there is no such file.
         CheckpointError: the file is damaged, foreign, of another model, or does not fit the cache.
-        OutOfPagesError: there are not enough pages or seats.
+        OutOfPagesError: there are not enough pages or sequence slots.
         ConfigError: an id is in use, or ids names a sequence that the file has not.
     """
     check_kind("cache", cache, PagedKVCache, "give a PagedKVCache; load_cache reads a KVCache")
@@ -190,8 +190,8 @@ def _manifest_of(
     sequences = []
     for sequence_id, table in zip(ids, tables, strict=True):
         assert isinstance(sequence_id, str | int)
-        seat = state.seat(sequence_id)
-        lens = int(state.lengths[seat]), int(state.packed_lens[seat])
+        seq_slot = state.seq_slot(sequence_id)
+        lens = int(state.lengths[seq_slot]), int(state.packed_lens[seq_slot])
         numbers = tuple(number[page] for page in table)
         tokens = tuple(map(int, state.tokens(sequence_id)))  # True is one
         sequences.append(SavedSequence(sequence_id, *lens, numbers, tokens))
@@ -233,7 +233,9 @@ def _reader(
         rows = _storage(cache, part)
         for i, sequence in enumerate(manifest.sequences):
             index = _exact_rows(cache, sequence)
-            chunk = rows[cache.state.seat(sequence.id)].index_select(1, index).transpose(0, 1).cpu()
+            chunk = (
+                rows[cache.state.seq_slot(sequence.id)].index_select(1, index).transpose(0, 1).cpu()
+            )
             check_values(chunk, part, part.starts[i])
             yield chunk
 
@@ -243,7 +245,7 @@ def _reader(
 def _place(
     cache: PagedKVCache, file: PageReader, names: Mapping[Any, SequenceId]
 ) -> list[SequenceId]:
-    """Give the sequences of a checked file pages and seats, and copy their rows."""
+    """Give the sequences of a checked file pages and sequence slots, and copy their rows."""
     sequences = file.manifest.sequences
     saved = [sequence.id for sequence in sequences]
     known = set(saved)
@@ -281,7 +283,7 @@ def _place_rows(cache: PagedKVCache, file: PageReader, ids: Sequence[SequenceId]
             each = zip(ids, sequences, rows.split(list(part.counts)), strict=True)
             for sequence_id, sequence, own in each:
                 at = _exact_rows(cache, sequence)
-                target[cache.state.seat(sequence_id)].index_copy_(1, at, own.transpose(0, 1))
+                target[cache.state.seq_slot(sequence_id)].index_copy_(1, at, own.transpose(0, 1))
 
 
 def _storage(cache: PagedKVCache, part: Part) -> torch.Tensor:
@@ -291,7 +293,7 @@ def _storage(cache: PagedKVCache, part: Part) -> torch.Tensor:
 
 
 def _exact_rows(cache: PagedKVCache, sequence: SavedSequence) -> torch.Tensor:
-    """Where the 16-bit rows of a sequence stand in its seat, in the order of its tokens."""
+    """Where the 16-bit rows of a sequence stand in its slot, in the order of its tokens."""
     rows = cache.state.split.exact_rows(sequence.length, sequence.packed_len)
     return torch.from_numpy(rows).to(cache.device)
 

@@ -81,7 +81,7 @@ class PagePart(Part):
 
 
 @dataclass(frozen=True)
-class SeatPart(Part):
+class SequencePart(Part):
     """The 16-bit rows of K or V of one layer: of each sequence its sinks, then its recent tokens;
     `packed_lens` tokens are between them."""
 
@@ -147,8 +147,8 @@ class PageManifest:
                 counts = (self.page_size,) * len(self.used)
                 pages = PagePart(layer, side, "pages", fmt, counts, firsts, owners=owners)
                 fmt16, zeros = RowFormat(self.exact_format, 1, fmt.head_dim), (0,) * len(exact)
-                seats = layer, side, "exact", fmt16, exact, zeros, fmt, self.sink_len
-                rows = SeatPart(*seats, packed_lens=packed_lens)
+                seq_slots = layer, side, "exact", fmt16, exact, zeros, fmt, self.sink_len
+                rows = SequencePart(*seq_slots, packed_lens=packed_lens)
                 found |= {part.name: part for part in (pages, rows) if part.num_rows}
         return found
 

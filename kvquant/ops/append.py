@@ -46,8 +46,8 @@ def append_rows(
 
     so the bytes of a token do not depend on how many come in one call (but for the last bits of a
     product with a matrix: transforms.py). They are those that quantize_rows gives for x, or, with a
-    clip ratio or feedback, rounding.quantize_fitted. A row with NaN, Inf or a value that its format
-    cannot hold is written so that all of it decodes to NaN. The slots of one call are all
+    clip ratio or feedback, rounding.quantize_calibrated. A row with NaN, Inf or a value that its
+    format cannot hold is written so that all of it decodes to NaN. The slots of one call are all
     different. torch.compile takes the call as one op, with fullgraph=True too.
 
     Args:
@@ -62,8 +62,8 @@ def append_rows(
             of a batch.
         k_format: format of k_rows, or its short name ("int4-g4").
         v_format: format of v_rows, or its short name.
-        exact_k: [num_seats, num_kv_heads, exact_len, 16-bit row bytes], uint8: sinks and recent
-            rows; given with exact_v, slots.exact and slots.leaving, or none of them.
+        exact_k: [max_num_seqs, num_kv_heads, exact_len, 16-bit row bytes], uint8: sinks and recent
+            rows; given with exact_v, slots.exact and slots.evicted, or none of them.
         exact_v: likewise.
         exact_format: "bf16" or "fp16", of exact_k and exact_v.
         k_transform: what is done to K before it is stored, or the basis that it is stored in; rows

@@ -11,7 +11,7 @@ from .. import debug
 from ..devices import kernels_for
 from ..rows.format import RowFormat
 from ..rows.quantize import dequantize_rows, is_nan_row, quantize_rows
-from ..rows.rounding import quantize_fitted
+from ..rows.rounding import quantize_calibrated
 from ..rows.slots import Slots, check_existing, check_slots
 from ..rows.transforms import Rope, RowTransform, apply_rope, transform_rows
 from .append_checks import Append, check_append, check_dequantize, check_written
@@ -25,14 +25,14 @@ def append(call: Append, backend: str | None) -> None:
     """Check and append; see append.append_rows."""
     backend = kernels_for(call.k, backend, "torch")
     if backend == "cuda" and not debug.enabled:  # the launcher checks only calls it has not seen
-        _append_cuda(_is_fitted(call))(*call, check=functools.partial(_check, call))
+        _append_cuda(_is_calibrated(call))(*call, check=functools.partial(_check, call))
         return
     _check(call)
     if debug.may_read(call.k):
         exact = 0 if call.exact_k is None else call.exact_k.shape[0] * call.exact_k.shape[2]
         check_slots(call.slots, call.k_rows.shape[0] * call.k_rows.shape[2], exact)
     if backend == "cuda":
-        _append_cuda(_is_fitted(call))(*call)
+        _append_cuda(_is_calibrated(call))(*call)
         return
     call = call._replace(k=call.k.detach(), v=call.v.detach())
     if backend == "torch":
@@ -74,11 +74,11 @@ def dequantize(
 
 
 @functools.cache
-def _append_cuda(is_fitted: bool) -> Callable[..., None]:
-    from ..kernels.cuda.append.calibrated_launch import append_fitted
+def _append_cuda(is_calibrated: bool) -> Callable[..., None]:
+    from ..kernels.cuda.append.calibrated_launch import append_calibrated
     from ..kernels.cuda.append.launch import append
 
-    return append_fitted if is_fitted else append
+    return append_calibrated if is_calibrated else append
 
 
 @functools.cache
@@ -89,7 +89,7 @@ def _cpu_kernels() -> tuple[Callable[..., tuple[int, int]], Callable[..., torch.
     return append, transform
 
 
-def _is_fitted(call: Append) -> bool:
+def _is_calibrated(call: Append) -> bool:
     """Whether more has to be done than one launch does."""
     return any(
         transform is not None and (transform.matrix is not None or transform.feedback is not None)
@@ -123,9 +123,9 @@ def _parts(call: Append) -> Iterator[Append]:
         k, v, rope = call.k[part], call.v[part], call.rope
         if rope is not None:
             rope = rope._replace(cos=rope.cos[part], sin=rope.sin[part])
-        packed, exact, leaving = (None if x is None else x[part] for x in call.slots)
+        packed, exact, evicted = (None if x is None else x[part] for x in call.slots)
         assert packed is not None
-        yield call._replace(k=k, v=v, slots=Slots(packed, exact, leaving), rope=rope)
+        yield call._replace(k=k, v=v, slots=Slots(packed, exact, evicted), rope=rope)
 
 
 def _append_cpu(call: Append) -> None:
@@ -191,21 +191,21 @@ def _writes(
         if clip is None and feedback is None:
             return quantize_rows(values, fmt, check=False, backend=backend)
         by_head = values.transpose(0, 1)[None]
-        rows = quantize_fitted(by_head, fmt, clip=clip, feedback=feedback, backend=backend)
+        rows = quantize_calibrated(by_head, fmt, clip=clip, feedback=feedback, backend=backend)
         return rows[0].transpose(0, 1).contiguous()
 
-    packed, exact, leaving = call.slots
-    if exact_storage is None or exact is None or leaving is None:
+    packed, exact, evicted = call.slots
+    if exact_storage is None or exact is None or evicted is None:
         rows = quantize(x[packed >= 0])
         return [(storage, packed[packed >= 0], rows, is_nan_row(rows, fmt))]
     exact_format = RowFormat(call.exact_format, 1, fmt.head_dim)
     new = quantize_rows(x, exact_format, check=False, backend=backend)
     is_exact = exact >= 0
-    leaves, is_packed = is_exact & (leaving >= 0), ~is_exact & (packed >= 0)
+    leaves, is_packed = is_exact & (evicted >= 0), ~is_exact & (packed >= 0)
     old = _take(exact_storage, exact[leaves])
     to_pack = torch.cat([old, new[is_packed]])
     rows = quantize(dequantize_rows(to_pack, exact_format, backend=backend))
-    slots, bad = torch.cat([leaving[leaves], packed[is_packed]]), is_nan_row(rows, fmt)
+    slots, bad = torch.cat([evicted[leaves], packed[is_packed]]), is_nan_row(rows, fmt)
     bad[: len(old)] &= ~is_nan_row(old, exact_format)  # these were counted when they came
     kept = new[is_exact]
     return [

@@ -277,7 +277,7 @@ def _refuse_incomplete(call: Append) -> None:
         "exact_k": call.exact_k,
         "exact_v": call.exact_v,
         "slots.exact": call.slots.exact,
-        "slots.leaving": call.slots.leaving,
+        "slots.evicted": call.slots.evicted,
     }
     missing = [name for name, tensor in together.items() if tensor is None]
     if len(missing) < len(together):

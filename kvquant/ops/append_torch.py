@@ -23,7 +23,7 @@ from .append_checks import Append, check_append, check_dequantize
 
 APPEND_ROWS = (
     "(Tensor k, Tensor v, Tensor(a!) k_rows, Tensor(b!) v_rows, Tensor packed, Tensor? exact, "
-    "Tensor? leaving, str k_format, str v_format, Tensor(c!)? exact_k, Tensor(d!)? exact_v, "
+    "Tensor? evicted, str k_format, str v_format, Tensor(c!)? exact_k, Tensor(d!)? exact_v, "
     "str exact_format, Tensor? k_offset, bool k_rotate, Tensor? k_matrix, Tensor? k_clip, "
     "Tensor? k_feedback, Tensor? v_offset, bool v_rotate, Tensor? v_matrix, Tensor? v_clip, "
     "Tensor? v_feedback, Tensor? cos, Tensor? sin, bool interleaved, Tensor(e!)? bad, "
@@ -39,7 +39,7 @@ def _call(
     v_rows: torch.Tensor,
     packed: torch.Tensor,
     exact: torch.Tensor | None,
-    leaving: torch.Tensor | None,
+    evicted: torch.Tensor | None,
     k_format: str,
     v_format: str,
     exact_k: torch.Tensor | None,
@@ -65,7 +65,7 @@ def _call(
         v,
         k_rows,
         v_rows,
-        Slots(packed, exact, leaving),
+        Slots(packed, exact, evicted),
         RowFormat.parse(k_format, int(k.shape[-1])),
         RowFormat.parse(v_format, int(v.shape[-1])),
         exact_k,

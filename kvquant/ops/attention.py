@@ -207,7 +207,7 @@ def attend_segments(
             [segment.starts for segment in segments],
             [segment.block_table for segment in segments],
             [segment.sinks for segment in segments],
-            [segment.seats for segment in segments],
+            [segment.seq_slots for segment in segments],
             first.head_dim if isinstance(first, RowFormat) else q.shape[-1],
             sm_scale,
             return_lse,

@@ -19,7 +19,7 @@ from ..rows.segment import LooseRows, Segment, check_segment_values, check_segme
 Result = tuple[torch.Tensor, "torch.Tensor | None"]
 Kernel = Callable[[torch.Tensor, Sequence[Segment], float, "int | None", bool], Result]
 CudaKernel = Callable[..., Result]
-_TENSORS = ("k_rows", "v_rows", "seq_lens", "starts", "block_table", "seats")
+_TENSORS = ("k_rows", "v_rows", "seq_lens", "starts", "block_table", "seq_slots")
 
 
 def attend(
@@ -90,7 +90,7 @@ def check_types(q: torch.Tensor, segments: Sequence[Segment | LooseRows]) -> Non
         if not isinstance(rows, tuple) or len(rows) != len(Segment._fields):
             raise ConfigError(f"segments has a {type(rows).__name__} in it: give a list of Segment")
         given = dict(zip(Segment._fields, rows, strict=True))
-        optional = {name for name in ("starts", "block_table", "seats") if given[name] is None}
+        optional = {name for name in ("starts", "block_table", "seq_slots") if given[name] is None}
         check_readable(**{name: given[name] for name in _TENSORS if name not in optional})
         for fmt in (given["k_format"], given["v_format"]):
             if not isinstance(fmt, RowFormat | str):

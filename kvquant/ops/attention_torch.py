@@ -26,7 +26,7 @@ DECODE_ATTENTION = (
 )
 ATTEND_SEGMENTS = (
     "(Tensor q, Tensor[] k_rows, Tensor[] v_rows, Tensor[] seq_lens, str[] k_formats, "
-    "str[] v_formats, Tensor?[] starts, Tensor?[] block_tables, int[] sinks, Tensor?[] seats, "
+    "str[] v_formats, Tensor?[] starts, Tensor?[] block_tables, int[] sinks, Tensor?[] seq_slots, "
     f"{OPTIONS}) -> Tensor[]"
 )
 
@@ -42,12 +42,12 @@ def one_segment(
     starts: torch.Tensor | None,
     block_table: torch.Tensor | None,
     sinks: int = 0,
-    seats: torch.Tensor | None = None,
+    seq_slots: torch.Tensor | None = None,
 ) -> list[Segment]:
     """The segment of an op's arguments, as a list."""
     head_dim = int(q.shape[-1])  # a number of its own while torch traces any shape
     k, v = RowFormat.parse(k_format, head_dim), RowFormat.parse(v_format, v_head_dim)
-    return [Segment(k_rows, v_rows, seq_lens, k, v, starts, block_table, sinks, seats)]
+    return [Segment(k_rows, v_rows, seq_lens, k, v, starts, block_table, sinks, seq_slots)]
 
 
 def _several_segments(q: torch.Tensor, v_head_dim: int, *lists: Sequence[Any]) -> list[Segment]:

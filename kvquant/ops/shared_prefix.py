@@ -140,8 +140,10 @@ def _check_prefix(q: torch.Tensor, prefix: Segment, segments: Sequence[Segment])
     if not segments or segments[0].k_rows.shape[1] != num_kv_heads:
         own = segments[0].k_rows.shape[1] if segments else "no"
         raise ShapeError(f"the prefix has {num_kv_heads} KV heads, the segments {own}")
-    if prefix.starts is not None or prefix.seats is not None:
-        raise ConfigError("the prefix is a ring: it must begin with row 0 (no starts, no seats)")
+    if prefix.starts is not None or prefix.seq_slots is not None:
+        raise ConfigError(
+            "the prefix is a ring: it must begin with row 0 (no starts, no sequence slots)"
+        )
     if num_q_heads % max(num_kv_heads, 1):
         raise ShapeError(f"{num_q_heads} query heads do not fit {num_kv_heads} KV heads")
 

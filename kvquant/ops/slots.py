@@ -79,7 +79,7 @@ def place_tokens(
     sizes: Sizes,
     new_lens: torch.Tensor | None,
     new_tokens: int,
-    lost: torch.Tensor,
+    overflow: torch.Tensor,
 ) -> Placed:
     """Find the slots of new tokens, and set the lengths to those after them.
 
@@ -99,12 +99,12 @@ def place_tokens(
     num_tokens = batch * new_tokens
     room = torch.empty(3, num_tokens + batch, dtype=torch.int64, device=device)
     if torch.compiler.is_compiling():
-        place_tokens_op(*lens, sizes, new_lens, new_tokens, lost, room)
+        place_tokens_op(*lens, sizes, new_lens, new_tokens, overflow, room)
     else:
-        _launcher()(lens, sizes, new_lens, new_tokens, lost, room)
-    packed, exact, leaving = room[:, :num_tokens].unbind()
+        _launcher()(lens, sizes, new_lens, new_tokens, overflow, room)
+    packed, exact, evicted = room[:, :num_tokens].unbind()
     has_exact = sizes.sink_len + sizes.recent_len > 0
-    slots = Slots(packed, exact, leaving) if has_exact else Slots(packed)
+    slots = Slots(packed, exact, evicted) if has_exact else Slots(packed)
     return Placed(slots, room)
 
 
@@ -126,11 +126,11 @@ def _place(
     sizes: list[int],
     new_lens: torch.Tensor | None,
     new_tokens: int,
-    lost: torch.Tensor,
+    overflow: torch.Tensor,
     room: torch.Tensor,
 ) -> None:
     lens = Lens(seq_lens, packed_lens, exact_lens, starts, seen_lens, seen_starts, firsts)
-    _launcher()(lens, Sizes(*sizes), new_lens, new_tokens, lost, room)
+    _launcher()(lens, Sizes(*sizes), new_lens, new_tokens, overflow, room)
 
 
 torch.library.define(

@@ -86,14 +86,14 @@ class PagedBatch(NotCopied):
             {
                 "packed": slots,
                 "exact": slots,
-                "leaving": slots,
+                "evicted": slots,
                 "positions": slots,
                 "block_table": tables,
                 "seq_lens": counts,
                 "packed_lens": counts,
                 "exact_lens": counts,
                 "starts": counts,
-                "seats": counts,
+                "seq_slots": counts,
                 **(shared if shared_prefix is not False else {}),
             },
             cache.device,
@@ -400,15 +400,15 @@ class PagedBatch(NotCopied):
 
     def _make_segments(self, layer: int, batch: int) -> list[Segment]:
         self.cache.check_layer(layer)
-        names = "block_table", "packed_lens", "exact_lens", "starts", "seats"
+        names = "block_table", "packed_lens", "exact_lens", "starts", "seq_slots"
         tensors = [self._staged.tensors[name][:batch] for name in names]
         return self.cache.rows.segments(layer, *tensors)
 
     def _make_slots(self, num_tokens: int) -> Slots:
         """The slots of the first tokens of a step."""
-        packed, exact, leaving = (self._staged.tensors[name][:num_tokens] for name in Slots._fields)
+        packed, exact, evicted = (self._staged.tensors[name][:num_tokens] for name in Slots._fields)
         has_exact = self.cache.state.split.exact_len > 0
-        return Slots(packed, exact, leaving) if has_exact else Slots(packed)
+        return Slots(packed, exact, evicted) if has_exact else Slots(packed)
 
     def _set(self, step: Step) -> None:
         """Set all tensors to a step, by one copy."""
@@ -416,11 +416,11 @@ class PagedBatch(NotCopied):
         for name, numbers in step.slots._asdict().items():
             arrays[name][: len(numbers)] = numbers
             arrays[name][len(numbers) :] = 0 if name == "positions" else -1
-        count, seats = len(step.ids), step.seats
-        lengths, packed_lens = state.lengths[seats], state.packed_lens[seats]
+        count, seq_slots = len(step.ids), step.seq_slots
+        lengths, packed_lens = state.lengths[seq_slots], state.packed_lens[seq_slots]
         # tables are as wide as the longest sequence there may be: only what is in use is copied
         used = -(-packed_lens // state.split.page_size)
-        _copy_pages(arrays["block_table"], np.arange(count), state.tables, seats, used)
+        _copy_pages(arrays["block_table"], np.arange(count), state.tables, seq_slots, used)
         if self.shared_prefix is not False:
             self._share(step, used, arrays)
         for name, values in (
@@ -428,7 +428,7 @@ class PagedBatch(NotCopied):
             ("packed_lens", packed_lens),
             ("exact_lens", lengths - packed_lens),
             ("starts", packed_lens % max(state.split.recent_len, 1)),
-            ("seats", seats),
+            ("seq_slots", seq_slots),
         ):
             arrays[name][:count] = values
             arrays[name][count:] = 0
@@ -436,8 +436,12 @@ class PagedBatch(NotCopied):
 
     def _share(self, step: Step, used: Numbers, arrays: Mapping[str, Numbers]) -> None:
         """Find the pages to read once in this step, and set what reads them so."""
-        state, seats = self.cache.state, step.seats
-        count, page_size, packed_lens = len(seats), state.split.page_size, state.packed_lens[seats]
+        state, seq_slots = self.cache.state, step.seq_slots
+        count, page_size, packed_lens = (
+            len(seq_slots),
+            state.split.page_size,
+            state.packed_lens[seq_slots],
+        )
         prefix = None
         longest = int(packed_lens.max(initial=0))
         if self.shared_prefix or pays(count, longest, self.cache.num_kv_heads, self._ratio):
@@ -452,7 +456,7 @@ class PagedBatch(NotCopied):
         if prefix is None and not self.shared_prefix:
             return  # nothing of the rest is read
         own_tables, own_lens = arrays["own_table"], arrays["own_lens"]
-        _copy_pages(own_tables, np.arange(count), state.tables, seats, used)
+        _copy_pages(own_tables, np.arange(count), state.tables, seq_slots, used)
         own_lens[:count], own_lens[count:] = packed_lens, 0
         if prefix is not None:
             pages, members = prefix
@@ -462,27 +466,30 @@ class PagedBatch(NotCopied):
             arrays["prefix_table"][0, :shared] = pages
             own_lens[members] -= shared * page_size
             rest = used[members] - shared
-            _copy_pages(own_tables, members, state.tables, seats[members], rest, first=shared)
+            _copy_pages(own_tables, members, state.tables, seq_slots[members], rest, first=shared)
 
 
 def _copy_pages(
     target: Numbers,
     places: Numbers,
     tables: Numbers,
-    seats: Numbers,
+    seq_slots: Numbers,
     counts: Numbers,
     first: int = 0,
 ) -> None:
-    """Copy so many pages of each seat, from the `first` on, to the beginning of each place.
+    """Copy so many pages of each sequence slot, from the `first` on, to the beginning of each
+    place.
 
     What stands behind them is left, or overwritten: nobody reads it.
     """
     width = int(counts.max(initial=0))
-    if len(seats) * width <= 4 * int(counts.sum()) + 4096:
-        target[places, :width] = tables[seats, first : first + width]
+    if len(seq_slots) * width <= 4 * int(counts.sum()) + 4096:
+        target[places, :width] = tables[seq_slots, first : first + width]
         return
-    for place, seat, count in zip(places.tolist(), seats.tolist(), counts.tolist(), strict=True):
-        target[place, :count] = tables[seat, first : first + count]
+    for place, seq_slot, count in zip(
+        places.tolist(), seq_slots.tolist(), counts.tolist(), strict=True
+    ):
+        target[place, :count] = tables[seq_slot, first : first + count]
 
 
 class _OpenStep:

@@ -1,4 +1,4 @@
-"""PagedKVCache: packed rows in pages that sequences share, exact rows in seats beside them."""
+"""PagedKVCache: packed rows in pages that sequences share, 16-bit rows in sequence slots."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     class PlanOptions(TypedDict, total=False):
         """Options of PagedKVCache that a plan does not decide."""
 
-        num_seats: int
+        max_num_seqs: int
         max_seq_len: int
         page_size: int
         sink_len: int
@@ -56,8 +56,8 @@ class PagedKVCache(NotCopied):
 
     All memory is allocated when the cache is made. Packed rows lie in pages that sequences share by
     reference counts; a shared last page is copied before it is written. Exact rows (the sinks and
-    the recent window, 16 bit) lie in seats; every live sequence has one. What a row is, and when it
-    is quantized, is as in KVCache. PagedBatch appends and attends:
+    the recent window, 16 bit) lie in sequence slots; every live sequence has one. What a row is,
+    and when it is quantized, is as in KVCache. PagedBatch appends and attends:
 
         present = cache.allocate("a", tokens)  # so many are known from other sequences
         with batch.extend(["a"], len(tokens) - present, tokens[present:]):
@@ -72,7 +72,7 @@ class PagedKVCache(NotCopied):
         num_kv_heads: KV heads of each layer.
         head_dim: elements of a row of K and of V; formats given as RowFormat may have their own.
         num_pages: pages of packed tokens, in every layer.
-        num_seats: sequences that may live at a time.
+        max_num_seqs: sequences that may live at a time.
         max_seq_len: tokens that a sequence may have.
         page_size: tokens of a page: 16, 32, 64 or 128.
         k_format: format of the packed K rows: a name, a RowFormat, or one of these per layer.
@@ -100,7 +100,7 @@ class PagedKVCache(NotCopied):
         head_dim: int,
         num_pages: int,
         *,
-        num_seats: int = 64,
+        max_num_seqs: int = 64,
         max_seq_len: int = 32768,
         page_size: int = 64,
         k_format: Formats = "int4-g4",
@@ -115,7 +115,7 @@ class PagedKVCache(NotCopied):
         num_kv_heads = check_size("num_kv_heads", num_kv_heads, at_least=1)
         head_dim = check_size("head_dim", head_dim, at_least=1)
         num_pages = check_size("num_pages", num_pages, at_least=1)
-        num_seats = check_size("num_seats", num_seats, at_least=1)
+        max_num_seqs = check_size("max_num_seqs", max_num_seqs, at_least=1)
         max_seq_len = check_size("max_seq_len", max_seq_len, at_least=1)
         page_size = check_size("page_size", page_size)
         if page_size not in PAGE_SIZES:
@@ -133,13 +133,15 @@ class PagedKVCache(NotCopied):
         v_formats = per_layer("v_format", v_format, num_layers, head_dim)
         checked = check_bases(bases, num_kv_heads, k_formats, v_formats)
         sides = k_formats, v_formats, [basis and basis.to(self.device) for basis in checked]
-        # the host has a table for each seat, and lists of pages and seats
-        bookkeeping = 300 * (num_pages + num_seats) + 4 * num_seats * (max_seq_len // page_size)
-        what = f"the bookkeeping of {num_pages} pages and {num_seats} seats"
+        # the host has a table for each sequence slot, and lists of pages and sequence slots
+        bookkeeping = 300 * (num_pages + max_num_seqs) + 4 * max_num_seqs * (
+            max_seq_len // page_size
+        )
+        what = f"the bookkeeping of {num_pages} pages and {max_num_seqs} sequence slots"
         check_room(bookkeeping, torch.device("cpu"), what, "use fewer, or a smaller max_seq_len")
-        sizes = num_kv_heads, num_pages, num_seats
+        sizes = num_kv_heads, num_pages, max_num_seqs
         self.rows = PagedRows(*sides, exact_format, *sizes, split, self.device)
-        self.state = PagedState(num_pages, num_seats, max_seq_len, split)
+        self.state = PagedState(num_pages, max_num_seqs, max_seq_len, split)
         self.bad_rows = torch.zeros(2, dtype=torch.int32, device=self.device)
         self._swap = SwapSpace(self.state, self.rows.pages, self.rows.exact, self.device)
         self._step: Step | None = None  # whose rows are being written
@@ -175,7 +177,7 @@ class PagedKVCache(NotCopied):
         return (
             f"PagedKVCache({self.num_layers} layers, {self.num_kv_heads} KV heads, "
             f"{', '.join(formats):.80}, {pool.num_pages} pages of {pool.page_size} tokens, "
-            f"{len(self.state.lengths)} seats, {len(self.ids)} sequences, {self.device})"
+            f"{len(self.state.lengths)} sequence slots, {len(self.ids)} sequences, {self.device})"
         )
 
     @property
@@ -210,10 +212,10 @@ class PagedKVCache(NotCopied):
         return self.state.pool.num_free
 
     @property
-    def num_free_seats(self) -> int:
+    def num_free_seq_slots(self) -> int:
         """Sequences that can be begun."""
         self._let_go()
-        return self.state.num_free_seats
+        return self.state.num_free_seq_slots
 
     @property
     def nbytes(self) -> int:
@@ -224,7 +226,9 @@ class PagedKVCache(NotCopied):
         """Tokens of a sequence, swapped out or not."""
         self._drop_lost_step()
         parked = self._swap.find(sequence_id)
-        return parked.length if parked else int(self.state.lengths[self.state.seat(sequence_id)])
+        return (
+            parked.length if parked else int(self.state.lengths[self.state.seq_slot(sequence_id)])
+        )
 
     def match_prefix(self, tokens: Sequence[int]) -> int:
         """How many of the tokens allocate would find present."""
@@ -245,32 +249,32 @@ class PagedKVCache(NotCopied):
             How many of the tokens are present, the length of the sequence; extend it by the others.
 
         Raises:
-            OutOfPagesError: no seat is free.
+            OutOfPagesError: no sequence slot is free.
             ConfigError: the id is in use, or tokens are not whole numbers.
         """
         sequence_id = self._new_id(sequence_id)
         with self._changing(sequence_id):
             with self._swap.telling():
-                seat, present, place = self.state.allocate(sequence_id, tokens)
+                seq_slot, present, place = self.state.allocate(sequence_id, tokens)
             with self.state.or_free([sequence_id]):
                 if place is not None:
-                    self.rows.restore_sinks(place, seat)
+                    self.rows.restore_sinks(place, seq_slot)
         return present
 
     def fork(self, parent_id: SequenceId, child_id: SequenceId) -> None:
         """Begin a sequence with the tokens of another: pages are shared, exact rows copied.
 
         Raises:
-            OutOfPagesError: no seat is free.
+            OutOfPagesError: no sequence slot is free.
             ConfigError: the parent does not live, or the child's id is in use.
         """
         child_id = self._new_id(child_id)
         self._settle([parent_id])
         with self._changing(child_id):
             with self._swap.telling():
-                seats = self.state.fork(parent_id, child_id)
+                seq_slots = self.state.fork(parent_id, child_id)
             with self.state.or_free([child_id]):
-                self.rows.copy_seat(*seats)
+                self.rows.copy_seq_slot(*seq_slots)
 
     def truncate(self, sequence_id: SequenceId, length: int) -> None:
         """Keep the first tokens of a sequence; rows that have been packed stay packed.
@@ -351,11 +355,13 @@ class PagedKVCache(NotCopied):
         self._await(here)
         tables = {i: state.pool.block_table(i) for i in here}
         pages = list(dict.fromkeys(page for table in tables.values() for page in table))
-        seats = [state.seat(i) for i in here]
+        seq_slots = [state.seq_slot(i) for i in here]
         in_pages = dict(zip(pages, self.rows.nan_in_pages(pages), strict=True))
-        for i, seat, exact in zip(here, seats, self.rows.nan_in_seats(seats), strict=True):
+        for i, seq_slot, exact in zip(
+            here, seq_slots, self.rows.nan_in_seq_slots(seq_slots), strict=True
+        ):
             packed = np.array([in_pages[page] for page in tables[i]], np.bool_)
-            lens = int(state.lengths[seat]), int(state.packed_lens[seat])
+            lens = int(state.lengths[seq_slot]), int(state.packed_lens[seq_slot])
             found[i] = split.by_token(packed, exact, *lens)
         for i in ids:
             parked = self._swap.find(i)
@@ -401,7 +407,7 @@ class PagedKVCache(NotCopied):
         """Move a sequence to host memory (pinned, on CUDA), on a stream beside the current one.
 
         The host waits for nothing: the sequence's pages, but for those that others share, and its
-        seat are free when the copy is done, which later calls find out.
+        sequence slot are free when the copy is done, which later calls find out.
 
         Raises:
             ConfigError: the sequence does not live.
@@ -415,7 +421,7 @@ class PagedKVCache(NotCopied):
         """Bring a sequence back; on the device, what touches it next waits for its rows.
 
         Raises:
-            OutOfPagesError: there are not enough pages, or no seat.
+            OutOfPagesError: there are not enough pages, or no sequence slot.
             ConfigError: the sequence is not swapped out.
         """
         self._check_closed()
@@ -424,7 +430,7 @@ class PagedKVCache(NotCopied):
             self._swap.swap_in(sequence_id)
 
     def finish_swaps(self) -> None:
-        """Let the host wait until all that was swapped out has left its pages and seats."""
+        """Let the host wait until all that was swapped out has left its pages and its slot."""
         self._drop_step()
         with self._changing():
             self._swap.finish()
@@ -446,10 +452,10 @@ class PagedKVCache(NotCopied):
         self.check_layer(layer)
         check_dtype(dtype)
         self._await([sequence_id])
-        state, seat = self.state, self.state.seat(sequence_id)
-        lens = int(state.lengths[seat]), int(state.packed_lens[seat])
+        state, seq_slot = self.state, self.state.seq_slot(sequence_id)
+        lens = int(state.lengths[seq_slot]), int(state.packed_lens[seq_slot])
         table = state.pool.block_table(sequence_id)
-        return self.rows.dequantized(layer, table, seat, *lens, dtype)
+        return self.rows.dequantized(layer, table, seq_slot, *lens, dtype)
 
     def begin_step(
         self, ids: Sequence[SequenceId], counts: Sequence[int], tokens: Sequence[int] | None
@@ -611,8 +617,11 @@ class PagedKVCache(NotCopied):
             InvariantError: something contradicts something else; the message says what.
         """
         self.state.check()
-        leaving = [i for i in self.state.ids if isinstance(i, Parked)]
-        hold(leaving == self._swap.leaving, "what leaves is not what is held for it")
+        swapping_out = [i for i in self.state.ids if isinstance(i, Parked)]
+        hold(
+            swapping_out == self._swap.swapping_out,
+            "sequences being swapped out are not those that hold pages",
+        )
 
     def check_layer(self, layer: int) -> None:
         """Raise ConfigError unless there is this layer."""
@@ -637,9 +646,9 @@ class PagedKVCache(NotCopied):
             self.end_step(written=False, begun=self._entered)
 
     def _let_go(self) -> None:
-        """Free the pages and seats of sequences that have left."""
+        """Free the pages and sequence slots of sequences that have left."""
         self._drop_lost_step()
-        if self._swap.leaving and (self._step is None or self._entered):
+        if self._swap.swapping_out and (self._step is None or self._entered):
             with self._changing():  # else a step may be undone, and these with it
                 self._swap.let_go()
 

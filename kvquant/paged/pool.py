@@ -483,8 +483,8 @@ class PagePool:
             key = tuple(tokens[:first])
             sequence.head = self._names.hold(key)
             if sequence.head is None:
-                sequence.head, lost = self._names.begin(key)
-                self._uncache(lost)
+                sequence.head, reclaimed = self._names.begin(key)
+                self._uncache(reclaimed)
         if sequence.head is None:
             return
         name: Name | None = sequence.head

@@ -158,16 +158,16 @@ class PageNames:
             The head, None if all are in use; and the pages that have lost their names with the head
             that was given up.
         """
-        lost: list[int] = []
+        reclaimed: list[int] = []
         if not self._free_places:
             unused = next((old for old in self.heads.values() if not old.uses), None)
             if unused is None:
-                return None, lost
+                return None, reclaimed
             del self.heads[unused.tokens]
-            lost = self._forget(unused)
+            reclaimed = self._forget(unused)
             self._free_places.append(unused.place)
         self.heads[head] = Head(None, head, place=self._free_places.pop(), uses=1)
-        return self.heads[head], lost
+        return self.heads[head], reclaimed
 
     def add(self, page: int, before: int | None, parent: Name, tokens: Tokens) -> Name | None:
         """Name a page by its tokens, the name before and the page that has it.
@@ -204,9 +204,9 @@ class PageNames:
         Returns:
             Pages that followed it: no chain leads to them any more. They have lost their names too.
         """
-        lost = [page]
-        for last in lost:  # which grows
-            lost += self._after.pop(last, ())
+        reclaimed = [page]
+        for last in reclaimed:  # which grows
+            reclaimed += self._after.pop(last, ())
             name, self.of_page[last] = self.of_page[last], None
             before, self.before[last] = self.before[last], None
             if before in self._after:
@@ -217,7 +217,7 @@ class PageNames:
                 del name.pages[last]
                 if not name.pages and name.parent is not None:
                     del name.parent.children[name.tokens]
-        return lost[1:]
+        return reclaimed[1:]
 
     def follow(self, head: Name | None, pages: Iterable[int]) -> bool:
         """Whether the names of the pages follow one another from the head."""
@@ -250,11 +250,11 @@ class PageNames:
 
     def _forget(self, name: Name) -> list[int]:
         """Take the names off all pages of a tree that was cut off, and list them."""
-        lost = [page for below in name.tree() for page in below.pages]
-        for page in lost:
+        reclaimed = [page for below in name.tree() for page in below.pages]
+        for page in reclaimed:
             self.of_page[page] = self.before[page] = None
             self._after.pop(page, None)
-        return lost
+        return reclaimed
 
 
 def hold(condition: object, what: str) -> None:

@@ -22,9 +22,9 @@ MAX_ID_BITS = 1024  # of an id that is a number
 
 
 class Allocation(NamedTuple):
-    """A new sequence: its seat, the tokens present, and the place of its sinks' rows, if any."""
+    """The slot of a new sequence, the tokens that are present, and where its sinks are, if any."""
 
-    seat: int
+    seq_slot: int
     present: int
     head: int | None
 
@@ -36,7 +36,7 @@ class Step:
     Attributes:
         ids: the sequences, in the order of the batch.
         counts: new tokens of each.
-        seats: [batch], where they sit.
+        seq_slots: [batch], where they sit.
         lengths, packed_lens: [batch], before the step.
         copies: (source, target) pages to copy before anything is written.
         slots: where the new tokens go, sequence after sequence.
@@ -44,7 +44,7 @@ class Step:
 
     ids: tuple[SequenceId, ...]
     counts: Ints
-    seats: Ints
+    seq_slots: Ints
     lengths: Ints
     packed_lens: Ints
     copies: list[tuple[int, int]]
@@ -55,58 +55,60 @@ class _Growing(NamedTuple):
     """Sequences that an extend is about to grow, as they were; and the copies of pages since."""
 
     ids: Sequence[SequenceId]
-    seats: Ints
+    seq_slots: Ints
     lengths: Ints
     packed_lens: Ints
     copies: list[tuple[int, int]]
 
 
 class PagedState(NotCopied):
-    """Seats, lengths, pages and known tokens of the sequences of a paged cache.
+    """Sequence slots, lengths, pages and known tokens of the sequences of a paged cache.
 
     A call that raises has changed nothing.
 
     Args:
         num_pages: pages of the pool.
-        num_seats: sequences that may live at a time.
+        max_num_seqs: sequences that may live at a time.
         max_seq_len: tokens that a sequence may have.
         split: how the tokens of a sequence are split.
 
     Attributes:
         pool: the pages; the length of a sequence there is its packed tokens.
-        lengths: [num_seats], the tokens of the sequence in each seat.
-        packed_lens: [num_seats], how many of them are packed.
-        tables: [num_seats, max_pages] int32, the pages of each; undefined after the last in use.
+        lengths: [max_num_seqs], the tokens of the sequence in each sequence slot.
+        packed_lens: [max_num_seqs], how many of them are packed.
+        tables: [max_num_seqs, max_pages] int32, the pages of each; undefined after the last in use.
     """
 
-    def __init__(self, num_pages: int, num_seats: int, max_seq_len: int, split: Split) -> None:
+    def __init__(self, num_pages: int, max_num_seqs: int, max_seq_len: int, split: Split) -> None:
         self.split, self.max_seq_len = split, max_seq_len
         self.pool = PagePool(
-            num_pages, split.page_size, head_len=split.sink_len, num_heads=num_seats
+            num_pages, split.page_size, head_len=split.sink_len, num_heads=max_num_seqs
         )
         max_pages = max(-(-(max_seq_len - split.sink_len) // split.page_size), 1)
-        self.lengths = np.zeros(num_seats, np.int64)
-        self.packed_lens = np.zeros(num_seats, np.int64)
-        self.tables = np.zeros((num_seats, max_pages), np.int32)
-        self._tokens: list[list[int]] = [[] for _ in range(num_seats)]  # as far as they are known
-        self._seats: dict[SequenceId, int] = {}
-        self._free_seats = list(range(num_seats - 1, -1, -1))
+        self.lengths = np.zeros(max_num_seqs, np.int64)
+        self.packed_lens = np.zeros(max_num_seqs, np.int64)
+        self.tables = np.zeros((max_num_seqs, max_pages), np.int32)
+        self._tokens: list[list[int]] = [
+            [] for _ in range(max_num_seqs)
+        ]  # as far as they are known
+        self._seq_slots: dict[SequenceId, int] = {}
+        self._free_seq_slots = list(range(max_num_seqs - 1, -1, -1))
         self._growing: _Growing | None = None  # by the change that is under way
 
     @property
     def ids(self) -> list[SequenceId]:
         """The live sequences."""
-        return list(self._seats)
+        return list(self._seq_slots)
 
     @property
-    def num_free_seats(self) -> int:
+    def num_free_seq_slots(self) -> int:
         """Sequences that can be begun."""
-        return len(self._free_seats)
+        return len(self._free_seq_slots)
 
-    def seat(self, sequence_id: SequenceId) -> int:
+    def seq_slot(self, sequence_id: SequenceId) -> int:
         """Where a sequence sits."""
         try:
-            return self._seats[sequence_id]
+            return self._seq_slots[sequence_id]
         except (KeyError, TypeError):  # what cannot be hashed is no id
             raise ConfigError(
                 f"no sequence {shown(sequence_id)}: allocate or fork it first"
@@ -114,7 +116,7 @@ class PagedState(NotCopied):
 
     def tokens(self, sequence_id: SequenceId) -> list[int]:
         """The first tokens of a sequence, as far as they are known."""
-        return self._tokens[self.seat(sequence_id)]
+        return self._tokens[self.seq_slot(sequence_id)]
 
     def match_prefix(self, tokens: Sequence[int]) -> int:
         """How many of the tokens allocate would find; never all of them."""
@@ -124,7 +126,7 @@ class PagedState(NotCopied):
     def allocate(self, sequence_id: SequenceId, tokens: Sequence[int] = ()) -> Allocation:
         """Begin a sequence with what is known of all but the last of its tokens."""
         known = token_ids(tokens)[:-1]
-        self._check_seats([sequence_id])
+        self._check_seq_slots([sequence_id])
         packed, head = self.pool.allocate(sequence_id, known)
         present = packed + self.split.sink_len if packed else 0
         return Allocation(self._sit(sequence_id, present, packed, known[:present]), present, head)
@@ -142,7 +144,7 @@ class PagedState(NotCopied):
 
         Nothing is published: do it when the rows are there.
         """
-        self._check_seats(ids)
+        self._check_seq_slots(ids)
         pages = self.pool.place(dict(zip(ids, tables, strict=True)), packed_lens, origins)
         each = zip(ids, lengths, packed_lens, tokens, strict=True)
         for sequence_id, length, packed, known in each:
@@ -150,32 +152,32 @@ class PagedState(NotCopied):
         return pages
 
     def fork(self, parent_id: SequenceId, child_id: SequenceId) -> tuple[int, int]:
-        """Begin a sequence with the tokens of another; return the seats of both."""
-        seat = self.seat(parent_id)
-        self._check_seats([child_id])
+        """Begin a sequence with the tokens of another; return the sequence slots of both."""
+        seq_slot = self.seq_slot(parent_id)
+        self._check_seq_slots([child_id])
         self.pool.fork(parent_id, child_id)
-        length, packed = int(self.lengths[seat]), int(self.packed_lens[seat])
-        return seat, self._sit(child_id, length, packed, list(self._tokens[seat]))
+        length, packed = int(self.lengths[seq_slot]), int(self.packed_lens[seq_slot])
+        return seq_slot, self._sit(child_id, length, packed, list(self._tokens[seq_slot]))
 
     def truncate(self, sequence_id: SequenceId, length: int) -> None:
         """Keep the first tokens of a sequence; what is packed stays packed."""
-        seat, length = self.seat(sequence_id), whole_number("length", length)
-        if not 0 <= length <= self.lengths[seat]:
-            has = f"sequence {shown(sequence_id)} has {self.lengths[seat]} tokens"
+        seq_slot, length = self.seq_slot(sequence_id), whole_number("length", length)
+        if not 0 <= length <= self.lengths[seq_slot]:
+            has = f"sequence {shown(sequence_id)} has {self.lengths[seq_slot]} tokens"
             raise ShapeError(f"{has}: it cannot be truncated to {length}")
-        packed = min(int(self.packed_lens[seat]), max(length - self.split.sink_len, 0))
-        self.lengths[seat], self.packed_lens[seat] = length, packed
+        packed = min(int(self.packed_lens[seq_slot]), max(length - self.split.sink_len, 0))
+        self.lengths[seq_slot], self.packed_lens[seq_slot] = length, packed
         self.pool.truncate(sequence_id, packed)
-        del self._tokens[seat][length:]
+        del self._tokens[seq_slot][length:]
 
     def free(self, sequence_id: SequenceId) -> list[int]:
         """End a sequence; return its first tokens, as far as they were known."""
-        seat = self.seat(sequence_id)
-        del self._seats[sequence_id]
+        seq_slot = self.seq_slot(sequence_id)
+        del self._seq_slots[sequence_id]
         self.pool.free(sequence_id)
-        self._free_seats.append(seat)
-        tokens, self._tokens[seat] = self._tokens[seat], []
-        self.lengths[seat] = self.packed_lens[seat] = 0
+        self._free_seq_slots.append(seq_slot)
+        tokens, self._tokens[seq_slot] = self._tokens[seq_slot], []
+        self.lengths[seq_slot] = self.packed_lens[seq_slot] = 0
         return tokens
 
     @contextmanager
@@ -190,10 +192,10 @@ class PagedState(NotCopied):
 
     def rename(self, sequence_id: SequenceId, new_id: SequenceId) -> None:
         """Know a sequence by another id."""
-        self.seat(sequence_id)
+        self.seq_slot(sequence_id)
         self.pool.rename(sequence_id, new_id)
-        self._seats[new_id] = self._seats[sequence_id]
-        del self._seats[sequence_id]
+        self._seq_slots[new_id] = self._seq_slots[sequence_id]
+        del self._seq_slots[sequence_id]
 
     def begin_change(self) -> None:
         """Tell recover what is to be undone: nothing yet."""
@@ -216,35 +218,35 @@ class PagedState(NotCopied):
             begun: whether rows of it may have been written.
         """
         for old, new in renamed.items():
-            if old in self._seats:
-                self._seats[new] = self._seats[old]
-                del self._seats[old]
+            if old in self._seq_slots:
+                self._seq_slots[new] = self._seq_slots[old]
+                del self._seq_slots[old]
         growing, copies = self._growing or step, list[tuple[int, int]]()
         if growing is not None and (self._growing is not None or not begun):
-            self.lengths[growing.seats] = growing.lengths
-            self.packed_lens[growing.seats] = growing.packed_lens
+            self.lengths[growing.seq_slots] = growing.lengths
+            self.packed_lens[growing.seq_slots] = growing.packed_lens
             copies = growing.copies
         elif step is not None:
-            self.lengths[step.seats] = self._sure(step)
+            self.lengths[step.seq_slots] = self._sure(step)
         most = np.maximum(self.lengths - self.split.sink_len, 0)
         self.packed_lens = np.minimum(self.packed_lens, most)
-        seats = {i: seat for i, seat in self._seats.items() if i not in dropped}
-        packed_lens = {i: int(self.packed_lens[seat]) for i, seat in seats.items()}
+        seq_slots = {i: seq_slot for i, seq_slot in self._seq_slots.items() if i not in dropped}
+        packed_lens = {i: int(self.packed_lens[seq_slot]) for i, seq_slot in seq_slots.items()}
         self.pool.rebuild(packed_lens, renamed, copies)
-        used = set(seats.values())
-        self._free_seats = [i for i in reversed(range(len(self.lengths))) if i not in used]
-        self._seats = seats
-        self.lengths[self._free_seats] = self.packed_lens[self._free_seats] = 0
-        for seat, tokens in enumerate(self._tokens):
-            del tokens[int(self.lengths[seat]) :]
-        for sequence_id, seat in seats.items():
+        used = set(seq_slots.values())
+        self._free_seq_slots = [i for i in reversed(range(len(self.lengths))) if i not in used]
+        self._seq_slots = seq_slots
+        self.lengths[self._free_seq_slots] = self.packed_lens[self._free_seq_slots] = 0
+        for seq_slot, tokens in enumerate(self._tokens):
+            del tokens[int(self.lengths[seq_slot]) :]
+        for sequence_id, seq_slot in seq_slots.items():
             table = self.pool.block_table(sequence_id)
-            self.tables[seat, : len(table)] = table
+            self.tables[seq_slot, : len(table)] = table
 
     def can_append(self, ids: Sequence[SequenceId], counts: Sequence[int]) -> bool:
         """Whether there are pages for a step."""
-        seats, new = self._to_extend(ids, counts)
-        return self.pool.can_append(ids, self._packed_counts(seats, new).tolist())
+        seq_slots, new = self._to_extend(ids, counts)
+        return self.pool.can_append(ids, self._packed_counts(seq_slots, new).tolist())
 
     def extend(
         self, ids: Sequence[SequenceId], counts: Sequence[int], tokens: Sequence[int] | None = None
@@ -259,48 +261,48 @@ class PagedState(NotCopied):
         Returns:
             What is to be done, then to be given to publish or to roll_back.
         """
-        seats, new = self._to_extend(ids, counts)
+        seq_slots, new = self._to_extend(ids, counts)
         known = None if tokens is None else token_ids(tokens)
         if known is not None and len(known) != new.sum():
             raise ShapeError(f"{len(known)} tokens for counts that add up to {new.sum()}")
-        lengths, packed_lens = self.lengths[seats], self.packed_lens[seats]
-        packed_counts, growth = self._packed_counts(seats, new).tolist(), Growth([], [])
-        self._growing = _Growing(ids, seats, lengths, packed_lens, growth.copies)
+        lengths, packed_lens = self.lengths[seq_slots], self.packed_lens[seq_slots]
+        packed_counts, growth = self._packed_counts(seq_slots, new).tolist(), Growth([], [])
+        self._growing = _Growing(ids, seq_slots, lengths, packed_lens, growth.copies)
         self.pool.append(ids, packed_counts, growth)
         try:
             if growth.entries:
                 place, at, page = np.array(growth.entries).T
-                self.tables[seats[place], at] = page
-            self.lengths[seats] += new
-            self.packed_lens[seats] = self.split.packed_lens(lengths + new, packed_lens)
+                self.tables[seq_slots[place], at] = page
+            self.lengths[seq_slots] += new
+            self.packed_lens[seq_slots] = self.split.packed_lens(lengths + new, packed_lens)
             for i in (lengths < self.split.sink_len).nonzero()[0].tolist():
                 self.pool.renew(ids[i])  # its sinks are its own, from here on at the least
             if known is not None:
-                self._learn(seats.tolist(), lengths.tolist(), new.tolist(), known)
-            slots = token_slots(self.split, seats, lengths, packed_lens, new, self.tables)
+                self._learn(seq_slots.tolist(), lengths.tolist(), new.tolist(), known)
+            slots = token_slots(self.split, seq_slots, lengths, packed_lens, new, self.tables)
         except BaseException:  # no memory, or an interrupt
             self.take_back(self._growing)
             raise
-        return Step(tuple(ids), new, seats, lengths, packed_lens, growth.copies, slots)
+        return Step(tuple(ids), new, seq_slots, lengths, packed_lens, growth.copies, slots)
 
     def publish(self, ids: Sequence[SequenceId]) -> list[tuple[int, int]]:
         """Let the full pages of sequences be found by others; their rows are written.
 
         Returns:
-            (seat, place) of sinks that were not known: keep their rows at this place.
+            (sequence slot, place) of sinks that were not known: keep their rows at this place.
         """
         kept = []
         for sequence_id in ids:
-            seat = self._seats[sequence_id]
-            head = self.pool.publish(sequence_id, self._tokens[seat])
+            seq_slot = self._seq_slots[sequence_id]
+            head = self.pool.publish(sequence_id, self._tokens[seq_slot])
             if head is not None:
-                kept.append((seat, head))
+                kept.append((seq_slot, head))
         return kept
 
     def to_publish(self, step: Step) -> list[SequenceId]:
         """The sequences of a step that have filled a page."""
         size = self.split.page_size
-        filled = self.packed_lens[step.seats] // size > step.packed_lens // size
+        filled = self.packed_lens[step.seq_slots] // size > step.packed_lens // size
         return [step.ids[i] for i in filled.nonzero()[0]]
 
     def hide(self, sequence_id: SequenceId, bad: NDArray[np.bool_]) -> None:
@@ -321,12 +323,15 @@ class PagedState(NotCopied):
     def take_back(self, step: Step | _Growing) -> None:
         """Undo a step of which nothing was written, the copies of pages included."""
         self.pool.take_back(step.ids, step.packed_lens.tolist(), step.copies)
-        self.lengths[step.seats], self.packed_lens[step.seats] = step.lengths, step.packed_lens
-        each = zip(step.ids, step.seats.tolist(), step.lengths.tolist(), strict=True)
-        for sequence_id, seat, length in each:
+        self.lengths[step.seq_slots], self.packed_lens[step.seq_slots] = (
+            step.lengths,
+            step.packed_lens,
+        )
+        each = zip(step.ids, step.seq_slots.tolist(), step.lengths.tolist(), strict=True)
+        for sequence_id, seq_slot, length in each:
             table = self.pool.block_table(sequence_id)
-            self.tables[seat, : len(table)] = table
-            del self._tokens[seat][length:]
+            self.tables[seq_slot, : len(table)] = table
+            del self._tokens[seq_slot][length:]
 
     def roll_back(self, step: Step) -> None:
         """Cut the sequences of a step that may have been carried out in part.
@@ -342,9 +347,9 @@ class PagedState(NotCopied):
 
         The same again where some were cut already.
         """
-        same = self.packed_lens[step.seats] == step.packed_lens
+        same = self.packed_lens[step.seq_slots] == step.packed_lens
         sure = np.minimum(step.lengths, self.split.sink_len + step.packed_lens)
-        return np.minimum(self.lengths[step.seats], np.where(same, step.lengths, sure))
+        return np.minimum(self.lengths[step.seq_slots], np.where(same, step.lengths, sure))
 
     def check(self) -> None:
         """Look through all the bookkeeping, in time proportional to the cache.
@@ -353,72 +358,80 @@ class PagedState(NotCopied):
             InvariantError: something contradicts something else; the message says what.
         """
         self.pool.check()
-        hold(set(self.pool.ids) == set(self._seats), "the pool has other sequences")
-        seats = sorted([*self._free_seats, *self._seats.values()])
-        hold(seats == list(range(len(self.lengths))), "a seat is lost or taken twice")
-        for sequence_id, seat in self._seats.items():
-            length, packed = int(self.lengths[seat]), int(self.packed_lens[seat])
+        hold(set(self.pool.ids) == set(self._seq_slots), "the pool has other sequences")
+        seq_slots = sorted([*self._free_seq_slots, *self._seq_slots.values()])
+        hold(
+            seq_slots == list(range(len(self.lengths))),
+            "a sequence slot is free and taken, or neither",
+        )
+        for sequence_id, seq_slot in self._seq_slots.items():
+            length, packed = int(self.lengths[seq_slot]), int(self.packed_lens[seq_slot])
             most = max(length - self.split.sink_len, 0)
             fits = max(most - self.split.recent_len, 0) <= packed <= most
             hold(fits and length <= self.max_seq_len, f"{shown(sequence_id)}: packed tokens")
             hold(packed == self.pool.length(sequence_id), f"{shown(sequence_id)}: tokens in pages")
             table = self.pool.block_table(sequence_id)
-            hold((self.tables[seat, : len(table)] == table).all(), f"{shown(sequence_id)}: table")
-            hold(len(self._tokens[seat]) <= length, f"{shown(sequence_id)}: known tokens")
+            hold(
+                (self.tables[seq_slot, : len(table)] == table).all(), f"{shown(sequence_id)}: table"
+            )
+            hold(len(self._tokens[seq_slot]) <= length, f"{shown(sequence_id)}: known tokens")
 
-    def _check_seats(self, ids: Sequence[SequenceId]) -> None:
+    def _check_seq_slots(self, ids: Sequence[SequenceId]) -> None:
         for sequence_id in ids:
-            if sequence_id in self._seats:
+            if sequence_id in self._seq_slots:
                 raise ConfigError(
                     f"sequence {shown(sequence_id)} exists: free it or use another id"
                 )
-        if len(ids) > len(self._free_seats):
+        if len(ids) > len(self._free_seq_slots):
             raise OutOfPagesError(
-                f"{len(ids)} seats are needed, but {len(self._free_seats)} of {len(self.lengths)} "
-                "are free: free or swap out sequences, or make a cache with more seats"
+                f"{len(ids)} sequence slots are needed, but {len(self._free_seq_slots)} of "
+                f"{len(self.lengths)} are free: free or swap out sequences, or "
+                "make a cache with more sequence slots"
             )
 
     def _sit(self, sequence_id: SequenceId, length: int, packed: int, tokens: list[int]) -> int:
-        """Give a sequence, which the pool has, a seat."""
-        seat = self._free_seats.pop()
+        """Give a sequence, which the pool has, a sequence slot."""
+        seq_slot = self._free_seq_slots.pop()
         table = self.pool.block_table(sequence_id)
-        self.tables[seat, : len(table)] = table
-        self.lengths[seat], self.packed_lens[seat] = length, packed
-        self._tokens[seat] = tokens
-        self._seats[sequence_id] = seat
-        return seat
+        self.tables[seq_slot, : len(table)] = table
+        self.lengths[seq_slot], self.packed_lens[seq_slot] = length, packed
+        self._tokens[seq_slot] = tokens
+        self._seq_slots[sequence_id] = seq_slot
+        return seq_slot
 
     def _to_extend(self, ids: Sequence[SequenceId], counts: Sequence[int]) -> tuple[Ints, Ints]:
-        """Seats and counts of a step, checked but for the pages."""
-        seats = np.array([self.seat(sequence_id) for sequence_id in ids], np.int64)
+        """Sequence slots and counts of a step, checked but for the pages."""
+        seq_slots = np.array([self.seq_slot(sequence_id) for sequence_id in ids], np.int64)
         try:
             new: NDArray[np.int64] = np.array(token_ids(counts), np.int64)
         except ConfigError:
             raise ConfigError(f"counts {shown(counts)} must be whole numbers") from None
-        if len(new) != len(seats) or (new < 0).any():
-            raise ShapeError(f"counts {shown(counts)} for {len(seats)} ids: give one >= 0 for each")
-        too_long = new > self.max_seq_len - self.lengths[seats]
+        if len(new) != len(seq_slots) or (new < 0).any():
+            raise ShapeError(
+                f"counts {shown(counts)} for {len(seq_slots)} ids: give one >= 0 for each"
+            )
+        too_long = new > self.max_seq_len - self.lengths[seq_slots]
         if too_long.any():
             at = int(too_long.argmax())
-            length = int(self.lengths[seats[at]]) + int(new[at])
+            length = int(self.lengths[seq_slots[at]]) + int(new[at])
             raise ShapeError(
                 f"sequence {shown(ids[at])} would grow to {length} tokens, "
                 f"max_seq_len is {self.max_seq_len}: truncate it, or make a larger cache"
             )
-        return seats, new
+        return seq_slots, new
 
-    def _packed_counts(self, seats: Ints, new: Ints) -> Ints:
+    def _packed_counts(self, seq_slots: Ints, new: Ints) -> Ints:
         """Tokens by which the packed ones grow."""
-        packed_lens = self.packed_lens[seats]
-        return self.split.packed_lens(self.lengths[seats] + new, packed_lens) - packed_lens
+        packed_lens = self.packed_lens[seq_slots]
+        return self.split.packed_lens(self.lengths[seq_slots] + new, packed_lens) - packed_lens
 
     def _learn(
-        self, seats: list[int], lengths: list[int], new: list[int], known: list[int]
+        self, seq_slots: list[int], lengths: list[int], new: list[int], known: list[int]
     ) -> None:
         """Keep the ids of new tokens where all before them are known."""
         start = 0
-        for seat, length, count in zip(seats, lengths, new, strict=True):
-            tokens = self._tokens[seat]
+        for seq_slot, length, count in zip(seq_slots, lengths, new, strict=True):
+            tokens = self._tokens[seq_slot]
             if len(tokens) == length:
                 tokens += known[start : start + count]
             start += count

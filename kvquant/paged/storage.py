@@ -1,4 +1,4 @@
-"""PagedRows: the tensors of a paged cache: pages, seats' exact rows, and sinks that are kept."""
+"""PagedRows, the tensors of a paged cache: pages, 16-bit rows of sequences, and sinks kept."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class LayerRows(NamedTuple):
 
     Attributes:
         k_pages, v_pages: [num_pages, num_kv_heads, page_size, row_bytes], uint8.
-        k_exact, v_exact: [num_seats, num_kv_heads, exact_len, 16-bit row bytes], uint8.
+        k_exact, v_exact: [max_num_seqs, num_kv_heads, exact_len, 16-bit row bytes], uint8.
         k_format, v_format: of the pages.
         k_exact_format, v_exact_format: of the exact rows.
         basis: what rows are stored as; None if as they came.
@@ -52,13 +52,13 @@ class PagedRows(NotCopied):
         exact_format: "bf16" or "fp16".
         num_kv_heads: KV heads of each layer.
         num_pages: pages of a layer.
-        num_seats: sequences that have exact rows, and beginnings whose sinks are kept.
+        max_num_seqs: sequences that have exact rows, and beginnings whose sinks are kept.
         split: how the tokens of a sequence are split.
         device: where the tensors lie.
 
     Attributes:
         pages: packed rows of K and of V, in pages.
-        exact: their 16-bit rows, in seats.
+        exact: their 16-bit rows, in sequence slots.
         layers: the same rows, layer by layer.
     """
 
@@ -70,7 +70,7 @@ class PagedRows(NotCopied):
         exact_format: str,
         num_kv_heads: int,
         num_pages: int,
-        num_seats: int,
+        max_num_seqs: int,
         split: Split,
         device: torch.device,
     ) -> None:
@@ -79,8 +79,8 @@ class PagedRows(NotCopied):
         self.split, self.device = split, device
         kinds = (
             (packed, num_pages, split.page_size),
-            (exact, num_seats, split.exact_len),
-            (exact, num_seats, split.sink_len),
+            (exact, max_num_seqs, split.exact_len),
+            (exact, max_num_seqs, split.sink_len),
         )
         check_room(
             sum(
@@ -89,8 +89,8 @@ class PagedRows(NotCopied):
                 for side in sides
             ),
             device,
-            f"a cache of {num_pages} pages and {num_seats} seats",
-            "use fewer pages or seats",
+            f"a cache of {num_pages} pages and {max_num_seqs} sequence slots",
+            "use fewer pages or sequence slots",
         )
         self.pages, self.exact, self._sinks = (
             [RowStacks(side, units, num_kv_heads, length, device) for side in sides]
@@ -115,7 +115,7 @@ class PagedRows(NotCopied):
         packed_lens: torch.Tensor,
         exact_lens: torch.Tensor,
         starts: torch.Tensor,
-        seats: torch.Tensor,
+        seq_slots: torch.Tensor,
     ) -> list[Segment]:
         """The rows of sequences in a layer, packed ones first; exact ones if there are any."""
         at, split = self.layers[layer], self.split
@@ -132,7 +132,7 @@ class PagedRows(NotCopied):
             at.v_exact_format,
             starts if split.recent_len else None,
             sinks=split.sink_len,
-            seats=seats,
+            seq_slots=seq_slots,
         )
         return [packed, exact]
 
@@ -140,14 +140,14 @@ class PagedRows(NotCopied):
         self,
         layer: int,
         table: Sequence[int],
-        seat: int,
+        seq_slot: int,
         length: int,
         packed_len: int,
         dtype: torch.dtype,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Copy K and V of one sequence in the order of its tokens; see PagedKVCache."""
         start = packed_len % max(self.split.recent_len, 1)
-        numbers = [[packed_len], [length - packed_len], [start], [seat]]
+        numbers = [[packed_len], [length - packed_len], [start], [seq_slot]]
         pages, counts = (
             torch.tensor(one, dtype=torch.int32, device="cpu").to(self.device)
             for one in ([table], numbers)
@@ -168,9 +168,9 @@ class PagedRows(NotCopied):
         """Which rows of pages decode to NaN in some layer and head: [pages, page_size]."""
         return self._nan_in(self.pages, pages)
 
-    def nan_in_seats(self, seats: Sequence[int]) -> NDArray[np.bool_]:
-        """Likewise of the exact rows of seats: [seats, exact_len]."""
-        return self._nan_in(self.exact, seats)
+    def nan_in_seq_slots(self, seq_slots: Sequence[int]) -> NDArray[np.bool_]:
+        """Likewise of the exact rows of sequence slots: [sequence slots, exact_len]."""
+        return self._nan_in(self.exact, seq_slots)
 
     def nan_in_sinks(self, places: Sequence[int]) -> NDArray[np.bool_]:
         """Likewise of the sinks that are kept at places: [places, sink_len]."""
@@ -190,23 +190,23 @@ class PagedRows(NotCopied):
         for side in self.pages:
             side.copy_units(pairs)
 
-    def copy_seat(self, source: int, target: int) -> None:
-        """Copy the exact rows of a seat to another one."""
+    def copy_seq_slot(self, source: int, target: int) -> None:
+        """Copy the exact rows of a sequence slot to another one."""
         for side in self.exact:
             side.copy_units([(source, target)])
 
-    def keep_sinks(self, seat: int, place: int) -> None:
-        """Keep the sinks of a seat at a place, for sequences that will begin with them."""
+    def keep_sinks(self, seq_slot: int, place: int) -> None:
+        """Keep the sinks of a sequence slot at a place, for sequences that will begin with them."""
         for rows, kept in self._sink_stacks():
-            kept[:, place].copy_(rows[:, seat])
+            kept[:, place].copy_(rows[:, seq_slot])
 
-    def restore_sinks(self, place: int, seat: int) -> None:
-        """Give a seat the sinks that were kept at a place."""
+    def restore_sinks(self, place: int, seq_slot: int) -> None:
+        """Give a sequence slot the sinks that were kept at a place."""
         for rows, kept in self._sink_stacks():
-            rows[:, seat].copy_(kept[:, place])
+            rows[:, seq_slot].copy_(kept[:, place])
 
     def _sink_stacks(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The sinks of all seats and the kept ones, stack by stack; none without sinks."""
+        """The sinks of all sequence slots and the kept ones, stack by stack; none without sinks."""
         sink_len = self.split.sink_len
         return [
             (stack[:, :, :, :sink_len], kept)

@@ -1,7 +1,7 @@
 """SwapSpace: sequences on their way to host memory and back, beside the current stream.
 
     copy_out    side stream: waits for the current one, gathers pages layer by layer, copies
-                its pages and its seat are free once `is_done`, which asks an event
+                its pages and its sequence slot are free once `is_done`, which asks an event
     copy_in     side stream: waits for the current one, which may still read the pages' last owner
                 the current stream waits for it (await_rows) before it touches the sequence
 
@@ -81,7 +81,7 @@ class SwapSpace(NotCopied):
         self._exact = [stack for side in exact for stack in side.stacks]
         self._device = device
         self.parked: dict[SequenceId, Parked] = {}
-        self.leaving: list[Parked] = []
+        self.swapping_out: list[Parked] = []
         self._side: torch.cuda.Stream | None = None
         self._arriving: dict[SequenceId, torch.cuda.Event | None] = {}
         self._moving: tuple[SequenceId, Parked, bool] | None = None  # see recover
@@ -102,7 +102,7 @@ class SwapSpace(NotCopied):
         for sequence_id in ids:
             if self.find(sequence_id) is not None:
                 raise ConfigError(f"sequence {shown(sequence_id)} is swapped out: swap it in first")
-            self._state.seat(sequence_id)
+            self._state.seq_slot(sequence_id)
 
     def begin_change(self) -> None:
         """Tell recover what is to be undone: nothing yet."""
@@ -115,41 +115,41 @@ class SwapSpace(NotCopied):
             sequence_id, parked, stays = self._moving
             if stays:  # it has never left
                 renamed[parked] = sequence_id
-                self.leaving = [other for other in self.leaving if other is not parked]
+                self.swapping_out = [other for other in self.swapping_out if other is not parked]
                 self.parked.pop(sequence_id, None)
             else:
                 gone.add(sequence_id)
                 self.parked[sequence_id] = parked
-        lost = (i for i in self._state.ids if isinstance(i, Parked) and i not in renamed)
-        gone |= {parked for parked in lost if parked not in self.leaving}
+        unnamed = (i for i in self._state.ids if isinstance(i, Parked) and i not in renamed)
+        gone |= {parked for parked in unnamed if parked not in self.swapping_out}
         self._state.recover(gone, renamed, step, begun=begun)
         here = set(self._state.ids)
-        self.leaving = [parked for parked in self.leaving if parked in here]
+        self.swapping_out = [parked for parked in self.swapping_out if parked in here]
         self._arriving = {i: event for i, event in self._arriving.items() if i in here}
 
     def let_go(self) -> None:
-        """Free the pages and seats of those that were leaving and have left."""
-        for parked in [parked for parked in self.leaving if parked.is_done()]:
-            self.leaving.remove(parked)
+        """Free the pages and sequence slots of those that were leaving and have left."""
+        for parked in [parked for parked in self.swapping_out if parked.is_done()]:
+            self.swapping_out.remove(parked)
             self._state.free(parked)
 
     def finish(self) -> None:
-        """Let the host wait for those that are leaving, and free their pages and seats."""
-        for parked in self.leaving:
+        """Let the host wait for those that are leaving, and free their pages and sequence slots."""
+        for parked in self.swapping_out:
             parked.wait()
         self.let_go()
 
     def swap_out(self, sequence_id: SequenceId) -> None:
-        """Begin to move a sequence; its pages and seat are free when the copy is done."""
-        state, seat = self._state, self._state.seat(sequence_id)
-        pages, exact, done = self.copy_out(state.pool.block_table(sequence_id), seat)
-        lens = int(state.lengths[seat]), int(state.packed_lens[seat])
+        """Begin to move a sequence; its pages and sequence slot are free when the copy is done."""
+        state, seq_slot = self._state, self._state.seq_slot(sequence_id)
+        pages, exact, done = self.copy_out(state.pool.block_table(sequence_id), seq_slot)
+        lens = int(state.lengths[seq_slot]), int(state.packed_lens[seq_slot])
         known = state.tokens(sequence_id), state.pool.origin(sequence_id)
         parked = Parked(*lens, *known, pages, exact, done)
         self._moving = sequence_id, parked, True
         state.rename(sequence_id, parked)
         self.parked[sequence_id] = parked
-        self.leaving.append(parked)
+        self.swapping_out.append(parked)
 
     def swap_in(self, sequence_id: SequenceId) -> None:
         """Begin to bring a sequence back; see PagedKVCache."""
@@ -158,9 +158,9 @@ class SwapSpace(NotCopied):
             raise ConfigError(
                 f"sequence {shown(sequence_id)} is not swapped out: it cannot be brought"
             )
-        self._moving = sequence_id, parked, parked in self.leaving
-        if parked in self.leaving:  # its rows are still where they were
-            self.leaving.remove(parked)
+        self._moving = sequence_id, parked, parked in self.swapping_out
+        if parked in self.swapping_out:  # its rows are still where they were
+            self.swapping_out.remove(parked)
             self._state.rename(parked, sequence_id)
         else:
             table = range(-(-parked.packed_len // self._state.split.page_size))
@@ -174,22 +174,24 @@ class SwapSpace(NotCopied):
                     [parked.origin],
                 )
             with self._state.or_free([sequence_id]):
-                self.copy_in(sequence_id, parked, pages, self._state.seat(sequence_id))
+                self.copy_in(sequence_id, parked, pages, self._state.seq_slot(sequence_id))
         del self.parked[sequence_id]
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """Let an error for lack of pages or seats say that some will be free soon."""
+        """Let an error for lack of pages or sequence slots say that some will be free soon."""
         try:
             yield
         except OutOfPagesError as error:
-            if not self.leaving:
+            if not self.swapping_out:
                 raise
-            more = f"or call finish_swaps(): {len(self.leaving)} sequences are leaving"
+            more = (
+                f"or call finish_swaps(): {len(self.swapping_out)} sequences are being swapped out"
+            )
             raise OutOfPagesError(f"{error}, {more}") from None
 
     def copy_out(
-        self, table: Sequence[int], seat: int
+        self, table: Sequence[int], seq_slot: int
     ) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.cuda.Event | None]:
         """Begin to copy a sequence's pages and exact rows to the host.
 
@@ -205,16 +207,16 @@ class SwapSpace(NotCopied):
                 for layer, host in zip(stack, pages[-1], strict=True):
                     host.copy_(layer.index_select(0, index), non_blocking=True)
             for stack in self._exact:
-                exact.append(self._host(stack[:, seat].shape))
+                exact.append(self._host(stack[:, seq_slot].shape))
                 for layer, host in zip(stack, exact[-1], strict=True):
-                    host.copy_(layer[seat], non_blocking=True)
+                    host.copy_(layer[seq_slot], non_blocking=True)
             done = self._event()
         return pages, exact, done
 
     def copy_in(
-        self, sequence_id: SequenceId, parked: Parked, table: Sequence[int], seat: int
+        self, sequence_id: SequenceId, parked: Parked, table: Sequence[int], seq_slot: int
     ) -> None:
-        """Begin to copy a sequence back, to pages and a seat of its own."""
+        """Begin to copy a sequence back, to pages and a sequence slot of its own."""
         with self._beside():
             index = to_device(table, self._device)
             for stack, rows in zip(self._pages, parked.pages, strict=True):
@@ -222,7 +224,7 @@ class SwapSpace(NotCopied):
                     layer.index_copy_(0, index, host.to(self._device, non_blocking=True))
             for stack, rows in zip(self._exact, parked.exact, strict=True):
                 for layer, host in zip(stack, rows, strict=True):
-                    layer[seat].copy_(host, non_blocking=True)
+                    layer[seq_slot].copy_(host, non_blocking=True)
             self._arriving[sequence_id] = self._event()
 
     def await_rows(self, ids: Iterable[SequenceId]) -> list[SequenceId]:

@@ -24,7 +24,7 @@ from ..devices import full_precision
 from ..errors import ConfigError, ShapeError, shown
 from .format import RowFormat
 from .rotation import rotate
-from .rounding import quantize_fitted
+from .rounding import quantize_calibrated
 from .transforms import RowTransform
 
 KINDS = ("none", "hadamard", "matrix")
@@ -154,7 +154,7 @@ class Basis:
 
     def quantize(self, stored: torch.Tensor, fmt: RowFormat) -> torch.Tensor:
         """Quantize rows [batch, num_kv_heads, tokens, head_dim] that encode gave."""
-        return quantize_fitted(stored, fmt, clip=self.clip, feedback=self.feedback)
+        return quantize_calibrated(stored, fmt, clip=self.clip, feedback=self.feedback)
 
     @property
     def row_transform(self) -> RowTransform:

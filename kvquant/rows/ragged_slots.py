@@ -4,7 +4,7 @@
               ├─ sinks ─┤├───────── packed ─────────┤├────── recent ─────┤
     rows      exact       pages, by the table          exact
 
-    exact rows of a seat   [0, sink_len) the sinks, then a ring of recent_len rows:
+    exact rows of a sequence slot   [0, sink_len) the sinks, then a ring of recent_len rows:
                            token i >= sink_len has row sink_len + (i - sink_len) % recent_len
     packed rows            token i has the packed index i - sink_len
 
@@ -43,11 +43,11 @@ class Split(NamedTuple):
 
     @property
     def exact_len(self) -> int:
-        """Exact rows of a seat."""
+        """Exact rows of a sequence slot."""
         return self.sink_len + self.recent_len
 
     def exact_rows(self, length: int, packed_len: int) -> Ints:
-        """Where the exact tokens of a sequence stand in its seat, in their order."""
+        """Where the exact tokens of a sequence stand in its sequence slot, in their order."""
         recent = np.arange(packed_len, max(length - self.sink_len, 0))
         ring = self.sink_len + recent % max(self.recent_len, 1)
         return np.concatenate([np.arange(min(length, self.sink_len)), ring])
@@ -59,7 +59,7 @@ class Split(NamedTuple):
 
         Args:
             packed: of the rows of its pages, [pages, page_size].
-            exact: of the rows of its seat, [exact_len].
+            exact: of the rows of its sequence slot, [exact_len].
             length, packed_len: tokens, and how many of them are packed.
         """
         kept, sinks = exact[self.exact_rows(length, packed_len)], min(length, self.sink_len)
@@ -75,20 +75,20 @@ class TokenSlots(NamedTuple):
 
     Attributes:
         packed: page * page_size + place in it, of a token that is quantized at once.
-        exact: seat * exact_len + row, of a token that is kept in 16 bit.
+        exact: sequence slot * exact_len + row, of a token that is kept in 16 bit.
         leaving: the packed slot of the row that the token takes the place of in the ring.
         positions: of the token in its sequence.
     """
 
     packed: Ints
     exact: Ints
-    leaving: Ints
+    evicted: Ints
     positions: Ints
 
 
 def token_slots(
     split: Split,
-    seats: Ints,
+    seq_slots: Ints,
     lengths: Ints,
     packed_lens: Ints,
     counts: Ints,
@@ -98,27 +98,31 @@ def token_slots(
 
     Args:
         split: how tokens are split.
-        seats: [batch], the seats of the sequences.
+        seq_slots: [batch], the sequence slots of the sequences.
         lengths: [batch], tokens before the step.
         packed_lens: [batch], packed tokens before the step.
         counts: [batch], new tokens.
-        tables: [num_seats, max_pages], the pages after the step.
+        tables: [max_num_seqs, max_pages], the pages after the step.
     """
     sink_len, recent_len, page_size = split
     owner = np.repeat(np.arange(len(counts)), counts)
     index = np.arange(len(owner)) + (lengths - np.cumsum(counts) + counts - sink_len)[owner]
-    seat, before, end = seats[owner], packed_lens[owner], (lengths + counts - sink_len)[owner]
+    seq_slot, before, end = (
+        seq_slots[owner],
+        packed_lens[owner],
+        (lengths + counts - sink_len)[owner],
+    )
     sink = index < 0
     recent = (index >= end - recent_len) & ~sink
 
     def packed_slot(at: Ints, chosen: NDArray[np.bool_]) -> Ints:
-        page = tables[seat, np.where(chosen, at // page_size, 0)].astype(np.int64)
+        page = tables[seq_slot, np.where(chosen, at // page_size, 0)].astype(np.int64)
         return np.where(chosen, page * page_size + at % page_size, -1)
 
     ring = max(recent_len, 1)
     row = np.where(sink, index + sink_len, sink_len + index % ring)
-    exact = np.where(sink | recent, seat * split.exact_len + row, -1)
+    exact = np.where(sink | recent, seq_slot * split.exact_len + row, -1)
     old = before + (index - before) % ring  # of this ring row, if it was in use
-    leaving = packed_slot(old, recent & (old < (lengths - sink_len)[owner]))
+    evicted = packed_slot(old, recent & (old < (lengths - sink_len)[owner]))
     packed = packed_slot(index, ~(sink | recent))
-    return TokenSlots(packed, exact, leaving, index + sink_len)
+    return TokenSlots(packed, exact, evicted, index + sink_len)

@@ -61,7 +61,7 @@ def clip_rows(x: torch.Tensor, groups: int, ratio: torch.Tensor) -> torch.Tensor
     return clipped.flatten(-2)
 
 
-def quantize_fitted(
+def quantize_calibrated(
     x: torch.Tensor,
     fmt: RowFormat,
     *,

@@ -39,8 +39,9 @@ class Segment(NamedTuple):
             tokens; what stands after its last page in use is not read. None: no pages.
         sinks: the first rows, which hold the first tokens and are no part of the ring: starts are
             counted, and the ring closes, behind them.
-        seats: [batch], int32: which sequence of the rows each of q reads; then there may be more or
-            fewer of them than in q. None: the same. With pages neither sinks nor seats.
+        seq_slots: [batch], int32: which sequence of the rows each of q reads; then there may be
+        more or
+            fewer of them than in q. None: the same. With pages neither sinks nor sequence slots.
     """
 
     k_rows: torch.Tensor
@@ -51,7 +52,7 @@ class Segment(NamedTuple):
     starts: torch.Tensor | None = None
     block_table: torch.Tensor | None = None
     sinks: int = 0
-    seats: torch.Tensor | None = None
+    seq_slots: torch.Tensor | None = None
 
     @property
     def capacity(self) -> int:
@@ -73,8 +74,8 @@ class Segment(NamedTuple):
         start = 0 if self.starts is None else int(self.starts[sequence])
         token, ring = torch.arange(seq_len, device=rows.device), max(self.capacity - self.sinks, 1)
         in_ring = self.sinks + (token - self.sinks + start) % ring
-        seat = sequence if self.seats is None else int(self.seats[sequence])
-        return rows[seat].index_select(1, torch.where(token < self.sinks, token, in_ring))
+        seq_slot = sequence if self.seq_slots is None else int(self.seq_slots[sequence])
+        return rows[seq_slot].index_select(1, torch.where(token < self.sinks, token, in_ring))
 
     def dequantized(self, sequence: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of one sequence in the order of its tokens: [num_kv_heads, seq_len, head_dim]."""
@@ -91,12 +92,12 @@ LooseRows: TypeAlias = (
 
 def make_segment(q: torch.Tensor, rows: LooseRows | Segment) -> Segment:
     """The segment of loose rows; formats given by name have the head_dim of q."""
-    k_rows, v_rows, seq_lens, k_format, v_format, starts, table, sinks, seats = rows
+    k_rows, v_rows, seq_lens, k_format, v_format, starts, table, sinks, seq_slots = rows
     head_dim = query_shape(q)[2]
     k_format = RowFormat.parse(k_format, head_dim)
     if not isinstance(v_format, RowFormat):
         v_format = RowFormat.parse(v_format, head_dim)
-    return Segment(k_rows, v_rows, seq_lens, k_format, v_format, starts, table, sinks, seats)
+    return Segment(k_rows, v_rows, seq_lens, k_format, v_format, starts, table, sinks, seq_slots)
 
 
 def check_segments(q: torch.Tensor, segments: Sequence[Segment]) -> None:
@@ -117,7 +118,9 @@ def check_segments(q: torch.Tensor, segments: Sequence[Segment]) -> None:
     device, int32, uint8 = q.device, torch.int32, torch.uint8
     common = None  # num_kv_heads and head_dim of V, the same in all segments
     for segment in segments:
-        k_rows, v_rows, seq_lens, k_format, v_format, starts, block_table, sinks, seats = segment
+        k_rows, v_rows, seq_lens, k_format, v_format, starts, block_table, sinks, seq_slots = (
+            segment
+        )
         k_shape = k_rows.shape
         if len(k_shape) != 4:
             _refuse_rows(segment)
@@ -133,10 +136,10 @@ def check_segments(q: torch.Tensor, segments: Sequence[Segment]) -> None:
             _refuse_rows(segment)
         if block_table is not None:
             rows_batch = _check_pages(segment, block_table, length)
-        elif seats is not None:
-            if seats.dtype is not int32 or seats.ndim != 1:
-                _refuse_counts("seats", seats, batch)
-            rows_batch = seats.shape[0]
+        elif seq_slots is not None:
+            if seq_slots.dtype is not int32 or seq_slots.ndim != 1:
+                _refuse_counts("seq_slots", seq_slots, batch)
+            rows_batch = seq_slots.shape[0]
         if type(sinks) is not int or not 0 <= sinks <= length:
             raise ShapeError(f"sinks {shown(sinks)} does not fit {length} rows: use 0 to {length}")
         if seq_lens.dtype is not int32 or seq_lens.shape != (rows_batch,):
@@ -157,7 +160,7 @@ def check_segments(q: torch.Tensor, segments: Sequence[Segment]) -> None:
             or seq_lens.device != device
             or (starts is not None and starts.device != device)
             or (block_table is not None and block_table.device != device)
-            or (seats is not None and seats.device != device)
+            or (seq_slots is not None and seq_slots.device != device)
         ):
             _refuse_devices(q, segment)
 
@@ -185,9 +188,9 @@ def _check_pages(segment: Segment, block_table: torch.Tensor, page_size: int) ->
     """The batch, which the block table has."""
     if page_size not in PAGE_SIZES:
         raise ShapeError(f"page_size {page_size} is not supported: use 16, 32, 64 or 128")
-    if segment.starts is not None or segment.sinks or segment.seats is not None:
+    if segment.starts is not None or segment.sinks or segment.seq_slots is not None:
         raise ConfigError(
-            "a segment has a block_table (pages), or starts, sinks and seats (a ring), not both"
+            "a segment has a block_table (pages), or starts, sinks and seq_slots (a ring), not both"
         )
     if block_table.dtype is not torch.int32:
         check_tensors(block_table=block_table)
@@ -258,10 +261,10 @@ def check_segment_values(segments: Sequence[Segment]) -> None:
         if segment.starts is not None:
             last = max(capacity - segment.sinks - 1, 0)  # a ring without rows starts at 0
             _check_range("starts", segment.starts.cpu().numpy(), last, f"rows are 0 to {last}")
-        if segment.seats is not None:
+        if segment.seq_slots is not None:
             last = segment.k_rows.shape[0] - 1
-            seats = segment.seats.cpu().numpy()
-            _check_range("seats", seats, last, f"there are rows for 0 to {last}")
+            seq_slots = segment.seq_slots.cpu().numpy()
+            _check_range("seq_slots", seq_slots, last, f"there are rows for 0 to {last}")
         if segment.block_table is not None:
             _check_page_values(segment, segment.block_table, lens)
 

@@ -1,13 +1,13 @@
 """Slots: where the rows of new tokens go.
 
     packed slot = page * page_size + place in the page     (a contiguous cache: page = sequence)
-    exact slot  = seat * exact_len + row                   (the 16-bit rows: sinks, then a ring)
+    exact slot  = sequence slot * exact_len + row          (the 16-bit rows: sinks, then a ring)
 
 A token goes to the sinks, into the ring, or, if as many or more follow in the same call, straight
 into the packed rows. A token written into the ring takes the row of one that leaves it (if that was
 not packed before), which is quantized from its 16-bit values:
 
-    leaving    exact row now at the token's exact slot  ->  packed slot
+    evicted    exact row now at the token's exact slot  ->  packed slot
     exact      the new token, in 16 bit                 ->  exact slot
 
 A negative slot is none. Everything is computed where the lengths are, without waiting for a GPU.
@@ -38,7 +38,7 @@ class Slots(NamedTuple):
 
     packed: torch.Tensor
     exact: torch.Tensor | None = None
-    leaving: torch.Tensor | None = None
+    evicted: torch.Tensor | None = None
 
 
 def packed_lens_after(
@@ -67,7 +67,7 @@ def slots_of(
     sink_len: int = 0,
     recent_len: int = 0,
     block_table: torch.Tensor | None = None,
-    seats: torch.Tensor | None = None,
+    seq_slots: torch.Tensor | None = None,
     ring: bool = False,
 ) -> Slots:
     """Find the slots of new tokens given as [batch, new_tokens], flattened.
@@ -85,7 +85,8 @@ def slots_of(
         sink_len: first tokens of each sequence, in rows 0 to sink_len of its 16-bit rows.
         recent_len: last tokens of each sequence, in a ring of as many rows behind them.
         block_table: [batch, max_pages], int32: the pages of each sequence. None: page b alone.
-        seats: [batch]: the seat of each sequence among the 16-bit rows. None: seat b.
+        seq_slots: [batch]: the sequence slot of each sequence among the 16-bit rows. None: sequence
+            slot b.
         ring: whether packed rows, without pages, go round: a token takes the place of the one
             page_size tokens before it.
 
@@ -94,18 +95,18 @@ def slots_of(
         and recent_len are 0.
 
     Raises:
-        ShapeError: the tensors are not of the same sequences, or a length, page or seat cannot be
-            (their values are looked at on the CPU, and in debug mode).
+        ShapeError: the tensors are not of the same sequences, or a length, page or sequence slot
+            cannot be (their values are looked at on the CPU, and in debug mode).
         ConfigError: a size or a dtype that is not possible.
     """
-    _check_tensors(seq_lens, packed_lens, new_lens, block_table, seats)
+    _check_tensors(seq_lens, packed_lens, new_lens, block_table, seq_slots)
     check_flag("ring", ring)
     if not torch.compiler.is_compiling():
         sizes = {"new_tokens": new_tokens, "sink_len": sink_len, "recent_len": recent_len}
         for name, size in sizes.items():
             check_size(name, size)
         check_size("page_size", page_size, at_least=1)
-        if _are_on_cpu(seq_lens, packed_lens, new_lens, block_table, seats):
+        if _are_on_cpu(seq_lens, packed_lens, new_lens, block_table, seq_slots):
             try:
                 found = _cpu().find_slots(
                     seq_lens,
@@ -116,12 +117,12 @@ def slots_of(
                     sink_len,
                     recent_len,
                     block_table,
-                    seats,
+                    seq_slots,
                     ring,
                 )
             except RuntimeError:  # of torch; looked at only now: it takes time
                 lens = {"seq_lens": seq_lens, "packed_lens": packed_lens, "new_lens": new_lens}
-                given = {**lens, "block_table": block_table, "seats": seats}
+                given = {**lens, "block_table": block_table, "seq_slots": seq_slots}
                 check_readable(**{name: x for name, x in given.items() if x is not None})
                 raise
             if found is not None:  # else it is told below what is not possible
@@ -137,7 +138,7 @@ def slots_of(
     if debug.may_read(seq_lens):
         if not ring:
             _check_room(last[:, 0], page_size, block_table)
-        _check_places(last[:, 0], page_size, block_table, seats)
+        _check_places(last[:, 0], page_size, block_table, seq_slots)
 
     index = old_lens + offsets - sink_len  # among the tokens behind the sinks
     is_packed = is_new & (index >= 0) & (index < last)
@@ -147,13 +148,17 @@ def slots_of(
     if not exact_len:
         return Slots(packed.flatten())
     is_exact = is_new & ~is_packed
-    seat = torch.arange(len(seq_lens), device=seq_lens.device) if seats is None else seats.long()
+    seq_slot = (
+        torch.arange(len(seq_lens), device=seq_lens.device)
+        if seq_slots is None
+        else seq_slots.long()
+    )
     row = torch.where(index < 0, index, index % max(recent_len, 1)) + sink_len
-    exact = torch.where(is_exact, seat[:, None] * exact_len + row, -1)
+    exact = torch.where(is_exact, seq_slot[:, None] * exact_len + row, -1)
     leaver = first + (index - first) % max(recent_len, 1)  # that may stand in the same row
     leaves = is_exact & (index >= 0) & (leaver < old_lens - sink_len) & (leaver >= oldest)
-    leaving = _packed_slots(leaver, leaves, page_size, block_table)
-    return Slots(packed.flatten(), exact.flatten(), leaving.flatten())
+    evicted = _packed_slots(leaver, leaves, page_size, block_table)
+    return Slots(packed.flatten(), exact.flatten(), evicted.flatten())
 
 
 def check_slots(slots: Slots, num_packed: int, num_exact: int) -> None:
@@ -167,23 +172,23 @@ def check_slots(slots: Slots, num_packed: int, num_exact: int) -> None:
     Raises:
         ShapeError: which token has what instead.
     """
-    packed, exact, leaving = slots
+    packed, exact, evicted = slots
     if _are_on_cpu(*slots) and _cpu().are_possible(slots, num_packed, num_exact):
         return
-    if exact is not None and leaving is not None:
+    if exact is not None and evicted is not None:
         _check_targets("slots.exact", exact, num_exact)
         packed = packed.masked_fill(exact >= 0, -1)
-        lost = (leaving >= 0) & (exact < 0)
-        if bool(lost.any()):
-            token = int(lost.nonzero()[0])
+        unpaired = (evicted >= 0) & (exact < 0)
+        if bool(unpaired.any()):
+            token = int(unpaired.nonzero()[0])
             raise ShapeError(
-                f"slots.leaving[{token}] is {int(leaving[token])}, but slots.exact[{token}] is "
+                f"slots.evicted[{token}] is {int(evicted[token])}, but slots.exact[{token}] is "
                 f"{int(exact[token])}: give the exact slot of the row that leaves"
             )
     _check_targets("slots.packed", packed, num_packed)
-    if leaving is not None:
-        _check_targets("slots.leaving", leaving, num_packed)
-        _check_targets("slots.packed and slots.leaving", torch.cat([packed, leaving]), num_packed)
+    if evicted is not None:
+        _check_targets("slots.evicted", evicted, num_packed)
+        _check_targets("slots.packed and slots.evicted", torch.cat([packed, evicted]), num_packed)
 
 
 def check_existing(name: str, slots: torch.Tensor, count: int) -> None:
@@ -224,7 +229,7 @@ def _check_tensors(
     packed_lens: torch.Tensor,
     new_lens: torch.Tensor | None,
     block_table: torch.Tensor | None,
-    seats: torch.Tensor | None,
+    seq_slots: torch.Tensor | None,
 ) -> None:
     """Raise unless all are whole numbers of the same sequences."""
     batch = seq_lens.shape if isinstance(seq_lens, torch.Tensor) else torch.Size()
@@ -233,9 +238,9 @@ def _check_tensors(
         ("packed_lens", packed_lens, 1),
         ("new_lens", new_lens, 1),
         ("block_table", block_table, 2),
-        ("seats", seats, 1),
+        ("seq_slots", seq_slots, 1),
     ):
-        if tensor is None and name in ("new_lens", "block_table", "seats"):
+        if tensor is None and name in ("new_lens", "block_table", "seq_slots"):
             continue
         if not isinstance(tensor, torch.Tensor) or tensor.dtype not in (torch.int32, torch.int64):
             is_ = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
@@ -276,17 +281,17 @@ def _check_places(
     packed_lens: torch.Tensor,
     page_size: int,
     block_table: torch.Tensor | None,
-    seats: torch.Tensor | None,
+    seq_slots: torch.Tensor | None,
 ) -> None:
-    """Raise unless pages in use and seats are such; values are read."""
+    """Raise unless pages in use and sequence slots are such; values are read."""
     if block_table is not None:
         at = torch.arange(block_table.shape[1], device=block_table.device) * page_size
         if bool(((block_table < 0) & (at < packed_lens[:, None])).any()):
             raise ShapeError(
                 "block_table has a page below 0 where there are tokens: pages are >= 0"
             )
-    if seats is not None and bool((seats < 0).any()):
-        raise ShapeError(f"seats is {seats.tolist()}: seats are 0 and more")
+    if seq_slots is not None and bool((seq_slots < 0).any()):
+        raise ShapeError(f"seq_slots is {seq_slots.tolist()}: sequence slots are 0 and more")
 
 
 def _check_room(

@@ -205,7 +205,7 @@ def test_l2_is_overwritten_outside_of_the_time_taken(monkeypatch: pytest.MonkeyP
 
 
 @pytest.fixture
-def forced(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Plan, str]]:
+def override_plan(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Plan, str]]:
     """What the launcher is told to run, in the order of the calls; the last one runs now."""
     told: list[tuple[Plan, str]] = []
 
@@ -219,14 +219,14 @@ def forced(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Plan, str]]:
     return told
 
 
-def test_tuning_keeps_the_fastest_plan(forced: list[tuple[Plan, str]]) -> None:
+def test_tuning_keeps_the_fastest_plan(override_plan: list[tuple[Plan, str]]) -> None:
     def times(call: Call) -> float:
-        plan = forced[-1][0]
+        plan = override_plan[-1][0]
         return 10.0 if (plan.warps, plan.stages) == (8, 3) else 11.0 + plan.splits[0]
 
     choice = gputune.tune(small(), FakeTimer(times), H200)
-    assert len(forced) == len(set(forced)) == choice.measured > 4
-    assert choice.formula[0] == forced[0][0]
+    assert len(override_plan) == len(set(override_plan)) == choice.measured > 4
+    assert choice.formula[0] == override_plan[0][0]
     plan, measured = choice.fastest
     assert (plan.warps, plan.stages, measured) == (8, 3, Times(10.0, 8.0))
     row = gputune.table_row(choice, H200)
@@ -248,17 +248,19 @@ def test_both_times_decide_and_plans_without_one_of_them_lose() -> None:
 
 
 @pytest.mark.parametrize("name", ["int4-g4", "int4-g8", "bf16", "int4"])
-def test_ablation_leaves_out_one_thing_at_a_time(name: str, forced: list[tuple[Plan, str]]) -> None:
+def test_ablation_leaves_out_one_thing_at_a_time(
+    name: str, override_plan: list[tuple[Plan, str]]
+) -> None:
     case = small(name, seq_len=4096)
     found = gputune.ablate(case, FakeTimer(), H200)
     assert [
-        (variant.plan, without) for variant, (_, without) in zip(found, forced, strict=True)
-    ] == forced
+        (variant.plan, without) for variant, (_, without) in zip(found, override_plan, strict=True)
+    ] == override_plan
     whole, best = found[0], found[0].plan
-    techniques = [without for _, without in forced if without]
+    techniques = [without for _, without in override_plan if without]
     own = {"padded shared memory"} if name in ("int4-g4", "int4") else set()
     assert set(techniques) == set(TECHNIQUES) - own
-    plans = [plan for plan, without in forced[1:] if not without]
+    plans = [plan for plan, without in override_plan[1:] if not without]
     assert best not in plans and len(plans) == len(set(plans))
     assert {plan.stages for plan in plans} - {best.stages}
     assert {plan.splits[0] for plan in plans} >= {1, 2 * best.splits[0]} - set(best.splits)
@@ -282,7 +284,7 @@ def run(*args: object) -> Result:
 
 def test_the_command_tunes_and_ablates(
     gpu: None,
-    forced: list[tuple[Plan, str]],
+    override_plan: list[tuple[Plan, str]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -105,8 +105,8 @@ def make(fmt: RowFormat, what: str, num_tokens: int, exact: bool = False) -> dic
         for side in "kv":
             held = torch.zeros(num_tokens, HEADS, EXACT_LEN, HEAD_DIM, device="cuda").bfloat16()
             call[f"exact_{side}"] = held.view(torch.uint8)
-        seats = torch.arange(num_tokens, device="cuda")
-        slots = seats * EXACT_LEN + torch.randint(EXACT_LEN, (num_tokens,), device="cuda")
+        seq_slots = torch.arange(num_tokens, device="cuda")
+        slots = seq_slots * EXACT_LEN + torch.randint(EXACT_LEN, (num_tokens,), device="cuda")
         call["slots"] = Slots(torch.full_like(packed, -1), slots, packed.contiguous())
     return call
 

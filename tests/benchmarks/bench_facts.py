@@ -13,7 +13,7 @@ from kvquant.bench.cases import Case
 from kvquant.bench.gpu import check_and_time, rotated_inputs
 from kvquant.bench.report import render_machine
 from kvquant.bench.timer import GraphTimer, describe_machine
-from kvquant.kernels.cuda.decode.launch import forced
+from kvquant.kernels.cuda.decode.launch import override_plan
 from kvquant.kernels.cuda.decode.plan import Plan
 
 ROW_BYTES = 160  # K and V of a token in INT4 with 4 groups, head_dim 128
@@ -65,7 +65,7 @@ def print_pages(timer: GraphTimer) -> None:
         case = Case(fmt, fmt, batch=512, num_q_heads=8, num_kv_heads=1, seq_len=seq_len)
         inputs = rotated_inputs(case, timer)
         for plan in PLANS:
-            with forced(plan):
+            with override_plan(plan):
                 _, times = check_and_time(case, inputs, timer)
             print(
                 f"512 sequences of {seq_len:5d} tokens, {plan.splits[0]} x {plan.warps} warps x "

@@ -93,8 +93,8 @@ def make_call(fmt: RowFormat, num_tokens: int, exact: bool) -> dict[str, Any]:
         for side in "kv":
             held = torch.randn(num_tokens, HEADS, EXACT_LEN, HEAD_DIM, device="cuda").bfloat16()
             call[f"exact_{side}"] = held.view(torch.uint8)
-        seats = torch.arange(num_tokens, device="cuda") * EXACT_LEN
-        slots = seats + torch.randint(EXACT_LEN, (num_tokens,), device="cuda")
+        seq_slots = torch.arange(num_tokens, device="cuda") * EXACT_LEN
+        slots = seq_slots + torch.randint(EXACT_LEN, (num_tokens,), device="cuda")
         call["slots"] = Slots(torch.full_like(packed, -1), slots, packed)
     return call
 

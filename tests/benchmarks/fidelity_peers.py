@@ -58,13 +58,13 @@ class KiviLayer(DynamicLayer):
             self.packed_values = self.exact_values = value_states[:, :, :0]
         keys = torch.cat([self.exact_keys, key_states], dim=2)
         values = torch.cat([self.exact_values, value_states], dim=2)
-        leaving = max(keys.shape[2] - self.recent_len, 0) // KIVI_GROUP * KIVI_GROUP
-        self.packed_keys = torch.cat([self.packed_keys, kivi_keys(keys[:, :, :leaving])], dim=2)
-        self.exact_keys = keys[:, :, leaving:]
-        leaving = max(values.shape[2] - self.recent_len, 0)
-        packed = kivi_values(values[:, :, :leaving])
+        evicted = max(keys.shape[2] - self.recent_len, 0) // KIVI_GROUP * KIVI_GROUP
+        self.packed_keys = torch.cat([self.packed_keys, kivi_keys(keys[:, :, :evicted])], dim=2)
+        self.exact_keys = keys[:, :, evicted:]
+        evicted = max(values.shape[2] - self.recent_len, 0)
+        packed = kivi_values(values[:, :, :evicted])
         self.packed_values = torch.cat([self.packed_values, packed], dim=2)
-        self.exact_values = values[:, :, leaving:]
+        self.exact_values = values[:, :, evicted:]
         self.num_exact = self.exact_keys.shape[2] if self.recent_len else 0
         rest = self.exact_keys if self.recent_len else kivi_keys(self.exact_keys)
         return (

@@ -156,7 +156,7 @@ def test_tokens_without_room_are_left_out_of_a_graph(monkeypatch: pytest.MonkeyP
         cache.append(0, k[:, :, :20], v[:, :, :20], torch.tensor([20, 13, 0]))
         cache.append(0, k[:, :, :10], v[:, :, :10], torch.tensor([10, 10, 10]))
     assert cache.layers[0].seq_lens.tolist() == [24, 23, 10]
-    assert cache.lost_tokens.tolist() == [6]
+    assert cache.overflow_tokens.tolist() == [6]
     with pytest.raises(ShapeError, match=r"6 tokens .* found no room, max_seq_len is 24"):
         cache.check()
     other.append(0, k[:, :, :20], v[:, :, :20], [20, 13, 0])
@@ -188,7 +188,7 @@ def test_compiled_steps_are_the_same(with_basis: bool) -> None:
             other.append(index, k, v, new_lens)
         assert_same(cache, other)
     compiled(*tokens(2), torch.tensor([1, 0, 0]))
-    assert cache.seq_lens.tolist() == [24, 6, 0] and cache.lost_tokens.tolist() == [2]
+    assert cache.seq_lens.tolist() == [24, 6, 0] and cache.overflow_tokens.tolist() == [2]
 
 
 def test_k_and_v_may_be_of_two_dtypes_and_strides() -> None:

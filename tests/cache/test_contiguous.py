@@ -308,7 +308,7 @@ def test_reset_empties_and_the_cache_is_as_new() -> None:
 
 def held(cache: KVCache) -> list[torch.Tensor]:
     tensors = [tensor for layer in cache.layers for tensor in layer.tensors().values()]
-    return [cache.start_positions, cache.bad_rows, cache.lost_tokens, *tensors]
+    return [cache.start_positions, cache.bad_rows, cache.overflow_tokens, *tensors]
 
 
 @pytest.mark.parametrize("lengths", [(3, 5), (0, 0), (60, 60)], ids=str)

@@ -799,14 +799,14 @@ def test_what_is_taken_back_is_not_counted(
 
     def fail(*_: Any) -> None:
         cache.bad_rows += 1
-        cache.lost_tokens += 1
+        cache.overflow_tokens += 1
         raise KeyboardInterrupt
 
     hook = model.model.lm_head.register_forward_pre_hook(fail)
     with pytest.raises(KeyboardInterrupt):
         model.prefill(cache, text)
     hook.remove()
-    assert cache.bad_rows.tolist() == [0, 0] and cache.lost_tokens.tolist() == [0]
+    assert cache.bad_rows.tolist() == [0, 0] and cache.overflow_tokens.tolist() == [0]
     model.prefill(cache, text)
     assert cache.seq_lens.tolist() == [8]
 

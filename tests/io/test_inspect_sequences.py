@@ -116,7 +116,7 @@ def test_tables_are_printable_and_complete(path: Path) -> None:
 def test_few_of_many_sequences_are_printed_and_none_can_write_to_the_terminal(
     tmp_path: Path,
 ) -> None:
-    cache = make(num_seats=SHOWN + 5)
+    cache = make(max_num_seqs=SHOWN + 5)
     for i in range(SHOWN + 5):
         cache.allocate(f"\x1b[31m{i}\n")
     path = save_sequences(cache, cache.ids, tmp_path / "empty.safetensors")

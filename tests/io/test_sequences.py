@@ -43,7 +43,7 @@ def test_a_round_trip_is_bit_exact_and_goes_on(
     path = tmp_path / "saved.safetensors"
     assert save_sequences(batch.cache, ["b", 7, "a"], path, creation={"by": "test"}) == path
     other = PagedBatch(make(**options), 4, 100)
-    begin(other, "c", 30)  # so that pages and seats are others
+    begin(other, "c", 30)  # so that pages and sequence slots are others
     assert load_sequences(other.cache, path) == ["b", 7, "a"]
     other.cache.check_invariants()
     for name in ("a", "b", 7):
@@ -191,11 +191,11 @@ def test_rows_that_cannot_be_packed_are_refused(tmp_path: Path) -> None:
     """They would become NaN when they leave the recent window; sinks never do."""
     cache, path = filled().cache, tmp_path / "saved.safetensors"
     rows = cache.rows.layers[1].k_exact.view(torch.bfloat16)
-    rows[cache.state.seat("b"), :, 2] = 1e5  # a sink
+    rows[cache.state.seq_slot("b"), :, 2] = 1e5  # a sink
     save_sequences(cache, ["a", "b"], path)
     load_sequences(make(), path)
     token = 66  # of 69; the ring has the last 5
-    rows[cache.state.seat("b"), 1, 3 + (token - 3) % 5] = -1e5
+    rows[cache.state.seq_slot("b"), 1, 3 + (token - 3) % 5] = -1e5
     message = f"layer 1, K, sequence 1, token {token}, KV head 1: a value is too large for int4"
     with pytest.raises(CheckpointError, match=message):
         save_sequences(cache, ["a", "b"], path)

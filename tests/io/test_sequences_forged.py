@@ -31,7 +31,7 @@ INT8, BF16 = (RowFormat.parse(name, DIM) for name in ("int8", "bf16"))
 
 
 def make(sinks: int = 0, recent: int = 0, **options: Any) -> PagedKVCache:
-    sizes = {"num_pages": 8, "num_seats": 6, "max_seq_len": 64, **options}
+    sizes = {"num_pages": 8, "max_num_seqs": 6, "max_seq_len": 64, **options}
     lens: dict[str, Any] = {"sink_len": sinks, "recent_len": recent, "page_size": PAGE}
     return PagedKVCache(1, 1, DIM, k_format="int8", v_format="int8", **sizes, **lens)
 
@@ -134,7 +134,7 @@ def test_pages_are_shared_only_by_sequences_that_agree(name: str, tmp_path: Path
     cache = make()
     with pytest.raises(CheckpointError):
         load_sequences(cache, forge(tmp_path / "x.safetensors", REFUSED[name]))
-    assert (cache.ids, cache.num_free_pages, cache.num_free_seats) == ([], 8, 6)
+    assert (cache.ids, cache.num_free_pages, cache.num_free_seq_slots) == ([], 8, 6)
     cache.check_invariants()
 
 

@@ -23,7 +23,7 @@ from kvquant.rows.quantize import is_nan_row
 from kvquant.rows.rotation import rotate
 
 HEADS, PAGES, PAGE_SIZE = 2, 5, 7  # page sizes that attention does not take are stored too
-SEATS, EXACT_LEN = 3, 6
+SEQ_SLOTS, EXACT_LEN = 3, 6
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NAMES = [f"{codec}{groups}" for codec in ("int4", "int8", "fp8") for groups in ("", "-g4", "-g8")]
 NAMES += ["bf16", "fp16"]
@@ -59,13 +59,13 @@ def one_by_one(
     """What append_rows promises: values [num_tokens, num_kv_heads, head_dim] as they are stored."""
     for i, packed in enumerate(slots.packed.tolist()):
         new = values[i]
-        if exact_rows is not None and slots.exact is not None and slots.leaving is not None:
-            exact, leaving = int(slots.exact[i]), int(slots.leaving[i])
+        if exact_rows is not None and slots.exact is not None and slots.evicted is not None:
+            exact, evicted = int(slots.exact[i]), int(slots.evicted[i])
             rounded = quantize_rows(new, exact_format, check=False, backend="torch")
             new = dequantize_rows(rounded, exact_format)
-            if leaving >= 0:
+            if evicted >= 0:
                 old = dequantize_rows(row(exact_rows, exact), exact_format)
-                row(rows, leaving)[:] = quantize_rows(old, fmt, check=False, backend="torch")
+                row(rows, evicted)[:] = quantize_rows(old, fmt, check=False, backend="torch")
             if exact >= 0:
                 row(exact_rows, exact)[:] = rounded
                 continue
@@ -81,11 +81,11 @@ def angles(num_tokens: int, rotary_dim: int, interleaved: bool = False) -> Rope:
 def some_slots(num_tokens: int) -> Slots:
     """Every kind: packed, exact, exact with one that leaves, nowhere."""
     packed = torch.randperm(PAGES * PAGE_SIZE)
-    exact = torch.randperm(SEATS * EXACT_LEN)[:num_tokens]
+    exact = torch.randperm(SEQ_SLOTS * EXACT_LEN)[:num_tokens]
     kind = torch.arange(num_tokens) % 4
-    leaving = torch.where(kind == 2, packed[num_tokens : 2 * num_tokens], -1)
+    evicted = torch.where(kind == 2, packed[num_tokens : 2 * num_tokens], -1)
     exact = torch.where((kind == 1) | (kind == 2), exact, -3)
-    return Slots(torch.where(kind == 3, -1, packed[:num_tokens]), exact, leaving)
+    return Slots(torch.where(kind == 3, -1, packed[:num_tokens]), exact, evicted)
 
 
 CASES = {  # dtype, K, V; the CPU kernel's bytes are torch's in kernels/cpu/test_rows.py
@@ -119,7 +119,7 @@ def test_every_byte_is_that_of_quantize_rows_on_the_transformed_values(
         if exact_format is None:
             slots = Slots(slots.packed)
         else:
-            old = torch.randn(SEATS, HEADS, EXACT_LEN, 256)
+            old = torch.randn(SEQ_SLOTS, HEADS, EXACT_LEN, 256)
             exact = [quantize_rows(old[..., : fmt.head_dim], fmt) for fmt in formats]
         rows = [storage(k_format), storage(v_format)]
         expected = [x.clone() for x in rows]
@@ -249,7 +249,7 @@ def test_a_row_that_cannot_be_held_is_nan_throughout_and_counted(
     k, v = torch.randn(2, 6, HEADS, 64)
     good_rows, bad_rows = ([storage(fmt).contiguous(), storage(fmt)] for _ in "ab")
     exact_format = RowFormat.parse("bf16", 64)
-    old = quantize_rows(torch.randn(SEATS, HEADS, EXACT_LEN, 64), exact_format)
+    old = quantize_rows(torch.randn(SEQ_SLOTS, HEADS, EXACT_LEN, 64), exact_format)
     good_exact, bad_exact = [old, old.clone()], [old.clone(), old.clone()]
     slots = Slots(
         torch.tensor([3, 8, -1, -1, 30, -1]),

@@ -18,7 +18,7 @@ from kvquant.ops import append_backends as appendbackends
 from kvquant.ops.append_checks import Append
 
 HEADS, PAGES, PAGE_SIZE = 2, 5, 7
-SEATS, EXACT_LEN = 3, 6
+SEQ_SLOTS, EXACT_LEN = 3, 6
 
 
 def storage(fmt: RowFormat) -> torch.Tensor:
@@ -33,7 +33,9 @@ def angles(num_tokens: int, rotary_dim: int) -> Rope:
 def arguments() -> dict[str, Any]:
     """A call that is right, of 4 tokens."""
     k_format, v_format = RowFormat.parse("int4-g4", 64), RowFormat.parse("fp8", 96)
-    exact = [torch.zeros(SEATS, HEADS, EXACT_LEN, 2 * dim, dtype=torch.uint8) for dim in (64, 96)]
+    exact = [
+        torch.zeros(SEQ_SLOTS, HEADS, EXACT_LEN, 2 * dim, dtype=torch.uint8) for dim in (64, 96)
+    ]
     return {
         "k": torch.randn(4, HEADS, 64),
         "v": torch.randn(4, HEADS, 96),
@@ -91,15 +93,15 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ShapeError,
         r"slots.exact is \[4\] with strides \[2\]: it must be \[4\], contiguous",
     ),
-    "no leaving": (slots_with(leaving=None), ConfigError, "slots.leaving missing: .* together"),
+    "no leaving": (slots_with(evicted=None), ConfigError, "slots.evicted missing: .* together"),
     "no exact rows": (
         {"exact_k": None, "exact_v": None},
         ConfigError,
         "exact_k and exact_v missing",
     ),
-    "no exact slots": ({"slots": torch.arange(4)}, ConfigError, "exact and slots.leaving missing"),
+    "no exact slots": ({"slots": torch.arange(4)}, ConfigError, "exact and slots.evicted missing"),
     "exact bytes": ({"exact_format": "int8"}, ConfigError, "exact_format 'int8' does not exist"),
-    "exact seats": (
+    "exact sequence slots": (
         {"exact_v": torch.zeros(4, 2, 6, 192, dtype=BYTES)},
         ShapeError,
         "exact_k .* and exact_v .* must be alike",
@@ -147,9 +149,9 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         r"slots.exact\[2\] is 18: there are slots 0 to 17",
     ),
     "leaving slot": (
-        slots_with(leaving=[-1, -1, -1, 99]),
+        slots_with(evicted=[-1, -1, -1, 99]),
         ShapeError,
-        r"slots.leaving\[3\] is 99: there are slots 0 to 34",
+        r"slots.evicted\[3\] is 99: there are slots 0 to 34",
     ),
     "twice": (
         slots_with(packed=[9, 9, -1, -1]),
@@ -158,14 +160,14 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "exact twice": (slots_with(exact=[-1, 3, 2, 3]), ShapeError, "slot 3 is given twice"),
     "packed and left": (
-        slots_with(leaving=[-1, -1, 34, -1]),
+        slots_with(evicted=[-1, -1, 34, -1]),
         ShapeError,
-        "slot 34 is given twice in slots.packed and slots.leaving",
+        "slot 34 is given twice in slots.packed and slots.evicted",
     ),
-    "lost": (
-        slots_with(leaving=[-1, 5, -1, -1]),
+    "overflow": (
+        slots_with(evicted=[-1, 5, -1, -1]),
         ShapeError,
-        r"slots.leaving\[1\] is 5, but slots.exact\[1\] is -1: give the exact slot",
+        r"slots.evicted\[1\] is 5, but slots.exact\[1\] is -1: give the exact slot",
     ),
 }
 
@@ -309,8 +311,8 @@ def test_rows_that_share_memory_are_refused(axis: int, name: str, backend: str) 
 def test_k_and_v_that_overlap_are_refused(names: tuple[str, str]) -> None:
     call = arguments() | {"v": torch.randn(4, HEADS, 64), "v_format": "int4-g4"}
     whole = call[names[0]]
-    seats = call["exact_k"].shape
-    for name, shape in (("v_rows", call["k_rows"].shape), ("exact_v", seats)):
+    seq_slots = call["exact_k"].shape
+    for name, shape in (("v_rows", call["k_rows"].shape), ("exact_v", seq_slots)):
         call[name] = torch.zeros(shape, dtype=BYTES)
     memory = torch.zeros(2 * whole.numel(), dtype=BYTES)
     call[names[0]] = memory[: whole.numel()].view(whole.shape)

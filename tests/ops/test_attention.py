@@ -179,21 +179,23 @@ def test_sinks_and_a_ring_at_any_seats_are_one_segment(backend: str, relative_l2
     counts, starts = (300, 3, 150, 4), (200, 0, 20, 295)
     store = torch.full((2, 5, 2, 300, bf16.row_bytes), 255, dtype=torch.uint8)
     order = []
-    for b, seat in enumerate((4, 0, 2, 1)):
+    for b, seq_slot in enumerate((4, 0, 2, 1)):
         slots = [i if i < 4 else 4 + (i - 4 + starts[b]) % 296 for i in range(counts[b])]
-        store[:, seat][:, :, slots] = rows[:, b % 3, :, : counts[b]]
+        store[:, seq_slot][:, :, slots] = rows[:, b % 3, :, : counts[b]]
         order.append(b % 3)
     q = torch.randn(4, 4, 64)
     seated = Segment(store[0], store[1], lens(*counts), bf16, bf16, lens(*starts), None, 4)
-    segment = seated._replace(seats=lens(4, 0, 2, 1))
+    segment = seated._replace(seq_slots=lens(4, 0, 2, 1))
     result = attend_segments(q, [segment], return_lse=True, backend=backend)
     plain = Segment(rows[0][order], rows[1][order], lens(*counts), bf16, bf16)
     expected = attend_segments(q, [plain], return_lse=True, backend=backend)
     for one, other in zip(result, expected, strict=True):
         assert relative_l2(one, other) < 1e-5
-    for seats in (lens(4, 0, 2, 5), lens(-1, 0, 2, 1)):
-        with pytest.raises(ShapeError, match=r"seats of sequence . is .*: there are rows for 0"):
-            attend_segments(q, [segment._replace(seats=seats)], backend=backend)
+    for seq_slots in (lens(4, 0, 2, 5), lens(-1, 0, 2, 1)):
+        with pytest.raises(
+            ShapeError, match=r"seq_slots of sequence . is .*: there are rows for 0"
+        ):
+            attend_segments(q, [segment._replace(seq_slots=seq_slots)], backend=backend)
     with pytest.raises(ShapeError, match=r"starts of sequence 0 is 296: rows are 0 to 295"):
         attend_segments(q, [segment._replace(starts=lens(296, 0, 0, 0))], backend=backend)
 
@@ -392,7 +394,7 @@ def test_a_settled_call_is_not_checked_again_but_any_other_is(
     ]
     for segment, change, error, message in cases:
         arguments = segment._asdict() | {"q": q} | change
-        for name in ("starts", "sinks", "seats"):
+        for name in ("starts", "sinks", "seq_slots"):
             del arguments[name]
         query = arguments.pop("q").as_subclass(OnCuda)
         for _ in range(2):

@@ -202,8 +202,8 @@ def one_segment(return_lse: bool, pages: bool) -> tuple[Any, ...]:
 
 def two_segments(return_lse: bool, pages: bool) -> tuple[Any, ...]:
     q, *parts = one_segment(return_lse, pages)
-    seats = None if pages else torch.tensor([2, 0, 2], dtype=torch.int32)
-    rings = [0 if pages else 4, 0], [seats, None]
+    seq_slots = None if pages else torch.tensor([2, 0, 2], dtype=torch.int32)
+    rings = [0 if pages else 4, 0], [seq_slots, None]
     return (q, *([part, part] for part in parts[:7]), *rings, *parts[7:])
 
 

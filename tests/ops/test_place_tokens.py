@@ -86,7 +86,7 @@ def test_nothing_is_changed_when_rows_cannot_be_written(
     gpu: FakeDriver, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fill(
-        lens: Lens, sizes: Sizes, new_lens: Any, new_tokens: int, lost: Any, room: torch.Tensor
+        lens: Lens, sizes: Sizes, new_lens: Any, new_tokens: int, overflow: Any, room: torch.Tensor
     ) -> None:
         """Every length is another one afterwards."""
         for before, one in zip(room[:, -BATCH:], (*lens[:2], lens.firsts), strict=True):
@@ -129,7 +129,10 @@ def test_cpu_and_debug_mode_take_the_meaning(monkeypatch: pytest.MonkeyPatch) ->
 def test_slots_and_lengths_are_those_of_the_cpu(split: Split) -> None:
     draw, batch = random.Random(1), 5
     at, other = make_layer(split, batch, "cuda"), make_layer(split, batch)
-    lost, other_lost = torch.zeros(1, dtype=torch.int32, device="cuda"), torch.zeros(1).int()
+    overflow, other_overflow = (
+        torch.zeros(1, dtype=torch.int32, device="cuda"),
+        torch.zeros(1).int(),
+    )
     for step in range(40):
         new_tokens = draw.choice([1, 1, 2, 7, 40, 600])
         lens = random_lens(draw, batch, new_tokens)
@@ -137,13 +140,15 @@ def test_slots_and_lengths_are_those_of_the_cpu(split: Split) -> None:
         if lens is not None:
             dtype = draw.choice([torch.int32, torch.int64])
             given = torch.tensor(lens, dtype=dtype, device="cuda")
-        slots = place_tokens(at.lens, at.sizes, given, new_tokens, lost).slots
-        for found, expected in zip(slots, place(other, lens, new_tokens, other_lost), strict=True):
+        slots = place_tokens(at.lens, at.sizes, given, new_tokens, overflow).slots
+        for found, expected in zip(
+            slots, place(other, lens, new_tokens, other_overflow), strict=True
+        ):
             assert (found is None) == (expected is None)
             assert found is None or expected is None or torch.equal(found.cpu(), expected)
         for name, tensor in other.tensors().items():
             assert torch.equal(tensor, at.tensors()[name].cpu()), (name, step)
-        assert torch.equal(lost.cpu(), other_lost)
+        assert torch.equal(overflow.cpu(), other_overflow)
         random_crop(draw, other)
         for name, tensor in other.tensors().items():
             at.tensors()[name].copy_(tensor)
@@ -152,22 +157,25 @@ def test_slots_and_lengths_are_those_of_the_cpu(split: Split) -> None:
 @pytest.mark.gpu
 def test_lengths_grow_in_a_graph() -> None:
     at, other = make_layer(SPLITS["window"], BATCH, "cuda"), make_layer(SPLITS["window"], BATCH)
-    lost, other_lost = torch.zeros(1, dtype=torch.int32, device="cuda"), torch.zeros(1).int()
+    overflow, other_overflow = (
+        torch.zeros(1, dtype=torch.int32, device="cuda"),
+        torch.zeros(1).int(),
+    )
     new_lens = torch.zeros(BATCH, dtype=torch.int32, device="cuda")
-    place_tokens(at.lens, at.sizes, new_lens, 2, lost)  # compiled
+    place_tokens(at.lens, at.sizes, new_lens, 2, overflow)  # compiled
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        slots = place_tokens(at.lens, at.sizes, new_lens, 2, lost).slots
+        slots = place_tokens(at.lens, at.sizes, new_lens, 2, overflow).slots
     for count in range(70):
         lens = [1, 2, count % 3]
         new_lens.copy_(torch.tensor(lens))
         graph.replay()
-        for found, expected in zip(slots, place(other, lens, 2, other_lost), strict=True):
+        for found, expected in zip(slots, place(other, lens, 2, other_overflow), strict=True):
             assert found is not None and expected is not None
             assert torch.equal(found.cpu(), expected), count
         for name, tensor in other.tensors().items():
             assert torch.equal(tensor, at.tensors()[name].cpu()), name
-    assert torch.equal(lost.cpu(), other_lost) and int(lost) > 0
+    assert torch.equal(overflow.cpu(), other_overflow) and int(overflow) > 0
 
 
 @pytest.mark.gpu
@@ -194,7 +202,7 @@ def test_compiled_steps_are_those_of_the_cpu() -> None:
             for name, tensor in at.tensors().items():
                 assert torch.equal(tensor.cpu(), expected.tensors()[name]), name
     compiled(k.cuda(), v.cuda(), new_lens.cuda())
-    assert cache.lost_tokens.tolist() == [4]
+    assert cache.overflow_tokens.tolist() == [4]
 
 
 @pytest.mark.gpu

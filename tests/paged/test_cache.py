@@ -100,7 +100,7 @@ def test_formats_may_differ_by_layer_and_stand_in_stacks() -> None:
 def test_nbytes_counts_every_tensor() -> None:
     cache = make()
     tensors = {id(x): x for x in cache.rows.layers[0] if isinstance(x, torch.Tensor)}
-    sinks = 2 * 4 * HEADS * SINKS * 2 * DIM  # K and V, a place for each seat
+    sinks = 2 * 4 * HEADS * SINKS * 2 * DIM  # K and V, a place for each sequence slot
     expected = LAYERS * (sum(x.nbytes for x in tensors.values()) + sinks)
     assert cache.nbytes == expected + cache.bad_rows.nbytes
 
@@ -196,7 +196,9 @@ def test_no_seat_is_out_of_pages_too() -> None:
         cache.allocate(name)
     before = seen(cache)
     for call in (lambda: cache.allocate("e"), lambda: cache.fork("a", "e")):
-        with pytest.raises(OutOfPagesError, match="1 seats are needed, but 0 of 4 are free"):
+        with pytest.raises(
+            OutOfPagesError, match="1 sequence slots are needed, but 0 of 4 are free"
+        ):
             call()
     assert seen(cache) == before
 
@@ -302,7 +304,7 @@ def test_rope_is_that_of_append_rows() -> None:
     [
         ({"page_size": 20}, "page_size 20 does not exist"),
         ({"exact_format": "int8"}, "exact_format 'int8' does not exist"),
-        ({"num_seats": 0}, "num_seats 0"),
+        ({"max_num_seqs": 0}, "max_num_seqs 0"),
         ({"num_pages": 0}, "num_pages 0"),
         ({"max_seq_len": -1}, "max_seq_len -1"),
         ({"k_format": ["int4"]}, "lists 1 formats for 2 layers"),

@@ -127,7 +127,7 @@ def test_a_copy_of_pages_takes_no_memory_of_their_size() -> None:
 def test_a_fork_whose_exact_rows_are_not_copied_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = filled().cache
     before = seen(cache)
-    monkeypatch.setattr(cache.rows, "copy_seat", fail)
+    monkeypatch.setattr(cache.rows, "copy_seq_slot", fail)
     with pytest.raises(NoMemoryError):
         cache.fork("a", "d")
     assert seen(cache) == before
@@ -251,13 +251,13 @@ def test_a_page_size_is_a_whole_number(page_size: Any) -> None:
 
 
 def test_lack_of_pages_or_seats_says_who_is_leaving(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = make(num_pages=3, num_seats=2)
+    cache = make(num_pages=3, max_num_seqs=2)
     batch = PagedBatch(cache, 2, 90)
     begin(batch, "a", 40)
     cache.allocate("b")
     monkeypatch.setattr(cache._swap, "_event", SlowEvent)
     cache.swap_out("a")
-    hint = r"swap out .* or call finish_swaps\(\): 1 sequences are leaving"
+    hint = r"swap out .* or call finish_swaps\(\): 1 sequences are being swapped out"
     for call in (
         lambda: batch.extend(["b"], 40),
         lambda: cache.allocate("c"),

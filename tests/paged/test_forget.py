@@ -89,7 +89,7 @@ def test_nothing_of_a_forgotten_sequence_with_nan_is_found(
 
 @pytest.mark.parametrize("checked", [False, True])
 def test_what_was_shared_before_it_was_known_is_not_found_either(checked: bool) -> None:
-    batch = PagedBatch(make(num_pages=20, num_seats=6), 6, 100)
+    batch = PagedBatch(make(num_pages=20, max_num_seqs=6), 6, 100)
     cache = batch.cache
     longer = [*PROMPT, *PROMPT]
     fill(batch, "bad", PROMPT, SINKS + 2)
@@ -218,7 +218,7 @@ def test_inside_a_step_check_leaves_the_count_for_later() -> None:
 
 def test_twins_are_found_as_one_chain_of_pages() -> None:
     """Two prompts at the same time, and one that goes on from each: never pages of both."""
-    batch = PagedBatch(make(num_pages=40, num_seats=6, max_seq_len=150), 6, 400)
+    batch = PagedBatch(make(num_pages=40, max_num_seqs=6, max_seq_len=150), 6, 400)
     cache = batch.cache
     for name in "ab":
         cache.allocate(name)
@@ -245,13 +245,13 @@ def test_twins_are_found_as_one_chain_of_pages() -> None:
 def test_whoever_has_nan_is_named_and_nobody_else_comes_to_have_it() -> None:
     """Random calls; rows are bad now and then. After a check no sequence begins with NaN."""
     draw = random.Random(0)
-    batch = PagedBatch(make(num_pages=30, num_seats=8), 8, 200)
+    batch = PagedBatch(make(num_pages=30, max_num_seqs=8), 8, 200)
     cache, next_id, named = batch.cache, 0, 0
     for _ in range(400):
         ids, act = cache.ids, draw.choice("aaaeeefffttoiixn")
         pick = draw.choice(ids) if ids else None
         try:
-            if act == "a" and cache.num_free_seats:
+            if act == "a" and cache.num_free_seq_slots:
                 tokens = [draw.randrange(2)] * draw.randrange(10) + [7] * draw.randrange(50)
                 bad = draw.randrange(len(tokens)) if tokens and draw.random() < 0.2 else None
                 if bad is not None and bad < cache.match_prefix(tokens):
@@ -264,7 +264,7 @@ def test_whoever_has_nan_is_named_and_nobody_else_comes_to_have_it() -> None:
                 if count and draw.random() < 0.1:
                     rows[1, draw.randrange(count)] = torch.nan
                 extend(batch, [pick], count, [7] * count, rows)
-            elif act == "f" and pick is not None and cache.num_free_seats:
+            elif act == "f" and pick is not None and cache.num_free_seq_slots:
                 cache.fork(pick, next_id)
                 next_id += 1
             elif act == "t" and pick is not None:
@@ -288,7 +288,7 @@ def test_whoever_has_nan_is_named_and_nobody_else_comes_to_have_it() -> None:
                     for start in (0, 1):
                         for length in range(10):
                             begins = [start] * length + [7] * 60
-                            if cache.num_free_seats:
+                            if cache.num_free_seq_slots:
                                 cache.allocate("new", begins)
                                 assert not has_nan(cache, "new")
                                 cache.free("new")

@@ -20,7 +20,7 @@ from kvquant.paged.cache import PagedKVCache
 NAMES = "cache batch state pool prefix_tree swap staged_tensors"
 FILES = {str(Path(paged.__file__).with_name(f"{name}.py")) for name in NAMES.split()}
 FILES.add(str(sequences.__file__))
-NUM_PAGES, NUM_SEATS = 10, 5
+NUM_PAGES, MAX_NUM_SEQS = 10, 5
 A, Z = list(range(45)), list(range(100, 140))
 B = [*A[:30], *range(60, 70)]
 KNOWN = {"a": [*A, *range(45, 65)], "b": [*B, 70, 71], "c": [*A, 50, *range(51, 69)]}
@@ -38,7 +38,7 @@ def grow(
 def filled() -> PagedBatch:
     """Sequences that share pages, a page that two write to, and pages that are only found."""
     options: dict[str, Any] = {"k_format": "int8", "v_format": "int8", "page_size": 16}
-    options |= {"num_seats": NUM_SEATS, "max_seq_len": 128, "sink_len": 2, "recent_len": 3}
+    options |= {"max_num_seqs": MAX_NUM_SEQS, "max_seq_len": 128, "sink_len": 2, "recent_len": 3}
     batch = PagedBatch(PagedKVCache(1, 1, 64, NUM_PAGES, **options), 4, 64)
     for name, tokens in (("a", A), ("b", B), ("z", Z)):
         present = batch.cache.allocate(name, tokens)
@@ -130,7 +130,7 @@ def check(batch: PagedBatch) -> None:
         assert shown(cache, name) == [*found, 3, 4, 5]
     for each in cache.ids:
         cache.free(each)
-    assert (cache.num_free_pages, cache.num_free_seats) == (NUM_PAGES, NUM_SEATS)
+    assert (cache.num_free_pages, cache.num_free_seq_slots) == (NUM_PAGES, MAX_NUM_SEQS)
     cache.check_invariants()
 
 

@@ -38,7 +38,7 @@ class NoMemory(TorchDispatchMode):
 def filled() -> PagedBatch:
     """Sequences "a", a fork "b" of it that shares a partly filled page, "c" that begins as "a" did,
     "d" of other tokens, and "gone", swapped out."""
-    batch = PagedBatch(make(num_pages=60, num_seats=12), 6, 150)
+    batch = PagedBatch(make(num_pages=60, max_num_seqs=12), 6, 150)
     cache = batch.cache
     begin(batch, "a", 60, PROMPT)
     cache.fork("a", "b")
@@ -56,7 +56,7 @@ def state(cache: PagedKVCache) -> object:
     each = [(i, cache.length(i), of.pool.block_table(i), list(of.tokens(i))) for i in cache.ids]
     found = [cache.match_prefix([*tokens, 0]) for tokens in (PROMPT, OTHER, range(300, 350))]
     parked = [(i, cache.length(i)) for i in cache.swapped_ids]
-    free = cache.num_free_pages, cache.num_free_seats
+    free = cache.num_free_pages, cache.num_free_seq_slots
     return each, found, parked, free, cache.bad_rows.tolist()
 
 

@@ -186,7 +186,7 @@ def test_what_does_not_fit_is_refused() -> None:
         (
             {"starts": lens},
             ConfigError,
-            "a block_table (pages), or starts, sinks and seats (a ring)",
+            "a block_table (pages), or starts, sinks and seq_slots (a ring)",
         ),
         (
             {"v_rows": v_rows[:5]},

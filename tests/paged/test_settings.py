@@ -37,7 +37,7 @@ def play(folder: Path, in_bases: bool) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
 
     def new() -> PagedKVCache:
-        return make(num_pages=30, num_seats=6, device="cpu", bases=bases() if in_bases else None)
+        return make(num_pages=30, max_num_seqs=6, device="cpu", bases=bases() if in_bases else None)
 
     cache = new()
     batch = PagedBatch(cache, 4, 120, shared_prefix=True)

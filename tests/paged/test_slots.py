@@ -24,9 +24,9 @@ def test_slots_are_those_of_slots_of(sinks: int, recent: int) -> None:
         longest = np.maximum(lengths - sinks, 0)
         least = np.maximum(longest - recent, 0)
         packed = draw.integers(least, longest + 1)
-        seats = draw.permutation(9)[:batch]
+        seq_slots = draw.permutation(9)[:batch]
         tables = draw.permutation(9 * 9).reshape(9, 9).astype(np.int32)
-        got = token_slots(split, seats, lengths, packed, counts, tables)
+        got = token_slots(split, seq_slots, lengths, packed, counts, tables)
         expected = slots_of(
             torch.tensor(lengths, dtype=torch.int32),
             torch.tensor(packed, dtype=torch.int32),
@@ -35,8 +35,8 @@ def test_slots_are_those_of_slots_of(sinks: int, recent: int) -> None:
             16,
             sink_len=sinks,
             recent_len=recent,
-            block_table=torch.tensor(tables[seats]),
-            seats=torch.tensor(seats),
+            block_table=torch.tensor(tables[seq_slots]),
+            seq_slots=torch.tensor(seq_slots),
         )
         is_new = torch.arange(most) < torch.tensor(counts)[:, None]
         ends = [range(n, n + count) for n, count in zip(lengths, counts, strict=True)]

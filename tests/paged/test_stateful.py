@@ -32,7 +32,7 @@ from kvquant.paged.cache import PagedKVCache
 from kvquant.rows.basis import Basis, LayerBasis
 from kvquant.rows.rounding import feedback_matrix
 
-LAYERS, HEADS, DIM, PAGE, PAGES, SEATS, MAX = 2, 1, 64, 16, 9, 4, 70
+LAYERS, HEADS, DIM, PAGE, PAGES, SEQ_SLOTS, MAX = 2, 1, 64, 16, 9, 4, 70
 FORMATS = RowFormat.parse("int4-g4", DIM), RowFormat.parse("fp8", DIM)
 LENGTHS = [(2, 3), (0, 0), (3, 0), (0, 5), (1, 20)]
 SHARES = [True, False, None]
@@ -104,7 +104,7 @@ class Values:
 
 
 class PagedMachine(RuleBasedStateMachine):
-    """A paged cache beside its model; free pages and seats hold NaN."""
+    """A paged cache beside its model; free pages and sequence slots hold NaN."""
 
     device = "cpu"
     shared = 0  # steps in which a prefix was read once for several sequences
@@ -128,7 +128,7 @@ class PagedMachine(RuleBasedStateMachine):
             HEADS,
             DIM,
             PAGES,
-            num_seats=SEATS,
+            max_num_seqs=SEQ_SLOTS,
             max_seq_len=MAX,
             page_size=PAGE,
             k_format=FORMATS[0],
@@ -138,7 +138,7 @@ class PagedMachine(RuleBasedStateMachine):
             device=self.device,
             bases=[basis] * LAYERS if in_basis else None,
         )
-        self.batch = PagedBatch(self.cache, SEATS, 3 * MAX, shared_prefix=shared_prefix)
+        self.batch = PagedBatch(self.cache, SEQ_SLOTS, 3 * MAX, shared_prefix=shared_prefix)
         self.values, self.next_id, self.turn = Values(basis, any(lengths)), 0, 0
         self.live: dict[int, list[Token]] = {}
         self.swapped: dict[int, list[Token]] = {}
@@ -153,8 +153,11 @@ class PagedMachine(RuleBasedStateMachine):
         return ids[number % len(ids)]
 
     def poison(self) -> None:
-        pool, seats = self.cache.state.pool, self.cache.state._free_seats
-        for sides, units in ((self.cache.rows.pages, pool._free), (self.cache.rows.exact, seats)):
+        pool, seq_slots = self.cache.state.pool, self.cache.state._free_seq_slots
+        for sides, units in (
+            (self.cache.rows.pages, pool._free),
+            (self.cache.rows.exact, seq_slots),
+        ):
             for stack in (stack for side in sides for stack in side.stacks):
                 stack[:, units] = 0xFF
 
@@ -208,7 +211,7 @@ class PagedMachine(RuleBasedStateMachine):
 
     def attend(self, ids: list[int]) -> None:
         """The attention over each sequence is that over its values; other places give zeros."""
-        q, layer = torch.randn(SEATS, 2, DIM).bfloat16().float(), self.turn % LAYERS
+        q, layer = torch.randn(SEQ_SLOTS, 2, DIM).bfloat16().float(), self.turn % LAYERS
         on_cpu = self.device == "cpu"
         out = self.batch.attend(layer, q if on_cpu else q.bfloat16().to(self.device))
         assert isinstance(out, torch.Tensor)
@@ -228,7 +231,7 @@ class PagedMachine(RuleBasedStateMachine):
         try:
             present = self.cache.allocate(i, ids)
         except OutOfPagesError:
-            assert not self.cache.num_free_seats or self.device != "cpu"
+            assert not self.cache.num_free_seq_slots or self.device != "cpu"
             return
         assert present == expected < max(count, 1)
         assert not present or (present - self.sinks) % PAGE == 0
@@ -237,7 +240,7 @@ class PagedMachine(RuleBasedStateMachine):
         self.next_id += 1
         self.step({i: ids[present:]})
 
-    @precondition(lambda self: len(self.live) < SEATS - 2)
+    @precondition(lambda self: len(self.live) < SEQ_SLOTS - 2)
     @rule(number=numbers, count=st.integers(33, MAX))
     def begin_twins(self, number: int, count: int) -> None:
         """Two sequences with one prompt, neither written when the other begins, and an heir."""
@@ -273,7 +276,7 @@ class PagedMachine(RuleBasedStateMachine):
         random.Random(number).shuffle(ids)
         self.step({i: [] for i in ids})
 
-    @precondition(lambda self: self.live and len(self.live) < SEATS)
+    @precondition(lambda self: self.live and len(self.live) < SEQ_SLOTS)
     @rule(number=numbers)
     def fork(self, number: int) -> None:
         i = self.pick(number)
@@ -311,7 +314,7 @@ class PagedMachine(RuleBasedStateMachine):
         try:
             self.cache.swap_in(i)
         except OutOfPagesError:
-            assert len(self.live) == SEATS or self.cache.num_free_pages < PAGES
+            assert len(self.live) == SEQ_SLOTS or self.cache.num_free_pages < PAGES
             self.cache.finish_swaps()
             return
         self.live[i] = self.swapped.pop(i)
@@ -339,8 +342,8 @@ class PagedMachine(RuleBasedStateMachine):
         self.poison()
         self.turn += 1
         assert set(self.cache.ids) == set(self.live)
-        left = SEATS - len(self.live)
-        assert self.cache.num_free_seats == left or self.device != "cpu"
+        left = SEQ_SLOTS - len(self.live)
+        assert self.cache.num_free_seq_slots == left or self.device != "cpu"
         for i, tokens in (self.live | self.swapped).items():
             assert self.cache.length(i) == len(tokens)
         for i, tokens in self.live.items():
@@ -382,9 +385,9 @@ def soak(device: str, seed: int, goes_on: Callable[[int], bool]) -> int:
             if machine.live:
                 rest |= {"truncate": {"cut": n % 31}, "free": {}, "swap_out": {}}
                 rest |= {"save_and_load": {}}
-            if 0 < len(machine.live) < SEATS:
+            if 0 < len(machine.live) < SEQ_SLOTS:
                 rest |= {"fork": {}}
-            if len(machine.live) < SEATS - 2:
+            if len(machine.live) < SEQ_SLOTS - 2:
                 rest |= {"begin_twins": {"count": 33 + n % (MAX - 32)}}
             if machine.swapped:
                 rest |= {"swap_in": {}}

@@ -34,9 +34,9 @@ def test_a_sequence_comes_back_as_it_went(count: int, device: str) -> None:
     cache.swap_out("a")
     cache.finish_swaps()
     assert (cache.ids, cache.swapped_ids) == ([], ["a"])
-    assert (cache.num_free_pages, cache.num_free_seats) == (12, 4)
+    assert (cache.num_free_pages, cache.num_free_seq_slots) == (12, 4)
     assert cache.length("a") == count
-    begin(batch, "b", 90)  # takes its pages and its seat
+    begin(batch, "b", 90)  # takes its pages and its sequence slot
     cache.swap_in("a")
     assert (cache.ids, cache.swapped_ids) == (["b", "a"], [])
     assert same(values(cache, "a"), before)
@@ -130,7 +130,7 @@ def test_pages_are_held_until_the_copy_is_done(monkeypatch: pytest.MonkeyPatch) 
     before = values(cache, "a")
     monkeypatch.setattr(cache._swap, "_event", lambda: event)
     cache.swap_out("a")
-    assert (cache.num_free_pages, cache.num_free_seats, cache.ids) == (1, 3, [])
+    assert (cache.num_free_pages, cache.num_free_seq_slots, cache.ids) == (1, 3, [])
     cache.check_invariants()
     cache.swap_in("a")  # its pages are still its own
     assert same(values(cache, "a"), before)
@@ -148,7 +148,7 @@ def test_pages_are_held_until_the_copy_is_done(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.gpu
 def test_swaps_run_beside_a_captured_loop() -> None:
     """Sequences leave and come back between replays; all keep their rows but the one packed."""
-    cache = make(device="cuda", num_pages=40, num_seats=6)
+    cache = make(device="cuda", num_pages=40, max_num_seqs=6)
     batch = PagedBatch(cache, 4)
     prefill = PagedBatch(cache, 4, 100)
     for name in range(4):

@@ -53,7 +53,7 @@ def test_a_step_looks_at_the_pages_in_use(shared: bool | None) -> None:
 
 def test_tables_of_sequences_of_very_unlike_lengths_are_copied_row_by_row() -> None:
     """A block as wide as the longest would be 8 * 6,000 entries for 6,014 pages."""
-    cache = make(num_pages=6100, num_seats=8, max_seq_len=100_000, num_layers=1)
+    cache = make(num_pages=6100, max_num_seqs=8, max_seq_len=100_000, num_layers=1)
     batch, other = (PagedBatch(cache, 8, 96_000, shared_prefix=s) for s in (True, False))
     begin(batch, "long", 95_990)
     begin(batch, "a", 30)
@@ -129,21 +129,25 @@ def test_sizes_beyond_the_memory_are_refused_before_any_is_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Memory that a system promised and does not have ends the process."""
-    cache = make(num_seats=1)
+    cache = make(max_num_seqs=1)
     batch = PagedBatch(cache, 4)
     taken: list[object] = []
     for name in ("zeros", "empty", "frombuffer"):
         monkeypatch.setattr(torch, name, lambda *args, **_: taken.append(args))
     for nbytes, call, words in (
-        (cache.nbytes, lambda: make(num_seats=1), "a cache of 12 pages and 1 seats takes"),
+        (
+            cache.nbytes,
+            lambda: make(max_num_seqs=1),
+            "a cache of 12 pages and 1 sequence slots takes",
+        ),
         (batch.nbytes, lambda: PagedBatch(cache, 4), "a batch takes"),
-        (10**9, lambda: make(num_seats=10**7, sink_len=0, recent_len=0), "the bookkeeping of"),
+        (10**9, lambda: make(max_num_seqs=10**7, sink_len=0, recent_len=0), "the bookkeeping of"),
     ):
         monkeypatch.setattr("kvquant.devices.available_memory", lambda most=nbytes: most - 100)
         with pytest.raises(ConfigError, match=rf"{words}.* GiB, more than there is: use"):
             call()
     assert not taken
-    for options in ({"num_seats": 2**31 - 1}, {"num_pages": 2**31 - 1}):
+    for options in ({"max_num_seqs": 2**31 - 1}, {"num_pages": 2**31 - 1}):
         with pytest.raises(ConfigError, match="GiB, more than there is"):
             make(**options)
 

@@ -12,7 +12,7 @@ from kvquant import KVCache, RowFormat, dequantize_rows, quantize_rows
 from kvquant.errors import ConfigError, DeviceError, NonFiniteError, ShapeError
 from kvquant.ops import attention_in_basis as basisattention
 from kvquant.rows.basis import Basis, LayerBasis, _for_fp16, _per_head
-from kvquant.rows.rounding import clip_rows, feedback_matrix, quantize_fitted
+from kvquant.rows.rounding import clip_rows, feedback_matrix, quantize_calibrated
 
 HEADS, DIM = 2, 64
 EXACT = {"k_format": "fp16", "v_format": "fp16"}
@@ -100,12 +100,12 @@ def test_offsets_save_what_four_bits_lose() -> None:
     k, v = tokens(23)
     k[..., 3] += 200
     centred = Basis(k.mean((0, 2)))
-    lost, kept = (
+    lossy, kept = (
         cache(None, k_format="int4"),
         cache([LayerBasis(centred, centred)], k_format="int4"),
     )
     errors = []
-    for one in (lost, kept):
+    for one in (lossy, kept):
         one.append(0, k, v)
         errors.append(float((one.dequantized(0)[0] - k).square().mean()))
     assert errors[1] < errors[0] / 100
@@ -160,7 +160,7 @@ def test_both_backends_round_alike(name: str, dim: int) -> None:
     x[1, 0, 2, 5] = torch.inf
     fmt, clip = RowFormat.parse(name, dim), torch.tensor([0.9, 1.0])
     rows = [
-        quantize_fitted(x, fmt, clip=clip, feedback=feedback, backend=backend)
+        quantize_calibrated(x, fmt, clip=clip, feedback=feedback, backend=backend)
         for backend in ("cpu", "torch")
     ]
     assert torch.equal(*rows)
@@ -182,7 +182,7 @@ def test_what_does_not_fit_the_rows_is_refused(
     options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        quantize_fitted(torch.randn(1, HEADS, 3, DIM), RowFormat.parse("int4", DIM), **options)
+        quantize_calibrated(torch.randn(1, HEADS, 3, DIM), RowFormat.parse("int4", DIM), **options)
 
 
 def test_feedback_lowers_the_error_that_is_weighed() -> None:
@@ -195,14 +195,16 @@ def test_feedback_lowers_the_error_that_is_weighed() -> None:
         wrong = dequantize_rows(rows, fmt) - x
         return float(((wrong @ weights.float()) * wrong).sum())
 
-    fed = quantize_fitted(x, fmt, feedback=feedback_matrix(weights).float())
+    fed = quantize_calibrated(x, fmt, feedback=feedback_matrix(weights).float())
     assert error(fed) < 0.7 * error(quantize_rows(x, fmt))
 
 
 def test_feedback_of_independent_errors_changes_nothing() -> None:
     x, fmt = torch.randn(4, HEADS, 50, DIM), RowFormat.parse("int4-g4", DIM)
     eye = torch.eye(DIM).expand(HEADS, DIM, DIM)
-    assert torch.equal(quantize_fitted(x, fmt, feedback=eye.contiguous()), quantize_rows(x, fmt))
+    assert torch.equal(
+        quantize_calibrated(x, fmt, feedback=eye.contiguous()), quantize_rows(x, fmt)
+    )
 
 
 def test_feedback_matrix_is_unit_lower_triangular_and_explains_the_weights() -> None:

@@ -48,15 +48,15 @@ def test_a_ring_is_read_from_its_start_over_its_end(start: int) -> None:
         assert torch.equal(v, dequantize_rows(segment.v_rows[b][:, slots], INT8, torch.bfloat16))
 
 
-@pytest.mark.parametrize("seat", [0, 1])
+@pytest.mark.parametrize("seq_slot", [0, 1])
 @pytest.mark.parametrize("start", range(3))
-def test_sinks_stay_and_the_ring_closes_behind_them(start: int, seat: int) -> None:
+def test_sinks_stay_and_the_ring_closes_behind_them(start: int, seq_slot: int) -> None:
     segment = make(starts=[start, start])._replace(sinks=2)
-    segment = segment._replace(seats=torch.tensor([seat, 1], dtype=torch.int32))
+    segment = segment._replace(seq_slots=torch.tensor([seq_slot, 1], dtype=torch.int32))
     for b, seq_len in enumerate((3, 5)):
         slots = [0, 1, *(2 + (start + i) % 3 for i in range(3))][:seq_len]
         rows = segment.rows(b, "k")
-        assert torch.equal(rows, segment.k_rows[seat if b == 0 else 1][:, slots])
+        assert torch.equal(rows, segment.k_rows[seq_slot if b == 0 else 1][:, slots])
 
 
 def test_a_segment_without_room_is_allowed() -> None:
@@ -91,9 +91,13 @@ def test_what_does_not_fit_is_refused() -> None:
         ({"starts": lens[:1]}, ShapeError, "starts is [1]: it must be [2], the batch"),
         ({"sinks": 6}, ShapeError, "sinks 6 does not fit 5 rows: use 0 to 5"),
         ({"sinks": -1}, ShapeError, "sinks -1 does not fit 5 rows"),
-        ({"seats": lens.long()}, ConfigError, "seats is torch.int64: use int32"),
-        ({"seats": lens[:, None]}, ShapeError, "seats is [2, 1]: it must be [2], the batch"),
-        ({"seats": lens[:1]}, ShapeError, "seq_lens is [2]: it must be [1], the batch"),
+        ({"seq_slots": lens.long()}, ConfigError, "seq_slots is torch.int64: use int32"),
+        (
+            {"seq_slots": lens[:, None]},
+            ShapeError,
+            "seq_slots is [2, 1]: it must be [2], the batch",
+        ),
+        ({"seq_slots": lens[:1]}, ShapeError, "seq_lens is [2]: it must be [1], the batch"),
     ]
     q = torch.zeros(2, 6, 64)
     check_segments(q, [good])

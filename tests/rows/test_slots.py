@@ -32,7 +32,7 @@ class Store:
     lens: torch.Tensor = field(init=False)
     packed_lens: torch.Tensor = field(init=False)
     table: torch.Tensor | None = None
-    seats: torch.Tensor | None = None
+    seq_slots: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         self.lens, self.packed_lens = torch.zeros(2, self.batch, dtype=torch.int32)
@@ -42,8 +42,8 @@ class Store:
             per_sequence = -(-room // self.page_size)
             pages = self.batch * per_sequence + 1
             self.table = torch.randperm(pages)[:-1].view(self.batch, -1).int()
-            self.seats = torch.randperm(self.batch + 2)[: self.batch].int()
-        num_seats = self.batch + 2 if self.page_size else self.batch
+            self.seq_slots = torch.randperm(self.batch + 2)[: self.batch].int()
+        max_num_seqs = self.batch + 2 if self.page_size else self.batch
         exact_len = self.sink_len + self.recent_len
         self.packed, self.exact = (
             {
@@ -52,7 +52,7 @@ class Store:
             }
             for n, length, sizes in (
                 (pages, self.page_size or room, {s: f.row_bytes for s, f in FORMATS.items()}),
-                (num_seats, exact_len, dict.fromkeys(FORMATS, 2 * HEAD_DIM)),
+                (max_num_seqs, exact_len, dict.fromkeys(FORMATS, 2 * HEAD_DIM)),
             )
         )
 
@@ -66,7 +66,7 @@ class Store:
             sink_len=self.sink_len,
             recent_len=self.recent_len,
             block_table=self.table,
-            seats=self.seats,
+            seq_slots=self.seq_slots,
         )
         has_exact = slots.exact is not None
         append_rows(
@@ -94,7 +94,9 @@ class Store:
         return self.packed[side][self.table.long()].transpose(1, 2).flatten(2, 3)
 
     def exact_rows(self, side: str) -> torch.Tensor:
-        return self.exact[side] if self.seats is None else self.exact[side][self.seats.long()]
+        return (
+            self.exact[side] if self.seq_slots is None else self.exact[side][self.seq_slots.long()]
+        )
 
 
 @st.composite
@@ -186,24 +188,25 @@ def test_chunks_do_not_change_the_bytes(data: st.DataObject) -> None:
 def test_the_slots_of_a_window_can_be_read_off() -> None:
     lens, packed_lens = torch.tensor([5, 1]), torch.tensor([1, 0])
     slots = slots_of(lens, packed_lens, torch.tensor([3, 1]), 4, 10, sink_len=1, recent_len=3)
-    assert slots.exact is not None and slots.leaving is not None
-    # sequence 0 has the sink, packed token 1, and tokens 2, 3, 4 in rows 2, 3, 1 of seat 0; now
-    # come 5, 6, 7, and 2, 3, 4 leave. Sequence 1 has the sink; token 1 goes into row 1 of seat 1
+    assert slots.exact is not None and slots.evicted is not None
+    # sequence 0 has the sink, packed token 1, and tokens 2, 3, 4 in rows 2, 3, 1 of sequence slot
+    # 0; now come 5, 6, 7, and 2, 3, 4 leave. Sequence 1 has the sink; token 1 goes into row 1 of
+    # sequence slot 1
     assert slots.packed.tolist() == [-1] * 8
     assert slots.exact.tolist() == [2, 3, 1, -1, 5, -1, -1, -1]
-    assert slots.leaving.tolist() == [1, 2, 3, -1, -1, -1, -1, -1]
+    assert slots.evicted.tolist() == [1, 2, 3, -1, -1, -1, -1, -1]
     many = slots_of(lens[:1], packed_lens[:1], None, 5, 10, sink_len=1, recent_len=3)
-    assert many.exact is not None and many.leaving is not None
+    assert many.exact is not None and many.evicted is not None
     assert many.packed.tolist() == [4, 5, -1, -1, -1], "pushed out in the same call"
     assert many.exact.tolist() == [-1, -1, 1, 2, 3]
-    assert many.leaving.tolist() == [-1, -1, 3, 1, 2]
+    assert many.evicted.tolist() == [-1, -1, 3, 1, 2]
 
 
 def test_without_exact_rows_there_are_packed_slots_only() -> None:
     table = torch.tensor([[7, 2], [0, 1]], dtype=torch.int32)
     lens = torch.tensor([3, 0], dtype=torch.int32)
     slots = slots_of(lens, lens, torch.tensor([2, 1]), 2, 4, block_table=table)
-    assert slots.exact is None and slots.leaving is None
+    assert slots.exact is None and slots.evicted is None
     assert slots.packed.tolist() == [31, 8, 0, -1]
     assert slots.packed.dtype == torch.int64 and slots.packed.is_contiguous()
 
@@ -228,7 +231,7 @@ SLOTS_REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "none": ({"packed_lens": None}, ConfigError, "packed_lens is NoneType: use a tensor"),
     "two axes": ({"seq_lens": LENS[None]}, ShapeError, r"seq_lens is \[1, 2\]"),
     "fewer": ({"packed_lens": LENS[:1]}, ShapeError, r"packed_lens is \[1\], seq_lens \[2\]"),
-    "seats": ({"seats": LENS[:1]}, ShapeError, r"seats is \[1\], .* must be \[batch\]"),
+    "seq_slots": ({"seq_slots": LENS[:1]}, ShapeError, r"seq_slots is \[1\], .* must be \[batch\]"),
     "table": (
         {"block_table": torch.zeros(1, 1, dtype=torch.int32)},
         ShapeError,
@@ -248,7 +251,7 @@ SLOTS_REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ShapeError,
         "a page below 0",
     ),
-    "seat": ({"seats": torch.tensor([0, -1])}, ShapeError, r"seats is \[0, -1\]"),
+    "seq_slot": ({"seq_slots": torch.tensor([0, -1])}, ShapeError, r"seq_slots is \[0, -1\]"),
 }
 
 

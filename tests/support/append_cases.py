@@ -77,12 +77,12 @@ def make_call(case: Case, device: str = "cpu") -> dict[str, Any]:
     if case.exact:
         shape = 2, case.heads, case.tokens + 3
         exact = torch.randperm(2 * (case.tokens + 3))[: case.tokens]
-        leaving = order[case.tokens : 2 * case.tokens].clone()
+        evicted = order[case.tokens : 2 * case.tokens].clone()
         kinds = torch.arange(case.tokens) % 4  # packed; exact; leaving; leaving, but also packed
         exact[kinds == 0] = -1
-        leaving[kinds <= 1] = -1
+        evicted[kinds <= 1] = -1
         packed[kinds == 2] = -1
-        slots = Slots(packed, exact, leaving)
+        slots = Slots(packed, exact, evicted)
         for name, fmt in zip("kv", formats, strict=True):
             values = torch.randn(*shape, fmt.head_dim) * 2
             if case.hostile:
@@ -165,10 +165,10 @@ def plant(x: torch.Tensor) -> None:
 
 
 def _moved(slots: Slots, device: str) -> Slots:
-    packed, exact, leaving = slots
-    if exact is None or leaving is None:
+    packed, exact, evicted = slots
+    if exact is None or evicted is None:
         return Slots(packed.to(device))
-    return Slots(packed.to(device), exact.to(device), leaving.to(device))
+    return Slots(packed.to(device), exact.to(device), evicted.to(device))
 
 
 def make_pages(case: Case, device: str = "cpu") -> tuple[torch.Tensor, RowFormat, torch.Tensor]:

@@ -54,15 +54,15 @@ def linear(
 
 
 def seated(segment: Segment) -> Segment:
-    """The same sequences at seats among those of others, which hold NaN."""
+    """The same sequences at sequence slots among those of others, which hold NaN."""
     batch = len(segment.seq_lens)
-    seats = torch.randperm(batch + 2, device="cuda")[:batch]
+    seq_slots = torch.randperm(batch + 2, device="cuda")[:batch]
     stores = []
     for rows in (segment.k_rows, segment.v_rows):
         store = torch.full((batch + 2, *rows.shape[1:]), NAN, dtype=torch.uint8, device="cuda")
-        store[seats] = rows
+        store[seq_slots] = rows
         stores.append(store)
-    return segment._replace(k_rows=stores[0], v_rows=stores[1], seats=seats.int())
+    return segment._replace(k_rows=stores[0], v_rows=stores[1], seq_slots=seq_slots.int())
 
 
 def ring(names: str, lens: Sequence[int], heads: int, capacity: int, *, sinks: int = 0) -> Segment:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvquant import RowFormat, quantize_rows
-from kvquant.rows.rounding import feedback_matrix, quantize_fitted
+from kvquant.rows.rounding import feedback_matrix, quantize_calibrated
 
 
 def make_rows(
@@ -34,4 +34,4 @@ def quantized(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows of the nearest codes, and the rows that are expected, in plain torch."""
     rows = quantize_rows(x, fmt, check=False, backend="torch")
-    return rows, quantize_fitted(x, fmt, feedback=feedback, backend="torch")
+    return rows, quantize_calibrated(x, fmt, feedback=feedback, backend="torch")

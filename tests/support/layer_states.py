@@ -53,7 +53,7 @@ def make_layer(split: Split, batch: int, device: str = "cpu") -> LayerCache:
 
 
 def place(
-    at: LayerCache, new_lens: Sequence[int] | None, new_tokens: int, lost: torch.Tensor
+    at: LayerCache, new_lens: Sequence[int] | None, new_tokens: int, overflow: torch.Tensor
 ) -> Slots:
     """The meaning: slots, lengths and lost tokens of a step whose lengths are not read."""
     found: list[Slots] = []
@@ -63,7 +63,7 @@ def place(
         patch.setattr(debug, "is_recorded", lambda tensor: True)
         patch.setattr(slots, "_are_on_cpu", lambda *tensors: False)  # torch's way
         patch.setattr(layer, "append_rows", lambda *call, **options: found.append(call[4]))
-        at.append(rows, rows, counts, torch.zeros(2, dtype=torch.int32), lost)
+        at.append(rows, rows, counts, torch.zeros(2, dtype=torch.int32), overflow)
     return found[0]
 
 

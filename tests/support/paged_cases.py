@@ -15,9 +15,9 @@ LAYERS, HEADS, DIM, PAGE, SINKS, RECENT = 2, 2, 64, 16, 3, 5
 
 
 def make(**options: Any) -> PagedKVCache:
-    """A small cache: 2 layers, 12 pages of 16 tokens, 4 seats, 3 sinks, 5 recent tokens."""
+    """A small cache: 2 layers, 12 pages of 16 tokens, 4 sequence slots, 3 sinks, 5 recent."""
     options = {
-        "num_seats": 4,
+        "max_num_seqs": 4,
         "max_seq_len": 100,
         "page_size": PAGE,
         "v_format": "int8",
@@ -106,7 +106,7 @@ def seen(cache: PagedKVCache) -> object:
     each = [(i, cache.length(i), state.pool.block_table(i), state.tokens(i)) for i in cache.ids]
     stacks = [stack for side in (*cache.rows.pages, *cache.rows.exact) for stack in side.stacks]
     sums = [int(stack.long().sum()) for stack in stacks]
-    return each, sums, cache.num_free_pages, cache.num_free_seats, cache.swapped_ids
+    return each, sums, cache.num_free_pages, cache.num_free_seq_slots, cache.swapped_ids
 
 
 class SlowEvent:

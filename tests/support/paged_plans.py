@@ -40,9 +40,9 @@ def make_plan(basis: str, *, feedback: bool = False, clip: bool = True, seed: in
 
 
 def make_paged(plan: CachePlan, **options: Any) -> PagedKVCache:
-    """A small cache from a plan: 12 pages of 16 tokens, 4 seats, 3 sinks, 5 recent tokens."""
+    """A small cache from a plan: 12 pages of 16 tokens, 4 sequence slots, 3 sinks, 5 recent."""
     given = {
-        "num_seats": 4,
+        "max_num_seqs": 4,
         "max_seq_len": 100,
         "page_size": PAGE,
         "sink_len": SINKS,
@@ -59,7 +59,7 @@ def make_contiguous(plan: CachePlan, **options: Any) -> KVCache:
 def packed_rows(cache: PagedKVCache, name: str, layer: int) -> list[torch.Tensor]:
     """The bytes of K's and V's packed rows, [num_kv_heads, packed tokens, row_bytes]."""
     table = list(cache.state.pool.block_table(name))
-    length = int(cache.state.packed_lens[cache.state.seat(name)])
+    length = int(cache.state.packed_lens[cache.state.seq_slot(name)])
     rows = cache.rows.layers[layer]
     return [
         pages[table].transpose(0, 1).flatten(1, 2)[:, :length]

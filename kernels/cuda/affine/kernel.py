@@ -15,7 +15,6 @@ from numba import cuda, float32, int32, uint32, uint64
 
 from ..device.jit import device_function, in_turn
 from ..device.ptx import (
-    exchange,
     high_bf16,
     high_f16,
     load_global_f32,
@@ -29,6 +28,7 @@ from ..device.ptx import (
     pack_bf16,
     pack_f16,
     shared_address,
+    shfl_xor,
     store_global_f32,
     store_global_u32,
     store_shared_f32,
@@ -147,7 +147,7 @@ def make_turn_kernel(spec):
                         at_y = y + uint64(4) * (place * uint64(DIM) + uint64(column))
                         store_global_f32(at_y, total)
                 else:
-                    upper = exchange(total, uint32(1))
+                    upper = shfl_xor(total, uint32(1))
                     if is_mine and lane & uint32(1) == uint32(0):
                         at_y = place * uint64(WORDS) + uint64(column >> uint32(1))
                         store_global_u32(y + uint64(4) * at_y, pack(upper, total))

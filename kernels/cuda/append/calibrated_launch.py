@@ -22,7 +22,7 @@ from .feedback_launch import Fed, prepare
 from .launch import NO_TRANSFORM, prepare_side
 
 
-def append_fitted(
+def append_calibrated(
     k: torch.Tensor,
     v: torch.Tensor,
     k_rows: torch.Tensor,

@@ -28,7 +28,14 @@ from ..device.ptx import (
     wait_copies,
 )
 from ..device.quantize import NAN_WORDS, make_measure, make_parameters, make_round, piece_of
-from ..device.row_copies import NANS, count_bad, make_ask, make_load_old, take_apart, was_counted
+from ..device.row_copies import (
+    NANS,
+    count_bad,
+    make_ask,
+    make_load_old,
+    page_and_offset,
+    was_counted,
+)
 from ..device.row_spec import ELEMENTS, SIZES, UNIT
 from ..device.transform import make_transform, make_widen
 from .feedback_rounding import make_ask_tile, make_round_row
@@ -78,12 +85,12 @@ def _make_append_side(spec):
 
     @device_function
     def append_side(side):
-        packed, exact, leaving, cos, sin, bad, x, rows, exact_rows, offset, clip, feedback = side[
+        packed, exact, evicted, cos, sin, bad, x, rows, exact_rows, offset, clip, feedback = side[
             :12
         ]
         x_token, x_head, page_stride, head_stride, row_stride = side[12:17]
-        seat_stride, exact_head, exact_row, num_tokens = side[17:21]
-        num_slots, num_exact, pages, seats = side[21], side[25], side[21:25], side[25:]
+        seq_slot_stride, exact_head, exact_row, num_tokens = side[17:21]
+        num_slots, num_exact, pages, seq_slots = side[21], side[25], side[21:25], side[25:]
 
         # Step 1: what is the head's
         thread = uint32(cuda.threadIdx.x)
@@ -95,7 +102,7 @@ def _make_append_side(spec):
         offset += uint64(4 * HEAD_DIM) * uint64(head)
         feedback += uint64(4 * HEAD_DIM * HEAD_DIM) * uint64(head)
         ratio = load_global_f32(clip + uint64(4) * uint64(head)) if CLIP else float32(1.0)
-        slots = (packed, exact, leaving)
+        slots = (packed, exact, evicted)
         shared = uint32(shared_address(cuda.shared.array(0, uint32)))
         buffers = uint32(shared + uint32(STAGES * STAGE_BYTES)) + uint32(WARP_BYTES) * warp
         first = uint32(uint32(cuda.blockIdx.x) * uint32(BLOCK_ROWS) + uint32(warp * uint32(ROWS)))
@@ -122,10 +129,12 @@ def _make_append_side(spec):
             packed_slot, exact_slot, to_packed, to_exact = find(
                 slots, token, is_token, num_slots, num_exact
             )
-            page, place = take_apart(packed_slot, to_packed, pages)
+            page, place = page_and_offset(packed_slot, to_packed, pages)
             target = rows + uint64(page) * page_stride + uint64(place) * row_stride
-            seat, place = take_apart(exact_slot, to_exact, seats)
-            exact_target = exact_rows + uint64(seat) * seat_stride + uint64(place) * exact_row
+            seq_slot, place = page_and_offset(exact_slot, to_exact, seq_slots)
+            exact_target = (
+                exact_rows + uint64(seq_slot) * seq_slot_stride + uint64(place) * exact_row
+            )
             angles = uint64(4 * HALF_DIM) * uint64(token)
             prepare(
                 (buffers + uint32(BUFFER) * row, part),
@@ -141,7 +150,7 @@ def _make_append_side(spec):
         is_token = token < uint32(num_tokens)
         token = token if is_token else uint32(0)
         packed_slot, _, to_packed, _ = find(slots, token, is_token, num_slots, num_exact)
-        page, place = take_apart(packed_slot, to_packed, pages)
+        page, place = page_and_offset(packed_slot, to_packed, pages)
         target = rows + uint64(page) * page_stride + uint64(place) * row_stride
         round_row(shared, buffers + uint32(BUFFER) * row, feedback, thread, part, target, to_packed)
 
@@ -155,7 +164,7 @@ def _make_find(spec):
 
     @device_function
     def find(slots, token, is_token, num_slots, num_exact):
-        packed, exact, leaving = slots
+        packed, exact, evicted = slots
         place = uint64(8) * uint64(token)
         packed_slot = load_global_u64(packed + place)
         exact_slot = packed_slot
@@ -164,7 +173,7 @@ def _make_find(spec):
             exact_slot = load_global_u64(exact + place)
             to_exact = is_token and exact_slot < uint64(num_exact)
             if to_exact:
-                packed_slot = load_global_u64(leaving + place)
+                packed_slot = load_global_u64(evicted + place)
         to_packed = is_token and packed_slot < uint64(num_slots)
         return packed_slot, exact_slot, to_packed, to_exact
 

@@ -148,7 +148,7 @@ def _constants(side: Fed, is_copied: bool) -> bytes:
 def quantize_with_feedback(
     x: torch.Tensor, fmt: RowFormat, clip: torch.Tensor | None, feedback: torch.Tensor
 ) -> torch.Tensor:
-    """Quantize rows on the current stream; see rounding.quantize_fitted.
+    """Quantize rows on the current stream; see rounding.quantize_calibrated.
 
     Args:
         x: [batch, num_kv_heads, tokens, head_dim], float32, bfloat16 or float16, not empty.

@@ -24,7 +24,6 @@ from ..device.ptx import (
     commit_copies,
     copy_16,
     float_bits,
-    from_lane,
     high_f16,
     load_shared_f32x4,
     load_shared_u32,
@@ -34,6 +33,7 @@ from ..device.ptx import (
     multiply,
     multiply_add,
     reciprocal,
+    shfl,
     store_global_u32,
     store_shared_f32x4,
     subtract,
@@ -166,7 +166,7 @@ def _make_past(spec):
         for i in range(TILE):
             owed[i] = mine[i // SHARE]
             if SHARE > 1:
-                owed[i] = from_lane(mine[i // SHARE], uint32(first + uint32(i % SHARE)))
+                owed[i] = shfl(mine[i // SHARE], uint32(first + uint32(i % SHARE)))
 
     return past
 

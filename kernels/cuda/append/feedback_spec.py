@@ -31,7 +31,7 @@ PAD = "4x"  # between the arguments of two sides
 FEEDBACK = (
     ("packed", "Q"),
     ("exact", "Q"),
-    ("leaving", "Q"),
+    ("evicted", "Q"),
     ("cos", "Q"),
     ("sin", "Q"),
     ("bad", "Q"),  # int32, or 0
@@ -46,7 +46,7 @@ FEEDBACK = (
     ("stride_page", "Q"),
     ("stride_head", "Q"),
     ("stride_row", "Q"),
-    ("exact_stride_seat", "Q"),
+    ("exact_stride_seq_slot", "Q"),
     ("exact_stride_head", "Q"),
     ("exact_stride_row", "Q"),
     ("num_tokens", "i"),

@@ -34,7 +34,7 @@ from ..device.row_copies import (
     make_ask,
     make_load_old,
     make_store,
-    take_apart,
+    page_and_offset,
     was_counted,
 )
 from ..device.row_spec import (
@@ -70,7 +70,7 @@ def make_append_kernel(spec):
     append_v = append_k if ALIKE else _make_append_side(spec, spec.v, 0)
 
     # fmt: off
-    def append(packed, exact, leaving, cos, sin, bad, num_tokens, num_heads, heads_per_block,
+    def append(packed, exact, evicted, cos, sin, bad, num_tokens, num_heads, heads_per_block,
                num_slots, page_size, page_factor, page_shift, num_exact, exact_len, exact_factor,
                exact_shift, k, v):
         # fmt: on
@@ -85,13 +85,13 @@ def make_append_kernel(spec):
 
         # Step 2: its slots, which are on their way while the first elements are asked for
         packed_slot = load_global_u64(packed + uint64(8) * uint64(token))
-        exact_slot, leaving_slot = packed_slot, packed_slot
+        exact_slot, evicted_slot = packed_slot, packed_slot
         if EXACT:
             exact_slot = load_global_u64(exact + uint64(8) * uint64(token))
-            leaving_slot = load_global_u64(leaving + uint64(8) * uint64(token))
-        slots = (packed_slot, exact_slot, leaving_slot)
+            evicted_slot = load_global_u64(evicted + uint64(8) * uint64(token))
+        slots = (packed_slot, exact_slot, evicted_slot)
         pages = (num_slots, page_size, page_factor, page_shift)
-        seats = (num_exact, exact_len, exact_factor, exact_shift)
+        seq_slots = (num_exact, exact_len, exact_factor, exact_shift)
 
         # Step 3: its rows, head by head
         first = int32(int32(cuda.blockIdx.y) * heads_per_block)
@@ -101,7 +101,7 @@ def make_append_kernel(spec):
             cos += uint64(4 * HALF_DIM) * uint64(token)
             sin += uint64(4 * HALF_DIM) * uint64(token)
         lanes = (part, row, shared)
-        where = (token, is_token, slots, pages, seats, first, last)
+        where = (token, is_token, slots, pages, seq_slots, first, last)
         is_v = cuda.blockIdx.z == 1
         if is_v and bad != uint64(0):
             bad += uint64(4)
@@ -167,8 +167,8 @@ def _make_append_side(spec, side, rotary_dim):
     def append_side(side, where, lanes, cos, sin, bad):
         source, rows, exact_rows, offset, clip = side[:5]
         x_token, x_head, page_stride, head_stride, row_stride = side[5:10]
-        seat_stride, exact_head, exact_row = side[10:]
-        token, is_token, slots, pages, seats, first, last = where
+        seq_slot_stride, exact_head, exact_row = side[10:]
+        token, is_token, slots, pages, seq_slots, first, last = where
         part, row, shared = lanes
 
         # Step 1: the first elements are asked for
@@ -184,16 +184,16 @@ def _make_append_side(spec, side, rotary_dim):
             asked = int32(asked + int32(1))
 
         # Step 2: where the rows go; negative slots are larger than any
-        packed_slot, exact_slot, leaving_slot = slots
-        to_exact = EXACT and is_token and exact_slot < uint64(seats[0])
+        packed_slot, exact_slot, evicted_slot = slots
+        to_exact = EXACT and is_token and exact_slot < uint64(seq_slots[0])
         if to_exact:
-            packed_slot = leaving_slot
+            packed_slot = evicted_slot
         to_packed = is_token and packed_slot < uint64(pages[0])
-        page, place = take_apart(packed_slot, to_packed, pages)
+        page, place = page_and_offset(packed_slot, to_packed, pages)
         target = rows + uint64(page) * page_stride + uint64(place) * row_stride
         target += uint64(first) * head_stride
-        seat, place = take_apart(exact_slot, to_exact, seats)
-        exact_target = exact_rows + uint64(seat) * seat_stride + uint64(place) * exact_row
+        seq_slot, place = page_and_offset(exact_slot, to_exact, seq_slots)
+        exact_target = exact_rows + uint64(seq_slot) * seq_slot_stride + uint64(place) * exact_row
         exact_target += uint64(first) * exact_head
         offset += uint64(4 * HEAD_DIM) * uint64(first)
         clip += uint64(4) * uint64(first)

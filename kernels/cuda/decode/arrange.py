@@ -54,7 +54,7 @@ def make_spec(segments: Sequence[Segment], query: str, without: str = "") -> Dec
         _check(segment)
     first, others = segments[0], segments[1:]
     place = "linear"
-    if first.starts is not None or first.seats is not None:
+    if first.starts is not None or first.seq_slots is not None:
         place = "ring"
     if first.block_table is not None:
         place = "paged"
@@ -89,9 +89,9 @@ def arguments(segment: Segment, splits: int) -> tuple[int, ...]:
 
 
 def counts_of(segment: Segment | LooseRows) -> tuple[torch.Tensor | None, ...]:
-    """Lengths, starts or block table, and seats: of each the kernel takes one address."""
-    _, _, lens, _, _, starts, table, _, seats = segment
-    return lens, starts if table is None else table, seats
+    """Lengths, starts or block table, and sequence slots: of each the kernel takes one address."""
+    _, _, lens, _, _, starts, table, _, seq_slots = segment
+    return lens, starts if table is None else table, seq_slots
 
 
 def pack_counts(counts: torch.Tensor | None) -> torch.Tensor | None:
@@ -153,7 +153,7 @@ def _sides(segment: Segment) -> tuple[tuple[str, torch.Tensor, RowFormat], ...]:
 
 
 def _describe(segment: Segment) -> str:
-    place = "linear" if segment.starts is None and segment.seats is None else "ring"
+    place = "linear" if segment.starts is None and segment.seq_slots is None else "ring"
     if segment.block_table is not None:
         place = "paged"
     return f"{segment.k_format}/{segment.v_format} {place} of {segment.capacity}"

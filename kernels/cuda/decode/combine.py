@@ -13,8 +13,7 @@ from numba import cuda, float32, int32, uint32, uint64
 from ..device.fragments import ZEROS, add_rows, load_sums, store_sums
 from ..device.jit import device_function
 from ..device.ptx import (
-    count_around,
-    exchange,
+    atomic_inc_wrap,
     exp2,
     fence,
     load_shared_f32,
@@ -26,6 +25,7 @@ from ..device.ptx import (
     maximum,
     pack_bf16,
     pack_f16,
+    shfl_xor,
     store_global_f32,
     store_global_f32x4,
     store_global_u32x2,
@@ -137,7 +137,7 @@ def make_merge_parts(head_dim, warps, write):
         cuda.syncthreads()  # every thread has written its part
         if tid == uint32(0):
             fence()
-            store_shared_u32(shared, count_around(counter, uint32(total) - uint32(1)))
+            store_shared_u32(shared, atomic_inc_wrap(counter, uint32(total) - uint32(1)))
         cuda.syncthreads()
         before = load_shared_u32(shared)
         cuda.syncthreads()
@@ -160,7 +160,7 @@ def make_merge_parts(head_dim, warps, write):
             part += uint32(LANES)
         step = uint32(1)
         while step < uint32(LANES):
-            top = maximum(top, exchange(top, step))
+            top = maximum(top, shfl_xor(top, step))
             step += step
         weights = float32(0)
         part = mine
@@ -174,7 +174,7 @@ def make_merge_parts(head_dim, warps, write):
             part += uint32(LANES)
         step = uint32(1)
         while step < uint32(LANES):
-            weights = add(weights, exchange(weights, step))
+            weights = add(weights, shfl_xor(weights, step))
             step += step
         part = mine
         while part < uint32(total):

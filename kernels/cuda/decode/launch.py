@@ -31,7 +31,9 @@ from .spec import COMMON, HEADS, SEGMENT, DecodeSpec
 from .tuned import load_table
 
 State = tuple[torch.Tensor, "torch.Tensor | None"]
-Addresses = tuple[int, int, int, int, int]  # rows of K and V, lengths, starts or table, seats
+Addresses = tuple[
+    int, int, int, int, int
+]  # rows of K and V, lengths, starts or table, sequence slots
 Check = Callable[[torch.Tensor, Sequence["Segment | LooseRows"], "int | None"], Sequence[Segment]]
 QUERIES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 LOG2_E = math.log2(math.e)
@@ -104,13 +106,13 @@ def attend(
     # all that the check and the launch depend on
     key: tuple[Hashable, ...]
     key = (q.shape, q.stride(), q.dtype, address % UNIT, index, num_splits)
-    for k, v, lens, k_format, v_format, starts, table, sinks, seats in segments:
+    for k, v, lens, k_format, v_format, starts, table, sinks, seq_slots in segments:
         k_address, v_address = k.data_ptr(), v.data_ptr()
         index_address = 0 if starts is None else starts.data_ptr()
         if table is not None:
             index_address = table.data_ptr()
-        seats_address = 0 if seats is None else seats.data_ptr()
-        addresses.append((k_address, v_address, lens.data_ptr(), index_address, seats_address))
+        seq_slots_address = 0 if seq_slots is None else seq_slots.data_ptr()
+        addresses.append((k_address, v_address, lens.data_ptr(), index_address, seq_slots_address))
         key += (
             k_format,
             v_format,
@@ -131,7 +133,7 @@ def attend(
             starts if starts is None else _facts(starts),
             table if table is None else _facts(table),
             sinks,
-            seats if seats is None else _facts(seats),
+            seq_slots if seq_slots is None else _facts(seq_slots),
         )
     settled = _settled  # `forced` puts another in its place
     try:
@@ -174,7 +176,7 @@ def describe(q: torch.Tensor, segments: Sequence[Segment], without: str = "") ->
 
 
 @contextmanager
-def forced(plan: Plan | None, without: str = "") -> Iterator[None]:
+def override_plan(plan: Plan | None, without: str = "") -> Iterator[None]:
     """Let all calls, of all threads, follow a plan or leave a technique out: to measure it.
 
     Args:

@@ -21,7 +21,6 @@ from ..device.ptx import (
     any_lane,
     commit_copies,
     exp2,
-    from_lane,
     high_bf16,
     high_f16,
     load_global_u32,
@@ -31,6 +30,7 @@ from ..device.ptx import (
     pack_bf16,
     pack_f16,
     reaches_f16,
+    shfl,
     transpose_matrix,
     wait_copies,
     word_from_lane,
@@ -54,8 +54,8 @@ NEVER, LOWEST = -3e38, -1e30  # score of a row that is not there; maximum of no 
 K_ROWS, V_ROWS, INDEX = FIELD["k_rows"], FIELD["v_rows"], FIELD["index"]
 K_OUTER, K_HEAD, K_ROW = (FIELD[f"k_stride_{axis}"] for axis in ("outer", "head", "row"))
 V_OUTER, V_HEAD, V_ROW = (FIELD[f"v_stride_{axis}"] for axis in ("outer", "head", "row"))
-CAPACITY, PAGE_SHIFT, TABLE_STRIDE, SEATS, SINKS, RING_ROWS = (
-    FIELD[name] for name in ("capacity", "page_shift", "table_stride", "seats", "sinks", "ring")
+CAPACITY, PAGE_SHIFT, TABLE_STRIDE, SEQ_SLOTS, SINKS, RING_ROWS = (
+    FIELD[name] for name in ("capacity", "page_shift", "table_stride", "seq_slots", "sinks", "ring")
 )
 
 
@@ -110,8 +110,8 @@ def make_attend(spec, path):
             outer = uint64(0)
         if RING and index != uint64(0):
             start = int32(load_global_u32(index + uint64(4) * uint64(b)))
-        if RING and segment[SEATS] != uint64(0):
-            outer = uint64(load_global_u32(segment[SEATS] + uint64(4) * uint64(b)))
+        if RING and segment[SEQ_SLOTS] != uint64(0):
+            outer = uint64(load_global_u32(segment[SEQ_SLOTS] + uint64(4) * uint64(b)))
         shift = segment[PAGE_SHIFT]
         mask = int32((int32(1) << shift) - int32(1))
         around = (start, segment[SINKS], segment[RING_ROWS], segment[CAPACITY])
@@ -146,8 +146,8 @@ def make_attend(spec, path):
         back = load_query(fragments, shifts, row, g < heads, t)
         # scores count before these factors, so that each takes one multiply-add in the exponent
         factor = score_scale * float32(FACTOR)
-        factor0 = factor * from_lane(back, uint32(8) * t)
-        factor1 = factor * from_lane(back, uint32(8) * t + uint32(4))
+        factor0 = factor * shfl(back, uint32(8) * t)
+        factor1 = factor * shfl(back, uint32(8) * t + uint32(4))
         lazy0 = float32(LAZY) / factor0
         lazy1 = float32(LAZY) / factor1
         sums = cuda.local.array(SUMS, float32)

@@ -38,7 +38,7 @@ SEGMENT = (
     ("v_rows", "Q"),
     ("seq_lens", "Q"),  # [batch], int32
     ("index", "Q"),  # ring: starts [batch], int32, or 0; paged: block table, int32
-    ("seats", "Q"),  # ring: [batch], int32: which sequence of the rows to read; 0: the same
+    ("seq_slots", "Q"),  # ring: [batch], int32: which sequence of the rows to read; 0: the same
     ("k_stride_outer", "Q"),  # bytes from a sequence, or a page, to the next
     ("k_stride_head", "Q"),
     ("v_stride_outer", "Q"),

@@ -22,7 +22,6 @@ from ..device.jit import device_function
 from ..device.ptx import (
     bits_float,
     float_bits,
-    from_lane,
     load_matrix_x2_t,
     load_matrix_x4_t,
     lost_f16,
@@ -31,6 +30,7 @@ from ..device.ptx import (
     mma_f16,
     multiply_f16,
     pack_f16,
+    shfl,
     store_shared_f32,
     store_shared_f32x2,
     word_from_lane,
@@ -177,11 +177,11 @@ def make_put_output(staged):
                 unit = 2 * (FIRST_WORD + c * SPAN // GROUP + part) + 1
                 source = uint32(4 * (unit % 8)) + t
                 if unit < 8:
-                    a = from_lane(header_sums[0], source)
-                    b = from_lane(header_sums[1], source)
+                    a = shfl(header_sums[0], source)
+                    b = shfl(header_sums[1], source)
                 else:
-                    a = from_lane(header_sums[2], source)
-                    b = from_lane(header_sums[3], source)
+                    a = shfl(header_sums[2], source)
+                    b = shfl(header_sums[3], source)
                 if PARTS == 1 or g * uint32(STEP) // uint32(GROUP) == uint32(part):
                     shift0 = a
                     shift1 = b

@@ -32,7 +32,7 @@ from ..device.ptx import (
     wait_copies,
 )
 from ..device.quantize import ROUNDER, ROUNDER_BITS, piece_of
-from ..device.row_copies import make_ask, make_store, take_apart
+from ..device.row_copies import make_ask, make_store, page_and_offset
 from ..device.row_spec import (
     DEQUANTIZE,
     ELEMENTS,
@@ -84,7 +84,7 @@ def make_dequantize_kernel(spec):
             slot = load_global_u64(slots + uint64(8) * uint64(token))
         wanted = slot < uint64(num_slots)
         pages = (num_slots, page_size, page_factor, page_shift)
-        page, place = take_apart(slot, wanted, pages)
+        page, place = page_and_offset(slot, wanted, pages)
         first = int32(int32(cuda.blockIdx.y) * heads_per_block)
         last = int32(min(int32(first + heads_per_block), num_heads))
         rows += uint64(page) * stride_page + uint64(place) * stride_row

@@ -8,7 +8,7 @@ import numpy as np
 from numba import uint32
 
 from .jit import device_function
-from .ptx import exchange
+from .ptx import shfl_xor
 
 ZEROS = (np.float32(0), np.float32(0), np.float32(0), np.float32(0))
 
@@ -33,16 +33,16 @@ def scale_columns(sums, first, second):
 @device_function
 def over_rows(value, combine):
     """A value combined over the lanes of a column, in all of them."""
-    value = combine(value, exchange(value, uint32(4)))
-    value = combine(value, exchange(value, uint32(8)))
-    return combine(value, exchange(value, uint32(16)))
+    value = combine(value, shfl_xor(value, uint32(4)))
+    value = combine(value, shfl_xor(value, uint32(8)))
+    return combine(value, shfl_xor(value, uint32(16)))
 
 
 @device_function
 def over_quad(value, combine):
     """A value combined over the four lanes of a row, in all of them."""
-    value = combine(value, exchange(value, uint32(1)))
-    return combine(value, exchange(value, uint32(2)))
+    value = combine(value, shfl_xor(value, uint32(1)))
+    return combine(value, shfl_xor(value, uint32(2)))
 
 
 @device_function

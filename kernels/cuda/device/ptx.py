@@ -171,8 +171,8 @@ store_global_u32x4 = instruction(
 
 fence = instruction("fence.acq_rel.gpu;", "", "", pure=False)
 # counts up to `last`, then from 0 again; gives the count before
-count_around = instruction("atom.global.inc.u32 $0,[$1],$2;", "u32", "u64 u32", pure=False)
-count_up = instruction("atom.global.add.u32 $0,[$1],$2;", "u32", "u64 u32", pure=False)
+atomic_inc_wrap = instruction("atom.global.inc.u32 $0,[$1],$2;", "u32", "u64 u32", pure=False)
+atomic_add = instruction("atom.global.add.u32 $0,[$1],$2;", "u32", "u64 u32", pure=False)
 
 exp2 = instruction("ex2.approx.ftz.f32 $0,$1;", "f32", "f32")
 log2 = instruction("lg2.approx.ftz.f32 $0,$1;", "f32", "f32")
@@ -201,12 +201,12 @@ lost_f16 = instruction(  # what a product, the third, has lost by rounding
 )
 low_f16 = instruction("{.reg .b16 l,h; mov.b32 {l,h},$1; cvt.f32.f16 $0,l;}", "f32", "u32")
 high_f16 = instruction("{.reg .b16 l,h; mov.b32 {l,h},$1; cvt.f32.f16 $0,h;}", "f32", "u32")
-exchange = instruction("shfl.sync.bfly.b32 $0,$1,$2,0x1f,0xffffffff;", "f32", "f32 u32", pure=False)
-from_lane = instruction("shfl.sync.idx.b32 $0,$1,$2,0x1f,0xffffffff;", "f32", "f32 u32", pure=False)
+shfl_xor = instruction("shfl.sync.bfly.b32 $0,$1,$2,0x1f,0xffffffff;", "f32", "f32 u32", pure=False)
+shfl = instruction("shfl.sync.idx.b32 $0,$1,$2,0x1f,0xffffffff;", "f32", "f32 u32", pure=False)
 word_from_lane = instruction(
     "shfl.sync.idx.b32 $0,$1,$2,0x1f,0xffffffff;", "u32", "u32 u32", pure=False
 )
-lanes_that = instruction(  # a bit for each lane
+ballot = instruction(  # a bit for each lane
     "{.reg .pred p; setp.ne.u32 p,$1,0; vote.sync.ballot.b32 $0,p,0xffffffff;}",
     "u32",
     "u32",

@@ -21,13 +21,12 @@ from kvquant.rows.format import E4M3_MAX
 from .jit import device_function
 from .ptx import (
     add,
+    ballot,
     bits_float,
-    exchange,
     float_bits,
     half_down,
     half_nearest,
     half_up,
-    lanes_that,
     low_f16,
     maximum_or_nan,
     minimum_or_nan,
@@ -37,6 +36,7 @@ from .ptx import (
     pack_e4m3,
     pack_f16,
     reciprocal,
+    shfl_xor,
     store_shared_u32,
     store_shared_u32x2,
     store_shared_u32x4,
@@ -155,7 +155,7 @@ def make_all_hold(lanes):
 
     @device_function
     def all_hold(holds):
-        against = lanes_that(uint32(0) if holds else uint32(1))
+        against = ballot(uint32(0) if holds else uint32(1))
         first = uint32(uint32(cuda.threadIdx.x) & uint32(32 - lanes))
         return (against >> first) & uint32(MASK) == uint32(0)
 
@@ -224,8 +224,8 @@ def _make_spread(fmt, lanes):
     def over(low, high, steps):
         for step in range(steps):
             lane = uint32(1 << step)
-            low = minimum_or_nan(low, exchange(low, lane))
-            high = maximum_or_nan(high, exchange(high, lane))
+            low = minimum_or_nan(low, shfl_xor(low, lane))
+            high = maximum_or_nan(high, shfl_xor(high, lane))
         return low, high
 
     @device_function

@@ -7,10 +7,10 @@ from numba import uint32, uint64
 
 from .jit import device_function
 from .ptx import (
+    atomic_add,
     copy_4,
     copy_8,
     copy_16,
-    count_up,
     load_shared_u32,
     load_shared_u32x2,
     load_shared_u32x4,
@@ -27,7 +27,7 @@ NANS = {"bf16": 0x7F81, "fp16": 0x7C01}  # the least magnitude of a NaN, as bits
 
 
 @device_function
-def take_apart(slot, exists, pages):
+def page_and_offset(slot, exists, pages):
     """The page of a slot and the place in it; zeros if it does not exist.
 
     pages: how many slots there are, the page size, and its divisor (row_spec.divisor).
@@ -42,7 +42,7 @@ def take_apart(slot, exists, pages):
 def count_bad(bad, part, is_bad):
     """Count a row that cannot be held, if rows are counted."""
     if is_bad and part == uint32(0) and bad != uint64(0):
-        count_up(bad, uint32(1))
+        atomic_add(bad, uint32(1))
 
 
 @device_function

@@ -24,7 +24,7 @@ SIZES = {"bf16": 2, "fp16": 2, "fp32": 4}  # bytes of an element
 APPEND = (
     ("packed", "Q"),  # slots: int64 [num_tokens] each; exact and leaving may be 0
     ("exact", "Q"),
-    ("leaving", "Q"),
+    ("evicted", "Q"),
     ("cos", "Q"),  # float32 [num_tokens, rotary_dim / 2], or 0
     ("sin", "Q"),
     ("bad", "Q"),  # int32 [2], or 0
@@ -51,7 +51,7 @@ APPEND_SIDE = (  # K, then V
     ("stride_page", "Q"),
     ("stride_head", "Q"),
     ("stride_row", "Q"),
-    ("exact_stride_seat", "Q"),
+    ("exact_stride_seq_slot", "Q"),
     ("exact_stride_head", "Q"),
     ("exact_stride_row", "Q"),
 )

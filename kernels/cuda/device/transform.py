@@ -20,7 +20,6 @@ from numba import cuda, float32, uint32, uint64
 from .jit import device_function
 from .ptx import (
     add,
-    exchange,
     high_bf16,
     high_f16,
     load_global_f32,
@@ -33,6 +32,7 @@ from .ptx import (
     low_f16,
     multiply,
     multiply_add,
+    shfl_xor,
     subtract,
 )
 from .row_spec import ELEMENTS, SIZES
@@ -205,7 +205,7 @@ def make_rotate(head_dim):
     @device_function
     def across(x, lane, sign):
         for i in range(ELEMENTS):
-            x[i] = multiply_add(sign, x[i], exchange(x[i], lane))  # sign is 1 or -1: a sum
+            x[i] = multiply_add(sign, x[i], shfl_xor(x[i], lane))  # sign is 1 or -1: a sum
 
     @device_function
     def rotate(x, part):

@@ -13,9 +13,7 @@ import math
 from numba import cuda, float32, int32, uint32, uint64
 
 from ..device.ptx import (
-    exchange,
     exp2,
-    from_lane,
     high_bf16,
     high_f16,
     load_global_f32,
@@ -29,6 +27,8 @@ from ..device.ptx import (
     maximum_or_nan,
     pack_bf16,
     pack_f16,
+    shfl,
+    shfl_xor,
     store_global_f32,
     store_global_u32x2,
 )
@@ -79,7 +79,7 @@ def make_merge_states_kernel(spec):
             state = load_global_f32(prefix_lse + uint64(4) * at)
         top = state
         for i in range(5):
-            top = maximum_or_nan(top, exchange(top, uint32(1 << i)))
+            top = maximum_or_nan(top, shfl_xor(top, uint32(1 << i)))
         if top == float32(NOTHING):
             return
         rest = load_written_f32(lse + uint64(4) * own)
@@ -88,7 +88,7 @@ def make_merge_states_kernel(spec):
         of_rest = exp2((rest - top) * float32(LOG2_E))
         total = weight
         for i in range(5):
-            total += exchange(total, uint32(1 << i))
+            total += shfl_xor(total, uint32(1 << i))
         total += of_rest
 
         # Step 2: the sum of the outs, the loads of several on their way together
@@ -109,14 +109,14 @@ def make_merge_states_kernel(spec):
                     split = int32(start + j)
                     for k in range(4):
                         loaded[4 * j + k] = float32(0)
-                    present = from_lane(state, uint32(split)) != float32(NOTHING)
+                    present = shfl(state, uint32(split)) != float32(NOTHING)
                     if present and at != uint64(0):
                         here = uint64(split) * uint64(num_rows) * uint64(QUADS) + from_split
                         four = load_global_f32x4(prefix_out + uint64(16) * here)
                         for k in range(4):
                             loaded[4 * j + k] = four[k]
                 for j in range(AHEAD):
-                    share = from_lane(weight, uint32(int32(start + j)))
+                    share = shfl(weight, uint32(int32(start + j)))
                     w += loaded[4 * j] * share
                     x += loaded[4 * j + 1] * share
                     y += loaded[4 * j + 2] * share

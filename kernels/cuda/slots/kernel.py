@@ -14,7 +14,7 @@ from numba import cuda, int32, int64, uint32, uint64
 
 from ..device.jit import device_function
 from ..device.ptx import (
-    count_up,
+    atomic_add,
     load_global_u64,
     load_written_u32,
     store_global_u32,
@@ -62,7 +62,7 @@ def make_slots_kernel(spec):
 
     # fmt: off
     def place_tokens(seq_lens, packed_lens, exact_lens, starts, seen_lens, seen_starts, firsts,
-                     new_lens, lost, room, new_lens_step, new_lens_bytes, new_tokens, sink_len,
+                     new_lens, overflow, room, new_lens_step, new_lens_bytes, new_tokens, sink_len,
                      packed_len, recent_len, max_seq_len, window, batch):
         # fmt: on
         thread, sequence = int32(cuda.threadIdx.x), int32(cuda.blockIdx.x)
@@ -87,12 +87,12 @@ def make_slots_kernel(spec):
         # Step 2: the slots
         num_places = int64(batch) * int64(new_tokens) + int64(batch)
         exact = room + uint64(8) * uint64(num_places)
-        leaving = exact + uint64(8) * uint64(num_places)
+        evicted = exact + uint64(8) * uint64(num_places)
         exact_len = int32(sink_len + recent_len)
         for offset in range(thread, new_tokens, THREADS):
             offset = int32(offset)
             index = int32(old + offset - sink_len)  # among the tokens behind the sinks
-            packed_slot = exact_slot = leaving_slot = int64(-1)
+            packed_slot = exact_slot = evicted_slot = int64(-1)
             if offset < count:
                 if index >= int32(0) and index < last:
                     if index >= oldest:  # no room for those before it
@@ -103,11 +103,11 @@ def make_slots_kernel(spec):
                     exact_slot = row_of(sequence, exact_len, sink_len + index % ring)
                     leaver = int32(first + int32(index - first) % ring)  # that may stand there
                     if leaver < int32(old - sink_len) and leaver >= oldest:
-                        leaving_slot = row_of(sequence, page, leaver % page)
+                        evicted_slot = row_of(sequence, page, leaver % page)
             place = row_of(sequence, new_tokens, offset)
             set_slot(room, place, packed_slot)
             set_slot(exact, place, exact_slot)
-            set_slot(leaving, place, leaving_slot)
+            set_slot(evicted, place, evicted_slot)
 
         # Step 3: the lengths
         cuda.syncthreads()
@@ -122,12 +122,12 @@ def make_slots_kernel(spec):
         set_length(starts, sequence, last % ring)
         if window != int32(0):
             before = length_at(firsts, sequence)
-            set_slot(leaving, place, int64(before))
+            set_slot(evicted, place, int64(before))
             seen = max(int32(after - window), int32(0))
             set_length(seen_lens, sequence, max(int32(last - seen), int32(0)))
             set_length(seen_starts, sequence, seen % page)
             set_length(firsts, sequence, max(before, int32(last - packed_len)))
         if wanted > count:
-            count_up(lost, uint32(wanted - count))
+            atomic_add(overflow, uint32(wanted - count))
 
     return place_tokens

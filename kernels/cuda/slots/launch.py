@@ -21,7 +21,7 @@ def place_tokens(
     sizes: tuple[int, int, int, int, int],
     new_lens: torch.Tensor | None,
     new_tokens: int,
-    lost: torch.Tensor,
+    overflow: torch.Tensor,
     room: torch.Tensor,
 ) -> None:
     """Write slots, and lengths in place, on the current stream.
@@ -46,7 +46,7 @@ def place_tokens(
     launch = _settled.get(key)
     if launch is None:
         launch = settle(_settled, key, PlaceLaunch, room, batch, new_tokens, sizes, kind)
-    launch_on(index, launch, (*lens, new_lens, lost, room))
+    launch_on(index, launch, (*lens, new_lens, overflow, room))
 
 
 class PlaceLaunch:

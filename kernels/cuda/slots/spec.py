@@ -14,7 +14,7 @@ PLACE = (
     ("seen_starts", "Q"),
     ("firsts", "Q"),
     ("new_lens", "Q"),  # [batch], int32 or int64; 0: new_tokens for all
-    ("lost", "Q"),  # [1], int32
+    ("overflow", "Q"),  # [1], int32
     ("room", "Q"),  # [3, batch * new_tokens + batch], int64
     ("new_lens_step", "Q"),  # bytes from one to the next
     ("new_lens_bytes", "i"),  # of one: 4 or 8

@@ -11,7 +11,7 @@ from kvquant.ops import append_backends as appendbackends
 from kvquant.rows.format import HEAD_DIMS
 from kvquant.rows.quantize import EXACT_DTYPES
 
-PAGES, PAGE_SIZE, SEATS, EXACT_LEN = 6, 11, 4, 9
+PAGES, PAGE_SIZE, SEQ_SLOTS, EXACT_LEN = 6, 11, 4, 9
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PAIRS = [  # each codec; groups of whole chunks of 16 elements and others
     ("int4-g4", 128, "int8", 80),
@@ -46,10 +46,10 @@ def random_slots(num_tokens: int, has_exact: bool) -> Slots:
     if not has_exact:
         return Slots(new)
     exact = torch.where(
-        (kind == 1) | (kind == 2), torch.randperm(SEATS * EXACT_LEN)[:num_tokens], -1
+        (kind == 1) | (kind == 2), torch.randperm(SEQ_SLOTS * EXACT_LEN)[:num_tokens], -1
     )
-    leaving = torch.where(kind == 2, packed[num_tokens : 2 * num_tokens], -2)
-    return Slots(new, exact, leaving)
+    evicted = torch.where(kind == 2, packed[num_tokens : 2 * num_tokens], -2)
+    return Slots(new, exact, evicted)
 
 
 def assert_as_in_torch(
@@ -66,7 +66,7 @@ def assert_as_in_torch(
     slots = random_slots(num_tokens, exact_format is not None)
     exact: list[torch.Tensor | None] = [None, None]
     if exact_format is not None:
-        exact = [rubbish(SEATS, heads, EXACT_LEN, 2 * fmt.head_dim) for fmt in formats]
+        exact = [rubbish(SEQ_SLOTS, heads, EXACT_LEN, 2 * fmt.head_dim) for fmt in formats]
     results = []
     for backend in ("cpu", "torch"):
         got = [tensor.clone() for tensor in rows]

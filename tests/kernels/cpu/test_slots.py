@@ -38,9 +38,9 @@ def random_call(draw: np.random.Generator) -> dict[str, Any]:
     new_lens = torch.tensor(draw.integers(0, new_tokens + 1, batch), dtype=dtype)
     pages = -(-60 // page_size)
     table = torch.tensor(draw.permutation(batch * pages).reshape(batch, pages), dtype=torch.int32)
-    seats = torch.tensor(draw.permutation(batch + 3)[:batch])
+    seq_slots = torch.tensor(draw.permutation(batch + 3)[:batch])
     if batch and draw.random() < 0.25:
-        broken = (lens, packed_lens, new_lens, seats, table)[draw.integers(5)]
+        broken = (lens, packed_lens, new_lens, seq_slots, table)[draw.integers(5)]
         broken.view(-1)[draw.integers(broken.numel())] += int(draw.choice([-60, -1, 1, 60]))
     return {
         "seq_lens": lens,
@@ -51,7 +51,7 @@ def random_call(draw: np.random.Generator) -> dict[str, Any]:
         "sink_len": sink_len,
         "recent_len": recent_len,
         "block_table": table if kind == "pages" else None,
-        "seats": seats if draw.random() < 0.5 else None,
+        "seq_slots": seq_slots if draw.random() < 0.5 else None,
         "ring": kind == "ring",
     }
 
@@ -89,14 +89,14 @@ def test_what_is_refused_is_what_torch_refuses(monkeypatch: pytest.MonkeyPatch) 
         count = int(draw.integers(0, 40))
         packed = torch.tensor(draw.permutation(130)[:count])
         exact = torch.tensor(draw.permutation(70)[:count])
-        leaving = torch.tensor(128 + draw.permutation(130)[:count])
+        evicted = torch.tensor(128 + draw.permutation(130)[:count])
         exact[draw.random(count) < 0.5] = -1
-        leaving[(exact < 0).numpy() | (draw.random(count) < 0.5)] = -2
+        evicted[(exact < 0).numpy() | (draw.random(count) < 0.5)] = -2
         packed[draw.random(count) < 0.2] = -1
-        for tensor in (packed, exact, leaving):
+        for tensor in (packed, exact, evicted):
             if count and draw.random() < 0.15:
                 tensor[draw.integers(count)] = int(draw.choice([-1, 5, 130, 300]))
-        given.append((Slots(packed, exact, leaving), 256, int(draw.choice([69, 70, 70, 70]))))
+        given.append((Slots(packed, exact, evicted), 256, int(draw.choice([69, 70, 70, 70]))))
         given.append((Slots(packed), int(draw.choice([129, 130, 130])), 0))
     ours = [outcome(*call) for call in given]
     assert 300 < ours.count("possible") < 1000

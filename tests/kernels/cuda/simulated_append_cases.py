@@ -109,7 +109,7 @@ def run_append(case: Case) -> None:
     call = make_call(case)
     wanted = expected(call)
     note(call.values())
-    append = fitting.append_fitted if case.matrix or case.feedback else launching.append
+    append = fitting.append_calibrated if case.matrix or case.feedback else launching.append
     append(**call)
     problem = differences(results(call), wanted)
     assert not problem, problem

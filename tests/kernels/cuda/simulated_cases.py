@@ -163,9 +163,9 @@ def make_segment(case: Case, path: Path, lens: Sequence[int]) -> tuple[Segment, 
             for row, start in zip(rows, starts.tolist(), strict=True):
                 row[:, sinks:] = row[:, sinks:].roll(start, 1)
         if case.seated:
-            seats = torch.randperm(len(lens) + 2, dtype=torch.int32)[: len(lens)]
-            fields["seats"] = seats
-            moved = [seat(rows, seats) for rows in moved]
+            seq_slots = torch.randperm(len(lens) + 2, dtype=torch.int32)[: len(lens)]
+            fields["seq_slots"] = seq_slots
+            moved = [seq_slot(rows, seq_slots) for rows in moved]
     elif path.place == "paged":
         used = -(-seq_lens // page_size)
         table = torch.randperm(len(lens) * max_pages, dtype=torch.int32).view(len(lens), -1)
@@ -186,10 +186,10 @@ def make_segment(case: Case, path: Path, lens: Sequence[int]) -> tuple[Segment, 
     return Segment(k_rows, v_rows, seq_lens, path.k_format, path.v_format), fields
 
 
-def seat(rows: torch.Tensor, seats: torch.Tensor) -> torch.Tensor:
-    """Sequences at their seats, the others NaN."""
-    store = torch.full((len(seats) + 2, *rows.shape[1:]), NAN, dtype=torch.uint8)
-    store[seats.long()] = rows
+def seq_slot(rows: torch.Tensor, seq_slots: torch.Tensor) -> torch.Tensor:
+    """Sequences at their sequence slots, the others NaN."""
+    store = torch.full((len(seq_slots) + 2, *rows.shape[1:]), NAN, dtype=torch.uint8)
+    store[seq_slots.long()] = rows
     return store
 
 

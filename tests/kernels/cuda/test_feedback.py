@@ -24,7 +24,7 @@ from kvquant.kernels.cuda.affine import launch as turning
 from kvquant.kernels.cuda.affine.spec import TurnSpec
 from kvquant.kernels.cuda.append import feedback_launch as launching
 from kvquant.kernels.cuda.append import launch as appending
-from kvquant.kernels.cuda.append.calibrated_launch import append_fitted
+from kvquant.kernels.cuda.append.calibrated_launch import append_calibrated
 from kvquant.kernels.cuda.append.feedback_spec import (
     FEEDBACK,
     MOST_SHARED,
@@ -36,7 +36,7 @@ from kvquant.kernels.cuda.device.row_spec import AppendSpec, Side
 from kvquant.kernels.cuda.runtime import launch as loaded
 from kvquant.kernels.cuda.runtime.compile import compile_spec, cubin_key
 from kvquant.rows.format import HEAD_DIMS
-from kvquant.rows.rounding import quantize_fitted
+from kvquant.rows.rounding import quantize_calibrated
 
 FORMATS = "int4 int4-g2 int4-g4 int4-g8 int8 int8-g8".split()
 
@@ -118,7 +118,7 @@ def test_few_rows_have_several_lanes_each(cuda: FakeDriver) -> None:
 
 
 def test_two_sides_with_feedback_are_one_launch(cuda: FakeDriver) -> None:
-    append_fitted(**make_call(Case(feedback="kv", clip="k", exact="bf16")))
+    append_calibrated(**make_call(Case(feedback="kv", clip="k", exact="bf16")))
     (spec,) = specs_made()
     assert [side.side.clip for side in spec.sides] == [True, False]
     assert [one.grid for one in cuda.launched] == [(1, 1, 2)]
@@ -126,8 +126,8 @@ def test_two_sides_with_feedback_are_one_launch(cuda: FakeDriver) -> None:
 
 
 def test_a_side_without_feedback_has_a_kernel_of_its_own(cuda: FakeDriver) -> None:
-    append_fitted(**make_call(Case(feedback="v", v="int8")))
-    append_fitted(**make_call(Case(matrix="k", feedback="kv", v="fp8")))
+    append_calibrated(**make_call(Case(feedback="v", v="int8")))
+    append_calibrated(**make_call(Case(matrix="k", feedback="kv", v="fp8")))
     plain, fed, product, fp8, of_matrix = specs_made()
     assert isinstance(plain, AppendSpec) and isinstance(fed, FeedbackSpec)
     assert isinstance(of_matrix, FeedbackSpec) and isinstance(fp8, AppendSpec)
@@ -139,14 +139,14 @@ def test_a_side_without_feedback_has_a_kernel_of_its_own(cuda: FakeDriver) -> No
 
 def test_arguments_are_those_of_the_call(cuda: FakeDriver) -> None:
     call = make_call(Case(feedback="v", clip="v", offset="v", exact="bf16", heads=2, layout="odd"))
-    append_fitted(**call)
+    append_calibrated(**call)
     transform, slots = call["v_transform"], call["slots"]
     values = struct.unpack(specs_made()[1].arguments, cuda.launched[1].arguments)
     given = dict(zip((name for name, _ in FEEDBACK), values, strict=True))
     x = given.pop("x")
     assert x != call["v"].data_ptr() and x % 16 == 0, "a copy that can be read"
     wanted: dict[str, Any] = {"num_tokens": 6, "num_slots": 32, "page_size": 16}
-    wanted |= {name: getattr(slots, name).data_ptr() for name in ("packed", "exact", "leaving")}
+    wanted |= {name: getattr(slots, name).data_ptr() for name in ("packed", "exact", "evicted")}
     wanted |= {name: getattr(transform, name).data_ptr() for name in ("offset", "clip", "feedback")}
     wanted |= {"rows": call["v_rows"].data_ptr(), "exact_rows": call["exact_v"].data_ptr()}
     wanted |= {"bad": call["bad"].data_ptr() + 4, "cos": 0, "sin": 0, "x_stride_head": 256}
@@ -156,9 +156,9 @@ def test_arguments_are_those_of_the_call(cuda: FakeDriver) -> None:
 def test_a_call_is_settled_once_and_checked_then(cuda: FakeDriver) -> None:
     checked: list[int] = []
     for _ in range(3):
-        append_fitted(**make_call(Case(feedback="kv")), check=lambda: checked.append(1))
+        append_calibrated(**make_call(Case(feedback="kv")), check=lambda: checked.append(1))
     assert len(checked) == 1 and len(launching._settled) == 1 and len(cuda.launched) == 3
-    append_fitted(**make_call(Case(feedback="kv", tokens=0)))
+    append_calibrated(**make_call(Case(feedback="kv", tokens=0)))
     assert len(cuda.launched) == 3
 
 
@@ -167,13 +167,13 @@ def test_nothing_is_launched_of_a_call_that_is_refused(cuda: FakeDriver) -> None
     rows = call["v_rows"]
     odd = torch.zeros(rows.numel() + 16, dtype=torch.uint8)[4:][: rows.numel()].view(rows.shape)
     with pytest.raises(ConfigError, match=r"v_rows: rows of .* must be aligned to 16 bytes"):
-        append_fitted(**call | {"v_rows": odd})
+        append_calibrated(**call | {"v_rows": odd})
 
     def refuse() -> None:
         raise ShapeError("does not fit")
 
     with pytest.raises(ShapeError, match="does not fit"):
-        append_fitted(**make_call(Case(matrix="k")), check=refuse)
+        append_calibrated(**make_call(Case(matrix="k")), check=refuse)
     assert not cuda.launched
 
 
@@ -187,7 +187,7 @@ KINDS: dict[str, Any] = {
 @pytest.mark.parametrize(("case", "change"), KINDS.values(), ids=KINDS)
 def test_another_kind_of_matrix_is_checked_again(cuda: FakeDriver, case: Case, change: Any) -> None:
     call = make_call(case)
-    append_fitted(**call)
+    append_calibrated(**call)
 
     def refuse() -> None:
         raise ShapeError("does not fit")
@@ -195,21 +195,21 @@ def test_another_kind_of_matrix_is_checked_again(cuda: FakeDriver, case: Case, c
     transform = call["k_transform"]
     other = transform._replace(matrix=change(transform.matrix))
     with pytest.raises(ShapeError, match="does not fit"):
-        append_fitted(**call | {"k_transform": other}, check=refuse)
+        append_calibrated(**call | {"k_transform": other}, check=refuse)
 
 
 def test_a_launch_goes_to_the_device_of_its_tensors(
     cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entered = note_devices(monkeypatch)
-    append_fitted(**make_call(Case(feedback="kv")))
+    append_calibrated(**make_call(Case(feedback="kv")))
     assert entered == [CPU] and len(cuda.launched) == 1
 
 
 def test_older_gpus_are_refused(cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     with pytest.raises(UnsupportedError, match=r"compute capability 8.0 .* has 7.5"):
-        append_fitted(**make_call(Case(feedback="k")))
+        append_calibrated(**make_call(Case(feedback="k")))
 
 
 # On a GPU
@@ -231,9 +231,9 @@ def test_bytes_are_those_of_the_meaning(
     x, feedback = make_rows(fmt, *shape)
     clip = torch.linspace(0.8, 1.0, shape[1])
     for ratio in (None, clip):
-        wanted = quantize_fitted(x, fmt, clip=ratio, feedback=feedback)
+        wanted = quantize_calibrated(x, fmt, clip=ratio, feedback=feedback)
         on_gpu = None if ratio is None else ratio.cuda()
-        got = quantize_fitted(x.cuda(), fmt, clip=on_gpu, feedback=feedback.cuda())
+        got = quantize_calibrated(x.cuda(), fmt, clip=on_gpu, feedback=feedback.cuda())
         assert torch.equal(got.cpu(), wanted)
 
 
@@ -242,7 +242,7 @@ def test_torch_on_the_gpu_says_the_same() -> None:
     fmt = RowFormat.parse("int4-g4", 128)
     x, feedback = make_rows(fmt, 1, 8, 1024)
     got, wanted = (
-        quantize_fitted(x.cuda(), fmt, feedback=feedback.cuda(), backend=backend)
+        quantize_calibrated(x.cuda(), fmt, feedback=feedback.cuda(), backend=backend)
         for backend in ("cuda", "torch")
     )
     assert torch.equal(got, wanted)
@@ -327,6 +327,6 @@ def test_slots_that_do_not_exist_are_left_out() -> None:
     before = call["k_rows"].clone()
     far = torch.tensor([-1, -(2**40), 2**31, 2**40, 10**6, -5, 2**62, -(2**63)], device="cuda")
     slots = call["slots"]._replace(packed=far)
-    append_fitted(**call | {"slots": slots})
+    append_calibrated(**call | {"slots": slots})
     torch.cuda.synchronize()
     assert torch.equal(call["k_rows"], before)

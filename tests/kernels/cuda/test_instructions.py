@@ -108,13 +108,13 @@ def test_movmatrix() -> None:
 
 @in_simulator
 def test_shuffles_and_votes() -> None:
-    assert lanes(lambda i: ptx.exchange(f32(i), u32(5))) == [i ^ 5 for i in range(32)]
-    assert lanes(lambda i: ptx.from_lane(f32(i), u32(31 - i))) == [31 - i for i in range(32)]
+    assert lanes(lambda i: ptx.shfl_xor(f32(i), u32(5))) == [i ^ 5 for i in range(32)]
+    assert lanes(lambda i: ptx.shfl(f32(i), u32(31 - i))) == [31 - i for i in range(32)]
     assert lanes(lambda i: ptx.word_from_lane(u32(i), u32(i // 2))) == [i // 2 for i in range(32)]
     assert lanes(lambda i: ptx.largest_word(u32(2**31 + i))) == [2**31 + 31] * 32
     assert lanes(lambda i: ptx.any_lane(u32(i == 9))) == [1] * 32
     assert lanes(lambda i: ptx.any_lane(u32(0))) == [0] * 32
-    assert lanes(lambda i: ptx.lanes_that(u32(2 * (i in (3, 31))))) == [2**31 + 8] * 32
+    assert lanes(lambda i: ptx.ballot(u32(2 * (i in (3, 31))))) == [2**31 + 8] * 32
 
 
 @in_simulator
@@ -238,9 +238,9 @@ def test_numbers_from_global_memory() -> None:
 @in_simulator
 def test_a_counter_goes_around() -> None:
     counter = np.zeros(4, u32)
-    got = lanes(lambda lane: ptx.count_around(at(counter), u32(11)), memory=[counter])
+    got = lanes(lambda lane: ptx.atomic_inc_wrap(at(counter), u32(11)), memory=[counter])
     assert got == [i % 12 for i in range(32)] and counter[0] == 32 % 12
-    got = lanes(lambda lane: ptx.count_up(at(counter, 1), u32(2)), memory=[counter])
+    got = lanes(lambda lane: ptx.atomic_add(at(counter, 1), u32(2)), memory=[counter])
     assert got == list(range(0, 64, 2)) and counter[1] == 64
 
 

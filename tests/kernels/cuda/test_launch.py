@@ -63,7 +63,7 @@ def test_arguments_land_where_the_kernel_reads_them(cuda: FakeDriver) -> None:
         "k_stride_row": 144,
         "v_stride_row": 68,
         "capacity": 1000,
-        "seats": 0,
+        "seq_slots": 0,
         "sinks": 0,
         "ring": 1000,
         "page_shift": 0,
@@ -93,22 +93,22 @@ def test_a_ring_starts_where_it_says(cuda: FakeDriver) -> None:
     _, (one,) = unpack(settled_spec(), cuda.launched[0].arguments)
     assert one["index"] == segment.starts.data_ptr()
     assert (settled_spec().first.place, settled_spec().first.dense) == ("ring", False)
-    assert (one["seats"], one["sinks"], one["ring"]) == (0, 0, 128)
+    assert (one["seq_slots"], one["sinks"], one["ring"]) == (0, 0, 128)
 
 
 def test_seats_and_sinks_of_a_ring_are_told(cuda: FakeDriver) -> None:
-    seats = torch.tensor([4, 9, 2, 9], dtype=torch.int32)
+    seq_slots = torch.tensor([4, 9, 2, 9], dtype=torch.int32)
     segment = make_segment("bf16", 132, batch=5, starts=True)._replace(sinks=4)
     lens = segment.seq_lens[:4]
-    for given in (seats[:4], seats.repeat_interleave(2)[::2]):
-        one = segment._replace(seq_lens=lens, starts=lens * 0, seats=given)
+    for given in (seq_slots[:4], seq_slots.repeat_interleave(2)[::2]):
+        one = segment._replace(seq_lens=lens, starts=lens * 0, seq_slots=given)
         launch.attend(make_query(batch=4), [make_segment(batch=4), one], 1.0, None)
     for note in cuda.launched:
         _, (_, told, none) = unpack(settled_spec(), note.arguments)
         assert (told["sinks"], told["ring"], told["capacity"]) == (4, 128, 132)
         assert none["splits"] == 0
     first, second = (unpack(settled_spec(), note.arguments)[1][1] for note in cuda.launched)
-    assert first["seats"] == seats.data_ptr() != second["seats"] != 0
+    assert first["seq_slots"] == seq_slots.data_ptr() != second["seq_slots"] != 0
     assert settled_spec().second is not None
 
 
@@ -345,7 +345,7 @@ def test_a_forced_plan_is_followed_and_then_forgotten(cuda: FakeDriver) -> None:
     q, segments = make_query(), [make_segment(capacity=8192)]
     work = launch.describe(q, segments)
     assert (work.units, work.order, work.capacities) == (4, (0,), (8192,))
-    with launch.forced(Plan((5,), 2, 2), "lazy rescale"):
+    with launch.override_plan(Plan((5,), 2, 2), "lazy rescale"):
         launch.attend(q, segments, 1.0, None)
     spec = settled_spec()
     assert (spec.warps, spec.stages, spec.without) == (2, 2, "lazy rescale")

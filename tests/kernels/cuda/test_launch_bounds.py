@@ -1,7 +1,7 @@
 """What the checks at load guarantee to the kernels, of files whose checksums were made to fit.
 
-On a GPU no value is read back, so a kernel takes lengths, starts, pages, seats and slots as they
-are. Whatever a file says: if it is loaded, all of them lie within the tensors.
+On a GPU no value is read back, so a kernel takes lengths, starts, pages, sequence slots and slots
+as they are. Whatever a file says: if it is loaded, all of them lie within the tensors.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ def test_sequences_that_are_loaded_are_in_bounds(tmp_path: Path) -> None:
     rng, path, taken = random.Random(0), tmp_path / "x.safetensors", 0
     for _ in range(400):
         sink_len, recent_len, exact = draw_sequences(rng, path)
-        sizes: dict[str, Any] = {"num_seats": 5, "max_seq_len": 90, "page_size": PAGE}
+        sizes: dict[str, Any] = {"max_num_seqs": 5, "max_seq_len": 90, "page_size": PAGE}
         sizes |= {"sink_len": sink_len, "recent_len": recent_len, "exact_format": exact}
         cache = PagedKVCache(1, 1, 64, 20, k_format="int8", v_format="int8", **sizes)
         try:
@@ -219,8 +219,8 @@ def test_sequences_that_are_loaded_are_in_bounds(tmp_path: Path) -> None:
         for n in (0, 1, 2):
             with batch.extend(ids, n):
                 slots = Slots(*(batch._staged.tensors[name] for name in Slots._fields))
-                pages, seats = rows.k_pages.shape, rows.k_exact.shape
-                check_slots(slots, pages[0] * PAGE, seats[0] * seats[2])
+                pages, seq_slots = rows.k_pages.shape, rows.k_exact.shape
+                check_slots(slots, pages[0] * PAGE, seq_slots[0] * seq_slots[2])
                 if n:
                     batch.append(0, x, x)
                 check_segment_values(batch._make_segments(0, len(ids)))

@@ -277,7 +277,7 @@ def test_what_does_not_fit_is_refused(cuda: FakeDriver, monkeypatch: pytest.Monk
 def test_a_prefix_in_a_ring_is_refused() -> None:
     case = make_prefix("int8", 64, 2, (2, 2), 40, page_size=0)
     own, starts = nothing_of_its_own(case), torch.zeros(1, dtype=torch.int32)
-    for ring in (case.prefix._replace(starts=starts), case.prefix._replace(seats=starts)):
+    for ring in (case.prefix._replace(starts=starts), case.prefix._replace(seq_slots=starts)):
         with pytest.raises(ConfigError, match="the prefix is a ring"):
             attend_shared(case.q, ring, [own])
     with pytest.raises(ShapeError, match="q has head_dim 128, K has 64"):

@@ -65,8 +65,14 @@ CASES |= {
     "3 stages of int4": {"k": "int4", "lens": [0, 1, 33, 170], "stages": 3},
     "sinks before a ring": {"place": "ring", "sinks": 4, "lens": [0, 3, 4, 5, 70]},
     "sinks before a ring of int4": {"k": "int4", "place": "ring", "sinks": 33, "lens": [30, 70]},
-    "seats": {"place": "ring", "sinks": 4, "seated": True, "lens": [70, 3, 40], "heads": [4, 2]},
-    "sinks and recent rows at their seats": {
+    "seq_slots": {
+        "place": "ring",
+        "sinks": 4,
+        "seated": True,
+        "lens": [70, 3, 40],
+        "heads": [4, 2],
+    },
+    "sinks and recent rows at their sequence slots": {
         "exact": "bf16",
         "sinks": 4,
         "seated": True,
@@ -103,7 +109,7 @@ RARE += ["int4, paged, heads", "int4, pages of 32", "int4, pages of 128", "int4-
 RARE += [f"int4 without {technique}" for technique in TECHNIQUES]
 RARE += ["fp16 and fp8-g4", "int4-g8 and int8", "2 warps", "three segments", "no sinks"]
 RARE += ["4 warps", "three segments, 2 warps", "3 splits", "12 splits", "2 warps and splits"]
-RARE += ["three segments, bf16 and an fp16 query", "4 stages", "seats", "no recent rows"]
+RARE += ["three segments, bf16 and an fp16 query", "4 stages", "seq_slots", "no recent rows"]
 RARE += [f"bf16, head_dim {head_dim}" for head_dim in (64, 80, 96, 112, 192)]
 RARE += [f"int4-g4, {place}, heads" for place in ("linear", "ring", "paged")]
 RARE += ["int8-g2", "int8-g4", "fp8-g4", "int4-g2", "int8-g8", "int4-g8"]

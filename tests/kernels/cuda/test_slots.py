@@ -32,14 +32,14 @@ def run(
     at: LayerCache,
     new_lens: torch.Tensor | None,
     new_tokens: int,
-    lost: torch.Tensor,
+    overflow: torch.Tensor,
     backwards: bool,
 ) -> torch.Tensor:
     """Run the kernel on a layer; the room that it has filled."""
     room_of_kernels: Any = kernels
     batch = len(at.seq_lens)
     room = torch.full((3, batch * new_tokens + batch), -7)
-    tensors = [*at.lens, new_lens, lost, room]
+    tensors = [*at.lens, new_lens, overflow, room]
     step, size = (0, 0) if new_lens is None else (new_lens.stride(0), new_lens.element_size())
     values = [0 if x is None else x.data_ptr() for x in tensors]
     values += [step * size, size, new_tokens, *at.sizes, batch]
@@ -57,7 +57,7 @@ def compare(split: Split, seed: int) -> None:
     """Steps and crops of two layers, one by the kernel and one by the meaning."""
     draw, batch = random.Random(seed), 3
     at, other = make_layer(split, batch), make_layer(split, batch)
-    lost, other_lost = torch.zeros(2, 1, dtype=torch.int32)
+    overflow, other_overflow = torch.zeros(2, 1, dtype=torch.int32)
     for step in range(7):
         new_tokens = draw.choice([1, 1, 2, 7, 40])
         lens = random_lens(draw, batch, new_tokens)
@@ -67,14 +67,14 @@ def compare(split: Split, seed: int) -> None:
             given = torch.zeros(every * batch, dtype=dtype)[::every].copy_(torch.tensor(lens))
         before = [at.seq_lens.tolist(), at.packed_lens.tolist()]
         before += [at.firsts.tolist()] if at.window is not None else [[-7] * batch]
-        room = run(at, given, new_tokens, lost, backwards=bool(step % 2))
-        slots = place(other, lens, new_tokens, other_lost)
+        room = run(at, given, new_tokens, overflow, backwards=bool(step % 2))
+        slots = place(other, lens, new_tokens, other_overflow)
         for found, expected in zip(room[:, :-batch], slots, strict=True):
             assert expected is None or torch.equal(found, expected), (split, seed, step)
         assert room[:, -batch:].tolist() == before
         for name, tensor in at.tensors().items():
             assert torch.equal(tensor, other.tensors()[name]), (name, split, seed, step)
-        assert torch.equal(lost, other_lost)
+        assert torch.equal(overflow, other_overflow)
         for one in (at, other):
             random_crop(random.Random(seed + step), one)
 
@@ -90,10 +90,10 @@ def test_slots_may_be_larger_than_32_bits() -> None:
     batch = 3
     at = make_layer(SPLITS["no 16-bit rows"], batch)
     at.sizes = at.sizes._replace(packed_len=2**31 - 1, max_seq_len=2**31 - 1)
-    lost = torch.zeros(1, dtype=torch.int32)
+    overflow = torch.zeros(1, dtype=torch.int32)
     at.seq_lens.fill_(2**31 - 3)
     at.packed_lens.fill_(2**31 - 3)
-    room = run(at, torch.tensor([2**32 + 1, -(2**33), 1]), 2, lost, False)
+    room = run(at, torch.tensor([2**32 + 1, -(2**33), 1]), 2, overflow, False)
     first = 2**31 - 3
     expected = [first, first + 1, -1, -1, 2 * (2**31 - 1) + first, -1]
     assert room[0, : 2 * batch].tolist() == expected
@@ -109,10 +109,10 @@ def test_a_launch_has_the_arguments_of_the_kernel(monkeypatch: pytest.MonkeyPatc
     cuda = install_for_rows(monkeypatch, launcher)
     batch, new_tokens = 3, 4
     at = make_layer(SPLITS["window"], batch)
-    lost, room = torch.zeros(1, dtype=torch.int32), torch.zeros(3, batch * new_tokens + batch)
+    overflow, room = torch.zeros(1, dtype=torch.int32), torch.zeros(3, batch * new_tokens + batch)
     new_lens = torch.zeros(2 * batch, dtype=torch.int64)[::2]
     for given in (new_lens, None):
-        launcher.place_tokens(at.lens, at.sizes, given, new_tokens, lost, room)
+        launcher.place_tokens(at.lens, at.sizes, given, new_tokens, overflow, room)
         note = cuda.launched[-1]
         assert (note.grid, note.block, note.stream) == ((batch, 1, 1), (512, 1, 1), STREAM)
         values = struct.unpack(SlotSpec().arguments, note.arguments)
@@ -121,7 +121,7 @@ def test_a_launch_has_the_arguments_of_the_kernel(monkeypatch: pytest.MonkeyPatc
         expected |= {"new_lens": 0, "new_lens_step": 0, "new_lens_bytes": 0}
         if given is not None:
             expected |= {"new_lens": given.data_ptr(), "new_lens_step": 16, "new_lens_bytes": 8}
-        expected |= {"lost": lost.data_ptr(), "room": room.data_ptr(), "window": 12}
+        expected |= {"overflow": overflow.data_ptr(), "room": room.data_ptr(), "window": 12}
         expected |= {"new_tokens": 4, "sink_len": 0, "recent_len": 4, "packed_len": 14}
         assert found == expected | {"max_seq_len": 60, "batch": batch}
 
@@ -130,9 +130,9 @@ def test_a_launch_without_a_window_has_no_lengths_of_one(monkeypatch: pytest.Mon
     cuda = install_for_rows(monkeypatch, launcher)
     entered = note_devices(monkeypatch)
     at = make_layer(SPLITS["both"], 2)
-    lost, room = torch.zeros(1, dtype=torch.int32), torch.zeros(3, 4)
+    overflow, room = torch.zeros(1, dtype=torch.int32), torch.zeros(3, 4)
     for _ in range(2):
-        launcher.place_tokens(at.lens, at.sizes, None, 1, lost, room)
+        launcher.place_tokens(at.lens, at.sizes, None, 1, overflow, room)
     assert entered == [CPU, CPU] and len(cuda.launched) == 2
     values = struct.unpack(SlotSpec().arguments, cuda.launched[0].arguments)
     assert values[4:8] == (0, 0, 0, 0)
