@@ -10,7 +10,7 @@ from typing import TypeGuard
 import numpy as np
 import torch
 
-from .errors import ConfigError, shown
+from .errors import ConfigError, DeviceError, shown
 
 MAX_LENGTH = 2**31 - 1  # lengths are int32
 
@@ -61,6 +61,32 @@ def address(tensor: torch.Tensor, name: str = "one of the tensors") -> int:
             f"{name} is a {type(tensor).__name__} whose values lie nowhere in memory: it is fake, "
             "wraps other tensors (DTensor, vmap, grad), or its storage was freed. Give a plain one"
         )
+    return found
+
+
+def check_device(device: torch.device | str) -> torch.device:
+    """A device that a cache can lie on.
+
+    Raises:
+        ConfigError: there is no such name.
+        DeviceError: no kernels serve it, or it is not there.
+    """
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(f"device {shown(device)} does not exist: use 'cpu' or 'cuda'") from error
+    if found.type not in ("cpu", "cuda"):
+        raise DeviceError(f"no kernel serves device {str(found)!r}: use 'cpu' or 'cuda'")
+    if found.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if not torch.backends.cuda.is_built():
+            why = f"torch {torch.__version__} was built without CUDA"
+        elif not count:
+            why = "torch finds no NVIDIA GPU with a driver that it can use"
+        else:
+            why = f"there are {count} GPUs, the first one is cuda:0"
+        if (found.index or 0) >= count:
+            raise DeviceError(f"device {str(found)!r} cannot be used: {why}")
     return found
 
 

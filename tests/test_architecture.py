@@ -17,12 +17,11 @@ ROOMS = {"kvquant": PACKAGE}  # in a checkout the others are links
 ROOMS |= {f"kvquant.{room}": (PACKAGE / room).resolve() for room in ("kernels", "calibration")}
 
 # package or file of kvquant -> those that it may import
-BASE = "errors arguments debug devices"
+BASE = "errors arguments debug"
 ALLOWED = {
     "errors": "",
     "debug": "",
     "arguments": "errors",
-    "devices": "errors",
     "rows": BASE,
     "ops": f"{BASE} rows",
     "cache": f"{BASE} rows ops",

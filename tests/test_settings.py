@@ -116,7 +116,7 @@ def play_calls(found: Tensors) -> None:
     formats = {name: RowFormat.parse(name, DIM) for name in ("int4-g4", "int8", "fp8", "bf16")}
     results: list[torch.Tensor] = []
     for fmt in formats.values():
-        for backend in ("cpu", "torch"):
+        for backend in ("cpu", "reference"):
             rows = quantize_rows(x, fmt, backend=backend)
             results += [rows, dequantize_rows(rows, fmt, backend=backend)]
     int4, int8 = formats["int4-g4"], formats["int8"]
@@ -134,7 +134,7 @@ def play_calls(found: Tensors) -> None:
     results += [slots for slots in found_slots if slots is not None]
     transform = bases()[1].k.row_transform
     slots = torch.arange(6, device=CPU)
-    for backend in ("cpu", "torch"):
+    for backend in ("cpu", "reference"):
         for given in (None, RowTransform(rotate=True), transform):
             pages = torch.zeros(2, 1, HEADS, 6, int4.row_bytes, dtype=torch.uint8, device=CPU)
             bad = torch.zeros(2, dtype=torch.int32, device=CPU)

@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from .. import debug
 from ..arguments import address, check_readable, check_size, is_whole
-from ..devices import check_room
 from ..errors import ConfigError, DeviceError, NonFiniteError, ShapeError, shown
 from ..rows.basis import LayerBasis
 from ..rows.format import RowFormat
 from ..rows.quantize import EXACT_DTYPES, FLOAT_DTYPES
+from .memory import check_room
 from .row_stacks import to_device
 
 if TYPE_CHECKING:

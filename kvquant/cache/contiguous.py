@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
-from ..arguments import check_size, check_tensors
-from ..devices import check_device, check_room
+from ..arguments import check_device, check_size, check_tensors
 from ..errors import ConfigError, ShapeError, shown
 from ..ops.attention import State, attend_segments
 from ..ops.attention_in_basis import attend_in_basis
@@ -31,6 +30,7 @@ from .checks import (
     whole_numbers,
 )
 from .layer import LayerCache, rooms_of
+from .memory import check_room
 
 if TYPE_CHECKING:
     from typing_extensions import TypedDict, Unpack

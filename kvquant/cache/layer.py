@@ -21,12 +21,12 @@ from typing import NamedTuple
 import torch
 
 from .. import debug
-from ..devices import full_precision
 from ..errors import ShapeError
 from ..ops.append import append_rows
 from ..ops.slots import Lens, Sizes, place_tokens, takes_one_launch
 from ..rows.basis import LayerBasis
 from ..rows.format import RowFormat
+from ..rows.quantize import full_precision
 from ..rows.segment import Segment
 from ..rows.slots import Slots, packed_lens_after, slots_of
 from .row_stacks import zero_rows

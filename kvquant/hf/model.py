@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .. import debug
-from ..arguments import check_size
+from ..arguments import check_device, check_size
 from ..cache.checks import DEFAULT_FORMAT, row_formats, whole_numbers
 from ..cache.contiguous import KVCache
 from ..cache.layer import SPARE
-from ..devices import check_device
 from ..errors import ConfigError, ShapeError, UnsupportedModelError
 from ..io.plan import CachePlan
 from ..rows.quantize import exact_codec

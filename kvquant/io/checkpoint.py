@@ -66,11 +66,11 @@ from typing import Any
 
 import torch
 
-from ..arguments import check_kind, check_size, is_whole
+from ..arguments import check_device, check_kind, check_size, is_whole
 from ..cache.checks import check_plan_options
 from ..cache.contiguous import KVCache
 from ..cache.layer import LayerCache
-from ..devices import available_memory, check_device
+from ..cache.memory import available_memory
 from ..errors import CheckpointError, ConfigError, shown
 from ..rows.basis import LayerBasis, fingerprints
 from .atomic import Place, as_path, sync_folder, token, writing

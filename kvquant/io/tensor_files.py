@@ -22,7 +22,7 @@ from typing import IO, Annotated, Any
 import torch
 from msgspec import Meta
 
-from ..devices import available_memory
+from ..cache.memory import available_memory
 from ..errors import CheckpointError
 from .atomic import as_path
 from .schema import INT64, Object, check_lists, checked, parse

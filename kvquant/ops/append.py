@@ -72,7 +72,8 @@ def append_rows(
         rope: the rotary embedding of K, before k_transform.
         bad: [2], int32: how many rows of K and of V were written as NaN is added to it; a 16-bit
             row that is NaN already was counted when it came, and is not again when it leaves.
-        backend: "cpu" (numba), "cuda" or "torch" (any device, slow); by the device of k when None.
+        backend: "cpu" (numba), "cuda", or "reference" (plain torch on any device, slow); by the
+            device of k when None.
 
     Raises:
         ShapeError: the tensors do not fit one another or the formats; or a slot does not exist or

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 import torch
 
 from .. import debug
-from ..devices import kernels_for
 from ..rows.format import RowFormat
 from ..rows.quantize import dequantize_rows, is_nan_row, quantize_rows
 from ..rows.rounding import quantize_calibrated
 from ..rows.slots import Slots, check_existing, check_slots
 from ..rows.transforms import Rope, RowTransform, apply_rope, transform_rows
 from .append_checks import Append, check_append, check_dequantize, check_written
+from .dispatch import kernels_for
 
 TOKENS_PER_PART = 256
 
@@ -23,7 +23,7 @@ Write = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 def append(call: Append, backend: str | None) -> None:
     """Check and append; see append.append_rows."""
-    backend = kernels_for(call.k, backend, "torch")
+    backend = kernels_for(call.k, backend)
     if backend == "cuda" and not debug.enabled:  # the launcher checks only calls it has not seen
         _append_cuda(_is_calibrated(call))(*call, check=functools.partial(_check, call))
         return
@@ -35,7 +35,7 @@ def append(call: Append, backend: str | None) -> None:
         _append_cuda(_is_calibrated(call))(*call)
         return
     call = call._replace(k=call.k.detach(), v=call.v.detach())
-    if backend == "torch":
+    if backend == "reference":
         _append(call, backend)
         return
     is_rounded = _is_rounded(call)
@@ -55,7 +55,7 @@ def dequantize(
     rows: torch.Tensor, fmt: RowFormat, slots: torch.Tensor, out: torch.Tensor, backend: str | None
 ) -> None:
     """Check and dequantize into out; see append.dequantize_pages."""
-    backend = kernels_for(rows, backend, "torch")
+    backend = kernels_for(rows, backend)
     if backend == "cuda" and not debug.enabled:
         check = functools.partial(check_dequantize, rows, fmt, slots, out)
         _dequantize_cuda()(rows, fmt, slots, out, check=check)

@@ -20,6 +20,7 @@ from ..rows.slots import Slots
 from ..rows.transforms import Rope, RowTransform
 from .append_backends import append, dequantize
 from .append_checks import Append, check_append, check_dequantize
+from .dispatch import torch_op
 
 APPEND_ROWS = (
     "(Tensor k, Tensor v, Tensor(a!) k_rows, Tensor(b!) v_rows, Tensor packed, Tensor? exact, "
@@ -98,14 +99,5 @@ def _dequantize_fake(
     check_dequantize(rows, RowFormat.parse(fmt, int(out.shape[-1])), slots, out)
 
 
-for _name, _schema, _impl, _fake in (
-    ("kvquant::append_rows", APPEND_ROWS, _append, _append_fake),
-    ("kvquant::dequantize_pages", DEQUANTIZE_PAGES, _dequantize, _dequantize_fake),
-):
-    # the strides of rows are kept: a copy of a cache would cost more than the append
-    torch.library.define(_name, _schema, tags=(torch.Tag.needs_fixed_stride_order,))
-    torch.library.impl(_name, "default", _impl)
-    torch.library.register_fake(_name, _fake)
-
-append_rows_op = torch.ops.kvquant.append_rows
-dequantize_pages_op = torch.ops.kvquant.dequantize_pages
+append_rows_op = torch_op("append_rows", APPEND_ROWS, _append, _append_fake)
+dequantize_pages_op = torch_op("dequantize_pages", DEQUANTIZE_PAGES, _dequantize, _dequantize_fake)

@@ -9,12 +9,12 @@ import torch
 
 from .. import debug
 from ..arguments import check_flag, check_num_splits, check_readable, check_scale, check_tensors
-from ..devices import kernels_for
 from ..errors import ConfigError, shown
 from ..rows.format import RowFormat
 from ..rows.quantize import FLOAT_DTYPES
 from ..rows.reference import reference_over_segments
 from ..rows.segment import LooseRows, Segment, check_segment_values, check_segments, make_segment
+from .dispatch import kernels_for
 
 Result = tuple[torch.Tensor, "torch.Tensor | None"]
 Kernel = Callable[[torch.Tensor, Sequence[Segment], float, "int | None", bool], Result]
@@ -106,7 +106,7 @@ def _check_cuda(
 
 
 def _choose_kernel(q: torch.Tensor, backend: str | None) -> Kernel:
-    backend = kernels_for(q, backend, "reference")
+    backend = kernels_for(q, backend)
     if backend == "reference":
         return _attend_reference
     if backend == "cpu":

@@ -18,6 +18,7 @@ import torch
 from ..rows.format import RowFormat
 from ..rows.segment import Segment, check_segments
 from .attention_backends import attend
+from .dispatch import torch_op
 
 OPTIONS = "int v_head_dim, float? sm_scale, bool return_lse, SymInt? num_splits, str? backend"
 DECODE_ATTENTION = (
@@ -58,7 +59,7 @@ def _several_segments(q: torch.Tensor, v_head_dim: int, *lists: Sequence[Any]) -
     ]
 
 
-def _register(name: str, schema: str, make_segments: Callable[..., list[Segment]]) -> None:
+def _register(name: str, schema: str, make_segments: Callable[..., list[Segment]]) -> Any:
     def attend_op(q: torch.Tensor, *args: Any) -> list[torch.Tensor]:
         *parts, v_head_dim, sm_scale, return_lse, num_splits, backend = args
         segments = make_segments(q, v_head_dim, *parts)
@@ -73,14 +74,8 @@ def _register(name: str, schema: str, make_segments: Callable[..., list[Segment]
         lse = q.new_empty(batch, num_q_heads, dtype=torch.float32)
         return [out, lse] if return_lse else [out]
 
-    # the strides of rows are kept: a copy of a cache would cost more than the attention
-    torch.library.define(name, schema, tags=(torch.Tag.needs_fixed_stride_order,))
-    torch.library.impl(name, "default", attend_op)
-    torch.library.register_fake(name, fake_op)
+    return torch_op(name, schema, attend_op, fake_op)
 
 
-_register("kvquant::decode_attention", DECODE_ATTENTION, one_segment)
-_register("kvquant::attend_segments", ATTEND_SEGMENTS, _several_segments)
-
-decode_attention_op = torch.ops.kvquant.decode_attention
-attend_segments_op = torch.ops.kvquant.attend_segments
+decode_attention_op = _register("decode_attention", DECODE_ATTENTION, one_segment)
+attend_segments_op = _register("attend_segments", ATTEND_SEGMENTS, _several_segments)

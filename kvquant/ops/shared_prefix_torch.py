@@ -12,6 +12,7 @@ import torch
 from .. import debug
 from ..rows.segment import Segment, check_segment_values, check_segments
 from .attention_torch import one_segment
+from .dispatch import torch_op
 
 ADD_PREFIX = (
     "(Tensor q, Tensor k_rows, Tensor v_rows, Tensor seq_lens, str k_format, str v_format, "
@@ -77,9 +78,4 @@ def _fake(*args: Any) -> None:
     check_prefix(q, prefix)
 
 
-# the strides of rows are kept: a copy of a cache would cost more than the attention
-torch.library.define("kvquant::add_prefix", ADD_PREFIX, tags=(torch.Tag.needs_fixed_stride_order,))
-torch.library.impl("kvquant::add_prefix", "default", _op)
-torch.library.register_fake("kvquant::add_prefix", _fake)
-
-add_prefix_op = torch.ops.kvquant.add_prefix
+add_prefix_op = torch_op("add_prefix", ADD_PREFIX, _op, _fake)

@@ -17,6 +17,7 @@ import torch
 
 from .. import debug
 from ..rows.slots import Slots
+from .dispatch import torch_op
 
 PLACE_TOKENS = (
     "(Tensor(a!) seq_lens, Tensor(b!) packed_lens, Tensor(c!) exact_lens, Tensor(d!) starts, "
@@ -133,10 +134,4 @@ def _place(
     _launcher()(lens, Sizes(*sizes), new_lens, new_tokens, overflow, room)
 
 
-torch.library.define(
-    "kvquant::place_tokens", PLACE_TOKENS, tags=(torch.Tag.needs_fixed_stride_order,)
-)
-torch.library.impl("kvquant::place_tokens", "default", _place)
-torch.library.register_fake("kvquant::place_tokens", lambda *args: None)
-
-place_tokens_op = torch.ops.kvquant.place_tokens
+place_tokens_op = torch_op("place_tokens", PLACE_TOKENS, _place, lambda *args: None)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 
 from ..errors import ConfigError, DeviceError, ShapeError
+from .dispatch import torch_op
 
 TURN_ROWS = "(Tensor x, Tensor? matrix, Tensor? offset, Tensor? seq_lens) -> Tensor"
 DTYPES = (torch.bfloat16, torch.float16)
@@ -134,9 +135,4 @@ def _fake(
     return x.new_empty(x.shape)
 
 
-# the strides of a matrix that all KV heads share are kept
-torch.library.define("kvquant::turn_rows", TURN_ROWS, tags=(torch.Tag.needs_fixed_stride_order,))
-torch.library.impl("kvquant::turn_rows", "default", _launch)
-torch.library.register_fake("kvquant::turn_rows", _fake)
-
-turn_rows_op = torch.ops.kvquant.turn_rows
+turn_rows_op = torch_op("turn_rows", TURN_ROWS, _launch, _fake)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..arguments import check_flag, check_size
+from ..arguments import check_device, check_flag, check_size
 from ..cache.checks import (
     Formats,
     check_bad_rows,
@@ -21,7 +21,7 @@ from ..cache.checks import (
     per_layer,
 )
 from ..cache.copying import NotCopied
-from ..devices import check_device, check_room
+from ..cache.memory import check_room
 from ..errors import ConfigError, NonFiniteError, shown
 from ..rows.basis import LayerBasis
 from ..rows.format import EXACT_CODECS

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..cache.copying import NotCopied
-from ..devices import check_room
+from ..cache.memory import check_room
 
 _ALIGNMENT = 16
 

@@ -10,11 +10,11 @@ import torch
 from numpy.typing import NDArray
 
 from ..cache.copying import NotCopied
+from ..cache.memory import check_room
 from ..cache.row_stacks import RowStacks, to_device
-from ..devices import check_room, full_precision
 from ..rows.basis import LayerBasis
 from ..rows.format import RowFormat
-from ..rows.quantize import is_nan_row
+from ..rows.quantize import full_precision, is_nan_row
 from ..rows.ragged_slots import Split
 from ..rows.segment import Segment
 

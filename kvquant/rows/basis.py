@@ -20,9 +20,9 @@ from typing import NamedTuple
 import torch
 
 from ..arguments import check_readable
-from ..devices import full_precision
 from ..errors import ConfigError, ShapeError, shown
 from .format import RowFormat
+from .quantize import full_precision
 from .rotation import rotate
 from .rounding import quantize_calibrated
 from .transforms import RowTransform

@@ -29,17 +29,18 @@ most of its codes there.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 
 from ..arguments import check_flag, check_readable
-from ..devices import full_precision
 from ..errors import ConfigError, DeviceError, NonFiniteError, ShapeError, shown
 from .format import E4M3_MAX, HEAD_DIMS, RowFormat
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EXACT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LEVELS = {"int4": 15.0, "int8": 255.0}
-BACKENDS = ("torch", "cpu")
+BACKENDS = ("cpu", "reference")
 
 
 def quantize_rows(
@@ -52,7 +53,8 @@ def quantize_rows(
         fmt: the format of the rows, or its short name ("int4-g4").
         check: look for values that the format cannot hold (NaN, Inf, magnitudes over fmt.max_abs)
             and raise. With False such a row is written so that all of it decodes to NaN.
-        backend: "cpu" (numba) or "torch"; by the device of x when None. Their bytes are equal.
+        backend: "cpu" (numba) or "reference" (plain torch); by the device of x when None. Their
+            bytes are equal.
 
     Returns:
         [..., row_bytes], uint8, contiguous, on the device of x.
@@ -98,7 +100,8 @@ def dequantize_rows(
         fmt: the format that they were written in, or its short name.
         dtype: of the result: float32, bfloat16 or float16. Values are computed in float32 and
             rounded once.
-        backend: "cpu" (numba) or "torch"; by the device of rows when None. Their values are equal.
+        backend: "cpu" (numba) or "reference" (plain torch); by the device of rows when None. Their
+            values are equal.
 
     Returns:
         [..., head_dim], dtype, contiguous, on the device of rows.
@@ -181,6 +184,14 @@ def exact_codec(dtype: torch.dtype | None) -> str:
     return "fp16" if dtype == torch.float16 else "bf16"
 
 
+def full_precision(x: torch.Tensor) -> AbstractContextManager[object]:
+    """Let products of tensors on the device of x keep their dtype, inside torch.autocast too."""
+    device = x.device.type
+    if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return nullcontext()
+
+
 def _check_format(fmt: RowFormat) -> None:
     if not isinstance(fmt, RowFormat):
         raise ConfigError(
@@ -192,11 +203,11 @@ def _check_format(fmt: RowFormat) -> None:
 def choose_backend(tensor: torch.Tensor, backend: str | None) -> str:
     """Name the backend that serves a tensor's device, or check the one that was asked for."""
     if backend is None:
-        return "cpu" if tensor.device.type == "cpu" else "torch"
+        return "cpu" if tensor.device.type == "cpu" else "reference"
     if backend not in BACKENDS:
         raise ConfigError(f"backend {shown(backend)} does not exist: use {' or '.join(BACKENDS)}")
     if backend == "cpu" and tensor.device.type != "cpu":
-        raise DeviceError(f"backend 'cpu' takes CPU tensors, not {tensor.device}: use 'torch'")
+        raise DeviceError(f"backend 'cpu' takes CPU tensors, not {tensor.device}: use 'reference'")
     return backend
 
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..devices import full_precision
+from .quantize import full_precision
 from .rotation import rotate
 
 

@@ -125,7 +125,7 @@ def check(fmt: RowFormat, what: str) -> None:
         call = make(fmt, what, num_tokens, exact)
         names = [name for name in ("k_rows", "v_rows", "exact_k", "exact_v") if name in call]
         wanted = call | {name: call[name].clone() for name in names}
-        append_rows(**wanted, backend="torch")
+        append_rows(**wanted, backend="reference")
         append_rows(**call)
         for name in names:
             assert torch.equal(call[name], wanted[name]), f"{fmt} {what}: {name} differs"
@@ -140,7 +140,7 @@ def time_dequantize(timer: GraphTimer, fmt: RowFormat) -> tuple[float, int]:
         append_rows(**call)
         out = torch.empty_like(call["k"])
         got = dequantize_pages(rows, fmt, slots, torch.bfloat16, out)
-        wanted = dequantize_pages(rows, fmt, slots[:2048], torch.bfloat16, backend="torch")
+        wanted = dequantize_pages(rows, fmt, slots[:2048], torch.bfloat16, backend="reference")
         assert torch.equal(got[:2048], wanted), f"dequantize {fmt} differs"
         calls.append(partial(dequantize_pages, rows, fmt, slots, torch.bfloat16, out))
     return timer.in_a_row(calls), moved

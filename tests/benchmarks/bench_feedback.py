@@ -75,7 +75,7 @@ def measure(timer: GraphTimer, fmt: RowFormat, what: str, bases: dict[str, Basis
     torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(CALLS):
-        append_rows(**call, backend="torch")
+        append_rows(**call, backend="reference")
     torch.cuda.synchronize()
     print(f"{line}{(time.perf_counter() - start) / CALLS * 1e6:>11.1f}", flush=True)
 
@@ -103,7 +103,7 @@ def check(call: dict[str, Any], what: str) -> None:
     """Compare the bytes of a call with those of the meaning."""
     names = [name for name in ("k_rows", "v_rows", "exact_k", "exact_v") if name in call]
     wanted = call | {name: call[name].clone() for name in names}
-    append_rows(**wanted, backend="torch")
+    append_rows(**wanted, backend="reference")
     append_rows(**call)
     for name in names:
         assert torch.equal(call[name], wanted[name]), f"{what}: {name} differs"

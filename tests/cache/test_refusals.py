@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvquant import KVCache, PagedKVCache, devices
-from kvquant.cache import layer
+from kvquant import KVCache, PagedKVCache
+from kvquant.cache import layer, memory
 from kvquant.errors import ConfigError, DeviceError, NonFiniteError, ShapeError
 
 BATCH, HEADS, DIM, MAX = 3, 2, 64, 40
@@ -227,7 +227,7 @@ def test_more_than_the_memory_is_refused_before_any_is_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The system would give it, and end the process when it is used."""
-    monkeypatch.setattr(devices, "available_memory", lambda: 1 << 29)
+    monkeypatch.setattr(memory, "available_memory", lambda: 1 << 29)
     taken = []
     monkeypatch.setattr(layer, "zero_rows", lambda *of: taken.append(of))
     sizes: list[tuple[int, int, int, int, int]]

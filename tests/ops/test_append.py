@@ -61,16 +61,16 @@ def one_by_one(
         new = values[i]
         if exact_rows is not None and slots.exact is not None and slots.evicted is not None:
             exact, evicted = int(slots.exact[i]), int(slots.evicted[i])
-            rounded = quantize_rows(new, exact_format, check=False, backend="torch")
+            rounded = quantize_rows(new, exact_format, check=False, backend="reference")
             new = dequantize_rows(rounded, exact_format)
             if evicted >= 0:
                 old = dequantize_rows(row(exact_rows, exact), exact_format)
-                row(rows, evicted)[:] = quantize_rows(old, fmt, check=False, backend="torch")
+                row(rows, evicted)[:] = quantize_rows(old, fmt, check=False, backend="reference")
             if exact >= 0:
                 row(exact_rows, exact)[:] = rounded
                 continue
         if packed >= 0:
-            row(rows, packed)[:] = quantize_rows(new, fmt, check=False, backend="torch")
+            row(rows, packed)[:] = quantize_rows(new, fmt, check=False, backend="reference")
 
 
 def angles(num_tokens: int, rotary_dim: int, interleaved: bool = False) -> Rope:
@@ -89,7 +89,7 @@ def some_slots(num_tokens: int) -> Slots:
 
 
 CASES = {  # dtype, K, V; the CPU kernel's bytes are torch's in kernels/cpu/test_rows.py
-    "torch": [
+    "reference": [
         (torch.float32, "int4-g4", 80, "int8", 64),
         (torch.bfloat16, "fp8-g8", 112, "int4", 192),
         (torch.float16, "bf16", 64, "fp8", 256),
@@ -99,7 +99,7 @@ CASES = {  # dtype, K, V; the CPU kernel's bytes are torch's in kernels/cpu/test
 }
 
 
-@pytest.mark.parametrize("backend", [None, "torch"])
+@pytest.mark.parametrize("backend", [None, "reference"])
 @pytest.mark.parametrize("kind", TRANSFORMS)
 @pytest.mark.parametrize("exact_format", [None, "bf16", "fp16"])
 def test_every_byte_is_that_of_quantize_rows_on_the_transformed_values(
@@ -198,8 +198,10 @@ def test_a_contiguous_cache_and_pages_get_the_same_rows(name: str, head_dim: int
     )
     pages = torch.tensor([5, 0, 7, 2, 3, 1])
     slots = (pages[:, None] * 2 + torch.arange(2)).flatten()
-    append_rows(k, v, contiguous[0], contiguous[1], torch.arange(12), name, fmt, backend="torch")
-    append_rows(k, v, paged[0], paged[1], slots, fmt, name, backend="torch")
+    append_rows(
+        k, v, contiguous[0], contiguous[1], torch.arange(12), name, fmt, backend="reference"
+    )
+    append_rows(k, v, paged[0], paged[1], slots, fmt, name, backend="reference")
     for rows, other in zip(contiguous, paged, strict=True):
         in_order = other[pages].transpose(1, 2).flatten(0, 1)
         assert torch.equal(rows.transpose(1, 2).flatten(0, 1), in_order)
@@ -212,7 +214,7 @@ def test_values_come_back_from_their_slots(name: str, dtype: torch.dtype) -> Non
     rows = storage(fmt)
     rows.copy_(quantize_rows(torch.randn(PAGES, HEADS, PAGE_SIZE, 80), fmt))
     slots = torch.tensor([0, 34, -1, 3, 3, -9, 17])
-    for backend in (None, "torch"):
+    for backend in (None, "reference"):
         values = dequantize_pages(rows, fmt, slots, dtype, backend=backend)
         assert values.dtype == dtype and values.shape == (7, HEADS, 80)
         for i, slot in enumerate(slots.tolist()):
@@ -239,7 +241,7 @@ def test_nothing_in_gives_nothing() -> None:
     assert torch.equal(zeros, torch.zeros_like(four))
 
 
-@pytest.mark.parametrize("backend", [None, "torch"])
+@pytest.mark.parametrize("backend", [None, "reference"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3.4e38])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_row_that_cannot_be_held_is_nan_throughout_and_counted(
@@ -301,7 +303,7 @@ def test_nan_rows_are_told_by_their_first_number_in_every_backend(name: str) -> 
     fmt = RowFormat.parse(name, 128)
     x = torch.randn(6, 128)
     x[1, 127], x[4, 0] = math.nan, math.inf
-    for backend in ("torch", "cpu"):
+    for backend in ("reference", "cpu"):
         rows = quantize_rows(x, fmt, check=False, backend=backend)
         assert is_nan_row(rows, fmt).tolist() == [False, True, False, False, True, False]
         assert torch.equal(rows[1], rows[4]), "one row stands for all of these"
@@ -339,7 +341,7 @@ def test_axes_of_one_may_have_any_stride(odd: int, exact: bool) -> None:
     fmt, wide = RowFormat.parse("int4-g4", 64), RowFormat.parse("fp16", 64)
     for tokens, heads, pages in ((1, 1, 1), (3, 1, 3), (1, 2, 1), (0, 1, 1)):
         x, results = torch.randn(tokens, heads, 64), []
-        for backend in ("cpu", "torch"):
+        for backend in ("cpu", "reference"):
             new = with_odd_strides(odd, (tokens, heads, 64), torch.float32).copy_(x)
             shapes = (pages, heads, 1, fmt.row_bytes), (1, heads, 3, wide.row_bytes)
             rows, kept = (

@@ -146,7 +146,7 @@ class Cache:
 
 @pytest.mark.parametrize("names", FORMATS)
 @pytest.mark.parametrize("windows", [(0, 0), (2, 5)], ids=["packed", "windows"])
-@pytest.mark.parametrize("backend", ["cpu", "torch"])
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("kind", BASES)
 def test_bytes_are_those_of_the_basis_whatever_the_chunks(
     kind: str, backend: str, windows: tuple[int, int], names: str
@@ -200,7 +200,7 @@ def test_any_matrix_gives_the_values_of_its_basis() -> None:
     torch.testing.assert_close(values, wanted, atol=0.05, rtol=0)
 
 
-@pytest.mark.parametrize("backend", ["cpu", "torch"])
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_keys_are_turned_before_they_are_encoded(backend: str) -> None:
     basis, plain = make_basis("matrix"), make_basis("none", clip=False, feedback=False)
     theta = 100 * torch.rand(TOKENS, DIM // 2)
@@ -219,7 +219,7 @@ def test_keys_are_turned_before_they_are_encoded(backend: str) -> None:
     assert torch.equal(*found) and bool(found[0].any())
 
 
-@pytest.mark.parametrize("backend", ["cpu", "torch"])
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("feedback", [False, True], ids=["clip", "clip and feedback"])
 def test_rows_that_cannot_be_held_are_nan_and_counted(feedback: bool, backend: str) -> None:
     basis, fmt = make_basis("none", feedback=feedback), RowFormat.parse("int4-g4", DIM)
@@ -260,7 +260,7 @@ def test_sixteen_bit_rows_with_nan_are_counted_once() -> None:
     assert bool(dequantize_rows(cache.packed[0][0, 0, 1], cache.formats[0]).isnan().all())
 
 
-@pytest.mark.parametrize("backend", ["cpu", "torch"])
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_a_row_that_only_its_16_bit_format_holds_is_counted_when_it_leaves(backend: str) -> None:
     basis = make_basis("none")
     cache = Cache(("int4", "int4"), (0, 2), (basis, basis), backend)

@@ -125,7 +125,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         DeviceError,
         r"k is on cpu, one of the other tensors \[2\] on meta",
     ),
-    "backend": ({"backend": "numba"}, ConfigError, "use cpu or cuda or torch"),
+    "backend": ({"backend": "numba"}, ConfigError, "use cpu, cuda or reference"),
     "cuda": ({"backend": "cuda"}, DeviceError, "backend 'cuda' takes CUDA tensors, not cpu"),
     "one tensor": (dict.fromkeys(("k_rows", "v_rows"), ONE), ConfigError, "k_rows and v_rows are"),
     "one exact tensor": (
@@ -290,7 +290,7 @@ def test_the_cuda_launchers_take_the_arguments_of_the_calls() -> None:
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
 @pytest.mark.parametrize("name", ["k_rows", "v_rows", "exact_k", "exact_v"])
-@pytest.mark.parametrize("backend", ["cpu", "torch"])
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_rows_that_share_memory_are_refused(axis: int, name: str, backend: str) -> None:
     call = arguments()
     whole = call[name]
@@ -341,7 +341,7 @@ def test_what_was_made_in_inference_mode_is_refused_outside_of_it() -> None:
         call = arguments()
         with torch.inference_mode():
             call[name] = call[name].clone()
-        for backend in ("cpu", "torch"):
+        for backend in ("cpu", "reference"):
             with pytest.raises(ConfigError, match=r"made in torch.inference_mode\(\), outside"):
                 append_rows(**call, backend=backend)
         with torch.inference_mode():
@@ -354,6 +354,6 @@ def test_no_tokens_are_no_mistake() -> None:
     slots = Slots(*[torch.empty(0, dtype=torch.int64)] * 3)
     call |= {"k": empty, "v": empty[..., :0].expand(0, HEADS, 0), "slots": slots, "rope": None}
     call["v"] = torch.from_numpy(np.empty((0, HEADS, 96), np.float32))
-    for backend in ("cpu", "torch"):
+    for backend in ("cpu", "reference"):
         append_rows(**call, backend=backend)
     assert not call["k_rows"].any()

@@ -302,7 +302,7 @@ def test_segments_that_do_not_fit_one_another_are_refused() -> None:
 def test_backends_are_chosen_by_name_and_device() -> None:
     arguments: dict[str, Any] = {"k_format": INT4, "v_format": INT4}
     q, rows = torch.zeros(2, 4, 64), (K_ROWS, V_ROWS, lens(8, 3))
-    with pytest.raises(ConfigError, match="backend 'gpu' does not exist: use cpu or cuda or ref"):
+    with pytest.raises(ConfigError, match="backend 'gpu' does not exist: use cpu, cuda or ref"):
         decode_attention(q, *rows, backend="gpu", **arguments)
     with pytest.raises(DeviceError, match="backend 'cuda' takes CUDA tensors, not cpu"):
         decode_attention(q, *rows, backend="cuda", **arguments)

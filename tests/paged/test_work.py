@@ -143,7 +143,7 @@ def test_sizes_beyond_the_memory_are_refused_before_any_is_taken(
         (batch.nbytes, lambda: PagedBatch(cache, 4), "a batch takes"),
         (10**9, lambda: make(max_num_seqs=10**7, sink_len=0, recent_len=0), "the bookkeeping of"),
     ):
-        monkeypatch.setattr("kvquant.devices.available_memory", lambda most=nbytes: most - 100)
+        monkeypatch.setattr("kvquant.cache.memory.available_memory", lambda most=nbytes: most - 100)
         with pytest.raises(ConfigError, match=rf"{words}.* GiB, more than there is: use"):
             call()
     assert not taken

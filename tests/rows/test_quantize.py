@@ -25,7 +25,7 @@ kinds = st.sampled_from(("normal", "offset", "constant", "outlier", "mixed", "ze
 
 
 def quantize(
-    x: torch.Tensor, fmt: RowFormat, *, check: bool = True, backend: str | None = "torch"
+    x: torch.Tensor, fmt: RowFormat, *, check: bool = True, backend: str | None = "reference"
 ) -> torch.Tensor:
     """Quantize by the torch backend; kernels/cpu/test_rows.py holds the others to its bytes."""
     return quantize_rows(x, fmt, check=check, backend=backend)
@@ -36,7 +36,7 @@ def dequantize(
     fmt: RowFormat,
     dtype: torch.dtype = torch.float32,
     *,
-    backend: str | None = "torch",
+    backend: str | None = "reference",
 ) -> torch.Tensor:
     return dequantize_rows(rows, fmt, dtype, backend=backend)
 
@@ -171,7 +171,7 @@ def test_the_greatest_fp16_is_held(name: str, limit: float) -> None:
 @pytest.mark.parametrize("shape", [(0, 96), (3, 0, 96), (0, 2, 0, 96)], ids=str)
 def test_no_rows_give_no_rows(name: str, shape: tuple[int, ...]) -> None:
     fmt = RowFormat.parse(name, 96)
-    for backend in ("torch", "cpu"):
+    for backend in ("reference", "cpu"):
         rows = quantize(torch.empty(shape), fmt, backend=backend)
         assert rows.shape == (*shape[:-1], fmt.row_bytes)
         assert dequantize(rows, fmt, backend=backend).shape == shape
@@ -199,7 +199,7 @@ def test_results_are_rounded_once_to_the_dtype_asked_for(name: str) -> None:
         assert torch.equal(dequantize(rows, fmt, dtype), values.to(dtype))
 
 
-@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("name", ["int4-g4", "fp8", "bf16"])
 def test_strides_do_not_matter(name: str, backend: str) -> None:
     fmt = RowFormat.parse(name, 64)
@@ -226,7 +226,7 @@ def test_strides_do_not_matter(name: str, backend: str) -> None:
         assert torch.equal(dequantize(flipped, fmt, backend=backend), expected), label
 
 
-@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("name", ["int4", "int4-g8", "fp8", "bf16"])
 def test_rows_may_start_at_odd_addresses(name: str, count: int, backend: str) -> None:
@@ -256,7 +256,7 @@ NOT_FINITE = [
 ]
 
 
-@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize(("name", "dtype", "value"), NOT_FINITE + OVER, ids=str)
 def test_what_cannot_be_held_is_named_with_its_first_index(
     name: str, dtype: torch.dtype, value: float, backend: str
@@ -281,7 +281,7 @@ def test_limits_are_exact() -> None:
             quantize(torch.full((64,), -beyond), fmt)
 
 
-@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("name", ALL_NAMES)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -3.4e38])
 def test_unchecked_bad_rows_decode_to_nan_and_leave_others_alone(
@@ -334,12 +334,12 @@ def test_more_bits_and_more_groups_bring_values_nearer() -> None:
 def test_input_that_requires_grad_is_taken() -> None:
     fmt = RowFormat.parse("int4", 64)
     x = torch.randn(2, 64)
-    for backend in ("torch", "cpu"):
+    for backend in ("reference", "cpu"):
         rows = quantize(x.clone().requires_grad_(), fmt, backend=backend)
         assert torch.equal(rows, quantize(x, fmt))
 
 
-@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_the_default_dtype_does_not_matter(dtype: torch.dtype, backend: str) -> None:
     x = torch.randn(300, 64)
@@ -380,7 +380,7 @@ def test_other_dtypes_are_refused(dtype: torch.dtype) -> None:
 
 def test_backends_are_chosen_by_name_and_device() -> None:
     fmt = RowFormat.parse("int4", 64)
-    with pytest.raises(ConfigError, match="backend 'cuda' does not exist: use torch or cpu"):
+    with pytest.raises(ConfigError, match="backend 'cuda' does not exist: use cpu or reference"):
         quantize(torch.zeros(64), fmt, backend="cuda")
     meta = torch.zeros(2, 64, device="meta")
     with pytest.raises(DeviceError, match="backend 'cpu' takes CPU tensors, not meta"):

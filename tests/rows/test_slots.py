@@ -79,7 +79,7 @@ class Store:
             V_FORMAT,
             exact_k=self.exact["k"] if has_exact else None,
             exact_v=self.exact["v"] if has_exact else None,
-            backend="torch",
+            backend="reference",
         )
         self.lens += k.shape[2] if new_lens is None else new_lens
         self.packed_lens = packed_lens_after(

@@ -191,7 +191,7 @@ def expected_values(
     pages: torch.Tensor, fmt: RowFormat, slots: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
     """What dequantize_pages must give, by the meaning in torch, on the CPU."""
-    return dequantize_pages(pages.cpu(), fmt, slots.cpu(), dtype, backend="torch")
+    return dequantize_pages(pages.cpu(), fmt, slots.cpu(), dtype, backend="reference")
 
 
 def _pages(case: Case, shape: tuple[int, ...]) -> torch.Tensor:
@@ -205,7 +205,7 @@ def _pages(case: Case, shape: tuple[int, ...]) -> torch.Tensor:
 def expected(call: dict[str, Any]) -> dict[str, torch.Tensor]:
     """What the call must leave in its tensors, by the meaning in torch, on the CPU."""
     on_cpu = {name: _to_cpu(value) for name, value in call.items()}
-    append_rows(**on_cpu, backend="torch")
+    append_rows(**on_cpu, backend="reference")
     return results(on_cpu)
 
 

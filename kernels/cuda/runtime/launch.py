@@ -66,7 +66,7 @@ def gpu_of(tensor: torch.Tensor) -> GPU:
                 raise UnsupportedError(
                     "the CUDA kernels need compute capability 8.0 or newer (A100, RTX 30 and "
                     f"later), {torch.cuda.get_device_name(tensor.device)} has {capability[0]}."
-                    f"{capability[1]}: pass backend='torch' for the slow way"
+                    f"{capability[1]}: pass backend='reference' for the slow way"
                 )
             facts = torch.cuda.get_device_properties(tensor.device)
             _gpus[index] = GPU(

@@ -68,7 +68,7 @@ def assert_as_in_torch(
     if exact_format is not None:
         exact = [rubbish(SEQ_SLOTS, heads, EXACT_LEN, 2 * fmt.head_dim) for fmt in formats]
     results = []
-    for backend in ("cpu", "torch"):
+    for backend in ("cpu", "reference"):
         got = [tensor.clone() for tensor in rows]
         got_exact = [None if tensor is None else tensor.clone() for tensor in exact]
         bad = torch.tensor([7, 0], dtype=torch.int32)

@@ -49,7 +49,7 @@ def label(fmt: RowFormat) -> str:
 
 
 def assert_same_rows(x: torch.Tensor, fmt: RowFormat) -> torch.Tensor:
-    expected = quantize_rows(x, fmt, check=False, backend="torch")
+    expected = quantize_rows(x, fmt, check=False, backend="reference")
     rows = quantize_rows(x, fmt, check=False, backend="cpu")
     assert rows.shape == expected.shape
     if not torch.equal(rows, expected):
@@ -64,7 +64,7 @@ def assert_same_rows(x: torch.Tensor, fmt: RowFormat) -> torch.Tensor:
 def assert_same_values(rows: torch.Tensor, fmt: RowFormat) -> None:
     """Equal bits, but for those of a NaN."""
     for dtype in DTYPES:
-        expected = dequantize_rows(rows, fmt, dtype, backend="torch")
+        expected = dequantize_rows(rows, fmt, dtype, backend="reference")
         values = dequantize_rows(rows, fmt, dtype, backend="cpu")
         assert values.dtype == dtype
         assert torch.equal(values.isnan(), expected.isnan())
@@ -208,13 +208,13 @@ def test_old_processors_give_the_same_bytes(name: str, without_half: None) -> No
     near = near.clamp(-65504, 65504)
     mixed = near.flatten()[torch.randperm(near.numel())].view(near.shape)
     for x in (halves, near, mixed):
-        expected = quantize_rows(x, fmt, backend="torch")
+        expected = quantize_rows(x, fmt, backend="reference")
         assert torch.equal(quantize_rows(x, fmt, backend="cpu"), expected)
         values = dequantize_rows(expected, fmt, backend="cpu")
-        assert torch.equal(values, dequantize_rows(expected, fmt, backend="torch"))
+        assert torch.equal(values, dequantize_rows(expected, fmt, backend="reference"))
     odd = torch.full((2, 64), torch.nan)
     odd[1] = torch.inf
-    expected = quantize_rows(odd, fmt, check=False, backend="torch")
+    expected = quantize_rows(odd, fmt, check=False, backend="reference")
     assert torch.equal(quantize_rows(odd, fmt, check=False, backend="cpu"), expected)
     assert dequantize_rows(expected, fmt, backend="cpu").isnan().all()
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvquant import KVCache, PagedKVCache, load_cache, save_cache
-from kvquant.devices import check_device
+from kvquant.arguments import check_device
 from kvquant.errors import ConfigError, DeviceError, KVQuantError
 
 WRONG: list[tuple[Any, type[KVQuantError], str]] = [

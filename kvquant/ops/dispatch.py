@@ -1,0 +1,65 @@
+"""Dispatch of the operations: the backend that serves a tensor, and custom ops of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..errors import ConfigError, DeviceError, shown
+
+KERNELS = ("cpu", "cuda")  # devices, and the backends of their kernels
+
+
+def kernels_for(tensor: torch.Tensor, backend: str | None) -> str:
+    """Name the backend that serves a tensor, or check the one that was asked for.
+
+    Args:
+        tensor: of the call.
+        backend: "cpu" (numba), "cuda", or "reference" (plain torch on any device, slow, never
+            chosen unasked); by the tensor's device when None.
+
+    Raises:
+        ConfigError: the backend does not exist.
+        DeviceError: it does not serve the tensor's device, or no kernel does.
+    """
+    device = tensor.device.type
+    if backend is None:
+        if device not in KERNELS:
+            raise DeviceError(
+                f"no kernel serves {tensor.device}: move the tensors to the CPU or to CUDA, or "
+                "pass backend='reference', which is slow"
+            )
+        return device
+    if backend not in (*KERNELS, "reference"):
+        raise ConfigError(f"backend {shown(backend)} does not exist: use cpu, cuda or reference")
+    if backend not in (device, "reference"):
+        raise DeviceError(
+            f"backend {backend!r} takes {backend.upper()} tensors, not {tensor.device}: use "
+            "'reference', which is slow, or none"
+        )
+    return backend
+
+
+def torch_op(
+    name: str, schema: str, call: Callable[..., Any], fake: Callable[..., Any]
+) -> torch._ops.OpOverloadPacket:
+    """Register a custom op of torch, which torch.compile(fullgraph=True) takes as one node.
+
+    Args:
+        name: the op becomes torch.ops.kvquant.<name>.
+        schema: of its arguments and results; arguments that it writes are marked (a!).
+        call: computes; it is given the arguments by position.
+        fake: checks shapes and dtypes while a graph is traced, and makes results without values.
+
+    Returns:
+        The op. The dispatcher takes a few microseconds: eager code calls `call` itself.
+    """
+    name = f"kvquant::{name}"
+    # strides are kept: torch would copy a whole cache to make it contiguous
+    torch.library.define(name, schema, tags=(torch.Tag.needs_fixed_stride_order,))
+    torch.library.impl(name, "default", call)
+    torch.library.register_fake(name, fake)
+    op: torch._ops.OpOverloadPacket = getattr(torch.ops.kvquant, name.removeprefix("kvquant::"))
+    return op
