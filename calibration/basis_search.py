@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 
+from kvquant.ops.transform import encode_rows
 from kvquant.rows.basis import Basis
 from kvquant.rows.format import RowFormat
 from kvquant.rows.quantize import dequantize_rows
@@ -65,7 +66,7 @@ class ErrorMeter:
         self, layer: int, side: str, name: str, x: torch.Tensor, basis: Basis, fmt: RowFormat
     ) -> None:
         """Take in the errors of rows that are stored in a basis and a format."""
-        rows = basis.quantize(basis.encode(x), fmt)
+        rows = basis.quantize(encode_rows(x, basis), fmt)
         self._add(layer, side, name, basis.decode(dequantize_rows(rows, fmt)) - x.float())
 
     def _add(self, layer: int, side: str, name: str, error: torch.Tensor) -> None:

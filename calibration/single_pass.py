@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from kvquant.errors import NonFiniteError
+from kvquant.ops.transform import encode_rows
 from kvquant.rows.format import RowFormat
 from kvquant.rows.quantize import EXACT_DTYPES, dequantize_rows, quantize_rows
 
@@ -88,7 +89,7 @@ class PassReference:
 
             def rows_of(place: int, side: str, x: torch.Tensor) -> torch.Tensor:
                 basis, fmt = getattr(bases[place], side), formats[place]["kv".index(side)]
-                stored = basis.quantize(basis.encode(x), fmt)
+                stored = basis.quantize(encode_rows(x, basis), fmt)
                 read: torch.Tensor = basis.decode(dequantize_rows(stored, fmt))
                 if not bool(read.isfinite().all()):
                     raise NonFiniteError(

@@ -28,7 +28,7 @@ ALLOWED = {
     "paged": f"{BASE} rows ops cache",
     "io": f"{BASE} rows cache paged",
     "hf": f"{BASE} rows cache io",
-    "calibration": f"{BASE} rows cache io hf",
+    "calibration": f"{BASE} rows ops cache io hf",
     "bench": f"{BASE} rows ops io kernels.cuda.decode",
     "cli": f"__init__ {BASE} rows cache io hf calibration",
     "__init__": "errors",

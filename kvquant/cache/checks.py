@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from .. import debug
 from ..arguments import address, check_readable, check_size, is_whole
 from ..errors import ConfigError, DeviceError, NonFiniteError, ShapeError, shown
+from ..ops.transform import encode_rows
 from ..rows.basis import LayerBasis
 from ..rows.format import RowFormat
 from ..rows.quantize import EXACT_DTYPES, FLOAT_DTYPES
@@ -268,7 +269,7 @@ def _check_values(
         limit = min(fmt.max_abs for fmt in formats)
         _check_limit(x, name, limit, formats, new_lens)
         if basis is not None:
-            x = basis.encode(x)
+            x = encode_rows(x, basis)
             _check_limit(x, name, limit, formats, new_lens)
         if at.sink_len + at.recent_len:  # rounding may lead over a limit
             exact = EXACT_DTYPES[at.k_exact.codec]

@@ -1,4 +1,4 @@
-"""Queries into a basis and outputs back out of it, in one launch on CUDA.
+"""Rows and queries into a basis, outputs back out of it.
 
     torch.ops.kvquant.turn_rows    gives new rows
 
@@ -14,10 +14,30 @@ from collections.abc import Callable
 import torch
 
 from ..errors import ConfigError, DeviceError, ShapeError
+from ..rows.basis import Basis
 from .dispatch import torch_op
 
 TURN_ROWS = "(Tensor x, Tensor? matrix, Tensor? offset, Tensor? seq_lens) -> Tensor"
 DTYPES = (torch.bfloat16, torch.float16)
+
+
+def encode_rows(x: torch.Tensor, basis: Basis) -> torch.Tensor:
+    """Change rows into what a basis stores: Basis.encode, on the CPU by a kernel where it can.
+
+    Args:
+        x: [batch, num_kv_heads, tokens, head_dim], float32, bfloat16 or float16.
+        basis: of the rows.
+
+    Returns:
+        The same shape, float32; of both ways the same bits.
+    """
+    is_plain = basis.kind != "matrix" and x.shape[-1] % 16 == 0
+    if not is_plain or not x.is_cpu or torch.compiler.is_compiling():
+        return basis.encode(x)
+    from ..kernels.cpu.transform import transform
+
+    encoded: torch.Tensor = transform(x, basis.offset, basis.kind == "hadamard")
+    return encoded
 
 
 def takes_one_launch(x: torch.Tensor, backend: str | None) -> bool:

@@ -130,13 +130,7 @@ class Basis:
         Returns:
             The same shape, float32.
         """
-        is_plain = self.kind != "matrix" and x.shape[-1] % 16 == 0
-        if is_plain and x.is_cpu and not torch.compiler.is_compiling():
-            from ..kernels.cpu.transform import transform
-
-            encoded: torch.Tensor = transform(x, self.offset, self.kind == "hadamard")
-            return encoded
-        x = x.float() - self.offset[:, None]
+        x = x.detach().float() - self.offset[:, None]
         if self.kind == "hadamard":
             return rotate(x)
         with full_precision(x):
