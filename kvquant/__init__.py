@@ -27,12 +27,13 @@ if typing.TYPE_CHECKING:
     from .io.sequences import load_sequences, save_sequences
     from .ops.append import append_rows, dequantize_pages
     from .ops.attention import decode_attention, merge_states
+    from .ops.slots import slots_of
     from .paged.batch import PagedBatch
     from .paged.cache import PagedKVCache
     from .rows.format import RowFormat
     from .rows.quantize import dequantize_rows, quantize_rows
     from .rows.reference import reference_attention
-    from .rows.slots import Slots, slots_of
+    from .rows.slots import Slots
     from .rows.transforms import Rope, RowTransform
 
 __version__ = "0.1.0"
@@ -90,7 +91,7 @@ _HOMES = {
     "reference_attention": "rows.reference",
     "save_cache": "io.checkpoint",
     "save_sequences": "io.sequences",
-    "slots_of": "rows.slots",
+    "slots_of": "ops.slots",
 }
 
 if not typing.TYPE_CHECKING:  # else a type checker would take any name for a known one

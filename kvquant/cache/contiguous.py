@@ -20,7 +20,6 @@ from .checks import (
     DEFAULT_FORMAT,
     Counts,
     Formats,
-    check_append,
     check_bad_rows,
     check_bases,
     check_layer,
@@ -352,10 +351,7 @@ class KVCache:
         """
         at = self._layer(layer)
         check_tensors(k=k, v=v)
-        k, v = k.detach(), v.detach()
-        counts = check_append(at, k, v, new_lens)
-        if k.shape[2]:
-            at.append(k, v, counts, self.bad_rows, self.overflow_tokens)
+        at.append(k.detach(), v.detach(), new_lens, self.bad_rows, self.overflow_tokens)
 
     def check(self) -> None:
         """Raise if an append since the last check could not do what it was asked to (see append).

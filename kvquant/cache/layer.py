@@ -16,20 +16,26 @@ be cropped. A packed token i has row i % packed_len.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple, NoReturn
 
 import torch
 
 from .. import debug
-from ..errors import ShapeError
-from ..ops.append import append_rows
-from ..ops.slots import Lens, Sizes, place_tokens, takes_one_launch
+from ..arguments import address
+from ..errors import ConfigError, DeviceError, NonFiniteError, ShapeError
+from ..ops.append import write_rows
+from ..ops.append_checks import Side, check_call
+from ..ops.slots import Lens, Sizes, find_slots, place_tokens, takes_one_launch
+from ..ops.transform import encode_rows
 from ..rows.basis import LayerBasis
 from ..rows.format import RowFormat
-from ..rows.quantize import full_precision
+from ..rows.quantize import EXACT_DTYPES, FLOAT_DTYPES, full_precision
 from ..rows.segment import Segment
-from ..rows.slots import Slots, packed_lens_after, slots_of
-from .row_stacks import zero_rows
+from ..rows.slots import packed_lens_after
+from .checks import Counts, whole_numbers
+from .row_stacks import to_device, zero_rows
 
 SPARE = 512  # tokens before its window that a layer with one keeps: as many can be cropped
 
@@ -120,6 +126,10 @@ class LayerCache:
         self.k_format, self.v_format, self.basis = k_format, v_format, basis
         self.k_exact = RowFormat(exact_format, 1, k_format.head_dim)
         self.v_exact = RowFormat(exact_format, 1, v_format.head_dim)
+        self._limits = tuple(  # of the magnitudes of K and of V
+            min(fmt.max_abs, exact.max_abs)
+            for fmt, exact in ((k_format, self.k_exact), (v_format, self.v_exact))
+        )
         exact_len = self.sink_len + self.recent_len
         self.k_exact_rows, self.v_exact_rows = (
             rows(exact_len, fmt) for fmt in (self.k_exact, self.v_exact)
@@ -273,7 +283,7 @@ class LayerCache:
         self,
         k: torch.Tensor,
         v: torch.Tensor,
-        new_lens: torch.Tensor | None,
+        new_lens: Counts | None,
         bad_rows: torch.Tensor,
         overflow_tokens: torch.Tensor,
     ) -> None:
@@ -282,76 +292,155 @@ class LayerCache:
         On CUDA in two launches, unless values are read: slots and lengths, then rows.
 
         Args:
-            k, v: as check_append has passed them.
-            new_lens: [batch], on the device; all tokens when None.
+            k, v, new_lens: as in KVCache.append, k and v detached.
             bad_rows, overflow_tokens: the counters of KVCache.
         """
+        counts = self._check_new(k, v, new_lens)
         new_tokens, recorded = k.shape[2], debug.is_recorded(self.seq_lens)
+        if not recorded:
+            if self.longest is not None and self.longest + new_tokens > self.max_seq_len:
+                self.longest = int(self.seq_lens.cpu().max())  # it was an upper bound
+            self._check_values(k, v, counts)
+        if not new_tokens:
+            return
         if recorded:
             self.longest = None
         longest = (self.longest or 0) + new_tokens
-        if not takes_one_launch(self.seq_lens, recorded):
-            if recorded:  # what cannot be told must not be written
-                new_lens = self._with_room(new_lens, new_tokens, overflow_tokens)
-            slots = slots_of(
+        placed = None
+        if takes_one_launch(self.seq_lens, recorded):
+            placed = place_tokens(self.lens, self.sizes, counts, new_tokens, overflow_tokens)
+            slots = placed.slots
+        else:
+            if recorded:  # what cannot be reported must not be written
+                counts = self._with_room(counts, new_tokens, overflow_tokens)
+            slots = find_slots(
                 self.seq_lens,
                 self.packed_lens,
-                new_lens,
+                counts,
                 new_tokens,
                 max(self.packed_len, 1),
-                sink_len=self.sink_len,
-                recent_len=self.recent_len,
+                self.sink_len,
+                self.recent_len,
                 ring=self.window is not None,
             )
-            self._write(k, v, slots, bad_rows)
-            seq_lens = self.seq_lens + (new_tokens if new_lens is None else new_lens)
+        if k.dtype != v.dtype:
+            k, v = k.float(), v.float()
+        has_exact = slots.exact is not None
+        exact_k = self.k_exact_rows if has_exact else None
+        exact_v = self.v_exact_rows if has_exact else None
+        k_transform = v_transform = None
+        if self.basis is not None:
+            k_transform, v_transform = self.basis.k.row_transform, self.basis.v.row_transform
+        side_k = Side(_by_token(k), self.k_packed, self.k_format, exact_k, k_transform)
+        side_v = Side(_by_token(v), self.v_packed, self.v_format, exact_v, v_transform)
+        call = side_k, side_v, slots, self.k_exact.codec, None, bad_rows
+        try:
+            # slots are right, and rows fit: proved again in debug mode only
+            write_rows(*call, check=partial(check_call, *call) if debug.enabled else None)
+        except Exception:  # such as a lack of memory
+            if placed is not None:
+                before = placed.before
+                if self.window is not None:
+                    self.firsts.copy_(before[2])
+                self.set_lens(before[0], before[1], self.longest)
+            raise
+        if placed is None:
+            seq_lens = self.seq_lens + (new_tokens if counts is None else counts)
             packed = packed_lens_after(seq_lens, self.packed_lens, self.sink_len, self.recent_len)
             self.set_lens(seq_lens, packed, longest)
-            return
-        placed = place_tokens(self.lens, self.sizes, new_lens, new_tokens, overflow_tokens)
-        try:
-            self._write(k, v, placed.slots, bad_rows)
-        except Exception:  # such as a lack of memory
-            before = placed.before
-            if self.window is not None:
-                self.firsts.copy_(before[2])
-            self.set_lens(before[0], before[1], self.longest)
-            raise
-        if self.longest is not None:
+        elif self.longest is not None:
             self.longest = longest
+
+    def _check_new(
+        self, k: torch.Tensor, v: torch.Tensor, new_lens: Counts | None
+    ) -> torch.Tensor | None:
+        """Raise unless the shapes, dtypes and devices of new tokens fit; see KVCache.append.
+
+        Returns:
+            [batch], on the device of the layer: tokens to add to each sequence; all when None.
+        """
+        batch, num_kv_heads = self.k_packed.shape[:2]
+        for name, x, fmt in (("k", k, self.k_format), ("v", v, self.v_format)):
+            shape = x.shape
+            if len(shape) != 4 or shape[:2] != (batch, num_kv_heads) or shape[3] != fmt.head_dim:
+                _refuse_shape(name, list(shape), (batch, num_kv_heads, fmt.head_dim))
+            if x.dtype not in FLOAT_DTYPES:
+                raise ConfigError(f"{name} is {x.dtype}: use float32, bfloat16 or float16")
+            if x.device != self.seq_lens.device:
+                raise DeviceError(f"{name} is on {x.device}, the cache on {self.seq_lens.device}")
+        new_tokens = k.shape[2]
+        if v.shape[2] != new_tokens:
+            raise ShapeError(f"k has {new_tokens} new tokens, v {v.shape[2]}")
+        return None if new_lens is None else self._counts(new_lens, new_tokens)
+
+    def _counts(self, new_lens: Counts, new_tokens: int) -> torch.Tensor:
+        """new_lens on the device of a layer; what lies there already is not read.
+
+        On CUDA it is kept to 0 to new_tokens where it is read, by kvquant.ops.slots.place_tokens.
+        """
+        batch, device = self.seq_lens.shape[0], self.seq_lens.device
+        if isinstance(new_lens, torch.Tensor) and new_lens.device == device:
+            if not debug.may_read(new_lens):
+                if new_lens.dtype not in (torch.int32, torch.int64):
+                    raise ConfigError(f"new_lens is {new_lens.dtype}: use int32 or int64")
+                if new_lens.shape != (batch,):
+                    raise ShapeError(f"new_lens is {list(new_lens.shape)}: give [{batch}]")
+                return new_lens if new_lens.is_cuda else new_lens.clamp(0, new_tokens)
+        elif debug.is_recorded(self.seq_lens):
+            raise ConfigError(
+                "new_lens lies on the host, where a graph cannot read it: give a tensor on "
+                f"{device}, as the cache"
+            )
+        counts = whole_numbers("new_lens", new_lens)
+        if counts.shape != (batch,) or bool(((counts < 0) | (counts > new_tokens)).any()):
+            raise ShapeError(f"new_lens is {counts.tolist()}: give [batch] of 0 to {new_tokens}")
+        return to_device(counts.tolist(), device)
+
+    def _check_room(self, counts: int | torch.Tensor) -> None:
+        """Raise if a sequence would outgrow the layer; lengths are read."""
+        lens = self.seq_lens.cpu().long() + counts  # int32 ends where max_seq_len may
+        if bool((lens > self.max_seq_len).any()):
+            sequence = int((lens > self.max_seq_len).nonzero()[0])
+            raise ShapeError(
+                f"sequence {sequence} would grow to {int(lens[sequence])} tokens, max_seq_len is "
+                f"{self.max_seq_len}: crop it, or make a larger cache"
+            )
+
+    def _check_values(
+        self, k: torch.Tensor, v: torch.Tensor, new_lens: torch.Tensor | None
+    ) -> None:
+        """Raise if a sequence would outgrow the layer, or a new row holds what its formats cannot.
+
+        Rows are read where debug.may_read says so, lengths there and where max_seq_len is near.
+        """
+        new_tokens, reads = k.shape[2], debug.may_read(k)
+        if reads or self.longest is None or self.longest + new_tokens > self.max_seq_len:
+            self._check_room(
+                new_tokens if new_lens is None else new_lens.cpu().clamp(0, new_tokens)
+            )
+        if not reads:
+            return
+        bases = self.basis or (None, None)
+        sides = ("k", k, self.k_format, self.k_exact), ("v", v, self.v_format, self.v_exact)
+        for (name, x, *formats), basis, limit in zip(sides, bases, self._limits, strict=True):
+            address(x, name)
+            _check_limit(x, name, limit, formats, new_lens)
+            if basis is not None:
+                x = encode_rows(x, basis)
+                _check_limit(x, name, limit, formats, new_lens)
+            if self.sink_len + self.recent_len:  # rounding may lead over a limit
+                exact = EXACT_DTYPES[self.k_exact.codec]
+                if x.dtype != exact:
+                    _check_limit(x.to(exact), name, limit, formats, new_lens)
 
     def _with_room(
         self, new_lens: torch.Tensor | None, new_tokens: int, overflow_tokens: torch.Tensor
     ) -> torch.Tensor:
-        """How many of the new tokens there is room for; the others are counted."""
+        """How many of the new tokens there is capacity for; the others are counted."""
         wanted = torch.full_like(self.seq_lens, new_tokens) if new_lens is None else new_lens
         new_lens = torch.minimum(wanted, self.max_seq_len - self.seq_lens)
         overflow_tokens += (wanted - new_lens).sum()
         return new_lens
-
-    def _write(
-        self, k: torch.Tensor, v: torch.Tensor, slots: Slots, bad_rows: torch.Tensor
-    ) -> None:
-        """Write the rows of the new tokens."""
-        has_exact = slots.exact is not None
-        if k.dtype != v.dtype:
-            k, v = k.float(), v.float()
-        k_basis, v_basis = self.basis or (None, None)
-        append_rows(
-            _by_token(k),
-            _by_token(v),
-            self.k_packed,
-            self.v_packed,
-            slots,
-            self.k_format,
-            self.v_format,
-            exact_k=self.k_exact_rows if has_exact else None,
-            exact_v=self.v_exact_rows if has_exact else None,
-            exact_format=self.k_exact.codec,
-            k_transform=k_basis,
-            v_transform=v_basis,
-            bad=bad_rows,
-        )
 
     def check_crop(self, layer: int, seq_lens: torch.Tensor) -> None:
         """Raise ShapeError unless the first seq_lens[b] tokens of sequence b can be kept."""
@@ -394,3 +483,38 @@ def _by_token(x: torch.Tensor) -> torch.Tensor:
     """[batch, num_kv_heads, new_tokens, head_dim] in the order of the slots."""
     x = x.squeeze(2) if x.shape[2] == 1 else x.transpose(1, 2).flatten(0, 1)
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _refuse_shape(name: str, shape: list[int], must: tuple[int, int, int]) -> NoReturn:
+    """Raise, with what to do where axes are in another order, or one is missing."""
+    batch, heads, dim = must
+    how = ""
+    if len(shape) == 4 and (shape[0], shape[2], shape[3]) == must:
+        how = f", the heads before the tokens: give {name}.transpose(1, 2)"
+    elif shape == [batch, heads, dim]:
+        how = f": give {name}.unsqueeze(2)"
+    raise ShapeError(f"{name} is {shape}: it must be [{batch}, {heads}, new_tokens, {dim}]{how}")
+
+
+def _check_limit(
+    x: torch.Tensor,
+    name: str,
+    limit: float,
+    formats: Sequence[RowFormat],
+    new_lens: torch.Tensor | None,
+) -> None:
+    if not x.numel():
+        return
+    lowest, highest = x.aminmax()
+    if -limit <= lowest.item() and highest.item() <= limit:
+        return
+    bad = ~(x.float().abs() <= limit)
+    if new_lens is not None:
+        is_new = torch.arange(x.shape[2], device=x.device) < new_lens[:, None]
+        bad &= is_new[:, None, :, None]
+    if bool(bad.any()):
+        index = bad.nonzero()[0].tolist()
+        raise NonFiniteError(
+            f"{name}{index} is {x[tuple(index)].item()}: {formats[0]} and {formats[1]} rows hold "
+            f"finite values up to {limit:g}; nothing was appended"
+        )

@@ -1,19 +1,51 @@
-"""Write the rows of new tokens, and read rows back: one call, one launch on CUDA."""
+"""Write the rows of new tokens, and read rows back: one call, one launch on CUDA.
+
+    append_rows, dequantize_pages         check their arguments, then as below
+    write_rows                            what a cache calls, which has checked already
+    torch.ops.kvquant.append_rows         writes k_rows, v_rows, exact_k, exact_v and bad
+    torch.ops.kvquant.dequantize_pages    writes out
+
+The custom ops are what torch.compile(fullgraph=True) takes. They are called inside of it only,
+because the dispatcher takes a few microseconds, and return nothing: what they write is declared,
+and torch keeps it in place. Formats are names, of the head_dim of the rows. Shapes and dtypes are
+checked while a graph is traced, everything where it runs.
+"""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import ModuleType
+from typing import Any
+
 import torch
 
+from .. import debug
 from ..arguments import check_readable
 from ..errors import ConfigError, ShapeError, shown
 from ..rows.basis import Basis
 from ..rows.format import RowFormat
-from ..rows.quantize import check_dtype, format_of
+from ..rows.quantize import check_dtype, dequantize_rows, format_of, is_nan_row, quantize_rows
+from ..rows.rounding import quantize_calibrated
 from ..rows.slots import Slots
-from ..rows.transforms import Rope, RowTransform
-from .append_backends import append, dequantize
-from .append_checks import Append, check_apart, check_new, check_transform_values, check_types
-from .append_torch import append_rows_op, dequantize_pages_op
+from ..rows.transforms import Rope, RowTransform, apply_rope, transform_rows
+from .append_checks import (
+    Side,
+    check_apart,
+    check_append,
+    check_call,
+    check_dequantize,
+    check_new,
+    check_transform_values,
+    check_types,
+)
+from .dispatch import kernels_for, torch_op
+from .slots import check_existing
+
+TOKENS_PER_PART = 256  # what is computed on the way stays in the caches of the CPU
+
+Part = tuple[Side, Side, Slots, "Rope | None"]
+Write = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def append_rows(
@@ -72,8 +104,8 @@ def append_rows(
         rope: the rotary embedding of K, before k_transform.
         bad: [2], int32: how many rows of K and of V were written as NaN is added to it; a 16-bit
             row that is NaN already was counted when it came, and is not again when it leaves.
-        backend: "cpu" (numba), "cuda", or "reference" (plain torch on any device, slow); by the
-            device of k when None.
+        backend: "cpu" (numba), "cuda" or "reference" (any device, slow); by the device of k when
+            None.
 
     Raises:
         ShapeError: the tensors do not fit one another or the formats; or a slot does not exist or
@@ -86,27 +118,70 @@ def append_rows(
     """
     if not isinstance(slots, Slots):
         slots = Slots(slots)
-    if torch.compiler.is_compiling():
-        check_types(k, v, k_rows, v_rows, slots, exact_k, exact_v, k_transform, v_transform, rope)
+    try:
+        if torch.compiler.is_compiling():
+            check_types(
+                k, v, k_rows, v_rows, slots, exact_k, exact_v, k_transform, v_transform, rope
+            )
+        else:
+            check_apart("k_rows", k_rows, "v_rows", v_rows)
+            if exact_k is not None and exact_v is not None:
+                check_apart("exact_k", exact_k, "exact_v", exact_v)
         if k.ndim != 3 or v.ndim != 3:
-            check_new(k, v)  # tells what is wrong
-        for fmt, x in ((k_format, k), (v_format, v)):
-            if isinstance(fmt, RowFormat) and fmt.head_dim != x.shape[-1]:
-                RowFormat.parse(fmt, x.shape[-1])  # tells what does not fit
+            check_new(k, v)  # says what is wrong
+        k_transform = _checked_transform("k_transform", k_transform)
+        v_transform = _checked_transform("v_transform", v_transform)
+        k_side = Side(k, k_rows, _format_of(k, k_format), exact_k, k_transform)
+        v_side = Side(v, v_rows, _format_of(v, v_format), exact_v, v_transform)
+        call = k_side, v_side, slots, exact_format, rope, bad
+        write_rows(*call, backend=backend, check=functools.partial(check_call, *call))
+    except Exception:  # types are looked at only now: it takes time
+        check_types(k, v, k_rows, v_rows, slots, exact_k, exact_v, k_transform, v_transform, rope)
+        raise
+
+
+def _format_of(x: torch.Tensor, fmt: str | RowFormat) -> RowFormat:
+    """The format of the rows of x; in a graph, whose head_dim may vary, the op parses names."""
+    if isinstance(fmt, str) and torch.compiler.is_compiling():
+        return fmt  # type: ignore[return-value]
+    return RowFormat.parse(fmt, x.shape[-1])
+
+
+def _checked_transform(name: str, given: RowTransform | Basis | None) -> RowTransform | None:
+    """What is done to rows; a basis was checked when it was made."""
+    if isinstance(given, Basis):
+        return given.row_transform
+    if given is not None:
+        check_transform_values(name, given)
+    return given
+
+
+def write_rows(
+    k: Side,
+    v: Side,
+    slots: Slots,
+    exact_format: str,
+    rope: Rope | None = None,
+    bad: torch.Tensor | None = None,
+    *,
+    backend: str | None = None,
+    check: Callable[[], None] | None = None,
+) -> None:
+    """Append as append_rows does, without its checks.
+
+    Args:
+        k, v: new rows and where they go.
+        slots, exact_format, rope, bad, backend: as in append_rows.
+        check: raises unless the arguments fit one another; on CUDA called only before launches
+            that are not cached, and in debug mode. None where the caller knows that they do.
+    """
+    if torch.compiler.is_compiling():
         cos, sin, interleaved = rope or (None, None, False)
         append_rows_op(
-            k.detach(),
-            v.detach(),
-            k_rows,
-            v_rows,
+            *_op_arguments(k),
+            *_op_arguments(v),
             *slots,
-            str(k_format),
-            str(v_format),
-            exact_k,
-            exact_v,
             exact_format,
-            *(_row_transform(k_transform) or RowTransform()),
-            *(_row_transform(v_transform) or RowTransform()),
             cos,
             sin,
             interleaved,
@@ -114,43 +189,160 @@ def append_rows(
             backend,
         )
         return
-    try:
-        if k.ndim != 3 or v.ndim != 3:
-            check_new(k, v)
-        check_apart("k_rows", k_rows, "v_rows", v_rows)
-        if exact_k is not None and exact_v is not None:
-            check_apart("exact_k", exact_k, "exact_v", exact_v)
-        call = Append(
-            k,
-            v,
-            k_rows,
-            v_rows,
+    backend = kernels_for(k.x, backend)
+    if check and (backend != "cuda" or debug.enabled):
+        check()
+        check = None
+    if backend == "cuda":
+        launch = _append_cuda(_is_calibrated(k) or _is_calibrated(v))
+        launch(
+            k.x,
+            v.x,
+            k.rows,
+            v.rows,
             slots,
-            RowFormat.parse(k_format, k.shape[-1]),
-            RowFormat.parse(v_format, v.shape[-1]),
-            exact_k,
-            exact_v,
+            k.fmt,
+            v.fmt,
+            k.exact_rows,
+            v.exact_rows,
             exact_format,
-            _checked_transform("k_transform", k_transform),
-            _checked_transform("v_transform", v_transform),
+            k.transform,
+            v.transform,
             rope,
             bad,
+            check=check,
         )
-        append(call, backend)
-    except Exception:  # types are looked at only now: it takes time
-        check_types(k, v, k_rows, v_rows, slots, exact_k, exact_v, k_transform, v_transform, rope)
-        raise
+        return
+    if backend == "reference":
+        _write(k, v, slots, exact_format, rope, bad, backend)
+        return
+    is_plain = k.transform is None and v.transform is None and rope is None
+    is_rounded = _is_rounded(k) or _is_rounded(v)
+    parts: Iterable[Part] = [(k, v, slots, rope)]
+    if not is_plain and len(k.x) > TOKENS_PER_PART:
+        parts = _parts(k, v, slots, rope)
+    for k, v, slots, rope in parts:
+        if is_rounded:
+            _write(k, v, slots, exact_format, rope, bad, backend)
+            continue
+        new_k, new_v = k.x, v.x
+        if not is_plain:
+            new_k = _transform_cpu(new_k.detach(), k.transform, rope)
+            new_v = _transform_cpu(new_v.detach(), v.transform)
+        of_k, of_v = (new_k.resolve_neg(), *k[1:4]), (new_v.resolve_neg(), *v[1:4])
+        found = _cpu().append(of_k, of_v, slots, exact_format)
+        if bad is not None and any(found):
+            bad.add_(torch.tensor(found, dtype=torch.int32, device="cpu"))
 
 
-def _row_transform(given: RowTransform | Basis | None) -> RowTransform | None:
-    return given.row_transform if isinstance(given, Basis) else given
+@functools.cache
+def _append_cuda(is_calibrated: bool) -> Callable[..., None]:
+    from ..kernels.cuda.append.calibrated_launch import append_calibrated
+    from ..kernels.cuda.append.launch import append
+
+    return append_calibrated if is_calibrated else append
 
 
-def _checked_transform(name: str, given: RowTransform | Basis | None) -> RowTransform | None:
-    """What is to be done to rows; a basis was looked at when it was made."""
-    if given is not None and not isinstance(given, Basis):
-        check_transform_values(name, given)
-    return _row_transform(given)
+@functools.cache
+def _cpu() -> ModuleType:
+    from ..kernels.cpu import append
+
+    return append
+
+
+def _is_calibrated(side: Side) -> bool:
+    """Whether more has to be done than one launch does."""
+    transform = side.transform
+    return transform is not None and not (transform.matrix is None and transform.feedback is None)
+
+
+def _is_rounded(side: Side) -> bool:
+    """Whether rows are clipped or rounded with feedback."""
+    transform = side.transform
+    return transform is not None and not (transform.clip is None and transform.feedback is None)
+
+
+def _parts(k: Side, v: Side, slots: Slots, rope: Rope | None) -> Iterator[Part]:
+    """The call in parts of some tokens."""
+    for first in range(0, len(k.x), TOKENS_PER_PART):
+        part = slice(first, first + TOKENS_PER_PART)
+        yield (
+            k._replace(x=k.x[part]),
+            v._replace(x=v.x[part]),
+            Slots(*(one if one is None else one[part] for one in slots)),  # type: ignore[arg-type]
+            rope and rope._replace(cos=rope.cos[part], sin=rope.sin[part]),
+        )
+
+
+def _transform_cpu(
+    x: torch.Tensor, transform: RowTransform | None, rope: Rope | None = None
+) -> torch.Tensor:
+    """What transform_rows gives."""
+    if transform is None or transform.matrix is not None:
+        return transform_rows(x, transform, rope)
+    if rope is not None:
+        x = apply_rope(x, rope)
+    if transform.offset is None and not transform.rotate:
+        return x
+    from ..kernels.cpu.transform import transform as transform_cpu
+
+    by_head = x.transpose(0, 1)[None]
+    rows: torch.Tensor = transform_cpu(by_head, transform.offset, transform.rotate)
+    return rows[0].transpose(0, 1)
+
+
+def _write(
+    k: Side,
+    v: Side,
+    slots: Slots,
+    exact_format: str,
+    rope: Rope | None,
+    bad: torch.Tensor | None,
+    backend: str,
+) -> None:
+    """The reference, and on the CPU what its kernel does not round: one operation after another."""
+    transform = _transform_cpu if backend == "cpu" else transform_rows
+    k = k._replace(x=transform(k.x.detach(), k.transform, rope))
+    v = v._replace(x=transform(v.x.detach(), v.transform))
+    writes = [_writes(side, slots, exact_format, backend) for side in (k, v)]
+    for i, found in enumerate(writes):  # everything is computed before anything is written
+        for storage, where, rows, is_bad in found:
+            _put(storage, where, rows)
+            if bad is not None:
+                bad[i] += is_bad.sum()
+
+
+def _writes(side: Side, slots: Slots, exact_codec: str, backend: str) -> list[Write]:
+    """What to write of K or V: storage, slots, rows [slots, num_kv_heads, row_bytes], and which of
+    the rows are to be counted as NaN [slots, num_kv_heads]."""
+    x, storage, fmt, exact_storage, transform = side
+    clip, feedback = (None, None) if transform is None else (transform.clip, transform.feedback)
+
+    def quantize(values: torch.Tensor) -> torch.Tensor:
+        if clip is None and feedback is None:
+            return quantize_rows(values, fmt, check=False, backend=backend)
+        by_head = values.transpose(0, 1)[None]
+        rows = quantize_calibrated(by_head, fmt, clip=clip, feedback=feedback, backend=backend)
+        return rows[0].transpose(0, 1).contiguous()
+
+    packed, exact, evicted = slots
+    if exact_storage is None or exact is None or evicted is None:
+        rows = quantize(x[packed >= 0])
+        return [(storage, packed[packed >= 0], rows, is_nan_row(rows, fmt))]
+    exact_format = RowFormat(exact_codec, 1, fmt.head_dim)
+    new = quantize_rows(x, exact_format, check=False, backend=backend)
+    is_exact = exact >= 0
+    leaves, is_packed = is_exact & (evicted >= 0), ~is_exact & (packed >= 0)
+    old = _take(exact_storage, exact[leaves])
+    to_pack = torch.cat([old, new[is_packed]])
+    rows = quantize(dequantize_rows(to_pack, exact_format, backend=backend))
+    where, is_bad = torch.cat([evicted[leaves], packed[is_packed]]), is_nan_row(rows, fmt)
+    is_bad[: len(old)] &= ~is_nan_row(old, exact_format)  # these were counted when they came
+    kept = new[is_exact]
+    return [
+        (storage, where, rows, is_bad),
+        (exact_storage, exact[is_exact], kept, is_nan_row(kept, exact_format)),
+    ]
 
 
 def dequantize_pages(
@@ -200,5 +392,116 @@ def dequantize_pages(
     if torch.compiler.is_compiling():
         dequantize_pages_op(rows, str(fmt), slots, out, backend)
     else:
-        dequantize(rows, fmt, slots, out, backend)
+        _dequantize(rows, fmt, slots, out, backend)
     return out
+
+
+def _dequantize(
+    rows: torch.Tensor, fmt: RowFormat, slots: torch.Tensor, out: torch.Tensor, backend: str | None
+) -> None:
+    """Check and dequantize into out; see dequantize_pages."""
+    backend = kernels_for(rows, backend)
+    if backend == "cuda" and not debug.enabled:  # the launcher checks only calls it has not seen
+        check = functools.partial(check_dequantize, rows, fmt, slots, out)
+        _dequantize_cuda()(rows, fmt, slots, out, check=check)
+        return
+    check_dequantize(rows, fmt, slots, out)
+    if debug.may_read(slots):
+        check_existing("slots", slots, rows.shape[0] * rows.shape[2])
+    if backend == "cuda":
+        _dequantize_cuda()(rows, fmt, slots, out)
+        return
+    used = slots >= 0
+    values = dequantize_rows(_take(rows, slots[used]), fmt, out.dtype, backend=backend)
+    if len(values) < len(out):
+        out.zero_()
+    out[used] = values
+
+
+@functools.cache
+def _dequantize_cuda() -> Callable[..., None]:
+    from ..kernels.cuda.dequantize.launch import dequantize
+
+    return dequantize
+
+
+def _take(storage: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Copy the rows at slots: [slots, num_kv_heads, row_bytes]."""
+    page_size = max(storage.shape[2], 1)
+    return _widest(storage)[slots // page_size, :, slots % page_size].view(torch.uint8)
+
+
+def _put(storage: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
+    """Write rows as _take gives them."""
+    page_size, wide = max(storage.shape[2], 1), _widest(storage)
+    flat = rows.flatten().view(wide.dtype)  # view looks at strides of axes of size 1, too
+    wide[slots // page_size, :, slots % page_size] = flat.view(*rows.shape[:2], wide.shape[-1])
+
+
+def _widest(rows: torch.Tensor) -> torch.Tensor:
+    """The same bytes as the largest numbers that they can be: indexing takes time by the number."""
+    numbers = rows.shape[-1] | int(rows.storage_offset()) | rows.data_ptr()
+    for stride in rows.stride()[:-1]:
+        numbers |= stride
+    dtypes = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+    return rows.view(dtypes[min(numbers & -numbers, 8)])
+
+
+# The arguments of K, then those of V, then what they share. Sides in the order of a Side, whose
+# transform is spelled out: an op takes tensors and plain values only.
+SIDE = (
+    "Tensor {0}, Tensor({1}!) {0}_rows, str {0}_format, Tensor({2}!)? exact_{0}, "
+    "Tensor? {0}_offset, bool {0}_rotate, Tensor? {0}_matrix, Tensor? {0}_clip, "
+    "Tensor? {0}_feedback"
+)
+APPEND_ROWS = (
+    f"({SIDE.format('k', 'a', 'b')}, {SIDE.format('v', 'c', 'd')}, Tensor packed, Tensor? exact, "
+    "Tensor? evicted, str exact_format, Tensor? cos, Tensor? sin, bool interleaved, "
+    "Tensor(e!)? bad, str? backend) -> ()"
+)
+DEQUANTIZE_PAGES = "(Tensor rows, str fmt, Tensor slots, Tensor(a!) out, str? backend) -> ()"
+_PER_SIDE = 4 + len(RowTransform._fields)
+Call = tuple[Side, Side, Slots, str, "Rope | None", "torch.Tensor | None"]
+
+
+def _op_arguments(side: Side) -> list[Any]:
+    x, rows, fmt, exact_rows, transform = side
+    return [x.detach(), rows, str(fmt), exact_rows, *(transform or RowTransform())]
+
+
+def _call_of(args: Sequence[Any]) -> Call:
+    """The call of the arguments of the op, but for the backend."""
+    k, v = (
+        Side(x, rows, RowFormat.parse(fmt, int(x.shape[-1])), exact_rows, RowTransform(*transform))
+        for x, rows, fmt, exact_rows, *transform in (args[:_PER_SIDE], args[_PER_SIDE:][:_PER_SIDE])
+    )
+    packed, exact, evicted, exact_format, cos, sin, interleaved, bad = args[2 * _PER_SIDE :]
+    rope = None if cos is None else Rope(cos, sin, interleaved)
+    return k, v, Slots(packed, exact, evicted), exact_format, rope, bad
+
+
+def _append_op(*args: Any) -> None:
+    call = _call_of(args[:-1])
+    write_rows(*call, backend=args[-1], check=functools.partial(check_call, *call))
+
+
+def _append_fake(*args: Any) -> None:
+    check_append(*_call_of(args[:-1]))
+
+
+def _dequantize_op(
+    rows: torch.Tensor, fmt: str, slots: torch.Tensor, out: torch.Tensor, backend: str | None
+) -> None:
+    _dequantize(rows, RowFormat.parse(fmt, out.shape[-1]), slots, out, backend)
+
+
+def _dequantize_fake(
+    rows: torch.Tensor, fmt: str, slots: torch.Tensor, out: torch.Tensor, backend: str | None
+) -> None:
+    check_dequantize(rows, RowFormat.parse(fmt, int(out.shape[-1])), slots, out)
+
+
+append_rows_op = torch_op("append_rows", APPEND_ROWS, _append_op, _append_fake)
+dequantize_pages_op = torch_op(
+    "dequantize_pages", DEQUANTIZE_PAGES, _dequantize_op, _dequantize_fake
+)

@@ -1,9 +1,9 @@
-"""Whether the arguments of an append fit one another; the values in the tensors are not read."""
+"""Checks of the arguments of append_rows and dequantize_pages."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,59 +17,81 @@ from ..rows.format import EXACT_CODECS, RowFormat
 from ..rows.quantize import FLOAT_DTYPES, check_rows
 from ..rows.slots import Slots
 from ..rows.transforms import Rope, RowTransform
+from .slots import check_slots
 
 # where rows lay that were found to be apart: addresses, shapes, strides
 _apart: set[tuple[object, ...]] = set()
 _MOST_APART = 1024
 
 
-class Append(NamedTuple):
-    """The arguments of append.append_rows, formats in place of their names."""
+class Side(NamedTuple):
+    """K or V of a call: new rows, and where they are written, and how.
 
-    k: torch.Tensor
-    v: torch.Tensor
-    k_rows: torch.Tensor
-    v_rows: torch.Tensor
-    slots: Slots
-    k_format: RowFormat
-    v_format: RowFormat
-    exact_k: torch.Tensor | None
-    exact_v: torch.Tensor | None
-    exact_format: str
-    k_transform: RowTransform | None
-    v_transform: RowTransform | None
-    rope: Rope | None
-    bad: torch.Tensor | None
+    Attributes:
+        x: [num_tokens, num_kv_heads, head_dim], the new rows.
+        rows: [num_pages, num_kv_heads, page_size, row_bytes], uint8.
+        fmt: format of rows.
+        exact_rows: [max_num_seqs, num_kv_heads, exact_len, 16-bit row bytes], uint8, or None.
+        transform: what is done to x before it is stored, or None.
+    """
+
+    x: torch.Tensor
+    rows: torch.Tensor
+    fmt: RowFormat
+    exact_rows: torch.Tensor | None
+    transform: RowTransform | None
 
 
-def check_append(call: Append) -> None:
-    """Raise unless tokens can be appended.
+def check_call(
+    k: Side,
+    v: Side,
+    slots: Slots,
+    exact_format: str,
+    rope: Rope | None,
+    bad: torch.Tensor | None,
+) -> None:
+    """Raise unless tokens can be appended: all that append_rows documents; values are read where
+    they may be.
 
     Raises:
-        ShapeError: the tensors do not fit one another or the formats.
-        ConfigError: a dtype or a format does not exist, or what goes together is not complete.
+        ShapeError: the tensors do not fit one another or the formats, rows share memory, or a slot
+            does not exist or is given twice.
+        ConfigError: a dtype or a format does not exist, what goes together is not complete, or
+            what is to be written cannot be.
         DeviceError: the tensors lie on different devices.
     """
-    k, v, k_format, v_format = call.k, call.v, call.k_format, call.v_format
-    num_tokens, num_kv_heads = check_new(k, v)
-    _check_pages("k_rows", call.k_rows, k_format)
-    _check_pages("v_rows", call.v_rows, v_format)
-    _check_storage(("k_rows", "v_rows"), call.k_rows, call.v_rows, num_kv_heads)
-    _check_exact(call, num_kv_heads)
-    for name, slots in zip(Slots._fields, call.slots, strict=True):
-        if slots is not None:
-            _check_tensor(f"slots.{name}", slots, torch.int64, (num_tokens,))
-    for name, transform, fmt in (
-        ("k_transform", call.k_transform, k_format),
-        ("v_transform", call.v_transform, v_format),
-    ):
-        if transform is not None:
-            _check_transform(name, transform, num_kv_heads, fmt.head_dim)
-    if call.rope is not None:
-        _check_rope(call.rope, num_tokens, k_format.head_dim)
-    if call.bad is not None:
-        _check_tensor("bad", call.bad, torch.int32, (2,))
-    _check_devices(call)
+    check_append(k, v, slots, exact_format, rope, bad)
+    _check_written(k, v, bad)
+    if debug.may_read(k.x):
+        exact = 0 if k.exact_rows is None else k.exact_rows.shape[0] * k.exact_rows.shape[2]
+        check_slots(slots, k.rows.shape[0] * k.rows.shape[2], exact)
+
+
+def check_append(
+    k: Side,
+    v: Side,
+    slots: Slots,
+    exact_format: str,
+    rope: Rope | None,
+    bad: torch.Tensor | None,
+) -> None:
+    """Raise unless the arguments fit one another; nothing is read. Errors as of check_call."""
+    num_tokens, num_kv_heads = check_new(k.x, v.x)
+    _check_pages("k_rows", k.rows, k.fmt)
+    _check_pages("v_rows", v.rows, v.fmt)
+    _check_storage(("k_rows", "v_rows"), k.rows, v.rows, num_kv_heads)
+    _check_exact(k, v, slots, exact_format, num_kv_heads)
+    for name, one in zip(Slots._fields, slots, strict=True):
+        if one is not None:
+            _check_tensor(f"slots.{name}", one, torch.int64, (num_tokens,))
+    for name, side in (("k_transform", k), ("v_transform", v)):
+        if side.transform is not None:
+            _check_transform(name, side.transform, num_kv_heads, side.fmt.head_dim)
+    if rope is not None:
+        _check_rope(rope, num_tokens, k.fmt.head_dim)
+    if bad is not None:
+        _check_tensor("bad", bad, torch.int32, (2,))
+    _check_devices(k, v, slots, rope, bad)
 
 
 def check_dequantize(
@@ -136,24 +158,23 @@ def check_apart(k_name: str, k_rows: torch.Tensor, v_name: str, v_rows: torch.Te
         raise ConfigError(f"{k_name} and {v_name} are one tensor: K and V need one each")
 
 
-def check_written(call: Append) -> None:
+def _check_written(k: Side, v: Side, bad: torch.Tensor | None) -> None:
     """Raise unless every row that may be written has memory of its own, and torch lets it.
 
     Raises:
         ShapeError: rows of a tensor share memory.
         ConfigError: those of two tensors do, or a tensor was made in inference mode.
     """
-    k_rows, v_rows, exact_k, exact_v = call.k_rows, call.v_rows, call.exact_k, call.exact_v
-    places: tuple[object, ...] = _place(k_rows), _place(v_rows)
-    if exact_k is not None and exact_v is not None:
-        places += _place(exact_k), _place(exact_v)
+    given = {"k_rows": k.rows, "v_rows": v.rows, "exact_k": k.exact_rows, "exact_v": v.exact_rows}
+    written = {name: rows for name, rows in given.items() if rows is not None}
+    places = tuple((rows.data_ptr(), rows.shape, rows.stride()) for rows in written.values())
     if places not in _apart:  # takes longer than the rest of a small call
-        _check_apart(call)
+        _check_apart(written)
         if len(_apart) >= _MOST_APART:
             _apart.clear()
         _apart.add(places)
     if not torch.is_inference_mode_enabled():
-        for tensor in (k_rows, v_rows, exact_k, exact_v, call.bad):
+        for tensor in (*written.values(), bad):
             if tensor is not None and tensor.is_inference():
                 raise ConfigError(
                     "rows or counters were made in torch.inference_mode(), outside of which torch "
@@ -161,22 +182,15 @@ def check_written(call: Append) -> None:
                 )
 
 
-def _place(rows: torch.Tensor) -> tuple[object, ...]:
-    return rows.data_ptr(), rows.shape, rows.stride()
-
-
-def _check_apart(call: Append) -> None:
-    names = ("k_rows", "v_rows", "exact_k", "exact_v")
-    given = call.k_rows, call.v_rows, call.exact_k, call.exact_v
-    written = [(name, x) for name, x in zip(names, given, strict=True) if x is not None]
-    for name, rows in written:
+def _check_apart(written: Mapping[str, torch.Tensor]) -> None:
+    for name, rows in written.items():
         address(rows, name)
         if not _are_apart(rows.shape, rows.stride()):
             raise ShapeError(
                 f"{name} has strides {list(rows.stride())} for {list(rows.shape)}: some of its "
                 "rows share memory, as those of expand() do: give a tensor with its own"
             )
-    for (name, rows), (other_name, other) in itertools.combinations(written, 2):
+    for (name, rows), (other_name, other) in itertools.combinations(written.items(), 2):
         if _share_memory(rows, other):
             raise ConfigError(f"{name} and {other_name} share memory: rows need their own")
 
@@ -217,7 +231,7 @@ def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def check_new(k: torch.Tensor, v: torch.Tensor) -> tuple[int, int]:
-    """num_tokens and num_kv_heads, if K and V can be rows of the same tokens; errors likewise."""
+    """num_tokens and num_kv_heads, if K and V can be rows of the same tokens."""
     if k.ndim != 3 or v.ndim != 3 or k.shape[:2] != v.shape[:2]:
         raise ShapeError(
             f"k is {list(k.shape)} and v {list(v.shape)}: both must be [num_tokens, num_kv_heads, "
@@ -258,26 +272,21 @@ def _check_pages(name: str, rows: torch.Tensor, fmt: RowFormat) -> None:
         )
 
 
-def _check_exact(call: Append, num_kv_heads: int) -> None:
+def _check_exact(k: Side, v: Side, slots: Slots, codec: str, num_kv_heads: int) -> None:
     """The 16-bit rows and their slots: all or none."""
-    codec, exact_k, exact_v = call.exact_format, call.exact_k, call.exact_v
     if codec not in EXACT_CODECS:
         raise ConfigError(f"exact_format {shown(codec)} does not exist: use 'bf16' or 'fp16'")
-    if exact_k is None or exact_v is None or call.slots[1] is None or call.slots[2] is None:
-        _refuse_incomplete(call)
+    has_slots = slots.exact is not None and slots.evicted is not None
+    if k.exact_rows is not None and v.exact_rows is not None and has_slots:
+        _check_pages("exact_k", k.exact_rows, RowFormat.parse(codec, k.fmt.head_dim))
+        _check_pages("exact_v", v.exact_rows, RowFormat.parse(codec, v.fmt.head_dim))
+        _check_storage(("exact_k", "exact_v"), k.exact_rows, v.exact_rows, num_kv_heads)
         return
-    _check_pages("exact_k", exact_k, RowFormat.parse(codec, call.k_format.head_dim))
-    _check_pages("exact_v", exact_v, RowFormat.parse(codec, call.v_format.head_dim))
-    _check_storage(("exact_k", "exact_v"), exact_k, exact_v, num_kv_heads)
-
-
-def _refuse_incomplete(call: Append) -> None:
-    """Raise unless there is nothing of the 16-bit rows."""
     together = {
-        "exact_k": call.exact_k,
-        "exact_v": call.exact_v,
-        "slots.exact": call.slots.exact,
-        "slots.evicted": call.slots.evicted,
+        "exact_k": k.exact_rows,
+        "exact_v": v.exact_rows,
+        "slots.exact": slots.exact,
+        "slots.evicted": slots.evicted,
     }
     missing = [name for name, tensor in together.items() if tensor is None]
     if len(missing) < len(together):
@@ -326,18 +335,19 @@ def _check_tensor(
         )
 
 
-def _check_devices(call: Append) -> None:
-    k, device = call.k, call.k.device
-    tensors = [call.v, call.k_rows, call.v_rows, call.exact_k, call.exact_v, call.bad, *call.slots]
-    for transform in (call.k_transform, call.v_transform):
+def _check_devices(
+    k: Side, v: Side, slots: Slots, rope: Rope | None, bad: torch.Tensor | None
+) -> None:
+    tensors = [v.x, k.rows, v.rows, k.exact_rows, v.exact_rows, bad, *slots]
+    for transform in (k.transform, v.transform):
         if transform is not None:
             offset, _, *others = transform
             tensors += [offset, *others]
-    if call.rope is not None:
-        tensors += call.rope[:2]
+    if rope is not None:
+        tensors += rope[:2]
     for tensor in tensors:
-        if tensor is not None and tensor.device != device:
+        if tensor is not None and tensor.device != k.x.device:
             raise DeviceError(
-                f"k is on {k.device}, one of the other tensors {list(tensor.shape)} on "
+                f"k is on {k.x.device}, one of the other tensors {list(tensor.shape)} on "
                 f"{tensor.device}"
             )

@@ -1,22 +1,29 @@
-"""Slots and lengths of a layer's new tokens in one launch on CUDA, where nothing is read.
+"""Slots of new tokens: found and checked; in one launch with the lengths of a layer on CUDA.
 
-    torch.ops.kvquant.place_tokens    writes the lengths of a layer, lost and room
+    slots_of                          checks its arguments, then as below
+    find_slots                        what a cache calls, which has checked already
+    check_slots                       whether slots exist and differ
+    torch.ops.kvquant.place_tokens    writes the lengths of a layer, overflow and out
 
-As a custom op of torch it is called inside torch.compile only, which takes it with fullgraph=True:
-what it writes is declared, and it returns nothing. The meaning, which other devices and debug mode
-take, is slots_of and LayerCache.set_lens.
+place_tokens reads nothing on the host. As a custom op of torch it is called inside torch.compile
+only, which takes it with fullgraph=True: what it writes is declared, and it returns nothing. Its
+reference, which other devices and debug mode take, is find_slots and LayerCache.set_lens.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from types import ModuleType
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from .. import debug
-from ..rows.slots import Slots
+from ..arguments import check_flag, check_readable, check_size
+from ..errors import ConfigError, ShapeError
+from ..rows.slots import Slots, packed_lens_after, reference_slots
 from .dispatch import torch_op
 
 PLACE_TOKENS = (
@@ -24,6 +31,256 @@ PLACE_TOKENS = (
     "Tensor(e!)? seen_lens, Tensor(f!)? seen_starts, Tensor(g!)? firsts, int[] sizes, "
     "Tensor? new_lens, SymInt new_tokens, Tensor(h!) lost, Tensor(i!) room) -> ()"
 )
+
+
+def slots_of(
+    seq_lens: torch.Tensor,
+    packed_lens: torch.Tensor,
+    new_lens: torch.Tensor | None,
+    new_tokens: int,
+    page_size: int,
+    *,
+    sink_len: int = 0,
+    recent_len: int = 0,
+    block_table: torch.Tensor | None = None,
+    seq_slots: torch.Tensor | None = None,
+    ring: bool = False,
+) -> Slots:
+    """Find the slots of new tokens given as [batch, new_tokens], flattened.
+
+    K and V of the batch form [batch, num_kv_heads, new_tokens, head_dim] are put into the order of
+    the slots by k.transpose(1, 2).flatten(0, 1).
+
+    Args:
+        seq_lens: [batch], int32 or int64, tokens of each sequence before the append.
+        packed_lens: [batch], how many of them are packed (see packed_lens_after).
+        new_lens: [batch], how many of the new_tokens, the first ones, belong to each sequence; the
+            others get no slots. None: all.
+        new_tokens: new tokens per sequence.
+        page_size: rows in a page; without pages the rows that a sequence has room for.
+        sink_len: first tokens of each sequence, in rows 0 to sink_len of its 16-bit rows.
+        recent_len: last tokens of each sequence, in a ring of as many rows behind them.
+        block_table: [batch, max_pages], int32: the pages of each sequence. None: page b alone.
+        seq_slots: [batch]: the sequence slot of each sequence among the 16-bit rows. None: sequence
+            slot b.
+        ring: whether packed rows, without pages, go round: a token takes the place of the one
+            page_size tokens before it.
+
+    Returns:
+        Slots of batch * new_tokens tokens, on the device of seq_lens; only packed ones if sink_len
+        and recent_len are 0.
+
+    Raises:
+        ShapeError: the tensors are not of the same sequences, or a length, page or sequence slot
+            cannot be (their values are looked at on the CPU, and in debug mode).
+        ConfigError: a size or a dtype that is not possible.
+    """
+    _check_tensors(seq_lens, packed_lens, new_lens, block_table, seq_slots)
+    check_flag("ring", ring)
+    if not torch.compiler.is_compiling():
+        sizes = {"new_tokens": new_tokens, "sink_len": sink_len, "recent_len": recent_len}
+        for name, size in sizes.items():
+            check_size(name, size)
+        check_size("page_size", page_size, at_least=1)
+    try:
+        return find_slots(
+            seq_lens,
+            packed_lens,
+            new_lens,
+            new_tokens,
+            page_size,
+            sink_len,
+            recent_len,
+            block_table,
+            seq_slots,
+            ring,
+        )
+    except RuntimeError:  # of torch; looked at only now: it takes time
+        lens = {"seq_lens": seq_lens, "packed_lens": packed_lens, "new_lens": new_lens}
+        given = {**lens, "block_table": block_table, "seq_slots": seq_slots}
+        check_readable(**{name: x for name, x in given.items() if x is not None})
+        raise
+
+
+def find_slots(
+    seq_lens: torch.Tensor,
+    packed_lens: torch.Tensor,
+    new_lens: torch.Tensor | None,
+    new_tokens: int,
+    page_size: int,
+    sink_len: int,
+    recent_len: int,
+    block_table: torch.Tensor | None = None,
+    seq_slots: torch.Tensor | None = None,
+    ring: bool = False,
+) -> Slots:
+    """Find slots as slots_of does, without its checks of types and sizes."""
+    tensors = seq_lens, packed_lens, new_lens, block_table, seq_slots
+    split = new_tokens, page_size, sink_len, recent_len
+    if not torch.compiler.is_compiling() and _are_on_cpu(tensors):
+        found = _cpu().find_slots(*tensors[:3], *split, block_table, seq_slots, ring)
+        if found is not None:  # else the checks below say what is not possible
+            return Slots(*found)
+    if debug.may_read(seq_lens):
+        _check_lens(seq_lens, packed_lens, new_lens, new_tokens, sink_len, recent_len)
+        new = new_tokens if new_lens is None else new_lens
+        last = packed_lens_after(seq_lens.long() + new, packed_lens.long(), sink_len, recent_len)
+        if not ring:
+            _check_room(last, page_size, block_table)
+        _check_places(last, page_size, block_table, seq_slots)
+    return reference_slots(*tensors[:3], *split, block_table, seq_slots, ring)
+
+
+def check_slots(slots: Slots, num_packed: int, num_exact: int) -> None:
+    """Raise unless every slot exists and none is written twice; values are read.
+
+    Args:
+        slots: of [num_tokens].
+        num_packed: packed rows that there are.
+        num_exact: 16-bit rows that there are.
+
+    Raises:
+        ShapeError: which token has what instead.
+    """
+    packed, exact, evicted = slots
+    if _are_on_cpu(slots) and _cpu().are_possible(slots, num_packed, num_exact):
+        return
+    if exact is not None and evicted is not None:
+        _check_targets("slots.exact", exact, num_exact)
+        packed = packed.masked_fill(exact >= 0, -1)
+        unpaired = (evicted >= 0) & (exact < 0)
+        if bool(unpaired.any()):
+            token = int(unpaired.nonzero()[0])
+            raise ShapeError(
+                f"slots.evicted[{token}] is {int(evicted[token])}, but slots.exact[{token}] is "
+                f"{int(exact[token])}: give the exact slot of the row that leaves"
+            )
+    _check_targets("slots.packed", packed, num_packed)
+    if evicted is not None:
+        _check_targets("slots.evicted", evicted, num_packed)
+        _check_targets("slots.packed and slots.evicted", torch.cat([packed, evicted]), num_packed)
+
+
+def check_existing(name: str, slots: torch.Tensor, count: int) -> None:
+    """Raise ShapeError unless slots are less than count; values are read."""
+    if slots.numel() and int(slots.max()) >= count:
+        token = int((slots >= count).nonzero()[0])
+        raise ShapeError(
+            f"{name}[{token}] is {int(slots[token])}: there are slots 0 to {count - 1}, and "
+            "negative ones for none"
+        )
+
+
+def _are_on_cpu(tensors: Iterable[torch.Tensor | None]) -> bool:
+    for tensor in tensors:
+        if tensor is not None and not tensor.is_cpu:
+            return False
+    return True
+
+
+@functools.cache
+def _cpu() -> ModuleType:
+    from ..kernels.cpu import slots
+
+    return slots
+
+
+def _check_tensors(
+    seq_lens: torch.Tensor,
+    packed_lens: torch.Tensor,
+    new_lens: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    seq_slots: torch.Tensor | None,
+) -> None:
+    """Raise unless all are whole numbers of the same sequences."""
+    batch = seq_lens.shape if isinstance(seq_lens, torch.Tensor) else torch.Size()
+    for name, tensor, ndim in (
+        ("seq_lens", seq_lens, 1),
+        ("packed_lens", packed_lens, 1),
+        ("new_lens", new_lens, 1),
+        ("block_table", block_table, 2),
+        ("seq_slots", seq_slots, 1),
+    ):
+        if tensor is None and name in ("new_lens", "block_table", "seq_slots"):
+            continue
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype not in (torch.int32, torch.int64):
+            is_ = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            raise ConfigError(f"{name} is {is_}: use a tensor, torch.int32 or torch.int64")
+        if tensor.ndim != ndim or tensor.shape[:1] != batch:
+            must = "[batch]" if ndim == 1 else "[batch, max_pages]"
+            raise ShapeError(
+                f"{name} is {list(tensor.shape)}, seq_lens {list(batch)}: it must be {must}"
+            )
+
+
+def _check_lens(
+    seq_lens: torch.Tensor,
+    packed_lens: torch.Tensor,
+    new_lens: torch.Tensor | None,
+    new_tokens: int,
+    sink_len: int,
+    recent_len: int,
+) -> None:
+    """Raise unless the sequences can have these lengths; values are read."""
+    lens, packed = seq_lens.cpu().numpy(), packed_lens.cpu().numpy()  # small: torch takes longer
+    most = (lens - sink_len).clip(0)
+    least = (most - recent_len).clip(0)
+    bad = (lens < 0) | (packed < least) | (packed > most)
+    if bad.any():
+        sequence = int(bad.argmax())
+        raise ShapeError(
+            f"sequence {sequence} has {lens[sequence]} tokens, "
+            f"{packed[sequence]} of them packed: with {sink_len} sinks and "
+            f"{recent_len} recent tokens it must be {least[sequence]} to "
+            f"{most[sequence]} (see packed_lens_after)"
+        )
+    if new_lens is not None and bool(((new_lens < 0) | (new_lens > new_tokens)).any()):
+        raise ShapeError(f"new_lens is {new_lens.tolist()}: give [batch] of 0 to {new_tokens}")
+
+
+def _check_places(
+    packed_lens: torch.Tensor,
+    page_size: int,
+    block_table: torch.Tensor | None,
+    seq_slots: torch.Tensor | None,
+) -> None:
+    """Raise unless pages in use and sequence slots are such; values are read."""
+    if block_table is not None:
+        at = torch.arange(block_table.shape[1], device=block_table.device) * page_size
+        if bool(((block_table < 0) & (at < packed_lens[:, None])).any()):
+            raise ShapeError(
+                "block_table has a page below 0 where there are tokens: pages are >= 0"
+            )
+    if seq_slots is not None and bool((seq_slots < 0).any()):
+        raise ShapeError(f"seq_slots is {seq_slots.tolist()}: sequence slots are 0 and more")
+
+
+def _check_room(
+    packed_lens: torch.Tensor, page_size: int, block_table: torch.Tensor | None
+) -> None:
+    room = page_size * (1 if block_table is None else block_table.shape[1])
+    over = packed_lens > room
+    if bool(over.any()):
+        sequence = int(over.nonzero()[0])
+        raise ShapeError(
+            f"sequence {sequence} would have {int(packed_lens[sequence])} packed tokens: there is "
+            f"room for {room}. Give it more pages, or crop it"
+        )
+
+
+def _check_targets(name: str, slots: torch.Tensor, count: int) -> None:
+    """slots: less than count, and no two alike but the negative ones."""
+    check_existing(name, slots, count)
+    numbers = slots.cpu().numpy()
+    used = np.sort(numbers[numbers >= 0])
+    twice = used[1:] == used[:-1]
+    if twice.any():
+        slot = used[1:][twice][0]
+        tokens = np.flatnonzero(numbers == slot)
+        raise ShapeError(
+            f"slot {slot} is given twice in {name} (places {tokens[0]} and {tokens[1]}): one call "
+            "writes a row once"
+        )
 
 
 class Lens(NamedTuple):

@@ -26,8 +26,8 @@ from ..errors import ConfigError, NonFiniteError, shown
 from ..rows.basis import LayerBasis
 from ..rows.format import EXACT_CODECS
 from ..rows.quantize import check_dtype
-from ..rows.ragged_slots import Split
 from ..rows.segment import PAGE_SIZES
+from ..rows.slots import Split
 from .pool import SequenceId
 from .prefix_tree import Origin, hold
 from .state import PagedState, Step, for_each, listed, plain_id

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ..arguments import is_whole
 from ..cache.copying import NotCopied
 from ..errors import ConfigError, OutOfPagesError, ShapeError, shown
-from ..rows.ragged_slots import Ints, Split, TokenSlots, token_slots
+from ..rows.slots import Ints, Split, TokenSlots, token_slots
 from .pool import Growth, PagePool, SequenceId
 from .prefix_tree import Origin, hold, token_ids, whole_number
 

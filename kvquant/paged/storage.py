@@ -15,8 +15,8 @@ from ..cache.row_stacks import RowStacks, to_device
 from ..rows.basis import LayerBasis
 from ..rows.format import RowFormat
 from ..rows.quantize import full_precision, is_nan_row
-from ..rows.ragged_slots import Split
 from ..rows.segment import Segment
+from ..rows.slots import Split
 
 _CHUNK = 256  # pages whose rows are looked through at a time
 

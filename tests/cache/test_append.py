@@ -14,7 +14,7 @@ from kvquant import KVCache, debug
 from kvquant.cache import layer
 from kvquant.errors import ConfigError, NonFiniteError, ShapeError
 from kvquant.kernels.cuda.append import launch as appending
-from kvquant.ops import append_backends as appendbackends
+from kvquant.ops import append as append_ops
 from kvquant.rows.basis import Basis, LayerBasis
 
 
@@ -38,7 +38,7 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nothing_is_read_while_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors of the meta device have no values: reading one raises."""
     appended: list[Any] = []
-    monkeypatch.setattr(layer, "append_rows", lambda *call, **options: appended.append(call[4]))
+    monkeypatch.setattr(layer, "write_rows", lambda *call, **options: appended.append(call[2]))
     monkeypatch.setattr(
         "kvquant.cache.contiguous.check_device", torch.device
     )  # which refuses such caches
@@ -204,7 +204,7 @@ def test_the_rows_of_a_layer_take_one_launch(
     unread: None, with_basis: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cuda = install_for_rows(monkeypatch, appending)
-    monkeypatch.setattr(appendbackends, "kernels_for", lambda *_: "cuda")
+    monkeypatch.setattr(append_ops, "kernels_for", lambda *_: "cuda")
     cache = make(bases=bases() if with_basis else None)
     for count in (1, 9, 1):
         cache.append(0, *tokens(count), torch.ones(BATCH, dtype=torch.int32))

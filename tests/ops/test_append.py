@@ -17,7 +17,7 @@ from kvquant import (
     dequantize_rows,
     quantize_rows,
 )
-from kvquant.ops import append_backends as appendbackends
+from kvquant.ops import append as append_ops
 from kvquant.rows.format import HEAD_DIMS
 from kvquant.rows.quantize import is_nan_row
 from kvquant.rows.rotation import rotate
@@ -105,7 +105,7 @@ CASES = {  # dtype, K, V; the CPU kernel's bytes are torch's in kernels/cpu/test
 def test_every_byte_is_that_of_quantize_rows_on_the_transformed_values(
     kind: str, exact_format: str | None, backend: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(appendbackends, "TOKENS_PER_PART", 4)
+    monkeypatch.setattr(append_ops, "TOKENS_PER_PART", 4)
     with_offset, with_rotation, with_rope = TRANSFORMS[kind]
     for dtype, k_name, k_dim, v_name, v_dim in CASES[backend]:
         k_format, v_format = RowFormat.parse(k_name, k_dim), RowFormat.parse(v_name, v_dim)

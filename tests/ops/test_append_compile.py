@@ -184,11 +184,10 @@ def append_arguments(exact: bool) -> tuple[Any, ...]:
     k, v = torch.randn(5, 2, 64), torch.randn(5, 2, 96)
     if not exact:
         slots, rows = Slots(slots.packed), rows | {"exact_k": None, "exact_v": None}
-    exact_rows = rows["exact_k"], rows["exact_v"], "fp16"
     fitted = torch.randn(2, 96, 96), torch.tensor([0.9, 1.0]), torch.eye(96).repeat(2, 1, 1)
-    transforms = torch.randn(2, 64), True, None, None, None, None, False, *fitted
-    rest = *exact_rows, *transforms, *rope, rows["bad"] if exact else None, None
-    return k, v, rows["k_rows"], rows["v_rows"], *slots, "int4-g4", "fp8", *rest
+    of_k = k, rows["k_rows"], "int4-g4", rows["exact_k"], torch.randn(2, 64), True, None, None, None
+    of_v = v, rows["v_rows"], "fp8", rows["exact_v"], None, False, *fitted
+    return *of_k, *of_v, *slots, "fp16", *rope, rows["bad"] if exact else None, None
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of opcheck's own graphs

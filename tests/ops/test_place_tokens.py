@@ -19,7 +19,7 @@ from kvquant.cache import layer
 from kvquant.kernels.cuda.append import launch as appending
 from kvquant.kernels.cuda.runtime.driver import Launcher
 from kvquant.kernels.cuda.slots import launch as placing
-from kvquant.ops import append_backends as appendbackends
+from kvquant.ops import append as append_ops
 from kvquant.ops import slots as slotops
 from kvquant.ops.slots import Lens, Sizes, place_tokens
 
@@ -47,7 +47,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     cuda = install_for_rows(monkeypatch, appending, placing)
     monkeypatch.setattr(debug, "may_read", lambda values: False)
     monkeypatch.setattr(layer, "takes_one_launch", lambda lens, recorded: True)
-    monkeypatch.setattr(appendbackends, "kernels_for", lambda *_: "cuda")
+    monkeypatch.setattr(append_ops, "kernels_for", lambda *_: "cuda")
     return cuda
 
 
@@ -103,7 +103,7 @@ def test_nothing_is_changed_when_rows_cannot_be_written(
     at.begin(torch.tensor([20, 13, 0]), torch.tensor([15, 6, 0]))
     before = {name: tensor.clone() for name, tensor in at.tensors().items()}
     monkeypatch.setattr(slotops, "_launcher", lambda: fill)
-    monkeypatch.setattr(layer, "append_rows", fail)
+    monkeypatch.setattr(layer, "write_rows", fail)
     with pytest.raises(torch.OutOfMemoryError):
         cache.append(0, *tokens(1))
     for name, tensor in at.tensors().items():

@@ -1,291 +1,75 @@
-"""slots_of, and the bytes of a cache that is filled through it in any chunks; 10 s."""
+"""The slots of a step, in numpy, are those of slots_of; and StagedTensors."""
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import dataclass, field
-from typing import Any
-
+import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from kvquant import KVCache, Slots, append_rows, quantize_rows, slots_of
-from kvquant.errors import ConfigError, ShapeError
-from kvquant.rows.format import RowFormat
-from kvquant.rows.slots import packed_lens_after
-
-HEADS, HEAD_DIM, MAX_SEQ_LEN = 2, 64, 40
-K_FORMAT, V_FORMAT = RowFormat.parse("int4-g4", HEAD_DIM), RowFormat.parse("fp8", HEAD_DIM)
-FORMATS = {"k": K_FORMAT, "v": V_FORMAT}
+from kvquant.ops.slots import slots_of
+from kvquant.paged.staged_tensors import StagedTensors
+from kvquant.rows.slots import Split, token_slots
 
 
-@dataclass
-class Store:
-    """A cache of one layer in pages, filled by append_rows alone."""
-
-    batch: int
-    sink_len: int
-    recent_len: int
-    page_size: int = 0  # 0: contiguous
-    lens: torch.Tensor = field(init=False)
-    packed_lens: torch.Tensor = field(init=False)
-    table: torch.Tensor | None = None
-    seq_slots: torch.Tensor | None = None
-
-    def __post_init__(self) -> None:
-        self.lens, self.packed_lens = torch.zeros(2, self.batch, dtype=torch.int32)
-        room = MAX_SEQ_LEN - self.sink_len - self.recent_len
-        pages = self.batch
-        if self.page_size:
-            per_sequence = -(-room // self.page_size)
-            pages = self.batch * per_sequence + 1
-            self.table = torch.randperm(pages)[:-1].view(self.batch, -1).int()
-            self.seq_slots = torch.randperm(self.batch + 2)[: self.batch].int()
-        max_num_seqs = self.batch + 2 if self.page_size else self.batch
-        exact_len = self.sink_len + self.recent_len
-        self.packed, self.exact = (
-            {
-                side: torch.zeros(n, HEADS, length, row_bytes, dtype=torch.uint8)
-                for side, row_bytes in sizes.items()
-            }
-            for n, length, sizes in (
-                (pages, self.page_size or room, {s: f.row_bytes for s, f in FORMATS.items()}),
-                (max_num_seqs, exact_len, dict.fromkeys(FORMATS, 2 * HEAD_DIM)),
-            )
+@pytest.mark.parametrize(
+    "sinks, recent", [(0, 0), (4, 0), (0, 7), (3, 5), (2, 40)], ids=lambda n: str(n)
+)
+def test_slots_are_those_of_slots_of(sinks: int, recent: int) -> None:
+    draw = np.random.default_rng(sinks * 100 + recent)
+    split = Split(sinks, recent, 16)
+    for _ in range(60):
+        batch, most = 5, int(draw.integers(1, 40))
+        lengths = draw.integers(0, 100, batch)
+        counts = draw.integers(0, most + 1, batch)
+        longest = np.maximum(lengths - sinks, 0)
+        least = np.maximum(longest - recent, 0)
+        packed = draw.integers(least, longest + 1)
+        seq_slots = draw.permutation(9)[:batch]
+        tables = draw.permutation(9 * 9).reshape(9, 9).astype(np.int32)
+        got = token_slots(split, seq_slots, lengths, packed, counts, tables)
+        expected = slots_of(
+            torch.tensor(lengths, dtype=torch.int32),
+            torch.tensor(packed, dtype=torch.int32),
+            torch.tensor(counts, dtype=torch.int32),
+            most,
+            16,
+            sink_len=sinks,
+            recent_len=recent,
+            block_table=torch.tensor(tables[seq_slots]),
+            seq_slots=torch.tensor(seq_slots),
         )
-
-    def append(self, k: torch.Tensor, v: torch.Tensor, new_lens: torch.Tensor | None) -> Slots:
-        slots = slots_of(
-            self.lens,
-            self.packed_lens,
-            new_lens,
-            k.shape[2],
-            self.packed["k"].shape[2],
-            sink_len=self.sink_len,
-            recent_len=self.recent_len,
-            block_table=self.table,
-            seq_slots=self.seq_slots,
-        )
-        has_exact = slots.exact is not None
-        append_rows(
-            k.transpose(1, 2).flatten(0, 1),
-            v.transpose(1, 2).flatten(0, 1),
-            self.packed["k"],
-            self.packed["v"],
-            slots,
-            K_FORMAT,
-            V_FORMAT,
-            exact_k=self.exact["k"] if has_exact else None,
-            exact_v=self.exact["v"] if has_exact else None,
-            backend="reference",
-        )
-        self.lens += k.shape[2] if new_lens is None else new_lens
-        self.packed_lens = packed_lens_after(
-            self.lens, self.packed_lens, self.sink_len, self.recent_len
-        )
-        return slots
-
-    def rows_in_order(self, side: str) -> torch.Tensor:
-        """[batch, heads, room, row_bytes]: packed rows of each sequence in the order of tokens."""
-        if self.table is None:
-            return self.packed[side]
-        return self.packed[side][self.table.long()].transpose(1, 2).flatten(2, 3)
-
-    def exact_rows(self, side: str) -> torch.Tensor:
-        return (
-            self.exact[side] if self.seq_slots is None else self.exact[side][self.seq_slots.long()]
-        )
+        is_new = torch.arange(most) < torch.tensor(counts)[:, None]
+        ends = [range(n, n + count) for n, count in zip(lengths, counts, strict=True)]
+        assert got.positions.tolist() == [position for end in ends for position in end]
+        for ours, theirs in zip(got[:3], expected, strict=True):
+            if theirs is None:
+                assert (ours == -1).all()
+            else:
+                chosen = theirs.view(batch, most)[is_new]
+                assert ours.tolist() == chosen.tolist()
 
 
-@st.composite
-def chunks(draw: st.DrawFn, batch: int) -> list[list[int] | int]:
-    """Appends that fit MAX_SEQ_LEN: one count for all, or one for each sequence."""
-    counts: list[list[int] | int] = []
-    left = [MAX_SEQ_LEN] * batch
-    for _ in range(draw(st.integers(1, 6))):
-        new = draw(
-            st.integers(0, min(min(left), 17))
-            | st.tuples(*(st.integers(0, min(n, 17)) for n in left)).map(list)
-        )
-        counts.append(new)
-        left = [
-            n - c
-            for n, c in zip(left, new if isinstance(new, list) else [new] * batch, strict=True)
-        ]
-    return counts
+def test_packed_lens_never_shrink() -> None:
+    split = Split(2, 4, 16)
+    before = np.array([0, 0, 3, 9])
+    assert split.packed_lens(np.array([0, 7, 8, 12]), before).tolist() == [0, 1, 3, 9]
 
 
-@settings(max_examples=100)
-@given(st.data())
-def test_rows_are_those_of_a_kv_cache_after_any_chunks(data: st.DataObject) -> None:
-    batch = data.draw(st.integers(1, 3), "batch")
-    sink_len = data.draw(st.sampled_from([0, 1, 4, 12]), "sink_len")
-    recent_len = data.draw(st.sampled_from([0, 1, 3, 8, 16]), "recent_len")
-    store = Store(batch, sink_len, recent_len, data.draw(st.sampled_from([0, 1, 4, 16]), "page"))
-    cache = KVCache(
-        1,
-        batch,
-        HEADS,
-        HEAD_DIM,
-        MAX_SEQ_LEN,
-        k_format=K_FORMAT,
-        v_format=V_FORMAT,
-        sink_len=sink_len,
-        recent_len=recent_len,
-    )
-    layer = cache.layers[0]
-    for new in data.draw(chunks(batch), "chunks"):
-        new_tokens = max(new) if isinstance(new, list) else new
-        k, v = torch.randn(2, batch, HEADS, new_tokens, HEAD_DIM)
-        new_lens = torch.tensor(new) if isinstance(new, list) else None
-        cache.append(0, k, v, new_lens)
-        store.append(k, v, new_lens)
-        assert torch.equal(store.lens, layer.seq_lens)
-        assert torch.equal(store.packed_lens, layer.packed_lens)
-        room = layer.k_packed.shape[2]
-        for side, packed, exact in (
-            ("k", layer.k_packed, layer.k_exact_rows),
-            ("v", layer.v_packed, layer.v_exact_rows),
-        ):
-            assert torch.equal(store.rows_in_order(side)[:, :, :room], packed)
-            assert torch.equal(store.exact_rows(side), exact)
-    if data.draw(st.booleans(), "crop"):  # then the window is not full and fills again
-        kept = [data.draw(st.integers(0, int(n))) for n in store.lens]
-        cache.crop(kept)
-        store.lens, store.packed_lens = layer.seq_lens.clone(), layer.packed_lens.clone()
-        new_tokens = data.draw(st.integers(0, MAX_SEQ_LEN - max(kept)))
-        k, v = torch.randn(2, batch, HEADS, new_tokens, HEAD_DIM)
-        cache.append(0, k, v)
-        store.append(k, v, None)
-        assert torch.equal(store.packed_lens, layer.packed_lens)
-        assert torch.equal(
-            store.rows_in_order("k")[:, :, : layer.k_packed.shape[2]], layer.k_packed
-        )
-        assert torch.equal(store.exact_rows("v"), layer.v_exact_rows)
-
-
-@settings(max_examples=40)
-@given(st.data())
-def test_chunks_do_not_change_the_bytes(data: st.DataObject) -> None:
-    sink_len = data.draw(st.sampled_from([0, 2, 5]), "sink_len")
-    recent_len = data.draw(st.sampled_from([0, 1, 6]), "recent_len")
-    once, often = Store(1, sink_len, recent_len), Store(1, sink_len, recent_len)
-    k, v = torch.randn(2, 1, HEADS, 30, HEAD_DIM)
-    once.append(k, v, None)
-    cuts = [0, *sorted(data.draw(st.lists(st.integers(0, 30), max_size=8), "cuts")), 30]
-    for start, stop in itertools.pairwise(cuts):
-        often.append(k[:, :, start:stop], v[:, :, start:stop], None)
-    for side in FORMATS:
-        assert torch.equal(once.packed[side], often.packed[side])
-        assert torch.equal(once.exact[side], often.exact[side])
-    packed = once.packed_lens[0]
-    if not sink_len + recent_len:
-        assert torch.equal(once.packed["k"][:, :, :packed], quantize_rows(k, K_FORMAT))
-
-
-def test_the_slots_of_a_window_can_be_read_off() -> None:
-    lens, packed_lens = torch.tensor([5, 1]), torch.tensor([1, 0])
-    slots = slots_of(lens, packed_lens, torch.tensor([3, 1]), 4, 10, sink_len=1, recent_len=3)
-    assert slots.exact is not None and slots.evicted is not None
-    # sequence 0 has the sink, packed token 1, and tokens 2, 3, 4 in rows 2, 3, 1 of sequence slot
-    # 0; now come 5, 6, 7, and 2, 3, 4 leave. Sequence 1 has the sink; token 1 goes into row 1 of
-    # sequence slot 1
-    assert slots.packed.tolist() == [-1] * 8
-    assert slots.exact.tolist() == [2, 3, 1, -1, 5, -1, -1, -1]
-    assert slots.evicted.tolist() == [1, 2, 3, -1, -1, -1, -1, -1]
-    many = slots_of(lens[:1], packed_lens[:1], None, 5, 10, sink_len=1, recent_len=3)
-    assert many.exact is not None and many.evicted is not None
-    assert many.packed.tolist() == [4, 5, -1, -1, -1], "pushed out in the same call"
-    assert many.exact.tolist() == [-1, -1, 1, 2, 3]
-    assert many.evicted.tolist() == [-1, -1, 3, 1, 2]
-
-
-def test_without_exact_rows_there_are_packed_slots_only() -> None:
-    table = torch.tensor([[7, 2], [0, 1]], dtype=torch.int32)
-    lens = torch.tensor([3, 0], dtype=torch.int32)
-    slots = slots_of(lens, lens, torch.tensor([2, 1]), 2, 4, block_table=table)
-    assert slots.exact is None and slots.evicted is None
-    assert slots.packed.tolist() == [31, 8, 0, -1]
-    assert slots.packed.dtype == torch.int64 and slots.packed.is_contiguous()
-
-
-def test_sequences_that_outgrow_their_room_are_refused() -> None:
-    lens = torch.tensor([3, 8])
-    for table, page_size in ((None, 10), (torch.zeros(2, 5, dtype=torch.int32), 2)):
-        slots_of(lens, lens, None, 2, page_size, block_table=table)
-        with pytest.raises(ShapeError, match=r"sequence 1 would have 11 packed .* room for 10"):
-            slots_of(lens, lens, None, 3, page_size, block_table=table)
-
-
-LENS = torch.tensor([9, 4])
-SLOTS_REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "sinks": ({"sink_len": -1}, ConfigError, "sink_len -1 is not possible"),
-    "window": ({"recent_len": -2}, ConfigError, "recent_len -2 is not possible"),
-    "half": ({"recent_len": 1.5}, ConfigError, "recent_len 1.5 is not possible"),
-    "tokens": ({"new_tokens": -1}, ConfigError, "new_tokens -1 is not possible"),
-    "page_size": ({"page_size": 0}, ConfigError, "page_size 0 .* from 1 to"),
-    "floats": ({"seq_lens": LENS.float()}, ConfigError, "seq_lens is torch.float32: use"),
-    "list": ({"new_lens": [1, 2]}, ConfigError, "new_lens is list: use a tensor"),
-    "none": ({"packed_lens": None}, ConfigError, "packed_lens is NoneType: use a tensor"),
-    "two axes": ({"seq_lens": LENS[None]}, ShapeError, r"seq_lens is \[1, 2\]"),
-    "fewer": ({"packed_lens": LENS[:1]}, ShapeError, r"packed_lens is \[1\], seq_lens \[2\]"),
-    "seq_slots": ({"seq_slots": LENS[:1]}, ShapeError, r"seq_slots is \[1\], .* must be \[batch\]"),
-    "table": (
-        {"block_table": torch.zeros(1, 1, dtype=torch.int32)},
-        ShapeError,
-        r"block_table is \[1, 1\], .* must be \[batch, max_pages\]",
-    ),
-    "too few packed": (
-        {"packed_lens": torch.tensor([3, 0])},
-        ShapeError,
-        "sequence 0 has 9 tokens, 3 of them packed: with 2 sinks .* must be 4 to 7",
-    ),
-    "too many packed": ({"packed_lens": torch.tensor([4, 3])}, ShapeError, "must be 0 to 2"),
-    "negative": ({"seq_lens": torch.tensor([9, -1])}, ShapeError, "sequence 1 has -1 tokens"),
-    "new": ({"new_lens": torch.tensor([1, 4])}, ShapeError, r"\[1, 4\]: give .* 0 to 3"),
-    "no new": ({"new_lens": torch.tensor([1, -1])}, ShapeError, "0 to 3"),
-    "page": (
-        {"block_table": torch.tensor([[0, -1], [1, -1]]), "page_size": 6},
-        ShapeError,
-        "a page below 0",
-    ),
-    "seq_slot": ({"seq_slots": torch.tensor([0, -1])}, ShapeError, r"seq_slots is \[0, -1\]"),
-}
-
-
-@pytest.mark.parametrize("case", SLOTS_REFUSED)
-def test_what_cannot_be_a_cache_has_no_slots(case: str) -> None:
-    changes, error, message = SLOTS_REFUSED[case]
-    call: dict[str, Any] = {
-        "seq_lens": LENS,
-        "packed_lens": torch.tensor([4, 1]),
-        "new_lens": None,
-        "new_tokens": 3,
-        "page_size": 10,
-        "sink_len": 2,
-        "recent_len": 3,
-    }
-    slots_of(**call)
-    with pytest.raises(error, match=message):
-        slots_of(**call | changes)
-
-
-def test_slots_are_found_where_the_lengths_are() -> None:
-    lens = torch.zeros(3, dtype=torch.int32, device="meta")
-    slots = slots_of(lens, lens, lens, 5, 16, sink_len=2, recent_len=4)  # reading would fail
-    assert all(x is not None and x.is_meta and x.shape == (15,) for x in slots)
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")  # of torch's own graphs
-def test_a_graph_takes_it_with_lengths_that_grow() -> None:
-    def step(lens: torch.Tensor, packed_lens: torch.Tensor) -> Slots:
-        return slots_of(lens, packed_lens, None, 1, 32, sink_len=2, recent_len=4)
-
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    for length in range(9):
-        lens = torch.tensor([length, length + 3])
-        packed_lens = packed_lens_after(lens, torch.zeros(2, dtype=torch.int64), 2, 4)
-        for got, expected in zip(compiled(lens, packed_lens), step(lens, packed_lens), strict=True):
-            assert got is not None and expected is not None and torch.equal(got, expected)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_staged_tensors_keep_their_addresses_and_take_what_was_set(device: str) -> None:
+    specs = {"a": (torch.int64, (3,)), "b": (torch.int32, (2, 5)), "c": (torch.int32, (0,))}
+    staged = StagedTensors(specs, torch.device(device))
+    addresses = {name: tensor.data_ptr() for name, tensor in staged.tensors.items()}
+    assert staged.nbytes == 32 + 48
+    for step in range(50):
+        arrays = staged.next_arrays()
+        arrays["a"][:], arrays["b"][:] = step, -step
+        staged.send()
+        kept = staged.tensors["a"].clone()
+        arrays = staged.next_arrays()
+        arrays["a"][:] = 7
+        staged.send()
+        assert kept.tolist() == [step] * 3
+        assert staged.tensors["a"].tolist() == [7] * 3
+    assert {name: tensor.data_ptr() for name, tensor in staged.tensors.items()} == addresses
+    assert staged.tensors["b"].shape == (2, 5)

@@ -7,7 +7,7 @@ import torch
 
 from kvquant import Rope, RowFormat, RowTransform, Slots, append_rows
 from kvquant.errors import ConfigError
-from kvquant.ops import append_backends as appendbackends
+from kvquant.ops import append as append_ops
 from kvquant.rows.format import HEAD_DIMS
 from kvquant.rows.quantize import EXACT_DTYPES
 
@@ -112,7 +112,7 @@ def test_every_byte_and_count_is_that_of_torch(
 def test_transformed_rows_are_those_of_torch(
     kind: str, with_rope: bool, parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(appendbackends, "TOKENS_PER_PART", parts)
+    monkeypatch.setattr(append_ops, "TOKENS_PER_PART", parts)
     dim, heads, num_tokens = 64, 2, 21
     whole = torch.randint(-2, 3, (heads, dim, dim)).float()  # products are exact, in any order
     options = {

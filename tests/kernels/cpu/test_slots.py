@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from kvquant.errors import ShapeError
-from kvquant.rows import slots
-from kvquant.rows.slots import Slots, check_slots, packed_lens_after, slots_of
+from kvquant.ops import slots
+from kvquant.ops.slots import check_slots, slots_of
+from kvquant.rows.slots import Slots, packed_lens_after
 
 
 def in_torch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,8 +19,9 @@ from safetensors.torch import save_file
 from kvquant import KVCache, PagedBatch, PagedKVCache, RowFormat, load_cache, load_sequences
 from kvquant.errors import CheckpointError, OutOfPagesError, ShapeError
 from kvquant.io.tensor_files import sealed, sha256
+from kvquant.ops.slots import slots_of
 from kvquant.rows.segment import check_segment_values
-from kvquant.rows.slots import Slots, slots_of
+from kvquant.rows.slots import Slots
 
 FORMATS = ("int4", "int8", "fp8", "bf16", "fp16")
 HUGE = 2**31 - 1
