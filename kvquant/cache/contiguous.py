@@ -11,7 +11,6 @@ import torch
 from ..arguments import check_device, check_size, check_tensors
 from ..errors import ConfigError, ShapeError, shown
 from ..ops.attention import State, attend_segments
-from ..ops.attention_in_basis import attend_in_basis
 from ..rows.basis import LayerBasis
 from ..rows.format import EXACT_CODECS
 from ..rows.quantize import check_dtype
@@ -306,12 +305,11 @@ class KVCache:
             As decode_attention.
         """
         at = self._layer(layer)
-        return attend_in_basis(
-            attend_segments,
+        return attend_segments(
             q,
             at.segments(),
-            at.basis,
-            at.seq_lens,
+            basis=at.basis,
+            seq_lens=at.seq_lens,
             sm_scale=sm_scale,
             return_lse=return_lse,
             num_splits=num_splits,

@@ -1,20 +1,42 @@
-"""The fused attention call, and the merge of partial results."""
+"""Attention over rows: the public calls, the op of torch, and the merge of partial results.
+
+    torch.ops.kvquant.attend_segments    gives [out], or [out, lse]
+
+The op takes a list for each field of a segment, with an entry for each segment. It is called under
+torch.compile only, because the dispatcher takes a few microseconds. Formats are names; K has the
+head_dim of q, V its own. Shapes and dtypes are checked while a graph is traced, everything where it
+runs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal, overload
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, overload
 
 import torch
 
-from ..arguments import check_flag, check_num_splits, check_scale, check_tensors
-from ..errors import ConfigError, DeviceError, ShapeError
+from .. import debug
+from ..arguments import check_flag, check_num_splits, check_readable, check_scale, check_tensors
+from ..errors import ConfigError, DeviceError, ShapeError, shown
+from ..rows.basis import LayerBasis
 from ..rows.format import RowFormat
-from ..rows.segment import Segment
-from .attention_backends import attend
-from .attention_torch import attend_segments_op, decode_attention_op
+from ..rows.quantize import FLOAT_DTYPES
+from ..rows.reference import reference_over_segments
+from ..rows.segment import Segment, check_segment_values, check_segments, parse_formats
+from .dispatch import kernels_for, torch_op
+from .transform import restore_result, transform_query
 
 State = tuple[torch.Tensor, torch.Tensor]
+Result = tuple[torch.Tensor, "torch.Tensor | None"]  # no lse where it was not asked for
+Kernel = Callable[..., Result]  # of q, segments, sm_scale, num_splits, return_lse, check
+_TENSORS = ("k_rows", "v_rows", "seq_lens", "starts", "block_table", "seq_slots")
+ATTEND_SEGMENTS = (
+    "(Tensor q, Tensor[] k_rows, Tensor[] v_rows, Tensor[] seq_lens, str[] k_formats, "
+    "str[] v_formats, Tensor?[] starts, Tensor?[] block_tables, int[] sinks, Tensor?[] seq_slots, "
+    "int v_head_dim, float? sm_scale, bool return_lse, SymInt? num_splits, str? backend) "
+    "-> Tensor[]"
+)
 
 
 @overload
@@ -115,31 +137,20 @@ def decode_attention(
         DeviceError: the tensors lie on different devices, or none of the backends serves theirs.
         UnsupportedError: the kernel, the GPU or what is installed cannot do it.
     """
-    if torch.compiler.is_compiling():
-        num_splits, sm_scale = _plain(num_splits, sm_scale)
-        check_flag("return_lse", return_lse)
-        if isinstance(k_format, RowFormat) and k_format.head_dim != q.shape[-1]:
-            RowFormat.parse(k_format, q.shape[-1])  # tells what does not fit
-        v_head_dim = v_format.head_dim if isinstance(v_format, RowFormat) else q.shape[-1]
-        results = decode_attention_op(
-            q.detach(),
-            k_rows,
-            v_rows,
-            seq_lens,
-            str(k_format),
-            str(v_format),
-            None,
-            block_table,
-            v_head_dim,
-            sm_scale,
-            return_lse,
-            num_splits,
-            backend,
+    segment = Segment(k_rows, v_rows, seq_lens, k_format, v_format, None, block_table)  # type: ignore[arg-type]
+    try:
+        return attend_segments(
+            q,
+            [segment],
+            sm_scale=sm_scale,
+            return_lse=return_lse,
+            num_splits=num_splits,
+            backend=backend,
         )
-        return (results[0], results[1]) if return_lse else results[0]
-    rows = k_rows, v_rows, seq_lens, k_format, v_format, None, block_table, 0, None
-    out, lse = attend(q, (rows,), sm_scale, return_lse, num_splits, backend)
-    return out if lse is None else (out, lse)
+    except ShapeError:
+        if isinstance(k_format, RowFormat) and q.ndim == 3:
+            RowFormat.parse(k_format, q.shape[-1])  # says which of them has another head_dim
+        raise
 
 
 @overload
@@ -147,6 +158,8 @@ def attend_segments(
     q: torch.Tensor,
     segments: Sequence[Segment],
     *,
+    basis: LayerBasis | None = ...,
+    seq_lens: torch.Tensor | None = ...,
     sm_scale: float | None = ...,
     return_lse: Literal[False] = ...,
     num_splits: int | None = ...,
@@ -157,6 +170,8 @@ def attend_segments(
     q: torch.Tensor,
     segments: Sequence[Segment],
     *,
+    basis: LayerBasis | None = ...,
+    seq_lens: torch.Tensor | None = ...,
     sm_scale: float | None = ...,
     return_lse: Literal[True],
     num_splits: int | None = ...,
@@ -167,6 +182,8 @@ def attend_segments(
     q: torch.Tensor,
     segments: Sequence[Segment],
     *,
+    basis: LayerBasis | None = ...,
+    seq_lens: torch.Tensor | None = ...,
     sm_scale: float | None = ...,
     return_lse: bool = ...,
     num_splits: int | None = ...,
@@ -176,6 +193,8 @@ def attend_segments(
     q: torch.Tensor,
     segments: Sequence[Segment],
     *,
+    basis: LayerBasis | None = None,
+    seq_lens: torch.Tensor | None = None,
     sm_scale: float | None = None,
     return_lse: bool = False,
     num_splits: int | None = None,
@@ -186,44 +205,213 @@ def attend_segments(
     Args:
         q: [batch, num_q_heads, head_dim].
         segments: at least one, all of the same batch, num_kv_heads and head dims.
+        basis: that the rows are stored in; None if they are stored as they came.
+        seq_lens: [batch or more], int32: tokens of each sequence in all segments; needed only with
+            a basis, where a sequence may have none.
         sm_scale, return_lse, num_splits, backend: as in decode_attention.
 
     Returns:
         As decode_attention.
     """
+    given, given_scale = q, sm_scale
+    if basis is not None:
+        check = functools.partial(check_segments, q, segments)
+        q, sm_scale = transform_query(q, basis.k, sm_scale, backend, check)
     if torch.compiler.is_compiling():
-        num_splits, sm_scale = _plain(num_splits, sm_scale)
-        check_flag("return_lse", return_lse)
-        if not segments:
-            raise ShapeError("no segments: attention needs at least one")
-        first = segments[0].v_format
-        results = attend_segments_op(
-            q.detach(),
-            [segment.k_rows for segment in segments],
-            [segment.v_rows for segment in segments],
-            [segment.seq_lens for segment in segments],
-            [str(segment.k_format) for segment in segments],
-            [str(segment.v_format) for segment in segments],
-            [segment.starts for segment in segments],
-            [segment.block_table for segment in segments],
-            [segment.sinks for segment in segments],
-            [segment.seq_slots for segment in segments],
-            first.head_dim if isinstance(first, RowFormat) else q.shape[-1],
-            sm_scale,
-            return_lse,
-            num_splits,
-            backend,
-        )
-        return (results[0], results[1]) if return_lse else results[0]
-    out, lse = attend(q, segments, sm_scale, return_lse, num_splits, backend)
+        out, lse = _attend_traced(q, segments, sm_scale, return_lse, num_splits, backend)
+    else:
+        if num_splits is not None and type(num_splits) is not int:
+            num_splits = check_num_splits(num_splits)
+        if type(return_lse) is not bool:
+            check_flag("return_lse", return_lse)
+        try:
+            kernel = _kernel(q, backend)
+            out, lse = kernel(q, segments, sm_scale, num_splits, return_lse, _check_cuda)
+        except (AttributeError, TypeError, RuntimeError):  # types are checked only now: it is slow
+            check_types(q, segments)
+            raise
+    if basis is not None:
+        out, lse = restore_result(out, lse, given, basis, seq_lens, given_scale, backend)
     return out if lse is None else (out, lse)
 
 
-def _plain(num_splits: int | None, sm_scale: float | None) -> tuple[int | None, float | None]:
-    """Options that an op of torch takes as they are meant: it would take True for 1."""
-    if sm_scale is not None:
-        sm_scale = check_scale(sm_scale)
-    return check_num_splits(num_splits), sm_scale
+def _kernel(q: torch.Tensor, backend: str | None) -> Kernel:
+    """What attends: on CUDA the launcher itself, which checks only calls that it has not seen."""
+    if q.is_cuda and (backend is None or backend == "cuda") and not debug.enabled:
+        return _cuda_kernel()
+    return functools.partial(_attend_checked, backend)
+
+
+def _attend_checked(
+    backend: str | None,
+    q: torch.Tensor,
+    segments: Sequence[Segment],
+    sm_scale: float | None,
+    num_splits: int | None,
+    return_lse: bool,
+    check_cuda: Callable[..., list[Segment]],
+) -> Result:
+    """Attend by the backend that was asked for, once everything is checked, values too."""
+    segments = _check(q, segments, num_splits)
+    backend = kernels_for(q, backend)
+    if backend == "cuda":
+        _require_extra()
+    if q.is_cpu or debug.enabled or backend == "reference":
+        check_segment_values(segments)
+    if q.requires_grad:
+        q = q.detach()
+    sm_scale = q.shape[-1] ** -0.5 if sm_scale is None else check_scale(sm_scale)
+    if backend == "cuda":
+        return _cuda_kernel()(q, segments, sm_scale, num_splits, return_lse)
+    if backend == "cpu":
+        out, lse = _cpu_kernel()(q, segments, sm_scale, num_splits)
+    else:
+        out, lse = reference_over_segments(q, segments, sm_scale)
+    return out.to(q.dtype), lse.float() if return_lse else None
+
+
+@functools.cache
+def _cpu_kernel() -> Callable[..., State]:
+    from ..kernels.cpu.decode import attend
+
+    return attend
+
+
+@functools.cache
+def _cuda_kernel() -> Kernel:
+    from ..kernels.cuda.decode.launch import attend
+
+    return attend
+
+
+def _require_extra() -> None:
+    from ..kernels.cuda.runtime.compile import require_extra
+
+    require_extra()
+
+
+def _check(q: torch.Tensor, segments: Sequence[Segment], num_splits: int | None) -> list[Segment]:
+    """The segments, with formats in place of their names, if q can attend to them."""
+    made = []
+    for segment in segments:
+        if type(segment) is not Segment:
+            raise TypeError("no segment")  # check_types says so
+        if type(segment[3]) is not RowFormat or type(segment[4]) is not RowFormat:
+            segment = parse_formats(q, segment)
+        made.append(segment)
+    if q.dtype not in FLOAT_DTYPES:
+        check_tensors(q=q)
+        raise ConfigError(f"q is {q.dtype}: use float32, bfloat16 or float16")
+    if num_splits is not None and num_splits < 1:
+        check_num_splits(num_splits)
+    check_segments(q, made)
+    return made
+
+
+def _check_cuda(
+    q: torch.Tensor, segments: Sequence[Segment], num_splits: int | None
+) -> list[Segment]:
+    checked = _check(q, segments, num_splits)
+    _require_extra()
+    return checked
+
+
+def check_types(q: torch.Tensor, segments: Sequence[Segment]) -> None:
+    """Raise ConfigError unless q and all of the segments are of the types that they must be."""
+    check_readable(q=q)
+    if not isinstance(segments, Sequence) or isinstance(segments, Segment):
+        raise ConfigError(f"segments is of type {type(segments).__name__}: give a list of Segment")
+    for segment in segments:
+        if not isinstance(segment, Segment):
+            name = type(segment).__name__
+            raise ConfigError(f"segments has a {name} in it: give a list of Segment")
+        given = segment._asdict()
+        optional = {name for name in ("starts", "block_table", "seq_slots") if given[name] is None}
+        check_readable(**{name: given[name] for name in _TENSORS if name not in optional})
+        for fmt in (segment.k_format, segment.v_format):
+            if not isinstance(fmt, RowFormat | str):
+                raise ConfigError(f"the format is {shown(fmt)}: give a name ('int4-g4')")
+
+
+def _attend_traced(
+    q: torch.Tensor,
+    segments: Sequence[Segment],
+    sm_scale: float | None,
+    return_lse: bool,
+    num_splits: int | None,
+    backend: str | None,
+) -> Result:
+    """Attend by the op of torch, which torch.compile puts into its graph."""
+    check_flag("return_lse", return_lse)  # torch would take True for 1, here and below
+    if not segments:
+        raise ShapeError("no segments: attention needs at least one")
+    head_dim = q.shape[-1]
+    for fmt in [segment.k_format for segment in segments]:
+        if isinstance(fmt, RowFormat) and fmt.head_dim != head_dim:
+            RowFormat.parse(fmt, head_dim)  # tells what does not fit
+    v_format = segments[0].v_format
+    results = attend_segments_op(
+        q.detach(),
+        [segment.k_rows for segment in segments],
+        [segment.v_rows for segment in segments],
+        [segment.seq_lens for segment in segments],
+        [str(segment.k_format) for segment in segments],
+        [str(segment.v_format) for segment in segments],
+        [segment.starts for segment in segments],
+        [segment.block_table for segment in segments],
+        [segment.sinks for segment in segments],
+        [segment.seq_slots for segment in segments],
+        v_format.head_dim if isinstance(v_format, RowFormat) else head_dim,
+        None if sm_scale is None else check_scale(sm_scale),
+        return_lse,
+        check_num_splits(num_splits),
+        backend,
+    )
+    return results[0], results[1] if return_lse else None
+
+
+def segment_of(
+    q: torch.Tensor,
+    v_head_dim: int,
+    k_rows: torch.Tensor,
+    v_rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    k_format: str,
+    v_format: str,
+    *others: Any,
+) -> Segment:
+    """A segment, from the arguments of an op: its fields, with formats by name."""
+    head_dim = int(q.shape[-1])  # a number of its own while torch traces any shape
+    k, v = RowFormat.parse(k_format, head_dim), RowFormat.parse(v_format, v_head_dim)
+    return Segment(k_rows, v_rows, seq_lens, k, v, *others)
+
+
+def _op_segments(q: torch.Tensor, v_head_dim: int, fields: Sequence[Any]) -> list[Segment]:
+    return [segment_of(q, v_head_dim, *one) for one in zip(*fields, strict=True)]
+
+
+def _attend_op(q: torch.Tensor, *args: Any) -> list[torch.Tensor]:
+    *fields, v_head_dim, sm_scale, return_lse, num_splits, backend = args
+    segments = _op_segments(q, v_head_dim, fields)
+    try:
+        kernel = _kernel(q, backend)
+        out, lse = kernel(q, segments, sm_scale, num_splits, return_lse, _check_cuda)
+    except (AttributeError, TypeError, RuntimeError):
+        check_types(q, segments)
+        raise
+    return [out] if lse is None else [out, lse]
+
+
+def _attend_fake(q: torch.Tensor, *args: Any) -> list[torch.Tensor]:
+    *fields, v_head_dim, _, return_lse, _, _ = args
+    check_segments(q, _op_segments(q, v_head_dim, fields))
+    batch, num_q_heads, _ = q.shape
+    out = q.new_empty(batch, num_q_heads, v_head_dim)
+    lse = q.new_empty(batch, num_q_heads, dtype=torch.float32)
+    return [out, lse] if return_lse else [out]
+
+
+attend_segments_op = torch_op("attend_segments", ATTEND_SEGMENTS, _attend_op, _attend_fake)
 
 
 def merge_states(*states: State) -> State:

@@ -7,11 +7,15 @@ To the prefix the queries of all members are those of one sequence. On CUDA a ke
 rows once for up to 256 queries (kernels/cuda/prefix/launch.py); on the CPU they are one token with
 many heads. The two states are merged by their log-sum-exp, exactly.
 
+torch.ops.kvquant.add_prefix, which is called under torch.compile only, is the prefix's part on
+CUDA; it writes out and lse.
+
 Source: cascade inference, https://flashinfer.ai/2024/02/02/cascade-inference.html.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Literal, overload
 
@@ -20,10 +24,23 @@ import torch
 from .. import debug
 from ..arguments import check_flag, check_kind, check_tensors
 from ..errors import ConfigError, DeviceError, ShapeError
-from ..rows.segment import Segment, make_segment, query_shape
-from .attention import State, attend_segments, merge_states
-from .attention_backends import check_types
-from .shared_prefix_torch import add_prefix
+from ..rows.basis import LayerBasis
+from ..rows.segment import (
+    Segment,
+    check_segment_values,
+    check_segments,
+    parse_formats,
+    query_shape,
+)
+from .attention import Result, State, attend_segments, check_types, merge_states, segment_of
+from .dispatch import torch_op
+from .transform import restore_result, transform_query
+
+ADD_PREFIX = (
+    "(Tensor q, Tensor k_rows, Tensor v_rows, Tensor seq_lens, str k_format, str v_format, "
+    "Tensor? block_table, Tensor? members, Tensor(a!) out, Tensor(b!) lse, float sm_scale, "
+    "int? num_splits) -> ()"
+)
 
 
 @overload
@@ -33,6 +50,8 @@ def attend_shared(
     segments: Sequence[Segment],
     *,
     members: torch.Tensor | None = ...,
+    basis: LayerBasis | None = ...,
+    seq_lens: torch.Tensor | None = ...,
     sm_scale: float | None = ...,
     return_lse: Literal[False] = ...,
     num_splits: int | None = ...,
@@ -45,6 +64,8 @@ def attend_shared(
     segments: Sequence[Segment],
     *,
     members: torch.Tensor | None = ...,
+    basis: LayerBasis | None = ...,
+    seq_lens: torch.Tensor | None = ...,
     sm_scale: float | None = ...,
     return_lse: Literal[True],
     num_splits: int | None = ...,
@@ -57,6 +78,8 @@ def attend_shared(
     segments: Sequence[Segment],
     *,
     members: torch.Tensor | None = ...,
+    basis: LayerBasis | None = ...,
+    seq_lens: torch.Tensor | None = ...,
     sm_scale: float | None = ...,
     return_lse: bool = ...,
     num_splits: int | None = ...,
@@ -68,6 +91,8 @@ def attend_shared(
     segments: Sequence[Segment],
     *,
     members: torch.Tensor | None = None,
+    basis: LayerBasis | None = None,
+    seq_lens: torch.Tensor | None = None,
     sm_scale: float | None = None,
     return_lse: bool = False,
     num_splits: int | None = None,
@@ -82,6 +107,7 @@ def attend_shared(
         segments: each sequence's other tokens, as in attend_segments.
         members: [num_members] int64, the places in the batch that share the prefix, each once;
             negative ones stand for nobody. All when None.
+        basis, seq_lens: as in attend_segments; seq_lens counts the prefix, too.
         sm_scale, return_lse, num_splits, backend: as in decode_attention.
 
     Returns:
@@ -98,29 +124,36 @@ def attend_shared(
     check_flag("return_lse", return_lse)
     check_kind("the prefix", prefix, Segment, "give a Segment")
     if isinstance(prefix.k_format, str) or isinstance(prefix.v_format, str):
-        prefix = make_segment(q, prefix)
+        prefix = parse_formats(q, prefix)
     try:
         _check_prefix(q, prefix, segments)
     except (AttributeError, TypeError, IndexError, RuntimeError):  # it takes time: only now
-        for given in ([prefix], segments):
-            check_types(q, given)
+        for rows in ([prefix], segments):
+            check_types(q, rows)
         raise
     if members is not None:
         _check_members(members, q)
+    given, given_scale = q, sm_scale
+    if basis is not None:
+        check = functools.partial(check_segments, q, segments)
+        q, sm_scale = transform_query(q, basis.k, sm_scale, backend, check)
     (_, num_q_heads, head_dim), num_kv_heads = q.shape, prefix.k_rows.shape[1]
     options: dict[str, Any] = {"num_splits": num_splits, "backend": backend, "sm_scale": sm_scale}
     out, lse = attend_segments(q, segments, return_lse=True, **options)
     if out.is_cuda and backend != "reference":
         scale = head_dim**-0.5 if sm_scale is None else float(sm_scale)
-        add_prefix(q, prefix, members, out, lse, scale, num_splits)
-        return (out, lse) if return_lse else out
-    chosen = q if members is None else q.index_select(0, members.clamp(min=0))
-    heads = num_kv_heads, num_q_heads // num_kv_heads
-    by_kv_head = chosen.unflatten(1, heads).transpose(0, 1).reshape(1, -1, head_dim)
-    state = attend_segments(by_kv_head, [prefix], return_lse=True, **options)
-    of_prefix = [x.view(heads[0], len(chosen), heads[1], *x.shape[2:]) for x in state]
-    out, lse = _merged(out, lse, of_prefix[0], of_prefix[1], members)
-    return (out, lse) if return_lse else out
+        _add_prefix(q, prefix, members, out, lse, scale, num_splits)
+    else:
+        chosen = q if members is None else q.index_select(0, members.clamp(min=0))
+        heads = num_kv_heads, num_q_heads // num_kv_heads
+        by_kv_head = chosen.unflatten(1, heads).transpose(0, 1).reshape(1, -1, head_dim)
+        state = attend_segments(by_kv_head, [prefix], return_lse=True, **options)
+        of_prefix = [x.view(heads[0], len(chosen), heads[1], *x.shape[2:]) for x in state]
+        out, lse = _merged(out, lse, of_prefix[0], of_prefix[1], members)
+    result: Result = out, lse if return_lse else None
+    if basis is not None:
+        result = restore_result(*result, given, basis, seq_lens, given_scale, backend)
+    return result[0] if result[1] is None else (result[0], result[1])
 
 
 def _check_prefix(q: torch.Tensor, prefix: Segment, segments: Sequence[Segment]) -> None:
@@ -184,3 +217,63 @@ def _merged(
     padded_out = torch.nn.functional.pad(of_prefix[0], (0, 0, 0, 0, 0, 1))
     padded_lse = torch.nn.functional.pad(of_prefix[1], (0, 0, 0, 1), value=-torch.inf)
     return merge_states((out, lse), (padded_out[member], padded_lse[member]))
+
+
+def _add_prefix(
+    q: torch.Tensor,
+    prefix: Segment,
+    members: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    sm_scale: float,
+    num_splits: int | None,
+) -> None:
+    """Merge attention over a prefix into states, in place; see kernels/cuda/prefix/launch.py."""
+    k_rows, v_rows, seq_lens, k_format, v_format, _, table, _, _ = prefix
+    if torch.compiler.is_compiling():
+        add_prefix_op(
+            q.detach(),
+            k_rows,
+            v_rows,
+            seq_lens,
+            str(k_format),
+            str(v_format),
+            table,
+            members,
+            out,
+            lse,
+            sm_scale,
+            num_splits,
+        )
+        return
+    from ..kernels.cuda.prefix.launch import add_prefix as launch
+
+    if debug.enabled:
+        check_segment_values([prefix])
+    launch(q, prefix, members, out, lse, sm_scale, num_splits, lambda: check_prefix(q, prefix))
+
+
+def check_prefix(q: torch.Tensor, prefix: Segment) -> None:
+    """Raise unless queries can attend to a prefix of one sequence."""
+    if len(q):
+        check_segments(q[:1], [prefix])
+
+
+def _op_arguments(q: torch.Tensor, *args: Any) -> tuple[Any, ...]:
+    """The arguments of _add_prefix, from those of the op."""
+    k_rows, v_rows, seq_lens, k_format, v_format, table, members, out, *others = args
+    rows = k_rows, v_rows, seq_lens, k_format, v_format, None, table
+    prefix = segment_of(q, int(out.shape[-1]), *rows)
+    return q, prefix, members, out, *others
+
+
+def _add_prefix_op(*args: Any) -> None:
+    _add_prefix(*_op_arguments(*args))
+
+
+def _add_prefix_fake(*args: Any) -> None:
+    q, prefix, *_ = _op_arguments(*args)
+    check_prefix(q, prefix)
+
+
+add_prefix_op = torch_op("add_prefix", ADD_PREFIX, _add_prefix_op, _add_prefix_fake)

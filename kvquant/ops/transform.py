@@ -13,11 +13,13 @@ from collections.abc import Callable
 
 import torch
 
+from ..arguments import check_scale, check_tensors
 from ..errors import ConfigError, DeviceError, ShapeError
-from ..rows.basis import Basis
+from ..rows.basis import Basis, LayerBasis
 from .dispatch import torch_op
 
 TURN_ROWS = "(Tensor x, Tensor? matrix, Tensor? offset, Tensor? seq_lens) -> Tensor"
+FLOAT32_MAX = torch.finfo(torch.float32).max
 DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -38,6 +40,80 @@ def encode_rows(x: torch.Tensor, basis: Basis) -> torch.Tensor:
 
     encoded: torch.Tensor = transform(x, basis.offset, basis.kind == "hadamard")
     return encoded
+
+
+def transform_query(
+    q: torch.Tensor,
+    basis: Basis,
+    sm_scale: float | None,
+    backend: str | None,
+    check: Callable[[], None],
+) -> tuple[torch.Tensor, float | None]:
+    """Bring queries into the basis of K, where they give the scores of the rows as they came.
+
+    Args:
+        q: [batch, num_q_heads, head_dim].
+        basis: of K.
+        sm_scale: factor on q·k; None for 1 / sqrt(head_dim).
+        backend: of the attention.
+        check: raises unless q can attend to the rows.
+
+    Returns:
+        The queries, of the same shape, and the factor that goes with them.
+    """
+    check_tensors(q=q)
+    if q.requires_grad:
+        q = q.detach()
+    sm_scale = None if sm_scale is None else check_scale(sm_scale)
+    if not takes_one_launch(q, backend):
+        if not torch.compiler.is_compiling():  # then torch tells what cannot be transformed
+            check()
+        return basis.turn_query(q), sm_scale
+    matrix = basis.matrix
+    if q.dtype == torch.float16:  # which may not hold what the query becomes
+        matrix = basis.fp16_matrix
+        sm_scale = basis.fp16_factor * (q.shape[-1] ** -0.5 if sm_scale is None else sm_scale)
+    return (q if matrix is None else turn_rows(q, matrix, check=check)), sm_scale
+
+
+def restore_result(
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    q: torch.Tensor,
+    basis: LayerBasis,
+    seq_lens: torch.Tensor | None,
+    sm_scale: float | None,
+    backend: str | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Bring attention over rows in a basis to that over the rows as they came.
+
+    Args:
+        out: [batch, num_q_heads, head_dim of V].
+        lse: [batch, num_q_heads], or None.
+        q: the queries, before transform_query.
+        basis: of the rows.
+        seq_lens: [batch or more], int32: tokens of each sequence: without any, out is 0 and lse
+            -inf; None where every sequence has tokens.
+        sm_scale, backend: as in transform_query.
+
+    Returns:
+        out, the dtype of q, and lse, with the part of the scores that softmax does not see.
+    """
+    is_empty = None if seq_lens is None else seq_lens[: len(q), None] == 0
+    if takes_one_launch(q, backend):
+        out = turn_rows(out, basis.v.transposed, basis.v.offset, seq_lens)
+    else:
+        out = basis.v.restore(out)
+        if is_empty is not None:  # the offset was added; and whatever they hold, NaN even, is lost
+            out = out.masked_fill(is_empty[..., None], 0)
+        out = out.to(q.dtype)
+    if lse is None:
+        return out, None
+    scale = q.shape[-1] ** -0.5 if sm_scale is None else check_scale(sm_scale)
+    if abs(scale) > FLOAT32_MAX:  # every score is NaN, and add takes no such alpha
+        scale = FLOAT32_MAX
+    lse = lse.add(basis.k.missing_score(q.detach()), alpha=scale)
+    return out, lse if is_empty is None else lse.masked_fill(is_empty, -torch.inf)
 
 
 def takes_one_launch(x: torch.Tensor, backend: str | None) -> bool:

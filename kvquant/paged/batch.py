@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from types import TracebackType
 from typing import Any, Literal, NoReturn, overload
 
@@ -15,7 +14,6 @@ from ..cache.copying import NotCopied
 from ..errors import ConfigError, ShapeError
 from ..ops.append import append_rows
 from ..ops.attention import State, attend_segments
-from ..ops.attention_in_basis import attend_in_basis
 from ..ops.shared_prefix import attend_shared
 from ..rows.segment import Segment
 from ..rows.slots import Slots
@@ -321,21 +319,12 @@ class PagedBatch(NotCopied):
             self._ratio = q.shape[1] // segments[0].k_rows.shape[1]
         elif not torch.compiler.is_compiling():
             self._captured[0] = min(self._captured[0], q.shape[0])
-        attend = attend_segments if members is None else partial(self._attend_shared, members)
-        basis = self.cache.rows.layers[layer].basis
-        return attend_in_basis(attend, q, segments, basis, self.seq_lens, **options)
-
-    def _attend_shared(
-        self,
-        members: torch.Tensor,
-        q: torch.Tensor,
-        segments: Sequence[Segment],
-        *,
-        return_lse: bool = False,
-        **options: Any,
-    ) -> torch.Tensor | State:
-        """Attend as attend_segments does, and read the prefix of the members once."""
-        tensors, packed, batch = self._staged.tensors, segments[0], q.shape[0]
+        basis, seq_lens = self.cache.rows.layers[layer].basis, self.seq_lens
+        result: torch.Tensor | State
+        if members is None:
+            result = attend_segments(q, segments, basis=basis, seq_lens=seq_lens, **options)
+            return result
+        packed, batch = segments[0], q.shape[0]
         prefix = packed._replace(
             seq_lens=tensors["prefix_lens"], block_table=tensors["prefix_table"]
         )
@@ -343,7 +332,10 @@ class PagedBatch(NotCopied):
             seq_lens=tensors["own_lens"][:batch], block_table=tensors["own_table"][:batch]
         )
         parts = [own, *segments[1:]]
-        return attend_shared(q, prefix, parts, members=members, return_lse=return_lse, **options)
+        result = attend_shared(
+            q, prefix, parts, members=members, basis=basis, seq_lens=seq_lens, **options
+        )
+        return result
 
     def check_open(self, step: Step | None = None) -> None:
         """Raise ConfigError unless a step of this batch is open, and this one if any is given."""

@@ -10,7 +10,7 @@ import torch
 
 from ..arguments import check_flag, check_readable, check_scale
 from .format import RowFormat
-from .segment import Segment, check_segment_values, check_segments, make_segment
+from .segment import Segment, check_segment_values, check_segments, parse_formats
 
 State = tuple[torch.Tensor, torch.Tensor]
 LOG2E = math.log2(math.e)
@@ -92,8 +92,8 @@ def reference_attention(
     check_flag("return_lse", return_lse)
     given = {"q": q, "k_rows": k_rows, "v_rows": v_rows, "seq_lens": seq_lens}
     check_readable(**given, **({} if block_table is None else {"block_table": block_table}))
-    loose = k_rows, v_rows, seq_lens, k_format, v_format, None, block_table, 0, None
-    segment = make_segment(q, loose)
+    rows = Segment(k_rows, v_rows, seq_lens, k_format, v_format, None, block_table)  # type: ignore[arg-type]
+    segment = parse_formats(q, rows)
     check_segments(q, [segment])
     check_segment_values([segment])
     scale = None if sm_scale is None else check_scale(sm_scale)

@@ -83,21 +83,13 @@ class Segment(NamedTuple):
         return k, dequantize_rows(self.rows(sequence, "v"), self.v_format, dtype)
 
 
-# rows whose formats may still be names: what decode_attention is given, in the order of a Segment
-LooseRows: TypeAlias = (
-    "tuple[torch.Tensor, torch.Tensor, torch.Tensor, str | RowFormat, str | RowFormat, "
-    "torch.Tensor | None, torch.Tensor | None, int, torch.Tensor | None]"
-)
-
-
-def make_segment(q: torch.Tensor, rows: LooseRows | Segment) -> Segment:
-    """The segment of loose rows; formats given by name have the head_dim of q."""
-    k_rows, v_rows, seq_lens, k_format, v_format, starts, table, sinks, seq_slots = rows
+def parse_formats(q: torch.Tensor, segment: Segment) -> Segment:
+    """The segment with formats in place of their names, which have the head_dim of q."""
     head_dim = query_shape(q)[2]
-    k_format = RowFormat.parse(k_format, head_dim)
+    k_format, v_format = RowFormat.parse(segment.k_format, head_dim), segment.v_format
     if not isinstance(v_format, RowFormat):
         v_format = RowFormat.parse(v_format, head_dim)
-    return Segment(k_rows, v_rows, seq_lens, k_format, v_format, starts, table, sinks, seq_slots)
+    return segment._replace(k_format=k_format, v_format=v_format)
 
 
 def check_segments(q: torch.Tensor, segments: Sequence[Segment]) -> None:
@@ -114,7 +106,10 @@ def check_segments(q: torch.Tensor, segments: Sequence[Segment]) -> None:
     """
     if not segments:
         raise ShapeError("no segments: attention needs at least one")
-    batch, num_q_heads, head_dim = query_shape(q)
+    shape = q.shape
+    if len(shape) != 3:
+        _refuse_axes(list(shape))
+    batch, num_q_heads, head_dim = shape
     device, int32, uint8 = q.device, torch.int32, torch.uint8
     common = None  # num_kv_heads and head_dim of V, the same in all segments
     for segment in segments:

@@ -19,7 +19,7 @@ from kvquant import (
     reference_attention,
 )
 from kvquant.errors import ConfigError, DeviceError, ShapeError, UnsupportedError
-from kvquant.ops import attention_backends as backends
+from kvquant.ops import attention
 from kvquant.ops.attention import attend_segments
 from kvquant.rows.segment import Segment, check_segments
 
@@ -360,7 +360,7 @@ def test_a_settled_call_is_not_checked_again_but_any_other_is(
         checked.append(arguments)
         check_segments(*arguments)
 
-    monkeypatch.setattr(backends, "check_segments", note)
+    monkeypatch.setattr(attention, "check_segments", note)
     q, good = make_query(), make_segment(capacity=64)
     paged = make_segment(capacity=64, page_size=16)
     assert paged.block_table is not None

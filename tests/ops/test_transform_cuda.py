@@ -14,7 +14,7 @@ from kvquant import KVCache
 from kvquant.errors import ShapeError
 from kvquant.kernels.cuda.affine import launch as turning
 from kvquant.kernels.cuda.affine.spec import TurnSpec
-from kvquant.ops import attention_in_basis as attending
+from kvquant.ops import transform
 from kvquant.rows.basis import Basis, LayerBasis
 
 
@@ -32,7 +32,7 @@ def make_cache(kind: str, device: str) -> KVCache:
 
 def test_attention_turns_by_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = install_for_rows(monkeypatch, turning)
-    monkeypatch.setattr(attending, "takes_one_launch", lambda q, backend: q.dtype == torch.bfloat16)
+    monkeypatch.setattr(transform, "takes_one_launch", lambda q, backend: q.dtype == torch.bfloat16)
     offset, matrix = torch.zeros(2, 64), torch.eye(64).repeat(2, 1, 1)
     bases = [Basis(offset), Basis(offset, "hadamard"), Basis(offset, "matrix", matrix)]
     for k, v, launches in ((0, 0, 1), (1, 0, 2), (2, 1, 2)):
@@ -48,7 +48,7 @@ def test_attention_turns_by_two_launches(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_compiled_attention_turns_by_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = install_for_rows(monkeypatch, turning)
-    monkeypatch.setattr(attending, "takes_one_launch", lambda q, backend: backend != "reference")
+    monkeypatch.setattr(transform, "takes_one_launch", lambda q, backend: backend != "reference")
     basis = Basis(torch.zeros(2, 64), "hadamard")
     cache = KVCache(1, 3, 2, 64, 40, bases=[LayerBasis(basis, basis)])
     compiled = torch.compile(lambda q: cache.attend(0, q), fullgraph=True, backend="eager")

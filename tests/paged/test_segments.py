@@ -11,7 +11,7 @@ import torch
 
 from kvquant import RowFormat, debug, decode_attention, quantize_rows, reference_attention
 from kvquant.errors import ConfigError, DeviceError, ShapeError
-from kvquant.ops import attention_backends as backends
+from kvquant.ops import attention
 from kvquant.ops.attention import attend_segments
 from kvquant.rows.reference import reference_over_segments
 from kvquant.rows.segment import Segment, check_segment_values, check_segments
@@ -247,8 +247,10 @@ def test_values_on_another_device_are_read_in_debug_mode_only(
         return q, None
 
     monkeypatch.setattr(debug, "enabled", enabled)
-    monkeypatch.setattr(backends, "check_segment_values", checked.append)
-    monkeypatch.setattr(backends, "_choose_kernel", lambda *_: kernel)
+    monkeypatch.setattr(attention, "check_segment_values", checked.append)
+    monkeypatch.setattr(attention, "kernels_for", lambda *_: "cuda")
+    monkeypatch.setattr(attention, "_require_extra", lambda: None)
+    monkeypatch.setattr(attention, "_cuda_kernel", lambda: kernel)
     attend_segments(q, [on_meta])
     assert len(launched) == 1
     assert checked == ([[on_meta]] if enabled else [])

@@ -10,7 +10,7 @@ import torch
 
 from kvquant import KVCache, RowFormat, dequantize_rows, quantize_rows
 from kvquant.errors import ConfigError, DeviceError, NonFiniteError, ShapeError
-from kvquant.ops import attention_in_basis as basisattention
+from kvquant.ops import transform
 from kvquant.rows.basis import Basis, LayerBasis, _for_fp16, _per_head
 from kvquant.rows.rounding import clip_rows, feedback_matrix, quantize_calibrated
 
@@ -346,8 +346,8 @@ def test_a_power_of_two_goes_from_the_matrix_to_the_scale(
         turned_by.append(matrix)
         return _per_head(x, matrix, offset).to(x.dtype)
 
-    monkeypatch.setattr(basisattention, "takes_one_launch", lambda *of: True)
-    monkeypatch.setattr(basisattention, "turn_rows", turn_rows)
+    monkeypatch.setattr(transform, "takes_one_launch", lambda *of: True)
+    monkeypatch.setattr(transform, "turn_rows", turn_rows)
     chosen.fp16_matrix, chosen.fp16_factor = turning, factor
     found = one.attend(0, q, return_lse=True, sm_scale=0.1)
     assert turned_by[0] is turning

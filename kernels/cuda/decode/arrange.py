@@ -8,7 +8,7 @@ import torch
 
 from kvquant.errors import ConfigError, UnsupportedError
 from kvquant.rows.format import RowFormat
-from kvquant.rows.segment import LooseRows, Segment
+from kvquant.rows.segment import Segment
 
 from ..device.row_layout import UNIT, StagedRow
 from .spec import DecodeSpec, Path
@@ -88,7 +88,7 @@ def arguments(segment: Segment, splits: int) -> tuple[int, ...]:
     )
 
 
-def counts_of(segment: Segment | LooseRows) -> tuple[torch.Tensor | None, ...]:
+def counts_of(segment: Segment) -> tuple[torch.Tensor | None, ...]:
     """Lengths, starts or block table, and sequence slots: of each the kernel takes one address."""
     _, _, lens, _, _, starts, table, _, seq_slots = segment
     return lens, starts if table is None else table, seq_slots

@@ -14,13 +14,13 @@ import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from kvquant.arguments import check_scale
 from kvquant.errors import ConfigError, UnsupportedError
-from kvquant.rows.segment import LooseRows, Segment
+from kvquant.rows.segment import Segment
 
 from ..runtime.compile import load_cubin
 from ..runtime.driver import Kernel, Launcher
@@ -34,7 +34,7 @@ State = tuple[torch.Tensor, "torch.Tensor | None"]
 Addresses = tuple[
     int, int, int, int, int
 ]  # rows of K and V, lengths, starts or table, sequence slots
-Check = Callable[[torch.Tensor, Sequence["Segment | LooseRows"], "int | None"], Sequence[Segment]]
+Check = Callable[[torch.Tensor, Sequence[Segment], "int | None"], Sequence[Segment]]
 QUERIES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 LOG2_E = math.log2(math.e)
 UNIT = 16  # bytes that a query is aligned to
@@ -77,7 +77,7 @@ class Work:
 
 def attend(
     q: torch.Tensor,
-    segments: Sequence[Segment | LooseRows],
+    segments: Sequence[Segment],
     sm_scale: float | None,
     num_splits: int | None,
     want_lse: bool = True,
@@ -141,7 +141,7 @@ def attend(
     except TypeError:  # a format that cannot be hashed: the check tells
         launch = None
     if launch is None:
-        checked = check(q, segments, num_splits) if check else cast("Sequence[Segment]", segments)
+        checked = check(q, segments, num_splits) if check else segments
         launch = _settle(q, checked, num_splits)
         if len(settled) >= MOST_SETTLED:  # such as a capacity that grows with every call
             settled.clear()
@@ -292,7 +292,7 @@ class Launch:
     def __call__(
         self,
         q: torch.Tensor,
-        segments: Sequence[Segment | LooseRows],
+        segments: Sequence[Segment],
         address: int,
         addresses: Sequence[Addresses],
         sm_scale: float | None,
@@ -342,7 +342,7 @@ class Nothing:
     def __call__(
         self,
         q: torch.Tensor,
-        segments: Sequence[Segment | LooseRows],
+        segments: Sequence[Segment],
         address: int,
         addresses: Sequence[Addresses],
         sm_scale: float | None,

@@ -24,7 +24,7 @@ from kvquant.kernels.cuda.prefix import launch as launching
 from kvquant.kernels.cuda.prefix.spec import PREFIX, SHAPES, PrefixSpec, blocks_per_sm, fit
 from kvquant.kernels.cuda.runtime import launch as loaded
 from kvquant.kernels.cuda.runtime.compile import compile_spec
-from kvquant.ops import shared_prefix_torch as cascadeops
+from kvquant.ops import shared_prefix
 from kvquant.ops.shared_prefix import attend_shared
 from kvquant.rows.format import HEAD_DIMS
 
@@ -235,7 +235,7 @@ def test_the_op_launches_as_the_call_does(cuda: FakeDriver) -> None:
         case = make_prefix("int4/int8", 64, 3, (4, 2), 90, page_size=32)
         q, (k, v, lens, k_format, v_format, _, table, *_) = case.q[:batch], case.prefix
         out, lse = torch.zeros_like(q), torch.zeros(batch, 4)
-        cascadeops.add_prefix(q, case.prefix, None, out, lse, 0.25, None)
+        shared_prefix._add_prefix(q, case.prefix, None, out, lse, 0.25, None)
         rows = k, v, lens, str(k_format), str(v_format), table
         torch.ops.kvquant.add_prefix(q, *rows, None, out, lse, 0.25, None)
     first, _, second, _ = cuda.launched
