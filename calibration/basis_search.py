@@ -31,7 +31,7 @@ Weights = dict[int, dict[str, torch.Tensor]]
 
 
 class ObservableModel(Protocol):
-    """A model that shows what its layers attend with; kvquant.hf.model.CachedModel is one."""
+    """A model that shows what its layers attend with; kvquant.CachedModel is one."""
 
     def observe(self, tokens: torch.Tensor, observer: Observer) -> None:
         """Call the observer with every layer's index, queries, keys, values and sm_scale."""

@@ -38,7 +38,7 @@ Report = Callable[[str, int], None]  # a stage and how much of it was done, in h
 
 
 class CalibratedModel(ObservableModel, DecodingModel, PassingModel, Protocol):
-    """A model that can be observed and that decodes; kvquant.hf.model.CachedModel is one."""
+    """A model that can be observed and that decodes; kvquant.CachedModel is one."""
 
     def shared_layers(self) -> dict[int, int]:
         """The layers that attend to the keys and values of another one, and that one."""

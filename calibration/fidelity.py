@@ -114,7 +114,7 @@ class Fidelity:
 
 
 class DecodingModel(Protocol):
-    """A model that decodes from a KVCache; kvquant.hf.model.CachedModel is one."""
+    """A model that decodes from a KVCache; kvquant.CachedModel is one."""
 
     exact_format: str  # its 16-bit rows
 

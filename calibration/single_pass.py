@@ -31,7 +31,7 @@ RowsOf = Callable[[int, str, torch.Tensor], torch.Tensor]  # place, side, rows: 
 
 
 class PassingModel(Protocol):
-    """What PassReference needs of a model; kvquant.hf.model.CachedModel is one."""
+    """What PassReference needs of a model; kvquant.CachedModel is one."""
 
     exact_format: str  # its 16-bit rows
     model: Any  # transformers' own

@@ -22,6 +22,8 @@ from .errors import (
 
 if typing.TYPE_CHECKING:
     from .cache.contiguous import KVCache
+    from .hf.cache import TransformersCache
+    from .hf.model import CachedModel
     from .io.checkpoint import load_cache, save_cache
     from .io.plan import CachePlan
     from .io.sequences import load_sequences, save_sequences
@@ -72,6 +74,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "CachedModel": "hf.model",  # with the hf extra, as TransformersCache: so not in __all__
     "CachePlan": "io.plan",
     "KVCache": "cache.contiguous",
     "PagedBatch": "paged.batch",
@@ -80,6 +83,7 @@ _HOMES = {
     "RowFormat": "rows.format",
     "RowTransform": "rows.transforms",
     "Slots": "rows.slots",
+    "TransformersCache": "hf.cache",
     "append_rows": "ops.append",
     "decode_attention": "ops.attention",
     "dequantize_pages": "ops.append",
@@ -104,4 +108,4 @@ if not typing.TYPE_CHECKING:  # else a type checker would take any name for a kn
         return value
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *__all__})
+        return sorted({*globals(), *__all__, *_HOMES})

@@ -33,6 +33,7 @@ PUBLIC = [
     "save_sequences",
     "slots_of",
 ]
+WITH_HF = ["CachedModel", "TransformersCache"]  # loaded by name only: import * needs no extra
 ERRORS = [name for name, value in vars(errors).items() if inspect.isclass(value)]
 
 
@@ -65,7 +66,15 @@ def test_type_checkers_are_told_where_each_name_comes_from() -> None:
         for alias in node.names
     }
     assert told == kvquant._HOMES
-    assert set(told) == set(PUBLIC)
+    assert set(told) == {*PUBLIC, *WITH_HF}
+
+
+def test_names_that_need_transformers_are_found_but_not_taken_by_a_star() -> None:
+    assert set(dir(kvquant)) >= set(WITH_HF)
+    assert not set(kvquant.__all__) & set(WITH_HF)
+    pytest.importorskip("transformers", reason="needs the hf extra")
+    for name in WITH_HF:
+        assert inspect.getdoc(getattr(kvquant, name))
 
 
 @pytest.mark.parametrize("name", PUBLIC)

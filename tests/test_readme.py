@@ -1,4 +1,4 @@
-"""What the README shows runs as it stands: each piece of Python alone, each command (40 s)."""
+"""What the READMEs show runs as it stands: each piece of Python alone, each command (40 s)."""
 
 from __future__ import annotations
 
@@ -14,22 +14,32 @@ from kvquant.cli.main import main
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 TEXT = README.read_text(encoding="utf-8")
-PYTHON = re.findall(r"^```python\n(.*?)^```$", TEXT, flags=re.DOTALL | re.MULTILINE)
+TOPS = ("kvquant", "kernels", "calibration", "tests", "examples")
+PAGES = [README, *(path for top in TOPS for path in sorted((ROOT / top).rglob("README.md")))]
+PYTHON = {
+    f"{page.parent.name}-{number}": block
+    for page in PAGES
+    for number, block in enumerate(
+        re.findall(r"^```python\n(.*?)^```$", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    )
+}
+MOST_WORDS = 40  # of a sentence
 SHELL = re.findall(r"^    (kvquant .*)$", TEXT.replace("\\\n", " "), flags=re.MULTILINE)
 
 
 def test_the_readme_has_python_code_and_commands() -> None:
-    assert len(PYTHON) >= 7
+    assert len(PYTHON) >= 7 and len(PAGES) >= 10
     commands = {shlex.split(line)[1] for line in SHELL}
     assert commands == set(main.commands), "each command is shown"
 
 
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("block", PYTHON, ids=range(len(PYTHON)))
+@pytest.mark.parametrize("name", PYTHON)
 def test_each_piece_of_python_runs_alone(
-    block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if "kvquant.hf.model" in block or "transformers" in block:
+    block = PYTHON[name]
+    if "CachedModel" in block or "transformers" in block:
         pytest.importorskip("transformers", reason="needs the hf extra")
     monkeypatch.chdir(tmp_path)  # what it writes goes there
     before = set(ROOT.iterdir())
@@ -57,11 +67,24 @@ def test_every_make_target_is_there() -> None:
     assert set(re.findall(r"(?:`|^    )make ([a-z]+)", TEXT, flags=re.MULTILINE)) <= set(targets)
 
 
-def test_files_that_are_named_are_there() -> None:
-    names = re.findall(r"`((?:examples|kernels|calibration|tests|kvquant)/[\w./-]*)`", TEXT)
-    assert len(names) > 10
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name)
+def test_files_that_are_named_are_there(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    names = re.findall(r"`((?:examples|kernels|calibration|tests|kvquant)/[\w./-]*)`", text)
     for name in names:
         assert (ROOT / name).exists() or (ROOT / "kvquant" / name).exists(), name
+    table = re.findall(r"^\| (`.*?) \|", text, flags=re.MULTILINE)
+    for name in re.findall(r"`([\w/]+\.py)`", " ".join(table)):
+        assert (page.parent / name).exists(), f"{name} in the table of {page}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name)
+def test_sentences_are_short(page: Path) -> None:
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.S | re.M)
+    for block in re.split(r"\n\s*\n|\n(?=\s*[-*] |\s*\d+\. |#|\|)", text):
+        if not block.startswith(("    ", "|", "#")):  # code, tables, headings
+            for sentence in re.split(r"(?<=[.!?])[)*]*\s+(?=[A-Z0-9`*(])", " ".join(block.split())):
+                assert len(sentence.split()) <= MOST_WORDS, sentence
 
 
 def test_links_lead_somewhere_on_any_page() -> None:
