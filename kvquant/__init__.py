@@ -22,8 +22,8 @@ from .errors import (
 
 if typing.TYPE_CHECKING:
     from .cache.contiguous import KVCache
-    from .hf.cache import TransformersCache
-    from .hf.model import CachedModel
+    from .hf.cache import TransformersCache as TransformersCache
+    from .hf.model import CachedModel as CachedModel
     from .io.checkpoint import load_cache, save_cache
     from .io.plan import CachePlan
     from .io.sequences import load_sequences, save_sequences

@@ -53,7 +53,7 @@ EXACT_INPUTS = {"bf16": "bfloat16", "fp16": "float16"}
     ROWS_STRIDE_HEAD,
     ROWS_STRIDE,
     PAGE_SIZE,
-    EXACT_ROWS,  # likewise
+    EXACT_ROWS,
     EXACT_STRIDE_PAGE,
     EXACT_STRIDE_HEAD,
     EXACT_STRIDE,

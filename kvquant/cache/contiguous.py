@@ -71,7 +71,7 @@ class KVCache:
         head_dim: elements of a row of K and of V; formats given as RowFormat may have their own.
         max_seq_len: tokens that a sequence has room for.
         k_format: format of the packed K rows: a name, a RowFormat, or one of these per layer.
-        v_format: likewise for V.
+        v_format: of V, as k_format.
         sink_len: first tokens of each sequence to keep in 16 bit.
         recent_len: last tokens of each sequence to keep in 16 bit.
         exact_format: "bf16" or "fp16": the 16-bit rows; take that of the model.
@@ -245,8 +245,8 @@ class KVCache:
         """Copy the values of a layer, in the order of the tokens; of its window, if it has one.
 
         Returns:
-            K [batch, num_kv_heads, most tokens, head_dim] and V likewise, dtype; zeros after the
-            end of a shorter sequence.
+            K [batch, num_kv_heads, most tokens, head_dim] and V of that shape, dtype; zeros after
+            the end of a shorter sequence.
         """
         check_dtype(dtype)
         return self._layer(layer).dequantized(dtype)
@@ -336,7 +336,7 @@ class KVCache:
             layer: index of the layer.
             k: [batch, num_kv_heads, new_tokens, head_dim] (the order of Hugging Face's caches),
                 float32, bfloat16 or float16, keys as attention meets them (after RoPE).
-            v: likewise.
+            v: as k.
             new_lens: [batch]: how many of the new_tokens, the first ones, belong to each sequence;
                 all when None. A tensor on CUDA, or under torch.compile, int32 or int64, is not
                 read: counts below 0 or over new_tokens are taken as 0 or new_tokens, silently.

@@ -484,7 +484,7 @@ def _attention(
     Args:
         query: [batch, num_q_heads, new_tokens, head_dim].
         key: [batch, num_kv_heads, new_tokens, head_dim], from TransformersCache.update.
-        value: likewise.
+        value: as key.
 
     Returns:
         [batch, new_tokens, num_q_heads, head_dim], and None for the weights.

@@ -307,8 +307,8 @@ class CachedModel:
         Args:
             tokens: [batch, new_tokens], whole numbers.
             observer: called with the layer, queries [batch, num_q_heads, new_tokens, head_dim] and
-                keys [batch, num_kv_heads, new_tokens, head_dim] (after RoPE), values likewise, and
-                sm_scale. A layer that attends to the keys of another one is shown with those.
+                keys [batch, num_kv_heads, new_tokens, head_dim] (after RoPE), values of that shape,
+                and sm_scale. A layer that attends to the keys of another one is shown with those.
         """
         self._check_tokens(tokens, (None, None))
         self._check_positions(tokens.shape[1])

@@ -85,7 +85,7 @@ def observe(model: Any, tokens: torch.Tensor, observer: Observer | None) -> None
         model: attends through transformers' attention interface.
         tokens: [batch, tokens], int64.
         observer: called with the layer, queries [batch, num_q_heads, tokens, head_dim] and keys
-            [batch, num_kv_heads, tokens, head_dim] (after RoPE), values likewise, and sm_scale. A
+            [batch, num_kv_heads, tokens, head_dim] (after RoPE), values alike, and sm_scale. A
             layer that attends to the keys of another one is shown with those.
 
     Raises:

@@ -264,7 +264,7 @@ def _place(
 def _place_rows(cache: PagedKVCache, file: PageReader, ids: Sequence[SequenceId]) -> None:
     """Begin the sequences of a file by these ids, with their rows."""
     manifest, sequences = file.manifest, file.manifest.sequences
-    with cache._swap.telling():
+    with cache._swap.hinting():
         pages = cache.state.place(
             ids,
             [sequence.length for sequence in sequences],

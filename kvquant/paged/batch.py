@@ -204,7 +204,7 @@ class PagedBatch(NotCopied):
             layer: index of the layer.
             k: [num_tokens, num_kv_heads, head_dim], bfloat16 or float16 (on the CPU float32 too),
                 sequence after sequence; what comes after the tokens of the step is not read.
-            v: likewise.
+            v: as k.
             rope: the rotary embedding of K, if K comes without it.
 
         Raises:

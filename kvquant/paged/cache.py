@@ -29,10 +29,10 @@ from ..rows.quantize import check_dtype
 from ..rows.segment import PAGE_SIZES
 from ..rows.slots import Split
 from .pool import SequenceId
-from .prefix_tree import Origin, hold
+from .prefix_tree import Origin, invariant
 from .state import PagedState, Step, for_each, listed, plain_id
 from .storage import PagedRows, nan_rows
-from .swap import Parked, SwapSpace
+from .swap import Swapped, SwapSpace
 
 if TYPE_CHECKING:
     from typing_extensions import TypedDict, Unpack
@@ -76,7 +76,7 @@ class PagedKVCache(NotCopied):
         max_seq_len: tokens that a sequence may have.
         page_size: tokens of a page: 16, 32, 64 or 128.
         k_format: format of the packed K rows: a name, a RowFormat, or one of these per layer.
-        v_format: likewise for V.
+        v_format: of V, as k_format.
         sink_len: first tokens of each sequence to keep in 16 bit.
         recent_len: last tokens of each sequence to keep in 16 bit.
         exact_format: "bf16" or "fp16": the 16-bit rows; take that of the model.
@@ -198,12 +198,12 @@ class PagedKVCache(NotCopied):
     @property
     def ids(self) -> list[SequenceId]:
         """The sequences that are not swapped out."""
-        return [i for i in self.state.ids if not isinstance(i, Parked)]
+        return [i for i in self.state.ids if not isinstance(i, Swapped)]
 
     @property
     def swapped_ids(self) -> list[SequenceId]:
         """The sequences that are swapped out."""
-        return list(self._swap.parked)
+        return list(self._swap.swapped)
 
     @property
     def num_free_pages(self) -> int:
@@ -225,9 +225,9 @@ class PagedKVCache(NotCopied):
     def length(self, sequence_id: SequenceId) -> int:
         """Tokens of a sequence, swapped out or not."""
         self._drop_lost_step()
-        parked = self._swap.find(sequence_id)
+        swapped = self._swap.find(sequence_id)
         return (
-            parked.length if parked else int(self.state.lengths[self.state.seq_slot(sequence_id)])
+            swapped.length if swapped else int(self.state.lengths[self.state.seq_slot(sequence_id)])
         )
 
     def match_prefix(self, tokens: Sequence[int]) -> int:
@@ -254,7 +254,7 @@ class PagedKVCache(NotCopied):
         """
         sequence_id = self._new_id(sequence_id)
         with self._changing(sequence_id):
-            with self._swap.telling():
+            with self._swap.hinting():
                 seq_slot, present, place = self.state.allocate(sequence_id, tokens)
             with self.state.or_free([sequence_id]):
                 if place is not None:
@@ -271,7 +271,7 @@ class PagedKVCache(NotCopied):
         child_id = self._new_id(child_id)
         self._settle([parent_id])
         with self._changing(child_id):
-            with self._swap.telling():
+            with self._swap.hinting():
                 seq_slots = self.state.fork(parent_id, child_id)
             with self.state.or_free([child_id]):
                 self.rows.copy_seq_slot(*seq_slots)
@@ -307,14 +307,14 @@ class PagedKVCache(NotCopied):
         tokens, sharers = list(tokens), self._sharers(sequence_id)
         self._hide(self._bad([sequence_id, *sharers]) if sharers else {})
         self._end(sequence_id)
-        others = (parked.origin for parked in self._swap.parked.values())
+        others = (swapped.origin for swapped in self._swap.swapped.values())
         with self._changing():
             self.state.pool.forget(tokens, None if origin in others else origin)
         self._keep_sinks_again()
 
     def _end(self, sequence_id: SequenceId) -> None:
         if self._swap.find(sequence_id) is not None:
-            del self._swap.parked[sequence_id]
+            del self._swap.swapped[sequence_id]
         else:
             self._settle([sequence_id])
             with self._changing(sequence_id):
@@ -322,9 +322,9 @@ class PagedKVCache(NotCopied):
 
     def _known(self, sequence_id: SequenceId) -> tuple[list[int], Origin]:
         """The known tokens of a sequence, and where its sinks came from."""
-        parked = self._swap.find(sequence_id)
-        if parked is not None:
-            return parked.tokens, parked.origin
+        swapped = self._swap.find(sequence_id)
+        if swapped is not None:
+            return swapped.tokens, swapped.origin
         return self.state.tokens(sequence_id), self.state.pool.origin(sequence_id)
 
     def _sharers(self, sequence_id: SequenceId) -> list[SequenceId]:
@@ -364,26 +364,26 @@ class PagedKVCache(NotCopied):
             lens = int(state.lengths[seq_slot]), int(state.packed_lens[seq_slot])
             found[i] = split.by_token(packed, exact, *lens)
         for i in ids:
-            parked = self._swap.find(i)
-            if parked is not None:
-                parked.wait()
-                packed = nan_rows(self.rows.pages, parked.pages)
-                exact = nan_rows(self.rows.exact, [rows[:, None] for rows in parked.exact])[0]
-                found[i] = split.by_token(packed, exact, parked.length, parked.packed_len)
+            swapped = self._swap.find(i)
+            if swapped is not None:
+                swapped.wait()
+                packed = nan_rows(self.rows.pages, swapped.pages)
+                exact = nan_rows(self.rows.exact, [rows[:, None] for rows in swapped.exact])[0]
+                found[i] = split.by_token(packed, exact, swapped.length, swapped.packed_len)
         return {i: bad for i, bad in found.items() if bad.any()}
 
     def _hide(self, bad: Mapping[SequenceId, NDArray[np.bool_]]) -> None:
         """Let nothing of these tokens be found by others."""
         with self._changing():
             for sequence_id, tokens in bad.items():
-                parked = self._swap.find(sequence_id)
-                if parked is None:
+                swapped = self._swap.find(sequence_id)
+                if swapped is None:
                     self.state.hide(sequence_id, tokens)
                     continue
                 first = int(tokens.argmax())
-                del parked.tokens[first:]
+                del swapped.tokens[first:]
                 if first < self.state.split.sink_len:
-                    self.state.pool.forget_origin(parked.origin)
+                    self.state.pool.forget_origin(swapped.origin)
 
     def _keep_sinks_again(self) -> None:
         """Keep sinks of other sequences where those that were kept are forgotten."""
@@ -444,7 +444,7 @@ class PagedKVCache(NotCopied):
         begins with rows that were present attends to them.
 
         Returns:
-            K [num_kv_heads, length, head_dim] and V likewise, dtype.
+            K [num_kv_heads, length, head_dim] and V of that shape, dtype.
 
         Raises:
             ConfigError: the sequence does not live, or the layer does not exist.
@@ -467,7 +467,7 @@ class PagedKVCache(NotCopied):
         step = None
         with self._changing():
             try:
-                with self._swap.telling():
+                with self._swap.hinting():
                     step = self.state.extend(ids, counts, tokens)
                 self.rows.copy_pages(step.copies)
             except BaseException:
@@ -550,7 +550,7 @@ class PagedKVCache(NotCopied):
 
     def _publish(self, ids: Sequence[SequenceId]) -> None:
         """Let others find the full pages of sequences whose rows are written."""
-        to_keep = self.state.publish(ids)
+        to_keep = self.state.insert(ids)
         try:
             while to_keep:
                 self.rows.keep_sinks(*to_keep[-1])
@@ -592,11 +592,11 @@ class PagedKVCache(NotCopied):
             check_bad_rows(counts, "call check after the step to learn in which sequences")
         self.finish_swaps()
         pool, bad = self.state.pool, self._bad([*self.ids, *self.swapped_ids])
-        named, kept = np.array(pool.named, np.int64), np.array(pool.kept, np.int64)
-        named = named[self.rows.nan_in_pages(named.tolist()).any(1)]
+        in_tree, kept = np.array(pool.pages_in_tree, np.int64), np.array(pool.kept, np.int64)
+        in_tree = in_tree[self.rows.nan_in_pages(in_tree.tolist()).any(1)]
         kept = kept[self.rows.nan_in_sinks(kept.tolist()).any(1)]
         with self._changing():
-            pool.hide(named.tolist())
+            pool.hide(in_tree.tolist())
             for place in kept.tolist():
                 pool.lose(place)
         self._hide(bad)
@@ -617,8 +617,8 @@ class PagedKVCache(NotCopied):
             InvariantError: something contradicts something else; the message says what.
         """
         self.state.check()
-        swapping_out = [i for i in self.state.ids if isinstance(i, Parked)]
-        hold(
+        swapping_out = [i for i in self.state.ids if isinstance(i, Swapped)]
+        invariant(
             swapping_out == self._swap.swapping_out,
             "sequences being swapped out are not those that hold pages",
         )
@@ -650,14 +650,14 @@ class PagedKVCache(NotCopied):
         self._drop_lost_step()
         if self._swap.swapping_out and (self._step is None or self._entered):
             with self._changing():  # else a step may be undone, and these with it
-                self._swap.let_go()
+                self._swap.reclaim()
 
     def _new_id(self, sequence_id: SequenceId) -> SequenceId:
         """The id of a new sequence, as it is kept; ConfigError if no new one may have it."""
         self._check_closed()
         self._let_go()
         new_id = plain_id(sequence_id)
-        if new_id is None or new_id in self._swap.parked:
+        if new_id is None or new_id in self._swap.swapped:
             raise ConfigError(
                 f"{shown(sequence_id)} cannot be the id of a new sequence: give a string or a "
                 "whole number of up to 1024 bits that no other has, swapped out ones included"

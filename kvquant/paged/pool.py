@@ -1,6 +1,6 @@
 """PagePool: which page holds what in a paged KV cache; host bookkeeping without tensors.
 
-              append              last reference goes: with a name -> cached, without -> free
+              append              last reference goes: in the tree -> cached, else -> free
     free ──────────────▶ referenced ──────────────▶ cached
      ▲                    │      ▲                   │  │
      └────────────────────┘      └───────────────────┘  └──▶ taken for other tokens when no page is
@@ -8,12 +8,12 @@
 
 A sequence is a table of pages and a length. Sequences share pages by reference counts, and a shared
 last page is copied before it is written (PagedAttention, https://arxiv.org/abs/2309.06180). A full
-page is named by its tokens and all tokens before it once its contents are written (publish), if
-these tokens are known. The first head_len tokens of a sequence stand outside the pages: they are
-counted in no length here, but names begin with them (prefix_tree.py).
+page enters the prefix tree once its contents are written (insert), if its tokens are known. The
+first root_len tokens of a sequence stand outside the pages: they are counted in no length here, but
+prefixes begin with them (prefix_tree.py).
 
 Pages are released from the last to the first, so that a cached page is never older than the cached
-pages that follow it. Several pages may have one name; of these, cached ones are those that others
+pages that follow it. Several pages may have one node; of these, cached ones are those that others
 follow, or one alone.
 """
 
@@ -25,7 +25,15 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
 from ..errors import ConfigError, OutOfPagesError, ShapeError, shown
-from .prefix_tree import Head, Name, Origin, PageNames, hold, token_ids, whole_number
+from .prefix_tree import (
+    Origin,
+    PrefixNode,
+    PrefixRoot,
+    PrefixTree,
+    invariant,
+    token_ids,
+    whole_number,
+)
 
 SequenceId: TypeAlias = Hashable
 
@@ -35,11 +43,11 @@ class Prefix(NamedTuple):
 
     Attributes:
         length: tokens in pages, the length of the sequence.
-        head: the place of the head under which they were found; None without pages.
+        root: the place of the root under which they were found; None without pages.
     """
 
     length: int
-    head: int | None
+    root: int | None
 
 
 class Growth(NamedTuple):
@@ -58,12 +66,12 @@ class Growth(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _Sequence:
-    """Pages of length tokens; the first `named` pages have names, which begin with the head."""
+    """Pages of length tokens; the first `in_tree` ones are in the prefix tree, under the root."""
 
     pages: list[int]
     length: int
-    named: int
-    head: Head | None
+    in_tree: int
+    root: PrefixRoot | None
     origin: Origin
 
 
@@ -78,23 +86,23 @@ class PagePool:
         num_pages: pages in the pool.
         page_size: tokens a page holds.
         head_len: first tokens of a sequence that do not stand in pages.
-        num_heads: heads whose pages can be found again at a time; with as many as there can be
-            sequences every full page with known tokens gets its name.
+        num_roots: roots whose pages can be found again at a time; with as many as there can be
+            sequences every full page with known tokens is found again.
     """
 
     def __init__(
-        self, num_pages: int, page_size: int, *, head_len: int = 0, num_heads: int = 1
+        self, num_pages: int, page_size: int, *, root_len: int = 0, num_roots: int = 1
     ) -> None:
-        sizes = {"num_pages": num_pages, "page_size": page_size, "num_heads": num_heads}
+        sizes = {"num_pages": num_pages, "page_size": page_size, "num_roots": num_roots}
         for name, value in sizes.items():
             if value < 1:
                 raise ConfigError(f"{name} {value} is too small: use 1 or more")
-        if head_len < 0:
-            raise ConfigError(f"head_len {head_len} is too small: use 0 or more")
-        self.num_pages, self.page_size, self.head_len = num_pages, page_size, head_len
+        if root_len < 0:
+            raise ConfigError(f"head_len {root_len} is too small: use 0 or more")
+        self.num_pages, self.page_size, self.root_len = num_pages, page_size, root_len
         self._references = [0] * num_pages
-        self._name_sizes = num_pages, page_size, head_len, num_heads
-        self._names = PageNames(*self._name_sizes)
+        self._tree_sizes = num_pages, page_size, root_len, num_roots
+        self._tree = PrefixTree(*self._tree_sizes)
         self._free = list(range(num_pages - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # the least recently used first
         self._sequences: dict[SequenceId, _Sequence] = {}
@@ -123,27 +131,27 @@ class PagePool:
         return self._get(sequence_id).length
 
     def match_prefix(self, tokens: Sequence[int]) -> int:
-        """How many of the tokens after the head are in named pages: a multiple of page_size."""
-        return len(self._names.match(token_ids(tokens))) * self.page_size
+        """How many tokens after the root are in pages of the tree: a multiple of page_size."""
+        return len(self._tree.match(token_ids(tokens))) * self.page_size
 
     def allocate(self, sequence_id: SequenceId, tokens: Sequence[int] = ()) -> Prefix:
         """Begin a sequence with the pages that hold a prefix of its tokens, if there are any.
 
         Args:
             sequence_id: a new id.
-            tokens: the token ids that the sequence will begin with, those of the head included.
+            tokens: the token ids that the sequence will begin with, those of the root included.
         """
         self._check_new(sequence_id)
         known = token_ids(tokens)
-        pages = self._names.match(known)
-        head = self._names.hold(tuple(known[: self.head_len])) if pages else None
+        pages = self._tree.match(known)
+        root = self._tree.acquire(tuple(known[: self.root_len])) if pages else None
         for page in pages:
             self._cached.pop(page, None)
             self._references[page] += 1
         length = len(pages) * self.page_size
-        origin = head.origin if head is not None and head.origin is not None else Origin()
-        self._sequences[sequence_id] = _Sequence(pages, length, len(pages), head, origin)
-        return Prefix(length, None if head is None else head.place)
+        origin = root.origin if root is not None and root.origin is not None else Origin()
+        self._sequences[sequence_id] = _Sequence(pages, length, len(pages), root, origin)
+        return Prefix(length, None if root is None else root.place)
 
     def append(
         self,
@@ -181,7 +189,7 @@ class PagePool:
         """Whether append would find pages."""
         return self._needed(self._to_append(sequence_ids, counts), counts) <= self.num_free
 
-    def publish(self, sequence_id: SequenceId, tokens: Sequence[int]) -> int | None:
+    def insert(self, sequence_id: SequenceId, tokens: Sequence[int]) -> int | None:
         """Name the full pages of a sequence, from now on found by others.
 
         Call it when the contents are written, or are certain to be written before anything reads a
@@ -189,27 +197,27 @@ class PagePool:
 
         Args:
             sequence_id: the sequence.
-            tokens: its first tokens, those of the head included, as far as they are known.
+            tokens: its first tokens, those of the root included, as far as they are known.
 
         Returns:
-            The place of the head if nothing is kept there until now: what belongs to it, keep
+            The place of the root if nothing is kept there until now: what belongs to it, keep
             there; if that fails, call lose.
         """
         sequence = self._get(sequence_id)
-        full = min(len(tokens) - self.head_len, sequence.length) // self.page_size
-        if full > sequence.named:
-            self._name_pages(sequence, tokens, full)
-        head = sequence.head
-        if head is None or head.origin is not None or sequence.origin.forgotten:
+        full = min(len(tokens) - self.root_len, sequence.length) // self.page_size
+        if full > sequence.in_tree:
+            self._insert_pages(sequence, tokens, full)
+        root = sequence.root
+        if root is None or root.origin is not None or sequence.origin.forgotten:
             return None
-        head.origin = sequence.origin
-        return head.place
+        root.origin = sequence.origin
+        return root.place
 
     def lose(self, place: int) -> None:
-        """Nothing is kept at the place of a head any more: under it no page is found."""
-        for head in self._names.heads.values():
-            if head.place == place:
-                head.origin = None
+        """Nothing is kept at the place of a root any more: under it no page is found."""
+        for root in self._tree.roots.values():
+            if root.place == place:
+                root.origin = None
 
     def fork(self, parent_id: SequenceId, child_id: SequenceId) -> None:
         """Begin a sequence with the tokens of another; they share all pages."""
@@ -217,8 +225,8 @@ class PagePool:
         self._check_new(child_id)
         for page in parent.pages:
             self._references[page] += 1
-        if parent.head is not None:
-            parent.head.uses += 1
+        if parent.root is not None:
+            parent.root.uses += 1
         self._sequences[child_id] = replace(parent, pages=list(parent.pages))
 
     def place(
@@ -232,7 +240,7 @@ class PagePool:
         Args:
             tables: by their ids, the pages that they had, numbered from 0 without gaps.
             lengths: tokens of each in its pages.
-            origins: where what belongs to their heads came from; of their own if empty.
+            origins: where what belongs to their roots came from; of their own if empty.
 
         Returns:
             The page of this pool for each page of the other one.
@@ -272,7 +280,7 @@ class PagePool:
             has = f"sequence {shown(sequence_id)} has {sequence.length} tokens"
             raise ShapeError(f"{has}: it cannot be truncated to {length}")
         sequence.length = length
-        sequence.named = min(sequence.named, length // self.page_size)
+        sequence.in_tree = min(sequence.in_tree, length // self.page_size)
         self._release(sequence, -(-length // self.page_size))
 
     def take_back(
@@ -290,7 +298,7 @@ class PagePool:
                 self._free.append(target)
 
     def free(self, sequence_id: SequenceId) -> None:
-        """End a sequence; its named pages stay cached."""
+        """End a sequence; its pages in the tree stay cached."""
         self._release(self._get(sequence_id), 0)
         del self._sequences[sequence_id]
 
@@ -298,25 +306,25 @@ class PagePool:
         """Let nothing of a sequence that has ended be found, but for what others have too.
 
         Args:
-            tokens: its first tokens, those of the head included, as far as they were known.
-            origin: of what belonged to its head.
+            tokens: its first tokens, those of the root included, as far as they were known.
+            origin: of what belonged to its root.
         """
-        for name in (*self._names.cut(tokens), *reversed(self._names.way(tokens))):
-            for page in [page for page in name.pages if page in self._cached]:
+        for node in (*self._tree.cut(tokens), *reversed(self._tree.way(tokens))):
+            for page in [page for page in node.pages if page in self._cached]:
                 self._drop(page)
         if origin and not any(other.origin is origin for other in self._sequences.values()):
             self.forget_origin(origin)
 
     @property
-    def named(self) -> list[int]:
+    def pages_in_tree(self) -> list[int]:
         """Pages that can be found."""
-        return [page for page, name in enumerate(self._names.of_page) if name is not None]
+        return [page for page, node in enumerate(self._tree.node_of_page) if node is not None]
 
     @property
     def kept(self) -> list[int]:
-        """Places of heads where something is kept."""
-        heads = self._names.heads.values()
-        return [head.place for head in heads if head.origin is not None]
+        """Places of roots where something is kept."""
+        roots = self._tree.roots.values()
+        return [root.place for root in roots if root.origin is not None]
 
     def hide(self, pages: Iterable[int]) -> None:
         """Let pages be found no longer, nor those that follow them.
@@ -326,23 +334,26 @@ class PagePool:
         for page in pages:
             self._drop(page)
         for sequence in self._sequences.values():
-            while sequence.named and not self._names.of_page[sequence.pages[sequence.named - 1]]:
-                sequence.named -= 1
+            while (
+                sequence.in_tree
+                and not self._tree.node_of_page[sequence.pages[sequence.in_tree - 1]]
+            ):
+                sequence.in_tree -= 1
 
     def forget_origin(self, origin: Origin) -> None:
-        """Let what belongs to heads and came from there be kept for nobody."""
-        origin.forgotten = self.head_len > 0
-        for head in self._names.heads.values():
-            if origin.forgotten and head.origin is origin:
-                head.origin = None
+        """Let what belongs to roots and came from there be kept for nobody."""
+        origin.forgotten = self.root_len > 0
+        for root in self._tree.roots.values():
+            if origin.forgotten and root.origin is origin:
+                root.origin = None
 
     def renew(self, sequence_id: SequenceId) -> None:
-        """What belongs to the head of a sequence is written anew, from some token on."""
+        """What belongs to the root of a sequence is written anew, from some token on."""
         sequence = self._get(sequence_id)
         sequence.origin = sequence.origin.renewed()
 
     def origin(self, sequence_id: SequenceId) -> Origin:
-        """Where what belongs to the head of a sequence came from."""
+        """Where what belongs to the root of a sequence came from."""
         return self._get(sequence_id).origin
 
     def rebuild(
@@ -365,7 +376,7 @@ class PagePool:
         sources = {target: source for source, target in copies}
         kept = {sequence_id: self._sequences[sequence_id] for sequence_id in lengths}
         for sequence_id, sequence in kept.items():
-            sequence.length, sequence.named, sequence.head = lengths[sequence_id], 0, None
+            sequence.length, sequence.in_tree, sequence.root = lengths[sequence_id], 0, None
             pages = sequence.pages[: -(-sequence.length // self.page_size)]
             sequence.pages = [*pages[:-1], *(sources.get(page, page) for page in pages[-1:])]
         self._sequences = kept
@@ -373,7 +384,7 @@ class PagePool:
         self._references = [uses[page] for page in range(self.num_pages)]
         self._free = [page for page in reversed(range(self.num_pages)) if not uses[page]]
         self._cached = OrderedDict()
-        self._names = PageNames(*self._name_sizes)
+        self._tree = PrefixTree(*self._tree_sizes)
 
     def check(self) -> None:
         """Look through all the bookkeeping, in time proportional to the pool.
@@ -383,26 +394,33 @@ class PagePool:
         """
         uses = Counter(page for sequence in self._sequences.values() for page in sequence.pages)
         places = sorted([*self._free, *self._cached, *uses])
-        hold(places == list(range(self.num_pages)), "a page is lost or in two states")
-        hold(self._references == [uses[page] for page in places], "references are not the uses")
-        self._names.check()
-        named = {page: name for page, name in enumerate(self._names.of_page) if name is not None}
-        for page in named:
-            cached = page in self._cached and not self._names.is_spare(page)
-            hold(uses[page] or cached, f"page {page} has a name, but is free or a cached twin")
-        hold(self._cached.keys() <= named.keys(), "a page is cached without a name")
-        heads = Counter(id(s.head) for s in self._sequences.values() if s.head is not None)
-        held = {id(head): head.uses for head in self._names.heads.values() if head.uses}
-        hold(heads == held, "the uses of a head are not its sequences")
+        invariant(places == list(range(self.num_pages)), "a page is in no state or in two")
+        invariant(
+            self._references == [uses[page] for page in places], "references are not the uses"
+        )
+        self._tree.check()
+        in_tree = {p for p, node in enumerate(self._tree.node_of_page) if node is not None}
+        for page in in_tree:
+            cached = page in self._cached and not self._tree.is_spare(page)
+            invariant(
+                uses[page] or cached, f"page {page} is in the tree, but free or a cached twin"
+            )
+        invariant(self._cached.keys() <= in_tree, "a page is cached outside the tree")
+        roots = Counter(id(s.root) for s in self._sequences.values() if s.root is not None)
+        held = {id(root): root.uses for root in self._tree.roots.values() if root.uses}
+        invariant(roots == held, "the uses of a root are not its sequences")
         for sequence_id, sequence in self._sequences.items():
             pages, size = sequence.pages, self.page_size
-            hold(
+            invariant(
                 len(pages) == -(-sequence.length // size), f"{shown(sequence_id)}: length or pages"
             )
-            hold(len(set(pages)) == len(pages), f"{shown(sequence_id)} has a page twice")
-            hold(sequence.named * size <= sequence.length, f"{shown(sequence_id)}: too many names")
-            follow = self._names.follow(sequence.head, pages[: sequence.named])
-            hold(follow, f"{shown(sequence_id)}: names not in order")
+            invariant(len(set(pages)) == len(pages), f"{shown(sequence_id)} has a page twice")
+            invariant(
+                sequence.in_tree * size <= sequence.length,
+                f"{shown(sequence_id)}: too many pages in the tree",
+            )
+            follow = self._tree.follow(sequence.root, pages[: sequence.in_tree])
+            invariant(follow, f"{shown(sequence_id)}: pages not in order")
 
     def _get(self, sequence_id: SequenceId) -> _Sequence:
         try:
@@ -467,40 +485,40 @@ class PagePool:
             self._references[page] -= 1
             if self._references[page]:
                 continue
-            if self._names.of_page[page] is None or self._names.is_spare(page):
+            if self._tree.node_of_page[page] is None or self._tree.is_spare(page):
                 self._unname(page)
                 self._free.append(page)
             else:
                 self._cached[page] = None
-        if not sequence.pages and sequence.head is not None:
-            sequence.head.uses -= 1
-            sequence.head = None
+        if not sequence.pages and sequence.root is not None:
+            sequence.root.uses -= 1
+            sequence.root = None
 
-    def _name_pages(self, sequence: _Sequence, tokens: Sequence[int], full: int) -> None:
-        """Name the first `full` pages of a sequence, if it has a head or can get one."""
-        size, first = self.page_size, self.head_len
-        if sequence.head is None:
+    def _insert_pages(self, sequence: _Sequence, tokens: Sequence[int], full: int) -> None:
+        """Put the first `full` pages of a sequence into the tree, if there is a root for it."""
+        size, first = self.page_size, self.root_len
+        if sequence.root is None:
             key = tuple(tokens[:first])
-            sequence.head = self._names.hold(key)
-            if sequence.head is None:
-                sequence.head, reclaimed = self._names.begin(key)
+            sequence.root = self._tree.acquire(key)
+            if sequence.root is None:
+                sequence.root, reclaimed = self._tree.begin(key)
                 self._uncache(reclaimed)
-        if sequence.head is None:
+        if sequence.root is None:
             return
-        name: Name | None = sequence.head
-        before = sequence.pages[sequence.named - 1] if sequence.named else None
+        node: PrefixNode | None = sequence.root
+        before = sequence.pages[sequence.in_tree - 1] if sequence.in_tree else None
         if before is not None:
-            name = self._names.named(before)
-        for at in range(sequence.named, full):
+            node = self._tree.node_of(before)
+        for at in range(sequence.in_tree, full):
             start, page = first + at * size, sequence.pages[at]
-            assert name is not None
-            name = self._names.add(page, before, name, tuple(tokens[start : start + size]))
-            if name is None:  # the page came from elsewhere with other tokens
+            assert node is not None
+            node = self._tree.add(page, before, node, tuple(tokens[start : start + size]))
+            if node is None:  # the page came from elsewhere with other tokens
                 return
-            for twin in [twin for twin in name.pages if twin in self._cached]:
-                if self._names.is_spare(twin):
+            for twin in [twin for twin in node.pages if twin in self._cached]:
+                if self._tree.is_spare(twin):
                     self._drop(twin)
-            sequence.named, before = at + 1, page
+            sequence.in_tree, before = at + 1, page
 
     def _drop(self, page: int) -> None:
         """Free a cached page."""
@@ -508,15 +526,15 @@ class PagePool:
         self._uncache([page])
 
     def _unname(self, page: int) -> None:
-        """Take the name off a page; cached pages that are of no use without it become free."""
-        before = self._names.before[page]
-        self._uncache(self._names.remove(page))
-        while before is not None and before in self._cached and self._names.is_spare(before):
-            page, before = before, self._names.before[before]
-            self._uncache([page, *self._names.remove(page)])
+        """Take a page out of the tree; cached pages that are of no use without it become free."""
+        before = self._tree.before[page]
+        self._uncache(self._tree.remove(page))
+        while before is not None and before in self._cached and self._tree.is_spare(before):
+            page, before = before, self._tree.before[before]
+            self._uncache([page, *self._tree.remove(page)])
 
     def _uncache(self, pages: Iterable[int]) -> None:
-        """Free those of the pages without a name that no sequence refers to."""
+        """Free those of the pages outside the tree that no sequence refers to."""
         for page in pages:
             if page in self._cached:
                 del self._cached[page]

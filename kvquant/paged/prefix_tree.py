@@ -1,15 +1,15 @@
-"""PageNames: which page holds which tokens after which others, trees of hash tables.
+"""PrefixTree: which page holds which tokens after which others, trees of hash tables.
 
-    head (1, 5) ─▶ (5, 7, 1, 9) ─▶ (3, 3, 8, 2)     page_size 4, heads of 2 tokens: the name of a
-                        │       └▶ (3, 3, 8, 4)     page is the way to it, that is, all tokens up
-                        └ pages {6, 11}             to its end; pages may have the same name
+    root (1, 5) ─▶ (5, 7, 1, 9) ─▶ (3, 3, 8, 2)     page_size 4, roots of 2 tokens: the node of a
+                        │       └▶ (3, 3, 8, 4)     page stands for all tokens up to its end; pages
+                        └ pages {6, 11}             may have the same node
 
-A head is the first tokens of a sequence, which do not stand in pages. This is vLLM's prefix caching
-by chained hashes of blocks (https://docs.vllm.ai/en/latest/design/prefix_caching), but tokens are
-compared, not their hashes, so that no collision can give a wrong page.
+A root holds the first tokens of a sequence, which do not stand in pages. This is vLLM's prefix
+caching by chained hashes of blocks (https://docs.vllm.ai/en/latest/design/prefix_caching), but
+tokens are compared, not their hashes, so that no collision can give a wrong page.
 
 Each page follows the page that stood before it where it was written, and what is found is such a
-chain: never pages of two sequences that had the same tokens at the same time. The rows of a head
+chain: never pages of two sequences that had the same tokens at the same time. The rows of a root
 are kept once for all chains that begin with it.
 """
 
@@ -27,58 +27,57 @@ Tokens: TypeAlias = "tuple[int, ...]"
 
 
 @dataclass(eq=False, slots=True)
-class Name:
+class PrefixNode:
     """All tokens up to the end of a page: those of the page after those of the parent.
 
     Attributes:
-        parent: the name of the page before; None for a head.
-        tokens: the page_size tokens of the page, or those of the head.
-        pages: the pages that hold them, the oldest name first; a name has one at least, a head
-            none.
-        children: names of the pages that follow, by their tokens.
+        parent: the node of the page before; None for a root.
+        tokens: the page_size tokens of the page, or those of the root.
+        pages: the pages that hold them, the oldest first; a node has one at least, a root none.
+        children: nodes of the pages that follow, by their tokens.
     """
 
-    parent: Name | None
+    parent: PrefixNode | None
     tokens: Tokens
     pages: dict[int, None] = field(default_factory=dict)
-    children: dict[Tokens, Name] = field(default_factory=dict)
+    children: dict[Tokens, PrefixNode] = field(default_factory=dict)
 
-    def tree(self) -> Iterator[Name]:
-        """This name and all that follow it."""
+    def tree(self) -> Iterator[PrefixNode]:
+        """This node and all that follow it."""
         stack = [self]
         while stack:
-            name = stack.pop()
-            stack += name.children.values()
-            yield name
+            node = stack.pop()
+            stack += node.children.values()
+            yield node
 
 
 @dataclass(eq=False, slots=True)
 class Origin:
-    """Where the rows of a head came from: one for all sequences that have these very rows.
+    """Where the rows of a root came from: one for all sequences that have these very rows.
 
     Attributes:
         forgotten: whether they are not to be kept for others.
-        root: where the first of them may have come from, if others were written after a fork.
+        source: where the first of them may have come from, if others were written after a fork.
     """
 
     forgotten: bool = False
-    root: Origin | None = None
+    source: Origin | None = None
 
     def renewed(self) -> Origin:
         """That of rows of which the last ones are written anew."""
-        return Origin(root=self.root or self)
+        return Origin(source=self.source or self)
 
     def shares(self, other: Origin) -> bool:
         """Whether rows of one may be those of another."""
-        return (self.root or self) is (other.root or other)
+        return (self.source or self) is (other.source or other)
 
 
 @dataclass(eq=False, slots=True)
-class Head(Name):
-    """The first tokens of sequences, with which their pages' names begin.
+class PrefixRoot(PrefixNode):
+    """The first tokens of sequences, with which their prefixes begin.
 
     Attributes:
-        place: from 0 to num_heads - 1, where what belongs to these tokens is kept.
+        place: from 0 to num_roots - 1, where what belongs to these tokens is kept.
         uses: sequences that stand under it; without any it may be given up.
         origin: of what is kept there; None if nothing is, then no page is found.
     """
@@ -88,176 +87,182 @@ class Head(Name):
     origin: Origin | None = None
 
 
-class PageNames:
-    """The names of the pages of a pool.
+class PrefixTree:
+    """The prefixes that the pages of a pool hold.
 
     Args:
         num_pages: pages in the pool.
         page_size: tokens a page holds.
-        head_len: tokens of a head.
-        num_heads: heads that are known at a time.
+        root_len: tokens of a root.
+        num_roots: roots that are known at a time.
 
     Attributes:
-        heads: by their tokens, the least recently used first.
-        of_page: [num_pages], the name of each page or None.
-        before: [num_pages], of each page with a name the page that it follows; None for the first.
+        roots: by their tokens, the least recently used first.
+        node_of_page: [num_pages], the node of each page or None.
+        before: [num_pages], of each page with a node the page that it follows; None for the first.
     """
 
-    def __init__(self, num_pages: int, page_size: int, head_len: int, num_heads: int) -> None:
-        self.page_size, self.head_len = page_size, head_len
-        self.heads: OrderedDict[Tokens, Head] = OrderedDict()
-        self.of_page: list[Name | None] = [None] * num_pages
+    def __init__(self, num_pages: int, page_size: int, root_len: int, num_roots: int) -> None:
+        self.page_size, self.root_len = page_size, root_len
+        self.roots: OrderedDict[Tokens, PrefixRoot] = OrderedDict()
+        self.node_of_page: list[PrefixNode | None] = [None] * num_pages
         self.before: list[int | None] = [None] * num_pages
         self._after: dict[int, set[int]] = {}  # the pages that follow one
-        self._free_places = list(range(num_heads - 1, -1, -1))
+        self._free_places = list(range(num_roots - 1, -1, -1))
 
     def match(self, tokens: Sequence[int]) -> list[int]:
-        """The chain of pages that holds the most of the tokens after the head."""
-        head = self.heads.get(tuple(tokens[: self.head_len]))
-        if head is None or head.origin is None:
+        """The chain of pages that holds the most of the tokens after the root."""
+        root = self.roots.get(tuple(tokens[: self.root_len]))
+        if root is None or root.origin is None:
             return []
         chain: list[int] = []
-        page = next((page for name in self.way(tokens)[-1:] for page in name.pages), None)
+        page = next((page for node in self.way(tokens)[-1:] for page in node.pages), None)
         while page is not None:
             chain.append(page)
             page = self.before[page]
         return chain[::-1]
 
-    def way(self, tokens: Sequence[int]) -> list[Name]:
-        """The names of pages that hold the tokens after the head, as many as there are."""
-        found: list[Name] = []
-        name: Name | None = self.heads.get(tuple(tokens[: self.head_len]))
-        for start in range(self.head_len, len(tokens) - self.page_size + 1, self.page_size):
-            name = name and name.children.get(tuple(tokens[start : start + self.page_size]))
-            if name is None:
+    def way(self, tokens: Sequence[int]) -> list[PrefixNode]:
+        """The nodes of pages that hold the tokens after the root, as many as there are."""
+        found: list[PrefixNode] = []
+        node: PrefixNode | None = self.roots.get(tuple(tokens[: self.root_len]))
+        for start in range(self.root_len, len(tokens) - self.page_size + 1, self.page_size):
+            node = node and node.children.get(tuple(tokens[start : start + self.page_size]))
+            if node is None:
                 break
-            found.append(name)
+            found.append(node)
         return found
 
-    def cut(self, tokens: Sequence[int]) -> list[Name]:
-        """The names of full pages of which the last tokens, too few for a page, are the first."""
+    def cut(self, tokens: Sequence[int]) -> list[PrefixNode]:
+        """The nodes of full pages of which the last tokens, too few for a page, are the first."""
         way = self.way(tokens)
-        rest = tuple(tokens[self.head_len + len(way) * self.page_size :])
-        last = way[-1] if way else self.heads.get(tuple(tokens[: self.head_len]))
+        rest = tuple(tokens[self.root_len + len(way) * self.page_size :])
+        last = way[-1] if way else self.roots.get(tuple(tokens[: self.root_len]))
         if last is None or not 0 < len(rest) < self.page_size:
             return []
-        return [name for key, name in last.children.items() if key[: len(rest)] == rest]
+        return [node for key, node in last.children.items() if key[: len(rest)] == rest]
 
-    def hold(self, head: Tokens) -> Head | None:
-        """Use a known head, until it is let go as often as it was held."""
-        found = self.heads.get(head)
+    def acquire(self, root: Tokens) -> PrefixRoot | None:
+        """Use a known root, until it is released as often as it was acquired."""
+        found = self.roots.get(root)
         if found is not None:
             found.uses += 1
-            self.heads.move_to_end(head)
+            self.roots.move_to_end(root)
         return found
 
-    def begin(self, head: Tokens) -> tuple[Head | None, list[int]]:
-        """Hold a head that is not known yet, in the place of one that nobody uses.
+    def add_root(self, root: Tokens) -> tuple[PrefixRoot | None, list[int]]:
+        """Acquire a root that is not known yet, in the place of one that nobody uses.
 
         Returns:
-            The head, None if all are in use; and the pages that have lost their names with the head
+            The root, None if all are in use; and the pages that have lost their nodes with the root
             that was given up.
         """
         reclaimed: list[int] = []
         if not self._free_places:
-            unused = next((old for old in self.heads.values() if not old.uses), None)
+            unused = next((old for old in self.roots.values() if not old.uses), None)
             if unused is None:
                 return None, reclaimed
-            del self.heads[unused.tokens]
+            del self.roots[unused.tokens]
             reclaimed = self._forget(unused)
             self._free_places.append(unused.place)
-        self.heads[head] = Head(None, head, place=self._free_places.pop(), uses=1)
-        return self.heads[head], reclaimed
+        self.roots[root] = PrefixRoot(None, root, place=self._free_places.pop(), uses=1)
+        return self.roots[root], reclaimed
 
-    def add(self, page: int, before: int | None, parent: Name, tokens: Tokens) -> Name | None:
-        """Name a page by its tokens, the name before and the page that has it.
+    def add(
+        self, page: int, before: int | None, parent: PrefixNode, tokens: Tokens
+    ) -> PrefixNode | None:
+        """Put a page under the node of its tokens, behind a node and the page that has that one.
 
         Returns:
-            The name; None if the page has another one or follows another page, and keeps to that.
+            The node; None if the page has another one or follows another page, and keeps to that.
         """
-        known = self.of_page[page]
+        known = self.node_of_page[page]
         if known is not None:
             same = known.parent is parent and known.tokens == tokens
             return known if same and self.before[page] == before else None
-        name = parent.children.get(tokens)
-        if name is None:
-            name = parent.children[tokens] = Name(parent, tokens)
-        name.pages[page] = None
-        self.of_page[page], self.before[page] = name, before
+        node = parent.children.get(tokens)
+        if node is None:
+            node = parent.children[tokens] = PrefixNode(parent, tokens)
+        node.pages[page] = None
+        self.node_of_page[page], self.before[page] = node, before
         if before is not None:
             self._after.setdefault(before, set()).add(page)
-        return name
+        return node
 
-    def named(self, page: int) -> Name:
-        """The name of a page that has one."""
-        name = self.of_page[page]
-        assert name is not None
-        return name
+    def node_of(self, page: int) -> PrefixNode:
+        """The node of a page that has one."""
+        node = self.node_of_page[page]
+        assert node is not None
+        return node
 
     def is_spare(self, page: int) -> bool:
         """Whether what leads to a page leads to another as well, and on from there."""
-        return len(self.named(page).pages) > 1 and page not in self._after
+        return len(self.node_of(page).pages) > 1 and page not in self._after
 
     def remove(self, page: int) -> list[int]:
-        """Take the name off a page, if it has one.
+        """Take a page out of the tree, if it is there.
 
         Returns:
-            Pages that followed it: no chain leads to them any more. They have lost their names too.
+            Pages that followed it: no chain leads to them any more. They are out of the tree too.
         """
         reclaimed = [page]
         for last in reclaimed:  # which grows
             reclaimed += self._after.pop(last, ())
-            name, self.of_page[last] = self.of_page[last], None
+            node, self.node_of_page[last] = self.node_of_page[last], None
             before, self.before[last] = self.before[last], None
             if before in self._after:
                 self._after[before].remove(last)
                 if not self._after[before]:
                     del self._after[before]
-            if name is not None:
-                del name.pages[last]
-                if not name.pages and name.parent is not None:
-                    del name.parent.children[name.tokens]
+            if node is not None:
+                del node.pages[last]
+                if not node.pages and node.parent is not None:
+                    del node.parent.children[node.tokens]
         return reclaimed[1:]
 
-    def follow(self, head: Name | None, pages: Iterable[int]) -> bool:
-        """Whether the names of the pages follow one another from the head."""
+    def follow(self, root: PrefixNode | None, pages: Iterable[int]) -> bool:
+        """Whether the nodes of the pages follow one another from the root."""
         for page in pages:
-            name = self.of_page[page]
-            if name is None or name.parent is not head:
+            node = self.node_of_page[page]
+            if node is None or node.parent is not root:
                 return False
-            head = name
+            root = node
         return True
 
     def check(self) -> None:
         """Raise InvariantError if something contradicts something else."""
-        names = [name for head in self.heads.values() for name in head.tree()]
-        held = sorted((page, id(name)) for name in names for page in name.pages)
-        named = [(page, id(name)) for page, name in enumerate(self.of_page) if name is not None]
-        hold(held == named, "pages and names do not agree")
-        for name in names:
-            fits = all(c.parent is name and c.tokens == t for t, c in name.children.items())
-            hold(fits and bool(name.pages) != isinstance(name, Head), "a name has no page")
+        nodes = [node for root in self.roots.values() for node in root.tree()]
+        held = sorted((page, id(node)) for node in nodes for page in node.pages)
+        listed = [
+            (page, id(node)) for page, node in enumerate(self.node_of_page) if node is not None
+        ]
+        invariant(held == listed, "pages and nodes do not agree")
+        for node in nodes:
+            fits = all(c.parent is node and c.tokens == t for t, c in node.children.items())
+            invariant(
+                fits and bool(node.pages) != isinstance(node, PrefixRoot), "a node has no page"
+            )
         follow = [(before, page) for page, before in enumerate(self.before) if before is not None]
         after = [(before, page) for before, pages in self._after.items() for page in pages]
-        hold(sorted(follow) == sorted(after), "pages do not know what follows them")
-        for page, found in enumerate(self.of_page):
+        invariant(sorted(follow) == sorted(after), "pages do not know what follows them")
+        for page, found in enumerate(self.node_of_page):
             before = self.before[page]
-            parent = None if found is None or isinstance(found.parent, Head) else found.parent
-            leads = None if before is None else self.of_page[before]
-            hold(leads is parent, f"page {page} does not follow the page before it")
-        places = [*self._free_places, *(head.place for head in self.heads.values())]
-        hold(sorted(places) == list(range(len(places))), "two heads have one place")
+            parent = None if found is None or isinstance(found.parent, PrefixRoot) else found.parent
+            leads = None if before is None else self.node_of_page[before]
+            invariant(leads is parent, f"page {page} does not follow the page before it")
+        places = [*self._free_places, *(root.place for root in self.roots.values())]
+        invariant(sorted(places) == list(range(len(places))), "two roots have one place")
 
-    def _forget(self, name: Name) -> list[int]:
-        """Take the names off all pages of a tree that was cut off, and list them."""
-        reclaimed = [page for below in name.tree() for page in below.pages]
+    def _forget(self, node: PrefixNode) -> list[int]:
+        """Take all pages of a subtree out of the tree, and list them."""
+        reclaimed = [page for below in node.tree() for page in below.pages]
         for page in reclaimed:
-            self.of_page[page] = self.before[page] = None
+            self.node_of_page[page] = self.before[page] = None
             self._after.pop(page, None)
         return reclaimed
 
 
-def hold(condition: object, what: str) -> None:
+def invariant(condition: object, what: str) -> None:
     """Raise InvariantError, with the words for what is wrong, unless the condition holds."""
     if not condition:
         raise InvariantError(f"{what}: please report this")
@@ -275,7 +280,7 @@ def token_ids(tokens: Iterable[int]) -> list[int]:
     return ids
 
 
-def whole_number(name: str, value: int) -> int:
+def whole_number(node: str, value: int) -> int:
     """A number as a Python integer, whatever type it came as.
 
     Raises:
@@ -286,4 +291,4 @@ def whole_number(name: str, value: int) -> int:
             return number
     except TypeError:
         pass
-    raise ConfigError(f"{name} {shown(value)} is not possible: use a whole number")
+    raise ConfigError(f"{node} {shown(value)} is not possible: use a whole number")

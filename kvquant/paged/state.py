@@ -16,7 +16,7 @@ from ..cache.copying import NotCopied
 from ..errors import ConfigError, OutOfPagesError, ShapeError, shown
 from ..rows.slots import Ints, Split, TokenSlots, token_slots
 from .pool import Growth, PagePool, SequenceId
-from .prefix_tree import Origin, hold, token_ids, whole_number
+from .prefix_tree import Origin, invariant, token_ids, whole_number
 
 MAX_ID_BITS = 1024  # of an id that is a number
 
@@ -26,7 +26,7 @@ class Allocation(NamedTuple):
 
     seq_slot: int
     present: int
-    head: int | None
+    root: int | None
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -82,7 +82,7 @@ class PagedState(NotCopied):
     def __init__(self, num_pages: int, max_num_seqs: int, max_seq_len: int, split: Split) -> None:
         self.split, self.max_seq_len = split, max_seq_len
         self.pool = PagePool(
-            num_pages, split.page_size, head_len=split.sink_len, num_heads=max_num_seqs
+            num_pages, split.page_size, root_len=split.sink_len, num_roots=max_num_seqs
         )
         max_pages = max(-(-(max_seq_len - split.sink_len) // split.page_size), 1)
         self.lengths = np.zeros(max_num_seqs, np.int64)
@@ -127,9 +127,9 @@ class PagedState(NotCopied):
         """Begin a sequence with what is known of all but the last of its tokens."""
         known = token_ids(tokens)[:-1]
         self._check_seq_slots([sequence_id])
-        packed, head = self.pool.allocate(sequence_id, known)
+        packed, root = self.pool.allocate(sequence_id, known)
         present = packed + self.split.sink_len if packed else 0
-        return Allocation(self._sit(sequence_id, present, packed, known[:present]), present, head)
+        return Allocation(self._sit(sequence_id, present, packed, known[:present]), present, root)
 
     def place(
         self,
@@ -259,7 +259,7 @@ class PagedState(NotCopied):
             tokens: the ids of all new tokens, sequence after sequence; None if not known.
 
         Returns:
-            What is to be done, then to be given to publish or to roll_back.
+            What is to be done, then to be given to insert or to roll_back.
         """
         seq_slots, new = self._to_extend(ids, counts)
         known = None if tokens is None else token_ids(tokens)
@@ -285,7 +285,7 @@ class PagedState(NotCopied):
             raise
         return Step(tuple(ids), new, seq_slots, lengths, packed_lens, growth.copies, slots)
 
-    def publish(self, ids: Sequence[SequenceId]) -> list[tuple[int, int]]:
+    def insert(self, ids: Sequence[SequenceId]) -> list[tuple[int, int]]:
         """Let the full pages of sequences be found by others; their rows are written.
 
         Returns:
@@ -294,9 +294,9 @@ class PagedState(NotCopied):
         kept = []
         for sequence_id in ids:
             seq_slot = self._seq_slots[sequence_id]
-            head = self.pool.publish(sequence_id, self._tokens[seq_slot])
-            if head is not None:
-                kept.append((seq_slot, head))
+            root = self.pool.insert(sequence_id, self._tokens[seq_slot])
+            if root is not None:
+                kept.append((seq_slot, root))
         return kept
 
     def to_publish(self, step: Step) -> list[SequenceId]:
@@ -358,9 +358,9 @@ class PagedState(NotCopied):
             InvariantError: something contradicts something else; the message says what.
         """
         self.pool.check()
-        hold(set(self.pool.ids) == set(self._seq_slots), "the pool has other sequences")
+        invariant(set(self.pool.ids) == set(self._seq_slots), "the pool has other sequences")
         seq_slots = sorted([*self._free_seq_slots, *self._seq_slots.values()])
-        hold(
+        invariant(
             seq_slots == list(range(len(self.lengths))),
             "a sequence slot is free and taken, or neither",
         )
@@ -368,13 +368,15 @@ class PagedState(NotCopied):
             length, packed = int(self.lengths[seq_slot]), int(self.packed_lens[seq_slot])
             most = max(length - self.split.sink_len, 0)
             fits = max(most - self.split.recent_len, 0) <= packed <= most
-            hold(fits and length <= self.max_seq_len, f"{shown(sequence_id)}: packed tokens")
-            hold(packed == self.pool.length(sequence_id), f"{shown(sequence_id)}: tokens in pages")
+            invariant(fits and length <= self.max_seq_len, f"{shown(sequence_id)}: packed tokens")
+            invariant(
+                packed == self.pool.length(sequence_id), f"{shown(sequence_id)}: tokens in pages"
+            )
             table = self.pool.block_table(sequence_id)
-            hold(
+            invariant(
                 (self.tables[seq_slot, : len(table)] == table).all(), f"{shown(sequence_id)}: table"
             )
-            hold(len(self._tokens[seq_slot]) <= length, f"{shown(sequence_id)}: known tokens")
+            invariant(len(self._tokens[seq_slot]) <= length, f"{shown(sequence_id)}: known tokens")
 
     def _check_seq_slots(self, ids: Sequence[SequenceId]) -> None:
         for sequence_id in ids:

@@ -169,11 +169,11 @@ class PagedRows(NotCopied):
         return self._nan_in(self.pages, pages)
 
     def nan_in_seq_slots(self, seq_slots: Sequence[int]) -> NDArray[np.bool_]:
-        """Likewise of the exact rows of sequence slots: [sequence slots, exact_len]."""
+        """The same of the 16-bit rows of sequence slots: [sequence slots, exact_len]."""
         return self._nan_in(self.exact, seq_slots)
 
     def nan_in_sinks(self, places: Sequence[int]) -> NDArray[np.bool_]:
-        """Likewise of the sinks that are kept at places: [places, sink_len]."""
+        """The same of the sinks that are kept at places: [places, sink_len]."""
         return self._nan_in(self._sinks, places)
 
     def _nan_in(self, sides: Sequence[RowStacks], units: Sequence[int]) -> NDArray[np.bool_]:

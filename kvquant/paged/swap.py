@@ -26,7 +26,7 @@ from .state import PagedState, Step
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Parked:
+class Swapped:
     """A sequence in host memory.
 
     Attributes:
@@ -60,13 +60,13 @@ class SwapSpace(NotCopied):
     """Copies between the rows of a paged cache and host memory, and what lies there.
 
     Args:
-        state: of the sequences that are here; those that leave are there by their Parked.
+        state: of the sequences that are here; those that leave are there by their Swapped.
         pages, exact: the stacks of PagedRows.
         device: where they lie.
 
     Attributes:
-        parked: sequences that are swapped out, by their ids.
-        leaving: of these, or of those freed since, the ones still in their pages.
+        swapped: sequences that are swapped out, by their ids.
+        swapping_out: of these, or of those freed since, the ones still in their pages.
     """
 
     def __init__(
@@ -80,16 +80,16 @@ class SwapSpace(NotCopied):
         self._pages = [stack for side in pages for stack in side.stacks]
         self._exact = [stack for side in exact for stack in side.stacks]
         self._device = device
-        self.parked: dict[SequenceId, Parked] = {}
-        self.swapping_out: list[Parked] = []
+        self.swapped: dict[SequenceId, Swapped] = {}
+        self.swapping_out: list[Swapped] = []
         self._side: torch.cuda.Stream | None = None
         self._arriving: dict[SequenceId, torch.cuda.Event | None] = {}
-        self._moving: tuple[SequenceId, Parked, bool] | None = None  # see recover
+        self._moving: tuple[SequenceId, Swapped, bool] | None = None  # see recover
 
-    def find(self, sequence_id: SequenceId) -> Parked | None:
+    def find(self, sequence_id: SequenceId) -> Swapped | None:
         """A sequence that is swapped out."""
         try:
-            return self.parked.get(sequence_id)
+            return self.swapped.get(sequence_id)
         except TypeError:  # what cannot be hashed is no id
             return None
 
@@ -112,32 +112,32 @@ class SwapSpace(NotCopied):
         """Make all of it whole after a change that was interrupted; see PagedState.recover."""
         gone, renamed = set(dropped), dict[SequenceId, SequenceId]()
         if self._moving is not None:
-            sequence_id, parked, stays = self._moving
+            sequence_id, swapped, stays = self._moving
             if stays:  # it has never left
-                renamed[parked] = sequence_id
-                self.swapping_out = [other for other in self.swapping_out if other is not parked]
-                self.parked.pop(sequence_id, None)
+                renamed[swapped] = sequence_id
+                self.swapping_out = [other for other in self.swapping_out if other is not swapped]
+                self.swapped.pop(sequence_id, None)
             else:
                 gone.add(sequence_id)
-                self.parked[sequence_id] = parked
-        unnamed = (i for i in self._state.ids if isinstance(i, Parked) and i not in renamed)
-        gone |= {parked for parked in unnamed if parked not in self.swapping_out}
+                self.swapped[sequence_id] = swapped
+        unnamed = (i for i in self._state.ids if isinstance(i, Swapped) and i not in renamed)
+        gone |= {swapped for swapped in unnamed if swapped not in self.swapping_out}
         self._state.recover(gone, renamed, step, begun=begun)
         here = set(self._state.ids)
-        self.swapping_out = [parked for parked in self.swapping_out if parked in here]
+        self.swapping_out = [swapped for swapped in self.swapping_out if swapped in here]
         self._arriving = {i: event for i, event in self._arriving.items() if i in here}
 
-    def let_go(self) -> None:
-        """Free the pages and sequence slots of those that were leaving and have left."""
-        for parked in [parked for parked in self.swapping_out if parked.is_done()]:
-            self.swapping_out.remove(parked)
-            self._state.free(parked)
+    def reclaim(self) -> None:
+        """Free the pages and slots of sequences whose copy is done."""
+        for swapped in [swapped for swapped in self.swapping_out if swapped.is_done()]:
+            self.swapping_out.remove(swapped)
+            self._state.free(swapped)
 
     def finish(self) -> None:
-        """Let the host wait for those that are leaving, and free their pages and sequence slots."""
-        for parked in self.swapping_out:
-            parked.wait()
-        self.let_go()
+        """Let the host wait for those that are leaving, and free their pages and slots."""
+        for swapped in self.swapping_out:
+            swapped.wait()
+        self.reclaim()
 
     def swap_out(self, sequence_id: SequenceId) -> None:
         """Begin to move a sequence; its pages and sequence slot are free when the copy is done."""
@@ -145,40 +145,40 @@ class SwapSpace(NotCopied):
         pages, exact, done = self.copy_out(state.pool.block_table(sequence_id), seq_slot)
         lens = int(state.lengths[seq_slot]), int(state.packed_lens[seq_slot])
         known = state.tokens(sequence_id), state.pool.origin(sequence_id)
-        parked = Parked(*lens, *known, pages, exact, done)
-        self._moving = sequence_id, parked, True
-        state.rename(sequence_id, parked)
-        self.parked[sequence_id] = parked
-        self.swapping_out.append(parked)
+        swapped = Swapped(*lens, *known, pages, exact, done)
+        self._moving = sequence_id, swapped, True
+        state.rename(sequence_id, swapped)
+        self.swapped[sequence_id] = swapped
+        self.swapping_out.append(swapped)
 
     def swap_in(self, sequence_id: SequenceId) -> None:
         """Begin to bring a sequence back; see PagedKVCache."""
-        parked = self.find(sequence_id)
-        if parked is None:
+        swapped = self.find(sequence_id)
+        if swapped is None:
             raise ConfigError(
                 f"sequence {shown(sequence_id)} is not swapped out: it cannot be brought"
             )
-        self._moving = sequence_id, parked, parked in self.swapping_out
-        if parked in self.swapping_out:  # its rows are still where they were
-            self.swapping_out.remove(parked)
-            self._state.rename(parked, sequence_id)
+        self._moving = sequence_id, swapped, swapped in self.swapping_out
+        if swapped in self.swapping_out:  # its rows are still where they were
+            self.swapping_out.remove(swapped)
+            self._state.rename(swapped, sequence_id)
         else:
-            table = range(-(-parked.packed_len // self._state.split.page_size))
-            with self.telling():
+            table = range(-(-swapped.packed_len // self._state.split.page_size))
+            with self.hinting():
                 pages = self._state.place(
                     [sequence_id],
-                    [parked.length],
-                    [parked.packed_len],
+                    [swapped.length],
+                    [swapped.packed_len],
                     [table],
-                    [parked.tokens],
-                    [parked.origin],
+                    [swapped.tokens],
+                    [swapped.origin],
                 )
             with self._state.or_free([sequence_id]):
-                self.copy_in(sequence_id, parked, pages, self._state.seq_slot(sequence_id))
-        del self.parked[sequence_id]
+                self.copy_in(sequence_id, swapped, pages, self._state.seq_slot(sequence_id))
+        del self.swapped[sequence_id]
 
     @contextmanager
-    def telling(self) -> Iterator[None]:
+    def hinting(self) -> Iterator[None]:
         """Let an error for lack of pages or sequence slots say that some will be free soon."""
         try:
             yield
@@ -196,7 +196,7 @@ class SwapSpace(NotCopied):
         """Begin to copy a sequence's pages and exact rows to the host.
 
         Returns:
-            pages, exact and done, as in Parked.
+            pages, exact and done, as in Swapped.
         """
         pages, exact = [], []
         with self._beside():
@@ -214,15 +214,15 @@ class SwapSpace(NotCopied):
         return pages, exact, done
 
     def copy_in(
-        self, sequence_id: SequenceId, parked: Parked, table: Sequence[int], seq_slot: int
+        self, sequence_id: SequenceId, swapped: Swapped, table: Sequence[int], seq_slot: int
     ) -> None:
         """Begin to copy a sequence back, to pages and a sequence slot of its own."""
         with self._beside():
             index = to_device(table, self._device)
-            for stack, rows in zip(self._pages, parked.pages, strict=True):
+            for stack, rows in zip(self._pages, swapped.pages, strict=True):
                 for layer, host in zip(stack, rows, strict=True):
                     layer.index_copy_(0, index, host.to(self._device, non_blocking=True))
-            for stack, rows in zip(self._exact, parked.exact, strict=True):
+            for stack, rows in zip(self._exact, swapped.exact, strict=True):
                 for layer, host in zip(stack, rows, strict=True):
                     layer[seq_slot].copy_(host, non_blocking=True)
             self._arriving[sequence_id] = self._event()

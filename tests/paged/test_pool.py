@@ -22,19 +22,19 @@ class KnownPool(PagePool):
         length = self.length(name)
         growth = self.append([name], [count])
         known = self.known.setdefault(name, [])
-        del known[length + self.head_len :]
-        if tokens is not None and len(known) in (0, length + self.head_len):
+        del known[length + self.root_len :]
+        if tokens is not None and len(known) in (0, length + self.root_len):
             known += tokens
-        self.publish(name, known)
+        self.insert(name, known)
         self.check()
         return growth
 
     def begin(self, name: str, tokens: Sequence[int]) -> int:
         """Allocate a sequence and append what is not there; return what was."""
         present, _ = self.allocate(name, tokens)
-        self.append([name], [len(tokens) - self.head_len - present])
+        self.append([name], [len(tokens) - self.root_len - present])
         self.known[name] = list(tokens)
-        self.publish(name, tokens)
+        self.insert(name, tokens)
         self.check()
         return present
 
@@ -201,15 +201,15 @@ def test_pages_are_found_only_when_they_are_published() -> None:
     pool.allocate("a")
     pool.append(["a"], [5])
     assert pool.match_prefix(range(5)) == 0
-    pool.publish("a", range(3))
+    pool.insert("a", range(3))
     assert pool.match_prefix(range(5)) == 2
-    pool.publish("a", range(9))
+    pool.insert("a", range(9))
     assert pool.match_prefix(range(9)) == 4
     pool.check()
 
 
 def test_names_begin_with_the_head() -> None:
-    pool = KnownPool(8, 2, head_len=3, num_heads=2)
+    pool = KnownPool(8, 2, root_len=3, num_roots=2)
     assert pool.begin("a", [1, 2, 3, 5, 6, 7]) == 0
     assert pool.length("a") == 3
     assert pool.match_prefix([1, 2, 3, 5, 6]) == 2
@@ -219,15 +219,15 @@ def test_names_begin_with_the_head() -> None:
 
 
 def test_publish_tells_the_place_of_a_head_that_is_new() -> None:
-    pool = PagePool(8, 2, head_len=1, num_heads=2)
+    pool = PagePool(8, 2, root_len=1, num_roots=2)
     for name, tokens, place in (("a", [1, 5, 6], 0), ("b", [2, 5, 6], 1), ("c", [1, 5, 6], None)):
         pool.allocate(name)
         pool.append([name], [2])
-        assert pool.publish(name, tokens) == place
+        assert pool.insert(name, tokens) == place
 
 
 def test_of_the_heads_that_nobody_uses_the_least_recently_used_is_given_up() -> None:
-    pool = KnownPool(8, 1, head_len=1, num_heads=2)
+    pool = KnownPool(8, 1, root_len=1, num_roots=2)
     for head in (1, 2):
         pool.begin("a", [head, 7, 8])
         pool.free("a")
@@ -236,7 +236,7 @@ def test_of_the_heads_that_nobody_uses_the_least_recently_used_is_given_up() -> 
     pool.check()
     assert [pool.match_prefix([head, 7, 8]) for head in (1, 2)] == [2, 0]
     assert pool.num_cached == 1
-    pool.begin("d", [4, 9])  # all heads are in use: nothing is named
+    pool.begin("d", [4, 9])  # all roots are in use: nothing enters the tree
     assert pool.match_prefix([4, 9]) == 0
     pool.free("b")
     pool.write("d", 1, [10])
@@ -244,11 +244,11 @@ def test_of_the_heads_that_nobody_uses_the_least_recently_used_is_given_up() -> 
 
 
 def test_a_page_in_use_may_outlive_its_head() -> None:
-    pool = KnownPool(8, 1, head_len=1, num_heads=1)
+    pool = KnownPool(8, 1, root_len=1, num_roots=1)
     pool.allocate("a")
     pool.append(["a"], [2])
     pool.fork("a", "b")
-    pool.publish("a", [1, 7, 8])
+    pool.insert("a", [1, 7, 8])
     pool.free("a")
     pool.begin("c", [2, 9])
     pool.check()
@@ -292,15 +292,15 @@ def test_a_chain_of_many_pages_ends_without_recursion() -> None:
         (lambda pool: PagePool(4, 0), ConfigError, "page_size 0"),
         (lambda pool: pool.allocate("a"), ConfigError, "'a' exists"),
         (lambda pool: pool.allocate("b", [0.5]), ConfigError, "must be integers"),
-        (lambda pool: PagePool(4, 4, num_heads=0), ConfigError, "num_heads 0"),
-        (lambda pool: PagePool(4, 4, head_len=-1), ConfigError, "head_len -1"),
+        (lambda pool: PagePool(4, 4, num_roots=0), ConfigError, "num_roots 0"),
+        (lambda pool: PagePool(4, 4, root_len=-1), ConfigError, "root_len -1"),
         (lambda pool: pool.append(["b"], [1]), ConfigError, "no sequence 'b'"),
         (lambda pool: pool.append(["a"], [-1]), ShapeError, "-1 tokens is negative"),
         (lambda pool: pool.append(["a"], [1, 2]), ShapeError, "2 counts for 1 sequences"),
         (lambda pool: pool.can_append("ab", [1, 1]), ConfigError, "no sequence 'b'"),
         (lambda pool: pool.can_append("aa", [1, 1]), ConfigError, "name each once"),
         (lambda pool: pool.can_append("a", [-1]), ShapeError, "negative"),
-        (lambda pool: pool.publish("b", []), ConfigError, "no sequence 'b'"),
+        (lambda pool: pool.insert("b", []), ConfigError, "no sequence 'b'"),
         (lambda pool: pool.rename("b", "c"), ConfigError, "no sequence 'b'"),
         (lambda pool: pool.rename("a", "a"), ConfigError, "'a' exists"),
         (lambda pool: pool.place({"a": []}, [0]), ConfigError, "'a' exists"),
@@ -336,20 +336,20 @@ def test_refusals_say_why_and_change_nothing(
         (lambda pool: pool._free.pop(), "lost or in two states"),
         (lambda pool: pool._free.append(0), "lost or in two states"),
         (lambda pool: pool._references.__setitem__(0, 2), "references are not the uses"),
-        (lambda pool: pool._names.of_page.__setitem__(0, None), "pages and names do not agree"),
+        (lambda pool: pool._tree.of_page.__setitem__(0, None), "pages and nodes do not agree"),
         (
-            lambda pool: pool._names.of_page.__setitem__(3, pool._names.of_page[0]),
-            "names do not agree",
+            lambda pool: pool._tree.of_page.__setitem__(3, pool._tree.of_page[0]),
+            "nodes do not agree",
         ),
-        (lambda pool: pool._names.of_page[0].pages.clear(), "names do not agree"),
-        (lambda pool: pool._names.heads.popitem(), "names do not agree"),
+        (lambda pool: pool._tree.of_page[0].pages.clear(), "nodes do not agree"),
+        (lambda pool: pool._tree.roots.popitem(), "nodes do not agree"),
         (lambda pool: pool._free.append(pool._cached.popitem()[0]), "is free or a cached twin"),
         (lambda pool: pool._unname(2), "cached without a name"),
-        (lambda pool: setattr(pool._names.of_page[0], "tokens", ()), "no page"),
-        (lambda pool: pool._names._free_places.append(0), "two heads have one place"),
-        (lambda pool: setattr(pool._names.heads[()], "uses", 5), "the uses of a head"),
+        (lambda pool: setattr(pool._tree.of_page[0], "tokens", ()), "no page"),
+        (lambda pool: pool._tree._free_places.append(0), "two heads have one place"),
+        (lambda pool: setattr(pool._tree.roots[()], "uses", 5), "the uses of a root"),
         (lambda pool: setattr(pool._sequences["a"], "length", 3), "length or pages"),
-        (lambda pool: setattr(pool._sequences["a"], "named", 2), "too many names"),
+        (lambda pool: setattr(pool._sequences["a"], "in_tree", 2), "too many pages in the tree"),
         (lambda pool: pool._unname(0), "names not in order"),
     ],
 )

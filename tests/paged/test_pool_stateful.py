@@ -43,10 +43,10 @@ class PoolMachine(RuleBasedStateMachine):
 
     operations = 0
 
-    @initialize(page_size=st.integers(1, 3), head_len=st.integers(0, 1))
-    def start(self, page_size: int, head_len: int) -> None:
-        self.pool = PagePool(NUM_PAGES, page_size, head_len=head_len, num_heads=MOST)
-        self.size, self.head = page_size, head_len
+    @initialize(page_size=st.integers(1, 3), root_len=st.integers(0, 1))
+    def start(self, page_size: int, root_len: int) -> None:
+        self.pool = PagePool(NUM_PAGES, page_size, root_len=root_len, num_roots=MOST)
+        self.size, self.root_len = page_size, root_len
         self.models: dict[int, Model] = {}
         self.contents: list[list[int | None]] = [[None] * page_size for _ in range(NUM_PAGES)]
         self.cell_of: dict[tuple[int, int], int] = {}
@@ -64,7 +64,7 @@ class PoolMachine(RuleBasedStateMachine):
         return cells
 
     def in_pages(self, length: int) -> int:
-        return max(length - self.head, 0)
+        return max(length - self.root_len, 0)
 
     def whole(self, model: Model) -> int:
         """Known tokens that fill pages."""
@@ -100,7 +100,7 @@ class PoolMachine(RuleBasedStateMachine):
         for i in ids:
             self.write(i, new[i], known)
         for i in ids:
-            self.pool.publish(i, self.models[i].tokens[: self.models[i].known])
+            self.pool.insert(i, self.models[i].tokens[: self.models[i].known])
         return True
 
     def write(self, i: int, tokens: list[int], known: bool) -> None:
@@ -112,7 +112,7 @@ class PoolMachine(RuleBasedStateMachine):
         others = {page for j in self.models if j != i for page in self.pool.block_table(j)}
         for at in range(self.in_pages(start), self.in_pages(len(model.cells))):
             assert table[at // self.size] not in others, "a shared page is written"
-            self.contents[table[at // self.size]][at % self.size] = model.cells[self.head + at]
+            self.contents[table[at // self.size]][at % self.size] = model.cells[self.root_len + at]
 
     @rule(number=numbers, count=st.integers(0, 9))
     def allocate(self, number: int, count: int) -> None:
@@ -124,7 +124,7 @@ class PoolMachine(RuleBasedStateMachine):
         PoolMachine.operations += 1
         assert present == expected <= count and present % self.size == 0
         assert (head is None) == (present == 0)
-        length = present and present + self.head
+        length = present and present + self.root_len
         self.models[i] = Model(tokens, self.cells(tokens), length).first(length)
         self.next_id += 1
         self.step({i: tokens[length:]})
@@ -183,7 +183,7 @@ class PoolMachine(RuleBasedStateMachine):
             if number % 3 == 0:  # what others still have stays to be found
                 self.pool.forget(known)
                 used = self.used()
-                assert all(page in used for page in self.pool._names.match(known))
+                assert all(page in used for page in self.pool._tree.match(known))
 
     @invariant()
     def every_sequence_has_its_contents(self) -> None:
@@ -193,7 +193,7 @@ class PoolMachine(RuleBasedStateMachine):
             length = self.in_pages(len(model.cells))
             assert self.pool.length(i) == length
             rows = [cell for page in self.pool.block_table(i) for cell in self.contents[page]]
-            assert rows[:length] == model.cells[self.head :][:length]
+            assert rows[:length] == model.cells[self.root_len :][:length]
             assert self.pool.match_prefix(model.tokens[: model.known]) == self.whole(model)
 
 
