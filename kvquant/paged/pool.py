@@ -501,7 +501,7 @@ class PagePool:
             key = tuple(tokens[:first])
             sequence.root = self._tree.acquire(key)
             if sequence.root is None:
-                sequence.root, reclaimed = self._tree.begin(key)
+                sequence.root, reclaimed = self._tree.add_root(key)
                 self._uncache(reclaimed)
         if sequence.root is None:
             return
