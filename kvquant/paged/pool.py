@@ -98,7 +98,7 @@ class PagePool:
             if value < 1:
                 raise ConfigError(f"{name} {value} is too small: use 1 or more")
         if root_len < 0:
-            raise ConfigError(f"head_len {root_len} is too small: use 0 or more")
+            raise ConfigError(f"root_len {root_len} is too small: use 0 or more")
         self.num_pages, self.page_size, self.root_len = num_pages, page_size, root_len
         self._references = [0] * num_pages
         self._tree_sizes = num_pages, page_size, root_len, num_roots
