@@ -461,7 +461,7 @@ class PagePool:
         """Let a sequence write to its last page, which is partly full."""
         source = sequence.pages[-1]
         if self._references[source] == 1:
-            self._unname(source)  # it was cut in a full page, whose last tokens now change
+            self._take_out(source)  # it was cut in a full page, whose last tokens now change
             return
         target = self._take()
         growth.copies.append((source, target))
@@ -474,7 +474,7 @@ class PagePool:
             page = self._free.pop()
         else:
             page, _ = self._cached.popitem(last=False)
-            self._unname(page)
+            self._take_out(page)
         self._references[page] = 1
         return page
 
@@ -486,7 +486,7 @@ class PagePool:
             if self._references[page]:
                 continue
             if self._tree.node_of_page[page] is None or self._tree.is_spare(page):
-                self._unname(page)
+                self._take_out(page)
                 self._free.append(page)
             else:
                 self._cached[page] = None
@@ -522,10 +522,10 @@ class PagePool:
 
     def _drop(self, page: int) -> None:
         """Free a cached page."""
-        self._unname(page)
+        self._take_out(page)
         self._uncache([page])
 
-    def _unname(self, page: int) -> None:
+    def _take_out(self, page: int) -> None:
         """Take a page out of the tree; cached pages that are of no use without it become free."""
         before = self._tree.before[page]
         self._uncache(self._tree.remove(page))
