@@ -51,7 +51,7 @@ ALLOWED = {
 }
 # inside functions and for the type checker only
 ALLOWED_LATE = {
-    "__init__": "rows ops cache paged io",
+    "__init__": "rows ops cache paged io hf",
     "__main__": "cli",
     "rows": "kernels.cpu kernels.cuda.append",
     "ops": (
