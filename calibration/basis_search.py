@@ -21,7 +21,6 @@ from kvquant.rows.quantize import dequantize_rows
 
 from .bases import candidates, output_moment
 from .moments import Moments
-from .score_stats import ScoreObserver
 
 STEPS = ("plain", "offset", "hadamard", "matrix")  # bases, each rounded to the nearest code
 BASE_FORMAT = "int4"  # in which bases are compared
@@ -38,9 +37,6 @@ class ObservableModel(Protocol):
 
     def output_weights(self) -> dict[int, torch.Tensor]:
         """The output projection of each layer's attention, as far as there is one."""
-
-    def windows(self) -> dict[int, int]:
-        """The sliding window of each layer that has one, in tokens."""
 
 
 class ErrorMeter:
@@ -119,7 +115,7 @@ def choose(
     rounding: str = "feedback",
     batch: int = 2,
     progress: Callable[[int], None] = lambda amount: None,
-) -> tuple[dict[int, dict[str, Chosen]], ScoreObserver]:
+) -> dict[int, dict[str, Chosen]]:
     """Choose for every layer and side.
 
     Args:
@@ -132,7 +128,7 @@ def choose(
         progress: called with the number of tokens read.
 
     Returns:
-        What was chosen by layer and side, and the statistics of the scores.
+        What was chosen by layer and side.
     """
     weights = error_weights(model, moments)
     means = {at: {s: m.mean(s) for s in "kv"} for at, m in moments.layers.items()}
@@ -163,7 +159,6 @@ def choose(
         errors["error.feedback"] = meter.share(layer, side, best)
         chosen[layer][side] = Chosen(bases[best], errors=errors)
 
-    scores = ScoreObserver(model.windows())
     clipped: dict[tuple[int, str, float], Basis] = {}
     for layer, sides in chosen.items():
         for side, found in sides.items():
@@ -172,7 +167,6 @@ def choose(
                 clipped[layer, side, ratio] = found.basis.with_clip(ratio * ones)
 
     def fit(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float) -> None:
-        scores.observe(layer, q, k.float() - chosen[layer]["k"].basis.offset[:, None], sm_scale)
         for side, x in (("k", k), ("v", v)):
             plain = options[layer, side]["plain"]
             for name, pair in formats.items():
@@ -195,7 +189,7 @@ def choose(
                     layer, side, f"plain.{name}"
                 )
             found.errors["error.clip"] = found.errors[f"format_error.{BASE_FORMAT}"]
-    return chosen, scores
+    return chosen
 
 
 def _read(

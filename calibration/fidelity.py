@@ -14,7 +14,6 @@ in nothing else. The model, its dtype and the kernel are those of the 16-bit cac
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -68,10 +67,6 @@ class Planned:
 
 
 FORMATS = ("bf16", "int8", "fp8", "int8-g4", "fp8-g4", "int4-g8", "int4-g4", "int4")
-SCHEMES = (
-    *(Scheme(name, name) for name in FORMATS),
-    *(Scheme(name, name, sink_len=4, recent_len=128) for name in ("int4-g4", "int4")),
-)
 
 
 @dataclass(frozen=True)
@@ -261,38 +256,6 @@ class Reference:
         parts = compare_passages(self._expected, given, self._targets)
         bits = stored_bits(cache, self._exact)
         return Fidelity.of(scheme, bits, cache.nbytes, parts, len(self._expected))
-
-
-def measure(
-    model: DecodingModel,
-    windows: torch.Tensor,
-    context: int,
-    schemes: Sequence[Scheme | Planned] = SCHEMES,
-    *,
-    progress: Callable[[int], None] | None = None,
-) -> list[Fidelity]:
-    """Measure how well each scheme keeps a model's predictions.
-
-    Args:
-        model, windows, context: as in Reference.
-        schemes: what to compare.
-        progress: called with 1 after each scheme, and before them after the 16-bit cache.
-
-    Returns:
-        One Fidelity per scheme, over batch * scored predictions.
-
-    Raises:
-        ShapeError: windows have no room for a scored token after the prompt.
-    """
-    reference = Reference(model, windows, context)
-    if progress:
-        progress(1)
-    found = []
-    for scheme in schemes:
-        found.append(reference.measure(scheme))
-        if progress:
-            progress(1)
-    return found
 
 
 def compare(

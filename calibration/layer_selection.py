@@ -55,11 +55,6 @@ class HeldLayers:
                 found[at] = torch.cat(parts) if len(parts) > 1 else parts[0]
         return found
 
-    def windows(self) -> dict[int, int]:
-        """The sliding windows of these layers."""
-        windows = self.model.windows()
-        return {at: windows[layer] for layer, at in self._at.items() if layer in windows}
-
 
 def held_layers(
     moments: Moments, config: Any, shared: Mapping[int, int] | None = None

@@ -24,7 +24,6 @@ from kvquant.io.tensor_files import SafetensorsFile, TensorSource, sealed, sha25
 _SUMS = ("q_outer", "k_sum", "k_outer", "v_sum", "v_outer")
 _LEAST, _GREATEST = ("k_min", "v_min"), ("k_max", "v_max")
 _SAVED = "kvquant_moments"  # the entry of a file's metadata
-_TINY = torch.finfo(torch.float32).tiny
 
 
 class LayerMoments:
@@ -115,16 +114,6 @@ class LayerMoments:
         """[num_kv_heads, dim] of side "k" or "v": the largest magnitude."""
         least, greatest = self.tensors[f"{side}_min"], self.tensors[f"{side}_max"]
         return torch.maximum(least.abs(), greatest.abs())
-
-    @property
-    def offset_ratio(self) -> torch.Tensor:
-        """[num_kv_heads]: the largest mean of a key channel over the median channel deviation.
-
-        A few in most models, tens in Qwen2-type ones, whose projections have a bias. Such a channel
-        takes most of a row's range, and with 4 bits most of its codes.
-        """
-        typical = self.std("k").median(-1).values
-        return self.mean("k").abs().amax(-1) / typical.clamp(min=_TINY)
 
 
 class Moments:

@@ -8,10 +8,7 @@ from typing import Any
 import torch
 
 from kvquant.io.plan import CachePlan
-from kvquant.io.row_stats import spans
-from kvquant.io.tables import Column, render_table
-
-from .fidelity import Fidelity
+from kvquant.text import Column, render_table, spans
 
 KL_LIMIT = 0.1  # nats per token; int4 rows cost a few hundredths where they work at all
 KL_NOTICE = 0.05  # above it the loss is worth a look
@@ -20,11 +17,6 @@ COLUMNS = (
     Column("cache", left=True),
     *map(Column, ("bits", "smaller", "KL, nats\na token", "±", "top-1 %", "±", "perplexity")),
 )
-
-
-def render_fidelity(found: Sequence[Fidelity]) -> str:
-    """The table of what each scheme costs and keeps."""
-    return render_table(COLUMNS, [_row(str(one.scheme), one.bits, vars(one)) for one in found])
 
 
 def render_plan(plan: CachePlan) -> str:

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvquant.io.plan import CachePlan
-from kvquant.io.row_stats import count_text
 from kvquant.rows.format import EXACT_CODECS
+from kvquant.text import count_text
 
 from .text_report import KL_LIMIT, KL_NOTICE
 

@@ -10,7 +10,7 @@ import torch
 
 from ..errors import ConfigError
 from ..rows.format import RowFormat
-from ..rows.quantize import EXACT_DTYPES, quantize_rows
+from ..rows.quantize import exact_codec, quantize_rows
 from ..rows.segment import PAGE_SIZES, Segment
 
 FORMATS = ("int4-g4", "int4", "int8-g4", "fp8", "bf16")
@@ -158,11 +158,6 @@ def parse_formats(name: str, head_dim: int) -> tuple[RowFormat, RowFormat]:
     """K's and V's format from "int4-g4" or "int8-g4/int4-g4"."""
     k, slash, v = name.partition("/")
     return RowFormat.parse(k, head_dim), RowFormat.parse(v if slash else k, head_dim)
-
-
-def exact_codec(dtype: torch.dtype) -> str:
-    """The codec of 16-bit rows of a dtype."""
-    return next(codec for codec, of in EXACT_DTYPES.items() if of == dtype)
 
 
 def _format_name(k: RowFormat, v: RowFormat) -> str:

@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 
 from ..errors import KVQuantError
-from ..io.tables import Column, render_table
 from ..ops.attention import decode_attention
 from ..rows.format import RowFormat
 from ..rows.quantize import dequantize_rows, quantize_rows
 from ..rows.reference import reference_attention
+from ..text import Column, render_table
 
 FORMATS = ("int4-g4", "int4", "int8", "fp8", "bf16")
 MAX_ERROR = 1e-5  # relative L2 of float32 output

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import ConfigError, UnsupportedError
 from ..io.atomic import writing
-from ..io.tables import Column
+from ..text import Column
 from .cases import Case
 from .gpu import Peer, Result, Times
 from .timer import Machine

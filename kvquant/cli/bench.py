@@ -133,7 +133,7 @@ def bench(
     from ..bench import timer as gputimer
     from ..bench.cases import list_cases
     from ..bench.tune import ABLATED, ABLATED_FORMATS, TABLE
-    from ..io.tables import render_table
+    from ..text import render_table
 
     if not (batches or seq_lens or q_heads or kv_heads):
         sizes |= TABLE if gpu["tune"] else ABLATED if gpu["ablate"] else {}

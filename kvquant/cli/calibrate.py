@@ -116,7 +116,7 @@ def calibrate(
     from ..calibration.text_report import refusal, render_plan, warnings
     from ..calibration.verdict import next_steps, verdict
     from ..hf.model import CachedModel
-    from ..io.tables import paragraph
+    from ..text import paragraph
 
     check_device(device)
     chosen = (max_kl, budget) == (None, None)
@@ -166,7 +166,7 @@ def calibrate(
 
 def _measured(facts: object) -> str:
     """How much text stands behind the figures."""
-    from ..io.row_stats import count_text
+    from ..text import count_text
 
     assert isinstance(facts, dict)
     measured = facts["measured"]

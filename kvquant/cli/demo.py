@@ -22,7 +22,7 @@ from ..cache.contiguous import KVCache
 from ..calibration.fidelity import Scheme, compare, predict, quantized_copy, read_prompt
 from ..errors import ConfigError
 from ..hf.model import CachedModel
-from ..io.tables import Column, render_table, terminal_width
+from ..text import Column, render_table, terminal_width
 from .console import read_text
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

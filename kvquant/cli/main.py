@@ -154,8 +154,7 @@ def export(cache: Path, to: str, plan: Path | None, output: Path) -> None:
     from ..io.checkpoint import load_cache
     from ..io.export import export_cache
     from ..io.plan import CachePlan
-    from ..io.row_stats import size_text
-    from ..io.tables import paragraph
+    from ..text import paragraph, size_text
 
     check_output(output, plan, *_files_of(cache))
     bases = CachePlan.load(plan) if plan else None

@@ -29,7 +29,7 @@ def report(plan: Path, output: Path) -> None:
     from ..calibration.verdict import verdict
     from ..io.atomic import save_text
     from ..io.plan import CachePlan
-    from ..io.tables import paragraph
+    from ..text import paragraph
 
     check_libraries()
     found = CachePlan.load(plan)

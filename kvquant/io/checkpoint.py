@@ -71,15 +71,14 @@ from ..cache.checks import check_plan_options
 from ..cache.contiguous import KVCache
 from ..cache.layer import LayerCache
 from ..cache.memory import available_memory
-from ..errors import CheckpointError, ConfigError, shown
+from ..errors import CheckpointError, ConfigError, ShapeError, shown
 from ..rows.basis import LayerBasis, fingerprints
-from .atomic import Place, as_path, sync_folder, token, writing
-from .container import CacheFile, check_values, seal
-from .manifest import Manifest, Part
-from .model_id import model_identity
+from .atomic import Place, sync_folder, token, writing
+from .container import RowsFile, check_values, seal
+from .manifest import CacheManifest, LayerEntry, Part, origin
 from .plan import CachePlan
-from .shards import MANIFEST, SHARD, content, index_path, is_cache_index, remove_old_shards
-from .tensor_files import NO_DIGEST, TensorSource, header_text, write_safetensors
+from .shards import SHARD, check_name, content, index_path, is_cache_index, remove_old_shards
+from .tensor_files import TensorSource, header_text, write_safetensors
 
 MAX_SHARDS = 512  # a reader opens all of them at once, and a process often may open 1,024 files
 
@@ -129,12 +128,12 @@ def save_cache(
     index = index_path(path)
     if os.path.lexists(index) and not is_cache_index(index):
         raise ConfigError(f"{index} is not an index of kvquant: choose another name")
-    manifest = Manifest.of(cache, model, creation)
+    manifest = _manifest_of(cache, model, creation)
     sources = {
-        part.name: TensorSource(torch.uint8, manifest.shape(part), _reader(cache, part))
+        part.name: TensorSource(torch.uint8, part.shape, _reader(cache, part))
         for part in manifest.parts.values()
     }
-    Manifest.from_json(manifest.to_json(dict.fromkeys(sources, NO_DIGEST), ""))
+    manifest.check_readable()
     shards = _cut(sources, int(max_shard_bytes))
     if len(shards) > MAX_SHARDS:
         raise ConfigError(
@@ -145,7 +144,7 @@ def save_cache(
         old = None if place.is_locked else content(index)
         if len(shards) == 1:
             with place.replaced(path, like=index if index.exists() else None) as file:
-                write_safetensors(file, sources, lambda digests: seal(MANIFEST, manifest, digests))
+                write_safetensors(file, sources, lambda digests: seal(manifest, digests))
             if index.exists():
                 index.unlink()
                 sync_folder(path.parent)
@@ -190,10 +189,9 @@ def load_cache(
     device = check_device(device)
     if plan is not None:
         check_plan_options(plan, ())
-    with CacheFile(path) as file:
+    with RowsFile(path, CacheManifest) as file:
         manifest = file.manifest
-        if model is not None:
-            check_model(file.path, manifest.model, model_identity(model))
+        manifest.check_model(file.path, model)
         size = manifest.max_seq_len
         if max_seq_len is not None:
             size = check_size("max_seq_len", max_seq_len)
@@ -201,14 +199,43 @@ def load_cache(
         _check_room(file.path, manifest, size)
         cache = _allocate(file.path, manifest, size, device, plan)
         for part in manifest.parts.values():
-            rows = file.rows(part)
             layer = cache.layers[part.layer]
-            start = 0
-            for b, count in enumerate(part.counts):
-                chunk = rows[start : start + count].transpose(0, 1).to(cache.device)
-                getattr(layer, part.attribute)[b][:, _slots(layer, part, b)] = chunk
-                start += count
+            target = getattr(layer, part.attribute)
+            for b, rows in enumerate(file.rows(part).split(part.counts)):
+                chunk = rows.transpose(0, 1).to(cache.device)
+                target[b][:, _slots(layer, part, b)] = chunk
     return cache
+
+
+def _manifest_of(
+    cache: KVCache, model: Mapping[str, Any] | None, creation: Mapping[str, Any] | None
+) -> CacheManifest:
+    """Describe a cache.
+
+    Raises:
+        ShapeError: the layers hold different numbers of tokens.
+        ConfigError: model or creation is not plain data.
+    """
+    seq_lens = cache.seq_lens
+    for i, layer in enumerate(cache.layers):
+        if not layer.seq_lens.equal(seq_lens):
+            raise ShapeError(
+                f"layer {i} holds {layer.seq_lens.tolist()} tokens, another one "
+                f"{seq_lens.tolist()}: append this step's tokens to every layer, then save"
+            )
+    return CacheManifest(
+        **origin(cache, model, creation),
+        head_dim=cache.head_dim,
+        max_seq_len=cache.max_seq_len,
+        seq_lens=tuple(seq_lens.tolist()),
+        start_positions=tuple(cache.start_positions.tolist()),
+        layers=tuple(
+            LayerEntry(
+                layer.k_format, layer.v_format, tuple(layer.packed_lens.tolist()), layer.window
+            )
+            for layer in cache.layers
+        ),
+    )
 
 
 def _reader(cache: KVCache, part: Part) -> Callable[[], Iterator[torch.Tensor]]:
@@ -249,7 +276,7 @@ def _cut(sources: Mapping[str, TensorSource], limit: int) -> list[dict[str, Tens
 
 
 def _write_shards(
-    place: Place, manifest: Manifest, path: Path, shards: list[dict[str, TensorSource]]
+    place: Place, manifest: CacheManifest, path: Path, shards: list[dict[str, TensorSource]]
 ) -> list[Path]:
     """Write shards under names never used before, then put the index in place."""
     stem, mark = path.name.removesuffix(".safetensors"), token()
@@ -268,7 +295,7 @@ def _write_shards(
         weight_map = {
             name: file.name for file, shard in zip(files, shards, strict=True) for name in shard
         }
-        metadata = {"total_size": total, **seal(MANIFEST, manifest, digests)}
+        metadata = {"total_size": total, **seal(manifest, digests)}
         text = header_text({"metadata": metadata, "weight_map": weight_map}, "the index")
         with place.replaced(index, like) as file:
             file.write(text)
@@ -280,30 +307,7 @@ def _write_shards(
     return [*files, index]
 
 
-def check_name(path: str | os.PathLike[str]) -> Path:
-    """The path of a file to be written; ConfigError unless it is NAME.safetensors."""
-    path = as_path(path)
-    if path.suffix != ".safetensors":
-        raise ConfigError(f"{path} cannot be written: give the name of a file, NAME.safetensors")
-    return path
-
-
-def check_model(path: Path, ours: Mapping[str, str] | None, theirs: Mapping[str, str]) -> None:
-    """Raise CheckpointError unless a file, which tells `ours`, belongs to a model."""
-    if ours is None:
-        raise CheckpointError(
-            f"{path} does not say which model it belongs to: save it with model=config, or load it "
-            "with model=None if you know that it fits"
-        )
-    if ours["sha256"] != theirs["sha256"]:
-        raise CheckpointError(
-            f"{path} belongs to a {ours['type']!r:.40} model with config {ours['sha256'][:12]}, "
-            f"not to this {theirs['type']!r:.40} model with config {theirs['sha256'][:12]}: take "
-            "the cache that was made with this model"
-        )
-
-
-def _check_plan(path: Path, manifest: Manifest, plan: CachePlan | None) -> None:
+def _check_plan(path: Path, manifest: CacheManifest, plan: CachePlan | None) -> None:
     """Raise unless the plan has the bases that the rows are stored in."""
     ours = list(manifest.transforms)
     if plan is None and ours:
@@ -331,9 +335,9 @@ def _check_plan(path: Path, manifest: Manifest, plan: CachePlan | None) -> None:
                 )
 
 
-def _check_room(path: Path, manifest: Manifest, max_seq_len: int) -> None:
+def _check_room(path: Path, manifest: CacheManifest, max_seq_len: int) -> None:
     """Raise unless the rows fit a cache of max_seq_len."""
-    rooms = [manifest.rooms(entry, max_seq_len) for entry in manifest.layers]
+    rooms = manifest.rooms(max_seq_len)
     longest = max(manifest.seq_lens)
     if longest > max_seq_len or any(
         max(part.counts) > getattr(rooms[part.layer], part.kind) for part in manifest.parts.values()
@@ -352,7 +356,7 @@ def _check_room(path: Path, manifest: Manifest, max_seq_len: int) -> None:
 
 def _allocate(
     path: Path,
-    manifest: Manifest,
+    manifest: CacheManifest,
     max_seq_len: int,
     device: torch.device | str,
     plan: CachePlan | None,
@@ -393,7 +397,7 @@ def _allocate(
     return cache
 
 
-def _bases(plan: CachePlan, manifest: Manifest) -> list[LayerBasis]:
+def _bases(plan: CachePlan, manifest: CacheManifest) -> list[LayerBasis]:
     """The bases of a plan, with the clip ratios of the file's formats."""
     formats = {
         (i, side): str(fmt)

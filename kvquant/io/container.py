@@ -1,7 +1,6 @@
-"""Files of rows, open for reading: what one says of itself, and its tensors, checked.
+"""The reader of all files of rows: of a KVCache, one file or shards, and of sequences.
 
-RowsFile is what both kinds share; CacheFile is a cache, one file or shards (checkpoint.py tells the
-format). Files of sequences of a paged cache are read by sequences_reader.py.
+checkpoint.py and sequences.py document the formats, manifest.py reads what a file says of itself.
 """
 
 from __future__ import annotations
@@ -12,145 +11,111 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import torch
 
 from ..errors import CheckpointError
 from .atomic import as_path
-from .manifest import Manifest, Part
+from .manifest import CacheManifest, Manifest, Part, SequencesManifest
 from .schema import checked, parse
-from .shards import MANIFEST, found_at, is_index, shard_pattern
-from .tensor_files import MAX_HEADER_BYTES, SafetensorsFile, open_file, sealed, unsealed
+from .shards import found_at, is_index, shard_pattern
+from .tensor_files import MAX_HEADER_BYTES, SafetensorsFile, naming, open_file, sealed, unsealed
 
-PLAN, PAGES = "kvquant", "kvquant_pages"  # entries of metadata
 ATTEMPTS = 100  # to open a cache whose files are replaced all the time
+_PLAN = "kvquant"  # the entry of metadata that makes a file a plan
 _INFINITE = {"bf16": 0x7F80, "fp16": 0x7C00}  # Inf as bits; NaN lies above
 _PACKABLE = 0x477F  # bf16 as bits: the largest that fp16 holds, 65280
 
-
-class Described(Protocol):
-    """All of a file of rows but the rows: a Manifest or a PageManifest."""
-
-    @property
-    def parts(self) -> Mapping[str, Part]:
-        """The tensors of the file by name."""
-
-    def shape(self, part: Part) -> tuple[int, ...]:
-        """Shape of a part's tensor."""
-
-    def to_json(self, digests: Mapping[str, str], writer: str) -> str:
-        """As it stands in a file."""
-
-
-M = TypeVar("M", bound=Described)
+M = TypeVar("M", bound=Manifest)
 
 
 class RowsFile(Generic[M]):
-    """A file of rows, or several, open for reading.
+    """A file of rows open for reading, its manifest checked.
 
-    Attributes:
-        path: the file that is read.
-        manifest: all but the rows.
-    """
-
-    path: Path
-    manifest: M
-
-    def __init__(self) -> None:
-        self._files: dict[str, SafetensorsFile] = {}  # the open file of every tensor
-        self._digests: Mapping[str, str] = {}
-        self._opened = ExitStack()
-
-    def __exit__(self, *_: object) -> None:
-        self._opened.close()
-
-    def rows(self, part: Part) -> torch.Tensor:
-        """Read one tensor, uint8, of the shape manifest.shape(part).
-
-        Raises:
-            CheckpointError: its checksum is another one, a row would decode to NaN, or would once
-                it is packed.
-        """
-        try:
-            rows = self._files[part.name].read(part.name, self._digests[part.name])
-            check_values(part.by_token(rows), part)
-        except CheckpointError as error:
-            raise named(self.path, error) from None
-        return rows
-
-    def _open(self, path: Path) -> SafetensorsFile:
-        file = self._opened.enter_context(SafetensorsFile(path))
-        self._files |= dict.fromkeys(file.shapes, file)
-        return file
-
-    def _check_tensors(self) -> None:
-        parts = self.manifest.parts
-        if self._files.keys() != parts.keys():
-            name = min(self._files.keys() ^ parts.keys())
-            problem = "is missing" if name in parts else "should not be there"
-            raise CheckpointError(f"tensor {name!r:.80} {problem}: take another copy of the file")
-        for name, part in parts.items():
-            file, shape = self._files[name], self.manifest.shape(part)
-            if file.dtypes[name] != torch.uint8 or file.shapes[name] != shape:
-                raise CheckpointError(
-                    f"tensor {name!r} is {file.dtypes[name]} {list(file.shapes[name])!s:.80}: the "
-                    f"lengths and formats ask for U8 {list(shape)}"
-                )
-
-
-class CacheFile(RowsFile[Manifest]):
-    """A cache file open for reading, one file or shards, its manifest checked.
-
-    While another process saves a cache of this name, it is the old one or the new one, whole.
+    While another process saves to this name, it is the old file or the new one, whole. A
+    CheckpointError that leaves a `with` block of it names the file.
 
     Args:
-        path: what was given to save_cache, or the index of its shards.
+        path: what was given to save_cache or save_sequences, or the index of a cache's shards.
+        kinds: the manifests that are taken: CacheManifest, SequencesManifest, or both.
 
     Attributes:
         path: the file or the index that is read.
-        manifest: all of the cache but its rows.
+        manifest: all but the rows.
         num_files: files that it is made of, the index included.
         num_bytes: their bytes on the disk.
 
     Raises:
         FileNotFoundError: there is no such file.
-        CheckpointError: it is damaged or foreign.
+        CheckpointError: it is damaged, foreign or of another kind.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    manifest: M
+
+    def __init__(self, path: str | os.PathLike[str], *kinds: type[M]) -> None:
         path = as_path(path)
+        self._kinds = kinds
         for attempt in range(ATTEMPTS):
-            super().__init__()
-            self.path, self.num_files, self.num_bytes = found_at(path), 0, 0
+            self.path, self.num_files, self.num_bytes = self._found_at(path), 0, 0
+            self._files: dict[str, SafetensorsFile] = {}  # the open file of every tensor
             self._first: Any = None  # kept open, so that no other file can pass for it
+            self._opened = ExitStack()
             try:
-                if is_index(self.path):
-                    metadata = self._open_index()
-                else:
-                    metadata = self._open(self.path).metadata
-                self.manifest, self._digests = read_manifest(metadata)
-                self._check_tensors()
+                with naming(self.path):
+                    self._read_manifest()
+                    self._check_tensors()
                 return
             except (CheckpointError, FileNotFoundError) as error:
                 is_replaced = self._is_replaced(path, error)
                 self._opened.close()
-                if is_replaced and attempt + 1 < ATTEMPTS:
-                    continue
-                if isinstance(error, FileNotFoundError):
+                if not is_replaced or attempt + 1 == ATTEMPTS:
                     raise
-                raise named(self.path, error) from None
             except BaseException:
                 self._opened.close()
                 raise
 
-    def __enter__(self) -> CacheFile:
+    def __enter__(self) -> RowsFile[M]:
         return self
 
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._opened.close()
+        if isinstance(error, CheckpointError):
+            with naming(self.path):
+                raise error
+
+    def rows(self, part: Part) -> torch.Tensor:
+        """Read one tensor, uint8, of the shape part.shape.
+
+        Raises:
+            CheckpointError: its checksum is another one, a row would decode to NaN, or would once
+                it is packed.
+        """
+        rows = self._files[part.name].read(part.name, self._digests[part.name])
+        check_values(part.by_token(rows), part)
+        return rows
+
+    def _found_at(self, path: Path) -> Path:
+        """The file that counts for a path; only caches have shards."""
+        return found_at(path) if CacheManifest in self._kinds else path
+
+    def _read_manifest(self) -> None:
+        if CacheManifest in self._kinds and is_index(self.path):
+            metadata = self._open_index()
+        else:
+            metadata = self._open(self.path).metadata
+        for kind in self._kinds:
+            if type(metadata.get(kind.KEY)) is str:
+                text = unsealed(kind.KEY, metadata)
+                self.manifest, self._digests = kind.from_json(text, self._numbers)
+                return
+        raise CheckpointError(_refusal(metadata, self._kinds))
+
     def _open(self, path: Path) -> SafetensorsFile:
-        file = super()._open(path)
+        file = self._opened.enter_context(SafetensorsFile(path))
         self._first = self._first or file
+        self._files |= dict.fromkeys(file.shapes, file)
         self.num_files += 1
         self.num_bytes += file.num_bytes
         return file
@@ -192,14 +157,41 @@ class CacheFile(RowsFile[Manifest]):
             raise CheckpointError(f"tensor {name!r:.80} is missing: take another copy of the file")
         return index.metadata
 
+    def _numbers(self, name: str, dtype: torch.dtype, count: int, digest: str) -> list[int]:
+        """Read a tensor of numbers, which then counts no more as one of rows."""
+        file = self._files.pop(name, None)
+        if file is None:
+            raise CheckpointError(f"tensor {name!r} is missing: take another copy of the file")
+        if (file.dtypes[name], file.shapes[name]) != (dtype, (count,)):
+            raise CheckpointError(
+                f"tensor {name!r} is {file.dtypes[name]} {list(file.shapes[name])!s:.80}: the "
+                f"sequences ask for {dtype} {[count]}"
+            )
+        numbers: list[int] = file.read(name, digest).tolist()
+        return numbers
+
+    def _check_tensors(self) -> None:
+        parts = self.manifest.parts
+        if self._files.keys() != parts.keys():
+            name = min(self._files.keys() ^ parts.keys())
+            problem = "is missing" if name in parts else "should not be there"
+            raise CheckpointError(f"tensor {name!r:.80} {problem}: take another copy of the file")
+        for name, part in parts.items():
+            file, shape = self._files[name], part.shape
+            if file.dtypes[name] != torch.uint8 or file.shapes[name] != shape:
+                raise CheckpointError(
+                    f"tensor {name!r} is {file.dtypes[name]} {list(file.shapes[name])!s:.80}: the "
+                    f"lengths and formats ask for U8 {list(shape)}"
+                )
+
     def _is_replaced(self, path: Path, error: Exception) -> bool:
         """Whether another file counts now than the one that was opened first, or one at all."""
         try:
-            if found_at(path) != self.path:
+            if self._found_at(path) != self.path:
                 return True
             now = os.stat(self.path)
         except FileNotFoundError:  # if it was there a moment ago, an index is there now
-            return self._first is not None or found_at(path) != self.path
+            return self._first is not None or self._found_at(path) != self.path
         except OSError:  # it cannot be told
             return False
         if self._first is None:  # there was none, or it could not be read
@@ -214,37 +206,27 @@ class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
 
-def seal(key: str, manifest: Described, digests: Mapping[str, str]) -> dict[str, str]:
+def seal(manifest: Manifest, digests: Mapping[str, str]) -> dict[str, str]:
     """The manifest and its checksum, as a file's metadata holds them."""
     try:
         writer = f"kvquant {version('kvquant')}"
     except PackageNotFoundError:  # a checkout that is not installed
         writer = "kvquant"
-    return sealed(key, manifest.to_json(digests, writer))
+    return sealed(manifest.KEY, manifest.to_json(digests, writer))
 
 
-def read_manifest(metadata: Mapping[str, Any]) -> tuple[Manifest, dict[str, str]]:
-    """The manifest and the checksums of the tensors from a file's metadata."""
-    if type(metadata.get(MANIFEST)) is str:
-        return Manifest.from_json(unsealed(MANIFEST, metadata))
-    if PLAN in metadata:
-        raise CheckpointError(
-            f"this is a calibration file, not a cache: {_plan_summary(metadata[PLAN])}"
-        )
-    if PAGES in metadata:
-        raise CheckpointError(
-            "these are sequences of a paged cache: read them by kvquant.load_sequences"
-        )
-    raise CheckpointError(
+def _refusal(metadata: Mapping[str, Any], kinds: tuple[type[Manifest], ...]) -> str:
+    """Why a file of none of these kinds is not read."""
+    if CacheManifest not in kinds:
+        return "this is no file of a paged cache: caches of save_cache are read by load_cache"
+    if _PLAN in metadata:
+        return f"this is a calibration file, not a cache: {_plan_summary(metadata[_PLAN])}"
+    if SequencesManifest.KEY in metadata:
+        return "these are sequences of a paged cache: read them by kvquant.load_sequences"
+    return (
         "this is no kvquant cache: raw K and V tensors are read by quantize_raw "
         "(`kvquant quantize --from`)"
     )
-
-
-def named(path: Path, error: CheckpointError) -> CheckpointError:
-    """The error with the name of the file, if it does not begin with it."""
-    text = str(error)
-    return error if text.startswith(str(path)) else CheckpointError(f"{path}: {text}")
 
 
 def _plan_summary(text: Any) -> str:

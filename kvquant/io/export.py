@@ -48,7 +48,7 @@ from ..rows.quantize import (
 from .atomic import as_path
 from .schema import INT32, MAX_LAYERS, MAX_SEQUENCES
 from .shards import save_safetensors
-from .tensor_files import SafetensorsFile, TensorSource
+from .tensor_files import SafetensorsFile, TensorSource, naming
 
 TARGETS = ("bf16", "fp16", "fbgemm", "xformers")
 # a reader in fp16 computes scale * 512 for INT4, and code * scale for FP8, before it adds the shift
@@ -77,10 +77,8 @@ class RawFile:
         self.path = as_path(path)
         self._file = SafetensorsFile(self.path, settled=True)
         try:
-            self._check()
-        except CheckpointError as error:
-            self._file.close()
-            raise CheckpointError(f"{self.path}: {error}") from None
+            with naming(self.path):
+                self._check()
         except BaseException:
             self._file.close()
             raise

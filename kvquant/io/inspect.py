@@ -1,154 +1,185 @@
-"""What a cache file holds, for people and for programs: describe() reads it, render() prints it."""
+"""What a file of rows holds: describe() reads it, for programs, and render() prints it."""
 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from typing import Any
 
-from ..errors import CheckpointError
 from ..rows.format import RowFormat
-from .container import CacheFile
-from .inspect_sequences import describe_pages, render_pages
-from .manifest import KINDS, Manifest
-from .row_stats import (
+from ..text import (
+    Column,
     count_text,
-    describe_side,
-    formats_text,
+    number,
+    paragraph,
     printable,
-    render_layers,
-    render_origin,
-    render_totals,
+    render_table,
     size_text,
     spans,
-    totals,
-    warnings,
 )
-from .sequences_reader import holds_pages
-from .tables import paragraph
+from .container import RowsFile
+from .manifest import CacheManifest, Manifest, SequencesManifest
+from .row_stats import Layers, describe_side, totals, warnings
+
+SHOWN = 20  # sequences of a paged cache that are printed
+SEQUENCES = (
+    Column("sequence", left=True),
+    *map(Column, ("tokens", "packed", "16 bit", "pages", "shared", "known ids")),
+)
+LAYERS = (
+    Column("layer"),
+    *(
+        Column(title, title in "KV", part)
+        for part, side in enumerate("KV", 1)
+        for title in (side, "scale\nmin", "median", "max", "step", "offset")
+    ),
+)
 
 
 def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a cache file, check all of it, and say what it holds.
+    """Read a file of rows, check all of it, and say what it holds.
 
     Args:
-        path: what was given to save_cache, or the index of its shards, or to save_sequences.
+        path: what was given to save_cache or save_sequences, or the index of a cache's shards.
 
     Returns:
-        Plain data that json can write. "kind" is "cache", or "pages" for a file of save_sequences,
-        of which describe_pages tells the rest. Of every layer "window", the last tokens that it
-        sees (of a cache; None: all), and for "k" and "v":
+        Plain data that json can write. "kind" is "cache", or "pages" for a file of save_sequences.
+        Of every layer, for "k" and "v":
         "scale": the least, the median and the greatest scale of the packed rows, and how many are 0
         and how many subnormal; "shift": the least and the greatest; both None for 16-bit rows;
         "step": the root mean square of the scales over the typical standard deviation of a channel
         (integer codes only); "offset": the largest mean of a channel over that deviation. Channels
         are looked at over at most 4096 packed tokens; both are None where there are fewer than 16.
 
+        Of a cache every layer has "window", the last tokens that it sees (None: all).
+
+        Of sequences: "sequences": of each its id, length, how many tokens are "packed" and how many
+        "exact" (16 bit), its "pages", how many of them are "shared" with others of the file, and of
+        how many first tokens the ids are "known". "pages": all in the file, each once;
+        "shared_pages" of them are of several sequences, "page_uses" is what they would be without
+        sharing. "bytes" counts the rows of the file, the unused ones of last pages too;
+        "bytes_in_16_bit" those in use.
+
     Raises:
         FileNotFoundError: there is no such file.
         CheckpointError: the file is damaged or foreign.
     """
-    is_pages = holds_pages(path)
-    try:
-        return describe_pages(path) if is_pages else _describe_cache(path)
-    except (CheckpointError, FileNotFoundError):
-        if holds_pages(path) == is_pages:
-            raise
-        return describe(path)  # a file of the other kind has taken its place
+    with RowsFile[Manifest](path, SequencesManifest, CacheManifest) as file:
+        manifest = file.manifest
+        layers: list[dict[str, Any]] = [
+            {"layer": i}
+            | {
+                side: _describe_side(file, i, side, fmt)
+                for side, fmt in zip("kv", formats, strict=True)
+            }
+            for i, formats in enumerate(manifest.formats)
+        ]
+        described = {
+            "path": str(file.path),
+            "kind": "cache" if isinstance(manifest, CacheManifest) else "pages",
+            "version": manifest.version,
+            "files": file.num_files,
+            "file_bytes": file.num_bytes,
+            "model": manifest.model and dict(manifest.model),
+            "creation": dict(manifest.creation),
+            "num_layers": len(layers),
+            "num_kv_heads": manifest.num_kv_heads,
+            "sink_len": manifest.sink_len,
+            "recent_len": manifest.recent_len,
+            "exact_format": manifest.exact_format,
+            "transformed": bool(manifest.transforms),
+        }
+    problems = warnings(layers, manifest.model)
+    if isinstance(manifest, CacheManifest):
+        described |= _describe_cache(manifest)
+        for layer, entry in zip(layers, manifest.layers, strict=True):
+            layer["window"] = entry.window
+        problems = _all_exact(manifest, layers) + problems
+    elif isinstance(manifest, SequencesManifest):
+        described |= _describe_sequences(manifest)
+    return described | totals(layers) | {"layers": layers, "warnings": problems}
 
 
 def render(description: dict[str, Any]) -> str:
-    """Print what describe() returned as a table.
+    """Print what describe() returned as tables.
 
     Returns:
         Lines of text; what is not printable in the file's own strings is replaced.
     """
     d = description
-    if d["kind"] == "pages":
-        return render_pages(d)
-    return "\n".join(
-        [
-            f"{printable(d['path'])}: kvquant cache, version {d['version']}, "
-            f"{size_text(d['file_bytes'])} in {count_text(d['files'], 'file')}",
-            *render_origin(d),
-            f"  shape      {count_text(d['num_layers'], 'layer')}, "
-            f"{count_text(d['num_kv_heads'], 'KV head')}, {count_text(d['batch'], 'sequence')}",
-            f"  tokens     {_some(d['seq_lens'])} of {d['max_seq_len']}; next position "
-            f"{_some(d['positions'])}",
-            *_rows_lines(d),
-            *render_totals(d),
-            f"  memory     {size_text(d['memory_bytes'])} once loaded",
-            "",
-            render_layers(d["layers"]),
-            *(paragraph(f"warning: {warning}", "  ") for warning in d["warnings"]),
-        ]
-    )
-
-
-def _rows_lines(d: dict[str, Any]) -> list[str]:
-    """Formats and where the tokens are, of layers that see all of them; and the windows."""
-    windows: dict[int, list[int]] = {}
-    for layer in d["layers"]:
-        if layer["window"] is not None:
-            windows.setdefault(layer["window"], []).append(layer["layer"])
-    rows = f"  rows       {formats_text(d['layers'])}"
-    full = next((layer["k"]["tokens"] for layer in d["layers"] if layer["window"] is None), None)
-    if full:
-        rows += f": {full['packed']} tokens; {d['exact_format']}: {full['sinks']} first, "
-        rows += f"{full['recent']} last"
-    shown = [
-        f"{'layer' if len(layers) == 1 else 'layers'} {spans(layers)}: "
-        f"the last {count_text(window, 'token')}"
-        for window, layers in windows.items()
+    is_cache = d["kind"] == "cache"
+    what = "cache" if is_cache else "sequences of a paged cache"
+    files = f" in {count_text(d['files'], 'file')}" if is_cache else ""
+    sequences = d["batch"] if is_cache else len(d["sequences"])
+    lines = [
+        f"{printable(d['path'])}: kvquant {what}, version {d['version']}, "
+        f"{size_text(d['file_bytes'])}{files}",
+        *_origin_lines(d),
+        f"  shape      {count_text(d['num_layers'], 'layer')}, "
+        f"{count_text(d['num_kv_heads'], 'KV head')}, {count_text(sequences, 'sequence')}",
+        *(_cache_lines(d) if is_cache else _pages_lines(d)),
+        *_totals_lines(d),
+        *([f"  memory     {size_text(d['memory_bytes'])} once loaded"] if is_cache else []),
+        "",
+        *([] if is_cache else [_sequences_table(d), ""]),
+        _layers_table(d["layers"]),
+        *(paragraph(f"warning: {warning}", "  ") for warning in d["warnings"]),
     ]
-    return [rows, f"  windows    {'; '.join(shown)}"] if shown else [rows]
+    return "\n".join(lines)
 
 
-def _describe_cache(path: str | os.PathLike[str]) -> dict[str, Any]:
-    with CacheFile(path) as file:
-        manifest = file.manifest
-        layers: list[dict[str, Any]] = [
+def _describe_side(
+    file: RowsFile[Manifest], layer: int, side: str, fmt: RowFormat
+) -> dict[str, Any]:
+    """K or V of one layer; every tensor is read, for its checksum."""
+    manifest, num_bytes, packed = file.manifest, 0, None
+    tokens: dict[str, int] = {}
+    for kind in manifest.KINDS:
+        count, part = 0, manifest.parts.get(f"layers.{layer}.{side}_{kind}")
+        if part is not None:
+            tensor = file.rows(part)
+            rows = part.in_use(tensor)
+            count, num_bytes = len(rows), num_bytes + tensor.numel()
+            if kind in ("packed", "pages"):
+                packed = rows
+        tokens["packed" if kind == "pages" else kind] = count
+    return describe_side(fmt, manifest.num_kv_heads, tokens, num_bytes, packed)
+
+
+def _describe_cache(manifest: CacheManifest) -> dict[str, Any]:
+    return {
+        "batch": manifest.batch,
+        "max_seq_len": manifest.max_seq_len,
+        "seq_lens": list(manifest.seq_lens),
+        "start_positions": list(manifest.start_positions),
+        "positions": list(manifest.positions),
+        "memory_bytes": manifest.cache_bytes(manifest.max_seq_len),
+    }
+
+
+def _describe_sequences(manifest: SequencesManifest) -> dict[str, Any]:
+    uses = Counter(page for sequence in manifest.sequences for page in sequence.pages)
+    return {
+        "page_size": manifest.page_size,
+        "sequences": [
             {
-                "layer": i,
-                "window": entry.window,
-                "k": _describe_side(file, i, "k", entry.k_format),
-                "v": _describe_side(file, i, "v", entry.v_format),
+                "id": sequence.id,
+                "length": sequence.length,
+                "packed": sequence.packed_len,
+                "exact": sequence.length - sequence.packed_len,
+                "pages": len(sequence.pages),
+                "shared": sum(uses[page] > 1 for page in sequence.pages),
+                "known": len(sequence.tokens),
             }
-            for i, entry in enumerate(manifest.layers)
-        ]
-        head: dict[str, Any] = {
-            "path": str(file.path),
-            "kind": "cache",
-            "version": manifest.version,
-            "files": file.num_files,
-            "file_bytes": file.num_bytes,
-        }
-    return (
-        head
-        | {
-            "model": manifest.model and dict(manifest.model),
-            "creation": dict(manifest.creation),
-            "num_layers": len(manifest.layers),
-            "num_kv_heads": manifest.num_kv_heads,
-            "batch": manifest.batch,
-            "max_seq_len": manifest.max_seq_len,
-            "sink_len": manifest.sink_len,
-            "recent_len": manifest.recent_len,
-            "exact_format": manifest.exact_format,
-            "transformed": bool(manifest.transforms),
-            "seq_lens": list(manifest.seq_lens),
-            "start_positions": list(manifest.start_positions),
-            "positions": list(manifest.positions),
-            "memory_bytes": manifest.cache_bytes(manifest.max_seq_len),
-        }
-        | totals(layers)
-        | {
-            "layers": layers,
-            "warnings": _all_exact(manifest, layers) + warnings(layers, manifest.model),
-        }
-    )
+            for sequence in manifest.sequences
+        ],
+        "pages": len(uses),
+        "shared_pages": sum(times > 1 for times in uses.values()),
+        "page_uses": uses.total(),
+    }
 
 
-def _all_exact(manifest: Manifest, layers: list[dict[str, Any]]) -> list[str]:
+def _all_exact(manifest: CacheManifest, layers: list[dict[str, Any]]) -> list[str]:
     """A sentence if there are tokens and none of them is packed."""
     sides = [layer[side] for layer in layers for side in "kv"]
     if any(side["packed_elements"] for side in sides) or not any(side["bytes"] for side in sides):
@@ -160,19 +191,95 @@ def _all_exact(manifest: Manifest, layers: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def _describe_side(file: CacheFile, layer: int, side: str, fmt: RowFormat) -> dict[str, Any]:
-    """What is to be said of K or V of one layer."""
-    tokens, num_bytes, packed = dict.fromkeys(KINDS, 0), 0, None
-    for kind in KINDS:
-        part = file.manifest.parts.get(f"layers.{layer}.{side}_{kind}")
-        if part is None:
-            continue
-        rows = file.rows(part)  # every tensor, for its checksum
-        tokens[kind] = part.num_rows
-        num_bytes += rows.numel()
-        if kind == "packed":
-            packed = rows
-    return describe_side(fmt, file.manifest.num_kv_heads, tokens, num_bytes, packed)
+def _origin_lines(d: dict[str, Any]) -> list[str]:
+    """Print which model a file belongs to, how it came about, and whether a plan was used."""
+    model = d["model"]
+    made = ", ".join(f"{key}={value}" for key, value in d["creation"].items())
+    return [
+        f"  model      {printable(model['type']):.100}, config {model['sha256'][:12]}"
+        if model
+        else "  model      not given",
+        f"  made       {printable(made or '-'):.200}",
+        f"  plan       {'rows are stored in the bases of a plan' if d['transformed'] else 'none'}",
+    ]
+
+
+def _cache_lines(d: dict[str, Any]) -> list[str]:
+    """Tokens; formats and kinds of rows, of layers that see all tokens; and the windows."""
+    windows: dict[int, list[int]] = {}
+    for layer in d["layers"]:
+        if layer["window"] is not None:
+            windows.setdefault(layer["window"], []).append(layer["layer"])
+    rows = f"  rows       {_formats_text(d['layers'])}"
+    full = next((layer["k"]["tokens"] for layer in d["layers"] if layer["window"] is None), None)
+    if full:
+        rows += f": {full['packed']} tokens; {d['exact_format']}: {full['sinks']} first, "
+        rows += f"{full['recent']} last"
+    shown = [
+        f"{'layer' if len(layers) == 1 else 'layers'} {spans(layers)}: "
+        f"the last {count_text(window, 'token')}"
+        for window, layers in windows.items()
+    ]
+    tokens = (
+        f"  tokens     {_some(d['seq_lens'])} of {d['max_seq_len']}; next position "
+        f"{_some(d['positions'])}"
+    )
+    return [tokens, rows, *([f"  windows    {'; '.join(shown)}"] if shown else [])]
+
+
+def _pages_lines(d: dict[str, Any]) -> list[str]:
+    """Pages, formats, and how many tokens are packed."""
+    tokens = d["layers"][0]["k"]["tokens"]
+    return [
+        f"  pages      {d['pages']} of {d['page_size']} tokens; {d['shared_pages']} are "
+        f"shared: {d['page_uses']} without sharing",
+        f"  rows       {_formats_text(d['layers'])}: {tokens['packed']} tokens; "
+        f"{d['exact_format']}: {tokens['exact']}, the first {d['sink_len']} and the last "
+        f"{d['recent_len']} of each sequence",
+    ]
+
+
+def _totals_lines(d: dict[str, Any]) -> list[str]:
+    """Print what totals() returned: two lines."""
+    bits = d["bits_per_element"]
+    return [
+        f"  bits       {number(bits['packed'])} per element packed, {number(bits['all'])} with "
+        "the 16-bit rows",
+        f"  bytes      {size_text(d['bytes'])} instead of {size_text(d['bytes_in_16_bit'])} in "
+        f"16 bit: {number(d['compression_ratio'])}x smaller",
+    ]
+
+
+def _sequences_table(d: dict[str, Any]) -> str:
+    """A row for each of the first sequences."""
+    names = "length", "packed", "exact", "pages", "shared", "known"
+    rows = [
+        [f"{printable(str(sequence['id'])):.40}", *(str(sequence[name]) for name in names)]
+        for sequence in d["sequences"][:SHOWN]
+    ]
+    more = len(d["sequences"]) - SHOWN
+    return render_table(SEQUENCES, rows) + (f"\n... and {more} more" if more > 0 else "")
+
+
+def _layers_table(layers: Layers) -> str:
+    """Print a table of all layers, and what its columns mean."""
+    rows = []
+    for layer in layers:
+        row = [str(layer["layer"])]
+        for side in (layer["k"], layer["v"]):
+            scale = side["scale"] or {}
+            row.append(side["format"])
+            row += [number(scale.get(name)) for name in ("min", "median", "max")]
+            row += [number(side["step"]), number(side["offset"])]
+        rows.append(row)
+    words = "step, offset: that of a code, and a channel's largest mean, in deviations of a channel"
+    return f"{render_table(LAYERS, rows)}\n\n{paragraph(words)}"
+
+
+def _formats_text(layers: Layers) -> str:
+    """The formats of all layers: "K int4-g4, V int4/int8"."""
+    each = {side: sorted({layer[side]["format"] for layer in layers}) for side in "kv"}
+    return ", ".join(f"{side.upper()} {'/'.join(names)}" for side, names in each.items())
 
 
 def _some(numbers: list[int]) -> str:

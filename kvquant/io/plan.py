@@ -21,7 +21,7 @@ from .atomic import as_path
 from .model_id import model_identity
 from .schema import INT64, MAX_LAYERS, Digest, Length, ModelName, checked, parse
 from .shards import save_safetensors
-from .tensor_files import SafetensorsFile, TensorSource, sealed, unsealed
+from .tensor_files import SafetensorsFile, TensorSource, naming, sealed, unsealed
 
 FORMAT, VERSION, UNSEALED_VERSION = "kvquant-plan", 2, 1
 _FACTS = "kvquant"  # the metadata entry
@@ -34,17 +34,17 @@ class CachePlan:
 
     A plan file is safetensors: the tensors below, and two entries of metadata: "kvquant", which is
     JSON, the facts and "sha256" and "shapes" of every tensor; and "kvquant_sha256", its checksum,
-    which files of version 1 have not, nor "shapes". Layers L, KV heads H, query heads Q, head_dim
-    D; all tensors float32. "k" stands for "v" too. Errors are weighted, K's by the queries that
-    meet the head (root of E[(q·e)^2] over E[(q·(k - mean))^2]), V's by the output projection
-    likewise: 0.02 is 2 % of the spread.
+    which files of version 1 have not, nor "shapes". Layers L, KV heads H, head_dim D; all tensors
+    are float32. "k" stands for "v" too. Errors are weighted, K's by the queries that meet the head
+    (root of E[(q·e)^2] over E[(q·(k - mean))^2]), V's by the output projection: 0.02 is 2 % of the
+    spread.
 
-    Transforms, what a cache needs (basis.py, rounding.py):
+    Transforms, what a cache needs (rows/basis.py, rows/quantize.py):
         k.offset          [L, H, D]     subtracted from every row (zeros: none)
         k.matrix          [L, H, D, D]  M, for layers whose basis is "matrix" (identity for others);
                                         there where any layer has one
         k.clip.FORMAT     [L, H]        share of the range that rows of FORMAT keep, 1 or less
-        k.feedback        [L, H, D, D]  L of rounding.py, for the rounding "feedback"
+        k.feedback        [L, H, D, D]  L of error feedback, for the rounding "feedback"
 
     Statistics, for people; all but k.mean may be absent; what there is of K there is of V:
         k.mean, k.std, k.min, k.max, k.absmax    [L, H, D]  of each channel, K after RoPE
@@ -55,10 +55,9 @@ class CachePlan:
                                     chosen with "feedback" (if that was better), and "clip" on top
         k.format_error.FORMAT, k.format_error_plain.FORMAT   [L, H]  of every candidate format, as
                                     the plan does it, and as a cache without a plan does it
-        scores.min, scores.max, scores.mean, scores.std   [L, Q]  sm_scale * q·(k - offset)
-        scores.edges [B + 1], scores.histogram [L, B]   share of all scores in each bin
-        scores.phi [L], scores.phi_overflow [L]   a reference maximum for all queries of a layer,
-                                    and the share of queries whose own maximum is too far from it
+        scores.NAME         statistics of scores, in plans of kvquant 0.1; query heads Q, bins B:
+                            min, max, mean, std [L, Q]; phi, phi_overflow [L]; edges [B + 1] and
+                            histogram [L, B]
 
     facts, plain data:
         format "kvquant-plan", version 2
@@ -119,19 +118,14 @@ class CachePlan:
             CheckpointError: the file is damaged, no plan, or made for another model.
         """
         path = as_path(path)
-        try:
-            with SafetensorsFile(path) as file:
-                facts, digests = _read_facts(file)
-                bits = _check_facts(facts, file.shapes)
-                if not abs(facts["bits"] - bits) <= 1e-6:  # NaN is not
-                    raise CheckpointError(f"bits is {facts['bits']}: the formats have {bits}")
-                tensors = {name: file.read(name, digests[name]) for name in file.shapes}
-            plan = cls(facts, tensors)
+        kinds = CheckpointError, ConfigError, ShapeError
+        with naming(path, kinds), SafetensorsFile(path) as file:
+            facts, digests = _read_facts(file)
+            bits = _check_facts(facts, file.shapes)
+            if not abs(facts["bits"] - bits) <= 1e-6:  # NaN is not
+                raise CheckpointError(f"bits is {facts['bits']}: the formats have {bits}")
+            plan = cls(facts, {name: file.read(name, digests[name]) for name in file.shapes})
             plan._check_values()
-        except (CheckpointError, ConfigError, ShapeError) as error:
-            text = str(error)
-            known = text.startswith(str(path))
-            raise CheckpointError(text if known else f"{path}: {text}") from None
         if model is not None:
             plan.check_model(model, str(path))
         return plan

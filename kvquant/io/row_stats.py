@@ -1,11 +1,8 @@
-"""What stored rows look like: their scales and channels, what may go wrong, and the table of both.
-
-Used by inspect.py and inspect_sequences.py.
-"""
+"""Statistics of stored rows: their scales and channels, their bytes, and what may go wrong."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
@@ -13,8 +10,8 @@ import torch
 
 from ..rows.format import RowFormat
 from ..rows.quantize import LEVELS, dequantize_rows
+from ..text import spans
 from .export import MAX_SCALE
-from .tables import Column, paragraph, render_table
 
 SAMPLE = 4096  # tokens that the statistics of a layer's channels are taken over, at most
 _FEWEST = 16  # tokens below which they say nothing
@@ -127,96 +124,6 @@ def warnings(layers: Layers, model: object) -> list[str]:
     if model is None:
         found.append("the file does not say which model it belongs to")
     return found
-
-
-def render_totals(description: dict[str, Any]) -> list[str]:
-    """Print what totals() returned: two lines."""
-    d, bits = description, description["bits_per_element"]
-    return [
-        f"  bits       {number(bits['packed'])} per element packed, {number(bits['all'])} with "
-        "the 16-bit rows",
-        f"  bytes      {size_text(d['bytes'])} instead of {size_text(d['bytes_in_16_bit'])} in "
-        f"16 bit: {number(d['compression_ratio'])}x smaller",
-    ]
-
-
-def render_origin(description: dict[str, Any]) -> list[str]:
-    """Print which model a file belongs to, how it came about, and whether a plan was used."""
-    d, model = description, description["model"]
-    made = ", ".join(f"{key}={value}" for key, value in d["creation"].items())
-    return [
-        f"  model      {printable(model['type']):.100}, config {model['sha256'][:12]}"
-        if model
-        else "  model      not given",
-        f"  made       {printable(made or '-'):.200}",
-        f"  plan       {'rows are stored in the bases of a plan' if d['transformed'] else 'none'}",
-    ]
-
-
-LAYERS = (
-    Column("layer"),
-    *(
-        Column(title, title in "KV", part)
-        for part, side in enumerate("KV", 1)
-        for title in (side, "scale\nmin", "median", "max", "step", "offset")
-    ),
-)
-
-
-def render_layers(layers: Layers) -> str:
-    """Print a table of all layers, and what its columns mean."""
-    rows = []
-    for layer in layers:
-        row = [str(layer["layer"])]
-        for side in (layer["k"], layer["v"]):
-            scale = side["scale"] or {}
-            row.append(side["format"])
-            row += [number(scale.get(name)) for name in ("min", "median", "max")]
-            row += [number(side["step"]), number(side["offset"])]
-        rows.append(row)
-    words = "step, offset: that of a code, and a channel's largest mean, in deviations of a channel"
-    return f"{render_table(LAYERS, rows)}\n\n{paragraph(words)}"
-
-
-def formats_text(layers: Layers) -> str:
-    """The formats of all layers: "K int4-g4, V int4/int8"."""
-    each = {side: sorted({layer[side]["format"] for layer in layers}) for side in "kv"}
-    return ", ".join(f"{side.upper()} {'/'.join(names)}" for side, names in each.items())
-
-
-def spans(numbers: Iterable[int]) -> str:
-    """Ascending numbers as "0, 3-5"."""
-    spans: list[list[int]] = []
-    for n in numbers:
-        if spans and spans[-1][1] == n - 1:
-            spans[-1][1] = n
-        else:
-            spans.append([n, n])
-    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in spans)
-
-
-def count_text(n: int, noun: str) -> str:
-    """A number of things: "1 page", "2 pages"."""
-    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
-
-
-def size_text(num_bytes: float) -> str:
-    """Bytes in the unit that suits them: "4.2 MiB"."""
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.4g} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.4g} TiB"
-
-
-def number(value: float | None) -> str:
-    """Three digits; "-" for None."""
-    return "-" if value is None else f"{value:.3g}"
-
-
-def printable(text: str) -> str:
-    """A text that cannot write to the terminal."""
-    return "".join(c if c.isprintable() else "?" for c in text)
 
 
 def _describe_packed(rows: torch.Tensor, fmt: RowFormat) -> dict[str, Any]:

@@ -49,6 +49,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,23 +62,20 @@ from ..paged.pool import SequenceId
 from ..paged.state import listed
 from ..rows.basis import fingerprints
 from .atomic import as_path
-from .checkpoint import check_model, check_name
-from .container import PAGES, check_values, named, seal
-from .manifest import Part
-from .model_id import model_identity
-from .schema import plain_data
-from .sequences_manifest import (
+from .container import RowsFile, check_values, seal
+from .manifest import (
     LISTS,
     LISTS_VERSION,
     MANY,
-    VERSION,
-    PageManifest,
+    LayerEntry,
     PagePart,
+    Part,
     SavedSequence,
+    SequencesManifest,
+    origin,
 )
-from .sequences_reader import PageReader
-from .shards import save_safetensors
-from .tensor_files import NO_DIGEST, TensorSource
+from .shards import check_name, save_safetensors
+from .tensor_files import TensorSource
 
 _CHUNK = 64  # pages that are copied to the host at a time
 
@@ -118,15 +116,14 @@ def save_sequences(
         raise ConfigError(f"ids are {shown(list(ids))}: give at least one sequence, and each once")
     manifest, pages = _manifest_of(cache, ids, model, creation)
     sources = {
-        name: TensorSource(torch.uint8, manifest.shape(part), _reader(cache, manifest, part, pages))
+        name: TensorSource(torch.uint8, part.shape, _reader(cache, manifest, part, pages))
         for name, part in manifest.parts.items()
     }
     for name, numbers in manifest.lists.items():
         dtype = LISTS[name.removeprefix("sequences.")]
         sources[name] = TensorSource.of(torch.tensor(numbers, dtype=dtype, device="cpu"))
-    text = manifest.to_json(dict.fromkeys(sources, NO_DIGEST), "")
-    PageManifest.from_json(text, lambda name, *_: manifest.lists[name])
-    save_safetensors(path, sources, lambda digests: seal(PAGES, manifest, digests))
+    manifest.check_readable()
+    save_safetensors(path, sources, lambda digests: seal(manifest, digests))
     return path
 
 
@@ -164,16 +161,12 @@ def load_sequences(
     if ids is not None:
         check_kind("ids", ids, Mapping, "give a dict of new ids by saved ones")
     path = as_path(path)
-    try:
-        with PageReader(path) as file:
-            _check_cache(cache, file.manifest)
-            if model is not None:
-                check_model(path, file.manifest.model, model_identity(model))
-            for part in file.manifest.parts.values():
-                file.rows(part)  # all are looked at before the first is used
-            return _place(cache, file, ids or {})
-    except CheckpointError as error:
-        raise named(path, error) from None
+    with RowsFile(path, SequencesManifest) as file:
+        _check_cache(cache, file.manifest)
+        file.manifest.check_model(path, model)
+        for part in file.manifest.parts.values():
+            file.rows(part)  # all are looked at before the first is used
+        return _place(cache, file, ids or {})
 
 
 def _manifest_of(
@@ -181,7 +174,7 @@ def _manifest_of(
     ids: Sequence[SequenceId],
     model: Mapping[str, Any] | None,
     creation: Mapping[str, Any] | None,
-) -> tuple[PageManifest, list[int]]:
+) -> tuple[SequencesManifest, list[int]]:
     """Describe sequences, their pages counted from 0; also the cache's pages in this order."""
     state = cache.state
     tables = [state.pool.block_table(sequence_id) for sequence_id in ids]
@@ -195,55 +188,53 @@ def _manifest_of(
         numbers = tuple(number[page] for page in table)
         tokens = tuple(map(int, state.tokens(sequence_id)))  # True is one
         sequences.append(SavedSequence(sequence_id, *lens, numbers, tokens))
-    split = state.split
     count = sum(len(sequence.pages) + len(sequence.tokens) for sequence in sequences)
-    manifest = PageManifest(
-        cache.num_kv_heads,
-        split.page_size,
-        cache.sink_len,
-        cache.recent_len,
-        cache.exact_format,
-        tuple((rows.k_format, rows.v_format) for rows in cache.rows.layers),
-        tuple(sequences),
-        None if model is None else model_identity(model),
-        plain_data(creation, "creation"),
-        tuple(fingerprints(cache.bases)),
-        LISTS_VERSION if count > MANY else VERSION,
+    manifest = SequencesManifest(
+        **origin(cache, model, creation),
+        page_size=state.split.page_size,
+        layers=tuple(LayerEntry(rows.k_format, rows.v_format) for rows in cache.rows.layers),
+        sequences=tuple(sequences),
+        version=LISTS_VERSION if count > MANY else 1,
     )
     return manifest, pages
 
 
 def _reader(
-    cache: PagedKVCache, manifest: PageManifest, part: Part, pages: list[int]
+    cache: PagedKVCache, manifest: SequencesManifest, part: Part, pages: list[int]
 ) -> Callable[[], Iterator[torch.Tensor]]:
     """Makes the iterator over a part's rows as they stand in the file."""
+    if isinstance(part, PagePart):
+        return partial(_page_chunks, cache, part, pages)
+    return partial(_exact_chunks, cache, manifest, part)
 
-    def page_chunks() -> Iterator[torch.Tensor]:
-        rows, size = _storage(cache, part), manifest.page_size
-        used = torch.tensor([rows for rows, _, _ in manifest.used.values()], device="cpu")
-        for start in range(0, len(pages), _CHUNK):
-            index = torch.tensor(pages[start : start + _CHUNK], device="cpu").to(rows.device)
-            chunk = rows.index_select(0, index).cpu()
-            unused = torch.arange(size, device="cpu") >= used[start : start + _CHUNK, None]
-            chunk.masked_fill_(unused[:, None, :, None], 0)
-            check_values(part.by_token(chunk), part, start * size)
-            yield chunk
 
-    def exact_chunks() -> Iterator[torch.Tensor]:
-        rows = _storage(cache, part)
-        for i, sequence in enumerate(manifest.sequences):
-            index = _exact_rows(cache, sequence)
-            chunk = (
-                rows[cache.state.seq_slot(sequence.id)].index_select(1, index).transpose(0, 1).cpu()
-            )
-            check_values(chunk, part, part.starts[i])
-            yield chunk
+def _page_chunks(cache: PagedKVCache, part: PagePart, pages: list[int]) -> Iterator[torch.Tensor]:
+    """Pages of the cache, a few at a time, zeros in place of rows that are not in use."""
+    rows, size = _storage(cache, part), part.counts[0]
+    used = torch.tensor(part.used, device="cpu")
+    for start in range(0, len(pages), _CHUNK):
+        index = torch.tensor(pages[start : start + _CHUNK], device="cpu").to(rows.device)
+        chunk = rows.index_select(0, index).cpu()
+        unused = torch.arange(size, device="cpu") >= used[start : start + _CHUNK, None]
+        chunk.masked_fill_(unused[:, None, :, None], 0)
+        check_values(part.by_token(chunk), part, start * size)
+        yield chunk
 
-    return page_chunks if isinstance(part, PagePart) else exact_chunks
+
+def _exact_chunks(
+    cache: PagedKVCache, manifest: SequencesManifest, part: Part
+) -> Iterator[torch.Tensor]:
+    """The 16-bit rows of each sequence."""
+    rows = _storage(cache, part)
+    for i, sequence in enumerate(manifest.sequences):
+        own = rows[cache.state.seq_slot(sequence.id)]
+        chunk = own.index_select(1, _exact_rows(cache, sequence)).transpose(0, 1).cpu()
+        check_values(chunk, part, part.starts[i])
+        yield chunk
 
 
 def _place(
-    cache: PagedKVCache, file: PageReader, names: Mapping[Any, SequenceId]
+    cache: PagedKVCache, file: RowsFile[SequencesManifest], names: Mapping[Any, SequenceId]
 ) -> list[SequenceId]:
     """Give the sequences of a checked file pages and sequence slots, and copy their rows."""
     sequences = file.manifest.sequences
@@ -261,7 +252,9 @@ def _place(
     return list(ids)
 
 
-def _place_rows(cache: PagedKVCache, file: PageReader, ids: Sequence[SequenceId]) -> None:
+def _place_rows(
+    cache: PagedKVCache, file: RowsFile[SequencesManifest], ids: Sequence[SequenceId]
+) -> None:
     """Begin the sequences of a file by these ids, with their rows."""
     manifest, sequences = file.manifest, file.manifest.sequences
     with cache._swap.hinting():
@@ -298,7 +291,7 @@ def _exact_rows(cache: PagedKVCache, sequence: SavedSequence) -> torch.Tensor:
     return torch.from_numpy(rows).to(cache.device)
 
 
-def _check_cache(cache: PagedKVCache, manifest: PageManifest) -> None:
+def _check_cache(cache: PagedKVCache, manifest: SequencesManifest) -> None:
     """Raise unless the rows of a file can stand in a cache."""
     split = cache.state.split
     formats = tuple((rows.k_format, rows.v_format) for rows in cache.rows.layers)
@@ -334,7 +327,7 @@ def _check_cache(cache: PagedKVCache, manifest: PageManifest) -> None:
         )
 
 
-def _check_bases(manifest: PageManifest, ours: Sequence[Mapping[str, str]]) -> None:
+def _check_bases(manifest: SequencesManifest, ours: Sequence[Mapping[str, str]]) -> None:
     """Raise unless the rows of a file are stored in these bases."""
     saved = manifest.transforms
     if saved and not ours:

@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, ConfigError
 from .atomic import as_path, sync_folder, writing
 from .tensor_files import (
     MAX_HEADER_BYTES,
@@ -62,6 +62,14 @@ def found_at(path: Path) -> Path:
                 return index
         elif is_cache_index(index) and not _is_other(path):
             return index
+    return path
+
+
+def check_name(path: str | os.PathLike[str]) -> Path:
+    """The path of a file to be written; ConfigError unless it is NAME.safetensors."""
+    path = as_path(path)
+    if path.suffix != ".safetensors":
+        raise ConfigError(f"{path} cannot be written: give the name of a file, NAME.safetensors")
     return path
 
 

@@ -13,7 +13,8 @@ import os
 import stat
 import struct
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -115,6 +116,22 @@ def write_safetensors(
     file.seek(0)
     file.write(header)
     return digests
+
+
+@contextmanager
+def naming(path: Path, kinds: tuple[type[Exception], ...] = (CheckpointError,)) -> Iterator[None]:
+    """Let a CheckpointError begin with the name of the file that it is about.
+
+    Args:
+        path: of the file.
+        kinds: errors that become a CheckpointError: what is wrong stands in the file.
+    """
+    try:
+        yield
+    except kinds as error:
+        if isinstance(error, CheckpointError) and str(error).startswith(str(path)):
+            raise
+        raise CheckpointError(f"{path}: {error}") from None
 
 
 def sealed(key: str, text: str) -> dict[str, str]:

@@ -22,7 +22,7 @@ from kvquant.bench.report import (
 )
 from kvquant.bench.timer import Machine
 from kvquant.errors import ConfigError, UnsupportedError
-from kvquant.io.tables import Column, render_table
+from kvquant.text import Column, render_table
 
 MACHINE = Machine("GPU", "CUDA 13.0", "2.11", "0.1", "2026-11-21", 132, 60 << 20, 4000.0, 4.7)
 

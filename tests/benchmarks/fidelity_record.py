@@ -10,7 +10,7 @@ from typing import Any
 
 from kvquant.errors import ConfigError
 from kvquant.io.atomic import save_text
-from kvquant.io.tables import Column, render_table
+from kvquant.text import Column, render_table
 
 COLUMNS = (
     Column("cache", left=True),

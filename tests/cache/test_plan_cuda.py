@@ -58,8 +58,6 @@ def test_the_plan_of_the_gpu_is_that_of_the_cpu(relative_l2: Measure) -> None:
         for name in plans[0].facts["candidates"]:
             full = f"{side}.format_error.{name}"
             assert relative_l2(theirs[full], ours[full]) < 0.05, full
-    for name in ("scores.mean", "scores.std", "scores.phi"):
-        assert relative_l2(theirs[name], ours[name]) < 0.01, name
 
 
 def test_the_command_calibrates_on_the_gpu(tmp_path: Path) -> None:

@@ -14,8 +14,9 @@ from kvquant import KVCache, load_cache, save_cache
 from kvquant.cache import layer
 from kvquant.cache.layer import rooms_of
 from kvquant.errors import CheckpointError, ConfigError, ShapeError, UnsupportedError
-from kvquant.io.container import CacheFile
+from kvquant.io.container import RowsFile
 from kvquant.io.export import export_cache
+from kvquant.io.manifest import CacheManifest
 from kvquant.rows.basis import Basis, LayerBasis
 
 BATCH, HEADS, DIM, MAX = 2, 2, 64, 64
@@ -182,7 +183,7 @@ def test_files_hold_the_window_and_go_on(tmp_path: Path, lens: list[int]) -> Non
     save_cache(cache, tmp_path / "a.safetensors")
     loaded = load_cache(tmp_path / "a.safetensors")
     assert loaded.windows == [12, None]
-    with CacheFile(tmp_path / "a.safetensors") as file:
+    with RowsFile(tmp_path / "a.safetensors", CacheManifest) as file:
         assert file.manifest.version == 2
         kept = {part.kind: part.num_rows for part in file.manifest.parts.values() if not part.layer}
     assert sum(kept.values()) == sum(min(max(n - 2, 0), WINDOW) for n in lens)
@@ -226,23 +227,21 @@ def test_files_without_windows_stay_of_version_1(tmp_path: Path) -> None:
     cache = make([None, None])
     fill(cache, [9])
     save_cache(cache, tmp_path / "a.safetensors")
-    with CacheFile(tmp_path / "a.safetensors") as file:
+    with RowsFile(tmp_path / "a.safetensors", CacheManifest) as file:
         assert file.manifest.version == 1
 
 
 def test_versions_that_do_not_fit_the_layers_are_refused(tmp_path: Path) -> None:
-    from kvquant.io.manifest import Manifest
-
     cache = make()
     fill(cache, [9])
     save_cache(cache, tmp_path / "a.safetensors")
-    with CacheFile(tmp_path / "a.safetensors") as file:
+    with RowsFile(tmp_path / "a.safetensors", CacheManifest) as file:
         text = file.manifest.to_json(file._digests, "test")
     with pytest.raises(CheckpointError, match="has version 1, its layers are of 2"):
-        Manifest.from_json(text.replace('"version":2', '"version":1'))
+        CacheManifest.from_json(text.replace('"version":2', '"version":1'))
     for wrong in ("0", "true", '"12"', "1.5"):
         with pytest.raises(CheckpointError, match=r"layers\[0\]\.window"):
-            Manifest.from_json(text.replace('"window":12', f'"window":{wrong}'))
+            CacheManifest.from_json(text.replace('"window":12', f'"window":{wrong}'))
 
 
 def test_other_programs_get_no_part_of_a_sequence(tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ import torch
 pytest.importorskip("transformers")
 from kvquant.cache.contiguous import KVCache
 from kvquant.calibration.fidelity import (
+    Reference,
     Scheme,
     compare,
     compare_passages,
-    measure,
     perplexity_of,
     predict,
     quantized_copy,
@@ -111,11 +111,7 @@ def test_better_formats_keep_the_predictions_better(model: CachedModel, text: li
         Scheme("bf16", "int4"),
     ]
     windows = spread(text, 4, 200 + 24 + 1)
-    done: list[int] = []
-    exact, int8, int4_g4, int4, ended, half = measure(
-        model, windows, 200, schemes, progress=done.append
-    )
-    assert done == [1] * 7
+    exact, int8, int4_g4, int4, ended, half = map(Reference(model, windows, 200).measure, schemes)
     assert exact.kl == 0.0 and exact.top1 == 1.0
     assert 0 < int8.kl < 1e-3 < int4_g4.kl < int4.kl < 0.1
     assert ended.kl < int4.kl / 3
@@ -158,4 +154,4 @@ def test_a_perplexity_beyond_all_numbers_is_infinite() -> None:
 
 def test_windows_without_room_are_refused(model: CachedModel) -> None:
     with pytest.raises(ShapeError, match="no room for a prompt of 10"):
-        measure(model, torch.zeros(1, 11, dtype=torch.int64), 10)
+        Reference(model, torch.zeros(1, 11, dtype=torch.int64), 10)

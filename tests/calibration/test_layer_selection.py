@@ -87,15 +87,11 @@ def test_the_layers_of_the_cache_are_counted_from_0() -> None:
         def shared_layers(self) -> dict[int, int]:
             return {}
 
-        def windows(self) -> dict[int, int]:
-            return {0: 10, 2: 30}
-
     seen = []
     held = HeldLayers(Model(), [1, 2, 3])
     held.observe(torch.zeros(1), lambda layer, q, k, v, scale: seen.append((layer, int(q))))
     assert seen == [(0, 1), (1, 2), (2, 3)]
     assert held.output_weights() == {0: 1, 2: 3}
-    assert held.windows() == {1: 30}
 
 
 def test_layers_that_share_are_read_as_those_that_they_share_with() -> None:
@@ -114,9 +110,6 @@ def test_layers_that_share_are_read_as_those_that_they_share_with() -> None:
 
         def shared_layers(self) -> dict[int, int]:
             return shared
-
-        def windows(self) -> dict[int, int]:
-            return {}
 
     held, seen = HeldLayers(Model(), places, shared), []
     held.observe(torch.zeros(1), lambda layer, q, k, v, scale: seen.append(int(q)))

@@ -6,8 +6,7 @@ import pytest
 import torch
 from example_plan import example_plan
 
-from kvquant.calibration.fidelity import Fidelity, Scheme
-from kvquant.calibration.text_report import refusal, render_fidelity, render_plan, warnings
+from kvquant.calibration.text_report import refusal, render_plan, warnings
 from kvquant.io.plan import CachePlan
 
 ROW = {"bits": 4.25, "kl": 0.0002, "top1": 0.99, "perplexity": 15.0}
@@ -25,16 +24,17 @@ def plan(offset: float = 0.0, **facts: Any) -> CachePlan:
     return CachePlan({**example.facts, **given}, {**example.tensors, "k.mean": mean, "k.std": std})
 
 
-def test_the_table_names_each_scheme_with_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    good = Fidelity(Scheme("int8", "int8"), 8.25, 1000, 0.0002, 0.99, 15.0, 0.00003, 0.004)
-    bad = Fidelity(Scheme("int4", "int8", 4, 128), 4.25, 500, 2.318, 0.3625, 161.0)
+def test_the_table_names_each_format_with_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    good = {"format": "int8", "plan": False} | ROW | {"bits": 8.25, "kl_error": 3e-5}
+    bad = {"format": "int4", "plan": False} | ROW | {"kl": 2.318, "top1": 0.3625}
     monkeypatch.setenv("COLUMNS", "120")
-    lines = render_fidelity([good, bad]).splitlines()[-2:]
-    assert lines[0].split() == [
-        *("int8", "8.25", "1.94x", "0.00020", "0.00003", "99.00", "0.40", "15.000")
-    ]
-    assert lines[1].startswith("K int4, V int8 + 4 sinks, 128 recent")
-    assert lines[1].split()[-5:] == ["2.31800", "-", "36.25", "-", "161.000"]
+    comparison = [good | {"top1_error": 0.004}, bad | {"perplexity": 161.0}]
+    lines = [line.split() for line in render_plan(plan(comparison=comparison)).splitlines()]
+    figures = {" ".join(words[:2]): words[2:] for words in lines if words[1:2] == ["plain"]}
+    assert figures == {
+        "int8, plain": ["8.25", "1.94x", "0.00020", "0.00003", "99.00", "0.40", "15.000"],
+        "int4, plain": ["4.25", "3.76x", "2.31800", "-", "36.25", "-", "161.000"],
+    }
 
 
 def test_a_plan_is_printed_beside_plain_formats_with_its_layers() -> None:

@@ -12,8 +12,7 @@ from paged_cases import DIM, HEADS, LAYERS, PAGE, RECENT, SINKS, begin, extend, 
 
 from kvquant.cli.main import main
 from kvquant.errors import CheckpointError
-from kvquant.io.inspect import describe, render
-from kvquant.io.inspect_sequences import SHOWN
+from kvquant.io.inspect import SHOWN, describe, render
 from kvquant.io.sequences import save_sequences
 from kvquant.paged.batch import PagedBatch
 from kvquant.rows.format import RowFormat

@@ -1,4 +1,4 @@
-"""Tables in a terminal, drawn by rich: plain text that fits the terminal, or 80 columns."""
+"""Text for a terminal: tables, drawn by rich, that fit it or 80 columns; numbers and sizes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from io import StringIO
 
@@ -75,6 +75,41 @@ def paragraph(text: str, indent: str = "") -> str:
     return textwrap.fill(
         text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )
+
+
+def spans(numbers: Iterable[int]) -> str:
+    """Ascending numbers as "0, 3-5"."""
+    found: list[list[int]] = []
+    for n in numbers:
+        if found and found[-1][1] == n - 1:
+            found[-1][1] = n
+        else:
+            found.append([n, n])
+    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in found)
+
+
+def count_text(n: int, noun: str) -> str:
+    """A number of things: "1 page", "2 pages"."""
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
+
+
+def size_text(num_bytes: float) -> str:
+    """Bytes in the unit that suits them: "4.2 MiB"."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.4g} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.4g} TiB"
+
+
+def number(value: float | None) -> str:
+    """Three digits; "-" for None."""
+    return "-" if value is None else f"{value:.3g}"
+
+
+def printable(text: str) -> str:
+    """A text that cannot write to the terminal."""
+    return "".join(c if c.isprintable() else "?" for c in text)
 
 
 def _side_by_side(columns: Sequence[Column], sizes: Sequence[int], width: int) -> list[list[int]]:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from kvquant.io.tables import Column, render_table, terminal_width
+from kvquant.text import Column, render_table, terminal_width
 
 COLUMNS = (
     Column("name", left=True),
