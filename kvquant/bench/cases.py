@@ -1,4 +1,4 @@
-"""What `kvquant bench` measures on a GPU: cases, and their inputs in memory."""
+"""What `kvquant bench` measures: cases, their inputs in memory, and the check of their results."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from itertools import product
 
 import torch
 
-from ..errors import ConfigError
+from ..errors import ConfigError, KVQuantError
+from ..ops.attention import attend_segments
 from ..rows.format import RowFormat
 from ..rows.quantize import exact_codec, quantize_rows
+from ..rows.reference import reference_over_segments
 from ..rows.segment import PAGE_SIZES, Segment
 
 FORMATS = ("int4-g4", "int4", "int8-g4", "fp8", "bf16")
@@ -21,6 +23,8 @@ SHAPES = (
 )
 QUICK = tuple((8, 1, 8192, batch) for batch in (1, 64, 256))
 TELLING = (8, 1, 8192, 256)  # where all formats are compared
+# relative L2; 16-bit outputs are rounded
+MAX_ERROR = {torch.float32: 1e-5, torch.bfloat16: 3e-3, torch.float16: 8e-4}
 BLOCK = 32768  # tokens that are quantized; longer sequences repeat them
 
 
@@ -253,3 +257,29 @@ def _random_rows(
         return rows.repeat(sequences, 1, 1, 1)
     pages = rows.reshape(num_kv_heads, -1, page_size, fmt.row_bytes).transpose(0, 1)
     return pages.repeat(sequences, 1, 1, 1)
+
+
+def check(case: Case, inputs: Inputs) -> float:
+    """Compare the first and the last sequence with the float64 reference.
+
+    Returns:
+        The greater relative L2 error of the two.
+
+    Raises:
+        KVQuantError: it is over the limit of the output's dtype.
+    """
+    out = attend_segments(inputs.q, inputs.segments)
+    assert isinstance(out, torch.Tensor)
+    errors = []
+    for b in {0, case.batch - 1}:
+        segments = [take_sequences(segment, b, 1) for segment in inputs.segments]
+        expected, _ = reference_over_segments(inputs.q[b : b + 1], segments)
+        errors.append(float((out[b : b + 1] - expected).norm() / expected.norm()))
+    limit = MAX_ERROR[case.dtype]
+    for error in errors:
+        if not error <= limit:  # NaN too
+            raise KVQuantError(
+                f"{case.name}, batch {case.batch}, {case.heads} heads, T {case.seq_len}: relative "
+                f"error {error:.1e} is over {limit}: not timed"
+            )
+    return max(errors)

@@ -1,7 +1,7 @@
 """Speed of the kernels on this machine, beside torch's own ways to do the same.
 
 Every case is checked before it is timed: attention against the float64 reference on the
-dequantized rows, rows against the plain torch meaning, byte for byte. Times are medians of single
+dequantized rows, rows against the plain torch reference, byte for byte. Times are medians of single
 calls, ours and the peers' in turn, so that all see the same machine and find the caches as cold.
 """
 
@@ -17,14 +17,13 @@ import torch
 import torch.nn.functional as F
 
 from ..errors import KVQuantError
-from ..ops.attention import decode_attention
+from ..ops.attention import attend_segments
 from ..rows.format import RowFormat
 from ..rows.quantize import dequantize_rows, quantize_rows
-from ..rows.reference import reference_attention
 from ..text import Column, render_table
+from .cases import Case, check, make_inputs
 
 FORMATS = ("int4-g4", "int4", "int8", "fp8", "bf16")
-MAX_ERROR = 1e-5  # relative L2 of float32 output
 
 
 class DecodeResult(TypedDict):
@@ -73,83 +72,55 @@ def time_in_turn(
     return [1e3 * pick(taken) for taken in times]
 
 
-def read_roof(seconds: float = 1.0) -> float:
+def read_bandwidth(seconds: float = 1.0) -> float:
     """GB/s at which torch sums 1 GiB of float32 on the CPU."""
     x = torch.zeros(1 << 28, dtype=torch.float32, device="cpu")
     return x.nbytes / time_in_turn([x.sum], seconds)[0] / 1e6
 
 
-def bench_decode(
-    fmt: str,
-    *,
-    batch: int = 1,
-    num_q_heads: int = 32,
-    num_kv_heads: int = 8,
-    seq_len: int = 8192,
-    head_dim: int = 128,
-    seconds: float = 3.0,
-) -> DecodeResult:
-    """Time decode_attention on the CPU against torch's attention on the 16- and 32-bit cache.
+def bench_decode(case: Case, seconds: float = 3.0) -> DecodeResult:
+    """Time attention on the CPU against torch's on the same values in 16 and in 32 bit.
 
     The peers: scaled_dot_product_attention with the query group folded into q_len or with
     enable_gqa, in float32 and in bfloat16 (the fastest of the four counts), and apart from it the
     same attention as two batched matmuls and a softmax in bfloat16.
 
     Args:
-        fmt: a format, or those of K and V apart: int8/int4.
+        case: of float32 queries and packed rows without pages.
+        seconds: for which all of them are timed.
 
     Raises:
         KVQuantError: the result is not within 1e-5 of the reference; nothing is timed then.
     """
-    k_name, _, v_name = fmt.partition("/")
-    k_format = RowFormat.parse(k_name, head_dim)
-    v_format = RowFormat.parse(v_name or k_name, head_dim)
-    generator = torch.Generator().manual_seed(0)
-    shape = (batch, num_kv_heads, seq_len, head_dim)
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
-
-    k, v = (draw(*shape) for _ in range(2))
-    q = draw(batch, num_q_heads, head_dim)
-    k_rows, v_rows = quantize_rows(k, k_format), quantize_rows(v, v_format)
-    seq_lens = torch.full((batch,), seq_len, dtype=torch.int32, device="cpu")
-
-    def ours() -> torch.Tensor:
-        out = decode_attention(q, k_rows, v_rows, seq_lens, k_format=k_format, v_format=v_format)
-        assert isinstance(out, torch.Tensor)
-        return out
-
-    expected = reference_attention(
-        q, k_rows, v_rows, seq_lens, k_format=k_format, v_format=v_format
-    )
-    error = float((ours() - expected).norm() / expected.norm())
-    if not error <= MAX_ERROR:
-        raise KVQuantError(f"{fmt}: relative error {error:.1e} is over {MAX_ERROR}: not timed")
-
+    (inputs,) = make_inputs(case, 1, torch.device("cpu"))
+    error = check(case, inputs)
+    (segment,) = inputs.segments
+    k = dequantize_rows(segment.k_rows, case.k_format)
+    v = dequantize_rows(segment.v_rows, case.v_format)
+    ours = partial(attend_segments, inputs.q, inputs.segments)
     peers: dict[str, Callable[[], object]] = {}
     for dtype in (torch.float32, torch.bfloat16):
         kd, vd = k.to(dtype), v.to(dtype)
-        folded = q.to(dtype).view(batch, num_kv_heads, -1, head_dim)
-        single = q.to(dtype)[:, :, None]
+        q = inputs.q.to(dtype)
+        folded = q.view(case.batch, case.num_kv_heads, -1, case.head_dim)
         word = str(dtype).removeprefix("torch.")
         peers[f"folded {word}"] = _sdpa(folded, kd, vd, enable_gqa=False)
-        peers[f"enable_gqa {word}"] = _sdpa(single, kd, vd, enable_gqa=True)
+        peers[f"enable_gqa {word}"] = _sdpa(q[:, :, None], kd, vd, enable_gqa=True)
     peers["matmul bfloat16"] = lambda: (
-        torch.softmax(folded @ kd.transpose(-1, -2) * head_dim**-0.5, dim=-1) @ vd
+        torch.softmax(folded @ kd.transpose(-1, -2) * case.head_dim**-0.5, dim=-1) @ vd
     )
     ms, *peer_ms = time_in_turn([ours, *peers.values()], seconds)
     *sdpa_ms, matmul_ms = peer_ms
     best = min(range(len(sdpa_ms)), key=sdpa_ms.__getitem__)
     return DecodeResult(
-        format=fmt,
-        batch=batch,
-        num_q_heads=num_q_heads,
-        num_kv_heads=num_kv_heads,
-        seq_len=seq_len,
+        format=case.name,
+        batch=case.batch,
+        num_q_heads=case.num_q_heads,
+        num_kv_heads=case.num_kv_heads,
+        seq_len=case.seq_len,
         error=error,
         ms=ms,
-        gb_per_s=(k_rows.nbytes + v_rows.nbytes) / ms / 1e6,
+        gb_per_s=case.nbytes / ms / 1e6,
         sdpa=list(peers)[best],
         sdpa_ms=sdpa_ms[best],
         sdpa_ratio=sdpa_ms[best] / ms,

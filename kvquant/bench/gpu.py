@@ -12,13 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..errors import KVQuantError
 from ..ops.attention import attend_segments
-from ..rows.reference import reference_over_segments
-from .cases import Case, Inputs, make_inputs, take_sequences
+from .cases import Case, Inputs, check, make_inputs
 from .timer import Call, Timer
 
-MAX_ERROR = {torch.bfloat16: 3e-3, torch.float16: 8e-4}  # relative L2; the output is rounded
 GIVE_UP = 2.0  # a peer this much slower than the best is not timed to the end
 BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -59,32 +56,6 @@ class Result:
     error: float
     times: Times
     sdpa: Peer | str
-
-
-def check(case: Case, inputs: Inputs) -> float:
-    """Compare the first and the last sequence with the float64 reference.
-
-    Returns:
-        The greater relative L2 error of the two.
-
-    Raises:
-        KVQuantError: it is over the limit of the output's dtype.
-    """
-    out = attend_segments(inputs.q, inputs.segments)
-    assert isinstance(out, torch.Tensor)
-    errors = []
-    for b in {0, case.batch - 1}:
-        segments = [take_sequences(segment, b, 1) for segment in inputs.segments]
-        expected, _ = reference_over_segments(inputs.q[b : b + 1], segments)
-        errors.append(float((out[b : b + 1] - expected).norm() / expected.norm()))
-    limit = MAX_ERROR[case.dtype]
-    for error in errors:
-        if not error <= limit:  # NaN too
-            raise KVQuantError(
-                f"{case.name}, batch {case.batch}, {case.heads} heads, T {case.seq_len}: relative "
-                f"error {error:.1e} is over {limit}: not timed"
-            )
-    return max(errors)
 
 
 def check_and_time(

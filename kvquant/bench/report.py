@@ -21,8 +21,8 @@ SDPA = "SDPA, 16 bit"  # its line in the picture
 SHAPE = (Column("format", left=True), *map(Column, ("batch", "heads", "T")))
 SPEEDS = (
     *SHAPE,
-    *(Column(title, part=1) for title in ("us", "GB/s", "roof")),
-    *(Column(title, part=1) for title in ("in a row\nus", "GB/s", "roof", "error")),
+    *(Column(title, part=1) for title in ("us", "GB/s", "of peak")),
+    *(Column(title, part=1) for title in ("in a row\nus", "GB/s", "of peak", "error")),
     Column("best SDPA", left=True, part=2),
     *(Column(title, part=2) for title in ("us", "ratio", "in a row\nus", "ratio")),
 )
@@ -43,7 +43,7 @@ VARIANTS = (
 def render_machine(machine: Machine) -> str:
     """The GPU, the versions and the limits in one line."""
     return (
-        f"{machine.gpu}, {machine.driver}, torch {machine.torch}: read roof "
+        f"{machine.gpu}, {machine.driver}, torch {machine.torch}: peak bandwidth "
         f"{machine.read_gb_per_s:.0f} GB/s, empty graph {machine.empty_graph_us:.1f} us"
     )
 
@@ -139,7 +139,7 @@ def case_figures(case: Case) -> dict[str, Any]:
 
 
 def time_figures(case: Case, times: Times, machine: Machine) -> dict[str, float | None]:
-    """Microseconds, GB/s of rows and percent of the roof, alone and in a row."""
+    """Microseconds, GB/s of rows and percent of the peak bandwidth, alone and in a row."""
     found: dict[str, float | None] = {}
     for prefix, us in (("", times.alone), ("in_a_row_", times.in_a_row)):
         speed = None if us is None else case.nbytes / us / 1e3
@@ -168,7 +168,7 @@ def check_plot(path: Path) -> None:
 
 
 def plot(results: Sequence[Result], machine: Machine, path: Path) -> None:
-    """Draw percent of the read roof, in a row, over batch and over T: a line for each format.
+    """Draw percent of the peak bandwidth, in a row, over batch and over T: a line for each format.
 
     Torch's attention stands beside with its own bytes, those of the 16-bit cache.
     """
@@ -190,7 +190,7 @@ def plot(results: Sequence[Result], machine: Machine, path: Path) -> None:
         axes.grid(alpha=0.3)
         if lines:
             axes.legend()
-    panels[0].set_ylabel("percent of the read roof, calls in a row")
+    panels[0].set_ylabel("percent of peak bandwidth, calls in a row")
     figure.suptitle(f"kvquant {machine.kvquant}, {machine.gpu}, {machine.read_gb_per_s:.0f} GB/s")
     with writing(path) as place, place.replaced() as file:
         figure.savefig(file, format="png", dpi=150)
@@ -203,7 +203,7 @@ def series(
 
     Args:
         results: in any order.
-        machine: its roof is 100 percent.
+        machine: its peak bandwidth is 100 percent.
         axis: "batch" or "seq_len"; what else belongs to the shape is the same in all results
             picked.
 

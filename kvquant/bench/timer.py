@@ -91,7 +91,7 @@ class GraphTimer:
             warnings.filterwarnings("ignore", "The CUDA Graph is empty")
             return self._median(_capture([]))
 
-    def read_roof(self) -> float:
+    def read_bandwidth(self) -> float:
         """GB/s at which torch sums 4 GiB of float32, or what fits of it."""
         size = 1 << 30
         while True:
@@ -145,6 +145,6 @@ def describe_machine(timer: GraphTimer, version: str) -> Machine:
         date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         num_sms=properties.multi_processor_count,
         l2_bytes=timer.l2_bytes,
-        read_gb_per_s=timer.read_roof(),
+        read_gb_per_s=timer.read_bandwidth(),
         empty_graph_us=timer.empty(),
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -69,7 +68,9 @@ GPU_ONLY = {
 @click.option("--tune", is_flag=True, help="Measure and keep the best launch plans instead.")
 @click.option("--ablate", is_flag=True, help="Measure what each technique brings instead.")
 @click.option("--json", "json_file", type=NEW_FILE, help="Write the figures to this file too.")
-@click.option("--plot", "plot_file", type=NEW_FILE, help="Draw percent of the roof, as PNG.")
+@click.option(
+    "--plot", "plot_file", type=NEW_FILE, help="Draw the share of peak bandwidth, as PNG."
+)
 @enough_memory("--seq-len or --batch")
 def bench(
     device: str | None,
@@ -90,13 +91,14 @@ def bench(
     measured. The options from --dtype to --ablate and --plot are for GPUs only.
 
     "us" is one call with a cold L2 cache, launch included; "in a row" one of many calls on rotated
-    inputs. GB/s count the rows; "roof" is their share of the speed at which the GPU reads.
+    inputs. GB/s count the rows; "of peak" is their share of the peak bandwidth, as torch's sum
+    reads it.
 
     \b
     Example:
       kvquant bench
       kvquant bench --format int4-g4 --batch 64 --page-size 0 --page-size 64 \\
-          --plot roof.png
+          --plot bandwidth.png
       kvquant bench --device cpu --format int8 --seq-len 32768
     """
     check_output(json_file, endings=(".json",))
@@ -108,12 +110,13 @@ def bench(
         for name, option in GPU_ONLY.items():
             if gpu[name]:
                 raise click.UsageError(f"{option} is for GPUs: leave it out with --device cpu")
-        heads = {"num_q_heads": q_heads or 32, "num_kv_heads": kv_heads or 8}
-        shapes = [
-            heads | {"batch": batch, "seq_len": seq_len}
-            for seq_len, batch in product(seq_lens or (8192,), batches or (1,))
-        ]
-        _bench_cpu(formats, shapes, head_dim, seconds or 3.0, json_file)
+        shapes: dict[str, Any] = {
+            "batches": batches or (1,),
+            "seq_lens": seq_lens,
+            "head_dim": head_dim,
+        }
+        shapes |= {"num_q_heads": q_heads, "num_kv_heads": kv_heads}
+        _bench_cpu(formats, shapes, seconds or 3.0, json_file)
         return
     if seconds is not None:
         raise click.UsageError("--seconds is for the CPU: on a GPU use --quick")
@@ -129,8 +132,7 @@ def bench(
         "page_sizes": gpu["page_sizes"],
         "exact": gpu["exact"],
     }
-    from ..bench import report as gpureport
-    from ..bench import timer as gputimer
+    from ..bench import report, timer
     from ..bench.cases import list_cases
     from ..bench.tune import ABLATED, ABLATED_FORMATS, TABLE
     from ..text import render_table
@@ -140,17 +142,17 @@ def bench(
     if gpu["ablate"]:
         formats = formats or ABLATED_FORMATS
     cases = list_cases(formats, quick=gpu["quick"], **sizes)
-    timer = gputimer.GraphTimer(0.01 if gpu["quick"] else 0.05)
-    machine = gputimer.describe_machine(timer, __version__)
-    click.echo(gpureport.render_machine(machine) + "\n")
-    modes = {"tune": (_tune, gpureport.PLANS), "ablate": (_ablate, gpureport.VARIANTS)}
-    run, columns = next((modes[name] for name in modes if gpu[name]), (_measure, gpureport.SPEEDS))
+    watch = timer.GraphTimer(0.01 if gpu["quick"] else 0.05)
+    machine = timer.describe_machine(watch, __version__)
+    click.echo(report.render_machine(machine) + "\n")
+    modes = {"tune": (_tune, report.PLANS), "ablate": (_ablate, report.VARIANTS)}
+    run, columns = next((modes[name] for name in modes if gpu[name]), (_measure, report.SPEEDS))
     rows: Rows = []
     results: list[Result] = []
     figures: dict[str, Any] | None = None
     try:
-        figures = run(cases, timer, machine, rows, results)
-    finally:  # what was measured is told after an interrupt, and kept where nobody reads it
+        figures = run(cases, watch, machine, rows, results)
+    finally:  # what was measured is printed after an interrupt too, and kept in any case
         try:
             if rows:
                 click.echo(render_table(columns, rows))
@@ -158,7 +160,7 @@ def bench(
             if figures:
                 write_json(json_file, {"machine": asdict(machine)} | figures)
     if gpu["plot_file"]:
-        gpureport.plot(results, machine, gpu["plot_file"])
+        report.plot(results, machine, gpu["plot_file"])
 
 
 def _check_gpu_options(gpu: dict[str, Any]) -> None:
@@ -178,21 +180,20 @@ def _check_gpu_options(gpu: dict[str, Any]) -> None:
 def _measure(
     cases: Sequence[Case], timer: Timer, machine: Machine, rows: Rows, results: list[Result]
 ) -> dict[str, Any]:
-    from ..bench import report as gpureport
+    from ..bench import report
     from ..bench.gpu import Peer, measure
 
     peers: dict[Case, Peer | str] = {}
     for result in _each_that_fits(cases, lambda case: measure(case, timer, peers)):
-        rows.append(gpureport.speed_cells(result, machine))
+        rows.append(report.speed_cells(result, machine))
         results.append(result)
-    return {"decode": [gpureport.figures(result, machine) for result in results]}
+    return {"decode": [report.figures(result, machine) for result in results]}
 
 
 def _tune(
     cases: Sequence[Case], timer: Timer, machine: Machine, rows: Rows, _: object
 ) -> dict[str, Any]:
-    from ..bench import report as gpureport
-    from ..bench import tune as gputune
+    from ..bench import report, tune
     from ..kernels.cuda.decode import launch
     from ..kernels.cuda.decode.tuned import save_table
 
@@ -200,29 +201,28 @@ def _tune(
     path = save_table(())  # tells at once if it cannot be kept
     click.echo("plans: splits x warps of a block x stages; at first each kernel is compiled")
     choices = []
-    for choice in _each_that_fits(cases, lambda case: gputune.tune(case, timer, gpu)):
-        path = save_table([gputune.table_row(choice, gpu)])
-        rows.append(gpureport.choice_cells(choice))
+    for choice in _each_that_fits(cases, lambda case: tune.tune(case, timer, gpu)):
+        path = save_table([tune.table_row(choice, gpu)])
+        rows.append(report.choice_cells(choice))
         choices.append(choice)
     click.echo(f"{len(choices)} plans kept in {path}: new processes use them\n")
-    return {"plans": [gpureport.choice_figures(choice, machine) for choice in choices]}
+    return {"plans": [report.choice_figures(choice, machine) for choice in choices]}
 
 
 def _ablate(
     cases: Sequence[Case], timer: Timer, machine: Machine, rows: Rows, _: object
 ) -> dict[str, Any]:
-    from ..bench import report as gpureport
-    from ..bench import tune as gputune
+    from ..bench import report, tune
     from ..kernels.cuda.decode import launch
     from ..kernels.cuda.decode.tuned import load_table
 
     gpu, tuned = launch.gpu_facts(timer.device), load_table()
     click.echo("plan: splits x warps of a block x stages; ratios above 1 are slower\n")
     variants = []
-    for found in _each_that_fits(cases, lambda case: gputune.ablate(case, timer, gpu, tuned)):
-        rows += [gpureport.variant_cells(variant, found[0]) for variant in found]
+    for found in _each_that_fits(cases, lambda case: tune.ablate(case, timer, gpu, tuned)):
+        rows += [report.variant_cells(variant, found[0]) for variant in found]
         variants += found
-    return {"kernels": [gpureport.variant_figures(variant, machine) for variant in variants]}
+    return {"kernels": [report.variant_figures(variant, machine) for variant in variants]}
 
 
 def _each_that_fits(cases: Sequence[Case], measure: Callable[[Case], T]) -> Iterator[T]:
@@ -249,41 +249,33 @@ def _each_that_fits(cases: Sequence[Case], measure: Callable[[Case], T]) -> Iter
 
 
 def _bench_cpu(
-    formats: Sequence[str],
-    shapes: Sequence[dict[str, int]],
-    head_dim: int,
-    seconds: float,
-    json_file: Path | None,
+    formats: Sequence[str], sizes: dict[str, Any], seconds: float, json_file: Path | None
 ) -> None:
     import torch
 
-    from ..bench.cpu import FORMATS, bench_decode, bench_rows, read_roof, render_decode, render_rows
+    from ..bench import cpu
+    from ..bench.cases import list_cases
 
-    for shape in shapes:
-        if shape["num_q_heads"] % shape["num_kv_heads"]:
-            raise ConfigError(
-                f"--q-heads {shape['num_q_heads']} is not a multiple of --kv-heads "
-                f"{shape['num_kv_heads']}"
-            )
-    names = formats or FORMATS
+    names, head_dim = formats or cpu.FORMATS, sizes["head_dim"]
+    cases = list_cases(names, dtype=torch.float32, **sizes)
     alone = list(dict.fromkeys(part for name in names for part in name.split("/")))
-    steps = len(names) * len(shapes) + len(alone) + 1
-    with progress(steps, "Timing") as update:
-        roof = read_roof()
-        update(1, "read roof")
+    with progress(len(cases) + len(alone) + 1, "Timing") as update:
+        peak = cpu.read_bandwidth()
+        update(1, "peak bandwidth")
         decoded = []
-        for shape, name in product(shapes, names):
-            decoded.append(bench_decode(name, head_dim=head_dim, seconds=seconds, **shape))
-            update(1, f"decode {name}")
+        for case in cases:
+            decoded.append(cpu.bench_decode(case, seconds))
+            update(1, f"decode {case.name}")
         rows = []
         for name in alone:
-            rows.append(bench_rows(name, shape=(8, 4096, head_dim), seconds=seconds))
+            rows.append(cpu.bench_rows(name, shape=(8, 4096, head_dim), seconds=seconds))
             update(1, f"rows {name}")
     threads = torch.get_num_threads()
     try:
-        click.echo(f"{threads} threads, torch {torch.__version__}, read roof {roof:.1f} GB/s\n")
-        click.echo(f"decode attention, head_dim {head_dim}\n\n{render_decode(decoded)}\n")
-        click.echo(f"rows of float32 [8, 4096, {head_dim}]\n\n{render_rows(rows)}")
+        versions = f"{threads} threads, torch {torch.__version__}"
+        click.echo(f"{versions}, peak bandwidth {peak:.1f} GB/s\n")
+        click.echo(f"decode attention, head_dim {head_dim}\n\n{cpu.render_decode(decoded)}\n")
+        click.echo(f"rows of float32 [8, 4096, {head_dim}]\n\n{cpu.render_rows(rows)}")
     finally:
-        result = {"threads": threads, "read_gb_per_s": roof, "decode": decoded, "rows": rows}
+        result = {"threads": threads, "read_gb_per_s": peak, "decode": decoded, "rows": rows}
         write_json(json_file, result)

@@ -18,8 +18,8 @@ from kvquant.bench import gpu as gpubench
 from kvquant.bench import report as gpureport
 from kvquant.bench import timer as gputimer
 from kvquant.bench import tune as gputune
-from kvquant.bench.cases import FORMATS, Case, make_inputs, parse_formats
-from kvquant.bench.gpu import Peer, Times, best_sdpa, check, measure
+from kvquant.bench.cases import FORMATS, Case, check, make_inputs, parse_formats
+from kvquant.bench.gpu import Peer, Times, best_sdpa, measure
 from kvquant.bench.report import (
     PLANS,
     VARIANTS,
@@ -90,7 +90,7 @@ def test_wrong_results_are_an_error_and_nothing_is_timed(
         out[{"first": 0, "last": -1, "nan": 0}[wrong], 0, 0] += math.nan if wrong == "nan" else 0.1
         return out
 
-    monkeypatch.setattr(gpubench, "attend_segments", spoiled)
+    monkeypatch.setattr("kvquant.bench.cases.attend_segments", spoiled)
     timer = FakeTimer()
     with pytest.raises(KVQuantError, match=r"int4-g4, batch 2, 4:2 heads, T 70: .* not timed"):
         measure(small(), timer, {})
@@ -214,7 +214,7 @@ def override_plan(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Plan, str]]:
         told.append((plan, without))
         yield
 
-    monkeypatch.setattr(gputune, "forced", force)
+    monkeypatch.setattr(gputune, "override_plan", force)
     monkeypatch.setattr(launch, "gpu_facts", lambda device: H200)
     return told
 
@@ -332,7 +332,7 @@ def test_the_command_measures_checks_and_writes(gpu: None, tmp_path: Path) -> No
     done = run("--format", "int4-g4", "--format", "int8/int4", *SMALL, "--json", path)
     assert done.exit_code == 0, done.output
     first, _, *lines = done.stdout.splitlines()
-    assert first == "GPU, CUDA 13.0, torch 2.11: read roof 4000 GB/s, empty graph 4.7 us"
+    assert first == "GPU, CUDA 13.0, torch 2.11: peak bandwidth 4000 GB/s, empty graph 4.7 us"
     assert max(map(len, lines)) <= 80
     heads = [i for i, line in enumerate(lines) if line.startswith("format     batch")]
     assert len(heads) == 2  # our times, then torch's

@@ -561,14 +561,14 @@ def test_a_bench_beyond_memory_is_told(error: Exception, monkeypatch: pytest.Mon
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(bench, "read_roof", lambda: 1.0)
+    monkeypatch.setattr(bench, "read_bandwidth", lambda: 1.0)
     monkeypatch.setattr(bench, "bench_decode", fail)
     result = run("bench", "--device", "cpu", "--seq-len", 2_000_000_000)
     assert result.exit_code == 2
     assert result.stderr.splitlines()[-1] == (
         "Error: these sizes take more memory than there is: use a smaller --seq-len or --batch"
     )
-    monkeypatch.setattr(bench, "read_roof", lambda: 1 / 0)
+    monkeypatch.setattr(bench, "read_bandwidth", lambda: 1 / 0)
     assert isinstance(run("bench", "--device", "cpu").exception, ZeroDivisionError)
 
 
@@ -577,7 +577,7 @@ def test_a_bench_of_k_and_v_of_unlike_formats(
 ) -> None:
     from kvquant.bench import cpu as bench
 
-    monkeypatch.setattr(bench, "read_roof", lambda: 1.0)
+    monkeypatch.setattr(bench, "read_bandwidth", lambda: 1.0)
     monkeypatch.setattr(bench, "bench_rows", lambda name, **_: {"format": name})
     monkeypatch.setattr(bench, "render_rows", lambda rows: "")
     monkeypatch.setattr(bench, "time_in_turn", lambda calls, *_: [1.0 for _ in calls])
