@@ -105,7 +105,7 @@ def optimal_matrix(
 
     Args:
         weights: [heads, dim, dim], float64: W.
-        covariance: likewise: C.
+        covariance: of the same shape: C.
         feedback: whether rows will be rounded with feedback.
         noise: [heads], float64: variance of a channel that is rounding; none when None.
 

@@ -44,7 +44,7 @@ class ErrorMeter:
 
     Args:
         weights: for every layer and side [num_kv_heads, head_dim, head_dim]: W.
-        means: likewise [num_kv_heads, head_dim]: the rows' mean.
+        means: for every layer and side [num_kv_heads, head_dim]: the rows' mean.
     """
 
     def __init__(self, weights: Weights, means: Weights) -> None:

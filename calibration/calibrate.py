@@ -20,7 +20,7 @@ from kvquant.rows.format import FP16_MAX, HEAD_DIMS, RowFormat
 
 from .basis_search import BASE_FORMAT, STEPS, Chosen, ObservableModel, choose
 from .fidelity import DecodingModel, Fidelity, Planned, Reference, Scheme
-from .format_search import Costs, Side, allocate, blamed
+from .format_search import Costs, Side, allocate, worst_layers
 from .layer_selection import HeldLayers, held_layers, renumbered
 from .moments import Moments, weights_digest
 from .single_pass import PassingModel, PassReference
@@ -28,7 +28,7 @@ from .windows import Sizes as Sizes
 from .windows import Text, observed_windows, random_tokens, token_ids
 from .windows import spread as spread
 
-HELD_SHARE = 4  # the last quarter of a text is held for scoring
+HELD_OUT = 4  # the last quarter of a text is held out for scoring
 CANDIDATES = ("int4", "int4-g2", "int4-g4", "int4-g8", "int8")  # cheapest first
 ROUNDINGS = ("feedback", "nearest")
 COMPARED = ("int4", "int4-g4", "int8")
@@ -78,7 +78,7 @@ class Goal:
         if self.max_kl is not None and not (0 < self.max_kl < math.inf):
             raise ConfigError(f"a KL of {self.max_kl} cannot be kept: use more than 0, as 0.01")
         if self.format is not None:
-            RowFormat.parse(self.format, HEAD_DIMS[0])  # that it exists is said before all work
+            RowFormat.parse(self.format, HEAD_DIMS[0])  # an unknown one is refused before all work
         if self.budget is not None and not self.budget < math.inf:
             raise ConfigError(f"a budget of {self.budget} bits is not possible: use 4.25 or more")
 
@@ -126,7 +126,7 @@ def calibrate(
     if goal.max_kl is not None and tokens is None and held is None:
         raise ConfigError("a KL is measured on a text: give tokens or held, or no max_kl")
     if tokens is not None and held is None:
-        cut = len(tokens) - len(tokens) // HELD_SHARE
+        cut = len(tokens) - len(tokens) // HELD_OUT
         tokens, held = tokens[:cut], tokens[cut:]
     passages = None
     if held is not None:
@@ -183,7 +183,7 @@ def observe(
     for layer, at in moments.layers.items():
         if not all(bool(tensor.isfinite().all()) for tensor in at.tensors.values()):
             raise NonFiniteError(
-                f"layer {layer} attends with NaN or Inf: mend the model, or run it in float32"
+                f"layer {layer} attends with NaN or Inf: fix the model, or run it in float32"
             )
     return moments
 
@@ -403,7 +403,7 @@ def _decided(
     facts = {
         **plan.facts,
         "measured": {
-            **_told(found),
+            **_fidelity_facts(found),
             "exact_perplexity": reference.perplexity,
             "context": sizes.context,
             "scored": reference.num_tokens,
@@ -413,7 +413,7 @@ def _decided(
             "in_one_pass": reference.why if isinstance(reference, PassReference) else None,
         },
         "limit": {"max_kl": limit, "budget": goal.budget, "met": is_met},
-        "blamed": [] if is_met else blamed(costs, used),
+        "blamed": [] if is_met else worst_layers(costs, used),
         "sensitivity": [
             {
                 "layer": layer,
@@ -463,10 +463,10 @@ def _costs(
 
 def _figures(found: Fidelity, pair: tuple[RowFormat, RowFormat]) -> dict[str, float | None]:
     bits = 8 * sum(f.row_bytes for f in pair) / sum(f.head_dim for f in pair)
-    return {"bits": bits, **_told(found)}
+    return {"bits": bits, **_fidelity_facts(found)}
 
 
-def _told(found: Fidelity) -> dict[str, float | None]:
+def _fidelity_facts(found: Fidelity) -> dict[str, float | None]:
     """What of a measurement goes into a plan."""
     names = ("kl", "kl_error", "top1", "top1_error", "perplexity")
     return {name: getattr(found, name) for name in names}

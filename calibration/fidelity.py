@@ -130,13 +130,13 @@ class DecodingModel(Protocol):
         """Decode one token of each sequence: logits [batch, vocabulary]."""
 
 
-def read_prompt(model: DecodingModel, prompt: torch.Tensor, room: int) -> KVCache:
+def read_prompt(model: DecodingModel, prompt: torch.Tensor, new_tokens: int) -> KVCache:
     """Read a prompt into a 16-bit cache.
 
     Args:
         model: reads it.
         prompt: [batch, tokens], int64.
-        room: tokens to be decoded later.
+        new_tokens: how many will be decoded later.
 
     Returns:
         A cache of 16-bit rows only.
@@ -144,7 +144,7 @@ def read_prompt(model: DecodingModel, prompt: torch.Tensor, room: int) -> KVCach
     exact = model.exact_format
     cache = model.new_cache(
         prompt.shape[0],
-        prompt.shape[1] + room,
+        prompt.shape[1] + new_tokens,
         k_format=exact,
         v_format=exact,
         sink_len=0,
@@ -163,7 +163,7 @@ def quantized_copy(model: DecodingModel, exact: KVCache, scheme: Scheme | Planne
         scheme: of the copy.
 
     Returns:
-        A cache with room for as many tokens.
+        A cache of the same capacity.
 
     Raises:
         NonFiniteError: keys or values that a format cannot hold.
@@ -185,7 +185,7 @@ def stored_bits(cache: KVCache, exact: KVCache) -> float:
 
     Args:
         cache: what is measured.
-        exact: a 16-bit cache with room for as many tokens, and as few where there are windows.
+        exact: a 16-bit cache of the same capacity and windows.
 
     Returns:
         What the cache takes for an element that the other keeps in 16 bits.
@@ -234,7 +234,7 @@ class Reference:
         perplexity: of the text under the 16-bit cache's predictions.
 
     Raises:
-        ShapeError: windows have no room for a scored token after the prompt.
+        ShapeError: windows hold no scored token after the prompt.
     """
 
     def __init__(self, model: DecodingModel, windows: torch.Tensor, context: int) -> None:
@@ -265,7 +265,7 @@ def compare(
 
     Args:
         expected: [tokens, batch, vocabulary], log probabilities of the 16-bit cache.
-        given: likewise, of another.
+        given: log probabilities of another cache, of the same shape.
         targets: [tokens, batch, 1], int64: the tokens that came.
 
     Returns:

@@ -260,8 +260,10 @@ def error_names(plan: CachePlan) -> list[str]:
     """The steps whose error the plan tells; the whole plan last, where it is not all int4."""
     known = [name for name in plan.facts["steps"] if f"k.error.{name}" in plan.tensors]
     chosen = {(side, name) for pair in plan.formats for side, name in zip("kv", pair, strict=True)}
-    told = {(side, name) for side, name in chosen if f"{side}.format_error.{name}" in plan.tensors}
-    return [*known, "plan"] if {name for _, name in told} - {"int4"} else known
+    measured = {
+        (side, name) for side, name in chosen if f"{side}.format_error.{name}" in plan.tensors
+    }
+    return [*known, "plan"] if {name for _, name in measured} - {"int4"} else known
 
 
 def errors(plan: CachePlan, side: str, name: str) -> torch.Tensor:

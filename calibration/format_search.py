@@ -22,7 +22,7 @@ class Costs:
     Attributes:
         kl: for every side and format, nats per token.
         bits: of every format, per element of a row of K, cheapest first.
-        v_bits: likewise of V, where its rows are of another width; those of K when None.
+        v_bits: the same of V, where its rows are of another width; those of K when None.
         v_width: elements of a row of V for each of K.
     """
 
@@ -86,18 +86,18 @@ def allocate(
     return formats
 
 
-def blamed(costs: Costs, formats: Mapping[Side, str], *, count: int = 3) -> list[int]:
+def worst_layers(costs: Costs, formats: Mapping[Side, str], *, count: int = 3) -> list[int]:
     """The layers that cost the most, worst first."""
     layers: dict[int, float] = {}
     for (layer, side), name in formats.items():
         layers[layer] = layers.get(layer, 0.0) + costs.kl[layer, side][name]
     worst = sorted(layers, key=lambda layer: -layers[layer])
     half = sum(layers.values()) / 2
-    chosen, told = [], 0.0
+    chosen, total = [], 0.0
     for layer in worst[:count]:
         chosen.append(layer)
-        told += layers[layer]
-        if told > half:
+        total += layers[layer]
+        if total > half:
             break
     return chosen
 

@@ -28,8 +28,9 @@ TEMPLATE = Path(__file__).with_name("report.html.jinja")
 SECTIONS: Sequence[Section] = (
     (
         "Formats compared",
-        "The same held text decoded from caches of one format for all layers. Lower is better, and "
-        "further left is smaller; filled marks use the plan's transforms. Bars: standard errors.",
+        "The same held-out text decoded from caches of one format for all layers. Lower is better, "
+        "and further left is smaller; filled marks use the plan's transforms. Bars: standard "
+        "errors.",
         figures.comparison,
         "",
     ),
@@ -164,12 +165,14 @@ def _comparison_table(plan: CachePlan) -> Table:
     for name in sorted(bits, key=lambda name: (bits[name], name)):
         pair = [found.get((name, planned)) for planned in (False, True)]
         cells = [name, f"{bits[name]:.2f}"]
-        told: tuple[Callable[[Mapping[str, Any]], str], ...] = (
+        columns: tuple[Callable[[Mapping[str, Any]], str], ...] = (
             kl_text,
             lambda row: percent(row["top1"], top1_error(row, plan)),
             lambda row: f"{row['perplexity']:.2f}",
         )
-        cells += [_arrow([None if row is None else words(row) for row in pair]) for words in told]
+        cells += [
+            _arrow([None if row is None else words(row) for row in pair]) for words in columns
+        ]
         for side in "kv":
             kinds = (f"{side}.format_error_plain.{name}", f"{side}.format_error.{name}")
             errors = [plan.tensors.get(kind) for kind in kinds]
@@ -243,9 +246,9 @@ def _method(plan: CachePlan) -> str:
             )
         passages = f" in {measured['passages']} passages" if measured.get("passages") else ""
         words += (
-            f" Measured on held text: {measured['scored']:,} tokens after {measured['context']:,} "
-            f"tokens of context{passages}, fed one by one; all before them is read from the "
-            f"quantized cache, with {ends}. KL and top-1 compare each prediction with that of the "
+            f" Measured on held-out text: {measured['scored']:,} tokens after "
+            f"{measured['context']:,} tokens of context{passages}, fed one by one; "
+            f"all before them is read from the quantized cache, with {ends}. KL and top-1 compare each prediction with that of the "
             "16-bit cache; bits count the packed rows with their scales. Standard errors take each "
             "passage as one observation, for tokens of one passage are alike."
         )

@@ -67,7 +67,7 @@ def held_layers(
         config: of the text model; what it says of num_hidden_layers and layer_types is used.
 
     Returns:
-        The model's layer at each place of the cache, and why others have none, by their layer.
+        The model's layer at each index of the cache, and why others have none, by their layer.
 
     Raises:
         UnsupportedError: no layer can be held.

@@ -39,7 +39,7 @@ class LayerMoments:
     Attributes:
         tensors: the sums by name: "count" [1] of tokens, "k_sum" [num_kv_heads, k_dim], "k_outer"
             and "q_outer" [num_kv_heads, k_dim, k_dim], "k_min" and "k_max" [num_kv_heads, k_dim];
-            of V likewise.
+            the same of V.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class Moments:
             return None
         except (CheckpointError, OSError) as error:
             warn(
-                f"the sums of an interrupted run cannot be gone on from: {error}. Observing begins "
+                f"the sums of an interrupted run cannot be continued: {error}. Observing begins "
                 "anew"
             )
             return None

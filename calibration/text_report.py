@@ -49,24 +49,24 @@ def render_plan(plan: CachePlan) -> str:
 
 
 def refusal(plan: CachePlan) -> str | None:
-    """A sentence if the plan does not keep its limit, with the layers to blame."""
+    """A sentence if the plan does not keep its limit, with the layers that cost the most."""
     limit, measured = plan.facts["limit"], plan.facts["measured"]
     if limit["met"] or not measured:
         return None
     within = f" within {limit['budget']:g} bits" if limit["budget"] else ""
     places = plan.places
     worst = [places[at] for at in plan.facts["blamed"]]
-    blamed = f"{_layers(worst)} the most" if worst else "all layers are in 16 bit"
+    costliest = f"{_layers(worst)} the most" if worst else "all layers are in 16 bit"
     return (
         f"the limit of {limit['max_kl']:g} nats per token is not met{within}: the best plan has a "
         f"KL of {measured['kl']:.4g} at {plan.bits:.2f} bits per element; "
-        f"{blamed}. Allow more, or keep some tokens in 16 bit (sink_len, recent_len)"
+        f"{costliest}. Allow more, or keep some tokens in 16 bit (sink_len, recent_len)"
     )
 
 
 def warnings(plan: CachePlan) -> list[str]:
     """Say in plain words what this model does not bear, and why; nothing if it bears all."""
-    said = []
+    found = []
     entries: Iterable[tuple[str, Mapping[str, Any] | None]] = [
         *(
             (f"{one['format']} rows without a plan", one)
@@ -77,32 +77,32 @@ def warnings(plan: CachePlan) -> list[str]:
     ]
     for name, one in entries:
         if one is None:
-            said.append(
+            found.append(
                 f"{name} was not measured: give --text to have its predictions compared with those "
                 "of the 16-bit cache"
             )
         elif not one["kl"] <= KL_LIMIT:  # NaN too
-            said.append(
+            found.append(
                 f"{name}: KL {one['kl']:.2f} nats per token, only {100 * one['top1']:.0f} % of the "
                 "likeliest tokens are the same: do not decode this model from such a cache"
             )
         elif one["kl"] > KL_NOTICE:
-            said.append(
+            found.append(
                 f"{name}: KL {one['kl']:.3f} nats per token, {100 * one['top1']:.0f} % of the "
                 "likeliest tokens are the same: a noticeable loss; take more bits if you can"
             )
     places = plan.places
-    said += [
+    found += [
         f"layer {layer} is kept in 16 bit: {entry['kept']}"
         for layer, entry in zip(places, plan.facts["layers"], strict=True)
         if entry["kept"]
     ]
-    said += [
+    found += [
         f"layer {one['layer']} is not in the cache: {one['why']}"
         for one in plan.facts.get("others", [])
     ]
     if plan.facts["measured"] and plan.facts["measured"].get("in_one_pass"):
-        said.append(
+        found.append(
             f"this model cannot decode from a KVCache ({plan.facts['measured']['in_one_pass']}): "
             "its fidelity was computed in one pass, by the rows that a cache would keep"
         )
@@ -113,13 +113,13 @@ def warnings(plan: CachePlan) -> list[str]:
         layer, head = divmod(int(ratios.argmax()), ratios.shape[1])
         if float(ratios.max()) > OFFSET_LIMIT:
             channel = int(mean[layer, head].abs().argmax())
-            said.append(
+            found.append(
                 "keys have large constant offsets, as models with a key bias have (worst in layer "
                 f"{places[layer]}, KV head {head}, channel {channel}: mean "
                 f"{float(ratios.max()):.0f} times the typical deviation): always use this plan, "
                 "which subtracts them; without it most codes of a 4-bit row are lost on them"
             )
-    return said
+    return found
 
 
 def _row(name: str, bits: float, figures: Mapping[str, Any]) -> list[str]:

@@ -42,10 +42,10 @@ def verdict(plan: CachePlan) -> tuple[str, str, str, list[str]]:
     further = []
     if not limit["met"]:
         kind, mark = "bad", "Limit not met."
-        further.append(_blame(plan))
+        further.append(_worst_layers(plan))
     elif not kl <= KL_LIMIT:
         kind, mark = "bad", "Do not decode from this cache."
-        further.append(_blame(plan))
+        further.append(_worst_layers(plan))
     elif too_few := _too_few(measured):
         kind, mark = "notice", "Too little text for a verdict."
         further.append(too_few)
@@ -85,15 +85,15 @@ def _too_few(measured: Mapping[str, Any]) -> str:
     scored, passages = measured["scored"], measured.get("passages")
     if scored >= LEAST_SCORED and (passages is None or passages >= LEAST_PASSAGES):
         return ""
-    told = count_text(scored, "token")
-    told += f" of {count_text(passages, 'passage')}" if passages is not None else ""
+    text = count_text(scored, "token")
+    text += f" of {count_text(passages, 'passage')}" if passages is not None else ""
     return (
-        f"Only {told} were scored: {LEAST_SCORED} or more of {LEAST_PASSAGES} passages or more are "
+        f"Only {text} were scored: {LEAST_SCORED} or more of {LEAST_PASSAGES} passages or more are "
         "needed (--windows, --scored, a longer text)."
     )
 
 
-def _blame(plan: CachePlan) -> str:
+def _worst_layers(plan: CachePlan) -> str:
     """The layers that cost most in the formats that they were given."""
     costs: dict[int, float] = {}
     for row in plan.facts["sensitivity"]:  # of K, of V, or of both

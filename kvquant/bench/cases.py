@@ -130,8 +130,8 @@ def list_cases(
         formats: names; "int8-g4/int4-g4" for K and V apart. Where shapes are given but no formats:
             FORMATS.
         batches: 64 if some shape but no batch is given.
-        seq_lens: tokens; 8192 likewise.
-        num_q_heads, num_kv_heads: 32 and 8 likewise.
+        seq_lens: tokens; 8192 if some shape but no length is given.
+        num_q_heads, num_kv_heads: 32 and 8 if some shape but no heads are given.
         head_dim: elements of a head.
         dtype: of q.
         page_sizes: 0 for no pages.

@@ -21,8 +21,8 @@ SDPA = "SDPA, 16 bit"  # its line in the picture
 SHAPE = (Column("format", left=True), *map(Column, ("batch", "heads", "T")))
 SPEEDS = (
     *SHAPE,
-    *(Column(title, part=1) for title in ("us", "GB/s", "of peak")),
-    *(Column(title, part=1) for title in ("in a row\nus", "GB/s", "of peak", "error")),
+    *(Column(title, part=1) for title in ("us", "GB/s", "peak")),
+    *(Column(title, part=1) for title in ("in a row\nus", "GB/s", "peak", "error")),
     Column("best SDPA", left=True, part=2),
     *(Column(title, part=2) for title in ("us", "ratio", "in a row\nus", "ratio")),
 )

@@ -91,7 +91,7 @@ def bench(
     measured. The options from --dtype to --ablate and --plot are for GPUs only.
 
     "us" is one call with a cold L2 cache, launch included; "in a row" one of many calls on rotated
-    inputs. GB/s count the rows; "of peak" is their share of the peak bandwidth, as torch's sum
+    inputs. GB/s count the rows; "peak" is their share of the peak bandwidth, as torch's sum
     reads it.
 
     \b

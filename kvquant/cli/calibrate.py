@@ -35,7 +35,7 @@ NOT_MET = 3  # exit code
 
 @click.command(epilog=FORMATS)
 @click.argument("model", type=FOLDER)
-@click.option("--text", type=FILE, help="Text to observe; its last quarter is held.")
+@click.option("--text", type=FILE, help="Text to observe; its last quarter is held out.")
 @click.option("--held", type=FILE, help="Another text to score on, instead of the last quarter.")
 @click.option("--max-kl", type=POSITIVE, help="Fewest bits that keep this KL, nats per token.")
 @click.option("--budget", type=POSITIVE, help="Least KL within so many bits per element.")
@@ -82,9 +82,9 @@ def calibrate(
     """Make the plan of a model's caches, and prove it.
 
     Keys, values and queries of the text are observed, and for every layer what its rows are stored
-    as is chosen: offsets, rotation or matrix, rounding, clipping, format. Then held passages are
-    decoded token by token from such caches, and the predictions compared with those of the 16-bit
-    cache: KL divergence, share of equal likeliest tokens, perplexity. The table is printed; the
+    as is chosen: offsets, rotation or matrix, rounding, clipping, format. Then held-out passages
+    are decoded token by token from such caches, and the predictions compared with those of the
+    16-bit cache: KL divergence, share of equal likeliest tokens, perplexity. The table is printed; the
     plan is written. An interrupted run goes on where it was. Under torchrun, ranks share the text.
 
     The exit code is 3 if --max-kl cannot be met.

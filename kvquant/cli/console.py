@@ -117,7 +117,7 @@ class Failure(click.ClickException):
 
 
 class Interrupted(click.ClickException):
-    """An interrupt, told as shells know it."""
+    """An interrupt, with the exit code that shells give it."""
 
     exit_code = 130
 
@@ -134,17 +134,17 @@ class Commands(click.Group):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Print help, if that is asked for; see click.Group.parse_args."""
-        with _told():
+        with _shown_errors():
             return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; see click.Group.invoke."""
-        with _told():
+        with _shown_errors():
             return super().invoke(ctx)
 
 
 @contextmanager
-def _told() -> Iterator[None]:
+def _shown_errors() -> Iterator[None]:
     """Turn foreseen errors into those that click shows."""
     try:
         yield
@@ -222,14 +222,14 @@ def progress(length: int, label: str) -> Iterator[Callable[..., None]]:
 
 def _lines(length: int, label: str) -> Callable[..., None]:
     """Print a line for every stage, and for every further share of the whole."""
-    done, told, last = 0, 0, None
+    done, printed, last = 0, 0, None
 
     def update(amount: int, stage: str | None = None) -> None:
-        nonlocal done, told, last
+        nonlocal done, printed, last
         done += amount
         share = 100 * done // length
-        if stage != last or share >= told + SHARE or share == 100 > told:
-            told, last = share, stage
+        if stage != last or share >= printed + SHARE or share == 100 > printed:
+            printed, last = share, stage
             with suppress(OSError):  # what is done counts more than a full log
                 click.echo(f"{label}: {f'{stage}, ' if stage else ''}{share} %", err=True)
 

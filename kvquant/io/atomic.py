@@ -70,7 +70,7 @@ class Place:
         try:
             try:
                 file = _new_file(temporary, target if target.exists() else like)
-            except OSError as error:  # told of the file that was asked for
+            except OSError as error:  # it names the file that was asked for
                 raise type(error)(error.errno, error.strerror, str(target)) from None
             with file:
                 yield file
@@ -78,7 +78,7 @@ class Place:
                 os.fsync(file.fileno())
             os.replace(temporary, target)
         except BaseException:
-            with suppress(OSError):  # what went wrong first is what is told
+            with suppress(OSError):  # the first error is the one that is raised
                 temporary.unlink()
             raise
         sync_folder(target.parent)

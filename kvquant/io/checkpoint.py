@@ -12,7 +12,7 @@ The manifest is an object with exactly these keys; every number is whole:
     writer            the program that wrote the file, for people
     num_kv_heads      KV heads of every layer
     head_dim          KVCache's head_dim
-    max_seq_len       tokens that a sequence had room for
+    max_seq_len       capacity of a sequence, in tokens
     sink_len          first tokens of each sequence in 16 bit
     recent_len        last tokens of each sequence in 16 bit
     exact_format      "bf16" or "fp16": the 16-bit rows
@@ -36,7 +36,7 @@ The tensors hold the rows in use, of layer I and of K and V each:
     layers.I.k_sinks    tokens 0 to sink_len, in exact_format
     layers.I.k_packed   the next packed_lens tokens, in the layer's k format
     layers.I.k_recent   the rest, in exact_format
-    layers.I.v_...      likewise
+    layers.I.v_...      the same of V
 
 each uint8 [tokens of all sequences, num_kv_heads, row_bytes]: sequence after sequence, tokens in
 their order. A tensor without rows is left out; no other tensor may be there. Row bytes are those of
@@ -173,7 +173,7 @@ def load_cache(
         model: the config, as a dict, of the model that is to continue; None to take any file.
         plan: that the cache was made with, if there was one: it has the bases of the rows. Formats
             are those of the file.
-        max_seq_len: tokens that a sequence is to have room for; as it was when None.
+        max_seq_len: capacity of a sequence, in tokens; as it was when None.
         device: where the cache is to lie.
 
     Returns:
@@ -344,7 +344,7 @@ def _check_room(path: Path, manifest: CacheManifest, max_seq_len: int) -> None:
     ):
         least = longest
         for part in manifest.parts.values():
-            if part.kind == "packed":  # 16-bit rows keep their room, used or not
+            if part.kind == "packed":  # 16-bit rows keep their capacity, used or not
                 window = manifest.layers[part.layer].window
                 ends = manifest.sink_len + manifest.recent_len
                 exact = ends if window is None else min(manifest.recent_len, window)

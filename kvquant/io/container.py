@@ -192,7 +192,7 @@ class RowsFile(Generic[M]):
             now = os.stat(self.path)
         except FileNotFoundError:  # if it was there a moment ago, an index is there now
             return self._first is not None or self._found_at(path) != self.path
-        except OSError:  # it cannot be told
+        except OSError:  # unknown
             return False
         if self._first is None:  # there was none, or it could not be read
             return isinstance(error, FileNotFoundError)

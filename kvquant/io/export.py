@@ -56,7 +56,7 @@ MAX_SCALE = {"int4": FP16_MAX / 512, "fp8": FP16_MAX / 448}
 
 
 class RawFile:
-    """The raw K and V tensors of another program, open for reading; told in the module.
+    """The raw K and V tensors of another program, open for reading; the module documents them.
 
     Args:
         path: a safetensors file.
@@ -75,7 +75,7 @@ class RawFile:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = as_path(path)
-        self._file = SafetensorsFile(self.path, settled=True)
+        self._file = SafetensorsFile(self.path, wait=True)
         try:
             with naming(self.path):
                 self._check()
@@ -190,7 +190,7 @@ def quantize_raw(
         path: a safetensors file.
         k_format, v_format, sink_len, recent_len: as in KVCache.
         exact_format: "bf16" or "fp16"; that of the tensors when None (bf16 for float32).
-        max_seq_len: tokens that a sequence has room for; those of the tensors when None.
+        max_seq_len: capacity of a sequence, in tokens; those of the tensors when None.
 
     Returns:
         A cache on the CPU.
@@ -234,7 +234,7 @@ def quantize_raw(
 
 
 def export_cache(cache: KVCache, path: str | os.PathLike[str], to: str) -> list[str]:
-    """Write a cache for another program; the tensors are told in the module.
+    """Write a cache for another program; the module documents the tensors.
 
     "bf16" and "fp16" write values. "fbgemm" and "xformers" write the packed rows byte for byte; the
     16-bit rows of a cache (sinks, recent tokens) are quantized for this export, for the first time,
@@ -403,7 +403,7 @@ def _check_exportable(layer: int, k_format: RowFormat, v_format: RowFormat, to: 
 def _is_nan(where: str) -> NonFiniteError:
     return NonFiniteError(
         f"{where}: this row came with NaN, Inf or a value that its format cannot hold, and decodes "
-        "to NaN: mend the model, or export a cache without it"
+        "to NaN: fix the model, or export a cache without it"
     )
 
 

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 WINDOWS_VERSION = 2  # of caches with sliding windows; all else is as in version 1
-LISTS_VERSION = 2  # of sequences whose pages and tokens stand in tensors; likewise
+LISTS_VERSION = 2  # of sequences whose pages and tokens stand in tensors; all else is the same
 MANY = 1 << 16  # numbers of pages and tokens, above which they do
 LISTS = {"pages": torch.int32, "tokens": torch.int64}  # what SavedSequence lists
 
@@ -421,7 +421,7 @@ class CacheManifest(Manifest):
         }
 
     def rooms(self, max_seq_len: int) -> list[Rooms]:
-        """Rows of each kind that a sequence has room for, by layer, in a cache of max_seq_len."""
+        """Capacity of a sequence in rows of each kind, by layer, in a cache of max_seq_len."""
         sizes = max_seq_len, self.sink_len, self.recent_len
         return [rooms_of(*sizes, entry.window) for entry in self.layers]
 

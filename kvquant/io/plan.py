@@ -62,7 +62,7 @@ class CachePlan:
     facts, plain data:
         format "kvquant-plan", version 2
         model           {"type", "sha256"}: model_identity of the config
-        places          L numbers: the layer of the model at each place of the cache
+        places          L numbers: the layer of the model at each index of the cache
         others          [{"layer", "why"}]: layers of the model that the cache has none of
         layers          L objects {"k": side, "v": side, "kept": null or why this layer stays in 16
                         bit}; a side is {"format": "int4", "basis": "none" | "hadamard" | "matrix",
@@ -71,9 +71,9 @@ class CachePlan:
         observed_tokens, steps, candidates (formats), zero_data (true: no text was observed)
         measured        {"kl", "top1", "perplexity", "exact_perplexity", "context", "scored",
                         "sink_len", "recent_len"} or null: the whole plan, decoding token by token
-                        on held text, against the 16-bit cache; kl in nats per token, top1 a share,
-                        scored in tokens, of "passages"; "kl_error", "top1_error": standard errors,
-                        null or not there where they are not known; "in_one_pass": null, or why
+                        on held-out text, against the 16-bit cache; kl in nats per token, top1 a
+                        share, scored in tokens, of "passages"; "kl_error", "top1_error": standard
+                        errors, null or not there where they are not known; "in_one_pass": null, or why
                         the model could not decode from a KVCache
         limit           {"max_kl": number or null, "budget": bits or null, "met": bool}
         blamed          layers that cost the most, where the limit is not met and not all layers
@@ -81,7 +81,7 @@ class CachePlan:
         sensitivity     [{"layer", "k_format", "v_format", "kl"}]: only K or only V of this layer
                         quantized, all else in 16 bit: two for each layer
         comparison      [{"format", "plan": bool, "bits", "kl", "top1", "perplexity"}]: one format
-                        for all, with and without the plan's transforms, on the same held text;
+                        for all, with and without the plan's transforms, on the same held-out text;
                         "kl_error" and "top1_error" as above
         settings        how it was measured
 
@@ -97,10 +97,10 @@ class CachePlan:
         formats = (sorted({pair[side] for pair in self.formats}) for side in (0, 1))
         k, v = map("/".join, formats)
         model, measured = self.facts.get("model", {}), self.facts.get("measured")
-        told = f"KL {measured['kl']:.2g} nats per token" if measured else "not measured"
+        fidelity = f"KL {measured['kl']:.2g} nats per token" if measured else "not measured"
         return (
             f"CachePlan({model.get('type')}, {self.num_layers} layers, K {k}, V {v}, "
-            f"{self.bits:.2f} bits per element, {told})"
+            f"{self.bits:.2f} bits per element, {fidelity})"
         )
 
     @classmethod
@@ -233,7 +233,7 @@ class CachePlan:
 
     @property
     def places(self) -> list[int]:
-        """The model's layer at each place of the cache; not the same in a hybrid model."""
+        """The model's layer at each index of the cache; not the same in a hybrid model."""
         return self.facts.get("places") or list(range(self.num_layers))
 
     @property
@@ -434,8 +434,8 @@ def _read_facts(file: SafetensorsFile) -> tuple[dict[str, Any], dict[str, str]]:
         unsealed(_FACTS, file.metadata, "the plan")
     shapes = facts.pop("shapes", None)
     if version == VERSION:
-        told = checked(shapes, dict[str, tuple[Length, ...]], "shapes")
-        if told != file.shapes or file.metadata.keys() != {_FACTS, seal}:
+        given = checked(shapes, dict[str, tuple[Length, ...]], "shapes")
+        if given != file.shapes or file.metadata.keys() != {_FACTS, seal}:
             raise CheckpointError("the tensors or metadata are not those that were sealed")
     elif shapes is not None:
         raise CheckpointError(f"the plan is not of version {UNSEALED_VERSION}, as it says")
@@ -455,48 +455,48 @@ def _check_facts(facts: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
     Returns:
         Bits per element of the packed rows.
     """
-    told = checked(dict(facts), _Facts, "the plan")
-    layers, heads = len(told.layers), shapes.get("k.offset", (0, 0))[1:2]
+    given = checked(dict(facts), _Facts, "the plan")
+    layers, heads = len(given.layers), shapes.get("k.offset", (0, 0))[1:2]
     offsets = [shapes.get(f"{side}.offset", ()) for side in "kv"]
     if any(len(shape) != 3 or shape[:2] != (layers, *heads) or 0 in shape for shape in offsets):
         raise CheckpointError(
             f"tensors k.offset and v.offset of {[list(shape) for shape in offsets]!s:.80} are "
             f"missing or do not fit {layers} layers"
         )
-    _check_shapes(told, shapes, heads[0])
+    _check_shapes(given, shapes, heads[0])
     row_bytes = elements = 0
-    for i, layer in enumerate(told.layers):
+    for i, layer in enumerate(given.layers):
         for side, shape in zip((layer.k, layer.v), offsets, strict=True):
             fmt = RowFormat.parse(side.format, shape[2])
             row_bytes, elements = row_bytes + fmt.row_bytes, elements + fmt.head_dim
             plain = (side.basis, side.rounding) == ("none", "nearest")
             if layer.kept is not None and not (fmt.is_exact and plain):
                 raise CheckpointError(f"layers[{i}] is kept in 16 bit, and is {side!s:.120}")
-    named = [*told.candidates, *(row.format for row in told.comparison)]
-    named += [name for row in told.sensitivity for name in (row.k_format, row.v_format)]
+    named = [*given.candidates, *(row.format for row in given.comparison)]
+    named += [name for row in given.sensitivity for name in (row.k_format, row.v_format)]
     for name in named:
         RowFormat.parse(name, offsets[0][2])
-    listed = [*told.blamed, *(row.layer for row in told.sensitivity)]
+    listed = [*given.blamed, *(row.layer for row in given.sensitivity)]
     if max(listed, default=0) >= layers:
-        raise CheckpointError(f"layer {max(listed)} is told of, there are {layers}")
-    is_blamed = told.blamed or all(layer.kept is not None for layer in told.layers)
-    if not told.limit.met and (told.limit.max_kl is None or not is_blamed):
-        raise CheckpointError("limit is not met, and max_kl or blamed is not told")
-    most = told.limit.max_kl
-    if told.measured and most is not None and told.limit.met != (told.measured.kl <= most):
+        raise CheckpointError(f"layer {max(listed)} is named, there are {layers}")
+    is_blamed = given.blamed or all(layer.kept is not None for layer in given.layers)
+    if not given.limit.met and (given.limit.max_kl is None or not is_blamed):
+        raise CheckpointError("limit is not met, and max_kl or blamed is not given")
+    most = given.limit.max_kl
+    if given.measured and most is not None and given.limit.met != (given.measured.kl <= most):
         raise CheckpointError(
-            f"limit.met is {told.limit.met}: the KL is {told.measured.kl}, the limit {most}"
+            f"limit.met is {given.limit.met}: the KL is {given.measured.kl}, the limit {most}"
         )
-    if told.measured:
-        _check_figures("measured", told.measured)
-    for i, row in enumerate(told.comparison):
+    if given.measured:
+        _check_figures("measured", given.measured)
+    for i, row in enumerate(given.comparison):
         _check_figures(f"comparison[{i}]", row)
-    for i, one in enumerate(told.sensitivity):
+    for i, one in enumerate(given.sensitivity):
         _check_least(f"sensitivity[{i}].kl", one.kl, _LEAST_KL)
-    places = told.places or range(layers)
-    others = [other.layer for other in told.others]
+    places = given.places or range(layers)
+    others = [other.layer for other in given.others]
     if len(places) != layers or len({*places, *others}) != layers + len(others):
-        raise CheckpointError(f"places and others do not tell where {layers} layers are")
+        raise CheckpointError(f"places and others do not say where {layers} layers are")
     return 8 * row_bytes / elements
 
 
@@ -515,15 +515,15 @@ def _check_least(name: str, value: float, least: float) -> None:
         raise CheckpointError(f"{name} is {value}: it cannot be negative, nor a perplexity below 1")
 
 
-def _check_shapes(told: _Facts, shapes: Mapping[str, tuple[int, ...]], heads: int) -> None:
+def _check_shapes(given: _Facts, shapes: Mapping[str, tuple[int, ...]], heads: int) -> None:
     """Raise CheckpointError unless tensors are those that facts ask for, in their shapes."""
-    layers, queries = len(told.layers), shapes.get("scores.min", (0, 0))[1:2]
+    layers, queries = len(given.layers), shapes.get("scores.min", (0, 0))[1:2]
     bins = shapes.get("scores.histogram", (0, 0))[1:2]
     for side, other in ("kv", "vk"):
         dim = shapes[f"{side}.offset"][2]
         per_channel = (layers, heads, dim)
         needed = {"offset", "mean"}
-        for layer in told.layers:
+        for layer in given.layers:
             entry = layer.k if side == "k" else layer.v
             needed |= {"matrix"} if entry.basis == "matrix" else set()
             needed |= {"feedback"} if entry.rounding == "feedback" else set()

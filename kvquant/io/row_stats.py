@@ -34,7 +34,7 @@ def describe_side(
     num_bytes: int,
     packed: torch.Tensor | None,
 ) -> dict[str, Any]:
-    """What is to be said of K or V of one layer; see describe.
+    """Describe K or V of one layer; see inspect.describe.
 
     Args:
         fmt: of the packed rows.

@@ -102,7 +102,7 @@ def write_safetensors(
     """
     tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
     digests = dict.fromkeys(tensors, NO_DIGEST)
-    room = file.write(_header(tensors, metadata(digests)))
+    header_bytes = file.write(_header(tensors, metadata(digests)))
     for name, tensor in tensors.items():
         start, digest = file.tell(), hashlib.sha256()
         for chunk in tensor.chunks():
@@ -112,7 +112,7 @@ def write_safetensors(
         assert file.tell() - start == tensor.nbytes, name
         digests[name] = digest.hexdigest()
     header = _header(tensors, metadata(digests))
-    assert len(header) == room
+    assert len(header) == header_bytes
     file.seek(0)
     file.write(header)
     return digests
@@ -168,14 +168,14 @@ class SafetensorsFile:
 
     Args:
         path: of the file.
-        settled: for files without checksums: wait until the time of its last change is told apart
-            from now, for some milliseconds at most, so that check_unchanged sees every later one.
+        wait: for files without checksums: wait, for some milliseconds at most, until the clock is
+            past the time of its last change, so that check_unchanged sees every later one.
 
     Attributes:
         path: as given.
         metadata: strings.
         shapes: of each tensor by its name.
-        dtypes: likewise.
+        dtypes: of each tensor by its name.
         num_bytes: of the whole file.
 
     Raises:
@@ -183,12 +183,12 @@ class SafetensorsFile:
         CheckpointError: it is no safetensors file, or a damaged one.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, settled: bool = False) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, wait: bool = False) -> None:
         self.path = as_path(path)
         self._file = open_file(self.path)
         try:
             self._changed = os.fstat(self._file.fileno())
-            while settled and 0 <= time.time_ns() - self._changed.st_mtime_ns < _TICK:
+            while wait and 0 <= time.time_ns() - self._changed.st_mtime_ns < _TICK:
                 time.sleep(_TICK / 4e9)
                 self._changed = os.fstat(self._file.fileno())
             self.num_bytes = self._changed.st_size

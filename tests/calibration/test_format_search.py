@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvquant.calibration.format_search import Costs, Side, allocate, blamed
+from kvquant.calibration.format_search import Costs, Side, allocate, worst_layers
 
 BITS = {"int4": 4.25, "int4-g4": 5.0, "int8": 8.25}
 
@@ -68,6 +68,6 @@ def test_out_of_reach_gives_the_best_and_names_the_worst_layers() -> None:
     given = costs([1, 50, 1], [1, 2, 1])
     found = allocate(given, max_kl=1e-6)
     assert set(found.values()) == {"int8"}
-    assert blamed(given, found) == [1]
+    assert worst_layers(given, found) == [1]
     even = costs([1, 1, 1, 1, 1, 1, 1], [1] * 7)
-    assert len(blamed(even, allocate(even, max_kl=1e-9))) == 3
+    assert len(worst_layers(even, allocate(even, max_kl=1e-9))) == 3
