@@ -247,9 +247,9 @@ def _method(plan: CachePlan) -> str:
         passages = f" in {measured['passages']} passages" if measured.get("passages") else ""
         words += (
             f" Measured on held-out text: {measured['scored']:,} tokens after "
-            f"{measured['context']:,} tokens of context{passages}, fed one by one; "
-            f"all before them is read from the quantized cache, with {ends}. KL and top-1 compare each prediction with that of the "
-            "16-bit cache; bits count the packed rows with their scales. Standard errors take each "
-            "passage as one observation, for tokens of one passage are alike."
+            f"{measured['context']:,} tokens of context{passages}, fed one by one; all before them "
+            f"is read from the quantized cache, with {ends}. KL and top-1 compare each prediction "
+            "with that of the 16-bit cache; bits count the packed rows with their scales. Standard "
+            "errors take each passage as one observation, for tokens of one passage are alike."
         )
     return words

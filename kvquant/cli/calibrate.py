@@ -84,8 +84,9 @@ def calibrate(
     Keys, values and queries of the text are observed, and for every layer what its rows are stored
     as is chosen: offsets, rotation or matrix, rounding, clipping, format. Then held-out passages
     are decoded token by token from such caches, and the predictions compared with those of the
-    16-bit cache: KL divergence, share of equal likeliest tokens, perplexity. The table is printed; the
-    plan is written. An interrupted run goes on where it was. Under torchrun, ranks share the text.
+    16-bit cache: KL divergence, share of equal likeliest tokens, perplexity. The table is printed;
+    the plan is written. An interrupted run goes on where it was. Under torchrun, ranks share the
+    text.
 
     The exit code is 3 if --max-kl cannot be met.
 

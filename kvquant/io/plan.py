@@ -73,8 +73,8 @@ class CachePlan:
                         "sink_len", "recent_len"} or null: the whole plan, decoding token by token
                         on held-out text, against the 16-bit cache; kl in nats per token, top1 a
                         share, scored in tokens, of "passages"; "kl_error", "top1_error": standard
-                        errors, null or not there where they are not known; "in_one_pass": null, or why
-                        the model could not decode from a KVCache
+                        errors, null or not there where they are not known; "in_one_pass": null, or
+                        why the model could not decode from a KVCache
         limit           {"max_kl": number or null, "budget": bits or null, "met": bool}
         blamed          layers that cost the most, where the limit is not met and not all layers
                         stay in 16 bit; else empty
