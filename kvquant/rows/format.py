@@ -148,27 +148,9 @@ class RowFormat:
         """The largest magnitude that the format can hold: what fp16 or bf16 can."""
         return BF16_MAX if self.codec == "bf16" else FP16_MAX
 
-    def scale_offset(self, group: int) -> int:
-        """Byte at which the fp16 scale of a group starts; its shift starts two bytes later."""
-        self._check_quantized()
-        return 4 * group
-
-    def shift_offset(self, group: int) -> int:
-        """Byte at which the fp16 shift of a group starts."""
-        self._check_quantized()
-        return 4 * group + 2
-
-    def code_offset(self, element: int) -> int:
-        """Byte that holds the code of an element (INT4: the low nibble for even elements)."""
-        return self.header_bytes + element * self.bits // 8
-
     @cached_property
     def _hash(self) -> int:
         return hash((self.codec, self.groups, self.head_dim))
-
-    def _check_quantized(self) -> None:
-        if self.is_exact:
-            raise ConfigError(f"{self} rows have no scales and shifts")
 
 
 NAMES = tuple(  # that RowFormat.parse takes

@@ -50,18 +50,8 @@ def test_rows_of_128_elements_have_the_documented_sizes(
 
 @pytest.mark.parametrize("fmt", QUANTIZED, ids=label)
 def test_parameters_come_first_then_codes_without_gaps(fmt: RowFormat) -> None:
-    offsets = [
-        offset(group)
-        for group in range(fmt.groups)
-        for offset in (fmt.scale_offset, fmt.shift_offset)
-    ]
-    assert offsets == list(range(0, 4 * fmt.groups, 2))
-    assert fmt.header_bytes == 4 * fmt.groups == fmt.code_offset(0)
-    per_byte = 8 // fmt.bits
-    assert [fmt.code_offset(element) for element in range(fmt.head_dim)] == [
-        fmt.header_bytes + element // per_byte for element in range(fmt.head_dim)
-    ]
-    assert fmt.code_offset(fmt.head_dim - 1) == fmt.row_bytes - 1
+    assert fmt.header_bytes == 4 * fmt.groups
+    assert fmt.code_bytes == fmt.head_dim * fmt.bits // 8
     assert fmt.row_bytes == fmt.header_bytes + fmt.code_bytes
     assert fmt.group_size * fmt.groups == fmt.head_dim
     assert fmt.max_abs == 65504
@@ -72,10 +62,6 @@ def test_16_bit_rows_are_the_elements_alone(fmt: RowFormat) -> None:
     assert fmt.is_exact
     assert fmt.header_bytes == 0
     assert fmt.row_bytes == fmt.code_bytes == 2 * fmt.head_dim
-    assert [fmt.code_offset(element) for element in (0, 1, 7)] == [0, 2, 14]
-    for offset in (fmt.scale_offset, fmt.shift_offset):
-        with pytest.raises(ConfigError, match=f"{fmt} rows have no scales and shifts"):
-            offset(0)
 
 
 @pytest.mark.parametrize("fmt", QUANTIZED + EXACT, ids=label)
