@@ -70,7 +70,6 @@ from ..arguments import check_device, check_kind, check_size, is_whole
 from ..cache.checks import check_plan_options
 from ..cache.contiguous import KVCache
 from ..cache.layer import LayerCache
-from ..cache.memory import available_memory
 from ..errors import CheckpointError, ConfigError, ShapeError, shown
 from ..rows.basis import LayerBasis, fingerprints
 from .atomic import Place, sync_folder, token, writing
@@ -338,17 +337,17 @@ def _check_plan(path: Path, manifest: CacheManifest, plan: CachePlan | None) -> 
 def _check_room(path: Path, manifest: CacheManifest, max_seq_len: int) -> None:
     """Raise unless the rows fit a cache of max_seq_len."""
     rooms = manifest.rooms(max_seq_len)
-    longest = max(manifest.seq_lens)
-    if longest > max_seq_len or any(
-        max(part.counts) > getattr(rooms[part.layer], part.kind) for part in manifest.parts.values()
-    ):
-        least = longest
-        for part in manifest.parts.values():
-            if part.kind == "packed":  # 16-bit rows keep their capacity, used or not
-                window = manifest.layers[part.layer].window
-                ends = manifest.sink_len + manifest.recent_len
-                exact = ends if window is None else min(manifest.recent_len, window)
-                least = max(least, max(part.counts) + exact)
+    least = max(manifest.seq_lens)
+    fits = least <= max_seq_len
+    for part in manifest.parts.values():
+        most = max(part.counts)
+        fits = fits and most <= getattr(rooms[part.layer], part.kind)
+        if part.kind == "packed":  # 16-bit rows keep their capacity, used or not
+            window = manifest.layers[part.layer].window
+            ends = manifest.sink_len + manifest.recent_len
+            exact = ends if window is None else min(manifest.recent_len, window)
+            least = max(least, most + exact)
+    if not fits:
         raise CheckpointError(
             f"{path} does not fit max_seq_len {max_seq_len}: use at least {least}"
         )
@@ -362,14 +361,6 @@ def _allocate(
     plan: CachePlan | None,
 ) -> KVCache:
     """An empty cache with the counters of the manifest."""
-    needed = manifest.cache_bytes(max_seq_len)
-    available = available_memory() if torch.device(device).type == "cpu" else None
-    advice = (
-        f"{path}: a cache of max_seq_len {max_seq_len} takes {needed / 2**30:,.1f} GiB, more than "
-        f"there is: pass a smaller max_seq_len, {max(manifest.seq_lens)} or more"
-    )
-    if needed > 2**62 or (available is not None and needed > available):
-        raise CheckpointError(advice)
     try:
         cache = KVCache(
             len(manifest.layers),
@@ -387,9 +378,13 @@ def _allocate(
             windows=[entry.window for entry in manifest.layers],
         )
     except ConfigError as error:
-        if "more than there is" in str(error):
-            raise CheckpointError(advice) from None
-        raise
+        if "more than there is" not in str(error):
+            raise
+        gib = manifest.cache_bytes(max_seq_len) / 2**30
+        raise CheckpointError(
+            f"{path}: a cache of max_seq_len {max_seq_len} takes {gib:,.1f} GiB, more than there "
+            f"is: pass a smaller max_seq_len, {max(manifest.seq_lens)} or more"
+        ) from None
     for layer, entry in zip(cache.layers, manifest.layers, strict=True):
         lens = manifest.seq_lens, entry.packed_lens
         layer.begin(*(torch.tensor(numbers, device="cpu") for numbers in lens))

@@ -398,11 +398,12 @@ class CacheManifest(Manifest):
             for side, fmt in (("k", entry.k_format), ("v", entry.v_format)):
                 exact = RowFormat.parse(self.exact_format, fmt.head_dim)
                 for kind, (counts, firsts) in spans.items():
+                    if not any(counts):
+                        continue
                     rows = fmt if kind == "packed" else exact
                     later = fmt if kind == "recent" else None
                     part = Part(i, side, kind, rows, self.num_kv_heads, counts, firsts, later)
-                    if part.num_rows:
-                        found[part.name] = part
+                    found[part.name] = part
         return found
 
     def _spans(self, entry: LayerEntry) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:

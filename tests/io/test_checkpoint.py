@@ -568,7 +568,7 @@ def test_room_beyond_the_memory_is_refused(tmp_path: Path, monkeypatch: pytest.M
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
-    monkeypatch.setattr("kvquant.io.checkpoint.available_memory", lambda: None)  # it cannot be told
+    monkeypatch.setattr("kvquant.cache.memory.available_memory", lambda: None)  # it cannot be told
     monkeypatch.setattr(torch, "zeros", fail)
     with pytest.raises(CheckpointError, match=r"GiB, more than there is: pass a smaller"):
         load_cache(path, max_seq_len=2**31 - 1)
