@@ -1,0 +1,48 @@
+"""The bench on a CPU: figures of a case, none of a wrong result (3 s)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvquant.bench import cpu
+from kvquant.bench.cases import Case, list_cases
+from kvquant.errors import KVQuantError
+from kvquant.ops.attention import attend_segments
+
+
+def case(name: str = "int8/int4-g4") -> Case:
+    sizes: dict[str, Any] = {"batches": (2,), "seq_lens": (40,), "num_q_heads": 4}
+    (one,) = list_cases((name,), num_kv_heads=2, head_dim=64, dtype=torch.float32, **sizes)
+    return one
+
+
+def test_figures_are_those_of_the_case() -> None:
+    found = cpu.bench_decode(case(), seconds=0.01)
+    assert (found["format"], found["batch"], found["seq_len"]) == ("int8/int4-g4", 2, 40)
+    assert (found["num_q_heads"], found["num_kv_heads"]) == (4, 2)
+    assert 0 < found["error"] < 1e-5
+    assert found["gb_per_s"] == pytest.approx(2 * 2 * 40 * (68 + 48) / found["ms"] / 1e6)
+    assert found["sdpa_ratio"] == pytest.approx(found["sdpa_ms"] / found["ms"])
+    assert found["matmul_ratio"] == pytest.approx(found["matmul_ms"] / found["ms"])
+    assert "int8/int4-g4" in cpu.render_decode([found])
+
+
+def test_wrong_results_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def spoiled(*args: Any) -> torch.Tensor:
+        out = attend_segments(*args)
+        assert isinstance(out, torch.Tensor)
+        return out + 0.01
+
+    monkeypatch.setattr("kvquant.bench.cases.attend_segments", spoiled)
+    monkeypatch.setattr(cpu, "time_in_turn", lambda *_: pytest.fail("it was timed"))
+    with pytest.raises(KVQuantError, match=r"int8/int4-g4, batch 2, 4:2 heads, T 40: .* not timed"):
+        cpu.bench_decode(case())
+
+
+def test_rows_are_timed_where_both_backends_agree() -> None:
+    found = cpu.bench_rows("int4-g4", shape=(2, 8, 64), seconds=0.01)
+    assert found["format"] == "int4-g4" and found["quantize_ms"] > 0
+    assert "int4-g4" in cpu.render_rows([found])
