@@ -73,7 +73,7 @@ LIBRARIES = {
     "numba": {name for name in ALLOWED if name.startswith("kernels.")},
     "llvmlite": {name for name in ALLOWED if name.startswith("kernels.")},
     "click": {"cli"},
-    "rich": {"text"},
+    "rich": {"cli", "text"},
     "jinja2": {"calibration"},
     "markupsafe": {"calibration"},
     "matplotlib": {"bench", "calibration"},
