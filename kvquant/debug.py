@@ -9,7 +9,7 @@ only: with KVQUANT_DEBUG=1 in the environment when kvquant is imported, or after
     an append    writes a row with NaN, Inf or what its format cannot hold as one that decodes to
                  NaN, and counts it; KVCache.check raises what was counted
 
-Nothing can be read while a CUDA graph is captured or torch.compile traces, in debug mode neither.
+While a CUDA graph is captured or torch.compile traces, nothing can be read, even in debug mode.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ enabled = os.environ.get("KVQUANT_DEBUG", "0") not in ("", "0")
 
 
 def may_read(values: torch.Tensor) -> bool:
-    """Whether values are to be looked at."""
+    """Whether the host may read values: on the CPU, or in debug mode, and not while recording."""
     return (values.is_cpu or enabled) and not is_recorded(values)
 
 
 def is_recorded(tensor: torch.Tensor) -> bool:
-    """Whether what runs now is kept to run again: torch.compile traces it, or CUDA captures it."""
+    """Whether what runs now is recorded to run again: by torch.compile, or in a CUDA graph."""
     if torch.compiler.is_compiling():
         return True
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

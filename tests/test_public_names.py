@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import doctest
 import inspect
 from pathlib import Path
 
@@ -101,3 +102,13 @@ def test_every_error_is_a_kvquant_error_drawn_in_the_docstring() -> None:
         assert issubclass(error, errors.KVQuantError)
         assert error.__name__ in errors.__doc__
         assert inspect.getdoc(error)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_examples_of_docstrings_run(name: str) -> None:
+    """Each example alone, as it is copied: it imports all that it uses."""
+    failed: list[str] = []
+    runner = doctest.DocTestRunner(verbose=False)
+    for test in doctest.DocTestFinder().find(getattr(kvquant, name), name, globs={}):
+        runner.run(test, out=failed.append)
+    assert not failed, "".join(failed)

@@ -98,10 +98,11 @@ def decode_attention(
     num_splits: int | None = None,
     backend: str | None = None,
 ) -> torch.Tensor | State:
-    """Attend one new token of each sequence to packed rows, dequantizing on the way.
+    """Attend one new token of each sequence to quantized rows.
 
-    No dequantized copy of the cache is made. Query head h reads KV head h // (num_q_heads /
-    num_kv_heads). torch.compile takes the call as one op, with fullgraph=True too.
+    Rows are dequantized on the way: no dequantized copy of the cache is made. Query head h reads
+    KV head h // (num_q_heads / num_kv_heads). torch.compile takes the call as one op, with
+    fullgraph=True too.
 
     Args:
         q: [batch, num_q_heads, head_dim], float32 (not on CUDA), bfloat16 or float16; num_q_heads
@@ -109,7 +110,7 @@ def decode_attention(
         k_rows: [batch, num_kv_heads, capacity, row bytes of k_format], uint8; with a block_table
             [num_pages, num_kv_heads, page_size, row bytes of k_format], page_size 16, 32, 64 or
             128. Rows are contiguous, the other axes may have any strides.
-        v_rows: likewise, of the row bytes of v_format.
+        v_rows: the same for V, with the row bytes of v_format.
         seq_lens: [batch], int32: rows in use, the first ones; the rest is not read.
         k_format: format of k_rows, or its short name ("int4-g4").
         v_format: format of v_rows, or its short name (then of the head_dim of q).
@@ -117,9 +118,8 @@ def decode_attention(
             tokens; entries after the last page in use are not read.
         sm_scale: factor on q·k, on CUDA a positive one; 1 / sqrt(head_dim) when None.
         return_lse: return the log-sum-exp of the scaled scores as well.
-        num_splits: parts the tokens are cut into, at least (on CUDA those of the first segment, at
-            most: every part has a tile for each warp, and the merge has room for them);
-            chosen from the work when None.
+        num_splits: splits of the tokens (split-K): on the CPU at least so many, on CUDA at most so
+            many, of the first segment, as every warp of a split gets a tile; chosen when None.
         backend: "cpu" or "cuda" (numba), or "reference" (float64 torch, slow); by the device of q
             when None.
 
@@ -136,6 +136,21 @@ def decode_attention(
             possible, or an argument is of another type.
         DeviceError: the tensors lie on different devices, or none of the backends serves theirs.
         UnsupportedError: the kernel, the GPU or what is installed cannot do it.
+
+    Example:
+        >>> import torch
+        >>> from kvquant import decode_attention, quantize_rows
+        >>> k, v = torch.randn(2, 1, 8, 100, 128)  # [batch, num_kv_heads, tokens, head_dim] each
+        >>> out = decode_attention(
+        ...     torch.randn(1, 32, 128),
+        ...     quantize_rows(k, "int8"),
+        ...     quantize_rows(v, "int4-g4"),
+        ...     torch.tensor([100], dtype=torch.int32),
+        ...     k_format="int8",
+        ...     v_format="int4-g4",
+        ... )
+        >>> out.shape
+        torch.Size([1, 32, 128])
     """
     segment = Segment(k_rows, v_rows, seq_lens, k_format, v_format, None, block_table)  # type: ignore[arg-type]
     try:
@@ -348,7 +363,7 @@ def _attend_traced(
     head_dim = q.shape[-1]
     for fmt in [segment.k_format for segment in segments]:
         if isinstance(fmt, RowFormat) and fmt.head_dim != head_dim:
-            RowFormat.parse(fmt, head_dim)  # tells what does not fit
+            RowFormat.parse(fmt, head_dim)  # says what does not fit
     v_format = segments[0].v_format
     results = attend_segments_op(
         q.detach(),
@@ -429,6 +444,15 @@ def merge_states(*states: State) -> State:
         ShapeError: no state, or states that do not fit one another.
         ConfigError: a state is no pair of tensors of floats.
         DeviceError: they lie on several devices.
+
+    Example:
+        >>> import torch
+        >>> from kvquant import merge_states
+        >>> prompt = torch.ones(1, 8, 64), torch.zeros(1, 8)
+        >>> answer = torch.zeros(1, 8, 64), torch.zeros(1, 8)
+        >>> out, lse = merge_states(prompt, answer)
+        >>> float(out[0, 0, 0]), round(float(lse[0, 0]), 4)
+        (0.5, 0.6931)
 
     Source: the attention states of FlashInfer (https://arxiv.org/abs/2501.01005), there in base 2.
     """

@@ -105,8 +105,8 @@ def attend_shared(
         prefix: tokens of one sequence (batch 1) that come before those of the members. Its length
             may be 0.
         segments: each sequence's other tokens, as in attend_segments.
-        members: [num_members] int64, the places in the batch that share the prefix, each once;
-            negative ones stand for nobody. All when None.
+        members: [num_members], int64: the sequences (indices into the batch) that share the
+            prefix, each once; negative entries are ignored. All sequences when None.
         basis, seq_lens: as in attend_segments; seq_lens counts the prefix, too.
         sm_scale, return_lse, num_splits, backend: as in decode_attention.
 
@@ -115,7 +115,7 @@ def attend_shared(
         before they are merged.
 
     Raises:
-        ShapeError: the prefix is of several sequences, or members are no list of places in the
+        ShapeError: the prefix is of several sequences, or members are not indices into the
             batch (on CUDA these values are read in debug mode only; see kvquant.debug).
         ConfigError: members are not int64, or the prefix is a ring.
         DeviceError: members lie on another device than q.
@@ -182,7 +182,7 @@ def _check_prefix(q: torch.Tensor, prefix: Segment, segments: Sequence[Segment])
 
 
 def _check_members(members: torch.Tensor, q: torch.Tensor) -> None:
-    """Raise unless they are places of the batch, each once."""
+    """Raise unless they are indices into the batch, each once."""
     check_tensors(members=members)
     batch = len(q)
     if members.ndim != 1 or members.dtype != torch.int64:
@@ -205,15 +205,15 @@ def _merged(
     prefix_lse: torch.Tensor,
     members: torch.Tensor | None,
 ) -> State:
-    """The states of all places, from those of the members, by KV head."""
+    """Merge the states of the members, [num_kv_heads, num_members, ...], into those of all."""
     of_prefix = [x.transpose(0, 1).flatten(1, 2) for x in (prefix_out, prefix_lse)]
     if members is None:
         return merge_states((out, lse), (of_prefix[0], of_prefix[1]))
-    # of each place the member; those who are none have that of an empty state behind all
-    batch, nobody = out.shape[0], len(members)
-    places = torch.where(members < 0, batch, members)
-    numbers = torch.arange(nobody, device=members.device)
-    member = members.new_full((batch + 1,), nobody).index_copy(0, places, numbers)[:batch]
+    # the member that each sequence is; the others get an empty state, padded behind the last one
+    batch, num_members = out.shape[0], len(members)
+    sequences = torch.where(members < 0, batch, members)
+    numbers = torch.arange(num_members, device=members.device)
+    member = members.new_full((batch + 1,), num_members).index_copy(0, sequences, numbers)[:batch]
     padded_out = torch.nn.functional.pad(of_prefix[0], (0, 0, 0, 0, 0, 1))
     padded_lse = torch.nn.functional.pad(of_prefix[1], (0, 0, 0, 1), value=-torch.inf)
     return merge_states((out, lse), (padded_out[member], padded_lse[member]))

@@ -1,9 +1,9 @@
 """Rows and queries into a basis, outputs back out of it.
 
-    torch.ops.kvquant.turn_rows    gives new rows
+    torch.ops.kvquant.turn_rows    returns x M + offset
 
-As a custom op of torch it is called inside torch.compile only, which takes it with fullgraph=True.
-The meaning, which other devices and float32 take, is Basis.turn_query and Basis.restore.
+16-bit queries and outputs on CUDA take one launch each; under torch.compile that is the op. Other
+devices, float32 and the reference take plain torch: Basis.turn_query and Basis.restore.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def restore_result(
 
 
 def takes_one_launch(x: torch.Tensor, backend: str | None) -> bool:
-    """Whether rows are turned by turn_rows: 16 bit on CUDA, and no reference is asked for."""
+    """Whether turn_rows serves rows: 16 bit on CUDA, and the reference was not asked for."""
     return x.is_cuda and x.dtype in DTYPES and backend != "reference"
 
 
@@ -138,8 +138,8 @@ def turn_rows(
         offset: [num_kv_heads, head_dim], float32, contiguous; None for none.
         seq_lens: [batch or more], int32: rows of a sequence of length 0 become zeros, whatever they
             hold; None if there are none.
-        check: raises unless the arguments fit one another; called only before calls that have not
-            been seen; check_turn when None.
+        check: raises unless the arguments fit one another; called only where no launch is cached;
+            check_turn when None.
 
     Returns:
         The same shape and dtype, rounded once, contiguous.
@@ -200,7 +200,9 @@ def check_turn(
         )
     for tensor in (matrix, offset, seq_lens):
         if tensor is not None and tensor.device != x.device:
-            raise DeviceError(f"x is on {x.device}, what turns it on {tensor.device}")
+            raise DeviceError(
+                f"x is on {x.device}, its matrix, offset or lengths on {tensor.device}"
+            )
 
 
 def _launch(

@@ -73,7 +73,7 @@ def reference_attention(
         q: [batch, num_q_heads, head_dim], any float dtype.
         k_rows: [batch, num_kv_heads, capacity, row bytes of k_format], uint8; with a block_table
             [num_pages, num_kv_heads, page_size, row bytes of k_format].
-        v_rows: likewise, of the row bytes of v_format.
+        v_rows: the same for V, with the row bytes of v_format.
         seq_lens: [batch], int32: rows in use.
         k_format: format of k_rows, or its short name.
         v_format: format of v_rows, or its short name (then of the head_dim of q).
@@ -88,6 +88,16 @@ def reference_attention(
 
     Raises:
         ShapeError, ConfigError, DeviceError: as decode_attention.
+
+    Example:
+        >>> import torch
+        >>> from kvquant import quantize_rows, reference_attention
+        >>> rows = quantize_rows(torch.ones(1, 2, 10, 64), "int8")
+        >>> lens = torch.tensor([10], dtype=torch.int32)
+        >>> q = torch.zeros(1, 4, 64)
+        >>> out = reference_attention(q, rows, rows, lens, k_format="int8", v_format="int8")
+        >>> out.shape, round(float(out[0, 0, 0]), 6)
+        (torch.Size([1, 4, 64]), 1.0)
     """
     check_flag("return_lse", return_lse)
     given = {"q": q, "k_rows": k_rows, "v_rows": v_rows, "seq_lens": seq_lens}

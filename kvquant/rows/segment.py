@@ -28,7 +28,7 @@ class Segment(NamedTuple):
         k_rows: [batch, num_kv_heads, capacity, k_format.row_bytes], uint8; rows contiguous, the
             other axes of any strides. With a block_table [num_pages, num_kv_heads, page_size,
             k_format.row_bytes], of pages of 16, 32, 64 or 128 rows.
-        v_rows: likewise, of v_format.row_bytes.
+        v_rows: the same for V, with v_format.row_bytes.
         seq_lens: [batch], int32: rows in use; 0 is allowed.
         k_format: format of k_rows, or its short name ("int4-g4").
         v_format: format of v_rows, whose head_dim may differ, or its short name (then of the
@@ -39,9 +39,9 @@ class Segment(NamedTuple):
             tokens; what stands after its last page in use is not read. None: no pages.
         sinks: the first rows, which hold the first tokens and are no part of the ring: starts are
             counted, and the ring closes, behind them.
-        seq_slots: [batch], int32: which sequence of the rows each of q reads; then there may be
-        more or
-            fewer of them than in q. None: the same. With pages neither sinks nor sequence slots.
+        seq_slots: [batch], int32: the sequence of k_rows and v_rows that each sequence of q reads;
+            they may hold more or fewer sequences than q. None: the same ones. Segments with pages
+            have neither sinks nor sequence slots.
     """
 
     k_rows: torch.Tensor
