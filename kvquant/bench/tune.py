@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..kernels.cuda.decode.launch import override_plan
-from ..kernels.cuda.decode.plan import GPU, STAGES, Plan, candidates, fit, plan, tuned_row
+from ..kernels.cuda.decode.plan import STAGES, Plan, candidates, fit, plan, tuned_row
 from ..kernels.cuda.decode.spec import HEADS, TECHNIQUES, TILE, DecodeSpec, Path
 from ..kernels.cuda.decode.tuned import Tuned
+from ..kernels.cuda.runtime.launch import GPU
 from .cases import Case
 from .gpu import Times, check_and_time, rotated_inputs
 from .timer import Timer

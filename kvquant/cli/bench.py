@@ -194,10 +194,10 @@ def _tune(
     cases: Sequence[Case], timer: Timer, machine: Machine, rows: Rows, _: object
 ) -> dict[str, Any]:
     from ..bench import report, tune
-    from ..kernels.cuda.decode import launch
     from ..kernels.cuda.decode.tuned import save_table
+    from ..kernels.cuda.runtime.launch import gpu_of
 
-    gpu = launch.gpu_facts(timer.device)
+    gpu = gpu_of(timer.device.index)
     path = save_table(())  # tells at once if it cannot be kept
     click.echo("plans: splits x warps of a block x stages; at first each kernel is compiled")
     choices = []
@@ -213,10 +213,10 @@ def _ablate(
     cases: Sequence[Case], timer: Timer, machine: Machine, rows: Rows, _: object
 ) -> dict[str, Any]:
     from ..bench import report, tune
-    from ..kernels.cuda.decode import launch
     from ..kernels.cuda.decode.tuned import load_table
+    from ..kernels.cuda.runtime.launch import gpu_of
 
-    gpu, tuned = launch.gpu_facts(timer.device), load_table()
+    gpu, tuned = gpu_of(timer.device.index), load_table()
     click.echo("plan: splits x warps of a block x stages; ratios above 1 are slower\n")
     variants = []
     for found in _each_that_fits(cases, lambda case: tune.ablate(case, timer, gpu, tuned)):

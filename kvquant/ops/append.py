@@ -237,8 +237,7 @@ def write_rows(
 
 @functools.cache
 def _append_cuda(is_calibrated: bool) -> Callable[..., None]:
-    from ..kernels.cuda.append.calibrated_launch import append_calibrated
-    from ..kernels.cuda.append.launch import append
+    from ..kernels.cuda.append.launch import append, append_calibrated
 
     return append_calibrated if is_calibrated else append
 

@@ -94,7 +94,7 @@ def quantize_calibrated(
     if fmt.codec not in LEVELS or (clip is None and feedback is None) or not x.numel():
         return quantize_rows(x, fmt, check=False, backend=backend)
     if feedback is not None and x.is_cuda and backend in (None, "cuda"):
-        from ..kernels.cuda.append.feedback_launch import quantize_with_feedback
+        from ..kernels.cuda.append.launch import quantize_with_feedback
 
         return quantize_with_feedback(x, fmt, clip, feedback)
     x = x.float()

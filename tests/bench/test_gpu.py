@@ -31,14 +31,15 @@ from kvquant.bench.report import (
 from kvquant.bench.timer import Call, GraphTimer, Machine
 from kvquant.cli import main as cli
 from kvquant.errors import KVQuantError
-from kvquant.kernels.cuda.decode import launch
-from kvquant.kernels.cuda.decode.plan import GPU, Plan
+from kvquant.kernels.cuda.decode.plan import Plan
 from kvquant.kernels.cuda.decode.spec import TECHNIQUES
 from kvquant.kernels.cuda.decode.tuned import load_table
+from kvquant.kernels.cuda.runtime import launch as runtime
+from kvquant.kernels.cuda.runtime.launch import GPU
 from kvquant.ops.attention import attend_segments
 
 CPU = torch.device("cpu")
-H200 = GPU("NVIDIA H200", 132, 228 << 10, 227 << 10)
+H200 = GPU("NVIDIA H200", (9, 0), 132, 228 << 10, 227 << 10)
 MACHINE = Machine("GPU", "CUDA 13.0", "2.11", "0.1", "2026-11-21", 132, 60 << 20, 4000.0, 4.7)
 
 
@@ -215,7 +216,7 @@ def override_plan(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Plan, str]]:
         yield
 
     monkeypatch.setattr(gputune, "override_plan", force)
-    monkeypatch.setattr(launch, "gpu_facts", lambda device: H200)
+    monkeypatch.setattr(runtime, "gpu_of", lambda index: H200)
     return told
 
 
@@ -313,7 +314,7 @@ def test_default_shapes_of_tuning_and_ablation(
         seen.append(case)
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(launch, "gpu_facts", lambda device: H200)
+    monkeypatch.setattr(runtime, "gpu_of", lambda index: H200)
     monkeypatch.setattr(gputune, "tune", stop)
     monkeypatch.setattr(gputune, "ablate", stop)
     done = run(option)

@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from fake_cuda import install_for_rows
+from fake_cuda import install
 from small_caches import BATCH, DIM, HEADS, MAX, make, tokens
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvquant import KVCache, debug
 from kvquant.cache import layer
 from kvquant.errors import ConfigError, NonFiniteError, ShapeError
-from kvquant.kernels.cuda.append import launch as appending
 from kvquant.ops import append as append_ops
 from kvquant.rows.basis import Basis, LayerBasis
 
@@ -203,7 +202,7 @@ def test_k_and_v_may_be_of_two_dtypes_and_strides() -> None:
 def test_the_rows_of_a_layer_take_one_launch(
     unread: None, with_basis: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cuda = install_for_rows(monkeypatch, appending)
+    cuda = install(monkeypatch)
     monkeypatch.setattr(append_ops, "kernels_for", lambda *_: "cuda")
     cache = make(bases=bases() if with_basis else None)
     for count in (1, 9, 1):

@@ -9,16 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from fake_cuda import FakeDriver, install_for_rows
+from fake_cuda import FakeDriver, install
 from layer_states import SPLITS, Split, make_layer, place, random_crop, random_lens
 from small_caches import BATCH, make, tokens
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvquant import debug
 from kvquant.cache import layer
-from kvquant.kernels.cuda.append import launch as appending
 from kvquant.kernels.cuda.runtime.driver import Launcher
-from kvquant.kernels.cuda.slots import launch as placing
 from kvquant.ops import append as append_ops
 from kvquant.ops import slots as slotops
 from kvquant.ops.slots import Lens, Sizes, place_tokens
@@ -44,7 +42,7 @@ class Calls(TorchDispatchMode):
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     """The CPU as a GPU whose driver takes notes."""
-    cuda = install_for_rows(monkeypatch, appending, placing)
+    cuda = install(monkeypatch)
     monkeypatch.setattr(debug, "may_read", lambda values: False)
     monkeypatch.setattr(layer, "takes_one_launch", lambda lens, recorded: True)
     monkeypatch.setattr(append_ops, "kernels_for", lambda *_: "cuda")

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from fake_cuda import FakeDriver, install_for_rows
+from fake_cuda import FakeDriver, arguments_of, install
 
 from kvquant import quantize_rows
 from kvquant.errors import ConfigError, DeviceError, ShapeError
-from kvquant.kernels.cuda.prefix import combine_launch as mergestates
-from kvquant.kernels.cuda.prefix.combine_spec import MergeSpec
+from kvquant.kernels.cuda.prefix.launch import combine
+from kvquant.kernels.cuda.prefix.spec import CombineSpec
 from kvquant.ops.attention import attend_segments, merge_states
 from kvquant.ops.shared_prefix import attend_shared
 from kvquant.rows.format import RowFormat
@@ -116,7 +115,7 @@ def test_what_does_not_fit_is_refused() -> None:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     """The CPU as an H200 with a driver that takes notes."""
-    return install_for_rows(monkeypatch, mergestates)
+    return install(monkeypatch)
 
 
 def test_the_merge_is_told_where_everything_lies(cuda: FakeDriver) -> None:
@@ -124,15 +123,15 @@ def test_the_merge_is_told_where_everything_lies(cuda: FakeDriver) -> None:
     prefix_out, prefix_lse = torch.zeros(7, 2, 3 * 4, 64), torch.zeros(7, 2, 3 * 4)
     members = torch.tensor([4, 0, 2])
     for chosen in (members, None):
-        mergestates.merge_shared(out, lse, prefix_out, prefix_lse, chosen)
+        combine(out, lse, prefix_out, prefix_lse, chosen)
     given, whole = (
-        struct.unpack(MergeSpec(64).arguments, note.arguments) for note in cuda.launched
+        tuple(arguments_of(CombineSpec(64), note.arguments).values()) for note in cuda.launched
     )
     pointers = [x.data_ptr() for x in (out, lse, prefix_out, prefix_lse)]
     assert given == (*pointers, members.data_ptr(), 5, 8, 4, 7, 24)
     assert whole == (*pointers, 0, 5, 8, 4, 7, 24)
     assert cuda.launched[0].grid == (6, 1, 1) and cuda.launched[0].block == (128, 1, 1)
-    mergestates.merge_shared(out, lse, prefix_out[:, :, :0], prefix_lse[:, :, :0], None)
+    combine(out, lse, prefix_out[:, :, :0], prefix_lse[:, :, :0], None)
     assert len(cuda.launched) == 2
 
 
@@ -175,7 +174,7 @@ def test_states_are_merged_on_a_gpu(relative_l2: Measure, head_dim: int) -> None
         torch.cat([x[:, :, :1], x[:, :, :1], x[:, :, 1:]], 2).flatten(2, 3)
         for x in (prefix_out, prefix_lse)
     ]
-    mergestates.merge_shared(out, lse, padded[0], padded[1], shown)
+    combine(out, lse, padded[0], padded[1], shown)
     assert torch.equal(out[[1, 3]], before[0][[1, 3]])
     assert torch.equal(lse[[1, 3]], before[1][[1, 3]])
     used = ~expected[0].isnan()

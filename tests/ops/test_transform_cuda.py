@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from fake_cuda import install_for_rows
+from fake_cuda import arguments_of, install
 
 from kvquant import KVCache
 from kvquant.errors import ShapeError
-from kvquant.kernels.cuda.affine import launch as turning
-from kvquant.kernels.cuda.affine.spec import TurnSpec
+from kvquant.kernels.cuda.affine.launch import AffineSpec
 from kvquant.ops import transform
 from kvquant.rows.basis import Basis, LayerBasis
 
@@ -31,7 +29,7 @@ def make_cache(kind: str, device: str) -> KVCache:
 
 
 def test_attention_turns_by_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = install_for_rows(monkeypatch, turning)
+    cuda = install(monkeypatch)
     monkeypatch.setattr(transform, "takes_one_launch", lambda q, backend: q.dtype == torch.bfloat16)
     offset, matrix = torch.zeros(2, 64), torch.eye(64).repeat(2, 1, 1)
     bases = [Basis(offset), Basis(offset, "hadamard"), Basis(offset, "matrix", matrix)]
@@ -40,14 +38,14 @@ def test_attention_turns_by_two_launches(monkeypatch: pytest.MonkeyPatch) -> Non
         cuda.launched.clear()
         cache.attend(0, torch.zeros(3, 6, 64).bfloat16())
         assert len(cuda.launched) == launches
-        values = struct.unpack(TurnSpec(64).arguments, cuda.launched[-1].arguments)
-        assert values[4] == cache.layers[0].seq_lens.data_ptr()
+        given = arguments_of(AffineSpec(64), cuda.launched[-1].arguments)
+        assert given["seq_lens"] == cache.layers[0].seq_lens.data_ptr()
     with pytest.raises(ShapeError, match="does not fit"):
         cache.attend(0, torch.zeros(3, 5, 64).bfloat16())
 
 
 def test_compiled_attention_turns_by_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = install_for_rows(monkeypatch, turning)
+    cuda = install(monkeypatch)
     monkeypatch.setattr(transform, "takes_one_launch", lambda q, backend: backend != "reference")
     basis = Basis(torch.zeros(2, 64), "hadamard")
     cache = KVCache(1, 3, 2, 64, 40, bases=[LayerBasis(basis, basis)])

@@ -14,15 +14,15 @@ import torch
 
 from kvquant import RowFormat
 from kvquant.kernels.cuda.decode import launch
-from kvquant.kernels.cuda.decode.spec import COMMON, SEGMENT, DecodeSpec
-from kvquant.kernels.cuda.runtime import driver
-from kvquant.kernels.cuda.runtime import launch as loaded
+from kvquant.kernels.cuda.decode.spec import DecodeSpec
+from kvquant.kernels.cuda.runtime import driver, workspace
+from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.kernels.cuda.runtime.compile import Cubin, Report
+from kvquant.kernels.cuda.runtime.spec import Spec, fields_of, layout_of
 from kvquant.rows.segment import Segment
 
 STREAM = 0x7F00_1234_5678_9AB0
 CPU = -1  # get_device() of a CPU tensor
-SEGMENT_NAMES = [name for name, _ in SEGMENT]
 
 
 class Launched(NamedTuple):
@@ -90,25 +90,16 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     monkeypatch.setattr(
         torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None)
     )
-    monkeypatch.setattr(launch, "_current_device", lambda: CPU)
-    monkeypatch.setattr(launch, "_current_stream", lambda index: STREAM)
-    monkeypatch.setattr(launch, "load_table", lambda: ())
-    monkeypatch.setattr(launch, "load_cubin", lambda spec, arch: Cubin("f", b"", Report(128, 0)))
-    monkeypatch.setattr(launch, "_devices", {})
-    monkeypatch.setattr(launch, "_settled", {})
-    return fake
-
-
-def install_for_rows(monkeypatch: pytest.MonkeyPatch, *launchers: Any) -> FakeDriver:
-    """Let the launchers, modules that load their kernels by runtime/launch.py, do so, too."""
-    fake = install(monkeypatch)
-    monkeypatch.setattr(loaded, "load_cubin", lambda spec, arch: Cubin("f", b"", Report(64, 0)))
-    for name in ("_gpus", "_kernels"):
-        monkeypatch.setattr(loaded, name, {})
-    monkeypatch.setattr(loaded, "current_device", lambda: CPU)
-    for module in launchers:
+    cubin = Cubin("f", b"", Report(128, 0))
+    monkeypatch.setattr(runtime, "load_cubin", lambda spec, arch: cubin)
+    for name in ("_gpus", "_kernels", "_launches"):
+        monkeypatch.setattr(runtime, name, {})
+    for module in (runtime, launch):
+        monkeypatch.setattr(module, "current_device", lambda: CPU)
         monkeypatch.setattr(module, "current_stream", lambda index: STREAM)
-        monkeypatch.setattr(module, "_settled", {})
+    monkeypatch.setattr(launch, "_launches", {})
+    monkeypatch.setattr(launch, "_measured_plans", lambda: ())
+    monkeypatch.setattr(workspace, "_workspaces", {})
     return fake
 
 
@@ -122,7 +113,8 @@ def note_devices(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         yield
 
     monkeypatch.setattr(torch.cuda, "device", device)
-    monkeypatch.setattr(loaded, "current_device", lambda: 3)
+    for module in (runtime, launch):
+        monkeypatch.setattr(module, "current_device", lambda: 3)
     return entered
 
 
@@ -157,15 +149,23 @@ def make_query(
     return torch.zeros(batch, heads, head_dim, dtype=dtype)
 
 
+def arguments_of(spec: Spec, data: bytes) -> dict[str, Any]:
+    """The arguments of a launch by name; those in a tuple by dotted names."""
+    names = [name for name, _ in fields_of(spec.arguments)]
+    return dict(zip(names, struct.unpack(layout_of(spec.arguments), data), strict=True))
+
+
 def unpack(spec: DecodeSpec, data: bytes) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The arguments by name: the common ones, and those of each segment."""
-    values = list(struct.unpack(spec.arguments, data))
-    common = dict(zip([name for name, _ in COMMON], values, strict=False))
-    rest = values[len(COMMON) :]
-    parts = [rest[i : i + len(SEGMENT)] for i in range(0, len(rest), len(SEGMENT))]
-    return common, [dict(zip(SEGMENT_NAMES, part, strict=True)) for part in parts]
+    """The arguments of a decode kernel: the common ones, and those of each segment."""
+    given = arguments_of(spec, data)
+    common = {name: value for name, value in given.items() if "." not in name}
+    segments = []
+    for segment in ("one", "two", "three")[: spec.segments]:
+        parts = [(name.partition("."), value) for name, value in given.items()]
+        segments.append({field: value for (of, _, field), value in parts if of == segment})
+    return common, segments
 
 
-def settled_spec() -> DecodeSpec:
-    """The kernel that was loaded last."""
-    return list(launch._devices[CPU]._kernels)[-1]
+def loaded_specs() -> list[Any]:
+    """The kernels that were loaded, the last one last."""
+    return [spec for spec, _ in runtime._kernels]

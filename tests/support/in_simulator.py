@@ -66,6 +66,18 @@ def lanes(
     return results
 
 
+def typed(spec: Any, values: Sequence[Any]) -> list[Any]:
+    """Numbers as a kernel takes them: of its types, those of a tuple together."""
+    numbers = iter(values)
+
+    def one(kind: Any) -> Any:
+        if hasattr(kind, "types"):
+            return tuple(one(inner) for inner in kind.types)
+        return kind(next(numbers))
+
+    return [one(kind) for kind in spec.signature()]
+
+
 def word(low: Any, high: Any) -> Any:
     """A register of two 16-bit numbers."""
     return np.array([low, high]).view(np.uint32)[0]

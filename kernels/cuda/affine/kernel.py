@@ -33,19 +33,13 @@ from ..device.ptx import (
     store_global_u32,
     store_shared_f32,
 )
-from .spec import COLUMNS, TURN
+from .launch import COLUMNS
 
 UNROLLED = 16  # elements of M: longer loops stay loops, and M in memory
-TYPES = {"Q": uint64, "i": int32, "I": uint32}
 
 
-def signature(spec):
-    """The numba types of the kernel's arguments."""
-    return tuple(TYPES[code] for _, code in TURN)
-
-
-def make_turn_kernel(spec):
-    """Make the kernel, a Python function that numba compiles with `signature(spec)`."""
+def make_affine_kernel(spec):
+    """Make the kernel, a Python function that numba compiles with `spec.signature()`."""
     DIM, WARPS = spec.head_dim, spec.warps
     PRODUCT, ENCODES, WIDTH = spec.product, spec.encodes, spec.width
     WORDS, PART, ELEMENT = DIM // 2, DIM // WARPS, 4 * WARPS  # the last: bytes of it in all rows
@@ -59,7 +53,7 @@ def make_turn_kernel(spec):
     low, high, pack = (low_bf16, high_bf16, pack_bf16) if BF16 else (low_f16, high_f16, pack_f16)
 
     # fmt: off
-    def turn(x, y, matrix, offset, seq_lens, x_stride_batch, x_stride_head, matrix_stride,
+    def affine(x, y, matrix, offset, seq_lens, x_stride_batch, x_stride_head, matrix_stride,
              lens_stride, num_heads, ratio, ratio_factor, ratio_shift, num_rows, rows_of_block):
         # fmt: on
         tid = uint32(cuda.threadIdx.x)
@@ -152,7 +146,7 @@ def make_turn_kernel(spec):
                         at_y = place * uint64(WORDS) + uint64(column >> uint32(1))
                         store_global_u32(y + uint64(4) * at_y, pack(upper, total))
 
-    return turn
+    return affine
 
 
 def make_inside(spec):

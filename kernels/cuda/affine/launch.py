@@ -1,37 +1,81 @@
-"""Turn queries and outputs, and encode new rows, on CUDA, in one launch.
+"""Multiply rows by a matrix and add an offset, or encode them, on CUDA, in one launch.
 
-See kvquant/ops/transform.py and kvquant/rows/transforms.py.
+See kvquant/ops/transform.py and kvquant/rows/transforms.py. A block has 32 * width columns of a KV
+head's matrix, and as many rows at a time as it has warps.
+
+    rows    float32 [head_dim, warps]: element after element of all rows, as warps read them
+    sums    float32 [warps, warps, width, 32]: of each warp's part of a row, of each row
 """
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable, Hashable
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from ..device.row_spec import divisor
-from ..runtime.driver import Launcher
-from ..runtime.launch import (
-    aligned_copy,
-    current_stream,
-    facts_of,
-    gpu_of,
-    kernel_of,
-    launch_on,
-    settle,
-    strides,
-)
-from .spec import COLUMNS, TURN, TurnSpec
+from ..device.row_layout import divisor
+from ..runtime.launch import Launch, cached_launch, gpu_of
+from ..runtime.spec import Spec, Table
+from ..runtime.tensors import aligned_copy, facts_of, is_readable, strides
 
 SOURCES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-ADDRESSES = 5
-CONSTANTS = struct.Struct("=" + "".join(code for _, code in TURN[ADDRESSES:]))
+COLUMNS = 32  # of a block, one of each lane, times its width
 BLOCKS_PER_SM = 4  # at most, as registers allow: more rows, and blocks go on with their part of M
 WIDTH = 2  # columns of a lane where these do not do: a block needs twice the registers
 MOST_BLOCKS = 65535  # along y and z
-_settled: dict[Hashable, TurnLaunch] = {}
+AFFINE: Table = (
+    ("x", "P"),  # [batch, num_heads, head_dim], a multiple of 4 bytes, as are its strides
+    ("y", "P"),  # the same, contiguous; float32 where rows are encoded
+    ("matrix", "P"),  # float32 [num_kv_heads, head_dim, head_dim]
+    ("offset", "P"),  # float32 [num_kv_heads, head_dim], contiguous; 0: none
+    ("seq_lens", "P"),  # int32 [batch]: where it is 0, so is y; 0: all as if 1
+    ("x_stride_batch", "Q"),  # bytes, as are all strides
+    ("x_stride_head", "Q"),
+    ("matrix_stride", "Q"),  # from one KV head to the next
+    ("lens_stride", "Q"),
+    ("num_heads", "i"),
+    ("ratio", "i"),  # query heads on a KV head
+    ("ratio_factor", "I"),  # row_layout.divisor
+    ("ratio_shift", "I"),
+    ("num_rows", "i"),  # of a KV head: batch * ratio
+    ("rows_of_block", "i"),  # a multiple of warps
+)
+
+
+@dataclass(frozen=True)
+class AffineSpec(Spec):
+    """The affine kernel.
+
+    Attributes:
+        head_dim: elements of a row, a multiple of 2 * warps.
+        source: "bf16" or "fp16", the codec of x and, but for encoded rows, of y.
+        product: whether rows are multiplied by a matrix.
+        encodes: whether y is (x - offset) M in float32, and not x M + offset.
+        width: columns of a lane.
+        warps: of a block, 4 or 8.
+    """
+
+    head_dim: int
+    source: str = "bf16"
+    product: bool = True
+    encodes: bool = False
+    width: int = 1
+    warps: int = 8
+
+    arguments = AFFINE
+
+    def build(self) -> Any:
+        """The kernel."""
+        from .kernel import make_affine_kernel
+
+        return make_affine_kernel(self)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        return 4 * self.warps * (self.head_dim + self.warps * COLUMNS * self.width) * self.product
 
 
 def turn_rows(
@@ -44,13 +88,13 @@ def turn_rows(
     """Compute x M + offset on the current stream; see kvquant.ops.transform.turn_rows.
 
     Args:
-        check: raises unless the arguments fit one another; called only before a call is settled.
+        check: raises unless the arguments fit one another; called only before a launch is prepared.
 
     Raises:
         UnsupportedError: the GPU is too old.
         DeviceError: CUDA refuses the launch.
     """
-    return _turn(x, matrix, offset, seq_lens, check)
+    return _affine(x, matrix, offset, seq_lens, x.dtype, check)
 
 
 def encode_rows(
@@ -65,81 +109,66 @@ def encode_rows(
         [num_tokens, num_kv_heads, head_dim], float32, contiguous. The bits of a row do not depend
         on the others.
     """
-    return _turn(x, matrix, offset, None, check, encodes=True)
+    return _affine(x, matrix, offset, None, torch.float32, check)
 
 
-def _turn(
+def _affine(
     x: torch.Tensor,
     matrix: torch.Tensor | None,
     offset: torch.Tensor | None,
     seq_lens: torch.Tensor | None,
+    dtype: torch.dtype,
     check: Callable[[], None] | None,
-    encodes: bool = False,
 ) -> torch.Tensor:
-    """Turn or encode rows."""
-    tensors = x, matrix, offset, seq_lens
-    key = encodes, x.is_neg(), *map(facts_of, tensors)
-    launch = _settled.get(key)
-    if launch is None:
-        if check:
-            check()
-        if not x.numel():
-            return x.new_empty(x.shape, dtype=torch.float32 if encodes else x.dtype)
-        launch = settle(_settled, key, TurnLaunch, *tensors, encodes)
-    return launch_on(x.get_device(), launch, *tensors)
+    """Transform rows, or encode them: float32."""
+    key = AffineSpec, dtype, x.is_neg(), *map(facts_of, (x, matrix, offset, seq_lens))
+    launch = cached_launch(key, check, _prepare, x, matrix, offset, seq_lens, dtype)
+    y = torch.empty(x.shape, dtype=dtype, device=x.device)
+    if launch is not None:
+        launch((x, y, matrix, offset, seq_lens))
+    return y
 
 
-class TurnLaunch:
-    """A settled call: everything but addresses."""
-
-    def __init__(
-        self,
-        x: torch.Tensor,
-        matrix: torch.Tensor | None,
-        offset: torch.Tensor | None,
-        seq_lens: torch.Tensor | None,
-        encodes: bool,
-    ) -> None:
-        batch, num_heads, head_dim = self._shape = x.shape
-        self._dtype = torch.float32 if encodes else x.dtype
-        self._device, self._index = x.device, x.get_device()
-        at_odd_place = x.data_ptr() % 4 or any(step % 4 for step in strides(x))
-        self._copied = x.is_neg() or x.stride(2) != 1 or bool(at_odd_place)
-        if self._copied:
-            x = aligned_copy(x)
-        per_head = offset if matrix is None else matrix
-        assert per_head is not None
-        num_kv_heads = per_head.shape[0]
-        ratio = num_heads // num_kv_heads
-        spec = TurnSpec(head_dim, SOURCES[x.dtype], matrix is not None, encodes)
-        rows, columns = batch * ratio, -(-head_dim // COLUMNS)
-        most = BLOCKS_PER_SM * gpu_of(x).num_sms
-        groups = -(-rows // spec.warps)
-        if spec.product and groups * columns * num_kv_heads > most:
-            spec = replace(spec, width=WIDTH)
-            columns, most = -(-head_dim // (COLUMNS * WIDTH)), most // WIDTH
-        walked = max(-(-groups * columns * num_kv_heads // most), -(-groups // MOST_BLOCKS))
-        rows_of_block = spec.warps * walked
-        self._constants = CONSTANTS.pack(
-            *strides(x),
-            0 if matrix is None else 4 * matrix.stride(0),
-            0 if seq_lens is None else 4 * seq_lens.stride(0),
-            num_heads,
-            ratio,
-            *divisor(ratio),
-            rows,
-            rows_of_block,
-        )
-        grid = columns, num_kv_heads, -(-rows // rows_of_block)
-        layout = f"={ADDRESSES}Q{CONSTANTS.size}s"
-        self._launch = Launcher(kernel_of(spec, x), grid, layout)
-
-    def __call__(self, x: torch.Tensor, *others: torch.Tensor | None) -> torch.Tensor:
-        """Launch on the current stream of the current device, which is that of the tensors."""
-        if self._copied:
-            x = aligned_copy(x)
-        y = torch.empty(self._shape, dtype=self._dtype, device=self._device)
-        tensors = (x, y, *others)
-        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-        self._launch(current_stream(self._index), (*addresses, self._constants))
-        return y
+def _prepare(
+    x: torch.Tensor,
+    matrix: torch.Tensor | None,
+    offset: torch.Tensor | None,
+    seq_lens: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> Launch | None:
+    if not x.numel():
+        return None
+    index = x.get_device()
+    is_copied = x.stride(2) != 1 or not is_readable(x, 4)
+    if is_copied:
+        x = aligned_copy(x)
+    batch, num_heads, head_dim = x.shape
+    per_head = offset if matrix is None else matrix
+    assert per_head is not None
+    num_kv_heads = per_head.shape[0]
+    ratio = num_heads // num_kv_heads
+    spec = AffineSpec(head_dim, SOURCES[x.dtype], matrix is not None, dtype == torch.float32)
+    rows, columns = batch * ratio, -(-head_dim // COLUMNS)
+    most = BLOCKS_PER_SM * gpu_of(index).sm_count
+    groups = -(-rows // spec.warps)
+    if spec.product and groups * columns * num_kv_heads > most:
+        spec = replace(spec, width=WIDTH)
+        columns, most = -(-head_dim // (COLUMNS * WIDTH)), most // WIDTH
+    walked = max(-(-groups * columns * num_kv_heads // most), -(-groups // MOST_BLOCKS))
+    rows_of_block = spec.warps * walked
+    x_stride_batch, x_stride_head = strides(x)
+    ratio_factor, ratio_shift = divisor(ratio)
+    constants = {
+        "x_stride_batch": x_stride_batch,
+        "x_stride_head": x_stride_head,
+        "matrix_stride": 0 if matrix is None else 4 * matrix.stride(0),
+        "lens_stride": 0 if seq_lens is None else 4 * seq_lens.stride(0),
+        "num_heads": num_heads,
+        "ratio": ratio,
+        "ratio_factor": ratio_factor,
+        "ratio_shift": ratio_shift,
+        "num_rows": rows,
+        "rows_of_block": rows_of_block,
+    }
+    grid = columns, num_kv_heads, -(-rows // rows_of_block)
+    return Launch(spec, index, grid, constants, copied=(0,) if is_copied else ())

@@ -11,7 +11,7 @@
 The meaning is kvquant/ops/append.py and kvquant/rows/rounding.py, bit for bit.
 """
 
-from numba import cuda, float32, int32, types, uint32, uint64
+from numba import cuda, float32, uint32, uint64
 
 from kvquant.rows.format import RowFormat
 
@@ -36,22 +36,16 @@ from ..device.row_copies import (
     page_and_offset,
     was_counted,
 )
-from ..device.row_spec import ELEMENTS, SIZES, UNIT
+from ..device.row_layout import ELEMENTS, SIZES, UNIT
 from ..device.transform import make_transform, make_widen
 from .feedback_rounding import make_ask_tile, make_round_row
-from .feedback_spec import FEEDBACK, STAGES
+from .spec import TILES
 
-TYPES = {"Q": uint64, "i": int32, "I": uint32}
 wait_for_older = wait_copies[1]
 
 
-def signature(spec):
-    """The numba types of the kernel's arguments; each side is a tuple."""
-    return tuple(types.Tuple([TYPES[code] for _, code in FEEDBACK]) for _ in spec.sides)
-
-
 def make_feedback_kernel(spec):
-    """Make the kernel, a Python function that numba compiles with `signature(spec)`."""
+    """Make the kernel, a Python function that numba compiles with `spec.signature()`."""
     sides = spec.sides
     ALIKE = sides[0] == sides[-1]
     append_k = _make_append_side(sides[0])
@@ -104,7 +98,7 @@ def _make_append_side(spec):
         ratio = load_global_f32(clip + uint64(4) * uint64(head)) if CLIP else float32(1.0)
         slots = (packed, exact, evicted)
         shared = uint32(shared_address(cuda.shared.array(0, uint32)))
-        buffers = uint32(shared + uint32(STAGES * STAGE_BYTES)) + uint32(WARP_BYTES) * warp
+        buffers = uint32(shared + uint32(TILES * STAGE_BYTES)) + uint32(WARP_BYTES) * warp
         first = uint32(uint32(cuda.blockIdx.x) * uint32(BLOCK_ROWS) + uint32(warp * uint32(ROWS)))
 
         # Step 2: all rows are asked for, and the first tile

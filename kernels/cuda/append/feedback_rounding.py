@@ -40,7 +40,7 @@ from ..device.ptx import (
     wait_copies,
 )
 from ..device.quantize import LEVELS, ROUNDER, ROUNDER_BITS, piece_of
-from .feedback_spec import TILE
+from .spec import TILE
 
 wait_for_all = wait_copies[0]
 

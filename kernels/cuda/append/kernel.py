@@ -14,7 +14,7 @@ at most one row of a token is quantized. A row that leaves as NaN was counted wh
 The meaning is kvquant/ops/append.py, bit for bit.
 """
 
-from numba import cuda, float32, int32, types, uint32, uint64
+from numba import cuda, float32, int32, uint32, uint64
 
 from kvquant.rows.format import RowFormat
 
@@ -37,9 +37,7 @@ from ..device.row_copies import (
     page_and_offset,
     was_counted,
 )
-from ..device.row_spec import (
-    APPEND,
-    APPEND_SIDE,
+from ..device.row_layout import (
     ELEMENTS,
     SIZES,
     STAGES,
@@ -50,19 +48,12 @@ from ..device.row_spec import (
 )
 from ..device.transform import make_transform, make_widen
 
-TYPES = {"Q": uint64, "i": int32, "I": uint32}
 WORDS = ELEMENTS // 2  # of 16-bit elements of a lane
 wait_for_oldest = wait_copies[STAGES - 2]
 
 
-def signature(spec):
-    """The numba types of the kernel's arguments; each side is a tuple."""
-    side = types.Tuple([TYPES[code] for _, code in APPEND_SIDE])
-    return (*(TYPES[code] for _, code in APPEND), side, side)
-
-
 def make_append_kernel(spec):
-    """Make the kernel, a Python function that numba compiles with `signature(spec)`."""
+    """Make the kernel, a Python function that numba compiles with `spec.signature()`."""
     LANES, ROWS, TOKENS, WARP_BYTES = spec.lanes, spec.rows, spec.tokens, spec.warp_bytes
     EXACT, HALF_DIM = spec.exact != "", spec.rotary_dim // 2
     ALIKE = spec.k == spec.v and not spec.rotary_dim

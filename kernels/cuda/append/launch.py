@@ -1,45 +1,80 @@
-"""Append on CUDA: one launch for K and V, or for one of them; see kvquant/ops/append.py."""
+"""Append on CUDA: new K and V to their slots; see kvquant/ops/append.py.
+
+append              one launch for K and V
+append_calibrated   where rows are multiplied by a matrix or rounded with feedback: a side at a time
+
+    matrix      one launch of the affine kernel for the side, with the offset; torch's product after
+                RoPE or a rotation, and of float32
+    feedback    one launch of the feedback kernel for all sides that have it; without it one of the
+                append kernel
+"""
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
 from kvquant.rows.format import RowFormat
 from kvquant.rows.quantize import LEVELS
 from kvquant.rows.slots import Slots
-from kvquant.rows.transforms import Rope, RowTransform
+from kvquant.rows.transforms import Rope, RowTransform, transform_rows
 
-from ..device.row_spec import APPEND, AppendSpec, Side, side_arguments
-from ..runtime.driver import Launcher
-from ..runtime.launch import (
-    Ready,
+from ..affine.launch import SOURCES as ENCODED
+from ..affine.launch import encode_rows
+from ..device.row_layout import UNIT
+from ..runtime.launch import Launch, cached_launch, gpu_of, grid_of
+from ..runtime.spec import addresses_of
+from ..runtime.tensors import (
     Tensors,
-    current_stream,
+    check_pages,
     facts_of,
-    gpu_of,
-    grid_of,
-    kernel_of,
-    launch_on,
-    settle,
-    side_strides,
-    slot_facts,
-    unaligned,
-    with_copies,
+    is_readable,
+    page_arguments,
+    strides,
 )
+from .spec import APPEND, AppendSpec, FeedbackSide, FeedbackSpec, Side, make_feedback_spec
 
 SOURCES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-# what stands after the addresses, in all arguments and in those of a side
-COMMON = struct.Struct("=" + "".join(code for _, code in APPEND[6:]) + "4x")
-SIDE = struct.Struct("=" + side_arguments()[5:])
-# the tensors of a call in the order of their addresses: six, then five of K and five of V
-COS, SIN, K, V = 3, 4, 6, 11
-ROWS, EXACT, OFFSET = 1, 2, 3  # after K or V
 NO_TRANSFORM, NO_ROPE = RowTransform(), (None, None, False)
-_settled: dict[Hashable, AppendLaunch] = {}
+# Where a lane has a row the GPU does most, but a row takes longer than four lanes do: these are
+# sooner done as long as an SM has no more rows than 8 warps of them.
+FEW_LANES, ROWS_PER_SM = 4, 64
+NAMES = addresses_of(APPEND)  # of the tensors of a call
+K, V = NAMES.index("k.x"), NAMES.index("v.x")
+ALIGNED = ("cos", "sin", "offset", "feedback")  # that kernels read 16 bytes at a time, like x
+EXACT = {
+    "stride_page": "exact_stride_seq_slot",
+    "stride_head": "exact_stride_head",
+    "stride_row": "exact_stride_row",
+    "num_slots": "num_exact",
+    "page_size": "exact_len",
+    "page_factor": "exact_factor",
+    "page_shift": "exact_shift",
+}
+Ready = tuple[Launch, Tensors]
+
+
+class OneSide(NamedTuple):
+    """K or V of a call: the arguments of append that concern it.
+
+    Attributes:
+        name: "k" or "v", for messages.
+        bad: [1] or more: its first number is the side's.
+    """
+
+    name: str
+    x: torch.Tensor
+    rows: torch.Tensor
+    slots: Slots
+    fmt: RowFormat
+    transform: RowTransform
+    exact_rows: torch.Tensor | None = None
+    exact_format: str = "bf16"
+    rope: Rope | None = None
+    bad: torch.Tensor | None = None
 
 
 def append(
@@ -62,10 +97,10 @@ def append(
     """Append on the current stream; see append.append_rows.
 
     Slots that do not exist are left out, like negative ones. Matrices and feedback are not looked
-    at: see calibrated_launch.py.
+    at: see append_calibrated.
 
     Args:
-        check: raises unless the arguments fit one another; called only before a call is settled.
+        check: raises unless the arguments fit one another; called only before a launch is prepared.
 
     Raises:
         ConfigError: rows are not aligned.
@@ -76,134 +111,273 @@ def append(
     cos, sin, _ = rope or NO_ROPE
     of_k = k, k_rows, exact_k, k_transform.offset, k_transform.clip
     of_v = v, v_rows, exact_v, v_transform.offset, v_transform.clip
-    ready = _prepare(
-        (k_format, v_format),
-        exact_format,
-        (k_transform, v_transform),
-        rope,
-        (*slots, cos, sin, bad, *of_k, *of_v),
-        check,
-        ("k", "v"),
-    )
-    if ready:
-        launch_on(*ready)
+    tensors = (*slots, cos, sin, bad, *of_k, *of_v)
+    formats, transforms = (k_format, v_format), (k_transform, v_transform)
+    launch = _find(("k", "v"), formats, exact_format, transforms, rope, tensors, check)
+    if launch is not None:
+        launch(tensors)
 
 
-def prepare_side(
-    name: str,
-    x: torch.Tensor,
-    rows: torch.Tensor,
+def append_calibrated(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_rows: torch.Tensor,
+    v_rows: torch.Tensor,
     slots: Slots,
-    fmt: RowFormat,
-    transform: RowTransform,
-    exact_rows: torch.Tensor | None,
-    exact_format: str,
-    rope: Rope | None,
-    bad: torch.Tensor | None,
-    check: Callable[[], None] | None,
-) -> Ready | None:
-    """Settle the append of K or of V alone; arguments and errors as of append.
+    k_format: RowFormat,
+    v_format: RowFormat,
+    exact_k: torch.Tensor | None = None,
+    exact_v: torch.Tensor | None = None,
+    exact_format: str = "bf16",
+    k_transform: RowTransform | None = None,
+    v_transform: RowTransform | None = None,
+    rope: Rope | None = None,
+    bad: torch.Tensor | None = None,
+    check: Callable[[], None] | None = None,
+) -> None:
+    """Append on the current stream; arguments and errors as of append."""
+    of_k = "k", k, k_rows, k_format, exact_k, k_transform or NO_TRANSFORM, rope
+    of_v = "v", v, v_rows, v_format, exact_v, v_transform or NO_TRANSFORM, None
+    with_feedback: list[OneSide] = []
+    ready: list[Ready | None] = []
+    for i, (name, x, rows, fmt, exact_rows, transform, rotary) in enumerate((of_k, of_v)):
+        if transform.matrix is not None:
+            x, rotary = _encode(x.detach(), transform, rotary, check), None
+            transform = RowTransform(clip=transform.clip, feedback=transform.feedback)
+        counted = None if bad is None else bad[i:]
+        where, how = (name, x, rows, slots, fmt), (exact_rows, exact_format, rotary, counted)
+        side = OneSide(*where, transform, *how)
+        if transform.feedback is not None and fmt.codec in LEVELS:
+            with_feedback.append(side)
+        else:
+            ready.append(_ready_alone(side, check))
+    if with_feedback:
+        ready.append(_ready_with_feedback(with_feedback, check))
+    for one in ready:  # both sides can be done
+        if one is not None:
+            launch, tensors = one
+            launch(tensors)
+
+
+def quantize_with_feedback(
+    x: torch.Tensor, fmt: RowFormat, clip: torch.Tensor | None, feedback: torch.Tensor
+) -> torch.Tensor:
+    """Quantize rows on the current stream; see rounding.quantize_calibrated.
 
     Args:
-        name: "k" or "v", for messages.
-        bad: [1] or more: its first number is the side's.
+        x: [batch, num_kv_heads, tokens, head_dim], float32, bfloat16 or float16, not empty.
+        fmt: int4 or int8.
+        clip: [num_kv_heads], float32, or None.
+        feedback: [num_kv_heads, head_dim, head_dim], float32.
 
     Returns:
-        What launch_on takes; None if there is nothing to do.
+        [batch, num_kv_heads, tokens, row_bytes], uint8.
+
+    Raises:
+        UnsupportedError: the GPU is too old, or there are too many rows.
+        DeviceError: CUDA refuses the launch.
     """
-    cos, sin, _ = rope or NO_ROPE
-    side = x, rows, exact_rows, transform.offset, transform.clip
-    tensors = (*slots, cos, sin, bad, *side, *side)
-    transforms = transform, transform
-    return _prepare((fmt, fmt), exact_format, transforms, rope, tensors, check, (name,))
+    batch, num_heads, tokens, _ = x.shape
+    shape = batch, num_heads, tokens, fmt.row_bytes
+    rows = torch.empty(shape, dtype=torch.uint8, device=x.device)
+    new = x.detach().transpose(1, 2).flatten(0, 1)  # a sequence is a page
+    if new.stride(-1) != 1:
+        new = new.contiguous()
+    slots = Slots(torch.arange(batch * tokens, device=x.device))
+    clip = None if clip is None else clip.contiguous()
+    transform = RowTransform(clip=clip, feedback=feedback.contiguous())
+    ready = _ready_with_feedback([OneSide("x", new, rows, slots, fmt, transform)], None)
+    if ready is not None:
+        launch, tensors_of_launch = ready
+        launch(tensors_of_launch)
+    return rows
 
 
-def _prepare(
+def _encode(
+    x: torch.Tensor, transform: RowTransform, rope: Rope | None, check: Callable[[], None] | None
+) -> torch.Tensor:
+    """What transform_rows gives, where there is a matrix; check: as of append."""
+    offset, rotate, matrix, _, _ = transform
+    assert matrix is not None
+    if rope is None and not rotate and x.dtype in ENCODED:
+        return encode_rows(x, matrix, offset, check)
+    if check:
+        check()
+    return transform_rows(x, transform, rope)
+
+
+# The append kernel
+
+
+def _ready_alone(side: OneSide, check: Callable[[], None] | None) -> Ready | None:
+    """Prepare the append of K or of V alone; None if there is nothing to do."""
+    cos, sin, _ = side.rope or NO_ROPE
+    rows = side.x, side.rows, side.exact_rows, side.transform.offset, side.transform.clip
+    tensors = (*side.slots, cos, sin, side.bad, *rows, *rows)
+    formats, transforms = (side.fmt, side.fmt), (side.transform, side.transform)
+    names, exact_format = (side.name,), side.exact_format
+    launch = _find(names, formats, exact_format, transforms, side.rope, tensors, check)
+    return None if launch is None else (launch, tensors)
+
+
+def _find(
+    names: tuple[str, ...],
     formats: tuple[RowFormat, RowFormat],
     exact_format: str,
     transforms: tuple[RowTransform, RowTransform],
     rope: Rope | None,
     tensors: Tensors,
     check: Callable[[], None] | None,
-    names: tuple[str, ...],
-) -> Ready | None:
-    """Settle a call; names: of the sides that are written."""
-    k, v, cos = tensors[K], tensors[V], tensors[COS]
+) -> Launch | None:
+    """Find the launch of a call; names: of the sides that are written."""
+    k, v = tensors[K], tensors[V]
     assert k is not None and v is not None
     interleaved = rope is not None and rope.interleaved
-    # all that the check and the launch depend on
-    key = (
-        formats,
-        exact_format,
-        transforms[0].rotate,
-        transforms[1].rotate,
+    rotates = transforms[0].rotate, transforms[1].rotate
+    signs = k.is_neg(), v.is_neg()
+    facts = map(facts_of, tensors)
+    key = (AppendSpec, names, formats, exact_format, rotates, interleaved, signs, *facts)
+    call = names, formats, exact_format, transforms, interleaved, tensors
+    return cached_launch(key, check, _prepare, *call)
+
+
+def _prepare(
+    names: tuple[str, ...],
+    formats: tuple[RowFormat, RowFormat],
+    exact_format: str,
+    transforms: tuple[RowTransform, RowTransform],
+    interleaved: bool,
+    tensors: Tensors,
+) -> Launch | None:
+    given = dict(zip(NAMES, tensors, strict=True))
+    k, cos, exact_rows = given["k.x"], given["cos"], given["k.exact_rows"]
+    assert k is not None
+    if not k.numel():
+        return None
+    gpu = gpu_of(k.get_device())
+    spec = AppendSpec(
+        _side_of(formats[0], transforms[0]),
+        _side_of(formats[1], transforms[1]),
+        SOURCES[k.dtype],
+        "" if exact_rows is None else exact_format,
+        0 if cos is None else 2 * cos.shape[-1],
         interleaved,
-        names,
-        k.is_neg(),
-        v.is_neg(),
-        *map(facts_of, tensors),
     )
-    launch = _settled.get(key)
-    if launch is None:
-        if check:
-            check()
-        if not k.numel():
-            return None
-        spec = AppendSpec(
-            side_of(formats[0], transforms[0]),
-            side_of(formats[1], transforms[1]),
-            SOURCES[k.dtype],
-            "" if tensors[K + EXACT] is None else exact_format,
-            0 if cos is None else 2 * cos.shape[-1],
-            interleaved,
-        )
-        launch = settle(_settled, key, AppendLaunch, spec, tensors, names)
-    return k.get_device(), launch, tensors
+    if "fp8" in (spec.k.fmt.codec, spec.v.fmt.codec):
+        spec = replace(spec, converts_fp8=gpu.converts_fp8)
+    num_tokens, num_heads, _ = k.shape
+    grid = grid_of(num_tokens, num_heads, len(names), spec.tokens, gpu.sm_count)
+    copied = _unaligned(NAMES, tensors)
+    constants = {"num_tokens": num_tokens, "num_heads": num_heads}
+    constants["heads_per_block"] = -(-num_heads // grid[1])
+    for place, side, name, fmt in ((K, "k", names[0], formats[0]), (V, "v", names[-1], formats[1])):
+        x, rows, exact_rows = tensors[place : place + 3]
+        assert x is not None and rows is not None
+        found = _constants(name, fmt, exact_format, x, rows, exact_rows, place in copied)
+        constants |= {f"{side}.{key}": value for key, value in found.items()}
+        if side == "k":  # slots are those of K and of V
+            constants |= found
+    return Launch(spec, k.get_device(), grid, constants, copied)
 
 
-def side_of(fmt: RowFormat, transform: RowTransform) -> Side:
+# The feedback kernel
+
+
+def _ready_with_feedback(
+    sides: Sequence[OneSide], check: Callable[[], None] | None
+) -> Ready | None:
+    """Prepare the append of K and V, or of one of them; None if there is nothing to do."""
+    tensors = [tensor for side in sides for tensor in _tensors_with_feedback(side)]
+    facts = map(facts_of, tensors)
+    key = (FeedbackSpec, *map(_key_with_feedback, sides), *facts)
+    launch = cached_launch(key, check, _prepare_with_feedback, sides, tensors)
+    return None if launch is None else (launch, tensors)
+
+
+def _tensors_with_feedback(side: OneSide) -> Tensors:
+    """In the order of their addresses."""
+    offset, _, _, clip, feedback = side.transform
+    cos, sin, _ = side.rope or NO_ROPE
+    rows = side.x, side.rows, side.exact_rows
+    return (*side.slots, cos, sin, side.bad, *rows, offset, clip, feedback)
+
+
+def _key_with_feedback(side: OneSide) -> Hashable:
+    """What a launch depends on beside the tensors."""
+    interleaved = side.rope is not None and side.rope.interleaved
+    rotate, is_neg = side.transform.rotate, side.x.is_neg()
+    return side.name, side.fmt, side.exact_format, rotate, interleaved, is_neg
+
+
+def _prepare_with_feedback(sides: Sequence[OneSide], tensors: Tensors) -> Launch | None:
+    x = sides[0].x
+    if not x.numel():
+        return None
+    num_tokens, num_heads, _ = x.shape
+    num_rows = num_tokens * num_heads * len(sides)
+    share = FEW_LANES if num_rows <= ROWS_PER_SM * gpu_of(x.get_device()).sm_count else 1
+    spec = make_feedback_spec([_feedback_side(side, share) for side in sides])
+    names = addresses_of(spec.arguments)
+    copied = _unaligned(names, tensors)
+    constants: dict[str, float] = {}
+    for (prefix, _), side in zip(spec.arguments, sides, strict=True):
+        _, x, rows, _, fmt, _, exact_rows, exact_format, _, _ = side
+        is_copied = names.index(f"{prefix}.x") in copied
+        found = _constants(side.name, fmt, exact_format, x, rows, exact_rows, is_copied)
+        found["num_tokens"] = num_tokens
+        constants |= {f"{prefix}.{key}": value for key, value in found.items()}
+    grid = -(-num_tokens // spec.block_rows), num_heads, len(sides)
+    return Launch(spec, x.get_device(), grid, constants, copied)
+
+
+def _feedback_side(side: OneSide, share: int) -> FeedbackSide:
+    cos, _, interleaved = side.rope or NO_ROPE
+    return FeedbackSide(
+        _side_of(side.fmt, side.transform),
+        SOURCES[side.x.dtype],
+        "" if side.exact_rows is None else side.exact_format,
+        0 if cos is None else 2 * cos.shape[-1],
+        interleaved,
+        share,
+    )
+
+
+# Both
+
+
+def _side_of(fmt: RowFormat, transform: RowTransform) -> Side:
     """What kernels are compiled for."""
     clips = transform.clip is not None and fmt.codec in LEVELS
     return Side(fmt, transform.offset is not None, transform.rotate, clips)
 
 
-class AppendLaunch:
-    """A settled call: everything but addresses."""
+def _unaligned(names: Sequence[str], tensors: Tensors) -> list[int]:
+    """The places of tensors that a kernel cannot read 16 bytes at a time where they are."""
+    found = []
+    for i, (name, x) in enumerate(zip(names, tensors, strict=True)):
+        field = name.rpartition(".")[2]
+        if x is None or (field != "x" and field not in ALIGNED):
+            continue
+        if not is_readable(x, UNIT, is_contiguous=field != "x"):
+            found.append(i)
+    return found
 
-    def __init__(self, spec: AppendSpec, tensors: Tensors, names: tuple[str, ...]) -> None:
-        k, rows, exact = tensors[K], tensors[K + ROWS], tensors[K + EXACT]
-        assert k is not None and rows is not None
-        num_tokens, num_heads, _ = k.shape
-        gpu = gpu_of(k)
-        if "fp8" in (spec.k.fmt.codec, spec.v.fmt.codec):
-            spec = replace(spec, converts_fp8=gpu.converts_fp8)
-        grid = grid_of(num_tokens, num_heads, len(names), spec.tokens, gpu.num_sms)
-        exact_facts = (0, 0, 0, 0) if exact is None else slot_facts(exact)
-        heads = -(-num_heads // grid[1])
-        self._common = COMMON.pack(num_tokens, num_heads, heads, *slot_facts(rows), *exact_facts)
-        self._copied = unaligned(tensors, (K, V), (COS, SIN, K + OFFSET, V + OFFSET))
-        self._k = self._side_constants(
-            names[0], spec.k, spec.exact, tensors[K:V], K in self._copied
-        )
-        self._v = self._side_constants(
-            names[-1], spec.v, spec.exact, tensors[V:], V in self._copied
-        )
-        self._index = k.get_device()
-        layout = f"=6Q{COMMON.size}s5Q{SIDE.size}s5Q{SIDE.size}s"
-        self._launch = Launcher(kernel_of(spec, k), grid, layout)
 
-    def __call__(self, tensors: Tensors) -> None:
-        """Launch on the current stream of the current device, which is that of the tensors."""
-        tensors = with_copies(tensors, self._copied)
-        at: list[float | bytes] = [0 if one is None else one.data_ptr() for one in tensors]
-        values = (*at[:K], self._common, *at[K:V], self._k, *at[V:], self._v)
-        self._launch(current_stream(self._index), values)
-
-    @staticmethod
-    def _side_constants(
-        name: str, side: Side, exact_codec: str, tensors: Tensors, is_copied: bool
-    ) -> bytes:
-        """The strides of K or of V."""
-        x, rows, exact_rows = tensors[:3]
-        assert x is not None and rows is not None
-        return SIDE.pack(*side_strides(name, side.fmt, exact_codec, x, rows, exact_rows, is_copied))
+def _constants(
+    name: str,
+    fmt: RowFormat,
+    exact_codec: str,
+    x: torch.Tensor,
+    rows: torch.Tensor,
+    exact_rows: torch.Tensor | None,
+    is_copied: bool,
+) -> dict[str, int]:
+    """The arguments of K or of V that are no addresses, by name; errors as of check_pages."""
+    check_pages(f"{name}_rows", rows, fmt)
+    exact = dict.fromkeys(EXACT.values(), 0)
+    if exact_rows is not None:
+        check_pages(f"exact_{name}", exact_rows, RowFormat(exact_codec, 1, fmt.head_dim))
+        exact = {EXACT[key]: value for key, value in page_arguments(exact_rows).items()}
+    row_bytes = x.shape[2] * x.element_size()
+    token, head = (x.shape[1] * row_bytes, row_bytes) if is_copied else strides(x)
+    return page_arguments(rows) | exact | {"x_stride_token": token, "x_stride_head": head}

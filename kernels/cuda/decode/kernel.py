@@ -13,22 +13,15 @@ rows: https://pytorch.org/blog/int4-decoding/. What is ours: codes that are mult
 subnormals, the probabilities that stay in registers, groups apart in float32.
 """
 
-from numba import cuda, float32, int32, types, uint32, uint64
+from numba import cuda, int32, uint32, uint64
 
 from ..device.jit import device_function
 from ..device.ptx import load_global_u32, shared_address
 from .combine import make_merge_parts, make_write, make_write_empty
 from .mainloop import make_attend
-from .spec import COMMON, FIELD, HEADS, SEGMENT, TILE
+from .spec import FIELD, HEADS, TILE
 
-TYPES = {"Q": uint64, "i": int32, "f": float32}
 SEQ_LENS, CAPACITY, SPLITS = FIELD["seq_lens"], FIELD["capacity"], FIELD["splits"]
-
-
-def signature(spec):
-    """The numba types of a kernel's arguments; each segment is a tuple."""
-    segment = types.Tuple([TYPES[code] for _, code in SEGMENT])
-    return (*(TYPES[code] for _, code in COMMON), *[segment] * spec.segments)
 
 
 @device_function
@@ -46,7 +39,7 @@ def attend_nothing(segment, begin, end, rows, results, shared):
 
 
 def make_decode_kernel(spec):
-    """Make the kernel, a Python function that numba compiles with `signature(spec)`."""
+    """Make the kernel, a Python function that numba compiles with `spec.signature()`."""
     WARPS, DIM, THREE = spec.warps, spec.first.v_format.head_dim, spec.segments == 3
     FIRST_STEP = TILE * WARPS
     SECOND_STEP = TILE * spec.warps_of(spec.second or spec.first)

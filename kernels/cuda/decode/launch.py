@@ -1,8 +1,8 @@
-"""Attend on CUDA: settle once what depends on shapes, then launch with little Python.
+"""Attend on CUDA: prepare once what depends on shapes, then launch with little Python.
 
-A call is settled by its shapes, strides, formats and dtypes: that it is possible, the kernel, the
-plan, the arguments that stay. The next call like it finds that in a dictionary, packs the addresses
-and launches: no host synchronization; safe in CUDA graphs and from several threads.
+A launch is prepared for all calls of the same shapes, strides, formats and dtypes: that it is
+possible, the kernel, the plan, the arguments that stay (see runtime/launch.py). This is the hot
+path of decoding: the key is built in place, and a cached launch packs its addresses itself.
 """
 
 from __future__ import annotations
@@ -10,11 +10,9 @@ from __future__ import annotations
 import functools
 import math
 import struct
-import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -22,13 +20,14 @@ from kvquant.arguments import check_scale
 from kvquant.errors import ConfigError, UnsupportedError
 from kvquant.rows.segment import Segment
 
-from ..runtime.compile import load_cubin
 from ..runtime.driver import Kernel, Launcher
-from ..runtime.workspace import Workspaces, template
+from ..runtime.launch import GPU, current_device, current_stream, gpu_of, keep, kernel_of
+from ..runtime.spec import layout_of
+from ..runtime.workspace import Workspaces, reuse_counters, template, workspaces_of
 from .arrange import arguments, arrange, counts_of, make_spec, pack_counts
-from .plan import GPU, Plan, fit, plan, shared_bytes
+from .plan import Plan, fit, plan, shared_bytes
 from .spec import COMMON, HEADS, SEGMENT, DecodeSpec
-from .tuned import load_table
+from .tuned import Tuned, load_table
 
 State = tuple[torch.Tensor, "torch.Tensor | None"]
 Addresses = tuple[
@@ -40,20 +39,13 @@ LOG2_E = math.log2(math.e)
 UNIT = 16  # bytes that a query is aligned to
 MOST_BLOCKS = 65535  # of a grid, but along x
 MOST_SCALE = 1e30  # float32 holds what it is multiplied with
-MOST_SETTLED = 4096  # calls that are remembered
 
 # what stands after the addresses, in all arguments and in those of a segment
-QUERY = struct.Struct("=" + "".join(code for _, code in COMMON[5:-1]))
-ROWS = struct.Struct("=" + "".join(code for _, code in SEGMENT[5:]))
+QUERY, ROWS = struct.Struct(layout_of(COMMON[5:-1])), struct.Struct(layout_of(SEGMENT[5:]))
 
-# not in torch without CUDA
-_current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
-_current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _empty_like = torch.empty_like
-_lock = threading.RLock()
-_devices: dict[int, Device] = {}
-_settled: dict[Hashable, Launch | Nothing] = {}
-_forced: tuple[Plan | None, str] = (None, "")
+_launches: dict[Hashable, Launch | Nothing] = {}
+_override: tuple[Plan | None, str] = (None, "")
 
 
 @dataclass(frozen=True)
@@ -89,7 +81,7 @@ def attend(
         q, segments, sm_scale, num_splits: as there; q bfloat16 or float16.
         want_lse: whether lse is wanted.
         check: raises unless q can attend to the segments, and returns them with formats in place
-            of names; called only before a call is settled.
+            of names; called only before a launch is prepared.
 
     Returns:
         out [batch, num_q_heads, head_dim of V], the dtype of q; lse [batch, num_q_heads], float32,
@@ -135,18 +127,16 @@ def attend(
             sinks,
             seq_slots if seq_slots is None else _facts(seq_slots),
         )
-    settled = _settled  # `forced` puts another in its place
+    launches = _launches  # override_plan puts another in its place
     try:
-        launch = settled.get(key)
-    except TypeError:  # a format that cannot be hashed: the check tells
+        launch = launches.get(key)
+    except TypeError:  # a format that cannot be hashed: the check says so
         launch = None
     if launch is None:
         checked = check(q, segments, num_splits) if check else segments
-        launch = _settle(q, checked, num_splits)
-        if len(settled) >= MOST_SETTLED:  # such as a capacity that grows with every call
-            settled.clear()
-        settled[key] = launch
-    if index == _current_device():
+        launch = _prepare(q, checked, num_splits)
+        keep(launches, key, launch)
+    if index == current_device():
         return launch(q, segments, address, addresses, sm_scale, want_lse)
     with torch.cuda.device(index):
         return launch(q, segments, address, addresses, sm_scale, want_lse)
@@ -157,7 +147,7 @@ def _facts(tensor: torch.Tensor) -> Hashable:
 
 
 def describe(q: torch.Tensor, segments: Sequence[Segment], without: str = "") -> Work:
-    """What a call with work to do asks for, as tuning.candidates wants it; errors as of attend."""
+    """What a call with work to do asks for, as plan.candidates wants it; errors as of attend."""
     if q.dtype not in QUERIES:
         raise ConfigError(f"q is {q.dtype}: on CUDA use bfloat16 or float16")
     batch, num_q_heads, _ = q.shape
@@ -172,7 +162,7 @@ def describe(q: torch.Tensor, segments: Sequence[Segment], without: str = "") ->
     order = arrange(segments)
     spec = make_spec([segments[i] for i in order], QUERIES[q.dtype], without)
     capacities = tuple(segments[i].capacity for i in order)
-    return Work(spec, _device(q).gpu, batch * columns, order, capacities)
+    return Work(spec, gpu_of(q.get_device()), batch * columns, order, capacities)
 
 
 @contextmanager
@@ -186,70 +176,18 @@ def override_plan(plan: Plan | None, without: str = "") -> Iterator[None]:
     Graphs that are captured meanwhile are not to be replayed afterwards: their counters are given
     to others.
     """
-    global _forced, _settled
-    before = _forced, _settled
-    _forced, _settled = (plan, without), {}
-    taken = {index: device.workspaces.taken for index, device in _devices.items()}
+    global _override, _launches
+    before = _override, _launches
+    _override, _launches = (plan, without), {}
     try:
-        yield
+        with reuse_counters():
+            yield
     finally:
-        _forced, _settled = before
-        for index, device in _devices.items():
-            device.workspaces.taken = taken.get(index, 0)
-
-
-def gpu_facts(device: torch.device) -> GPU:
-    """What the planner knows of a GPU."""
-    facts = torch.cuda.get_device_properties(device)
-    return GPU(
-        facts.name,
-        facts.multi_processor_count,
-        facts.shared_memory_per_multiprocessor,
-        facts.shared_memory_per_block_optin,  # type: ignore[attr-defined]
-    )
-
-
-class Device:
-    """What is settled once for a GPU: its facts, kernels and workspaces.
-
-    Raises:
-        UnsupportedError: it is too old.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        major, minor = torch.cuda.get_device_capability(device)
-        if major < 8:
-            raise UnsupportedError(
-                "the CUDA kernels need compute capability 8.0 or newer (A100, RTX 30 and later), "
-                f"{torch.cuda.get_device_name(device)} has {major}.{minor}: pass "
-                "backend='reference' for the slow kernel"
-            )
-        self.gpu = gpu_facts(device)
-        self.table = load_table()
-        self.workspaces = Workspaces(device)
-        self._arch = f"sm_{major}{minor}"
-        self._index = device.index
-        self._kernels: dict[DecodeSpec, tuple[Kernel, int]] = {}
-
-    def kernel(self, spec: DecodeSpec) -> tuple[Kernel, int]:
-        """A kernel, loaded (and compiled if need be), and its registers."""
-        with _lock:
-            if spec not in self._kernels:
-                cubin = load_cubin(spec, self._arch)
-                kernel = Kernel(
-                    cubin.code,
-                    cubin.name,
-                    self._index,
-                    threads=32 * spec.warps,
-                    shared=spec.shared_bytes,
-                    most_shared=self.gpu.shared_per_block if spec.second else 0,
-                )
-                self._kernels[spec] = kernel, cubin.report.registers
-            return self._kernels[spec]
+        _override, _launches = before
 
 
 class Launch:
-    """A settled call: everything but addresses and the scale."""
+    """A call that is prepared: everything but addresses and the scale."""
 
     def __init__(
         self,
@@ -283,7 +221,7 @@ class Launch:
         for i, splits in zip(work.order, chosen.splits, strict=True):
             copies = any(pack_counts(one) is not one for one in counts_of(segments[i]))
             self._segments.append((i, copies, ROWS.pack(*arguments(segments[i], splits))))
-        layout = f"=5Q{QUERY.size}sf" + len(work.order) * f"5Q{ROWS.size}s"
+        layout = f"@5P{QUERY.size}sf" + len(work.order) * f"5P{ROWS.size}s"
         missing = work.spec.segments - len(work.order)
         layout += f"{missing * (5 * 8 + ROWS.size)}x"  # zeros
         grid = num_kv_heads * head_blocks, batch, parts
@@ -304,7 +242,7 @@ class Launch:
         if want_lse:
             lse = _empty_like(self._lse)
             lse_address = lse.data_ptr()
-        stream = _current_stream(self._index)
+        stream = current_stream(self._index)
         counters = partial = 0
         if self._workspaces is not None:
             workspace = self._workspaces.take(stream, self._units, self._partial)
@@ -334,7 +272,7 @@ class Launch:
 
 
 class Nothing:
-    """A settled call without heads, sequences or rows."""
+    """A call without heads, sequences or rows."""
 
     def __init__(self, shape: tuple[int, int, int]) -> None:
         self._shape = shape
@@ -355,36 +293,33 @@ class Nothing:
         return q.new_zeros(self._shape), lse
 
 
-def _settle(
+def _prepare(
     q: torch.Tensor, segments: Sequence[Segment], num_splits: int | None
 ) -> Launch | Nothing:
     if q.dtype in QUERIES and not (q.numel() and any(one.capacity for one in segments)):
         return Nothing((q.shape[0], q.shape[1], segments[0].v_format.head_dim))
-    chosen, without = _forced
+    chosen, without = _override
     work = describe(q, segments, without)
-    device = _device(q)
     choose = functools.partial(
         plan,
         gpu=work.gpu,
         units=work.units,
         capacities=work.capacities,
         num_splits=num_splits,
-        rows=device.table,
+        rows=_measured_plans(),
     )
     first = chosen or choose(work.spec)
     spec = replace(work.spec, warps=first.warps, stages=first.stages)
-    kernel, registers = device.kernel(spec)
-    chosen = chosen or choose(spec, registers=registers)
-    shared = shared_bytes(fit(spec, work.gpu, registers), work.units, chosen.splits)
-    return Launch(q, segments, work, chosen, kernel, shared, device.workspaces)
+    most_shared = work.gpu.shared_per_block if spec.second else 0
+    kernel = kernel_of(spec, q.get_device(), most_shared)
+    chosen = chosen or choose(spec, registers=kernel.registers)
+    shared = shared_bytes(fit(spec, work.gpu, kernel.registers), work.units, chosen.splits)
+    return Launch(q, segments, work, chosen, kernel, shared, workspaces_of(q.device))
 
 
-def _device(q: torch.Tensor) -> Device:
-    index = q.get_device()
-    with _lock:
-        if index not in _devices:
-            _devices[index] = Device(q.device)
-        return _devices[index]
+@functools.cache
+def _measured_plans() -> tuple[Tuned, ...]:
+    return load_table()
 
 
 def _log2_scale(sm_scale: float) -> float:

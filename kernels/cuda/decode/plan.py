@@ -16,11 +16,13 @@ from dataclasses import dataclass, replace
 
 from kvquant.errors import UnsupportedError
 
+from ..runtime.launch import GPU
 from .spec import AHEAD, HEADS, TILE, DecodeSpec
 from .tuned import Tuned, lookup
 
 WARPS, STAGES = (4, 8, 2, 1), (2, 3, 4)  # what a block may have, the preferred first
 REGISTERS = {64: 112, 128: 144, 256: 248}  # of a thread, by head_dim, before it is compiled
+REGISTERS_PER_SM = 1 << 16  # of every GPU from sm_80 on
 RESERVED_SHARED = 1 << 10  # bytes of a block's share that the driver takes
 # measured on an H200, where an SM's share of the bandwidth is 33 bytes a nanosecond. Times are told
 # in bytes at that rate: with 8 warps of INT4 rows in 4 groups an SM keeps up with its share
@@ -31,24 +33,6 @@ START = 128 << 10  # a block starts and ends
 MERGE = 40 << 10  # the last block of a unit learns that it is
 MERGE_BYTE = 0.3  # it merges a byte of a part, which comes from L2
 SIMILAR = 1.01  # prices within this factor are alike: the preferred number of warps is taken
-
-
-@dataclass(frozen=True)
-class GPU:
-    """What the planner knows of a GPU.
-
-    Attributes:
-        name: as the driver tells it.
-        sm_count: streaming multiprocessors.
-        shared_per_sm, shared_per_block: bytes, the most that there is.
-        registers_per_sm: of 32 bits.
-    """
-
-    name: str
-    sm_count: int
-    shared_per_sm: int
-    shared_per_block: int
-    registers_per_sm: int = 65536
 
 
 @dataclass(frozen=True)
@@ -111,7 +95,7 @@ def fit(spec: DecodeSpec, gpu: GPU, registers: int | None = None) -> Fit:
     blocks = 0
     if shared <= gpu.shared_per_block:
         granted = -(-registers // 8) * 8  # by eights
-        by_registers = gpu.registers_per_sm // (granted * 32 * spec.warps)
+        by_registers = REGISTERS_PER_SM // (granted * 32 * spec.warps)
         blocks = min(gpu.shared_per_sm // (shared + RESERVED_SHARED), by_registers)
     first, second = (
         path.k_format.row_bytes + path.v_format.row_bytes

@@ -1,15 +1,14 @@
-"""What a decode kernel is compiled for, its arguments and its shared memory: plain numbers.
-
-Nothing here needs numba, so a kernel that lies compiled on disk is launched without it.
-"""
+"""What a decode kernel is compiled for, its arguments and its shared memory: plain numbers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from kvquant.rows.format import RowFormat
 
 from ..device.row_layout import StagedRow
+from ..runtime.spec import Spec, Table
 
 HEADS = 8  # query heads of a block: the columns of an MMA
 TILE = 32  # tokens that a warp works on at a time: a row for each lane
@@ -19,13 +18,12 @@ PLACES = ("linear", "ring", "paged")
 # what the kernel can be compiled without, to measure what it brings
 TECHNIQUES = ("unrolled loads", "V prefetch", "padded shared memory", "lazy rescale")
 
-# name and struct code: Q uint64 (an address, or bytes), i int32, f float32
-COMMON = (
-    ("q", "Q"),  # [batch, num_q_heads, head_dim], bfloat16 or float16
-    ("out", "Q"),  # [batch, num_q_heads, head_dim of V], as q
-    ("lse", "Q"),  # [batch, num_q_heads], float32, base e; 0: not wanted
-    ("partial", "Q"),  # float32 [units, parts, HEADS, head_dim of V], then [units, parts, HEADS]
-    ("counters", "Q"),  # uint32 [units], zero before the launch and after it
+COMMON: Table = (
+    ("q", "P"),  # [batch, num_q_heads, head_dim], bfloat16 or float16
+    ("out", "P"),  # [batch, num_q_heads, head_dim of V], as q
+    ("lse", "P"),  # [batch, num_q_heads], float32, base e; 0: not wanted
+    ("partial", "P"),  # float32 [units, parts, HEADS, head_dim of V], then [units, parts, HEADS]
+    ("counters", "P"),  # uint32 [units], zero before the launch and after it
     ("q_stride_batch", "Q"),  # bytes
     ("q_stride_head", "Q"),
     ("num_q_heads", "i"),
@@ -33,12 +31,12 @@ COMMON = (
     ("head_blocks", "i"),  # blocks of HEADS query heads on a KV head
     ("score_scale", "f"),  # sm_scale * log2(e)
 )
-SEGMENT = (
-    ("k_rows", "Q"),
-    ("v_rows", "Q"),
-    ("seq_lens", "Q"),  # [batch], int32
-    ("index", "Q"),  # ring: starts [batch], int32, or 0; paged: block table, int32
-    ("seq_slots", "Q"),  # ring: [batch], int32: which sequence of the rows to read; 0: the same
+SEGMENT: Table = (
+    ("k_rows", "P"),
+    ("v_rows", "P"),
+    ("seq_lens", "P"),  # [batch], int32
+    ("index", "P"),  # ring: starts [batch], int32, or 0; paged: block table, int32
+    ("seq_slots", "P"),  # ring: [batch], int32: which sequence of the rows to read; 0: the same
     ("k_stride_outer", "Q"),  # bytes from a sequence, or a page, to the next
     ("k_stride_head", "Q"),
     ("v_stride_outer", "Q"),
@@ -73,8 +71,8 @@ class Path:
 
 
 @dataclass(frozen=True)
-class DecodeSpec:
-    """All that the machine code of a decode kernel depends on, but for the GPU's architecture.
+class DecodeSpec(Spec):
+    """A decode kernel.
 
     Attributes:
         first: the path of the first segment.
@@ -99,9 +97,15 @@ class DecodeSpec:
         return 1 if self.second is None else 3
 
     @property
-    def arguments(self) -> str:
-        """The kernel's arguments as a struct format; every field is naturally aligned."""
-        return "=" + "".join(code for _, code in COMMON + self.segments * SEGMENT)
+    def arguments(self) -> Table:
+        """A tuple for each segment."""
+        return (*COMMON, *((name, SEGMENT) for name in ("one", "two", "three")[: self.segments]))
+
+    def build(self) -> Any:
+        """The kernel."""
+        from .kernel import make_decode_kernel
+
+        return make_decode_kernel(self)
 
     @property
     def padded(self) -> bool:

@@ -33,8 +33,7 @@ from ..device.ptx import (
 )
 from ..device.quantize import ROUNDER, ROUNDER_BITS, piece_of
 from ..device.row_copies import make_ask, make_store, page_and_offset
-from ..device.row_spec import (
-    DEQUANTIZE,
+from ..device.row_layout import (
     ELEMENTS,
     SIZES,
     STAGES,
@@ -45,17 +44,11 @@ from ..device.row_spec import (
 )
 from ..device.transform import EIGHT, make_load, swizzle
 
-TYPES = {"Q": uint64, "i": int32, "I": uint32}
 wait_for_oldest = wait_copies[STAGES - 2]
 
 
-def signature(spec):
-    """The numba types of the kernel's arguments."""
-    return tuple(TYPES[code] for _, code in DEQUANTIZE)
-
-
 def make_dequantize_kernel(spec):
-    """Make the kernel, a Python function that numba compiles with `signature(spec)`."""
+    """Make the kernel, a Python function that numba compiles with `spec.signature()`."""
     FMT, LANES, ROWS, TOKENS = spec.fmt, spec.lanes, spec.rows, spec.tokens
     STAGE_BYTES, WARP_BYTES = spec.stage_bytes, spec.warp_bytes
     OUT, OUT_BYTES = STAGES * STAGE_BYTES, FMT.head_dim * SIZES[spec.target]

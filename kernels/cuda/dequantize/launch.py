@@ -1,33 +1,78 @@
-"""Dequantize pages on CUDA, in one launch; see append.dequantize_pages for the meaning."""
+"""Dequantize pages on CUDA, in one launch; kvquant/ops/append.py has the reference."""
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable, Hashable
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from kvquant.rows.format import RowFormat
 
-from ..device.row_spec import DEQUANTIZE, UNIT, DequantizeSpec
-from ..runtime.driver import Launcher
-from ..runtime.launch import (
-    check_pages,
-    current_stream,
-    facts_of,
-    gpu_of,
-    grid_of,
-    kernel_of,
-    launch_on,
-    settle,
-    slot_facts,
-    strides,
-)
+from ..device.row_layout import SIZES, STAGES, UNIT, RowSpec, lanes_of, staged_bytes
+from ..runtime.launch import Launch, cached_launch, gpu_of, grid_of
+from ..runtime.spec import Spec, Table
+from ..runtime.tensors import check_pages, facts_of, page_arguments
 
 TARGETS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-CONSTANTS = struct.Struct("=" + "".join(code for _, code in DEQUANTIZE[3:]))
-_settled: dict[Hashable, DequantizeLaunch] = {}
+DEQUANTIZE: Table = (
+    ("slots", "P"),  # int64 [num_tokens]
+    ("rows", "P"),
+    ("out", "P"),  # [num_tokens, num_heads, head_dim]
+    ("stride_page", "Q"),  # bytes
+    ("stride_head", "Q"),
+    ("stride_row", "Q"),
+    ("num_tokens", "i"),
+    ("num_heads", "i"),
+    ("heads_per_block", "i"),
+    ("num_slots", "I"),
+    ("page_size", "I"),
+    ("page_factor", "I"),  # row_layout.divisor
+    ("page_shift", "I"),
+)
+
+
+@dataclass(frozen=True)
+class DequantizeSpec(RowSpec, Spec):
+    """The dequantize kernel.
+
+    Attributes:
+        fmt: the rows.
+        target: "bf16", "fp16" or "fp32".
+        converts_fp8: whether the GPU has instructions for E4M3 (sm_89 and newer); asked for where
+            rows are fp8 only.
+        warps: of a block.
+    """
+
+    fmt: RowFormat
+    target: str = "bf16"
+    converts_fp8: bool = True
+    warps: int = 4
+
+    arguments = DEQUANTIZE
+
+    def build(self) -> Any:
+        """The kernel."""
+        from .kernel import make_dequantize_kernel
+
+        return make_dequantize_kernel(self)
+
+    @property
+    def lanes(self) -> int:
+        """Lanes of a row."""
+        return lanes_of(self.fmt)
+
+    @property
+    def stage_bytes(self) -> int:
+        """The rows that a warp has at a time."""
+        return self.rows * staged_bytes(self.fmt)
+
+    @property
+    def warp_bytes(self) -> int:
+        """A warp's shared memory."""
+        out = self.rows * self.fmt.head_dim * SIZES[self.target]
+        return STAGES * self.stage_bytes + out
 
 
 def dequantize(
@@ -42,48 +87,35 @@ def dequantize(
     Slots that do not exist give zeros, like negative ones.
 
     Args:
-        check: raises unless the arguments fit one another; called only before a call is settled.
+        check: raises unless the arguments fit one another; called only before a launch is prepared.
 
     Raises:
         ConfigError: rows are not aligned.
         UnsupportedError: the GPU is too old, or there are too many slots.
         DeviceError: CUDA refuses the launch.
     """
-    key = fmt, facts_of(rows), facts_of(slots), facts_of(out)
-    launch = _settled.get(key)
+    key = DequantizeSpec, fmt, facts_of(rows), facts_of(slots), facts_of(out)
+    launch = cached_launch(key, check, _prepare, rows, fmt, out)
     if launch is None:
-        if check:
-            check()
-        if not out.numel():
-            return
-        launch = settle(_settled, key, DequantizeLaunch, rows, fmt, out)
-    launch_on(rows.get_device(), launch, rows, slots, out)
+        return
+    target = out
+    if out.data_ptr() % UNIT:  # a view: the kernel writes 16 bytes at a time
+        target = torch.empty_like(out)
+    launch((slots, rows, target))
+    if target is not out:
+        out.copy_(target)
 
 
-class DequantizeLaunch:
-    """A settled call: everything but addresses."""
-
-    def __init__(self, rows: torch.Tensor, fmt: RowFormat, out: torch.Tensor) -> None:
-        check_pages("rows", rows, fmt)
-        num_tokens, num_heads, _ = out.shape
-        gpu = gpu_of(rows)
-        spec = DequantizeSpec(fmt, TARGETS[out.dtype])
-        if fmt.codec == "fp8":
-            spec = replace(spec, converts_fp8=gpu.converts_fp8)
-        grid = grid_of(num_tokens, num_heads, 1, spec.tokens, gpu.num_sms)
-        heads = -(-num_heads // grid[1])
-        self._constants = CONSTANTS.pack(
-            *strides(rows), num_tokens, num_heads, heads, *slot_facts(rows)
-        )
-        self._index = rows.get_device()
-        self._launch = Launcher(kernel_of(spec, rows), grid, f"=3Q{CONSTANTS.size}s")
-
-    def __call__(self, rows: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) -> None:
-        """Launch on the current stream of the current device, which is that of the tensors."""
-        target = out
-        if out.data_ptr() % UNIT:  # a view: the kernel writes 16 bytes at a time
-            target = torch.empty_like(out)
-        values = slots.data_ptr(), rows.data_ptr(), target.data_ptr(), self._constants
-        self._launch(current_stream(self._index), values)
-        if target is not out:
-            out.copy_(target)
+def _prepare(rows: torch.Tensor, fmt: RowFormat, out: torch.Tensor) -> Launch | None:
+    if not out.numel():
+        return None
+    check_pages("rows", rows, fmt)
+    num_tokens, num_heads, _ = out.shape
+    gpu = gpu_of(rows.get_device())
+    spec = DequantizeSpec(fmt, TARGETS[out.dtype])
+    if fmt.codec == "fp8":
+        spec = replace(spec, converts_fp8=gpu.converts_fp8)
+    grid = grid_of(num_tokens, num_heads, 1, spec.tokens, gpu.sm_count)
+    constants = page_arguments(rows) | {"num_tokens": num_tokens, "num_heads": num_heads}
+    constants["heads_per_block"] = -(-num_heads // grid[1])
+    return Launch(spec, rows.get_device(), grid, constants)

@@ -42,7 +42,7 @@ from .ptx import (
     store_shared_u32x4,
     subtract,
 )
-from .row_spec import ELEMENTS, prefix_of
+from .row_layout import ELEMENTS, prefix_of
 
 WORDS = ELEMENTS // 2  # of 16-bit elements of a lane
 LEVELS = {"int4": 15.0, "int8": 255.0, "fp8": E4M3_MAX}

@@ -19,7 +19,7 @@ from .ptx import (
     store_global_u32x2,
     store_global_u32x4,
 )
-from .row_spec import ELEMENTS
+from .row_layout import ELEMENTS
 from .transform import swizzle
 
 COPIES = {4: copy_4, 8: copy_8, 16: copy_16}

@@ -13,6 +13,15 @@ so again, others come as the 16-byte windows that cover them, wherever they star
 
     landing, not dense    ┌ before ┬ header ┬ codes ┬ after ┐    with bytes of the rows around it
                           0      shift                16 * windows
+
+Kernels that write rows, or turn them into elements, walk over rows instead (RowSpec). A row belongs
+to `lanes` lanes of a warp, 16 elements each: 8 lanes for a head_dim of 128, so that a warp has 4
+rows at a time. Rows pass through shared memory on both sides, a warp's own:
+
+    ring    stages of elements or of rows, by asynchronous copies: how far a warp reads ahead
+    out     rows or elements as they will be written, so that stores are as wide as rows allow
+
+Where head_dim is no power of two times 16 some lanes have no elements.
 """
 
 from __future__ import annotations
@@ -23,6 +32,71 @@ from kvquant.errors import UnsupportedError
 from kvquant.rows.format import RowFormat
 
 UNIT = 16  # bytes
+ELEMENTS = 16  # of a row that a lane has
+STAGES = 4  # of a warp's ring of rows
+SIZES = {"bf16": 2, "fp16": 2, "fp32": 4}  # bytes of an element
+
+
+def divisor(number: int) -> tuple[int, int]:
+    """(factor, shift): n // number is n * factor >> shift, for 0 <= n < 2**31.
+
+    Source: Granlund and Montgomery, Division by Invariant Integers using Multiplication, 1994.
+    """
+    shift = 31 + (number - 1).bit_length()
+    return -(-(1 << shift) // number), shift
+
+
+def lanes_of(*formats: RowFormat) -> int:
+    """Lanes that rows of these formats belong to."""
+    most = max(fmt.head_dim for fmt in formats)
+    return 1 << (most // ELEMENTS - 1).bit_length()
+
+
+def unit_of(fmt: RowFormat) -> int:
+    """Bytes of the widest access that every row of a format allows, and its codes too."""
+    header = fmt.header_bytes & -fmt.header_bytes or UNIT
+    return min(UNIT, fmt.alignment, header)
+
+
+def prefix_of(fmt: RowFormat) -> int:
+    """Bytes before the codes of a row in shared memory: the header, which ends at a unit."""
+    return -(-fmt.header_bytes // UNIT) * UNIT
+
+
+def staged_bytes(fmt: RowFormat) -> int:
+    """Bytes from a row in shared memory to the next."""
+    return prefix_of(fmt) + -(-fmt.code_bytes // UNIT) * UNIT
+
+
+class RowSpec:
+    """How a spec shares rows out; it says its warps, the lanes of a row, the bytes of a warp."""
+
+    warps: int
+
+    @property
+    def lanes(self) -> int:
+        """Lanes of a row."""
+        raise NotImplementedError
+
+    @property
+    def warp_bytes(self) -> int:
+        """A warp's shared memory."""
+        raise NotImplementedError
+
+    @property
+    def rows(self) -> int:
+        """Rows that a warp has at a time."""
+        return 32 // self.lanes
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a block."""
+        return self.warps * self.rows
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        return self.warps * self.warp_bytes
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from .ptx import (
     shfl_xor,
     subtract,
 )
-from .row_spec import ELEMENTS, SIZES
+from .row_layout import ELEMENTS, SIZES
 
 EIGHT = 8  # elements of a chunk, which RoPE treats alike
 

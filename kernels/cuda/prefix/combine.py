@@ -32,27 +32,20 @@ from ..device.ptx import (
     store_global_f32,
     store_global_u32x2,
 )
-from .combine_spec import MERGE
 
-TYPES = {"Q": uint64, "i": int32}
 LOG2_E, LN2 = math.log2(math.e), math.log(2)
 NOTHING = -math.inf
 AHEAD = 8  # splits
 
 
-def signature(spec):
-    """The numba types of the kernel's arguments."""
-    return tuple(TYPES[code] for _, code in MERGE)
-
-
-def make_merge_states_kernel(spec):
-    """Make the kernel, a Python function that numba compiles with `signature(spec)`."""
+def make_combine_kernel(spec):
+    """Make the kernel, a Python function that numba compiles with `spec.signature()`."""
     WARPS, QUADS, LOADED = spec.warps, spec.head_dim // 4, 4 * AHEAD
     BF16 = spec.query == "bf16"
     low, high, pack = (low_bf16, high_bf16, pack_bf16) if BF16 else (low_f16, high_f16, pack_f16)
 
     # fmt: off
-    def merge_states(out, lse, prefix_out, prefix_lse, members, batch, num_heads, ratio,
+    def combine(out, lse, prefix_out, prefix_lse, members, batch, num_heads, ratio,
                      splits, num_rows):
         # fmt: on
         tid = uint32(cuda.threadIdx.x)
@@ -128,4 +121,4 @@ def make_merge_states_kernel(spec):
         if lane == uint32(0):
             store_global_f32(lse + uint64(4) * own, top + log2(total) * float32(LN2))
 
-    return merge_states
+    return combine

@@ -32,7 +32,7 @@ from ..device.ptx import (
 )
 from ..device.quantize import LEVELS
 from ..device.row_copies import COPIES
-from ..device.row_spec import prefix_of, staged_bytes, unit_of
+from ..device.row_layout import prefix_of, staged_bytes, unit_of
 
 PIECE = 16  # elements that a thread expands at a time
 PAGE = 16  # rows that lie in one page at least

@@ -55,23 +55,17 @@ from .expand import (
     make_largest,
     power_below,
 )
-from .spec import PREFIX, ROWS, STAGES
+from .spec import ROWS, STAGES
 from .tile import NOTHING, make_attend_tile, make_rescale
 
-TYPES = {"Q": uint64, "i": int32, "f": float32}
 LOWEST = -1e30  # maximum of no tokens
 LN2 = math.log(2)
 MOST_QUERY, MOST_POWER = 13, 60  # queries are brought to 2**13; by a factor of 2**60 at most
 wait_for_all, wait_for_two = wait_copies[0], wait_copies[STAGES - 2]
 
 
-def signature(spec):
-    """The numba types of the kernel's arguments."""
-    return tuple(TYPES[code] for _, code in PREFIX)
-
-
 def make_prefix_kernel(spec):
-    """Make the kernel, a Python function that numba compiles with `signature(spec)`."""
+    """Make the kernel, a Python function that numba compiles with `spec.signature()`."""
     K, V, PAGED = spec.k_format, spec.v_format, spec.paged
     TOKENS, THREADS = spec.tokens, spec.threads
     WARPS, BLOCKS, BLOCK_ROWS = spec.warps, spec.blocks, spec.rows

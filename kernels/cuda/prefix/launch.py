@@ -3,33 +3,19 @@
 from __future__ import annotations
 
 import math
-import struct
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 
 import torch
 
 from kvquant.rows.segment import Segment
 
 from ..decode.arrange import pack_counts
-from ..runtime.driver import Launcher
-from ..runtime.launch import (
-    Tensors,
-    aligned_copy,
-    check_pages,
-    current_stream,
-    facts_of,
-    gpu_of,
-    kernel_of,
-    launch_on,
-    settle,
-    strides,
-)
-from .combine_launch import MOST_SPLITS, merge_shared
-from .spec import PREFIX, PrefixSpec, blocks_per_sm, fit
+from ..runtime.launch import Launch, cached_launch, gpu_of
+from ..runtime.tensors import Tensors, aligned_copy, check_pages, facts_of, is_readable, strides
+from .spec import CombineSpec, PrefixSpec, blocks_per_sm, fit
 
 QUERIES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-CONSTANTS = struct.Struct("=" + "".join(code for _, code in PREFIX[8:]))
-_settled: dict[Hashable, PrefixLaunch] = {}
+MOST_SPLITS = 32  # one of each lane of the kernel that combines them
 
 
 def add_prefix(
@@ -42,7 +28,7 @@ def add_prefix(
     num_splits: int | None = None,
     check: Callable[[], None] | None = None,
 ) -> None:
-    """Merge attention over a prefix into states, in place, on the current stream.
+    """Add attention over a prefix to states, in place, on the current stream.
 
     Args:
         q: [batch, num_q_heads, head_dim], bfloat16 or float16.
@@ -51,8 +37,8 @@ def add_prefix(
         out: [batch, num_q_heads, head_dim of V], the dtype of q, contiguous.
         lse: [batch, num_q_heads], float32, base e, contiguous.
         sm_scale: factor on q·k, positive.
-        num_splits: parts that the prefix is cut into, at most; chosen when None.
-        check: raises unless the arguments fit one another; called only before a call is settled.
+        num_splits: splits of the prefix, at most; chosen when None.
+        check: raises unless the arguments fit one another; called only before a launch is prepared.
 
     Raises:
         ConfigError: rows are not aligned.
@@ -61,80 +47,103 @@ def add_prefix(
     """
     k_rows, v_rows, seq_lens, k_format, v_format, _, table, _, _ = prefix
     table, members = pack_counts(table), pack_counts(members)
-    tensors: Tensors = q, members, None, None, k_rows, v_rows, seq_lens, table
-    key = k_format, v_format, sm_scale, num_splits, q.is_neg(), *map(facts_of, tensors)
-    launch = _settled.get(key)
+    rows: Tensors = k_rows, v_rows, seq_lens, table
+    facts = map(facts_of, (q, members, *rows))
+    key = PrefixSpec, k_format, v_format, sm_scale, num_splits, q.is_neg(), *facts
+    launch = cached_launch(key, check, _prepare, q, prefix, members, sm_scale, num_splits)
     if launch is None:
-        if check:
-            check()
-        if not (q.numel() and prefix.capacity and (members is None or len(members))):
-            return
-        launch = settle(_settled, key, PrefixLaunch, q, prefix, members, sm_scale, num_splits)
-    shape = launch.shape
-    parts = torch.empty(shape, dtype=torch.float32, device=q.device)
-    parts_lse = torch.empty(shape[:3], dtype=torch.float32, device=q.device)
-    launch_on(
-        q.get_device(), launch, (q, members, parts, parts_lse, k_rows, v_rows, seq_lens, table)
-    )
-    merge_shared(out, lse, parts, parts_lse, members)
+        return
+    num_kv_heads = k_rows.shape[1]
+    num_rows = len(q if members is None else members) * (q.shape[1] // num_kv_heads)
+    states = launch.grid[2], num_kv_heads, num_rows  # of the splits
+    split_out = torch.empty((*states, v_format.head_dim), dtype=torch.float32, device=q.device)
+    split_lse = torch.empty(states, dtype=torch.float32, device=q.device)
+    launch((q, members, split_out, split_lse, *rows))
+    combine(out, lse, split_out, split_lse, members)
 
 
-class PrefixLaunch:
-    """A settled call: everything but addresses.
+def _prepare(
+    q: torch.Tensor,
+    prefix: Segment,
+    members: torch.Tensor | None,
+    sm_scale: float,
+    num_splits: int | None,
+) -> Launch | None:
+    num_members = len(q if members is None else members)
+    if not (q.numel() and prefix.capacity and num_members):
+        return None
+    k_rows, v_rows = prefix.k_rows, prefix.v_rows
+    check_pages("k_rows", k_rows, prefix.k_format)
+    check_pages("v_rows", v_rows, prefix.v_format)
+    num_kv_heads = k_rows.shape[1]
+    ratio = q.shape[1] // num_kv_heads
+    paged = prefix.block_table is not None
+    gpu = gpu_of(q.get_device())
+    spec = PrefixSpec(prefix.k_format, prefix.v_format, QUERIES[q.dtype], paged)
+    spec = fit(spec, num_members * ratio, gpu.shared_per_block)
+    blocks, tiles = -(-num_members * ratio // spec.rows), -(-prefix.capacity // spec.tokens)
+    room = gpu.sm_count * blocks_per_sm(spec, gpu.shared_per_sm)
+    splits = num_splits or room // (blocks * num_kv_heads)
+    splits = max(min(splits, tiles, MOST_SPLITS), 1)
+    is_copied = q.stride(2) != 1 or not is_readable(q, 4)
+    q_stride_batch, q_stride_head = strides(aligned_copy(q) if is_copied else q)
+    constants = {
+        f"{side}_stride_{axis}": step
+        for side, rows in (("k", k_rows), ("v", v_rows))
+        for axis, step in zip(("page", "head", "row"), strides(rows), strict=True)
+    }
+    constants |= {
+        "q_stride_batch": q_stride_batch,
+        "q_stride_head": q_stride_head,
+        "capacity": prefix.capacity,
+        "page_shift": k_rows.shape[2].bit_length() - 1 if paged else 0,
+        "num_members": num_members,
+        "batch": len(q),
+        "ratio": ratio,
+    }
+    scale = {"score_scale": sm_scale * math.log2(math.e)}
+    grid = blocks, num_kv_heads, splits
+    return Launch(spec, q.get_device(), grid, constants | scale, copied=(0,) if is_copied else ())
 
-    Attributes:
-        shape: of the splits' outs: [splits, num_kv_heads, num_members * ratio, head_dim of V].
+
+def combine(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    prefix_out: torch.Tensor,
+    prefix_lse: torch.Tensor,
+    members: torch.Tensor | None,
+) -> None:
+    """Combine the states of a prefix with those of each sequence's own tokens, in place.
+
+    Args:
+        out: [batch, num_q_heads, head_dim], bfloat16 or float16, contiguous as are all.
+        lse: [batch, num_q_heads], float32, base e.
+        prefix_out: [splits, num_kv_heads, num_members * ratio, head_dim], float32; at most 32
+            splits.
+        prefix_lse: [splits, num_kv_heads, num_members * ratio], float32, base e; -inf where a split
+            has no tokens, whose out is not read.
+        members: [num_members] int64, places in the batch, or negative; None for all, in order.
+
+    Raises:
+        UnsupportedError: the GPU is too old.
+        DeviceError: CUDA refuses the launch.
     """
+    key = CombineSpec, out.shape, prefix_out.shape, out.dtype, out.get_device()
+    launch = cached_launch(key, None, _prepare_combine, out, prefix_out)
+    if launch is not None:
+        launch((out, lse, prefix_out, prefix_lse, members))
 
-    def __init__(
-        self,
-        q: torch.Tensor,
-        prefix: Segment,
-        members: torch.Tensor | None,
-        sm_scale: float,
-        num_splits: int | None,
-    ) -> None:
-        k_rows, v_rows = prefix.k_rows, prefix.v_rows
-        check_pages("k_rows", k_rows, prefix.k_format)
-        check_pages("v_rows", v_rows, prefix.v_format)
-        num_members = len(q if members is None else members)
-        num_kv_heads = k_rows.shape[1]
-        ratio = q.shape[1] // num_kv_heads
-        paged = prefix.block_table is not None
-        gpu = gpu_of(q)
-        spec = PrefixSpec(prefix.k_format, prefix.v_format, QUERIES[q.dtype], paged)
-        spec = fit(spec, num_members * ratio, gpu.shared_of_block)
-        units = -(-num_members * ratio // spec.rows) * num_kv_heads
-        tiles = -(-prefix.capacity // spec.tokens)
-        splits = num_splits or gpu.num_sms * blocks_per_sm(spec, gpu.shared_of_sm) // units
-        splits = max(min(splits, tiles, MOST_SPLITS), 1)
-        self.shape = splits, num_kv_heads, num_members * ratio, prefix.v_format.head_dim
-        q_strides = strides(q)
-        # what the kernel cannot read 4 bytes at a time is copied
-        odd = any(n % 4 for n in (q.data_ptr(), *q_strides))
-        self._copies_q = q.is_neg() or q.stride(2) != 1 or odd
-        if self._copies_q:
-            q_strides = strides(torch.empty(q.shape, dtype=q.dtype, device="meta"))
-        self._constants = CONSTANTS.pack(
-            *q_strides,
-            *strides(k_rows),
-            *strides(v_rows),
-            prefix.capacity,
-            k_rows.shape[2].bit_length() - 1 if paged else 0,
-            num_members,
-            len(q),
-            ratio,
-            sm_scale * math.log2(math.e),
-        )
-        self._index = q.get_device()
-        grid = units // num_kv_heads, num_kv_heads, splits
-        self._launch = Launcher(kernel_of(spec, q), grid, f"=8Q{CONSTANTS.size}s")
 
-    def __call__(self, tensors: Tensors) -> None:
-        """Launch on the current stream of the current device, which is that of the tensors."""
-        q, *others = tensors
-        assert q is not None
-        if self._copies_q:
-            q = aligned_copy(q)
-        addresses = [0 if x is None else x.data_ptr() for x in (q, *others)]
-        self._launch(current_stream(self._index), (*addresses, self._constants))
+def _prepare_combine(out: torch.Tensor, prefix_out: torch.Tensor) -> Launch | None:
+    if not prefix_out.numel():
+        return None
+    splits, num_kv_heads, prefix_rows, head_dim = prefix_out.shape
+    spec, num_rows = CombineSpec(head_dim, QUERIES[out.dtype]), num_kv_heads * prefix_rows
+    constants = {
+        "batch": len(out),
+        "num_heads": out.shape[1],
+        "ratio": out.shape[1] // num_kv_heads,
+        "splits": splits,
+        "num_rows": num_rows,
+    }
+    return Launch(spec, out.get_device(), (-(-num_rows // spec.warps), 1, 1), constants)

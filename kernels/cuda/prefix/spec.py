@@ -1,14 +1,15 @@
-"""What the prefix kernel is compiled for, its arguments and its shared memory: plain numbers."""
+"""What the kernels of a shared prefix are compiled for, their arguments and shared memory."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from kvquant.errors import UnsupportedError
 from kvquant.rows.format import RowFormat
 
-from ..device.row_layout import UNIT, StagedRow
-from ..device.row_spec import staged_bytes
+from ..device.row_layout import UNIT, StagedRow, staged_bytes
+from ..runtime.spec import Spec, Table
 
 STAGES = 3  # tiles of packed rows: one is expanded, one has come, one is on its way
 ROWS = 16  # queries of an MMA
@@ -20,16 +21,15 @@ FEWEST = 64  # queries up to which all take as long
 REGISTERS, OF_BLOCKS = 1 << 16, {1: 168, 2: 256}  # of an SM; of a thread
 RESERVED = 1 << 10  # bytes of shared memory that a block takes besides
 
-# name and struct code: Q uint64 (an address, or bytes), i int32, f float32
-PREFIX = (
-    ("q", "Q"),  # [batch, num_q_heads, head_dim], bfloat16 or float16
-    ("members", "Q"),  # int64 [num_members]: places in the batch, all else nobody; 0: 0, 1, 2 ...
-    ("out", "Q"),  # float32 [splits, num_kv_heads, num_members * ratio, head_dim of V]
-    ("lse", "Q"),  # float32 [splits, num_kv_heads, num_members * ratio], base e
-    ("k_rows", "Q"),
-    ("v_rows", "Q"),
-    ("seq_lens", "Q"),  # int32 [1]
-    ("table", "Q"),  # int32 [max_pages], or 0
+PREFIX: Table = (
+    ("q", "P"),  # [batch, num_q_heads, head_dim], bfloat16 or float16
+    ("members", "P"),  # int64 [num_members]: places in the batch, all else nobody; 0: 0, 1, 2 ...
+    ("out", "P"),  # float32 [splits, num_kv_heads, num_members * ratio, head_dim of V]
+    ("lse", "P"),  # float32 [splits, num_kv_heads, num_members * ratio], base e
+    ("k_rows", "P"),
+    ("v_rows", "P"),
+    ("seq_lens", "P"),  # int32 [1]
+    ("table", "P"),  # int32 [max_pages], or 0
     ("q_stride_batch", "Q"),  # bytes
     ("q_stride_head", "Q"),
     ("k_stride_page", "Q"),
@@ -45,11 +45,23 @@ PREFIX = (
     ("ratio", "i"),  # query heads on a KV head
     ("score_scale", "f"),  # sm_scale * log2(e)
 )
+COMBINE: Table = (
+    ("out", "P"),  # [batch, num_heads, head_dim], contiguous, as are all
+    ("lse", "P"),  # [batch, num_heads], float32, base e
+    ("prefix_out", "P"),  # float32 [splits, num_kv_heads, num_members * ratio, head_dim]
+    ("prefix_lse", "P"),  # float32 [splits, num_kv_heads, num_members * ratio], base e
+    ("members", "P"),  # int64 [num_members]: places in the batch, all else nobody; 0: 0, 1, 2 ...
+    ("batch", "i"),
+    ("num_heads", "i"),
+    ("ratio", "i"),  # query heads on a KV head
+    ("splits", "i"),  # at most 32
+    ("num_rows", "i"),  # num_members * num_heads
+)
 
 
 @dataclass(frozen=True)
-class PrefixSpec:
-    """All that the machine code depends on, but for the GPU's architecture.
+class PrefixSpec(Spec):
+    """The kernel that attends to a prefix.
 
     Attributes:
         k_format, v_format: the rows.
@@ -70,14 +82,17 @@ class PrefixSpec:
     tokens: int = 64
     span: int = 32
 
+    arguments = PREFIX
+
     def __post_init__(self) -> None:
         for fmt in (self.k_format, self.v_format):
             StagedRow(fmt)  # refuses groups that no kernel reads
 
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return 32 * self.warps
+    def build(self) -> Any:
+        """The kernel."""
+        from .kernel import make_prefix_kernel
+
+        return make_prefix_kernel(self)
 
     @property
     def rows(self) -> int:
@@ -119,10 +134,28 @@ class PrefixSpec:
         tiles = STAGES * self.stage_bytes + 2 * self.tile_bytes
         return tiles + self.query_bytes + self.facts_bytes
 
-    @property
-    def arguments(self) -> str:
-        """The kernel's arguments as a struct format; every field is naturally aligned."""
-        return "=" + "".join(code for _, code in PREFIX)
+
+@dataclass(frozen=True)
+class CombineSpec(Spec):
+    """The kernel that combines the splits of a prefix with each sequence's own tokens.
+
+    Attributes:
+        head_dim: elements of a row of out, a multiple of 4.
+        query: "bf16" or "fp16", the codec of out.
+        warps: warps of a block, each with one row.
+    """
+
+    head_dim: int
+    query: str = "bf16"
+    warps: int = 4
+
+    arguments = COMBINE
+
+    def build(self) -> Any:
+        """The kernel."""
+        from .combine import make_combine_kernel
+
+        return make_combine_kernel(self)
 
 
 def fit(spec: PrefixSpec, num_rows: int, most_shared: int) -> PrefixSpec:

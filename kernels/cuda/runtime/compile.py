@@ -29,24 +29,8 @@ from kvquant.errors import UnsupportedError
 from kvquant.rows import format as layout
 
 from ...disk_cache import cache_folder, read_file, replace_file, seal, unseal, warn_of_folder
-from ..affine.spec import TurnSpec
-from ..append.feedback_spec import FeedbackSpec
-from ..decode.spec import DecodeSpec
-from ..device.row_spec import AppendSpec, DequantizeSpec
-from ..prefix.combine_spec import MergeSpec
-from ..prefix.spec import PrefixSpec
-from ..slots.spec import SlotSpec
+from .spec import Spec
 
-Spec = (
-    DecodeSpec
-    | AppendSpec
-    | DequantizeSpec
-    | MergeSpec
-    | FeedbackSpec
-    | PrefixSpec
-    | SlotSpec
-    | TurnSpec
-)
 NEWEST_LTO = (9, 0)
 # of a cubin: the section of a kernel's arguments; in .nv.info attributes, and the form of those
 # that are followed by as many bytes as they say
@@ -58,6 +42,7 @@ COMPILERS = (
     "numba numba-cuda llvmlite cuda-core cuda-bindings nvidia-nvvm nvidia-nvjitlink "
     "nvidia-cuda-nvcc-cu12 nvidia-nvjitlink-cu12"
 ).split()
+USE_REFERENCE = "pass backend='reference', which runs anywhere but is slow"
 _lock = threading.Lock()
 
 
@@ -175,32 +160,7 @@ def cubin_key(spec: Spec, arch: str) -> str:
 def compile_spec(spec: Spec, arch: str) -> Cubin:
     """Compile a kernel; see load_cubin."""
     require_extra()
-    make: Any
-    if isinstance(spec, AppendSpec):
-        from ..append.kernel import make_append_kernel as make
-        from ..append.kernel import signature
-    elif isinstance(spec, DequantizeSpec):
-        from ..dequantize.kernel import make_dequantize_kernel as make
-        from ..dequantize.kernel import signature
-    elif isinstance(spec, MergeSpec):
-        from ..prefix.combine import make_merge_states_kernel as make
-        from ..prefix.combine import signature
-    elif isinstance(spec, SlotSpec):
-        from ..slots.kernel import make_slots_kernel as make
-        from ..slots.kernel import signature
-    elif isinstance(spec, TurnSpec):
-        from ..affine.kernel import make_turn_kernel as make
-        from ..affine.kernel import signature
-    elif isinstance(spec, PrefixSpec):
-        from ..prefix.kernel import make_prefix_kernel as make
-        from ..prefix.kernel import signature
-    elif isinstance(spec, FeedbackSpec):
-        from ..append.feedback_kernel import make_feedback_kernel as make
-        from ..append.feedback_kernel import signature
-    else:
-        from ..decode.kernel import make_decode_kernel as make
-        from ..decode.kernel import signature
-    return compile_kernel(make(spec), signature(spec), arch)
+    return compile_kernel(spec.build(), spec.signature(), arch)
 
 
 def compile_kernel(function: Any, signature: Any, arch: str) -> Cubin:
@@ -253,8 +213,8 @@ def require_extra() -> None:
         import numba_cuda  # noqa: F401
     except ImportError as error:
         raise UnsupportedError(
-            "CUDA tensors need numba-cuda: install kvquant with its cuda extra, pip install -e "
-            f"'.[cuda]' in the checkout ({error}); or pass backend='reference' for the slow kernel"
+            "the CUDA kernels need numba-cuda: install kvquant with its cuda extra, pip install -e "
+            f"'.[cuda]' in the checkout ({error}), or {USE_REFERENCE}"
         ) from error
 
 

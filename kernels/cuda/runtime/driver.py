@@ -46,6 +46,7 @@ class Kernel:
         function: its handle.
         context: that of the device.
         threads, shared: of a block.
+        registers: of a thread.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Kernel:
         threads: int,
         shared: int,
         most_shared: int = 0,
+        registers: int = 0,
     ) -> None:
         """Load a cubin.
 
@@ -67,6 +69,7 @@ class Kernel:
             threads: of a block.
             shared: bytes of dynamic shared memory of a block.
             most_shared: that a launch may ask for, if more.
+            registers: of a thread, for those who plan launches.
 
         Raises:
             DeviceError: no driver, or the device is in error.
@@ -74,7 +77,7 @@ class Kernel:
         """
         cuda = _library()
         self.context = _primary_context(device)
-        self.threads, self.shared = threads, shared
+        self.threads, self.shared, self.registers = threads, shared, registers
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
         _check(cuda.cuCtxPushCurrent_v2(self.context), "make the device current")
         try:

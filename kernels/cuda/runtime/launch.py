@@ -1,77 +1,87 @@
-"""Kernels that are loaded, by GPU, and calls that are settled: what launches share.
+"""Launch kernels: GPUs and their loaded kernels, and launches that are cached.
 
-A call is settled by its shapes, strides, formats and dtypes: that it is possible, the kernel, the
-arguments that stay. The next call like it finds that in a dictionary, packs the addresses and
-launches: no host synchronization; safe in CUDA graphs and from several threads.
+A launch is prepared once for all calls of the same shapes, strides, formats and dtypes: that it is
+possible, the kernel, the arguments that stay. The next call like it finds that in a dictionary,
+packs the addresses and launches: no host synchronization; safe in CUDA graphs and from several
+threads.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Collection, Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 
-from kvquant.errors import ConfigError, UnsupportedError
-from kvquant.rows.format import RowFormat
+from kvquant.errors import UnsupportedError
 
-from ..affine.spec import TurnSpec
-from ..append.feedback_spec import FeedbackSpec
-from ..device.row_spec import UNIT, AppendSpec, DequantizeSpec, divisor, unit_of
-from ..prefix.combine_spec import MergeSpec
-from ..prefix.spec import PrefixSpec
-from ..slots.spec import SlotSpec
-from .compile import load_cubin
-from .driver import Kernel
+from .compile import USE_REFERENCE, load_cubin
+from .driver import Kernel, Launcher
+from .spec import Spec
+from .tensors import Tensors, with_copies
 
-MOST_SETTLED = 4096  # calls that are remembered
-MOST_SLOTS = 1 << 31  # the kernels divide them as 31 bits
+MOST_LAUNCHES = 4096  # that are remembered
 BLOCKS_PER_SM = 32  # more blocks walk over fewer heads each: a few waves, so that the last is short
-FP8_CAPABILITY = (8, 9)
+OLDEST, FP8 = (8, 0), (8, 9)  # compute capabilities: of the kernels, of E4M3 instructions
 
 # not in torch without CUDA
 current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _lock = threading.RLock()
 _gpus: dict[int, GPU] = {}
-_kernels: dict[Hashable, Kernel] = {}
-Launch = TypeVar("Launch")
-Result = TypeVar("Result")
-Tensors = Sequence["torch.Tensor | None"]
-Ready = tuple[int, Callable[[Tensors], None], Tensors]  # what launch_on takes
+_kernels: dict[tuple[Spec, int], Kernel] = {}
+_launches: dict[Hashable, Launch] = {}
+Kept = TypeVar("Kept")
 
 
-class GPU(NamedTuple):
-    """What launches need to know of a GPU."""
+@dataclass(frozen=True)
+class GPU:
+    """What launches need to know of a GPU.
 
-    arch: str
-    converts_fp8: bool
-    num_sms: int
-    shared_of_sm: int  # bytes
-    shared_of_block: int
+    Attributes:
+        name: as the driver gives it.
+        capability: its compute capability.
+        sm_count: streaming multiprocessors.
+        shared_per_sm, shared_per_block: bytes of shared memory, the most that there is.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    sm_count: int
+    shared_per_sm: int
+    shared_per_block: int
+
+    @property
+    def arch(self) -> str:
+        """What kernels are compiled for."""
+        return "sm_{}{}".format(*self.capability)
+
+    @property
+    def converts_fp8(self) -> bool:
+        """Whether it has instructions for E4M3."""
+        return self.capability >= FP8
 
 
-def gpu_of(tensor: torch.Tensor) -> GPU:
-    """The GPU that a tensor lies on.
+def gpu_of(index: int) -> GPU:
+    """The GPU with this index, as torch counts.
 
     Raises:
         UnsupportedError: it is too old.
     """
-    index = tensor.get_device()
     with _lock:
         if index not in _gpus:
-            capability = torch.cuda.get_device_capability(tensor.device)
-            if capability < (8, 0):
+            facts = torch.cuda.get_device_properties(index)
+            capability = torch.cuda.get_device_capability(index)
+            if capability < OLDEST:
                 raise UnsupportedError(
                     "the CUDA kernels need compute capability 8.0 or newer (A100, RTX 30 and "
-                    f"later), {torch.cuda.get_device_name(tensor.device)} has {capability[0]}."
-                    f"{capability[1]}: pass backend='reference' for the slow way"
+                    f"later), {facts.name} has {capability[0]}.{capability[1]}: {USE_REFERENCE}"
                 )
-            facts = torch.cuda.get_device_properties(tensor.device)
             _gpus[index] = GPU(
-                f"sm_{capability[0]}{capability[1]}",
-                capability >= FP8_CAPABILITY,
+                facts.name,
+                capability,
                 facts.multi_processor_count,
                 facts.shared_memory_per_multiprocessor,
                 facts.shared_memory_per_block_optin,  # type: ignore[attr-defined]
@@ -79,30 +89,111 @@ def gpu_of(tensor: torch.Tensor) -> GPU:
         return _gpus[index]
 
 
-def kernel_of(
-    spec: AppendSpec | DequantizeSpec | MergeSpec | FeedbackSpec | PrefixSpec | SlotSpec | TurnSpec,
-    tensor: torch.Tensor,
-) -> Kernel:
-    """A kernel on the GPU of a tensor, compiled if need be."""
-    arch, index = gpu_of(tensor).arch, tensor.get_device()
+def kernel_of(spec: Spec, index: int, most_shared: int = 0) -> Kernel:
+    """A kernel on a GPU, loaded, and compiled if need be.
+
+    Args:
+        spec: the kernel.
+        index: of the GPU.
+        most_shared: bytes of shared memory that a launch may ask for, if more than the spec's.
+    """
+    arch = gpu_of(index).arch
     with _lock:
         if (spec, index) not in _kernels:
             cubin = load_cubin(spec, arch)
             _kernels[spec, index] = Kernel(
-                cubin.code, cubin.name, index, threads=spec.threads, shared=spec.shared_bytes
+                cubin.code,
+                cubin.name,
+                index,
+                threads=spec.threads,
+                shared=spec.shared_bytes,
+                most_shared=most_shared,
+                registers=cubin.report.registers,
             )
         return _kernels[spec, index]
 
 
-def settle(
-    settled: dict[Hashable, Launch], key: Hashable, make: Callable[..., Launch], *arguments: Any
-) -> Launch:
-    """Make a launch and remember it."""
-    launch = make(*arguments)
-    if len(settled) >= MOST_SETTLED:  # such as a number of tokens that is new in every call
-        settled.clear()
-    settled[key] = launch
+class Launch:
+    """A call that is prepared: everything but the addresses of its tensors.
+
+    Attributes:
+        grid: blocks along x, y and z.
+    """
+
+    def __init__(
+        self,
+        spec: Spec,
+        index: int,
+        grid: tuple[int, int, int],
+        constants: Mapping[str, float],
+        copied: Collection[int] = (),
+    ) -> None:
+        """Load the kernel and pack what stays.
+
+        Args:
+            spec: the kernel.
+            index: of the GPU.
+            grid: blocks along x, y and z.
+            constants: the arguments that are no addresses, by name.
+            copied: places of the tensors that the kernel cannot read where they are.
+        """
+        self.grid, self._index, self._copied = grid, index, tuple(copied)
+        layout, packed = spec.pack(constants)
+        firsts = [0, *(count for count, _ in packed)]
+        self._runs = [(firsts[i], count, data) for i, (count, data) in enumerate(packed)]
+        self._launch = Launcher(kernel_of(spec, index), grid, layout)
+
+    def __call__(self, tensors: Tensors) -> None:
+        """Launch on the current stream of the GPU.
+
+        Args:
+            tensors: in the order of their addresses among the kernel's arguments.
+
+        Raises:
+            DeviceError: the driver refuses.
+        """
+        if self._copied:
+            tensors = with_copies(tensors, self._copied)
+        addresses = [0 if one is None else one.data_ptr() for one in tensors]
+        values: list[float | bytes] = []
+        for first, last, constants in self._runs:
+            values += addresses[first:last]
+            values.append(constants)
+        if self._index == current_device():
+            self._launch(current_stream(self._index), values)
+            return
+        with torch.cuda.device(self._index):
+            self._launch(current_stream(self._index), values)
+
+
+def cached_launch(
+    key: Hashable,
+    check: Callable[[], None] | None,
+    prepare: Callable[..., Launch | None],
+    *arguments: Any,
+) -> Launch | None:
+    """Find a launch, or prepare it and remember it.
+
+    Args:
+        key: all that the check and the launch depend on.
+        check: raises unless the call is possible; called only before a launch is prepared.
+        prepare: gives the launch from the arguments, or None if there is nothing to do.
+    """
+    launch = _launches.get(key)
+    if launch is None:
+        if check is not None:
+            check()
+        launch = prepare(*arguments)
+        if launch is not None:
+            keep(_launches, key, launch)
     return launch
+
+
+def keep(launches: dict[Hashable, Kept], key: Hashable, launch: Kept) -> None:
+    """Remember a launch among a limited number."""
+    if len(launches) >= MOST_LAUNCHES:  # such as a number of tokens that is new in every call
+        launches.clear()
+    launches[key] = launch
 
 
 def grid_of(
@@ -112,107 +203,3 @@ def grid_of(
     groups = -(-num_tokens // tokens)
     heads = min(max(groups * num_heads * sides // (num_sms * BLOCKS_PER_SM), 1), num_heads)
     return groups, -(-num_heads // heads), sides
-
-
-def facts_of(tensor: torch.Tensor | None) -> Hashable:
-    """All of a tensor that a launch may depend on, but for where it lies."""
-    if tensor is None:
-        return None
-    return (
-        tensor.shape,
-        tensor.stride(),
-        tensor.dtype,
-        tensor.get_device(),
-        tensor.data_ptr() % UNIT,
-    )
-
-
-def unaligned(tensors: Tensors, new: Sequence[int], others: Sequence[int]) -> list[int]:
-    """Which of the new rows, and of the other tensors, a kernel cannot read 16 bytes at a time
-    where they are."""
-    found = []
-    for i in (*new, *others):
-        x = tensors[i]
-        if x is not None:
-            steps = strides(x) if i in new else []  # the others are contiguous
-            if x.is_neg() or any(n % UNIT for n in (x.data_ptr(), *steps)):
-                found.append(i)
-    return found
-
-
-def with_copies(tensors: Tensors, copied: Sequence[int]) -> Tensors:
-    """Tensors, those that are named as contiguous copies."""
-    if not copied:
-        return tensors
-    tensors = list(tensors)
-    for i in copied:
-        x = tensors[i]
-        assert x is not None
-        tensors[i] = aligned_copy(x)
-    return tensors
-
-
-def aligned_copy(x: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy, which begins at a multiple of 16 bytes."""
-    return x.detach().resolve_neg().clone(memory_format=torch.contiguous_format)
-
-
-def side_strides(
-    name: str,
-    fmt: RowFormat,
-    exact_codec: str,
-    x: torch.Tensor,
-    rows: torch.Tensor,
-    exact_rows: torch.Tensor | None,
-    is_copied: bool,
-) -> list[int]:
-    """Bytes between new rows, between rows and between 16-bit rows; errors as of check_pages."""
-    check_pages(f"{name}_rows", rows, fmt)
-    exact_strides = [0, 0, 0]
-    if exact_rows is not None:
-        check_pages(f"exact_{name}", exact_rows, RowFormat(exact_codec, 1, fmt.head_dim))
-        exact_strides = strides(exact_rows)
-    row_bytes = x.shape[2] * x.element_size()
-    x_strides = [x.shape[1] * row_bytes, row_bytes] if is_copied else strides(x)
-    return [*x_strides, *strides(rows), *exact_strides]
-
-
-def launch_on(index: int, launch: Callable[..., Result], *arguments: Any) -> Result:
-    """Launch on the current stream of a device."""
-    if index == current_device():
-        return launch(*arguments)
-    with torch.cuda.device(index):
-        return launch(*arguments)
-
-
-def check_pages(name: str, rows: torch.Tensor, fmt: RowFormat) -> None:
-    """Raise unless a kernel can take pages [num_pages, num_kv_heads, page_size, row_bytes].
-
-    Raises:
-        ConfigError: rows are not aligned.
-        UnsupportedError: there are too many slots.
-    """
-    unit = unit_of(fmt)
-    if any(n % unit for n in (rows.data_ptr(), *(strides(rows)))):
-        raise ConfigError(
-            f"{name}: rows of {fmt} with head_dim {fmt.head_dim} must be aligned to {unit} bytes "
-            f"on CUDA, these start {rows.data_ptr() % UNIT} bytes after a multiple of {UNIT} and "
-            f"have strides {list(rows.stride())}. Allocate them apart"
-        )
-    if rows.shape[0] * rows.shape[2] >= MOST_SLOTS:
-        raise UnsupportedError(
-            f"{name} {list(rows.shape)} has {rows.shape[0] * rows.shape[2]} slots: the CUDA kernel "
-            f"takes fewer than {MOST_SLOTS}. Use several pools"
-        )
-
-
-def strides(x: torch.Tensor) -> list[int]:
-    """Bytes from one to the next along the axes but the last; 0 where there is only one."""
-    sizes, steps = x.shape[:-1], x.stride()[:-1]
-    return [x.element_size() * step * (n > 1) for n, step in zip(sizes, steps, strict=True)]
-
-
-def slot_facts(rows: torch.Tensor) -> tuple[int, int, int, int]:
-    """How slots are taken apart: their number, the page size, and its divisor."""
-    page_size = max(rows.shape[2], 1)
-    return rows.shape[0] * rows.shape[2], page_size, *divisor(page_size)

@@ -13,7 +13,9 @@ allocated by a thread of its own, on the default stream, which is never captured
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -21,6 +23,8 @@ import torch
 from .driver import uncaptured
 
 SLAB = 1 << 20  # counters for captured launches: 4 MiB
+_lock = threading.Lock()
+_workspaces: dict[int | None, Workspaces] = {}
 GROWTH = 2  # times a workspace that is too small: those before it take no more memory than it
 
 
@@ -102,6 +106,25 @@ class Workspaces:
 
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(allocate).result()
+
+
+def workspaces_of(device: torch.device) -> Workspaces:
+    """Those on a GPU, made once."""
+    with _lock:
+        if device.index not in _workspaces:
+            _workspaces[device.index] = Workspaces(device)
+        return _workspaces[device.index]
+
+
+@contextmanager
+def reuse_counters() -> Iterator[None]:
+    """Give the counters that are taken meanwhile for captured launches to others afterwards."""
+    taken = {index: spaces.taken for index, spaces in _workspaces.items()}
+    try:
+        yield
+    finally:
+        for index, spaces in _workspaces.items():
+            spaces.taken = taken.get(index, 0)
 
 
 def _grown(size: int, needed: int) -> int:

@@ -20,14 +20,6 @@ from ..device.ptx import (
     store_global_u32,
     store_global_u32x2,
 )
-from .spec import PLACE
-
-TYPES = {"Q": uint64, "i": int32}
-
-
-def signature(spec):
-    """The numba types of the kernel's arguments."""
-    return tuple(TYPES[code] for _, code in PLACE)
 
 
 @device_function
@@ -57,7 +49,7 @@ def row_of(sequence, count, row):
 
 
 def make_slots_kernel(spec):
-    """Make the kernel, a Python function that numba compiles with `signature(spec)`."""
+    """Make the kernel, a Python function that numba compiles with `spec.signature()`."""
     THREADS = spec.threads
 
     # fmt: off

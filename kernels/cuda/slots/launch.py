@@ -2,18 +2,55 @@
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from ..runtime.driver import Launcher
-from ..runtime.launch import Tensors, current_stream, kernel_of, launch_on, settle
-from .spec import PLACE, SlotSpec
+from ..runtime.launch import Launch, cached_launch
+from ..runtime.spec import Spec, Table
 
-ADDRESSES = 10
-CONSTANTS = struct.Struct("=" + "".join(code for _, code in PLACE[ADDRESSES:]))
-_settled: dict[Hashable, PlaceLaunch] = {}
+PLACE: Table = (
+    ("seq_lens", "P"),  # [batch], int32, contiguous, as are all lengths; see kvquant/cache/layer.py
+    ("packed_lens", "P"),
+    ("exact_lens", "P"),
+    ("starts", "P"),
+    ("seen_lens", "P"),  # with a window, as the next two
+    ("seen_starts", "P"),
+    ("firsts", "P"),
+    ("new_lens", "P"),  # [batch], int32 or int64; 0: new_tokens for all
+    ("overflow", "P"),  # [1], int32
+    ("room", "P"),  # [3, batch * new_tokens + batch], int64
+    ("new_lens_step", "Q"),  # bytes from one to the next
+    ("new_lens_bytes", "i"),  # of one: 4 or 8
+    ("new_tokens", "i"),
+    ("sink_len", "i"),
+    ("packed_len", "i"),
+    ("recent_len", "i"),
+    ("max_seq_len", "i"),
+    ("window", "i"),  # 0: none
+    ("batch", "i"),
+)
+
+
+@dataclass(frozen=True)
+class SlotSpec(Spec):
+    """The kernel that places new tokens.
+
+    Attributes:
+        warps: of a block, which has one sequence.
+    """
+
+    warps: int = 16
+
+    arguments = PLACE
+
+    def build(self) -> Any:
+        """The kernel."""
+        from .kernel import make_slots_kernel
+
+        return make_slots_kernel(self)
 
 
 def place_tokens(
@@ -32,7 +69,7 @@ def place_tokens(
         sizes: its sink_len, packed_len, recent_len, max_seq_len and window, 0 for none.
         new_lens: [batch], int32 or int64, taken as 0 to new_tokens; new_tokens for all when None.
         new_tokens: new tokens per sequence, 1 or more.
-        lost: [1], int32: tokens beyond max_seq_len, which get no slots, are added to it.
+        overflow: [1], int32: tokens beyond max_seq_len, which get no slots, are added to it.
         room: [3, batch * new_tokens + batch], int64, contiguous: slots.Slots of the tokens, and
             behind them seq_lens, packed_lens and, with a window, firsts as they were.
 
@@ -42,31 +79,22 @@ def place_tokens(
     """
     index, batch = room.get_device(), room.shape[1] // (new_tokens + 1)
     kind = (0, 0) if new_lens is None else (new_lens.stride(0), new_lens.element_size())
-    key = index, batch, new_tokens, sizes, kind
-    launch = _settled.get(key)
-    if launch is None:
-        launch = settle(_settled, key, PlaceLaunch, room, batch, new_tokens, sizes, kind)
-    launch_on(index, launch, (*lens, new_lens, overflow, room))
+    key = SlotSpec, index, batch, new_tokens, sizes, kind
+    launch = cached_launch(key, None, _prepare, index, batch, new_tokens, sizes, kind)
+    assert launch is not None
+    launch((*lens, new_lens, overflow, room))
 
 
-class PlaceLaunch:
-    """A settled call: everything but addresses."""
-
-    def __init__(
-        self,
-        room: torch.Tensor,
-        batch: int,
-        new_tokens: int,
-        sizes: tuple[int, int, int, int, int],
-        kind: tuple[int, int],
-    ) -> None:
-        step, size = kind
-        self._constants = CONSTANTS.pack(step * size, size, new_tokens, *sizes, batch)
-        self._index = room.get_device()
-        layout = f"={ADDRESSES}Q{CONSTANTS.size}s"
-        self._launch = Launcher(kernel_of(SlotSpec(), room), (batch, 1, 1), layout)
-
-    def __call__(self, tensors: Tensors) -> None:
-        """Launch on the current stream of the current device, which is that of the tensors."""
-        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-        self._launch(current_stream(self._index), (*addresses, self._constants))
+def _prepare(
+    index: int,
+    batch: int,
+    new_tokens: int,
+    sizes: tuple[int, int, int, int, int],
+    kind: tuple[int, int],
+) -> Launch:
+    step, size = kind
+    names = "sink_len", "packed_len", "recent_len", "max_seq_len", "window"
+    constants = dict(zip(names, sizes, strict=True))
+    constants |= {"new_lens_step": step * size, "new_lens_bytes": size}
+    constants |= {"new_tokens": new_tokens, "batch": batch}
+    return Launch(SlotSpec(), index, (batch, 1, 1), constants)

@@ -28,30 +28,21 @@ from append_cases import (
     make_pages,
     results,
 )
+from fake_cuda import CPU, arguments_of
+from in_simulator import typed
 
-from kvquant.kernels.cuda.affine import kernel as turn
-from kvquant.kernels.cuda.affine import launch as turning
-from kvquant.kernels.cuda.affine.spec import TURN, TurnSpec
-from kvquant.kernels.cuda.append import calibrated_launch as fitting
-from kvquant.kernels.cuda.append import feedback_kernel as feedback
-from kvquant.kernels.cuda.append import feedback_launch as feeding
-from kvquant.kernels.cuda.append import kernel as append
-from kvquant.kernels.cuda.append import launch as launching
-from kvquant.kernels.cuda.append.feedback_spec import FeedbackSide, FeedbackSpec
-from kvquant.kernels.cuda.dequantize import kernel as dequantize
+from kvquant.kernels.cuda.affine import launch as transforming
+from kvquant.kernels.cuda.affine.launch import AffineSpec
+from kvquant.kernels.cuda.append import launch as appending
+from kvquant.kernels.cuda.append.spec import AppendSpec, FeedbackSide, FeedbackSpec
 from kvquant.kernels.cuda.dequantize import launch as dequantizing
-from kvquant.kernels.cuda.device.row_spec import AppendSpec, DequantizeSpec
-from kvquant.kernels.cuda.runtime import launch as loaded
+from kvquant.kernels.cuda.dequantize.launch import DequantizeSpec
+from kvquant.kernels.cuda.runtime import launch as runtime
+from kvquant.kernels.cuda.runtime import tensors
+from kvquant.kernels.cuda.runtime.spec import Spec
 from kvquant.kernels.cuda.simulator import simulator
 from kvquant.rows.transforms import transform_rows
 
-CPU = -1  # get_device() of a CPU tensor
-MAKERS: dict[Any, tuple[Any, Any]] = {
-    AppendSpec: (append.make_append_kernel, append.signature),
-    DequantizeSpec: (dequantize.make_dequantize_kernel, dequantize.signature),
-    FeedbackSpec: (feedback.make_feedback_kernel, feedback.signature),
-    TurnSpec: (turn.make_turn_kernel, turn.signature),
-}
 memory: list[tuple[int, int]] = []  # of the tensors of a call
 alive: list[torch.Tensor] = []  # these, so that no others get their memory
 backwards = False
@@ -60,27 +51,20 @@ backwards = False
 class Launcher:
     """Runs a kernel in the simulator, in place of driver.Launcher."""
 
-    def __init__(self, spec: Any, grid: Sequence[int], layout: str) -> None:
+    def __init__(self, spec: Spec, grid: Sequence[int], layout: str) -> None:
         self.spec, self.grid, self.layout = spec, grid, layout
 
     def __call__(self, stream: int, values: Sequence[Any]) -> None:
-        data = struct.pack(self.layout, *values)
-        if isinstance(self.spec, TurnSpec):
-            note_encoded(self.spec, data)
-        numbers = iter(struct.unpack(self.spec.arguments, data))
-        make, signature = MAKERS[type(self.spec)]
-        arguments = [
-            tuple(one(next(numbers)) for one in kind.types)
-            if hasattr(kind, "types")
-            else kind(next(numbers))
-            for kind in signature(self.spec)
-        ]
+        given = arguments_of(self.spec, struct.pack(self.layout, *values))
+        if isinstance(self.spec, AffineSpec):  # where it writes, in a tensor of the launcher's
+            size = 4 * given["num_rows"] * given["num_heads"] * self.spec.head_dim
+            memory.append((given["y"], size))
         simulator.launch(
-            make(self.spec),
+            self.spec.build(),
             self.grid,
             self.spec.threads,
             self.spec.shared_bytes,
-            arguments,
+            typed(self.spec, list(given.values())),
             memory,
             backwards=backwards,
         )
@@ -97,19 +81,13 @@ def note(values: Iterable[Any]) -> None:
             note(value)
 
 
-def note_encoded(spec: TurnSpec, data: bytes) -> None:
-    """Note where the kernel writes, in a tensor of the launcher's."""
-    names = [name for name, _ in TURN]
-    given = dict(zip(names, struct.unpack(spec.arguments, data), strict=True))
-    memory.append((given["y"], 4 * given["num_rows"] * given["num_heads"] * spec.head_dim))
-
-
 def run_append(case: Case) -> None:
     """Compare bytes with those of the meaning."""
     call = make_call(case)
     wanted = expected(call)
     note(call.values())
-    append = fitting.append_calibrated if case.matrix or case.feedback else launching.append
+    is_calibrated = case.matrix or case.feedback
+    append = appending.append_calibrated if is_calibrated else appending.append
     append(**call)
     problem = differences(results(call), wanted)
     assert not problem, problem
@@ -150,27 +128,28 @@ def simulated(converts_fp8: bool, shares: bool) -> Iterator[None]:
     def alone(side: FeedbackSide) -> FeedbackSide:
         return replace(side, warps=1)
 
-    gpu = loaded.GPU("sm_90", converts_fp8, 1, 0, 0)
+    capability = (9, 0) if converts_fp8 else (8, 6)
     changes: dict[str, Any] = {
         "Launcher": Launcher,
-        "kernel_of": lambda spec, tensor: spec,
-        "gpu_of": lambda tensor: gpu,
+        "kernel_of": lambda spec, index: spec,
+        "current_device": lambda: CPU,
         "current_stream": lambda index: 0,
-        "_settled": {},
+        "_gpus": {CPU: runtime.GPU("one SM", capability, 1, 0, 0)},
+        "_launches": {},
     }
-    on_cpu: Any = {"current_device": lambda: CPU}
-    copies: Any = {"aligned_copy": noted(loaded.aligned_copy)}
-    of_dequantize = {"DequantizeSpec": one_warp(DequantizeSpec)}
-    of_feedback: Any = {"ROWS_PER_SM": 64 if shares else 0}
-    of_turn = {"TurnSpec": lambda *args: replace(TurnSpec(*args), warps=4), **copies}
-    of_feedback |= {"make_feedback_spec": lambda sides: FeedbackSpec(tuple(map(alone, sides)))}
+    of_append: dict[str, Any] = {
+        "AppendSpec": one_warp(AppendSpec),
+        "make_feedback_spec": lambda sides: FeedbackSpec(tuple(map(alone, sides))),
+        "ROWS_PER_SM": 64 if shares else 0,
+        "transform_rows": noted(transform_rows),
+    }
+    of_affine: Any = {"AffineSpec": lambda *args: replace(AffineSpec(*args), warps=4)}
     with (
-        mock.patch.multiple(loaded, **on_cpu, **copies),
-        mock.patch.multiple(fitting, transform_rows=noted(transform_rows)),
-        mock.patch.multiple(launching, **changes, AppendSpec=one_warp(AppendSpec)),
-        mock.patch.multiple(feeding, **changes, **of_feedback),
-        mock.patch.multiple(turning, **changes, **of_turn),
-        mock.patch.multiple(dequantizing, **changes, **of_dequantize),
+        mock.patch.multiple(runtime, **changes),
+        mock.patch.multiple(tensors, aligned_copy=noted(tensors.aligned_copy)),
+        mock.patch.multiple(appending, **of_append),
+        mock.patch.multiple(transforming, **of_affine),
+        mock.patch.multiple(dequantizing, DequantizeSpec=one_warp(DequantizeSpec)),
     ):
         yield
 

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from kvquant import RowFormat, quantize_rows
-from kvquant.kernels.cuda.decode import kernel as decode
 from kvquant.kernels.cuda.decode.spec import COMMON, HEADS, SEGMENT, DecodeSpec, Path
 from kvquant.kernels.cuda.simulator import simulator
 from kvquant.rows.reference import reference_over_segments
@@ -25,7 +24,6 @@ from kvquant.rows.segment import Segment
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 NAN = 0xFF  # bytes of NaN: rows and pages that are not in use
-untyped: Any = decode
 Fields = dict[str, Any]  # of a segment's arguments: tensors and numbers
 
 
@@ -214,12 +212,12 @@ def launch(
         memory.append((storage.data_ptr(), storage.nbytes()))
         return kind(value.data_ptr())
 
-    kinds = untyped.signature(spec)
+    kinds = spec.signature()
     arguments = [cast(kinds[i], common[name]) for i, (name, _) in enumerate(COMMON)]
     for segment, kind in zip(fields, kinds[len(COMMON) :], strict=True):
         values = [segment.get(name, 0) for name, _ in SEGMENT]
         arguments.append(tuple(cast(*pair) for pair in zip(kind.types, values, strict=True)))
-    kernel = untyped.make_decode_kernel(spec)
+    kernel = spec.build()
     simulator.launch(
         kernel, grid, 32 * spec.warps, spec.shared_bytes, arguments, memory, backwards=backwards
     )

@@ -12,20 +12,19 @@ from unittest import mock
 
 import pytest
 import torch
-from fake_cuda import CPU, STREAM, install_for_rows, note_devices
-from in_simulator import SIMULATED, in_simulator
+from fake_cuda import CPU, STREAM, arguments_of, install, loaded_specs, note_devices
+from in_simulator import SIMULATED, in_simulator, typed
 from simulator_cases import rare
 
 from kvquant.errors import ConfigError, DeviceError, KVQuantError, ShapeError
 from kvquant.kernels.cuda.affine import launch as launching
-from kvquant.kernels.cuda.affine.spec import TURN, TurnSpec
-from kvquant.kernels.cuda.runtime import launch as loaded
+from kvquant.kernels.cuda.affine.launch import AffineSpec
+from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.kernels.cuda.runtime.compile import compile_spec
 from kvquant.ops.transform import check_turn, takes_one_launch, turn_rows_op
 from kvquant.rows.format import HEAD_DIMS
 
 if SIMULATED:
-    from kvquant.kernels.cuda.affine import kernel as turn
     from kvquant.kernels.cuda.simulator import simulator
 
 needs_numba_cuda = pytest.mark.skipif(
@@ -115,18 +114,16 @@ class Launcher:
 
     given: Arguments
 
-    def __init__(self, spec: TurnSpec, grid: tuple[int, int, int], layout: str) -> None:
+    def __init__(self, spec: AffineSpec, grid: tuple[int, int, int], layout: str) -> None:
         self.spec, self.grid, self.layout = spec, grid, layout
 
     def __call__(self, stream: int, values: Any) -> None:
-        room: Any = turn
-        numbers = struct.unpack(self.spec.arguments, struct.pack(self.layout, *values))
-        signature = room.signature(self.spec)
-        arguments = [one(n) for one, n in zip(signature, numbers, strict=True)]
+        given = arguments_of(self.spec, struct.pack(self.layout, *values))
+        arguments = typed(self.spec, list(given.values()))
         storages = [x.untyped_storage() for x in self.given if x is not None]
         memory = [(storage.data_ptr(), storage.nbytes()) for storage in storages]
-        memory.append((numbers[1], (4 if self.spec.encodes else 2) * self.given[0].numel()))
-        kernel, shared = room.make_turn_kernel(self.spec), self.spec.shared_bytes
+        memory.append((given["y"], (4 if self.spec.encodes else 2) * self.given[0].numel()))
+        kernel, shared = self.spec.build(), self.spec.shared_bytes
         for backwards in (False, True):
             simulator.launch(
                 kernel, self.grid, self.spec.threads, shared, arguments, memory, backwards=backwards
@@ -135,18 +132,21 @@ class Launcher:
 
 def simulate(given: Arguments, warps: int = 4, *, encodes: bool = False) -> None:
     """Turn or encode rows in the simulator, by as few warps as can."""
-    gpu = loaded.GPU("sm_90", True, 1, 0, 0)
     changes: dict[str, Any] = {
         "Launcher": Launcher,
-        "kernel_of": lambda spec, tensor: spec,
-        "gpu_of": lambda tensor: gpu,
+        "kernel_of": lambda spec, index: spec,
+        "current_device": lambda: CPU,
         "current_stream": lambda index: 0,
-        "TurnSpec": lambda *args: replace(TurnSpec(*args), warps=warps),
-        "_settled": {},
+        "_gpus": {CPU: runtime.GPU("one SM", (9, 0), 1, 0, 0)},
+        "_launches": {},
     }
     Launcher.given = given
-    on_cpu = mock.patch.object(loaded, "current_device", lambda: CPU)
-    with on_cpu, mock.patch.multiple(launching, **changes):
+
+    def few_warps(*args: Any) -> AffineSpec:
+        return replace(AffineSpec(*args), warps=warps)
+
+    few = mock.patch.object(launching, "AffineSpec", few_warps)
+    with few, mock.patch.multiple(runtime, **changes):
         if encodes:
             check_encoded(launching.encode_rows(*given[:3]), given)  # type: ignore[arg-type]
         else:
@@ -192,20 +192,20 @@ def test_blocks_go_on_with_more_rows() -> None:
 @pytest.mark.parametrize(
     ("spec", "arch"),
     [
-        (TurnSpec(64, "bf16"), "sm_80"),
-        (TurnSpec(80, "fp16"), "sm_89"),
-        (TurnSpec(128, "bf16"), "sm_90"),
-        (TurnSpec(256, "fp16"), "sm_90"),
-        (TurnSpec(256, "bf16"), "sm_100"),
-        (TurnSpec(112, "bf16", product=False), "sm_90"),
-        (TurnSpec(128, "bf16", encodes=True), "sm_90"),
-        (TurnSpec(256, "fp16", encodes=True), "sm_80"),
-        (TurnSpec(128, "fp16", width=2), "sm_90"),
-        (TurnSpec(256, "bf16", encodes=True, width=2), "sm_90"),
+        (AffineSpec(64, "bf16"), "sm_80"),
+        (AffineSpec(80, "fp16"), "sm_89"),
+        (AffineSpec(128, "bf16"), "sm_90"),
+        (AffineSpec(256, "fp16"), "sm_90"),
+        (AffineSpec(256, "bf16"), "sm_100"),
+        (AffineSpec(112, "bf16", product=False), "sm_90"),
+        (AffineSpec(128, "bf16", encodes=True), "sm_90"),
+        (AffineSpec(256, "fp16", encodes=True), "sm_80"),
+        (AffineSpec(128, "fp16", width=2), "sm_90"),
+        (AffineSpec(256, "bf16", encodes=True, width=2), "sm_90"),
     ][:: 1 if os.environ.get("KVQUANT_CUBINS") == "all" else 3],
     ids=str,
 )
-def test_machine_code_spills_nothing(spec: TurnSpec, arch: str) -> None:
+def test_machine_code_spills_nothing(spec: AffineSpec, arch: str) -> None:
     report = compile_spec(spec, arch).report
     most = {1: 96 if spec.encodes else 80, 2: 128}[spec.width]  # two blocks an SM, at least
     assert report.stack_bytes == 0 and report.registers <= most
@@ -215,7 +215,7 @@ def test_machine_code_spills_nothing(spec: TurnSpec, arch: str) -> None:
 
 
 def test_a_launch_has_the_arguments_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = install_for_rows(monkeypatch, launching)
+    cuda = install(monkeypatch)
     x, matrix, offset, lens = given = make(80, 65, (8, 2))
     assert matrix is not None and offset is not None and lens is not None
     y = launching.turn_rows(*given)
@@ -223,8 +223,7 @@ def test_a_launch_has_the_arguments_of_the_kernel(monkeypatch: pytest.MonkeyPatc
     note = cuda.launched[-1]
     assert (note.block, note.stream, note.shared) == ((256, 1, 1), STREAM, 32 * (80 + 256))
     assert note.grid == (3, 2, 33)  # 260 rows of each KV head
-    values = struct.unpack(TurnSpec(80).arguments, note.arguments)
-    assert dict(zip([name for name, _ in TURN], values, strict=True)) == {
+    assert arguments_of(AffineSpec(80), note.arguments) == {
         "x": x.data_ptr(),
         "y": y.data_ptr(),
         "matrix": matrix.data_ptr(),
@@ -243,32 +242,32 @@ def test_a_launch_has_the_arguments_of_the_kernel(monkeypatch: pytest.MonkeyPatc
     }
 
 
-def test_encoding_is_settled_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = install_for_rows(monkeypatch, launching)
+def test_encoding_is_a_launch_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = install(monkeypatch)
     x, matrix, offset, _ = make(64, 70, (2, 2), words="matrix offset")
     assert matrix is not None and offset is not None
     assert launching.turn_rows(x, matrix, offset, None).dtype == torch.bfloat16
     for _ in range(2):
         y = launching.encode_rows(x, matrix, offset)
         assert y.dtype == torch.float32 and y.shape == x.shape
-    values = struct.unpack(TurnSpec(64).arguments, cuda.launched[-1].arguments)
+    values = tuple(arguments_of(AffineSpec(64), cuda.launched[-1].arguments).values())
     assert values[:5] == (x.data_ptr(), y.data_ptr(), matrix.data_ptr(), offset.data_ptr(), 0)
-    assert [key[0].encodes for key in loaded._kernels] == [False, True]  # type: ignore[index]
+    assert [spec.encodes for spec in loaded_specs()] == [False, True]
     assert launching.encode_rows(x[:0], matrix, offset).dtype == torch.float32
     assert len(cuda.launched) == 3
 
 
 def test_large_batches_have_few_blocks_of_more_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = install_for_rows(monkeypatch, launching)
+    cuda = install(monkeypatch)
     launching.turn_rows(*make(128, 256, (32, 8), words="shared"))
     assert cuda.launched[-1].grid == (2, 8, 16)  # of 1024 rows, 64 each; lanes of two columns
     assert cuda.launched[-1].shared == 32 * (128 + 512)
-    values = struct.unpack(TurnSpec(128).arguments, cuda.launched[-1].arguments)
+    values = tuple(arguments_of(AffineSpec(128), cuda.launched[-1].arguments).values())
     assert values[3:5] == (0, 0) and values[7:9] == (0, 0) and values[-1] == 64
 
 
-def test_calls_are_settled_by_all_that_they_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = install_for_rows(monkeypatch, launching)
+def test_launches_are_cached_by_all_that_they_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = install(monkeypatch)
     entered, checked = note_devices(monkeypatch), []
     for words in ("matrix", "matrix", "shared", "matrix offset", "offset", "matrix strided"):
         launching.turn_rows(*make(words=words), check=lambda: checked.append(1))
@@ -276,7 +275,7 @@ def test_calls_are_settled_by_all_that_they_depend_on(monkeypatch: pytest.Monkey
     odd = torch.zeros(1 + 3 * 6 * 64, dtype=torch.float16)[1:].view(3, 6, 64)
     for x in (odd, torch.zeros(3, 64, 6).half().transpose(1, 2)):
         launching.turn_rows(x, make()[1], None, None)
-        assert struct.unpack(TurnSpec(64).arguments, cuda.launched[-1].arguments)[0] % 4 == 0
+        assert arguments_of(AffineSpec(64), cuda.launched[-1].arguments)["x"] % 4 == 0
     assert launching.turn_rows(odd[:0], make()[1], None, None).shape == (0, 6, 64)
     assert len(cuda.launched) == 8
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import struct
-from typing import Any
 
 import pytest
 import torch
@@ -18,14 +17,16 @@ from append_cases import (
     make_pages,
     results,
 )
-from fake_cuda import CPU, STREAM, FakeDriver, install_for_rows, note_devices
+from fake_cuda import CPU, STREAM, FakeDriver, install, loaded_specs, note_devices
 
 from kvquant import RowFormat, quantize_rows
 from kvquant.errors import ConfigError, UnsupportedError
 from kvquant.kernels.cuda.append import launch as appending
+from kvquant.kernels.cuda.append.spec import AppendSpec, Side
 from kvquant.kernels.cuda.dequantize import launch as dequantizing
-from kvquant.kernels.cuda.device.row_spec import AppendSpec, Side, divisor, lanes_of, unit_of
-from kvquant.kernels.cuda.runtime import launch as loaded
+from kvquant.kernels.cuda.device.row_layout import divisor, lanes_of, unit_of
+from kvquant.kernels.cuda.runtime import launch as runtime
+from kvquant.kernels.cuda.runtime.spec import layout_of
 from kvquant.ops.append import append_rows, dequantize_pages
 from kvquant.rows.slots import Slots
 
@@ -35,12 +36,7 @@ FORMATS = "int4 int4-g2 int4-g4 int4-g8 int8 int8-g4 fp8 fp8-g4 bf16 fp16".split
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     """The CPU as an H200 with a driver that takes notes."""
-    return install_for_rows(monkeypatch, appending, dequantizing)
-
-
-def settled_spec() -> Any:
-    """The kernel that was loaded last."""
-    return next(reversed(loaded._kernels))[0]  # type: ignore[index]
+    return install(monkeypatch)
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 5, 7, 16, 48, 641, 2**16 + 1, 2**31 - 1])
@@ -65,9 +61,9 @@ def test_every_format_has_units_that_its_rows_and_codes_are_aligned_to() -> None
 
 
 def test_a_step_is_cut_by_heads_and_a_prompt_walks_over_them() -> None:
-    assert loaded.grid_of(64, 8, 2, 16, 132) == (4, 8, 2)
-    assert loaded.grid_of(32768, 8, 2, 16, 132) == (2048, 2, 2)
-    assert loaded.grid_of(1 << 20, 8, 1, 16, 132) == (65536, 1, 1)
+    assert runtime.grid_of(64, 8, 2, 16, 132) == (4, 8, 2)
+    assert runtime.grid_of(32768, 8, 2, 16, 132) == (2048, 2, 2)
+    assert runtime.grid_of(1 << 20, 8, 1, 16, 132) == (65536, 1, 1)
 
 
 def test_nothing_to_append_is_no_launch(cuda: FakeDriver) -> None:
@@ -76,16 +72,16 @@ def test_nothing_to_append_is_no_launch(cuda: FakeDriver) -> None:
     assert not cuda.launched
 
 
-def test_a_call_is_settled_once(cuda: FakeDriver) -> None:
+def test_a_call_is_prepared_once(cuda: FakeDriver) -> None:
     for _ in range(3):
         appending.append(**make_call(Case()))
-    assert len(appending._settled) == 1 and len(cuda.launched) == 3
+    assert len(runtime._launches) == 1 and len(cuda.launched) == 3
     assert cuda.launched[0].stream == STREAM and cuda.launched[0].grid == (1, 1, 2)
     for other in (Case(tokens=5), Case(k="int4"), Case(source="fp16"), Case(exact="bf16")):
         appending.append(**make_call(other))
     for other in (Case(rotate="k"), Case(offset="v"), Case(rotary_dim=64), Case(layout="odd")):
         appending.append(**make_call(other))
-    assert len(appending._settled) == 9
+    assert len(runtime._launches) == 9
 
 
 def test_a_call_is_checked_once(cuda: FakeDriver) -> None:
@@ -103,17 +99,17 @@ def test_a_call_is_checked_once(cuda: FakeDriver) -> None:
     assert checked[2:] == ["append"]
 
 
-def test_settled_calls_do_not_pile_up(cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loaded, "MOST_SETTLED", 5)
+def test_cached_launches_do_not_pile_up(cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "MOST_LAUNCHES", 5)
     for tokens in range(1, 20):
         appending.append(**make_call(Case(tokens=tokens)))
-        assert len(appending._settled) <= 5
+        assert len(runtime._launches) <= 5
 
 
 def test_kernels_are_shared_by_calls_of_other_shapes(cuda: FakeDriver) -> None:
     for case in (Case(), Case(tokens=100, heads=3, page_size=7, pages="tokens", layout="heads")):
         appending.append(**make_call(case))
-    assert len(loaded._kernels) == 1
+    assert len(runtime._kernels) == 1
 
 
 def test_fp8_is_converted_by_instructions_where_there_are_any(
@@ -121,9 +117,9 @@ def test_fp8_is_converted_by_instructions_where_there_are_any(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     appending.append(**make_call(Case(k="int4", v="fp8")))
-    assert settled_spec().converts_fp8 is False
+    assert loaded_specs()[-1].converts_fp8 is False
     appending.append(**make_call(Case(k="int4")))
-    assert settled_spec().converts_fp8 is True  # not asked for: the same kernel on all GPUs
+    assert loaded_specs()[-1].converts_fp8 is True  # not asked for: the same kernel on all GPUs
 
 
 def test_older_gpus_are_refused(cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +160,7 @@ def test_arguments_fill_the_struct(cuda: FakeDriver) -> None:
     side = Side(RowFormat.parse("int4", 128))
     spec = AppendSpec(side, side)
     appending.append(**make_call(Case(k="int4")))
-    assert len(cuda.launched[0].arguments) == struct.calcsize(spec.arguments)
+    assert len(cuda.launched[0].arguments) == struct.calcsize(layout_of(spec.arguments))
     assert (cuda.launched[0].block, cuda.launched[0].shared) == ((128, 1, 1), spec.shared_bytes)
 
 

@@ -1,4 +1,4 @@
-"""The kernel that merges states: in numba's simulator, and as machine code. No GPU."""
+"""The kernel that combines states: in numba's simulator, and as machine code. No GPU."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from in_simulator import SIMULATED, in_simulator
+from in_simulator import SIMULATED, in_simulator, typed
 
-from kvquant.kernels.cuda.prefix.combine_spec import MergeSpec
+from kvquant.kernels.cuda.prefix.spec import CombineSpec
 from kvquant.kernels.cuda.runtime.compile import compile_spec
 from kvquant.ops.attention import merge_states
 
 if SIMULATED:
-    from kvquant.kernels.cuda.prefix import combine as mergestates
     from kvquant.kernels.cuda.simulator import simulator
 
 pytestmark = pytest.mark.skipif(
@@ -26,7 +25,6 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 def run(spec: Any, batch: int, members: torch.Tensor | None, backwards: bool) -> None:
     """Compare out and lse with merge_states, which merges in float32, too."""
     torch.manual_seed(0)
-    room: Any = mergestates
     num_heads, kv_heads, ratio, splits = 6, 2, 3, 9
     count = batch if members is None else len(members)
     dtype = DTYPES[spec.query]
@@ -51,10 +49,10 @@ def run(spec: Any, batch: int, members: torch.Tensor | None, backwards: bool) ->
     tensors = [out, lse, prefix_out, prefix_lse, *([] if members is None else [members])]
     values = [x.data_ptr() for x in tensors] + [0] * (members is None)
     values += [batch, num_heads, ratio, splits, count * num_heads]
-    arguments = [one(n) for one, n in zip(room.signature(spec), values, strict=True)]
+    arguments = typed(spec, values)
     memory = [(x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()) for x in tensors]
     grid = (-(-count * num_heads // spec.warps), 1, 1)
-    kernel = room.make_merge_states_kernel(spec)
+    kernel = spec.build()
     simulator.launch(kernel, grid, spec.threads, 0, arguments, memory, backwards=backwards)
     rounding = {"bf16": 2**-8, "fp16": 2**-11}[spec.query]
     torch.testing.assert_close(out, expected[0], rtol=2.02 * rounding, atol=1e-6)
@@ -64,13 +62,13 @@ def run(spec: Any, batch: int, members: torch.Tensor | None, backwards: bool) ->
 @in_simulator
 def test_all_sequences_share_the_prefix() -> None:
     for backwards in (False, True):
-        run(MergeSpec(64), 2, None, backwards)
+        run(CombineSpec(64), 2, None, backwards)
 
 
 @in_simulator
 def test_some_sequences_share_the_prefix() -> None:
     for backwards in (False, True):
-        run(MergeSpec(80, "fp16", 3), 4, torch.tensor([3, -1, 0]), backwards)
+        run(CombineSpec(80, "fp16", 3), 4, torch.tensor([3, -1, 0]), backwards)
 
 
 @pytest.mark.parametrize(
@@ -78,4 +76,4 @@ def test_some_sequences_share_the_prefix() -> None:
     [(64, "bf16", "sm_80"), (80, "fp16", "sm_89"), (128, "bf16", "sm_90"), (256, "fp16", "sm_100")],
 )
 def test_machine_code_spills_nothing(head_dim: int, query: str, arch: str) -> None:
-    assert compile_spec(MergeSpec(head_dim, query), arch).report.stack_bytes == 0
+    assert compile_spec(CombineSpec(head_dim, query), arch).report.stack_bytes == 0

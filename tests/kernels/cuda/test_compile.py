@@ -23,10 +23,11 @@ import pytest
 
 from kvquant.errors import UnsupportedError
 from kvquant.kernels import disk_cache as usercache
-from kvquant.kernels.cuda.decode.plan import GPU, kernels
+from kvquant.kernels.cuda.decode.plan import kernels
 from kvquant.kernels.cuda.decode.spec import TECHNIQUES, DecodeSpec, Path
 from kvquant.kernels.cuda.runtime import compile as compiling
 from kvquant.kernels.cuda.runtime.compile import Cubin, Report, compile_spec, cubin_key, load_cubin
+from kvquant.kernels.cuda.runtime.launch import GPU
 from kvquant.kernels.disk_cache import seal
 from kvquant.rows.format import RowFormat
 
@@ -35,10 +36,10 @@ needs_numba = pytest.mark.skipif(
     reason="needs numba-cuda, of the cuda extra",
 )
 GPUS = {
-    "sm_80": GPU("A100", 108, 167936, 166912),
-    "sm_89": GPU("RTX 4090", 128, 102400, 101376),
-    "sm_90": GPU("H200", 132, 233472, 232448),
-    "sm_100": GPU("B200", 148, 233472, 232448),
+    "sm_80": GPU("A100", (8, 0), 108, 167936, 166912),
+    "sm_89": GPU("RTX 4090", (8, 9), 128, 102400, 101376),
+    "sm_90": GPU("H200", (9, 0), 132, 233472, 232448),
+    "sm_100": GPU("B200", (10, 0), 148, 233472, 232448),
 }
 CUBIN = Cubin("decode", b"\x7fELF machine\ncode", Report(130, 0))
 

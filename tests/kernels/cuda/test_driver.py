@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_cuda import FakeDriver, install, make_query, make_segment, settled_spec, unpack
+from fake_cuda import FakeDriver, install, loaded_specs, make_query, make_segment, unpack
 
 from kvquant import RowFormat, decode_attention, quantize_rows, reference_attention
 from kvquant.errors import DeviceError, UnsupportedError
@@ -39,7 +39,7 @@ def test_threads_do_not_mix_their_arguments(cuda: FakeDriver) -> None:
         thread.join()
     assert len(cuda.launched) == 200 * len(queries)
     for note in cuda.launched:
-        common, _ = unpack(settled_spec(), note.arguments)
+        common, _ = unpack(loaded_specs()[-1], note.arguments)
         scale = round(common["score_scale"] / launch.LOG2_E)
         assert common["q"] == queries[scale].data_ptr()
 
@@ -203,7 +203,7 @@ def test_new_threads_and_streams_at_once(
 
 
 @pytest.mark.gpu
-def test_a_settled_call_on_other_devices_is_refused() -> None:
+def test_a_cached_launch_on_other_devices_is_refused() -> None:
     call = Call()
     call()
     rows = (*call.rows, call.lens)

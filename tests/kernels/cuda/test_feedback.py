@@ -15,26 +15,24 @@ from typing import Any
 import pytest
 import torch
 from append_cases import Case, differences, expected, make_call, results
-from fake_cuda import CPU, STREAM, FakeDriver, install_for_rows, note_devices
+from fake_cuda import CPU, STREAM, FakeDriver, arguments_of, install, loaded_specs, note_devices
 from feedback_cases import make_rows
 
 from kvquant import RowFormat, append_rows
 from kvquant.errors import ConfigError, ShapeError, UnsupportedError
-from kvquant.kernels.cuda.affine import launch as turning
-from kvquant.kernels.cuda.affine.spec import TurnSpec
-from kvquant.kernels.cuda.append import feedback_launch as launching
-from kvquant.kernels.cuda.append import launch as appending
-from kvquant.kernels.cuda.append.calibrated_launch import append_calibrated
-from kvquant.kernels.cuda.append.feedback_spec import (
-    FEEDBACK,
+from kvquant.kernels.cuda.affine.launch import AffineSpec
+from kvquant.kernels.cuda.append.launch import append_calibrated, quantize_with_feedback
+from kvquant.kernels.cuda.append.spec import (
     MOST_SHARED,
+    AppendSpec,
     FeedbackSide,
     FeedbackSpec,
+    Side,
     make_feedback_spec,
 )
-from kvquant.kernels.cuda.device.row_spec import AppendSpec, Side
-from kvquant.kernels.cuda.runtime import launch as loaded
+from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.kernels.cuda.runtime.compile import compile_spec, cubin_key
+from kvquant.kernels.cuda.runtime.spec import layout_of
 from kvquant.rows.format import HEAD_DIMS
 from kvquant.rows.rounding import quantize_calibrated
 
@@ -97,19 +95,14 @@ def test_a_block_fits_every_gpu_and_the_code_is_that_of_its_spec() -> None:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     """The CPU as an H200 with a driver that takes notes."""
-    return install_for_rows(monkeypatch, launching, appending, turning)
-
-
-def specs_made() -> list[Any]:
-    """The kernels that were loaded."""
-    return [key[0] for key in loaded._kernels]  # type: ignore[index]
+    return install(monkeypatch)
 
 
 def test_few_rows_have_several_lanes_each(cuda: FakeDriver) -> None:
     fmt = RowFormat.parse("int4", 64)
     for shape in ((64, 8, 1), (1, 8, 4096)):
-        launching.quantize_with_feedback(torch.zeros(*shape, 64), fmt, None, torch.zeros(8, 64, 64))
-    specs = specs_made()
+        quantize_with_feedback(torch.zeros(*shape, 64), fmt, None, torch.zeros(8, 64, 64))
+    specs = loaded_specs()
     assert [spec.sides[0].share for spec in specs] == [4, 1]
     assert [one.grid for one in cuda.launched] == [(2, 8, 1), (32, 8, 1)]
     for spec, one in zip(specs, cuda.launched, strict=True):
@@ -119,19 +112,19 @@ def test_few_rows_have_several_lanes_each(cuda: FakeDriver) -> None:
 
 def test_two_sides_with_feedback_are_one_launch(cuda: FakeDriver) -> None:
     append_calibrated(**make_call(Case(feedback="kv", clip="k", exact="bf16")))
-    (spec,) = specs_made()
+    (spec,) = loaded_specs()
     assert [side.side.clip for side in spec.sides] == [True, False]
     assert [one.grid for one in cuda.launched] == [(1, 1, 2)]
-    assert len(cuda.launched[0].arguments) == struct.calcsize(spec.arguments)
+    assert len(cuda.launched[0].arguments) == struct.calcsize(layout_of(spec.arguments))
 
 
 def test_a_side_without_feedback_has_a_kernel_of_its_own(cuda: FakeDriver) -> None:
     append_calibrated(**make_call(Case(feedback="v", v="int8")))
     append_calibrated(**make_call(Case(matrix="k", feedback="kv", v="fp8")))
-    plain, fed, product, fp8, of_matrix = specs_made()
+    plain, fed, product, fp8, of_matrix = loaded_specs()
     assert isinstance(plain, AppendSpec) and isinstance(fed, FeedbackSpec)
     assert isinstance(of_matrix, FeedbackSpec) and isinstance(fp8, AppendSpec)
-    assert isinstance(product, TurnSpec) and product.encodes
+    assert isinstance(product, AffineSpec) and product.encodes
     sources = fed.sides[0].source, of_matrix.sides[0].source
     assert sources == ("bf16", "fp32"), "what was multiplied is float32"
     assert [one.grid[2] for one in cuda.launched] == [1] * 5
@@ -141,8 +134,8 @@ def test_arguments_are_those_of_the_call(cuda: FakeDriver) -> None:
     call = make_call(Case(feedback="v", clip="v", offset="v", exact="bf16", heads=2, layout="odd"))
     append_calibrated(**call)
     transform, slots = call["v_transform"], call["slots"]
-    values = struct.unpack(specs_made()[1].arguments, cuda.launched[1].arguments)
-    given = dict(zip((name for name, _ in FEEDBACK), values, strict=True))
+    found = arguments_of(loaded_specs()[1], cuda.launched[1].arguments)
+    given = {name.removeprefix("side0."): value for name, value in found.items()}
     x = given.pop("x")
     assert x != call["v"].data_ptr() and x % 16 == 0, "a copy that can be read"
     wanted: dict[str, Any] = {"num_tokens": 6, "num_slots": 32, "page_size": 16}
@@ -153,11 +146,11 @@ def test_arguments_are_those_of_the_call(cuda: FakeDriver) -> None:
     assert {name: given[name] for name in wanted} == wanted
 
 
-def test_a_call_is_settled_once_and_checked_then(cuda: FakeDriver) -> None:
+def test_a_call_is_prepared_and_checked_once(cuda: FakeDriver) -> None:
     checked: list[int] = []
     for _ in range(3):
         append_calibrated(**make_call(Case(feedback="kv")), check=lambda: checked.append(1))
-    assert len(checked) == 1 and len(launching._settled) == 1 and len(cuda.launched) == 3
+    assert len(checked) == 1 and len(runtime._launches) == 1 and len(cuda.launched) == 3
     append_calibrated(**make_call(Case(feedback="kv", tokens=0)))
     assert len(cuda.launched) == 3
 

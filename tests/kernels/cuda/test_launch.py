@@ -1,4 +1,4 @@
-"""Launching decode kernels: what is packed, refused and settled. No GPU is needed."""
+"""Launching decode kernels: what is packed, refused and cached. No GPU is needed."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from fake_cuda import (
     STREAM,
     FakeDriver,
     install,
+    loaded_specs,
     make_query,
     make_segment,
-    settled_spec,
     unpack,
 )
 
@@ -25,6 +25,8 @@ from kvquant.errors import ConfigError, UnsupportedError
 from kvquant.kernels.cuda.decode import launch
 from kvquant.kernels.cuda.decode.plan import Plan
 from kvquant.kernels.cuda.decode.spec import HEADS
+from kvquant.kernels.cuda.runtime import launch as runtime
+from kvquant.kernels.cuda.runtime.workspace import workspaces_of
 from kvquant.rows.segment import Segment
 
 
@@ -38,13 +40,13 @@ def test_arguments_land_where_the_kernel_reads_them(cuda: FakeDriver) -> None:
     q, segment = make_query(), make_segment("int8-g4/int4")
     out, lse = launch.attend(q, [segment], 0.125, 3)
     (note,) = cuda.launched
-    spec = settled_spec()
+    spec = loaded_specs()[-1]
     common, (one,) = unpack(spec, note.arguments)
     assert lse is not None
     assert (out.shape, out.dtype, lse.shape, lse.dtype) == (q.shape, q.dtype, (2, 8), torch.float32)
     assert common["q"] == q.data_ptr() and common["out"] == out.data_ptr()
     assert common["lse"] == lse.data_ptr()
-    space = launch._devices[CPU].workspaces._of_stream[STREAM]
+    space = workspaces_of(q.device)._of_stream[STREAM]
     assert common["counters"] == space.counters.data_ptr() and not space.counters.any()
     assert common["partial"] == space.partial.data_ptr()
     assert space.partial.numel() == 4 * 3 * HEADS * (128 + 1)
@@ -79,8 +81,8 @@ def test_pages_and_their_table(cuda: FakeDriver) -> None:
     assert segment.block_table is not None
     wide = torch.zeros(2, 16, dtype=torch.int32)[:, :10]
     launch.attend(make_query(), [segment._replace(block_table=wide)], 1.0, None)
-    _, (one,) = unpack(settled_spec(), cuda.launched[0].arguments)
-    assert settled_spec().first.place == "paged"
+    _, (one,) = unpack(loaded_specs()[-1], cuda.launched[0].arguments)
+    assert loaded_specs()[-1].first.place == "paged"
     assert (one["index"], one["table_stride"]) == (wide.data_ptr(), 16)
     assert (one["page_shift"], one["capacity"]) == (6, 640)
     assert (one["k_stride_outer"], one["k_stride_head"]) == (2 * 64 * 80, 64 * 80)
@@ -90,9 +92,9 @@ def test_a_ring_starts_where_it_says(cuda: FakeDriver) -> None:
     segment = make_segment("bf16", 128, starts=True)
     assert segment.starts is not None
     launch.attend(make_query(), [segment], 1.0, None)
-    _, (one,) = unpack(settled_spec(), cuda.launched[0].arguments)
+    _, (one,) = unpack(loaded_specs()[-1], cuda.launched[0].arguments)
     assert one["index"] == segment.starts.data_ptr()
-    assert (settled_spec().first.place, settled_spec().first.dense) == ("ring", False)
+    assert (loaded_specs()[-1].first.place, loaded_specs()[-1].first.dense) == ("ring", False)
     assert (one["seq_slots"], one["sinks"], one["ring"]) == (0, 0, 128)
 
 
@@ -104,12 +106,12 @@ def test_seats_and_sinks_of_a_ring_are_told(cuda: FakeDriver) -> None:
         one = segment._replace(seq_lens=lens, starts=lens * 0, seq_slots=given)
         launch.attend(make_query(batch=4), [make_segment(batch=4), one], 1.0, None)
     for note in cuda.launched:
-        _, (_, told, none) = unpack(settled_spec(), note.arguments)
+        _, (_, told, none) = unpack(loaded_specs()[-1], note.arguments)
         assert (told["sinks"], told["ring"], told["capacity"]) == (4, 128, 132)
         assert none["splits"] == 0
-    first, second = (unpack(settled_spec(), note.arguments)[1][1] for note in cuda.launched)
+    first, second = (unpack(loaded_specs()[-1], note.arguments)[1][1] for note in cuda.launched)
     assert first["seq_slots"] == seq_slots.data_ptr() != second["seq_slots"] != 0
-    assert settled_spec().second is not None
+    assert loaded_specs()[-1].second is not None
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
@@ -121,24 +123,24 @@ def test_exact_segments_come_second_whatever_their_order(
     given = [(sinks, body, recent)[i] for i in order]
     launch.attend(make_query(), given, 1.0, None)
     (note,) = cuda.launched
-    _, parts = unpack(settled_spec(), note.arguments)
+    _, parts = unpack(loaded_specs()[-1], note.arguments)
     assert parts[0]["k_rows"] == body.k_rows.data_ptr()
     assert {parts[1]["capacity"], parts[2]["capacity"]} == {4, 128}
     assert all(1 <= part["splits"] <= 2 for part in parts[1:]) and parts[0]["splits"] >= 1
     assert note.grid[2] == sum(part["splits"] for part in parts)
-    assert settled_spec().second is not None
+    assert loaded_specs()[-1].second is not None
 
 
 def test_two_segments_leave_the_third_out(cuda: FakeDriver) -> None:
     launch.attend(make_query(), [make_segment("bf16", 4), make_segment()], 1.0, None)
-    _, parts = unpack(settled_spec(), cuda.launched[0].arguments)
+    _, parts = unpack(loaded_specs()[-1], cuda.launched[0].arguments)
     assert [part["capacity"] for part in parts] == [1000, 4, 0]
     assert set(parts[2].values()) == {0}
 
 
 def test_segments_without_room_are_left_out(cuda: FakeDriver) -> None:
     launch.attend(make_query(), [make_segment("bf16", 0), make_segment()], 1.0, None)
-    assert settled_spec().second is None
+    assert loaded_specs()[-1].second is None
 
 
 @pytest.mark.parametrize(
@@ -159,14 +161,14 @@ def test_rows_with_gaps_and_other_orders_of_axes(cuda: FakeDriver) -> None:
     by_token = make_segment("int4-g4", 64)
     rows = torch.zeros(2, 64, 2, 80, dtype=torch.uint8).transpose(1, 2)
     launch.attend(make_query(), [by_token._replace(k_rows=rows, v_rows=rows)], 1.0, None)
-    _, (one,) = unpack(settled_spec(), cuda.launched[0].arguments)
+    _, (one,) = unpack(loaded_specs()[-1], cuda.launched[0].arguments)
     assert (one["k_stride_head"], one["k_stride_row"]) == (80, 160)
-    assert not settled_spec().first.dense
+    assert not loaded_specs()[-1].first.dense
     repeated = torch.zeros(2, 2, 1, 80, dtype=torch.uint8).expand(2, 2, 64, 80)
     launch.attend(make_query(), [by_token._replace(k_rows=repeated)], 1.0, None)
-    assert not settled_spec().first.dense
+    assert not loaded_specs()[-1].first.dense
     launch.attend(make_query(), [by_token], 1.0, None)
-    assert settled_spec().first.dense
+    assert loaded_specs()[-1].first.dense
 
 
 def test_rows_that_start_between_16_bytes_are_not_dense(cuda: FakeDriver) -> None:
@@ -177,9 +179,9 @@ def test_rows_that_start_between_16_bytes_are_not_dense(cuda: FakeDriver) -> Non
         assert rows.data_ptr() % 16 == offset % 16
         lens = torch.zeros(2, dtype=torch.int32)
         launch.attend(make_query(), [Segment(rows, rows, lens, fmt, fmt)], 1.0, None)
-        assert settled_spec().first.dense is dense
-        launch._devices[CPU]._kernels.clear()
-        launch._settled.clear()
+        assert loaded_specs()[-1].first.dense is dense
+        runtime._kernels.clear()
+        launch._launches.clear()
 
 
 def test_strides_of_axes_with_one_element_do_not_matter(cuda: FakeDriver) -> None:
@@ -187,7 +189,7 @@ def test_strides_of_axes_with_one_element_do_not_matter(cuda: FakeDriver) -> Non
     odd = segment.k_rows.as_strided((1, 1, 1000, 80), (7, 3, 80, 1))
     q = make_query(1).as_strided((1, 8, 128), (5, 128, 1))
     launch.attend(q, [segment._replace(k_rows=odd)], 1.0, None)
-    common, (one,) = unpack(settled_spec(), cuda.launched[0].arguments)
+    common, (one,) = unpack(loaded_specs()[-1], cuda.launched[0].arguments)
     assert one["k_stride_outer"] == one["k_stride_head"] == common["q_stride_batch"] == 0
     assert common["q"] == q.data_ptr()
 
@@ -196,14 +198,14 @@ def test_queries_are_copied_only_if_they_must_be(cuda: FakeDriver) -> None:
     segment = make_segment()
     strided = make_query(2, 16)[:, ::2]
     launch.attend(strided, [segment], 1.0, 1)
-    common, _ = unpack(settled_spec(), cuda.launched[-1].arguments)
+    common, _ = unpack(loaded_specs()[-1], cuda.launched[-1].arguments)
     assert (common["q"], common["q_stride_head"]) == (strided.data_ptr(), 512)
     pool = torch.zeros(2 * 8 * 128 + 8, dtype=torch.bfloat16)
     crooked = pool[1 : 1 + 2 * 8 * 128].view(2, 8, 128)
     by_dim = torch.zeros(2, 128, 8, dtype=torch.bfloat16).transpose(1, 2)
     for q in (crooked, by_dim):
         out, _ = launch.attend(q, [segment], 1.0, 1)
-        common, _ = unpack(settled_spec(), cuda.launched[-1].arguments)
+        common, _ = unpack(loaded_specs()[-1], cuda.launched[-1].arguments)
         assert common["q"] != q.data_ptr()
         assert (common["q_stride_batch"], common["q_stride_head"]) == (8 * 256, 256)
         assert out.is_contiguous()
@@ -213,19 +215,19 @@ def test_lengths_starts_and_tables_with_gaps_are_copied(cuda: FakeDriver) -> Non
     lens = torch.zeros(2, 3, dtype=torch.int32)[:, 1]
     ring = make_segment("bf16", 128)._replace(seq_lens=lens, starts=lens)
     launch.attend(make_query(), [ring], 1.0, None)
-    _, (one,) = unpack(settled_spec(), cuda.launched[-1].arguments)
+    _, (one,) = unpack(loaded_specs()[-1], cuda.launched[-1].arguments)
     assert lens.data_ptr() not in (one["seq_lens"], one["index"])
     table = torch.zeros(4, 2, dtype=torch.int32).t()
     paged = make_segment(capacity=64, page_size=16)._replace(block_table=table)
     launch.attend(make_query(), [paged], 1.0, None)
-    _, (one,) = unpack(settled_spec(), cuda.launched[-1].arguments)
+    _, (one,) = unpack(loaded_specs()[-1], cuda.launched[-1].arguments)
     assert one["index"] != table.data_ptr() and one["table_stride"] == 4
 
 
 @pytest.mark.parametrize("heads", [1, 2, 16, 34])
 def test_query_heads_go_by_blocks_of_eight(cuda: FakeDriver, heads: int) -> None:
     launch.attend(make_query(heads=2 * heads), [make_segment()], 1.0, 1)
-    common, _ = unpack(settled_spec(), cuda.launched[0].arguments)
+    common, _ = unpack(loaded_specs()[-1], cuda.launched[0].arguments)
     assert (common["ratio"], common["head_blocks"]) == (heads, -(-heads // 8))
     assert cuda.launched[0].grid == (2 * -(-heads // 8), 2, 1)
 
@@ -234,7 +236,7 @@ def test_results_are_plain_and_the_usual_scale_goes_by_the_head_dim(cuda: FakeDr
     by_dim = torch.zeros(2, 128, 8, dtype=torch.bfloat16, requires_grad=True).transpose(1, 2)
     for q in (make_query().requires_grad_(), by_dim, make_query(2, 16)[:, ::2]):
         out, lse = launch.attend(q, [make_segment()], None, None)
-        common, _ = unpack(settled_spec(), cuda.launched[-1].arguments)
+        common, _ = unpack(loaded_specs()[-1], cuda.launched[-1].arguments)
         assert lse is not None
         assert common["score_scale"] == pytest.approx(128**-0.5 * launch.LOG2_E)
         assert (common["out"], common["lse"]) == (out.data_ptr(), lse.data_ptr())
@@ -244,7 +246,7 @@ def test_results_are_plain_and_the_usual_scale_goes_by_the_head_dim(cuda: FakeDr
 
 def test_one_part_needs_no_workspace(cuda: FakeDriver) -> None:
     _, lse = launch.attend(make_query(), [make_segment()], 1.0, 1, False)
-    common, _ = unpack(settled_spec(), cuda.launched[0].arguments)
+    common, _ = unpack(loaded_specs()[-1], cuda.launched[0].arguments)
     assert lse is None
     assert common["lse"] == common["partial"] == common["counters"] == 0
 
@@ -267,7 +269,7 @@ def test_v_may_be_of_another_head_dim_and_q_fp16(cuda: FakeDriver) -> None:
     segment = k._replace(v_rows=v.v_rows, v_format=v.v_format)
     out, _ = launch.attend(make_query(2, 8, 192, torch.float16), [segment], 1.0, None)
     assert (out.shape, out.dtype) == ((2, 8, 128), torch.float16)
-    assert settled_spec().query == "fp16"
+    assert loaded_specs()[-1].query == "fp16"
 
 
 def test_float32_queries_are_refused(cuda: FakeDriver) -> None:
@@ -314,44 +316,44 @@ def test_older_gpus_are_refused(cuda: FakeDriver, monkeypatch: pytest.MonkeyPatc
         launch.attend(make_query(), [make_segment()], 1.0, None)
 
 
-def test_a_call_is_settled_once(cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    settled = []
-    settle = launch._settle
+def test_a_call_is_prepared_once(cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared = []
+    prepare = launch._prepare
 
     def note(*arguments: Any) -> Any:
-        settled.append(arguments)
-        return settle(*arguments)
+        prepared.append(arguments)
+        return prepare(*arguments)
 
-    monkeypatch.setattr(launch, "_settle", note)
+    monkeypatch.setattr(launch, "_prepare", note)
     for _ in range(3):  # other tensors, other lengths
         launch.attend(make_query(), [make_segment()], 1.0, None)
-    assert len(settled) == 1 and len(cuda.launched) == 3
+    assert len(prepared) == 1 and len(cuda.launched) == 3
     launch.attend(make_query(), [make_segment(capacity=1001)], 1.0, None)
     launch.attend(make_query(dtype=torch.float16), [make_segment()], 1.0, None)
     launch.attend(make_query(), [make_segment(starts=True)], 1.0, None)
     launch.attend(make_query(), [make_segment("int4-g2")], 1.0, None)
     launch.attend(make_query(), [make_segment()], 1.0, 2)
-    assert len(settled) == 6
+    assert len(prepared) == 6
 
 
-def test_settled_calls_do_not_pile_up(cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "MOST_SETTLED", 5)
+def test_cached_launches_do_not_pile_up(cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "MOST_LAUNCHES", 5)
     for capacity in range(1, 20):
         launch.attend(make_query(), [make_segment(capacity=capacity)], 1.0, None)
-        assert len(launch._settled) <= 5
+        assert len(launch._launches) <= 5
 
 
-def test_a_forced_plan_is_followed_and_then_forgotten(cuda: FakeDriver) -> None:
+def test_an_override_plan_is_followed_and_then_forgotten(cuda: FakeDriver) -> None:
     q, segments = make_query(), [make_segment(capacity=8192)]
     work = launch.describe(q, segments)
     assert (work.units, work.order, work.capacities) == (4, (0,), (8192,))
     with launch.override_plan(Plan((5,), 2, 2), "lazy rescale"):
         launch.attend(q, segments, 1.0, None)
-    spec = settled_spec()
+    spec = loaded_specs()[-1]
     assert (spec.warps, spec.stages, spec.without) == (2, 2, "lazy rescale")
     assert cuda.launched[0].grid[2] == 5
     launch.attend(q, segments, 1.0, None)
-    assert settled_spec().without == ""
+    assert loaded_specs()[-1].without == ""
 
 
 def test_a_launch_goes_to_the_device_of_its_tensors(
@@ -367,14 +369,14 @@ def test_a_launch_goes_to_the_device_of_its_tensors(
     monkeypatch.setattr(torch.cuda, "device", device)
     launch.attend(make_query(), [make_segment()], 1.0, None)
     assert entered == []
-    monkeypatch.setattr(launch, "_current_device", lambda: 3)
+    monkeypatch.setattr(launch, "current_device", lambda: 3)
     launch.attend(make_query(), [make_segment()], 1.0, None)
     assert entered == [CPU] and len(cuda.launched) == 2
 
 
 @pytest.mark.parametrize("sm_scale", [0.0, -0.1, float("nan"), float("inf"), 1e39])
 def test_scales_that_the_kernel_cannot_take_are_refused(cuda: FakeDriver, sm_scale: float) -> None:
-    for _ in range(2):  # settled or not
+    for _ in range(2):  # cached or not
         with pytest.raises(ConfigError, match="is not possible on CUDA: use a positive number"):
             launch.attend(make_query(), [make_segment()], sm_scale, None)
     for odd in (True, "1", 10**400):

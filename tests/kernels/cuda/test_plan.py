@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from kvquant.errors import ConfigError, UnsupportedError
 from kvquant.kernels.cuda.decode.plan import (
-    GPU,
     STAGES,
     WARPS,
     Plan,
@@ -30,11 +29,12 @@ from kvquant.kernels.cuda.decode.plan import (
 )
 from kvquant.kernels.cuda.decode.spec import HEADS, TILE, DecodeSpec, Path
 from kvquant.kernels.cuda.decode.tuned import Tuned, load_table, lookup, save_table
+from kvquant.kernels.cuda.runtime.launch import GPU
 from kvquant.rows.format import RowFormat
 
-A100 = GPU("NVIDIA A100", 108, 167936, 166912)
-RTX_4090 = GPU("NVIDIA GeForce RTX 4090", 128, 102400, 101376)
-H200 = GPU("NVIDIA H200", 132, 233472, 232448)
+A100 = GPU("NVIDIA A100", (8, 0), 108, 167936, 166912)
+RTX_4090 = GPU("NVIDIA GeForce RTX 4090", (8, 9), 128, 102400, 101376)
+H200 = GPU("NVIDIA H200", (9, 0), 132, 233472, 232448)
 GPUS = [A100, RTX_4090, H200]
 
 

@@ -12,24 +12,23 @@ from typing import Any
 
 import pytest
 import torch
-from fake_cuda import FakeDriver, install_for_rows
-from in_simulator import SIMULATED, in_simulator
+from fake_cuda import FakeDriver, arguments_of, install, loaded_specs
+from in_simulator import SIMULATED, in_simulator, typed
 from prefix_cases import PrefixCase, make_prefix, nothing_of_its_own
 from simulator_cases import rare
 
 from kvquant import RowFormat, dequantize_rows, quantize_rows
 from kvquant.errors import ConfigError, ShapeError, UnsupportedError
-from kvquant.kernels.cuda.prefix import combine_launch as mergestates
 from kvquant.kernels.cuda.prefix import launch as launching
-from kvquant.kernels.cuda.prefix.spec import PREFIX, SHAPES, PrefixSpec, blocks_per_sm, fit
-from kvquant.kernels.cuda.runtime import launch as loaded
+from kvquant.kernels.cuda.prefix.spec import SHAPES, PrefixSpec, blocks_per_sm, fit
+from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.kernels.cuda.runtime.compile import compile_spec
+from kvquant.kernels.cuda.runtime.tensors import strides
 from kvquant.ops import shared_prefix
 from kvquant.ops.shared_prefix import attend_shared
 from kvquant.rows.format import HEAD_DIMS
 
 if SIMULATED:
-    from kvquant.kernels.cuda.prefix import kernel as prefix
     from kvquant.kernels.cuda.simulator import simulator
 
 needs_numba_cuda = pytest.mark.skipif(
@@ -54,7 +53,6 @@ def simulate(
     **shape: Any,
 ) -> None:
     """Compare with float64; shape: warps, blocks, tokens and span of the spec."""
-    room: Any = prefix
     segment, q = case.prefix, case.q
     k, v, table = segment.k_rows, segment.v_rows, segment.block_table
     num_kv_heads, page_size = k.shape[1:3]
@@ -71,14 +69,14 @@ def simulate(
     values = [x.data_ptr() for x in tensors] + [0 if table is None else table.data_ptr()]
     if members is None:
         values[1] = 0
-    values += loaded.strides(q) + loaded.strides(k) + loaded.strides(v)
+    values += strides(q) + strides(k) + strides(v)
     shift = 0 if table is None else page_size.bit_length() - 1
     scale = q.shape[2] ** -0.5 * math.log2(math.e)
     numbers = [*values, segment.capacity, shift, len(places), len(q), ratio, scale]
-    arguments = [one(n) for one, n in zip(room.signature(spec), numbers, strict=True)]
+    arguments = typed(spec, numbers)
     tensors += [] if table is None else [table]
     simulator.launch(
-        room.make_prefix_kernel(spec),
+        spec.build(),
         (-(-rows // spec.rows), num_kv_heads, splits),
         spec.threads,
         spec.shared_bytes,
@@ -192,7 +190,7 @@ def test_blocks_are_as_wide_as_there_are_queries() -> None:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     """The CPU as an H200 with a driver that takes notes."""
-    return install_for_rows(monkeypatch, launching, mergestates)
+    return install(monkeypatch)
 
 
 def launch(case: PrefixCase, members: torch.Tensor | None = None, **options: Any) -> None:
@@ -208,10 +206,9 @@ def test_arguments_are_those_of_the_call(cuda: FakeDriver) -> None:
     members = torch.arange(40)
     launch(case, members)
     first, merge = cuda.launched
-    (spec,) = (one[0] for one in loaded._kernels if isinstance(one[0], PrefixSpec))  # type: ignore[index]
+    (spec,) = (one for one in loaded_specs() if isinstance(one, PrefixSpec))
     assert spec.rows == 256
-    names = [name for name, _ in PREFIX]
-    given = dict(zip(names, struct.unpack(spec.arguments, first.arguments), strict=True))
+    given = arguments_of(spec, first.arguments)
     k, v = case.prefix.k_rows, case.prefix.v_rows
     assert case.prefix.block_table is not None
     assert given["k_rows"] == k.data_ptr() and given["v_rows"] == v.data_ptr()
@@ -251,14 +248,13 @@ def test_queries_that_cannot_be_read_are_copied(cuda: FakeDriver) -> None:
     row = torch.zeros(4 * 4 * 64 + 1, dtype=torch.bfloat16)
     for q in (wide[:, :, 1:], row[1:].view(4, 4, 64), wide[:, :, :64]):
         launch(case._replace(q=q))
-        first = struct.unpack(PrefixSpec(INT4, INT4).arguments, cuda.launched[-2].arguments)
-        given = dict(zip([name for name, _ in PREFIX], first, strict=True))
+        given = arguments_of(PrefixSpec(INT4, INT4), cuda.launched[-2].arguments)
         assert given["q"] != q.data_ptr() and given["q"] % 4 == 0
         assert (given["q_stride_batch"], given["q_stride_head"]) == (4 * 64 * 2, 64 * 2)
     heads_first = torch.zeros(4, 4, 64, dtype=torch.bfloat16).transpose(0, 1)
     launch(case._replace(q=heads_first))
-    first = struct.unpack(PrefixSpec(INT4, INT4).arguments, cuda.launched[-2].arguments)
-    assert first[0] == heads_first.data_ptr()
+    given = arguments_of(PrefixSpec(INT4, INT4), cuda.launched[-2].arguments)
+    assert given["q"] == heads_first.data_ptr()
 
 
 def test_what_does_not_fit_is_refused(cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,7 +263,7 @@ def test_what_does_not_fit_is_refused(cuda: FakeDriver, monkeypatch: pytest.Monk
     odd = case.prefix._replace(k_rows=moved.view(case.prefix.k_rows.shape))
     with pytest.raises(ConfigError, match="k_rows: rows of int8 with head_dim 64 must be aligned"):
         launch(case._replace(prefix=odd))
-    monkeypatch.setattr(loaded, "_gpus", {})
+    monkeypatch.setattr(runtime, "_gpus", {})
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     with pytest.raises(UnsupportedError, match=r"compute capability 8.0 .* has 7.5"):
         launch(case)

@@ -16,10 +16,11 @@ from typing import Any
 
 import pytest
 
-from kvquant.kernels.cuda.append.feedback_spec import FeedbackSide, FeedbackSpec
-from kvquant.kernels.cuda.device.row_spec import AppendSpec, DequantizeSpec, Side
-from kvquant.kernels.cuda.prefix.combine_spec import MergeSpec
+from kvquant.kernels.cuda.append.spec import AppendSpec, FeedbackSide, FeedbackSpec, Side
+from kvquant.kernels.cuda.dequantize.launch import DequantizeSpec
+from kvquant.kernels.cuda.prefix.spec import CombineSpec
 from kvquant.kernels.cuda.runtime.compile import compile_spec, cubin_key
+from kvquant.kernels.cuda.runtime.spec import layout_of
 from kvquant.rows.format import RowFormat
 
 compile_once = functools.cache(compile_spec)
@@ -93,13 +94,13 @@ def test_machine_code_of_rows_spills_nothing(text: str, arch: str) -> None:
 )
 @pytest.mark.parametrize(
     "spec",
-    [make_row_spec("fp8/int4-g8 80"), make_row_spec(DEQUANTIZE), MergeSpec(64), FEEDBACK],
+    [make_row_spec("fp8/int4-g8 80"), make_row_spec(DEQUANTIZE), CombineSpec(64), FEEDBACK],
     ids=lambda spec: type(spec).__name__,
 )
 def test_arguments_have_the_size_that_the_kernel_takes(spec: Any) -> None:
     # a launch with more is refused; on sm_90 they begin at byte 0x210 of constant bank 0
     code = compile_once(spec, "sm_90").code
-    assert sections(code)[".nv.constant0."] - 0x210 == struct.calcsize(spec.arguments)
+    assert sections(code)[".nv.constant0."] - 0x210 == struct.calcsize(layout_of(spec.arguments))
 
 
 def sections(code: bytes) -> dict[str, int]:

@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import importlib.util
 import random
-import struct
-from typing import Any
 
 import pytest
 import torch
-from fake_cuda import CPU, STREAM, install_for_rows, note_devices
-from in_simulator import SIMULATED, in_simulator
+from fake_cuda import CPU, STREAM, arguments_of, install, note_devices
+from in_simulator import SIMULATED, in_simulator, typed
 from layer_states import SPLITS, Split, make_layer, place, random_crop, random_lens
 
 from kvquant.cache.layer import LayerCache
 from kvquant.kernels.cuda.runtime.compile import compile_spec
 from kvquant.kernels.cuda.slots import launch as launcher
-from kvquant.kernels.cuda.slots.spec import PLACE, SlotSpec
+from kvquant.kernels.cuda.slots.launch import PLACE, SlotSpec
 
 if SIMULATED:
     from kvquant.kernels.cuda.simulator import simulator
-    from kvquant.kernels.cuda.slots import kernel as kernels
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("numba_cuda") is None, reason="needs the cuda extra: numba-cuda"
 )
-SPEC = SlotSpec(32)
+SPEC = SlotSpec(1)
 
 
 def run(
@@ -36,18 +33,16 @@ def run(
     backwards: bool,
 ) -> torch.Tensor:
     """Run the kernel on a layer; the room that it has filled."""
-    room_of_kernels: Any = kernels
     batch = len(at.seq_lens)
     room = torch.full((3, batch * new_tokens + batch), -7)
     tensors = [*at.lens, new_lens, overflow, room]
     step, size = (0, 0) if new_lens is None else (new_lens.stride(0), new_lens.element_size())
     values = [0 if x is None else x.data_ptr() for x in tensors]
     values += [step * size, size, new_tokens, *at.sizes, batch]
-    signature = room_of_kernels.signature(SPEC)
-    arguments = [one(n) for one, n in zip(signature, values, strict=True)]
+    arguments = typed(SPEC, values)
     storages = [x.untyped_storage() for x in tensors if x is not None]
     memory = [(storage.data_ptr(), storage.nbytes()) for storage in storages]
-    kernel = room_of_kernels.make_slots_kernel(SPEC)
+    kernel = SPEC.build()
     grid = (batch, 1, 1)
     simulator.launch(kernel, grid, SPEC.threads, 0, arguments, memory, backwards=backwards)
     return room
@@ -106,7 +101,7 @@ def test_machine_code_spills_nothing(arch: str) -> None:
 
 
 def test_a_launch_has_the_arguments_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = install_for_rows(monkeypatch, launcher)
+    cuda = install(monkeypatch)
     batch, new_tokens = 3, 4
     at = make_layer(SPLITS["window"], batch)
     overflow, room = torch.zeros(1, dtype=torch.int32), torch.zeros(3, batch * new_tokens + batch)
@@ -115,8 +110,7 @@ def test_a_launch_has_the_arguments_of_the_kernel(monkeypatch: pytest.MonkeyPatc
         launcher.place_tokens(at.lens, at.sizes, given, new_tokens, overflow, room)
         note = cuda.launched[-1]
         assert (note.grid, note.block, note.stream) == ((batch, 1, 1), (512, 1, 1), STREAM)
-        values = struct.unpack(SlotSpec().arguments, note.arguments)
-        found = dict(zip([name for name, _ in PLACE], values, strict=True))
+        found = arguments_of(SlotSpec(), note.arguments)
         expected = {name: getattr(at, name).data_ptr() for name, _ in PLACE[:7]}
         expected |= {"new_lens": 0, "new_lens_step": 0, "new_lens_bytes": 0}
         if given is not None:
@@ -127,13 +121,13 @@ def test_a_launch_has_the_arguments_of_the_kernel(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_launch_without_a_window_has_no_lengths_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = install_for_rows(monkeypatch, launcher)
+    cuda = install(monkeypatch)
     entered = note_devices(monkeypatch)
     at = make_layer(SPLITS["both"], 2)
     overflow, room = torch.zeros(1, dtype=torch.int32), torch.zeros(3, 4)
     for _ in range(2):
         launcher.place_tokens(at.lens, at.sizes, None, 1, overflow, room)
     assert entered == [CPU, CPU] and len(cuda.launched) == 2
-    values = struct.unpack(SlotSpec().arguments, cuda.launched[0].arguments)
+    values = tuple(arguments_of(SlotSpec(), cuda.launched[0].arguments).values())
     assert values[4:8] == (0, 0, 0, 0)
     assert values[11:] == (0, 1, 3, 22, 5, 30, 0, 2)

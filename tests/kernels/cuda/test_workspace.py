@@ -100,12 +100,12 @@ def test_a_thread_that_finds_no_memory_tells_the_caller(
     assert spaces.take(1, 11, 20).num_counters == 20
 
 
-def test_settled_calls_hold_no_memory(cuda: FakeDriver) -> None:
+def test_cached_launches_hold_no_memory(cuda: FakeDriver) -> None:
     for want_lse in (False, True):
         out, lse = launch.attend(make_query(), [make_segment()], 1.0, 1, want_lse)
         assert out.untyped_storage().nbytes() == 2 * out.numel()
         assert lse is None or lse.untyped_storage().nbytes() == 4 * lse.numel()
-    (settled,) = launch._settled.values()
-    kept = [one for one in vars(settled).values() if isinstance(one, torch.Tensor)]
+    (cached,) = launch._launches.values()
+    kept = [one for one in vars(cached).values() if isinstance(one, torch.Tensor)]
     assert len(kept) == 2
     assert [one.untyped_storage().nbytes() for one in kept] == [0, 0]

@@ -1,0 +1,262 @@
+"""What the append and the feedback kernels are compiled for, and their arguments: plain numbers.
+
+Where rows are rounded with feedback a row is made ready by `lanes` lanes of a warp, as in the
+append kernel, and then rounded by `share` lanes: one where there are rows for the whole GPU, more
+where there are few, so that a row is done sooner.
+
+    stages   TILE rows of the feedback matrix, the block's: those that are used, those that come
+    buffers  a row each, its warp's: elements as they came, then float32 as they are stored, whose
+             places errors take tile by tile; behind them scales and shifts
+
+Rows are an odd number of units of 16 bytes apart, so that lanes that read the same place of
+different rows find them in different banks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvquant.rows.format import RowFormat
+
+from ..device.row_layout import ELEMENTS, SIZES, STAGES, UNIT, RowSpec, lanes_of, staged_bytes
+from ..runtime.spec import Spec, Table
+
+TILE = ELEMENTS  # of a row between two barriers
+TILES = 2  # of the feedback matrix in shared memory
+MOST_SHARED = 99 << 10  # bytes that a block may have on every GPU from sm_80 on
+
+CALL = (
+    ("packed", "P"),  # slots: int64 [num_tokens] each; exact and evicted may be 0
+    ("exact", "P"),
+    ("evicted", "P"),
+    ("cos", "P"),  # float32 [num_tokens, rotary_dim / 2], or 0
+    ("sin", "P"),
+    ("bad", "P"),  # int32 [2], or 0; with feedback [1]
+)
+ROWS = (
+    ("x", "P"),
+    ("rows", "P"),
+    ("exact_rows", "P"),
+    ("offset", "P"),  # float32 [num_heads, head_dim], or 0
+    ("clip", "P"),  # float32 [num_heads], or 0
+)
+STRIDES = (
+    ("x_stride_token", "Q"),
+    ("x_stride_head", "Q"),
+    ("stride_page", "Q"),
+    ("stride_head", "Q"),
+    ("stride_row", "Q"),
+    ("exact_stride_seq_slot", "Q"),
+    ("exact_stride_head", "Q"),
+    ("exact_stride_row", "Q"),
+)
+SLOTS = (
+    ("num_slots", "I"),  # larger slots are as negative ones
+    ("page_size", "I"),
+    ("page_factor", "I"),  # row_layout.divisor
+    ("page_shift", "I"),
+    ("num_exact", "I"),
+    ("exact_len", "I"),
+    ("exact_factor", "I"),
+    ("exact_shift", "I"),
+)
+SIDE = (*ROWS, *STRIDES)
+APPEND: Table = (
+    *CALL,
+    ("num_tokens", "i"),
+    ("num_heads", "i"),
+    ("heads_per_block", "i"),
+    *SLOTS,
+    ("k", SIDE),
+    ("v", SIDE),
+)
+FEEDBACK: Table = (  # of each side
+    *CALL,
+    *ROWS,
+    ("feedback", "P"),  # float32 [num_heads, head_dim, head_dim]
+    *STRIDES,
+    ("num_tokens", "i"),
+    *SLOTS,
+)
+
+
+@dataclass(frozen=True)
+class Side:
+    """What is done to K or to V.
+
+    Attributes:
+        fmt: the packed rows.
+        offset: whether a vector is subtracted.
+        rotate: whether rows are rotated then.
+        clip: whether groups keep a share of their range only; int4 and int8.
+    """
+
+    fmt: RowFormat
+    offset: bool = False
+    rotate: bool = False
+    clip: bool = False
+
+
+@dataclass(frozen=True)
+class AppendSpec(RowSpec, Spec):
+    """The append kernel.
+
+    Attributes:
+        k, v: the sides.
+        source: "bf16", "fp16" or "fp32", of the new rows.
+        exact: "bf16" or "fp16", of 16-bit rows; "" if there are none.
+        rotary_dim: elements of K that RoPE rotates; 0 for none.
+        interleaved: whether it rotates neighbours, not halves.
+        converts_fp8: whether the GPU has instructions for E4M3 (sm_89 and newer); asked for where a
+            side is fp8 only.
+        warps: of a block.
+    """
+
+    k: Side
+    v: Side
+    source: str = "bf16"
+    exact: str = ""
+    rotary_dim: int = 0
+    interleaved: bool = False
+    converts_fp8: bool = True
+    warps: int = 4
+
+    arguments = APPEND
+
+    def build(self) -> Any:
+        """The kernel."""
+        from .kernel import make_append_kernel
+
+        return make_append_kernel(self)
+
+    @property
+    def lanes(self) -> int:
+        """Lanes of a row."""
+        return lanes_of(self.k.fmt, self.v.fmt)
+
+    def stage_bytes(self, side: Side) -> int:
+        """The new rows that a warp has at a time."""
+        return self.rows * side.fmt.head_dim * SIZES[self.source]
+
+    @property
+    def warp_bytes(self) -> int:
+        """A warp's shared memory."""
+        sides = self.k, self.v
+        return max(STAGES * self.stage_bytes(side) + self._out_bytes(side) for side in sides)
+
+    def _out_bytes(self, side: Side) -> int:
+        exact = 2 * side.fmt.head_dim if self.exact else 0
+        return self.rows * max(staged_bytes(side.fmt), exact)
+
+
+@dataclass(frozen=True)
+class FeedbackSide:
+    """What is done to K or to V.
+
+    Attributes:
+        side: the rows, int4 or int8, and what is done to them before.
+        source, exact, rotary_dim, interleaved: as of AppendSpec.
+        share: lanes that round a row: 1, 2 or 4.
+        warps: of a block.
+    """
+
+    side: Side
+    source: str = "fp32"
+    exact: str = ""
+    rotary_dim: int = 0
+    interleaved: bool = False
+    share: int = 1
+    warps: int = 4
+
+    @property
+    def fmt(self) -> RowFormat:
+        """The rows."""
+        return self.side.fmt
+
+    @property
+    def lanes(self) -> int:
+        """Lanes of a row that is made ready."""
+        return lanes_of(self.fmt)
+
+    @property
+    def rows(self) -> int:
+        """Rows that a warp has at a time."""
+        return 32 // self.share
+
+    @property
+    def block_rows(self) -> int:
+        """Rows of a block."""
+        return self.warps * self.rows
+
+    @property
+    def stride(self) -> int:
+        """Bytes from a row of the feedback matrix in shared memory to the next."""
+        return 4 * self.fmt.head_dim + UNIT
+
+    @property
+    def stage_bytes(self) -> int:
+        """A tile of the feedback matrix."""
+        return TILE * self.stride
+
+    @property
+    def buffer_bytes(self) -> int:
+        """A row, and its scales and shifts."""
+        return 4 * self.fmt.head_dim + UNIT * (-(-self.fmt.header_bytes // UNIT) | 1)
+
+    @property
+    def warp_bytes(self) -> int:
+        """A warp's rows."""
+        return self.rows * self.buffer_bytes
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        return TILES * self.stage_bytes + self.warps * self.warp_bytes
+
+
+@dataclass(frozen=True)
+class FeedbackSpec(Spec):
+    """The feedback kernel.
+
+    Attributes:
+        sides: K and V, or one of them; their blocks have the same tokens.
+    """
+
+    sides: tuple[FeedbackSide, ...]
+
+    @property
+    def block_rows(self) -> int:
+        """Tokens of a block."""
+        return self.sides[0].block_rows
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 32 * self.sides[0].warps
+
+    @property
+    def arguments(self) -> Table:
+        """A tuple for each side."""
+        return tuple((f"side{i}", FEEDBACK) for i in range(len(self.sides)))
+
+    def build(self) -> Any:
+        """The kernel."""
+        from .feedback_kernel import make_feedback_kernel
+
+        return make_feedback_kernel(self)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        return max(side.shared_bytes for side in self.sides)
+
+
+def make_feedback_spec(sides: Sequence[FeedbackSide]) -> FeedbackSpec:
+    """The spec of these sides, with as many warps as shared memory allows."""
+    for warps in (4, 2, 1):
+        spec = FeedbackSpec(tuple(replace(side, warps=warps) for side in sides))
+        if spec.shared_bytes <= MOST_SHARED:
+            break
+    return spec

@@ -1,0 +1,105 @@
+"""The base of all specs: what a kernel is compiled for, and the one table of its arguments.
+
+    ("rows", "P")       name and code: P an address, Q bytes, i int32, I uint32, f float32
+    ("k", SIDE)         a table: the kernel gets a tuple
+
+All else is derived from the table: the numba types that a kernel is compiled with, the bytes that a
+launch packs, and where a name stands. Nothing here needs numba, so a kernel that lies compiled on
+disk is launched without it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+Table: TypeAlias = "tuple[tuple[str, str | Table], ...]"
+NUMBA_TYPES = {"P": "uint64", "Q": "uint64", "i": "int32", "I": "uint32", "f": "float32"}
+
+
+def fields_of(table: Table) -> tuple[tuple[str, str], ...]:
+    """Names and codes one after another; those in a tuple by dotted names, such as k.rows."""
+    found: list[tuple[str, str]] = []
+    for name, code in table:
+        if isinstance(code, str):
+            found.append((name, code))
+        else:
+            found += [(f"{name}.{inner}", one) for inner, one in fields_of(code)]
+    return tuple(found)
+
+
+def addresses_of(table: Table) -> tuple[str, ...]:
+    """The names of the addresses, in their order."""
+    return tuple(name for name, code in fields_of(table) if code == "P")
+
+
+def layout_of(table: Table) -> str:
+    """A struct format: every field is naturally aligned, as CUDA wants."""
+    return "@" + "".join(code for _, code in fields_of(table))
+
+
+class Spec:
+    """What the machine code of a kernel depends on, but for the GPU's architecture.
+
+    A frozen dataclass of plain numbers: equal specs are the same kernel.
+
+    Attributes:
+        warps: of a block.
+    """
+
+    warps: int
+
+    @property
+    def arguments(self) -> Table:
+        """The kernel's arguments."""
+        raise NotImplementedError
+
+    def build(self) -> Any:
+        """The kernel, a Python function that numba compiles; imports numba."""
+        raise NotImplementedError
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 32 * self.warps
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        return 0
+
+    def signature(self) -> tuple[Any, ...]:
+        """The numba types of the kernel's arguments; imports numba."""
+        from numba import types
+
+        def numba_type(code: str | Table) -> Any:
+            if isinstance(code, str):
+                return getattr(types, NUMBA_TYPES[code])
+            return types.Tuple([numba_type(inner) for _, inner in code])
+
+        return tuple(numba_type(code) for _, code in self.arguments)
+
+    def pack(self, constants: Mapping[str, float]) -> tuple[str, list[tuple[int, bytes]]]:
+        """Pack the arguments that are no addresses.
+
+        Args:
+            constants: by name, dotted in a tuple.
+
+        Returns:
+            A struct format of addresses and packed constants; these, each with how many addresses
+            stand before it.
+        """
+        layout, count, packed = "@", 0, []
+        fields = fields_of(self.arguments)
+        for are_addresses, run in itertools.groupby(fields, lambda field: field[1] == "P"):
+            names, codes = zip(*run, strict=True)
+            if are_addresses:
+                layout += f"{len(names)}P"
+                count += len(names)
+            else:
+                data = struct.pack("@" + "".join(codes), *(constants[name] for name in names))
+                layout += f"{len(data)}s"
+                packed.append((count, data))
+        return layout, packed
