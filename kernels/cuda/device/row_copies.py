@@ -30,7 +30,7 @@ NANS = {"bf16": 0x7F81, "fp16": 0x7C01}  # the least magnitude of a NaN, as bits
 def page_and_offset(slot, exists, pages):
     """The page of a slot and the place in it; zeros if it does not exist.
 
-    pages: how many slots there are, the page size, and its divisor (row_spec.divisor).
+    pages: how many slots there are, the page size, and its divisor (row_layout.divisor).
     """
     _, page_size, factor, shift = pages
     near = uint32(slot) if exists else uint32(0)
