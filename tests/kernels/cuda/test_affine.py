@@ -291,7 +291,7 @@ def test_launches_are_cached_by_all_that_they_depend_on(monkeypatch: pytest.Monk
         ({"offset": torch.zeros(3, 64)}, ShapeError, r"offset is \[3, 64\] torch.float32"),
         ({"seq_lens": torch.zeros(2).int()}, ShapeError, r"it must be \[3\] or longer, int32"),
         ({"matrix": None, "offset": None}, ConfigError, "neither a matrix nor an offset"),
-        ({"offset": torch.zeros(2, 64, device="meta")}, DeviceError, "x is on cpu, its basis"),
+        ({"offset": torch.zeros(2, 64, device="meta")}, DeviceError, "x is on cpu, its matrix"),
     ],
     ids="dtype heads dim matrix strides offset lens nothing device".split(),
 )
