@@ -10,7 +10,7 @@ W is the second moment of the queries for K, of the output projection for V. The
 one whose elements are of one size, as a Hadamard matrix, makes all channels alike. The scale of M
 is free: stored rows keep the variance that the rows have about their mean.
 
-Rounding with feedback (kvquant/rows/rounding.py) makes of the first trace
+Rounding with feedback (kvquant/rows/quantize.py) makes of the first trace
 tr(sqrt(Mᵀ W M))² / dim, for channels that a rotation has made alike (theorem 1 of
 https://arxiv.org/abs/2307.13304). With M = W^-½ U S^a R the product is then
 mean(s^(2 - 2a)) · mean(s^a)², whose exponents add up to 2 with their weights: it is least where
@@ -24,8 +24,8 @@ import math
 import torch
 
 from kvquant.rows.basis import Basis
+from kvquant.rows.quantize import feedback_matrix
 from kvquant.rows.rotation import block_size, rotate
-from kvquant.rows.rounding import feedback_matrix
 
 from .moments import LayerMoments
 

@@ -14,10 +14,10 @@ from typing import Protocol
 
 import torch
 
+from kvquant.ops.quantize import dequantize_rows, quantize_calibrated
 from kvquant.ops.transform import encode_rows
 from kvquant.rows.basis import Basis
 from kvquant.rows.format import RowFormat
-from kvquant.rows.quantize import dequantize_rows
 
 from .bases import candidates, output_moment
 from .moments import Moments
@@ -62,7 +62,9 @@ class ErrorMeter:
         self, layer: int, side: str, name: str, x: torch.Tensor, basis: Basis, fmt: RowFormat
     ) -> None:
         """Take in the errors of rows that are stored in a basis and a format."""
-        rows = basis.quantize(encode_rows(x, basis), fmt)
+        rows = quantize_calibrated(
+            encode_rows(x, basis), fmt, clip=basis.clip, feedback=basis.feedback
+        )
         self._add(layer, side, name, basis.decode(dequantize_rows(rows, fmt)) - x.float())
 
     def _add(self, layer: int, side: str, name: str, error: torch.Tensor) -> None:

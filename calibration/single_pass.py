@@ -13,9 +13,10 @@ from typing import Any, Protocol
 import torch
 
 from kvquant.errors import NonFiniteError
+from kvquant.ops.quantize import dequantize_rows, quantize_calibrated, quantize_rows
 from kvquant.ops.transform import encode_rows
 from kvquant.rows.format import RowFormat
-from kvquant.rows.quantize import EXACT_DTYPES, dequantize_rows, quantize_rows
+from kvquant.rows.quantize import EXACT_DTYPES
 
 from .fidelity import (
     Fidelity,
@@ -89,7 +90,9 @@ class PassReference:
 
             def rows_of(place: int, side: str, x: torch.Tensor) -> torch.Tensor:
                 basis, fmt = getattr(bases[place], side), formats[place]["kv".index(side)]
-                stored = basis.quantize(encode_rows(x, basis), fmt)
+                stored = quantize_calibrated(
+                    encode_rows(x, basis), fmt, clip=basis.clip, feedback=basis.feedback
+                )
                 read: torch.Tensor = basis.decode(dequantize_rows(stored, fmt))
                 if not bool(read.isfinite().all()):
                     raise NonFiniteError(

@@ -29,11 +29,11 @@ if typing.TYPE_CHECKING:
     from .io.sequences import load_sequences, save_sequences
     from .ops.append import append_rows, dequantize_pages
     from .ops.attention import decode_attention, merge_states
+    from .ops.quantize import dequantize_rows, quantize_rows
     from .ops.slots import slots_of
     from .paged.batch import PagedBatch
     from .paged.cache import PagedKVCache
     from .rows.format import RowFormat
-    from .rows.quantize import dequantize_rows, quantize_rows
     from .rows.reference import reference_attention
     from .rows.slots import Slots
     from .rows.transforms import Rope, RowTransform
@@ -87,11 +87,11 @@ _HOMES = {
     "append_rows": "ops.append",
     "decode_attention": "ops.attention",
     "dequantize_pages": "ops.append",
-    "dequantize_rows": "rows.quantize",
+    "dequantize_rows": "ops.quantize",
     "load_cache": "io.checkpoint",
     "load_sequences": "io.sequences",
     "merge_states": "ops.attention",
-    "quantize_rows": "rows.quantize",
+    "quantize_rows": "ops.quantize",
     "reference_attention": "rows.reference",
     "save_cache": "io.checkpoint",
     "save_sequences": "io.sequences",

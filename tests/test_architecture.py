@@ -27,7 +27,7 @@ ALLOWED = {
     "ops": f"{BASE} rows",
     "cache": f"{BASE} rows ops",
     "paged": f"{BASE} rows ops cache",
-    "io": f"{BASE} text rows cache paged",
+    "io": f"{BASE} text rows ops cache paged",
     "hf": f"{BASE} rows cache io",
     "calibration": f"{BASE} text rows ops cache io hf",
     "bench": f"{BASE} text rows ops io kernels.cuda.decode kernels.cuda.runtime",
@@ -54,7 +54,6 @@ ALLOWED = {
 ALLOWED_LATE = {
     "__init__": "rows ops cache paged io hf",
     "__main__": "cli",
-    "rows": "kernels.cpu kernels.cuda.append",
     "ops": (
         "kernels.cpu kernels.cuda.affine kernels.cuda.append kernels.cuda.decode "
         "kernels.cuda.dequantize kernels.cuda.prefix kernels.cuda.runtime kernels.cuda.slots"

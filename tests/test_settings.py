@@ -27,7 +27,7 @@ from kvquant import (
 )
 from kvquant.ops.shared_prefix import attend_shared
 from kvquant.rows.basis import Basis, LayerBasis
-from kvquant.rows.rounding import feedback_matrix
+from kvquant.rows.quantize import feedback_matrix
 from kvquant.rows.segment import Segment
 
 BATCH, HEADS, DIM = 2, 2, 64

@@ -1,4 +1,4 @@
-"""Codes rounded with feedback on the CPU, bit for bit as rounding.py defines them.
+"""Codes rounded with feedback on the CPU, bit for bit as kvquant/rows/quantize.py defines them.
 
 work item = 16 rows; per row, and per element i in its order
 

@@ -10,8 +10,9 @@ import torch
 
 from ..errors import ConfigError, KVQuantError
 from ..ops.attention import attend_segments
+from ..ops.quantize import quantize_rows
 from ..rows.format import RowFormat
-from ..rows.quantize import exact_codec, quantize_rows
+from ..rows.quantize import exact_codec
 from ..rows.reference import reference_over_segments
 from ..rows.segment import PAGE_SIZES, Segment
 

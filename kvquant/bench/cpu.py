@@ -18,8 +18,8 @@ import torch.nn.functional as F
 
 from ..errors import KVQuantError
 from ..ops.attention import attend_segments
+from ..ops.quantize import dequantize_rows, quantize_rows
 from ..rows.format import RowFormat
-from ..rows.quantize import dequantize_rows, quantize_rows
 from ..text import Column, render_table
 from .cases import Case, check, make_inputs
 

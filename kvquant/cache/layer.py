@@ -27,6 +27,7 @@ from ..arguments import address
 from ..errors import ConfigError, DeviceError, NonFiniteError, ShapeError
 from ..ops.append import write_rows
 from ..ops.append_checks import Side, check_call
+from ..ops.quantize import dequantize_segment
 from ..ops.slots import Lens, Sizes, find_slots, place_tokens, takes_one_launch
 from ..ops.transform import encode_rows
 from ..rows.basis import LayerBasis
@@ -225,7 +226,7 @@ class LayerCache:
         )
         segments, stored = self.segments_in_order(), torch.float32 if self.basis else dtype
         for b, length in enumerate(self.held_lens.tolist()):
-            pairs = [segment.dequantized(b, stored) for segment in segments]
+            pairs = [dequantize_segment(segment, b, stored) for segment in segments]
             sides = self.basis or (None, None)
             for out, parts, side in zip(outs, zip(*pairs, strict=True), sides, strict=True):
                 with full_precision(out):

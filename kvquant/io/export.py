@@ -36,15 +36,9 @@ from ..arguments import check_kind, check_size
 from ..cache.checks import Formats, row_formats
 from ..cache.contiguous import KVCache
 from ..errors import CheckpointError, ConfigError, NonFiniteError, ShapeError, UnsupportedError
+from ..ops.quantize import dequantize_rows, quantize_rows
 from ..rows.format import FP16_MAX, HEAD_DIMS, RowFormat
-from ..rows.quantize import (
-    EXACT_DTYPES,
-    FLOAT_DTYPES,
-    dequantize_rows,
-    exact_codec,
-    is_nan_row,
-    quantize_rows,
-)
+from ..rows.quantize import EXACT_DTYPES, FLOAT_DTYPES, exact_codec, is_nan_row
 from .atomic import as_path
 from .schema import INT32, MAX_LAYERS, MAX_SEQUENCES
 from .shards import save_safetensors

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from ..ops.quantize import dequantize_rows
 from ..rows.format import RowFormat
-from ..rows.quantize import LEVELS, dequantize_rows
+from ..rows.quantize import LEVELS
 from ..text import spans
 from .export import MAX_SCALE
 

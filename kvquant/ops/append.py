@@ -25,8 +25,7 @@ from ..arguments import check_readable
 from ..errors import ConfigError, ShapeError, shown
 from ..rows.basis import Basis
 from ..rows.format import RowFormat
-from ..rows.quantize import check_dtype, dequantize_rows, format_of, is_nan_row, quantize_rows
-from ..rows.rounding import quantize_calibrated
+from ..rows.quantize import check_dtype, format_of, is_nan_row
 from ..rows.slots import Slots
 from ..rows.transforms import Rope, RowTransform, apply_rope, transform_rows
 from .append_checks import (
@@ -40,6 +39,7 @@ from .append_checks import (
     check_types,
 )
 from .dispatch import kernels_for, torch_op
+from .quantize import dequantize_rows, quantize_calibrated, quantize_rows
 from .slots import check_existing
 
 TOKENS_PER_PART = 256  # what is computed on the way stays in the caches of the CPU
@@ -78,7 +78,7 @@ def append_rows(
 
     so the bytes of a token do not depend on how many come in one call (but for the last bits of a
     product with a matrix: transforms.py). They are those that quantize_rows gives for x, or, with a
-    clip ratio or feedback, rounding.quantize_calibrated. A row with NaN, Inf or a value that its
+    clip ratio or feedback, quantize_calibrated. A row with NaN, Inf or a value that its
     format cannot hold is written so that all of it decodes to NaN. The slots of one call are all
     different. torch.compile takes the call as one op, with fullgraph=True too.
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from ..cache.copying import NotCopied
 from ..cache.memory import check_room
 from ..cache.row_stacks import RowStacks, to_device
+from ..ops.quantize import dequantize_segment
 from ..rows.basis import LayerBasis
 from ..rows.format import RowFormat
 from ..rows.quantize import full_precision, is_nan_row
@@ -155,7 +156,7 @@ class PagedRows(NotCopied):
         segments = self.segments(layer, pages, *counts)
         basis = self.layers[layer].basis
         stored = torch.float32 if basis else dtype
-        parts = [segment.dequantized(0, stored) for segment in segments]
+        parts = [dequantize_segment(segment, 0, stored) for segment in segments]
         sinks = min(length, self.split.sink_len)
         k, v = (_in_order(side, sinks) for side in zip(*parts, strict=True))
         if basis:

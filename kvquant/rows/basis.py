@@ -21,10 +21,8 @@ import torch
 
 from ..arguments import check_readable
 from ..errors import ConfigError, ShapeError, shown
-from .format import RowFormat
 from .quantize import full_precision
 from .rotation import rotate
-from .rounding import quantize_calibrated
 from .transforms import RowTransform
 
 KINDS = ("none", "hadamard", "matrix")
@@ -38,7 +36,7 @@ class Basis:
         kind: "none", "hadamard" or "matrix": M.
         matrix: [num_kv_heads, head_dim, head_dim], float32: M, where kind is "matrix".
         clip: [num_kv_heads], float32: share of its range that a row keeps; None for all of it.
-        feedback: [num_kv_heads, head_dim, head_dim], float32: see rounding.py; None for none.
+        feedback: [num_kv_heads, head_dim, head_dim], float32: see quantize.py; None for none.
 
     Raises:
         ConfigError: the kind does not exist, a value is not finite, or a matrix has no inverse.
@@ -145,10 +143,6 @@ class Basis:
             with full_precision(x):
                 x = x @ self.matrix.mT
         return x + self.offset[:, None]
-
-    def quantize(self, stored: torch.Tensor, fmt: RowFormat) -> torch.Tensor:
-        """Quantize rows [batch, num_kv_heads, tokens, head_dim] that encode gave."""
-        return quantize_calibrated(stored, fmt, clip=self.clip, feedback=self.feedback)
 
     @property
     def row_transform(self) -> RowTransform:

@@ -1,4 +1,4 @@
-"""Quantize and dequantize rows: the meaning of every format, in plain torch, on any device.
+"""Quantize and dequantize rows: the reference of every format, in plain torch, on any device.
 
 The contract, which every kernel repeats bit for bit (all arithmetic in float32, round to nearest
 even unless said otherwise; mn, mx = the least and the greatest element of a group):
@@ -25,6 +25,23 @@ code * scale is exact in float32 (at most 8 + 11 bits), so a fused multiply-add 
 value. FBGEMM rounds both parameters to the nearest fp16 and computes codes from the unrounded ones:
 its rows and these are read the same way, but a group whose offset is large against its range loses
 most of its codes there.
+
+Calibrated rows are better ones of the same formats. Other scales, shifts and codes are chosen; how
+a row is read does not change, so decoding costs nothing more.
+
+    clip        a group's elements are clamped to the middle of its range +- ratio * half of it:
+                a few large errors for many smaller ones
+    feedback    elements are rounded one after another, and each makes up for the errors of those
+                before it, as far as the attention that will read them can tell:
+
+                    e_j = value_j - x_j                          the errors so far
+                    code_i = round(x_i - sum_{j<i} L_ij e_j)     against the group's scale and shift
+
+    With W the weights of the error, L^T D L = W, L unit lower triangular: then e^T W e is the sum
+    of D_i times the squared rounding error of step i, and not, as with independent errors, of W_ii.
+
+Source: the rounding of GPTQ (https://arxiv.org/abs/2210.17323) in the form of LDLQ
+(https://arxiv.org/abs/2307.13304), there for weights.
 """
 
 from __future__ import annotations
@@ -33,191 +50,30 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from ..arguments import check_flag, check_readable
-from ..errors import ConfigError, DeviceError, NonFiniteError, ShapeError, shown
+from ..arguments import check_readable
+from ..errors import ConfigError, NonFiniteError, ShapeError, shown
 from .format import E4M3_MAX, HEAD_DIMS, RowFormat
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EXACT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LEVELS = {"int4": 15.0, "int8": 255.0}
-BACKENDS = ("cpu", "reference")
 
 
-def quantize_rows(
-    x: torch.Tensor, fmt: str | RowFormat, *, check: bool = True, backend: str | None = None
-) -> torch.Tensor:
-    """Quantize the last axis of a tensor to rows.
+def quantize(x: torch.Tensor, fmt: RowFormat) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize the last axis; a row with a value that the format cannot hold decodes to NaN.
 
     Args:
-        x: [..., head_dim], float32, bfloat16 or float16, on any device, of any strides.
-        fmt: the format of the rows, or its short name ("int4-g4").
-        check: look for values that the format cannot hold (NaN, Inf, magnitudes over fmt.max_abs)
-            and raise. With False such a row is written so that all of it decodes to NaN.
-        backend: "cpu" (numba) or "reference" (plain torch); by the device of x when None. Their
-            bytes are equal.
+        x: [..., head_dim], float32, bfloat16 or float16.
+        fmt: the format of the rows.
 
     Returns:
-        [..., row_bytes], uint8, contiguous, on the device of x.
-
-    Raises:
-        ShapeError: the last axis is not head_dim.
-        ConfigError: the dtype or the backend does not exist here.
-        NonFiniteError: the first value that the format cannot hold, with its index.
-        DeviceError: the backend cannot take tensors of this device.
+        [..., row_bytes], uint8; and whether every value could be held, a bool tensor of one.
     """
-    check_readable(x=x)
-    check_flag("check", check)
-    if isinstance(fmt, str):
-        fmt = RowFormat.parse(fmt, x.shape[-1] if x.ndim else 0)
-    _check_format(fmt)
-    if x.dtype not in FLOAT_DTYPES:
-        raise ConfigError(f"x is {x.dtype}: use float32, bfloat16 or float16")
-    if x.ndim < 1 or x.shape[-1] != fmt.head_dim:
-        raise ShapeError(f"x is {list(x.shape)}: its last axis must be head_dim {fmt.head_dim}")
-    x = x.detach()
-    if choose_backend(x, backend) == "cpu":
-        from ..kernels.cpu.rows import quantize
-
-        rows, all_finite = quantize(x, fmt)
-    else:
-        rows, all_finite = _quantize(x, fmt)
-    if check and not all_finite:
-        raise _non_finite(x, fmt)
-    return rows
-
-
-def dequantize_rows(
-    rows: torch.Tensor,
-    fmt: str | RowFormat,
-    dtype: torch.dtype = torch.float32,
-    *,
-    backend: str | None = None,
-) -> torch.Tensor:
-    """Give back the values of rows.
-
-    Args:
-        rows: [..., row_bytes], uint8, on any device, of any strides.
-        fmt: the format that they were written in, or its short name.
-        dtype: of the result: float32, bfloat16 or float16. Values are computed in float32 and
-            rounded once.
-        backend: "cpu" (numba) or "reference" (plain torch); by the device of rows when None. Their
-            values are equal.
-
-    Returns:
-        [..., head_dim], dtype, contiguous, on the device of rows.
-
-    Raises:
-        ShapeError: the last axis is not row_bytes.
-        ConfigError: the dtype or the backend does not exist here.
-        DeviceError: the backend cannot take tensors of this device.
-    """
-    fmt = format_of(rows, fmt)
-    check_rows(rows, fmt)
-    check_dtype(dtype)
-    if choose_backend(rows, backend) == "cpu":
-        from ..kernels.cpu.rows import dequantize
-
-        return dequantize(rows, fmt).to(dtype)
-    return _dequantize(rows, fmt).to(dtype)
-
-
-def check_dtype(dtype: torch.dtype) -> None:
-    """Raise ConfigError unless values can be given back as such numbers."""
-    if dtype not in FLOAT_DTYPES:
-        raise ConfigError(
-            f"dtype {shown(dtype)} is not supported: use float32, bfloat16 or float16"
-        )
-
-
-def format_of(rows: torch.Tensor, fmt: str | RowFormat) -> RowFormat:
-    """The format of rows, also where only its short name is given.
-
-    Raises:
-        ConfigError: there is no such format, or rows is no tensor.
-        ShapeError: no rows of this name are so long.
-    """
-    check_readable(rows=rows)
-    if not isinstance(fmt, str):
-        return fmt
-    row_bytes = rows.shape[-1] if rows.ndim else 0
-    formats = [RowFormat.parse(fmt, head_dim) for head_dim in HEAD_DIMS]
-    found = next((one for one in formats if one.row_bytes == row_bytes), None)
-    if found is None:
-        known = ", ".join(str(one.row_bytes) for one in formats)
-        raise ShapeError(
-            f"rows is {list(rows.shape)}: its last axis must be the bytes of a row of {fmt}, one "
-            f"of {known}"
-        )
-    return found
-
-
-def check_rows(rows: torch.Tensor, fmt: RowFormat, name: str = "rows") -> None:
-    """Raise unless a tensor can hold rows of a format."""
-    _check_format(fmt)
-    if rows.dtype != torch.uint8:
-        raise ConfigError(f"{name} is {rows.dtype}: rows are uint8")
-    if rows.ndim < 1 or rows.shape[-1] != fmt.row_bytes:
-        raise ShapeError(
-            f"{name} is {list(rows.shape)}: the last axis must be the {fmt.row_bytes} bytes of a "
-            f"row of {fmt} with head_dim {fmt.head_dim}"
-        )
-
-
-def is_nan_row(rows: torch.Tensor, fmt: RowFormat) -> torch.Tensor:
-    """Which rows stand for what their format could not hold.
-
-    In such a row every element (16-bit rows), or every scale and shift, is NaN and every code is 0:
-    all of it decodes to NaN. In no other row is any of these NaN, so the first one tells.
-
-    Args:
-        rows: [..., row_bytes], uint8.
-        fmt: the format that they were written in.
-
-    Returns:
-        [...], bool.
-    """
-    return _viewed(rows[..., :2], EXACT_DTYPES.get(fmt.codec, torch.float16)).isnan()[..., 0]
-
-
-def exact_codec(dtype: torch.dtype | None) -> str:
-    """The 16-bit codec for tensors of a dtype: "fp16" for float16, else "bf16"."""
-    return "fp16" if dtype == torch.float16 else "bf16"
-
-
-def full_precision(x: torch.Tensor) -> AbstractContextManager[object]:
-    """Let products of tensors on the device of x keep their dtype, inside torch.autocast too."""
-    device = x.device.type
-    if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
-        return torch.autocast(device, enabled=False)
-    return nullcontext()
-
-
-def _check_format(fmt: RowFormat) -> None:
-    if not isinstance(fmt, RowFormat):
-        raise ConfigError(
-            f"the format is {shown(fmt)}: give a name ('int4-g4') or a RowFormat, such as "
-            "RowFormat.parse('int4-g4', head_dim=128)"
-        )
-
-
-def choose_backend(tensor: torch.Tensor, backend: str | None) -> str:
-    """Name the backend that serves a tensor's device, or check the one that was asked for."""
-    if backend is None:
-        return "cpu" if tensor.device.type == "cpu" else "reference"
-    if backend not in BACKENDS:
-        raise ConfigError(f"backend {shown(backend)} does not exist: use {' or '.join(BACKENDS)}")
-    if backend == "cpu" and tensor.device.type != "cpu":
-        raise DeviceError(f"backend 'cpu' takes CPU tensors, not {tensor.device}: use 'reference'")
-    return backend
-
-
-def _quantize(x: torch.Tensor, fmt: RowFormat) -> tuple[torch.Tensor, bool]:
-    """Rows of x and whether every value could be held."""
     holdable = _holdable(x, fmt).all(dim=-1, keepdim=True)
     if fmt.is_exact:
         exact = x.to(EXACT_DTYPES[fmt.codec])
         exact = torch.where(holdable, exact, float("nan")).contiguous()
-        return exact.view(torch.uint8), bool(holdable.all())
+        return exact.view(torch.uint8), holdable.all()
 
     grouped = torch.where(holdable, x, 0.0).float()
     grouped = grouped.reshape(*x.shape[:-1], fmt.groups, fmt.group_size)
@@ -244,11 +100,11 @@ def _quantize(x: torch.Tensor, fmt: RowFormat) -> tuple[torch.Tensor, bool]:
     with full_precision(x):  # torch.autocast cannot put fp16 together on the CPU
         params = torch.cat([scale, shift], dim=-1).flatten(-2)
     params = torch.where(holdable, params, float("nan")).contiguous()
-    return torch.cat([params.view(torch.uint8), codes], dim=-1), bool(holdable.all())
+    return torch.cat([params.view(torch.uint8), codes], dim=-1), holdable.all()
 
 
-def _dequantize(rows: torch.Tensor, fmt: RowFormat) -> torch.Tensor:
-    """Values of rows in float32."""
+def dequantize(rows: torch.Tensor, fmt: RowFormat) -> torch.Tensor:
+    """The values of rows [..., row_bytes]: [..., head_dim], float32."""
     if fmt.is_exact:
         return _viewed(rows, EXACT_DTYPES[fmt.codec]).float()
     header, codes = rows[..., : fmt.header_bytes], rows[..., fmt.header_bytes :]
@@ -290,7 +146,151 @@ def _half_up(x: torch.Tensor) -> torch.Tensor:
     return torch.where(half.float() < x, above, half)
 
 
-def _non_finite(x: torch.Tensor, fmt: RowFormat) -> NonFiniteError:
+def feedback_matrix(weights: torch.Tensor) -> torch.Tensor:
+    """The matrix L of the module's docstring.
+
+    Args:
+        weights: [num_kv_heads, head_dim, head_dim], symmetric and positive definite: how much the
+            products of errors count.
+
+    Returns:
+        The same shape and dtype, unit lower triangular.
+    """
+    upper = torch.linalg.cholesky(weights.flip(-1, -2)).flip(-1, -2)
+    unit: torch.Tensor = upper / upper.diagonal(dim1=-2, dim2=-1)[..., None, :]
+    return unit.mT.contiguous()
+
+
+def clip_rows(x: torch.Tensor, groups: int, ratio: torch.Tensor) -> torch.Tensor:
+    """Clamp the elements of each group to a share of its range.
+
+    Args:
+        x: [batch, num_kv_heads, tokens, head_dim], float32.
+        groups: of a row.
+        ratio: [num_kv_heads], float32.
+
+    Returns:
+        The same shape.
+    """
+    grouped = x.unflatten(-1, (groups, -1))
+    least, greatest = grouped.amin(-1, keepdim=True), grouped.amax(-1, keepdim=True)
+    middle = (least + greatest) * 0.5
+    half = (greatest - least) * 0.5 * ratio[:, None, None, None]
+    clipped: torch.Tensor = grouped.clamp(middle - half, middle + half)
+    return clipped.flatten(-2)
+
+
+def round_with_feedback(
+    x: torch.Tensor, params: torch.Tensor, feedback: torch.Tensor, levels: float
+) -> torch.Tensor:
+    """The codes of rows, one element after another.
+
+    Args:
+        x: [batch, num_kv_heads, tokens, head_dim], float32.
+        params: [batch, num_kv_heads, tokens, groups, 2], float32: scale and shift.
+        feedback: [num_kv_heads, head_dim, head_dim], float32, from feedback_matrix.
+        levels: the greatest code.
+
+    Returns:
+        The shape of x, float32.
+    """
+    batch, dim = len(x), x.shape[-1]
+    params = params.repeat_interleave(dim // params.shape[-2], dim=-2)
+    # elements first: each step works on contiguous vectors
+    x, scale, shift = (t.permute(3, 1, 0, 2).flatten(2) for t in (x, *params.unbind(-1)))
+    inverse = torch.where(scale == 0, 0.0, scale.reciprocal())
+    owed = torch.zeros_like(x)  # what an element has to make up for
+    codes = torch.empty_like(x)
+    for i in range(dim):
+        codes[i] = ((x[i] - owed[i] - shift[i]) * inverse[i]).round().clamp(0, levels)
+        error = codes[i] * scale[i] + shift[i] - x[i]
+        owed[i + 1 :] += feedback[:, i + 1 :, i].t()[..., None] * error
+    ordered: torch.Tensor = codes.unflatten(2, (batch, -1)).permute(2, 1, 3, 0)
+    return ordered
+
+
+def check_dtype(dtype: torch.dtype) -> None:
+    """Raise ConfigError unless values can be given back as such numbers."""
+    if dtype not in FLOAT_DTYPES:
+        raise ConfigError(
+            f"dtype {shown(dtype)} is not supported: use float32, bfloat16 or float16"
+        )
+
+
+def format_of(rows: torch.Tensor, fmt: str | RowFormat) -> RowFormat:
+    """The format of rows, also where only its short name is given.
+
+    Raises:
+        ConfigError: there is no such format, or rows is no tensor.
+        ShapeError: no rows of this name are so long.
+    """
+    check_readable(rows=rows)
+    if not isinstance(fmt, str):
+        return fmt
+    row_bytes = rows.shape[-1] if rows.ndim else 0
+    formats = [RowFormat.parse(fmt, head_dim) for head_dim in HEAD_DIMS]
+    found = next((one for one in formats if one.row_bytes == row_bytes), None)
+    if found is None:
+        known = ", ".join(str(one.row_bytes) for one in formats)
+        raise ShapeError(
+            f"rows is {list(rows.shape)}: its last axis must be the bytes of a row of {fmt}, one "
+            f"of {known}"
+        )
+    return found
+
+
+def check_rows(rows: torch.Tensor, fmt: RowFormat, name: str = "rows") -> None:
+    """Raise unless a tensor can hold rows of a format."""
+    check_format(fmt)
+    if rows.dtype != torch.uint8:
+        raise ConfigError(f"{name} is {rows.dtype}: rows are uint8")
+    if rows.ndim < 1 or rows.shape[-1] != fmt.row_bytes:
+        raise ShapeError(
+            f"{name} is {list(rows.shape)}: the last axis must be the {fmt.row_bytes} bytes of a "
+            f"row of {fmt} with head_dim {fmt.head_dim}"
+        )
+
+
+def is_nan_row(rows: torch.Tensor, fmt: RowFormat) -> torch.Tensor:
+    """Which rows stand for what their format could not hold.
+
+    In such a row every element (16-bit rows), or every scale and shift, is NaN and every code is 0:
+    all of it decodes to NaN. In no other row is any of these NaN, so the first one tells.
+
+    Args:
+        rows: [..., row_bytes], uint8.
+        fmt: the format that they were written in.
+
+    Returns:
+        [...], bool.
+    """
+    return _viewed(rows[..., :2], EXACT_DTYPES.get(fmt.codec, torch.float16)).isnan()[..., 0]
+
+
+def exact_codec(dtype: torch.dtype | None) -> str:
+    """The 16-bit codec for tensors of a dtype: "fp16" for float16, else "bf16"."""
+    return "fp16" if dtype == torch.float16 else "bf16"
+
+
+def full_precision(x: torch.Tensor) -> AbstractContextManager[object]:
+    """Let products of tensors on the device of x keep their dtype, inside torch.autocast too."""
+    device = x.device.type
+    if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return nullcontext()
+
+
+def check_format(fmt: RowFormat) -> None:
+    """Raise ConfigError unless a format is a RowFormat."""
+    if not isinstance(fmt, RowFormat):
+        raise ConfigError(
+            f"the format is {shown(fmt)}: give a name ('int4-g4') or a RowFormat, such as "
+            "RowFormat.parse('int4-g4', head_dim=128)"
+        )
+
+
+def non_finite(x: torch.Tensor, fmt: RowFormat) -> NonFiniteError:
+    """What to raise where x has a value that a format cannot hold."""
     index = tuple((~_holdable(x, fmt)).nonzero()[0].tolist())
     return NonFiniteError(
         f"x{list(index)} is {x[index].item()}: {fmt} rows hold finite values up to "

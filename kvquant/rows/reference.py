@@ -127,7 +127,7 @@ def reference_over_segments(
     )
     lse = torch.full((batch, num_q_heads), -torch.inf, dtype=torch.float64, device=q.device)
     for b in range(batch):
-        pairs = [segment.dequantized(b, torch.float32) for segment in segments]
+        pairs = [segment.dequantized(b) for segment in segments]
         k = torch.cat([k for k, _ in pairs], dim=1).double()  # [num_kv_heads, tokens, head_dim]
         v = torch.cat([v for _, v in pairs], dim=1).double()
         if k.shape[1] == 0:

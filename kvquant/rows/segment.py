@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ..arguments import check_tensors
 from ..errors import ConfigError, DeviceError, ShapeError, shown
 from .format import RowFormat
-from .quantize import check_rows, dequantize_rows
+from .quantize import check_rows, dequantize
 
 Numbers: TypeAlias = "NDArray[np.integer[Any]]"
 PAGE_SIZES = (16, 32, 64, 128)
@@ -77,10 +77,14 @@ class Segment(NamedTuple):
         seq_slot = sequence if self.seq_slots is None else int(self.seq_slots[sequence])
         return rows[seq_slot].index_select(1, torch.where(token < self.sinks, token, in_ring))
 
-    def dequantized(self, sequence: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of one sequence in the order of its tokens: [num_kv_heads, seq_len, head_dim]."""
-        k = dequantize_rows(self.rows(sequence, "k"), self.k_format, dtype)
-        return k, dequantize_rows(self.rows(sequence, "v"), self.v_format, dtype)
+    def dequantized(self, sequence: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of one sequence in the order of its tokens, by plain torch.
+
+        Returns:
+            [num_kv_heads, seq_len, head_dim] each, float32.
+        """
+        k = dequantize(self.rows(sequence, "k"), self.k_format)
+        return k, dequantize(self.rows(sequence, "v"), self.v_format)
 
 
 def parse_formats(q: torch.Tensor, segment: Segment) -> Segment:

@@ -29,7 +29,7 @@ class RowTransform(NamedTuple):
         rotate: whether rows are then rotated (rotation.rotate).
         matrix: [num_kv_heads, head_dim, head_dim], float32, with which rows are then multiplied
             from the right; None for none.
-        clip: [num_kv_heads], float32: see rounding.quantize_calibrated.
+        clip: [num_kv_heads], float32: see quantize_calibrated.
         feedback: [num_kv_heads, head_dim, head_dim], float32: likewise.
     """
 

@@ -93,7 +93,7 @@ def test_inputs_have_memory_of_their_own_and_the_lengths_of_the_case(dtype: torc
         for rows in (s.k_rows, s.v_rows)
     }
     assert len(memory) == 8
-    k, v = packed.dequantized(0, torch.float32)
+    k, v = packed.dequantized(0)
     assert k.std() == pytest.approx(1, abs=0.1) and not torch.equal(k, v)
 
 
@@ -105,7 +105,7 @@ def test_pages_are_scattered_over_all_inputs_and_hold_the_tokens() -> None:
     assert tables.flatten().sort().values.tolist() == list(range(20))
     assert segments[0].k_rows.shape == (20, 2, 16, 48)
     assert segments[0].k_rows.data_ptr() == segments[1].k_rows.data_ptr()
-    assert segments[1].dequantized(1, torch.float32)[0].shape == (2, 70, 64)
+    assert segments[1].dequantized(1)[0].shape == (2, 70, 64)
 
 
 def test_formats_are_named_once_or_apart() -> None:

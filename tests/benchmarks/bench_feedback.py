@@ -25,7 +25,7 @@ from kvquant import RowFormat
 from kvquant.bench.timer import GraphTimer
 from kvquant.ops.append import append_rows
 from kvquant.rows.basis import Basis
-from kvquant.rows.rounding import feedback_matrix
+from kvquant.rows.quantize import feedback_matrix
 from kvquant.rows.slots import Slots
 
 HEADS, HEAD_DIM, EXACT_LEN = 8, 128, 132

@@ -16,7 +16,7 @@ import torch
 from kvquant import PagedBatch, PagedKVCache
 from kvquant.bench.timer import GraphTimer
 from kvquant.rows.basis import Basis, LayerBasis
-from kvquant.rows.rounding import feedback_matrix
+from kvquant.rows.quantize import feedback_matrix
 
 HEADS, Q_HEADS, DIM, LAYERS, CHUNK = 8, 32, 128, 4, 2048
 

@@ -21,10 +21,10 @@ from safetensors.torch import load_file, save_file
 from kvquant.errors import CheckpointError, KVQuantError, OutOfPagesError
 from kvquant.io import sequences as pagedfile
 from kvquant.io.sequences import load_sequences, save_sequences
+from kvquant.ops.quantize import quantize_rows
 from kvquant.paged.batch import PagedBatch
 from kvquant.paged.cache import PagedKVCache
 from kvquant.rows.format import RowFormat
-from kvquant.rows.quantize import quantize_rows
 
 PAGE, DIM = 16, 64
 INT8, BF16 = (RowFormat.parse(name, DIM) for name in ("int8", "bf16"))

@@ -16,9 +16,9 @@ from kvquant import (
     quantize_rows,
     slots_of,
 )
+from kvquant.ops.quantize import quantize_calibrated
 from kvquant.rows.basis import Basis, LayerBasis
-from kvquant.rows.quantize import is_nan_row
-from kvquant.rows.rounding import feedback_matrix
+from kvquant.rows.quantize import feedback_matrix, is_nan_row
 from kvquant.rows.slots import Slots, packed_lens_after
 from kvquant.rows.transforms import Rope, apply_rope
 
@@ -138,7 +138,9 @@ class Cache:
                     ring[:, :, row] = rounded[:, :, token]
             rows = self._rows(30, fmt)
             middle = stored[:, :, sink_len:last]
-            rows[:, :, : last - sink_len] = basis.quantize(middle, fmt)
+            rows[:, :, : last - sink_len] = quantize_calibrated(
+                middle, fmt, clip=basis.clip, feedback=basis.feedback
+            )
             packed.append(rows)
             exact.append(ring)
         return packed + exact

@@ -26,11 +26,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvquant import RowFormat, dequantize_rows
 from kvquant.errors import OutOfPagesError
 from kvquant.io.sequences import load_sequences, save_sequences
+from kvquant.ops.quantize import quantize_calibrated
 from kvquant.paged import shared_prefix as sharedprefix
 from kvquant.paged.batch import PagedBatch
 from kvquant.paged.cache import PagedKVCache
 from kvquant.rows.basis import Basis, LayerBasis
-from kvquant.rows.rounding import feedback_matrix
+from kvquant.rows.quantize import feedback_matrix
 
 LAYERS, HEADS, DIM, PAGE, PAGES, SEQ_SLOTS, MAX = 2, 1, 64, 16, 9, 4, 70
 FORMATS = RowFormat.parse("int4-g4", DIM), RowFormat.parse("fp8", DIM)
@@ -92,7 +93,9 @@ class Values:
         rows = basis.encode(x)
         if self.rounds:
             rows = rows.bfloat16().float()
-        packed = dequantize_rows(basis.quantize(rows, fmt), fmt)
+        packed = dequantize_rows(
+            quantize_calibrated(rows, fmt, clip=basis.clip, feedback=basis.feedback), fmt
+        )
         return basis.decode(rows), basis.decode(packed)
 
     def of(self, tokens: list[Token], layer: int) -> torch.Tensor:

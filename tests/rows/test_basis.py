@@ -11,8 +11,9 @@ import torch
 from kvquant import KVCache, RowFormat, dequantize_rows, quantize_rows
 from kvquant.errors import ConfigError, DeviceError, NonFiniteError, ShapeError
 from kvquant.ops import transform
+from kvquant.ops.quantize import quantize_calibrated
 from kvquant.rows.basis import Basis, LayerBasis, _for_fp16, _per_head
-from kvquant.rows.rounding import clip_rows, feedback_matrix, quantize_calibrated
+from kvquant.rows.quantize import clip_rows, feedback_matrix
 
 HEADS, DIM = 2, 64
 EXACT = {"k_format": "fp16", "v_format": "fp16"}

@@ -10,6 +10,7 @@ import torch
 
 from kvquant import RowFormat, dequantize_rows, quantize_rows
 from kvquant.errors import ConfigError, ShapeError
+from kvquant.ops.quantize import dequantize_segment
 from kvquant.rows.segment import Segment, check_segments
 
 INT4 = RowFormat.parse("int4-g4", 64)
@@ -33,7 +34,7 @@ def test_tokens_come_from_row_0_without_starts() -> None:
     segment = make()
     assert segment.capacity == 5
     for b, seq_len in enumerate((3, 5)):
-        k, v = segment.dequantized(b, torch.float32)
+        k, v = segment.dequantized(b)
         assert torch.equal(k, dequantize_rows(segment.k_rows[b, :, :seq_len], INT4))
         assert torch.equal(v, dequantize_rows(segment.v_rows[b, :, :seq_len], INT8))
 
@@ -43,7 +44,7 @@ def test_a_ring_is_read_from_its_start_over_its_end(start: int) -> None:
     segment = make(starts=[start, start])
     for b, seq_len in enumerate((3, 5)):
         slots = [(start + i) % 5 for i in range(seq_len)]
-        k, v = segment.dequantized(b, torch.bfloat16)
+        k, v = dequantize_segment(segment, b, torch.bfloat16)
         assert torch.equal(k, dequantize_rows(segment.k_rows[b][:, slots], INT4, torch.bfloat16))
         assert torch.equal(v, dequantize_rows(segment.v_rows[b][:, slots], INT8, torch.bfloat16))
 
@@ -62,7 +63,7 @@ def test_sinks_stay_and_the_ring_closes_behind_them(start: int, seq_slot: int) -
 def test_a_segment_without_room_is_allowed() -> None:
     rows = torch.zeros(1, 2, 0, INT4.row_bytes, dtype=torch.uint8)
     segment = Segment(rows, rows, torch.zeros(1, dtype=torch.int32), INT4, INT4)
-    k, v = segment.dequantized(0, torch.float32)
+    k, v = segment.dequantized(0)
     assert k.shape == v.shape == (2, 0, 64)
 
 

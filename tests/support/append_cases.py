@@ -10,7 +10,7 @@ import torch
 
 from kvquant import RowFormat, quantize_rows
 from kvquant.ops.append import append_rows, dequantize_pages
-from kvquant.rows.rounding import feedback_matrix
+from kvquant.rows.quantize import feedback_matrix
 from kvquant.rows.slots import Slots
 from kvquant.rows.transforms import Rope, RowTransform
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from kvquant import RowFormat, quantize_rows
-from kvquant.rows.rounding import feedback_matrix, quantize_calibrated
+from kvquant.ops.quantize import quantize_calibrated
+from kvquant.rows.quantize import feedback_matrix
 
 
 def make_rows(

@@ -12,7 +12,7 @@ from kvquant import KVCache
 from kvquant.io.plan import CachePlan
 from kvquant.paged.batch import PagedBatch
 from kvquant.paged.cache import PagedKVCache
-from kvquant.rows.rounding import feedback_matrix
+from kvquant.rows.quantize import feedback_matrix
 
 PLAN_LAYERS = 3  # the last one is kept in 16 bit
 

@@ -1,4 +1,4 @@
-"""A row rounded with feedback: the second pass of the feedback kernel, see rounding.py.
+"""A row rounded with feedback: the second pass of the feedback kernel, see rows/quantize.py.
 
 What a lane does for a tile of 16 elements of its row, whose values, scales and shifts lie in the
 row's buffer:
@@ -11,7 +11,7 @@ row's buffer:
 
     tiles of L  ──cp.async──▶ 2 stages, the block's; only their columns up to the diagonal
 
-Every product and every sum rounds by itself. rounding.py adds what an error costs to all later
+Every product and every sum rounds by itself. quantize.py adds what an error costs to all later
 elements at once, here an element adds what the errors before it cost: the same terms in the same
 order. The chain of 16 roundings is short beside the sums, of which no lane waits for another.
 """

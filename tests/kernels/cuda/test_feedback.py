@@ -1,7 +1,7 @@
 """The feedback kernel: as machine code, its launches, and on a GPU (-m gpu).
 
 In the simulator it is tested with the append kernel, by test_append_simulated.py. All bytes
-are those of plain torch (rounding.py, append.py).
+are those of plain torch (quantize.py, append.py).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from kvquant.kernels.cuda.append.spec import (
 from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.kernels.cuda.runtime.compile import compile_spec, cubin_key
 from kvquant.kernels.cuda.runtime.spec import layout_of
+from kvquant.ops.quantize import quantize_calibrated
 from kvquant.rows.format import HEAD_DIMS
-from kvquant.rows.rounding import quantize_calibrated
 
 FORMATS = "int4 int4-g2 int4-g4 int4-g8 int8 int8-g8".split()
 
