@@ -49,14 +49,14 @@ def make_write(query):
     return write
 
 
-def make_merge_warps(head_dim, warps, put_output, write):
+def make_combine_warps(head_dim, warps, put_output, write):
     """Make the function that merges the warps and writes a part, or the output if it is all."""
     WARPS, DIM, FOURS = warps, head_dim, head_dim // 4
     SUMS, OUTPUTS, HEAD = warps * HEADS * 4, warps * HEADS * 8, 4 * (head_dim + 4)
     WARP = HEADS * HEAD
 
     @device_function
-    def merge_warps(shared, sums, header_sums, m0, m1, heads, results):
+    def combine_warps(shared, sums, header_sums, m0, m1, heads, results):
         total, part_out, part_lse, out, lse = results
         tid = uint32(cuda.threadIdx.x)
         lane = tid & uint32(31)
@@ -122,17 +122,17 @@ def make_merge_warps(head_dim, warps, put_output, write):
                 write(out + uint64(2) * place, values)
             item += uint32(32 * WARPS)
 
-    return merge_warps
+    return combine_warps
 
 
-def make_merge_parts(head_dim, warps, write):
+def make_combine_splits(head_dim, warps, write):
     """Make the function by which the last block of a unit merges the parts of all."""
     DIM, FOURS, THREADS = head_dim, head_dim // 4, 32 * warps
     LANES = THREADS // HEADS  # lanes that weigh the parts of a head
     LOADED = 4 * AHEAD
 
     @device_function
-    def merge_parts(shared, counter, heads, total, unit_out, unit_lse, out, lse):
+    def combine_splits(shared, counter, heads, total, unit_out, unit_lse, out, lse):
         tid = uint32(cuda.threadIdx.x)
         cuda.syncthreads()  # every thread has written its part
         if tid == uint32(0):
@@ -205,7 +205,7 @@ def make_merge_parts(head_dim, warps, write):
             write(out + uint64(2) * place, values)
             item = uint32(item + uint32(THREADS))
 
-    return merge_parts
+    return combine_splits
 
 
 def make_write_empty(head_dim, warps, write):

@@ -17,7 +17,7 @@ from numba import cuda, int32, uint32, uint64
 
 from ..device.jit import device_function
 from ..device.ptx import load_global_u32, shared_address
-from .combine import make_merge_parts, make_write, make_write_empty
+from .combine import make_combine_splits, make_write, make_write_empty
 from .mainloop import make_attend
 from .spec import FIELD, HEADS, TILE
 
@@ -44,7 +44,7 @@ def make_decode_kernel(spec):
     FIRST_STEP = TILE * WARPS
     SECOND_STEP = TILE * spec.warps_of(spec.second or spec.first)
     write = make_write(spec.query)
-    merge_parts = make_merge_parts(DIM, WARPS, write)
+    combine_splits = make_combine_splits(DIM, WARPS, write)
     write_empty = make_write_empty(DIM, WARPS, write)
     attend_first = make_attend(spec, spec.first)
     attend_second = make_attend(spec, spec.second) if spec.second else attend_nothing
@@ -121,7 +121,7 @@ def make_decode_kernel(spec):
         # Step 4: the parts, merged by the last block
         if total > int32(1):
             counter = counters + uint64(4) * unit
-            merge_parts(shared, counter, heads, total, unit_out, unit_lse, out, lse)
+            combine_splits(shared, counter, heads, total, unit_out, unit_lse, out, lse)
 
     # fmt: off
     def decode_one(q, out, lse, partial, counters, q_stride_batch, q_stride_head, num_q_heads,

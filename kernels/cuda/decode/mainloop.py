@@ -35,11 +35,11 @@ from ..device.ptx import (
     wait_copies,
     word_from_lane,
 )
-from .accumulators import make_put_aside, make_take_back
-from .combine import make_merge_warps, make_write
+from .accumulators import make_add_promoted, make_promote
+from .combine import make_combine_warps, make_write
 from .copies import make_copy, make_locate, make_realign
 from .scores import QueryWords, make_load_query, make_scores
-from .spec import FIELD, SPELL, TILE
+from .spec import FIELD, PROMOTION_INTERVAL, TILE
 from .values import (
     HEADROOM,
     headroom_of,
@@ -88,10 +88,10 @@ def make_attend(spec, path):
     load_query, scores_of = make_load_query(k, spec.query), make_scores(k, spec.query)
     load_header, accumulate = make_load_header(v), make_accumulate(v, spec.query)
     largest_scales = make_largest_scales(v)
-    PUTS_ASIDE, ASIDE = spec.aside_bytes(path) > 0, spec.aside(path)
-    put_aside, take_back = make_put_aside(SUMS), make_take_back(SUMS)
+    PROMOTES, PROMOTED = spec.promoted_bytes(path) > 0, spec.promoted_at(path)
+    promote, add_promoted = make_promote(SUMS), make_add_promoted(SUMS)
     write = make_write(spec.query)
-    merge_warps = make_merge_warps(v.fmt.head_dim, spec.warps, make_put_output(v), write)
+    combine_warps = make_combine_warps(v.fmt.head_dim, spec.warps, make_put_output(v), write)
     pack = pack_bf16 if V_BF16 else pack_f16
 
     @device_function
@@ -161,7 +161,7 @@ def make_attend(spec, path):
         limit = uint32(0)  # that scales must reach to need another headroom
         tiles = int32(0)
         before = (m0, m1)
-        aside = uint32(ring + uint32(ASIDE))
+        promoted = uint32(ring + uint32(PROMOTED))
         current = uint32(0)
         ahead = uint32(STAGES - 1)
         while first < end:
@@ -255,18 +255,20 @@ def make_attend(spec, path):
             current = uint32(current + uint32(1)) if current != uint32(STAGES - 1) else uint32(0)
             ahead = uint32(ahead + uint32(1)) if ahead != uint32(STAGES - 1) else uint32(0)
 
-            if PUTS_ASIDE:
+            if PROMOTES:
                 tiles = int32(tiles + int32(1))
-                if tiles % int32(SPELL) == int32(0):
+                if tiles % int32(PROMOTION_INTERVAL) == int32(0):
                     now = (m0 * factor0 - room, m1 * factor1 - room)
-                    any_before = tiles > int32(SPELL)
-                    header_sums = put_aside(aside, lane, sums, header_sums, any_before, before, now)
+                    any_before = tiles > int32(PROMOTION_INTERVAL)
+                    header_sums = promote(
+                        promoted, lane, sums, header_sums, any_before, before, now
+                    )
                     before = now
 
         # Step 7: the warps, merged
         low, high = m0 * factor0 - room, m1 * factor1 - room
-        if PUTS_ASIDE and tiles >= int32(SPELL):
-            header_sums = take_back(aside, lane, sums, header_sums, before, (low, high))
-        merge_warps(shared, sums, header_sums, low, high, heads, results)
+        if PROMOTES and tiles >= int32(PROMOTION_INTERVAL):
+            header_sums = add_promoted(promoted, lane, sums, header_sums, before, (low, high))
+        combine_warps(shared, sums, header_sums, low, high, heads, results)
 
     return attend

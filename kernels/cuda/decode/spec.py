@@ -12,8 +12,8 @@ from ..runtime.spec import Spec, Table
 
 HEADS = 8  # query heads of a block: the columns of an MMA
 TILE = 32  # tokens that a warp works on at a time: a row for each lane
-SPELL = 16  # tiles of a warp after which it puts its sums aside
-AHEAD = 16  # parts whose loads are on their way together when they are merged
+PROMOTION_INTERVAL = 16  # tiles of a warp after which it promotes its sums (accumulators.py)
+AHEAD = 16  # parts whose loads are on their way together when they are combined
 PLACES = ("linear", "ring", "paged")
 # what the kernel can be compiled without, to measure what it brings
 TECHNIQUES = ("unrolled loads", "V prefetch", "padded shared memory", "lazy rescale")
@@ -132,31 +132,31 @@ class DecodeSpec(Spec):
         """A tile of K and of V as it is copied."""
         return sum(TILE * row.landing for row in self.rows(path))
 
-    def aside(self, path: Path) -> int:
-        """Byte of a warp's memory at which the sums stand that are put aside: behind its stages, a
+    def promoted_at(self, path: Path) -> int:
+        """Byte of a warp's memory at which promoted sums stand: behind its stages, a
         tile of realigned rows (K's and V's in turn), and 16 bytes (the chunks of a row are read in
         pairs, so an odd last one with what follows it)."""
         scratch = max([TILE * row.stride for row in self.rows(path) if row.realigned], default=0)
         return self.stages_of(path) * self.stage_bytes(path) + scratch + 16
 
-    def aside_bytes(self, path: Path) -> int:
-        """Bytes that a warp puts sums aside in: only those of codes that are never negative."""
+    def promoted_bytes(self, path: Path) -> int:
+        """Bytes of a warp's promoted sums: only those of codes that are never negative."""
         one_sided = path.v_format.codec in ("int4", "int8")
         return 128 * (self.rows(path)[1].sums + 4) if one_sided else 0
 
     def warp_bytes(self, path: Path) -> int:
         """A warp's shared memory."""
-        return self.aside(path) + self.aside_bytes(path)
+        return self.promoted_at(path) + self.promoted_bytes(path)
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block: the rings, and over them what is left to merge."""
+        """Dynamic shared memory of a block: the rings, and over them what is left to combine."""
         paths = [self.first] if self.second is None else [self.first, self.second]
         rings = max(self.warps_of(path) * self.warp_bytes(path) for path in paths)
-        return max(rings, merge_bytes(self.first.v_format.head_dim, self.warps))
+        return max(rings, combine_bytes(self.first.v_format.head_dim, self.warps))
 
 
-def merge_bytes(head_dim: int, warps: int) -> int:
+def combine_bytes(head_dim: int, warps: int) -> int:
     """Maxima, sums and outputs of all warps; a head's output is padded by 16 bytes, because the
     lanes of a quad write two heads apart."""
     return warps * HEADS * (8 + 4 * (head_dim + 4))

@@ -57,7 +57,7 @@ CASES |= {
     "3 splits": {"lens": [0, 1, 33, 97], "splits": [3]},
     "3 splits of int4": {"k": "int4", "lens": [70], "splits": [3], "heads": [12, 1]},
     "12 splits": {"lens": [0, 350], "splits": [12]},
-    "sums put aside twice": {"lens": [1060]},
+    "sums promoted twice": {"lens": [1060]},
     "2 warps": {"lens": [0, 1, 33, 100], "warps": 2},
     "2 warps and splits": {"k": "int4", "lens": [0, 1, 65, 150], "warps": 2, "splits": [2]},
     "4 warps": {"k": "int8", "lens": [0, 5, 200], "warps": 4, "splits": [2]},
