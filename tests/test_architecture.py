@@ -58,8 +58,6 @@ ALLOWED_LATE = {
         "kernels.cpu kernels.cuda.affine kernels.cuda.append kernels.cuda.decode "
         "kernels.cuda.dequantize kernels.cuda.prefix kernels.cuda.runtime kernels.cuda.slots"
     ),
-    "cache": "io",
-    "paged": "io",
     "cli": "bench kernels.cuda.decode kernels.cuda.runtime",
 }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import torch
@@ -74,11 +74,38 @@ def check_bases(
     return bases
 
 
+@runtime_checkable
+class Plan(Protocol):
+    """What a cache takes from a plan, which kvquant.CachePlan has."""
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the cache."""
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads of each."""
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of a row."""
+
+    @property
+    def k_formats(self) -> Sequence[RowFormat]:
+        """Format of the packed K rows of each layer."""
+
+    @property
+    def v_formats(self) -> Sequence[RowFormat]:
+        """Format of the packed V rows of each layer."""
+
+    @property
+    def layers(self) -> Sequence[LayerBasis]:
+        """What the rows of each layer are stored as."""
+
+
 def check_plan_options(plan: object, options: Collection[str]) -> None:
     """Raise ConfigError unless a plan is one, and options of a cache none that it decides."""
-    from ..io.plan import CachePlan
-
-    if not isinstance(plan, CachePlan):
+    if not isinstance(plan, Plan):
         raise ConfigError(
             f"plan is of type {type(plan).__name__}: give a CachePlan, of a file "
             "CachePlan.load(path)"

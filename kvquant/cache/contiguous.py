@@ -19,6 +19,7 @@ from .checks import (
     DEFAULT_FORMAT,
     Counts,
     Formats,
+    Plan,
     check_bad_rows,
     check_bases,
     check_layer,
@@ -32,8 +33,6 @@ from .memory import check_room
 
 if TYPE_CHECKING:
     from typing_extensions import TypedDict, Unpack
-
-    from ..io.plan import CachePlan
 
     class PlanOptions(TypedDict, total=False):
         """Options of KVCache that a plan does not decide."""
@@ -164,7 +163,7 @@ class KVCache:
 
     @classmethod
     def from_plan(
-        cls, plan: CachePlan, batch: int, max_seq_len: int, **options: Unpack[PlanOptions]
+        cls, plan: Plan, batch: int, max_seq_len: int, **options: Unpack[PlanOptions]
     ) -> KVCache:
         """Make an empty cache whose formats and bases are those of a plan.
 

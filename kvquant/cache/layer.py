@@ -34,7 +34,7 @@ from ..rows.basis import LayerBasis
 from ..rows.format import RowFormat
 from ..rows.quantize import EXACT_DTYPES, FLOAT_DTYPES, full_precision
 from ..rows.segment import Segment
-from ..rows.slots import packed_lens_after
+from ..rows.slots import Split, packed_lens_after
 from .checks import Counts, whole_numbers
 from .row_stacks import to_device, zero_rows
 
@@ -95,6 +95,7 @@ class LayerCache:
         seen_lens: [batch] int32, packed tokens that attention sees: packed_lens without a window.
         seen_starts: [batch] int32, with a window: the row of the first of these.
         firsts: [batch] int32, with a window: the first token whose row is still there.
+        split: which row a token has; all packed rows of a sequence are its page.
         lens, sizes: the lengths, and how tokens are split, as ops.slots.place_tokens takes them.
         longest: no sequence has more tokens, as far as the host knows; None once an append is part
             of a graph, which the host does not see replayed.
@@ -121,6 +122,7 @@ class LayerCache:
 
         rooms = rooms_of(max_seq_len, sink_len, recent_len, window)
         self.sink_len, self.packed_len, self.recent_len = rooms
+        self.split = Split(self.sink_len, self.recent_len, max(self.packed_len, 1))
         self.window = window
         self.max_seq_len = max_seq_len
         self.longest: int | None = 0
@@ -271,10 +273,10 @@ class LayerCache:
         self.seq_lens.copy_(seq_lens)
         self.packed_lens.copy_(packed_lens)
         self.exact_lens.copy_(self.seq_lens - self.packed_lens)
-        self.starts.copy_(self.packed_lens % max(self.recent_len, 1))
+        self.starts.copy_(self.split.ring_row(self.packed_lens))
         if self.window is not None and self.seen_starts is not None:
             first = (self.seq_lens - self.window).clamp(min=0)
-            self.seen_starts.copy_(first % max(self.packed_len, 1))
+            self.seen_starts.copy_(self.split.page_row(first))
             self.seen_lens.copy_((self.packed_lens - first).clamp(min=0))
             self.firsts.copy_(torch.maximum(self.firsts, self.packed_lens - self.packed_len))
         if self.longest is not None:

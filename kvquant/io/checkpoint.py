@@ -257,8 +257,8 @@ def _slots(layer: LayerCache, part: Part, sequence: int) -> slice | torch.Tensor
     if part.kind == "sinks" or (part.kind == "packed" and layer.window is None):
         return slice(0, count)
     first = part.firsts[sequence] - layer.sink_len
-    around = layer.packed_len if part.kind == "packed" else layer.recent_len
-    return torch.arange(first, first + count, device="cpu") % max(around, 1)
+    index = torch.arange(first, first + count, device="cpu")
+    return layer.split.page_row(index) if part.kind == "packed" else layer.split.ring_row(index)
 
 
 def _cut(sources: Mapping[str, TensorSource], limit: int) -> list[dict[str, TensorSource]]:

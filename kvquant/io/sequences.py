@@ -111,7 +111,7 @@ def save_sequences(
     """
     check_kind("cache", cache, PagedKVCache, "give a PagedKVCache; save_cache saves a KVCache")
     path, ids = check_name(path), listed(ids)
-    cache._settle(ids)
+    cache.prepare(ids)
     if not ids or len(set(ids)) < len(ids):
         raise ConfigError(f"ids are {shown(list(ids))}: give at least one sequence, and each once")
     manifest, pages = _manifest_of(cache, ids, model, creation)
@@ -243,12 +243,12 @@ def _place(
     unknown = [name for name in names if name not in known]
     if unknown:
         raise ConfigError(f"ids names {shown(unknown)}: the file has {shown(saved)}")
-    ids = [cache._new_id(names.get(name, name)) for name in saved]
+    ids = [cache.checked_id(names.get(name, name)) for name in saved]
     if len(set(ids)) < len(ids):
         raise ConfigError(f"ids are {shown(ids)}: give each sequence another one")
-    with cache._changing(*ids):
+    with cache.changing(*ids):
         _place_rows(cache, file, ids)
-        cache._publish(ids)
+        cache.publish(ids)
     return list(ids)
 
 
@@ -257,7 +257,7 @@ def _place_rows(
 ) -> None:
     """Begin the sequences of a file by these ids, with their rows."""
     manifest, sequences = file.manifest, file.manifest.sequences
-    with cache._swap.hinting():
+    with cache.swap_space.hinting():
         pages = cache.state.place(
             ids,
             [sequence.length for sequence in sequences],

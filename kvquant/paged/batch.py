@@ -411,7 +411,7 @@ class PagedBatch(NotCopied):
         count, seq_slots = len(step.ids), step.seq_slots
         lengths, packed_lens = state.lengths[seq_slots], state.packed_lens[seq_slots]
         # tables are as wide as the longest sequence there may be: only what is in use is copied
-        used = -(-packed_lens // state.split.page_size)
+        used = state.split.num_pages(packed_lens)
         _copy_pages(arrays["block_table"], np.arange(count), state.tables, seq_slots, used)
         if self.shared_prefix is not False:
             self._share(step, used, arrays)
@@ -419,7 +419,7 @@ class PagedBatch(NotCopied):
             ("seq_lens", lengths),
             ("packed_lens", packed_lens),
             ("exact_lens", lengths - packed_lens),
-            ("starts", packed_lens % max(state.split.recent_len, 1)),
+            ("starts", state.split.ring_row(packed_lens)),
             ("seq_slots", seq_slots),
         ):
             arrays[name][:count] = values

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from ..arguments import check_device, check_flag, check_size
 from ..cache.checks import (
     Formats,
+    Plan,
     check_bad_rows,
     check_bases,
     check_layer,
@@ -36,8 +37,6 @@ from .swap import Swapped, SwapSpace
 
 if TYPE_CHECKING:
     from typing_extensions import TypedDict, Unpack
-
-    from ..io.plan import CachePlan
 
     class PlanOptions(TypedDict, total=False):
         """Options of PagedKVCache that a plan does not decide."""
@@ -143,17 +142,15 @@ class PagedKVCache(NotCopied):
         self.rows = PagedRows(*sides, exact_format, *sizes, split, self.device)
         self.state = PagedState(num_pages, max_num_seqs, max_seq_len, split)
         self.bad_rows = torch.zeros(2, dtype=torch.int32, device=self.device)
-        self._swap = SwapSpace(self.state, self.rows.pages, self.rows.exact, self.device)
+        self.swap_space = SwapSpace(self.state, self.rows.pages, self.rows.exact, self.device)
         self._step: Step | None = None  # whose rows are being written
         self._entered = False  # whether its block is
         self._holder: Callable[[], object | None] = _nobody  # who can end it, if that is there yet
         self._bad_before = self.bad_rows  # what was counted before it
-        self._pending: tuple[SequenceId, ...] | None = None  # see _changing
+        self._pending: tuple[SequenceId, ...] | None = None  # see changing
 
     @classmethod
-    def from_plan(
-        cls, plan: CachePlan, num_pages: int, **options: Unpack[PlanOptions]
-    ) -> PagedKVCache:
+    def from_plan(cls, plan: Plan, num_pages: int, **options: Unpack[PlanOptions]) -> PagedKVCache:
         """Make an empty cache whose formats and bases are those of a plan.
 
         Args:
@@ -203,7 +200,7 @@ class PagedKVCache(NotCopied):
     @property
     def swapped_ids(self) -> list[SequenceId]:
         """The sequences that are swapped out."""
-        return list(self._swap.swapped)
+        return list(self.swap_space.swapped)
 
     @property
     def num_free_pages(self) -> int:
@@ -225,7 +222,7 @@ class PagedKVCache(NotCopied):
     def length(self, sequence_id: SequenceId) -> int:
         """Tokens of a sequence, swapped out or not."""
         self._drop_lost_step()
-        swapped = self._swap.find(sequence_id)
+        swapped = self.swap_space.find(sequence_id)
         return (
             swapped.length if swapped else int(self.state.lengths[self.state.seq_slot(sequence_id)])
         )
@@ -252,9 +249,9 @@ class PagedKVCache(NotCopied):
             OutOfPagesError: no sequence slot is free.
             ConfigError: the id is in use, or tokens are not whole numbers.
         """
-        sequence_id = self._new_id(sequence_id)
-        with self._changing(sequence_id):
-            with self._swap.hinting():
+        sequence_id = self.checked_id(sequence_id)
+        with self.changing(sequence_id):
+            with self.swap_space.hinting():
                 seq_slot, present, place = self.state.allocate(sequence_id, tokens)
             with self.state.or_free([sequence_id]):
                 if place is not None:
@@ -268,10 +265,10 @@ class PagedKVCache(NotCopied):
             OutOfPagesError: no sequence slot is free.
             ConfigError: the parent does not live, or the child's id is in use.
         """
-        child_id = self._new_id(child_id)
-        self._settle([parent_id])
-        with self._changing(child_id):
-            with self._swap.hinting():
+        child_id = self.checked_id(child_id)
+        self.prepare([parent_id])
+        with self.changing(child_id):
+            with self.swap_space.hinting():
                 seq_slots = self.state.fork(parent_id, child_id)
             with self.state.or_free([child_id]):
                 self.rows.copy_seq_slot(*seq_slots)
@@ -283,8 +280,8 @@ class PagedKVCache(NotCopied):
             ShapeError: a length below 0 or over the present one.
             ConfigError: the sequence does not live, or length is not a whole number.
         """
-        self._settle([sequence_id])
-        with self._changing():
+        self.prepare([sequence_id])
+        with self.changing():
             self.state.truncate(sequence_id, length)
 
     def free(self, sequence_id: SequenceId, *, forget: bool = False) -> None:
@@ -307,22 +304,22 @@ class PagedKVCache(NotCopied):
         tokens, sharers = list(tokens), self._sharers(sequence_id)
         self._hide(self._bad([sequence_id, *sharers]) if sharers else {})
         self._end(sequence_id)
-        others = (swapped.origin for swapped in self._swap.swapped.values())
-        with self._changing():
+        others = (swapped.origin for swapped in self.swap_space.swapped.values())
+        with self.changing():
             self.state.pool.forget(tokens, None if origin in others else origin)
         self._keep_sinks_again()
 
     def _end(self, sequence_id: SequenceId) -> None:
-        if self._swap.find(sequence_id) is not None:
-            del self._swap.swapped[sequence_id]
+        if self.swap_space.find(sequence_id) is not None:
+            del self.swap_space.swapped[sequence_id]
         else:
-            self._settle([sequence_id])
-            with self._changing(sequence_id):
+            self.prepare([sequence_id])
+            with self.changing(sequence_id):
                 self.state.free(sequence_id)
 
     def _known(self, sequence_id: SequenceId) -> tuple[list[int], Origin]:
         """The known tokens of a sequence, and where its sinks came from."""
-        swapped = self._swap.find(sequence_id)
+        swapped = self.swap_space.find(sequence_id)
         if swapped is not None:
             return swapped.tokens, swapped.origin
         return self.state.tokens(sequence_id), self.state.pool.origin(sequence_id)
@@ -344,14 +341,14 @@ class PagedKVCache(NotCopied):
 
     def _first_page(self, sequence_id: SequenceId) -> tuple[int, ...] | None:
         """The first page of a sequence, if it has one; None if it is swapped out."""
-        if self._swap.find(sequence_id) is not None:
+        if self.swap_space.find(sequence_id) is not None:
             return None
         return self.state.pool.block_table(sequence_id)[:1]
 
     def _bad(self, ids: Iterable[SequenceId]) -> dict[SequenceId, NDArray[np.bool_]]:
         """Those of some sequences that hold rows that decode to NaN, and which tokens these are."""
         state, split, found = self.state, self.state.split, {}
-        here = [i for i in ids if self._swap.find(i) is None]
+        here = [i for i in ids if self.swap_space.find(i) is None]
         self._await(here)
         tables = {i: state.pool.block_table(i) for i in here}
         pages = list(dict.fromkeys(page for table in tables.values() for page in table))
@@ -364,7 +361,7 @@ class PagedKVCache(NotCopied):
             lens = int(state.lengths[seq_slot]), int(state.packed_lens[seq_slot])
             found[i] = split.by_token(packed, exact, *lens)
         for i in ids:
-            swapped = self._swap.find(i)
+            swapped = self.swap_space.find(i)
             if swapped is not None:
                 swapped.wait()
                 packed = nan_rows(self.rows.pages, swapped.pages)
@@ -374,9 +371,9 @@ class PagedKVCache(NotCopied):
 
     def _hide(self, bad: Mapping[SequenceId, NDArray[np.bool_]]) -> None:
         """Let nothing of these tokens be found by others."""
-        with self._changing():
+        with self.changing():
             for sequence_id, tokens in bad.items():
-                swapped = self._swap.find(sequence_id)
+                swapped = self.swap_space.find(sequence_id)
                 if swapped is None:
                     self.state.hide(sequence_id, tokens)
                     continue
@@ -388,8 +385,8 @@ class PagedKVCache(NotCopied):
     def _keep_sinks_again(self) -> None:
         """Keep sinks of other sequences where those that were kept are forgotten."""
         with suppress(MemoryError, RuntimeError):  # the next that fills a page keeps its sinks
-            with self._changing():
-                self._publish([i for i in self.state.ids if not self._swap.is_arriving(i)])
+            with self.changing():
+                self.publish([i for i in self.state.ids if not self.swap_space.is_arriving(i)])
 
     def can_append(self, ids: Sequence[SequenceId], counts: int | Sequence[int] = 1) -> bool:
         """Whether there are pages for PagedBatch.extend with these sequences and counts.
@@ -400,7 +397,7 @@ class PagedKVCache(NotCopied):
         """
         ids = listed(ids)
         self._let_go()
-        self._swap.check_here(ids)
+        self.swap_space.check_here(ids)
         return self.state.can_append(ids, for_each(ids, counts))
 
     def swap_out(self, sequence_id: SequenceId) -> None:
@@ -412,9 +409,9 @@ class PagedKVCache(NotCopied):
         Raises:
             ConfigError: the sequence does not live.
         """
-        self._settle([sequence_id])
-        with self._changing():
-            self._swap.swap_out(sequence_id)
+        self.prepare([sequence_id])
+        with self.changing():
+            self.swap_space.swap_out(sequence_id)
         self._let_go()
 
     def swap_in(self, sequence_id: SequenceId) -> None:
@@ -426,14 +423,14 @@ class PagedKVCache(NotCopied):
         """
         self._check_closed()
         self._let_go()
-        with self._changing():
-            self._swap.swap_in(sequence_id)
+        with self.changing():
+            self.swap_space.swap_in(sequence_id)
 
     def finish_swaps(self) -> None:
         """Let the host wait until all that was swapped out has left its pages and its slot."""
         self._drop_step()
-        with self._changing():
-            self._swap.finish()
+        with self.changing():
+            self.swap_space.finish()
 
     def dequantized(
         self, sequence_id: SequenceId, layer: int, dtype: torch.dtype = torch.float32
@@ -461,13 +458,13 @@ class PagedKVCache(NotCopied):
         self, ids: Sequence[SequenceId], counts: Sequence[int], tokens: Sequence[int] | None
     ) -> Step:
         """Grow sequences, whose new rows are then to be written, for PagedBatch.extend."""
-        self._settle(ids)
+        self.prepare(ids)
         if any(counts):
             self._bad_before = self.bad_rows.clone()
         step = None
-        with self._changing():
+        with self.changing():
             try:
-                with self._swap.hinting():
+                with self.swap_space.hinting():
                     step = self.state.extend(ids, counts, tokens)
                 self.rows.copy_pages(step.copies)
             except BaseException:
@@ -499,9 +496,9 @@ class PagedKVCache(NotCopied):
         step = self._step
         assert step is not None
         try:
-            with self._changing():
+            with self.changing():
                 if written:
-                    self._publish(self.state.to_publish(step))
+                    self.publish(self.state.to_publish(step))
                 elif not begun:
                     self.state.take_back(step)
                 else:
@@ -514,7 +511,7 @@ class PagedKVCache(NotCopied):
         self._step = None  # after an interrupt it is there until all of it is undone
 
     @contextmanager
-    def _changing(self, *new: SequenceId) -> Iterator[None]:
+    def changing(self, *new: SequenceId) -> Iterator[None]:
         """Change the bookkeeping: after an interrupt (Ctrl-C) nothing has been changed.
 
         If another interrupt comes meanwhile, the next call does the rest. Prefixes are found no
@@ -526,7 +523,7 @@ class PagedKVCache(NotCopied):
         if self._pending is not None:
             self._recover()
         self.state.begin_change()
-        self._swap.begin_change()
+        self.swap_space.begin_change()
         self._pending = new
         try:
             yield
@@ -542,13 +539,13 @@ class PagedKVCache(NotCopied):
         """Make the bookkeeping whole after a change that was interrupted."""
         assert self._pending is not None
         step, begun = self._step, self._entered
-        self._swap.recover(self._pending, step, begun=begun)
+        self.swap_space.recover(self._pending, step, begun=begun)
         if step is not None and begun:
             self.bad_rows.copy_(self._bad_before)
         self._step = None
         self._pending = None
 
-    def _publish(self, ids: Sequence[SequenceId]) -> None:
+    def publish(self, ids: Sequence[SequenceId]) -> None:
         """Let others find the full pages of sequences whose rows are written."""
         to_keep = self.state.insert(ids)
         try:
@@ -559,7 +556,7 @@ class PagedKVCache(NotCopied):
             for _, place in to_keep:  # what could not be kept
                 self.state.pool.lose(place)
 
-    def _settle(self, ids: Sequence[SequenceId]) -> None:
+    def prepare(self, ids: Sequence[SequenceId]) -> None:
         """Make ready to change sequences; ConfigError if one does not live or a step is open."""
         self._check_closed()
         self._await(ids)
@@ -567,11 +564,11 @@ class PagedKVCache(NotCopied):
     def _await(self, ids: Sequence[SequenceId]) -> None:
         """Make ready to read sequences; ConfigError if one does not live."""
         self._let_go()
-        self._swap.check_here(ids)
-        arrived = self._swap.await_rows(ids)
+        self.swap_space.check_here(ids)
+        arrived = self.swap_space.await_rows(ids)
         if arrived:
-            with self._changing():
-                self._publish(arrived)
+            with self.changing():
+                self.publish(arrived)
 
     def check(self) -> None:
         """Raise if rows were appended since the last check that decode to NaN, as KVCache.check.
@@ -595,7 +592,7 @@ class PagedKVCache(NotCopied):
         in_tree, kept = np.array(pool.pages_in_tree, np.int64), np.array(pool.kept, np.int64)
         in_tree = in_tree[self.rows.nan_in_pages(in_tree.tolist()).any(1)]
         kept = kept[self.rows.nan_in_sinks(kept.tolist()).any(1)]
-        with self._changing():
+        with self.changing():
             pool.hide(in_tree.tolist())
             for place in kept.tolist():
                 pool.lose(place)
@@ -619,7 +616,7 @@ class PagedKVCache(NotCopied):
         self.state.check()
         swapping_out = [i for i in self.state.ids if isinstance(i, Swapped)]
         invariant(
-            swapping_out == self._swap.swapping_out,
+            swapping_out == self.swap_space.swapping_out,
             "sequences being swapped out are not those that hold pages",
         )
 
@@ -648,16 +645,16 @@ class PagedKVCache(NotCopied):
     def _let_go(self) -> None:
         """Free the pages and sequence slots of sequences that have left."""
         self._drop_lost_step()
-        if self._swap.swapping_out and (self._step is None or self._entered):
-            with self._changing():  # else a step may be undone, and these with it
-                self._swap.reclaim()
+        if self.swap_space.swapping_out and (self._step is None or self._entered):
+            with self.changing():  # else a step may be undone, and these with it
+                self.swap_space.reclaim()
 
-    def _new_id(self, sequence_id: SequenceId) -> SequenceId:
+    def checked_id(self, sequence_id: SequenceId) -> SequenceId:
         """The id of a new sequence, as it is kept; ConfigError if no new one may have it."""
         self._check_closed()
         self._let_go()
         new_id = plain_id(sequence_id)
-        if new_id is None or new_id in self._swap.swapped:
+        if new_id is None or new_id in self.swap_space.swapped:
             raise ConfigError(
                 f"{shown(sequence_id)} cannot be the id of a new sequence: give a string or a "
                 "whole number of up to 1024 bits that no other has, swapped out ones included"

@@ -84,7 +84,7 @@ class PagedState(NotCopied):
         self.pool = PagePool(
             num_pages, split.page_size, root_len=split.sink_len, num_roots=max_num_seqs
         )
-        max_pages = max(-(-(max_seq_len - split.sink_len) // split.page_size), 1)
+        max_pages = max(split.num_pages(max_seq_len - split.sink_len), 1)
         self.lengths = np.zeros(max_num_seqs, np.int64)
         self.packed_lens = np.zeros(max_num_seqs, np.int64)
         self.tables = np.zeros((max_num_seqs, max_pages), np.int32)

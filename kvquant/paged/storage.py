@@ -147,7 +147,7 @@ class PagedRows(NotCopied):
         dtype: torch.dtype,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Copy K and V of one sequence in the order of its tokens; see PagedKVCache."""
-        start = packed_len % max(self.split.recent_len, 1)
+        start = self.split.ring_row(packed_len)
         numbers = [[packed_len], [length - packed_len], [start], [seq_slot]]
         pages, counts = (
             torch.tensor(one, dtype=torch.int32, device="cpu").to(self.device)

@@ -163,7 +163,7 @@ class SwapSpace(NotCopied):
             self.swapping_out.remove(swapped)
             self._state.rename(swapped, sequence_id)
         else:
-            table = range(-(-swapped.packed_len // self._state.split.page_size))
+            table = range(self._state.split.num_pages(swapped.packed_len))
             with self.hinting():
                 pages = self._state.place(
                     [sequence_id],

@@ -15,13 +15,14 @@ A negative slot is none. Everything is computed where the lengths are, without w
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 Ints: TypeAlias = NDArray[np.int64]
+Index = TypeVar("Index", int, Ints, torch.Tensor)  # among the tokens behind the sinks
 
 
 class Slots(NamedTuple):
@@ -108,7 +109,18 @@ def _packed_slots(
 
 
 class Split(NamedTuple):
-    """How the tokens of a sequence are split.
+    """How the tokens of a sequence are split, and which row a token has.
+
+        tokens    0 ... sink_len          ...            n - recent_len ...  n
+                  ├─ sinks ─┤├───────── packed ─────────┤├────── recent ─────┤
+        rows      16-bit      pages, by the table          16-bit
+
+        16-bit rows of a sequence slot   [0, sink_len) the sinks, then a ring of recent_len rows:
+                               token i >= sink_len has row sink_len + ring_row(i - sink_len)
+        packed rows            token i has the index i - sink_len
+
+    A row is quantized once, when it leaves the recent window; what is packed stays packed, so after
+    a truncation into the packed tokens the window is empty and fills again (see cache/layer.py).
 
     Attributes:
         sink_len: first tokens kept in 16 bit.
@@ -128,13 +140,25 @@ class Split(NamedTuple):
 
     @property
     def exact_len(self) -> int:
-        """Exact rows of a sequence slot."""
+        """16-bit rows of a sequence slot."""
         return self.sink_len + self.recent_len
+
+    def ring_row(self, index: Index) -> Index:
+        """The row in the ring of the token with this index behind the sinks."""
+        return index % max(self.recent_len, 1)
+
+    def page_row(self, index: Index) -> Index:
+        """The row in its page; of a sequence without pages, whose rows are a ring, in these."""
+        return index % self.page_size
+
+    def num_pages(self, packed_len: Index) -> Index:
+        """Pages that so many packed tokens take."""
+        return -(-packed_len // self.page_size)
 
     def exact_rows(self, length: int, packed_len: int) -> Ints:
         """Where the exact tokens of a sequence stand in its sequence slot, in their order."""
         recent = np.arange(packed_len, max(length - self.sink_len, 0))
-        ring = self.sink_len + recent % max(self.recent_len, 1)
+        ring = self.sink_len + self.ring_row(recent)
         return np.concatenate([np.arange(min(length, self.sink_len)), ring])
 
     def by_token(
@@ -202,12 +226,11 @@ def token_slots(
 
     def packed_slot(at: Ints, chosen: NDArray[np.bool_]) -> Ints:
         page = tables[seq_slot, np.where(chosen, at // page_size, 0)].astype(np.int64)
-        return np.where(chosen, page * page_size + at % page_size, -1)
+        return np.where(chosen, page * page_size + split.page_row(at), -1)
 
-    ring = max(recent_len, 1)
-    row = np.where(sink, index + sink_len, sink_len + index % ring)
+    row = np.where(sink, index + sink_len, sink_len + split.ring_row(index))
     exact = np.where(sink | recent, seq_slot * split.exact_len + row, -1)
-    old = before + (index - before) % ring  # of this ring row, if it was in use
+    old = before + split.ring_row(index - before)  # of this ring row, if it was in use
     evicted = packed_slot(old, recent & (old < (lengths - sink_len)[owner]))
     packed = packed_slot(index, ~(sink | recent))
     return TokenSlots(packed, exact, evicted, index + sink_len)

@@ -59,7 +59,7 @@ def test_a_copy_of_a_kv_cache_goes_on_by_itself(way: str) -> None:
         lambda batch: batch.cache.rows,
         lambda batch: batch.cache.rows.pages[0],
         lambda batch: batch.cache.state,
-        lambda batch: batch.cache._swap,
+        lambda batch: batch.cache.swap_space,
         lambda batch: batch._staged,
     ],
 )

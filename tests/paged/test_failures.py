@@ -143,7 +143,7 @@ def test_a_sequence_whose_rows_do_not_come_back_stays_swapped_out(
     cache.finish_swaps()
     before = seen(cache)
     with monkeypatch.context() as patch:
-        patch.setattr(cache._swap, "copy_in", fail)
+        patch.setattr(cache.swap_space, "copy_in", fail)
         with pytest.raises(NoMemoryError):
             cache.swap_in("a")
     assert seen(cache) == before
@@ -255,7 +255,7 @@ def test_lack_of_pages_or_seats_says_who_is_leaving(monkeypatch: pytest.MonkeyPa
     batch = PagedBatch(cache, 2, 90)
     begin(batch, "a", 40)
     cache.allocate("b")
-    monkeypatch.setattr(cache._swap, "_event", SlowEvent)
+    monkeypatch.setattr(cache.swap_space, "_event", SlowEvent)
     cache.swap_out("a")
     hint = r"swap out .* or call finish_swaps\(\): 1 sequences are being swapped out"
     for call in (
@@ -283,7 +283,7 @@ def test_a_bad_prefix_is_forgotten(where: str, monkeypatch: pytest.MonkeyPatch) 
     begin(batch, "b", 60, [0, 1, 2, *range(50, 3, -1), *range(10)])  # the same sinks
     if where != "live":
         if where == "leaving":
-            monkeypatch.setattr(cache._swap, "_event", SlowEvent)
+            monkeypatch.setattr(cache.swap_space, "_event", SlowEvent)
         cache.swap_out("a")
     cache.free("a", forget=True)
     assert cache.match_prefix(range(60)) == 0

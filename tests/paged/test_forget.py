@@ -73,7 +73,7 @@ def test_nothing_of_a_forgotten_sequence_with_nan_is_found(
     if "fork" in others:
         cache.fork("bad", "fork")
     if others == "leaving":
-        monkeypatch.setattr(cache._swap, "_event", SlowEvent)
+        monkeypatch.setattr(cache.swap_space, "_event", SlowEvent)
     if others != "fork" and others:
         cache.swap_out("fork" if "fork" in others else "bad")
     cache.free("bad", forget=True)

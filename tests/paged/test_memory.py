@@ -116,7 +116,7 @@ def test_a_call_without_memory_has_changed_nothing(name: str, tmp_path: Path) ->
         cache = batch.cache
         before(batch, tmp_path)
         seen = state(cache)
-        here = [i for i in cache.ids if not cache._swap.is_arriving(i)]
+        here = [i for i in cache.ids if not cache.swap_space.is_arriving(i)]
         rows = {i: [x.nan_to_num() for x in values(cache, i)] for i in here}
         try:
             with NoMemory(steps * fails):
