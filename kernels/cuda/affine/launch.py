@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -65,12 +64,7 @@ class AffineSpec(Spec):
     warps: int = 8
 
     arguments = AFFINE
-
-    def build(self) -> Any:
-        """The kernel."""
-        from .kernel import make_affine_kernel
-
-        return make_affine_kernel(self)
+    kernel = "affine.kernel.make_affine_kernel"
 
     @property
     def shared_bytes(self) -> int:

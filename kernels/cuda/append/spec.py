@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from kvquant.rows.format import RowFormat
 
@@ -124,12 +123,7 @@ class AppendSpec(RowSpec, Spec):
     warps: int = 4
 
     arguments = APPEND
-
-    def build(self) -> Any:
-        """The kernel."""
-        from .kernel import make_append_kernel
-
-        return make_append_kernel(self)
+    kernel = "append.kernel.make_append_kernel"
 
     @property
     def lanes(self) -> int:
@@ -241,11 +235,7 @@ class FeedbackSpec(Spec):
         """A tuple for each side."""
         return tuple((f"side{i}", FEEDBACK) for i in range(len(self.sides)))
 
-    def build(self) -> Any:
-        """The kernel."""
-        from .feedback_kernel import make_feedback_kernel
-
-        return make_feedback_kernel(self)
+    kernel = "append.feedback_kernel.make_feedback_kernel"
 
     @property
     def shared_bytes(self) -> int:

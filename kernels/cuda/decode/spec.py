@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from kvquant.rows.format import RowFormat
 
@@ -101,11 +100,7 @@ class DecodeSpec(Spec):
         """A tuple for each segment."""
         return (*COMMON, *((name, SEGMENT) for name in ("one", "two", "three")[: self.segments]))
 
-    def build(self) -> Any:
-        """The kernel."""
-        from .kernel import make_decode_kernel
-
-        return make_decode_kernel(self)
+    kernel = "decode.kernel.make_decode_kernel"
 
     @property
     def padded(self) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -51,12 +50,7 @@ class DequantizeSpec(RowSpec, Spec):
     warps: int = 4
 
     arguments = DEQUANTIZE
-
-    def build(self) -> Any:
-        """The kernel."""
-        from .kernel import make_dequantize_kernel
-
-        return make_dequantize_kernel(self)
+    kernel = "dequantize.kernel.make_dequantize_kernel"
 
     @property
     def lanes(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from kvquant.errors import UnsupportedError
 from kvquant.rows.format import RowFormat
@@ -88,11 +87,7 @@ class PrefixSpec(Spec):
         for fmt in (self.k_format, self.v_format):
             StagedRow(fmt)  # refuses groups that no kernel reads
 
-    def build(self) -> Any:
-        """The kernel."""
-        from .kernel import make_prefix_kernel
-
-        return make_prefix_kernel(self)
+    kernel = "prefix.kernel.make_prefix_kernel"
 
     @property
     def rows(self) -> int:
@@ -150,12 +145,7 @@ class CombineSpec(Spec):
     warps: int = 4
 
     arguments = COMBINE
-
-    def build(self) -> Any:
-        """The kernel."""
-        from .combine import make_combine_kernel
-
-        return make_combine_kernel(self)
+    kernel = "prefix.combine.make_combine_kernel"
 
 
 def fit(spec: PrefixSpec, num_rows: int, most_shared: int) -> PrefixSpec:

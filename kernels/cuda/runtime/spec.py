@@ -10,10 +10,11 @@ disk is launched without it.
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import struct
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 Table: TypeAlias = "tuple[tuple[str, str | Table], ...]"
 NUMBA_TYPES = {"P": "uint64", "Q": "uint64", "i": "int32", "I": "uint32", "f": "float32"}
@@ -46,9 +47,12 @@ class Spec:
     A frozen dataclass of plain numbers: equal specs are the same kernel.
 
     Attributes:
+        kernel: the function that makes the kernel of a spec, below kernels/cuda. A name and no
+            import: a kernel imports its spec, and numba, which cached machine code does not need.
         warps: of a block.
     """
 
+    kernel: ClassVar[str]
     warps: int
 
     @property
@@ -58,7 +62,8 @@ class Spec:
 
     def build(self) -> Any:
         """The kernel, a Python function that numba compiles; imports numba."""
-        raise NotImplementedError
+        module, _, make = self.kernel.rpartition(".")
+        return getattr(importlib.import_module(f"..{module}", __package__), make)(self)
 
     @property
     def threads(self) -> int:

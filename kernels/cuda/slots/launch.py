@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -45,12 +44,7 @@ class SlotSpec(Spec):
     warps: int = 16
 
     arguments = PLACE
-
-    def build(self) -> Any:
-        """The kernel."""
-        from .kernel import make_slots_kernel
-
-        return make_slots_kernel(self)
+    kernel = "slots.kernel.make_slots_kernel"
 
 
 def place_tokens(
