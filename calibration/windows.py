@@ -9,9 +9,9 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from kvquant.arguments import is_whole
 from kvquant.cache.checks import Counts, whole_numbers
 from kvquant.errors import ConfigError, shown
+from kvquant.rows.arguments import is_whole
 
 Text: TypeAlias = Counts  # the ids of its tokens
 

@@ -19,6 +19,7 @@ from .errors import (
     UnsupportedError,
     UnsupportedModelError,
 )
+from .version import __version__ as __version__
 
 if typing.TYPE_CHECKING:
     from .cache.contiguous import KVCache
@@ -37,8 +38,6 @@ if typing.TYPE_CHECKING:
     from .rows.reference import reference_attention
     from .rows.slots import Slots
     from .rows.transforms import Rope, RowTransform
-
-__version__ = "0.1.0"
 
 __all__ = [
     "CachePlan",

@@ -17,32 +17,32 @@ ROOMS = {"kvquant": PACKAGE}  # in a checkout the others are links
 ROOMS |= {f"kvquant.{room}": (PACKAGE / room).resolve() for room in ("kernels", "calibration")}
 
 # package or file of kvquant -> those that it may import
-BASE = "errors arguments debug"
+BASE = "errors debug"
 ALLOWED = {
     "errors": "",
     "debug": "",
-    "arguments": "errors",
     "text": "",
     "rows": BASE,
     "ops": f"{BASE} rows",
     "cache": f"{BASE} rows ops",
     "paged": f"{BASE} rows ops cache",
-    "io": f"{BASE} text rows ops cache paged",
+    "io": f"version {BASE} text rows ops cache paged",
     "hf": f"{BASE} rows cache io",
     "calibration": f"{BASE} text rows ops cache io hf",
     "bench": f"{BASE} text rows ops io kernels.cuda.decode kernels.cuda.runtime",
-    "cli": f"__init__ {BASE} text rows cache io hf calibration",
-    "__init__": "errors",
+    "cli": f"version {BASE} text rows cache io hf calibration",
+    "__init__": "errors version",
+    "version": "",
     "__main__": "",
     "kernels.disk_cache": "errors",
-    "kernels.cpu": "errors arguments rows kernels.disk_cache",
+    "kernels.cpu": "errors rows kernels.disk_cache",
     "kernels.cuda.simulator": "",
     "kernels.cuda.device": "errors rows kernels.cuda.simulator",
     "kernels.cuda.runtime": "errors rows kernels.disk_cache kernels.cuda.device",
     "kernels.cuda.affine": "rows kernels.cuda.device kernels.cuda.runtime",
     "kernels.cuda.append": "rows kernels.cuda.device kernels.cuda.runtime kernels.cuda.affine",
     "kernels.cuda.decode": (
-        "errors arguments rows kernels.disk_cache kernels.cuda.device kernels.cuda.runtime"
+        "errors rows kernels.disk_cache kernels.cuda.device kernels.cuda.runtime"
     ),
     "kernels.cuda.dequantize": "rows kernels.cuda.device kernels.cuda.runtime",
     "kernels.cuda.prefix": (

@@ -20,7 +20,7 @@ import torch
 from llvmlite import ir
 from numba import types
 
-from kvquant.arguments import address
+from kvquant.rows.arguments import address
 from kvquant.rows.format import HEAD_DIMS, RowFormat
 
 from .compile import compile_kernel

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from kvquant.arguments import address
+from kvquant.rows.arguments import address
 from kvquant.rows.segment import PAGE_SIZES, Segment
 
 from .combine import make_merge_kernel

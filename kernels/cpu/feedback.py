@@ -11,7 +11,7 @@ import functools
 import numpy as np
 import torch
 
-from kvquant.arguments import address
+from kvquant.rows.arguments import address
 
 from .compile import compile_kernel
 from .parallel import run

@@ -14,7 +14,7 @@ import torch
 from llvmlite import ir
 from numba import types
 
-from kvquant.arguments import address
+from kvquant.rows.arguments import address
 from kvquant.rows.format import E4M3_MAX, RowFormat
 
 from .compile import compile_kernel

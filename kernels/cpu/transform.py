@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from llvmlite import ir
 
-from kvquant.arguments import address
+from kvquant.rows.arguments import address
 
 from .compile import compile_kernel
 from .parallel import run

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..arguments import check_readable, check_size, is_whole
 from ..errors import ConfigError, NonFiniteError, ShapeError, shown
+from ..rows.arguments import check_readable, check_size, is_whole
 from ..rows.basis import LayerBasis
 from ..rows.format import RowFormat
 from .memory import check_room

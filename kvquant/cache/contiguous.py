@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
-from ..arguments import check_device, check_size, check_tensors
 from ..errors import ConfigError, ShapeError, shown
 from ..ops.attention import State, attend_segments
+from ..rows.arguments import check_device, check_size, check_tensors
 from ..rows.basis import LayerBasis
 from ..rows.format import EXACT_CODECS
 from ..rows.quantize import check_dtype

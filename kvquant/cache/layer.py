@@ -23,13 +23,13 @@ from typing import NamedTuple, NoReturn
 import torch
 
 from .. import debug
-from ..arguments import address
 from ..errors import ConfigError, DeviceError, NonFiniteError, ShapeError
 from ..ops.append import write_rows
 from ..ops.append_checks import Side, check_call
 from ..ops.quantize import dequantize_segment
 from ..ops.slots import Lens, Sizes, find_slots, place_tokens, takes_one_launch
 from ..ops.transform import encode_rows
+from ..rows.arguments import address
 from ..rows.basis import LayerBasis
 from ..rows.format import RowFormat
 from ..rows.quantize import EXACT_DTYPES, FLOAT_DTYPES, full_precision

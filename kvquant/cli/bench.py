@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from .. import __version__
 from ..errors import ConfigError
+from ..version import __version__
 from .console import (
     COUNT,
     FORMATS,

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .. import __version__
 from ..errors import ConfigError
+from ..version import __version__
 from .bench import bench
 from .calibrate import calibrate
 from .console import (

@@ -30,9 +30,9 @@ from typing import Any, NoReturn
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..arguments import MAX_LENGTH
 from ..cache.contiguous import KVCache
 from ..errors import ConfigError, ShapeError, UnsupportedError, UnsupportedModelError
+from ..rows.arguments import MAX_LENGTH
 from ..rows.quantize import EXACT_DTYPES
 from .configs import CacheLayers, Turn, cache_layers
 

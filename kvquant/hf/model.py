@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .. import debug
-from ..arguments import check_device, check_size
 from ..cache.checks import DEFAULT_FORMAT, row_formats, whole_numbers
 from ..cache.contiguous import KVCache
 from ..cache.layer import SPARE
 from ..errors import ConfigError, ShapeError, UnsupportedModelError
 from ..io.plan import CachePlan
+from ..rows.arguments import check_device, check_size
 from ..rows.quantize import exact_codec
 from .cache import ATTENTION, TransformersCache, plain_cache
 from .configs import CacheLayers, cache_layers, layer_windows

@@ -66,11 +66,11 @@ from typing import Any
 
 import torch
 
-from ..arguments import check_device, check_kind, check_size, is_whole
 from ..cache.checks import check_plan_options
 from ..cache.contiguous import KVCache
 from ..cache.layer import LayerCache
 from ..errors import CheckpointError, ConfigError, ShapeError, shown
+from ..rows.arguments import check_device, check_kind, check_size, is_whole
 from ..rows.basis import LayerBasis, fingerprints
 from .atomic import Place, sync_folder, token, writing
 from .container import RowsFile, check_values, seal

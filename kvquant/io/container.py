@@ -9,7 +9,6 @@ import errno
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -17,6 +16,7 @@ import msgspec
 import torch
 
 from ..errors import CheckpointError
+from ..version import __version__
 from .atomic import as_path
 from .manifest import CacheManifest, Manifest, Part, SequencesManifest
 from .schema import checked, parse
@@ -208,11 +208,7 @@ class _Index(msgspec.Struct):
 
 def seal(manifest: Manifest, digests: Mapping[str, str]) -> dict[str, str]:
     """The manifest and its checksum, as a file's metadata holds them."""
-    try:
-        writer = f"kvquant {version('kvquant')}"
-    except PackageNotFoundError:  # a checkout that is not installed
-        writer = "kvquant"
-    return sealed(manifest.KEY, manifest.to_json(digests, writer))
+    return sealed(manifest.KEY, manifest.to_json(digests, f"kvquant {__version__}"))
 
 
 def _refusal(metadata: Mapping[str, Any], kinds: tuple[type[Manifest], ...]) -> str:

@@ -32,11 +32,11 @@ from dataclasses import dataclass
 
 import torch
 
-from ..arguments import check_kind, check_size
 from ..cache.checks import Formats, row_formats
 from ..cache.contiguous import KVCache
 from ..errors import CheckpointError, ConfigError, NonFiniteError, ShapeError, UnsupportedError
 from ..ops.quantize import dequantize_rows, quantize_rows
+from ..rows.arguments import check_kind, check_size
 from ..rows.format import FP16_MAX, HEAD_DIMS, RowFormat
 from ..rows.quantize import EXACT_DTYPES, FLOAT_DTYPES, exact_codec, is_nan_row
 from .atomic import as_path

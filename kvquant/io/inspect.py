@@ -7,16 +7,7 @@ from collections import Counter
 from typing import Any
 
 from ..rows.format import RowFormat
-from ..text import (
-    Column,
-    count_text,
-    number,
-    paragraph,
-    printable,
-    render_table,
-    size_text,
-    spans,
-)
+from ..text import Column, count_text, number, paragraph, printable, render_table, size_text, spans
 from .container import RowsFile
 from .manifest import CacheManifest, Manifest, SequencesManifest
 from .row_stats import Layers, describe_side, totals, warnings

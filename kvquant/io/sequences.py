@@ -55,11 +55,11 @@ from typing import Any
 
 import torch
 
-from ..arguments import check_kind
 from ..errors import CheckpointError, ConfigError, shown
 from ..paged.cache import PagedKVCache
 from ..paged.pool import SequenceId
 from ..paged.state import listed
+from ..rows.arguments import check_kind
 from ..rows.basis import fingerprints
 from .atomic import as_path
 from .container import RowsFile, check_values, seal

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from .. import debug
-from ..arguments import check_readable
 from ..errors import ConfigError, ShapeError, shown
+from ..rows.arguments import check_readable
 from ..rows.basis import Basis
 from ..rows.format import RowFormat
 from ..rows.quantize import check_dtype, format_of, is_nan_row

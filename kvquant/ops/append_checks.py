@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from .. import debug
-from ..arguments import address, check_flag, check_kind, check_readable, check_tensors
 from ..errors import ConfigError, DeviceError, ShapeError, shown
+from ..rows.arguments import address, check_flag, check_kind, check_readable, check_tensors
 from ..rows.basis import Basis
 from ..rows.format import EXACT_CODECS, RowFormat
 from ..rows.quantize import FLOAT_DTYPES, check_rows

@@ -17,8 +17,14 @@ from typing import Any, Literal, overload
 import torch
 
 from .. import debug
-from ..arguments import check_flag, check_num_splits, check_readable, check_scale, check_tensors
 from ..errors import ConfigError, DeviceError, ShapeError, shown
+from ..rows.arguments import (
+    check_flag,
+    check_num_splits,
+    check_readable,
+    check_scale,
+    check_tensors,
+)
 from ..rows.basis import LayerBasis
 from ..rows.format import RowFormat
 from ..rows.quantize import FLOAT_DTYPES

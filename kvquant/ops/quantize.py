@@ -7,8 +7,8 @@ from types import ModuleType
 
 import torch
 
-from ..arguments import check_flag, check_readable
 from ..errors import ConfigError, DeviceError, ShapeError
+from ..rows.arguments import check_flag, check_readable
 from ..rows.format import RowFormat
 from ..rows.quantize import (
     FLOAT_DTYPES,

@@ -22,16 +22,10 @@ from typing import Any, Literal, overload
 import torch
 
 from .. import debug
-from ..arguments import check_flag, check_kind, check_tensors
 from ..errors import ConfigError, DeviceError, ShapeError
+from ..rows.arguments import check_flag, check_kind, check_tensors
 from ..rows.basis import LayerBasis
-from ..rows.segment import (
-    Segment,
-    check_segment_values,
-    check_segments,
-    parse_formats,
-    query_shape,
-)
+from ..rows.segment import Segment, check_segment_values, check_segments, parse_formats, query_shape
 from .attention import Result, State, attend_segments, check_types, merge_states, segment_of
 from .dispatch import torch_op
 from .transform import restore_result, transform_query

@@ -21,8 +21,8 @@ import numpy as np
 import torch
 
 from .. import debug
-from ..arguments import check_flag, check_readable, check_size
 from ..errors import ConfigError, ShapeError
+from ..rows.arguments import check_flag, check_readable, check_size
 from ..rows.slots import Slots, packed_lens_after, reference_slots
 from .dispatch import torch_op
 

@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 import torch
 
-from ..arguments import check_scale, check_tensors
 from ..errors import ConfigError, DeviceError, ShapeError
+from ..rows.arguments import check_scale, check_tensors
 from ..rows.basis import Basis, LayerBasis
 from .dispatch import torch_op
 

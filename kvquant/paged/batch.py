@@ -9,12 +9,12 @@ from typing import Any, Literal, NoReturn, overload
 import numpy as np
 import torch
 
-from ..arguments import check_flag, check_kind, check_size, check_tensors
 from ..cache.copying import NotCopied
 from ..errors import ConfigError, ShapeError
 from ..ops.append import append_rows
 from ..ops.attention import State, attend_segments
 from ..ops.shared_prefix import attend_shared
+from ..rows.arguments import check_flag, check_kind, check_size, check_tensors
 from ..rows.segment import Segment
 from ..rows.slots import Slots
 from ..rows.transforms import Rope

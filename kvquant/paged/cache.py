@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..arguments import check_device, check_flag, check_size
 from ..cache.checks import (
     Formats,
     Plan,
@@ -24,6 +23,7 @@ from ..cache.checks import (
 from ..cache.copying import NotCopied
 from ..cache.memory import check_room
 from ..errors import ConfigError, NonFiniteError, shown
+from ..rows.arguments import check_device, check_flag, check_size
 from ..rows.basis import LayerBasis
 from ..rows.format import EXACT_CODECS
 from ..rows.quantize import check_dtype

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..arguments import is_whole
 from ..cache.copying import NotCopied
 from ..errors import ConfigError, OutOfPagesError, ShapeError, shown
+from ..rows.arguments import is_whole
 from ..rows.slots import Ints, Split, TokenSlots, token_slots
 from .pool import Growth, PagePool, SequenceId
 from .prefix_tree import Origin, invariant, token_ids, whole_number

@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..arguments import check_readable
 from ..errors import ConfigError, ShapeError, shown
+from .arguments import check_readable
 from .quantize import full_precision
 from .rotation import rotate
 from .transforms import RowTransform

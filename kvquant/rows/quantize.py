@@ -50,8 +50,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from ..arguments import check_readable
 from ..errors import ConfigError, NonFiniteError, ShapeError, shown
+from .arguments import check_readable
 from .format import E4M3_MAX, HEAD_DIMS, RowFormat
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -8,7 +8,7 @@ from typing import Literal, overload
 
 import torch
 
-from ..arguments import check_flag, check_readable, check_scale
+from .arguments import check_flag, check_readable, check_scale
 from .format import RowFormat
 from .segment import Segment, check_segment_values, check_segments, parse_formats
 

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..arguments import check_tensors
 from ..errors import ConfigError, DeviceError, ShapeError, shown
+from .arguments import check_tensors
 from .format import RowFormat
 from .quantize import check_rows, dequantize
 

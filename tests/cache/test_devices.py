@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from kvquant import KVCache, PagedKVCache, load_cache, save_cache
-from kvquant.arguments import check_device
 from kvquant.errors import ConfigError, DeviceError, KVQuantError
+from kvquant.rows.arguments import check_device
 
 WRONG: list[tuple[Any, type[KVQuantError], str]] = [
     ("gpu", ConfigError, "device 'gpu' does not exist: use 'cpu' or 'cuda'"),

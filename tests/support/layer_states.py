@@ -12,7 +12,7 @@ import torch
 from kvquant import debug
 from kvquant.cache import layer
 from kvquant.cache.layer import LayerCache
-from kvquant.rows import slots
+from kvquant.ops import slots
 from kvquant.rows.format import RowFormat
 from kvquant.rows.slots import Slots
 
@@ -55,14 +55,14 @@ def make_layer(split: Split, batch: int, device: str = "cpu") -> LayerCache:
 def place(
     at: LayerCache, new_lens: Sequence[int] | None, new_tokens: int, overflow: torch.Tensor
 ) -> Slots:
-    """The meaning: slots, lengths and lost tokens of a step whose lengths are not read."""
+    """The reference: slots, lengths and overflow of a step whose lengths are not read."""
     found: list[Slots] = []
     counts = None if new_lens is None else torch.tensor(new_lens).clamp(0, new_tokens)
     rows = torch.zeros(len(at.seq_lens), 1, new_tokens, FORMAT.head_dim)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(debug, "is_recorded", lambda tensor: True)
         patch.setattr(slots, "_are_on_cpu", lambda *tensors: False)  # torch's way
-        patch.setattr(layer, "append_rows", lambda *call, **options: found.append(call[4]))
+        patch.setattr(layer, "write_rows", lambda *call, **options: found.append(call[2]))
         at.append(rows, rows, counts, torch.zeros(2, dtype=torch.int32), overflow)
     return found[0]
 

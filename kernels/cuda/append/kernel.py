@@ -37,15 +37,7 @@ from ..device.row_copies import (
     page_and_offset,
     was_counted,
 )
-from ..device.row_layout import (
-    ELEMENTS,
-    SIZES,
-    STAGES,
-    UNIT,
-    prefix_of,
-    staged_bytes,
-    unit_of,
-)
+from ..device.row_layout import ELEMENTS, SIZES, STAGES, UNIT, prefix_of, staged_bytes, unit_of
 from ..device.transform import make_transform, make_widen
 
 WORDS = ELEMENTS // 2  # of 16-bit elements of a lane

@@ -27,14 +27,7 @@ from ..affine.launch import encode_rows
 from ..device.row_layout import UNIT
 from ..runtime.launch import Launch, cached_launch, gpu_of, grid_of
 from ..runtime.spec import addresses_of
-from ..runtime.tensors import (
-    Tensors,
-    check_pages,
-    facts_of,
-    is_readable,
-    page_arguments,
-    strides,
-)
+from ..runtime.tensors import Tensors, check_pages, facts_of, is_readable, page_arguments, strides
 from .spec import APPEND, AppendSpec, FeedbackSide, FeedbackSpec, Side, make_feedback_spec
 
 SOURCES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}

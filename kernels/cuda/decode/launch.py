@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kvquant.arguments import check_scale
 from kvquant.errors import ConfigError, UnsupportedError
+from kvquant.rows.arguments import check_scale
 from kvquant.rows.segment import Segment
 
 from ..runtime.driver import Kernel, Launcher

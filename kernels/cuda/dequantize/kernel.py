@@ -33,15 +33,7 @@ from ..device.ptx import (
 )
 from ..device.quantize import ROUNDER, ROUNDER_BITS, piece_of
 from ..device.row_copies import make_ask, make_store, page_and_offset
-from ..device.row_layout import (
-    ELEMENTS,
-    SIZES,
-    STAGES,
-    UNIT,
-    prefix_of,
-    staged_bytes,
-    unit_of,
-)
+from ..device.row_layout import ELEMENTS, SIZES, STAGES, UNIT, prefix_of, staged_bytes, unit_of
 from ..device.transform import EIGHT, make_load, swizzle
 
 wait_for_oldest = wait_copies[STAGES - 2]

@@ -10,7 +10,7 @@ from typing import TypeGuard
 import numpy as np
 import torch
 
-from .errors import ConfigError, DeviceError, shown
+from ..errors import ConfigError, DeviceError, shown
 
 MAX_LENGTH = 2**31 - 1  # lengths are int32
 
