@@ -75,7 +75,7 @@ class Fidelity:
 
     Attributes:
         scheme: how the cache keeps its tokens.
-        bits: bits per element of K and V, headers and exact rows included.
+        bits: bits per element of K and V, headers and 16-bit rows included.
         nbytes: bytes of the cache, of all sequences.
         kl: mean KL divergence of the predictions from those of the 16-bit cache, nats per token.
         top1: share of tokens for which both think the same next token likeliest, 0 to 1.
@@ -181,7 +181,7 @@ def quantized_copy(model: DecodingModel, exact: KVCache, scheme: Scheme | Planne
 
 
 def stored_bits(cache: KVCache, exact: KVCache) -> float:
-    """Bits per element of K and V, headers and exact rows included.
+    """Bits per element of K and V, headers and 16-bit rows included.
 
     Args:
         cache: what is measured.

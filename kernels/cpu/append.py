@@ -1,4 +1,4 @@
-"""Write the rows of new tokens on the CPU: the meaning of append.append_rows, token by token.
+"""Write the rows of new tokens on the CPU: append_rows, token by token.
 
 work item = tokens of K or of V, 256 rows or a few more; per token and head
 
@@ -76,7 +76,7 @@ def append(
 
     Args:
         k, v: as in append.append_rows, x of any of its dtypes.
-        slots: packed, exact and leaving, as in slots.Slots.
+        slots: packed, exact and evicted, as in slots.Slots.
         exact_format: "bf16" or "fp16", of the 16-bit rows.
 
     Returns:

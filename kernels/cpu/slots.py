@@ -69,7 +69,7 @@ def _fill(
     sink_len,
     recent_len,
     ring,
-    slots,  # [3, batch * new_tokens]: packed, exact, leaving; without 16-bit rows [1, ...]
+    slots,  # [3, batch * new_tokens]: packed, exact, evicted; without 16-bit rows [1, ...]
 ):
     """Fill slots; False if something is not possible."""
     slots[:] = NONE
@@ -113,7 +113,7 @@ def _packed_slot(table, paged, b, index, page_size):
 
 @compiled()
 def _are_possible(
-    slots,  # [3, num_tokens]: packed, exact, leaving; without 16-bit rows [1, num_tokens]
+    slots,  # [3, num_tokens]: packed, exact, evicted; without 16-bit rows [1, num_tokens]
     num_packed,
     num_exact,
 ):

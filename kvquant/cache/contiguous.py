@@ -1,4 +1,4 @@
-"""KVCache: preallocated packed rows for all layers of a model, with exact rows at both ends."""
+"""KVCache: preallocated packed rows for all layers of a model, with 16-bit rows at both ends."""
 
 from __future__ import annotations
 

@@ -311,7 +311,7 @@ class TransformersCache(Cache):
         self._waiting = None
         if self._due:
             counts = self._new_tokens if self.new_lens is None else self.new_lens.cpu()
-            with suppress(ShapeError):  # windows that are overwritten: told by the next call
+            with suppress(ShapeError):  # windows that are overwritten: the next call says so
                 self.cache.crop(self.cache.layers[0].seq_lens.cpu() - counts)
                 self._due = 0
 
@@ -718,7 +718,7 @@ def _check_window(
     Args:
         handed: the keys, of the layer of the cache.
         window: of the mask that the model's layer got.
-        option: the window that the layer told the attention function, if any.
+        option: the window that the layer gave the attention function, if any.
         new_tokens: of this call.
         name: of the model's layer.
     """

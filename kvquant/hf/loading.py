@@ -59,7 +59,7 @@ def load(folder: str | Path, dtype: torch.dtype) -> tuple[Any, Any, torch.dtype 
                 config=config,
                 dtype=dtype,
                 use_safetensors=True,
-                ignore_mismatched_sizes=True,  # told below, by name
+                ignore_mismatched_sizes=True,  # listed below, by name
                 output_loading_info=True,
                 **LOCAL,
             )

@@ -71,7 +71,7 @@ def append_rows(
     For each token i, K and V alike:
 
         1. x = the new row in float32, after rope (K only) and the transform
-        2. leaving[i] >= 0    the row at exact[i], as it stands, is quantized into packed leaving[i]
+        2. evicted[i] >= 0    the row at exact[i], as it stands, is quantized into packed evicted[i]
         3. exact[i] >= 0      x is written at exact[i], in 16 bit
            packed[i] >= 0     if not, x is quantized into packed[i]; where there are 16-bit rows,
                               it is rounded to 16 bit first

@@ -143,7 +143,7 @@ def check_transform_values(name: str, transform: RowTransform) -> None:
     """Raise ConfigError if values of a transform are seen to be none: NaN, Inf, a clip of 0."""
     for what, values in transform._asdict().items():
         if not isinstance(values, torch.Tensor) or values.dtype != torch.float32:
-            continue  # None, or told by check_append
+            continue  # None, or refused by check_append
         if not debug.may_read(values):
             continue
         if not bool(values.isfinite().all()):

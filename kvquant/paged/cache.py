@@ -259,7 +259,7 @@ class PagedKVCache(NotCopied):
         return present
 
     def fork(self, parent_id: SequenceId, child_id: SequenceId) -> None:
-        """Begin a sequence with the tokens of another: pages are shared, exact rows copied.
+        """Begin a sequence with the tokens of another: pages are shared, 16-bit rows copied.
 
         Raises:
             OutOfPagesError: no sequence slot is free.

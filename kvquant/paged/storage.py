@@ -29,7 +29,7 @@ class LayerRows(NamedTuple):
         k_pages, v_pages: [num_pages, num_kv_heads, page_size, row_bytes], uint8.
         k_exact, v_exact: [max_num_seqs, num_kv_heads, exact_len, 16-bit row bytes], uint8.
         k_format, v_format: of the pages.
-        k_exact_format, v_exact_format: of the exact rows.
+        k_exact_format, v_exact_format: of the 16-bit rows.
         basis: what rows are stored as; None if as they came.
     """
 
@@ -53,7 +53,7 @@ class PagedRows(NotCopied):
         exact_format: "bf16" or "fp16".
         num_kv_heads: KV heads of each layer.
         num_pages: pages of a layer.
-        max_num_seqs: sequences that have exact rows, and beginnings whose sinks are kept.
+        max_num_seqs: sequences that have 16-bit rows, and beginnings whose sinks are kept.
         split: how the tokens of a sequence are split.
         device: where the tensors lie.
 
@@ -192,7 +192,7 @@ class PagedRows(NotCopied):
             side.copy_units(pairs)
 
     def copy_seq_slot(self, source: int, target: int) -> None:
-        """Copy the exact rows of a sequence slot to another one."""
+        """Copy the 16-bit rows of a sequence slot to another one."""
         for side in self.exact:
             side.copy_units([(source, target)])
 

@@ -34,7 +34,7 @@ class Swapped:
         tokens: its first tokens, as far as they are known.
         origin: where its sinks came from.
         pages: for every stack its pages, [layers, pages, num_kv_heads, page_size, row_bytes].
-        exact: for every stack its exact rows, [layers, num_kv_heads, exact_len, row_bytes].
+        exact: for every stack its 16-bit rows, [layers, num_kv_heads, exact_len, row_bytes].
         done: when the copy ends; None for now.
     """
 
@@ -193,7 +193,7 @@ class SwapSpace(NotCopied):
     def copy_out(
         self, table: Sequence[int], seq_slot: int
     ) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.cuda.Event | None]:
-        """Begin to copy a sequence's pages and exact rows to the host.
+        """Begin to copy a sequence's pages and 16-bit rows to the host.
 
         Returns:
             pages, exact and done, as in Swapped.

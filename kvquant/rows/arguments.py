@@ -1,4 +1,4 @@
-"""What a public call is given in place of a tensor or a number: told in the words of the call."""
+"""Checks of the arguments of public calls: tensors, numbers, flags, devices."""
 
 from __future__ import annotations
 

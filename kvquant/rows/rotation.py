@@ -1,4 +1,4 @@
-"""The Hadamard rotation of rows: the meaning, in plain torch, on any device.
+"""The Hadamard rotation of rows: the reference, in plain torch, on any device.
 
     rotate(x) = H x,   H = the Sylvester matrix of b / sqrt(b) in every block of b elements,
                        b = the largest power of two that divides head_dim (128 -> 128, 80 -> 16)

@@ -31,7 +31,7 @@ class Slots(NamedTuple):
     Attributes:
         packed: slot of the token in the packed rows; ignored where it has an exact slot.
         exact: slot of the token in the 16-bit rows; None where there are none of these.
-        leaving: packed slot of the row that stands at the token's exact slot before the call.
+        evicted: packed slot of the row that stands at the token's exact slot before the call.
     """
 
     packed: torch.Tensor
@@ -164,7 +164,7 @@ class Split(NamedTuple):
     def by_token(
         self, packed: NDArray[Any], exact: NDArray[Any], length: int, packed_len: int
     ) -> NDArray[Any]:
-        """What is told of the rows of a sequence in the order of its tokens: [length].
+        """What is known of the rows of a sequence, in the order of its tokens: [length].
 
         Args:
             packed: of the rows of its pages, [pages, page_size].
@@ -185,7 +185,7 @@ class TokenSlots(NamedTuple):
     Attributes:
         packed: page * page_size + place in it, of a token that is quantized at once.
         exact: sequence slot * exact_len + row, of a token that is kept in 16 bit.
-        leaving: the packed slot of the row that the token takes the place of in the ring.
+        evicted: the packed slot of the row that the token takes the place of in the ring.
         positions: of the token in its sequence.
     """
 

@@ -4,7 +4,7 @@ Decided from shapes that the host knows, never from lengths on the device: a spl
 of the length that it finds. Where the table of measured plans has a row for the GPU and the formats
 it decides (decided offline, looked up at run time, as the dataflow of FlashDecoding++,
 https://arxiv.org/abs/2311.01282), else a formula: the plan with the lowest price. A price is a
-time, told in bytes that an SM reads meanwhile at its share of the bandwidth.
+time, in bytes that an SM reads meanwhile at its share of the bandwidth.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WARPS, STAGES = (4, 8, 2, 1), (2, 3, 4)  # what a block may have, the preferred 
 REGISTERS = {64: 112, 128: 144, 256: 248}  # of a thread, by head_dim, before it is compiled
 REGISTERS_PER_SM = 1 << 16  # of every GPU from sm_80 on
 RESERVED_SHARED = 1 << 10  # bytes of a block's share that the driver takes
-# measured on an H200, where an SM's share of the bandwidth is 33 bytes a nanosecond. Times are told
+# measured on an H200, where an SM's share of the bandwidth is 33 bytes a nanosecond. Times are given
 # in bytes at that rate: with 8 warps of INT4 rows in 4 groups an SM keeps up with its share
 TILE_TIME = 38 << 10  # a warp with a tile, its loads included
 LEAST_TILE = 5 << 10  # rows with fewer bytes are no slower: they are priced as these

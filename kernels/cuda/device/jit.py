@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from numba import config, cuda
 
 # LLVM inlines them. numba's own inline="always" copies its IR at each level: seven times slower.
-# opt and debug are told so that no setting of numba's changes the machine code.
+# opt and debug are given, so that no setting of numba's changes the machine code.
 OPTIONS = {} if config.ENABLE_CUDASIM else {"forceinline": True, "opt": True, "debug": False}
 device_function = cuda.jit(device=True, **OPTIONS)
 

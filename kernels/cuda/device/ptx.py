@@ -179,7 +179,7 @@ log2 = instruction("lg2.approx.ftz.f32 $0,$1;", "f32", "f32")
 maximum = instruction("max.f32 $0,$1,$2;", "f32", "f32 f32")
 minimum_or_nan = instruction("min.NaN.f32 $0,$1,$2;", "f32", "f32 f32")
 maximum_or_nan = instruction("max.NaN.f32 $0,$1,$2;", "f32", "f32 f32")
-# told how to round, they are never fused
+# with a rounding mode they are never fused
 permute = instruction("prmt.b32 $0,$1,$2,$3;", "u32", "u32 u32 u32")  # bytes, by 4 numbers
 add = instruction("add.rn.f32 $0,$1,$2;", "f32", "f32 f32")
 subtract = instruction("sub.rn.f32 $0,$1,$2;", "f32", "f32 f32")

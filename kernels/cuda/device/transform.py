@@ -4,7 +4,7 @@ The reference is kvquant/rows/transforms.py.
 
 Lane `part` of a row has its elements 16 part to 16 part + 15, in registers. A butterfly of the
 rotation is among a lane's own elements up to a stride of 8, then with another lane's by a shuffle.
-Strides go up, and every operation rounds by itself, as the meaning says.
+Strides go up, and every operation rounds by itself, as the reference does.
 
     units of 16 bytes in shared memory     0 1 2 3 4 5 6 7 | 9 8 11 10 13 12 15 14 | 16 17 ...
 

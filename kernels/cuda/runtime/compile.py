@@ -183,7 +183,7 @@ def compile_kernel(function: Any, signature: Any, arch: str) -> Cubin:
 
     whole = _capability(arch) <= NEWEST_LTO
     capability = _capability(arch) if whole else NEWEST_LTO
-    # opt and debug told, so that no setting of numba's changes the machine code
+    # opt and debug are given, so that no setting of numba's changes the machine code
     options: Any = {"device": False, "abi": "numba", "opt": True, "debug": False}
     options["output"] = "ltoir" if whole else "ptx"
     with pretend(capability):

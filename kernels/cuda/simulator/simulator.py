@@ -59,7 +59,7 @@ def launch(
         backwards: start with the last block and the last lane; results must not depend on it.
 
     Raises:
-        Fault: in a lane, told with its block and thread.
+        Fault: in a lane, with its block and thread.
     """
     tensors = Global(memory)
     blocks = list(np.ndindex(*grid))

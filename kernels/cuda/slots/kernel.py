@@ -4,9 +4,9 @@
 
         room    packed   of every token   | seq_lens before
                 exact                     | packed_lens before
-                leaving                   | firsts before
+                evicted                   | firsts before
 
-kvquant/rows/slots.py and LayerCache.set_lens have the meaning. All threads have read the lengths of
+The reference: kvquant/rows/slots.py and LayerCache.set_lens. All threads have read the lengths of
 their sequence before one of them writes those after.
 """
 
