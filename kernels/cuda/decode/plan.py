@@ -24,8 +24,8 @@ WARPS, STAGES = (4, 8, 2, 1), (2, 3, 4)  # what a block may have, the preferred 
 REGISTERS = {64: 112, 128: 144, 256: 248}  # of a thread, by head_dim, before it is compiled
 REGISTERS_PER_SM = 1 << 16  # of every GPU from sm_80 on
 RESERVED_SHARED = 1 << 10  # bytes of a block's share that the driver takes
-# measured on an H200, where an SM's share of the bandwidth is 33 bytes a nanosecond. Times are given
-# in bytes at that rate: with 8 warps of INT4 rows in 4 groups an SM keeps up with its share
+# measured on an H200, where an SM's share of the bandwidth is 33 bytes a nanosecond. Times are
+# given in bytes at that rate: with 8 warps of INT4 rows in 4 groups an SM keeps up with its share
 TILE_TIME = 38 << 10  # a warp with a tile, its loads included
 LEAST_TILE = 5 << 10  # rows with fewer bytes are no slower: they are priced as these
 FASTEST = 1.6  # times its share that an SM reads with many warps, while others do not
