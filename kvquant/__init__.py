@@ -34,12 +34,14 @@ if typing.TYPE_CHECKING:
     from .ops.slots import slots_of
     from .paged.batch import PagedBatch
     from .paged.cache import PagedKVCache
+    from .rows.basis import Basis
     from .rows.format import RowFormat
     from .rows.reference import reference_attention
+    from .rows.rotation import Rope
     from .rows.slots import Slots
-    from .rows.transforms import Rope, RowTransform
 
 __all__ = [
+    "Basis",
     "CachePlan",
     "CheckpointError",
     "ConfigError",
@@ -53,7 +55,6 @@ __all__ = [
     "PagedKVCache",
     "Rope",
     "RowFormat",
-    "RowTransform",
     "ShapeError",
     "Slots",
     "UnsupportedError",
@@ -73,14 +74,14 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Basis": "rows.basis",
     "CachedModel": "hf.model",  # with the hf extra, as TransformersCache: so not in __all__
     "CachePlan": "io.plan",
     "KVCache": "cache.contiguous",
     "PagedBatch": "paged.batch",
     "PagedKVCache": "paged.cache",
-    "Rope": "rows.transforms",
+    "Rope": "rows.rotation",
     "RowFormat": "rows.format",
-    "RowTransform": "rows.transforms",
     "Slots": "rows.slots",
     "TransformersCache": "hf.cache",
     "append_rows": "ops.append",

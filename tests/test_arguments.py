@@ -15,7 +15,6 @@ from kvquant import (
     KVCache,
     Rope,
     RowFormat,
-    RowTransform,
     Slots,
     append_rows,
     decode_attention,
@@ -181,21 +180,16 @@ def test_flags_are_true_or_false(name: str, value: Any) -> None:
     FLAGS[name](True)
 
 
-@pytest.mark.parametrize("side", ["k_transform", "v_transform"])
 @pytest.mark.parametrize("field", ["offset", "matrix", "clip", "feedback"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -0.5])
-def test_a_transform_with_impossible_values_is_refused(side: str, field: str, value: float) -> None:
+def test_a_basis_with_impossible_values_is_refused(field: str, value: float) -> None:
     if value < 0 and field != "clip":
         return
     shape = {"offset": (2, 64), "clip": (2,)}.get(field, (2, 64, 64))
-    values: dict[str, Any] = {field: torch.full(shape, value)}
-    made = RowTransform(**values)
-    k_rows, v_rows = (torch.zeros(1, 2, 16, INT4.row_bytes, dtype=torch.uint8) for _ in range(2))
-    tokens, slots = torch.zeros(2, 1, 2, 64), torch.zeros(1).long()
-    options: dict[str, Any] = {side: made, **BOTH}
-    with pytest.raises(ConfigError, match=rf"{side}\.{field} has (values|shares) that are not"):
-        append_rows(tokens[0], tokens[1], k_rows, v_rows, slots, **options)
-    assert not k_rows.any() and not v_rows.any()
+    given: dict[str, Any] = {"offset": torch.zeros(2, 64), field: torch.full(shape, value)}
+    kind = "matrix" if field == "matrix" else "none"
+    with pytest.raises(ConfigError, match=f"the {field} of a basis must be (finite|positive)"):
+        Basis(kind=kind, **given)
 
 
 @pytest.mark.parametrize("name", ["num_splits", "sm_scale"])
@@ -455,6 +449,7 @@ def doors() -> dict[str, tuple[Callable[..., Any], Arguments]]:
         "kind": "none",
         "matrix": None,
         "clip": None,
+        "feedback": None,
     }
     return {
         "decode_attention": (decode_attention, {**attention, "block_table": None, **options}),
@@ -468,10 +463,6 @@ def doors() -> dict[str, tuple[Callable[..., Any], Arguments]]:
         "append_rows": (append_rows, new),
         "slots": (lambda **of: append_rows(**{**new, "slots": Slots(**of)}), slots),
         "rope": (lambda **of: append_rows(**{**new, "rope": Rope(**of)}), rope),
-        "transform": (
-            lambda **of: append_rows(**{**new, "k_transform": RowTransform(**of)}),
-            RowTransform()._asdict(),
-        ),
         "pages": (
             dequantize_pages,
             {

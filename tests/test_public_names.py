@@ -13,13 +13,13 @@ import kvquant
 from kvquant import errors
 
 PUBLIC = [
+    "Basis",
     "CachePlan",
     "KVCache",
     "PagedBatch",
     "PagedKVCache",
     "Rope",
     "RowFormat",
-    "RowTransform",
     "Slots",
     "append_rows",
     "decode_attention",

@@ -12,7 +12,6 @@ from torch_settings import SETTINGS, settings
 from kvquant import (
     KVCache,
     RowFormat,
-    RowTransform,
     Slots,
     append_rows,
     decode_attention,
@@ -132,10 +131,10 @@ def play_calls(found: Tensors) -> None:
     results += attend_shared(q, prefix, [own], members=members, return_lse=True)
     found_slots = slots_of(lens, lens - lens, None, 3, 8, sink_len=2, recent_len=4)
     results += [slots for slots in found_slots if slots is not None]
-    transform = bases()[1].k.row_transform
+    rotated = Basis(torch.zeros(HEADS, DIM, dtype=torch.float32, device=CPU), "hadamard")
     slots = torch.arange(6, device=CPU)
     for backend in ("cpu", "reference"):
-        for given in (None, RowTransform(rotate=True), transform):
+        for given in (None, rotated, bases()[1].k):
             pages = torch.zeros(2, 1, HEADS, 6, int4.row_bytes, dtype=torch.uint8, device=CPU)
             bad = torch.zeros(2, dtype=torch.int32, device=CPU)
             new = x[0].transpose(0, 1).clone()

@@ -1,4 +1,4 @@
-"""Offset and rotation of rows on the CPU, with the bits of kvquant/rows/transforms.py.
+"""Offset and rotation of rows on the CPU, with the bits of kvquant/rows/basis.py.
 
 work item = 64 rows; per row
 

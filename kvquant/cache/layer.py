@@ -333,7 +333,7 @@ class LayerCache:
         exact_v = self.v_exact_rows if has_exact else None
         k_transform = v_transform = None
         if self.basis is not None:
-            k_transform, v_transform = self.basis.k.row_transform, self.basis.v.row_transform
+            k_transform, v_transform = self.basis.k.encoding, self.basis.v.encoding
         side_k = Side(_by_token(k), self.k_packed, self.k_format, exact_k, k_transform)
         side_v = Side(_by_token(v), self.v_packed, self.v_format, exact_v, v_transform)
         call = side_k, side_v, slots, self.k_exact.codec, None, bad_rows

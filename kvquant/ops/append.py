@@ -23,11 +23,11 @@ import torch
 from .. import debug
 from ..errors import ConfigError, ShapeError, shown
 from ..rows.arguments import check_readable
-from ..rows.basis import Basis
+from ..rows.basis import Basis, Encoding, transform_rows
 from ..rows.format import RowFormat
 from ..rows.quantize import check_dtype, format_of, is_nan_row
+from ..rows.rotation import Rope, apply_rope
 from ..rows.slots import Slots
-from ..rows.transforms import Rope, RowTransform, apply_rope, transform_rows
 from .append_checks import (
     Side,
     check_apart,
@@ -35,7 +35,6 @@ from .append_checks import (
     check_call,
     check_dequantize,
     check_new,
-    check_transform_values,
     check_types,
 )
 from .dispatch import kernels_for, torch_op
@@ -60,8 +59,8 @@ def append_rows(
     exact_k: torch.Tensor | None = None,
     exact_v: torch.Tensor | None = None,
     exact_format: str = "bf16",
-    k_transform: RowTransform | Basis | None = None,
-    v_transform: RowTransform | Basis | None = None,
+    k_transform: Basis | None = None,
+    v_transform: Basis | None = None,
     rope: Rope | None = None,
     bad: torch.Tensor | None = None,
     backend: str | None = None,
@@ -77,7 +76,7 @@ def append_rows(
                               it is rounded to 16 bit first
 
     so the bytes of a token do not depend on how many come in one call (but for the last bits of a
-    product with a matrix: transforms.py). They are those that quantize_rows gives for x, or, with a
+    product with a matrix: rows/basis.py). They are those that quantize_rows gives for x, or, with a
     clip ratio or feedback, quantize_calibrated. A row with NaN, Inf or a value that its
     format cannot hold is written so that all of it decodes to NaN. The slots of one call are all
     different. torch.compile takes the call as one op, with fullgraph=True too.
@@ -98,9 +97,8 @@ def append_rows(
             rows; given with exact_v, slots.exact and slots.evicted, or none of them.
         exact_v: likewise.
         exact_format: "bf16" or "fp16", of exact_k and exact_v.
-        k_transform: what is done to K before it is stored, or the basis that it is stored in; rows
-            that stand there stay as they are.
-        v_transform: likewise to V.
+        k_transform: the basis that K is stored in; rows that are there already stay as they are.
+        v_transform: the basis of V.
         rope: the rotary embedding of K, before k_transform.
         bad: [2], int32: how many rows of K and of V were written as NaN is added to it; a 16-bit
             row that is NaN already was counted when it came, and is not again when it leaves.
@@ -111,8 +109,7 @@ def append_rows(
         ShapeError: the tensors do not fit one another or the formats; or a slot does not exist or
             is given twice (on CUDA these values are read in debug mode only; see kvquant.debug).
         ConfigError: a dtype, a format or the backend does not exist, an argument is of another
-            type, K and V are one tensor, or a RowTransform has values that are not finite, or a
-            clip that is not positive (likewise).
+            type, or K and V are one tensor.
         DeviceError: the tensors lie on different devices, or none of the backends serves theirs.
         UnsupportedError: the kernel, the GPU or what is installed cannot do it.
     """
@@ -129,10 +126,10 @@ def append_rows(
                 check_apart("exact_k", exact_k, "exact_v", exact_v)
         if k.ndim != 3 or v.ndim != 3:
             check_new(k, v)  # says what is wrong
-        k_transform = _checked_transform("k_transform", k_transform)
-        v_transform = _checked_transform("v_transform", v_transform)
-        k_side = Side(k, k_rows, _format_of(k, k_format), exact_k, k_transform)
-        v_side = Side(v, v_rows, _format_of(v, v_format), exact_v, v_transform)
+        k_encoding = None if k_transform is None else k_transform.encoding
+        v_encoding = None if v_transform is None else v_transform.encoding
+        k_side = Side(k, k_rows, _format_of(k, k_format), exact_k, k_encoding)
+        v_side = Side(v, v_rows, _format_of(v, v_format), exact_v, v_encoding)
         call = k_side, v_side, slots, exact_format, rope, bad
         write_rows(*call, backend=backend, check=functools.partial(check_call, *call))
     except Exception:  # types are looked at only now: it takes time
@@ -145,15 +142,6 @@ def _format_of(x: torch.Tensor, fmt: str | RowFormat) -> RowFormat:
     if isinstance(fmt, str) and torch.compiler.is_compiling():
         return fmt  # type: ignore[return-value]
     return RowFormat.parse(fmt, x.shape[-1])
-
-
-def _checked_transform(name: str, given: RowTransform | Basis | None) -> RowTransform | None:
-    """What is done to rows; a basis was checked when it was made."""
-    if isinstance(given, Basis):
-        return given.row_transform
-    if given is not None:
-        check_transform_values(name, given)
-    return given
 
 
 def write_rows(
@@ -274,7 +262,7 @@ def _parts(k: Side, v: Side, slots: Slots, rope: Rope | None) -> Iterator[Part]:
 
 
 def _transform_cpu(
-    x: torch.Tensor, transform: RowTransform | None, rope: Rope | None = None
+    x: torch.Tensor, transform: Encoding | None, rope: Rope | None = None
 ) -> torch.Tensor:
     """What transform_rows gives."""
     if transform is None or transform.matrix is not None:
@@ -459,19 +447,19 @@ APPEND_ROWS = (
     "Tensor(e!)? bad, str? backend) -> ()"
 )
 DEQUANTIZE_PAGES = "(Tensor rows, str fmt, Tensor slots, Tensor(a!) out, str? backend) -> ()"
-_PER_SIDE = 4 + len(RowTransform._fields)
+_PER_SIDE = 4 + len(Encoding._fields)
 Call = tuple[Side, Side, Slots, str, "Rope | None", "torch.Tensor | None"]
 
 
 def _op_arguments(side: Side) -> list[Any]:
     x, rows, fmt, exact_rows, transform = side
-    return [x.detach(), rows, str(fmt), exact_rows, *(transform or RowTransform())]
+    return [x.detach(), rows, str(fmt), exact_rows, *(transform or Encoding())]
 
 
 def _call_of(args: Sequence[Any]) -> Call:
     """The call of the arguments of the op, but for the backend."""
     k, v = (
-        Side(x, rows, RowFormat.parse(fmt, int(x.shape[-1])), exact_rows, RowTransform(*transform))
+        Side(x, rows, RowFormat.parse(fmt, int(x.shape[-1])), exact_rows, Encoding(*transform))
         for x, rows, fmt, exact_rows, *transform in (args[:_PER_SIDE], args[_PER_SIDE:][:_PER_SIDE])
     )
     packed, exact, evicted, exact_format, cos, sin, interleaved, bad = args[2 * _PER_SIDE :]

@@ -12,11 +12,11 @@ import torch
 from .. import debug
 from ..errors import ConfigError, DeviceError, ShapeError, shown
 from ..rows.arguments import address, check_flag, check_kind, check_readable, check_tensors
-from ..rows.basis import Basis
+from ..rows.basis import Basis, Encoding
 from ..rows.format import EXACT_CODECS, RowFormat
 from ..rows.quantize import FLOAT_DTYPES, check_rows
+from ..rows.rotation import Rope
 from ..rows.slots import Slots
-from ..rows.transforms import Rope, RowTransform
 from .slots import check_slots
 
 # where rows lay that were found to be apart: addresses, shapes, strides
@@ -39,7 +39,7 @@ class Side(NamedTuple):
     rows: torch.Tensor
     fmt: RowFormat
     exact_rows: torch.Tensor | None
-    transform: RowTransform | None
+    transform: Encoding | None
 
 
 def check_call(
@@ -118,8 +118,8 @@ def check_types(
     slots: Slots,
     exact_k: torch.Tensor | None,
     exact_v: torch.Tensor | None,
-    k_transform: RowTransform | Basis | None,
-    v_transform: RowTransform | Basis | None,
+    k_transform: Basis | None,
+    v_transform: Basis | None,
     rope: Rope | None,
 ) -> None:
     """Raise ConfigError unless what cannot be left out is a tensor, and the rest of its class."""
@@ -128,28 +128,10 @@ def check_types(
     optional |= {f"slots.{name}": x for name, x in slots._asdict().items()}
     check_readable(**{name: x for name, x in optional.items() if x is not None})
     for name, transform in (("k_transform", k_transform), ("v_transform", v_transform)):
-        if not (transform is None or isinstance(transform, RowTransform | Basis)):
-            raise ConfigError(
-                f"{name} is of type {type(transform).__name__}: give a RowTransform or a Basis"
-            )
-        if isinstance(transform, RowTransform):
-            given = transform._asdict().items()
-            check_readable(**{f"{name}.{n}": x for n, x in given if isinstance(x, torch.Tensor)})
+        if transform is not None:
+            check_kind(name, transform, Basis, "give a Basis")
     if rope is not None:
         check_kind("rope", rope, Rope, "give Rope(cos, sin)")
-
-
-def check_transform_values(name: str, transform: RowTransform) -> None:
-    """Raise ConfigError if values of a transform are seen to be none: NaN, Inf, a clip of 0."""
-    for what, values in transform._asdict().items():
-        if not isinstance(values, torch.Tensor) or values.dtype != torch.float32:
-            continue  # None, or refused by check_append
-        if not debug.may_read(values):
-            continue
-        if not bool(values.isfinite().all()):
-            raise ConfigError(f"{name}.{what} has values that are not finite")
-        if what == "clip" and not bool((values > 0).all()):
-            raise ConfigError(f"{name}.clip has shares that are not positive")
 
 
 def check_apart(k_name: str, k_rows: torch.Tensor, v_name: str, v_rows: torch.Tensor) -> None:
@@ -295,7 +277,7 @@ def _check_exact(k: Side, v: Side, slots: Slots, codec: str, num_kv_heads: int) 
         )
 
 
-def _check_transform(name: str, transform: RowTransform, num_kv_heads: int, head_dim: int) -> None:
+def _check_transform(name: str, transform: Encoding, num_kv_heads: int, head_dim: int) -> None:
     row, square = (num_kv_heads, head_dim), (num_kv_heads, head_dim, head_dim)
     for what, tensor, shape in (
         ("offset", transform.offset, row),

@@ -15,9 +15,9 @@ from ..ops.append import append_rows
 from ..ops.attention import State, attend_segments
 from ..ops.shared_prefix import attend_shared
 from ..rows.arguments import check_flag, check_kind, check_size, check_tensors
+from ..rows.rotation import Rope
 from ..rows.segment import Segment
 from ..rows.slots import Slots
-from ..rows.transforms import Rope
 from .cache import PagedKVCache
 from .pool import SequenceId
 from .shared_prefix import Numbers, find_prefix, pays

@@ -22,8 +22,7 @@ import torch
 from ..errors import ConfigError, ShapeError, shown
 from .arguments import check_readable
 from .quantize import full_precision
-from .rotation import rotate
-from .transforms import RowTransform
+from .rotation import Rope, apply_rope, rotate
 
 KINDS = ("none", "hadamard", "matrix")
 
@@ -38,9 +37,28 @@ class Basis:
         clip: [num_kv_heads], float32: share of its range that a row keeps; None for all of it.
         feedback: [num_kv_heads, head_dim, head_dim], float32: see quantize.py; None for none.
 
+    Attributes:
+        encoding: what an append does to new rows.
+        transposed: [num_kv_heads, head_dim, head_dim], M^T, its rows contiguous; None for kind
+            "none", as matrix is.
+        fp16_matrix, fp16_factor: M for fp16 queries on CUDA, and the factor of their scores.
+
     Raises:
         ConfigError: the kind does not exist, a value is not finite, or a matrix has no inverse.
         ShapeError: the tensors do not fit one another.
+
+    Example:
+        >>> import torch
+        >>> from kvquant import Basis, RowFormat, append_rows, dequantize_pages
+        >>> int8, slots = RowFormat.parse("int8", 64), torch.arange(3)
+        >>> k, v = torch.randn(2, 3, 2, 64)  # three tokens of two KV heads
+        >>> k_rows, v_rows = torch.zeros(2, 1, 2, 16, int8.row_bytes, dtype=torch.uint8)
+        >>> basis = Basis(k.mean(0), "hadamard")
+        >>> append_rows(k, v, k_rows, v_rows, slots, int8, int8, k_transform=basis)
+        >>> stored = dequantize_pages(k_rows, int8, slots, torch.float32)
+        >>> restored = basis.decode(stored.transpose(0, 1)[None])[0].transpose(0, 1)
+        >>> bool((restored - k).abs().max() < 0.1)
+        True
     """
 
     def __init__(
@@ -67,14 +85,13 @@ class Basis:
         _check("feedback", feedback, square)
         if clip is not None and not bool((clip > 0).all()):
             raise ConfigError("the clip of a basis must be positive: a share of the range to keep")
-        matrix, clip, feedback = (
-            None if x is None else x.detach() for x in (matrix, clip, feedback)
+        self.kind, self.offset = kind, offset.detach().contiguous()
+        matrix, self.clip, self.feedback = (
+            None if x is None else x.detach().contiguous() for x in (matrix, clip, feedback)
         )
-        offset = offset.detach()
-        self.offset, self.kind, self.clip, self.feedback = offset.contiguous(), kind, clip, feedback
         self.matrix: torch.Tensor | None = matrix  # M; None for the identity
         self.transposed: torch.Tensor | None = None  # M^T, its rows contiguous as those of M
-        self._inverse_transposed: torch.Tensor | None = None
+        inverse: torch.Tensor | None = None
         if kind == "hadamard":
             eye = torch.eye(dim, dtype=torch.float32, device=offset.device)
             self.matrix = self.transposed = rotate(eye).expand(square)  # symmetric
@@ -83,8 +100,10 @@ class Basis:
             inverse = inverse.mT.float().contiguous()
             if bool(failed.any()) or not bool(inverse.isfinite().all()):
                 raise ConfigError("the matrix of a basis must have an inverse")
-            self._inverse_transposed = inverse.to(matrix.device)
-            self.matrix, self.transposed = matrix.contiguous(), matrix.mT.contiguous()
+            inverse = inverse.to(matrix.device)
+            self.matrix, self.transposed = matrix, matrix.mT.contiguous()
+        # what an append does; it checks no values again
+        self.encoding = Encoding(self.offset, kind == "hadamard", inverse, self.clip, self.feedback)
         self.fp16_matrix, self.fp16_factor = self.matrix, 1.0
         if self.matrix is not None and offset.is_cuda:  # elsewhere turned queries are float32
             self.fp16_matrix, self.fp16_factor = _for_fp16(self.matrix)
@@ -132,7 +151,8 @@ class Basis:
         if self.kind == "hadamard":
             return rotate(x)
         with full_precision(x):
-            return x if self._inverse_transposed is None else x @ self._inverse_transposed
+            inverse = self.encoding.matrix
+            return x if inverse is None else x @ inverse
 
     def decode(self, stored: torch.Tensor) -> torch.Tensor:
         """Undo encode: [batch, num_kv_heads, tokens, head_dim], float32."""
@@ -143,12 +163,6 @@ class Basis:
             with full_precision(x):
                 x = x @ self.matrix.mT
         return x + self.offset[:, None]
-
-    @property
-    def row_transform(self) -> RowTransform:
-        """What append_rows does to rows that are stored in this basis: encode, then quantize."""
-        rotates, matrix = self.kind == "hadamard", self._inverse_transposed
-        return RowTransform(self.offset, rotates, matrix, self.clip, self.feedback)
 
     def turn_query(self, q: torch.Tensor) -> torch.Tensor:
         """M^T q of queries [batch, num_q_heads, head_dim], in float32: fp16 may not hold it."""
@@ -165,6 +179,57 @@ class Basis:
             return _per_head(out, self.transposed, self.offset)
         rows: torch.Tensor = out.unflatten(1, (len(self.offset), -1)) + self.offset[:, None]
         return rows.flatten(1, 2)
+
+
+class Encoding(NamedTuple):
+    """What an append does to new rows of K or of V, and how it rounds them; see Basis.encoding.
+
+    Attributes:
+        offset: [num_kv_heads, head_dim], float32, subtracted; None for none.
+        rotate: whether rows are then rotated (rotation.rotate).
+        matrix: [num_kv_heads, head_dim, head_dim], float32, with which rows are then multiplied
+            from the right; None for none.
+        clip: [num_kv_heads], float32: see ops.quantize.quantize_calibrated.
+        feedback: [num_kv_heads, head_dim, head_dim], float32: see there.
+    """
+
+    offset: torch.Tensor | None = None
+    rotate: bool = False
+    matrix: torch.Tensor | None = None
+    clip: torch.Tensor | None = None
+    feedback: torch.Tensor | None = None
+
+
+def transform_rows(
+    x: torch.Tensor, encoding: Encoding | None, rope: Rope | None = None
+) -> torch.Tensor:
+    """Bring new rows to what is stored, without rounding: RoPE, offset, rotation, matrix.
+
+    Every product, sum and difference is rounded to float32 by itself, and kernels fuse no
+    multiply-add, so that all of them give the same bits. Only those of the product with a matrix
+    differ in the last places: torch's may depend on how many rows there are. On CUDA 16-bit rows
+    without RoPE are multiplied by kernels/cuda/affine/launch.py, where they do not.
+
+    Args:
+        x: [num_tokens, num_kv_heads, head_dim], float32, bfloat16 or float16.
+        encoding: None for nothing.
+        rope: of K, before the rest; None for none.
+
+    Returns:
+        The same shape, float32; x itself if nothing is to be done.
+    """
+    if rope is not None:
+        x = apply_rope(x, rope)
+    if encoding is None:
+        return x
+    if encoding.offset is not None:
+        x = x.float() - encoding.offset
+    if encoding.rotate:
+        x = rotate(x.float())
+    if encoding.matrix is not None:
+        with full_precision(x):
+            x = (x.float().transpose(0, 1) @ encoding.matrix).transpose(0, 1)
+    return x
 
 
 class LayerBasis(NamedTuple):

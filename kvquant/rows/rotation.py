@@ -1,4 +1,4 @@
-"""The Hadamard rotation of rows: the reference, in plain torch, on any device.
+"""Rotations of rows, in plain torch, on any device: Hadamard, and rotary embeddings (RoPE).
 
     rotate(x) = H x,   H = the Sylvester matrix of b / sqrt(b) in every block of b elements,
                        b = the largest power of two that divides head_dim (128 -> 128, 80 -> 16)
@@ -8,11 +8,14 @@ of a block is spread over all of it, so that an outlier channel no longer sets t
 The contract, which kernels repeat bit for bit, all in float32: butterflies of stride 1, 2, 4, ...,
 b / 2, each of which puts the sum of two elements at the lower place and lower - upper at the upper
 one; at last one product with 1 / sqrt(b) rounded to float32.
+
+RoPE rotates pairs by the position of their token: x1 cos - x2 sin, x2 cos + x1 sin.
 """
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 
@@ -53,3 +56,41 @@ def rotate(x: torch.Tensor) -> torch.Tensor:
         upper.copy_(difference)
         stride *= 2
     return (rotated * (1 / math.sqrt(size))).movedim(0, -1).contiguous().to(x.dtype)
+
+
+class Rope(NamedTuple):
+    """The rotary embedding of new keys.
+
+    Attributes:
+        cos: [num_tokens, rotary_dim / 2], float32, rows contiguous; rotary_dim is at most head_dim,
+            and the elements after it pass.
+        sin: the same of the sines.
+        interleaved: whether x1 and x2 are the even and the odd elements (GPT-J), and not the first
+            and the second half (GPT-NeoX, Llama).
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    interleaved: bool = False
+
+
+def apply_rope(x: torch.Tensor, rope: Rope) -> torch.Tensor:
+    """Rotate the first rotary_dim elements of rows.
+
+    Args:
+        x: [num_tokens, num_kv_heads, head_dim], float32, bfloat16 or float16.
+        rope: the angles of each token.
+
+    Returns:
+        The same shape, float32.
+
+    Source: RoFormer (https://arxiv.org/abs/2104.09864).
+    """
+    cos, sin = rope.cos[:, None], rope.sin[:, None]
+    half = cos.shape[-1]
+    rotated, rest = x.float().split([2 * half, x.shape[-1] - 2 * half], dim=-1)
+    pairs = rotated.unflatten(-1, (half, 2) if rope.interleaved else (2, half))
+    x1, x2 = pairs.unbind(-1 if rope.interleaved else -2)
+    parts = x1 * cos - x2 * sin, x2 * cos + x1 * sin
+    rotated = torch.stack(parts, dim=-1 if rope.interleaved else -2).flatten(-2)
+    return torch.cat([rotated, rest], dim=-1)

@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 
-from kvquant import RowFormat
+from kvquant import Basis, RowFormat
 from kvquant.bench.timer import GraphTimer
 from kvquant.ops.append import append_rows, dequantize_pages
 from kvquant.rows.slots import Slots
-from kvquant.rows.transforms import RowTransform
 
 HEADS, HEAD_DIM, PAGE_SIZE = 8, 128, 64
 PROMPT, STEP = 32768, 64
@@ -87,7 +86,7 @@ def make(fmt: RowFormat, what: str, num_tokens: int, exact: bool = False) -> dic
     if num_tokens == STEP:
         packed = pages[:, 0] + torch.randint(PAGE_SIZE, (STEP,), device="cuda")
     transforms = [
-        RowTransform(torch.randn(HEADS, HEAD_DIM, device="cuda"), True) if side in what else None
+        Basis(torch.randn(HEADS, HEAD_DIM, device="cuda"), "hadamard") if side in what else None
         for side in "kv"
     ]
     call: dict[str, Any] = {

@@ -15,8 +15,7 @@ import torch
 from kvquant.bench.timer import GraphTimer
 from kvquant.kernels.cuda.affine.launch import encode_rows
 from kvquant.ops.transform import turn_rows
-from kvquant.rows.basis import Basis
-from kvquant.rows.transforms import transform_rows
+from kvquant.rows.basis import Basis, transform_rows
 
 HEADS, DIM, LAYERS = 8, 128, 32
 KINDS = ("none", "hadamard", "matrix")
@@ -49,16 +48,15 @@ def measure(kind: str, step: str, way: str, batch: int, q_heads: int) -> float:
 
     def fused(basis: Basis) -> torch.Tensor:
         if step == "encode":
-            transform = basis.row_transform
-            assert transform.matrix is not None
-            return encode_rows(x, transform.matrix, transform.offset)
+            assert basis.encoding.matrix is not None
+            return encode_rows(x, basis.encoding.matrix, basis.offset)
         if step == "turn":
             return turn_rows(x, basis.matrix)
         return turn_rows(x, basis.transposed, basis.offset, lens)
 
     def plain(basis: Basis) -> torch.Tensor:
         if step == "encode":
-            return transform_rows(x, basis.row_transform)
+            return transform_rows(x, basis.encoding)
         if step == "turn":
             return basis.turn_query(x).to(x.dtype)
         return basis.restore(x).masked_fill(lens[:, None, None] == 0, 0).to(x.dtype)

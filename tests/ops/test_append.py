@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from kvquant import (
+    Basis,
     Rope,
     RowFormat,
-    RowTransform,
     Slots,
     append_rows,
     dequantize_pages,
@@ -111,7 +111,9 @@ def test_every_byte_is_that_of_quantize_rows_on_the_transformed_values(
         k_format, v_format = RowFormat.parse(k_name, k_dim), RowFormat.parse(v_name, v_dim)
         k, v = (3 * torch.randn(9, HEADS, dim).to(dtype) for dim in (k_dim, v_dim))
         offsets = [torch.randn(HEADS, dim) for dim in (k_dim, v_dim)]
-        transforms = [RowTransform(o if with_offset else None, with_rotation) for o in offsets]
+        kind_of_basis = "hadamard" if with_rotation else "none"
+        bases = [Basis(x if with_offset else 0 * x, kind_of_basis) for x in offsets]
+        transforms = bases if with_offset or with_rotation else (None, None)
         rope = angles(9, k_dim // 2, interleaved=k_dim == 80) if with_rope else None
         slots = some_slots(9)
         exact: list[torch.Tensor | None] = [None, None]
@@ -316,13 +318,11 @@ def test_nan_rows_are_told_by_their_first_number_in_every_backend(name: str) -> 
 
 def test_input_that_requires_grad_is_taken() -> None:
     fmt = RowFormat.parse("int4", 64)
-    k = torch.randn(4, HEADS, 64)
+    k, basis = torch.randn(4, HEADS, 64), Basis(torch.zeros(HEADS, 64), "hadamard")
     results = []
     for x in (k, k.clone().requires_grad_()):
         rows = [torch.zeros(1, HEADS, 4, fmt.row_bytes, dtype=torch.uint8) for _ in "kv"]
-        append_rows(
-            x, x, rows[0], rows[1], torch.arange(4), fmt, fmt, k_transform=RowTransform(rotate=True)
-        )
+        append_rows(x, x, rows[0], rows[1], torch.arange(4), fmt, fmt, k_transform=basis)
         results.append(rows[0])
     assert torch.equal(*results)
 

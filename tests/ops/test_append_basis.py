@@ -10,7 +10,6 @@ import torch
 from kvquant import (
     KVCache,
     RowFormat,
-    RowTransform,
     append_rows,
     dequantize_rows,
     quantize_rows,
@@ -19,8 +18,8 @@ from kvquant import (
 from kvquant.ops.quantize import quantize_calibrated
 from kvquant.rows.basis import Basis, LayerBasis
 from kvquant.rows.quantize import feedback_matrix, is_nan_row
+from kvquant.rows.rotation import Rope, apply_rope
 from kvquant.rows.slots import Slots, packed_lens_after
-from kvquant.rows.transforms import Rope, apply_rope
 
 BATCH, HEADS, DIM, TOKENS = 3, 2, 64, 13
 CHUNKS = {"whole": [13], "one by one": [1] * 13, "chunks": [5, 1, 7]}
@@ -291,13 +290,14 @@ def test_a_graph_takes_a_basis(compiler: str) -> None:
     assert torch.equal(written, expected) and bool(written.any())
 
 
-def test_a_basis_without_rounding_of_its_own_is_a_row_transform() -> None:
+def test_a_basis_without_rounding_of_its_own_stores_its_encoded_rows() -> None:
     basis, fmt = make_basis("hadamard", clip=False, feedback=False), RowFormat.parse("int8", DIM)
     x = torch.randn(5, HEADS, DIM)
+    encoded = basis.encode(x.transpose(0, 1)[None])[0].transpose(0, 1)
     found = []
-    for given in (basis, RowTransform(basis.offset, rotate=True)):
+    for new, given in ((x, basis), (encoded, None)):
         rows = torch.zeros(2, 1, HEADS, 5, fmt.row_bytes, dtype=torch.uint8)
         transforms: Any = {"k_transform": given, "v_transform": given}
-        append_rows(x, x, rows[0], rows[1], torch.arange(5), fmt, fmt, **transforms)
+        append_rows(new, new, rows[0], rows[1], torch.arange(5), fmt, fmt, **transforms)
         found.append(rows)
     assert torch.equal(*found)

@@ -11,9 +11,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
 
 from kvquant import (
+    Basis,
     Rope,
     RowFormat,
-    RowTransform,
     Slots,
     append_rows,
     decode_attention,
@@ -62,11 +62,10 @@ def angles(num_tokens: int) -> Rope:
 @pytest.mark.parametrize("compiler", COMPILERS)
 def test_a_projection_and_an_append_make_one_graph_for_all_shapes(compiler: str) -> None:
     weight = torch.randn(32, 2 * (64 + 96), requires_grad=True)
-    offset = torch.randn(2, 64)
+    basis = Basis(torch.randn(2, 64), "hadamard")
 
     def step(x: torch.Tensor, slots: Slots, rope: Rope, rows: dict[str, Any]) -> Any:
         k, v = (x @ weight).view(-1, 2, 160).split([64, 96], dim=-1)
-        transform = RowTransform(offset, rotate=True)
         append_rows(
             k,
             v,
@@ -74,7 +73,7 @@ def test_a_projection_and_an_append_make_one_graph_for_all_shapes(compiler: str)
             slots=slots,
             k_format="int4-g4",
             v_format=FP8,
-            k_transform=transform,
+            k_transform=basis,
             v_transform=None,
             rope=rope,
         )
@@ -95,7 +94,7 @@ def test_a_projection_and_an_append_make_one_graph_for_all_shapes(compiler: str)
             slots=slots,
             k_format=INT4,
             v_format=FP8,
-            k_transform=RowTransform(offset, rotate=True),
+            k_transform=basis,
             rope=rope,
         )
         for name, rows in expected.items():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvquant import Rope, RowFormat, RowTransform, Slots, append_rows, debug, dequantize_pages
+from kvquant import Basis, Rope, RowFormat, Slots, append_rows, debug, dequantize_pages
 from kvquant.errors import ConfigError, DeviceError, ShapeError
 from kvquant.kernels.cuda.append import launch as cuda_append
 from kvquant.kernels.cuda.dequantize import launch as cuda_dequantize
@@ -47,7 +47,7 @@ def arguments() -> dict[str, Any]:
         "v_format": v_format,
         "exact_k": exact[0],
         "exact_v": exact[1],
-        "k_transform": RowTransform(torch.zeros(HEADS, 64)),
+        "k_transform": Basis(torch.zeros(HEADS, 64)),
         "rope": angles(4, 64),
         "bad": torch.zeros(2, dtype=torch.int32),
     }
@@ -106,14 +106,14 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "exact_k .* and exact_v .* must be alike",
     ),
     "offset": (
-        {"k_transform": RowTransform(torch.zeros(64))},
+        {"k_transform": Basis(torch.zeros(1, 64))},
         ShapeError,
-        r"k_transform.offset is \[64\] .* must be \[2, 64\]",
+        r"k_transform.offset is \[1, 64\] .* must be \[2, 64\]",
     ),
-    "half offset": (
-        {"v_transform": RowTransform(torch.zeros(2, 96).half())},
-        ConfigError,
-        "v_transform.offset is torch.float16: use torch.float32",
+    "offset of K": (
+        {"v_transform": arguments()["k_transform"]},
+        ShapeError,
+        r"v_transform.offset is \[2, 64\] .* must be \[2, 96\]",
     ),
     "long rope": ({"rope": angles(4, 66)}, ShapeError, "rotary_dim at most the head_dim 64 of K"),
     "rope tokens": ({"rope": angles(5, 64)}, ShapeError, r"rope.cos is \[5, 32\] .* \[4, 32\]"),
@@ -133,7 +133,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "exact_k and exact_v are one tensor",
     ),
     "pair": ({"rope": tuple(angles(4, 64))[:2]}, ConfigError, r"rope is of type tuple: give Rope"),
-    "flag": ({"k_transform": True}, ConfigError, "k_transform is of type bool: give a RowTr"),
+    "flag": ({"k_transform": True}, ConfigError, "k_transform is of type bool: give a Basis"),
     "list": ({"slots": [0, 1, 2, 3]}, ConfigError, "slots is of type list: give a tensor"),
     "bad list": ({"bad": [0, 0]}, ConfigError, "bad is of type list: give a tensor"),
     "none": ({"k_rows": None}, ConfigError, "k_rows is of type NoneType: give a tensor"),

@@ -29,7 +29,7 @@ from kvquant import KVCache, Rope, save_cache
 from kvquant.errors import ConfigError, KVQuantError, NonFiniteError, OutOfPagesError, ShapeError
 from kvquant.io.sequences import load_sequences, save_sequences
 from kvquant.paged.batch import PagedBatch
-from kvquant.rows.transforms import apply_rope
+from kvquant.rows.rotation import apply_rope
 
 Measure = Callable[[torch.Tensor, torch.Tensor], float]
 

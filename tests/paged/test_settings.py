@@ -15,7 +15,7 @@ from kvquant.io.sequences import load_sequences, save_sequences
 from kvquant.paged.batch import PagedBatch
 from kvquant.paged.cache import PagedKVCache
 from kvquant.rows.basis import Basis, LayerBasis
-from kvquant.rows.transforms import Rope
+from kvquant.rows.rotation import Rope
 
 CPU = torch.device("cpu")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,10 +10,12 @@ from typing import Any
 import torch
 
 from kvquant import RowFormat, quantize_rows
-from kvquant.ops.append import append_rows, dequantize_pages
+from kvquant.ops.append import dequantize_pages, write_rows
+from kvquant.ops.append_checks import Side, check_call
+from kvquant.rows.basis import Encoding
 from kvquant.rows.quantize import feedback_matrix
+from kvquant.rows.rotation import Rope
 from kvquant.rows.slots import Slots
-from kvquant.rows.transforms import Rope, RowTransform
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 UNTOUCHED = 0xA5  # bytes of rows before the call
@@ -20,7 +23,7 @@ UNTOUCHED = 0xA5  # bytes of rows before the call
 
 @dataclass
 class Case:
-    """A call of append_rows.
+    """A call of append.
 
     Attributes:
         k, v: formats; v is that of k if empty.
@@ -60,8 +63,33 @@ class Case:
     skip: bool = False
 
 
+def append(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_rows: torch.Tensor,
+    v_rows: torch.Tensor,
+    slots: Slots,
+    k_format: RowFormat,
+    v_format: RowFormat,
+    *,
+    exact_k: torch.Tensor | None = None,
+    exact_v: torch.Tensor | None = None,
+    exact_format: str = "bf16",
+    k_transform: Encoding | None = None,
+    v_transform: Encoding | None = None,
+    rope: Rope | None = None,
+    bad: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> None:
+    """append_rows, for any Encoding: kernels serve more of them than there are kinds of a Basis."""
+    k_side = Side(k, k_rows, k_format, exact_k, k_transform)
+    v_side = Side(v, v_rows, v_format, exact_v, v_transform)
+    call = k_side, v_side, slots, exact_format, rope, bad
+    write_rows(*call, backend=backend, check=functools.partial(check_call, *call))
+
+
 def make_call(case: Case, device: str = "cpu") -> dict[str, Any]:
-    """The arguments of append_rows, on a device."""
+    """The arguments of append, on a device."""
     torch.manual_seed(0)
     v_dim = case.v_head_dim or case.head_dim
     formats = RowFormat.parse(case.k, case.head_dim), RowFormat.parse(case.v or case.k, v_dim)
@@ -99,7 +127,7 @@ def make_call(case: Case, device: str = "cpu") -> dict[str, Any]:
         if name in case.offset:
             offset = torch.randn(case.heads, fmt.head_dim).to(device)
         rounding = _rounding(case, name, fmt.head_dim, device)
-        call[f"{name}_transform"] = RowTransform(offset, name in case.rotate, *rounding)
+        call[f"{name}_transform"] = Encoding(offset, name in case.rotate, *rounding)
     if case.rotary_dim:
         angles = torch.rand(case.tokens, case.rotary_dim // 2) * 7
         call["rope"] = Rope(angles.cos().to(device), angles.sin().to(device), case.interleaved)
@@ -205,7 +233,7 @@ def _pages(case: Case, shape: tuple[int, ...]) -> torch.Tensor:
 def expected(call: dict[str, Any]) -> dict[str, torch.Tensor]:
     """What the call must leave in its tensors, by the meaning in torch, on the CPU."""
     on_cpu = {name: _to_cpu(value) for name, value in call.items()}
-    append_rows(**on_cpu, backend="reference")
+    append(**on_cpu, backend="reference")
     return results(on_cpu)
 
 
@@ -218,7 +246,7 @@ def results(call: dict[str, Any]) -> dict[str, torch.Tensor]:
 def _to_cpu(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.cpu().clone()
-    if isinstance(value, Slots | RowTransform | Rope):
+    if isinstance(value, Slots | Encoding | Rope):
         return type(value)(*(_to_cpu(one) for one in value))
     return value
 

@@ -1,6 +1,6 @@
 """Multiply rows by a matrix and add an offset, or encode them, on CUDA, in one launch.
 
-See kvquant/ops/transform.py and kvquant/rows/transforms.py. A block has 32 * width columns of a KV
+See kvquant/ops/transform.py and kvquant/rows/basis.py. A block has 32 * width columns of a KV
 head's matrix, and as many rows at a time as it has warps.
 
     rows    float32 [head_dim, warps]: element after element of all rows, as warps read them

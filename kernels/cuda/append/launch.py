@@ -17,10 +17,11 @@ from typing import NamedTuple
 
 import torch
 
+from kvquant.rows.basis import Encoding, transform_rows
 from kvquant.rows.format import RowFormat
 from kvquant.rows.quantize import LEVELS
+from kvquant.rows.rotation import Rope
 from kvquant.rows.slots import Slots
-from kvquant.rows.transforms import Rope, RowTransform, transform_rows
 
 from ..affine.launch import SOURCES as ENCODED
 from ..affine.launch import encode_rows
@@ -31,7 +32,7 @@ from ..runtime.tensors import Tensors, check_pages, facts_of, is_readable, page_
 from .spec import APPEND, AppendSpec, FeedbackSide, FeedbackSpec, Side, make_feedback_spec
 
 SOURCES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-NO_TRANSFORM, NO_ROPE = RowTransform(), (None, None, False)
+NO_TRANSFORM, NO_ROPE = Encoding(), (None, None, False)
 # Where a lane has a row the GPU does most, but a row takes longer than four lanes do: these are
 # sooner done as long as an SM has no more rows than 8 warps of them.
 FEW_LANES, ROWS_PER_SM = 4, 64
@@ -63,7 +64,7 @@ class OneSide(NamedTuple):
     rows: torch.Tensor
     slots: Slots
     fmt: RowFormat
-    transform: RowTransform
+    transform: Encoding
     exact_rows: torch.Tensor | None = None
     exact_format: str = "bf16"
     rope: Rope | None = None
@@ -81,8 +82,8 @@ def append(
     exact_k: torch.Tensor | None = None,
     exact_v: torch.Tensor | None = None,
     exact_format: str = "bf16",
-    k_transform: RowTransform | None = None,
-    v_transform: RowTransform | None = None,
+    k_transform: Encoding | None = None,
+    v_transform: Encoding | None = None,
     rope: Rope | None = None,
     bad: torch.Tensor | None = None,
     check: Callable[[], None] | None = None,
@@ -122,8 +123,8 @@ def append_calibrated(
     exact_k: torch.Tensor | None = None,
     exact_v: torch.Tensor | None = None,
     exact_format: str = "bf16",
-    k_transform: RowTransform | None = None,
-    v_transform: RowTransform | None = None,
+    k_transform: Encoding | None = None,
+    v_transform: Encoding | None = None,
     rope: Rope | None = None,
     bad: torch.Tensor | None = None,
     check: Callable[[], None] | None = None,
@@ -136,7 +137,7 @@ def append_calibrated(
     for i, (name, x, rows, fmt, exact_rows, transform, rotary) in enumerate((of_k, of_v)):
         if transform.matrix is not None:
             x, rotary = _encode(x.detach(), transform, rotary, check), None
-            transform = RowTransform(clip=transform.clip, feedback=transform.feedback)
+            transform = Encoding(clip=transform.clip, feedback=transform.feedback)
         counted = None if bad is None else bad[i:]
         where, how = (name, x, rows, slots, fmt), (exact_rows, exact_format, rotary, counted)
         side = OneSide(*where, transform, *how)
@@ -178,7 +179,7 @@ def quantize_with_feedback(
         new = new.contiguous()
     slots = Slots(torch.arange(batch * tokens, device=x.device))
     clip = None if clip is None else clip.contiguous()
-    transform = RowTransform(clip=clip, feedback=feedback.contiguous())
+    transform = Encoding(clip=clip, feedback=feedback.contiguous())
     ready = _ready_with_feedback([OneSide("x", new, rows, slots, fmt, transform)], None)
     if ready is not None:
         launch, tensors_of_launch = ready
@@ -187,7 +188,7 @@ def quantize_with_feedback(
 
 
 def _encode(
-    x: torch.Tensor, transform: RowTransform, rope: Rope | None, check: Callable[[], None] | None
+    x: torch.Tensor, transform: Encoding, rope: Rope | None, check: Callable[[], None] | None
 ) -> torch.Tensor:
     """What transform_rows gives, where there is a matrix; check: as of append."""
     offset, rotate, matrix, _, _ = transform
@@ -217,7 +218,7 @@ def _find(
     names: tuple[str, ...],
     formats: tuple[RowFormat, RowFormat],
     exact_format: str,
-    transforms: tuple[RowTransform, RowTransform],
+    transforms: tuple[Encoding, Encoding],
     rope: Rope | None,
     tensors: Tensors,
     check: Callable[[], None] | None,
@@ -238,7 +239,7 @@ def _prepare(
     names: tuple[str, ...],
     formats: tuple[RowFormat, RowFormat],
     exact_format: str,
-    transforms: tuple[RowTransform, RowTransform],
+    transforms: tuple[Encoding, Encoding],
     interleaved: bool,
     tensors: Tensors,
 ) -> Launch | None:
@@ -338,7 +339,7 @@ def _feedback_side(side: OneSide, share: int) -> FeedbackSide:
 # Both
 
 
-def _side_of(fmt: RowFormat, transform: RowTransform) -> Side:
+def _side_of(fmt: RowFormat, transform: Encoding) -> Side:
     """What kernels are compiled for."""
     clips = transform.clip is not None and fmt.codec in LEVELS
     return Side(fmt, transform.offset is not None, transform.rotate, clips)

@@ -1,6 +1,6 @@
 """New rows from shared memory to float32: RoPE, an offset, a rotation.
 
-The reference is kvquant/rows/transforms.py.
+The reference is kvquant/rows/basis.py.
 
 Lane `part` of a row has its elements 16 part to 16 part + 15, in registers. A butterfly of the
 rotation is among a lane's own elements up to a stride of 8, then with another lane's by a shuffle.

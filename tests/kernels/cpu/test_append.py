@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from append_cases import append
 
-from kvquant import Rope, RowFormat, RowTransform, Slots, append_rows
+from kvquant import Rope, RowFormat, Slots, append_rows
 from kvquant.errors import ConfigError
 from kvquant.ops import append as append_ops
+from kvquant.rows.basis import Encoding
 from kvquant.rows.format import HEAD_DIMS
 from kvquant.rows.quantize import EXACT_DTYPES
 
@@ -58,7 +60,7 @@ def assert_as_in_torch(
     num_tokens: int,
     exact_format: str | None,
     dtype: torch.dtype,
-    transforms: tuple[RowTransform | None, RowTransform | None] = (None, None),
+    transforms: tuple[Encoding | None, Encoding | None] = (None, None),
     rope: Rope | None = None,
 ) -> None:
     new = [hostile(num_tokens, heads, fmt.head_dim, dtype) for fmt in formats]
@@ -72,7 +74,7 @@ def assert_as_in_torch(
         got = [tensor.clone() for tensor in rows]
         got_exact = [None if tensor is None else tensor.clone() for tensor in exact]
         bad = torch.tensor([7, 0], dtype=torch.int32)
-        append_rows(
+        append(
             new[0],
             new[1],
             got[0],
@@ -116,11 +118,11 @@ def test_transformed_rows_are_those_of_torch(
     dim, heads, num_tokens = 64, 2, 21
     whole = torch.randint(-2, 3, (heads, dim, dim)).float()  # products are exact, in any order
     options = {
-        "offset": RowTransform(torch.randn(heads, dim)),
-        "rotated": RowTransform(torch.randn(heads, dim), True),
-        "matrix": RowTransform(matrix=torch.eye(dim).roll(1, 0).repeat(heads, 1, 1)),
-        "clip": RowTransform(clip=torch.rand(heads)),
-        "feedback": RowTransform(feedback=torch.eye(dim) + whole.tril(-1) / 64),
+        "offset": Encoding(torch.randn(heads, dim)),
+        "rotated": Encoding(torch.randn(heads, dim), True),
+        "matrix": Encoding(matrix=torch.eye(dim).roll(1, 0).repeat(heads, 1, 1)),
+        "clip": Encoding(clip=torch.rand(heads)),
+        "feedback": Encoding(feedback=torch.eye(dim) + whole.tril(-1) / 64),
     }
     formats = [RowFormat.parse("int4", dim), RowFormat.parse("fp8-g4", dim)]
     theta = torch.randn(num_tokens, 16)

@@ -41,7 +41,7 @@ from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.kernels.cuda.runtime import tensors
 from kvquant.kernels.cuda.runtime.spec import Spec
 from kvquant.kernels.cuda.simulator import simulator
-from kvquant.rows.transforms import transform_rows
+from kvquant.rows.basis import transform_rows
 
 memory: list[tuple[int, int]] = []  # of the tensors of a call
 alive: list[torch.Tensor] = []  # these, so that no others get their memory

@@ -10,6 +10,7 @@ import torch
 from append_cases import (
     DTYPES,
     Case,
+    append,
     differences,
     expected,
     expected_values,
@@ -197,7 +198,7 @@ ON_GPU |= {
 def test_bytes_are_those_of_the_meaning(name: str) -> None:
     call = make_call(ON_GPU[name], "cuda")
     wanted = expected(call)
-    append_rows(**call)
+    append(**call)
     problem = differences(results(call), wanted)
     assert not problem, problem
 
@@ -231,11 +232,11 @@ def test_random_rows_of_every_scale() -> None:
 @pytest.mark.gpu
 def test_a_graph_is_replayed_with_other_slots_and_rows() -> None:
     call = make_call(Case(exact="bf16", tokens=32, heads=4), "cuda")
-    append_rows(**make_call(Case(exact="bf16", tokens=32, heads=4), "cuda"))  # compiled
+    append(**make_call(Case(exact="bf16", tokens=32, heads=4), "cuda"))  # compiled
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        append_rows(**call)
+        append(**call)
     for step in range(3):
         order = torch.randperm(32, device="cuda")
         for slots in call["slots"]:
@@ -254,12 +255,12 @@ def test_another_stream_is_used() -> None:
     wanted = expected(call)
     rare, x = call["k"].clone(), call["k"]
     x.zero_()
-    append_rows(**make_call(Case(tokens=40, heads=2), "cuda"))  # compiled
+    append(**make_call(Case(tokens=40, heads=2), "cuda"))  # compiled
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         torch.cuda._sleep(20_000_000)
         x.copy_(rare)
-        append_rows(**call)
+        append(**call)
     stream.synchronize()
     problem = differences(results(call), wanted)
     assert not problem, problem

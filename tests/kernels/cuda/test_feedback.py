@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from append_cases import Case, differences, expected, make_call, results
+from append_cases import Case, append, differences, expected, make_call, results
 from fake_cuda import CPU, STREAM, FakeDriver, arguments_of, install, loaded_specs, note_devices
 from feedback_cases import make_rows
 
-from kvquant import RowFormat, append_rows
+from kvquant import RowFormat
 from kvquant.errors import ConfigError, ShapeError, UnsupportedError
 from kvquant.kernels.cuda.affine.launch import AffineSpec
 from kvquant.kernels.cuda.append.launch import append_calibrated, quantize_with_feedback
@@ -279,7 +279,7 @@ ON_GPU = {
 def test_appended_bytes_are_those_of_the_meaning(name: str) -> None:
     call = make_call(ON_GPU[name], "cuda")
     wanted = expected(call)
-    append_rows(**call)
+    append(**call)
     problem = differences(results(call), wanted)
     assert not problem, problem
 
@@ -288,11 +288,11 @@ def test_appended_bytes_are_those_of_the_meaning(name: str) -> None:
 def test_a_graph_is_replayed_with_other_slots_and_rows() -> None:
     case = Case(feedback="kv", clip="k", matrix="v", exact="bf16", tokens=64, heads=4, skip=True)
     call = make_call(case, "cuda")
-    append_rows(**make_call(case, "cuda"))  # compiled
+    append(**make_call(case, "cuda"))  # compiled
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        append_rows(**call)
+        append(**call)
     for step in range(3):
         order = torch.randperm(64, device="cuda")
         for slots in call["slots"]:
@@ -309,7 +309,7 @@ def test_a_graph_is_replayed_with_other_slots_and_rows() -> None:
 def test_a_compiled_call_writes_the_same_bytes() -> None:
     call = make_call(Case(feedback="kv", matrix="k", clip="v", tokens=40, heads=4), "cuda")
     wanted = expected(call)
-    torch.compile(append_rows, fullgraph=True, backend="aot_eager")(**call)
+    torch.compile(append, fullgraph=True, backend="aot_eager")(**call)
     problem = differences(results(call), wanted)
     assert not problem, problem
 
