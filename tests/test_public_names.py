@@ -35,6 +35,8 @@ PUBLIC = [
     "slots_of",
 ]
 WITH_HF = ["CachedModel", "TransformersCache"]  # loaded by name only: import * needs no extra
+PLAN = Path(__file__).parent / "data" / "plan-v2.safetensors"
+RECORDS = ["Rope", "RowTransform", "Slots"]  # arguments of append_rows, where examples show them
 ERRORS = [name for name, value in vars(errors).items() if inspect.isclass(value)]
 
 
@@ -104,11 +106,18 @@ def test_every_error_is_a_kvquant_error_drawn_in_the_docstring() -> None:
         assert inspect.getdoc(error)
 
 
-@pytest.mark.parametrize("name", PUBLIC)
-def test_examples_of_docstrings_run(name: str) -> None:
+@pytest.mark.parametrize("name", [*PUBLIC, *WITH_HF])
+def test_examples_of_docstrings_run(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each example alone, as it is copied: it imports all that it uses."""
+    if name in WITH_HF:
+        pytest.importorskip("transformers", reason="needs the hf extra")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plan.safetensors").write_bytes(PLAN.read_bytes())
     failed: list[str] = []
     runner = doctest.DocTestRunner(verbose=False)
     for test in doctest.DocTestFinder().find(getattr(kvquant, name), name, globs={}):
         runner.run(test, out=failed.append)
     assert not failed, "".join(failed)
+    assert runner.tries or name in RECORDS

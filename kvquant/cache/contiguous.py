@@ -90,6 +90,15 @@ class KVCache:
     Raises:
         ConfigError: a size, a format or a device that does not exist, or takes too much memory.
         DeviceError: no kernels serve the device, or it is not there.
+
+    Example:
+        >>> import torch
+        >>> from kvquant import KVCache
+        >>> cache = KVCache(num_layers=1, batch=2, num_kv_heads=8, head_dim=128, max_seq_len=64)
+        >>> k, v = torch.randn(2, 2, 8, 10, 128)  # [batch, num_kv_heads, tokens, head_dim] each
+        >>> cache.append(0, k, v)
+        >>> cache.attend(0, torch.randn(2, 32, 128)).shape
+        torch.Size([2, 32, 128])
     """
 
     @torch.inference_mode(False)  # else what is made inside it could not be changed outside

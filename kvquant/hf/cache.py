@@ -109,6 +109,18 @@ class TransformersCache(Cache):
         ShapeError: the cache is not of the model's layers and heads, or its layers hold different
             lengths.
         NonFiniteError: as KVCache.check.
+
+    Example:
+        >>> import torch
+        >>> from kvquant import CachedModel, TransformersCache
+        >>> from kvquant.cli.demo import MODEL  # a folder with a model
+        >>> model = CachedModel.from_pretrained(MODEL)
+        >>> model.model.set_attn_implementation("kvquant")
+        >>> past = TransformersCache(model.new_cache(batch=1, max_seq_len=64))
+        >>> text = torch.tensor([model.encode("The city of Manila")])
+        >>> more = model.model.generate(text, past_key_values=past, max_new_tokens=5)
+        >>> more.shape[1] - text.shape[1]
+        5
     """
 
     def __init__(

@@ -52,6 +52,16 @@ class CachedModel:
 
     Raises:
         ConfigError: model is no model of transformers.
+
+    Example:
+        >>> import torch
+        >>> from kvquant import CachedModel
+        >>> from kvquant.cli.demo import MODEL  # a folder with a model
+        >>> model = CachedModel.from_pretrained(MODEL)
+        >>> cache = model.new_cache(batch=1, max_seq_len=64)
+        >>> logits = model.prefill(cache, torch.tensor([model.encode("The city of Manila")]))
+        >>> model.generate(cache, logits, 5).shape
+        torch.Size([1, 5])
     """
 
     def __init__(

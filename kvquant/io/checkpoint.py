@@ -114,6 +114,12 @@ def save_cache(
         CheckpointError: it could not be loaded again: a row holds NaN, or a value that it cannot be
             packed with, or what the file says of the cache is too long.
         OSError: the file cannot be written.
+
+    Example:
+        >>> from kvquant import KVCache, save_cache
+        >>> cache = KVCache(num_layers=1, batch=1, num_kv_heads=8, head_dim=128, max_seq_len=64)
+        >>> [path.name for path in save_cache(cache, "cache.safetensors")]
+        ['cache.safetensors']
     """
     how = "give a KVCache; save_sequences saves sequences of a PagedKVCache"
     check_kind("cache", cache, KVCache, how)
@@ -184,6 +190,13 @@ def load_cache(
             not fit max_seq_len or the memory.
         ConfigError: max_seq_len is no whole number, plan no plan, or device no device.
         DeviceError: the device is not here, or no kernels serve it.
+
+    Example:
+        >>> from kvquant import KVCache, load_cache, save_cache
+        >>> cache = KVCache(num_layers=1, batch=1, num_kv_heads=8, head_dim=128, max_seq_len=64)
+        >>> files = save_cache(cache, "cache.safetensors")
+        >>> load_cache("cache.safetensors").max_seq_len
+        64
     """
     device = check_device(device)
     if plan is not None:

@@ -88,6 +88,11 @@ class CachePlan:
     Attributes:
         facts: as above.
         tensors: as above, on the CPU.
+
+    Example:
+        >>> from kvquant import CachePlan, KVCache
+        >>> plan = CachePlan.load("plan.safetensors")  # as kvquant calibrate writes it
+        >>> cache = KVCache.from_plan(plan, batch=1, max_seq_len=64)
     """
 
     facts: Mapping[str, Any]

@@ -108,6 +108,13 @@ def save_sequences(
         CheckpointError: it could not be loaded again: a row holds NaN, or a value that it cannot be
             packed with, or what the file says of the sequences is too long.
         OSError: the file cannot be written.
+
+    Example:
+        >>> from kvquant import PagedKVCache, save_sequences
+        >>> paged = PagedKVCache(1, 8, 128, num_pages=8, max_seq_len=256)
+        >>> present = paged.allocate("a")
+        >>> save_sequences(paged, ["a"], "sequences.safetensors").name
+        'sequences.safetensors'
     """
     check_kind("cache", cache, PagedKVCache, "give a PagedKVCache; save_cache saves a KVCache")
     path, ids = check_name(path), listed(ids)
@@ -156,6 +163,15 @@ def load_sequences(
         CheckpointError: the file is damaged, foreign, of another model, or does not fit the cache.
         OutOfPagesError: there are not enough pages or sequence slots.
         ConfigError: an id is in use, or ids names a sequence that the file has not.
+
+    Example:
+        >>> from kvquant import PagedKVCache, load_sequences, save_sequences
+        >>> paged = PagedKVCache(1, 8, 128, num_pages=8, max_seq_len=256)
+        >>> present = paged.allocate("a")
+        >>> path = save_sequences(paged, ["a"], "sequences.safetensors")
+        >>> paged.free("a")
+        >>> list(load_sequences(paged, path))
+        ['a']
     """
     check_kind("cache", cache, PagedKVCache, "give a PagedKVCache; load_cache reads a KVCache")
     if ids is not None:

@@ -112,6 +112,17 @@ def append_rows(
             type, or K and V are one tensor.
         DeviceError: the tensors lie on different devices, or none of the backends serves theirs.
         UnsupportedError: the kernel, the GPU or what is installed cannot do it.
+
+    Example:
+        >>> import torch
+        >>> from kvquant import RowFormat, append_rows, dequantize_pages
+        >>> int8 = RowFormat.parse("int8", 128)
+        >>> k_pages, v_pages = torch.zeros(2, 4, 8, 16, int8.row_bytes, dtype=torch.uint8)
+        >>> k, v = torch.randn(2, 3, 8, 128)  # 3 new tokens of 8 heads
+        >>> slots = torch.tensor([16, 17, 18])  # the first places of page 1
+        >>> append_rows(k, v, k_pages, v_pages, slots, int8, int8)
+        >>> bool((dequantize_pages(k_pages, int8, slots, torch.float32) - k).abs().max() < 0.05)
+        True
     """
     if not isinstance(slots, Slots):
         slots = Slots(slots)
@@ -358,6 +369,13 @@ def dequantize_pages(
 
     Raises:
         As append_rows.
+
+    Example:
+        >>> import torch
+        >>> from kvquant import dequantize_pages, quantize_rows
+        >>> pages = quantize_rows(torch.ones(2, 8, 16, 128), "int4")  # 2 pages of 16 rows
+        >>> dequantize_pages(pages, "int4", torch.tensor([31, -1]), torch.float32)[:, 0, 0]
+        tensor([1., 0.])
     """
     check_readable(rows=rows, slots=slots)
     fmt = format_of(rows, fmt)

@@ -48,6 +48,12 @@ def quantize_rows(
         ConfigError: the dtype or the backend does not exist here.
         NonFiniteError: the first value that the format cannot hold, with its index.
         DeviceError: the backend cannot take tensors of this device.
+
+    Example:
+        >>> import torch
+        >>> from kvquant import quantize_rows
+        >>> quantize_rows(torch.randn(2, 8, 10, 128), "int4-g4").shape  # 80 bytes a row
+        torch.Size([2, 8, 10, 80])
     """
     check_readable(x=x)
     check_flag("check", check)
@@ -93,6 +99,14 @@ def dequantize_rows(
         ShapeError: the last axis is not row_bytes.
         ConfigError: the dtype or the backend does not exist here.
         DeviceError: the backend cannot take tensors of this device.
+
+    Example:
+        >>> import torch
+        >>> from kvquant import RowFormat, dequantize_rows, quantize_rows
+        >>> int8 = RowFormat.parse("int8", 128)
+        >>> x = torch.randn(10, 128)
+        >>> bool((dequantize_rows(quantize_rows(x, int8), int8) - x).abs().max() < 0.05)
+        True
     """
     fmt = format_of(rows, fmt)
     check_rows(rows, fmt)

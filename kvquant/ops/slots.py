@@ -74,6 +74,13 @@ def slots_of(
         ShapeError: the tensors are not of the same sequences, or a length, page or sequence slot
             cannot be (their values are looked at on the CPU, and in debug mode).
         ConfigError: a size or a dtype that is not possible.
+
+    Example:
+        >>> import torch
+        >>> from kvquant import slots_of
+        >>> lens = torch.tensor([5, 9], dtype=torch.int32)  # of two sequences, all of it packed
+        >>> slots_of(lens, lens, None, 2, 64).packed  # 2 new tokens each, room for 64
+        tensor([ 5,  6, 73, 74])
     """
     _check_tensors(seq_lens, packed_lens, new_lens, block_table, seq_slots)
     check_flag("ring", ring)

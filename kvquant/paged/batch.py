@@ -53,6 +53,20 @@ class PagedBatch(NotCopied):
 
     Raises:
         ConfigError: a size that is not possible.
+
+    Example:
+        >>> import torch
+        >>> from kvquant import PagedBatch, PagedKVCache
+        >>> paged = PagedKVCache(1, 8, 128, num_pages=8, max_seq_len=256)
+        >>> batch = PagedBatch(paged, max_batch=2, max_tokens=64)
+        >>> present = [paged.allocate(name) for name in ("a", "b")]
+        >>> with batch.extend(["a", "b"], [3, 5]):  # 3 new tokens of a, then 5 of b
+        ...     batch.append(0, torch.randn(8, 8, 128), torch.randn(8, 8, 128))
+        >>> with batch.extend(["a", "b"], [1, 1]):
+        ...     batch.append(0, torch.randn(2, 8, 128), torch.randn(2, 8, 128))
+        ...     out = batch.attend(0, torch.randn(2, 32, 128))  # of one query for each sequence
+        >>> out.shape
+        torch.Size([2, 32, 128])
     """
 
     @torch.inference_mode(False)  # else what is made inside it could not be changed outside

@@ -89,6 +89,19 @@ class PagedKVCache(NotCopied):
 
     Raises:
         ConfigError: a size or a format that does not exist.
+
+    Example:
+        >>> import torch
+        >>> from kvquant import PagedBatch, PagedKVCache
+        >>> paged = PagedKVCache(1, 8, 128, num_pages=8, max_seq_len=256)
+        >>> batch = PagedBatch(paged, max_batch=2, max_tokens=64)
+        >>> paged.allocate("a")  # tokens whose rows are there already
+        0
+        >>> with batch.extend(["a"], [20]):
+        ...     batch.append(0, torch.randn(20, 8, 128), torch.randn(20, 8, 128))
+        >>> paged.fork("a", "b")
+        >>> paged.length("b")
+        20
     """
 
     @torch.inference_mode(False)  # else what is made inside it could not be changed outside

@@ -47,6 +47,12 @@ class RowFormat:
 
     Raises:
         ConfigError: a codec, a number of groups or a head_dim that does not exist.
+
+    Example:
+        >>> from kvquant import RowFormat
+        >>> int4 = RowFormat.parse("int4-g4", 128)
+        >>> int4.row_bytes, int4.groups
+        (80, 4)
     """
 
     codec: str
