@@ -91,7 +91,29 @@ def check_append(
         _check_rope(rope, num_tokens, k.fmt.head_dim)
     if bad is not None:
         _check_tensor("bad", bad, torch.int32, (2,))
-    _check_devices(k, v, slots, rope, bad)
+    tensors = [v.x, k.rows, v.rows, k.exact_rows, v.exact_rows, bad, *slots]
+    for encoding in (k.transform, v.transform):
+        if encoding is not None:
+            offset, _, *others = encoding
+            tensors += [offset, *others]
+    if rope is not None:
+        tensors += rope[:2]
+    _check_devices(k.x, tensors)
+
+
+def check_tokens(k: Side, v: Side, rope: Rope | None) -> None:
+    """Raise unless new tokens and rope fit the rows that they are written to; nothing is read.
+
+    This is what a cache cannot know: slots, rows and transforms are its own. Errors as of
+    check_call.
+    """
+    num_tokens, num_kv_heads = check_new(k.x, v.x)
+    _check_storage(("k_rows", "v_rows"), k.rows, v.rows, num_kv_heads)
+    given = [v.x, k.rows]
+    if rope is not None:
+        _check_rope(rope, num_tokens, k.fmt.head_dim)
+        given += rope[:2]
+    _check_devices(k.x, given)
 
 
 def check_dequantize(
@@ -123,13 +145,19 @@ def check_types(
     rope: Rope | None,
 ) -> None:
     """Raise ConfigError unless what cannot be left out is a tensor, and the rest of its class."""
-    check_readable(k=k, v=v, k_rows=k_rows, v_rows=v_rows, slots=slots.packed)
+    check_new_types(k, v, rope)
+    check_readable(k_rows=k_rows, v_rows=v_rows, slots=slots.packed)
     optional = {"exact_k": exact_k, "exact_v": exact_v}
     optional |= {f"slots.{name}": x for name, x in slots._asdict().items()}
     check_readable(**{name: x for name, x in optional.items() if x is not None})
     for name, transform in (("k_transform", k_transform), ("v_transform", v_transform)):
         if transform is not None:
             check_kind(name, transform, Basis, "give a Basis")
+
+
+def check_new_types(k: torch.Tensor, v: torch.Tensor, rope: Rope | None) -> None:
+    """Raise ConfigError unless new rows are tensors, and rope a Rope or None."""
+    check_readable(k=k, v=v)
     if rope is not None:
         check_kind("rope", rope, Rope, "give Rope(cos, sin)")
 
@@ -317,19 +345,10 @@ def _check_tensor(
         )
 
 
-def _check_devices(
-    k: Side, v: Side, slots: Slots, rope: Rope | None, bad: torch.Tensor | None
-) -> None:
-    tensors = [v.x, k.rows, v.rows, k.exact_rows, v.exact_rows, bad, *slots]
-    for transform in (k.transform, v.transform):
-        if transform is not None:
-            offset, _, *others = transform
-            tensors += [offset, *others]
-    if rope is not None:
-        tensors += rope[:2]
+def _check_devices(k: torch.Tensor, tensors: Sequence[torch.Tensor | None]) -> None:
     for tensor in tensors:
-        if tensor is not None and tensor.device != k.x.device:
+        if tensor is not None and tensor.device != k.device:
             raise DeviceError(
-                f"k is on {k.x.device}, one of the other tensors {list(tensor.shape)} on "
+                f"k is on {k.device}, one of the other tensors {list(tensor.shape)} on "
                 f"{tensor.device}"
             )

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, NoReturn, overload
 
 import numpy as np
 import torch
 
+from .. import debug
 from ..cache.copying import NotCopied
 from ..errors import ConfigError, ShapeError
-from ..ops.append import append_rows
+from ..ops.append import write_rows
+from ..ops.append_checks import Side, check_call, check_new, check_new_types, check_tokens
 from ..ops.attention import State, attend_segments
 from ..ops.shared_prefix import attend_shared
 from ..rows.arguments import check_flag, check_kind, check_size, check_tensors
+from ..rows.format import RowFormat
 from ..rows.rotation import Rope
 from ..rows.segment import Segment
 from ..rows.slots import Slots
@@ -251,22 +255,24 @@ class PagedBatch(NotCopied):
             if not compiling and k.shape[0] <= self.max_batch:  # prompts have any length
                 self._slots[k.shape[0]] = slots
         rows, has_exact = self.cache.rows.layers[layer], slots.exact is not None
-        append_rows(
-            k,
-            v,
-            rows.k_pages,
-            rows.v_pages,
-            slots,
-            rows.k_format,
-            rows.v_format,
-            exact_k=rows.k_exact if has_exact else None,
-            exact_v=rows.v_exact if has_exact else None,
-            exact_format=self.cache.exact_format,
-            k_transform=rows.basis and rows.basis.k,
-            v_transform=rows.basis and rows.basis.v,
-            rope=rope,
-            bad=self.cache.bad_rows,
-        )
+        exact_k, exact_v = (rows.k_exact, rows.v_exact) if has_exact else (None, None)
+        k_transform = v_transform = None
+        if rows.basis is not None:
+            k_transform, v_transform = rows.basis.k.encoding, rows.basis.v.encoding
+        try:
+            if v.ndim != 3:
+                check_new(k, v)  # says what is wrong
+            k_format = RowFormat.parse(rows.k_format, k.shape[-1])
+            v_format = RowFormat.parse(rows.v_format, v.shape[-1])
+            k_side = Side(k, rows.k_pages, k_format, exact_k, k_transform)
+            v_side = Side(v, rows.v_pages, v_format, exact_v, v_transform)
+            call = k_side, v_side, slots, self.cache.exact_format, rope, self.cache.bad_rows
+            # slots are right, and rows lie apart: proved again in debug mode only
+            check = partial(check_tokens, k_side, v_side, rope)
+            write_rows(*call, check=partial(check_call, *call) if debug.enabled else check)
+        except Exception:  # types are looked at only now: it takes time
+            check_new_types(k, v, rope)
+            raise
         if not compiling:
             (self._in_graphs if is_fixed else self._appended).add(layer)
 

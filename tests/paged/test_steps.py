@@ -5,11 +5,15 @@ See test_failures.py for steps whose copies fail, and test_compile.py for compil
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from paged_cases import LAYERS, begin, extend, make, new_rows, same, seen, values
+from paged_cases import DIM, HEADS, LAYERS, begin, extend, make, new_rows, same, seen, values
 
-from kvquant.errors import ConfigError, NonFiniteError
+from kvquant import Rope, debug
+from kvquant.errors import ConfigError, DeviceError, NonFiniteError, ShapeError
+from kvquant.ops import append_checks
 from kvquant.paged.batch import PagedBatch
 
 
@@ -67,6 +71,71 @@ def test_an_append_that_was_refused_may_be_made_again() -> None:
                 batch.append(layer, *rows.double())
             batch.append(layer, *rows)
     assert batch.cache.length("a") == 10
+
+
+def angles(num_tokens: int, rotary_dim: int) -> Rope:
+    return Rope(*torch.zeros(2, num_tokens, rotary_dim // 2))
+
+
+GIVEN: dict[str, tuple[dict[str, Any], type[Exception], str]] = {  # in place of rows that are right
+    "no tensor": ({"v": None}, ConfigError, "v is of type NoneType: give a tensor"),
+    "flat v": ({"v": torch.zeros(10, HEADS * DIM)}, ShapeError, "both must be .num_tokens"),
+    "fewer v": ({"v": torch.zeros(9, HEADS, DIM).bfloat16()}, ShapeError, "alike but for head_dim"),
+    "two dtypes": ({"v": torch.zeros(10, HEADS, DIM)}, ConfigError, "float16 for both"),
+    "strides": (
+        {"k": torch.zeros(10, HEADS, 2 * DIM).bfloat16()[..., ::2]},
+        ShapeError,
+        "row must",
+    ),
+    "head_dim of K": ({"k": torch.zeros(10, HEADS, 80).bfloat16()}, ConfigError, "64, not 80"),
+    "head_dim of V": ({"v": torch.zeros(10, HEADS, 80).bfloat16()}, ConfigError, "64, not 80"),
+    "KV heads": (
+        dict.fromkeys("kv", torch.zeros(10, HEADS + 1, DIM).bfloat16()),
+        ShapeError,
+        "k and v have 3 KV heads, k_rows has 2",
+    ),
+    "device of V": (
+        {"v": torch.zeros(10, HEADS, DIM, device="meta").bfloat16()},
+        DeviceError,
+        "k is on cpu, one of the other tensors .* on meta",
+    ),
+    "pair for rope": ({"rope": angles(10, 8)[:2]}, ConfigError, "rope is of type tuple: give Rope"),
+    "rope tokens": ({"rope": angles(9, 8)}, ShapeError, r"rope.cos is \[9, 4\] .* \[10, 4\]"),
+    "long rope": ({"rope": angles(10, 66)}, ShapeError, "rotary_dim at most the head_dim 64 of K"),
+}
+
+
+@pytest.mark.parametrize("reads", [False, True], ids=["", "debug"])
+@pytest.mark.parametrize("case", GIVEN)
+def test_rows_that_do_not_fit_are_refused_and_nothing_is_written(
+    case: str, reads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(debug, "enabled", reads)
+    changes, error, message = GIVEN[case]
+    batch = PagedBatch(make(), 4, 100)
+    batch.cache.allocate("a")
+    before = [rows.k_pages.clone() for rows in batch.cache.rows.layers]
+    k, v = new_rows(10)
+    with batch.extend(["a"], 10):
+        with pytest.raises(error, match=message):
+            batch.append(0, **{"k": k, "v": v, **changes})
+        for rows, old in zip(batch.cache.rows.layers, before, strict=True):
+            assert torch.equal(rows.k_pages, old)
+        for layer in range(LAYERS):
+            batch.append(layer, k, v)
+    assert batch.cache.length("a") == 10
+
+
+@pytest.mark.parametrize("reads", [False, True], ids=["", "debug"])
+def test_slots_of_a_step_are_proved_again_in_debug_mode_only(
+    reads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked: list[int] = []
+    monkeypatch.setattr(append_checks, "check_slots", lambda *_: checked.append(1))
+    monkeypatch.setattr(debug, "enabled", reads)
+    batch = PagedBatch(make(), 4, 100)
+    begin(batch, "a", 10)
+    assert len(checked) == reads * LAYERS
 
 
 def test_layers_that_a_graph_appends_to_may_have_been_written_by_it(
