@@ -1,4 +1,4 @@
-"""Checks of values in tensors (lengths, pages, sequence slots, new rows), which the host must read.
+"""Checks of values in tensors (lengths, pages, members, slots, new rows), which the host must read.
 
 On the CPU they always run. On a GPU reading waits for all its work, so there they run in debug mode
 only: with KVQUANT_DEBUG=1 in the environment when kvquant is imported, or after

@@ -49,7 +49,7 @@ X, ROWS, NUM_ROWS, BAD = range(4)  # the arguments of both kernels
 
 
 def quantize(x: torch.Tensor, fmt: RowFormat) -> tuple[torch.Tensor, bool]:
-    """Rows of x, and whether the format can hold every element; see quant.quantize_rows."""
+    """Rows of x, and whether the format can hold every element; see quantize_rows."""
     x = x.resolve_neg().contiguous()
     rows = torch.empty((*x.shape[:-1], fmt.row_bytes), dtype=torch.uint8, device="cpu")
     num_rows = x.numel() // fmt.head_dim
@@ -61,7 +61,7 @@ def quantize(x: torch.Tensor, fmt: RowFormat) -> tuple[torch.Tensor, bool]:
 
 
 def dequantize(rows: torch.Tensor, fmt: RowFormat) -> torch.Tensor:
-    """Values of rows in float32; see quant.dequantize_rows."""
+    """Values of rows in float32; see dequantize_rows."""
     rows = rows.contiguous()
     x = torch.empty((*rows.shape[:-1], fmt.head_dim), dtype=torch.float32, device="cpu")
     num_rows = rows.numel() // fmt.row_bytes

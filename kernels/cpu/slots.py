@@ -1,7 +1,7 @@
-"""Slots of new tokens on the CPU, as slots.py defines them, and whether slots are all different.
+"""Slots of new tokens on the CPU, by kvquant/rows/slots.py, and whether slots are all different.
 
-Plain numba, without vectors. That something is not possible is only found here; slots.py tells what
-it is.
+Plain numba, without vectors. That something is not possible is only found here;
+kvquant/ops/slots.py says what it is.
 """
 
 from __future__ import annotations

@@ -1,1 +1,3 @@
 """The cache of one batch: contiguous rows for each sequence, with sinks and a recent window."""
+
+from .contiguous import KVCache as KVCache

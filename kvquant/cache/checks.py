@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -74,7 +74,6 @@ def check_bases(
     return bases
 
 
-@runtime_checkable
 class Plan(Protocol):
     """What a cache takes from a plan, which kvquant.CachePlan has."""
 
@@ -105,7 +104,8 @@ class Plan(Protocol):
 
 def check_plan_options(plan: object, options: Collection[str]) -> None:
     """Raise ConfigError unless a plan is one, and options of a cache none that it decides."""
-    if not isinstance(plan, Plan):
+    wanted = "num_layers", "num_kv_heads", "head_dim", "k_formats", "v_formats", "layers"
+    if not all(hasattr(type(plan), name) for name in wanted):  # nothing of it is computed here
         raise ConfigError(
             f"plan is of type {type(plan).__name__}: give a CachePlan, of a file "
             "CachePlan.load(path)"
@@ -125,15 +125,6 @@ def check_layer(layer: int, num_layers: int) -> None:
         raise ConfigError(
             f"layer {shown(layer)} does not exist: the cache has layers 0 to {num_layers - 1}"
         )
-
-
-def take_counts(*counters: torch.Tensor) -> list[int]:
-    """Read counters, in one wait for the GPU, and set them back if anything was counted."""
-    counts: list[int] = torch.cat(counters).tolist()
-    if any(counts):
-        for counter in counters:
-            counter.zero_()
-    return counts
 
 
 def check_bad_rows(rows: Sequence[int], advice: str) -> None:

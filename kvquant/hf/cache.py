@@ -744,7 +744,7 @@ def _check_window(
         told = "" if option in (None, window) else f" (and speaks of {option})"
         raise UnsupportedModelError(
             f"{name} attends to {wanted}{told}, its layer of the cache to {has}: make the cache by "
-            "CachedModel.new_cache, or with windows=huggingface.windows_of(model.config)"
+            "CachedModel.new_cache, or with windows=kvquant.hf.cache.windows_of(model.config)"
         )
 
 

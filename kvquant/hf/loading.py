@@ -74,13 +74,13 @@ def load(folder: str | Path, dtype: torch.dtype) -> tuple[Any, Any, torch.dtype 
     for name, stored, wanted in sorted(told["mismatched_keys"]):
         raise ConfigError(
             f"{folder} has {name} of shape {list(stored)}, where its config.json asks for "
-            f"{list(wanted)}: mend it, or take another copy"
+            f"{list(wanted)}: fix it, or take another copy"
         )
     missing = sorted(told["missing_keys"])
     if missing:
         raise ConfigError(
             f"{folder} has no weights for {len(missing)} tensors of the model that its config.json "
-            f"asks for, {missing[0]} first: mend it, or take another copy"
+            f"asks for, {missing[0]} first: fix it, or take another copy"
         )
     unused = sorted(told["unexpected_keys"])
     if unused:
@@ -111,7 +111,7 @@ def _check_folder(folder: Path) -> list[list[int]]:
             if isinstance(part[name], int) and part[name] > len(shapes):
                 raise ConfigError(
                     f"{folder}: config.json has {name} {part[name]}, and there are {len(shapes)} "
-                    "tensors of weights: mend it, or take another copy"
+                    "tensors of weights: fix it, or take another copy"
                 )
         quantization = part.get("quantization_config") or part.get("compression_config")
         if quantization:
@@ -184,7 +184,7 @@ def _check_size(folder: Path, config: Any, dtype: torch.dtype, shapes: list[list
     if wanted > 2 * stored:
         raise ConfigError(
             f"{folder}: config.json asks for a model of {wanted:,} numbers, and its weights have "
-            f"{stored:,}: mend it, or take another copy"
+            f"{stored:,}: fix it, or take another copy"
         )
 
 

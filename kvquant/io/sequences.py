@@ -264,7 +264,7 @@ def _place(
         raise ConfigError(f"ids are {shown(ids)}: give each sequence another one")
     with cache.changing(*ids):
         _place_rows(cache, file, ids)
-        cache.publish(ids)
+        cache.insert_prefixes(ids)
     return list(ids)
 
 

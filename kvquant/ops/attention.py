@@ -315,7 +315,7 @@ def _check(q: torch.Tensor, segments: Sequence[Segment], num_splits: int | None)
     """The segments, with formats in place of their names, if q can attend to them."""
     made = []
     for segment in segments:
-        if type(segment) is not Segment:
+        if not isinstance(segment, Segment):
             raise TypeError("no segment")  # check_types says so
         if type(segment[3]) is not RowFormat or type(segment[4]) is not RowFormat:
             segment = parse_formats(q, segment)

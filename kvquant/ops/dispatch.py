@@ -36,8 +36,8 @@ def kernels_for(tensor: torch.Tensor, backend: str | None) -> str:
         raise ConfigError(f"backend {shown(backend)} does not exist: use cpu, cuda or reference")
     if backend not in (device, "reference"):
         raise DeviceError(
-            f"backend {backend!r} takes {backend.upper()} tensors, not {tensor.device}: use "
-            "'reference', which is slow, or none"
+            f"backend {backend!r} takes {backend.upper()} tensors, not {tensor.device}: leave "
+            "it out, or use 'reference', which is slow"
         )
     return backend
 

@@ -33,7 +33,8 @@ def quantize_rows(
     """Quantize the last axis of a tensor to rows.
 
     Args:
-        x: [..., head_dim], float32, bfloat16 or float16, on any device, of any strides.
+        x: [..., head_dim], float32, bfloat16 or float16, of any strides; on the CPU or CUDA, or
+            with backend="reference" on any device.
         fmt: the format of the rows, or its short name ("int4-g4").
         check: look for values that the format cannot hold (NaN, Inf, magnitudes over fmt.max_abs)
             and raise. With False such a row is written so that all of it decodes to NaN.
@@ -85,7 +86,7 @@ def dequantize_rows(
     """Give back the values of rows.
 
     Args:
-        rows: [..., row_bytes], uint8, on any device, of any strides.
+        rows: [..., row_bytes], uint8, of any strides; devices as in quantize_rows.
         fmt: the format that they were written in, or its short name.
         dtype: of the result: float32, bfloat16 or float16. Values are computed in float32 and
             rounded once.

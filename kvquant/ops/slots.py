@@ -3,7 +3,7 @@
     slots_of                          checks its arguments, then as below
     find_slots                        what a cache calls, which has checked already
     check_slots                       whether slots exist and differ
-    torch.ops.kvquant.place_tokens    writes the lengths of a layer, overflow and out
+    torch.ops.kvquant.place_tokens    writes the lengths of a layer, lost and room
 
 place_tokens reads nothing on the host. As a custom op of torch it is called inside torch.compile
 only, which takes it with fullgraph=True: what it writes is declared, and it returns nothing. Its
@@ -354,7 +354,7 @@ def place_tokens(
         new_lens: [batch], int32 or int64, how many of the new_tokens belong to each sequence,
             taken as 0 to new_tokens; all when None.
         new_tokens: new tokens per sequence, 1 or more.
-        lost: [1], int32: tokens beyond max_seq_len, which get no slots, are added to it.
+        overflow: [1], int32: tokens beyond max_seq_len, which get no slots, are added to it.
 
     Raises:
         UnsupportedError: the GPU is too old, or what is installed cannot do it.

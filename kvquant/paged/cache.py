@@ -54,7 +54,7 @@ class PagedKVCache(NotCopied):
     """Keys and values of many sequences that come, fork, end and share their beginnings.
 
     All memory is allocated when the cache is made. Packed rows lie in pages that sequences share by
-    reference counts; a shared last page is copied before it is written. Exact rows (the sinks and
+    reference counts; a shared last page is copied before it is written. 16-bit rows (the sinks and
     the recent window, 16 bit) lie in sequence slots; every live sequence has one. What a row is,
     and when it is quantized, is as in KVCache. PagedBatch appends and attends:
 
@@ -84,7 +84,7 @@ class PagedKVCache(NotCopied):
 
     Attributes:
         rows: the tensors.
-        state: who sits where, with which pages.
+        state: slots, lengths and pages of the sequences.
         bad_rows: [2] int32, on the device: rows of K and of V that were written as NaN: see check.
 
     Raises:
@@ -399,7 +399,9 @@ class PagedKVCache(NotCopied):
         """Keep sinks of other sequences where those that were kept are forgotten."""
         with suppress(MemoryError, RuntimeError):  # the next that fills a page keeps its sinks
             with self.changing():
-                self.publish([i for i in self.state.ids if not self.swap_space.is_arriving(i)])
+                self.insert_prefixes(
+                    [i for i in self.state.ids if not self.swap_space.is_arriving(i)]
+                )
 
     def can_append(self, ids: Sequence[SequenceId], counts: int | Sequence[int] = 1) -> bool:
         """Whether there are pages for PagedBatch.extend with these sequences and counts.
@@ -511,7 +513,7 @@ class PagedKVCache(NotCopied):
         try:
             with self.changing():
                 if written:
-                    self.publish(self.state.to_publish(step))
+                    self.insert_prefixes(self.state.to_insert(step))
                 elif not begun:
                     self.state.take_back(step)
                 else:
@@ -558,7 +560,7 @@ class PagedKVCache(NotCopied):
         self._step = None
         self._pending = None
 
-    def publish(self, ids: Sequence[SequenceId]) -> None:
+    def insert_prefixes(self, ids: Sequence[SequenceId]) -> None:
         """Let others find the full pages of sequences whose rows are written."""
         to_keep = self.state.insert(ids)
         try:
@@ -581,7 +583,7 @@ class PagedKVCache(NotCopied):
         arrived = self.swap_space.await_rows(ids)
         if arrived:
             with self.changing():
-                self.publish(arrived)
+                self.insert_prefixes(arrived)
 
     def check(self) -> None:
         """Raise if rows were appended since the last check that decode to NaN, as KVCache.check.

@@ -85,7 +85,7 @@ class PagePool:
     Args:
         num_pages: pages in the pool.
         page_size: tokens a page holds.
-        head_len: first tokens of a sequence that do not stand in pages.
+        root_len: first tokens of a sequence that do not stand in pages.
         num_roots: roots whose pages can be found again at a time; with as many as there can be
             sequences every full page with known tokens is found again.
     """
@@ -190,7 +190,7 @@ class PagePool:
         return self._needed(self._to_append(sequence_ids, counts), counts) <= self.num_free
 
     def insert(self, sequence_id: SequenceId, tokens: Sequence[int]) -> int | None:
-        """Name the full pages of a sequence, from now on found by others.
+        """Put the full pages of a sequence into the prefix tree, where others find them.
 
         Call it when the contents are written, or are certain to be written before anything reads a
         sequence that is allocated later.

@@ -280,7 +280,7 @@ def token_ids(tokens: Iterable[int]) -> list[int]:
     return ids
 
 
-def whole_number(node: str, value: int) -> int:
+def whole_number(name: str, value: int) -> int:
     """A number as a Python integer, whatever type it came as.
 
     Raises:
@@ -291,4 +291,4 @@ def whole_number(node: str, value: int) -> int:
             return number
     except TypeError:
         pass
-    raise ConfigError(f"{node} {shown(value)} is not possible: use a whole number")
+    raise ConfigError(f"{name} {shown(value)} is not possible: use a whole number")

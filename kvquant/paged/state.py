@@ -1,4 +1,4 @@
-"""PagedState: the host's view of a paged cache: who sits where, how long, with which pages."""
+"""PagedState: the host's view of a paged cache: slots, lengths and pages of its sequences."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Step:
     Attributes:
         ids: the sequences, in the order of the batch.
         counts: new tokens of each.
-        seq_slots: [batch], where they sit.
+        seq_slots: [batch], their slots.
         lengths, packed_lens: [batch], before the step.
         copies: (source, target) pages to copy before anything is written.
         slots: where the new tokens go, sequence after sequence.
@@ -106,7 +106,7 @@ class PagedState(NotCopied):
         return len(self._free_seq_slots)
 
     def seq_slot(self, sequence_id: SequenceId) -> int:
-        """Where a sequence sits."""
+        """The slot of a sequence."""
         try:
             return self._seq_slots[sequence_id]
         except (KeyError, TypeError):  # what cannot be hashed is no id
@@ -129,7 +129,9 @@ class PagedState(NotCopied):
         self._check_seq_slots([sequence_id])
         packed, root = self.pool.allocate(sequence_id, known)
         present = packed + self.split.sink_len if packed else 0
-        return Allocation(self._sit(sequence_id, present, packed, known[:present]), present, root)
+        return Allocation(
+            self._assign_slot(sequence_id, present, packed, known[:present]), present, root
+        )
 
     def place(
         self,
@@ -148,7 +150,7 @@ class PagedState(NotCopied):
         pages = self.pool.place(dict(zip(ids, tables, strict=True)), packed_lens, origins)
         each = zip(ids, lengths, packed_lens, tokens, strict=True)
         for sequence_id, length, packed, known in each:
-            self._sit(sequence_id, length, packed, list(known))
+            self._assign_slot(sequence_id, length, packed, list(known))
         return pages
 
     def fork(self, parent_id: SequenceId, child_id: SequenceId) -> tuple[int, int]:
@@ -157,7 +159,7 @@ class PagedState(NotCopied):
         self._check_seq_slots([child_id])
         self.pool.fork(parent_id, child_id)
         length, packed = int(self.lengths[seq_slot]), int(self.packed_lens[seq_slot])
-        return seq_slot, self._sit(child_id, length, packed, list(self._tokens[seq_slot]))
+        return seq_slot, self._assign_slot(child_id, length, packed, list(self._tokens[seq_slot]))
 
     def truncate(self, sequence_id: SequenceId, length: int) -> None:
         """Keep the first tokens of a sequence; what is packed stays packed."""
@@ -299,7 +301,7 @@ class PagedState(NotCopied):
                 kept.append((seq_slot, root))
         return kept
 
-    def to_publish(self, step: Step) -> list[SequenceId]:
+    def to_insert(self, step: Step) -> list[SequenceId]:
         """The sequences of a step that have filled a page."""
         size = self.split.page_size
         filled = self.packed_lens[step.seq_slots] // size > step.packed_lens // size
@@ -391,7 +393,9 @@ class PagedState(NotCopied):
                 "make a cache with more sequence slots"
             )
 
-    def _sit(self, sequence_id: SequenceId, length: int, packed: int, tokens: list[int]) -> int:
+    def _assign_slot(
+        self, sequence_id: SequenceId, length: int, packed: int, tokens: list[int]
+    ) -> int:
         """Give a sequence, which the pool has, a sequence slot."""
         seq_slot = self._free_seq_slots.pop()
         table = self.pool.block_table(sequence_id)

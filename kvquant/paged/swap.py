@@ -134,7 +134,7 @@ class SwapSpace(NotCopied):
             self._state.free(swapped)
 
     def finish(self) -> None:
-        """Let the host wait for those that are leaving, and free their pages and slots."""
+        """Let the host wait for those being swapped out, and free their pages and slots."""
         for swapped in self.swapping_out:
             swapped.wait()
         self.reclaim()

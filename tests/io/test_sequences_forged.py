@@ -159,7 +159,7 @@ def test_a_page_keeps_its_name_when_another_is_wanted_for_it() -> None:
     """Were a file to come through, the pool would not be led astray."""
     cache = make()
     cache.state.place(["a", "b"], [16, 16], [16, 16], [[0], [0]], [ONES, TWOS])
-    cache.publish(["a", "b"])
+    cache.insert_prefixes(["a", "b"])
     cache.check_invariants()
     assert cache.match_prefix([*ONES, 0]) == PAGE and cache.match_prefix([*TWOS, 0]) == 0
     cache.free("a")

@@ -28,7 +28,12 @@ def test_a_backend_serves_its_device_and_the_reference_any(
 @pytest.mark.parametrize(
     ("tensor", "backend", "error", "message"),
     [
-        (ON_CPU, "cuda", DeviceError, "'cuda' takes CUDA tensors, not cpu: use 'reference'"),
+        (
+            ON_CPU,
+            "cuda",
+            DeviceError,
+            "'cuda' takes CUDA tensors, not cpu: leave it out, or use 'reference'",
+        ),
         (ON_META, "cpu", DeviceError, "'cpu' takes CPU tensors, not meta"),
         (ON_META, None, DeviceError, "no kernel serves meta: move .* backend='reference'"),
         (ON_CPU, "torch", ConfigError, "'torch' does not exist: use cpu, cuda or reference"),

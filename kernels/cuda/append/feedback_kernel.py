@@ -8,7 +8,7 @@
                                           the row to be packed   ──▶ scales and shifts, buffer
     2  `share` lanes a row: codes, tile by tile (feedback_rounding.py)
 
-The meaning is kvquant/ops/append.py and kvquant/rows/quantize.py, bit for bit.
+The reference is kvquant/ops/append.py and kvquant/rows/quantize.py, bit for bit.
 """
 
 from numba import cuda, float32, uint32, uint64

@@ -11,7 +11,7 @@ With 16-bit rows a token that has an exact slot is written there, and the row th
 it leaves, is quantized in its place; a token without is rounded to 16 bit and quantized. Either way
 at most one row of a token is quantized. A row that leaves as NaN was counted when it came.
 
-The meaning is kvquant/ops/append.py, bit for bit.
+The reference is kvquant/ops/append.py, bit for bit.
 """
 
 from numba import cuda, float32, int32, uint32, uint64

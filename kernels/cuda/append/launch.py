@@ -156,7 +156,7 @@ def append_calibrated(
 def quantize_with_feedback(
     x: torch.Tensor, fmt: RowFormat, clip: torch.Tensor | None, feedback: torch.Tensor
 ) -> torch.Tensor:
-    """Quantize rows on the current stream; see rounding.quantize_calibrated.
+    """Quantize rows on the current stream; see kvquant/ops/quantize.py.
 
     Args:
         x: [batch, num_kv_heads, tokens, head_dim], float32, bfloat16 or float16, not empty.

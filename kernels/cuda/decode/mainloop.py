@@ -63,7 +63,7 @@ def make_attend(spec, path):
     """Make the function that attends to the tokens from `begin` to `end` of a segment.
 
     Its arguments `rows` (where the sequence and the queries are) and `results` (where the output
-    goes) are tuples of the kernel's: see decode.py.
+    goes) are tuples of the kernel's: see kernel.py.
     """
     k, v = spec.rows(path)
     WARPS, STAGES = spec.warps_of(path), spec.stages_of(path)

@@ -13,7 +13,6 @@ HEADS = 8  # query heads of a block: the columns of an MMA
 TILE = 32  # tokens that a warp works on at a time: a row for each lane
 PROMOTION_INTERVAL = 16  # tiles of a warp after which it promotes its sums (accumulators.py)
 AHEAD = 16  # parts whose loads are on their way together when they are combined
-PLACES = ("linear", "ring", "paged")
 # what the kernel can be compiled without, to measure what it brings
 TECHNIQUES = ("unrolled loads", "V prefetch", "padded shared memory", "lazy rescale")
 

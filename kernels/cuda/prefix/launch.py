@@ -11,7 +11,7 @@ from kvquant.rows.segment import Segment
 
 from ..decode.arrange import pack_counts
 from ..runtime.launch import Launch, cached_launch, gpu_of
-from ..runtime.tensors import Tensors, aligned_copy, check_pages, facts_of, is_readable, strides
+from ..runtime.tensors import Tensors, check_pages, facts_of, is_readable, strides
 from .spec import CombineSpec, PrefixSpec, blocks_per_sm, fit
 
 QUERIES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -86,7 +86,10 @@ def _prepare(
     splits = num_splits or room // (blocks * num_kv_heads)
     splits = max(min(splits, tiles, MOST_SPLITS), 1)
     is_copied = q.stride(2) != 1 or not is_readable(q, 4)
-    q_stride_batch, q_stride_head = strides(aligned_copy(q) if is_copied else q)
+    q_stride_batch, q_stride_head = strides(q)
+    if is_copied:  # contiguous
+        q_stride_head = q.shape[2] * q.element_size()
+        q_stride_batch = q.shape[1] * q_stride_head
     constants = {
         f"{side}_stride_{axis}": step
         for side, rows in (("k", k_rows), ("v", v_rows))

@@ -70,6 +70,9 @@ def gpu_of(index: int) -> GPU:
     Raises:
         UnsupportedError: it is too old.
     """
+    found = _gpus.get(index)  # without the lock, which is held while a kernel is compiled
+    if found is not None:
+        return found
     with _lock:
         if index not in _gpus:
             facts = torch.cuda.get_device_properties(index)
@@ -97,6 +100,9 @@ def kernel_of(spec: Spec, index: int, most_shared: int = 0) -> Kernel:
         index: of the GPU.
         most_shared: bytes of shared memory that a launch may ask for, if more than the spec's.
     """
+    found = _kernels.get((spec, index))
+    if found is not None:
+        return found
     arch = gpu_of(index).arch
     with _lock:
         if (spec, index) not in _kernels:
@@ -190,10 +196,11 @@ def cached_launch(
 
 
 def keep(launches: dict[Hashable, Kept], key: Hashable, launch: Kept) -> None:
-    """Remember a launch among a limited number."""
-    if len(launches) >= MOST_LAUNCHES:  # such as a number of tokens that is new in every call
-        launches.clear()
-    launches[key] = launch
+    """Remember a launch among a limited number: the oldest one goes."""
+    with _lock:
+        if len(launches) >= MOST_LAUNCHES:  # such as a number of tokens that is new in every call
+            del launches[next(iter(launches))]
+        launches[key] = launch
 
 
 def grid_of(
