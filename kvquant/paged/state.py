@@ -88,9 +88,7 @@ class PagedState(NotCopied):
         self.lengths = np.zeros(max_num_seqs, np.int64)
         self.packed_lens = np.zeros(max_num_seqs, np.int64)
         self.tables = np.zeros((max_num_seqs, max_pages), np.int32)
-        self._tokens: list[list[int]] = [
-            [] for _ in range(max_num_seqs)
-        ]  # as far as they are known
+        self._tokens: list[list[int]] = [[] for _ in range(max_num_seqs)]  # as far as known
         self._seq_slots: dict[SequenceId, int] = {}
         self._free_seq_slots = list(range(max_num_seqs - 1, -1, -1))
         self._growing: _Growing | None = None  # by the change that is under way

@@ -14,10 +14,10 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from kvquant.bench import gpu as gpubench
-from kvquant.bench import report as gpureport
-from kvquant.bench import timer as gputimer
-from kvquant.bench import tune as gputune
+from kvquant.bench import gpu as gpu_bench
+from kvquant.bench import report as report_module
+from kvquant.bench import timer as timer_module
+from kvquant.bench import tune as tune_module
 from kvquant.bench.cases import FORMATS, Case, check, make_inputs, parse_formats
 from kvquant.bench.gpu import Peer, Times, best_sdpa, measure
 from kvquant.bench.report import (
@@ -101,7 +101,7 @@ def test_wrong_results_are_an_error_and_nothing_is_timed(
 def test_torch_attention_is_taken_at_its_best_and_measured_once() -> None:
     def times(call: Any) -> float:
         names = {"MATH": 30.0, "FLASH_ATTENTION": 20.0}
-        backend = call.args[0] if call.func is gpubench._with else None
+        backend = call.args[0] if call.func is gpu_bench._with else None
         return 10.0 if backend is None else names[backend.name]
 
     timer, peers = FakeTimer(times), dict[Case, Peer | str]()
@@ -114,7 +114,7 @@ def test_torch_attention_is_taken_at_its_best_and_measured_once() -> None:
 
 
 def test_both_forms_of_torch_attention_compute_the_same() -> None:
-    calls = gpubench._sdpa_calls(small("bf16"), FakeTimer())
+    calls = gpu_bench._sdpa_calls(small("bf16"), FakeTimer())
     single, folded = (calls[f"math, {form}"][0]() for form in ("enable_gqa", "folded"))
     assert isinstance(single, torch.Tensor) and isinstance(folded, torch.Tensor)
     torch.testing.assert_close(single.flatten(), folded.flatten(), atol=0.01, rtol=0.01)
@@ -139,7 +139,7 @@ def test_a_16_bit_cache_beyond_memory_is_told(monkeypatch: pytest.MonkeyPatch) -
     def fail(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(gpubench, "make_inputs", fail)
+    monkeypatch.setattr(gpu_bench, "make_inputs", fail)
     assert best_sdpa(small(seq_len=1 << 20), FakeTimer()) == "1.1 GB do not fit"
 
 
@@ -215,7 +215,7 @@ def override_plan(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Plan, str]]:
         told.append((plan, without))
         yield
 
-    monkeypatch.setattr(gputune, "override_plan", force)
+    monkeypatch.setattr(tune_module, "override_plan", force)
     monkeypatch.setattr(runtime, "gpu_of", lambda index: H200)
     return told
 
@@ -225,12 +225,12 @@ def test_tuning_keeps_the_fastest_plan(override_plan: list[tuple[Plan, str]]) ->
         plan = override_plan[-1][0]
         return 10.0 if (plan.warps, plan.stages) == (8, 3) else 11.0 + plan.splits[0]
 
-    choice = gputune.tune(small(), FakeTimer(times), H200)
+    choice = tune_module.tune(small(), FakeTimer(times), H200)
     assert len(override_plan) == len(set(override_plan)) == choice.measured > 4
     assert choice.formula[0] == override_plan[0][0]
     plan, measured = choice.fastest
     assert (plan.warps, plan.stages, measured) == (8, 3, Times(10.0, 8.0))
-    row = gputune.table_row(choice, H200)
+    row = tune_module.table_row(choice, H200)
     assert [row.gpu, row.k, row.v] == ["NVIDIA H200", "int4-g4/64", "int4-g4/64"]
     assert [row.units, row.capacity, row.warps, row.splits] == [4, 70, 8, plan.splits[0]]
     cells = choice_cells(choice)
@@ -243,9 +243,9 @@ def test_tuning_keeps_the_fastest_plan(override_plan: list[tuple[Plan, str]]) ->
 
 def test_both_times_decide_and_plans_without_one_of_them_lose() -> None:
     one, two, three = (Plan((1,), warps, 3) for warps in (4, 8, 2))
-    assert gputune.fastest({one: Times(10.0, 6.0), two: Times(9.0, 7.0)}) == one
-    assert gputune.fastest({one: Times(10.0, 6.0), two: Times(9.0, None)}) == one
-    assert gputune.fastest({one: Times(10.0, None), three: Times(9.0, None)}) == three
+    assert tune_module.fastest({one: Times(10.0, 6.0), two: Times(9.0, 7.0)}) == one
+    assert tune_module.fastest({one: Times(10.0, 6.0), two: Times(9.0, None)}) == one
+    assert tune_module.fastest({one: Times(10.0, None), three: Times(9.0, None)}) == three
 
 
 @pytest.mark.parametrize("name", ["int4-g4", "int4-g8", "bf16", "int4"])
@@ -253,7 +253,7 @@ def test_ablation_leaves_out_one_thing_at_a_time(
     name: str, override_plan: list[tuple[Plan, str]]
 ) -> None:
     case = small(name, seq_len=4096)
-    found = gputune.ablate(case, FakeTimer(), H200)
+    found = tune_module.ablate(case, FakeTimer(), H200)
     assert [
         (variant.plan, without) for variant, (_, without) in zip(found, override_plan, strict=True)
     ] == override_plan
@@ -275,8 +275,8 @@ def test_ablation_leaves_out_one_thing_at_a_time(
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the command find a GPU: the CPU, with a fake timer."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(gputimer, "GraphTimer", lambda seconds: FakeTimer())
-    monkeypatch.setattr(gputimer, "describe_machine", lambda timer, version: MACHINE)
+    monkeypatch.setattr(timer_module, "GraphTimer", lambda seconds: FakeTimer())
+    monkeypatch.setattr(timer_module, "describe_machine", lambda timer, version: MACHINE)
 
 
 def run(*args: object) -> Result:
@@ -315,8 +315,8 @@ def test_default_shapes_of_tuning_and_ablation(
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(runtime, "gpu_of", lambda index: H200)
-    monkeypatch.setattr(gputune, "tune", stop)
-    monkeypatch.setattr(gputune, "ablate", stop)
+    monkeypatch.setattr(tune_module, "tune", stop)
+    monkeypatch.setattr(tune_module, "ablate", stop)
     done = run(option)
     assert done.exit_code == 2
     assert "none of the cases fits the GPU" in done.stderr
@@ -350,12 +350,12 @@ def test_the_command_measures_checks_and_writes(gpu: None, tmp_path: Path) -> No
 def test_what_was_measured_is_told_after_an_interrupt(
     gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(case: Case, *rest: Any) -> gpubench.Result:
+    def interrupted(case: Case, *rest: Any) -> gpu_bench.Result:
         if case.name == "int8":
             raise KeyboardInterrupt
         return measure(case, *rest)
 
-    monkeypatch.setattr(gpubench, "measure", interrupted)
+    monkeypatch.setattr(gpu_bench, "measure", interrupted)
     path = tmp_path / "bench.json"
     done = run("--format", "int4-g4", "--format", "int8", *SMALL, "--json", path)
     assert done.exit_code == 130 and done.stderr.splitlines()[-1] == "Aborted."
@@ -367,13 +367,13 @@ def test_what_was_measured_is_told_after_an_interrupt(
 def test_a_picture_is_the_last_thing(
     full: bool, gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def plot(results: Sequence[gpubench.Result], machine: Machine, path: Path) -> None:
+    def plot(results: Sequence[gpu_bench.Result], machine: Machine, path: Path) -> None:
         if full:
             raise OSError(errno.ENOSPC, "No space left on device")
         path.write_text(str(len(results)))
 
     pytest.importorskip("matplotlib", reason="needs the report extra")
-    monkeypatch.setattr(gpureport, "plot", plot)
+    monkeypatch.setattr(report_module, "plot", plot)
     files = {"--json": tmp_path / "bench.json", "--plot": tmp_path / "roof.png"}
     done = run("--format", "int8", *SMALL, *(part for pair in files.items() for part in pair))
     assert done.exit_code == (2 if full else 0)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from kvquant.bench import timer as gputimer
+from kvquant.bench import timer as timer_module
 
 
 def test_every_call_runs_before_it_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,6 +27,6 @@ def test_every_call_runs_before_it_is_captured(monkeypatch: pytest.MonkeyPatch) 
         return lambda: events.append(name)
 
     first, second = make_call("first"), make_call("second")
-    gputimer._capture([first, second, first])
+    timer_module._capture([first, second, first])
     before = ["first", "second", "synchronize", "capture"]
     assert events == [*before, "first", "second", "first"]

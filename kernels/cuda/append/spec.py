@@ -220,6 +220,8 @@ class FeedbackSpec(Spec):
 
     sides: tuple[FeedbackSide, ...]
 
+    kernel = "append.feedback_kernel.make_feedback_kernel"
+
     @property
     def block_rows(self) -> int:
         """Tokens of a block."""
@@ -234,8 +236,6 @@ class FeedbackSpec(Spec):
     def arguments(self) -> Table:
         """A tuple for each side."""
         return tuple((f"side{i}", FEEDBACK) for i in range(len(self.sides)))
-
-    kernel = "append.feedback_kernel.make_feedback_kernel"
 
     @property
     def shared_bytes(self) -> int:

@@ -30,9 +30,7 @@ from .spec import COMMON, HEADS, SEGMENT, DecodeSpec
 from .tuned import Tuned, load_table
 
 State = tuple[torch.Tensor, "torch.Tensor | None"]
-Addresses = tuple[
-    int, int, int, int, int
-]  # rows of K and V, lengths, starts or table, sequence slots
+Addresses = tuple[int, int, int, int, int]  # K, V, lengths, starts or table, sequence slots
 Check = Callable[[torch.Tensor, Sequence[Segment], "int | None"], Sequence[Segment]]
 QUERIES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 LOG2_E = math.log2(math.e)

@@ -89,6 +89,8 @@ class DecodeSpec(Spec):
     stages: int = 3
     without: str = ""
 
+    kernel = "decode.kernel.make_decode_kernel"
+
     @property
     def segments(self) -> int:
         """Segments whose arguments the kernel takes."""
@@ -98,8 +100,6 @@ class DecodeSpec(Spec):
     def arguments(self) -> Table:
         """A tuple for each segment."""
         return (*COMMON, *((name, SEGMENT) for name in ("one", "two", "three")[: self.segments]))
-
-    kernel = "decode.kernel.make_decode_kernel"
 
     @property
     def padded(self) -> bool:

@@ -83,11 +83,11 @@ class PrefixSpec(Spec):
 
     arguments = PREFIX
 
+    kernel = "prefix.kernel.make_prefix_kernel"
+
     def __post_init__(self) -> None:
         for fmt in (self.k_format, self.v_format):
             StagedRow(fmt)  # refuses groups that no kernel reads
-
-    kernel = "prefix.kernel.make_prefix_kernel"
 
     @property
     def rows(self) -> int:

@@ -49,7 +49,7 @@ class Spec:
     Attributes:
         kernel: the function that makes the kernel of a spec, below kernels/cuda. A name and no
             import: a kernel imports its spec, and numba, which cached machine code does not need.
-        warps: of a block.
+        warps: of a block; a spec without them has `threads`.
     """
 
     kernel: ClassVar[str]

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvquant.kernels import disk_cache as usercache
+from kvquant.kernels import disk_cache
 from kvquant.kernels.cpu import compile as compiling
 from kvquant.kernels.cpu.parallel import run
 from kvquant.kernels.cpu.simd import argument
@@ -29,7 +29,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where kernels are kept: nothing is there yet."""
     run(0, np.zeros(1, np.int64), 0)  # what runs them is compiled already
     monkeypatch.setenv("KVQUANT_CACHE_DIR", str(tmp_path / "kvquant"))
-    monkeypatch.setattr(usercache, "_warned", set())
+    monkeypatch.setattr(disk_cache, "_warned", set())
     touched.clear()
     return tmp_path / "kvquant" / "cpu"
 
@@ -127,11 +127,11 @@ def poison(path: Path) -> object:
 
 
 def no_pickle(path: Path) -> object:
-    return path.write_bytes(usercache.seal(b"no pickle"))
+    return path.write_bytes(disk_cache.seal(b"no pickle"))
 
 
 def pickle_of_something(path: Path) -> object:
-    return path.write_bytes(usercache.seal(pickle.dumps((1, 2, 3))))
+    return path.write_bytes(disk_cache.seal(pickle.dumps((1, 2, 3))))
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_a_damaged_file_is_not_loaded_and_made_anew(
     assert result(make(4)) == 1004
     assert not touched
     assert len(compilations) == 2
-    assert usercache.unseal(path.read_bytes()) is not None
+    assert disk_cache.unseal(path.read_bytes()) is not None
     assert result(make(4)) == 1004 and len(compilations) == 2
 
 

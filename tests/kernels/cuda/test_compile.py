@@ -22,7 +22,7 @@ from pathlib import Path as FilePath
 import pytest
 
 from kvquant.errors import UnsupportedError
-from kvquant.kernels import disk_cache as usercache
+from kvquant.kernels import disk_cache
 from kvquant.kernels.cuda.decode.plan import kernels
 from kvquant.kernels.cuda.decode.spec import TECHNIQUES, DecodeSpec, Path
 from kvquant.kernels.cuda.runtime import compile as compiling
@@ -252,7 +252,7 @@ def cache(tmp_path: FilePath, monkeypatch: pytest.MonkeyPatch) -> FilePath:
     """An empty cache folder; kernels are not really compiled."""
     monkeypatch.setenv("KVQUANT_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(compiling, "compile_spec", lambda spec, arch: CUBIN)
-    monkeypatch.setattr(usercache, "_warned", set())
+    monkeypatch.setattr(disk_cache, "_warned", set())
     return tmp_path / "cubins"
 
 
