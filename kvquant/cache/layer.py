@@ -34,7 +34,7 @@ from ..rows.basis import LayerBasis
 from ..rows.format import RowFormat
 from ..rows.quantize import EXACT_DTYPES, FLOAT_DTYPES, full_precision
 from ..rows.segment import Segment
-from ..rows.slots import Split, packed_lens_after
+from ..rows.slots import Split
 from .checks import Counts, whole_numbers
 from .row_stacks import to_device, zero_rows
 
@@ -349,7 +349,7 @@ class LayerCache:
             raise
         if placed is None:
             seq_lens = self.seq_lens + (new_tokens if counts is None else counts)
-            packed = packed_lens_after(seq_lens, self.packed_lens, self.sink_len, self.recent_len)
+            packed = self.split.packed_lens(seq_lens, self.packed_lens)
             self.set_lens(seq_lens, packed, longest)
         elif self.longest is not None:
             self.longest = longest

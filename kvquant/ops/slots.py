@@ -23,7 +23,7 @@ import torch
 from .. import debug
 from ..errors import ConfigError, ShapeError
 from ..rows.arguments import check_flag, check_readable, check_size
-from ..rows.slots import Slots, packed_lens_after, reference_slots
+from ..rows.slots import Slots, Split, reference_slots
 from .dispatch import torch_op
 
 PLACE_TOKENS = (
@@ -53,7 +53,7 @@ def slots_of(
 
     Args:
         seq_lens: [batch], int32 or int64, tokens of each sequence before the append.
-        packed_lens: [batch], how many of them are packed (see packed_lens_after).
+        packed_lens: [batch], how many of them are packed (see Split.packed_lens).
         new_lens: [batch], how many of the new_tokens, the first ones, belong to each sequence; the
             others get no slots. None: all.
         new_tokens: new tokens per sequence.
@@ -131,7 +131,8 @@ def find_slots(
     if debug.may_read(seq_lens):
         _check_lens(seq_lens, packed_lens, new_lens, new_tokens, sink_len, recent_len)
         new = new_tokens if new_lens is None else new_lens
-        last = packed_lens_after(seq_lens.long() + new, packed_lens.long(), sink_len, recent_len)
+        tokens = Split(sink_len, recent_len, page_size)
+        last = tokens.packed_lens(seq_lens.long() + new, packed_lens.long())
         if not ring:
             _check_room(last, page_size, block_table)
         _check_places(last, page_size, block_table, seq_slots)
@@ -239,7 +240,7 @@ def _check_lens(
             f"sequence {sequence} has {lens[sequence]} tokens, "
             f"{packed[sequence]} of them packed: with {sink_len} sinks and "
             f"{recent_len} recent tokens it must be {least[sequence]} to "
-            f"{most[sequence]} (see packed_lens_after)"
+            f"{most[sequence]} (see Split.packed_lens)"
         )
     if new_lens is not None and bool(((new_lens < 0) | (new_lens > new_tokens)).any()):
         raise ShapeError(f"new_lens is {new_lens.tolist()}: give [batch] of 0 to {new_tokens}")

@@ -13,6 +13,7 @@ from ..errors import ConfigError, DeviceError, ShapeError, shown
 from .arguments import check_tensors
 from .format import RowFormat
 from .quantize import check_rows, dequantize
+from .slots import Split
 
 Numbers: TypeAlias = "NDArray[np.integer[Any]]"
 PAGE_SIZES = (16, 32, 64, 128)
@@ -68,12 +69,13 @@ class Segment(NamedTuple):
         """
         rows = self.k_rows if side == "k" else self.v_rows
         seq_len = int(self.seq_lens[sequence])
+        split = Split(self.sinks, self.capacity - self.sinks, rows.shape[2])
         if self.block_table is not None:
-            pages = self.block_table[sequence, : -(-seq_len // rows.shape[2])]
+            pages = self.block_table[sequence, : split.num_pages(seq_len)]
             return rows.index_select(0, pages).transpose(0, 1).flatten(1, 2)[:, :seq_len]
         start = 0 if self.starts is None else int(self.starts[sequence])
-        token, ring = torch.arange(seq_len, device=rows.device), max(self.capacity - self.sinks, 1)
-        in_ring = self.sinks + (token - self.sinks + start) % ring
+        token = torch.arange(seq_len, device=rows.device)
+        in_ring = self.sinks + split.ring_row(token - self.sinks + start)
         seq_slot = sequence if self.seq_slots is None else int(self.seq_slots[sequence])
         return rows[seq_slot].index_select(1, torch.where(token < self.sinks, token, in_ring))
 

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 Ints: TypeAlias = NDArray[np.int64]
 Index = TypeVar("Index", int, Ints, torch.Tensor)  # among the tokens behind the sinks
+Lens = TypeVar("Lens", Ints, torch.Tensor)
 
 
 class Slots(NamedTuple):
@@ -37,22 +38,6 @@ class Slots(NamedTuple):
     packed: torch.Tensor
     exact: torch.Tensor | None = None
     evicted: torch.Tensor | None = None
-
-
-def packed_lens_after(
-    seq_lens: torch.Tensor, packed_lens: torch.Tensor, sink_len: int, recent_len: int
-) -> torch.Tensor:
-    """Packed tokens once sequences have grown: what is behind the sinks and left the window.
-
-    Args:
-        seq_lens: [batch], tokens after the append.
-        packed_lens: [batch], packed tokens before it.
-        sink_len, recent_len: first and last tokens kept in 16 bit.
-
-    Returns:
-        [batch], the dtype of packed_lens.
-    """
-    return torch.maximum(packed_lens, seq_lens - (sink_len + recent_len)).to(packed_lens.dtype)
 
 
 def reference_slots(
@@ -73,7 +58,7 @@ def reference_slots(
     new_lens = torch.full_like(seq_lens, new_tokens) if new_lens is None else new_lens
     is_new = offsets < new_lens[:, None]
     seq_lens_after = old_lens + is_new.sum(1, keepdim=True)
-    last = packed_lens_after(seq_lens_after, first, sink_len, recent_len)
+    last = Split(sink_len, recent_len, page_size).packed_lens(seq_lens_after, first)
 
     index = old_lens + offsets - sink_len  # among the tokens behind the sinks
     is_packed = is_new & (index >= 0) & (index < last)
@@ -174,9 +159,15 @@ class Split(NamedTuple):
         kept, sinks = exact[self.exact_rows(length, packed_len)], min(length, self.sink_len)
         return np.concatenate([kept[:sinks], packed.reshape(-1)[:packed_len], kept[sinks:]])
 
-    def packed_lens(self, lengths: Ints, before: Ints) -> Ints:
-        """Packed tokens of sequences that have grown to these lengths."""
-        return np.maximum(before, lengths - self.exact_len)
+    def packed_lens(self, lengths: Lens, before: Lens) -> Lens:
+        """Packed tokens of sequences that have grown: what has left the window behind the sinks.
+
+        Args:
+            lengths: [batch], tokens after the append.
+            before: [batch], packed tokens before it.
+        """
+        most = torch.maximum if isinstance(before, torch.Tensor) else np.maximum
+        return most(before, lengths - (self.sink_len + self.recent_len))
 
 
 class TokenSlots(NamedTuple):

@@ -19,7 +19,7 @@ from kvquant.ops.quantize import quantize_calibrated
 from kvquant.rows.basis import Basis, LayerBasis
 from kvquant.rows.quantize import feedback_matrix, is_nan_row
 from kvquant.rows.rotation import Rope, apply_rope
-from kvquant.rows.slots import Slots, packed_lens_after
+from kvquant.rows.slots import Slots, Split
 
 BATCH, HEADS, DIM, TOKENS = 3, 2, 64, 13
 CHUNKS = {"whole": [13], "one by one": [1] * 13, "chunks": [5, 1, 7]}
@@ -115,7 +115,9 @@ class Cache:
             backend=self.backend,
         )
         self.seq_lens = self.seq_lens + new
-        self.packed_lens = packed_lens_after(self.seq_lens, self.packed_lens, sink_len, recent_len)
+        self.packed_lens = Split(sink_len, recent_len, 1).packed_lens(
+            self.seq_lens, self.packed_lens
+        )
 
     def tensors(self) -> list[torch.Tensor]:
         return [*self.packed, *self.exact]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvquant import KVCache, Slots, append_rows, quantize_rows, slots_of
 from kvquant.errors import ConfigError, ShapeError
 from kvquant.rows.format import RowFormat
-from kvquant.rows.slots import packed_lens_after
+from kvquant.rows.slots import Split
 
 HEADS, HEAD_DIM, MAX_SEQ_LEN = 2, 64, 40
 K_FORMAT, V_FORMAT = RowFormat.parse("int4-g4", HEAD_DIM), RowFormat.parse("fp8", HEAD_DIM)
@@ -82,9 +82,8 @@ class Store:
             backend="reference",
         )
         self.lens += k.shape[2] if new_lens is None else new_lens
-        self.packed_lens = packed_lens_after(
-            self.lens, self.packed_lens, self.sink_len, self.recent_len
-        )
+        split = Split(self.sink_len, self.recent_len, 1)
+        self.packed_lens = split.packed_lens(self.lens, self.packed_lens)
         return slots
 
     def rows_in_order(self, side: str) -> torch.Tensor:
@@ -286,6 +285,6 @@ def test_a_graph_takes_it_with_lengths_that_grow() -> None:
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     for length in range(9):
         lens = torch.tensor([length, length + 3])
-        packed_lens = packed_lens_after(lens, torch.zeros(2, dtype=torch.int64), 2, 4)
+        packed_lens = Split(2, 4, 32).packed_lens(lens, torch.zeros(2, dtype=torch.int64))
         for got, expected in zip(compiled(lens, packed_lens), step(lens, packed_lens), strict=True):
             assert got is not None and expected is not None and torch.equal(got, expected)

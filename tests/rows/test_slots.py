@@ -1,4 +1,4 @@
-"""The slots of a step, in numpy, are those of slots_of; and StagedTensors."""
+"""The slots of a step, in numpy, are those of slots_of."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from kvquant.ops.slots import slots_of
-from kvquant.paged.staged_tensors import StagedTensors
 from kvquant.rows.slots import Split, token_slots
 
 
@@ -52,24 +51,6 @@ def test_slots_are_those_of_slots_of(sinks: int, recent: int) -> None:
 def test_packed_lens_never_shrink() -> None:
     split = Split(2, 4, 16)
     before = np.array([0, 0, 3, 9])
-    assert split.packed_lens(np.array([0, 7, 8, 12]), before).tolist() == [0, 1, 3, 9]
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_staged_tensors_keep_their_addresses_and_take_what_was_set(device: str) -> None:
-    specs = {"a": (torch.int64, (3,)), "b": (torch.int32, (2, 5)), "c": (torch.int32, (0,))}
-    staged = StagedTensors(specs, torch.device(device))
-    addresses = {name: tensor.data_ptr() for name, tensor in staged.tensors.items()}
-    assert staged.nbytes == 32 + 48
-    for step in range(50):
-        arrays = staged.next_arrays()
-        arrays["a"][:], arrays["b"][:] = step, -step
-        staged.send()
-        kept = staged.tensors["a"].clone()
-        arrays = staged.next_arrays()
-        arrays["a"][:] = 7
-        staged.send()
-        assert kept.tolist() == [step] * 3
-        assert staged.tensors["a"].tolist() == [7] * 3
-    assert {name: tensor.data_ptr() for name, tensor in staged.tensors.items()} == addresses
-    assert staged.tensors["b"].shape == (2, 5)
+    after, packed = np.array([0, 7, 8, 12]), [0, 1, 3, 9]
+    assert split.packed_lens(after, before).tolist() == packed
+    assert split.packed_lens(torch.tensor(after), torch.tensor(before)).tolist() == packed

@@ -11,7 +11,7 @@ import torch
 from kvquant.errors import ShapeError
 from kvquant.ops import slots
 from kvquant.ops.slots import check_slots, slots_of
-from kvquant.rows.slots import Slots, packed_lens_after
+from kvquant.rows.slots import Slots, Split
 
 
 def in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,7 +33,7 @@ def random_call(draw: np.random.Generator) -> dict[str, Any]:
     page_size, kind = int(draw.choice([1, 4, 16, 64])), str(draw.choice(["row", "pages", "ring"]))
     dtype = (torch.int32, torch.int64)[draw.integers(2)]
     lens = torch.tensor(draw.integers(0, 40, batch), dtype=dtype)
-    packed_lens = packed_lens_after(lens, torch.zeros_like(lens), sink_len, recent_len)
+    packed_lens = Split(sink_len, recent_len, 1).packed_lens(lens, torch.zeros_like(lens))
     most = (lens - sink_len).clamp(min=0)
     packed_lens += torch.tensor(draw.random(batch) * (most - packed_lens + 1).numpy()).to(dtype)
     new_lens = torch.tensor(draw.integers(0, new_tokens + 1, batch), dtype=dtype)
