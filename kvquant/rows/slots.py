@@ -58,14 +58,14 @@ def reference_slots(
     new_lens = torch.full_like(seq_lens, new_tokens) if new_lens is None else new_lens
     is_new = offsets < new_lens[:, None]
     seq_lens_after = old_lens + is_new.sum(1, keepdim=True)
-    last = Split(sink_len, recent_len, page_size).packed_lens(seq_lens_after, first)
+    split = Split(sink_len, recent_len, page_size)
+    last = split.packed_lens(seq_lens_after, first)
 
     index = old_lens + offsets - sink_len  # among the tokens behind the sinks
     is_packed = is_new & (index >= 0) & (index < last)
     oldest = last - page_size if ring else torch.zeros_like(last)  # no room for those before it
-    packed = _packed_slots(index, is_packed & (index >= oldest), page_size, block_table)
-    exact_len = sink_len + recent_len
-    if not exact_len:
+    packed = _packed_slots(index, is_packed & (index >= oldest), split, block_table)
+    if not split.exact_len:
         return Slots(packed.flatten())
     is_exact = is_new & ~is_packed
     seq_slot = (
@@ -73,24 +73,24 @@ def reference_slots(
         if seq_slots is None
         else seq_slots.long()
     )
-    row = torch.where(index < 0, index, index % max(recent_len, 1)) + sink_len
-    exact = torch.where(is_exact, seq_slot[:, None] * exact_len + row, -1)
-    leaver = first + (index - first) % max(recent_len, 1)  # that may stand in the same row
+    row = torch.where(index < 0, index, split.ring_row(index)) + sink_len
+    exact = torch.where(is_exact, seq_slot[:, None] * split.exact_len + row, -1)
+    leaver = first + split.ring_row(index - first)  # that may stand in the same row
     leaves = is_exact & (index >= 0) & (leaver < old_lens - sink_len) & (leaver >= oldest)
-    evicted = _packed_slots(leaver, leaves, page_size, block_table)
+    evicted = _packed_slots(leaver, leaves, split, block_table)
     return Slots(packed.flatten(), exact.flatten(), evicted.flatten())
 
 
 def _packed_slots(
-    index: torch.Tensor, chosen: torch.Tensor, page_size: int, block_table: torch.Tensor | None
+    index: torch.Tensor, chosen: torch.Tensor, split: Split, block_table: torch.Tensor | None
 ) -> torch.Tensor:
     """Packed slots of the tokens index [batch, new_tokens] behind the sinks; -1 if not chosen."""
     if block_table is None:
         page = torch.arange(len(index), device=index.device)[:, None]
-        return torch.where(chosen, page * page_size + index % page_size, -1)
+        return torch.where(chosen, page * split.page_size + split.page_row(index), -1)
     index = torch.where(chosen, index, 0)
-    page = block_table.long().gather(1, index // page_size)
-    return torch.where(chosen, page * page_size + index % page_size, -1)
+    page = block_table.long().gather(1, index // split.page_size)
+    return torch.where(chosen, page * split.page_size + split.page_row(index), -1)
 
 
 class Split(NamedTuple):
