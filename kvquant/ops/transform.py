@@ -1,9 +1,9 @@
 """Rows and queries into a basis, outputs back out of it.
 
-    torch.ops.kvquant.turn_rows    returns x M + offset
+    torch.ops.kvquant.affine_rows    returns x M + offset
 
 16-bit queries and outputs on CUDA take one launch each; under torch.compile that is the op. Other
-devices, float32 and the reference take plain torch: Basis.turn_query and Basis.restore.
+devices, float32 and the reference take plain torch: Basis.transform_query and Basis.restore.
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ def transform_query(
     if not takes_one_launch(q, backend):
         if not torch.compiler.is_compiling():  # then torch tells what cannot be transformed
             check()
-        return basis.turn_query(q), sm_scale
+        return basis.transform_query(q), sm_scale
     matrix = basis.matrix
     if q.dtype == torch.float16:  # which may not hold what the query becomes
         matrix = basis.fp16_matrix
         sm_scale = basis.fp16_factor * (q.shape[-1] ** -0.5 if sm_scale is None else sm_scale)
-    return (q if matrix is None else turn_rows(q, matrix, check=check)), sm_scale
+    return (q if matrix is None else affine_rows(q, matrix, check=check)), sm_scale
 
 
 def restore_result(
@@ -101,7 +101,7 @@ def restore_result(
     """
     is_empty = None if seq_lens is None else seq_lens[: len(q), None] == 0
     if takes_one_launch(q, backend):
-        out = turn_rows(out, basis.v.transposed, basis.v.offset, seq_lens)
+        out = affine_rows(out, basis.v.transposed, basis.v.offset, seq_lens)
     else:
         out = basis.v.restore(out)
         if is_empty is not None:  # the offset was added; and whatever they hold, NaN even, is lost
@@ -117,11 +117,11 @@ def restore_result(
 
 
 def takes_one_launch(x: torch.Tensor, backend: str | None) -> bool:
-    """Whether turn_rows serves rows: 16 bit on CUDA, and the reference was not asked for."""
+    """Whether affine_rows serves rows: 16 bit on CUDA, and the reference was not asked for."""
     return x.is_cuda and x.dtype in DTYPES and backend != "reference"
 
 
-def turn_rows(
+def affine_rows(
     x: torch.Tensor,
     matrix: torch.Tensor | None,
     offset: torch.Tensor | None = None,
@@ -139,7 +139,7 @@ def turn_rows(
         seq_lens: [batch or more], int32: rows of a sequence of length 0 become zeros, whatever they
             hold; None if there are none.
         check: raises unless the arguments fit one another; called only where no launch is cached;
-            check_turn when None.
+            check_affine when None.
 
     Returns:
         The same shape and dtype, rounded once, contiguous.
@@ -150,18 +150,18 @@ def turn_rows(
         DeviceError: CUDA refuses the launch.
     """
     if torch.compiler.is_compiling():
-        turned: torch.Tensor = turn_rows_op(x.detach(), matrix, offset, seq_lens)
+        turned: torch.Tensor = affine_rows_op(x.detach(), matrix, offset, seq_lens)
         return turned
     return _launch(x, matrix, offset, seq_lens, check)
 
 
-def check_turn(
+def check_affine(
     x: torch.Tensor,
     matrix: torch.Tensor | None,
     offset: torch.Tensor | None,
     seq_lens: torch.Tensor | None,
 ) -> None:
-    """Raise unless turn_rows can take its arguments; the values in the tensors are not read."""
+    """Raise unless affine_rows can take its arguments; the values in the tensors are not read."""
     if x.ndim != 3 or x.dtype not in DTYPES:
         raise ConfigError(
             f"x is {list(x.shape)} {x.dtype}: it must be [batch, num_q_heads, head_dim], bfloat16 "
@@ -212,15 +212,15 @@ def _launch(
     seq_lens: torch.Tensor | None,
     check: Callable[[], None] | None = None,
 ) -> torch.Tensor:
-    check = check or functools.partial(check_turn, x, matrix, offset, seq_lens)
+    check = check or functools.partial(check_affine, x, matrix, offset, seq_lens)
     return _launcher()(x, matrix, offset, seq_lens, check)
 
 
 @functools.cache
 def _launcher() -> Callable[..., torch.Tensor]:
-    from ..kernels.cuda.affine.launch import turn_rows
+    from ..kernels.cuda.affine.launch import affine_rows
 
-    return turn_rows
+    return affine_rows
 
 
 def _fake(
@@ -229,8 +229,8 @@ def _fake(
     offset: torch.Tensor | None,
     seq_lens: torch.Tensor | None,
 ) -> torch.Tensor:
-    check_turn(x, matrix, offset, seq_lens)
+    check_affine(x, matrix, offset, seq_lens)
     return x.new_empty(x.shape)
 
 
-turn_rows_op = torch_op("turn_rows", TURN_ROWS, _launch, _fake)
+affine_rows_op = torch_op("affine_rows", TURN_ROWS, _launch, _fake)

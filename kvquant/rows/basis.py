@@ -164,7 +164,7 @@ class Basis:
                 x = x @ self.matrix.mT
         return x + self.offset[:, None]
 
-    def turn_query(self, q: torch.Tensor) -> torch.Tensor:
+    def transform_query(self, q: torch.Tensor) -> torch.Tensor:
         """M^T q of queries [batch, num_q_heads, head_dim], in float32: fp16 may not hold it."""
         return q.float() if self.matrix is None else _per_head(q, self.matrix)
 

@@ -337,7 +337,7 @@ def test_a_power_of_two_goes_from_the_matrix_to_the_scale(
     expected = one.attend(0, q, return_lse=True, sm_scale=0.1)
     turned_by = []
 
-    def turn_rows(
+    def affine_rows(
         x: torch.Tensor,
         matrix: torch.Tensor,
         offset: torch.Tensor | None = None,
@@ -348,7 +348,7 @@ def test_a_power_of_two_goes_from_the_matrix_to_the_scale(
         return _per_head(x, matrix, offset).to(x.dtype)
 
     monkeypatch.setattr(transform, "takes_one_launch", lambda *of: True)
-    monkeypatch.setattr(transform, "turn_rows", turn_rows)
+    monkeypatch.setattr(transform, "affine_rows", affine_rows)
     chosen.fp16_matrix, chosen.fp16_factor = turning, factor
     found = one.attend(0, q, return_lse=True, sm_scale=0.1)
     assert turned_by[0] is turning

@@ -72,14 +72,14 @@ class AffineSpec(Spec):
         return 4 * self.warps * (self.head_dim + self.warps * COLUMNS * self.width) * self.product
 
 
-def turn_rows(
+def affine_rows(
     x: torch.Tensor,
     matrix: torch.Tensor | None,
     offset: torch.Tensor | None,
     seq_lens: torch.Tensor | None,
     check: Callable[[], None] | None = None,
 ) -> torch.Tensor:
-    """Compute x M + offset on the current stream; see kvquant.ops.transform.turn_rows.
+    """Compute x M + offset on the current stream; see kvquant.ops.transform.affine_rows.
 
     Args:
         check: raises unless the arguments fit one another; called only before a launch is prepared.
@@ -97,7 +97,7 @@ def encode_rows(
     offset: torch.Tensor | None,
     check: Callable[[], None] | None = None,
 ) -> torch.Tensor:
-    """Compute (x - offset) M on the current stream; arguments and errors as of turn_rows.
+    """Compute (x - offset) M on the current stream; arguments and errors as of affine_rows.
 
     Returns:
         [num_tokens, num_kv_heads, head_dim], float32, contiguous. The bits of a row do not depend

@@ -21,7 +21,7 @@ from kvquant.kernels.cuda.affine import launch as launching
 from kvquant.kernels.cuda.affine.launch import AffineSpec
 from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.kernels.cuda.runtime.compile import compile_spec
-from kvquant.ops.transform import check_turn, takes_one_launch, turn_rows_op
+from kvquant.ops.transform import affine_rows_op, check_affine, takes_one_launch
 from kvquant.rows.format import HEAD_DIMS
 
 if SIMULATED:
@@ -150,7 +150,7 @@ def simulate(given: Arguments, warps: int = 4, *, encodes: bool = False) -> None
         if encodes:
             check_encoded(launching.encode_rows(*given[:3]), given)  # type: ignore[arg-type]
         else:
-            check_result(launching.turn_rows(*given), given)
+            check_result(launching.affine_rows(*given), given)
 
 
 @in_simulator
@@ -218,7 +218,7 @@ def test_a_launch_has_the_arguments_of_the_kernel(monkeypatch: pytest.MonkeyPatc
     cuda = install(monkeypatch)
     x, matrix, offset, lens = given = make(80, 65, (8, 2))
     assert matrix is not None and offset is not None and lens is not None
-    y = launching.turn_rows(*given)
+    y = launching.affine_rows(*given)
     assert y.shape == x.shape and y.data_ptr() != x.data_ptr()
     note = cuda.launched[-1]
     assert (note.block, note.stream, note.shared) == ((256, 1, 1), STREAM, 32 * (80 + 256))
@@ -246,7 +246,7 @@ def test_encoding_is_a_launch_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
     cuda = install(monkeypatch)
     x, matrix, offset, _ = make(64, 70, (2, 2), words="matrix offset")
     assert matrix is not None and offset is not None
-    assert launching.turn_rows(x, matrix, offset, None).dtype == torch.bfloat16
+    assert launching.affine_rows(x, matrix, offset, None).dtype == torch.bfloat16
     for _ in range(2):
         y = launching.encode_rows(x, matrix, offset)
         assert y.dtype == torch.float32 and y.shape == x.shape
@@ -259,7 +259,7 @@ def test_encoding_is_a_launch_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_large_batches_have_few_blocks_of_more_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = install(monkeypatch)
-    launching.turn_rows(*make(128, 256, (32, 8), words="shared"))
+    launching.affine_rows(*make(128, 256, (32, 8), words="shared"))
     assert cuda.launched[-1].grid == (2, 8, 16)  # of 1024 rows, 64 each; lanes of two columns
     assert cuda.launched[-1].shared == 32 * (128 + 512)
     values = tuple(arguments_of(AffineSpec(128), cuda.launched[-1].arguments).values())
@@ -270,13 +270,13 @@ def test_launches_are_cached_by_all_that_they_depend_on(monkeypatch: pytest.Monk
     cuda = install(monkeypatch)
     entered, checked = note_devices(monkeypatch), []
     for words in ("matrix", "matrix", "shared", "matrix offset", "offset", "matrix strided"):
-        launching.turn_rows(*make(words=words), check=lambda: checked.append(1))
+        launching.affine_rows(*make(words=words), check=lambda: checked.append(1))
     assert entered == 6 * [CPU] and len(cuda.launched) == 6 and len(checked) == 5
     odd = torch.zeros(1 + 3 * 6 * 64, dtype=torch.float16)[1:].view(3, 6, 64)
     for x in (odd, torch.zeros(3, 64, 6).half().transpose(1, 2)):
-        launching.turn_rows(x, make()[1], None, None)
+        launching.affine_rows(x, make()[1], None, None)
         assert arguments_of(AffineSpec(64), cuda.launched[-1].arguments)["x"] % 4 == 0
-    assert launching.turn_rows(odd[:0], make()[1], None, None).shape == (0, 6, 64)
+    assert launching.affine_rows(odd[:0], make()[1], None, None).shape == (0, 6, 64)
     assert len(cuda.launched) == 8
 
 
@@ -300,15 +300,15 @@ def test_what_does_not_fit_is_refused(
 ) -> None:
     names = "x", "matrix", "offset", "seq_lens"
     given: dict[str, Any] = dict(zip(names, make(), strict=True))
-    check_turn(**given)
+    check_affine(**given)
     with pytest.raises(error, match=words):
-        check_turn(**given | change)
+        check_affine(**given | change)
 
 
 def test_the_op_tells_a_compiler_what_it_gives() -> None:
     given = make(words="matrix offset lens strided")
     x, *others = (t if t is None else t.to("meta") for t in given)
-    y = turn_rows_op(x, *others)
+    y = affine_rows_op(x, *others)
     assert y.shape == given[0].shape and y.dtype == given[0].dtype and y.is_contiguous()
     assert not takes_one_launch(given[0], None)  # on the CPU torch is the meaning
 
@@ -324,7 +324,7 @@ def test_rows_on_a_gpu_are_those_of_float64(head_dim: int, dtype: torch.dtype) -
     for ratio, batch, said in zip((1, 4, 8, 71), (1, 8, 65, 7), words, strict=True):
         for one in (said, "matrix offset lens"):
             given = make(head_dim, batch, (2 * ratio, 2), dtype, one, "cuda")
-            check_result(launching.turn_rows(*given), given)
+            check_result(launching.affine_rows(*given), given)
 
 
 @pytest.mark.gpu
@@ -346,10 +346,10 @@ def test_encoded_rows_on_a_gpu_are_those_of_float64(head_dim: int, dtype: torch.
 def test_every_batch_of_a_usual_model_is_turned() -> None:
     for batch in range(1, 66):
         given = make(128, batch, (32, 8), device="cuda")
-        check_result(launching.turn_rows(*given), given)
+        check_result(launching.affine_rows(*given), given)
     for batch in (300, 1000):  # blocks go on
         given = make(128, batch, (64, 8), device="cuda")
-        check_result(launching.turn_rows(*given), given)
+        check_result(launching.affine_rows(*given), given)
 
 
 @pytest.mark.gpu
@@ -357,6 +357,6 @@ def test_rows_at_odd_places_are_copied_first() -> None:
     x, matrix, offset, lens = make(128, 3, words="matrix offset", device="cuda")
     odd = torch.empty(1 + x.numel(), dtype=x.dtype, device="cuda")[1:].view(x.shape).copy_(x)
     crossed = x.mT.contiguous().mT
-    expected = launching.turn_rows(x, matrix, offset, lens)
+    expected = launching.affine_rows(x, matrix, offset, lens)
     for given in (odd, crossed):
-        assert torch.equal(launching.turn_rows(given, matrix, offset, lens), expected)
+        assert torch.equal(launching.affine_rows(given, matrix, offset, lens), expected)

@@ -1,7 +1,7 @@
 """What it costs to turn a query into a basis and an output back, and to encode new rows, beside
 plain torch.
 
-Run by hand on a GPU: python tests/benchmarks/bench_turn.py. A CUDA graph has the calls of 32 layers
+Run by hand on a GPU: python tests/benchmarks/bench_affine.py. A CUDA graph has the calls of 32 layers
 with a basis each, one after the other; the L2 cache is overwritten before each replay.
 """
 
@@ -14,7 +14,7 @@ import torch
 
 from kvquant.bench.timer import GraphTimer
 from kvquant.kernels.cuda.affine.launch import encode_rows
-from kvquant.ops.transform import turn_rows
+from kvquant.ops.transform import affine_rows
 from kvquant.rows.basis import Basis, transform_rows
 
 HEADS, DIM, LAYERS = 8, 128, 32
@@ -51,14 +51,14 @@ def measure(kind: str, step: str, way: str, batch: int, q_heads: int) -> float:
             assert basis.encoding.matrix is not None
             return encode_rows(x, basis.encoding.matrix, basis.offset)
         if step == "turn":
-            return turn_rows(x, basis.matrix)
-        return turn_rows(x, basis.transposed, basis.offset, lens)
+            return affine_rows(x, basis.matrix)
+        return affine_rows(x, basis.transposed, basis.offset, lens)
 
     def plain(basis: Basis) -> torch.Tensor:
         if step == "encode":
             return transform_rows(x, basis.encoding)
         if step == "turn":
-            return basis.turn_query(x).to(x.dtype)
+            return basis.transform_query(x).to(x.dtype)
         return basis.restore(x).masked_fill(lens[:, None, None] == 0, 0).to(x.dtype)
 
     rtol = 1e-4 if step == "encode" else 2**-7
