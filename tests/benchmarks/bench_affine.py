@@ -1,8 +1,8 @@
 """What it costs to turn a query into a basis and an output back, and to encode new rows, beside
 plain torch.
 
-Run by hand on a GPU: python tests/benchmarks/bench_affine.py. A CUDA graph has the calls of 32 layers
-with a basis each, one after the other; the L2 cache is overwritten before each replay.
+Run by hand on a GPU: python tests/benchmarks/bench_affine.py. A CUDA graph has the calls of 32
+layers with a basis each, one after the other; the L2 cache is overwritten before each replay.
 """
 
 from __future__ import annotations
