@@ -66,7 +66,6 @@ from typing import Any
 
 import torch
 
-from ..cache.checks import check_plan_options
 from ..cache.contiguous import KVCache
 from ..cache.layer import LayerCache
 from ..errors import CheckpointError, ConfigError, ShapeError, shown
@@ -200,7 +199,7 @@ def load_cache(
     """
     device = check_device(device)
     if plan is not None:
-        check_plan_options(plan, ())
+        check_kind("plan", plan, CachePlan, "give a CachePlan, of a file CachePlan.load(path)")
     with RowsFile(path, CacheManifest) as file:
         manifest = file.manifest
         manifest.check_model(file.path, model)

@@ -352,3 +352,25 @@ def test_rows_of_one_basis_are_not_read_in_another(plan: CachePlan, tmp_path: Pa
     save_cache(KVCache(3, 1, 2, 64, 8), plain)
     with pytest.raises(CheckpointError, match="without a plan"):
         load_cache(plain, plan=plan)
+
+
+class Claims:
+    """Has the names of a plan, and computes none of them."""
+
+    num_layers = num_kv_heads = head_dim = k_formats = v_formats = None
+    layers = property(lambda self: pytest.fail("bases are computed before they are wanted"))
+
+
+@pytest.mark.parametrize("plan", ["plan.safetensors", object(), Claims()], ids=str)
+def test_what_is_no_plan_is_refused(plan: Any, tmp_path: Path) -> None:
+    (path,) = save_cache(KVCache(1, 1, 1, 64, 8), tmp_path / "cache.safetensors")
+    with pytest.raises(ConfigError, match=f"plan is of type {type(plan).__name__}: give a Cache"):
+        load_cache(path, plan=plan)
+
+
+def test_options_are_looked_at_before_the_bases_of_a_plan() -> None:
+    plan: Any = Claims()
+    with pytest.raises(ConfigError, match="k_format with a plan"):
+        KVCache.from_plan(plan, 1, 64, k_format="int8")  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match="k_format with a plan"):
+        PagedKVCache.from_plan(plan, 4, k_format="int8")  # type: ignore[call-arg]
