@@ -361,7 +361,9 @@ class Claims:
     layers = property(lambda self: pytest.fail("bases are computed before they are wanted"))
 
 
-@pytest.mark.parametrize("plan", ["plan.safetensors", object(), Claims()], ids=["a path", "an object", "its names"])
+@pytest.mark.parametrize(
+    "plan", ["plan.safetensors", object(), Claims()], ids=["a path", "an object", "its names"]
+)
 def test_what_is_no_plan_is_refused(plan: Any, tmp_path: Path) -> None:
     (path,) = save_cache(KVCache(1, 1, 1, 64, 8), tmp_path / "cache.safetensors")
     with pytest.raises(ConfigError, match=f"plan is of type {type(plan).__name__}: give a Cache"):
