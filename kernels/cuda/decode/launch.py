@@ -25,7 +25,7 @@ from ..runtime.launch import GPU, current_device, current_stream, gpu_of, keep, 
 from ..runtime.spec import layout_of
 from ..runtime.workspace import Workspaces, reuse_counters, template, workspaces_of
 from .arrange import arguments, arrange, counts_of, make_spec, pack_counts
-from .plan import Plan, fit, plan, shared_bytes
+from .plan import Plan, fit, plan, shared_bytes, workers_of
 from .spec import COMMON, HEADS, SEGMENT, DecodeSpec
 from .tuned import Tuned, load_table
 
@@ -195,6 +195,7 @@ class Launch:
         chosen: Plan,
         kernel: Kernel,
         shared: int,
+        most_parts: int,
         workspaces: Workspaces,
     ) -> None:
         batch, num_q_heads, head_dim = q.shape
@@ -202,19 +203,24 @@ class Launch:
         ratio = num_q_heads // num_kv_heads
         head_blocks = -(-ratio // HEADS)
         v_dim = segments[0].v_format.head_dim
-        parts = sum(chosen.splits)
+        parts, workers = sum(chosen.splits), chosen.workers
+        places = work.units * parts
+        if workers:
+            places = max(places, workers + work.units * work.spec.segments)
         self._index = q.get_device()
         self._scale = head_dim**-0.5 * LOG2_E
         self._out = template(batch, num_q_heads, v_dim, dtype=q.dtype, device=q.device)
         self._lse = template(batch, num_q_heads, dtype=torch.float32, device=q.device)
-        self._workspaces = workspaces if parts > 1 else None
-        self._partial = work.units * parts * HEADS * (v_dim + 1)
+        self._workspaces = workspaces if parts > 1 or workers else None
+        self._partial = places * HEADS * (v_dim + 1)
         self._units = work.units
         strides = [2 * q.stride(i) if q.shape[i] > 1 else 0 for i in (0, 1)]
         self._copies_query = q.stride(2) != 1 or any(n % UNIT for n in (q.data_ptr(), *strides))
         if self._copies_query:
             strides = [2 * num_q_heads * head_dim, 2 * head_dim]
-        self._query = QUERY.pack(*strides, num_q_heads, ratio, head_blocks)
+        heads = num_q_heads, ratio, head_blocks
+        units = batch, num_kv_heads * head_blocks, parts, places, workers, most_parts
+        self._query = QUERY.pack(*strides, *heads, *units)
         self._segments = []
         for i, splits in zip(work.order, chosen.splits, strict=True):
             copies = any(pack_counts(one) is not one for one in counts_of(segments[i]))
@@ -222,7 +228,7 @@ class Launch:
         layout = f"@5P{QUERY.size}sf" + len(work.order) * f"5P{ROWS.size}s"
         missing = work.spec.segments - len(work.order)
         layout += f"{missing * (5 * 8 + ROWS.size)}x"  # zeros
-        grid = num_kv_heads * head_blocks, batch, parts
+        grid = max(work.units * parts, workers), 1, 1
         self._launch = Launcher(kernel, grid, layout, shared)
 
     def __call__(
@@ -310,9 +316,15 @@ def _prepare(
     spec = replace(work.spec, warps=first.warps, stages=first.stages)
     most_shared = work.gpu.shared_per_block if spec.second else 0
     kernel = kernel_of(spec, q.get_device(), most_shared)
-    chosen = chosen or choose(spec, registers=kernel.registers)
-    shared = shared_bytes(fit(spec, work.gpu, kernel.registers), work.units, chosen.splits)
-    return Launch(q, segments, work, chosen, kernel, shared, workspaces_of(q.device))
+    fitted = fit(spec, work.gpu, kernel.registers)
+    if chosen is None:
+        chosen = choose(spec, registers=kernel.registers)
+        if num_splits is None and len(q) > 1:
+            workers = workers_of(fitted, work.units, work.capacities, chosen.splits)
+            chosen = replace(chosen, workers=workers)
+    shared = shared_bytes(fitted, work.units, chosen.splits)
+    spaces = workspaces_of(q.device)
+    return Launch(q, segments, work, chosen, kernel, shared, fitted.most_parts, spaces)
 
 
 @functools.cache

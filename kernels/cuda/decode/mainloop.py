@@ -59,11 +59,12 @@ CAPACITY, PAGE_SHIFT, TABLE_STRIDE, SEQ_SLOTS, SINKS, RING_ROWS = (
 )
 
 
-def make_attend(spec, path):
+def make_attend(spec, path, recall):
     """Make the function that attends to the tokens from `begin` to `end` of a segment.
 
-    Its arguments `rows` (where the sequence and the queries are) and `results` (where the output
-    goes) are tuples of the kernel's: see kernel.py.
+    Its argument `rows` (where the sequence and the queries are) is a tuple of the kernel's, and
+    `recall` makes of `results` how many query heads there are and where their output goes: only
+    when it is needed, or it would take registers. See kernel.py.
     """
     k, v = spec.rows(path)
     WARPS, STAGES = spec.warps_of(path), spec.stages_of(path)
@@ -269,6 +270,7 @@ def make_attend(spec, path):
         low, high = m0 * factor0 - room, m1 * factor1 - room
         if PROMOTES and tiles >= int32(PROMOTION_INTERVAL):
             header_sums = add_promoted(promoted, lane, sums, header_sums, before, (low, high))
-        combine_warps(shared, sums, header_sums, low, high, heads, results)
+        heads, places = recall(results)
+        combine_warps(shared, sums, header_sums, low, high, heads, places)
 
     return attend

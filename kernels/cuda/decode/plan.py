@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from kvquant.errors import UnsupportedError
 
 from ..runtime.launch import GPU
-from .spec import AHEAD, HEADS, TILE, DecodeSpec
+from .spec import AHEAD, HEADS, KEPT, TILE, UNIT_STEPS, DecodeSpec
 from .tuned import Tuned, lookup
 
 WARPS, STAGES = (4, 8, 2, 1), (2, 3, 4)  # what a block may have, the preferred first
@@ -32,6 +32,8 @@ FASTEST = 1.6  # times its share that an SM reads with many warps, while others 
 START = 128 << 10  # a block starts and ends
 MERGE = 40 << 10  # the last block of a unit learns that it is
 MERGE_BYTE = 0.3  # it merges a byte of a part, which comes from L2
+MOST_WAVES = 16  # of whole units: more of them even out by themselves
+LONGEST_LINE = 1 << 31  # steps
 SIMILAR = 1.01  # prices within this factor are alike: the preferred number of warps is taken
 
 
@@ -43,11 +45,14 @@ class Plan:
         splits: of each segment: blocks that share the tokens of a unit.
         warps: warps of a block.
         stages: tiles of K and V in a warp's ring.
+        workers: blocks that share the work where the lengths of sequences differ (schedule.py); 0:
+            they are taken for alike.
     """
 
     splits: tuple[int, ...]
     warps: int
     stages: int
+    workers: int = 0
 
 
 @dataclass(frozen=True)
@@ -106,8 +111,8 @@ def fit(spec: DecodeSpec, gpu: GPU, registers: int | None = None) -> Fit:
         gpu=gpu,
         blocks=blocks,
         slots=blocks * gpu.sm_count,
-        steps=(TILE * spec.warps, TILE * spec.warps_of(spec.second or spec.first)),
-        most_parts=shared // (4 * HEADS) // AHEAD * AHEAD,
+        steps=spec.steps,
+        most_parts=(shared - spec.warps * KEPT) // (4 * HEADS) // AHEAD * AHEAD,
         token_bytes=(first, second),
     )
 
@@ -230,6 +235,26 @@ def shared_bytes(kernel: Fit, units: int, splits: Sequence[int]) -> int:
     if units * sum(splits) <= kernel.slots or len(splits) == 1 or share >= kernel.blocks:
         return needed
     return min(gpu.shared_per_sm // share - RESERVED_SHARED, gpu.shared_per_block) // 128 * 128
+
+
+def workers_of(kernel: Fit, units: int, capacities: Sequence[int], splits: Sequence[int]) -> int:
+    """Blocks that share the work of sequences whose lengths differ: on each SM as many, about as
+    many in all as sequences of one length would take. 0 if it is not worth it, or the line of all
+    work would be too long.
+
+    Args:
+        kernel: on its GPU.
+        units, capacities: as in plan.
+        splits: of each segment, for sequences of one length.
+    """
+    weights = (1, *(kernel.spec.second_weight for _ in splits[1:]))
+    steps = (kernel.steps[0], *(kernel.steps[1] for _ in splits[1:]))
+    pairs = zip(weights, capacities, steps, strict=True)
+    line = units * (UNIT_STEPS + sum(weight * -(-most // step) for weight, most, step in pairs))
+    if units > MOST_WAVES * kernel.slots or line >= LONGEST_LINE:
+        return 0
+    of_sm = round(units * splits[0] / kernel.gpu.sm_count)
+    return kernel.gpu.sm_count * max(1, min(of_sm, kernel.blocks))
 
 
 def candidates(spec: DecodeSpec, gpu: GPU, units: int, capacities: Sequence[int]) -> Iterator[Plan]:
