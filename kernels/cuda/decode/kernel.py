@@ -34,6 +34,7 @@ from .schedule import (
     make_even_part,
     make_share,
     make_survey,
+    rank_of,
 )
 from .spec import HEADS, KEPT
 
@@ -126,7 +127,7 @@ def make_decode_kernel(spec):
         start = uint32(0)
         split = uint32(0)
         if workers != uint32(0):
-            cost, largest, mine, before = survey(segments, batch)
+            cost, largest, mine = survey(segments, batch)
             if not are_alike(cost, largest, batch):
                 share = share_of(cost, largest, columns, workers, most_parts)
                 stop = uint32(cost * columns)
@@ -137,7 +138,7 @@ def make_decode_kernel(spec):
             stop = min(uint32(place + share), stop)
             if place >= stop:
                 return
-            b, start = find(segments, batch, columns, place, mine, before)
+            b, start = find(segments, batch, columns, place, mine)
             cost = cost_of(steps_of(segments, b))
             column = uint32(uint32(place - start) // cost)
             start = uint32(start + uint32(column * cost))
@@ -152,20 +153,20 @@ def make_decode_kernel(spec):
 
         while place < stop:
             # Step 2: the part, and where its results go
-            unit = uint32(uint32(b * columns) + column)
             unit_end = uint32(1)
             if share != uint32(0):
                 is_first = place == start
+                before = uint32(uint32(rank_of(b, batch) * columns) + column)
                 which, begin, end, counts, adds, place, unit_end = balanced_part(
-                    segments, b, unit, start, place, stop, share
+                    segments, b, before, start, place, stop, share
                 )
-                place_of_part = uint32(uint32(block + uint32(unit * uint32(SEGMENTS))) + which)
+                place_of_part = uint32(uint32(block + uint32(before * uint32(SEGMENTS))) + which)
             else:
                 is_first = split == uint32(0)
                 place = stop
                 which, begin, end, number, total = even_part(segments, b, int32(split))
                 counts = (total, total, total)
-                base = uint32(unit * parts)
+                base = uint32(uint32(uint32(b * columns) + column) * parts)
                 adds = (base, base, base)
                 place_of_part = uint32(base + number)
             kv_head, query_head, heads = heads_of(column, head_blocks, ratio)

@@ -19,8 +19,8 @@ for each warp. Other work counts as some: a unit costs UNIT_STEPS to begin and t
 Each block sees by itself whether lengths are alike, so that CUDA graphs stay valid while they
 change, and the host never waits. Each warp does it: lane i has the sequences i, i + 32, i + 64 ...,
 and along the line lane follows lane. Where a worker's share ends inside a segment, a part ends. The
-part of worker w of segment i of unit u has place w + u * segments + i: from a part to the next one
-of these grows and none gets smaller, so every part has a place of its own.
+part of worker w of segment i of the line's u-th unit has place w + u * segments + i: from a part to
+the next one of these grows and none gets smaller, so every part has a place of its own.
 
 Sources: Stream-K (https://arxiv.org/abs/2301.03598) and Lean Attention
 (https://arxiv.org/abs/2405.10480), which share out tiles that the host knows.
@@ -31,7 +31,7 @@ from math import sqrt
 from numba import cuda, float32, int32, uint32, uint64
 
 from ..device.jit import device_function
-from ..device.ptx import largest_word, load_global_u32, word_from_lane
+from ..device.ptx import largest_word, load_global_u32, sum_of_words, word_from_lane
 from .spec import FIELD, MORE_PARTS, TILE, UNIT_STEPS
 
 SEQ_LENS, CAPACITY, SPLITS = FIELD["seq_lens"], FIELD["capacity"], FIELD["splits"]
@@ -93,7 +93,7 @@ def make_survey(spec):
 
     @device_function
     def survey(segments, batch):
-        """The cost of all sequences, the largest, that of a lane's and of the lanes before it."""
+        """The cost of all sequences, the largest, and that of a lane's."""
         lane = uint32(uint32(cuda.threadIdx.x) & uint32(31))
         mine = uint32(0)
         largest = uint32(0)
@@ -108,14 +108,13 @@ def make_survey(spec):
                     mine = uint32(mine + costs[i])
                     largest = max(largest, costs[i])
             first = uint32(first + uint32(32 * LOADED))
-        upto = up_to(mine, lane)
-        total = word_from_lane(upto, uint32(31))
-        return total, largest_word(largest), mine, uint32(upto - mine)
+        return sum_of_words(mine), largest_word(largest), mine
 
     @device_function
-    def find(segments, batch, columns, place, mine, before):
+    def find(segments, batch, columns, place, mine):
         """The sequence at a place of the line, and where on it its first unit begins."""
         lane = uint32(uint32(cuda.threadIdx.x) & uint32(31))
+        before = uint32(up_to(mine, lane) - mine)
         sequence = uint32(place // columns)  # units of a sequence cost the same
         here = before <= sequence and sequence < uint32(before + mine)
         of_lane = largest_word(lane if here else uint32(0))
@@ -232,8 +231,9 @@ def make_balanced_part(spec, steps_of, cost_of):
         return begin, int32(min(int32(upto * uint32(step)), length))
 
     @device_function
-    def balanced_part(segments, b, unit, start, place, stop, share):
-        """The part that begins at a place of the line, in a unit that begins at `start`.
+    def balanced_part(segments, b, before, start, place, stop, share):
+        """The part that begins at a place of the line, in a unit that begins at `start`, after
+        `before` other units.
 
         Returns:
             Its segment and tokens; how many parts the first segment has, the first two, all; what
@@ -244,7 +244,7 @@ def make_balanced_part(spec, steps_of, cost_of):
         steps = steps_of(segments, b)
         unit_end = uint32(start + cost_of(steps))
         stop = min(stop, unit_end)
-        base = uint32(unit * uint32(SEGMENTS))
+        base = uint32(before * uint32(SEGMENTS))
         first = uint32(start + uint32(UNIT_STEPS))
         worker, of_first = workers_of(first, steps[0], 1, share)
         counts = (of_first, of_first, of_first)
@@ -279,6 +279,14 @@ def make_balanced_part(spec, steps_of, cost_of):
         return which, begin, end, counts, adds, part_end, unit_end
 
     return balanced_part
+
+
+@device_function
+def rank_of(b, batch):
+    """How many sequences come before a sequence on the line."""
+    lane = uint32(b & uint32(31))
+    of_lanes = uint32(uint32(lane * uint32(batch >> uint32(5))) + min(lane, batch & uint32(31)))
+    return uint32(of_lanes + uint32(b >> uint32(5)))
 
 
 @device_function
