@@ -150,6 +150,19 @@ def _make_copy_bytes(staged, place, rolled):
     return copy_bytes
 
 
+def make_clear_row(staged):
+    """Make the function that fills a row with zeros."""
+    UNITS = staged.stride // 16
+
+    @device_function
+    def clear_row(row):
+        zeros = (uint32(0), uint32(0), uint32(0), uint32(0))
+        for i in range(UNITS):
+            store_shared_u32x4(row + uint32(16 * i), zeros)
+
+    return clear_row
+
+
 def make_realign(staged, place):
     """Make the function that moves a landed tile to where ldmatrix can read it, a row a lane."""
     WINDOWS, LANDING, STRIDE = staged.windows, staged.landing, staged.stride
@@ -171,9 +184,6 @@ def make_realign(staged, place):
                 for i in range(WORDS // 2):
                     pair = load_shared_u32x2(landed + uint32(8 * i))
                     words[2 * i], words[2 * i + 1] = pair[0], pair[1]
-            if int32(first + int32(lane)) >= end:
-                for i in range(WORDS):
-                    words[i] = uint32(0)
         else:  # shift the words of the windows by the 0 to 3 that stand before the row
             slot = int32(first + int32(lane))
             if RING:
@@ -190,6 +200,9 @@ def make_realign(staged, place):
                 one = (before & uint32(4)) != uint32(0)
                 for i in range(LOADED - 3):
                     words[i] = words[i + 1] if one else words[i]
+        if int32(first + int32(lane)) >= end:  # what lies behind the last row may be NaN
+            for i in range(WORDS):
+                words[i] = uint32(0)
         for i in range(WORDS, LOADED):
             words[i] = uint32(0)
         to = target + lane * uint32(STRIDE)

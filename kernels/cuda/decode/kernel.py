@@ -19,10 +19,8 @@ from numba import cuda, int32, uint32, uint64
 from ..device.jit import device_function
 from ..device.ptx import (
     load_shared_u32,
-    load_shared_u32x2,
     load_shared_u32x4,
     shared_address,
-    store_shared_u32x2,
     store_shared_u32x4,
 )
 from .combine import make_combine_splits, make_write, make_write_empty
@@ -38,9 +36,12 @@ from .schedule import (
 )
 from .spec import HEADS, KEPT
 
+# of a part, in a word: how many query heads, whether it is the unit's first, whether it has tokens
+HEADS_MASK, BEGINS, HOLDS = 0xFF, 0x100, 0x200
+
 
 @device_function
-def attend_nothing(segment, begin, end, rows, results, shared):
+def attend_nothing(segment, begin, end, reach, rows, results, shared):
     """In place of a second path where there is none."""
 
 
@@ -58,80 +59,82 @@ def make_decode_kernel(spec):
     @device_function
     def heads_of(column, head_blocks, ratio):
         """Of a unit: KV head, first query head, how many query heads."""
-        kv_head = int32(column // uint32(head_blocks))
+        kv_head = int32(column)
+        if head_blocks > int32(1):
+            kv_head = int32(column // uint32(head_blocks))
         first = int32((int32(column) - kv_head * head_blocks) * int32(HEADS))
-        heads = uint32(min(int32(HEADS), int32(ratio - first)))
-        return kv_head, int32(kv_head * ratio + first), heads
+        return kv_head, int32(kv_head * ratio + first), min(int32(HEADS), int32(ratio - first))
 
     @device_function
-    def results_of(common, b, column):
-        """Of a unit: how many query heads, and where their output and lse go."""
-        out, lse, num_q_heads, ratio, head_blocks = common[1], common[2], *common[7:10]
-        _, query_head, heads = heads_of(column, head_blocks, ratio)
-        row = uint64(b) * uint64(num_q_heads) + uint64(query_head)
-        if lse != uint64(0):
-            lse += uint64(4) * row
-        return heads, out + uint64(2 * DIM) * row, lse
-
-    @device_function
-    def keep(kept, unit, line, counts, adds):
-        """Leave in a warp's shared memory what it needs after its attention."""
+    def keep(results):
+        """Leave in a warp's shared memory what it needs after its attention: registers are dear."""
+        kept, _, unit, line, part, counts, adds = results
         if uint32(cuda.threadIdx.x) & uint32(31) == uint32(0):
             store_shared_u32x4(kept, unit)
             store_shared_u32x4(kept + uint32(16), line)
-            store_shared_u32x4(kept + uint32(32), (counts[2], adds[0], counts[0], counts[1]))
-            store_shared_u32x2(kept + uint32(48), (adds[1], adds[2]))
+            store_shared_u32x4(kept + uint32(32), part)
+            if THREE:
+                store_shared_u32x4(kept + uint32(48), (counts[0], counts[1], adds[1], adds[2]))
         cuda.syncwarp()
 
     @device_function
-    def recall(results):
-        """What is left of a part: the query heads, and where their results go."""
-        kept, common = results
-        b, column, _, place = load_shared_u32x4(kept)
-        heads, out, lse = results_of(common, b, column)
-        partial, places = common[3], common[13]
-        part_lse = partial + uint64(4 * HEADS) * (uint64(DIM) * uint64(places) + uint64(place))
-        part_out = partial + uint64(4 * HEADS * DIM) * uint64(place)
-        total = int32(load_shared_u32(kept + uint32(32)))
-        return heads, (total, part_out, part_lse, out, lse)
+    def places_of(common, row):
+        """Where a unit's output and lse go."""
+        out, lse = common[1], common[2]
+        if lse != uint64(0):
+            lse += uint64(4) * uint64(row)
+        return out + uint64(2 * DIM) * uint64(row), lse
 
     @device_function
-    def numbering_of(kept):
+    def recall(results):
+        """Of a part: how many query heads; how many parts the unit has, where the part's and the
+        unit's results go."""
+        kept, common = results[0], results[1]
+        partial, places = common[3], common[13]
+        place = load_shared_u32(kept + uint32(12))
+        total, _, row, state = load_shared_u32x4(kept + uint32(32))
+        part_lse = partial + uint64(4 * HEADS) * (uint64(DIM) * uint64(places) + uint64(place))
+        part_out = partial + uint64(4 * HEADS * DIM) * uint64(place)
+        out, lse = places_of(common, row)
+        heads = uint32(state & uint32(HEADS_MASK))
+        return heads, (int32(total), part_out, part_lse, out, lse)
+
+    @device_function
+    def numbering_of(kept, total, first):
         """What combine_splits takes for counts and adds."""
         if THREE:
-            total, first, of_one, of_two = load_shared_u32x4(kept + uint32(32))
-            second, third = load_shared_u32x2(kept + uint32(48))
+            of_one, of_two, second, third = load_shared_u32x4(kept + uint32(48))
             return (of_one, of_two, total), (first, second, third)
-        total, first = load_shared_u32x2(kept + uint32(32))
         return (total, total, total), (first, first, first)
 
-    attend_first = make_attend(spec, spec.first, recall)
-    attend_second = make_attend(spec, spec.second, recall) if spec.second else attend_nothing
+    attend_first = make_attend(spec, spec.first, keep, recall)
+    attend_second = make_attend(spec, spec.second, keep, recall) if spec.second else attend_nothing
 
     @device_function
     def decode(common, one, two, three):
-        q, out, lse, partial, counters, q_stride_batch, q_stride_head = common[:7]
+        q, partial, counters, q_stride_batch, q_stride_head = common[0], *common[3:7]
         num_q_heads, ratio, head_blocks, batch, columns, parts, places = common[7:14]
         workers, most_parts, score_scale = common[14:]
         shared = shared_address(cuda.shared.array(0, uint32))
         kept = shared + uint32(uint32(cuda.threadIdx.x) >> uint32(5)) * uint32(KEPT)
         rings = shared + uint32(WARPS * KEPT)
         segments = (one, two, three)
-        block = uint32(cuda.blockIdx.x)
-        part_lses = partial + uint64(4 * DIM * HEADS) * uint64(places)
+        column, b = uint32(cuda.blockIdx.x), uint32(cuda.blockIdx.y)
+        split = uint32(cuda.blockIdx.z)
 
         # Step 1: the block's work: a part, or a share of the line (schedule.py)
+        block = uint32(0)
         share = uint32(0)
         place = uint32(0)
-        stop = uint32(1)
         start = uint32(0)
-        split = uint32(0)
+        stop = uint32(1)
         if workers != uint32(0):
             cost, largest, mine = survey(segments, batch)
             if not are_alike(cost, largest, batch):
                 share = share_of(cost, largest, columns, workers, most_parts)
                 stop = uint32(cost * columns)
         if share != uint32(0):
+            block = uint32(uint32(uint32(split * batch) + b) * columns + column)
             if block >= workers:
                 return
             place = uint32(block * share)
@@ -142,17 +145,11 @@ def make_decode_kernel(spec):
             cost = cost_of(steps_of(segments, b))
             column = uint32(uint32(place - start) // cost)
             start = uint32(start + uint32(column * cost))
-        else:
-            units = uint32(batch * columns)
-            split = uint32(block // units)
-            if split >= parts:
-                return
-            unit = uint32(block - uint32(split * units))
-            b = uint32(unit // columns)
-            column = uint32(unit - uint32(b * columns))
+        elif split >= parts:
+            return
 
         while place < stop:
-            # Step 2: the part, and where its results go
+            # Step 2: the part
             unit_end = uint32(1)
             if share != uint32(0):
                 is_first = place == start
@@ -160,54 +157,62 @@ def make_decode_kernel(spec):
                 which, begin, end, counts, adds, place, unit_end = balanced_part(
                     segments, b, before, start, place, stop, share
                 )
+                reach = end
                 place_of_part = uint32(uint32(block + uint32(before * uint32(SEGMENTS))) + which)
             else:
                 is_first = split == uint32(0)
                 place = stop
-                which, begin, end, number, total = even_part(segments, b, int32(split))
+                which, begin, end, reach, number, total = even_part(segments, b, int32(split))
                 counts = (total, total, total)
                 base = uint32(uint32(uint32(b * columns) + column) * parts)
                 adds = (base, base, base)
                 place_of_part = uint32(base + number)
+
+            # Step 3: attention to it
             kv_head, query_head, heads = heads_of(column, head_blocks, ratio)
-            if counts[2] == uint32(0) and is_first:
-                _, unit_out, unit_lse = results_of(common, b, column)
-                write_empty(heads, unit_out, unit_lse)
-
-            # what is needed afterwards would cost the attention registers
-            line = (start, place, stop, share)
-            keep(kept, (b, column, unit_end, place_of_part), line, counts, adds)
+            query = q + uint64(b) * q_stride_batch + uint64(query_head) * q_stride_head
+            rows = (int32(b), kv_head, query, q_stride_head, uint32(heads), score_scale)
+            row = uint32(uint32(b * uint32(num_q_heads)) + uint32(query_head))
+            state = uint32(heads)
+            if is_first:
+                state = uint32(state | uint32(BEGINS))
             if begin < end:
-                # Step 3: attention to the part
-                query = q + uint64(b) * q_stride_batch + uint64(query_head) * q_stride_head
-                rows = (int32(b), kv_head, query, q_stride_head, heads, score_scale)
-                results = (kept, common)
-                if which == uint32(0):
-                    attend_first(one, begin, end, rows, results, rings)
-                elif THREE:
-                    segment = two if which == uint32(1) else three
-                    attend_second(segment, begin, end, rows, results, rings)
+                state = uint32(state | uint32(HOLDS))
+            unit = (b, column, unit_end, place_of_part)
+            line = (start, place, stop, share)
+            results = (kept, common, unit, line, (counts[2], adds[0], row, state), counts, adds)
+            if which == uint32(0):
+                attend_first(one, begin, end, reach, rows, results, rings)
+            elif THREE:
+                segment = two if which == uint32(1) else three
+                attend_second(segment, begin, end, reach, rows, results, rings)
 
-                # Step 4: the parts of the unit, merged by the last block
-                counts, adds = numbering_of(kept)
-                if counts[2] > uint32(1):
-                    b, column, _, _ = load_shared_u32x4(kept)
-                    heads, unit_out, unit_lse = results_of(common, b, column)
+            # Step 4: the parts of the unit, merged by the last block
+            b, column, unit_end, _ = load_shared_u32x4(kept)
+            total, add_first, row, state = load_shared_u32x4(kept + uint32(32))
+            if total != uint32(1):
+                out, lse = places_of(common, row)
+                many = uint32(state & uint32(HEADS_MASK))
+                if total == uint32(0):
+                    if state & uint32(BEGINS):
+                        write_empty(many, out, lse)
+                elif state & uint32(HOLDS):
+                    counts, adds = numbering_of(kept, total, add_first)
                     counter = counters + uint64(4) * uint64(uint32(uint32(b * columns) + column))
+                    part_lses = partial + uint64(4 * DIM * HEADS) * uint64(places)
                     combine_splits(
-                        rings, counter, heads, counts, adds, partial, part_lses, unit_out, unit_lse
+                        rings, counter, many, counts, adds, partial, part_lses, out, lse
                     )
 
             # Step 5: what follows on the line
-            b, column, unit_end, _ = load_shared_u32x4(kept)
             start, place, stop, share = load_shared_u32x4(kept + uint32(16))
-            if place >= unit_end:
-                start = unit_end
-                column = uint32(column + uint32(1))
-                if column == columns:
-                    column = uint32(0)
-                    b = following(b, batch)
             if place < stop:
+                if place >= unit_end:
+                    start = unit_end
+                    column = uint32(column + uint32(1))
+                    if column == columns:
+                        column = uint32(0)
+                        b = following(b, batch)
                 cuda.syncthreads()  # the next part takes the same shared memory
 
     # fmt: off

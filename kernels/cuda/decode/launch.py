@@ -228,7 +228,7 @@ class Launch:
         layout = f"@5P{QUERY.size}sf" + len(work.order) * f"5P{ROWS.size}s"
         missing = work.spec.segments - len(work.order)
         layout += f"{missing * (5 * 8 + ROWS.size)}x"  # zeros
-        grid = max(work.units * parts, workers), 1, 1
+        grid = num_kv_heads * head_blocks, batch, max(parts, -(-workers // work.units))
         self._launch = Launcher(kernel, grid, layout, shared)
 
     def __call__(

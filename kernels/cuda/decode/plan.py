@@ -34,6 +34,7 @@ MERGE = 40 << 10  # the last block of a unit learns that it is
 MERGE_BYTE = 0.3  # it merges a byte of a part, which comes from L2
 MOST_WAVES = 16  # of whole units: more of them even out by themselves
 LONGEST_LINE = 1 << 31  # steps
+SHORT = 4  # steps of a sequence up to which no length is worth it
 SIMILAR = 1.01  # prices within this factor are alike: the preferred number of warps is taken
 
 
@@ -252,6 +253,8 @@ def workers_of(kernel: Fit, units: int, capacities: Sequence[int], splits: Seque
     pairs = zip(weights, capacities, steps, strict=True)
     line = units * (UNIT_STEPS + sum(weight * -(-most // step) for weight, most, step in pairs))
     if units > MOST_WAVES * kernel.slots or line >= LONGEST_LINE:
+        return 0
+    if capacities[0] <= SHORT * kernel.steps[0]:
         return 0
     of_sm = round(units * splits[0] / kernel.gpu.sm_count)
     return kernel.gpu.sm_count * max(1, min(of_sm, kernel.blocks))

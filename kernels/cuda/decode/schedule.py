@@ -36,7 +36,7 @@ from .spec import FIELD, MORE_PARTS, TILE, UNIT_STEPS
 
 SEQ_LENS, CAPACITY, SPLITS = FIELD["seq_lens"], FIELD["capacity"], FIELD["splits"]
 ALIKE = 1.25  # times the mean that the longest sequence may cost while lengths count as alike
-LOADED = 4  # lengths that a lane asks for at a time
+LOADED = 8  # lengths that a lane asks for at a time
 MERGED = 32.0  # parts of a unit that a block merges while a warp attends to a tile
 
 
@@ -101,12 +101,12 @@ def make_survey(spec):
         while uint32(first - lane) < batch:
             costs = cuda.local.array(LOADED, uint32)
             for i in range(LOADED):
-                b = min(uint32(first + uint32(32 * i)), uint32(batch - uint32(1)))
-                costs[i] = cost_of(steps_of(segments, b))
-            for i in range(LOADED):
+                costs[i] = uint32(0)
                 if uint32(first + uint32(32 * i)) < batch:
-                    mine = uint32(mine + costs[i])
-                    largest = max(largest, costs[i])
+                    costs[i] = cost_of(steps_of(segments, uint32(first + uint32(32 * i))))
+            for i in range(LOADED):
+                mine = uint32(mine + costs[i])
+                largest = max(largest, costs[i])
             first = uint32(first + uint32(32 * LOADED))
         return sum_of_words(mine), largest_word(largest), mine
 
@@ -168,41 +168,53 @@ def make_share(spec):
 def make_even_part(spec):
     """Make the function that gives a split of a sequence."""
     FIRST, SECOND, THREE = spec.steps[0], spec.steps[1], spec.segments == 3
+    PAGED = spec.first.place == "paged"
 
     @device_function
     def share_out(segment, b, step):
         """Rows of a sequence, tokens of a split, and splits that hold any."""
         length = length_of(segment, b)
-        splits = max(segment[SPLITS], int32(1))
+        splits = segment[SPLITS]
+        if splits <= int32(1):  # most of the time: without divisions
+            return length, length, int32(min(length, int32(1)))
         tokens = int32((length + splits - int32(1)) // splits)
         tokens = int32(max(int32((tokens + step - int32(1)) // step), int32(1)) * step)
         return length, tokens, int32((length + tokens - int32(1)) // tokens)
 
     @device_function
     def even_part(segments, b, split):
-        """The segment and the tokens of a split; its number among the parts, and all parts."""
+        """The segment and the tokens of a split; up to where rows may be asked for before the
+        length is known; its number among the parts, and all parts."""
         one, two, three = segments
         which = uint32(0)
         number = split
         length, tokens, active = share_out(one, b, int32(FIRST))
         total = active
+        splits = one[SPLITS]
+        room = int32(0) if PAGED else one[CAPACITY]  # of a table only what is used can be read
         if THREE:
             second = share_out(two, b, int32(SECOND))
             third = share_out(three, b, int32(SECOND))
             total = int32(total + second[2] + third[2])
-            if split >= one[SPLITS]:
+            if split >= splits:
                 which = uint32(1)
-                split = int32(split - one[SPLITS])
+                split = int32(split - splits)
                 number = int32(active + split)
                 length, tokens, active = second
-                if split >= two[SPLITS]:
+                splits = two[SPLITS]
+                room = two[CAPACITY]
+                if split >= splits:
                     which = uint32(2)
-                    split = int32(split - two[SPLITS])
-                    number = int32(number - two[SPLITS] + active)
+                    split = int32(split - splits)
+                    number = int32(number - splits + active)
                     length, tokens, active = third
+                    splits = three[SPLITS]
+                    room = three[CAPACITY]
+        if splits == int32(1):  # begins with row 0, whatever the length is
+            return which, int32(0), length, max(room, length), uint32(number), uint32(total)
         begin = int32(split * tokens)
         end = int32(min(int32(begin + tokens), length)) if split < active else begin
-        return which, begin, end, uint32(number), uint32(total)
+        return which, begin, end, end, uint32(number), uint32(total)
 
     return even_part
 

@@ -103,7 +103,7 @@ CASES |= {
     "balanced, more workers than work": {"lens": [200, 5], "workers": 40},
     "balanced, 2 warps": {"k": "int4", "lens": RAGGED, "workers": 4, "warps": 2, "splits": [2]},
     "balanced, pages": {"place": "paged", "lens": RAGGED, "workers": 3},
-    "balanced, many sequences": {"lens": [3] * 33 + [0] * 5 + [400, 9], "workers": 6},
+    "balanced, many sequences": {"lens": [40] * 33 + [0, 300, 9], "workers": 7},
     "balanced, three segments": {
         "exact": "bf16",
         "sinks": 4,
