@@ -22,6 +22,7 @@ from ..device.ptx import (
     load_shared_u32x4,
     shared_address,
     store_shared_u32x4,
+    word_from_lane,
 )
 from .combine import make_combine_splits, make_write, make_write_empty
 from .mainloop import make_attend
@@ -116,7 +117,9 @@ def make_decode_kernel(spec):
         num_q_heads, ratio, head_blocks, batch, columns, parts, places = common[7:14]
         workers, most_parts, score_scale = common[14:]
         shared = shared_address(cuda.shared.array(0, uint32))
-        kept = shared + uint32(uint32(cuda.threadIdx.x) >> uint32(5)) * uint32(KEPT)
+        # from a lane: ptxas has to see that a warp does not diverge
+        warp = word_from_lane(uint32(uint32(cuda.threadIdx.x) >> uint32(5)), uint32(0))
+        kept = uint32(shared + warp * uint32(KEPT))
         rings = shared + uint32(WARPS * KEPT)
         segments = (one, two, three)
         column, b = uint32(cuda.blockIdx.x), uint32(cuda.blockIdx.y)

@@ -128,6 +128,7 @@ def make_attend(spec, path, keep, recall):
         k_base = segment[K_ROWS] + outer * k_outer + uint64(kv_head) * segment[K_HEAD]
         v_base = segment[V_ROWS] + outer * v_outer + uint64(kv_head) * segment[V_HEAD]
         ring = word_from_lane(uint32(shared + warp * uint32(WARP_BYTES)), uint32(0))
+        begin = int32(word_from_lane(uint32(begin), uint32(0)))
         first = int32(begin + int32(warp) * int32(TILE))
         if IDLE and warp >= uint32(WARPS):
             first = end
@@ -148,6 +149,7 @@ def make_attend(spec, path, keep, recall):
             where = following
             asked = int32(asked + int32(STEP))
         keep(results)
+        end = int32(word_from_lane(uint32(end), uint32(0)))
         if begin >= end:
             wait_for_all()
             return
@@ -181,6 +183,13 @@ def make_attend(spec, path, keep, recall):
             # Step 3: ask for the tile that is STAGES - 1 ahead
             wait_for_oldest()
             cuda.syncwarp()
+            if not V_REALIGNED and int32(first + int32(TILE)) > end:
+                # what lies behind the last row may be NaN. Here: further down it would keep ptxas
+                # from moving instructions
+                if int32(first + int32(lane)) >= end:
+                    rest = ring + current * uint32(STAGE_BYTES) + uint32(K_TILE)
+                    clear_row(rest + lane * uint32(V_STRIDE))
+                cuda.syncwarp()
             if not PREFETCH_V:
                 here = locate(first, end, index, shift)
                 stage = uint32(ring + current * uint32(STAGE_BYTES) + uint32(K_TILE))
@@ -219,10 +228,6 @@ def make_attend(spec, path, keep, recall):
                 cuda.syncwarp()
                 realign_v(v_rows, ring + uint32(SCRATCH), v_base, first, end, v_row, around)
                 v_rows = ring + uint32(SCRATCH)
-                cuda.syncwarp()
-            elif int32(first + int32(TILE)) > end:  # what lies behind the last row may be NaN
-                if int32(first + int32(lane)) >= end:
-                    clear_row(v_rows + lane * uint32(V_STRIDE))
                 cuda.syncwarp()
             headers = (load_header(v_rows, lane), load_header(v_rows + uint32(V_HALF), lane))
 

@@ -97,13 +97,14 @@ def make_survey(spec):
         lane = uint32(uint32(cuda.threadIdx.x) & uint32(31))
         mine = uint32(0)
         largest = uint32(0)
-        first = lane
-        while uint32(first - lane) < batch:
+        first = uint32(0)
+        while first < batch:
             costs = cuda.local.array(LOADED, uint32)
             for i in range(LOADED):
+                b = uint32(uint32(first + uint32(32 * i)) + lane)
                 costs[i] = uint32(0)
-                if uint32(first + uint32(32 * i)) < batch:
-                    costs[i] = cost_of(steps_of(segments, uint32(first + uint32(32 * i))))
+                if b < batch:
+                    costs[i] = cost_of(steps_of(segments, b))
             for i in range(LOADED):
                 mine = uint32(mine + costs[i])
                 largest = max(largest, costs[i])
