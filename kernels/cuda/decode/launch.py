@@ -25,7 +25,7 @@ from ..runtime.launch import GPU, current_device, current_stream, gpu_of, keep, 
 from ..runtime.spec import layout_of
 from ..runtime.workspace import Workspaces, reuse_counters, template, workspaces_of
 from .arrange import arguments, arrange, counts_of, make_spec, pack_counts
-from .plan import Plan, fit, plan, shared_bytes, workers_of
+from .plan import Plan, fit, plan, shared_bytes, with_workers
 from .spec import COMMON, HEADS, SEGMENT, DecodeSpec
 from .tuned import Tuned, load_table
 
@@ -228,7 +228,7 @@ class Launch:
         layout = f"@5P{QUERY.size}sf" + len(work.order) * f"5P{ROWS.size}s"
         missing = work.spec.segments - len(work.order)
         layout += f"{missing * (5 * 8 + ROWS.size)}x"  # zeros
-        grid = num_kv_heads * head_blocks, batch, max(parts, -(-workers // work.units))
+        grid = num_kv_heads * head_blocks, batch, parts
         self._launch = Launcher(kernel, grid, layout, shared)
 
     def __call__(
@@ -314,14 +314,16 @@ def _prepare(
     )
     first = chosen or choose(work.spec)
     spec = replace(work.spec, warps=first.warps, stages=first.stages)
+    if chosen is None and num_splits is None and len(q) > 1:  # lengths may differ
+        first = with_workers(first, fit(spec, work.gpu), work.units, work.capacities)
+    spec = replace(spec, balanced=first.workers > 0)
     most_shared = work.gpu.shared_per_block if spec.second else 0
     kernel = kernel_of(spec, q.get_device(), most_shared)
     fitted = fit(spec, work.gpu, kernel.registers)
     if chosen is None:
         chosen = choose(spec, registers=kernel.registers)
-        if num_splits is None and len(q) > 1:
-            workers = workers_of(fitted, work.units, work.capacities, chosen.splits)
-            chosen = replace(chosen, workers=workers)
+        if spec.balanced:
+            chosen = with_workers(chosen, fitted, work.units, work.capacities)
     shared = shared_bytes(fitted, work.units, chosen.splits)
     spaces = workspaces_of(q.device)
     return Launch(q, segments, work, chosen, kernel, shared, fitted.most_parts, spaces)

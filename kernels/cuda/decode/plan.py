@@ -238,26 +238,23 @@ def shared_bytes(kernel: Fit, units: int, splits: Sequence[int]) -> int:
     return min(gpu.shared_per_sm // share - RESERVED_SHARED, gpu.shared_per_block) // 128 * 128
 
 
-def workers_of(kernel: Fit, units: int, capacities: Sequence[int], splits: Sequence[int]) -> int:
-    """Blocks that share the work of sequences whose lengths differ: on each SM as many, about as
-    many in all as sequences of one length would take. 0 if it is not worth it, or the line of all
-    work would be too long.
+def with_workers(chosen: Plan, kernel: Fit, units: int, capacities: Sequence[int]) -> Plan:
+    """A plan with workers, for sequences whose lengths may differ: as many as there is room for at
+    a time, and no more than parts of the first segment. None where it is not worth it, or the line
+    of all work would be too long (schedule.py).
 
     Args:
+        chosen: for sequences of one length.
         kernel: on its GPU.
         units, capacities: as in plan.
-        splits: of each segment, for sequences of one length.
     """
-    weights = (1, *(kernel.spec.second_weight for _ in splits[1:]))
-    steps = (kernel.steps[0], *(kernel.steps[1] for _ in splits[1:]))
-    pairs = zip(weights, capacities, steps, strict=True)
-    line = units * (UNIT_STEPS + sum(weight * -(-most // step) for weight, most, step in pairs))
-    if units > MOST_WAVES * kernel.slots or line >= LONGEST_LINE:
-        return 0
-    if capacities[0] <= SHORT * kernel.steps[0]:
-        return 0
-    of_sm = round(units * splits[0] / kernel.gpu.sm_count)
-    return kernel.gpu.sm_count * max(1, min(of_sm, kernel.blocks))
+    spec = kernel.spec
+    line = UNIT_STEPS - (-capacities[0] // spec.steps[0])
+    line += sum(spec.second_weight * -(-most // spec.steps[1]) for most in capacities[1:])
+    is_short = capacities[0] <= SHORT * spec.steps[0]
+    if is_short or units > MOST_WAVES * kernel.slots or units * line >= LONGEST_LINE:
+        return chosen
+    return replace(chosen, workers=min(units * chosen.splits[0], kernel.slots))
 
 
 def candidates(spec: DecodeSpec, gpu: GPU, units: int, capacities: Sequence[int]) -> Iterator[Plan]:

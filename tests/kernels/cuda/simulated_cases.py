@@ -86,7 +86,9 @@ def run_case(case: Case) -> dict[str, float]:
     if case.exact:
         second = Path(RowFormat.parse(case.exact, dim), RowFormat.parse(case.exact, v_dim), "ring")
         paths, lens = [first, second, second], [case.lens, *case.exact_lens]
-    spec = DecodeSpec(first, second, case.query, case.warps, case.stages, case.without)
+    spec = DecodeSpec(
+        first, second, case.query, case.warps, case.stages, case.workers > 0, case.without
+    )
 
     segments: list[Segment] = []
     fields: list[Fields] = []
