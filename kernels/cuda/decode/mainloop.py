@@ -153,6 +153,13 @@ def make_attend(spec, path, keep, recall):
         if begin >= end:
             wait_for_all()
             return
+        if not V_REALIGNED and int32(first + int32(TILE)) > end:
+            # the first tile was asked for without the length: what lies behind it may be NaN
+            wait_for_oldest()
+            cuda.syncwarp()
+            if int32(first + int32(lane)) >= end:
+                clear_row(ring + uint32(K_TILE) + lane * uint32(V_STRIDE))
+            cuda.syncwarp()
 
         # Step 2: the query, while the first tiles are on their way
         fragments = cuda.local.array(FRAGMENTS, uint32)
@@ -183,13 +190,6 @@ def make_attend(spec, path, keep, recall):
             # Step 3: ask for the tile that is STAGES - 1 ahead
             wait_for_oldest()
             cuda.syncwarp()
-            if not V_REALIGNED and int32(first + int32(TILE)) > end:
-                # what lies behind the last row may be NaN. Here: further down it would keep ptxas
-                # from moving instructions
-                if int32(first + int32(lane)) >= end:
-                    rest = ring + current * uint32(STAGE_BYTES) + uint32(K_TILE)
-                    clear_row(rest + lane * uint32(V_STRIDE))
-                cuda.syncwarp()
             if not PREFETCH_V:
                 here = locate(first, end, index, shift)
                 stage = uint32(ring + current * uint32(STAGE_BYTES) + uint32(K_TILE))
