@@ -18,7 +18,7 @@ from numba import cuda, int32, uint32, uint64
 
 from ..device.jit import device_function
 from ..device.ptx import (
-    load_shared_u32x2,
+    load_shared_u32,
     load_shared_u32x4,
     shared_address,
     store_shared_u32x4,
@@ -49,7 +49,7 @@ def attend_nothing(segment, begin, end, reach, rows, results, shared):
 def make_decode_kernel(spec):
     """Make the kernel, a Python function that numba compiles with `spec.signature()`."""
     WARPS, DIM, THREE = spec.warps, spec.first.v_format.head_dim, spec.segments == 3
-    SEGMENTS, BALANCED = spec.segments, spec.balanced
+    SEGMENTS = spec.segments
     write = make_write(spec.query)
     combine_splits = make_combine_splits(DIM, WARPS, THREE, write)
     write_empty = make_write_empty(DIM, WARPS, write)
@@ -69,12 +69,13 @@ def make_decode_kernel(spec):
     @device_function
     def keep(results):
         """Leave in a warp's shared memory what it needs after its attention: registers are dear."""
-        kept, _, part, unit, counts, adds = results
+        kept, _, unit, line, part, counts, adds = results
         if uint32(cuda.threadIdx.x) & uint32(31) == uint32(0):
-            store_shared_u32x4(kept, part)
-            store_shared_u32x4(kept + uint32(16), unit)
+            store_shared_u32x4(kept, unit)
+            store_shared_u32x4(kept + uint32(16), line)
+            store_shared_u32x4(kept + uint32(32), part)
             if THREE:
-                store_shared_u32x4(kept + uint32(32), (counts[0], counts[1], adds[1], adds[2]))
+                store_shared_u32x4(kept + uint32(48), (counts[0], counts[1], adds[1], adds[2]))
         cuda.syncwarp()
 
     @device_function
@@ -91,95 +92,123 @@ def make_decode_kernel(spec):
         unit's results go."""
         kept, common = results[0], results[1]
         partial, places = common[3], common[13]
-        total, row, state, place = load_shared_u32x4(kept)
+        place = load_shared_u32(kept + uint32(12))
+        total, _, row, state = load_shared_u32x4(kept + uint32(32))
         part_lse = partial + uint64(4 * HEADS) * (uint64(DIM) * uint64(places) + uint64(place))
         part_out = partial + uint64(4 * HEADS * DIM) * uint64(place)
         out, lse = places_of(common, row)
-        return uint32(state & uint32(HEADS_MASK)), (int32(total), part_out, part_lse, out, lse)
+        heads = uint32(state & uint32(HEADS_MASK))
+        return heads, (int32(total), part_out, part_lse, out, lse)
+
+    @device_function
+    def numbering_of(kept, total, first):
+        """What combine_splits takes for counts and adds."""
+        if THREE:
+            of_one, of_two, second, third = load_shared_u32x4(kept + uint32(48))
+            return (of_one, of_two, total), (first, second, third)
+        return (total, total, total), (first, first, first)
 
     attend_first = make_attend(spec, spec.first, keep, recall)
     attend_second = make_attend(spec, spec.second, keep, recall) if spec.second else attend_nothing
 
     @device_function
-    def attend_to(part, b, column, memory, common, segments):
-        """Attention to a part, and the parts of its unit merged by the last block."""
-        which, begin, end, reach, counts, adds, place, is_first = part
-        kept, shared = memory
+    def decode(common, one, two, three):
         q, partial, counters, q_stride_batch, q_stride_head = common[0], *common[3:7]
-        num_q_heads, ratio, head_blocks, _, columns, _, places = common[7:14]
-        one, two, three = segments
-        kv_head = int32(column)
-        if head_blocks > int32(1):
-            kv_head = int32(column // uint32(head_blocks))
-        first = int32((int32(column) - kv_head * head_blocks) * int32(HEADS))
-        head = int32(kv_head * ratio + first)
-        heads = uint32(min(int32(HEADS), int32(ratio - first)))
-        query = q + uint64(b) * q_stride_batch + uint64(head) * q_stride_head
-        rows = (int32(b), kv_head, query, q_stride_head, heads, common[16])
-        row = uint32(uint32(b * uint32(num_q_heads)) + uint32(head))
-        state = heads
-        if is_first:
-            state = uint32(state | uint32(BEGINS))
-        if begin < end:
-            state = uint32(state | uint32(HOLDS))
-        unit = uint32(uint32(b * columns) + column)
-        to_keep = (counts[2], row, state, place), (unit, adds[0], uint32(0), uint32(0))
-        results = (kept, common, to_keep[0], to_keep[1], counts, adds)
-        if which == uint32(0):
-            attend_first(one, begin, end, reach, rows, results, shared)
-        elif THREE:
-            segment = two if which == uint32(1) else three
-            attend_second(segment, begin, end, reach, rows, results, shared)
+        num_q_heads, ratio, head_blocks, batch, columns, parts, places = common[7:14]
+        workers, most_parts, score_scale = common[14:]
+        shared = shared_address(cuda.shared.array(0, uint32))
+        # from a lane: ptxas has to see that a warp does not diverge
+        warp = word_from_lane(uint32(uint32(cuda.threadIdx.x) >> uint32(5)), uint32(0))
+        kept = uint32(shared + warp * uint32(KEPT))
+        rings = shared + uint32(WARPS * KEPT)
+        segments = (one, two, three)
+        column, b = uint32(cuda.blockIdx.x), uint32(cuda.blockIdx.y)
+        split = uint32(cuda.blockIdx.z)
 
-        total, row, state, _ = load_shared_u32x4(kept)
-        if total != uint32(1):
-            out, lse = places_of(common, row)
-            heads = uint32(state & uint32(HEADS_MASK))
-            if total == uint32(0):
-                if state & uint32(BEGINS):
-                    write_empty(heads, out, lse)
-            elif state & uint32(HOLDS):
-                unit, add_first = load_shared_u32x2(kept + uint32(16))
-                counts, adds = (total, total, total), (add_first, add_first, add_first)
-                if THREE:
-                    of_one, of_two, second, third = load_shared_u32x4(kept + uint32(32))
-                    counts, adds = (of_one, of_two, total), (add_first, second, third)
-                counter = counters + uint64(4) * uint64(unit)
-                part_lses = partial + uint64(4 * DIM * HEADS) * uint64(places)
-                combine_splits(shared, counter, heads, counts, adds, partial, part_lses, out, lse)
-
-    @device_function
-    def attend_share(costs, memory, common, segments):
-        """A worker's share of the line, part by part."""
-        total, largest, mine = costs
-        batch, columns, _, _, workers, most_parts = common[10:16]
-        kept = memory[0]
-        share = share_of(total, largest, columns, workers, most_parts)
-        block = uint32(uint32(cuda.blockIdx.z) * batch + uint32(cuda.blockIdx.y))
-        block = uint32(uint32(block * columns) + uint32(cuda.blockIdx.x))
-        place = uint32(block * share)
-        stop = min(uint32(place + share), uint32(total * columns))
-        if block >= workers or place >= stop:
+        # Step 1: the block's work: a part, or a share of the line (schedule.py)
+        block = uint32(0)
+        share = uint32(0)
+        place = uint32(0)
+        start = uint32(0)
+        stop = uint32(1)
+        if workers != uint32(0):
+            cost, largest, mine = survey(segments, batch)
+            if not are_alike(cost, largest, batch):
+                share = share_of(cost, largest, columns, workers, most_parts)
+                stop = uint32(cost * columns)
+        if share != uint32(0):
+            block = uint32(uint32(uint32(split * batch) + b) * columns + column)
+            if block >= workers:
+                return
+            place = uint32(block * share)
+            stop = min(uint32(place + share), stop)
+            if place >= stop:
+                return
+            b, start = find(segments, batch, columns, place, mine)
+            cost = cost_of(steps_of(segments, b))
+            column = uint32(uint32(place - start) // cost)
+            start = uint32(start + uint32(column * cost))
+        elif split >= parts:
             return
-        b, start = find(segments, batch, columns, place, mine)
-        cost = cost_of(steps_of(segments, b))
-        column = uint32(uint32(place - start) // cost)
-        start = uint32(start + uint32(column * cost))
+
         while place < stop:
-            before = uint32(uint32(rank_of(b, batch) * columns) + column)
-            which, begin, end, counts, adds, part_end, unit_end = balanced_part(
-                segments, b, before, start, place, stop, share
-            )
-            place_of_part = uint32(uint32(block + uint32(before * uint32(SEGMENTS))) + which)
-            if uint32(cuda.threadIdx.x) & uint32(31) == uint32(0):
-                line = (start, part_end, stop, share)
-                store_shared_u32x4(kept + uint32(48), line)
-                store_shared_u32x4(kept + uint32(64), (b, column, unit_end, block))
-            is_first = place == start
-            part = which, begin, end, end, counts, adds, place_of_part, is_first
-            attend_to(part, b, column, memory, common, segments)
-            start, place, stop, share = load_shared_u32x4(kept + uint32(48))
-            b, column, unit_end, block = load_shared_u32x4(kept + uint32(64))
+            # Step 2: the part
+            unit_end = uint32(1)
+            if share != uint32(0):
+                is_first = place == start
+                before = uint32(uint32(rank_of(b, batch) * columns) + column)
+                which, begin, end, counts, adds, place, unit_end = balanced_part(
+                    segments, b, before, start, place, stop, share
+                )
+                reach = end
+                place_of_part = uint32(uint32(block + uint32(before * uint32(SEGMENTS))) + which)
+            else:
+                is_first = split == uint32(0)
+                place = stop
+                which, begin, end, reach, number, total = even_part(segments, b, int32(split))
+                counts = (total, total, total)
+                base = uint32(uint32(uint32(b * columns) + column) * parts)
+                adds = (base, base, base)
+                place_of_part = uint32(base + number)
+
+            # Step 3: attention to it
+            kv_head, query_head, heads = heads_of(column, head_blocks, ratio)
+            query = q + uint64(b) * q_stride_batch + uint64(query_head) * q_stride_head
+            rows = (int32(b), kv_head, query, q_stride_head, uint32(heads), score_scale)
+            row = uint32(uint32(b * uint32(num_q_heads)) + uint32(query_head))
+            state = uint32(heads)
+            if is_first:
+                state = uint32(state | uint32(BEGINS))
+            if begin < end:
+                state = uint32(state | uint32(HOLDS))
+            unit = (b, column, unit_end, place_of_part)
+            line = (start, place, stop, share)
+            results = (kept, common, unit, line, (counts[2], adds[0], row, state), counts, adds)
+            if which == uint32(0):
+                attend_first(one, begin, end, reach, rows, results, rings)
+            elif THREE:
+                segment = two if which == uint32(1) else three
+                attend_second(segment, begin, end, reach, rows, results, rings)
+
+            # Step 4: the parts of the unit, merged by the last block
+            b, column, unit_end, _ = load_shared_u32x4(kept)
+            total, add_first, row, state = load_shared_u32x4(kept + uint32(32))
+            if total != uint32(1):
+                out, lse = places_of(common, row)
+                many = uint32(state & uint32(HEADS_MASK))
+                if total == uint32(0):
+                    if state & uint32(BEGINS):
+                        write_empty(many, out, lse)
+                elif state & uint32(HOLDS):
+                    counts, adds = numbering_of(kept, total, add_first)
+                    counter = counters + uint64(4) * uint64(uint32(uint32(b * columns) + column))
+                    part_lses = partial + uint64(4 * DIM * HEADS) * uint64(places)
+                    combine_splits(
+                        rings, counter, many, counts, adds, partial, part_lses, out, lse
+                    )
+
+            # Step 5: what follows on the line
+            start, place, stop, share = load_shared_u32x4(kept + uint32(16))
             if place < stop:
                 if place >= unit_end:
                     start = unit_end
@@ -188,29 +217,6 @@ def make_decode_kernel(spec):
                         column = uint32(0)
                         b = following(b, batch)
                 cuda.syncthreads()  # the next part takes the same shared memory
-
-    @device_function
-    def decode(common, one, two, three):
-        batch, columns, parts, _, workers = common[10:15]
-        shared = shared_address(cuda.shared.array(0, uint32))
-        warp = word_from_lane(uint32(uint32(cuda.threadIdx.x) >> uint32(5)), uint32(0))
-        memory = (uint32(shared + warp * uint32(KEPT)), uint32(shared + uint32(WARPS * KEPT)))
-        segments = (one, two, three)
-        if BALANCED:
-            costs = survey(segments, batch)
-            if not are_alike(costs[0], costs[1], batch):
-                attend_share(costs, memory, common, segments)
-                return
-        # on its own, so that ptxas sees that a warp never diverges, and takes uniform registers for
-        # the loop: without them the GPU reads a tenth slower
-        column, b = uint32(cuda.blockIdx.x), uint32(cuda.blockIdx.y)
-        split = uint32(cuda.blockIdx.z)
-        which, begin, end, reach, number, total = even_part(segments, b, int32(split))
-        base = uint32(uint32(uint32(b * columns) + column) * parts)
-        counts, adds = (total, total, total), (base, base, base)
-        place = uint32(base + number)
-        part = which, begin, end, reach, counts, adds, place, split == uint32(0)
-        attend_to(part, b, column, memory, common, segments)
 
     # fmt: off
     def decode_one(q, out, lse, partial, counters, q_stride_batch, q_stride_head, num_q_heads,

@@ -314,15 +314,12 @@ def _prepare(
     )
     first = chosen or choose(work.spec)
     spec = replace(work.spec, warps=first.warps, stages=first.stages)
-    if chosen is None and num_splits is None and len(q) > 1:  # lengths may differ
-        first = with_workers(first, fit(spec, work.gpu), work.units, work.capacities)
-    spec = replace(spec, balanced=first.workers > 0)
     most_shared = work.gpu.shared_per_block if spec.second else 0
     kernel = kernel_of(spec, q.get_device(), most_shared)
     fitted = fit(spec, work.gpu, kernel.registers)
     if chosen is None:
         chosen = choose(spec, registers=kernel.registers)
-        if spec.balanced:
+        if num_splits is None and len(q) > 1:  # lengths may differ
             chosen = with_workers(chosen, fitted, work.units, work.capacities)
     shared = shared_bytes(fitted, work.units, chosen.splits)
     spaces = workspaces_of(q.device)

@@ -100,14 +100,15 @@ def make_survey(spec):
         first = uint32(0)
         while first < batch:
             costs = cuda.local.array(LOADED, uint32)
-            for i in range(LOADED):
+            for i in range(LOADED):  # without branches, so that all loads are under way together
                 b = uint32(uint32(first + uint32(32 * i)) + lane)
-                costs[i] = uint32(0)
-                if b < batch:
-                    costs[i] = cost_of(steps_of(segments, b))
+                costs[i] = cost_of(steps_of(segments, min(b, uint32(batch - uint32(1)))))
             for i in range(LOADED):
-                mine = uint32(mine + costs[i])
-                largest = max(largest, costs[i])
+                cost = costs[i]
+                if uint32(uint32(first + uint32(32 * i)) + lane) >= batch:
+                    cost = uint32(0)
+                mine = uint32(mine + cost)
+                largest = max(largest, cost)
             first = uint32(first + uint32(32 * LOADED))
         return sum_of_words(mine), largest_word(largest), mine
 

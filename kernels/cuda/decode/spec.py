@@ -13,7 +13,7 @@ HEADS = 8  # query heads of a block: the columns of an MMA
 TILE = 32  # tokens that a warp works on at a time: a row for each lane
 PROMOTION_INTERVAL = 16  # tiles of a warp after which it promotes its sums (accumulators.py)
 AHEAD = 16  # parts whose loads are on their way together when they are combined
-KEPT = 80  # bytes in which a warp keeps what it needs after its attention
+KEPT = 64  # bytes in which a warp keeps what it needs after its attention
 UNIT_STEPS = 2  # what a unit costs besides its tokens where work is balanced (schedule.py)
 MORE_PARTS = 4  # of a unit than its longest segment is cut into
 # what the kernel can be compiled without, to measure what it brings
@@ -88,8 +88,6 @@ class DecodeSpec(Spec):
         query: "bf16" or "fp16", the codec of q and out.
         warps: warps of a block.
         stages: tiles of K and V in a warp's ring.
-        balanced: whether the work of sequences whose lengths differ is shared out evenly among the
-            blocks (schedule.py).
         without: one of TECHNIQUES to leave out, or "".
     """
 
@@ -98,7 +96,6 @@ class DecodeSpec(Spec):
     query: str = "bf16"
     warps: int = 4
     stages: int = 3
-    balanced: bool = False
     without: str = ""
 
     kernel = "decode.kernel.make_decode_kernel"

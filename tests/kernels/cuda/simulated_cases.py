@@ -86,9 +86,7 @@ def run_case(case: Case) -> dict[str, float]:
     if case.exact:
         second = Path(RowFormat.parse(case.exact, dim), RowFormat.parse(case.exact, v_dim), "ring")
         paths, lens = [first, second, second], [case.lens, *case.exact_lens]
-    spec = DecodeSpec(
-        first, second, case.query, case.warps, case.stages, case.workers > 0, case.without
-    )
+    spec = DecodeSpec(first, second, case.query, case.warps, case.stages, case.without)
 
     segments: list[Segment] = []
     fields: list[Fields] = []
@@ -134,7 +132,7 @@ def run_case(case: Case) -> dict[str, float]:
         }
         if parts == 1 and not case.workers:
             common |= {"partial": 0, "counters": 0}
-        launch(spec, common, fields, (columns, batch, max(parts, -(-case.workers // units))), backwards)
+        launch(spec, common, fields, (columns, batch, parts), backwards)
         assert not counters.any(), "counters are not 0 after the launch"
         outs.append(out)
     assert torch.equal(outs[0], outs[1]), "the result depends on the order of blocks and lanes"
