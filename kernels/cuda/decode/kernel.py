@@ -203,9 +203,7 @@ def make_decode_kernel(spec):
                     counts, adds = numbering_of(kept, total, add_first)
                     counter = counters + uint64(4) * uint64(uint32(uint32(b * columns) + column))
                     part_lses = partial + uint64(4 * DIM * HEADS) * uint64(places)
-                    combine_splits(
-                        rings, counter, many, counts, adds, partial, part_lses, out, lse
-                    )
+                    combine_splits(rings, counter, many, counts, adds, partial, part_lses, out, lse)
 
             # Step 5: what follows on the line
             start, place, stop, share = load_shared_u32x4(kept + uint32(16))

@@ -132,7 +132,9 @@ def run_case(case: Case) -> dict[str, float]:
         }
         if parts == 1 and not case.workers:
             common |= {"partial": 0, "counters": 0}
-        launch(spec, common, fields, (columns, batch, parts), backwards)
+        launch(
+            spec, common, fields, (columns, batch, max(parts, -(-case.workers // units))), backwards
+        )
         assert not counters.any(), "counters are not 0 after the launch"
         outs.append(out)
     assert torch.equal(outs[0], outs[1]), "the result depends on the order of blocks and lanes"

@@ -112,7 +112,12 @@ CASES |= {
         "workers": 4,
         "heads": [4, 2],
     },
-    "balanced, no sinks": {"exact": "bf16", "lens": [0, 500, 20], "splits": [1, 0, 2], "workers": 7},
+    "balanced, no sinks": {
+        "exact": "bf16",
+        "lens": [0, 500, 20],
+        "splits": [1, 0, 2],
+        "workers": 7,
+    },
     "lengths alike for workers": {"lens": [70, 66], "workers": 3, "splits": [2]},
 }
 for technique in TECHNIQUES:
