@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -122,8 +124,7 @@ def best_sdpa(case: Case, timer: Timer) -> Peer | str:
     for name, (backends, make) in candidates.items():
         limit = GIVE_UP * min(alone.values(), default=math.inf)
         try:
-            with warnings.catch_warnings(), sdpa_kernel(backends):
-                warnings.simplefilter("ignore")  # torch says at length why a backend cannot
+            with _quiet(), sdpa_kernel(backends):
                 calls = make()
                 us = timer.alone(calls[0], limit)
                 if us <= limit:
@@ -138,6 +139,19 @@ def best_sdpa(case: Case, timer: Timer) -> Peer | str:
     best, best_in_a_row = min(alone, key=alone.__getitem__), min(in_a_row, key=in_a_row.__getitem__)
     in_a_row_us = in_a_row[best_in_a_row] if rotates else None
     return Peer(best, best_in_a_row, Times(alone[best], in_a_row_us, min(eager.values())))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Torch warns, and logs, at length why a backend cannot."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
 
 
 def _torch_calls(
