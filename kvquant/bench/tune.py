@@ -27,11 +27,12 @@ TABLE: dict[str, Any] = {
 ABLATED = TABLE | {"batches": (256,), "seq_lens": (8192,)}
 ABLATED_FORMATS = ("int4-g4", "int4-g8", "bf16")
 GIVE_UP = 1.25  # a plan this much slower alone than the best is not timed to the end
+WORTH = 1.03  # what a plan must gain over the formula's, both times considered: less may be noise
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The plan of the formula and the fastest one for a case, of how many measured."""
+    """The plan of the formula and the one to take for a case, of how many measured."""
 
     case: Case
     formula: tuple[Plan, Times]
@@ -63,15 +64,19 @@ def tune(case: Case, timer: Timer, gpu: GPU) -> Choice:
         limit = GIVE_UP * min((times.alone for times in found.values()), default=math.inf)
         with override_plan(one):
             _, found[one] = check_and_time(case, inputs, timer, limit)
-    best = fastest(found)
+    best = fastest(found, formula)
     return Choice(case, (formula, found[formula]), (best, found[best]), len(found))
 
 
-def fastest(found: Mapping[Plan, Times]) -> Plan:
-    """The plan with the least product of both times; alone counts where none ran in a row."""
-    in_a_row = {one: times.alone * times.in_a_row for one, times in found.items() if times.in_a_row}
-    scores = in_a_row or {one: times.alone for one, times in found.items()}
-    return min(scores, key=scores.__getitem__)
+def fastest(found: Mapping[Plan, Times], formula: Plan) -> Plan:
+    """The plan with the least geometric mean of both times, if that is worth it, or the formula's.
+
+    The time alone counts where none ran in a row, else plans without a time in a row do not.
+    """
+    scores = {one: math.sqrt(t.alone * t.in_a_row) for one, t in found.items() if t.in_a_row}
+    scores = scores or {one: times.alone for one, times in found.items()}
+    best = min(scores, key=scores.__getitem__)
+    return formula if scores.get(formula, math.inf) <= WORTH * scores[best] else best
 
 
 def table_row(choice: Choice, gpu: GPU) -> Tuned:

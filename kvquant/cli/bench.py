@@ -239,10 +239,10 @@ def _ablate(
     cases: Sequence[Case], timer: Timer, machine: Machine, rows: Rows, _: object
 ) -> dict[str, Any]:
     from ..bench import report, tune
-    from ..kernels.cuda.decode.tuned import load_table
+    from ..kernels.cuda.decode.tuned import measured_plans
     from ..kernels.cuda.runtime.launch import gpu_of
 
-    gpu, tuned = gpu_of(timer.device.index), load_table()
+    gpu, tuned = gpu_of(timer.device.index), measured_plans()
     click.echo("plan: splits x warps of a block x stages; ratios above 1 are slower\n")
     variants = []
     for found in _each_that_fits(cases, lambda case: tune.ablate(case, timer, gpu, tuned)):

@@ -293,9 +293,17 @@ def test_tuning_keeps_the_fastest_plan(override_plan: list[tuple[Plan, str]]) ->
 
 def test_both_times_decide_and_plans_without_one_of_them_lose() -> None:
     one, two, three = (Plan((1,), warps, 3) for warps in (4, 8, 2))
-    assert tune_module.fastest({one: Times(10.0, 6.0), two: Times(9.0, 7.0)}) == one
-    assert tune_module.fastest({one: Times(10.0, 6.0), two: Times(9.0, None)}) == one
-    assert tune_module.fastest({one: Times(10.0, None), three: Times(9.0, None)}) == three
+    fastest = tune_module.fastest
+    assert fastest({one: Times(10.0, 6.0), two: Times(9.0, 8.0)}, two) == one
+    assert fastest({one: Times(10.0, 6.0), two: Times(9.0, None)}, two) == one
+    assert fastest({one: Times(10.0, None), three: Times(9.0, None)}, one) == three
+
+
+def test_a_gain_that_may_be_noise_leaves_the_plan_of_the_formula() -> None:
+    one, two = (Plan((1,), warps, 3) for warps in (4, 8))
+    for gain, chosen in ((1.02, one), (1.05, two)):
+        found = {one: Times(10.0, 8.0), two: Times(10.0 / gain, 8.0 / gain)}
+        assert tune_module.fastest(found, one) == chosen
 
 
 @pytest.mark.parametrize("name", ["int4-g4", "int4-g8", "bf16", "int4"])

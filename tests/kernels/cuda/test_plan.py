@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvquant.errors import ConfigError, UnsupportedError
+from kvquant.kernels.cuda.decode import tuned
 from kvquant.kernels.cuda.decode.plan import (
     STAGES,
     WARPS,
@@ -28,7 +29,7 @@ from kvquant.kernels.cuda.decode.plan import (
     tuned_row,
 )
 from kvquant.kernels.cuda.decode.spec import HEADS, TILE, DecodeSpec, Path
-from kvquant.kernels.cuda.decode.tuned import Tuned, load_table, lookup, save_table
+from kvquant.kernels.cuda.decode.tuned import Tuned, load_table, lookup, measured_plans, save_table
 from kvquant.kernels.cuda.runtime.launch import GPU
 from kvquant.rows.format import RowFormat
 
@@ -215,6 +216,29 @@ def test_lookup_takes_the_nearest_by_logarithm() -> None:
     assert lookup(rows, "NVIDIA H200", *formats, 300, 8192) is None
     assert lookup(rows, "NVIDIA H200", *formats, 8, 1 << 20) is None
     assert lookup(rows, "NVIDIA H100", *formats, 8, 8192) is None
+
+
+def test_plans_that_are_shipped_stand_behind_the_users(
+    tmp_path: FilePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVQUANT_CACHE_DIR", str(tmp_path / "users"))
+    monkeypatch.setattr(tuned, "SHIPPED", tmp_path / "plans")
+    assert measured_plans() == ()
+    save_table([row(8), row(32)], tmp_path / "plans" / "nvidia-h200.json")
+    assert measured_plans() == (row(8), row(32))
+    save_table([row(32, splits=5)])
+    formats = ("int4-g4/128", "int4-g4/128")
+    found = [lookup(measured_plans(), "NVIDIA H200", *formats, n, 8192) for n in (8, 32)]
+    assert found == [row(8), row(32, splits=5)]
+
+
+def test_shipped_plans_are_of_kernels_that_there_are() -> None:
+    for path in sorted(tuned.SHIPPED.glob("*.json")):
+        version, rows = tuned._parse_table(path.read_bytes())
+        assert version == tuned.TABLE_VERSION and rows
+        assert {one.gpu.lower().replace(" ", "-") for one in rows} == {path.stem}
+        assert len({one.shape for one in rows}) == len(rows)
+        assert all(one.warps in WARPS and one.stages in STAGES for one in rows)
 
 
 def test_a_table_is_read_as_it_was_saved_and_rows_are_replaced(tmp_path: FilePath) -> None:
