@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from kvquant.errors import ConfigError, UnsupportedError
 from kvquant.kernels.cuda.decode import tuned
 from kvquant.kernels.cuda.decode.plan import (
+    SHARE,
     STAGES,
     WARPS,
     Plan,
@@ -177,6 +178,39 @@ def test_candidates_are_distinct_and_fit() -> None:
         for one in found:
             assert blocks_per_sm(spec_of(make_spec(), one), H200)
             assert 1 <= one.splits[0] <= -(-capacity // (TILE * one.warps))
+
+
+@given(names, st.integers(1, 1024), st.integers(1, 1 << 17))
+def test_a_gpu_whose_bandwidth_is_unknown_is_planned_as_an_h200(
+    name: str, units: int, capacity: int
+) -> None:
+    known = replace(H200, bandwidth=SHARE * 132)
+    spec = make_spec(name)
+    assert plan(spec, known, units, [capacity]) == plan(spec, H200, units, [capacity])
+
+
+def test_times_count_as_the_bytes_that_a_gpu_reads_meanwhile() -> None:
+    spec = replace(make_spec(), warps=4, stages=2)
+    full, half = (fit(spec, replace(H200, bandwidth=SHARE * 132 * part)) for part in (1, 0.5))
+    assert (full.rate, half.rate) == (1, 0.5)
+    # a token: start and merge take as long, which is half as many bytes
+    assert price(half, 1, [1], [1]) == pytest.approx(0.5 * price(full, 1, [1], [1]), rel=0.01)
+    # many sequences: the memory is read at its bandwidth, and as many bytes
+    bound = [price(one, 3 * 132, [1 << 20], [1]) for one in (full, half)]
+    assert bound[0] == pytest.approx(bound[1], rel=0.01)
+    assert half.pace(1) == 2 * full.pace(1)
+
+
+@pytest.mark.parametrize("name", ["int4-g4", "int8-g4", "bf16"])
+def test_less_bandwidth_needs_fewer_warps(name: str) -> None:
+    def warps(units: int, gpu: GPU) -> int:
+        chosen = plan(make_spec(name), gpu, units, [8192])
+        return units * chosen.splits[0] * chosen.warps
+
+    for part in (0.25, 0.5, 0.7):
+        slower = replace(H200, name="a made-up GPU", bandwidth=SHARE * 132 * part)
+        many = [(warps(units, slower), warps(units, H200)) for units in (1, 8, 32, 64)]
+        assert all(fewer <= more for fewer, more in many) and many[1][0] < many[1][1]
 
 
 def test_a_measured_plan_is_used_for_its_shape() -> None:
