@@ -69,7 +69,7 @@ MODES = "ragged", "wide", "short", "tune", "ablate"  # what is measured instead
     multiple=True,
     help="Tokens of T in 16 bit: 4 128.",
 )
-@click.option("--quick", is_flag=True, help="Few cases, timed briefly.")
+@click.option("--quick", is_flag=True, help="Few cases, or plans, timed briefly.")
 @click.option("--ragged", is_flag=True, help="Measure batches of unequal lengths instead.")
 @click.option("--wide", is_flag=True, help="Measure many query heads on a KV head instead.")
 @click.option("--short", is_flag=True, help="Measure short contexts instead, from Python too.")
@@ -144,7 +144,7 @@ def bench(
     }
     from ..bench import report, timer
     from ..bench.cases import TABLES, list_cases
-    from ..bench.tune import ABLATED, ABLATED_FORMATS, TABLE
+    from ..bench.tune import ABLATED, ABLATED_FORMATS, CHEAPEST, TABLE
     from ..text import render_table
 
     if not (batches or seq_lens or q_heads or kv_heads):
@@ -156,7 +156,8 @@ def bench(
     watch = timer.GraphTimer(0.01 if gpu["quick"] else 0.05)
     machine = timer.describe_machine(watch, __version__)
     click.echo(report.render_machine(machine) + "\n")
-    runs: dict[str, Callable[..., dict[str, Any]]] = {"tune": _tune, "ablate": _ablate}
+    runs: dict[str, Callable[..., dict[str, Any]]]
+    runs = {"tune": partial(_tune, CHEAPEST if gpu["quick"] else None), "ablate": _ablate}
     run = runs.get(mode, partial(_measure, mode))
     rows: Rows = []
     results: list[Result] = []
@@ -217,7 +218,12 @@ def _measure(
 
 
 def _tune(
-    cases: Sequence[Case], timer: Timer, machine: Machine, rows: Rows, _: object
+    most: int | None,
+    cases: Sequence[Case],
+    timer: Timer,
+    machine: Machine,
+    rows: Rows,
+    _: object,
 ) -> dict[str, Any]:
     from ..bench import report, tune
     from ..kernels.cuda.decode.tuned import save_table
@@ -227,7 +233,7 @@ def _tune(
     path = save_table(())  # tells at once if it cannot be kept
     click.echo("plans: splits x warps of a block x stages; at first each kernel is compiled")
     choices = []
-    for choice in _each_that_fits(cases, lambda case: tune.tune(case, timer, gpu)):
+    for choice in _each_that_fits(cases, lambda case: tune.tune(case, timer, gpu, most)):
         path = save_table([tune.table_row(choice, gpu)])
         rows.append(report.choice_cells(choice))
         choices.append(choice)
