@@ -104,8 +104,9 @@ def best_sdpa(case: Case, timer: Timer) -> Peer | str:
     """Time torch's attention on the 16-bit cache of a case's shape.
 
     Every backend of scaled_dot_product_attention is tried, with enable_gqa and with the query heads
-    of a KV head folded into q_len. Where lengths differ they have a mask of the places without
-    tokens, and torch's varlen_attn and compiled flex_attention are tried too.
+    of a KV head folded into q_len. Of a ragged batch it reads as many places as the longest
+    sequence has tokens, with a mask of those without; torch's varlen_attn and compiled
+    flex_attention are tried too.
 
     Returns:
         The fastest, or why there is none.
@@ -164,19 +165,18 @@ def _torch_calls(
         for segment in one.segments
     ]
     lens = torch.tensor(case.all_lens, dtype=torch.int32, device=timer.device)
-    mask = None
-    if case.lens:
-        mask = torch.zeros(case.batch, 1, 1, case.seq_len, dtype=case.dtype, device=timer.device)
-        places = torch.arange(case.seq_len, device=timer.device)
+    longest, mask = max(case.all_lens), None
+    if min(case.all_lens) < longest:
+        mask = torch.zeros(case.batch, 1, 1, longest, dtype=case.dtype, device=timer.device)
+        places = torch.arange(longest, device=timer.device)
         mask.masked_fill_((places >= lens[:, None])[:, None, None], -math.inf)
     attention = partial(F.scaled_dot_product_attention, attn_mask=mask)
     folded = (case.batch, case.num_kv_heads, -1, case.head_dim)
-    forms: dict[str, list[Call]] = {
-        "enable_gqa": [
-            partial(attention, q[:, :, None], k, v, enable_gqa=True) for q, k, v in inputs
-        ],
-        "folded": [partial(attention, q.view(folded), k, v) for q, k, v in inputs],
-    }
+    forms: dict[str, list[Call]] = {"enable_gqa": [], "folded": []}
+    for q, *rows in inputs:
+        k, v = (one[:, :, :longest] for one in rows)
+        forms["enable_gqa"].append(partial(attention, q[:, :, None], k, v, enable_gqa=True))
+        forms["folded"].append(partial(attention, q.view(folded), k, v))
     found: dict[str, tuple[list[SDPBackend], Callable[[], list[Call]]]] = {
         f"{name}, {form}": ([backend], partial(list, calls))
         for name, backend in BACKENDS.items()

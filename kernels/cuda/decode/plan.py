@@ -24,7 +24,7 @@ WARPS, STAGES = (4, 8, 2, 1), (2, 3, 4)  # what a block may have, the preferred 
 REGISTERS = {64: 112, 128: 144, 256: 248}  # of a thread, by head_dim, before it is compiled
 REGISTERS_PER_SM = 1 << 16  # of every GPU from sm_80 on
 RESERVED_SHARED = 1 << 10  # bytes of a block's share that the driver takes
-# measured on an H200, where an SM's share of the bandwidth is 33 bytes a nanosecond as it reads, 37
+# measured on an H200, where an SM's share of the bandwidth is 33 bytes a nanosecond as it reads, 36
 # by clock and bus. Times are given in bytes at that rate: with 8 warps of INT4 rows in 4 groups an
 # SM keeps up with its share. On a GPU with another share they are as many more, or fewer, bytes
 SHARE = 4814 / 132  # GB/s an SM
