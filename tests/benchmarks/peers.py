@@ -9,10 +9,10 @@ float64 attention to the values that the cache stands for: those that a project'
 dequantizes to, where it can say so, else (BitDecoding) the 16-bit ones, at a limit that 4 bits stay
 below.
 
-Run on an NVIDIA H200 with torch 2.11: kvquant and torch. The others could not be installed there.
-Their calls are written after the sources of FlashInfer fb28d72 (0.7), flash-attention 0251105,
-FBGEMM (gen_ai, 1.9) and BitDecoding e829b5a, and have not run: a peer that fails is named with its
-error, and the others go on.
+What has run: the checks, with kvquant and torch, on a CPU (tests/bench/test_peers.py). What has
+not: anything on a GPU. The calls of the other projects are written after the sources of FlashInfer
+fb28d72, flash-attention 0251105, FBGEMM (gen_ai, the op as of 1.9) and BitDecoding e829b5a, which
+could not be installed: a peer that fails is named with its error, and the others go on.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The table of measured plans: which splits, warps and stages are the fastest for a shape on a GPU.
 
 JSON files, looked up at run time: one in the user's cache folder, written by `kvquant bench
---tune`, and those of the folder plans, made so by the developers and shipped, one for each GPU.
+--tune`, and those of the folder plans, made so and shipped, one for each GPU, if any.
 """
 
 from __future__ import annotations
