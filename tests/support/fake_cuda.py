@@ -67,6 +67,10 @@ class FakeDriver:
         name._obj.value = b"CUDA_ERROR_FAKE"
         return 0
 
+    def cuDeviceGetAttribute(self, value: Any, attribute: int, device: int) -> int:
+        value._obj.value = {36: 3_201_000, 37: 6016}[attribute]  # kHz and bits, of an H200
+        return self.result("cuDeviceGetAttribute")
+
     def cuDriverGetVersion(self, version: Any) -> int:
         version._obj.value = 12040
         return 0

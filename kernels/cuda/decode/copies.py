@@ -14,7 +14,6 @@ from ..device.ptx import (
     load_shared_u32,
     load_shared_u32x2,
     load_shared_u32x4,
-    opaque,
     store_shared_u32x4,
 )
 from .spec import TILE
@@ -56,6 +55,13 @@ def make_locate(place):
     return locate
 
 
+@device_function
+def times_one(count, one):
+    """A count that the compilers do not know, because a factor comes with the launch: a loop over
+    it stays rolled, where LLVM sees a second end too. Else it unrolls by 4."""
+    return int32(int32(count) * int32(one))
+
+
 def make_copy(staged, place, rolled):
     """Make the function that asks for the rows of a tile.
 
@@ -86,8 +92,11 @@ def make_copy(staged, place, rolled):
             high = low
         count = WINDOWS
         if rolled:
-            count = int32(opaque(uint32(WINDOWS)))
+            count = times_one(WINDOWS, cuda.blockDim.z)
         for i in range(count):
+            if rolled:
+                if i >= times_one(WINDOWS, cuda.blockDim.y):
+                    break
             # piece lane + 32 i, its row and window; simpler where a row's windows divide 32
             row = uint32((lane + uint32(32) * uint32(i)) // uint32(WINDOWS))
             window = uint32(lane + uint32(32) * uint32(i) - row * uint32(WINDOWS))
@@ -137,8 +146,11 @@ def _make_copy_bytes(staged, place, rolled):
         left = int32(min(end - first, int32(TILE)) * int32(ROW_BYTES) - int32(16) * int32(lane))
         count = STEPS
         if rolled:
-            count = int32(opaque(uint32(STEPS)))
+            count = times_one(STEPS, cuda.blockDim.z)
         for i in range(count):
+            if rolled:
+                if i >= times_one(STEPS, cuda.blockDim.y):
+                    break
             source = low
             if PAGED and 32 * i + 31 >= HALF_PIECES:
                 if lane + uint32(32 * i) >= uint32(HALF_PIECES):

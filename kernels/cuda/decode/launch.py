@@ -27,7 +27,7 @@ from ..runtime.workspace import Workspaces, reuse_counters, template, workspaces
 from .arrange import arguments, arrange, counts_of, make_spec, pack_counts
 from .plan import Plan, fit, plan, shared_bytes, with_workers
 from .spec import COMMON, HEADS, SEGMENT, DecodeSpec
-from .tuned import Tuned, load_table
+from .tuned import Tuned, measured_plans
 
 State = tuple[torch.Tensor, "torch.Tensor | None"]
 Addresses = tuple[int, int, int, int, int]  # K, V, lengths, starts or table, sequence slots
@@ -328,7 +328,7 @@ def _prepare(
 
 @functools.cache
 def _measured_plans() -> tuple[Tuned, ...]:
-    return load_table()
+    return measured_plans()
 
 
 def _log2_scale(sm_scale: float) -> float:

@@ -24,8 +24,10 @@ WARPS, STAGES = (4, 8, 2, 1), (2, 3, 4)  # what a block may have, the preferred 
 REGISTERS = {64: 112, 128: 144, 256: 248}  # of a thread, by head_dim, before it is compiled
 REGISTERS_PER_SM = 1 << 16  # of every GPU from sm_80 on
 RESERVED_SHARED = 1 << 10  # bytes of a block's share that the driver takes
-# measured on an H200, where an SM's share of the bandwidth is 33 bytes a nanosecond. Times are
-# given in bytes at that rate: with 8 warps of INT4 rows in 4 groups an SM keeps up with its share
+# measured on an H200, where an SM's share of the bandwidth is 33 bytes a nanosecond as it reads, 36
+# by clock and bus. Times are given in bytes at that rate: with 8 warps of INT4 rows in 4 groups an
+# SM keeps up with its share. On a GPU with another share they are as many more, or fewer, bytes
+SHARE = 4814 / 132  # GB/s an SM
 TILE_TIME = 38 << 10  # a warp with a tile, its loads included
 LEAST_TILE = 5 << 10  # rows with fewer bytes are no slower: they are priced as these
 FASTEST = 1.6  # times its share that an SM reads with many warps, while others do not
@@ -69,6 +71,7 @@ class Fit:
             multiple of it.
         most_parts: splits of all segments that the merge has room for.
         token_bytes: K and V of a token in the first segment, and in the others.
+        rate: an SM's share of the bandwidth, as a multiple of that of an H200.
     """
 
     spec: DecodeSpec
@@ -78,11 +81,12 @@ class Fit:
     steps: tuple[int, int]
     most_parts: int
     token_bytes: tuple[int, int]
+    rate: float
 
     def pace(self, blocks: int) -> float:
         """How fast an SM with so many blocks reads, as a multiple of its share."""
         tile = max(self.spec.stage_bytes(self.spec.first), LEAST_TILE)
-        return min(blocks * self.spec.warps * tile / TILE_TIME, FASTEST)
+        return min(blocks * self.spec.warps * tile / TILE_TIME, FASTEST) / self.rate
 
     def load(self, segment: int, capacity: int, splits: int) -> int:
         """Bytes of the longest split of a segment."""
@@ -115,6 +119,7 @@ def fit(spec: DecodeSpec, gpu: GPU, registers: int | None = None) -> Fit:
         steps=spec.steps,
         most_parts=(shared - spec.warps * KEPT) // (4 * HEADS) // AHEAD * AHEAD,
         token_bytes=(first, second),
+        rate=gpu.bandwidth / gpu.sm_count / SHARE or 1.0,
     )
 
 
@@ -220,8 +225,7 @@ def price(kernel: Fit, units: int, capacities: Sequence[int], splits: Sequence[i
         starts = 1 + (starts - 1) / 2
     part_bytes = 4 * HEADS * (kernel.spec.first.v_format.head_dim + 1)
     merging = MERGE + MERGE_BYTE * part_bytes * parts if parts > 1 else 0.0
-    total: float = reading + START * starts + merging
-    return total
+    return reading + kernel.rate * (START * starts + merging)
 
 
 def shared_bytes(kernel: Fit, units: int, splits: Sequence[int]) -> int:

@@ -228,7 +228,6 @@ reaches_f16 = instruction(  # whether either half is as large
 )
 float_bits = instruction("mov.b32 $0,$1;", "u32", "f32")
 bits_float = instruction("mov.b32 $0,$1;", "f32", "u32")
-opaque = instruction("mov.b32 $0,$1;", "u32", "u32", pure=False)  # a number LLVM cannot see through
 
 
 def _shared_address(typingctx, array):

@@ -18,7 +18,7 @@ import torch
 from kvquant.errors import UnsupportedError
 
 from .compile import USE_REFERENCE, load_cubin
-from .driver import Kernel, Launcher
+from .driver import Kernel, Launcher, peak_bandwidth
 from .spec import Spec
 from .tensors import Tensors, with_copies
 
@@ -45,6 +45,7 @@ class GPU:
         capability: its compute capability.
         sm_count: streaming multiprocessors.
         shared_per_sm, shared_per_block: bytes of shared memory, the most that there is.
+        bandwidth: GB/s of its memory by clock and bus; 0 if that is not known.
     """
 
     name: str
@@ -52,6 +53,7 @@ class GPU:
     sm_count: int
     shared_per_sm: int
     shared_per_block: int
+    bandwidth: float = 0.0
 
     @property
     def arch(self) -> str:
@@ -88,6 +90,7 @@ def gpu_of(index: int) -> GPU:
                 facts.multi_processor_count,
                 facts.shared_memory_per_multiprocessor,
                 facts.shared_memory_per_block_optin,  # type: ignore[attr-defined]
+                peak_bandwidth(index),
             )
         return _gpus[index]
 
