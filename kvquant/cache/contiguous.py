@@ -245,7 +245,7 @@ class KVCache:
 
     def segments(self, layer: int) -> list[Segment]:
         """The rows of a layer as segments to attend to, without copies, as they are stored."""
-        return self._layer(layer).segments()
+        return list(self._layer(layer).segments())
 
     def dequantized(
         self, layer: int, dtype: torch.dtype = torch.float32

@@ -33,7 +33,7 @@ from ..rows.arguments import address
 from ..rows.basis import LayerBasis
 from ..rows.format import RowFormat
 from ..rows.quantize import EXACT_DTYPES, FLOAT_DTYPES, full_precision
-from ..rows.segment import Segment
+from ..rows.segment import FixedSegments, Segment
 from ..rows.slots import Split
 from .checks import Counts, whole_numbers
 from .row_stacks import to_device, zero_rows
@@ -151,6 +151,7 @@ class LayerCache:
         seen = () if window is None else (self.seen_lens, self.seen_starts, self.firsts)
         self.lens = Lens(*lens, *seen)
         self.sizes = Sizes(*rooms, max_seq_len, window or 0)
+        self._segments = FixedSegments(self._make_segments())
 
     @property
     def k_sinks(self) -> torch.Tensor:
@@ -184,8 +185,11 @@ class LayerCache:
             del found["seen_lens"]  # another name of packed_lens
         return found
 
-    def segments(self) -> list[Segment]:
+    def segments(self) -> Sequence[Segment]:
         """The rows in use as segments; kinds without room left out."""
+        return self._make_segments() if torch.compiler.is_compiling() else self._segments
+
+    def _make_segments(self) -> list[Segment]:
         k_rows, v_rows = self.k_packed, self.v_packed
         packed = Segment(
             k_rows, v_rows, self.seen_lens, self.k_format, self.v_format, self.seen_starts

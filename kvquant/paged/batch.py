@@ -20,7 +20,7 @@ from ..ops.shared_prefix import attend_shared
 from ..rows.arguments import check_flag, check_kind, check_size, check_tensors
 from ..rows.format import RowFormat
 from ..rows.rotation import Rope
-from ..rows.segment import Segment
+from ..rows.segment import FixedSegments, Segment
 from ..rows.slots import Slots
 from .cache import PagedKVCache
 from .pool import SequenceId
@@ -125,7 +125,7 @@ class PagedBatch(NotCopied):
         self._num_members = 0  # sequences of this step whose prefix is read once
         self._ratio = 0  # query heads on a KV head, once attend has seen them
         self._slots: dict[int, Slots] = {}
-        self._segments: dict[tuple[int, int], list[Segment]] = {}
+        self._segments: dict[tuple[int, int], FixedSegments] = {}
         self._num_ids = self._num_tokens = 0
 
     @property
@@ -391,7 +391,7 @@ class PagedBatch(NotCopied):
             return True
         return self._on_cuda and torch.cuda.is_current_stream_capturing()
 
-    def _segments_of(self, layer: int, batch: int) -> list[Segment]:
+    def _segments_of(self, layer: int, batch: int) -> Sequence[Segment]:
         """The rows of a layer, for the first places of the batch.
 
         Raises:
@@ -407,7 +407,8 @@ class PagedBatch(NotCopied):
             )
         found = self._segments.get((layer, batch))
         if found is None:
-            found = self._segments[layer, batch] = self._make_segments(layer, batch)
+            found = FixedSegments(self._make_segments(layer, batch))
+            self._segments[layer, batch] = found
         return found
 
     def _make_segments(self, layer: int, batch: int) -> list[Segment]:
