@@ -2,7 +2,8 @@
 
 A launch is prepared for all calls of the same shapes, strides, formats and dtypes: that it is
 possible, the kernel, the plan, the arguments that stay (see runtime/launch.py). This is the hot
-path of decoding: the key is built in place, and a cached launch packs its addresses itself.
+path of decoding: a cached launch packs its addresses itself, and segments that stay, those of a
+cache, are looked at once.
 """
 
 from __future__ import annotations
@@ -21,9 +22,17 @@ from kvquant.rows.arguments import check_scale
 from kvquant.rows.segment import FixedSegments, Segment
 
 from ..runtime.driver import Kernel, Launcher
-from ..runtime.launch import GPU, current_device, current_stream, gpu_of, keep, kernel_of
+from ..runtime.launch import (
+    GPU,
+    current_device,
+    current_stream,
+    empty_strided,
+    gpu_of,
+    keep,
+    kernel_of,
+)
 from ..runtime.spec import layout_of
-from ..runtime.workspace import Workspaces, reuse_counters, template, workspaces_of
+from ..runtime.workspace import Workspaces, reuse_counters, workspaces_of
 from .arrange import arguments, arrange, counts_of, make_spec, pack_counts
 from .plan import Plan, fit, plan, shared_bytes
 from .spec import COMMON, HEADS, SEGMENT, DecodeSpec
@@ -41,7 +50,6 @@ MOST_SCALE = 1e30  # float32 holds what it is multiplied with
 # what stands after the addresses, in all arguments and in those of a segment
 QUERY, ROWS = struct.Struct(layout_of(COMMON[5:-1])), struct.Struct(layout_of(SEGMENT[5:]))
 
-_empty_like = torch.empty_like
 _launches: dict[Hashable, Launch | Nothing] = {}
 _fixed: dict[Hashable, object] = {}  # what stands for the facts of segments that stay
 _override: tuple[Plan | None, str] = (None, "")
@@ -229,8 +237,9 @@ class Launch:
         parts = sum(chosen.splits)
         self._index = q.get_device()
         self._scale = head_dim**-0.5 * LOG2_E
-        self._out = template(batch, num_q_heads, v_dim, dtype=q.dtype, device=q.device)
-        self._lse = template(batch, num_q_heads, dtype=torch.float32, device=q.device)
+        shape = batch, num_q_heads, v_dim
+        self._out = shape, (num_q_heads * v_dim, v_dim, 1), q.dtype
+        self._lse = shape[:2], (num_q_heads, 1), torch.float32
         self._workspaces = workspaces if parts > 1 else None
         self._partial = work.units * parts * HEADS * (v_dim + 1)
         self._units = work.units
@@ -259,10 +268,10 @@ class Launch:
         want_lse: bool,
     ) -> State:
         """Launch on the current stream of the current device, which is that of q."""
-        out = _empty_like(self._out)
+        out = empty_strided(*self._out)
         lse, lse_address = None, 0
         if want_lse:
-            lse = _empty_like(self._lse)
+            lse = empty_strided(*self._lse)
             lse_address = lse.data_ptr()
         stream = current_stream(self._index)
         counters = partial = 0
