@@ -10,7 +10,7 @@ import torch
 
 from ..errors import ConfigError, ShapeError, shown
 from ..ops.attention import State, attend_segments
-from ..rows.arguments import check_device, check_size, check_tensors
+from ..rows.arguments import check_device, check_size
 from ..rows.basis import LayerBasis
 from ..rows.format import EXACT_CODECS
 from ..rows.quantize import check_dtype
@@ -245,7 +245,7 @@ class KVCache:
 
     def segments(self, layer: int) -> list[Segment]:
         """The rows of a layer as segments to attend to, without copies, as they are stored."""
-        return self._layer(layer).segments()
+        return list(self._layer(layer).segments())
 
     def dequantized(
         self, layer: int, dtype: torch.dtype = torch.float32
@@ -355,9 +355,7 @@ class KVCache:
             DeviceError: k or v lies on another device than the cache.
             NonFiniteError: NaN, Inf or a value that one of the formats cannot hold.
         """
-        at = self._layer(layer)
-        check_tensors(k=k, v=v)
-        at.append(k.detach(), v.detach(), new_lens, self.bad_rows, self.overflow_tokens)
+        self._layer(layer).append(k, v, new_lens, self.bad_rows, self.overflow_tokens)
 
     def check(self) -> None:
         """Raise if an append since the last check could not do what it was asked to (see append).
