@@ -268,6 +268,24 @@ def test_a_block_meets_at_syncthreads_and_a_warp_at_syncwarp() -> None:
 
 
 @in_simulator
+def test_some_warps_meet_at_a_barrier() -> None:
+    def use(lane: int, partner: int) -> Any:
+        base = shared_memory()
+        ptx.store_shared_u32(base + u32(4 * lane), u32(lane))
+        ptx.barrier(u32(1 + lane // 64), u32(64))  # warps 0 and 1, 2 and 3
+        return ptx.load_shared_u32(base + u32(4 * (lane ^ partner)))
+
+    for backwards in (False, True):
+        got = lanes(lambda lane: use(lane, 32), threads=128, shared=512, backwards=backwards)
+        assert got == [lane ^ 32 for lane in range(128)]
+    with pytest.raises(simulatedmemory.Fault, match=r"a race: .* no barrier in between"):
+        lanes(lambda lane: use(lane, 64), threads=128, shared=512)
+    for barrier, threads in ((0, 64), (16, 64), (1, 40)):
+        with pytest.raises(simulatedmemory.Fault, match="1 to 15, whole warps"):
+            lanes(lambda lane, *given: ptx.barrier(u32(barrier), u32(threads)), threads=64)
+
+
+@in_simulator
 def test_what_nobody_has_written_is_poison() -> None:
     def use(lane: int) -> Any:
         words = cuda.shared.array(0, u32)
