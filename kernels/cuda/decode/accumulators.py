@@ -33,7 +33,6 @@ def _make_promote_eight(sums_of_lane, e):
     """Make the function that promotes the sums of 8 columns, the e-th eight of a warp's."""
     FIRST, FOURS = e * sums_of_lane, sums_of_lane // 4
     PLACE, HEADER, COLUMN = (512 * (FOURS + 1) + 256) * e, 4 * e, 2 * e
-
     growth = _make_growth(e)
 
     @device_function
@@ -68,8 +67,7 @@ def make_add_promoted(sums_of_lane, eights):
 def _make_add_eight(sums_of_lane, e):
     """Make the function that adds the promoted sums of 8 columns, the e-th eight of a warp's."""
     FIRST, FOURS = e * sums_of_lane, sums_of_lane // 4
-    PLACE, HEADER, COLUMN = (512 * (FOURS + 1) + 256) * e, 4 * e, 2 * e
-
+    PLACE, HEADER = (512 * (FOURS + 1) + 256) * e, 4 * e
     growth = _make_growth(e)
 
     @device_function

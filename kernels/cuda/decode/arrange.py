@@ -43,9 +43,7 @@ def arrange(segments: Sequence[Segment]) -> tuple[int, ...]:
     )
 
 
-def make_spec(
-    segments: Sequence[Segment], query: str, ratio: int, without: str = ""
-) -> DecodeSpec:
+def make_spec(segments: Sequence[Segment], query: str, ratio: int, without: str = "") -> DecodeSpec:
     """The kernel for arranged segments and `ratio` query heads on a KV head, with any warps and
     stages.
 

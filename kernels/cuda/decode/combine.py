@@ -1,8 +1,8 @@
 """Merge: the warps of a block through shared memory, the blocks of a unit through partials.
 
-A unit is a sequence and as many query heads of a KV head as a block has columns. The last of its blocks to finish merges
-them all, so that no second launch is needed. It knows that it is the last by a counter, which goes
-around to 0 again. Log-sum-exps are base 2 until the end.
+A unit is a sequence and as many query heads of a KV head as a block has columns. The last of its
+blocks to finish merges them all, so that no second launch is needed. It knows that it is the last
+by a counter, which goes around to 0 again. Log-sum-exps are base 2 until the end.
 """
 
 import math

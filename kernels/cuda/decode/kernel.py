@@ -5,9 +5,9 @@
     block   one part, or where lengths differ several (schedule.py); the last block of a unit merges
             its parts (combine.py)
 
-Work is cut by the lengths on the device, into whole tiles for every warp, so that lengths may change
-between the replays of a CUDA graph. Parts without tokens end at once. Those of the first segment
-come first: long parts spread evenly over the GPU before short ones.
+Work is cut by the lengths on the device, into whole tiles for every ring (mainloop.py), so that
+lengths may change between the replays of a CUDA graph. Parts without tokens end at once. Those of
+the first segment come first: long parts spread evenly over the GPU before short ones.
 
 Splits merged by log-sum-exp: Flash-Decoding (https://pytorch.org/blog/flash-decoding/). Fused INT4
 rows: https://pytorch.org/blog/int4-decoding/. What is ours: codes that are multiplied as fp16

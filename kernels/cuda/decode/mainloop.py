@@ -1,8 +1,9 @@
 """Attention to one split of a segment: the loop over tiles, by the warps of a block.
 
-    ring   STAGES tiles of K and V in shared memory, of a warp: no barrier in the loop. Or of several
-           warps, which meet once a tile: rows are read once for the columns of all of them
-    warp   one to four eights of columns: a code is unpacked once for all of them
+    ring   STAGES tiles of K and V in shared memory, a warp's own: no barrier in the loop. With more
+           than 16 query heads several warps share it: rows are read once for all, who meet once a
+           tile
+    warp   8 or 16 columns, one or two eights: a code is unpacked once for both
     lane   4g + t: rows g and g + 8 or columns 2t and 2t + 1 of an MMA (fragments.py)
 
     copies.py        scores.py              here                values.py           combine.py
@@ -112,7 +113,6 @@ def make_attend(spec, path, keep, recall):
         lane = uint32(tid & uint32(31))
         warp = word_from_lane(uint32(tid >> uint32(5)), uint32(0))  # tells ptxas it is uniform
         g = uint32(lane >> uint32(2))
-        t = uint32(lane & uint32(3))
         index = segment[INDEX]
         start = int32(0)
         outer = uint64(b)

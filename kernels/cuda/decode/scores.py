@@ -1,7 +1,6 @@
 """q·K of a tile: the query as B fragments, and the scores of 16 tokens x 8 columns.
 
-Columns come in eights, as an MMA has them; a warp has one to four. Codes are unpacked once for all
-its eights.
+Columns come in eights, as an MMA has them; a warp has one or two. Codes are unpacked once for both.
 
     A  16 tokens x 16 codes: ldmatrix gives lane (g, t) word t of a chunk of row g; the order of
        the elements inside an MMA is free as long as the query has the same
@@ -122,7 +121,9 @@ def _make_load_eight(staged, query, e):
                 sums[i] = float32(0)
             for c in range(CHUNKS):
                 for part in range(SHARED):
-                    mine = SHARED == 1 or (uint32(STEP) * uint32(t)) // uint32(GROUP) == uint32(part)
+                    mine = SHARED == 1 or (uint32(STEP) * uint32(t)) // uint32(GROUP) == uint32(
+                        part
+                    )
                     total = float32(0)
                     for m in range(MMAS):
                         for r in range(2):
@@ -198,7 +199,9 @@ def make_scores(staged, query, eights):
                         for e in range(EIGHTS):
                             at = 4 * ((h * CHAINS + j) * EIGHTS + e)
                             for part in range(QUERY_PARTS):
-                                q = load_pair(fragments, e * FRAGMENTS + 2 * (c * QUERY_PARTS + part))
+                                q = load_pair(
+                                    fragments, e * FRAGMENTS + 2 * (c * QUERY_PARTS + part)
+                                )
                                 store_sums(sums, at, mma(keys, q, load_sums(sums, at)))
 
     @device_function

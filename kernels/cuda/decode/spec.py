@@ -65,7 +65,7 @@ FIELD = {name: place for place, (name, _) in enumerate(SEGMENT)}
 
 
 class QueryWords:
-    """How many words of registers a query takes for 8 columns, by the format of K and its own codec.
+    """How many words of registers a query takes for 8 columns, by K's format and its own codec.
 
     Attributes:
         parts: fragments for one MMA: 2 for an fp16 query on bf16 keys, a high and a low part,

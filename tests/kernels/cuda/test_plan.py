@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from kvquant.errors import ConfigError, UnsupportedError
 from kvquant.kernels.cuda.decode import tuned
 from kvquant.kernels.cuda.decode.plan import (
-    SHARE,
     RINGS,
+    SHARE,
     STAGES,
     Plan,
     blocks_per_sm,
