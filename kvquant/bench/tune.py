@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..kernels.cuda.decode.launch import override_plan
-from ..kernels.cuda.decode.plan import STAGES, Plan, candidates, fit, plan, price, tuned_row
-from ..kernels.cuda.decode.spec import HEADS, TECHNIQUES, TILE, DecodeSpec, Path
+from ..kernels.cuda.decode.plan import Plan, candidates, fit, plan, price, stages_of, tuned_row
+from ..kernels.cuda.decode.spec import TECHNIQUES, TILE, DecodeSpec, Path, columns_of
 from ..kernels.cuda.decode.tuned import Tuned
 from ..kernels.cuda.runtime.launch import GPU
 from .cases import Case
@@ -134,11 +134,11 @@ def variants(case: Case, best: Plan, gpu: GPU) -> dict[str, tuple[Plan, str]]:
     Padding is left out only where it changes how rows lie; 80-byte rows are their own padding.
     """
     spec = replace(decode_spec(case), warps=best.warps, stages=best.stages)
-    ring = spec.warp_bytes(spec.first)
+    ring = spec.ring_bytes(spec.first)
     found = {"all techniques": (best, "")}
     for technique in TECHNIQUES:
         plain = replace(spec, without=technique)
-        if technique != "padded shared memory" or plain.warp_bytes(plain.first) != ring:
+        if technique != "padded shared memory" or plain.ring_bytes(plain.first) != ring:
             found[f"without {technique}"] = best, technique
     (splits,) = best.splits
     most = min(-(-case.seq_len // TILE), fit(spec, gpu).most_parts)
@@ -146,7 +146,7 @@ def variants(case: Case, best: Plan, gpu: GPU) -> dict[str, tuple[Plan, str]]:
         if count != splits and 1 <= count <= most:
             name = "1 split" if count == 1 else f"{count} splits"
             found[name] = replace(best, splits=(count,)), ""
-    for stages in STAGES:
+    for stages in stages_of(spec):
         if stages != best.stages and fit(replace(spec, stages=stages), gpu).blocks:
             found[f"{stages} stages"] = replace(best, stages=stages), ""
     return found
@@ -155,10 +155,13 @@ def variants(case: Case, best: Plan, gpu: GPU) -> dict[str, tuple[Plan, str]]:
 def decode_spec(case: Case) -> DecodeSpec:
     """The kernel of a case of plain rows."""
     query = "bf16" if case.exact.name == "bf16" else "fp16"
-    return DecodeSpec(Path(case.k_format, case.v_format), None, query)
+    path = Path(case.k_format, case.v_format)
+    ratio = case.num_q_heads // case.num_kv_heads
+    columns, sharers = columns_of(ratio, case.k_format, case.v_format)
+    return DecodeSpec(path, None, query, columns=columns, sharers=sharers)
 
 
 def num_units(case: Case) -> int:
     """Sequences times KV heads times blocks of query heads that share one."""
     ratio = case.num_q_heads // case.num_kv_heads
-    return case.batch * case.num_kv_heads * -(-ratio // HEADS)
+    return case.batch * case.num_kv_heads * -(-ratio // decode_spec(case).block_columns)

@@ -11,49 +11,89 @@ reads and writes only its own.
 from numba import float32, uint32
 
 from ..device.fragments import ZEROS, add_rows, load_sums, scale_columns, store_sums
-from ..device.jit import device_function
-from ..device.ptx import exp2, load_shared_f32x4, store_shared_f32x4
+from ..device.jit import device_function, in_turn
+from ..device.ptx import (
+    exp2,
+    load_shared_f32,
+    load_shared_f32x4,
+    store_shared_f32x2,
+    store_shared_f32x4,
+)
 
 
-def make_promote(sums_of_lane):
+def make_promote(sums_of_lane, eights):
     """Make the function that adds a warp's sums to the promoted ones, and clears them.
 
-    Sums count from a reference, a power of two a head, that may have grown since.
+    Sums count from a reference, a power of two a column, that may have grown since.
     """
-    FOURS = sums_of_lane // 4
+    return in_turn([_make_promote_eight(sums_of_lane, e) for e in range(eights)])
+
+
+def _make_promote_eight(sums_of_lane, e):
+    """Make the function that promotes the sums of 8 columns, the e-th eight of a warp's."""
+    FIRST, FOURS = e * sums_of_lane, sums_of_lane // 4
+    PLACE, HEADER, COLUMN = (512 * (FOURS + 1) + 256) * e, 4 * e, 2 * e
+    growth = _make_growth(e)
 
     @device_function
-    def promote(place, lane, sums, header_sums, any_before, before, now):
-        e0 = exp2(before[0] - now[0])
-        e1 = exp2(before[1] - now[1])
-        at = place + lane * uint32(16)
+    def promote_eight(place, lane, sums, header_sums, any_before, now):
+        at = place + uint32(PLACE) + lane * uint32(16)
+        before = place + uint32(PLACE + 512 * (FOURS + 1)) + lane * uint32(8)
+        e0 = float32(0)
+        e1 = float32(0)
+        if any_before:
+            e0, e1 = growth(before, now)
+        store_shared_f32x2(before, now[COLUMN], now[COLUMN + 1])
         for i in range(FOURS + 1):
-            fresh = header_sums if i == FOURS else load_sums(sums, 4 * i)
+            fresh = load_sums(header_sums, HEADER)
+            if i < FOURS:
+                fresh = load_sums(sums, FIRST + 4 * i)
             if any_before:
                 kept = scale_columns(load_shared_f32x4(at + uint32(512 * i)), e0, e1)
                 fresh = add_rows(fresh, float32(1), float32(1), kept)
             store_shared_f32x4(at + uint32(512 * i), fresh)
         for i in range(FOURS):
-            store_sums(sums, 4 * i, ZEROS)
-        return ZEROS
+            store_sums(sums, FIRST + 4 * i, ZEROS)
+        store_sums(header_sums, HEADER, ZEROS)
 
-    return promote
+    return promote_eight
 
 
-def make_add_promoted(sums_of_lane):
+def make_add_promoted(sums_of_lane, eights):
     """Make the function that adds the promoted sums to a warp's."""
-    FOURS = sums_of_lane // 4
+    return in_turn([_make_add_eight(sums_of_lane, e) for e in range(eights)])
+
+
+def _make_add_eight(sums_of_lane, e):
+    """Make the function that adds the promoted sums of 8 columns, the e-th eight of a warp's."""
+    FIRST, FOURS = e * sums_of_lane, sums_of_lane // 4
+    PLACE, HEADER = (512 * (FOURS + 1) + 256) * e, 4 * e
+    growth = _make_growth(e)
 
     @device_function
-    def add_promoted(place, lane, sums, header_sums, before, now):
-        e0 = exp2(before[0] - now[0])
-        e1 = exp2(before[1] - now[1])
-        at = place + lane * uint32(16)
+    def add_eight(place, lane, sums, header_sums, now):
+        at = place + uint32(PLACE) + lane * uint32(16)
+        e0, e1 = growth(place + uint32(PLACE + 512 * (FOURS + 1)) + lane * uint32(8), now)
         for i in range(FOURS):
             kept = scale_columns(load_shared_f32x4(at + uint32(512 * i)), e0, e1)
-            total = add_rows(load_sums(sums, 4 * i), float32(1), float32(1), kept)
-            store_sums(sums, 4 * i, total)
+            total = add_rows(load_sums(sums, FIRST + 4 * i), float32(1), float32(1), kept)
+            store_sums(sums, FIRST + 4 * i, total)
         kept = scale_columns(load_shared_f32x4(at + uint32(512 * FOURS)), e0, e1)
-        return add_rows(header_sums, float32(1), float32(1), kept)
+        total = add_rows(load_sums(header_sums, HEADER), float32(1), float32(1), kept)
+        store_sums(header_sums, HEADER, total)
 
-    return add_promoted
+    return add_eight
+
+
+def _make_growth(e):
+    """Make the function that compares the references of promoted sums, at an address, with now's:
+    what the sums of both columns of an eight are to be multiplied with."""
+    COLUMN = 2 * e
+
+    @device_function
+    def growth(before, now):
+        first = load_shared_f32(before)
+        second = load_shared_f32(before + uint32(4))
+        return exp2(first - now[COLUMN]), exp2(second - now[COLUMN + 1])
+
+    return growth

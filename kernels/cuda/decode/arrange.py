@@ -11,7 +11,7 @@ from kvquant.rows.format import RowFormat
 from kvquant.rows.segment import Segment
 
 from ..device.row_layout import UNIT, StagedRow
-from .spec import DecodeSpec, Path
+from .spec import DecodeSpec, Path, columns_of
 
 MOST_TOKENS = 1 << 30  # positions are int32, and a tile may end beyond the last token
 
@@ -43,8 +43,9 @@ def arrange(segments: Sequence[Segment]) -> tuple[int, ...]:
     )
 
 
-def make_spec(segments: Sequence[Segment], query: str, without: str = "") -> DecodeSpec:
-    """The kernel for arranged segments, with the default warps and stages.
+def make_spec(segments: Sequence[Segment], query: str, ratio: int, without: str = "") -> DecodeSpec:
+    """The kernel for arranged segments and `ratio` query heads on a KV head, with any warps and
+    stages.
 
     Raises:
         ConfigError: rows are not aligned.
@@ -53,6 +54,8 @@ def make_spec(segments: Sequence[Segment], query: str, without: str = "") -> Dec
     for segment in segments:
         _check(segment)
     first, others = segments[0], segments[1:]
+    formats = [fmt for one in segments for fmt in (one.k_format, one.v_format)]
+    columns, sharers = columns_of(ratio, *formats)
     place = "linear"
     if first.starts is not None or first.seq_slots is not None:
         place = "ring"
@@ -61,7 +64,12 @@ def make_spec(segments: Sequence[Segment], query: str, without: str = "") -> Dec
     second = Path(others[0].k_format, others[0].v_format, "ring", False) if others else None
     dense = place != "ring" and _is_dense(first)
     return DecodeSpec(
-        Path(first.k_format, first.v_format, place, dense), second, query, without=without
+        Path(first.k_format, first.v_format, place, dense),
+        second,
+        query,
+        without=without,
+        columns=columns,
+        sharers=sharers,
     )
 
 

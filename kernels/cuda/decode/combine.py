@@ -1,8 +1,8 @@
 """Merge: the warps of a block through shared memory, the blocks of a unit through partials.
 
-A unit is a sequence and up to 8 query heads of a KV head. The last of its blocks to finish merges
-them all, so that no second launch is needed. It knows that it is the last by a counter, which goes
-around to 0 again. Log-sum-exps are base 2 until the end.
+A unit is a sequence and as many query heads of a KV head as a block has columns. The last of its
+blocks to finish merges them all, so that no second launch is needed. It knows that it is the last
+by a counter, which goes around to 0 again. Log-sum-exps are base 2 until the end.
 """
 
 import math
@@ -32,7 +32,7 @@ from ..device.ptx import (
     store_shared_f32,
     store_shared_u32,
 )
-from .spec import AHEAD, HEADS
+from .spec import AHEAD
 
 LN2 = math.log(2)
 NOTHING = -3e38  # the lse of no tokens
@@ -49,73 +49,66 @@ def make_write(query):
     return write
 
 
-def make_combine_warps(head_dim, warps, put_output, write):
-    """Make the function that merges the warps and writes a part, or the output if it is all."""
-    WARPS, DIM, FOURS = warps, head_dim, head_dim // 4
-    SUMS, OUTPUTS, HEAD = warps * HEADS * 4, warps * HEADS * 8, 4 * (head_dim + 4)
-    WARP = HEADS * HEAD
+def make_combine_warps(spec, put_output, write):
+    """Make the function that merges the warps of each column, one of every ring, and writes a part,
+    or the output if it is all."""
+    COLUMNS, SHARERS, EIGHTS = spec.block_columns, spec.sharers, spec.eights
+    WARPS, RINGS, PAIRS = spec.warps, spec.warps // spec.sharers, 2 * spec.eights
+    DIM = spec.first.v_format.head_dim
+    FOURS, COLUMN = DIM // 4, 4 * (DIM + 4)  # bytes of a column's output
+    SUMS, OUTPUTS = 4 * RINGS * COLUMNS, 8 * RINGS * COLUMNS
 
     @device_function
-    def combine_warps(shared, sums, header_sums, m0, m1, heads, results):
+    def combine_warps(shared, sums, header_sums, references, heads, results):
         total, part_out, part_lse, out, lse = results
         tid = uint32(cuda.threadIdx.x)
         lane = tid & uint32(31)
         warp = tid >> uint32(5)
         t = lane & uint32(3)
+        ring = warp // uint32(SHARERS)
+        first = (warp - ring * uint32(SHARERS)) * uint32(8 * EIGHTS) + uint32(2) * t
         cuda.syncthreads()
         if lane < uint32(4):  # row 0 of the header's sums: the sum of P
-            at = shared + warp * uint32(HEADS * 4) + t * uint32(8)
-            store_shared_f32(at, m0)
-            store_shared_f32(at + uint32(4), m1)
-            store_shared_f32(at + uint32(SUMS), header_sums[0])
-            store_shared_f32(at + uint32(SUMS + 4), header_sums[1])
+            for e in range(EIGHTS):
+                at = shared + uint32(4) * (ring * uint32(COLUMNS) + first + uint32(8 * e))
+                store_shared_f32(at, references[2 * e])
+                store_shared_f32(at + uint32(4), references[2 * e + 1])
+                store_shared_f32(at + uint32(SUMS), header_sums[4 * e])
+                store_shared_f32(at + uint32(SUMS + 4), header_sums[4 * e + 1])
         cuda.syncthreads()
-        top0 = m0
-        top1 = m1
-        for w in range(WARPS):
-            at = shared + uint32(w * HEADS * 4) + t * uint32(8)
-            top0 = maximum(top0, load_shared_f32(at))
-            top1 = maximum(top1, load_shared_f32(at + uint32(4)))
-        sum0 = float32(0)
-        sum1 = float32(0)
-        for w in range(WARPS):
-            at = shared + uint32(w * HEADS * 4) + t * uint32(8)
-            sum0 += load_shared_f32(at + uint32(SUMS)) * exp2(load_shared_f32(at) - top0)
-            at += uint32(4)
-            sum1 += load_shared_f32(at + uint32(SUMS)) * exp2(load_shared_f32(at) - top1)
+        factors = cuda.local.array(PAIRS, float32)
+        for i in range(PAIRS):
+            column = first + uint32(8 * (i // 2) + i % 2)
+            top = references[i]
+            for r in range(RINGS):
+                at = shared + uint32(4 * r * COLUMNS) + uint32(4) * column
+                top = maximum(top, load_shared_f32(at))
+            weights = float32(0)
+            for r in range(RINGS):
+                at = shared + uint32(4 * r * COLUMNS) + uint32(4) * column
+                weight = exp2(load_shared_f32(at) - top)
+                weights += load_shared_f32(at + uint32(SUMS)) * weight
+            factors[i] = exp2(references[i] - top) / weights
+            if ring == uint32(0) and lane < uint32(4):
+                log_sum = top + log2(weights)
+                if total > int32(1):
+                    store_global_f32(part_lse + uint64(4) * uint64(column), log_sum)
+                elif lse != uint64(0) and column < heads:
+                    store_global_f32(lse + uint64(4) * uint64(column), log_sum * float32(LN2))
         outputs = shared + uint32(OUTPUTS)
-        put_output(
-            outputs + warp * uint32(WARP),
-            sums,
-            header_sums,
-            exp2(m0 - top0) / sum0,
-            exp2(m1 - top1) / sum1,
-            lane,
-        )
-        if warp == uint32(0) and lane < uint32(4):
-            lse0 = top0 + log2(sum0)
-            lse1 = top1 + log2(sum1)
-            head = uint32(2) * t
-            if total > int32(1):
-                store_global_f32(part_lse + uint64(4) * uint64(head), lse0)
-                store_global_f32(part_lse + uint64(4) * uint64(head) + uint64(4), lse1)
-            elif lse != uint64(0):
-                if head < heads:
-                    store_global_f32(lse + uint64(4) * uint64(head), lse0 * float32(LN2))
-                if head + uint32(1) < heads:
-                    at_lse = lse + uint64(4) * uint64(head) + uint64(4)
-                    store_global_f32(at_lse, lse1 * float32(LN2))
+        mine = ring * uint32(COLUMNS) + (first - uint32(2) * t)
+        put_output(outputs + mine * uint32(COLUMN), sums, header_sums, factors, lane)
         cuda.syncthreads()
         item = tid
         while item < heads * uint32(FOURS):
-            head = item // uint32(FOURS)
-            four = item - head * uint32(FOURS)
-            at = outputs + head * uint32(HEAD) + four * uint32(16)
+            column = item // uint32(FOURS)
+            four = item - column * uint32(FOURS)
+            at = outputs + column * uint32(COLUMN) + four * uint32(16)
             values = load_shared_f32x4(at)
-            for w in range(1, WARPS):
-                more = load_shared_f32x4(at + uint32(w * WARP))
+            for r in range(1, RINGS):
+                more = load_shared_f32x4(at + uint32(r * COLUMNS * COLUMN))
                 values = add_rows(values, float32(1), float32(1), more)
-            place = uint64(head) * uint64(DIM) + uint64(4) * uint64(four)
+            place = uint64(column) * uint64(DIM) + uint64(4) * uint64(four)
             if total > int32(1):
                 store_global_f32x4(part_out + uint64(4) * place, values)
             else:
@@ -125,15 +118,16 @@ def make_combine_warps(head_dim, warps, put_output, write):
     return combine_warps
 
 
-def make_combine_splits(head_dim, warps, three, write):
+def make_combine_splits(head_dim, warps, columns, three, write):
     """Make the function by which the last block of a unit merges the parts of all.
 
     Parts are numbered through the segments, which have counts[0], the first two counts[1], all
     counts[2]. A part's place in `partial` is its number and what `adds` has for its segment.
     """
     THREE = three
-    DIM, FOURS, THREADS = head_dim, head_dim // 4, 32 * warps
-    LANES = THREADS // HEADS  # lanes that weigh the parts of a head
+    DIM, FOURS, THREADS, COLUMNS = head_dim, head_dim // 4, 32 * warps, columns
+    # lanes that weigh the parts of a head, a power of two; perhaps some are left over
+    LANES = 1 << (THREADS // COLUMNS).bit_length() - 1
     LOADED = 4 * AHEAD
 
     @device_function
@@ -160,17 +154,19 @@ def make_combine_splits(head_dim, warps, three, write):
         if before != total - uint32(1):
             return
         fence()
-        # weights of the parts, [total, HEADS] in shared memory, zeros up to a multiple of AHEAD
+        # weights of the parts, [total, COLUMNS] in shared memory, zeros up to a multiple of AHEAD
         head = tid // uint32(LANES)
         mine = tid % uint32(LANES)
+        if tid >= uint32(LANES * COLUMNS):
+            mine = uint32(1 << 31)  # beyond all parts
         padded = (total + uint32(AHEAD - 1)) // uint32(AHEAD) * uint32(AHEAD)
         top = float32(NOTHING)
         part = mine
         while part < total:
-            place = part * uint32(HEADS) + head
+            place = part * uint32(COLUMNS) + head
             value = float32(0)
             if head < heads:
-                here = place_of(part, counts, adds) * uint64(HEADS) + uint64(head)
+                here = place_of(part, counts, adds) * uint64(COLUMNS) + uint64(head)
                 value = load_written_f32(part_lses + uint64(4) * here)
             store_shared_f32(shared + uint32(4) * place, value)
             top = maximum(top, value)
@@ -182,7 +178,7 @@ def make_combine_splits(head_dim, warps, three, write):
         weights = float32(0)
         part = mine
         while part < padded:
-            at = shared + uint32(4) * (part * uint32(HEADS) + head)
+            at = shared + uint32(4) * (part * uint32(COLUMNS) + head)
             weight = float32(0)
             if part < total:
                 weight = exp2(load_shared_f32(at) - top)
@@ -195,7 +191,7 @@ def make_combine_splits(head_dim, warps, three, write):
             step += step
         part = mine
         while part < total:
-            at = shared + uint32(4) * (part * uint32(HEADS) + head)
+            at = shared + uint32(4) * (part * uint32(COLUMNS) + head)
             store_shared_f32(at, load_shared_f32(at) / weights)
             part += uint32(LANES)
         if mine == uint32(0) and head < heads and lse != uint64(0):
@@ -212,11 +208,11 @@ def make_combine_splits(head_dim, warps, three, write):
                 loaded = cuda.local.array(LOADED, float32)
                 for i in range(AHEAD):
                     part = min(uint32(first + uint32(i)), uint32(total - uint32(1)))
-                    here = place_of(part, counts, adds) * uint64(HEADS * DIM) + place
+                    here = place_of(part, counts, adds) * uint64(COLUMNS * DIM) + place
                     at = partial + uint64(4) * here
                     store_sums(loaded, 4 * i, load_written_f32x4(at))
                 for i in range(AHEAD):
-                    at = shared + uint32(4) * ((first + uint32(i)) * uint32(HEADS) + head)
+                    at = shared + uint32(4) * ((first + uint32(i)) * uint32(COLUMNS) + head)
                     weight = load_shared_f32(at)
                     values = add_rows(values, weight, weight, load_sums(loaded, 4 * i))
                 first = uint32(first + uint32(AHEAD))

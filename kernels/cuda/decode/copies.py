@@ -1,8 +1,9 @@
 """Rows from global memory into a warp's stages (unrolled loads), and their realignment.
 
 A tile is 32 rows of K or of V. Each row comes as `windows` copies of 16 bytes (cp.async, which
-needs no registers); piece p of a tile is window p % windows of row p // windows, and lane l asks
-for the pieces l, l + 32, l + 64 ... back to back, so that a warp's copies follow one another.
+needs no registers); piece p of a tile is window p % windows of row p // windows, and of the 32
+lanes of a ring's warp lane l asks for the pieces l, l + 32, l + 64 ... back to back, so that a
+warp's copies follow one another; where several warps share a ring, so do all their lanes together.
 """
 
 from numba import cuda, int32, uint32, uint64
@@ -62,25 +63,28 @@ def times_one(count, one):
     return int32(int32(count) * int32(one))
 
 
-def make_copy(staged, place, rolled):
+def make_copy(staged, place, sharers, rolled):
     """Make the function that asks for the rows of a tile.
 
     Args:
         staged: the rows in shared memory.
         place: "linear", "ring" or "paged".
+        sharers: warps that ask together.
         rolled: leave the loop rolled, to measure what unrolled loads bring.
     """
     if staged.dense and staged.landing == staged.fmt.row_bytes:
-        return _make_copy_bytes(staged, place, rolled)
-    DENSE = staged.dense
+        return _make_copy_bytes(staged, place, sharers, rolled)
+    DENSE, LANES = staged.dense, 32 * sharers
     WINDOWS, LANDING, REALIGNED = staged.windows, staged.landing, staged.realigned
     ROW_BYTES, PAGED, RING = staged.fmt.row_bytes, place == "paged", place == "ring"
     OFFSET = 0 if REALIGNED else staged.prefix - staged.fmt.header_bytes
     SPARE = -(-ROW_BYTES // 16) < WINDOWS
+    STEPS = -(-TILE * WINDOWS // LANES)
+    UNEVEN = TILE * WINDOWS % LANES != 0
 
     @device_function
     def copy_rows(target, base, where, first, end, outer, row_stride, around, page_mask):
-        lane = uint32(uint32(cuda.threadIdx.x) & uint32(31))
+        lane = uint32(uint32(cuda.threadIdx.x) % uint32(LANES))
         stride = uint64(ROW_BYTES) if DENSE else uint64(row_stride)
         rows = uint32(end - first)
         if PAGED:  # a page holds both halves, or each has a page of its own
@@ -90,18 +94,18 @@ def make_copy(staged, place, rolled):
         else:
             low = base + uint64(where[0]) * stride
             high = low
-        count = WINDOWS
+        count = STEPS
         if rolled:
-            count = times_one(WINDOWS, cuda.blockDim.z)
+            count = times_one(STEPS, cuda.blockDim.z)
         for i in range(count):
             if rolled:
-                if i >= times_one(WINDOWS, cuda.blockDim.y):
+                if i >= times_one(STEPS, cuda.blockDim.y):
                     break
             # piece lane + 32 i, its row and window; simpler where a row's windows divide 32
-            row = uint32((lane + uint32(32) * uint32(i)) // uint32(WINDOWS))
-            window = uint32(lane + uint32(32) * uint32(i) - row * uint32(WINDOWS))
-            if 32 % WINDOWS == 0:
-                row = uint32(lane // uint32(WINDOWS) + uint32(32 // WINDOWS * i))
+            row = uint32((lane + uint32(LANES) * uint32(i)) // uint32(WINDOWS))
+            window = uint32(lane + uint32(LANES) * uint32(i) - row * uint32(WINDOWS))
+            if LANES % WINDOWS == 0:
+                row = uint32(lane // uint32(WINDOWS) + uint32(LANES // WINDOWS * i))
                 window = uint32(lane % uint32(WINDOWS))
             source = high if PAGED and row >= uint32(16) else low
             slot = row
@@ -117,20 +121,22 @@ def make_copy(staged, place, rolled):
                 source = source & ~uint64(15)
             source += uint64(uint32(16) * window)
             place = target + row * uint32(LANDING) + window * uint32(16) + uint32(OFFSET)
-            copy_16(place, source, uint32(16) if valid else uint32(0))
+            if not UNEVEN or row < uint32(TILE):
+                copy_16(place, source, uint32(16) if valid else uint32(0))
 
     return copy_rows
 
 
-def _make_copy_bytes(staged, place, rolled):
+def _make_copy_bytes(staged, place, sharers, rolled):
     """Make the copy of rows that lie in shared memory as in global memory: one run of bytes."""
     ROW_BYTES, PAGED = staged.fmt.row_bytes, place == "paged"
     TILE_PIECES, HALF_PIECES = TILE * ROW_BYTES // 16, TILE * ROW_BYTES // 32
-    STEPS = -(-TILE_PIECES // 32)
+    LANES = 32 * sharers
+    STEPS, BYTES = -(-TILE_PIECES // LANES), 16 * LANES
 
     @device_function
     def copy_bytes(target, base, where, first, end, outer, row_stride, around, page_mask):
-        lane = uint32(uint32(cuda.threadIdx.x) & uint32(31))
+        lane = uint32(uint32(cuda.threadIdx.x) % uint32(LANES))
         if PAGED:  # a page holds both halves, or each has a page of its own
             row = uint64(first & page_mask)
             second = uint64((first + int32(16)) & page_mask) - uint64(16)
@@ -152,12 +158,12 @@ def _make_copy_bytes(staged, place, rolled):
                 if i >= times_one(STEPS, cuda.blockDim.y):
                     break
             source = low
-            if PAGED and 32 * i + 31 >= HALF_PIECES:
-                if lane + uint32(32 * i) >= uint32(HALF_PIECES):
+            if PAGED and LANES * i + LANES > HALF_PIECES:
+                if lane + uint32(LANES * i) >= uint32(HALF_PIECES):
                     source = high
-            if 32 * i + 31 < TILE_PIECES or lane + uint32(32 * i) < uint32(TILE_PIECES):
-                valid = uint32(16) if left > int32(512 * i) else uint32(0)
-                copy_16(target + uint32(512 * i), source + uint64(512 * i), valid)
+            if LANES * i + LANES <= TILE_PIECES or lane + uint32(LANES * i) < uint32(TILE_PIECES):
+                valid = uint32(16) if left > int32(BYTES * i) else uint32(0)
+                copy_16(target + uint32(BYTES * i), source + uint64(BYTES * i), valid)
 
     return copy_bytes
 

@@ -1,13 +1,13 @@
 """Decode attention on CUDA: softmax(q·K) V of one token a sequence, read from packed rows.
 
-    unit    8 query heads of a KV head of a sequence
+    unit    query heads of a KV head of a sequence: as many as a block has columns
     part    tokens of a segment of a unit, attended to by a block (mainloop.py)
     block   one part, or where lengths differ several (schedule.py); the last block of a unit merges
             its parts (combine.py)
 
-Work is cut by the lengths on the device, into whole tiles for every warp, so that lengths may
-change between the replays of a CUDA graph. Parts without tokens end at once. Those of the first
-segment come first: long parts spread evenly over the GPU before short ones.
+Work is cut by the lengths on the device, into whole tiles for every ring (mainloop.py), so that
+lengths may change between the replays of a CUDA graph. Parts without tokens end at once. Those of
+the first segment come first: long parts spread evenly over the GPU before short ones.
 
 What a part needs after its attention waits in shared memory (`keep`, `recall`): in registers it
 would cost a block its place on the SM.
@@ -38,7 +38,7 @@ from .schedule import (
     make_survey,
     rank_of,
 )
-from .spec import HEADS, KEPT
+from .spec import KEPT
 
 # of a part, in a word: how many query heads, whether it is the unit's first, whether it has tokens
 HEADS_MASK, BEGINS, HOLDS = 0xFF, 0x100, 0x200
@@ -52,9 +52,9 @@ def attend_nothing(segment, begin, end, reach, rows, results, shared):
 def make_decode_kernel(spec):
     """Make the kernel, a Python function that numba compiles with `spec.signature()`."""
     WARPS, DIM, THREE = spec.warps, spec.first.v_format.head_dim, spec.segments == 3
-    SEGMENTS = spec.segments
+    SEGMENTS, COLUMNS = spec.segments, spec.block_columns
     write = make_write(spec.query)
-    combine_splits = make_combine_splits(DIM, WARPS, THREE, write)
+    combine_splits = make_combine_splits(DIM, WARPS, COLUMNS, THREE, write)
     write_empty = make_write_empty(DIM, WARPS, write)
     survey, find, steps_of, cost_of = make_survey(spec)
     share_of, even_part = make_share(spec), make_even_part(spec)
@@ -66,8 +66,8 @@ def make_decode_kernel(spec):
         kv_head = int32(column)
         if head_blocks > int32(1):
             kv_head = int32(column // uint32(head_blocks))
-        first = int32((int32(column) - kv_head * head_blocks) * int32(HEADS))
-        return kv_head, int32(kv_head * ratio + first), min(int32(HEADS), int32(ratio - first))
+        first = int32((int32(column) - kv_head * head_blocks) * int32(COLUMNS))
+        return kv_head, int32(kv_head * ratio + first), min(int32(COLUMNS), int32(ratio - first))
 
     @device_function
     def keep(results):
@@ -97,8 +97,8 @@ def make_decode_kernel(spec):
         partial, places = common[3], common[13]
         place = load_shared_u32(kept + uint32(12))
         total, _, row, state = load_shared_u32x4(kept + uint32(32))
-        part_lse = partial + uint64(4 * HEADS) * (uint64(DIM) * uint64(places) + uint64(place))
-        part_out = partial + uint64(4 * HEADS * DIM) * uint64(place)
+        part_lse = partial + uint64(4 * COLUMNS) * (uint64(DIM) * uint64(places) + uint64(place))
+        part_out = partial + uint64(4 * COLUMNS * DIM) * uint64(place)
         out, lse = places_of(common, row)
         heads = uint32(state & uint32(HEADS_MASK))
         return heads, (int32(total), part_out, part_lse, out, lse)
@@ -205,7 +205,7 @@ def make_decode_kernel(spec):
                 elif state & uint32(HOLDS):
                     counts, adds = numbering_of(kept, total, add_first)
                     counter = counters + uint64(4) * uint64(uint32(uint32(b * columns) + column))
-                    part_lses = partial + uint64(4 * DIM * HEADS) * uint64(places)
+                    part_lses = partial + uint64(4 * DIM * COLUMNS) * uint64(places)
                     combine_splits(rings, counter, many, counts, adds, partial, part_lses, out, lse)
 
             # Step 5: what follows on the line

@@ -35,7 +35,7 @@ from ..runtime.spec import layout_of
 from ..runtime.workspace import Workspaces, reuse_counters, workspaces_of
 from .arrange import arguments, arrange, counts_of, make_spec, pack_counts
 from .plan import Plan, fit, plan, shared_bytes, with_workers
-from .spec import COMMON, HEADS, SEGMENT, DecodeSpec
+from .spec import COMMON, SEGMENT, DecodeSpec
 from .tuned import Tuned, measured_plans
 
 State = tuple[torch.Tensor, "torch.Tensor | None"]
@@ -62,7 +62,7 @@ class Work:
     Attributes:
         spec: the kernel, with any warps and stages.
         gpu: where it runs.
-        units: sequences times KV heads times blocks of 8 query heads that share one.
+        units: sequences times KV heads times blocks of query heads that share one.
         order: the segments that have room, as indices, that of spec.first first.
         capacities: their most tokens, in this order.
     """
@@ -182,15 +182,16 @@ def describe(q: torch.Tensor, segments: Sequence[Segment], without: str = "") ->
         raise ConfigError(f"q is {q.dtype}: on CUDA use bfloat16 or float16")
     batch, num_q_heads, _ = q.shape
     num_kv_heads = segments[0].k_rows.shape[1]
-    columns = num_kv_heads * -(-num_q_heads // (num_kv_heads * HEADS))
+    ratio = num_q_heads // num_kv_heads
+    order = arrange(segments)
+    spec = make_spec([segments[i] for i in order], QUERIES[q.dtype], ratio, without)
+    columns = num_kv_heads * -(-ratio // spec.block_columns)
     if batch > MOST_BLOCKS or columns > MOST_BLOCKS:
         raise UnsupportedError(
             f"batch {batch} with {num_q_heads} query heads on {num_kv_heads} KV heads is too much "
             f"for one launch: at most {MOST_BLOCKS} sequences, and KV heads times blocks of "
-            f"{HEADS} query heads that share one. Cut the batch"
+            f"{spec.block_columns} query heads that share one. Cut the batch"
         )
-    order = arrange(segments)
-    spec = make_spec([segments[i] for i in order], QUERIES[q.dtype], without)
     capacities = tuple(segments[i].capacity for i in order)
     return Work(spec, gpu_of(q.get_device()), batch * columns, order, capacities)
 
@@ -233,7 +234,7 @@ class Launch:
         batch, num_q_heads, head_dim = q.shape
         num_kv_heads = segments[0].k_rows.shape[1]
         ratio = num_q_heads // num_kv_heads
-        head_blocks = -(-ratio // HEADS)
+        head_blocks = -(-ratio // work.spec.block_columns)
         v_dim = segments[0].v_format.head_dim
         parts, workers = sum(chosen.splits), chosen.workers
         places = work.units * parts
@@ -245,7 +246,7 @@ class Launch:
         self._out = shape, (num_q_heads * v_dim, v_dim, 1), q.dtype
         self._lse = shape[:2], (num_q_heads, 1), torch.float32
         self._workspaces = workspaces if parts > 1 or workers else None
-        self._partial = places * HEADS * (v_dim + 1)
+        self._partial = places * work.spec.block_columns * (v_dim + 1)
         self._units = work.units
         strides = [2 * q.stride(i) if q.shape[i] > 1 else 0 for i in (0, 1)]
         self._copies_query = q.stride(2) != 1 or any(n % UNIT for n in (q.data_ptr(), *strides))

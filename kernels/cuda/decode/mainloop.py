@@ -1,6 +1,9 @@
 """Attention to one split of a segment: the loop over tiles, by the warps of a block.
 
-    warp   a ring of STAGES tiles of K and V in shared memory, its own: no barrier in the loop
+    ring   STAGES tiles of K and V in shared memory, a warp's own: no barrier in the loop. With more
+           than 16 query heads several warps share it: rows are read once for all, who meet once a
+           tile
+    warp   8 or 16 columns, one or two eights: a code is unpacked once for both
     lane   4g + t: rows g and g + 8 or columns 2t and 2t + 1 of an MMA (fragments.py)
 
     copies.py        scores.py              here                values.py           combine.py
@@ -15,10 +18,11 @@ or a scale of V outgrows the headroom (values.py). All sums are float32.
 
 from numba import cuda, float32, int32, uint32, uint64
 
-from ..device.fragments import ZEROS, load_sums, over_quad, over_rows, scale_columns, store_sums
-from ..device.jit import device_function
+from ..device.fragments import load_sums, over_quad, over_rows, scale_columns, store_sums
+from ..device.jit import device_function, in_turn
 from ..device.ptx import (
     any_lane,
+    barrier,
     commit_copies,
     exp2,
     high_bf16,
@@ -30,7 +34,6 @@ from ..device.ptx import (
     pack_bf16,
     pack_f16,
     reaches_f16,
-    shfl,
     transpose_matrix,
     wait_copies,
     word_from_lane,
@@ -38,8 +41,8 @@ from ..device.ptx import (
 from .accumulators import make_add_promoted, make_promote
 from .combine import make_combine_warps, make_write
 from .copies import make_clear_row, make_copy, make_locate, make_realign
-from .scores import QueryWords, make_load_query, make_scores
-from .spec import FIELD, PROMOTION_INTERVAL, TILE
+from .scores import make_load_query, make_scores
+from .spec import FIELD, PROMOTION_INTERVAL, TILE, QueryWords
 from .values import (
     HEADROOM,
     headroom_of,
@@ -72,35 +75,36 @@ def make_attend(spec, path, keep, recall):
     is: a load less to wait for.
     """
     k, v = spec.rows(path)
-    WARPS, STAGES = spec.warps_of(path), spec.stages_of(path)
-    WARP_BYTES, STAGE_BYTES = spec.warp_bytes(path), spec.stage_bytes(path)
-    STEP, IDLE = TILE * WARPS, spec.warps > WARPS
-    SCRATCH, K_TILE = STAGES * STAGE_BYTES, TILE * k.landing
+    RINGS, STAGES, SHARERS = spec.rings_of(path), spec.stages_of(path), spec.sharers
+    RING_BYTES, STAGE_BYTES = spec.ring_bytes(path), spec.stage_bytes(path)
+    COLUMNS, EIGHTS = spec.columns, spec.eights
+    STEP, IDLE = TILE * RINGS, spec.warps > RINGS * SHARERS
+    SCRATCH, SCRATCH_BYTES = spec.scratch_at(path), spec.scratch_bytes(path)
+    K_TILE = TILE * k.landing
     PAGED, RING = path.place == "paged", path.place == "ring"
     K_REALIGNED, V_REALIGNED = k.realigned, v.realigned
-    V_STRIDE, V_HALF = v.stride, 16 * v.stride
-    clear_row = make_clear_row(v)
-    P_IN_TWO = v.fmt.codec == "bf16" and spec.query == "fp16"  # bf16 has fewer digits than out
-    V_EXACT, V_BF16 = v.fmt.is_exact, v.fmt.codec == "bf16"
-    PREFETCH_V, LAZILY = spec.without != "V prefetch", spec.without != "lazy rescale"
-    FRAGMENTS, SHIFTS = QueryWords(k, spec.query).fragments, QueryWords(k, spec.query).shifts
-    SUMS, FACTOR = v.sums, k.factor
+    V_STRIDE, clear_row = v.stride, make_clear_row(v)
+    V_BF16, PREFETCH_V = v.fmt.codec == "bf16", spec.without != "V prefetch"
+    FRAGMENTS = EIGHTS * QueryWords(k, spec.query).fragments
+    SUMS, SCORES, PAIRS = EIGHTS * v.sums, 8 * EIGHTS, 2 * EIGHTS
+    HEADERS = 4 * EIGHTS
     ROLLED = spec.without == "unrolled loads"
     wait_for_oldest, wait_for_values = wait_copies[STAGES - 2], wait_copies[1]
     wait_for_all = wait_copies[0]
+    meet = _make_meet(SHARERS)
     locate = make_locate(path.place)
-    copy_k = make_copy(k, path.place, ROLLED)
-    copy_v = make_copy(v, path.place, ROLLED)
+    copy_k = make_copy(k, path.place, SHARERS, ROLLED)
+    copy_v = make_copy(v, path.place, SHARERS, ROLLED)
     realign_k = make_realign(k, path.place)
     realign_v = make_realign(v, path.place)
-    load_query, scores_of = make_load_query(k, spec.query), make_scores(k, spec.query)
-    load_header, accumulate = make_load_header(v), make_accumulate(v, spec.query)
-    largest_scales = make_largest_scales(v)
+    load_query = make_load_query(k, spec.query, EIGHTS)
+    scores_of = make_scores(k, spec.query, EIGHTS)
+    mask_scores, add_values = _make_mask(EIGHTS), _make_add_values(spec, path)
     PROMOTES, PROMOTED = spec.promoted_bytes(path) > 0, spec.promoted_at(path)
-    promote, add_promoted = make_promote(SUMS), make_add_promoted(SUMS)
+    PROMOTED_BYTES = spec.promoted_bytes(path)
+    promote, add_promoted = make_promote(v.sums, EIGHTS), make_add_promoted(v.sums, EIGHTS)
     write = make_write(spec.query)
-    combine_warps = make_combine_warps(v.fmt.head_dim, spec.warps, make_put_output(v), write)
-    pack = pack_bf16 if V_BF16 else pack_f16
+    combine_warps = make_combine_warps(spec, make_put_output(v, EIGHTS), write)
 
     @device_function
     def attend(segment, begin, end, reach, rows, results, shared):
@@ -109,7 +113,6 @@ def make_attend(spec, path, keep, recall):
         lane = uint32(tid & uint32(31))
         warp = word_from_lane(uint32(tid >> uint32(5)), uint32(0))  # tells ptxas it is uniform
         g = uint32(lane >> uint32(2))
-        t = uint32(lane & uint32(3))
         index = segment[INDEX]
         start = int32(0)
         outer = uint64(b)
@@ -127,11 +130,16 @@ def make_attend(spec, path, keep, recall):
         v_outer, v_row = segment[V_OUTER], segment[V_ROW]
         k_base = segment[K_ROWS] + outer * k_outer + uint64(kv_head) * segment[K_HEAD]
         v_base = segment[V_ROWS] + outer * v_outer + uint64(kv_head) * segment[V_HEAD]
-        ring = word_from_lane(uint32(shared + warp * uint32(WARP_BYTES)), uint32(0))
+        of_ring = uint32(warp // uint32(SHARERS))
+        sharer = uint32(warp - of_ring * uint32(SHARERS))
+        ring = word_from_lane(uint32(shared + of_ring * uint32(RING_BYTES)), uint32(0))
+        scratch = uint32(ring + uint32(SCRATCH) + sharer * uint32(SCRATCH_BYTES))
+        promoted = uint32(ring + uint32(PROMOTED) + sharer * uint32(PROMOTED_BYTES))
         begin = int32(word_from_lane(uint32(begin), uint32(0)))
-        first = int32(begin + int32(warp) * int32(TILE))
-        if IDLE and warp >= uint32(WARPS):
-            first = end
+        first = int32(begin + int32(of_ring) * int32(TILE))
+        idle = IDLE and of_ring >= uint32(RINGS)
+        if idle:
+            first = int32(max(end, reach))
 
         # Step 1: fill the ring; the place of a tile is looked up one tile ahead
         asked = first
@@ -153,43 +161,38 @@ def make_attend(spec, path, keep, recall):
         if begin >= end:
             wait_for_all()
             return
-        if not V_REALIGNED and int32(first + int32(TILE)) > end:
+        if not V_REALIGNED and not idle and int32(first + int32(TILE)) > end:
             # the first tile was asked for without the length: what lies behind it may be NaN
             wait_for_oldest()
-            cuda.syncwarp()
-            if int32(first + int32(lane)) >= end:
+            meet(of_ring)
+            if sharer == uint32(0) and int32(first + int32(lane)) >= end:
                 clear_row(ring + uint32(K_TILE) + lane * uint32(V_STRIDE))
-            cuda.syncwarp()
+            meet(of_ring)
 
         # Step 2: the query, while the first tiles are on their way
+        first_column = uint32(sharer * uint32(COLUMNS))
+        factors = cuda.local.array(PAIRS, float32)
         fragments = cuda.local.array(FRAGMENTS, uint32)
-        shifts = cuda.local.array(SHIFTS, uint32)
-        row = query + uint64(g) * query_stride
-        back = load_query(fragments, shifts, row, g < heads, t)
-        # scores count before these factors, so that each takes one multiply-add in the exponent
-        factor = score_scale * float32(FACTOR)
-        factor0 = factor * shfl(back, uint32(8) * t)
-        factor1 = factor * shfl(back, uint32(8) * t + uint32(4))
-        lazy0 = float32(LAZY) / factor0
-        lazy1 = float32(LAZY) / factor1
+        queries = (query, query_stride, first_column, heads)
+        load_query(fragments, factors, queries, score_scale, lane)
         sums = cuda.local.array(SUMS, float32)
         for i in range(SUMS):
             sums[i] = float32(0)
-        header_sums = ZEROS
-        m0 = float32(LOWEST)
-        m1 = float32(LOWEST)
-        room = float32(0 if V_BF16 else HEADROOM)
-        largest = float32(0)  # scale of V so far
-        limit = uint32(0)  # that scales must reach to need another headroom
+        header_sums = cuda.local.array(HEADERS, float32)
+        for i in range(HEADERS):
+            header_sums[i] = float32(0)
+        references = cuda.local.array(PAIRS, float32)
+        for i in range(PAIRS):
+            references[i] = float32(LOWEST)
+        # P's headroom, and what scales of V must reach to need another one
+        scale = (float32(0 if V_BF16 else HEADROOM), uint32(0))
         tiles = int32(0)
-        before = (m0, m1)
-        promoted = uint32(ring + uint32(PROMOTED))
         current = uint32(0)
         ahead = uint32(STAGES - 1)
         while first < end:
             # Step 3: ask for the tile that is STAGES - 1 ahead
             wait_for_oldest()
-            cuda.syncwarp()
+            meet(of_ring)
             if not PREFETCH_V:
                 here = locate(first, end, index, shift)
                 stage = uint32(ring + current * uint32(STAGE_BYTES) + uint32(K_TILE))
@@ -210,69 +213,25 @@ def make_attend(spec, path, keep, recall):
             k_rows = ring + current * uint32(STAGE_BYTES)
             v_rows = k_rows + uint32(K_TILE)
             if K_REALIGNED:
-                realign_k(k_rows, ring + uint32(SCRATCH), k_base, first, end, k_row, around)
-                k_rows = ring + uint32(SCRATCH)
+                realign_k(k_rows, scratch, k_base, first, end, k_row, around)
+                k_rows = scratch
                 cuda.syncwarp()
-            scores = cuda.local.array(8, float32)
-            scores_of(scores, k_rows, lane, fragments, shifts)
+            scores = cuda.local.array(SCORES, float32)
+            scores_of(scores, k_rows, lane, fragments)
             if int32(first + int32(TILE)) > end:
-                left = int32(end - first - int32(g))
-                for i in range(4):  # rows g, g + 8, g + 16, g + 24
-                    if left <= int32(8 * i):
-                        scores[2 * i] = float32(NEVER)
-                        scores[2 * i + 1] = float32(NEVER)
+                mask_scores(scores, int32(end - first - int32(g)))
             if not PREFETCH_V:
                 wait_for_values()
-                cuda.syncwarp()
+                meet(of_ring)
             if V_REALIGNED:
                 cuda.syncwarp()
-                realign_v(v_rows, ring + uint32(SCRATCH), v_base, first, end, v_row, around)
-                v_rows = ring + uint32(SCRATCH)
+                realign_v(v_rows, scratch, v_base, first, end, v_row, around)
+                v_rows = scratch
                 cuda.syncwarp()
-            headers = (load_header(v_rows, lane), load_header(v_rows + uint32(V_HALF), lane))
 
-            # Step 5: rescale, if a score or a scale has outgrown the reference (lazy rescale)
-            n0 = maximum(maximum(scores[0], scores[2]), maximum(scores[4], scores[6]))
-            n1 = maximum(maximum(scores[1], scores[3]), maximum(scores[5], scores[7]))
-            grown = n0 > m0 + lazy0 or n1 > m1 + lazy1 or not LAZILY
-            scales = uint32(0)
-            if not V_EXACT:
-                scales = largest_scales(headers[0], headers[1], g)
-                grown = grown or reaches_f16(scales, limit) != uint32(0)
-            if any_lane(uint32(1) if grown else uint32(0)):
-                n0 = maximum(over_rows(n0, maximum), m0)
-                n1 = maximum(over_rows(n1, maximum), m1)
-                old = room
-                if not V_EXACT:
-                    scale = maximum(low_f16(scales), high_f16(scales))
-                    scale = over_rows(over_quad(scale, maximum), maximum)
-                    largest = maximum(largest, scale)
-                    room, limit = headroom_of(largest)
-                e0 = exp2((m0 - n0) * factor0 + (room - old))
-                e1 = exp2((m1 - n1) * factor1 + (room - old))
-                m0 = n0
-                m1 = n1
-                for i in range(SUMS // 4):
-                    store_sums(sums, 4 * i, scale_columns(load_sums(sums, 4 * i), e0, e1))
-                header_sums = scale_columns(header_sums, e0, e1)
-
-            # Step 6: P V
-            base0 = room - m0 * factor0
-            base1 = room - m1 * factor1
-            for h in range(2):
-                p0 = exp2(scores[4 * h] * factor0 + base0)
-                p1 = exp2(scores[4 * h + 1] * factor1 + base1)
-                p2 = exp2(scores[4 * h + 2] * factor0 + base0)
-                p3 = exp2(scores[4 * h + 3] * factor1 + base1)
-                upper, lower = pack(p1, p0), pack(p3, p2)
-                p = (transpose_matrix(upper), transpose_matrix(lower))
-                rows = v_rows + uint32(h * V_HALF)
-                header_sums = accumulate(sums, header_sums, rows, headers[h], p, lane)
-                if P_IN_TWO:
-                    upper = pack(p1 - high_bf16(upper), p0 - low_bf16(upper))
-                    lower = pack(p3 - high_bf16(lower), p2 - low_bf16(lower))
-                    p = (transpose_matrix(upper), transpose_matrix(lower))
-                    header_sums = accumulate(sums, header_sums, rows, headers[h], p, lane)
+            # Steps 5 and 6: rescale, P V
+            counted = (factors, references)
+            scale = add_values(scores, v_rows, lane, sums, header_sums, counted, scale)
             first = int32(first + int32(STEP))
             current = uint32(current + uint32(1)) if current != uint32(STAGES - 1) else uint32(0)
             ahead = uint32(ahead + uint32(1)) if ahead != uint32(STAGES - 1) else uint32(0)
@@ -280,19 +239,139 @@ def make_attend(spec, path, keep, recall):
             if PROMOTES:
                 tiles = int32(tiles + int32(1))
                 if tiles % int32(PROMOTION_INTERVAL) == int32(0):
-                    now = (m0 * factor0 - room, m1 * factor1 - room)
                     any_before = tiles > int32(PROMOTION_INTERVAL)
-                    header_sums = promote(
-                        promoted, lane, sums, header_sums, any_before, before, now
-                    )
-                    before = now
+                    promote(promoted, lane, sums, header_sums, any_before, references)
 
         # Step 7: the warps, merged
-        low, high = m0 * factor0 - room, m1 * factor1 - room
         if PROMOTES and tiles >= int32(PROMOTION_INTERVAL):
-            header_sums = add_promoted(promoted, lane, sums, header_sums, before, (low, high))
+            add_promoted(promoted, lane, sums, header_sums, references)
         wait_for_all()  # a warp without tokens has asked for a tile, too
         heads, places = recall(results)
-        combine_warps(shared, sums, header_sums, low, high, heads, places)
+        combine_warps(shared, sums, header_sums, references, heads, places)
 
     return attend
+
+
+def _make_meet(sharers):
+    """Make the function at which the warps of a ring meet."""
+    SHARERS = sharers
+
+    @device_function
+    def meet_lanes(ring):
+        cuda.syncwarp()
+
+    @device_function
+    def meet_warps(ring):
+        barrier(uint32(ring + uint32(1)), uint32(32 * SHARERS))
+
+    return meet_lanes if sharers == 1 else meet_warps
+
+
+def _make_mask(eights):
+    """Make the function that lets the scores of rows that are not there not count."""
+    EIGHTS = eights
+
+    @device_function
+    def mask_scores(scores, left):
+        for i in range(4):  # rows g, g + 8, g + 16, g + 24
+            if left <= int32(8 * i):
+                for e in range(EIGHTS):
+                    scores[8 * e + 2 * i] = float32(NEVER)
+                    scores[8 * e + 2 * i + 1] = float32(NEVER)
+
+    return mask_scores
+
+
+def _make_add_values(spec, path):
+    """Make the function that adds P V of a tile, from its scores.
+
+    It rescales all sums before if a score or a scale has outgrown the reference (lazy rescale).
+    """
+    _, v = spec.rows(path)
+    EIGHTS, PAIRS, V_HALF = spec.eights, 2 * spec.eights, 16 * v.stride
+    P_IN_TWO = v.fmt.codec == "bf16" and spec.query == "fp16"  # bf16 has fewer digits than out
+    V_EXACT, V_BF16 = v.fmt.is_exact, v.fmt.codec == "bf16"
+    LAZILY = spec.without != "lazy rescale"
+    load_header, accumulate = make_load_header(v), make_accumulate(v, spec.query, EIGHTS)
+    largest_scales = make_largest_scales(v)
+    rescale = _make_rescale(v.sums, EIGHTS)
+    pack = pack_bf16 if V_BF16 else pack_f16
+
+    @device_function
+    def add_values(scores, v_rows, lane, sums, header_sums, counted, scale):
+        factors, references = counted
+        room, limit = scale
+        headers = (load_header(v_rows, lane), load_header(v_rows + uint32(V_HALF), lane))
+
+        # Step 5: rescale
+        grown = not LAZILY
+        highest = cuda.local.array(PAIRS, float32)
+        for i in range(PAIRS):
+            j = 8 * (i // 2) + i % 2
+            upper = maximum(scores[j], scores[j + 2])
+            highest[i] = maximum(upper, maximum(scores[j + 4], scores[j + 6]))
+            grown = grown or highest[i] * factors[i] - references[i] > room + float32(LAZY)
+        scales = uint32(0)
+        if not V_EXACT:
+            scales = largest_scales(headers[0], headers[1], uint32(lane >> uint32(2)))
+            grown = grown or reaches_f16(scales, limit) != uint32(0)
+        if any_lane(uint32(1) if grown else uint32(0)):
+            old = room
+            if not V_EXACT:
+                most = maximum(low_f16(scales), high_f16(scales))
+                most = over_rows(over_quad(most, maximum), maximum)
+                room, limit = headroom_of(maximum(most, float32(0.5) * low_f16(limit)))
+            rescale(sums, header_sums, counted, highest, room, old)
+
+        # Step 6: P V
+        for h in range(2):
+            p = cuda.local.array(PAIRS, uint32)
+            rest = cuda.local.array(PAIRS, uint32)
+            for e in range(EIGHTS):
+                i, j = 8 * e + 4 * h, 2 * e
+                p0 = exp2(scores[i] * factors[j] - references[j])
+                p1 = exp2(scores[i + 1] * factors[j + 1] - references[j + 1])
+                p2 = exp2(scores[i + 2] * factors[j] - references[j])
+                p3 = exp2(scores[i + 3] * factors[j + 1] - references[j + 1])
+                upper, lower = pack(p1, p0), pack(p3, p2)
+                p[j], p[j + 1] = transpose_matrix(upper), transpose_matrix(lower)
+                if P_IN_TWO:
+                    upper = pack(p1 - high_bf16(upper), p0 - low_bf16(upper))
+                    lower = pack(p3 - high_bf16(lower), p2 - low_bf16(lower))
+                    rest[j], rest[j + 1] = transpose_matrix(upper), transpose_matrix(lower)
+            rows = v_rows + uint32(h * V_HALF)
+            accumulate(sums, header_sums, rows, headers[h], p, lane)
+            if P_IN_TWO:
+                accumulate(sums, header_sums, rows, headers[h], rest, lane)
+        return room, limit
+
+    return add_values
+
+
+def _make_rescale(sums_of_lane, eights):
+    """Make the function that lets all columns count from their largest scores."""
+    return in_turn([_make_rescale_eight(sums_of_lane, e) for e in range(eights)])
+
+
+def _make_rescale_eight(sums_of_lane, e):
+    """Make the function that rescales 8 columns, the e-th eight of a warp's."""
+    FIRST, FOURS, COLUMN, HEADER = e * sums_of_lane, sums_of_lane // 4, 2 * e, 4 * e
+
+    @device_function
+    def rescale_eight(sums, header_sums, counted, highest, room, old):
+        factors, references = counted
+        more = room - old
+        n0 = over_rows(highest[COLUMN], maximum) * factors[COLUMN] - room
+        n1 = over_rows(highest[COLUMN + 1], maximum) * factors[COLUMN + 1] - room
+        n0 = maximum(n0, references[COLUMN] - more)
+        n1 = maximum(n1, references[COLUMN + 1] - more)
+        e0 = exp2(references[COLUMN] - n0)
+        e1 = exp2(references[COLUMN + 1] - n1)
+        references[COLUMN] = n0
+        references[COLUMN + 1] = n1
+        for i in range(FOURS):
+            at = FIRST + 4 * i
+            store_sums(sums, at, scale_columns(load_sums(sums, at), e0, e1))
+        store_sums(header_sums, HEADER, scale_columns(load_sums(header_sums, HEADER), e0, e1))
+
+    return rescale_eight

@@ -17,11 +17,12 @@ from dataclasses import dataclass, replace
 from kvquant.errors import UnsupportedError
 
 from ..runtime.launch import GPU
-from .spec import AHEAD, HEADS, KEPT, UNIT_STEPS, DecodeSpec
+from .spec import AHEAD, KEPT, MMA_COLUMNS, UNIT_STEPS, DecodeSpec
 from .tuned import Tuned, lookup
 
-WARPS, STAGES = (4, 8, 2, 1), (2, 3, 4)  # what a block may have, the preferred first
+RINGS, STAGES = (4, 8, 2, 1), (2, 3, 4)  # what a block may have, the preferred first
 REGISTERS = {64: 112, 128: 144, 256: 248}  # of a thread, by head_dim, before it is compiled
+MOST_REGISTERS = 255  # of any thread, and of one whose warp has 16 columns
 REGISTERS_PER_SM = 1 << 16  # of every GPU from sm_80 on
 RESERVED_SHARED = 1 << 10  # bytes of a block's share that the driver takes
 # measured on an H200, where an SM's share of the bandwidth is 33 bytes a nanosecond as it reads, 36
@@ -29,6 +30,7 @@ RESERVED_SHARED = 1 << 10  # bytes of a block's share that the driver takes
 # SM keeps up with its share. On a GPU with another share they are as many more, or fewer, bytes
 SHARE = 4814 / 132  # GB/s an SM
 TILE_TIME = 38 << 10  # a warp with a tile, its loads included
+EIGHT_TIME = {1: 1.0, 2: 1.2}  # times as long, with so many eights of columns
 LEAST_TILE = 5 << 10  # rows with fewer bytes are no slower: they are priced as these
 FASTEST = 1.6  # times its share that an SM reads with many warps, while others do not
 START = 128 << 10  # a block starts and ends
@@ -86,7 +88,9 @@ class Fit:
     def pace(self, blocks: int) -> float:
         """How fast an SM with so many blocks reads, as a multiple of its share."""
         tile = max(self.spec.stage_bytes(self.spec.first), LEAST_TILE)
-        return min(blocks * self.spec.warps * tile / TILE_TIME, FASTEST) / self.rate
+        rings = self.spec.warps // self.spec.sharers
+        time = TILE_TIME * EIGHT_TIME[self.spec.eights]
+        return min(blocks * rings * tile / time, FASTEST) / self.rate
 
     def load(self, segment: int, capacity: int, splits: int) -> int:
         """Bytes of the longest split of a segment."""
@@ -102,6 +106,8 @@ def fit(spec: DecodeSpec, gpu: GPU, registers: int | None = None) -> Fit:
     if registers is None:
         widest = max(spec.first.k_format.head_dim, spec.first.v_format.head_dim)
         registers = next(number for most, number in REGISTERS.items() if widest <= most)
+        if spec.eights > 1:
+            registers = MOST_REGISTERS
     blocks = 0
     if shared <= gpu.shared_per_block:
         granted = -(-registers // 8) * 8  # by eights
@@ -117,10 +123,15 @@ def fit(spec: DecodeSpec, gpu: GPU, registers: int | None = None) -> Fit:
         blocks=blocks,
         slots=blocks * gpu.sm_count,
         steps=spec.steps,
-        most_parts=(shared - spec.warps * KEPT) // (4 * HEADS) // AHEAD * AHEAD,
+        most_parts=(shared - spec.warps * KEPT) // (4 * spec.block_columns) // AHEAD * AHEAD,
         token_bytes=(first, second),
         rate=gpu.bandwidth / gpu.sm_count / SHARE or 1.0,
     )
+
+
+def stages_of(spec: DecodeSpec) -> tuple[int, ...]:
+    """Stages that a ring may have, the preferred first: more where there are fewer rings."""
+    return tuple([stages + min(spec.sharers, 4) - 1 for stages in STAGES])
 
 
 def blocks_per_sm(spec: DecodeSpec, gpu: GPU) -> int:
@@ -142,7 +153,7 @@ def plan(
     Args:
         spec: the kernel; its warps and stages do not count, unless registers are given.
         gpu: where it runs.
-        units: sequences times KV heads times blocks of 8 query heads that share one.
+        units: sequences times KV heads times blocks of query heads that share one.
         capacities: the most tokens of each segment, that of spec.first first; at least 1.
         num_splits: splits of the first segment, if the caller wants so many; fewer if some would
             never hold a token.
@@ -154,7 +165,8 @@ def plan(
     """
     row = lookup(rows, gpu.name, *_formats(spec), units, capacities[0])
     if row is not None and not (
-        row.warps in WARPS
+        spec.block_columns == MMA_COLUMNS  # as all rows of the table
+        and row.warps in RINGS
         and row.stages in STAGES
         and blocks_per_sm(replace(spec, warps=row.warps, stages=row.stages), gpu)
     ):
@@ -179,13 +191,14 @@ def kernels(spec: DecodeSpec, gpu: GPU) -> tuple[Fit, ...]:
         UnsupportedError: none fits the GPU.
     """
     found = []
-    for warps in WARPS:
-        fits = [fit(replace(spec, warps=warps, stages=stages), gpu) for stages in STAGES]
+    for rings in RINGS:
+        sizes = [(rings * spec.sharers, stages) for stages in stages_of(spec)]
+        fits = [fit(replace(spec, warps=warps, stages=stages), gpu) for warps, stages in sizes]
         best = max(fits, key=lambda one: one.blocks)  # the first of equals
         if best.blocks:
             found.append(best)
     if not found:
-        smallest = replace(spec, warps=min(WARPS), stages=min(STAGES))
+        smallest = replace(spec, warps=spec.sharers, stages=min(STAGES))
         raise UnsupportedError(
             f"K in {spec.first.k_format} and V in {spec.first.v_format} take "
             f"{smallest.shared_bytes} bytes of shared memory in the smallest kernel, a block has "
@@ -223,7 +236,7 @@ def price(kernel: Fit, units: int, capacities: Sequence[int], splits: Sequence[i
     starts: float = waves + (rest > 0)
     if kernel.blocks > 1:  # a block's neighbours read while it starts
         starts = 1 + (starts - 1) / 2
-    part_bytes = 4 * HEADS * (kernel.spec.first.v_format.head_dim + 1)
+    part_bytes = 4 * kernel.spec.block_columns * (kernel.spec.first.v_format.head_dim + 1)
     merging = MERGE + MERGE_BYTE * part_bytes * parts if parts > 1 else 0.0
     return reading + kernel.rate * (START * starts + merging)
 
@@ -266,8 +279,8 @@ def candidates(spec: DecodeSpec, gpu: GPU, units: int, capacities: Sequence[int]
 
     They are all kernels that fit, with an eighth to four times as many blocks as the GPU holds.
     """
-    for warps in WARPS:
-        for stages in STAGES:
+    for warps in [rings * spec.sharers for rings in RINGS]:
+        for stages in stages_of(spec):
             kernel = fit(replace(spec, warps=warps, stages=stages), gpu)
             if kernel.blocks * warps < 2:
                 continue

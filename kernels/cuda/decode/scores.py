@@ -1,9 +1,11 @@
-"""q·K of a tile: the query as B fragments, and the scores of 16 tokens x 8 heads.
+"""q·K of a tile: the query as B fragments, and the scores of 16 tokens x 8 columns.
+
+Columns come in eights, as an MMA has them; a warp has one or two. Codes are unpacked once for both.
 
     A  16 tokens x 16 codes: ldmatrix gives lane (g, t) word t of a chunk of row g; the order of
        the elements inside an MMA is free as long as the query has the same
-    B  16 elements x 8 heads: lane (g, t) holds its elements of head g
-    D  the scores: tokens g and g + 8, heads 2t and 2t + 1
+    B  16 elements x 8 columns: lane (g, t) holds its elements of the query head of column g
+    D  the scores: tokens g and g + 8, columns 2t and 2t + 1
 
 Each group has sums of its own, which are multiplied by its scale in float32. The shifts take one
 more MMA: A is the header itself, pairs of scale and shift, and B holds 0 and the sum of the query
@@ -20,7 +22,7 @@ from numba import cuda, float32, uint32, uint64
 
 from ..device.codes import make_unpack
 from ..device.fragments import ZEROS, add_rows, load_pair, load_sums, over_quad, store_sums
-from ..device.jit import device_function
+from ..device.jit import device_function, in_turn
 from ..device.ptx import (
     bits_float,
     float_bits,
@@ -40,33 +42,20 @@ from ..device.ptx import (
     mma_f16,
     pack_bf16,
     pack_f16,
+    shfl,
 )
+from .spec import MMA_COLUMNS, QueryWords
 
 
-class QueryWords:
-    """How many words of registers a query takes, by the format of K and its own codec.
-
-    Attributes:
-        parts: fragments for one MMA: 2 for an fp16 query on bf16 keys, a high and a low part,
-            because bf16 has fewer digits.
-        fragments: words of all B fragments.
-        shifts: words of the B fragments of the shifts.
-        raw: words of a lane's elements as they are loaded.
-    """
-
-    def __init__(self, staged, query):
-        chunks = staged.chunks + staged.chunks % 2  # ldmatrix takes two
-        exact = staged.fmt.is_exact
-        self.parts = 2 if staged.fmt.codec == "bf16" and query == "fp16" else 1
-        self.fragments = chunks * self.parts if exact else 2 * chunks * staged.parts * staged.mmas
-        self.shifts = max(2 * staged.header_units, 1)
-        self.raw = chunks if exact else chunks * staged.span // 8
+def make_load_query(staged, query, eights):
+    """Make the function that loads the queries of a warp: fragments, and factors of the scores."""
+    return in_turn([_make_load_eight(staged, query, e) for e in range(eights)])
 
 
-def make_load_query(staged, query):
-    """Make the function that fills the fragments and gives what scales the scores back."""
+def _make_load_eight(staged, query, e):
+    """Make the function that loads the queries of 8 columns, the e-th eight of a warp's."""
     words = QueryWords(staged, query)
-    RAW, PARTS = words.raw, words.parts
+    RAW, PARTS, FRAGMENTS, SHIFTS = words.raw, words.parts, words.fragments, words.shifts
     DIM, GROUPS, GROUP = staged.fmt.head_dim, staged.fmt.groups, staged.fmt.group_size
     CHUNKS, SPAN = staged.chunks + staged.chunks % 2, staged.span
     SHARED, MMAS = staged.parts, staged.mmas  # SHARED: groups in a chunk
@@ -74,18 +63,24 @@ def make_load_query(staged, query):
     UNITS, FIRST_WORD = staged.header_units, staged.header_word(0)
     NORMAL = staged.fmt.codec != "bf16"  # bf16 has the range of float32
     STEP = SPAN // 4  # elements of a lane in a chunk, one after another
-    UNSCALE = 1 / staged.factor
+    UNSCALE, FACTOR = 1 / staged.factor, staged.factor
     IN_BF16 = staged.fmt.codec == "bf16"
+    COLUMN, FIRST, FIRST_FACTOR = MMA_COLUMNS * e, e * FRAGMENTS, 2 * e
+    SHIFTS += FIRST
     pack = pack_bf16 if IN_BF16 else pack_f16
     low = low_bf16 if query == "bf16" else low_f16
     high = high_bf16 if query == "bf16" else high_f16
 
     @device_function
-    def load_query(fragments, shifts, row, valid, t):
+    def load_eight(fragments, factors, queries, score_scale, lane):
+        query, stride, first_column, heads = queries
+        t = uint32(lane & uint32(3))
+        column = uint32(first_column + uint32(COLUMN) + uint32(lane >> uint32(2)))
+        row = query + uint64(column) * stride
         raw = cuda.local.array(RAW, uint32)
         for i in range(RAW):
             raw[i] = uint32(0)
-        if valid:
+        if column < heads:
             if IS_EXACT:
                 for c in range(CHUNKS):
                     raw[c] = load_global_u32(row + uint64(16 * c) + uint64(4) * uint64(t))
@@ -116,56 +111,63 @@ def make_load_query(staged, query):
                 x = low(raw[c]) * norm
                 y = high(raw[c]) * norm
                 word = pack(y, x)
-                fragments[PARTS * c] = word
+                i = FIRST + c // 2 * 2 * PARTS + c % 2
+                fragments[i] = word
                 if PARTS == 2:
-                    fragments[PARTS * c + 1] = pack(y - high_bf16(word), x - low_bf16(word))
-            return back
-        sums = cuda.local.array(GROUPS, float32)
-        for i in range(GROUPS):
-            sums[i] = float32(0)
-        for c in range(CHUNKS):
-            for part in range(SHARED):
-                mine = SHARED == 1 or (uint32(STEP) * uint32(t)) // uint32(GROUP) == uint32(part)
-                total = float32(0)
-                for m in range(MMAS):
-                    for r in range(2):
-                        if IS_INT4:  # elements 2m + r and 2m + r + 4 of the lane's eight
-                            first, second = raw[4 * c + m], raw[4 * c + m + 2]
-                        else:  # r and r + 2 of its four
-                            first, second = raw[2 * c], raw[2 * c + 1]
-                        x = (low(first) if r == 0 else high(first)) * norm
-                        y = (low(second) if r == 0 else high(second)) * norm
-                        x = x if mine else float32(0)
-                        y = y if mine else float32(0)
-                        total += x + y
-                        f = float32(0.0625) if (IS_INT4 and r == 1) else float32(1)
-                        i = ((c * SHARED + part) * MMAS + m) * 2 + r
-                        fragments[i] = pack_f16(y * f, x * f)
-                group = c * SHARED + part if SHARED > 1 else c * SPAN // GROUP
-                if group < GROUPS:
-                    sums[group] += total
-        for unit in range(UNITS):
-            of_word = float32(0)
-            for group in range(GROUPS):
-                if group // 4 == unit:
-                    total = over_quad(sums[group], add)
-                    if t == (FIRST_WORD + group) % 4:
-                        of_word = total * float32(UNSCALE)
-            big = pack_f16(of_word, float32(0))
-            shifts[2 * unit] = big
-            shifts[2 * unit + 1] = pack_f16(of_word - high_f16(big), float32(0))
-        return back
+                    fragments[i + 2] = pack(y - high_bf16(word), x - low_bf16(word))
+        if not IS_EXACT:
+            sums = cuda.local.array(GROUPS, float32)
+            for i in range(GROUPS):
+                sums[i] = float32(0)
+            for c in range(CHUNKS):
+                for part in range(SHARED):
+                    mine = SHARED == 1 or (uint32(STEP) * uint32(t)) // uint32(GROUP) == uint32(
+                        part
+                    )
+                    total = float32(0)
+                    for m in range(MMAS):
+                        for r in range(2):
+                            if IS_INT4:  # elements 2m + r and 2m + r + 4 of the lane's eight
+                                first, second = raw[4 * c + m], raw[4 * c + m + 2]
+                            else:  # r and r + 2 of its four
+                                first, second = raw[2 * c], raw[2 * c + 1]
+                            x = (low(first) if r == 0 else high(first)) * norm
+                            y = (low(second) if r == 0 else high(second)) * norm
+                            x = x if mine else float32(0)
+                            y = y if mine else float32(0)
+                            total += x + y
+                            f = float32(0.0625) if (IS_INT4 and r == 1) else float32(1)
+                            i = FIRST + ((c * SHARED + part) * MMAS + m) * 2 + r
+                            fragments[i] = pack_f16(y * f, x * f)
+                    group = c * SHARED + part if SHARED > 1 else c * SPAN // GROUP
+                    if group < GROUPS:
+                        sums[group] += total
+            for unit in range(UNITS):
+                of_word = float32(0)
+                for group in range(GROUPS):
+                    if group // 4 == unit:
+                        total = over_quad(sums[group], add)
+                        if t == (FIRST_WORD + group) % 4:
+                            of_word = total * float32(UNSCALE)
+                big = pack_f16(of_word, float32(0))
+                fragments[SHIFTS + 2 * unit] = big
+                fragments[SHIFTS + 2 * unit + 1] = pack_f16(of_word - high_f16(big), float32(0))
+        # scores count before these factors, so that each takes one multiply-add in the exponent
+        factor = score_scale * float32(FACTOR)
+        factors[FIRST_FACTOR] = factor * shfl(back, uint32(8) * t)
+        factors[FIRST_FACTOR + 1] = factor * shfl(back, uint32(8) * t + uint32(4))
 
-    return load_query
+    return load_eight
 
 
-def make_scores(staged, query):
+def make_scores(staged, query, eights):
     """Make the function from a tile in shared memory to its scores, but for a factor.
 
-    The MMAs of a tile form chains, each with sums of its own (a group's, or half a row's),
-    which are worked on in turn: one MMA need not wait for the one before it.
+    The MMAs of a tile form chains, each with sums of its own (a group's, or half a row's, of 8
+    columns), which are worked on in turn: one MMA need not wait for the one before it.
     """
     words = QueryWords(staged, query)
+    EIGHTS, FRAGMENTS, SHIFTS = eights, words.fragments, words.shifts
     ROW, PREFIX, CHUNKS, SPAN = staged.stride, staged.prefix, staged.chunks, staged.span
     GROUPS, PARTS, MMAS = staged.fmt.groups, staged.parts, staged.mmas
     IS_EXACT, UNITS, QUERY_PARTS = staged.fmt.is_exact, staged.header_units, words.parts
@@ -179,9 +181,9 @@ def make_scores(staged, query):
     else:
         STEPS = MMAS * (PER_GROUP if GROUPS > 1 else -(-CHUNKS // CHAINS))
     # halves of 16 rows that are worked on together: more need too many registers
-    TOGETHER = 2 if CHAINS <= 4 else 1
+    TOGETHER = 2 if CHAINS * EIGHTS <= 4 else 1
     PAIRS = (CHUNKS + 1) // 2
-    SUMS, WORDS = 4 * CHAINS * TOGETHER, 4 * PAIRS * TOGETHER
+    SUMS, WORDS = 4 * CHAINS * EIGHTS * TOGETHER, 4 * PAIRS * TOGETHER
     unpack = make_unpack(staged.fmt)
     mma = mma_bf16 if staged.fmt.codec == "bf16" else mma_f16
 
@@ -194,11 +196,13 @@ def make_scores(staged, query):
                 if 2 * c < CHUNKS:
                     for h in range(TOGETHER):
                         keys = load_matrix_x4(matrix + uint32(32 * c + 16 * ROW * h))
-                        at = 4 * (h * CHAINS + j)
-                        for part in range(QUERY_PARTS):
-                            i = 2 * QUERY_PARTS * c + part
-                            q = (fragments[i], fragments[i + QUERY_PARTS])
-                            store_sums(sums, at, mma(keys, q, load_sums(sums, at)))
+                        for e in range(EIGHTS):
+                            at = 4 * ((h * CHAINS + j) * EIGHTS + e)
+                            for part in range(QUERY_PARTS):
+                                q = load_pair(
+                                    fragments, e * FRAGMENTS + 2 * (c * QUERY_PARTS + part)
+                                )
+                                store_sums(sums, at, mma(keys, q, load_sums(sums, at)))
 
     @device_function
     def code_products(sums, rows, lane, fragments):
@@ -228,20 +232,26 @@ def make_scores(staged, query):
                             store_sums(codes, pair, load_matrix_x4(at))
                         x0, x1 = unpack(codes[pair + 2 * (c % 2)], m)
                         y0, y1 = unpack(codes[pair + 2 * (c % 2) + 1], m)
-                        at = 4 * (h * CHAINS + j)
-                        q = load_pair(fragments, ((c * PARTS + part) * MMAS + m) * 2)
-                        store_sums(sums, at, mma_f16((x0, y0, x1, y1), q, load_sums(sums, at)))
+                        for e in range(EIGHTS):
+                            at = 4 * ((h * CHAINS + j) * EIGHTS + e)
+                            i = e * FRAGMENTS + ((c * PARTS + part) * MMAS + m) * 2
+                            q = load_pair(fragments, i)
+                            store_sums(sums, at, mma_f16((x0, y0, x1, y1), q, load_sums(sums, at)))
 
     @device_function
-    def shift_products(rows, lane, shifts):
+    def load_headers(rows, lane):
         at = rows + (lane & uint32(15)) * uint32(ROW) + uint32(HEADER)
         if UNITS == 2:
-            h = load_matrix_x4(at + (lane >> uint32(4)) * uint32(16))
-            sums = mma_f16((h[0], h[1], h[0], h[1]), (shifts[0], shifts[1]), ZEROS)
-            sums = mma_f16((h[2], h[3], h[2], h[3]), (shifts[2], shifts[3]), sums)
-        else:
-            d = load_matrix_x2(at)
-            sums = mma_f16((d[0], d[1], d[0], d[1]), (shifts[0], shifts[1]), ZEROS)
+            return load_matrix_x4(at + (lane >> uint32(4)) * uint32(16))
+        d = load_matrix_x2(at)
+        return d[0], d[1], d[0], d[1]
+
+    @device_function
+    def shift_products(h, fragments, e):
+        i = e * FRAGMENTS + SHIFTS
+        sums = mma_f16((h[0], h[1], h[0], h[1]), load_pair(fragments, i), ZEROS)
+        if UNITS == 2:
+            sums = mma_f16((h[2], h[3], h[2], h[3]), load_pair(fragments, i + 2), sums)
         return sums
 
     @device_function
@@ -259,7 +269,7 @@ def make_scores(staged, query):
                     scales[half * GROUPS + i] = load_shared_u32(at + uint32(WORD + 4 * i))
 
     @device_function
-    def scores_of(scores, rows, lane, fragments, shifts):
+    def scores_of(scores, rows, lane, fragments):
         for first in range(0, 2, TOGETHER):
             here = rows + uint32(16 * ROW * first)
             sums = cuda.local.array(SUMS, float32)
@@ -270,21 +280,27 @@ def make_scores(staged, query):
             else:
                 code_products(sums, here, lane, fragments)
             for h in range(TOGETHER):
-                at = 4 * h * CHAINS
-                if GROUPS == 1:
-                    total = load_sums(sums, at)
-                    for j in range(1, CHAINS):
-                        total = add_rows(total, float32(1), float32(1), load_sums(sums, at + 4 * j))
                 if not IS_EXACT:
                     scales = cuda.local.array(SCALES, uint32)
                     half = here + uint32(16 * ROW * h)
                     load_scales(scales, half, lane)
-                    shifted = shift_products(half, lane, shifts)
-                    for j in range(GROUPS):
-                        products = total if GROUPS == 1 else load_sums(sums, at + 4 * j)
-                        low, high = low_f16(scales[j]), low_f16(scales[GROUPS + j])
-                        shifted = add_rows(shifted, low, high, products)
-                    total = shifted
-                store_sums(scores, 4 * (first + h), total)
+                    headers = load_headers(half, lane)
+                for e in range(EIGHTS):
+                    at = 4 * (h * CHAINS * EIGHTS + e)
+                    if GROUPS == 1:
+                        total = load_sums(sums, at)
+                        for j in range(1, CHAINS):
+                            more = load_sums(sums, at + 4 * j * EIGHTS)
+                            total = add_rows(total, float32(1), float32(1), more)
+                    if not IS_EXACT:
+                        shifted = shift_products(headers, fragments, e)
+                        for j in range(GROUPS):
+                            products = load_sums(sums, at + 4 * j * EIGHTS)
+                            if GROUPS == 1:
+                                products = total
+                            low, high = low_f16(scales[j]), low_f16(scales[GROUPS + j])
+                            shifted = add_rows(shifted, low, high, products)
+                        total = shifted
+                    store_sums(scores, 8 * e + 4 * (first + h), total)
 
     return scores_of

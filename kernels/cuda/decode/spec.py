@@ -9,8 +9,11 @@ from kvquant.rows.format import RowFormat
 from ..device.row_layout import StagedRow
 from ..runtime.spec import Spec, Table
 
-HEADS = 8  # query heads of a block: the columns of an MMA
+MMA_COLUMNS = 8  # of an MMA: its N
 TILE = 32  # tokens that a warp works on at a time: a row for each lane
+MOST_COLUMNS = 16  # of a warp: the sums of more take too many registers
+WIDE_HEAD_DIM, WIDE_GROUPS = 128, 4  # rows with more leave no room for more than 8
+MOST_SHARERS = 8  # warps that share a ring: as many as an SM has registers for
 PROMOTION_INTERVAL = 16  # tiles of a warp after which it promotes its sums (accumulators.py)
 AHEAD = 16  # parts whose loads are on their way together when they are combined
 KEPT = 64  # bytes in which a warp keeps what it needs after its attention
@@ -23,13 +26,14 @@ COMMON: Table = (
     ("q", "P"),  # [batch, num_q_heads, head_dim], bfloat16 or float16
     ("out", "P"),  # [batch, num_q_heads, head_dim of V], as q
     ("lse", "P"),  # [batch, num_q_heads], float32, base e; 0: not wanted
-    ("partial", "P"),  # float32 [places, HEADS, head_dim of V], then [places, HEADS]
+    # float32 [places, columns of a block, head_dim of V], then [places, these columns]
+    ("partial", "P"),
     ("counters", "P"),  # uint32 [units], zero before the launch and after it
     ("q_stride_batch", "Q"),  # bytes
     ("q_stride_head", "Q"),
     ("num_q_heads", "i"),
     ("ratio", "i"),  # query heads on a KV head
-    ("head_blocks", "i"),  # blocks of HEADS query heads on a KV head
+    ("head_blocks", "i"),  # blocks of query heads on a KV head, `block_columns` in each
     ("batch", "I"),
     ("columns", "I"),  # units of a sequence: KV heads times head_blocks
     ("parts", "I"),  # splits of all segments
@@ -58,6 +62,26 @@ SEGMENT: Table = (
     ("splits", "i"),  # blocks that share the tokens; 0: no such segment
 )
 FIELD = {name: place for place, (name, _) in enumerate(SEGMENT)}
+
+
+class QueryWords:
+    """How many words of registers a query takes for 8 columns, by K's format and its own codec.
+
+    Attributes:
+        parts: fragments for one MMA: 2 for an fp16 query on bf16 keys, a high and a low part,
+            because bf16 has fewer digits.
+        shifts: the first word of the B fragments of the shifts, which stand behind the others.
+        fragments: words of all B fragments.
+        raw: words of a lane's elements as they are loaded.
+    """
+
+    def __init__(self, staged: StagedRow, query: str) -> None:
+        chunks = staged.chunks + staged.chunks % 2  # ldmatrix takes two
+        exact = staged.fmt.is_exact
+        self.parts = 2 if staged.fmt.codec == "bf16" and query == "fp16" else 1
+        self.shifts = chunks * self.parts if exact else 2 * chunks * staged.parts * staged.mmas
+        self.fragments = self.shifts + 2 * staged.header_units
+        self.raw = chunks if exact else chunks * staged.span // 8
 
 
 @dataclass(frozen=True)
@@ -89,6 +113,9 @@ class DecodeSpec(Spec):
         warps: warps of a block.
         stages: tiles of K and V in a warp's ring.
         without: one of TECHNIQUES to leave out, or "".
+        columns: query heads (columns of its MMAs) that a warp multiplies every code with: a
+            multiple of 8.
+        sharers: warps that share a ring of stages, each with columns of its own; they divide warps.
     """
 
     first: Path
@@ -97,6 +124,8 @@ class DecodeSpec(Spec):
     warps: int = 4
     stages: int = 3
     without: str = ""
+    columns: int = MMA_COLUMNS
+    sharers: int = 1
 
     kernel = "decode.kernel.make_decode_kernel"
 
@@ -124,17 +153,23 @@ class DecodeSpec(Spec):
         """Tiles in a warp's ring on a path; the second has few tokens and should not cost room."""
         return min(self.stages, 2) if path is self.second else self.stages
 
-    def warps_of(self, path: Path) -> int:
-        """Warps that attend on a path: on the second as many as have room where the first's are."""
+    @property
+    def block_columns(self) -> int:
+        """Query heads of a block: the columns of the warps that share a ring."""
+        return self.columns * self.sharers
+
+    def rings_of(self, path: Path) -> int:
+        """Rings of a block on a path: on the second as many as have room where the first's are."""
+        rings = self.warps // self.sharers
         if path is not self.second:
-            return self.warps
-        room = self.warps * self.warp_bytes(self.first)
-        return max(1, min(self.warps, room // self.warp_bytes(path)))
+            return rings
+        room = rings * self.ring_bytes(self.first)
+        return max(1, min(rings, room // self.ring_bytes(path)))
 
     @property
     def steps(self) -> tuple[int, int]:
-        """Tokens of a tile of every warp, in the first segment and in the others."""
-        return TILE * self.warps, TILE * self.warps_of(self.second or self.first)
+        """Tokens of a tile of every ring, in the first segment and in the others."""
+        return TILE * self.rings_of(self.first), TILE * self.rings_of(self.second or self.first)
 
     @property
     def second_weight(self) -> int:
@@ -151,33 +186,63 @@ class DecodeSpec(Spec):
         """A tile of K and of V as it is copied."""
         return sum(TILE * row.landing for row in self.rows(path))
 
-    def promoted_at(self, path: Path) -> int:
-        """Byte of a warp's memory at which promoted sums stand: behind its stages, a
-        tile of realigned rows (K's and V's in turn), and 16 bytes (the chunks of a row are read in
-        pairs, so an odd last one with what follows it)."""
-        scratch = max([TILE * row.stride for row in self.rows(path) if row.realigned], default=0)
-        return self.stages_of(path) * self.stage_bytes(path) + scratch + 16
+    @property
+    def eights(self) -> int:
+        """Times that a warp multiplies a code: the MMAs that its columns take side by side."""
+        return self.columns // MMA_COLUMNS
+
+    def scratch_bytes(self, path: Path) -> int:
+        """Bytes of a tile of a warp's realigned rows, K's and V's in turn."""
+        return max([TILE * row.stride for row in self.rows(path) if row.realigned], default=0)
 
     def promoted_bytes(self, path: Path) -> int:
-        """Bytes of a warp's promoted sums: only those of codes that are never negative."""
+        """Bytes of a warp's promoted sums and their references: only those of codes that are never
+        negative."""
         one_sided = path.v_format.codec in ("int4", "int8")
-        return 128 * (self.rows(path)[1].sums + 4) if one_sided else 0
+        sums = (self.rows(path)[1].sums + 4 + 2) * self.eights
+        return 128 * sums if one_sided else 0
 
-    def warp_bytes(self, path: Path) -> int:
-        """A warp's shared memory."""
-        return self.promoted_at(path) + self.promoted_bytes(path)
+    def scratch_at(self, path: Path) -> int:
+        """Byte of a ring's memory at which realigned rows stand: behind its stages."""
+        return self.stages_of(path) * self.stage_bytes(path)
+
+    def promoted_at(self, path: Path) -> int:
+        """Byte of a ring's memory at which promoted sums stand: behind realigned rows, and 16 bytes
+        (the chunks of a row are read in pairs, so an odd last one with what follows it)."""
+        return self.scratch_at(path) + self.sharers * self.scratch_bytes(path) + 16
+
+    def ring_bytes(self, path: Path) -> int:
+        """Shared memory of a ring, and of the warps that share it."""
+        return self.promoted_at(path) + self.sharers * self.promoted_bytes(path)
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block: what is kept, the rings, and over them what is left to
         combine."""
         paths = [self.first] if self.second is None else [self.first, self.second]
-        rings = max(self.warps_of(path) * self.warp_bytes(path) for path in paths)
-        combined = combine_bytes(self.first.v_format.head_dim, self.warps)
+        rings = max(self.rings_of(path) * self.ring_bytes(path) for path in paths)
+        combined = combine_bytes(self.first.v_format.head_dim, self.warps * self.columns)
         return self.warps * KEPT + max(rings, combined)
 
 
-def combine_bytes(head_dim: int, warps: int) -> int:
-    """Maxima, sums and outputs of all warps; a head's output is padded by 16 bytes, because the
-    lanes of a quad write two heads apart."""
-    return warps * HEADS * (8 + 4 * (head_dim + 4))
+def columns_of(ratio: int, *formats: RowFormat) -> tuple[int, int]:
+    """Columns of a warp, and warps that share a ring, for so many query heads on a KV head.
+
+    The more columns a warp has, the fewer times a code is unpacked; the more columns a block has,
+    the fewer times it is read.
+
+    Args:
+        ratio: query heads on a KV head.
+        formats: of all rows.
+    """
+    wide = all(fmt.head_dim <= WIDE_HEAD_DIM and fmt.groups <= WIDE_GROUPS for fmt in formats)
+    columns = MOST_COLUMNS if wide and ratio > MMA_COLUMNS else MMA_COLUMNS
+    warps = -(-ratio // columns)
+    blocks = -(-warps // MOST_SHARERS)
+    return columns, -(-warps // blocks)
+
+
+def combine_bytes(head_dim: int, columns: int) -> int:
+    """Maxima, sums and outputs of the columns of all warps; a column's output is padded by 16
+    bytes, because the lanes of a quad write two columns apart."""
+    return columns * (8 + 4 * (head_dim + 4))

@@ -2,8 +2,8 @@
 
     A  16 elements x 16 tokens: ldmatrix transposes, lane (g, t) gets unit g (16 bits: 4 codes of
        INT4, 2 bytes or an element) of a chunk, of tokens 2t and 2t + 1
-    B  16 tokens x 8 heads: P, turned from the scores' fragment by movmatrix, in registers
-    D  the output: elements of unit g, heads 2t and 2t + 1
+    B  16 tokens x 8 columns: P, turned from the scores' fragment by movmatrix, in registers
+    D  the output: elements of unit g, columns 2t and 2t + 1
 
 A scale belongs to a token, over which the MMA sums, so scales are multiplied into P. The header,
 transposed in the same way, holds a scale or a shift in each unit: one more MMA gives the sums of
@@ -14,11 +14,11 @@ Scale times P must fit fp16: P counts from a reference below the maximum by `hea
 two, as many as the largest scale so far allows, so that neither large nor tiny scales are lost.
 """
 
-from numba import float32, int32, uint32
+from numba import cuda, float32, int32, uint32
 
 from ..device.codes import make_unpack
-from ..device.fragments import load_sums, store_sums
-from ..device.jit import device_function
+from ..device.fragments import load_pair, load_sums, store_sums
+from ..device.jit import device_function, in_turn
 from ..device.ptx import (
     bits_float,
     float_bits,
@@ -35,6 +35,7 @@ from ..device.ptx import (
     store_shared_f32x2,
     word_from_lane,
 )
+from .spec import MMA_COLUMNS
 
 HEADROOM = 11  # powers of two that P may exceed 2**4 by; P and P * scale stay below 2**15
 
@@ -79,21 +80,24 @@ def make_largest_scales(staged):
 @device_function
 def headroom_of(scale):
     """The powers of two that P may use when no scale is over `scale`; and the next power of two,
-    which scales must reach to change that, twice in fp16."""
+    which scales must reach to change that, twice in fp16. Half of that has the same headroom."""
     exponent = int32(float_bits(scale) >> uint32(23)) - int32(126)  # scale < 2**exponent
-    exponent = int32(max(exponent, int32(-24)))  # of fp16's smallest number
+    exponent = int32(min(max(exponent, int32(-24)), int32(16)))  # of fp16's numbers
     room = float32(max(min(int32(HEADROOM) - exponent, int32(HEADROOM)), int32(HEADROOM - 16)))
     power = bits_float(uint32(exponent + int32(127)) << uint32(23))
     return room, pack_f16(power, power)
 
 
-def make_accumulate(staged, query):
+def make_accumulate(staged, query, eights):
     """Make the function that adds P V of 16 tokens to the sums, and to those of the header.
+
+    Codes are unpacked, and scales fetched, once for all eights of columns.
 
     For an fp16 output, what rounding takes from P * scale gets MMAs of its own: where codes times
     scale and the shifts nearly cancel, its error would be seen.
     """
     PRECISE = query == "fp16"
+    EIGHTS, SUMS, PAIRS = eights, staged.sums, 2 * eights
     ROW, PREFIX, CHUNKS, SPAN = staged.stride, staged.prefix, staged.chunks, staged.span
     GROUP, PARTS, MMAS = staged.fmt.group_size, staged.parts, staged.mmas
     IS_EXACT, FIRST_WORD = staged.fmt.is_exact, staged.header_word(0)
@@ -110,14 +114,23 @@ def make_accumulate(staged, query):
         if g == uint32(0):
             first = uint32(ONES)
             second = uint32(ONES)
-        header_sums = mma((first, header[1], second, header[3]), p, header_sums)
+        for e in range(EIGHTS):
+            shifted = mma(
+                (first, header[1], second, header[3]),
+                load_pair(p, 2 * e),
+                load_sums(header_sums, 4 * e),
+            )
+            store_sums(header_sums, 4 * e, shifted)
         if IS_EXACT:
             for c in range(CHUNKS // 2):
                 w = load_matrix_x4_t(matrix + uint32(32 * c))
-                a = mma((w[0], w[2], w[1], w[3]), p, load_sums(sums, 4 * c))
-                store_sums(sums, 4 * c, a)
-            return header_sums
-        scaled = rest = p
+                for e in range(EIGHTS):
+                    i = e * SUMS + 4 * c
+                    a = mma((w[0], w[2], w[1], w[3]), load_pair(p, 2 * e), load_sums(sums, i))
+                    store_sums(sums, i, a)
+            return
+        scaled = cuda.local.array(PAIRS, uint32)
+        rest = cuda.local.array(PAIRS, uint32)
         for c in range(CHUNKS):
             if c % 2 == 0:
                 codes = load_matrix_x4_t(matrix + uint32(PREFIX + 16 * c))
@@ -128,9 +141,12 @@ def make_accumulate(staged, query):
                     low = header[0] if unit < 8 else header[1]
                     high = header[2] if unit < 8 else header[3]
                     low, high = word_from_lane(low, source), word_from_lane(high, source)
-                    scaled = multiply_f16(p[0], low), multiply_f16(p[1], high)
-                    if PRECISE:
-                        rest = lost_f16(p[0], low, scaled[0]), lost_f16(p[1], high, scaled[1])
+                    for i in range(0, PAIRS, 2):
+                        scaled[i] = multiply_f16(p[i], low)
+                        scaled[i + 1] = multiply_f16(p[i + 1], high)
+                        if PRECISE:
+                            rest[i] = lost_f16(p[i], low, scaled[i])
+                            rest[i + 1] = lost_f16(p[i + 1], high, scaled[i + 1])
                 x = codes[0] if c % 2 == 0 else codes[2]
                 y = codes[1] if c % 2 == 0 else codes[3]
                 if PARTS > 1 and g * uint32(STEP) // uint32(GROUP) != uint32(part):
@@ -139,36 +155,43 @@ def make_accumulate(staged, query):
                 for m in range(MMAS):
                     x0, x1 = unpack(x, m)
                     y0, y1 = unpack(y, m)
-                    i = (c * MMAS + m) * 4
-                    a = mma_f16((x0, x1, y0, y1), scaled, load_sums(sums, i))
-                    if PRECISE:
-                        a = mma_f16((x0, x1, y0, y1), rest, a)
-                    store_sums(sums, i, a)
-        return header_sums
+                    for e in range(EIGHTS):
+                        i = e * SUMS + (c * MMAS + m) * 4
+                        a = mma_f16((x0, x1, y0, y1), load_pair(scaled, 2 * e), load_sums(sums, i))
+                        if PRECISE:
+                            a = mma_f16((x0, x1, y0, y1), load_pair(rest, 2 * e), a)
+                        store_sums(sums, i, a)
 
     return accumulate
 
 
-def make_put_output(staged):
-    """Make the function that writes a warp's output, times a factor a head, to shared memory."""
+def make_put_output(staged, eights):
+    """Make the function that writes a warp's output, times a factor a column, to shared memory."""
+    return in_turn([_make_put_eight(staged, e) for e in range(eights)])
+
+
+def _make_put_eight(staged, e):
+    """Make the function that writes 8 columns of the output, the e-th eight of a warp's."""
+    COLUMN, FIRST, HEADER, REFERENCE = MMA_COLUMNS * e, e * staged.sums, 4 * e, 2 * e
     DIM, CHUNKS, SPAN = staged.fmt.head_dim, staged.chunks, staged.span
     GROUP, PARTS, MMAS, FACTOR = staged.fmt.group_size, staged.parts, staged.mmas, staged.factor
     IS_EXACT, IS_INT4 = staged.fmt.is_exact, staged.fmt.codec == "int4"
-    FIRST_WORD, HEAD = staged.header_word(0), 4 * (staged.fmt.head_dim + 4)  # bytes of a head
+    FIRST_WORD, HEAD = staged.header_word(0), 4 * (staged.fmt.head_dim + 4)  # bytes of a column
     STEP, ODD_FACTOR = SPAN // 8, FACTOR / 16 if IS_INT4 else FACTOR
 
     @device_function
-    def put_output(target, sums, header_sums, first, second, lane):
+    def put_eight(target, sums, header_sums, factors, lane):
+        first, second = factors[REFERENCE], factors[REFERENCE + 1]
         g = lane >> uint32(2)
         t = lane & uint32(3)
-        here = target + t * uint32(2 * HEAD)
+        here = target + uint32(COLUMN * HEAD) + t * uint32(2 * HEAD)
         if IS_EXACT:
             for c in range(CHUNKS // 2):
                 at = here + uint32(64 * c) + uint32(4) * g
-                store_shared_f32(at, sums[4 * c] * first)
-                store_shared_f32(at + uint32(HEAD), sums[4 * c + 1] * second)
-                store_shared_f32(at + uint32(32), sums[4 * c + 2] * first)
-                store_shared_f32(at + uint32(32 + HEAD), sums[4 * c + 3] * second)
+                store_shared_f32(at, sums[FIRST + 4 * c] * first)
+                store_shared_f32(at + uint32(HEAD), sums[FIRST + 4 * c + 1] * second)
+                store_shared_f32(at + uint32(32), sums[FIRST + 4 * c + 2] * first)
+                store_shared_f32(at + uint32(32 + HEAD), sums[FIRST + 4 * c + 3] * second)
             return
         for c in range(CHUNKS):
             shift0 = float32(0)
@@ -177,16 +200,16 @@ def make_put_output(staged):
                 unit = 2 * (FIRST_WORD + c * SPAN // GROUP + part) + 1
                 source = uint32(4 * (unit % 8)) + t
                 if unit < 8:
-                    a = shfl(header_sums[0], source)
-                    b = shfl(header_sums[1], source)
+                    a = shfl(header_sums[HEADER], source)
+                    b = shfl(header_sums[HEADER + 1], source)
                 else:
-                    a = shfl(header_sums[2], source)
-                    b = shfl(header_sums[3], source)
+                    a = shfl(header_sums[HEADER + 2], source)
+                    b = shfl(header_sums[HEADER + 3], source)
                 if PARTS == 1 or g * uint32(STEP) // uint32(GROUP) == uint32(part):
                     shift0 = a
                     shift1 = b
             for m in range(MMAS):
-                i = (c * MMAS + m) * 4
+                i = FIRST + (c * MMAS + m) * 4
                 d = uint32(SPAN * c + 2 * m) + uint32(STEP) * g
                 if d < uint32(DIM):
                     at = here + uint32(4) * d
@@ -201,4 +224,4 @@ def make_put_output(staged):
                         (sums[i + 3] * float32(ODD_FACTOR) + shift1) * second,
                     )
 
-    return put_output
+    return put_eight

@@ -169,6 +169,8 @@ store_global_u32x4 = instruction(
     "st.global.v4.u32 [$0],{$1,$2,$3,$4};", "", "u64 u32x4", pure=False
 )
 
+# waits until so many threads of the block, whole warps, have come to a barrier; 0 is syncthreads'
+barrier = instruction("bar.sync $0,$1;", "", "u32 u32", pure=False)
 fence = instruction("fence.acq_rel.gpu;", "", "", pure=False)
 # counts up to `last`, then from 0 again; gives the count before
 atomic_inc_wrap = instruction("atom.global.inc.u32 $0,[$1],$2;", "u32", "u64 u32", pure=False)

@@ -15,7 +15,7 @@ WARP = 32
 POISON = 0xFF  # NaN in every float format
 SEVERAL = -1  # lanes, or warps
 Array = npt.NDArray[Any]
-Use = tuple[int, int, int]
+Use = tuple[int, int]  # the lane, and the barriers of its warp until then
 
 
 class Fault(RuntimeError):
@@ -26,7 +26,8 @@ class Shared:
     """Dynamic shared memory of a block: poison where nobody wrote, and who used a word last.
 
     Two lanes that use a word, one of them to write it, must have a barrier in between: syncthreads,
-    or syncwarp if both are of one warp. All else is a race, even if it goes well.
+    a barrier of some warps, or syncwarp if both are of one warp. All else is a race, even if it
+    goes well.
 
     Attributes:
         bytes: the memory.
@@ -34,19 +35,27 @@ class Shared:
 
     def __init__(self, size: int, warps: int):
         self.bytes = np.full(size, POISON, np.uint8)
-        # by word of 4 bytes, since syncthreads: lane, its warp, and that warp's barriers so far
-        self._read: dict[int, Use] = {}
-        self._written: dict[int, Use] = {}
+        # by word of 4 bytes, since syncthreads: the last use of each warp
+        self._read: dict[int, dict[int, Use]] = {}
+        self._written: dict[int, dict[int, Use]] = {}
         self._barriers = [0] * warps
+        # by warp: of each warp, the barriers before which all that it did came before
+        self._known = [[0] * warps for _ in range(warps)]
         self._copied_to: set[int] = set()  # words that asynchronous copies are under way to
 
-    def meet(self, warp: int | None = None) -> None:
-        """Note a barrier of a warp, or of the block."""
-        if warp is None:
+    def meet(self, warps: Iterable[int] | None = None) -> None:
+        """Note a barrier of some warps, or of the block."""
+        if warps is None:
             self._read.clear()
             self._written.clear()
-        else:
+            return
+        warps = list(warps)
+        for warp in warps:
             self._barriers[warp] += 1
+            self._known[warp][warp] = self._barriers[warp]
+        together = [max(counts) for counts in zip(*(self._known[w] for w in warps), strict=True)]
+        for warp in warps:
+            self._known[warp] = together.copy()
 
     def load(self, lane: int, address: int, size: int) -> Array:
         """Bytes that a lane reads."""
@@ -98,28 +107,24 @@ class Shared:
         return words
 
     def _use(self, lane: int, warp: int, words: Iterable[int], *, writes: bool) -> None:
-        now = lane, warp, self._barriers[warp]
+        now, known = self._barriers[warp], self._known[warp]
         for word in words:
             if not writes and word in self._copied_to:
                 continue  # poison, which a kernel may read if it does not use it
-            noted = now
+            who = lane
             for way, table in (("written", self._written), ("read", self._read)):
-                last = table.get(word)
-                if last is None or not _is_race(last, now):
-                    continue
-                if writes or way == "written":
-                    raise Fault(
-                        f"a race: shared address {4 * word} is {'written' if writes else 'read'} "
-                        f"by {_name(lane)}, {way} by {_name(last[0])}, and no barrier in between"
-                    )
-                noted = SEVERAL, warp if last[1] == warp else SEVERAL, now[2]
-            (self._written if writes else self._read)[word] = noted
-
-
-def _is_race(last: Use, now: Use) -> bool:
-    if last[0] == now[0] != SEVERAL:
-        return False
-    return last[1] != now[1] or last[2] == now[2]
+                for other, (last, barriers) in table.get(word, {}).items():
+                    if barriers < known[other] or last == lane != SEVERAL:
+                        continue
+                    if writes or way == "written":
+                        raise Fault(
+                            f"a race: shared address {4 * word} is "
+                            f"{'written' if writes else 'read'} by {_name(lane)}, {way} by "
+                            f"{_name(last)}, and no barrier in between"
+                        )
+                    if other == warp:
+                        who = SEVERAL
+            (self._written if writes else self._read).setdefault(word, {})[warp] = who, now
 
 
 def _name(lane: int) -> str:

@@ -28,6 +28,7 @@ from numba.cuda.simulator.kernelapi import Dim3, FakeCUDAModule
 
 from .memory import POISON, WARP, Fault, Global, Shared
 
+BARRIERS = 16  # of a block; number 0 is syncthreads
 SCALARS = (np.uint16, np.int32, np.uint32, np.int64, np.uint64, np.float32)
 
 _running: list[Block] = []  # the block that runs; one launch at a time, as in numba's simulator
@@ -172,6 +173,7 @@ class Block:
         self._ready: deque[Lane] = deque()
         self._waiting: list[list[Lane]] = [[] for _ in self.warps]  # at a collective
         self._gathered: list[Lane] = []  # at syncthreads
+        self._at_barrier: dict[int, list[Lane]] = {}  # by the number of a barrier of some warps
         self._ended = 0
         self._fault: Fault | None = None
 
@@ -213,7 +215,7 @@ class Block:
         """Go on when every lane of the warp has come."""
 
         def combine(values: list[Any]) -> list[Any]:
-            self.shared.meet(self.current.warp)
+            self.shared.meet([self.current.warp])
             return values
 
         self.meet("syncwarp", None, combine)
@@ -224,6 +226,23 @@ class Block:
         lane.place = "syncthreads"
         self._gathered.append(lane)
         self._release_gathered()
+        self._wait(lane)
+
+    def meet_warps(self, barrier: int, threads: int) -> None:
+        """Go on when so many threads, whole warps, have come to a barrier."""
+        lane = self.current
+        lane.place = f"barrier {barrier}"
+        if not 0 < barrier < BARRIERS or threads % WARP:
+            raise Fault(f"barrier {barrier} of {threads} threads: 1 to {BARRIERS - 1}, whole warps")
+        waiting = self._at_barrier.setdefault(int(barrier), [])
+        waiting.append(lane)
+        if len(waiting) == threads:
+            warps = {other.warp for other in waiting}
+            if len(warps) * WARP != threads:
+                raise Fault(f"barrier {barrier}: lanes of {len(warps)} warps, but not all of them")
+            self.shared.meet(warps)
+            self._ready.extend(waiting)
+            waiting.clear()
         self._wait(lane)
 
     def start_copy(self, target: int, source: int, size: int, valid: int | None = None) -> None:

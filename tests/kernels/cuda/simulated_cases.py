@@ -18,7 +18,7 @@ import torch
 
 from kvquant import RowFormat, quantize_rows
 from kvquant.kernels.cuda.decode.plan import fit
-from kvquant.kernels.cuda.decode.spec import COMMON, HEADS, SEGMENT, DecodeSpec, Path
+from kvquant.kernels.cuda.decode.spec import COMMON, SEGMENT, DecodeSpec, Path
 from kvquant.kernels.cuda.runtime.launch import GPU
 from kvquant.kernels.cuda.simulator import simulator
 from kvquant.rows.reference import reference_over_segments
@@ -73,6 +73,8 @@ class Case:
     overlong: bool = False
     want_lse: bool = True
     without: str = ""
+    columns: int = 8
+    sharers: int = 1
 
 
 def run_case(case: Case) -> dict[str, float]:
@@ -86,7 +88,16 @@ def run_case(case: Case) -> dict[str, float]:
     if case.exact:
         second = Path(RowFormat.parse(case.exact, dim), RowFormat.parse(case.exact, v_dim), "ring")
         paths, lens = [first, second, second], [case.lens, *case.exact_lens]
-    spec = DecodeSpec(first, second, case.query, case.warps, case.stages, case.without)
+    spec = DecodeSpec(
+        first,
+        second,
+        case.query,
+        case.warps,
+        case.stages,
+        case.without,
+        case.columns,
+        case.sharers,
+    )
 
     segments: list[Segment] = []
     fields: list[Fields] = []
@@ -102,7 +113,7 @@ def run_case(case: Case) -> dict[str, float]:
     expected, expected_lse = reference_over_segments(q, segments)
 
     ratio, parts = num_q_heads // num_kv_heads, sum(case.splits)
-    head_blocks = -(-ratio // HEADS)
+    head_blocks = -(-ratio // spec.block_columns)
     columns = num_kv_heads * head_blocks
     units = batch * columns
     places = max(units * parts, case.workers + units * spec.segments)
@@ -115,7 +126,7 @@ def run_case(case: Case) -> dict[str, float]:
             "q": q,
             "out": out,
             "lse": lse if case.want_lse else 0,
-            "partial": torch.full((places * HEADS * (v_dim + 1),), torch.nan),
+            "partial": torch.full((places * spec.block_columns * (v_dim + 1),), torch.nan),
             "counters": counters,
             "q_stride_batch": 2 * q.stride(0),
             "q_stride_head": 2 * q.stride(1),

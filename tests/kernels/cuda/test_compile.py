@@ -24,7 +24,7 @@ import pytest
 from kvquant.errors import UnsupportedError
 from kvquant.kernels import disk_cache
 from kvquant.kernels.cuda.decode.plan import kernels
-from kvquant.kernels.cuda.decode.spec import TECHNIQUES, DecodeSpec, Path
+from kvquant.kernels.cuda.decode.spec import TECHNIQUES, DecodeSpec, Path, columns_of
 from kvquant.kernels.cuda.runtime import compile as compiling
 from kvquant.kernels.cuda.runtime.compile import Cubin, Report, compile_spec, cubin_key, load_cubin
 from kvquant.kernels.cuda.runtime.launch import GPU
@@ -46,7 +46,8 @@ CUBIN = Cubin("decode", b"\x7fELF machine\ncode", Report(130, 0))
 
 def make_spec(text: str) -> DecodeSpec:
     """A kernel of a short description: "K[/V] [head_dim] [word ...]"; the words are "fp16" (the
-    query), "paged", "ring", "strided", "segments" (bf16 sinks and a ring) and "without=..."."""
+    query), "paged", "ring", "strided", "segments" (bf16 sinks and a ring), "71:1" (query heads on a
+    KV head) and "without=..."."""
     formats, *words = text.split()
     head_dim = next((int(word) for word in words if word.isdecimal()), 128)
     k_name, _, v_name = formats.partition("/")
@@ -54,11 +55,16 @@ def make_spec(text: str) -> DecodeSpec:
     exact = RowFormat.parse("bf16", head_dim)
     place = next((word for word in words if word in ("paged", "ring")), "linear")
     without = next((word.partition("=")[2] for word in words if "without=" in word), "")
+    ratio = next((int(word.removesuffix(":1")) for word in words if word.endswith(":1")), 1)
+    second = [exact] if "segments" in words else []
+    columns, sharers = columns_of(ratio, k, v, *second)
     return DecodeSpec(
         Path(k, v, place, place != "ring" and "strided" not in words),
         Path(exact, exact, "ring", False) if "segments" in words else None,
         "fp16" if "fp16" in words else "bf16",
         without=without.replace("_", " "),
+        columns=columns,
+        sharers=sharers,
     )
 
 
@@ -68,6 +74,8 @@ IN_CI = (
     ("int8-g4/int4-g4", "sm_80"),
     ("fp8 fp16", "sm_89"),
     ("bf16 256", "sm_90"),
+    ("int4-g4 16:1", "sm_90"),
+    ("int4-g8 64:1 segments", "sm_80"),
 )
 FORMATS = "int4 int4-g2 int4-g4 int4-g8 int8 int8-g4 fp8 fp8-g4 bf16 fp16".split()
 ALL = [
@@ -77,6 +85,10 @@ ALL = [
     *(f"{name} fp16" for name in FORMATS),
     *(f"{name} {word}" for name in ("int4", "int4-g4", "bf16") for word in ("strided", "ring")),
     *"int8-g4/int4-g4 int8/int4 fp8/int4-g4 bf16/int4-g8 int4/bf16 fp16/fp8-g4".split(),
+    *(f"{name} 16:1" for name in FORMATS),
+    *(f"{name} 71:1 {word}" for name in FORMATS for word in ("segments", "paged")),
+    *(f"{name} 64:1 fp16" for name in FORMATS),
+    *(f"{name} 64:1 {head_dim}" for name in ("int4", "int4-g8", "bf16") for head_dim in (64, 256)),
     *(f"int4-g4 without={technique.replace(' ', '_')}" for technique in TECHNIQUES),
 ]
 

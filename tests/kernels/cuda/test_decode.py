@@ -72,6 +72,47 @@ def test_head_ratios(relative_l2: Measure, heads: tuple[int, int]) -> None:
     compare(relative_l2, query(segment, heads[0], torch.float16), [segment])
 
 
+@pytest.mark.parametrize("ratio", [9, 16, 17, 32, 64, 71])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["int4-g4", "int4", "int8-g4", "int4-g8", "fp8", "bf16", "fp16"])
+def test_wide_groups(relative_l2: Measure, name: str, dtype: str, ratio: int) -> None:
+    segment = linear(name, LENS, 2)
+    q = query(segment, 2 * ratio, DTYPES[dtype])
+    compare(relative_l2, q, [segment])
+    compare(relative_l2, q, [segment], num_splits=3)
+    compare(relative_l2, q, [segment], num_splits=1)
+
+
+@pytest.mark.parametrize("ratio", [17, 64])
+@pytest.mark.parametrize("name", ["int4-g4", "int4"])
+@pytest.mark.parametrize("head_dim", [64, 80, 256])
+def test_wide_groups_of_other_head_dims(
+    relative_l2: Measure, name: str, head_dim: int, ratio: int
+) -> None:
+    if name == "int4-g4" and head_dim == 80:
+        pytest.skip("groups of 20 elements do not line up")
+    segment = linear(name, (300, 129), 1, head_dim=head_dim)
+    compare(relative_l2, query(segment, ratio), [segment])
+
+
+@pytest.mark.parametrize("ratio", [17, 71])
+@pytest.mark.parametrize("name", ["int4-g4", "int4"])
+def test_wide_groups_with_pages_sinks_and_recent_rows(
+    relative_l2: Measure, name: str, ratio: int
+) -> None:
+    packed = paged(name, (300, 0, 1, 0), 2, 64)
+    recent = ring("bf16", (128, 100, 128, 0), 2, 128)
+    sinks = linear("bf16", (4, 2, 4, 0), 2)
+    q = query(packed, 2 * ratio)
+    compare(relative_l2, q, [packed])
+    compare(relative_l2, q, [sinks, packed, recent])
+    compare(relative_l2, q, [sinks, recent])
+    rows = ring(name, (311, 97, 0, 31), 2, 311)
+    compare(relative_l2, query(rows, 2 * ratio), [rows])
+    tokens = linear(name, (300, 211, 5), 2, order="tokens")
+    compare(relative_l2, query(tokens, 2 * ratio), [tokens])
+
+
 @pytest.mark.parametrize("name", ["int4-g4", "int4", "int8-g2", "bf16"])
 def test_rows_in_the_order_of_tokens(relative_l2: Measure, name: str) -> None:
     segment = linear(name, (300, 211, 5), 4, order="tokens")

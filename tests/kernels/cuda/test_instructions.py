@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -265,6 +266,27 @@ def test_a_block_meets_at_syncthreads_and_a_warp_at_syncwarp() -> None:
 
         wanted = [(lane ^ 1, lane ^ 32) for lane in range(64)]
         assert lanes(use, threads=64, shared=256, backwards=backwards) == wanted
+
+
+@in_simulator
+def test_some_warps_meet_at_a_barrier() -> None:
+    def use(lane: int, partner: int) -> Any:
+        base = shared_memory()
+        ptx.store_shared_u32(base + u32(4 * lane), u32(lane))
+        ptx.barrier(u32(1 + lane // 64), u32(64))  # warps 0 and 1, 2 and 3
+        return ptx.load_shared_u32(base + u32(4 * (lane ^ partner)))
+
+    def meet(barrier: int, threads: int, lane: int) -> None:
+        ptx.barrier(u32(barrier), u32(threads))
+
+    for backwards in (False, True):
+        got = lanes(lambda lane: use(lane, 32), threads=128, shared=512, backwards=backwards)
+        assert got == [lane ^ 32 for lane in range(128)]
+    with pytest.raises(simulatedmemory.Fault, match=r"a race: .* no barrier in between"):
+        lanes(lambda lane: use(lane, 64), threads=128, shared=512)
+    for given in ((0, 64), (16, 64), (1, 40)):
+        with pytest.raises(simulatedmemory.Fault, match="1 to 15, whole warps"):
+            lanes(partial(meet, *given), threads=64)
 
 
 @in_simulator

@@ -27,7 +27,7 @@ from kvquant import RowFormat
 from kvquant.errors import ConfigError, ShapeError, UnsupportedError
 from kvquant.kernels.cuda.decode import launch
 from kvquant.kernels.cuda.decode.plan import Plan
-from kvquant.kernels.cuda.decode.spec import HEADS
+from kvquant.kernels.cuda.decode.spec import MMA_COLUMNS, columns_of
 from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.kernels.cuda.runtime.workspace import workspaces_of
 from kvquant.rows.segment import FixedSegments, Segment, check_segments
@@ -52,7 +52,7 @@ def test_arguments_land_where_the_kernel_reads_them(cuda: FakeDriver) -> None:
     space = workspaces_of(q.device)._of_stream[STREAM]
     assert common["counters"] == space.counters.data_ptr() and not space.counters.any()
     assert common["partial"] == space.partial.data_ptr()
-    assert space.partial.numel() == 4 * 3 * HEADS * (128 + 1)
+    assert space.partial.numel() == 4 * 3 * MMA_COLUMNS * (128 + 1)
     assert (common["q_stride_batch"], common["q_stride_head"]) == (8 * 256, 256)
     assert (common["num_q_heads"], common["ratio"], common["head_blocks"]) == (8, 4, 1)
     assert common["score_scale"] == pytest.approx(0.125 * 1.4426950408889634)
@@ -227,12 +227,15 @@ def test_lengths_starts_and_tables_with_gaps_are_copied(cuda: FakeDriver) -> Non
     assert one["index"] != table.data_ptr() and one["table_stride"] == 4
 
 
-@pytest.mark.parametrize("heads", [1, 2, 16, 34])
-def test_query_heads_go_by_blocks_of_eight(cuda: FakeDriver, heads: int) -> None:
+@pytest.mark.parametrize("heads", [1, 8, 9, 16, 34, 71, 129, 300])
+def test_query_heads_go_by_blocks_of_columns(cuda: FakeDriver, heads: int) -> None:
     launch.attend(make_query(heads=2 * heads), [make_segment()], 1.0, 1)
-    common, _ = unpack(loaded_specs()[-1], cuda.launched[0].arguments)
-    assert (common["ratio"], common["head_blocks"]) == (heads, -(-heads // 8))
-    assert cuda.launched[0].grid == (2 * -(-heads // 8), 2, 1)
+    spec = loaded_specs()[-1]
+    common, _ = unpack(spec, cuda.launched[0].arguments)
+    assert (spec.columns, spec.sharers) == columns_of(heads, RowFormat.parse("int4-g4", 128))
+    blocks = -(-heads // spec.block_columns)
+    assert (common["ratio"], common["head_blocks"]) == (heads, blocks)
+    assert cuda.launched[0].grid == (2 * blocks, 2, 1)
 
 
 def test_results_are_plain_and_the_usual_scale_goes_by_the_head_dim(cuda: FakeDriver) -> None:
@@ -313,7 +316,7 @@ def test_a_batch_has_workers_unless_splits_are_given(cuda: FakeDriver) -> None:
     assert 0 < common["workers"] <= batch * columns * parts
     assert common["places"] == max(batch * columns * parts, common["workers"] + batch * columns)
     space = workspaces_of(torch.device("cpu"))._of_stream[STREAM]
-    assert space.partial.numel() >= common["places"] * HEADS * (128 + 1)
+    assert space.partial.numel() >= common["places"] * MMA_COLUMNS * (128 + 1)
     assert common["most_parts"] > parts
     for batch, num_splits, capacity in ((6, 3, 8192), (1, None, 8192), (6, None, 100)):
         _, common = launched(batch, num_splits, capacity)

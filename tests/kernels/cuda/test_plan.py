@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from kvquant.errors import ConfigError, UnsupportedError
 from kvquant.kernels.cuda.decode import tuned
 from kvquant.kernels.cuda.decode.plan import (
+    RINGS,
     SHARE,
     STAGES,
-    WARPS,
     Fit,
     Plan,
     blocks_per_sm,
@@ -31,7 +31,7 @@ from kvquant.kernels.cuda.decode.plan import (
     tuned_row,
     with_workers,
 )
-from kvquant.kernels.cuda.decode.spec import HEADS, TILE, DecodeSpec, Path
+from kvquant.kernels.cuda.decode.spec import MMA_COLUMNS, TILE, DecodeSpec, Path
 from kvquant.kernels.cuda.decode.tuned import Tuned, load_table, lookup, measured_plans, save_table
 from kvquant.kernels.cuda.runtime.launch import GPU
 from kvquant.rows.format import RowFormat
@@ -67,7 +67,7 @@ def test_plans_fit_the_gpu_and_no_split_is_empty(
     spec = make_spec(name, head_dim, exact_segments)
     chosen = plan(spec, gpu, units, capacities)
     kernel = spec_of(spec, chosen)
-    assert chosen.warps in WARPS and chosen.stages in STAGES
+    assert chosen.warps in RINGS and chosen.stages in STAGES
     assert kernel.shared_bytes <= gpu.shared_per_block
     assert blocks_per_sm(kernel, gpu) >= 1
     assert len(chosen.splits) == len(capacities)
@@ -76,7 +76,7 @@ def test_plans_fit_the_gpu_and_no_split_is_empty(
         step = fit(kernel, gpu).steps[min(i, 1)]
         chunk = -(-most // (splits * step)) * step  # as the kernel cuts
         assert (splits - 1) * chunk < most, "the last split never holds a token"
-    assert -(-sum(chosen.splits) // 8) * 8 * 4 * HEADS <= kernel.shared_bytes, "room to merge"
+    assert -(-sum(chosen.splits) // 8) * 8 * 4 * MMA_COLUMNS <= kernel.shared_bytes, "room to merge"
 
 
 @given(names, st.sampled_from(GPUS), shapes)
@@ -138,7 +138,7 @@ def test_short_exact_segments_take_one_block_and_long_ones_more() -> None:
     assert plan(spec, H200, 8, [65536, 4, 8192]).splits[2] > 1
 
 
-@given(shapes, st.tuples(st.integers(1, 64), st.integers(1, 4)), st.sampled_from(WARPS))
+@given(shapes, st.tuples(st.integers(1, 64), st.integers(1, 4)), st.sampled_from(RINGS))
 def test_more_shared_memory_only_spreads_blocks_that_have_no_room_at_once(
     shape: tuple[int, int], splits: tuple[int, int], warps: int
 ) -> None:
@@ -274,7 +274,7 @@ def test_shipped_plans_are_of_kernels_that_there_are() -> None:
         assert version == tuned.TABLE_VERSION and rows
         assert {one.gpu.lower().replace(" ", "-") for one in rows} == {path.stem}
         assert len({one.shape for one in rows}) == len(rows)
-        assert all(one.warps in WARPS and one.stages in STAGES for one in rows)
+        assert all(one.warps in RINGS and one.stages in STAGES for one in rows)
 
 
 def test_a_table_is_read_as_it_was_saved_and_rows_are_replaced(tmp_path: FilePath) -> None:

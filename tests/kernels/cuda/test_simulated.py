@@ -120,6 +120,69 @@ CASES |= {
     },
     "lengths alike for workers": {"lens": [70, 66], "workers": 3, "splits": [2]},
 }
+# a warp with more columns, and warps that share a ring: rows are read once for all heads
+WIDE: dict[str, dict[str, Any]] = {
+    "9 on 1 heads": {"columns": 16, "lens": [33, 5]},
+    "16 on 1 heads": {"columns": 16, "lens": [0, 1, 100]},
+    "17 on 1 heads": {"columns": 16, "sharers": 2, "warps": 2, "lens": [65, 3]},
+    "32 on 1 heads": {"columns": 16, "sharers": 2, "warps": 4, "lens": [130], "stages": 3},
+    "64 on 1 heads": {"columns": 16, "sharers": 4, "warps": 4, "lens": [40], "splits": [2]},
+    "71 on 1 heads": {"columns": 16, "sharers": 5, "warps": 5, "lens": [70], "splits": [3]},
+    "48 on 1 heads": {"columns": 16, "sharers": 3, "warps": 9, "lens": [250], "splits": [2]},
+    "34 on 2 heads": {"columns": 8, "sharers": 3, "warps": 3, "lens": [70]},
+}
+for name, case in WIDE.items():
+    heads = [int(word) for word in name.split() if word.isdecimal()]
+    CASES[f"wide, {name}"] = {"heads": heads, **case}
+for k in FORMATS:
+    CASES[f"wide, {k}"] = {"k": k, "heads": [16, 1], "columns": 16, "lens": [33, 70]}
+    CASES[f"wide, {k}, fp16 query"] = {**CASES[f"wide, {k}"], "query": "fp16"}
+for place in ("ring", "paged"):
+    for layout in ("heads", "tokens"):
+        case = {"k": "int4", "heads": [20, 1], "columns": 8, "sharers": 3, "warps": 3}
+        CASES[f"wide, {place}, {layout}"] = {
+            **case,
+            "place": place,
+            "layout": layout,
+            "lens": [33, 70],
+        }
+CASES |= {
+    "wide, sums promoted twice": {"heads": [16, 1], "columns": 16, "lens": [1060]},
+    "wide, three segments": {
+        "heads": [32, 1],
+        "columns": 16,
+        "sharers": 2,
+        "warps": 4,
+        "exact": "bf16",
+        "splits": [1, 1, 1],
+    },
+    "wide, balanced": {
+        "heads": [34, 2],
+        "columns": 8,
+        "sharers": 3,
+        "warps": 3,
+        "lens": [300, 0, 40],
+        "workers": 4,
+    },
+    "wide, balanced, three segments": {
+        "heads": [17, 1],
+        "columns": 16,
+        "sharers": 2,
+        "warps": 4,
+        "exact": "bf16",
+        "lens": [0, 300, 20],
+        "splits": [1, 1, 1],
+        "workers": 4,
+    },
+    "wide, without V prefetch": {
+        "heads": [32, 1],
+        "columns": 16,
+        "sharers": 2,
+        "warps": 2,
+        "lens": [100],
+        "without": "V prefetch",
+    },
+}
 for technique in TECHNIQUES:
     for k in ("int4-g4", "int4"):
         CASES[f"{k} without {technique}"] = {"k": k, "without": technique, "lens": [100]}
