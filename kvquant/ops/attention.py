@@ -35,6 +35,7 @@ from .transform import restore_result, transform_query
 
 State = tuple[torch.Tensor, torch.Tensor]
 Result = tuple[torch.Tensor, "torch.Tensor | None"]  # no lse where it was not asked for
+Transformed = tuple[torch.Tensor, "float | None"]
 Kernel = Callable[..., Result]  # of q, segments, sm_scale, num_splits, return_lse, check
 _TENSORS = ("k_rows", "v_rows", "seq_lens", "starts", "block_table", "seq_slots")
 ATTEND_SEGMENTS = (
@@ -181,6 +182,7 @@ def attend_segments(
     *,
     basis: LayerBasis | None = ...,
     seq_lens: torch.Tensor | None = ...,
+    transformed: Transformed | None = ...,
     sm_scale: float | None = ...,
     return_lse: Literal[False] = ...,
     num_splits: int | None = ...,
@@ -193,6 +195,7 @@ def attend_segments(
     *,
     basis: LayerBasis | None = ...,
     seq_lens: torch.Tensor | None = ...,
+    transformed: Transformed | None = ...,
     sm_scale: float | None = ...,
     return_lse: Literal[True],
     num_splits: int | None = ...,
@@ -205,6 +208,7 @@ def attend_segments(
     *,
     basis: LayerBasis | None = ...,
     seq_lens: torch.Tensor | None = ...,
+    transformed: Transformed | None = ...,
     sm_scale: float | None = ...,
     return_lse: bool = ...,
     num_splits: int | None = ...,
@@ -216,6 +220,7 @@ def attend_segments(
     *,
     basis: LayerBasis | None = None,
     seq_lens: torch.Tensor | None = None,
+    transformed: Transformed | None = None,
     sm_scale: float | None = None,
     return_lse: bool = False,
     num_splits: int | None = None,
@@ -229,13 +234,17 @@ def attend_segments(
         basis: that the rows are stored in; None if they are stored as they came.
         seq_lens: [batch or more], int32: tokens of each sequence in all segments; needed only with
             a basis, where a sequence may have none.
+        transformed: q in the basis, and the factor that goes with it, where an append has found
+            that (write_rows).
         sm_scale, return_lse, num_splits, backend: as in decode_attention.
 
     Returns:
         As decode_attention.
     """
     given, given_scale = q, sm_scale
-    if basis is not None:
+    if transformed is not None:
+        q, sm_scale = transformed
+    elif basis is not None:
         check = functools.partial(check_segments, q, segments)
         q, sm_scale = transform_query(q, basis.k, sm_scale, backend, check)
     if torch.compiler.is_compiling():

@@ -200,6 +200,18 @@ class Encoding(NamedTuple):
     feedback: torch.Tensor | None = None
 
 
+class Queries(NamedTuple):
+    """Queries that are to be multiplied by a matrix, while new rows are appended.
+
+    Attributes:
+        x: [num_tokens, num_q_heads, head_dim], bfloat16 or float16, on CUDA.
+        matrix: as ops.transform.affine_rows takes it.
+    """
+
+    x: torch.Tensor
+    matrix: torch.Tensor
+
+
 def transform_rows(
     x: torch.Tensor, encoding: Encoding | None, rope: Rope | None = None
 ) -> torch.Tensor:

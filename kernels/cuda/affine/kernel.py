@@ -7,7 +7,7 @@ Or encode them, which is the way back: y = (x - offset) M, float32.
             then the sum of all parts of one row
 
 So the loads of M, of rows and of the offset are under way at the same time, and nothing waits for
-memory twice. With two columns a lane, what it reads of the rows serves twice as many sums; in which
+memory twice. Where the launch overlaps the one that gives the rows, M comes while that one ends. With two columns a lane, what it reads of the rows serves twice as many sums; in which
 order they are added up does not change.
 """
 
@@ -18,9 +18,9 @@ from ..device.ptx import (
     high_bf16,
     high_f16,
     load_global_f32,
-    load_global_u32,
     load_shared_f32,
     load_shared_f32x4,
+    load_written_f32,
     load_written_u32,
     low_bf16,
     low_f16,
@@ -32,6 +32,7 @@ from ..device.ptx import (
     store_global_f32,
     store_global_u32,
     store_shared_f32,
+    wait_for_launch,
 )
 from .launch import COLUMNS
 
@@ -41,7 +42,7 @@ UNROLLED = 16  # elements of M: longer loops stay loops, and M in memory
 def make_affine_kernel(spec):
     """Make the kernel, a Python function that numba compiles with `spec.signature()`."""
     DIM, WARPS = spec.head_dim, spec.warps
-    PRODUCT, ENCODES, WIDTH = spec.product, spec.encodes, spec.width
+    PRODUCT, ENCODES, WIDTH, OVERLAPS = spec.product, spec.encodes, spec.width, spec.overlaps
     WORDS, PART, ELEMENT = DIM // 2, DIM // WARPS, 4 * WARPS  # the last: bytes of it in all rows
     PARTS, SUMS = PART * WIDTH, WARPS * WIDTH  # floats of a lane
     LOADS = -(-WORDS // 32)  # words of a lane, where warps lanes have the same word of each row
@@ -75,6 +76,8 @@ def make_affine_kernel(spec):
             if not ENCODES and offset != uint64(0):
                 added[w] = load_global_f32(offsets + uint64(4) * uint64(inside(own, w)))
 
+        if OVERLAPS:
+            wait_for_launch()
         first = int32(int32(cuda.blockIdx.z) * rows_of_block)
         last = min(int32(first + rows_of_block), num_rows)
         for start in range(first, last, WARPS):
@@ -97,7 +100,7 @@ def make_affine_kernel(spec):
                 for i in range(LOADS):
                     word = uint32(tid // uint32(WARPS)) + uint32(32 * i)
                     if 32 * i + 31 < WORDS or word < uint32(WORDS):
-                        bits = load_global_u32(at + uint64(4) * uint64(word))
+                        bits = load_written_u32(at + uint64(4) * uint64(word))
                         one, two = low(bits), high(bits)
                         if ENCODES and offset != uint64(0):
                             one -= load_global_f32(offsets + uint64(8) * uint64(word))
@@ -130,7 +133,7 @@ def make_affine_kernel(spec):
                 else:
                     at = x + uint64(batch) * x_stride_batch + uint64(head) * x_stride_head
                     word = uint64(inside(own, w) >> uint32(1))
-                    bits = load_global_u32(at + uint64(4) * word)
+                    bits = load_written_u32(at + uint64(4) * word)
                     total += high(bits) if lane & uint32(1) else low(bits)
 
                 if length == uint32(0):  # what is there, NaN even, is not seen
@@ -170,7 +173,7 @@ def make_load_part(spec, first):
     def load_part(at, own, part):
         for i in range(FIRST, LAST):
             place = uint64(4 * DIM * (i // WIDTH)) + uint64(4) * uint64(inside(own, i % WIDTH))
-            part[i] = load_global_f32(at + place)
+            part[i] = load_written_f32(at + place)  # of .nc ptxas would move behind a wait
 
     return load_part
 

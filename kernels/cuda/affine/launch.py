@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..device.row_layout import divisor
-from ..runtime.launch import Launch, cached_launch, gpu_of
+from ..runtime.launch import OVERLAPS, Launch, cached_launch, gpu_of
 from ..runtime.spec import Spec, Table
 from ..runtime.tensors import aligned_copy, facts_of, is_readable, strides
 
@@ -54,6 +54,8 @@ class AffineSpec(Spec):
         encodes: whether y is (x - offset) M in float32, and not x M + offset.
         width: columns of a lane.
         warps: of a block, 4 or 8.
+        overlaps: whether a launch may begin before the one that gives x is complete; sm_90 and
+            newer.
     """
 
     head_dim: int
@@ -62,6 +64,7 @@ class AffineSpec(Spec):
     encodes: bool = False
     width: int = 1
     warps: int = 8
+    overlaps: bool = False
 
     arguments = AFFINE
     kernel = "affine.kernel.make_affine_kernel"
@@ -78,17 +81,19 @@ def affine_rows(
     offset: torch.Tensor | None,
     seq_lens: torch.Tensor | None,
     check: Callable[[], None] | None = None,
+    overlaps: bool = False,
 ) -> torch.Tensor:
     """Compute x M + offset on the current stream; see kvquant.ops.transform.affine_rows.
 
     Args:
         check: raises unless the arguments fit one another; called only before a launch is prepared.
+        overlaps: whether it may begin while what was launched before ends; see there.
 
     Raises:
         UnsupportedError: the GPU is too old.
         DeviceError: CUDA refuses the launch.
     """
-    return _affine(x, matrix, offset, seq_lens, x.dtype, check)
+    return _affine(x, matrix, offset, seq_lens, x.dtype, check, overlaps)
 
 
 def encode_rows(
@@ -103,7 +108,7 @@ def encode_rows(
         [num_tokens, num_kv_heads, head_dim], float32, contiguous. The bits of a row do not depend
         on the others.
     """
-    return _affine(x, matrix, offset, None, torch.float32, check)
+    return _affine(x, matrix, offset, None, torch.float32, check, False)
 
 
 def _affine(
@@ -113,10 +118,12 @@ def _affine(
     seq_lens: torch.Tensor | None,
     dtype: torch.dtype,
     check: Callable[[], None] | None,
+    overlaps: bool,
 ) -> torch.Tensor:
     """Transform rows, or encode them: float32."""
-    key = AffineSpec, dtype, x.is_neg(), *map(facts_of, (x, matrix, offset, seq_lens))
-    launch = cached_launch(key, check, _prepare, x, matrix, offset, seq_lens, dtype)
+    facts = map(facts_of, (x, matrix, offset, seq_lens))
+    key = AffineSpec, dtype, x.is_neg(), overlaps, *facts
+    launch = cached_launch(key, check, _prepare, x, matrix, offset, seq_lens, dtype, overlaps)
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
     if launch is not None:
         launch((x, y, matrix, offset, seq_lens))
@@ -129,6 +136,7 @@ def _prepare(
     offset: torch.Tensor | None,
     seq_lens: torch.Tensor | None,
     dtype: torch.dtype,
+    overlaps: bool,
 ) -> Launch | None:
     if not x.numel():
         return None
@@ -142,8 +150,11 @@ def _prepare(
     num_kv_heads = per_head.shape[0]
     ratio = num_heads // num_kv_heads
     spec = AffineSpec(head_dim, SOURCES[x.dtype], matrix is not None, dtype == torch.float32)
+    gpu = gpu_of(index)
+    if overlaps and not is_copied and gpu.capability >= OVERLAPS:
+        spec = replace(spec, overlaps=True)
     rows, columns = batch * ratio, -(-head_dim // COLUMNS)
-    most = BLOCKS_PER_SM * gpu_of(index).sm_count
+    most = BLOCKS_PER_SM * gpu.sm_count
     groups = -(-rows // spec.warps)
     if spec.product and groups * columns * num_kv_heads > most:
         spec = replace(spec, width=WIDTH)

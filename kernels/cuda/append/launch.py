@@ -1,44 +1,58 @@
 """Append on CUDA: new K and V to their slots; see kvquant/ops/append.py.
 
 append              one launch for K and V
-append_calibrated   where rows are multiplied by a matrix or rounded with feedback: a side at a time
+append_calibrated   where rows or queries are multiplied by a matrix, or rounded with feedback
 
-    matrix      one launch of the affine kernel for the side, with the offset; torch's product after
-                RoPE or a rotation, and of float32
+    a step      few tokens, no feedback: one launch for K, V and queries (product_kernel.py)
+    matrix      else one launch of the affine kernel for the side, with the offset; torch's product
+                after RoPE or a rotation, and of float32
     feedback    one launch of the feedback kernel for all sides that have it; without it one of the
                 append kernel
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from kvquant.rows.basis import Encoding, transform_rows
+from kvquant.rows.basis import Encoding, Queries, transform_rows
 from kvquant.rows.format import RowFormat
 from kvquant.rows.quantize import LEVELS
 from kvquant.rows.rotation import Rope
 from kvquant.rows.slots import Slots
 
 from ..affine.launch import SOURCES as ENCODED
-from ..affine.launch import encode_rows
-from ..device.row_layout import UNIT
-from ..runtime.launch import Launch, cached_launch, gpu_of, grid_of
+from ..affine.launch import affine_rows, encode_rows
+from ..device.row_layout import PRODUCT_ROWS, UNIT
+from ..runtime.launch import OVERLAPS, Launch, cached_launch, gpu_of, grid_of
 from ..runtime.spec import addresses_of
 from ..runtime.tensors import Tensors, check_pages, facts_of, is_readable, page_arguments, strides
-from .spec import APPEND, AppendSpec, FeedbackSide, FeedbackSpec, Side, make_feedback_spec
+from .spec import (
+    APPEND,
+    AppendSpec,
+    FeedbackSide,
+    FeedbackSpec,
+    ProductSpec,
+    Side,
+    make_feedback_spec,
+)
 
 SOURCES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 NO_TRANSFORM, NO_ROPE = Encoding(), (None, None, False)
 # Where a lane has a row the GPU does most, but a row takes longer than four lanes do: these are
 # sooner done as long as an SM has no more rows than 8 warps of them.
 FEW_LANES, ROWS_PER_SM = 4, 64
+# Where a block multiplies its own rows it reads a whole matrix for 8 of them: as long as the blocks
+# of a call are no more than that for each SM, this is sooner than a launch that reads it less often.
+PRODUCTS_PER_SM = 4
 NAMES = addresses_of(APPEND)  # of the tensors of a call
+PRODUCT_NAMES = addresses_of(ProductSpec.arguments)
 K, V = NAMES.index("k.x"), NAMES.index("v.x")
-ALIGNED = ("cos", "sin", "offset", "feedback")  # that kernels read 16 bytes at a time, like x
+ROWS_OF = {"x": UNIT, "q": 4, "q_matrix": UNIT}  # what kernels read so many bytes of at a time
+ALIGNED = ("cos", "sin", "offset", "feedback", "k_matrix", "v_matrix")  # 16 bytes, contiguous
 EXACT = {
     "stride_page": "exact_stride_seq_slot",
     "stride_head": "exact_stride_head",
@@ -87,6 +101,7 @@ def append(
     rope: Rope | None = None,
     bad: torch.Tensor | None = None,
     check: Callable[[], None] | None = None,
+    overlaps: bool = False,
 ) -> None:
     """Append on the current stream; see append.append_rows.
 
@@ -95,6 +110,8 @@ def append(
 
     Args:
         check: raises unless the arguments fit one another; called only before a launch is prepared.
+        overlaps: whether what was launched before on this stream is place_tokens, which found the
+            slots: then this launch may begin while that one ends.
 
     Raises:
         ConfigError: rows are not aligned.
@@ -107,7 +124,8 @@ def append(
     of_v = v, v_rows, exact_v, v_transform.offset, v_transform.clip
     tensors = (*slots, cos, sin, bad, *of_k, *of_v)
     formats, transforms = (k_format, v_format), (k_transform, v_transform)
-    launch = _find(("k", "v"), formats, exact_format, transforms, rope, tensors, check)
+    names = ("k", "v")
+    launch = _find(names, formats, exact_format, transforms, rope, tensors, check, overlaps)
     if launch is not None:
         launch(tensors)
 
@@ -128,10 +146,38 @@ def append_calibrated(
     rope: Rope | None = None,
     bad: torch.Tensor | None = None,
     check: Callable[[], None] | None = None,
-) -> None:
-    """Append on the current stream; arguments and errors as of append."""
-    of_k = "k", k, k_rows, k_format, exact_k, k_transform or NO_TRANSFORM, rope
-    of_v = "v", v, v_rows, v_format, exact_v, v_transform or NO_TRANSFORM, None
+    overlaps: bool = False,
+    queries: Queries | None = None,
+) -> torch.Tensor | None:
+    """Append on the current stream; arguments and errors as of append.
+
+    Args:
+        queries: of as many tokens, to be multiplied too.
+
+    Returns:
+        The queries times their matrix, as affine_rows gives them; None without.
+    """
+    k_transform, v_transform = k_transform or NO_TRANSFORM, v_transform or NO_TRANSFORM
+    of_k = "k", k, k_rows, k_format, exact_k, k_transform, rope
+    of_v = "v", v, v_rows, v_format, exact_v, v_transform, None
+    if _is_step(of_k, of_v, queries):
+        cos, sin, _ = rope or NO_ROPE
+        tensors = (*slots, cos, sin, bad)
+        tensors += k, k_rows, exact_k, k_transform.offset, k_transform.clip
+        tensors += v, v_rows, exact_v, v_transform.offset, v_transform.clip
+        tensors += k_transform.matrix, v_transform.matrix
+        multiplied = None
+        if queries is not None:
+            multiplied = torch.empty(queries.x.shape, dtype=queries.x.dtype, device=k.device)
+            tensors += queries.x, multiplied, queries.matrix
+        else:
+            tensors += None, None, None
+        formats, transforms = (k_format, v_format), (k_transform, v_transform)
+        names = ("k", "v")
+        launch = _find(names, formats, exact_format, transforms, rope, tensors, check, overlaps)
+        if launch is not None:
+            launch(tensors)
+        return multiplied
     with_feedback: list[OneSide] = []
     ready: list[Ready | None] = []
     for i, (name, x, rows, fmt, exact_rows, transform, rotary) in enumerate((of_k, of_v)):
@@ -151,6 +197,20 @@ def append_calibrated(
         if one is not None:
             launch, tensors = one
             launch(tensors)
+    return None if queries is None else affine_rows(*queries, None, None)
+
+
+def _is_step(k: tuple[Any, ...], v: tuple[Any, ...], queries: Queries | None) -> bool:
+    """Whether rows and queries are so few that one launch multiplies and appends them."""
+    blocks = k[1].shape[1] * -(-k[1].shape[0] // PRODUCT_ROWS)
+    kinds = 2 if queries is None else 2 + queries.x.shape[1] // k[1].shape[1]
+    for _, x, _, fmt, _, transform, rope in (k, v):
+        _, rotate, matrix, _, feedback = transform
+        if feedback is not None and fmt.codec in LEVELS:
+            return False
+        if matrix is not None and (rope is not None or rotate or x.dtype not in ENCODED):
+            return False
+    return blocks * kinds <= PRODUCTS_PER_SM * gpu_of(k[1].get_device()).sm_count
 
 
 def quantize_with_feedback(
@@ -222,16 +282,17 @@ def _find(
     rope: Rope | None,
     tensors: Tensors,
     check: Callable[[], None] | None,
+    overlaps: bool = False,
 ) -> Launch | None:
     """Find the launch of a call; names: of the sides that are written."""
     k, v = tensors[K], tensors[V]
     assert k is not None and v is not None
     interleaved = rope is not None and rope.interleaved
     rotates = transforms[0].rotate, transforms[1].rotate
-    signs = k.is_neg(), v.is_neg()
+    how = k.is_neg(), v.is_neg(), overlaps
     facts = map(facts_of, tensors)
-    key = (AppendSpec, names, formats, exact_format, rotates, interleaved, signs, *facts)
-    call = names, formats, exact_format, transforms, interleaved, tensors
+    key = (AppendSpec, names, formats, exact_format, rotates, interleaved, how, *facts)
+    call = names, formats, exact_format, transforms, interleaved, overlaps, tensors
     return cached_launch(key, check, _prepare, *call)
 
 
@@ -241,15 +302,20 @@ def _prepare(
     exact_format: str,
     transforms: tuple[Encoding, Encoding],
     interleaved: bool,
+    overlaps: bool,
     tensors: Tensors,
 ) -> Launch | None:
-    given = dict(zip(NAMES, tensors, strict=True))
+    has_products = len(tensors) > len(NAMES)
+    all_names = PRODUCT_NAMES if has_products else NAMES
+    given = dict(zip(all_names, tensors, strict=True))
     k, cos, exact_rows = given["k.x"], given["cos"], given["k.exact_rows"]
     assert k is not None
     if not k.numel():
         return None
     gpu = gpu_of(k.get_device())
-    spec = AppendSpec(
+    copied = _unaligned(all_names, tensors)
+    overlaps = overlaps and not copied and gpu.capability >= OVERLAPS
+    spec: AppendSpec = (ProductSpec if has_products else AppendSpec)(
         _side_of(formats[0], transforms[0]),
         _side_of(formats[1], transforms[1]),
         SOURCES[k.dtype],
@@ -259,10 +325,15 @@ def _prepare(
     )
     if "fp8" in (spec.k.fmt.codec, spec.v.fmt.codec):
         spec = replace(spec, converts_fp8=gpu.converts_fp8)
+    if overlaps:
+        spec = replace(spec, overlaps=True)
     num_tokens, num_heads, _ = k.shape
-    grid = grid_of(num_tokens, num_heads, len(names), spec.tokens, gpu.sm_count)
-    copied = _unaligned(NAMES, tensors)
     constants = {"num_tokens": num_tokens, "num_heads": num_heads}
+    if isinstance(spec, ProductSpec):
+        spec, ratio = _with_products(spec, given, constants, copied)
+        grid = -(-num_tokens // spec.tokens), num_heads, 2 + ratio
+    else:
+        grid = grid_of(num_tokens, num_heads, len(names), spec.tokens, gpu.sm_count)
     constants["heads_per_block"] = -(-num_heads // grid[1])
     for place, side, name, fmt in ((K, "k", names[0], formats[0]), (V, "v", names[-1], formats[1])):
         x, rows, exact_rows = tensors[place : place + 3]
@@ -272,6 +343,29 @@ def _prepare(
         if side == "k":  # slots are those of K and of V
             constants |= found
     return Launch(spec, k.get_device(), grid, constants, copied)
+
+
+def _with_products(
+    spec: ProductSpec,
+    given: Mapping[str, torch.Tensor | None],
+    constants: dict[str, int],
+    copied: Sequence[int],
+) -> tuple[ProductSpec, int]:
+    """The spec of a call with its matrices, whose constants are added, and the query heads on a KV
+    head that are multiplied."""
+    has = [given[f"products.{name}"] is not None for name in ("k_matrix", "v_matrix")]
+    spec = replace(spec, k_matrix=has[0], v_matrix=has[1])
+    names = "q_stride_token", "q_stride_head", "q_matrix_stride", "ratio"
+    values = [0, 0, 0, 0]
+    q, matrix = given["products.q"], given["products.q_matrix"]
+    if q is not None and matrix is not None:
+        spec = replace(spec, query=ENCODED[q.dtype])
+        row_bytes = q.shape[2] * q.element_size()
+        is_copied = PRODUCT_NAMES.index("products.q") in copied
+        steps = [q.shape[1] * row_bytes, row_bytes] if is_copied else strides(q)
+        values = [*steps, 4 * matrix.stride(0), q.shape[1] // matrix.shape[0]]
+    constants |= {f"products.{name}": n for name, n in zip(names, values, strict=True)}
+    return spec, values[3]
 
 
 # The feedback kernel
@@ -350,9 +444,10 @@ def _unaligned(names: Sequence[str], tensors: Tensors) -> list[int]:
     found = []
     for i, (name, x) in enumerate(zip(names, tensors, strict=True)):
         field = name.rpartition(".")[2]
-        if x is None or (field != "x" and field not in ALIGNED):
+        if x is None or (field not in ROWS_OF and field not in ALIGNED):
             continue
-        if not is_readable(x, UNIT, is_contiguous=field != "x"):
+        is_aligned = is_readable(x, ROWS_OF.get(field, UNIT), is_contiguous=field in ALIGNED)
+        if not is_aligned or (field == "q" and x.stride(2) != 1):
             found.append(i)
     return found
 

@@ -19,7 +19,18 @@ from dataclasses import dataclass, replace
 
 from kvquant.rows.format import RowFormat
 
-from ..device.row_layout import ELEMENTS, SIZES, STAGES, UNIT, RowSpec, lanes_of, staged_bytes
+from ..device.row_layout import (
+    ELEMENTS,
+    PRODUCT_ROWS,
+    PRODUCT_WARPS,
+    SIZES,
+    STAGES,
+    UNIT,
+    RowSpec,
+    lanes_of,
+    product_bytes,
+    staged_bytes,
+)
 from ..runtime.spec import Spec, Table
 
 TILE = ELEMENTS  # of a row between two barriers
@@ -71,6 +82,17 @@ APPEND: Table = (
     ("k", SIDE),
     ("v", SIDE),
 )
+PRODUCTS: Table = (
+    ("k_matrix", "P"),  # float32 [num_heads, head_dim, head_dim], or 0
+    ("v_matrix", "P"),
+    ("q", "P"),  # [num_tokens, num_q_heads, head_dim of K], or 0
+    ("q_out", "P"),  # the same, contiguous
+    ("q_matrix", "P"),  # float32 [num_heads, head_dim, head_dim]
+    ("q_stride_token", "Q"),
+    ("q_stride_head", "Q"),
+    ("q_matrix_stride", "Q"),  # from one KV head to the next
+    ("ratio", "i"),  # query heads on a KV head
+)
 FEEDBACK: Table = (  # of each side
     *CALL,
     *ROWS,
@@ -111,6 +133,8 @@ class AppendSpec(RowSpec, Spec):
         converts_fp8: whether the GPU has instructions for E4M3 (sm_89 and newer); asked for where a
             side is fp8 only.
         warps: of a block.
+        overlaps: whether a launch may begin before the one that finds its slots is complete; sm_90
+            and newer.
     """
 
     k: Side
@@ -121,6 +145,7 @@ class AppendSpec(RowSpec, Spec):
     interleaved: bool = False
     converts_fp8: bool = True
     warps: int = 4
+    overlaps: bool = False
 
     arguments = APPEND
     kernel = "append.kernel.make_append_kernel"
@@ -138,11 +163,63 @@ class AppendSpec(RowSpec, Spec):
     def warp_bytes(self) -> int:
         """A warp's shared memory."""
         sides = self.k, self.v
-        return max(STAGES * self.stage_bytes(side) + self._out_bytes(side) for side in sides)
+        return max(STAGES * self.stage_bytes(side) + self.out_bytes(side) for side in sides)
 
-    def _out_bytes(self, side: Side) -> int:
+    def out_bytes(self, side: Side) -> int:
+        """A warp's rows as they will be stored."""
         exact = 2 * side.fmt.head_dim if self.exact else 0
         return self.rows * max(staged_bytes(side.fmt), exact)
+
+
+@dataclass(frozen=True)
+class ProductSpec(AppendSpec):
+    """The append kernel of a decode step, with matrices; new rows that have one are 16-bit rows,
+    without RoPE or a rotation.
+
+    Attributes:
+        k_matrix, v_matrix: whether rows are multiplied by one.
+        query: "bf16" or "fp16", of queries that are multiplied, too; "" for none.
+    """
+
+    k_matrix: bool = False
+    v_matrix: bool = False
+    query: str = ""
+    warps: int = PRODUCT_WARPS
+
+    arguments = (*APPEND, ("products", PRODUCTS))
+    kernel = "append.product_kernel.make_product_kernel"
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a block."""
+        return PRODUCT_ROWS
+
+    @property
+    def row_warps(self) -> int:
+        """Warps that have rows of the block's tokens, once they are multiplied."""
+        return -(-PRODUCT_ROWS // self.rows)
+
+    @property
+    def are_alike(self) -> bool:
+        """Whether the same code appends K and V."""
+        kinds = (self.k, self.k_matrix), (self.v, self.v_matrix)
+        return kinds[0] == kinds[1] and not self.rotary_dim
+
+    def results_end(self, side: Side) -> int:
+        """Bytes of a product and of its results, float32."""
+        return product_bytes(side.fmt.head_dim) + 4 * PRODUCT_ROWS * side.fmt.head_dim
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        least = self.row_warps * self.warp_bytes
+        if self.query:
+            least = max(least, product_bytes(self.k.fmt.head_dim))
+        for side, has_matrix in ((self.k, self.k_matrix), (self.v, self.v_matrix)):
+            if has_matrix:
+                used = self.results_end(side) + self.row_warps * self.out_bytes(side)
+                least = max(least, used)
+        return least
 
 
 @dataclass(frozen=True)

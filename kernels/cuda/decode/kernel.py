@@ -16,7 +16,7 @@ subnormals, the probabilities that stay in registers, groups apart in float32.
 from numba import cuda, int32, uint32, uint64
 
 from ..device.jit import device_function
-from ..device.ptx import load_global_u32, shared_address
+from ..device.ptx import begin_next_launch, load_global_u32, shared_address
 from .combine import make_combine_splits, make_write, make_write_empty
 from .mainloop import make_attend
 from .spec import FIELD, HEADS, TILE
@@ -41,7 +41,7 @@ def attend_nothing(segment, begin, end, rows, results, shared):
 def make_decode_kernel(spec):
     """Make the kernel, a Python function that numba compiles with `spec.signature()`."""
     WARPS, DIM, THREE = spec.warps, spec.first.v_format.head_dim, spec.segments == 3
-    FIRST_STEP = TILE * WARPS
+    FIRST_STEP, OVERLAPPED = TILE * WARPS, spec.overlapped
     SECOND_STEP = TILE * spec.warps_of(spec.second or spec.first)
     write = make_write(spec.query)
     combine_splits = make_combine_splits(DIM, WARPS, write)
@@ -63,6 +63,8 @@ def make_decode_kernel(spec):
         q, out, lse, partial, counters, q_stride_batch, q_stride_head = common[:7]
         num_q_heads, ratio, head_blocks, score_scale = common[7:]
         shared = shared_address(cuda.shared.array(0, uint32))
+        if OVERLAPPED:
+            begin_next_launch()
 
         # Step 1: the unit, and where its results go
         b, column = int32(cuda.blockIdx.y), int32(cuda.blockIdx.x)

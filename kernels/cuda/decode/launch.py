@@ -21,7 +21,15 @@ from kvquant.rows.arguments import check_scale
 from kvquant.rows.segment import Segment
 
 from ..runtime.driver import Kernel, Launcher
-from ..runtime.launch import GPU, current_device, current_stream, gpu_of, keep, kernel_of
+from ..runtime.launch import (
+    GPU,
+    OVERLAPS,
+    current_device,
+    current_stream,
+    gpu_of,
+    keep,
+    kernel_of,
+)
 from ..runtime.spec import layout_of
 from ..runtime.workspace import Workspaces, reuse_counters, template, workspaces_of
 from .arrange import arguments, arrange, counts_of, make_spec, pack_counts
@@ -158,9 +166,12 @@ def describe(q: torch.Tensor, segments: Sequence[Segment], without: str = "") ->
             f"{HEADS} query heads that share one. Cut the batch"
         )
     order = arrange(segments)
+    gpu = gpu_of(q.get_device())
     spec = make_spec([segments[i] for i in order], QUERIES[q.dtype], without)
+    if gpu.capability >= OVERLAPS:
+        spec = replace(spec, overlapped=True)
     capacities = tuple(segments[i].capacity for i in order)
-    return Work(spec, gpu_of(q.get_device()), batch * columns, order, capacities)
+    return Work(spec, gpu, batch * columns, order, capacities)
 
 
 @contextmanager

@@ -80,6 +80,8 @@ class DecodeSpec(Spec):
         warps: warps of a block.
         stages: tiles of K and V in a warp's ring.
         without: one of TECHNIQUES to leave out, or "".
+        overlapped: whether the next launch may begin, and wait for this one by itself; sm_90 and
+            newer.
     """
 
     first: Path
@@ -88,6 +90,7 @@ class DecodeSpec(Spec):
     warps: int = 4
     stages: int = 3
     without: str = ""
+    overlapped: bool = False
 
     kernel = "decode.kernel.make_decode_kernel"
 

@@ -34,14 +34,14 @@ from in_simulator import typed
 from kvquant.kernels.cuda.affine import launch as transforming
 from kvquant.kernels.cuda.affine.launch import AffineSpec
 from kvquant.kernels.cuda.append import launch as appending
-from kvquant.kernels.cuda.append.spec import AppendSpec, FeedbackSide, FeedbackSpec
+from kvquant.kernels.cuda.append.spec import AppendSpec, FeedbackSide, FeedbackSpec, ProductSpec
 from kvquant.kernels.cuda.dequantize import launch as dequantizing
 from kvquant.kernels.cuda.dequantize.launch import DequantizeSpec
 from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.kernels.cuda.runtime import tensors
 from kvquant.kernels.cuda.runtime.spec import Spec
 from kvquant.kernels.cuda.simulator import simulator
-from kvquant.rows.basis import transform_rows
+from kvquant.rows.basis import Queries, transform_rows
 
 memory: list[tuple[int, int]] = []  # of the tensors of a call
 alive: list[torch.Tensor] = []  # these, so that no others get their memory
@@ -51,7 +51,7 @@ backwards = False
 class Launcher:
     """Runs a kernel in the simulator, in place of driver.Launcher."""
 
-    def __init__(self, spec: Spec, grid: Sequence[int], layout: str) -> None:
+    def __init__(self, spec: Spec, grid: Sequence[int], layout: str, **_: Any) -> None:
         self.spec, self.grid, self.layout = spec, grid, layout
 
     def __call__(self, stream: int, values: Sequence[Any]) -> None:
@@ -59,6 +59,10 @@ class Launcher:
         if isinstance(self.spec, AffineSpec):  # where it writes, in a tensor of the launcher's
             size = 4 * given["num_rows"] * given["num_heads"] * self.spec.head_dim
             memory.append((given["y"], size))
+        if isinstance(self.spec, ProductSpec) and self.spec.query:
+            heads = given["num_heads"] * given["products.ratio"]
+            size = 2 * given["num_tokens"] * heads * self.spec.k.fmt.head_dim
+            memory.append((given["products.q_out"], size))
         simulator.launch(
             self.spec.build(),
             self.grid,
@@ -81,14 +85,42 @@ def note(values: Iterable[Any]) -> None:
             note(value)
 
 
+def make_queries(case: Case) -> Queries:
+    """Queries of every token, and a matrix for each KV head."""
+    q = torch.randn(case.tokens, case.queries * case.heads, case.head_dim)
+    matrix = torch.randn(case.heads, case.head_dim, case.head_dim)
+    if case.layout == "fused":
+        q = torch.cat([q, q.new_full((*q.shape[:2], 2), torch.nan)], 2)[..., : case.head_dim]
+    return Queries(q.to(DTYPES[case.source]), matrix)
+
+
+def check_queries(got: torch.Tensor | None, queries: Queries) -> None:
+    """Compare queries times their matrix with float64: one rounding, and sums in float32."""
+    x, matrix = (one.double() for one in queries)
+    rows = x.unflatten(1, (len(matrix), -1))
+    wanted, size = (
+        torch.einsum("bhgd,hde->bhge", a, b).flatten(1, 2)
+        for a, b in ((rows, matrix), (rows.abs(), matrix.abs()))
+    )
+    assert got is not None and got.dtype == queries.x.dtype and got.shape == x.shape
+    rounding = 2**-8 if got.dtype == torch.bfloat16 else 2**-11
+    limit = rounding * wanted.abs() + 45 * 2**-24 * size + 2**-25
+    assert bool(((got.double() - wanted).abs() <= limit).all())
+
+
 def run_append(case: Case) -> None:
     """Compare bytes with those of the meaning."""
     call = make_call(case)
     wanted = expected(call)
     note(call.values())
-    is_calibrated = case.matrix or case.feedback
-    append = appending.append_calibrated if is_calibrated else appending.append
-    append(**call)
+    if case.queries:
+        queries = make_queries(case)
+        note(queries)
+        check_queries(appending.append_calibrated(**call, queries=queries), queries)
+    elif case.matrix or case.feedback:
+        appending.append_calibrated(**call)
+    else:
+        appending.append(**call)
     problem = differences(results(call), wanted)
     assert not problem, problem
 

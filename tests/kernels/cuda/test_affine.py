@@ -114,7 +114,7 @@ class Launcher:
 
     given: Arguments
 
-    def __init__(self, spec: AffineSpec, grid: tuple[int, int, int], layout: str) -> None:
+    def __init__(self, spec: AffineSpec, grid: tuple[int, int, int], layout: str, **_: Any) -> None:
         self.spec, self.grid, self.layout = spec, grid, layout
 
     def __call__(self, stream: int, values: Any) -> None:

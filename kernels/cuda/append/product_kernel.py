@@ -1,0 +1,220 @@
+"""The append kernel of a decode step: new K and V, and queries, times matrices first.
+
+    grid    8 tokens  x  KV heads  x  K, V, query heads on a KV head
+    block   8 warps, a head: 8 new rows, or queries, times its matrix (device/products.py)
+
+        rows (x - offset) ──▶ M ──▶ float32, shared memory ──▶ quantize ──▶ row at a slot
+        queries           ──▶ M ──▶ 16 bit, global memory
+
+A block has all columns of a matrix, so that a row is whole where it is quantized, by the first
+warps as in kernel.py. A side without a matrix is appended as there. That a matrix is read again for
+every 8 tokens is cheap where tokens are few; for others its launch comes before (launch.py).
+
+A launch may overlap the one that places the tokens (slots/kernel.py): what that one writes, the
+slots, is read after a wait for it, and what it does not, rows and matrices, before.
+"""
+
+from dataclasses import replace
+
+from numba import cuda, float32, int32, uint32, uint64
+
+from ..device.jit import device_function
+from ..device.products import make_products
+from ..device.ptx import (
+    load_global_f32,
+    load_written_u64,
+    pack_bf16,
+    pack_f16,
+    shared_address,
+    store_global_u32x2,
+    store_shared_f32x4,
+    wait_for_launch,
+)
+from ..device.row_copies import make_load_old
+from ..device.row_layout import ELEMENTS, PRODUCT_ROWS, UNIT, product_bytes
+from ..device.transform import make_transform, swizzle
+from .kernel import WORDS, make_append_side, make_find_places, make_put_row
+from .spec import Side
+
+
+def make_product_kernel(spec):
+    """Make the kernel, a Python function that numba compiles with `spec.signature()`."""
+    OVERLAPS, QUERIES, ALIKE = spec.overlaps, spec.query != "", spec.are_alike
+    append_k = _make_side(spec, spec.k, spec.k_matrix, spec.rotary_dim)
+    append_v = append_k if ALIKE else _make_side(spec, spec.v, spec.v_matrix, 0)
+    transform_queries = _make_transform_queries(spec) if QUERIES else _nothing
+
+    # fmt: off
+    def append_products(packed, exact, evicted, cos, sin, bad, num_tokens, num_heads,
+                        heads_per_block, num_slots, page_size, page_factor, page_shift, num_exact,
+                        exact_len, exact_factor, exact_shift, k, v, products):
+        # fmt: on
+        k_matrix, v_matrix, q, q_out, q_matrix, q_token, q_head, q_matrix_stride, ratio = products
+        first = uint32(uint32(cuda.blockIdx.x) * uint32(PRODUCT_ROWS))
+        count = min(uint32(uint32(num_tokens) - first), uint32(PRODUCT_ROWS))
+        kv_head, kind = int32(cuda.blockIdx.y), int32(cuda.blockIdx.z)
+        shared = uint32(shared_address(cuda.shared.array(0, uint32)))
+        if QUERIES and kind >= int32(2):
+            head = int32(int32(kv_head * ratio) + int32(kind - int32(2)))
+            source = q + uint64(first) * q_token + uint64(head) * q_head
+            place = uint64(first) * uint64(int32(num_heads * ratio)) + uint64(head)
+            matrix = q_matrix + uint64(kv_head) * q_matrix_stride
+            target = (q_out, place, uint64(int32(num_heads * ratio)), count)
+            transform_queries(source, q_token, count, matrix, uint64(0), shared, target)
+            if OVERLAPS:
+                wait_for_launch()
+            return
+        pages = (num_slots, page_size, page_factor, page_shift)
+        seq_slots = (num_exact, exact_len, exact_factor, exact_shift)
+        call = (packed, exact, evicted, cos, sin, pages, seq_slots, first, count, kv_head)
+        is_v = kind == int32(1)
+        if is_v and bad != uint64(0):
+            bad += uint64(4)
+        if ALIKE:  # half the code
+            append_k(v if is_v else k, v_matrix if is_v else k_matrix, call, shared, bad)
+        elif is_v:
+            append_v(v, v_matrix, call, shared, bad)
+        else:
+            append_k(k, k_matrix, call, shared, bad)
+
+    return append_products
+
+
+@device_function
+def _nothing(source, stride, count, matrix, offset, shared, target):
+    """In place of queries where there are none."""
+
+
+def _make_side(spec, side, has_matrix, rotary_dim):
+    """Make the function that appends the rows of a block's tokens in a head, of K or of V."""
+    return _make_append_products(spec, side) if has_matrix else _make_append(spec, side, rotary_dim)
+
+
+def _make_load_slots(spec):
+    """Make the function that gives the slots of a token, and tells whether it is one of the
+    block's."""
+    EXACT = spec.exact != ""
+
+    @device_function
+    def load_slots(call, own):
+        packed, exact, evicted, first, count = call[0], call[1], call[2], call[7], call[8]
+        is_token = own < count
+        token = uint32(first + own) if is_token else uint32(0)
+        place = uint64(8) * uint64(token)
+        packed_slot = load_written_u64(packed + place)
+        exact_slot, evicted_slot = packed_slot, packed_slot
+        if EXACT:
+            exact_slot = load_written_u64(exact + place)
+            evicted_slot = load_written_u64(evicted + place)
+        return token, is_token, (packed_slot, exact_slot, evicted_slot)
+
+    return load_slots
+
+
+def _make_append(spec, side, rotary_dim):
+    """Make the function that appends rows as they come."""
+    LANES, ROWS, ROW_WARPS, WARP_BYTES = spec.lanes, spec.rows, spec.row_warps, spec.warp_bytes
+    HALF_DIM, OVERLAPS = rotary_dim // 2, spec.overlaps
+    load_slots, append_side = _make_load_slots(spec), make_append_side(spec, side, rotary_dim)
+
+    @device_function
+    def append(side, matrix, call, shared, bad):
+        thread = uint32(cuda.threadIdx.x)
+        lane, warp = uint32(thread & uint32(31)), uint32(thread >> uint32(5))
+        if OVERLAPS:
+            wait_for_launch()
+        if warp >= uint32(ROW_WARPS):
+            return
+        part, row = uint32(lane % uint32(LANES)), uint32(lane // uint32(LANES))
+        token, is_token, slots = load_slots(call, uint32(warp * uint32(ROWS)) + row)
+        cos, sin, pages, seq_slots = call[3], call[4], call[5], call[6]
+        if HALF_DIM:
+            cos += uint64(4 * HALF_DIM) * uint64(token)
+            sin += uint64(4 * HALF_DIM) * uint64(token)
+        where = (token, is_token, slots, pages, seq_slots, call[9], int32(call[9] + int32(1)))
+        lanes = (part, row, uint32(shared + warp * uint32(WARP_BYTES)))
+        append_side(side, where, lanes, cos, sin, bad)
+
+    return append
+
+
+def _make_append_products(spec, side):
+    """Make the function that multiplies rows by their head's matrix and appends them."""
+    DIM, LANES, ROWS, ROW_WARPS = side.fmt.head_dim, spec.lanes, spec.rows, spec.row_warps
+    EXACT, OVERLAPS, OFFSET, CLIP = spec.exact != "", spec.overlaps, side.offset, side.clip
+    RESULTS, OUT, OUT_BYTES = product_bytes(DIM), spec.results_end(side), spec.out_bytes(side)
+    multiply = make_products(DIM, spec.source, _put_in_shared(DIM))
+    of_float32 = replace(spec, source="fp32")
+    transform = make_transform(of_float32, Side(side.fmt), 0)
+    load_slots, find_places = _make_load_slots(spec), make_find_places(spec)
+    load_old, put_row = make_load_old(DIM), make_put_row(spec, side)
+
+    @device_function
+    def append(side, matrix, call, shared, bad):
+        first, count, head = call[7], call[8], call[9]
+        x_token, x_head = side[5], side[6]
+        thread = uint32(cuda.threadIdx.x)
+        lane, warp = uint32(thread & uint32(31)), uint32(thread >> uint32(5))
+        part, row = uint32(lane % uint32(LANES)), uint32(lane // uint32(LANES))
+        own = uint32(warp * uint32(ROWS)) + row
+
+        # Step 1: the product, in shared memory
+        if not OVERLAPS:  # slots are on their way meanwhile
+            _, is_token, slots = load_slots(call, own)
+        source = side[0] + uint64(first) * x_token + uint64(head) * x_head
+        matrix += uint64(4 * DIM * DIM) * uint64(head)
+        offset = side[3] + uint64(4 * DIM) * uint64(head) if OFFSET else uint64(0)
+        results = uint32(shared + uint32(RESULTS))
+        multiply(source, x_token, count, matrix, offset, shared, results)
+        cuda.syncthreads()
+        if OVERLAPS:
+            wait_for_launch()
+        if warp >= uint32(ROW_WARPS):
+            return
+
+        # Step 2: where the rows go
+        if OVERLAPS:
+            _, is_token, slots = load_slots(call, own)
+        wanted, target, exact_target = find_places(side, slots, call[5], call[6], is_token, head)
+        old = cuda.local.array(WORDS, uint32)
+        if EXACT:
+            load_old(old, exact_target, part, wanted[0] and wanted[1])
+
+        # Step 3: to bytes
+        x = cuda.local.array(ELEMENTS, float32)
+        start = uint32(uint32(DIM) * min(own, uint32(PRODUCT_ROWS - 1)))
+        transform(results, start, part, x, uint64(0), uint64(0), uint64(0))
+        ratio = float32(1.0)
+        if CLIP:
+            ratio = load_global_f32(side[4] + uint64(4) * uint64(head))
+        lanes = (part, row, uint32(shared + uint32(OUT) + warp * uint32(OUT_BYTES)))
+        put_row(x, ratio, old, lanes, wanted, (target, exact_target), bad)
+
+    return append
+
+
+def _put_in_shared(head_dim):
+    """The function that puts elements of a product where transform.py reads them as float32."""
+
+    @device_function
+    def put(row, column, values, is_any, results):
+        if is_any:
+            unit = uint32(uint32(uint32(head_dim) * row + column) >> uint32(2))
+            store_shared_f32x4(results + uint32(UNIT) * swizzle(unit), values)
+
+    return put
+
+
+def _make_transform_queries(spec):
+    """Make the function that multiplies queries by a matrix and writes them in 16 bit."""
+    DIM, pack = spec.k.fmt.head_dim, pack_bf16 if spec.query == "bf16" else pack_f16
+
+    @device_function
+    def put(row, column, values, is_any, target):
+        q_out, first, stride, count = target
+        if is_any and row < count:
+            place = (first + uint64(row) * stride) * uint64(DIM) + uint64(column)
+            words = (pack(values[1], values[0]), pack(values[3], values[2]))
+            store_global_u32x2(q_out + uint64(2) * place, words[0], words[1])
+
+    return make_products(DIM, spec.query, put)
