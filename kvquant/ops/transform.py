@@ -128,7 +128,9 @@ def restore_result(
     is_empty = None
     if seq_lens is not None and not (is_launched and lse is None):  # it is a launch of its own
         is_empty = seq_lens[: len(q), None] == 0
-    if is_launched:
+    if basis.v.is_identity:
+        out = out.to(q.dtype)
+    elif is_launched:
         overlaps = lse is None  # nothing else was launched since
         out = affine_rows(out, basis.v.transposed, basis.v.offset, seq_lens, overlaps=overlaps)
     else:

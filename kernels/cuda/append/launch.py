@@ -158,29 +158,28 @@ def append_calibrated(
         The queries times their matrix, as affine_rows gives them; None without.
     """
     k_transform, v_transform = k_transform or NO_TRANSFORM, v_transform or NO_TRANSFORM
-    of_k = "k", k, k_rows, k_format, exact_k, k_transform, rope
-    of_v = "v", v, v_rows, v_format, exact_v, v_transform, None
-    if _is_step(of_k, of_v, queries):
+    sides = (k, k_format, k_transform, rope), (v, v_format, v_transform, None)
+    if all(_multiplies(*side) for side in sides) and _is_step(k, queries):
         cos, sin, _ = rope or NO_ROPE
-        tensors = (*slots, cos, sin, bad)
-        tensors += k, k_rows, exact_k, k_transform.offset, k_transform.clip
-        tensors += v, v_rows, exact_v, v_transform.offset, v_transform.clip
-        tensors += k_transform.matrix, v_transform.matrix
-        multiplied = None
+        x, by, multiplied = None, None, None
         if queries is not None:
-            multiplied = torch.empty(queries.x.shape, dtype=queries.x.dtype, device=k.device)
-            tensors += queries.x, multiplied, queries.matrix
-        else:
-            tensors += None, None, None
+            x, by = queries
+            multiplied = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        of_k = k, k_rows, exact_k, k_transform.offset, k_transform.clip
+        of_v = v, v_rows, exact_v, v_transform.offset, v_transform.clip
+        products = k_transform.matrix, v_transform.matrix, x, multiplied, by
+        tensors = (*slots, cos, sin, bad, *of_k, *of_v, *products)
         formats, transforms = (k_format, v_format), (k_transform, v_transform)
         names = ("k", "v")
         launch = _find(names, formats, exact_format, transforms, rope, tensors, check, overlaps)
         if launch is not None:
             launch(tensors)
         return multiplied
+    of_k_side = "k", k, k_rows, k_format, exact_k, k_transform, rope
+    of_v_side = "v", v, v_rows, v_format, exact_v, v_transform, None
     with_feedback: list[OneSide] = []
     ready: list[Ready | None] = []
-    for i, (name, x, rows, fmt, exact_rows, transform, rotary) in enumerate((of_k, of_v)):
+    for i, (name, x, rows, fmt, exact_rows, transform, rotary) in enumerate((of_k_side, of_v_side)):
         if transform.matrix is not None:
             x, rotary = _encode(x.detach(), transform, rotary, check), None
             transform = Encoding(clip=transform.clip, feedback=transform.feedback)
@@ -195,22 +194,25 @@ def append_calibrated(
         ready.append(_ready_with_feedback(with_feedback, check))
     for one in ready:  # both sides can be done
         if one is not None:
-            launch, tensors = one
-            launch(tensors)
+            one_launch, its = one
+            one_launch(its)
     return None if queries is None else affine_rows(*queries, None, None)
 
 
-def _is_step(k: tuple[Any, ...], v: tuple[Any, ...], queries: Queries | None) -> bool:
-    """Whether rows and queries are so few that one launch multiplies and appends them."""
-    blocks = k[1].shape[1] * -(-k[1].shape[0] // PRODUCT_ROWS)
-    kinds = 2 if queries is None else 2 + queries.x.shape[1] // k[1].shape[1]
-    for _, x, _, fmt, _, transform, rope in (k, v):
-        _, rotate, matrix, _, feedback = transform
-        if feedback is not None and fmt.codec in LEVELS:
-            return False
-        if matrix is not None and (rope is not None or rotate or x.dtype not in ENCODED):
-            return False
-    return blocks * kinds <= PRODUCTS_PER_SM * gpu_of(k[1].get_device()).sm_count
+def _multiplies(x: torch.Tensor, fmt: RowFormat, transform: Encoding, rope: Rope | None) -> bool:
+    """Whether product_kernel.py appends such rows: a matrix of 16-bit rows alone, or none."""
+    _, rotate, matrix, _, feedback = transform
+    if feedback is not None and fmt.codec in LEVELS:
+        return False
+    return matrix is None or (rope is None and not rotate and x.dtype in ENCODED)
+
+
+def _is_step(k: torch.Tensor, queries: Queries | None) -> bool:
+    """Whether rows and queries are so few that a block reads a matrix for 8 of them."""
+    num_tokens, num_heads, _ = k.shape
+    heads = 2 * num_heads + (0 if queries is None else queries.x.shape[1])
+    blocks = -(-num_tokens // PRODUCT_ROWS) * heads
+    return blocks <= PRODUCTS_PER_SM * gpu_of(k.get_device()).sm_count
 
 
 def quantize_with_feedback(

@@ -56,7 +56,7 @@ class Spec:
 
     kernel: ClassVar[str]
     warps: int
-    overlaps: ClassVar[bool] | bool = False
+    overlaps: bool = False
 
     @property
     def arguments(self) -> Table:
