@@ -80,5 +80,5 @@ def test_a_step_of_a_batch_is_append_and_attend(kind: str) -> None:
             batches[1].append(0, *new)
             wanted = batches[1].attend(0, q, return_lse=True)
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
-    with batches[0].extend(names), pytest.raises(ShapeError, match=r"q is \[4, 64\]"):
+    with pytest.raises(ShapeError, match=r"q is \[4, 64\]"), batches[0].extend(names):
         batches[0].step(0, q[0], *new)
