@@ -113,7 +113,7 @@ def make_append_side(spec, side, rotary_dim):
 
     @device_function
     def append_side(side, where, lanes, cos, sin, bad):
-        source, rows, exact_rows, offset, clip = side[:5]
+        source, _, _, offset, clip = side[:5]
         x_token, x_head, _, head_stride, _, _, exact_head, _ = side[5:]
         token, is_token, slots, pages, seq_slots, first, last = where
         part, row, shared = lanes

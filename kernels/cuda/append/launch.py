@@ -3,18 +3,18 @@
 append              one launch for K and V
 append_calibrated   where rows or queries are multiplied by a matrix, or rounded with feedback
 
-    a step      few tokens, no feedback: one launch for K, V and queries (product_kernel.py)
+    a step      few tokens: one launch for K, V and queries (step_kernel.py)
     matrix      else one launch of the affine kernel for the side, with the offset; torch's product
                 after RoPE or a rotation, and of float32
-    feedback    one launch of the feedback kernel for all sides that have it; without it one of the
-                append kernel
+    feedback    else one launch of the feedback kernel for all sides that have it; without it one of
+                the append kernel
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -35,8 +35,8 @@ from .spec import (
     AppendSpec,
     FeedbackSide,
     FeedbackSpec,
-    ProductSpec,
     Side,
+    StepSpec,
     make_feedback_spec,
 )
 
@@ -45,14 +45,16 @@ NO_TRANSFORM, NO_ROPE = Encoding(), (None, None, False)
 # Where a lane has a row the GPU does most, but a row takes longer than four lanes do: these are
 # sooner done as long as an SM has no more rows than 8 warps of them.
 FEW_LANES, ROWS_PER_SM = 4, 64
-# Where a block multiplies its own rows it reads a whole matrix for 8 of them: as long as the blocks
-# of a call are no more than that for each SM, this is sooner than a launch that reads it less often.
-PRODUCTS_PER_SM = 4
+# Where a block multiplies its own rows it reads a whole matrix for 8 of them: as long as there are
+# no more blocks than that for each SM, this is sooner than a launch that reads it less often.
+BLOCKS_PER_SM = 4
+MOST_FEEDBACK = 128  # head_dim of a step's rows with feedback
 NAMES = addresses_of(APPEND)  # of the tensors of a call
-PRODUCT_NAMES = addresses_of(ProductSpec.arguments)
+STEP_NAMES = addresses_of(StepSpec.arguments)
 K, V = NAMES.index("k.x"), NAMES.index("v.x")
 ROWS_OF = {"x": UNIT, "q": 4, "q_matrix": UNIT}  # what kernels read so many bytes of at a time
-ALIGNED = ("cos", "sin", "offset", "feedback", "k_matrix", "v_matrix")  # 16 bytes, contiguous
+MATRICES = "k_matrix", "v_matrix", "k_feedback", "v_feedback"  # of a step
+ALIGNED = ("cos", "sin", "offset", "feedback", *MATRICES)  # 16 bytes at a time, contiguous
 EXACT = {
     "stride_page": "exact_stride_seq_slot",
     "stride_head": "exact_stride_head",
@@ -159,7 +161,7 @@ def append_calibrated(
     """
     k_transform, v_transform = k_transform or NO_TRANSFORM, v_transform or NO_TRANSFORM
     sides = (k, k_format, k_transform, rope), (v, v_format, v_transform, None)
-    if all(_multiplies(*side) for side in sides) and _is_step(k, queries):
+    if all(_is_of_step(*side) for side in sides) and _is_step(k, queries):
         cos, sin, _ = rope or NO_ROPE
         x, by, multiplied = None, None, None
         if queries is not None:
@@ -167,8 +169,10 @@ def append_calibrated(
             multiplied = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         of_k = k, k_rows, exact_k, k_transform.offset, k_transform.clip
         of_v = v, v_rows, exact_v, v_transform.offset, v_transform.clip
-        products = k_transform.matrix, v_transform.matrix, x, multiplied, by
-        tensors = (*slots, cos, sin, bad, *of_k, *of_v, *products)
+        matrices = k_transform.matrix, v_transform.matrix
+        feedback = _feedback_of(k_format, k_transform), _feedback_of(v_format, v_transform)
+        step = *matrices, *feedback, x, multiplied, by
+        tensors = (*slots, cos, sin, bad, *of_k, *of_v, *step)
         formats, transforms = (k_format, v_format), (k_transform, v_transform)
         names = ("k", "v")
         launch = _find(names, formats, exact_format, transforms, rope, tensors, check, overlaps)
@@ -199,12 +203,19 @@ def append_calibrated(
     return None if queries is None else affine_rows(*queries, None, None)
 
 
-def _multiplies(x: torch.Tensor, fmt: RowFormat, transform: Encoding, rope: Rope | None) -> bool:
-    """Whether product_kernel.py appends such rows: a matrix of 16-bit rows alone, or none."""
-    _, rotate, matrix, _, feedback = transform
-    if feedback is not None and fmt.codec in LEVELS:
+def _feedback_of(fmt: RowFormat, transform: Encoding) -> torch.Tensor | None:
+    """What rows are rounded with; other formats than int4 and int8 are not."""
+    return transform.feedback if fmt.codec in LEVELS else None
+
+
+def _is_of_step(x: torch.Tensor, fmt: RowFormat, transform: Encoding, rope: Rope | None) -> bool:
+    """Whether step_kernel.py appends such rows: a matrix of 16-bit rows alone, feedback of rows
+    whose matrix L has room in shared memory."""
+    if _feedback_of(fmt, transform) is not None and not 64 <= fmt.head_dim <= MOST_FEEDBACK:
         return False
-    return matrix is None or (rope is None and not rotate and x.dtype in ENCODED)
+    if transform.matrix is None:
+        return True
+    return rope is None and not transform.rotate and x.dtype in ENCODED
 
 
 def _is_step(k: torch.Tensor, queries: Queries | None) -> bool:
@@ -212,7 +223,7 @@ def _is_step(k: torch.Tensor, queries: Queries | None) -> bool:
     num_tokens, num_heads, _ = k.shape
     heads = 2 * num_heads + (0 if queries is None else queries.x.shape[1])
     blocks = -(-num_tokens // PRODUCT_ROWS) * heads
-    return blocks <= PRODUCTS_PER_SM * gpu_of(k.get_device()).sm_count
+    return blocks <= BLOCKS_PER_SM * gpu_of(k.get_device()).sm_count
 
 
 def quantize_with_feedback(
@@ -307,8 +318,8 @@ def _prepare(
     overlaps: bool,
     tensors: Tensors,
 ) -> Launch | None:
-    has_products = len(tensors) > len(NAMES)
-    all_names = PRODUCT_NAMES if has_products else NAMES
+    is_step = len(tensors) > len(NAMES)
+    all_names = STEP_NAMES if is_step else NAMES
     given = dict(zip(all_names, tensors, strict=True))
     k, cos, exact_rows = given["k.x"], given["cos"], given["k.exact_rows"]
     assert k is not None
@@ -317,7 +328,7 @@ def _prepare(
     gpu = gpu_of(k.get_device())
     copied = _unaligned(all_names, tensors)
     overlaps = overlaps and not copied and gpu.capability >= OVERLAPS
-    spec: AppendSpec = (ProductSpec if has_products else AppendSpec)(
+    spec: AppendSpec = (StepSpec if is_step else AppendSpec)(
         _side_of(formats[0], transforms[0]),
         _side_of(formats[1], transforms[1]),
         SOURCES[k.dtype],
@@ -331,8 +342,8 @@ def _prepare(
         spec = replace(spec, overlaps=True)
     num_tokens, num_heads, _ = k.shape
     constants = {"num_tokens": num_tokens, "num_heads": num_heads}
-    if isinstance(spec, ProductSpec):
-        spec, ratio = _with_products(spec, given, constants, copied)
+    if isinstance(spec, StepSpec):
+        spec, ratio = _with_step(spec, given, constants, copied)
         grid = -(-num_tokens // spec.tokens), num_heads, 2 + ratio
     else:
         grid = grid_of(num_tokens, num_heads, len(names), spec.tokens, gpu.sm_count)
@@ -347,26 +358,26 @@ def _prepare(
     return Launch(spec, k.get_device(), grid, constants, copied)
 
 
-def _with_products(
-    spec: ProductSpec,
+def _with_step(
+    spec: StepSpec,
     given: Mapping[str, torch.Tensor | None],
     constants: dict[str, int],
     copied: Sequence[int],
-) -> tuple[ProductSpec, int]:
+) -> tuple[StepSpec, int]:
     """The spec of a call with its matrices, whose constants are added, and the query heads on a KV
     head that are multiplied."""
-    has = [given[f"products.{name}"] is not None for name in ("k_matrix", "v_matrix")]
-    spec = replace(spec, k_matrix=has[0], v_matrix=has[1])
-    names = "q_stride_token", "q_stride_head", "q_matrix_stride", "ratio"
+    has = {name: given[f"step.{name}"] is not None for name in MATRICES}
+    spec = replace(spec, **has)  # type: ignore[arg-type]  # names of its flags
+    numbers = "q_stride_token", "q_stride_head", "q_matrix_stride", "ratio"
     values = [0, 0, 0, 0]
-    q, matrix = given["products.q"], given["products.q_matrix"]
+    q, matrix = given["step.q"], given["step.q_matrix"]
     if q is not None and matrix is not None:
         spec = replace(spec, query=ENCODED[q.dtype])
         row_bytes = q.shape[2] * q.element_size()
-        is_copied = PRODUCT_NAMES.index("products.q") in copied
+        is_copied = STEP_NAMES.index("step.q") in copied
         steps = [q.shape[1] * row_bytes, row_bytes] if is_copied else strides(q)
         values = [*steps, 4 * matrix.stride(0), q.shape[1] // matrix.shape[0]]
-    constants |= {f"products.{name}": n for name, n in zip(names, values, strict=True)}
+    constants |= {f"step.{name}": n for name, n in zip(numbers, values, strict=True)}
     return spec, values[3]
 
 

@@ -35,6 +35,7 @@ from ..runtime.spec import Spec, Table
 
 TILE = ELEMENTS  # of a row between two barriers
 TILES = 2  # of the feedback matrix in shared memory
+SHARE = TILE  # lanes that have a row of a step
 MOST_SHARED = 99 << 10  # bytes that a block may have on every GPU from sm_80 on
 
 CALL = (
@@ -82,9 +83,11 @@ APPEND: Table = (
     ("k", SIDE),
     ("v", SIDE),
 )
-PRODUCTS: Table = (
+STEP: Table = (
     ("k_matrix", "P"),  # float32 [num_heads, head_dim, head_dim], or 0
     ("v_matrix", "P"),
+    ("k_feedback", "P"),  # the same
+    ("v_feedback", "P"),
     ("q", "P"),  # [num_tokens, num_q_heads, head_dim of K], or 0
     ("q_out", "P"),  # the same, contiguous
     ("q_matrix", "P"),  # float32 [num_heads, head_dim, head_dim]
@@ -172,22 +175,25 @@ class AppendSpec(RowSpec, Spec):
 
 
 @dataclass(frozen=True)
-class ProductSpec(AppendSpec):
-    """The append kernel of a decode step, with matrices; new rows that have one are 16-bit rows,
-    without RoPE or a rotation.
+class StepSpec(AppendSpec):
+    """The append kernel of a decode step, with matrices and feedback; new rows that have a matrix
+    are 16-bit rows, without RoPE or a rotation.
 
     Attributes:
         k_matrix, v_matrix: whether rows are multiplied by one.
+        k_feedback, v_feedback: whether they are rounded with feedback; head_dim 64 to 128.
         query: "bf16" or "fp16", of queries that are multiplied, too; "" for none.
     """
 
     k_matrix: bool = False
     v_matrix: bool = False
+    k_feedback: bool = False
+    v_feedback: bool = False
     query: str = ""
     warps: int = PRODUCT_WARPS
 
-    arguments = (*APPEND, ("products", PRODUCTS))
-    kernel = "append.product_kernel.make_product_kernel"
+    arguments = (*APPEND, ("step", STEP))
+    kernel = "append.step_kernel.make_step_kernel"
 
     @property
     def tokens(self) -> int:
@@ -200,26 +206,81 @@ class ProductSpec(AppendSpec):
         return -(-PRODUCT_ROWS // self.rows)
 
     @property
+    def kinds(self) -> tuple[tuple[Side, bool, bool], ...]:
+        """Of K and of V: the side, whether it has a matrix, and feedback."""
+        k = self.k, self.k_matrix, self.k_feedback
+        return k, (self.v, self.v_matrix, self.v_feedback)
+
+    @property
     def are_alike(self) -> bool:
         """Whether the same code appends K and V."""
-        kinds = (self.k, self.k_matrix), (self.v, self.v_matrix)
-        return kinds[0] == kinds[1] and not self.rotary_dim
+        return self.kinds[0] == self.kinds[1] and not self.rotary_dim
 
-    def results_end(self, side: Side) -> int:
-        """Bytes of a product and of its results, float32."""
-        return product_bytes(side.fmt.head_dim) + 4 * PRODUCT_ROWS * side.fmt.head_dim
+    def results_at(self, side: Side, has_feedback: bool) -> int:
+        """Bytes before the rows that are multiplied, float32: the product, and the tiles of L."""
+        tiles = TileLayout(side.fmt.head_dim).nbytes if has_feedback else 0
+        return tiles + product_bytes(side.fmt.head_dim)
+
+    def feedback_side(self, side: Side, has_matrix: bool) -> FeedbackSide:
+        """A side with feedback as the feedback kernel sees it; with a matrix, once multiplied."""
+        if has_matrix:
+            return FeedbackSide(Side(side.fmt, clip=side.clip), "fp32", self.exact)
+        rotary = (self.rotary_dim, self.interleaved) if side is self.k else (0, False)
+        return FeedbackSide(side, self.source, self.exact, *rotary)
+
+    def _bytes_of(self, side: Side, has_matrix: bool, has_feedback: bool) -> int:
+        results = self.results_at(side, has_feedback)
+        if has_feedback:
+            rows = self.feedback_side(side, has_matrix).buffer_bytes + 2 * 4 * TILE + UNIT
+            return results + PRODUCT_ROWS * rows
+        if has_matrix:
+            rows = 4 * PRODUCT_ROWS * side.fmt.head_dim
+            return results + rows + self.row_warps * self.out_bytes(side)
+        return self.row_warps * self.warp_bytes
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block."""
-        least = self.row_warps * self.warp_bytes
-        if self.query:
-            least = max(least, product_bytes(self.k.fmt.head_dim))
-        for side, has_matrix in ((self.k, self.k_matrix), (self.v, self.v_matrix)):
-            if has_matrix:
-                used = self.results_end(side) + self.row_warps * self.out_bytes(side)
-                least = max(least, used)
-        return least
+        queries = product_bytes(self.k.fmt.head_dim) if self.query else 0
+        return max(queries, *(self._bytes_of(*kind) for kind in self.kinds))
+
+
+@dataclass(frozen=True)
+class TileLayout:
+    """The lower triangle of a feedback matrix in shared memory: feedback_step.py.
+
+    Attributes:
+        head_dim: its rows and columns.
+    """
+
+    head_dim: int
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of 16 rows."""
+        return self.head_dim // TILE
+
+    @property
+    def half(self) -> int:
+        """Tiles that begin a row; each of the others stands beside one of them."""
+        return -(-self.tiles // 2)
+
+    @property
+    def stride(self) -> int:
+        """Bytes from a row to the next: an odd number of units."""
+        return 4 * TILE * (self.tiles + 1) + UNIT
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tiles."""
+        return self.half * TILE * self.stride
+
+    def place_of(self, tile: int) -> int:
+        """Where a tile begins."""
+        if tile < self.half:
+            return TILE * self.stride * tile
+        beside = self.tiles - 1 - tile
+        return TILE * self.stride * beside + 4 * TILE * (beside + 1)
 
 
 @dataclass(frozen=True)

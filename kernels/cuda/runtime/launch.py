@@ -24,7 +24,7 @@ from .tensors import Tensors, with_copies
 
 MOST_LAUNCHES = 4096  # that are remembered
 BLOCKS_PER_SM = 32  # more blocks walk over fewer heads each: a few waves, so that the last is short
-# compute capabilities: of the kernels, of E4M3 instructions, of launches that overlap the one before
+# compute capabilities: of the kernels, of E4M3 instructions, of launches that overlap another
 OLDEST, FP8, OVERLAPS = (8, 0), (8, 9), (9, 0)
 
 # not in torch without CUDA

@@ -23,7 +23,12 @@ from .memory import SHARED_BASE, WARP, Fault
 from .simulator import block
 
 KINDS = {"u16": np.uint16, "u32": np.uint32, "u64": np.uint64, "f32": np.float32}
-NO_RESULT = ("st.", "cp.", "fence.", "griddepcontrol.")  # the first operand of all others is what they write
+NO_RESULT = (
+    "st.",
+    "cp.",
+    "fence.",
+    "griddepcontrol.",
+)  # the first operand of all others is what they write
 AS_PYTHON = str.maketrans("{}[]$", "()  r")  # braces hold tuples, brackets addresses
 
 Name = re.Match[str]  # of an operation: the pattern's groups say what kind it is

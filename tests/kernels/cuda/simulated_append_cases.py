@@ -34,7 +34,7 @@ from in_simulator import typed
 from kvquant.kernels.cuda.affine import launch as transforming
 from kvquant.kernels.cuda.affine.launch import AffineSpec
 from kvquant.kernels.cuda.append import launch as appending
-from kvquant.kernels.cuda.append.spec import AppendSpec, FeedbackSide, FeedbackSpec, ProductSpec
+from kvquant.kernels.cuda.append.spec import AppendSpec, FeedbackSide, FeedbackSpec, StepSpec
 from kvquant.kernels.cuda.dequantize import launch as dequantizing
 from kvquant.kernels.cuda.dequantize.launch import DequantizeSpec
 from kvquant.kernels.cuda.runtime import launch as runtime
@@ -59,10 +59,10 @@ class Launcher:
         if isinstance(self.spec, AffineSpec):  # where it writes, in a tensor of the launcher's
             size = 4 * given["num_rows"] * given["num_heads"] * self.spec.head_dim
             memory.append((given["y"], size))
-        if isinstance(self.spec, ProductSpec) and self.spec.query:
-            heads = given["num_heads"] * given["products.ratio"]
+        if isinstance(self.spec, StepSpec) and self.spec.query:
+            heads = given["num_heads"] * given["step.ratio"]
             size = 2 * given["num_tokens"] * heads * self.spec.k.fmt.head_dim
-            memory.append((given["products.q_out"], size))
+            memory.append((given["step.q_out"], size))
         simulator.launch(
             self.spec.build(),
             self.grid,
@@ -148,10 +148,11 @@ def noted(make: Any) -> Any:
 
 
 @contextmanager
-def simulated(converts_fp8: bool, shares: bool) -> Iterator[None]:
+def simulated(converts_fp8: bool, shares: bool, is_step: bool) -> Iterator[None]:
     """Let the launchers launch in the simulator, one warp a block: each takes its time.
 
     shares: whether several lanes round a row with feedback.
+    is_step: whether few tokens are multiplied and rounded in one launch.
     """
 
     def one_warp(make: Any) -> Any:
@@ -173,6 +174,7 @@ def simulated(converts_fp8: bool, shares: bool) -> Iterator[None]:
         "AppendSpec": one_warp(AppendSpec),
         "make_feedback_spec": lambda sides: FeedbackSpec(tuple(map(alone, sides))),
         "ROWS_PER_SM": 64 if shares else 0,
+        "BLOCKS_PER_SM": 100 if is_step else 0,
         "transform_rows": noted(transform_rows),
     }
     of_affine: Any = {"AffineSpec": lambda *args: replace(AffineSpec(*args), warps=4)}
@@ -200,7 +202,8 @@ def main() -> None:
                 memory.clear()
                 alive.clear()
                 name = task["name"]
-                with simulated("before sm_89" not in name, "a lane a row" not in name):
+                is_step = not name.startswith("feedback,") and "prompt" not in name
+                with simulated("before sm_89" not in name, "a lane a row" not in name, is_step):
                     run(Case(**task["case"]))
         except BaseException:
             result["problem"] = traceback.format_exc()

@@ -21,6 +21,7 @@ from numba import cuda, float32, int32, uint32, uint64
 from ..device.jit import device_function
 from ..device.products import make_products
 from ..device.ptx import (
+    commit_copies,
     load_global_f32,
     load_written_u64,
     pack_bf16,
@@ -28,28 +29,35 @@ from ..device.ptx import (
     shared_address,
     store_global_u32x2,
     store_shared_f32x4,
+    store_shared_u32x4,
+    wait_copies,
     wait_for_launch,
 )
-from ..device.row_copies import make_load_old
-from ..device.row_layout import ELEMENTS, PRODUCT_ROWS, UNIT, product_bytes
+from ..device.row_copies import make_ask, make_load_old
+from ..device.row_layout import ELEMENTS, PRODUCT_ROWS, SIZES, UNIT
 from ..device.transform import make_transform, swizzle
+from .feedback_kernel import make_prepare
+from .feedback_step import make_ask_tiles, make_round_rows
 from .kernel import WORDS, make_append_side, make_find_places, make_put_row
-from .spec import Side
+from .spec import SHARE, Side, TileLayout
+
+wait_for_older, wait_for_all = wait_copies[1], wait_copies[0]
 
 
-def make_product_kernel(spec):
+def make_step_kernel(spec):
     """Make the kernel, a Python function that numba compiles with `spec.signature()`."""
     OVERLAPS, QUERIES, ALIKE = spec.overlaps, spec.query != "", spec.are_alike
-    append_k = _make_side(spec, spec.k, spec.k_matrix, spec.rotary_dim)
-    append_v = append_k if ALIKE else _make_side(spec, spec.v, spec.v_matrix, 0)
+    append_k = _make_side(spec, spec.kinds[0], spec.rotary_dim)
+    append_v = append_k if ALIKE else _make_side(spec, spec.kinds[1], 0)
     transform_queries = _make_transform_queries(spec) if QUERIES else _nothing
 
     # fmt: off
-    def append_products(packed, exact, evicted, cos, sin, bad, num_tokens, num_heads,
+    def append_step(packed, exact, evicted, cos, sin, bad, num_tokens, num_heads,
                         heads_per_block, num_slots, page_size, page_factor, page_shift, num_exact,
-                        exact_len, exact_factor, exact_shift, k, v, products):
+                        exact_len, exact_factor, exact_shift, k, v, step):
         # fmt: on
-        k_matrix, v_matrix, q, q_out, q_matrix, q_token, q_head, q_matrix_stride, ratio = products
+        k_matrices, v_matrices = (step[0], step[2]), (step[1], step[3])
+        q, q_out, q_matrix, q_token, q_head, q_matrix_stride, ratio = step[4:]
         first = uint32(uint32(cuda.blockIdx.x) * uint32(PRODUCT_ROWS))
         count = min(uint32(uint32(num_tokens) - first), uint32(PRODUCT_ROWS))
         kv_head, kind = int32(cuda.blockIdx.y), int32(cuda.blockIdx.z)
@@ -71,13 +79,13 @@ def make_product_kernel(spec):
         if is_v and bad != uint64(0):
             bad += uint64(4)
         if ALIKE:  # half the code
-            append_k(v if is_v else k, v_matrix if is_v else k_matrix, call, shared, bad)
+            append_k(v if is_v else k, v_matrices if is_v else k_matrices, call, shared, bad)
         elif is_v:
-            append_v(v, v_matrix, call, shared, bad)
+            append_v(v, v_matrices, call, shared, bad)
         else:
-            append_k(k, k_matrix, call, shared, bad)
+            append_k(k, k_matrices, call, shared, bad)
 
-    return append_products
+    return append_step
 
 
 @device_function
@@ -85,8 +93,11 @@ def _nothing(source, stride, count, matrix, offset, shared, target):
     """In place of queries where there are none."""
 
 
-def _make_side(spec, side, has_matrix, rotary_dim):
+def _make_side(spec, kind, rotary_dim):
     """Make the function that appends the rows of a block's tokens in a head, of K or of V."""
+    side, has_matrix, has_feedback = kind
+    if has_feedback:
+        return _make_append_feedback(spec, side, has_matrix, rotary_dim)
     return _make_append_products(spec, side) if has_matrix else _make_append(spec, side, rotary_dim)
 
 
@@ -118,7 +129,7 @@ def _make_append(spec, side, rotary_dim):
     load_slots, append_side = _make_load_slots(spec), make_append_side(spec, side, rotary_dim)
 
     @device_function
-    def append(side, matrix, call, shared, bad):
+    def append(side, matrices, call, shared, bad):
         thread = uint32(cuda.threadIdx.x)
         lane, warp = uint32(thread & uint32(31)), uint32(thread >> uint32(5))
         if OVERLAPS:
@@ -142,7 +153,8 @@ def _make_append_products(spec, side):
     """Make the function that multiplies rows by their head's matrix and appends them."""
     DIM, LANES, ROWS, ROW_WARPS = side.fmt.head_dim, spec.lanes, spec.rows, spec.row_warps
     EXACT, OVERLAPS, OFFSET, CLIP = spec.exact != "", spec.overlaps, side.offset, side.clip
-    RESULTS, OUT, OUT_BYTES = product_bytes(DIM), spec.results_end(side), spec.out_bytes(side)
+    RESULTS, OUT_BYTES = spec.results_at(side, False), spec.out_bytes(side)
+    OUT = RESULTS + 4 * PRODUCT_ROWS * DIM
     multiply = make_products(DIM, spec.source, _put_in_shared(DIM))
     of_float32 = replace(spec, source="fp32")
     transform = make_transform(of_float32, Side(side.fmt), 0)
@@ -150,7 +162,7 @@ def _make_append_products(spec, side):
     load_old, put_row = make_load_old(DIM), make_put_row(spec, side)
 
     @device_function
-    def append(side, matrix, call, shared, bad):
+    def append(side, matrices, call, shared, bad):
         first, count, head = call[7], call[8], call[9]
         x_token, x_head = side[5], side[6]
         thread = uint32(cuda.threadIdx.x)
@@ -162,7 +174,7 @@ def _make_append_products(spec, side):
         if not OVERLAPS:  # slots are on their way meanwhile
             _, is_token, slots = load_slots(call, own)
         source = side[0] + uint64(first) * x_token + uint64(head) * x_head
-        matrix += uint64(4 * DIM * DIM) * uint64(head)
+        matrix = matrices[0] + uint64(4 * DIM * DIM) * uint64(head)
         offset = side[3] + uint64(4 * DIM) * uint64(head) if OFFSET else uint64(0)
         results = uint32(shared + uint32(RESULTS))
         multiply(source, x_token, count, matrix, offset, shared, results)
@@ -191,6 +203,92 @@ def _make_append_products(spec, side):
         put_row(x, ratio, old, lanes, wanted, (target, exact_target), bad)
 
     return append
+
+
+def _make_append_feedback(spec, side, has_matrix, rotary_dim):
+    """Make the function that appends rows with feedback, multiplied by a matrix before or not."""
+    FMT, DIM, LANES, ROWS = side.fmt, side.fmt.head_dim, spec.lanes, spec.rows
+    ROW_WARPS, OVERLAPS, MATRIX = spec.row_warps, spec.overlaps, has_matrix
+    OFFSET, CLIP, HALF_DIM = side.offset, side.clip, rotary_dim // 2
+    layout, as_prepared = TileLayout(DIM), spec.feedback_side(side, has_matrix)
+    PRODUCT, BUFFERS = layout.nbytes, spec.results_at(side, True)
+    BUFFER = as_prepared.buffer_bytes
+    PARTIALS = BUFFERS + PRODUCT_ROWS * BUFFER
+    PLACES = PARTIALS + 2 * 4 * SHARE * PRODUCT_ROWS
+    multiply = make_products(DIM, spec.source, _put_in_buffer(BUFFER)) if MATRIX else _nothing
+    ask_row = make_ask(DIM * SIZES[spec.source], LANES, UNIT, False)
+    ask_tiles, round_rows = make_ask_tiles(layout), make_round_rows(layout, FMT, BUFFER)
+    load_slots, find_places = _make_load_slots(spec), make_find_places(spec)
+    prepare = make_prepare(as_prepared)
+
+    @device_function
+    def append(side, matrices, call, shared, bad):
+        first, count, head = call[7], call[8], call[9]
+        x_token, x_head = side[5], side[6]
+        thread = uint32(cuda.threadIdx.x)
+        lane, warp = uint32(thread & uint32(31)), uint32(thread >> uint32(5))
+        part, row = uint32(lane % uint32(LANES)), uint32(lane // uint32(LANES))
+        own = uint32(warp * uint32(ROWS)) + row
+        has_rows = warp < uint32(ROW_WARPS)
+        tiles, buffers = shared, uint32(shared + uint32(BUFFERS))
+        buffer = uint32(buffers + uint32(BUFFER) * own)
+        source = side[0] + uint64(first) * x_token + uint64(head) * x_head
+        offset = side[3] + uint64(4 * DIM) * uint64(head) if OFFSET else uint64(0)
+
+        # Step 1: rows and L are asked for, rows multiplied
+        if not MATRIX and has_rows:
+            is_token = own < count
+            place = uint64(own) * x_token if is_token else uint64(0)
+            ask_row(buffer, uint32(0), source + place, part, is_token)
+        commit_copies()
+        ask_tiles(tiles, matrices[1] + uint64(4 * DIM * DIM) * uint64(head), thread)
+        commit_copies()
+        if MATRIX:
+            matrix = matrices[0] + uint64(4 * DIM * DIM) * uint64(head)
+            product = uint32(shared + uint32(PRODUCT))
+            multiply(source, x_token, count, matrix, offset, product, buffers)
+            cuda.syncthreads()
+        if OVERLAPS:
+            wait_for_launch()
+
+        # Step 2: they are made ready, as in feedback_kernel.py
+        if has_rows:
+            wait_for_older()
+            cuda.syncwarp()
+            token, is_token, slots = load_slots(call, own)
+            wanted, target, exact_target = find_places(
+                side, slots, call[5], call[6], is_token, head
+            )
+            ratio = float32(1.0)
+            if CLIP:
+                ratio = load_global_f32(side[4] + uint64(4) * uint64(head))
+            angles = uint64(4 * HALF_DIM) * uint64(token)
+            how = (offset, call[3] + angles, call[4] + angles, ratio)
+            prepare((buffer, part), (target, exact_target, wanted[0], wanted[1]), how, bad)
+            if part == uint32(0):
+                low, high = uint32(target & uint64(0xFFFFFFFF)), uint32(target >> uint64(32))
+                is_written = uint32(1) if wanted[0] else uint32(0)
+                place = uint32(shared + uint32(PLACES) + uint32(16) * own)
+                store_shared_u32x4(place, (low, high, is_written, uint32(0)))
+
+        # Step 3: and rounded
+        wait_for_all()
+        cuda.syncthreads()
+        round_rows(tiles, buffers, uint32(shared + uint32(PARTIALS)), shared + uint32(PLACES))
+
+    return append
+
+
+def _put_in_buffer(buffer_bytes):
+    """The function that puts elements of a product into a row's buffer."""
+
+    @device_function
+    def put(row, column, values, is_any, buffers):
+        if is_any:
+            place = uint32(buffers + uint32(buffer_bytes) * row)
+            store_shared_f32x4(place + uint32(4) * column, values)
+
+    return put
 
 
 def _put_in_shared(head_dim):
