@@ -64,7 +64,7 @@ def make_bases() -> dict[str, LayerBasis | None]:
     roots = torch.randn(square).double()
     feedback = feedback_matrix(roots @ roots.mT + eye).float()
     matrix, offset = eye + 0.05 * torch.randn(square), make_offset()
-    plain, rotated = Basis(offset), Basis(offset, "hadamard")
+    plain, rotated = Basis(torch.zeros(HEADS, DIM)), Basis(offset, "hadamard")
     turned, rounded = (Basis(offset, "matrix", matrix, None, one) for one in (None, feedback))
     return {
         "no plan": None,

@@ -45,9 +45,12 @@ NO_TRANSFORM, NO_ROPE = Encoding(), (None, None, False)
 # Where a lane has a row the GPU does most, but a row takes longer than four lanes do: these are
 # sooner done as long as an SM has no more rows than 8 warps of them.
 FEW_LANES, ROWS_PER_SM = 4, 64
-# Where a block multiplies its own rows it reads a whole matrix for 8 of them: as long as there are
-# no more blocks than that for each SM, this is sooner than a launch that reads it less often.
-BLOCKS_PER_SM = 4
+# Where a block multiplies its own rows it reads a whole matrix for them: for one group of tokens as
+# long as there are no more blocks than that for each SM, for several then. Beyond it is sooner to
+# read it less often, in a launch before. Rows with feedback take so long that blocks may be more.
+BLOCKS_PER_SM, WITH_FEEDBACK = 2, 4
+GROUPS = (1, 2, 4)
+MOST_OF_BLOCK = 512  # groups times head_dim: 8 warps have the rows of a block at a time
 MOST_FEEDBACK = 128  # head_dim of a step's rows with feedback
 NAMES = addresses_of(APPEND)  # of the tensors of a call
 STEP_NAMES = addresses_of(StepSpec.arguments)
@@ -65,6 +68,7 @@ EXACT = {
     "page_shift": "exact_shift",
 }
 Ready = tuple[Launch, Tensors]
+NewRows = tuple[torch.Tensor, RowFormat, Encoding, "Rope | None"]
 
 
 class OneSide(NamedTuple):
@@ -161,7 +165,8 @@ def append_calibrated(
     """
     k_transform, v_transform = k_transform or NO_TRANSFORM, v_transform or NO_TRANSFORM
     sides = (k, k_format, k_transform, rope), (v, v_format, v_transform, None)
-    if all(_is_of_step(*side) for side in sides) and _is_step(k, queries):
+    groups = _groups_of(sides, queries)
+    if groups and all(_is_of_step(*side) for side in sides):
         cos, sin, _ = rope or NO_ROPE
         x, by, multiplied = None, None, None
         if queries is not None:
@@ -175,7 +180,9 @@ def append_calibrated(
         tensors = (*slots, cos, sin, bad, *of_k, *of_v, *step)
         formats, transforms = (k_format, v_format), (k_transform, v_transform)
         names = ("k", "v")
-        launch = _find(names, formats, exact_format, transforms, rope, tensors, check, overlaps)
+        launch = _find(
+            names, formats, exact_format, transforms, rope, tensors, check, overlaps, groups
+        )
         if launch is not None:
             launch(tensors)
         return multiplied
@@ -218,12 +225,19 @@ def _is_of_step(x: torch.Tensor, fmt: RowFormat, transform: Encoding, rope: Rope
     return rope is None and not transform.rotate and x.dtype in ENCODED
 
 
-def _is_step(k: torch.Tensor, queries: Queries | None) -> bool:
-    """Whether rows and queries are so few that a block reads a matrix for 8 of them."""
-    num_tokens, num_heads, _ = k.shape
+def _groups_of(sides: Sequence[NewRows], queries: Queries | None) -> int:
+    """Groups of 8 tokens that a block of a step has; 0 if there are too many tokens."""
+    num_tokens, num_heads, _ = sides[0][0].shape
     heads = 2 * num_heads + (0 if queries is None else queries.x.shape[1])
-    blocks = -(-num_tokens // PRODUCT_ROWS) * heads
-    return blocks <= BLOCKS_PER_SM * gpu_of(k.get_device()).sm_count
+    sm_count = gpu_of(sides[0][0].get_device()).sm_count
+    groups = -(-num_tokens // PRODUCT_ROWS)
+    if any(_feedback_of(fmt, transform) is not None for _, fmt, transform, _ in sides):
+        return int(groups * heads <= WITH_FEEDBACK * sm_count)
+    dim = max(fmt.head_dim for _, fmt, _, _ in sides)
+    for count in GROUPS:
+        if count * dim <= MOST_OF_BLOCK and -(-groups // count) * heads <= BLOCKS_PER_SM * sm_count:
+            return count
+    return 0
 
 
 def quantize_with_feedback(
@@ -296,16 +310,17 @@ def _find(
     tensors: Tensors,
     check: Callable[[], None] | None,
     overlaps: bool = False,
+    groups: int = 0,
 ) -> Launch | None:
     """Find the launch of a call; names: of the sides that are written."""
     k, v = tensors[K], tensors[V]
     assert k is not None and v is not None
     interleaved = rope is not None and rope.interleaved
     rotates = transforms[0].rotate, transforms[1].rotate
-    how = k.is_neg(), v.is_neg(), overlaps
+    how = k.is_neg(), v.is_neg(), overlaps, groups
     facts = map(facts_of, tensors)
     key = (AppendSpec, names, formats, exact_format, rotates, interleaved, how, *facts)
-    call = names, formats, exact_format, transforms, interleaved, overlaps, tensors
+    call = names, formats, exact_format, transforms, interleaved, overlaps, groups, tensors
     return cached_launch(key, check, _prepare, *call)
 
 
@@ -316,10 +331,10 @@ def _prepare(
     transforms: tuple[Encoding, Encoding],
     interleaved: bool,
     overlaps: bool,
+    groups: int,
     tensors: Tensors,
 ) -> Launch | None:
-    is_step = len(tensors) > len(NAMES)
-    all_names = STEP_NAMES if is_step else NAMES
+    all_names = STEP_NAMES if groups else NAMES
     given = dict(zip(all_names, tensors, strict=True))
     k, cos, exact_rows = given["k.x"], given["cos"], given["k.exact_rows"]
     assert k is not None
@@ -328,7 +343,7 @@ def _prepare(
     gpu = gpu_of(k.get_device())
     copied = _unaligned(all_names, tensors)
     overlaps = overlaps and not copied and gpu.capability >= OVERLAPS
-    spec: AppendSpec = (StepSpec if is_step else AppendSpec)(
+    spec: AppendSpec = (StepSpec if groups else AppendSpec)(
         _side_of(formats[0], transforms[0]),
         _side_of(formats[1], transforms[1]),
         SOURCES[k.dtype],
@@ -344,6 +359,7 @@ def _prepare(
     constants = {"num_tokens": num_tokens, "num_heads": num_heads}
     if isinstance(spec, StepSpec):
         spec, ratio = _with_step(spec, given, constants, copied)
+        spec = replace(spec, groups=groups)
         grid = -(-num_tokens // spec.tokens), num_heads, 2 + ratio
     else:
         grid = grid_of(num_tokens, num_heads, len(names), spec.tokens, gpu.sm_count)

@@ -183,6 +183,7 @@ class StepSpec(AppendSpec):
         k_matrix, v_matrix: whether rows are multiplied by one.
         k_feedback, v_feedback: whether they are rounded with feedback; head_dim 64 to 128.
         query: "bf16" or "fp16", of queries that are multiplied, too; "" for none.
+        groups: of PRODUCT_ROWS tokens that a block has; 1 with feedback.
     """
 
     k_matrix: bool = False
@@ -190,6 +191,7 @@ class StepSpec(AppendSpec):
     k_feedback: bool = False
     v_feedback: bool = False
     query: str = ""
+    groups: int = 1
     warps: int = PRODUCT_WARPS
 
     arguments = (*APPEND, ("step", STEP))
@@ -198,12 +200,12 @@ class StepSpec(AppendSpec):
     @property
     def tokens(self) -> int:
         """Tokens of a block."""
-        return PRODUCT_ROWS
+        return PRODUCT_ROWS * self.groups
 
     @property
     def row_warps(self) -> int:
         """Warps that have rows of the block's tokens, once they are multiplied."""
-        return -(-PRODUCT_ROWS // self.rows)
+        return -(-self.tokens // self.rows)
 
     @property
     def kinds(self) -> tuple[tuple[Side, bool, bool], ...]:
@@ -219,7 +221,7 @@ class StepSpec(AppendSpec):
     def results_at(self, side: Side, has_feedback: bool) -> int:
         """Bytes before the rows that are multiplied, float32: the product, and the tiles of L."""
         tiles = TileLayout(side.fmt.head_dim).nbytes if has_feedback else 0
-        return tiles + product_bytes(side.fmt.head_dim)
+        return tiles + product_bytes(side.fmt.head_dim, self.groups)
 
     def feedback_side(self, side: Side, has_matrix: bool) -> FeedbackSide:
         """A side with feedback as the feedback kernel sees it; with a matrix, once multiplied."""
@@ -234,14 +236,14 @@ class StepSpec(AppendSpec):
             rows = self.feedback_side(side, has_matrix).buffer_bytes + 2 * 4 * TILE + UNIT
             return results + PRODUCT_ROWS * rows
         if has_matrix:
-            rows = 4 * PRODUCT_ROWS * side.fmt.head_dim
+            rows = 4 * self.tokens * side.fmt.head_dim
             return results + rows + self.row_warps * self.out_bytes(side)
         return self.row_warps * self.warp_bytes
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block."""
-        queries = product_bytes(self.k.fmt.head_dim) if self.query else 0
+        queries = product_bytes(self.k.fmt.head_dim, self.groups) if self.query else 0
         return max(queries, *(self._bytes_of(*kind) for kind in self.kinds))
 
 

@@ -1,14 +1,14 @@
 """The append kernel of a decode step: new K and V, and queries, times matrices first.
 
-    grid    8 tokens  x  KV heads  x  K, V, query heads on a KV head
-    block   8 warps, a head: 8 new rows, or queries, times its matrix (device/products.py)
+    grid    groups of 8 tokens  x  KV heads  x  K, V, query heads on a KV head
+    block   8 warps, a head: new rows, or queries, times its matrix (device/products.py)
 
         rows (x - offset) ──▶ M ──▶ float32, shared memory ──▶ quantize ──▶ row at a slot
         queries           ──▶ M ──▶ 16 bit, global memory
 
 A block has all columns of a matrix, so that a row is whole where it is quantized, by the first
 warps as in kernel.py. A side without a matrix is appended as there. That a matrix is read again for
-every 8 tokens is cheap where tokens are few; for others its launch comes before (launch.py).
+every block is cheap where tokens are few; for others its launch comes before (launch.py).
 
 A launch may overlap the one that places the tokens (slots/kernel.py): what that one writes, the
 slots, is read after a wait for it, and what it does not, rows and matrices, before.
@@ -47,6 +47,7 @@ wait_for_older, wait_for_all = wait_copies[1], wait_copies[0]
 def make_step_kernel(spec):
     """Make the kernel, a Python function that numba compiles with `spec.signature()`."""
     OVERLAPS, QUERIES, ALIKE = spec.overlaps, spec.query != "", spec.are_alike
+    TOKENS = spec.tokens
     append_k = _make_side(spec, spec.kinds[0], spec.rotary_dim)
     append_v = append_k if ALIKE else _make_side(spec, spec.kinds[1], 0)
     transform_queries = _make_transform_queries(spec) if QUERIES else _nothing
@@ -58,8 +59,8 @@ def make_step_kernel(spec):
         # fmt: on
         k_matrices, v_matrices = (step[0], step[2]), (step[1], step[3])
         q, q_out, q_matrix, q_token, q_head, q_matrix_stride, ratio = step[4:]
-        first = uint32(uint32(cuda.blockIdx.x) * uint32(PRODUCT_ROWS))
-        count = min(uint32(uint32(num_tokens) - first), uint32(PRODUCT_ROWS))
+        first = uint32(uint32(cuda.blockIdx.x) * uint32(TOKENS))
+        count = min(uint32(uint32(num_tokens) - first), uint32(TOKENS))
         kv_head, kind = int32(cuda.blockIdx.y), int32(cuda.blockIdx.z)
         shared = uint32(shared_address(cuda.shared.array(0, uint32)))
         if QUERIES and kind >= int32(2):
@@ -154,8 +155,8 @@ def _make_append_products(spec, side):
     DIM, LANES, ROWS, ROW_WARPS = side.fmt.head_dim, spec.lanes, spec.rows, spec.row_warps
     EXACT, OVERLAPS, OFFSET, CLIP = spec.exact != "", spec.overlaps, side.offset, side.clip
     RESULTS, OUT_BYTES = spec.results_at(side, False), spec.out_bytes(side)
-    OUT = RESULTS + 4 * PRODUCT_ROWS * DIM
-    multiply = make_products(DIM, spec.source, _put_in_shared(DIM))
+    TOKENS, OUT = spec.tokens, RESULTS + 4 * spec.tokens * DIM
+    multiply = make_products(DIM, spec.source, spec.groups, _put_in_shared(DIM))
     of_float32 = replace(spec, source="fp32")
     transform = make_transform(of_float32, Side(side.fmt), 0)
     load_slots, find_places = _make_load_slots(spec), make_find_places(spec)
@@ -194,7 +195,7 @@ def _make_append_products(spec, side):
 
         # Step 3: to bytes
         x = cuda.local.array(ELEMENTS, float32)
-        start = uint32(uint32(DIM) * min(own, uint32(PRODUCT_ROWS - 1)))
+        start = uint32(uint32(DIM) * min(own, uint32(TOKENS - 1)))
         transform(results, start, part, x, uint64(0), uint64(0), uint64(0))
         ratio = float32(1.0)
         if CLIP:
@@ -215,7 +216,9 @@ def _make_append_feedback(spec, side, has_matrix, rotary_dim):
     BUFFER = as_prepared.buffer_bytes
     PARTIALS = BUFFERS + PRODUCT_ROWS * BUFFER
     PLACES = PARTIALS + 2 * 4 * SHARE * PRODUCT_ROWS
-    multiply = make_products(DIM, spec.source, _put_in_buffer(BUFFER)) if MATRIX else _nothing
+    multiply = _nothing
+    if MATRIX:
+        multiply = make_products(DIM, spec.source, 1, _put_in_buffer(BUFFER))
     ask_row = make_ask(DIM * SIZES[spec.source], LANES, UNIT, False)
     ask_tiles, round_rows = make_ask_tiles(layout), make_round_rows(layout, FMT, BUFFER)
     load_slots, find_places = _make_load_slots(spec), make_find_places(spec)
@@ -315,4 +318,4 @@ def _make_transform_queries(spec):
             words = (pack(values[1], values[0]), pack(values[3], values[2]))
             store_global_u32x2(q_out + uint64(2) * place, words[0], words[1])
 
-    return make_products(DIM, spec.query, put)
+    return make_products(DIM, spec.query, spec.groups, put)

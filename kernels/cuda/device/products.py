@@ -2,9 +2,10 @@
 
     warp w     its part of M, rows w PART to (w + 1) PART - 1, four columns a lane, in registers:
                asked for at once, so that nothing waits for memory twice
-    rows       float32 [head_dim, ROWS]: an element of all rows, which all lanes read at once
-    sums       float32 [WARPS, ROWS, COLUMNS]: of each warp's part of each row; then warp r adds up
-               those of row r
+    rows       float32 [groups, head_dim, ROWS]: an element of all rows of a group, which all lanes
+               read at once
+    sums       float32 [WARPS, ROWS, COLUMNS]: of each warp's part of each row of a group; then warp
+               r adds up those of row r
 
     (x - offset) M    each sum is 0 + the parts in their order, a part its elements in theirs by
                       fused multiply-adds: the bits of kernels/cuda/affine, which has more rows
@@ -35,17 +36,18 @@ from .row_layout import PRODUCT_WARPS as WARPS
 FOUR = 4  # columns of a lane
 
 
-def make_products(head_dim, source, put):
-    """Make the function that multiplies ROWS rows of 16-bit elements by a matrix.
+def make_products(head_dim, source, groups, put):
+    """Make the function that multiplies rows of 16-bit elements by a matrix, groups of ROWS.
 
     Its arguments: address and bytes from one row to the next of x, how many rows there are (the
     others are as the last one), the matrix of the head, the head's offset or 0, a block's shared
     memory (row_layout.product_bytes), and what `put` is given.
 
     Args:
-        put: called by the lanes of warp r with r, a column, a multiple of 4, the four elements
-            from there on, whether they are any, and that argument.
+        put: called for each row with it, a column, a multiple of 4, the four elements from there
+            on, whether they are any, and that argument.
     """
+    GROUPS, GROUP = groups, 4 * ROWS * head_dim  # bytes of a group
     PASSES = -(-head_dim // COLUMNS)
     WORDS, PART = head_dim // 2, head_dim // WARPS
     PARTS, SUMS = FOUR * PART, FOUR * ROWS  # floats of a lane
@@ -55,10 +57,9 @@ def make_products(head_dim, source, put):
     add_part = in_turn([_make_add(i) for i in range(PART)])
 
     @device_function
-    def load_rows(x, stride, count, offset, rows):
+    def load_group(x, offset, rows):
         tid = uint32(cuda.threadIdx.x)
-        member, first = uint32(tid & uint32(ROWS - 1)), uint32(tid >> uint32(3))
-        x += uint64(min(member, uint32(count - uint32(1)))) * stride
+        member, first = uint32(tid % uint32(ROWS)), uint32(tid // uint32(ROWS))
         for i in range(STEPS):
             word = uint32(first + uint32(32 * i))
             if 32 * i + 31 < WORDS or word < uint32(WORDS):
@@ -73,10 +74,17 @@ def make_products(head_dim, source, put):
                 store_shared_f32(to + uint32(4 * ROWS), two)
 
     @device_function
+    def load_rows(x, stride, count, offset, rows):
+        member = uint32(uint32(cuda.threadIdx.x) % uint32(ROWS))
+        for group in range(GROUPS):
+            row = min(uint32(member + uint32(ROWS * group)), uint32(count - uint32(1)))
+            load_group(x + uint64(row) * stride, offset, rows + uint32(GROUP * group))
+
+    @device_function
     def products(x, stride, count, matrix, offset, shared, target):
         tid = uint32(cuda.threadIdx.x)
         lane, warp = uint32(tid & uint32(31)), uint32(tid >> uint32(5))
-        sums = uint32(shared + uint32(4 * ROWS * head_dim))
+        sums = uint32(shared + uint32(GROUPS * GROUP))
         own = uint32(sums + uint32(4 * ROWS * COLUMNS) * warp + uint32(4 * FOUR) * lane)
         at_sums = uint32(sums + uint32(4 * COLUMNS) * warp + uint32(4 * FOUR) * lane)
         matrix += uint64(4 * PART * head_dim) * uint64(warp)
@@ -89,29 +97,31 @@ def make_products(head_dim, source, put):
             load_part(matrix + uint64(4) * uint64(column), part)
             if step == 0:
                 load_rows(x, stride, count, offset, shared)
-            cuda.syncthreads()
+            for group in range(GROUPS):
+                # Step 2: its part of the product, of all rows of a group
+                cuda.syncthreads()
+                found = cuda.local.array(SUMS, float32)
+                for i in range(SUMS):
+                    found[i] = float32(0)
+                rows = uint32(shared + uint32(GROUP) * uint32(group))
+                add_part(rows + uint32(4 * ROWS * PART) * warp, part, found)
+                for row in range(ROWS):
+                    at = 4 * row
+                    four = (found[at], found[at + 1], found[at + 2], found[at + 3])
+                    store_shared_f32x4(own + uint32(4 * COLUMNS * row), four)
+                cuda.syncthreads()
 
-            # Step 2: its part of the product, of all rows
-            found = cuda.local.array(SUMS, float32)
-            for i in range(SUMS):
-                found[i] = float32(0)
-            add_part(shared + uint32(4 * ROWS * PART) * warp, part, found)
-            for row in range(ROWS):
-                four = (found[4 * row], found[4 * row + 1], found[4 * row + 2], found[4 * row + 3])
-                store_shared_f32x4(own + uint32(4 * COLUMNS * row), four)
-            cuda.syncthreads()
-
-            # Step 3: the sum of all parts of this warp's row
-            total = (float32(0), float32(0), float32(0), float32(0))
-            for w in range(WARPS):
-                more = load_shared_f32x4(at_sums + uint32(4 * ROWS * COLUMNS * w))
-                total = (
-                    total[0] + more[0],
-                    total[1] + more[1],
-                    total[2] + more[2],
-                    total[3] + more[3],
-                )
-            put(warp, column, total, is_any, target)
+                # Step 3: the sum of all parts of this warp's row
+                total = (float32(0), float32(0), float32(0), float32(0))
+                for w in range(WARPS):
+                    more = load_shared_f32x4(at_sums + uint32(4 * ROWS * COLUMNS * w))
+                    total = (
+                        total[0] + more[0],
+                        total[1] + more[1],
+                        total[2] + more[2],
+                        total[3] + more[3],
+                    )
+                put(uint32(warp + uint32(ROWS) * uint32(group)), column, total, is_any, target)
 
     return products
 

@@ -35,8 +35,8 @@ UNIT = 16  # bytes
 ELEMENTS = 16  # of a row that a lane has
 STAGES = 4  # of a warp's ring of rows
 SIZES = {"bf16": 2, "fp16": 2, "fp32": 4}  # bytes of an element
-# of a block that multiplies rows by a matrix (products.py): as many rows as warps, and columns of
-# the matrix that it has at a time
+# of a block that multiplies rows by a matrix (products.py): as many rows of a group as warps, and
+# the columns of the matrix that it has at a time
 PRODUCT_WARPS = PRODUCT_ROWS = 8
 PRODUCT_COLUMNS = 128
 
@@ -72,9 +72,9 @@ def staged_bytes(fmt: RowFormat) -> int:
     return prefix_of(fmt) + -(-fmt.code_bytes // UNIT) * UNIT
 
 
-def product_bytes(head_dim: int) -> int:
-    """Shared memory of a block that multiplies rows by a matrix."""
-    return 4 * PRODUCT_ROWS * (head_dim + PRODUCT_WARPS * PRODUCT_COLUMNS)
+def product_bytes(head_dim: int, groups: int = 1) -> int:
+    """Shared memory of a block that multiplies rows by a matrix, groups of PRODUCT_ROWS."""
+    return 4 * PRODUCT_ROWS * (groups * head_dim + PRODUCT_WARPS * PRODUCT_COLUMNS)
 
 
 class RowSpec:

@@ -174,7 +174,8 @@ def simulated(converts_fp8: bool, shares: bool, is_step: bool) -> Iterator[None]
         "AppendSpec": one_warp(AppendSpec),
         "make_feedback_spec": lambda sides: FeedbackSpec(tuple(map(alone, sides))),
         "ROWS_PER_SM": 64 if shares else 0,
-        "BLOCKS_PER_SM": 100 if is_step else 0,
+        "BLOCKS_PER_SM": 12 if is_step else 0,
+        "WITH_FEEDBACK": 100 if is_step else 0,
         "transform_rows": noted(transform_rows),
     }
     of_affine: Any = {"AffineSpec": lambda *args: replace(AffineSpec(*args), warps=4)}

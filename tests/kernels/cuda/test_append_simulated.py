@@ -172,6 +172,20 @@ CASES |= {
     },
     "queries, head_dim 256": {"head_dim": 256, "queries": 1, "tokens": 2, "source": "fp16"},
     "queries of many tokens": {"matrix": "k", "head_dim": 64, "queries": 2, "tokens": 17},
+    "matrices and queries, groups of tokens": {
+        "matrix": "kv",
+        "exact": "bf16",
+        "head_dim": 64,
+        "queries": 4,
+        "tokens": 19,
+    },
+    "matrices, head_dim 256, groups of tokens": {
+        "matrix": "k",
+        "head_dim": 256,
+        "queries": 4,
+        "tokens": 18,
+        "k": "int8",
+    },
     "queries in a part of a wider tensor": {
         "matrix": "k",
         "layout": "fused",
