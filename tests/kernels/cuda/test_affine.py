@@ -85,7 +85,9 @@ def check_result(y: torch.Tensor, given: Arguments) -> None:
     if lens is not None:
         empty = lens[: len(x)] == 0
         wanted[empty], size[empty] = 0, 0
-    of_sums = 45 * 2**-24 * size  # at most 32 + 8 + 1 of them in a row, each of them rounded
+    # one by one at most 32 + 8 + 1 sums in a row, each of them rounded; by tensor cores 5 MMAs for
+    # 16 elements, each of which may cut a bit
+    of_sums = 90 * 2**-24 * size
     limit = ROUNDING[y.dtype] * (wanted.abs() + of_sums) + of_sums + (size > 0) * 2**-25
     error = (y.double().cpu() - wanted).abs()
     assert bool((error <= limit).all()), float(
@@ -122,7 +124,9 @@ class Launcher:
         arguments = typed(self.spec, list(given.values()))
         storages = [x.untyped_storage() for x in self.given if x is not None]
         memory = [(storage.data_ptr(), storage.nbytes()) for storage in storages]
-        memory.append((given["y"], (4 if self.spec.encodes else 2) * self.given[0].numel()))
+        memory.append(
+            (given["y"], (4 if getattr(self.spec, "encodes", False) else 2) * self.given[0].numel())
+        )
         kernel, shared = self.spec.build(), self.spec.shared_bytes
         for backwards in (False, True):
             simulator.launch(

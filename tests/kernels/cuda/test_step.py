@@ -38,7 +38,7 @@ def test_a_step_is_one_launch(cuda: FakeDriver) -> None:
     given = make_call(MATRICES)
     found = appending.append_calibrated(**given, queries=make_queries(MATRICES))
     (launched,), (spec,) = cuda.launched, loaded_specs()
-    assert launched.grid == (1, 8, 6) and launched.block[0] == 256 and not launched.overlaps
+    assert launched.grid == (1, 8, 4) and launched.block[0] == 256 and not launched.overlaps
     assert isinstance(spec, StepSpec) and (spec.k_matrix, spec.v_matrix) == (True, True)
     assert (spec.query, spec.groups, spec.overlaps) == ("bf16", 1, False)
     arguments = arguments_of(spec, launched.arguments)
@@ -47,7 +47,7 @@ def test_a_step_is_one_launch(cuda: FakeDriver) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "grid"), [(16, (2, 8, 6)), (64, (4, 8, 6)), (128, (4, 8, 6)), (161, None)]
+    ("tokens", "grid"), [(16, (2, 8, 4)), (64, (4, 8, 4)), (128, (4, 8, 4)), (129, None)]
 )
 def test_blocks_take_more_tokens_where_there_are_more(
     tokens: int, grid: tuple[int, ...] | None, cuda: FakeDriver
@@ -119,9 +119,9 @@ SPECS = [
 @pytest.mark.parametrize(("name", "arch", "changes"), SPECS, ids=str)
 def test_machine_code_spills_nothing(name: str, arch: str, changes: dict[str, Any]) -> None:
     fmt = RowFormat.parse(name, 128)
-    sides = [Side(fmt, True, not changes.get(f"{side}_matrix"), True) for side in "kv"]
+    k, v = (Side(fmt, True, not changes.get(f"{side}_matrix"), True) for side in "kv")
     overlaps = arch in ("sm_90", "sm_100")
-    spec = StepSpec(*sides, exact="bf16", overlaps=overlaps, **changes)
+    spec = StepSpec(k, v, exact="bf16", overlaps=overlaps, **changes)
     report = compile_spec(spec, arch).report
     print(f"{name:10} {arch:6} {report}, {spec.shared_bytes} bytes shared")
     assert report.stack_bytes == 0, "spilled, or arrays in local memory"
