@@ -22,7 +22,7 @@ from dataclasses import replace
 from numba import cuda, float32, int32, uint32, uint64
 
 from ..device.jit import device_function
-from ..device.products import make_products
+from ..device.products import make_products, part_floats, row_words
 from ..device.ptx import (
     commit_copies,
     load_global_f32,
@@ -102,11 +102,6 @@ def _no_queries(where, matrix, kv_head, slice_, first, count):
     """In place of queries where there are none."""
 
 
-@device_function
-def _no_product(source, stride, count, matrix, offset, shared, target):
-    """In place of a product where there is none."""
-
-
 def _make_side(spec, kind, rotary_dim):
     """Make the function that appends the rows of a block's tokens in a head, of K or of V."""
     side, has_matrix, has_feedback = kind
@@ -169,7 +164,8 @@ def _make_append_products(spec, side):
     EXACT, OVERLAPS, OFFSET, CLIP = spec.exact != "", spec.overlaps, side.offset, side.clip
     RESULTS, OUT_BYTES = spec.results_at(side, False), spec.out_bytes(side)
     TOKENS, OUT = spec.tokens, RESULTS + 4 * spec.tokens * DIM
-    multiply = make_products(DIM, spec.source, spec.groups, _put_in_shared(DIM))
+    NEW, PART = row_words(DIM, spec.groups), part_floats(DIM)
+    ask, put_rows, multiply = make_products(DIM, spec.source, spec.groups, _put_in_shared(DIM))
     of_float32 = replace(spec, source="fp32")
     transform = make_transform(of_float32, Side(side.fmt), 0)
     load_slots, find_places = _make_load_slots(spec), make_find_places(spec)
@@ -184,27 +180,27 @@ def _make_append_products(spec, side):
         part, row = uint32(lane % uint32(LANES)), uint32(lane // uint32(LANES))
         own = uint32(warp * uint32(ROWS)) + row
 
-        # Step 1: the product, in shared memory
-        if not OVERLAPS:  # slots are on their way meanwhile
-            _, is_token, slots = load_slots(call, own)
+        # Step 1: rows and the matrix are asked for; then slots, and by them the rows that leave
         source = side[0] + uint64(first) * x_token + uint64(head) * x_head
         matrix = matrices[0] + uint64(4 * DIM * DIM) * uint64(head)
         offset = side[3] + uint64(4 * DIM) * uint64(head) if OFFSET else uint64(0)
-        results = uint32(shared + uint32(RESULTS))
-        multiply(source, x_token, count, matrix, offset, shared, results)
-        cuda.syncthreads()
+        words, columns = cuda.local.array(NEW, uint32), cuda.local.array(PART, float32)
+        ask(source, x_token, count, matrix, words, columns)
         if OVERLAPS:
             wait_for_launch()
-        if warp >= uint32(ROW_WARPS):
-            return
-
-        # Step 2: where the rows go
-        if OVERLAPS:
-            _, is_token, slots = load_slots(call, own)
+        _, is_token, slots = load_slots(call, own)
+        put_rows(words, offset, shared)
         wanted, target, exact_target = find_places(side, slots, call[5], call[6], is_token, head)
         old = cuda.local.array(WORDS, uint32)
         if EXACT:
             load_old(old, exact_target, part, wanted[0] and wanted[1])
+
+        # Step 2: the product
+        results = uint32(shared + uint32(RESULTS))
+        multiply(columns, matrix, shared, results)
+        cuda.syncthreads()
+        if warp >= uint32(ROW_WARPS):
+            return
 
         # Step 3: to bytes
         x = cuda.local.array(ELEMENTS, float32)
@@ -229,9 +225,10 @@ def _make_append_feedback(spec, side, has_matrix, rotary_dim):
     BUFFER = as_prepared.buffer_bytes
     PARTIALS = BUFFERS + PRODUCT_ROWS * BUFFER
     PLACES = PARTIALS + 2 * 4 * SHARE * PRODUCT_ROWS
-    multiply = _no_product
-    if MATRIX:
-        multiply = make_products(DIM, spec.source, 1, _put_in_buffer(BUFFER))
+    NEW, PART = row_words(DIM, 1), part_floats(DIM)
+    ask, put_rows, multiply = make_products(
+        DIM, "bf16" if spec.source == "fp32" else spec.source, 1, _put_in_buffer(BUFFER)
+    )
     ask_row = make_ask(DIM * SIZES[spec.source], LANES, UNIT, False)
     ask_tiles, round_rows = make_ask_tiles(layout), make_round_rows(layout, FMT, BUFFER)
     load_slots, find_places = _make_load_slots(spec), make_find_places(spec)
@@ -251,27 +248,31 @@ def _make_append_feedback(spec, side, has_matrix, rotary_dim):
         source = side[0] + uint64(first) * x_token + uint64(head) * x_head
         offset = side[3] + uint64(4 * DIM) * uint64(head) if OFFSET else uint64(0)
 
-        # Step 1: rows and L are asked for, rows multiplied
-        if not MATRIX and has_rows:
-            is_token = own < count
-            place = uint64(own) * x_token if is_token else uint64(0)
-            ask_row(buffer, uint32(0), source + place, part, is_token)
+        # Step 1: rows and matrices are asked for, then slots, and rows multiplied
+        words, columns = cuda.local.array(NEW, uint32), cuda.local.array(PART, float32)
+        matrix = matrices[0] + uint64(4 * DIM * DIM) * uint64(head)
+        if MATRIX:
+            ask(source, x_token, count, matrix, words, columns)
+        elif has_rows:
+            is_row = own < count
+            place = uint64(own) * x_token if is_row else uint64(0)
+            ask_row(buffer, uint32(0), source + place, part, is_row)
         commit_copies()
         ask_tiles(tiles, matrices[1] + uint64(4 * DIM * DIM) * uint64(head), thread)
         commit_copies()
-        if MATRIX:
-            matrix = matrices[0] + uint64(4 * DIM * DIM) * uint64(head)
-            product = uint32(shared + uint32(PRODUCT))
-            multiply(source, x_token, count, matrix, offset, product, buffers)
-            cuda.syncthreads()
         if OVERLAPS:
             wait_for_launch()
+        token, is_token, slots = load_slots(call, own)
+        if MATRIX:
+            product = uint32(shared + uint32(PRODUCT))
+            put_rows(words, offset, product)
+            multiply(columns, matrix, product, buffers)
+            cuda.syncthreads()
 
         # Step 2: they are made ready, as in feedback_kernel.py
         if has_rows:
             wait_for_older()
             cuda.syncwarp()
-            token, is_token, slots = load_slots(call, own)
             wanted, target, exact_target = find_places(
                 side, slots, call[5], call[6], is_token, head
             )

@@ -20,9 +20,9 @@ from .ptx import (
     high_bf16,
     high_f16,
     load_global_f32,
-    load_global_u32,
     load_shared_f32x4,
     load_written_f32x4,
+    load_written_u32,
     low_bf16,
     low_f16,
     multiply_add,
@@ -37,11 +37,16 @@ FOUR = 4  # columns of a lane
 
 
 def make_products(head_dim, source, groups, put):
-    """Make the function that multiplies rows of 16-bit elements by a matrix, groups of ROWS.
+    """Make the functions that multiply rows of 16-bit elements by a matrix, groups of ROWS.
 
-    Its arguments: address and bytes from one row to the next of x, how many rows there are (the
-    others are as the last one), the matrix of the head, the head's offset or 0, a block's shared
-    memory (row_layout.product_bytes), and what `put` is given.
+    ask        starts the loads: of x, from its address, the bytes from one row to the next and how
+               many rows there are (the others are as the last one), and of the head's matrix; to
+               local arrays of `row_words` and `part_floats`
+    put_rows   puts these words, less the head's offset, or 0, into shared memory, where a block
+               needs row_layout.product_bytes
+    multiply   multiplies, and calls `put`, whose last argument is its last
+
+    Between them a caller loads what it needs next, so that nothing waits for memory twice.
 
     Args:
         put: called for each row with it, a column, a multiple of 4, the four elements from there
@@ -50,55 +55,68 @@ def make_products(head_dim, source, groups, put):
     GROUPS, GROUP = groups, 4 * ROWS * head_dim  # bytes of a group
     PASSES = -(-head_dim // COLUMNS)
     WORDS, PART = head_dim // 2, head_dim // WARPS
-    PARTS, SUMS = FOUR * PART, FOUR * ROWS  # floats of a lane
-    STEPS = -(-WORDS // 32)  # words of a thread, where ROWS threads have the same word of each row
+    STEPS, SUMS = -(-WORDS // 32), FOUR * ROWS  # words of a row that a thread has; floats of a lane
     low, high = (low_bf16, high_bf16) if source == "bf16" else (low_f16, high_f16)
     load_part = in_turn([_make_load(head_dim, i) for i in range(PART)])
     add_part = in_turn([_make_add(i) for i in range(PART)])
 
     @device_function
-    def load_group(x, offset, rows):
+    def load_columns(matrix, step, part):
+        tid = uint32(cuda.threadIdx.x)
+        lane, warp = uint32(tid & uint32(31)), uint32(tid >> uint32(5))
+        column = uint32(uint32(COLUMNS) * uint32(step) + uint32(FOUR) * lane)
+        column = min(column, uint32(head_dim - FOUR))
+        matrix += uint64(4 * PART * head_dim) * uint64(warp)
+        load_part(matrix + uint64(4) * uint64(column), part)
+
+    @device_function
+    def ask(x, stride, count, matrix, words, part):
+        load_columns(matrix, 0, part)
+        tid = uint32(cuda.threadIdx.x)
+        member, first = uint32(tid % uint32(ROWS)), uint32(tid // uint32(ROWS))
+        for group in range(GROUPS):
+            row = min(uint32(member + uint32(ROWS * group)), uint32(count - uint32(1)))
+            for i in range(STEPS):
+                word = min(uint32(first + uint32(32 * i)), uint32(WORDS - 1))
+                place = uint64(row) * stride + uint64(4) * uint64(word)
+                words[STEPS * group + i] = load_written_u32(x + place)
+
+    @device_function
+    def put_rows(words, offset, rows):
         tid = uint32(cuda.threadIdx.x)
         member, first = uint32(tid % uint32(ROWS)), uint32(tid // uint32(ROWS))
         for i in range(STEPS):
             word = uint32(first + uint32(32 * i))
             if 32 * i + 31 < WORDS or word < uint32(WORDS):
-                bits = load_global_u32(x + uint64(4) * uint64(word))
-                one, two = low(bits), high(bits)
+                less, more = float32(0), float32(0)
                 if offset != uint64(0):
                     place = offset + uint64(8) * uint64(word)
-                    one -= load_global_f32(place)
-                    two -= load_global_f32(place + uint64(4))
-                to = uint32(rows + uint32(8 * ROWS) * word) + uint32(4) * member
-                store_shared_f32(to, one)
-                store_shared_f32(to + uint32(4 * ROWS), two)
+                    less, more = load_global_f32(place), load_global_f32(place + uint64(4))
+                for group in range(GROUPS):
+                    bits = words[STEPS * group + i]
+                    one, two = low(bits), high(bits)
+                    if offset != uint64(0):
+                        one -= less
+                        two -= more
+                    to = uint32(rows + uint32(8 * ROWS) * word) + uint32(4) * member
+                    to += uint32(GROUP * group)
+                    store_shared_f32(to, one)
+                    store_shared_f32(to + uint32(4 * ROWS), two)
 
     @device_function
-    def load_rows(x, stride, count, offset, rows):
-        member = uint32(uint32(cuda.threadIdx.x) % uint32(ROWS))
-        for group in range(GROUPS):
-            row = min(uint32(member + uint32(ROWS * group)), uint32(count - uint32(1)))
-            load_group(x + uint64(row) * stride, offset, rows + uint32(GROUP * group))
-
-    @device_function
-    def products(x, stride, count, matrix, offset, shared, target):
+    def multiply(part, matrix, shared, target):
         tid = uint32(cuda.threadIdx.x)
         lane, warp = uint32(tid & uint32(31)), uint32(tid >> uint32(5))
         sums = uint32(shared + uint32(GROUPS * GROUP))
         own = uint32(sums + uint32(4 * ROWS * COLUMNS) * warp + uint32(4 * FOUR) * lane)
         at_sums = uint32(sums + uint32(4 * COLUMNS) * warp + uint32(4 * FOUR) * lane)
-        matrix += uint64(4 * PART * head_dim) * uint64(warp)
         for step in range(PASSES):
-            # Step 1: this warp's part of M, and all rows
-            column = uint32(uint32(COLUMNS * step) + uint32(FOUR) * lane)
+            if step:
+                load_columns(matrix, step, part)
+            column = uint32(uint32(COLUMNS) * uint32(step) + uint32(FOUR) * lane)
             is_any = column < uint32(head_dim)
-            column = column if is_any else uint32(head_dim - FOUR)
-            part = cuda.local.array(PARTS, float32)
-            load_part(matrix + uint64(4) * uint64(column), part)
-            if step == 0:
-                load_rows(x, stride, count, offset, shared)
             for group in range(GROUPS):
-                # Step 2: its part of the product, of all rows of a group
+                # Step 1: a warp's part of the product, of all rows of a group
                 cuda.syncthreads()
                 found = cuda.local.array(SUMS, float32)
                 for i in range(SUMS):
@@ -111,7 +129,7 @@ def make_products(head_dim, source, groups, put):
                     store_shared_f32x4(own + uint32(4 * COLUMNS * row), four)
                 cuda.syncthreads()
 
-                # Step 3: the sum of all parts of this warp's row
+                # Step 2: the sum of all parts of this warp's row
                 total = (float32(0), float32(0), float32(0), float32(0))
                 for w in range(WARPS):
                     more = load_shared_f32x4(at_sums + uint32(4 * ROWS * COLUMNS * w))
@@ -123,7 +141,17 @@ def make_products(head_dim, source, groups, put):
                     )
                 put(uint32(warp + uint32(ROWS) * uint32(group)), column, total, is_any, target)
 
-    return products
+    return ask, put_rows, multiply
+
+
+def row_words(head_dim, groups):
+    """Words of rows that a thread loads."""
+    return -(-head_dim // 64) * groups
+
+
+def part_floats(head_dim):
+    """Floats of the matrix that a lane has."""
+    return FOUR * head_dim // WARPS
 
 
 def _make_load(head_dim, i):

@@ -125,7 +125,7 @@ def test_machine_code_spills_nothing(name: str, arch: str, changes: dict[str, An
     report = compile_spec(spec, arch).report
     print(f"{name:10} {arch:6} {report}, {spec.shared_bytes} bytes shared")
     assert report.stack_bytes == 0, "spilled, or arrays in local memory"
-    assert report.registers <= 128, "two blocks an SM"
+    assert report.registers <= 168, "a block has room beside one of attention"
     assert spec.shared_bytes <= 99 << 10
 
 
