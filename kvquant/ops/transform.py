@@ -205,8 +205,8 @@ def check_affine(
     first = offset if matrix is None else matrix
     if first is None:
         raise ConfigError("neither a matrix nor an offset is given: rows stay as they are")
-    if dim % 8:
-        raise ShapeError(f"head_dim {dim} is not supported: it must be a multiple of 8")
+    if dim % 16:
+        raise ShapeError(f"head_dim {dim} is not supported: it must be a multiple of 16")
     heads = first.shape[0]
     if not heads or num_heads % heads:
         raise ShapeError(

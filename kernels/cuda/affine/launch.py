@@ -47,13 +47,12 @@ AFFINE: Table = (
 
 @dataclass(frozen=True)
 class AffineSpec(Spec):
-    """The affine kernel.
+    """The kernel that encodes rows, or adds an offset alone.
 
     Attributes:
         head_dim: elements of a row, a multiple of 2 * warps.
         source: "bf16" or "fp16", the codec of x and, but for encoded rows, of y.
-        product: whether rows are multiplied by a matrix.
-        encodes: whether y is (x - offset) M in float32, and not x M + offset.
+        product: whether y is (x - offset) M in float32, and not x + offset.
         width: columns of a lane.
         warps: of a block, 4 or 8.
         overlaps: whether a launch may begin before the one that gives x is complete; sm_90 and
@@ -63,7 +62,6 @@ class AffineSpec(Spec):
     head_dim: int
     source: str = "bf16"
     product: bool = True
-    encodes: bool = False
     width: int = 1
     warps: int = 8
     overlaps: bool = False
@@ -173,8 +171,8 @@ def _prepare(
     ratio = num_heads // num_kv_heads
     gpu, rows = gpu_of(index), batch * ratio
     spec: AffineSpec | SplitSpec
-    if matrix is None or dtype == torch.float32 or head_dim % 16:
-        spec = AffineSpec(head_dim, SOURCES[x.dtype], matrix is not None, dtype == torch.float32)
+    if matrix is None or dtype == torch.float32:
+        spec = AffineSpec(head_dim, SOURCES[x.dtype], matrix is not None)
         spec, columns, rows_of_block = _cut(spec, rows, num_kv_heads, gpu.sm_count)
     else:
         spec = SplitSpec(head_dim, SOURCES[x.dtype])
