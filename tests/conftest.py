@@ -18,6 +18,16 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("kvquant")
 
 
+def _empty_strided(
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
+
+
+# of which launchers make their results, before they import it: else they would not be poisoned
+torch._C._dynamo.guards._empty_strided_cuda = _empty_strided  # type: ignore[attr-defined]
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):  # numba-cuda and torch warn of matters of their own

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import NamedTuple
 
 import torch
 
@@ -17,13 +21,64 @@ from ..rows.reference import reference_over_segments
 from ..rows.segment import PAGE_SIZES, Segment
 
 FORMATS = ("int4-g4", "int4", "int8-g4", "fp8", "bf16")
-# num_q_heads, num_kv_heads, seq_len, batch
+
+
+class Shape(NamedTuple):
+    """Heads, tokens and sequences of a case; lens: of each sequence, where they differ."""
+
+    num_q_heads: int
+    num_kv_heads: int
+    seq_len: int
+    batch: int
+    lens: tuple[int, ...] = ()
+
+
+class Table(NamedTuple):
+    """Shapes that are measured together, in which formats unless others are given."""
+
+    formats: tuple[str, ...]
+    shapes: tuple[Shape, ...]
+    dtype: torch.dtype = torch.bfloat16
+
+
+def uneven(batch: int, long: int, tokens: int, others: int) -> tuple[int, ...]:
+    """Lengths of a batch: some long sequences, spread among others."""
+    places = {i * batch // long for i in range(long)}
+    return tuple(tokens if b in places else others for b in range(batch))
+
+
+def log_uniform(batch: int, least: int, most: int) -> tuple[int, ...]:
+    """Random lengths, the same in every run: as many below twice a length as above half of it."""
+    draw = random.Random(0).random
+    return tuple(round(least * (most / least) ** draw()) for _ in range(batch))
+
+
 SHAPES = (
-    *((8, 1, 8192, batch) for batch in (1, 8, 32, 64, 128, 256, 512)),
-    *((32, 8, seq_len, batch) for seq_len in (1024, 8192, 32768) for batch in (1, 8, 32, 64)),
+    *(Shape(8, 1, 8192, batch) for batch in (1, 8, 32, 64, 128, 256, 512)),
+    *(Shape(32, 8, seq_len, b) for seq_len in (1024, 8192, 32768) for b in (1, 8, 32, 64)),
 )
-QUICK = tuple((8, 1, 8192, batch) for batch in (1, 64, 256))
-TELLING = (8, 1, 8192, 256)  # where all formats are compared
+QUICK = tuple(Shape(8, 1, 8192, batch) for batch in (1, 64, 256))
+TELLING = Shape(8, 1, 8192, 256)  # where all formats are compared
+ROOM = 32768  # tokens that each sequence of a ragged batch has room for
+RAGGED = (
+    *(uneven(b, n, ROOM, rest) for b, n, rest in ((32, 1, 512), (32, 4, 512), (64, 1, 1024))),
+    uneven(8, 1, ROOM, 512),
+    *(log_uniform(batch, 128, ROOM) for batch in (8, 64, 256)),
+    (512,) * 32,  # equal lengths, far below the room and near it: nothing is uneven
+    (8192,) * 32,
+)
+TABLES = {
+    "ragged": Table(FORMATS[:1], tuple(Shape(32, 8, ROOM, len(lens), lens) for lens in RAGGED)),
+    "wide": Table(FORMATS[:1], tuple(Shape(q, 1, 8192, 64) for q in (8, 16, 32, 64, 71))),
+    "short": Table(
+        ("fp16", *FORMATS[:1]),
+        tuple(
+            Shape(32, 32, seq_len, batch)
+            for seq_len, batch in ((128, 1), (512, 1), (1536, 1), (128, 64), (128, 256))
+        ),
+        torch.float16,
+    ),
+}
 # relative L2; 16-bit outputs are rounded
 MAX_ERROR = {torch.float32: 1e-5, torch.bfloat16: 3e-3, torch.float16: 8e-4}
 BLOCK = 32768  # tokens that are quantized; longer sequences repeat them
@@ -31,16 +86,17 @@ BLOCK = 32768  # tokens that are quantized; longer sequences repeat them
 
 @dataclass(frozen=True)
 class Case:
-    """One call of decode attention, all its sequences of the same length.
+    """One call of decode attention.
 
     Attributes:
         k_format, v_format: the packed rows.
         batch: sequences.
         num_q_heads, num_kv_heads: heads.
-        seq_len: tokens of a sequence, the 16-bit ones among them.
+        seq_len: tokens of a sequence, the 16-bit ones among them; with lens what each has room for.
         dtype: of q, of the output and of 16-bit sinks and recent tokens.
         page_size: tokens of a page; 0 for rows without a block table.
         sink_len, recent_len: first and last tokens in 16 bit.
+        lens: tokens of each sequence, if not seq_len of all.
 
     Raises:
         ConfigError: the sizes do not fit one another.
@@ -56,6 +112,7 @@ class Case:
     page_size: int = 0
     sink_len: int = 0
     recent_len: int = 0
+    lens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.num_q_heads % self.num_kv_heads:
@@ -64,15 +121,25 @@ class Case:
             )
         if self.page_size and self.page_size not in PAGE_SIZES:
             raise ConfigError(f"--page-size {self.page_size}: use 16, 32, 64, 128, or 0 for none")
-        if self.packed_len < 1:
+        if min(self.packed_lens) < 1:
             raise ConfigError(
                 f"--exact {self.sink_len} {self.recent_len} leaves nothing of --seq-len "
-                f"{self.seq_len} to pack: use fewer exact tokens or more of all"
+                f"{min(self.all_lens)} to pack: use fewer exact tokens or more of all"
             )
 
     @property
-    def packed_len(self) -> int:
-        """Tokens of a sequence in packed rows."""
+    def all_lens(self) -> tuple[int, ...]:
+        """Tokens of each sequence."""
+        return self.lens or (self.seq_len,) * self.batch
+
+    @property
+    def packed_lens(self) -> tuple[int, ...]:
+        """Tokens of each sequence in packed rows."""
+        return tuple(length - self.sink_len - self.recent_len for length in self.all_lens)
+
+    @property
+    def packed_room(self) -> int:
+        """Packed rows that a sequence has room for."""
         return self.seq_len - self.sink_len - self.recent_len
 
     @property
@@ -98,15 +165,28 @@ class Case:
     @property
     def nbytes(self) -> int:
         """Bytes of the rows that a call reads."""
-        exact = 4 * self.head_dim * (self.sink_len + self.recent_len)
-        packed = (self.k_format.row_bytes + self.v_format.row_bytes) * self.packed_len
-        return self.batch * self.num_kv_heads * (packed + exact)
+        exact = 4 * self.head_dim * (self.sink_len + self.recent_len) * self.batch
+        packed = (self.k_format.row_bytes + self.v_format.row_bytes) * sum(self.packed_lens)
+        return self.num_kv_heads * (packed + exact)
 
     @property
     def exact(self) -> Case:
         """The same attention on a plain 16-bit cache."""
         fmt = RowFormat(exact_codec(self.dtype), 1, self.head_dim)
         return replace(self, k_format=fmt, v_format=fmt, page_size=0, sink_len=0, recent_len=0)
+
+    @property
+    def even(self) -> Case:
+        """The same tokens spread evenly, without more room than they need."""
+        return replace(self, seq_len=math.ceil(sum(self.all_lens) / self.batch), lens=())
+
+    @property
+    def lengths(self) -> str:
+        """Sequences and their tokens in words: "1 x 32768, 31 x 512", or "64 of 130 to 32011"."""
+        counts = Counter(self.all_lens)
+        if len(counts) > 2:
+            return f"{self.batch} of {min(counts)} to {max(counts)}"
+        return ", ".join(f"{n} x {length}" for length, n in sorted(counts.items(), reverse=True))
 
 
 def list_cases(
@@ -117,10 +197,11 @@ def list_cases(
     num_q_heads: int | None = None,
     num_kv_heads: int | None = None,
     head_dim: int = 128,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype | None = None,
     page_sizes: Sequence[int] = (),
     exact: Sequence[tuple[int, int]] = (),
     quick: bool = False,
+    table: str = "",
 ) -> list[Case]:
     """Make the cases that are asked for.
 
@@ -134,26 +215,33 @@ def list_cases(
         seq_lens: tokens; 8192 if some shape but no length is given.
         num_q_heads, num_kv_heads: 32 and 8 if some shape but no heads are given.
         head_dim: elements of a head.
-        dtype: of q.
+        dtype: of q; bfloat16 unless the table says otherwise.
         page_sizes: 0 for no pages.
         exact: pairs of 16-bit first and last tokens.
         quick: make fewer default cases.
+        table: one of TABLES, in place of sizes.
 
     Raises:
         ConfigError: a format does not exist, or sizes do not fit one another.
     """
-    if batches or seq_lens or num_q_heads or num_kv_heads:
+    if table:
+        wanted = TABLES[table]
+        pairs = [(name, shape) for shape in wanted.shapes for name in formats or wanted.formats]
+        dtype = dtype or wanted.dtype
+    elif batches or seq_lens or num_q_heads or num_kv_heads:
         heads = (num_q_heads or 32, num_kv_heads or 8)
-        shapes = [(*heads, seq_len, b) for seq_len in seq_lens or (8192,) for b in batches or (64,)]
+        sizes = product(seq_lens or (8192,), batches or (64,))
+        shapes = [Shape(*heads, seq_len, batch) for seq_len, batch in sizes]
         pairs = [(name, shape) for shape in shapes for name in formats or FORMATS]
     else:
         shapes = list(QUICK if quick else SHAPES)
         pairs = [(name, shape) for shape in shapes for name in formats or FORMATS[:1]]
         if not formats and not quick:
             pairs += [(name, TELLING) for name in FORMATS[1:]]
+    dtype = dtype or torch.bfloat16
     return [
-        Case(*parse_formats(name, head_dim), b, q, kv, seq_len, dtype, page_size, sinks, recent)
-        for (name, (q, kv, seq_len, b)), page_size, (sinks, recent) in product(
+        Case(*parse_formats(name, head_dim), b, q, kv, seq_len, dtype, page_size, *few, lens=lens)
+        for (name, (q, kv, seq_len, b, lens)), page_size, few in product(
             pairs, page_sizes or (0,), exact or ((0, 0),)
         )
     ]
@@ -180,8 +268,8 @@ class Inputs:
 def make_inputs(case: Case, copies: int, device: torch.device) -> list[Inputs]:
     """Make several inputs of a case, each in memory of its own.
 
-    Queries and rows are random. The sequences hold the same tokens; with a block table their pages
-    lie in random order among those of all inputs.
+    Queries and rows are random. The sequences hold the same tokens, each as many as its length;
+    with a block table their pages lie in random order among those of all inputs.
     """
     generator = torch.Generator(device).manual_seed(0)
     count = copies * case.batch
@@ -191,18 +279,19 @@ def make_inputs(case: Case, copies: int, device: torch.device) -> list[Inputs]:
     )
     exact = RowFormat(exact_codec(case.dtype), 1, case.head_dim)
     whole = []
-    for kind, k_format, v_format, length in (
-        ("packed", case.k_format, case.v_format, case.packed_len),
-        ("exact", exact, exact, case.sink_len + case.recent_len),
+    few = case.sink_len + case.recent_len
+    for kind, k_format, v_format, room, lengths in (
+        ("packed", case.k_format, case.v_format, case.packed_room, case.packed_lens),
+        ("exact", exact, exact, few, (few,) * case.batch),
     ):
-        if not length:
+        if not room:
             continue
         page_size = case.page_size if kind == "packed" else 0
         k, v = (
-            _random_rows(fmt, case.num_kv_heads, length, page_size, count, generator)
+            _random_rows(fmt, case.num_kv_heads, room, page_size, count, generator)
             for fmt in (k_format, v_format)
         )
-        lens = torch.full((count,), length, dtype=torch.int32, device=device)
+        lens = torch.tensor(lengths * copies, dtype=torch.int32, device=device)
         # a ring, which starts anywhere
         starts = torch.full_like(lens, case.recent_len // 3) if kind == "exact" else None
         table = None
@@ -261,10 +350,10 @@ def _random_rows(
 
 
 def check(case: Case, inputs: Inputs) -> float:
-    """Compare the first and the last sequence with the float64 reference.
+    """Compare the first, the last, a longest and a shortest sequence with the float64 reference.
 
     Returns:
-        The greater relative L2 error of the two.
+        The greatest of their relative L2 errors.
 
     Raises:
         KVQuantError: it is over the limit of the output's dtype.
@@ -272,7 +361,8 @@ def check(case: Case, inputs: Inputs) -> float:
     out = attend_segments(inputs.q, inputs.segments)
     assert isinstance(out, torch.Tensor)
     errors = []
-    for b in {0, case.batch - 1}:
+    lens = case.all_lens
+    for b in {0, case.batch - 1, lens.index(max(lens)), lens.index(min(lens))}:
         segments = [take_sequences(segment, b, 1) for segment in inputs.segments]
         expected, _ = reference_over_segments(inputs.q[b : b + 1], segments)
         errors.append(float((out[b : b + 1] - expected).norm() / expected.norm()))

@@ -26,6 +26,28 @@ SPEEDS = (
     Column("best SDPA", left=True, part=2),
     *(Column(title, part=2) for title in ("us", "ratio", "in a row\nus", "ratio")),
 )
+RAGGED = (
+    SHAPE[0],
+    SHAPE[2],
+    Column("tokens", left=True),
+    *(Column(title, part=1) for title in ("us", "evenly\nus", "ratio", "bytes\nat peak", "error")),
+    Column("torch, 16 bit", left=True, part=2),
+    *(Column(title, part=2) for title in ("us", "ratio")),
+)
+WIDE = (
+    *SHAPE,
+    *(Column(title, part=1) for title in ("us", "to the\nfirst", "in a row\nus", "to the\nfirst")),
+    Column("error", part=1),
+    Column("best SDPA", left=True, part=2),
+    *(Column(title, part=2) for title in ("us", "ratio", "in a row\nus", "ratio")),
+)
+SHORT = (
+    *SHAPE,
+    *(Column(title, part=1) for title in ("us", "in a row\nus", "eager\nus", "error")),
+    Column("best SDPA", left=True, part=2),
+    *(Column(title, part=2) for title in ("us", "ratio", "in a row\nus", "ratio")),
+    *(Column(title, part=3) for title in ("best SDPA\neager us", "ratio")),
+)
 PLANS = (
     *SHAPE,
     *(Column(title, part=1) for title in ("plans", "by the\nformula", "us", "in a row\nus")),
@@ -38,6 +60,14 @@ VARIANTS = (
     *(Column(title, part=1) for title in ("us", "ratio")),
     *(Column(title, part=2) for title in ("in a row\nus", "ratio")),
 )
+COLUMNS = {  # of the tables, by what was measured
+    "decode": SPEEDS,
+    "ragged": RAGGED,
+    "wide": WIDE,
+    "short": SHORT,
+    "tune": PLANS,
+    "ablate": VARIANTS,
+}
 
 
 def render_machine(machine: Machine) -> str:
@@ -48,21 +78,64 @@ def render_machine(machine: Machine) -> str:
     )
 
 
+def cells(table: str, results: Sequence[Result], machine: Machine) -> list[str]:
+    """The last of the results as a row of one of the first four tables of COLUMNS."""
+    result = results[-1]
+    if table == "ragged":
+        return ragged_cells(result, machine)
+    if table == "wide":
+        return wide_cells(result, results)
+    return short_cells(result) if table == "short" else speed_cells(result, machine)
+
+
 def speed_cells(result: Result, machine: Machine) -> list[str]:
     """A row of the table of SPEEDS."""
-    peer = result.sdpa
     row = _shape(result.case)
     found = time_figures(result.case, result.times, machine)
     for prefix in ("", "in_a_row_"):
         row.append(_number(found[f"{prefix}us"], ".1f"))
         row.append(_number(found[f"{prefix}gb_per_s"], ".0f"))
         row.append(_number(found[f"{prefix}roof_percent"], ".0f", " %"))
-    row.append(f"{result.error:.1e}")
+    return [*row, f"{result.error:.1e}", *_sdpa_cells(result, ("alone", "in_a_row"))]
+
+
+def ragged_cells(result: Result, machine: Machine) -> list[str]:
+    """A row of the table of RAGGED: also against the same tokens spread evenly."""
+    case, us = result.case, result.times.alone
+    assert result.even is not None
+    row = [case.name, case.heads, case.lengths, f"{us:.1f}", f"{result.even.alone:.1f}"]
+    row += [f"{us / result.even.alone:.2f}x", f"{case.nbytes / machine.read_gb_per_s / 1e3:.1f}"]
+    return [*row, f"{result.error:.1e}", *_sdpa_cells(result, ("alone",))]
+
+
+def wide_cells(result: Result, results: Sequence[Result]) -> list[str]:
+    """A row of the table of WIDE: also against the first of the results in the same formats."""
+    first = next((one for one in results if one.case.name == result.case.name), result).times
+    row = _shape(result.case)
+    for name in ("alone", "in_a_row"):
+        us, least = getattr(result.times, name), getattr(first, name)
+        row += [_number(us, ".1f"), _number(us and least and us / least, ".2f", "x")]
+    return [*row, f"{result.error:.1e}", *_sdpa_cells(result, ("alone", "in_a_row"))]
+
+
+def short_cells(result: Result) -> list[str]:
+    """A row of the table of SHORT: also from Python, without a graph."""
+    times = result.times
+    row = [*_shape(result.case), f"{times.alone:.1f}", _number(times.in_a_row, ".1f")]
+    row += [_number(times.eager, ".1f"), f"{result.error:.1e}"]
+    return [*row, *_sdpa_cells(result, ("alone", "in_a_row", "eager"))]
+
+
+def _sdpa_cells(result: Result, names: Sequence[str]) -> list[str]:
+    """Torch's fastest, and of each time it and its ratio to ours."""
+    peer = result.sdpa
     if isinstance(peer, str):
-        return [*row, peer, "", "", "", ""]
-    alone, in_a_row = _ratios(peer.times, result.times)
-    row += [peer.name, _number(peer.times.alone, ".1f"), _number(alone, ".2f", "x")]
-    return [*row, _number(peer.times.in_a_row, ".1f"), _number(in_a_row, ".2f", "x")]
+        return [peer, *[""] * 2 * len(names)]
+    row = [peer.name]
+    for name in names:
+        theirs, ours = getattr(peer.times, name), getattr(result.times, name)
+        row += [_number(theirs, ".1f"), _number(theirs and ours and theirs / ours, ".2f", "x")]
+    return row
 
 
 def choice_cells(choice: Choice) -> list[str]:
@@ -105,12 +178,15 @@ def figures(result: Result, machine: Machine) -> dict[str, Any]:
             "ratio": alone,
             "in_a_row_ratio": in_a_row,
         }
-    return {
+    found = {
         **case_figures(result.case),
         "error": result.error,
         **time_figures(result.case, result.times, machine),
         "sdpa": sdpa,
     }
+    if result.even is not None:
+        found["even"] = time_figures(result.case.even, result.even, machine)
+    return found
 
 
 def choice_figures(choice: Choice, machine: Machine) -> dict[str, Any]:
@@ -139,8 +215,8 @@ def case_figures(case: Case) -> dict[str, Any]:
 
 
 def time_figures(case: Case, times: Times, machine: Machine) -> dict[str, float | None]:
-    """Microseconds, GB/s of rows and percent of the peak bandwidth, alone and in a row."""
-    found: dict[str, float | None] = {}
+    """Microseconds, alone, in a row and from Python; GB/s of rows, percent of peak bandwidth."""
+    found: dict[str, float | None] = {"eager_us": times.eager}
     for prefix, us in (("", times.alone), ("in_a_row_", times.in_a_row)):
         speed = None if us is None else case.nbytes / us / 1e3
         found[f"{prefix}us"] = us

@@ -1,8 +1,9 @@
 """A stopwatch for calls on a GPU: replays of CUDA graphs, and the limits they show.
 
-A call has two times. Alone: a graph of one call, the L2 cache overwritten before each replay, with
-events around the replay only; launch and cold start are in it. In a row: a graph of many calls,
-each on inputs of its own, together several times larger than the L2 cache; time per call.
+A call has two times on the GPU. Alone: a graph of one call, the L2 cache overwritten before each
+replay, with events around the replay only; launch and cold start are in it. In a row: a graph of
+many calls, each on inputs of its own, together several times larger than the L2 cache; time per
+call. Eager: many calls from Python, without a graph; where the GPU is faster, the host's time.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import ctypes
 import datetime
 import math
 import statistics
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +21,8 @@ from typing import Protocol
 import torch
 
 MIN_CALLS = 12  # in a row
-MAX_REPLAYS = 200
+MAX_REPLAYS = 200  # of a graph, or calls of a loop
+LOOPS = 5  # of calls from Python
 MAX_COPIES = 1024  # of inputs; caches too small for that stay in L2, and are timed alone only
 L2_TIMES = 4  # all inputs against L2; with twice its size a fifth of the reads would still hit it
 
@@ -55,6 +58,9 @@ class Timer(Protocol):
     def in_a_row(self, calls: Sequence[Call]) -> float:
         """Per call, one after the other."""
 
+    def eager(self, calls: Sequence[Call]) -> float:
+        """Per call, one after the other from Python, without a graph."""
+
 
 class GraphTimer:
     """Times calls on the current device by replays of CUDA graphs.
@@ -84,6 +90,12 @@ class GraphTimer:
         """See Timer."""
         many = [calls[i % len(calls)] for i in range(max(MIN_CALLS, len(calls)))]
         return self._median(_capture(many)) / len(many)
+
+    def eager(self, calls: Sequence[Call]) -> float:
+        """See Timer."""
+        first = self._loop(calls, MIN_CALLS)
+        count = min(max(int(self.microseconds / LOOPS / max(first, 1.0)), MIN_CALLS), MAX_REPLAYS)
+        return statistics.median(self._loop(calls, count) for _ in range(LOOPS))
 
     def empty(self) -> float:
         """Microseconds of an empty graph's replay."""
@@ -119,6 +131,14 @@ class GraphTimer:
             end.record()
         torch.cuda.synchronize()
         return [1e3 * start.elapsed_time(end) for start, end in spans]
+
+    def _loop(self, calls: Sequence[Call], count: int) -> float:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for i in range(count):
+            calls[i % len(calls)]()
+        torch.cuda.synchronize()
+        return 1e6 * (time.perf_counter() - start) / count
 
 
 def _capture(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..kernels.cuda.decode.launch import override_plan
-from ..kernels.cuda.decode.plan import STAGES, Plan, candidates, fit, plan, tuned_row
+from ..kernels.cuda.decode.plan import STAGES, Plan, candidates, fit, plan, price, tuned_row
 from ..kernels.cuda.decode.spec import HEADS, TECHNIQUES, TILE, DecodeSpec, Path
 from ..kernels.cuda.decode.tuned import Tuned
 from ..kernels.cuda.runtime.launch import GPU
@@ -27,11 +27,13 @@ TABLE: dict[str, Any] = {
 ABLATED = TABLE | {"batches": (256,), "seq_lens": (8192,)}
 ABLATED_FORMATS = ("int4-g4", "int4-g8", "bf16")
 GIVE_UP = 1.25  # a plan this much slower alone than the best is not timed to the end
+CHEAPEST = 12  # plans by the formula's prices that are measured where it has to be quick
+WORTH = 1.03  # what a plan must gain over the formula's, both times considered: less may be noise
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The plan of the formula and the fastest one for a case, of how many measured."""
+    """The plan of the formula and the one to take for a case, of how many measured."""
 
     case: Case
     formula: tuple[Plan, Times]
@@ -49,8 +51,14 @@ class Variant:
     times: Times
 
 
-def tune(case: Case, timer: Timer, gpu: GPU) -> Choice:
+def tune(case: Case, timer: Timer, gpu: GPU, most: int | None = None) -> Choice:
     """Measure the plans worth measuring for a case of plain rows, each checked first.
+
+    Args:
+        case: plain rows.
+        timer: takes the times.
+        gpu: where it runs.
+        most: plans to measure beside the formula's, the cheapest by its prices; all when None.
 
     Raises:
         KVQuantError: a plan gives a wrong result.
@@ -58,20 +66,37 @@ def tune(case: Case, timer: Timer, gpu: GPU) -> Choice:
     spec, units = decode_spec(case), num_units(case)
     formula = plan(spec, gpu, units, [case.seq_len])
     inputs = rotated_inputs(case, timer)
-    found: dict[Plan, Times] = {}
-    for one in dict.fromkeys([formula, *candidates(spec, gpu, units, [case.seq_len])]):
-        limit = GIVE_UP * min((times.alone for times in found.values()), default=math.inf)
+
+    def price_of(one: Plan) -> float:
+        kernel = fit(replace(spec, warps=one.warps, stages=one.stages), gpu)
+        return price(kernel, units, [case.seq_len], one.splits)
+
+    def times_of(one: Plan, limit: float = math.inf) -> Times:
         with override_plan(one):
-            _, found[one] = check_and_time(case, inputs, timer, limit)
-    best = fastest(found)
+            return check_and_time(case, inputs, timer, limit)[1]
+
+    wanted = sorted(candidates(spec, gpu, units, [case.seq_len]), key=price_of)[:most]
+    found: dict[Plan, Times] = {}
+    for one in dict.fromkeys([formula, *wanted]):
+        limit = GIVE_UP * min((times.alone for times in found.values()), default=math.inf)
+        found[one] = times_of(one, limit)
+    best = fastest(found, formula)
+    if best != formula:  # the fastest of many may be so by chance
+        again = {one: times_of(one) for one in (formula, best)}
+        found |= again
+        best = fastest(again, formula)
     return Choice(case, (formula, found[formula]), (best, found[best]), len(found))
 
 
-def fastest(found: Mapping[Plan, Times]) -> Plan:
-    """The plan with the least product of both times; alone counts where none ran in a row."""
-    in_a_row = {one: times.alone * times.in_a_row for one, times in found.items() if times.in_a_row}
-    scores = in_a_row or {one: times.alone for one, times in found.items()}
-    return min(scores, key=scores.__getitem__)
+def fastest(found: Mapping[Plan, Times], formula: Plan) -> Plan:
+    """The plan with the least geometric mean of both times, if that is worth it, or the formula's.
+
+    The time alone counts where none ran in a row, else plans without a time in a row do not.
+    """
+    scores = {one: math.sqrt(t.alone * t.in_a_row) for one, t in found.items() if t.in_a_row}
+    scores = scores or {one: times.alone for one, times in found.items()}
+    best = min(scores, key=scores.__getitem__)
+    return formula if scores.get(formula, math.inf) <= WORTH * scores[best] else best
 
 
 def table_row(choice: Choice, gpu: GPU) -> Tuned:

@@ -246,7 +246,7 @@ class KVCache:
 
     def segments(self, layer: int) -> list[Segment]:
         """The rows of a layer as segments to attend to, without copies, as they are stored."""
-        return self._layer(layer).segments()
+        return list(self._layer(layer).segments())
 
     def dequantized(
         self, layer: int, dtype: torch.dtype = torch.float32
@@ -356,9 +356,7 @@ class KVCache:
             DeviceError: k or v lies on another device than the cache.
             NonFiniteError: NaN, Inf or a value that one of the formats cannot hold.
         """
-        at = self._layer(layer)
-        check_tensors(k=k, v=v)
-        at.append(k.detach(), v.detach(), new_lens, self.bad_rows, self.overflow_tokens)
+        self._layer(layer).append(k, v, new_lens, self.bad_rows, self.overflow_tokens)
 
     @overload
     def step(

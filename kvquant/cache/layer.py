@@ -24,17 +24,25 @@ import torch
 
 from .. import debug
 from ..errors import ConfigError, DeviceError, NonFiniteError, ShapeError
-from ..ops.append import write_rows
+from ..ops.append import Appends, append_again, kind_of, write_rows
 from ..ops.append_checks import Side, check_call
 from ..ops.quantize import dequantize_segment
-from ..ops.slots import Lens, Sizes, find_slots, place_tokens, takes_one_launch
+from ..ops.slots import (
+    Lens,
+    Sizes,
+    find_slots,
+    lens_before,
+    place_again,
+    place_tokens,
+    takes_one_launch,
+)
 from ..ops.transform import encode_rows
-from ..rows.arguments import address
+from ..rows.arguments import address, check_tensors
 from ..rows.basis import LayerBasis, Queries
 from ..rows.format import RowFormat
 from ..rows.quantize import EXACT_DTYPES, FLOAT_DTYPES, full_precision
-from ..rows.segment import Segment
-from ..rows.slots import Split
+from ..rows.segment import FixedSegments, Segment
+from ..rows.slots import Slots, Split
 from .checks import Counts, whole_numbers
 from .row_stacks import to_device, zero_rows
 
@@ -151,6 +159,7 @@ class LayerCache:
         seen = () if window is None else (self.seen_lens, self.seen_starts, self.firsts)
         self.lens = Lens(*lens, *seen)
         self.sizes = Sizes(*rooms, max_seq_len, window or 0)
+        self._segments, self._again = FixedSegments(self._make_segments()), Appends()
 
     @property
     def k_sinks(self) -> torch.Tensor:
@@ -184,8 +193,11 @@ class LayerCache:
             del found["seen_lens"]  # another name of packed_lens
         return found
 
-    def segments(self) -> list[Segment]:
+    def segments(self) -> Sequence[Segment]:
         """The rows in use as segments; kinds without room left out."""
+        return self._make_segments() if torch.compiler.is_compiling() else self._segments
+
+    def _make_segments(self) -> list[Segment]:
         k_rows, v_rows = self.k_packed, self.v_packed
         packed = Segment(
             k_rows, v_rows, self.seen_lens, self.k_format, self.v_format, self.seen_starts
@@ -296,13 +308,19 @@ class LayerCache:
         On CUDA in two launches, unless values are read: slots and lengths, then rows.
 
         Args:
-            k, v, new_lens: as in KVCache.append, k and v detached.
+            k, v, new_lens: as in KVCache.append.
             bad_rows, overflow_tokens: the counters of KVCache.
             queries: as write_rows takes them, of the one token of each sequence.
 
         Returns:
             As write_rows.
         """
+        if new_lens is None and queries is None and not torch.compiler.is_compiling():
+            if self._append_again(k, v, bad_rows, overflow_tokens):
+                return None
+        given = k, v
+        check_tensors(k=k, v=v)
+        k, v = k.detach(), v.detach()
         counts = self._check_new(k, v, new_lens)
         new_tokens, recorded = k.shape[2], debug.is_recorded(self.seq_lens)
         if not recorded:
@@ -349,10 +367,7 @@ class LayerCache:
             multiplied = write_rows(*call, check=check, placed=placed is not None, queries=queries)
         except Exception:  # such as a lack of memory
             if placed is not None:
-                before = placed.before
-                if self.window is not None:
-                    self.firsts.copy_(before[2])
-                self.set_lens(before[0], before[1], self.longest)
+                self._take_back(placed.room)
             raise
         if placed is None:
             seq_lens = self.seq_lens + (new_tokens if counts is None else counts)
@@ -360,7 +375,62 @@ class LayerCache:
             self.set_lens(seq_lens, packed, longest)
         elif self.longest is not None:
             self.longest = longest
+        if placed is not None and counts is None and not recorded:
+            self._keep_append(given, side_k, side_v, placed.slots, bad_rows)
         return multiplied
+
+    def _append_again(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        bad_rows: torch.Tensor,
+        overflow_tokens: torch.Tensor,
+    ) -> bool:
+        """Append new rows like some before, which did fit, by the same two launches.
+
+        Not in a graph, nor where lengths or values have to be read.
+        """
+        if not self._again or self.longest is None or debug.enabled:
+            return False
+        found = self._again.get(kind_of(k, v))
+        if found is None or torch.cuda.is_current_stream_capturing():
+            return False
+        longest = self.longest + k.shape[2]
+        if longest > self.max_seq_len:
+            return False
+        place, write = found
+        room = place(overflow_tokens.data_ptr())
+        slots, step = room.data_ptr(), 8 * room.shape[1]
+        try:
+            bad = bad_rows.data_ptr()
+            write(k.data_ptr(), v.data_ptr(), (slots, slots + step, slots + 2 * step), bad)
+        except Exception:
+            self._take_back(room)
+            raise
+        self.longest = longest
+        return True
+
+    def _keep_append(
+        self,
+        given: tuple[torch.Tensor, torch.Tensor],
+        k: Side,
+        v: Side,
+        slots: Slots,
+        bad_rows: torch.Tensor,
+    ) -> None:
+        """Remember how such new rows were appended, unless they were copied on the way."""
+        if any(x.data_ptr() != side.x.data_ptr() for x, side in zip(given, (k, v), strict=True)):
+            return
+        write = append_again(k, v, slots, self.k_exact.codec, bad_rows, placed=True)
+        place = place_again(self.lens, self.sizes, given[0].shape[2])
+        self._again.keep(kind_of(*given), write and (place, write))
+
+    def _take_back(self, room: torch.Tensor) -> None:
+        """Set the lengths to what they were when tokens were placed that could not be written."""
+        before = lens_before(room, len(self.seq_lens))
+        if self.window is not None:
+            self.firsts.copy_(before[2])
+        self.set_lens(before[0], before[1], self.longest)
 
     def _check_new(
         self, k: torch.Tensor, v: torch.Tensor, new_lens: Counts | None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -40,8 +41,12 @@ GPU_ONLY = {
     "quick": "--quick",
     "tune": "--tune",
     "ablate": "--ablate",
+    "ragged": "--ragged",
+    "wide": "--wide",
+    "short": "--short",
     "plot_file": "--plot",
 }
+MODES = "ragged", "wide", "short", "tune", "ablate"  # what is measured instead
 
 
 @click.command(epilog=FORMATS)
@@ -64,7 +69,10 @@ GPU_ONLY = {
     multiple=True,
     help="Tokens of T in 16 bit: 4 128.",
 )
-@click.option("--quick", is_flag=True, help="Few cases, timed briefly.")
+@click.option("--quick", is_flag=True, help="Few cases, or plans, timed briefly.")
+@click.option("--ragged", is_flag=True, help="Measure batches of unequal lengths instead.")
+@click.option("--wide", is_flag=True, help="Measure many query heads on a KV head instead.")
+@click.option("--short", is_flag=True, help="Measure short contexts instead, from Python too.")
 @click.option("--tune", is_flag=True, help="Measure and keep the best launch plans instead.")
 @click.option("--ablate", is_flag=True, help="Measure what each technique brings instead.")
 @click.option("--json", "json_file", type=NEW_FILE, help="Write the figures to this file too.")
@@ -88,11 +96,13 @@ def bench(
 
     On a GPU without batch, heads or tokens a default set is measured, in about a minute. Formats,
     batches, tokens, page sizes and exact tokens may be given several times: all combinations are
-    measured. The options from --dtype to --ablate and --plot are for GPUs only.
+    measured. --ragged, --wide and --short have shapes of their own. The options from --dtype to
+    --ablate and --plot are for GPUs only.
 
     "us" is one call with a cold L2 cache, launch included; "in a row" one of many calls on rotated
-    inputs. GB/s count the rows; "peak" is their share of the peak bandwidth, as torch's sum
-    reads it.
+    inputs, "eager" one of many from Python, without a graph. GB/s count the rows; "peak" is their
+    share of the peak bandwidth, as torch's sum reads it. "evenly" is a batch with as many tokens in
+    all, the same of each sequence.
 
     \b
     Example:
@@ -121,32 +131,34 @@ def bench(
     if seconds is not None:
         raise click.UsageError("--seconds is for the CPU: on a GPU use --quick")
     check_device(device)
-    _check_gpu_options(gpu)
+    mode = _check_gpu_options(gpu, bool(batches or seq_lens or q_heads or kv_heads))
     sizes = {
         "batches": batches,
         "seq_lens": seq_lens,
         "num_q_heads": q_heads,
         "num_kv_heads": kv_heads,
         "head_dim": head_dim,
-        "dtype": torch.float16 if gpu["dtype"] == "float16" else torch.bfloat16,
+        "dtype": gpu["dtype"] and getattr(torch, gpu["dtype"]),
         "page_sizes": gpu["page_sizes"],
         "exact": gpu["exact"],
     }
     from ..bench import report, timer
-    from ..bench.cases import list_cases
-    from ..bench.tune import ABLATED, ABLATED_FORMATS, TABLE
+    from ..bench.cases import TABLES, list_cases
+    from ..bench.tune import ABLATED, ABLATED_FORMATS, CHEAPEST, TABLE
     from ..text import render_table
 
     if not (batches or seq_lens or q_heads or kv_heads):
-        sizes |= TABLE if gpu["tune"] else ABLATED if gpu["ablate"] else {}
-    if gpu["ablate"]:
+        sizes |= {"tune": TABLE, "ablate": ABLATED}.get(mode, {})
+    if mode == "ablate":
         formats = formats or ABLATED_FORMATS
-    cases = list_cases(formats, quick=gpu["quick"], **sizes)
+    table = mode if mode in TABLES else ""
+    cases = list_cases(formats, quick=gpu["quick"], table=table, **sizes)
     watch = timer.GraphTimer(0.01 if gpu["quick"] else 0.05)
     machine = timer.describe_machine(watch, __version__)
     click.echo(report.render_machine(machine) + "\n")
-    modes = {"tune": (_tune, report.PLANS), "ablate": (_ablate, report.VARIANTS)}
-    run, columns = next((modes[name] for name in modes if gpu[name]), (_measure, report.SPEEDS))
+    runs: dict[str, Callable[..., dict[str, Any]]]
+    runs = {"tune": partial(_tune, CHEAPEST if gpu["quick"] else None), "ablate": _ablate}
+    run = runs.get(mode, partial(_measure, mode))
     rows: Rows = []
     results: list[Result] = []
     figures: dict[str, Any] | None = None
@@ -155,7 +167,7 @@ def bench(
     finally:  # what was measured is printed after an interrupt too, and kept in any case
         try:
             if rows:
-                click.echo(render_table(columns, rows))
+                click.echo(render_table(report.COLUMNS[mode], rows))
         finally:
             if figures:
                 write_json(json_file, {"machine": asdict(machine)} | figures)
@@ -163,35 +175,55 @@ def bench(
         report.plot(results, machine, gpu["plot_file"])
 
 
-def _check_gpu_options(gpu: dict[str, Any]) -> None:
-    if gpu["tune"] and gpu["ablate"]:
-        raise click.UsageError("--tune or --ablate: measure one after the other")
-    if gpu["tune"] or gpu["ablate"]:
-        for name in ("page_sizes", "exact", "plot_file"):
+def _check_gpu_options(gpu: dict[str, Any], sized: bool) -> str:
+    """What to measure, one of MODES or "decode"; raises where options do not go together."""
+    modes = [name for name in MODES if gpu[name]]
+    if len(modes) > 1:
+        raise click.UsageError(f"--{modes[0]} or --{modes[1]}: measure one after the other")
+    for mode in modes:
+        refused = ["plot_file"]
+        if mode in ("tune", "ablate"):
+            refused += ["page_sizes", "exact"]
+        elif sized:
+            raise click.UsageError(
+                f"--{mode} has shapes of its own: leave out batch, heads, tokens"
+            )
+        for name in refused:
             if gpu[name]:
-                raise click.UsageError(f"{GPU_ONLY[name]} does not go with --tune or --ablate")
+                raise click.UsageError(f"{GPU_ONLY[name]} does not go with --{mode}")
     if gpu["plot_file"]:
         from ..bench.report import check_plot
 
         check_plot(gpu["plot_file"])
         check_output(gpu["plot_file"], endings=(".png",))
+    return modes[0] if modes else "decode"
 
 
 def _measure(
-    cases: Sequence[Case], timer: Timer, machine: Machine, rows: Rows, results: list[Result]
+    table: str,
+    cases: Sequence[Case],
+    timer: Timer,
+    machine: Machine,
+    rows: Rows,
+    results: list[Result],
 ) -> dict[str, Any]:
     from ..bench import report
     from ..bench.gpu import Peer, measure
 
     peers: dict[Case, Peer | str] = {}
     for result in _each_that_fits(cases, lambda case: measure(case, timer, peers)):
-        rows.append(report.speed_cells(result, machine))
         results.append(result)
-    return {"decode": [report.figures(result, machine) for result in results]}
+        rows.append(report.cells(table, results, machine))
+    return {table: [report.figures(result, machine) for result in results]}
 
 
 def _tune(
-    cases: Sequence[Case], timer: Timer, machine: Machine, rows: Rows, _: object
+    most: int | None,
+    cases: Sequence[Case],
+    timer: Timer,
+    machine: Machine,
+    rows: Rows,
+    _: object,
 ) -> dict[str, Any]:
     from ..bench import report, tune
     from ..kernels.cuda.decode.tuned import save_table
@@ -201,7 +233,7 @@ def _tune(
     path = save_table(())  # tells at once if it cannot be kept
     click.echo("plans: splits x warps of a block x stages; at first each kernel is compiled")
     choices = []
-    for choice in _each_that_fits(cases, lambda case: tune.tune(case, timer, gpu)):
+    for choice in _each_that_fits(cases, lambda case: tune.tune(case, timer, gpu, most)):
         path = save_table([tune.table_row(choice, gpu)])
         rows.append(report.choice_cells(choice))
         choices.append(choice)
@@ -213,10 +245,10 @@ def _ablate(
     cases: Sequence[Case], timer: Timer, machine: Machine, rows: Rows, _: object
 ) -> dict[str, Any]:
     from ..bench import report, tune
-    from ..kernels.cuda.decode.tuned import load_table
+    from ..kernels.cuda.decode.tuned import measured_plans
     from ..kernels.cuda.runtime.launch import gpu_of
 
-    gpu, tuned = gpu_of(timer.device.index), load_table()
+    gpu, tuned = gpu_of(timer.device.index), measured_plans()
     click.echo("plan: splits x warps of a block x stages; ratios above 1 are slower\n")
     variants = []
     for found in _each_that_fits(cases, lambda case: tune.ablate(case, timer, gpu, tuned)):

@@ -14,7 +14,7 @@ checked while a graph is traced, everything where it runs.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -41,6 +41,8 @@ from .dispatch import kernels_for, torch_op
 from .quantize import dequantize_rows, quantize_calibrated, quantize_rows
 from .slots import check_existing
 
+ALIGNMENT = 16  # bytes that new rows are read at a time on CUDA
+MOST_KINDS = 16  # of new rows, whose appends a layer remembers
 TOKENS_PER_PART = 256  # what is computed on the way stays in the caches of the CPU
 
 Part = tuple[Side, Side, Slots, "Rope | None"]
@@ -245,6 +247,83 @@ def write_rows(
         if bad is not None and any(found):
             bad.add_(torch.tensor(found, dtype=torch.int32, device="cpu"))
     return None
+
+
+class Appends(dict[Hashable, Any]):
+    """Appends of a cache on CUDA that can be made again, by kind_of the new rows.
+
+    A copy begins without: its tensors lie elsewhere.
+    """
+
+    def keep(self, kind: Hashable, again: Any) -> None:
+        """Remember one of them, unless it is None."""
+        if again is None:
+            return
+        if len(self) >= MOST_KINDS:
+            self.clear()
+        self[kind] = again
+
+    def __reduce__(self) -> tuple[type[Appends], tuple[()]]:
+        return Appends, ()
+
+
+def kind_of(k: torch.Tensor, v: torch.Tensor) -> Hashable:
+    """All of new rows that an append to the same rows depends on; None if they are no tensors."""
+    try:
+        return tuple(
+            (
+                type(x),
+                x.shape,
+                x.is_contiguous() or x.stride(),
+                x.dtype,
+                x.device,
+                x.data_ptr() % ALIGNMENT,
+                x.is_neg(),
+            )
+            for x in (k, v)
+        )
+    except (AttributeError, TypeError, RuntimeError):  # of torch: their values lie nowhere
+        return None
+
+
+def append_again(
+    k: Side,
+    v: Side,
+    slots: Slots,
+    exact_format: str,
+    bad: torch.Tensor,
+    *,
+    placed: bool = False,
+) -> Callable[..., None] | None:
+    """An append that write_rows has made on CUDA, to be made again of such new rows.
+
+    Args:
+        placed: as of write_rows, of every such append.
+
+    Returns:
+        kernels.cuda.append.launch.AppendAgain; None if it took more than a launch, or none.
+    """
+    if _is_calibrated(k) or _is_calibrated(v) or not k.x.numel():
+        return None
+    from ..kernels.cuda.append.launch import AppendAgain
+
+    again = AppendAgain(
+        k.x,
+        v.x,
+        k.rows,
+        v.rows,
+        slots,
+        k.fmt,
+        v.fmt,
+        k.exact_rows,
+        v.exact_rows,
+        exact_format,
+        k.transform,
+        v.transform,
+        bad,
+        overlaps=placed,
+    )
+    return None if again.copies else again
 
 
 @functools.cache

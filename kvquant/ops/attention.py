@@ -161,14 +161,8 @@ def decode_attention(
     """
     segment = Segment(k_rows, v_rows, seq_lens, k_format, v_format, None, block_table)  # type: ignore[arg-type]
     try:
-        return attend_segments(
-            q,
-            [segment],
-            sm_scale=sm_scale,
-            return_lse=return_lse,
-            num_splits=num_splits,
-            backend=backend,
-        )
+        out, lse = _attend(q, [segment], sm_scale, return_lse, num_splits, backend)
+        return out if lse is None else (out, lse)
     except ShapeError:
         if isinstance(k_format, RowFormat) and q.ndim == 3:
             RowFormat.parse(k_format, q.shape[-1])  # says which of them has another head_dim
@@ -241,45 +235,61 @@ def attend_segments(
     Returns:
         As decode_attention.
     """
-    given, given_scale = q, sm_scale
-    if transformed is not None:
-        q, sm_scale = transformed
-    elif basis is not None:
+    if basis is None:
+        out, lse = _attend(q, segments, sm_scale, return_lse, num_splits, backend)
+        return out if lse is None else (out, lse)
+    if transformed is None:
         check = functools.partial(check_segments, q, segments)
-        q, sm_scale = transform_query(q, basis.k, sm_scale, backend, check)
-    if torch.compiler.is_compiling():
-        out, lse = _attend_traced(q, segments, sm_scale, return_lse, num_splits, backend)
-    else:
-        if num_splits is not None and type(num_splits) is not int:
-            num_splits = check_num_splits(num_splits)
-        if type(return_lse) is not bool:
-            check_flag("return_lse", return_lse)
-        try:
-            kernel = _kernel(q, backend)
-            out, lse = kernel(q, segments, sm_scale, num_splits, return_lse, _check_cuda)
-        except (AttributeError, TypeError, RuntimeError):  # types are checked only now: it is slow
-            check_types(q, segments)
-            raise
-    if basis is not None:
-        out, lse = restore_result(out, lse, given, basis, seq_lens, given_scale, backend)
+        transformed = transform_query(q, basis.k, sm_scale, backend, check)
+    stored, scale = transformed
+    out, lse = _attend(stored, segments, scale, return_lse, num_splits, backend)
+    out, lse = restore_result(out, lse, q, basis, seq_lens, sm_scale, backend)
     return out if lse is None else (out, lse)
 
 
-def _kernel(q: torch.Tensor, backend: str | None) -> Kernel:
-    """What attends: on CUDA the launcher itself, which checks only calls that it has not seen."""
-    if q.is_cuda and (backend is None or backend == "cuda") and not debug.enabled:
-        return _cuda_kernel()
-    return functools.partial(_attend_checked, backend)
-
-
-def _attend_checked(
-    backend: str | None,
+def _attend(
     q: torch.Tensor,
     segments: Sequence[Segment],
     sm_scale: float | None,
-    num_splits: int | None,
     return_lse: bool,
-    check_cuda: Callable[..., list[Segment]],
+    num_splits: int | None,
+    backend: str | None,
+) -> Result:
+    """Attend to rows as they are stored."""
+    if torch.compiler.is_compiling():
+        return _attend_traced(q, segments, sm_scale, return_lse, num_splits, backend)
+    if num_splits is not None and type(num_splits) is not int:
+        num_splits = check_num_splits(num_splits)
+    if type(return_lse) is not bool:
+        check_flag("return_lse", return_lse)
+    return _attend_eagerly(q, segments, sm_scale, return_lse, num_splits, backend)
+
+
+def _attend_eagerly(
+    q: torch.Tensor,
+    segments: Sequence[Segment],
+    sm_scale: float | None,
+    return_lse: bool,
+    num_splits: int | None,
+    backend: str | None,
+) -> Result:
+    """Attend now; on CUDA by the launcher itself, which checks only calls that it has not seen."""
+    try:
+        if q.is_cuda and (backend is None or backend == "cuda") and not debug.enabled:
+            return _cuda_kernel()(q, segments, sm_scale, num_splits, return_lse, _check_cuda)
+        return _attend_checked(q, segments, sm_scale, return_lse, num_splits, backend)
+    except (AttributeError, TypeError, RuntimeError):  # types are checked only now: it is slow
+        check_types(q, segments)
+        raise
+
+
+def _attend_checked(
+    q: torch.Tensor,
+    segments: Sequence[Segment],
+    sm_scale: float | None,
+    return_lse: bool,
+    num_splits: int | None,
+    backend: str | None,
 ) -> Result:
     """Attend by the backend that was asked for, once everything is checked, values too."""
     segments = _check(q, segments, num_splits)
@@ -423,12 +433,7 @@ def _op_segments(q: torch.Tensor, v_head_dim: int, fields: Sequence[Any]) -> lis
 def _attend_op(q: torch.Tensor, *args: Any) -> list[torch.Tensor]:
     *fields, v_head_dim, sm_scale, return_lse, num_splits, backend = args
     segments = _op_segments(q, v_head_dim, fields)
-    try:
-        kernel = _kernel(q, backend)
-        out, lse = kernel(q, segments, sm_scale, num_splits, return_lse, _check_cuda)
-    except (AttributeError, TypeError, RuntimeError):
-        check_types(q, segments)
-        raise
+    out, lse = _attend_eagerly(q, segments, sm_scale, return_lse, num_splits, backend)
     return [out] if lse is None else [out, lse]
 
 

@@ -324,11 +324,6 @@ class Placed(NamedTuple):
     slots: Slots
     room: torch.Tensor
 
-    @property
-    def before(self) -> torch.Tensor:
-        """[3, batch], int64: seq_lens, packed_lens and, with a window, firsts as they were."""
-        return self.room[:, self.slots.packed.shape[0] :]
-
 
 def takes_one_launch(lens: torch.Tensor, recorded: bool) -> bool:
     """Whether tokens are placed by place_tokens: the lengths are on CUDA and not to be read.
@@ -372,6 +367,23 @@ def place_tokens(
     has_exact = sizes.sink_len + sizes.recent_len > 0
     slots = Slots(packed, exact, evicted) if has_exact else Slots(packed)
     return Placed(slots, room)
+
+
+def place_again(lens: Lens, sizes: Sizes, new_tokens: int) -> Callable[[int], torch.Tensor]:
+    """place_tokens without new_lens, to be called again and again while the tensors stay.
+
+    Returns:
+        A function of the address of overflow, which gives the room: [3, batch * new_tokens +
+        batch], int64, slots and the lengths as they were.
+    """
+    from ..kernels.cuda.slots.launch import PlaceAgain
+
+    return PlaceAgain(lens, sizes, new_tokens)
+
+
+def lens_before(room: torch.Tensor, batch: int) -> torch.Tensor:
+    """[3, batch], int64: seq_lens, packed_lens and, with a window, firsts before tokens came."""
+    return room[:, room.shape[1] - batch :]
 
 
 @functools.cache

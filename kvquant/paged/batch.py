@@ -13,7 +13,7 @@ import torch
 from .. import debug
 from ..cache.copying import NotCopied
 from ..errors import ConfigError, ShapeError
-from ..ops.append import write_rows
+from ..ops.append import Appends, append_again, kind_of, write_rows
 from ..ops.append_checks import Side, check_call, check_new, check_new_types, check_tokens
 from ..ops.attention import State, Transformed, attend_segments
 from ..ops.shared_prefix import attend_shared
@@ -22,7 +22,7 @@ from ..rows.arguments import check_flag, check_kind, check_size, check_tensors
 from ..rows.basis import Queries
 from ..rows.format import RowFormat
 from ..rows.rotation import Rope
-from ..rows.segment import Segment
+from ..rows.segment import FixedSegments, Segment
 from ..rows.slots import Slots
 from .cache import PagedKVCache
 from .pool import SequenceId
@@ -127,8 +127,10 @@ class PagedBatch(NotCopied):
         self._num_members = 0  # sequences of this step whose prefix is read once
         self._ratio = 0  # query heads on a KV head, once attend has seen them
         self._slots: dict[int, Slots] = {}
-        self._segments: dict[tuple[int, int], list[Segment]] = {}
+        self._segments: dict[tuple[int, int], FixedSegments] = {}
         self._num_ids = self._num_tokens = 0
+        self._again = [Appends() for _ in range(cache.num_layers)]
+        self._slots_at = [self._staged.tensors[name].data_ptr() for name in Slots._fields]
 
     @property
     def positions(self) -> torch.Tensor:
@@ -243,9 +245,11 @@ class PagedBatch(NotCopied):
     ) -> torch.Tensor | None:
         """Append; queries: as write_rows takes them, and returns them."""
         self.cache.check_layer(layer)
+        compiling = torch.compiler.is_compiling()  # one graph for all steps: nothing of this one
+        if rope is None and queries is None and not compiling and self._append_again(layer, k, v):
+            return None
         if not isinstance(k, torch.Tensor) or k.ndim != 3:
             self._refuse("k", k, "[num_tokens, num_kv_heads, head_dim]", v=v)
-        compiling = torch.compiler.is_compiling()  # one graph for all steps: nothing of this one
         if not (compiling or self._num_tokens <= k.shape[0] <= self.max_tokens):
             raise ShapeError(
                 f"k has {k.shape[0]} tokens, the step {self._num_tokens} and the batch places for "
@@ -292,7 +296,22 @@ class PagedBatch(NotCopied):
             raise
         if not compiling:
             (self._in_graphs if is_fixed else self._appended).add(layer)
+            if self._on_cuda and rope is None and k.shape[0] <= self.max_batch:
+                again = append_again(k_side, v_side, *call[2:4], self.cache.bad_rows)
+                self._again[layer].keep(kind_of(k, v), again)
         return multiplied
+
+    def _append_again(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> bool:
+        """Append new rows like some before, which did fit, by the same launch; not in a graph."""
+        if not self._again[layer] or debug.enabled or self._is_fixed():
+            return False
+        write = self._again[layer].get(kind_of(k, v))
+        if write is None or k.shape[0] < self._num_tokens or layer in self._appended:
+            return False
+        self.check_open()
+        write(k.data_ptr(), v.data_ptr(), self._slots_at, self.cache.bad_rows.data_ptr())
+        self._appended.add(layer)
+        return True
 
     def step(
         self,
@@ -396,25 +415,26 @@ class PagedBatch(NotCopied):
     ) -> torch.Tensor | State:
         """Attend; transformed: q in the layer's basis, if an append has found it."""
         fixed = self._is_fixed()
-        segments = self._segments_of(layer, q.shape[0])
+        batch, num_q_heads, _ = q.shape
+        segments = self._segments_of(layer, batch)
         if not torch.compiler.is_compiling():
             self.check_open()
         tensors, members = self._staged.tensors, None
         if self.shared_prefix:
-            members = tensors["members"][: q.shape[0]]
+            members = tensors["members"][:batch]
         elif self._num_members and not fixed:
             members = tensors["members"][: self._num_members]
         if not fixed:
-            self._ratio = q.shape[1] // segments[0].k_rows.shape[1]
+            self._ratio = num_q_heads // self.cache.num_kv_heads
         elif not torch.compiler.is_compiling():
-            self._captured[0] = min(self._captured[0], q.shape[0])
+            self._captured[0] = min(self._captured[0], batch)
         basis, seq_lens = self.cache.rows.layers[layer].basis, self.seq_lens
         result: torch.Tensor | State
         given = {"basis": basis, "seq_lens": seq_lens, "transformed": transformed, **options}
         if members is None:
             result = attend_segments(q, segments, **given)
             return result
-        packed, batch = segments[0], q.shape[0]
+        packed = segments[0]
         prefix = packed._replace(
             seq_lens=tensors["prefix_lens"], block_table=tensors["prefix_table"]
         )
@@ -459,7 +479,7 @@ class PagedBatch(NotCopied):
             return True
         return self._on_cuda and torch.cuda.is_current_stream_capturing()
 
-    def _segments_of(self, layer: int, batch: int) -> list[Segment]:
+    def _segments_of(self, layer: int, batch: int) -> Sequence[Segment]:
         """The rows of a layer, for the first places of the batch.
 
         Raises:
@@ -475,7 +495,8 @@ class PagedBatch(NotCopied):
             )
         found = self._segments.get((layer, batch))
         if found is None:
-            found = self._segments[layer, batch] = self._make_segments(layer, batch)
+            found = FixedSegments(self._make_segments(layer, batch))
+            self._segments[layer, batch] = found
         return found
 
     def _make_segments(self, layer: int, batch: int) -> list[Segment]:

@@ -89,6 +89,20 @@ class Segment(NamedTuple):
         return k, dequantize(self.rows(sequence, "v"), self.v_format)
 
 
+class FixedSegments(tuple[Segment, ...]):
+    """Segments of a cache: their tensors are never moved nor reshaped, so they are looked at once.
+
+    Attributes:
+        facts: what a launcher has learnt of them, None before the first launch. A copy, whose
+            tensors lie elsewhere, is without.
+    """
+
+    facts: Any = None
+
+    def __reduce__(self) -> tuple[type[FixedSegments], tuple[tuple[Segment, ...]]]:
+        return FixedSegments, (tuple(self),)
+
+
 def parse_formats(q: torch.Tensor, segment: Segment) -> Segment:
     """The segment with formats in place of their names, which have the head_dim of q."""
     head_dim = query_shape(q)[2]

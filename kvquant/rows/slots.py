@@ -205,23 +205,24 @@ def token_slots(
         tables: [max_num_seqs, max_pages], the pages after the step.
     """
     sink_len, recent_len, page_size = split
-    owner = np.repeat(np.arange(len(counts)), counts)
-    index = np.arange(len(owner)) + (lengths - np.cumsum(counts) + counts - sink_len)[owner]
-    seq_slot, before, end = (
-        seq_slots[owner],
-        packed_lens[owner],
-        (lengths + counts - sink_len)[owner],
-    )
+    first = lengths - sink_len
+    index, end, seq_slot, before = first, first + counts, seq_slots, packed_lens
+    if (counts != 1).any():  # else a token is its own owner
+        owner = np.repeat(np.arange(len(counts)), counts)
+        index = np.arange(len(owner)) + (end - np.cumsum(counts))[owner]
+        first, end, seq_slot, before = first[owner], end[owner], seq_slots[owner], before[owner]
     sink = index < 0
     recent = (index >= end - recent_len) & ~sink
 
     def packed_slot(at: Ints, chosen: NDArray[np.bool_]) -> Ints:
+        if not chosen.any():
+            return np.full(len(at), -1)
         page = tables[seq_slot, np.where(chosen, at // page_size, 0)].astype(np.int64)
         return np.where(chosen, page * page_size + split.page_row(at), -1)
 
     row = np.where(sink, index + sink_len, sink_len + split.ring_row(index))
     exact = np.where(sink | recent, seq_slot * split.exact_len + row, -1)
     old = before + split.ring_row(index - before)  # of this ring row, if it was in use
-    evicted = packed_slot(old, recent & (old < (lengths - sink_len)[owner]))
+    evicted = packed_slot(old, recent & (old < first))
     packed = packed_slot(index, ~(sink | recent))
     return TokenSlots(packed, exact, evicted, index + sink_len)

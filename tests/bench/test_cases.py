@@ -22,7 +22,7 @@ def small(name: str = "int4-g4", **sizes: Any) -> Case:
 def test_the_default_cases_are_one_format_over_shapes_and_all_at_one_shape() -> None:
     cases = list_cases()
     shapes = {(c.num_q_heads, c.num_kv_heads, c.seq_len, c.batch) for c in cases}
-    assert shapes == set(SHAPES)
+    assert shapes == {shape[:4] for shape in SHAPES}
     assert [c.name for c in cases if c.batch == 256] == list(FORMATS)
     assert {c.name for c in cases if c.batch != 256} == {"int4-g4"}
     assert len(cases) == len(set(cases)) == len(SHAPES) + len(FORMATS) - 1
@@ -53,14 +53,39 @@ def test_given_shapes_are_combined_with_everything_else() -> None:
     assert [c.name for c in list_cases(batches=[1])] == list(FORMATS)
 
 
+def test_tables_have_cases_of_their_own() -> None:
+    ragged = list_cases(table="ragged", page_sizes=[0, 64])
+    assert {case.name for case in ragged} == {"int4-g4", "int4-g4 paged 64"}
+    assert {(case.heads, case.seq_len) for case in ragged} == {("32:8", 32768)}
+    words = [case.lengths for case in ragged[::2]]
+    assert words[:4] == [
+        *("1 x 32768, 31 x 512", "4 x 32768, 28 x 512", "1 x 32768, 63 x 1024"),
+        "1 x 32768, 7 x 512",
+    ]
+    assert [case.batch for case in ragged[::2]] == [32, 32, 64, 8, 8, 64, 256, 32, 32]
+    assert ragged[8].lens == list_cases(table="ragged")[4].lens
+    assert all(128 <= length <= 32768 for case in ragged for length in case.lens)
+    assert sum(length > 2048 for length in ragged[12].lens) == pytest.approx(128, abs=20)
+    assert [case.heads for case in list_cases(table="wide")] == [
+        f"{heads}:1" for heads in (8, 16, 32, 64, 71)
+    ]
+    short = list_cases(table="short")
+    assert {case.dtype for case in short} == {torch.float16}
+    assert [(case.name, case.batch, case.seq_len) for case in short[:4]] == [
+        *(("fp16", 1, 128), ("int4-g4", 1, 128), ("fp16", 1, 512), ("int4-g4", 1, 512))
+    ]
+    assert len(list_cases(["fp8"], table="short", dtype=torch.bfloat16)) == 5
+
+
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
         ({"num_q_heads": 7}, "--q-heads 7 is not a multiple of --kv-heads 2"),
         ({"page_size": 48}, "--page-size 48: use 16, 32, 64, 128, or 0 for none"),
         ({"sink_len": 4, "recent_len": 66}, "--exact 4 66 leaves nothing of --seq-len 70"),
+        ({"lens": (4, 70), "sink_len": 4}, "--exact 4 0 leaves nothing of --seq-len 4"),
     ],
-    ids=["heads", "pages", "exact"],
+    ids=["heads", "pages", "exact", "ragged"],
 )
 def test_sizes_that_do_not_fit_are_refused(sizes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -71,8 +96,21 @@ def test_a_call_reads_the_rows_of_all_tokens() -> None:
     assert small("int4-g4").nbytes == 2 * 2 * 70 * (48 + 48)
     assert small("int8/int4-g4").nbytes == 2 * 2 * 70 * (68 + 48)
     assert small(sink_len=4, recent_len=16).nbytes == 2 * 2 * (50 * 96 + 20 * 256)
+    assert small(lens=(3, 70)).nbytes == 2 * 73 * (48 + 48)
+    assert small(lens=(30, 70), sink_len=4, recent_len=16).nbytes == 2 * (60 * 96 + 40 * 256)
+    assert small(lens=(3, 70)).even == small(seq_len=37)
+    assert small(lens=(3, 70)).exact.nbytes == 2 * 73 * 256
     assert small().exact.nbytes == 2 * 2 * 70 * 256
     assert small(dtype=torch.float16, page_size=16).exact.name == "fp16"
+
+
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_sequences_of_a_ragged_batch_have_the_same_room(page_size: int) -> None:
+    first, second = make_inputs(small(lens=(3, 70), page_size=page_size), 2, CPU)
+    for one in (first, second):
+        (segment,) = one.segments
+        assert segment.seq_lens.tolist() == [3, 70]
+        assert segment.capacity == (80 if page_size else 70)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,20 +14,31 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from torch.nn.attention.flex_attention import flex_attention
 
 from kvquant.bench import gpu as gpu_bench
 from kvquant.bench import report as report_module
 from kvquant.bench import timer as timer_module
 from kvquant.bench import tune as tune_module
-from kvquant.bench.cases import FORMATS, Case, check, make_inputs, parse_formats
+from kvquant.bench.cases import (
+    FORMATS,
+    TABLES,
+    Case,
+    Shape,
+    check,
+    make_inputs,
+    parse_formats,
+)
 from kvquant.bench.gpu import Peer, Times, best_sdpa, measure
 from kvquant.bench.report import (
     PLANS,
     VARIANTS,
+    WIDE,
     choice_cells,
     choice_figures,
     variant_cells,
     variant_figures,
+    wide_cells,
 )
 from kvquant.bench.timer import Call, GraphTimer, Machine
 from kvquant.cli import main as cli
@@ -68,6 +80,10 @@ class FakeTimer:
             call()
         return 0.8 * self.times(calls[0])
 
+    def eager(self, calls: Sequence[Call]) -> float:
+        calls[0]()
+        return 1.5 * self.times(calls[0])
+
 
 def small(name: str = "int4-g4", **sizes: Any) -> Case:
     shape = {"batch": 2, "num_q_heads": 4, "num_kv_heads": 2, "seq_len": 70}
@@ -100,24 +116,58 @@ def test_wrong_results_are_an_error_and_nothing_is_timed(
 
 def test_torch_attention_is_taken_at_its_best_and_measured_once() -> None:
     def times(call: Any) -> float:
-        names = {"MATH": 30.0, "FLASH_ATTENTION": 20.0}
-        backend = call.args[0] if call.func is gpu_bench._with else None
-        return 10.0 if backend is None else names[backend.name]
+        if call.func is attend_segments:
+            return 10.0
+        return 20.0 if torch.backends.cuda.flash_sdp_enabled() else 30.0
 
     timer, peers = FakeTimer(times), dict[Case, Peer | str]()
     found = measure(small(), timer, peers)
-    assert found.times == Times(10.0, 8.0)
+    assert found.times == Times(10.0, 8.0, 15.0)
     assert isinstance(found.sdpa, Peer)
-    assert found.sdpa == Peer("flash, enable_gqa", "flash, enable_gqa", Times(20.0, 16.0))
+    assert found.sdpa == Peer("flash, enable_gqa", "flash, enable_gqa", Times(20.0, 16.0, 30.0))
     assert measure(small("int8", page_size=0), timer, peers).sdpa is found.sdpa
     assert list(peers) == [small("bf16")]
 
 
-def test_both_forms_of_torch_attention_compute_the_same() -> None:
-    calls = gpu_bench._sdpa_calls(small("bf16"), FakeTimer())
-    single, folded = (calls[f"math, {form}"][0]() for form in ("enable_gqa", "folded"))
-    assert isinstance(single, torch.Tensor) and isinstance(folded, torch.Tensor)
-    torch.testing.assert_close(single.flatten(), folded.flatten(), atol=0.01, rtol=0.01)
+@pytest.mark.parametrize("lens", [(), (3, 70)], ids=["equal", "ragged"])
+def test_all_forms_of_torch_attention_compute_the_same(lens: tuple[int, ...]) -> None:
+    case = small("bf16", lens=lens)
+    ours = attend_segments(*vars(gpu_bench.rotated_inputs(case, FakeTimer())[0]).values())
+    forms = gpu_bench._torch_calls(case, FakeTimer())
+    assert ("varlen_attn" in forms) == ("flex_attention" in forms) == bool(lens)
+    for form in ("enable_gqa", "folded"):
+        _, make = forms[f"math, {form}"]
+        found = make()[0]()
+        assert isinstance(ours, torch.Tensor) and isinstance(found, torch.Tensor)
+        torch.testing.assert_close(found.flatten(), ours.flatten(), atol=0.01, rtol=0.01)
+
+
+def test_flex_attention_sees_the_tokens_of_each_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = small("bf16", lens=(3, 70))
+    monkeypatch.setattr(gpu_bench, "_compiled_flex", lambda: flex_attention)  # seconds otherwise
+    ours = attend_segments(*vars(gpu_bench.rotated_inputs(case, FakeTimer())[0]).values())
+    _, make = gpu_bench._torch_calls(case, FakeTimer())["flex_attention"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is not compiled
+        found = make()[0]()
+    assert isinstance(ours, torch.Tensor) and isinstance(found, torch.Tensor)
+    torch.testing.assert_close(found.flatten(), ours.flatten(), atol=0.01, rtol=0.01)
+
+
+def test_varlen_attention_gets_tokens_without_padding() -> None:
+    case = small("bf16", lens=(3, 70))
+    one = gpu_bench.rotated_inputs(case, FakeTimer())[0]
+    k, v = (rows.view(case.dtype) for rows in (one.segments[0].k_rows, one.segments[0].v_rows))
+    call: Any = gpu_bench.varlen_call(one.q, k, v, one.segments[0].seq_lens)
+    q, k_tokens, v_tokens, counts, ends, most_queries, most_tokens = call.args
+    assert [counts.tolist(), ends.tolist(), most_queries, most_tokens] == [
+        [0, 2, 4],
+        [0, 3, 73],
+        2,
+        70,
+    ]
+    assert torch.equal(q[3, 1], one.q[1, 3]) and q.shape == (4, 2, 64)
+    assert torch.equal(k_tokens[3 + 5], k[1, :, 5]) and torch.equal(v_tokens[2], v[0, :, 2])
 
 
 @pytest.mark.parametrize(
@@ -145,7 +195,7 @@ def test_a_16_bit_cache_beyond_memory_is_told(monkeypatch: pytest.MonkeyPatch) -
 
 def test_caches_that_stay_in_l2_have_no_time_in_a_row() -> None:
     found = measure(small(), FakeTimer(copies=0), {})
-    assert found.times == Times(10.0, None)
+    assert found.times == Times(10.0, None, 15.0)
     assert isinstance(found.sdpa, Peer) and found.sdpa.times.in_a_row is None
 
 
@@ -226,7 +276,9 @@ def test_tuning_keeps_the_fastest_plan(override_plan: list[tuple[Plan, str]]) ->
         return 10.0 if (plan.warps, plan.stages) == (8, 3) else 11.0 + plan.splits[0]
 
     choice = tune_module.tune(small(), FakeTimer(times), H200)
-    assert len(override_plan) == len(set(override_plan)) == choice.measured > 4
+    # the formula's and the fastest are measured again
+    assert len(override_plan) - 2 == len(set(override_plan)) == choice.measured > 4
+    assert override_plan[-2:] == [(choice.formula[0], ""), (choice.fastest[0], "")]
     assert choice.formula[0] == override_plan[0][0]
     plan, measured = choice.fastest
     assert (plan.warps, plan.stages, measured) == (8, 3, Times(10.0, 8.0))
@@ -241,11 +293,32 @@ def test_tuning_keeps_the_fastest_plan(override_plan: list[tuple[Plan, str]]) ->
     assert choice_figures(choice, MACHINE)["fastest"]["warps"] == 8
 
 
+def test_the_fastest_by_chance_is_not_taken(override_plan: list[tuple[Plan, str]]) -> None:
+    seen: set[Plan] = set()
+
+    def times(call: Call) -> float:
+        plan = override_plan[-1][0]
+        first = plan not in seen
+        seen.add(plan)
+        return 10.0 if first and (plan.warps, plan.stages) == (8, 3) else 11.0
+
+    choice = tune_module.tune(small(seq_len=4096), FakeTimer(times), H200, most=3)
+    assert choice.fastest == choice.formula and choice.measured <= 4
+
+
 def test_both_times_decide_and_plans_without_one_of_them_lose() -> None:
     one, two, three = (Plan((1,), warps, 3) for warps in (4, 8, 2))
-    assert tune_module.fastest({one: Times(10.0, 6.0), two: Times(9.0, 7.0)}) == one
-    assert tune_module.fastest({one: Times(10.0, 6.0), two: Times(9.0, None)}) == one
-    assert tune_module.fastest({one: Times(10.0, None), three: Times(9.0, None)}) == three
+    fastest = tune_module.fastest
+    assert fastest({one: Times(10.0, 6.0), two: Times(9.0, 8.0)}, two) == one
+    assert fastest({one: Times(10.0, 6.0), two: Times(9.0, None)}, two) == one
+    assert fastest({one: Times(10.0, None), three: Times(9.0, None)}, one) == three
+
+
+def test_a_gain_that_may_be_noise_leaves_the_plan_of_the_formula() -> None:
+    one, two = (Plan((1,), warps, 3) for warps in (4, 8))
+    for gain, chosen in ((1.02, one), (1.05, two)):
+        found = {one: Times(10.0, 8.0), two: Times(10.0 / gain, 8.0 / gain)}
+        assert tune_module.fastest(found, one) == chosen
 
 
 @pytest.mark.parametrize("name", ["int4-g4", "int4-g8", "bf16", "int4"])
@@ -277,6 +350,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(timer_module, "GraphTimer", lambda seconds: FakeTimer())
     monkeypatch.setattr(timer_module, "describe_machine", lambda timer, version: MACHINE)
+
+    def cannot_compile() -> None:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(gpu_bench, "_compiled_flex", cannot_compile)
 
 
 def run(*args: object) -> Result:
@@ -347,6 +425,40 @@ def test_the_command_measures_checks_and_writes(gpu: None, tmp_path: Path) -> No
     assert [one["k_format"] for one in found["decode"]] == ["int4-g4", "int8"]
 
 
+@pytest.mark.parametrize("table", ["ragged", "wide", "short"])
+def test_tables_of_hard_cases(
+    table: str, gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes = [Shape(4, 2, 70, 2, (3, 70)), Shape(4, 2, 40, 2, (9, 40))]
+    if table != "ragged":
+        shapes = [Shape(2, 2, 40, 2), Shape(4, 2, 40, 2)]
+    monkeypatch.setitem(TABLES, table, TABLES[table]._replace(shapes=tuple(shapes)))
+    path = tmp_path / "bench.json"
+    done = run(f"--{table}", "--format", "int4-g4", "--head-dim", 64, "--json", path)
+    assert done.exit_code == 0, done.output
+    rows = [line for line in done.stdout.splitlines() if line.startswith("int4-g4")]
+    assert len(rows) == (6 if table == "short" else 4)  # each part of the table has two
+    found = json.loads(path.read_text())[table]
+    assert [one["eager_us"] for one in found] == [15.0, 15.0]
+    if table == "ragged":
+        assert "1 x 70, 1 x 3" in rows[0] and "1.00x" in rows[0]
+        assert [one["lens"] for one in found] == [[3, 70], [9, 40]]
+        assert [one["even"]["us"] for one in found] == [10.0, 10.0]
+        assert found[0]["in_a_row_us"] is None
+    else:
+        assert {one["dtype"] for one in found} == {"float16" if table == "short" else "bfloat16"}
+
+
+def test_wide_groups_are_compared_with_the_first_of_their_formats() -> None:
+    results = [
+        gpu_bench.Result(small(name), 0.001, Times(us, None), "no backend takes it")
+        for name, us in (("int8", 5.0), ("int4", 10.0), ("int4", 12.0))
+    ]
+    cells = wide_cells(results[2], results)
+    assert len(cells) == len(WIDE)
+    assert cells[4:9] == ["12.0", "1.20x", "-", "-", "1.0e-03"]
+
+
 def test_what_was_measured_is_told_after_an_interrupt(
     gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -399,7 +511,11 @@ def test_a_picture_is_the_last_thing(
         (["--dtype", "float32"], "'float32' is not one of"),
         (["--plot", "x.svg"], "name it NAME.png"),
         (["--tune", "--ablate"], "--tune or --ablate"),
-        (["--tune", "--exact", 4, 128], "--exact does not go with --tune or --ablate"),
+        (["--tune", "--exact", 4, 128], "--exact does not go with --tune"),
+        (["--ragged", "--wide"], "--ragged or --wide"),
+        (["--short", "--batch", 3], "--short has shapes of its own"),
+        (["--wide", "--plot", "x.png"], "--plot does not go with --wide"),
+        (["--device", "cpu", "--ragged"], "--ragged is for GPUs"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

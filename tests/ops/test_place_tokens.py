@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_cuda import FakeDriver, install
+from fake_cuda import FakeDriver, install_for_caches
 from layer_states import SPLITS, Split, make_layer, place, random_crop, random_lens
 from small_caches import BATCH, make, tokens
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvquant import debug
 from kvquant.cache import layer
 from kvquant.kernels.cuda.runtime.driver import Launcher
-from kvquant.ops import append as append_ops
 from kvquant.ops import slots as slotops
 from kvquant.ops.slots import Lens, Sizes, place_tokens
 
@@ -42,11 +41,7 @@ class Calls(TorchDispatchMode):
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     """The CPU as a GPU whose driver takes notes."""
-    cuda = install(monkeypatch)
-    monkeypatch.setattr(debug, "may_read", lambda values: False)
-    monkeypatch.setattr(layer, "takes_one_launch", lambda lens, recorded: True)
-    monkeypatch.setattr(append_ops, "kernels_for", lambda *_: "cuda")
-    return cuda
+    return install_for_caches(monkeypatch)
 
 
 def test_a_layer_takes_two_launches_and_no_operation_of_torch(gpu: FakeDriver) -> None:

@@ -12,15 +12,19 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from kvquant import RowFormat
+from kvquant import RowFormat, debug
+from kvquant.cache import layer
 from kvquant.kernels.cuda.decode import launch
 from kvquant.kernels.cuda.decode.spec import DecodeSpec
 from kvquant.kernels.cuda.runtime import driver, workspace
 from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.kernels.cuda.runtime.compile import Cubin, Report
 from kvquant.kernels.cuda.runtime.spec import Spec, fields_of, layout_of
+from kvquant.kernels.cuda.slots import launch as slots
+from kvquant.ops import append as append_ops
 from kvquant.rows.segment import Segment
 
+empty_strided = torch._C._dynamo.guards._empty_strided_cpu  # type: ignore[attr-defined]
 STREAM = 0x7F00_1234_5678_9AB0
 CPU = -1  # get_device() of a CPU tensor
 
@@ -74,6 +78,10 @@ class FakeDriver:
         name._obj.value = b"CUDA_ERROR_FAKE"
         return 0
 
+    def cuDeviceGetAttribute(self, value: Any, attribute: int, device: int) -> int:
+        value._obj.value = {36: 3_201_000, 37: 6016}[attribute]  # kHz and bits, of an H200
+        return self.result("cuDeviceGetAttribute")
+
     def cuDriverGetVersion(self, version: Any) -> int:
         version._obj.value = 12040
         return 0
@@ -101,12 +109,24 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     monkeypatch.setattr(runtime, "load_cubin", lambda spec, arch: cubin)
     for name in ("_gpus", "_kernels", "_launches"):
         monkeypatch.setattr(runtime, name, {})
-    for module in (runtime, launch):
+    for module in (runtime, launch, slots):
         monkeypatch.setattr(module, "current_device", lambda: CPU)
+        monkeypatch.setattr(module, "empty_strided", empty_strided)
+    for module in (runtime, launch):
         monkeypatch.setattr(module, "current_stream", lambda index: STREAM)
-    monkeypatch.setattr(launch, "_launches", {})
+    for name in ("_launches", "_fixed"):
+        monkeypatch.setattr(launch, name, {})
     monkeypatch.setattr(launch, "_measured_plans", lambda: ())
     monkeypatch.setattr(workspace, "_workspaces", {})
+    return fake
+
+
+def install_for_caches(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    """The same, for caches that lie on the CPU: values are not read, and CUDA appends."""
+    fake = install(monkeypatch)
+    monkeypatch.setattr(debug, "may_read", lambda values: False)
+    monkeypatch.setattr(layer, "takes_one_launch", lambda lens, recorded: True)
+    monkeypatch.setattr(append_ops, "kernels_for", lambda *_: "cuda")
     return fake
 
 
@@ -120,7 +140,7 @@ def note_devices(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         yield
 
     monkeypatch.setattr(torch.cuda, "device", device)
-    for module in (runtime, launch):
+    for module in (runtime, launch, slots):
         monkeypatch.setattr(module, "current_device", lambda: 3)
     return entered
 

@@ -136,6 +136,57 @@ def append(
         launch(tensors)
 
 
+class AppendAgain:
+    """append for rows that stay, and new rows like some before: other ones, at other slots.
+
+    Attributes:
+        copies: whether new rows like these are copied first: then it cannot be called.
+    """
+
+    def __init__(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_rows: torch.Tensor,
+        v_rows: torch.Tensor,
+        slots: Slots,
+        k_format: RowFormat,
+        v_format: RowFormat,
+        exact_k: torch.Tensor | None,
+        exact_v: torch.Tensor | None,
+        exact_format: str,
+        k_transform: Encoding | None,
+        v_transform: Encoding | None,
+        bad: torch.Tensor,
+        overlaps: bool = False,
+    ) -> None:
+        """Look at all that stays; arguments as of append."""
+        k_transform, v_transform = k_transform or NO_TRANSFORM, v_transform or NO_TRANSFORM
+        of_k = k, k_rows, exact_k, k_transform.offset, k_transform.clip
+        of_v = v, v_rows, exact_v, v_transform.offset, v_transform.clip
+        tensors = (*slots, None, None, bad, *of_k, *of_v)
+        formats, transforms = (k_format, v_format), (k_transform, v_transform)
+        names = ("k", "v")
+        launch = _find(names, formats, exact_format, transforms, None, tensors, None, overlaps)
+        assert launch is not None
+        self._launch, self.copies = launch, launch.copies
+        addresses = [0 if one is None else one.data_ptr() for one in tensors]
+        self._of_k, self._of_v = addresses[K + 1 : V], addresses[V + 1 :]
+
+    def __call__(self, k: int, v: int, slots: Sequence[int], bad: int) -> None:
+        """Append on the current stream.
+
+        Args:
+            k, v: the addresses of new rows.
+            slots: those of the tensors of Slots.
+            bad: that of the counters.
+
+        Raises:
+            DeviceError: CUDA refuses the launch.
+        """
+        self._launch.at((*slots, 0, 0, bad, k, *self._of_k, v, *self._of_v))
+
+
 def append_calibrated(
     k: torch.Tensor,
     v: torch.Tensor,

@@ -125,36 +125,53 @@ def make_combine_warps(head_dim, warps, put_output, write):
     return combine_warps
 
 
-def make_combine_splits(head_dim, warps, write):
-    """Make the function by which the last block of a unit merges the parts of all."""
+def make_combine_splits(head_dim, warps, three, write):
+    """Make the function by which the last block of a unit merges the parts of all.
+
+    Parts are numbered through the segments, which have counts[0], the first two counts[1], all
+    counts[2]. A part's place in `partial` is its number and what `adds` has for its segment.
+    """
+    THREE = three
     DIM, FOURS, THREADS = head_dim, head_dim // 4, 32 * warps
     LANES = THREADS // HEADS  # lanes that weigh the parts of a head
     LOADED = 4 * AHEAD
 
     @device_function
-    def combine_splits(shared, counter, heads, total, unit_out, unit_lse, out, lse):
+    def place_of(number, counts, adds):
+        added = adds[0]
+        if THREE:
+            if number >= counts[0]:
+                added = adds[1]
+            if number >= counts[1]:
+                added = adds[2]
+        return uint64(uint32(number + added))
+
+    @device_function
+    def combine_splits(shared, counter, heads, counts, adds, partial, part_lses, out, lse):
         tid = uint32(cuda.threadIdx.x)
+        total = counts[2]
         cuda.syncthreads()  # every thread has written its part
         if tid == uint32(0):
             fence()
-            store_shared_u32(shared, atomic_inc_wrap(counter, uint32(total) - uint32(1)))
+            store_shared_u32(shared, atomic_inc_wrap(counter, total - uint32(1)))
         cuda.syncthreads()
         before = load_shared_u32(shared)
         cuda.syncthreads()
-        if before != uint32(total) - uint32(1):
+        if before != total - uint32(1):
             return
         fence()
         # weights of the parts, [total, HEADS] in shared memory, zeros up to a multiple of AHEAD
         head = tid // uint32(LANES)
         mine = tid % uint32(LANES)
-        padded = (uint32(total) + uint32(AHEAD - 1)) // uint32(AHEAD) * uint32(AHEAD)
+        padded = (total + uint32(AHEAD - 1)) // uint32(AHEAD) * uint32(AHEAD)
         top = float32(NOTHING)
         part = mine
-        while part < uint32(total):
+        while part < total:
             place = part * uint32(HEADS) + head
             value = float32(0)
             if head < heads:
-                value = load_written_f32(unit_lse + uint64(4) * uint64(place))
+                here = place_of(part, counts, adds) * uint64(HEADS) + uint64(head)
+                value = load_written_f32(part_lses + uint64(4) * here)
             store_shared_f32(shared + uint32(4) * place, value)
             top = maximum(top, value)
             part += uint32(LANES)
@@ -167,7 +184,7 @@ def make_combine_splits(head_dim, warps, write):
         while part < padded:
             at = shared + uint32(4) * (part * uint32(HEADS) + head)
             weight = float32(0)
-            if part < uint32(total):
+            if part < total:
                 weight = exp2(load_shared_f32(at) - top)
             store_shared_f32(at, weight)
             weights += weight
@@ -177,7 +194,7 @@ def make_combine_splits(head_dim, warps, write):
             weights = add(weights, shfl_xor(weights, step))
             step += step
         part = mine
-        while part < uint32(total):
+        while part < total:
             at = shared + uint32(4) * (part * uint32(HEADS) + head)
             store_shared_f32(at, load_shared_f32(at) / weights)
             part += uint32(LANES)
@@ -191,11 +208,12 @@ def make_combine_splits(head_dim, warps, write):
             place = uint64(head) * uint64(DIM) + uint64(4) * uint64(four)
             values = ZEROS
             first = uint32(0)
-            while first < uint32(total):
+            while first < total:
                 loaded = cuda.local.array(LOADED, float32)
                 for i in range(AHEAD):
-                    part = min(uint32(first + uint32(i)), uint32(total - int32(1)))
-                    at = unit_out + uint64(4) * (uint64(part) * uint64(HEADS * DIM) + place)
+                    part = min(uint32(first + uint32(i)), uint32(total - uint32(1)))
+                    here = place_of(part, counts, adds) * uint64(HEADS * DIM) + place
+                    at = partial + uint64(4) * here
                     store_sums(loaded, 4 * i, load_written_f32x4(at))
                 for i in range(AHEAD):
                     at = shared + uint32(4) * ((first + uint32(i)) * uint32(HEADS) + head)

@@ -14,7 +14,6 @@ from ..device.ptx import (
     load_shared_u32,
     load_shared_u32x2,
     load_shared_u32x4,
-    opaque,
     store_shared_u32x4,
 )
 from .spec import TILE
@@ -56,6 +55,13 @@ def make_locate(place):
     return locate
 
 
+@device_function
+def times_one(count, one):
+    """A count that the compilers do not know, because a factor comes with the launch: a loop over
+    it stays rolled, where LLVM sees a second end too. Else it unrolls by 4."""
+    return int32(int32(count) * int32(one))
+
+
 def make_copy(staged, place, rolled):
     """Make the function that asks for the rows of a tile.
 
@@ -86,8 +92,11 @@ def make_copy(staged, place, rolled):
             high = low
         count = WINDOWS
         if rolled:
-            count = int32(opaque(uint32(WINDOWS)))
+            count = times_one(WINDOWS, cuda.blockDim.z)
         for i in range(count):
+            if rolled:
+                if i >= times_one(WINDOWS, cuda.blockDim.y):
+                    break
             # piece lane + 32 i, its row and window; simpler where a row's windows divide 32
             row = uint32((lane + uint32(32) * uint32(i)) // uint32(WINDOWS))
             window = uint32(lane + uint32(32) * uint32(i) - row * uint32(WINDOWS))
@@ -137,8 +146,11 @@ def _make_copy_bytes(staged, place, rolled):
         left = int32(min(end - first, int32(TILE)) * int32(ROW_BYTES) - int32(16) * int32(lane))
         count = STEPS
         if rolled:
-            count = int32(opaque(uint32(STEPS)))
+            count = times_one(STEPS, cuda.blockDim.z)
         for i in range(count):
+            if rolled:
+                if i >= times_one(STEPS, cuda.blockDim.y):
+                    break
             source = low
             if PAGED and 32 * i + 31 >= HALF_PIECES:
                 if lane + uint32(32 * i) >= uint32(HALF_PIECES):
@@ -148,6 +160,19 @@ def _make_copy_bytes(staged, place, rolled):
                 copy_16(target + uint32(512 * i), source + uint64(512 * i), valid)
 
     return copy_bytes
+
+
+def make_clear_row(staged):
+    """Make the function that fills a row with zeros."""
+    UNITS = staged.stride // 16
+
+    @device_function
+    def clear_row(row):
+        zeros = (uint32(0), uint32(0), uint32(0), uint32(0))
+        for i in range(UNITS):
+            store_shared_u32x4(row + uint32(16 * i), zeros)
+
+    return clear_row
 
 
 def make_realign(staged, place):
@@ -171,9 +196,6 @@ def make_realign(staged, place):
                 for i in range(WORDS // 2):
                     pair = load_shared_u32x2(landed + uint32(8 * i))
                     words[2 * i], words[2 * i + 1] = pair[0], pair[1]
-            if int32(first + int32(lane)) >= end:
-                for i in range(WORDS):
-                    words[i] = uint32(0)
         else:  # shift the words of the windows by the 0 to 3 that stand before the row
             slot = int32(first + int32(lane))
             if RING:
@@ -190,6 +212,9 @@ def make_realign(staged, place):
                 one = (before & uint32(4)) != uint32(0)
                 for i in range(LOADED - 3):
                     words[i] = words[i + 1] if one else words[i]
+        if int32(first + int32(lane)) >= end:  # what lies behind the last row may be NaN
+            for i in range(WORDS):
+                words[i] = uint32(0)
         for i in range(WORDS, LOADED):
             words[i] = uint32(0)
         to = target + lane * uint32(STRIDE)

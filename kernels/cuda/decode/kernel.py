@@ -1,12 +1,13 @@
 """Decode attention on CUDA: softmax(q·K) V of one token a sequence, read from packed rows.
 
-    grid    units: 8 query heads of a KV head  x  sequences  x  parts: the splits of every segment
-    block   one part: it attends to its tokens (mainloop.py), and the last block of a unit merges
+    unit    8 query heads of a KV head of a sequence
+    part    tokens of a segment of a unit, attended to by a block (mainloop.py)
+    block   one part, or where lengths differ several (schedule.py); the last block of a unit merges
             its parts (combine.py)
 
-The tokens of a segment are split by its length on the device, into whole tiles for every warp, so
-that lengths may change between the replays of a CUDA graph. Parts without tokens end at once. Parts
-are the slowest axis: long ones, of the first segment, spread evenly over the GPU before short ones.
+Work is cut by the lengths on the device, into whole tiles for every warp, so that lengths may change
+between the replays of a CUDA graph. Parts without tokens end at once. Those of the first segment
+come first: long parts spread evenly over the GPU before short ones.
 
 Splits merged by log-sum-exp: Flash-Decoding (https://pytorch.org/blog/flash-decoding/). Fused INT4
 rows: https://pytorch.org/blog/int4-decoding/. What is ours: codes that are multiplied as fp16
@@ -16,126 +17,223 @@ subnormals, the probabilities that stay in registers, groups apart in float32.
 from numba import cuda, int32, uint32, uint64
 
 from ..device.jit import device_function
-from ..device.ptx import begin_next_launch, load_global_u32, shared_address
+from ..device.ptx import (
+    begin_next_launch,
+    load_shared_u32,
+    load_shared_u32x4,
+    shared_address,
+    store_shared_u32x4,
+    word_from_lane,
+)
 from .combine import make_combine_splits, make_write, make_write_empty
 from .mainloop import make_attend
-from .spec import FIELD, HEADS, TILE
+from .schedule import (
+    are_alike,
+    following,
+    make_balanced_part,
+    make_even_part,
+    make_share,
+    make_survey,
+    rank_of,
+)
+from .spec import HEADS, KEPT
 
-SEQ_LENS, CAPACITY, SPLITS = FIELD["seq_lens"], FIELD["capacity"], FIELD["splits"]
+# of a part, in a word: how many query heads, whether it is the unit's first, whether it has tokens
+HEADS_MASK, BEGINS, HOLDS = 0xFF, 0x100, 0x200
 
 
 @device_function
-def length_of(segment, b):
-    """Rows of a sequence, at most those that there is room for."""
-    length = int32(0)
-    if segment[SPLITS] > int32(0):
-        length = int32(load_global_u32(segment[SEQ_LENS] + uint64(4) * uint64(b)))
-    return int32(max(min(length, segment[CAPACITY]), int32(0)))
-
-
-@device_function
-def attend_nothing(segment, begin, end, rows, results, shared):
+def attend_nothing(segment, begin, end, reach, rows, results, shared):
     """In place of a second path where there is none."""
 
 
 def make_decode_kernel(spec):
     """Make the kernel, a Python function that numba compiles with `spec.signature()`."""
     WARPS, DIM, THREE = spec.warps, spec.first.v_format.head_dim, spec.segments == 3
-    FIRST_STEP, OVERLAPPED = TILE * WARPS, spec.overlapped
-    SECOND_STEP = TILE * spec.warps_of(spec.second or spec.first)
+    SEGMENTS, OVERLAPPED = spec.segments, spec.overlapped
     write = make_write(spec.query)
-    combine_splits = make_combine_splits(DIM, WARPS, write)
+    combine_splits = make_combine_splits(DIM, WARPS, THREE, write)
     write_empty = make_write_empty(DIM, WARPS, write)
-    attend_first = make_attend(spec, spec.first)
-    attend_second = make_attend(spec, spec.second) if spec.second else attend_nothing
+    survey, find, steps_of, cost_of = make_survey(spec)
+    share_of, even_part = make_share(spec), make_even_part(spec)
+    balanced_part = make_balanced_part(spec, steps_of, cost_of)
 
     @device_function
-    def share_out(segment, b, step):
-        """Rows of a sequence, tokens of a split, and splits that hold any."""
-        length = length_of(segment, b)
-        splits = max(segment[SPLITS], int32(1))
-        tokens = int32((length + splits - int32(1)) // splits)
-        tokens = int32(max(int32((tokens + step - int32(1)) // step), int32(1)) * step)
-        return length, tokens, int32((length + tokens - int32(1)) // tokens)
+    def heads_of(column, head_blocks, ratio):
+        """Of a unit: KV head, first query head, how many query heads."""
+        kv_head = int32(column)
+        if head_blocks > int32(1):
+            kv_head = int32(column // uint32(head_blocks))
+        first = int32((int32(column) - kv_head * head_blocks) * int32(HEADS))
+        return kv_head, int32(kv_head * ratio + first), min(int32(HEADS), int32(ratio - first))
+
+    @device_function
+    def keep(results):
+        """Leave in a warp's shared memory what it needs after its attention: registers are dear."""
+        kept, _, unit, line, part, counts, adds = results
+        if uint32(cuda.threadIdx.x) & uint32(31) == uint32(0):
+            store_shared_u32x4(kept, unit)
+            store_shared_u32x4(kept + uint32(16), line)
+            store_shared_u32x4(kept + uint32(32), part)
+            if THREE:
+                store_shared_u32x4(kept + uint32(48), (counts[0], counts[1], adds[1], adds[2]))
+        cuda.syncwarp()
+
+    @device_function
+    def places_of(common, row):
+        """Where a unit's output and lse go."""
+        out, lse = common[1], common[2]
+        if lse != uint64(0):
+            lse += uint64(4) * uint64(row)
+        return out + uint64(2 * DIM) * uint64(row), lse
+
+    @device_function
+    def recall(results):
+        """Of a part: how many query heads; how many parts the unit has, where the part's and the
+        unit's results go."""
+        kept, common = results[0], results[1]
+        partial, places = common[3], common[13]
+        place = load_shared_u32(kept + uint32(12))
+        total, _, row, state = load_shared_u32x4(kept + uint32(32))
+        part_lse = partial + uint64(4 * HEADS) * (uint64(DIM) * uint64(places) + uint64(place))
+        part_out = partial + uint64(4 * HEADS * DIM) * uint64(place)
+        out, lse = places_of(common, row)
+        heads = uint32(state & uint32(HEADS_MASK))
+        return heads, (int32(total), part_out, part_lse, out, lse)
+
+    @device_function
+    def numbering_of(kept, total, first):
+        """What combine_splits takes for counts and adds."""
+        if THREE:
+            of_one, of_two, second, third = load_shared_u32x4(kept + uint32(48))
+            return (of_one, of_two, total), (first, second, third)
+        return (total, total, total), (first, first, first)
+
+    attend_first = make_attend(spec, spec.first, keep, recall)
+    attend_second = make_attend(spec, spec.second, keep, recall) if spec.second else attend_nothing
 
     @device_function
     def decode(common, one, two, three):
-        q, out, lse, partial, counters, q_stride_batch, q_stride_head = common[:7]
-        num_q_heads, ratio, head_blocks, score_scale = common[7:]
+        q, partial, counters, q_stride_batch, q_stride_head = common[0], *common[3:7]
+        num_q_heads, ratio, head_blocks, batch, columns, parts, places = common[7:14]
+        workers, most_parts, score_scale = common[14:]
         shared = shared_address(cuda.shared.array(0, uint32))
         if OVERLAPPED:
             begin_next_launch()
+        # from a lane: ptxas has to see that a warp does not diverge
+        warp = word_from_lane(uint32(uint32(cuda.threadIdx.x) >> uint32(5)), uint32(0))
+        kept = uint32(shared + warp * uint32(KEPT))
+        rings = shared + uint32(WARPS * KEPT)
+        segments = (one, two, three)
+        column, b = uint32(cuda.blockIdx.x), uint32(cuda.blockIdx.y)
+        split = uint32(cuda.blockIdx.z)
 
-        # Step 1: the unit, and where its results go
-        b, column = int32(cuda.blockIdx.y), int32(cuda.blockIdx.x)
-        kv_head = int32(column // head_blocks)
-        first_head = int32((column - kv_head * head_blocks) * int32(HEADS))
-        heads = uint32(min(int32(HEADS), int32(ratio - first_head)))
-        head = int32(kv_head * ratio + first_head)
-        query = q + uint64(b) * q_stride_batch + uint64(head) * q_stride_head
-        place = uint64(b) * uint64(num_q_heads) + uint64(head)
-        out += uint64(2 * DIM) * place
-        if lse != uint64(0):
-            lse += uint64(4) * place
-
-        # Step 2: the part. Those that hold tokens have positions; the others have nothing to do
-        split = int32(cuda.blockIdx.z)
-        position = split
-        length, tokens, active = share_out(one, b, int32(FIRST_STEP))
-        total = active
-        is_first = split < one[SPLITS]
-        segment = two
-        if THREE:
-            second = share_out(two, b, int32(SECOND_STEP))
-            third = share_out(three, b, int32(SECOND_STEP))
-            total = int32(total + second[2] + third[2])
-            if not is_first:
-                split = int32(split - one[SPLITS])
-                position = int32(active + split)
-                length, tokens, active = second
-                if split >= two[SPLITS]:
-                    split = int32(split - two[SPLITS])
-                    position = int32(position - two[SPLITS] + active)
-                    length, tokens, active = third
-                    segment = three
-        if total == int32(0) and cuda.blockIdx.z == 0:
-            write_empty(heads, out, lse)
-        if split >= active:
+        # Step 1: the block's work: a part, or a share of the line (schedule.py)
+        block = uint32(0)
+        share = uint32(0)
+        place = uint32(0)
+        start = uint32(0)
+        stop = uint32(1)
+        if workers != uint32(0):
+            cost, largest, mine = survey(segments, batch)
+            if not are_alike(cost, largest, batch):
+                share = share_of(cost, largest, columns, workers, most_parts)
+                stop = uint32(cost * columns)
+        if share != uint32(0):
+            block = uint32(uint32(uint32(split * batch) + b) * columns + column)
+            if block >= workers:
+                return
+            place = uint32(block * share)
+            stop = min(uint32(place + share), stop)
+            if place >= stop:
+                return
+            b, start = find(segments, batch, columns, place, mine)
+            cost = cost_of(steps_of(segments, b))
+            column = uint32(uint32(place - start) // cost)
+            start = uint32(start + uint32(column * cost))
+        elif split >= parts:
             return
 
-        # Step 3: attention to the part
-        begin = int32(split * tokens)
-        end = int32(min(int32(begin + tokens), length))
-        unit = uint64(b) * uint64(cuda.gridDim.x) + uint64(column)
-        units = uint64(cuda.gridDim.y) * uint64(cuda.gridDim.x)
-        parts = uint64(cuda.gridDim.z) * uint64(HEADS)  # of 8 heads each
-        unit_out = partial + uint64(4 * DIM) * parts * unit
-        unit_lse = partial + uint64(4) * parts * (uint64(DIM) * units + unit)
-        part_out = unit_out + uint64(4 * DIM * HEADS) * uint64(position)
-        part_lse = unit_lse + uint64(4 * HEADS) * uint64(position)
-        rows = (b, kv_head, query, q_stride_head, heads, score_scale)
-        results = (total, part_out, part_lse, out, lse)
-        if is_first:
-            attend_first(one, begin, end, rows, results, shared)
-        elif THREE:
-            attend_second(segment, begin, end, rows, results, shared)
+        while place < stop:
+            # Step 2: the part
+            unit_end = uint32(1)
+            if share != uint32(0):
+                is_first = place == start
+                before = uint32(uint32(rank_of(b, batch) * columns) + column)
+                which, begin, end, counts, adds, place, unit_end = balanced_part(
+                    segments, b, before, start, place, stop, share
+                )
+                reach = end
+                place_of_part = uint32(uint32(block + uint32(before * uint32(SEGMENTS))) + which)
+            else:
+                is_first = split == uint32(0)
+                place = stop
+                which, begin, end, reach, number, total = even_part(segments, b, int32(split))
+                counts = (total, total, total)
+                base = uint32(uint32(uint32(b * columns) + column) * parts)
+                adds = (base, base, base)
+                place_of_part = uint32(base + number)
 
-        # Step 4: the parts, merged by the last block
-        if total > int32(1):
-            counter = counters + uint64(4) * unit
-            combine_splits(shared, counter, heads, total, unit_out, unit_lse, out, lse)
+            # Step 3: attention to it
+            kv_head, query_head, heads = heads_of(column, head_blocks, ratio)
+            query = q + uint64(b) * q_stride_batch + uint64(query_head) * q_stride_head
+            rows = (int32(b), kv_head, query, q_stride_head, uint32(heads), score_scale)
+            row = uint32(uint32(b * uint32(num_q_heads)) + uint32(query_head))
+            state = uint32(heads)
+            if is_first:
+                state = uint32(state | uint32(BEGINS))
+            if begin < end:
+                state = uint32(state | uint32(HOLDS))
+            unit = (b, column, unit_end, place_of_part)
+            line = (start, place, stop, share)
+            results = (kept, common, unit, line, (counts[2], adds[0], row, state), counts, adds)
+            if which == uint32(0):
+                attend_first(one, begin, end, reach, rows, results, rings)
+            elif THREE:
+                segment = two if which == uint32(1) else three
+                attend_second(segment, begin, end, reach, rows, results, rings)
+
+            # Step 4: the parts of the unit, merged by the last block
+            b, column, unit_end, _ = load_shared_u32x4(kept)
+            total, add_first, row, state = load_shared_u32x4(kept + uint32(32))
+            if total != uint32(1):
+                out, lse = places_of(common, row)
+                many = uint32(state & uint32(HEADS_MASK))
+                if total == uint32(0):
+                    if state & uint32(BEGINS):
+                        write_empty(many, out, lse)
+                elif state & uint32(HOLDS):
+                    counts, adds = numbering_of(kept, total, add_first)
+                    counter = counters + uint64(4) * uint64(uint32(uint32(b * columns) + column))
+                    part_lses = partial + uint64(4 * DIM * HEADS) * uint64(places)
+                    combine_splits(rings, counter, many, counts, adds, partial, part_lses, out, lse)
+
+            # Step 5: what follows on the line
+            start, place, stop, share = load_shared_u32x4(kept + uint32(16))
+            if place < stop:
+                if place >= unit_end:
+                    start = unit_end
+                    column = uint32(column + uint32(1))
+                    if column == columns:
+                        column = uint32(0)
+                        b = following(b, batch)
+                cuda.syncthreads()  # the next part takes the same shared memory
 
     # fmt: off
     def decode_one(q, out, lse, partial, counters, q_stride_batch, q_stride_head, num_q_heads,
-                   ratio, head_blocks, score_scale, one):
+                   ratio, head_blocks, batch, columns, parts, places, workers, most_parts,
+                   score_scale, one):
         common = (q, out, lse, partial, counters, q_stride_batch, q_stride_head, num_q_heads,
-                  ratio, head_blocks, score_scale)
+                  ratio, head_blocks, batch, columns, parts, places, workers, most_parts,
+                  score_scale)
         decode(common, one, one, one)
 
     def decode_three(q, out, lse, partial, counters, q_stride_batch, q_stride_head, num_q_heads,
-                     ratio, head_blocks, score_scale, one, two, three):
+                     ratio, head_blocks, batch, columns, parts, places, workers, most_parts,
+                     score_scale, one, two, three):
         common = (q, out, lse, partial, counters, q_stride_batch, q_stride_head, num_q_heads,
-                  ratio, head_blocks, score_scale)
+                  ratio, head_blocks, batch, columns, parts, places, workers, most_parts,
+                  score_scale)
         decode(common, one, two, three)
     # fmt: on
 

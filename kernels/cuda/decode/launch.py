@@ -2,7 +2,8 @@
 
 A launch is prepared for all calls of the same shapes, strides, formats and dtypes: that it is
 possible, the kernel, the plan, the arguments that stay (see runtime/launch.py). This is the hot
-path of decoding: the key is built in place, and a cached launch packs its addresses itself.
+path of decoding: a cached launch packs its addresses itself, and segments that stay, those of a
+cache, are looked at once.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 
 from kvquant.errors import ConfigError, UnsupportedError
 from kvquant.rows.arguments import check_scale
-from kvquant.rows.segment import Segment
+from kvquant.rows.segment import FixedSegments, Segment
 
 from ..runtime.driver import Kernel, Launcher
 from ..runtime.launch import (
@@ -26,16 +27,17 @@ from ..runtime.launch import (
     OVERLAPS,
     current_device,
     current_stream,
+    empty_strided,
     gpu_of,
     keep,
     kernel_of,
 )
 from ..runtime.spec import layout_of
-from ..runtime.workspace import Workspaces, reuse_counters, template, workspaces_of
+from ..runtime.workspace import Workspaces, reuse_counters, workspaces_of
 from .arrange import arguments, arrange, counts_of, make_spec, pack_counts
-from .plan import Plan, fit, plan, shared_bytes
+from .plan import Plan, fit, plan, shared_bytes, with_workers
 from .spec import COMMON, HEADS, SEGMENT, DecodeSpec
-from .tuned import Tuned, load_table
+from .tuned import Tuned, measured_plans
 
 State = tuple[torch.Tensor, "torch.Tensor | None"]
 Addresses = tuple[int, int, int, int, int]  # K, V, lengths, starts or table, sequence slots
@@ -49,8 +51,8 @@ MOST_SCALE = 1e30  # float32 holds what it is multiplied with
 # what stands after the addresses, in all arguments and in those of a segment
 QUERY, ROWS = struct.Struct(layout_of(COMMON[5:-1])), struct.Struct(layout_of(SEGMENT[5:]))
 
-_empty_like = torch.empty_like
 _launches: dict[Hashable, Launch | Nothing] = {}
+_fixed: dict[Hashable, object] = {}  # what stands for the facts of segments that stay
 _override: tuple[Plan | None, str] = (None, "")
 
 
@@ -98,12 +100,36 @@ def attend(
         UnsupportedError: there is no kernel for these segments, or this GPU.
         DeviceError: CUDA refuses the launch.
     """
-    index = q.get_device()
-    address = q.data_ptr()
-    addresses = []
+    index, address = q.get_device(), q.data_ptr()
+    if type(segments) is FixedSegments:
+        facts, addresses = segments.facts or _settle(segments)
+    else:
+        facts, addresses = _look_at(segments)
     # all that the check and the launch depend on
-    key: tuple[Hashable, ...]
-    key = (q.shape, q.stride(), q.dtype, address % UNIT, index, num_splits)
+    query = q.shape, q.is_contiguous() or q.stride(), q.dtype, address % UNIT
+    key = query, index, num_splits, facts
+    launches = _launches  # override_plan puts another in its place
+    try:
+        launch = launches.get(key)
+    except TypeError:  # a format that cannot be hashed: the check says so
+        launch = None
+    if launch is None:
+        checked = check(q, segments, num_splits) if check else segments
+        launch = _prepare(q, checked, num_splits)
+        keep(launches, key, launch)
+    if index == current_device():
+        return launch(q, segments, address, addresses, sm_scale, want_lse)
+    with torch.cuda.device(index):
+        return launch(q, segments, address, addresses, sm_scale, want_lse)
+
+
+def _look_at(segments: Sequence[Segment]) -> tuple[Hashable, list[Addresses]]:
+    """All of segments that the check and a launch depend on, and where their tensors lie.
+
+    True stands for the strides of what is contiguous: it is hashed sooner.
+    """
+    facts: tuple[Hashable, ...] = ()
+    addresses: list[Addresses] = []
     for k, v, lens, k_format, v_format, starts, table, sinks, seq_slots in segments:
         k_address, v_address = k.data_ptr(), v.data_ptr()
         index_address = 0 if starts is None else starts.data_ptr()
@@ -111,14 +137,14 @@ def attend(
             index_address = table.data_ptr()
         seq_slots_address = 0 if seq_slots is None else seq_slots.data_ptr()
         addresses.append((k_address, v_address, lens.data_ptr(), index_address, seq_slots_address))
-        key += (
+        facts += (
             k_format,
             v_format,
             k.shape,
             v.shape,
             lens.shape,
-            k.stride(),
-            v.stride(),
+            k.is_contiguous() or k.stride(),
+            v.is_contiguous() or v.stride(),
             lens.is_contiguous(),
             k.dtype,
             v.dtype,
@@ -133,19 +159,18 @@ def attend(
             sinks,
             seq_slots if seq_slots is None else _facts(seq_slots),
         )
-    launches = _launches  # override_plan puts another in its place
-    try:
-        launch = launches.get(key)
-    except TypeError:  # a format that cannot be hashed: the check says so
-        launch = None
-    if launch is None:
-        checked = check(q, segments, num_splits) if check else segments
-        launch = _prepare(q, checked, num_splits)
-        keep(launches, key, launch)
-    if index == current_device():
-        return launch(q, segments, address, addresses, sm_scale, want_lse)
-    with torch.cuda.device(index):
-        return launch(q, segments, address, addresses, sm_scale, want_lse)
+    return facts, addresses
+
+
+def _settle(segments: FixedSegments) -> tuple[Hashable, list[Addresses]]:
+    """The same of segments that stay: in place of their facts what is hashed at once."""
+    facts, addresses = _look_at(segments)
+    same = _fixed.get(facts)
+    if same is None:
+        same = object()
+        keep(_fixed, facts, same)
+    segments.facts = same, addresses
+    return same, addresses
 
 
 def _facts(tensor: torch.Tensor) -> Hashable:
@@ -206,6 +231,7 @@ class Launch:
         chosen: Plan,
         kernel: Kernel,
         shared: int,
+        most_parts: int,
         workspaces: Workspaces,
     ) -> None:
         batch, num_q_heads, head_dim = q.shape
@@ -213,19 +239,25 @@ class Launch:
         ratio = num_q_heads // num_kv_heads
         head_blocks = -(-ratio // HEADS)
         v_dim = segments[0].v_format.head_dim
-        parts = sum(chosen.splits)
+        parts, workers = sum(chosen.splits), chosen.workers
+        places = work.units * parts
+        if workers:
+            places = max(places, workers + work.units * work.spec.segments)
         self._index = q.get_device()
         self._scale = head_dim**-0.5 * LOG2_E
-        self._out = template(batch, num_q_heads, v_dim, dtype=q.dtype, device=q.device)
-        self._lse = template(batch, num_q_heads, dtype=torch.float32, device=q.device)
-        self._workspaces = workspaces if parts > 1 else None
-        self._partial = work.units * parts * HEADS * (v_dim + 1)
+        shape = batch, num_q_heads, v_dim
+        self._out = shape, (num_q_heads * v_dim, v_dim, 1), q.dtype
+        self._lse = shape[:2], (num_q_heads, 1), torch.float32
+        self._workspaces = workspaces if parts > 1 or workers else None
+        self._partial = places * HEADS * (v_dim + 1)
         self._units = work.units
         strides = [2 * q.stride(i) if q.shape[i] > 1 else 0 for i in (0, 1)]
         self._copies_query = q.stride(2) != 1 or any(n % UNIT for n in (q.data_ptr(), *strides))
         if self._copies_query:
             strides = [2 * num_q_heads * head_dim, 2 * head_dim]
-        self._query = QUERY.pack(*strides, num_q_heads, ratio, head_blocks)
+        heads = num_q_heads, ratio, head_blocks
+        units = batch, num_kv_heads * head_blocks, parts, places, workers, most_parts
+        self._query = QUERY.pack(*strides, *heads, *units)
         self._segments = []
         for i, splits in zip(work.order, chosen.splits, strict=True):
             copies = any(pack_counts(one) is not one for one in counts_of(segments[i]))
@@ -246,10 +278,10 @@ class Launch:
         want_lse: bool,
     ) -> State:
         """Launch on the current stream of the current device, which is that of q."""
-        out = _empty_like(self._out)
+        out = empty_strided(*self._out)
         lse, lse_address = None, 0
         if want_lse:
-            lse = _empty_like(self._lse)
+            lse = empty_strided(*self._lse)
             lse_address = lse.data_ptr()
         stream = current_stream(self._index)
         counters = partial = 0
@@ -321,14 +353,19 @@ def _prepare(
     spec = replace(work.spec, warps=first.warps, stages=first.stages)
     most_shared = work.gpu.shared_per_block if spec.second else 0
     kernel = kernel_of(spec, q.get_device(), most_shared)
-    chosen = chosen or choose(spec, registers=kernel.registers)
-    shared = shared_bytes(fit(spec, work.gpu, kernel.registers), work.units, chosen.splits)
-    return Launch(q, segments, work, chosen, kernel, shared, workspaces_of(q.device))
+    fitted = fit(spec, work.gpu, kernel.registers)
+    if chosen is None:
+        chosen = choose(spec, registers=kernel.registers)
+        if num_splits is None and len(q) > 1:  # lengths may differ
+            chosen = with_workers(chosen, fitted, work.units, work.capacities)
+    shared = shared_bytes(fitted, work.units, chosen.splits)
+    spaces = workspaces_of(q.device)
+    return Launch(q, segments, work, chosen, kernel, shared, fitted.most_parts, spaces)
 
 
 @functools.cache
 def _measured_plans() -> tuple[Tuned, ...]:
-    return load_table()
+    return measured_plans()
 
 
 def _log2_scale(sm_scale: float) -> float:

@@ -37,7 +37,7 @@ from ..device.ptx import (
 )
 from .accumulators import make_add_promoted, make_promote
 from .combine import make_combine_warps, make_write
-from .copies import make_copy, make_locate, make_realign
+from .copies import make_clear_row, make_copy, make_locate, make_realign
 from .scores import QueryWords, make_load_query, make_scores
 from .spec import FIELD, PROMOTION_INTERVAL, TILE
 from .values import (
@@ -59,11 +59,17 @@ CAPACITY, PAGE_SHIFT, TABLE_STRIDE, SEQ_SLOTS, SINKS, RING_ROWS = (
 )
 
 
-def make_attend(spec, path):
+def make_attend(spec, path, keep, recall):
     """Make the function that attends to the tokens from `begin` to `end` of a segment.
 
-    Its arguments `rows` (where the sequence and the queries are) and `results` (where the output
-    goes) are tuples of the kernel's: see kernel.py.
+    Args:
+        spec, path: the kernel and the kind of segment.
+        keep: leaves in shared memory what is in `results`: the attention takes all registers.
+        recall: finds there how many query heads there are, and where their output goes.
+
+    What it makes takes tuples of the kernel's, `rows` (where the sequence and the queries are) and
+    `results`. The first tile of a warp is asked for up to `reach`, which is known before the length
+    is: a load less to wait for.
     """
     k, v = spec.rows(path)
     WARPS, STAGES = spec.warps_of(path), spec.stages_of(path)
@@ -72,7 +78,8 @@ def make_attend(spec, path):
     SCRATCH, K_TILE = STAGES * STAGE_BYTES, TILE * k.landing
     PAGED, RING = path.place == "paged", path.place == "ring"
     K_REALIGNED, V_REALIGNED = k.realigned, v.realigned
-    V_HALF = 16 * v.stride
+    V_STRIDE, V_HALF = v.stride, 16 * v.stride
+    clear_row = make_clear_row(v)
     P_IN_TWO = v.fmt.codec == "bf16" and spec.query == "fp16"  # bf16 has fewer digits than out
     V_EXACT, V_BF16 = v.fmt.is_exact, v.fmt.codec == "bf16"
     PREFETCH_V, LAZILY = spec.without != "V prefetch", spec.without != "lazy rescale"
@@ -80,6 +87,7 @@ def make_attend(spec, path):
     SUMS, FACTOR = v.sums, k.factor
     ROLLED = spec.without == "unrolled loads"
     wait_for_oldest, wait_for_values = wait_copies[STAGES - 2], wait_copies[1]
+    wait_for_all = wait_copies[0]
     locate = make_locate(path.place)
     copy_k = make_copy(k, path.place, ROLLED)
     copy_v = make_copy(v, path.place, ROLLED)
@@ -95,7 +103,7 @@ def make_attend(spec, path):
     pack = pack_bf16 if V_BF16 else pack_f16
 
     @device_function
-    def attend(segment, begin, end, rows, results, shared):
+    def attend(segment, begin, end, reach, rows, results, shared):
         b, kv_head, query, query_stride, heads, score_scale = rows
         tid = uint32(cuda.threadIdx.x)
         lane = uint32(tid & uint32(31))
@@ -120,6 +128,7 @@ def make_attend(spec, path):
         k_base = segment[K_ROWS] + outer * k_outer + uint64(kv_head) * segment[K_HEAD]
         v_base = segment[V_ROWS] + outer * v_outer + uint64(kv_head) * segment[V_HEAD]
         ring = word_from_lane(uint32(shared + warp * uint32(WARP_BYTES)), uint32(0))
+        begin = int32(word_from_lane(uint32(begin), uint32(0)))
         first = int32(begin + int32(warp) * int32(TILE))
         if IDLE and warp >= uint32(WARPS):
             first = end
@@ -128,16 +137,29 @@ def make_attend(spec, path):
         asked = first
         where = locate(asked, end, index, shift)
         for s in range(STAGES - 1):
+            limit = reach if s == 0 else end
             following = locate(int32(asked + int32(STEP)), end, index, shift)
             stage = uint32(ring + uint32(s * STAGE_BYTES))
-            if asked < end:
-                copy_k(stage, k_base, where, asked, end, k_outer, k_row, around, mask)
+            if asked < limit:
+                copy_k(stage, k_base, where, asked, limit, k_outer, k_row, around, mask)
                 if PREFETCH_V:
                     stage = uint32(stage + uint32(K_TILE))
-                    copy_v(stage, v_base, where, asked, end, v_outer, v_row, around, mask)
+                    copy_v(stage, v_base, where, asked, limit, v_outer, v_row, around, mask)
             commit_copies()
             where = following
             asked = int32(asked + int32(STEP))
+        keep(results)
+        end = int32(word_from_lane(uint32(end), uint32(0)))
+        if begin >= end:
+            wait_for_all()
+            return
+        if not V_REALIGNED and int32(first + int32(TILE)) > end:
+            # the first tile was asked for without the length: what lies behind it may be NaN
+            wait_for_oldest()
+            cuda.syncwarp()
+            if int32(first + int32(lane)) >= end:
+                clear_row(ring + uint32(K_TILE) + lane * uint32(V_STRIDE))
+            cuda.syncwarp()
 
         # Step 2: the query, while the first tiles are on their way
         fragments = cuda.local.array(FRAGMENTS, uint32)
@@ -269,6 +291,8 @@ def make_attend(spec, path):
         low, high = m0 * factor0 - room, m1 * factor1 - room
         if PROMOTES and tiles >= int32(PROMOTION_INTERVAL):
             header_sums = add_promoted(promoted, lane, sums, header_sums, before, (low, high))
-        combine_warps(shared, sums, header_sums, low, high, heads, results)
+        wait_for_all()  # a warp without tokens has asked for a tile, too
+        heads, places = recall(results)
+        combine_warps(shared, sums, header_sums, low, high, heads, places)
 
     return attend

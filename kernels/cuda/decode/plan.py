@@ -17,21 +17,26 @@ from dataclasses import dataclass, replace
 from kvquant.errors import UnsupportedError
 
 from ..runtime.launch import GPU
-from .spec import AHEAD, HEADS, TILE, DecodeSpec
+from .spec import AHEAD, HEADS, KEPT, TILE, UNIT_STEPS, DecodeSpec
 from .tuned import Tuned, lookup
 
 WARPS, STAGES = (4, 8, 2, 1), (2, 3, 4)  # what a block may have, the preferred first
 REGISTERS = {64: 112, 128: 144, 256: 248}  # of a thread, by head_dim, before it is compiled
 REGISTERS_PER_SM = 1 << 16  # of every GPU from sm_80 on
 RESERVED_SHARED = 1 << 10  # bytes of a block's share that the driver takes
-# measured on an H200, where an SM's share of the bandwidth is 33 bytes a nanosecond. Times are
-# given in bytes at that rate: with 8 warps of INT4 rows in 4 groups an SM keeps up with its share
+# measured on an H200, where an SM's share of the bandwidth is 33 bytes a nanosecond as it reads, 36
+# by clock and bus. Times are given in bytes at that rate: with 8 warps of INT4 rows in 4 groups an
+# SM keeps up with its share. On a GPU with another share they are as many more, or fewer, bytes
+SHARE = 4814 / 132  # GB/s an SM
 TILE_TIME = 38 << 10  # a warp with a tile, its loads included
 LEAST_TILE = 5 << 10  # rows with fewer bytes are no slower: they are priced as these
 FASTEST = 1.6  # times its share that an SM reads with many warps, while others do not
 START = 128 << 10  # a block starts and ends
 MERGE = 40 << 10  # the last block of a unit learns that it is
 MERGE_BYTE = 0.3  # it merges a byte of a part, which comes from L2
+MOST_WAVES = 16  # of whole units: more of them even out by themselves
+LONGEST_LINE = 1 << 31  # steps
+SHORT = 4  # steps of a sequence up to which no length is worth it
 SIMILAR = 1.01  # prices within this factor are alike: the preferred number of warps is taken
 
 
@@ -43,11 +48,14 @@ class Plan:
         splits: of each segment: blocks that share the tokens of a unit.
         warps: warps of a block.
         stages: tiles of K and V in a warp's ring.
+        workers: blocks that share the work where the lengths of sequences differ (schedule.py); 0:
+            they are taken for alike.
     """
 
     splits: tuple[int, ...]
     warps: int
     stages: int
+    workers: int = 0
 
 
 @dataclass(frozen=True)
@@ -63,6 +71,7 @@ class Fit:
             multiple of it.
         most_parts: splits of all segments that the merge has room for.
         token_bytes: K and V of a token in the first segment, and in the others.
+        rate: an SM's share of the bandwidth, as a multiple of that of an H200.
     """
 
     spec: DecodeSpec
@@ -72,11 +81,12 @@ class Fit:
     steps: tuple[int, int]
     most_parts: int
     token_bytes: tuple[int, int]
+    rate: float
 
     def pace(self, blocks: int) -> float:
         """How fast an SM with so many blocks reads, as a multiple of its share."""
         tile = max(self.spec.stage_bytes(self.spec.first), LEAST_TILE)
-        return min(blocks * self.spec.warps * tile / TILE_TIME, FASTEST)
+        return min(blocks * self.spec.warps * tile / TILE_TIME, FASTEST) / self.rate
 
     def load(self, segment: int, capacity: int, splits: int) -> int:
         """Bytes of the longest split of a segment."""
@@ -106,9 +116,10 @@ def fit(spec: DecodeSpec, gpu: GPU, registers: int | None = None) -> Fit:
         gpu=gpu,
         blocks=blocks,
         slots=blocks * gpu.sm_count,
-        steps=(TILE * spec.warps, TILE * spec.warps_of(spec.second or spec.first)),
-        most_parts=shared // (4 * HEADS) // AHEAD * AHEAD,
+        steps=spec.steps,
+        most_parts=(shared - spec.warps * KEPT) // (4 * HEADS) // AHEAD * AHEAD,
         token_bytes=(first, second),
+        rate=gpu.bandwidth / gpu.sm_count / SHARE or 1.0,
     )
 
 
@@ -214,8 +225,7 @@ def price(kernel: Fit, units: int, capacities: Sequence[int], splits: Sequence[i
         starts = 1 + (starts - 1) / 2
     part_bytes = 4 * HEADS * (kernel.spec.first.v_format.head_dim + 1)
     merging = MERGE + MERGE_BYTE * part_bytes * parts if parts > 1 else 0.0
-    total: float = reading + START * starts + merging
-    return total
+    return reading + kernel.rate * (START * starts + merging)
 
 
 def shared_bytes(kernel: Fit, units: int, splits: Sequence[int]) -> int:
@@ -230,6 +240,25 @@ def shared_bytes(kernel: Fit, units: int, splits: Sequence[int]) -> int:
     if units * sum(splits) <= kernel.slots or len(splits) == 1 or share >= kernel.blocks:
         return needed
     return min(gpu.shared_per_sm // share - RESERVED_SHARED, gpu.shared_per_block) // 128 * 128
+
+
+def with_workers(chosen: Plan, kernel: Fit, units: int, capacities: Sequence[int]) -> Plan:
+    """A plan with workers, for sequences whose lengths may differ: as many as there is room for at
+    a time, and no more than parts of the first segment. None where it is not worth it, or the line
+    of all work would be too long (schedule.py).
+
+    Args:
+        chosen: for sequences of one length.
+        kernel: on its GPU.
+        units, capacities: as in plan.
+    """
+    spec = kernel.spec
+    line = UNIT_STEPS - (-capacities[0] // spec.steps[0])
+    line += sum(spec.second_weight * -(-most // spec.steps[1]) for most in capacities[1:])
+    is_short = capacities[0] <= SHORT * spec.steps[0]
+    if is_short or units > MOST_WAVES * kernel.slots or units * line >= LONGEST_LINE:
+        return chosen
+    return replace(chosen, workers=min(units * chosen.splits[0], kernel.slots))
 
 
 def candidates(spec: DecodeSpec, gpu: GPU, units: int, capacities: Sequence[int]) -> Iterator[Plan]:

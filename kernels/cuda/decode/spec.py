@@ -13,6 +13,9 @@ HEADS = 8  # query heads of a block: the columns of an MMA
 TILE = 32  # tokens that a warp works on at a time: a row for each lane
 PROMOTION_INTERVAL = 16  # tiles of a warp after which it promotes its sums (accumulators.py)
 AHEAD = 16  # parts whose loads are on their way together when they are combined
+KEPT = 64  # bytes in which a warp keeps what it needs after its attention
+UNIT_STEPS = 2  # what a unit costs besides its tokens where work is balanced (schedule.py)
+MORE_PARTS = 4  # of a unit than its longest segment is cut into
 # what the kernel can be compiled without, to measure what it brings
 TECHNIQUES = ("unrolled loads", "V prefetch", "padded shared memory", "lazy rescale")
 
@@ -20,13 +23,19 @@ COMMON: Table = (
     ("q", "P"),  # [batch, num_q_heads, head_dim], bfloat16 or float16
     ("out", "P"),  # [batch, num_q_heads, head_dim of V], as q
     ("lse", "P"),  # [batch, num_q_heads], float32, base e; 0: not wanted
-    ("partial", "P"),  # float32 [units, parts, HEADS, head_dim of V], then [units, parts, HEADS]
+    ("partial", "P"),  # float32 [places, HEADS, head_dim of V], then [places, HEADS]
     ("counters", "P"),  # uint32 [units], zero before the launch and after it
     ("q_stride_batch", "Q"),  # bytes
     ("q_stride_head", "Q"),
     ("num_q_heads", "i"),
     ("ratio", "i"),  # query heads on a KV head
     ("head_blocks", "i"),  # blocks of HEADS query heads on a KV head
+    ("batch", "I"),
+    ("columns", "I"),  # units of a sequence: KV heads times head_blocks
+    ("parts", "I"),  # splits of all segments
+    ("places", "I"),  # parts that `partial` has room for
+    ("workers", "I"),  # blocks that share the work where lengths differ; 0: it is never balanced
+    ("most_parts", "I"),  # of a unit that can be merged
     ("score_scale", "f"),  # sm_scale * log2(e)
 )
 SEGMENT: Table = (
@@ -125,6 +134,22 @@ class DecodeSpec(Spec):
         room = self.warps * self.warp_bytes(self.first)
         return max(1, min(self.warps, room // self.warp_bytes(path)))
 
+    @property
+    def steps(self) -> tuple[int, int]:
+        """Tokens of a tile of every warp, in the first segment and in the others."""
+        return TILE * self.warps, TILE * self.warps_of(self.second or self.first)
+
+    @property
+    def second_weight(self) -> int:
+        """Steps of the first segment that take as long as one of the others, by their bytes."""
+        if self.second is None:
+            return 1
+        one, other = (
+            step * (path.k_format.row_bytes + path.v_format.row_bytes)
+            for step, path in zip(self.steps, (self.first, self.second), strict=True)
+        )
+        return max(1, round(other / one))
+
     def stage_bytes(self, path: Path) -> int:
         """A tile of K and of V as it is copied."""
         return sum(TILE * row.landing for row in self.rows(path))
@@ -147,10 +172,12 @@ class DecodeSpec(Spec):
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block: the rings, and over them what is left to combine."""
+        """Dynamic shared memory of a block: what is kept, the rings, and over them what is left to
+        combine."""
         paths = [self.first] if self.second is None else [self.first, self.second]
         rings = max(self.warps_of(path) * self.warp_bytes(path) for path in paths)
-        return max(rings, combine_bytes(self.first.v_format.head_dim, self.warps))
+        combined = combine_bytes(self.first.v_format.head_dim, self.warps)
+        return self.warps * KEPT + max(rings, combined)
 
 
 def combine_bytes(head_dim: int, warps: int) -> int:

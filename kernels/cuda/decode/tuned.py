@@ -1,6 +1,7 @@
 """The table of measured plans: which splits, warps and stages are the fastest for a shape on a GPU.
 
-A JSON file in the user's cache folder, written by `kvquant bench --tune`, looked up at run time.
+JSON files, looked up at run time: one in the user's cache folder, written by `kvquant bench
+--tune`, and those of the folder plans, made so and shipped, one for each GPU, if any.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from ...disk_cache import cache_folder, locked, read_file, replace_file
 
 TABLE_VERSION = 1
 MOST = 2**63 - 1  # of any number in it
+SHIPPED = Path(__file__).parent / "plans"
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,8 @@ def lookup(
         gpu, k, v, units, capacity: the shape, as in Tuned.
 
     Returns:
-        The row, or None if there is none within a factor of 2 of both.
+        The row, the first of equally near ones, or None if there is none within a factor of 2 of
+        both.
     """
     best, least = None, math.inf
     for row in rows:
@@ -94,6 +97,12 @@ def load_table(path: Path | None = None) -> tuple[Tuned, ...]:
             "planned by a formula. Move it away and measure anew by kvquant bench --tune"
         )
         return ()
+
+
+def measured_plans() -> tuple[Tuned, ...]:
+    """The rows of the user's table, then those that are shipped."""
+    shipped = [_parse_table(path.read_bytes())[1] for path in sorted(SHIPPED.glob("*.json"))]
+    return sum(shipped, load_table())
 
 
 def save_table(rows: Iterable[Tuned], path: Path | None = None) -> Path:
@@ -142,8 +151,11 @@ def _read(path: Path) -> tuple[int, tuple[Tuned, ...]]:
         ValueError: it is damaged.
     """
     text = read_file(path)
-    if text is None:
-        return TABLE_VERSION, ()
+    return (TABLE_VERSION, ()) if text is None else _parse_table(text)
+
+
+def _parse_table(text: bytes) -> tuple[int, tuple[Tuned, ...]]:
+    """See _read."""
     try:
         table = json.loads(text.decode())
         version = table["version"]

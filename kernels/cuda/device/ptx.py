@@ -218,6 +218,7 @@ ballot = instruction(  # a bit for each lane
     pure=False,
 )
 largest_word = instruction("redux.sync.max.u32 $0,$1,0xffffffff;", "u32", "u32", pure=False)
+sum_of_words = instruction("redux.sync.add.u32 $0,$1,0xffffffff;", "u32", "u32", pure=False)
 any_lane = instruction(
     "{.reg .pred p; setp.ne.u32 p,$1,0; vote.sync.any.pred p,p,0xffffffff; selp.u32 $0,1,0,p;}",
     "u32",
@@ -232,7 +233,6 @@ reaches_f16 = instruction(  # whether either half is as large
 )
 float_bits = instruction("mov.b32 $0,$1;", "u32", "f32")
 bits_float = instruction("mov.b32 $0,$1;", "f32", "u32")
-opaque = instruction("mov.b32 $0,$1;", "u32", "u32", pure=False)  # a number LLVM cannot see through
 
 
 def _shared_address(typingctx, array):

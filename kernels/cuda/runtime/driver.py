@@ -19,6 +19,7 @@ PLAIN_SHARED = 48 << 10  # bytes of shared memory that a kernel may have without
 # numbers of cuda.h
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 PROGRAMMATIC_STREAM_SERIALIZATION = 6
+MEMORY_CLOCK_RATE, GLOBAL_MEMORY_BUS_WIDTH = 36, 37  # kHz, bits
 PARAM_END, PARAM_BUFFER_POINTER, PARAM_BUFFER_SIZE = 0, 1, 2
 RELAXED = 2  # a capture mode that allows memory to be allocated meanwhile
 INVALID_CONTEXT = 201
@@ -174,6 +175,19 @@ class Launcher:
             config.attributes, config.num_attributes = ctypes.addressof(OVERLAPS), 1
         reference = self._configs[stream] = ctypes.byref(config)
         return reference
+
+
+def peak_bandwidth(device: int) -> float:
+    """GB/s of a device's memory by its clock and its bus, with two transfers a cycle; 0.0 where the
+    driver does not tell."""
+    told = []
+    for attribute in (MEMORY_CLOCK_RATE, GLOBAL_MEMORY_BUS_WIDTH):
+        value = ctypes.c_int()
+        if _library().cuDeviceGetAttribute(ctypes.byref(value), attribute, device):
+            return 0.0
+        told.append(value.value)
+    clock, bus = told
+    return 2 * clock * bus / 8e6
 
 
 @contextmanager

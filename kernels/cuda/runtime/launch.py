@@ -9,7 +9,7 @@ threads.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ import torch
 from kvquant.errors import UnsupportedError
 
 from .compile import USE_REFERENCE, load_cubin
-from .driver import Kernel, Launcher
+from .driver import Kernel, Launcher, peak_bandwidth
 from .spec import Spec
 from .tensors import Tensors, with_copies
 
@@ -30,6 +30,9 @@ OLDEST, FP8, OVERLAPS = (8, 0), (8, 9), (9, 0)
 # not in torch without CUDA
 current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+# A tensor on the current device, of shape, strides and dtype; compiled code of torch makes its
+# results by it. torch.empty takes 1.5 times as long: it goes through the dispatcher.
+empty_strided: Any = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
 _lock = threading.RLock()
 _gpus: dict[int, GPU] = {}
 _kernels: dict[tuple[Spec, int], Kernel] = {}
@@ -46,6 +49,7 @@ class GPU:
         capability: its compute capability.
         sm_count: streaming multiprocessors.
         shared_per_sm, shared_per_block: bytes of shared memory, the most that there is.
+        bandwidth: GB/s of its memory by clock and bus; 0 if that is not known.
     """
 
     name: str
@@ -53,6 +57,7 @@ class GPU:
     sm_count: int
     shared_per_sm: int
     shared_per_block: int
+    bandwidth: float = 0.0
 
     @property
     def arch(self) -> str:
@@ -89,6 +94,7 @@ def gpu_of(index: int) -> GPU:
                 facts.multi_processor_count,
                 facts.shared_memory_per_multiprocessor,
                 facts.shared_memory_per_block_optin,  # type: ignore[attr-defined]
+                peak_bandwidth(index),
             )
         return _gpus[index]
 
@@ -125,6 +131,7 @@ class Launch:
 
     Attributes:
         grid: blocks along x, y and z.
+        copies: whether there are tensors that the kernel cannot read where they are.
     """
 
     def __init__(
@@ -145,6 +152,7 @@ class Launch:
             copied: places of the tensors that the kernel cannot read where they are.
         """
         self.grid, self._index, self._copied = grid, index, tuple(copied)
+        self.copies = bool(copied)
         layout, packed = spec.pack(constants)
         firsts = [0, *(count for count, _ in packed)]
         self._runs = [(firsts[i], count, data) for i, (count, data) in enumerate(packed)]
@@ -162,7 +170,10 @@ class Launch:
         """
         if self._copied:
             tensors = with_copies(tensors, self._copied)
-        addresses = [0 if one is None else one.data_ptr() for one in tensors]
+        self.at([0 if one is None else one.data_ptr() for one in tensors])
+
+    def at(self, addresses: Sequence[int]) -> None:
+        """Launch as above, where nothing is to be copied; 0 stands for no tensor."""
         values: list[float | bytes] = []
         for first, last, constants in self._runs:
             values += addresses[first:last]

@@ -65,7 +65,8 @@ class Workspaces:
             counters: how many.
             partial: how many numbers.
         """
-        if torch.cuda.is_current_stream_capturing():
+        # asked where it may be: the default stream is never captured
+        if stream and torch.cuda.is_current_stream_capturing():
             return self._for_capture(counters, partial)
         found = self._of_stream.get(stream)
         if found and counters <= found.num_counters and partial <= found.num_partial:
@@ -140,10 +141,3 @@ def _workspace(counters: torch.Tensor, partial: torch.Tensor) -> Workspace:
         counters.data_ptr(),
         partial.data_ptr(),
     )
-
-
-def template(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor without memory: torch.empty_like makes results of it faster than of a shape."""
-    made = torch.empty(shape, dtype=dtype, device=device)
-    made.untyped_storage().resize_(0)
-    return made

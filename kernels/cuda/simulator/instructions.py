@@ -224,13 +224,15 @@ def _any(name: Name) -> Operation:
     return vote
 
 
-@operation(r"redux\.sync\.max\.u32")
-def _largest(name: Name) -> Operation:
-    def largest(word: Any, members: Any) -> Any:
-        _require_all(members)
-        return block().meet(name.string, word, lambda given: [max(given)] * WARP)
+@operation(r"redux\.sync\.(max|add)\.u32")
+def _reduce(name: Name) -> Operation:
+    combine = max if name[1] == "max" else sum
 
-    return largest
+    def reduce(word: Any, members: Any) -> Any:
+        _require_all(members)
+        return block().meet(name.string, word, lambda given: [np.uint32(combine(given))] * WARP)
+
+    return reduce
 
 
 def _require_all(members: int, clamp: int = 0x1F) -> None:

@@ -17,12 +17,15 @@ from typing import Any
 import torch
 
 from kvquant import RowFormat, quantize_rows
+from kvquant.kernels.cuda.decode.plan import fit
 from kvquant.kernels.cuda.decode.spec import COMMON, HEADS, SEGMENT, DecodeSpec, Path
+from kvquant.kernels.cuda.runtime.launch import GPU
 from kvquant.kernels.cuda.simulator import simulator
 from kvquant.rows.reference import reference_over_segments
 from kvquant.rows.segment import Segment
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+A_GPU = GPU("H200", (9, 0), 132, 233472, 232448)
 NAN = 0xFF  # bytes of NaN: rows and pages that are not in use
 Fields = dict[str, Any]  # of a segment's arguments: tensors and numbers
 
@@ -41,6 +44,7 @@ class Case:
         layout: of rows: "heads" (a head's rows follow one another), "odd heads" (and heads do not
             start at multiples of 16 bytes), "tokens" (a token's heads follow one another).
         splits: of each segment; 0 for a second or third one that is missing.
+        workers: blocks that share the work where lengths differ; 0: none.
         exact: codec of the second and third segment, or "" for the first one only.
         exact_lens: tokens of each sequence in these.
         overlong: tell the kernel of more tokens than there is room for, where all room is taken.
@@ -63,6 +67,7 @@ class Case:
     splits: Sequence[int] = (1,)
     warps: int = 1
     stages: int = 2
+    workers: int = 0
     exact: str = ""
     exact_lens: Sequence[Sequence[int]] = ((4, 0, 2), (40, 3, 0))
     overlong: bool = False
@@ -98,7 +103,9 @@ def run_case(case: Case) -> dict[str, float]:
 
     ratio, parts = num_q_heads // num_kv_heads, sum(case.splits)
     head_blocks = -(-ratio // HEADS)
-    units = batch * num_kv_heads * head_blocks
+    columns = num_kv_heads * head_blocks
+    units = batch * columns
+    places = max(units * parts, case.workers + units * spec.segments)
     outs = []
     for backwards in (False, True):
         out = torch.full((batch, num_q_heads, v_dim), torch.nan, dtype=dtype)
@@ -108,18 +115,26 @@ def run_case(case: Case) -> dict[str, float]:
             "q": q,
             "out": out,
             "lse": lse if case.want_lse else 0,
-            "partial": torch.full((units * parts * HEADS * (v_dim + 1),), torch.nan),
+            "partial": torch.full((places * HEADS * (v_dim + 1),), torch.nan),
             "counters": counters,
             "q_stride_batch": 2 * q.stride(0),
             "q_stride_head": 2 * q.stride(1),
             "num_q_heads": num_q_heads,
             "ratio": ratio,
             "head_blocks": head_blocks,
+            "batch": batch,
+            "columns": columns,
+            "parts": parts,
+            "places": places,
+            "workers": case.workers,
+            "most_parts": fit(spec, A_GPU).most_parts,
             "score_scale": dim**-0.5 * math.log2(math.e),
         }
-        if parts == 1:
+        if parts == 1 and not case.workers:
             common |= {"partial": 0, "counters": 0}
-        launch(spec, common, fields, (num_kv_heads * head_blocks, batch, parts), backwards)
+        launch(
+            spec, common, fields, (columns, batch, max(parts, -(-case.workers // units))), backwards
+        )
         assert not counters.any(), "counters are not 0 after the launch"
         outs.append(out)
     assert torch.equal(outs[0], outs[1]), "the result depends on the order of blocks and lanes"

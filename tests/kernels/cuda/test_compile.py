@@ -102,6 +102,30 @@ def test_machine_code_spills_nothing(text: str, arch: str) -> None:
         assert 32 * spec.warps * -(-report.registers // 8) * 8 <= 65536, "a block fits an SM"
 
 
+def count_copies(code: bytes) -> int:
+    """Instructions in an ELF file of machine code that copy to shared memory: of each 16 bytes the
+    low 12 bits name it, those of LDGSTS, which is cp.async, as nvdisasm shows."""
+    (table,) = struct.unpack_from("<Q", code, 0x28)
+    size, count = struct.unpack_from("<2H", code, 0x3A)
+    headers = [struct.unpack_from("<IIQQQQ", code, table + i * size) for i in range(count)]
+    return sum(
+        struct.unpack_from("<H", code, at)[0] & 0xFFF == 0xFAE
+        for _, _, flags, _, start, length in headers
+        if flags & 4  # it holds instructions
+        for at in range(start, start + length, 16)
+    )
+
+
+@needs_numba
+@pytest.mark.parametrize(("name", "unrolled"), [("int4-g4", 5), ("bf16", 16)], ids=str)
+def test_loads_are_unrolled_unless_it_is_measured_without(name: str, unrolled: int) -> None:
+    spec = replace(make_spec(name), warps=4, stages=2)
+    rolled = replace(spec, without="unrolled loads")
+    # K and V, when the ring is filled and in the loop
+    assert count_copies(compile_spec(spec, "sm_90").code) == 4 * unrolled
+    assert count_copies(compile_spec(rolled, "sm_90").code) == 4
+
+
 @needs_numba
 @pytest.mark.parametrize("arch", GPUS)
 def test_a_kernel_is_an_elf_file_that_holds_its_name(arch: str) -> None:

@@ -24,6 +24,12 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     return install(monkeypatch)
 
 
+def test_the_bandwidth_of_a_gpu_is_told_by_its_driver(cuda: FakeDriver) -> None:
+    assert driver.peak_bandwidth(0) == pytest.approx(4814, abs=1)
+    cuda.fails["cuDeviceGetAttribute"] = [0, 1]
+    assert driver.peak_bandwidth(0) == 0
+
+
 def test_threads_do_not_mix_their_arguments(cuda: FakeDriver) -> None:
     segment = make_segment()
     queries = {i: make_query() for i in range(1, 9)}

@@ -124,5 +124,4 @@ def test_functions_of_floats() -> None:
 def test_bits_are_kept() -> None:
     assert ptx.float_bits(f32(1)) == 0x3F800000 and type(ptx.float_bits(f32(1))) is u32
     assert ptx.bits_float(u32(0x40000000)) == 2 and type(ptx.bits_float(u32(0))) is f32
-    assert ptx.opaque(u32(12)) == 12
     assert ptx.permute(u32(0x33221100), u32(0x77665544), u32(0x7250)) == 0x77225500

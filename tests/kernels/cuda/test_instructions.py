@@ -246,7 +246,8 @@ def test_a_counter_goes_around() -> None:
 
 @in_simulator
 def test_arguments_are_cast_as_numba_casts_them() -> None:
-    assert ptx.opaque(np.int64(-1)) == 0xFFFFFFFF and type(ptx.opaque(3)) is u32
+    same = ptx.permute(np.int64(-1), 0, 0x3210)
+    assert same == 0xFFFFFFFF and type(same) is u32
     assert ptx.float_bits(1) == 0x3F800000
 
 

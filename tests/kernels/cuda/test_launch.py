@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
-from collections.abc import Iterator
+import pickle
+import threading
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -21,13 +24,13 @@ from fake_cuda import (
 )
 
 from kvquant import RowFormat
-from kvquant.errors import ConfigError, UnsupportedError
+from kvquant.errors import ConfigError, ShapeError, UnsupportedError
 from kvquant.kernels.cuda.decode import launch
 from kvquant.kernels.cuda.decode.plan import Plan
 from kvquant.kernels.cuda.decode.spec import HEADS
 from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.kernels.cuda.runtime.workspace import workspaces_of
-from kvquant.rows.segment import Segment
+from kvquant.rows.segment import FixedSegments, Segment, check_segments
 
 
 @pytest.fixture
@@ -383,3 +386,165 @@ def test_scales_that_the_kernel_cannot_take_are_refused(cuda: FakeDriver, sm_sca
         with pytest.raises(ConfigError, match="sm_scale is"):
             launch.attend(make_query(), [make_segment()], odd, None)  # type: ignore[arg-type]
     assert not cuda.launched
+
+
+def checked(q: torch.Tensor, segments: Sequence[Segment], _: int | None) -> Sequence[Segment]:
+    """What attention gives as a check, without what is installed."""
+    check_segments(q, segments)
+    return segments
+
+
+def test_tensors_that_change_in_place_are_looked_at_again(cuda: FakeDriver) -> None:
+    for segments in ([make_segment("int8")], [make_segment(page_size=16), make_segment("bf16", 7)]):
+        q = make_query()
+        call = q, segments, 1.0, None, True, checked
+        launch.attend(*call)
+        before = len(launch._launches)
+        launch.attend(*call)
+        assert len(launch._launches) == before
+        for i, segment in enumerate(segments):
+            segment.v_rows.resize_(*segment.v_rows.shape[:2], 5, segment.v_rows.shape[3])
+            with pytest.raises(ShapeError, match="must both be"):
+                launch.attend(*call)
+            segment.k_rows.resize_(segment.v_rows.shape)
+            table, capacity = segment.block_table, 5
+            if table is not None:
+                with pytest.raises(ShapeError, match="page_size 5 is not supported"):
+                    launch.attend(*call)
+                for rows in (segment.k_rows, segment.v_rows):
+                    rows.resize_(*rows.shape[:2], 32, rows.shape[3])
+                table.resize_(2, 3)
+                capacity = 96
+            launch.attend(*call)
+            spec = loaded_specs()[-1]
+            parts = unpack(spec, cuda.launched[-1].arguments)[1]
+            assert parts[i]["capacity"] == capacity
+            segment.k_rows.transpose_(0, 1)  # as many sequences as heads
+            if table is None:
+                launch.attend(*call)
+                parts = unpack(loaded_specs()[-1], cuda.launched[-1].arguments)[1]
+                assert parts[i]["k_stride_head"] > parts[i]["k_stride_outer"]
+            segment.k_rows.transpose_(0, 1)
+            segment.seq_lens.data = segment.seq_lens.long()
+            with pytest.raises(ConfigError, match=r"seq_lens is torch.int64"):
+                launch.attend(*call)
+            segment.seq_lens.data = torch.zeros(4, dtype=torch.int32)[::2]
+            launch.attend(*call)
+            parts = unpack(loaded_specs()[-1], cuda.launched[-1].arguments)[1]
+            assert parts[i]["seq_lens"] != segment.seq_lens.data_ptr()
+        q.transpose_(0, 1)
+        with pytest.raises(ShapeError, match="does not fit"):
+            launch.attend(*call)
+        q.transpose_(0, 1)
+        q.data = q.data.transpose(1, 2).contiguous().transpose(1, 2)
+        launch.attend(*call)
+        common, _ = unpack(loaded_specs()[-1], cuda.launched[-1].arguments)
+        assert common["q"] != q.data_ptr(), "its elements do not follow one another"
+
+
+def fixed(**options: Any) -> FixedSegments:
+    return FixedSegments([make_segment(), make_segment("bf16", 132, starts=True, **options)])
+
+
+def test_segments_that_stay_are_looked_at_once(
+    cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[Any] = []
+    look_at = launch._look_at
+
+    def note(segments: Sequence[Segment]) -> Any:
+        looked.append(segments)
+        return look_at(segments)
+
+    monkeypatch.setattr(launch, "_look_at", note)
+    layers, q = [fixed(), fixed()], make_query()
+    for segments in (*layers, *layers):
+        launch.attend(q, segments, 1.0, None)
+        spec = loaded_specs()[-1]
+        _, parts = unpack(spec, cuda.launched[-1].arguments)
+        for segment, part in zip(segments, parts, strict=False):
+            assert part["k_rows"] == segment.k_rows.data_ptr()
+            assert part["seq_lens"] == segment.seq_lens.data_ptr()
+            index = 0 if segment.starts is None else segment.starts.data_ptr()
+            assert part["index"] == index
+    assert looked == layers and len(launch._launches) == 1, "layers share a launch"
+    plain = cuda.launched[-1].arguments
+    launch.attend(q, list(layers[1]), 1.0, None)
+    same = [unpack(spec, one)[1] for one in (plain, cuda.launched[-1].arguments)]
+    assert same[0] == same[1]
+
+
+def test_segments_that_stay_are_launched_as_the_call_is(cuda: FakeDriver) -> None:
+    segments = fixed()
+    for call in (
+        (make_query(), None),
+        (make_query(dtype=torch.float16), None),
+        (make_query(2, 16), None),
+        (make_query(2, 16)[:, ::2], None),
+        (make_query(), 3),
+    ):
+        q, num_splits = call
+        for one in (segments, list(segments)):
+            out, _ = launch.attend(q, one, 1.0, num_splits)
+            assert (out.dtype, out.shape) == (q.dtype, q.shape)
+        first, second = cuda.launched[-2:]
+        assert first.grid == second.grid
+        common = [unpack(loaded_specs()[-1], one.arguments)[0] for one in (first, second)]
+        differs = {name for name in common[0] if common[0][name] != common[1][name]}
+        assert differs <= {"out", "lse"}
+    assert len({id(one) for one in launch._launches.values()}) == 10
+    with pytest.raises(ShapeError, match="does not fit"):
+        launch.attend(make_query(3), segments, 1.0, None, True, checked)
+
+
+def test_a_copy_of_segments_is_looked_at_anew(cuda: FakeDriver) -> None:
+    segments, q = fixed(), make_query()
+    launch.attend(q, segments, 1.0, 1)
+    for copied in (copy.deepcopy(segments), pickle.loads(pickle.dumps(segments))):
+        assert type(copied) is FixedSegments and copied.facts is None
+        launch.attend(q, copied, 1.0, 1)
+        _, parts = unpack(loaded_specs()[-1], cuda.launched[-1].arguments)
+        assert parts[0]["k_rows"] == copied[0].k_rows.data_ptr()
+    assert len(launch._launches) == 1
+
+
+def test_segments_that_stay_follow_an_override_plan(cuda: FakeDriver) -> None:
+    segments, q = fixed(), make_query()
+    for plan in (None, Plan((5, 2), 2, 2), None):
+        with launch.override_plan(plan) if plan else contextlib.nullcontext():
+            launch.attend(q, segments, 1.0, None)
+    counts = [unpack(loaded_specs()[0], note.arguments)[1] for note in cuda.launched]
+    assert [part["splits"] for part in counts[1][:2]] == [5, 2]
+    assert counts[0] == counts[2] != counts[1]
+
+
+def test_threads_launch_the_same_segments(cuda: FakeDriver) -> None:
+    segments, failed = fixed(), list[Exception]()
+
+    def attend(heads: int) -> None:
+        try:
+            for _ in range(200):
+                out, _ = launch.attend(make_query(2, heads), segments, 1.0, 1, False)
+                assert out.shape == (2, heads, 128)
+        except Exception as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=attend, args=(8 * (1 + i % 2),)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed and len(cuda.launched) == 800
+
+
+def test_facts_of_segments_do_not_pile_up(
+    cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runtime, "MOST_LAUNCHES", 5)
+    for capacity in range(1, 20):
+        segments = FixedSegments([make_segment(capacity=capacity)])
+        for _ in range(2):
+            launch.attend(make_query(), segments, 1.0, None)
+            _, (one,) = unpack(loaded_specs()[-1], cuda.launched[-1].arguments)
+            assert one["capacity"] == capacity
+        assert len(launch._fixed) <= 5

@@ -14,7 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvquant.errors import ConfigError, UnsupportedError
+from kvquant.kernels.cuda.decode import tuned
 from kvquant.kernels.cuda.decode.plan import (
+    SHARE,
     STAGES,
     WARPS,
     Plan,
@@ -28,7 +30,7 @@ from kvquant.kernels.cuda.decode.plan import (
     tuned_row,
 )
 from kvquant.kernels.cuda.decode.spec import HEADS, TILE, DecodeSpec, Path
-from kvquant.kernels.cuda.decode.tuned import Tuned, load_table, lookup, save_table
+from kvquant.kernels.cuda.decode.tuned import Tuned, load_table, lookup, measured_plans, save_table
 from kvquant.kernels.cuda.runtime.launch import GPU
 from kvquant.rows.format import RowFormat
 
@@ -178,6 +180,39 @@ def test_candidates_are_distinct_and_fit() -> None:
             assert 1 <= one.splits[0] <= -(-capacity // (TILE * one.warps))
 
 
+@given(names, st.integers(1, 1024), st.integers(1, 1 << 17))
+def test_a_gpu_whose_bandwidth_is_unknown_is_planned_as_an_h200(
+    name: str, units: int, capacity: int
+) -> None:
+    known = replace(H200, bandwidth=SHARE * 132)
+    spec = make_spec(name)
+    assert plan(spec, known, units, [capacity]) == plan(spec, H200, units, [capacity])
+
+
+def test_times_count_as_the_bytes_that_a_gpu_reads_meanwhile() -> None:
+    spec = replace(make_spec(), warps=4, stages=2)
+    full, half = (fit(spec, replace(H200, bandwidth=SHARE * 132 * part)) for part in (1, 0.5))
+    assert (full.rate, half.rate) == (1, 0.5)
+    # a token: start and merge take as long, which is half as many bytes
+    assert price(half, 1, [1], [1]) == pytest.approx(0.5 * price(full, 1, [1], [1]), rel=0.01)
+    # many sequences: the memory is read at its bandwidth, and as many bytes
+    bound = [price(one, 3 * 132, [1 << 20], [1]) for one in (full, half)]
+    assert bound[0] == pytest.approx(bound[1], rel=0.01)
+    assert half.pace(1) == 2 * full.pace(1)
+
+
+@pytest.mark.parametrize("name", ["int4-g4", "int8-g4", "bf16"])
+def test_less_bandwidth_needs_fewer_warps(name: str) -> None:
+    def warps(units: int, gpu: GPU) -> int:
+        chosen = plan(make_spec(name), gpu, units, [8192])
+        return units * chosen.splits[0] * chosen.warps
+
+    for part in (0.25, 0.5, 0.7):
+        slower = replace(H200, name="a made-up GPU", bandwidth=SHARE * 132 * part)
+        many = [(warps(units, slower), warps(units, H200)) for units in (1, 8, 32, 64)]
+        assert all(fewer <= more for fewer, more in many) and many[1][0] < many[1][1]
+
+
 def test_a_measured_plan_is_used_for_its_shape() -> None:
     measured = Plan((7,), 8, 2)
     rows = [tuned_row(make_spec(), H200, 48, 8192, measured)]
@@ -215,6 +250,29 @@ def test_lookup_takes_the_nearest_by_logarithm() -> None:
     assert lookup(rows, "NVIDIA H200", *formats, 300, 8192) is None
     assert lookup(rows, "NVIDIA H200", *formats, 8, 1 << 20) is None
     assert lookup(rows, "NVIDIA H100", *formats, 8, 8192) is None
+
+
+def test_plans_that_are_shipped_stand_behind_the_users(
+    tmp_path: FilePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVQUANT_CACHE_DIR", str(tmp_path / "users"))
+    monkeypatch.setattr(tuned, "SHIPPED", tmp_path / "plans")
+    assert measured_plans() == ()
+    save_table([row(8), row(32)], tmp_path / "plans" / "nvidia-h200.json")
+    assert measured_plans() == (row(8), row(32))
+    save_table([row(32, splits=5)])
+    formats = ("int4-g4/128", "int4-g4/128")
+    found = [lookup(measured_plans(), "NVIDIA H200", *formats, n, 8192) for n in (8, 32)]
+    assert found == [row(8), row(32, splits=5)]
+
+
+def test_shipped_plans_are_of_kernels_that_there_are() -> None:
+    for path in sorted(tuned.SHIPPED.glob("*.json")):
+        version, rows = tuned._parse_table(path.read_bytes())
+        assert version == tuned.TABLE_VERSION and rows
+        assert {one.gpu.lower().replace(" ", "-") for one in rows} == {path.stem}
+        assert len({one.shape for one in rows}) == len(rows)
+        assert all(one.warps in WARPS and one.stages in STAGES for one in rows)
 
 
 def test_a_table_is_read_as_it_was_saved_and_rows_are_replaced(tmp_path: FilePath) -> None:

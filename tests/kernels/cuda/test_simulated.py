@@ -96,6 +96,30 @@ CASES |= {
     "large queries": {"q_scale": 3e3, "lens": [64]},
     "peaked scores": {"q_scale": 30.0, "lens": [200]},
 }
+RAGGED = [700, 0, 1, 40, 33]
+CASES |= {
+    "balanced": {"lens": RAGGED, "workers": 5, "heads": [4, 2]},
+    "balanced, one worker": {"lens": RAGGED, "workers": 1},
+    "balanced, more workers than work": {"lens": [200, 5], "workers": 40},
+    "balanced, 2 warps": {"k": "int4", "lens": RAGGED, "workers": 4, "warps": 2, "splits": [2]},
+    "balanced, pages": {"place": "paged", "lens": RAGGED, "workers": 3},
+    "balanced, many sequences": {"lens": [40] * 33 + [0, 300, 9], "workers": 7},
+    "balanced, three segments": {
+        "exact": "bf16",
+        "sinks": 4,
+        "lens": [0, 500, 20],
+        "splits": [1, 1, 1],
+        "workers": 4,
+        "heads": [4, 2],
+    },
+    "balanced, no sinks": {
+        "exact": "bf16",
+        "lens": [0, 500, 20],
+        "splits": [1, 0, 2],
+        "workers": 7,
+    },
+    "lengths alike for workers": {"lens": [70, 66], "workers": 3, "splits": [2]},
+}
 for technique in TECHNIQUES:
     for k in ("int4-g4", "int4"):
         CASES[f"{k} without {technique}"] = {"k": k, "without": technique, "lens": [100]}

@@ -73,7 +73,8 @@ def test_blocks_take_more_tokens_where_there_are_more(
 def test_what_a_step_does_not_serve_is_launched_apart(
     changes: dict[str, Any], count: int, cuda: FakeDriver
 ) -> None:
-    case = Case(**({"matrix": "kv", "heads": 2} | changes))
+    given: dict[str, Any] = {"matrix": "kv", "heads": 2, **changes}
+    case = Case(**given)
     appending.append_calibrated(**make_call(case))
     assert len(cuda.launched) + case.rotary_dim // 64 == count
 

@@ -106,6 +106,4 @@ def test_cached_launches_hold_no_memory(cuda: FakeDriver) -> None:
         assert out.untyped_storage().nbytes() == 2 * out.numel()
         assert lse is None or lse.untyped_storage().nbytes() == 4 * lse.numel()
     (cached,) = launch._launches.values()
-    kept = [one for one in vars(cached).values() if isinstance(one, torch.Tensor)]
-    assert len(kept) == 2
-    assert [one.untyped_storage().nbytes() for one in kept] == [0, 0]
+    assert not any(isinstance(one, torch.Tensor) for one in vars(cached).values())

@@ -1,0 +1,312 @@
+"""Which tokens a block attends to, found from the lengths on the device.
+
+    even      a block is a part: every sequence has as many parts as the plan says (plan.py)
+
+              unit 0              unit 1            unit 2
+              ├─────┬─────┬─────┤ ├─┬─┬─┤           ├────┬────┬────┤
+              block 0     1     2 3 4 5             6    7    8
+
+    balanced  the work of all units is one line, of which each worker has the same share
+
+              unit 0                             unit 1  unit 2
+              ├──────────┬──────────┬──────────┬├───────┼─┬────────┤
+              worker 0   1          2          3          4
+
+A unit is a sequence and the query heads of a block. The line is measured in steps: a step is a tile
+for each warp. Other work counts as some: a unit costs UNIT_STEPS to begin and to end, a step of
+16-bit rows as many as it has times the bytes.
+
+Each block sees by itself whether lengths are alike, so that CUDA graphs stay valid while they
+change, and the host never waits. Each warp does it: lane i has the sequences i, i + 32, i + 64 ...,
+and along the line lane follows lane. Where a worker's share ends inside a segment, a part ends. The
+part of worker w of segment i of the line's u-th unit has place w + u * segments + i: from a part to
+the next one of these grows and none gets smaller, so every part has a place of its own.
+
+Sources: Stream-K (https://arxiv.org/abs/2301.03598) and Lean Attention
+(https://arxiv.org/abs/2405.10480), which share out tiles that the host knows.
+"""
+
+from math import sqrt
+
+from numba import cuda, float32, int32, uint32, uint64
+
+from ..device.jit import device_function
+from ..device.ptx import largest_word, load_global_u32, sum_of_words, word_from_lane
+from .spec import FIELD, MORE_PARTS, TILE, UNIT_STEPS
+
+SEQ_LENS, CAPACITY, SPLITS = FIELD["seq_lens"], FIELD["capacity"], FIELD["splits"]
+ALIKE = 1.25  # times the mean that the longest sequence may cost while lengths count as alike
+LOADED = 8  # lengths that a lane asks for at a time
+MERGED = 32.0  # parts of a unit that a block merges while a warp attends to a tile
+
+
+@device_function
+def length_of(segment, b):
+    """Rows of a sequence, at most those that there is room for."""
+    length = int32(0)
+    if segment[SPLITS] > int32(0):
+        length = int32(load_global_u32(segment[SEQ_LENS] + uint64(4) * uint64(b)))
+    return int32(max(min(length, segment[CAPACITY]), int32(0)))
+
+
+@device_function
+def ceil_div(number, divisor):
+    """number / divisor, rounded up."""
+    return uint32(uint32(number + uint32(divisor - uint32(1))) // divisor)
+
+
+def make_survey(spec):
+    """Make the functions that see all sequences: their costs, and the one at a place of the line.
+
+    Both are called by whole warps, and give the same to all lanes.
+    """
+    FIRST, SECOND, WEIGHT = spec.steps[0], spec.steps[1], spec.second_weight
+    THREE = spec.segments == 3
+
+    @device_function
+    def steps_of(segments, b):
+        """Tokens of each segment of a sequence, in steps."""
+        one, two, three = segments
+        first = ceil_div(uint32(length_of(one, b)), uint32(FIRST))
+        second = uint32(0)
+        third = uint32(0)
+        if THREE:
+            second = ceil_div(uint32(length_of(two, b)), uint32(SECOND))
+            third = ceil_div(uint32(length_of(three, b)), uint32(SECOND))
+        return first, second, third
+
+    @device_function
+    def cost_of(steps):
+        """What a unit costs."""
+        others = uint32(uint32(steps[1] + steps[2]) * uint32(WEIGHT))
+        return uint32(uint32(uint32(UNIT_STEPS) + steps[0]) + others)
+
+    @device_function
+    def up_to(cost, lane):
+        """The sum of a number over the lanes up to this one."""
+        for i in range(5):
+            step = uint32(1 << i)
+            before = word_from_lane(cost, uint32(lane - step) & uint32(31))
+            if lane >= step:
+                cost = uint32(cost + before)
+        return cost
+
+    @device_function
+    def survey(segments, batch):
+        """The cost of all sequences, the largest, and that of a lane's."""
+        lane = uint32(uint32(cuda.threadIdx.x) & uint32(31))
+        mine = uint32(0)
+        largest = uint32(0)
+        first = uint32(0)
+        while first < batch:
+            costs = cuda.local.array(LOADED, uint32)
+            for i in range(LOADED):  # without branches, so that all loads are under way together
+                b = uint32(uint32(first + uint32(32 * i)) + lane)
+                costs[i] = cost_of(steps_of(segments, min(b, uint32(batch - uint32(1)))))
+            for i in range(LOADED):
+                cost = costs[i]
+                if uint32(uint32(first + uint32(32 * i)) + lane) >= batch:
+                    cost = uint32(0)
+                mine = uint32(mine + cost)
+                largest = max(largest, cost)
+            first = uint32(first + uint32(32 * LOADED))
+        return sum_of_words(mine), largest_word(largest), mine
+
+    @device_function
+    def find(segments, batch, columns, place, mine):
+        """The sequence at a place of the line, and where on it its first unit begins."""
+        lane = uint32(uint32(cuda.threadIdx.x) & uint32(31))
+        before = uint32(up_to(mine, lane) - mine)
+        sequence = uint32(place // columns)  # units of a sequence cost the same
+        here = before <= sequence and sequence < uint32(before + mine)
+        of_lane = largest_word(lane if here else uint32(0))
+        base = word_from_lane(before, of_lane)
+        found = of_lane
+        if batch > uint32(32):
+            first = of_lane
+            searching = uint32(1)
+            while searching != uint32(0):
+                b = uint32(first + uint32(32) * lane)
+                cost = uint32(0)
+                if b < batch:
+                    cost = cost_of(steps_of(segments, b))
+                upto = uint32(base + up_to(cost, lane))
+                here = uint32(upto - cost) <= sequence and sequence < upto
+                of_chunk = largest_word(uint32(lane + uint32(1)) if here else uint32(0))
+                if of_chunk != uint32(0):
+                    source = uint32(of_chunk - uint32(1))
+                    found = word_from_lane(b, source)
+                    base = word_from_lane(uint32(upto - cost), source)
+                    searching = uint32(0)
+                else:
+                    base = word_from_lane(upto, uint32(31))
+                    first = uint32(first + uint32(1024))
+        return found, uint32(base * columns)
+
+    return survey, find, steps_of, cost_of
+
+
+@device_function
+def are_alike(total, largest, batch):
+    """Whether all sequences cost about the same."""
+    return float32(largest) * float32(batch) <= float32(total) * float32(ALIKE)
+
+
+def make_share(spec):
+    """Make the function that says how long a worker's share is."""
+    WEIGHT = spec.second_weight
+
+    @device_function
+    def share_of(total, largest, columns, workers, most_parts):
+        share = ceil_div(uint32(total * columns), workers)
+        # no more parts of a unit than can be merged, nor so many that merging takes longer
+        share = max(share, ceil_div(largest, uint32(most_parts - uint32(MORE_PARTS))))
+        share = max(share, uint32(sqrt(float32(largest) / float32(MERGED))))
+        return max(share, uint32(WEIGHT))  # a share has a step at least
+
+    return share_of
+
+
+def make_even_part(spec):
+    """Make the function that gives a split of a sequence."""
+    FIRST, SECOND, THREE = spec.steps[0], spec.steps[1], spec.segments == 3
+    PAGED = spec.first.place == "paged"
+
+    @device_function
+    def share_out(segment, b, step):
+        """Rows of a sequence, tokens of a split, and splits that hold any."""
+        length = length_of(segment, b)
+        splits = segment[SPLITS]
+        if splits <= int32(1):  # most of the time: without divisions
+            return length, length, int32(min(length, int32(1)))
+        tokens = int32((length + splits - int32(1)) // splits)
+        tokens = int32(max(int32((tokens + step - int32(1)) // step), int32(1)) * step)
+        return length, tokens, int32((length + tokens - int32(1)) // tokens)
+
+    @device_function
+    def even_part(segments, b, split):
+        """The segment and the tokens of a split; up to where rows may be asked for before the
+        length is known; its number among the parts, and all parts."""
+        one, two, three = segments
+        which = uint32(0)
+        number = split
+        length, tokens, active = share_out(one, b, int32(FIRST))
+        total = active
+        splits = one[SPLITS]
+        room = int32(0) if PAGED else one[CAPACITY]  # of a table only what is used can be read
+        if THREE:
+            second = share_out(two, b, int32(SECOND))
+            third = share_out(three, b, int32(SECOND))
+            total = int32(total + second[2] + third[2])
+            if split >= splits:
+                which = uint32(1)
+                split = int32(split - splits)
+                number = int32(active + split)
+                length, tokens, active = second
+                splits = two[SPLITS]
+                room = two[CAPACITY]
+                if split >= splits:
+                    which = uint32(2)
+                    split = int32(split - splits)
+                    number = int32(number - splits + active)
+                    length, tokens, active = third
+                    splits = three[SPLITS]
+                    room = three[CAPACITY]
+        if splits == int32(1):  # begins with row 0, whatever the length is
+            return which, int32(0), length, max(room, length), uint32(number), uint32(total)
+        begin = int32(split * tokens)
+        end = int32(min(int32(begin + tokens), length)) if split < active else begin
+        return which, begin, end, end, uint32(number), uint32(total)
+
+    return even_part
+
+
+def make_balanced_part(spec, steps_of, cost_of):
+    """Make the function that gives the part at a place of the line."""
+    FIRST, SECOND, WEIGHT = spec.steps[0], spec.steps[1], spec.second_weight
+    THREE, SEGMENTS = spec.segments == 3, spec.segments
+
+    @device_function
+    def workers_of(start, steps, weight, share):
+        """The first worker that has a step of a segment, and how many have any."""
+        first = uint32(start // share)
+        count = uint32(0)
+        if steps != uint32(0):
+            last = uint32(start + uint32(uint32(steps - uint32(1)) * uint32(weight)))
+            count = uint32(uint32(uint32(last // share) - first) + uint32(1))
+        return first, count
+
+    @device_function
+    def tokens_between(length, start, weight, step, place, stop):
+        """The tokens of a segment whose steps begin between two places of the line."""
+        before = ceil_div(uint32(max(place, start) - start), uint32(weight))
+        upto = ceil_div(uint32(max(stop, start) - start), uint32(weight))
+        begin = int32(min(int32(before * uint32(step)), length))
+        return begin, int32(min(int32(upto * uint32(step)), length))
+
+    @device_function
+    def balanced_part(segments, b, before, start, place, stop, share):
+        """The part that begins at a place of the line, in a unit that begins at `start`, after
+        `before` other units.
+
+        Returns:
+            Its segment and tokens; how many parts the first segment has, the first two, all; what
+            to add to a part's number for its place, in each segment; where the part and the unit
+            end on the line.
+        """
+        one, two, three = segments
+        steps = steps_of(segments, b)
+        unit_end = uint32(start + cost_of(steps))
+        stop = min(stop, unit_end)
+        base = uint32(before * uint32(SEGMENTS))
+        first = uint32(start + uint32(UNIT_STEPS))
+        worker, of_first = workers_of(first, steps[0], 1, share)
+        counts = (of_first, of_first, of_first)
+        add_first = uint32(base + worker)
+        adds = (add_first, add_first, add_first)
+        which = uint32(0)
+        part_end = stop
+        begin, end = tokens_between(length_of(one, b), first, 1, FIRST, place, stop)
+        if THREE:
+            second = uint32(first + steps[0])
+            third = uint32(second + uint32(steps[1] * uint32(WEIGHT)))
+            worker, count = workers_of(second, steps[1], WEIGHT, share)
+            add_second = uint32(uint32(uint32(base + uint32(1)) + worker) - of_first)
+            of_two = uint32(of_first + count)
+            worker, count = workers_of(third, steps[2], WEIGHT, share)
+            add_third = uint32(uint32(uint32(base + uint32(2)) + worker) - of_two)
+            counts = (of_first, of_two, uint32(of_two + count))
+            adds = (add_first, add_second, add_third)
+            part_end = min(stop, second)
+            if place >= third:
+                which = uint32(2)
+                part_end = stop
+                begin, end = tokens_between(length_of(three, b), third, WEIGHT, SECOND, place, stop)
+            elif place >= second:
+                which = uint32(1)
+                part_end = min(stop, third)
+                begin, end = tokens_between(
+                    length_of(two, b), second, WEIGHT, SECOND, place, part_end
+                )
+            else:
+                begin, end = tokens_between(length_of(one, b), first, 1, FIRST, place, part_end)
+        return which, begin, end, counts, adds, part_end, unit_end
+
+    return balanced_part
+
+
+@device_function
+def rank_of(b, batch):
+    """How many sequences come before a sequence on the line."""
+    lane = uint32(b & uint32(31))
+    of_lanes = uint32(uint32(lane * uint32(batch >> uint32(5))) + min(lane, batch & uint32(31)))
+    return uint32(of_lanes + uint32(b >> uint32(5)))
+
+
+@device_function
+def following(b, batch):
+    """The sequence that comes next on the line."""
+    after = uint32(b + uint32(32))
+    if after >= batch:
+        after = uint32(uint32(b & uint32(31)) + uint32(1))
+    return after

@@ -1,0 +1,377 @@
+"""Appends of caches on CUDA that are made again by the same launches, at other addresses."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from fake_cuda import STREAM, FakeDriver, arguments_of, install_for_caches
+from paged_cases import DIM as PAGED_DIM
+from paged_cases import begin, extend, new_rows
+from paged_cases import make as make_paged
+from small_caches import BATCH, DIM, HEADS, make, tokens
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kvquant import KVCache, debug
+from kvquant.cache.layer import LayerCache
+from kvquant.errors import ConfigError, DeviceError, ShapeError
+from kvquant.kernels.cuda.append.spec import AppendSpec
+from kvquant.kernels.cuda.runtime import launch as runtime
+from kvquant.kernels.cuda.slots.launch import SlotSpec
+from kvquant.ops.append import MOST_KINDS, append_again
+from kvquant.paged.batch import PagedBatch
+from kvquant.rows.basis import Basis, LayerBasis
+from kvquant.rows.rotation import Rope
+
+OFFSET = torch.ones(HEADS, DIM)
+BASES = [LayerBasis(Basis(OFFSET, "hadamard"), Basis(OFFSET))] * 2
+ROOM = ("room", "packed", "exact", "evicted")  # what is new in every call
+
+
+class Calls(TorchDispatchMode):
+    """Notes the operations of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    """The CPU as a GPU whose driver takes notes."""
+    return install_for_caches(monkeypatch)
+
+
+def launched(cuda: FakeDriver, call: Callable[..., None], *given: Any) -> list[dict[str, Any]]:
+    """The arguments of what a call launches, but for what is new in every call."""
+    cuda.launched.clear()
+    call(*given)
+    specs = [spec for spec, _ in runtime._kernels]
+    found = []
+    for note in cuda.launched:
+        assert note.stream == STREAM
+        spec = next(spec for spec in specs if isinstance(spec, SlotSpec) == (note.block[0] == 512))
+        arguments = arguments_of(spec, note.arguments)
+        found.append({name: value for name, value in arguments.items() if name not in ROOM})
+        found[-1]["grid"] = note.grid
+    return found
+
+
+@contextmanager
+def counted(at: LayerCache) -> Iterator[list[bool]]:
+    """Whether each append was made again."""
+    again, found = at._append_again, list[bool]()
+
+    def note(*call: Any) -> bool:
+        found.append(again(*call))
+        return found[-1]
+
+    at._append_again = note  # type: ignore[assignment, method-assign]
+    yield found
+    del at._append_again
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"windows": [8, None]},
+        {"sink_len": 0, "recent_len": 0},
+        {
+            "bases": [
+                LayerBasis(Basis(torch.ones(HEADS, DIM), "hadamard"), Basis(torch.ones(HEADS, DIM)))
+            ]
+            * 2
+        },
+    ],
+    ids=["plain", "window", "no 16-bit rows", "basis"],
+)
+def test_an_append_like_the_last_one_is_the_same_two_launches(
+    cuda: FakeDriver, options: dict[str, Any]
+) -> None:
+    cache = make(**options)
+    at = cache.layers[0]
+    cache.append(0, *tokens(1))
+    given = [tokens(1) for _ in range(3)]
+    with counted(at) as again, Calls() as calls:
+        made = [launched(cuda, cache.append, 0, *new) for new in given]
+    assert again == [True] * 3 and not calls.names and at.longest == 4
+    assert made[0] != made[1], "they come from elsewhere"
+    for new, found in zip(given, made, strict=True):
+        at._again.clear()
+        assert launched(cuda, cache.append, 0, *new) == found
+        assert len(found) == 2
+
+
+def test_slots_are_those_that_were_placed_for_it(cuda: FakeDriver) -> None:
+    cache, (k, _) = make(), tokens(2)
+    for new in (k[:1].expand(BATCH, -1, -1, -1), k[:, :, :1], k[:, :, :1]):
+        cuda.launched.clear()
+        cache.append(0, new, new)
+        place, write = cuda.launched
+        of_place = arguments_of(SlotSpec(), place.arguments)
+        spec = next(spec for spec, _ in runtime._kernels if isinstance(spec, AppendSpec))
+        of_write, count = arguments_of(spec, write.arguments), BATCH * new.shape[2]
+        step = 8 * (count + BATCH)
+        slots = [of_write[name] for name in ("packed", "exact", "evicted")]
+        assert slots == [of_place["room"] + i * step for i in range(3)]
+
+
+def test_new_rows_of_another_kind_are_looked_at(cuda: FakeDriver) -> None:
+    cache, (k, v) = make(), tokens(1)
+    at = cache.layers[0]
+    wide = torch.zeros(BATCH, HEADS, 1, 2 * DIM).bfloat16()
+    crooked = torch.zeros(k.numel() + 1).bfloat16()[1:].view(k.shape)
+    kinds = [
+        (k, v),
+        (k.half(), v.half()),
+        (k.float(), v),
+        (wide[..., :DIM], v),
+        (wide[..., ::2], v),
+        (crooked, v),
+        (k, crooked),
+        (k.transpose(0, 2).contiguous().transpose(0, 2), v),
+        tokens(2),
+        (torch.nn.Parameter(k), v),
+        (torch._neg_view(k), v),
+    ]
+    for new in kinds:
+        with counted(at) as again:
+            first = launched(cuda, cache.append, 0, *new)
+            second = launched(cuda, cache.append, 0, *new)
+        assert not again[0]
+        for one, two in zip(first, second, strict=True):
+            moved = {name for name in one if one[name] != two[name]}
+            assert moved <= {"k.x", "v.x"}, "but for copies that are made of it"
+        assert not again[1] or not moved
+        cache.crop(0)
+    with counted(at) as again:
+        cache.append(0, *tokens(1), torch.ones(BATCH, dtype=torch.int32))
+    assert again == []
+
+
+def test_what_is_not_possible_is_refused_as_the_first_time(cuda: FakeDriver) -> None:
+    cache, (k, v) = make(), tokens(1)
+    for _ in range(2):
+        cache.append(0, k, v)
+    wrong: list[tuple[Any, Any, type[Exception]]] = [
+        (k, None, ConfigError),
+        ([1], v, ConfigError),
+        (k[0], v, ShapeError),
+        (k[..., :32], v, ShapeError),
+        (k.long(), v, ConfigError),
+        (k.to_sparse(), v, ConfigError),
+        (k.to("meta"), v, DeviceError),
+    ]
+    before = cache.layers[0].longest
+    cuda.launched.clear()
+    for one, other, error in wrong:
+        for call in ((one, other), (other, one)):
+            with pytest.raises(error):
+                cache.append(0, *call)
+    assert not cuda.launched and cache.layers[0].longest == before
+    k.transpose_(0, 1)  # in place
+    with pytest.raises(ShapeError):
+        cache.append(0, k, v)
+    assert not cuda.launched
+
+
+def test_not_in_a_graph_nor_in_debug_mode_nor_without_room(
+    cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, (k, v) = make(), tokens(1)
+    at = cache.layers[0]
+    cache.append(0, k, v)
+    counters = cache.bad_rows, cache.overflow_tokens
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert not at._append_again(k, v, *counters)
+    with monkeypatch.context() as patch:
+        patch.setattr(debug, "enabled", True)
+        assert not at._append_again(k, v, *counters)
+    for longest in (None, at.max_seq_len):
+        at.longest = longest
+        assert not at._append_again(k, v, *counters)
+    at.longest = at.max_seq_len - 1
+    assert at._append_again(k, v, *counters) and at.longest == at.max_seq_len
+
+
+def test_lengths_are_taken_back_if_rows_cannot_be_written(cuda: FakeDriver) -> None:
+    for window in (None, 8):
+        cache, (k, v) = make(windows=[window, None]), tokens(1)
+        at = cache.layers[0]
+        cache.append(0, k, v)
+        at.begin(torch.tensor([20, 13, 0]), torch.tensor([15, 6, 0]))
+        before = {name: tensor.clone() for name, tensor in at.tensors().items()}
+        ((kind, (_, write)),) = at._again.items()
+
+        def place(overflow: int, at: LayerCache = at) -> torch.Tensor:
+            lens = [at.seq_lens, at.packed_lens, at.seq_lens if at.window is None else at.firsts]
+            room = torch.stack(lens).long()
+            for one in at.lens:
+                if one is not None:
+                    one += 3
+            return torch.cat([torch.zeros(3, BATCH, dtype=torch.int64), room], 1)
+
+        at._again[kind] = place, write
+        cuda.fails["cuLaunchKernelEx"] = [700]
+        with pytest.raises(DeviceError, match="launch"):
+            cache.append(0, k, v)
+        assert at.longest == 20
+        for name, tensor in at.tensors().items():
+            assert torch.equal(tensor, before[name]), name
+
+
+def test_a_copy_of_a_cache_appends_to_its_own_rows(cuda: FakeDriver) -> None:
+    cache, new = make(), tokens(1)
+    for _ in range(2):
+        cache.append(0, *new)
+    for copied in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+        assert isinstance(copied, KVCache)
+        for _ in range(2):
+            place, write = launched(cuda, copied.append, 0, *new)
+            at = copied.layers[0]
+            assert place["seq_lens"] == at.seq_lens.data_ptr()
+            assert write["k.rows"] == at.k_packed.data_ptr()
+            assert write["v.exact_rows"] == at.v_exact_rows.data_ptr()
+            assert write["bad"] == copied.bad_rows.data_ptr()
+
+
+def test_few_kinds_are_remembered(cuda: FakeDriver) -> None:
+    cache = make()
+    for width in range(2 * MOST_KINDS):
+        padded = torch.zeros(BATCH, HEADS, 1, DIM + 8 * width).bfloat16()[..., :DIM]
+        cache.append(0, padded, padded)
+        cache.crop(0)
+        assert 1 <= len(cache.layers[0]._again) <= MOST_KINDS
+
+
+# A paged cache
+
+
+def paged_batch(**options: Any) -> PagedBatch:
+    batch = PagedBatch(make_paged(**options), 4, 60)
+    batch._on_cuda = True
+    return batch
+
+
+def step(batch: PagedBatch, rows: torch.Tensor) -> None:
+    extend(batch, ["a", "b"], 1, rows=rows)
+
+
+def test_a_step_of_a_paged_cache_appends_again(
+    cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = paged_batch()
+    for name in "ab":
+        begin(batch, name, 30)
+    step(batch, new_rows(2))
+    prepared: list[Any] = []
+
+    def note(*call: Any) -> Any:
+        prepared.append(call)
+        return append_again(*call)
+
+    monkeypatch.setattr("kvquant.paged.batch.append_again", note)
+    for _ in range(3):
+        rows = new_rows(2)
+        with Calls() as calls:
+            found = launched(cuda, step, batch, rows)
+        assert not prepared and {*calls.names} <= {"clone", "unbind"}, "once a step"
+        for kinds in batch._again:
+            kinds.clear()
+        assert [write["k.x"] for write in found] == [rows[0].data_ptr()] * 2
+        assert launched(cuda, step, batch, rows) == found
+        assert len(prepared) == 2
+        prepared.clear()
+
+
+def test_a_step_is_checked_as_the_first_one(cuda: FakeDriver) -> None:
+    batch = paged_batch()
+    for name in "ab":
+        begin(batch, name, 30)
+    rows = new_rows(2)
+    step(batch, rows)
+    cuda.launched.clear()
+    with pytest.raises(ConfigError, match="no step of this batch is open"):
+        batch.append(0, *rows)
+    with pytest.raises(ConfigError, match="layer 2 does not exist"):
+        batch.append(2, *rows)
+    with pytest.raises(ShapeError, match="k has 2 tokens, the step 3"):
+        with batch.extend(["a", "b"], [1, 2]):
+            batch.append(0, *rows)
+    assert not cuda.launched
+    with pytest.raises(ConfigError, match="layer 0 was appended to in this step"):
+        with batch.extend(["a", "b"]):
+            batch.append(0, *rows)
+            batch.append(0, *rows)
+    assert len(cuda.launched) == 1
+
+
+def test_rotary_embeddings_are_applied_every_time(cuda: FakeDriver) -> None:
+    batch = paged_batch(num_layers=1)
+    begin(batch, "a", 30)
+    rows, table = new_rows(1), torch.randn(1, PAGED_DIM // 2)
+    extend(batch, ["a"], 1, rows=rows)
+    for _ in range(2):
+        cuda.launched.clear()
+        with batch.extend(["a"]):
+            batch.append(0, *rows, rope=Rope(table, table))
+        spec = next(reversed([spec for spec, _ in runtime._kernels]))
+        assert isinstance(spec, AppendSpec) and spec.rotary_dim == PAGED_DIM
+        (note,) = cuda.launched
+        assert arguments_of(spec, note.arguments)["cos"] == table.data_ptr()
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 8])
+def test_rows_and_lengths_are_those_of_other_appends(window: int | None) -> None:
+    cache, other = (make("cuda", windows=[window, None]) for _ in range(2))
+    ones = torch.ones(BATCH, dtype=torch.int32, device="cuda")
+    for count in range(23):
+        new = tokens(1, "cuda")
+        for index in range(2):
+            with counted(cache.layers[index]) as again:
+                cache.append(index, *new)
+            assert again == [count > 0]
+            other.append(index, *new, ones)
+        for at, expected in zip(cache.layers, other.layers, strict=True):
+            for name, tensor in at.tensors().items():
+                assert torch.equal(tensor, expected.tensors()[name]), (name, count)
+
+
+@pytest.mark.gpu
+def test_paged_rows_are_those_of_other_appends() -> None:
+    caches = [make_paged(device="cuda") for _ in range(2)]
+    batch, other = (PagedBatch(cache, 4, 60) for cache in caches)
+    first = new_rows(30, "cuda")
+    for one in (batch, other):
+        for name in "ab":
+            one.cache.allocate(name)
+            extend(one, [name], 30, rows=first)
+    q = torch.randn(2, 4, PAGED_DIM, device="cuda").bfloat16()
+    for _ in range(30):
+        rows, outs = new_rows(2, "cuda"), []
+        for one in (batch, other):
+            with one.extend(["a", "b"]):
+                for index in range(one.cache.num_layers):
+                    one.append(index, *rows)
+                outs.append(one.attend(0, q))
+        for again in other._again:
+            again.clear()
+        assert torch.equal(*outs)
+    for stacks, expected in zip(caches[0].rows.pages, caches[1].rows.pages, strict=True):
+        for found, given in zip(stacks.layers, expected.layers, strict=True):
+            assert torch.equal(found, given)
