@@ -10,7 +10,8 @@ import torch
 
 from ..errors import ConfigError, ShapeError, shown
 from ..ops.attention import State, attend_segments
-from ..rows.arguments import check_device, check_size
+from ..ops.transform import queries_of
+from ..rows.arguments import check_device, check_size, check_tensors
 from ..rows.basis import LayerBasis
 from ..rows.format import EXACT_CODECS
 from ..rows.quantize import check_dtype
@@ -356,6 +357,99 @@ class KVCache:
             NonFiniteError: NaN, Inf or a value that one of the formats cannot hold.
         """
         self._layer(layer).append(k, v, new_lens, self.bad_rows, self.overflow_tokens)
+
+    @overload
+    def step(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        sm_scale: float | None = ...,
+        return_lse: Literal[False] = ...,
+        num_splits: int | None = ...,
+        backend: str | None = ...,
+    ) -> torch.Tensor: ...
+    @overload
+    def step(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        sm_scale: float | None = ...,
+        return_lse: Literal[True],
+        num_splits: int | None = ...,
+        backend: str | None = ...,
+    ) -> State: ...
+    @overload
+    def step(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        sm_scale: float | None = ...,
+        return_lse: bool = ...,
+        num_splits: int | None = ...,
+        backend: str | None = ...,
+    ) -> torch.Tensor | State: ...
+    def step(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        sm_scale: float | None = None,
+        return_lse: bool = False,
+        num_splits: int | None = None,
+        backend: str | None = None,
+    ) -> torch.Tensor | State:
+        """Append one token to each sequence of a layer and attend to it and those before it.
+
+        What append and attend give, bit for bit. In a plan's basis it is sooner on CUDA: queries
+        are brought into the basis by the launch that does it with the new rows.
+
+        Args:
+            layer: index of the layer.
+            q: [batch, num_q_heads, head_dim], as in attend.
+            k: [batch, num_kv_heads, 1, head_dim], as in append.
+            v: as k.
+            sm_scale, return_lse, num_splits, backend: as in decode_attention.
+
+        Returns:
+            As decode_attention.
+
+        Raises:
+            As append and attend; nothing is appended where q does not fit.
+        """
+        at = self._layer(layer)
+        check_tensors(q=q, k=k, v=v)
+        if k.ndim != 4 or k.shape[2] != 1:
+            raise ShapeError(
+                f"k is {list(k.shape)}: a step has one token of each sequence, "
+                f"[{self.batch}, {self.num_kv_heads}, 1, head_dim]"
+            )
+        at.check_query(q)
+        ready = queries_of(q, at.basis, sm_scale, backend)
+        queries = None if ready is None else ready[0]
+        counters = self.bad_rows, self.overflow_tokens
+        found = at.append(k.detach(), v.detach(), None, *counters, queries)
+        return attend_segments(
+            q,
+            at.segments(),
+            basis=at.basis,
+            seq_lens=at.seq_lens,
+            transformed=None if found is None or ready is None else (found, ready[1]),
+            sm_scale=sm_scale,
+            return_lse=return_lse,
+            num_splits=num_splits,
+            backend=backend,
+        )
 
     def check(self) -> None:
         """Raise if an append since the last check could not do what it was asked to (see append).

@@ -38,7 +38,7 @@ from ..ops.slots import (
 )
 from ..ops.transform import encode_rows
 from ..rows.arguments import address, check_tensors
-from ..rows.basis import LayerBasis
+from ..rows.basis import LayerBasis, Queries
 from ..rows.format import RowFormat
 from ..rows.quantize import EXACT_DTYPES, FLOAT_DTYPES, full_precision
 from ..rows.segment import FixedSegments, Segment
@@ -301,7 +301,8 @@ class LayerCache:
         new_lens: Counts | None,
         bad_rows: torch.Tensor,
         overflow_tokens: torch.Tensor,
-    ) -> None:
+        queries: Queries | None = None,
+    ) -> torch.Tensor | None:
         """Add the first new_lens[b] tokens of k and v to sequence b; see KVCache.append.
 
         On CUDA in two launches, unless values are read: slots and lengths, then rows.
@@ -309,10 +310,14 @@ class LayerCache:
         Args:
             k, v, new_lens: as in KVCache.append.
             bad_rows, overflow_tokens: the counters of KVCache.
+            queries: as write_rows takes them, of the one token of each sequence.
+
+        Returns:
+            As write_rows.
         """
-        if new_lens is None and not torch.compiler.is_compiling():
+        if new_lens is None and queries is None and not torch.compiler.is_compiling():
             if self._append_again(k, v, bad_rows, overflow_tokens):
-                return
+                return None
         given = k, v
         check_tensors(k=k, v=v)
         k, v = k.detach(), v.detach()
@@ -323,10 +328,13 @@ class LayerCache:
                 self.longest = int(self.seq_lens.cpu().max())  # it was an upper bound
             self._check_values(k, v, counts)
         if not new_tokens:
-            return
+            return None
         if recorded:
             self.longest = None
         longest = (self.longest or 0) + new_tokens
+        if k.dtype != v.dtype:
+            k, v = k.float(), v.float()
+        by_token = _by_token(k), _by_token(v)  # copied before slots are found: see write_rows
         placed = None
         if takes_one_launch(self.seq_lens, recorded):
             placed = place_tokens(self.lens, self.sizes, counts, new_tokens, overflow_tokens)
@@ -344,20 +352,19 @@ class LayerCache:
                 self.recent_len,
                 ring=self.window is not None,
             )
-        if k.dtype != v.dtype:
-            k, v = k.float(), v.float()
         has_exact = slots.exact is not None
         exact_k = self.k_exact_rows if has_exact else None
         exact_v = self.v_exact_rows if has_exact else None
         k_transform = v_transform = None
         if self.basis is not None:
             k_transform, v_transform = self.basis.k.encoding, self.basis.v.encoding
-        side_k = Side(_by_token(k), self.k_packed, self.k_format, exact_k, k_transform)
-        side_v = Side(_by_token(v), self.v_packed, self.v_format, exact_v, v_transform)
+        side_k = Side(by_token[0], self.k_packed, self.k_format, exact_k, k_transform)
+        side_v = Side(by_token[1], self.v_packed, self.v_format, exact_v, v_transform)
         call = side_k, side_v, slots, self.k_exact.codec, None, bad_rows
         try:
             # slots are right, and rows fit: proved again in debug mode only
-            write_rows(*call, check=partial(check_call, *call) if debug.enabled else None)
+            check = partial(check_call, *call) if debug.enabled else None
+            multiplied = write_rows(*call, check=check, placed=placed is not None, queries=queries)
         except Exception:  # such as a lack of memory
             if placed is not None:
                 self._take_back(placed.room)
@@ -370,6 +377,7 @@ class LayerCache:
             self.longest = longest
         if placed is not None and counts is None and not recorded:
             self._keep_append(given, side_k, side_v, placed.slots, bad_rows)
+        return multiplied
 
     def _append_again(
         self,
@@ -413,7 +421,7 @@ class LayerCache:
         """Remember how such new rows were appended, unless they were copied on the way."""
         if any(x.data_ptr() != side.x.data_ptr() for x, side in zip(given, (k, v), strict=True)):
             return
-        write = append_again(k, v, slots, self.k_exact.codec, bad_rows)
+        write = append_again(k, v, slots, self.k_exact.codec, bad_rows, placed=True)
         place = place_again(self.lens, self.sizes, given[0].shape[2])
         self._again.keep(kind_of(*given), write and (place, write))
 
@@ -445,6 +453,22 @@ class LayerCache:
         if v.shape[2] != new_tokens:
             raise ShapeError(f"k has {new_tokens} new tokens, v {v.shape[2]}")
         return None if new_lens is None else self._counts(new_lens, new_tokens)
+
+    def check_query(self, q: torch.Tensor) -> None:
+        """Raise unless queries, one of each sequence, are of a shape, a dtype and a device that
+        the layer can be asked with; see KVCache.step."""
+        batch, num_kv_heads = self.k_packed.shape[:2]
+        shape, dim = q.shape, self.k_format.head_dim
+        fits = len(shape) == 3 and shape[0] == batch and shape[2] == dim and shape[1] > 0
+        if not fits or shape[1] % num_kv_heads:
+            raise ShapeError(
+                f"q is {list(shape)}: it must be [{batch}, num_q_heads, {dim}], num_q_heads a "
+                f"multiple of {num_kv_heads}"
+            )
+        if q.dtype not in FLOAT_DTYPES:
+            raise ConfigError(f"q is {q.dtype}: use float32, bfloat16 or float16")
+        if q.device != self.seq_lens.device:
+            raise DeviceError(f"q is on {q.device}, the cache on {self.seq_lens.device}")
 
     def _counts(self, new_lens: Counts, new_tokens: int) -> torch.Tensor:
         """new_lens on the device of a layer; what lies there already is not read.

@@ -303,6 +303,24 @@ class TransformersCache(Cache):
         handed.appended, self._waiting = True, None
         self._due = handed.at + 1
 
+    def step(
+        self,
+        handed: _Handed,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        sm_scale: float | None,
+    ) -> torch.Tensor:
+        """Append the one token that was handed to a layer, and attend by KVCache.step."""
+        if self.new_lens is None:
+            out = self.cache.step(handed.at, query, keys, values, sm_scale=sm_scale)
+        else:
+            self.cache.append(handed.at, keys, values, self.new_lens)
+            out = self.cache.attend(handed.at, query, sm_scale=sm_scale)
+        handed.appended, self._waiting = True, None
+        self._due = handed.at + 1
+        return out
+
     def _begin(self) -> None:
         """A new call, if the one before is complete; else update tells what is due."""
         if self._due == self.cache.num_layers:
@@ -614,13 +632,13 @@ def _attend(
     cache = handed.to.cache
     asked, new = query.shape[2], key.shape[2]
     if new == 1:
-        if not handed.appended:
-            handed.to.append(handed, key, value)
         last = query[:, :, 0]
         if last.is_cuda and last.dtype == torch.float32:  # the kernel there takes 16-bit queries
             last = last.bfloat16()  # of any size, where fp16 ends at 65504
-        out = cache.attend(handed.at, last, sm_scale=scaling)
-        assert isinstance(out, torch.Tensor)
+        if handed.appended:
+            out = cache.attend(handed.at, last, sm_scale=scaling)
+        else:
+            out = handed.to.step(handed, last, key, value, scaling)
         if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
             out = _NoGradient.apply(out, query, key, value)  # type: ignore[no-untyped-call]
         return out[:, None].to(query.dtype)

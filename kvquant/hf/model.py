@@ -20,6 +20,7 @@ from ..rows.arguments import check_device, check_size
 from ..rows.quantize import exact_codec
 from .cache import ATTENTION, TransformersCache, plain_cache
 from .configs import CacheLayers, cache_layers, layer_windows
+from .fold import fold_values
 from .loading import load
 from .observe import Observer, observe, output_weights, shared_layers
 from .positions import positions_of
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from ..cache.contiguous import CacheOptions
 
 Progress = Callable[[int], None]
+_FOLDED = "kvquant_folded"  # a mark on a model whose weights hold a plan's bases of V
 
 
 class CachedModel:
@@ -178,6 +180,42 @@ class CachedModel:
             given[name] = row_formats(name, given.get(name, DEFAULT_FORMAT), dims)
         shape = len(layers.places), batch, layers.num_kv_heads, max(layers.k_dims), max_seq_len
         return KVCache(*shape, **given)
+
+    def fold_values(self, plan: CachePlan) -> CachePlan:
+        """Move the plan's bases of V from caches into the model's weights, in place.
+
+        The value and output projections of each layer change so that the model computes what it did
+        before, with any cache, but for rounding: weights are rounded to their dtype once more. The
+        values that it hands to a cache are then in the plan's basis already, so that a decode step
+        has no product with it left. Projections without a bias get one where the plan has offsets.
+
+        Args:
+            plan: as in new_cache.
+
+        Returns:
+            The plan for caches of this model from now on: without bases of V. Caches that were made
+            before, and plans that this one is not, are for the model as it was.
+
+        Raises:
+            CheckpointError: the plan was made for another model.
+            ConfigError: bases of V were folded into this model before.
+            UnsupportedModelError: values or outputs of a layer do not come from, or go into, a
+                linear layer as they are; nothing has changed then.
+        """
+        plan.check_model(self.config_dict)
+        if hasattr(self.model, _FOLDED):
+            raise ConfigError(
+                "a plan's bases of V were folded into this model before: load it again to fold "
+                "another plan"
+            )
+        bases = {
+            layer: basis.v
+            for layer, basis in zip(plan.places, plan.layers, strict=True)
+            if not basis.v.is_identity
+        }
+        fold_values(self.model, bases)
+        setattr(self.model, _FOLDED, True)
+        return plan.without_v_bases()
 
     def prefill(
         self,

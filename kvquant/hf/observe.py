@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,12 +31,14 @@ class _Watch(threading.local):
         observer: is shown every call.
         owners: of each layer that has attended, the layer whose keys these were.
         last: the one that attended last, until its output projection is found.
+        out: what attention gave it, [batch, tokens, num_q_heads, head_dim].
     """
 
     def __init__(self) -> None:
         self.observer: Observer | None = None
         self.owners: dict[int, int] = {}
         self.last: torch.nn.Module | None = None
+        self.out: torch.Tensor | None = None
 
     def show(
         self,
@@ -71,6 +74,7 @@ def _observed_attention(
     found: tuple[torch.Tensor, None] = exact_attention(module, options)(
         module, query, key, value, attention_mask, scaling=scaling, **options
     )
+    _watch.out = found[0]
     return found
 
 
@@ -96,7 +100,7 @@ def observe(model: Any, tokens: torch.Tensor, observer: Observer | None) -> None
         with attending(model, OBSERVED), torch.no_grad():
             model(tokens.to(model.device), use_cache=False, logits_to_keep=1)
     finally:
-        _watch.observer, _watch.last = None, None
+        _watch.observer, _watch.last, _watch.out = None, None, None
     if not _watch.owners:
         raise UnsupportedError(f"no layer of {type(model).__name__} has attention")
 
@@ -126,6 +130,63 @@ def output_weights(model: Any) -> dict[int, torch.Tensor]:
     hooks = [linear.register_forward_pre_hook(see) for linear in linears]
     try:
         observe(model, torch.zeros(1, 2, dtype=torch.int64, device="cpu"), None)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+@dataclass
+class Linears:
+    """What passes through the linear layers of an attention layer.
+
+    Attributes:
+        owner: the layer whose keys and values it attends to.
+        value: [batch, num_kv_heads, tokens, head_dim], as attention meets them.
+        before: the linear layers that have run in its module, and what they gave.
+        out: [batch, tokens, num_q_heads, head_dim], what attention gave.
+        after: the first one that ran there after attention, and what it took.
+    """
+
+    owner: int
+    value: torch.Tensor
+    before: list[tuple[torch.nn.Linear, torch.Tensor]]
+    out: torch.Tensor
+    after: tuple[torch.nn.Linear, torch.Tensor] | None = None
+
+
+def observe_linears(model: Any) -> dict[int, Linears]:
+    """The linear layers of every layer with attention, and what passes through them."""
+    found: dict[int, Linears] = {}
+    given: dict[torch.nn.Module, torch.Tensor] = {}
+    values: dict[int, torch.Tensor] = {}
+
+    def note(linear: torch.nn.Module, _: Any, result: torch.Tensor) -> None:
+        given[linear] = result
+
+    def see(linear: torch.nn.Module, taken: tuple[torch.Tensor, ...]) -> None:
+        last = _watch.last
+        if last is None or not any(child is linear for child in last.modules()):
+            return
+        assert isinstance(linear, torch.nn.Linear) and isinstance(last.layer_idx, int)
+        assert _watch.out is not None
+        layer, own = last.layer_idx, list(last.modules())
+        before = [(one, x) for one, x in given.items() if isinstance(one, torch.nn.Linear)]
+        before = [(one, x) for one, x in before if any(child is one for child in own)]
+        out, after = _watch.out, (linear, taken[0])
+        found[layer] = Linears(_watch.owners[layer], values[layer], before, out, after)
+        _watch.last = None
+
+    def observer(
+        layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> None:
+        values[layer] = v
+
+    linears = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    hooks = [linear.register_forward_pre_hook(see) for linear in linears]
+    hooks += [linear.register_forward_hook(note) for linear in linears]
+    try:
+        observe(model, torch.arange(4, device="cpu")[None], observer)
     finally:
         for hook in hooks:
             hook.remove()

@@ -231,6 +231,19 @@ class CachePlan:
                 )
         return CachePlan({**changed.facts, "bits": changed.bits}, self.tensors)
 
+    def without_v_bases(self) -> CachePlan:
+        """The same plan for a model whose values come in its bases: CachedModel.fold_values.
+
+        Formats, clip ratios and feedback are of the rows that are stored, and stay.
+        """
+        layers = [
+            entry | {"v": entry["v"] | {"basis": "none"}} if not entry["kept"] else entry
+            for entry in self.facts["layers"]
+        ]
+        tensors = {name: tensor for name, tensor in self.tensors.items() if name != "v.matrix"}
+        tensors["v.offset"] = torch.zeros_like(tensors["v.offset"])
+        return CachePlan({**self.facts, "layers": layers}, tensors)
+
     @property
     def num_layers(self) -> int:
         """Layers."""

@@ -23,7 +23,7 @@ import torch
 from .. import debug
 from ..errors import ConfigError, ShapeError, shown
 from ..rows.arguments import check_readable
-from ..rows.basis import Basis, Encoding, transform_rows
+from ..rows.basis import Basis, Encoding, Queries, transform_rows
 from ..rows.format import RowFormat
 from ..rows.quantize import check_dtype, format_of, is_nan_row
 from ..rows.rotation import Rope, apply_rope
@@ -167,7 +167,9 @@ def write_rows(
     *,
     backend: str | None = None,
     check: Callable[[], None] | None = None,
-) -> None:
+    placed: bool = False,
+    queries: Queries | None = None,
+) -> torch.Tensor | None:
     """Append as append_rows does, without its checks.
 
     Args:
@@ -175,6 +177,12 @@ def write_rows(
         slots, exact_format, rope, bad, backend: as in append_rows.
         check: raises unless the arguments fit one another; on CUDA called only before launches
             that are not cached, and in debug mode. None where the caller knows that they do.
+        placed: whether place_tokens has found the slots, and nothing was launched since.
+        queries: of a step, on CUDA, which are multiplied by their matrix meanwhile; not while torch
+            compiles.
+
+    Returns:
+        The queries times their matrix, as affine_rows gives them; None without.
     """
     if torch.compiler.is_compiling():
         cos, sin, interleaved = rope or (None, None, False)
@@ -189,14 +197,15 @@ def write_rows(
             bad,
             backend,
         )
-        return
+        return None
     backend = kernels_for(k.x, backend)
     if check and (backend != "cuda" or debug.enabled):
         check()
         check = None
     if backend == "cuda":
-        launch = _append_cuda(_is_calibrated(k) or _is_calibrated(v))
-        launch(
+        more: dict[str, Any] = {} if queries is None else {"queries": queries}
+        launch = _append_cuda(bool(more) or _is_calibrated(k) or _is_calibrated(v))
+        multiplied: torch.Tensor | None = launch(
             k.x,
             v.x,
             k.rows,
@@ -212,11 +221,14 @@ def write_rows(
             rope,
             bad,
             check=check,
+            overlaps=placed,
+            **more,
         )
-        return
+        return multiplied
+    assert queries is None
     if backend == "reference":
         _write(k, v, slots, exact_format, rope, bad, backend)
-        return
+        return None
     is_plain = k.transform is None and v.transform is None and rope is None
     is_rounded = _is_rounded(k) or _is_rounded(v)
     parts: Iterable[Part] = [(k, v, slots, rope)]
@@ -234,6 +246,7 @@ def write_rows(
         found = _cpu().append(of_k, of_v, slots, exact_format)
         if bad is not None and any(found):
             bad.add_(torch.tensor(found, dtype=torch.int32, device="cpu"))
+    return None
 
 
 class Appends(dict[Hashable, Any]):
@@ -274,9 +287,18 @@ def kind_of(k: torch.Tensor, v: torch.Tensor) -> Hashable:
 
 
 def append_again(
-    k: Side, v: Side, slots: Slots, exact_format: str, bad: torch.Tensor
+    k: Side,
+    v: Side,
+    slots: Slots,
+    exact_format: str,
+    bad: torch.Tensor,
+    *,
+    placed: bool = False,
 ) -> Callable[..., None] | None:
     """An append that write_rows has made on CUDA, to be made again of such new rows.
+
+    Args:
+        placed: as of write_rows, of every such append.
 
     Returns:
         kernels.cuda.append.launch.AppendAgain; None if it took more than a launch, or none.
@@ -299,12 +321,13 @@ def append_again(
         k.transform,
         v.transform,
         bad,
+        overlaps=placed,
     )
     return None if again.copies else again
 
 
 @functools.cache
-def _append_cuda(is_calibrated: bool) -> Callable[..., None]:
+def _append_cuda(is_calibrated: bool) -> Callable[..., torch.Tensor | None]:
     from ..kernels.cuda.append.launch import append, append_calibrated
 
     return append_calibrated if is_calibrated else append

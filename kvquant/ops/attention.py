@@ -35,6 +35,7 @@ from .transform import restore_result, transform_query
 
 State = tuple[torch.Tensor, torch.Tensor]
 Result = tuple[torch.Tensor, "torch.Tensor | None"]  # no lse where it was not asked for
+Transformed = tuple[torch.Tensor, "float | None"]
 Kernel = Callable[..., Result]  # of q, segments, sm_scale, num_splits, return_lse, check
 _TENSORS = ("k_rows", "v_rows", "seq_lens", "starts", "block_table", "seq_slots")
 ATTEND_SEGMENTS = (
@@ -177,6 +178,7 @@ def attend_segments(
     *,
     basis: LayerBasis | None = ...,
     seq_lens: torch.Tensor | None = ...,
+    transformed: Transformed | None = ...,
     sm_scale: float | None = ...,
     return_lse: Literal[False] = ...,
     num_splits: int | None = ...,
@@ -189,6 +191,7 @@ def attend_segments(
     *,
     basis: LayerBasis | None = ...,
     seq_lens: torch.Tensor | None = ...,
+    transformed: Transformed | None = ...,
     sm_scale: float | None = ...,
     return_lse: Literal[True],
     num_splits: int | None = ...,
@@ -201,6 +204,7 @@ def attend_segments(
     *,
     basis: LayerBasis | None = ...,
     seq_lens: torch.Tensor | None = ...,
+    transformed: Transformed | None = ...,
     sm_scale: float | None = ...,
     return_lse: bool = ...,
     num_splits: int | None = ...,
@@ -212,6 +216,7 @@ def attend_segments(
     *,
     basis: LayerBasis | None = None,
     seq_lens: torch.Tensor | None = None,
+    transformed: Transformed | None = None,
     sm_scale: float | None = None,
     return_lse: bool = False,
     num_splits: int | None = None,
@@ -225,6 +230,8 @@ def attend_segments(
         basis: that the rows are stored in; None if they are stored as they came.
         seq_lens: [batch or more], int32: tokens of each sequence in all segments; needed only with
             a basis, where a sequence may have none.
+        transformed: q in the basis, and the factor that goes with it, where an append has found
+            that (write_rows).
         sm_scale, return_lse, num_splits, backend: as in decode_attention.
 
     Returns:
@@ -233,8 +240,10 @@ def attend_segments(
     if basis is None:
         out, lse = _attend(q, segments, sm_scale, return_lse, num_splits, backend)
         return out if lse is None else (out, lse)
-    check = functools.partial(check_segments, q, segments)
-    stored, scale = transform_query(q, basis.k, sm_scale, backend, check)
+    if transformed is None:
+        check = functools.partial(check_segments, q, segments)
+        transformed = transform_query(q, basis.k, sm_scale, backend, check)
+    stored, scale = transformed
     out, lse = _attend(stored, segments, scale, return_lse, num_splits, backend)
     out, lse = restore_result(out, lse, q, basis, seq_lens, sm_scale, backend)
     return out if lse is None else (out, lse)

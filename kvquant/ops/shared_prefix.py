@@ -26,7 +26,15 @@ from ..errors import ConfigError, DeviceError, ShapeError
 from ..rows.arguments import check_flag, check_kind, check_tensors
 from ..rows.basis import LayerBasis
 from ..rows.segment import Segment, check_segment_values, check_segments, parse_formats, query_shape
-from .attention import Result, State, attend_segments, check_types, merge_states, segment_of
+from .attention import (
+    Result,
+    State,
+    Transformed,
+    attend_segments,
+    check_types,
+    merge_states,
+    segment_of,
+)
 from .dispatch import torch_op
 from .transform import restore_result, transform_query
 
@@ -46,6 +54,7 @@ def attend_shared(
     members: torch.Tensor | None = ...,
     basis: LayerBasis | None = ...,
     seq_lens: torch.Tensor | None = ...,
+    transformed: Transformed | None = ...,
     sm_scale: float | None = ...,
     return_lse: Literal[False] = ...,
     num_splits: int | None = ...,
@@ -60,6 +69,7 @@ def attend_shared(
     members: torch.Tensor | None = ...,
     basis: LayerBasis | None = ...,
     seq_lens: torch.Tensor | None = ...,
+    transformed: Transformed | None = ...,
     sm_scale: float | None = ...,
     return_lse: Literal[True],
     num_splits: int | None = ...,
@@ -74,6 +84,7 @@ def attend_shared(
     members: torch.Tensor | None = ...,
     basis: LayerBasis | None = ...,
     seq_lens: torch.Tensor | None = ...,
+    transformed: Transformed | None = ...,
     sm_scale: float | None = ...,
     return_lse: bool = ...,
     num_splits: int | None = ...,
@@ -87,6 +98,7 @@ def attend_shared(
     members: torch.Tensor | None = None,
     basis: LayerBasis | None = None,
     seq_lens: torch.Tensor | None = None,
+    transformed: Transformed | None = None,
     sm_scale: float | None = None,
     return_lse: bool = False,
     num_splits: int | None = None,
@@ -101,7 +113,7 @@ def attend_shared(
         segments: each sequence's other tokens, as in attend_segments.
         members: [num_members], int64: the sequences (indices into the batch) that share the
             prefix, each once; negative entries are ignored. All sequences when None.
-        basis, seq_lens: as in attend_segments; seq_lens counts the prefix, too.
+        basis, seq_lens, transformed: as in attend_segments; seq_lens counts the prefix, too.
         sm_scale, return_lse, num_splits, backend: as in decode_attention.
 
     Returns:
@@ -128,7 +140,9 @@ def attend_shared(
     if members is not None:
         _check_members(members, q)
     given, given_scale = q, sm_scale
-    if basis is not None:
+    if transformed is not None:
+        q, sm_scale = transformed
+    elif basis is not None:
         check = functools.partial(check_segments, q, segments)
         q, sm_scale = transform_query(q, basis.k, sm_scale, backend, check)
     (_, num_q_heads, head_dim), num_kv_heads = q.shape, prefix.k_rows.shape[1]

@@ -15,7 +15,7 @@ import torch
 
 from ..errors import ConfigError, DeviceError, ShapeError
 from ..rows.arguments import check_scale, check_tensors
-from ..rows.basis import Basis, LayerBasis
+from ..rows.basis import Basis, LayerBasis, Queries
 from .dispatch import torch_op
 
 TURN_ROWS = "(Tensor x, Tensor? matrix, Tensor? offset, Tensor? seq_lens) -> Tensor"
@@ -69,11 +69,36 @@ def transform_query(
         if not torch.compiler.is_compiling():  # then torch tells what cannot be transformed
             check()
         return basis.transform_query(q), sm_scale
-    matrix = basis.matrix
-    if q.dtype == torch.float16:  # which may not hold what the query becomes
-        matrix = basis.fp16_matrix
-        sm_scale = basis.fp16_factor * (q.shape[-1] ** -0.5 if sm_scale is None else sm_scale)
+    matrix, sm_scale = _matrix_for(q, basis, sm_scale)
     return (q if matrix is None else affine_rows(q, matrix, check=check)), sm_scale
+
+
+def _matrix_for(
+    q: torch.Tensor, basis: Basis, sm_scale: float | None
+) -> tuple[torch.Tensor | None, float | None]:
+    """The matrix of a basis for 16-bit queries, and the factor that goes with it."""
+    if q.dtype != torch.float16:
+        return basis.matrix, sm_scale
+    # fp16 may not hold what the query becomes
+    return basis.fp16_matrix, basis.fp16_factor * (
+        q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
+    )
+
+
+def queries_of(
+    q: torch.Tensor, basis: LayerBasis | None, sm_scale: float | None, backend: str | None
+) -> tuple[Queries, float | None] | None:
+    """What transform_query would launch for queries, for an append to do it in its own launch.
+
+    Returns:
+        The queries with their matrix, and the factor that goes with them; None if no launch is
+        needed, or something else than one is.
+    """
+    if basis is None or not takes_one_launch(q, backend) or torch.compiler.is_compiling():
+        return None
+    sm_scale = None if sm_scale is None else check_scale(sm_scale)
+    matrix, sm_scale = _matrix_for(q, basis.k, sm_scale)
+    return None if matrix is None else (Queries(q.detach(), matrix), sm_scale)
 
 
 def restore_result(
@@ -99,9 +124,15 @@ def restore_result(
     Returns:
         out, the dtype of q, and lse, with the part of the scores that softmax does not see.
     """
-    is_empty = None if seq_lens is None else seq_lens[: len(q), None] == 0
-    if takes_one_launch(q, backend):
-        out = affine_rows(out, basis.v.transposed, basis.v.offset, seq_lens)
+    is_launched = takes_one_launch(q, backend)
+    is_empty = None
+    if seq_lens is not None and not (is_launched and lse is None):  # it is a launch of its own
+        is_empty = seq_lens[: len(q), None] == 0
+    if basis.v.is_identity:
+        out = out.to(q.dtype)
+    elif is_launched:
+        overlaps = lse is None  # nothing else was launched since
+        out = affine_rows(out, basis.v.transposed, basis.v.offset, seq_lens, overlaps=overlaps)
     else:
         out = basis.v.restore(out)
         if is_empty is not None:  # the offset was added; and whatever they hold, NaN even, is lost
@@ -128,6 +159,7 @@ def affine_rows(
     seq_lens: torch.Tensor | None = None,
     *,
     check: Callable[[], None] | None = None,
+    overlaps: bool = False,
 ) -> torch.Tensor:
     """Multiply rows by the matrix of their KV head and add its offset, in float32.
 
@@ -140,6 +172,8 @@ def affine_rows(
             hold; None if there are none.
         check: raises unless the arguments fit one another; called only where no launch is cached;
             check_affine when None.
+        overlaps: whether what was launched before on this stream is attention, which gives x, and
+            changes neither matrix nor offset: then this launch may begin while that one ends.
 
     Returns:
         The same shape and dtype, rounded once, contiguous.
@@ -152,7 +186,7 @@ def affine_rows(
     if torch.compiler.is_compiling():
         turned: torch.Tensor = affine_rows_op(x.detach(), matrix, offset, seq_lens)
         return turned
-    return _launch(x, matrix, offset, seq_lens, check)
+    return _launch(x, matrix, offset, seq_lens, check, overlaps)
 
 
 def check_affine(
@@ -171,8 +205,8 @@ def check_affine(
     first = offset if matrix is None else matrix
     if first is None:
         raise ConfigError("neither a matrix nor an offset is given: rows stay as they are")
-    if dim % 8:
-        raise ShapeError(f"head_dim {dim} is not supported: it must be a multiple of 8")
+    if dim % 16:
+        raise ShapeError(f"head_dim {dim} is not supported: it must be a multiple of 16")
     heads = first.shape[0]
     if not heads or num_heads % heads:
         raise ShapeError(
@@ -211,9 +245,10 @@ def _launch(
     offset: torch.Tensor | None,
     seq_lens: torch.Tensor | None,
     check: Callable[[], None] | None = None,
+    overlaps: bool = False,
 ) -> torch.Tensor:
     check = check or functools.partial(check_affine, x, matrix, offset, seq_lens)
-    return _launcher()(x, matrix, offset, seq_lens, check)
+    return _launcher()(x, matrix, offset, seq_lens, check, overlaps)
 
 
 @functools.cache

@@ -15,9 +15,11 @@ from ..cache.copying import NotCopied
 from ..errors import ConfigError, ShapeError
 from ..ops.append import Appends, append_again, kind_of, write_rows
 from ..ops.append_checks import Side, check_call, check_new, check_new_types, check_tokens
-from ..ops.attention import State, attend_segments
+from ..ops.attention import State, Transformed, attend_segments
 from ..ops.shared_prefix import attend_shared
+from ..ops.transform import queries_of
 from ..rows.arguments import check_flag, check_kind, check_size, check_tensors
+from ..rows.basis import Queries
 from ..rows.format import RowFormat
 from ..rows.rotation import Rope
 from ..rows.segment import FixedSegments, Segment
@@ -231,10 +233,21 @@ class PagedBatch(NotCopied):
             ShapeError, ConfigError, DeviceError: as append_rows, fewer rows than new tokens,
                 outside of a step, or a layer for the second time in a step.
         """
+        self._append(layer, k, v, rope, None)
+
+    def _append(
+        self,
+        layer: int,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        rope: Rope | None,
+        queries: Queries | None,
+    ) -> torch.Tensor | None:
+        """Append; queries: as write_rows takes them, and returns them."""
         self.cache.check_layer(layer)
         compiling = torch.compiler.is_compiling()  # one graph for all steps: nothing of this one
-        if rope is None and not compiling and self._append_again(layer, k, v):
-            return
+        if rope is None and queries is None and not compiling and self._append_again(layer, k, v):
+            return None
         if not isinstance(k, torch.Tensor) or k.ndim != 3:
             self._refuse("k", k, "[num_tokens, num_kv_heads, head_dim]", v=v)
         if not (compiling or self._num_tokens <= k.shape[0] <= self.max_tokens):
@@ -273,7 +286,11 @@ class PagedBatch(NotCopied):
             call = k_side, v_side, slots, self.cache.exact_format, rope, self.cache.bad_rows
             # slots are right, and rows lie apart: proved again in debug mode only
             check = partial(check_tokens, k_side, v_side, rope)
-            write_rows(*call, check=partial(check_call, *call) if debug.enabled else check)
+            multiplied = write_rows(
+                *call,
+                check=partial(check_call, *call) if debug.enabled else check,
+                queries=queries,
+            )
         except Exception:  # types are looked at only now: it takes time
             check_new_types(k, v, rope)
             raise
@@ -282,6 +299,7 @@ class PagedBatch(NotCopied):
             if self._on_cuda and rope is None and k.shape[0] <= self.max_batch:
                 again = append_again(k_side, v_side, *call[2:4], self.cache.bad_rows)
                 self._again[layer].keep(kind_of(k, v), again)
+        return multiplied
 
     def _append_again(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> bool:
         """Append new rows like some before, which did fit, by the same launch; not in a graph."""
@@ -294,6 +312,47 @@ class PagedBatch(NotCopied):
         write(k.data_ptr(), v.data_ptr(), self._slots_at, self.cache.bad_rows.data_ptr())
         self._appended.add(layer)
         return True
+
+    def step(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        rope: Rope | None = None,
+        **options: Any,
+    ) -> torch.Tensor | State:
+        """Append the step's new tokens in a layer, and attend to all with a query of each sequence.
+
+        What append and attend give, bit for bit. In a plan's basis it is sooner on CUDA, where each
+        sequence has one new token: queries are brought into the basis by the launch that does it
+        with the new rows.
+
+        Args:
+            layer: index of the layer.
+            q: [batch, num_q_heads, head_dim], as in attend.
+            k, v: [num_tokens, num_kv_heads, head_dim], as in append.
+            rope: as in append, of k; q comes with its rotary embedding.
+            options: as in attend.
+
+        Returns:
+            As attend.
+
+        Raises:
+            As append and attend.
+        """
+        self.cache.check_layer(layer)
+        check_tensors(q=q, k=k, v=v)
+        if q.ndim != 3:
+            self._refuse("q", q, "[batch, num_q_heads, head_dim]")
+        basis, given = self.cache.rows.layers[layer].basis, None
+        sm_scale, backend = options.get("sm_scale"), options.get("backend")
+        if basis is not None and len(q) == len(k) and not q.shape[1] % self.cache.num_kv_heads:
+            given = queries_of(q, basis, sm_scale, backend)
+        found = self._append(layer, k, v, rope, None if given is None else given[0])
+        transformed = None if found is None or given is None else (found, given[1])
+        return self._attend(layer, q, transformed, options)
 
     @overload
     def attend(
@@ -345,6 +404,16 @@ class PagedBatch(NotCopied):
         """
         if not isinstance(q, torch.Tensor) or q.ndim != 3:
             self._refuse("q", q, "[batch, num_q_heads, head_dim]")
+        return self._attend(layer, q, None, options)
+
+    def _attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        transformed: Transformed | None,
+        options: Mapping[str, Any],
+    ) -> torch.Tensor | State:
+        """Attend; transformed: q in the layer's basis, if an append has found it."""
         fixed = self._is_fixed()
         batch, num_q_heads, _ = q.shape
         segments = self._segments_of(layer, batch)
@@ -361,8 +430,9 @@ class PagedBatch(NotCopied):
             self._captured[0] = min(self._captured[0], batch)
         basis, seq_lens = self.cache.rows.layers[layer].basis, self.seq_lens
         result: torch.Tensor | State
+        given = {"basis": basis, "seq_lens": seq_lens, "transformed": transformed, **options}
         if members is None:
-            result = attend_segments(q, segments, basis=basis, seq_lens=seq_lens, **options)
+            result = attend_segments(q, segments, **given)
             return result
         packed = segments[0]
         prefix = packed._replace(
@@ -372,9 +442,7 @@ class PagedBatch(NotCopied):
             seq_lens=tensors["own_lens"][:batch], block_table=tensors["own_table"][:batch]
         )
         parts = [own, *segments[1:]]
-        result = attend_shared(
-            q, prefix, parts, members=members, basis=basis, seq_lens=seq_lens, **options
-        )
+        result = attend_shared(q, prefix, parts, members=members, **given)
         return result
 
     def check_open(self, step: Step | None = None) -> None:

@@ -39,6 +39,7 @@ class Basis:
 
     Attributes:
         encoding: what an append does to new rows.
+        is_identity: whether rows are stored as they come: no matrix, and an offset of zeros.
         transposed: [num_kv_heads, head_dim, head_dim], M^T, its rows contiguous; None for kind
             "none", as matrix is.
         fp16_matrix, fp16_factor: M for fp16 queries on CUDA, and the factor of their scores.
@@ -103,7 +104,10 @@ class Basis:
             inverse = inverse.to(matrix.device)
             self.matrix, self.transposed = matrix, matrix.mT.contiguous()
         # what an append does; it checks no values again
-        self.encoding = Encoding(self.offset, kind == "hadamard", inverse, self.clip, self.feedback)
+        has_offset = bool(offset.any())
+        self.is_identity = self.matrix is None and not has_offset
+        moved = self.offset if has_offset else None
+        self.encoding = Encoding(moved, kind == "hadamard", inverse, self.clip, self.feedback)
         self.fp16_matrix, self.fp16_factor = self.matrix, 1.0
         if self.matrix is not None and offset.is_cuda:  # elsewhere turned queries are float32
             self.fp16_matrix, self.fp16_factor = _for_fp16(self.matrix)
@@ -198,6 +202,18 @@ class Encoding(NamedTuple):
     matrix: torch.Tensor | None = None
     clip: torch.Tensor | None = None
     feedback: torch.Tensor | None = None
+
+
+class Queries(NamedTuple):
+    """Queries that are to be multiplied by a matrix, while new rows are appended.
+
+    Attributes:
+        x: [num_tokens, num_q_heads, head_dim], bfloat16 or float16, on CUDA.
+        matrix: as ops.transform.affine_rows takes it.
+    """
+
+    x: torch.Tensor
+    matrix: torch.Tensor
 
 
 def transform_rows(

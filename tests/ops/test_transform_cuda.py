@@ -31,7 +31,7 @@ def make_cache(kind: str, device: str) -> KVCache:
 def test_attention_turns_by_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = install(monkeypatch)
     monkeypatch.setattr(transform, "takes_one_launch", lambda q, backend: q.dtype == torch.bfloat16)
-    offset, matrix = torch.zeros(2, 64), torch.eye(64).repeat(2, 1, 1)
+    offset, matrix = torch.ones(2, 64), torch.eye(64).repeat(2, 1, 1)
     bases = [Basis(offset), Basis(offset, "hadamard"), Basis(offset, "matrix", matrix)]
     for k, v, launches in ((0, 0, 1), (1, 0, 2), (2, 1, 2)):
         cache = KVCache(1, 3, 2, 64, 40, bases=[LayerBasis(bases[k], bases[v])])

@@ -38,6 +38,7 @@ class Case:
         hostile: whether rows with NaN, Inf and other rare numbers are among the new ones.
         bad: whether rows that cannot be held are counted.
         skip: leave every third token out.
+        queries: query heads on a KV head, which are multiplied by a matrix in the same call.
     """
 
     k: str = "int4-g4"
@@ -61,6 +62,7 @@ class Case:
     hostile: bool = False
     bad: bool = True
     skip: bool = False
+    queries: int = 0
 
 
 def append(

@@ -37,6 +37,7 @@ class Launched(NamedTuple):
     shared: int
     stream: int
     arguments: bytes
+    overlaps: bool = False
 
 
 class FakeDriver:
@@ -61,8 +62,14 @@ class FakeDriver:
         size = ctypes.c_size_t.from_address(extra[3]).value
         data = ctypes.string_at(extra[1], size)
         how = config._obj
-        assert not how.attributes and not how.num_attributes
-        note = Launched(tuple(how.grid), tuple(how.block), how.shared, how.stream or 0, data)
+        overlaps = False
+        if how.num_attributes:
+            attribute = driver.LaunchAttribute.from_address(how.attributes)
+            assert (how.num_attributes, attribute.id, attribute.value[0]) == (1, 6, 1)  # of cuda.h
+            overlaps = True
+        note = Launched(
+            tuple(how.grid), tuple(how.block), how.shared, how.stream or 0, data, overlaps
+        )
         if not error:
             self.launched.append(note)
         return error

@@ -1,5 +1,5 @@
-"""Turn rows: y = x M + offset per KV head, float32 inside; zeros where a sequence has no tokens.
-Or encode them, which is the way back: y = (x - offset) M, float32.
+"""Encode rows: y = (x - offset) M per KV head, in float32 as in plain torch, for new rows.
+Or add an offset alone: y = x + offset in 16 bit, zeros where a sequence has no tokens.
 
     block   32 or 64 columns of M, one KV head, some rows: batch x query heads on it
     warp    its part of M in registers, loaded once:    M[part of head_dim, the block's columns]
@@ -7,8 +7,9 @@ Or encode them, which is the way back: y = (x - offset) M, float32.
             then the sum of all parts of one row
 
 So the loads of M, of rows and of the offset are under way at the same time, and nothing waits for
-memory twice. With two columns a lane, what it reads of the rows serves twice as many sums; in which
-order they are added up does not change.
+memory twice; rows that come next are under way during a product. Where the launch overlaps the one
+that gives the rows, M comes while that one ends. With two columns a lane, what it reads of the rows
+serves twice as many sums; in which order they are added up does not change.
 """
 
 from numba import cuda, float32, int32, uint32, uint64
@@ -18,9 +19,9 @@ from ..device.ptx import (
     high_bf16,
     high_f16,
     load_global_f32,
-    load_global_u32,
     load_shared_f32,
     load_shared_f32x4,
+    load_written_f32,
     load_written_u32,
     low_bf16,
     low_f16,
@@ -32,6 +33,7 @@ from ..device.ptx import (
     store_global_f32,
     store_global_u32,
     store_shared_f32,
+    wait_for_launch,
 )
 from .launch import COLUMNS
 
@@ -41,8 +43,9 @@ UNROLLED = 16  # elements of M: longer loops stay loops, and M in memory
 def make_affine_kernel(spec):
     """Make the kernel, a Python function that numba compiles with `spec.signature()`."""
     DIM, WARPS = spec.head_dim, spec.warps
-    PRODUCT, ENCODES, WIDTH = spec.product, spec.encodes, spec.width
+    PRODUCT, WIDTH, OVERLAPS = spec.product, spec.width, spec.overlaps
     WORDS, PART, ELEMENT = DIM // 2, DIM // WARPS, 4 * WARPS  # the last: bytes of it in all rows
+    AHEAD = PRODUCT and WIDTH > 1  # such blocks go on with more rows; others do seldom
     PARTS, SUMS = PART * WIDTH, WARPS * WIDTH  # floats of a lane
     LOADS = -(-WORDS // 32)  # words of a lane, where warps lanes have the same word of each row
     BF16 = spec.source == "bf16"
@@ -51,6 +54,22 @@ def make_affine_kernel(spec):
     add_products = in_turn([make_products(spec, i) for i in starts])
     inside = make_inside(spec)
     low, high, pack = (low_bf16, high_bf16, pack_bf16) if BF16 else (low_f16, high_f16, pack_f16)
+
+    @device_function
+    def place_of(start, last, kv_head, ratio, ratio_factor, ratio_shift):
+        """The sequence and the query head of the row that a thread loads of those from `start`."""
+        member = int32(uint32(cuda.threadIdx.x) & uint32(WARPS - 1))
+        row = int32(min(int32(start + member), int32(last - 1)))
+        batch = int32(uint64(row) * uint64(ratio_factor) >> uint64(ratio_shift))
+        return batch, int32(int32(kv_head * ratio) + int32(row - int32(batch * ratio)))
+
+    @device_function
+    def load_row(at, coming):
+        """A thread's words of a row."""
+        first = uint32(uint32(cuda.threadIdx.x) // uint32(WARPS))
+        for i in range(LOADS):
+            word = min(uint32(first + uint32(32 * i)), uint32(WORDS - 1))
+            coming[i] = load_written_u32(at + uint64(4) * uint64(word))
 
     # fmt: off
     def affine(x, y, matrix, offset, seq_lens, x_stride_batch, x_stride_head, matrix_stride,
@@ -72,11 +91,17 @@ def make_affine_kernel(spec):
         offsets = offset + uint64(4 * DIM) * uint64(kv_head)
         for w in range(WIDTH):
             added[w] = float32(0)
-            if not ENCODES and offset != uint64(0):
+            if not PRODUCT:
                 added[w] = load_global_f32(offsets + uint64(4) * uint64(inside(own, w)))
 
+        if OVERLAPS:
+            wait_for_launch()
         first = int32(int32(cuda.blockIdx.z) * rows_of_block)
         last = min(int32(first + rows_of_block), num_rows)
+        coming = cuda.local.array(LOADS, uint32)
+        if AHEAD:
+            row = place_of(first, last, kv_head, ratio, ratio_factor, ratio_shift)
+            load_row(x + uint64(row[0]) * x_stride_batch + uint64(row[1]) * x_stride_head, coming)
         for start in range(first, last, WARPS):
             # Step 2: the row whose sum this warp finds
             mine = int32(min(int32(int32(start) + int32(warp)), int32(last - 1)))
@@ -88,23 +113,27 @@ def make_affine_kernel(spec):
                 length = load_written_u32(seq_lens + uint64(batch) * lens_stride)
 
             if PRODUCT:
-                # Step 3: all rows to shared memory
+                # Step 3: all rows to shared memory; the next are asked for
+                if not AHEAD:
+                    row = place_of(int32(start), last, kv_head, ratio, ratio_factor, ratio_shift)
+                    at = x + uint64(row[0]) * x_stride_batch + uint64(row[1]) * x_stride_head
+                    load_row(at, coming)
                 member = tid & uint32(WARPS - 1)
-                row = int32(min(int32(int32(start) + int32(member)), int32(last - 1)))
-                from_batch = int32(uint64(row) * uint64(ratio_factor) >> uint64(ratio_shift))
-                from_head = int32(int32(kv_head * ratio) + int32(row - int32(from_batch * ratio)))
-                at = x + uint64(from_batch) * x_stride_batch + uint64(from_head) * x_stride_head
                 for i in range(LOADS):
                     word = uint32(tid // uint32(WARPS)) + uint32(32 * i)
                     if 32 * i + 31 < WORDS or word < uint32(WORDS):
-                        bits = load_global_u32(at + uint64(4) * uint64(word))
-                        one, two = low(bits), high(bits)
-                        if ENCODES and offset != uint64(0):
+                        one, two = low(coming[i]), high(coming[i])
+                        if offset != uint64(0):
                             one -= load_global_f32(offsets + uint64(8) * uint64(word))
                             two -= load_global_f32(offsets + uint64(8) * uint64(word) + uint64(4))
                         to = rows + uint32(2 * ELEMENT) * word + uint32(4) * member
                         store_shared_f32(to, one)
                         store_shared_f32(to + uint32(ELEMENT), two)
+                following = int32(int32(start) + int32(WARPS))
+                if AHEAD and following < last:
+                    row = place_of(following, last, kv_head, ratio, ratio_factor, ratio_shift)
+                    at = x + uint64(row[0]) * x_stride_batch + uint64(row[1]) * x_stride_head
+                    load_row(at, coming)
                 cuda.syncthreads()
 
                 # Step 4: this warp's part of the product, of all rows
@@ -130,13 +159,13 @@ def make_affine_kernel(spec):
                 else:
                     at = x + uint64(batch) * x_stride_batch + uint64(head) * x_stride_head
                     word = uint64(inside(own, w) >> uint32(1))
-                    bits = load_global_u32(at + uint64(4) * word)
+                    bits = load_written_u32(at + uint64(4) * word)
                     total += high(bits) if lane & uint32(1) else low(bits)
 
                 if length == uint32(0):  # what is there, NaN even, is not seen
                     total = float32(0)
                 is_mine = int32(int32(start) + int32(warp)) < last and column < uint32(DIM)
-                if ENCODES:
+                if PRODUCT:
                     if is_mine:
                         at_y = y + uint64(4) * (place * uint64(DIM) + uint64(column))
                         store_global_f32(at_y, total)
@@ -170,7 +199,7 @@ def make_load_part(spec, first):
     def load_part(at, own, part):
         for i in range(FIRST, LAST):
             place = uint64(4 * DIM * (i // WIDTH)) + uint64(4) * uint64(inside(own, i % WIDTH))
-            part[i] = load_global_f32(at + place)
+            part[i] = load_written_f32(at + place)  # of .nc ptxas would move behind a wait
 
     return load_part
 

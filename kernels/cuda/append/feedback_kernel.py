@@ -74,7 +74,7 @@ def _make_append_side(spec):
     HALF_DIM = spec.rotary_dim // 2
     STEPS, TOGETHER = ROWS * LANES // 32, 32 // LANES
     ask_row = make_ask(HEAD_DIM * SIZES[spec.source], LANES, UNIT, False)
-    ask_tile, prepare, round_row = make_ask_tile(spec), _make_prepare(spec), make_round_row(spec)
+    ask_tile, prepare, round_row = make_ask_tile(spec), make_prepare(spec), make_round_row(spec)
     find = _make_find(spec)
 
     @device_function
@@ -174,7 +174,7 @@ def _make_find(spec):
     return find
 
 
-def _make_prepare(spec):
+def make_prepare(spec):
     """Make the function that takes a row from its buffer, transforms it, writes it in 16 bit where
     it has an exact slot, and leaves in the buffer what is to be packed, its scales and shifts."""
     FMT, LANES, EXACT, SIDE = spec.fmt, spec.lanes, spec.exact != "", spec.side

@@ -48,20 +48,18 @@ wait_for_all = wait_copies[0]
 def make_round_row(spec):
     """Make the function that rounds the row in a buffer, with the other lanes that share it."""
     FMT, STRIDE, STAGE_BYTES = spec.fmt, spec.stride, spec.stage_bytes
-    HEAD_DIM, TILES = FMT.head_dim, FMT.head_dim // TILE
-    HEADER, TILE_BYTES = FMT.header_bytes, TILE * FMT.bits // 8
-    PIECE, SIZE = piece_of(FMT), FMT.group_size
-    PIECES, WORDS, SHARE = TILE // PIECE, TILE_BYTES // 4, spec.share
+    TILES = FMT.head_dim // TILE
+    PIECES, WORDS, SHARE = TILE // piece_of(FMT), TILE * FMT.bits // 32, spec.share
+    load_tile, put_tile = make_load_tile(FMT), make_put_tile(FMT)
     ask_tile, past, within = (
         make_ask_tile(spec),
-        _make_past(spec),
-        _make_within(FMT, 0, STRIDE),
+        make_past(spec.share, STRIDE),
+        make_within(FMT, 0, STRIDE),
     )
 
     @device_function
     def round_row(shared, buffer, feedback, thread, part, target, to_packed):
         reading, writing = uint32(shared), uint32(shared + uint32(STAGE_BYTES))
-        target += uint64(HEADER)
         for step in range(TILES):
             # Step 1: a tile has come; the other stage is free for the next
             tile = uint32(step)
@@ -76,16 +74,7 @@ def make_round_row(spec):
             scales = cuda.local.array(PIECES, float32)
             shifts = cuda.local.array(PIECES, float32)
             inverses = cuda.local.array(PIECES, float32)
-            own = uint32(buffer + uint32(uint32(4 * TILE) * tile))
-            for i in range(TILE // 4):
-                four = load_shared_f32x4(own + uint32(16 * i))
-                for r in range(4):
-                    value[4 * i + r] = four[r]
-            for piece in range(PIECES):
-                group = uint32(uint32(uint32(TILE) * tile + uint32(piece * PIECE)) // uint32(SIZE))
-                word = load_shared_u32(buffer + uint32(4 * HEAD_DIM) + uint32(4) * group)
-                scale, shift = low_f16(word), high_f16(word)
-                scales[piece], shifts[piece], inverses[piece] = scale, shift, inverse_of(scale)
+            load_tile(buffer, tile, value, (scales, shifts, inverses))
 
             # Step 3: its codes
             owed = cuda.local.array(TILE, float32)
@@ -101,16 +90,53 @@ def make_round_row(spec):
             if SHARE > 1:
                 cuda.syncwarp()  # all lanes of the row have its elements
             if part == uint32(0):
-                for i in range(TILE // 4):
-                    four = (error[4 * i], error[4 * i + 1], error[4 * i + 2], error[4 * i + 3])
-                    store_shared_f32x4(own + uint32(16 * i), four)
-                if to_packed:
-                    for w in range(WORDS):
-                        place = uint32(uint32(TILE_BYTES) * tile + uint32(4 * w))
-                        store_global_u32(target + uint64(place), codes[w])
+                put_tile(buffer, tile, error, codes, target, to_packed)
             reading, writing = writing, reading
 
     return round_row
+
+
+def make_load_tile(fmt):
+    """Make the function that loads the elements of a tile, and the scale, the shift and 1 / scale
+    of each of its pieces."""
+    HEAD_DIM, SIZE, PIECE = fmt.head_dim, fmt.group_size, piece_of(fmt)
+    PIECES = TILE // PIECE
+
+    @device_function
+    def load_tile(buffer, tile, value, group):
+        scales, shifts, inverses = group
+        own = uint32(buffer + uint32(uint32(4 * TILE) * tile))
+        for i in range(TILE // 4):
+            four = load_shared_f32x4(own + uint32(16 * i))
+            for r in range(4):
+                value[4 * i + r] = four[r]
+        for piece in range(PIECES):
+            place = uint32(uint32(uint32(TILE) * tile + uint32(piece * PIECE)) // uint32(SIZE))
+            word = load_shared_u32(buffer + uint32(4 * HEAD_DIM) + uint32(4) * place)
+            scale, shift = low_f16(word), high_f16(word)
+            scales[piece], shifts[piece], inverses[piece] = scale, shift, inverse_of(scale)
+
+    return load_tile
+
+
+def make_put_tile(fmt):
+    """Make the function that puts errors in place of the elements of a tile, for those to come, and
+    codes to the row."""
+    HEADER, TILE_BYTES = fmt.header_bytes, TILE * fmt.bits // 8
+    WORDS = TILE_BYTES // 4
+
+    @device_function
+    def put_tile(buffer, tile, error, codes, target, to_packed):
+        own = uint32(buffer + uint32(uint32(4 * TILE) * tile))
+        for i in range(TILE // 4):
+            four = (error[4 * i], error[4 * i + 1], error[4 * i + 2], error[4 * i + 3])
+            store_shared_f32x4(own + uint32(16 * i), four)
+        if to_packed:
+            for w in range(WORDS):
+                place = uint32(uint32(HEADER) + uint32(TILE_BYTES) * tile + uint32(4 * w))
+                store_global_u32(target + uint64(place), codes[w])
+
+    return put_tile
 
 
 def make_ask_tile(spec):
@@ -136,9 +162,33 @@ def make_ask_tile(spec):
     return ask_tile
 
 
-def _make_past(spec):
-    """Make the function that gives what the elements of a tile owe to those before the tile."""
-    SHARE, STRIDE = spec.share, spec.stride
+def make_past(share, stride):
+    """Make the function that gives what the elements of a tile owe to those before the tile.
+
+    Args:
+        share: lanes that share a row.
+        stride: bytes from a row of L to the next.
+    """
+    past, SHARE = make_own_past(share, stride), share
+    OWN = TILE // SHARE
+
+    @device_function
+    def past_of_all(stage, errors, part, tile, owed):
+        mine = cuda.local.array(OWN, float32)
+        past(stage, errors, part, tile, mine)
+        first = uint32(uint32(cuda.threadIdx.x) & uint32(32 - SHARE))
+        for i in range(TILE):
+            owed[i] = mine[i // SHARE]
+            if SHARE > 1:
+                owed[i] = shfl(mine[i // SHARE], uint32(first + uint32(i % SHARE)))
+
+    return past_of_all
+
+
+def make_own_past(share, stride):
+    """Make the function that gives it of a lane's own elements, every share-th from `part` on, to
+    so many tiles before."""
+    SHARE, STRIDE = share, stride
     OWN = TILE // SHARE
 
     @device_function
@@ -150,8 +200,7 @@ def _make_past(spec):
                 mine[k] = add(mine[k], multiply(weight[r], e[r]))
 
     @device_function
-    def past(stage, errors, part, tile, owed):
-        mine = cuda.local.array(OWN, float32)
+    def past(stage, errors, part, tile, mine):
         for k in range(OWN):
             mine[k] = float32(0.0)
         stage = uint32(stage + uint32(STRIDE) * part)
@@ -162,22 +211,17 @@ def _make_past(spec):
             add_four(weights + uint32(16), es + uint32(16), mine)
             add_four(weights + uint32(32), es + uint32(32), mine)
             add_four(weights + uint32(48), es + uint32(48), mine)
-        first = uint32(uint32(cuda.threadIdx.x) & uint32(32 - SHARE))
-        for i in range(TILE):
-            owed[i] = mine[i // SHARE]
-            if SHARE > 1:
-                owed[i] = shfl(mine[i // SHARE], uint32(first + uint32(i % SHARE)))
 
     return past
 
 
-def _make_within(fmt, i, stride):
+def make_within(fmt, i, stride):
     """Make the function that rounds the elements of a tile from the i-th on."""
     if i == TILE:
         return _nothing
     BITS, MOST, PIECE = fmt.bits, LEVELS[fmt.codec], piece_of(fmt)
     PER_WORD, LAST, PLACE = 32 // BITS, i // 4 * 4, i // PIECE
-    rest = _make_within(fmt, i + 1, stride)
+    rest = make_within(fmt, i + 1, stride)
 
     @device_function
     def within(diagonal, value, group, owed, error, codes):

@@ -23,9 +23,10 @@ from ..device.ptx import (
     any_lane,
     commit_copies,
     load_global_f32,
-    load_global_u64,
+    load_written_u64,
     shared_address,
     wait_copies,
+    wait_for_launch,
 )
 from ..device.quantize import make_quantize, make_round, put_words
 from ..device.row_copies import (
@@ -47,10 +48,10 @@ wait_for_oldest = wait_copies[STAGES - 2]
 def make_append_kernel(spec):
     """Make the kernel, a Python function that numba compiles with `spec.signature()`."""
     LANES, ROWS, TOKENS, WARP_BYTES = spec.lanes, spec.rows, spec.tokens, spec.warp_bytes
-    EXACT, HALF_DIM = spec.exact != "", spec.rotary_dim // 2
+    EXACT, HALF_DIM, OVERLAPS = spec.exact != "", spec.rotary_dim // 2, spec.overlaps
     ALIKE = spec.k == spec.v and not spec.rotary_dim
-    append_k = _make_append_side(spec, spec.k, spec.rotary_dim)
-    append_v = append_k if ALIKE else _make_append_side(spec, spec.v, 0)
+    append_k = make_append_side(spec, spec.k, spec.rotary_dim)
+    append_v = append_k if ALIKE else make_append_side(spec, spec.v, 0)
 
     # fmt: off
     def append(packed, exact, evicted, cos, sin, bad, num_tokens, num_heads, heads_per_block,
@@ -67,11 +68,13 @@ def make_append_kernel(spec):
         token = token if is_token else uint32(0)
 
         # Step 2: its slots, which are on their way while the first elements are asked for
-        packed_slot = load_global_u64(packed + uint64(8) * uint64(token))
+        if OVERLAPS:
+            wait_for_launch()
+        packed_slot = load_written_u64(packed + uint64(8) * uint64(token))
         exact_slot, evicted_slot = packed_slot, packed_slot
         if EXACT:
-            exact_slot = load_global_u64(exact + uint64(8) * uint64(token))
-            evicted_slot = load_global_u64(evicted + uint64(8) * uint64(token))
+            exact_slot = load_written_u64(exact + uint64(8) * uint64(token))
+            evicted_slot = load_written_u64(evicted + uint64(8) * uint64(token))
         slots = (packed_slot, exact_slot, evicted_slot)
         pages = (num_slots, page_size, page_factor, page_shift)
         seq_slots = (num_exact, exact_len, exact_factor, exact_shift)
@@ -98,59 +101,20 @@ def make_append_kernel(spec):
     return append
 
 
-def _make_append_side(spec, side, rotary_dim):
+def make_append_side(spec, side, rotary_dim):
     """Make the function that appends the rows of a token in some heads, of K or of V."""
     FMT, LANES, EXACT = side.fmt, spec.lanes, spec.exact != ""
     HEAD_DIM, STAGE_BYTES = FMT.head_dim, spec.stage_bytes(side)
     ROW_UNITS, OUT = HEAD_DIM * SIZES[spec.source] // UNIT, STAGES * STAGE_BYTES
-    OUT_BYTES, HEADER = staged_bytes(FMT), prefix_of(FMT) - FMT.header_bytes
-    EXACT_BYTES, OFFSET, CLIP = 2 * HEAD_DIM, side.offset, side.clip
-    ACTIVE, NAN = HEAD_DIM // ELEMENTS, NANS[spec.exact or "bf16"]
-    round_to_16_bits = make_round(RowFormat(spec.exact or "bf16", 1, HEAD_DIM), LANES)
+    OFFSET, CLIP = side.offset, side.clip
     ask = make_ask(HEAD_DIM * SIZES[spec.source], LANES, UNIT, True)
-    transform, quantize = (
-        make_transform(spec, side, rotary_dim),
-        make_quantize(FMT, LANES, spec.converts_fp8, CLIP),
-    )
-    store = make_store(FMT.row_bytes, LANES, unit_of(FMT), False)
-    store_exact = make_store(EXACT_BYTES, LANES, UNIT, False)
-    load_old, widen = make_load_old(HEAD_DIM), make_widen(spec.exact)
-
-    @device_function
-    def append_packed(x, ratio, lanes, to_packed, target, counts, bad):
-        part, row, shared = lanes
-        out = uint32(shared + uint32(OUT)) + uint32(OUT_BYTES) * row
-        holds = quantize(x, ratio, part, out)
-        cuda.syncwarp()
-        store(out + uint32(HEADER), uint32(0), target, part, to_packed)
-        count_bad(bad, part, to_packed and counts and not holds)
-
-    @device_function
-    def append_exact(x, ratio, old, lanes, to_packed, to_exact, target, exact_target, bad):
-        """x to the exact slot, or rounded; then x is what has to be quantized."""
-        part, row, shared = lanes
-        words = cuda.local.array(WORDS, uint32)
-        holds = round_to_16_bits(x, words, part)
-        if any_lane(uint32(1) if to_exact else uint32(0)):
-            out = uint32(shared + uint32(OUT)) + uint32(EXACT_BYTES) * row
-            if part < uint32(ACTIVE):
-                put_words(words, part, out)
-            cuda.syncwarp()
-            store_exact(out, uint32(0), exact_target, part, to_exact)
-            count_bad(bad, part, to_exact and not holds)
-            cuda.syncwarp()
-        if any_lane(uint32(1) if to_packed else uint32(0)):
-            for i in range(WORDS):
-                word = old[i] if to_exact else words[i]
-                x[2 * i], x[2 * i + 1] = widen(word)
-            counts = not (to_exact and was_counted(old, NAN))
-            append_packed(x, ratio, lanes, to_packed, target, counts, bad)
+    transform, load_old = make_transform(spec, side, rotary_dim), make_load_old(HEAD_DIM)
+    find_places, put_row = make_find_places(spec), make_put_row(spec, side)
 
     @device_function
     def append_side(side, where, lanes, cos, sin, bad):
-        source, rows, exact_rows, offset, clip = side[:5]
-        x_token, x_head, page_stride, head_stride, row_stride = side[5:10]
-        seq_slot_stride, exact_head, exact_row = side[10:]
+        source, _, _, offset, clip = side[:5]
+        x_token, x_head, _, head_stride, _, _, exact_head, _ = side[5:]
         token, is_token, slots, pages, seq_slots, first, last = where
         part, row, shared = lanes
 
@@ -166,18 +130,8 @@ def _make_append_side(spec, side, rotary_dim):
             source += x_head
             asked = int32(asked + int32(1))
 
-        # Step 2: where the rows go; negative slots are larger than any
-        packed_slot, exact_slot, evicted_slot = slots
-        to_exact = EXACT and is_token and exact_slot < uint64(seq_slots[0])
-        if to_exact:
-            packed_slot = evicted_slot
-        to_packed = is_token and packed_slot < uint64(pages[0])
-        page, place = page_and_offset(packed_slot, to_packed, pages)
-        target = rows + uint64(page) * page_stride + uint64(place) * row_stride
-        target += uint64(first) * head_stride
-        seq_slot, place = page_and_offset(exact_slot, to_exact, seq_slots)
-        exact_target = exact_rows + uint64(seq_slot) * seq_slot_stride + uint64(place) * exact_row
-        exact_target += uint64(first) * exact_head
+        # Step 2: where the rows go
+        wanted, target, exact_target = find_places(side, slots, pages, seq_slots, is_token, first)
         offset += uint64(4 * HEAD_DIM) * uint64(first)
         clip += uint64(4) * uint64(first)
         reading, writing = uint32(0), uint32((STAGES - 1) * STAGE_BYTES)
@@ -186,7 +140,7 @@ def _make_append_side(spec, side, rotary_dim):
             # Step 3: elements that have come; the stage before is free for those to come
             old = cuda.local.array(WORDS, uint32)
             if EXACT:
-                load_old(old, exact_target, part, to_exact and to_packed)
+                load_old(old, exact_target, part, wanted[0] and wanted[1])
             wait_for_oldest()
             cuda.syncwarp()
             if asked < last:
@@ -201,10 +155,8 @@ def _make_append_side(spec, side, rotary_dim):
 
             # Step 5: to bytes
             ratio = load_global_f32(clip) if CLIP else float32(1.0)
-            if EXACT:
-                append_exact(x, ratio, old, lanes, to_packed, to_exact, target, exact_target, bad)
-            else:
-                append_packed(x, ratio, lanes, to_packed, target, True, bad)
+            out = (part, row, shared + uint32(OUT))
+            put_row(x, ratio, old, out, wanted, (target, exact_target), bad)
 
             target += head_stride
             if EXACT:
@@ -219,3 +171,86 @@ def _make_append_side(spec, side, rotary_dim):
                 reading = uint32(0)
 
     return append_side
+
+
+def make_find_places(spec):
+    """Make the function that gives whether a token has a row to be packed, and one in 16 bit, and
+    where they go in a head; negative slots are larger than any."""
+    EXACT = spec.exact != ""
+
+    @device_function
+    def find_places(side, slots, pages, seq_slots, is_token, head):
+        rows, exact_rows = side[1], side[2]
+        page_stride, head_stride, row_stride, seq_slot_stride, exact_head, exact_row = side[7:]
+        packed_slot, exact_slot, evicted_slot = slots
+        to_exact = EXACT and is_token and exact_slot < uint64(seq_slots[0])
+        if to_exact:
+            packed_slot = evicted_slot
+        to_packed = is_token and packed_slot < uint64(pages[0])
+        page, place = page_and_offset(packed_slot, to_packed, pages)
+        target = rows + uint64(page) * page_stride + uint64(place) * row_stride
+        target += uint64(head) * head_stride
+        seq_slot, place = page_and_offset(exact_slot, to_exact, seq_slots)
+        exact_target = exact_rows + uint64(seq_slot) * seq_slot_stride + uint64(place) * exact_row
+        exact_target += uint64(head) * exact_head
+        return (to_packed, to_exact), target, exact_target
+
+    return find_places
+
+
+def make_put_row(spec, side):
+    """Make the function that writes a row that is in float32, and the one that leaves for it.
+
+    Its arguments: a lane's 16 elements, the head's clip ratio, its words of the 16-bit row that
+    stood there; the lane's part of the row, the row and where the warp's rows stand before they are
+    stored; whether there is a row to be packed, and one in 16 bit, and where they go.
+    """
+    FMT, LANES, EXACT = side.fmt, spec.lanes, spec.exact != ""
+    HEAD_DIM, OUT_BYTES = FMT.head_dim, staged_bytes(FMT)
+    HEADER, EXACT_BYTES = prefix_of(FMT) - FMT.header_bytes, 2 * HEAD_DIM
+    ACTIVE, NAN = HEAD_DIM // ELEMENTS, NANS[spec.exact or "bf16"]
+    round_to_16_bits = make_round(RowFormat(spec.exact or "bf16", 1, HEAD_DIM), LANES)
+    quantize = make_quantize(FMT, LANES, spec.converts_fp8, side.clip)
+    store = make_store(FMT.row_bytes, LANES, unit_of(FMT), False)
+    store_exact = make_store(EXACT_BYTES, LANES, UNIT, False)
+    widen = make_widen(spec.exact)
+
+    @device_function
+    def put_packed(x, ratio, lanes, to_packed, target, counts, bad):
+        part, row, out = lanes
+        out += uint32(OUT_BYTES) * row
+        holds = quantize(x, ratio, part, out)
+        cuda.syncwarp()
+        store(out + uint32(HEADER), uint32(0), target, part, to_packed)
+        count_bad(bad, part, to_packed and counts and not holds)
+
+    @device_function
+    def put_exact(x, ratio, old, lanes, wanted, targets, bad):
+        """x to the exact slot, or rounded; then x is what has to be quantized."""
+        to_packed, to_exact = wanted
+        part, row, out = lanes
+        words = cuda.local.array(WORDS, uint32)
+        holds = round_to_16_bits(x, words, part)
+        if any_lane(uint32(1) if to_exact else uint32(0)):
+            out += uint32(EXACT_BYTES) * row
+            if part < uint32(ACTIVE):
+                put_words(words, part, out)
+            cuda.syncwarp()
+            store_exact(out, uint32(0), targets[1], part, to_exact)
+            count_bad(bad, part, to_exact and not holds)
+            cuda.syncwarp()
+        if any_lane(uint32(1) if to_packed else uint32(0)):
+            for i in range(WORDS):
+                word = old[i] if to_exact else words[i]
+                x[2 * i], x[2 * i + 1] = widen(word)
+            counts = not (to_exact and was_counted(old, NAN))
+            put_packed(x, ratio, lanes, to_packed, targets[0], counts, bad)
+
+    @device_function
+    def put_row(x, ratio, old, lanes, wanted, targets, bad):
+        if EXACT:
+            put_exact(x, ratio, old, lanes, wanted, targets, bad)
+        else:
+            put_packed(x, ratio, lanes, wanted[0], targets[0], True, bad)
+
+    return put_row

@@ -1,44 +1,63 @@
 """Append on CUDA: new K and V to their slots; see kvquant/ops/append.py.
 
 append              one launch for K and V
-append_calibrated   where rows are multiplied by a matrix or rounded with feedback: a side at a time
+append_calibrated   where rows or queries are multiplied by a matrix, or rounded with feedback
 
-    matrix      one launch of the affine kernel for the side, with the offset; torch's product after
-                RoPE or a rotation, and of float32
-    feedback    one launch of the feedback kernel for all sides that have it; without it one of the
-                append kernel
+    a step      few tokens: one launch for K, V and queries (step_kernel.py)
+    matrix      else one launch of the affine kernel for the side, with the offset; torch's product
+                after RoPE or a rotation, and of float32
+    feedback    else one launch of the feedback kernel for all sides that have it; without it one of
+                the append kernel
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
-from kvquant.rows.basis import Encoding, transform_rows
+from kvquant.rows.basis import Encoding, Queries, transform_rows
 from kvquant.rows.format import RowFormat
 from kvquant.rows.quantize import LEVELS
 from kvquant.rows.rotation import Rope
 from kvquant.rows.slots import Slots
 
 from ..affine.launch import SOURCES as ENCODED
-from ..affine.launch import encode_rows
-from ..device.row_layout import UNIT
-from ..runtime.launch import Launch, cached_launch, gpu_of, grid_of
+from ..affine.launch import affine_rows, encode_rows
+from ..device.row_layout import PRODUCT_ROWS, UNIT
+from ..runtime.launch import OVERLAPS, Launch, cached_launch, gpu_of, grid_of
 from ..runtime.spec import addresses_of
 from ..runtime.tensors import Tensors, check_pages, facts_of, is_readable, page_arguments, strides
-from .spec import APPEND, AppendSpec, FeedbackSide, FeedbackSpec, Side, make_feedback_spec
+from .spec import (
+    APPEND,
+    AppendSpec,
+    FeedbackSide,
+    FeedbackSpec,
+    Side,
+    StepSpec,
+    make_feedback_spec,
+)
 
 SOURCES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 NO_TRANSFORM, NO_ROPE = Encoding(), (None, None, False)
 # Where a lane has a row the GPU does most, but a row takes longer than four lanes do: these are
 # sooner done as long as an SM has no more rows than 8 warps of them.
 FEW_LANES, ROWS_PER_SM = 4, 64
+# Where a block multiplies its own rows it reads a whole matrix for them: for one group of tokens as
+# long as no more blocks multiply rows than that for each SM, for several then. Beyond it is sooner
+# to read it less often, in a launch before. Rows with feedback take so long that there may be more.
+BLOCKS_PER_SM, WITH_FEEDBACK = 0.6, 2
+GROUPS = (1, 2, 4)
+MOST_OF_BLOCK = 512  # groups times head_dim: 8 warps have the rows of a block at a time
+MOST_FEEDBACK = 128  # head_dim of a step's rows with feedback
 NAMES = addresses_of(APPEND)  # of the tensors of a call
+STEP_NAMES = addresses_of(StepSpec.arguments)
 K, V = NAMES.index("k.x"), NAMES.index("v.x")
-ALIGNED = ("cos", "sin", "offset", "feedback")  # that kernels read 16 bytes at a time, like x
+ROWS_OF = {"x": UNIT, "q": 4, "q_matrix": UNIT}  # what kernels read so many bytes of at a time
+MATRICES = "k_matrix", "v_matrix", "k_feedback", "v_feedback"  # of a step
+ALIGNED = ("cos", "sin", "offset", "feedback", *MATRICES)  # 16 bytes at a time, contiguous
 EXACT = {
     "stride_page": "exact_stride_seq_slot",
     "stride_head": "exact_stride_head",
@@ -49,6 +68,7 @@ EXACT = {
     "page_shift": "exact_shift",
 }
 Ready = tuple[Launch, Tensors]
+NewRows = tuple[torch.Tensor, RowFormat, Encoding, "Rope | None"]
 
 
 class OneSide(NamedTuple):
@@ -87,6 +107,7 @@ def append(
     rope: Rope | None = None,
     bad: torch.Tensor | None = None,
     check: Callable[[], None] | None = None,
+    overlaps: bool = False,
 ) -> None:
     """Append on the current stream; see append.append_rows.
 
@@ -95,6 +116,8 @@ def append(
 
     Args:
         check: raises unless the arguments fit one another; called only before a launch is prepared.
+        overlaps: whether what was launched before on this stream is place_tokens, which found the
+            slots: then this launch may begin while that one ends.
 
     Raises:
         ConfigError: rows are not aligned.
@@ -107,7 +130,8 @@ def append(
     of_v = v, v_rows, exact_v, v_transform.offset, v_transform.clip
     tensors = (*slots, cos, sin, bad, *of_k, *of_v)
     formats, transforms = (k_format, v_format), (k_transform, v_transform)
-    launch = _find(("k", "v"), formats, exact_format, transforms, rope, tensors, check)
+    names = ("k", "v")
+    launch = _find(names, formats, exact_format, transforms, rope, tensors, check, overlaps)
     if launch is not None:
         launch(tensors)
 
@@ -134,6 +158,7 @@ class AppendAgain:
         k_transform: Encoding | None,
         v_transform: Encoding | None,
         bad: torch.Tensor,
+        overlaps: bool = False,
     ) -> None:
         """Look at all that stays; arguments as of append."""
         k_transform, v_transform = k_transform or NO_TRANSFORM, v_transform or NO_TRANSFORM
@@ -141,7 +166,8 @@ class AppendAgain:
         of_v = v, v_rows, exact_v, v_transform.offset, v_transform.clip
         tensors = (*slots, None, None, bad, *of_k, *of_v)
         formats, transforms = (k_format, v_format), (k_transform, v_transform)
-        launch = _find(("k", "v"), formats, exact_format, transforms, None, tensors, None)
+        names = ("k", "v")
+        launch = _find(names, formats, exact_format, transforms, None, tensors, None, overlaps)
         assert launch is not None
         self._launch, self.copies = launch, launch.copies
         addresses = [0 if one is None else one.data_ptr() for one in tensors]
@@ -177,13 +203,45 @@ def append_calibrated(
     rope: Rope | None = None,
     bad: torch.Tensor | None = None,
     check: Callable[[], None] | None = None,
-) -> None:
-    """Append on the current stream; arguments and errors as of append."""
-    of_k = "k", k, k_rows, k_format, exact_k, k_transform or NO_TRANSFORM, rope
-    of_v = "v", v, v_rows, v_format, exact_v, v_transform or NO_TRANSFORM, None
+    overlaps: bool = False,
+    queries: Queries | None = None,
+) -> torch.Tensor | None:
+    """Append on the current stream; arguments and errors as of append.
+
+    Args:
+        queries: of as many tokens, to be multiplied too.
+
+    Returns:
+        The queries times their matrix, as affine_rows gives them; None without.
+    """
+    k_transform, v_transform = k_transform or NO_TRANSFORM, v_transform or NO_TRANSFORM
+    sides = (k, k_format, k_transform, rope), (v, v_format, v_transform, None)
+    groups = _groups_of(sides)
+    if groups and all(_is_of_step(*side) for side in sides):
+        cos, sin, _ = rope or NO_ROPE
+        x, by, multiplied = None, None, None
+        if queries is not None:
+            x, by = queries
+            multiplied = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        of_k = k, k_rows, exact_k, k_transform.offset, k_transform.clip
+        of_v = v, v_rows, exact_v, v_transform.offset, v_transform.clip
+        matrices = k_transform.matrix, v_transform.matrix
+        feedback = _feedback_of(k_format, k_transform), _feedback_of(v_format, v_transform)
+        step = *matrices, *feedback, x, multiplied, by
+        tensors = (*slots, cos, sin, bad, *of_k, *of_v, *step)
+        formats, transforms = (k_format, v_format), (k_transform, v_transform)
+        names = ("k", "v")
+        launch = _find(
+            names, formats, exact_format, transforms, rope, tensors, check, overlaps, groups
+        )
+        if launch is not None:
+            launch(tensors)
+        return multiplied
+    of_k_side = "k", k, k_rows, k_format, exact_k, k_transform, rope
+    of_v_side = "v", v, v_rows, v_format, exact_v, v_transform, None
     with_feedback: list[OneSide] = []
     ready: list[Ready | None] = []
-    for i, (name, x, rows, fmt, exact_rows, transform, rotary) in enumerate((of_k, of_v)):
+    for i, (name, x, rows, fmt, exact_rows, transform, rotary) in enumerate((of_k_side, of_v_side)):
         if transform.matrix is not None:
             x, rotary = _encode(x.detach(), transform, rotary, check), None
             transform = Encoding(clip=transform.clip, feedback=transform.feedback)
@@ -198,8 +256,38 @@ def append_calibrated(
         ready.append(_ready_with_feedback(with_feedback, check))
     for one in ready:  # both sides can be done
         if one is not None:
-            launch, tensors = one
-            launch(tensors)
+            one_launch, its = one
+            one_launch(its)
+    return None if queries is None else affine_rows(*queries, None, None)
+
+
+def _feedback_of(fmt: RowFormat, transform: Encoding) -> torch.Tensor | None:
+    """What rows are rounded with; other formats than int4 and int8 are not."""
+    return transform.feedback if fmt.codec in LEVELS else None
+
+
+def _is_of_step(x: torch.Tensor, fmt: RowFormat, transform: Encoding, rope: Rope | None) -> bool:
+    """Whether step_kernel.py appends such rows: a matrix of 16-bit rows alone, feedback of rows
+    whose matrix L has room in shared memory."""
+    if _feedback_of(fmt, transform) is not None and not 64 <= fmt.head_dim <= MOST_FEEDBACK:
+        return False
+    if transform.matrix is None:
+        return True
+    return rope is None and not transform.rotate and x.dtype in ENCODED
+
+
+def _groups_of(sides: Sequence[NewRows]) -> int:
+    """Groups of 8 tokens that a block of a step has; 0 if there are too many tokens."""
+    num_tokens, num_heads, _ = sides[0][0].shape
+    sm_count = gpu_of(sides[0][0].get_device()).sm_count
+    groups = -(-num_tokens // PRODUCT_ROWS)
+    if any(_feedback_of(fmt, transform) is not None for _, fmt, transform, _ in sides):
+        return int(2 * groups * num_heads <= WITH_FEEDBACK * sm_count)
+    dim, most = max(fmt.head_dim for _, fmt, _, _ in sides), BLOCKS_PER_SM * sm_count
+    for count in GROUPS:
+        if count * dim <= MOST_OF_BLOCK and 2 * -(-groups // count) * num_heads <= most:
+            return count
+    return 0
 
 
 def quantize_with_feedback(
@@ -271,16 +359,18 @@ def _find(
     rope: Rope | None,
     tensors: Tensors,
     check: Callable[[], None] | None,
+    overlaps: bool = False,
+    groups: int = 0,
 ) -> Launch | None:
     """Find the launch of a call; names: of the sides that are written."""
     k, v = tensors[K], tensors[V]
     assert k is not None and v is not None
     interleaved = rope is not None and rope.interleaved
     rotates = transforms[0].rotate, transforms[1].rotate
-    signs = k.is_neg(), v.is_neg()
+    how = k.is_neg(), v.is_neg(), overlaps, groups
     facts = map(facts_of, tensors)
-    key = (AppendSpec, names, formats, exact_format, rotates, interleaved, signs, *facts)
-    call = names, formats, exact_format, transforms, interleaved, tensors
+    key = (AppendSpec, names, formats, exact_format, rotates, interleaved, how, *facts)
+    call = names, formats, exact_format, transforms, interleaved, overlaps, groups, tensors
     return cached_launch(key, check, _prepare, *call)
 
 
@@ -290,15 +380,20 @@ def _prepare(
     exact_format: str,
     transforms: tuple[Encoding, Encoding],
     interleaved: bool,
+    overlaps: bool,
+    groups: int,
     tensors: Tensors,
 ) -> Launch | None:
-    given = dict(zip(NAMES, tensors, strict=True))
+    all_names = STEP_NAMES if groups else NAMES
+    given = dict(zip(all_names, tensors, strict=True))
     k, cos, exact_rows = given["k.x"], given["cos"], given["k.exact_rows"]
     assert k is not None
     if not k.numel():
         return None
     gpu = gpu_of(k.get_device())
-    spec = AppendSpec(
+    copied = _unaligned(all_names, tensors)
+    overlaps = overlaps and not copied and gpu.capability >= OVERLAPS
+    spec: AppendSpec = (StepSpec if groups else AppendSpec)(
         _side_of(formats[0], transforms[0]),
         _side_of(formats[1], transforms[1]),
         SOURCES[k.dtype],
@@ -308,10 +403,15 @@ def _prepare(
     )
     if "fp8" in (spec.k.fmt.codec, spec.v.fmt.codec):
         spec = replace(spec, converts_fp8=gpu.converts_fp8)
+    if overlaps:
+        spec = replace(spec, overlaps=True)
     num_tokens, num_heads, _ = k.shape
-    grid = grid_of(num_tokens, num_heads, len(names), spec.tokens, gpu.sm_count)
-    copied = _unaligned(NAMES, tensors)
     constants = {"num_tokens": num_tokens, "num_heads": num_heads}
+    if isinstance(spec, StepSpec):
+        spec = _with_step(replace(spec, groups=groups), given, constants, copied)
+        grid = -(-num_tokens // spec.tokens), num_heads, 2 + spec.query_slices
+    else:
+        grid = grid_of(num_tokens, num_heads, len(names), spec.tokens, gpu.sm_count)
     constants["heads_per_block"] = -(-num_heads // grid[1])
     for place, side, name, fmt in ((K, "k", names[0], formats[0]), (V, "v", names[-1], formats[1])):
         x, rows, exact_rows = tensors[place : place + 3]
@@ -321,6 +421,28 @@ def _prepare(
         if side == "k":  # slots are those of K and of V
             constants |= found
     return Launch(spec, k.get_device(), grid, constants, copied)
+
+
+def _with_step(
+    spec: StepSpec,
+    given: Mapping[str, torch.Tensor | None],
+    constants: dict[str, int],
+    copied: Sequence[int],
+) -> StepSpec:
+    """The spec of a call with its matrices, whose constants are added."""
+    has = {name: given[f"step.{name}"] is not None for name in MATRICES}
+    spec = replace(spec, **has)  # type: ignore[arg-type]  # names of its flags
+    numbers = "q_stride_token", "q_stride_head", "q_matrix_stride", "ratio"
+    values = [0, 0, 0, 0]
+    q, matrix = given["step.q"], given["step.q_matrix"]
+    if q is not None and matrix is not None:
+        spec = replace(spec, query=ENCODED[q.dtype])
+        row_bytes = q.shape[2] * q.element_size()
+        is_copied = STEP_NAMES.index("step.q") in copied
+        steps = [q.shape[1] * row_bytes, row_bytes] if is_copied else strides(q)
+        values = [*steps, 4 * matrix.stride(0), q.shape[1] // matrix.shape[0]]
+    constants |= {f"step.{name}": n for name, n in zip(numbers, values, strict=True)}
+    return spec
 
 
 # The feedback kernel
@@ -399,9 +521,10 @@ def _unaligned(names: Sequence[str], tensors: Tensors) -> list[int]:
     found = []
     for i, (name, x) in enumerate(zip(names, tensors, strict=True)):
         field = name.rpartition(".")[2]
-        if x is None or (field != "x" and field not in ALIGNED):
+        if x is None or (field not in ROWS_OF and field not in ALIGNED):
             continue
-        if not is_readable(x, UNIT, is_contiguous=field != "x"):
+        is_aligned = is_readable(x, ROWS_OF.get(field, UNIT), is_contiguous=field in ALIGNED)
+        if not is_aligned or (field == "q" and x.stride(2) != 1):
             found.append(i)
     return found
 

@@ -19,11 +19,24 @@ from dataclasses import dataclass, replace
 
 from kvquant.rows.format import RowFormat
 
-from ..device.row_layout import ELEMENTS, SIZES, STAGES, UNIT, RowSpec, lanes_of, staged_bytes
+from ..device.row_layout import (
+    ELEMENTS,
+    PRODUCT_ROWS,
+    PRODUCT_WARPS,
+    SIZES,
+    SPLIT_COLUMNS,
+    STAGES,
+    UNIT,
+    RowSpec,
+    lanes_of,
+    product_bytes,
+    staged_bytes,
+)
 from ..runtime.spec import Spec, Table
 
 TILE = ELEMENTS  # of a row between two barriers
 TILES = 2  # of the feedback matrix in shared memory
+SHARE = TILE  # lanes that have a row of a step
 MOST_SHARED = 99 << 10  # bytes that a block may have on every GPU from sm_80 on
 
 CALL = (
@@ -71,6 +84,19 @@ APPEND: Table = (
     ("k", SIDE),
     ("v", SIDE),
 )
+STEP: Table = (
+    ("k_matrix", "P"),  # float32 [num_heads, head_dim, head_dim], or 0
+    ("v_matrix", "P"),
+    ("k_feedback", "P"),  # the same
+    ("v_feedback", "P"),
+    ("q", "P"),  # [num_tokens, num_q_heads, head_dim of K], or 0
+    ("q_out", "P"),  # the same, contiguous
+    ("q_matrix", "P"),  # float32 [num_heads, head_dim, head_dim]
+    ("q_stride_token", "Q"),
+    ("q_stride_head", "Q"),
+    ("q_matrix_stride", "Q"),  # from one KV head to the next
+    ("ratio", "i"),  # query heads on a KV head
+)
 FEEDBACK: Table = (  # of each side
     *CALL,
     *ROWS,
@@ -111,6 +137,8 @@ class AppendSpec(RowSpec, Spec):
         converts_fp8: whether the GPU has instructions for E4M3 (sm_89 and newer); asked for where a
             side is fp8 only.
         warps: of a block.
+        overlaps: whether a launch may begin before the one that finds its slots is complete; sm_90
+            and newer.
     """
 
     k: Side
@@ -121,6 +149,7 @@ class AppendSpec(RowSpec, Spec):
     interleaved: bool = False
     converts_fp8: bool = True
     warps: int = 4
+    overlaps: bool = False
 
     arguments = APPEND
     kernel = "append.kernel.make_append_kernel"
@@ -138,11 +167,127 @@ class AppendSpec(RowSpec, Spec):
     def warp_bytes(self) -> int:
         """A warp's shared memory."""
         sides = self.k, self.v
-        return max(STAGES * self.stage_bytes(side) + self._out_bytes(side) for side in sides)
+        return max(STAGES * self.stage_bytes(side) + self.out_bytes(side) for side in sides)
 
-    def _out_bytes(self, side: Side) -> int:
+    def out_bytes(self, side: Side) -> int:
+        """A warp's rows as they will be stored."""
         exact = 2 * side.fmt.head_dim if self.exact else 0
         return self.rows * max(staged_bytes(side.fmt), exact)
+
+
+@dataclass(frozen=True)
+class StepSpec(AppendSpec):
+    """The append kernel of a decode step, with matrices and feedback; new rows that have a matrix
+    are 16-bit rows, without RoPE or a rotation.
+
+    Attributes:
+        k_matrix, v_matrix: whether rows are multiplied by one.
+        k_feedback, v_feedback: whether they are rounded with feedback; head_dim 64 to 128.
+        query: "bf16" or "fp16", of queries that are multiplied, too; "" for none.
+        groups: of PRODUCT_ROWS tokens that a block has; 1 with feedback.
+    """
+
+    k_matrix: bool = False
+    v_matrix: bool = False
+    k_feedback: bool = False
+    v_feedback: bool = False
+    query: str = ""
+    groups: int = 1
+    warps: int = PRODUCT_WARPS
+
+    arguments = (*APPEND, ("step", STEP))
+    kernel = "append.step_kernel.make_step_kernel"
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a block."""
+        return PRODUCT_ROWS * self.groups
+
+    @property
+    def row_warps(self) -> int:
+        """Warps that have rows of the block's tokens, once they are multiplied."""
+        return -(-self.tokens // self.rows)
+
+    @property
+    def kinds(self) -> tuple[tuple[Side, bool, bool], ...]:
+        """Of K and of V: the side, whether it has a matrix, and feedback."""
+        k = self.k, self.k_matrix, self.k_feedback
+        return k, (self.v, self.v_matrix, self.v_feedback)
+
+    @property
+    def are_alike(self) -> bool:
+        """Whether the same code appends K and V."""
+        return self.kinds[0] == self.kinds[1] and not self.rotary_dim
+
+    @property
+    def query_slices(self) -> int:
+        """Blocks that share the columns of queries."""
+        return -(-self.k.fmt.head_dim // (SPLIT_COLUMNS * self.warps)) if self.query else 0
+
+    def results_at(self, side: Side, has_feedback: bool) -> int:
+        """Bytes before the rows that are multiplied, float32: the product, and the tiles of L."""
+        tiles = TileLayout(side.fmt.head_dim).nbytes if has_feedback else 0
+        return tiles + product_bytes(side.fmt.head_dim, self.groups)
+
+    def feedback_side(self, side: Side, has_matrix: bool) -> FeedbackSide:
+        """A side with feedback as the feedback kernel sees it; with a matrix, once multiplied."""
+        if has_matrix:
+            return FeedbackSide(Side(side.fmt, clip=side.clip), "fp32", self.exact)
+        rotary = (self.rotary_dim, self.interleaved) if side is self.k else (0, False)
+        return FeedbackSide(side, self.source, self.exact, *rotary)
+
+    def _bytes_of(self, side: Side, has_matrix: bool, has_feedback: bool) -> int:
+        results = self.results_at(side, has_feedback)
+        if has_feedback:
+            rows = self.feedback_side(side, has_matrix).buffer_bytes + 2 * 4 * TILE + UNIT
+            return results + PRODUCT_ROWS * rows
+        if has_matrix:
+            rows = 4 * self.tokens * side.fmt.head_dim
+            return results + rows + self.row_warps * self.out_bytes(side)
+        return self.row_warps * self.warp_bytes
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        return max(self._bytes_of(*kind) for kind in self.kinds)
+
+
+@dataclass(frozen=True)
+class TileLayout:
+    """The lower triangle of a feedback matrix in shared memory: feedback_step.py.
+
+    Attributes:
+        head_dim: its rows and columns.
+    """
+
+    head_dim: int
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of 16 rows."""
+        return self.head_dim // TILE
+
+    @property
+    def half(self) -> int:
+        """Tiles that begin a row; each of the others stands beside one of them."""
+        return -(-self.tiles // 2)
+
+    @property
+    def stride(self) -> int:
+        """Bytes from a row to the next: an odd number of units."""
+        return 4 * TILE * (self.tiles + 1) + UNIT
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tiles."""
+        return self.half * TILE * self.stride
+
+    def place_of(self, tile: int) -> int:
+        """Where a tile begins."""
+        if tile < self.half:
+            return TILE * self.stride * tile
+        beside = self.tiles - 1 - tile
+        return TILE * self.stride * beside + 4 * TILE * (beside + 1)
 
 
 @dataclass(frozen=True)

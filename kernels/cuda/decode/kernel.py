@@ -21,6 +21,7 @@ from numba import cuda, int32, uint32, uint64
 
 from ..device.jit import device_function
 from ..device.ptx import (
+    begin_next_launch,
     load_shared_u32,
     load_shared_u32x4,
     shared_address,
@@ -53,6 +54,7 @@ def make_decode_kernel(spec):
     """Make the kernel, a Python function that numba compiles with `spec.signature()`."""
     WARPS, DIM, THREE = spec.warps, spec.first.v_format.head_dim, spec.segments == 3
     SEGMENTS, COLUMNS = spec.segments, spec.block_columns
+    OVERLAPPED = spec.overlapped
     write = make_write(spec.query)
     combine_splits = make_combine_splits(DIM, WARPS, COLUMNS, THREE, write)
     write_empty = make_write_empty(DIM, WARPS, write)
@@ -120,6 +122,8 @@ def make_decode_kernel(spec):
         num_q_heads, ratio, head_blocks, batch, columns, parts, places = common[7:14]
         workers, most_parts, score_scale = common[14:]
         shared = shared_address(cuda.shared.array(0, uint32))
+        if OVERLAPPED:
+            begin_next_launch()
         # from a lane: ptxas has to see that a warp does not diverge
         warp = word_from_lane(uint32(uint32(cuda.threadIdx.x) >> uint32(5)), uint32(0))
         kept = uint32(shared + warp * uint32(KEPT))

@@ -24,6 +24,7 @@ from kvquant.rows.segment import FixedSegments, Segment
 from ..runtime.driver import Kernel, Launcher
 from ..runtime.launch import (
     GPU,
+    OVERLAPS,
     current_device,
     current_stream,
     empty_strided,
@@ -183,6 +184,7 @@ def describe(q: torch.Tensor, segments: Sequence[Segment], without: str = "") ->
     batch, num_q_heads, _ = q.shape
     num_kv_heads = segments[0].k_rows.shape[1]
     ratio = num_q_heads // num_kv_heads
+    gpu = gpu_of(q.get_device())
     order = arrange(segments)
     spec = make_spec([segments[i] for i in order], QUERIES[q.dtype], ratio, without)
     columns = num_kv_heads * -(-ratio // spec.block_columns)
@@ -192,8 +194,10 @@ def describe(q: torch.Tensor, segments: Sequence[Segment], without: str = "") ->
             f"for one launch: at most {MOST_BLOCKS} sequences, and KV heads times blocks of "
             f"{spec.block_columns} query heads that share one. Cut the batch"
         )
+    if gpu.capability >= OVERLAPS:
+        spec = replace(spec, overlapped=True)
     capacities = tuple(segments[i].capacity for i in order)
-    return Work(spec, gpu_of(q.get_device()), batch * columns, order, capacities)
+    return Work(spec, gpu, batch * columns, order, capacities)
 
 
 @contextmanager

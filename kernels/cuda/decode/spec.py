@@ -116,6 +116,8 @@ class DecodeSpec(Spec):
         columns: query heads (columns of its MMAs) that a warp multiplies every code with: a
             multiple of 8.
         sharers: warps that share a ring of stages, each with columns of its own; they divide warps.
+        overlapped: whether the next launch may begin, and wait for this one by itself; sm_90 and
+            newer.
     """
 
     first: Path
@@ -126,6 +128,7 @@ class DecodeSpec(Spec):
     without: str = ""
     columns: int = MMA_COLUMNS
     sharers: int = 1
+    overlapped: bool = False
 
     kernel = "decode.kernel.make_decode_kernel"
 

@@ -154,6 +154,7 @@ load_written_u32x4 = instruction(
     "ld.global.cg.v4.u32 {$0,$1,$2,$3},[$4];", "u32 u32 u32 u32", "u64", pure=False
 )
 load_written_u32 = instruction("ld.global.cg.u32 $0,[$1];", "u32", "u64", pure=False)
+load_written_u64 = instruction("ld.global.cg.u64 $0,[$1];", "u64", "u64", pure=False)
 load_written_f32 = instruction("ld.global.cg.f32 $0,[$1];", "f32", "u64", pure=False)
 load_written_f32x4 = instruction(
     "ld.global.cg.v4.f32 {$0,$1,$2,$3},[$4];", "f32 f32 f32 f32", "u64", pure=False
@@ -172,6 +173,10 @@ store_global_u32x4 = instruction(
 # waits until so many threads of the block, whole warps, have come to a barrier; 0 is syncthreads'
 barrier = instruction("bar.sync $0,$1;", "", "u32 u32", pure=False)
 fence = instruction("fence.acq_rel.gpu;", "", "", pure=False)
+# sm_90 and newer, of a launch that overlaps the one before it: wait until that is complete and what
+# it wrote is seen; let the next one begin once all blocks have come here
+wait_for_launch = instruction("griddepcontrol.wait;", "", "", pure=False)
+begin_next_launch = instruction("griddepcontrol.launch_dependents;", "", "", pure=False)
 # counts up to `last`, then from 0 again; gives the count before
 atomic_inc_wrap = instruction("atom.global.inc.u32 $0,[$1],$2;", "u32", "u64 u32", pure=False)
 atomic_add = instruction("atom.global.add.u32 $0,[$1],$2;", "u32", "u64 u32", pure=False)

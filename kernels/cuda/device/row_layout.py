@@ -35,6 +35,11 @@ UNIT = 16  # bytes
 ELEMENTS = 16  # of a row that a lane has
 STAGES = 4  # of a warp's ring of rows
 SIZES = {"bf16": 2, "fp16": 2, "fp32": 4}  # bytes of an element
+# of a block that multiplies rows by a matrix (products.py): as many rows of a group as warps, and
+# the columns of the matrix that it has at a time
+PRODUCT_WARPS = PRODUCT_ROWS = 8
+PRODUCT_COLUMNS = 128
+SPLIT_ROWS, SPLIT_COLUMNS = 16, 8  # of an MMA: what a warp multiplies at a time (split_products.py)
 
 
 def divisor(number: int) -> tuple[int, int]:
@@ -66,6 +71,11 @@ def prefix_of(fmt: RowFormat) -> int:
 def staged_bytes(fmt: RowFormat) -> int:
     """Bytes from a row in shared memory to the next."""
     return prefix_of(fmt) + -(-fmt.code_bytes // UNIT) * UNIT
+
+
+def product_bytes(head_dim: int, groups: int = 1) -> int:
+    """Shared memory of a block that multiplies rows by a matrix, groups of PRODUCT_ROWS."""
+    return 4 * PRODUCT_ROWS * (groups * head_dim + PRODUCT_WARPS * PRODUCT_COLUMNS)
 
 
 class RowSpec:

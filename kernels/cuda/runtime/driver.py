@@ -18,6 +18,7 @@ from kvquant.errors import DeviceError, UnsupportedError
 PLAIN_SHARED = 48 << 10  # bytes of shared memory that a kernel may have without asking
 # numbers of cuda.h
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
+PROGRAMMATIC_STREAM_SERIALIZATION = 6
 MEMORY_CLOCK_RATE, GLOBAL_MEMORY_BUS_WIDTH = 36, 37  # kHz, bits
 PARAM_END, PARAM_BUFFER_POINTER, PARAM_BUFFER_SIZE = 0, 1, 2
 RELAXED = 2  # a capture mode that allows memory to be allocated meanwhile
@@ -25,6 +26,20 @@ INVALID_CONTEXT = 201
 MOST_CONFIGS = 256  # streams that a launch is ready for
 # the machine code, not the call, is refused
 INVALID_IMAGE, NO_BINARY_FOR_GPU, UNSUPPORTED_PTX_VERSION = 200, 209, 222
+
+
+class LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute of cuda.h; its value is a union of 64 bytes."""
+
+    _fields_ = (
+        ("id", ctypes.c_int),
+        ("pad", ctypes.c_char * 4),
+        ("value", ctypes.c_int * 16),
+    )
+
+
+# a launch may begin once the one before it on the stream lets it, or has ended
+OVERLAPS = LaunchAttribute(PROGRAMMATIC_STREAM_SERIALIZATION, b"", (ctypes.c_int * 16)(1))
 
 
 class LaunchConfig(ctypes.Structure):
@@ -103,7 +118,12 @@ class Launcher:
     """A kernel with its grid, ready to be launched by any thread."""
 
     def __init__(
-        self, kernel: Kernel, grid: tuple[int, int, int], arguments: str, shared: int = 0
+        self,
+        kernel: Kernel,
+        grid: tuple[int, int, int],
+        arguments: str,
+        shared: int = 0,
+        overlaps: bool = False,
     ) -> None:
         """Prepare launches.
 
@@ -112,8 +132,10 @@ class Launcher:
             grid: blocks along x, y and z.
             arguments: all arguments as a struct format, each naturally aligned.
             shared: bytes of dynamic shared memory of a block, if more than the kernel's.
+            overlaps: whether it may begin before what was launched before it is complete, for which
+                it waits by itself; GPUs from sm_90 on.
         """
-        self._kernel, self._grid = kernel, grid
+        self._kernel, self._grid, self._overlaps = kernel, grid, overlaps
         self._shared = max(shared, kernel.shared)
         layout = struct.Struct(arguments)
         self._pack, self._size = layout.pack_into, layout.size
@@ -149,6 +171,8 @@ class Launcher:
             self._configs.clear()
         kernel = self._kernel
         config = LaunchConfig(self._grid, (kernel.threads, 1, 1), self._shared, stream)
+        if self._overlaps:
+            config.attributes, config.num_attributes = ctypes.addressof(OVERLAPS), 1
         reference = self._configs[stream] = ctypes.byref(config)
         return reference
 

@@ -24,7 +24,8 @@ from .tensors import Tensors, with_copies
 
 MOST_LAUNCHES = 4096  # that are remembered
 BLOCKS_PER_SM = 32  # more blocks walk over fewer heads each: a few waves, so that the last is short
-OLDEST, FP8 = (8, 0), (8, 9)  # compute capabilities: of the kernels, of E4M3 instructions
+# compute capabilities: of the kernels, of E4M3 instructions, of launches that overlap another
+OLDEST, FP8, OVERLAPS = (8, 0), (8, 9), (9, 0)
 
 # not in torch without CUDA
 current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
@@ -155,7 +156,8 @@ class Launch:
         layout, packed = spec.pack(constants)
         firsts = [0, *(count for count, _ in packed)]
         self._runs = [(firsts[i], count, data) for i, (count, data) in enumerate(packed)]
-        self._launch = Launcher(kernel_of(spec, index), grid, layout)
+        kernel = kernel_of(spec, index)
+        self._launch = Launcher(kernel, grid, layout, overlaps=spec.overlaps)
 
     def __call__(self, tensors: Tensors) -> None:
         """Launch on the current stream of the GPU.

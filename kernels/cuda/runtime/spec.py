@@ -50,10 +50,13 @@ class Spec:
         kernel: the function that makes the kernel of a spec, below kernels/cuda. A name and no
             import: a kernel imports its spec, and numba, which cached machine code does not need.
         warps: of a block; a spec without them has `threads`.
+        overlaps: whether a launch may begin before the one before it on the stream is complete; the
+            kernel waits for that by itself.
     """
 
     kernel: ClassVar[str]
     warps: int
+    overlaps: bool = False
 
     @property
     def arguments(self) -> Table:

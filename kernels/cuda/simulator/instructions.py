@@ -23,7 +23,13 @@ from .memory import SHARED_BASE, WARP, Fault
 from .simulator import block
 
 KINDS = {"u16": np.uint16, "u32": np.uint32, "u64": np.uint64, "f32": np.float32}
-NO_RESULT = ("st.", "cp.", "fence.", "bar.")  # the first operand of all others is what they write
+NO_RESULT = (
+    "st.",
+    "cp.",
+    "fence.",
+    "bar.",
+    "griddepcontrol.",
+)  # the first operand of all others is what they write
 AS_PYTHON = str.maketrans("{}[]$", "()  r")  # braces hold tuples, brackets addresses
 
 Name = re.Match[str]  # of an operation: the pattern's groups say what kind it is
@@ -271,6 +277,11 @@ def _fence(name: Name) -> Operation:
 @operation(r"bar\.sync")
 def _barrier(name: Name) -> Operation:
     return lambda barrier, threads: block().meet_warps(barrier, threads)
+
+
+@operation(r"griddepcontrol\.(?:wait|launch_dependents)")
+def _depend(name: Name) -> Operation:
+    return lambda: None  # launches run one after another here
 
 
 @operation(r"mov\.b32")

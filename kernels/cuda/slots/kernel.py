@@ -15,6 +15,7 @@ from numba import cuda, int32, int64, uint32, uint64
 from ..device.jit import device_function
 from ..device.ptx import (
     atomic_add,
+    begin_next_launch,
     load_global_u64,
     load_written_u32,
     store_global_u32,
@@ -50,7 +51,7 @@ def row_of(sequence, count, row):
 
 def make_slots_kernel(spec):
     """Make the kernel, a Python function that numba compiles with `spec.signature()`."""
-    THREADS = spec.threads
+    THREADS, OVERLAPPED = spec.threads, spec.overlapped
 
     # fmt: off
     def place_tokens(seq_lens, packed_lens, exact_lens, starts, seen_lens, seen_starts, firsts,
@@ -58,6 +59,8 @@ def make_slots_kernel(spec):
                      packed_len, recent_len, max_seq_len, window, batch):
         # fmt: on
         thread, sequence = int32(cuda.threadIdx.x), int32(cuda.blockIdx.x)
+        if OVERLAPPED:
+            begin_next_launch()
 
         # Step 1: the lengths before, and after
         old = length_at(seq_lens, sequence)

@@ -7,7 +7,14 @@ from dataclasses import dataclass
 
 import torch
 
-from ..runtime.launch import Launch, cached_launch, current_device, empty_strided
+from ..runtime.launch import (
+    OVERLAPS,
+    Launch,
+    cached_launch,
+    current_device,
+    empty_strided,
+    gpu_of,
+)
 from ..runtime.spec import Spec, Table
 
 PLACE: Table = (
@@ -39,9 +46,12 @@ class SlotSpec(Spec):
 
     Attributes:
         warps: of a block, which has one sequence.
+        overlapped: whether the next launch may begin, and wait for this one by itself; sm_90 and
+            newer.
     """
 
     warps: int = 16
+    overlapped: bool = False
 
     arguments = PLACE
     kernel = "slots.kernel.make_slots_kernel"
@@ -139,4 +149,5 @@ def _prepare(
     constants = dict(zip(names, sizes, strict=True))
     constants |= {"new_lens_step": step * size, "new_lens_bytes": size}
     constants |= {"new_tokens": new_tokens, "batch": batch}
-    return Launch(SlotSpec(), index, (batch, 1, 1), constants)
+    spec = SlotSpec(overlapped=gpu_of(index).capability >= OVERLAPS)
+    return Launch(spec, index, (batch, 1, 1), constants)

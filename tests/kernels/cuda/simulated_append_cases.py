@@ -32,16 +32,16 @@ from fake_cuda import CPU, arguments_of
 from in_simulator import typed
 
 from kvquant.kernels.cuda.affine import launch as transforming
-from kvquant.kernels.cuda.affine.launch import AffineSpec
+from kvquant.kernels.cuda.affine.launch import AffineSpec, SplitSpec
 from kvquant.kernels.cuda.append import launch as appending
-from kvquant.kernels.cuda.append.spec import AppendSpec, FeedbackSide, FeedbackSpec
+from kvquant.kernels.cuda.append.spec import AppendSpec, FeedbackSide, FeedbackSpec, StepSpec
 from kvquant.kernels.cuda.dequantize import launch as dequantizing
 from kvquant.kernels.cuda.dequantize.launch import DequantizeSpec
 from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.kernels.cuda.runtime import tensors
 from kvquant.kernels.cuda.runtime.spec import Spec
 from kvquant.kernels.cuda.simulator import simulator
-from kvquant.rows.basis import transform_rows
+from kvquant.rows.basis import Queries, transform_rows
 
 memory: list[tuple[int, int]] = []  # of the tensors of a call
 alive: list[torch.Tensor] = []  # these, so that no others get their memory
@@ -51,14 +51,20 @@ backwards = False
 class Launcher:
     """Runs a kernel in the simulator, in place of driver.Launcher."""
 
-    def __init__(self, spec: Spec, grid: Sequence[int], layout: str) -> None:
+    def __init__(self, spec: Spec, grid: Sequence[int], layout: str, **_: Any) -> None:
         self.spec, self.grid, self.layout = spec, grid, layout
 
     def __call__(self, stream: int, values: Sequence[Any]) -> None:
         given = arguments_of(self.spec, struct.pack(self.layout, *values))
-        if isinstance(self.spec, AffineSpec):  # where it writes, in a tensor of the launcher's
+        if isinstance(
+            self.spec, AffineSpec | SplitSpec
+        ):  # where it writes, in a tensor of the launcher's
             size = 4 * given["num_rows"] * given["num_heads"] * self.spec.head_dim
             memory.append((given["y"], size))
+        if isinstance(self.spec, StepSpec) and self.spec.query:
+            heads = given["num_heads"] * given["step.ratio"]
+            size = 2 * given["num_tokens"] * heads * self.spec.k.fmt.head_dim
+            memory.append((given["step.q_out"], size))
         simulator.launch(
             self.spec.build(),
             self.grid,
@@ -81,14 +87,42 @@ def note(values: Iterable[Any]) -> None:
             note(value)
 
 
+def make_queries(case: Case) -> Queries:
+    """Queries of every token, and a matrix for each KV head."""
+    q = torch.randn(case.tokens, case.queries * case.heads, case.head_dim)
+    matrix = torch.randn(case.heads, case.head_dim, case.head_dim)
+    if case.layout == "fused":
+        q = torch.cat([q, q.new_full((*q.shape[:2], 2), torch.nan)], 2)[..., : case.head_dim]
+    return Queries(q.to(DTYPES[case.source]), matrix)
+
+
+def check_queries(got: torch.Tensor | None, queries: Queries) -> None:
+    """Compare queries times their matrix with float64: one rounding, and sums in float32."""
+    x, matrix = (one.double() for one in queries)
+    rows = x.unflatten(1, (len(matrix), -1))
+    wanted, size = (
+        torch.einsum("bhgd,hde->bhge", a, b).flatten(1, 2)
+        for a, b in ((rows, matrix), (rows.abs(), matrix.abs()))
+    )
+    assert got is not None and got.dtype == queries.x.dtype and got.shape == x.shape
+    rounding = 2**-8 if got.dtype == torch.bfloat16 else 2**-11
+    limit = rounding * wanted.abs() + 90 * 2**-24 * size + 2**-25
+    assert bool(((got.double() - wanted).abs() <= limit).all())
+
+
 def run_append(case: Case) -> None:
     """Compare bytes with those of the meaning."""
     call = make_call(case)
     wanted = expected(call)
     note(call.values())
-    is_calibrated = case.matrix or case.feedback
-    append = appending.append_calibrated if is_calibrated else appending.append
-    append(**call)
+    if case.queries:
+        queries = make_queries(case)
+        note(queries)
+        check_queries(appending.append_calibrated(**call, queries=queries), queries)
+    elif case.matrix or case.feedback:
+        appending.append_calibrated(**call)
+    else:
+        appending.append(**call)
     problem = differences(results(call), wanted)
     assert not problem, problem
 
@@ -116,10 +150,11 @@ def noted(make: Any) -> Any:
 
 
 @contextmanager
-def simulated(converts_fp8: bool, shares: bool) -> Iterator[None]:
+def simulated(converts_fp8: bool, shares: bool, is_step: bool) -> Iterator[None]:
     """Let the launchers launch in the simulator, one warp a block: each takes its time.
 
     shares: whether several lanes round a row with feedback.
+    is_step: whether few tokens are multiplied and rounded in one launch.
     """
 
     def one_warp(make: Any) -> Any:
@@ -141,6 +176,8 @@ def simulated(converts_fp8: bool, shares: bool) -> Iterator[None]:
         "AppendSpec": one_warp(AppendSpec),
         "make_feedback_spec": lambda sides: FeedbackSpec(tuple(map(alone, sides))),
         "ROWS_PER_SM": 64 if shares else 0,
+        "BLOCKS_PER_SM": 4 if is_step else 0,
+        "WITH_FEEDBACK": 100 if is_step else 0,
         "transform_rows": noted(transform_rows),
     }
     of_affine: Any = {"AffineSpec": lambda *args: replace(AffineSpec(*args), warps=4)}
@@ -168,7 +205,8 @@ def main() -> None:
                 memory.clear()
                 alive.clear()
                 name = task["name"]
-                with simulated("before sm_89" not in name, "a lane a row" not in name):
+                is_step = not name.startswith("feedback,") and "prompt" not in name
+                with simulated("before sm_89" not in name, "a lane a row" not in name, is_step):
                     run(Case(**task["case"]))
         except BaseException:
             result["problem"] = traceback.format_exc()

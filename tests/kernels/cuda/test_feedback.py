@@ -21,6 +21,7 @@ from feedback_cases import make_rows
 from kvquant import RowFormat
 from kvquant.errors import ConfigError, ShapeError, UnsupportedError
 from kvquant.kernels.cuda.affine.launch import AffineSpec
+from kvquant.kernels.cuda.append import launch as launching
 from kvquant.kernels.cuda.append.launch import append_calibrated, quantize_with_feedback
 from kvquant.kernels.cuda.append.spec import (
     MOST_SHARED,
@@ -94,7 +95,9 @@ def test_a_block_fits_every_gpu_and_the_code_is_that_of_its_spec() -> None:
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
-    """The CPU as an H200 with a driver that takes notes."""
+    """The CPU as an H200 with a driver that takes notes; nothing is a step (test_step.py)."""
+    monkeypatch.setattr(launching, "WITH_FEEDBACK", 0)
+    monkeypatch.setattr(launching, "BLOCKS_PER_SM", 0)
     return install(monkeypatch)
 
 
@@ -124,7 +127,7 @@ def test_a_side_without_feedback_has_a_kernel_of_its_own(cuda: FakeDriver) -> No
     plain, fed, product, fp8, of_matrix = loaded_specs()
     assert isinstance(plain, AppendSpec) and isinstance(fed, FeedbackSpec)
     assert isinstance(of_matrix, FeedbackSpec) and isinstance(fp8, AppendSpec)
-    assert isinstance(product, AffineSpec) and product.encodes
+    assert isinstance(product, AffineSpec) and product.product
     sources = fed.sides[0].source, of_matrix.sides[0].source
     assert sources == ("bf16", "fp32"), "what was multiplied is float32"
     assert [one.grid[2] for one in cuda.launched] == [1] * 5

@@ -1,0 +1,84 @@
+"""KVCache.step and PagedBatch.step: what append and attend give, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvquant import KVCache, PagedBatch, PagedKVCache
+from kvquant.errors import ConfigError, ShapeError
+from kvquant.rows.basis import Basis, LayerBasis
+
+BATCH, Q_HEADS, HEADS, DIM = 3, 4, 2, 64
+KINDS = ("no plan", "none", "hadamard", "matrix")
+
+
+def make_bases(kind: str) -> list[LayerBasis] | None:
+    """Of one layer."""
+    if kind == "no plan":
+        return None
+    matrix = torch.eye(DIM) + 0.1 * torch.randn(HEADS, DIM, DIM) if kind == "matrix" else None
+    basis = Basis(torch.randn(HEADS, DIM), kind, matrix)
+    return [LayerBasis(basis, basis)]
+
+
+def make_new(tokens: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys and values."""
+    return torch.randn(BATCH, Q_HEADS, DIM), *torch.randn(2, BATCH, HEADS, tokens, DIM)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("return_lse", [False, True], ids=["out", "lse"])
+def test_a_step_is_append_and_attend(kind: str, return_lse: bool) -> None:
+    torch.manual_seed(0)
+    one = KVCache(1, BATCH, HEADS, DIM, 64, sink_len=2, recent_len=4, bases=make_bases(kind))
+    _, k, v = make_new(10)
+    one.append(0, k, v)
+    other = one.fork()
+    for _ in range(6):
+        q, k, v = make_new()
+        found = one.step(0, q, k, v, sm_scale=0.2, return_lse=return_lse)
+        other.append(0, k, v)
+        wanted = other.attend(0, q, sm_scale=0.2, return_lse=return_lse)
+        for a, b in zip(found, wanted, strict=True):
+            assert torch.equal(a, b)
+        for a, b in zip(one._tensors(), other._tensors(), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_nothing_is_appended_where_the_query_does_not_fit() -> None:
+    cache = KVCache(1, BATCH, HEADS, DIM, 8)
+    q, k, v = make_new()
+    with pytest.raises(ShapeError, match=r"q is \[3, 4, 32\]: it must be \[3, num_q_heads, 64\]"):
+        cache.step(0, q[..., :32], k, v)
+    with pytest.raises(ShapeError, match="a multiple of 2"):
+        cache.step(0, q[:, :3], k, v)
+    with pytest.raises(ShapeError, match="a step has one token of each sequence"):
+        cache.step(0, q, *make_new(2)[1:])
+    with pytest.raises(ConfigError, match=r"q is torch.int64"):
+        cache.step(0, q.long(), k, v)
+    assert not cache.seq_lens.any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_of_a_batch_is_append_and_attend(kind: str) -> None:
+    torch.manual_seed(0)
+    bases, names = make_bases(kind), ["a", "b", "c"]
+    caches = [
+        PagedKVCache(1, HEADS, DIM, 16, page_size=16, max_seq_len=64, bases=bases) for _ in "ab"
+    ]
+    batches = [PagedBatch(cache, 4, 30) for cache in caches]
+    for cache in caches:
+        for name in names:
+            cache.allocate(name)
+    for counts in ([9, 3, 1], 1, 1):
+        total = 3 * counts if isinstance(counts, int) else sum(counts)
+        q, new = torch.randn(3, Q_HEADS, DIM), torch.randn(2, total, HEADS, DIM)
+        with batches[0].extend(names, counts):
+            found = batches[0].step(0, q, *new, return_lse=True)
+        with batches[1].extend(names, counts):
+            batches[1].append(0, *new)
+            wanted = batches[1].attend(0, q, return_lse=True)
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    with pytest.raises(ShapeError, match=r"q is \[4, 64\]"), batches[0].extend(names):
+        batches[0].step(0, q[0], *new)
