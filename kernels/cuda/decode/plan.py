@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from kvquant.errors import UnsupportedError
 
 from ..runtime.launch import GPU
-from .spec import AHEAD, KEPT, MMA_COLUMNS, UNIT_STEPS, DecodeSpec
+from .spec import AHEAD, KEPT, UNIT_STEPS, DecodeSpec
 from .tuned import Tuned, lookup
 
 RINGS, STAGES = (4, 8, 2, 1), (2, 3, 4)  # what a block may have, the preferred first
@@ -163,11 +163,10 @@ def plan(
     Raises:
         UnsupportedError: the smallest block does not fit into the GPU's shared memory.
     """
-    row = lookup(rows, gpu.name, *_formats(spec), units, capacities[0])
+    row = lookup(rows, gpu.name, *_formats(spec), units, capacities[0], spec.block_columns)
     if row is not None and not (
-        spec.block_columns == MMA_COLUMNS  # as all rows of the table
-        and row.warps in RINGS
-        and row.stages in STAGES
+        row.warps in [rings * spec.sharers for rings in RINGS]
+        and row.stages in stages_of(spec)
         and blocks_per_sm(replace(spec, warps=row.warps, stages=row.stages), gpu)
     ):
         row = None  # made by another version, or another segment needs more room
@@ -293,7 +292,8 @@ def candidates(spec: DecodeSpec, gpu: GPU, units: int, capacities: Sequence[int]
 def tuned_row(spec: DecodeSpec, gpu: GPU, units: int, capacity: int, fastest: Plan) -> Tuned:
     """Make the row of the table for a shape with one segment and its fastest plan."""
     splits, warps, stages = fastest.splits[0], fastest.warps, fastest.stages
-    return Tuned(gpu.name, *_formats(spec), units, capacity, splits, warps, stages)
+    shape = gpu.name, *_formats(spec), units, capacity
+    return Tuned(*shape, splits, warps, stages, spec.block_columns)
 
 
 @functools.lru_cache(4096)
@@ -337,7 +337,9 @@ def _splits(kernel: Fit, capacities: Sequence[int], count: int) -> tuple[int, ..
     others = []
     for i, capacity in enumerate(capacities[1:], 1):
         wanted = math.ceil(kernel.load(i, capacity, 1) / longest)
-        others.append(max(1, min(wanted, -(-capacity // kernel.steps[1]), AHEAD)))
+        steps = -(-capacity // kernel.steps[1])
+        most = max(1, min(wanted, steps, AHEAD))
+        others.append(-(-steps // -(-steps // most)))  # without those that cannot hold a token
     return (count, *others)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from kvquant.errors import ConfigError, shown, warn
 
 from ...disk_cache import cache_folder, locked, read_file, replace_file
+from .spec import MMA_COLUMNS
 
 TABLE_VERSION = 1
 MOST = 2**63 - 1  # of any number in it
@@ -28,9 +29,10 @@ class Tuned:
     Attributes:
         gpu: its name.
         k, v: formats with their head_dim, such as "int4-g4/128".
-        units: sequences times KV heads times blocks of 8 query heads that share one.
+        units: sequences times KV heads times blocks of query heads that share one.
         capacity: tokens.
         splits, warps, stages: the plan.
+        columns: query heads of a block.
     """
 
     gpu: str
@@ -41,21 +43,28 @@ class Tuned:
     splits: int
     warps: int
     stages: int
+    columns: int = MMA_COLUMNS
 
     @property
-    def shape(self) -> tuple[str, str, str, int, int]:
+    def shape(self) -> tuple[str, str, str, int, int, int]:
         """What was measured."""
-        return self.gpu, self.k, self.v, self.units, self.capacity
+        return self.gpu, self.k, self.v, self.columns, self.units, self.capacity
 
 
 def lookup(
-    rows: Iterable[Tuned], gpu: str, k: str, v: str, units: int, capacity: int
+    rows: Iterable[Tuned],
+    gpu: str,
+    k: str,
+    v: str,
+    units: int,
+    capacity: int,
+    columns: int = MMA_COLUMNS,
 ) -> Tuned | None:
     """Find the row that is nearest to a shape, by the logarithms of units and capacity.
 
     Args:
         rows: the table.
-        gpu, k, v, units, capacity: the shape, as in Tuned.
+        gpu, k, v, units, capacity, columns: the shape, as in Tuned.
 
     Returns:
         The row, the first of equally near ones, or None if there is none within a factor of 2 of
@@ -63,7 +72,7 @@ def lookup(
     """
     best, least = None, math.inf
     for row in rows:
-        if (row.gpu, row.k, row.v) == (gpu, k, v):
+        if (row.gpu, row.k, row.v, row.columns) == (gpu, k, v, columns):
             apart = abs(math.log2(row.units / units)), abs(math.log2(row.capacity / capacity))
             if max(apart) <= 1 and sum(apart) < least:
                 best, least = row, sum(apart)

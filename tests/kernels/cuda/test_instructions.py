@@ -113,6 +113,7 @@ def test_shuffles_and_votes() -> None:
     assert lanes(lambda i: ptx.shfl(f32(i), u32(31 - i))) == [31 - i for i in range(32)]
     assert lanes(lambda i: ptx.word_from_lane(u32(i), u32(i // 2))) == [i // 2 for i in range(32)]
     assert lanes(lambda i: ptx.largest_word(u32(2**31 + i))) == [2**31 + 31] * 32
+    assert lanes(lambda i: ptx.sum_of_words(u32(i + 1))) == [528] * 32
     assert lanes(lambda i: ptx.any_lane(u32(i == 9))) == [1] * 32
     assert lanes(lambda i: ptx.any_lane(u32(0))) == [0] * 32
     assert lanes(lambda i: ptx.ballot(u32(2 * (i in (3, 31))))) == [2**31 + 8] * 32

@@ -28,10 +28,18 @@ from kvquant.kernels.cuda.decode.plan import (
     plan,
     price,
     shared_bytes,
+    stages_of,
     tuned_row,
     with_workers,
 )
-from kvquant.kernels.cuda.decode.spec import MMA_COLUMNS, TILE, DecodeSpec, Path
+from kvquant.kernels.cuda.decode.spec import (
+    MMA_COLUMNS,
+    MOST_SHARERS,
+    TILE,
+    DecodeSpec,
+    Path,
+    columns_of,
+)
 from kvquant.kernels.cuda.decode.tuned import Tuned, load_table, lookup, measured_plans, save_table
 from kvquant.kernels.cuda.runtime.launch import GPU
 from kvquant.rows.format import RowFormat
@@ -77,6 +85,23 @@ def test_plans_fit_the_gpu_and_no_split_is_empty(
         chunk = -(-most // (splits * step)) * step  # as the kernel cuts
         assert (splits - 1) * chunk < most, "the last split never holds a token"
     assert -(-sum(chosen.splits) // 8) * 8 * 4 * MMA_COLUMNS <= kernel.shared_bytes, "room to merge"
+
+
+@given(names, head_dims, st.sampled_from(GPUS), shapes, st.integers(1, 300), st.booleans())
+def test_wide_groups_have_plans_that_fit(
+    name: str, head_dim: int, gpu: GPU, shape: tuple[int, int], ratio: int, exact_segments: bool
+) -> None:
+    plain = make_spec(name, head_dim, exact_segments)
+    columns, sharers = columns_of(ratio, plain.first.k_format)
+    spec = replace(plain, columns=columns, sharers=sharers)
+    assert 1 <= sharers <= MOST_SHARERS and (ratio > MMA_COLUMNS or spec == plain)
+    units, capacity = shape
+    capacities = (capacity, 4, 128) if exact_segments else (capacity,)
+    chosen = plan(spec, gpu, units, capacities)
+    kernel = spec_of(spec, chosen)
+    assert chosen.warps % sharers == 0 and chosen.stages in stages_of(spec)
+    assert kernel.shared_bytes <= gpu.shared_per_block and blocks_per_sm(kernel, gpu) >= 1
+    assert 4 * spec.block_columns * sum(chosen.splits) <= kernel.shared_bytes, "room to merge"
 
 
 @given(names, st.sampled_from(GPUS), shapes)
@@ -252,6 +277,7 @@ def test_lookup_takes_the_nearest_by_logarithm() -> None:
     assert lookup(rows, "NVIDIA H200", *formats, 300, 8192) is None
     assert lookup(rows, "NVIDIA H200", *formats, 8, 1 << 20) is None
     assert lookup(rows, "NVIDIA H100", *formats, 8, 8192) is None
+    assert lookup(rows, "NVIDIA H200", *formats, 15, 8192, 64) is None
 
 
 def test_plans_that_are_shipped_stand_behind_the_users(
