@@ -8,7 +8,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..kernels.cuda.decode.launch import override_plan
-from ..kernels.cuda.decode.plan import Plan, candidates, fit, plan, price, stages_of, tuned_row
+from ..kernels.cuda.decode.plan import (
+    Plan,
+    candidates,
+    fit,
+    narrow,
+    plan,
+    price,
+    stages_of,
+    tuned_row,
+)
 from ..kernels.cuda.decode.spec import TECHNIQUES, TILE, DecodeSpec, Path, columns_of
 from ..kernels.cuda.decode.tuned import Tuned
 from ..kernels.cuda.runtime.launch import GPU
@@ -63,7 +72,7 @@ def tune(case: Case, timer: Timer, gpu: GPU, most: int | None = None) -> Choice:
     Raises:
         KVQuantError: a plan gives a wrong result.
     """
-    spec, units = decode_spec(case), num_units(case)
+    spec, units = decode_spec(case, gpu), num_units(case, gpu)
     formula = plan(spec, gpu, units, [case.seq_len])
     inputs = rotated_inputs(case, timer)
 
@@ -102,7 +111,7 @@ def fastest(found: Mapping[Plan, Times], formula: Plan) -> Plan:
 def table_row(choice: Choice, gpu: GPU) -> Tuned:
     """What the table of plans keeps."""
     case, (fastest, _) = choice.case, choice.fastest
-    return tuned_row(decode_spec(case), gpu, num_units(case), case.seq_len, fastest)
+    return tuned_row(decode_spec(case, gpu), gpu, num_units(case, gpu), case.seq_len, fastest)
 
 
 def ablate(case: Case, timer: Timer, gpu: GPU, rows: Sequence[Tuned] = ()) -> list[Variant]:
@@ -117,8 +126,8 @@ def ablate(case: Case, timer: Timer, gpu: GPU, rows: Sequence[Tuned] = ()) -> li
     Returns:
         The kernel as it is, then the variants.
     """
-    spec = decode_spec(case)
-    best = plan(spec, gpu, num_units(case), [case.seq_len], rows=rows)
+    spec = decode_spec(case, gpu)
+    best = plan(spec, gpu, num_units(case, gpu), [case.seq_len], rows=rows)
     inputs = rotated_inputs(case, timer)
     found = []
     for name, (one, without) in variants(case, best, gpu).items():
@@ -133,7 +142,7 @@ def variants(case: Case, best: Plan, gpu: GPU) -> dict[str, tuple[Plan, str]]:
 
     Padding is left out only where it changes how rows lie; 80-byte rows are their own padding.
     """
-    spec = replace(decode_spec(case), warps=best.warps, stages=best.stages)
+    spec = replace(decode_spec(case, gpu), warps=best.warps, stages=best.stages)
     ring = spec.ring_bytes(spec.first)
     found = {"all techniques": (best, "")}
     for technique in TECHNIQUES:
@@ -152,16 +161,16 @@ def variants(case: Case, best: Plan, gpu: GPU) -> dict[str, tuple[Plan, str]]:
     return found
 
 
-def decode_spec(case: Case) -> DecodeSpec:
+def decode_spec(case: Case, gpu: GPU) -> DecodeSpec:
     """The kernel of a case of plain rows."""
     query = "bf16" if case.exact.name == "bf16" else "fp16"
     path = Path(case.k_format, case.v_format)
     ratio = case.num_q_heads // case.num_kv_heads
     columns, sharers = columns_of(ratio, case.k_format, case.v_format)
-    return DecodeSpec(path, None, query, columns=columns, sharers=sharers)
+    return narrow(DecodeSpec(path, None, query, columns=columns, sharers=sharers), gpu)
 
 
-def num_units(case: Case) -> int:
+def num_units(case: Case, gpu: GPU) -> int:
     """Sequences times KV heads times blocks of query heads that share one."""
     ratio = case.num_q_heads // case.num_kv_heads
-    return case.batch * case.num_kv_heads * -(-ratio // decode_spec(case).block_columns)
+    return case.batch * case.num_kv_heads * -(-ratio // decode_spec(case, gpu).block_columns)

@@ -35,7 +35,7 @@ from ..runtime.launch import (
 from ..runtime.spec import layout_of
 from ..runtime.workspace import Workspaces, reuse_counters, workspaces_of
 from .arrange import arguments, arrange, counts_of, make_spec, pack_counts
-from .plan import Plan, fit, plan, shared_bytes, with_workers
+from .plan import Plan, fit, narrow, plan, shared_bytes, with_workers
 from .spec import COMMON, SEGMENT, DecodeSpec
 from .tuned import Tuned, measured_plans
 
@@ -186,7 +186,9 @@ def describe(q: torch.Tensor, segments: Sequence[Segment], without: str = "") ->
     ratio = num_q_heads // num_kv_heads
     gpu = gpu_of(q.get_device())
     order = arrange(segments)
+    gpu = gpu_of(q.get_device())
     spec = make_spec([segments[i] for i in order], QUERIES[q.dtype], ratio, without)
+    spec = narrow(spec, gpu)
     columns = num_kv_heads * -(-ratio // spec.block_columns)
     if batch > MOST_BLOCKS or columns > MOST_BLOCKS:
         raise UnsupportedError(

@@ -130,8 +130,22 @@ def fit(spec: DecodeSpec, gpu: GPU, registers: int | None = None) -> Fit:
 
 
 def stages_of(spec: DecodeSpec) -> tuple[int, ...]:
-    """Stages that a ring may have, the preferred first: more where there are fewer rings."""
-    return tuple([stages + min(spec.sharers, 4) - 1 for stages in STAGES])
+    """Stages that a ring may have, the preferred first: more where there are fewer rings, as many
+    as have room."""
+    if spec.sharers == 1:
+        return STAGES
+    preferred = min(STAGES) + min(spec.sharers, 4) - 1
+    return (*range(preferred, preferred + len(STAGES)), *range(preferred - 1, min(STAGES) - 1, -1))
+
+
+def narrow(spec: DecodeSpec, gpu: GPU) -> DecodeSpec:
+    """The kernel with no more warps that share a ring than a block of the GPU has memory for."""
+    for blocks in range(1, spec.sharers):
+        sharers = -(-spec.sharers // blocks)
+        smallest = replace(spec, sharers=sharers, warps=sharers, stages=min(STAGES))
+        if fit(smallest, gpu).blocks:
+            return replace(spec, sharers=sharers)
+    return replace(spec, sharers=1)
 
 
 def blocks_per_sm(spec: DecodeSpec, gpu: GPU) -> int:

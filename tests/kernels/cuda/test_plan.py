@@ -25,6 +25,7 @@ from kvquant.kernels.cuda.decode.plan import (
     candidates,
     fit,
     kernels,
+    narrow,
     plan,
     price,
     shared_bytes,
@@ -93,7 +94,8 @@ def test_wide_groups_have_plans_that_fit(
 ) -> None:
     plain = make_spec(name, head_dim, exact_segments)
     columns, sharers = columns_of(ratio, plain.first.k_format)
-    spec = replace(plain, columns=columns, sharers=sharers)
+    spec = narrow(replace(plain, columns=columns, sharers=sharers), gpu)
+    sharers = spec.sharers
     assert 1 <= sharers <= MOST_SHARERS and (ratio > MMA_COLUMNS or spec == plain)
     units, capacity = shape
     capacities = (capacity, 4, 128) if exact_segments else (capacity,)
