@@ -118,7 +118,7 @@ def decode_attention(
             [num_pages, num_kv_heads, page_size, row bytes of k_format], page_size 16, 32, 64 or
             128. Rows are contiguous, the other axes may have any strides.
         v_rows: the same for V, with the row bytes of v_format.
-        seq_lens: [batch], int32: rows in use, the first ones; the rest is not read.
+        seq_lens: [batch], int32: rows in use, the first ones; the rest may hold anything.
         k_format: format of k_rows, or its short name ("int4-g4").
         v_format: format of v_rows, or its short name (then of the head_dim of q).
         block_table: [batch, max_pages], int32: the pages of each sequence, in the order of its
@@ -126,7 +126,9 @@ def decode_attention(
         sm_scale: factor on q·k, on CUDA a positive one; 1 / sqrt(head_dim) when None.
         return_lse: return the log-sum-exp of the scaled scores as well.
         num_splits: splits of the tokens (split-K): on the CPU at least so many, on CUDA at most so
-            many, of the first segment, as every warp of a split gets a tile; chosen when None.
+            many, of the first segment, as every warp of a split gets a tile. When None they are
+            chosen, and on CUDA work is shared out by the lengths where these differ much: the last
+            bits of a sequence's result then depend on the lengths of the others.
         backend: "cpu" or "cuda" (numba), or "reference" (float64 torch, slow); by the device of q
             when None.
 

@@ -5,9 +5,12 @@
     block   one part, or where lengths differ several (schedule.py); the last block of a unit merges
             its parts (combine.py)
 
-Work is cut by the lengths on the device, into whole tiles for every warp, so that lengths may change
-between the replays of a CUDA graph. Parts without tokens end at once. Those of the first segment
-come first: long parts spread evenly over the GPU before short ones.
+Work is cut by the lengths on the device, into whole tiles for every warp, so that lengths may
+change between the replays of a CUDA graph. Parts without tokens end at once. Those of the first
+segment come first: long parts spread evenly over the GPU before short ones.
+
+What a part needs after its attention waits in shared memory (`keep`, `recall`): in registers it
+would cost a block its place on the SM.
 
 Splits merged by log-sum-exp: Flash-Decoding (https://pytorch.org/blog/flash-decoding/). Fused INT4
 rows: https://pytorch.org/blog/int4-decoding/. What is ours: codes that are multiplied as fp16
@@ -114,7 +117,7 @@ def make_decode_kernel(spec):
 
     @device_function
     def decode(common, one, two, three):
-        q, partial, counters, q_stride_batch, q_stride_head = common[0], *common[3:7]
+        q, _, _, partial, counters, q_stride_batch, q_stride_head = common[:7]
         num_q_heads, ratio, head_blocks, batch, columns, parts, places = common[7:14]
         workers, most_parts, score_scale = common[14:]
         shared = shared_address(cuda.shared.array(0, uint32))

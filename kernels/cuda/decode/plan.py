@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from kvquant.errors import UnsupportedError
 
 from ..runtime.launch import GPU
-from .spec import AHEAD, HEADS, KEPT, TILE, UNIT_STEPS, DecodeSpec
+from .spec import AHEAD, HEADS, KEPT, UNIT_STEPS, DecodeSpec
 from .tuned import Tuned, lookup
 
 WARPS, STAGES = (4, 8, 2, 1), (2, 3, 4)  # what a block may have, the preferred first

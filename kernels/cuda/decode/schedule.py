@@ -32,7 +32,7 @@ from numba import cuda, float32, int32, uint32, uint64
 
 from ..device.jit import device_function
 from ..device.ptx import largest_word, load_global_u32, sum_of_words, word_from_lane
-from .spec import FIELD, MORE_PARTS, TILE, UNIT_STEPS
+from .spec import FIELD, MORE_PARTS, UNIT_STEPS
 
 SEQ_LENS, CAPACITY, SPLITS = FIELD["seq_lens"], FIELD["capacity"], FIELD["splits"]
 ALIKE = 1.25  # times the mean that the longest sequence may cost while lengths count as alike

@@ -300,6 +300,29 @@ def test_pages_of_short_rows_must_start_at_16_bytes(cuda: FakeDriver) -> None:
         launch.attend(make_query(), [segment._replace(k_rows=crooked)], 1.0, None)
 
 
+def test_a_batch_has_workers_unless_splits_are_given(cuda: FakeDriver) -> None:
+    def launched(batch: int, num_splits: int | None, capacity: int = 8192) -> tuple[Any, Any]:
+        segment = make_segment(capacity=capacity, batch=batch)
+        launch.attend(make_query(batch), [segment], 1.0, num_splits)
+        note = cuda.launched[-1]
+        return note, unpack(loaded_specs()[-1], note.arguments)[0]
+
+    note, common = launched(6, None)
+    columns, batch, parts = note.grid
+    assert (common["batch"], common["columns"], common["parts"]) == (batch, columns, parts)
+    assert 0 < common["workers"] <= batch * columns * parts
+    assert common["places"] == max(batch * columns * parts, common["workers"] + batch * columns)
+    space = workspaces_of(torch.device("cpu"))._of_stream[STREAM]
+    assert space.partial.numel() >= common["places"] * HEADS * (128 + 1)
+    assert common["most_parts"] > parts
+    for batch, num_splits, capacity in ((6, 3, 8192), (1, None, 8192), (6, None, 100)):
+        _, common = launched(batch, num_splits, capacity)
+        assert (
+            common["workers"] == 0
+            and common["places"] == batch * common["columns"] * (common["parts"])
+        )
+
+
 def test_what_is_too_large_for_a_launch_is_refused(cuda: FakeDriver) -> None:
     byte = torch.zeros(1, dtype=torch.uint8)
     fmt = RowFormat.parse("int4-g4", 128)

@@ -19,6 +19,7 @@ from kvquant.kernels.cuda.decode.plan import (
     SHARE,
     STAGES,
     WARPS,
+    Fit,
     Plan,
     blocks_per_sm,
     candidates,
@@ -28,6 +29,7 @@ from kvquant.kernels.cuda.decode.plan import (
     price,
     shared_bytes,
     tuned_row,
+    with_workers,
 )
 from kvquant.kernels.cuda.decode.spec import HEADS, TILE, DecodeSpec, Path
 from kvquant.kernels.cuda.decode.tuned import Tuned, load_table, lookup, measured_plans, save_table
@@ -388,3 +390,34 @@ def test_a_table_that_others_can_have_written_is_not_used(tmp_path: FilePath) ->
         save_table([row(16)], path)
     tmp_path.chmod(0o700)
     assert load_table(path) == (row(8),)
+
+
+def make_even(units: int, capacities: list[int], exact_segments: bool = False) -> tuple[Plan, Fit]:
+    """A plan for sequences of one length, and its kernel."""
+    spec = make_spec(exact_segments=exact_segments)
+    even = plan(spec, H200, units, capacities)
+    return even, fit(spec_of(spec, even), H200)
+
+
+@given(shapes)
+def test_workers_are_blocks_that_the_launch_has_and_the_gpu_has_room_for(
+    shape: tuple[int, int],
+) -> None:
+    units, capacity = shape
+    even, kernel = make_even(units, [capacity])
+    chosen = with_workers(even, kernel, units, [capacity])
+    assert replace(chosen, workers=0) == even
+    assert 0 <= chosen.workers <= min(units * even.splits[0], kernel.slots)
+
+
+def test_a_batch_of_long_sequences_has_workers() -> None:
+    for units, capacities in ((256, [32768]), (64, [32768, 4, 128]), (2048, [8192])):
+        even, kernel = make_even(units, capacities, len(capacities) > 1)
+        chosen = with_workers(even, kernel, units, capacities)
+        assert chosen.workers == min(units * even.splits[0], kernel.slots)
+
+
+def test_no_workers_where_they_cannot_help() -> None:
+    for units, capacity in ((64, 100), (20_000, 8192), (4000, 1 << 30)):
+        even, kernel = make_even(units, [capacity])
+        assert with_workers(even, kernel, units, [capacity]).workers == 0
