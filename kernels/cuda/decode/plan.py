@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from kvquant.errors import UnsupportedError
 
 from ..runtime.launch import GPU
-from .spec import AHEAD, KEPT, UNIT_STEPS, DecodeSpec
+from .spec import AHEAD, KEPT, TILE, UNIT_STEPS, DecodeSpec
 from .tuned import Tuned, lookup
 
 RINGS, STAGES = (4, 8, 2, 1), (2, 3, 4)  # what a block may have, the preferred first
@@ -39,6 +39,8 @@ MERGE_BYTE = 0.3  # it merges a byte of a part, which comes from L2
 MOST_WAVES = 16  # of whole units: more of them even out by themselves
 LONGEST_LINE = 1 << 31  # steps
 SHORT = 4  # steps of a sequence up to which no length is worth it
+FEW_TILES = 4  # of a sequence up to which blocks of one ring are considered
+MOST_TILES = 1 << 30
 SIMILAR = 1.01  # prices within this factor are alike: the preferred number of warps is taken
 
 
@@ -85,10 +87,11 @@ class Fit:
     token_bytes: tuple[int, int]
     rate: float
 
-    def pace(self, blocks: int) -> float:
-        """How fast an SM with so many blocks reads, as a multiple of its share."""
+    def pace(self, blocks: int, tiles: int = MOST_TILES) -> float:
+        """How fast an SM with so many blocks, of so many tiles each, reads, as a multiple of its
+        share."""
         tile = max(self.spec.stage_bytes(self.spec.first), LEAST_TILE)
-        rings = self.spec.warps // self.spec.sharers
+        rings = min(self.spec.warps // self.spec.sharers, tiles)  # those that have any
         time = TILE_TIME * EIGHT_TIME[self.spec.eights]
         return min(blocks * rings * tile / time, FASTEST) / self.rate
 
@@ -192,13 +195,17 @@ def plan(
     elif row is not None:
         choice = (fit(replace(spec, warps=row.warps, stages=row.stages), gpu),)
     else:
-        choice = kernels(spec, gpu)
+        choice = kernels(spec, gpu, capacities[0] <= FEW_TILES * TILE)
     return _by_formula(choice, units, tuple(capacities), num_splits)
 
 
 @functools.lru_cache(256)
-def kernels(spec: DecodeSpec, gpu: GPU) -> tuple[Fit, ...]:
+def kernels(spec: DecodeSpec, gpu: GPU, are_short: bool = False) -> tuple[Fit, ...]:
     """The kernels that the formula chooses from, each with as many stages as cost no neighbour.
+
+    Args:
+        spec, gpu: as in plan.
+        are_short: whether sequences have a few tiles: then one ring a block will do.
 
     Raises:
         UnsupportedError: none fits the GPU.
@@ -218,7 +225,8 @@ def kernels(spec: DecodeSpec, gpu: GPU) -> tuple[Fit, ...]:
             f"{gpu.shared_per_block} on {gpu.name}: use formats with fewer bytes, or "
             "backend='reference'"
         )
-    return tuple([one for one in found if one.spec.warps > 1] or found)
+    wide = [one for one in found if one.spec.warps > 1]
+    return tuple(wide if wide and not are_short else found)
 
 
 def price(kernel: Fit, units: int, capacities: Sequence[int], splits: Sequence[int]) -> float:
@@ -235,12 +243,13 @@ def price(kernel: Fit, units: int, capacities: Sequence[int], splits: Sequence[i
     sms, parts = kernel.gpu.sm_count, sum(splits)
     blocks = math.ceil(units * splits[0] / sms)  # of the SM with the most
     waves, rest = divmod(blocks, kernel.blocks)
-    pace = kernel.pace(kernel.blocks)
+    tiles = -(-capacities[0] // (splits[0] * TILE))
+    pace = kernel.pace(kernel.blocks, tiles)
     if rest:  # while a wave is full all SMs read: none gets more than its share
         pace = min(pace, 1)
     reading = waves * kernel.blocks * loads[0] / pace
     if rest:
-        reading += rest * loads[0] / kernel.pace(rest)
+        reading += rest * loads[0] / kernel.pace(rest, tiles)
     reading = max(
         reading + others / sms,
         (units * splits[0] * loads[0] + others) / sms,  # the memory

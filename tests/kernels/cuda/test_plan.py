@@ -449,3 +449,14 @@ def test_no_workers_where_they_cannot_help() -> None:
     for units, capacity in ((64, 100), (20_000, 8192), (4000, 1 << 30)):
         even, kernel = make_even(units, [capacity])
         assert with_workers(even, kernel, units, [capacity]).workers == 0
+
+
+def test_warps_without_a_tile_are_worth_nothing() -> None:
+    """One token to 128: four warps have a tile at most."""
+    for capacity in (1, 100, 128):
+        assert plan(make_spec(), H200, 32, [capacity]).warps <= 4
+
+
+def test_blocks_of_one_warp_for_many_short_sequences_alone() -> None:
+    assert plan(make_spec(), H200, 8192, [128]).warps == 1
+    assert plan(make_spec(), H200, 8192, [2048]).warps > 1
