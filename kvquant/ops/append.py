@@ -139,8 +139,8 @@ def append_rows(
                 check_apart("exact_k", exact_k, "exact_v", exact_v)
         if k.ndim != 3 or v.ndim != 3:
             check_new(k, v)  # says what is wrong
-        k_encoding = None if k_transform is None else k_transform.encoding
-        v_encoding = None if v_transform is None else v_transform.encoding
+        k_encoding = None if k_transform is None else _encoding_of(k_transform)
+        v_encoding = None if v_transform is None else _encoding_of(v_transform)
         k_side = Side(k, k_rows, _format_of(k, k_format), exact_k, k_encoding)
         v_side = Side(v, v_rows, _format_of(v, v_format), exact_v, v_encoding)
         call = k_side, v_side, slots, exact_format, rope, bad
@@ -148,6 +148,12 @@ def append_rows(
     except Exception:  # types are looked at only now: it takes time
         check_types(k, v, k_rows, v_rows, slots, exact_k, exact_v, k_transform, v_transform, rope)
         raise
+
+
+def _encoding_of(basis: Basis) -> Encoding:
+    """What is done to new rows, with an offset of zeros, too: its shape is checked."""
+    encoding = basis.encoding
+    return encoding if encoding.offset is not None else encoding._replace(offset=basis.offset)
 
 
 def _format_of(x: torch.Tensor, fmt: str | RowFormat) -> RowFormat:

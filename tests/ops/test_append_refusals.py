@@ -241,7 +241,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
     """Launches on CUDA, which take place nowhere: arguments and their check."""
     found: list[tuple[Any, Any]] = []
 
-    def launch(*args: Any, check: Any = None) -> None:
+    def launch(*args: Any, check: Any = None, overlaps: bool = False) -> None:
         found.append((args, check))
 
     monkeypatch.setattr(append_ops, "kernels_for", lambda *_: "cuda")
@@ -282,7 +282,8 @@ def test_in_debug_mode_values_are_read_before_a_launch(
 
 def test_the_cuda_launchers_take_the_arguments_of_the_calls() -> None:
     parameters = list(inspect.signature(cuda_append.append).parameters)
-    assert parameters == [*list(inspect.signature(append_rows).parameters)[:-1], "check"]
+    of_call = list(inspect.signature(append_rows).parameters)[:-1]
+    assert parameters == [*of_call, "check", "overlaps"]
     parameters = list(inspect.signature(cuda_dequantize.dequantize).parameters)
     assert parameters == ["rows", "fmt", "slots", "out", "check"]
 

@@ -343,6 +343,7 @@ def test_a_power_of_two_goes_from_the_matrix_to_the_scale(
         offset: torch.Tensor | None = None,
         lens: torch.Tensor | None = None,
         check: object = None,
+        overlaps: bool = False,
     ) -> torch.Tensor:
         turned_by.append(matrix)
         return _per_head(x, matrix, offset).to(x.dtype)

@@ -231,10 +231,19 @@ def test_numbers_from_global_memory() -> None:
 
     def use(lane: int) -> Any:
         number = ptx.load_global_u64(at(wide))
+        assert number == ptx.load_written_u64(at(wide))
         return number, ptx.load_global_f32(at(floats, 3)), ptx.load_global_f32x4(at(floats, 4))
 
     got = lanes(use, memory=[wide, floats])[0]
     assert got == (2**63 + 1, 3, (4, 5, 6, 7)) and type(got[0]) is u64
+
+
+@in_simulator
+def test_launches_follow_one_another_in_the_simulator() -> None:
+    def use(lane: int) -> Any:
+        return ptx.begin_next_launch(), ptx.wait_for_launch(), lane
+
+    assert lanes(use)[31] == (None, None, 31)
 
 
 @in_simulator
