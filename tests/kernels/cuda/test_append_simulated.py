@@ -231,6 +231,10 @@ RARE += ["feedback, RoPE, offset and rotation", "feedback, hostile rows", "clipp
 RARE += [f"dequantize {name}" for name in ("int8", "int8-g4", "int4-g8", "fp8-g4", "int4-g4")]
 RARE += [f"{k}, head_dim {dim}" for k in ("int4", "dequantize int4") for dim in (64, 96, 192)]
 RARE += ["int8-g8", "int4-g8", "feedback of both", "16-bit rows", "RoPE", "dequantize to fp16"]
+RARE += ["feedback in a step", "feedback and a matrix", "feedback, head_dim 192"]
+RARE += ["matrices of a prompt", "matrices of unlike head_dims", "queries, head_dim 256"]
+RARE += ["matrices, head_dim 256, groups of tokens", "queries in a part of a wider tensor"]
+RARE += ["queries of many tokens", "feedback in a step, 16-bit rows"]
 CASES = select_cases(CASES, RARE)
 
 Results = dict[str, dict[str, Any]]

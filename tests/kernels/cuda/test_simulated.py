@@ -204,6 +204,13 @@ RARE += [f"int4, head_dim {head_dim}" for head_dim in (64, 96, 192)]
 RARE += [f"{k}, {place}, tokens" for k, place in (("int4-g4", "linear"), ("int4-g4", "ring"))]
 RARE += ["int8 and int4-g4", "int4 and bf16", "int4, lengths", "sinks before a ring of int4"]
 RARE += ["int4, linear, heads", "3 splits of int4", "three segments, fp16", "without lse, splits"]
+RARE += [f"wide, {k}" for k in FORMATS if k not in ("int4", "bf16")]
+RARE += [f"wide, {k}, fp16 query" for k in FORMATS if k != "int4-g4"]
+RARE += [f"wide, {n} heads" for n in ("9 on 1", "16 on 1", "32 on 1", "64 on 1", "48 on 1")]
+RARE += ["wide, ring, heads", "wide, ring, tokens", "wide, paged, tokens", "wide, three segments"]
+RARE += ["wide, sums promoted twice", "wide, without V prefetch", "wide, balanced"]
+RARE += ["balanced, one worker", "balanced, more workers than work", "balanced, 2 warps"]
+RARE += ["balanced, no sinks"]
 CASES = select_cases(CASES, RARE)
 
 Results = dict[str, dict[str, Any]]
