@@ -404,7 +404,7 @@ class LayerCache:
         try:
             bad = bad_rows.data_ptr()
             write(k.data_ptr(), v.data_ptr(), (slots, slots + step, slots + 2 * step), bad)
-        except Exception:
+        except Exception:  # such as a lack of memory, as in append
             self._take_back(room)
             raise
         self.longest = longest

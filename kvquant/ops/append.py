@@ -211,24 +211,9 @@ def write_rows(
     if backend == "cuda":
         more: dict[str, Any] = {} if queries is None else {"queries": queries}
         launch = _append_cuda(bool(more) or _is_calibrated(k) or _is_calibrated(v))
+        sides = _as_arguments(k, v, slots, exact_format)
         multiplied: torch.Tensor | None = launch(
-            k.x,
-            v.x,
-            k.rows,
-            v.rows,
-            slots,
-            k.fmt,
-            v.fmt,
-            k.exact_rows,
-            v.exact_rows,
-            exact_format,
-            k.transform,
-            v.transform,
-            rope,
-            bad,
-            check=check,
-            overlaps=placed,
-            **more,
+            *sides, rope, bad, check=check, overlaps=placed, **more
         )
         return multiplied
     assert queries is None
@@ -313,7 +298,28 @@ def append_again(
         return None
     from ..kernels.cuda.append.launch import AppendAgain
 
-    again = AppendAgain(
+    again = AppendAgain(*_as_arguments(k, v, slots, exact_format), bad, overlaps=placed)
+    return None if again.copies else again
+
+
+def _as_arguments(
+    k: Side, v: Side, slots: Slots, exact_format: str
+) -> tuple[
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    Slots,
+    RowFormat,
+    RowFormat,
+    torch.Tensor | None,
+    torch.Tensor | None,
+    str,
+    Encoding | None,
+    Encoding | None,
+]:
+    """The sides of an append as kernels.cuda.append.launch takes them, up to its transforms."""
+    return (
         k.x,
         v.x,
         k.rows,
@@ -326,10 +332,7 @@ def append_again(
         exact_format,
         k.transform,
         v.transform,
-        bad,
-        overlaps=placed,
     )
-    return None if again.copies else again
 
 
 @functools.cache

@@ -345,7 +345,7 @@ def main() -> None:
         try:
             importlib.import_module(peer.module)
             installed.append(peer)
-        except Exception as error:
+        except Exception as error:  # of whatever kind, where an installation does not fit
             print(f"{peer.project}, {peer.cache}: not measured ({error}): {peer.install}")
     figures, rows = [], []
     for shape in given.shape or SHAPES:

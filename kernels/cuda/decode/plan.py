@@ -279,8 +279,8 @@ def shared_bytes(kernel: Fit, units: int, splits: Sequence[int]) -> int:
 
 def with_workers(chosen: Plan, kernel: Fit, units: int, capacities: Sequence[int]) -> Plan:
     """A plan with workers, for sequences whose lengths may differ: as many as there is room for at
-    a time, and no more than parts of the first segment. None where it is not worth it, or the line
-    of all work would be too long (schedule.py).
+    a time, and no more than parts of the first segment. Without them where they are not worth it,
+    or the line of all work would be too long (schedule.py).
 
     Args:
         chosen: for sequences of one length.
