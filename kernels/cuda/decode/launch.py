@@ -35,7 +35,7 @@ from ..runtime.launch import (
 from ..runtime.spec import layout_of
 from ..runtime.workspace import Workspaces, reuse_counters, workspaces_of
 from .arrange import arguments, arrange, counts_of, make_spec, pack_counts
-from .plan import Plan, fit, narrow, plan, shared_bytes, with_workers
+from .plan import Fit, Plan, fit, narrow, plan, shared_bytes, with_workers
 from .spec import COMMON, SEGMENT, DecodeSpec
 from .tuned import Tuned, measured_plans
 
@@ -352,18 +352,26 @@ def _prepare(
         num_splits=num_splits,
         rows=_measured_plans(),
     )
-    first = chosen or choose(work.spec)
-    spec = replace(work.spec, warps=first.warps, stages=first.stages)
-    most_shared = work.gpu.shared_per_block if spec.second else 0
-    kernel = kernel_of(spec, q.get_device(), most_shared)
-    fitted = fit(spec, work.gpu, kernel.registers)
+    device = q.get_device()
+    kernel, fitted = _load(work, chosen or choose(work.spec), device)
+    if chosen is None and not fitted.blocks:  # it takes more registers than was thought
+        again = choose(fitted.spec, registers=kernel.registers)
+        kernel, fitted = _load(work, again, device)
     if chosen is None:
-        chosen = choose(spec, registers=kernel.registers)
+        chosen = choose(fitted.spec, registers=kernel.registers)
         if num_splits is None and len(q) > 1:  # lengths may differ
             chosen = with_workers(chosen, fitted, work.units, work.capacities)
     shared = shared_bytes(fitted, work.units, chosen.splits)
     spaces = workspaces_of(q.device)
     return Launch(q, segments, work, chosen, kernel, shared, fitted.most_parts, spaces)
+
+
+def _load(work: Work, chosen: Plan, device: int) -> tuple[Kernel, Fit]:
+    """The kernel with the warps and stages of a plan, compiled, and how it fits the GPU."""
+    spec = replace(work.spec, warps=chosen.warps, stages=chosen.stages)
+    most_shared = work.gpu.shared_per_block if spec.second else 0
+    kernel = kernel_of(spec, device, most_shared)
+    return kernel, fit(spec, work.gpu, kernel.registers)
 
 
 @functools.cache

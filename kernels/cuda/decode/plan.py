@@ -23,7 +23,8 @@ from .tuned import Tuned, lookup
 RINGS, STAGES = (4, 8, 2, 1), (2, 3, 4)  # what a block may have, the preferred first
 REGISTERS = {64: 112, 128: 144, 256: 248}  # of a thread, by head_dim, before it is compiled
 MOST_REGISTERS = 255  # of any thread, and of one whose warp has 16 columns
-REGISTERS_PER_SM = 1 << 16  # of every GPU from sm_80 on
+QUARTERS = 4  # of an SM; a warp has its registers in one of them
+REGISTERS_PER_QUARTER = 1 << 14  # of every GPU from sm_80 on
 RESERVED_SHARED = 1 << 10  # bytes of a block's share that the driver takes
 # measured on an H200, where an SM's share of the bandwidth is 33 bytes a nanosecond as it reads, 36
 # by clock and bus. Times are given in bytes at that rate: with 8 warps of INT4 rows in 4 groups an
@@ -114,7 +115,8 @@ def fit(spec: DecodeSpec, gpu: GPU, registers: int | None = None) -> Fit:
     blocks = 0
     if shared <= gpu.shared_per_block:
         granted = -(-registers // 8) * 8  # by eights
-        by_registers = REGISTERS_PER_SM // (granted * 32 * spec.warps)
+        most_warps = QUARTERS * (REGISTERS_PER_QUARTER // (granted * 32))
+        by_registers = most_warps // spec.warps
         blocks = min(gpu.shared_per_sm // (shared + RESERVED_SHARED), by_registers)
     first, second = (
         path.k_format.row_bytes + path.v_format.row_bytes
@@ -175,7 +177,8 @@ def plan(
         num_splits: splits of the first segment, if the caller wants so many; fewer if some would
             never hold a token.
         rows: the table of measured plans.
-        registers: of a thread, once the kernel is compiled: warps and stages stay as they are.
+        registers: of a thread, once the kernel is compiled: warps and stages stay as they are where
+            a block fits.
 
     Raises:
         UnsupportedError: the smallest block does not fit into the GPU's shared memory.
@@ -190,22 +193,26 @@ def plan(
     exact = row is not None and len(capacities) == 1 and row.units == units
     if row is not None and exact and num_splits is None:
         num_splits = row.splits
-    if registers is not None:
-        choice: tuple[Fit, ...] = (fit(spec, gpu, registers),)
-    elif row is not None:
+    compiled = fit(spec, gpu, registers) if registers is not None else None
+    if compiled is not None and compiled.blocks:
+        choice: tuple[Fit, ...] = (compiled,)
+    elif row is not None and compiled is None:
         choice = (fit(replace(spec, warps=row.warps, stages=row.stages), gpu),)
     else:
-        choice = kernels(spec, gpu, capacities[0] <= FEW_TILES * TILE)
+        choice = kernels(spec, gpu, capacities[0] <= FEW_TILES * TILE, registers)
     return _by_formula(choice, units, tuple(capacities), num_splits)
 
 
 @functools.lru_cache(256)
-def kernels(spec: DecodeSpec, gpu: GPU, are_short: bool = False) -> tuple[Fit, ...]:
+def kernels(
+    spec: DecodeSpec, gpu: GPU, are_short: bool = False, registers: int | None = None
+) -> tuple[Fit, ...]:
     """The kernels that the formula chooses from, each with as many stages as cost no neighbour.
 
     Args:
         spec, gpu: as in plan.
         are_short: whether sequences have a few tiles: then one ring a block will do.
+        registers: of a thread, where one of them is compiled; the others take about as many.
 
     Raises:
         UnsupportedError: none fits the GPU.
@@ -213,7 +220,8 @@ def kernels(spec: DecodeSpec, gpu: GPU, are_short: bool = False) -> tuple[Fit, .
     found = []
     for rings in RINGS:
         sizes = [(rings * spec.sharers, stages) for stages in stages_of(spec)]
-        fits = [fit(replace(spec, warps=warps, stages=stages), gpu) for warps, stages in sizes]
+        specs = [replace(spec, warps=warps, stages=stages) for warps, stages in sizes]
+        fits = [fit(one, gpu, registers) for one in specs]
         best = max(fits, key=lambda one: one.blocks)  # the first of equals
         if best.blocks:
             found.append(best)

@@ -42,6 +42,7 @@ COMPILERS = (
     "numba numba-cuda llvmlite cuda-core cuda-bindings nvidia-nvvm nvidia-nvjitlink "
     "nvidia-cuda-nvcc-cu12 nvidia-nvjitlink-cu12"
 ).split()
+RELATIVE_IMPORT = re.compile(r"^ *from (\.+)([\w.]+) import", re.MULTILINE)
 USE_REFERENCE = "pass backend='reference', which runs anywhere but is slow"
 _lock = threading.Lock()
 
@@ -152,7 +153,7 @@ def load_cubin(spec: Spec, arch: str) -> Cubin:
 
 def cubin_key(spec: Spec, arch: str) -> str:
     """A word that changes with all that the machine code depends on."""
-    parts = [repr(spec), arch, _sources_hash()]
+    parts = [repr(spec), arch, _sources_hash(type(spec).__module__, spec.kernel)]
     parts += [f"{name} {_version(name)}" for name in COMPILERS]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
 
@@ -219,13 +220,37 @@ def require_extra() -> None:
 
 
 @functools.cache
-def _sources_hash() -> str:
+def _sources_hash(*names: str) -> str:
+    """A hash of the files that a kernel is made of.
+
+    Args:
+        names: of the spec's module, and of the function that makes the kernel, below kernels/cuda.
+    """
     digest = hashlib.sha256(Path(layout.__file__).read_bytes())
-    rooms = Path(__file__).parents[1]
-    for path in sorted(rooms.rglob("*.py")):
-        if path.parent.name != "simulator":  # no machine code is made there
-            digest.update(path.read_bytes())
+    for path in sources_of(*names):
+        digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+def sources_of(spec_module: str, kernel: str) -> list[Path]:
+    """The files that a kernel is made of: its own, its spec's, this one, and what they import by
+    relative imports, and so on. Arguments as of _sources_hash.
+
+    What only launches a kernel is not among them, so a change there costs nobody a compilation.
+    """
+    rooms = Path(__file__).parents[1]
+    of_spec = spec_module.rpartition("kernels.cuda.")[2]
+    modules = [of_spec, kernel.rpartition(".")[0]]
+    todo = [Path(__file__), *(rooms / f"{name.replace('.', '/')}.py" for name in modules)]
+    found: set[Path] = set()
+    while todo:
+        path = todo.pop()
+        if path not in found:
+            found.add(path)
+            for dots, name in RELATIVE_IMPORT.findall(path.read_text(encoding="utf-8")):
+                if not name.startswith("simulator"):  # no machine code is made there
+                    todo.append(path.parents[len(dots) - 1] / f"{name.replace('.', '/')}.py")
+    return sorted(found)
 
 
 @functools.cache

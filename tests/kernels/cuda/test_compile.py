@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -23,7 +24,7 @@ import pytest
 
 from kvquant.errors import UnsupportedError
 from kvquant.kernels import disk_cache
-from kvquant.kernels.cuda.decode.plan import kernels
+from kvquant.kernels.cuda.decode.plan import fit, kernels, plan
 from kvquant.kernels.cuda.decode.spec import TECHNIQUES, DecodeSpec, Path, columns_of
 from kvquant.kernels.cuda.runtime import compile as compiling
 from kvquant.kernels.cuda.runtime.compile import Cubin, Report, compile_spec, cubin_key, load_cubin
@@ -111,7 +112,9 @@ def test_machine_code_spills_nothing(text: str, arch: str) -> None:
         report = compile_spec(spec, arch).report
         print(f"{text:28} {arch:6} {spec.warps} warps {spec.stages} stages: {report}")
         assert report.stack_bytes == 0, "spilled, or arrays in local memory"
-        assert 32 * spec.warps * -(-report.registers // 8) * 8 <= 65536, "a block fits an SM"
+        planned = plan(spec, GPUS[arch], 64, [8192], registers=report.registers)
+        spec = replace(spec, warps=planned.warps, stages=planned.stages)
+        assert fit(spec, GPUS[arch], report.registers).blocks, "a block fits an SM"
 
 
 def count_copies(code: bytes) -> int:
@@ -250,7 +253,7 @@ def test_the_key_changes_with_all_that_matters(monkeypatch: pytest.MonkeyPatch) 
     keys.append(cubin_key(spec, "sm_90"))
     monkeypatch.setattr(compiling, "_version", lambda name: "9" if name == "llvmlite" else "0.1")
     keys.append(cubin_key(spec, "sm_90"))
-    monkeypatch.setattr(compiling, "_sources_hash", lambda: "other sources")
+    monkeypatch.setattr(compiling, "_sources_hash", lambda *names: "other sources")
     keys.append(cubin_key(spec, "sm_90"))
     assert len(set(keys)) == len(keys)
     assert cubin_key(spec, "sm_90") == keys[-1]
@@ -259,28 +262,65 @@ def test_the_key_changes_with_all_that_matters(monkeypatch: pytest.MonkeyPatch) 
 def test_the_sources_that_machine_code_depends_on_are_hashed(
     tmp_path: FilePath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def changed(name: str) -> bool:
-        before = compiling._sources_hash.__wrapped__()
-        (tmp_path / name).write_text("changed = True\n")
-        return bool(compiling._sources_hash.__wrapped__() != before)
+    names = DecodeSpec.__module__, DecodeSpec.kernel
 
-    rooms = FilePath(compiling.__file__).parents[1]
-    for path in rooms.rglob("*.py"):
-        copy = tmp_path / path.relative_to(rooms)
-        copy.parent.mkdir(exist_ok=True)
-        copy.write_bytes(path.read_bytes())
-    monkeypatch.setattr(compiling, "__file__", str(tmp_path / "runtime" / "compile.py"))
+    def changed(name: str) -> bool:
+        before = compiling._sources_hash.__wrapped__(*names)
+        (tmp_path / name).write_text("changed = True\n")
+        return bool(compiling._sources_hash.__wrapped__(*names) != before)
+
+    kernels = FilePath(compiling.__file__).parents[2]
+    copied = shutil.copytree(kernels, tmp_path / "kernels", symlinks=True) / "cuda"
+    monkeypatch.setattr(compiling, "__file__", str(copied / "runtime" / "compile.py"))
+    tmp_path = copied
+    for name in ("decode/launch.py", "decode/plan.py", "prefix/kernel.py", "simulator/floats.py"):
+        assert not changed(name), name
     for name in (
-        "decode/kernel.py",
-        "decode/spec.py",
         "device/row_layout.py",
         "device/ptx.py",
-        "prefix/combine.py",
+        "decode/spec.py",
+        "decode/mainloop.py",
+        "decode/kernel.py",
         "runtime/compile.py",
-        "a_new_file.py",
     ):
         assert changed(name), name
-    assert not changed("simulator/floats.py")
+
+
+def test_the_sources_are_all_that_a_kernel_loads() -> None:
+    """Of every operation, in a process of its own."""
+    code = """
+import sys
+from kvquant.kernels.cuda.affine import launch
+from kvquant.kernels.cuda.append import spec
+from kvquant.kernels.cuda.decode import spec
+from kvquant.kernels.cuda.dequantize import launch
+from kvquant.kernels.cuda.prefix import spec
+from kvquant.kernels.cuda.slots import launch
+from kvquant.kernels.cuda.runtime.compile import sources_of
+from kvquant.kernels.cuda.runtime.spec import Spec
+import importlib
+
+def files():
+    return {
+        module.__file__ for name, module in sys.modules.items()
+        if name.startswith("kvquant.kernels.cuda.") and not hasattr(module, "__path__")
+    }
+
+specs = Spec.__subclasses__()
+for spec in specs:
+    specs += spec.__subclasses__()
+specs = [one for one in specs if hasattr(one, "kernel")]
+launched, sources = files(), set()
+for one in specs:
+    importlib.import_module("kvquant.kernels.cuda." + one.kernel.rpartition(".")[0])
+    sources |= {str(path) for path in sources_of(one.__module__, one.kernel)}
+missing = files() - launched - sources
+assert not missing, missing
+print(len(specs))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) >= 9
 
 
 @pytest.fixture

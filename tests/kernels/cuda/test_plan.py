@@ -129,8 +129,8 @@ def test_long_sequences_keep_most_of_the_gpu_busy(units: int) -> None:
     assert warps_per_sm <= 12 and (warps_per_sm >= 6 or units == 1)
 
 
-def test_many_sequences_are_not_split() -> None:
-    for units in (256, 512, 1000):
+def test_many_sequences_that_fill_whole_waves_are_not_split() -> None:
+    for units in (256, 512, 792, 1188):
         assert plan(make_spec(), H200, units, [8192]).splits == (1,)
 
 
@@ -186,6 +186,16 @@ def test_registers_of_the_compiled_kernel_keep_its_warps() -> None:
     chosen = plan(spec, H200, 64, [8192], registers=128)
     assert (chosen.warps, chosen.stages) == (2, 2)
     assert fit(spec, H200, 128).blocks > fit(spec, H200, 255).blocks
+
+
+def test_a_kernel_with_more_registers_than_was_thought_gets_smaller_blocks() -> None:
+    """10 warps of 174 registers: one quarter of an SM would have 3, and has room for 2."""
+    spec = replace(make_spec("int4-g8"), sharers=5, warps=10, stages=5)
+    assert fit(spec, H200).blocks and not fit(spec, H200, 174).blocks
+    chosen = plan(spec, H200, 8, [300], registers=174)
+    assert chosen.warps == 5
+    assert fit(replace(spec, warps=chosen.warps, stages=chosen.stages), H200, 174).blocks
+    assert fit(replace(spec, sharers=1, warps=2, stages=2), H200, 174).blocks == 4
 
 
 def test_rows_too_large_for_shared_memory_are_refused() -> None:
