@@ -35,6 +35,7 @@ from kvquant.kernels.cuda.decode.plan import (
 )
 from kvquant.kernels.cuda.decode.spec import (
     MMA_COLUMNS,
+    MOST_COLUMNS,
     MOST_SHARERS,
     TILE,
     DecodeSpec,
@@ -306,13 +307,19 @@ def test_plans_that_are_shipped_stand_behind_the_users(
     assert found == [row(8), row(32, splits=5)]
 
 
-def test_shipped_plans_are_of_kernels_that_there_are() -> None:
+def test_shipped_plans_are_followed() -> None:
     for path in sorted(tuned.SHIPPED.glob("*.json")):
         version, rows = tuned._parse_table(path.read_bytes())
         assert version == tuned.TABLE_VERSION and rows
         assert {one.gpu.lower().replace(" ", "-") for one in rows} == {path.stem}
         assert len({one.shape for one in rows}) == len(rows)
-        assert all(one.warps in RINGS and one.stages in STAGES for one in rows)
+        for one in rows:
+            k, v = (RowFormat.parse(name.removesuffix("/128"), 128) for name in (one.k, one.v))
+            sharers = -(-one.columns // MOST_COLUMNS)
+            columns = one.columns // sharers
+            spec = DecodeSpec(Path(k, v), columns=columns, sharers=sharers)
+            chosen = plan(spec, H200, one.units, [one.capacity], rows=[one])
+            assert chosen == Plan((one.splits,), one.warps, one.stages)
 
 
 def test_a_table_is_read_as_it_was_saved_and_rows_are_replaced(tmp_path: FilePath) -> None:
