@@ -40,7 +40,7 @@ from ..ops.transform import encode_rows
 from ..rows.arguments import address, check_tensors
 from ..rows.basis import LayerBasis, Queries
 from ..rows.format import RowFormat
-from ..rows.quantize import EXACT_DTYPES, FLOAT_DTYPES, full_precision
+from ..rows.quantize import EXACT_DTYPES, FLOAT_DTYPES
 from ..rows.segment import FixedSegments, Segment
 from ..rows.slots import Slots, Split
 from .checks import Counts, whole_numbers
@@ -227,25 +227,34 @@ class LayerCache:
         ]
         return [segment for segment in found if segment.capacity] or found[1:2]
 
-    def dequantized(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy the values, in the order of the tokens; see KVCache.dequantized."""
-        longest = int(self.held_lens.max())
+    def dequantized(
+        self, dtype: torch.dtype, *, room: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copy the values, in the order of the tokens; see KVCache.dequantized.
+
+        Args:
+            dtype: of the copies.
+            room: for so many tokens more in each.
+        """
+        lens = self.held_lens.tolist()
         outs = tuple(
             torch.zeros(
-                (*self.k_packed.shape[:2], longest, fmt.head_dim),
+                (*self.k_packed.shape[:2], max(lens) + room, fmt.head_dim),
                 dtype=dtype,
                 device=self.seq_lens.device,
             )
             for fmt in (self.k_format, self.v_format)
         )
         segments, stored = self.segments_in_order(), torch.float32 if self.basis else dtype
-        for b, length in enumerate(self.held_lens.tolist()):
-            pairs = [dequantize_segment(segment, b, stored) for segment in segments]
-            sides = self.basis or (None, None)
-            for out, parts, side in zip(outs, zip(*pairs, strict=True), sides, strict=True):
-                with full_precision(out):
-                    values = torch.cat(parts, dim=1)
-                out[b, :, :length] = values if side is None else side.decode(values[None])[0]
+        sides = self.basis or (None, None)
+        for b in range(len(lens)):
+            begin = 0
+            for segment in segments:
+                parts = dequantize_segment(segment, b, stored)
+                end = begin + parts[0].shape[1]
+                for out, part, side in zip(outs, parts, sides, strict=True):
+                    out[b, :, begin:end] = part if side is None else side.decode(part[None])[0]
+                begin = end
         return outs[0], outs[1]
 
     def take(self, source: LayerCache, index: torch.Tensor) -> None:

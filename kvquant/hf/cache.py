@@ -32,7 +32,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ..cache.contiguous import KVCache
 from ..errors import ConfigError, ShapeError, UnsupportedError, UnsupportedModelError
-from ..rows.arguments import MAX_LENGTH
+from ..ops.causal import causal_attention
 from ..rows.quantize import EXACT_DTYPES
 from .configs import CacheLayers, Turn, cache_layers
 
@@ -472,15 +472,15 @@ class _Handed:
         at: the place there.
         layer: of the model.
         appended: they are in the cache, so what gets them now is another layer.
-        seen: with the first attention, in a chunk: all keys and values that it met and the mask;
-            empty if it met the chunk alone.
+        seen: with the first attention, in a chunk: all keys and values that it met, their number
+            and the mask (_seen); empty if it met the chunk alone.
         mask: that the first attention got, if any.
     """
 
     def __init__(self, to: TransformersCache, at: int, layer: int) -> None:
         self.to, self.at, self.layer = to, at, layer
         self.appended = False
-        self.seen: tuple[torch.Tensor, ...] | None = None
+        self.seen: tuple[Any, ...] | None = None
         self.mask: torch.Tensor | None = None
 
 
@@ -644,20 +644,18 @@ def _attend(
         return out[:, None].to(query.dtype)
     if handed.seen is None:
         handed.seen = _seen(cache, handed.at, key, value)
-    keys, values, mask = handed.seen or (key, value, None)
-    if asked < new:  # the last ones, of a layer that shares keys
-        if mask is None:
-            mask = torch.ones(asked, new, dtype=torch.bool, device=key.device).tril(new - asked)
-        mask = mask[..., -asked:, :]
-    out = scaled_dot_product_attention(
-        query,
-        keys,
-        values,
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
+    keys, values, lens, mask = handed.seen or (key, value, [new] * len(key), None)
+    if mask is None:
+        out = causal_attention(query, keys, values, lens, scaling)
+    else:
+        out = scaled_dot_product_attention(
+            query,
+            keys,
+            values,
+            attn_mask=mask[..., -asked:, :],  # the last ones, of a layer that shares keys
+            scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
     if not handed.appended:
         handed.to.append(handed, key, value)
     return out.transpose(1, 2)
@@ -680,26 +678,27 @@ class _NoGradient(torch.autograd.Function):
 
 def _seen(
     cache: KVCache, at: int, key: torch.Tensor, value: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[()] | tuple[torch.Tensor, torch.Tensor, list[int], torch.Tensor | None]:
     """What a chunk attends to, before it is appended.
 
     Returns:
-        Keys and values of the dequantized past and the chunk, and the mask [batch, 1, new_tokens,
-        past and new]; empty where the chunk sees all of itself and no past.
+        Keys and values of each sequence's dequantized past, the chunk right behind them; how many
+        these are; with a window also the mask [batch, 1, new_tokens, most tokens]. Empty where the
+        chunk sees all of itself and no past.
     """
-    past_lens, window = cache.layers[at].held_lens, cache.layers[at].window
-    new = key.shape[2]
-    if not int(past_lens.max()) and (window is None or new <= window):
+    layer, new = cache.layers[at], key.shape[2]
+    past_lens, window = layer.held_lens.tolist(), layer.window
+    if not any(past_lens) and (window is None or new <= window):
         return ()
-    past_key, past_value = cache.dequantized(at, key.dtype)
-    # places in the sequence, from the first token held
-    past = torch.arange(past_key.shape[2], device=key.device).expand(len(past_lens), -1)
-    own = past_lens[:, None] + torch.arange(new, device=key.device)
-    places = torch.cat([past.where(past < past_lens[:, None], MAX_LENGTH), own], 1)[:, None, None]
-    mask = places <= own[:, None, :, None]
-    if window is not None:
-        mask &= places > own[:, None, :, None] - window
-    return torch.cat([past_key, key], dim=2), torch.cat([past_value, value], dim=2), mask
+    keys, values = layer.dequantized(key.dtype, room=new)
+    for b, past in enumerate(past_lens):
+        keys[b, :, past : past + new], values[b, :, past : past + new] = key[b], value[b]
+    lens = [past + new for past in past_lens]
+    if window is None:
+        return keys, values, lens, None
+    places = torch.arange(keys.shape[2], device=key.device)
+    last = (layer.held_lens[:, None] + torch.arange(new, device=key.device))[:, None, :, None]
+    return keys, values, lens, (places <= last) & (places > last - window)
 
 
 class _MaskMark:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ..cache.contiguous import CacheOptions
 
 Progress = Callable[[int], None]
+CHUNK = 8192  # tokens of a prompt that are computed at a time
 _FOLDED = "kvquant_folded"  # a mark on a model whose weights hold a plan's bases of V
 
 
@@ -223,7 +224,7 @@ class CachedModel:
         tokens: torch.Tensor,
         lens: torch.Tensor | Sequence[int] | None = None,
         *,
-        chunk: int = 512,
+        chunk: int = CHUNK,
         progress: Progress | None = None,
     ) -> torch.Tensor:
         """Read tokens into a cache in chunks, quantizing as they come.
@@ -236,8 +237,9 @@ class CachedModel:
             tokens: [batch, new_tokens], whole numbers; padding, if any, last.
             lens: [batch], whole numbers: tokens of each sequence that are no padding, 1 or more;
                 all when None.
-            chunk: tokens computed at a time; 512 at most for a cache with windows; all at once
-                where rotary embeddings depend on the length of the text, and it is beyond it.
+            chunk: tokens computed at a time: the more, the faster and the more memory activations
+                take. 512 at most for a cache with windows; all at once where rotary embeddings
+                depend on the length of the text, and it is beyond it.
             progress: called with the number of tokens done after each chunk.
 
         Returns:

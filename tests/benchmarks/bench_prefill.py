@@ -1,0 +1,162 @@
+"""Time of reading a prompt with a model, CachedModel.prefill beside transformers' own caches.
+
+    python tests/benchmarks/bench_prefill.py                 4 layers as wide as a Llama of 8B, CUDA
+    python tests/benchmarks/bench_prefill.py --model FOLDER  another model, on the CPU too
+
+A prompt into an empty cache, beside one call of the model with a DynamicCache and torch's SDPA. Then
+--turn tokens on a past of --past, which DynamicCache has in 16 bit. Times are medians of --rounds,
+in turn. First logits are compared, with 16-bit rows (they differ by rounding) and with --format.
+Peak memory is what a call takes beyond what is there before it, its cache included.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import click
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from kvquant import CachedModel
+
+LLAMA_8B = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 32000,
+    "max_position_embeddings": 1 << 17,
+}
+
+
+def wait(device: torch.device) -> None:
+    """Until the device is idle."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def measure(call: Callable[[], Any], device: torch.device) -> tuple[float, float]:
+    """Seconds of a call, and GiB that it takes at most beyond what is held before it."""
+    before = 0
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    wait(device)
+    start = time.perf_counter()
+    call()
+    wait(device)
+    taken = time.perf_counter() - start
+    peak = torch.cuda.max_memory_allocated() - before if device.type == "cuda" else 0
+    return taken, peak / 2**30
+
+
+def relative_l2(value: torch.Tensor, expected: torch.Tensor) -> float:
+    """Of float64 copies."""
+    value, expected = value.double(), expected.double()
+    return float((value - expected).norm() / expected.norm())
+
+
+@click.command()
+@click.option("--model", "folder", help="A folder with a model.")
+@click.option("--layers", default=4, show_default=True, help="Of the model that is made up.")
+@click.option("--tokens", multiple=True, type=int, default=(16384, 32768, 65536), show_default=True)
+@click.option("--past", default=32768, show_default=True)
+@click.option("--turn", default=8192, show_default=True, help="0: no second turn.")
+@click.option("--format", "fmt", default="int4-g4", show_default=True)
+@click.option("--chunk", "chunks", multiple=True, type=int, help="Beside the default.")
+@click.option("--rounds", default=5, show_default=True)
+def main(
+    folder: str | None,
+    layers: int,
+    tokens: tuple[int, ...],
+    past: int,
+    turn: int,
+    fmt: str,
+    chunks: tuple[int, ...],
+    rounds: int,
+) -> None:
+    """Measure and print."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(0)
+    if folder:
+        made = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
+    else:
+        with torch.device(device):
+            config = LlamaConfig(num_hidden_layers=layers, dtype=torch.bfloat16, **LLAMA_8B)
+            made = LlamaForCausalLM(config).to(torch.bfloat16)
+    model = CachedModel(made.eval())
+    text = torch.randint(model.config.vocab_size, (1, max(*tokens, past + turn)), device=device)
+
+    def plain(count: int, held: Any = None) -> torch.Tensor:
+        return model.plain(text[:, :count], model.new_plain_cache() if held is None else held)
+
+    def ours(count: int, fmt: str = fmt, **options: Any) -> torch.Tensor:
+        return model.prefill(cache(count, fmt), text[:, :count], **options)
+
+    def cache(count: int, fmt: str = fmt) -> Any:
+        return model.new_cache(1, count, k_format=fmt, v_format=fmt)
+
+    count = min(tokens)
+    wanted = plain(count)
+    exact = model.exact_format
+    for name, options in ((exact, {}), (exact, {"chunk": count // 4}), (fmt, {})):
+        error = relative_l2(ours(count, name, **options), wanted)
+        assert error < (0.02 if name == exact else 1.0), error
+        print(
+            f"logits after {count} tokens, {name} rows, {options or 'default chunk'}: {error:.1e}"
+        )
+
+    def compare(what: str, calls: dict[str, Callable[[], Callable[[], Any]]]) -> None:
+        """Print times and peaks of calls, each made ready anew before it is timed."""
+        found: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
+        for _ in range(rounds + 1):  # the first one warms up
+            for name, ready in calls.items():
+                call = ready()
+                found[name].append(measure(call, device))
+                del call
+        first = None
+        for name, pairs in found.items():
+            taken = statistics.median(seconds for seconds, _ in pairs[1:])
+            first = first or taken
+            peak = max(gib for _, gib in pairs[1:])
+            line = f"{what:18} {name:28} {1e3 * taken:8.1f} ms  {taken / first:5.2f}x"
+            print(f"{line}  {peak:5.2f} GiB", flush=True)
+
+    for n in tokens:
+        calls: dict[str, Callable[[], Callable[[], Any]]] = {
+            "transformers, one shot": lambda n=n: lambda: plain(n),  # type: ignore[misc]
+            f"{fmt} rows, default": lambda n=n: lambda: ours(n),  # type: ignore[misc]
+        }
+        for chunk in chunks:
+            calls[f"{fmt} rows, chunk {chunk}"] = (
+                lambda n=n, chunk=chunk: lambda: ours(n, chunk=chunk)  # type: ignore[misc]
+            )
+        compare(f"{n} tokens", calls)
+    if turn:
+        kept = model.new_plain_cache()
+        plain(past, kept)
+        packed = cache(past + turn)
+        model.prefill(packed, text[:, :past])
+
+        def again_plain() -> Callable[[], Any]:
+            if more := kept.get_seq_length() - past:
+                kept.crop(-more)
+            return lambda: model.plain(text[:, past : past + turn], kept)
+
+        def again() -> Callable[[], Any]:
+            packed.crop(past)
+            return lambda: model.prefill(packed, text[:, past : past + turn])
+
+        compare(
+            f"{turn} on {past}",
+            {"transformers, 16-bit cache": again_plain, f"{fmt} rows": again},
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""Causal attention of many queries, beside the same with a mask in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+from kvquant.ops import causal
+from kvquant.ops.causal import causal_attention
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+LIMITS = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 1e-3}
+Measure = Callable[[torch.Tensor, torch.Tensor], float]
+
+
+def expected(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lens: Sequence[int], scale: float
+) -> torch.Tensor:
+    ratio, q_len = q.shape[1] // k.shape[1], q.shape[2]
+    outs = []
+    for b, length in enumerate(lens):
+        keys = k[b, :, :length].double().repeat_interleave(ratio, 0)
+        values = v[b, :, :length].double().repeat_interleave(ratio, 0)
+        scores = q[b].double() @ keys.mT * scale
+        seen = torch.arange(length) <= torch.arange(length - q_len, length)[:, None]
+        outs.append(scores.masked_fill(~seen.to(q.device), -torch.inf).softmax(-1) @ values)
+    return torch.stack(outs)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+@pytest.mark.parametrize(
+    ("heads", "q_len", "lens"),
+    [
+        ((4, 4), 30, (30, 30)),  # no past
+        ((8, 2), 30, (75, 75)),  # a past of one length
+        ((6, 2), 7, (7, 50, 23)),  # of several
+        ((4, 1), 1, (40,)),
+        ((4, 4), 33, (100,)),
+    ],
+    ids=str,
+)
+def test_queries_see_the_tokens_up_to_their_own(
+    relative_l2: Measure,
+    monkeypatch: pytest.MonkeyPatch,
+    heads: tuple[int, int],
+    q_len: int,
+    lens: Sequence[int],
+    dtype: torch.dtype,
+    device: str,
+) -> None:
+    monkeypatch.setattr(causal, "BLOCK", 8)  # the last block is shorter
+    num_q_heads, num_kv_heads = heads
+    q = torch.randn(len(lens), num_q_heads, q_len, 64, device=device).to(dtype)
+    k, v = torch.randn(2, len(lens), num_kv_heads, max(lens) + 3, 64, device=device).to(dtype)
+    for b, length in enumerate(lens):
+        k[b, :, length:], v[b, :, length:] = torch.nan, torch.nan
+    out = causal_attention(q, k, v, lens, 0.2)
+    assert out.dtype == dtype
+    assert relative_l2(out, expected(q, k, v, lens, 0.2)) <= LIMITS[dtype]
+    blocks = causal_attention(q[:, :, -1:], k, v, lens, 0.2)
+    assert relative_l2(blocks, expected(q[:, :, -1:], k, v, lens, 0.2)) <= LIMITS[dtype]
+
+
+def test_keys_and_values_of_different_widths(relative_l2: Measure) -> None:
+    q, k, v = torch.randn(2, 4, 9, 64), torch.randn(2, 2, 20, 64), torch.randn(2, 2, 20, 128)
+    out = causal_attention(q, k, v, [20, 12])
+    assert out.shape == (2, 4, 9, 128)
+    assert relative_l2(out, expected(q, k, v, [20, 12], 64**-0.5)) <= 1e-5
+
+
+@pytest.mark.gpu
+def test_no_mask_of_all_queries_is_made() -> None:
+    """8,192 queries on 40,960 tokens: a mask alone would take 320 MiB."""
+    q = torch.randn(1, 8, 8192, 128, device="cuda", dtype=torch.bfloat16)
+    k, v = torch.randn(2, 1, 2, 40960, 128, device="cuda", dtype=torch.bfloat16)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = causal_attention(q, k, v, [40960])
+    assert torch.cuda.max_memory_allocated() - before < 2 * out.nbytes + (64 << 20)
