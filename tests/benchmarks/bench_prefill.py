@@ -3,7 +3,7 @@
     python tests/benchmarks/bench_prefill.py                 4 layers as wide as a Llama of 8B, CUDA
     python tests/benchmarks/bench_prefill.py --model FOLDER  another model, on the CPU too
 
-A prompt into an empty cache, beside one call of the model with a DynamicCache and torch's SDPA. Then
+A prompt into an empty cache, beside a call of the model with a DynamicCache and torch's SDPA. Then
 --turn tokens on a past of --past, which DynamicCache has in 16 bit. Times are medians of --rounds,
 in turn. First logits are compared, with 16-bit rows (they differ by rounding) and with --format.
 Peak memory is what a call takes beyond what is there before it, its cache included.
