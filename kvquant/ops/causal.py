@@ -1,14 +1,16 @@
 """Causal attention of many queries to keys and values in 16 or 32 bit, without a mask in memory.
 
-    keys      ├──────────── past ────────────┼──── new ────┤
-    query 0   sees the past and its own token               query n - 1 sees all
+    keys      ├──────────── past ────────────┼──── own ────┤     q_len of them
+    query 0   sees the past and its own token
+    query n   n tokens more
 
-On CUDA in 16 bit it is FlashAttention, its mask aligned to the lower right. Elsewhere torch has no
-such kernel: there queries are taken by blocks, each with the keys that it sees, so that a mask has
-BLOCK rows.
+FlashAttention on CUDA aligns its mask to the upper left, or is an old one. So the past, which all
+queries see, and their own tokens, where the mask is a square, are attended to apart and merged by
+their log-sum-exps. Where no kernel of torch gives those, and for gradients, queries are taken by
+blocks, each with the keys that it sees: then a mask has BLOCK rows.
 
-Source: torch.nn.attention.bias.causal_lower_right; FlashAttention-2,
-https://arxiv.org/abs/2307.08691.
+Source: FlashAttention-3 in cuDNN, FlashAttention-2 (https://arxiv.org/abs/2307.08691), by torch;
+merged as in cascade inference, https://flashinfer.ai/2024/02/02/cascade-inference.html.
 """
 
 from __future__ import annotations
@@ -16,8 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch.backends.cuda import SDPAParams, can_use_flash_attention
-from torch.nn.attention.bias import causal_lower_right
+from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_flash_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 BLOCK = 512  # queries
@@ -50,11 +51,10 @@ def causal_attention(
         torch.Size([1, 4, 3, 64])
     """
     if len(set(lens)) > 1:
-        each = [x.split(1) for x in (q, k, v)]
-        found = [
-            causal_attention(*one, [length], sm_scale)
-            for *one, length in zip(*each, lens, strict=True)
-        ]
+        found = []
+        for b, length in enumerate(lens):
+            one = slice(b, b + 1)
+            found.append(causal_attention(q[one], k[one], v[one], [length], sm_scale))
         return torch.cat(found)
     total, q_len = lens[0], q.shape[2]
     k, v = k[:, :, :total], v[:, :, :total]
@@ -63,15 +63,18 @@ def causal_attention(
         return scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=sm_scale, enable_gqa=is_grouped
         )
-    if q.is_cuda and can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, True, is_grouped)):
-        mask = causal_lower_right(q_len, total)
-        return scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, scale=sm_scale, enable_gqa=is_grouped
-        )
+    past = total - q_len
+    if q.is_cuda and not (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))):
+        own = _state(q, k[:, :, past:], v[:, :, past:], True, sm_scale)
+        others = _state(q, k[:, :, :past], v[:, :, :past], False, sm_scale)
+        if own is not None and others is not None:
+            share = torch.sigmoid(others[1] - own[1])[..., None]
+            return own[0].float().lerp_(others[0].float(), share).to(q.dtype)
     blocks = []
-    for block in q.split(BLOCK, dim=2):
+    for begin in range(0, q_len, BLOCK):
+        block = q[:, :, begin : begin + BLOCK]
         rows = block.shape[2]
-        seen = total - q_len + sum(one.shape[2] for one in blocks) + rows
+        seen = past + begin + rows
         mask = torch.ones(rows, seen, dtype=torch.bool, device=q.device).tril(seen - rows)
         blocks.append(
             scaled_dot_product_attention(
@@ -84,3 +87,23 @@ def causal_attention(
             )
         )
     return torch.cat(blocks, dim=2)
+
+
+def _state(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, sm_scale: float | None
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Out and lse [batch, num_q_heads, q_len] by the kernel that torch takes first, if any gives
+    both: what torch keeps for gradients, and has no public call for."""
+    params = SDPAParams(q, k, v, None, 0.0, is_causal, q.shape[1] != k.shape[1])
+    ops = torch.ops.aten
+    if can_use_cudnn_attention(params):
+        out, lse, *_ = ops._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, 0.0, is_causal, False, scale=sm_scale
+        )
+        return out, lse.view(out.shape[:-1])
+    if can_use_flash_attention(params):
+        out, lse, *_ = ops._scaled_dot_product_flash_attention(
+            q, k, v, 0.0, is_causal, False, scale=sm_scale
+        )
+        return out, lse
+    return None

