@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ..cache.contiguous import CacheOptions
 
 Progress = Callable[[int], None]
-CHUNK = 8192  # tokens of a prompt that are computed at a time
+CHUNK = 16384  # tokens of a prompt that are computed at a time
 _FOLDED = "kvquant_folded"  # a mark on a model whose weights hold a plan's bases of V
 
 
