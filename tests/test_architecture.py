@@ -27,7 +27,7 @@ ALLOWED = {
     "cache": f"{BASE} rows ops",
     "paged": f"{BASE} rows ops cache",
     "io": f"version {BASE} text rows ops cache paged",
-    "hf": f"{BASE} rows cache io",
+    "hf": f"{BASE} rows ops cache io",
     "calibration": f"{BASE} text rows ops cache io hf",
     "bench": f"{BASE} text rows ops io kernels.cuda.decode kernels.cuda.runtime",
     "cli": f"version {BASE} text rows cache io hf calibration",

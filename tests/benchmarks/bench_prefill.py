@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from kvquant import CachedModel
 
-LLAMA_8B = {
+LLAMA_8B: dict[str, Any] = {
     "hidden_size": 4096,
     "intermediate_size": 14336,
     "num_attention_heads": 32,
@@ -84,11 +84,13 @@ def main(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
     if folder:
-        made = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
+        made: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        made.to(device)
     else:
         with torch.device(device):
             config = LlamaConfig(num_hidden_layers=layers, dtype=torch.bfloat16, **LLAMA_8B)
-            made = LlamaForCausalLM(config).to(torch.bfloat16)
+            made = LlamaForCausalLM(config)
+            made.to(torch.bfloat16)
     model = CachedModel(made.eval())
     text = torch.randint(model.config.vocab_size, (1, max(*tokens, past + turn)), device=device)
 
