@@ -1,4 +1,4 @@
-"""Decode attention on the CPU: softmax(q·K) V of one token a sequence, read from packed rows.
+"""Decode attention on the CPU: softmax(q·K) V of a few tokens a sequence, read from packed rows.
 
     work item = one (sequence, block of query heads that share a KV head, split of the tokens)
 
@@ -12,6 +12,10 @@
 A code is unpacked once for all query heads that share it, in registers, and never stored. All sums
 are float32. The splits of all segments are merged at the end by their log-sum-exp.
 
+Several queries of a sequence are more query heads, each of which sees the first rows only, up to
+its token's. No score is masked: a tile ends with the rows that all queries see, the rows behind
+them make tiles of one row each, and a head's result is written after its last row.
+
 A tile is read as runs of rows that lie at one stride: a run is a page or a part of one, and without
 pages the whole tile. Tiles are the same with and without pages, so the results are, bit for bit.
 """
@@ -24,7 +28,7 @@ import numpy as np
 import torch
 
 from kvquant.rows.arguments import address
-from kvquant.rows.segment import PAGE_SIZES, Segment
+from kvquant.rows.segment import PAGE_SIZES, Segment, visible_rows
 
 from .combine import make_merge_kernel
 from .compile import compile_kernel
@@ -111,7 +115,14 @@ def make_decode_kernel(k_spec, v_spec, heads):
         seq_len = load_int32(argument(args, SEQ_LENS) + 4 * b)
         size = (seq_len + num_splits - 1) // num_splits
         size = (size + tokens - 1) // tokens * tokens  # so that a block lies in one page
-        first, last = min(split * size, seq_len), min((split + 1) * size, seq_len)
+        begin, end = min(split * size, seq_len), min((split + 1) * size, seq_len)
+        # rows that all queries see, and how many the query of any of these heads sees
+        heads_per_query, offset = argument(args, HEADS_PER_QUERY), head - kv_head * ratio
+        visible = argument(args, VISIBLE) + 4 * b * (ratio // heads_per_query)
+        common, most = load_int32(visible), 0
+        for h in range(heads):
+            most = max(most, load_int32(visible + 4 * ((offset + h) // heads_per_query)))
+        first, last = begin, max(min(end, most), begin)
         q = argument(args, Q) + 4 * k_dim * (b * num_q_heads + head)
         state = (split * argument(args, BATCH) + b) * num_q_heads + head
         out, lse = argument(args, OUT) + 4 * v_dim * state, argument(args, LSE) + 4 * state
@@ -141,15 +152,33 @@ def make_decode_kernel(k_spec, v_spec, heads):
         for place in range(0, heads * v_dim, LANES):
             store(acc + 4 * place, splat(np.float32(0)))
         row_sum = splat(np.float32(0))
-        while first < last:
+        while True:
+            # Step 2: the results of heads that see no more rows; without rows zeros and -inf
+            if first == begin or first >= min(common, last):
+                store(lanes, row_sum)
+                for h in range(heads):
+                    seen = load_int32(visible + 4 * ((offset + h) // heads_per_query))
+                    if max(min(seen, last), begin) != first:
+                        continue
+                    total = np.float32(0)
+                    for token in range(tokens):
+                        total += load_float(lanes + 4 * (token * heads + h))
+                    store_float(lse + 4 * h, load_float(maxima + 4 * h) * LN2 + math.log(total))
+                    share = splat(1 / total if total != 0 else np.float32(0))
+                    for chunk in range(0, v_dim, LANES):
+                        place = 4 * (h * v_dim + chunk)
+                        store(out + place, times(load(acc + place), share))
+            if first >= last:
+                break
             index, end = first, sinks
             if first >= sinks:  # in the ring behind them
                 index, end = first + start, capacity
                 if index >= capacity:
                     index -= capacity - sinks
-            count = min(tile, last - first, end - index)
+            # cut by all queries, not by this block's: heads that two blocks have come out the same
+            count = min(tile, last - first, end - index, max(common - first, 1))
             blocks = (count + tokens - 1) // tokens
-            # Step 2: where the rows of the tile and the K rows of the next one lie
+            # Step 3: where the rows of the tile and the K rows of the next one lie
             begun = index & (run_size - 1)  # tokens of the first run that are before the tile
             num_runs = (begun + count + run_size - 1) // run_size
             for r in range(num_runs):
@@ -167,7 +196,7 @@ def make_decode_kernel(k_spec, v_spec, heads):
                     page = load_int32(table + (min(place, last - 1) >> page_shift) * entry)
                 slot = (place & (page_size - 1)) - token
                 store_int(at + 8 * RUN_NEXT_K, k_head + page * k_page_stride + slot * k_stride)
-            # Step 3: scores of the tile, and the greatest of each lane
+            # Step 4: scores of the tile, and the greatest of each lane
             top = splat(np.float32(-np.inf))
             for r in range(num_runs):
                 at = runs + RUN_BYTES * r
@@ -179,7 +208,7 @@ def make_decode_kernel(k_spec, v_spec, heads):
                     top = maximum(top, score)
                     for t in range(tokens):  # V prefetch: its rows come while K is computed with
                         prefetch(v_row + (token + t) * v_stride, v_bytes)
-            # Step 4: the new maximum of each head, and what the old sums are worth under it
+            # Step 5: the new maximum of each head, and what the old sums are worth under it
             store(lanes, top)
             for h in range(heads):
                 old_max = new_max = load_float(maxima + 4 * h)
@@ -190,14 +219,14 @@ def make_decode_kernel(k_spec, v_spec, heads):
             for lane in range(heads, LANES):
                 store_float(decay + 4 * lane, load_float(decay + 4 * (lane % heads)))
                 store_float(maxima + 4 * lane, load_float(maxima + 4 * (lane % heads)))
-            # Step 5: weights and their sum
+            # Step 6: weights and their sum
             top = load(maxima)
             row_sum = times(row_sum, load(decay))
             for block in range(blocks):
                 weight = exp2_of_difference(load(scores + 4 * LANES * block), top)
                 store(scores + 4 * LANES * block, weight)
                 row_sum = add(row_sum, weight)
-            # Step 6: weighted sum of the V rows
+            # Step 7: weighted sum of the V rows
             weigh_rows(
                 v_spec,
                 k_bytes,
@@ -212,17 +241,6 @@ def make_decode_kernel(k_spec, v_spec, heads):
                 acc,
             )
             first += count
-        # Step 7: normalize; without tokens zeros and -inf
-        store(lanes, row_sum)
-        for h in range(heads):
-            total = np.float32(0)
-            for token in range(tokens):
-                total += load_float(lanes + 4 * (token * heads + h))
-            store_float(lse + 4 * h, load_float(maxima + 4 * h) * LN2 + math.log(total))
-            share = splat(1 / total if total != 0 else np.float32(0))
-            for chunk in range(0, v_dim, LANES):
-                offset = 4 * (h * v_dim + chunk)
-                store(out + offset, times(load(acc + offset), share))
 
     return compile_kernel(decode_kernel)
 
@@ -239,6 +257,7 @@ def make_decode_kernel(k_spec, v_spec, heads):
     V_STRIDE_HEAD,
     V_STRIDE,
     SEQ_LENS,  # [batch] int32
+    VISIBLE,  # [batch, q_len] int32, rows that each query sees, the first ones
     STARTS,  # [batch] int32, or 0
     SINKS,  # rows before the ring
     SEQ_SLOTS,  # [batch] int32, or 0
@@ -248,35 +267,65 @@ def make_decode_kernel(k_spec, v_spec, heads):
     BLOCK_TABLE_STRIDE,
     PAGE_SHIFT,  # log2 of the page size, or NO_PAGES
     BATCH,
-    NUM_Q_HEADS,
-    Q_HEADS_PER_KV_HEAD,
+    NUM_Q_HEADS,  # of all queries
+    Q_HEADS_PER_KV_HEAD,  # of all queries, one query's after the other's
+    HEADS_PER_QUERY,  # on a KV head
     NUM_SPLITS,
     OUT,  # [num_splits, batch, num_q_heads, v_dim] float32
     LSE,  # [num_splits, batch, num_q_heads] float32, base e
-) = range(24)
+) = range(26)
 
 
 def attend(
-    q: torch.Tensor, segments: Sequence[Segment], sm_scale: float, num_splits: int | None
+    q: torch.Tensor,
+    segments: Sequence[Segment],
+    sm_scale: float,
+    num_splits: int | None,
+    q_lens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend to all segments and merge; see attention.attend_segments, which checks the input."""
+    if q.ndim == 3:
+        return _attend(q, segments, sm_scale, num_splits, [one.seq_lens for one in segments])
+    batch, q_len, num_q_heads, head_dim = q.shape
+    by_kv_head = q.unflatten(2, (segments[0].k_rows.shape[1], -1)).transpose(1, 2)
+    shape = by_kv_head.shape[:-1]  # [batch, num_kv_heads, q_len, ratio]
+    heads = by_kv_head.reshape(batch, q_len * num_q_heads, head_dim)
+    visible = visible_rows(segments, q_lens, q_len).unbind()
+    out, lse = _attend(heads, segments, sm_scale, num_splits, visible)
+    out, lse = (x.view(*shape, *x.shape[2:]).transpose(1, 2).flatten(2, 3) for x in (out, lse))
+    return out, lse
+
+
+def _attend(
+    q: torch.Tensor,
+    segments: Sequence[Segment],
+    sm_scale: float,
+    num_splits: int | None,
+    visible: Sequence[torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend with the heads of all queries, [batch, num_kv_heads * q_len * ratio, head_dim].
+
+    visible: of each segment, [batch] or [batch, q_len] int32, the rows that each query sees.
+    """
     batch, num_q_heads, _ = q.shape
     v_dim = segments[0].v_format.head_dim
     ratio = num_q_heads // segments[0].k_rows.shape[1]
     heads = heads_of_block(ratio)
     blocks = num_q_heads // ratio * -(-ratio // heads) if ratio else 0  # of all KV heads
     scaled = (q.float() * (sm_scale * LOG2E)).contiguous()
-    work = [(s, n) for s in segments if q.numel() and (n := int(s.seq_lens.max()))]
-    splits = [min(num_splits, n) if num_splits else plan_splits(batch * blocks, n) for _, n in work]
+    pairs = zip(segments, visible, strict=True)
+    work = [(s, seen, n) for s, seen in pairs if q.numel() and (n := int(s.seq_lens.max()))]
+    lengths = [n for _, _, n in work]
+    splits = [min(num_splits, n) if num_splits else plan_splits(batch * blocks, n) for n in lengths]
     out = scaled.new_empty(max(sum(splits), 1), batch, num_q_heads, v_dim)
     lse = scaled.new_empty(max(sum(splits), 1), batch, num_q_heads)
     if not work:
         return out[0].zero_(), lse[0].fill_(-math.inf)
 
     done = 0
-    for (segment, longest), count in zip(work, splits, strict=True):
+    for (segment, seen, longest), count in zip(work, splits, strict=True):
         kernel = make_decode_kernel(spec(segment.k_format), spec(segment.v_format), heads)
-        seq_lens = segment.seq_lens.contiguous()
+        seq_lens, seen = segment.seq_lens.contiguous(), seen.contiguous()
         starts = None if segment.starts is None else segment.starts.contiguous()
         seq_slots = None if segment.seq_slots is None else segment.seq_slots.contiguous()
         pages, table = [0, 0, 0, NO_PAGES], segment.block_table
@@ -291,6 +340,7 @@ def attend(
                 *segment.k_rows.stride()[:3],
                 *segment.v_rows.stride()[:3],
                 seq_lens.data_ptr(),
+                seen.data_ptr(),
                 0 if starts is None else starts.data_ptr(),
                 segment.sinks,
                 0 if seq_slots is None else seq_slots.data_ptr(),
@@ -299,6 +349,7 @@ def attend(
                 batch,
                 num_q_heads,
                 ratio,
+                ratio // (seen.numel() // batch),
                 count,
                 out[done].data_ptr(),
                 lse[done].data_ptr(),

@@ -265,6 +265,7 @@ class KVCache:
         self,
         layer: int,
         q: torch.Tensor,
+        q_lens: torch.Tensor | None = ...,
         *,
         sm_scale: float | None = ...,
         return_lse: Literal[False] = ...,
@@ -276,6 +277,7 @@ class KVCache:
         self,
         layer: int,
         q: torch.Tensor,
+        q_lens: torch.Tensor | None = ...,
         *,
         sm_scale: float | None = ...,
         return_lse: Literal[True],
@@ -287,6 +289,7 @@ class KVCache:
         self,
         layer: int,
         q: torch.Tensor,
+        q_lens: torch.Tensor | None = ...,
         *,
         sm_scale: float | None = ...,
         return_lse: bool = ...,
@@ -297,26 +300,49 @@ class KVCache:
         self,
         layer: int,
         q: torch.Tensor,
+        q_lens: torch.Tensor | None = None,
         *,
         sm_scale: float | None = None,
         return_lse: bool = False,
         num_splits: int | None = None,
         backend: str | None = None,
     ) -> torch.Tensor | State:
-        """Attend one token of each sequence to a layer's tokens, the new one included.
+        """Attend one token of each sequence, or its last few, to a layer's tokens.
+
+        Every query sees the rows as they are now: of several, one sees tokens in their packed
+        format that were still 16-bit rows when its own token came, where recent_len is short.
 
         Args:
-            layer: index of the layer; append this token's K and V to it first.
-            q: [batch, num_q_heads, head_dim].
+            layer: index of the layer; append these tokens' K and V to it first.
+            q: [batch, num_q_heads, head_dim], or [batch, q_len, num_q_heads, head_dim] for the last
+                q_len tokens of each sequence.
+            q_lens: [batch], int32, as in decode_attention.
             sm_scale, return_lse, num_splits, backend: as in decode_attention.
 
         Returns:
             As decode_attention.
+
+        Raises:
+            As decode_attention; UnsupportedError for several queries where a layer has a window.
+
+        Example:
+            >>> import torch
+            >>> from kvquant import KVCache
+            >>> cache = KVCache(num_layers=1, batch=2, num_kv_heads=8, head_dim=128, max_seq_len=64)
+            >>> k, v = torch.randn(2, 2, 8, 10, 128)
+            >>> new_lens = torch.tensor([3, 2], dtype=torch.int32)
+            >>> cache.append(0, k, v)
+            >>> cache.append(0, k[:, :, :3], v[:, :, :3], new_lens)
+            >>> cache.attend(0, torch.randn(2, 3, 32, 128), new_lens).shape
+            torch.Size([2, 3, 32, 128])
         """
         at = self._layer(layer)
+        if at.window is not None and isinstance(q, torch.Tensor) and q.ndim == 4:
+            at.check_queries(layer, q.shape[1])
         return attend_segments(
             q,
             at.segments(),
+            q_lens=q_lens,
             basis=at.basis,
             seq_lens=at.seq_lens,
             sm_scale=sm_scale,

@@ -23,7 +23,7 @@ from typing import NamedTuple, NoReturn
 import torch
 
 from .. import debug
-from ..errors import ConfigError, DeviceError, NonFiniteError, ShapeError
+from ..errors import ConfigError, DeviceError, NonFiniteError, ShapeError, UnsupportedError
 from ..ops.append import Appends, append_again, kind_of, write_rows
 from ..ops.append_checks import Side, check_call
 from ..ops.quantize import dequantize_segment
@@ -478,6 +478,15 @@ class LayerCache:
             raise ConfigError(f"q is {q.dtype}: use float32, bfloat16 or float16")
         if q.device != self.seq_lens.device:
             raise DeviceError(f"q is on {q.device}, the cache on {self.seq_lens.device}")
+
+    def check_queries(self, layer: int, q_len: int) -> None:
+        """Raise UnsupportedError if a window hides tokens from the last of several queries that
+        those before it would see."""
+        if self.window is not None and self.window < self.max_seq_len and q_len > 1:
+            raise UnsupportedError(
+                f"layer {layer} sees the last {self.window} tokens: it takes one query a sequence, "
+                f"not {q_len}. Append and attend token by token"
+            )
 
     def _counts(self, new_lens: Counts, new_tokens: int) -> torch.Tensor:
         """new_lens on the device of a layer; what lies there already is not read.

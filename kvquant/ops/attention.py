@@ -29,20 +29,27 @@ from ..rows.basis import LayerBasis
 from ..rows.format import RowFormat
 from ..rows.quantize import FLOAT_DTYPES
 from ..rows.reference import reference_over_segments
-from ..rows.segment import Segment, check_segment_values, check_segments, parse_formats
+from ..rows.segment import (
+    Segment,
+    check_q_len_values,
+    check_segment_values,
+    check_segments,
+    parse_formats,
+    visible_tokens,
+)
 from .dispatch import kernels_for, torch_op
 from .transform import restore_result, transform_query
 
 State = tuple[torch.Tensor, torch.Tensor]
 Result = tuple[torch.Tensor, "torch.Tensor | None"]  # no lse where it was not asked for
 Transformed = tuple[torch.Tensor, "float | None"]
-Kernel = Callable[..., Result]  # of q, segments, sm_scale, num_splits, return_lse, check
+Kernel = Callable[..., Result]  # of q, segments, sm_scale, num_splits, return_lse, check, q_lens
 _TENSORS = ("k_rows", "v_rows", "seq_lens", "starts", "block_table", "seq_slots")
 ATTEND_SEGMENTS = (
     "(Tensor q, Tensor[] k_rows, Tensor[] v_rows, Tensor[] seq_lens, str[] k_formats, "
     "str[] v_formats, Tensor?[] starts, Tensor?[] block_tables, int[] sinks, Tensor?[] seq_slots, "
-    "int v_head_dim, float? sm_scale, bool return_lse, SymInt? num_splits, str? backend) "
-    "-> Tensor[]"
+    "int v_head_dim, float? sm_scale, bool return_lse, SymInt? num_splits, str? backend, "
+    "Tensor? q_lens) -> Tensor[]"
 )
 
 
@@ -56,6 +63,7 @@ def decode_attention(
     k_format: str | RowFormat,
     v_format: str | RowFormat,
     block_table: torch.Tensor | None = ...,
+    q_lens: torch.Tensor | None = ...,
     sm_scale: float | None = ...,
     return_lse: Literal[False] = ...,
     num_splits: int | None = ...,
@@ -71,6 +79,7 @@ def decode_attention(
     k_format: str | RowFormat,
     v_format: str | RowFormat,
     block_table: torch.Tensor | None = ...,
+    q_lens: torch.Tensor | None = ...,
     sm_scale: float | None = ...,
     return_lse: Literal[True],
     num_splits: int | None = ...,
@@ -86,6 +95,7 @@ def decode_attention(
     k_format: str | RowFormat,
     v_format: str | RowFormat,
     block_table: torch.Tensor | None = ...,
+    q_lens: torch.Tensor | None = ...,
     sm_scale: float | None = ...,
     return_lse: bool = ...,
     num_splits: int | None = ...,
@@ -100,20 +110,27 @@ def decode_attention(
     k_format: str | RowFormat,
     v_format: str | RowFormat,
     block_table: torch.Tensor | None = None,
+    q_lens: torch.Tensor | None = None,
     sm_scale: float | None = None,
     return_lse: bool = False,
     num_splits: int | None = None,
     backend: str | None = None,
 ) -> torch.Tensor | State:
-    """Attend one new token of each sequence to quantized rows.
+    """Attend one new token of each sequence, or its last few, to quantized rows.
 
     Rows are dequantized on the way: no dequantized copy of the cache is made. Query head h reads
     KV head h // (num_q_heads / num_kv_heads). torch.compile takes the call as one op, with
     fullgraph=True too.
 
+    The queries of a sequence are those of its last tokens, whose rows are there already, and each
+    sees the tokens up to its own: query i the first seq_len - q_lens + i + 1 of them, none where
+    that is not positive. Several queries (of drafted tokens, say) take one call: rows are read once
+    for all of them.
+
     Args:
-        q: [batch, num_q_heads, head_dim], float32 (not on CUDA), bfloat16 or float16; num_q_heads
-            is a multiple of num_kv_heads, in any ratio.
+        q: [batch, num_q_heads, head_dim], or [batch, q_len, num_q_heads, head_dim] for several
+            queries of each sequence; float32 (not on CUDA), bfloat16 or float16; num_q_heads is a
+            multiple of num_kv_heads, in any ratio.
         k_rows: [batch, num_kv_heads, capacity, row bytes of k_format], uint8; with a block_table
             [num_pages, num_kv_heads, page_size, row bytes of k_format], page_size 16, 32, 64 or
             128. Rows are contiguous, the other axes may have any strides.
@@ -123,6 +140,8 @@ def decode_attention(
         v_format: format of v_rows, or its short name (then of the head_dim of q).
         block_table: [batch, max_pages], int32: the pages of each sequence, in the order of its
             tokens; entries after the last page in use are not read.
+        q_lens: [batch], int32: queries of each sequence, the first rows of q; the rest of q may
+            hold anything. q_len of each when None; for q of four axes only.
         sm_scale: factor on q·k, on CUDA a positive one; 1 / sqrt(head_dim) when None.
         return_lse: return the log-sum-exp of the scaled scores as well.
         num_splits: splits of the tokens (split-K): on the CPU at least so many, on CUDA at most so
@@ -133,14 +152,16 @@ def decode_attention(
             when None.
 
     Returns:
-        out [batch, num_q_heads, head_dim of v_format], the dtype of q; with return_lse also lse
-        [batch, num_q_heads], float32, base e. A sequence of length 0 gives zeros and lse -inf. On
-        the CPU a head with a score that float32 cannot hold, as of an infinite query, gives NaN,
+        out [batch, num_q_heads, head_dim of v_format], or [batch, q_len, num_q_heads, head_dim of
+        v_format], the dtype of q; with return_lse also lse of that shape without its last axis,
+        float32, base e. A query that sees no token, and what is no query, gives zeros and lse -inf.
+        On the CPU a head with a score that float32 cannot hold, as of an infinite query, gives NaN,
         out and lse. Neither has a gradient.
 
     Raises:
-        ShapeError: the tensors do not fit one another, or a length is over the capacity or a page
-            does not exist (on CUDA these values are read in debug mode only; see kvquant.debug).
+        ShapeError: the tensors do not fit one another, or a length is over the capacity, a page
+            does not exist or q_lens are not 0 to q_len (on CUDA these values are read in debug
+            mode only, see kvquant.debug, and q_lens are kept to 0 to q_len).
         ConfigError: a dtype, a format or the backend does not exist, sm_scale or num_splits is not
             possible, or an argument is of another type.
         DeviceError: the tensors lie on different devices, or none of the backends serves theirs.
@@ -160,13 +181,28 @@ def decode_attention(
         ... )
         >>> out.shape
         torch.Size([1, 32, 128])
+
+        The last 3 tokens of one sequence, and the last 2 of another:
+
+        >>> rows = quantize_rows(torch.randn(2, 8, 100, 128), "int8")
+        >>> out = decode_attention(
+        ...     torch.randn(2, 3, 32, 128),  # [batch, q_len, num_q_heads, head_dim]
+        ...     rows,
+        ...     rows,
+        ...     torch.tensor([100, 57], dtype=torch.int32),
+        ...     k_format="int8",
+        ...     v_format="int8",
+        ...     q_lens=torch.tensor([3, 2], dtype=torch.int32),
+        ... )
+        >>> out.shape, bool(out[1, 2].any())
+        (torch.Size([2, 3, 32, 128]), False)
     """
     segment = Segment(k_rows, v_rows, seq_lens, k_format, v_format, None, block_table)  # type: ignore[arg-type]
     try:
-        out, lse = _attend(q, [segment], sm_scale, return_lse, num_splits, backend)
+        out, lse = _attend(q, [segment], sm_scale, return_lse, num_splits, backend, q_lens)
         return out if lse is None else (out, lse)
     except ShapeError:
-        if isinstance(k_format, RowFormat) and q.ndim == 3:
+        if isinstance(k_format, RowFormat) and q.ndim in (3, 4):
             RowFormat.parse(k_format, q.shape[-1])  # says which of them has another head_dim
         raise
 
@@ -176,6 +212,7 @@ def attend_segments(
     q: torch.Tensor,
     segments: Sequence[Segment],
     *,
+    q_lens: torch.Tensor | None = ...,
     basis: LayerBasis | None = ...,
     seq_lens: torch.Tensor | None = ...,
     transformed: Transformed | None = ...,
@@ -189,6 +226,7 @@ def attend_segments(
     q: torch.Tensor,
     segments: Sequence[Segment],
     *,
+    q_lens: torch.Tensor | None = ...,
     basis: LayerBasis | None = ...,
     seq_lens: torch.Tensor | None = ...,
     transformed: Transformed | None = ...,
@@ -202,6 +240,7 @@ def attend_segments(
     q: torch.Tensor,
     segments: Sequence[Segment],
     *,
+    q_lens: torch.Tensor | None = ...,
     basis: LayerBasis | None = ...,
     seq_lens: torch.Tensor | None = ...,
     transformed: Transformed | None = ...,
@@ -214,6 +253,7 @@ def attend_segments(
     q: torch.Tensor,
     segments: Sequence[Segment],
     *,
+    q_lens: torch.Tensor | None = None,
     basis: LayerBasis | None = None,
     seq_lens: torch.Tensor | None = None,
     transformed: Transformed | None = None,
@@ -225,11 +265,15 @@ def attend_segments(
     """Attend as decode_attention does, to the tokens of several segments at once.
 
     Args:
-        q: [batch, num_q_heads, head_dim].
-        segments: at least one, all of the same batch, num_kv_heads and head dims.
+        q: [batch, num_q_heads, head_dim] or [batch, q_len, num_q_heads, head_dim].
+        segments: at least one, all of the same batch, num_kv_heads and head dims. With several
+            queries a sequence they are in the order of their tokens, but that the first
+            Segment.sinks rows of a ring come before all others: [packed, ring with sinks] are
+            sinks, packed rows, recent tokens.
+        q_lens: [batch], int32, as in decode_attention.
         basis: that the rows are stored in; None if they are stored as they came.
         seq_lens: [batch or more], int32: tokens of each sequence in all segments; needed only with
-            a basis, where a sequence may have none.
+            a basis and one query a sequence, where a sequence may have none.
         transformed: q in the basis, and the factor that goes with it, where an append has found
             that (write_rows).
         sm_scale, return_lse, num_splits, backend: as in decode_attention.
@@ -238,13 +282,16 @@ def attend_segments(
         As decode_attention.
     """
     if basis is None:
-        out, lse = _attend(q, segments, sm_scale, return_lse, num_splits, backend)
+        out, lse = _attend(q, segments, sm_scale, return_lse, num_splits, backend, q_lens)
         return out if lse is None else (out, lse)
     if transformed is None:
-        check = functools.partial(check_segments, q, segments)
+        check = functools.partial(check_segments, q, segments, q_lens)
         transformed = transform_query(q, basis.k, sm_scale, backend, check)
     stored, scale = transformed
-    out, lse = _attend(stored, segments, scale, return_lse, num_splits, backend)
+    out, lse = _attend(stored, segments, scale, return_lse, num_splits, backend, q_lens)
+    if q.ndim == 4:
+        tokens = torch.stack([segment.seq_lens for segment in segments]).sum(0, dtype=torch.int32)
+        seq_lens = visible_tokens(tokens, q_lens, q.shape[1])
     out, lse = restore_result(out, lse, q, basis, seq_lens, sm_scale, backend)
     return out if lse is None else (out, lse)
 
@@ -256,15 +303,16 @@ def _attend(
     return_lse: bool,
     num_splits: int | None,
     backend: str | None,
+    q_lens: torch.Tensor | None,
 ) -> Result:
     """Attend to rows as they are stored."""
     if torch.compiler.is_compiling():
-        return _attend_traced(q, segments, sm_scale, return_lse, num_splits, backend)
+        return _attend_traced(q, segments, sm_scale, return_lse, num_splits, backend, q_lens)
     if num_splits is not None and type(num_splits) is not int:
         num_splits = check_num_splits(num_splits)
     if type(return_lse) is not bool:
         check_flag("return_lse", return_lse)
-    return _attend_eagerly(q, segments, sm_scale, return_lse, num_splits, backend)
+    return _attend_eagerly(q, segments, sm_scale, return_lse, num_splits, backend, q_lens)
 
 
 def _attend_eagerly(
@@ -274,14 +322,16 @@ def _attend_eagerly(
     return_lse: bool,
     num_splits: int | None,
     backend: str | None,
+    q_lens: torch.Tensor | None,
 ) -> Result:
     """Attend now; on CUDA by the launcher itself, which checks only calls that it has not seen."""
     try:
         if q.is_cuda and (backend is None or backend == "cuda") and not debug.enabled:
-            return _cuda_kernel()(q, segments, sm_scale, num_splits, return_lse, _check_cuda)
-        return _attend_checked(q, segments, sm_scale, return_lse, num_splits, backend)
+            kernel = _cuda_kernel()
+            return kernel(q, segments, sm_scale, num_splits, return_lse, _check_cuda, q_lens)
+        return _attend_checked(q, segments, sm_scale, return_lse, num_splits, backend, q_lens)
     except (AttributeError, TypeError, RuntimeError):  # types are checked only now: it is slow
-        check_types(q, segments)
+        check_types(q, segments, q_lens)
         raise
 
 
@@ -292,23 +342,26 @@ def _attend_checked(
     return_lse: bool,
     num_splits: int | None,
     backend: str | None,
+    q_lens: torch.Tensor | None,
 ) -> Result:
     """Attend by the backend that was asked for, once everything is checked, values too."""
-    segments = _check(q, segments, num_splits)
+    segments = _check(q, segments, num_splits, q_lens)
     backend = kernels_for(q, backend)
     if backend == "cuda":
         _require_extra()
     if q.is_cpu or debug.enabled or backend == "reference":
         check_segment_values(segments)
+        if q_lens is not None:
+            check_q_len_values(q, q_lens)
     if q.requires_grad:
         q = q.detach()
     sm_scale = q.shape[-1] ** -0.5 if sm_scale is None else check_scale(sm_scale)
     if backend == "cuda":
-        return _cuda_kernel()(q, segments, sm_scale, num_splits, return_lse)
+        return _cuda_kernel()(q, segments, sm_scale, num_splits, return_lse, None, q_lens)
     if backend == "cpu":
-        out, lse = _cpu_kernel()(q, segments, sm_scale, num_splits)
+        out, lse = _cpu_kernel()(q, segments, sm_scale, num_splits, q_lens)
     else:
-        out, lse = reference_over_segments(q, segments, sm_scale)
+        out, lse = reference_over_segments(q, segments, sm_scale, q_lens)
     return out.to(q.dtype), lse.float() if return_lse else None
 
 
@@ -332,7 +385,12 @@ def _require_extra() -> None:
     require_extra()
 
 
-def _check(q: torch.Tensor, segments: Sequence[Segment], num_splits: int | None) -> list[Segment]:
+def _check(
+    q: torch.Tensor,
+    segments: Sequence[Segment],
+    num_splits: int | None,
+    q_lens: torch.Tensor | None,
+) -> list[Segment]:
     """The segments, with formats in place of their names, if q can attend to them."""
     made = []
     for segment in segments:
@@ -346,21 +404,28 @@ def _check(q: torch.Tensor, segments: Sequence[Segment], num_splits: int | None)
         raise ConfigError(f"q is {q.dtype}: use float32, bfloat16 or float16")
     if num_splits is not None and num_splits < 1:
         check_num_splits(num_splits)
-    check_segments(q, made)
+    check_segments(q, made, q_lens)
     return made
 
 
 def _check_cuda(
-    q: torch.Tensor, segments: Sequence[Segment], num_splits: int | None
+    q: torch.Tensor,
+    segments: Sequence[Segment],
+    num_splits: int | None,
+    q_lens: torch.Tensor | None = None,
 ) -> list[Segment]:
-    checked = _check(q, segments, num_splits)
+    checked = _check(q, segments, num_splits, q_lens)
     _require_extra()
     return checked
 
 
-def check_types(q: torch.Tensor, segments: Sequence[Segment]) -> None:
+def check_types(
+    q: torch.Tensor, segments: Sequence[Segment], q_lens: torch.Tensor | None = None
+) -> None:
     """Raise ConfigError unless q and all of the segments are of the types that they must be."""
     check_readable(q=q)
+    if q_lens is not None:
+        check_readable(q_lens=q_lens)
     if not isinstance(segments, Sequence) or isinstance(segments, Segment):
         raise ConfigError(f"segments is of type {type(segments).__name__}: give a list of Segment")
     for segment in segments:
@@ -382,6 +447,7 @@ def _attend_traced(
     return_lse: bool,
     num_splits: int | None,
     backend: str | None,
+    q_lens: torch.Tensor | None,
 ) -> Result:
     """Attend by the op of torch, which torch.compile puts into its graph."""
     check_flag("return_lse", return_lse)  # torch would take True for 1, here and below
@@ -408,6 +474,7 @@ def _attend_traced(
         return_lse,
         check_num_splits(num_splits),
         backend,
+        q_lens,
     )
     return results[0], results[1] if return_lse else None
 
@@ -433,18 +500,17 @@ def _op_segments(q: torch.Tensor, v_head_dim: int, fields: Sequence[Any]) -> lis
 
 
 def _attend_op(q: torch.Tensor, *args: Any) -> list[torch.Tensor]:
-    *fields, v_head_dim, sm_scale, return_lse, num_splits, backend = args
+    *fields, v_head_dim, sm_scale, return_lse, num_splits, backend, q_lens = args
     segments = _op_segments(q, v_head_dim, fields)
-    out, lse = _attend_eagerly(q, segments, sm_scale, return_lse, num_splits, backend)
+    out, lse = _attend_eagerly(q, segments, sm_scale, return_lse, num_splits, backend, q_lens)
     return [out] if lse is None else [out, lse]
 
 
 def _attend_fake(q: torch.Tensor, *args: Any) -> list[torch.Tensor]:
-    *fields, v_head_dim, _, return_lse, _, _ = args
-    check_segments(q, _op_segments(q, v_head_dim, fields))
-    batch, num_q_heads, _ = q.shape
-    out = q.new_empty(batch, num_q_heads, v_head_dim)
-    lse = q.new_empty(batch, num_q_heads, dtype=torch.float32)
+    *fields, v_head_dim, _, return_lse, _, _, q_lens = args
+    check_segments(q, _op_segments(q, v_head_dim, fields), q_lens)
+    out = q.new_empty(*q.shape[:-1], v_head_dim)
+    lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
     return [out, lse] if return_lse else [out]
 
 

@@ -25,7 +25,7 @@ from .. import debug
 from ..errors import ConfigError, DeviceError, ShapeError
 from ..rows.arguments import check_flag, check_kind, check_tensors
 from ..rows.basis import LayerBasis
-from ..rows.segment import Segment, check_segment_values, check_segments, parse_formats, query_shape
+from ..rows.segment import Segment, check_segment_values, check_segments, parse_formats
 from .attention import (
     Result,
     State,
@@ -177,7 +177,12 @@ def _check_prefix(q: torch.Tensor, prefix: Segment, segments: Sequence[Segment])
     prefix_batch = prefix.seq_lens.shape[0]
     if prefix_batch != 1:
         raise ShapeError(f"the prefix is of {prefix_batch} sequences: it must be of one")
-    num_q_heads, num_kv_heads = query_shape(q)[1], prefix.k_rows.shape[1]
+    if q.ndim != 3:
+        raise ShapeError(
+            f"q is {list(q.shape)}: it must be [batch, num_q_heads, head_dim] beside "
+            "a shared prefix"
+        )
+    num_q_heads, num_kv_heads = q.shape[1], prefix.k_rows.shape[1]
     if not segments or segments[0].k_rows.shape[1] != num_kv_heads:
         own = segments[0].k_rows.shape[1] if segments else "no"
         raise ShapeError(f"the prefix has {num_kv_heads} KV heads, the segments {own}")

@@ -52,7 +52,7 @@ def transform_query(
     """Bring queries into the basis of K, where they give the scores of the rows as they came.
 
     Args:
-        q: [batch, num_q_heads, head_dim].
+        q: [batch, num_q_heads, head_dim] or [batch, q_len, num_q_heads, head_dim].
         basis: of K.
         sm_scale: factor on q·k; None for 1 / sqrt(head_dim).
         backend: of the attention.
@@ -113,12 +113,12 @@ def restore_result(
     """Bring attention over rows in a basis to that over the rows as they came.
 
     Args:
-        out: [batch, num_q_heads, head_dim of V].
-        lse: [batch, num_q_heads], or None.
+        out: [batch, num_q_heads, head_dim of V] or [batch, q_len, num_q_heads, head_dim of V].
+        lse: the shape of out without its last axis, or None.
         q: the queries, before transform_query.
         basis: of the rows.
-        seq_lens: [batch or more], int32: tokens of each sequence: without any, out is 0 and lse
-            -inf; None where every sequence has tokens.
+        seq_lens: [batch or more], or [batch, q_len], int32: tokens that a query sees: without any,
+            out is 0 and lse -inf; None where every query sees tokens.
         sm_scale, backend: as in transform_query.
 
     Returns:
@@ -127,7 +127,7 @@ def restore_result(
     is_launched = takes_one_launch(q, backend)
     is_empty = None
     if seq_lens is not None and not (is_launched and lse is None):  # it is a launch of its own
-        is_empty = seq_lens[: len(q), None] == 0
+        is_empty = seq_lens[: len(q), ..., None] == 0
     if basis.v.is_identity:
         out = out.to(q.dtype)
     elif is_launched:
@@ -164,12 +164,13 @@ def affine_rows(
     """Multiply rows by the matrix of their KV head and add its offset, in float32.
 
     Args:
-        x: [batch, num_q_heads, head_dim], bfloat16 or float16, on CUDA.
+        x: [batch, num_q_heads, head_dim] or [batch, q_len, num_q_heads, head_dim], bfloat16 or
+            float16, on CUDA.
         matrix: [num_kv_heads, head_dim, head_dim], float32, contiguous but for the first axis; a
             row is multiplied from the left. None for none, then there is an offset.
         offset: [num_kv_heads, head_dim], float32, contiguous; None for none.
-        seq_lens: [batch or more], int32: rows of a sequence of length 0 become zeros, whatever they
-            hold; None if there are none.
+        seq_lens: [batch or more], or [batch, q_len], int32: rows of length 0 become zeros, whatever
+            they hold; None if there are none.
         check: raises unless the arguments fit one another; called only where no launch is cached;
             check_affine when None.
         overlaps: whether what was launched before on this stream is attention, which gives x, and
@@ -183,6 +184,10 @@ def affine_rows(
         UnsupportedError: the GPU is too old, or what is installed cannot do it.
         DeviceError: CUDA refuses the launch.
     """
+    if x.ndim == 4:  # the rows of each query as those of a sequence of its own
+        lens = None if seq_lens is None else seq_lens.flatten()
+        rows = x.flatten(0, 1)
+        return affine_rows(rows, matrix, offset, lens, check=check, overlaps=overlaps).view(x.shape)
     if torch.compiler.is_compiling():
         turned: torch.Tensor = affine_rows_op(x.detach(), matrix, offset, seq_lens)
         return turned

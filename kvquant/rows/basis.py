@@ -169,20 +169,20 @@ class Basis:
         return x + self.offset[:, None]
 
     def transform_query(self, q: torch.Tensor) -> torch.Tensor:
-        """M^T q of queries [batch, num_q_heads, head_dim], in float32: fp16 may not hold it."""
+        """M^T q of queries [..., num_q_heads, head_dim], in float32: fp16 may not hold it."""
         return q.float() if self.matrix is None else _per_head(q, self.matrix)
 
     def missing_score(self, q: torch.Tensor) -> torch.Tensor:
-        """q·offset of queries [batch, num_q_heads, head_dim]: [batch, num_q_heads], float32."""
-        rows: torch.Tensor = q.unflatten(1, (len(self.offset), -1)) * self.offset[:, None]
-        return rows.sum(-1).flatten(1)
+        """q·offset of queries [..., num_q_heads, head_dim]: [..., num_q_heads], float32."""
+        rows: torch.Tensor = q.unflatten(-2, (len(self.offset), -1)) * self.offset[:, None]
+        return rows.sum(-1).flatten(-2)
 
     def restore(self, out: torch.Tensor) -> torch.Tensor:
-        """M out + offset of outputs [batch, num_q_heads, head_dim], in float32."""
+        """M out + offset of outputs [..., num_q_heads, head_dim], in float32."""
         if self.transposed is not None:
             return _per_head(out, self.transposed, self.offset)
-        rows: torch.Tensor = out.unflatten(1, (len(self.offset), -1)) + self.offset[:, None]
-        return rows.flatten(1, 2)
+        rows: torch.Tensor = out.unflatten(-2, (len(self.offset), -1)) + self.offset[:, None]
+        return rows.flatten(-3, -2)
 
 
 class Encoding(NamedTuple):
@@ -291,14 +291,13 @@ def _for_fp16(matrix: torch.Tensor) -> tuple[torch.Tensor, float]:
 def _per_head(
     x: torch.Tensor, matrices: torch.Tensor, offset: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """x [batch, num_q_heads, D] times the matrix [num_kv_heads, D, E] of each KV head, float32."""
-    batch, num_heads, dim = x.shape
-    heads = matrices.shape[0]
-    rows = x.float().view(batch, heads, -1, dim).transpose(0, 1).reshape(heads, -1, dim)
+    """x [..., num_q_heads, D] times the matrix [num_kv_heads, D, E] of each KV head, float32."""
+    batch, heads, dim = x.shape[:-2].numel(), matrices.shape[0], x.shape[-1]
+    rows = x.float().reshape(batch, heads, -1, dim).transpose(0, 1).reshape(heads, -1, dim)
     with full_precision(x):
         if offset is None:
             found = torch.bmm(rows, matrices)
         else:
             found = torch.baddbmm(offset[:, None], rows, matrices)
     found = found.view(heads, batch, -1, matrices.shape[2])
-    return found.transpose(0, 1).reshape(batch, num_heads, -1)
+    return found.transpose(0, 1).reshape(*x.shape[:-1], -1)

@@ -10,7 +10,14 @@ import torch
 
 from .arguments import check_flag, check_readable, check_scale
 from .format import RowFormat
-from .segment import Segment, check_segment_values, check_segments, parse_formats
+from .segment import (
+    Segment,
+    check_q_len_values,
+    check_segment_values,
+    check_segments,
+    parse_formats,
+    visible_rows,
+)
 
 State = tuple[torch.Tensor, torch.Tensor]
 LOG2E = math.log2(math.e)
@@ -26,6 +33,7 @@ def reference_attention(
     k_format: str | RowFormat,
     v_format: str | RowFormat,
     block_table: torch.Tensor | None = ...,
+    q_lens: torch.Tensor | None = ...,
     sm_scale: float | None = ...,
     return_lse: Literal[False] = ...,
 ) -> torch.Tensor: ...
@@ -39,6 +47,7 @@ def reference_attention(
     k_format: str | RowFormat,
     v_format: str | RowFormat,
     block_table: torch.Tensor | None = ...,
+    q_lens: torch.Tensor | None = ...,
     sm_scale: float | None = ...,
     return_lse: Literal[True],
 ) -> State: ...
@@ -52,6 +61,7 @@ def reference_attention(
     k_format: str | RowFormat,
     v_format: str | RowFormat,
     block_table: torch.Tensor | None = ...,
+    q_lens: torch.Tensor | None = ...,
     sm_scale: float | None = ...,
     return_lse: bool = ...,
 ) -> torch.Tensor | State: ...
@@ -64,13 +74,15 @@ def reference_attention(
     k_format: str | RowFormat,
     v_format: str | RowFormat,
     block_table: torch.Tensor | None = None,
+    q_lens: torch.Tensor | None = None,
     sm_scale: float | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | State:
     """Attend as decode_attention does, in plain torch and float64, slowly.
 
     Args:
-        q: [batch, num_q_heads, head_dim], any float dtype.
+        q: [batch, num_q_heads, head_dim], any float dtype, or [batch, q_len, num_q_heads,
+            head_dim].
         k_rows: [batch, num_kv_heads, capacity, row bytes of k_format], uint8; with a block_table
             [num_pages, num_kv_heads, page_size, row bytes of k_format].
         v_rows: the same for V, with the row bytes of v_format.
@@ -78,13 +90,14 @@ def reference_attention(
         k_format: format of k_rows, or its short name.
         v_format: format of v_rows, or its short name (then of the head_dim of q).
         block_table: [batch, max_pages], int32: the pages of each sequence; None: no pages.
+        q_lens: [batch], int32: queries of each sequence, as in decode_attention.
         sm_scale: factor on q·k; 1 / sqrt(head_dim) when None.
         return_lse: return the log-sum-exp of the scaled scores as well.
 
     Returns:
-        As decode_attention, in float64: out [batch, num_q_heads, head_dim of v_format], with
-        return_lse also lse [batch, num_q_heads], base e. A sequence of length 0 gives zeros and lse
-        -inf; a head with a score that is not finite in float32 gives NaN.
+        As decode_attention, in float64: out of the shape of q, but with the head_dim of v_format,
+        with return_lse also lse of that shape without its last axis, base e. A query that sees no
+        token gives zeros and lse -inf; a head with a score that is not finite in float32 gives NaN.
 
     Raises:
         ShapeError, ConfigError, DeviceError: as decode_attention.
@@ -101,43 +114,54 @@ def reference_attention(
     """
     check_flag("return_lse", return_lse)
     given = {"q": q, "k_rows": k_rows, "v_rows": v_rows, "seq_lens": seq_lens}
-    check_readable(**given, **({} if block_table is None else {"block_table": block_table}))
+    optional = {"block_table": block_table, "q_lens": q_lens}
+    check_readable(**given, **{name: x for name, x in optional.items() if x is not None})
     rows = Segment(k_rows, v_rows, seq_lens, k_format, v_format, None, block_table)  # type: ignore[arg-type]
     segment = parse_formats(q, rows)
-    check_segments(q, [segment])
+    check_segments(q, [segment], q_lens)
     check_segment_values([segment])
+    if q_lens is not None:
+        check_q_len_values(q, q_lens)
     scale = None if sm_scale is None else check_scale(sm_scale)
-    out, lse = reference_over_segments(q.detach(), [segment], scale)
+    out, lse = reference_over_segments(q.detach(), [segment], scale, q_lens)
     return (out, lse) if return_lse else out
 
 
 def reference_over_segments(
-    q: torch.Tensor, segments: Sequence[Segment], sm_scale: float | None = None
+    q: torch.Tensor,
+    segments: Sequence[Segment],
+    sm_scale: float | None = None,
+    q_lens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend to the tokens of all segments as to one sequence; see reference_attention.
 
     Returns:
         out and lse, float64.
     """
-    batch, num_q_heads, head_dim = q.shape
+    if q.ndim == 3:
+        out, lse = reference_over_segments(q[:, None], segments, sm_scale)
+        return out[:, 0], lse[:, 0]
+    batch, q_len, num_q_heads, head_dim = q.shape
     num_kv_heads = segments[0].k_rows.shape[1]
     sm_scale = head_dim**-0.5 if sm_scale is None else sm_scale
-    out = torch.zeros(
-        batch, num_q_heads, segments[0].v_format.head_dim, dtype=torch.float64, device=q.device
-    )
-    lse = torch.full((batch, num_q_heads), -torch.inf, dtype=torch.float64, device=q.device)
+    seen = visible_rows(segments, q_lens, q_len).permute(1, 2, 0).tolist()
+    shape, v_dim = (batch, q_len, num_q_heads), segments[0].v_format.head_dim
+    out = torch.zeros(*shape, v_dim, dtype=torch.float64, device=q.device)
+    lse = torch.full(shape, -torch.inf, dtype=torch.float64, device=q.device)
     for b in range(batch):
         pairs = [segment.dequantized(b) for segment in segments]
-        k = torch.cat([k for k, _ in pairs], dim=1).double()  # [num_kv_heads, tokens, head_dim]
-        v = torch.cat([v for _, v in pairs], dim=1).double()
-        if k.shape[1] == 0:
-            continue
-        heads = q[b].double().view(num_kv_heads, -1, head_dim)
-        scores = torch.einsum("hgd,htd->hgt", heads, k) * sm_scale
-        # kernels compute in float32: what it cannot hold is no score
-        holdable = (scores * LOG2E).float().isfinite().all(-1, keepdim=True)
-        holdable &= (heads.float() * (sm_scale * LOG2E)).isfinite().all(-1, keepdim=True)
-        scores = scores.masked_fill(~holdable, torch.nan)
-        lse[b] = scores.logsumexp(-1).flatten()
-        out[b] = torch.einsum("hgt,htd->hgd", scores.softmax(-1), v).flatten(0, 1)
+        for i, counts in enumerate(seen[b]):
+            if not any(counts):
+                continue
+            visible = list(zip(pairs, counts, strict=True))
+            k = torch.cat([k[:, :n] for (k, _), n in visible], dim=1).double()
+            v = torch.cat([v[:, :n] for (_, v), n in visible], dim=1).double()
+            heads = q[b, i].double().view(num_kv_heads, -1, head_dim)
+            scores = torch.einsum("hgd,htd->hgt", heads, k) * sm_scale
+            # kernels compute in float32: what it cannot hold is no score
+            holdable = (scores * LOG2E).float().isfinite().all(-1, keepdim=True)
+            holdable &= (heads.float() * (sm_scale * LOG2E)).isfinite().all(-1, keepdim=True)
+            scores = scores.masked_fill(~holdable, torch.nan)
+            lse[b, i] = scores.logsumexp(-1).flatten()
+            out[b, i] = torch.einsum("hgt,htd->hgd", scores.softmax(-1), v).flatten(0, 1)
     return out, lse

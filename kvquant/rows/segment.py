@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -22,8 +22,10 @@ PAGE_SIZES = (16, 32, 64, 128)
 class Segment(NamedTuple):
     """Rows of K and V that belong to the same tokens; check_segments checks them.
 
-    Attention does not depend on the order of the rows, so a segment may be a ring. A named tuple,
-    because one is made in every call: a frozen dataclass takes 0.5 microseconds longer.
+    Attention of one query does not depend on the order of the rows, so a segment may be a ring.
+    With several queries a sequence each sees the tokens up to its own: segments are then in the
+    order of their tokens, but that sinks come before all others. A named tuple, because one is made
+    in every call: a frozen dataclass takes 0.5 microseconds longer.
 
     Attributes:
         k_rows: [batch, num_kv_heads, capacity, k_format.row_bytes], uint8; rows contiguous, the
@@ -105,15 +107,58 @@ class FixedSegments(tuple[Segment, ...]):
 
 def parse_formats(q: torch.Tensor, segment: Segment) -> Segment:
     """The segment with formats in place of their names, which have the head_dim of q."""
-    head_dim = query_shape(q)[2]
+    head_dim = query_shape(q)[-1]
     k_format, v_format = RowFormat.parse(segment.k_format, head_dim), segment.v_format
     if not isinstance(v_format, RowFormat):
         v_format = RowFormat.parse(v_format, head_dim)
     return segment._replace(k_format=k_format, v_format=v_format)
 
 
-def check_segments(q: torch.Tensor, segments: Sequence[Segment]) -> None:
-    """Raise unless a query can attend to the segments; the values in the tensors are not read.
+def visible_tokens(seq_lens: torch.Tensor, q_lens: torch.Tensor | None, q_len: int) -> torch.Tensor:
+    """How many tokens of its sequence each query sees: the first ones, up to its own.
+
+    Args:
+        seq_lens: [batch], int32: tokens of each sequence, in all segments.
+        q_lens: [batch], int32: queries of each sequence, its last tokens'; q_len of all when None.
+        q_len: rows of queries, of which the first q_lens count.
+
+    Returns:
+        [batch, q_len], int32; 0 for rows that are no queries, and for queries that would come
+        before the first token.
+    """
+    row = torch.arange(q_len, dtype=torch.int32, device=seq_lens.device)
+    if q_lens is None:
+        return (seq_lens[:, None] - q_len + row + 1).clamp(min=0)
+    counts = q_lens.clamp(0, q_len)[:, None]  # on CUDA they are not checked
+    seen = (seq_lens[:, None] - counts + row + 1).clamp(min=0)
+    return seen.masked_fill(row >= counts, 0)
+
+
+def visible_rows(
+    segments: Sequence[Segment], q_lens: torch.Tensor | None, q_len: int
+) -> torch.Tensor:
+    """How many rows of each segment each query sees: the first ones, in the order of its tokens.
+
+    Args:
+        segments: in the order of the tokens, but that the sinks of rings come before all others.
+        q_lens, q_len: as in visible_tokens.
+
+    Returns:
+        [segments, batch, q_len], int32; their sum over the segments is visible_tokens.
+    """
+    lens = torch.stack([segment.seq_lens for segment in segments])
+    sinks = torch.stack([segment.seq_lens.clamp(max=segment.sinks) for segment in segments])
+    parts = torch.cat([sinks, lens - sinks])  # in the order of the tokens
+    ends = parts.cumsum(0, dtype=torch.int32)
+    seen = visible_tokens(ends[-1], q_lens, q_len) - (ends - parts)[..., None]
+    of_sinks, of_others = seen.clamp(min=0).minimum(parts[..., None]).chunk(2)
+    return of_sinks + of_others
+
+
+def check_segments(
+    q: torch.Tensor, segments: Sequence[Segment], q_lens: torch.Tensor | None = None
+) -> None:
+    """Raise unless queries can attend to the segments; the values in the tensors are not read.
 
     This runs in every call but those that CUDA remembers (see kernels/cuda/decode/launch.py: its
     key must hold all that is looked at here): an attribute of a tensor takes 0.1 microseconds
@@ -126,11 +171,11 @@ def check_segments(q: torch.Tensor, segments: Sequence[Segment]) -> None:
     """
     if not segments:
         raise ShapeError("no segments: attention needs at least one")
-    shape = q.shape
-    if len(shape) != 3:
-        _refuse_axes(list(shape))
-    batch, num_q_heads, head_dim = shape
+    shape = query_shape(q)
+    batch, num_q_heads, head_dim = shape[0], shape[-2], shape[-1]
     device, int32, uint8 = q.device, torch.int32, torch.uint8
+    if q_lens is not None:
+        _check_q_lens(q, q_lens)
     common = None  # num_kv_heads and head_dim of V, the same in all segments
     for segment in segments:
         k_rows, v_rows, seq_lens, k_format, v_format, starts, block_table, sinks, seq_slots = (
@@ -181,22 +226,27 @@ def check_segments(q: torch.Tensor, segments: Sequence[Segment]) -> None:
 
 
 def query_shape(q: torch.Tensor) -> torch.Size:
-    """The shape of a query; ShapeError unless it has three axes."""
+    """The shape of queries; ShapeError unless they are one a sequence, or a few."""
     shape = q.shape
-    if len(shape) != 3:
-        _refuse_axes(list(shape))
+    if len(shape) != 3 and len(shape) != 4:
+        raise ShapeError(
+            f"q is {list(shape)}: it must be [batch, num_q_heads, head_dim], or [batch, q_len, "
+            "num_q_heads, head_dim] for the last q_len tokens of each sequence"
+        )
     return shape
 
 
-def _refuse_axes(shape: list[int]) -> NoReturn:
-    """Raise, with what to do where an axis of one token is too much."""
-    how = ""
-    if len(shape) == 4:
-        how = ", the queries of one token a sequence"
-        token = next((axis for axis in (2, 1) if shape[axis] == 1), None)
-        if token is not None:
-            how = f": give q.squeeze({token})"
-    raise ShapeError(f"q is {shape}: it must be [batch, num_q_heads, head_dim]{how}")
+def _check_q_lens(q: torch.Tensor, q_lens: torch.Tensor) -> None:
+    """Raise unless they count the queries of each sequence; their values are not read."""
+    if q.ndim != 4:
+        raise ShapeError(
+            f"q_lens are given with q {list(q.shape)}: they need q [batch, q_len, num_q_heads, "
+            "head_dim]"
+        )
+    if q_lens.dtype is not torch.int32 or q_lens.shape != q.shape[:1]:
+        _refuse_counts("q_lens", q_lens, q.shape[0])
+    if q_lens.device != q.device:
+        raise DeviceError(f"q is on {q.device}, q_lens on {q_lens.device}")
 
 
 def _check_pages(segment: Segment, block_table: torch.Tensor, page_size: int) -> int:
@@ -248,9 +298,10 @@ def _refuse_query(q: torch.Tensor, segment: Segment) -> None:
     rows = f"rows {list(segment.k_rows.shape)}"
     if segment.block_table is not None:
         rows += f" with block_table {list(segment.block_table.shape)}"
+    axes = "q is [batch, q_len, num_q_heads, head_dim], " if q.ndim == 4 else ""
     raise ShapeError(
-        f"q {list(q.shape)} does not fit {rows}: the batch must be the same and num_q_heads a "
-        "multiple of num_kv_heads"
+        f"q {list(q.shape)} does not fit {rows}: {axes}the batch must be the same and num_q_heads "
+        "a multiple of num_kv_heads"
     )
 
 
@@ -282,6 +333,19 @@ def check_segment_values(segments: Sequence[Segment]) -> None:
             _check_range("seq_slots", seq_slots, last, f"there are rows for 0 to {last}")
         if segment.block_table is not None:
             _check_page_values(segment, segment.block_table, lens)
+
+
+def check_q_len_values(q: torch.Tensor, q_lens: torch.Tensor) -> None:
+    """Raise unless every count of queries is one of 0 to the q_len of q.
+
+    As check_segment_values, not while a CUDA graph is captured.
+
+    Raises:
+        ShapeError: which sequence has what instead.
+    """
+    if not (q_lens.is_cuda and torch.cuda.is_current_stream_capturing()):
+        q_len = q.shape[1]
+        _check_range("q_lens", q_lens.cpu().numpy(), q_len, f"q has room for 0 to {q_len} queries")
 
 
 def _check_page_values(segment: Segment, block_table: torch.Tensor, lens: Numbers) -> None:
