@@ -83,6 +83,8 @@ NO_TENSORS: list[tuple[str, Callable[[], Any], str]] = [
     ("lengths a list", lambda: call(seq_lens=[5, 3]), "seq_lens is of type list: give a tensor"),
     ("lengths an array", lambda: call(seq_lens=LENS.numpy()), f"seq_lens is of type {ARRAY}"),
     ("pages a list", lambda: call(**PAGES, block_table=[[0], [1]]), "block_table is of type list"),
+    ("q_lens a list", lambda: call(q=Q[:, None], q_lens=[1, 1]), "q_lens is of type list"),
+    ("q_lens an array", lambda: call(q_lens=LENS.numpy()), f"q_lens is of type {ARRAY}"),
     ("reference", lambda: REFERENCE(Q, rows(), rows(), [5, 3], **BOTH), "seq_lens is of type list"),
     ("attend", lambda: KVCache.attend(cache(), 0, untyped([[1.0]])), "q is of type list"),
     ("append an array", lambda: append(cache(), 0, X.numpy(), X), f"k is of type {ARRAY}"),
@@ -124,10 +126,11 @@ def test_what_is_no_tensor_is_told(mistake: Callable[[], Any], message: str) -> 
 @pytest.mark.parametrize(
     ("shape", "how"),
     [
-        ((2, 4, 1, 64), r"head_dim\]: give q.squeeze\(2\)$"),
-        ((2, 1, 4, 64), r"head_dim\]: give q.squeeze\(1\)$"),
-        ((2, 4, 3, 64), "the queries of one token a sequence$"),
-        ((4, 64), r"head_dim\]$"),
+        ((2, 4, 1, 64), r"num_q_heads, head_dim\]: give q.transpose\(1, 2\)$"),
+        ((2, 4, 3, 64), r"num_q_heads, head_dim\]: give q.transpose\(1, 2\)$"),
+        ((2, 5, 3, 64), "num_q_heads a multiple of num_kv_heads$"),
+        ((4, 64), "for the last q_len tokens of each sequence$"),
+        ((1, 2, 1, 4, 64), "for the last q_len tokens of each sequence$"),
     ],
     ids=str,
 )
@@ -410,6 +413,7 @@ def doors() -> dict[str, tuple[Callable[..., Any], Arguments]]:
         "seq_lens": LENS,
         **BOTH,
     }
+    queries = {"q": torch.zeros(2, 3, 4, 64), "q_lens": torch.tensor([3, 0], dtype=torch.int32)}
     x, pages = torch.randn(2, 1, 64), torch.zeros(1, 1, 4, INT4.row_bytes, dtype=torch.uint8)
     exact = torch.zeros(1, 1, 4, 128, dtype=torch.uint8)
     slots = {name: torch.arange(2) for name in Slots._fields[:2]}
@@ -454,6 +458,8 @@ def doors() -> dict[str, tuple[Callable[..., Any], Arguments]]:
     return {
         "decode_attention": (decode_attention, {**attention, "block_table": None, **options}),
         "reference_attention": (reference_attention, attention),
+        "queries": (decode_attention, {**attention, **queries}),
+        "reference of queries": (reference_attention, {**attention, **queries}),
         "segment": (lambda **of: attend_segments(Q, [Segment(**of)]), two._asdict()),
         "segments": (attend_segments, {"q": Q, "segments": [two], **options}),
         "prefix": (lambda **of: attend_shared(Q, Segment(**of), [two]), one._asdict()),
@@ -480,6 +486,7 @@ def doors() -> dict[str, tuple[Callable[..., Any], Arguments]]:
             {"layer": 0, "k": X[:, :, :0], "v": X[:, :, :0], "new_lens": None},
         ),
         "attend": (filled.attend, {"layer": 0, "q": Q, **options}),
+        "attend queries": (filled.attend, {"layer": 0, **queries, **options}),
         "dequantized": (filled.dequantized, {"layer": 0, "dtype": torch.float32}),
         "crop": (filled.crop, {"seq_lens": 5}),
         "fork": (filled.fork, {"index": None}),

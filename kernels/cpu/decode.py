@@ -286,6 +286,7 @@ def attend(
     """Attend to all segments and merge; see attention.attend_segments, which checks the input."""
     if q.ndim == 3:
         return _attend(q, segments, sm_scale, num_splits, [one.seq_lens for one in segments])
+    address(q, "q")  # a copy has values where q may have none
     batch, q_len, num_q_heads, head_dim = q.shape
     by_kv_head = q.unflatten(2, (segments[0].k_rows.shape[1], -1)).transpose(1, 2)
     shape = by_kv_head.shape[:-1]  # [batch, num_kv_heads, q_len, ratio]

@@ -238,6 +238,7 @@ def query_shape(q: torch.Tensor) -> torch.Size:
 
 def _check_q_lens(q: torch.Tensor, q_lens: torch.Tensor) -> None:
     """Raise unless they count the queries of each sequence; their values are not read."""
+    check_tensors(q_lens=q_lens)
     if q.ndim != 4:
         raise ShapeError(
             f"q_lens are given with q {list(q.shape)}: they need q [batch, q_len, num_q_heads, "
@@ -298,10 +299,12 @@ def _refuse_query(q: torch.Tensor, segment: Segment) -> None:
     rows = f"rows {list(segment.k_rows.shape)}"
     if segment.block_table is not None:
         rows += f" with block_table {list(segment.block_table.shape)}"
-    axes = "q is [batch, q_len, num_q_heads, head_dim], " if q.ndim == 4 else ""
+    heads, how = segment.k_rows.shape[1], ""
+    if q.ndim == 4 and heads and q.shape[2] % heads and not q.shape[1] % heads:
+        how = ". q is [batch, q_len, num_q_heads, head_dim]: give q.transpose(1, 2)"
     raise ShapeError(
-        f"q {list(q.shape)} does not fit {rows}: {axes}the batch must be the same and num_q_heads "
-        "a multiple of num_kv_heads"
+        f"q {list(q.shape)} does not fit {rows}: the batch must be the same and num_q_heads a "
+        f"multiple of num_kv_heads{how}"
     )
 
 

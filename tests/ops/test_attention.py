@@ -219,7 +219,7 @@ META = torch.empty(2, 2, 8, INT4.row_bytes, dtype=torch.uint8, device="meta")
     ("change", "error", "message"),
     [
         ({"q": torch.zeros(4, 64)}, ShapeError, "q is [4, 64]: it must be [batch, num_q_heads"),
-        ({"q": torch.zeros(2, 4, 1, 64)}, ShapeError, "q is [2, 4, 1, 64]: it must be"),
+        ({"q": torch.zeros(2, 4, 1, 64)}, ShapeError, "give q.transpose(1, 2)"),
         ({"q": torch.zeros(1, 4, 64)}, ShapeError, "q [1, 4, 64] does not fit rows [2, 2, 8, 48]"),
         ({"q": torch.zeros(2, 3, 64)}, ShapeError, "num_q_heads a multiple of num_kv_heads"),
         ({"q": torch.zeros(2, 1, 64)}, ShapeError, "num_q_heads a multiple of num_kv_heads"),

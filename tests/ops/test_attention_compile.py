@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from kvquant import KVCache, RowFormat, decode_attention, quantize_rows
+from kvquant import Basis, KVCache, RowFormat, decode_attention, quantize_rows
 from kvquant.errors import ConfigError, ShapeError
 from kvquant.ops import attention
 from kvquant.ops.attention import attend_segments
+from kvquant.rows.basis import LayerBasis
 from kvquant.rows.segment import Segment
 
 INT4 = RowFormat.parse("int4-g4", 64)
@@ -95,6 +96,31 @@ def test_every_option_means_the_same_in_a_graph(dtype: torch.dtype, dynamic: boo
         expected = call(q)
         assert out.dtype == dtype and out.shape == (3, 4, 96)
         assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("kind", [None, "none", "matrix"])
+def test_several_queries_make_one_graph_for_all_numbers_of_them(kind: str | None) -> None:
+    bases = None
+    if kind is not None:
+        matrix = torch.eye(64) + 0.1 * torch.randn(2, 64, 64) if kind == "matrix" else None
+        bases = [LayerBasis(*(Basis(torch.randn(2, 64), kind, matrix) for _ in "kv"))]
+    cache = KVCache(1, 3, 2, 64, 100, sink_len=4, recent_len=16, bases=bases)
+    cache.append(0, *torch.randn(2, 3, 2, 60, 64), torch.tensor([60, 2, 0]))
+
+    def attend(q: torch.Tensor, q_lens: torch.Tensor | None) -> Any:
+        return cache.attend(0, 2 * q, q_lens, return_lse=True)
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(attend, fullgraph=True, backend=counter)
+    for q_len in (3, 5, 2, 8):
+        q, q_lens = torch.randn(3, q_len, 4, 64), torch.tensor([q_len, 1, 0], dtype=torch.int32)
+        found, expected = compiled(q, q_lens), attend(q, q_lens)
+        assert found[0].shape == (3, q_len, 4, 64) and found[1].shape == (3, q_len, 4)
+        for part, wanted in zip(found, expected, strict=True):
+            torch.testing.assert_close(part, wanted)
+    assert counter.frame_count <= 2, "one graph for the first shapes, one for all others"
+    with pytest.raises(Exception, match="q_lens is .*: it must be .3., the batch"):
+        compiled(q, q_lens[:2])  # the type is torch's
 
 
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
@@ -196,7 +222,7 @@ def one_segment(return_lse: bool, pages: bool) -> tuple[Any, ...]:
     rows = paged(INT8) if pages else packed(3, 20, INT8)
     starts, table = (None, TABLE) if pages else (torch.full((3,), 5, dtype=torch.int32), None)
     fields = [[part] for part in (*rows, "int4-g4", "int8", starts, table, 0, None)]
-    options = (96, None, return_lse, None, "reference" if pages else None)
+    options = (96, None, return_lse, None, "reference" if pages else None, None)
     return (torch.randn(3, 4, 64), *fields, *options)
 
 
@@ -207,10 +233,15 @@ def two_segments(return_lse: bool, pages: bool) -> tuple[Any, ...]:
     return (q, *(2 * field for field in fields[:7]), *rings, *fields[9:])
 
 
+def several_queries(return_lse: bool, pages: bool) -> tuple[Any, ...]:
+    _, *arguments, _ = one_segment(return_lse, pages)
+    return (torch.randn(3, 2, 4, 64), *arguments, torch.tensor([2, 0, 1], dtype=torch.int32))
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of opcheck's own graphs
 @pytest.mark.parametrize("pages", [False, True], ids=["rows", "pages"])
 @pytest.mark.parametrize("return_lse", [False, True], ids=["out", "out and lse"])
-@pytest.mark.parametrize("make_arguments", [one_segment, two_segments])
+@pytest.mark.parametrize("make_arguments", [one_segment, two_segments, several_queries])
 def test_torch_finds_nothing_wrong_with_the_op(
     make_arguments: Callable[[bool, bool], tuple[Any, ...]], return_lse: bool, pages: bool
 ) -> None:
