@@ -7,11 +7,13 @@ import pickle
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvquant import RowFormat, dequantize_rows, quantize_rows
 from kvquant.errors import ConfigError, ShapeError
 from kvquant.ops.quantize import dequantize_segment
-from kvquant.rows.segment import Segment, check_segments
+from kvquant.rows.segment import Segment, check_segments, visible_rows, visible_tokens
 
 INT4 = RowFormat.parse("int4-g4", 64)
 INT8 = RowFormat.parse("int8", 96)
@@ -114,3 +116,30 @@ def test_a_copy_of_a_format_is_equal_but_takes_no_hash_along() -> None:
         assert other == INT4
         assert not vars(other).keys() - {"codec", "groups", "head_dim"}  # another process's differs
         assert hash(other) == hash(INT4)
+
+
+@given(st.data())
+def test_queries_see_the_tokens_up_to_their_own(data: st.DataObject) -> None:
+    """Token by token: sinks of all segments, then their other rows; the last queries see most."""
+    batch, q_len = data.draw(st.integers(1, 3)), data.draw(st.integers(0, 5))
+    counts = st.lists(st.integers(0, 6), min_size=batch, max_size=batch)
+    facts = data.draw(st.lists(st.tuples(counts, st.integers(0, 4)), min_size=1, max_size=3))
+    rows = torch.zeros(batch, 1, 6, INT4.row_bytes, dtype=torch.uint8)
+    segments = [
+        Segment(rows, rows, torch.tensor(lens, dtype=torch.int32), INT4, INT4, sinks=sinks)
+        for lens, sinks in facts
+    ]
+    given_lens = data.draw(st.none() | st.lists(st.integers(-1, 6), min_size=batch, max_size=batch))
+    q_lens = None if given_lens is None else torch.tensor(given_lens, dtype=torch.int32)
+    found = visible_rows(segments, q_lens, q_len)
+    assert found.shape == (len(facts), batch, q_len) and found.dtype == torch.int32
+    total = sum(segment.seq_lens for segment in segments)
+    assert isinstance(total, torch.Tensor)
+    assert torch.equal(found.sum(0), visible_tokens(total, q_lens, q_len))
+    for b in range(batch):
+        order = [i for i, (lens, sinks) in enumerate(facts) for _ in range(min(lens[b], sinks))]
+        order += [i for i, (lens, sinks) in enumerate(facts) for _ in range(lens[b] - sinks)]
+        queries = q_len if given_lens is None else min(max(given_lens[b], 0), q_len)
+        for i in range(q_len):
+            seen = order[: max(len(order) - queries + i + 1, 0)] if i < queries else []
+            assert found[:, b, i].tolist() == [seen.count(n) for n in range(len(facts))]

@@ -41,7 +41,7 @@ from .tuned import Tuned, measured_plans
 
 State = tuple[torch.Tensor, "torch.Tensor | None"]
 Addresses = tuple[int, int, int, int, int]  # K, V, lengths, starts or table, sequence slots
-Check = Callable[..., Sequence[Segment]]  # of q, segments, num_splits, q_lens
+Check = Callable[[torch.Tensor, Sequence[Segment], "int | None"], Sequence[Segment]]
 QUERIES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 LOG2_E = math.log2(math.e)
 UNIT = 16  # bytes that a query is aligned to
@@ -82,7 +82,6 @@ def attend(
     num_splits: int | None,
     want_lse: bool = True,
     check: Check | None = None,
-    q_lens: torch.Tensor | None = None,
 ) -> State:
     """Attend to all segments in one launch; see attention.attend_segments.
 
@@ -101,13 +100,6 @@ def attend(
         UnsupportedError: there is no kernel for these segments, or this GPU.
         DeviceError: CUDA refuses the launch.
     """
-    if q.ndim == 4 or q_lens is not None:
-        if check:
-            check(q, segments, num_splits, q_lens)
-        raise UnsupportedError(
-            "several queries a sequence are not supported on CUDA yet: give q [batch, num_q_heads, "
-            "head_dim], or backend='reference'"
-        )
     index, address = q.get_device(), q.data_ptr()
     if type(segments) is FixedSegments:
         facts, addresses = segments.facts or _settle(segments)

@@ -423,6 +423,46 @@ def test_query_heads_beyond_whole_blocks(ratio: int, relative_l2: Measure) -> No
             torch.testing.assert_close(alone[:, 0], found[0][:, head], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(("ratio", "q_len"), [(1, 3), (4, 8), (5, 8)], ids=str)
+def test_several_queries_share_the_rows(
+    ratio: int, q_len: int, relative_l2: Measure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many work items as if they were heads of one query; over the size for threads."""
+    items: list[int] = []
+
+    def note(kernel: int, arguments: Any, count: int, *, parallel: bool = True) -> None:
+        items.append(count)
+        run(kernel, arguments, count, parallel=parallel)
+
+    run = decode.run
+    counts, queries = (1500, 5, 0, 300), (q_len, q_len, 1, 1)
+    k_rows, v_rows = make_rows(INT4, counts, 2), make_rows(INT4, counts, 2)
+    q, q_lens = torch.randn(4, q_len, 2 * ratio, 64), lens(*queries)
+    for num_splits in (1, 3, 40):
+        options: dict[str, Any] = {**BOTH, "q_lens": q_lens, "num_splits": num_splits}
+        arguments = q, k_rows, v_rows, lens(*counts)
+        with monkeypatch.context() as patch:
+            patch.setattr(decode, "run", note)
+            out, lse = check(relative_l2, *arguments, **options)
+        blocks = -(-ratio * q_len // decode.MAX_HEADS)
+        assert items.pop(0) == 4 * 2 * blocks * num_splits
+        items.clear()
+        for _ in range(3):
+            again = state(*arguments, **options)
+            assert torch.equal(again[0], out) and torch.equal(again[1], lse)
+        seen = lens(*(max(n - m + 1, 0) for n, m in zip(counts, queries, strict=True)))
+        alone = state(q[:, 0], k_rows, v_rows, seen, **BOTH, num_splits=num_splits)
+        torch.testing.assert_close(out[:, 0], alone[0], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(lse[:, 0], alone[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("q_len", [2, 8])
+def test_several_queries_in_pages(q_len: int) -> None:
+    k_rows, v_rows = make_rows(INT4, RAGGED, 2), make_rows(INT4, RAGGED, 2)
+    q = torch.randn(len(RAGGED), q_len, 8, 64)
+    check_pages(q, k_rows, v_rows, lens(*RAGGED), **BOTH)
+
+
 HOSTILE: dict[str, tuple[float, float, bool]] = {  # element 5 of a query, scale, whether it is NaN
     "inf": (torch.inf, 1e-3, True),
     "-inf": (-torch.inf, 1e-3, True),

@@ -1,0 +1,371 @@
+"""Several queries a sequence: each sees the tokens up to its own, and is like one alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvquant import KVCache, RowFormat, decode_attention, quantize_rows, reference_attention
+from kvquant.errors import ConfigError, DeviceError, ShapeError, UnsupportedError
+from kvquant.ops.attention import attend_segments
+from kvquant.ops.shared_prefix import attend_shared
+from kvquant.rows.basis import Basis, LayerBasis
+from kvquant.rows.reference import reference_over_segments
+from kvquant.rows.segment import Segment
+
+Measure = Callable[[torch.Tensor, torch.Tensor], float]
+State = tuple[torch.Tensor, torch.Tensor]
+
+BACKENDS = ("cpu", "reference")
+LIMIT = 1e-5  # relative L2 error of float32 output, the promise of the package
+HEADS = 2  # of K and V
+BF16 = RowFormat.parse("bf16", 64)
+INT4 = RowFormat.parse("int4-g4", 64)
+BOTH: dict[str, Any] = {"k_format": INT4, "v_format": INT4}
+
+# every format on one of both sides, some with another head_dim of V
+PAIRS = [
+    ("int4", "int8-g8", 64, 64),
+    ("int4-g2", "fp8-g4", 128, 128),
+    ("int4-g4", "int4-g4", 128, 64),
+    ("int4-g8", "fp16", 64, 64),
+    ("int8", "int4-g8", 128, 128),
+    ("int8-g2", "int4", 64, 128),
+    ("int8-g4", "bf16", 128, 128),
+    ("fp8", "int4-g2", 128, 128),
+    ("fp8-g2", "fp8-g8", 64, 64),
+    ("fp16", "int8-g2", 64, 64),
+]
+
+
+def lens(*counts: int) -> torch.Tensor:
+    return torch.tensor(counts, dtype=torch.int32)
+
+
+def packed(*shape: int, fmt: RowFormat = INT4) -> torch.Tensor:
+    """Rows of normal values."""
+    return quantize_rows(torch.randn(*shape, fmt.head_dim), fmt, backend="reference")
+
+
+def nan_rows(fmt: RowFormat, *shape: int) -> torch.Tensor:
+    """Rows that decode to NaN."""
+    return torch.full((*shape, fmt.row_bytes), 255, dtype=torch.uint8)
+
+
+def pages_of(k: torch.Tensor, v: torch.Tensor, counts: torch.Tensor, fmt: RowFormat) -> Segment:
+    """Rows [batch, heads, capacity, row_bytes] in pages of 16, in any order; others are NaN."""
+    batch, heads, capacity, _ = k.shape
+    each = -(-capacity // 16)
+    table = torch.randperm(batch * each, dtype=torch.int32).view(batch, each)
+    pools = [nan_rows(fmt, batch * each, heads, 16) for _ in "kv"]
+    for b, count in enumerate(counts.tolist()):
+        for token in range(count):
+            for pool, rows in zip(pools, (k, v), strict=True):
+                pool[table[b, token // 16], :, token % 16] = rows[b, :, token]
+    return Segment(pools[0], pools[1], counts, fmt, fmt, None, table)
+
+
+def ring_of(
+    k: torch.Tensor, v: torch.Tensor, counts: torch.Tensor, fmt: RowFormat, sinks: int
+) -> Segment:
+    """The same behind sinks in a ring of 40 rows that begins anywhere, at any sequence slots."""
+    batch, heads = k.shape[:2]
+    slots, starts = torch.randperm(batch + 1)[:batch], torch.randint(0, 40, (batch,))
+    rings = [nan_rows(fmt, batch + 1, heads, sinks + 40) for _ in "kv"]
+    for b, count in enumerate(counts.tolist()):
+        for token in range(count):
+            row = token if token < sinks else sinks + (token - sinks + int(starts[b])) % 40
+            for ring, rows in zip(rings, (k, v), strict=True):
+                ring[slots[b], :, row] = rows[b, :, token]
+    return Segment(*rings, counts, fmt, fmt, starts.int(), None, sinks, slots.int())
+
+
+def segments_of(
+    kind: str, counts: tuple[int, ...], dim: int
+) -> tuple[list[Segment], torch.Tensor, torch.Tensor]:
+    """Segments of a kind, and dequantized K and V [batch, heads, tokens, dim] in token order."""
+    seq_lens, longest = lens(*counts), max(*counts, 1)
+    int4, bf16 = RowFormat.parse("int4-g4", dim), RowFormat.parse("bf16", dim)
+    if kind == "cache":  # sinks, packed rows, recent tokens; some cropped into the packed rows
+        options: dict[str, Any] = {"k_format": int4, "v_format": int4}
+        cache = KVCache(1, len(counts), HEADS, dim, 200, sink_len=3, recent_len=12, **options)
+        k, v = torch.randn(2, len(counts), HEADS, longest + 9, dim)
+        cache.append(0, k, v, [n + 9 if i % 2 else n for i, n in enumerate(counts)])
+        cache.crop(seq_lens)
+        return cache.segments(0), *cache.dequantized(0)
+    fmt = bf16 if kind == "ring" else int4
+    k, v = (packed(len(counts), HEADS, longest, fmt=fmt) for _ in "kv")
+    for b, count in enumerate(counts):
+        k[b, :, count:], v[b, :, count:] = 255, 255
+    linear = Segment(k, v, seq_lens, fmt, fmt)
+    segment = linear
+    if kind == "pages":
+        segment = pages_of(k, v, seq_lens, fmt)
+    elif kind == "ring":
+        segment = ring_of(k, v, seq_lens, fmt, 2)
+    keys, values = torch.zeros(2, len(counts), HEADS, longest, dim)
+    for b, count in enumerate(counts):
+        keys[b, :, :count], values[b, :, :count] = linear.dequantized(b)
+    return [segment], keys, values
+
+
+def plain(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, counts: list[int], q_lens: list[int]
+) -> State:
+    """Attention of each query by itself, in float64, to K and V in the order of the tokens."""
+    batch, q_len, num_q_heads, dim = q.shape
+    out = torch.zeros(batch, q_len, num_q_heads, v.shape[-1], dtype=torch.float64)
+    lse = torch.full((batch, q_len, num_q_heads), -torch.inf, dtype=torch.float64)
+    for b, count in enumerate(counts):
+        for i in range(q_lens[b]):
+            seen = count - q_lens[b] + i + 1
+            if seen > 0:
+                keys, values = k[b, :, :seen].double(), v[b, :, :seen].double()
+                heads = q[b, i].double().view(k.shape[1], -1, dim)
+                scores = heads @ keys.transpose(-1, -2) / dim**0.5
+                lse[b, i] = scores.logsumexp(-1).flatten()
+                out[b, i] = (scores.softmax(-1) @ values).flatten(0, 1)
+    return out, lse
+
+
+def assert_close(measure: Measure, found: State, expected: State, limit: float) -> None:
+    (out, lse), (wanted, wanted_lse) = found, expected
+    empty = wanted_lse == -torch.inf
+    assert torch.equal(lse == -torch.inf, empty)
+    assert not out[empty].any()
+    assert measure(out, wanted) <= limit
+    torch.testing.assert_close(lse[~empty].double(), wanted_lse[~empty], rtol=1e-5, atol=limit)
+
+
+LENGTHS = st.sampled_from([0, 1, 2, 3, 7, 15, 16, 17, 33, 40])
+
+
+@pytest.mark.parametrize(("ratio", "dim"), [(1, 64), (4, 128), (5, 64)], ids=str)
+@pytest.mark.parametrize("q_len", [1, 2, 3, 8])
+@pytest.mark.parametrize("kind", ["linear", "pages", "ring", "cache"])
+def test_each_query_sees_the_tokens_up_to_its_own(
+    kind: str, q_len: int, ratio: int, dim: int, relative_l2: Measure
+) -> None:
+    @settings(max_examples=8)
+    @given(st.lists(st.tuples(LENGTHS, st.integers(0, q_len)), min_size=2, max_size=3), st.data())
+    def check(each: list[tuple[int, int]], data: st.DataObject) -> None:
+        counts, queries = (list(one) for one in zip(*each, strict=True))
+        num_splits = data.draw(st.sampled_from([None, 1, 3]))
+        is_ragged = data.draw(st.booleans())
+        torch.manual_seed(0)
+        segments, keys, values = segments_of(kind, tuple(counts), dim)
+        q = torch.randn(len(each), q_len, HEADS * ratio, dim)
+        if is_ragged:
+            for b, count in enumerate(queries):
+                q[b, count:] = torch.nan
+        expected = plain(q, keys, values, counts, queries if is_ragged else [q_len] * len(each))
+        q_lens = lens(*queries) if is_ragged else None
+        exact = reference_over_segments(q, segments, None, q_lens)
+        assert_close(relative_l2, exact, expected, 1e-12 if kind != "cache" else 1e-6)
+        for backend in BACKENDS:
+            options: dict[str, Any] = {"num_splits": num_splits, "backend": backend}
+            found = attend_segments(q, segments, q_lens=q_lens, return_lse=True, **options)
+            assert_close(relative_l2, found, exact, LIMIT)
+            alone = attend_segments(q, segments, q_lens=q_lens, **options)
+            assert torch.equal(alone, found[0])
+
+    check()
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair[0]}+{pair[1]}")
+def test_any_pair_of_formats(pair: tuple[str, str, int, int], relative_l2: Measure) -> None:
+    k_format, v_format = RowFormat.parse(pair[0], pair[2]), RowFormat.parse(pair[1], pair[3])
+    rows = packed(3, HEADS, 150, fmt=k_format), packed(3, HEADS, 150, fmt=v_format)
+    options: dict[str, Any] = {"k_format": k_format, "v_format": v_format, "return_lse": True}
+    q, q_lens = torch.randn(3, 3, 8, pair[2]), lens(3, 2, 1)
+    for dtype, limit in ((torch.float32, LIMIT), (torch.bfloat16, 3e-3), (torch.float16, 8e-4)):
+        given = q.to(dtype), *rows, lens(150, 17, 1)
+        out, lse = decode_attention(*given, q_lens=q_lens, **options)
+        assert (out.dtype, lse.dtype, out.shape) == (dtype, torch.float32, (3, 3, 8, pair[3]))
+        expected = reference_attention(*given, q_lens=q_lens, **options)
+        assert_close(relative_l2, (out, lse), expected, limit)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["linear", "pages", "ring", "cache"])
+def test_one_query_is_the_same_with_an_axis_and_without(kind: str, backend: str) -> None:
+    segments, _, _ = segments_of(kind, (40, 0, 17, 1), 64)
+    q = torch.randn(4, 6, 64)
+    options: dict[str, Any] = {"return_lse": True, "backend": backend}
+    for num_splits in (None, 3):
+        expected = attend_segments(q, segments, num_splits=num_splits, **options)
+        for q_lens in (None, lens(1, 1, 1, 1)):
+            found = attend_segments(
+                q[:, None], segments, q_lens=q_lens, num_splits=num_splits, **options
+            )
+            for one, other in zip(found, expected, strict=True):
+                assert torch.equal(one[:, 0], other)
+    assert all(
+        map(torch.equal, found, attend_segments(q[:, None], segments, num_splits=3, **options))
+    )
+
+
+@pytest.mark.parametrize("kind", [None, "none", "hadamard", "matrix"])
+def test_drafted_tokens_are_attended_as_token_by_token(
+    kind: str | None, relative_l2: Measure
+) -> None:
+    """Nothing is packed meanwhile: the ring, cropped before, has room for all of them."""
+    bases = None
+    if kind is not None:
+        matrix = torch.eye(64) + 0.1 * torch.randn(HEADS, 64, 64) if kind == "matrix" else None
+        bases = [LayerBasis(*(Basis(torch.randn(HEADS, 64), kind, matrix) for _ in "kv"))]
+    cache = KVCache(1, 3, HEADS, 64, 100, sink_len=2, recent_len=8, bases=bases)
+    cache.append(0, *torch.randn(2, 3, HEADS, 40, 64), [40, 9, 5])
+    cache.crop([36, 4, 0])
+    other, new_lens = cache.fork(), [4, 3, 2]
+    q, (k, v) = torch.randn(3, 4, 6, 64), torch.randn(2, 3, HEADS, 4, 64)
+    cache.append(0, k, v, new_lens)
+    out, lse = cache.attend(0, q, lens(*new_lens), return_lse=True)
+    for i in range(4):
+        counts = [int(i < count) for count in new_lens]
+        other.append(0, k[:, :, i : i + 1], v[:, :, i : i + 1], counts)
+        assert other.layers[0].packed_lens.equal(cache.layers[0].packed_lens)
+        one = other.attend(0, q[:, i], return_lse=True)
+        for b, count in enumerate(counts):
+            if count:
+                assert relative_l2(out[b, i], one[0][b]) < LIMIT
+                torch.testing.assert_close(lse[b, i], one[1][b], rtol=1e-5, atol=1e-5)
+            else:
+                assert not out[b, i].any() and bool((lse[b, i] == -torch.inf).all())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["none", "hadamard", "matrix"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_in_a_basis_give_what_the_values_give(
+    dtype: torch.dtype, kind: str, backend: str, relative_l2: Measure
+) -> None:
+    matrix = torch.eye(64) + 0.1 * torch.randn(HEADS, 64, 64) if kind == "matrix" else None
+    bases = [LayerBasis(*(Basis(torch.randn(HEADS, 64), kind, matrix) for _ in "kv"))]
+    cache = KVCache(1, 4, HEADS, 64, 100, sink_len=2, recent_len=8, bases=bases)
+    counts, queries = [60, 2, 0, 11], [3, 3, 2, 0]
+    cache.append(0, *torch.randn(2, 4, HEADS, 60, 64), counts)
+    q = torch.randn(4, 3, 6, 64).to(dtype)
+    for b, count in enumerate(queries):
+        q[b, count:] = torch.nan
+    keys, values = cache.dequantized(0)
+    expected = plain(q, keys, values, counts, queries)
+    found = cache.attend(0, q, lens(*queries), return_lse=True, backend=backend)
+    assert_close(relative_l2, found, expected, 1e-5 if dtype == torch.float32 else 3e-3)
+    alone = cache.attend(0, q, lens(*queries), backend=backend)
+    assert torch.equal(alone, found[0]) and alone.dtype == dtype
+    every = cache.attend(0, torch.randn(4, 3, 6, 64), return_lse=True, backend=backend)
+    assert every[1].isinf().any(-1).tolist() == [
+        [False, False, False],
+        [True, False, False],
+        [True, True, True],
+        [False, False, False],
+    ]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("spoiled", [0, 1], ids="KV")
+def test_a_nan_row_reaches_only_queries_that_see_it(spoiled: int, backend: str) -> None:
+    rows = packed(1, HEADS, 30), packed(1, HEADS, 30)
+    rows[spoiled][0, 1, 27] = 255
+    q = torch.randn(1, 4, 6, 64)
+    out = decode_attention(q, *rows, lens(30), **BOTH, backend=backend)
+    assert out[0, :, 3:].isnan().flatten(1).all(1).tolist() == [False, True, True, True]
+    assert bool(out[0, :, :3].isfinite().all() and out[0, 0].isfinite().all()), "all others"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_queries_that_are_infinite_make_themselves_nan(backend: str) -> None:
+    rows, q = (packed(1, HEADS, 30), packed(1, HEADS, 30)), torch.randn(1, 4, 6, 64)
+    q[0, 2, 1, 5] = torch.inf
+    out = decode_attention(q, *rows, lens(30), **BOTH, backend=backend)
+    bad = out.isnan().all(-1)
+    assert bad.nonzero().tolist() == [[0, 2, 1]] and int(out.isnan().any(-1).sum()) == 1
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_queries_may_have_any_strides(backend: str) -> None:
+    """Those of [batch, heads, tokens, head_dim], of one sequence for all, or none at all."""
+    rows, options = (packed(2, HEADS, 30), packed(2, HEADS, 30)), {**BOTH, "backend": backend}
+    q = torch.randn(2, 6, 3, 128)[..., ::2].transpose(1, 2)
+    q_lens = lens(3, 9, 2, 9)[::2]
+    out = decode_attention(q, *rows, lens(30, 9), q_lens=q_lens, **options)
+    same = decode_attention(
+        q.contiguous(), *rows, lens(30, 9), q_lens=q_lens.contiguous(), **options
+    )
+    assert torch.equal(out, same) and out.is_contiguous()
+    one = torch.randn(1, 1, 1, 64).expand(2, 3, 4, 64)
+    out = decode_attention(one, *rows, lens(30, 9), q_lens=lens(3).expand(2), **options)
+    assert torch.equal(out, decode_attention(one.contiguous(), *rows, lens(30, 9), **options))
+    for shape in ((2, 0, 4, 64), (2, 3, 0, 64)):
+        found = decode_attention(torch.randn(shape), *rows, lens(30, 9), return_lse=True, **options)
+        assert (found[0].shape, found[1].shape) == (shape, shape[:-1])
+    none = decode_attention(
+        torch.randn(0, 3, 4, 64), rows[0][:0], rows[1][:0], lens(), return_lse=True, **options
+    )
+    assert (none[0].shape, none[1].shape) == ((0, 3, 4, 64), (0, 3, 4))
+    grown = torch.randn(2, 3, 4, 64, requires_grad=True)
+    assert not decode_attention(grown, *rows, lens(30, 9), **options).requires_grad
+
+
+@pytest.mark.parametrize("backend", [None, "cpu", "reference"])
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"q_lens": lens(3)}, ShapeError, "q_lens is [1]: it must be [2], the batch"),
+        ({"q_lens": lens(3, 4)}, ShapeError, "q_lens of sequence 1 is 4: q has room for 0 to 3"),
+        ({"q_lens": lens(-1, 3)}, ShapeError, "q_lens of sequence 0 is -1: q has room for"),
+        ({"q_lens": lens(3, 3).long()}, ConfigError, "q_lens is torch.int64: use int32"),
+        ({"q_lens": lens(3, 3).to("meta")}, DeviceError, "q is on cpu, q_lens on meta"),
+        ({"q": torch.zeros(2, 4, 64)}, ShapeError, "q_lens are given with q [2, 4, 64]: they need"),
+        ({"q": torch.zeros(1, 3, 4, 64)}, ShapeError, "q_lens is [2]: it must be [1], the batch"),
+        ({"q": torch.zeros(2, 3, 3, 64)}, ShapeError, "num_q_heads a multiple of num_kv_heads"),
+        ({"q": torch.zeros(2, 3, 4, 128)}, ConfigError, "int4-g4 has head_dim 64, not 128"),
+    ],
+    ids=[f"case{i}" for i in range(9)],
+)
+def test_what_does_not_fit_is_refused(
+    change: dict[str, Any], error: type[Exception], message: str, backend: str | None
+) -> None:
+    rows = torch.zeros(2, HEADS, 8, INT4.row_bytes, dtype=torch.uint8)
+    given: dict[str, Any] = {
+        "q": torch.zeros(2, 3, 4, 64),
+        "q_lens": lens(3, 0),
+        "backend": backend,
+    }
+    given |= {"k_rows": rows, "v_rows": rows, "seq_lens": lens(8, 2), **BOTH}
+    decode_attention(**given)
+    with pytest.raises(error) as caught:
+        decode_attention(**(given | change))
+    assert message in str(caught.value)
+    if backend == "reference":
+        del given["backend"]
+        with pytest.raises(error) as caught:
+            reference_attention(**(given | change))
+        assert message in str(caught.value)
+
+
+def test_where_only_one_query_goes_more_are_refused() -> None:
+    q, segment = (
+        torch.zeros(2, 3, 4, 64),
+        Segment(*(packed(2, HEADS, 8) for _ in "kv"), lens(8, 2), INT4, INT4),
+    )
+    prefix = Segment(*(packed(1, HEADS, 8) for _ in "kv"), lens(8), INT4, INT4)
+    with pytest.raises(
+        ShapeError, match=r"\[batch, num_q_heads, head_dim\] beside a shared prefix"
+    ):
+        attend_shared(q, prefix, [segment])
+    cache = KVCache(2, 2, HEADS, 64, 32, windows=[16, 32])
+    with pytest.raises(UnsupportedError, match=r"layer 0 sees the last 16 tokens: .* one query"):
+        cache.attend(0, q)
+    cache.attend(0, q[:, :1])
+    cache.attend(1, q)  # its window hides nothing
+    with pytest.raises(
+        ShapeError, match=r"q is \[2, 3, 4, 64\]: it must be \[2, num_q_heads, 64\]"
+    ):
+        cache.step(0, q, *torch.zeros(2, 2, HEADS, 1, 64))
