@@ -43,6 +43,10 @@ def test_return_lse_says_what_comes() -> None:
     assert_type(attend_shared(q, one, [one], return_lse=True), State)
     assert_type(cache.attend(0, q, backend="reference"), torch.Tensor)
     assert_type(cache.attend(0, q, return_lse=True), State)
+    many, q_lens = torch.ones(1, 3, 2, 64), lens
+    assert_type(cache.attend(0, many, q_lens), torch.Tensor)
+    assert_type(cache.attend(0, many, q_lens, return_lse=True), State)
+    assert_type(attend_segments(many, [one], q_lens=q_lens, return_lse=True), State)
     assert_type(cache.attend(0, q, return_lse=flag), torch.Tensor | State)
     paged = PagedKVCache(1, 1, 64, 2, page_size=16)
     batch = PagedBatch(paged, 1, 1)

@@ -156,8 +156,8 @@ def decode_attention(
         v_format], the dtype of q; with return_lse also lse of that shape without its last axis,
         float32, base e. A query that sees no token, and what is no query, gives zeros and lse -inf.
         On the CPU a head with a score that float32 cannot hold, as of an infinite query, gives NaN,
-        out and lse. A row of NaN makes those queries NaN that see it, on CUDA all of its sequence.
-        Neither out nor lse has a gradient.
+        out and lse. NaN in a row reaches the queries that see it; on CUDA, in a row of V, all of
+        its sequence. Neither out nor lse has a gradient.
 
     Raises:
         ShapeError: the tensors do not fit one another, or a length is over the capacity, a page

@@ -105,7 +105,8 @@ def test_several_queries_make_one_graph_for_all_numbers_of_them(kind: str | None
         matrix = torch.eye(64) + 0.1 * torch.randn(2, 64, 64) if kind == "matrix" else None
         bases = [LayerBasis(*(Basis(torch.randn(2, 64), kind, matrix) for _ in "kv"))]
     cache = KVCache(1, 3, 2, 64, 100, sink_len=4, recent_len=16, bases=bases)
-    cache.append(0, *torch.randn(2, 3, 2, 60, 64), torch.tensor([60, 2, 0]))
+    k, v = torch.randn(2, 3, 2, 60, 64)
+    cache.append(0, k, v, torch.tensor([60, 2, 0]))
 
     def attend(q: torch.Tensor, q_lens: torch.Tensor | None) -> Any:
         return cache.attend(0, 2 * q, q_lens, return_lse=True)

@@ -44,6 +44,25 @@ def test_attention_turns_by_two_launches(monkeypatch: pytest.MonkeyPatch) -> Non
         cache.attend(0, torch.zeros(3, 5, 64).bfloat16())
 
 
+def test_several_queries_turn_by_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = install(monkeypatch)
+    monkeypatch.setattr(transform, "takes_one_launch", lambda q, backend: q.dtype == torch.bfloat16)
+    basis = Basis(torch.ones(2, 64), "hadamard")
+    cache = KVCache(1, 3, 2, 64, 40, bases=[LayerBasis(basis, basis)])
+    q_lens = torch.tensor([4, 1, 0], dtype=torch.int32)
+    for return_lse in (False, True):
+        cuda.launched.clear()
+        found = cache.attend(0, torch.zeros(3, 4, 6, 64).bfloat16(), q_lens, return_lse=return_lse)
+        out = found[0] if return_lse else found
+        assert isinstance(out, torch.Tensor) and out.shape == (3, 4, 6, 64)
+        assert len(cuda.launched) == 2
+        assert not cuda.launched[-1].overlaps, "what queries see was computed since"
+        for launched in cuda.launched:
+            assert launched.grid == cuda.launched[0].grid and launched.grid[0] >= 1
+            given = arguments_of(AffineSpec(64), launched.arguments)
+            assert bool(given["seq_lens"]) == (launched is cuda.launched[-1])
+
+
 def test_compiled_attention_turns_by_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = install(monkeypatch)
     monkeypatch.setattr(transform, "takes_one_launch", lambda q, backend: backend != "reference")
@@ -79,14 +98,36 @@ def test_attention_in_a_basis_is_that_of_the_cpu(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["none", "hadamard", "matrix"])
+def test_several_queries_in_a_basis_are_those_of_the_cpu(
+    kind: str, relative_l2: Callable[[torch.Tensor, torch.Tensor], float]
+) -> None:
+    on_gpu, on_cpu = make_cache(kind, "cuda"), make_cache(kind, "cpu")
+    q, q_lens = torch.randn(3, 5, 8, 64).bfloat16(), torch.tensor([3, 5, 2], dtype=torch.int32)
+    for b, count in enumerate(q_lens.tolist()):
+        q[b, count:] = torch.nan
+    expected = on_cpu.attend(0, q.float(), q_lens, return_lse=True)
+    given = on_gpu.attend(0, q.cuda(), q_lens.cuda(), return_lse=True)
+    empty = expected[1] == -torch.inf
+    assert torch.equal(given[1].cpu() == -torch.inf, empty) and not given[0].cpu()[empty].any()
+    assert relative_l2(given[0].cpu(), expected[0]) < 8e-3
+    torch.testing.assert_close(given[1].cpu()[~empty], expected[1][~empty], atol=0.02, rtol=0)
+    alone = on_gpu.attend(0, q.cuda(), q_lens.cuda())
+    assert isinstance(alone, torch.Tensor) and relative_l2(alone, given[0]) < 1e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(3, 8, 64), (3, 4, 8, 64)], ids=str)
 @pytest.mark.parametrize("return_lse", [False, True], ids=["out", "lse"])
-def test_graphs_and_compiled_calls_give_the_same_bits(return_lse: bool) -> None:
+def test_graphs_and_compiled_calls_give_the_same_bits(
+    return_lse: bool, shape: tuple[int, ...]
+) -> None:
     cache = make_cache("matrix", "cuda")
 
     def attend(q: torch.Tensor) -> Any:
         return cache.attend(0, q, return_lse=return_lse)
 
-    q = torch.randn(3, 8, 64, device="cuda").bfloat16()
+    q = torch.randn(shape, device="cuda").bfloat16()
     attend(q)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

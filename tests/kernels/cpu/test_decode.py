@@ -19,6 +19,7 @@ from kvquant import (
     reference_attention,
 )
 from kvquant.kernels.cpu import decode
+from kvquant.kernels.cpu.parallel import run
 from kvquant.ops.attention import attend_segments
 from kvquant.rows.reference import reference_over_segments
 from kvquant.rows.segment import PAGE_SIZES, Segment
@@ -434,7 +435,6 @@ def test_several_queries_share_the_rows(
         items.append(count)
         run(kernel, arguments, count, parallel=parallel)
 
-    run = decode.run
     counts, queries = (1500, 5, 0, 300), (q_len, q_len, 1, 1)
     k_rows, v_rows = make_rows(INT4, counts, 2), make_rows(INT4, counts, 2)
     q, q_lens = torch.randn(4, q_len, 2 * ratio, 64), lens(*queries)
