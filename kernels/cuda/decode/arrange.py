@@ -43,9 +43,42 @@ def arrange(segments: Sequence[Segment]) -> tuple[int, ...]:
     )
 
 
-def make_spec(segments: Sequence[Segment], query: str, ratio: int, without: str = "") -> DecodeSpec:
-    """The kernel for arranged segments and `ratio` query heads on a KV head, with any warps and
-    stages.
+def arrange_in_order(segments: Sequence[Segment]) -> tuple[int, ...]:
+    """The same for several queries a sequence: the order is that of the tokens (queries.py).
+
+    Raises:
+        UnsupportedError: there are more than two, the second has pages, or both have sinks.
+    """
+    used = [i for i, segment in enumerate(segments) if segment.capacity]
+    others = [segments[i] for i in used[1:]]
+    sinks = [i for i in used if segments[i].sinks]
+    if len(used) <= 2 and len(sinks) <= 1 and all(one.block_table is None for one in others):
+        return tuple(used)
+    kinds = ", ".join(_describe(segments[i]) for i in used)
+    raise UnsupportedError(
+        f"no CUDA kernel attends several queries a sequence to these segments together: {kinds}. "
+        "There may be one of any kind and, for tokens after it, one without a block table, at most "
+        "one of them with sinks. Attend to each query in a call of its own, with the lengths that "
+        "it sees, or pass backend='reference'"
+    )
+
+
+def make_spec(
+    segments: Sequence[Segment],
+    query: str,
+    columns: int,
+    without: str = "",
+    *,
+    causal: bool = False,
+) -> DecodeSpec:
+    """The kernel for arranged segments, with any warps and stages.
+
+    Args:
+        segments: arranged.
+        query: "bf16" or "fp16".
+        columns: on a KV head: its query heads, of all queries of a sequence.
+        without: one of TECHNIQUES, or "".
+        causal: whether a sequence has several queries.
 
     Raises:
         ConfigError: rows are not aligned.
@@ -55,7 +88,7 @@ def make_spec(segments: Sequence[Segment], query: str, ratio: int, without: str 
         _check(segment)
     first, others = segments[0], segments[1:]
     formats = [fmt for one in segments for fmt in (one.k_format, one.v_format)]
-    columns, sharers = columns_of(ratio, *formats)
+    of_warp, sharers = columns_of(columns, *formats)
     place = "linear"
     if first.starts is not None or first.seq_slots is not None:
         place = "ring"
@@ -68,8 +101,9 @@ def make_spec(segments: Sequence[Segment], query: str, ratio: int, without: str 
         second,
         query,
         without=without,
-        columns=columns,
+        columns=of_warp,
         sharers=sharers,
+        causal=causal,
     )
 
 

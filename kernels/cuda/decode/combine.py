@@ -1,8 +1,8 @@
 """Merge: the warps of a block through shared memory, the blocks of a unit through partials.
 
-A unit is a sequence and as many query heads of a KV head as a block has columns. The last of its
-blocks to finish merges them all, so that no second launch is needed. It knows that it is the last
-by a counter, which goes around to 0 again. Log-sum-exps are base 2 until the end.
+A unit is a sequence and as many columns of a KV head as a block has. The last of its blocks to
+finish merges them all, so that no second launch is needed. It knows that it is the last by a
+counter, which goes around to 0 again. Log-sum-exps are base 2 until the end.
 """
 
 import math
@@ -32,10 +32,11 @@ from ..device.ptx import (
     store_shared_f32,
     store_shared_u32,
 )
+from .queries import make_row_of
 from .spec import AHEAD
 
 LN2 = math.log(2)
-NOTHING = -3e38  # the lse of no tokens
+NOTHING, LOWEST = -3e38, -1e30  # the lse of no tokens; below which it is one
 
 
 def make_write(query):
@@ -56,11 +57,12 @@ def make_combine_warps(spec, put_output, write):
     WARPS, RINGS, PAIRS = spec.warps, spec.warps // spec.sharers, 2 * spec.eights
     DIM = spec.first.v_format.head_dim
     FOURS, COLUMN = DIM // 4, 4 * (DIM + 4)  # bytes of a column's output
+    CAUSAL, row_of = spec.causal, make_row_of(spec)[1]
     SUMS, OUTPUTS = 4 * RINGS * COLUMNS, 8 * RINGS * COLUMNS
 
     @device_function
-    def combine_warps(shared, sums, header_sums, references, heads, results):
-        total, part_out, part_lse, out, lse = results
+    def combine_warps(shared, sums, header_sums, references, columns, results):
+        total, part_out, part_lse, out, lse, lie = results
         tid = uint32(cuda.threadIdx.x)
         lane = tid & uint32(31)
         warp = tid >> uint32(5)
@@ -89,18 +91,25 @@ def make_combine_warps(spec, put_output, write):
                 weight = exp2(load_shared_f32(at) - top)
                 weights += load_shared_f32(at + uint32(SUMS)) * weight
             factors[i] = exp2(references[i] - top) / weights
+            sees = True
+            if CAUSAL:
+                sees = weights != float32(0)
+                if not sees:
+                    factors[i] = float32(0)
             if ring == uint32(0) and lane < uint32(4):
                 log_sum = top + log2(weights)
                 if total > int32(1):
+                    log_sum = log_sum if sees else float32(NOTHING)
                     store_global_f32(part_lse + uint64(4) * uint64(column), log_sum)
-                elif lse != uint64(0) and column < heads:
-                    store_global_f32(lse + uint64(4) * uint64(column), log_sum * float32(LN2))
+                elif lse != uint64(0) and column < columns:
+                    row = uint64(row_of(column, lie))
+                    store_global_f32(lse + uint64(4) * row, log_sum * float32(LN2))
         outputs = shared + uint32(OUTPUTS)
         mine = ring * uint32(COLUMNS) + (first - uint32(2) * t)
         put_output(outputs + mine * uint32(COLUMN), sums, header_sums, factors, lane)
         cuda.syncthreads()
         item = tid
-        while item < heads * uint32(FOURS):
+        while item < columns * uint32(FOURS):
             column = item // uint32(FOURS)
             four = item - column * uint32(FOURS)
             at = outputs + column * uint32(COLUMN) + four * uint32(16)
@@ -108,25 +117,28 @@ def make_combine_warps(spec, put_output, write):
             for r in range(1, RINGS):
                 more = load_shared_f32x4(at + uint32(r * COLUMNS * COLUMN))
                 values = add_rows(values, float32(1), float32(1), more)
-            place = uint64(column) * uint64(DIM) + uint64(4) * uint64(four)
+            in_row = uint64(4) * uint64(four)
             if total > int32(1):
+                place = uint64(column) * uint64(DIM) + in_row
                 store_global_f32x4(part_out + uint64(4) * place, values)
             else:
+                place = uint64(row_of(column, lie)) * uint64(DIM) + in_row
                 write(out + uint64(2) * place, values)
             item += uint32(32 * WARPS)
 
     return combine_warps
 
 
-def make_combine_splits(head_dim, warps, columns, three, write):
+def make_combine_splits(spec, write):
     """Make the function by which the last block of a unit merges the parts of all.
 
     Parts are numbered through the segments, which have counts[0], the first two counts[1], all
     counts[2]. A part's place in `partial` is its number and what `adds` has for its segment.
     """
-    THREE = three
-    DIM, FOURS, THREADS, COLUMNS = head_dim, head_dim // 4, 32 * warps, columns
-    # lanes that weigh the parts of a head, a power of two; perhaps some are left over
+    THREE, THREADS, COLUMNS = spec.segments == 3, spec.threads, spec.block_columns
+    DIM, FOURS = spec.first.v_format.head_dim, spec.first.v_format.head_dim // 4
+    CAUSAL, row_of = spec.causal, make_row_of(spec)[1]
+    # lanes that weigh the parts of a column, a power of two; perhaps some are left over
     LANES = 1 << (THREADS // COLUMNS).bit_length() - 1
     LOADED = 4 * AHEAD
 
@@ -141,7 +153,9 @@ def make_combine_splits(head_dim, warps, columns, three, write):
         return uint64(uint32(number + added))
 
     @device_function
-    def combine_splits(shared, counter, heads, counts, adds, partial, part_lses, out, lse):
+    def combine_splits(shared, counter, columns, parts, results):
+        counts, adds, partial, part_lses = parts
+        out, lse, lie = results
         tid = uint32(cuda.threadIdx.x)
         total = counts[2]
         cuda.syncthreads()  # every thread has written its part
@@ -155,7 +169,7 @@ def make_combine_splits(head_dim, warps, columns, three, write):
             return
         fence()
         # weights of the parts, [total, COLUMNS] in shared memory, zeros up to a multiple of AHEAD
-        head = tid // uint32(LANES)
+        column = tid // uint32(LANES)
         mine = tid % uint32(LANES)
         if tid >= uint32(LANES * COLUMNS):
             mine = uint32(1 << 31)  # beyond all parts
@@ -163,10 +177,10 @@ def make_combine_splits(head_dim, warps, columns, three, write):
         top = float32(NOTHING)
         part = mine
         while part < total:
-            place = part * uint32(COLUMNS) + head
+            place = part * uint32(COLUMNS) + column
             value = float32(0)
-            if head < heads:
-                here = place_of(part, counts, adds) * uint64(COLUMNS) + uint64(head)
+            if column < columns:
+                here = place_of(part, counts, adds) * uint64(COLUMNS) + uint64(column)
                 value = load_written_f32(part_lses + uint64(4) * here)
             store_shared_f32(shared + uint32(4) * place, value)
             top = maximum(top, value)
@@ -178,7 +192,7 @@ def make_combine_splits(head_dim, warps, columns, three, write):
         weights = float32(0)
         part = mine
         while part < padded:
-            at = shared + uint32(4) * (part * uint32(COLUMNS) + head)
+            at = shared + uint32(4) * (part * uint32(COLUMNS) + column)
             weight = float32(0)
             if part < total:
                 weight = exp2(load_shared_f32(at) - top)
@@ -191,17 +205,20 @@ def make_combine_splits(head_dim, warps, columns, three, write):
             step += step
         part = mine
         while part < total:
-            at = shared + uint32(4) * (part * uint32(COLUMNS) + head)
+            at = shared + uint32(4) * (part * uint32(COLUMNS) + column)
             store_shared_f32(at, load_shared_f32(at) / weights)
             part += uint32(LANES)
-        if mine == uint32(0) and head < heads and lse != uint64(0):
-            store_global_f32(lse + uint64(4) * uint64(head), (top + log2(weights)) * float32(LN2))
+        if mine == uint32(0) and column < columns and lse != uint64(0):
+            log_sum = (top + log2(weights)) * float32(LN2)
+            if CAUSAL and log_sum < float32(LOWEST):
+                log_sum = float32(-math.inf)
+            store_global_f32(lse + uint64(4) * uint64(row_of(column, lie)), log_sum)
         cuda.syncthreads()
         item = tid
-        while item < heads * uint32(FOURS):
-            head = item // uint32(FOURS)
-            four = item - head * uint32(FOURS)
-            place = uint64(head) * uint64(DIM) + uint64(4) * uint64(four)
+        while item < columns * uint32(FOURS):
+            column = item // uint32(FOURS)
+            four = item - column * uint32(FOURS)
+            place = uint64(column) * uint64(DIM) + uint64(4) * uint64(four)
             values = ZEROS
             first = uint32(0)
             while first < total:
@@ -212,27 +229,34 @@ def make_combine_splits(head_dim, warps, columns, three, write):
                     at = partial + uint64(4) * here
                     store_sums(loaded, 4 * i, load_written_f32x4(at))
                 for i in range(AHEAD):
-                    at = shared + uint32(4) * ((first + uint32(i)) * uint32(COLUMNS) + head)
+                    at = shared + uint32(4) * ((first + uint32(i)) * uint32(COLUMNS) + column)
                     weight = load_shared_f32(at)
                     values = add_rows(values, weight, weight, load_sums(loaded, 4 * i))
                 first = uint32(first + uint32(AHEAD))
+            place = uint64(row_of(column, lie)) * uint64(DIM) + uint64(4) * uint64(four)
             write(out + uint64(2) * place, values)
             item = uint32(item + uint32(THREADS))
 
     return combine_splits
 
 
-def make_write_empty(head_dim, warps, write):
+def make_write_empty(spec, write):
     """Make the function that writes zeros, and -inf as lse, for a sequence without tokens."""
-    FOURS, THREADS = head_dim // 4, 32 * warps
+    FOURS, THREADS = spec.first.v_format.head_dim // 4, spec.threads
+    CAUSAL, row_of = spec.causal, make_row_of(spec)[1]
 
     @device_function
-    def write_empty(heads, out, lse):
+    def write_empty(columns, out, lse, lie):
         item = uint32(cuda.threadIdx.x)
-        if item < heads and lse != uint64(0):
-            store_global_f32(lse + uint64(4) * uint64(item), float32(-math.inf))
-        while item < heads * uint32(FOURS):
-            write(out + uint64(8) * uint64(item), ZEROS)
+        if item < columns and lse != uint64(0):
+            store_global_f32(lse + uint64(4) * uint64(row_of(item, lie)), float32(-math.inf))
+        while item < columns * uint32(FOURS):
+            place = uint64(item)
+            if CAUSAL:
+                column = item // uint32(FOURS)
+                place = uint64(row_of(column, lie)) * uint64(FOURS)
+                place += uint64(item - column * uint32(FOURS))
+            write(out + uint64(8) * place, ZEROS)
             item += uint32(THREADS)
 
     return write_empty

@@ -1,6 +1,8 @@
-"""Decode attention on CUDA: softmax(q·K) V of one token a sequence, read from packed rows.
+"""Decode attention on CUDA: softmax(q·K) V of one token a sequence, or of its last few, read from
+packed rows.
 
-    unit    query heads of a KV head of a sequence: as many as a block has columns
+    unit    columns of a KV head of a sequence, as many as a block has: a column is a query head, of
+            one query or of several (queries.py)
     part    tokens of a segment of a unit, attended to by a block (mainloop.py)
     block   one part, or where lengths differ several (schedule.py); the last block of a unit merges
             its parts (combine.py)
@@ -30,6 +32,7 @@ from ..device.ptx import (
 )
 from .combine import make_combine_splits, make_write, make_write_empty
 from .mainloop import make_attend
+from .queries import COUNT_MASK, make_columns_of, make_row_of
 from .schedule import (
     are_alike,
     following,
@@ -39,10 +42,9 @@ from .schedule import (
     make_survey,
     rank_of,
 )
-from .spec import KEPT
 
-# of a part, in a word: how many query heads, whether it is the unit's first, whether it has tokens
-HEADS_MASK, BEGINS, HOLDS = 0xFF, 0x100, 0x200
+# of a part, in the word of its columns: whether it is the unit's first, whether it has tokens
+BEGINS, HOLDS = 0x100, 0x200
 
 
 @device_function
@@ -54,22 +56,15 @@ def make_decode_kernel(spec):
     """Make the kernel, a Python function that numba compiles with `spec.signature()`."""
     WARPS, DIM, THREE = spec.warps, spec.first.v_format.head_dim, spec.segments == 3
     SEGMENTS, COLUMNS = spec.segments, spec.block_columns
-    OVERLAPPED = spec.overlapped
+    OVERLAPPED, KEPT = spec.overlapped, spec.kept
     write = make_write(spec.query)
-    combine_splits = make_combine_splits(DIM, WARPS, COLUMNS, THREE, write)
-    write_empty = make_write_empty(DIM, WARPS, write)
+    columns_of_unit = make_columns_of(spec)
+    lie_in_out, _ = make_row_of(spec)
+    combine_splits = make_combine_splits(spec, write)
+    write_empty = make_write_empty(spec, write)
     survey, find, steps_of, cost_of = make_survey(spec)
     share_of, even_part = make_share(spec), make_even_part(spec)
     balanced_part = make_balanced_part(spec, steps_of, cost_of)
-
-    @device_function
-    def heads_of(column, head_blocks, ratio):
-        """Of a unit: KV head, first query head, how many query heads."""
-        kv_head = int32(column)
-        if head_blocks > int32(1):
-            kv_head = int32(column // uint32(head_blocks))
-        first = int32((int32(column) - kv_head * head_blocks) * int32(COLUMNS))
-        return kv_head, int32(kv_head * ratio + first), min(int32(COLUMNS), int32(ratio - first))
 
     @device_function
     def keep(results):
@@ -85,7 +80,7 @@ def make_decode_kernel(spec):
 
     @device_function
     def places_of(common, row):
-        """Where a unit's output and lse go."""
+        """Where the output and lse of a unit's first column go."""
         out, lse = common[1], common[2]
         if lse != uint64(0):
             lse += uint64(4) * uint64(row)
@@ -93,8 +88,8 @@ def make_decode_kernel(spec):
 
     @device_function
     def recall(results):
-        """Of a part: how many query heads; how many parts the unit has, where the part's and the
-        unit's results go."""
+        """Of a part: how many columns; how many parts the unit has, where the part's and the unit's
+        results go, and how the columns lie there."""
         kept, common = results[0], results[1]
         partial, places = common[3], common[13]
         place = load_shared_u32(kept + uint32(12))
@@ -102,8 +97,8 @@ def make_decode_kernel(spec):
         part_lse = partial + uint64(4 * COLUMNS) * (uint64(DIM) * uint64(places) + uint64(place))
         part_out = partial + uint64(4 * COLUMNS * DIM) * uint64(place)
         out, lse = places_of(common, row)
-        heads = uint32(state & uint32(HEADS_MASK))
-        return heads, (int32(total), part_out, part_lse, out, lse)
+        many = uint32(state & uint32(COUNT_MASK))
+        return many, (int32(total), part_out, part_lse, out, lse, lie_in_out(common, state))
 
     @device_function
     def numbering_of(kept, total, first):
@@ -118,9 +113,8 @@ def make_decode_kernel(spec):
 
     @device_function
     def decode(common, one, two, three):
-        q, _, _, partial, counters, q_stride_batch, q_stride_head = common[:7]
-        num_q_heads, ratio, head_blocks, batch, columns, parts, places = common[7:14]
-        workers, most_parts, score_scale = common[14:]
+        partial, counters = common[3:5]
+        batch, columns, parts, places, workers, most_parts = common[10:16]
         shared = shared_address(cuda.shared.array(0, uint32))
         if OVERLAPPED:
             begin_next_launch()
@@ -179,11 +173,7 @@ def make_decode_kernel(spec):
                 place_of_part = uint32(base + number)
 
             # Step 3: attention to it
-            kv_head, query_head, heads = heads_of(column, head_blocks, ratio)
-            query = q + uint64(b) * q_stride_batch + uint64(query_head) * q_stride_head
-            rows = (int32(b), kv_head, query, q_stride_head, uint32(heads), score_scale)
-            row = uint32(uint32(b * uint32(num_q_heads)) + uint32(query_head))
-            state = uint32(heads)
+            rows, row, state = columns_of_unit(common, segments, b, column)
             if is_first:
                 state = uint32(state | uint32(BEGINS))
             if begin < end:
@@ -202,15 +192,17 @@ def make_decode_kernel(spec):
             total, add_first, row, state = load_shared_u32x4(kept + uint32(32))
             if total != uint32(1):
                 out, lse = places_of(common, row)
-                many = uint32(state & uint32(HEADS_MASK))
+                many = uint32(state & uint32(COUNT_MASK))
+                lie = lie_in_out(common, state)
                 if total == uint32(0):
                     if state & uint32(BEGINS):
-                        write_empty(many, out, lse)
+                        write_empty(many, out, lse, lie)
                 elif state & uint32(HOLDS):
                     counts, adds = numbering_of(kept, total, add_first)
                     counter = counters + uint64(4) * uint64(uint32(uint32(b * columns) + column))
                     part_lses = partial + uint64(4 * DIM * COLUMNS) * uint64(places)
-                    combine_splits(rings, counter, many, counts, adds, partial, part_lses, out, lse)
+                    parts_of = (counts, adds, partial, part_lses)
+                    combine_splits(rings, counter, many, parts_of, (out, lse, lie))
 
             # Step 5: what follows on the line
             start, place, stop, share = load_shared_u32x4(kept + uint32(16))
@@ -239,6 +231,25 @@ def make_decode_kernel(spec):
                   ratio, head_blocks, batch, columns, parts, places, workers, most_parts,
                   score_scale)
         decode(common, one, two, three)
+
+    def decode_queries(q, out, lse, partial, counters, q_stride_batch, q_stride_head, num_q_heads,
+                       ratio, head_blocks, batch, columns, parts, places, workers, most_parts,
+                       score_scale, q_lens, q_stride_query, q_len, one):
+        common = (q, out, lse, partial, counters, q_stride_batch, q_stride_head, num_q_heads,
+                  ratio, head_blocks, batch, columns, parts, places, workers, most_parts,
+                  score_scale, q_lens, q_stride_query, q_len)
+        decode(common, one, one, one)
+
+    def decode_queries_three(q, out, lse, partial, counters, q_stride_batch, q_stride_head,
+                             num_q_heads, ratio, head_blocks, batch, columns, parts, places,
+                             workers, most_parts, score_scale, q_lens, q_stride_query, q_len, one,
+                             two, three):
+        common = (q, out, lse, partial, counters, q_stride_batch, q_stride_head, num_q_heads,
+                  ratio, head_blocks, batch, columns, parts, places, workers, most_parts,
+                  score_scale, q_lens, q_stride_query, q_len)
+        decode(common, one, two, three)
     # fmt: on
 
+    if spec.causal:
+        return decode_queries_three if THREE else decode_queries
     return decode_three if THREE else decode_one

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kvquant.errors import ConfigError, UnsupportedError
+from kvquant.errors import ConfigError, ShapeError, UnsupportedError
 from kvquant.rows.arguments import check_scale
 from kvquant.rows.segment import FixedSegments, Segment
 
@@ -34,22 +34,24 @@ from ..runtime.launch import (
 )
 from ..runtime.spec import layout_of
 from ..runtime.workspace import Workspaces, reuse_counters, workspaces_of
-from .arrange import arguments, arrange, counts_of, make_spec, pack_counts
+from .arrange import arguments, arrange, arrange_in_order, counts_of, make_spec, pack_counts
 from .plan import Fit, Plan, fit, narrow, plan, shared_bytes, with_workers
-from .spec import COMMON, SEGMENT, DecodeSpec
+from .spec import COMMON, QUERIES, SEGMENT, DecodeSpec
 from .tuned import Tuned, measured_plans
 
 State = tuple[torch.Tensor, "torch.Tensor | None"]
 Addresses = tuple[int, int, int, int, int]  # K, V, lengths, starts or table, sequence slots
-Check = Callable[[torch.Tensor, Sequence[Segment], "int | None"], Sequence[Segment]]
-QUERIES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+Check = Callable[..., Sequence[Segment]]  # of q, segments, num_splits, and q_lens if any
+CODECS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 LOG2_E = math.log2(math.e)
 UNIT = 16  # bytes that a query is aligned to
 MOST_BLOCKS = 65535  # of a grid, but along x
 MOST_SCALE = 1e30  # float32 holds what it is multiplied with
 
-# what stands after the addresses, in all arguments and in those of a segment
-QUERY, ROWS = struct.Struct(layout_of(COMMON[5:-1])), struct.Struct(layout_of(SEGMENT[5:]))
+# what stands after the addresses, in all arguments, in those of a segment, in those of queries
+QUERY, ROWS, AXIS = (
+    struct.Struct(layout_of(table)) for table in (COMMON[5:-1], SEGMENT[5:], QUERIES[1:])
+)
 
 _launches: dict[Hashable, Launch | Nothing] = {}
 _fixed: dict[Hashable, object] = {}  # what stands for the facts of segments that stay
@@ -63,7 +65,7 @@ class Work:
     Attributes:
         spec: the kernel, with any warps and stages.
         gpu: where it runs.
-        units: sequences times KV heads times blocks of query heads that share one.
+        units: sequences times KV heads times blocks of columns that share one.
         order: the segments that have room, as indices, that of spec.first first.
         capacities: their most tokens, in this order.
     """
@@ -82,21 +84,29 @@ def attend(
     num_splits: int | None,
     want_lse: bool = True,
     check: Check | None = None,
+    q_lens: torch.Tensor | None = None,
 ) -> State:
     """Attend to all segments in one launch; see attention.attend_segments.
 
     Args:
-        q, segments, sm_scale, num_splits: as there; q bfloat16 or float16.
+        q: [batch, num_q_heads, head_dim], or [batch, q_len, num_q_heads, head_dim] for the queries
+            of each sequence's last tokens, bfloat16 or float16.
+        segments, sm_scale, num_splits: as there.
         want_lse: whether lse is wanted.
         check: raises unless q can attend to the segments, and returns them with formats in place
             of names; called only before a launch is prepared.
+        q_lens: [batch], int32, with q of four axes: how many of q_len are queries, the first ones;
+            what is not within 0 to q_len counts as the nearest that is. None: all.
 
     Returns:
         out [batch, num_q_heads, head_dim of V], the dtype of q; lse [batch, num_q_heads], float32,
-        base e, or None.
+        base e, or None. With q_len, both have it as their second axis; padding, and queries that
+        see no token, have zeros and -inf. NaN in a row reaches all queries of its sequence: those
+        that do not see the row multiply it by 0.
 
     Raises:
         ConfigError: q is float32, or rows are not aligned.
+        ShapeError: there are q_lens, and q has no axis of queries.
         UnsupportedError: there is no kernel for these segments, or this GPU.
         DeviceError: CUDA refuses the launch.
     """
@@ -107,20 +117,21 @@ def attend(
         facts, addresses = _look_at(segments)
     # all that the check and the launch depend on
     query = q.shape, q.is_contiguous() or q.stride(), q.dtype, address % UNIT
-    key = query, index, num_splits, facts
+    key = query, index, num_splits, facts, q_lens if q_lens is None else _facts(q_lens)
     launches = _launches  # override_plan puts another in its place
     try:
         launch = launches.get(key)
     except TypeError:  # a format that cannot be hashed: the check says so
         launch = None
     if launch is None:
-        checked = check(q, segments, num_splits) if check else segments
-        launch = _prepare(q, checked, num_splits)
+        counts = () if q_lens is None else (q_lens,)
+        checked = check(q, segments, num_splits, *counts) if check else segments
+        launch = _prepare(q, checked, num_splits, q_lens)
         keep(launches, key, launch)
     if index == current_device():
-        return launch(q, segments, address, addresses, sm_scale, want_lse)
+        return launch(q, segments, address, addresses, sm_scale, want_lse, q_lens)
     with torch.cuda.device(index):
-        return launch(q, segments, address, addresses, sm_scale, want_lse)
+        return launch(q, segments, address, addresses, sm_scale, want_lse, q_lens)
 
 
 def _look_at(segments: Sequence[Segment]) -> tuple[Hashable, list[Addresses]]:
@@ -177,29 +188,45 @@ def _facts(tensor: torch.Tensor) -> Hashable:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()
 
 
-def describe(q: torch.Tensor, segments: Sequence[Segment], without: str = "") -> Work:
+def describe(
+    q: torch.Tensor,
+    segments: Sequence[Segment],
+    without: str = "",
+    q_lens: torch.Tensor | None = None,
+) -> Work:
     """What a call with work to do asks for, as plan.candidates wants it; errors as of attend."""
-    if q.dtype not in QUERIES:
+    if q.dtype not in CODECS:
         raise ConfigError(f"q is {q.dtype}: on CUDA use bfloat16 or float16")
-    batch, num_q_heads, _ = q.shape
+    if q_lens is not None and q.ndim != 4:
+        raise ShapeError(
+            f"q_lens with q {list(q.shape)}: q must be [batch, q_len, num_q_heads, head_dim]"
+        )
+    batch, q_len, num_q_heads, _ = _four_axes(q).shape
     num_kv_heads = segments[0].k_rows.shape[1]
-    ratio = num_q_heads // num_kv_heads
+    count = num_q_heads // num_kv_heads * q_len
     gpu = gpu_of(q.get_device())
-    order = arrange(segments)
-    gpu = gpu_of(q.get_device())
-    spec = make_spec([segments[i] for i in order], QUERIES[q.dtype], ratio, without)
+    causal = q_len > 1 or q_lens is not None  # else the one query sees all
+    order = arrange_in_order(segments) if causal else arrange(segments)
+    ordered = [segments[i] for i in order]
+    spec = make_spec(ordered, CODECS[q.dtype], count, without, causal=causal)
     spec = narrow(spec, gpu)
-    columns = num_kv_heads * -(-ratio // spec.block_columns)
+    columns = num_kv_heads * -(-count // spec.block_columns)
     if batch > MOST_BLOCKS or columns > MOST_BLOCKS:
+        queries = f" and {q_len} queries a sequence" if q.ndim == 4 else ""
         raise UnsupportedError(
-            f"batch {batch} with {num_q_heads} query heads on {num_kv_heads} KV heads is too much "
-            f"for one launch: at most {MOST_BLOCKS} sequences, and KV heads times blocks of "
-            f"{spec.block_columns} query heads that share one. Cut the batch"
+            f"batch {batch} with {num_q_heads} query heads on {num_kv_heads} KV heads{queries} is "
+            f"too much for one launch: at most {MOST_BLOCKS} sequences, and KV heads times blocks "
+            f"of {spec.block_columns} query heads that share one. Cut the batch"
         )
     if gpu.capability >= OVERLAPS:
         spec = replace(spec, overlapped=True)
     capacities = tuple(segments[i].capacity for i in order)
     return Work(spec, gpu, batch * columns, order, capacities)
+
+
+def _four_axes(q: torch.Tensor) -> torch.Tensor:
+    """A query with an axis of queries."""
+    return q if q.ndim == 4 else q[:, None]
 
 
 @contextmanager
@@ -237,10 +264,11 @@ class Launch:
         most_parts: int,
         workspaces: Workspaces,
     ) -> None:
-        batch, num_q_heads, head_dim = q.shape
+        queries = _four_axes(q)
+        batch, q_len, num_q_heads, head_dim = queries.shape
         num_kv_heads = segments[0].k_rows.shape[1]
         ratio = num_q_heads // num_kv_heads
-        head_blocks = -(-ratio // work.spec.block_columns)
+        head_blocks = -(-ratio * q_len // work.spec.block_columns)
         v_dim = segments[0].v_format.head_dim
         parts, workers = sum(chosen.splits), chosen.workers
         places = work.units * parts
@@ -248,24 +276,30 @@ class Launch:
             places = max(places, workers + work.units * work.spec.segments)
         self._index = q.get_device()
         self._scale = head_dim**-0.5 * LOG2_E
-        shape = batch, num_q_heads, v_dim
-        self._out = shape, (num_q_heads * v_dim, v_dim, 1), q.dtype
-        self._lse = shape[:2], (num_q_heads, 1), torch.float32
+        shape = *q.shape[:-1], v_dim
+        contiguous = tuple(math.prod(shape[i:]) for i in range(1, len(shape) + 1))
+        self._out = shape, contiguous, q.dtype
+        self._lse = shape[:-1], tuple(n // v_dim for n in contiguous[:-1]), torch.float32
         self._workspaces = workspaces if parts > 1 or workers else None
         self._partial = places * work.spec.block_columns * (v_dim + 1)
         self._units = work.units
-        strides = [2 * q.stride(i) if q.shape[i] > 1 else 0 for i in (0, 1)]
-        self._copies_query = q.stride(2) != 1 or any(n % UNIT for n in (q.data_ptr(), *strides))
+        strides = [2 * queries.stride(i) if queries.shape[i] > 1 else 0 for i in range(3)]
+        self._copies_query = queries.stride(3) != 1 or any(
+            n % UNIT for n in (q.data_ptr(), *strides)
+        )
         if self._copies_query:
-            strides = [2 * num_q_heads * head_dim, 2 * head_dim]
+            of_query = 2 * num_q_heads * head_dim
+            strides = [q_len * of_query, of_query, 2 * head_dim]
         heads = num_q_heads, ratio, head_blocks
         units = batch, num_kv_heads * head_blocks, parts, places, workers, most_parts
-        self._query = QUERY.pack(*strides, *heads, *units)
+        self._query = QUERY.pack(strides[0], strides[2], *heads, *units)
+        self._axis = AXIS.pack(strides[1], q_len) if work.spec.causal else None
         self._segments = []
         for i, splits in zip(work.order, chosen.splits, strict=True):
             copies = any(pack_counts(one) is not one for one in counts_of(segments[i]))
             self._segments.append((i, copies, ROWS.pack(*arguments(segments[i], splits))))
-        layout = f"@5P{QUERY.size}sf" + len(work.order) * f"5P{ROWS.size}s"
+        layout = f"@5P{QUERY.size}sf" + (f"P{AXIS.size}s" if work.spec.causal else "")
+        layout += len(work.order) * f"5P{ROWS.size}s"
         missing = work.spec.segments - len(work.order)
         layout += f"{missing * (5 * 8 + ROWS.size)}x"  # zeros
         grid = num_kv_heads * head_blocks, batch, parts
@@ -279,6 +313,7 @@ class Launch:
         addresses: Sequence[Addresses],
         sm_scale: float | None,
         want_lse: bool,
+        q_lens: torch.Tensor | None,
     ) -> State:
         """Launch on the current stream of the current device, which is that of q."""
         out = empty_strided(*self._out)
@@ -304,6 +339,10 @@ class Launch:
             self._scale if sm_scale is None else _log2_scale(sm_scale),
         ]
         kept: list[torch.Tensor | None] = []  # copies, until the launch is enqueued
+        if self._axis is not None:
+            numbers = pack_counts(q_lens)
+            kept.append(numbers)
+            values += (0 if numbers is None else numbers.data_ptr(), self._axis)
         for i, copies, constants in self._segments:
             values += addresses[i]
             if copies:
@@ -318,7 +357,7 @@ class Launch:
 class Nothing:
     """A call without heads, sequences or rows."""
 
-    def __init__(self, shape: tuple[int, int, int]) -> None:
+    def __init__(self, shape: tuple[int, ...]) -> None:
         self._shape = shape
 
     def __call__(
@@ -329,21 +368,25 @@ class Nothing:
         addresses: Sequence[Addresses],
         sm_scale: float | None,
         want_lse: bool,
+        q_lens: torch.Tensor | None,
     ) -> State:
         """Zeros, and -inf."""
         lse = None
         if want_lse:
-            lse = q.new_full(self._shape[:2], -math.inf, dtype=torch.float32)
+            lse = q.new_full(self._shape[:-1], -math.inf, dtype=torch.float32)
         return q.new_zeros(self._shape), lse
 
 
 def _prepare(
-    q: torch.Tensor, segments: Sequence[Segment], num_splits: int | None
+    q: torch.Tensor,
+    segments: Sequence[Segment],
+    num_splits: int | None,
+    q_lens: torch.Tensor | None,
 ) -> Launch | Nothing:
-    if q.dtype in QUERIES and not (q.numel() and any(one.capacity for one in segments)):
-        return Nothing((q.shape[0], q.shape[1], segments[0].v_format.head_dim))
+    if q.dtype in CODECS and not (q.numel() and any(one.capacity for one in segments)):
+        return Nothing((*q.shape[:-1], segments[0].v_format.head_dim))
     chosen, without = _override
-    work = describe(q, segments, without)
+    work = describe(q, segments, without, q_lens)
     choose = functools.partial(
         plan,
         gpu=work.gpu,

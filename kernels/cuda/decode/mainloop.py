@@ -1,7 +1,7 @@
 """Attention to one split of a segment: the loop over tiles, by the warps of a block.
 
     ring   STAGES tiles of K and V in shared memory, a warp's own: no barrier in the loop. With more
-           than 16 query heads several warps share it: rows are read once for all, who meet once a
+           than 16 columns several warps share it: rows are read once for all, who meet once a
            tile
     warp   8 or 16 columns, one or two eights: a code is unpacked once for both
     lane   4g + t: rows g and g + 8 or columns 2t and 2t + 1 of an MMA (fragments.py)
@@ -41,6 +41,7 @@ from ..device.ptx import (
 from .accumulators import make_add_promoted, make_promote
 from .combine import make_combine_warps, make_write
 from .copies import make_clear_row, make_copy, make_locate, make_realign
+from .queries import make_mask, make_references, make_see
 from .scores import make_load_query, make_scores
 from .spec import FIELD, PROMOTION_INTERVAL, TILE, QueryWords
 from .values import (
@@ -53,7 +54,6 @@ from .values import (
 )
 
 LAZY = 4  # powers of two that a score may exceed the maximum by
-NEVER, LOWEST = -3e38, -1e30  # score of a row that is not there; maximum of no rows
 K_ROWS, V_ROWS, INDEX = FIELD["k_rows"], FIELD["v_rows"], FIELD["index"]
 K_OUTER, K_HEAD, K_ROW = (FIELD[f"k_stride_{axis}"] for axis in ("outer", "head", "row"))
 V_OUTER, V_HEAD, V_ROW = (FIELD[f"v_stride_{axis}"] for axis in ("outer", "head", "row"))
@@ -68,7 +68,7 @@ def make_attend(spec, path, keep, recall):
     Args:
         spec, path: the kernel and the kind of segment.
         keep: leaves in shared memory what is in `results`: the attention takes all registers.
-        recall: finds there how many query heads there are, and where their output goes.
+        recall: finds there how many columns there are, and where their output goes.
 
     What it makes takes tuples of the kernel's, `rows` (where the sequence and the queries are) and
     `results`. The first tile of a warp is asked for up to `reach`, which is known before the length
@@ -97,9 +97,11 @@ def make_attend(spec, path, keep, recall):
     copy_v = make_copy(v, path.place, SHARERS, ROLLED)
     realign_k = make_realign(k, path.place)
     realign_v = make_realign(v, path.place)
-    load_query = make_load_query(k, spec.query, EIGHTS)
+    load_query = make_load_query(k, spec)
+    count, see = make_see(spec, path)
+    start_references, mask_scores = make_references(spec), make_mask(spec)
     scores_of = make_scores(k, spec.query, EIGHTS)
-    mask_scores, add_values = _make_mask(EIGHTS), _make_add_values(spec, path)
+    add_values = _make_add_values(spec, path)
     PROMOTES, PROMOTED = spec.promoted_bytes(path) > 0, spec.promoted_at(path)
     PROMOTED_BYTES = spec.promoted_bytes(path)
     promote, add_promoted = make_promote(v.sums, EIGHTS), make_add_promoted(v.sums, EIGHTS)
@@ -108,12 +110,12 @@ def make_attend(spec, path, keep, recall):
 
     @device_function
     def attend(segment, begin, end, reach, rows, results, shared):
-        b, kv_head, query, query_stride, heads, score_scale = rows
+        b, kv_head, query, queries_lie, _, score_scale = rows[:6]
         tid = uint32(cuda.threadIdx.x)
         lane = uint32(tid & uint32(31))
         warp = word_from_lane(uint32(tid >> uint32(5)), uint32(0))  # tells ptxas it is uniform
-        g = uint32(lane >> uint32(2))
         index = segment[INDEX]
+        counts = count(rows)
         start = int32(0)
         outer = uint64(b)
         if PAGED:
@@ -171,9 +173,10 @@ def make_attend(spec, path, keep, recall):
 
         # Step 2: the query, while the first tiles are on their way
         first_column = uint32(sharer * uint32(COLUMNS))
+        used, all_see = see(rows, counts, end, results[0], first_column)
         factors = cuda.local.array(PAIRS, float32)
         fragments = cuda.local.array(FRAGMENTS, uint32)
-        queries = (query, query_stride, first_column, heads)
+        queries = (query, queries_lie, first_column, used)
         load_query(fragments, factors, queries, score_scale, lane)
         sums = cuda.local.array(SUMS, float32)
         for i in range(SUMS):
@@ -182,8 +185,7 @@ def make_attend(spec, path, keep, recall):
         for i in range(HEADERS):
             header_sums[i] = float32(0)
         references = cuda.local.array(PAIRS, float32)
-        for i in range(PAIRS):
-            references[i] = float32(LOWEST)
+        start_references(references, first_column, used, lane)
         # P's headroom, and what scales of V must reach to need another one
         scale = (float32(0 if V_BF16 else HEADROOM), uint32(0))
         tiles = int32(0)
@@ -218,8 +220,8 @@ def make_attend(spec, path, keep, recall):
                 cuda.syncwarp()
             scores = cuda.local.array(SCORES, float32)
             scores_of(scores, k_rows, lane, fragments)
-            if int32(first + int32(TILE)) > end:
-                mask_scores(scores, int32(end - first - int32(g)))
+            if int32(first + int32(TILE)) > all_see:
+                mask_scores(scores, first, end, lane, results[0])
             if not PREFETCH_V:
                 wait_for_values()
                 meet(of_ring)
@@ -246,8 +248,8 @@ def make_attend(spec, path, keep, recall):
         if PROMOTES and tiles >= int32(PROMOTION_INTERVAL):
             add_promoted(promoted, lane, sums, header_sums, references)
         wait_for_all()  # a warp without tokens has asked for a tile, too
-        heads, places = recall(results)
-        combine_warps(shared, sums, header_sums, references, heads, places)
+        columns, places = recall(results)
+        combine_warps(shared, sums, header_sums, references, columns, places)
 
     return attend
 
@@ -265,21 +267,6 @@ def _make_meet(sharers):
         barrier(uint32(ring + uint32(1)), uint32(32 * SHARERS))
 
     return meet_lanes if sharers == 1 else meet_warps
-
-
-def _make_mask(eights):
-    """Make the function that lets the scores of rows that are not there not count."""
-    EIGHTS = eights
-
-    @device_function
-    def mask_scores(scores, left):
-        for i in range(4):  # rows g, g + 8, g + 16, g + 24
-            if left <= int32(8 * i):
-                for e in range(EIGHTS):
-                    scores[8 * e + 2 * i] = float32(NEVER)
-                    scores[8 * e + 2 * i + 1] = float32(NEVER)
-
-    return mask_scores
 
 
 def _make_add_values(spec, path):

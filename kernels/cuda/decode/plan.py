@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from kvquant.errors import UnsupportedError
 
 from ..runtime.launch import GPU
-from .spec import AHEAD, KEPT, TILE, UNIT_STEPS, DecodeSpec
+from .spec import AHEAD, TILE, UNIT_STEPS, DecodeSpec
 from .tuned import Tuned, lookup
 
 RINGS, STAGES = (4, 8, 2, 1), (2, 3, 4)  # what a block may have, the preferred first
@@ -128,7 +128,7 @@ def fit(spec: DecodeSpec, gpu: GPU, registers: int | None = None) -> Fit:
         blocks=blocks,
         slots=blocks * gpu.sm_count,
         steps=spec.steps,
-        most_parts=(shared - spec.warps * KEPT) // (4 * spec.block_columns) // AHEAD * AHEAD,
+        most_parts=(shared - spec.warps * spec.kept) // (4 * spec.block_columns) // AHEAD * AHEAD,
         token_bytes=(first, second),
         rate=gpu.bandwidth / gpu.sm_count / SHARE or 1.0,
     )

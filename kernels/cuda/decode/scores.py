@@ -44,17 +44,18 @@ from ..device.ptx import (
     pack_f16,
     shfl,
 )
+from .queries import make_query_row
 from .spec import MMA_COLUMNS, QueryWords
 
 
-def make_load_query(staged, query, eights):
+def make_load_query(staged, spec):
     """Make the function that loads the queries of a warp: fragments, and factors of the scores."""
-    return in_turn([_make_load_eight(staged, query, e) for e in range(eights)])
+    return in_turn([_make_load_eight(staged, spec, e) for e in range(spec.eights)])
 
 
-def _make_load_eight(staged, query, e):
+def _make_load_eight(staged, spec, e):
     """Make the function that loads the queries of 8 columns, the e-th eight of a warp's."""
-    words = QueryWords(staged, query)
+    query, words = spec.query, QueryWords(staged, spec.query)
     RAW, PARTS, FRAGMENTS, SHIFTS = words.raw, words.parts, words.fragments, words.shifts
     DIM, GROUPS, GROUP = staged.fmt.head_dim, staged.fmt.groups, staged.fmt.group_size
     CHUNKS, SPAN = staged.chunks + staged.chunks % 2, staged.span
@@ -70,13 +71,14 @@ def _make_load_eight(staged, query, e):
     pack = pack_bf16 if IN_BF16 else pack_f16
     low = low_bf16 if query == "bf16" else low_f16
     high = high_bf16 if query == "bf16" else high_f16
+    query_row = make_query_row(spec.causal)
 
     @device_function
     def load_eight(fragments, factors, queries, score_scale, lane):
-        query, stride, first_column, heads = queries
+        query, lie, first_column, heads = queries
         t = uint32(lane & uint32(3))
         column = uint32(first_column + uint32(COLUMN) + uint32(lane >> uint32(2)))
-        row = query + uint64(column) * stride
+        row = query_row(query, lie, column)
         raw = cuda.local.array(RAW, uint32)
         for i in range(RAW):
             raw[i] = uint32(0)

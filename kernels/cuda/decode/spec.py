@@ -33,7 +33,7 @@ COMMON: Table = (
     ("q_stride_head", "Q"),
     ("num_q_heads", "i"),
     ("ratio", "i"),  # query heads on a KV head
-    ("head_blocks", "i"),  # blocks of query heads on a KV head, `block_columns` in each
+    ("head_blocks", "i"),  # blocks on a KV head, `block_columns` of its columns in each
     ("batch", "I"),
     ("columns", "I"),  # units of a sequence: KV heads times head_blocks
     ("parts", "I"),  # splits of all segments
@@ -41,6 +41,13 @@ COMMON: Table = (
     ("workers", "I"),  # blocks that share the work where lengths differ; 0: it is never balanced
     ("most_parts", "I"),  # of a unit that can be merged
     ("score_scale", "f"),  # sm_scale * log2(e)
+)
+# of a kernel with several queries a sequence, behind those: q is [batch, q_len, num_q_heads,
+# head_dim], out and lse have its axis of queries
+QUERIES: Table = (
+    ("q_lens", "P"),  # [batch], int32: queries of each sequence; 0: q_len of all
+    ("q_stride_query", "Q"),  # bytes
+    ("q_len", "i"),
 )
 SEGMENT: Table = (
     ("k_rows", "P"),
@@ -113,11 +120,13 @@ class DecodeSpec(Spec):
         warps: warps of a block.
         stages: tiles of K and V in a warp's ring.
         without: one of TECHNIQUES to leave out, or "".
-        columns: query heads (columns of its MMAs) that a warp multiplies every code with: a
-            multiple of 8.
+        columns: columns of its MMAs that a warp multiplies every code with, a multiple of 8. A
+            column is a query head, or where a sequence has several queries one of a query.
         sharers: warps that share a ring of stages, each with columns of its own; they divide warps.
         overlapped: whether the next launch may begin, and wait for this one by itself; sm_90 and
             newer.
+        causal: whether a sequence has several queries, those of its last tokens, each of which sees
+            the tokens up to its own (queries.py).
     """
 
     first: Path
@@ -129,6 +138,7 @@ class DecodeSpec(Spec):
     columns: int = MMA_COLUMNS
     sharers: int = 1
     overlapped: bool = False
+    causal: bool = False
 
     kernel = "decode.kernel.make_decode_kernel"
 
@@ -139,8 +149,14 @@ class DecodeSpec(Spec):
 
     @property
     def arguments(self) -> Table:
-        """A tuple for each segment."""
-        return (*COMMON, *((name, SEGMENT) for name in ("one", "two", "three")[: self.segments]))
+        """A tuple for each segment, behind what all have in common."""
+        common = (*COMMON, *QUERIES) if self.causal else COMMON
+        return (*common, *((name, SEGMENT) for name in ("one", "two", "three")[: self.segments]))
+
+    @property
+    def kept(self) -> int:
+        """Bytes in which a warp keeps what it does not need while it attends."""
+        return KEPT + 4 * self.columns if self.causal else KEPT
 
     @property
     def padded(self) -> bool:
@@ -158,7 +174,7 @@ class DecodeSpec(Spec):
 
     @property
     def block_columns(self) -> int:
-        """Query heads of a block: the columns of the warps that share a ring."""
+        """Columns of a block: those of the warps that share a ring."""
         return self.columns * self.sharers
 
     def rings_of(self, path: Path) -> int:
@@ -225,22 +241,22 @@ class DecodeSpec(Spec):
         paths = [self.first] if self.second is None else [self.first, self.second]
         rings = max(self.rings_of(path) * self.ring_bytes(path) for path in paths)
         combined = combine_bytes(self.first.v_format.head_dim, self.warps * self.columns)
-        return self.warps * KEPT + max(rings, combined)
+        return self.warps * self.kept + max(rings, combined)
 
 
-def columns_of(ratio: int, *formats: RowFormat) -> tuple[int, int]:
-    """Columns of a warp, and warps that share a ring, for so many query heads on a KV head.
+def columns_of(count: int, *formats: RowFormat) -> tuple[int, int]:
+    """Columns of a warp, and warps that share a ring, for so many columns on a KV head.
 
     The more columns a warp has, the fewer times a code is unpacked; the more columns a block has,
     the fewer times it is read.
 
     Args:
-        ratio: query heads on a KV head.
+        count: query heads on a KV head, times the queries of a sequence.
         formats: of all rows.
     """
     wide = all(fmt.head_dim <= WIDE_HEAD_DIM and fmt.groups <= WIDE_GROUPS for fmt in formats)
-    columns = MOST_COLUMNS if wide and ratio > MMA_COLUMNS else MMA_COLUMNS
-    warps = -(-ratio // columns)
+    columns = MOST_COLUMNS if wide and count > MMA_COLUMNS else MMA_COLUMNS
+    warps = -(-count // columns)
     blocks = -(-warps // MOST_SHARERS)
     return columns, -(-warps // blocks)
 

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from query_cases import reference_of_queries
 
 from kvquant import RowFormat, quantize_rows
 from kvquant.kernels.cuda.decode.plan import fit
-from kvquant.kernels.cuda.decode.spec import COMMON, SEGMENT, DecodeSpec, Path
+from kvquant.kernels.cuda.decode.spec import SEGMENT, DecodeSpec, Path
 from kvquant.kernels.cuda.runtime.launch import GPU
 from kvquant.kernels.cuda.simulator import simulator
 from kvquant.rows.reference import reference_over_segments
@@ -49,6 +50,8 @@ class Case:
         exact_lens: tokens of each sequence in these.
         overlong: tell the kernel of more tokens than there is room for, where all room is taken.
         want_lse: whether the kernel writes the lse.
+        q_len: queries of each sequence; 0: one, and q without an axis of them.
+        q_lens: of each sequence, less than that; None: all.
     """
 
     k: str = "int4-g4"
@@ -75,6 +78,8 @@ class Case:
     without: str = ""
     columns: int = 8
     sharers: int = 1
+    q_len: int = 0
+    q_lens: Sequence[int] | None = None
 
 
 def run_case(case: Case) -> dict[str, float]:
@@ -97,6 +102,7 @@ def run_case(case: Case) -> dict[str, float]:
         case.without,
         case.columns,
         case.sharers,
+        causal=case.q_len > 0,
     )
 
     segments: list[Segment] = []
@@ -107,20 +113,35 @@ def run_case(case: Case) -> dict[str, float]:
         fields.append({**made, "splits": splits} if splits else {"splits": 0})
 
     dtype = DTYPES[case.query]
+    shape: tuple[int, ...] = (batch, num_q_heads)
     around = torch.full((batch, num_q_heads + 2, dim), torch.nan, dtype=dtype)
-    q = around[:, 1:-1]
+    if spec.causal:
+        shape = (batch, case.q_len, num_q_heads)
+        around = around[:, None].repeat(1, case.q_len, 1, 1)
+    q = around[..., 1:-1, :]
     q.copy_(torch.randn(q.shape) * case.q_scale)
-    expected, expected_lse = reference_over_segments(q, segments)
+    if spec.causal:
+        q_lens = torch.tensor(case.q_lens or [case.q_len] * batch, dtype=torch.int32)
+        q[torch.arange(case.q_len) >= q_lens[:, None]] = torch.nan
+        expected, expected_lse = reference_of_queries(q, segments, q_lens)
+        fields_of_queries = {
+            "q_lens": q_lens if case.q_lens else 0,
+            "q_stride_query": 2 * q.stride(1),
+            "q_len": case.q_len,
+        }
+    else:
+        fields_of_queries = {}
+        expected, expected_lse = reference_over_segments(q, segments)
 
     ratio, parts = num_q_heads // num_kv_heads, sum(case.splits)
-    head_blocks = -(-ratio // spec.block_columns)
+    head_blocks = -(-ratio * max(case.q_len, 1) // spec.block_columns)
     columns = num_kv_heads * head_blocks
     units = batch * columns
     places = max(units * parts, case.workers + units * spec.segments)
     outs = []
     for backwards in (False, True):
-        out = torch.full((batch, num_q_heads, v_dim), torch.nan, dtype=dtype)
-        lse = torch.full((batch, num_q_heads), torch.nan)
+        out = torch.full((*shape, v_dim), torch.nan, dtype=dtype)
+        lse = torch.full(shape, torch.nan)
         counters = torch.zeros(units, dtype=torch.int32)
         common = {
             "q": q,
@@ -129,7 +150,7 @@ def run_case(case: Case) -> dict[str, float]:
             "partial": torch.full((places * spec.block_columns * (v_dim + 1),), torch.nan),
             "counters": counters,
             "q_stride_batch": 2 * q.stride(0),
-            "q_stride_head": 2 * q.stride(1),
+            "q_stride_head": 2 * q.stride(-2),
             "num_q_heads": num_q_heads,
             "ratio": ratio,
             "head_blocks": head_blocks,
@@ -140,6 +161,7 @@ def run_case(case: Case) -> dict[str, float]:
             "workers": case.workers,
             "most_parts": fit(spec, A_GPU).most_parts,
             "score_scale": dim**-0.5 * math.log2(math.e),
+            **fields_of_queries,
         }
         if parts == 1 and not case.workers:
             common |= {"partial": 0, "counters": 0}
@@ -207,7 +229,9 @@ def make_segment(case: Case, path: Path, lens: Sequence[int]) -> tuple[Segment, 
         fields |= {f"{side}_stride_outer": outer, f"{side}_stride_head": head}
         fields[f"{side}_stride_row"] = row
     k_rows, v_rows = plain
-    return Segment(k_rows, v_rows, seq_lens, path.k_format, path.v_format), fields
+    sinks = fields["sinks"]  # these rows are in order, but come before other segments
+    made = Segment(k_rows, v_rows, seq_lens, path.k_format, path.v_format, sinks=sinks)
+    return made, fields
 
 
 def seq_slot(rows: torch.Tensor, seq_slots: torch.Tensor) -> torch.Tensor:
@@ -239,8 +263,9 @@ def launch(
         return kind(value.data_ptr())
 
     kinds = spec.signature()
-    arguments = [cast(kinds[i], common[name]) for i, (name, _) in enumerate(COMMON)]
-    for segment, kind in zip(fields, kinds[len(COMMON) :], strict=True):
+    names = [name for name, code in spec.arguments if isinstance(code, str)]
+    arguments = [cast(kinds[i], common[name]) for i, name in enumerate(names)]
+    for segment, kind in zip(fields, kinds[len(names) :], strict=True):
         values = [segment.get(name, 0) for name, _ in SEGMENT]
         arguments.append(tuple(cast(*pair) for pair in zip(kind.types, values, strict=True)))
     kernel = spec.build()

@@ -1,0 +1,241 @@
+"""Queries and columns: which query a column is, and how many tokens it sees.
+
+A sequence has one query, or several (`spec.causal`): those of its last tokens, each of which sees
+the tokens up to its own. A column is a query head of a query, all heads of a query together, so
+that a KV head's rows are read and unpacked once for all its queries:
+
+    q_len 3, 2 query heads a KV head; sequence b has q_lens[b] = 2 queries and n tokens
+
+    column of the KV head    0   1     2   3     4   5
+    query                    0   0     1   1     padding: out is 0, lse -inf
+    query head               0   1     0   1
+    sees the first           n - 1     n         tokens
+
+Rows are in the order of the tokens, but that the sinks of the second segment, its first rows, come
+before the first segment: sinks, first segment, what follows the sinks. Whatever is hidden from a
+query are the last tokens, so of each segment it sees the rows up to one. Tiles that reach beyond
+the least of these rows are masked, each column for itself; all others cost what they cost with one
+query. How far the columns of a warp see waits in its shared memory: in registers it would cost a
+block its place on the SM.
+
+A column of padding has a query of zeros, and counts from so high a reference that every P is 0.
+"""
+
+from numba import cuda, float32, int32, uint32, uint64
+
+from ..device.jit import device_function
+from ..device.ptx import (
+    load_global_u32,
+    load_shared_u32x2,
+    store_shared_u32,
+    word_from_lane,
+)
+from .schedule import length_of
+from .spec import COMMON, FIELD, KEPT, QUERIES
+
+NEVER, LOWEST = -3e38, -1e30  # score of a row that is not there; maximum of no rows
+HIDDEN, PADDED = float("-inf"), 1e30  # score of a row that a query does not see; see above
+SINKS = FIELD["sinks"]
+PLACE = {name: place for place, (name, _) in enumerate((*COMMON, *QUERIES))}
+Q, Q_LENS, Q_LEN = PLACE["q"], PLACE["q_lens"], PLACE["q_len"]
+OF_BATCH, OF_HEAD = PLACE["q_stride_batch"], PLACE["q_stride_head"]
+OF_QUERY, HEADS, RATIO = PLACE["q_stride_query"], PLACE["num_q_heads"], PLACE["ratio"]
+HEAD_BLOCKS, SCALE = PLACE["head_blocks"], PLACE["score_scale"]
+# of a unit's columns, in a word: how many, and in a higher half which block of its KV head's
+COUNT_MASK, BLOCK_SHIFT = 0xFF, 16
+
+
+def make_columns_of(spec):
+    """Make the function that gives the columns of a unit, as `attend` takes them (mainloop.py);
+    the row of out that the first belongs to; and a word of them, for make_row_of."""
+    COLUMNS = spec.block_columns
+
+    @device_function
+    def blocks_of(column, head_blocks):
+        kv_head = int32(column)
+        if head_blocks > int32(1):
+            kv_head = int32(column // uint32(head_blocks))
+        return kv_head, int32(int32(column) - kv_head * head_blocks)
+
+    @device_function
+    def heads_of_unit(common, segments, b, column):
+        ratio, stride = common[RATIO], common[OF_HEAD]
+        kv_head, block = blocks_of(column, common[HEAD_BLOCKS])
+        first = int32(block * int32(COLUMNS))
+        query_head = int32(kv_head * ratio + first)
+        heads = uint32(min(int32(COLUMNS), int32(ratio - first)))
+        query = common[Q] + uint64(b) * common[OF_BATCH] + uint64(query_head) * stride
+        row = uint32(uint32(b * uint32(common[HEADS])) + uint32(query_head))
+        return (int32(b), kv_head, query, stride, heads, common[SCALE]), row, heads
+
+    @device_function
+    def columns_of_unit(common, segments, b, column):
+        ratio, q_len = common[RATIO], common[Q_LEN]
+        kv_head, block = blocks_of(column, common[HEAD_BLOCKS])
+        first = int32(block * int32(COLUMNS))
+        query_head = int32(kv_head * ratio)
+        count = uint32(min(int32(COLUMNS), int32(ratio * q_len) - first))
+        query = common[Q] + uint64(b) * common[OF_BATCH] + uint64(query_head) * common[OF_HEAD]
+        lie = (common[OF_HEAD], common[OF_QUERY], uint32(first), uint32(ratio))
+        of = (common[Q_LENS], q_len, segments)
+        rows = (int32(b), kv_head, query, lie, count, common[SCALE], of)
+        row = uint32(uint32(uint32(b * uint32(q_len)) * uint32(common[HEADS])) + uint32(query_head))
+        return rows, row, uint32(count | uint32(uint32(block) << uint32(BLOCK_SHIFT)))
+
+    return columns_of_unit if spec.causal else heads_of_unit
+
+
+def make_row_of(spec):
+    """Make two functions: from the word of a unit's columns to how they lie in out, and from a
+    column and that to its row, counted from the unit's first."""
+    COLUMNS = spec.block_columns
+
+    @device_function
+    def heads_lie(common, word):
+        return uint32(0)
+
+    @device_function
+    def head_row(column, lie):
+        return column
+
+    @device_function
+    def columns_lie(common, word):
+        ratio = uint32(common[RATIO])
+        first = uint32(uint32(word >> uint32(BLOCK_SHIFT)) * uint32(COLUMNS))
+        return first, ratio, uint32(uint32(common[HEADS]) - ratio)
+
+    @device_function
+    def column_row(column, lie):
+        first, ratio, others = lie
+        column = uint32(column + first)
+        return uint32(column + uint32(uint32(column // ratio) * others))
+
+    return (columns_lie, column_row) if spec.causal else (heads_lie, head_row)
+
+
+def make_query_row(causal):
+    """Make the function that gives the address of a column's query."""
+
+    @device_function
+    def of_head(query, stride, column):
+        return query + uint64(column) * stride
+
+    @device_function
+    def of_query(query, lie, column):
+        stride_head, stride_query, first, ratio = lie
+        column = uint32(column + first)
+        number = uint32(column // ratio)
+        head = uint32(column - uint32(number * ratio))
+        return query + uint64(number) * stride_query + uint64(head) * stride_head
+
+    return of_query if causal else of_head
+
+
+def make_see(spec, path):
+    """Make two functions of how far the columns of a warp see in a segment.
+
+    `count` loads early how many queries and tokens the sequence has. `see` gives how many columns
+    of the unit have queries, and the row up to which every one of them sees (one query: all do, and
+    to the end); it leaves in shared memory how far each column sees.
+    """
+    COLUMNS, TWO, IS_FIRST = spec.columns, spec.segments > 1, path is spec.first
+
+    @device_function
+    def count_nothing(rows):
+        return uint32(0)
+
+    @device_function
+    def see_all(rows, counts, end, kept, first_column):
+        return rows[4], end
+
+    @device_function
+    def count(rows):
+        q_lens, q_len, segments = rows[6]
+        number = q_len
+        if q_lens != uint64(0):
+            number = int32(load_global_u32(q_lens + uint64(4) * uint64(rows[0])))
+            number = int32(max(min(number, q_len), int32(0)))
+        first = length_of(segments[0], rows[0])
+        second = int32(0)
+        recent = int32(0)
+        if TWO:
+            second = length_of(segments[1], rows[0])
+            recent = int32(max(int32(second - segments[1][SINKS]), int32(0)))
+        return number, first, second, recent
+
+    @device_function
+    def rows_seen(hidden, counts):
+        """Up to which row of the segment a query sees from which so many tokens are hidden."""
+        _, first, second, recent = counts
+        older = int32(max(int32(hidden - recent), int32(0)))
+        if IS_FIRST:
+            return int32(first - older)
+        sinks = int32(max(int32(older - first), int32(0)))
+        return int32(int32(second - min(hidden, recent)) - sinks)
+
+    @device_function
+    def see(rows, counts, end, kept, first_column):
+        number, first, ratio = counts[0], rows[3][2], rows[3][3]
+        lane = uint32(uint32(cuda.threadIdx.x) & uint32(31))
+        used = int32(max(int32(number * int32(ratio)) - int32(first), int32(0)))
+        column = uint32(uint32(first + first_column) + lane)
+        last = int32(number - int32(1))
+        here = rows_seen(int32(last - int32(column // ratio)), counts)
+        if lane < uint32(COLUMNS):
+            at = kept + uint32(KEPT) + uint32(4) * lane
+            store_shared_u32(at, uint32(min(here, end)))
+        cuda.syncwarp()
+        all_see = int32(min(rows_seen(last, counts), end))
+        all_see = int32(word_from_lane(uint32(all_see), uint32(0)))  # tells ptxas it is uniform
+        return min(uint32(used), rows[4]), all_see
+
+    return (count, see) if spec.causal else (count_nothing, see_all)
+
+
+def make_references(spec):
+    """Make the function that says what the scores of a lane's columns count from at first."""
+    PAIRS = 2 * spec.eights
+
+    @device_function
+    def lowest(references, first_column, used, lane):
+        for i in range(PAIRS):
+            references[i] = float32(LOWEST)
+
+    @device_function
+    def lowest_unless_padded(references, first_column, used, lane):
+        mine = uint32(first_column + uint32(2) * uint32(lane & uint32(3)))
+        for i in range(PAIRS):
+            is_used = uint32(mine + uint32(8 * (i // 2) + i % 2)) < used
+            references[i] = float32(LOWEST) if is_used else float32(PADDED)
+
+    return lowest_unless_padded if spec.causal else lowest
+
+
+def make_mask(spec):
+    """Make the function that lets the scores of rows that a column does not see not count."""
+    EIGHTS = spec.eights
+
+    @device_function
+    def mask_end(scores, first, end, lane, kept):
+        left = int32(end - first - int32(uint32(lane >> uint32(2))))
+        for i in range(4):  # rows g, g + 8, g + 16, g + 24
+            if left <= int32(8 * i):
+                for e in range(EIGHTS):
+                    scores[8 * e + 2 * i] = float32(NEVER)
+                    scores[8 * e + 2 * i + 1] = float32(NEVER)
+
+    @device_function
+    def mask_columns(scores, first, end, lane, kept):
+        mine = int32(first + int32(lane >> uint32(2)))
+        at = kept + uint32(KEPT) + uint32(8) * uint32(lane & uint32(3))
+        for e in range(EIGHTS):
+            seen = load_shared_u32x2(at + uint32(32 * e))
+            left = int32(int32(seen[0]) - mine)
+            other = int32(int32(seen[1]) - mine)
+            for i in range(4):  # rows g, g + 8, g + 16, g + 24
+                if left <= int32(8 * i):
+                    scores[8 * e + 2 * i] = float32(HIDDEN)
+                if other <= int32(8 * i):
+                    scores[8 * e + 2 * i + 1] = float32(HIDDEN)
+
+    return mask_columns if spec.causal else mask_end
