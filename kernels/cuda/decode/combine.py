@@ -102,8 +102,8 @@ def make_combine_warps(spec, put_output, write):
                     log_sum = log_sum if sees else float32(NOTHING)
                     store_global_f32(part_lse + uint64(4) * uint64(column), log_sum)
                 elif lse != uint64(0) and column < columns:
-                    row = uint64(row_of(column, lie))
-                    store_global_f32(lse + uint64(4) * row, log_sum * float32(LN2))
+                    address = lse + uint64(4) * uint64(row_of(column, lie))
+                    store_global_f32(address, log_sum * float32(LN2))
         outputs = shared + uint32(OUTPUTS)
         mine = ring * uint32(COLUMNS) + (first - uint32(2) * t)
         put_output(outputs + mine * uint32(COLUMN), sums, header_sums, factors, lane)
@@ -209,10 +209,11 @@ def make_combine_splits(spec, write):
             store_shared_f32(at, load_shared_f32(at) / weights)
             part += uint32(LANES)
         if mine == uint32(0) and column < columns and lse != uint64(0):
+            address = lse + uint64(4) * uint64(row_of(column, lie))
             log_sum = (top + log2(weights)) * float32(LN2)
             if CAUSAL and log_sum < float32(LOWEST):
                 log_sum = float32(-math.inf)
-            store_global_f32(lse + uint64(4) * uint64(row_of(column, lie)), log_sum)
+            store_global_f32(address, log_sum)
         cuda.syncthreads()
         item = tid
         while item < columns * uint32(FOURS):

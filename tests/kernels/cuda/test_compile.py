@@ -48,7 +48,7 @@ CUBIN = Cubin("decode", b"\x7fELF machine\ncode", Report(130, 0))
 def make_spec(text: str) -> DecodeSpec:
     """A kernel of a short description: "K[/V] [head_dim] [word ...]"; the words are "fp16" (the
     query), "paged", "ring", "strided", "segments" (bf16 sinks and a ring), "71:1" (query heads on a
-    KV head) and "without=..."."""
+    KV head), "queries" (several a sequence, so many columns) and "without=..."."""
     formats, *words = text.split()
     head_dim = next((int(word) for word in words if word.isdecimal()), 128)
     k_name, _, v_name = formats.partition("/")
@@ -66,6 +66,7 @@ def make_spec(text: str) -> DecodeSpec:
         without=without.replace("_", " "),
         columns=columns,
         sharers=sharers,
+        causal="queries" in words,
     )
 
 
@@ -77,6 +78,10 @@ IN_CI = (
     ("bf16 256", "sm_90"),
     ("int4-g4 16:1", "sm_90"),
     ("int4-g8 64:1 segments", "sm_80"),
+    ("int4-g4 queries", "sm_100"),
+    ("int4-g4 32:1 segments queries", "sm_90"),
+    ("int4 16:1 paged queries", "sm_80"),
+    ("bf16 64:1 fp16 queries", "sm_89"),
 )
 FORMATS = "int4 int4-g2 int4-g4 int4-g8 int8 int8-g4 fp8 fp8-g4 bf16 fp16".split()
 ALL = [
@@ -90,6 +95,8 @@ ALL = [
     *(f"{name} 71:1 {word}" for name in FORMATS for word in ("segments", "paged")),
     *(f"{name} 64:1 fp16" for name in FORMATS),
     *(f"{name} 64:1 {head_dim}" for name in ("int4", "int4-g8", "bf16") for head_dim in (64, 256)),
+    *(f"{name} {ratio}:1 queries" for name in FORMATS for ratio in (8, 16, 64)),
+    *(f"{name} {ratio}:1 segments paged queries" for name in FORMATS for ratio in (8, 16, 64)),
     *(f"int4-g4 without={technique.replace(' ', '_')}" for technique in TECHNIQUES),
 ]
 
