@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from query_cases import reference_of_queries
 
 from kvquant import RowFormat, quantize_rows
+from kvquant.kernels.cuda.decode import launch
 from kvquant.ops.attention import attend_segments
 from kvquant.rows.segment import Segment
 
@@ -100,6 +102,46 @@ def query(segment: Segment, num_q_heads: int, dtype: torch.dtype = torch.bfloat1
     """A random query [batch, num_q_heads, head_dim]."""
     batch, head_dim = segment.seq_lens.shape[0], segment.k_format.head_dim
     return torch.randn(batch, num_q_heads, head_dim, device="cuda").to(dtype)
+
+
+def queries(
+    segment: Segment, q_len: int, num_q_heads: int, dtype: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
+    """Random queries [batch, q_len, num_q_heads, head_dim]."""
+    batch, head_dim = segment.seq_lens.shape[0], segment.k_format.head_dim
+    return torch.randn(batch, q_len, num_q_heads, head_dim, device="cuda").to(dtype)
+
+
+def compare_queries(
+    relative_l2: Measure,
+    q: torch.Tensor,
+    segments: Sequence[Segment],
+    q_lens: Sequence[int] | None = None,
+    num_splits: int | None = None,
+) -> torch.Tensor:
+    """Assert that out and lse of each query are those of the reference on the tokens that it sees,
+    and the same again; give out. Padding of q is filled with NaN."""
+    batch, q_len = q.shape[:2]
+    numbers = int32(q_lens if q_lens is not None else [q_len] * batch)
+    q[torch.arange(q_len, device="cuda") >= numbers[:, None]] = torch.nan
+    given = None if q_lens is None else numbers
+    out, lse = launch.attend(q, segments, None, num_splits, q_lens=given)
+    expected, expected_lse = reference_of_queries(q.double().float(), segments, numbers)
+    assert out.shape == expected.shape and out.dtype == q.dtype and lse is not None
+    used = expected_lse > -torch.inf
+    limit = 4e-3 if any(one.v_format.codec == "bf16" for one in segments) else 1e-3
+    for i in range(q_len):
+        some = used[:, i]
+        if bool(some.any()):
+            assert relative_l2(out[:, i], expected[:, i]) <= LIMITS[q.dtype], f"query {i}"
+            size = float(expected_lse[:, i][some].abs().max())
+            error = float((lse[:, i] - expected_lse[:, i])[some].abs().max())
+            assert error <= limit + 1e-5 * size, f"query {i}"
+    assert not out[~used].any() and bool((lse[~used] == -torch.inf).all())
+    again, lse_again = launch.attend(q, segments, None, num_splits, q_lens=given)
+    assert torch.equal(again, out) and lse_again is not None
+    assert torch.equal(lse_again, lse), "two calls differ"
+    return out
 
 
 def compare(
