@@ -574,3 +574,149 @@ def test_facts_of_segments_do_not_pile_up(
             _, (one,) = unpack(loaded_specs()[-1], cuda.launched[-1].arguments)
             assert one["capacity"] == capacity
         assert len(launch._fixed) <= 5
+
+
+def make_queries(q_len: int, batch: int = 2, heads: int = 8) -> torch.Tensor:
+    """Queries of zeros [batch, q_len, heads, 128]."""
+    return torch.zeros(batch, q_len, heads, 128, dtype=torch.bfloat16)
+
+
+def counts(*numbers: int) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def test_arguments_of_several_queries(cuda: FakeDriver) -> None:
+    q, segment, q_lens = make_queries(3), make_segment(), counts(3, 2)
+    out, lse = launch.attend(q, [segment], 1.0, 3, q_lens=q_lens)
+    spec = loaded_specs()[-1]
+    assert spec.causal and (spec.columns, spec.sharers) == (16, 1)
+    common, (one,) = unpack(spec, cuda.launched[-1].arguments)
+    assert lse is not None and out.is_contiguous() and lse.is_contiguous()
+    assert (out.shape, lse.shape, lse.dtype) == (q.shape, q.shape[:3], torch.float32)
+    assert (common["q"], common["q_lens"]) == (q.data_ptr(), q_lens.data_ptr())
+    strides = [common[f"q_stride_{axis}"] for axis in ("batch", "query", "head")]
+    assert strides == [3 * 8 * 256, 8 * 256, 256]
+    shape = [common[name] for name in ("q_len", "num_q_heads", "ratio", "head_blocks", "batch")]
+    assert shape == [3, 8, 4, 1, 2]
+    assert (one["k_rows"], one["splits"]) == (segment.k_rows.data_ptr(), 3)
+    assert cuda.launched[-1].grid == (2, 2, 3)
+    space = workspaces_of(q.device)._of_stream[STREAM]
+    assert space.partial.numel() == 4 * 3 * 16 * (128 + 1)
+
+
+@pytest.mark.parametrize(("heads", "q_len"), [(8, 2), (8, 16), (2, 9), (142, 2), (8, 100)], ids=str)
+def test_columns_are_query_heads_of_all_queries(cuda: FakeDriver, heads: int, q_len: int) -> None:
+    launch.attend(make_queries(q_len, heads=heads), [make_segment()], 1.0, 1)
+    spec, count = loaded_specs()[-1], heads // 2 * q_len
+    assert (spec.columns, spec.sharers) == columns_of(count, RowFormat.parse("int4-g4", 128))
+    common, _ = unpack(spec, cuda.launched[0].arguments)
+    blocks = -(-count // spec.block_columns)
+    assert (common["ratio"], common["head_blocks"], common["columns"]) == (
+        heads // 2,
+        blocks,
+        2 * blocks,
+    )
+    assert cuda.launched[0].grid == (2 * blocks, 2, 1)
+
+
+def test_counts_are_those_of_the_call(cuda: FakeDriver) -> None:
+    q, segments = make_queries(3), fixed()
+    wide = torch.zeros(2, 2, dtype=torch.int32)
+    for q_lens in (counts(1, 2), counts(3, 0), None, wide[:, 0], wide[0]):
+        launch.attend(q, segments, 1.0, None, q_lens=q_lens)
+        told = unpack(loaded_specs()[-1], cuda.launched[-1].arguments)[0]["q_lens"]
+        if q_lens is None:
+            assert told == 0
+        else:
+            assert (told == q_lens.data_ptr()) is q_lens.is_contiguous()
+    assert len(launch._launches) == 3, "counts in place, none, counts with gaps"
+
+
+def test_the_check_is_told_of_the_counts(cuda: FakeDriver) -> None:
+    given: list[Any] = []
+
+    def check(q: torch.Tensor, segments: Sequence[Segment], *rest: Any) -> Sequence[Segment]:
+        given.append(rest)
+        return segments
+
+    q_lens = counts(1, 2)
+    for _ in range(2):
+        launch.attend(make_queries(3), [make_segment()], 1.0, None, True, check, q_lens)
+    launch.attend(make_queries(3), [make_segment()], 1.0, 2, True, check)
+    assert given == [(None, q_lens), (2,)]
+    with pytest.raises(ShapeError, match=r"q must be \[batch, q_len, num_q_heads, head_dim\]"):
+        launch.attend(make_query(), [make_segment()], 1.0, None, q_lens=q_lens)
+
+
+def test_queries_of_any_strides_are_read_in_place(cuda: FakeDriver) -> None:
+    segment = make_segment()
+    by_head = torch.zeros(2, 8, 3, 128, dtype=torch.bfloat16).transpose(1, 2)
+    inside = torch.zeros(2, 5, 10, 256, dtype=torch.bfloat16)[:, 1:4, 1:9, 128:]
+    for q in (by_head, inside):
+        out, _ = launch.attend(q, [segment], 1.0, 1)
+        common, _ = unpack(loaded_specs()[-1], cuda.launched[-1].arguments)
+        strides = tuple(common[f"q_stride_{axis}"] // 2 for axis in ("batch", "query", "head"))
+        assert common["q"] == q.data_ptr() and strides == q.stride()[:3]
+        assert out.is_contiguous()
+    pool = torch.zeros(2 * 3 * 8 * 128 + 8, dtype=torch.bfloat16)
+    crooked = pool[1 : 1 + 2 * 3 * 8 * 128].view(2, 3, 8, 128)
+    gaps = torch.zeros(2, 3 * 8 * 128 + 4, dtype=torch.bfloat16)[:, :-4].unflatten(1, (3, 8, 128))
+    by_dim = torch.zeros(2, 128, 3, 8, dtype=torch.bfloat16).permute(0, 2, 3, 1)
+    for q in (crooked, gaps, by_dim):
+        launch.attend(q, [segment], 1.0, 1)
+        common, _ = unpack(loaded_specs()[-1], cuda.launched[-1].arguments)
+        strides = tuple(common[f"q_stride_{axis}"] // 2 for axis in ("batch", "query", "head"))
+        assert common["q"] != q.data_ptr() and strides == (3 * 8 * 128, 8 * 128, 128)
+
+
+def test_one_query_with_an_axis_takes_the_plain_kernel(cuda: FakeDriver) -> None:
+    by_head = torch.zeros(2, 16, 1, 128, dtype=torch.bfloat16)[:, ::2].transpose(1, 2)
+    three = [make_segment("bf16", 4), make_segment(), make_segment("bf16", 128, starts=True)]
+    for q in (make_queries(1), by_head):
+        out, lse = launch.attend(q, three, 1.0, None)
+        assert lse is not None and (out.shape, lse.shape) == (q.shape, q.shape[:3])
+        common, _ = unpack(loaded_specs()[-1], cuda.launched[-1].arguments)
+        assert not loaded_specs()[-1].causal and "q_lens" not in common
+        assert common["q_stride_batch"] == 2 * q.stride(0)
+        assert common["q_stride_head"] == 2 * q.stride(2)
+    launch.attend(make_queries(1), [make_segment()], 1.0, None, q_lens=counts(0, 1))
+    assert loaded_specs()[-1].causal
+
+
+@pytest.mark.parametrize("codec", ["int4-g4", "bf16"])
+def test_segments_stay_in_the_order_of_their_tokens(cuda: FakeDriver, codec: str) -> None:
+    packed, empty = make_segment(codec, 64), make_segment("bf16", 0)
+    exact = make_segment("bf16", 132, starts=True)._replace(sinks=4)
+    launch.attend(make_queries(2), [empty, packed, exact], 1.0, None)
+    _, parts = unpack(loaded_specs()[-1], cuda.launched[-1].arguments)
+    assert [part["capacity"] for part in parts] == [64, 132, 0]
+    assert [part["sinks"] for part in parts] == [0, 4, 0]
+    launch.attend(make_queries(2), [exact, empty], 1.0, None)
+    assert loaded_specs()[-1].second is None and loaded_specs()[-1].first.place == "ring"
+
+
+def test_segments_that_several_queries_cannot_attend_to_are_refused(cuda: FakeDriver) -> None:
+    packed, sinks = make_segment(capacity=64), make_segment("bf16", 4)
+    ring = make_segment("bf16", 132, starts=True)
+    pages = make_segment(capacity=64, page_size=16)
+    with_sinks = ring._replace(sinks=4)
+    for segments in ([sinks, packed, ring], [sinks, pages], [with_sinks, with_sinks]):
+        with pytest.raises(UnsupportedError, match=r"several queries .* Attend to each query in"):
+            launch.attend(make_queries(2), segments, 1.0, None)
+    assert not cuda.launched
+
+
+def test_too_many_columns_for_one_launch_are_refused(cuda: FakeDriver) -> None:
+    q = make_queries(1).expand(2, 1 << 22, 8, 128)
+    with pytest.raises(UnsupportedError, match=r"and 4194304 queries a sequence is too much"):
+        launch.attend(q, [make_segment()], 1.0, None)
+
+
+@pytest.mark.parametrize(("batch", "q_len", "capacity"), [(0, 3, 9), (2, 0, 9), (2, 3, 0)], ids=str)
+def test_no_queries_or_no_rows_launch_nothing(
+    cuda: FakeDriver, batch: int, q_len: int, capacity: int
+) -> None:
+    segment = make_segment(capacity=capacity, batch=batch)
+    out, lse = launch.attend(make_queries(q_len, batch), [segment], 1.0, None)
+    assert lse is not None and (out.shape, lse.shape) == ((batch, q_len, 8, 128), (batch, q_len, 8))
+    assert not out.any() and bool((lse == -torch.inf).all()) and not cuda.launched
