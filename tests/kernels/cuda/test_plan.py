@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import multiprocessing
@@ -89,11 +90,25 @@ def test_plans_fit_the_gpu_and_no_split_is_empty(
     assert -(-sum(chosen.splits) // 8) * 8 * 4 * MMA_COLUMNS <= kernel.shared_bytes, "room to merge"
 
 
-@given(names, head_dims, st.sampled_from(GPUS), shapes, st.integers(1, 300), st.booleans())
-def test_wide_groups_have_plans_that_fit(
-    name: str, head_dim: int, gpu: GPU, shape: tuple[int, int], ratio: int, exact_segments: bool
+@given(
+    names,
+    head_dims,
+    st.sampled_from(GPUS),
+    shapes,
+    st.integers(1, 300),
+    st.booleans(),
+    st.booleans(),
+)
+def test_wide_groups_and_several_queries_have_plans_that_fit(
+    name: str,
+    head_dim: int,
+    gpu: GPU,
+    shape: tuple[int, int],
+    ratio: int,
+    exact_segments: bool,
+    causal: bool,
 ) -> None:
-    plain = make_spec(name, head_dim, exact_segments)
+    plain = replace(make_spec(name, head_dim, exact_segments), causal=causal)
     columns, sharers = columns_of(ratio, plain.first.k_format)
     spec = narrow(replace(plain, columns=columns, sharers=sharers), gpu)
     sharers = spec.sharers
@@ -104,7 +119,19 @@ def test_wide_groups_have_plans_that_fit(
     kernel = spec_of(spec, chosen)
     assert chosen.warps % sharers == 0 and chosen.stages in stages_of(spec)
     assert kernel.shared_bytes <= gpu.shared_per_block and blocks_per_sm(kernel, gpu) >= 1
-    assert 4 * spec.block_columns * sum(chosen.splits) <= kernel.shared_bytes, "room to merge"
+    room = kernel.shared_bytes - kernel.warps * kernel.kept
+    assert 4 * spec.block_columns * sum(chosen.splits) <= room, "room to merge"
+
+
+@pytest.mark.parametrize("gpu", GPUS, ids=str)
+@pytest.mark.parametrize("columns", [8, 16])
+def test_several_queries_cost_no_block_its_place(columns: int, gpu: GPU) -> None:
+    for name, exact_segments in itertools.product(["int4-g4", "int8-g4", "bf16"], [False, True]):
+        plain = replace(make_spec(name, exact_segments=exact_segments), columns=columns)
+        for one in kernels(plain, gpu):
+            causal = replace(one.spec, causal=True)
+            assert causal.shared_bytes - one.spec.shared_bytes == 4 * columns * causal.warps
+            assert blocks_per_sm(causal, gpu) == one.blocks
 
 
 @given(names, st.sampled_from(GPUS), shapes)
