@@ -101,8 +101,8 @@ def attend(
     Returns:
         out [batch, num_q_heads, head_dim of V], the dtype of q; lse [batch, num_q_heads], float32,
         base e, or None. With q_len, both have it as their second axis; padding, and queries that
-        see no token, have zeros and -inf. NaN in a row reaches all queries of its sequence: those
-        that do not see the row multiply it by 0.
+        see no token, have zeros and -inf. NaN in a row of V reaches queries of its sequence that do
+        not see the row, too: they multiply it by 0.
 
     Raises:
         ConfigError: q is float32, or rows are not aligned.
