@@ -120,9 +120,10 @@ def compare_queries(
     num_splits: int | None = None,
 ) -> torch.Tensor:
     """Assert that out and lse of each query are those of the reference on the tokens that it sees,
-    and the same again; give out. Padding of q is filled with NaN."""
+    and the same again, with NaN in the padding of q; give out."""
     batch, q_len = q.shape[:2]
     numbers = int32(q_lens if q_lens is not None else [q_len] * batch)
+    q = q.clone()  # of the same strides
     q[torch.arange(q_len, device="cuda") >= numbers[:, None]] = torch.nan
     given = None if q_lens is None else numbers
     out, lse = launch.attend(q, segments, None, num_splits, q_lens=given)
