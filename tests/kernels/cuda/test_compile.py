@@ -1,6 +1,7 @@
 """Kernels as machine code, without a GPU: nothing spilled; kept on disk, safely.
 
-CI compiles a representative part of the matrix; the whole, with a line for each kernel:
+KVQUANT_CUBINS=ci, as in .ci/run, compiles a representative part of the matrix; the whole, with a
+line for each kernel:
 
     KVQUANT_CUBINS=all pytest -s tests/kernels/cuda/test_compile.py -k machine_code
 """
@@ -83,6 +84,7 @@ IN_CI = (
     ("int4 16:1 paged queries", "sm_80"),
     ("bf16 64:1 fp16 queries", "sm_89"),
 )
+ALWAYS = ("int4-g4 segments", "fp8 fp16", "int4-g4 32:1 segments queries")  # others: .ci/run
 FORMATS = "int4 int4-g2 int4-g4 int4-g8 int8 int8-g4 fp8 fp8-g4 bf16 fp16".split()
 ALL = [
     *(f"{name} {head_dim}" for name in FORMATS for head_dim in (64, 128, 256)),
@@ -103,9 +105,10 @@ ALL = [
 
 def matrix() -> list[tuple[str, str]]:
     """Kernels and architectures to compile."""
-    if os.environ.get("KVQUANT_CUBINS") == "all":
+    wanted = os.environ.get("KVQUANT_CUBINS", "")
+    if wanted == "all":
         return [(text, arch) for text in ALL for arch in GPUS]
-    return list(IN_CI)
+    return [*IN_CI] if wanted else [one for one in IN_CI if one[0] in ALWAYS]
 
 
 @needs_numba
