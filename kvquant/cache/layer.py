@@ -40,7 +40,7 @@ from ..ops.transform import encode_rows
 from ..rows.arguments import address, check_tensors
 from ..rows.basis import LayerBasis, Queries
 from ..rows.format import RowFormat
-from ..rows.quantize import EXACT_DTYPES, FLOAT_DTYPES
+from ..rows.quantize import EXACT_DTYPES, FLOAT_DTYPES, full_precision
 from ..rows.segment import FixedSegments, Segment
 from ..rows.slots import Slots, Split
 from .checks import Counts, whole_numbers
@@ -247,14 +247,16 @@ class LayerCache:
         )
         segments, stored = self.segments_in_order(), torch.float32 if self.basis else dtype
         sides = self.basis or (None, None)
-        for b in range(len(lens)):
-            begin = 0
-            for segment in segments:
-                parts = dequantize_segment(segment, b, stored)
-                end = begin + parts[0].shape[1]
-                for out, part, side in zip(outs, parts, sides, strict=True):
-                    out[b, :, begin:end] = part if side is None else side.decode(part[None])[0]
-                begin = end
+        for b, length in enumerate(lens):
+            pairs = [dequantize_segment(segment, b, stored) for segment in segments]
+            for out, parts, side in zip(outs, zip(*pairs, strict=True), sides, strict=True):
+                if side is None:
+                    torch.cat(parts, dim=1, out=out[b, :, :length])
+                    continue
+                with full_precision(out):
+                    values = torch.cat(parts, dim=1)
+                # all at once: the last bits of a product depend on its number of rows
+                out[b, :, :length] = side.decode(values[None])[0]
         return outs[0], outs[1]
 
     def take(self, source: LayerCache, index: torch.Tensor) -> None:
