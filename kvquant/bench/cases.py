@@ -24,13 +24,15 @@ FORMATS = ("int4-g4", "int4", "int8-g4", "fp8", "bf16")
 
 
 class Shape(NamedTuple):
-    """Heads, tokens and sequences of a case; lens: of each sequence, where they differ."""
+    """Heads, tokens and sequences of a case; lens: of each sequence, where they differ; q_len:
+    queries of a sequence."""
 
     num_q_heads: int
     num_kv_heads: int
     seq_len: int
     batch: int
     lens: tuple[int, ...] = ()
+    q_len: int = 1
 
 
 class Table(NamedTuple):
@@ -67,6 +69,7 @@ RAGGED = (
     (512,) * 32,  # equal lengths, far below the room and near it: nothing is uneven
     (8192,) * 32,
 )
+QUERIES = (1, 2, 4, 8)
 TABLES = {
     "ragged": Table(FORMATS[:1], tuple(Shape(32, 8, ROOM, len(lens), lens) for lens in RAGGED)),
     "wide": Table(FORMATS[:1], tuple(Shape(q, 1, 8192, 64) for q in (8, 16, 32, 64, 71))),
@@ -77,6 +80,12 @@ TABLES = {
             for seq_len, batch in ((128, 1), (512, 1), (1536, 1), (128, 64), (128, 256))
         ),
         torch.float16,
+    ),
+    "queries": Table(
+        FORMATS[:1],
+        tuple(
+            Shape(q, kv, 8192, 64, (), q_len) for q, kv in ((32, 8), (8, 1)) for q_len in QUERIES
+        ),
     ),
 }
 # relative L2; 16-bit outputs are rounded
@@ -97,6 +106,7 @@ class Case:
         page_size: tokens of a page; 0 for rows without a block table.
         sink_len, recent_len: first and last tokens in 16 bit.
         lens: tokens of each sequence, if not seq_len of all.
+        q_len: queries of each sequence, those of its last tokens.
 
     Raises:
         ConfigError: the sizes do not fit one another.
@@ -113,6 +123,7 @@ class Case:
     sink_len: int = 0
     recent_len: int = 0
     lens: tuple[int, ...] = ()
+    q_len: int = 1
 
     def __post_init__(self) -> None:
         if self.num_q_heads % self.num_kv_heads:
@@ -240,8 +251,8 @@ def list_cases(
             pairs += [(name, TELLING) for name in FORMATS[1:]]
     dtype = dtype or torch.bfloat16
     return [
-        Case(*parse_formats(name, head_dim), b, q, kv, seq_len, dtype, page_size, *few, lens=lens)
-        for (name, (q, kv, seq_len, b, lens)), page_size, few in product(
+        Case(*parse_formats(name, head_dim), b, q, kv, seq_len, dtype, page_size, *few, lens, q_len)
+        for (name, (q, kv, seq_len, b, lens, q_len)), page_size, few in product(
             pairs, page_sizes or (0,), exact or ((0, 0),)
         )
     ]
@@ -259,7 +270,8 @@ def _format_name(k: RowFormat, v: RowFormat) -> str:
 
 @dataclass(frozen=True)
 class Inputs:
-    """A query [batch, num_q_heads, head_dim] and the segments that it attends to."""
+    """A query [batch, num_q_heads, head_dim], or several [batch, q_len, num_q_heads, head_dim], and
+    the segments that they attend to."""
 
     q: torch.Tensor
     segments: tuple[Segment, ...]
@@ -273,7 +285,8 @@ def make_inputs(case: Case, copies: int, device: torch.device) -> list[Inputs]:
     """
     generator = torch.Generator(device).manual_seed(0)
     count = copies * case.batch
-    shape = (count, case.num_q_heads, case.head_dim)
+    several = (case.q_len,) if case.q_len > 1 else ()
+    shape = (count, *several, case.num_q_heads, case.head_dim)
     queries = torch.randn(shape, dtype=torch.float32, device=device, generator=generator).to(
         case.dtype
     )

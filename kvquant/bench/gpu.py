@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from ..ops.attention import attend_segments
@@ -106,7 +108,7 @@ def best_sdpa(case: Case, timer: Timer) -> Peer | str:
     Every backend of scaled_dot_product_attention is tried, with enable_gqa and with the query heads
     of a KV head folded into q_len. Of a ragged batch it reads as many places as the longest
     sequence has tokens, with a mask of those without; torch's varlen_attn and compiled
-    flex_attention are tried too.
+    flex_attention are tried too. Several queries have a causal mask, aligned to the lower right.
 
     Returns:
         The fastest, or why there is none.
@@ -170,13 +172,23 @@ def _torch_calls(
         mask = torch.zeros(case.batch, 1, 1, longest, dtype=case.dtype, device=timer.device)
         places = torch.arange(longest, device=timer.device)
         mask.masked_fill_((places >= lens[:, None])[:, None, None], -math.inf)
-    attention = partial(F.scaled_dot_product_attention, attn_mask=mask)
+    masks: list[Any] = [mask, mask]
+    ratio = case.num_q_heads // case.num_kv_heads
+    if case.q_len > 1:  # each sees the tokens up to its own
+        seen = torch.ones(case.q_len, longest, dtype=torch.bool, device=timer.device)
+        seen = seen.tril(longest - case.q_len).repeat_interleave(ratio, 0)
+        masks = [causal_lower_right(case.q_len, longest), seen]
+    attention = F.scaled_dot_product_attention
     folded = (case.batch, case.num_kv_heads, -1, case.head_dim)
     forms: dict[str, list[Call]] = {"enable_gqa": [], "folded": []}
     for q, *rows in inputs:
         k, v = (one[:, :, :longest] for one in rows)
-        forms["enable_gqa"].append(partial(attention, q[:, :, None], k, v, enable_gqa=True))
-        forms["folded"].append(partial(attention, q.view(folded), k, v))
+        q = q.view(case.batch, case.q_len, case.num_q_heads, case.head_dim).transpose(1, 2)
+        grouped = partial(attention, q, k, v, attn_mask=masks[0], enable_gqa=True)
+        forms["enable_gqa"].append(grouped)
+        # the query heads of a KV head as its queries
+        q = q.unflatten(1, (-1, ratio)).transpose(2, 3).reshape(folded)
+        forms["folded"].append(partial(attention, q, k, v, attn_mask=masks[1]))
     found: dict[str, tuple[list[SDPBackend], Callable[[], list[Call]]]] = {
         f"{name}, {form}": ([backend], partial(list, calls))
         for name, backend in BACKENDS.items()

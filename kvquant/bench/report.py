@@ -41,6 +41,7 @@ WIDE = (
     Column("best SDPA", left=True, part=2),
     *(Column(title, part=2) for title in ("us", "ratio", "in a row\nus", "ratio")),
 )
+QUERIES = (*SHAPE, Column("queries"), *WIDE[len(SHAPE) :])
 SHORT = (
     *SHAPE,
     *(Column(title, part=1) for title in ("us", "in a row\nus", "eager\nus", "error")),
@@ -65,6 +66,7 @@ COLUMNS = {  # of the tables, by what was measured
     "ragged": RAGGED,
     "wide": WIDE,
     "short": SHORT,
+    "queries": QUERIES,
     "tune": PLANS,
     "ablate": VARIANTS,
 }
@@ -79,12 +81,14 @@ def render_machine(machine: Machine) -> str:
 
 
 def cells(table: str, results: Sequence[Result], machine: Machine) -> list[str]:
-    """The last of the results as a row of one of the first four tables of COLUMNS."""
+    """The last of the results as a row of one of the first five tables of COLUMNS."""
     result = results[-1]
     if table == "ragged":
         return ragged_cells(result, machine)
     if table == "wide":
         return wide_cells(result, results)
+    if table == "queries":
+        return queries_cells(result, results)
     return short_cells(result) if table == "short" else speed_cells(result, machine)
 
 
@@ -116,6 +120,14 @@ def wide_cells(result: Result, results: Sequence[Result]) -> list[str]:
         us, least = getattr(result.times, name), getattr(first, name)
         row += [_number(us, ".1f"), _number(us and least and us / least, ".2f", "x")]
     return [*row, f"{result.error:.1e}", *_sdpa_cells(result, ("alone", "in_a_row"))]
+
+
+def queries_cells(result: Result, results: Sequence[Result]) -> list[str]:
+    """A row of the table of QUERIES: as of WIDE, against the first with the same heads."""
+    alike = [one for one in results if one.case.heads == result.case.heads]
+    row = wide_cells(result, alike)
+    shape = len(SHAPE)
+    return [*row[:shape], str(result.case.q_len), *row[shape:]]
 
 
 def short_cells(result: Result) -> list[str]:

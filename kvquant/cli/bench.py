@@ -44,9 +44,10 @@ GPU_ONLY = {
     "ragged": "--ragged",
     "wide": "--wide",
     "short": "--short",
+    "queries": "--queries",
     "plot_file": "--plot",
 }
-MODES = "ragged", "wide", "short", "tune", "ablate"  # what is measured instead
+MODES = "ragged", "wide", "short", "queries", "tune", "ablate"  # what is measured instead
 
 
 @click.command(epilog=FORMATS)
@@ -73,6 +74,7 @@ MODES = "ragged", "wide", "short", "tune", "ablate"  # what is measured instead
 @click.option("--ragged", is_flag=True, help="Measure batches of unequal lengths instead.")
 @click.option("--wide", is_flag=True, help="Measure many query heads on a KV head instead.")
 @click.option("--short", is_flag=True, help="Measure short contexts instead, from Python too.")
+@click.option("--queries", is_flag=True, help="Measure several queries a sequence instead.")
 @click.option("--tune", is_flag=True, help="Measure and keep the best launch plans instead.")
 @click.option("--ablate", is_flag=True, help="Measure what each technique brings instead.")
 @click.option("--json", "json_file", type=NEW_FILE, help="Write the figures to this file too.")
@@ -96,8 +98,8 @@ def bench(
 
     On a GPU without batch, heads or tokens a default set is measured, in about a minute. Formats,
     batches, tokens, page sizes and exact tokens may be given several times: all combinations are
-    measured. --ragged, --wide and --short have shapes of their own. The options from --dtype to
-    --ablate and --plot are for GPUs only.
+    measured. --ragged, --wide, --short and --queries have shapes of their own. The options from
+    --dtype to --ablate and --plot are for GPUs only.
 
     "us" is one call with a cold L2 cache, launch included; "in a row" one of many calls on rotated
     inputs, "eager" one of many from Python, without a graph. GB/s count the rows; "peak" is their

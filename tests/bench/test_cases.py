@@ -69,6 +69,14 @@ def test_tables_have_cases_of_their_own() -> None:
     assert [case.heads for case in list_cases(table="wide")] == [
         f"{heads}:1" for heads in (8, 16, 32, 64, 71)
     ]
+    several = list_cases(table="queries")
+    assert [(case.heads, case.q_len) for case in several[::2]] == [
+        ("32:8", 1),
+        ("32:8", 4),
+        ("8:1", 1),
+        ("8:1", 4),
+    ]
+    assert several[1].exact.q_len == 2
     short = list_cases(table="short")
     assert {case.dtype for case in short} == {torch.float16}
     assert [(case.name, case.batch, case.seq_len) for case in short[:4]] == [

@@ -32,10 +32,12 @@ from kvquant.bench.cases import (
 from kvquant.bench.gpu import Peer, Times, best_sdpa, measure
 from kvquant.bench.report import (
     PLANS,
+    QUERIES,
     VARIANTS,
     WIDE,
     choice_cells,
     choice_figures,
+    queries_cells,
     variant_cells,
     variant_figures,
     wide_cells,
@@ -140,6 +142,18 @@ def test_all_forms_of_torch_attention_compute_the_same(lens: tuple[int, ...]) ->
         found = make()[0]()
         assert isinstance(ours, torch.Tensor) and isinstance(found, torch.Tensor)
         torch.testing.assert_close(found.flatten(), ours.flatten(), atol=0.01, rtol=0.01)
+
+
+@pytest.mark.parametrize("q_len", [2, 5])
+def test_several_queries_see_the_same_tokens_in_all_forms(q_len: int) -> None:
+    case = small("bf16", q_len=q_len)
+    ours = attend_segments(*vars(gpu_bench.rotated_inputs(case, FakeTimer())[0]).values())
+    forms = gpu_bench._torch_calls(case, FakeTimer())
+    (grouped, folded) = (forms[f"math, {form}"][1]()[0]() for form in ("enable_gqa", "folded"))
+    assert isinstance(grouped, torch.Tensor) and isinstance(folded, torch.Tensor)
+    folded = folded.unflatten(2, (q_len, -1)).transpose(2, 3).flatten(1, 2)
+    for found in (grouped, folded):  # [batch, num_q_heads, q_len, head_dim]
+        torch.testing.assert_close(found.transpose(1, 2), ours, atol=0.01, rtol=0.01)
 
 
 def test_flex_attention_sees_the_tokens_of_each_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -425,13 +439,15 @@ def test_the_command_measures_checks_and_writes(gpu: None, tmp_path: Path) -> No
     assert [one["k_format"] for one in found["decode"]] == ["int4-g4", "int8"]
 
 
-@pytest.mark.parametrize("table", ["ragged", "wide", "short"])
+@pytest.mark.parametrize("table", ["ragged", "wide", "short", "queries"])
 def test_tables_of_hard_cases(
     table: str, gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shapes = [Shape(4, 2, 70, 2, (3, 70)), Shape(4, 2, 40, 2, (9, 40))]
     if table != "ragged":
         shapes = [Shape(2, 2, 40, 2), Shape(4, 2, 40, 2)]
+    if table == "queries":
+        shapes = [Shape(4, 2, 40, 2), Shape(4, 2, 40, 2, q_len=3)]
     monkeypatch.setitem(TABLES, table, TABLES[table]._replace(shapes=tuple(shapes)))
     path = tmp_path / "bench.json"
     done = run(f"--{table}", "--format", "int4-g4", "--head-dim", 64, "--json", path)
@@ -457,6 +473,17 @@ def test_wide_groups_are_compared_with_the_first_of_their_formats() -> None:
     cells = wide_cells(results[2], results)
     assert len(cells) == len(WIDE)
     assert cells[4:9] == ["12.0", "1.20x", "-", "-", "1.0e-03"]
+
+
+def test_several_queries_are_compared_with_one_of_the_same_heads() -> None:
+    cases = (small("int4"), small("int4", num_kv_heads=1), small("int4", num_kv_heads=1, q_len=2))
+    results = [
+        gpu_bench.Result(case, 0.001, Times(us, None), "no backend takes it")
+        for case, us in zip(cases, (5.0, 10.0, 12.0), strict=True)
+    ]
+    cells = queries_cells(results[2], results)
+    assert len(cells) == len(QUERIES)
+    assert cells[1:7] == ["2", "4:1", "70", "2", "12.0", "1.20x"]
 
 
 def test_what_was_measured_is_told_after_an_interrupt(
