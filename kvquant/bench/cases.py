@@ -130,6 +130,8 @@ class Case:
             raise ConfigError(
                 f"--q-heads {self.num_q_heads} is not a multiple of --kv-heads {self.num_kv_heads}"
             )
+        if self.q_len > 1 and (self.lens or self.q_len > self.seq_len):
+            raise ConfigError(f"{self.q_len} queries: of sequences of one length, as many or more")
         if self.page_size and self.page_size not in PAGE_SIZES:
             raise ConfigError(f"--page-size {self.page_size}: use 16, 32, 64, 128, or 0 for none")
         if min(self.packed_lens) < 1:

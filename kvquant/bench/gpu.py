@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -172,27 +171,29 @@ def _torch_calls(
         mask = torch.zeros(case.batch, 1, 1, longest, dtype=case.dtype, device=timer.device)
         places = torch.arange(longest, device=timer.device)
         mask.masked_fill_((places >= lens[:, None])[:, None, None], -math.inf)
-    masks: list[Any] = [mask, mask]
-    ratio = case.num_q_heads // case.num_kv_heads
+    ratio, folded_mask = case.num_q_heads // case.num_kv_heads, mask
     if case.q_len > 1:  # each sees the tokens up to its own
-        seen = torch.ones(case.q_len, longest, dtype=torch.bool, device=timer.device)
-        seen = seen.tril(longest - case.q_len).repeat_interleave(ratio, 0)
-        masks = [causal_lower_right(case.q_len, longest), seen]
+        mask = torch.ones(case.q_len, longest, dtype=torch.bool, device=timer.device)
+        mask = mask.tril(longest - case.q_len)
+        folded_mask = mask.repeat_interleave(ratio, 0)
     attention = F.scaled_dot_product_attention
     folded = (case.batch, case.num_kv_heads, -1, case.head_dim)
-    forms: dict[str, list[Call]] = {"enable_gqa": [], "folded": []}
+    forms: dict[str, list[Call]] = {"enable_gqa": [], "folded": [], "lower right": []}
     for q, *rows in inputs:
         k, v = (one[:, :, :longest] for one in rows)
         q = q.view(case.batch, case.q_len, case.num_q_heads, case.head_dim).transpose(1, 2)
-        grouped = partial(attention, q, k, v, attn_mask=masks[0], enable_gqa=True)
-        forms["enable_gqa"].append(grouped)
+        grouped = partial(attention, q, k, v, enable_gqa=True)
+        forms["enable_gqa"].append(partial(grouped, attn_mask=mask))
+        lower_right = causal_lower_right(case.q_len, longest)
+        forms["lower right"].append(partial(grouped, attn_mask=lower_right))
         # the query heads of a KV head as its queries
         q = q.unflatten(1, (-1, ratio)).transpose(2, 3).reshape(folded)
-        forms["folded"].append(partial(attention, q, k, v, attn_mask=masks[1]))
+        forms["folded"].append(partial(attention, q, k, v, attn_mask=folded_mask))
     found: dict[str, tuple[list[SDPBackend], Callable[[], list[Call]]]] = {
         f"{name}, {form}": ([backend], partial(list, calls))
         for name, backend in BACKENDS.items()
         for form, calls in forms.items()
+        if form != "lower right" or (name == "flash" and case.q_len > 1)
     }
     if case.lens:
         for name, make in (("varlen_attn", varlen_call), ("flex_attention", flex_call)):

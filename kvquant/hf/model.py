@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ..cache.contiguous import CacheOptions
 
 Progress = Callable[[int], None]
-CHUNK = 16384  # tokens of a prompt that are computed at a time
+CHUNK = 16384  # tokens of prompts, of all sequences, that are computed at a time
 _FOLDED = "kvquant_folded"  # a mark on a model whose weights hold a plan's bases of V
 
 
@@ -224,7 +224,7 @@ class CachedModel:
         tokens: torch.Tensor,
         lens: torch.Tensor | Sequence[int] | None = None,
         *,
-        chunk: int = CHUNK,
+        chunk: int | None = None,
         progress: Progress | None = None,
     ) -> torch.Tensor:
         """Read tokens into a cache in chunks, quantizing as they come.
@@ -237,9 +237,10 @@ class CachedModel:
             tokens: [batch, new_tokens], whole numbers; padding, if any, last.
             lens: [batch], whole numbers: tokens of each sequence that are no padding, 1 or more;
                 all when None.
-            chunk: tokens computed at a time: the more, the faster and the more memory activations
-                take. 512 at most for a cache with windows; all at once where rotary embeddings
-                depend on the length of the text, and it is beyond it.
+            chunk: tokens of each sequence computed at a time: the more, the faster, and the more
+                memory activations take. 16,384 of all sequences together when None. 512 at most for
+                a cache with windows; all at once where rotary embeddings depend on the length of
+                the text, and it is beyond it.
             progress: called with the number of tokens done after each chunk.
 
         Returns:
@@ -256,6 +257,8 @@ class CachedModel:
         """
         self._check_tokens(tokens, (cache.batch, None))
         counts = _counts(lens, *tokens.shape)
+        if chunk is None:
+            chunk = max(CHUNK // cache.batch, SPARE)
         chunk = check_size("chunk", chunk, at_least=1)
         self._check_room(cache, counts)
         if self._layers.turn is not None and not int(cache.seq_lens.max()):

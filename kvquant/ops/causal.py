@@ -4,13 +4,13 @@
     query 0   sees the past and its own token
     query n   n tokens more
 
-FlashAttention on CUDA aligns its mask to the upper left, or is an old one. So the past, which all
-queries see, and their own tokens, where the mask is a square, are attended to apart and merged by
-their log-sum-exps. Where no kernel of torch gives those, and for gradients, queries are taken by
-blocks, each with the keys that it sees: then a mask has BLOCK rows.
+cuDNN's kernel, the fastest of torch's on CUDA, has a causal mask for squares only. So the past,
+which all queries see, and their own tokens are attended to apart and merged by their log-sum-exps.
+Where no kernel of torch gives those, and for gradients, queries are taken by blocks, each with the
+keys that it sees: then a mask has BLOCK rows, and so have scores that are computed in memory.
 
-Source: FlashAttention-3 in cuDNN, FlashAttention-2 (https://arxiv.org/abs/2307.08691), by torch;
-merged as in cascade inference, https://flashinfer.ai/2024/02/02/cascade-inference.html.
+Source: FlashAttention (https://arxiv.org/abs/2307.08691), by cuDNN or torch's own kernels; merged
+as in cascade inference, https://flashinfer.ai/2024/02/02/cascade-inference.html.
 """
 
 from __future__ import annotations
@@ -18,7 +18,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_flash_attention
+from torch.backends.cuda import (
+    SDPAParams,
+    can_use_cudnn_attention,
+    can_use_efficient_attention,
+    can_use_flash_attention,
+)
 from torch.nn.functional import scaled_dot_product_attention
 
 BLOCK = 512  # queries
@@ -37,7 +42,8 @@ def causal_attention(
         q: [batch, num_q_heads, q_len, head_dim]; num_q_heads is a multiple of num_kv_heads.
         k: [batch, num_kv_heads, longest or more, head_dim], the dtype of q.
         v: as k, of any head_dim.
-        lens: tokens of each sequence, those of q included; the first ones of k and v.
+        lens: tokens of each sequence, those of q included, so q_len or more; the first ones of k
+            and v.
         sm_scale: factor on q·k; 1 / sqrt(head_dim) when None.
 
     Returns:
@@ -59,12 +65,18 @@ def causal_attention(
     total, q_len = lens[0], q.shape[2]
     k, v = k[:, :, :total], v[:, :, :total]
     is_grouped = q.shape[1] != k.shape[1]
-    if total == q_len:
+    if not q_len:
+        return q.new_empty(*q.shape[:-1], v.shape[-1])
+    if total == q_len and _has_kernel(q, k, v):
         return scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=sm_scale, enable_gqa=is_grouped
         )
     past = total - q_len
-    if q.is_cuda and not (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))):
+    if (
+        past
+        and q.is_cuda
+        and not (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)))
+    ):
         own = _state(q, k[:, :, past:], v[:, :, past:], True, sm_scale)
         others = _state(q, k[:, :, :past], v[:, :, :past], False, sm_scale)
         if own is not None and others is not None:
@@ -89,11 +101,20 @@ def causal_attention(
     return torch.cat(blocks, dim=2)
 
 
+def _has_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether torch attends causally without all scores in memory."""
+    if not q.is_cuda:
+        return q.shape[-1] == v.shape[-1]
+    params = SDPAParams(q, k, v, None, 0.0, True, q.shape[1] != k.shape[1])
+    can_use = can_use_cudnn_attention, can_use_flash_attention, can_use_efficient_attention
+    return any(one(params) for one in can_use)
+
+
 def _state(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, sm_scale: float | None
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Out and lse [batch, num_q_heads, q_len] by the kernel that torch takes first, if any gives
-    both: what torch keeps for gradients, and has no public call for."""
+    """Out and lse [batch, num_q_heads, q_len] by cuDNN or torch's flash kernel, if one of them can:
+    torch keeps lse for gradients, and has no public call that gives it."""
     params = SDPAParams(q, k, v, None, 0.0, is_causal, q.shape[1] != k.shape[1])
     ops = torch.ops.aten
     if can_use_cudnn_attention(params):

@@ -92,8 +92,10 @@ def test_tables_have_cases_of_their_own() -> None:
         ({"page_size": 48}, "--page-size 48: use 16, 32, 64, 128, or 0 for none"),
         ({"sink_len": 4, "recent_len": 66}, "--exact 4 66 leaves nothing of --seq-len 70"),
         ({"lens": (4, 70), "sink_len": 4}, "--exact 4 0 leaves nothing of --seq-len 4"),
+        ({"lens": (4, 70), "q_len": 2}, "2 queries: of sequences of one length"),
+        ({"q_len": 71}, "71 queries: of sequences of one length"),
     ],
-    ids=["heads", "pages", "exact", "ragged"],
+    ids=["heads", "pages", "exact", "ragged", "ragged queries", "queries"],
 )
 def test_sizes_that_do_not_fit_are_refused(sizes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -149,10 +149,12 @@ def test_several_queries_see_the_same_tokens_in_all_forms(q_len: int) -> None:
     case = small("bf16", q_len=q_len)
     ours = attend_segments(*vars(gpu_bench.rotated_inputs(case, FakeTimer())[0]).values())
     forms = gpu_bench._torch_calls(case, FakeTimer())
-    (grouped, folded) = (forms[f"math, {form}"][1]()[0]() for form in ("enable_gqa", "folded"))
+    names = "math, enable_gqa", "flash, lower right", "math, folded"
+    grouped, lower_right, folded = (forms[name][1]()[0]() for name in names)
+    assert isinstance(lower_right, torch.Tensor)
     assert isinstance(grouped, torch.Tensor) and isinstance(folded, torch.Tensor)
     folded = folded.unflatten(2, (q_len, -1)).transpose(2, 3).flatten(1, 2)
-    for found in (grouped, folded):  # [batch, num_q_heads, q_len, head_dim]
+    for found in (grouped, lower_right, folded):  # [batch, num_q_heads, q_len, head_dim]
         torch.testing.assert_close(found.transpose(1, 2), ours, atol=0.01, rtol=0.01)
 
 

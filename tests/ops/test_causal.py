@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -62,6 +63,31 @@ def test_queries_see_the_tokens_up_to_their_own(
     assert relative_l2(out, expected(q, k, v, lens, 0.2)) <= LIMITS[dtype]
     blocks = causal_attention(q[:, :, -1:], k, v, lens, 0.2)
     assert relative_l2(blocks, expected(q[:, :, -1:], k, v, lens, 0.2)) <= LIMITS[dtype]
+
+
+def test_no_queries() -> None:
+    k = torch.randn(1, 2, 20, 64)
+    assert causal_attention(k[:, :, :0], k, k, [20]).shape == (1, 2, 0, 64)
+
+
+def test_scores_without_a_kernel_of_torch_are_taken_by_blocks(
+    relative_l2: Measure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's kernel on the CPU wants K and V of one width: else it computes all scores."""
+    rows = []
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def noted(q: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
+        rows.append(q.shape[2])
+        return attention(q, *rest, **options)
+
+    monkeypatch.setattr(causal, "scaled_dot_product_attention", noted)
+    monkeypatch.setattr(causal, "BLOCK", 8)
+    q, k, v = torch.randn(1, 4, 20, 64), torch.randn(1, 2, 20, 64), torch.randn(1, 2, 20, 32)
+    out = causal_attention(q, k, v, [20])
+    assert relative_l2(out, expected(q, k, v, [20], 64**-0.5)) <= 1e-5 and rows == [8, 8, 4]
+    causal_attention(q, k, k, [20])
+    assert rows[3:] == [20]
 
 
 def test_keys_and_values_of_different_widths(relative_l2: Measure) -> None:

@@ -397,9 +397,9 @@ def _prepare(
     )
     device = q.get_device()
     kernel, fitted = _load(work, chosen or choose(work.spec), device)
-    if chosen is None and not fitted.blocks:  # it takes more registers than was thought
-        again = choose(fitted.spec, registers=kernel.registers)
-        kernel, fitted = _load(work, again, device)
+    while chosen is None and not fitted.blocks:  # it takes more registers than was thought
+        smaller = choose(fitted.spec, registers=kernel.registers)
+        kernel, fitted = _load(work, smaller, device)
     if chosen is None:
         chosen = choose(fitted.spec, registers=kernel.registers)
         if num_splits is None and len(q) > 1:  # lengths may differ
