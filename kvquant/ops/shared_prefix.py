@@ -3,9 +3,10 @@
     q          [batch, q_heads]                      own tokens ──▶ (out, lse) ──┐
        └──▶    [members x ratio] of each KV head     prefix     ──▶ (out, lse) ──┴──▶ merged
 
-To the prefix the queries of all members are those of one sequence. On CUDA a kernel expands its
-rows once for up to 256 queries (kernels/cuda/prefix/launch.py); on the CPU they are one token with
-many heads. The two states are merged by their log-sum-exp, exactly.
+To the prefix the queries of all members are those of one sequence: they see all of it, so it makes
+no difference that there may be several of each member. On CUDA a kernel expands its rows once for
+up to 256 queries (kernels/cuda/prefix/launch.py); on the CPU they are one token with many heads.
+The two states are merged by their log-sum-exp, exactly.
 
 torch.ops.kvquant.add_prefix, which is called under torch.compile only, is the prefix's part on
 CUDA; it writes out and lse.
@@ -25,7 +26,13 @@ from .. import debug
 from ..errors import ConfigError, DeviceError, ShapeError
 from ..rows.arguments import check_flag, check_kind, check_tensors
 from ..rows.basis import LayerBasis
-from ..rows.segment import Segment, check_segment_values, check_segments, parse_formats
+from ..rows.segment import (
+    Segment,
+    check_segment_values,
+    check_segments,
+    parse_formats,
+    query_shape,
+)
 from .attention import (
     Result,
     State,
@@ -52,6 +59,7 @@ def attend_shared(
     segments: Sequence[Segment],
     *,
     members: torch.Tensor | None = ...,
+    q_lens: torch.Tensor | None = ...,
     basis: LayerBasis | None = ...,
     seq_lens: torch.Tensor | None = ...,
     transformed: Transformed | None = ...,
@@ -67,6 +75,7 @@ def attend_shared(
     segments: Sequence[Segment],
     *,
     members: torch.Tensor | None = ...,
+    q_lens: torch.Tensor | None = ...,
     basis: LayerBasis | None = ...,
     seq_lens: torch.Tensor | None = ...,
     transformed: Transformed | None = ...,
@@ -82,6 +91,7 @@ def attend_shared(
     segments: Sequence[Segment],
     *,
     members: torch.Tensor | None = ...,
+    q_lens: torch.Tensor | None = ...,
     basis: LayerBasis | None = ...,
     seq_lens: torch.Tensor | None = ...,
     transformed: Transformed | None = ...,
@@ -96,6 +106,7 @@ def attend_shared(
     segments: Sequence[Segment],
     *,
     members: torch.Tensor | None = None,
+    q_lens: torch.Tensor | None = None,
     basis: LayerBasis | None = None,
     seq_lens: torch.Tensor | None = None,
     transformed: Transformed | None = None,
@@ -107,12 +118,15 @@ def attend_shared(
     """Attend to a shared prefix and to each sequence's own tokens.
 
     Args:
-        q: [batch, num_q_heads, head_dim].
+        q: [batch, num_q_heads, head_dim], or [batch, q_len, num_q_heads, head_dim] for the last
+            q_len tokens of each sequence, of which a member's must not stand in the prefix, but for
+            the first, which may be its last token.
         prefix: tokens of one sequence (batch 1) that come before those of the members. Its length
             may be 0.
         segments: each sequence's other tokens, as in attend_segments.
         members: [num_members], int64: the sequences (indices into the batch) that share the
             prefix, each once; negative entries are ignored. All sequences when None.
+        q_lens: [batch], int32, as in decode_attention.
         basis, seq_lens, transformed: as in attend_segments; seq_lens counts the prefix, too.
         sm_scale, return_lse, num_splits, backend: as in decode_attention.
 
@@ -121,8 +135,9 @@ def attend_shared(
         before they are merged.
 
     Raises:
-        ShapeError: the prefix is of several sequences, or members are not indices into the
-            batch (on CUDA these values are read in debug mode only; see kvquant.debug).
+        ShapeError: the prefix is of several sequences, members are not indices into the batch, or
+            have more queries than fit behind the prefix (on CUDA these values are read in debug
+            mode only; see kvquant.debug).
         ConfigError: members are not int64, or the prefix is a ring.
         DeviceError: members lie on another device than q.
         As decode_attention.
@@ -143,11 +158,17 @@ def attend_shared(
     if transformed is not None:
         q, sm_scale = transformed
     elif basis is not None:
-        check = functools.partial(check_segments, q, segments)
+        check = functools.partial(check_segments, q, segments, q_lens)
         q, sm_scale = transform_query(q, basis.k, sm_scale, backend, check)
-    (_, num_q_heads, head_dim), num_kv_heads = q.shape, prefix.k_rows.shape[1]
+    num_q_heads, head_dim = q.shape[-2:]
+    num_kv_heads = prefix.k_rows.shape[1]
     options: dict[str, Any] = {"num_splits": num_splits, "backend": backend, "sm_scale": sm_scale}
-    out, lse = attend_segments(q, segments, return_lse=True, **options)
+    out, lse = attend_segments(q, segments, q_lens=q_lens, return_lse=True, **options)
+    if given.ndim == 4:
+        if debug.may_read(q):
+            _check_queries(q, q_lens, members, segments)
+        members = _queries_of(members, q_lens, q)
+        q, out, lse = (x.flatten(0, 1) for x in (q, out, lse))
     if out.is_cuda and backend != "reference":
         scale = head_dim**-0.5 if sm_scale is None else float(sm_scale)
         _add_prefix(q, prefix, members, out, lse, scale, num_splits)
@@ -158,6 +179,9 @@ def attend_shared(
         state = attend_segments(by_kv_head, [prefix], return_lse=True, **options)
         of_prefix = [x.view(heads[0], len(chosen), heads[1], *x.shape[2:]) for x in state]
         out, lse = _merged(out, lse, of_prefix[0], of_prefix[1], members)
+    if given.ndim == 4:
+        out, lse = out.view(*given.shape[:-1], -1), lse.view(given.shape[:-1])
+        seq_lens = (lse[..., 0] != -torch.inf).int()  # all that counts: whether there are any
     result: Result = out, lse if return_lse else None
     if basis is not None:
         result = restore_result(*result, given, basis, seq_lens, given_scale, backend)
@@ -177,12 +201,7 @@ def _check_prefix(q: torch.Tensor, prefix: Segment, segments: Sequence[Segment])
     prefix_batch = prefix.seq_lens.shape[0]
     if prefix_batch != 1:
         raise ShapeError(f"the prefix is of {prefix_batch} sequences: it must be of one")
-    if q.ndim != 3:
-        raise ShapeError(
-            f"q is {list(q.shape)}: it must be [batch, num_q_heads, head_dim] beside "
-            "a shared prefix"
-        )
-    num_q_heads, num_kv_heads = q.shape[1], prefix.k_rows.shape[1]
+    num_q_heads, num_kv_heads = query_shape(q)[-2], prefix.k_rows.shape[1]
     if not segments or segments[0].k_rows.shape[1] != num_kv_heads:
         own = segments[0].k_rows.shape[1] if segments else "no"
         raise ShapeError(f"the prefix has {num_kv_heads} KV heads, the segments {own}")
@@ -209,6 +228,46 @@ def _check_members(members: torch.Tensor, q: torch.Tensor) -> None:
     used = members[members >= 0]
     if bool((used >= batch).any()) or len(used.unique()) < len(used):
         raise ShapeError(f"members are {members.tolist()}: give places 0 to {batch - 1}, each once")
+
+
+def _check_queries(
+    q: torch.Tensor,
+    q_lens: torch.Tensor | None,
+    members: torch.Tensor | None,
+    segments: Sequence[Segment],
+) -> None:
+    """Raise unless all queries of the members see the whole prefix."""
+    own = torch.stack([segment.seq_lens for segment in segments]).sum(0)
+    counts = torch.full_like(own, q.shape[1]) if q_lens is None else q_lens
+    inside = counts > own + 1  # the last token of the prefix sees all of it
+    if members is not None:
+        chosen = members[members >= 0]
+        inside = torch.zeros_like(inside).index_copy(0, chosen, inside[chosen])
+    if bool(inside.any()):
+        at = int(inside.nonzero()[0])
+        raise ShapeError(
+            f"sequence {at} has {int(counts[at])} queries and {int(own[at])} tokens behind the "
+            "prefix: the first queries would see a part of it. Give a shorter prefix, or leave the "
+            "sequence out of the members"
+        )
+
+
+def _queries_of(
+    members: torch.Tensor | None, q_lens: torch.Tensor | None, q: torch.Tensor
+) -> torch.Tensor | None:
+    """The queries of members, as their places among all [batch * q_len]; None for all."""
+    if members is None and q_lens is None:
+        return None
+    batch, q_len = q.shape[:2]
+    row = torch.arange(q_len, device=q.device)
+    if members is None:
+        members, counts = torch.arange(batch, device=q.device), q_lens
+    else:
+        counts = None if q_lens is None else q_lens.index_select(0, members.clamp(min=0))
+    queries = torch.add(row, members[:, None], alpha=q_len)  # below 0 where the member is
+    if counts is not None:
+        queries = torch.where(row < counts[:, None], queries, -1)
+    return queries.flatten()
 
 
 def _merged(

@@ -73,6 +73,11 @@ class PagedBatch(NotCopied):
         ...     out = batch.attend(0, torch.randn(2, 32, 128))  # of one query for each sequence
         >>> out.shape
         torch.Size([2, 32, 128])
+        >>> with batch.extend(["a", "b"], [4, 2]):  # drafted tokens, say: a query for each
+        ...     batch.append(0, torch.randn(6, 8, 128), torch.randn(6, 8, 128))
+        ...     out = batch.attend(0, torch.randn(2, 4, 32, 128))
+        >>> out.shape
+        torch.Size([2, 4, 32, 128])
     """
 
     @torch.inference_mode(False)  # else what is made inside it could not be changed outside
@@ -108,6 +113,7 @@ class PagedBatch(NotCopied):
                 "positions": slots,
                 "block_table": tables,
                 "seq_lens": counts,
+                "new_lens": counts,
                 "packed_lens": counts,
                 "exact_lens": counts,
                 "starts": counts,
@@ -120,15 +126,16 @@ class PagedBatch(NotCopied):
             self._staged.tensors[name].fill_(-1)
         self._step: Step | None = None
         self._on_cuda = cache.device.type == "cuda"
-        self._captured = [max_batch, self.max_tokens]  # rows of q and of k in graphs, the fewest
+        # the fewest rows of q, rows of k, and queries of a sequence that graphs have
+        self._captured = [max_batch, self.max_tokens, self.max_tokens]
         self._appended: set[int] = set()  # the layers that were appended to in this step
         self._in_graphs: set[int] = set()  # and those that a captured graph appends to
         self._is_compiled = False  # whether compiled code has appended in this step
         self._num_members = 0  # sequences of this step whose prefix is read once
-        self._ratio = 0  # query heads on a KV head, once attend has seen them
+        self._ratio = 0  # queries on a KV head of a sequence, once attend has seen them
         self._slots: dict[int, Slots] = {}
         self._segments: dict[tuple[int, int], FixedSegments] = {}
-        self._num_ids = self._num_tokens = 0
+        self._num_ids = self._num_tokens = self._most_new = 0
         self._again = [Appends() for _ in range(cache.num_layers)]
         self._slots_at = [self._staged.tensors[name].data_ptr() for name in Slots._fields]
 
@@ -149,6 +156,11 @@ class PagedBatch(NotCopied):
     def seq_lens(self) -> torch.Tensor:
         """[max_batch] int32, the tokens of each sequence, the new ones included; fixed address."""
         return self._staged.tensors["seq_lens"]
+
+    @property
+    def new_lens(self) -> torch.Tensor:
+        """[max_batch] int32, the new tokens of each sequence; fixed address."""
+        return self._staged.tensors["new_lens"]
 
     @property
     def nbytes(self) -> int:
@@ -199,11 +211,13 @@ class PagedBatch(NotCopied):
                 f"{len(ids)} sequences and {sum(counts)} tokens: the batch has places for "
                 f"{self.max_batch} and {self.max_tokens}"
             )
-        most = self._captured
-        if len(ids) > most[0] or sum(counts) > most[1]:
+        most, most_new = self._captured, max(counts, default=0)
+        if len(ids) > most[0] or sum(counts) > most[1] or most_new > most[2]:
+            each = f", {most_new} of one" if most_new > most[2] else ""
             raise ShapeError(
-                f"{len(ids)} sequences and {sum(counts)} tokens: a CUDA graph of this batch has "
-                f"captured {most[0]} and {most[1]}. Use another PagedBatch for larger steps"
+                f"{len(ids)} sequences and {sum(counts)} tokens{each}: a CUDA graph of this batch "
+                f"has captured {most[0]} and {most[1]}{each and f', {most[2]} of one'}. Use "
+                "another PagedBatch for larger steps"
             )
         step = self.cache.begin_step(ids, counts, tokens)
         try:
@@ -212,7 +226,7 @@ class PagedBatch(NotCopied):
             self.cache.end_step(written=False, begun=False)
             raise
         self._step, self._num_ids, self._num_tokens = step, len(ids), len(step.slots.packed)
-        self._appended, self._is_compiled = set(), False
+        self._most_new, self._appended, self._is_compiled = most_new, set(), False
         opened = _OpenStep(self, step)
         self.cache.hold_step(opened)
         return opened
@@ -323,7 +337,7 @@ class PagedBatch(NotCopied):
         rope: Rope | None = None,
         **options: Any,
     ) -> torch.Tensor | State:
-        """Append the step's new tokens in a layer, and attend to all with a query of each sequence.
+        """Append the step's new tokens in a layer, and attend with queries of each sequence.
 
         What append and attend give, bit for bit. In a plan's basis it is sooner on CUDA, where each
         sequence has one new token: queries are brought into the basis by the launch that does it
@@ -331,7 +345,8 @@ class PagedBatch(NotCopied):
 
         Args:
             layer: index of the layer.
-            q: [batch, num_q_heads, head_dim], as in attend.
+            q: [batch, num_q_heads, head_dim] or [batch, q_len, num_q_heads, head_dim], as in
+                attend.
             k, v: [num_tokens, num_kv_heads, head_dim], as in append.
             rope: as in append, of k; q comes with its rotary embedding.
             options: as in attend.
@@ -344,11 +359,10 @@ class PagedBatch(NotCopied):
         """
         self.cache.check_layer(layer)
         check_tensors(q=q, k=k, v=v)
-        if q.ndim != 3:
-            self._refuse("q", q, "[batch, num_q_heads, head_dim]")
         basis, given = self.cache.rows.layers[layer].basis, None
         sm_scale, backend = options.get("sm_scale"), options.get("backend")
-        if basis is not None and len(q) == len(k) and not q.shape[1] % self.cache.num_kv_heads:
+        one_each = q.ndim == 3 and len(q) == len(k)
+        if basis is not None and one_each and not q.shape[1] % self.cache.num_kv_heads:
             given = queries_of(q, basis, sm_scale, backend)
         found = self._append(layer, k, v, rope, None if given is None else given[0])
         transformed = None if found is None or given is None else (found, given[1])
@@ -388,22 +402,26 @@ class PagedBatch(NotCopied):
         backend: str | None = ...,
     ) -> torch.Tensor | State: ...
     def attend(self, layer: int, q: torch.Tensor, **options: Any) -> torch.Tensor | State:
-        """Attend one token of each sequence to all its tokens of a layer, the new ones included.
+        """Attend one token of each sequence, or its new ones, to its tokens of a layer.
+
+        Several queries are those of the step's new tokens, each of which sees the tokens before it
+        and itself (new_lens are their q_lens, so a CUDA graph serves steps with any counts of
+        them). Every query sees the rows as they are now, as in KVCache.attend.
 
         Args:
             layer: index of the layer; append the step's K and V to it first.
-            q: [batch, num_q_heads, head_dim], a row for each sequence at least.
+            q: [batch, num_q_heads, head_dim], a row for each sequence at least: the query of its
+                last token. Or [batch, q_len, num_q_heads, head_dim]: those of its new tokens, in
+                the first rows of its q_len; what stands in the others is not read.
             options: sm_scale, return_lse, num_splits, backend, as in decode_attention.
 
         Returns:
-            As decode_attention; zeros for places without a sequence.
+            As decode_attention; zeros for places without a sequence, and rows without a new token.
 
         Raises:
-            As decode_attention; ShapeError if there are fewer rows than sequences; ConfigError
-            outside of a step.
+            As decode_attention; ShapeError if there are fewer rows than sequences, or than new
+            tokens of one; ConfigError outside of a step.
         """
-        if not isinstance(q, torch.Tensor) or q.ndim != 3:
-            self._refuse("q", q, "[batch, num_q_heads, head_dim]")
         return self._attend(layer, q, None, options)
 
     def _attend(
@@ -415,24 +433,38 @@ class PagedBatch(NotCopied):
     ) -> torch.Tensor | State:
         """Attend; transformed: q in the layer's basis, if an append has found it."""
         fixed = self._is_fixed()
-        batch, num_q_heads, _ = q.shape
+        if not isinstance(q, torch.Tensor) or q.ndim not in (3, 4):
+            axes = "[batch, num_q_heads, head_dim] or [batch, q_len, num_q_heads, head_dim]"
+            self._refuse("q", q, axes)
+        batch, num_q_heads, q_lens, q_len = q.shape[0], q.shape[-2], None, 1
+        if q.ndim == 4:
+            q_lens, q_len = self.new_lens[:batch], q.shape[1]
         segments = self._segments_of(layer, batch)
         if not torch.compiler.is_compiling():
             self.check_open()
+            if q_lens is not None and q_len < self._most_new:
+                raise ShapeError(
+                    f"q is {list(q.shape)}, and a sequence of the step has {self._most_new} new "
+                    "tokens: give [batch, q_len, num_q_heads, head_dim] with a query for each, or "
+                    "[batch, num_q_heads, head_dim] for the last one"
+                )
         tensors, members = self._staged.tensors, None
         if self.shared_prefix:
             members = tensors["members"][:batch]
         elif self._num_members and not fixed:
             members = tensors["members"][: self._num_members]
         if not fixed:
-            self._ratio = num_q_heads // self.cache.num_kv_heads
+            self._ratio = q_len * num_q_heads // self.cache.num_kv_heads
         elif not torch.compiler.is_compiling():
             self._captured[0] = min(self._captured[0], batch)
+            if q_lens is not None:
+                self._captured[2] = min(self._captured[2], q_len)
         basis, seq_lens = self.cache.rows.layers[layer].basis, self.seq_lens
         result: torch.Tensor | State
-        given = {"basis": basis, "seq_lens": seq_lens, "transformed": transformed, **options}
+        given: dict[str, Any] = {"q_lens": q_lens, "basis": basis, "seq_lens": seq_lens}
+        given["transformed"] = transformed
         if members is None:
-            result = attend_segments(q, segments, **given)
+            result = attend_segments(q, segments, **given, **options)
             return result
         packed = segments[0]
         prefix = packed._replace(
@@ -442,7 +474,7 @@ class PagedBatch(NotCopied):
             seq_lens=tensors["own_lens"][:batch], block_table=tensors["own_table"][:batch]
         )
         parts = [own, *segments[1:]]
-        result = attend_shared(q, prefix, parts, members=members, **given)
+        result = attend_shared(q, prefix, parts, members=members, **given, **options)
         return result
 
     def check_open(self, step: Step | None = None) -> None:
@@ -468,9 +500,9 @@ class PagedBatch(NotCopied):
         """Raise what is wrong with new rows or a query."""
         check_tensors(**{name: x}, **others)
         hint = ""
-        if x.ndim == 4:
+        if x.ndim == 4 and name == "k":
             hint = ", the tokens of all sequences one after another: give "
-            hint += f"{name}.transpose(1, 2).flatten(0, 1)" if name == "k" else f"{name}[:, :, 0]"
+            hint += "k.transpose(1, 2).flatten(0, 1)"
         raise ShapeError(f"{name} is {list(x.shape)}: it must be {axes}{hint}")
 
     def _is_fixed(self) -> bool:
@@ -526,6 +558,7 @@ class PagedBatch(NotCopied):
             self._share(step, used, arrays)
         for name, values in (
             ("seq_lens", lengths),
+            ("new_lens", step.counts),
             ("packed_lens", packed_lens),
             ("exact_lens", lengths - packed_lens),
             ("starts", state.split.ring_row(packed_lens)),

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from kvquant import KVCache, RowFormat, decode_attention, quantize_rows, reference_attention
 from kvquant.errors import ConfigError, DeviceError, ShapeError, UnsupportedError
 from kvquant.ops.attention import attend_segments
-from kvquant.ops.shared_prefix import attend_shared
 from kvquant.rows.basis import Basis, LayerBasis
 from kvquant.rows.reference import reference_over_segments
 from kvquant.rows.segment import Segment
@@ -352,13 +351,7 @@ def test_what_does_not_fit_is_refused(
 
 
 def test_where_only_one_query_goes_more_are_refused() -> None:
-    q, rows, one = torch.zeros(2, 3, 4, 64), packed(2, HEADS, 8), packed(1, HEADS, 8)
-    segment = Segment(rows, rows, lens(8, 2), INT4, INT4)
-    prefix = Segment(one, one, lens(8), INT4, INT4)
-    with pytest.raises(
-        ShapeError, match=r"\[batch, num_q_heads, head_dim\] beside a shared prefix"
-    ):
-        attend_shared(q, prefix, [segment])
+    q = torch.zeros(2, 3, 4, 64)
     cache = KVCache(2, 2, HEADS, 64, 32, windows=[16, 32])
     with pytest.raises(UnsupportedError, match=r"layer 0 sees the last 16 tokens: .* one query"):
         cache.attend(0, q)

@@ -74,6 +74,34 @@ def test_it_is_attention_over_the_whole_sequences(
     assert torch.equal(out, found[0])
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("sharing", [(0, 1, 2), (2, 0), ()], ids=["all", "some", "none"])
+def test_several_queries_see_all_of_the_prefix(
+    relative_l2: Measure, sharing: tuple[int, ...], ragged: bool, device: str
+) -> None:
+    prefix, own, whole = shared(140, (9, 2, 17), sharing, device)
+    q = torch.randn(3, 3, 6, 64, device=device)
+    limit = 1e-5
+    if device == "cuda":
+        q, limit = q.bfloat16(), 4e-3
+    q_lens = int32(1, 3, 0).to(device) if ragged else None
+    members = None if len(sharing) == 3 else torch.tensor([-1, *sharing], dtype=torch.int64)
+    found: Any = attend_shared(
+        q,
+        prefix,
+        [own],
+        members=members if members is None else members.to(device),
+        q_lens=q_lens,
+        return_lse=True,
+    )
+    expected = attend_segments(q, [whole], q_lens=q_lens, return_lse=True, backend="reference")
+    empty = expected[1] == -torch.inf
+    assert torch.equal(found[1] == -torch.inf, empty) and not found[0][empty].any()
+    assert relative_l2(found[0], expected[0]) < limit
+    assert relative_l2(found[1][~empty], expected[1][~empty]) < limit
+
+
 @pytest.mark.parametrize("prefix_len", [0, 30])
 def test_empty_prefixes_and_empty_sequences_add_nothing(prefix_len: int) -> None:
     prefix, own, whole = shared(30, (0, 5), (0, 1))
@@ -108,6 +136,12 @@ def test_what_does_not_fit_is_refused() -> None:
     for segments, found in (([narrow], "1"), ([], "no")):
         with pytest.raises(ShapeError, match=f"prefix has 2 KV heads, the segments {found}"):
             attend_shared(q, prefix, segments)
+    several = torch.randn(2, 5, 4, 64)
+    with pytest.raises(ShapeError, match="sequence 0 has 5 queries and 3 tokens behind the prefix"):
+        attend_shared(several, prefix, [own])
+    with pytest.raises(ShapeError, match="sequence 1 has 5 queries and 3 tokens behind"):
+        attend_shared(several, prefix, [own], q_lens=int32(4, 5))
+    attend_shared(several, prefix, [own], q_lens=int32(4, 5), members=torch.tensor([0]))
     with pytest.raises(ShapeError, match="3 query heads do not fit 2 KV heads"):
         attend_shared(q[:, :3], prefix, [own])
 

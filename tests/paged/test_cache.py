@@ -358,7 +358,7 @@ CALLS: list[tuple[Callable[[Any], object], type[KVQuantError], str]] = [
     (lambda b: b.append("0", *new_rows(1)), ConfigError, "layer '0' does not exist"),
     (lambda b: b.attend(0, [1]), ConfigError, "q is of type list: give a tensor"),
     (lambda b: b.attend(0, torch.zeros(DIM)), ShapeError, "q is [64]: it must be [batch"),
-    (lambda b: b.attend(0, torch.zeros(4, 4, 1, DIM)), ShapeError, "give q[:, :, 0]"),
+    (lambda b: b.attend(0, torch.zeros(1, 4, 4, 1, DIM)), ShapeError, "or [batch, q_len, num_q_he"),
     (lambda b: b.extend("az"), ConfigError, "ids is the text 'az': give a list of ids"),
     (lambda b: b.extend(3), ConfigError, "ids is 3: give a list of ids"),
     (lambda b: b.cache.can_append("a"), ConfigError, "ids is the text 'a': give a list of ids"),

@@ -156,7 +156,7 @@ def test_texts_and_sequences_that_were_not_captured_are_refused() -> None:
     sequences(batch)
     with pytest.raises(ConfigError, match="give a list of ids"):
         batch.extend("az")
-    batch._captured = [2, 2]
+    batch._captured = [2, 2, 2]
     with pytest.raises(ShapeError, match="has captured 2 and 2"):
         batch.extend(["a", "b", "c"])
 
