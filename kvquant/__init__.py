@@ -39,8 +39,10 @@ if typing.TYPE_CHECKING:
     from .rows.reference import reference_attention
     from .rows.rotation import Rope
     from .rows.slots import Slots
+    from .rows.variant import AttentionVariant
 
 __all__ = [
+    "AttentionVariant",
     "Basis",
     "CachePlan",
     "CheckpointError",
@@ -74,6 +76,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "AttentionVariant": "rows.variant",
     "Basis": "rows.basis",
     "CachedModel": "hf.model",  # with the hf extra, as TransformersCache: so not in __all__
     "CachePlan": "io.plan",

@@ -13,6 +13,7 @@ import kvquant
 from kvquant import errors
 
 PUBLIC = [
+    "AttentionVariant",
     "Basis",
     "CachePlan",
     "KVCache",

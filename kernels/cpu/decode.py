@@ -27,8 +27,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from kvquant.errors import UnsupportedError
 from kvquant.rows.arguments import address
 from kvquant.rows.segment import PAGE_SIZES, Segment, visible_rows
+from kvquant.rows.variant import AttentionVariant, names_of
 
 from .combine import make_merge_kernel
 from .compile import compile_kernel
@@ -282,8 +284,13 @@ def attend(
     sm_scale: float,
     num_splits: int | None,
     q_lens: torch.Tensor | None = None,
+    variant: AttentionVariant | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend to all segments and merge; see attention.attend_segments, which checks the input."""
+    if variant is not None:
+        raise UnsupportedError(
+            f"{', '.join(names_of(variant))}: not possible on the CPU yet, use backend='reference'"
+        )
     if q.ndim == 3:
         return _attend(q, segments, sm_scale, num_splits, [one.seq_lens for one in segments])
     address(q, "q")  # a copy has values where q may have none

@@ -37,19 +37,28 @@ from ..rows.segment import (
     parse_formats,
     visible_tokens,
 )
+from ..rows.variant import (
+    PLAIN,
+    AttentionVariant,
+    add_sinks,
+    check_variant,
+    check_variant_values,
+    names_of,
+)
 from .dispatch import kernels_for, torch_op
-from .transform import restore_result, transform_query
+from .transform import missing_scores, restore_result, transform_query
 
 State = tuple[torch.Tensor, torch.Tensor]
 Result = tuple[torch.Tensor, "torch.Tensor | None"]  # no lse where it was not asked for
 Transformed = tuple[torch.Tensor, "float | None"]
-Kernel = Callable[..., Result]  # of q, segments, sm_scale, num_splits, return_lse, check, q_lens
+Kernel = Callable[..., Result]  # of q, segments, sm_scale, num_splits, return_lse, check, q_lens...
 _TENSORS = ("k_rows", "v_rows", "seq_lens", "starts", "block_table", "seq_slots")
 ATTEND_SEGMENTS = (
     "(Tensor q, Tensor[] k_rows, Tensor[] v_rows, Tensor[] seq_lens, str[] k_formats, "
     "str[] v_formats, Tensor?[] starts, Tensor?[] block_tables, int[] sinks, Tensor?[] seq_slots, "
     "int v_head_dim, float? sm_scale, bool return_lse, SymInt? num_splits, str? backend, "
-    "Tensor? q_lens) -> Tensor[]"
+    "Tensor? q_lens, float? soft_cap, Tensor? sink_logits, Tensor? alibi_slopes, SymInt? window, "
+    "Tensor? key_bias, Tensor? tree_mask, Tensor? score_offsets) -> Tensor[]"
 )
 
 
@@ -64,6 +73,7 @@ def decode_attention(
     v_format: str | RowFormat,
     block_table: torch.Tensor | None = ...,
     q_lens: torch.Tensor | None = ...,
+    variant: AttentionVariant | None = ...,
     sm_scale: float | None = ...,
     return_lse: Literal[False] = ...,
     num_splits: int | None = ...,
@@ -80,6 +90,7 @@ def decode_attention(
     v_format: str | RowFormat,
     block_table: torch.Tensor | None = ...,
     q_lens: torch.Tensor | None = ...,
+    variant: AttentionVariant | None = ...,
     sm_scale: float | None = ...,
     return_lse: Literal[True],
     num_splits: int | None = ...,
@@ -96,6 +107,7 @@ def decode_attention(
     v_format: str | RowFormat,
     block_table: torch.Tensor | None = ...,
     q_lens: torch.Tensor | None = ...,
+    variant: AttentionVariant | None = ...,
     sm_scale: float | None = ...,
     return_lse: bool = ...,
     num_splits: int | None = ...,
@@ -111,6 +123,7 @@ def decode_attention(
     v_format: str | RowFormat,
     block_table: torch.Tensor | None = None,
     q_lens: torch.Tensor | None = None,
+    variant: AttentionVariant | None = None,
     sm_scale: float | None = None,
     return_lse: bool = False,
     num_splits: int | None = None,
@@ -142,6 +155,8 @@ def decode_attention(
             tokens; entries after the last page in use are not read.
         q_lens: [batch], int32: queries of each sequence, the first rows of q; the rest of q may
             hold anything. q_len of each when None; for q of four axes only.
+        variant: what the model changes in attention (a soft cap, sink logits, ALiBi, a window,
+            masks), see AttentionVariant; nothing when None.
         sm_scale: factor on q·k, on CUDA a positive one; 1 / sqrt(head_dim) when None.
         return_lse: return the log-sum-exp of the scaled scores as well.
         num_splits: splits of the tokens (split-K): on the CPU at least so many, on CUDA at most so
@@ -200,7 +215,8 @@ def decode_attention(
     """
     segment = Segment(k_rows, v_rows, seq_lens, k_format, v_format, None, block_table)  # type: ignore[arg-type]
     try:
-        out, lse = _attend(q, [segment], sm_scale, return_lse, num_splits, backend, q_lens)
+        variant = variant if names_of(variant) else None
+        out, lse = _attend(q, [segment], sm_scale, return_lse, num_splits, backend, q_lens, variant)
         return out if lse is None else (out, lse)
     except ShapeError:
         if isinstance(k_format, RowFormat) and q.ndim in (3, 4):
@@ -214,6 +230,7 @@ def attend_segments(
     segments: Sequence[Segment],
     *,
     q_lens: torch.Tensor | None = ...,
+    variant: AttentionVariant | None = ...,
     basis: LayerBasis | None = ...,
     seq_lens: torch.Tensor | None = ...,
     transformed: Transformed | None = ...,
@@ -228,6 +245,7 @@ def attend_segments(
     segments: Sequence[Segment],
     *,
     q_lens: torch.Tensor | None = ...,
+    variant: AttentionVariant | None = ...,
     basis: LayerBasis | None = ...,
     seq_lens: torch.Tensor | None = ...,
     transformed: Transformed | None = ...,
@@ -242,6 +260,7 @@ def attend_segments(
     segments: Sequence[Segment],
     *,
     q_lens: torch.Tensor | None = ...,
+    variant: AttentionVariant | None = ...,
     basis: LayerBasis | None = ...,
     seq_lens: torch.Tensor | None = ...,
     transformed: Transformed | None = ...,
@@ -255,6 +274,7 @@ def attend_segments(
     segments: Sequence[Segment],
     *,
     q_lens: torch.Tensor | None = None,
+    variant: AttentionVariant | None = None,
     basis: LayerBasis | None = None,
     seq_lens: torch.Tensor | None = None,
     transformed: Transformed | None = None,
@@ -271,7 +291,7 @@ def attend_segments(
             queries a sequence they are in the order of their tokens, but that the first
             Segment.sinks rows of a ring come before all others: [packed, ring with sinks] are
             sinks, packed rows, recent tokens.
-        q_lens: [batch], int32, as in decode_attention.
+        q_lens, variant: as in decode_attention.
         basis: that the rows are stored in; None if they are stored as they came.
         seq_lens: [batch or more], int32: tokens of each sequence in all segments; needed only with
             a basis and one query a sequence, where a sequence may have none.
@@ -282,19 +302,35 @@ def attend_segments(
     Returns:
         As decode_attention.
     """
+    variant = variant if names_of(variant) else None
     if basis is None:
-        out, lse = _attend(q, segments, sm_scale, return_lse, num_splits, backend, q_lens)
+        out, lse = _attend(q, segments, sm_scale, return_lse, num_splits, backend, q_lens, variant)
         return out if lse is None else (out, lse)
     if transformed is None:
         check = functools.partial(check_segments, q, segments, q_lens)
         transformed = transform_query(q, basis.k, sm_scale, backend, check)
     stored, scale = transformed
-    out, lse = _attend(stored, segments, scale, return_lse, num_splits, backend, q_lens)
-    if q.ndim == 4:
+    sinks, is_whole, wants_lse = None, False, return_lse
+    if variant is not None:
+        # a value of zero in the basis is not one outside of it: sinks come at the end
+        sinks, wants_lse = variant.sink_logits, True
+        variant = variant._replace(sink_logits=None)
+        if is_whole := variant.soft_cap is not None:  # it sees what softmax does not
+            offsets = missing_scores(q, basis.k, sm_scale)
+            if variant.score_offsets is not None:
+                offsets = offsets + variant.score_offsets
+            variant = variant._replace(score_offsets=offsets)
+    out, lse = _attend(stored, segments, scale, wants_lse, num_splits, backend, q_lens, variant)
+    if variant is not None and lse is not None:  # masks may hide all that is there
+        seq_lens = (lse != -torch.inf).any(-1).int()
+        lse = lse if return_lse or sinks is not None else None
+    elif q.ndim == 4:
         tokens = torch.stack([segment.seq_lens for segment in segments]).sum(0, dtype=torch.int32)
         seq_lens = visible_tokens(tokens, q_lens, q.shape[1])
-    out, lse = restore_result(out, lse, q, basis, seq_lens, sm_scale, backend)
-    return out if lse is None else (out, lse)
+    out, lse = restore_result(out, lse, q, basis, seq_lens, sm_scale, backend, is_whole)
+    if sinks is not None and lse is not None:
+        out, lse = add_sinks(out, lse, sinks)
+    return (out, lse) if return_lse and lse is not None else out
 
 
 def _attend(
@@ -305,15 +341,18 @@ def _attend(
     num_splits: int | None,
     backend: str | None,
     q_lens: torch.Tensor | None,
+    variant: AttentionVariant | None,
 ) -> Result:
     """Attend to rows as they are stored."""
     if torch.compiler.is_compiling():
-        return _attend_traced(q, segments, sm_scale, return_lse, num_splits, backend, q_lens)
+        return _attend_traced(
+            q, segments, sm_scale, return_lse, num_splits, backend, q_lens, variant
+        )
     if num_splits is not None and type(num_splits) is not int:
         num_splits = check_num_splits(num_splits)
     if type(return_lse) is not bool:
         check_flag("return_lse", return_lse)
-    return _attend_eagerly(q, segments, sm_scale, return_lse, num_splits, backend, q_lens)
+    return _attend_eagerly(q, segments, sm_scale, return_lse, num_splits, backend, q_lens, variant)
 
 
 def _attend_eagerly(
@@ -324,13 +363,17 @@ def _attend_eagerly(
     num_splits: int | None,
     backend: str | None,
     q_lens: torch.Tensor | None,
+    variant: AttentionVariant | None,
 ) -> Result:
     """Attend now; on CUDA by the launcher itself, which checks only calls that it has not seen."""
     try:
         if q.is_cuda and (backend is None or backend == "cuda") and not debug.enabled:
             kernel = _cuda_kernel()
-            return kernel(q, segments, sm_scale, num_splits, return_lse, _check_cuda, q_lens)
-        return _attend_checked(q, segments, sm_scale, return_lse, num_splits, backend, q_lens)
+            given = q, segments, sm_scale, num_splits, return_lse, _check_cuda, q_lens
+            return kernel(*given) if variant is None else kernel(*given, variant)
+        return _attend_checked(
+            q, segments, sm_scale, return_lse, num_splits, backend, q_lens, variant
+        )
     except (AttributeError, TypeError, RuntimeError):  # types are checked only now: it is slow
         check_types(q, segments, q_lens)
         raise
@@ -344,9 +387,10 @@ def _attend_checked(
     num_splits: int | None,
     backend: str | None,
     q_lens: torch.Tensor | None,
+    variant: AttentionVariant | None,
 ) -> Result:
     """Attend by the backend that was asked for, once everything is checked, values too."""
-    segments = _check(q, segments, num_splits, q_lens)
+    segments = _check(q, segments, num_splits, q_lens, variant)
     backend = kernels_for(q, backend)
     if backend == "cuda":
         _require_extra()
@@ -354,15 +398,18 @@ def _attend_checked(
         check_segment_values(segments)
         if q_lens is not None:
             check_q_len_values(q, q_lens)
+        if variant is not None:
+            check_variant_values(q, segments, q_lens, variant)
     if q.requires_grad:
         q = q.detach()
     sm_scale = q.shape[-1] ** -0.5 if sm_scale is None else check_scale(sm_scale)
     if backend == "cuda":
-        return _cuda_kernel()(q, segments, sm_scale, num_splits, return_lse, None, q_lens)
+        given = q, segments, sm_scale, num_splits, return_lse, None, q_lens
+        return _cuda_kernel()(*given) if variant is None else _cuda_kernel()(*given, variant)
     if backend == "cpu":
-        out, lse = _cpu_kernel()(q, segments, sm_scale, num_splits, q_lens)
+        out, lse = _cpu_kernel()(q, segments, sm_scale, num_splits, q_lens, variant)
     else:
-        out, lse = reference_over_segments(q, segments, sm_scale, q_lens)
+        out, lse = reference_over_segments(q, segments, sm_scale, q_lens, variant)
     return out.to(q.dtype), lse.float() if return_lse else None
 
 
@@ -391,6 +438,7 @@ def _check(
     segments: Sequence[Segment],
     num_splits: int | None,
     q_lens: torch.Tensor | None,
+    variant: AttentionVariant | None,
 ) -> list[Segment]:
     """The segments, with formats in place of their names, if q can attend to them."""
     made = []
@@ -406,6 +454,8 @@ def _check(
     if num_splits is not None and num_splits < 1:
         check_num_splits(num_splits)
     check_segments(q, made, q_lens)
+    if variant is not None:
+        check_variant(q, made, q_lens, variant)
     return made
 
 
@@ -414,8 +464,9 @@ def _check_cuda(
     segments: Sequence[Segment],
     num_splits: int | None,
     q_lens: torch.Tensor | None = None,
+    variant: AttentionVariant | None = None,
 ) -> list[Segment]:
-    checked = _check(q, segments, num_splits, q_lens)
+    checked = _check(q, segments, num_splits, q_lens, variant)
     _require_extra()
     return checked
 
@@ -449,6 +500,7 @@ def _attend_traced(
     num_splits: int | None,
     backend: str | None,
     q_lens: torch.Tensor | None,
+    variant: AttentionVariant | None,
 ) -> Result:
     """Attend by the op of torch, which torch.compile puts into its graph."""
     check_flag("return_lse", return_lse)  # torch would take True for 1, here and below
@@ -476,6 +528,7 @@ def _attend_traced(
         check_num_splits(num_splits),
         backend,
         q_lens,
+        *(variant or PLAIN),
     )
     return results[0], results[1] if return_lse else None
 
@@ -500,16 +553,28 @@ def _op_segments(q: torch.Tensor, v_head_dim: int, fields: Sequence[Any]) -> lis
     return [segment_of(q, v_head_dim, *one) for one in zip(*fields, strict=True)]
 
 
+def _op_arguments(args: Sequence[Any]) -> tuple[Any, ...]:
+    """The fields of the segments, the head_dim of V, and what _attend_eagerly takes behind the
+    segments, from the arguments of the op behind q."""
+    count = len(args) - len(PLAIN)
+    *fields, v_head_dim, sm_scale, return_lse, num_splits, backend, q_lens = args[:count]
+    given = AttentionVariant(*args[count:])
+    variant = given if names_of(given) else None
+    return fields, v_head_dim, (sm_scale, return_lse, num_splits, backend, q_lens, variant)
+
+
 def _attend_op(q: torch.Tensor, *args: Any) -> list[torch.Tensor]:
-    *fields, v_head_dim, sm_scale, return_lse, num_splits, backend, q_lens = args
-    segments = _op_segments(q, v_head_dim, fields)
-    out, lse = _attend_eagerly(q, segments, sm_scale, return_lse, num_splits, backend, q_lens)
+    fields, v_head_dim, options = _op_arguments(args)
+    out, lse = _attend_eagerly(q, _op_segments(q, v_head_dim, fields), *options)
     return [out] if lse is None else [out, lse]
 
 
 def _attend_fake(q: torch.Tensor, *args: Any) -> list[torch.Tensor]:
-    *fields, v_head_dim, _, return_lse, _, _, q_lens = args
-    check_segments(q, _op_segments(q, v_head_dim, fields), q_lens)
+    fields, v_head_dim, (_, return_lse, _, _, q_lens, variant) = _op_arguments(args)
+    segments = _op_segments(q, v_head_dim, fields)
+    check_segments(q, segments, q_lens)
+    if variant is not None:
+        check_variant(q, segments, q_lens, variant)
     out = q.new_empty(*q.shape[:-1], v_head_dim)
     lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
     return [out, lse] if return_lse else [out]

@@ -109,6 +109,7 @@ def restore_result(
     seq_lens: torch.Tensor | None,
     sm_scale: float | None,
     backend: str | None,
+    is_whole: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Bring attention over rows in a basis to that over the rows as they came.
 
@@ -120,6 +121,7 @@ def restore_result(
         seq_lens: [batch or more], or [batch, q_len], int32: tokens that a query sees: without any,
             out is 0 and lse -inf; None where every query sees tokens.
         sm_scale, backend: as in transform_query.
+        is_whole: whether the scores had missing_scores added to them, so that lse is right.
 
     Returns:
         out, the dtype of q, and lse, with the part of the scores that softmax does not see.
@@ -140,11 +142,29 @@ def restore_result(
         out = out.to(q.dtype)
     if lse is None:
         return out, None
-    scale = q.shape[-1] ** -0.5 if sm_scale is None else check_scale(sm_scale)
-    if abs(scale) > FLOAT32_MAX:  # every score is NaN, and add takes no such alpha
-        scale = FLOAT32_MAX
-    lse = lse.add(basis.k.missing_score(q.detach()), alpha=scale)
+    if not is_whole:
+        lse = lse.add(basis.k.missing_score(q.detach()), alpha=_held_scale(q, sm_scale))
     return out, lse if is_empty is None else lse.masked_fill(is_empty, -torch.inf)
+
+
+def missing_scores(q: torch.Tensor, basis: Basis, sm_scale: float | None) -> torch.Tensor:
+    """What all scores of a query lack where K is in a basis with an offset.
+
+    Args:
+        q: [..., num_q_heads, head_dim], before transform_query.
+        basis: of K.
+        sm_scale: as in transform_query.
+
+    Returns:
+        [..., num_q_heads], float32: sm_scale * q·offset.
+    """
+    return basis.missing_score(q.detach()) * _held_scale(q, sm_scale)
+
+
+def _held_scale(q: torch.Tensor, sm_scale: float | None) -> float:
+    """The factor on scores, which float32 can hold: with a larger one every score is NaN anyway."""
+    scale = q.shape[-1] ** -0.5 if sm_scale is None else check_scale(sm_scale)
+    return FLOAT32_MAX if abs(scale) > FLOAT32_MAX else scale
 
 
 def takes_one_launch(x: torch.Tensor, backend: str | None) -> bool:

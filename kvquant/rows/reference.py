@@ -15,8 +15,16 @@ from .segment import (
     check_q_len_values,
     check_segment_values,
     check_segments,
+    first_positions,
     parse_formats,
-    visible_rows,
+)
+from .variant import (
+    PLAIN,
+    AttentionVariant,
+    add_sinks,
+    check_variant,
+    check_variant_values,
+    names_of,
 )
 
 State = tuple[torch.Tensor, torch.Tensor]
@@ -34,6 +42,7 @@ def reference_attention(
     v_format: str | RowFormat,
     block_table: torch.Tensor | None = ...,
     q_lens: torch.Tensor | None = ...,
+    variant: AttentionVariant | None = ...,
     sm_scale: float | None = ...,
     return_lse: Literal[False] = ...,
 ) -> torch.Tensor: ...
@@ -48,6 +57,7 @@ def reference_attention(
     v_format: str | RowFormat,
     block_table: torch.Tensor | None = ...,
     q_lens: torch.Tensor | None = ...,
+    variant: AttentionVariant | None = ...,
     sm_scale: float | None = ...,
     return_lse: Literal[True],
 ) -> State: ...
@@ -62,6 +72,7 @@ def reference_attention(
     v_format: str | RowFormat,
     block_table: torch.Tensor | None = ...,
     q_lens: torch.Tensor | None = ...,
+    variant: AttentionVariant | None = ...,
     sm_scale: float | None = ...,
     return_lse: bool = ...,
 ) -> torch.Tensor | State: ...
@@ -75,6 +86,7 @@ def reference_attention(
     v_format: str | RowFormat,
     block_table: torch.Tensor | None = None,
     q_lens: torch.Tensor | None = None,
+    variant: AttentionVariant | None = None,
     sm_scale: float | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | State:
@@ -91,6 +103,7 @@ def reference_attention(
         v_format: format of v_rows, or its short name (then of the head_dim of q).
         block_table: [batch, max_pages], int32: the pages of each sequence; None: no pages.
         q_lens: [batch], int32: queries of each sequence, as in decode_attention.
+        variant: what the model changes in attention, see AttentionVariant; nothing when None.
         sm_scale: factor on q·k; 1 / sqrt(head_dim) when None.
         return_lse: return the log-sum-exp of the scaled scores as well.
 
@@ -122,8 +135,11 @@ def reference_attention(
     check_segment_values([segment])
     if q_lens is not None:
         check_q_len_values(q, q_lens)
+    if variant is not None and names_of(variant):
+        check_variant(q, [segment], q_lens, variant)
+        check_variant_values(q, [segment], q_lens, variant)
     scale = None if sm_scale is None else check_scale(sm_scale)
-    out, lse = reference_over_segments(q.detach(), [segment], scale, q_lens)
+    out, lse = reference_over_segments(q.detach(), [segment], scale, q_lens, variant)
     return (out, lse) if return_lse else out
 
 
@@ -132,36 +148,85 @@ def reference_over_segments(
     segments: Sequence[Segment],
     sm_scale: float | None = None,
     q_lens: torch.Tensor | None = None,
+    variant: AttentionVariant | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend to the tokens of all segments as to one sequence; see reference_attention.
 
     Returns:
         out and lse, float64.
     """
+    variant = variant or PLAIN
     if q.ndim == 3:
-        out, lse = reference_over_segments(q[:, None], segments, sm_scale)
+        if variant.score_offsets is not None:
+            variant = variant._replace(score_offsets=variant.score_offsets[:, None])
+        out, lse = reference_over_segments(q[:, None], segments, sm_scale, None, variant)
         return out[:, 0], lse[:, 0]
     batch, q_len, num_q_heads, head_dim = q.shape
     num_kv_heads = segments[0].k_rows.shape[1]
     sm_scale = head_dim**-0.5 if sm_scale is None else sm_scale
-    seen = visible_rows(segments, q_lens, q_len).permute(1, 2, 0).tolist()
     shape, v_dim = (batch, q_len, num_q_heads), segments[0].v_format.head_dim
     out = torch.zeros(*shape, v_dim, dtype=torch.float64, device=q.device)
     lse = torch.full(shape, -torch.inf, dtype=torch.float64, device=q.device)
-    for b in range(batch):
+    firsts = first_positions(segments).tolist()
+    counts = [q_len] * batch if q_lens is None else q_lens.clamp(0, q_len).tolist()
+    for b, count in enumerate(counts):
         pairs = [segment.dequantized(b) for segment in segments]
-        for i, counts in enumerate(seen[b]):
-            if not any(counts):
+        k, v = (torch.cat(side, dim=1).double() for side in zip(*pairs, strict=True))
+        positions = torch.cat(
+            [
+                torch.where(row < one.sinks, row + of_sinks[b], row + of_others[b])
+                for one, of_sinks, of_others in zip(segments, *firsts, strict=True)
+                for row in [torch.arange(int(one.seq_lens[b]), device=q.device)]
+            ]
+        )
+        for i in range(count):
+            at = len(positions) - count + i
+            seen = _is_seen(variant, positions, b, i, at, count)
+            if not bool(seen.any()):
                 continue
-            visible = list(zip(pairs, counts, strict=True))
-            k = torch.cat([k[:, :n] for (k, _), n in visible], dim=1).double()
-            v = torch.cat([v[:, :n] for (_, v), n in visible], dim=1).double()
             heads = q[b, i].double().view(num_kv_heads, -1, head_dim)
-            scores = torch.einsum("hgd,htd->hgt", heads, k) * sm_scale
+            scores = torch.einsum("hgd,htd->hgt", heads, k[:, seen]) * sm_scale
             # kernels compute in float32: what it cannot hold is no score
             holdable = (scores * LOG2E).float().isfinite().all(-1, keepdim=True)
             holdable &= (heads.float() * (sm_scale * LOG2E)).isfinite().all(-1, keepdim=True)
-            scores = scores.masked_fill(~holdable, torch.nan)
-            lse[b, i] = scores.logsumexp(-1).flatten()
-            out[b, i] = torch.einsum("hgt,htd->hgd", scores.softmax(-1), v).flatten(0, 1)
-    return out, lse
+            scores = scores.masked_fill(~holdable, torch.nan).flatten(0, 1)
+            scores = _changed(variant, scores, positions[seen], b, i, at)
+            lse[b, i] = scores.logsumexp(-1)
+            weights = scores.softmax(-1).view(num_kv_heads, -1, scores.shape[-1])
+            out[b, i] = torch.einsum("hgt,htd->hgd", weights, v[:, seen]).flatten(0, 1)
+    return (out, lse) if variant.sink_logits is None else add_sinks(out, lse, variant.sink_logits)
+
+
+def _is_seen(
+    variant: AttentionVariant, positions: torch.Tensor, b: int, i: int, at: int, count: int
+) -> torch.Tensor:
+    """Which tokens query i of sequence b sees, one of count of them, whose own position is `at`."""
+    seen = positions <= at
+    if variant.tree_mask is not None:
+        row = positions - (at - i)  # of the token among the queries
+        seen = (row < 0) | variant.tree_mask[b, i, :count][row.clamp(min=0)]
+    if variant.window is not None:
+        seen &= positions > at - variant.window
+    if variant.key_bias is not None:
+        seen &= variant.key_bias[b, positions] != -torch.inf
+    return seen
+
+
+def _changed(
+    variant: AttentionVariant,
+    scores: torch.Tensor,
+    positions: torch.Tensor,
+    b: int,
+    i: int,
+    at: int,
+) -> torch.Tensor:
+    """Scores [num_q_heads, tokens] of a query with tokens at these positions, changed."""
+    if variant.score_offsets is not None:
+        scores = scores + variant.score_offsets[b, i, :, None]
+    if variant.soft_cap is not None:
+        scores = variant.soft_cap * (scores / variant.soft_cap).tanh()
+    if variant.alibi_slopes is not None:
+        scores = scores + variant.alibi_slopes[:, None].double() * (positions - at)
+    if variant.key_bias is not None:
+        scores = scores + variant.key_bias[b, positions]
+    return scores

@@ -146,13 +146,31 @@ def visible_rows(
     Returns:
         [segments, batch, q_len], int32; their sum over the segments is visible_tokens.
     """
-    lens = torch.stack([segment.seq_lens for segment in segments])
-    sinks = torch.stack([segment.seq_lens.clamp(max=segment.sinks) for segment in segments])
-    parts = torch.cat([sinks, lens - sinks])  # in the order of the tokens
-    ends = parts.cumsum(0, dtype=torch.int32)
-    seen = visible_tokens(ends[-1], q_lens, q_len) - (ends - parts)[..., None]
+    parts, before = _parts(segments)
+    seen = visible_tokens(parts.sum(0, dtype=torch.int32), q_lens, q_len) - before[..., None]
     of_sinks, of_others = seen.clamp(min=0).minimum(parts[..., None]).chunk(2)
     return of_sinks + of_others
+
+
+def first_positions(segments: Sequence[Segment]) -> torch.Tensor:
+    """Where the rows of segments stand among the tokens of their sequences.
+
+    Returns:
+        [2, segments, batch], int32: row i of a segment, in the order of its tokens, is token
+        i + [0] of its sequence if it is one of its sinks, else i + [1].
+    """
+    parts, before = _parts(segments)
+    of_sinks, of_others = before.chunk(2)
+    return torch.stack([of_sinks, of_others - parts.chunk(2)[0]])
+
+
+def _parts(segments: Sequence[Segment]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens of each part of the sequences, in their order: the sinks of all segments, then
+    their other rows; and those of all parts before it. [2 * segments, batch] each, int32."""
+    lens = torch.stack([segment.seq_lens for segment in segments])
+    sinks = torch.stack([segment.seq_lens.clamp(max=segment.sinks) for segment in segments])
+    parts = torch.cat([sinks, lens - sinks])
+    return parts, parts.cumsum(0, dtype=torch.int32) - parts
 
 
 def check_segments(

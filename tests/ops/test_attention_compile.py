@@ -18,6 +18,7 @@ from kvquant.ops import attention
 from kvquant.ops.attention import attend_segments
 from kvquant.rows.basis import LayerBasis
 from kvquant.rows.segment import Segment
+from kvquant.rows.variant import PLAIN
 
 INT4 = RowFormat.parse("int4-g4", 64)
 INT8 = RowFormat.parse("int8", 96)
@@ -223,7 +224,7 @@ def one_segment(return_lse: bool, pages: bool) -> tuple[Any, ...]:
     rows = paged(INT8) if pages else packed(3, 20, INT8)
     starts, table = (None, TABLE) if pages else (torch.full((3,), 5, dtype=torch.int32), None)
     fields = [[part] for part in (*rows, "int4-g4", "int8", starts, table, 0, None)]
-    options = (96, None, return_lse, None, "reference" if pages else None, None)
+    options = (96, None, return_lse, None, "reference" if pages else None, None, *PLAIN)
     return (torch.randn(3, 4, 64), *fields, *options)
 
 
@@ -235,8 +236,9 @@ def two_segments(return_lse: bool, pages: bool) -> tuple[Any, ...]:
 
 
 def several_queries(return_lse: bool, pages: bool) -> tuple[Any, ...]:
-    _, *arguments, _ = one_segment(return_lse, pages)
-    return (torch.randn(3, 2, 4, 64), *arguments, torch.tensor([2, 0, 1], dtype=torch.int32))
+    _, *arguments = one_segment(return_lse, pages)[: -len(PLAIN) - 1]
+    q_lens = torch.tensor([2, 0, 1], dtype=torch.int32)
+    return (torch.randn(3, 2, 4, 64), *arguments, q_lens, *PLAIN)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of opcheck's own graphs

@@ -20,6 +20,7 @@ import torch
 from kvquant.errors import ConfigError, ShapeError, UnsupportedError
 from kvquant.rows.arguments import check_scale
 from kvquant.rows.segment import FixedSegments, Segment
+from kvquant.rows.variant import AttentionVariant, names_of
 
 from ..runtime.driver import Kernel, Launcher
 from ..runtime.launch import (
@@ -85,6 +86,7 @@ def attend(
     want_lse: bool = True,
     check: Check | None = None,
     q_lens: torch.Tensor | None = None,
+    variant: AttentionVariant | None = None,
 ) -> State:
     """Attend to all segments in one launch; see attention.attend_segments.
 
@@ -97,6 +99,7 @@ def attend(
             of names; called only before a launch is prepared.
         q_lens: [batch], int32, with q of four axes: how many of q_len are queries, the first ones;
             what is not within 0 to q_len counts as the nearest that is. None: all.
+        variant: refused yet, unless it is None.
 
     Returns:
         out [batch, num_q_heads, head_dim of V], the dtype of q; lse [batch, num_q_heads], float32,
@@ -110,6 +113,10 @@ def attend(
         UnsupportedError: there is no kernel for these segments, or this GPU.
         DeviceError: CUDA refuses the launch.
     """
+    if variant is not None:
+        raise UnsupportedError(
+            f"{', '.join(names_of(variant))}: not possible on CUDA yet, use backend='reference'"
+        )
     index, address = q.get_device(), q.data_ptr()
     if type(segments) is FixedSegments:
         facts, addresses = segments.facts or _settle(segments)

@@ -1,0 +1,208 @@
+"""What models change in plain softmax attention: capped scores, sinks, positions, masks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from numbers import Real
+from typing import NamedTuple
+
+import torch
+
+from .. import debug
+from ..errors import ConfigError, DeviceError, ShapeError, shown
+from .arguments import check_kind, check_readable, check_size
+from .segment import Segment
+
+MOST_TREE = 64  # queries of a sequence with a tree mask: a word of bits each
+
+
+class AttentionVariant(NamedTuple):
+    """What a model changes in plain attention. None leaves a thing as it is.
+
+    The score of a query and a token is `sm_scale * q·k`. What is given changes it in the order
+    score_offsets, soft_cap, alibi_slopes, key_bias; what is hidden then has no part in the softmax.
+    Positions count the tokens of a sequence over all its segments, from 0.
+
+    A hidden token is not read by the reference. Kernels may multiply its row of V by 0, so NaN
+    there reaches queries that do not see it, but for tokens before the windows of all queries of
+    the sequence.
+
+    Attributes:
+        soft_cap: scores s become soft_cap * tanh(s / soft_cap); a positive number.
+        sink_logits: [num_q_heads], float32: a logit of each head that takes part in its softmax,
+            and has no value. lse includes it: a sink is a token whose value is zero. A query that
+            sees no token still gives zeros and -inf.
+        alibi_slopes: [num_q_heads], float32: adds slope * (position of the token - position of the
+            query).
+        window: a query sees this many tokens up to its own, the last ones.
+        key_bias: [batch, tokens], float32: added to the score of each token, by its position; -inf
+            hides it. As many tokens as the longest sequence has, or more.
+        tree_mask: [batch, q_len, q_len], bool: which of the sequence's last q_lens tokens each
+            query sees, in place of those up to its own; all tokens before them are seen. A query
+            has the position of its row. Only with q of four axes, q_len 64 at most; a row of a
+            query must not be all False.
+        score_offsets: the shape of q without its last axis, float32: added to all scores of a
+            query.
+
+    Example:
+        >>> import torch
+        >>> from kvquant import AttentionVariant, decode_attention, quantize_rows
+        >>> rows = quantize_rows(torch.randn(1, 8, 100, 128), "int8")
+        >>> lens = torch.tensor([100], dtype=torch.int32)
+        >>> gemma = AttentionVariant(soft_cap=50.0, window=64)
+        >>> gpt_oss = AttentionVariant(sink_logits=torch.randn(32), window=64)
+        >>> for variant in (gemma, gpt_oss):
+        ...     out = decode_attention(
+        ...         torch.randn(1, 32, 128),
+        ...         rows,
+        ...         rows,
+        ...         lens,
+        ...         k_format="int8",
+        ...         v_format="int8",
+        ...         variant=variant,
+        ...         backend="reference",
+        ...     )
+        >>> out.shape
+        torch.Size([1, 32, 128])
+
+    Sources: soft cap, Gemma 2 (https://arxiv.org/abs/2408.00118); sink logits, gpt-oss
+    (https://arxiv.org/abs/2508.10925); ALiBi (https://arxiv.org/abs/2108.12409); sliding windows,
+    Mistral 7B (https://arxiv.org/abs/2310.06825); tree masks, SpecInfer
+    (https://arxiv.org/abs/2305.09781).
+    """
+
+    soft_cap: float | None = None
+    sink_logits: torch.Tensor | None = None
+    alibi_slopes: torch.Tensor | None = None
+    window: int | None = None
+    key_bias: torch.Tensor | None = None
+    tree_mask: torch.Tensor | None = None
+    score_offsets: torch.Tensor | None = None
+
+
+PLAIN = AttentionVariant()
+
+
+def names_of(variant: AttentionVariant | None) -> tuple[str, ...]:
+    """The names of the fields in use, sorted; none for plain attention.
+
+    Raises:
+        ConfigError: the variant is no AttentionVariant.
+    """
+    if variant is None:
+        return ()
+    check_kind("variant", variant, AttentionVariant, "give a kvquant.AttentionVariant, or None")
+    return tuple(sorted(name for name, value in variant._asdict().items() if value is not None))
+
+
+def check_variant(
+    q: torch.Tensor,
+    segments: Sequence[Segment],
+    q_lens: torch.Tensor | None,
+    variant: AttentionVariant,
+) -> None:
+    """Raise unless queries can attend to segments so; the values in the tensors are not read.
+
+    Args:
+        q, segments, q_lens: as check_segments has taken them.
+        variant: to check.
+
+    Raises:
+        ConfigError: a number is out of its range, or a dtype or a type is wrong.
+        ShapeError: a tensor does not fit q, or a tree mask comes without an axis of queries.
+        DeviceError: a tensor lies on another device than q.
+    """
+    if (cap := variant.soft_cap) is not None:
+        is_number = isinstance(cap, Real) and not isinstance(cap, bool)
+        if not is_number or not 0 < cap < math.inf:
+            raise ConfigError(f"soft_cap is {shown(cap)}: use a positive number, or None")
+    if variant.window is not None:
+        check_size("window", variant.window, at_least=1)
+    batch, heads = q.shape[0], q.shape[-2]
+    if variant.tree_mask is not None and (q.ndim != 4 or q.shape[1] > MOST_TREE):
+        raise ShapeError(
+            f"a tree_mask is given with q {list(q.shape)}: it needs q [batch, q_len, num_q_heads, "
+            f"head_dim] with a q_len of {MOST_TREE} at most"
+        )
+    tree = (batch, q.shape[1], q.shape[1])
+    for name, shape in (
+        ("sink_logits", (heads,)),
+        ("alibi_slopes", (heads,)),
+        ("key_bias", None),
+        ("tree_mask", tree),
+        ("score_offsets", q.shape[:-1]),
+    ):
+        given = getattr(variant, name)
+        if given is None:
+            continue
+        check_readable(**{name: given})
+        dtype = torch.bool if name == "tree_mask" else torch.float32
+        if given.dtype != dtype:
+            raise ConfigError(f"{name} is {given.dtype}: use {dtype}")
+        if shape is None:
+            if given.ndim != 2 or given.shape[0] != batch:
+                raise ShapeError(f"{name} is {list(given.shape)}: it must be [{batch}, tokens]")
+        elif given.shape != shape:
+            raise ShapeError(f"{name} is {list(given.shape)}: it must be {list(shape)}")
+        if given.device != q.device:
+            raise DeviceError(f"q is on {q.device}, {name} on {given.device}")
+
+
+def check_variant_values(
+    q: torch.Tensor,
+    segments: Sequence[Segment],
+    q_lens: torch.Tensor | None,
+    variant: AttentionVariant,
+) -> None:
+    """Raise unless the values of a variant are possible; not while a CUDA graph is captured.
+
+    Raises:
+        ConfigError: slopes that are not finite, a logit or a bias that is NaN or +inf.
+        ShapeError: key_bias has fewer tokens than a sequence, or a query of a tree sees none of it.
+    """
+    if debug.is_recorded(q):
+        return
+    if (slopes := variant.alibi_slopes) is not None and not bool(slopes.isfinite().all()):
+        raise ConfigError("alibi_slopes must be finite")
+    if (sinks := variant.sink_logits) is not None and not bool((sinks < math.inf).all()):
+        raise ConfigError("sink_logits must be finite, or -inf for a head without a sink")
+    if (bias := variant.key_bias) is not None:
+        lens = torch.stack([segment.seq_lens for segment in segments]).sum(0)
+        longest = int(lens.max()) if len(lens) else 0
+        if bias.shape[1] < longest:
+            raise ShapeError(
+                f"key_bias is {list(bias.shape)}: the longest sequence has {longest} tokens, each "
+                "of which needs one"
+            )
+        in_use = torch.arange(bias.shape[1], device=bias.device) < lens[:, None]
+        if not bool(((bias < math.inf) | ~in_use).all()):
+            raise ConfigError("key_bias must be finite, or -inf for a token that is hidden")
+    if (tree := variant.tree_mask) is not None:
+        counts = tree.shape[1] if q_lens is None else q_lens[:, None]
+        is_query = torch.arange(tree.shape[1], device=tree.device).expand(tree.shape[:2]) < counts
+        blind = is_query & ~(tree & is_query[:, None]).any(-1)
+        if bool(blind.any()):
+            sequence, row = blind.nonzero()[0].tolist()
+            raise ShapeError(
+                f"query {row} of sequence {sequence} sees no token of the tree: let it see itself"
+            )
+
+
+def add_sinks(
+    out: torch.Tensor, lse: torch.Tensor, sink_logits: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention without sink logits as it is with them.
+
+    Args:
+        out: [..., num_q_heads, head_dim].
+        lse: [..., num_q_heads], base e.
+        sink_logits: [num_q_heads].
+
+    Returns:
+        out, its dtype, and lse, both in the shapes they came in.
+    """
+    share = torch.sigmoid(lse - sink_logits)[..., None]
+    empty = lse == -torch.inf
+    whole = torch.logaddexp(lse, sink_logits.to(lse.dtype)).masked_fill(empty, -torch.inf)
+    return (out * share).to(out.dtype).masked_fill(empty[..., None], 0), whole

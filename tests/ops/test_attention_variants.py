@@ -1,0 +1,154 @@
+"""What models change in attention: scores, sinks and masks, beside formulas written by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from segment_cases import HEADS, lens, packed, segments_of
+from variant_cases import FIELDS, by_hand, variant_with
+
+from kvquant import AttentionVariant, KVCache, RowFormat, decode_attention, reference_attention
+from kvquant.errors import ConfigError, DeviceError, ShapeError
+from kvquant.ops.attention import attend_segments
+from kvquant.rows.basis import Basis, LayerBasis
+
+Measure = Callable[[torch.Tensor, torch.Tensor], float]
+State = tuple[torch.Tensor, torch.Tensor]
+
+BACKENDS = ("reference",)
+KINDS = ("linear", "pages", "ring", "cache")
+COUNTS, QUERIES = (40, 3, 0, 17), (3, 3, 2, 1)
+INT4 = RowFormat.parse("int4-g4", 64)
+BOTH: dict[str, Any] = {"k_format": INT4, "v_format": INT4}
+
+
+def assert_close(measure: Measure, found: State, expected: State, limit: float) -> None:
+    (out, lse), (wanted, wanted_lse) = found, expected
+    empty = wanted_lse == -torch.inf
+    assert torch.equal(lse == -torch.inf, empty)
+    assert not out[empty].any()
+    assert measure(out, wanted) <= limit
+    torch.testing.assert_close(lse[~empty].double(), wanted_lse[~empty], rtol=1e-5, atol=limit)
+
+
+@pytest.mark.parametrize(
+    "names", [*((name,) for name in FIELDS), FIELDS], ids=lambda n: "+".join(n)
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_field_is_its_formula(
+    kind: str, names: tuple[str, ...], relative_l2: Measure
+) -> None:
+    segments, keys, values = segments_of(kind, COUNTS, 64)
+    variant = variant_with(names, 4, 3, 4, 40)
+    q = torch.randn(4, 3, 4, 64)
+    for b, count in enumerate(QUERIES):
+        q[b, count:] = torch.nan
+    expected = by_hand(q, keys, values, COUNTS, QUERIES, variant)
+    for backend in BACKENDS:
+        options: dict[str, Any] = {"q_lens": lens(*QUERIES), "variant": variant}
+        found = attend_segments(q, segments, return_lse=True, backend=backend, **options)
+        assert_close(relative_l2, found, expected, 1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_query_is_the_same_with_an_axis_and_without(backend: str, relative_l2: Measure) -> None:
+    segments, keys, values = segments_of("cache", COUNTS, 64)
+    variant = variant_with([name for name in FIELDS if name != "tree_mask"], 4, 1, 4, 40)
+    assert variant.score_offsets is not None
+    q = torch.randn(4, 4, 64)
+    options: dict[str, Any] = {"return_lse": True, "backend": backend}
+    expected = by_hand(q[:, None], keys, values, COUNTS, [1] * 4, variant)
+    alone = variant._replace(score_offsets=variant.score_offsets[:, 0])
+    out, lse = attend_segments(q, segments, variant=alone, **options)
+    assert_close(relative_l2, (out[:, None], lse[:, None]), expected, 1e-5)
+    plain = attend_segments(q, segments, **options)
+    same = attend_segments(q, segments, variant=AttentionVariant(), **options)
+    assert all(map(torch.equal, same, plain))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["none", "matrix"])
+@pytest.mark.parametrize(
+    "names", [("soft_cap",), ("key_bias", "tree_mask", "window"), FIELDS], ids=len
+)
+def test_rows_in_a_basis_give_what_the_values_give(
+    names: tuple[str, ...], kind: str, backend: str, relative_l2: Measure
+) -> None:
+    """The offset of K is a part of the scores: capped, and weighed against sinks."""
+    matrix = torch.eye(64) + 0.1 * torch.randn(HEADS, 64, 64) if kind == "matrix" else None
+    basis = LayerBasis(*(Basis(torch.randn(HEADS, 64), kind, matrix) for _ in "kv"))
+    cache = KVCache(1, 4, HEADS, 64, 100, sink_len=2, recent_len=8, bases=[basis])
+    k, v = torch.randn(2, 4, HEADS, 40, 64)
+    cache.append(0, k, v, COUNTS)
+    q, variant = torch.randn(4, 3, 4, 64), variant_with(names, 4, 3, 4, 40)
+    if variant.key_bias is not None:
+        variant.key_bias[3, 5:] = -torch.inf  # all that its query sees
+    expected = by_hand(q, *cache.dequantized(0), COUNTS, QUERIES, variant)
+    options: dict[str, Any] = {"q_lens": lens(*QUERIES), "basis": basis, "backend": backend}
+    given = q, cache.segments(0)
+    found = attend_segments(*given, variant=variant, return_lse=True, **options)
+    assert_close(relative_l2, found, expected, 1e-5)
+    assert torch.equal(attend_segments(*given, variant=variant, **options), found[0])
+
+
+@pytest.mark.parametrize("names", [("soft_cap", "window"), FIELDS], ids=len)
+def test_torch_compile_takes_them(names: tuple[str, ...]) -> None:
+    rows = packed(2, HEADS, 30)
+    given = torch.randn(2, 3, 4, 64), rows, rows, lens(30, 9)
+    options = {**BOTH, "variant": variant_with(names, 2, 3, 4, 30), "backend": BACKENDS[-1]}
+    compiled = torch.compile(decode_attention, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(*given, **options), decode_attention(*given, **options))
+
+
+@pytest.mark.parametrize("backend", [None, "reference"])
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"soft_cap": 0.0}, ConfigError, "soft_cap is 0.0: use a positive number"),
+        ({"soft_cap": torch.inf}, ConfigError, "soft_cap is inf"),
+        ({"soft_cap": True}, ConfigError, "soft_cap is True"),
+        ({"window": 0}, ConfigError, "window 0 is not possible: use a whole number from 1"),
+        ({"sink_logits": torch.zeros(2)}, ShapeError, "sink_logits is [2]: it must be [4]"),
+        ({"sink_logits": torch.full((4,), torch.nan)}, ConfigError, "sink_logits must be finite"),
+        ({"alibi_slopes": torch.zeros(4).half()}, ConfigError, "alibi_slopes is torch.float16"),
+        ({"alibi_slopes": torch.full((4,), torch.inf)}, ConfigError, "alibi_slopes must be finite"),
+        ({"alibi_slopes": torch.zeros(4).to("meta")}, DeviceError, "alibi_slopes on meta"),
+        ({"alibi_slopes": [1.0] * 4}, ConfigError, "alibi_slopes is of type list"),
+        ({"key_bias": torch.zeros(1, 8)}, ShapeError, "key_bias is [1, 8]: it must be [2, tokens]"),
+        ({"key_bias": torch.zeros(2, 7)}, ShapeError, "the longest sequence has 8 tokens"),
+        ({"key_bias": torch.full((2, 8), torch.inf)}, ConfigError, "key_bias must be finite"),
+        ({"tree_mask": torch.ones(2, 3, 2).bool()}, ShapeError, "tree_mask is [2, 3, 2]"),
+        ({"tree_mask": torch.zeros(2, 3, 3).bool()}, ShapeError, "query 0 of sequence 0 sees no"),
+        ({"score_offsets": torch.zeros(2, 4)}, ShapeError, "it must be [2, 3, 4]"),
+    ],
+    ids=[f"case{i}" for i in range(16)],
+)
+def test_what_does_not_fit_is_refused(
+    change: dict[str, Any], error: type[Exception], message: str, backend: str | None
+) -> None:
+    rows = torch.zeros(2, HEADS, 8, INT4.row_bytes, dtype=torch.uint8)
+    variant = AttentionVariant(**change)
+    given: dict[str, Any] = {"q": torch.zeros(2, 3, 4, 64), "k_rows": rows, "v_rows": rows}
+    given |= {"seq_lens": lens(8, 2), "variant": variant, **BOTH}
+    with pytest.raises(error) as caught:
+        decode_attention(**given, backend=backend)
+    assert message in str(caught.value)
+    if backend == "reference":
+        with pytest.raises(error) as caught:
+            reference_attention(**given)
+        assert message in str(caught.value)
+
+
+def test_what_is_no_variant_is_refused() -> None:
+    rows = packed(1, HEADS, 8)
+    given: Any = torch.zeros(1, 4, 64), rows, rows, lens(8)
+    wrong: Any = {"soft_cap": 50.0}
+    for call in (decode_attention, reference_attention):
+        with pytest.raises(ConfigError, match="variant is of type dict: give a kvquant"):
+            call(*given, variant=wrong, **BOTH)
+    tree = AttentionVariant(tree_mask=torch.ones(1, 1, 1).bool())
+    with pytest.raises(ShapeError, match=r"a tree_mask is given with q \[1, 4, 64\]: it needs q"):
+        decode_attention(*given, variant=tree, **BOTH)

@@ -1,0 +1,85 @@
+"""Segments of every kind with the same tokens: where attention of any kind is tested."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvquant import KVCache, RowFormat, quantize_rows
+from kvquant.rows.segment import Segment
+
+HEADS = 2  # of K and V
+INT4 = RowFormat.parse("int4-g4", 64)
+
+
+def lens(*counts: int) -> torch.Tensor:
+    return torch.tensor(counts, dtype=torch.int32)
+
+
+def packed(*shape: int, fmt: RowFormat = INT4) -> torch.Tensor:
+    """Rows of normal values."""
+    return quantize_rows(torch.randn(*shape, fmt.head_dim), fmt, backend="reference")
+
+
+def nan_rows(fmt: RowFormat, *shape: int) -> torch.Tensor:
+    """Rows that decode to NaN."""
+    return torch.full((*shape, fmt.row_bytes), 255, dtype=torch.uint8)
+
+
+def pages_of(k: torch.Tensor, v: torch.Tensor, counts: torch.Tensor, fmt: RowFormat) -> Segment:
+    """Rows [batch, heads, capacity, row_bytes] in pages of 16, in any order; others are NaN."""
+    batch, heads, capacity, _ = k.shape
+    each = -(-capacity // 16)
+    table = torch.randperm(batch * each, dtype=torch.int32).view(batch, each)
+    pools = [nan_rows(fmt, batch * each, heads, 16) for _ in "kv"]
+    for b, count in enumerate(counts.tolist()):
+        for token in range(count):
+            for pool, rows in zip(pools, (k, v), strict=True):
+                pool[table[b, token // 16], :, token % 16] = rows[b, :, token]
+    return Segment(pools[0], pools[1], counts, fmt, fmt, None, table)
+
+
+def ring_of(
+    k: torch.Tensor, v: torch.Tensor, counts: torch.Tensor, fmt: RowFormat, sinks: int
+) -> Segment:
+    """The same behind sinks in a ring of 40 rows that begins anywhere, at any sequence slots."""
+    batch, heads = k.shape[:2]
+    slots, starts = torch.randperm(batch + 1)[:batch], torch.randint(0, 40, (batch,))
+    rings = [nan_rows(fmt, batch + 1, heads, sinks + 40) for _ in "kv"]
+    for b, count in enumerate(counts.tolist()):
+        for token in range(count):
+            row = token if token < sinks else sinks + (token - sinks + int(starts[b])) % 40
+            for ring, rows in zip(rings, (k, v), strict=True):
+                ring[slots[b], :, row] = rows[b, :, token]
+    k_ring, v_ring = rings
+    return Segment(k_ring, v_ring, counts, fmt, fmt, starts.int(), None, sinks, slots.int())
+
+
+def segments_of(
+    kind: str, counts: tuple[int, ...], dim: int
+) -> tuple[list[Segment], torch.Tensor, torch.Tensor]:
+    """Segments of a kind, and dequantized K and V [batch, heads, tokens, dim] in token order."""
+    seq_lens, longest = lens(*counts), max(*counts, 1)
+    int4, bf16 = RowFormat.parse("int4-g4", dim), RowFormat.parse("bf16", dim)
+    if kind == "cache":  # sinks, packed rows, recent tokens; some cropped into the packed rows
+        options: dict[str, Any] = {"k_format": int4, "v_format": int4}
+        cache = KVCache(1, len(counts), HEADS, dim, 200, sink_len=3, recent_len=12, **options)
+        k, v = torch.randn(2, len(counts), HEADS, longest + 9, dim)
+        cache.append(0, k, v, [n + 9 if i % 2 else n for i, n in enumerate(counts)])
+        cache.crop(seq_lens)
+        return cache.segments(0), *cache.dequantized(0)
+    fmt = bf16 if kind == "ring" else int4
+    k, v = (packed(len(counts), HEADS, longest, fmt=fmt) for _ in "kv")
+    for b, count in enumerate(counts):
+        k[b, :, count:], v[b, :, count:] = 255, 255
+    linear = Segment(k, v, seq_lens, fmt, fmt)
+    segment = linear
+    if kind == "pages":
+        segment = pages_of(k, v, seq_lens, fmt)
+    elif kind == "ring":
+        segment = ring_of(k, v, seq_lens, fmt, 2)
+    keys, values = torch.zeros(2, len(counts), HEADS, longest, dim)
+    for b, count in enumerate(counts):
+        keys[b, :, :count], values[b, :, :count] = linear.dequantized(b)
+    return [segment], keys, values
