@@ -32,7 +32,7 @@ TABLE: dict[str, Any] = {
     "num_q_heads": 8,
     "num_kv_heads": 1,
 }
-# where the techniques are measured; int4-g8 and bf16 rows are an even number of 16-byte units
+# where the techniques are measured; bf16 rows are padded
 ABLATED = TABLE | {"batches": (256,), "seq_lens": (8192,)}
 ABLATED_FORMATS = ("int4-g4", "int4-g8", "bf16")
 GIVE_UP = 1.25  # a plan this much slower alone than the best is not timed to the end

@@ -160,7 +160,7 @@ class DecodeSpec(Spec):
 
     @property
     def padded(self) -> bool:
-        """Whether rows in shared memory are an odd number of 16-byte units apart."""
+        """Whether rows in shared memory are padded against bank conflicts."""
         return self.without != "padded shared memory"
 
     def rows(self, path: Path) -> tuple[StagedRow, ...]:

@@ -5,6 +5,8 @@
 
 ldmatrix reads 8 rows x 16 bytes at once: without bank conflicts if the rows are an odd number of
 16-byte units apart. An 80-byte row is 5 units and so its own padding; a 256-byte row gets a 17th.
+Rows of 6 or 10 units (96 bytes, 160) stay as they are: two of the 8 rows share banks, which costs
+less than their padding would, in shared memory and in rows that are no longer copied as one piece.
 
 A row whose length is no multiple of 16, such as 68 bytes, is realigned in shared memory: 12 bytes
 are put before its header, so that its codes start at a unit (80 bytes, again an odd number of
@@ -116,8 +118,8 @@ class StagedRow:
     Attributes:
         fmt: the format.
         dense: whether rows follow one another without gaps in global memory.
-        padded: whether the stride is rounded up to an odd number of units; False only to measure
-            what the bank conflicts cost.
+        padded: whether a unit is added where rows would share too many banks; False only to
+            measure what the conflicts cost.
     """
 
     fmt: RowFormat
@@ -150,8 +152,8 @@ class StagedRow:
 
     @property
     def stride(self) -> int:
-        """Bytes from a row to the next: an odd number of units."""
-        return self._spread(-(-(self.prefix + self.fmt.code_bytes) // UNIT))
+        """Bytes from a row to the next: a number of units that is no multiple of 4."""
+        return self._spread(-(-(self.prefix + self.fmt.code_bytes) // UNIT), 4)
 
     @property
     def realigned(self) -> bool:
@@ -168,7 +170,7 @@ class StagedRow:
         """Bytes from a row to the next as they are copied."""
         if not self.realigned:
             return self.stride
-        return self.fmt.row_bytes if self.dense else self._spread(self.windows)
+        return self.fmt.row_bytes if self.dense else self._spread(self.windows, 2)
 
     @property
     def alignment(self) -> int:
@@ -184,8 +186,8 @@ class StagedRow:
         """The word of a group's scale and shift, counted from the first unit of the header."""
         return group + (self.prefix - self.fmt.header_bytes) // 4
 
-    def _spread(self, units: int) -> int:
-        return UNIT * (units + (1 - units % 2 if self.padded else 0))
+    def _spread(self, units: int, even: int) -> int:
+        return UNIT * (units + (self.padded and units % even == 0))
 
     @property
     def parts(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from kvquant.errors import UnsupportedError
@@ -25,10 +27,14 @@ def formats() -> list[RowFormat]:
 
 
 @pytest.mark.parametrize("fmt", formats(), ids=lambda fmt: f"{fmt}/{fmt.head_dim}")
-def test_eight_rows_touch_every_bank_once(fmt: RowFormat) -> None:
+def test_eight_rows_share_no_bank_or_are_as_long_as_in_memory(fmt: RowFormat) -> None:
     row = StagedRow(fmt)
-    assert (row.stride // UNIT) % 2 == 1
-    assert sorted(i * row.stride // UNIT % 8 for i in range(8)) == list(range(8))
+    banks = Counter(i * row.stride // UNIT % 8 for i in range(8))
+    if row.stride // UNIT % 2:
+        assert max(banks.values()) == 1
+    else:  # twofold conflicts cost less than the padding
+        assert max(banks.values()) == 2
+        assert row.stride == row.prefix + fmt.code_bytes == -(-fmt.row_bytes // UNIT) * UNIT
 
 
 @pytest.mark.parametrize("fmt", formats(), ids=lambda fmt: f"{fmt}/{fmt.head_dim}")
