@@ -16,7 +16,6 @@ from kvquant.errors import ConfigError, DeviceError, ShapeError, UnsupportedErro
 from kvquant.ops.attention import attend_segments
 from kvquant.rows.basis import Basis, LayerBasis
 from kvquant.rows.reference import reference_over_segments
-from kvquant.rows.segment import Segment
 
 Measure = Callable[[torch.Tensor, torch.Tensor], float]
 State = tuple[torch.Tensor, torch.Tensor]
