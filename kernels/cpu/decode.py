@@ -27,10 +27,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from kvquant.errors import UnsupportedError
 from kvquant.rows.arguments import address
 from kvquant.rows.segment import PAGE_SIZES, Segment, visible_rows
-from kvquant.rows.variant import AttentionVariant, names_of
+from kvquant.rows.variant import AttentionVariant, add_sinks
 
 from .combine import make_merge_kernel
 from .compile import compile_kernel
@@ -39,6 +38,7 @@ from .simd import (
     LANES,
     add,
     argument,
+    call_kernel,
     exp2_of_difference,
     load,
     load_float,
@@ -66,6 +66,19 @@ from .values import (
     weigh_rows,
     widened_floats,
 )
+from .variant import (
+    COUNT,
+    FIELDS,
+    FIRST,
+    HEAD,
+    HEADS,
+    OFFSET,
+    SCORES,
+    SEQUENCE,
+    TILE_BYTES,
+    TOKENS,
+    Change,
+)
 
 TILE = 128  # tokens: their K and V rows, scores and parameters stay in the L2 cache
 SMALL_TILE = 32  # where every element has parameters of its own, on the stack
@@ -76,6 +89,7 @@ ITEMS_PER_THREAD = 4  # so that unequal items even out
 MIN_PARALLEL = 1 << 13  # query heads * tokens that are worth waking other threads
 LOG2E = math.log2(math.e)
 LN2 = math.log(2)
+LOWEST = np.finfo(np.float32).min  # under all scores; from -inf a hidden one could not be taken
 NO_PAGES = 62  # page_shift of a sequence that is one page: no token has a number of 2**62
 
 
@@ -102,7 +116,8 @@ def make_decode_kernel(k_spec, v_spec, heads):
     k_params_at = acc_at + heads * v_dim
     v_params_at = k_params_at + tokens * widened_floats(parse_spec(k_spec))
     runs_at = v_params_at + tile * widened_floats(parse_spec(v_spec))
-    scratch_floats = runs_at + (tile // min(PAGE_SIZES) + 1) * RUN_BYTES // 4
+    said_at = runs_at + (tile // min(PAGE_SIZES) + 1) * RUN_BYTES // 4
+    scratch_floats = said_at + TILE_BYTES // 4
 
     def decode_kernel(args, item):
         # Step 1: the work item
@@ -115,9 +130,13 @@ def make_decode_kernel(k_spec, v_spec, heads):
         # the last block begins earlier: heads that two of them have come out the same
         head = min(item // num_splits % blocks_of_heads * heads, ratio - heads) + kv_head * ratio
         seq_len = load_int32(argument(args, SEQ_LENS) + 4 * b)
-        size = (seq_len + num_splits - 1) // num_splits
+        begin = 0
+        if argument(args, FIRST_ROWS) != 0:
+            begin = load_int32(argument(args, FIRST_ROWS) + 4 * b) // tokens * tokens
+        size = (seq_len - begin + num_splits - 1) // num_splits
         size = (size + tokens - 1) // tokens * tokens  # so that a block lies in one page
-        begin, end = min(split * size, seq_len), min((split + 1) * size, seq_len)
+        end = min(begin + (split + 1) * size, seq_len)
+        begin = min(begin + split * size, seq_len)
         # rows that all queries see, and how many the query of any of these heads sees
         heads_per_query, offset = argument(args, HEADS_PER_QUERY), head - kv_head * ratio
         visible = argument(args, VISIBLE) + 4 * b * (ratio // heads_per_query)
@@ -149,8 +168,16 @@ def make_decode_kernel(k_spec, v_spec, heads):
         lanes, maxima = scores + 4 * lanes_at, scores + 4 * max_at
         decay, acc = scores + 4 * decay_at, scores + 4 * acc_at
         k_params, v_params = scores + 4 * k_params_at, scores + 4 * v_params_at
-        runs = scores + 4 * runs_at
-        store(maxima, splat(np.float32(-np.inf)))
+        runs, said = scores + 4 * runs_at, scores + 4 * said_at
+        change = argument(args, CHANGE)
+        store_int(said + 8 * FIELDS, argument(args, CHANGE_FIELDS))
+        store_int(said + 8 * SCORES, scores)
+        store_int(said + 8 * SEQUENCE, b)
+        store_int(said + 8 * HEAD, head)
+        store_int(said + 8 * OFFSET, offset)
+        store_int(said + 8 * HEADS, heads)
+        store_int(said + 8 * TOKENS, tokens)
+        store(maxima, splat(LOWEST))
         for place in range(0, heads * v_dim, LANES):
             store(acc + 4 * place, splat(np.float32(0)))
         row_sum = splat(np.float32(0))
@@ -210,6 +237,13 @@ def make_decode_kernel(k_spec, v_spec, heads):
                     top = maximum(top, score)
                     for t in range(tokens):  # V prefetch: its rows come while K is computed with
                         prefetch(v_row + (token + t) * v_stride, v_bytes)
+            if change != 0:
+                store_int(said + 8 * FIRST, first)
+                store_int(said + 8 * COUNT, count)
+                call_kernel(change, said, 0)
+                top = splat(np.float32(-np.inf))
+                for block in range(blocks):
+                    top = maximum(top, load(scores + 4 * LANES * block))
             # Step 5: the new maximum of each head, and what the old sums are worth under it
             store(lanes, top)
             for h in range(heads):
@@ -275,7 +309,10 @@ def make_decode_kernel(k_spec, v_spec, heads):
     NUM_SPLITS,
     OUT,  # [num_splits, batch, num_q_heads, v_dim] float32
     LSE,  # [num_splits, batch, num_q_heads] float32, base e
-) = range(26)
+    FIRST_ROWS,  # [batch] int32, rows before these are seen by no query; or 0
+    CHANGE,  # address of the kernel that changes scores, or 0; see variant.py
+    CHANGE_FIELDS,
+) = range(29)
 
 
 def attend(
@@ -287,20 +324,30 @@ def attend(
     variant: AttentionVariant | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend to all segments and merge; see attention.attend_segments, which checks the input."""
-    if variant is not None:
-        raise UnsupportedError(
-            f"{', '.join(names_of(variant))}: not possible on the CPU yet, use backend='reference'"
-        )
     if q.ndim == 3:
-        return _attend(q, segments, sm_scale, num_splits, [one.seq_lens for one in segments])
+        if variant is None:
+            return _attend(q, segments, sm_scale, num_splits, [one.seq_lens for one in segments])
+        if variant.score_offsets is not None:
+            variant = variant._replace(score_offsets=variant.score_offsets[:, None])
+        out, lse = attend(q[:, None], segments, sm_scale, num_splits, None, variant)
+        return out[:, 0], lse[:, 0]
     address(q, "q")  # a copy has values where q may have none
     batch, q_len, num_q_heads, head_dim = q.shape
-    by_kv_head = q.unflatten(2, (segments[0].k_rows.shape[1], -1)).transpose(1, 2)
+    num_kv_heads = segments[0].k_rows.shape[1]
+    by_kv_head = q.unflatten(2, (num_kv_heads, -1)).transpose(1, 2)
     shape = by_kv_head.shape[:-1]  # [batch, num_kv_heads, q_len, ratio]
     heads = by_kv_head.reshape(batch, q_len * num_q_heads, head_dim)
-    visible = visible_rows(segments, q_lens, q_len).unbind()
-    out, lse = _attend(heads, segments, sm_scale, num_splits, visible)
+    visible = visible_rows(segments, q_lens, q_len)
+    change = None
+    if variant is not None and q.numel():
+        change = Change(variant, segments, q_lens, batch, q_len, num_kv_heads, num_q_heads)
+        if variant.tree_mask is not None:  # queries see beyond their row, and padding nothing
+            lens = torch.stack([segment.seq_lens for segment in segments])
+            visible = torch.where(visible.sum(0) > 0, lens[..., None], 0)
+    out, lse = _attend(heads, segments, sm_scale, num_splits, visible.unbind(), change)
     out, lse = (x.view(*shape, *x.shape[2:]).transpose(1, 2).flatten(2, 3) for x in (out, lse))
+    if variant is not None and variant.sink_logits is not None:
+        return add_sinks(out, lse, variant.sink_logits)
     return out, lse
 
 
@@ -310,10 +357,12 @@ def _attend(
     sm_scale: float,
     num_splits: int | None,
     visible: Sequence[torch.Tensor],
+    change: Change | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend with the heads of all queries, [batch, num_kv_heads * q_len * ratio, head_dim].
 
     visible: of each segment, [batch] or [batch, q_len] int32, the rows that each query sees.
+    change: of their scores; None for none.
     """
     batch, num_q_heads, _ = q.shape
     v_dim = segments[0].v_format.head_dim
@@ -321,9 +370,12 @@ def _attend(
     heads = heads_of_block(ratio)
     blocks = num_q_heads // ratio * -(-ratio // heads) if ratio else 0  # of all KV heads
     scaled = (q.float() * (sm_scale * LOG2E)).contiguous()
-    pairs = zip(segments, visible, strict=True)
-    work = [(s, seen, n) for s, seen in pairs if q.numel() and (n := int(s.seq_lens.max()))]
-    lengths = [n for _, _, n in work]
+    work, lengths = [], []  # the segments with rows to attend to, and the most of them
+    for i, segment in enumerate(segments):
+        lens = segment.seq_lens if change is None else segment.seq_lens - change.firsts[i]
+        if q.numel() and (longest := int(lens.max())):
+            work.append((i, segment))
+            lengths.append(longest)
     splits = [min(num_splits, n) if num_splits else plan_splits(batch * blocks, n) for n in lengths]
     out = scaled.new_empty(max(sum(splits), 1), batch, num_q_heads, v_dim)
     lse = scaled.new_empty(max(sum(splits), 1), batch, num_q_heads)
@@ -331,9 +383,9 @@ def _attend(
         return out[0].zero_(), lse[0].fill_(-math.inf)
 
     done = 0
-    for (segment, seen, longest), count in zip(work, splits, strict=True):
+    for (i, segment), longest, count in zip(work, lengths, splits, strict=True):
         kernel = make_decode_kernel(spec(segment.k_format), spec(segment.v_format), heads)
-        seq_lens, seen = segment.seq_lens.contiguous(), seen.contiguous()
+        seq_lens, seen = segment.seq_lens.contiguous(), visible[i].contiguous()
         starts = None if segment.starts is None else segment.starts.contiguous()
         seq_slots = None if segment.seq_slots is None else segment.seq_slots.contiguous()
         pages, table = [0, 0, 0, NO_PAGES], segment.block_table
@@ -361,6 +413,7 @@ def _attend(
                 count,
                 out[done].data_ptr(),
                 lse[done].data_ptr(),
+                *((0, 0, 0) if change is None else change.arguments(i)),
             ],
             np.int64,
         )

@@ -200,6 +200,23 @@ class Emitter:
         exponent = b.add(b.shl(n, self.constant(23, I32)), self.constant(127 << 23, I32))
         return b.fmul(power, b.bitcast(exponent, ir.VectorType(F32, LANES)))  # n = -127 makes 0
 
+    def tanh(self, x):
+        """tanh(x), relative error under 1e-6; NaN for NaN.
+
+        (1 - t) / (1 + t), t = 2**(-2 |x| log2(e)); near 0, where t is too close to 1, the series.
+        """
+        b = self.builder
+        magnitude = self.call("llvm.fabs", x)
+        t = self.exp2(b.fmul(magnitude, self.constant(-2 * math.log2(math.e))))
+        one = self.constant(1.0)
+        far = self.call("llvm.copysign", b.fdiv(b.fsub(one, t), b.fadd(one, t)), x)
+        square = b.fmul(x, x)
+        power = self.constant(62 / 2835)
+        for term in (-17 / 315, 2 / 15, -1 / 3, 1.0):
+            power = self.fma(power, square, self.constant(term))
+        is_near = b.fcmp_ordered("<", magnitude, self.constant(0.25))
+        return b.select(is_near, b.fmul(x, power), far)
+
     def sums(self, vectors):
         """A vector whose lane i is the sum of the lanes of vectors[i]; 16 vectors, None for none.
 
@@ -322,6 +339,14 @@ def load_splat(emit, address):
 def times(emit, a, b):
     """a * b."""
     return emit.builder.fmul(a, b)
+
+
+@operation(f32x16, f32x16, types.float32)
+def soft_capped(emit, scores, cap):
+    """cap * tanh(scores / cap); -inf, which is no score, stays."""
+    b, caps = emit.builder, emit.splat(cap)
+    capped = b.fmul(caps, emit.tanh(b.fdiv(scores, caps)))
+    return b.select(b.fcmp_ordered("==", scores, emit.constant(-math.inf)), scores, capped)
 
 
 @operation(types.int64, literal)

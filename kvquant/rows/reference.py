@@ -182,7 +182,7 @@ def reference_over_segments(
         for i in range(count):
             at = len(positions) - count + i
             seen = _is_seen(variant, positions, b, i, at, count)
-            if not bool(seen.any()):
+            if at < 0 or not bool(seen.any()):
                 continue
             heads = q[b, i].double().view(num_kv_heads, -1, head_dim)
             scores = torch.einsum("hgd,htd->hgt", heads, k[:, seen]) * sm_scale

@@ -146,9 +146,19 @@ def visible_rows(
     Returns:
         [segments, batch, q_len], int32; their sum over the segments is visible_tokens.
     """
+    lens = torch.stack([segment.seq_lens for segment in segments]).sum(0, dtype=torch.int32)
+    return rows_before(segments, visible_tokens(lens, q_lens, q_len))
+
+
+def rows_before(segments: Sequence[Segment], positions: torch.Tensor) -> torch.Tensor:
+    """How many rows of each segment hold tokens before positions [batch, any number].
+
+    Returns:
+        [segments, batch, any number], int32: these are the first ones, in the order of its tokens.
+    """
     parts, before = _parts(segments)
-    seen = visible_tokens(parts.sum(0, dtype=torch.int32), q_lens, q_len) - before[..., None]
-    of_sinks, of_others = seen.clamp(min=0).minimum(parts[..., None]).chunk(2)
+    found = (positions - before[..., None]).clamp(min=0).minimum(parts[..., None])
+    of_sinks, of_others = found.chunk(2)
     return of_sinks + of_others
 
 

@@ -24,9 +24,8 @@ class AttentionVariant(NamedTuple):
     score_offsets, soft_cap, alibi_slopes, key_bias; what is hidden then has no part in the softmax.
     Positions count the tokens of a sequence over all its segments, from 0.
 
-    A hidden token is not read by the reference. Kernels may multiply its row of V by 0, so NaN
-    there reaches queries that do not see it, but for tokens before the windows of all queries of
-    the sequence.
+    Kernels may multiply the V of a hidden token by 0, so NaN there reaches queries that do not see
+    it. Pages that lie wholly before the windows of all queries of a sequence are not read.
 
     Attributes:
         soft_cap: scores s become soft_cap * tanh(s / soft_cap); a positive number.
@@ -40,8 +39,8 @@ class AttentionVariant(NamedTuple):
             hides it. As many tokens as the longest sequence has, or more.
         tree_mask: [batch, q_len, q_len], bool: which of the sequence's last q_lens tokens each
             query sees, in place of those up to its own; all tokens before them are seen. A query
-            has the position of its row. Only with q of four axes, q_len 64 at most; a row of a
-            query must not be all False.
+            has the position of its row, and sees nothing if that is before the first token. Only
+            with q of four axes, q_len 64 at most; a row of a query must not be all False.
         score_offsets: the shape of q without its last axis, float32: added to all scores of a
             query.
 
@@ -61,7 +60,6 @@ class AttentionVariant(NamedTuple):
         ...         k_format="int8",
         ...         v_format="int8",
         ...         variant=variant,
-        ...         backend="reference",
         ...     )
         >>> out.shape
         torch.Size([1, 32, 128])

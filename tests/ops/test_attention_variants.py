@@ -18,7 +18,7 @@ from kvquant.rows.basis import Basis, LayerBasis
 Measure = Callable[[torch.Tensor, torch.Tensor], float]
 State = tuple[torch.Tensor, torch.Tensor]
 
-BACKENDS = ("reference",)
+BACKENDS = ("cpu", "reference")
 KINDS = ("linear", "pages", "ring", "cache")
 COUNTS, QUERIES = (40, 3, 0, 17), (3, 3, 2, 1)
 INT4 = RowFormat.parse("int4-g4", 64)

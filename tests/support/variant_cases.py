@@ -57,7 +57,7 @@ def by_hand(
         for i in range(q_lens[b]):
             first = count - q_lens[b]  # of the tokens that have queries
             seen = [t for t in range(count) if t <= first + i]
-            if tree is not None:
+            if tree is not None and first + i >= 0:
                 seen = [t for t in range(count) if t < first or tree[b, i, t - first]]
             if window is not None:
                 seen = [t for t in seen if t > first + i - window]
