@@ -14,12 +14,12 @@ from kvquant import AttentionVariant, KVCache, RowFormat, decode_attention, refe
 from kvquant.errors import ConfigError, DeviceError, ShapeError
 from kvquant.ops.attention import attend_segments
 from kvquant.rows.basis import Basis, LayerBasis
+from kvquant.rows.reference import reference_over_segments
 
 Measure = Callable[[torch.Tensor, torch.Tensor], float]
 State = tuple[torch.Tensor, torch.Tensor]
 
 BACKENDS = ("cpu", "reference")
-KINDS = ("linear", "pages", "ring", "cache")
 COUNTS, QUERIES = (40, 3, 0, 17), (3, 3, 2, 1)
 INT4 = RowFormat.parse("int4-g4", 64)
 BOTH: dict[str, Any] = {"k_format": INT4, "v_format": INT4}
@@ -37,7 +37,7 @@ def assert_close(measure: Measure, found: State, expected: State, limit: float) 
 @pytest.mark.parametrize(
     "names", [*((name,) for name in FIELDS), FIELDS], ids=lambda n: "+".join(n)
 )
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["pages", "ring", "cache"])
 def test_every_field_is_its_formula(
     kind: str, names: tuple[str, ...], relative_l2: Measure
 ) -> None:
@@ -50,6 +50,30 @@ def test_every_field_is_its_formula(
     for backend in BACKENDS:
         options: dict[str, Any] = {"q_lens": lens(*QUERIES), "variant": variant}
         found = attend_segments(q, segments, return_lse=True, backend=backend, **options)
+        assert_close(relative_l2, found, expected, 1e-5)
+
+
+@pytest.mark.parametrize("names", [("window",), ("alibi_slopes", "tree_mask"), FIELDS], ids=len)
+@pytest.mark.parametrize("kind", ["pages", "cache"])
+def test_many_queries_and_tokens(kind: str, names: tuple[str, ...], relative_l2: Measure) -> None:
+    """Tiles, blocks of heads and splits; tokens before all windows are NaN, whole pages if any."""
+    counts, queries = (180, 70, 11, 2), (12, 3, 12, 9)
+    segments, _, _ = segments_of(kind, counts, 64)
+    variant = variant_with(names, 4, 12, 4, 180)
+    if variant.window is not None:
+        variant = variant._replace(window=40)
+    q = torch.randn(4, 12, 4, 64)
+    options: dict[str, Any] = {"q_lens": lens(*queries), "variant": variant}
+    expected = reference_over_segments(q, segments, None, **options)
+    if variant.window is not None and kind == "pages":
+        (segment,) = segments
+        assert segment.block_table is not None
+        for b in range(2):
+            freed = segment.block_table[b, : (counts[b] - queries[b] - 40 + 1) // 16].long()
+            segment.k_rows[freed], segment.v_rows[freed] = 255, 255
+        assert len(freed) == 1
+    for num_splits in (None, 1, 3):
+        found = attend_segments(q, segments, num_splits=num_splits, return_lse=True, **options)
         assert_close(relative_l2, found, expected, 1e-5)
 
 
