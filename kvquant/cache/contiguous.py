@@ -16,6 +16,7 @@ from ..rows.basis import LayerBasis
 from ..rows.format import EXACT_CODECS
 from ..rows.quantize import check_dtype
 from ..rows.segment import Segment
+from ..rows.variant import AttentionVariant
 from .checks import (
     DEFAULT_FORMAT,
     Counts,
@@ -267,6 +268,7 @@ class KVCache:
         q: torch.Tensor,
         q_lens: torch.Tensor | None = ...,
         *,
+        variant: AttentionVariant | None = ...,
         sm_scale: float | None = ...,
         return_lse: Literal[False] = ...,
         num_splits: int | None = ...,
@@ -279,6 +281,7 @@ class KVCache:
         q: torch.Tensor,
         q_lens: torch.Tensor | None = ...,
         *,
+        variant: AttentionVariant | None = ...,
         sm_scale: float | None = ...,
         return_lse: Literal[True],
         num_splits: int | None = ...,
@@ -291,6 +294,7 @@ class KVCache:
         q: torch.Tensor,
         q_lens: torch.Tensor | None = ...,
         *,
+        variant: AttentionVariant | None = ...,
         sm_scale: float | None = ...,
         return_lse: bool = ...,
         num_splits: int | None = ...,
@@ -302,6 +306,7 @@ class KVCache:
         q: torch.Tensor,
         q_lens: torch.Tensor | None = None,
         *,
+        variant: AttentionVariant | None = None,
         sm_scale: float | None = None,
         return_lse: bool = False,
         num_splits: int | None = None,
@@ -317,13 +322,16 @@ class KVCache:
             q: [batch, num_q_heads, head_dim], or [batch, q_len, num_q_heads, head_dim] for the last
                 q_len tokens of each sequence.
             q_lens: [batch], int32, as in decode_attention.
+            variant: see AttentionVariant. A layer's own window needs none. Where a layer has one,
+                positions count from the first token that it holds, so without key_bias.
             sm_scale, return_lse, num_splits, backend: as in decode_attention.
 
         Returns:
             As decode_attention.
 
         Raises:
-            As decode_attention; UnsupportedError for several queries where a layer has a window.
+            As decode_attention. Where a layer has a window: UnsupportedError for more than 513
+            queries and for key_bias, ShapeError for queries that see what it no longer holds.
 
         Example:
             >>> import torch
@@ -337,12 +345,15 @@ class KVCache:
             torch.Size([2, 3, 32, 128])
         """
         at = self._layer(layer)
-        if at.window is not None and isinstance(q, torch.Tensor) and q.ndim == 4:
-            at.check_queries(layer, q.shape[1])
+        segments = at.segments()
+        if at.window is not None:
+            q_len = q.shape[1] if isinstance(q, torch.Tensor) and q.ndim == 4 else 1
+            segments, variant = at.seen_by(layer, q_len, q_lens, variant)
         return attend_segments(
             q,
-            at.segments(),
+            segments,
             q_lens=q_lens,
+            variant=variant,
             basis=at.basis,
             seq_lens=at.seq_lens,
             sm_scale=sm_scale,
@@ -392,6 +403,7 @@ class KVCache:
         k: torch.Tensor,
         v: torch.Tensor,
         *,
+        variant: AttentionVariant | None = ...,
         sm_scale: float | None = ...,
         return_lse: Literal[False] = ...,
         num_splits: int | None = ...,
@@ -405,6 +417,7 @@ class KVCache:
         k: torch.Tensor,
         v: torch.Tensor,
         *,
+        variant: AttentionVariant | None = ...,
         sm_scale: float | None = ...,
         return_lse: Literal[True],
         num_splits: int | None = ...,
@@ -418,6 +431,7 @@ class KVCache:
         k: torch.Tensor,
         v: torch.Tensor,
         *,
+        variant: AttentionVariant | None = ...,
         sm_scale: float | None = ...,
         return_lse: bool = ...,
         num_splits: int | None = ...,
@@ -430,6 +444,7 @@ class KVCache:
         k: torch.Tensor,
         v: torch.Tensor,
         *,
+        variant: AttentionVariant | None = None,
         sm_scale: float | None = None,
         return_lse: bool = False,
         num_splits: int | None = None,
@@ -445,6 +460,7 @@ class KVCache:
             q: [batch, num_q_heads, head_dim], as in attend.
             k: [batch, num_kv_heads, 1, head_dim], as in append.
             v: as k.
+            variant: as in attend.
             sm_scale, return_lse, num_splits, backend: as in decode_attention.
 
         Returns:
@@ -461,13 +477,15 @@ class KVCache:
                 f"[{self.batch}, {self.num_kv_heads}, 1, head_dim]"
             )
         at.check_query(q)
+        segments, variant = at.seen_by(layer, 1, None, variant)
         ready = queries_of(q, at.basis, sm_scale, backend)
         queries = None if ready is None else ready[0]
         counters = self.bad_rows, self.overflow_tokens
         found = at.append(k.detach(), v.detach(), None, *counters, queries)
         return attend_segments(
             q,
-            at.segments(),
+            segments,
+            variant=variant,
             basis=at.basis,
             seq_lens=at.seq_lens,
             transformed=None if found is None or ready is None else (found, ready[1]),

@@ -43,6 +43,7 @@ from ..rows.format import RowFormat
 from ..rows.quantize import EXACT_DTYPES, FLOAT_DTYPES, full_precision
 from ..rows.segment import FixedSegments, Segment
 from ..rows.slots import Slots, Split
+from ..rows.variant import PLAIN, AttentionVariant, names_of
 from .checks import Counts, whole_numbers
 from .row_stacks import to_device, zero_rows
 
@@ -197,11 +198,67 @@ class LayerCache:
         """The rows in use as segments; kinds without room left out."""
         return self._make_segments() if torch.compiler.is_compiling() else self._segments
 
-    def _make_segments(self) -> list[Segment]:
+    def seen_by(
+        self,
+        layer: int,
+        q_len: int,
+        q_lens: torch.Tensor | None,
+        variant: AttentionVariant | None,
+    ) -> tuple[Sequence[Segment], AttentionVariant | None]:
+        """What the last q_len tokens of each sequence attend to, and how.
+
+        With a window that is all that any of them sees, and the variant tells them apart.
+
+        Args:
+            layer: the index of this layer, for errors.
+            q_len: 1 or more.
+            q_lens: as in KVCache.attend.
+            variant: of the caller.
+
+        Raises:
+            UnsupportedError: more queries than there are rows for before the window, or key_bias,
+                whose positions a layer with a window does not keep.
+            ShapeError: a query sees tokens that are no longer there (not looked at on CUDA but in
+                debug mode).
+        """
+        if self.window is None or self.window >= self.max_seq_len:
+            return self.segments(), variant
+        if "key_bias" in names_of(variant):
+            raise UnsupportedError(
+                f"layer {layer} keeps the last tokens of a window only: key_bias, which counts "
+                "tokens from the first, is not possible"
+            )
+        if q_len == 1:
+            return self.segments(), variant
+        if q_len > SPARE + 1:
+            raise UnsupportedError(
+                f"layer {layer} sees the last {self.window} tokens and keeps {SPARE} before them: "
+                f"attend with {SPARE + 1} queries a sequence at most, not {q_len}"
+            )
+        if debug.may_read(self.seq_lens):
+            counts = q_len if q_lens is None else q_lens.clamp(0, q_len)
+            needed = (self.seq_lens - counts - self.window + 1).clamp(min=0)
+            if bool(((needed < self.firsts) & (self.seq_lens > needed)).any()):
+                raise ShapeError(
+                    f"layer {layer} has tokens from {self.firsts.tolist()} on, its queries see "
+                    f"those from {needed.tolist()} on: attend with tokens that came later"
+                )
+        first = torch.maximum(self.seq_lens - (self.window + q_len - 1), self.firsts)
+        lens = (self.packed_lens - first).clamp(min=0)
+        segments = self._make_segments(lens, self.split.page_row(first))
+        variant = variant or PLAIN
+        window = self.window if variant.window is None else min(variant.window, self.window)
+        return segments, variant._replace(window=window)
+
+    def _make_segments(
+        self, seen_lens: torch.Tensor | None = None, seen_starts: torch.Tensor | None = None
+    ) -> list[Segment]:
+        """The segments; of packed rows those that the window shows, or others."""
+        lens, starts = self.seen_lens, self.seen_starts
+        if seen_lens is not None:
+            lens, starts = seen_lens, seen_starts
         k_rows, v_rows = self.k_packed, self.v_packed
-        packed = Segment(
-            k_rows, v_rows, self.seen_lens, self.k_format, self.v_format, self.seen_starts
-        )
+        packed = Segment(k_rows, v_rows, lens, self.k_format, self.v_format, starts)
         if not self.sink_len + self.recent_len:
             return [packed]
         exact = Segment(
@@ -480,15 +537,6 @@ class LayerCache:
             raise ConfigError(f"q is {q.dtype}: use float32, bfloat16 or float16")
         if q.device != self.seq_lens.device:
             raise DeviceError(f"q is on {q.device}, the cache on {self.seq_lens.device}")
-
-    def check_queries(self, layer: int, q_len: int) -> None:
-        """Raise UnsupportedError if a window hides tokens from the last of several queries that
-        those before it would see."""
-        if self.window is not None and self.window < self.max_seq_len and q_len > 1:
-            raise UnsupportedError(
-                f"layer {layer} sees the last {self.window} tokens: it takes one query a sequence, "
-                f"not {q_len}. Append and attend token by token"
-            )
 
     def _counts(self, new_lens: Counts, new_tokens: int) -> torch.Tensor:
         """new_lens on the device of a layer; what lies there already is not read.

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvquant import KVCache, load_cache, save_cache
+from kvquant import AttentionVariant, KVCache, load_cache, save_cache
 from kvquant.cache import layer
 from kvquant.cache.layer import rooms_of
 from kvquant.errors import CheckpointError, ConfigError, ShapeError, UnsupportedError
@@ -49,6 +49,46 @@ def fill(cache: KVCache, chunks: list[int]) -> tuple[torch.Tensor, torch.Tensor]
             cache.append(index, k, v)
     k_parts, v_parts = zip(*parts, strict=True)
     return torch.cat(k_parts, 2), torch.cat(v_parts, 2)
+
+
+@settings(max_examples=15)
+@given(st.data())
+def test_several_queries_see_each_its_own_window(data: st.DataObject) -> None:
+    """As of a layer that has all tokens and the window as a variant."""
+    options: dict[str, Any] = {"sink_len": 0, "recent_len": data.draw(st.sampled_from([0, 1, 4]))}
+    cache = make(**options)
+    for count in (data.draw(st.integers(1, 30)), data.draw(st.integers(0, 8))):
+        k, v = tokens(count)
+        new_lens = [count, data.draw(st.integers(0, count))]
+        for index in range(2):
+            cache.append(index, k, v, new_lens)
+    kept = [n - min(data.draw(st.integers(0, 2)), n) for n in cache.seq_lens.tolist()]
+    cache.crop(kept)
+    q_len = data.draw(st.sampled_from([1, 3]))
+    k, v = tokens(q_len)
+    q, q_lens = torch.randn(BATCH, q_len, 4, DIM), torch.tensor([q_len, 1], dtype=torch.int32)
+    for index in range(2):
+        cache.append(index, k, v, q_lens)
+    slopes = -torch.rand(4)
+    for window in (None, 5):
+        mine = AttentionVariant(alibi_slopes=slopes, window=window)
+        whole = mine._replace(window=window or WINDOW)
+        found = cache.attend(0, q, q_lens, variant=mine, return_lse=True)
+        expected = cache.attend(1, q, q_lens, variant=whole, return_lse=True)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    with pytest.raises(UnsupportedError, match="7 queries a sequence at most, not 8"):
+        cache.attend(0, torch.randn(BATCH, 8, 4, DIM))
+    with pytest.raises(UnsupportedError, match="key_bias, which counts tokens from the first"):
+        cache.attend(0, q, variant=AttentionVariant(key_bias=torch.zeros(BATCH, MAX)))
+
+
+def test_queries_of_tokens_whose_window_is_gone_are_refused() -> None:
+    cache = make([WINDOW])
+    fill(cache, [40])
+    cache.crop(36)
+    with pytest.raises(ShapeError, match=r"layer 0 has tokens from \[22, 22\] on, its queries see"):
+        cache.attend(0, torch.randn(BATCH, 4, 4, DIM))
 
 
 @settings(max_examples=30, deadline=None)
