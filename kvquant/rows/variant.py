@@ -11,7 +11,7 @@ import torch
 
 from .. import debug
 from ..errors import ConfigError, DeviceError, ShapeError, shown
-from .arguments import check_kind, check_readable, check_size
+from .arguments import check_kind, check_readable, check_size, check_tensors
 from .segment import Segment
 
 MOST_TREE = 64  # queries of a sequence with a tree mask: a word of bits each
@@ -134,7 +134,7 @@ def check_variant(
         given = getattr(variant, name)
         if given is None:
             continue
-        check_readable(**{name: given})
+        check_tensors(**{name: given})
         dtype = torch.bool if name == "tree_mask" else torch.float32
         if given.dtype != dtype:
             raise ConfigError(f"{name} is {given.dtype}: use {dtype}")
@@ -161,6 +161,8 @@ def check_variant_values(
     """
     if debug.is_recorded(q):
         return
+    given = variant._asdict().items()
+    check_readable(**{name: value for name, value in given if isinstance(value, torch.Tensor)})
     if (slopes := variant.alibi_slopes) is not None and not bool(slopes.isfinite().all()):
         raise ConfigError("alibi_slopes must be finite")
     if (sinks := variant.sink_logits) is not None and not bool((sinks < math.inf).all()):
