@@ -178,10 +178,10 @@ class PagedBatch(NotCopied):
         At the end of the block full pages count as written, and new sequences may find them. If the
         block raises, or ends and a layer was not appended to, the sequences are cut back to what
         certainly stands in all layers: their old length or, if tokens were to leave the recent
-        window, the tokens packed before. A step whose block is never entered has not been: the
-        next call that changes the cache undoes it, and any call once what extend has returned is
-        dropped. So it is with a block that an interrupt (Ctrl-C) has left without ending the step:
-        while its traceback is kept, the step is open.
+        window and rollback_len does not keep them, the tokens packed before. A step whose block is
+        never entered has not been: the next call that changes the cache undoes it, and any call
+        once what extend has returned is dropped. So it is with a block that an interrupt (Ctrl-C)
+        has left without ending the step: while its traceback is kept, the step is open.
 
         Args:
             ids: the sequences; they take the first places of the batch in this order.

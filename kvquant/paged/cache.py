@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         sink_len: int
         recent_len: int
         exact_format: str
+        rollback_len: int
         device: torch.device | str
 
 
@@ -79,6 +80,8 @@ class PagedKVCache(NotCopied):
         sink_len: first tokens of each sequence to keep in 16 bit.
         recent_len: last tokens of each sequence to keep in 16 bit.
         exact_format: "bf16" or "fp16": the 16-bit rows; take that of the model.
+        rollback_len: tokens that left the recent window last, whose 16-bit rows are kept, so that
+            truncate can take back as many new ones: give the most that a step drafts, 64 say.
         device: where all tensors lie.
         bases: what the rows of each layer are stored as, as in KVCache; see from_plan.
 
@@ -120,6 +123,7 @@ class PagedKVCache(NotCopied):
         sink_len: int = 4,
         recent_len: int = 128,
         exact_format: str = "bf16",
+        rollback_len: int = 0,
         device: torch.device | str = "cpu",
         bases: Sequence[LayerBasis] | None = None,
     ) -> None:
@@ -139,6 +143,14 @@ class PagedKVCache(NotCopied):
         self.sink_len = check_size("sink_len", sink_len)
         self.recent_len = check_size("recent_len", recent_len)
         split = Split.of(self.sink_len, self.recent_len, page_size, max_seq_len)
+        self.rollback_len = check_size("rollback_len", rollback_len)
+        if self.rollback_len > self.recent_len > 0:
+            raise ConfigError(
+                f"rollback_len {shown(rollback_len)} is over recent_len {self.recent_len}: tokens "
+                "of a longer step are packed when they come. Use a smaller one, or a larger "
+                "recent_len"
+            )
+        kept = min(self.rollback_len, split.recent_len)  # without recent rows none are changed
         self.num_kv_heads, self.exact_format = num_kv_heads, exact_format
         self.device = check_device(device)
         k_formats = per_layer("k_format", k_format, num_layers, head_dim)
@@ -152,8 +164,8 @@ class PagedKVCache(NotCopied):
         what = f"the bookkeeping of {num_pages} pages and {max_num_seqs} sequence slots"
         check_room(bookkeeping, torch.device("cpu"), what, "use fewer, or a smaller max_seq_len")
         sizes = num_kv_heads, num_pages, max_num_seqs
-        self.rows = PagedRows(*sides, exact_format, *sizes, split, self.device)
-        self.state = PagedState(num_pages, max_num_seqs, max_seq_len, split)
+        self.rows = PagedRows(*sides, exact_format, *sizes, split, kept, self.device)
+        self.state = PagedState(num_pages, max_num_seqs, max_seq_len, split, kept)
         self.bad_rows = torch.zeros(2, dtype=torch.int32, device=self.device)
         self.swap_space = SwapSpace(self.state, self.rows.pages, self.rows.exact, self.device)
         self._step: Step | None = None  # whose rows are being written
@@ -287,7 +299,13 @@ class PagedKVCache(NotCopied):
                 self.rows.copy_seq_slot(*seq_slots)
 
     def truncate(self, sequence_id: SequenceId, length: int) -> None:
-        """Keep the first tokens of a sequence; rows that have been packed stay packed.
+        """Keep the first tokens of a sequence.
+
+        Rows that have been packed stay packed, but for those that rollback_len keeps in 16 bit: a
+        step that is taken back, as a whole or in part, leaves the sequence as if the tokens had
+        never come, of up to rollback_len tokens. Without a recent window this is so anyway. What is
+        kept is not swapped nor saved, nor found by allocate; a page that was copied because it was
+        shared stays the sequence's own.
 
         Raises:
             ShapeError: a length below 0 or over the present one.
@@ -295,7 +313,9 @@ class PagedKVCache(NotCopied):
         """
         self.prepare([sequence_id])
         with self.changing():
-            self.state.truncate(sequence_id, length)
+            tokens = self.state.truncate(sequence_id, length)
+            self.rows.copy_originals(tokens, back=True)
+            self.state.unpack(sequence_id, tokens)
 
     def free(self, sequence_id: SequenceId, *, forget: bool = False) -> None:
         """End a sequence, swapped out or not; its full pages are found until they are needed.
@@ -482,6 +502,7 @@ class PagedKVCache(NotCopied):
                 with self.swap_space.hinting():
                     step = self.state.extend(ids, counts, tokens)
                 self.rows.copy_pages(step.copies)
+                self.rows.copy_originals(step.leaving)
             except BaseException:
                 if step is not None:
                     self.state.take_back(step)
@@ -517,6 +538,7 @@ class PagedKVCache(NotCopied):
                 elif not begun:
                     self.state.take_back(step)
                 else:
+                    self.rows.copy_originals(self.state.kept(step), back=True)
                     self.state.roll_back(step)
                     if step.counts.any():  # rows that are no more
                         self.bad_rows.copy_(self._bad_before)

@@ -29,6 +29,26 @@ class Allocation(NamedTuple):
     root: int | None
 
 
+class RingTokens(NamedTuple):
+    """Tokens that have a row in the ring of their sequence, or had one before they were packed.
+
+    Attributes:
+        seq_slots: [num_tokens], the sequence slot of each.
+        indices: [num_tokens], their places among the tokens behind the sinks.
+    """
+
+    seq_slots: Ints
+    indices: Ints
+
+    @classmethod
+    def between(cls, seq_slots: Ints, firsts: Ints, ends: Ints) -> RingTokens:
+        """The tokens from the first one on, up to the end, of each sequence."""
+        counts = np.maximum(ends - firsts, 0)
+        owner = np.repeat(np.arange(len(counts)), counts)
+        starts = firsts + counts - np.cumsum(counts)
+        return cls(seq_slots[owner], np.arange(len(owner)) + starts[owner])
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Step:
     """What one step of several sequences does.
@@ -40,6 +60,7 @@ class Step:
         lengths, packed_lens: [batch], before the step.
         copies: (source, target) pages to copy before anything is written.
         slots: where the new tokens go, sequence after sequence.
+        leaving: tokens whose 16-bit rows are to be kept before they are overwritten.
     """
 
     ids: tuple[SequenceId, ...]
@@ -49,6 +70,7 @@ class Step:
     packed_lens: Ints
     copies: list[tuple[int, int]]
     slots: TokenSlots
+    leaving: RingTokens
 
 
 class _Growing(NamedTuple):
@@ -71,22 +93,33 @@ class PagedState(NotCopied):
         max_num_seqs: sequences that may live at a time.
         max_seq_len: tokens that a sequence may have.
         split: how the tokens of a sequence are split.
+        rollback_len: tokens of a sequence that were packed last, whose 16-bit rows are kept.
 
     Attributes:
         pool: the pages; the length of a sequence there is its packed tokens.
         lengths: [max_num_seqs], the tokens of the sequence in each sequence slot.
         packed_lens: [max_num_seqs], how many of them are packed.
+        exact_firsts: [max_num_seqs], the first token behind the sinks that could be in 16 bit: of
+            those from here on the 16-bit rows are in the ring, or kept.
         tables: [max_num_seqs, max_pages] int32, the pages of each; undefined after the last in use.
     """
 
-    def __init__(self, num_pages: int, max_num_seqs: int, max_seq_len: int, split: Split) -> None:
-        self.split, self.max_seq_len = split, max_seq_len
+    def __init__(
+        self,
+        num_pages: int,
+        max_num_seqs: int,
+        max_seq_len: int,
+        split: Split,
+        rollback_len: int = 0,
+    ) -> None:
+        self.split, self.max_seq_len, self.rollback_len = split, max_seq_len, rollback_len
         self.pool = PagePool(
             num_pages, split.page_size, root_len=split.sink_len, num_roots=max_num_seqs
         )
         max_pages = max(split.num_pages(max_seq_len - split.sink_len), 1)
         self.lengths = np.zeros(max_num_seqs, np.int64)
         self.packed_lens = np.zeros(max_num_seqs, np.int64)
+        self.exact_firsts = np.zeros(max_num_seqs, np.int64)
         self.tables = np.zeros((max_num_seqs, max_pages), np.int32)
         self._tokens: list[list[int]] = [[] for _ in range(max_num_seqs)]  # as far as known
         self._seq_slots: dict[SequenceId, int] = {}
@@ -157,18 +190,38 @@ class PagedState(NotCopied):
         self._check_seq_slots([child_id])
         self.pool.fork(parent_id, child_id)
         length, packed = int(self.lengths[seq_slot]), int(self.packed_lens[seq_slot])
-        return seq_slot, self._assign_slot(child_id, length, packed, list(self._tokens[seq_slot]))
+        child = self._assign_slot(child_id, length, packed, list(self._tokens[seq_slot]))
+        self.exact_firsts[child] = self.exact_firsts[seq_slot]
+        return seq_slot, child
 
-    def truncate(self, sequence_id: SequenceId, length: int) -> None:
-        """Keep the first tokens of a sequence; what is packed stays packed."""
+    def truncate(self, sequence_id: SequenceId, length: int) -> RingTokens:
+        """Keep the first tokens of a sequence; what is packed stays packed.
+
+        Returns:
+            Tokens that would be in 16 bit, had those behind them never been: put their 16-bit rows
+            back into the ring, then call unpack.
+        """
         seq_slot, length = self.seq_slot(sequence_id), whole_number("length", length)
         if not 0 <= length <= self.lengths[seq_slot]:
             has = f"sequence {shown(sequence_id)} has {self.lengths[seq_slot]} tokens"
             raise ShapeError(f"{has}: it cannot be truncated to {length}")
-        packed = min(int(self.packed_lens[seq_slot]), max(length - self.split.sink_len, 0))
+        behind = max(length - self.split.sink_len, 0)
+        packed = min(int(self.packed_lens[seq_slot]), behind)
+        first = packed
+        if self.rollback_len:
+            exact_first = int(self.exact_firsts[seq_slot])
+            first = min(packed, max(exact_first, behind - self.split.recent_len))
+            self.exact_firsts[seq_slot] = min(exact_first, packed)
         self.lengths[seq_slot], self.packed_lens[seq_slot] = length, packed
         self.pool.truncate(sequence_id, packed)
         del self._tokens[seq_slot][length:]
+        return RingTokens(np.full(packed - first, seq_slot), np.arange(first, packed))
+
+    def unpack(self, sequence_id: SequenceId, tokens: RingTokens) -> None:
+        """Read the last packed tokens of a sequence from the ring again, see truncate."""
+        seq_slot = self.seq_slot(sequence_id)
+        self.packed_lens[seq_slot] -= len(tokens.indices)
+        self.pool.truncate(sequence_id, int(self.packed_lens[seq_slot]))
 
     def free(self, sequence_id: SequenceId) -> list[int]:
         """End a sequence; return its first tokens, as far as they were known."""
@@ -237,6 +290,7 @@ class PagedState(NotCopied):
         self._free_seq_slots = [i for i in reversed(range(len(self.lengths))) if i not in used]
         self._seq_slots = seq_slots
         self.lengths[self._free_seq_slots] = self.packed_lens[self._free_seq_slots] = 0
+        self.exact_firsts = self.packed_lens.copy()  # which rows were kept is not known
         for seq_slot, tokens in enumerate(self._tokens):
             del tokens[int(self.lengths[seq_slot]) :]
         for sequence_id, seq_slot in seq_slots.items():
@@ -275,6 +329,7 @@ class PagedState(NotCopied):
                 self.tables[seq_slots[place], at] = page
             self.lengths[seq_slots] += new
             self.packed_lens[seq_slots] = self.split.packed_lens(lengths + new, packed_lens)
+            leaving = self._let_leave(seq_slots, lengths, packed_lens)
             for i in (lengths < self.split.sink_len).nonzero()[0].tolist():
                 self.pool.renew(ids[i])  # its sinks are its own, from here on at the least
             if known is not None:
@@ -283,7 +338,24 @@ class PagedState(NotCopied):
         except BaseException:  # no memory, or an interrupt
             self.take_back(self._growing)
             raise
-        return Step(tuple(ids), new, seq_slots, lengths, packed_lens, growth.copies, slots)
+        copies = growth.copies
+        return Step(tuple(ids), new, seq_slots, lengths, packed_lens, copies, slots, leaving)
+
+    def _let_leave(self, seq_slots: Ints, lengths: Ints, packed_lens: Ints) -> RingTokens:
+        """The tokens that leave the ring and whose 16-bit rows are to be kept, of a step.
+
+        Args:
+            seq_slots: of the sequences, whose packed_lens are those after the step.
+            lengths, packed_lens: before it.
+        """
+        nobody = np.zeros(0, np.int64)
+        if not self.rollback_len:
+            return RingTokens(nobody, nobody)
+        ends, held = self.packed_lens[seq_slots], np.maximum(lengths - self.split.sink_len, 0)
+        firsts = np.maximum(self.exact_firsts[seq_slots], ends - self.rollback_len)
+        # new tokens that are packed at once never have 16-bit rows
+        self.exact_firsts[seq_slots] = np.where(ends > held, ends, firsts)
+        return RingTokens.between(seq_slots, np.maximum(firsts, packed_lens), ends.clip(max=held))
 
     def insert(self, ids: Sequence[SequenceId]) -> list[tuple[int, int]]:
         """Let the full pages of sequences be found by others; their rows are written.
@@ -332,15 +404,33 @@ class PagedState(NotCopied):
             table = self.pool.block_table(sequence_id)
             self.tables[seq_slot, : len(table)] = table
             del self._tokens[seq_slot][length:]
+        firsts = self.exact_firsts[step.seq_slots]  # rows kept before may be overwritten
+        self.exact_firsts[step.seq_slots] = np.minimum(firsts, step.packed_lens)
+
+    def kept(self, step: Step) -> RingTokens:
+        """Tokens that left in a step, of sequences that can be as they were before it."""
+        seq_slots, indices = step.leaving
+        kept = np.isin(seq_slots, step.seq_slots[self._is_kept(step)])
+        return RingTokens(seq_slots[kept], indices[kept])
+
+    def _is_kept(self, step: Step) -> NDArray[np.bool_]:
+        """Which sequences of a step have the 16-bit rows of all tokens that left in it."""
+        kept: NDArray[np.bool_] = self.exact_firsts[step.seq_slots] <= step.packed_lens
+        return kept & (self.rollback_len > 0)
 
     def roll_back(self, step: Step) -> None:
         """Cut the sequences of a step that may have been carried out in part.
 
         A sequence keeps what certainly stands in all layers: all tokens it had, or, if some of them
-        were to leave the recent window, those that had left it before.
+        were to leave the recent window, those that had left it before. What was kept has been put
+        back: then it is as it was.
         """
-        for sequence_id, length in zip(step.ids, self._sure(step).tolist(), strict=True):
-            self.truncate(sequence_id, length)
+        kept = self._is_kept(step)
+        lengths = np.where(kept, step.lengths, self._sure(step))
+        for i, length, is_kept in zip(step.ids, lengths.tolist(), kept.tolist(), strict=True):
+            tokens = self.truncate(i, length)
+            if is_kept:
+                self.unpack(i, tokens)
 
     def _sure(self, step: Step) -> Ints:
         """Tokens of the sequences of a step that certainly stand in all layers.
@@ -377,6 +467,9 @@ class PagedState(NotCopied):
                 (self.tables[seq_slot, : len(table)] == table).all(), f"{shown(sequence_id)}: table"
             )
             invariant(len(self._tokens[seq_slot]) <= length, f"{shown(sequence_id)}: known tokens")
+            kept = packed - int(self.exact_firsts[seq_slot])
+            fits = not self.rollback_len or 0 <= kept <= self.rollback_len
+            invariant(fits, f"{shown(sequence_id)}: 16-bit rows kept")
 
     def _check_seq_slots(self, ids: Sequence[SequenceId]) -> None:
         for sequence_id in ids:
@@ -399,6 +492,7 @@ class PagedState(NotCopied):
         table = self.pool.block_table(sequence_id)
         self.tables[seq_slot, : len(table)] = table
         self.lengths[seq_slot], self.packed_lens[seq_slot] = length, packed
+        self.exact_firsts[seq_slot] = packed
         self._tokens[seq_slot] = tokens
         self._seq_slots[sequence_id] = seq_slot
         return seq_slot

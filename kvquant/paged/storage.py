@@ -18,6 +18,7 @@ from ..rows.format import RowFormat
 from ..rows.quantize import full_precision, is_nan_row
 from ..rows.segment import Segment
 from ..rows.slots import Split
+from .state import RingTokens
 
 _CHUNK = 256  # pages whose rows are looked through at a time
 
@@ -55,6 +56,7 @@ class PagedRows(NotCopied):
         num_pages: pages of a layer.
         max_num_seqs: sequences that have 16-bit rows, and beginnings whose sinks are kept.
         split: how the tokens of a sequence are split.
+        rollback_len: tokens of a sequence that were packed last, whose 16-bit rows are kept.
         device: where the tensors lie.
 
     Attributes:
@@ -73,15 +75,17 @@ class PagedRows(NotCopied):
         num_pages: int,
         max_num_seqs: int,
         split: Split,
+        rollback_len: int,
         device: torch.device,
     ) -> None:
         packed = k_formats, v_formats
         exact = [[RowFormat(exact_format, 1, fmt.head_dim) for fmt in side] for side in packed]
-        self.split, self.device = split, device
+        self.split, self.rollback_len, self.device = split, rollback_len, device
         kinds = (
             (packed, num_pages, split.page_size),
             (exact, max_num_seqs, split.exact_len),
             (exact, max_num_seqs, split.sink_len),
+            (exact, max_num_seqs, rollback_len),
         )
         check_room(
             sum(
@@ -93,7 +97,7 @@ class PagedRows(NotCopied):
             f"a cache of {num_pages} pages and {max_num_seqs} sequence slots",
             "use fewer pages or sequence slots",
         )
-        self.pages, self.exact, self._sinks = (
+        self.pages, self.exact, self._sinks, self._originals = (
             [RowStacks(side, units, num_kv_heads, length, device) for side in sides]
             for sides, units, length in kinds
         )
@@ -107,7 +111,8 @@ class PagedRows(NotCopied):
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(stack.nbytes for stack in _stacks([*self.pages, *self.exact, *self._sinks]))
+        sides = *self.pages, *self.exact, *self._sinks, *self._originals
+        return sum(stack.nbytes for stack in _stacks(sides))
 
     def segments(
         self,
@@ -193,8 +198,26 @@ class PagedRows(NotCopied):
 
     def copy_seq_slot(self, source: int, target: int) -> None:
         """Copy the 16-bit rows of a sequence slot to another one."""
-        for side in self.exact:
+        for side in (*self.exact, *self._originals):
             side.copy_units([(source, target)])
+
+    def copy_originals(self, tokens: RingTokens, *, back: bool = False) -> None:
+        """Keep the 16-bit rows of tokens that are about to leave the ring, or put them back."""
+        if not len(tokens.indices):
+            return
+        sink_len, ring_row = self.split.sink_len, self.split.ring_row
+        rows = (
+            tokens.seq_slots,
+            sink_len + ring_row(tokens.indices),
+            tokens.indices % self.rollback_len,
+        )
+        seq_slot, ring, kept = to_device([row.tolist() for row in rows], self.device)
+        each = zip(_stacks(self.exact), _stacks(self._originals), strict=True)
+        for exact, originals in each:
+            if back:
+                exact[:, seq_slot, :, ring] = originals[:, seq_slot, :, kept]
+            else:
+                originals[:, seq_slot, :, kept] = exact[:, seq_slot, :, ring]
 
     def keep_sinks(self, seq_slot: int, place: int) -> None:
         """Keep the sinks of a sequence slot at a place, for sequences that will begin with them."""

@@ -1,0 +1,234 @@
+"""Tokens that are taken back: a cache is, bit for bit, like one that never saw them (25 s)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from paged_cases import DIM, HEADS, begin, extend, make, new_rows, same, values
+from paged_plans import PLANS, make_paged
+
+from kvquant.errors import ConfigError
+from kvquant.paged.batch import PagedBatch
+
+RECENT, MOST = 8, 6  # of the recent window, and tokens that are taken back
+PAGES, SEQ_SLOTS, MAX = 40, 4, 100
+OPTIONS: dict[str, Any] = {"num_pages": PAGES, "max_num_seqs": SEQ_SLOTS, "max_seq_len": MAX}
+KINDS: dict[str, Callable[..., Any]] = {
+    "plain": make,
+    "offset": lambda **options: make_paged(PLANS["offset"], **options),
+    "feedback": lambda **options: make_paged(PLANS["hadamard clip feedback"], **options),
+}
+counts = st.integers(1, MOST)
+
+
+def both(kind: str, recent_len: int = RECENT, **options: Any) -> list[PagedBatch]:
+    """The batch that takes tokens back, and one that never sees them."""
+    kept: dict[str, Any] = {"sink_len": 2, "recent_len": recent_len, **OPTIONS, **options}
+    made = KINDS[kind](**kept, rollback_len=MOST), KINDS[kind](**kept)
+    return [PagedBatch(cache, SEQ_SLOTS, SEQ_SLOTS * MAX) for cache in made]
+
+
+class Rollback(RuleBasedStateMachine):
+    """Random steps of both; only one of them drafts."""
+
+    @initialize(kind=st.sampled_from(sorted(KINDS)), recent_len=st.sampled_from([0, RECENT]))
+    def start(self, kind: str, recent_len: int) -> None:
+        self.ours, self.theirs = self.batches = both(kind, recent_len)
+        self.tokens: dict[str, list[int]] = {}
+        self.next_name = self.next_token = 0
+
+    def names(self, data: st.DataObject) -> list[str]:
+        """Some of the sequences, in any order."""
+        return data.draw(st.lists(st.sampled_from(sorted(self.tokens)), min_size=1, unique=True))
+
+    def new_tokens(self, count: int) -> list[int]:
+        """Ids that no token had."""
+        self.next_token += count
+        return list(range(self.next_token - count, self.next_token))
+
+    @precondition(lambda self: len(self.tokens) < SEQ_SLOTS)
+    @rule(data=st.data(), count=st.integers(1, 30))
+    def allocate(self, data: st.DataObject, count: int) -> None:
+        """A prompt that begins as a sequence does, or has begun."""
+        name, before = f"{self.next_name}", [[], *self.tokens.values()]
+        self.next_name += 1
+        known: list[int] = data.draw(st.sampled_from(before))
+        tokens = [*known[: data.draw(st.integers(0, len(known)))], *self.new_tokens(count)]
+        tokens = tokens[:MAX]
+        present = [batch.cache.allocate(name, tokens) for batch in self.batches]
+        assert present[0] == present[1]
+        rows = new_rows(len(tokens) - present[0])
+        for batch in self.batches:
+            extend(batch, [name], rows.shape[1], tokens[present[0] :], rows)
+        self.tokens[name] = tokens
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data(), one_by_one=st.booleans())
+    def draft(self, data: st.DataObject, one_by_one: bool) -> None:
+        """New tokens of several sequences, of which some are kept."""
+        names = [name for name in self.names(data) if len(self.tokens[name]) + MOST <= MAX]
+        drafted = [data.draw(counts) for _ in names]
+        kept = [data.draw(st.integers(0, count)) for count in drafted]
+        chosen = [self.new_tokens(count) for count in drafted]
+        rows = [new_rows(count) for count in drafted]
+        if one_by_one:
+            for name, tokens, new in zip(names, chosen, rows, strict=True):
+                for i, token in enumerate(tokens):
+                    extend(self.ours, [name], 1, [token], new[:, i : i + 1])
+        elif names:
+            extend(self.ours, names, drafted, [*chain(*chosen)], torch.cat(rows, 1))
+        for name, keep in zip(names, kept, strict=True):
+            self.ours.cache.truncate(name, len(self.tokens[name]) + keep)
+        if names:
+            kept_tokens = [own[:keep] for own, keep in zip(chosen, kept, strict=True)]
+            new = torch.cat([x[:, :keep] for x, keep in zip(rows, kept, strict=True)], 1)
+            extend(self.theirs, names, kept, [*chain(*kept_tokens)], new)
+            for name, more in zip(names, kept_tokens, strict=True):
+                self.tokens[name] += more
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data(), layers=st.integers(0, 1))
+    def fail(self, data: st.DataObject, layers: int) -> None:
+        """A step that raises when some of its rows are written."""
+        names = [name for name in self.names(data) if len(self.tokens[name]) + MOST <= MAX]
+        drafted = [data.draw(counts) for _ in names]
+        with pytest.raises(ZeroDivisionError), self.ours.extend(names, drafted):
+            for layer in range(layers):
+                self.ours.append(layer, *new_rows(sum(drafted)))
+            raise ZeroDivisionError
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data(), count=st.integers(1, 40))
+    def go_on(self, data: st.DataObject, count: int) -> None:
+        """Tokens that stay."""
+        name = self.names(data)[0]
+        count = min(count, MAX - len(self.tokens[name]))
+        tokens, rows = self.new_tokens(count), new_rows(count)
+        for batch in self.batches:
+            extend(batch, [name], count, tokens, rows)
+        self.tokens[name] += tokens
+
+    @precondition(lambda self: 0 < len(self.tokens) < SEQ_SLOTS)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        parent, child = self.names(data)[0], f"{self.next_name}"
+        self.next_name += 1
+        for batch in self.batches:
+            batch.cache.fork(parent, child)
+        self.tokens[child] = list(self.tokens[parent])
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data(), how=st.sampled_from(["free", "swap"]))
+    def leave(self, data: st.DataObject, how: str) -> None:
+        """A sequence ends, or goes to the host and comes back."""
+        name = self.names(data)[0]
+        for batch in self.batches:
+            if how == "free":
+                batch.cache.free(name)
+            else:
+                batch.cache.swap_out(name)
+                batch.cache.swap_in(name)
+        if how == "free":
+            del self.tokens[name]
+
+    @invariant()
+    def caches_are_alike(self) -> None:
+        if not hasattr(self, "batches"):
+            return
+        ours, theirs = (batch.cache for batch in self.batches)
+        ours.check_invariants()
+        names = sorted(self.tokens)
+        for name in names:
+            assert ours.length(name) == theirs.length(name) == len(self.tokens[name])
+            lens = [int(at.state.packed_lens[at.state.seq_slot(name)]) for at in (ours, theirs)]
+            assert lens[0] == lens[1]
+            tables = [at.state.pool.block_table(name) for at in (ours, theirs)]
+            assert len(tables[0]) == len(tables[1])
+            assert same(values(ours, name), values(theirs, name))
+            assert ours.state.tokens(name) == theirs.state.tokens(name)
+        if names:
+            torch.manual_seed(len(names))
+            q = torch.randn(len(names), 2 * HEADS, DIM)
+            outs = []
+            for batch in self.batches:
+                with batch.extend(names, 0):
+                    outs.append([batch.attend(i, q) for i in range(ours.num_layers)])
+            assert same(*outs)
+
+
+Rollback.TestCase.settings = settings(
+    max_examples=8, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestRollback = Rollback.TestCase
+
+
+def test_the_pool_is_as_if_nothing_had_been() -> None:
+    """Pages and tables too, where no page was copied and no token is known."""
+    ours, theirs = both("plain")
+    torch.manual_seed(0)
+    for count in (3, 20, 1, 6, 6):
+        rows = new_rows(count)
+        for batch in (ours, theirs):
+            if "a" not in batch.cache.ids:
+                batch.cache.allocate("a")
+            extend(batch, ["a"], count, rows=rows)
+        extend(ours, ["a"], MOST)
+        ours.cache.truncate("a", theirs.cache.length("a"))
+        states = [batch.cache.state for batch in (ours, theirs)]
+        slot = states[0].seq_slot("a")
+        table = states[0].pool.block_table("a")
+        assert table == states[1].pool.block_table("a")
+        assert (states[0].packed_lens == states[1].packed_lens).all()
+        pages = [list(state.pool._free) for state in states]
+        assert pages[0] == pages[1]
+        used = int(states[0].lengths[slot]), int(states[0].packed_lens[slot])
+        at = states[0].split.exact_rows(*used)
+        for mine, other in zip(ours.cache.rows.layers, theirs.cache.rows.layers, strict=True):
+            for name in ("k_exact", "v_exact"):  # every row of the ring that is in use
+                pair = [getattr(rows, name)[slot][:, at] for rows in (mine, other)]
+                assert torch.equal(*pair)
+
+
+def test_what_is_kept_has_a_price_and_a_limit() -> None:
+    """Originals are 16-bit rows of each layer, head and sequence slot; none without the option."""
+    with_it, without = (batch.cache for batch in both("plain"))
+    rows = with_it.num_layers * SEQ_SLOTS * HEADS * MOST
+    assert with_it.nbytes - without.nbytes == rows * 2 * DIM * 2
+    with pytest.raises(ConfigError, match="rollback_len 9 is over recent_len 8"):
+        make(recent_len=8, rollback_len=9)
+    assert make(recent_len=0, rollback_len=64).nbytes == make(recent_len=0).nbytes
+    batch = both("plain")[0]
+    begin(batch, "a", 30)
+    batch.cache.truncate("a", 12)  # more than is kept: as without it
+    state = batch.cache.state
+    assert state.packed_lens[state.seq_slot("a")] == 10
+    batch.cache.check_invariants()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_a_gpu(kind: str) -> None:
+    ours, theirs = both(kind, device="cuda")
+    for batch in (ours, theirs):
+        torch.manual_seed(0)
+        begin(batch, "a", 25)
+        batch.cache.fork("a", "b")
+    for step in range(12):
+        kept, drafted = [step % 4, 2 - step % 3], [4, 3]
+        rows = new_rows(7, "cuda")
+        extend(ours, ["a", "b"], drafted, rows=rows)
+        lengths = [theirs.cache.length(name) for name in "ab"]
+        for name, length, keep in zip("ab", lengths, kept, strict=True):
+            ours.cache.truncate(name, length + keep)
+        chosen = [*range(kept[0]), *range(4, 4 + kept[1])]
+        extend(theirs, ["a", "b"], kept, rows=rows[:, chosen])
+        for name in "ab":
+            assert same(values(ours.cache, name), values(theirs.cache, name))
+    assert not ours.cache.bad_rows.any()
