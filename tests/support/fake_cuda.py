@@ -185,10 +185,10 @@ def arguments_of(spec: Spec, data: bytes) -> dict[str, Any]:
 def unpack(spec: DecodeSpec, data: bytes) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The arguments of a decode kernel: the common ones, and those of each segment."""
     given = arguments_of(spec, data)
-    common = {name: value for name, value in given.items() if "." not in name}
+    parts = [(name.partition("."), value) for name, value in given.items()]
+    common = {field: value for (of, _, field), value in parts if of == "common"}
     segments = []
     for segment in ("one", "two", "three")[: spec.segments]:
-        parts = [(name.partition("."), value) for name, value in given.items()]
         segments.append({field: value for (of, _, field), value in parts if of == segment})
     return common, segments
 

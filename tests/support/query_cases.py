@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from kvquant.rows.reference import reference_over_segments
 from kvquant.rows.segment import Segment
+from kvquant.rows.variant import AttentionVariant
 
 
 def cut(lens: Sequence[int], segments: Sequence[Segment], hidden: int) -> list[int]:
@@ -53,3 +55,41 @@ def reference_of_queries(
         outs.append(out)
         lses.append(lse)
     return torch.stack(outs, 1), torch.stack(lses, 1)
+
+
+def make_variant(
+    fields: Mapping[str, Any],
+    q: torch.Tensor,
+    segments: Sequence[Segment],
+    q_lens: torch.Tensor | None = None,
+) -> AttentionVariant:
+    """A variant with random tensors; what belongs to no query and no token is NaN.
+
+    Args:
+        fields: names, each with its value or, of a tensor, anything.
+        q: [batch, num_q_heads, head_dim] or [batch, q_len, num_q_heads, head_dim].
+        segments: their lengths are read.
+        q_lens: [batch]: queries of each sequence.
+    """
+    made: dict[str, Any] = {}
+    batch, heads = q.shape[0], q.shape[-2]
+    lens = torch.stack([segment.seq_lens for segment in segments]).sum(0)
+    most = max(int(lens.max()), 1) if batch else 1
+    random = {
+        "sink_logits": 2 * torch.randn(heads),
+        "alibi_slopes": 0.2 * torch.rand(heads),
+        "key_bias": torch.randn(batch, most).masked_fill(torch.rand(batch, most) < 0.2, -torch.inf),
+        "score_offsets": 2 * torch.randn(q.shape[:-1]),
+    }
+    if "tree_mask" in fields:
+        q_len = q.shape[1]
+        random["tree_mask"] = (torch.rand(batch, q_len, q_len) < 0.4) | torch.eye(q_len).bool()
+    for name, value in fields.items():
+        made[name] = random[name].to(q.device) if name in random else value
+    if "key_bias" in made:
+        beyond = torch.arange(most, device=q.device) >= lens[:, None]
+        made["key_bias"].masked_fill_(beyond, torch.nan)
+    if "score_offsets" in made and q_lens is not None:
+        rows = torch.arange(q.shape[1], device=q.device) >= q_lens[:, None]
+        made["score_offsets"][rows] = torch.nan
+    return AttentionVariant(**made)

@@ -70,6 +70,7 @@ def make_spec(
     without: str = "",
     *,
     causal: bool = False,
+    variant: tuple[str, ...] = (),
 ) -> DecodeSpec:
     """The kernel for arranged segments, with any warps and stages.
 
@@ -79,6 +80,7 @@ def make_spec(
         columns: on a KV head: its query heads, of all queries of a sequence.
         without: one of TECHNIQUES, or "".
         causal: whether a sequence has several queries.
+        variant: fields of AttentionVariant in use.
 
     Raises:
         ConfigError: rows are not aligned.
@@ -104,6 +106,7 @@ def make_spec(
         columns=of_warp,
         sharers=sharers,
         causal=causal,
+        variant=variant,
     )
 
 

@@ -34,9 +34,10 @@ from ..device.ptx import (
 )
 from .queries import make_row_of
 from .spec import AHEAD
+from .variant import LOWEST, make_add_sink
 
 LN2 = math.log(2)
-NOTHING, LOWEST = -3e38, -1e30  # the lse of no tokens; below which it is one
+NOTHING = -3e38  # the lse of no tokens
 
 
 def make_write(query):
@@ -58,11 +59,12 @@ def make_combine_warps(spec, put_output, write):
     DIM = spec.first.v_format.head_dim
     FOURS, COLUMN = DIM // 4, 4 * (DIM + 4)  # bytes of a column's output
     CAUSAL, row_of = spec.causal, make_row_of(spec)[1]
+    SINKS, add_sink = "sink_logits" in spec.variant, make_add_sink(spec)
     SUMS, OUTPUTS = 4 * RINGS * COLUMNS, 8 * RINGS * COLUMNS
 
     @device_function
     def combine_warps(shared, sums, header_sums, references, columns, results):
-        total, part_out, part_lse, out, lse, lie = results
+        total, part_out, part_lse, out, lse, lie, row, common = results
         tid = uint32(cuda.threadIdx.x)
         lane = tid & uint32(31)
         warp = tid >> uint32(5)
@@ -96,6 +98,10 @@ def make_combine_warps(spec, put_output, write):
                 sees = weights != float32(0)
                 if not sees:
                     factors[i] = float32(0)
+            if SINKS:
+                whole, left = add_sink(top + log2(weights), column, lie, row, common)
+                if total <= int32(1):
+                    factors[i] *= left
             if ring == uint32(0) and lane < uint32(4):
                 log_sum = top + log2(weights)
                 if total > int32(1):
@@ -103,6 +109,8 @@ def make_combine_warps(spec, put_output, write):
                     store_global_f32(part_lse + uint64(4) * uint64(column), log_sum)
                 elif lse != uint64(0) and column < columns:
                     address = lse + uint64(4) * uint64(row_of(column, lie))
+                    if SINKS:
+                        log_sum = whole
                     store_global_f32(address, log_sum * float32(LN2))
         outputs = shared + uint32(OUTPUTS)
         mine = ring * uint32(COLUMNS) + (first - uint32(2) * t)
@@ -138,6 +146,7 @@ def make_combine_splits(spec, write):
     THREE, THREADS, COLUMNS = spec.segments == 3, spec.threads, spec.block_columns
     DIM, FOURS = spec.first.v_format.head_dim, spec.first.v_format.head_dim // 4
     CAUSAL, row_of = spec.causal, make_row_of(spec)[1]
+    SINKS, add_sink = "sink_logits" in spec.variant, make_add_sink(spec)
     # lanes that weigh the parts of a column, a power of two; perhaps some are left over
     LANES = 1 << (THREADS // COLUMNS).bit_length() - 1
     LOADED = 4 * AHEAD
@@ -155,7 +164,7 @@ def make_combine_splits(spec, write):
     @device_function
     def combine_splits(shared, counter, columns, parts, results):
         counts, adds, partial, part_lses = parts
-        out, lse, lie = results
+        out, lse, lie, row, common = results
         tid = uint32(cuda.threadIdx.x)
         total = counts[2]
         cuda.syncthreads()  # every thread has written its part
@@ -203,14 +212,21 @@ def make_combine_splits(spec, write):
         while step < uint32(LANES):
             weights = add(weights, shfl_xor(weights, step))
             step += step
+        if SINKS:
+            whole, left = add_sink(top + log2(weights), column, lie, row, common)
         part = mine
         while part < total:
             at = shared + uint32(4) * (part * uint32(COLUMNS) + column)
-            store_shared_f32(at, load_shared_f32(at) / weights)
+            weight = load_shared_f32(at) / weights
+            if SINKS:
+                weight *= left
+            store_shared_f32(at, weight)
             part += uint32(LANES)
         if mine == uint32(0) and column < columns and lse != uint64(0):
             address = lse + uint64(4) * uint64(row_of(column, lie))
             log_sum = (top + log2(weights)) * float32(LN2)
+            if SINKS:
+                log_sum = whole * float32(LN2)
             if CAUSAL and log_sum < float32(LOWEST):
                 log_sum = float32(-math.inf)
             store_global_f32(address, log_sum)

@@ -48,7 +48,7 @@ BEGINS, HOLDS = 0x100, 0x200
 
 
 @device_function
-def attend_nothing(segment, begin, end, reach, rows, results, shared):
+def attend_nothing(segments, segment, begin, end, reach, rows, results, shared):
     """In place of a second path where there is none."""
 
 
@@ -98,7 +98,8 @@ def make_decode_kernel(spec):
         part_out = partial + uint64(4 * COLUMNS * DIM) * uint64(place)
         out, lse = places_of(common, row)
         many = uint32(state & uint32(COUNT_MASK))
-        return many, (int32(total), part_out, part_lse, out, lse, lie_in_out(common, state))
+        lie = lie_in_out(common, state)
+        return many, (int32(total), part_out, part_lse, out, lse, lie, row, common)
 
     @device_function
     def numbering_of(kept, total, first):
@@ -133,7 +134,7 @@ def make_decode_kernel(spec):
         start = uint32(0)
         stop = uint32(1)
         if workers != uint32(0):
-            cost, largest, mine = survey(segments, batch)
+            cost, largest, mine = survey(common, segments, batch)
             if not are_alike(cost, largest, batch):
                 share = share_of(cost, largest, columns, workers, most_parts)
                 stop = uint32(cost * columns)
@@ -145,8 +146,8 @@ def make_decode_kernel(spec):
             stop = min(uint32(place + share), stop)
             if place >= stop:
                 return
-            b, start = find(segments, batch, columns, place, mine)
-            cost = cost_of(steps_of(segments, b))
+            b, start = find(common, segments, batch, columns, place, mine)
+            cost = cost_of(steps_of(common, segments, b))
             column = uint32(uint32(place - start) // cost)
             start = uint32(start + uint32(column * cost))
         elif split >= parts:
@@ -159,14 +160,16 @@ def make_decode_kernel(spec):
                 is_first = place == start
                 before = uint32(uint32(rank_of(b, batch) * columns) + column)
                 which, begin, end, counts, adds, place, unit_end = balanced_part(
-                    segments, b, before, start, place, stop, share
+                    common, segments, b, before, start, place, stop, share
                 )
                 reach = end
                 place_of_part = uint32(uint32(block + uint32(before * uint32(SEGMENTS))) + which)
             else:
                 is_first = split == uint32(0)
                 place = stop
-                which, begin, end, reach, number, total = even_part(segments, b, int32(split))
+                which, begin, end, reach, number, total = even_part(
+                    common, segments, b, int32(split)
+                )
                 counts = (total, total, total)
                 base = uint32(uint32(uint32(b * columns) + column) * parts)
                 adds = (base, base, base)
@@ -182,10 +185,10 @@ def make_decode_kernel(spec):
             line = (start, place, stop, share)
             results = (kept, common, unit, line, (counts[2], adds[0], row, state), counts, adds)
             if which == uint32(0):
-                attend_first(one, begin, end, reach, rows, results, rings)
+                attend_first(segments, one, begin, end, reach, rows, results, rings)
             elif THREE:
                 segment = two if which == uint32(1) else three
-                attend_second(segment, begin, end, reach, rows, results, rings)
+                attend_second(segments, segment, begin, end, reach, rows, results, rings)
 
             # Step 4: the parts of the unit, merged by the last block
             b, column, unit_end, _ = load_shared_u32x4(kept)
@@ -202,7 +205,8 @@ def make_decode_kernel(spec):
                     counter = counters + uint64(4) * uint64(uint32(uint32(b * columns) + column))
                     part_lses = partial + uint64(4 * DIM * COLUMNS) * uint64(places)
                     parts_of = (counts, adds, partial, part_lses)
-                    combine_splits(rings, counter, many, parts_of, (out, lse, lie))
+                    of_unit = (out, lse, lie, row, common)
+                    combine_splits(rings, counter, many, parts_of, of_unit)
 
             # Step 5: what follows on the line
             start, place, stop, share = load_shared_u32x4(kept + uint32(16))
@@ -215,41 +219,10 @@ def make_decode_kernel(spec):
                         b = following(b, batch)
                 cuda.syncthreads()  # the next part takes the same shared memory
 
-    # fmt: off
-    def decode_one(q, out, lse, partial, counters, q_stride_batch, q_stride_head, num_q_heads,
-                   ratio, head_blocks, batch, columns, parts, places, workers, most_parts,
-                   score_scale, one):
-        common = (q, out, lse, partial, counters, q_stride_batch, q_stride_head, num_q_heads,
-                  ratio, head_blocks, batch, columns, parts, places, workers, most_parts,
-                  score_scale)
+    def decode_one(common, one):
         decode(common, one, one, one)
 
-    def decode_three(q, out, lse, partial, counters, q_stride_batch, q_stride_head, num_q_heads,
-                     ratio, head_blocks, batch, columns, parts, places, workers, most_parts,
-                     score_scale, one, two, three):
-        common = (q, out, lse, partial, counters, q_stride_batch, q_stride_head, num_q_heads,
-                  ratio, head_blocks, batch, columns, parts, places, workers, most_parts,
-                  score_scale)
+    def decode_three(common, one, two, three):
         decode(common, one, two, three)
 
-    def decode_queries(q, out, lse, partial, counters, q_stride_batch, q_stride_head, num_q_heads,
-                       ratio, head_blocks, batch, columns, parts, places, workers, most_parts,
-                       score_scale, q_lens, q_stride_query, q_len, one):
-        common = (q, out, lse, partial, counters, q_stride_batch, q_stride_head, num_q_heads,
-                  ratio, head_blocks, batch, columns, parts, places, workers, most_parts,
-                  score_scale, q_lens, q_stride_query, q_len)
-        decode(common, one, one, one)
-
-    def decode_queries_three(q, out, lse, partial, counters, q_stride_batch, q_stride_head,
-                             num_q_heads, ratio, head_blocks, batch, columns, parts, places,
-                             workers, most_parts, score_scale, q_lens, q_stride_query, q_len, one,
-                             two, three):
-        common = (q, out, lse, partial, counters, q_stride_batch, q_stride_head, num_q_heads,
-                  ratio, head_blocks, batch, columns, parts, places, workers, most_parts,
-                  score_scale, q_lens, q_stride_query, q_len)
-        decode(common, one, two, three)
-    # fmt: on
-
-    if spec.causal:
-        return decode_queries_three if THREE else decode_queries
     return decode_three if THREE else decode_one

@@ -35,14 +35,24 @@ from ..runtime.launch import (
 )
 from ..runtime.spec import layout_of
 from ..runtime.workspace import Workspaces, reuse_counters, workspaces_of
-from .arrange import arguments, arrange, arrange_in_order, counts_of, make_spec, pack_counts
+from .arrange import (
+    MOST_TOKENS,
+    arguments,
+    arrange,
+    arrange_in_order,
+    counts_of,
+    is_row_contiguous,
+    make_spec,
+    pack_counts,
+)
 from .plan import Fit, Plan, fit, narrow, plan, shared_bytes, with_workers
-from .spec import COMMON, QUERIES, SEGMENT, DecodeSpec
+from .spec import COMMON, HALF, POSITIONAL, QUERIES, SEGMENT, VARIANT, DecodeSpec
 from .tuned import Tuned, measured_plans
 
 State = tuple[torch.Tensor, "torch.Tensor | None"]
 Addresses = tuple[int, int, int, int, int]  # K, V, lengths, starts or table, sequence slots
-Check = Callable[..., Sequence[Segment]]  # of q, segments, num_splits, and q_lens if any
+# of q, segments, num_splits, and q_lens and a variant if any
+Check = Callable[..., Sequence[Segment]]
 CODECS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 LOG2_E = math.log2(math.e)
 UNIT = 16  # bytes that a query is aligned to
@@ -68,7 +78,7 @@ class Work:
         gpu: where it runs.
         units: sequences times KV heads times blocks of columns that share one.
         order: the segments that have room, as indices, that of spec.first first.
-        capacities: their most tokens, in this order.
+        capacities: the most tokens that are attended to in each, in this order.
     """
 
     spec: DecodeSpec
@@ -99,7 +109,8 @@ def attend(
             of names; called only before a launch is prepared.
         q_lens: [batch], int32, with q of four axes: how many of q_len are queries, the first ones;
             what is not within 0 to q_len counts as the nearest that is. None: all.
-        variant: refused yet, unless it is None.
+        variant: what is changed in plain attention; on the device tokens beyond the last one of
+            key_bias have the bias of that.
 
     Returns:
         out [batch, num_q_heads, head_dim of V], the dtype of q; lse [batch, num_q_heads], float32,
@@ -113,10 +124,6 @@ def attend(
         UnsupportedError: there is no kernel for these segments, or this GPU.
         DeviceError: CUDA refuses the launch.
     """
-    if variant is not None:
-        raise UnsupportedError(
-            f"{', '.join(names_of(variant))}: not possible on CUDA yet, use backend='reference'"
-        )
     index, address = q.get_device(), q.data_ptr()
     if type(segments) is FixedSegments:
         facts, addresses = segments.facts or _settle(segments)
@@ -124,21 +131,25 @@ def attend(
         facts, addresses = _look_at(segments)
     # all that the check and the launch depend on
     query = q.shape, q.is_contiguous() or q.stride(), q.dtype, address % UNIT
-    key = query, index, num_splits, facts, q_lens if q_lens is None else _facts(q_lens)
+    counts = q_lens if q_lens is None else _facts(q_lens)
+    key = query, index, num_splits, facts, counts, variant and _facts_of_variant(variant)
     launches = _launches  # override_plan puts another in its place
     try:
         launch = launches.get(key)
     except TypeError:  # a format that cannot be hashed: the check says so
         launch = None
     if launch is None:
-        counts = () if q_lens is None else (q_lens,)
-        checked = check(q, segments, num_splits, *counts) if check else segments
-        launch = _prepare(q, checked, num_splits, q_lens)
+        checked = segments
+        if check:
+            given = () if q_lens is None else (q_lens,)
+            given = given if variant is None else (q_lens, variant)
+            checked = check(q, segments, num_splits, *given)
+        launch = _prepare(q, checked, num_splits, q_lens, variant)
         keep(launches, key, launch)
     if index == current_device():
-        return launch(q, segments, address, addresses, sm_scale, want_lse, q_lens)
+        return launch(q, segments, address, addresses, sm_scale, want_lse, q_lens, variant)
     with torch.cuda.device(index):
-        return launch(q, segments, address, addresses, sm_scale, want_lse, q_lens)
+        return launch(q, segments, address, addresses, sm_scale, want_lse, q_lens, variant)
 
 
 def _look_at(segments: Sequence[Segment]) -> tuple[Hashable, list[Addresses]]:
@@ -195,11 +206,17 @@ def _facts(tensor: torch.Tensor) -> Hashable:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()
 
 
+def _facts_of_variant(variant: AttentionVariant) -> Hashable:
+    """What a launch depends on: the numbers themselves, of tensors what describes them."""
+    return tuple(_facts(one) if isinstance(one, torch.Tensor) else one for one in variant)
+
+
 def describe(
     q: torch.Tensor,
     segments: Sequence[Segment],
     without: str = "",
     q_lens: torch.Tensor | None = None,
+    variant: AttentionVariant | None = None,
 ) -> Work:
     """What a call with work to do asks for, as plan.candidates wants it; errors as of attend."""
     if q.dtype not in CODECS:
@@ -212,10 +229,20 @@ def describe(
     num_kv_heads = segments[0].k_rows.shape[1]
     count = num_q_heads // num_kv_heads * q_len
     gpu = gpu_of(q.get_device())
-    causal = q_len > 1 or q_lens is not None  # else the one query sees all
+    names, window = names_of(variant), MOST_TOKENS
+    if variant is not None and variant.window is not None:
+        window = variant.window
+        if window >= sum(segment.capacity for segment in segments):  # it hides nothing
+            names = tuple(name for name in names if name != "window")
+    if variant is not None and variant.key_bias is not None and not variant.key_bias.shape[1]:
+        raise ShapeError(
+            f"key_bias is {list(variant.key_bias.shape)}: on CUDA it must hold a token at least"
+        )
+    # else the one query sees all, wherever it is
+    causal = q_len > 1 or q_lens is not None or not POSITIONAL.isdisjoint(names)
     order = arrange_in_order(segments) if causal else arrange(segments)
     ordered = [segments[i] for i in order]
-    spec = make_spec(ordered, CODECS[q.dtype], count, without, causal=causal)
+    spec = make_spec(ordered, CODECS[q.dtype], count, without, causal=causal, variant=names)
     spec = narrow(spec, gpu)
     columns = num_kv_heads * -(-count // spec.block_columns)
     if batch > MOST_BLOCKS or columns > MOST_BLOCKS:
@@ -227,7 +254,8 @@ def describe(
         )
     if gpu.capability >= OVERLAPS:
         spec = replace(spec, overlapped=True)
-    capacities = tuple(segments[i].capacity for i in order)
+    most = window + q_len + HALF  # rows of a segment that are in a window, or read with them
+    capacities = tuple(min(segments[i].capacity, most) for i in order)
     return Work(spec, gpu, batch * columns, order, capacities)
 
 
@@ -270,6 +298,7 @@ class Launch:
         shared: int,
         most_parts: int,
         workspaces: Workspaces,
+        variant: AttentionVariant | None,
     ) -> None:
         queries = _four_axes(q)
         batch, q_len, num_q_heads, head_dim = queries.shape
@@ -301,11 +330,13 @@ class Launch:
         units = batch, num_kv_heads * head_blocks, parts, places, workers, most_parts
         self._query = QUERY.pack(strides[0], strides[2], *heads, *units)
         self._axis = AXIS.pack(strides[1], q_len) if work.spec.causal else None
+        self._variant = [(name, _numbers_of(name, variant)) for name in work.spec.variant]
         self._segments = []
         for i, splits in zip(work.order, chosen.splits, strict=True):
             copies = any(pack_counts(one) is not one for one in counts_of(segments[i]))
             self._segments.append((i, copies, ROWS.pack(*arguments(segments[i], splits))))
         layout = f"@5P{QUERY.size}sf" + (f"P{AXIS.size}s" if work.spec.causal else "")
+        layout += "".join(code for name in work.spec.variant for _, code in VARIANT[name])
         layout += len(work.order) * f"5P{ROWS.size}s"
         missing = work.spec.segments - len(work.order)
         layout += f"{missing * (5 * 8 + ROWS.size)}x"  # zeros
@@ -321,6 +352,7 @@ class Launch:
         sm_scale: float | None,
         want_lse: bool,
         q_lens: torch.Tensor | None,
+        variant: AttentionVariant | None,
     ) -> State:
         """Launch on the current stream of the current device, which is that of q."""
         out = empty_strided(*self._out)
@@ -350,6 +382,14 @@ class Launch:
             numbers = pack_counts(q_lens)
             kept.append(numbers)
             values += (0 if numbers is None else numbers.data_ptr(), self._axis)
+        for name, constants in self._variant:
+            given = getattr(variant, name)
+            if isinstance(given, torch.Tensor):
+                if name != "key_bias" or not is_row_contiguous(given):
+                    given = given.contiguous()  # itself, if it is
+                kept.append(given)
+                values.append(given.data_ptr())
+            values += constants
         for i, copies, constants in self._segments:
             values += addresses[i]
             if copies:
@@ -376,6 +416,7 @@ class Nothing:
         sm_scale: float | None,
         want_lse: bool,
         q_lens: torch.Tensor | None,
+        variant: AttentionVariant | None,
     ) -> State:
         """Zeros, and -inf."""
         lse = None
@@ -389,11 +430,12 @@ def _prepare(
     segments: Sequence[Segment],
     num_splits: int | None,
     q_lens: torch.Tensor | None,
+    variant: AttentionVariant | None,
 ) -> Launch | Nothing:
     if q.dtype in CODECS and not (q.numel() and any(one.capacity for one in segments)):
         return Nothing((*q.shape[:-1], segments[0].v_format.head_dim))
     chosen, without = _override
-    work = describe(q, segments, without, q_lens)
+    work = describe(q, segments, without, q_lens, variant)
     choose = functools.partial(
         plan,
         gpu=work.gpu,
@@ -413,7 +455,20 @@ def _prepare(
             chosen = with_workers(chosen, fitted, work.units, work.capacities)
     shared = shared_bytes(fitted, work.units, chosen.splits)
     spaces = workspaces_of(q.device)
-    return Launch(q, segments, work, chosen, kernel, shared, fitted.most_parts, spaces)
+    return Launch(q, segments, work, chosen, kernel, shared, fitted.most_parts, spaces, variant)
+
+
+def _numbers_of(name: str, variant: AttentionVariant | None) -> tuple[float, ...]:
+    """What stands in spec.VARIANT for a field, but for its address."""
+    given = getattr(variant, name)
+    if name == "soft_cap":
+        return (given * LOG2_E,)
+    if name == "window":
+        return (min(given, MOST_TOKENS),)
+    if name == "key_bias":
+        stride = given.stride(0) if is_row_contiguous(given) else given.shape[1]
+        return 4 * stride, given.shape[1]
+    return ()
 
 
 def _load(work: Work, chosen: Plan, device: int) -> tuple[Kernel, Fit]:

@@ -41,6 +41,7 @@ from ..device.ptx import (
 from .accumulators import make_add_promoted, make_promote
 from .combine import make_combine_warps, make_write
 from .copies import make_clear_row, make_copy, make_locate, make_realign
+from .positions import make_count
 from .queries import make_mask, make_references, make_see
 from .scores import make_load_query, make_scores
 from .spec import FIELD, PROMOTION_INTERVAL, TILE, QueryWords
@@ -52,6 +53,7 @@ from .values import (
     make_load_header,
     make_put_output,
 )
+from .variant import make_change_scores, make_keep_changes, make_load_biases
 
 LAZY = 4  # powers of two that a score may exceed the maximum by
 K_ROWS, V_ROWS, INDEX = FIELD["k_rows"], FIELD["v_rows"], FIELD["index"]
@@ -98,8 +100,11 @@ def make_attend(spec, path, keep, recall):
     realign_k = make_realign(k, path.place)
     realign_v = make_realign(v, path.place)
     load_query = make_load_query(k, spec)
-    count, see = make_see(spec, path)
-    start_references, mask_scores = make_references(spec), make_mask(spec)
+    count, see = make_count(spec), make_see(spec, path)
+    start_references, mask_scores = make_references(spec), make_mask(spec, path)
+    CHANGES = spec.changes_scores
+    keep_changes, load_biases = make_keep_changes(spec), make_load_biases(spec, path)
+    change_scores = make_change_scores(spec, path)
     scores_of = make_scores(k, spec.query, EIGHTS)
     add_values = _make_add_values(spec, path)
     PROMOTES, PROMOTED = spec.promoted_bytes(path) > 0, spec.promoted_at(path)
@@ -109,13 +114,14 @@ def make_attend(spec, path, keep, recall):
     combine_warps = make_combine_warps(spec, make_put_output(v, EIGHTS), write)
 
     @device_function
-    def attend(segment, begin, end, reach, rows, results, shared):
+    def attend(segments, segment, begin, end, reach, rows, results, shared):
+        common = results[1]
         b, kv_head, query, queries_lie, _, score_scale = rows[:6]
         tid = uint32(cuda.threadIdx.x)
         lane = uint32(tid & uint32(31))
         warp = word_from_lane(uint32(tid >> uint32(5)), uint32(0))  # tells ptxas it is uniform
         index = segment[INDEX]
-        counts = count(rows)
+        counts = count(common, segments, b)
         start = int32(0)
         outer = uint64(b)
         if PAGED:
@@ -173,11 +179,16 @@ def make_attend(spec, path, keep, recall):
 
         # Step 2: the query, while the first tiles are on their way
         first_column = uint32(sharer * uint32(COLUMNS))
-        used, all_see = see(rows, counts, end, results[0], first_column)
+        used, sight = see(common, rows, counts, end, results[0], first_column)
+        keep_changes(results, rows, counts, first_column, used)
         factors = cuda.local.array(PAIRS, float32)
         fragments = cuda.local.array(FRAGMENTS, uint32)
         queries = (query, queries_lie, first_column, used)
         load_query(fragments, factors, queries, score_scale, lane)
+        if CHANGES:  # changed scores count as they are
+            ones = cuda.local.array(PAIRS, float32)
+            for i in range(PAIRS):
+                ones[i] = float32(1)
         sums = cuda.local.array(SUMS, float32)
         for i in range(SUMS):
             sums[i] = float32(0)
@@ -218,10 +229,12 @@ def make_attend(spec, path, keep, recall):
                 realign_k(k_rows, scratch, k_base, first, end, k_row, around)
                 k_rows = scratch
                 cuda.syncwarp()
+            biases = cuda.local.array(4, float32)
+            load_biases(biases, common, b, first, end, lane, counts)
             scores = cuda.local.array(SCORES, float32)
             scores_of(scores, k_rows, lane, fragments)
-            if int32(first + int32(TILE)) > all_see:
-                mask_scores(scores, first, end, lane, results[0])
+            change_scores(scores, factors, biases, first, lane, results[0], common, counts)
+            mask_scores(scores, first, end, lane, results[0], common, counts, sight)
             if not PREFETCH_V:
                 wait_for_values()
                 meet(of_ring)
@@ -232,7 +245,7 @@ def make_attend(spec, path, keep, recall):
                 cuda.syncwarp()
 
             # Steps 5 and 6: rescale, P V
-            counted = (factors, references)
+            counted = (ones if CHANGES else factors, references)
             scale = add_values(scores, v_rows, lane, sums, header_sums, counted, scale)
             first = int32(first + int32(STEP))
             current = uint32(current + uint32(1)) if current != uint32(STAGES - 1) else uint32(0)

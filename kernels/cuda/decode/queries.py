@@ -1,4 +1,4 @@
-"""Queries and columns: which query a column is, and how many tokens it sees.
+"""Queries and columns: which query a column is, and which tokens it sees.
 
 A sequence has one query, or several (`spec.causal`): those of its last tokens, each of which sees
 the tokens up to its own. A column is a query head of a query, all heads of a query together, so
@@ -11,12 +11,12 @@ that a KV head's rows are read and unpacked once for all its queries:
     query head               0   1     0   1
     sees the first           n - 1     n         tokens
 
-Rows are in the order of the tokens, but that the sinks of the second segment, its first rows, come
-before the first segment: sinks, first segment, what follows the sinks. Whatever is hidden from a
-query are the last tokens, so of each segment it sees the rows up to one. Tiles that reach beyond
-the least of these rows are masked, each column for itself; all others cost what they cost with one
-query. How far the columns of a warp see waits in its shared memory: in registers it would cost a
-block its place on the SM.
+Whatever is hidden from a query are the last tokens, and with a window the first ones, so of each
+segment it sees the rows from one up to another (positions.py). A tree mask says which of the tokens
+of the queries each of them sees; of these each row is looked up. Tiles that hold a row that is
+hidden from any column are masked, each column for itself; all others cost what they cost with one
+query. What the columns of a warp see waits in its shared memory: in registers it would cost a block
+its place on the SM.
 
 A column of padding has a query of zeros, and counts from so high a reference that every P is 0.
 """
@@ -25,19 +25,18 @@ from numba import cuda, float32, int32, uint32, uint64
 
 from ..device.jit import device_function
 from ..device.ptx import (
-    load_global_u32,
+    load_global_u8,
     load_shared_u32x2,
     store_shared_u32,
     word_from_lane,
 )
-from .schedule import length_of
-from .spec import COMMON, FIELD, KEPT, QUERIES
+from .positions import make_position_of, make_rows_before
+from .spec import COMMON, QUERIES, TILE
 
 NEVER, LOWEST = -3e38, -1e30  # score of a row that is not there; maximum of no rows
 HIDDEN, PADDED = float("-inf"), 1e30  # score of a row that a query does not see; see above
-SINKS = FIELD["sinks"]
 PLACE = {name: place for place, (name, _) in enumerate((*COMMON, *QUERIES))}
-Q, Q_LENS, Q_LEN = PLACE["q"], PLACE["q_lens"], PLACE["q_len"]
+Q, Q_LEN = PLACE["q"], PLACE["q_len"]
 OF_BATCH, OF_HEAD = PLACE["q_stride_batch"], PLACE["q_stride_head"]
 OF_QUERY, HEADS, RATIO = PLACE["q_stride_query"], PLACE["num_q_heads"], PLACE["ratio"]
 HEAD_BLOCKS, SCALE = PLACE["head_blocks"], PLACE["score_scale"]
@@ -77,8 +76,7 @@ def make_columns_of(spec):
         count = uint32(min(int32(COLUMNS), int32(ratio * q_len) - first))
         query = common[Q] + uint64(b) * common[OF_BATCH] + uint64(query_head) * common[OF_HEAD]
         lie = (common[OF_HEAD], common[OF_QUERY], uint32(first), uint32(ratio))
-        of = (common[Q_LENS], q_len, segments)
-        rows = (int32(b), kv_head, query, lie, count, common[SCALE], of)
+        rows = (int32(b), kv_head, query, lie, count, common[SCALE])
         row = uint32(uint32(uint32(b * uint32(q_len)) * uint32(common[HEADS])) + uint32(query_head))
         return rows, row, uint32(count | uint32(uint32(block) << uint32(BLOCK_SHIFT)))
 
@@ -132,64 +130,47 @@ def make_query_row(causal):
 
 
 def make_see(spec, path):
-    """Make two functions of how far the columns of a warp see in a segment.
-
-    `count` loads early how many queries and tokens the sequence has. `see` gives how many columns
-    of the unit have queries, and the row up to which every one of them sees (one query: all do, and
-    to the end); it leaves in shared memory how far each column sees.
+    """Make the function that gives how many columns of a unit have queries, and between which rows
+    of a segment every one of them sees (one query: all do, all). It leaves in shared memory between
+    which rows each column sees.
     """
-    COLUMNS, TWO, IS_FIRST = spec.columns, spec.segments > 1, path is spec.first
+    COLUMNS, SEEN, UNSEEN = spec.columns, spec.word_at("seen"), spec.word_at("unseen")
+    BRANCH, WINDOW = spec.word_at("branch"), spec.places.get("window", 0)
+    rows_before = make_rows_before(path is spec.first)
 
     @device_function
-    def count_nothing(rows):
-        return uint32(0)
+    def see_all(common, rows, counts, end, kept, first_column):
+        return rows[4], (int32(0), end)
 
     @device_function
-    def see_all(rows, counts, end, kept, first_column):
-        return rows[4], end
-
-    @device_function
-    def count(rows):
-        q_lens, q_len, segments = rows[6]
-        number = q_len
-        if q_lens != uint64(0):
-            number = int32(load_global_u32(q_lens + uint64(4) * uint64(rows[0])))
-            number = int32(max(min(number, q_len), int32(0)))
-        first = length_of(segments[0], rows[0])
-        second = int32(0)
-        recent = int32(0)
-        if TWO:
-            second = length_of(segments[1], rows[0])
-            recent = int32(max(int32(second - segments[1][SINKS]), int32(0)))
-        return number, first, second, recent
-
-    @device_function
-    def rows_seen(hidden, counts):
-        """Up to which row of the segment a query sees from which so many tokens are hidden."""
-        _, first, second, recent = counts
-        older = int32(max(int32(hidden - recent), int32(0)))
-        if IS_FIRST:
-            return int32(first - older)
-        sinks = int32(max(int32(older - first), int32(0)))
-        return int32(int32(second - min(hidden, recent)) - sinks)
-
-    @device_function
-    def see(rows, counts, end, kept, first_column):
-        number, first, ratio = counts[0], rows[3][2], rows[3][3]
+    def see(common, rows, counts, end, kept, first_column):
+        number, tokens = counts[0], int32(counts[1] + counts[2])
+        first, ratio = rows[3][2], rows[3][3]
         lane = uint32(uint32(cuda.threadIdx.x) & uint32(31))
         used = int32(max(int32(number * int32(ratio)) - int32(first), int32(0)))
-        column = uint32(uint32(first + first_column) + lane)
-        last = int32(number - int32(1))
-        here = rows_seen(int32(last - int32(column // ratio)), counts)
+        query = int32(uint32(uint32(first + first_column) + lane) // ratio)
+        before = int32(tokens - number)  # the tokens before those of the queries
+        behind = int32(int32(before + query) + int32(1))
         if lane < uint32(COLUMNS):
-            at = kept + uint32(KEPT) + uint32(4) * lane
-            store_shared_u32(at, uint32(min(here, end)))
+            at = kept + uint32(4) * lane
+            last = tokens if BRANCH else behind
+            store_shared_u32(at + uint32(SEEN), uint32(min(rows_before(last, counts), end)))
+            if UNSEEN:
+                begin = rows_before(int32(behind - common[WINDOW]), counts)
+                store_shared_u32(at + uint32(UNSEEN), uint32(begin))
+            if BRANCH:
+                q_len = common[Q_LEN]
+                row = int32(rows[0] * q_len) + int32(min(query, int32(q_len - int32(1))))
+                store_shared_u32(at + uint32(BRANCH), uint32(int32(row) * q_len))
         cuda.syncwarp()
-        all_see = int32(min(rows_seen(last, counts), end))
-        all_see = int32(word_from_lane(uint32(all_see), uint32(0)))  # tells ptxas it is uniform
-        return min(uint32(used), rows[4]), all_see
+        upto = int32(min(rows_before(before if BRANCH else int32(before + int32(1)), counts), end))
+        upto = int32(word_from_lane(uint32(upto), uint32(0)))  # tells ptxas it is uniform
+        begin = int32(0)
+        if UNSEEN:
+            begin = rows_before(int32(tokens - common[WINDOW]), counts)
+        return min(uint32(used), rows[4]), (begin, upto)
 
-    return (count, see) if spec.causal else (count_nothing, see_all)
+    return see if spec.causal else see_all
 
 
 def make_references(spec):
@@ -211,12 +192,14 @@ def make_references(spec):
     return lowest_unless_padded if spec.causal else lowest
 
 
-def make_mask(spec):
+def make_mask(spec, path):
     """Make the function that lets the scores of rows that a column does not see not count."""
-    EIGHTS = spec.eights
+    EIGHTS, SEEN, UNSEEN = spec.eights, spec.word_at("seen"), spec.word_at("unseen")
+    BRANCH, TREE = spec.word_at("branch"), spec.places.get("tree_mask", 0)
+    position_of = make_position_of(path is spec.first)
 
     @device_function
-    def mask_end(scores, first, end, lane, kept):
+    def mask_end(scores, first, end, lane, kept, common, counts):
         left = int32(end - first - int32(uint32(lane >> uint32(2))))
         for i in range(4):  # rows g, g + 8, g + 16, g + 24
             if left <= int32(8 * i):
@@ -225,11 +208,11 @@ def make_mask(spec):
                     scores[8 * e + 2 * i + 1] = float32(NEVER)
 
     @device_function
-    def mask_columns(scores, first, end, lane, kept):
+    def mask_columns(scores, first, end, lane, kept, common, counts):
         mine = int32(first + int32(lane >> uint32(2)))
-        at = kept + uint32(KEPT) + uint32(8) * uint32(lane & uint32(3))
+        at = kept + uint32(8) * uint32(lane & uint32(3))
         for e in range(EIGHTS):
-            seen = load_shared_u32x2(at + uint32(32 * e))
+            seen = load_shared_u32x2(at + uint32(SEEN + 32 * e))
             left = int32(int32(seen[0]) - mine)
             other = int32(int32(seen[1]) - mine)
             for i in range(4):  # rows g, g + 8, g + 16, g + 24
@@ -237,5 +220,45 @@ def make_mask(spec):
                     scores[8 * e + 2 * i] = float32(HIDDEN)
                 if other <= int32(8 * i):
                     scores[8 * e + 2 * i + 1] = float32(HIDDEN)
+            if UNSEEN:
+                unseen = load_shared_u32x2(at + uint32(UNSEEN + 32 * e))
+                left = int32(int32(unseen[0]) - mine)
+                other = int32(int32(unseen[1]) - mine)
+                for i in range(4):
+                    if left > int32(8 * i):
+                        scores[8 * e + 2 * i] = float32(HIDDEN)
+                    if other > int32(8 * i):
+                        scores[8 * e + 2 * i + 1] = float32(HIDDEN)
+        if BRANCH:
+            mask_tree(scores, mine, at, common, counts)
 
-    return mask_columns if spec.causal else mask_end
+    @device_function
+    def mask_tree(scores, mine, at, common, counts):
+        number = counts[0]
+        before = int32(int32(counts[1] + counts[2]) - number)
+        for e in range(EIGHTS):
+            branch = load_shared_u32x2(at + uint32(BRANCH + 32 * e))
+            for i in range(4):
+                token = int32(position_of(int32(mine + int32(8 * i)), counts) - before)
+                place = uint64(max(min(token, int32(number - int32(1))), int32(0)))
+                place += common[TREE]
+                first = load_global_u8(place + uint64(branch[0]))
+                second = load_global_u8(place + uint64(branch[1]))
+                if token >= int32(0):
+                    if first == uint32(0):
+                        scores[8 * e + 2 * i] = float32(HIDDEN)
+                    if second == uint32(0):
+                        scores[8 * e + 2 * i + 1] = float32(HIDDEN)
+
+    mask = mask_columns if spec.causal else mask_end
+
+    @device_function
+    def mask_beyond(scores, first, end, lane, kept, common, counts, sight):
+        begin, upto = sight
+        hides = int32(first + int32(TILE)) > upto
+        if UNSEEN:
+            hides = hides or first < begin
+        if hides:
+            mask(scores, first, end, lane, kept, common, counts)
+
+    return mask_beyond

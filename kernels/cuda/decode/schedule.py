@@ -28,25 +28,17 @@ Sources: Stream-K (https://arxiv.org/abs/2301.03598) and Lean Attention
 
 from math import sqrt
 
-from numba import cuda, float32, int32, uint32, uint64
+from numba import cuda, float32, int32, uint32
 
 from ..device.jit import device_function
-from ..device.ptx import largest_word, load_global_u32, sum_of_words, word_from_lane
+from ..device.ptx import largest_word, sum_of_words, word_from_lane
+from .positions import make_extent
 from .spec import FIELD, MORE_PARTS, UNIT_STEPS
 
-SEQ_LENS, CAPACITY, SPLITS = FIELD["seq_lens"], FIELD["capacity"], FIELD["splits"]
+CAPACITY, SPLITS = FIELD["capacity"], FIELD["splits"]
 ALIKE = 1.25  # times the mean that the longest sequence may cost while lengths count as alike
 LOADED = 8  # lengths that a lane asks for at a time
 MERGED = 32.0  # parts of a unit that a block merges while a warp attends to a tile
-
-
-@device_function
-def length_of(segment, b):
-    """Rows of a sequence, at most those that there is room for."""
-    length = int32(0)
-    if segment[SPLITS] > int32(0):
-        length = int32(load_global_u32(segment[SEQ_LENS] + uint64(4) * uint64(b)))
-    return int32(max(min(length, segment[CAPACITY]), int32(0)))
 
 
 @device_function
@@ -62,17 +54,17 @@ def make_survey(spec):
     """
     FIRST, SECOND, WEIGHT = spec.steps[0], spec.steps[1], spec.second_weight
     THREE = spec.segments == 3
+    extent_of_one, extent_of_two, extent_of_three = (make_extent(spec, i) for i in range(3))
 
     @device_function
-    def steps_of(segments, b):
+    def steps_of(common, segments, b):
         """Tokens of each segment of a sequence, in steps."""
-        one, two, three = segments
-        first = ceil_div(uint32(length_of(one, b)), uint32(FIRST))
+        first = ceil_div(uint32(extent_of_one(common, segments, b)[1]), uint32(FIRST))
         second = uint32(0)
         third = uint32(0)
         if THREE:
-            second = ceil_div(uint32(length_of(two, b)), uint32(SECOND))
-            third = ceil_div(uint32(length_of(three, b)), uint32(SECOND))
+            second = ceil_div(uint32(extent_of_two(common, segments, b)[1]), uint32(SECOND))
+            third = ceil_div(uint32(extent_of_three(common, segments, b)[1]), uint32(SECOND))
         return first, second, third
 
     @device_function
@@ -92,7 +84,7 @@ def make_survey(spec):
         return cost
 
     @device_function
-    def survey(segments, batch):
+    def survey(common, segments, batch):
         """The cost of all sequences, the largest, and that of a lane's."""
         lane = uint32(uint32(cuda.threadIdx.x) & uint32(31))
         mine = uint32(0)
@@ -102,7 +94,7 @@ def make_survey(spec):
             costs = cuda.local.array(LOADED, uint32)
             for i in range(LOADED):  # without branches, so that all loads are under way together
                 b = uint32(uint32(first + uint32(32 * i)) + lane)
-                costs[i] = cost_of(steps_of(segments, min(b, uint32(batch - uint32(1)))))
+                costs[i] = cost_of(steps_of(common, segments, min(b, uint32(batch - uint32(1)))))
             for i in range(LOADED):
                 cost = costs[i]
                 if uint32(uint32(first + uint32(32 * i)) + lane) >= batch:
@@ -113,7 +105,7 @@ def make_survey(spec):
         return sum_of_words(mine), largest_word(largest), mine
 
     @device_function
-    def find(segments, batch, columns, place, mine):
+    def find(common, segments, batch, columns, place, mine):
         """The sequence at a place of the line, and where on it its first unit begins."""
         lane = uint32(uint32(cuda.threadIdx.x) & uint32(31))
         before = uint32(up_to(mine, lane) - mine)
@@ -129,7 +121,7 @@ def make_survey(spec):
                 b = uint32(first + uint32(32) * lane)
                 cost = uint32(0)
                 if b < batch:
-                    cost = cost_of(steps_of(segments, b))
+                    cost = cost_of(steps_of(common, segments, b))
                 upto = uint32(base + up_to(cost, lane))
                 here = uint32(upto - cost) <= sequence and sequence < upto
                 of_chunk = largest_word(uint32(lane + uint32(1)) if here else uint32(0))
@@ -170,52 +162,58 @@ def make_share(spec):
 def make_even_part(spec):
     """Make the function that gives a split of a sequence."""
     FIRST, SECOND, THREE = spec.steps[0], spec.steps[1], spec.segments == 3
-    PAGED = spec.first.place == "paged"
+    # of a table only what is used can be read
+    EARLY = spec.first.place != "paged" and "window" not in spec.variant
+    extent_of_one, extent_of_two, extent_of_three = (make_extent(spec, i) for i in range(3))
 
     @device_function
-    def share_out(segment, b, step):
+    def share_out(extent, segment, step):
         """Rows of a sequence, tokens of a split, and splits that hold any."""
-        length = length_of(segment, b)
+        length = extent[1]
         splits = segment[SPLITS]
         if splits <= int32(1):  # most of the time: without divisions
-            return length, length, int32(min(length, int32(1)))
+            return extent, length, int32(min(length, int32(1)))
         tokens = int32((length + splits - int32(1)) // splits)
         tokens = int32(max(int32((tokens + step - int32(1)) // step), int32(1)) * step)
-        return length, tokens, int32((length + tokens - int32(1)) // tokens)
+        return extent, tokens, int32((length + tokens - int32(1)) // tokens)
 
     @device_function
-    def even_part(segments, b, split):
+    def even_part(common, segments, b, split):
         """The segment and the tokens of a split; up to where rows may be asked for before the
         length is known; its number among the parts, and all parts."""
         one, two, three = segments
         which = uint32(0)
         number = split
-        length, tokens, active = share_out(one, b, int32(FIRST))
+        extent, tokens, active = share_out(extent_of_one(common, segments, b), one, int32(FIRST))
         total = active
         splits = one[SPLITS]
-        room = int32(0) if PAGED else one[CAPACITY]  # of a table only what is used can be read
+        room = one[CAPACITY] if EARLY else int32(0)
         if THREE:
-            second = share_out(two, b, int32(SECOND))
-            third = share_out(three, b, int32(SECOND))
+            second = share_out(extent_of_two(common, segments, b), two, int32(SECOND))
+            third = share_out(extent_of_three(common, segments, b), three, int32(SECOND))
             total = int32(total + second[2] + third[2])
             if split >= splits:
                 which = uint32(1)
                 split = int32(split - splits)
                 number = int32(active + split)
-                length, tokens, active = second
+                extent, tokens, active = second
                 splits = two[SPLITS]
                 room = two[CAPACITY]
                 if split >= splits:
                     which = uint32(2)
                     split = int32(split - splits)
                     number = int32(number - splits + active)
-                    length, tokens, active = third
+                    extent, tokens, active = third
                     splits = three[SPLITS]
                     room = three[CAPACITY]
-        if splits == int32(1):  # begins with row 0, whatever the length is
-            return which, int32(0), length, max(room, length), uint32(number), uint32(total)
+        first, length = extent
+        last = int32(first + length)
+        if splits == int32(1):  # begins with its first row, whatever the length is
+            return which, first, last, max(room, last), uint32(number), uint32(total)
         begin = int32(split * tokens)
         end = int32(min(int32(begin + tokens), length)) if split < active else begin
+        begin = int32(first + begin)
+        end = int32(first + end)
         return which, begin, end, end, uint32(number), uint32(total)
 
     return even_part
@@ -225,6 +223,7 @@ def make_balanced_part(spec, steps_of, cost_of):
     """Make the function that gives the part at a place of the line."""
     FIRST, SECOND, WEIGHT = spec.steps[0], spec.steps[1], spec.second_weight
     THREE, SEGMENTS = spec.segments == 3, spec.segments
+    extent_of_one, extent_of_two, extent_of_three = (make_extent(spec, i) for i in range(3))
 
     @device_function
     def workers_of(start, steps, weight, share):
@@ -237,15 +236,16 @@ def make_balanced_part(spec, steps_of, cost_of):
         return first, count
 
     @device_function
-    def tokens_between(length, start, weight, step, place, stop):
+    def tokens_between(extent, start, weight, step, place, stop):
         """The tokens of a segment whose steps begin between two places of the line."""
+        first, length = extent
         before = ceil_div(uint32(max(place, start) - start), uint32(weight))
         upto = ceil_div(uint32(max(stop, start) - start), uint32(weight))
-        begin = int32(min(int32(before * uint32(step)), length))
-        return begin, int32(min(int32(upto * uint32(step)), length))
+        begin = int32(first + min(int32(before * uint32(step)), length))
+        return begin, int32(first + min(int32(upto * uint32(step)), length))
 
     @device_function
-    def balanced_part(segments, b, before, start, place, stop, share):
+    def balanced_part(common, segments, b, before, start, place, stop, share):
         """The part that begins at a place of the line, in a unit that begins at `start`, after
         `before` other units.
 
@@ -254,8 +254,7 @@ def make_balanced_part(spec, steps_of, cost_of):
             to add to a part's number for its place, in each segment; where the part and the unit
             end on the line.
         """
-        one, two, three = segments
-        steps = steps_of(segments, b)
+        steps = steps_of(common, segments, b)
         unit_end = uint32(start + cost_of(steps))
         stop = min(stop, unit_end)
         base = uint32(before * uint32(SEGMENTS))
@@ -266,7 +265,8 @@ def make_balanced_part(spec, steps_of, cost_of):
         adds = (add_first, add_first, add_first)
         which = uint32(0)
         part_end = stop
-        begin, end = tokens_between(length_of(one, b), first, 1, FIRST, place, stop)
+        extent = extent_of_one(common, segments, b)
+        begin, end = tokens_between(extent, first, 1, FIRST, place, stop)
         if THREE:
             second = uint32(first + steps[0])
             third = uint32(second + uint32(steps[1] * uint32(WEIGHT)))
@@ -281,15 +281,16 @@ def make_balanced_part(spec, steps_of, cost_of):
             if place >= third:
                 which = uint32(2)
                 part_end = stop
-                begin, end = tokens_between(length_of(three, b), third, WEIGHT, SECOND, place, stop)
+                extent = extent_of_three(common, segments, b)
+                begin, end = tokens_between(extent, third, WEIGHT, SECOND, place, stop)
             elif place >= second:
                 which = uint32(1)
                 part_end = min(stop, third)
-                begin, end = tokens_between(
-                    length_of(two, b), second, WEIGHT, SECOND, place, part_end
-                )
+                extent = extent_of_two(common, segments, b)
+                begin, end = tokens_between(extent, second, WEIGHT, SECOND, place, part_end)
             else:
-                begin, end = tokens_between(length_of(one, b), first, 1, FIRST, place, part_end)
+                extent = extent_of_one(common, segments, b)
+                begin, end = tokens_between(extent, first, 1, FIRST, place, part_end)
         return which, begin, end, counts, adds, part_end, unit_end
 
     return balanced_part

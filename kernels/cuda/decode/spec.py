@@ -11,6 +11,7 @@ from ..runtime.spec import Spec, Table
 
 MMA_COLUMNS = 8  # of an MMA: its N
 TILE = 32  # tokens that a warp works on at a time: a row for each lane
+HALF = 16  # those of them that have a page of their own
 MOST_COLUMNS = 16  # of a warp: the sums of more take too many registers
 WIDE_HEAD_DIM, WIDE_GROUPS = 128, 4  # rows with more leave no room for more than 8
 MOST_SHARERS = 8  # warps that share a ring: as many as an SM has registers for
@@ -49,6 +50,29 @@ QUERIES: Table = (
     ("q_stride_query", "Q"),  # bytes
     ("q_len", "i"),
 )
+# of a variant (kvquant/rows/variant.py), behind those: what each of its fields takes
+VARIANT: dict[str, Table] = {
+    "alibi_slopes": (("alibi_slopes", "P"),),  # [num_q_heads], float32
+    "key_bias": (
+        ("key_bias", "P"),  # [batch, key_bias_len], float32
+        ("key_bias_stride", "Q"),  # bytes from a sequence to the next
+        ("key_bias_len", "i"),
+    ),
+    "score_offsets": (("score_offsets", "P"),),  # as lse, float32
+    "sink_logits": (("sink_logits", "P"),),  # [num_q_heads], float32
+    "soft_cap": (("soft_cap", "f"),),  # in powers of two
+    "tree_mask": (("tree_mask", "P"),),  # [batch, q_len, q_len], bool
+    "window": (("window", "i"),),
+}
+# and the words that a warp keeps of each of its columns for it
+COLUMN_WORDS = {
+    "alibi_slopes": ("slope", "lag"),
+    "score_offsets": ("offset",),
+    "tree_mask": ("branch",),
+    "window": ("unseen",),
+}
+# those that need positions, and so a kernel for several queries
+POSITIONAL = frozenset({"alibi_slopes", "key_bias", "tree_mask", "window"})
 SEGMENT: Table = (
     ("k_rows", "P"),
     ("v_rows", "P"),
@@ -127,6 +151,7 @@ class DecodeSpec(Spec):
             newer.
         causal: whether a sequence has several queries, those of its last tokens, each of which sees
             the tokens up to its own (queries.py).
+        variant: the fields of AttentionVariant in use, sorted (variant.py).
     """
 
     first: Path
@@ -139,6 +164,7 @@ class DecodeSpec(Spec):
     sharers: int = 1
     overlapped: bool = False
     causal: bool = False
+    variant: tuple[str, ...] = ()
 
     kernel = "decode.kernel.make_decode_kernel"
 
@@ -149,14 +175,39 @@ class DecodeSpec(Spec):
 
     @property
     def arguments(self) -> Table:
-        """A tuple for each segment, behind what all have in common."""
-        common = (*COMMON, *QUERIES) if self.causal else COMMON
-        return (*common, *((name, SEGMENT) for name in ("one", "two", "three")[: self.segments]))
+        """What all segments have in common, and a tuple for each."""
+        queries = QUERIES if self.causal else ()
+        variant = (field for name in self.variant for field in VARIANT[name])
+        segments = ((name, SEGMENT) for name in ("one", "two", "three")[: self.segments])
+        return (("common", (*COMMON, *queries, *variant)), *segments)
+
+    @property
+    def places(self) -> dict[str, int]:
+        """Where an argument that all segments have in common stands."""
+        return {name: place for place, (name, _) in enumerate(self.arguments[0][1])}
+
+    @property
+    def column_words(self) -> tuple[str, ...]:
+        """What a warp keeps of each of its columns, a word each (queries.py, variant.py)."""
+        words = ["seen"] if self.causal else []
+        for name, of_name in COLUMN_WORDS.items():
+            words += of_name if name in self.variant else ()
+        return tuple(words)
 
     @property
     def kept(self) -> int:
         """Bytes in which a warp keeps what it does not need while it attends."""
-        return KEPT + 4 * self.columns if self.causal else KEPT
+        return KEPT + 4 * self.columns * len(self.column_words)
+
+    def word_at(self, name: str) -> int:
+        """Byte of what a warp keeps at which such a word of its first column stands; 0: nowhere."""
+        words = self.column_words
+        return KEPT + 4 * self.columns * words.index(name) if name in words else 0
+
+    @property
+    def changes_scores(self) -> bool:
+        """Whether scores are more than q·k times a factor."""
+        return bool({"alibi_slopes", "key_bias", "score_offsets", "soft_cap"} & {*self.variant})
 
     @property
     def padded(self) -> bool:

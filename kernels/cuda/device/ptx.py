@@ -140,6 +140,7 @@ store_shared_f32 = instruction("st.shared.f32 [$0],$1;", "", "u32 f32", pure=Fal
 store_shared_f32x2 = instruction("st.shared.v2.f32 [$0],{$1,$2};", "", "u32 f32 f32", pure=False)
 
 # .nc: not written while the kernel runs; .cg: past the L1 cache, which does not see other SMs
+load_global_u8 = instruction("ld.global.nc.u8 $0,[$1];", "u32", "u64", pure=False)
 load_global_u32 = instruction("ld.global.nc.u32 $0,[$1];", "u32", "u64", pure=False)
 load_global_u32x2 = instruction("ld.global.nc.v2.u32 {$0,$1},[$2];", "u32 u32", "u64", pure=False)
 load_global_u32x4 = instruction(

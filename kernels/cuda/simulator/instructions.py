@@ -22,7 +22,7 @@ import numpy.typing as npt
 from .memory import SHARED_BASE, WARP, Fault
 from .simulator import block
 
-KINDS = {"u16": np.uint16, "u32": np.uint32, "u64": np.uint64, "f32": np.float32}
+KINDS = {"u8": np.uint8, "u16": np.uint16, "u32": np.uint32, "u64": np.uint64, "f32": np.float32}
 NO_RESULT = (
     "st.",
     "cp.",
@@ -111,7 +111,7 @@ def _cast(value: Any, dtype: Any) -> Any:
     return np.asarray(value).astype(dtype)[()]
 
 
-@operation(r"ld\.(shared|global)(?:\.(nc|cg))?(?:\.v([24]))?\.(u16|u32|u64|f32)")
+@operation(r"ld\.(shared|global)(?:\.(nc|cg))?(?:\.v([24]))?\.(u8|u16|u32|u64|f32)")
 def _load(name: Name) -> Operation:
     space, cache, count, kind = name.groups()
     dtype = np.dtype(KINDS[kind])
@@ -124,6 +124,8 @@ def _load(name: Name) -> Operation:
         else:
             data = now.tensors.load(address, size, size, constant=cache == "nc")
             values = np.frombuffer(data, dtype)
+        if kind == "u8":  # into a register of 32 bits
+            return np.uint32(values[0])
         return tuple(values) if count else values[0]
 
     return load

@@ -11,19 +11,20 @@ import sys
 import traceback
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from query_cases import reference_of_queries
+from query_cases import make_variant
 
 from kvquant import RowFormat, quantize_rows
 from kvquant.kernels.cuda.decode.plan import fit
-from kvquant.kernels.cuda.decode.spec import SEGMENT, DecodeSpec, Path
+from kvquant.kernels.cuda.decode.spec import POSITIONAL, SEGMENT, DecodeSpec, Path
 from kvquant.kernels.cuda.runtime.launch import GPU
 from kvquant.kernels.cuda.simulator import simulator
 from kvquant.rows.reference import reference_over_segments
 from kvquant.rows.segment import Segment
+from kvquant.rows.variant import AttentionVariant
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 A_GPU = GPU("H200", (9, 0), 132, 233472, 232448)
@@ -52,6 +53,8 @@ class Case:
         want_lse: whether the kernel writes the lse.
         q_len: queries of each sequence; 0: one, and q without an axis of them.
         q_lens: of each sequence, less than that; None: all.
+        variant: fields of AttentionVariant, each with its value or, of a tensor, a random one;
+            pages before a window are not to be looked up.
     """
 
     k: str = "int4-g4"
@@ -80,6 +83,7 @@ class Case:
     sharers: int = 1
     q_len: int = 0
     q_lens: Sequence[int] | None = None
+    variant: dict[str, Any] = field(default_factory=dict)
 
 
 def run_case(case: Case) -> dict[str, float]:
@@ -102,7 +106,8 @@ def run_case(case: Case) -> dict[str, float]:
         case.without,
         case.columns,
         case.sharers,
-        causal=case.q_len > 0,
+        causal=case.q_len > 0 or bool(POSITIONAL & {*case.variant}),
+        variant=tuple(sorted(case.variant)),
     )
 
     segments: list[Segment] = []
@@ -115,23 +120,22 @@ def run_case(case: Case) -> dict[str, float]:
     dtype = DTYPES[case.query]
     shape: tuple[int, ...] = (batch, num_q_heads)
     around = torch.full((batch, num_q_heads + 2, dim), torch.nan, dtype=dtype)
-    if spec.causal:
+    if case.q_len:
         shape = (batch, case.q_len, num_q_heads)
         around = around[:, None].repeat(1, case.q_len, 1, 1)
     q = around[..., 1:-1, :]
     q.copy_(torch.randn(q.shape) * case.q_scale)
-    if spec.causal:
+    q_lens = None
+    if case.q_len:
         q_lens = torch.tensor(case.q_lens or [case.q_len] * batch, dtype=torch.int32)
         q[torch.arange(case.q_len) >= q_lens[:, None]] = torch.nan
-        expected, expected_lse = reference_of_queries(q, segments, q_lens)
-        fields_of_queries = {
-            "q_lens": q_lens if case.q_lens else 0,
-            "q_stride_query": 2 * q.stride(1),
-            "q_len": case.q_len,
-        }
-    else:
-        fields_of_queries = {}
-        expected, expected_lse = reference_over_segments(q, segments)
+    variant = make_variant(case.variant, q, segments, q_lens)
+    expected, expected_lse = reference_over_segments(q, segments, None, q_lens, variant)
+    fields_of_queries = {
+        "q_lens": q_lens if case.q_lens else 0,
+        "q_stride_query": 2 * q.stride(1) if case.q_len else 0,
+        "q_len": max(case.q_len, 1),
+    }
 
     ratio, parts = num_q_heads // num_kv_heads, sum(case.splits)
     head_blocks = -(-ratio * max(case.q_len, 1) // spec.block_columns)
@@ -162,6 +166,7 @@ def run_case(case: Case) -> dict[str, float]:
             "most_parts": fit(spec, A_GPU).most_parts,
             "score_scale": dim**-0.5 * math.log2(math.e),
             **fields_of_queries,
+            **arguments_of(variant),
         }
         if parts == 1 and not case.workers:
             common |= {"partial": 0, "counters": 0}
@@ -219,6 +224,12 @@ def make_segment(case: Case, path: Path, lens: Sequence[int]) -> tuple[Segment, 
         table = torch.where(torch.arange(max_pages) < used[:, None], table, -1)  # never looked up
         fields |= {"index": table.to(torch.int32), "table_stride": max_pages}
         fields["page_shift"] = page_size.bit_length() - 1
+        window = case.variant.get("window", 0)
+        if window:  # pages before it may be freed
+            numbers = torch.tensor(case.q_lens or [max(case.q_len, 1)] * len(lens))
+            begin = (seq_lens - numbers - window + 1).clamp(min=0)
+            table = torch.where(torch.arange(max_pages) < begin[:, None] // page_size, -1, table)
+            fields["index"] = table.to(torch.int32)
     else:
         moved = plain
     for side, rows in zip("kv", moved, strict=True):
@@ -232,6 +243,17 @@ def make_segment(case: Case, path: Path, lens: Sequence[int]) -> tuple[Segment, 
     sinks = fields["sinks"]  # these rows are in order, but come before other segments
     made = Segment(k_rows, v_rows, seq_lens, path.k_format, path.v_format, sinks=sinks)
     return made, fields
+
+
+def arguments_of(variant: AttentionVariant) -> Fields:
+    """A variant as the kernel takes it."""
+    given = {name: value for name, value in variant._asdict().items() if value is not None}
+    if "soft_cap" in given:
+        given["soft_cap"] *= math.log2(math.e)
+    if "key_bias" in given:
+        given["key_bias_stride"] = 4 * given["key_bias"].stride(0)
+        given["key_bias_len"] = given["key_bias"].shape[1]
+    return given
 
 
 def seq_slot(rows: torch.Tensor, seq_slots: torch.Tensor) -> torch.Tensor:
@@ -262,12 +284,11 @@ def launch(
         memory.append((storage.data_ptr(), storage.nbytes()))
         return kind(value.data_ptr())
 
-    kinds = spec.signature()
-    names = [name for name, code in spec.arguments if isinstance(code, str)]
-    arguments = [cast(kinds[i], common[name]) for i, name in enumerate(names)]
-    for segment, kind in zip(fields, kinds[len(names) :], strict=True):
-        values = [segment.get(name, 0) for name, _ in SEGMENT]
-        arguments.append(tuple(cast(*pair) for pair in zip(kind.types, values, strict=True)))
+    arguments = []
+    tables = [spec.places, *[[name for name, _ in SEGMENT]] * spec.segments]
+    for given, names, kind in zip([common, *fields], tables, spec.signature(), strict=True):
+        pairs = zip(kind.types, (given.get(name, 0) for name in names), strict=True)
+        arguments.append(tuple(cast(*pair) for pair in pairs))
     kernel = spec.build()
     simulator.launch(
         kernel, grid, 32 * spec.warps, spec.shared_bytes, arguments, memory, backwards=backwards

@@ -26,7 +26,14 @@ import pytest
 from kvquant.errors import UnsupportedError
 from kvquant.kernels import disk_cache
 from kvquant.kernels.cuda.decode.plan import fit, kernels, plan
-from kvquant.kernels.cuda.decode.spec import TECHNIQUES, DecodeSpec, Path, columns_of
+from kvquant.kernels.cuda.decode.spec import (
+    POSITIONAL,
+    TECHNIQUES,
+    VARIANT,
+    DecodeSpec,
+    Path,
+    columns_of,
+)
 from kvquant.kernels.cuda.runtime import compile as compiling
 from kvquant.kernels.cuda.runtime.compile import Cubin, Report, compile_spec, cubin_key, load_cubin
 from kvquant.kernels.cuda.runtime.launch import GPU
@@ -49,7 +56,8 @@ CUBIN = Cubin("decode", b"\x7fELF machine\ncode", Report(130, 0))
 def make_spec(text: str) -> DecodeSpec:
     """A kernel of a short description: "K[/V] [head_dim] [word ...]"; the words are "fp16" (the
     query), "paged", "ring", "strided", "segments" (bf16 sinks and a ring), "71:1" (query heads on a
-    KV head), "queries" (several a sequence, so many columns) and "without=..."."""
+    KV head), "queries" (several a sequence, so many columns), the fields of a variant and
+    "without=..."."""
     formats, *words = text.split()
     head_dim = next((int(word) for word in words if word.isdecimal()), 128)
     k_name, _, v_name = formats.partition("/")
@@ -60,6 +68,7 @@ def make_spec(text: str) -> DecodeSpec:
     ratio = next((int(word.removesuffix(":1")) for word in words if word.endswith(":1")), 1)
     second = [exact] if "segments" in words else []
     columns, sharers = columns_of(ratio, k, v, *second)
+    variant = tuple(sorted({*words} & {*VARIANT}))
     return DecodeSpec(
         Path(k, v, place, place != "ring" and "strided" not in words),
         Path(exact, exact, "ring", False) if "segments" in words else None,
@@ -67,10 +76,12 @@ def make_spec(text: str) -> DecodeSpec:
         without=without.replace("_", " "),
         columns=columns,
         sharers=sharers,
-        causal="queries" in words,
+        causal="queries" in words or bool(POSITIONAL & {*variant}),
+        variant=variant,
     )
 
 
+EVERY_FIELD = " ".join(VARIANT)
 IN_CI = (
     ("int4-g4 segments", "sm_90"),
     ("int4", "sm_100"),
@@ -83,6 +94,9 @@ IN_CI = (
     ("int4-g4 32:1 segments queries", "sm_90"),
     ("int4 16:1 paged queries", "sm_80"),
     ("bf16 64:1 fp16 queries", "sm_89"),
+    (f"int4-g4 16:1 segments paged queries {EVERY_FIELD}", "sm_90"),
+    (f"int4-g4 16:1 segments paged queries {EVERY_FIELD}", "sm_80"),
+    ("int4-g4 8:1 segments sink_logits window", "sm_80"),
 )
 ALWAYS = ("int4-g4 segments", "fp8 fp16", "int4-g4 32:1 segments queries")  # others: .ci/run
 FORMATS = "int4 int4-g2 int4-g4 int4-g8 int8 int8-g4 fp8 fp8-g4 bf16 fp16".split()
@@ -99,6 +113,9 @@ ALL = [
     *(f"{name} 64:1 {head_dim}" for name in ("int4", "int4-g8", "bf16") for head_dim in (64, 256)),
     *(f"{name} {ratio}:1 queries" for name in FORMATS for ratio in (8, 16, 64)),
     *(f"{name} {ratio}:1 segments paged queries" for name in FORMATS for ratio in (8, 16, 64)),
+    *(f"{name} 8:1 segments {field}" for name in ("int4-g4", "bf16") for field in VARIANT),
+    *(f"{name} {ratio}:1 segments queries {EVERY_FIELD}" for name in FORMATS for ratio in (8, 64)),
+    *(f"{name} 256 paged {EVERY_FIELD}" for name in ("int4", "int4-g8", "bf16")),
     *(f"int4-g4 without={technique.replace(' ', '_')}" for technique in TECHNIQUES),
 ]
 

@@ -207,6 +207,8 @@ def test_global_memory() -> None:
         if lane:
             return None
         one, two = ptx.load_global_u32(at(source, 1)), ptx.load_global_u32x2(at(source, 2))
+        byte = ptx.load_global_u8(at(source, 3))
+        assert byte == 3 and type(byte) is u32
         ptx.store_global_f32(at(target, 0), f32(5))
         ptx.store_global_u32x2(at(target, 2), u32(0x3F800000), u32(0x40000000))
         ptx.store_global_f32x2(at(target, 10), f32(2), f32(3))

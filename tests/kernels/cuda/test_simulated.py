@@ -279,6 +279,95 @@ QUERIES: dict[str, dict[str, Any]] = {
     "without V prefetch": {"q_len": 2, "lens": [34], "columns": 16, "without": "V prefetch"},
 }
 CASES |= {f"queries, {name}": case for name, case in QUERIES.items()}
+# variants (variant.py): the tensors of a field that is True are random
+TREE = {"q_len": 4, "q_lens": [4, 2, 0, 4, 3, 4], "lens": [33, 1, 40, 66, 0, 2]}
+ALL = dict.fromkeys(
+    ("alibi_slopes", "key_bias", "score_offsets", "sink_logits", "tree_mask"), True
+) | {"soft_cap": 3.0, "window": 40}
+LINEAR = {name: value for name, value in ALL.items() if name != "tree_mask"}
+VARIANTS: dict[str, dict[str, Any]] = {
+    **{name: {"lens": [33, 0, 70, 1], "variant": {name: LINEAR[name]}} for name in LINEAR},
+    "tree_mask": {**TREE, "heads": [2, 1], "variant": {"tree_mask": True}},
+    "all": {**TREE, "heads": [4, 2], "columns": 16, "variant": ALL},
+    "all, one query": {"lens": [33, 0, 370, 1], "splits": [3], "variant": LINEAR, "query": "fp16"},
+    "without positions, three segments in any order": {
+        "exact": "bf16",
+        "splits": [1, 1, 1],
+        "variant": {"sink_logits": True, "soft_cap": 2.0, "score_offsets": True},
+    },
+    "sinks, splits": {"lens": [70, 0, 33], "splits": [3], "variant": {"sink_logits": True}},
+    "sinks, balanced": {
+        "lens": RAGGED,
+        "workers": 5,
+        "heads": [4, 2],
+        "variant": {"sink_logits": True},
+    },
+    "sinks and recent rows": {
+        "q_len": 3,
+        "heads": [4, 1],
+        "exact": "bf16",
+        "sinks": 4,
+        "seated": True,
+        "lens": [70, 0, 2, 33, 1],
+        "exact_lens": [[36, 3, 6, 4, 7], []],
+        "q_lens": [3, 2, 1, 2, 3],
+        "splits": [2, 1, 0],
+        "variant": ALL,
+    },
+    "a window across sinks, packed and recent rows": {
+        "q_len": 2,
+        "heads": [2, 1],
+        "exact": "bf16",
+        "sinks": 40,
+        "lens": [50, 0, 20, 3],
+        "exact_lens": [[45, 42, 70, 12], []],
+        "splits": [1, 2, 0],
+        "variant": {"window": 60},
+    },
+    "a window of pages": {
+        "k": "int4",
+        "place": "paged",
+        "lens": [33, 0, 170, 1, 100],
+        "variant": {"window": 20},
+    },
+    "a window of large pages, several queries": {
+        "q_len": 3,
+        "heads": [2, 1],
+        "place": "paged",
+        "page_size": 64,
+        "lens": [200, 130, 2, 66],
+        "q_lens": [3, 1, 3, 0],
+        "variant": {"window": 1},
+    },
+    "a window, balanced": {
+        "place": "paged",
+        "lens": [700, 0, 1, 40, 33],
+        "workers": 5,
+        "q_len": 2,
+        "heads": [4, 2],
+        "exact": "bf16",
+        "sinks": 4,
+        "exact_lens": [[8, 3, 4, 2, 1], []],
+        "splits": [1, 1, 0],
+        "variant": {"window": 500, "sink_logits": True},
+    },
+    "a window in a ring": {
+        "place": "ring",
+        "sinks": 4,
+        "lens": [3, 66, 40],
+        "variant": {"window": 30, "alibi_slopes": True},
+    },
+    "warps that share a ring": {
+        "q_len": 5,
+        "heads": [7, 1],
+        "columns": 16,
+        "sharers": 3,
+        "warps": 3,
+        "lens": [34, 3],
+        "variant": ALL,
+    },
+}
+CASES |= {f"variant, {name}": case for name, case in VARIANTS.items()}
 for technique in TECHNIQUES:
     for k in ("int4-g4", "int4"):
         CASES[f"{k} without {technique}"] = {"k": k, "without": technique, "lens": [100]}
@@ -311,6 +400,10 @@ USUAL = (
     "queries, ragged",
     "queries, sinks and recent rows after pages",
     "queries, warps that share a ring",
+    "variant, all",
+    "variant, sinks and recent rows",
+    "variant, a window of pages",
+    "variant, sinks, balanced",
     "int4-g4 without unrolled loads",
 )
 CASES = select_cases(CASES, USUAL)

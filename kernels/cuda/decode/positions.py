@@ -1,0 +1,115 @@
+"""Lengths of a sequence, and the positions of its tokens.
+
+Rows are in the order of the tokens, but that the sinks of the second segment, its first rows, come
+before the first segment: sinks, first segment, what follows the sinks. A position counts the tokens
+of all segments from 0. So the tokens before a position are the first rows of each segment:
+
+    first: 5 rows, second: 4 rows, of which 2 are sinks        before position 4
+
+    position     0 1   2 3 4 5 6   7 8                         first: 2 rows, second: 2 rows
+                 sinks first       second
+
+With a window a query sees no token that is `window` positions before its own, or more. What all
+queries of a sequence see begins where the first one's window does; tiles before that are no work.
+"""
+
+from numba import int32, uint64
+
+from ..device.jit import device_function
+from ..device.ptx import load_global_u32
+from .spec import FIELD, HALF
+
+SEQ_LENS, CAPACITY, SPLITS, SINKS = (
+    FIELD[name] for name in ("seq_lens", "capacity", "splits", "sinks")
+)
+
+
+@device_function
+def length_of(segment, b):
+    """Rows of a sequence, at most those that there is room for."""
+    length = int32(0)
+    if segment[SPLITS] > int32(0):
+        length = int32(load_global_u32(segment[SEQ_LENS] + uint64(4) * uint64(b)))
+    return int32(max(min(length, segment[CAPACITY]), int32(0)))
+
+
+def make_count(spec):
+    """Make the function that loads how many queries and tokens a sequence has: queries, rows of
+    the first segment, of the second, and of that without sinks."""
+    TWO, CAUSAL = spec.segments > 1, spec.causal
+    Q_LENS, Q_LEN = spec.places.get("q_lens", 0), spec.places.get("q_len", 0)
+
+    @device_function
+    def count_nothing(common, segments, b):
+        return uint64(0)
+
+    @device_function
+    def count(common, segments, b):
+        number = common[Q_LEN]
+        if common[Q_LENS] != uint64(0):
+            number = int32(load_global_u32(common[Q_LENS] + uint64(4) * uint64(b)))
+            number = int32(max(min(number, common[Q_LEN]), int32(0)))
+        first = length_of(segments[0], b)
+        second = int32(0)
+        recent = int32(0)
+        if TWO:
+            second = length_of(segments[1], b)
+            recent = int32(max(int32(second - segments[1][SINKS]), int32(0)))
+        return number, first, second, recent
+
+    return count if CAUSAL else count_nothing
+
+
+def make_rows_before(is_first):
+    """Make the function that says how many rows of a segment, the first or the second, stand before
+    a position; from what `count` gives."""
+
+    @device_function
+    def in_first(position, counts):
+        _, first, second, recent = counts
+        return int32(max(min(int32(position - int32(second - recent)), first), int32(0)))
+
+    @device_function
+    def in_second(position, counts):
+        _, first, second, recent = counts
+        sinks = int32(second - recent)
+        others = int32(max(min(int32(position - int32(sinks + first)), recent), int32(0)))
+        return int32(int32(max(min(position, sinks), int32(0))) + others)
+
+    return in_first if is_first else in_second
+
+
+def make_position_of(is_first):
+    """Make the function that gives the position of a row of a segment, the first or the second."""
+
+    @device_function
+    def in_first(row, counts):
+        return int32(row + int32(counts[2] - counts[3]))
+
+    @device_function
+    def in_second(row, counts):
+        is_sink = row < int32(counts[2] - counts[3])
+        return row if is_sink else int32(row + counts[1])
+
+    return in_first if is_first else in_second
+
+
+def make_extent(spec, which):
+    """Make the function that gives the rows of a segment that the queries of a sequence see: the
+    first of them, rounded down to a half of a tile, and how many follow."""
+    WINDOW, WHICH = spec.places.get("window", 0), which
+    count, rows_before = make_count(spec), make_rows_before(which == 0)
+
+    @device_function
+    def all_rows(common, segments, b):
+        return int32(0), length_of(segments[WHICH], b)
+
+    @device_function
+    def in_window(common, segments, b):
+        counts = count(common, segments, b)
+        number, first, second, _ = counts
+        position = int32(int32(first + second) - int32(number + common[WINDOW]) + int32(1))
+        begin = int32(rows_before(position, counts) & int32(-HALF))
+        return begin, int32(max(int32(length_of(segments[WHICH], b) - begin), int32(0)))
+
+    return in_window if "window" in spec.variant else all_rows
