@@ -32,6 +32,7 @@ from ..device.ptx import (
 )
 from .combine import make_combine_splits, make_write, make_write_empty
 from .mainloop import make_attend
+from .positions import make_extent
 from .queries import COUNT_MASK, make_columns_of, make_row_of
 from .schedule import (
     are_alike,
@@ -62,9 +63,10 @@ def make_decode_kernel(spec):
     lie_in_out, _ = make_row_of(spec)
     combine_splits = make_combine_splits(spec, write)
     write_empty = make_write_empty(spec, write)
-    survey, find, steps_of, cost_of = make_survey(spec)
-    share_of, even_part = make_share(spec), make_even_part(spec)
-    balanced_part = make_balanced_part(spec, steps_of, cost_of)
+    extents = [make_extent(spec, which) for which in range(3)]
+    survey, find, steps_of, cost_of = make_survey(spec, extents)
+    share_of, even_part = make_share(spec), make_even_part(spec, extents)
+    balanced_part = make_balanced_part(spec, extents, steps_of, cost_of)
 
     @device_function
     def keep(results):

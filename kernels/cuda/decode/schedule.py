@@ -32,7 +32,6 @@ from numba import cuda, float32, int32, uint32
 
 from ..device.jit import device_function
 from ..device.ptx import largest_word, sum_of_words, word_from_lane
-from .positions import make_extent
 from .spec import FIELD, MORE_PARTS, UNIT_STEPS
 
 CAPACITY, SPLITS = FIELD["capacity"], FIELD["splits"]
@@ -47,14 +46,14 @@ def ceil_div(number, divisor):
     return uint32(uint32(number + uint32(divisor - uint32(1))) // divisor)
 
 
-def make_survey(spec):
+def make_survey(spec, extents):
     """Make the functions that see all sequences: their costs, and the one at a place of the line.
 
     Both are called by whole warps, and give the same to all lanes.
     """
     FIRST, SECOND, WEIGHT = spec.steps[0], spec.steps[1], spec.second_weight
     THREE = spec.segments == 3
-    extent_of_one, extent_of_two, extent_of_three = (make_extent(spec, i) for i in range(3))
+    extent_of_one, extent_of_two, extent_of_three = extents
 
     @device_function
     def steps_of(common, segments, b):
@@ -159,12 +158,12 @@ def make_share(spec):
     return share_of
 
 
-def make_even_part(spec):
+def make_even_part(spec, extents):
     """Make the function that gives a split of a sequence."""
     FIRST, SECOND, THREE = spec.steps[0], spec.steps[1], spec.segments == 3
     # of a table only what is used can be read
     EARLY = spec.first.place != "paged" and "window" not in spec.variant
-    extent_of_one, extent_of_two, extent_of_three = (make_extent(spec, i) for i in range(3))
+    extent_of_one, extent_of_two, extent_of_three = extents
 
     @device_function
     def share_out(extent, segment, step):
@@ -219,11 +218,11 @@ def make_even_part(spec):
     return even_part
 
 
-def make_balanced_part(spec, steps_of, cost_of):
+def make_balanced_part(spec, extents, steps_of, cost_of):
     """Make the function that gives the part at a place of the line."""
     FIRST, SECOND, WEIGHT = spec.steps[0], spec.steps[1], spec.second_weight
     THREE, SEGMENTS = spec.segments == 3, spec.segments
-    extent_of_one, extent_of_two, extent_of_three = (make_extent(spec, i) for i in range(3))
+    extent_of_one, extent_of_two, extent_of_three = extents
 
     @device_function
     def workers_of(start, steps, weight, share):
@@ -241,8 +240,9 @@ def make_balanced_part(spec, steps_of, cost_of):
         first, length = extent
         before = ceil_div(uint32(max(place, start) - start), uint32(weight))
         upto = ceil_div(uint32(max(stop, start) - start), uint32(weight))
-        begin = int32(first + min(int32(before * uint32(step)), length))
-        return begin, int32(first + min(int32(upto * uint32(step)), length))
+        begin = int32(min(int32(before * uint32(step)), length))
+        end = int32(min(int32(upto * uint32(step)), length))
+        return int32(begin + first), int32(end + first)
 
     @device_function
     def balanced_part(common, segments, b, before, start, place, stop, share):
