@@ -11,7 +11,7 @@ from kvquant.rows.format import RowFormat
 from kvquant.rows.segment import Segment
 
 from ..device.row_layout import UNIT, StagedRow
-from .spec import DecodeSpec, Path, columns_of
+from .spec import POSITIONAL, DecodeSpec, Path, columns_of
 
 MOST_TOKENS = 1 << 30  # positions are int32, and a tile may end beyond the last token
 
@@ -44,7 +44,8 @@ def arrange(segments: Sequence[Segment]) -> tuple[int, ...]:
 
 
 def arrange_in_order(segments: Sequence[Segment]) -> tuple[int, ...]:
-    """The same for several queries a sequence: the order is that of the tokens (queries.py).
+    """The same where positions count, as with several queries a sequence: the order is that of the
+    tokens (positions.py).
 
     Raises:
         UnsupportedError: there are more than two, the second has pages, or both have sinks.
@@ -56,10 +57,11 @@ def arrange_in_order(segments: Sequence[Segment]) -> tuple[int, ...]:
         return tuple(used)
     kinds = ", ".join(_describe(segments[i]) for i in used)
     raise UnsupportedError(
-        f"no CUDA kernel attends several queries a sequence to these segments together: {kinds}. "
-        "There may be one of any kind and, for tokens after it, one without a block table, at most "
-        "one of them with sinks. Attend to each query in a call of its own, with the lengths that "
-        "it sees, or pass backend='reference'"
+        f"no CUDA kernel attends several queries a sequence, or with any of "
+        f"{', '.join(sorted(POSITIONAL))}, to these segments together: {kinds}. There may be one of "
+        "any kind and, for tokens after it, one without a block table, at most one of them with "
+        "sinks. Attend to each query in a call of its own, with the lengths that it sees, or pass "
+        "backend='reference'"
     )
 
 

@@ -63,10 +63,10 @@ def make_decode_kernel(spec):
     lie_in_out, _ = make_row_of(spec)
     combine_splits = make_combine_splits(spec, write)
     write_empty = make_write_empty(spec, write)
-    extents = [make_extent(spec, which) for which in range(3)]
-    survey, find, steps_of, cost_of = make_survey(spec, extents)
-    share_of, even_part = make_share(spec), make_even_part(spec, extents)
-    balanced_part = make_balanced_part(spec, extents, steps_of, cost_of)
+    firsts, rows_of = zip(*(make_extent(spec, which) for which in range(3)), strict=True)
+    survey, find, steps_of, cost_of = make_survey(spec, rows_of)
+    share_of, even_part = make_share(spec), make_even_part(spec, firsts, rows_of)
+    balanced_part = make_balanced_part(spec, firsts, rows_of, steps_of, cost_of)
 
     @device_function
     def keep(results):

@@ -141,7 +141,7 @@ def attend(
     if launch is None:
         checked = segments
         if check:
-            given = () if q_lens is None else (q_lens,)
+            given: tuple[object, ...] = () if q_lens is None else (q_lens,)
             given = given if variant is None else (q_lens, variant)
             checked = check(q, segments, num_splits, *given)
         launch = _prepare(q, checked, num_splits, q_lens, variant)
@@ -390,13 +390,13 @@ class Launch:
                 kept.append(given)
                 values.append(given.data_ptr())
             values += constants
-        for i, copies, constants in self._segments:
+        for i, copies, rows in self._segments:
             values += addresses[i]
             if copies:
                 packed = [pack_counts(one) for one in counts_of(segments[i])]
                 kept += packed
                 values[-3:] = [0 if one is None else one.data_ptr() for one in packed]
-            values.append(constants)
+            values.append(rows)
         self._launch(stream, values)
         return out, lse
 

@@ -95,21 +95,29 @@ def make_position_of(is_first):
 
 
 def make_extent(spec, which):
-    """Make the function that gives the rows of a segment that the queries of a sequence see: the
-    first of them, rounded down to a half of a tile, and how many follow."""
+    """Make two functions of the rows of a segment that the queries of a sequence see: the first of
+    them, rounded down to a half of a tile, and how many there are."""
     WINDOW, WHICH = spec.places.get("window", 0), which
     count, rows_before = make_count(spec), make_rows_before(which == 0)
 
     @device_function
-    def all_rows(common, segments, b):
-        return int32(0), length_of(segments[WHICH], b)
+    def row_0(common, segments, b):
+        return int32(0)
 
     @device_function
-    def in_window(common, segments, b):
+    def all_rows(common, segments, b):
+        return length_of(segments[WHICH], b)
+
+    @device_function
+    def first_in_window(common, segments, b):
         counts = count(common, segments, b)
         number, first, second, _ = counts
         position = int32(int32(first + second) - int32(number + common[WINDOW]) + int32(1))
-        begin = int32(rows_before(position, counts) & int32(-HALF))
-        return begin, int32(max(int32(length_of(segments[WHICH], b) - begin), int32(0)))
+        return int32(rows_before(position, counts) & int32(-HALF))
 
-    return in_window if "window" in spec.variant else all_rows
+    @device_function
+    def rows_in_window(common, segments, b):
+        before = first_in_window(common, segments, b)
+        return int32(max(int32(length_of(segments[WHICH], b) - before), int32(0)))
+
+    return (first_in_window, rows_in_window) if WINDOW else (row_0, all_rows)

@@ -46,24 +46,26 @@ def ceil_div(number, divisor):
     return uint32(uint32(number + uint32(divisor - uint32(1))) // divisor)
 
 
-def make_survey(spec, extents):
+def make_survey(spec, rows_of):
     """Make the functions that see all sequences: their costs, and the one at a place of the line.
+
+    rows_of: how many rows of each segment are seen, as in positions.py.
 
     Both are called by whole warps, and give the same to all lanes.
     """
     FIRST, SECOND, WEIGHT = spec.steps[0], spec.steps[1], spec.second_weight
     THREE = spec.segments == 3
-    extent_of_one, extent_of_two, extent_of_three = extents
+    rows_one, rows_two, rows_three = rows_of
 
     @device_function
     def steps_of(common, segments, b):
         """Tokens of each segment of a sequence, in steps."""
-        first = ceil_div(uint32(extent_of_one(common, segments, b)[1]), uint32(FIRST))
+        first = ceil_div(uint32(rows_one(common, segments, b)), uint32(FIRST))
         second = uint32(0)
         third = uint32(0)
         if THREE:
-            second = ceil_div(uint32(extent_of_two(common, segments, b)[1]), uint32(SECOND))
-            third = ceil_div(uint32(extent_of_three(common, segments, b)[1]), uint32(SECOND))
+            second = ceil_div(uint32(rows_two(common, segments, b)), uint32(SECOND))
+            third = ceil_div(uint32(rows_three(common, segments, b)), uint32(SECOND))
         return first, second, third
 
     @device_function
@@ -158,23 +160,23 @@ def make_share(spec):
     return share_of
 
 
-def make_even_part(spec, extents):
+def make_even_part(spec, firsts, rows_of):
     """Make the function that gives a split of a sequence."""
     FIRST, SECOND, THREE = spec.steps[0], spec.steps[1], spec.segments == 3
     # of a table only what is used can be read
     EARLY = spec.first.place != "paged" and "window" not in spec.variant
-    extent_of_one, extent_of_two, extent_of_three = extents
+    first_one, first_two, first_three = firsts
+    rows_one, rows_two, rows_three = rows_of
 
     @device_function
-    def share_out(extent, segment, step):
+    def share_out(length, segment, step):
         """Rows of a sequence, tokens of a split, and splits that hold any."""
-        length = extent[1]
         splits = segment[SPLITS]
         if splits <= int32(1):  # most of the time: without divisions
-            return extent, length, int32(min(length, int32(1)))
+            return length, length, int32(min(length, int32(1)))
         tokens = int32((length + splits - int32(1)) // splits)
         tokens = int32(max(int32((tokens + step - int32(1)) // step), int32(1)) * step)
-        return extent, tokens, int32((length + tokens - int32(1)) // tokens)
+        return length, tokens, int32((length + tokens - int32(1)) // tokens)
 
     @device_function
     def even_part(common, segments, b, split):
@@ -183,46 +185,48 @@ def make_even_part(spec, extents):
         one, two, three = segments
         which = uint32(0)
         number = split
-        extent, tokens, active = share_out(extent_of_one(common, segments, b), one, int32(FIRST))
+        begin = first_one(common, segments, b)
+        length, tokens, active = share_out(rows_one(common, segments, b), one, int32(FIRST))
         total = active
         splits = one[SPLITS]
         room = one[CAPACITY] if EARLY else int32(0)
         if THREE:
-            second = share_out(extent_of_two(common, segments, b), two, int32(SECOND))
-            third = share_out(extent_of_three(common, segments, b), three, int32(SECOND))
+            second = share_out(rows_two(common, segments, b), two, int32(SECOND))
+            third = share_out(rows_three(common, segments, b), three, int32(SECOND))
             total = int32(total + second[2] + third[2])
             if split >= splits:
                 which = uint32(1)
                 split = int32(split - splits)
                 number = int32(active + split)
-                extent, tokens, active = second
+                begin = first_two(common, segments, b)
+                length, tokens, active = second
                 splits = two[SPLITS]
                 room = two[CAPACITY]
                 if split >= splits:
                     which = uint32(2)
                     split = int32(split - splits)
                     number = int32(number - splits + active)
-                    extent, tokens, active = third
+                    begin = first_three(common, segments, b)
+                    length, tokens, active = third
                     splits = three[SPLITS]
                     room = three[CAPACITY]
-        first, length = extent
-        last = int32(first + length)
         if splits == int32(1):  # begins with its first row, whatever the length is
-            return which, first, last, max(room, last), uint32(number), uint32(total)
-        begin = int32(split * tokens)
-        end = int32(min(int32(begin + tokens), length)) if split < active else begin
-        begin = int32(first + begin)
-        end = int32(first + end)
-        return which, begin, end, end, uint32(number), uint32(total)
+            end = int32(begin + length)
+            return which, begin, end, max(room, end), uint32(number), uint32(total)
+        first = int32(split * tokens)
+        last = int32(min(int32(first + tokens), length)) if split < active else first
+        end = int32(begin + last)
+        return which, int32(begin + first), end, end, uint32(number), uint32(total)
 
     return even_part
 
 
-def make_balanced_part(spec, extents, steps_of, cost_of):
+def make_balanced_part(spec, firsts, rows_of, steps_of, cost_of):
     """Make the function that gives the part at a place of the line."""
     FIRST, SECOND, WEIGHT = spec.steps[0], spec.steps[1], spec.second_weight
     THREE, SEGMENTS = spec.segments == 3, spec.segments
-    extent_of_one, extent_of_two, extent_of_three = extents
+    first_one, first_two, first_three = firsts
+    rows_one, rows_two, rows_three = rows_of
 
     @device_function
     def workers_of(start, steps, weight, share):
@@ -235,9 +239,8 @@ def make_balanced_part(spec, extents, steps_of, cost_of):
         return first, count
 
     @device_function
-    def tokens_between(extent, start, weight, step, place, stop):
+    def tokens_between(first, length, start, weight, step, place, stop):
         """The tokens of a segment whose steps begin between two places of the line."""
-        first, length = extent
         before = ceil_div(uint32(max(place, start) - start), uint32(weight))
         upto = ceil_div(uint32(max(stop, start) - start), uint32(weight))
         begin = int32(min(int32(before * uint32(step)), length))
@@ -265,8 +268,8 @@ def make_balanced_part(spec, extents, steps_of, cost_of):
         adds = (add_first, add_first, add_first)
         which = uint32(0)
         part_end = stop
-        extent = extent_of_one(common, segments, b)
-        begin, end = tokens_between(extent, first, 1, FIRST, place, stop)
+        row, length = first_one(common, segments, b), rows_one(common, segments, b)
+        begin, end = tokens_between(row, length, first, 1, FIRST, place, stop)
         if THREE:
             second = uint32(first + steps[0])
             third = uint32(second + uint32(steps[1] * uint32(WEIGHT)))
@@ -281,16 +284,16 @@ def make_balanced_part(spec, extents, steps_of, cost_of):
             if place >= third:
                 which = uint32(2)
                 part_end = stop
-                extent = extent_of_three(common, segments, b)
-                begin, end = tokens_between(extent, third, WEIGHT, SECOND, place, stop)
+                row, length = first_three(common, segments, b), rows_three(common, segments, b)
+                begin, end = tokens_between(row, length, third, WEIGHT, SECOND, place, stop)
             elif place >= second:
                 which = uint32(1)
                 part_end = min(stop, third)
-                extent = extent_of_two(common, segments, b)
-                begin, end = tokens_between(extent, second, WEIGHT, SECOND, place, part_end)
+                row, length = first_two(common, segments, b), rows_two(common, segments, b)
+                begin, end = tokens_between(row, length, second, WEIGHT, SECOND, place, part_end)
             else:
-                extent = extent_of_one(common, segments, b)
-                begin, end = tokens_between(extent, first, 1, FIRST, place, part_end)
+                row, length = first_one(common, segments, b), rows_one(common, segments, b)
+                begin, end = tokens_between(row, length, first, 1, FIRST, place, part_end)
         return which, begin, end, counts, adds, part_end, unit_end
 
     return balanced_part

@@ -51,7 +51,7 @@ QUERIES: Table = (
     ("q_len", "i"),
 )
 # of a variant (kvquant/rows/variant.py), behind those: what each of its fields takes
-VARIANT: dict[str, Table] = {
+VARIANT: dict[str, tuple[tuple[str, str], ...]] = {
     "alibi_slopes": (("alibi_slopes", "P"),),  # [num_q_heads], float32
     "key_bias": (
         ("key_bias", "P"),  # [batch, key_bias_len], float32
@@ -174,17 +174,21 @@ class DecodeSpec(Spec):
         return 1 if self.second is None else 3
 
     @property
-    def arguments(self) -> Table:
-        """What all segments have in common, and a tuple for each."""
-        queries = QUERIES if self.causal else ()
+    def common(self) -> Table:
+        """The arguments that all segments have in common."""
         variant = (field for name in self.variant for field in VARIANT[name])
-        segments = ((name, SEGMENT) for name in ("one", "two", "three")[: self.segments])
-        return (("common", (*COMMON, *queries, *variant)), *segments)
+        return (*COMMON, *(QUERIES if self.causal else ()), *variant)
 
     @property
     def places(self) -> dict[str, int]:
-        """Where an argument that all segments have in common stands."""
-        return {name: place for place, (name, _) in enumerate(self.arguments[0][1])}
+        """Where each of them stands."""
+        return {name: place for place, (name, _) in enumerate(self.common)}
+
+    @property
+    def arguments(self) -> Table:
+        """A tuple of them, and one for each segment."""
+        segments = ((name, SEGMENT) for name in ("one", "two", "three")[: self.segments])
+        return (("common", self.common), *segments)
 
     @property
     def column_words(self) -> tuple[str, ...]:

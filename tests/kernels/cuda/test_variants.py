@@ -114,9 +114,7 @@ def test_all_fields_together(relative_l2: Measure, names: str, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_all_fields_over_segments(
-    relative_l2: Measure, kind: Callable[[], list[Segment]]
-) -> None:
+def test_all_fields_over_segments(relative_l2: Measure, kind: Callable[[], list[Segment]]) -> None:
     segments = kind()
     compare(relative_l2, query(segments[0], 8), segments, ONE_QUERY)
     q = queries(segments[0], 4, 8)
@@ -215,11 +213,12 @@ def test_tensors_of_any_strides() -> None:
     segment = linear("int4-g4", LENS, 2)
     q = queries(segment, 4, 8)
     variant = make_variant(ALL, q, [segment])
-    crooked = {}
+    crooked: dict[str, Any] = {}
     for name, value in variant._asdict().items():
         if isinstance(value, torch.Tensor):
             wide = torch.stack([value, torch.zeros_like(value)], -1)
             crooked[name] = wide[..., 0]
+    assert variant.key_bias is not None
     wide = torch.zeros(len(LENS), 3000, device="cuda")
     wide[:, 7 : 7 + max(LENS)] = variant.key_bias
     inside = variant._replace(key_bias=wide[:, 7 : 7 + max(LENS)])
