@@ -58,8 +58,8 @@ def arrange_in_order(segments: Sequence[Segment]) -> tuple[int, ...]:
     kinds = ", ".join(_describe(segments[i]) for i in used)
     raise UnsupportedError(
         f"no CUDA kernel attends several queries a sequence, or with any of "
-        f"{', '.join(sorted(POSITIONAL))}, to these segments together: {kinds}. There may be one of "
-        "any kind and, for tokens after it, one without a block table, at most one of them with "
+        f"{', '.join(sorted(POSITIONAL))}, to these segments together: {kinds}. There may be one "
+        "of any kind and, for tokens after it, one without a block table, at most one of them with "
         "sinks. Attend to each query in a call of its own, with the lengths that it sees, or pass "
         "backend='reference'"
     )

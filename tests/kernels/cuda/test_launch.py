@@ -30,7 +30,9 @@ from kvquant.kernels.cuda.decode.plan import Plan
 from kvquant.kernels.cuda.decode.spec import MMA_COLUMNS, columns_of
 from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.kernels.cuda.runtime.workspace import workspaces_of
+from kvquant.rows.reference import LOG2E
 from kvquant.rows.segment import FixedSegments, Segment, check_segments
+from kvquant.rows.variant import AttentionVariant
 
 
 @pytest.fixture
@@ -720,3 +722,38 @@ def test_no_queries_or_no_rows_launch_nothing(
     out, lse = launch.attend(make_queries(q_len, batch), [segment], 1.0, None)
     assert lse is not None and (out.shape, lse.shape) == ((batch, q_len, 8, 128), (batch, q_len, 8))
     assert not out.any() and bool((lse == -torch.inf).all()) and not cuda.launched
+
+
+def test_the_fields_of_a_variant_are_packed(cuda: FakeDriver) -> None:
+    segment = make_segment(capacity=8192)
+    wide = torch.zeros(2, 9000)
+    variant = AttentionVariant(
+        soft_cap=2.0, window=512, key_bias=wide[:, :8192], sink_logits=torch.zeros(16)[::2]
+    )
+    for _ in range(2):
+        launch.attend(make_query(), [segment], 1.0, None, variant=variant)
+    spec, note = loaded_specs()[-1], cuda.launched[-1]
+    common, _ = unpack(spec, note.arguments)
+    assert spec.variant == ("key_bias", "sink_logits", "soft_cap", "window") and spec.causal
+    assert common["key_bias"] == wide.data_ptr()
+    assert (common["key_bias_stride"], common["key_bias_len"]) == (36_000, 8192)
+    assert common["sink_logits"] not in (0, variant.sink_logits.data_ptr())  # type: ignore[union-attr]
+    assert common["soft_cap"] == pytest.approx(2 * LOG2E) and common["window"] == 512
+    assert len(launch._launches) == 1
+    launch.attend(make_query(), [segment], 1.0, None)
+    plain = cuda.launched[-1]
+    assert plain.grid[2] > note.grid[2], "parts are planned for the tokens in a window"
+
+
+def test_fields_that_change_nothing_take_the_plain_kernel(cuda: FakeDriver) -> None:
+    three = [make_segment("bf16", 4), make_segment(), make_segment("bf16", 128, starts=True)]
+    for variant in (AttentionVariant(), AttentionVariant(window=4 + 1000 + 128)):
+        launch.attend(make_query(), three, 1.0, None, variant=variant)
+        assert loaded_specs()[-1].variant == () and not loaded_specs()[-1].causal
+    launch.attend(make_query(), three, 1.0, None, variant=AttentionVariant(soft_cap=1.0))
+    assert loaded_specs()[-1].variant == ("soft_cap",) and not loaded_specs()[-1].causal
+    with pytest.raises(UnsupportedError, match="window"):
+        launch.attend(make_query(), three, 1.0, None, variant=AttentionVariant(window=1000))
+    no_bias = AttentionVariant(key_bias=torch.zeros(2, 0))
+    with pytest.raises(ShapeError, match=r"key_bias is \[2, 0\]"):
+        launch.attend(make_query(), [make_segment()], 1.0, None, variant=no_bias)
