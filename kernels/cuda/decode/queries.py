@@ -153,7 +153,9 @@ def make_see(spec, path):
         behind = int32(int32(before + query) + int32(1))
         if lane < uint32(COLUMNS):
             at = kept + uint32(4) * lane
-            last = tokens if BRANCH else behind
+            last = behind
+            if BRANCH and behind > int32(0):  # a query before the first token sees none
+                last = tokens
             store_shared_u32(at + uint32(SEEN), uint32(min(rows_before(last, counts), end)))
             if UNSEEN:
                 begin = rows_before(int32(behind - common[WINDOW]), counts)
