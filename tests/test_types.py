@@ -60,8 +60,8 @@ def test_return_lse_says_what_comes() -> None:
 def test_options_are_known_by_name() -> None:
     plan = example_plan()
     KVCache.from_plan(plan, 1, 64, sink_len=0, windows=None)
-    PagedKVCache.from_plan(plan, 8, page_size=16)
+    PagedKVCache.from_plan(plan, 8, page_size=16, windows=None)
     with pytest.raises(TypeError, match="sink_length"):
         KVCache.from_plan(plan, 1, 64, sink_length=0)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match="windows"):
-        PagedKVCache.from_plan(plan, 8, windows=None)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="window_len"):
+        PagedKVCache.from_plan(plan, 8, window_len=None)  # type: ignore[call-arg]

@@ -55,7 +55,7 @@ from typing import Any
 
 import torch
 
-from ..errors import CheckpointError, ConfigError, shown
+from ..errors import CheckpointError, ConfigError, UnsupportedError, shown
 from ..paged.cache import PagedKVCache
 from ..paged.pool import SequenceId
 from ..paged.state import listed
@@ -105,6 +105,7 @@ def save_sequences(
     Raises:
         ConfigError: a sequence does not live or is given twice, model or creation is not plain
             data, or path has another ending.
+        UnsupportedError: every layer has a window, so that pages before it are dropped.
         CheckpointError: it could not be loaded again: a row holds NaN, or a value that it cannot be
             packed with, or what the file says of the sequences is too long.
         OSError: the file cannot be written.
@@ -119,6 +120,11 @@ def save_sequences(
     check_kind("cache", cache, PagedKVCache, "give a PagedKVCache; save_cache saves a KVCache")
     path, ids = check_name(path), listed(ids)
     cache.prepare(ids)
+    if cache.state.window is not None:
+        raise UnsupportedError(
+            "every layer of this cache has a window, and drops the pages before it: its sequences "
+            "cannot be saved"
+        )
     if not ids or len(set(ids)) < len(ids):
         raise ConfigError(f"ids are {shown(list(ids))}: give at least one sequence, and each once")
     manifest, pages = _manifest_of(cache, ids, model, creation)

@@ -12,7 +12,7 @@ import torch
 
 from .. import debug
 from ..cache.copying import NotCopied
-from ..errors import ConfigError, ShapeError
+from ..errors import ConfigError, ShapeError, UnsupportedError
 from ..ops.append import Appends, append_again, kind_of, write_rows
 from ..ops.append_checks import Side, check_call, check_new, check_new_types, check_tokens
 from ..ops.attention import State, Transformed, attend_segments
@@ -24,6 +24,7 @@ from ..rows.format import RowFormat
 from ..rows.rotation import Rope
 from ..rows.segment import FixedSegments, Segment
 from ..rows.slots import Slots
+from ..rows.variant import PLAIN, AttentionVariant, names_of
 from .cache import PagedKVCache
 from .pool import SequenceId
 from .shared_prefix import Numbers, find_prefix, pays
@@ -374,6 +375,7 @@ class PagedBatch(NotCopied):
         layer: int,
         q: torch.Tensor,
         *,
+        variant: AttentionVariant | None = ...,
         sm_scale: float | None = ...,
         return_lse: Literal[False] = ...,
         num_splits: int | None = ...,
@@ -385,6 +387,7 @@ class PagedBatch(NotCopied):
         layer: int,
         q: torch.Tensor,
         *,
+        variant: AttentionVariant | None = ...,
         sm_scale: float | None = ...,
         return_lse: Literal[True],
         num_splits: int | None = ...,
@@ -396,6 +399,7 @@ class PagedBatch(NotCopied):
         layer: int,
         q: torch.Tensor,
         *,
+        variant: AttentionVariant | None = ...,
         sm_scale: float | None = ...,
         return_lse: bool = ...,
         num_splits: int | None = ...,
@@ -413,14 +417,16 @@ class PagedBatch(NotCopied):
             q: [batch, num_q_heads, head_dim], a row for each sequence at least: the query of its
                 last token. Or [batch, q_len, num_q_heads, head_dim]: those of its new tokens, in
                 the first rows of its q_len; what stands in the others is not read.
-            options: sm_scale, return_lse, num_splits, backend, as in decode_attention.
+            options: variant, sm_scale, return_lse, num_splits, backend, as in decode_attention. A
+                layer's own window needs no variant, and shared prefixes are not read once there.
 
         Returns:
             As decode_attention; zeros for places without a sequence, and rows without a new token.
 
         Raises:
             As decode_attention; ShapeError if there are fewer rows than sequences, or than new
-            tokens of one; ConfigError outside of a step.
+            tokens of one; ConfigError outside of a step; UnsupportedError for a variant where
+            shared_prefix is True.
         """
         return self._attend(layer, q, None, options)
 
@@ -449,9 +455,21 @@ class PagedBatch(NotCopied):
                     "[batch, num_q_heads, head_dim] for the last one"
                 )
         tensors, members = self._staged.tensors, None
-        if self.shared_prefix:
+        options, is_plain = dict(options), not names_of(options.get("variant"))
+        if self.shared_prefix and not is_plain:
+            raise UnsupportedError(
+                "shared prefixes are read by plain attention: give no variant, or make the batch "
+                "with shared_prefix=False"
+            )
+        window = self.cache.windows[layer]
+        if window is not None:
+            variant = options.get("variant") or PLAIN
+            shown = window if variant.window is None else min(variant.window, window)
+            options["variant"] = variant._replace(window=shown)
+        is_shared = is_plain and window is None
+        if is_shared and self.shared_prefix:
             members = tensors["members"][:batch]
-        elif self._num_members and not fixed:
+        elif is_shared and self._num_members and not fixed:
             members = tensors["members"][: self._num_members]
         if not fixed:
             self._ratio = q_len * num_q_heads // self.cache.num_kv_heads

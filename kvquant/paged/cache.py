@@ -18,6 +18,7 @@ from ..cache.checks import (
     check_bases,
     check_layer,
     check_plan_options,
+    check_windows,
     per_layer,
 )
 from ..cache.copying import NotCopied
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
         exact_format: str
         rollback_len: int
         device: torch.device | str
+        windows: Sequence[int | None] | None
 
 
 class PagedKVCache(NotCopied):
@@ -84,6 +86,10 @@ class PagedKVCache(NotCopied):
             truncate can take back as many new ones: give the most that a step drafts, 64 say.
         device: where all tensors lie.
         bases: what the rows of each layer are stored as, as in KVCache; see from_plan.
+        windows: of each layer, how many tokens, the last ones, attention sees; None for all. Where
+            every layer has one, pages before the largest window, and 64 tokens and recent_len more,
+            are free for others; then no prefix is found, and sequences are not saved. With layers
+            that see all tokens, all pages stay, in every layer.
 
     Attributes:
         rows: the tensors.
@@ -126,6 +132,7 @@ class PagedKVCache(NotCopied):
         rollback_len: int = 0,
         device: torch.device | str = "cpu",
         bases: Sequence[LayerBasis] | None = None,
+        windows: Sequence[int | None] | None = None,
     ) -> None:
         num_layers = check_size("num_layers", num_layers, at_least=1)
         num_kv_heads = check_size("num_kv_heads", num_kv_heads, at_least=1)
@@ -165,7 +172,10 @@ class PagedKVCache(NotCopied):
         check_room(bookkeeping, torch.device("cpu"), what, "use fewer, or a smaller max_seq_len")
         sizes = num_kv_heads, num_pages, max_num_seqs
         self.rows = PagedRows(*sides, exact_format, *sizes, split, kept, self.device)
-        self.state = PagedState(num_pages, max_num_seqs, max_seq_len, split, kept)
+        self.windows = list(check_windows(windows, num_layers))
+        all_have = [window for window in self.windows if window is not None]
+        largest = max(all_have) if len(all_have) == num_layers else None
+        self.state = PagedState(num_pages, max_num_seqs, max_seq_len, split, kept, largest)
         self.bad_rows = torch.zeros(2, dtype=torch.int32, device=self.device)
         self.swap_space = SwapSpace(self.state, self.rows.pages, self.rows.exact, self.device)
         self._step: Step | None = None  # whose rows are being written
@@ -180,10 +190,10 @@ class PagedKVCache(NotCopied):
 
         Args:
             plan: of the model whose keys and values will come; plan.check_model tells whether.
-                Layer i is the model's layer plan.places[i]. A plan does not hold sliding windows,
-                nor does a paged cache: KVCache does.
+                Layer i is the model's layer plan.places[i].
             num_pages: as in PagedKVCache.
-            options: the others of PagedKVCache, but for formats and bases.
+            options: the others of PagedKVCache, but for formats and bases. A plan does not hold
+                windows: give windows=.
 
         Raises:
             ConfigError: a size that is not possible, or an option that the plan decides.
@@ -308,7 +318,8 @@ class PagedKVCache(NotCopied):
         shared stays the sequence's own.
 
         Raises:
-            ShapeError: a length below 0 or over the present one.
+            ShapeError: a length below 0 or over the present one, or tokens that the windows would
+                show are dropped.
             ConfigError: the sequence does not live, or length is not a whole number.
         """
         self.prepare([sequence_id])
@@ -383,21 +394,24 @@ class PagedKVCache(NotCopied):
         state, split, found = self.state, self.state.split, {}
         here = [i for i in ids if self.swap_space.find(i) is None]
         self._await(here)
-        tables = {i: state.pool.block_table(i) for i in here}
+        dropped = {i: state.pool.num_dropped(i) for i in here}
+        tables = {i: state.pool.block_table(i)[dropped[i] :] for i in here}
         pages = list(dict.fromkeys(page for table in tables.values() for page in table))
         seq_slots = [state.seq_slot(i) for i in here]
         in_pages = dict(zip(pages, self.rows.nan_in_pages(pages), strict=True))
         for i, seq_slot, exact in zip(
             here, seq_slots, self.rows.nan_in_seq_slots(seq_slots), strict=True
         ):
-            packed = np.array([in_pages[page] for page in tables[i]], np.bool_)
+            clean = np.zeros((dropped[i], state.split.page_size), np.bool_)
+            packed = np.concatenate([clean, *(in_pages[page][None] for page in tables[i])])
             lens = int(state.lengths[seq_slot]), int(state.packed_lens[seq_slot])
             found[i] = split.by_token(packed, exact, *lens)
         for i in ids:
             swapped = self.swap_space.find(i)
             if swapped is not None:
                 swapped.wait()
-                packed = nan_rows(self.rows.pages, swapped.pages)
+                clean = np.zeros((swapped.dropped, self.state.split.page_size), np.bool_)
+                packed = np.concatenate([clean, nan_rows(self.rows.pages, swapped.pages)])
                 exact = nan_rows(self.rows.exact, [rows[:, None] for rows in swapped.exact])[0]
                 found[i] = split.by_token(packed, exact, swapped.length, swapped.packed_len)
         return {i: bad for i, bad in found.items() if bad.any()}
@@ -472,11 +486,14 @@ class PagedKVCache(NotCopied):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Copy the values of a sequence in the order of its tokens; the host waits.
 
+        Of a layer with a window, the tokens in it.
+
         In a step, append to the layer first: the new tokens are among them. So a prompt that
         begins with rows that were present attends to them.
 
         Returns:
-            K [num_kv_heads, length, head_dim] and V of that shape, dtype.
+            K [num_kv_heads, length, head_dim] and V of that shape, dtype; length is at most the
+            window.
 
         Raises:
             ConfigError: the sequence does not live, or the layer does not exist.
@@ -487,7 +504,9 @@ class PagedKVCache(NotCopied):
         state, seq_slot = self.state, self.state.seq_slot(sequence_id)
         lens = int(state.lengths[seq_slot]), int(state.packed_lens[seq_slot])
         table = state.pool.block_table(sequence_id)
-        return self.rows.dequantized(layer, table, seq_slot, *lens, dtype)
+        dropped, window = state.pool.num_dropped(sequence_id), self.windows[layer]
+        k, v = self.rows.dequantized(layer, table, seq_slot, *lens, dtype, dropped)
+        return (k, v) if window is None else (k[:, -window:], v[:, -window:])
 
     def begin_step(
         self, ids: Sequence[SequenceId], counts: Sequence[int], tokens: Sequence[int] | None
@@ -535,6 +554,7 @@ class PagedKVCache(NotCopied):
             with self.changing():
                 if written:
                     self.insert_prefixes(self.state.to_insert(step))
+                    self.state.drop_pages(step)
                 elif not begun:
                     self.state.take_back(step)
                 else:

@@ -12,6 +12,9 @@ page enters the prefix tree once its contents are written (insert), if its token
 first root_len tokens of a sequence stand outside the pages: they are counted in no length here, but
 prefixes begin with them (prefix_tree.py).
 
+The first pages of a sequence may be given up (drop_first): its table still names them, and others
+have them. Such pages are never in the tree.
+
 Pages are released from the last to the first, so that a cached page is never older than the cached
 pages that follow it. Several pages may have one node; of these, cached ones are those that others
 follow, or one alone.
@@ -66,13 +69,20 @@ class Growth(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _Sequence:
-    """Pages of length tokens; the first `in_tree` ones are in the prefix tree, under the root."""
+    """Pages of length tokens; the first `in_tree` ones are in the prefix tree, under the root, and
+    the first `dropped` ones are no longer its own."""
 
     pages: list[int]
     length: int
     in_tree: int
     root: PrefixRoot | None
     origin: Origin
+    dropped: int = 0
+
+    @property
+    def own(self) -> list[int]:
+        """The pages that it refers to."""
+        return self.pages[self.dropped :]
 
 
 class PagePool:
@@ -123,8 +133,20 @@ class PagePool:
         return list(self._sequences)
 
     def block_table(self, sequence_id: SequenceId) -> tuple[int, ...]:
-        """The pages of a sequence in the order of its tokens."""
+        """The pages of a sequence in the order of its tokens, those that it dropped included."""
         return tuple(self._get(sequence_id).pages)
+
+    def num_dropped(self, sequence_id: SequenceId) -> int:
+        """How many of the first pages of a sequence are no longer its own."""
+        return self._get(sequence_id).dropped
+
+    def drop_first(self, sequence_id: SequenceId, count: int) -> None:
+        """Give up the first pages of a sequence, full ones, of which none is in the tree."""
+        sequence = self._get(sequence_id)
+        assert not sequence.in_tree and count <= sequence.length // self.page_size
+        for page in sequence.pages[sequence.dropped : count]:
+            self._drop_reference(page)
+        sequence.dropped = max(sequence.dropped, count)
 
     def length(self, sequence_id: SequenceId) -> int:
         """Tokens of a sequence in its pages."""
@@ -223,7 +245,7 @@ class PagePool:
         """Begin a sequence with the tokens of another; they share all pages."""
         parent = self._get(parent_id)
         self._check_new(child_id)
-        for page in parent.pages:
+        for page in parent.own:
             self._references[page] += 1
         if parent.root is not None:
             parent.root.uses += 1
@@ -234,6 +256,7 @@ class PagePool:
         tables: Mapping[SequenceId, Sequence[int]],
         lengths: Sequence[int],
         origins: Sequence[Origin] = (),
+        dropped: int = 0,
     ) -> list[int]:
         """Begin sequences that share pages with one another as they did in another pool.
 
@@ -241,6 +264,7 @@ class PagePool:
             tables: by their ids, the pages that they had, numbered from 0 without gaps.
             lengths: tokens of each in its pages.
             origins: where what belongs to their roots came from; of their own if empty.
+            dropped: first pages of each that it had dropped, and are not in its table.
 
         Returns:
             The page of this pool for each page of the other one.
@@ -249,7 +273,7 @@ class PagePool:
             self._check_new(sequence_id)
         numbers = {number for table in tables.values() for number in table}
         if numbers != set(range(len(numbers))) or any(
-            -(-length // self.page_size) != len(table) or len(set(table)) != len(table)
+            -(-length // self.page_size) != dropped + len(table) or len(set(table)) != len(table)
             for table, length in zip(tables.values(), lengths, strict=True)
         ):
             raise ShapeError("the tables do not fit the lengths, or pages are not counted from 0")
@@ -263,7 +287,8 @@ class PagePool:
             own = [pages[number] for number in table]
             for page in own:
                 self._references[page] += 1
-            self._sequences[sequence_id] = _Sequence(own, length, 0, None, origin)
+            pages_of = [*[0] * dropped, *own]
+            self._sequences[sequence_id] = _Sequence(pages_of, length, 0, None, origin, dropped)
         return pages
 
     def rename(self, sequence_id: SequenceId, new_id: SequenceId) -> None:
@@ -379,8 +404,9 @@ class PagePool:
             sequence.length, sequence.in_tree, sequence.root = lengths[sequence_id], 0, None
             pages = sequence.pages[: -(-sequence.length // self.page_size)]
             sequence.pages = [*pages[:-1], *(sources.get(page, page) for page in pages[-1:])]
+            sequence.dropped = min(sequence.dropped, len(sequence.pages))
         self._sequences = kept
-        uses = Counter(page for sequence in kept.values() for page in sequence.pages)
+        uses = Counter(page for sequence in kept.values() for page in sequence.own)
         self._references = [uses[page] for page in range(self.num_pages)]
         self._free = [page for page in reversed(range(self.num_pages)) if not uses[page]]
         self._cached = OrderedDict()
@@ -392,7 +418,7 @@ class PagePool:
         Raises:
             InvariantError: something contradicts something else; the message says what.
         """
-        uses = Counter(page for sequence in self._sequences.values() for page in sequence.pages)
+        uses = Counter(page for sequence in self._sequences.values() for page in sequence.own)
         places = sorted([*self._free, *self._cached, *uses])
         invariant(places == list(range(self.num_pages)), "a page is in no state or in two")
         invariant(
@@ -414,7 +440,12 @@ class PagePool:
             invariant(
                 len(pages) == -(-sequence.length // size), f"{shown(sequence_id)}: length or pages"
             )
-            invariant(len(set(pages)) == len(pages), f"{shown(sequence_id)} has a page twice")
+            own = sequence.own
+            invariant(len(set(own)) == len(own), f"{shown(sequence_id)} has a page twice")
+            fits = sequence.dropped * size <= sequence.length and not (
+                sequence.dropped and sequence.in_tree
+            )
+            invariant(fits, f"{shown(sequence_id)}: dropped pages")
             invariant(
                 sequence.in_tree * size <= sequence.length,
                 f"{shown(sequence_id)}: too many pages in the tree",
@@ -480,19 +511,24 @@ class PagePool:
 
     def _release(self, sequence: _Sequence, keep: int) -> None:
         """Drop the references to all but the first pages of a sequence, the last page first."""
-        while len(sequence.pages) > keep:
-            page = sequence.pages.pop()
-            self._references[page] -= 1
-            if self._references[page]:
-                continue
-            if self._tree.node_of_page[page] is None or self._tree.is_spare(page):
-                self._take_out(page)
-                self._free.append(page)
-            else:
-                self._cached[page] = None
+        while len(sequence.pages) > max(keep, sequence.dropped):
+            self._drop_reference(sequence.pages.pop())
+        del sequence.pages[keep:]
+        sequence.dropped = min(sequence.dropped, keep)
         if not sequence.pages and sequence.root is not None:
             sequence.root.uses -= 1
             sequence.root = None
+
+    def _drop_reference(self, page: int) -> None:
+        """Refer to a page once less; without references it is cached or free."""
+        self._references[page] -= 1
+        if self._references[page]:
+            return
+        if self._tree.node_of_page[page] is None or self._tree.is_spare(page):
+            self._take_out(page)
+            self._free.append(page)
+        else:
+            self._cached[page] = None
 
     def _insert_pages(self, sequence: _Sequence, tokens: Sequence[int], full: int) -> None:
         """Put the first `full` pages of a sequence into the tree, if there is a root for it."""

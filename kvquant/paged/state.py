@@ -19,6 +19,7 @@ from .pool import Growth, PagePool, SequenceId
 from .prefix_tree import Origin, invariant, token_ids, whole_number
 
 MAX_ID_BITS = 1024  # of an id that is a number
+SPARE = 64  # tokens before all windows whose pages are kept: as many can be truncated
 
 
 class Allocation(NamedTuple):
@@ -94,6 +95,8 @@ class PagedState(NotCopied):
         max_seq_len: tokens that a sequence may have.
         split: how the tokens of a sequence are split.
         rollback_len: tokens of a sequence that were packed last, whose 16-bit rows are kept.
+        window: last tokens that any layer attends to; None if one attends to all. With a window
+            pages before it are dropped, and no prefix is found: tokens are not looked at.
 
     Attributes:
         pool: the pages; the length of a sequence there is its packed tokens.
@@ -111,8 +114,10 @@ class PagedState(NotCopied):
         max_seq_len: int,
         split: Split,
         rollback_len: int = 0,
+        window: int | None = None,
     ) -> None:
         self.split, self.max_seq_len, self.rollback_len = split, max_seq_len, rollback_len
+        self.window = window
         self.pool = PagePool(
             num_pages, split.page_size, root_len=split.sink_len, num_roots=max_num_seqs
         )
@@ -156,7 +161,7 @@ class PagedState(NotCopied):
 
     def allocate(self, sequence_id: SequenceId, tokens: Sequence[int] = ()) -> Allocation:
         """Begin a sequence with what is known of all but the last of its tokens."""
-        known = token_ids(tokens)[:-1]
+        known = token_ids(tokens)[:-1] if self.window is None else []
         self._check_seq_slots([sequence_id])
         packed, root = self.pool.allocate(sequence_id, known)
         present = packed + self.split.sink_len if packed else 0
@@ -172,16 +177,19 @@ class PagedState(NotCopied):
         tables: Sequence[Sequence[int]],
         tokens: Sequence[Sequence[int]],
         origins: Sequence[Origin] = (),
+        dropped: int = 0,
     ) -> list[int]:
         """Begin sequences as they were in another cache; see PagePool.place.
 
         Nothing is published: do it when the rows are there.
         """
         self._check_seq_slots(ids)
-        pages = self.pool.place(dict(zip(ids, tables, strict=True)), packed_lens, origins)
+        by_id = dict(zip(ids, tables, strict=True))
+        pages = self.pool.place(by_id, packed_lens, origins, dropped)
         each = zip(ids, lengths, packed_lens, tokens, strict=True)
         for sequence_id, length, packed, known in each:
-            self._assign_slot(sequence_id, length, packed, list(known))
+            tokens_known = list(known) if self.window is None else []
+            self._assign_slot(sequence_id, length, packed, tokens_known)
         return pages
 
     def fork(self, parent_id: SequenceId, child_id: SequenceId) -> tuple[int, int]:
@@ -205,6 +213,27 @@ class PagedState(NotCopied):
         if not 0 <= length <= self.lengths[seq_slot]:
             has = f"sequence {shown(sequence_id)} has {self.lengths[seq_slot]} tokens"
             raise ShapeError(f"{has}: it cannot be truncated to {length}")
+        dropped = self.pool.num_dropped(sequence_id)
+        if dropped and length > self.split.sink_len:
+            least = self._last_seen(dropped * self.split.page_size)
+            if length < least:
+                raise ShapeError(
+                    f"sequence {shown(sequence_id)} cannot be truncated to {length} tokens: its "
+                    f"layers see the last {self.window}, its first {dropped} pages are dropped. "
+                    f"Keep {least} or more, or {self.split.sink_len} at most"
+                )
+        return self._cut(sequence_id, length)
+
+    def _last_seen(self, packed: int) -> int:
+        """The fewest tokens with which so many packed ones, the first, are seen no more.
+
+        Not even if a step then fails, and cuts recent_len of them.
+        """
+        return packed + self.split.sink_len + (self.window or 0) + self.split.recent_len
+
+    def _cut(self, sequence_id: SequenceId, length: int) -> RingTokens:
+        """Keep the first tokens of a sequence, which are there; see truncate."""
+        seq_slot = self._seq_slots[sequence_id]
         behind = max(length - self.split.sink_len, 0)
         packed = min(int(self.packed_lens[seq_slot]), behind)
         first = packed
@@ -332,7 +361,7 @@ class PagedState(NotCopied):
             leaving = self._let_leave(seq_slots, lengths, packed_lens)
             for i in (lengths < self.split.sink_len).nonzero()[0].tolist():
                 self.pool.renew(ids[i])  # its sinks are its own, from here on at the least
-            if known is not None:
+            if known is not None and self.window is None:
                 self._learn(seq_slots.tolist(), lengths.tolist(), new.tolist(), known)
             slots = token_slots(self.split, seq_slots, lengths, packed_lens, new, self.tables)
         except BaseException:  # no memory, or an interrupt
@@ -376,6 +405,19 @@ class PagedState(NotCopied):
         size = self.split.page_size
         filled = self.packed_lens[step.seq_slots] // size > step.packed_lens // size
         return [step.ids[i] for i in filled.nonzero()[0]]
+
+    def drop_pages(self, step: Step) -> None:
+        """Drop the pages before the windows of a step's sequences, whose rows are written.
+
+        SPARE tokens more are kept: so many can be truncated.
+        """
+        if self.window is None:
+            return
+        unseen = self.lengths[step.seq_slots] - self._last_seen(SPARE)
+        unseen = np.clip(unseen, 0, self.packed_lens[step.seq_slots])
+        pages = (unseen // self.split.page_size).tolist()
+        for sequence_id, count in zip(step.ids, pages, strict=True):
+            self.pool.drop_first(sequence_id, count)
 
     def hide(self, sequence_id: SequenceId, bad: NDArray[np.bool_]) -> None:
         """Let no other sequence begin with rows of a sequence that decode to NaN.
@@ -428,7 +470,7 @@ class PagedState(NotCopied):
         kept = self._is_kept(step)
         lengths = np.where(kept, step.lengths, self._sure(step))
         for i, length, is_kept in zip(step.ids, lengths.tolist(), kept.tolist(), strict=True):
-            tokens = self.truncate(i, length)
+            tokens = self._cut(i, length)
             if is_kept:
                 self.unpack(i, tokens)
 

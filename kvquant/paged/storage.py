@@ -150,10 +150,15 @@ class PagedRows(NotCopied):
         length: int,
         packed_len: int,
         dtype: torch.dtype,
+        dropped: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy K and V of one sequence in the order of its tokens; see PagedKVCache."""
+        """Copy K and V of one sequence in the order of its tokens; see PagedKVCache.
+
+        Without those of its first pages, if so many are dropped.
+        """
         start = self.split.ring_row(packed_len)
-        numbers = [[packed_len], [length - packed_len], [start], [seq_slot]]
+        table, in_pages = table[dropped:], packed_len - dropped * self.split.page_size
+        numbers = [[in_pages], [length - packed_len], [start], [seq_slot]]
         pages, counts = (
             torch.tensor(one, dtype=torch.int32, device="cpu").to(self.device)
             for one in ([table], numbers)

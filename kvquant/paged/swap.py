@@ -33,7 +33,8 @@ class Swapped:
         length, packed_len: its tokens, and how many of them are packed.
         tokens: its first tokens, as far as they are known.
         origin: where its sinks came from.
-        pages: for every stack its pages, [layers, pages, num_kv_heads, page_size, row_bytes].
+        dropped: how many of its first pages it has dropped.
+        pages: for every stack its other pages, [layers, pages, num_kv_heads, page_size, row_bytes].
         exact: for every stack its 16-bit rows, [layers, num_kv_heads, exact_len, row_bytes].
         done: when the copy ends; None for now.
     """
@@ -42,6 +43,7 @@ class Swapped:
     packed_len: int
     tokens: list[int]
     origin: Origin
+    dropped: int
     pages: list[torch.Tensor]
     exact: list[torch.Tensor]
     done: torch.cuda.Event | None
@@ -142,10 +144,12 @@ class SwapSpace(NotCopied):
     def swap_out(self, sequence_id: SequenceId) -> None:
         """Begin to move a sequence; its pages and sequence slot are free when the copy is done."""
         state, seq_slot = self._state, self._state.seq_slot(sequence_id)
-        pages, exact, done = self.copy_out(state.pool.block_table(sequence_id), seq_slot)
+        dropped = state.pool.num_dropped(sequence_id)
+        table = state.pool.block_table(sequence_id)[dropped:]
+        pages, exact, done = self.copy_out(table, seq_slot)
         lens = int(state.lengths[seq_slot]), int(state.packed_lens[seq_slot])
         known = state.tokens(sequence_id), state.pool.origin(sequence_id)
-        swapped = Swapped(*lens, *known, pages, exact, done)
+        swapped = Swapped(*lens, *known, dropped, pages, exact, done)
         self._moving = sequence_id, swapped, True
         state.rename(sequence_id, swapped)
         self.swapped[sequence_id] = swapped
@@ -163,7 +167,8 @@ class SwapSpace(NotCopied):
             self.swapping_out.remove(swapped)
             self._state.rename(swapped, sequence_id)
         else:
-            table = range(self._state.split.num_pages(swapped.packed_len))
+            count = self._state.split.num_pages(swapped.packed_len) - swapped.dropped
+            table = range(count)
             with self.hinting():
                 pages = self._state.place(
                     [sequence_id],
@@ -172,6 +177,7 @@ class SwapSpace(NotCopied):
                     [table],
                     [swapped.tokens],
                     [swapped.origin],
+                    swapped.dropped,
                 )
             with self._state.or_free([sequence_id]):
                 self.copy_in(sequence_id, swapped, pages, self._state.seq_slot(sequence_id))

@@ -1,0 +1,194 @@
+"""Layers with sliding windows in pages: what they see, which pages become free, what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from paged_cases import DIM, HEADS, PAGE, begin, extend, make, new_rows, same, values
+from paged_plans import PLANS, make_paged
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from kvquant import AttentionVariant
+from kvquant.errors import ConfigError, OutOfPagesError, ShapeError, UnsupportedError
+from kvquant.io.sequences import load_sequences, save_sequences
+from kvquant.paged.batch import PagedBatch
+from kvquant.paged.cache import PagedKVCache
+from kvquant.paged.state import SPARE
+
+Measure = Callable[[torch.Tensor, torch.Tensor], float]
+LONG: dict[str, Any] = {"max_seq_len": 600, "num_pages": 60}
+WINDOWS = [40, 20]
+
+
+def poisoned(cache: PagedKVCache) -> None:
+    """Free pages hold what decodes to NaN."""
+    for page in cache.state.pool._free:
+        for side in cache.rows.pages:
+            for stack in side.stacks:
+                stack[:, page] = 255
+
+
+def states(batch: PagedBatch, ids: list[str], q: torch.Tensor, windows: Any) -> list[torch.Tensor]:
+    """Outs and lses of all layers, each with its window."""
+    found: list[torch.Tensor] = []
+    with batch.extend(ids, 0):
+        for layer, window in enumerate(windows):
+            variant = AttentionVariant(window=window)
+            found += batch.attend(layer, q, return_lse=True, variant=variant)
+    return found
+
+
+@pytest.mark.parametrize("lengths", [(3, 5), (0, 0)], ids=str)
+@pytest.mark.parametrize("kind", ["no plan", "hadamard clip feedback"])
+def test_each_layer_sees_its_window_whatever_free_pages_hold(
+    relative_l2: Measure, kind: str, lengths: tuple[int, int]
+) -> None:
+    """Beside a cache that keeps all pages, whose attention is told the windows."""
+    plan = PLANS.get(kind)
+    windows = WINDOWS if plan is None else [40, 20, 33]
+    kept: dict[str, Any] = {**LONG, "sink_len": lengths[0], "recent_len": lengths[1]}
+    batches = [
+        PagedBatch(make(**one) if plan is None else make_paged(plan, **one), 4, 600)
+        for one in (kept, kept | {"windows": windows})
+    ]
+    whole, ours = batches
+    for name in "ab":
+        whole.cache.allocate(name)
+        ours.cache.allocate(name)
+    for counts in ([90, 200], [1, 1], [60, 7], [20, 100]):
+        rows = new_rows(sum(counts))
+        for batch in batches:
+            extend(batch, ["a", "b"], counts, rows=rows)
+        poisoned(ours.cache)
+        ours.cache.check_invariants()
+        q = torch.randn(2, 2 * HEADS, DIM)
+        expected = states(whole, ["a", "b"], q, windows)
+        with ours.extend(["a", "b"], 0):
+            found = [x for i in range(len(windows)) for x in ours.attend(i, q, return_lse=True)]
+        for mine, other in zip(found, expected, strict=True):
+            assert relative_l2(mine, other) < 1e-5
+        for name in "ab":
+            pairs = zip(values(ours.cache, name), values(whole.cache, name), strict=True)
+            for at, (mine, other) in enumerate(pairs):
+                assert torch.equal(mine, other[:, -windows[at // 2] :])
+    rows, q = new_rows(7), torch.randn(2, 5, 2 * HEADS, DIM)
+    outs = []
+    for batch in batches:
+        batch_windows = windows if batch is whole else [None] * len(windows)
+        with batch.extend(["a", "b"], [5, 2]):
+            for layer, window in enumerate(batch_windows):
+                batch.append(layer, *rows)
+                outs.append(batch.attend(layer, q, variant=AttentionVariant(window=window)))
+    for mine, other in zip(outs[: len(windows)], outs[len(windows) :], strict=True):
+        assert mine.any() and relative_l2(mine, other) < 1e-5
+
+
+def test_pages_before_all_windows_serve_others() -> None:
+    """A pool far smaller than the tokens, of sequences that fork, swap, end and are cut."""
+    pages = 2 * -(-(40 + SPARE + 5 + PAGE) // PAGE) + 1
+    batch = PagedBatch(make(num_pages=pages, max_seq_len=2000, windows=WINDOWS), 4, 40)
+    cache = batch.cache
+    cache.allocate("a", range(500))
+    cache.allocate("b")
+    for step in range(25):
+        extend(batch, ["a", "b"], [16, 15], range(31))
+        cache.check_invariants()
+        if step == 12:
+            before = values(cache, "a")
+            cache.swap_out("a")
+            assert cache.num_free_pages > pages // 2
+            cache.swap_in("a")
+            assert same(values(cache, "a"), before)
+        if step == 18:
+            cache.free("b")
+            cache.fork("a", "b")
+            assert same(values(cache, "b"), values(cache, "a"))
+    assert cache.length("a") == 400
+    cache.truncate("a", 400 - SPARE)
+    with pytest.raises(ShapeError, match="its layers see the last 40, its first"):
+        cache.truncate("a", 60)
+    extend(batch, ["a"], 30)
+    cache.truncate("a", 2)  # sinks alone
+    extend(batch, ["a"], 20)
+    cache.check()
+    for name in "ab":
+        cache.free(name, forget=True)
+    cache.check_invariants()
+    assert cache.num_free_pages == pages
+    assert cache.allocate("c", range(500)) == 0  # pages of such a cache are found by nobody
+
+
+def test_compiled_code_attends_to_windows(relative_l2: Measure) -> None:
+    torch._dynamo.reset()
+    batch = PagedBatch(make(**LONG, windows=WINDOWS), 1, 300)
+    begin(batch, "a", 200)
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(lambda q: batch.attend(0, q), backend=counter, fullgraph=True)
+    for _ in range(3):
+        extend(batch, ["a"], 40)
+        poisoned(batch.cache)
+        q = torch.randn(1, 4, DIM)
+        with batch.extend(["a"], 0):
+            found, expected = compiled(q), batch.attend(0, q)
+        assert isinstance(found, torch.Tensor) and isinstance(expected, torch.Tensor)
+        assert found.any() and relative_l2(found, expected) < 1e-5
+    assert counter.frame_count == 1
+
+
+def test_a_layer_that_sees_all_keeps_all_pages() -> None:
+    batch = PagedBatch(make(max_seq_len=400, windows=[20, None]), 1, 40)
+    batch.cache.allocate("a")
+    with pytest.raises(OutOfPagesError):
+        for _ in range(10):
+            extend(batch, ["a"], 30)
+    assert batch.cache.length("a") == 180
+    k, _ = batch.cache.dequantized("a", 0)
+    assert k.shape[1] == 20
+    k, _ = batch.cache.dequantized("a", 1)
+    assert k.shape[1] == 180
+
+
+def test_failed_steps_and_nan_are_found_where_pages_are_dropped() -> None:
+    batch = PagedBatch(make(num_pages=20, max_seq_len=900, windows=WINDOWS), 1, 300)
+    cache = batch.cache
+    begin(batch, "a", 250)
+    with pytest.raises(ZeroDivisionError), batch.extend(["a"], 60):
+        raise ZeroDivisionError
+    assert cache.length("a") == 245
+    cache.check_invariants()
+    rows = new_rows(30)
+    rows[0, 3] = torch.nan
+    extend(batch, ["a"], 30, rows=rows)
+    with pytest.raises(Exception, match="sequences 'a' have them"):
+        cache.check()
+    for _ in range(2):
+        extend(batch, ["a"], 150)
+    cache.bad_rows[0] = 1
+    with pytest.raises(Exception, match="no sequence has them any more"):
+        cache.check()
+
+
+def test_what_cannot_go_together_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "saved.safetensors"
+    batch = PagedBatch(make(windows=WINDOWS), 2, 90, shared_prefix=True)
+    begin(batch, "a", 20)
+    with pytest.raises(UnsupportedError, match="cannot be saved"):
+        save_sequences(batch.cache, ["a"], path)
+    with (
+        batch.extend(["a"], 0),
+        pytest.raises(UnsupportedError, match="shared prefixes are read by plain attention"),
+    ):
+        batch.attend(0, torch.randn(1, 4, DIM), variant=AttentionVariant(soft_cap=3.0))
+    with pytest.raises(ConfigError, match="3 windows for 2 layers"):
+        make(windows=[1, 2, 3])
+    whole = PagedBatch(make(), 2, 90)
+    begin(whole, "b", 70, range(70))
+    save_sequences(whole.cache, ["b"], path)
+    load_sequences(batch.cache, path)
+    extend(batch, ["b"], 20)
+    batch.cache.check_invariants()
+    assert batch.cache.allocate("c", range(70)) == 0
