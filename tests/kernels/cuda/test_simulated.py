@@ -400,10 +400,9 @@ USUAL = (
     "queries, ragged",
     "queries, sinks and recent rows after pages",
     "queries, warps that share a ring",
-    "variant, all",
+    "variant, all, one query",
     "variant, sinks and recent rows",
     "variant, a window of pages",
-    "variant, sinks, balanced",
     "int4-g4 without unrolled loads",
 )
 CASES = select_cases(CASES, USUAL)
