@@ -13,9 +13,10 @@ to the same rows and values as that one did, with all queries or with the last o
 generate), and appends nothing; the 16-bit copy then lives as long as those keys. Each layer of the
 cache is appended once in a call of the model, in order, or the call is refused.
 
-A layer's mask tells whether its sliding window is that of the cache (windows_of). What cannot be
-computed (caps, sink logits, other masks) is refused. A call without a TransformersCache is computed
-by transformers' own SDPA, so a model may stay set to "kvquant".
+A layer's mask tells whether its sliding window is that of the cache (windows_of). Soft caps and
+sink logits are an AttentionVariant. What cannot be computed (other masks, weights) is refused. A
+call without a TransformersCache is computed by transformers' own SDPA, so a model may stay set to
+"kvquant".
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from types import FunctionType
 from typing import Any, NoReturn
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
 from ..cache.contiguous import KVCache
 from ..errors import ConfigError, ShapeError, UnsupportedError, UnsupportedModelError
 from ..ops.causal import causal_attention
 from ..rows.quantize import EXACT_DTYPES
+from ..rows.variant import PLAIN, AttentionVariant
 from .configs import CacheLayers, Turn, cache_layers
 
 try:
@@ -71,6 +72,12 @@ HARMLESS = {
     "sliding_window",
     "use_cache",
 }
+
+
+VARIANT = {
+    "softcap",
+    "s_aux",
+}  # what the names of AttentionVariant's soft_cap, sink_logits are there
 
 
 class TransformersCache(Cache):
@@ -310,13 +317,15 @@ class TransformersCache(Cache):
         keys: torch.Tensor,
         values: torch.Tensor,
         sm_scale: float | None,
+        variant: AttentionVariant | None,
     ) -> torch.Tensor:
         """Append the one token that was handed to a layer, and attend by KVCache.step."""
         if self.new_lens is None:
-            out = self.cache.step(handed.at, query, keys, values, sm_scale=sm_scale)
+            given = query, keys, values
+            out = self.cache.step(handed.at, *given, variant=variant, sm_scale=sm_scale)
         else:
             self.cache.append(handed.at, keys, values, self.new_lens)
-            out = self.cache.attend(handed.at, query, sm_scale=sm_scale)
+            out = self.cache.attend(handed.at, query, variant=variant, sm_scale=sm_scale)
         handed.appended, self._waiting = True, None
         self._due = handed.at + 1
         return out
@@ -472,8 +481,8 @@ class _Handed:
         at: the place there.
         layer: of the model.
         appended: they are in the cache, so what gets them now is another layer.
-        seen: with the first attention, in a chunk: all keys and values that it met, their number
-            and the mask (_seen); empty if it met the chunk alone.
+        seen: with the first attention, in a chunk: all keys and values that it met, and their
+            number (_seen); empty if it met the chunk alone.
         mask: that the first attention got, if any.
     """
 
@@ -535,10 +544,10 @@ def _attention(
         return found
     try:
         _check_keys(handed, name, query, key, value)
-        _check_call(handed, module, name, query.shape[2], dropout, options)
+        _check_call(handed, module, name, key.shape[1], query.shape[2], dropout, options)
         window = _window_of(_whole_mask(handed, attention_mask, query.shape[2]), name)
         _check_window(handed, window, options.get("sliding_window"), query.shape[2], name)
-        return _attend(handed, query, key, value, scaling), None
+        return _attend(handed, query, key, value, scaling, _variant_of(options)), None
     except BaseException:
         handed.to.take_back()
         raise
@@ -562,6 +571,7 @@ def _check_call(
     handed: _Handed,
     module: torch.nn.Module,
     name: str,
+    heads: int,
     new_tokens: int,
     dropout: float,
     options: dict[str, Any],
@@ -575,12 +585,17 @@ def _check_call(
         handed.to.check_positions(options.get("position_ids"))
         handed.to.check_turn(new_tokens)
         handed.to.check_scale(new_tokens)
+    if heads != handed.to.cache.num_kv_heads:
+        raise UnsupportedModelError(
+            f"{name} has {heads} KV heads, its cache {handed.to.cache.num_kv_heads}: a KVCache has "
+            "one number for all layers"
+        )
     if dropout:
         raise UnsupportedModelError(f"{name} has dropout {dropout}: call model.eval()")
     if not _is_causal(module, options):
         raise UnsupportedModelError(f"{name} is not causal")
     for option, given in options.items():
-        if option not in HARMLESS and given is not None and given is not False:
+        if option not in HARMLESS | VARIANT and given is not None and given is not False:
             raise UnsupportedModelError(f"{name} asks for {option}, which no KVCache can compute")
 
 
@@ -611,11 +626,11 @@ def _plain_attention(
             "(multi-head latent attention, repeated or scaled heads) or of none (as gradient "
             "checkpointing does): a KVCache holds keys and values as attention meets them"
         )
-    for option in ("softcap", "s_aux"):
+    for option in VARIANT:
         if options.get(option) is not None:
             raise UnsupportedModelError(
-                f"{name} asks for {option}, which kvquant's attention cannot compute, with a "
-                'KVCache or without: call model.set_attn_implementation("eager")'
+                f"{name} asks for {option}, which kvquant's attention computes with a KVCache "
+                'only: without one call model.set_attn_implementation("eager")'
             )
     attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS["sdpa"]
     return attend
@@ -627,38 +642,32 @@ def _attend(
     key: torch.Tensor,
     value: torch.Tensor,
     scaling: float | None,
+    variant: AttentionVariant | None,
 ) -> torch.Tensor:
     """Attend to the past and the new tokens, which are appended by the first that attends."""
     cache = handed.to.cache
-    asked, new = query.shape[2], key.shape[2]
+    new = key.shape[2]
     if new == 1:
         last = query[:, :, 0]
         if last.is_cuda and last.dtype == torch.float32:  # the kernel there takes 16-bit queries
             last = last.bfloat16()  # of any size, where fp16 ends at 65504
         if handed.appended:
-            out = cache.attend(handed.at, last, sm_scale=scaling)
+            out = cache.attend(handed.at, last, variant=variant, sm_scale=scaling)
         else:
-            out = handed.to.step(handed, last, key, value, scaling)
+            out = handed.to.step(handed, last, key, value, scaling, variant)
         if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
             out = _NoGradient.apply(out, query, key, value)  # type: ignore[no-untyped-call]
         return out[:, None].to(query.dtype)
     if handed.seen is None:
         handed.seen = _seen(cache, handed.at, key, value)
-    keys, values, lens, mask = handed.seen or (key, value, [new] * len(key), None)
-    if mask is None:
-        out = causal_attention(query, keys, values, lens, scaling)
-    else:
-        out = scaled_dot_product_attention(
-            query,
-            keys,
-            values,
-            attn_mask=mask[..., -asked:, :],  # the last ones, of a layer that shares keys
-            scale=scaling,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
+    keys, values, lens = handed.seen or (key, value, [new] * len(key))
+    window = cache.layers[handed.at].window
+    if window is not None:
+        variant = (variant or PLAIN)._replace(window=window)
+    out = causal_attention(query, keys, values, lens, scaling, variant)
     if not handed.appended:
         handed.to.append(handed, key, value)
-    return out.transpose(1, 2)
+    return out.transpose(1, 2).contiguous()  # as transformers' own: some models view it
 
 
 class _NoGradient(torch.autograd.Function):
@@ -678,27 +687,29 @@ class _NoGradient(torch.autograd.Function):
 
 def _seen(
     cache: KVCache, at: int, key: torch.Tensor, value: torch.Tensor
-) -> tuple[()] | tuple[torch.Tensor, torch.Tensor, list[int], torch.Tensor | None]:
+) -> tuple[()] | tuple[torch.Tensor, torch.Tensor, list[int]]:
     """What a chunk attends to, before it is appended.
 
     Returns:
-        Keys and values of each sequence's dequantized past, the chunk right behind them; how many
-        these are; with a window also the mask [batch, 1, new_tokens, most tokens]. Empty where the
-        chunk sees all of itself and no past.
+        Keys and values of each sequence's dequantized past, or of its window, the chunk right
+        behind them; how many these are. Empty where there is no past.
     """
     layer, new = cache.layers[at], key.shape[2]
-    past_lens, window = layer.held_lens.tolist(), layer.window
-    if not any(past_lens) and (window is None or new <= window):
+    past_lens = layer.held_lens.tolist()
+    if not any(past_lens):
         return ()
     keys, values = layer.dequantized(key.dtype, room=new)
     for b, past in enumerate(past_lens):
         keys[b, :, past : past + new], values[b, :, past : past + new] = key[b], value[b]
-    lens = [past + new for past in past_lens]
-    if window is None:
-        return keys, values, lens, None
-    places = torch.arange(keys.shape[2], device=key.device)
-    last = (layer.held_lens[:, None] + torch.arange(new, device=key.device))[:, None, :, None]
-    return keys, values, lens, (places <= last) & (places > last - window)
+    return keys, values, [past + new for past in past_lens]
+
+
+def _variant_of(options: dict[str, Any]) -> AttentionVariant | None:
+    """What a layer changes in attention, from what it gives its attention function."""
+    cap, sinks = options.get("softcap"), options.get("s_aux")
+    if cap is None and sinks is None:
+        return None
+    return AttentionVariant(cap, None if sinks is None else sinks.detach().float())
 
 
 class _MaskMark:

@@ -335,6 +335,8 @@ class CachedModel:
     def plain(self, tokens: torch.Tensor, past: Any = None) -> torch.Tensor:
         """Run the model as transformers does: SDPA, and a DynamicCache of the model's dtype.
 
+        Where SDPA cannot compute a model's attention (soft caps, sink logits), by its eager one.
+
         Args:
             tokens: [batch, new_tokens], whole numbers.
             past: a DynamicCache, which is added to; none is kept when None.
@@ -344,7 +346,8 @@ class CachedModel:
         """
         self._check_tokens(tokens, (None, None))
         self._check_positions(tokens.shape[1] + (0 if past is None else past.get_seq_length()))
-        with attending(self.model, "sdpa"), torch.no_grad():
+        plain = "sdpa" if getattr(self.model, "_supports_sdpa", True) else "eager"
+        with attending(self.model, plain), torch.no_grad():
             out = self.model(
                 tokens.to(self.model.device),
                 past_key_values=past,

@@ -6,8 +6,10 @@
 
 cuDNN's kernel, the fastest of torch's on CUDA, has a causal mask for squares only. So the past,
 which all queries see, and their own tokens are attended to apart and merged by their log-sum-exps.
-Where no kernel of torch gives those, and for gradients, queries are taken by blocks, each with the
-keys that it sees: then a mask has BLOCK rows, and so have scores that are computed in memory.
+Where no kernel of torch gives those, for gradients and with a sliding window, queries are taken by
+blocks, each with the keys that it sees: then a mask has BLOCK rows, and so have scores that torch
+computes in memory. Sink logits are a factor on the results of kernels. What else changes scores (a
+soft cap, ALiBi) no kernel of torch computes: blocks are so small that SCORES fit.
 
 Source: FlashAttention (https://arxiv.org/abs/2307.08691), by cuDNN or torch's own kernels; merged
 as in cascade inference, https://flashinfer.ai/2024/02/02/cascade-inference.html.
@@ -26,7 +28,12 @@ from torch.backends.cuda import (
 )
 from torch.nn.functional import scaled_dot_product_attention
 
+from ..errors import UnsupportedError
+from ..rows.variant import PLAIN, AttentionVariant, add_sinks, names_of
+
 BLOCK = 512  # queries
+SCORES = 1 << 25  # in memory at a time, of all sequences and heads
+POSSIBLE = {"alibi_slopes", "sink_logits", "soft_cap", "window"}  # of a variant
 
 
 def causal_attention(
@@ -35,6 +42,7 @@ def causal_attention(
     v: torch.Tensor,
     lens: Sequence[int],
     sm_scale: float | None = None,
+    variant: AttentionVariant | None = None,
 ) -> torch.Tensor:
     """Attend with the last tokens of each sequence, each to the tokens up to itself.
 
@@ -45,9 +53,13 @@ def causal_attention(
         lens: tokens of each sequence, those of q included, so q_len or more; the first ones of k
             and v.
         sm_scale: factor on q·k; 1 / sqrt(head_dim) when None.
+        variant: with a soft cap, sink logits, ALiBi or a window; None for plain attention.
 
     Returns:
         [batch, num_q_heads, q_len, head_dim of V], the dtype of q.
+
+    Raises:
+        UnsupportedError: the variant has other fields.
 
     Example:
         >>> import torch
@@ -56,49 +68,112 @@ def causal_attention(
         >>> causal_attention(torch.randn(1, 4, 3, 64), k, v, [10]).shape
         torch.Size([1, 4, 3, 64])
     """
+    names = set(names_of(variant))
+    if others := names - POSSIBLE:
+        raise UnsupportedError(f"{', '.join(sorted(others))}: not possible while a prompt is read")
+    variant = variant or PLAIN
     if len(set(lens)) > 1:
         found = []
         for b, length in enumerate(lens):
             one = slice(b, b + 1)
-            found.append(causal_attention(q[one], k[one], v[one], [length], sm_scale))
+            found.append(causal_attention(q[one], k[one], v[one], [length], sm_scale, variant))
         return torch.cat(found)
     total, q_len = lens[0], q.shape[2]
     k, v = k[:, :, :total], v[:, :, :total]
-    is_grouped = q.shape[1] != k.shape[1]
     if not q_len:
         return q.new_empty(*q.shape[:-1], v.shape[-1])
-    if total == q_len and _has_kernel(q, k, v):
+    window = total if variant.window is None else variant.window
+    if window >= total:
+        names.discard("window")  # it hides nothing
+    if not names and total == q_len and _has_kernel(q, k, v):
         return scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=sm_scale, enable_gqa=is_grouped
+            q, k, v, is_causal=True, scale=sm_scale, enable_gqa=q.shape[1] != k.shape[1]
         )
-    past = total - q_len
-    if (
-        past
-        and q.is_cuda
-        and not (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)))
-    ):
-        own = _state(q, k[:, :, past:], v[:, :, past:], True, sm_scale)
-        others = _state(q, k[:, :, :past], v[:, :, :past], False, sm_scale)
-        if own is not None and others is not None:
-            share = torch.sigmoid(others[1] - own[1])[..., None]
-            return own[0].float().lerp_(others[0].float(), share).to(q.dtype)
+    has_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    if names <= {"sink_logits"} and (names or total > q_len) and q.is_cuda and not has_gradient:
+        found_state = _causal_state(q, k, v, sm_scale)
+        if found_state is not None:
+            out, lse = found_state
+            if variant.sink_logits is not None:
+                out, lse = (x.transpose(1, 2) for x in (out, lse))  # heads behind queries
+                out = add_sinks(out, lse, variant.sink_logits)[0].transpose(1, 2)
+            return out.to(q.dtype)
+    rows = BLOCK
+    if names - {"window"}:
+        rows = max(min(SCORES // (q.shape[0] * q.shape[1] * total), BLOCK), 1)
     blocks = []
-    for begin in range(0, q_len, BLOCK):
-        block = q[:, :, begin : begin + BLOCK]
-        rows = block.shape[2]
-        seen = past + begin + rows
-        mask = torch.ones(rows, seen, dtype=torch.bool, device=q.device).tril(seen - rows)
+    for begin in range(0, q_len, rows):
+        block = q[:, :, begin : begin + rows]
+        first = total - q_len + begin  # the position of its first query
+        end = first + block.shape[2]
+        start = max(first - window + 1, 0)
+        at = torch.arange(first, end, device=q.device)[:, None]
+        distance = torch.arange(start, end, device=q.device) - at
+        mask = (distance <= 0) & (distance > -window)
+        seen = k[:, :, start:end], v[:, :, start:end]
+        if names - {"window"}:
+            blocks.append(_with_scores(block, *seen, mask, distance, sm_scale, variant))
+            continue
         blocks.append(
             scaled_dot_product_attention(
                 block,
-                k[:, :, :seen],
-                v[:, :, :seen],
+                *seen,
                 attn_mask=mask,
                 scale=sm_scale,
-                enable_gqa=is_grouped,
+                enable_gqa=q.shape[1] != k.shape[1],
             )
         )
     return torch.cat(blocks, dim=2)
+
+
+def _with_scores(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor,
+    distance: torch.Tensor,
+    sm_scale: float | None,
+    variant: AttentionVariant,
+) -> torch.Tensor:
+    """Attend with a few queries by all their scores in float32.
+
+    Args:
+        q, k, v, sm_scale, variant: as in causal_attention, of keys that some of the queries see.
+        mask: [q_len, keys]: which of them.
+        distance: [q_len, keys]: position of the key - position of the query.
+    """
+    heads, rows = k.shape[1], q.shape[2]
+    scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
+    # the query heads of a KV head are more rows, so that its keys are not copied
+    by_kv_head = q.unflatten(1, (heads, -1))
+    scores = (by_kv_head.flatten(2, 3) @ k.mT).float().view(*by_kv_head.shape[:-1], -1) * scale
+    if variant.soft_cap is not None:
+        scores = variant.soft_cap * (scores / variant.soft_cap).tanh()
+    if variant.alibi_slopes is not None:
+        scores = scores + variant.alibi_slopes.view(heads, -1, 1, 1) * distance
+    scores = scores.masked_fill(~mask, -torch.inf)
+    if variant.sink_logits is not None:
+        sinks = variant.sink_logits.view(heads, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    weights = scores.softmax(-1)[..., : k.shape[2]].to(v.dtype)
+    out: torch.Tensor = (weights.flatten(2, 3) @ v).unflatten(2, (-1, rows)).flatten(1, 2)
+    return out
+
+
+def _causal_state(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float | None
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Out and lse of the last tokens, if a kernel of torch can: of themselves, and of the past."""
+    past = k.shape[2] - q.shape[2]
+    own = _state(q, k[:, :, past:], v[:, :, past:], True, sm_scale)
+    if own is None or not past:
+        return own
+    others = _state(q, k[:, :, :past], v[:, :, :past], False, sm_scale)
+    if others is None:
+        return None
+    share = torch.sigmoid(others[1] - own[1])[..., None]
+    out = own[0].float().lerp_(others[0].float(), share)
+    return out, torch.logaddexp(own[1], others[1])
 
 
 def _has_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:

@@ -206,12 +206,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"attention_chunk_size": 16, "num_local_experts": 1, "intermediate_size_mlp": 256},
         r"layer 0 \(Llama4TextAttention\) attends to chunks of 16 tokens",
     ),
-    "softcap": ("Gemma2", {"sliding_window": 128}, r"layer 0 \(Gemma2Attention\) asks for softcap"),
-    "sink logits": (
-        "GptOss",
-        {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 128},
-        r"layer 0 \(GptOssAttention\) asks for s_aux",
-    ),
     "attention of its own": ("Bloom", {"n_layer": 2, "n_head": 2}, "attention by itself"),
     "head_dim": ("Llama", {"head_dim": 32}, "head_dim 32 is not supported"),
 }
@@ -234,6 +228,8 @@ WINDOWED: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 64,
     },
     "Phi3": {"sliding_window": 16, "pad_token_id": 0, "eos_token_id": 1},
+    "Gemma2": {"sliding_window": 16, "attn_logit_softcapping": 0.5, "query_pre_attn_scalar": 64},
+    "GptOss": {"sliding_window": 16, "num_local_experts": 2, "num_experts_per_tok": 1},
 }
 
 

@@ -7,11 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from variant_cases import by_hand, variant_with
 
+from kvquant import AttentionVariant
+from kvquant.errors import UnsupportedError
 from kvquant.ops import causal
-from kvquant.ops.causal import causal_attention
+from kvquant.ops.causal import POSSIBLE, causal_attention
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+TENSORS = ("alibi_slopes", "sink_logits")
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 1e-3}
 Measure = Callable[[torch.Tensor, torch.Tensor], float]
 
@@ -63,6 +67,44 @@ def test_queries_see_the_tokens_up_to_their_own(
     assert relative_l2(out, expected(q, k, v, lens, 0.2)) <= LIMITS[dtype]
     blocks = causal_attention(q[:, :, -1:], k, v, lens, 0.2)
     assert relative_l2(blocks, expected(q[:, :, -1:], k, v, lens, 0.2)) <= LIMITS[dtype]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("sink_logits",),
+        ("soft_cap",),
+        ("window",),
+        ("sink_logits", "window"),
+        tuple(sorted(POSSIBLE)),
+    ],
+    ids="+".join,
+)
+def test_variants_are_those_of_the_reference(
+    relative_l2: Measure,
+    monkeypatch: pytest.MonkeyPatch,
+    names: Sequence[str],
+    dtype: torch.dtype,
+    device: str,
+) -> None:
+    monkeypatch.setattr(causal, "BLOCK", 8)
+    monkeypatch.setattr(causal, "SCORES", 4 * 4 * 50)  # 4 queries
+    variant = variant_with(names, 1, 1, 4, 1)
+    given = variant._replace(
+        **{name: getattr(variant, name).to(device) for name in names if name in TENSORS}
+    )
+    for q_len, lens in ((30, [30]), (9, [50, 20])):
+        q = torch.randn(len(lens), 4, q_len, 64, device=device).to(dtype)
+        k, v = torch.randn(2, len(lens), 2, 50, 64, device=device).to(dtype)
+        out = causal_attention(q, k, v, lens, None, given)
+        wanted, _ = by_hand(q.transpose(1, 2).cpu(), k.cpu(), v.cpu(), lens, [q_len] * 2, variant)
+        # scores of 16-bit tensors are rounded to 16 bit before they are capped
+        limit = 2 * LIMITS[dtype]
+        assert out.dtype == dtype and relative_l2(out.cpu().transpose(1, 2), wanted) <= limit
+    with pytest.raises(UnsupportedError, match="key_bias: not possible while a prompt is read"):
+        causal_attention(q, k, v, lens, variant=AttentionVariant(key_bias=torch.zeros(2, 50)))
 
 
 def test_no_queries() -> None:
