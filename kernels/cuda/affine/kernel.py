@@ -1,5 +1,5 @@
-"""Encode rows: y = (x - offset) M per KV head, in float32 as in plain torch, for new rows.
-Or add an offset alone: y = x + offset in 16 bit, zeros where a sequence has no tokens.
+"""Turn rows: y = x M + offset per KV head, float32 inside; zeros where a sequence has no tokens.
+Or encode them, which is the way back: y = (x - offset) M, float32.
 
     block   32 or 64 columns of M, one KV head, some rows: batch x query heads on it
     warp    its part of M in registers, loaded once:    M[part of head_dim, the block's columns]
@@ -43,7 +43,7 @@ UNROLLED = 16  # elements of M: longer loops stay loops, and M in memory
 def make_affine_kernel(spec):
     """Make the kernel, a Python function that numba compiles with `spec.signature()`."""
     DIM, WARPS = spec.head_dim, spec.warps
-    PRODUCT, WIDTH, OVERLAPS = spec.product, spec.width, spec.overlaps
+    PRODUCT, ENCODES, WIDTH, OVERLAPS = spec.product, spec.encodes, spec.width, spec.overlaps
     WORDS, PART, ELEMENT = DIM // 2, DIM // WARPS, 4 * WARPS  # the last: bytes of it in all rows
     AHEAD = PRODUCT and WIDTH > 1  # such blocks go on with more rows; others do seldom
     PARTS, SUMS = PART * WIDTH, WARPS * WIDTH  # floats of a lane
@@ -91,7 +91,7 @@ def make_affine_kernel(spec):
         offsets = offset + uint64(4 * DIM) * uint64(kv_head)
         for w in range(WIDTH):
             added[w] = float32(0)
-            if not PRODUCT:
+            if not ENCODES and offset != uint64(0):
                 added[w] = load_global_f32(offsets + uint64(4) * uint64(inside(own, w)))
 
         if OVERLAPS:
@@ -123,7 +123,7 @@ def make_affine_kernel(spec):
                     word = uint32(tid // uint32(WARPS)) + uint32(32 * i)
                     if 32 * i + 31 < WORDS or word < uint32(WORDS):
                         one, two = low(coming[i]), high(coming[i])
-                        if offset != uint64(0):
+                        if ENCODES and offset != uint64(0):
                             one -= load_global_f32(offsets + uint64(8) * uint64(word))
                             two -= load_global_f32(offsets + uint64(8) * uint64(word) + uint64(4))
                         to = rows + uint32(2 * ELEMENT) * word + uint32(4) * member
@@ -165,7 +165,7 @@ def make_affine_kernel(spec):
                 if length == uint32(0):  # what is there, NaN even, is not seen
                     total = float32(0)
                 is_mine = int32(int32(start) + int32(warp)) < last and column < uint32(DIM)
-                if PRODUCT:
+                if ENCODES:
                     if is_mine:
                         at_y = y + uint64(4) * (place * uint64(DIM) + uint64(column))
                         store_global_f32(at_y, total)

@@ -1,8 +1,7 @@
 """Multiply rows by a matrix and add an offset, or encode them, on CUDA, in one launch.
 
-See kvquant/ops/transform.py and kvquant/rows/basis.py. Rows that stay 16-bit rows are multiplied by
-tensor cores (split_kernel.py). Where they are encoded, or get an offset alone, a block has 32 *
-width columns of a KV head's matrix, and as many rows at a time as it has warps:
+See kvquant/ops/transform.py and kvquant/rows/basis.py. A block has 32 * width columns of a KV
+head's matrix, and as many rows at a time as it has warps.
 
     rows    float32 [head_dim, warps]: element after element of all rows, as warps read them
     sums    float32 [warps, warps, width, 32]: of each warp's part of a row, of each row
@@ -15,14 +14,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..device.row_layout import SPLIT_COLUMNS, SPLIT_ROWS, divisor
+from ..device.row_layout import divisor
 from ..runtime.launch import OVERLAPS, Launch, cached_launch, gpu_of
 from ..runtime.spec import Spec, Table
 from ..runtime.tensors import aligned_copy, facts_of, is_readable, strides
 
 SOURCES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 COLUMNS = 32  # of a block, one of each lane, times its width
-SPLIT_BLOCKS_PER_SM = 2  # of tensor cores: more rows, and blocks go on with their part of M
 BLOCKS_PER_SM = 4  # at most, as registers allow: more rows, and blocks go on with their part of M
 WIDTH = 2  # columns of a lane where these do not do: a block needs twice the registers
 MOST_BLOCKS = 65535  # along y and z
@@ -47,12 +45,13 @@ AFFINE: Table = (
 
 @dataclass(frozen=True)
 class AffineSpec(Spec):
-    """The kernel that encodes rows, or adds an offset alone.
+    """The affine kernel.
 
     Attributes:
         head_dim: elements of a row, a multiple of 2 * warps.
         source: "bf16" or "fp16", the codec of x and, but for encoded rows, of y.
-        product: whether y is (x - offset) M in float32, and not x + offset.
+        product: whether rows are multiplied by a matrix.
+        encodes: whether y is (x - offset) M in float32, and not x M + offset.
         width: columns of a lane.
         warps: of a block, 4 or 8.
         overlaps: whether a launch may begin before the one that gives x is complete; sm_90 and
@@ -62,6 +61,7 @@ class AffineSpec(Spec):
     head_dim: int
     source: str = "bf16"
     product: bool = True
+    encodes: bool = False
     width: int = 1
     warps: int = 8
     overlaps: bool = False
@@ -73,26 +73,6 @@ class AffineSpec(Spec):
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block."""
         return 4 * self.warps * (self.head_dim + self.warps * COLUMNS * self.width) * self.product
-
-
-@dataclass(frozen=True)
-class SplitSpec(Spec):
-    """The kernel that multiplies by tensor cores.
-
-    Attributes:
-        head_dim: elements of a row, a multiple of 16.
-        source: "bf16" or "fp16", the codec of x and y.
-        warps: of a block.
-        overlaps: as of AffineSpec.
-    """
-
-    head_dim: int
-    source: str = "bf16"
-    warps: int = 8
-    overlaps: bool = False
-
-    arguments = AFFINE
-    kernel = "affine.split_kernel.make_split_kernel"
 
 
 def affine_rows(
@@ -169,19 +149,18 @@ def _prepare(
     assert per_head is not None
     num_kv_heads = per_head.shape[0]
     ratio = num_heads // num_kv_heads
-    gpu, rows = gpu_of(index), batch * ratio
-    spec: AffineSpec | SplitSpec
-    if matrix is None or dtype == torch.float32:
-        spec = AffineSpec(head_dim, SOURCES[x.dtype], matrix is not None)
-        spec, columns, rows_of_block = _cut(spec, rows, num_kv_heads, gpu.sm_count)
-    else:
-        spec = SplitSpec(head_dim, SOURCES[x.dtype])
-        columns, tiles = -(-head_dim // (SPLIT_COLUMNS * spec.warps)), -(-rows // SPLIT_ROWS)
-        most = SPLIT_BLOCKS_PER_SM * gpu.sm_count
-        walked = max(-(-tiles * columns * num_kv_heads // most), -(-tiles // MOST_BLOCKS))
-        rows_of_block = SPLIT_ROWS * walked
+    spec = AffineSpec(head_dim, SOURCES[x.dtype], matrix is not None, dtype == torch.float32)
+    gpu = gpu_of(index)
     if overlaps and not is_copied and gpu.capability >= OVERLAPS:
         spec = replace(spec, overlaps=True)
+    rows, columns = batch * ratio, -(-head_dim // COLUMNS)
+    most = BLOCKS_PER_SM * gpu.sm_count
+    groups = -(-rows // spec.warps)
+    if spec.product and groups * columns * num_kv_heads > most:
+        spec = replace(spec, width=WIDTH)
+        columns, most = -(-head_dim // (COLUMNS * WIDTH)), most // WIDTH
+    walked = max(-(-groups * columns * num_kv_heads // most), -(-groups // MOST_BLOCKS))
+    rows_of_block = spec.warps * walked
     x_stride_batch, x_stride_head = strides(x)
     ratio_factor, ratio_shift = divisor(ratio)
     constants = {
@@ -198,16 +177,3 @@ def _prepare(
     }
     grid = columns, num_kv_heads, -(-rows // rows_of_block)
     return Launch(spec, index, grid, constants, copied=(0,) if is_copied else ())
-
-
-def _cut(
-    spec: AffineSpec, rows: int, num_kv_heads: int, sm_count: int
-) -> tuple[AffineSpec, int, int]:
-    """The spec with its width, blocks of columns, and rows of a block."""
-    columns, most = -(-spec.head_dim // COLUMNS), BLOCKS_PER_SM * sm_count
-    groups = -(-rows // spec.warps)
-    if spec.product and groups * columns * num_kv_heads > most:
-        spec = replace(spec, width=WIDTH)
-        columns, most = -(-spec.head_dim // (COLUMNS * WIDTH)), most // WIDTH
-    walked = max(-(-groups * columns * num_kv_heads // most), -(-groups // MOST_BLOCKS))
-    return spec, columns, spec.warps * walked

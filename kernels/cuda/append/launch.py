@@ -46,9 +46,9 @@ NO_TRANSFORM, NO_ROPE = Encoding(), (None, None, False)
 # sooner done as long as an SM has no more rows than 8 warps of them.
 FEW_LANES, ROWS_PER_SM = 4, 64
 # Where a block multiplies its own rows it reads a whole matrix for them: for one group of tokens as
-# long as no more blocks multiply rows than that for each SM, for several then. Beyond it is sooner
-# to read it less often, in a launch before. Rows with feedback take so long that there may be more.
-BLOCKS_PER_SM, WITH_FEEDBACK = 0.6, 2
+# long as there are no more blocks than that for each SM, for several then. Beyond it is sooner to
+# read it less often, in a launch before. Rows with feedback take so long that blocks may be more.
+BLOCKS_PER_SM, WITH_FEEDBACK = 2, 4
 GROUPS = (1, 2, 4)
 MOST_OF_BLOCK = 512  # groups times head_dim: 8 warps have the rows of a block at a time
 MOST_FEEDBACK = 128  # head_dim of a step's rows with feedback
@@ -216,7 +216,7 @@ def append_calibrated(
     """
     k_transform, v_transform = k_transform or NO_TRANSFORM, v_transform or NO_TRANSFORM
     sides = (k, k_format, k_transform, rope), (v, v_format, v_transform, None)
-    groups = _groups_of(sides)
+    groups = _groups_of(sides, queries)
     if groups and all(_is_of_step(*side) for side in sides):
         cos, sin, _ = rope or NO_ROPE
         x, by, multiplied = None, None, None
@@ -276,16 +276,17 @@ def _is_of_step(x: torch.Tensor, fmt: RowFormat, transform: Encoding, rope: Rope
     return rope is None and not transform.rotate and x.dtype in ENCODED
 
 
-def _groups_of(sides: Sequence[NewRows]) -> int:
+def _groups_of(sides: Sequence[NewRows], queries: Queries | None) -> int:
     """Groups of 8 tokens that a block of a step has; 0 if there are too many tokens."""
     num_tokens, num_heads, _ = sides[0][0].shape
+    heads = 2 * num_heads + (0 if queries is None else queries.x.shape[1])
     sm_count = gpu_of(sides[0][0].get_device()).sm_count
     groups = -(-num_tokens // PRODUCT_ROWS)
     if any(_feedback_of(fmt, transform) is not None for _, fmt, transform, _ in sides):
-        return int(2 * groups * num_heads <= WITH_FEEDBACK * sm_count)
-    dim, most = max(fmt.head_dim for _, fmt, _, _ in sides), BLOCKS_PER_SM * sm_count
+        return int(groups * heads <= WITH_FEEDBACK * sm_count)
+    dim = max(fmt.head_dim for _, fmt, _, _ in sides)
     for count in GROUPS:
-        if count * dim <= MOST_OF_BLOCK and 2 * -(-groups // count) * num_heads <= most:
+        if count * dim <= MOST_OF_BLOCK and -(-groups // count) * heads <= BLOCKS_PER_SM * sm_count:
             return count
     return 0
 
@@ -408,8 +409,9 @@ def _prepare(
     num_tokens, num_heads, _ = k.shape
     constants = {"num_tokens": num_tokens, "num_heads": num_heads}
     if isinstance(spec, StepSpec):
-        spec = _with_step(replace(spec, groups=groups), given, constants, copied)
-        grid = -(-num_tokens // spec.tokens), num_heads, 2 + spec.query_slices
+        spec, ratio = _with_step(spec, given, constants, copied)
+        spec = replace(spec, groups=groups)
+        grid = -(-num_tokens // spec.tokens), num_heads, 2 + ratio
     else:
         grid = grid_of(num_tokens, num_heads, len(names), spec.tokens, gpu.sm_count)
     constants["heads_per_block"] = -(-num_heads // grid[1])
@@ -428,8 +430,9 @@ def _with_step(
     given: Mapping[str, torch.Tensor | None],
     constants: dict[str, int],
     copied: Sequence[int],
-) -> StepSpec:
-    """The spec of a call with its matrices, whose constants are added."""
+) -> tuple[StepSpec, int]:
+    """The spec of a call with its matrices, whose constants are added, and the query heads on a KV
+    head that are multiplied."""
     has = {name: given[f"step.{name}"] is not None for name in MATRICES}
     spec = replace(spec, **has)  # type: ignore[arg-type]  # names of its flags
     numbers = "q_stride_token", "q_stride_head", "q_matrix_stride", "ratio"
@@ -442,7 +445,7 @@ def _with_step(
         steps = [q.shape[1] * row_bytes, row_bytes] if is_copied else strides(q)
         values = [*steps, 4 * matrix.stride(0), q.shape[1] // matrix.shape[0]]
     constants |= {f"step.{name}": n for name, n in zip(numbers, values, strict=True)}
-    return spec
+    return spec, values[3]
 
 
 # The feedback kernel

@@ -24,7 +24,6 @@ from ..device.row_layout import (
     PRODUCT_ROWS,
     PRODUCT_WARPS,
     SIZES,
-    SPLIT_COLUMNS,
     STAGES,
     UNIT,
     RowSpec,
@@ -219,11 +218,6 @@ class StepSpec(AppendSpec):
         """Whether the same code appends K and V."""
         return self.kinds[0] == self.kinds[1] and not self.rotary_dim
 
-    @property
-    def query_slices(self) -> int:
-        """Blocks that share the columns of queries."""
-        return -(-self.k.fmt.head_dim // (SPLIT_COLUMNS * self.warps)) if self.query else 0
-
     def results_at(self, side: Side, has_feedback: bool) -> int:
         """Bytes before the rows that are multiplied, float32: the product, and the tiles of L."""
         tiles = TileLayout(side.fmt.head_dim).nbytes if has_feedback else 0
@@ -249,7 +243,8 @@ class StepSpec(AppendSpec):
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block."""
-        return max(self._bytes_of(*kind) for kind in self.kinds)
+        queries = product_bytes(self.k.fmt.head_dim, self.groups) if self.query else 0
+        return max(queries, *(self._bytes_of(*kind) for kind in self.kinds))
 
 
 @dataclass(frozen=True)

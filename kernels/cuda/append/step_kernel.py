@@ -1,17 +1,14 @@
 """The append kernel of a decode step: new K and V, and queries, times matrices first.
 
-    grid    groups of 8 tokens  x  KV heads  x  K, V, 64 columns of the queries
-    block   8 warps, a KV head: new rows, or queries, times its matrix
+    grid    groups of 8 tokens  x  KV heads  x  K, V, query heads on a KV head
+    block   8 warps, a head: new rows, or queries, times its matrix (device/products.py)
 
         rows (x - offset) ──▶ M ──▶ float32, shared memory ──▶ quantize ──▶ row at a slot
         queries           ──▶ M ──▶ 16 bit, global memory
 
-Rows are multiplied in float32 (device/products.py), with the bits of the affine kernel; queries,
-which are rounded to 16 bit, by tensor cores (device/split_products.py), with those of the kernel
-that transforms them elsewhere. A block of rows has all columns of a matrix, so that a row is whole
-where it is quantized, by the first warps as in kernel.py. A side without a matrix is appended as
-there. That a matrix is read again for every block is cheap where tokens are few; for others its
-launch comes before (launch.py).
+A block has all columns of a matrix, so that a row is whole where it is quantized, by the first
+warps as in kernel.py. A side without a matrix is appended as there. That a matrix is read again for
+every block is cheap where tokens are few; for others its launch comes before (launch.py).
 
 A launch may overlap the one that places the tokens (slots/kernel.py): what that one writes, the
 slots, is read after a wait for it, and what it does not, rows and matrices, before.
@@ -30,22 +27,14 @@ from ..device.ptx import (
     pack_bf16,
     pack_f16,
     shared_address,
-    store_global_u32,
+    store_global_u32x2,
     store_shared_f32x4,
     store_shared_u32x4,
     wait_copies,
     wait_for_launch,
 )
 from ..device.row_copies import make_ask, make_load_old
-from ..device.row_layout import (
-    ELEMENTS,
-    PRODUCT_ROWS,
-    SIZES,
-    SPLIT_COLUMNS,
-    SPLIT_ROWS,
-    UNIT,
-)
-from ..device.split_products import make_load_columns, make_multiply, part_words
+from ..device.row_layout import ELEMENTS, PRODUCT_ROWS, SIZES, UNIT
 from ..device.transform import make_transform, swizzle
 from .feedback_kernel import make_prepare
 from .feedback_step import make_ask_tiles, make_round_rows
@@ -75,9 +64,12 @@ def make_step_kernel(spec):
         kv_head, kind = int32(cuda.blockIdx.y), int32(cuda.blockIdx.z)
         shared = uint32(shared_address(cuda.shared.array(0, uint32)))
         if QUERIES and kind >= int32(2):
-            where = (q, q_out, q_token, q_head, num_heads, ratio)
+            head = int32(int32(kv_head * ratio) + int32(kind - int32(2)))
+            source = q + uint64(first) * q_token + uint64(head) * q_head
+            place = uint64(first) * uint64(int32(num_heads * ratio)) + uint64(head)
             matrix = q_matrix + uint64(kv_head) * q_matrix_stride
-            transform_queries(where, matrix, kv_head, uint32(kind - int32(2)), first, count)
+            target = (q_out, place, uint64(int32(num_heads * ratio)), count)
+            transform_queries(source, q_token, count, matrix, shared, target)
             if OVERLAPS:
                 wait_for_launch()
             return
@@ -98,7 +90,7 @@ def make_step_kernel(spec):
 
 
 @device_function
-def _no_queries(where, matrix, kv_head, slice_, first, count):
+def _no_queries(source, stride, count, matrix, shared, target):
     """In place of queries where there are none."""
 
 
@@ -321,45 +313,25 @@ def _put_in_shared(head_dim):
 
 
 def _make_transform_queries(spec):
-    """Make the function that multiplies the queries of a block's tokens by some columns of a
-    matrix and writes them in 16 bit, as affine/split_kernel.py does."""
-    DIM, BF16, PART = spec.k.fmt.head_dim, spec.query == "bf16", part_words(spec.k.fmt.head_dim)
-    COLUMNS, pack = SPLIT_COLUMNS * spec.warps, pack_bf16 if BF16 else pack_f16
-    load_columns, multiply = make_load_columns(DIM), make_multiply(DIM, spec.query)
+    """Make the function that multiplies queries by a matrix and writes them in 16 bit."""
+    DIM, pack = spec.k.fmt.head_dim, pack_bf16 if spec.query == "bf16" else pack_f16
+    NEW, PART = row_words(DIM, spec.groups), part_floats(DIM)
 
     @device_function
-    def place_of(where, kv_head, first, row):
-        """The address of a query, and where its product goes, in elements."""
-        q, _, q_token, q_head, num_heads, ratio = where
-        member = uint32(row // uint32(ratio))
-        head = int32(int32(kv_head * ratio) + int32(row - uint32(member * uint32(ratio))))
-        token = uint64(uint32(first + member))
-        place = token * uint64(int32(num_heads * ratio)) + uint64(head)
-        return q + token * q_token + uint64(head) * q_head, place * uint64(DIM)
+    def put(row, column, values, is_any, target):
+        q_out, first, stride, count = target
+        if is_any and row < count:
+            place = (first + uint64(row) * stride) * uint64(DIM) + uint64(column)
+            words = (pack(values[1], values[0]), pack(values[3], values[2]))
+            store_global_u32x2(q_out + uint64(2) * place, words[0], words[1])
+
+    ask, put_rows, multiply = make_products(DIM, spec.query, spec.groups, put)
 
     @device_function
-    def transform_queries(where, matrix, kv_head, slice_, first, count):
-        thread = uint32(cuda.threadIdx.x)
-        lane, warp = uint32(thread & uint32(31)), uint32(thread >> uint32(5))
-        g, t = uint32(lane >> uint32(2)), uint32(lane & uint32(3))
-        q_out, num_rows = where[1], uint32(count * uint32(where[5]))
-        first_column = uint32(uint32(COLUMNS) * slice_ + uint32(SPLIT_COLUMNS) * warp)
-        if first_column < uint32(DIM):
-            part = cuda.local.array(PART, uint32)
-            load_columns(matrix, first_column, part)
-            column = uint64(uint32(first_column + uint32(2) * t))
-            for start in range(0, int32(num_rows), SPLIT_ROWS):
-                one = uint32(uint32(start) + g)
-                two = uint32(one + uint32(8))
-                last = uint32(num_rows - uint32(1))
-                from_one, to_one = place_of(where, kv_head, first, min(one, last))
-                from_two, to_two = place_of(where, kv_head, first, min(two, last))
-                sums = multiply(from_one, from_two, part)
-                if one < num_rows:
-                    at = q_out + uint64(2) * (to_one + column)
-                    store_global_u32(at, pack(sums[1], sums[0]))
-                if two < num_rows:
-                    at = q_out + uint64(2) * (to_two + column)
-                    store_global_u32(at, pack(sums[3], sums[2]))
+    def transform_queries(source, stride, count, matrix, shared, target):
+        words, columns = cuda.local.array(NEW, uint32), cuda.local.array(PART, float32)
+        ask(source, stride, count, matrix, words, columns)
+        put_rows(words, uint64(0), shared)
+        multiply(columns, matrix, shared, target)
 
     return transform_queries

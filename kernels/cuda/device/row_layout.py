@@ -41,7 +41,6 @@ SIZES = {"bf16": 2, "fp16": 2, "fp32": 4}  # bytes of an element
 # the columns of the matrix that it has at a time
 PRODUCT_WARPS = PRODUCT_ROWS = 8
 PRODUCT_COLUMNS = 128
-SPLIT_ROWS, SPLIT_COLUMNS = 16, 8  # of an MMA: what a warp multiplies at a time (split_products.py)
 
 
 def divisor(number: int) -> tuple[int, int]:

@@ -32,7 +32,7 @@ from fake_cuda import CPU, arguments_of
 from in_simulator import typed
 
 from kvquant.kernels.cuda.affine import launch as transforming
-from kvquant.kernels.cuda.affine.launch import AffineSpec, SplitSpec
+from kvquant.kernels.cuda.affine.launch import AffineSpec
 from kvquant.kernels.cuda.append import launch as appending
 from kvquant.kernels.cuda.append.spec import AppendSpec, FeedbackSide, FeedbackSpec, StepSpec
 from kvquant.kernels.cuda.dequantize import launch as dequantizing
@@ -56,9 +56,7 @@ class Launcher:
 
     def __call__(self, stream: int, values: Sequence[Any]) -> None:
         given = arguments_of(self.spec, struct.pack(self.layout, *values))
-        if isinstance(
-            self.spec, AffineSpec | SplitSpec
-        ):  # where it writes, in a tensor of the launcher's
+        if isinstance(self.spec, AffineSpec):  # where it writes, in a tensor of the launcher's
             size = 4 * given["num_rows"] * given["num_heads"] * self.spec.head_dim
             memory.append((given["y"], size))
         if isinstance(self.spec, StepSpec) and self.spec.query:
@@ -106,7 +104,7 @@ def check_queries(got: torch.Tensor | None, queries: Queries) -> None:
     )
     assert got is not None and got.dtype == queries.x.dtype and got.shape == x.shape
     rounding = 2**-8 if got.dtype == torch.bfloat16 else 2**-11
-    limit = rounding * wanted.abs() + 90 * 2**-24 * size + 2**-25
+    limit = rounding * wanted.abs() + 45 * 2**-24 * size + 2**-25
     assert bool(((got.double() - wanted).abs() <= limit).all())
 
 
@@ -176,7 +174,7 @@ def simulated(converts_fp8: bool, shares: bool, is_step: bool) -> Iterator[None]
         "AppendSpec": one_warp(AppendSpec),
         "make_feedback_spec": lambda sides: FeedbackSpec(tuple(map(alone, sides))),
         "ROWS_PER_SM": 64 if shares else 0,
-        "BLOCKS_PER_SM": 4 if is_step else 0,
+        "BLOCKS_PER_SM": 12 if is_step else 0,
         "WITH_FEEDBACK": 100 if is_step else 0,
         "transform_rows": noted(transform_rows),
     }

@@ -127,7 +127,7 @@ def test_a_side_without_feedback_has_a_kernel_of_its_own(cuda: FakeDriver) -> No
     plain, fed, product, fp8, of_matrix = loaded_specs()
     assert isinstance(plain, AppendSpec) and isinstance(fed, FeedbackSpec)
     assert isinstance(of_matrix, FeedbackSpec) and isinstance(fp8, AppendSpec)
-    assert isinstance(product, AffineSpec) and product.product
+    assert isinstance(product, AffineSpec) and product.encodes
     sources = fed.sides[0].source, of_matrix.sides[0].source
     assert sources == ("bf16", "fp32"), "what was multiplied is float32"
     assert [one.grid[2] for one in cuda.launched] == [1] * 5

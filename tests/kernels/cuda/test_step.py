@@ -39,7 +39,7 @@ def test_a_step_is_one_launch(cuda: FakeDriver) -> None:
     given = make_call(MATRICES)
     found = appending.append_calibrated(**given, queries=make_queries(MATRICES))
     (launched,), (spec,) = cuda.launched, loaded_specs()
-    assert launched.grid == (1, 8, 4) and launched.block[0] == 256 and not launched.overlaps
+    assert launched.grid == (1, 8, 6) and launched.block[0] == 256 and not launched.overlaps
     assert isinstance(spec, StepSpec) and (spec.k_matrix, spec.v_matrix) == (True, True)
     assert (spec.query, spec.groups, spec.overlaps) == ("bf16", 1, False)
     arguments = arguments_of(spec, launched.arguments)
@@ -48,7 +48,7 @@ def test_a_step_is_one_launch(cuda: FakeDriver) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "grid"), [(16, (2, 8, 4)), (64, (4, 8, 4)), (128, (4, 8, 4)), (129, None)]
+    ("tokens", "grid"), [(16, (2, 8, 6)), (64, (4, 8, 6)), (128, (4, 8, 6)), (161, None)]
 )
 def test_blocks_take_more_tokens_where_there_are_more(
     tokens: int, grid: tuple[int, ...] | None, cuda: FakeDriver
