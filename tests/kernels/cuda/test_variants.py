@@ -10,6 +10,7 @@ import torch
 from cuda_cases import LIMITS, NAN, Measure, int32, linear, paged, queries, query, ring, seated
 from query_cases import make_variant
 
+from kvquant import decode_attention, reference_attention
 from kvquant.errors import ShapeError, UnsupportedError
 from kvquant.kernels.cuda.decode import launch
 from kvquant.rows.reference import reference_over_segments
@@ -225,6 +226,20 @@ def test_tensors_of_any_strides() -> None:
     expected = launch.attend(q, [segment], None, None, variant=variant)[0]
     for other in (variant._replace(**crooked), inside):
         assert torch.equal(launch.attend(q, [segment], None, None, variant=other)[0], expected)
+
+
+def test_the_public_call(relative_l2: Measure) -> None:
+    segment = linear("int4-g4", LENS, 2)
+    q = queries(segment, 4, 8)
+    variant = make_variant(ALL, q, [segment])
+    rows = (segment.k_rows, segment.v_rows, segment.seq_lens)
+    formats = {"k_format": segment.k_format, "v_format": segment.v_format}
+    out = decode_attention(q, *rows, **formats, variant=variant)  # type: ignore[call-overload]
+    expected = reference_attention(q, *rows, **formats, variant=variant)  # type: ignore[call-overload]
+    assert relative_l2(out, expected) <= LIMITS[q.dtype]
+    with pytest.raises(ShapeError, match="sink_logits"):
+        wrong = AttentionVariant(sink_logits=torch.zeros(7, device="cuda"))
+        decode_attention(q, *rows, **formats, variant=wrong)  # type: ignore[call-overload]
 
 
 def test_large_caps_slopes_and_offsets(relative_l2: Measure) -> None:
