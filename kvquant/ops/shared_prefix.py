@@ -23,7 +23,7 @@ from typing import Any, Literal, overload
 import torch
 
 from .. import debug
-from ..errors import ConfigError, DeviceError, ShapeError
+from ..errors import ConfigError, DeviceError, ShapeError, UnsupportedError
 from ..rows.arguments import check_flag, check_kind, check_tensors
 from ..rows.basis import LayerBasis
 from ..rows.segment import (
@@ -32,6 +32,13 @@ from ..rows.segment import (
     check_segments,
     parse_formats,
     query_shape,
+)
+from ..rows.variant import (
+    AttentionVariant,
+    add_sinks,
+    check_variant,
+    check_variant_values,
+    names_of,
 )
 from .attention import (
     Result,
@@ -60,6 +67,7 @@ def attend_shared(
     *,
     members: torch.Tensor | None = ...,
     q_lens: torch.Tensor | None = ...,
+    variant: AttentionVariant | None = ...,
     basis: LayerBasis | None = ...,
     seq_lens: torch.Tensor | None = ...,
     transformed: Transformed | None = ...,
@@ -76,6 +84,7 @@ def attend_shared(
     *,
     members: torch.Tensor | None = ...,
     q_lens: torch.Tensor | None = ...,
+    variant: AttentionVariant | None = ...,
     basis: LayerBasis | None = ...,
     seq_lens: torch.Tensor | None = ...,
     transformed: Transformed | None = ...,
@@ -92,6 +101,7 @@ def attend_shared(
     *,
     members: torch.Tensor | None = ...,
     q_lens: torch.Tensor | None = ...,
+    variant: AttentionVariant | None = ...,
     basis: LayerBasis | None = ...,
     seq_lens: torch.Tensor | None = ...,
     transformed: Transformed | None = ...,
@@ -107,6 +117,7 @@ def attend_shared(
     *,
     members: torch.Tensor | None = None,
     q_lens: torch.Tensor | None = None,
+    variant: AttentionVariant | None = None,
     basis: LayerBasis | None = None,
     seq_lens: torch.Tensor | None = None,
     transformed: Transformed | None = None,
@@ -127,6 +138,8 @@ def attend_shared(
         members: [num_members], int64: the sequences (indices into the batch) that share the
             prefix, each once; negative entries are ignored. All sequences when None.
         q_lens: [batch], int32, as in decode_attention.
+        variant: with sink logits, which take part once, when both states are merged; None for plain
+            attention.
         basis, seq_lens, transformed: as in attend_segments; seq_lens counts the prefix, too.
         sm_scale, return_lse, num_splits, backend: as in decode_attention.
 
@@ -140,6 +153,7 @@ def attend_shared(
             mode only; see kvquant.debug).
         ConfigError: members are not int64, or the prefix is a ring.
         DeviceError: members lie on another device than q.
+        UnsupportedError: the variant has other fields.
         As decode_attention.
     """
     check_flag("return_lse", return_lse)
@@ -154,6 +168,7 @@ def attend_shared(
         raise
     if members is not None:
         _check_members(members, q)
+    sinks = _sinks_of(variant, q, segments, q_lens)
     given, given_scale = q, sm_scale
     if transformed is not None:
         q, sm_scale = transformed
@@ -182,10 +197,32 @@ def attend_shared(
     if given.ndim == 4:
         out, lse = out.view(*given.shape[:-1], -1), lse.view(given.shape[:-1])
         seq_lens = (lse[..., 0] != -torch.inf).int()  # all that counts: whether there are any
-    result: Result = out, lse if return_lse else None
+    result: Result = out, None if sinks is None and not return_lse else lse
     if basis is not None:
         result = restore_result(*result, given, basis, seq_lens, given_scale, backend)
-    return result[0] if result[1] is None else (result[0], result[1])
+    if sinks is not None and result[1] is not None:
+        result = add_sinks(result[0], result[1], sinks)
+    return (result[0], result[1]) if return_lse and result[1] is not None else result[0]
+
+
+def _sinks_of(
+    variant: AttentionVariant | None,
+    q: torch.Tensor,
+    segments: Sequence[Segment],
+    q_lens: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """The sink logits of a variant that has nothing else."""
+    names = names_of(variant)
+    if variant is None or not names:
+        return None
+    if names != ("sink_logits",):
+        raise UnsupportedError(
+            f"{', '.join(names)}: beside a shared prefix only sink_logits are possible"
+        )
+    check_variant(q, segments, q_lens, variant)
+    if debug.may_read(q):
+        check_variant_values(q, segments, q_lens, variant)
+    return variant.sink_logits
 
 
 def _check_prefix(q: torch.Tensor, prefix: Segment, segments: Sequence[Segment]) -> None:

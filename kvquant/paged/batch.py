@@ -418,15 +418,16 @@ class PagedBatch(NotCopied):
                 last token. Or [batch, q_len, num_q_heads, head_dim]: those of its new tokens, in
                 the first rows of its q_len; what stands in the others is not read.
             options: variant, sm_scale, return_lse, num_splits, backend, as in decode_attention. A
-                layer's own window needs no variant, and shared prefixes are not read once there.
+                layer's own window needs no variant. Shared prefixes are not read once there, nor
+                with a variant other than sink logits.
 
         Returns:
             As decode_attention; zeros for places without a sequence, and rows without a new token.
 
         Raises:
             As decode_attention; ShapeError if there are fewer rows than sequences, or than new
-            tokens of one; ConfigError outside of a step; UnsupportedError for a variant where
-            shared_prefix is True.
+            tokens of one; ConfigError outside of a step; UnsupportedError for a variant other
+            than sink logits where shared_prefix is True.
         """
         return self._attend(layer, q, None, options)
 
@@ -455,11 +456,12 @@ class PagedBatch(NotCopied):
                     "[batch, num_q_heads, head_dim] for the last one"
                 )
         tensors, members = self._staged.tensors, None
-        options, is_plain = dict(options), not names_of(options.get("variant"))
+        options = dict(options)
+        is_plain = set(names_of(options.get("variant"))) <= {"sink_logits"}
         if self.shared_prefix and not is_plain:
             raise UnsupportedError(
-                "shared prefixes are read by plain attention: give no variant, or make the batch "
-                "with shared_prefix=False"
+                "shared prefixes are read by plain attention, with sink_logits at most: give no "
+                "other variant, or make the batch with shared_prefix=False"
             )
         window = self.cache.windows[layer]
         if window is not None:

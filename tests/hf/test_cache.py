@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvquant import KVCache, debug
+from kvquant import AttentionVariant, KVCache, debug
 from kvquant.cache import layer as layers
 from kvquant.errors import ConfigError, KVQuantError, NonFiniteError, ShapeError, UnsupportedError
 
@@ -709,6 +709,19 @@ def test_outputs_beside_the_logits_are_given(kind: str) -> None:
     for key in [option.removeprefix("output_") for option in wanted]:
         for got, expected in zip(found[1][key], found[0][key], strict=True):
             torch.testing.assert_close(got, expected, atol=TOLERANCE, rtol=0)
+
+
+def test_alibi_in_a_loop_of_ones_own_is_that_of_bloom() -> None:
+    """BLOOM computes attention by itself: it adds slope * position of the key to scores."""
+    bloom = pytest.importorskip("transformers.models.bloom.modeling_bloom")
+    alibi = bloom.build_alibi_tensor(torch.ones(1, 20), 8, torch.float32)  # [heads, 1, tokens]
+    cache = KVCache(1, 1, 8, 64, 32, **FP16)
+    k, v = torch.randn(2, 1, 8, 20, 64).half()
+    cache.append(0, k, v)
+    q, variant = torch.randn(1, 8, 64), AttentionVariant(alibi_slopes=alibi[:, 0, 1].clone())
+    scores = torch.baddbmm(alibi, q[0, :, None], k[0].float().mT, alpha=64**-0.5)
+    expected = (scores.softmax(-1) @ v[0].float())[:, 0]
+    torch.testing.assert_close(cache.attend(0, q, variant=variant)[0], expected)
 
 
 def test_rows_of_a_mask_but_the_last_are_refused() -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from fake_cuda import FakeDriver, arguments_of, install
 
-from kvquant import quantize_rows
-from kvquant.errors import ConfigError, DeviceError, ShapeError
+from kvquant import AttentionVariant, quantize_rows
+from kvquant.errors import ConfigError, DeviceError, ShapeError, UnsupportedError
 from kvquant.kernels.cuda.prefix.launch import combine
 from kvquant.kernels.cuda.prefix.spec import CombineSpec
 from kvquant.ops.attention import attend_segments, merge_states
@@ -100,6 +100,26 @@ def test_several_queries_see_all_of_the_prefix(
     assert torch.equal(found[1] == -torch.inf, empty) and not found[0][empty].any()
     assert relative_l2(found[0], expected[0]) < limit
     assert relative_l2(found[1][~empty], expected[1][~empty]) < limit
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_sinks_take_part_once(relative_l2: Measure, device: str) -> None:
+    prefix, own, whole = shared(140, (9, 2, 17), (2, 0), device)
+    q, limit = torch.randn(3, 3, 6, 64, device=device), 1e-5
+    if device == "cuda":
+        q, limit = q.bfloat16(), 4e-3
+    variant = AttentionVariant(sink_logits=torch.randn(6, device=device))
+    options: dict[str, Any] = {"variant": variant, "q_lens": int32(3, 3, 2).to(device)}
+    members = torch.tensor([2, 0], device=device)
+    found = attend_shared(q, prefix, [own], members=members, return_lse=True, **options)
+    expected = attend_segments(q, [whole], return_lse=True, backend="reference", **options)
+    empty = expected[1] == -torch.inf
+    assert torch.equal(found[1] == -torch.inf, empty) and not found[0][empty].any()
+    assert relative_l2(found[0], expected[0]) < limit
+    assert relative_l2(found[1][~empty], expected[1][~empty]) < limit
+    assert torch.equal(attend_shared(q, prefix, [own], members=members, **options), found[0])
+    with pytest.raises(UnsupportedError, match="window: beside a shared prefix only sink_logits"):
+        attend_shared(q, prefix, [own], variant=AttentionVariant(window=7))
 
 
 @pytest.mark.parametrize("prefix_len", [0, 30])
