@@ -410,7 +410,8 @@ class PagedBatch(NotCopied):
 
         Several queries are those of the step's new tokens, each of which sees the tokens before it
         and itself (new_lens are their q_lens, so a CUDA graph serves steps with any counts of
-        them). Every query sees the rows as they are now, as in KVCache.attend.
+        them). Every query sees the rows as they are now: tokens that left the recent window in
+        this step are packed for all of them.
 
         Args:
             layer: index of the layer; append the step's K and V to it first.
