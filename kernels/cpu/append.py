@@ -154,10 +154,13 @@ def make_append_kernel():
         for token in range(first, min(first + tokens, argument(args, NUM_TOKENS))):
             # Step 1: where its rows are
             target, exact, row, kept = argument(argument(args, PACKED), token), -1, 0, 0
+            leaving = -1
             if exact_slots != 0:
                 exact = argument(exact_slots, token)
             if exact >= 0:
-                target = argument(argument(args, LEAVING), token)
+                leaving = argument(argument(args, LEAVING), token)
+                if leaving >= 0:
+                    target = leaving
                 kept = argument(side, EXACT_ROWS)
                 kept += exact // exact_len * argument(side, EXACT_STRIDE_PAGE)
                 kept += exact % exact_len * argument(side, EXACT_STRIDE)
@@ -167,20 +170,23 @@ def make_append_kernel():
                 row += target % page_size * argument(side, ROWS_STRIDE)
             x = argument(side, X) + token * argument(side, X_STRIDE)
             for _ in range(argument(args, NUM_HEADS)):
-                # Step 2: the packed row
-                if target >= 0:
-                    source = x
-                    if exact >= 0:
-                        source = kept
-                        if load_int32(kept) & 0x7FFF >= argument(side, NAN):
-                            bad -= 1  # it was counted when it came
-                    elif to_exact != 0:
-                        quantize_row(to_exact, x, rounded)
-                        source = rounded
-                    bad += quantize_row(pack, source, row)
+                # Step 2: the packed row of one that leaves
+                if leaving >= 0:
+                    if load_int32(kept) & 0x7FFF >= argument(side, NAN):
+                        bad -= 1  # it was counted when it came
+                    bad += quantize_row(pack, kept, row)
                 # Step 3: the 16-bit row
+                source, is_bad = x, 0
                 if exact >= 0:
-                    bad += quantize_row(to_exact, x, kept)
+                    source = kept
+                    is_bad = quantize_row(to_exact, x, kept)
+                elif target >= 0 and to_exact != 0:
+                    source = rounded
+                    quantize_row(to_exact, x, rounded)
+                # Step 4: the packed row; what 16 bit cannot hold it cannot, and counts once
+                if target >= 0 and leaving < 0:
+                    is_bad = quantize_row(pack, source, row)
+                bad += is_bad
                 x += argument(side, X_STRIDE_HEAD)
                 row += argument(side, ROWS_STRIDE_HEAD)
                 kept += argument(side, EXACT_STRIDE_HEAD)

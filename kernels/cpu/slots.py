@@ -30,6 +30,7 @@ def find_slots(
     block_table: torch.Tensor | None,
     seq_slots: torch.Tensor | None,
     ring: bool,
+    at_once: bool,
 ) -> Sequence[torch.Tensor] | None:
     """The tensors that slots.slots_of gives, in a tenth of the time; None if it is to raise."""
     batch, new_tokens = len(seq_lens), int(new_tokens)
@@ -40,7 +41,7 @@ def find_slots(
     table = NO_PAGES if block_table is None else block_table.numpy().astype(np.int64, "C")
     sizes = new_tokens, int(page_size), int(sink_len), int(recent_len)  # of one type each
     slots = np.empty((3 if sink_len + recent_len else 1, batch * new_tokens), np.int64)
-    if not _fill(lens, table, *sizes, bool(ring), slots):
+    if not _fill(lens, table, *sizes, bool(ring), bool(at_once), slots):
         return None
     return torch.from_numpy(slots).unbind()
 
@@ -69,6 +70,7 @@ def _fill(
     sink_len,
     recent_len,
     ring,
+    at_once,
     slots,  # [3, batch * new_tokens]: packed, exact, evicted; without 16-bit rows [1, ...]
 ):
     """Fill slots; False if something is not possible."""
@@ -82,7 +84,7 @@ def _fill(
             return False
         if new < 0 or new > new_tokens or seq_slot < 0:
             return False
-        last = max(first, old + new - exact_len)
+        last = max(old + new - sink_len, 0) if at_once else max(first, old + new - exact_len)
         if last > room and (paged or not ring):
             return False
         for page in range((last + page_size - 1) // page_size if paged else 0):
@@ -91,12 +93,14 @@ def _fill(
         oldest = last - page_size if ring else 0
         for i in range(new):
             token, index = b * new_tokens + i, old - sink_len + i
-            if 0 <= index < last:  # packed at once
-                if index >= oldest:
-                    slots[0, token] = _packed_slot(table, paged, b, index, page_size)
-            elif index < 0:
+            if max(oldest, 0) <= index < last:
+                slots[0, token] = _packed_slot(table, paged, b, index, page_size)
+            if index < 0:
                 slots[1, token] = seq_slot * exact_len + sink_len + index
-            else:
+            elif at_once:
+                if index >= last - recent_len:
+                    slots[1, token] = seq_slot * exact_len + sink_len + index % recent_len
+            elif index >= last:
                 slots[1, token] = seq_slot * exact_len + sink_len + index % recent_len
                 leaver = first + (index - first) % recent_len
                 if oldest <= leaver < old - sink_len:
@@ -128,10 +132,10 @@ def _are_possible(
             exact, evicted = slots[1, token], slots[2, token]
             if exact < 0 and evicted >= 0:
                 return False
-            if exact >= 0:
+            if evicted >= 0:
                 packed = evicted
-                if exact >= num_exact or _was_seen(seen[1], exact):
-                    return False
+            if exact >= 0 and (exact >= num_exact or _was_seen(seen[1], exact)):
+                return False
         if packed >= num_packed or (packed >= 0 and _was_seen(seen[0], packed)):
             return False
     return True

@@ -30,7 +30,7 @@ from .checks import (
     per_layer,
     whole_numbers,
 )
-from .layer import LayerCache, rooms_of
+from .layer import ROLLBACK, LayerCache, rooms_of
 from .memory import check_room
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         exact_format: str
         device: torch.device | str
         windows: Sequence[int | None] | None
+        rollback_len: int
 
     class CacheOptions(PlanOptions, total=False):
         """All options of KVCache."""
@@ -81,6 +82,10 @@ class KVCache:
             see from_plan.
         windows: of each layer, how many tokens, the last ones, attention sees; None for all. A
             layer with a window has no sinks and keeps 512 tokens before it, so many can be cropped.
+        rollback_len: tokens before the recent ones whose 16-bit rows are kept, too: so many can be
+            cropped as if they had never come, see crop. For each of them a sequence has 4 *
+            head_dim bytes more a KV head and layer, 512 of head_dim 128; none where recent_len is
+            0, since nothing else is needed then.
 
     Attributes:
         layers: the LayerCache of each layer.
@@ -120,6 +125,7 @@ class KVCache:
         device: torch.device | str = "cpu",
         bases: Sequence[LayerBasis] | None = None,
         windows: Sequence[int | None] | None = None,
+        rollback_len: int = ROLLBACK,
     ) -> None:
         num_layers = check_size("num_layers", num_layers, at_least=1)
         batch = check_size("batch", batch, at_least=1)
@@ -128,6 +134,7 @@ class KVCache:
         max_seq_len = check_size("max_seq_len", max_seq_len)
         sink_len = check_size("sink_len", sink_len)
         recent_len = check_size("recent_len", recent_len)
+        rollback_len = check_size("rollback_len", rollback_len)
         if exact_format not in EXACT_CODECS:
             raise ConfigError(
                 f"exact_format {shown(exact_format)} does not exist: use 'bf16' or 'fp16'"
@@ -139,16 +146,18 @@ class KVCache:
         self.max_seq_len = max_seq_len
         self.sink_len = sink_len
         self.recent_len = recent_len
+        self.rollback_len = rollback_len
         self.exact_format = exact_format
         self.device = check_device(device)
         checked = check_bases(bases, num_kv_heads, k_formats, v_formats)
         windows = check_windows(windows, num_layers)
+        lens = max_seq_len, sink_len, recent_len
         each = (
-            rooms_of(max_seq_len, sink_len, recent_len, window).bytes_of(k, v, exact_format)
+            rooms_of(*lens, window, rollback_len).bytes_of(k, v, exact_format)
             for k, v, window in zip(k_formats, v_formats, windows, strict=True)
         )
         nbytes = sum(each) * batch * num_kv_heads
-        nbytes += 32 * num_layers * batch  # lengths
+        nbytes += 32 * num_layers * batch  # eight lengths
         if nbytes > _LARGE:
             what = f"a cache of {num_layers} layers and {batch} sequences of {max_seq_len} tokens"
             check_room(nbytes, self.device, what, "use a smaller max_seq_len or batch")
@@ -165,6 +174,7 @@ class KVCache:
                 self.device,
                 basis and basis.to(self.device),
                 window,
+                rollback_len,
             )
             for k, v, basis, window in zip(k_formats, v_formats, checked, windows, strict=True)
         ]
@@ -315,7 +325,8 @@ class KVCache:
         """Attend one token of each sequence, or its last few, to a layer's tokens.
 
         Every query sees the rows as they are now: of several, one sees tokens in their packed
-        format that were still 16-bit rows when its own token came, where recent_len is short.
+        format that were still 16-bit rows when its own token came, where recent_len is short. step
+        shows them the rows as the first of them saw them.
 
         Args:
             layer: index of the layer; append these tokens' K and V to it first.
@@ -450,15 +461,23 @@ class KVCache:
         num_splits: int | None = None,
         backend: str | None = None,
     ) -> torch.Tensor | State:
-        """Append one token to each sequence of a layer and attend to it and those before it.
+        """Append one token to each sequence of a layer, or a few, and attend with their queries.
 
-        What append and attend give, bit for bit. In a plan's basis it is sooner on CUDA: queries
-        are brought into the basis by the launch that does it with the new rows.
+        With one token it is what append and attend give, bit for bit. In a plan's basis it is
+        sooner on CUDA: queries are brought into the basis by the launch that does it with the new
+        rows.
+
+        Several tokens (drafted ones, say) are appended and attended in one call each. All of their
+        queries see the rows as the first of them: tokens that have left the recent window since
+        then are read in 16 bit. Token by token the i-th query (from 0) would find i of these
+        packed. That is all that differs, and with recent_len 0 nothing does; one call of the
+        kernel has one border between packed and 16-bit rows.
 
         Args:
             layer: index of the layer.
-            q: [batch, num_q_heads, head_dim], as in attend.
-            k: [batch, num_kv_heads, 1, head_dim], as in append.
+            q: [batch, num_q_heads, head_dim], or [batch, new_tokens, num_q_heads, head_dim].
+            k: [batch, num_kv_heads, new_tokens, head_dim], as in append; one token where q has
+                three axes. More than rollback_len + 1 tokens see more of them packed.
             v: as k.
             variant: as in attend.
             sm_scale, return_lse, num_splits, backend: as in decode_attention.
@@ -471,17 +490,19 @@ class KVCache:
         """
         at = self._layer(layer)
         check_tensors(q=q, k=k, v=v)
-        if k.ndim != 4 or k.shape[2] != 1:
+        new_tokens = q.shape[1] if q.ndim == 4 else 1
+        if k.ndim != 4 or k.shape[2] != new_tokens:
             raise ShapeError(
-                f"k is {list(k.shape)}: a step has one token of each sequence, "
-                f"[{self.batch}, {self.num_kv_heads}, 1, head_dim]"
+                f"k is {list(k.shape)}: a step with q {list(q.shape)} has {new_tokens} of each "
+                f"sequence, [{self.batch}, {self.num_kv_heads}, {new_tokens}, head_dim]"
             )
         at.check_query(q)
-        segments, variant = at.seen_by(layer, 1, None, variant)
-        ready = queries_of(q, at.basis, sm_scale, backend)
+        at.check_seen(layer, new_tokens, variant)
+        ready = None if q.ndim == 4 else queries_of(q, at.basis, sm_scale, backend)
         queries = None if ready is None else ready[0]
         counters = self.bad_rows, self.overflow_tokens
         found = at.append(k.detach(), v.detach(), None, *counters, queries)
+        segments, variant = at.seen_by(layer, new_tokens, None, variant, in_step=True)
         return attend_segments(
             q,
             segments,
@@ -531,8 +552,10 @@ class KVCache:
     def crop(self, seq_lens: int | Counts) -> None:
         """Drop the last tokens of each sequence.
 
-        Rows that have been packed stay packed, so after cropping into them the recent window is
-        empty and fills again with the next tokens.
+        If those that a sequence has had most are rollback_len more or fewer, the cache goes on bit
+        for bit as one that never saw the cropped tokens: recent_len tokens are read in 16 bit
+        again. Beyond, and from those that came by a file, what has been packed stays packed, and
+        the recent window fills again with the next tokens.
 
         Args:
             seq_lens: tokens to keep: one number for all (shorter sequences stay as they are), or
@@ -657,6 +680,7 @@ class KVCache:
             device=self.device,
             bases=self.bases,
             windows=self.windows,
+            rollback_len=self.rollback_len,
         )
         for mine, theirs in zip(self.layers, other.layers, strict=True):
             theirs.take(mine, index)

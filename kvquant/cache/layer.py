@@ -2,12 +2,17 @@
 
     tokens    0 ... sink_len          ...          seq_len - recent_len ... seq_len
               ├─ sinks ─┤├──────── packed ─────────┤├──────── recent ──────┤
-    rows      16-bit     k_format, v_format          16-bit, in a ring behind the sinks
+    attention   16-bit     k_format, v_format          16-bit, in a ring behind the sinks
 
-A token is written exactly (16 bit) first and quantized once, when it leaves the recent window, from
-its 16-bit values: the bytes do not depend on the chunks in which tokens arrive. With neither sinks
-nor a recent window tokens are quantized as they come. All rows, the 16-bit ones too, are stored in
-the layer's basis (basis.py), if it has one.
+    16-bit rows ├─ sinks ─┤           ├─ rollback_len ─┤├──── recent ──────┤
+    packed rows            ├───────────────────────────────────────────────┤
+
+A token is rounded to 16 bit and quantized from that when it comes: the bytes do not depend on the
+chunks in which tokens arrive. The last ones have both rows, and lengths alone tell which of them
+attention reads: the 16-bit row of a recent token, the packed row of one that has left the recent
+window. So a crop moves no row either: recent_len tokens are in 16 bit again, bit for bit as if the
+cropped ones had never come, as far back as the ring has rows (rollback_len tokens). All rows, the
+16-bit ones too, are stored in the layer's basis (basis.py), if it has one.
 
 A layer with a sliding window attends to the last `window` tokens only. It has no sinks, and its
 packed rows are a ring as well: SPARE tokens more than the window needs, so that the last tokens can
@@ -38,7 +43,7 @@ from ..ops.slots import (
 )
 from ..ops.transform import encode_rows
 from ..rows.arguments import address, check_tensors
-from ..rows.basis import LayerBasis, Queries
+from ..rows.basis import Encoding, LayerBasis, Queries
 from ..rows.format import RowFormat
 from ..rows.quantize import EXACT_DTYPES, FLOAT_DTYPES, full_precision
 from ..rows.segment import FixedSegments, Segment
@@ -48,6 +53,10 @@ from .checks import Counts, whole_numbers
 from .row_stacks import to_device, zero_rows
 
 SPARE = 512  # tokens before its window that a layer with one keeps: as many can be cropped
+ROLLBACK = 64  # tokens before the recent ones that are kept in 16 bit, too
+
+
+LensAndStarts = tuple[torch.Tensor, "torch.Tensor | None"]
 
 
 class Rooms(NamedTuple):
@@ -56,24 +65,34 @@ class Rooms(NamedTuple):
     sinks: int
     packed: int
     recent: int
+    rollback: int
 
     def bytes_of(self, k_format: RowFormat, v_format: RowFormat, exact_format: str) -> int:
         """Bytes of all these rows, of a KV head and a sequence."""
         return sum(
             self.packed * fmt.row_bytes
-            + (self.sinks + self.recent) * RowFormat.parse(exact_format, fmt.head_dim).row_bytes
+            + (self.sinks + self.recent + self.rollback)
+            * RowFormat.parse(exact_format, fmt.head_dim).row_bytes
             for fmt in (k_format, v_format)
         )
 
 
-def rooms_of(max_seq_len: int, sink_len: int, recent_len: int, window: int | None) -> Rooms:
+def rooms_of(
+    max_seq_len: int,
+    sink_len: int,
+    recent_len: int,
+    window: int | None,
+    rollback_len: int = ROLLBACK,
+) -> Rooms:
     """The rows that a layer needs; arguments as of LayerCache."""
-    if window is None:
-        sink_len = min(sink_len, max_seq_len)
-        recent_len = min(recent_len, max_seq_len - sink_len)
-        return Rooms(sink_len, max_seq_len - sink_len - recent_len, recent_len)
-    recent_len = min(recent_len, window, max_seq_len)
-    return Rooms(0, min(max_seq_len, window + SPARE) - recent_len, recent_len)
+    sink_len = min(sink_len, max_seq_len) if window is None else 0
+    behind = max_seq_len - sink_len
+    if recent_len >= behind and (window is None or window >= behind):
+        return Rooms(sink_len, 0, behind, 0)  # no token ever leaves the recent window
+    packed_len = behind if window is None else min(behind, window + SPARE)
+    recent_len = recent_len if window is None else min(recent_len, window)
+    rollback_len = min(rollback_len, behind - recent_len) if recent_len else 0
+    return Rooms(sink_len, packed_len, recent_len, rollback_len)
 
 
 class LayerCache:
@@ -91,16 +110,18 @@ class LayerCache:
         device: where the tensors lie.
         basis: what rows are stored as; as they come when None.
         window: tokens that attention sees, the last ones; all when None.
+        rollback_len: tokens before the recent ones that are in 16 bit, too, for crop.
 
     Attributes:
         k_packed, v_packed: [batch, num_kv_heads, packed_len, row_bytes].
-        k_exact_rows, v_exact_rows: [batch, num_kv_heads, sink_len + recent_len, 16-bit row bytes]:
-            the sinks, and behind them a ring, in which the i-th token after the sinks has slot
-            i % recent_len. One segment, which a kernel reads at once.
+        k_exact_rows, v_exact_rows: [batch, num_kv_heads, sink_len + ring_len, 16-bit row bytes]:
+            the sinks, and behind them a ring of recent_len + rollback_len rows, in which the i-th
+            token after the sinks has slot i % ring_len. One segment, which a kernel reads at once.
         seq_lens: [batch] int32, tokens held.
-        packed_lens: [batch] int32, how many of them are packed.
-        exact_lens: [batch] int32, the others: seq_lens - packed_lens.
-        starts: [batch] int32, slot of the oldest token of the ring: packed_lens % recent_len.
+        packed_lens: [batch] int32, tokens whose packed rows attention reads.
+        exact_lens: [batch] int32, the others, sinks and recent ones: seq_lens - packed_lens.
+        starts: [batch] int32, slot of the oldest of the recent ones: packed_lens % ring_len.
+        exact_firsts: [batch] int32, the first token behind the sinks that is still in the ring.
         seen_lens: [batch] int32, packed tokens that attention sees: packed_lens without a window.
         seen_starts: [batch] int32, with a window: the row of the first of these.
         firsts: [batch] int32, with a window: the first token whose row is still there.
@@ -123,15 +144,17 @@ class LayerCache:
         device: torch.device,
         basis: LayerBasis | None = None,
         window: int | None = None,
+        rollback_len: int = ROLLBACK,
     ) -> None:
         def rows(length: int, fmt: RowFormat) -> torch.Tensor:
             shape = (batch, num_kv_heads, length, fmt.row_bytes)
             what = f"{length} rows of {fmt} for {batch} sequences and {num_kv_heads} KV heads"
             return zero_rows(shape, device, what, "use a smaller max_seq_len or batch")
 
-        rooms = rooms_of(max_seq_len, sink_len, recent_len, window)
-        self.sink_len, self.packed_len, self.recent_len = rooms
-        self.split = Split(self.sink_len, self.recent_len, max(self.packed_len, 1))
+        rooms = rooms_of(max_seq_len, sink_len, recent_len, window, rollback_len)
+        self.sink_len, self.packed_len, self.recent_len, rollback_len = rooms
+        page_size = max(self.packed_len, 1)
+        self.split = Split(self.sink_len, self.recent_len, page_size, rollback_len)
         self.window = window
         self.max_seq_len = max_seq_len
         self.longest: int | None = 0
@@ -142,13 +165,12 @@ class LayerCache:
             min(fmt.max_abs, exact.max_abs)
             for fmt, exact in ((k_format, self.k_exact), (v_format, self.v_exact))
         )
-        exact_len = self.sink_len + self.recent_len
         self.k_exact_rows, self.v_exact_rows = (
-            rows(exact_len, fmt) for fmt in (self.k_exact, self.v_exact)
+            rows(self.split.exact_len, fmt) for fmt in (self.k_exact, self.v_exact)
         )
         self.k_packed, self.v_packed = (rows(self.packed_len, fmt) for fmt in (k_format, v_format))
-        self.seq_lens, self.packed_lens, self.exact_lens, self.starts = (
-            torch.zeros(batch, dtype=torch.int32, device=device) for _ in range(4)
+        self.seq_lens, self.packed_lens, self.exact_lens, self.starts, self.exact_firsts = (
+            torch.zeros(batch, dtype=torch.int32, device=device) for _ in range(5)
         )
         self.seen_lens = self.packed_lens
         self.seen_starts: torch.Tensor | None = None
@@ -156,10 +178,11 @@ class LayerCache:
             self.seen_lens, self.seen_starts, self.firsts = (
                 torch.zeros_like(self.seq_lens) for _ in range(3)
             )
-        lens = self.seq_lens, self.packed_lens, self.exact_lens, self.starts
+        lens = self.seq_lens, self.packed_lens, self.exact_lens, self.starts, self.exact_firsts
         seen = () if window is None else (self.seen_lens, self.seen_starts, self.firsts)
         self.lens = Lens(*lens, *seen)
-        self.sizes = Sizes(*rooms, max_seq_len, window or 0)
+        sizes = self.sink_len, self.packed_len, self.recent_len, self.split.ring_len
+        self.sizes = Sizes(*sizes, max_seq_len, window or 0)
         self._segments, self._again = FixedSegments(self._make_segments()), Appends()
 
     @property
@@ -174,7 +197,7 @@ class LayerCache:
 
     @property
     def k_recent(self) -> torch.Tensor:
-        """[batch, num_kv_heads, recent_len, 16-bit row bytes], of k_exact_rows."""
+        """[batch, num_kv_heads, ring_len, 16-bit row bytes], of k_exact_rows."""
         return self.k_exact_rows[:, :, self.sink_len :]
 
     @property
@@ -198,12 +221,29 @@ class LayerCache:
         """The rows in use as segments; kinds without room left out."""
         return self._make_segments() if torch.compiler.is_compiling() else self._segments
 
+    def check_seen(self, layer: int, q_len: int, variant: AttentionVariant | None) -> None:
+        """Raise UnsupportedError if the last q_len tokens cannot attend so; see seen_by."""
+        if self.window is None or self.window >= self.max_seq_len:
+            return
+        if "key_bias" in names_of(variant):
+            raise UnsupportedError(
+                f"layer {layer} keeps the last tokens of a window only: key_bias, which counts "
+                "tokens from the first, is not possible"
+            )
+        if q_len > SPARE + 1:
+            raise UnsupportedError(
+                f"layer {layer} sees the last {self.window} tokens and keeps {SPARE} before them: "
+                f"attend with {SPARE + 1} queries a sequence at most, not {q_len}"
+            )
+
     def seen_by(
         self,
         layer: int,
         q_len: int,
         q_lens: torch.Tensor | None,
         variant: AttentionVariant | None,
+        *,
+        in_step: bool = False,
     ) -> tuple[Sequence[Segment], AttentionVariant | None]:
         """What the last q_len tokens of each sequence attend to, and how.
 
@@ -214,6 +254,8 @@ class LayerCache:
             q_len: 1 or more.
             q_lens: as in KVCache.attend.
             variant: of the caller.
+            in_step: whether rows are to be those that the first of these tokens saw: what has left
+                the recent window since then is read in 16 bit, as far as it is kept.
 
         Raises:
             UnsupportedError: more queries than there are rows for before the window, or key_bias,
@@ -221,20 +263,18 @@ class LayerCache:
             ShapeError: a query sees tokens that are no longer there (not looked at on CUDA but in
                 debug mode).
         """
-        if self.window is None or self.window >= self.max_seq_len:
+        self.check_seen(layer, q_len, variant)
+        has_window = self.window is not None and self.window < self.max_seq_len
+        in_step = in_step and self.recent_len > 0 and self.packed_len > 0
+        if q_len == 1 or not (has_window or in_step):
             return self.segments(), variant
-        if "key_bias" in names_of(variant):
-            raise UnsupportedError(
-                f"layer {layer} keeps the last tokens of a window only: key_bias, which counts "
-                "tokens from the first, is not possible"
-            )
-        if q_len == 1:
-            return self.segments(), variant
-        if q_len > SPARE + 1:
-            raise UnsupportedError(
-                f"layer {layer} sees the last {self.window} tokens and keeps {SPARE} before them: "
-                f"attend with {SPARE + 1} queries a sequence at most, not {q_len}"
-            )
+        packed_lens, exact = self.packed_lens, (self.exact_lens, self.starts)
+        if in_step:
+            border = self.seq_lens - (q_len - 1 + self.sink_len + self.recent_len)
+            packed_lens = torch.minimum(torch.maximum(border, self.exact_firsts), packed_lens)
+            exact = self.seq_lens - packed_lens, self.split.ring_row(packed_lens)
+        if not has_window or self.window is None:
+            return self._make_segments((packed_lens, self.seen_starts), exact), variant
         if debug.may_read(self.seq_lens):
             counts = q_len if q_lens is None else q_lens.clamp(0, q_len)
             needed = (self.seq_lens - counts - self.window + 1).clamp(min=0)
@@ -244,33 +284,32 @@ class LayerCache:
                     f"those from {needed.tolist()} on: attend with tokens that came later"
                 )
         first = torch.maximum(self.seq_lens - (self.window + q_len - 1), self.firsts)
-        lens = (self.packed_lens - first).clamp(min=0)
-        segments = self._make_segments(lens, self.split.page_row(first))
+        packed = (packed_lens - first).clamp(min=0), self.split.page_row(first)
         variant = variant or PLAIN
         window = self.window if variant.window is None else min(variant.window, self.window)
-        return segments, variant._replace(window=window)
+        return self._make_segments(packed, exact), variant._replace(window=window)
 
     def _make_segments(
-        self, seen_lens: torch.Tensor | None = None, seen_starts: torch.Tensor | None = None
+        self, packed: LensAndStarts | None = None, exact: LensAndStarts | None = None
     ) -> list[Segment]:
-        """The segments; of packed rows those that the window shows, or others."""
-        lens, starts = self.seen_lens, self.seen_starts
-        if seen_lens is not None:
-            lens, starts = seen_lens, seen_starts
-        k_rows, v_rows = self.k_packed, self.v_packed
-        packed = Segment(k_rows, v_rows, lens, self.k_format, self.v_format, starts)
-        if not self.sink_len + self.recent_len:
-            return [packed]
-        exact = Segment(
+        """The segments, of packed and of 16-bit rows: those that one query sees, or others."""
+        packed_lens, packed_starts = packed or (self.seen_lens, self.seen_starts)
+        exact_lens, starts = exact or (self.exact_lens, self.starts)
+        rows = Segment(
+            self.k_packed, self.v_packed, packed_lens, self.k_format, self.v_format, packed_starts
+        )
+        if not self.split.exact_len:
+            return [rows]
+        kept = Segment(
             self.k_exact_rows,
             self.v_exact_rows,
-            self.exact_lens,
+            exact_lens,
             self.k_exact,
             self.v_exact,
-            self.starts if self.recent_len else None,
+            starts if self.recent_len else None,
             sinks=self.sink_len,
         )
-        return [packed, exact] if packed.capacity else [exact]
+        return [rows, kept] if rows.capacity else [kept]
 
     def segments_in_order(self) -> list[Segment]:
         """The same rows, sinks and recent ones apart, in the order of the tokens."""
@@ -335,7 +374,7 @@ class LayerCache:
     def _packed_in_use(self) -> int:
         """No sequence has a packed row at this place or behind it."""
         if self.seq_lens.is_cpu:
-            return min(int(self.packed_lens.max()), self.packed_len)
+            return min(max(int(self.seq_lens.max()) - self.sink_len, 0), self.packed_len)
         if self.longest is None:  # a graph may have grown them; to read them would wait
             return self.packed_len
         return min(max(self.longest - self.sink_len, 0), self.packed_len)
@@ -347,18 +386,21 @@ class LayerCache:
 
         Args:
             seq_lens: [batch], tokens held.
-            packed_lens: [batch], how many of them are packed.
+            packed_lens: [batch], how many of them are read packed.
             longest: as the attribute; seq_lens are read when None.
         """
         self.seq_lens.copy_(seq_lens)
         self.packed_lens.copy_(packed_lens)
         self.exact_lens.copy_(self.seq_lens - self.packed_lens)
         self.starts.copy_(self.split.ring_row(self.packed_lens))
+        behind = self.seq_lens - self.sink_len
+        kept = torch.maximum(self.exact_firsts, behind - self.split.ring_len)
+        self.exact_firsts.copy_(torch.minimum(kept, self.packed_lens))
         if self.window is not None and self.seen_starts is not None:
             first = (self.seq_lens - self.window).clamp(min=0)
             self.seen_starts.copy_(self.split.page_row(first))
             self.seen_lens.copy_((self.packed_lens - first).clamp(min=0))
-            self.firsts.copy_(torch.maximum(self.firsts, self.packed_lens - self.packed_len))
+            self.firsts.copy_(torch.maximum(self.firsts, behind - self.packed_len))
         if self.longest is not None:
             self.longest = int(seq_lens.max()) if longest is None else longest
 
@@ -415,10 +457,11 @@ class LayerCache:
                 self.packed_lens,
                 counts,
                 new_tokens,
-                max(self.packed_len, 1),
+                self.split.page_size,
                 self.sink_len,
-                self.recent_len,
+                self.split.ring_len,
                 ring=self.window is not None,
+                at_once=self.packed_len > 0,
             )
         has_exact = slots.exact is not None
         exact_k = self.k_exact_rows if has_exact else None
@@ -523,15 +566,15 @@ class LayerCache:
         return None if new_lens is None else self._counts(new_lens, new_tokens)
 
     def check_query(self, q: torch.Tensor) -> None:
-        """Raise unless queries, one of each sequence, are of a shape, a dtype and a device that
-        the layer can be asked with; see KVCache.step."""
+        """Raise unless queries, one of each sequence or a few, are of a shape, a dtype and a device
+        that the layer can be asked with; see KVCache.step."""
         batch, num_kv_heads = self.k_packed.shape[:2]
         shape, dim = q.shape, self.k_format.head_dim
-        fits = len(shape) == 3 and shape[0] == batch and shape[2] == dim and shape[1] > 0
-        if not fits or shape[1] % num_kv_heads:
+        fits = len(shape) in (3, 4) and shape[0] == batch and shape[-1] == dim and shape[-2] > 0
+        if not fits or shape[-2] % num_kv_heads:
             raise ShapeError(
                 f"q is {list(shape)}: it must be [{batch}, num_q_heads, {dim}], num_q_heads a "
-                f"multiple of {num_kv_heads}"
+                f"multiple of {num_kv_heads}, or [{batch}, new_tokens, num_q_heads, {dim}]"
             )
         if q.dtype not in FLOAT_DTYPES:
             raise ConfigError(f"q is {q.dtype}: use float32, bfloat16 or float16")
@@ -593,7 +636,7 @@ class LayerCache:
             if basis is not None:
                 x = encode_rows(x, basis)
                 _check_limit(x, name, limit, formats, new_lens)
-            if self.sink_len + self.recent_len:  # rounding may lead over a limit
+            if self.split.exact_len:  # rounding may lead over a limit
                 exact = EXACT_DTYPES[self.k_exact.codec]
                 if x.dtype != exact:
                     _check_limit(x.to(exact), name, limit, formats, new_lens)
@@ -623,25 +666,54 @@ class LayerCache:
             )
 
     def crop(self, seq_lens: torch.Tensor) -> None:
-        """Keep the first seq_lens[b] tokens of sequence b; packed rows stay packed."""
-        packed = (seq_lens - self.sink_len).clamp(min=0)
-        self.set_lens(seq_lens, torch.minimum(self.packed_lens.cpu(), packed))
+        """Keep the first seq_lens[b] tokens of sequence b; the last recent_len of them are read in
+        16 bit again, but for those that are no longer in the ring."""
+        behind = (seq_lens - self.sink_len).clamp(min=0)
+        packed = torch.maximum(self.exact_firsts.cpu(), behind - self.recent_len)
+        self.set_lens(seq_lens, torch.minimum(packed, behind))
         if self.window is not None:
             self.firsts *= self.seq_lens > 0
 
     def begin(
         self, seq_lens: torch.Tensor, packed_lens: torch.Tensor, firsts: torch.Tensor | None = None
     ) -> None:
-        """Set the lengths of an empty layer, whose rows come from elsewhere.
+        """Set the lengths of an empty layer, whose rows come from elsewhere: packed rows of
+        packed_lens tokens, 16-bit rows of the others. pack_recent completes them.
 
         Args:
             seq_lens, packed_lens: as in set_lens.
             firsts: as the attribute; where the window begins when None.
         """
+        self.exact_firsts.copy_(packed_lens)
         self.set_lens(seq_lens, packed_lens)
         if self.window is not None:
             starts = (self.seq_lens - self.window).clamp(min=0)
             self.firsts.copy_(starts if firsts is None else firsts)
+
+    def pack_recent(self) -> None:
+        """Write the packed rows of the recent tokens from their 16-bit rows, as append does."""
+        if not self.packed_len or not self.recent_len:
+            return
+        exact_dtype, bases = EXACT_DTYPES[self.k_exact.codec], self.basis or (None, None)
+        ends = (self.seq_lens - self.sink_len).clamp(min=0)
+        pairs = zip(self.packed_lens.tolist(), ends.tolist(), strict=True)
+        for b, (first, end) in enumerate(pairs):
+            recent = torch.arange(first, end, device=self.seq_lens.device)
+            slots = Slots(b * self.packed_len + self.split.page_row(recent))
+            sides: list[Side] = []
+            for rows, packed, fmt, basis in zip(
+                (self.k_recent, self.v_recent),
+                (self.k_packed, self.v_packed),
+                (self.k_format, self.v_format),
+                bases,
+                strict=True,
+            ):
+                x = rows[b].view(exact_dtype)[:, self.split.ring_row(recent)].transpose(0, 1)
+                rounding = None  # they are in the basis already
+                if basis is not None:
+                    rounding = Encoding(clip=basis.encoding.clip, feedback=basis.encoding.feedback)
+                sides.append(Side(x, packed, fmt, None, rounding))
+            write_rows(sides[0], sides[1], slots, self.k_exact.codec)
 
 
 def _by_token(x: torch.Tensor) -> torch.Tensor:

@@ -215,6 +215,8 @@ def load_cache(
             for b, rows in enumerate(file.rows(part).split(part.counts)):
                 chunk = rows.transpose(0, 1).to(cache.device)
                 target[b][:, _slots(layer, part, b)] = chunk
+        for layer in cache.layers:
+            layer.pack_recent()
     return cache
 
 
@@ -358,7 +360,7 @@ def _check_room(path: Path, manifest: CacheManifest, max_seq_len: int) -> None:
             window = manifest.layers[part.layer].window
             ends = manifest.sink_len + manifest.recent_len
             exact = ends if window is None else min(manifest.recent_len, window)
-            least = max(least, most + exact)
+            least = max(least, exact + 1)
     if not fits:
         raise CheckpointError(
             f"{path} does not fit max_seq_len {max_seq_len}: use at least {least}"

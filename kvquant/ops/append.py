@@ -74,8 +74,8 @@ def append_rows(
         1. x = the new row in float32, after rope (K only) and the transform
         2. evicted[i] >= 0    the row at exact[i], as it stands, is quantized into packed evicted[i]
         3. exact[i] >= 0      x is written at exact[i], in 16 bit
-           packed[i] >= 0     if not, x is quantized into packed[i]; where there are 16-bit rows,
-                              it is rounded to 16 bit first
+           packed[i] >= 0     unless a row was evicted, x is quantized into packed[i]; where there
+                              are 16-bit rows, it is rounded to 16 bit first
 
     so the bytes of a token do not depend on how many come in one call (but for the last bits of a
     product with a matrix: rows/basis.py). They are those that quantize_rows gives for x, or, with a
@@ -102,8 +102,9 @@ def append_rows(
         k_transform: the basis that K is stored in; rows that are there already stay as they are.
         v_transform: the basis of V.
         rope: the rotary embedding of K, before k_transform.
-        bad: [2], int32: how many rows of K and of V were written as NaN is added to it; a 16-bit
-            row that is NaN already was counted when it came, and is not again when it leaves.
+        bad: [2], int32: how many rows of K and of V were written as NaN is added to it, a token's
+            two rows as one; a 16-bit row that is NaN already was counted when it came, and is not
+            again when it leaves.
         backend: "cpu" (numba), "cuda" or "reference" (any device, slow); by the device of k when
             None.
 
@@ -431,17 +432,17 @@ def _writes(side: Side, slots: Slots, exact_codec: str, backend: str) -> list[Wr
     exact_format = RowFormat(exact_codec, 1, fmt.head_dim)
     new = quantize_rows(x, exact_format, check=False, backend=backend)
     is_exact = exact >= 0
-    leaves, is_packed = is_exact & (evicted >= 0), ~is_exact & (packed >= 0)
+    leaves = is_exact & (evicted >= 0)
+    is_packed = ~leaves & (packed >= 0)
     old = _take(exact_storage, exact[leaves])
     to_pack = torch.cat([old, new[is_packed]])
     rows = quantize(dequantize_rows(to_pack, exact_format, backend=backend))
     where, is_bad = torch.cat([evicted[leaves], packed[is_packed]]), is_nan_row(rows, fmt)
     is_bad[: len(old)] &= ~is_nan_row(old, exact_format)  # these were counted when they came
     kept = new[is_exact]
-    return [
-        (storage, where, rows, is_bad),
-        (exact_storage, exact[is_exact], kept, is_nan_row(kept, exact_format)),
-    ]
+    # a token that has a packed row, too, is counted by that one
+    counts = ~is_packed[is_exact, None] & is_nan_row(kept, exact_format)
+    return [(storage, where, rows, is_bad), (exact_storage, exact[is_exact], kept, counts)]
 
 
 def dequantize_pages(

@@ -28,8 +28,9 @@ from .dispatch import torch_op
 
 PLACE_TOKENS = (
     "(Tensor(a!) seq_lens, Tensor(b!) packed_lens, Tensor(c!) exact_lens, Tensor(d!) starts, "
-    "Tensor(e!)? seen_lens, Tensor(f!)? seen_starts, Tensor(g!)? firsts, int[] sizes, "
-    "Tensor? new_lens, SymInt new_tokens, Tensor(h!) lost, Tensor(i!) room) -> ()"
+    "Tensor(e!) exact_firsts, Tensor(f!)? seen_lens, Tensor(g!)? seen_starts, "
+    "Tensor(h!)? firsts, int[] sizes, Tensor? new_lens, SymInt new_tokens, Tensor(i!) lost, "
+    "Tensor(j!) room) -> ()"
 )
 
 
@@ -45,6 +46,7 @@ def slots_of(
     block_table: torch.Tensor | None = None,
     seq_slots: torch.Tensor | None = None,
     ring: bool = False,
+    at_once: bool = False,
 ) -> Slots:
     """Find the slots of new tokens given as [batch, new_tokens], flattened.
 
@@ -65,6 +67,8 @@ def slots_of(
             slot b.
         ring: whether packed rows, without pages, go round: a token takes the place of the one
             page_size tokens before it.
+        at_once: whether tokens behind the sinks are packed when they come, those of the ring, too:
+            then none is evicted, and packed_lens only tell what is read.
 
     Returns:
         Slots of batch * new_tokens tokens, on the device of seq_lens; only packed ones if sink_len
@@ -84,6 +88,7 @@ def slots_of(
     """
     _check_tensors(seq_lens, packed_lens, new_lens, block_table, seq_slots)
     check_flag("ring", ring)
+    check_flag("at_once", at_once)
     if not torch.compiler.is_compiling():
         sizes = {"new_tokens": new_tokens, "sink_len": sink_len, "recent_len": recent_len}
         for name, size in sizes.items():
@@ -101,6 +106,7 @@ def slots_of(
             block_table,
             seq_slots,
             ring,
+            at_once,
         )
     except RuntimeError:  # of torch; looked at only now: it takes time
         lens = {"seq_lens": seq_lens, "packed_lens": packed_lens, "new_lens": new_lens}
@@ -120,23 +126,24 @@ def find_slots(
     block_table: torch.Tensor | None = None,
     seq_slots: torch.Tensor | None = None,
     ring: bool = False,
+    at_once: bool = False,
 ) -> Slots:
     """Find slots as slots_of does, without its checks of types and sizes."""
     tensors = seq_lens, packed_lens, new_lens, block_table, seq_slots
     split = new_tokens, page_size, sink_len, recent_len
     if not torch.compiler.is_compiling() and _are_on_cpu(tensors):
-        found = _cpu().find_slots(*tensors[:3], *split, block_table, seq_slots, ring)
+        found = _cpu().find_slots(*tensors[:3], *split, block_table, seq_slots, ring, at_once)
         if found is not None:  # else the checks below say what is not possible
             return Slots(*found)
     if debug.may_read(seq_lens):
         _check_lens(seq_lens, packed_lens, new_lens, new_tokens, sink_len, recent_len)
         new = new_tokens if new_lens is None else new_lens
-        tokens = Split(sink_len, recent_len, page_size)
+        tokens = Split(sink_len, 0 if at_once else recent_len, page_size)
         last = tokens.packed_lens(seq_lens.long() + new, packed_lens.long())
         if not ring:
             _check_room(last, page_size, block_table)
         _check_places(last, page_size, block_table, seq_slots)
-    return reference_slots(*tensors[:3], *split, block_table, seq_slots, ring)
+    return reference_slots(*tensors[:3], *split, block_table, seq_slots, ring, at_once)
 
 
 def check_slots(slots: Slots, num_packed: int, num_exact: int) -> None:
@@ -155,7 +162,7 @@ def check_slots(slots: Slots, num_packed: int, num_exact: int) -> None:
         return
     if exact is not None and evicted is not None:
         _check_targets("slots.exact", exact, num_exact)
-        packed = packed.masked_fill(exact >= 0, -1)
+        packed = packed.masked_fill(evicted >= 0, -1)
         unpaired = (evicted >= 0) & (exact < 0)
         if bool(unpaired.any()):
             token = int(unpaired.nonzero()[0])
@@ -298,6 +305,7 @@ class Lens(NamedTuple):
     packed_lens: torch.Tensor
     exact_lens: torch.Tensor
     starts: torch.Tensor
+    exact_firsts: torch.Tensor
     seen_lens: torch.Tensor | None = None
     seen_starts: torch.Tensor | None = None
     firsts: torch.Tensor | None = None
@@ -309,6 +317,7 @@ class Sizes(NamedTuple):
     sink_len: int
     packed_len: int
     recent_len: int
+    ring_len: int
     max_seq_len: int
     window: int  # 0: none
 
@@ -364,7 +373,7 @@ def place_tokens(
     else:
         _launcher()(lens, sizes, new_lens, new_tokens, overflow, room)
     packed, exact, evicted = room[:, :num_tokens].unbind()
-    has_exact = sizes.sink_len + sizes.recent_len > 0
+    has_exact = sizes.sink_len + sizes.ring_len > 0
     slots = Slots(packed, exact, evicted) if has_exact else Slots(packed)
     return Placed(slots, room)
 
@@ -398,6 +407,7 @@ def _place(
     packed_lens: torch.Tensor,
     exact_lens: torch.Tensor,
     starts: torch.Tensor,
+    exact_firsts: torch.Tensor,
     seen_lens: torch.Tensor | None,
     seen_starts: torch.Tensor | None,
     firsts: torch.Tensor | None,
@@ -407,7 +417,8 @@ def _place(
     overflow: torch.Tensor,
     room: torch.Tensor,
 ) -> None:
-    lens = Lens(seq_lens, packed_lens, exact_lens, starts, seen_lens, seen_starts, firsts)
+    seen = seen_lens, seen_starts, firsts
+    lens = Lens(seq_lens, packed_lens, exact_lens, starts, exact_firsts, *seen)
     _launcher()(lens, Sizes(*sizes), new_lens, new_tokens, overflow, room)
 
 

@@ -10,6 +10,9 @@ not packed before), which is quantized from its 16-bit values:
     evicted    exact row now at the token's exact slot  ->  packed slot
     exact      the new token, in 16 bit                 ->  exact slot
 
+With `at_once` (KVCache) none leaves: a token behind the sinks is packed when it comes, and written
+into the ring, too, if it is among the last ones. Which of its rows is read is a matter of lengths.
+
 A negative slot is none. Everything is computed where the lengths are, without waiting for a GPU.
 """
 
@@ -30,7 +33,7 @@ class Slots(NamedTuple):
     """Where each new token goes; [num_tokens] int64 each, contiguous, negative: nowhere.
 
     Attributes:
-        packed: slot of the token in the packed rows; ignored where it has an exact slot.
+        packed: slot of the token in the packed rows; ignored where one is evicted for it.
         exact: slot of the token in the 16-bit rows; None where there are none of these.
         evicted: packed slot of the row that stands at the token's exact slot before the call.
     """
@@ -51,6 +54,7 @@ def reference_slots(
     block_table: torch.Tensor | None = None,
     seq_slots: torch.Tensor | None = None,
     ring: bool = False,
+    at_once: bool = False,
 ) -> Slots:
     """The slots of new tokens, in plain torch on any device; see ops.slots.slots_of."""
     offsets = torch.arange(new_tokens, device=seq_lens.device)
@@ -59,7 +63,10 @@ def reference_slots(
     is_new = offsets < new_lens[:, None]
     seq_lens_after = old_lens + is_new.sum(1, keepdim=True)
     split = Split(sink_len, recent_len, page_size)
-    last = split.packed_lens(seq_lens_after, first)
+    if at_once:
+        first = last = (seq_lens_after - sink_len).clamp(min=0)
+    else:
+        last = split.packed_lens(seq_lens_after, first)
 
     index = old_lens + offsets - sink_len  # among the tokens behind the sinks
     is_packed = is_new & (index >= 0) & (index < last)
@@ -67,7 +74,7 @@ def reference_slots(
     packed = _packed_slots(index, is_packed & (index >= oldest), split, block_table)
     if not split.exact_len:
         return Slots(packed.flatten())
-    is_exact = is_new & ~is_packed
+    is_exact = is_new & (~is_packed | (at_once & (index >= last - recent_len)))
     seq_slot = (
         torch.arange(len(seq_lens), device=seq_lens.device)
         if seq_slots is None
@@ -100,22 +107,25 @@ class Split(NamedTuple):
                   ├─ sinks ─┤├───────── packed ─────────┤├────── recent ─────┤
         rows      16-bit      pages, by the table          16-bit
 
-        16-bit rows of a sequence slot   [0, sink_len) the sinks, then a ring of recent_len rows:
+        16-bit rows of a sequence slot   [0, sink_len) the sinks, then a ring of ring_len rows:
                                token i >= sink_len has row sink_len + ring_row(i - sink_len)
         packed rows            token i has the index i - sink_len
 
-    A row is quantized once, when it leaves the recent window; what is packed stays packed, so after
-    a truncation into the packed tokens the window is empty and fills again (see cache/layer.py).
+    In pages a row is quantized once, when it leaves the recent window; what is packed stays packed,
+    so after a truncation into the packed tokens the window is empty and fills again. A KVCache has
+    both rows of the last tokens: see cache/layer.py.
 
     Attributes:
         sink_len: first tokens kept in 16 bit.
         recent_len: last tokens kept in 16 bit.
         page_size: packed tokens a page holds.
+        rollback_len: tokens before the recent ones that are in 16 bit in the ring, too.
     """
 
     sink_len: int
     recent_len: int
     page_size: int
+    rollback_len: int = 0
 
     @classmethod
     def of(cls, sink_len: int, recent_len: int, page_size: int, max_seq_len: int) -> Split:
@@ -124,13 +134,18 @@ class Split(NamedTuple):
         return cls(sink_len, min(recent_len, max_seq_len - sink_len), page_size)
 
     @property
+    def ring_len(self) -> int:
+        """Rows of the ring."""
+        return self.recent_len + self.rollback_len
+
+    @property
     def exact_len(self) -> int:
         """16-bit rows of a sequence slot."""
-        return self.sink_len + self.recent_len
+        return self.sink_len + self.ring_len
 
     def ring_row(self, index: Index) -> Index:
         """The row in the ring of the token with this index behind the sinks."""
-        return index % max(self.recent_len, 1)
+        return index % max(self.ring_len, 1)
 
     def page_row(self, index: Index) -> Index:
         """The row in its page; of a sequence without pages, whose rows are a ring, in these."""
@@ -204,7 +219,7 @@ def token_slots(
         counts: [batch], new tokens.
         tables: [max_num_seqs, max_pages], the pages after the step.
     """
-    sink_len, recent_len, page_size = split
+    sink_len, recent_len, page_size, _ = split
     first = lengths - sink_len
     index, end, seq_slot, before = first, first + counts, seq_slots, packed_lens
     if (counts != 1).any():  # else a token is its own owner

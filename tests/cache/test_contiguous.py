@@ -173,9 +173,10 @@ def test_attend_sees_all_tokens(lengths: tuple[int, int], relative_l2: Measure) 
 
 @pytest.mark.parametrize("keep", [0, 2, 3, 4, 8, 11, 12, 15, 16, 20])
 def test_crop_forgets_the_last_tokens(keep: int) -> None:
-    """Packed rows stay packed; what follows is as if it had come right after them."""
+    """Without rows to roll back to packed rows stay packed, and what follows is as if it had come
+    right after them."""
     k, v = tokens(20), tokens(20)
-    cache = make()
+    cache = make(rollback_len=0)
     for layer in (0, 1):
         cache.append(layer, k, v)
     packed = min(int(cache.layers[0].packed_lens[0]), max(keep - 3, 0))
@@ -328,9 +329,10 @@ def test_nbytes_is_what_the_storages_hold(lengths: tuple[int, int]) -> None:
     recent = min(lengths[1], MAX - sinks)
     rows = {"int4-g4": 48, "fp8": 68, "int8": 68, "bf16": 128}
     per_token = [rows["int4-g4"] + rows["int8"], rows["fp8"] + rows["int8"]]
-    packed = (MAX - sinks - recent) * sum(per_token)
-    exact = 2 * (sinks + recent) * 2 * rows["bf16"]
-    assert cache.nbytes == BATCH * HEADS * (packed + exact) + BATCH * (8 + 2 * 4 * 4) + 3 * 4
+    packed = (MAX - sinks if recent < MAX - sinks else 0) * sum(per_token)
+    rollback = min(64, MAX - sinks - recent) if recent else 0
+    exact = 2 * (sinks + recent + rollback) * 2 * rows["bf16"]
+    assert cache.nbytes == BATCH * HEADS * (packed + exact) + BATCH * (8 + 2 * 4 * 5) + 3 * 4
 
 
 @pytest.mark.parametrize("max_seq_len", [0, 1, 3, 4, 8, 9])
@@ -421,7 +423,7 @@ def test_sequences_move_at_the_cost_of_their_tokens() -> None:
                 call(cache)
             work[room][name] = counted.elements
     assert work[10_000] == work[1_000_000]
-    rows = 2 * BATCH * HEADS * (30 * 40 + 6 * 128 + 40 * 30 + 4 * 128)  # of both layers and sides
+    rows = 2 * BATCH * HEADS * (30 * 40 + 70 * 128 + 30 * 40 + 68 * 128)  # both layers and sides
     assert work[10_000]["reorder"] < 4 * rows and work[10_000]["crop"] < 200
 
 
@@ -457,24 +459,6 @@ def test_large_rooms_are_free_until_they_are_used() -> None:
         cache = KVCache(2, 1, HEADS, DIM, 1 << 20)
     assert counted.elements < 1e6 < 1e8 < cache.nbytes
     assert not cache.layers[1].k_packed[0, 1, -100:].any()
-
-
-def test_rows_that_become_nan_when_they_leave_the_window_are_told() -> None:
-    """A file, or CUDA, may bring 16-bit rows that the packed format cannot hold."""
-    cache = make(num_layers=1)
-    cache.append(0, tokens(6), tokens(6))
-    layer = cache.layers[0]
-    wide = quantize_rows(torch.full((HEADS, 1, DIM), 1e5), layer.k_exact)
-    layer.k_exact_rows[1, :, 3:4] = wide  # the oldest of the window of sequence 1
-    told = []
-    for _ in range(5):
-        cache.append(0, tokens(1), tokens(1))
-        told.append(cache.bad_rows.tolist())
-        if any(told[-1]):
-            with pytest.raises(NonFiniteError, match=f"{HEADS} rows of K and 0 of V came with"):
-                cache.check()
-    assert [HEADS, 0] in told and told.count([0, 0]) == 4
-    assert bool(cache.attend(0, torch.ones(BATCH, 4, DIM))[1].isnan().all())
 
 
 def test_the_largest_length_is_not_passed() -> None:

@@ -1,8 +1,8 @@
-"""KVCache under any sequence of calls, against a naive model: lists of tokens with a flag; 10 s."""
+"""KVCache under any sequence of calls, against a naive model: lists of tokens; 10 s."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -26,21 +26,27 @@ class Token:
 
     exact: torch.Tensor
     rounded: torch.Tensor
-    packed: bool = False
-
-    @property
-    def values(self) -> torch.Tensor:
-        return self.rounded if self.packed else self.exact
 
 
-Pair = tuple[Token, Token]
+@dataclass
+class Tokens:
+    """Those of a sequence: K and V, and the first behind the sinks whose 16-bit row is kept."""
+
+    pairs: list[tuple[Token, Token]] = field(default_factory=list)
+    kept: int = 0
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def copy(self) -> Tokens:
+        return Tokens(list(self.pairs), self.kept)
 
 
 @dataclass
 class Model:
     """What a cache should hold."""
 
-    sequences: list[list[Pair]]
+    sequences: list[Tokens]
     starts: list[int]
 
 
@@ -49,10 +55,12 @@ class CacheMachine(RuleBasedStateMachine):
 
     @initialize(
         lengths=st.sampled_from([(2, 3), (0, 0), (2, 0), (0, 3), (0, 1), (30, 30)]),
+        rollback_len=st.sampled_from([0, 1, 4, 64]),
         batch=st.integers(1, 3),
     )
-    def start(self, lengths: tuple[int, int], batch: int) -> None:
+    def start(self, lengths: tuple[int, int], rollback_len: int, batch: int) -> None:
         self.sink_len, self.recent_len = lengths
+        self.rollback_len = rollback_len
         cache = KVCache(
             2,
             batch,
@@ -63,9 +71,12 @@ class CacheMachine(RuleBasedStateMachine):
             v_format=V_FORMAT,
             sink_len=self.sink_len,
             recent_len=self.recent_len,
+            rollback_len=rollback_len,
         )
         cache.start_positions[:] = torch.arange(batch) * 10
-        self.pairs = [(cache, Model([[] for _ in range(batch)], [10 * b for b in range(batch)]))]
+        self.pairs = [
+            (cache, Model([Tokens() for _ in range(batch)], [10 * b for b in range(batch)]))
+        ]
 
     def pick(self, seed: int) -> tuple[KVCache, Model]:
         return self.pairs[seed % len(self.pairs)]
@@ -85,16 +96,15 @@ class CacheMachine(RuleBasedStateMachine):
         )
         for b, tokens in enumerate(model.sequences):
             for t in range(lens[b]):
-                tokens.append(
-                    (
-                        Token(k[b, :, t].float(), k_rounded[b, :, t]),
-                        Token(v[b, :, t].float(), v_rounded[b, :, t]),
-                    )
-                )
-            sinks = min(self.sink_len, MAX)
-            recent = min(self.recent_len, MAX - sinks)
-            for i in range(sinks, len(tokens) - recent):
-                tokens[i] = tuple(replace(token, packed=True) for token in tokens[i])  # type: ignore[assignment]
+                k_token = Token(k[b, :, t].float(), k_rounded[b, :, t])
+                tokens.pairs.append((k_token, Token(v[b, :, t].float(), v_rounded[b, :, t])))
+            in_ring = self.recent_len + self.rollback_len
+            tokens.kept = max(tokens.kept, len(tokens) - self.sink_len - in_ring)
+
+    def first_recent(self, tokens: Tokens) -> int:
+        """The first token after the sinks that is read in 16 bit."""
+        recent = max(tokens.kept, len(tokens) - self.sink_len - self.recent_len)
+        return self.sink_len + recent if self.recent_len else len(tokens)
 
     @rule(seed=seeds, over=st.integers(1, 3))
     def append_too_much(self, seed: int, over: int) -> None:
@@ -109,13 +119,18 @@ class CacheMachine(RuleBasedStateMachine):
         cache, model = self.pick(seed)
         keep = [data.draw(st.integers(0, len(tokens))) for tokens in model.sequences]
         cache.crop(keep)
-        model.sequences = [tokens[:n] for tokens, n in zip(model.sequences, keep, strict=True)]
+        self.cut(model, keep)
 
     @rule(seed=seeds, keep=st.integers(0, MAX))
     def crop_all(self, seed: int, keep: int) -> None:
         cache, model = self.pick(seed)
         cache.crop(keep)
-        model.sequences = [tokens[:keep] for tokens in model.sequences]
+        self.cut(model, [keep] * cache.batch)
+
+    def cut(self, model: Model, keep: list[int]) -> None:
+        for tokens, length in zip(model.sequences, keep, strict=True):
+            del tokens.pairs[length:]
+            tokens.kept = min(tokens.kept, max(len(tokens) - self.sink_len, 0))
 
     @rule(seed=seeds, data=st.data())
     def reorder(self, seed: int, data: st.DataObject) -> None:
@@ -125,7 +140,7 @@ class CacheMachine(RuleBasedStateMachine):
         )
         index = data.draw(places)
         cache.reorder(index)
-        model.sequences = [list(model.sequences[i]) for i in index]
+        model.sequences = [model.sequences[i].copy() for i in index]
         model.starts = [model.starts[i] for i in index]
 
     @precondition(lambda self: len(self.pairs) < 4)
@@ -148,11 +163,11 @@ class CacheMachine(RuleBasedStateMachine):
             return
         cache, model = self.pick(seed)
         cache.reset()
-        model.sequences, model.starts = [[] for _ in model.sequences], [0] * len(model.starts)
+        model.sequences, model.starts = [Tokens() for _ in model.sequences], [0] * len(model.starts)
 
     @staticmethod
     def taken(model: Model, index: list[int]) -> Model:
-        return Model([list(model.sequences[i]) for i in index], [model.starts[i] for i in index])
+        return Model([model.sequences[i].copy() for i in index], [model.starts[i] for i in index])
 
     @invariant()
     def caches_hold_what_their_models_say(self) -> None:
@@ -167,9 +182,13 @@ class CacheMachine(RuleBasedStateMachine):
                 for i, got in enumerate(cache.dequantized(layer)):
                     assert got.shape == (len(lens), HEADS, max(lens), DIM)
                     for b, tokens in enumerate(model.sequences):
-                        if tokens:
-                            values = torch.stack([pair[i].values for pair in tokens], 1)
-                            assert torch.equal(got[b, :, : len(tokens)], values)
+                        if tokens.pairs:
+                            packed = range(self.sink_len, self.first_recent(tokens))
+                            values = [
+                                pair[i].rounded if t in packed else pair[i].exact
+                                for t, pair in enumerate(tokens.pairs)
+                            ]
+                            assert torch.equal(got[b, :, : len(tokens)], torch.stack(values, 1))
                         assert not got[b, :, len(tokens) :].any()
 
 

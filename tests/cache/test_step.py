@@ -53,7 +53,7 @@ def test_nothing_is_appended_where_the_query_does_not_fit() -> None:
         cache.step(0, q[..., :32], k, v)
     with pytest.raises(ShapeError, match="a multiple of 2"):
         cache.step(0, q[:, :3], k, v)
-    with pytest.raises(ShapeError, match="a step has one token of each sequence"):
+    with pytest.raises(ShapeError, match="has 1 of each sequence"):
         cache.step(0, q, *make_new(2)[1:])
     with pytest.raises(ConfigError, match=r"q is torch.int64"):
         cache.step(0, q.long(), k, v)

@@ -143,12 +143,15 @@ def test_bytes_do_not_depend_on_the_chunks() -> None:
 
 
 def test_memory_is_that_of_the_window() -> None:
-    assert rooms_of(64, 3, 4, None) == (3, 57, 4)
-    assert rooms_of(64, 3, 4, 12) == (0, 14, 4)
-    assert rooms_of(64, 3, 40, 12) == (0, 6, 12), "no more recent rows than the window has"
-    assert rooms_of(10, 3, 4, 12) == (0, 6, 4), "nor packed ones than there are tokens"
+    assert rooms_of(64, 3, 4, None) == (3, 61, 4, 57), "all tokens may be rolled back"
+    assert rooms_of(640, 3, 4, None) == (3, 637, 4, 64)
+    assert rooms_of(64, 3, 4, 12, 5) == (0, 18, 4, 5)
+    assert rooms_of(64, 3, 40, 12, 5) == (0, 18, 12, 5), "no more recent rows than the window has"
+    assert rooms_of(10, 3, 4, 12, 7) == (0, 10, 4, 6), "nor packed ones than there are tokens"
+    assert rooms_of(10, 3, 7, None) == (3, 0, 7, 0), "none is ever packed"
+    assert rooms_of(64, 3, 0, None) == (3, 61, 0, 0), "nothing to roll back to"
     cache = make()
-    assert [at.k_packed.shape[2] for at in cache.layers] == [14, 57]
+    assert [at.k_packed.shape[2] for at in cache.layers] == [18, 61]
     assert cache.windows == [12, None]
 
 
@@ -248,13 +251,14 @@ def test_files_hold_the_window_and_go_on(tmp_path: Path, lens: list[int]) -> Non
 
 @pytest.mark.parametrize(
     ("windows", "recent_len", "new", "kept", "least"),
-    [([WINDOW, None], 4, 40, 40, 40), ([WINDOW, None], 4, 40, 38, 40), ([WINDOW], 12, 18, 6, 18)],
+    [([WINDOW, None], 4, 40, 40, 40), ([WINDOW, None], 4, 40, 38, 38), ([WINDOW], 12, 18, 6, 13)],
     ids=["full", "cropped", "all packed"],
 )
 def test_the_room_that_a_file_needs_is_told(
     tmp_path: Path, windows: list[int | None], recent_len: int, new: int, kept: int, least: int
 ) -> None:
-    cache, path = make(windows, recent_len=recent_len), tmp_path / "a.safetensors"
+    """Where tokens are packed one must be able to leave the recent window."""
+    cache, path = make(windows, recent_len=recent_len, rollback_len=0), tmp_path / "a.safetensors"
     fill(cache, [new])
     cache.crop(kept)
     save_cache(cache, path)

@@ -1,5 +1,6 @@
 """Plans, and caches that are made and saved with one (5 s)."""
 
+import itertools
 import json
 import random
 from collections.abc import Callable
@@ -332,8 +333,13 @@ def test_a_saved_cache_goes_on_with_its_plan(plan: CachePlan, tmp_path: Path) ->
     for layer in range(3):
         for one in (cache, again):
             one.append(layer, k, v)
-        for name, tensor in cache.layers[layer].tensors().items():
-            assert torch.equal(tensor, again.layers[layer].tensors()[name]), name
+        for mine, theirs in zip(cache.segments(layer), again.segments(layer), strict=True):
+            for b, side in itertools.product(range(2), "kv"):
+                assert torch.equal(mine.rows(b, side), theirs.rows(b, side))
+        packed = int(cache.layers[layer].seq_lens.min()) - cache.sink_len  # recent ones, too
+        assert torch.equal(
+            cache.layers[layer].k_packed[:, :, :packed], again.layers[layer].k_packed[:, :, :packed]
+        )
         out, given = cache.attend(layer, q), again.attend(layer, q)
         assert isinstance(out, torch.Tensor) and isinstance(given, torch.Tensor)
         assert torch.equal(out, given)

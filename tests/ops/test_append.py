@@ -66,9 +66,9 @@ def one_by_one(
             if evicted >= 0:
                 old = dequantize_rows(row(exact_rows, exact), exact_format)
                 row(rows, evicted)[:] = quantize_rows(old, fmt, check=False, backend="reference")
+                packed = -1
             if exact >= 0:
                 row(exact_rows, exact)[:] = rounded
-                continue
         if packed >= 0:
             row(rows, packed)[:] = quantize_rows(new, fmt, check=False, backend="reference")
 
@@ -79,7 +79,7 @@ def angles(num_tokens: int, rotary_dim: int, interleaved: bool = False) -> Rope:
 
 
 def some_slots(num_tokens: int) -> Slots:
-    """Every kind: packed, exact, exact with one that leaves, nowhere."""
+    """Every kind: packed, packed and exact, exact with one that leaves, nowhere."""
     packed = torch.randperm(PAGES * PAGE_SIZE)
     exact = torch.randperm(SEQ_SLOTS * EXACT_LEN)[:num_tokens]
     kind = torch.arange(num_tokens) % 4

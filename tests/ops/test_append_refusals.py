@@ -185,7 +185,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(case: str) -> None:
 
 def test_the_call_that_the_refusals_change_is_right() -> None:
     append_rows(**arguments())
-    packed_too = slots_with(packed=[0, 34, 99, 0])  # ignored where there is an exact slot
+    packed_too = slots_with(packed=[0, 34, 99, 33], evicted=[-1, -1, 32, -1])  # 99 is ignored
     append_rows(**arguments() | packed_too)
 
 

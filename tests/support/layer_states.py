@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -27,6 +27,7 @@ class Split(NamedTuple):
     recent_len: int
     max_seq_len: int
     window: int | None = None
+    rollback_len: int = 64
 
 
 SPLITS = {
@@ -39,17 +40,20 @@ SPLITS = {
     "window": Split(3, 4, 60, 12),
     "window all recent": Split(0, 9, 60, 5),
     "window without recent": Split(0, 0, 60, 7),
+    "few to roll back": Split(3, 5, 40, None, 2),
+    "window, few to roll back": Split(0, 4, 60, 12, 3),
     "window longer than the cache": Split(0, 4, 30, 100),
 }
 
 
 def make_layer(split: Split, batch: int, device: str = "cpu") -> LayerCache:
     """An empty layer; rings of windows close soon."""
-    sink_len, recent_len, max_seq_len, window = split
+    sink_len, recent_len, max_seq_len, window, rollback_len = split
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layer, "SPARE", SPARE)
         formats = (FORMAT, FORMAT, sink_len, recent_len, "bf16")
-        return LayerCache(batch, 1, max_seq_len, *formats, torch.device(device), window=window)
+        options: dict[str, Any] = {"window": window, "rollback_len": rollback_len}
+        return LayerCache(batch, 1, max_seq_len, *formats, torch.device(device), **options)
 
 
 def place(

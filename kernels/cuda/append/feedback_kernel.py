@@ -120,9 +120,8 @@ def _make_append_side(spec):
             token = uint32(first + row)
             is_token = token < uint32(num_tokens)
             token = token if is_token else uint32(0)
-            packed_slot, exact_slot, to_packed, to_exact = find(
-                slots, token, is_token, num_slots, num_exact
-            )
+            packed_slot, exact_slot, wanted = find(slots, token, is_token, num_slots, num_exact)
+            to_packed, to_exact, leaves = wanted
             page, place = page_and_offset(packed_slot, to_packed, pages)
             target = rows + uint64(page) * page_stride + uint64(place) * row_stride
             seq_slot, place = page_and_offset(exact_slot, to_exact, seq_slots)
@@ -132,7 +131,7 @@ def _make_append_side(spec):
             angles = uint64(4 * HALF_DIM) * uint64(token)
             prepare(
                 (buffers + uint32(BUFFER) * row, part),
-                (target, exact_target, to_packed, to_exact),
+                (target, exact_target, to_packed, to_exact, leaves),
                 (offset, cos + angles, sin + angles, ratio),
                 bad,
             )
@@ -143,7 +142,8 @@ def _make_append_side(spec):
         token = uint32(first + row)
         is_token = token < uint32(num_tokens)
         token = token if is_token else uint32(0)
-        packed_slot, _, to_packed, _ = find(slots, token, is_token, num_slots, num_exact)
+        packed_slot, _, wanted = find(slots, token, is_token, num_slots, num_exact)
+        to_packed = wanted[0]
         page, place = page_and_offset(packed_slot, to_packed, pages)
         target = rows + uint64(page) * page_stride + uint64(place) * row_stride
         round_row(shared, buffers + uint32(BUFFER) * row, feedback, thread, part, target, to_packed)
@@ -153,7 +153,8 @@ def _make_append_side(spec):
 
 def _make_find(spec):
     """Make the function that gives the packed slot of the row that a token lets be packed, the
-    token's exact slot, and whether there are such; negative slots are larger than any."""
+    token's exact slot, and whether there are such, and a row that leaves for it and is the one to
+    be packed; negative slots are larger than any."""
     EXACT = spec.exact != ""
 
     @device_function
@@ -162,14 +163,16 @@ def _make_find(spec):
         place = uint64(8) * uint64(token)
         packed_slot = load_global_u64(packed + place)
         exact_slot = packed_slot
-        to_exact = False
+        to_exact = leaves = False
         if EXACT:
             exact_slot = load_global_u64(exact + place)
+            evicted_slot = load_global_u64(evicted + place)
             to_exact = is_token and exact_slot < uint64(num_exact)
-            if to_exact:
-                packed_slot = load_global_u64(evicted + place)
+            leaves = to_exact and evicted_slot < uint64(num_slots)
+            if leaves:
+                packed_slot = evicted_slot
         to_packed = is_token and packed_slot < uint64(num_slots)
-        return packed_slot, exact_slot, to_packed, to_exact
+        return packed_slot, exact_slot, (to_packed, to_exact, leaves)
 
     return find
 
@@ -196,14 +199,14 @@ def make_prepare(spec):
     @device_function
     def prepare(row, targets, how, bad):
         buffer, part = row
-        target, exact_target, to_packed, to_exact = targets
+        target, exact_target, to_packed, to_exact, leaves = targets
         offset, cos, sin, ratio = how
         old = cuda.local.array(WORDS, uint32)
         if EXACT:
-            load_old(old, exact_target, part, to_exact and to_packed)
+            load_old(old, exact_target, part, leaves)
         counts = to_packed
         if EXACT:  # a row that leaves as NaN was counted when it came
-            counts = to_packed and not (to_exact and was_counted(old, OLD_NAN))
+            counts = to_packed and not (leaves and was_counted(old, OLD_NAN))
         x = cuda.local.array(ELEMENTS, float32)
         transform(buffer, uint32(0), part, x, offset, cos, sin)
         cuda.syncwarp()  # RoPE reads what other lanes overwrite
@@ -211,9 +214,10 @@ def make_prepare(spec):
             words = cuda.local.array(WORDS, uint32)
             holds = round_to_16_bits(x, words, part)
             put_exact(words, part, exact_target, to_exact)
-            count_bad(bad, part, to_exact and not holds)
+            # else its packed row is NaN, too, and counts
+            count_bad(bad, part, to_exact and not holds and (leaves or not to_packed))
             for i in range(WORDS):
-                word = old[i] if to_exact else words[i]
+                word = old[i] if leaves else words[i]
                 x[2 * i], x[2 * i + 1] = widen(word)
         lows = cuda.local.array(PIECES, float32)
         highs = cuda.local.array(PIECES, float32)

@@ -8,8 +8,9 @@
                             (4 stages)  RoPE, offset, rotation          (shared memory)
 
 With 16-bit rows a token that has an exact slot is written there, and the row that stood there, if
-it leaves, is quantized in its place; a token without is rounded to 16 bit and quantized. Either way
-at most one row of a token is quantized. A row that leaves as NaN was counted when it came.
+it leaves, is quantized; if none does, the token is rounded to 16 bit and quantized, where it has a
+packed slot. Either way at most one row of a token is quantized. A row that leaves as NaN was
+counted when it came, and a token that is written twice counts once.
 
 The reference is kvquant/ops/append.py, bit for bit.
 """
@@ -140,7 +141,7 @@ def make_append_side(spec, side, rotary_dim):
             # Step 3: elements that have come; the stage before is free for those to come
             old = cuda.local.array(WORDS, uint32)
             if EXACT:
-                load_old(old, exact_target, part, wanted[0] and wanted[1])
+                load_old(old, exact_target, part, wanted[2])
             wait_for_oldest()
             cuda.syncwarp()
             if asked < last:
@@ -174,8 +175,9 @@ def make_append_side(spec, side, rotary_dim):
 
 
 def make_find_places(spec):
-    """Make the function that gives whether a token has a row to be packed, and one in 16 bit, and
-    where they go in a head; negative slots are larger than any."""
+    """Make the function that gives whether a token has a row to be packed, one in 16 bit, and one
+    that leaves for it and is the one to be packed; and where they go in a head. Negative slots are
+    larger than any."""
     EXACT = spec.exact != ""
 
     @device_function
@@ -184,7 +186,8 @@ def make_find_places(spec):
         page_stride, head_stride, row_stride, seq_slot_stride, exact_head, exact_row = side[7:]
         packed_slot, exact_slot, evicted_slot = slots
         to_exact = EXACT and is_token and exact_slot < uint64(seq_slots[0])
-        if to_exact:
+        leaves = to_exact and evicted_slot < uint64(pages[0])
+        if leaves:
             packed_slot = evicted_slot
         to_packed = is_token and packed_slot < uint64(pages[0])
         page, place = page_and_offset(packed_slot, to_packed, pages)
@@ -193,7 +196,7 @@ def make_find_places(spec):
         seq_slot, place = page_and_offset(exact_slot, to_exact, seq_slots)
         exact_target = exact_rows + uint64(seq_slot) * seq_slot_stride + uint64(place) * exact_row
         exact_target += uint64(head) * exact_head
-        return (to_packed, to_exact), target, exact_target
+        return (to_packed, to_exact, leaves), target, exact_target
 
     return find_places
 
@@ -203,7 +206,8 @@ def make_put_row(spec, side):
 
     Its arguments: a lane's 16 elements, the head's clip ratio, its words of the 16-bit row that
     stood there; the lane's part of the row, the row and where the warp's rows stand before they are
-    stored; whether there is a row to be packed, and one in 16 bit, and where they go.
+    stored; whether there is a row to be packed, one in 16 bit, and one that leaves, and where they
+    go.
     """
     FMT, LANES, EXACT = side.fmt, spec.lanes, spec.exact != ""
     HEAD_DIM, OUT_BYTES = FMT.head_dim, staged_bytes(FMT)
@@ -227,7 +231,7 @@ def make_put_row(spec, side):
     @device_function
     def put_exact(x, ratio, old, lanes, wanted, targets, bad):
         """x to the exact slot, or rounded; then x is what has to be quantized."""
-        to_packed, to_exact = wanted
+        to_packed, to_exact, leaves = wanted
         part, row, out = lanes
         words = cuda.local.array(WORDS, uint32)
         holds = round_to_16_bits(x, words, part)
@@ -237,13 +241,14 @@ def make_put_row(spec, side):
                 put_words(words, part, out)
             cuda.syncwarp()
             store_exact(out, uint32(0), targets[1], part, to_exact)
-            count_bad(bad, part, to_exact and not holds)
+            # else its packed row is NaN, too, and counts
+            count_bad(bad, part, to_exact and not holds and (leaves or not to_packed))
             cuda.syncwarp()
         if any_lane(uint32(1) if to_packed else uint32(0)):
             for i in range(WORDS):
-                word = old[i] if to_exact else words[i]
+                word = old[i] if leaves else words[i]
                 x[2 * i], x[2 * i + 1] = widen(word)
-            counts = not (to_exact and was_counted(old, NAN))
+            counts = not (leaves and was_counted(old, NAN))
             put_packed(x, ratio, lanes, to_packed, targets[0], counts, bad)
 
     @device_function

@@ -185,7 +185,7 @@ def _make_append_products(spec, side):
         wanted, target, exact_target = find_places(side, slots, call[5], call[6], is_token, head)
         old = cuda.local.array(WORDS, uint32)
         if EXACT:
-            load_old(old, exact_target, part, wanted[0] and wanted[1])
+            load_old(old, exact_target, part, wanted[2])
 
         # Step 2: the product
         results = uint32(shared + uint32(RESULTS))
@@ -273,7 +273,7 @@ def _make_append_feedback(spec, side, has_matrix, rotary_dim):
                 ratio = load_global_f32(side[4] + uint64(4) * uint64(head))
             angles = uint64(4 * HALF_DIM) * uint64(token)
             how = (offset, call[3] + angles, call[4] + angles, ratio)
-            prepare((buffer, part), (target, exact_target, wanted[0], wanted[1]), how, bad)
+            prepare((buffer, part), (target, exact_target, *wanted), how, bad)
             if part == uint32(0):
                 low, high = uint32(target & uint64(0xFFFFFFFF)), uint32(target >> uint64(32))
                 is_written = uint32(1) if wanted[0] else uint32(0)

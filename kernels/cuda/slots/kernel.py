@@ -54,9 +54,10 @@ def make_slots_kernel(spec):
     THREADS, OVERLAPPED = spec.threads, spec.overlapped
 
     # fmt: off
-    def place_tokens(seq_lens, packed_lens, exact_lens, starts, seen_lens, seen_starts, firsts,
-                     new_lens, overflow, room, new_lens_step, new_lens_bytes, new_tokens, sink_len,
-                     packed_len, recent_len, max_seq_len, window, batch):
+    def place_tokens(seq_lens, packed_lens, exact_lens, starts, exact_firsts, seen_lens,
+                     seen_starts, firsts, new_lens, overflow, room, new_lens_step, new_lens_bytes,
+                     new_tokens, sink_len, packed_len, recent_len, ring_len, max_seq_len, window,
+                     batch):
         # fmt: on
         thread, sequence = int32(cuda.threadIdx.x), int32(cuda.blockIdx.x)
         if OVERLAPPED:
@@ -75,34 +76,33 @@ def make_slots_kernel(spec):
             wanted = int32(min(max(given, int64(0)), int64(new_tokens)))
         count = min(wanted, int32(max_seq_len - old))
         after = int32(old + count)
-        last = max(first, int32(after - sink_len - recent_len))
-        page, ring = max(packed_len, int32(1)), max(recent_len, int32(1))
-        oldest = int32(last - page) if window != int32(0) else int32(0)
+        behind = int32(after - sink_len)  # tokens behind the sinks
+        last = max(first, int32(behind - recent_len))
+        page, ring = max(packed_len, int32(1)), max(ring_len, int32(1))
+        oldest = int32(behind - packed_len) if window != int32(0) else int32(0)
 
         # Step 2: the slots
         num_places = int64(batch) * int64(new_tokens) + int64(batch)
         exact = room + uint64(8) * uint64(num_places)
         evicted = exact + uint64(8) * uint64(num_places)
-        exact_len = int32(sink_len + recent_len)
+        exact_len = int32(sink_len + ring_len)
         for offset in range(thread, new_tokens, THREADS):
             offset = int32(offset)
             index = int32(old + offset - sink_len)  # among the tokens behind the sinks
-            packed_slot = exact_slot = evicted_slot = int64(-1)
+            packed_slot = exact_slot = int64(-1)
             if offset < count:
-                if index >= int32(0) and index < last:
-                    if index >= oldest:  # no room for those before it
-                        packed_slot = row_of(sequence, page, index % page)
-                elif index < int32(0):
+                if index < int32(0):
                     exact_slot = row_of(sequence, exact_len, index + sink_len)
                 else:
-                    exact_slot = row_of(sequence, exact_len, sink_len + index % ring)
-                    leaver = int32(first + int32(index - first) % ring)  # that may stand there
-                    if leaver < int32(old - sink_len) and leaver >= oldest:
-                        evicted_slot = row_of(sequence, page, leaver % page)
+                    # no room for those before them
+                    if packed_len != int32(0) and index >= oldest:
+                        packed_slot = row_of(sequence, page, index % page)
+                    if index >= int32(behind - ring_len):
+                        exact_slot = row_of(sequence, exact_len, sink_len + index % ring)
             place = row_of(sequence, new_tokens, offset)
             set_slot(room, place, packed_slot)
             set_slot(exact, place, exact_slot)
-            set_slot(evicted, place, evicted_slot)
+            set_slot(evicted, place, int64(-1))
 
         # Step 3: the lengths
         cuda.syncthreads()
@@ -115,13 +115,15 @@ def make_slots_kernel(spec):
         set_length(packed_lens, sequence, last)
         set_length(exact_lens, sequence, after - last)
         set_length(starts, sequence, last % ring)
+        kept = max(length_at(exact_firsts, sequence), int32(behind - ring_len))
+        set_length(exact_firsts, sequence, kept)
         if window != int32(0):
             before = length_at(firsts, sequence)
             set_slot(evicted, place, int64(before))
             seen = max(int32(after - window), int32(0))
             set_length(seen_lens, sequence, max(int32(last - seen), int32(0)))
             set_length(seen_starts, sequence, seen % page)
-            set_length(firsts, sequence, max(before, int32(last - packed_len)))
+            set_length(firsts, sequence, max(before, oldest))
         if wanted > count:
             atomic_add(overflow, uint32(wanted - count))
 

@@ -22,6 +22,7 @@ PLACE: Table = (
     ("packed_lens", "P"),
     ("exact_lens", "P"),
     ("starts", "P"),
+    ("exact_firsts", "P"),
     ("seen_lens", "P"),  # with a window, as the next two
     ("seen_starts", "P"),
     ("firsts", "P"),
@@ -34,6 +35,7 @@ PLACE: Table = (
     ("sink_len", "i"),
     ("packed_len", "i"),
     ("recent_len", "i"),
+    ("ring_len", "i"),
     ("max_seq_len", "i"),
     ("window", "i"),  # 0: none
     ("batch", "i"),
@@ -59,7 +61,7 @@ class SlotSpec(Spec):
 
 def place_tokens(
     lens: Sequence[torch.Tensor | None],
-    sizes: tuple[int, int, int, int, int],
+    sizes: tuple[int, int, int, int, int, int],
     new_lens: torch.Tensor | None,
     new_tokens: int,
     overflow: torch.Tensor,
@@ -68,9 +70,8 @@ def place_tokens(
     """Write slots, and lengths in place, on the current stream.
 
     Args:
-        lens: seq_lens, packed_lens, exact_lens, starts, seen_lens, seen_starts and firsts of
-            LayerCache, [batch] int32, contiguous; the last three None without a window.
-        sizes: its sink_len, packed_len, recent_len, max_seq_len and window, 0 for none.
+        lens: ops.slots.Lens of a LayerCache, [batch] int32 each, contiguous.
+        sizes: ops.slots.Sizes of it.
         new_lens: [batch], int32 or int64, taken as 0 to new_tokens; new_tokens for all when None.
         new_tokens: new tokens per sequence, 1 or more.
         overflow: [1], int32: tokens beyond max_seq_len, which get no slots, are added to it.
@@ -92,7 +93,7 @@ class PlaceAgain:
     def __init__(
         self,
         lens: Sequence[torch.Tensor | None],
-        sizes: tuple[int, int, int, int, int],
+        sizes: tuple[int, int, int, int, int, int],
         new_tokens: int,
     ) -> None:
         """Look at all that stays; arguments as of place_tokens."""
@@ -128,7 +129,7 @@ def _find(
     index: int,
     batch: int,
     new_tokens: int,
-    sizes: tuple[int, int, int, int, int],
+    sizes: tuple[int, int, int, int, int, int],
     kind: tuple[int, int],
 ) -> Launch:
     key = SlotSpec, index, batch, new_tokens, sizes, kind
@@ -141,11 +142,11 @@ def _prepare(
     index: int,
     batch: int,
     new_tokens: int,
-    sizes: tuple[int, int, int, int, int],
+    sizes: tuple[int, int, int, int, int, int],
     kind: tuple[int, int],
 ) -> Launch:
     step, size = kind
-    names = "sink_len", "packed_len", "recent_len", "max_seq_len", "window"
+    names = "sink_len", "packed_len", "recent_len", "ring_len", "max_seq_len", "window"
     constants = dict(zip(names, sizes, strict=True))
     constants |= {"new_lens_step": step * size, "new_lens_bytes": size}
     constants |= {"new_tokens": new_tokens, "batch": batch}

@@ -111,13 +111,13 @@ def test_a_launch_has_the_arguments_of_the_kernel(monkeypatch: pytest.MonkeyPatc
         note = cuda.launched[-1]
         assert (note.grid, note.block, note.stream) == ((batch, 1, 1), (512, 1, 1), STREAM)
         found = arguments_of(SlotSpec(), note.arguments)
-        expected = {name: getattr(at, name).data_ptr() for name, _ in PLACE[:7]}
+        expected = {name: getattr(at, name).data_ptr() for name, _ in PLACE[:8]}
         expected |= {"new_lens": 0, "new_lens_step": 0, "new_lens_bytes": 0}
         if given is not None:
             expected |= {"new_lens": given.data_ptr(), "new_lens_step": 16, "new_lens_bytes": 8}
         expected |= {"overflow": overflow.data_ptr(), "room": room.data_ptr(), "window": 12}
-        expected |= {"new_tokens": 4, "sink_len": 0, "recent_len": 4, "packed_len": 14}
-        assert found == expected | {"max_seq_len": 60, "batch": batch}
+        expected |= {"new_tokens": 4, "sink_len": 0, "recent_len": 4, "packed_len": 18}
+        assert found == expected | {"ring_len": 60, "max_seq_len": 60, "batch": batch}
 
 
 def test_a_launch_without_a_window_has_no_lengths_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,5 +129,5 @@ def test_a_launch_without_a_window_has_no_lengths_of_one(monkeypatch: pytest.Mon
         launcher.place_tokens(at.lens, at.sizes, None, 1, overflow, room)
     assert entered == [CPU, CPU] and len(cuda.launched) == 2
     values = tuple(arguments_of(SlotSpec(), cuda.launched[0].arguments).values())
-    assert values[4:8] == (0, 0, 0, 0)
-    assert values[11:] == (0, 1, 3, 22, 5, 30, 0, 2)
+    assert values[5:9] == (0, 0, 0, 0)
+    assert values[12:] == (0, 1, 3, 27, 5, 27, 30, 0, 2)
