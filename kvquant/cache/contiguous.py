@@ -279,6 +279,7 @@ class KVCache:
         q_lens: torch.Tensor | None = ...,
         *,
         variant: AttentionVariant | None = ...,
+        in_step: bool = ...,
         sm_scale: float | None = ...,
         return_lse: Literal[False] = ...,
         num_splits: int | None = ...,
@@ -292,6 +293,7 @@ class KVCache:
         q_lens: torch.Tensor | None = ...,
         *,
         variant: AttentionVariant | None = ...,
+        in_step: bool = ...,
         sm_scale: float | None = ...,
         return_lse: Literal[True],
         num_splits: int | None = ...,
@@ -305,6 +307,7 @@ class KVCache:
         q_lens: torch.Tensor | None = ...,
         *,
         variant: AttentionVariant | None = ...,
+        in_step: bool = ...,
         sm_scale: float | None = ...,
         return_lse: bool = ...,
         num_splits: int | None = ...,
@@ -317,6 +320,7 @@ class KVCache:
         q_lens: torch.Tensor | None = None,
         *,
         variant: AttentionVariant | None = None,
+        in_step: bool = False,
         sm_scale: float | None = None,
         return_lse: bool = False,
         num_splits: int | None = None,
@@ -325,8 +329,7 @@ class KVCache:
         """Attend one token of each sequence, or its last few, to a layer's tokens.
 
         Every query sees the rows as they are now: of several, one sees tokens in their packed
-        format that were still 16-bit rows when its own token came, where recent_len is short. step
-        shows them the rows as the first of them saw them.
+        format that were still 16-bit rows when its own token came; in_step shows them in 16 bit.
 
         Args:
             layer: index of the layer; append these tokens' K and V to it first.
@@ -335,6 +338,7 @@ class KVCache:
             q_lens: [batch], int32, as in decode_attention.
             variant: see AttentionVariant. A layer's own window needs none. Where a layer has one,
                 positions count from the first token that it holds, so without key_bias.
+            in_step: let all queries see the rows as the first of them saw them: see step.
             sm_scale, return_lse, num_splits, backend: as in decode_attention.
 
         Returns:
@@ -357,9 +361,9 @@ class KVCache:
         """
         at = self._layer(layer)
         segments = at.segments()
-        if at.window is not None:
+        if at.window is not None or in_step:
             q_len = q.shape[1] if isinstance(q, torch.Tensor) and q.ndim == 4 else 1
-            segments, variant = at.seen_by(layer, q_len, q_lens, variant)
+            segments, variant = at.seen_by(layer, q_len, q_lens, variant, in_step=in_step)
         return attend_segments(
             q,
             segments,

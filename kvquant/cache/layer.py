@@ -2,10 +2,9 @@
 
     tokens    0 ... sink_len          ...          seq_len - recent_len ... seq_len
               ├─ sinks ─┤├──────── packed ─────────┤├──────── recent ──────┤
-    attention   16-bit     k_format, v_format          16-bit, in a ring behind the sinks
-
-    16-bit rows ├─ sinks ─┤           ├─ rollback_len ─┤├──── recent ──────┤
-    packed rows            ├───────────────────────────────────────────────┤
+    is read    16-bit     k_format, v_format          16-bit, in a ring behind the sinks
+    is there   16-bit ──┤├─────────────────── packed ──────────────────────┤
+                                  ├─ rollback_len ─┤├───── recent_len ─────┤ 16-bit, too
 
 A token is rounded to 16 bit and quantized from that when it comes: the bytes do not depend on the
 chunks in which tokens arrive. The last ones have both rows, and lengths alone tell which of them
@@ -270,7 +269,8 @@ class LayerCache:
             return self.segments(), variant
         packed_lens, exact = self.packed_lens, (self.exact_lens, self.starts)
         if in_step:
-            border = self.seq_lens - (q_len - 1 + self.sink_len + self.recent_len)
+            counts = q_len if q_lens is None else q_lens.clamp(0, q_len)
+            border = self.seq_lens - counts + (1 - self.sink_len - self.recent_len)
             packed_lens = torch.minimum(torch.maximum(border, self.exact_firsts), packed_lens)
             exact = self.seq_lens - packed_lens, self.split.ring_row(packed_lens)
         if not has_window or self.window is None:
@@ -690,8 +690,9 @@ class LayerCache:
             starts = (self.seq_lens - self.window).clamp(min=0)
             self.firsts.copy_(starts if firsts is None else firsts)
 
-    def pack_recent(self) -> None:
-        """Write the packed rows of the recent tokens from their 16-bit rows, as append does."""
+    def pack_recent(self, bad_rows: torch.Tensor) -> None:
+        """Write the packed rows of the recent tokens from their 16-bit rows, as append does; those
+        that become NaN are added to the counters of KVCache."""
         if not self.packed_len or not self.recent_len:
             return
         exact_dtype, bases = EXACT_DTYPES[self.k_exact.codec], self.basis or (None, None)
@@ -713,7 +714,7 @@ class LayerCache:
                 if basis is not None:
                     rounding = Encoding(clip=basis.encoding.clip, feedback=basis.encoding.feedback)
                 sides.append(Side(x, packed, fmt, None, rounding))
-            write_rows(sides[0], sides[1], slots, self.k_exact.codec)
+            write_rows(sides[0], sides[1], slots, self.k_exact.codec, None, bad_rows)
 
 
 def _by_token(x: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ name. Both are ours here: TransformersCache passes keys and values on, marked, a
 registered as "kvquant" attends to marked ones, and appends them.
 
     one new token      append it, then KVCache.attend: the fused call, nothing is dequantized
+    a few, drafted     the same, where generate tries tokens of an assistant or a lookup
     a chunk of them    attend to the layer's dequantized past and causally to the chunk, then append
 
 So a prompt is quantized as it goes, and one layer at a time has a 16-bit copy. Keys and values are
@@ -57,6 +58,7 @@ except ImportError as error:
         f"pip install -e '.[hf]' in the checkout ({error})"
     ) from error
 
+DRAFTS = 16  # tokens
 ATTENTION = "kvquant"
 SET = f"model.set_attn_implementation({ATTENTION!r})"
 # what models pass that does not change the result here: positions are in the keys already, and
@@ -110,6 +112,9 @@ class TransformersCache(Cache):
         layers: of the model; taken from its config when None.
         placed: the caller gives the model position_ids, those of the cache, in every call; they are
             not looked at then. Some models do not show them to attention (Persimmon, Qwen2-VL).
+        drafts: up to 16 tokens behind others in one call are drafted ones: each attends to the rows
+            of the cache, its own among them, as it would alone (KVCache.step). Else, and where
+            they are more, they are a chunk of a prompt, whose tokens meet each other in 16 bit.
 
     Raises:
         ConfigError: cache is no KVCache.
@@ -137,11 +142,13 @@ class TransformersCache(Cache):
         *,
         layers: CacheLayers | None = None,
         placed: bool = False,
+        drafts: bool = True,
     ) -> None:
         if not isinstance(cache, KVCache):
             raise ConfigError(f"cache is {type(cache).__name__}: give a KVCache")
         cache.check()
         self.cache, self.new_lens, self._is_placed = cache, new_lens, placed
+        self._drafts = drafts
         self._places: dict[int, int] | None = None  # of the cache, by the model's layer
         self._turn: Turn | None = None
         self._scaled_from: int | None = None
@@ -304,6 +311,13 @@ class TransformersCache(Cache):
                 "length at a time, from position 0"
             )
 
+    def takes_drafts(self, at: int, new_tokens: int) -> bool:
+        """Whether a layer's new tokens attend to rows only, as one new token does: a few behind
+        others, as drafted ones are. The model then finds what it finds one by one."""
+        layer = self.cache.layers[at]
+        is_few = self._drafts and new_tokens <= DRAFTS and self.new_lens is None
+        return is_few and bool(layer.longest or layer.seq_lens.any())  # a graph leaves it None
+
     def append(self, handed: _Handed, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Append what was handed to a layer; the next one is due then."""
         self.cache.append(handed.at, keys, values, self.new_lens)
@@ -319,7 +333,8 @@ class TransformersCache(Cache):
         sm_scale: float | None,
         variant: AttentionVariant | None,
     ) -> torch.Tensor:
-        """Append the one token that was handed to a layer, and attend by KVCache.step."""
+        """Append the token, or the drafted ones, that were handed to a layer, and attend by
+        KVCache.step."""
         if self.new_lens is None:
             given = query, keys, values
             out = self.cache.step(handed.at, *given, variant=variant, sm_scale=sm_scale)
@@ -432,7 +447,7 @@ class _LayerView(CacheLayerMixin):
     """One layer of a KVCache, for transformers to look at; TransformersCache does the work."""
 
     is_sliding = False
-    is_croppable = False  # packed rows do not become 16-bit rows again
+    is_croppable = False  # by the whole cache only
 
     def __init__(self, cache: KVCache, at: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # transformers has no types
@@ -484,11 +499,12 @@ class _Handed:
         seen: with the first attention, in a chunk: all keys and values that it met, and their
             number (_seen); empty if it met the chunk alone.
         mask: that the first attention got, if any.
+        reads_rows: they are appended before attention, which reads the rows only.
     """
 
     def __init__(self, to: TransformersCache, at: int, layer: int) -> None:
         self.to, self.at, self.layer = to, at, layer
-        self.appended = False
+        self.appended = self.reads_rows = False
         self.seen: tuple[Any, ...] | None = None
         self.mask: torch.Tensor | None = None
 
@@ -646,18 +662,22 @@ def _attend(
 ) -> torch.Tensor:
     """Attend to the past and the new tokens, which are appended by the first that attends."""
     cache = handed.to.cache
-    new = key.shape[2]
-    if new == 1:
-        last = query[:, :, 0]
-        if last.is_cuda and last.dtype == torch.float32:  # the kernel there takes 16-bit queries
-            last = last.bfloat16()  # of any size, where fp16 ends at 65504
+    asked, new = query.shape[2], key.shape[2]
+    if not handed.appended:
+        handed.reads_rows = new == 1 or handed.to.takes_drafts(handed.at, new)
+    if handed.reads_rows:
+        given = query.transpose(1, 2)
+        if given.is_cuda and given.dtype == torch.float32:  # the kernel there takes 16-bit queries
+            given = given.bfloat16()  # of any size, where fp16 ends at 65504
+        given = given[:, 0] if asked == 1 else given
         if handed.appended:
-            out = cache.attend(handed.at, last, variant=variant, sm_scale=scaling)
+            out = cache.attend(handed.at, given, variant=variant, in_step=True, sm_scale=scaling)
         else:
-            out = handed.to.step(handed, last, key, value, scaling, variant)
+            out = handed.to.step(handed, given, key, value, scaling, variant)
+        out = out[:, None] if asked == 1 else out
         if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
             out = _NoGradient.apply(out, query, key, value)  # type: ignore[no-untyped-call]
-        return out[:, None].to(query.dtype)
+        return out.to(query.dtype)
     if handed.seen is None:
         handed.seen = _seen(cache, handed.at, key, value)
     keys, values, lens = handed.seen or (key, value, [new] * len(key))

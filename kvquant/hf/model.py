@@ -390,7 +390,7 @@ class CachedModel:
         keep: torch.Tensor,
     ) -> torch.Tensor:
         """One call of the model: the logits at the places keep, [batch, len(keep), vocabulary]."""
-        past = TransformersCache(cache, new_lens, layers=self._layers, placed=True)
+        past = TransformersCache(cache, new_lens, layers=self._layers, placed=True, drafts=False)
         before = cache.seq_lens
         steps = torch.arange(tokens.shape[1], device=cache.device)
         try:

@@ -216,7 +216,7 @@ def load_cache(
                 chunk = rows.transpose(0, 1).to(cache.device)
                 target[b][:, _slots(layer, part, b)] = chunk
         for layer in cache.layers:
-            layer.pack_recent()
+            layer.pack_recent(cache.bad_rows)
     return cache
 
 

@@ -589,6 +589,99 @@ def test_generate_goes_on_from_a_cache_and_takes_an_assistant(generating: Cached
     assert helped.tolist() == first.tolist()
 
 
+PACKED: dict[str, Any] = {"sink_len": 0, "recent_len": 0}
+RECENT: dict[str, Any] = {"sink_len": 2, "recent_len": 6}
+
+
+@pytest.mark.parametrize(
+    ("rows", "kept", "limit"),
+    [("int4-g4", PACKED, 1e-3), ("int8", PACKED, 1e-3), ("int8", RECENT, 1e-2)],
+    ids=["int4-g4", "int8", "int8 and recent tokens"],
+)
+def test_drafted_tokens_are_what_single_steps_make_of_them(
+    rows: str, kept: dict[str, Any], limit: float
+) -> None:
+    """But for 3 tokens that the last of 4 reads in 16 bit, where there are recent ones."""
+    model, text = tiny("Llama"), tokens(2, 30)
+    model.model.set_attn_implementation("kvquant")
+    found = []
+    for sizes in ([24, 1, 1, 1, 1, 1, 1], [24, 4, 2]):
+        past = TransformersCache(model.new_cache(2, 40, k_format=rows, v_format=rows, **kept))
+        logits, begin = [], 0
+        for size in sizes:
+            part = text[:, begin : begin + size]
+            with torch.no_grad():
+                out = model.model(part, past_key_values=past, use_cache=True)
+            logits.append(out.logits)
+            begin += size
+        found.append(torch.cat(logits, dim=1))
+    error = (found[1] - found[0])[:, 24:].norm() / found[0][:, 24:].norm()
+    assert float(error) < limit  # the model's own products differ, and so may a key's last bit
+    assert not kept["recent_len"] or torch.allclose(found[1][:, 24], found[0][:, 24], atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral"])
+def test_drafts_that_are_cropped_leave_nothing_behind(family: str) -> None:
+    """Across the edge of the recent window, where the tokens behind it had been packed."""
+    model, text = tiny(family), tokens(2, 40)
+    model.model.set_attn_implementation("kvquant")
+    found = []
+    for drafts in (False, True):
+        past = TransformersCache(model.new_cache(2, 60, k_format="int4", **RECENT))
+
+        def run(begin: int, end: int, past: TransformersCache = past) -> torch.Tensor:
+            part = text[:, begin:end]
+            with torch.no_grad():
+                logits: torch.Tensor = model.model(part, past_key_values=past).logits
+            return logits
+
+        run(0, 24)
+        if drafts:
+            run(30, 40)
+            past.crop(-10)
+        found.append(torch.cat([run(i, i + 1) for i in range(24, 32)], dim=1))
+    assert torch.equal(*found)
+
+
+def test_only_tokens_behind_others_are_drafted_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a prompt, nor a chunk that CachedModel reads; nor is a graph before it a past."""
+    model, text = tiny("Llama"), tokens(2, 20)
+    steps: list[int] = []
+    step = KVCache.step
+
+    def note(self: KVCache, layer: int, q: torch.Tensor, *call: Any, **options: Any) -> Any:
+        steps.append(q.shape[1] if q.ndim == 4 else 1)
+        return step(self, layer, q, *call, **options)
+
+    monkeypatch.setattr(KVCache, "step", note)
+    cache = model.new_cache(2, 60)
+    for at in cache.layers:
+        at.longest = None  # as a graph leaves it
+    model.prefill(cache, text[:, :6], chunk=3)
+    assert not steps
+    cache.reset()
+    model.model.set_attn_implementation("kvquant")
+    past = TransformersCache(cache)
+    with torch.no_grad():
+        for size in (5, 4, 1):
+            model.model(text[:, :size], past_key_values=past, use_cache=True)
+            if size == 5:
+                assert not steps
+    assert steps == [4] * cache.num_layers + [1] * cache.num_layers
+
+
+@pytest.mark.parametrize("lookup", [3, 9])
+def test_lookups_give_the_tokens_of_single_steps_with_packed_rows(lookup: int) -> None:
+    model, text = tiny("Llama"), tokens(1, 8).repeat(1, 3)
+    model.model.set_attn_implementation("kvquant")
+    found = []
+    more: dict[str, Any]
+    for more in ({}, {"prompt_lookup_num_tokens": lookup}):
+        past = TransformersCache(model.new_cache(1, 60, k_format="int4", v_format="int4", **PACKED))
+        found.append(model.model.generate(text, past_key_values=past, **OPTIONS | more))
+    assert found[0].tolist() == found[1].tolist()
+
+
 def test_without_a_cache_kvquant_is_sdpa(generating: CachedModel) -> None:
     model, text, mask = generating.model, tokens(2, 24), torch.ones(2, 24, dtype=torch.int64)
     mask[0, :5] = 0
