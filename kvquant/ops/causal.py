@@ -32,7 +32,7 @@ from ..errors import UnsupportedError
 from ..rows.variant import PLAIN, AttentionVariant, add_sinks, names_of
 
 BLOCK = 512  # queries
-SCORES = 1 << 25  # in memory at a time, of all sequences and heads
+SCORES = {"cpu": 1 << 21, "cuda": 1 << 25}  # in memory at a time; on the CPU in its caches
 POSSIBLE = {"alibi_slopes", "sink_logits", "soft_cap", "window"}  # of a variant
 
 
@@ -100,7 +100,8 @@ def causal_attention(
             return out.to(q.dtype)
     rows = BLOCK
     if names - {"window"}:
-        rows = max(min(SCORES // (q.shape[0] * q.shape[1] * total), BLOCK), 1)
+        keys = min(total, window + BLOCK)
+        rows = max(min(SCORES[q.device.type] // (q.shape[0] * q.shape[1] * keys), BLOCK), 1)
     blocks = []
     for begin in range(0, q_len, rows):
         block = q[:, :, begin : begin + rows]
@@ -142,7 +143,9 @@ def _with_scores(
         mask: [q_len, keys]: which of them.
         distance: [q_len, keys]: position of the key - position of the query.
     """
-    heads, rows = k.shape[1], q.shape[2]
+    heads, rows, dtype = k.shape[1], q.shape[2], q.dtype
+    if not q.is_cuda:  # few processors multiply 16-bit numbers
+        q, k, v = q.float(), k.float(), v.float()
     scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
     # the query heads of a KV head are more rows, so that its keys are not copied
     by_kv_head = q.unflatten(1, (heads, -1))
@@ -157,7 +160,7 @@ def _with_scores(
         scores = torch.cat([scores, sinks], dim=-1)
     weights = scores.softmax(-1)[..., : k.shape[2]].to(v.dtype)
     out: torch.Tensor = (weights.flatten(2, 3) @ v).unflatten(2, (-1, rows)).flatten(1, 2)
-    return out
+    return out.to(dtype)
 
 
 def _causal_state(
