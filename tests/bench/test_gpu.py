@@ -577,6 +577,6 @@ def test_a_gpu_is_measured(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 def test_every_variant_of_the_kernel_is_right_on_a_gpu() -> None:
-    done = run("--ablate", "--format", "int4-g8", "--batch", 2, "--seq-len", 1000)
+    done = run("--ablate", "--format", "bf16", "--batch", 2, "--seq-len", 1000)
     assert done.exit_code == 0, done.output
     assert "without padded shared memory" in done.stdout
