@@ -244,6 +244,7 @@ def planned(model: CachedModel, *, identity: bool = True) -> CachePlan:
     return CachePlan(facts, tensors)
 
 
+@pytest.mark.slow
 def test_plans_are_measured_with_several_formats(
     run: Callable[..., Any], model: CachedModel, tmp_path: Path
 ) -> None:
@@ -302,5 +303,6 @@ def test_sizes_and_files_that_do_not_fit_are_told(
         run(*options)
 
 
+@pytest.mark.slow
 def test_a_context_beyond_the_model_is_left_out(run: Callable[..., Any]) -> None:
     assert "left out, the model is made for 4096" in run("--context", "5000").stdout

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from fake_cuda import install
+from slow_cases import mark_slow
 from small_caches import BATCH, DIM, HEADS, MAX, make, tokens
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -166,7 +167,7 @@ def test_tokens_without_room_are_left_out_of_a_graph(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of torch's own graphs
-@pytest.mark.parametrize("with_basis", [False, True], ids=["plain", "basis"])
+@pytest.mark.parametrize("with_basis", mark_slow([False, True], [True]))
 def test_compiled_steps_are_the_same(with_basis: bool) -> None:
     chosen = bases() if with_basis else None
     cache, other = make(bases=chosen), make(bases=chosen)

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from slow_cases import mark_slow
 
 from kvquant import KVCache, RowFormat, dequantize_rows, quantize_rows
 from kvquant.errors import ShapeError
@@ -192,5 +199,8 @@ class CacheMachine(RuleBasedStateMachine):
                         assert not got[b, :, len(tokens) :].any()
 
 
-CacheMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=25)
-TestCacheAgainstItsModel: Any = CacheMachine.TestCase
+@pytest.mark.parametrize("examples", mark_slow([8, 40], [8]))
+def test_any_calls_keep_what_the_model_holds(examples: int) -> None:
+    run_state_machine_as_test(
+        CacheMachine, settings=settings(max_examples=examples, stateful_step_count=25)
+    )

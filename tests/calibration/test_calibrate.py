@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from slow_cases import mark_slow
 
 transformers = pytest.importorskip("transformers")
 from tiny_models import tiny_model  # noqa: E402
@@ -80,6 +81,7 @@ def test_every_step_lowers_the_weighted_error(plan: CachePlan) -> None:
         assert by_format == sorted(by_format, reverse=True)
 
 
+@pytest.mark.slow
 def test_a_model_in_16_bit_gives_nearly_the_same_plan(
     plan: CachePlan, model: CachedModel, text: list[int], relative_l2: Measure
 ) -> None:
@@ -115,6 +117,7 @@ def test_a_plan_survives_its_file_and_decodes_alike(
     assert float((found[0] - plain).abs().mean()) < 0.5 * float(plain.std())
 
 
+@pytest.mark.slow
 def test_formats_are_chosen_to_keep_a_limit(
     plan: CachePlan, model: CachedModel, text: list[int]
 ) -> None:
@@ -125,6 +128,7 @@ def test_formats_are_chosen_to_keep_a_limit(
     assert 4.25 < found.bits < 8.25
 
 
+@pytest.mark.slow
 def test_a_budget_is_kept_and_a_limit_within_it_may_fail(
     model: CachedModel, text: list[int]
 ) -> None:
@@ -136,6 +140,7 @@ def test_a_budget_is_kept_and_a_limit_within_it_may_fail(
         calibrate(model, text, sizes=SIZES, goal=Goal(budget=4.0))
 
 
+@pytest.mark.slow
 def test_a_plan_without_data_comes_close(
     plan: CachePlan, model: CachedModel, text: list[int]
 ) -> None:
@@ -147,7 +152,7 @@ def test_a_plan_without_data_comes_close(
     assert bare is not None and bare.facts["measured"] is None
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", mark_slow(FAMILIES, ["Llama", "Qwen2"]))
 def test_every_family_is_calibrated(kind: str) -> None:
     model = tiny(kind)
     tokens = random_tokens(model.config_dict, 600)

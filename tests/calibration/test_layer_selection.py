@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from slow_cases import mark_slow
 
 from kvquant.calibration.calibrate import calibrate
 from kvquant.calibration.layer_selection import HeldLayers, held_layers, renumbered
@@ -131,7 +132,7 @@ def test_layers_that_share_are_read_as_those_that_they_share_with() -> None:
     assert merged.count == found.count == 5
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", mark_slow([64, 128], [128]))
 def test_models_that_share_keys_are_calibrated(head_dim: int) -> None:
     model = tiny_model(
         "Gemma4Text",

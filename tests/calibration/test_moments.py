@@ -141,6 +141,7 @@ def test_odd_groups_of_query_heads_are_refused() -> None:
         Moments().observe(0, q[:, :3], k, v, SCALE)
 
 
+@pytest.mark.slow
 def test_ranks_add_their_sums(tmp_path: Path) -> None:
     command = [sys.executable, moment_ranks.__file__]
     results = [tmp_path / f"r{rank}" for rank in range(2)]

@@ -882,6 +882,7 @@ def test_a_mask_costs_as_much_for_a_long_past(kind: str) -> None:
     assert sums[0] == sums[1]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of torch's own graphs
 def test_a_compiled_model_with_windows_gives_the_same() -> None:
     model = tiny("Mistral", sliding_window=16, num_hidden_layers=1)

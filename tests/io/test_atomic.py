@@ -19,6 +19,7 @@ import torch
 from filelock import FileLock
 from safetensors.torch import save_file
 from saved_kinds import KINDS, SHARD_BYTES, Kind
+from slow_cases import mark_slow
 
 from kvquant import load_cache, save_cache
 from kvquant.calibration.moments import Moments
@@ -407,7 +408,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("pair", saving_steps.PAIRS, ids=" ".join)
-@pytest.mark.parametrize("how", ["fails once", "fails", "is killed"])
+@pytest.mark.parametrize("how", mark_slow(["fails once", "fails", "is killed"], ["is killed"]))
 def test_a_save_that_ends_at_any_step_leaves_the_old_file_or_the_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pair: tuple[str, str], how: str
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from slow_cases import mark_slow
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from kvquant import Basis, KVCache, RowFormat, decode_attention, quantize_rows
@@ -79,7 +80,11 @@ def test_a_projection_and_attention_make_one_graph_for_all_shapes(compiler: str)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    mark_slow([torch.float32, torch.bfloat16, torch.float16], [torch.bfloat16]),
+    ids=str,
+)
 def test_every_option_means_the_same_in_a_graph(dtype: torch.dtype, dynamic: bool) -> None:
     q, arguments = torch.randn(3, 4, 64).to(dtype), packed(3, 20, INT8)
     formats: dict[str, Any] = {"k_format": "int4-g4", "v_format": INT8}
@@ -99,7 +104,7 @@ def test_every_option_means_the_same_in_a_graph(dtype: torch.dtype, dynamic: boo
         assert torch.equal(out, expected)
 
 
-@pytest.mark.parametrize("kind", [None, "none", "matrix"])
+@pytest.mark.parametrize("kind", mark_slow([None, "none", "matrix"], ["none"]))
 def test_several_queries_make_one_graph_for_all_numbers_of_them(kind: str | None) -> None:
     bases = None
     if kind is not None:
@@ -244,8 +249,8 @@ def several_queries(return_lse: bool, pages: bool) -> tuple[Any, ...]:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of opcheck's own graphs
-@pytest.mark.parametrize("pages", [False, True], ids=["rows", "pages"])
-@pytest.mark.parametrize("return_lse", [False, True], ids=["out", "out and lse"])
+@pytest.mark.parametrize("pages", mark_slow([False, True], [True]))
+@pytest.mark.parametrize("return_lse", mark_slow([False, True], [True]))
 @pytest.mark.parametrize("make_arguments", [one_segment, two_segments, several_queries])
 def test_torch_finds_nothing_wrong_with_the_op(
     make_arguments: Callable[[bool, bool], tuple[Any, ...]], return_lse: bool, pages: bool

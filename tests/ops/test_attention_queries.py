@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from segment_cases import HEADS, lens, packed, segments_of
+from slow_cases import mark_slow
 
 from kvquant import KVCache, RowFormat, decode_attention, reference_attention
 from kvquant.errors import ConfigError, DeviceError, ShapeError
@@ -71,12 +73,17 @@ def assert_close(measure: Measure, found: State, expected: State, limit: float) 
 LENGTHS = st.sampled_from([0, 1, 2, 3, 7, 15, 16, 17, 33, 40])
 
 
-@pytest.mark.parametrize(("ratio", "dim"), [(1, 64), (4, 128), (5, 64)], ids=str)
-@pytest.mark.parametrize("q_len", [1, 2, 3, 8])
-@pytest.mark.parametrize("kind", ["linear", "pages", "ring", "cache"])
+KINDS = ("linear", "pages", "ring", "cache")
+EACH = [*itertools.product(KINDS, (1, 2, 3, 8), ((1, 64), (4, 128), (5, 64)))]
+USUAL = [(kind, 3, (4, 128)) for kind in KINDS] + [("cache", 1, (5, 64)), ("pages", 8, (1, 64))]
+
+
+@pytest.mark.parametrize("case", mark_slow(EACH, USUAL), ids=str)
 def test_each_query_sees_the_tokens_up_to_its_own(
-    kind: str, q_len: int, ratio: int, dim: int, relative_l2: Measure
+    case: tuple[str, int, tuple[int, int]], relative_l2: Measure
 ) -> None:
+    kind, q_len, (ratio, dim) = case
+
     @settings(max_examples=6)
     @given(st.lists(st.tuples(LENGTHS, st.integers(0, q_len)), min_size=2, max_size=3), st.data())
     def check(each: list[tuple[int, int]], data: st.DataObject) -> None:
@@ -101,7 +108,9 @@ def test_each_query_sees_the_tokens_up_to_its_own(
     check()
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair[0]}+{pair[1]}")
+@pytest.mark.parametrize(
+    "pair", mark_slow(PAIRS, PAIRS[2:5]), ids=lambda pair: f"{pair[0]}+{pair[1]}"
+)
 def test_any_pair_of_formats(pair: tuple[str, str, int, int], relative_l2: Measure) -> None:
     k_format, v_format = RowFormat.parse(pair[0], pair[2]), RowFormat.parse(pair[1], pair[3])
     rows = packed(3, HEADS, 150, fmt=k_format), packed(3, HEADS, 150, fmt=v_format)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from fake_cuda import FakeDriver, install_for_caches
 from layer_states import SPLITS, Split, make_layer, place, random_crop, random_lens
+from slow_cases import mark_slow
 from small_caches import BATCH, make, tokens
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -56,7 +57,7 @@ def test_a_layer_takes_two_launches_and_no_operation_of_torch(gpu: FakeDriver) -
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of torch's own graphs
-@pytest.mark.parametrize("window", [None, 8])
+@pytest.mark.parametrize("window", mark_slow([None, 8], [8]))
 def test_compiled_steps_launch_the_same(gpu: FakeDriver, window: int | None) -> None:
     cache = make(windows=[window, None])
 

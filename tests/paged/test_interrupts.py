@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from slow_cases import mark_slow
 
 from kvquant.io import sequences
 from kvquant.io.sequences import load_sequences, save_sequences
@@ -135,7 +136,7 @@ def check(batch: PagedBatch) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # files not closed
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", mark_slow(CALLS, ["fork", "step", "swap in"]))
 def test_an_interrupt_at_any_line_leaves_a_whole_cache(tmp_path: Path, name: str) -> None:
     before, call = CALLS[name]
     path = tmp_path / "x.safetensors"

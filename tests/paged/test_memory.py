@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from paged_cases import LAYERS, begin, extend, make, new_rows, same, values
+from slow_cases import mark_slow
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvquant.errors import CheckpointError, NonFiniteError
@@ -104,9 +105,10 @@ CALLS: dict[str, tuple[Call, Call]] = {
     "check": (spoil, lambda batch, _: check(batch)),
     "dequantized": (lambda *_: None, lambda batch, _: batch.cache.dequantized("a", 0)),
 }
+USUAL = ("allocate", "fork", "extend", "truncate", "free", "swap out", "swap in", "save")
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", mark_slow(CALLS, USUAL))
 def test_a_call_without_memory_has_changed_nothing(name: str, tmp_path: Path) -> None:
     before, call = CALLS[name]
     fails, steps = 0, 7 if name in ("save", "load") else 1  # these take long, and are many

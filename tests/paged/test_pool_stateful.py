@@ -1,9 +1,10 @@
-"""PagePool under any sequence of calls, against models of its sequences and of a device; 20 s."""
+"""PagePool under any sequence of calls, against models of its sequences and of a device."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -13,13 +14,14 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from slow_cases import mark_slow
 
 from kvquant.errors import OutOfPagesError
 from kvquant.paged.pool import PagePool
 
 NUM_PAGES = 9
 MOST = 5  # sequences, and heads that are known; there are 7 heads
-OPERATIONS = 25_000
+OPERATIONS = 25_000  # of 240 examples
 numbers = st.integers(0, 2**20)
 
 
@@ -197,12 +199,15 @@ class PoolMachine(RuleBasedStateMachine):
             assert self.pool.match_prefix(model.tokens[: model.known]) == self.whole(model)
 
 
-def test_any_operations_keep_contents_and_pages() -> None:
+@pytest.mark.parametrize("examples", mark_slow([40, 240], [40]))
+def test_any_operations_keep_contents_and_pages(examples: int) -> None:
     PoolMachine.operations = 0
     run_state_machine_as_test(
         PoolMachine,
         settings=settings(
-            max_examples=240, stateful_step_count=200, suppress_health_check=list(HealthCheck)
+            max_examples=examples,
+            stateful_step_count=200,
+            suppress_health_check=list(HealthCheck),
         ),
     )
-    assert PoolMachine.operations >= OPERATIONS
+    assert PoolMachine.operations >= OPERATIONS * examples // 240

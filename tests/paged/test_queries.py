@@ -8,6 +8,7 @@ import pytest
 import torch
 from paged_cases import DIM, HEADS, LAYERS, PAGE, begin, extend, make, new_rows
 from paged_plans import PLAN_LAYERS, PLANS, make_paged
+from slow_cases import mark_slow
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from kvquant.errors import ShapeError
@@ -51,7 +52,9 @@ def one_by_one(
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shared", [False, True], ids=["own pages", "shared"])
-@pytest.mark.parametrize("kind", ["no plan", "matrix clip feedback", "offset"])
+@pytest.mark.parametrize(
+    "kind", mark_slow(["no plan", "matrix clip feedback", "offset"], ["no plan", "offset"])
+)
 def test_each_query_is_like_one_alone(
     relative_l2: Measure, kind: str, shared: bool, device: str
 ) -> None:
@@ -115,7 +118,7 @@ def test_a_step_is_append_and_attend() -> None:
             assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["own pages", "shared"])
+@pytest.mark.parametrize("shared", mark_slow([False, True], [True]))
 def test_compiled_code_serves_steps_of_any_counts(relative_l2: Measure, shared: bool) -> None:
     torch._dynamo.reset()
     batch = PagedBatch(make(num_pages=40), 3, 70, shared_prefix=shared)

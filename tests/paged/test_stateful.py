@@ -15,13 +15,20 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from slow_cases import mark_slow
 
 from kvquant import RowFormat, dequantize_rows
 from kvquant.errors import OutOfPagesError
@@ -364,10 +371,14 @@ class PagedMachine(RuleBasedStateMachine):
         assert self.cache.bad_rows.tolist() == [0, 0]
 
 
-PagedMachine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=40, suppress_health_check=list(HealthCheck)
-)
-TestPagedCacheAgainstItsModel: Any = PagedMachine.TestCase
+@pytest.mark.parametrize("examples", mark_slow([10, 60], [10]))
+def test_any_calls_keep_what_the_model_holds(examples: int) -> None:
+    run_state_machine_as_test(
+        PagedMachine,
+        settings=settings(
+            max_examples=examples, stateful_step_count=40, suppress_health_check=list(HealthCheck)
+        ),
+    )
 
 
 def soak(device: str, seed: int, goes_on: Callable[[int], bool]) -> int:

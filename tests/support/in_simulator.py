@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
@@ -23,10 +24,22 @@ if SIMULATED:
 Array = npt.NDArray[Any]
 
 
+TESTS: defaultdict[str, list[Callable[[], None]]] = defaultdict(list)  # by file
+
+
+def is_slow(test: Callable[[], None]) -> bool:
+    return any(mark.name == "slow" for mark in getattr(test, "pytestmark", []))
+
+
 @functools.cache
-def run_in_simulator(file: str) -> tuple[set[str], str]:
-    """Run a file with the simulator on: the tests that pass, and all that pytest says."""
-    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", file]
+def run_in_simulator(file: str, slow: bool) -> tuple[set[str], str]:
+    """Run the slow tests of a file, or the others, with the simulator on.
+
+    Returns:
+        The names of those that pass, and all that pytest says.
+    """
+    names = [f"{file}::{test.__name__}" for test in TESTS[file] if is_slow(test) == slow]
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-m", "", *names]
     environment = {**os.environ, "NUMBA_ENABLE_CUDASIM": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     return set(re.findall(r"::(\w+) PASSED", done.stdout)), done.stdout + done.stderr
@@ -40,9 +53,10 @@ def in_simulator(test: Callable[[], None]) -> Callable[[], None]:
 
     @functools.wraps(test)
     def delegated() -> None:
-        passed, log = run_in_simulator(file)
+        passed, log = run_in_simulator(file, is_slow(delegated))
         assert test.__name__ in passed, log
 
+    TESTS[file].append(delegated)
     return test if SIMULATED else delegated
 
 

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,6 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PROCESSES = 2
-RUN_ALL = os.environ.get("KVQUANT_SIMULATED") == "all"
-rare = pytest.mark.skipif(not RUN_ALL, reason="KVQUANT_SIMULATED=all runs it")
-
-
-def select_cases(cases: dict[str, Any], usual: Iterable[str]) -> dict[str, Any]:
-    """The cases to run: the usual ones, unless KVQUANT_SIMULATED=all asks for all."""
-    return cases if RUN_ALL else {name: cases[name] for name in usual}
 
 
 def run_selected(

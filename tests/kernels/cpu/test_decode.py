@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from slow_cases import mark_slow
 
 from kvquant import (
     RowFormat,
@@ -112,7 +113,7 @@ def check_pages(
         assert all(map(torch.equal, state(q, *pools, seq_lens, **options), expected)), page_size
 
 
-@pytest.mark.parametrize("ratio", [1, 2, 3, 4, 5, 7, 8, 16, 17, 24, 32])
+@pytest.mark.parametrize("ratio", mark_slow([1, 2, 3, 4, 5, 7, 8, 16, 17, 24, 32], [1, 4, 7, 17]))
 def test_any_ratio_of_query_heads_to_kv_heads(ratio: int, relative_l2: Measure) -> None:
     k_rows, v_rows = make_rows(INT4, RAGGED, 2), make_rows(INT4, RAGGED, 2)
     q = torch.randn(len(RAGGED), 2 * ratio, 64)
@@ -121,7 +122,9 @@ def test_any_ratio_of_query_heads_to_kv_heads(ratio: int, relative_l2: Measure) 
 
 
 @pytest.mark.parametrize(
-    "pair", PAIRS, ids=lambda pair: "+".join("{}-g{}/{}".format(*f) for f in pair)
+    "pair",
+    mark_slow(PAIRS, PAIRS[:3]),
+    ids=lambda pair: "+".join("{}-g{}/{}".format(*f) for f in pair),
 )
 def test_any_pair_of_formats(
     pair: tuple[tuple[str, int, int], tuple[str, int, int]], relative_l2: Measure

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slow_cases import mark_slow
 
 from kvquant import RowFormat, dequantize_rows, quantize_rows
 from kvquant.kernels.cpu import compile as compiling
@@ -102,7 +103,7 @@ def hostile(head_dim: int, dtype: torch.dtype) -> torch.Tensor:
     return x.to(dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", mark_slow(DTYPES, [torch.bfloat16]), ids=str)
 @pytest.mark.parametrize("fmt", FORMATS, ids=label)
 def test_rows_are_those_of_torch(fmt: RowFormat, dtype: torch.dtype) -> None:
     rows = assert_same_rows(hostile(fmt.head_dim, dtype), fmt)

@@ -4,7 +4,6 @@ code, its launches, and on a GPU (-m gpu)."""
 from __future__ import annotations
 
 import importlib.util
-import os
 import struct
 from dataclasses import replace
 from typing import Any
@@ -14,7 +13,6 @@ import pytest
 import torch
 from fake_cuda import CPU, STREAM, arguments_of, install, loaded_specs, note_devices
 from in_simulator import SIMULATED, in_simulator, typed
-from simulator_cases import rare
 
 from kvquant.errors import ConfigError, DeviceError, KVQuantError, ShapeError
 from kvquant.kernels.cuda.affine import launch as launching
@@ -158,7 +156,7 @@ def test_turned_rows_are_those_of_float64() -> None:
     simulate(make(heads=(4, 2)))
 
 
-@rare
+@pytest.mark.slow
 @in_simulator
 def test_turned_rows_of_any_strides_are_those_of_float64() -> None:
     simulate(make(80, 5, (2, 2), torch.float16, "shared offset strided"))
@@ -188,6 +186,7 @@ def test_blocks_go_on_with_more_rows() -> None:
 # Machine code
 
 
+@pytest.mark.slow
 @needs_numba_cuda
 @pytest.mark.parametrize(
     ("spec", "arch"),
@@ -202,7 +201,7 @@ def test_blocks_go_on_with_more_rows() -> None:
         (AffineSpec(256, "fp16", encodes=True), "sm_80"),
         (AffineSpec(128, "fp16", width=2), "sm_90"),
         (AffineSpec(256, "bf16", encodes=True, width=2), "sm_90"),
-    ][:: 1 if os.environ.get("KVQUANT_CUBINS") else 3],
+    ],
     ids=str,
 )
 def test_machine_code_spills_nothing(spec: AffineSpec, arch: str) -> None:

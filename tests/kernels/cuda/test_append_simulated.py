@@ -1,6 +1,6 @@
 """The append and the dequantize kernel in numba's simulator: equal to the meaning. No GPU.
 
-KVQUANT_SIMULATED=all pytest tests/kernels/cuda/test_append_simulated.py    # all cases
+pytest -m "" tests/kernels/cuda/test_append_simulated.py    # all cases
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ import importlib.util
 from typing import Any
 
 import pytest
-from simulator_cases import run_selected, select_cases
+from simulator_cases import run_selected
+from slow_cases import mark_slow
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("numba_cuda") is None, reason="needs the cuda extra: numba-cuda"
@@ -214,36 +215,15 @@ CASES |= {
     "dequantize pages of 5": {"page_size": 5, "heads": 6, "pages": "tokens", "k": "int4"},
 }
 
-# one of each kind; what differs from these in one more way alone runs in .ci/run
+# one of each kind, of which a user's change breaks most; all others are slow
 USUAL = (
     "int4-g4",
-    "int8",
     "fp8",
-    "bf16",
-    "int4 and bf16",
-    "int4, head_dim 80",
-    "int4-g8, head_dim 80",
-    "several blocks of tokens and heads",
-    "float32",
-    "a part of a wider tensor",
-    "elements that are not aligned",
-    "pages of 5",
-    "tokens left out",
     "RoPE, offset and rotation",
-    "RoPE of odd halves",
-    "16-bit rows with NaN",
-    "clipped",
     "feedback, 16-bit rows",
-    "matrices",
     "feedback and matrices in a step",
-    "matrices and queries, groups of tokens",
-    "dequantize int4",
-    "dequantize fp8",
-    "dequantize int4, head_dim 80",
-    "dequantize to float32",
     "dequantize pages of 5",
 )
-CASES = select_cases(CASES, USUAL)
 
 Results = dict[str, dict[str, Any]]
 
@@ -254,6 +234,6 @@ def results(request: pytest.FixtureRequest) -> Results:
     return run_selected(request, "simulated_append_cases.py", CASES)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", mark_slow(CASES, USUAL))
 def test_the_kernel_in_the_simulator(results: Results, name: str) -> None:
     assert not results[name]["problem"], results[name]["problem"]

@@ -71,6 +71,7 @@ def test_some_sequences_share_the_prefix() -> None:
         run(CombineSpec(80, "fp16", 3), 4, torch.tensor([3, -1, 0]), backwards)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("head_dim", "query", "arch"),
     [(64, "bf16", "sm_80"), (80, "fp16", "sm_89"), (128, "bf16", "sm_90"), (256, "fp16", "sm_100")],

@@ -1,9 +1,8 @@
 """Kernels as machine code, without a GPU: nothing spilled; kept on disk, safely.
 
-KVQUANT_CUBINS=ci, as in .ci/run, compiles a representative part of the matrix; the whole, with a
-line for each kernel:
+The slow tests compile a representative part of the matrix; the whole, with a line for each kernel:
 
-    KVQUANT_CUBINS=all pytest -s tests/kernels/cuda/test_compile.py -k machine_code
+    KVQUANT_CUBINS=all pytest -m slow -s tests/kernels/cuda/test_compile.py -k machine_code
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ def make_spec(text: str) -> DecodeSpec:
 
 
 EVERY_FIELD = " ".join(VARIANT)
-IN_CI = (
+SOME = (
     ("int4-g4 segments", "sm_90"),
     ("int4", "sm_100"),
     ("int8-g4/int4-g4", "sm_80"),
@@ -98,7 +97,6 @@ IN_CI = (
     (f"int4-g4 16:1 segments paged queries {EVERY_FIELD}", "sm_80"),
     ("int4-g4 8:1 segments sink_logits window", "sm_80"),
 )
-ALWAYS = ("int4-g4 segments", "fp8 fp16", "int4-g4 32:1 segments queries")  # others: .ci/run
 FORMATS = "int4 int4-g2 int4-g4 int4-g8 int8 int8-g4 fp8 fp8-g4 bf16 fp16".split()
 ALL = [
     *(f"{name} {head_dim}" for name in FORMATS for head_dim in (64, 128, 256)),
@@ -122,12 +120,12 @@ ALL = [
 
 def matrix() -> list[tuple[str, str]]:
     """Kernels and architectures to compile."""
-    wanted = os.environ.get("KVQUANT_CUBINS", "")
-    if wanted == "all":
+    if os.environ.get("KVQUANT_CUBINS") == "all":
         return [(text, arch) for text in ALL for arch in GPUS]
-    return [*IN_CI] if wanted else [one for one in IN_CI if one[0] in ALWAYS]
+    return [*SOME]
 
 
+@pytest.mark.slow
 @needs_numba
 @pytest.mark.parametrize(
     ("text", "arch"), matrix(), ids=lambda word: word.strip().replace(" ", "-")
@@ -158,10 +156,11 @@ def count_copies(code: bytes) -> int:
     )
 
 
+@pytest.mark.slow
 @needs_numba
 @pytest.mark.parametrize(
     ("name", "unrolled"),
-    [("int4-g4", 5), ("bf16", 16)][: None if os.environ.get("KVQUANT_CUBINS") else 1],
+    [("int4-g4", 5), ("bf16", 16)],
     ids=str,
 )
 def test_loads_are_unrolled_unless_it_is_measured_without(name: str, unrolled: int) -> None:

@@ -7,7 +7,6 @@ are those of plain torch (quantize.py, append.py).
 from __future__ import annotations
 
 import importlib.util
-import os
 import struct
 from dataclasses import replace
 from typing import Any
@@ -54,6 +53,7 @@ def make_spec(name: str, head_dim: int = 128, words: str = "", share: int = 1) -
 # Machine code
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     importlib.util.find_spec("numba_cuda") is None, reason="needs the cuda extra: numba-cuda"
 )
@@ -64,7 +64,7 @@ def make_spec(name: str, head_dim: int = 128, words: str = "", share: int = 1) -
         ("int4-g4", 128, "clip float32 exact", 1, "sm_90"),
         ("int8-g8", 80, "clip rotated exact", 4, "sm_80"),
         ("int4", 256, "float32", 1, "sm_100"),
-    ][: None if os.environ.get("KVQUANT_CUBINS") else 1],
+    ],
 )
 def test_machine_code_spills_nothing(
     name: str, head_dim: int, words: str, share: int, arch: str

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import os
 import struct
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +14,6 @@ import torch
 from fake_cuda import FakeDriver, arguments_of, install, loaded_specs
 from in_simulator import SIMULATED, in_simulator, typed
 from prefix_cases import PrefixCase, make_prefix, nothing_of_its_own
-from simulator_cases import rare
 
 from kvquant import RowFormat, dequantize_rows, quantize_rows
 from kvquant.errors import ConfigError, ShapeError, UnsupportedError
@@ -96,13 +94,13 @@ def simulate(
     torch.testing.assert_close(lse, wanted_lse, rtol=1e-4, atol=1e-3)
 
 
-@rare
+@pytest.mark.slow
 @in_simulator
 def test_splits_and_pages() -> None:
     simulate(make_prefix("int4-g4/int8", 64, 9, (4, 2), 150, page_size=16), 3)
 
 
-@rare
+@pytest.mark.slow
 @in_simulator
 def test_splits_without_tokens_say_so() -> None:
     simulate(make_prefix("int8/fp8", 64, 2, (2, 2), 33, page_size=32), 4)
@@ -142,6 +140,7 @@ def test_tiny_and_large_numbers() -> None:
 # Machine code, and what fits a GPU
 
 
+@pytest.mark.slow
 @needs_numba_cuda
 @pytest.mark.parametrize(
     ("names", "head_dim", "rows", "arch"),
@@ -149,7 +148,7 @@ def test_tiny_and_large_numbers() -> None:
         ("int4-g4/int4-g4", 128, 256, "sm_90"),
         ("int8/fp8", 80, 128, "sm_89"),
         ("bf16/int4", 256, 64, "sm_100"),
-    ][: None if os.environ.get("KVQUANT_CUBINS") else 1],
+    ],
 )
 def test_machine_code_spills_nothing(names: str, head_dim: int, rows: int, arch: str) -> None:
     k, v = (RowFormat.parse(name, head_dim) for name in names.split("/"))

@@ -1,8 +1,8 @@
 """Append and dequantize kernels as machine code, without a GPU: nothing spilled.
 
-CI compiles a representative part of the matrix; the whole, with a line for each kernel:
+The slow tests compile a representative part of the matrix; the whole, with a line for each kernel:
 
-    KVQUANT_CUBINS=all pytest -s tests/kernels/cuda/test_rows_compile.py
+    KVQUANT_CUBINS=all pytest -m slow -s tests/kernels/cuda/test_rows_compile.py
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def make_row_spec(text: str) -> AppendSpec | DequantizeSpec:
 
 
 DEQUANTIZE = "fp8-g8 80 dequantize float32"
-ROWS_IN_CI = (
+SOME_ROWS = (
     ("int4-g4 exact rotated rope clip", "sm_80"),
     ("int4/int8-g8 96 exact", "sm_100"),
     ("fp8 256 rotated", "sm_89"),
@@ -68,16 +68,15 @@ ALL_ROWS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     importlib.util.find_spec("numba_cuda") is None, reason="needs the cuda extra: numba-cuda"
 )
 @pytest.mark.parametrize(
     ("text", "arch"),
-    {
-        "": (ROWS_IN_CI[0], ROWS_IN_CI[-1]),
-        "ci": ROWS_IN_CI,
-        "all": [(text, arch) for text in ALL_ROWS for arch in GPUS],
-    }[os.environ.get("KVQUANT_CUBINS", "")],
+    [(text, arch) for text in ALL_ROWS for arch in GPUS]
+    if os.environ.get("KVQUANT_CUBINS") == "all"
+    else SOME_ROWS,
     ids=lambda word: word.replace(" ", "-"),
 )
 def test_machine_code_of_rows_spills_nothing(text: str, arch: str) -> None:
@@ -91,6 +90,7 @@ def test_machine_code_of_rows_spills_nothing(text: str, arch: str) -> None:
     assert blocks * spec.threads >= 512, "too few threads to hide the memory's latency"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     importlib.util.find_spec("numba_cuda") is None, reason="needs the cuda extra: numba-cuda"
 )

@@ -1,6 +1,6 @@
 """The decode kernel's own code in numba's simulator, against the reference. Needs no GPU.
 
-KVQUANT_SIMULATED=all pytest tests/kernels/cuda/test_simulated.py    # all cases
+pytest -m "" tests/kernels/cuda/test_simulated.py    # all cases
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ import importlib.util
 from typing import Any
 
 import pytest
-from simulator_cases import run_selected, select_cases
+from simulator_cases import run_selected
+from slow_cases import mark_slow
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("numba_cuda") is None, reason="needs the cuda extra: numba-cuda"
@@ -372,40 +373,15 @@ for technique in TECHNIQUES:
     for k in ("int4-g4", "int4"):
         CASES[f"{k} without {technique}"] = {"k": k, "without": technique, "lens": [100]}
 
-# one of each kind; what differs from these in one more way alone runs in .ci/run
+# one of each kind, of which a user's change breaks most; all others are slow
 USUAL = (
     "int4-g4",
-    "int4, fp16 query",
-    "int8",
-    "fp8",
     "bf16 and int4",
-    "int4, head_dim 80",
-    "bf16, head_dim 256",
-    "5 on 1 heads",
-    "int4-g4, lengths",
-    "int4-g4, ring, odd heads",
-    "int4-g4, paged, tokens",
     "int4, pages of 64",
-    "paged, heads, lengths beyond the room",
-    "ring up to its last row, head_dim 80",
-    "sums promoted twice",
     "sinks and recent rows at their sequence slots",
-    "large queries",
-    "peaked scores",
-    "balanced",
-    "balanced, three segments",
-    "lengths alike for workers",
-    "wide, 17 on 1 heads",
-    "wide, balanced, three segments",
     "queries, ragged",
-    "queries, sinks and recent rows after pages",
-    "queries, warps that share a ring",
     "variant, all, one query",
-    "variant, sinks and recent rows",
-    "variant, a window of pages",
-    "int4-g4 without unrolled loads",
 )
-CASES = select_cases(CASES, USUAL)
 
 Results = dict[str, dict[str, Any]]
 
@@ -416,7 +392,7 @@ def results(request: pytest.FixtureRequest) -> Results:
     return run_selected(request, "simulated_cases.py", CASES)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", mark_slow(CASES, USUAL))
 def test_the_kernel_in_the_simulator(results: Results, name: str) -> None:
     case, result = CASES[name], results[name]
     assert "problem" not in result, result["problem"]

@@ -95,6 +95,7 @@ def test_slots_may_be_larger_than_32_bits() -> None:
     assert at.seq_lens.tolist() == [2**31 - 1, 2**31 - 3, 2**31 - 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90", "sm_100"])
 def test_machine_code_spills_nothing(arch: str) -> None:
     assert compile_spec(SlotSpec(), arch).report.stack_bytes == 0

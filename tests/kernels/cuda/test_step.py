@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-import os
 from typing import Any
 
 import pytest
@@ -112,9 +111,10 @@ SPECS = [
     ("int8", "sm_100", {"k_matrix": True, "v_matrix": True, "k_feedback": True, "query": "bf16"}),
     ("int4", "sm_80", {"k_feedback": True, "v_feedback": True}),
     ("int4-g4", "sm_89", {"query": "fp16", "groups": 4}),
-][: None if os.environ.get("KVQUANT_CUBINS") else 1]
+]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     importlib.util.find_spec("numba_cuda") is None, reason="needs the cuda extra: numba-cuda"
 )
