@@ -1,6 +1,6 @@
 # Two commands do everything on a fresh machine with python3 (3.10 to 3.13, with venv), make and git:
 #   make demo   a real language model decodes from a quantized cache, compared with its 16-bit cache
-#   make test   the tests, those of the CUDA kernels' code too: they need the compilers, but no GPU
+#   make test   the tests but for the slow ones (tests/README.md); they need compilers, but no GPU
 # Each installs this checkout into .venv first, under constraints.txt. The install is editable: a line
 # in .venv that names this folder, so changes take effect at once, new files too. After a change of
 # pyproject.toml make installs again.

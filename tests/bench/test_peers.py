@@ -26,6 +26,7 @@ class FakeTimer:
         return 10.0
 
 
+@pytest.mark.slow
 def test_what_is_installed_is_checked_and_timed() -> None:
     at = peers.make_inputs("4:2x70x2", CPU)
     found = {

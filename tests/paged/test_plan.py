@@ -270,7 +270,9 @@ def test_rows_with_nan_are_counted_and_decode_to_nan() -> None:
 
 
 @pytest.mark.parametrize(
-    "name, shared", [("hadamard", False), ("matrix clip feedback", True)], ids=["own", "shared"]
+    "name, shared",
+    [("hadamard", False), pytest.param("matrix clip feedback", True, marks=pytest.mark.slow)],
+    ids=["own", "shared"],
 )
 def test_append_and_attend_are_one_compiled_graph_for_all_steps(name: str, shared: bool) -> None:
     torch._dynamo.reset()

@@ -166,6 +166,11 @@ def test_turned_rows_of_any_strides_are_those_of_float64() -> None:
 @in_simulator
 def test_encoded_rows_are_those_of_float64() -> None:
     simulate(make(heads=(2, 2), words="matrix offset"), encodes=True)
+
+
+@pytest.mark.slow
+@in_simulator
+def test_encoded_rows_of_any_strides_are_those_of_float64() -> None:
     simulate(make(80, 9, (1, 1), torch.float16, "matrix offset strided"), 8, encodes=True)
     simulate(make(64, 5, (2, 2), words="shared swapped"), encodes=True)
 
@@ -176,6 +181,7 @@ def test_rows_without_a_product_get_their_offset() -> None:
     simulate(make(80, 9, (1, 1), torch.float16, "offset strided"), warps=8)
 
 
+@pytest.mark.slow
 @in_simulator
 def test_blocks_go_on_with_more_rows() -> None:
     given = make(80, 5, (5, 1), words="matrix lens")

@@ -221,7 +221,7 @@ USUAL = (
     "fp8",
     "RoPE, offset and rotation",
     "feedback, 16-bit rows",
-    "feedback and matrices in a step",
+    "feedback of fp8 is none",
     "dequantize pages of 5",
 )
 

@@ -118,6 +118,7 @@ def test_tiles_in_parts_and_rows_in_a_run() -> None:
     simulate(case, tokens=64)
 
 
+@pytest.mark.slow
 @in_simulator
 def test_16_bit_rows() -> None:
     simulate(make_prefix("bf16/fp16", 80, 3, (4, 1), 50, dtype=torch.float16), span=16)
@@ -129,6 +130,7 @@ def test_blocks_of_nobody_end_at_once() -> None:
     simulate(case, members=[*range(32), *[-1] * 32], warps=2)
 
 
+@pytest.mark.slow
 @in_simulator
 def test_tiny_and_large_numbers() -> None:
     scales = (6e4, 1e-5, 1e-5)
