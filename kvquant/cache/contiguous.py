@@ -11,7 +11,7 @@ import torch
 from ..errors import ConfigError, ShapeError, shown
 from ..ops.attention import State, attend_segments
 from ..ops.transform import queries_of
-from ..rows.arguments import check_device, check_size, check_tensors
+from ..rows.arguments import check_device, check_scale, check_size, check_tensors
 from ..rows.basis import LayerBasis
 from ..rows.format import EXACT_CODECS
 from ..rows.quantize import check_dtype
@@ -490,7 +490,7 @@ class KVCache:
             As decode_attention.
 
         Raises:
-            As append and attend; nothing is appended where q does not fit.
+            As append and attend; nothing is appended where q or the variant does not fit.
         """
         at = self._layer(layer)
         check_tensors(q=q, k=k, v=v)
@@ -502,6 +502,9 @@ class KVCache:
             )
         at.check_query(q)
         at.check_seen(layer, new_tokens, variant)
+        at.check_variant(q, variant)
+        if sm_scale is not None:
+            check_scale(sm_scale)
         ready = None if q.ndim == 4 else queries_of(q, at.basis, sm_scale, backend)
         queries = None if ready is None else ready[0]
         counters = self.bad_rows, self.overflow_tokens

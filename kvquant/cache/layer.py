@@ -41,13 +41,19 @@ from ..ops.slots import (
     takes_one_launch,
 )
 from ..ops.transform import encode_rows
-from ..rows.arguments import address, check_tensors
+from ..rows.arguments import address, check_flag, check_tensors
 from ..rows.basis import Encoding, LayerBasis, Queries
 from ..rows.format import RowFormat
 from ..rows.quantize import EXACT_DTYPES, FLOAT_DTYPES, full_precision
 from ..rows.segment import FixedSegments, Segment
 from ..rows.slots import Slots, Split
-from ..rows.variant import PLAIN, AttentionVariant, names_of
+from ..rows.variant import (
+    PLAIN,
+    AttentionVariant,
+    check_variant,
+    check_variant_values,
+    names_of,
+)
 from .checks import Counts, whole_numbers
 from .row_stacks import to_device, zero_rows
 
@@ -235,6 +241,23 @@ class LayerCache:
                 f"attend with {SPARE + 1} queries a sequence at most, not {q_len}"
             )
 
+    def check_variant(self, q: torch.Tensor, variant: AttentionVariant | None) -> None:
+        """Raise unless queries of tokens that are still to be appended can attend so."""
+        if torch.compiler.is_compiling() or not names_of(variant):
+            return
+        assert variant is not None
+        segments = self.segments()
+        check_variant(q, segments, None, variant)
+        if not debug.may_read(q):
+            return
+        check_variant_values(q, segments, None, variant)
+        new_tokens, held = q.shape[1] if q.ndim == 4 else 1, int(self.seq_lens.max())
+        if variant.key_bias is not None and variant.key_bias.shape[1] < held + new_tokens:
+            raise ShapeError(
+                f"key_bias is {list(variant.key_bias.shape)}: the longest sequence will have "
+                f"{held + new_tokens} tokens, each of which needs one"
+            )
+
     def seen_by(
         self,
         layer: int,
@@ -263,6 +286,9 @@ class LayerCache:
                 debug mode).
         """
         self.check_seen(layer, q_len, variant)
+        check_flag("in_step", in_step)
+        if q_lens is not None:
+            check_tensors(q_lens=q_lens)
         has_window = self.window is not None and self.window < self.max_seq_len
         in_step = in_step and self.recent_len > 0 and self.packed_len > 0
         if q_len == 1 or not (has_window or in_step):

@@ -316,7 +316,9 @@ class TransformersCache(Cache):
         others, as drafted ones are. The model then finds what it finds one by one."""
         layer = self.cache.layers[at]
         is_few = self._drafts and new_tokens <= DRAFTS and self.new_lens is None
-        return is_few and bool(layer.longest or layer.seq_lens.any())  # a graph leaves it None
+        if not is_few or layer.longest == 0:
+            return False
+        return layer.longest is not None or bool(layer.seq_lens.any())  # a graph leaves it None
 
     def append(self, handed: _Handed, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Append what was handed to a layer; the next one is due then."""

@@ -67,7 +67,7 @@ from typing import Any
 import torch
 
 from ..cache.contiguous import KVCache
-from ..cache.layer import LayerCache
+from ..cache.layer import ROLLBACK, LayerCache
 from ..errors import CheckpointError, ConfigError, ShapeError, shown
 from ..rows.arguments import check_device, check_kind, check_size, is_whole
 from ..rows.basis import LayerBasis, fingerprints
@@ -168,9 +168,10 @@ def load_cache(
     model: Mapping[str, Any] | None = None,
     plan: CachePlan | None = None,
     max_seq_len: int | None = None,
+    rollback_len: int = ROLLBACK,
     device: torch.device | str = "cpu",
 ) -> KVCache:
-    """Read a cache, bit for bit as it was saved, and check every value and every byte of it.
+    """Read a cache, its rows bit for bit as they were saved, and check every value and every byte.
 
     Args:
         path: what was given to save_cache, or the index of its shards.
@@ -178,6 +179,7 @@ def load_cache(
         plan: that the cache was made with, if there was one: it has the bases of the rows. Formats
             are those of the file.
         max_seq_len: capacity of a sequence, in tokens; as it was when None.
+        rollback_len: as of KVCache; a file has no 16-bit rows of tokens before the recent ones.
         device: where the cache is to lie.
 
     Returns:
@@ -187,7 +189,8 @@ def load_cache(
         FileNotFoundError: there is no such file.
         CheckpointError: the file is damaged, foreign, of another model or plan, or the cache does
             not fit max_seq_len or the memory.
-        ConfigError: max_seq_len is no whole number, plan no plan, or device no device.
+        ConfigError: max_seq_len or rollback_len is no whole number, plan is no plan, or device is
+            no device.
         DeviceError: the device is not here, or no kernels serve it.
 
     Example:
@@ -208,7 +211,7 @@ def load_cache(
             size = check_size("max_seq_len", max_seq_len)
         _check_plan(file.path, manifest, plan)
         _check_room(file.path, manifest, size)
-        cache = _allocate(file.path, manifest, size, device, plan)
+        cache = _allocate(file.path, manifest, size, rollback_len, device, plan)
         for part in manifest.parts.values():
             layer = cache.layers[part.layer]
             target = getattr(layer, part.attribute)
@@ -371,6 +374,7 @@ def _allocate(
     path: Path,
     manifest: CacheManifest,
     max_seq_len: int,
+    rollback_len: int,
     device: torch.device | str,
     plan: CachePlan | None,
 ) -> KVCache:
@@ -386,6 +390,7 @@ def _allocate(
             v_format=[entry.v_format for entry in manifest.layers],
             sink_len=manifest.sink_len,
             recent_len=manifest.recent_len,
+            rollback_len=rollback_len,
             exact_format=manifest.exact_format,
             device=device,
             bases=None if plan is None else _bases(plan, manifest),

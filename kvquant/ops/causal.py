@@ -136,7 +136,8 @@ def _with_scores(
     sm_scale: float | None,
     variant: AttentionVariant,
 ) -> torch.Tensor:
-    """Attend with a few queries by all their scores in float32.
+    """Attend with a few queries by all their scores, in float32 but for the products of 16-bit
+    queries and keys on CUDA, which are rounded to their dtype first, as eager attention does.
 
     Args:
         q, k, v, sm_scale, variant: as in causal_attention, of keys that some of the queries see.

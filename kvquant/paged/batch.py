@@ -457,8 +457,8 @@ class PagedBatch(NotCopied):
                     "[batch, num_q_heads, head_dim] for the last one"
                 )
         tensors, members = self._staged.tensors, None
-        options = dict(options)
-        is_plain = set(names_of(options.get("variant"))) <= {"sink_logits"}
+        variant = options.get("variant")
+        is_plain = variant is None or set(names_of(variant)) <= {"sink_logits"}
         if self.shared_prefix and not is_plain:
             raise UnsupportedError(
                 "shared prefixes are read by plain attention, with sink_logits at most: give no "
@@ -466,9 +466,9 @@ class PagedBatch(NotCopied):
             )
         window = self.cache.windows[layer]
         if window is not None:
-            variant = options.get("variant") or PLAIN
+            variant = variant or PLAIN
             shown = window if variant.window is None else min(variant.window, window)
-            options["variant"] = variant._replace(window=shown)
+            options = {**options, "variant": variant._replace(window=shown)}
         is_shared = is_plain and window is None
         if is_shared and self.shared_prefix:
             members = tensors["members"][:batch]

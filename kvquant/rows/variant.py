@@ -15,6 +15,7 @@ from .arguments import check_kind, check_readable, check_size, check_tensors
 from .segment import Segment
 
 MOST_TREE = 64  # queries of a sequence with a tree mask: a word of bits each
+MOST_CAP = 10_000  # models have 30 to 50
 
 
 class AttentionVariant(NamedTuple):
@@ -28,7 +29,8 @@ class AttentionVariant(NamedTuple):
     it. Pages that lie wholly before the windows of all queries of a sequence are not read.
 
     Attributes:
-        soft_cap: scores s become soft_cap * tanh(s / soft_cap); a positive number.
+        soft_cap: scores s become soft_cap * tanh(s / soft_cap); a positive number up to MOST_CAP:
+            float32 has 1e-7 of it as the error of a score.
         sink_logits: [num_q_heads], float32: a logit of each head that takes part in its softmax,
             and has no value. lse includes it: a sink is a token whose value is zero. A query that
             sees no token still gives zeros and -inf.
@@ -113,8 +115,10 @@ def check_variant(
     """
     if (cap := variant.soft_cap) is not None:
         is_number = isinstance(cap, Real) and not isinstance(cap, bool)
-        if not is_number or not 0 < cap < math.inf:
-            raise ConfigError(f"soft_cap is {shown(cap)}: use a positive number, or None")
+        if not is_number or not 0 < cap <= MOST_CAP:
+            raise ConfigError(
+                f"soft_cap is {shown(cap)}: use a positive number up to {MOST_CAP:,}, or None"
+            )
     if variant.window is not None:
         check_size("window", variant.window, at_least=1)
     batch, heads = q.shape[0], q.shape[-2]

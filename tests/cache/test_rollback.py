@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +11,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from kvquant import KVCache, load_cache, save_cache
+from kvquant import AttentionVariant, KVCache, load_cache, quantize_rows, save_cache
 from kvquant.cache import layer
-from kvquant.errors import ShapeError
+from kvquant.errors import ConfigError, NonFiniteError, ShapeError
 from kvquant.rows.basis import Basis, LayerBasis
 from kvquant.rows.quantize import feedback_matrix
 
@@ -235,3 +236,50 @@ def test_steps_that_cannot_be_append_nothing() -> None:
     with pytest.raises(Exception, match="attend with 513 queries"):
         cache.step(0, torch.zeros(BATCH, layer.SPARE + 2, 2 * HEADS, DIM), long, long)
     assert not cache.seq_lens.any()
+
+
+def test_a_file_is_loaded_with_as_much_rollback_as_is_wanted(tmp_path: Path) -> None:
+    cache = KVCache(1, 1, 2, 64, 400, rollback_len=0)
+    cache.append(0, *torch.randn(2, 1, 2, 200, 64))
+    save_cache(cache, tmp_path / "cache.safetensors")
+    same = load_cache(tmp_path / "cache.safetensors", rollback_len=0)
+    assert same.nbytes == cache.nbytes
+    assert load_cache(tmp_path / "cache.safetensors").rollback_len == 64
+
+
+def test_recent_rows_that_the_packed_format_cannot_hold_are_counted_when_a_file_is_loaded() -> None:
+    cache = KVCache(1, 1, 2, 64, 100, sink_len=0, recent_len=8)
+    cache.append(0, *torch.randn(2, 1, 2, 6, 64))
+    layer = cache.layers[0]
+    layer.k_exact_rows[:, :, 3:4] = quantize_rows(torch.full((1, 2, 1, 64), 1e5), layer.k_exact)
+    layer.pack_recent(cache.bad_rows)
+    assert cache.bad_rows.tolist() == [2, 0]
+    with pytest.raises(NonFiniteError, match="2 rows of K and 0 of V"):
+        cache.check()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"variant": AttentionVariant(soft_cap=1e5)},
+        {"variant": AttentionVariant(sink_logits=torch.zeros(3))},
+        {"variant": AttentionVariant(alibi_slopes=torch.full((4,), torch.nan))},
+        {"variant": AttentionVariant(key_bias=torch.zeros(1, 5))},
+        {"sm_scale": torch.nan},
+    ],
+    ids=str,
+)
+def test_a_step_that_is_refused_appends_nothing(wrong: dict[str, Any]) -> None:
+    cache = KVCache(1, 1, 2, 64, 100)
+    cache.append(0, *torch.randn(2, 1, 2, 5, 64))
+    with pytest.raises((ConfigError, ShapeError)):
+        cache.step(0, torch.randn(1, 4, 64), *torch.randn(2, 1, 2, 1, 64), **wrong)
+    assert cache.layers[0].seq_lens.tolist() == [5]
+
+
+def test_what_is_no_tensor_of_counts_is_told() -> None:
+    cache = KVCache(1, 1, 2, 64, 300)
+    cache.append(0, *torch.randn(2, 1, 2, 200, 64))
+    wrong: Any = [1]
+    with pytest.raises(ConfigError, match="q_lens"):
+        cache.attend(0, torch.randn(1, 2, 4, 64), wrong, in_step=True)

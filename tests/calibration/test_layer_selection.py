@@ -193,28 +193,25 @@ def test_hybrid_models_are_calibrated_but_for_layers_without_keys(
 
 
 @pytest.mark.parametrize(
-    ("kind", "changes", "why"),
+    ("kind", "changes"),
     [
         (
             "Gemma3Text",
             {"sliding_window": 32, "layer_types": ["sliding_attention", "full_attention"]},
-            None,
         ),
         (
             "Gemma2",
             {"sliding_window": 32, "query_pre_attn_scalar": 64},
-            "layer 0 (Gemma2Attention) asks for softcap",
         ),
         (
             "GptOss",
             {"sliding_window": 32, "num_local_experts": 2, "num_experts_per_tok": 1},
-            "layer 0 (GptOssAttention) asks for s_aux",
         ),
     ],
     ids=["sliding", "softcap", "sinks"],
 )
 def test_models_whose_attention_has_windows_caps_or_sinks_are_calibrated(
-    kind: str, changes: dict[str, Any], why: str | None
+    kind: str, changes: dict[str, Any]
 ) -> None:
     model = tiny_model(kind, **changes)
     sizes = Sizes(observed=128, length=32, windows=1, context=48, scored=24)
@@ -222,8 +219,7 @@ def test_models_whose_attention_has_windows_caps_or_sinks_are_calibrated(
     assert plan is not None and plan.facts["others"] == []
     kl = {(row["format"], row["plan"]): row["kl"] for row in plan.facts["comparison"]}
     assert 0 < kl["int8", True] < 0.2 * kl["int4", True]
-    told = plan.facts["measured"]["in_one_pass"]
-    assert told is None if why is None else told.startswith(why)
+    assert plan.facts["measured"]["in_one_pass"] is None  # by decoding
 
 
 def test_what_is_not_the_models_fault_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
