@@ -21,7 +21,7 @@ from kvquant.paged.pool import PagePool
 
 NUM_PAGES = 9
 MOST = 5  # sequences, and heads that are known; there are 7 heads
-OPERATIONS = 25_000  # of 240 examples
+OPERATIONS = {40: 4_000, 240: 25_000}  # at least, of so many examples: the first ones are short
 numbers = st.integers(0, 2**20)
 
 
@@ -210,4 +210,4 @@ def test_any_operations_keep_contents_and_pages(examples: int) -> None:
             suppress_health_check=list(HealthCheck),
         ),
     )
-    assert PoolMachine.operations >= OPERATIONS * examples // 240
+    assert PoolMachine.operations >= OPERATIONS[examples]
