@@ -1,1 +1,15 @@
 """Hugging Face transformers: its models decode from a kvquant cache, and are observed."""
+
+from ..errors import UnsupportedError
+
+try:
+    import transformers
+    from transformers.cache_utils import CacheLayerMixin
+
+    if not hasattr(CacheLayerMixin, "get_max_length"):
+        raise ImportError(f"this is transformers {transformers.__version__}")
+except ImportError as error:
+    raise UnsupportedError(
+        "Hugging Face models need transformers 5.14 or newer: install kvquant with its hf extra, "
+        f"pip install -e '.[hf]' in the checkout ({error})"
+    ) from error

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers.cache_utils import DynamicCache
 
 from .. import debug
 from ..cache.checks import DEFAULT_FORMAT, row_formats, whole_numbers
@@ -18,10 +19,11 @@ from ..errors import ConfigError, ShapeError, UnsupportedModelError
 from ..io.plan import CachePlan
 from ..rows.arguments import check_device, check_size
 from ..rows.quantize import exact_codec
-from .cache import ATTENTION, TransformersCache, plain_cache
+from .cache import TransformersCache
 from .configs import CacheLayers, cache_layers, layer_windows
 from .fold import fold_values
 from .loading import load
+from .masks import ATTENTION
 from .observe import Observer, observe, output_weights, shared_layers
 from .positions import positions_of
 from .switch import attending
@@ -330,7 +332,7 @@ class CachedModel:
 
     def new_plain_cache(self) -> Any:
         """Make an empty DynamicCache, transformers' own, for plain."""
-        return plain_cache()
+        return DynamicCache()
 
     def plain(self, tokens: torch.Tensor, past: Any = None) -> torch.Tensor:
         """Run the model as transformers does: SDPA, and a DynamicCache of the model's dtype.

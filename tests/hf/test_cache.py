@@ -31,7 +31,8 @@ from transformers import masking_utils as masking  # noqa: E402
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
 
 import kvquant.hf.model  # noqa: E402
-from kvquant.hf import cache as hf_cache  # noqa: E402
+from kvquant.hf import attention as hf_attention  # noqa: E402
+from kvquant.hf import masks  # noqa: E402
 from kvquant.hf.cache import TransformersCache  # noqa: E402
 from kvquant.hf.model import CachedModel  # noqa: E402
 
@@ -478,7 +479,7 @@ def test_a_layer_that_fails_after_the_last_that_is_appended_is_taken_back(
 ) -> None:
     model, text = tiny("Gemma3nText", **GEMMA3N), tokens(2, 9)
     model.model.set_attn_implementation("kvquant")
-    cache, attend = model.new_cache(2, 40), hf_cache._attend
+    cache, attend = model.new_cache(2, 40), hf_attention._attend
     past, calls = TransformersCache(cache), []
     model.model(text, past_key_values=past)
 
@@ -488,7 +489,7 @@ def test_a_layer_that_fails_after_the_last_that_is_appended_is_taken_back(
             raise MemoryError
         return attend(handed, *args)
 
-    monkeypatch.setattr(hf_cache, "_attend", fail)
+    monkeypatch.setattr(hf_attention, "_attend", fail)
     with pytest.raises(MemoryError):
         model.model(text[:, :3], past_key_values=past)
     assert calls == [0, 1, 0, 1]
@@ -818,15 +819,15 @@ def test_alibi_in_a_loop_of_ones_own_is_that_of_bloom() -> None:
 
 
 def test_rows_of_a_mask_but_the_last_are_refused() -> None:
-    handed = hf_cache._Handed(None, 0, 0)  # type: ignore[arg-type]
+    handed = hf_attention.Handed(None, 0, 0)  # type: ignore[arg-type]
     whole = torch.empty(9, 1, dtype=torch.bool).expand(2, 1, 9, 12)
-    assert hf_cache._whole_mask(handed, whole, 9) is whole
+    assert hf_attention._whole_mask(handed, whole, 9) is whole
     handed.appended = True
     for part in (whole[:, :, -1:], whole[:, :, -3:], whole[:, :, 0:]):
-        assert hf_cache._whole_mask(handed, part, part.shape[2]) is whole
+        assert hf_attention._whole_mask(handed, part, part.shape[2]) is whole
     for part in (whole[:, :, :3], whole[:, :, -3:-1], whole[:, :, -3:].clone(), whole[..., :9]):
-        assert hf_cache._whole_mask(handed, part, part.shape[2]) is part
-    assert hf_cache._whole_mask(handed, None, 1) is None
+        assert hf_attention._whole_mask(handed, part, part.shape[2]) is part
+    assert hf_attention._whole_mask(handed, None, 1) is None
 
 
 def test_layers_without_softmax_caps_are_all_that_kvquant_is_without_a_cache() -> None:
@@ -852,8 +853,8 @@ MASKS: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("case", MASKS)
 def test_masks_are_known_by_their_code(case: str) -> None:
     """So that a mask of few tokens, where all of these look alike, is not taken for another."""
-    assert hf_cache._is_window(MASKS[case], 16) == (case == "window")
-    assert hf_cache._is_chunk(MASKS[case], 16) == (case == "chunks")
+    assert masks.is_window(MASKS[case], 16) == (case == "window")
+    assert masks.is_chunk(MASKS[case], 16) == (case == "chunks")
 
 
 @pytest.mark.parametrize("kind", ["Mistral", "Gemma3Text"])
@@ -1027,6 +1028,6 @@ def test_folders_without_a_model_are_refused(tmp_path: Path) -> None:
 
 def test_missing_transformers_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    monkeypatch.delitem(sys.modules, "kvquant.hf.cache")
+    monkeypatch.delitem(sys.modules, "kvquant.hf")
     with pytest.raises(UnsupportedError, match="hf extra"):
-        importlib.import_module("kvquant.hf.cache")
+        importlib.import_module("kvquant.hf")

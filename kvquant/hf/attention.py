@@ -1,0 +1,320 @@
+"""The attention registered as "kvquant": of marked keys and values, with the rows of a KVCache.
+
+    one new token      append it, then KVCache.attend: the fused call, nothing is dequantized
+    a few, drafted     the same, where generate tries tokens of an assistant or a lookup
+    a chunk of them    attend to the layer's dequantized past and causally to the chunk, then append
+
+So a prompt is quantized as it goes, and one layer at a time has a 16-bit copy. A layer that gets
+the marked keys of another one attends to the same rows and values as that one did, with all queries
+or with the last ones only (Gemma 4 in generate), and appends nothing; the 16-bit copy then lives as
+long as those keys.
+
+A layer's mask tells whether its sliding window is that of the cache. Soft caps and sink logits are
+an AttentionVariant. What cannot be computed (other masks, weights) is refused. A call without a
+TransformersCache is computed by transformers' own SDPA, so a model may stay set to "kvquant".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+from ..cache.contiguous import KVCache
+from ..errors import UnsupportedError, UnsupportedModelError
+from ..ops.causal import causal_attention
+from ..rows.variant import PLAIN, AttentionVariant
+from .configs import cache_layers
+from .masks import ATTENTION, calls, window_of
+
+if TYPE_CHECKING:
+    from .cache import TransformersCache
+
+# what models pass that does not change the result here: positions are in the keys already, and
+# windows are looked at apart
+HARMLESS = {
+    "cache_position",
+    "is_causal",
+    "logits_to_keep",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "position_ids",
+    "sliding_window",
+    "use_cache",
+}
+VARIANT = {"softcap", "s_aux"}  # what the soft_cap and sink_logits of AttentionVariant are there
+
+
+class Handed:
+    """Keys and values of a layer in one call of the model, on their way to attention.
+
+    Attributes:
+        to: the cache that they go to.
+        at: the place there.
+        layer: of the model.
+        appended: they are in the cache, so what gets them now is another layer.
+        seen: with the first attention, in a chunk: all keys and values that it met, and their
+            number (_seen); empty if it met the chunk alone.
+        mask: that the first attention got, if any.
+        reads_rows: they are appended before attention, which reads the rows only.
+    """
+
+    def __init__(self, to: TransformersCache, at: int, layer: int) -> None:
+        self.to, self.at, self.layer = to, at, layer
+        self.appended = self.reads_rows = False
+        self.seen: tuple[Any, ...] | None = None
+        self.mask: torch.Tensor | None = None
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend as transformers' attention functions do, and append the new tokens.
+
+    Args:
+        query: [batch, num_q_heads, new_tokens, head_dim].
+        key: [batch, num_kv_heads, new_tokens, head_dim], from TransformersCache.update.
+        value: as key.
+
+    Returns:
+        [batch, new_tokens, num_q_heads, head_dim], and None for the weights.
+    """
+    handed = getattr(key, "kvquant_keys", None)
+    layer = getattr(module, "layer_idx", getattr(handed, "layer", None))
+    name = f"layer {layer} ({type(module).__name__})"
+    if options.get("output_attentions"):
+        raise UnsupportedModelError(
+            f"{name} is asked for its attention weights, which kvquant's attention does not have: "
+            "leave output_attentions out, or set another attention implementation"
+        )
+    if not isinstance(handed, Handed):
+        plain = _plain_attention(module, name, attention_mask, options)
+        found: tuple[torch.Tensor, None] = plain(
+            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **options
+        )
+        return found
+    try:
+        _check_keys(handed, name, query, key, value)
+        _check_call(handed, module, name, key.shape[1], query.shape[2], dropout, options)
+        window = window_of(_whole_mask(handed, attention_mask, query.shape[2]), name)
+        _check_window(handed, window, options.get("sliding_window"), query.shape[2], name)
+        return _attend(handed, query, key, value, scaling, _variant_of(options)), None
+    except BaseException:
+        handed.to.take_back()
+        raise
+
+
+def _check_keys(
+    handed: Handed, name: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> None:
+    """Raise unless a layer attends to keys and values as they were handed to it, and with those."""
+    if getattr(value, "kvquant_values", None) is not handed:
+        raise UnsupportedModelError(
+            f"{name} attends to other values than it gave to the cache (split, scaled or "
+            "repeated): a KVCache holds keys and values as attention meets them"
+        )
+    asked, new = query.shape[2], key.shape[2]
+    if asked != new and not (handed.appended and asked < new):
+        raise UnsupportedModelError(f"{name} attends with other tokens than those of its keys")
+
+
+def _check_call(
+    handed: Handed,
+    module: torch.nn.Module,
+    name: str,
+    heads: int,
+    new_tokens: int,
+    dropout: float,
+    options: dict[str, Any],
+) -> None:
+    """Raise unless a layer asks for what a KVCache can compute, and the cache is one for it."""
+    config = getattr(module, "config", None)
+    if config is not None and not handed.to.is_calibrated:
+        handed.to.fit(cache_layers(config))
+    if not handed.at and not handed.appended:
+        handed.to.check_begin(new_tokens, options.get("position_ids"))
+        handed.to.check_positions(options.get("position_ids"))
+        handed.to.check_turn(new_tokens)
+        handed.to.check_scale(new_tokens)
+    if heads != handed.to.cache.num_kv_heads:
+        raise UnsupportedModelError(
+            f"{name} has {heads} KV heads, its cache {handed.to.cache.num_kv_heads}: a KVCache has "
+            "one number for all layers"
+        )
+    if dropout:
+        raise UnsupportedModelError(f"{name} has dropout {dropout}: call model.eval()")
+    if not _is_causal(module, options):
+        raise UnsupportedModelError(f"{name} is not causal")
+    for option, given in options.items():
+        if option not in HARMLESS | VARIANT and given is not None and given is not False:
+            raise UnsupportedModelError(f"{name} asks for {option}, which no KVCache can compute")
+
+
+def _is_causal(module: torch.nn.Module, options: dict[str, Any]) -> bool:
+    """As SDPA of transformers takes it."""
+    told = options.get("is_causal")
+    return bool(getattr(module, "is_causal", True) if told is None else told)
+
+
+def _plain_attention(
+    module: torch.nn.Module,
+    name: str,
+    attention_mask: torch.Tensor | None,
+    options: dict[str, Any],
+) -> Callable[..., Any]:
+    """transformers' SDPA, for a call without a TransformersCache.
+
+    Raises:
+        UnsupportedModelError: there is one, or SDPA cannot compute what the layer asks for.
+    """
+    cache = None if calls.cache is None else calls.cache()
+    is_ours = cache is not None and (cache.is_waiting or _is_causal(module, options))
+    if is_ours or hasattr(attention_mask, "kvquant_mask"):
+        if cache:
+            cache.take_back()
+        raise UnsupportedModelError(
+            f"{name} attends to other keys than those it gave to the cache, made of them "
+            "(multi-head latent attention, repeated or scaled heads) or of none (as gradient "
+            "checkpointing does): a KVCache holds keys and values as attention meets them"
+        )
+    for option in VARIANT:
+        if options.get(option) is not None:
+            raise UnsupportedModelError(
+                f"{name} asks for {option}, which kvquant's attention computes with a KVCache "
+                'only: without one call model.set_attn_implementation("eager")'
+            )
+    attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    return attend
+
+
+def _attend(
+    handed: Handed,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float | None,
+    variant: AttentionVariant | None,
+) -> torch.Tensor:
+    """Attend to the past and the new tokens, which are appended by the first that attends."""
+    cache = handed.to.cache
+    asked, new = query.shape[2], key.shape[2]
+    if not handed.appended:
+        handed.reads_rows = new == 1 or handed.to.takes_drafts(handed.at, new)
+    if handed.reads_rows:
+        given = query.transpose(1, 2)
+        if given.is_cuda and given.dtype == torch.float32:  # the kernel there takes 16-bit queries
+            given = given.bfloat16()  # of any size, where fp16 ends at 65504
+        given = given[:, 0] if asked == 1 else given
+        if handed.appended:
+            out = cache.attend(handed.at, given, variant=variant, in_step=True, sm_scale=scaling)
+        else:
+            out = handed.to.step(handed, given, key, value, scaling, variant)
+        out = out[:, None] if asked == 1 else out
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
+            out = _NoGradient.apply(out, query, key, value)  # type: ignore[no-untyped-call]
+        return out.to(query.dtype)
+    if handed.seen is None:
+        handed.seen = _seen(cache, handed.at, key, value)
+    keys, values, lens = handed.seen or (key, value, [new] * len(key))
+    window = cache.layers[handed.at].window
+    if window is not None:
+        variant = (variant or PLAIN)._replace(window=window)
+    out = causal_attention(query, keys, values, lens, scaling, variant)
+    if not handed.appended:
+        handed.to.append(handed, key, value)
+    return out.transpose(1, 2).contiguous()  # as transformers' own: some models view it
+
+
+class _NoGradient(torch.autograd.Function):
+    """What comes out of the packed rows: backward raises, where it would leave attention out."""
+
+    @staticmethod
+    def forward(_: Any, out: torch.Tensor, *of: torch.Tensor) -> torch.Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(_: Any, *gradients: Any) -> NoReturn:
+        raise UnsupportedError(
+            "no gradient flows through the rows of a KVCache: decode under torch.no_grad(), or "
+            "train without a TransformersCache"
+        )
+
+
+def _seen(
+    cache: KVCache, at: int, key: torch.Tensor, value: torch.Tensor
+) -> tuple[()] | tuple[torch.Tensor, torch.Tensor, list[int]]:
+    """What a chunk attends to, before it is appended.
+
+    Returns:
+        Keys and values of each sequence's dequantized past, or of its window, the chunk right
+        behind them; how many these are. Empty where there is no past.
+    """
+    layer, new = cache.layers[at], key.shape[2]
+    past_lens = layer.held_lens.tolist()
+    if not any(past_lens):
+        return ()
+    keys, values = layer.dequantized(key.dtype, room=new)
+    for b, past in enumerate(past_lens):
+        keys[b, :, past : past + new], values[b, :, past : past + new] = key[b], value[b]
+    return keys, values, [past + new for past in past_lens]
+
+
+def _variant_of(options: dict[str, Any]) -> AttentionVariant | None:
+    """What a layer changes in attention, from what it gives its attention function."""
+    cap, sinks = options.get("softcap"), options.get("s_aux")
+    if cap is None and sinks is None:
+        return None
+    return AttentionVariant(cap, None if sinks is None else sinks.detach().float())
+
+
+def _whole_mask(
+    handed: Handed, attention_mask: torch.Tensor | None, asked: int
+) -> torch.Tensor | None:
+    """The mask that the first attention got, where a layer that shares keys got its last rows."""
+    mask, whole = attention_mask, handed.mask
+    if not handed.appended:
+        handed.mask = mask
+    elif mask is not None and whole is not None and not hasattr(mask, "kvquant_mask"):
+        is_part = mask.shape[2:] == (asked, whole.shape[3])
+        if is_part and mask.data_ptr() == whole.data_ptr() + whole.shape[2] - asked:
+            return whole
+    return mask
+
+
+def _check_window(
+    handed: Handed, window: int | None, option: int | None, new_tokens: int, name: str
+) -> None:
+    """Raise unless a layer of the cache sees what the model's does.
+
+    Args:
+        handed: the keys, of the layer of the cache.
+        window: of the mask that the model's layer got.
+        option: the window that the layer gave the attention function, if any.
+        new_tokens: of this call.
+        name: of the model's layer.
+    """
+    at = handed.to.cache.layers[handed.at]
+    if at.window == window and option in (None, window):
+        return
+    given = [w for w in (at.window, window, option) if w is not None]
+    tokens = int(at.seq_lens.max()) + (0 if handed.appended else new_tokens)
+    if tokens > min(given):
+        wanted, has = (f"the last {w} tokens" if w else "all tokens" for w in (window, at.window))
+        told = "" if option in (None, window) else f" (and speaks of {option})"
+        raise UnsupportedModelError(
+            f"{name} attends to {wanted}{told}, its layer of the cache to {has}: make the cache by "
+            "CachedModel.new_cache"
+        )
+
+
+AttentionInterface.register(ATTENTION, _attention)
