@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
+from .. import debug
 from ..errors import ConfigError, ShapeError, shown
 from ..ops.attention import State, attend_segments
 from ..ops.transform import queries_of
@@ -30,7 +31,7 @@ from .checks import (
     per_layer,
     whole_numbers,
 )
-from .layer import ROLLBACK, LayerCache, rooms_of
+from .layer import ROLLBACK, Kind, LayerCache, rooms_of
 from .memory import check_room
 
 if TYPE_CHECKING:
@@ -151,33 +152,12 @@ class KVCache:
         self.device = check_device(device)
         checked = check_bases(bases, num_kv_heads, k_formats, v_formats)
         windows = check_windows(windows, num_layers)
-        lens = max_seq_len, sink_len, recent_len
-        each = (
-            rooms_of(*lens, window, rollback_len).bytes_of(k, v, exact_format)
-            for k, v, window in zip(k_formats, v_formats, windows, strict=True)
-        )
-        nbytes = sum(each) * batch * num_kv_heads
-        nbytes += 32 * num_layers * batch  # eight lengths
+        kinds = list(zip(k_formats, v_formats, checked, windows, strict=True))
+        nbytes = sum(self._layer_bytes(batch, max_seq_len, kind) for kind in kinds)
         if nbytes > _LARGE:
             what = f"a cache of {num_layers} layers and {batch} sequences of {max_seq_len} tokens"
             check_room(nbytes, self.device, what, "use a smaller max_seq_len or batch")
-        self.layers = [
-            LayerCache(
-                batch,
-                num_kv_heads,
-                max_seq_len,
-                k,
-                v,
-                sink_len,
-                recent_len,
-                exact_format,
-                self.device,
-                basis and basis.to(self.device),
-                window,
-                rollback_len,
-            )
-            for k, v, basis, window in zip(k_formats, v_formats, checked, windows, strict=True)
-        ]
+        self.layers = [self._make_layer(batch, max_seq_len, kind) for kind in kinds]
         self.start_positions = torch.zeros(batch, dtype=torch.int64, device=self.device)
         self.bad_rows = torch.zeros(2, dtype=torch.int32, device=self.device)
         self.overflow_tokens = torch.zeros(1, dtype=torch.int32, device=self.device)
@@ -637,6 +617,56 @@ class KVCache:
         """
         return self._taken(self._check_index(range(self.batch) if index is None else index))
 
+    @torch.inference_mode(False)  # as __init__
+    def grow(self, max_seq_len: int) -> None:
+        """Give every sequence room for more tokens, in place; the cache goes on bit for bit.
+
+        One layer after another is copied, so that the most memory taken is that of the larger
+        cache and one layer of this one. Tensors of the layers lie elsewhere then: a CUDA graph
+        that was captured before, and segments taken before, have the old ones. Capture it again.
+
+        Args:
+            max_seq_len: tokens that a sequence has room for; as many as now, or more.
+
+        Raises:
+            ConfigError: fewer than now, more than there is memory for, or in a CUDA graph or under
+                torch.compile. The cache has what it had, then.
+
+        Example:
+            >>> import torch
+            >>> from kvquant import KVCache
+            >>> cache = KVCache(num_layers=1, batch=2, num_kv_heads=8, head_dim=128, max_seq_len=64)
+            >>> cache.append(0, *torch.randn(2, 2, 8, 64, 128))
+            >>> cache.grow(128)
+            >>> cache.append(0, *torch.randn(2, 2, 8, 1, 128))
+        """
+        max_seq_len = check_size("max_seq_len", max_seq_len)
+        if max_seq_len < self.max_seq_len:
+            raise ConfigError(
+                f"max_seq_len is {max_seq_len}, the cache has room for {self.max_seq_len} tokens: "
+                "it can only grow"
+            )
+        if debug.is_recorded(self.start_positions):
+            raise ConfigError("a cache cannot grow while a CUDA graph or torch.compile records it")
+        layers = self.layers
+        held = [self._layer_bytes(self.batch, self.max_seq_len, layer.kind) for layer in layers]
+        wanted = [self._layer_bytes(self.batch, max_seq_len, layer.kind) for layer in layers]
+        nbytes, what = sum(wanted) - sum(held) + max(held), f"room for {max_seq_len} tokens"
+        if nbytes > _LARGE:
+            check_room(nbytes, self.device, what, "use a smaller max_seq_len")
+        try:
+            for i, old in enumerate(layers):
+                new = self._make_layer(self.batch, max_seq_len, old.kind)
+                new.take(old)
+                if not old.packed_len:  # all tokens were recent
+                    new.pack_recent(self.bad_rows)
+                layers[i] = new
+        except Exception:  # such as a lack of memory
+            for layer in layers:
+                layer.limit(self.max_seq_len)
+            raise
+        self.max_seq_len = max_seq_len
+
     def reset(self) -> None:
         """Forget all tokens; the memory stays."""
         for layer in self.layers:
@@ -654,6 +684,30 @@ class KVCache:
                     "kvquant.TransformersCache(cache)"
                 )
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
+
+    def _make_layer(self, batch: int, max_seq_len: int, kind: Kind) -> LayerCache:
+        k_format, v_format, basis, window = kind
+        return LayerCache(
+            batch,
+            self.num_kv_heads,
+            max_seq_len,
+            k_format,
+            v_format,
+            self.sink_len,
+            self.recent_len,
+            self.exact_format,
+            self.device,
+            basis and basis.to(self.device),
+            window,
+            self.rollback_len,
+        )
+
+    def _layer_bytes(self, batch: int, max_seq_len: int, kind: Kind) -> int:
+        """Bytes of such a layer, before it is made."""
+        k_format, v_format, _, window = kind
+        rooms = rooms_of(max_seq_len, self.sink_len, self.recent_len, window, self.rollback_len)
+        row_bytes = rooms.bytes_of(k_format, v_format, self.exact_format)
+        return batch * (self.num_kv_heads * row_bytes + 32)  # eight lengths
 
     def _tensors(self) -> list[torch.Tensor]:
         return [tensor for layer in self.layers for tensor in layer.tensors().values()]

@@ -61,6 +61,8 @@ SPARE = 512  # tokens before its window that a layer with one keeps: as many can
 ROLLBACK = 64  # tokens before the recent ones that are kept in 16 bit, too
 
 
+# formats of K and of V, basis and window: what may differ from layer to layer
+Kind = tuple[RowFormat, RowFormat, "LayerBasis | None", "int | None"]
 LensAndStarts = tuple[torch.Tensor, "torch.Tensor | None"]
 
 
@@ -184,11 +186,17 @@ class LayerCache:
                 torch.zeros_like(self.seq_lens) for _ in range(3)
             )
         lens = self.seq_lens, self.packed_lens, self.exact_lens, self.starts, self.exact_firsts
-        seen = () if window is None else (self.seen_lens, self.seen_starts, self.firsts)
+        hides = window if self.packed_len else None  # else the ring has room for all tokens
+        seen = () if hides is None else (self.seen_lens, self.seen_starts, self.firsts)
         self.lens = Lens(*lens, *seen)
         sizes = self.sink_len, self.packed_len, self.recent_len, self.split.ring_len
-        self.sizes = Sizes(*sizes, max_seq_len, window or 0)
+        self.sizes = Sizes(*sizes, max_seq_len, hides or 0)
         self._segments, self._again = FixedSegments(self._make_segments()), Appends()
+
+    @property
+    def kind(self) -> Kind:
+        """What it may have unlike other layers of its cache."""
+        return self.k_format, self.v_format, self.basis, self.window
 
     @property
     def k_sinks(self) -> torch.Tensor:
@@ -381,21 +389,31 @@ class LayerCache:
                 out[b, :, :length] = side.decode(values[None])[0]
         return outs[0], outs[1]
 
-    def take(self, source: LayerCache, index: torch.Tensor) -> None:
+    def take(self, source: LayerCache, index: torch.Tensor | None = None) -> None:
         """Take sequences of a layer like this one, or of this one itself: rows in use only.
 
+        A token has the same row in a layer with less room: rings are shorter only where they have
+        room for every token.
+
         Args:
-            source: the other layer.
-            index: [batch] int64, on the device: their places there.
+            source: the other layer, with as much room or less.
+            index: [batch] int64, on the device: their places there; as they are when None.
         """
         used = source._packed_in_use()
         tensors = source.tensors()
         for name, target in self.tensors().items():
             taken = tensors[name]
             if name in ("k_packed", "v_packed"):
-                target, taken = target[:, :, :used], taken[:, :, :used]
-            target.copy_(taken.index_select(0, index))
+                taken = taken[:, :, :used]
+            if target.ndim > 1:
+                target = target[:, :, : taken.shape[2]]
+            target.copy_(taken if index is None else taken.index_select(0, index))
         self.longest = source.longest
+
+    def limit(self, max_seq_len: int) -> None:
+        """Take no more tokens than a layer that was made with a smaller max_seq_len."""
+        self.max_seq_len, self._again = max_seq_len, Appends()  # what is kept knows the other
+        self.sizes = self.sizes._replace(max_seq_len=max_seq_len)
 
     def _packed_in_use(self) -> int:
         """No sequence has a packed row at this place or behind it."""
@@ -422,7 +440,7 @@ class LayerCache:
         behind = self.seq_lens - self.sink_len
         kept = torch.maximum(self.exact_firsts, behind - self.split.ring_len)
         self.exact_firsts.copy_(torch.minimum(kept, self.packed_lens))
-        if self.window is not None and self.seen_starts is not None:
+        if self.window is not None and self.seen_starts is not None and self.packed_len:
             first = (self.seq_lens - self.window).clamp(min=0)
             self.seen_starts.copy_(self.split.page_row(first))
             self.seen_lens.copy_((self.packed_lens - first).clamp(min=0))
@@ -565,8 +583,8 @@ class LayerCache:
     def _take_back(self, room: torch.Tensor) -> None:
         """Set the lengths to what they were when tokens were placed that could not be written."""
         before = lens_before(room, len(self.seq_lens))
-        if self.window is not None:
-            self.firsts.copy_(before[2])
+        if self.lens.firsts is not None:
+            self.lens.firsts.copy_(before[2])
         self.set_lens(before[0], before[1], self.longest)
 
     def _check_new(

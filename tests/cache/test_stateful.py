@@ -64,8 +64,11 @@ class CacheMachine(RuleBasedStateMachine):
         lengths=st.sampled_from([(2, 3), (0, 0), (2, 0), (0, 3), (0, 1), (30, 30)]),
         rollback_len=st.sampled_from([0, 1, 4, 64]),
         batch=st.integers(1, 3),
+        max_seq_len=st.sampled_from([0, 4, MAX]),
     )
-    def start(self, lengths: tuple[int, int], rollback_len: int, batch: int) -> None:
+    def start(
+        self, lengths: tuple[int, int], rollback_len: int, batch: int, max_seq_len: int
+    ) -> None:
         self.sink_len, self.recent_len = lengths
         self.rollback_len = rollback_len
         cache = KVCache(
@@ -73,7 +76,7 @@ class CacheMachine(RuleBasedStateMachine):
             batch,
             HEADS,
             DIM,
-            MAX,
+            max_seq_len,
             k_format=K_FORMAT,
             v_format=V_FORMAT,
             sink_len=self.sink_len,
@@ -91,7 +94,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(seed=seeds, count=st.integers(0, 7), data=st.data())
     def append(self, seed: int, count: int, data: st.DataObject) -> None:
         cache, model = self.pick(seed)
-        room = [min(count, MAX - len(tokens)) for tokens in model.sequences]
+        room = [min(count, cache.max_seq_len - len(tokens)) for tokens in model.sequences]
         lens = [data.draw(st.integers(0, most)) for most in room]
         generator = torch.Generator().manual_seed(seed)
         shape = (2, cache.batch, HEADS, count, DIM)
@@ -116,7 +119,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(seed=seeds, over=st.integers(1, 3))
     def append_too_much(self, seed: int, over: int) -> None:
         cache, model = self.pick(seed)
-        count = MAX - max(len(tokens) for tokens in model.sequences) + over
+        count = cache.max_seq_len - max(len(tokens) for tokens in model.sequences) + over
         x = torch.ones(cache.batch, HEADS, count, DIM)
         with pytest.raises(ShapeError, match="would grow to"):
             cache.append(seed % 2, x, x)
@@ -163,6 +166,11 @@ class CacheMachine(RuleBasedStateMachine):
         cache, model = self.pick(seed)
         index = [b for b in range(cache.batch) for _ in range(times)]
         self.pairs.append((cache.repeat(times), self.taken(model, index)))
+
+    @rule(seed=seeds, more=st.integers(0, 9))
+    def grow(self, seed: int, more: int) -> None:
+        cache, _ = self.pick(seed)
+        cache.grow(cache.max_seq_len + more)
 
     @rule(seed=seeds)
     def reset(self, seed: int) -> None:

@@ -186,6 +186,13 @@ def test_crop_goes_back_as_far_as_there_are_rows() -> None:
     cache.crop(36)
 
 
+def test_a_window_as_long_as_the_cache_hides_no_token() -> None:
+    cache = make([MAX], recent_len=MAX)
+    fill(cache, [9])
+    cache.crop(4)
+    assert cache.seq_lens.tolist() == [4, 4]
+
+
 def test_sequences_move_with_what_they_have() -> None:
     cache = make()
     for index in range(2):
