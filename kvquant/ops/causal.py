@@ -82,8 +82,7 @@ def causal_attention(
     k, v = k[:, :, :total], v[:, :, :total]
     if not q_len:
         return q.new_empty(*q.shape[:-1], v.shape[-1])
-    window = total if variant.window is None else variant.window
-    if window >= total:
+    if variant.window is not None and variant.window >= total:
         names.discard("window")  # it hides nothing
     if not names and total == q_len and _has_kernel(q, k, v):
         return scaled_dot_product_attention(
@@ -98,8 +97,23 @@ def causal_attention(
                 out, lse = (x.transpose(1, 2) for x in (out, lse))  # heads behind queries
                 out = add_sinks(out, lse, variant.sink_logits)[0].transpose(1, 2)
             return out.to(q.dtype)
-    rows = BLOCK
-    if names - {"window"}:
+    return _by_blocks(q, k, v, sm_scale, variant, with_scores=bool(names - {"window"}))
+
+
+def _by_blocks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sm_scale: float | None,
+    variant: AttentionVariant,
+    *,
+    with_scores: bool,
+) -> torch.Tensor:
+    """Attend with a few queries at a time, to the keys that they see: with a mask of torch's, or
+    where that is not enough, with all their scores."""
+    total, q_len, rows = k.shape[2], q.shape[2], BLOCK
+    window = total if variant.window is None else variant.window
+    if with_scores:
         keys = min(total, window + BLOCK)
         rows = max(min(SCORES[q.device.type] // (q.shape[0] * q.shape[1] * keys), BLOCK), 1)
     blocks = []
@@ -112,18 +126,14 @@ def causal_attention(
         distance = torch.arange(start, end, device=q.device) - at
         mask = (distance <= 0) & (distance > -window)
         seen = k[:, :, start:end], v[:, :, start:end]
-        if names - {"window"}:
-            blocks.append(_with_scores(block, *seen, mask, distance, sm_scale, variant))
-            continue
-        blocks.append(
-            scaled_dot_product_attention(
-                block,
-                *seen,
-                attn_mask=mask,
-                scale=sm_scale,
-                enable_gqa=q.shape[1] != k.shape[1],
+        if with_scores:
+            out = _with_scores(block, *seen, mask, distance, sm_scale, variant)
+        else:
+            is_grouped = q.shape[1] != k.shape[1]
+            out = scaled_dot_product_attention(
+                block, *seen, attn_mask=mask, scale=sm_scale, enable_gqa=is_grouped
             )
-        )
+        blocks.append(out)
     return torch.cat(blocks, dim=2)
 
 
