@@ -48,11 +48,11 @@ from ..rows.quantize import EXACT_DTYPES, FLOAT_DTYPES, full_precision
 from ..rows.segment import FixedSegments, Segment
 from ..rows.slots import Slots, Split
 from ..rows.variant import (
-    PLAIN,
     AttentionVariant,
     check_variant,
     check_variant_values,
     names_of,
+    within,
 )
 from .checks import Counts, whole_numbers
 from .row_stacks import to_device, zero_rows
@@ -254,11 +254,10 @@ class LayerCache:
         if torch.compiler.is_compiling() or not names_of(variant):
             return
         assert variant is not None
-        segments = self.segments()
-        check_variant(q, segments, None, variant)
+        check_variant(q, variant)
         if not debug.may_read(q):
             return
-        check_variant_values(q, segments, None, variant)
+        check_variant_values(q, self.segments(), None, variant)
         new_tokens, held = q.shape[1] if q.ndim == 4 else 1, int(self.seq_lens.max())
         if variant.key_bias is not None and variant.key_bias.shape[1] < held + new_tokens:
             raise ShapeError(
@@ -319,9 +318,7 @@ class LayerCache:
                 )
         first = torch.maximum(self.seq_lens - (self.window + q_len - 1), self.firsts)
         packed = (packed_lens - first).clamp(min=0), self.split.page_row(first)
-        variant = variant or PLAIN
-        window = self.window if variant.window is None else min(variant.window, self.window)
-        return self._make_segments(packed, exact), variant._replace(window=window)
+        return self._make_segments(packed, exact), within(variant, self.window)
 
     def _make_segments(
         self, packed: LensAndStarts | None = None, exact: LensAndStarts | None = None

@@ -43,7 +43,7 @@ from ..rows.variant import (
     add_sinks,
     check_variant,
     check_variant_values,
-    names_of,
+    in_use,
 )
 from .dispatch import kernels_for, torch_op
 from .transform import missing_scores, restore_result, transform_query
@@ -215,8 +215,8 @@ def decode_attention(
     """
     segment = Segment(k_rows, v_rows, seq_lens, k_format, v_format, None, block_table)  # type: ignore[arg-type]
     try:
-        variant = variant if names_of(variant) else None
-        out, lse = _attend(q, [segment], sm_scale, return_lse, num_splits, backend, q_lens, variant)
+        changed = in_use(variant)
+        out, lse = _attend(q, [segment], sm_scale, return_lse, num_splits, backend, q_lens, changed)
         return out if lse is None else (out, lse)
     except ShapeError:
         if isinstance(k_format, RowFormat) and q.ndim in (3, 4):
@@ -302,7 +302,7 @@ def attend_segments(
     Returns:
         As decode_attention.
     """
-    variant = variant if names_of(variant) else None
+    variant = in_use(variant)
     if basis is None:
         out, lse = _attend(q, segments, sm_scale, return_lse, num_splits, backend, q_lens, variant)
         return out if lse is None else (out, lse)
@@ -369,8 +369,8 @@ def _attend_eagerly(
     try:
         if q.is_cuda and (backend is None or backend == "cuda") and not debug.enabled:
             kernel = _cuda_kernel()
-            given = q, segments, sm_scale, num_splits, return_lse, _check_cuda, q_lens
-            return kernel(*given) if variant is None else kernel(*given, variant)
+            check = _check_cuda
+            return kernel(q, segments, sm_scale, num_splits, return_lse, check, q_lens, variant)
         return _attend_checked(
             q, segments, sm_scale, return_lse, num_splits, backend, q_lens, variant
         )
@@ -404,8 +404,8 @@ def _attend_checked(
         q = q.detach()
     sm_scale = q.shape[-1] ** -0.5 if sm_scale is None else check_scale(sm_scale)
     if backend == "cuda":
-        given = q, segments, sm_scale, num_splits, return_lse, None, q_lens
-        return _cuda_kernel()(*given) if variant is None else _cuda_kernel()(*given, variant)
+        kernel = _cuda_kernel()
+        return kernel(q, segments, sm_scale, num_splits, return_lse, None, q_lens, variant)
     if backend == "cpu":
         out, lse = _cpu_kernel()(q, segments, sm_scale, num_splits, q_lens, variant)
     else:
@@ -455,7 +455,7 @@ def _check(
         check_num_splits(num_splits)
     check_segments(q, made, q_lens)
     if variant is not None:
-        check_variant(q, made, q_lens, variant)
+        check_variant(q, variant)
     return made
 
 
@@ -463,8 +463,8 @@ def _check_cuda(
     q: torch.Tensor,
     segments: Sequence[Segment],
     num_splits: int | None,
-    q_lens: torch.Tensor | None = None,
-    variant: AttentionVariant | None = None,
+    q_lens: torch.Tensor | None,
+    variant: AttentionVariant | None,
 ) -> list[Segment]:
     checked = _check(q, segments, num_splits, q_lens, variant)
     _require_extra()
@@ -558,8 +558,7 @@ def _op_arguments(args: Sequence[Any]) -> tuple[Any, ...]:
     segments, from the arguments of the op behind q."""
     count = len(args) - len(PLAIN)
     *fields, v_head_dim, sm_scale, return_lse, num_splits, backend, q_lens = args[:count]
-    given = AttentionVariant(*args[count:])
-    variant = given if names_of(given) else None
+    variant = in_use(AttentionVariant(*args[count:]))
     return fields, v_head_dim, (sm_scale, return_lse, num_splits, backend, q_lens, variant)
 
 
@@ -574,7 +573,7 @@ def _attend_fake(q: torch.Tensor, *args: Any) -> list[torch.Tensor]:
     segments = _op_segments(q, v_head_dim, fields)
     check_segments(q, segments, q_lens)
     if variant is not None:
-        check_variant(q, segments, q_lens, variant)
+        check_variant(q, variant)
     out = q.new_empty(*q.shape[:-1], v_head_dim)
     lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
     return [out, lse] if return_lse else [out]

@@ -219,7 +219,7 @@ def _sinks_of(
         raise UnsupportedError(
             f"{', '.join(names)}: beside a shared prefix only sink_logits are possible"
         )
-    check_variant(q, segments, q_lens, variant)
+    check_variant(q, variant)
     if debug.may_read(q):
         check_variant_values(q, segments, q_lens, variant)
     return variant.sink_logits

@@ -24,7 +24,7 @@ from ..rows.format import RowFormat
 from ..rows.rotation import Rope
 from ..rows.segment import FixedSegments, Segment
 from ..rows.slots import Slots
-from ..rows.variant import PLAIN, AttentionVariant, names_of
+from ..rows.variant import AttentionVariant, names_of, within
 from .cache import PagedKVCache
 from .pool import SequenceId
 from .shared_prefix import Numbers, find_prefix, pays
@@ -214,10 +214,9 @@ class PagedBatch(NotCopied):
             )
         most, most_new = self._captured, max(counts, default=0)
         if len(ids) > most[0] or sum(counts) > most[1] or most_new > most[2]:
-            each = f", {most_new} of one" if most_new > most[2] else ""
             raise ShapeError(
-                f"{len(ids)} sequences and {sum(counts)} tokens{each}: a CUDA graph of this batch "
-                f"has captured {most[0]} and {most[1]}{each and f', {most[2]} of one'}. Use "
+                f"{len(ids)} sequences and {sum(counts)} tokens, {most_new} of one: a CUDA graph "
+                f"of this batch has captured {most[0]} and {most[1]}, {most[2]} of one. Use "
                 "another PagedBatch for larger steps"
             )
         step = self.cache.begin_step(ids, counts, tokens)
@@ -466,9 +465,7 @@ class PagedBatch(NotCopied):
             )
         window = self.cache.windows[layer]
         if window is not None:
-            variant = variant or PLAIN
-            shown = window if variant.window is None else min(variant.window, window)
-            options = {**options, "variant": variant._replace(window=shown)}
+            options = {**options, "variant": within(variant, window)}
         is_shared = is_plain and window is None
         if is_shared and self.shared_prefix:
             members = tensors["members"][:batch]

@@ -24,7 +24,7 @@ from .variant import (
     add_sinks,
     check_variant,
     check_variant_values,
-    names_of,
+    in_use,
 )
 
 State = tuple[torch.Tensor, torch.Tensor]
@@ -135,8 +135,8 @@ def reference_attention(
     check_segment_values([segment])
     if q_lens is not None:
         check_q_len_values(q, q_lens)
-    if variant is not None and names_of(variant):
-        check_variant(q, [segment], q_lens, variant)
+    if (variant := in_use(variant)) is not None:
+        check_variant(q, variant)
         check_variant_values(q, [segment], q_lens, variant)
     scale = None if sm_scale is None else check_scale(sm_scale)
     out, lse = reference_over_segments(q.detach(), [segment], scale, q_lens, variant)

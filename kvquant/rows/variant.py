@@ -96,17 +96,21 @@ def names_of(variant: AttentionVariant | None) -> tuple[str, ...]:
     return tuple(sorted(name for name, value in variant._asdict().items() if value is not None))
 
 
-def check_variant(
-    q: torch.Tensor,
-    segments: Sequence[Segment],
-    q_lens: torch.Tensor | None,
-    variant: AttentionVariant,
-) -> None:
-    """Raise unless queries can attend to segments so; the values in the tensors are not read.
+def in_use(variant: AttentionVariant | None) -> AttentionVariant | None:
+    """The variant, or None for one that changes nothing; errors as of names_of."""
+    return variant if names_of(variant) else None
 
-    Args:
-        q, segments, q_lens: as check_segments has taken them.
-        variant: to check.
+
+def within(variant: AttentionVariant | None, window: int) -> AttentionVariant:
+    """A variant where no more than a layer's window, the last tokens, can be seen."""
+    variant = variant or PLAIN
+    shown = window if variant.window is None else min(variant.window, window)
+    return variant._replace(window=shown)
+
+
+def check_variant(q: torch.Tensor, variant: AttentionVariant) -> None:
+    """Raise unless queries, as check_segments has taken them, can attend so; the values in the
+    tensors are not read.
 
     Raises:
         ConfigError: a number is out of its range, or a dtype or a type is wrong.

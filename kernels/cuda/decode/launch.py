@@ -51,8 +51,7 @@ from .tuned import Tuned, measured_plans
 
 State = tuple[torch.Tensor, "torch.Tensor | None"]
 Addresses = tuple[int, int, int, int, int]  # K, V, lengths, starts or table, sequence slots
-# of q, segments, num_splits, and q_lens and a variant if any
-Check = Callable[..., Sequence[Segment]]
+Check = Callable[..., Sequence[Segment]]  # of q, segments, num_splits, q_lens and variant
 CODECS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 LOG2_E = math.log2(math.e)
 UNIT = 16  # bytes that a query is aligned to
@@ -139,11 +138,7 @@ def attend(
     except TypeError:  # a format that cannot be hashed: the check says so
         launch = None
     if launch is None:
-        checked = segments
-        if check:
-            given: tuple[object, ...] = () if q_lens is None else (q_lens,)
-            given = given if variant is None else (q_lens, variant)
-            checked = check(q, segments, num_splits, *given)
+        checked = check(q, segments, num_splits, q_lens, variant) if check else segments
         launch = _prepare(q, checked, num_splits, q_lens, variant)
         keep(launches, key, launch)
     if index == current_device():

@@ -416,7 +416,7 @@ def test_scales_that_the_kernel_cannot_take_are_refused(cuda: FakeDriver, sm_sca
     assert not cuda.launched
 
 
-def checked(q: torch.Tensor, segments: Sequence[Segment], _: int | None) -> Sequence[Segment]:
+def checked(q: torch.Tensor, segments: Sequence[Segment], *_: object) -> Sequence[Segment]:
     """What attention gives as a check, without what is installed."""
     check_segments(q, segments)
     return segments
@@ -645,7 +645,7 @@ def test_the_check_is_told_of_the_counts(cuda: FakeDriver) -> None:
     for _ in range(2):
         launch.attend(make_queries(3), [make_segment()], 1.0, None, True, check, q_lens)
     launch.attend(make_queries(3), [make_segment()], 1.0, 2, True, check)
-    assert given == [(None, q_lens), (2,)]
+    assert given == [(None, q_lens, None), (2, None, None)]
     with pytest.raises(ShapeError, match=r"q must be \[batch, q_len, num_q_heads, head_dim\]"):
         launch.attend(make_query(), [make_segment()], 1.0, None, q_lens=q_lens)
 
