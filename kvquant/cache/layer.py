@@ -432,16 +432,14 @@ class LayerCache:
         """
         self.seq_lens.copy_(seq_lens)
         self.packed_lens.copy_(packed_lens)
-        self.exact_lens.copy_(self.seq_lens - self.packed_lens)
+        torch.sub(self.seq_lens, self.packed_lens, out=self.exact_lens)
         self.starts.copy_(self.split.ring_row(self.packed_lens))
-        behind = self.seq_lens - self.sink_len
-        kept = torch.maximum(self.exact_firsts, behind - self.split.ring_len)
-        self.exact_firsts.copy_(torch.minimum(kept, self.packed_lens))
+        self.exact_firsts.clamp_(self.seq_lens - self.split.exact_len, self.packed_lens)
         if self.window is not None and self.seen_starts is not None and self.packed_len:
             first = (self.seq_lens - self.window).clamp(min=0)
             self.seen_starts.copy_(self.split.page_row(first))
             self.seen_lens.copy_((self.packed_lens - first).clamp(min=0))
-            self.firsts.copy_(torch.maximum(self.firsts, behind - self.packed_len))
+            self.firsts.clamp_(min=self.seq_lens - (self.sink_len + self.packed_len))
         if self.longest is not None:
             self.longest = int(seq_lens.max()) if longest is None else longest
 
@@ -660,14 +658,14 @@ class LayerCache:
     ) -> None:
         """Raise if a sequence would outgrow the layer, or a new row holds what its formats cannot.
 
-        Rows are read where debug.may_read says so, lengths there and where max_seq_len is near.
+        Rows are read where debug.may_read says so, lengths only where max_seq_len is near.
         """
-        new_tokens, reads = k.shape[2], debug.may_read(k)
-        if reads or self.longest is None or self.longest + new_tokens > self.max_seq_len:
+        new_tokens = k.shape[2]
+        if self.longest is None or self.longest + new_tokens > self.max_seq_len:
             self._check_room(
                 new_tokens if new_lens is None else new_lens.cpu().clamp(0, new_tokens)
             )
-        if not reads:
+        if not debug.may_read(k):
             return
         bases = self.basis or (None, None)
         sides = ("k", k, self.k_format, self.k_exact), ("v", v, self.v_format, self.v_exact)
