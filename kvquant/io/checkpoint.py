@@ -1,4 +1,4 @@
-"""Caches as files: save_cache and load_cache, and the format, versions 1 and 2.
+"""Caches as files: save_cache and load_cache, and the format, versions 1 to 3.
 
 A cache is one safetensors file. Its metadata has two strings:
 
@@ -8,13 +8,14 @@ A cache is one safetensors file. Its metadata has two strings:
 The manifest is an object with exactly these keys; every number is whole:
 
     format            "kvquant-cache"
-    version           1; 2 if a layer has a window
+    version           1; 2 if a layer has a window; 3 if rollback_len is given
     writer            the program that wrote the file, for people
     num_kv_heads      KV heads of every layer
     head_dim          KVCache's head_dim
     max_seq_len       capacity of a sequence, in tokens
     sink_len          first tokens of each sequence in 16 bit
     recent_len        last tokens of each sequence in 16 bit
+    rollback_len      KVCache's, for the cache that is made of the file; left out if it is 64
     exact_format      "bf16" or "fp16": the 16-bit rows
     seq_lens          [batch], tokens of each sequence
     start_positions   [batch], the position of each sequence's first token
@@ -61,13 +62,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..cache.contiguous import KVCache
-from ..cache.layer import ROLLBACK, LayerCache
+from ..cache.layer import LayerCache
 from ..errors import CheckpointError, ConfigError, ShapeError, shown
 from ..rows.arguments import check_device, check_kind, check_size, is_whole
 from ..rows.basis import LayerBasis, fingerprints
@@ -168,7 +170,7 @@ def load_cache(
     model: Mapping[str, Any] | None = None,
     plan: CachePlan | None = None,
     max_seq_len: int | None = None,
-    rollback_len: int = ROLLBACK,
+    rollback_len: int | None = None,
     device: torch.device | str = "cpu",
 ) -> KVCache:
     """Read a cache, its rows bit for bit as they were saved, and check every value and every byte.
@@ -179,7 +181,8 @@ def load_cache(
         plan: that the cache was made with, if there was one: it has the bases of the rows. Formats
             are those of the file.
         max_seq_len: capacity of a sequence, in tokens; as it was when None.
-        rollback_len: as of KVCache; a file has no 16-bit rows of tokens before the recent ones.
+        rollback_len: as of KVCache, as it was when None. A file has no 16-bit rows of tokens before
+            the recent ones: the cache gathers them again.
         device: where the cache is to lie.
 
     Returns:
@@ -209,9 +212,11 @@ def load_cache(
         size = manifest.max_seq_len
         if max_seq_len is not None:
             size = check_size("max_seq_len", max_seq_len)
+        if rollback_len is not None:
+            manifest = replace(manifest, rollback_len=check_size("rollback_len", rollback_len))
         _check_plan(file.path, manifest, plan)
         _check_room(file.path, manifest, size)
-        cache = _allocate(file.path, manifest, size, rollback_len, device, plan)
+        cache = _allocate(file.path, manifest, size, device, plan)
         for part in manifest.parts.values():
             layer = cache.layers[part.layer]
             target = getattr(layer, part.attribute)
@@ -245,6 +250,7 @@ def _manifest_of(
         max_seq_len=cache.max_seq_len,
         seq_lens=tuple(seq_lens.tolist()),
         start_positions=tuple(cache.start_positions.tolist()),
+        rollback_len=cache.rollback_len,
         layers=tuple(
             LayerEntry(
                 layer.k_format, layer.v_format, tuple(layer.packed_lens.tolist()), layer.window
@@ -374,7 +380,6 @@ def _allocate(
     path: Path,
     manifest: CacheManifest,
     max_seq_len: int,
-    rollback_len: int,
     device: torch.device | str,
     plan: CachePlan | None,
 ) -> KVCache:
@@ -390,7 +395,7 @@ def _allocate(
             v_format=[entry.v_format for entry in manifest.layers],
             sink_len=manifest.sink_len,
             recent_len=manifest.recent_len,
-            rollback_len=rollback_len,
+            rollback_len=manifest.rollback_len,
             exact_format=manifest.exact_format,
             device=device,
             bases=None if plan is None else _bases(plan, manifest),

@@ -21,7 +21,7 @@ import torch
 from msgspec import UNSET, Meta, UnsetType
 
 from ..cache.contiguous import KVCache
-from ..cache.layer import Rooms, rooms_of
+from ..cache.layer import ROLLBACK, Rooms, rooms_of
 from ..errors import CheckpointError
 from ..paged.cache import PagedKVCache
 from ..paged.state import MAX_ID_BITS
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 WINDOWS_VERSION = 2  # of caches with sliding windows; all else is as in version 1
+ROLLBACK_VERSION = 3  # of caches with another rollback_len than 64; all else is as in version 2
 LISTS_VERSION = 2  # of sequences whose pages and tokens stand in tensors; all else is the same
 MANY = 1 << 16  # numbers of pages and tokens, above which they do
 LISTS = {"pages": torch.int32, "tokens": torch.int64}  # what SavedSequence lists
@@ -372,6 +373,7 @@ class CacheManifest(Manifest):
     max_seq_len: int
     seq_lens: tuple[int, ...]
     start_positions: tuple[int, ...]
+    rollback_len: int = ROLLBACK
 
     @property
     def batch(self) -> int:
@@ -381,6 +383,8 @@ class CacheManifest(Manifest):
     @property
     def version(self) -> int:
         """Version of the file: the first one that has all that there is in it."""
+        if self.rollback_len != ROLLBACK:
+            return ROLLBACK_VERSION
         has_windows = any(entry.window is not None for entry in self.layers)
         return WINDOWS_VERSION if has_windows else 1
 
@@ -424,7 +428,7 @@ class CacheManifest(Manifest):
     def rooms(self, max_seq_len: int) -> list[Rooms]:
         """Capacity of a sequence in rows of each kind, by layer, in a cache of max_seq_len."""
         sizes = max_seq_len, self.sink_len, self.recent_len
-        return [rooms_of(*sizes, entry.window) for entry in self.layers]
+        return [rooms_of(*sizes, entry.window, self.rollback_len) for entry in self.layers]
 
     def cache_bytes(self, max_seq_len: int) -> int:
         """Bytes of the rows of a cache of max_seq_len."""
@@ -436,7 +440,7 @@ class CacheManifest(Manifest):
         return total * self.batch * self.num_kv_heads
 
     def _own(self) -> dict[str, Any]:
-        names = "head_dim", "max_seq_len", "seq_lens", "start_positions", "positions"
+        names = ["head_dim", "max_seq_len", "seq_lens", "start_positions", "positions"]
         layers = [
             {
                 **entry.formats(),
@@ -445,12 +449,14 @@ class CacheManifest(Manifest):
             }
             for entry in self.layers
         ]
+        if self.rollback_len != ROLLBACK:
+            names.append("rollback_len")
         return {name: getattr(self, name) for name in names} | {"layers": layers}
 
     @classmethod
     def from_json(cls, text: str, read: Read | None = None) -> tuple[Self, dict[str, str]]:
         """See Manifest.from_json; there is nothing to read besides."""
-        top = manifest_object(text, cls.FORMAT, (1, WINDOWS_VERSION))
+        top = manifest_object(text, cls.FORMAT, (1, WINDOWS_VERSION, ROLLBACK_VERSION))
         given = checked(top, _CacheFields, "the manifest")
         manifest = cls(
             layers=tuple(layer.entry(f"layers[{i}]") for i, layer in enumerate(given.layers)),
@@ -459,10 +465,11 @@ class CacheManifest(Manifest):
             max_seq_len=given.max_seq_len,
             seq_lens=given.seq_lens,
             start_positions=given.start_positions,
+            rollback_len=ROLLBACK if given.rollback_len is UNSET else given.rollback_len,
         )
         if given.version != manifest.version:
             raise CheckpointError(
-                f"the file has version {given.version}, its layers are of {manifest.version}"
+                f"the file has version {given.version}, what it says is of {manifest.version}"
             )
         manifest._check(given.positions)
         if given.sha256.keys() != manifest.parts.keys():
@@ -522,6 +529,7 @@ class _CacheFields(_Fields):
     start_positions: tuple[Wide, ...]
     positions: tuple[Wide, ...]
     layers: Annotated[tuple[_CacheLayer, ...], Meta(max_length=MAX_LAYERS)]
+    rollback_len: Length | UnsetType = UNSET
 
 
 class SavedSequence(Object):

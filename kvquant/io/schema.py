@@ -123,9 +123,10 @@ def manifest_object(text: str, file_format: str, versions: tuple[int, ...]) -> d
         raise CheckpointError(f"the manifest is not that of a {file_format} file")
     version = top.get("version")
     if type(version) is not int or version not in versions:
+        *others, last = map(str, versions)
         raise CheckpointError(
             f"the file has version {version!r:.40}, this kvquant reads "
-            f"{' and '.join(map(str, versions))}: take the kvquant that wrote it, or save it anew"
+            f"{', '.join(others)} and {last}: take the kvquant that wrote it, or save it anew"
         )
     return top
 

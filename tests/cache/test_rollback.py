@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from kvquant import AttentionVariant, KVCache, load_cache, quantize_rows, save_cache
 from kvquant.cache import layer
 from kvquant.errors import ConfigError, NonFiniteError, ShapeError
+from kvquant.io.inspect import describe
 from kvquant.rows.basis import Basis, LayerBasis
 from kvquant.rows.quantize import feedback_matrix
 
@@ -238,13 +239,24 @@ def test_steps_that_cannot_be_append_nothing() -> None:
     assert not cache.seq_lens.any()
 
 
-def test_a_file_is_loaded_with_as_much_rollback_as_is_wanted(tmp_path: Path) -> None:
-    cache = KVCache(1, 1, 2, 64, 400, rollback_len=0)
+@pytest.mark.parametrize("rollback_len", [0, 9, 64])
+def test_a_file_keeps_rollback_len_unless_another_is_wanted(
+    tmp_path: Path, rollback_len: int
+) -> None:
+    cache, path = KVCache(1, 1, 2, 64, 400, rollback_len=rollback_len), tmp_path / "a.safetensors"
     cache.append(0, *torch.randn(2, 1, 2, 200, 64))
-    save_cache(cache, tmp_path / "cache.safetensors")
-    same = load_cache(tmp_path / "cache.safetensors", rollback_len=0)
-    assert same.nbytes == cache.nbytes
-    assert load_cache(tmp_path / "cache.safetensors").rollback_len == 64
+    save_cache(cache, path)
+    same, other = load_cache(path), load_cache(path, rollback_len=20)
+    assert same.rollback_len == rollback_len and same.nbytes == cache.nbytes
+    assert (
+        other.rollback_len == 20
+        and other.nbytes == KVCache(1, 1, 2, 64, 400, rollback_len=20).nbytes
+    )
+    described = describe(path)
+    assert described["version"] == (1 if rollback_len == 64 else 3), "older readers take 64"
+    assert described["rollback_len"] == rollback_len
+    with pytest.raises(ConfigError, match="rollback_len -1"):
+        load_cache(path, rollback_len=-1)
 
 
 def test_recent_rows_that_the_packed_format_cannot_hold_are_counted_when_a_file_is_loaded() -> None:

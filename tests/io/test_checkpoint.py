@@ -212,6 +212,15 @@ def test_golden_file_of_version_2_still_loads() -> None:
     assert cache.windows == [8, None]
 
 
+def test_golden_file_of_version_3_still_loads() -> None:
+    cache = load_cache(GOLDEN.with_name("cache-v3.safetensors"), model={"model_type": "llama"})
+    values = (torch.arange(20)[:, None] + torch.arange(64) / 4 - 8.0).expand(1, 1, 20, 64)
+    fresh = KVCache(1, 1, 1, 64, 48, k_format="int8", sink_len=1, recent_len=3, rollback_len=5)
+    fresh.append(0, values, -values)
+    assert contents(cache) == contents(fresh)
+    assert cache.rollback_len == 5 and cache.nbytes == fresh.nbytes
+
+
 def test_saving_replaces_what_was_there(tmp_path: Path) -> None:
     path = tmp_path / "c.safetensors"
     caches = [make_cache(seed) for seed in range(6)]
@@ -355,8 +364,10 @@ def set_in(*keys: str | int) -> Callable[[Any], Callable[[dict[str, Any]], None]
 @pytest.mark.parametrize(
     "edit, message",
     [
-        pytest.param(set_in("version")(3), "version 3, this kvquant reads 1 and 2", id="version"),
-        pytest.param(set_in("version")(2), "version 2, its layers are of 1", id="other version"),
+        pytest.param(
+            set_in("version")(4), "version 4, this kvquant reads 1, 2 and 3", id="version"
+        ),
+        pytest.param(set_in("version")(2), "version 2, what it says is of 1", id="other version"),
         pytest.param(set_in("format")("x"), "not that of a kvquant-cache", id="format"),
         pytest.param(set_in("transforms")([{"rotate": 1}]), "transformed by", id="transform"),
         pytest.param(set_in("more")(1), "another key.* unknown field more", id="unknown-key"),
