@@ -525,7 +525,7 @@ class LayerCache:
             self.set_lens(seq_lens, packed, longest)
         elif self.longest is not None:
             self.longest = longest
-        if placed is not None and counts is None and not recorded:
+        if placed is not None and counts is None and not (recorded or k.is_meta):
             self._keep_append(given, side_k, side_v, placed.slots, bad_rows)
         return multiplied
 

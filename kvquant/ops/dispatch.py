@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError, DeviceError, shown
+from ..rehearsal import is_rehearsed
 
 KERNELS = ("cpu", "cuda")  # devices, and the backends of their kernels
 
@@ -24,7 +25,7 @@ def kernels_for(tensor: torch.Tensor, backend: str | None) -> str:
         ConfigError: the backend does not exist.
         DeviceError: it does not serve the tensor's device, or no kernel does.
     """
-    device = tensor.device.type
+    device = "cuda" if is_rehearsed(tensor) else tensor.device.type
     if backend is None:
         if device not in KERNELS:
             raise DeviceError(

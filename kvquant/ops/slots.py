@@ -22,6 +22,7 @@ import torch
 
 from .. import debug
 from ..errors import ConfigError, ShapeError
+from ..rehearsal import is_rehearsed
 from ..rows.arguments import check_flag, check_readable, check_size
 from ..rows.slots import Slots, Split, reference_slots
 from .dispatch import torch_op
@@ -341,7 +342,7 @@ def takes_one_launch(lens: torch.Tensor, recorded: bool) -> bool:
         lens: of a layer.
         recorded: what debug.is_recorded says of them.
     """
-    return lens.is_cuda and (recorded or not debug.enabled)
+    return (lens.is_cuda and (recorded or not debug.enabled)) or is_rehearsed(lens)
 
 
 def place_tokens(

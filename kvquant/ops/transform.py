@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 
 from ..errors import ConfigError, DeviceError, ShapeError
+from ..rehearsal import is_rehearsed
 from ..rows.arguments import check_scale, check_tensors
 from ..rows.basis import Basis, LayerBasis, Queries
 from .dispatch import torch_op
@@ -169,7 +170,7 @@ def _held_scale(q: torch.Tensor, sm_scale: float | None) -> float:
 
 def takes_one_launch(x: torch.Tensor, backend: str | None) -> bool:
     """Whether affine_rows serves rows: 16 bit on CUDA, and the reference was not asked for."""
-    return x.is_cuda and x.dtype in DTYPES and backend != "reference"
+    return (x.is_cuda or is_rehearsed(x)) and x.dtype in DTYPES and backend != "reference"
 
 
 def affine_rows(

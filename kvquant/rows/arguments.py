@@ -10,6 +10,7 @@ from typing import TypeGuard
 import numpy as np
 import torch
 
+from .. import rehearsal
 from ..errors import ConfigError, DeviceError, shown
 
 MAX_LENGTH = 2**31 - 1  # lengths are int32
@@ -75,7 +76,8 @@ def check_device(device: torch.device | str) -> torch.device:
         found = torch.device(device)
     except (RuntimeError, TypeError, ValueError, OverflowError) as error:
         raise ConfigError(f"device {shown(device)} does not exist: use 'cpu' or 'cuda'") from error
-    if found.type not in ("cpu", "cuda"):
+    is_rehearsed = found.type == "meta" and rehearsal.current() is not None
+    if found.type not in ("cpu", "cuda") and not is_rehearsed:
         raise DeviceError(f"no kernel serves device {str(found)!r}: use 'cpu' or 'cuda'")
     if found.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0

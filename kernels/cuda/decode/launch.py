@@ -26,6 +26,7 @@ from ..runtime.driver import Kernel, Launcher
 from ..runtime.launch import (
     GPU,
     OVERLAPS,
+    Rehearsed,
     current_device,
     current_stream,
     empty_strided,
@@ -139,7 +140,11 @@ def attend(
         launch = None
     if launch is None:
         checked = check(q, segments, num_splits, q_lens, variant) if check else segments
-        launch = _prepare(q, checked, num_splits, q_lens, variant)
+        try:
+            launch = _prepare(q, checked, num_splits, q_lens, variant)
+        except Rehearsed:
+            launch = Nothing((*q.shape[:-1], checked[0].v_format.head_dim))
+            return launch(q, segments, address, addresses, sm_scale, want_lse, q_lens, variant)
         keep(launches, key, launch)
     if index == current_device():
         return launch(q, segments, address, addresses, sm_scale, want_lse, q_lens, variant)

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from kvquant import rehearsal
 from kvquant.errors import UnsupportedError
 
 from .compile import USE_REFERENCE, load_cubin
@@ -76,6 +77,10 @@ def gpu_of(index: int) -> GPU:
     Raises:
         UnsupportedError: it is too old.
     """
+    rehearsed = _rehearsed(index)
+    if rehearsed is not None:
+        gpu: GPU = rehearsed.gpu
+        return gpu
     found = _gpus.get(index)  # without the lock, which is held while a kernel is compiled
     if found is not None:
         return found
@@ -106,7 +111,14 @@ def kernel_of(spec: Spec, index: int, most_shared: int = 0) -> Kernel:
         spec: the kernel.
         index: of the GPU.
         most_shared: bytes of shared memory that a launch may ask for, if more than the spec's.
+
+    Raises:
+        Rehearsed: it was noted only.
     """
+    rehearsed = _rehearsed(index)
+    if rehearsed is not None:
+        rehearsed.kernels[spec] = None
+        raise Rehearsed
     found = _kernels.get((spec, index))
     if found is not None:
         return found
@@ -124,6 +136,15 @@ def kernel_of(spec: Spec, index: int, most_shared: int = 0) -> Kernel:
                 registers=cubin.report.registers,
             )
         return _kernels[spec, index]
+
+
+class Rehearsed(Exception):
+    """A kernel is not there: kvquant.rehearsal has noted it."""
+
+
+def _rehearsed(index: int) -> rehearsal.Rehearsal | None:
+    """The rehearsal that is under way, if that is the index of tensors without memory."""
+    return rehearsal.current() if index < 0 else None
 
 
 class Launch:
@@ -197,12 +218,18 @@ def cached_launch(
         key: all that the check and the launch depend on.
         check: raises unless the call is possible; called only before a launch is prepared.
         prepare: gives the launch from the arguments, or None if there is nothing to do.
+
+    Returns:
+        None if there is nothing to do, or it is rehearsed only.
     """
     launch = _launches.get(key)
     if launch is None:
         if check is not None:
             check()
-        launch = prepare(*arguments)
+        try:
+            launch = prepare(*arguments)
+        except Rehearsed:
+            return None
         if launch is not None:
             keep(_launches, key, launch)
     return launch

@@ -84,7 +84,9 @@ def place_tokens(
     """
     index, batch = room.get_device(), room.shape[1] // (new_tokens + 1)
     kind = (0, 0) if new_lens is None else (new_lens.stride(0), new_lens.element_size())
-    _find(index, batch, new_tokens, sizes, kind)((*lens, new_lens, overflow, room))
+    launch = _find(index, batch, new_tokens, sizes, kind)
+    if launch is not None:
+        launch((*lens, new_lens, overflow, room))
 
 
 class PlaceAgain:
@@ -100,7 +102,9 @@ class PlaceAgain:
         seq_lens = lens[0]
         assert seq_lens is not None
         batch, self._index = len(seq_lens), seq_lens.get_device()
-        self._launch = _find(self._index, batch, new_tokens, sizes, (0, 0))
+        launch = _find(self._index, batch, new_tokens, sizes, (0, 0))
+        assert launch is not None
+        self._launch = launch
         self._lens = [0 if one is None else one.data_ptr() for one in lens]
         width = batch * new_tokens + batch
         self._room = (3, width), (width, 1), torch.int64
@@ -131,11 +135,9 @@ def _find(
     new_tokens: int,
     sizes: tuple[int, int, int, int, int, int],
     kind: tuple[int, int],
-) -> Launch:
+) -> Launch | None:
     key = SlotSpec, index, batch, new_tokens, sizes, kind
-    launch = cached_launch(key, None, _prepare, index, batch, new_tokens, sizes, kind)
-    assert launch is not None
-    return launch
+    return cached_launch(key, None, _prepare, index, batch, new_tokens, sizes, kind)
 
 
 def _prepare(

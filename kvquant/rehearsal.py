@@ -1,0 +1,50 @@
+"""Rehearsals: calls on torch's meta device, that is without memory, which note what they would launch.
+
+A call goes its usual way, up to the launch of a kernel, which is noted for a GPU that need not be
+here. So what a call will need is told by the call itself: see kvquant/cache/warmup.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Rehearsal(NamedTuple):
+    """What is under way.
+
+    Attributes:
+        gpu: kernels.cuda.runtime.launch.GPU, for which kernels are chosen.
+        kernels: their specs, in the order in which they were noted.
+    """
+
+    gpu: Any
+    kernels: dict[Hashable, None]
+
+
+_current: ContextVar[Rehearsal | None] = ContextVar("rehearsal", default=None)
+
+
+@contextmanager
+def rehearse(gpu: Any) -> Iterator[Rehearsal]:
+    """Let calls of this thread on the meta device be rehearsed for a GPU."""
+    rehearsal = Rehearsal(gpu, {})
+    token = _current.set(rehearsal)
+    try:
+        yield rehearsal
+    finally:
+        _current.reset(token)
+
+
+def current() -> Rehearsal | None:
+    """The rehearsal that is under way in this thread."""
+    return _current.get()
+
+
+def is_rehearsed(tensor: torch.Tensor) -> bool:
+    """Whether what is done with a tensor is rehearsed."""
+    return tensor.is_meta and _current.get() is not None
