@@ -1,4 +1,4 @@
-"""Rehearsals: calls on torch's meta device, that is without memory, which note what they would launch.
+"""Rehearsals: calls on the meta device, without memory, which note the kernels they would launch.
 
 A call goes its usual way, up to the launch of a kernel, which is noted for a GPU that need not be
 here. So what a call will need is told by the call itself: see kvquant/cache/warmup.py.
@@ -6,7 +6,7 @@ here. So what a call will need is told by the call itself: see kvquant/cache/war
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ class Rehearsal(NamedTuple):
     """
 
     gpu: Any
-    kernels: dict[Hashable, None]
+    kernels: dict[Any, None]
 
 
 _current: ContextVar[Rehearsal | None] = ContextVar("rehearsal", default=None)

@@ -17,10 +17,11 @@ ROOMS = {"kvquant": PACKAGE}  # in a checkout the others are links
 ROOMS |= {f"kvquant.{room}": (PACKAGE / room).resolve() for room in ("kernels", "calibration")}
 
 # package or file of kvquant -> those that it may import
-BASE = "errors debug"
+BASE = "errors debug rehearsal"
 ALLOWED = {
     "errors": "",
     "debug": "",
+    "rehearsal": "",
     "text": "",
     "rows": BASE,
     "ops": f"{BASE} rows",
@@ -38,7 +39,7 @@ ALLOWED = {
     "kernels.cpu": "errors rows kernels.disk_cache",
     "kernels.cuda.simulator": "",
     "kernels.cuda.device": "errors rows kernels.cuda.simulator",
-    "kernels.cuda.runtime": "errors rows kernels.disk_cache kernels.cuda.device",
+    "kernels.cuda.runtime": "errors rehearsal rows kernels.disk_cache kernels.cuda.device",
     "kernels.cuda.affine": "rows kernels.cuda.device kernels.cuda.runtime",
     "kernels.cuda.append": "rows kernels.cuda.device kernels.cuda.runtime kernels.cuda.affine",
     "kernels.cuda.decode": (
@@ -58,6 +59,7 @@ ALLOWED_LATE = {
         "kernels.cpu kernels.cuda.affine kernels.cuda.append kernels.cuda.decode "
         "kernels.cuda.dequantize kernels.cuda.prefix kernels.cuda.runtime kernels.cuda.slots"
     ),
+    "cache": "kernels.cuda.runtime",
     "cli": "bench kernels.cuda.decode kernels.cuda.runtime",
 }
 

@@ -161,6 +161,7 @@ class KVCache:
         self.start_positions = torch.zeros(batch, dtype=torch.int64, device=self.device)
         self.bad_rows = torch.zeros(2, dtype=torch.int32, device=self.device)
         self.overflow_tokens = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self._is_cold = self.device.type == "cuda"  # nothing was appended yet
 
     @classmethod
     def from_plan(
@@ -388,7 +389,10 @@ class KVCache:
             DeviceError: k or v lies on another device than the cache.
             NonFiniteError: NaN, Inf or a value that one of the formats cannot hold.
         """
-        self._layer(layer).append(k, v, new_lens, self.bad_rows, self.overflow_tokens)
+        at = self._layer(layer)
+        if self._is_cold and not torch.compiler.is_compiling():
+            self._warm_up(k)
+        at.append(k, v, new_lens, self.bad_rows, self.overflow_tokens)
 
     @overload
     def step(
@@ -485,6 +489,8 @@ class KVCache:
         at.check_variant(q, variant)
         if sm_scale is not None:
             check_scale(sm_scale)
+        if self._is_cold and not torch.compiler.is_compiling():
+            self._warm_up(k)
         ready = None if q.ndim == 4 else queries_of(q, at.basis, sm_scale, backend)
         queries = None if ready is None else ready[0]
         counters = self.bad_rows, self.overflow_tokens
@@ -716,6 +722,13 @@ class KVCache:
         check_layer(layer, self.num_layers)
         return self.layers[layer]
 
+    def _warm_up(self, k: torch.Tensor) -> None:
+        """Compile what will be needed; k: of the first append."""
+        from .warmup import warm_up
+
+        self._is_cold = False
+        warm_up(self, k)
+
     def _check_index(self, index: Counts) -> torch.Tensor:
         chosen = whole_numbers("index", index)
         outside = (chosen < 0) | (chosen >= self.batch)
@@ -725,11 +738,11 @@ class KVCache:
             )
         return chosen.to(self.device)
 
-    def _taken(self, index: torch.Tensor) -> KVCache:
-        """A new cache with the sequences at these places."""
-        other = KVCache(
+    def like(self, batch: int, device: torch.device | str) -> KVCache:
+        """An empty cache of so many sequences on a device, else like this one."""
+        return KVCache(
             self.num_layers,
-            len(index),
+            batch,
             self.num_kv_heads,
             self.head_dim,
             self.max_seq_len,
@@ -738,11 +751,15 @@ class KVCache:
             sink_len=self.sink_len,
             recent_len=self.recent_len,
             exact_format=self.exact_format,
-            device=self.device,
+            device=device,
             bases=self.bases,
             windows=self.windows,
             rollback_len=self.rollback_len,
         )
+
+    def _taken(self, index: torch.Tensor) -> KVCache:
+        """A new cache with the sequences at these places."""
+        other = self.like(len(index), self.device)
         for mine, theirs in zip(self.layers, other.layers, strict=True):
             theirs.take(mine, index)
         other.start_positions.copy_(self.start_positions.index_select(0, index))

@@ -12,6 +12,7 @@ too, and no gradient comes through.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import math
 from collections.abc import Sequence
@@ -120,6 +121,8 @@ class Basis:
 
     def to(self, device: torch.device | str) -> Basis:
         """The same on a device."""
+        if torch.device(device).type == "meta":
+            return self._without_values()
         matrix = self.matrix if self.kind == "matrix" else None
         tensors = (self.offset, matrix, self.clip, self.feedback)
         offset, matrix, clip, feedback = (None if x is None else x.to(device) for x in tensors)
@@ -127,6 +130,17 @@ class Basis:
             return self
         assert offset is not None
         return Basis(offset, self.kind, matrix, clip, feedback)
+
+    def _without_values(self) -> Basis:
+        """The same on the meta device, where nothing can be looked at again."""
+
+        def moved(x: object) -> object:
+            return x.to("meta") if isinstance(x, torch.Tensor) else x
+
+        twin = copy.copy(self)
+        vars(twin).update({name: moved(x) for name, x in vars(self).items()})
+        twin.encoding = Encoding(*map(moved, self.encoding))  # type: ignore[arg-type]
+        return twin
 
     def with_clip(self, clip: torch.Tensor | None) -> Basis:
         """The same with other clip ratios."""

@@ -106,8 +106,8 @@ def test_nothing_is_changed_when_rows_cannot_be_written(
 
 
 def test_cpu_and_debug_mode_take_the_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
-    on_cpu: Any = SimpleNamespace(is_cuda=False)
-    on_cuda: Any = SimpleNamespace(is_cuda=True)
+    on_cpu: Any = SimpleNamespace(is_meta=False, is_cuda=False)
+    on_cuda: Any = SimpleNamespace(is_meta=False, is_cuda=True)
     takes = slotops.takes_one_launch
     for enabled in (False, True):
         monkeypatch.setattr(debug, "enabled", enabled)

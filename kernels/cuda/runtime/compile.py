@@ -6,6 +6,10 @@ seconds. A cubin that lies on disk is read without either:
     <cache folder>/cubins/<key>.cubin    SHA-256 of what follows, name and report as JSON, code
 
 The key is a hash of all that the machine code depends on, so a file is never wrong, only unused.
+Who compiles a kernel holds the lock of its file, so that nobody else does it meanwhile.
+
+Kernels have nothing in common that numba would type once only (measured), so several are compiled
+in processes of their own. Nine tenths of the time is numba's, the rest NVVM's and nvJitLink's.
 
 Of PTX, nvJitLink makes relocatable code: calls of the compiler's own functions then cost registers,
 255 where LTO-IR, compiled as a whole program, takes 130 (sm_80). But for GPUs newer than sm_90
@@ -15,12 +19,20 @@ LTO-IR goes through another LLVM, which leaves arrays in local memory: there PTX
 from __future__ import annotations
 
 import functools
+import gc
 import hashlib
 import importlib.metadata
 import json
+import os
+import pickle
 import re
 import struct
+import subprocess
+import sys
 import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +40,16 @@ from typing import Any
 from kvquant.errors import UnsupportedError
 from kvquant.rows import format as layout
 
-from ...disk_cache import cache_folder, read_file, replace_file, seal, unseal, warn_of_folder
-from .spec import Spec
+from ...disk_cache import (
+    cache_folder,
+    locked,
+    read_file,
+    replace_file,
+    seal,
+    unseal,
+    warn_of_folder,
+)
+from .spec import Spec, fields_of
 
 NEWEST_LTO = (9, 0)
 # of a cubin: the section of a kernel's arguments; in .nv.info attributes, and the form of those
@@ -44,6 +64,8 @@ COMPILERS = (
 ).split()
 RELATIVE_IMPORT = re.compile(r"^ *from (\.+)([\w.]+) import", re.MULTILINE)
 USE_REFERENCE = "pass backend='reference', which runs anywhere but is slow"
+ALONE = f"from {__name__} import compile_alone; compile_alone()"  # what a process runs
+REFUSED = 3  # its exit code, where the last line that it wrote says why
 _lock = threading.Lock()
 
 
@@ -135,20 +157,115 @@ def load_cubin(spec: Spec, arch: str) -> Cubin:
         UnsupportedError: numba-cuda is not installed, or knows no such architecture.
     """
     with _lock:
+        cubin = None
         try:
-            path = cache_folder() / "cubins" / f"{cubin_key(spec, arch)}.cubin"
-            data = read_file(path)
-            cubin = None if data is None else Cubin.from_bytes(data)
+            path = cubin_path(spec, arch)
+            cubin = _read(path)
+            if cubin is None:
+                with locked(path):
+                    cubin = _read(path)  # another process may have compiled it meanwhile
+                    if cubin is None:
+                        cubin = compile_spec(spec, arch)
+                        replace_file(path, cubin.to_bytes())
         except OSError as error:
             warn_of_folder("CUDA", error)
-            return compile_spec(spec, arch)
-        if cubin is None:
-            cubin = compile_spec(spec, arch)
-            try:
-                replace_file(path, cubin.to_bytes())
-            except OSError as error:
-                warn_of_folder("CUDA", error)
-        return cubin
+        return cubin or compile_spec(spec, arch)
+
+
+def missing(specs: Iterable[Spec], arch: str) -> list[Spec]:
+    """Those kernels, each once, that are not on the disk; all where it cannot be read."""
+    found = []
+    for spec in dict.fromkeys(specs):
+        try:
+            if _read(cubin_path(spec, arch)) is None:
+                found.append(spec)
+        except OSError as error:
+            warn_of_folder("CUDA", error)
+            found.append(spec)
+    return found
+
+
+def compile_all(
+    specs: Iterable[Spec], arch: str, report: Callable[[Spec], object] = lambda spec: None
+) -> None:
+    """Compile kernels that are not on the disk, at a time as many as there are cores for.
+
+    Where the disk cannot be written nothing is done: they could not be handed over.
+
+    Args:
+        specs: the kernels.
+        arch: of the GPU, such as "sm_90".
+        report: called with each of those kernels when it is done.
+
+    Raises:
+        UnsupportedError: as load_cubin.
+        RuntimeError: a process failed otherwise; it tells the kernel.
+    """
+    todo = missing(specs, arch)
+    if not todo:
+        return
+    try:
+        with locked(cubin_path(todo[0], arch)):
+            pass
+    except OSError as error:
+        warn_of_folder("CUDA", error)
+        return
+    require_extra()
+    todo.sort(key=lambda spec: -len(fields_of(spec.arguments)))  # those that take longest first
+    pool = ThreadPoolExecutor(min(cores(), len(todo)))
+    try:
+        under_way = {pool.submit(_compile_elsewhere, spec, arch): spec for spec in todo}
+        for done in as_completed(under_way):
+            done.result()
+            report(under_way[done])
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _compile_elsewhere(spec: Spec, arch: str) -> None:
+    """Let a process of its own compile a kernel; it imports neither torch nor the caller's program,
+    as a process of multiprocessing would."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE],
+        input=pickle.dumps((spec, arch)),
+        stderr=subprocess.PIPE,
+        env=environment,
+        check=False,
+    )
+    said = done.stderr.decode(errors="replace").strip()
+    if done.returncode == REFUSED:
+        raise UnsupportedError(said.splitlines()[-1])
+    if done.returncode:
+        raise RuntimeError(
+            f"the process that compiled {spec} for {arch} ended with {done.returncode}: {said}"
+        )
+
+
+def compile_alone() -> None:
+    """What such a process does: compile the kernel that it is given on stdin."""
+    try:
+        load_cubin(*pickle.load(sys.stdin.buffer))
+    except UnsupportedError as error:
+        print(str(error).replace("\n", " "), file=sys.stderr)
+        sys.exit(REFUSED)
+
+
+def cubin_path(spec: Spec, arch: str) -> Path:
+    """Where a kernel lies; OSError if there is no folder."""
+    return cache_folder() / "cubins" / f"{cubin_key(spec, arch)}.cubin"
+
+
+def _read(path: Path) -> Cubin | None:
+    data = read_file(path)
+    return None if data is None else Cubin.from_bytes(data)
 
 
 def cubin_key(spec: Spec, arch: str) -> str:
@@ -187,7 +304,7 @@ def compile_kernel(function: Any, signature: Any, arch: str) -> Cubin:
     # opt and debug are given, so that no setting of numba's changes the machine code
     options: Any = {"device": False, "abi": "numba", "opt": True, "debug": False}
     options["output"] = "ltoir" if whole else "ptx"
-    with pretend(capability):
+    with pretend(capability), _uncollected():
         made, _ = cuda.compile(function, signature, cc=capability, **options)
     made = ObjectCode.from_ltoir(made) if whole else ObjectCode.from_ptx(made.encode())
     options = LinkerOptions(arch=arch, link_time_optimization=whole)
@@ -199,6 +316,18 @@ def compile_kernel(function: Any, signature: Any, arch: str) -> Cubin:
             "newer GPU install newer compilers, pip install -U 'numba-cuda[cu13]'"
         ) from error
     return Cubin.read(code)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without Python's garbage collector, which takes a tenth of the time and finds nothing."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _capability(arch: str) -> tuple[int, int]:

@@ -71,6 +71,20 @@ class GPU:
         return self.capability >= FP8
 
 
+# of each architecture the GPU that kernels are chosen for where none is at hand
+GPUS = {
+    gpu.arch: gpu
+    for gpu in (
+        GPU("NVIDIA A100-SXM4-80GB", (8, 0), 108, 167936, 166912, 2039.0),
+        GPU("NVIDIA A10", (8, 6), 72, 102400, 101376, 600.0),
+        GPU("NVIDIA GeForce RTX 4090", (8, 9), 128, 102400, 101376, 1008.0),
+        GPU("NVIDIA H200", (9, 0), 132, 233472, 232448, 4814.0),
+        GPU("NVIDIA B200", (10, 0), 148, 233472, 232448, 8000.0),
+        GPU("NVIDIA GeForce RTX 5090", (12, 0), 170, 102400, 101376, 1792.0),
+    )
+}
+
+
 def gpu_of(index: int) -> GPU:
     """The GPU with this index, as torch counts.
 

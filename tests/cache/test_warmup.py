@@ -1,0 +1,135 @@
+"""What a cache will launch, told before it does. No GPU is needed."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from example_plan import example_plan
+from fake_cuda import CPU, FakeDriver, install_for_caches, loaded_specs
+
+from kvquant import CachePlan, KVCache
+from kvquant.cache import warmup
+from kvquant.cache.warmup import kernels_of
+from kvquant.errors import DeviceError
+from kvquant.kernels.cuda.append.spec import AppendSpec
+from kvquant.kernels.cuda.decode.spec import DecodeSpec
+from kvquant.kernels.cuda.runtime import compile as compiling
+from kvquant.kernels.cuda.runtime import launch as runtime
+from kvquant.ops import attention, transform
+from kvquant.rows.basis import Basis, LayerBasis
+
+BATCH, HEADS, DIM, MAX = 2, 2, 64, 2048
+PLAIN = {"num_layers": 2, "num_kv_heads": HEADS, "head_dim": DIM}
+ROUNDED = Basis(torch.ones(HEADS, DIM), "hadamard", feedback=torch.zeros(HEADS, DIM, DIM))
+MAKERS = {
+    "plain": partial(KVCache, **PLAIN),
+    "formats": partial(KVCache, **PLAIN, k_format=["int8", "fp8"], v_format="int4"),
+    "exact": partial(KVCache, **PLAIN, k_format="bf16", v_format="bf16", sink_len=0, recent_len=0),
+    "window": partial(KVCache, **PLAIN, windows=[256, None]),
+    "plan": partial(KVCache.from_plan, example_plan(3, HEADS, DIM)),
+    "feedback": partial(KVCache, **PLAIN, bases=[LayerBasis(ROUNDED, ROUNDED)] * 2),
+    "fp16": partial(KVCache, **PLAIN, exact_format="fp16"),
+}
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    """The CPU as a GPU, for whole steps."""
+    driver = install_for_caches(monkeypatch)
+    monkeypatch.setattr(attention, "kernels_for", lambda *_: "cuda")
+    monkeypatch.setattr(
+        transform, "takes_one_launch", lambda x, backend: x.dtype in transform.DTYPES
+    )
+    return driver
+
+
+def rows(count: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    k, v = torch.zeros(2, BATCH, HEADS, count, DIM, dtype=dtype)
+    return k, v
+
+
+@pytest.mark.parametrize("ratio", [4, 16])
+@pytest.mark.parametrize("name", MAKERS)
+def test_what_is_launched_was_told(name: str, ratio: int, cuda: FakeDriver) -> None:
+    make, gpu, dtype = MAKERS[name], runtime.gpu_of(CPU), torch.bfloat16
+    if name == "fp16":
+        dtype = torch.float16
+    make = partial(make, batch=BATCH, max_seq_len=MAX)
+    counts: dict[str, Any] = {"prompts": (700,), "steps": (1, 3)}
+    told = kernels_of(partial(make, device="meta"), gpu, dtype, ratio * HEADS, **counts)
+    assert not cuda.launched and not loaded_specs(), "a rehearsal launches nothing"
+    cache = make()
+    for layer in range(cache.num_layers):
+        cache.append(layer, *rows(700, dtype))
+        cache.step(layer, torch.zeros(BATCH, ratio * HEADS, DIM, dtype=dtype), *rows(1, dtype))
+        cache.step(layer, torch.zeros(BATCH, 3, ratio * HEADS, DIM, dtype=dtype), *rows(3, dtype))
+    assert len(cuda.launched) >= 6 and {*loaded_specs()} == {*told}
+
+
+def test_one_layer_of_a_kind_is_rehearsed(
+    cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    appended = []
+    append = KVCache.append
+    monkeypatch.setattr(KVCache, "append", lambda *call: appended.append(call[1]) or append(*call))
+    shape = 32, BATCH, HEADS, DIM, MAX
+    make = partial(KVCache, *shape, k_format=["int4"] * 31 + ["int8"], device="meta")
+    told = kernels_of(make, runtime.gpu_of(CPU), torch.bfloat16, prompts=(9,))
+    assert len(appended) == 2
+    assert [type(spec) for spec in told].count(DecodeSpec) == 2
+
+
+def test_a_cache_on_meta_is_for_rehearsals_only() -> None:
+    with pytest.raises(DeviceError, match="no kernel serves device 'meta'"):
+        KVCache(1, BATCH, HEADS, DIM, MAX, device="meta")
+
+
+def test_calls_that_are_not_possible_need_no_kernels(cuda: FakeDriver) -> None:
+    make = partial(KVCache, 1, BATCH, HEADS, DIM, MAX, device="meta")
+    assert kernels_of(make, runtime.gpu_of(CPU), torch.int32) == []
+    told = kernels_of(make, runtime.gpu_of(CPU), torch.bfloat16, num_q_heads=3, prompts=(4,))
+    assert not any(isinstance(spec, DecodeSpec) for spec in told)
+    assert any(isinstance(spec, AppendSpec) for spec in told)
+
+
+def test_the_first_append_compiles_what_steps_will_need_too(
+    cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiled: list[Any] = []
+    monkeypatch.setattr(compiling, "missing", lambda specs, arch: list(specs))
+    monkeypatch.setattr(compiling, "compile_all", lambda specs, arch: compiled.append(specs))
+    monkeypatch.setattr(warmup, "_warm", set())
+
+    def make_cold() -> KVCache:
+        cache = KVCache(1, BATCH, HEADS, DIM, MAX)
+        cache._is_cold = True
+        return cache
+
+    cache, other = make_cold(), make_cold()
+    with caplog.at_level(logging.WARNING, "kvquant"):
+        cache.append(0, *rows(5, torch.bfloat16))
+        cache.append(0, *rows(6, torch.bfloat16))
+        other.append(0, *rows(5, torch.bfloat16))
+    (specs,) = compiled
+    assert [type(spec).__name__ for spec in specs] == ["SlotSpec", "AppendSpec", "DecodeSpec"]
+    assert len(caplog.records) == 1 and "compiling 3 kernels for sm_90" in caplog.text
+    q = torch.zeros(BATCH, HEADS, DIM, dtype=torch.bfloat16)
+    make_cold().step(0, q, *rows(1, torch.bfloat16))
+    assert len(compiled) == 2 and {*loaded_specs()} <= {*specs, *compiled[1]}
+    with pytest.raises(ValueError, match="k is"):
+        make_cold().append(0, torch.zeros(3), torch.zeros(3))
+    assert len(compiled) == 2
+
+
+def test_a_plan_on_meta_keeps_its_kinds() -> None:
+    plan: CachePlan = example_plan(2, HEADS, DIM)
+    for layer in plan.layers:
+        for basis in layer:
+            moved = basis.to("meta")
+            assert moved.offset.is_meta and basis.offset.is_cpu
+            pairs = zip(moved.encoding, basis.encoding, strict=True)
+            assert all((one is None) == (two is None) for one, two in pairs)
