@@ -23,7 +23,7 @@ from kvquant.ops import attention, transform
 from kvquant.rows.basis import Basis, LayerBasis
 
 BATCH, HEADS, DIM, MAX = 2, 2, 64, 2048
-PLAIN = {"num_layers": 2, "num_kv_heads": HEADS, "head_dim": DIM}
+PLAIN: dict[str, Any] = {"num_layers": 2, "num_kv_heads": HEADS, "head_dim": DIM}
 ROUNDED = Basis(torch.ones(HEADS, DIM), "hadamard", feedback=torch.zeros(HEADS, DIM, DIM))
 MAKERS = {
     "plain": partial(KVCache, **PLAIN),
@@ -73,13 +73,18 @@ def test_what_is_launched_was_told(name: str, ratio: int, cuda: FakeDriver) -> N
 def test_one_layer_of_a_kind_is_rehearsed(
     cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    appended = []
+    appended: list[int] = []
     append = KVCache.append
-    monkeypatch.setattr(KVCache, "append", lambda *call: appended.append(call[1]) or append(*call))
+
+    def note(cache: KVCache, layer: int, *rows: torch.Tensor) -> None:
+        appended.append(layer)
+        append(cache, layer, *rows)
+
+    monkeypatch.setattr(KVCache, "append", note)
     shape = 32, BATCH, HEADS, DIM, MAX
     make = partial(KVCache, *shape, k_format=["int4"] * 31 + ["int8"], device="meta")
     told = kernels_of(make, runtime.gpu_of(CPU), torch.bfloat16, prompts=(9,))
-    assert len(appended) == 2
+    assert appended == [30, 31]
     assert [type(spec) for spec in told].count(DecodeSpec) == 2
 
 
