@@ -30,6 +30,7 @@ from .console import (
     write_json,
 )
 from .report import report
+from .warmup import warmup
 
 if TYPE_CHECKING:
     from ..cache.contiguous import KVCache
@@ -212,6 +213,7 @@ def demo(model: Path | None, text: Path | None, context: int, json_file: Path | 
 main.add_command(bench)
 main.add_command(calibrate)
 main.add_command(report)
+main.add_command(warmup)
 
 
 def _files_of(cache: Path) -> list[Path]:

@@ -91,6 +91,21 @@ def load(folder: str | Path, dtype: torch.dtype) -> tuple[Any, Any, torch.dtype 
     return model, tokenizer, saved
 
 
+def load_config(folder: str | Path) -> Any:
+    """Read the config of the model of a local folder, which need not hold the weights.
+
+    Raises:
+        ConfigError: no such folder, or no config in it that transformers knows.
+    """
+    folder = Path(folder)
+    _read_json(folder / "config.json")
+    with _quiet():
+        try:
+            return transformers.AutoConfig.from_pretrained(str(folder), **LOCAL)
+        except Exception as error:
+            raise ConfigError(f"{folder} could not be loaded: {_first_line(error)}") from error
+
+
 def _check_folder(folder: Path) -> list[list[int]]:
     """Raise ConfigError for a folder that would lead elsewhere, or run something.
 

@@ -1,0 +1,100 @@
+"""kvquant warmup; compiling takes no time here."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from example_plan import example_plan
+
+from kvquant.cli import main as cli
+from kvquant.cli.warmup import ARCHS
+from kvquant.kernels import disk_cache
+from kvquant.kernels.cuda.runtime import compile as compiling
+from kvquant.kernels.cuda.runtime.launch import GPUS
+
+MODEL = Path(__file__).parents[2] / "examples" / "llama-demo-5m"
+INSTEAD = """
+from kvquant.kernels.cuda.runtime import compile as compiling
+compiling.compile_spec = lambda spec, arch: compiling.Cubin("f", b"", compiling.Report(1, 0))
+compiling.compile_alone()
+"""
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("numba_cuda") is None, reason="needs numba-cuda, of the cuda extra"
+)
+needs_hf = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="needs the hf extra"
+)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache folder, on a machine without a GPU."""
+    monkeypatch.setenv("KVQUANT_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(compiling, "ALONE", INSTEAD)
+    monkeypatch.setattr(disk_cache, "_warned", set())
+    return tmp_path
+
+
+def run(*args: object) -> Result:
+    return CliRunner().invoke(cli.main, ["warmup", *map(str, args)])
+
+
+def test_kernels_are_compiled_once() -> None:
+    given = "--arch", "sm_90", "--format", "int8/int4", "--batch", 8
+    first, again = run(*given), run(*given, "--format", "int8/int4", "--sink-len", 4)
+    assert first.exit_code == 0, first.output
+    assert "3 kernels for sm_90: 0 were there, 3 compiled in " in first.stdout
+    assert first.stderr.splitlines()[-1].startswith("Compiling: ") and "100 %" in first.stderr
+    assert "3 kernels for sm_90: 3 were there, 0 compiled in 0 s" in again.stdout
+    other = run("--arch", "sm_80", "--format", "int8", "--batch", 8)
+    assert "3 kernels for sm_80: 0 were there" in other.stdout
+
+
+@needs_hf
+def test_a_model_says_heads_and_a_plan_formats(folder: Path) -> None:
+    path = folder / "plan.safetensors"
+    example_plan(3, 2, 64).save(path)
+    by_plan = run("--arch", "sm_90", "--plan", path, "--batch", 1)
+    assert by_plan.exit_code == 0, by_plan.output
+    assert " kernels for sm_90: 0 were there, " in by_plan.stdout
+    by_model = run("--arch", "sm_90", "--model", MODEL, "--batch", 1)
+    assert by_model.stdout.startswith("3 kernels for sm_90: 1 were there, 2 compiled")
+    both = run("--arch", "sm_90", "--model", MODEL, "--plan", path)
+    assert both.exit_code == 2 and "plan" in both.stderr
+    nothing = run("--arch", "sm_90", "--model", folder)
+    assert nothing.exit_code == 2 and "config.json could not be read" in nothing.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((), "torch finds no GPU here: say which one by --arch"),
+        (("--arch", "sm_70"), "'sm_70' is not one of"),
+        (("--plan", __file__, "--format", "int4"), "--plan says the formats"),
+        (("--model", ".", "--head-dim", "64"), "--head-dim is the model's: leave it out"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_what_does_not_go_together_is_told(args: tuple[str, ...], message: str) -> None:
+    result = run(*args)
+    assert result.exit_code == 2 and message in result.stderr
+
+
+def test_a_folder_that_cannot_be_written_is_told(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "file").write_text("")
+    monkeypatch.setenv("KVQUANT_CACHE_DIR", str(folder / "file"))
+    with pytest.warns(RuntimeWarning, match="KVQUANT_CACHE_DIR"):
+        result = run("--arch", "sm_90")
+    assert result.exit_code == 2 and "let KVQUANT_CACHE_DIR name a folder" in result.stderr
+
+
+def test_every_architecture_has_a_gpu() -> None:
+    assert tuple(GPUS) == ARCHS
