@@ -62,6 +62,6 @@ def test_options_are_known_by_name() -> None:
     KVCache.from_plan(plan, 1, 64, sink_len=0, windows=None)
     PagedKVCache.from_plan(plan, 8, page_size=16, windows=None)
     with pytest.raises(TypeError, match="sink_length"):
-        KVCache.from_plan(plan, 1, 64, sink_length=0)  # type: ignore[call-arg]
+        KVCache.from_plan(plan, 1, 64, sink_length=0)  # type: ignore[call-arg]  # what is tested
     with pytest.raises(TypeError, match="window_len"):
-        PagedKVCache.from_plan(plan, 8, window_len=None)  # type: ignore[call-arg]
+        PagedKVCache.from_plan(plan, 8, window_len=None)  # type: ignore[call-arg]  # the same

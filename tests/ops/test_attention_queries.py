@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from segment_cases import HEADS, lens, packed, segments_of
+from segment_cases import HEADS, Measure, State, assert_close, lens, packed, segments_of
 from slow_cases import mark_slow
 
 from kvquant import KVCache, RowFormat, decode_attention, reference_attention
@@ -18,9 +17,6 @@ from kvquant.errors import ConfigError, DeviceError, ShapeError
 from kvquant.ops.attention import attend_segments
 from kvquant.rows.basis import Basis, LayerBasis
 from kvquant.rows.reference import reference_over_segments
-
-Measure = Callable[[torch.Tensor, torch.Tensor], float]
-State = tuple[torch.Tensor, torch.Tensor]
 
 BACKENDS = ("cpu", "reference")
 LIMIT = 1e-5  # relative L2 error of float32 output, the promise of the package
@@ -59,15 +55,6 @@ def plain(
                 lse[b, i] = scores.logsumexp(-1).flatten()
                 out[b, i] = (scores.softmax(-1) @ values).flatten(0, 1)
     return out, lse
-
-
-def assert_close(measure: Measure, found: State, expected: State, limit: float) -> None:
-    (out, lse), (wanted, wanted_lse) = found, expected
-    empty = wanted_lse == -torch.inf
-    assert torch.equal(lse == -torch.inf, empty)
-    assert not out[empty].any()
-    assert measure(out, wanted) <= limit
-    torch.testing.assert_close(lse[~empty].double(), wanted_lse[~empty], rtol=1e-5, atol=limit)
 
 
 LENGTHS = st.sampled_from([0, 1, 2, 3, 7, 15, 16, 17, 33, 40])

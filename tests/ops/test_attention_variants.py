@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from segment_cases import HEADS, lens, packed, segments_of
+from segment_cases import HEADS, Measure, assert_close, lens, packed, segments_of
 from variant_cases import FIELDS, by_hand, variant_with
 
 from kvquant import AttentionVariant, KVCache, RowFormat, decode_attention, reference_attention
@@ -16,22 +15,10 @@ from kvquant.ops.attention import attend_segments
 from kvquant.rows.basis import Basis, LayerBasis
 from kvquant.rows.reference import reference_over_segments
 
-Measure = Callable[[torch.Tensor, torch.Tensor], float]
-State = tuple[torch.Tensor, torch.Tensor]
-
 BACKENDS = ("cpu", "reference")
 COUNTS, QUERIES = (40, 3, 0, 17), (3, 3, 2, 1)
 INT4 = RowFormat.parse("int4-g4", 64)
 BOTH: dict[str, Any] = {"k_format": INT4, "v_format": INT4}
-
-
-def assert_close(measure: Measure, found: State, expected: State, limit: float) -> None:
-    (out, lse), (wanted, wanted_lse) = found, expected
-    empty = wanted_lse == -torch.inf
-    assert torch.equal(lse == -torch.inf, empty)
-    assert not out[empty].any()
-    assert measure(out, wanted) <= limit
-    torch.testing.assert_close(lse[~empty].double(), wanted_lse[~empty], rtol=1e-5, atol=limit)
 
 
 @pytest.mark.parametrize(

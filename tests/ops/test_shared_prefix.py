@@ -13,7 +13,7 @@ from kvquant import AttentionVariant, quantize_rows
 from kvquant.errors import ConfigError, DeviceError, ShapeError, UnsupportedError
 from kvquant.kernels.cuda.prefix.launch import combine
 from kvquant.kernels.cuda.prefix.spec import CombineSpec
-from kvquant.ops.attention import attend_segments, merge_states
+from kvquant.ops.attention import State, attend_segments, merge_states
 from kvquant.ops.shared_prefix import attend_shared
 from kvquant.rows.format import RowFormat
 from kvquant.rows.segment import Segment
@@ -74,6 +74,21 @@ def test_it_is_attention_over_the_whole_sequences(
     assert torch.equal(out, found[0])
 
 
+def queries(device: str) -> tuple[torch.Tensor, float]:
+    """[3, 3, 6, 64], and the largest error of their results."""
+    q = torch.randn(3, 3, 6, 64, device=device)
+    return (q, 1e-5) if device == "cpu" else (q.bfloat16(), 4e-3)
+
+
+def assert_right(measure: Measure, found: State, expected: State, limit: float) -> None:
+    """Assert that out and lse are what was expected, 0 and -inf where a query sees nothing."""
+    (out, lse), (wanted, wanted_lse) = found, expected
+    empty = wanted_lse == -torch.inf
+    assert torch.equal(lse == -torch.inf, empty) and not out[empty].any()
+    assert measure(out, wanted) < limit
+    assert measure(lse[~empty], wanted_lse[~empty]) < limit
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("sharing", [(0, 1, 2), (2, 0), ()], ids=["all", "some", "none"])
@@ -81,42 +96,25 @@ def test_several_queries_see_all_of_the_prefix(
     relative_l2: Measure, sharing: tuple[int, ...], ragged: bool, device: str
 ) -> None:
     prefix, own, whole = shared(140, (9, 2, 17), sharing, device)
-    q = torch.randn(3, 3, 6, 64, device=device)
-    limit = 1e-5
-    if device == "cuda":
-        q, limit = q.bfloat16(), 4e-3
+    q, limit = queries(device)
     q_lens = int32(1, 3, 0).to(device) if ragged else None
     members = None if len(sharing) == 3 else torch.tensor([-1, *sharing], dtype=torch.int64)
-    found: Any = attend_shared(
-        q,
-        prefix,
-        [own],
-        members=members if members is None else members.to(device),
-        q_lens=q_lens,
-        return_lse=True,
-    )
+    members = members if members is None else members.to(device)
+    found = attend_shared(q, prefix, [own], members=members, q_lens=q_lens, return_lse=True)
     expected = attend_segments(q, [whole], q_lens=q_lens, return_lse=True, backend="reference")
-    empty = expected[1] == -torch.inf
-    assert torch.equal(found[1] == -torch.inf, empty) and not found[0][empty].any()
-    assert relative_l2(found[0], expected[0]) < limit
-    assert relative_l2(found[1][~empty], expected[1][~empty]) < limit
+    assert_right(relative_l2, found, expected, limit)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_sinks_take_part_once(relative_l2: Measure, device: str) -> None:
     prefix, own, whole = shared(140, (9, 2, 17), (2, 0), device)
-    q, limit = torch.randn(3, 3, 6, 64, device=device), 1e-5
-    if device == "cuda":
-        q, limit = q.bfloat16(), 4e-3
+    q, limit = queries(device)
     variant = AttentionVariant(sink_logits=torch.randn(6, device=device))
     options: dict[str, Any] = {"variant": variant, "q_lens": int32(3, 3, 2).to(device)}
     members = torch.tensor([2, 0], device=device)
     found = attend_shared(q, prefix, [own], members=members, return_lse=True, **options)
     expected = attend_segments(q, [whole], return_lse=True, backend="reference", **options)
-    empty = expected[1] == -torch.inf
-    assert torch.equal(found[1] == -torch.inf, empty) and not found[0][empty].any()
-    assert relative_l2(found[0], expected[0]) < limit
-    assert relative_l2(found[1][~empty], expected[1][~empty]) < limit
+    assert_right(relative_l2, found, expected, limit)
     assert torch.equal(attend_shared(q, prefix, [own], members=members, **options), found[0])
     with pytest.raises(UnsupportedError, match="window: beside a shared prefix only sink_logits"):
         attend_shared(q, prefix, [own], variant=AttentionVariant(window=7))

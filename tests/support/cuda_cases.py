@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from query_cases import reference_of_queries
@@ -15,6 +15,8 @@ from kvquant.rows.segment import Segment
 
 LIMITS = {torch.bfloat16: 3e-3, torch.float16: 8e-4}
 Measure = Callable[[torch.Tensor, torch.Tensor], float]
+State = tuple[torch.Tensor, torch.Tensor]
+Result = TypeVar("Result")
 NAN = 0xFF  # bytes that no format reads as a number
 
 
@@ -112,6 +114,33 @@ def queries(
     return torch.randn(batch, q_len, num_q_heads, head_dim, device="cuda").to(dtype)
 
 
+def captured(call: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
+    """A call in a graph, and what it gives there; its kernel is loaded before."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = call()
+    return graph, found
+
+
+def assert_right(
+    relative_l2: Measure, found: State, expected: State, segments: Sequence[Segment]
+) -> None:
+    """Assert that out and lse are what was expected, 0 and -inf where a query sees nothing."""
+    (out, lse), (wanted, wanted_lse) = found, expected
+    assert out.shape == wanted.shape
+    used = wanted_lse > -torch.inf
+    assert not out[~used].any() and bool((lse[~used] == -torch.inf).all())
+    if bool(used.any()):
+        assert relative_l2(out, wanted) <= LIMITS[out.dtype]
+        # probabilities of bf16 values are rounded to bf16, and their sum is of what was rounded
+        limit = 4e-3 if any(one.v_format.codec == "bf16" for one in segments) else 1e-3
+        # and float32 sums have errors of their size
+        size = float(wanted_lse[used].abs().max())
+        assert float((lse - wanted_lse)[used].abs().max()) <= limit + 1e-5 * size
+
+
 def compare_queries(
     relative_l2: Measure,
     q: torch.Tensor,
@@ -129,16 +158,9 @@ def compare_queries(
     out, lse = launch.attend(q, segments, None, num_splits, q_lens=given)
     expected, expected_lse = reference_of_queries(q.double().float(), segments, numbers)
     assert out.shape == expected.shape and out.dtype == q.dtype and lse is not None
-    used = expected_lse > -torch.inf
-    limit = 4e-3 if any(one.v_format.codec == "bf16" for one in segments) else 1e-3
     for i in range(q_len):
-        some = used[:, i]
-        if bool(some.any()):
-            assert relative_l2(out[:, i], expected[:, i]) <= LIMITS[q.dtype], f"query {i}"
-            size = float(expected_lse[:, i][some].abs().max())
-            error = float((lse[:, i] - expected_lse[:, i])[some].abs().max())
-            assert error <= limit + 1e-5 * size, f"query {i}"
-    assert not out[~used].any() and bool((lse[~used] == -torch.inf).all())
+        of_query = expected[:, i], expected_lse[:, i]
+        assert_right(relative_l2, (out[:, i], lse[:, i]), of_query, segments)
     again, lse_again = launch.attend(q, segments, None, num_splits, q_lens=given)
     assert torch.equal(again, out) and lse_again is not None
     assert torch.equal(lse_again, lse), "two calls differ"
@@ -153,18 +175,9 @@ def compare(
 ) -> torch.Tensor:
     """Assert that out and lse are those of the reference, and the same again; give out."""
     out, lse = attend_segments(q, segments, return_lse=True, num_splits=num_splits)
-    expected, expected_lse = attend_segments(
-        q.double().float(), segments, return_lse=True, backend="reference"
-    )
+    expected = attend_segments(q.double().float(), segments, return_lse=True, backend="reference")
     assert out.dtype == q.dtype and lse.dtype == torch.float32
-    assert relative_l2(out, expected) <= LIMITS[q.dtype]
-    used = expected_lse > -torch.inf
-    # probabilities of bf16 values are rounded to bf16, and their sum is of what was rounded
-    limit = 4e-3 if any(one.v_format.codec == "bf16" for one in segments) else 1e-3
-    # and float32 sums have errors of their size
-    size = float(expected_lse[used].abs().max()) if bool(used.any()) else 0.0
-    assert float((lse - expected_lse)[used].abs().max() if used.any() else 0) <= limit + 1e-5 * size
-    assert not out[~used].any() and bool((lse[~used] == -torch.inf).all())
+    assert_right(relative_l2, (out, lse), expected, segments)
     again, lse_again = attend_segments(q, segments, return_lse=True, num_splits=num_splits)
     assert torch.equal(again, out) and torch.equal(lse_again, lse), "two calls differ"
     return out

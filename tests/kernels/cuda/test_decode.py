@@ -10,6 +10,7 @@ import torch
 from cuda_cases import (
     LIMITS,
     Measure,
+    captured,
     compare,
     int32,
     linear,
@@ -292,11 +293,7 @@ def test_strided_and_crooked_queries(relative_l2: Measure) -> None:
 def test_graphs_replay_with_changed_lengths(relative_l2: Measure) -> None:
     segment = linear("int4-g4", (512, 512), 1)
     q = query(segment, 8)
-    attend_segments(q, [segment], num_splits=4)  # compiled before the capture
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out: Any = attend_segments(q, [segment], num_splits=4)
+    graph, out = captured(lambda: attend_segments(q, [segment], num_splits=4))
     for lens in ([512, 100], [7, 300], [0, 512]):
         segment.seq_lens.copy_(torch.tensor(lens))
         graph.replay()

@@ -4,6 +4,7 @@ an NVIDIA GPU."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from cuda_cases import (
     LIMITS,
     Measure,
+    captured,
     compare_queries,
     int32,
     linear,
@@ -251,11 +253,8 @@ def test_a_graph_follows_lengths_and_counts(relative_l2: Measure) -> None:
     for segments in ([packed], [packed, exact]):
         fixed = FixedSegments(segments)
         q, q_lens = queries(packed, 4, 8), int32([4] * 6)
-        launch.attend(q, fixed, None, None, q_lens=q_lens)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out, lse = launch.attend(q, fixed, None, None, q_lens=q_lens)
+        call = partial(launch.attend, q, fixed, None, None, q_lens=q_lens)
+        graph, (out, lse) = captured(call)
         assert lse is not None
         for lens, numbers in (
             ([4096] * 6, [4] * 6),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from cuda_cases import LIMITS, Measure, compare, linear, paged, query, ring
+from cuda_cases import LIMITS, Measure, captured, compare, linear, paged, query, ring
 
 from kvquant.ops.attention import attend_segments
 
@@ -76,10 +76,7 @@ def test_with_num_splits_other_lengths_do_not_matter(relative_l2: Measure) -> No
 def test_a_graph_follows_lengths_from_alike_to_ragged_and_back(relative_l2: Measure) -> None:
     segment = linear("int4-g4", [4096] * 6, 2)
     q = query(segment, 8)
-    attend_segments(q, [segment])
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, lse = attend_segments(q, [segment], return_lse=True)
+    graph, (out, lse) = captured(lambda: attend_segments(q, [segment], return_lse=True))
     for lens in ([4096] * 6, [0, 4096, 0, 1, 2, 3], [0] * 6, [100] * 6, [4096, 9, 9, 9, 9, 2000]):
         segment.seq_lens.copy_(torch.tensor(lens))
         out.fill_(torch.nan)

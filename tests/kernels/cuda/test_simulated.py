@@ -303,18 +303,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "heads": [4, 2],
         "variant": {"sink_logits": True},
     },
-    "sinks and recent rows": {
-        "q_len": 3,
-        "heads": [4, 1],
-        "exact": "bf16",
-        "sinks": 4,
-        "seated": True,
-        "lens": [70, 0, 2, 33, 1],
-        "exact_lens": [[36, 3, 6, 4, 7], []],
-        "q_lens": [3, 2, 1, 2, 3],
-        "splits": [2, 1, 0],
-        "variant": ALL,
-    },
+    "sinks and recent rows": QUERIES["sinks and recent rows"]
+    | {"q_len": 3, "heads": [4, 1], "q_lens": [3, 2, 1, 2, 3], "variant": ALL},
     "a window across sinks, packed and recent rows": {
         "q_len": 2,
         "heads": [2, 1],
@@ -358,15 +348,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "lens": [3, 66, 40],
         "variant": {"window": 30, "alibi_slopes": True},
     },
-    "warps that share a ring": {
-        "q_len": 5,
-        "heads": [7, 1],
-        "columns": 16,
-        "sharers": 3,
-        "warps": 3,
-        "lens": [34, 3],
-        "variant": ALL,
-    },
+    "warps that share a ring": QUERIES["warps that share a ring"]
+    | {"q_lens": None, "variant": ALL},
 }
 CASES |= {f"variant, {name}": case for name, case in VARIANTS.items()}
 for technique in TECHNIQUES:
