@@ -23,7 +23,7 @@ from .version import __version__ as __version__
 
 if typing.TYPE_CHECKING:
     from .cache.contiguous import KVCache
-    from .hf.cache import TransformersCache as TransformersCache
+    from .hf.cache import QuantizedCache as QuantizedCache
     from .hf.model import CachedModel as CachedModel
     from .io.checkpoint import load_cache, save_cache
     from .io.plan import CachePlan
@@ -78,15 +78,15 @@ __all__ = [
 _HOMES = {
     "AttentionVariant": "rows.variant",
     "Basis": "rows.basis",
-    "CachedModel": "hf.model",  # with the hf extra, as TransformersCache: so not in __all__
+    "CachedModel": "hf.model",  # with the hf extra, as QuantizedCache: so not in __all__
     "CachePlan": "io.plan",
     "KVCache": "cache.contiguous",
     "PagedBatch": "paged.batch",
     "PagedKVCache": "paged.cache",
+    "QuantizedCache": "hf.cache",
     "Rope": "rows.rotation",
     "RowFormat": "rows.format",
     "Slots": "rows.slots",
-    "TransformersCache": "hf.cache",
     "append_rows": "ops.append",
     "decode_attention": "ops.attention",
     "dequantize_pages": "ops.append",

@@ -687,7 +687,7 @@ class KVCache:
             if name in _CACHE_OF_TRANSFORMERS:
                 hint = (
                     ". As past_key_values of a transformers model give it as "
-                    "kvquant.TransformersCache(cache)"
+                    "kvquant.QuantizedCache(cache)"
                 )
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 

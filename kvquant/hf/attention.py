@@ -11,7 +11,7 @@ long as those keys.
 
 A layer's mask tells whether its sliding window is that of the cache. Soft caps and sink logits are
 an AttentionVariant. What cannot be computed (other masks, weights) is refused. A call without a
-TransformersCache is computed by transformers' own SDPA, so a model may stay set to "kvquant".
+QuantizedCache is computed by transformers' own SDPA, so a model may stay set to "kvquant".
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from ..ops.causal import causal_attention
 from ..rows.variant import PLAIN, AttentionVariant
 from .configs import cache_layers
 from .masks import ATTENTION, calls, window_of
+from .padding import Padding
 
 if TYPE_CHECKING:
-    from .cache import TransformersCache
+    from .cache import QuantizedCache
 
 # what models pass that does not change the result here: positions are in the keys already, and
 # windows are looked at apart
@@ -53,8 +54,10 @@ class Handed:
 
     Attributes:
         to: the cache that they go to.
+        kv: its KVCache.
         at: the place there.
         layer: of the model.
+        padding: which columns hold no tokens, if any do not.
         appended: they are in the cache, so what gets them now is another layer.
         seen: with the first attention, in a chunk: all keys and values that it met, and their
             number (_seen); empty if it met the chunk alone.
@@ -62,8 +65,10 @@ class Handed:
         reads_rows: they are appended before attention, which reads the rows only.
     """
 
-    def __init__(self, to: TransformersCache, at: int, layer: int) -> None:
-        self.to, self.at, self.layer = to, at, layer
+    def __init__(
+        self, to: QuantizedCache, kv: KVCache, at: int, layer: int, padding: Padding | None
+    ) -> None:
+        self.to, self.kv, self.at, self.layer, self.padding = to, kv, at, layer, padding
         self.appended = self.reads_rows = False
         self.seen: tuple[Any, ...] | None = None
         self.mask: torch.Tensor | None = None
@@ -83,7 +88,7 @@ def _attention(
 
     Args:
         query: [batch, num_q_heads, new_tokens, head_dim].
-        key: [batch, num_kv_heads, new_tokens, head_dim], from TransformersCache.update.
+        key: [batch, num_kv_heads, new_tokens, head_dim], from QuantizedCache.update.
         value: as key.
 
     Returns:
@@ -105,9 +110,9 @@ def _attention(
         return found
     try:
         _check_keys(handed, name, query, key, value)
-        _check_call(handed, module, name, key.shape[1], query.shape[2], dropout, options)
+        _check_call(handed, module, name, key.shape[1], dropout, options)
         window = window_of(_whole_mask(handed, attention_mask, query.shape[2]), name)
-        _check_window(handed, window, options.get("sliding_window"), query.shape[2], name)
+        _check_window(handed, window, options.get("sliding_window"), name)
         return _attend(handed, query, key, value, scaling, _variant_of(options)), None
     except BaseException:
         handed.to.take_back()
@@ -133,22 +138,18 @@ def _check_call(
     module: torch.nn.Module,
     name: str,
     heads: int,
-    new_tokens: int,
     dropout: float,
     options: dict[str, Any],
 ) -> None:
     """Raise unless a layer asks for what a KVCache can compute, and the cache is one for it."""
     config = getattr(module, "config", None)
-    if config is not None and not handed.to.is_calibrated:
+    if config is not None and not handed.to.is_fitted:
         handed.to.fit(cache_layers(config))
     if not handed.at and not handed.appended:
-        handed.to.check_begin(new_tokens, options.get("position_ids"))
         handed.to.check_positions(options.get("position_ids"))
-        handed.to.check_turn(new_tokens)
-        handed.to.check_scale(new_tokens)
-    if heads != handed.to.cache.num_kv_heads:
+    if heads != handed.kv.num_kv_heads:
         raise UnsupportedModelError(
-            f"{name} has {heads} KV heads, its cache {handed.to.cache.num_kv_heads}: a KVCache has "
+            f"{name} has {heads} KV heads, its cache {handed.kv.num_kv_heads}: a KVCache has "
             "one number for all layers"
         )
     if dropout:
@@ -172,7 +173,7 @@ def _plain_attention(
     attention_mask: torch.Tensor | None,
     options: dict[str, Any],
 ) -> Callable[..., Any]:
-    """transformers' SDPA, for a call without a TransformersCache.
+    """transformers' SDPA, for a call without a QuantizedCache.
 
     Raises:
         UnsupportedModelError: there is one, or SDPA cannot compute what the layer asks for.
@@ -206,30 +207,35 @@ def _attend(
     variant: AttentionVariant | None,
 ) -> torch.Tensor:
     """Attend to the past and the new tokens, which are appended by the first that attends."""
-    cache = handed.to.cache
+    kv, padding = handed.kv, handed.padding
     asked, new = query.shape[2], key.shape[2]
     if not handed.appended:
-        handed.reads_rows = new == 1 or handed.to.takes_drafts(handed.at, new)
+        handed.reads_rows = new == 1 or handed.to.takes_drafts()
     if handed.reads_rows:
         given = query.transpose(1, 2)
         if given.is_cuda and given.dtype == torch.float32:  # the kernel there takes 16-bit queries
             given = given.bfloat16()  # of any size, where fp16 ends at 65504
         given = given[:, 0] if asked == 1 else given
         if handed.appended:
-            out = cache.attend(handed.at, given, variant=variant, in_step=True, sm_scale=scaling)
+            out = kv.attend(handed.at, given, variant=variant, in_step=True, sm_scale=scaling)
         else:
             out = handed.to.step(handed, given, key, value, scaling, variant)
         out = out[:, None] if asked == 1 else out
         if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
             out = _NoGradient.apply(out, query, key, value)  # type: ignore[no-untyped-call]
         return out.to(query.dtype)
-    if handed.seen is None:
-        handed.seen = _seen(cache, handed.at, key, value)
+    if not handed.appended:
+        key, value = (x if padding is None else padding.pack(x) for x in (key, value))
+        handed.seen = _seen(handed, key, value)
     keys, values, lens = handed.seen or (key, value, [new] * len(key))
-    window = cache.layers[handed.at].window
+    window = kv.layers[handed.at].window
     if window is not None:
         variant = (variant or PLAIN)._replace(window=window)
+    if padding is not None and padding.order is not None:
+        query = padding.pack(torch.nn.functional.pad(query, (0, 0, new - asked, 0)))
     out = causal_attention(query, keys, values, lens, scaling, variant)
+    if padding is not None:
+        out = padding.unpack(out)[:, :, -asked:]
     if not handed.appended:
         handed.to.append(handed, key, value)
     return out.transpose(1, 2).contiguous()  # as transformers' own: some models view it
@@ -246,23 +252,24 @@ class _NoGradient(torch.autograd.Function):
     def backward(_: Any, *gradients: Any) -> NoReturn:
         raise UnsupportedError(
             "no gradient flows through the rows of a KVCache: decode under torch.no_grad(), or "
-            "train without a TransformersCache"
+            "train without a QuantizedCache"
         )
 
 
 def _seen(
-    cache: KVCache, at: int, key: torch.Tensor, value: torch.Tensor
+    handed: Handed, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[()] | tuple[torch.Tensor, torch.Tensor, list[int]]:
     """What a chunk attends to, before it is appended.
 
     Returns:
         Keys and values of each sequence's dequantized past, or of its window, the chunk right
-        behind them; how many these are. Empty where there is no past.
+        behind them; how many these are. Empty where that is what all layers are handed.
     """
-    layer, new = cache.layers[at], key.shape[2]
+    layer, new = handed.kv.layers[handed.at], key.shape[2]
     past_lens = layer.held_lens.tolist()
     if not any(past_lens):
-        return ()
+        is_packed = handed.padding is not None and handed.padding.order is not None
+        return (key, value, [new] * len(key)) if is_packed else ()
     keys, values = layer.dequantized(key.dtype, room=new)
     for b, past in enumerate(past_lens):
         keys[b, :, past : past + new], values[b, :, past : past + new] = key[b], value[b]
@@ -291,29 +298,25 @@ def _whole_mask(
     return mask
 
 
-def _check_window(
-    handed: Handed, window: int | None, option: int | None, new_tokens: int, name: str
-) -> None:
+def _check_window(handed: Handed, window: int | None, option: int | None, name: str) -> None:
     """Raise unless a layer of the cache sees what the model's does.
 
     Args:
         handed: the keys, of the layer of the cache.
         window: of the mask that the model's layer got.
         option: the window that the layer gave the attention function, if any.
-        new_tokens: of this call.
         name: of the model's layer.
     """
-    at = handed.to.cache.layers[handed.at]
+    at = handed.kv.layers[handed.at]
     if at.window == window and option in (None, window):
         return
     given = [w for w in (at.window, window, option) if w is not None]
-    tokens = int(at.seq_lens.max()) + (0 if handed.appended else new_tokens)
-    if tokens > min(given):
+    if handed.to.columns > min(given):
         wanted, has = (f"the last {w} tokens" if w else "all tokens" for w in (window, at.window))
         told = "" if option in (None, window) else f" (and speaks of {option})"
         raise UnsupportedModelError(
             f"{name} attends to {wanted}{told}, its layer of the cache to {has}: make the cache by "
-            "CachedModel.new_cache"
+            "QuantizedCache(model), or CachedModel.new_cache"
         )
 
 

@@ -1,134 +1,209 @@
-"""TransformersCache: a KVCache in the form that transformers' models take as past_key_values.
+"""QuantizedCache: a KVCache in the form that transformers' models take as past_key_values.
 
 A model hands each layer's new keys and values to a cache and then calls an attention function by
 name. Both are ours: this cache passes keys and values on, rounded to its 16-bit format and marked;
-the function in attention.py attends to marked ones, and appends them. Each layer of the cache is
+the function in attention.py attends to marked ones, and appends them. Each layer of the KVCache is
 appended once in a call of the model, in order, or the call is refused.
+
+transformers counts padded columns; rows hold none (padding.py). What a call of the model is checked
+for is known on the host, but for two things in a step of one token: that the mask shows the tokens
+there are, and position_ids. These are compared on the device, as a GPU would have to be waited for.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from .. import debug
+from ..cache.checks import Formats, whole_numbers
 from ..cache.contiguous import KVCache
-from ..errors import ConfigError, ShapeError, UnsupportedError, UnsupportedModelError
-from ..rows.quantize import EXACT_DTYPES
+from ..errors import ConfigError, ShapeError, UnsupportedModelError, shown
+from ..io.plan import CachePlan
+from ..rows.arguments import check_size
+from ..rows.quantize import EXACT_DTYPES, exact_codec
 from ..rows.variant import AttentionVariant
 from .attention import Handed
-from .configs import CacheLayers, Turn
+from .configs import CacheLayers, Turn, cache_layers, new_cache
 from .masks import ATTENTION, calls
+from .padding import Columns, Padding
 
 DRAFTS = 16  # tokens
+SPACE = 256  # tokens that a cache which grows has room for at first, besides those that come
+_MASK = (
+    "the attention_mask of a step shows other tokens than the cache has and the new one: give it "
+    "as it was, with a 1 for each new token; crop the cache to hide tokens at its end"
+)
+_POSITIONS = (
+    "the cache's sequences go on from other positions than those that the model counts, or is "
+    "given: give it position_ids=cache.kv.positions[:, None] + torch.arange(new_tokens), or read "
+    "and decode by CachedModel"
+)
 
 
-class TransformersCache(Cache):
-    """A KVCache in the form that transformers' models take as past_key_values.
+class QuantizedCache(Cache):
+    """The cache that model.generate, pipelines and models take as past_key_values.
 
-        model.set_attn_implementation("kvquant")
-        model.generate(**inputs, past_key_values=TransformersCache(cache))
+        model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="kvquant")
+        model.generate(**inputs, past_key_values=QuantizedCache(model))
 
-    `cache` needs as many sequences as run at a time: for beams, and for several answers to a
-    prompt, batch * num_beams or batch * num_return_sequences. Sequences that are padded on the left
-    are not possible: generate with prompts of one length at a time, or read prompts of any lengths
-    by CachedModel.prefill. On CUDA call cache.check() at times (CachedModel does it): it raises
-    what came with NaN.
+    The rows are a KVCache, made when the first tokens come: for the sequences, the device and the
+    16-bit dtype of their keys. It grows as they do, to twice its room at a time.
+
+    Prompts may be padded, on the left (generate) or on the right: give their attention_mask. The
+    padding is not stored, and each sequence gets what it would get alone. get_seq_length counts
+    columns, with padding, as transformers does; kv.seq_lens counts tokens. In a step of one token
+    each sequence gets one. On CUDA nothing is read in a step: call check() at times. It raises what
+    came with NaN, and what a mask or position_ids in a step have contradicted.
 
     It is for inference: no gradient flows through a cache, and backward through a step raises. A
     call of the model that fails in attention is taken back; one that fails elsewhere is taken back
-    by the next, which raises. Until then layers hold different lengths, which cache.check() tells;
-    cache.crop(cache.seq_lens) keeps what all layers have. One that fails after the attention of the
-    last layer leaves its tokens, as in transformers' own caches: crop them.
+    by the next, which raises. Until then layers hold different lengths, which kv.check() tells;
+    crop(0) keeps what all layers have. One that fails after the attention of the last layer leaves
+    its tokens, as in transformers' own caches: crop them.
 
     Models count the positions of all sequences alike, from 0: where those of the cache are others
-    (prompts read with lens, sequences cropped apart, start_positions), give position_ids. Phi-3
+    (padding, sequences cropped apart, start_positions), give position_ids, as generate does. Phi-3
     models drop a cache themselves where their prompt gets longer than
     original_max_position_embeddings, and go on with transformers' own.
 
     Args:
-        cache: where the tokens go.
-        new_lens: [batch]: how many of the next call's tokens, the first ones, belong to each
-            sequence; all when None.
-        layers: of the model; taken from its config when None.
+        source: a model of transformers that attends by "kvquant", or its config, or a KVCache (of
+            load_cache, or CachedModel.new_cache), which has all that the options below say, and its
+            room. A KVCache whose sequences are padded, when it is saved, goes on with ids that are
+            padded on the left to the longest.
+        k_format, v_format, sink_len, recent_len: as of KVCache.
+        plan: of `kvquant calibrate`, for this model: it says the formats.
+        exact_format: "bf16" or "fp16", the 16-bit rows; what fits the dtype of the keys when None.
+        max_seq_len: tokens that a sequence has room for, from the beginning: more are refused, and
+            no memory is allocated later. It grows when None.
         placed: the caller gives the model position_ids, those of the cache, in every call; they are
             not looked at then. Some models do not show them to attention (Persimmon, Qwen2-VL).
         drafts: up to 16 tokens behind others in one call are drafted ones: each attends to the rows
             of the cache, its own among them, as it would alone (KVCache.step). Else, and where
             they are more, they are a chunk of a prompt, whose tokens meet each other in 16 bit.
 
+    Attributes:
+        kv: the KVCache; None before the first tokens come.
+
     Raises:
-        ConfigError: cache is no KVCache.
-        ShapeError: the cache is not of the model's layers and heads, or its layers hold different
-            lengths.
+        ConfigError: source is none of these, or a model that attends otherwise; an option is not
+            possible.
+        CheckpointError: the plan was made for another model.
+        UnsupportedModelError: the model has what no KVCache holds.
+        ShapeError: the layers of a KVCache hold different lengths.
         NonFiniteError: as KVCache.check.
 
     Example:
-        >>> import torch
-        >>> from kvquant import CachedModel, TransformersCache
+        >>> from transformers import AutoModelForCausalLM, AutoTokenizer
+        >>> from kvquant import QuantizedCache
         >>> from kvquant.cli.demo import MODEL  # a folder with a model
-        >>> model = CachedModel.from_pretrained(MODEL)
-        >>> model.model.set_attn_implementation("kvquant")
-        >>> past = TransformersCache(model.new_cache(batch=1, max_seq_len=64))
-        >>> text = torch.tensor([model.encode("The city of Manila")])
-        >>> more = model.model.generate(text, past_key_values=past, max_new_tokens=5)
-        >>> more.shape[1] - text.shape[1]
+        >>> model = AutoModelForCausalLM.from_pretrained(MODEL, attn_implementation="kvquant")
+        >>> text = AutoTokenizer.from_pretrained(MODEL)("The city of Manila", return_tensors="pt")
+        >>> cache = QuantizedCache(model, k_format="int8", v_format="int4-g4")
+        >>> more = model.generate(**text, past_key_values=cache, max_new_tokens=5)
+        >>> more.shape[1] - text.input_ids.shape[1]
         5
     """
 
     def __init__(
         self,
-        cache: KVCache,
-        new_lens: torch.Tensor | None = None,
+        source: Any,
         *,
-        layers: CacheLayers | None = None,
+        k_format: Formats | None = None,
+        v_format: Formats | None = None,
+        plan: CachePlan | None = None,
+        sink_len: int | None = None,
+        recent_len: int | None = None,
+        exact_format: str | None = None,
+        max_seq_len: int | None = None,
         placed: bool = False,
         drafts: bool = True,
     ) -> None:
-        if not isinstance(cache, KVCache):
-            raise ConfigError(f"cache is {type(cache).__name__}: give a KVCache")
-        cache.check()
-        self.cache, self.new_lens, self._is_placed = cache, new_lens, placed
-        self._drafts = drafts
+        self.kv: KVCache | None = None
+        self.new_lens: torch.Tensor | None = None  # of the next call, see CachedModel
+        self._make: Callable[..., KVCache] | None = None
+        self._max_seq_len, self._exact_format = max_seq_len, exact_format
+        self._is_placed, self._drafts = placed, drafts
         self._places: dict[int, int] | None = None  # of the cache, by the model's layer
         self._turn: Turn | None = None
         self._scaled_from: int | None = None
         self._due = 0  # the place that comes next; those before it were appended in this call
-        self._new_tokens = 0  # of this call
+        self._new_columns = 0  # of this call
         self._is_asked = False  # for the sizes of masks, at the beginning of each call
         self._waiting: str | None = None  # the layer that was handed its keys and did not attend
-        if layers is not None:
-            self.fit(layers)
-        super().__init__(layers=[_LayerView(cache, at) for at in range(cache.num_layers)])
+        self._past = Columns(0, [])  # before this call
+        self.padding: Padding | None = None  # of this call
+        self._starts: list[int] = []  # the position of each sequence's first token
+        self._longest: int | None = 0  # of the KVCache, when it was last known to be as here
+        super().__init__(layers=[])
+        options: dict[str, Any] = {
+            "k_format": k_format,
+            "v_format": v_format,
+            "plan": plan,
+            "sink_len": sink_len,
+            "recent_len": recent_len,
+        }
+        options = {name: value for name, value in options.items() if value is not None}
+        if isinstance(source, KVCache):
+            if options or exact_format is not None or max_seq_len is not None:
+                raise ConfigError(
+                    "source is a KVCache, which has formats, lengths and room of its own: give no "
+                    "options with it, or give a model"
+                )
+            source.check()
+            self._hold(source)
+            self.layers = [QuantizedLayer(self, at, at) for at in range(source.num_layers)]
+            return
+        if max_seq_len is not None:
+            self._max_seq_len = check_size("max_seq_len", max_seq_len, at_least=1)
+        config = _config_of(source)
+        layers = cache_layers(config)
+        make: Callable[..., KVCache] = partial(new_cache, config, layers, **options)
+        make(1, 0, exact_format=exact_format or "bf16")  # raises what is not possible
+        self._make = make
+        self.fit(layers)
 
     def fit(self, layers: CacheLayers) -> None:
-        """Raise ShapeError unless the cache is one for these layers."""
-        cache, number = self.cache, len(layers.places)
-        dims = [(at.k_format.head_dim, at.v_format.head_dim) for at in cache.layers]
-        wanted = list(zip(layers.k_dims, layers.v_dims, strict=True))
-        found = cache.num_layers, cache.num_kv_heads
-        if found != (number, layers.num_kv_heads) or dims != wanted:
-            raise ShapeError(
-                f"the cache has {found[0]} layers of {found[1]} KV heads, and of (K, V) elements "
-                f"{sorted(set(dims))}; the model's keys and values are of {number} layers, "
-                f"{layers.num_kv_heads} KV heads and {sorted(set(wanted))} elements: make the "
-                "cache by CachedModel.new_cache"
-            )
+        """Hold these layers of a model; ShapeError unless the KVCache is one for them."""
+        if self.kv is not None:
+            _check_layers(self.kv, layers)
         self._places = {layer: at for at, layer in enumerate(layers.places)}
         self._turn, self._scaled_from = layers.turn, layers.scaled_from
+        # those between that own no keys are there to be counted
+        self.layers = [
+            QuantizedLayer(self, layer, self._places.get(layer))
+            for layer in range(layers.places[-1] + 1)
+        ]
 
-    def update(
-        self,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
-        layer_idx: int,
-        *args: Any,
-        **kwargs: Any,
+    @property
+    def is_fitted(self) -> bool:
+        """Whether the cache is known to be one for the model's layers."""
+        return self._places is not None
+
+    @property
+    def num_places(self) -> int:
+        """Layers that own keys and values."""
+        if self._places is not None:
+            return len(self._places)
+        assert self.kv is not None
+        return self.kv.num_layers
+
+    def hand(
+        self, layer: int, at: int | None, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Pass a layer's new tokens on in 16-bit precision; the attention function appends them.
+
+        Args:
+            layer: of the model.
+            at: its place in the KVCache; None if it has none.
+            keys, values: [batch, num_kv_heads, columns, head_dim].
 
         Returns:
             Keys and values, marked.
@@ -140,95 +215,213 @@ class TransformersCache(Cache):
         calls.cache, calls.asked = weakref.ref(self), None
         self.check_attended()
         if not self._is_asked:  # a model that makes no masks
-            self._begin()
-        at = layer_idx if self._places is None else self._places.get(layer_idx, -1)
+            self.begin(keys.shape[2])
         if at != self._due:
-            due = "none" if self._due == self.cache.num_layers else f"place {self._due}"
+            due = "none" if self._due == self.num_places else f"place {self._due}"
             self.take_back()
             raise ShapeError(
-                f"layer {layer_idx} of the model comes where {due} of the cache's "
-                f"{self.cache.num_layers} is due: each is appended once in a call of the model, so "
-                "give a cache of its layers (CachedModel.new_cache). If a call has failed before, "
-                "what it appended is taken back now: call again"
+                f"layer {layer} of the model comes where {due} of the cache's {self.num_places} is "
+                "due: each is appended once in a call of the model, so give a cache of its layers "
+                "(QuantizedCache(model)). If a call has failed before, what it appended is taken "
+                "back now: call again"
             )
         if not at:
-            self._check_batch(key_states)
-            self._new_tokens = key_states.shape[2]
-        self._waiting = str(layer_idx)
-        handed = Handed(self, at, layer_idx)
-        keys, values = self._exact(key_states), self._exact(value_states)
+            self._make_room(keys)
+            self._new_columns = keys.shape[2]
+        self._waiting = str(layer)
+        assert self.kv is not None and at is not None
+        handed = Handed(self, self.kv, at, layer, self.padding)
+        exact = EXACT_DTYPES[self.kv.exact_format]
+        keys, values = _rounded(keys, exact), _rounded(values, exact)
         keys.kvquant_keys = handed  # type: ignore[attr-defined]
         values.kvquant_values = handed  # type: ignore[attr-defined]
         return keys, values
 
-    def _exact(self, states: torch.Tensor) -> torch.Tensor:
-        """Rounded to 16 bit; a new tensor, so that its mark does not outlive this call."""
-        rounded = states.to(EXACT_DTYPES[self.cache.exact_format]).to(states.dtype)
-        return states.view_as(states) if rounded is states else rounded
-
-    def _check_batch(self, keys: torch.Tensor) -> None:
-        if keys.shape[0] != self.cache.batch:
+    def _make_room(self, keys: torch.Tensor) -> None:
+        """Make the KVCache for the first tokens, or let it grow for more."""
+        batch, new = keys.shape[0], keys.shape[2]
+        needed = self._past.length + new
+        is_other = self.kv is not None and self.kv.batch != batch
+        if self._make is not None and (self.kv is None or (is_other and not self._past.length)):
+            exact = self._exact_format or exact_codec(keys.dtype)
+            size = self._max_seq_len or needed + SPACE
+            self._hold(self._make(batch, size, exact_format=exact, device=keys.device))
+        assert self.kv is not None
+        if self.kv.batch != batch:
             raise ShapeError(
-                f"the model runs {keys.shape[0]} sequences, the cache has {self.cache.batch}: make "
-                "it for batch * num_beams, or batch * num_return_sequences"
+                f"the model runs {batch} sequences, the cache has {self.kv.batch}: make it for "
+                "batch * num_beams, or batch * num_return_sequences"
             )
+        grows = self._make is not None and self._max_seq_len is None
+        if grows and needed > self.kv.max_seq_len:
+            self.kv.grow(max(needed, 2 * self.kv.max_seq_len))
 
-    def check_begin(self, new_tokens: int, positions: Any) -> None:
-        """Raise if a text is read from its beginning, and the cache holds tokens already.
+    def _hold(self, kv: KVCache) -> None:
+        """Take a KVCache, with what it has; the only place where lengths are read."""
+        self.kv = kv
+        lens, self._starts = torch.stack([kv.seq_lens.long(), kv.start_positions]).tolist()
+        self._past, self._longest = Columns.of_lens(lens), kv.layers[0].longest
+        self._wrong = torch.zeros(2, dtype=torch.bool, device=kv.device)  # masks, positions
+
+    def begin(self, columns: int) -> None:
+        """A new call of this many columns, if the one before is complete; else hand tells what is
+        due."""
+        self._settle()
+        if self._due or self.kv is None:
+            self.padding = None
+            return
+        if self.kv.layers[0].longest != self._longest:  # the caller has changed it
+            self._hold(self.kv)
+        lens, self.padding = self.new_lens, None
+        if lens is not None and int(lens.min()) < columns:
+            self.padding = Padding.behind(lens, columns, self.kv.device)
+
+    def _settle(self) -> None:
+        """Count what a complete call has appended among the past."""
+        if self._due and self._due == self.num_places:
+            self._past = self._past.with_more(self._new_columns, self.padding)
+            self._due, self.padding = 0, None
+
+    def take_mask(self, mask: torch.Tensor, columns: int) -> None:
+        """Take from the mask of a call which columns hold tokens.
 
         Args:
-            new_tokens: of each sequence in the call, padding included.
-            positions: [..., new_tokens], of the new tokens, if the model tells them.
-        """
-        if new_tokens == 1 or not isinstance(positions, torch.Tensor):
-            return
-        if (held := self.get_seq_length()) and not bool(positions[..., 0].any()):
-            raise ConfigError(
-                f"a text is read from its beginning, and the cache holds {held} tokens already. To "
-                "begin anew call reset(). If generate does this it has use_cache=False, be it from "
-                "the model's generation_config: give use_cache=True"
-            )
+            mask: [batch, past and new columns] bool.
+            columns: the new ones.
 
-    # one break of a graph, as the length of a cache is read
+        Raises:
+            ConfigError: it does not show the tokens that the cache has; in a step on CUDA check
+                raises that.
+        """
+        past = self._past
+        if self._due:  # a call has failed: hand tells it
+            return
+        if mask.shape[1] < past.length + columns:
+            raise ConfigError(
+                f"attention_mask has {mask.shape[1]} columns, of {past.length} in the cache and "
+                f"{columns} new ones: give it for all of them"
+            )
+        if self.kv is not None and mask.shape[0] != self.kv.batch:
+            return  # hand tells it
+        mask = mask[:, : past.length + columns]
+        if columns == 1 and past.length:
+            assert self.kv is not None
+            tokens = mask.sum(1, dtype=torch.int32)
+            self._check((tokens != self.kv.layers[0].seq_lens + 1).any(), 0)
+            return
+        on_host = mask.cpu()
+        kept = on_host[:, : past.length].sum(1).tolist()
+        if past.length and kept != past.lens:
+            raise ConfigError(
+                f"attention_mask shows {kept} tokens in the columns that the cache holds already, "
+                f"and it has {past.lens}: give ids and mask of the whole text, padded as before"
+            )
+        on_host = on_host[:, past.length :]
+        if not bool(on_host.all()):
+            self.padding = Padding(mask[:, past.length :], on_host)
+
+    def _check(self, is_wrong: torch.Tensor, what: int) -> None:
+        """Raise what is wrong in a step, at once or, where it would have to be read, in check."""
+        if not debug.may_read(is_wrong):
+            self._wrong[what] |= is_wrong
+        elif bool(is_wrong):
+            raise ConfigError((_MASK, _POSITIONS)[what])
+
+    def check(self) -> None:
+        """Raise what could not be raised in a step on CUDA; see KVCache.check.
+
+        Raises:
+            ConfigError: a step's mask showed other tokens than the cache has, or its position_ids
+                were others than the cache's.
+            NonFiniteError, ShapeError: as KVCache.check.
+        """
+        if self.kv is None:
+            return
+        self.kv.check()
+        for is_wrong, message in zip(self._wrong.tolist(), (_MASK, _POSITIONS), strict=True):
+            if is_wrong:
+                self._wrong.zero_()
+                raise ConfigError(message)
+
+    # it runs once in a call, for its first layer
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def check_positions(self, positions: Any) -> None:
-        """Raise if sequences go on from different positions, and the model counts them alike.
+        """Raise unless the positions of a call's tokens are those of the cache.
 
         Args:
-            positions: [..., new_tokens], of the new tokens, if the model tells them.
+            positions: [batch or 1, columns] or more axes before, if the model tells them.
+
+        Raises:
+            ConfigError: sequences go on from others than the model counts; or a text is read from
+                its beginning, and the cache holds tokens already.
+            UnsupportedModelError: where a model turns keys, or scales queries, by the positions,
+                those of other tokens would be wrong.
         """
-        if self._is_placed:
+        assert self.kv is not None
+        columns, past = self._new_columns, self._past
+        told: torch.Tensor | None = None
+        if isinstance(positions, torch.Tensor):
+            own = positions.reshape(-1, *positions.shape[-2:])[0].expand(self.kv.batch, columns)
+            told = own[:, 0] if self.padding is None else self.padding.first(own)
+        if told is not None and past.length and columns > 1 and not bool(told.any()):
+            raise ConfigError(
+                f"a text is read from its beginning, and the cache holds {past.length} tokens "
+                "already. To begin anew call reset(). If generate does this it has "
+                "use_cache=False, be it from the model's generation_config: give use_cache=True"
+            )
+        if not self._is_placed:
+            self._check_told(told)
+        self._check_turn()
+        self._check_scale()
+
+    def _check_told(self, told: torch.Tensor | None) -> None:
+        """Raise if sequences go on from other positions than the model takes.
+
+        Args:
+            told: [batch], of the first new token of each sequence.
+        """
+        assert self.kv is not None
+        past, is_step = self._past, self._new_columns == 1
+        if told is not None and 0 in past.lens and not is_step:
+            # models count the padding before a sequence, or not: its first token tells
+            held = zip(self._starts, told.tolist(), past.lens, self._counts(), strict=True)
+            self._starts = [
+                first if count and not (n or start) else start for start, first, n, count in held
+            ]
+            self.kv.start_positions.copy_(torch.tensor(self._starts, device="cpu"))
+        if self._starts == past.pads:  # the model counts columns
             return
-        wanted = (self.cache.start_positions + self.cache.layers[0].seq_lens).cpu()
-        if bool((wanted == self.get_seq_length()).all()):
+        wanted = [start + n for start, n in zip(self._starts, past.lens, strict=True)]
+        if told is None:
+            raise ConfigError(
+                f"{_POSITIONS}; as this model does not show position_ids to attention, make "
+                f"QuantizedCache(..., placed=True) then ({wanted} are next)"
+            )
+        if is_step:
+            now = self.kv.start_positions + self.kv.layers[0].seq_lens
+            self._check((told != now).any(), 1)
             return
-        is_told = isinstance(positions, torch.Tensor)
-        if is_told and bool((positions[..., 0].cpu() == wanted).all()):
+        each = zip(told.tolist(), wanted, self._counts(), strict=True)
+        came = [first if count else own for first, own, count in each]
+        if came != wanted:
+            raise ConfigError(f"{_POSITIONS} ({came} came, {wanted} are next)")
+
+    def _check_turn(self) -> None:
+        """Raise if a call's keys, or those of the past, would have to be turned otherwise."""
+        columns, held = self._new_columns, self._past.lens
+        if self._turn is None or max(self._starts) + self._past.length + columns <= (
+            self._turn.positions
+        ):
             return
-        raise ConfigError(
-            f"the cache's sequences go on from positions {wanted.tolist()}, and the model counts "
-            "all of them from the longest: give it position_ids=cache.positions[:, None] + "
-            "torch.arange(new_tokens), or read and decode by CachedModel"
-            + ("" if is_told else "; with position_ids, make TransformersCache(cache, placed=True)")
+        limit, counts = self._turn.positions, self._counts()
+        before = [start + n for start, n in zip(self._starts, held, strict=True)]
+        if all(own + columns <= limit for own in before):
+            return
+        fits = all(
+            own + count > limit and (n == 0 or (own > limit and not self._turn.again))
+            for own, count, n in zip(before, counts, held, strict=True)
         )
-
-    def check_turn(self, new_tokens: int) -> None:
-        """Raise if a call's keys, or those of the past, would have to be turned otherwise.
-
-        Args:
-            new_tokens: of each sequence in the call, padding included.
-        """
-        if self._turn is None:
-            return
-        limit, held = self._turn.positions, self.cache.seq_lens.cpu()
-        counts = new_tokens if self.new_lens is None else self.new_lens.cpu()
-        before = self.cache.start_positions.cpu() + held
-        if not bool((before + new_tokens > limit).any()):
-            return
-        fits = (before + counts > limit) & ((held == 0) | (before > limit))
-        if self._turn.again:
-            fits &= held == 0
-        if not bool(fits.all()):
+        if not fits:
             raise UnsupportedModelError(
                 f"this model turns keys by the length of the text (rope_type {self._turn.kind!r}), "
                 f"those in the cache too, if it has more than {limit} positions: stay below, or "
@@ -236,39 +429,38 @@ class TransformersCache(Cache):
                 + (", and no token after it" if self._turn.again else "")
             )
 
-    def check_scale(self, new_tokens: int) -> None:
-        """Raise if a call's queries would be scaled by the positions of another sequence.
-
-        Args:
-            new_tokens: of each sequence in the call, padding included.
-        """
+    def _check_scale(self) -> None:
+        """Raise if a call's queries would be scaled by the positions of another sequence."""
         if self._scaled_from is None:
             return
-        held = self.cache.seq_lens.cpu()
-        counts = torch.full_like(held, new_tokens) if self.new_lens is None else self.new_lens.cpu()
-        before, counted = self.cache.start_positions.cpu() + held, held.max()
-        is_far = torch.maximum(before, counted) + counts > self._scaled_from
-        if bool(((before != counted) & (counts > 0) & is_far).any()):
-            raise UnsupportedModelError(
-                f"this model scales queries from position {self._scaled_from} on and counts the "
-                "positions of all sequences alike: stay below, or read and decode sequences of one "
-                "length at a time, from position 0"
-            )
+        held = self._past.lens
+        for start, n, count in zip(self._starts, held, self._counts(), strict=True):
+            before, counted = start + n, self._past.length
+            is_far = max(before, counted) + count > self._scaled_from
+            if before != counted and count and is_far:
+                raise UnsupportedModelError(
+                    f"this model scales queries from position {self._scaled_from} on and counts "
+                    "the positions of all sequences alike: stay below, or read and decode "
+                    "sequences of one length at a time, from position 0"
+                )
 
-    def takes_drafts(self, at: int, new_tokens: int) -> bool:
-        """Whether a layer's new tokens attend to rows only, as one new token does: a few behind
-        others, as drafted ones are. The model then finds what it finds one by one."""
-        layer = self.cache.layers[at]
-        is_few = self._drafts and new_tokens <= DRAFTS and self.new_lens is None
-        if not is_few or layer.longest == 0:
-            return False
-        return layer.longest is not None or bool(layer.seq_lens.any())  # a graph leaves it None
+    def _counts(self) -> list[int]:
+        """Tokens of each sequence in this call."""
+        if self.padding is not None:
+            return self.padding.counts
+        return [self._new_columns] * len(self._starts)
+
+    def takes_drafts(self) -> bool:
+        """Whether the new tokens attend to rows only, as one new token does: a few behind others,
+        as drafted ones are. The model then finds what it finds one by one."""
+        is_few = self._drafts and self._new_columns <= DRAFTS and self.padding is None
+        return is_few and self._past.length > 0
 
     def append(self, handed: Handed, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Append what was handed to a layer; the next one is due then."""
-        self.cache.append(handed.at, keys, values, self.new_lens)
-        handed.appended, self._waiting = True, None
-        self._due = handed.at + 1
+        """Append what was handed to a layer, packed; the next one is due then."""
+        lens = None if handed.padding is None else handed.padding.lens
+        handed.kv.append(handed.at, keys, values, lens)
+        self._appended(handed)
 
     def step(
         self,
@@ -281,25 +473,18 @@ class TransformersCache(Cache):
     ) -> torch.Tensor:
         """Append the token, or the drafted ones, that were handed to a layer, and attend by
         KVCache.step."""
-        if self.new_lens is None:
-            given = query, keys, values
-            out = self.cache.step(handed.at, *given, variant=variant, sm_scale=sm_scale)
+        kv, at = handed.kv, handed.at
+        if handed.padding is None:
+            out = kv.step(at, query, keys, values, variant=variant, sm_scale=sm_scale)
         else:
-            self.cache.append(handed.at, keys, values, self.new_lens)
-            out = self.cache.attend(handed.at, query, variant=variant, sm_scale=sm_scale)
-        handed.appended, self._waiting = True, None
-        self._due = handed.at + 1
+            kv.append(at, keys, values, handed.padding.lens)
+            out = kv.attend(at, query, variant=variant, sm_scale=sm_scale)
+        self._appended(handed)
         return out
 
-    def _begin(self) -> None:
-        """A new call, if the one before is complete; else update tells what is due."""
-        if self._due == self.cache.num_layers:
-            self._due = 0
-
-    @property
-    def is_calibrated(self) -> bool:
-        """Whether the cache is known to be one for the model's layers."""
-        return self._places is not None
+    def _appended(self, handed: Handed) -> None:
+        handed.appended, self._waiting = True, None
+        self._due, self._longest = handed.at + 1, handed.kv.layers[0].longest
 
     @property
     def is_waiting(self) -> bool:
@@ -309,11 +494,10 @@ class TransformersCache(Cache):
     def take_back(self) -> None:
         """Drop what this call of the model has appended so far, and begin anew."""
         self._waiting = None
-        if self._due:
-            counts = self._new_tokens if self.new_lens is None else self.new_lens.cpu()
+        if self._due and self.kv is not None:
             with suppress(ShapeError):  # windows that are overwritten: the next call says so
-                self.cache.crop(self.cache.layers[0].seq_lens.cpu() - counts)
-                self._due = 0
+                self.kv.crop(self._past.lens)
+                self._due, self._longest = 0, self.kv.layers[0].longest
 
     def check_attended(self) -> None:
         """Raise if a layer was handed its keys but did not attend through "kvquant"."""
@@ -330,53 +514,96 @@ class TransformersCache(Cache):
     def check_complete(self) -> None:
         """Raise unless every layer of the cache was appended in the call that has ended."""
         self.check_attended()
-        if self._due != self.cache.num_layers:
+        if self._due != self.num_places:
             raise ShapeError(
-                f"the model has appended to {self._due} layers of the cache's "
-                f"{self.cache.num_layers}: make the cache by CachedModel.new_cache"
+                f"the model has appended to {self._due} layers of the cache's {self.num_places}: "
+                "make the cache by QuantizedCache(model), or CachedModel.new_cache"
             )
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens of the longest sequence in a layer, which has those of this call once appended."""
-        at = layer_idx if self._places is None else self._places.get(layer_idx, 0)
-        return int(self.cache.layers[at].seq_lens.max())
+    @property
+    def columns(self) -> int:
+        """Columns of the past and of this call."""
+        return self._past.length + self._new_columns
 
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Tokens to attend to, and where they start; asked before a mask is made."""
+    def length_of(self, at: int | None) -> int:
+        """Columns of a layer, those of this call among them once they are appended."""
+        is_new = (at or 0) < self._due
+        return self._past.length + (self._new_columns if is_new else 0)
+
+    def mask_sizes(self, columns: int) -> tuple[int, int]:
+        """Columns to attend to, and where they start; asked before a mask is made."""
         calls.asked, self._is_asked = weakref.ref(self), True
-        self._begin()
-        return self.get_seq_length() + query_length, 0
+        self.begin(columns)
+        return self._past.length + columns, 0
+
+    @property
+    def max_columns(self) -> int:
+        """Columns that there is room for; -1 for a cache that grows."""
+        if self._make is not None:
+            return self._max_seq_len or -1
+        assert self.kv is not None
+        return self.kv.max_seq_len
 
     def reset(self) -> None:
-        """Forget all tokens."""
-        self.cache.reset()
-        self._due, self._waiting = 0, None
+        """Forget all tokens. The memory stays, for as many sequences."""
+        self._due, self._waiting, self.padding = 0, None, None
+        if self.kv is not None:
+            self.kv.reset()
+            self._hold(self.kv)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Put sequence beam_idx[b] at place b."""
-        self.cache.reorder(beam_idx)
+        if self.kv is not None:
+            self.kv.reorder(beam_idx)
+            self._taken(beam_idx)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last tokens of each sequence.
+        """Drop the last columns, padding among them.
 
         Args:
             tokens_to_remove: their number as a negative one, as transformers gives it.
+
+        Raises:
+            ShapeError: as KVCache.crop, for layers with a window.
         """
         if tokens_to_remove > 0:
             raise ConfigError(
                 f"crop({tokens_to_remove}) is not possible, as in transformers: give the number of "
                 "tokens to remove as a negative one"
             )
-        self.cache.crop((self.cache.seq_lens + tokens_to_remove).clamp(min=0))
-        self._due, self._waiting = 0, None
+        self._settle()
+        if self.kv is None or not (tokens_to_remove or self._due):
+            return
+        past = self._past.without_last(-tokens_to_remove)
+        self.kv.crop(past.lens)
+        self._past, self._due, self._waiting = past, 0, None
+        self._longest = self.kv.layers[0].longest
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Not possible in place."""
-        raise UnsupportedError("a KVCache does not grow: make a new one by KVCache.repeat")
+        """Repeat each sequence, its copies side by side; kv is another KVCache then."""
+        if self.kv is not None:
+            batch = self.kv.batch
+            self.kv = self.kv.repeat(repeats)
+            self._taken(torch.arange(batch, device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Not possible in place."""
-        raise UnsupportedError("a KVCache does not shrink: make a new one by KVCache.fork")
+        """Keep the sequences at these places; kv is another KVCache then."""
+        if self.kv is not None:
+            if isinstance(indices, torch.Tensor) and indices.dtype == torch.bool:
+                indices = indices.nonzero()[:, 0]  # as torch indexes
+            self.kv = self.kv.fork(indices)
+            self._taken(indices)
+
+    def _taken(self, index: torch.Tensor) -> None:
+        """Follow sequences to their places."""
+        self._settle()
+        if any(self._past.pads) or any(self._starts):
+            places = whole_numbers("index", index).tolist()
+            self._past = self._past.take(places)
+            self._starts = [self._starts[place] for place in places]
+        else:  # all are alike: places need not be read
+            self._starts = [0] * len(index)
+            self._past = Columns(self._past.length, self._starts)
 
     def _no_state(self, *_: Any, **__: Any) -> NoReturn:
         """Not possible: asked by layers of linear attention, convolutions and indexers."""
@@ -389,17 +616,36 @@ class TransformersCache(Cache):
     get_recurrent_state = update_recurrent_state = update_indexer = _no_state
 
 
-class _LayerView(CacheLayerMixin):
-    """One layer of a KVCache, for transformers to look at; TransformersCache does the work."""
+class QuantizedLayer(CacheLayerMixin):
+    """A layer of the model, for transformers to look at; QuantizedCache does the work.
+
+    Args:
+        cache: which it is of.
+        layer: of the model.
+        at: its place in the KVCache; None if it attends to the keys of another layer.
+    """
 
     is_sliding = False
     is_croppable = False  # by the whole cache only
 
-    def __init__(self, cache: KVCache, at: int) -> None:
+    def __init__(self, cache: QuantizedCache, layer: int, at: int | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # transformers has no types
-        self.cache, self.at = cache, at
-        self.batch_size = cache.batch
-        self.is_initialized = True
+        self.cache, self.layer, self.at = cache, layer, at
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether the memory is there."""
+        return self.cache.kv is not None
+
+    @is_initialized.setter
+    def is_initialized(self, _: Any) -> None: ...
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences; there is none before the first ones."""
+        if self.cache.kv is None:
+            raise AttributeError("no sequence has come yet")
+        return self.cache.kv.batch
 
     @property
     def keys(self) -> NoReturn:
@@ -415,20 +661,67 @@ class _LayerView(CacheLayerMixin):
     values = keys
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing to do: the memory is there."""
+        """Nothing to do: the first call makes the memory."""
 
-    def update(self, *_: Any, **__: Any) -> NoReturn:
-        """Not possible: the whole cache knows whose turn it is."""
-        raise UnsupportedError("call update of the TransformersCache")
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Pass new tokens on; see QuantizedCache.hand."""
+        return self.cache.hand(self.layer, self.at, key_states, value_states)
 
     def get_seq_length(self) -> int:
-        """Tokens of the longest sequence."""
-        return int(self.cache.layers[self.at].seq_lens.max())
+        """Columns, padding among them."""
+        return self.cache.length_of(self.at)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Tokens to attend to, and where they start."""
-        return self.get_seq_length() + query_length, 0
+        """Columns to attend to, and where they start."""
+        return self.cache.mask_sizes(query_length)
 
     def get_max_length(self) -> int:
-        """Tokens that there is room for."""
-        return self.cache.max_seq_len
+        """Columns that there is room for; -1 if it grows."""
+        return self.cache.max_columns
+
+
+def _rounded(states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """To 16 bit, in the dtype that it has; a new tensor, whose mark does not outlive the call."""
+    rounded = states.to(dtype).to(states.dtype)
+    return states.view_as(states) if rounded is states else rounded
+
+
+def _config_of(source: Any) -> Any:
+    """The config of a model that attends by "kvquant", or the config that was given.
+
+    Raises:
+        ConfigError: it is neither; or the model attends otherwise.
+    """
+    if isinstance(source, torch.nn.Module) and hasattr(source, "config"):
+        config: Any = source.config
+        text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else None
+        found = getattr(text, "_attn_implementation", None)
+        if found != ATTENTION:
+            raise ConfigError(
+                f"this {type(source).__name__} attends by {shown(found)}, and only {ATTENTION!r} "
+                f"reads a KVCache: load it by from_pretrained(..., attn_implementation="
+                f"{ATTENTION!r}), or call model.set_attn_implementation({ATTENTION!r})"
+            )
+        return config
+    if not hasattr(source, "get_text_config"):
+        raise ConfigError(
+            f"source is {type(source).__name__}: give a model of transformers, its config or a "
+            "KVCache"
+        )
+    return source
+
+
+def _check_layers(kv: KVCache, layers: CacheLayers) -> None:
+    """Raise ShapeError unless a KVCache is one for these layers."""
+    dims = [(at.k_format.head_dim, at.v_format.head_dim) for at in kv.layers]
+    wanted = list(zip(layers.k_dims, layers.v_dims, strict=True))
+    number, found = len(layers.places), (kv.num_layers, kv.num_kv_heads)
+    if found != (number, layers.num_kv_heads) or dims != wanted:
+        raise ShapeError(
+            f"the cache has {found[0]} layers of {found[1]} KV heads, and of (K, V) elements "
+            f"{sorted(set(dims))}; the model's keys and values are of {number} layers, "
+            f"{layers.num_kv_heads} KV heads and {sorted(set(wanted))} elements: make the "
+            "cache by QuantizedCache(model), or CachedModel.new_cache"
+        )

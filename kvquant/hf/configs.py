@@ -1,4 +1,5 @@
-"""What a model's config says of its layers: which of them a KVCache holds, and in which shape.
+"""What a model's config says of its layers: which of them a KVCache holds, and in which shape; and
+the KVCache for them.
 
 Configs of transformers are read by attribute; nothing is imported from there. A layer that attends
 to the keys and values of an earlier one owns none: the cache has no place for it.
@@ -9,7 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ..cache.checks import DEFAULT_FORMAT, row_formats
+from ..cache.contiguous import KVCache
 from ..errors import ConfigError, UnsupportedModelError
+from ..io.plan import CachePlan
 from ..rows.format import RowFormat
 
 # of config.layer_types: what they keep are the keys and values of tokens, and nothing else
@@ -101,6 +105,43 @@ def cache_layers(config: Any) -> CacheLayers:
     held = tuple(windows[layer] for layer in places)
     of_text = _turn(config), _scaled_from(config)
     return CacheLayers(tuple(places), heads, k_dims, v_dims, held, *of_text)
+
+
+def new_cache(
+    config: Any,
+    layers: CacheLayers,
+    batch: int,
+    max_seq_len: int,
+    *,
+    plan: CachePlan | None = None,
+    **options: Any,
+) -> KVCache:
+    """An empty KVCache of a model's layers.
+
+    Args:
+        config: the whole one of the model.
+        layers: cache_layers(config).
+        batch, max_seq_len, options: as in KVCache.
+        plan: for this model.
+
+    Raises:
+        ConfigError: an option is not possible.
+        CheckpointError: the plan was made for another model.
+        UnsupportedModelError: the plan has not all layers.
+    """
+    options = {"windows": list(layers.windows)} | options
+    if plan is not None:
+        plan.check_model(config.to_dict())
+        if plan.places != list(layers.places):
+            raise UnsupportedModelError(
+                f"the plan has layers {plan.places} of the model, its KVCache needs "
+                f"{list(layers.places)}"
+            )
+        return KVCache.from_plan(plan, batch, max_seq_len, **options)
+    for name, dims in (("k_format", layers.k_dims), ("v_format", layers.v_dims)):
+        options[name] = row_formats(name, options.get(name, DEFAULT_FORMAT), dims)
+    shape = len(layers.places), batch, layers.num_kv_heads, max(layers.k_dims), max_seq_len
+    return KVCache(*shape, **options)
 
 
 def layer_windows(config: Any) -> list[int | None]:

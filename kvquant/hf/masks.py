@@ -1,7 +1,7 @@
 """What a model's attention mask says to a KVCache: causal, a window, or what it cannot compute.
 
 transformers makes masks by a function that is registered under the name of the attention. In a call
-with a TransformersCache ours makes none: it tells from the code of the function that a model wants
+with a QuantizedCache ours makes none: it tells from the code of the function that a model wants
 which mask that would be, and hands on a mark. Attention reads the mark.
 """
 
@@ -25,7 +25,7 @@ from transformers.masking_utils import (
 from ..errors import UnsupportedModelError
 
 if TYPE_CHECKING:
-    from .cache import TransformersCache
+    from .cache import QuantizedCache
 
 ATTENTION = "kvquant"
 
@@ -35,18 +35,18 @@ class Calls(threading.local):
 
     Attributes:
         asked: the cache that was asked for the sizes of the mask that is made next.
-        cache: the cache of the call; None where a mask was made for no TransformersCache.
+        cache: the cache of the call; None where a mask was made for no QuantizedCache.
     """
 
-    asked: weakref.ref[TransformersCache] | None = None
-    cache: weakref.ref[TransformersCache] | None = None
+    asked: weakref.ref[QuantizedCache] | None = None
+    cache: weakref.ref[QuantizedCache] | None = None
 
 
 calls = Calls()
 
 
 class MaskMark:
-    """What a mask of a call with a TransformersCache shows.
+    """What a mask of a call with a QuantizedCache shows.
 
     Attributes:
         window: tokens that each token sees, the last ones.
@@ -79,13 +79,14 @@ def _mask(
     use_vmap: bool = False,
     **sizes: Any,
 ) -> torch.Tensor | None:
-    """The mask of a call with a TransformersCache as a mark; else that of SDPA.
+    """The mask of a call with a QuantizedCache as a mark; else that of SDPA.
 
     Returns:
         None for the causal one, which attention computes by itself.
     """
     calls.cache, calls.asked = calls.asked, None
-    if calls.cache is None or calls.cache() is None:
+    cache = None if calls.cache is None else calls.cache()
+    if cache is None:
         sizes["allow_is_bidirectional_skip"] = False  # None means causal here
         mask: torch.Tensor | None = sdpa_mask(
             mask_function=mask_function,
@@ -95,14 +96,10 @@ def _mask(
             **sizes,
         )
         return mask
+    if attention_mask is not None:
+        cache.take_mask(attention_mask, sizes["q_length"])
     mark = MaskMark(problem="has a mask that is neither causal nor a sliding window")
-    if attention_mask is not None and not bool(attention_mask.all()):
-        mark.problem = (
-            "got an attention_mask that hides tokens, and a KVCache has no padding before them: "
-            "generate with prompts of one length at a time, or put padding after the tokens and "
-            "give their lens to CachedModel.prefill"
-        )
-    elif use_vmap:
+    if use_vmap:
         pass  # functions of the caller's own
     elif local_size is None and mask_function is causal_mask_function:
         return None

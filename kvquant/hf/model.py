@@ -12,15 +12,15 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from .. import debug
-from ..cache.checks import DEFAULT_FORMAT, row_formats, whole_numbers
+from ..cache.checks import whole_numbers
 from ..cache.contiguous import KVCache
 from ..cache.layer import SPARE
 from ..errors import ConfigError, ShapeError, UnsupportedModelError
 from ..io.plan import CachePlan
 from ..rows.arguments import check_device, check_size
 from ..rows.quantize import exact_codec
-from .cache import TransformersCache
-from .configs import CacheLayers, cache_layers, layer_windows
+from .cache import QuantizedCache
+from .configs import CacheLayers, cache_layers, layer_windows, new_cache
 from .fold import fold_values
 from .loading import load
 from .masks import ATTENTION
@@ -167,22 +167,9 @@ class CachedModel:
             UnsupportedModelError: layers that are not attention, or of a shape that is not
                 supported; or the plan has not all layers.
         """
-        layers = self._layers
-        windows = list(layers.windows)
-        own = {"exact_format": self.exact_format, "device": self.model.device, "windows": windows}
+        own = {"exact_format": self.exact_format, "device": self.model.device}
         given: dict[str, Any] = own | options
-        if plan is not None:
-            plan.check_model(self.config_dict)
-            if plan.places != list(layers.places):
-                raise UnsupportedModelError(
-                    f"the plan has layers {plan.places} of the model, its KVCache needs "
-                    f"{list(layers.places)}"
-                )
-            return KVCache.from_plan(plan, batch, max_seq_len, **given)
-        for name, dims in (("k_format", layers.k_dims), ("v_format", layers.v_dims)):
-            given[name] = row_formats(name, given.get(name, DEFAULT_FORMAT), dims)
-        shape = len(layers.places), batch, layers.num_kv_heads, max(layers.k_dims), max_seq_len
-        return KVCache(*shape, **given)
+        return new_cache(self.model.config, self._layers, batch, max_seq_len, plan=plan, **given)
 
     def fold_values(self, plan: CachePlan) -> CachePlan:
         """Move the plan's bases of V from caches into the model's weights, in place.
@@ -392,7 +379,9 @@ class CachedModel:
         keep: torch.Tensor,
     ) -> torch.Tensor:
         """One call of the model: the logits at the places keep, [batch, len(keep), vocabulary]."""
-        past = TransformersCache(cache, new_lens, layers=self._layers, placed=True, drafts=False)
+        past = QuantizedCache(cache, placed=True, drafts=False)
+        past.fit(self._layers)
+        past.new_lens = new_lens
         before = cache.seq_lens
         steps = torch.arange(tokens.shape[1], device=cache.device)
         try:

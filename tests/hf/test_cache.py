@@ -33,7 +33,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
 import kvquant.hf.model  # noqa: E402
 from kvquant.hf import attention as hf_attention  # noqa: E402
 from kvquant.hf import masks  # noqa: E402
-from kvquant.hf.cache import TransformersCache  # noqa: E402
+from kvquant.hf.cache import QuantizedCache  # noqa: E402
 from kvquant.hf.model import CachedModel  # noqa: E402
 
 BUNDLED = Path(__file__).parents[2] / "examples" / "llama-demo-5m"
@@ -125,14 +125,12 @@ def test_positions_that_the_model_counts_otherwise_are_refused(
     own.prefill(cache, text, lens)
     expected = own.step(cache.fork(), text[:, 0])
     own.model.set_attn_implementation("kvquant")
-    past = TransformersCache(cache)
-    with pytest.raises(
-        ConfigError, match=r"go on from positions \[\d+, \d+\].* give it position_ids"
-    ):
+    past = QuantizedCache(cache)
+    with pytest.raises(ConfigError, match=r"go on from other positions .* give it position_ids"):
         own.model(text[:, :1], past_key_values=past)
     assert cache.seq_lens.tolist() == lens
     if kind == "Persimmon":
-        past = TransformersCache(cache, placed=True)
+        past = QuantizedCache(cache, placed=True)
     places = cache.positions[:, None]
     given = own.model(text[:, :1], past_key_values=past, position_ids=places).logits[:, 0]
     assert torch.equal(given, expected)
@@ -145,7 +143,7 @@ def test_transformers_generates_with_the_cache(model: CachedModel) -> None:
     expected = model.model.generate(text, past_key_values=RoundedCache(), **options)
     cache = model.new_cache(2, 40, **FP16)
     model.model.set_attn_implementation("kvquant")
-    given = model.model.generate(text, past_key_values=TransformersCache(cache), **options)
+    given = model.model.generate(text, past_key_values=QuantizedCache(cache), **options)
     assert given.tolist() == expected.tolist()
     assert cache.seq_lens.tolist() == [27, 27]
 
@@ -153,7 +151,7 @@ def test_transformers_generates_with_the_cache(model: CachedModel) -> None:
 def test_transformers_can_crop_reorder_and_reset_the_cache(model: CachedModel) -> None:
     cache = model.new_cache(2, 40, **FP16)
     model.prefill(cache, tokens(2, 20))
-    view = TransformersCache(cache)
+    view = QuantizedCache(cache)
     assert [view.get_seq_length(), view.get_max_length()] == [20, 40]
     before = cache.dequantized(1)[0]
     view.crop(-5)
@@ -164,10 +162,6 @@ def test_transformers_can_crop_reorder_and_reset_the_cache(model: CachedModel) -
     assert cache.seq_lens.tolist() == [15, 15]
     view.reorder_cache(torch.tensor([1, 1]))
     assert torch.equal(cache.dequantized(1)[0], before[[1, 1], :, :15])
-    with pytest.raises(UnsupportedError, match=r"KVCache\.repeat"):
-        view.batch_repeat_interleave(2)
-    with pytest.raises(UnsupportedError, match=r"KVCache\.fork"):
-        view.batch_select_indices(torch.tensor([1]))
     view.crop(-16)
     assert cache.seq_lens.tolist() == [0, 0]
     model.prefill(cache, tokens(2, 20))
@@ -312,20 +306,13 @@ def test_a_call_that_fails_is_taken_back_with_windows_too(monkeypatch: pytest.Mo
         assert [at.seq_lens.tolist() for at in cache.layers] == [[40], [40]]
 
 
-def test_masks_that_hide_tokens_are_refused(model: CachedModel) -> None:
+def test_masks_of_the_callers_own_are_refused(model: CachedModel) -> None:
     model.model.set_attn_implementation("kvquant")
-    text, mask = tokens(2, 8), torch.ones(2, 8, dtype=torch.int64)
-    mask[0, :3] = 0
-    message = r"layer 0 .* got an attention_mask that hides tokens, .* prompts of one length"
-    with pytest.raises(UnsupportedError, match=message):
-        model.model(
-            text, attention_mask=mask, past_key_values=TransformersCache(model.new_cache(2, 8))
-        )
     with pytest.raises(UnsupportedError, match=r"layer 0 .* got an attention mask that is not"):
         model.model(
-            text,
+            tokens(2, 8),
             attention_mask=torch.zeros(2, 1, 8, 8),
-            past_key_values=TransformersCache(model.new_cache(2, 8)),
+            past_key_values=QuantizedCache(model.new_cache(2, 8)),
         )
 
 
@@ -412,20 +399,20 @@ def test_caches_of_other_layers_or_heads_are_refused_before_anything_is_written(
         with pytest.raises(ShapeError, match=r"the cache has .* the model's keys and values are"):
             model.prefill(cache, tokens(1, 8))
         with pytest.raises(ShapeError, match=r"the cache has .* the model's keys and values are"):
-            model.model.generate(tokens(1, 8), past_key_values=TransformersCache(cache), **OPTIONS)
+            model.model.generate(tokens(1, 8), past_key_values=QuantizedCache(cache), **OPTIONS)
         assert {at.seq_lens.item() for at in cache.layers} == {0}
 
 
 def test_a_layer_is_appended_once_and_in_turn(model: CachedModel) -> None:
     k = torch.zeros(1, 2, 1, 64)
 
-    def attend(past: TransformersCache, layer: int) -> None:
+    def attend(past: QuantizedCache, layer: int) -> None:
         module = model.model.model.layers[layer].self_attn
         keys, values = past.update(k, k, layer)
         ALL_ATTENTION_FUNCTIONS["kvquant"](module, k, keys, values, None)
 
     cache = model.new_cache(1, 8)
-    past = TransformersCache(cache)
+    past = QuantizedCache(cache)
     for _ in range(2):
         attend(past, 0)
         with pytest.raises(ShapeError, match=r"layer 0 of the model comes where place 1 .* is due"):
@@ -435,7 +422,7 @@ def test_a_layer_is_appended_once_and_in_turn(model: CachedModel) -> None:
     assert [at.seq_lens.tolist() for at in cache.layers] == [[2], [2]]
     attend(past, 0)  # and the call fails: another cache is told, and so is the next call
     with pytest.raises(ShapeError, match="layers hold different lengths"):
-        TransformersCache(cache)
+        QuantizedCache(cache)
     with pytest.raises(ShapeError, match=r"comes where place 1 .* taken back now: call again"):
         past.update(k, k, 0)
     assert [at.seq_lens.tolist() for at in cache.layers] == [[2], [2]]
@@ -466,7 +453,7 @@ def test_a_model_of_one_layer_that_appends_twice_is_noticed(
     monkeypatch.setattr(at, "forward", twice)
     calls: list[Callable[[], Any]] = [
         lambda: model.prefill(cache, text),
-        lambda: model.model(text, past_key_values=TransformersCache(cache)),
+        lambda: model.model(text, past_key_values=QuantizedCache(cache)),
     ]
     for call in calls:
         with pytest.raises(ShapeError, match="layer 0 of the model comes where none of"):
@@ -480,7 +467,7 @@ def test_a_layer_that_fails_after_the_last_that_is_appended_is_taken_back(
     model, text = tiny("Gemma3nText", **GEMMA3N), tokens(2, 9)
     model.model.set_attn_implementation("kvquant")
     cache, attend = model.new_cache(2, 40), hf_attention._attend
-    past, calls = TransformersCache(cache), []
+    past, calls = QuantizedCache(cache), []
     model.model(text, past_key_values=past)
 
     def fail(handed: Any, *args: Any) -> torch.Tensor:
@@ -504,7 +491,7 @@ def test_a_layer_that_does_not_attend_is_noticed_by_the_next(model: CachedModel)
     cache = model.new_cache(2, 20)
     message = r"layer 0 got keys .* Call model\.set_attn_implementation\('kvquant'\) first"
     with pytest.raises(UnsupportedError, match=message):
-        model.model.generate(tokens(2, 8), past_key_values=TransformersCache(cache), **OPTIONS)
+        model.model.generate(tokens(2, 8), past_key_values=QuantizedCache(cache), **OPTIONS)
     assert [at.seq_lens.tolist() for at in cache.layers] == [[0, 0]] * 2
     model.model.set_attn_implementation("kvquant")
     model.model(tokens(2, 8))  # without a cache: the mask is not taken for that one's
@@ -514,7 +501,7 @@ def test_generate_that_fails_in_attention_is_taken_back() -> None:
     model = tiny("Llama")
     model.model.set_attn_implementation("kvquant")
     cache, text = model.new_cache(2, 64), tokens(2, 9)
-    past, wanted = TransformersCache(cache), model.new_cache(2, 64)
+    past, wanted = QuantizedCache(cache), model.new_cache(2, 64)
     model.model(text, past_key_values=past)
     model.prefill(wanted, text)
     weight = model.model.model.layers[1].self_attn.v_proj.weight
@@ -564,7 +551,7 @@ def test_generate_gives_the_same_tokens(generating: CachedModel, case: str) -> N
     found = []
     for name, cache in (
         ("sdpa", RoundedCache()),
-        ("kvquant", TransformersCache(generating.new_cache(sequences, 40, **FP16))),
+        ("kvquant", QuantizedCache(generating.new_cache(sequences, 40, **FP16))),
     ):
         torch.manual_seed(0)
         model.set_attn_implementation(name)
@@ -577,7 +564,7 @@ def test_generate_goes_on_from_a_cache_and_takes_an_assistant(generating: Cached
     found = []
     for name, cache in (
         ("sdpa", RoundedCache()),
-        ("kvquant", TransformersCache(generating.new_cache(1, 80, **FP16))),
+        ("kvquant", QuantizedCache(generating.new_cache(1, 80, **FP16))),
     ):
         model.set_attn_implementation(name)
         first = model.generate(text, past_key_values=cache, **OPTIONS)
@@ -585,7 +572,7 @@ def test_generate_goes_on_from_a_cache_and_takes_an_assistant(generating: Cached
         found.append(model.generate(more, past_key_values=cache, **OPTIONS))
         assert cache.get_seq_length() == more.shape[1] + 11
     assert found[0].tolist() == found[1].tolist()
-    past = TransformersCache(generating.new_cache(1, 80, **FP16))
+    past = QuantizedCache(generating.new_cache(1, 80, **FP16))
     helped = model.generate(text, past_key_values=past, assistant_model=helper, **OPTIONS)
     assert helped.tolist() == first.tolist()
 
@@ -607,7 +594,7 @@ def test_drafted_tokens_are_what_single_steps_make_of_them(
     model.model.set_attn_implementation("kvquant")
     found = []
     for sizes in ([24, 1, 1, 1, 1, 1, 1], [24, 4, 2]):
-        past = TransformersCache(model.new_cache(2, 40, k_format=rows, v_format=rows, **kept))
+        past = QuantizedCache(model.new_cache(2, 40, k_format=rows, v_format=rows, **kept))
         logits, begin = [], 0
         for size in sizes:
             part = text[:, begin : begin + size]
@@ -628,9 +615,9 @@ def test_drafts_that_are_cropped_leave_nothing_behind(family: str) -> None:
     model.model.set_attn_implementation("kvquant")
     found = []
     for drafts in (False, True):
-        past = TransformersCache(model.new_cache(2, 60, k_format="int4", **RECENT))
+        past = QuantizedCache(model.new_cache(2, 60, k_format="int4", **RECENT))
 
-        def run(begin: int, end: int, past: TransformersCache = past) -> torch.Tensor:
+        def run(begin: int, end: int, past: QuantizedCache = past) -> torch.Tensor:
             part = text[:, begin:end]
             with torch.no_grad():
                 logits: torch.Tensor = model.model(part, past_key_values=past).logits
@@ -662,7 +649,7 @@ def test_only_tokens_behind_others_are_drafted_ones(monkeypatch: pytest.MonkeyPa
     assert not steps
     cache.reset()
     model.model.set_attn_implementation("kvquant")
-    past = TransformersCache(cache)
+    past = QuantizedCache(cache)
     with torch.no_grad():
         for size in (5, 4, 1):
             model.model(text[:, :size], past_key_values=past, use_cache=True)
@@ -678,7 +665,7 @@ def test_lookups_give_the_tokens_of_single_steps_with_packed_rows(lookup: int) -
     found = []
     more: dict[str, Any]
     for more in ({}, {"prompt_lookup_num_tokens": lookup}):
-        past = TransformersCache(model.new_cache(1, 60, k_format="int4", v_format="int4", **PACKED))
+        past = QuantizedCache(model.new_cache(1, 60, k_format="int4", v_format="int4", **PACKED))
         found.append(model.model.generate(text, past_key_values=past, **OPTIONS | more))
     assert found[0].tolist() == found[1].tolist()
 
@@ -686,7 +673,7 @@ def test_lookups_give_the_tokens_of_single_steps_with_packed_rows(lookup: int) -
 def test_without_a_cache_kvquant_is_sdpa(generating: CachedModel) -> None:
     model, text, mask = generating.model, tokens(2, 24), torch.ones(2, 24, dtype=torch.int64)
     mask[0, :5] = 0
-    past = TransformersCache(generating.new_cache(2, 64))
+    past = QuantizedCache(generating.new_cache(2, 64))
 
     def run() -> list[torch.Tensor]:
         model.zero_grad()
@@ -727,7 +714,7 @@ def test_images_are_attended_to_without_a_mask_of_text() -> None:
     expected = model.generate(text, past_key_values=RoundedCache(), **options)
     model.set_attn_implementation("kvquant")
     for _ in range(2):
-        past = TransformersCache(CachedModel(model).new_cache(1, 64, **FP16))
+        past = QuantizedCache(CachedModel(model).new_cache(1, 64, **FP16))
         given = model.generate(text, past_key_values=past, **options)
         assert given.tolist() == expected.tolist()
 
@@ -739,7 +726,7 @@ def test_backward_through_a_step_is_refused(trained: str) -> None:
     for name, weight in own.model.named_parameters():
         weight.requires_grad_(f"layers.1.self_attn.{trained}" in name)
     own.model.set_attn_implementation("kvquant")
-    past = TransformersCache(own.new_cache(1, 20, **FP16))
+    past = QuantizedCache(own.new_cache(1, 20, **FP16))
     own.model(tokens(1, 8), past_key_values=past).logits.sum().backward()  # a prompt's is exact
     loss = own.model(tokens(1, 1), past_key_values=past).logits.sum()
     with pytest.raises(UnsupportedError, match=r"no gradient flows .* decode under torch\.no_grad"):
@@ -757,27 +744,27 @@ def test_what_generate_cannot_have_is_told(model: CachedModel) -> None:
     model.model.set_attn_implementation("kvquant")
     text, cache = tokens(2, 8), model.new_cache(2, 20)
     with pytest.raises(ShapeError, match="the model runs 6 sequences, the cache has 2: make it"):
-        model.model.generate(text, past_key_values=TransformersCache(cache), num_beams=3, **OPTIONS)
-    for past in (TransformersCache(cache), None):
+        model.model.generate(text, past_key_values=QuantizedCache(cache), num_beams=3, **OPTIONS)
+    for past in (QuantizedCache(cache), None):
         with pytest.raises(
             UnsupportedError, match=r"layer 0 .* is asked for its attention weights"
         ):
             model.model(text, past_key_values=past, output_attentions=True)
-    with pytest.raises(AttributeError, match=r"give it as kvquant\.TransformersCache"):
+    with pytest.raises(AttributeError, match=r"give it as kvquant\.QuantizedCache"):
         model.model.generate(text, past_key_values=cache, **OPTIONS)
     for other in (None, transformers.DynamicCache()):
-        with pytest.raises(ConfigError, match="give a KVCache"):
-            TransformersCache(other)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="give a model of transformers"):
+            QuantizedCache(other)
     with pytest.raises(UnsupportedError, match="linear attention"):
-        TransformersCache(cache).update_conv_state(text, 0)
+        QuantizedCache(cache).update_conv_state(text, 0)
     with pytest.raises(UnsupportedError, match="reads the keys of a cache by itself"):
-        _ = TransformersCache(cache).layers[1].values  # type: ignore[union-attr]
+        _ = QuantizedCache(cache).layers[1].values  # type: ignore[union-attr]
     assert [at.seq_lens.tolist() for at in cache.layers] == [[0, 0]] * 2
 
 
 def test_generate_without_use_of_the_cache_is_told(generating: CachedModel) -> None:
     """It would append the whole text in every step, to all that is there, in silence."""
-    model, past = generating.model, TransformersCache(generating.new_cache(1, 200))
+    model, past = generating.model, QuantizedCache(generating.new_cache(1, 200))
     model.set_attn_implementation("kvquant")
     with pytest.raises(ConfigError, match=r"the cache holds 8 tokens already.* use_cache=True"):
         model.generate(tokens(1, 8), past_key_values=past, use_cache=False, **OPTIONS)
@@ -795,7 +782,7 @@ def test_outputs_beside_the_logits_are_given(kind: str) -> None:
     wanted = {"output_hidden_states": True} | ({"output_router_logits": True} if changes else {})
     for name, cache in (
         ("sdpa", RoundedCache()),
-        ("kvquant", TransformersCache(model.new_cache(2, 40, **FP16))),
+        ("kvquant", QuantizedCache(model.new_cache(2, 40, **FP16))),
     ):
         model.model.set_attn_implementation(name)
         with torch.no_grad():
@@ -819,7 +806,7 @@ def test_alibi_in_a_loop_of_ones_own_is_that_of_bloom() -> None:
 
 
 def test_rows_of_a_mask_but_the_last_are_refused() -> None:
-    handed = hf_attention.Handed(None, 0, 0)  # type: ignore[arg-type]
+    handed = hf_attention.Handed(None, None, 0, 0, None)  # type: ignore[arg-type]
     whole = torch.empty(9, 1, dtype=torch.bool).expand(2, 1, 9, 12)
     assert hf_attention._whole_mask(handed, whole, 9) is whole
     handed.appended = True

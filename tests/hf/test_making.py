@@ -1,0 +1,172 @@
+"""How a QuantizedCache is made for what comes, grows, and what it reads in a step."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from kvquant import CachePlan, KVCache, debug
+from kvquant.errors import CheckpointError, ConfigError, ShapeError, UnsupportedError
+
+transformers = pytest.importorskip("transformers")
+from example_plan import example_plan  # noqa: E402
+from hf_cases import FP16, TOLERANCE, tiny, tokens  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
+from kvquant.hf.cache import SPACE, QuantizedCache  # noqa: E402
+from kvquant.hf.model import CachedModel  # noqa: E402
+from kvquant.io.model_id import model_identity  # noqa: E402
+
+OPTIONS: dict[str, Any] = {"max_new_tokens": 4, "pad_token_id": 0, "eos_token_id": 999}
+
+
+@pytest.fixture
+def own() -> CachedModel:
+    made = tiny("Llama")
+    made.model.set_attn_implementation("kvquant")
+    return made
+
+
+def test_a_cache_is_made_for_the_sequences_and_the_dtype_that_come(own: CachedModel) -> None:
+    past = QuantizedCache(own.model, k_format="int8", sink_len=2, recent_len=9)
+    assert past.kv is None and past.batch_size == -1 and not past.is_initialized
+    assert [past.get_seq_length(), past.get_max_length()] == [0, -1]
+    past.check()
+    past.crop(-3)
+    own.model.generate(tokens(2, 10), past_key_values=past, num_beams=3, **OPTIONS)
+    kv = past.kv
+    assert kv is not None and past.is_initialized and past.batch_size == kv.batch == 6
+    same = own.new_cache(6, kv.max_seq_len, k_format="int8", sink_len=2, recent_len=9)
+    assert repr(kv) == repr(same) and kv.exact_format == "bf16"
+    past.reset()  # another batch, and the memory of the same one stays
+    own.model.generate(tokens(6, 10), past_key_values=past, **OPTIONS)
+    assert past.kv is kv
+    past.reset()
+    answers = {"num_return_sequences": 2, "do_sample": True}
+    own.model.generate(tokens(1, 10), past_key_values=past, **OPTIONS | answers)
+    assert past.kv is not None and past.kv.batch == 2
+    half = QuantizedCache(own.model.config)
+    own.model.half()(tokens(1, 5), past_key_values=half)
+    assert half.kv is not None and half.kv.exact_format == "fp16"
+
+
+def test_a_cache_grows_to_twice_its_room(own: CachedModel) -> None:
+    text = tokens(2, 700)
+    caches = (
+        QuantizedCache(own.model, k_format="int4"),
+        QuantizedCache(own.model, k_format="int4", max_seq_len=700),
+    )
+    found = []
+    for past in caches:
+        parts = text[:, :20], text[:, 20:280], text[:, 280:697], *text[:, 697:].split(1, dim=1)
+        with torch.no_grad():
+            found.append([own.model(part, past_key_values=past).logits[:, -1] for part in parts])
+        past.check()
+    assert torch.equal(torch.stack(found[0]), torch.stack(found[1]))
+    grown, static = (past.kv for past in caches)
+    assert grown is not None and static is not None
+    assert [grown.max_seq_len, static.max_seq_len] == [4 * (20 + SPACE), 700]
+    assert caches[1].get_max_length() == 700
+    with pytest.raises(ShapeError, match="would grow to 701 tokens, max_seq_len is 700"):
+        own.model(text[:, :1], past_key_values=caches[1])
+    assert static.seq_lens.tolist() == [700, 700]
+
+
+def test_what_no_cache_can_be_made_of_is_refused(own: CachedModel) -> None:
+    with pytest.raises(ConfigError, match="int5"):
+        QuantizedCache(own.model, k_format="int5")
+    with pytest.raises(ConfigError, match="max_seq_len"):
+        QuantizedCache(own.model, max_seq_len=0)
+    with pytest.raises(ConfigError, match="give no options with it, or give a model"):
+        QuantizedCache(own.new_cache(1, 8), recent_len=4)
+    for source in (own, None, transformers.DynamicCache()):
+        with pytest.raises(ConfigError, match="give a model of transformers, its config or a"):
+            QuantizedCache(source)
+    own.model.set_attn_implementation("sdpa")
+    message = r"attends by 'sdpa'.*attn_implementation='kvquant'\), or call model\.set_attn_imp"
+    with pytest.raises(ConfigError, match=message):
+        QuantizedCache(own.model)
+    assert own.model.config._attn_implementation == "sdpa"
+    past = QuantizedCache(own.model.config)
+    with pytest.raises(UnsupportedError, match="layer 0 got keys from a KVCache and did not"):
+        own.model(tokens(1, 8), past_key_values=past)
+
+
+def test_a_plan_says_the_formats(own: CachedModel) -> None:
+    made = example_plan(2, 2, 64)
+    plan = CachePlan(dict(made.facts) | {"model": model_identity(own.config_dict)}, made.tensors)
+    past = QuantizedCache(own.model, plan=plan)
+    own.model.generate(tokens(2, 10), past_key_values=past, **OPTIONS)
+    assert past.kv is not None and past.kv.bases is not None
+    assert repr(past.kv) == repr(own.new_cache(2, past.kv.max_seq_len, plan=plan))
+    with pytest.raises(CheckpointError, match="not for this"):
+        QuantizedCache(tiny("Qwen2").model.config, plan=plan)
+
+
+def test_a_copy_goes_on_by_itself(own: CachedModel) -> None:
+    """As transformers' users copy the cache of a prompt."""
+    past, text = QuantizedCache(own.model, **FP16), tokens(1, 20)
+    with torch.no_grad():
+        own.model(text[:, :15], past_key_values=past)
+        other = copy.deepcopy(past)
+        given = [own.model(text[:, 15:], past_key_values=one).logits for one in (past, other)]
+        own.model(text[:, :1], past_key_values=other)
+    torch.testing.assert_close(*given, atol=TOLERANCE, rtol=0)
+    assert [one.get_seq_length() for one in (past, other)] == [20, 21]
+    assert past.kv is not None and past.kv.seq_lens.tolist() == [20]
+
+
+class Reads(TorchDispatchMode):
+    """Notes what makes the host wait for a device."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in ("_local_scalar_dense", "nonzero", "is_nonzero", "equal"):
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Mistral"])  # with one mask, and another
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_a_step_reads_nothing(kind: str, is_padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outside of KVCache.step, which has tests of its own: here it does but count."""
+    own = tiny(kind, sliding_window=16) if kind == "Mistral" else tiny(kind)
+    own.model.set_attn_implementation("kvquant")
+    past, mask = QuantizedCache(own.model), torch.ones(2, 20, dtype=torch.int64)
+    mask[0, :7] = 0 if is_padded else 1
+    places = (mask.cumsum(1) - 1).clamp(min=0)
+    with torch.no_grad():
+        own.model(tokens(2, 20), attention_mask=mask, position_ids=places, past_key_values=past)
+
+    def step(self: KVCache, layer: int, q: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        at = self.layers[layer]
+        at.seq_lens += 1
+        assert at.longest is not None
+        at.longest += 1
+        return torch.zeros_like(q)
+
+    def read(self: torch.Tensor, *_: Any) -> None:
+        raise AssertionError("a tensor is read")
+
+    monkeypatch.setattr(KVCache, "step", step)
+    monkeypatch.setattr(debug, "may_read", lambda tensor: False)  # as on CUDA
+    with monkeypatch.context() as patch, Reads() as reads, torch.no_grad():
+        for name in ("cpu", "tolist", "numpy", "item", "__bool__", "__int__"):
+            patch.setattr(torch.Tensor, name, read)
+        for _ in range(3):
+            mask = torch.cat([mask, torch.ones(2, 1, dtype=torch.int64)], dim=1)
+            places = places[:, -1:] + 1
+            own.model(tokens(2, 1), attention_mask=mask, position_ids=places, past_key_values=past)
+            assert past.get_seq_length() == mask.shape[1]
+    assert not reads.found
+    past.check()
+    own.model(tokens(2, 1), position_ids=places, past_key_values=past)
+    if is_padded:
+        with pytest.raises(ConfigError, match="go on from other positions"):
+            past.check()
+    past.check()

@@ -1,0 +1,216 @@
+"""Padded batches: each sequence gets what it would get alone."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvquant import debug, load_cache, save_cache
+from kvquant.errors import ConfigError
+
+transformers = pytest.importorskip("transformers")
+from hf_cases import GEMMA3N, SHARING, TOLERANCE, tiny, tokens  # noqa: E402
+
+from kvquant.hf.cache import QuantizedCache  # noqa: E402
+from kvquant.hf.padding import Columns, Padding  # noqa: E402
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Mistral": {"sliding_window": 16},
+    "Gemma3nText": GEMMA3N,
+    "Gemma4Text": SHARING | {"global_head_dim": 64},  # layers that share take the last token only
+}
+OPTIONS: dict[str, Any] = {
+    "max_new_tokens": 8,
+    "do_sample": False,
+    "pad_token_id": 0,
+    "eos_token_id": 999,
+}
+LENS = [24, 9, 17]
+ROWS: dict[str, Any] = {"k_format": "fp16", "v_format": "fp16", "exact_format": "fp16"}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request: pytest.FixtureRequest) -> Any:
+    own = tiny(request.param, **FAMILIES[request.param]).model
+    own.set_attn_implementation("kvquant")
+    return own
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    own = tiny("Llama").model
+    own.set_attn_implementation("kvquant")
+    return own
+
+
+def padded(texts: list[torch.Tensor], *, left: bool) -> dict[str, torch.Tensor]:
+    """Ids with 7 where there is padding, and the mask."""
+    length = max(map(len, texts))
+    ids = torch.full((len(texts), length), 7)
+    mask = torch.zeros_like(ids)
+    for b, text in enumerate(texts):
+        place = slice(length - len(text), length) if left else slice(len(text))
+        ids[b, place], mask[b, place] = text, 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def prompts() -> list[torch.Tensor]:
+    return [row[:n] for row, n in zip(tokens(3, 24), LENS, strict=True)]
+
+
+@torch.no_grad()
+def logits(model: Any, text: torch.Tensor) -> torch.Tensor:
+    """Of every token, of a text alone and from its beginning."""
+    past = QuantizedCache(model, **ROWS)
+    found: torch.Tensor = model(text[None], past_key_values=past).logits[0]
+    return found
+
+
+@pytest.mark.parametrize("case", ["", "num_beams", "prefill_chunk_size"])
+def test_generate_with_left_padding_gives_what_each_prompt_alone_gets(
+    model: Any, case: str
+) -> None:
+    options = OPTIONS | ({case: {"num_beams": 3, "prefill_chunk_size": 7}[case]} if case else {})
+    past = QuantizedCache(model, **ROWS)
+    given = model.generate(**padded(prompts(), left=True), past_key_values=past, **options)
+    assert past.kv is not None and past.get_seq_length() == 31
+    beams = 3 if case == "num_beams" else 1
+    assert past.kv.seq_lens.view(3, beams)[:, 0].tolist() == [n + 7 for n in LENS]
+    for text, found in zip(prompts(), given, strict=True):
+        alone = QuantizedCache(model, **ROWS)
+        wanted = model.generate(text[None], past_key_values=alone, **options)
+        assert found[-8:].tolist() == wanted[0, -8:].tolist()
+
+
+@torch.no_grad()
+def test_logits_of_padded_texts_are_those_of_each_alone(model: Any) -> None:
+    """On either side, in two parts and then token by token, with the positions that generate
+    gives; what stands in padding's columns is finite."""
+    more = tokens(3, 5)
+    for left in (True, False):
+        call = padded(prompts(), left=left)
+        mask, past, found = call["attention_mask"], QuantizedCache(model, **ROWS), []
+        ids = torch.cat([call["input_ids"], more], dim=1)
+        for begin, end in ((0, 11), (11, 24), (24, 25), (25, 27), (27, 29)):
+            if end > 24:
+                mask = torch.cat([mask, torch.ones(3, end - begin, dtype=mask.dtype)], dim=1)
+            places = (mask[:, :end].cumsum(1) - 1).clamp(min=0)[:, begin:]
+            out = model(
+                ids[:, begin:end],
+                attention_mask=mask[:, :end],
+                position_ids=places,
+                past_key_values=past,
+            )
+            assert past.get_seq_length() == end
+            found.append(out.logits)
+        given = torch.cat(found, dim=1)
+        assert bool(given.isfinite().all())
+        for b, text in enumerate(prompts()):
+            wanted = logits(model, torch.cat([text, more[b]]))
+            ours = given[b][mask[b].bool()]
+            torch.testing.assert_close(ours, wanted, atol=TOLERANCE, rtol=0)
+
+
+@torch.no_grad()
+def test_models_may_count_the_padding_before_a_text(llama: Any) -> None:
+    """As they do without position_ids: distances are the same."""
+    call, more = padded(prompts(), left=True), tokens(3, 2)
+    past = QuantizedCache(llama, **ROWS)
+    llama(**call, past_key_values=past)
+    assert past.kv is not None
+    assert past.kv.start_positions.tolist() == [24 - n for n in LENS]
+    given = [llama(more[:, i : i + 1], past_key_values=past).logits[:, 0] for i in range(2)]
+    for b, text in enumerate(prompts()):
+        wanted = logits(llama, torch.cat([text, more[b]]))[-2:]
+        ours = torch.stack([one[b] for one in given])
+        torch.testing.assert_close(ours, wanted, atol=TOLERANCE, rtol=0)
+
+
+def test_a_padded_conversation_goes_on(model: Any) -> None:
+    """A second turn of other lengths behind the first answers, and one that lay in a file."""
+    first = padded(prompts(), left=True)
+    turns = [row[:n] for row, n in zip(tokens(3, 40)[:, 30:], (4, 10, 1), strict=True)]
+    second, past = padded(turns, left=True), QuantizedCache(model, **ROWS)
+    answers = model.generate(**first, past_key_values=past, **OPTIONS)
+    ids = torch.cat([answers, second["input_ids"]], dim=1)
+    ones = torch.ones(3, 8, dtype=torch.int64)
+    mask = torch.cat([first["attention_mask"], ones, second["attention_mask"]], dim=1)
+    given = model.generate(ids, attention_mask=mask, past_key_values=past, **OPTIONS)
+    for b, text in enumerate(prompts()):
+        whole = torch.cat([text, answers[b, -8:], turns[b]])
+        alone = QuantizedCache(model, **ROWS)
+        wanted = model.generate(whole[None], past_key_values=alone, **OPTIONS)
+        assert given[b, -8:].tolist() == wanted[0, -8:].tolist()
+
+
+def test_a_padded_cache_goes_on_from_a_file(llama: Any, tmp_path: Path) -> None:
+    call, past = padded(prompts(), left=True), QuantizedCache(llama, k_format="int4", recent_len=8)
+    answers = llama.generate(**call, past_key_values=past, **OPTIONS)
+    assert past.kv is not None
+    save_cache(past.kv, tmp_path / "cache.safetensors")
+    loaded = QuantizedCache(load_cache(tmp_path / "cache.safetensors", max_seq_len=60))
+    assert loaded.get_seq_length() == 31
+    mask = torch.cat([call["attention_mask"], torch.ones(3, 8, dtype=torch.int64)], dim=1)
+    found = [
+        llama.generate(answers, attention_mask=mask, past_key_values=one, **OPTIONS).tolist()
+        for one in (past, loaded)
+    ]
+    assert found[0] == found[1]
+
+
+def test_masks_that_do_not_fit_the_cache_are_refused(
+    llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = padded(prompts(), left=True)
+    past, mask = QuantizedCache(llama, **ROWS), call["attention_mask"]
+    with torch.no_grad():
+        llama(**call, past_key_values=past)
+
+    def run(columns: int, mask: torch.Tensor) -> None:
+        with torch.no_grad():
+            llama(tokens(3, columns), attention_mask=mask, past_key_values=past)
+
+    def behind(*new: int) -> torch.Tensor:
+        return torch.cat([mask, torch.tensor([new]).T], dim=1)
+
+    with pytest.raises(ConfigError, match=r"has 24 columns, of 24 in the cache and 1 new"):
+        run(1, mask)
+    with pytest.raises(ConfigError, match=r"shows \[24, 24, 24\] tokens .* has \[24, 9, 17\]"):
+        run(2, torch.ones(3, 26))
+    wrong = torch.ones(3, 25), behind(1, 1, 0)
+    for one in wrong:
+        with pytest.raises(ConfigError, match="mask of a step shows other tokens"):
+            run(1, one)
+    assert past.kv is not None and past.kv.seq_lens.tolist() == LENS
+    run(1, behind(1, 1, 1))
+    past.check()
+    monkeypatch.setattr(debug, "may_read", lambda tensor: False)  # as on CUDA
+    mask = behind(1, 1, 1)
+    run(1, behind(0, 1, 1))
+    with pytest.raises(ConfigError, match="mask of a step shows other tokens"):
+        past.check()
+    past.check()
+
+
+def test_columns_are_counted_and_cropped_with_their_padding(llama: Any) -> None:
+    call, past = padded(prompts(), left=False), QuantizedCache(llama, **ROWS)
+    with torch.no_grad():
+        llama(**call, past_key_values=past)
+    kv = past.kv
+    assert kv is not None and kv.seq_lens.tolist() == LENS
+    past.crop(-10)  # of the columns
+    assert past.get_seq_length() == 14 and kv.seq_lens.tolist() == [14, 9, 14]
+    past.batch_select_indices(torch.tensor([1, 0]))
+    past.batch_repeat_interleave(2)
+    assert past.kv is not None and past.kv is not kv
+    assert past.kv.seq_lens.tolist() == [9, 9, 14, 14]
+    past.reorder_cache(torch.tensor([2, 0, 1, 3]))
+    past.crop(-4)
+    assert past.get_seq_length() == 10 and past.kv.seq_lens.tolist() == [10, 9, 9, 10]
+    columns = Columns.of_lens([3, 5]).with_more(2, None).without_last(3)
+    assert columns.lens == [2, 4] and columns.without_last(9).lens == [0, 0]
+    padding = Padding.behind(torch.tensor([0, 4]), 4, torch.device("cpu"))
+    columns = columns.with_more(4, padding)
+    assert columns.lens == [2, 8] and columns.without_last(1).lens == [2, 7]
