@@ -102,11 +102,7 @@ def step(
     cache: KVCache, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> torch.Tensor:
     """A layer's step."""
-    if hasattr(cache, "step"):  # before it there were two calls
-        found: torch.Tensor = cache.step(layer, q, k, v)
-        return found
-    cache.append(layer, k, v)
-    return cache.attend(layer, q)
+    return cache.step(layer, q, k, v)
 
 
 def error_of(cache: KVCache, new: New) -> float:
