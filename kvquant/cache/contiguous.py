@@ -342,6 +342,8 @@ class KVCache:
         """
         at = self._layer(layer)
         segments = at.segments()
+        if variant is not None:
+            at.check_bias(variant)
         if at.window is not None or in_step:
             q_len = q.shape[1] if isinstance(q, torch.Tensor) and q.ndim == 4 else 1
             segments, variant = at.seen_by(layer, q_len, q_lens, variant, in_step=in_step)

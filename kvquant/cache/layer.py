@@ -49,6 +49,7 @@ from ..rows.segment import FixedSegments, Segment
 from ..rows.slots import Slots, Split
 from ..rows.variant import (
     AttentionVariant,
+    check_bias_len,
     check_variant,
     check_variant_values,
     names_of,
@@ -255,15 +256,24 @@ class LayerCache:
             return
         assert variant is not None
         check_variant(q, variant)
-        if not debug.may_read(q):
+        if debug.may_read(q):
+            check_variant_values(q, self.segments(), None, variant)
+        self.check_bias(variant, q.shape[1] if q.ndim == 4 else 1)
+
+    def check_bias(self, variant: AttentionVariant | None, new_tokens: int = 0) -> None:
+        """Raise ShapeError if key_bias is known to be too short once new tokens have come."""
+        if debug.is_recorded(self.seq_lens) or "key_bias" not in names_of(variant):
             return
-        check_variant_values(q, self.segments(), None, variant)
-        new_tokens, held = q.shape[1] if q.ndim == 4 else 1, int(self.seq_lens.max())
-        if variant.key_bias is not None and variant.key_bias.shape[1] < held + new_tokens:
-            raise ShapeError(
-                f"key_bias is {list(variant.key_bias.shape)}: the longest sequence will have "
-                f"{held + new_tokens} tokens, each of which needs one"
-            )
+        assert variant is not None and variant.key_bias is not None
+        check_tensors(key_bias=variant.key_bias)
+        if self.longest is not None and variant.key_bias.ndim == 2:
+            self._tighten(variant.key_bias.shape[1] - new_tokens)
+            check_bias_len(variant.key_bias, self.longest + new_tokens)
+
+    def _tighten(self, most: int) -> None:
+        """Read the lengths if one may be over most: longest is an upper bound."""
+        if self.longest is not None and self.longest > most:
+            self.longest = int(self.seq_lens.cpu().max())
 
     def seen_by(
         self,
@@ -473,8 +483,7 @@ class LayerCache:
         counts = self._check_new(k, v, new_lens)
         new_tokens, recorded = k.shape[2], debug.is_recorded(self.seq_lens)
         if not recorded:
-            if self.longest is not None and self.longest + new_tokens > self.max_seq_len:
-                self.longest = int(self.seq_lens.cpu().max())  # it was an upper bound
+            self._tighten(self.max_seq_len - new_tokens)
             self._check_values(k, v, counts)
         if not new_tokens:
             return None

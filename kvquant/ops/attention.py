@@ -44,6 +44,7 @@ from ..rows.variant import (
     check_variant,
     check_variant_values,
     in_use,
+    mark_unbiased,
 )
 from .dispatch import kernels_for, torch_op
 from .transform import missing_scores, restore_result, transform_query
@@ -370,7 +371,10 @@ def _attend_eagerly(
         if q.is_cuda and (backend is None or backend == "cuda") and not debug.enabled:
             kernel = _cuda_kernel()
             check = _check_cuda
-            return kernel(q, segments, sm_scale, num_splits, return_lse, check, q_lens, variant)
+            found = kernel(q, segments, sm_scale, num_splits, return_lse, check, q_lens, variant)
+            if variant is not None and variant.key_bias is not None:
+                mark_unbiased(*found, segments, variant.key_bias)
+            return found
         return _attend_checked(
             q, segments, sm_scale, return_lse, num_splits, backend, q_lens, variant
         )

@@ -38,7 +38,9 @@ class AttentionVariant(NamedTuple):
             query).
         window: a query sees this many tokens up to its own, the last ones.
         key_bias: [batch, tokens], float32: added to the score of each token, by its position; -inf
-            hides it. As many tokens as the longest sequence has, or more.
+            hides it. As many tokens as the longest sequence has, or more: where the host does not
+            know how many those are (on CUDA, outside of debug mode), a sequence with more tokens
+            gives NaN, out and lse.
         tree_mask: [batch, q_len, q_len], bool: which of the sequence's last q_lens tokens each
             query sees, in place of those up to its own; all tokens before them are seen. A query
             has the position of its row, and sees nothing if that is before the first token. Only
@@ -155,6 +157,15 @@ def check_variant(q: torch.Tensor, variant: AttentionVariant) -> None:
             raise DeviceError(f"q is on {q.device}, {name} on {given.device}")
 
 
+def check_bias_len(bias: torch.Tensor, longest: int) -> None:
+    """Raise ShapeError unless there is a bias for each token of the longest sequence."""
+    if bias.shape[1] < longest:
+        raise ShapeError(
+            f"key_bias is {list(bias.shape)}: the longest sequence has {longest} tokens, each of "
+            "which needs one"
+        )
+
+
 def check_variant_values(
     q: torch.Tensor,
     segments: Sequence[Segment],
@@ -178,11 +189,7 @@ def check_variant_values(
     if (bias := variant.key_bias) is not None:
         lens = torch.stack([segment.seq_lens for segment in segments]).sum(0)
         longest = int(lens.max()) if len(lens) else 0
-        if bias.shape[1] < longest:
-            raise ShapeError(
-                f"key_bias is {list(bias.shape)}: the longest sequence has {longest} tokens, each "
-                "of which needs one"
-            )
+        check_bias_len(bias, longest)
         in_use = torch.arange(bias.shape[1], device=bias.device) < lens[:, None]
         if not bool(((bias < math.inf) | ~in_use).all()):
             raise ConfigError("key_bias must be finite, or -inf for a token that is hidden")
@@ -195,6 +202,25 @@ def check_variant_values(
             raise ShapeError(
                 f"query {row} of sequence {sequence} sees no token of the tree: let it see itself"
             )
+
+
+def mark_unbiased(
+    out: torch.Tensor, lse: torch.Tensor | None, segments: Sequence[Segment], bias: torch.Tensor
+) -> None:
+    """Turn results of sequences with more tokens than biases into NaN; lengths are not read.
+
+    Args:
+        out: [batch, ..., head_dim], changed in place.
+        lse: out without its last axis, changed in place.
+        segments: all that was attended to.
+        bias: key_bias of a variant.
+    """
+    if bias.shape[1] >= sum(segment.capacity for segment in segments):
+        return
+    too_long = torch.stack([segment.seq_lens for segment in segments]).sum(0) > bias.shape[1]
+    for found in (out, lse):
+        if found is not None:
+            found.masked_fill_(too_long.view(-1, *[1] * (found.ndim - 1)), torch.nan)
 
 
 def add_sinks(

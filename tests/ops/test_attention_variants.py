@@ -10,10 +10,13 @@ from segment_cases import HEADS, Measure, assert_close, lens, packed, segments_o
 from variant_cases import FIELDS, by_hand, variant_with
 
 from kvquant import AttentionVariant, KVCache, RowFormat, decode_attention, reference_attention
+from kvquant.cache import contiguous
 from kvquant.errors import ConfigError, DeviceError, ShapeError
 from kvquant.ops.attention import attend_segments
 from kvquant.rows.basis import Basis, LayerBasis
 from kvquant.rows.reference import reference_over_segments
+from kvquant.rows.segment import Segment
+from kvquant.rows.variant import mark_unbiased
 
 BACKENDS = ("cpu", "reference")
 COUNTS, QUERIES = (40, 3, 0, 17), (3, 3, 2, 1)
@@ -163,3 +166,48 @@ def test_what_is_no_variant_is_refused() -> None:
     tree = AttentionVariant(tree_mask=torch.ones(1, 1, 1).bool())
     with pytest.raises(ShapeError, match=r"a tree_mask is given with q \[1, 4, 64\]: it needs q"):
         decode_attention(*given, variant=tree, **BOTH)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("q_len", [1, 3])
+def test_where_lengths_are_not_read_a_bias_that_is_too_short_gives_nan(
+    q_len: int, device: str
+) -> None:
+    """Of the sequences that have more tokens; on the CPU only what finds them is called."""
+    rows, seq_lens = packed(3, HEADS, 40).to(device), lens(7, 5, 0).to(device)
+    q = torch.randn(3, q_len, 4, 64, device=device).bfloat16()
+    bias = torch.zeros(3, 40, device=device)
+    given = (q if q_len > 1 else q[:, 0]), rows, rows, seq_lens
+    options: dict[str, Any] = {**BOTH, "return_lse": True}
+    whole = decode_attention(*given, **options, variant=AttentionVariant(key_bias=bias))
+    for count, spoiled in ((5, [True, False, False]), (7, [False] * 3), (1, [True, True, False])):
+        short = bias[:, :count]
+        if device == "cpu":
+            found = whole[0].clone(), whole[1].clone()
+            mark_unbiased(*found, [Segment(rows, rows, seq_lens, INT4, INT4)], short)
+        else:
+            found = decode_attention(*given, **options, variant=AttentionVariant(key_bias=short))
+        for one, expected in zip(found, whole, strict=True):
+            for b, wrong in enumerate(spoiled):
+                same = torch.equal(one[b], expected[b])
+                assert bool(one[b].isnan().all()) if wrong else same, (count, b)
+
+
+def test_a_cache_refuses_a_bias_that_is_too_short_where_it_knows_the_lengths(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before the kernel, which on CUDA would not see it; longest is an upper bound."""
+    cache = KVCache(1, 2, HEADS, 64, 100)
+    k, v = torch.randn(2, 2, HEADS, 20, 64)
+    cache.append(0, k, v, [9, 4])
+    assert cache.layers[0].longest == 20
+    q = torch.randn(2, 4, 64)
+    cache.attend(0, q, variant=AttentionVariant(key_bias=torch.zeros(2, 9)))
+    monkeypatch.setattr(contiguous, "attend_segments", None)
+    short = AttentionVariant(key_bias=torch.zeros(2, 8))
+    with pytest.raises(ShapeError, match=r"key_bias is \[2, 8\]: the longest sequence has 9 token"):
+        cache.attend(0, q, variant=short)
+    with pytest.raises(ShapeError, match="the longest sequence has 10 tokens"):
+        new = torch.randn(2, 2, HEADS, 1, 64)
+        cache.step(0, q, *new, variant=AttentionVariant(key_bias=torch.zeros(2, 9)))
+    assert cache.seq_lens.tolist() == [9, 4]
