@@ -1,5 +1,6 @@
-"""The examples run (10 s)."""
+"""The examples run (20 s)."""
 
+import re
 import runpy
 from pathlib import Path
 
@@ -10,7 +11,8 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 
 def test_every_example_is_tested_and_short() -> None:
     scripts = sorted(EXAMPLES.glob("*.py"))
-    assert [path.name for path in scripts] == ["decode_hf.py", "decode_paged.py", "quickstart.py"]
+    names = {name.removeprefix("test_").removesuffix("_runs") for name in globals()}
+    assert {path.stem for path in scripts} <= names
     for path in scripts:
         assert len(path.read_text(encoding="utf-8").splitlines()) <= 60, path
 
@@ -20,15 +22,42 @@ def test_quickstart_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("[1005] tokens in ")
 
 
-def test_decode_hf_continues_the_loaded_cache_alike(capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_hf_runs(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
-    runpy.run_path(str(EXAMPLES / "decode_hf.py"))["main"](120)
+    runpy.run_path(str(EXAMPLES / "generate_hf.py"))["main"](120)
+    *turns, memory = capsys.readouterr().out.strip().splitlines()
+    assert len(turns) == 2 and turns[1].startswith("…") and "The city |" in turns[1]
+    took, in_16_bit = map(int, re.findall(r"(\d+) bytes, in 16 bit (\d+)", memory)[0])
+    assert took < in_16_bit
+
+
+def test_batch_decode_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    runpy.run_path(str(EXAMPLES / "batch_decode.py"), run_name="__main__")
+    *_, short, _, alone = capsys.readouterr().out.strip().splitlines()
+    assert short == alone and "Nero" in alone
+
+
+@pytest.mark.slow
+def test_prompt_cache_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    runpy.run_path(str(EXAMPLES / "prompt_cache.py"))["main"]()
     counts, memory, file = capsys.readouterr().out.strip().splitlines()
     assert " tokens in " in counts
     assert memory.removeprefix("in memory: ") == file.removeprefix("from the file: ")
 
 
-def test_decode_paged_shares_a_prompt(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.slow
+def test_speculative_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    runpy.run_path(str(EXAMPLES / "speculative.py"), run_name="__main__")
+    found = [line.split(": ", 1) for line in capsys.readouterr().out.strip().splitlines()]
+    (alone, text), (drafted, same) = found
+    assert text == same
+    assert int(drafted.split()[1]) < int(alone.split()[1]) == 40
+
+
+def test_decode_paged_runs(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(EXAMPLES / "decode_paged.py"), run_name="__main__")
     first, second, last = capsys.readouterr().out.strip().splitlines()
     assert first == "a: 0 of 501 tokens were there"

@@ -127,7 +127,8 @@ class QuantizedCache(Cache):
         drafts: bool = True,
     ) -> None:
         self.kv: KVCache | None = None
-        self.new_lens: torch.Tensor | None = None  # of the next call, see CachedModel
+        self._new_lens: torch.Tensor | None = None  # see tell
+        self._is_told = False
         self._make: Callable[..., KVCache] | None = None
         self._max_seq_len, self._exact_format = max_seq_len, exact_format
         self._is_placed, self._drafts = placed, drafts
@@ -181,6 +182,17 @@ class QuantizedCache(Cache):
             QuantizedLayer(self, layer, self._places.get(layer))
             for layer in range(layers.places[-1] + 1)
         ]
+
+    def tell(self, layers: CacheLayers, new_lens: torch.Tensor | None) -> None:
+        """Say in place of the model and its mask what it is, and which new columns hold tokens.
+
+        Args:
+            layers: of the model.
+            new_lens: [batch], on the CPU: of the next call, how many columns, the first ones, hold
+                tokens of each sequence; all when None.
+        """
+        self.fit(layers)
+        self._new_lens, self._is_told = new_lens, True
 
     @property
     def is_fitted(self) -> bool:
@@ -272,7 +284,7 @@ class QuantizedCache(Cache):
             return
         if self.kv.layers[0].longest != self._longest:  # the caller has changed it
             self._hold(self.kv)
-        lens, self.padding = self.new_lens, None
+        lens, self.padding = self._new_lens, None
         if lens is not None and int(lens.min()) < columns:
             self.padding = Padding.behind(lens, columns, self.kv.device)
 
@@ -294,7 +306,7 @@ class QuantizedCache(Cache):
                 raises that.
         """
         past = self._past
-        if self._due:  # a call has failed: hand tells it
+        if self._is_told or self._due:  # due: a call has failed, hand tells it
             return
         if mask.shape[1] < past.length + columns:
             raise ConfigError(

@@ -380,8 +380,7 @@ class CachedModel:
     ) -> torch.Tensor:
         """One call of the model: the logits at the places keep, [batch, len(keep), vocabulary]."""
         past = QuantizedCache(cache, placed=True, drafts=False)
-        past.fit(self._layers)
-        past.new_lens = new_lens
+        past.tell(self._layers, new_lens)  # some models make masks of their own
         before = cache.seq_lens
         steps = torch.arange(tokens.shape[1], device=cache.device)
         try:

@@ -698,6 +698,27 @@ def test_without_a_cache_kvquant_is_sdpa(generating: CachedModel) -> None:
             model(text[:, :3], past_key_values=past)
 
 
+def test_with_caches_of_transformers_kvquant_is_sdpa() -> None:
+    model, text, mask = tiny("Mistral", sliding_window=16).model, tokens(2, 24), torch.ones(2, 24)
+    mask[0, :5] = 0
+    places = torch.cat([torch.arange(10), torch.arange(14)])[None]  # two texts in one sequence
+    found = []
+    for name in ("sdpa", "kvquant"):
+        model.set_attn_implementation(name)
+        calls: list[dict[str, Any]] = [
+            {"past_key_values": transformers.DynamicCache()},
+            {"past_key_values": transformers.DynamicCache(config=model.config)},
+            {"cache_implementation": "static"},
+            {"use_cache": False},
+        ]
+        short = OPTIONS | {"max_new_tokens": 4}
+        found.append([model.generate(text, attention_mask=mask, **short | one) for one in calls])
+        with torch.no_grad():
+            found[-1].append(model(text[:1], position_ids=places).logits)
+    for got, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(got, wanted, atol=1e-5, rtol=0)
+
+
 def test_images_are_attended_to_without_a_mask_of_text() -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2}
     eyes = {"num_hidden_layers": 2, "image_size": 28, "patch_size": 14, "projection_dim": 32}
