@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -359,6 +359,8 @@ def _decided(
     sides: list[Side] = [(layer, side) for layer in free for side in "kv"]
     start = {side: plan.facts["layers"][side[0]][side[1]]["format"] for side in sides}
     step = _shares(progress, "decode", 1 + len(sides) + 2 * len(COMPARED) + ROUNDS)
+    if isinstance(reference, Reference):
+        reference.warm_up(_known_schemes(plan, start, exact))
     found = reference.measure(Planned(plan))
     step(1)
     allowed = CANDIDATES if goal.format is None else (goal.format,)
@@ -502,6 +504,20 @@ def _rank() -> tuple[int, int]:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     return 0, 1
+
+
+def _known_schemes(
+    plan: CachePlan, start: Mapping[Side, str], exact: str
+) -> Iterator[Scheme | Planned]:
+    """Caches with layers of every kind that is known to be measured: as planned, of sides that are
+    quantized alone, and of the formats that are compared."""
+    yield Planned(plan)
+    for alone in ("k", "v", ""):
+        formats = {side: start[side] if side[1] == alone else exact for side in start}
+        yield Planned(plan.with_layer_formats(formats))
+    for name in COMPARED:
+        yield Scheme(name, name)
+        yield Planned(plan.with_formats(name))
 
 
 def _shares(progress: Report, stage: str, total: int) -> Callable[[int], None]:

@@ -14,12 +14,15 @@ in nothing else. The model, its dtype and the kernel are those of the 16-bit cac
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from kvquant.cache.contiguous import KVCache
+from kvquant.cache.warmup import Calls, warm_up
 from kvquant.errors import ShapeError
 from kvquant.io.plan import CachePlan
 from kvquant.rows.quantize import EXACT_DTYPES
@@ -113,6 +116,10 @@ class DecodingModel(Protocol):
 
     exact_format: str  # its 16-bit rows
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its keys and values."""
+
     def new_cache(
         self,
         batch: int,
@@ -168,16 +175,23 @@ def quantized_copy(model: DecodingModel, exact: KVCache, scheme: Scheme | Planne
     Raises:
         NonFiniteError: keys or values that a format cannot hold.
     """
-    options: Any = vars(scheme)
-    if isinstance(scheme, Planned):
-        options = {name: options[name] for name in ("plan", "sink_len", "recent_len")}
-    cache = model.new_cache(exact.batch, exact.max_seq_len, **options)
+    cache = _empty_copy(model, exact, scheme, exact.device)
     for layer, (copy, origin) in enumerate(zip(cache.layers, exact.layers, strict=True)):
         gone = origin.seq_lens - origin.held_lens  # out of the layer's window
         copy.begin(gone, gone, gone)
         cache.append(layer, *exact.dequantized(layer, EXACT_DTYPES[exact.exact_format]))
     cache.check()
     return cache
+
+
+def _empty_copy(
+    model: DecodingModel, exact: KVCache, scheme: Scheme | Planned, device: torch.device
+) -> KVCache:
+    """A cache of a scheme, of the capacity of another."""
+    options: Any = vars(scheme)
+    if isinstance(scheme, Planned):
+        options = {name: options[name] for name in ("plan", "sink_len", "recent_len")}
+    return model.new_cache(exact.batch, exact.max_seq_len, device=device, **options)
 
 
 def stored_bits(cache: KVCache, exact: KVCache) -> float:
@@ -248,6 +262,19 @@ class Reference:
         self._exact.crop(context)
         _, _, nll = compare(self._expected, self._expected, self._targets)
         self.perplexity = perplexity_of(nll)
+
+    def warm_up(self, schemes: Iterable[Scheme | Planned]) -> None:
+        """Compile what measuring these will need, all at a time, where caches are on CUDA."""
+        exact, rows = self._exact, EXACT_DTYPES[self.exact_format]
+
+        def calls() -> Iterator[Calls]:
+            length, meta = int(exact.seq_lens.max()), torch.device("meta")
+            for scheme in schemes:
+                make = partial(_empty_copy, self.model, exact, scheme, meta)
+                yield Calls(make, rows, prompts=(length,), steps=())  # quantized_copy
+                yield Calls(make, self.model.dtype)
+
+        warm_up(exact.device, calls())
 
     def measure(self, scheme: Scheme | Planned) -> Fidelity:
         """Decode the passages from a cache of a scheme."""

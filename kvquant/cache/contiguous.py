@@ -726,10 +726,10 @@ class KVCache:
 
     def _warm_up(self, k: torch.Tensor) -> None:
         """Compile what will be needed; k: of the first append."""
-        from .warmup import warm_up
+        from .warmup import warm_up_first
 
         self._is_cold = False
-        warm_up(self, k)
+        warm_up_first(self, k)
 
     def _check_index(self, index: Counts) -> torch.Tensor:
         chosen = whole_numbers("index", index)

@@ -8,10 +8,10 @@ cache of the same shape without memory: there is no list that could differ from 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -29,76 +29,78 @@ log = logging.getLogger("kvquant")
 _warm: set[Hashable] = set()  # caches whose kernels were compiled in this process
 
 
-def kernels_of(
-    make: Callable[[], KVCache],
-    gpu: GPU,
-    dtype: torch.dtype,
-    num_q_heads: int | None = None,
-    *,
-    prompts: Iterable[int] = (),
-    steps: Iterable[int] = (1,),
-) -> list[Spec]:
-    """The kernels that calls of a cache would launch.
+class Calls(NamedTuple):
+    """What a cache will be called for.
 
-    Args:
-        make: makes an empty cache on the meta device.
-        gpu: where the real one lies.
+    Attributes:
+        make: makes it, empty, on the meta device.
         dtype: of new rows; queries have it too, or bfloat16 where it is float32.
         num_q_heads: of queries; up to 8 on a KV head when None.
         prompts: new tokens of each sequence in calls of KVCache.append.
         steps: the same of KVCache.step.
+    """
 
-    Returns:
-        Their specs, without those of calls that are not possible.
+    make: Callable[[], KVCache]
+    dtype: torch.dtype
+    num_q_heads: int | None = None
+    prompts: Sequence[int] = ()
+    steps: Sequence[int] = (1,)
+
+
+def kernels_of(calls: Iterable[Calls], gpu: GPU) -> list[Spec]:
+    """The specs of the kernels that calls would launch on a GPU.
+
+    Those of calls that are not possible are left out: they will say why themselves.
     """
     with rehearse(gpu) as rehearsal:
-        cache = make()
-        num_q_heads = num_q_heads or cache.num_kv_heads
-        kinds = {_kind(at): layer for layer, at in enumerate(cache.layers)}
-        for layer in sorted(kinds.values()):
-            for count in prompts:
-                with suppress(KVQuantError):  # the call itself will say why
-                    cache.append(layer, *_new_rows(cache, layer, dtype, count))
-            for count in steps:
-                of_query = dtype if dtype in EXACT_DTYPES.values() else torch.bfloat16
-                axes = (count, num_q_heads) if count > 1 else (num_q_heads,)
-                shape = cache.batch, *axes, cache.layers[layer].k_format.head_dim
-                q = torch.empty(shape, dtype=of_query, device="meta")
-                with suppress(KVQuantError):
-                    cache.step(layer, q, *_new_rows(cache, layer, dtype, count))
+        for make, dtype, num_q_heads, prompts, steps in calls:
+            cache = make()
+            of_query = dtype if dtype in EXACT_DTYPES.values() else torch.bfloat16
+            kinds = {_kind(at): layer for layer, at in enumerate(cache.layers)}
+            for layer in sorted(kinds.values()):
+                for count in prompts:
+                    with suppress(KVQuantError):
+                        cache.append(layer, *_new_rows(cache, layer, dtype, count))
+                for count in steps:
+                    heads = num_q_heads or cache.num_kv_heads
+                    axes = (count, heads) if count > 1 else (heads,)
+                    shape = cache.batch, *axes, cache.layers[layer].k_format.head_dim
+                    q = torch.empty(shape, dtype=of_query, device="meta")
+                    with suppress(KVQuantError):
+                        cache.step(layer, q, *_new_rows(cache, layer, dtype, count))
     return list(rehearsal.kernels)
 
 
-def compile_kernels(specs: Iterable[Spec], arch: str) -> None:
-    """Compile kernels that are not on the disk; a line of the log says so, since it takes time."""
+def warm_up(device: torch.device, calls: Iterable[Calls]) -> None:
+    """Compile the kernels that calls will launch and that are not on the disk, all at a time; a
+    line of the log says so, since it takes time. Nothing is done for the CPU."""
+    if device.type != "cuda":
+        return
     from ..kernels.cuda.runtime.compile import compile_all, missing
+    from ..kernels.cuda.runtime.launch import gpu_of
 
-    todo = missing(specs, arch)
+    gpu = gpu_of(torch.cuda.current_device() if device.index is None else device.index)
+    todo = missing(kernels_of(calls, gpu), gpu.arch)
     if todo:
-        log.warning("compiling %d kernels for %s, once; this takes seconds", len(todo), arch)
-        compile_all(todo, arch)
+        log.warning("compiling %d kernels for %s, once; this takes seconds", len(todo), gpu.arch)
+        compile_all(todo, gpu.arch)
 
 
-def warm_up(cache: KVCache, k: object) -> None:
-    """Compile what a cache on CUDA that was not appended to yet will need: for these new rows, and
-    for steps. A line of the log says so where that takes time.
+def warm_up_first(cache: KVCache, k: object) -> None:
+    """The same for a cache that was not appended to yet: for these new rows, and for steps.
 
     Args:
         cache: on CUDA.
         k: of the first append; what does not fit is left to the append to refuse.
     """
-    from ..kernels.cuda.runtime.launch import gpu_of
-
     if not isinstance(k, torch.Tensor) or k.ndim != 4:
         return
     kinds = tuple(dict.fromkeys(map(_kind, cache.layers)))
     kind = kinds, cache.batch, cache.num_kv_heads, k.dtype, k.shape[2], cache.device
-    if kind in _warm:
-        return
-    gpu = gpu_of(cache.bad_rows.get_device())
-    make = partial(cache.like, cache.batch, "meta")
-    compile_kernels(kernels_of(make, gpu, k.dtype, prompts=(k.shape[2],)), gpu.arch)
-    _warm.add(kind)
+    if kind not in _warm:
+        make = partial(cache.like, cache.batch, "meta")
+        warm_up(cache.device, [Calls(make, k.dtype, prompts=(k.shape[2],))])
+        _warm.add(kind)
 
 
 def _new_rows(

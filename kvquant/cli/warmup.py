@@ -14,6 +14,8 @@ from ..errors import ConfigError
 from .console import COUNT, FILE, FOLDER, FORMATS, HEAD_DIM, PAIR, WHOLE, is_given, progress
 
 if TYPE_CHECKING:
+    import torch
+
     from ..cache.contiguous import KVCache
     from ..kernels.cuda.runtime.launch import GPU
 
@@ -68,17 +70,13 @@ def warmup(
     for name in OF_MODEL:
         if model is not None and is_given(name):
             raise click.UsageError(f"--{name.replace('_', '-')} is the model's: leave it out")
-    from ..cache.warmup import kernels_of
+    from ..cache.warmup import Calls, kernels_of
     from ..kernels.cuda.runtime.compile import compile_all, missing
 
     gpu = _gpu(arch)
     caches, about = _caches(model, plan, formats or (DEFAULT_FORMAT,), options)
-    kernels = {
-        kernel: None
-        for make in caches
-        for batch in batches
-        for kernel in kernels_of(partial(make, batch=batch), gpu, prompts=PROMPTS, **about)
-    }
+    made = (partial(make, batch=batch) for make in caches for batch in batches)
+    kernels = kernels_of((Calls(make, *about, PROMPTS) for make in made), gpu)
     todo, start = missing(kernels, gpu.arch), time.perf_counter()
     if todo:
         with progress(len(todo), "Compiling") as update:
@@ -110,8 +108,8 @@ def _gpu(arch: str | None) -> GPU:
 
 def _caches(
     model: Path | None, plan: Path | None, formats: tuple[str, ...], options: dict[str, Any]
-) -> tuple[list[Callable[..., KVCache]], dict[str, Any]]:
-    """What makes a cache of each kind, given batch, and what kernels_of is to know of the model."""
+) -> tuple[list[Callable[..., KVCache]], tuple[torch.dtype, int | None]]:
+    """What makes a cache of each kind, given batch; the model's dtype and query heads."""
     import torch
 
     from ..cache.checks import row_formats
@@ -133,14 +131,13 @@ def _caches(
         num_kv_heads, windows = layers.num_kv_heads, layers.windows
         k_dims, v_dims = layers.k_dims, layers.v_dims
     of_rows = torch.float16 if dtype == "float16" else torch.bfloat16
-    about = {"dtype": of_rows, "num_q_heads": num_q_heads}
     given = {name: options[name] for name in ("max_seq_len", "sink_len", "recent_len")}
     given |= {"exact_format": exact_codec(of_rows), "windows": windows, "device": "meta"}
     if plan is not None:
         found = CachePlan.load(plan, model=None if config is None else config.to_dict())
         if config is None and not is_given("q_heads"):
-            about["num_q_heads"] = None
-        return [partial(KVCache.from_plan, found, **given)], about
+            num_q_heads = None
+        return [partial(KVCache.from_plan, found, **given)], (of_rows, num_q_heads)
     given |= {"num_layers": len(k_dims), "num_kv_heads": num_kv_heads, "head_dim": max(k_dims)}
     caches: list[Callable[..., KVCache]] = []
     for pair in formats:
@@ -148,4 +145,4 @@ def _caches(
         k_format = row_formats("k_format", k_name, k_dims)
         v_format = row_formats("v_format", v_name or k_name, v_dims)
         caches.append(partial(KVCache, k_format=k_format, v_format=v_format, **given))
-    return caches, about
+    return caches, (of_rows, num_q_heads)

@@ -13,7 +13,7 @@ from fake_cuda import CPU, FakeDriver, install_for_caches, loaded_specs
 
 from kvquant import CachePlan, KVCache
 from kvquant.cache import warmup
-from kvquant.cache.warmup import kernels_of
+from kvquant.cache.warmup import Calls, kernels_of
 from kvquant.errors import DeviceError
 from kvquant.kernels.cuda.append.spec import AppendSpec
 from kvquant.kernels.cuda.decode.spec import DecodeSpec
@@ -60,7 +60,7 @@ def test_what_is_launched_was_told(name: str, ratio: int, cuda: FakeDriver) -> N
         dtype = torch.float16
     make = partial(make, batch=BATCH, max_seq_len=MAX)
     counts: dict[str, Any] = {"prompts": (700,), "steps": (1, 3)}
-    told = kernels_of(partial(make, device="meta"), gpu, dtype, ratio * HEADS, **counts)
+    told = kernels_of([Calls(partial(make, device="meta"), dtype, ratio * HEADS, **counts)], gpu)
     assert not cuda.launched and not loaded_specs(), "a rehearsal launches nothing"
     cache = make()
     for layer in range(cache.num_layers):
@@ -83,7 +83,7 @@ def test_one_layer_of_a_kind_is_rehearsed(
     monkeypatch.setattr(KVCache, "append", note)
     shape = 32, BATCH, HEADS, DIM, MAX
     make = partial(KVCache, *shape, k_format=["int4"] * 31 + ["int8"], device="meta")
-    told = kernels_of(make, runtime.gpu_of(CPU), torch.bfloat16, prompts=(9,))
+    told = kernels_of([Calls(make, torch.bfloat16, prompts=(9,))], runtime.gpu_of(CPU))
     assert appended == [30, 31]
     assert [type(spec) for spec in told].count(DecodeSpec) == 2
 
@@ -95,8 +95,8 @@ def test_a_cache_on_meta_is_for_rehearsals_only() -> None:
 
 def test_calls_that_are_not_possible_need_no_kernels(cuda: FakeDriver) -> None:
     make = partial(KVCache, 1, BATCH, HEADS, DIM, MAX, device="meta")
-    assert kernels_of(make, runtime.gpu_of(CPU), torch.int32) == []
-    told = kernels_of(make, runtime.gpu_of(CPU), torch.bfloat16, num_q_heads=3, prompts=(4,))
+    assert kernels_of([Calls(make, torch.int32)], runtime.gpu_of(CPU)) == []
+    told = kernels_of([Calls(make, torch.bfloat16, 3, prompts=(4,))], runtime.gpu_of(CPU))
     assert not any(isinstance(spec, DecodeSpec) for spec in told)
     assert any(isinstance(spec, AppendSpec) for spec in told)
 
@@ -111,7 +111,7 @@ def test_the_first_append_compiles_what_steps_will_need_too(
 
     def make_cold() -> KVCache:
         cache = KVCache(1, BATCH, HEADS, DIM, MAX)
-        cache._is_cold = True
+        cache.device, cache._is_cold = torch.device("cuda", 0), True
         return cache
 
     cache, other = make_cold(), make_cold()

@@ -2,12 +2,15 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("transformers")
 from kvquant.cache.contiguous import KVCache
+from kvquant.cache.warmup import kernels_of
+from kvquant.calibration import fidelity
 from kvquant.calibration.fidelity import (
     Reference,
     Scheme,
@@ -23,6 +26,7 @@ from kvquant.calibration.fidelity import (
 from kvquant.calibration.windows import spread
 from kvquant.errors import ShapeError
 from kvquant.hf.model import CachedModel
+from kvquant.kernels.cuda.runtime.launch import GPUS
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -61,6 +65,22 @@ def test_passages_are_the_observations_of_standard_errors() -> None:
     assert kl_error == pytest.approx(float(parts[0].std()) / 6**0.5)
     assert top1_error is not None and top1_error >= float(parts[1].std()) / 6**0.5
     assert standard_errors(parts[:, :1], 10) == (None, None)
+
+
+def test_kernels_of_schemes_are_told_before_they_are_measured(
+    model: CachedModel, text: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference, told = Reference(model, torch.tensor([text[:40]]), 30), list[Any]()
+    monkeypatch.setattr(
+        fidelity, "warm_up", lambda device, calls: told.extend(kernels_of(calls, GPUS["sm_90"]))
+    )
+    reference.warm_up([Scheme("int8", "int4"), Scheme("fp8", "fp8", 4, 128)])
+    kinds = [
+        (spec.first.k_format.codec, bool(spec.second)) for spec in told if "first" in vars(spec)
+    ]
+    assert kinds == [("int8", False), ("bf16", False)], "few tokens: all of them are recent"
+    sources = {(spec.k.fmt.codec, spec.source) for spec in told if "source" in vars(spec)}
+    assert sources == {(codec, source) for codec in ("int8", "fp8") for source in ("bf16", "fp32")}
 
 
 def test_alike_tokens_of_a_passage_are_not_counted_twice() -> None:
