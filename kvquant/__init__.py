@@ -22,6 +22,7 @@ from .errors import (
 from .version import __version__ as __version__
 
 if typing.TYPE_CHECKING:
+    from .cache.context_parallel import ContextParallelCache
     from .cache.contiguous import KVCache
     from .hf.cache import QuantizedCache as QuantizedCache
     from .hf.model import CachedModel as CachedModel
@@ -47,6 +48,7 @@ __all__ = [
     "CachePlan",
     "CheckpointError",
     "ConfigError",
+    "ContextParallelCache",
     "DeviceError",
     "InvariantError",
     "KVCache",
@@ -80,6 +82,7 @@ _HOMES = {
     "Basis": "rows.basis",
     "CachedModel": "hf.model",  # with the hf extra, as QuantizedCache: so not in __all__
     "CachePlan": "io.plan",
+    "ContextParallelCache": "cache.context_parallel",
     "KVCache": "cache.contiguous",
     "PagedBatch": "paged.batch",
     "PagedKVCache": "paged.cache",

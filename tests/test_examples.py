@@ -2,6 +2,8 @@
 
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -63,6 +65,20 @@ def test_decode_paged_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert first == "a: 0 of 501 tokens were there"
     assert second == "b: 324 of 502 tokens were there"
     assert last == "{'a': 520, 'b': 521, 'c': 521} 53 free pages"
+
+
+@pytest.mark.slow
+def test_long_context_ranks_runs(tmp_path: Path) -> None:
+    found = []
+    for world in (1, 2):
+        script = [str(EXAMPLES / "long_context_ranks.py"), "2048", "3"]
+        ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
+        done = subprocess.run([sys.executable, *ranks, *script], capture_output=True, text=True)
+        assert not done.returncode, done.stderr
+        counts, times = done.stdout.splitlines()
+        assert counts.startswith(f"[2051] tokens on {world} ranks")
+        found.append(float(times.rpartition(" ")[2]))
+    assert abs(found[0] - found[1]) < 0.2  # other tokens are in 16 bit
 
 
 def test_the_bundled_model_and_text_name_their_sources() -> None:

@@ -16,6 +16,7 @@ PUBLIC = [
     "AttentionVariant",
     "Basis",
     "CachePlan",
+    "ContextParallelCache",
     "KVCache",
     "PagedBatch",
     "PagedKVCache",

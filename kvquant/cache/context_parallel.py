@@ -1,0 +1,316 @@
+"""ContextParallelCache: long sequences spread over ranks, each of which holds and reads its part.
+
+A token goes to a rank by its place in the sequence, in blocks:
+
+    rank of token i    (i // block_len) % world_size
+
+So ranks are full alike whatever comes, prompts and single tokens, and no rank has to be asked. A
+step attends to the tokens of each rank there, and merges the results by their lse after one
+all-gather of [batch, num_q_heads, head_dim + 1] floats.
+
+Source: FlashDecoding's split of a sequence (https://arxiv.org/abs/2311.01282), here over ranks;
+vLLM has it as decode context parallel.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+import torch.distributed as dist
+
+from ..errors import ConfigError, KVQuantError, ShapeError, UnsupportedError
+from ..ops.attention import State, merge_states
+from ..rows.arguments import check_kind, check_size, check_tensors
+from ..rows.variant import AttentionVariant, names_of
+from .checks import Counts, check_layer, whole_numbers
+from .contiguous import KVCache
+
+BLOCK_LEN = 256  # tokens
+_POSSIBLE = {"soft_cap", "sink_logits"}  # of a variant: what needs no positions
+
+
+class ContextParallelCache:
+    """A KVCache whose sequences are spread over the ranks of torch.distributed.
+
+    Every rank calls the same methods with the same tokens and queries, and keeps its share: a block
+    of tokens, then none for as many blocks as there are other ranks. Each rank's first and last
+    tokens (sink_len, recent_len) are in 16 bit. On CUDA nothing is read in a step, so a CUDA graph
+    serves every step, with NCCL. A rank that raises must end the others, as torchrun does.
+
+    Args:
+        cache: of this rank, empty, without windows; alike on all ranks. It needs room for
+            `tokens_of(longest sequence, 0, world_size, block_len)` tokens.
+        group: the ranks; all of them when None.
+        block_len: tokens in a row that a rank gets.
+
+    Attributes:
+        cache: as above. save_cache writes the share of this rank.
+        rank, world_size: in the group.
+
+    Raises:
+        ConfigError: torch.distributed is not initialized, the cache is no KVCache, not empty, or
+            not alike on all ranks.
+        UnsupportedError: the cache has windows.
+
+    Example (of each rank, started by `torchrun --nproc-per-node 2`):
+        dist.init_process_group()
+        room = ContextParallelCache.tokens_of(1_000_000, 0, dist.get_world_size())
+        cache = ContextParallelCache(KVCache(32, 1, 8, 128, room))
+        for layer in range(32):
+            cache.append(layer, k[layer], v[layer])  # the prompt, on each rank
+        out = cache.step(0, q, k_new, v_new)  # the same on all ranks
+    """
+
+    def __init__(
+        self, cache: KVCache, group: dist.ProcessGroup | None = None, *, block_len: int = BLOCK_LEN
+    ) -> None:
+        check_kind("cache", cache, KVCache, "give the KVCache of this rank")
+        self.block_len = check_size("block_len", block_len, at_least=1)
+        if not dist.is_available() or not dist.is_initialized():
+            raise ConfigError(
+                "torch.distributed is not initialized: start the ranks by torchrun, and call "
+                "torch.distributed.init_process_group()"
+            )
+        self.cache, self.group = cache, group
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        facts = repr(cache).rpartition(", on ")[0], self.block_len, bool(cache.seq_lens.any())
+        found: list[tuple[str, int, bool]] = [facts] * self.world_size
+        dist.all_gather_object(found, facts, group)
+        if len({one[:2] for one in found}) > 1:
+            raise ConfigError(f"ranks have other caches, or block_len: {found}: make them alike")
+        if any(is_filled for *_, is_filled in found):
+            raise ConfigError("a cache holds tokens already: give empty ones, and append to them")
+        if any(cache.windows):
+            raise UnsupportedError(
+                "a cache with windows is not spread over ranks: a window is short enough for one"
+            )
+        shape = cache.num_layers, cache.batch
+        # by layer: in a step some have the new token already
+        self._totals = torch.zeros(shape, dtype=torch.int64, device=cache.device)
+
+    @staticmethod
+    def tokens_of(tokens: int, rank: int, world_size: int, block_len: int = BLOCK_LEN) -> int:
+        """How many of a sequence's tokens a rank holds; rank 0 has the most.
+
+        Example:
+            >>> from kvquant import ContextParallelCache
+            >>> [ContextParallelCache.tokens_of(1000, rank, 3, block_len=100) for rank in range(3)]
+            [400, 300, 300]
+        """
+        rounds, rest = divmod(tokens, block_len * world_size)
+        return rounds * block_len + min(max(rest - rank * block_len, 0), block_len)
+
+    @property
+    def seq_lens(self) -> torch.Tensor:
+        """[batch] int64: tokens of each sequence, on all ranks together."""
+        return self._totals[0].clone()
+
+    def append(
+        self, layer: int, k: torch.Tensor, v: torch.Tensor, new_lens: Counts | None = None
+    ) -> None:
+        """Add tokens to the end of each sequence of a layer; this rank keeps its share of them.
+
+        Args:
+            layer, k, v, new_lens: as in KVCache.append, the same on all ranks.
+
+        Raises:
+            As KVCache.append, of this rank's tokens.
+        """
+        check_layer(layer, self.cache.num_layers)
+        check_tensors(k=k, v=v)
+        shape = self.cache.batch, self.cache.num_kv_heads
+        if k.ndim != 4 or v.ndim != 4 or k.shape[:3] != v.shape[:3] or k.shape[:2] != shape:
+            raise ShapeError(
+                f"k is {list(k.shape)}, v {list(v.shape)}: give [{shape[0]}, {shape[1]}, "
+                "new_tokens, head_dim]"
+            )
+        totals, new = self._totals[layer], k.shape[2]
+        steps = torch.arange(new, device=totals.device)
+        places = totals[:, None] + steps
+        is_mine = (places // self.block_len) % self.world_size == self.rank
+        counts: int | torch.Tensor = new
+        if new_lens is not None:
+            counts = torch.as_tensor(new_lens, device=totals.device).clamp(0, new)
+            is_mine &= steps < counts[:, None]
+        if new > 1:  # mine to the front, in their order
+            most = min(new, (new // (self.block_len * self.world_size) + 1) * self.block_len)
+            order = is_mine.byte().argsort(dim=1, descending=True, stable=True)[:, :most]
+            k, v = (
+                x.gather(2, order[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+                for x in (k, v)
+            )
+        self.cache.append(layer, k, v, is_mine.sum(1, dtype=torch.int32))
+        totals += counts
+
+    @overload
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        *,
+        variant: AttentionVariant | None = ...,
+        sm_scale: float | None = ...,
+        return_lse: Literal[False] = ...,
+        backend: str | None = ...,
+    ) -> torch.Tensor: ...
+    @overload
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        *,
+        variant: AttentionVariant | None = ...,
+        sm_scale: float | None = ...,
+        return_lse: Literal[True],
+        backend: str | None = ...,
+    ) -> State: ...
+    @overload
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        *,
+        variant: AttentionVariant | None = ...,
+        sm_scale: float | None = ...,
+        return_lse: bool = ...,
+        backend: str | None = ...,
+    ) -> torch.Tensor | State: ...
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        *,
+        variant: AttentionVariant | None = None,
+        sm_scale: float | None = None,
+        return_lse: bool = False,
+        backend: str | None = None,
+    ) -> torch.Tensor | State:
+        """Attend one token of each sequence to all of its tokens, those of other ranks too.
+
+        A rank's out has the dtype of q, so out is rounded to it twice.
+
+        Args:
+            layer: index of the layer.
+            q: [batch, num_q_heads, head_dim], the same on all ranks.
+            variant: soft_cap and sink_logits only.
+            sm_scale, return_lse, backend: as in decode_attention.
+
+        Returns:
+            As decode_attention; the same on all ranks.
+
+        Raises:
+            As KVCache.attend.
+            UnsupportedError: another variant, or several queries of a sequence: their positions
+                are not those that a rank counts.
+        """
+        check_tensors(q=q)
+        if q.ndim != 3:
+            raise UnsupportedError(
+                f"q is {list(q.shape)}: sequences on several ranks attend with one query each, "
+                "[batch, num_q_heads, head_dim]"
+            )
+        if others := sorted(set(names_of(variant)) - _POSSIBLE):
+            raise UnsupportedError(
+                f"a variant with {', '.join(others)} needs positions, which ranks do not know: use "
+                f"{' and '.join(sorted(_POSSIBLE))} only"
+            )
+        if variant is not None and self.rank:
+            variant = variant._replace(sink_logits=None)  # it is counted once
+        out, lse = self.cache.attend(
+            layer, q, variant=variant, sm_scale=sm_scale, return_lse=True, backend=backend
+        )
+        own = torch.cat([out.float(), lse.float()[..., None]], dim=-1)
+        found = list(own.new_empty(self.world_size, *own.shape))
+        dist.all_gather(found, own, self.group)
+        merged, lse = merge_states(*((one[..., :-1], one[..., -1]) for one in found))
+        merged = merged.to(out.dtype)
+        return (merged, lse) if return_lse else merged
+
+    def step(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        variant: AttentionVariant | None = None,
+        sm_scale: float | None = None,
+        backend: str | None = None,
+    ) -> torch.Tensor:
+        """Append one token to each sequence of a layer, and attend with its query.
+
+        Args:
+            layer, q, variant, sm_scale, backend: as in attend.
+            k, v: [batch, num_kv_heads, 1, head_dim].
+
+        Returns:
+            [batch, num_q_heads, head_dim], the same on all ranks.
+
+        Raises:
+            As append and attend.
+        """
+        self.append(layer, k, v)
+        return self.attend(layer, q, variant=variant, sm_scale=sm_scale, backend=backend)
+
+    def check(self) -> None:
+        """Raise what an append since the last check could not do, on this rank or another one.
+
+        All ranks call it. See KVCache.check.
+
+        Raises:
+            As KVCache.check: the error of this rank, or one that names the ranks that have some.
+            ConfigError: ranks were given other numbers of tokens.
+        """
+        error: KVQuantError | None = None
+        try:
+            self.cache.check()
+        except KVQuantError as raised:
+            error = raised
+        found: list[tuple[str | None, list[list[int]]]] = [(None, [])] * self.world_size
+        own = None if error is None else str(error), self._totals.tolist()
+        dist.all_gather_object(found, own, self.group)
+        if error is not None:
+            raise error
+        for rank, (message, _) in enumerate(found):
+            if message is not None:
+                raise ConfigError(f"rank {rank}: {message}")
+        if any(totals != own[1] for _, totals in found):
+            raise ConfigError(
+                "ranks were given other numbers of tokens, of the first layer "
+                f"{[totals[0] for _, totals in found]}: give all of them the same"
+            )
+
+    def crop(self, seq_lens: int | Counts) -> None:
+        """Drop the last tokens of each sequence, on all ranks.
+
+        Args:
+            seq_lens: as in KVCache.crop, of all ranks together.
+
+        Raises:
+            ShapeError: as KVCache.crop.
+        """
+        held, kept = self.seq_lens.cpu(), whole_numbers("seq_lens", seq_lens)
+        if not kept.ndim:
+            kept = torch.minimum(kept, held)
+        if kept.shape != held.shape or bool(((kept < 0) | (kept > held)).any()):
+            raise ShapeError(
+                f"cannot crop sequences of {held.tolist()} tokens to {kept.tolist()}: give lengths "
+                "from 0 to the present ones"
+            )
+        mine = [
+            self.tokens_of(n, self.rank, self.world_size, self.block_len) for n in kept.tolist()
+        ]
+        self.cache.crop(mine)
+        self._totals.copy_(torch.minimum(self._totals, kept.to(self._totals.device)))
+
+    def reorder(self, index: Counts) -> None:
+        """Put sequence index[b] at place b, on all ranks: see KVCache.reorder."""
+        self.cache.reorder(index)
+        places = whole_numbers("index", index).to(self._totals.device)
+        self._totals.copy_(self._totals.index_select(1, places))
+
+    def reset(self) -> None:
+        """Forget all tokens; the memory stays."""
+        self.cache.reset()
+        self._totals.zero_()
