@@ -47,7 +47,7 @@ ALLOWED = {
     ),
     "kernels.cuda.dequantize": "rows kernels.cuda.device kernels.cuda.runtime",
     "kernels.cuda.prefix": (
-        "errors rows kernels.cuda.device kernels.cuda.runtime kernels.cuda.decode"
+        "errors rehearsal rows kernels.cuda.device kernels.cuda.runtime kernels.cuda.decode"
     ),
     "kernels.cuda.slots": "kernels.cuda.device kernels.cuda.runtime",
 }

@@ -10,13 +10,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..errors import KVQuantError
 from ..rehearsal import rehearse
+from ..rows.basis import LayerBasis
+from ..rows.format import RowFormat
 from ..rows.quantize import EXACT_DTYPES
 from .layer import LayerCache
 
@@ -29,7 +32,8 @@ log = logging.getLogger("kvquant")
 _warm: set[Hashable] = set()  # caches whose kernels were compiled in this process
 
 
-class Calls(NamedTuple):
+@dataclass(frozen=True)
+class Calls:
     """What a cache will be called for.
 
     Attributes:
@@ -46,32 +50,51 @@ class Calls(NamedTuple):
     prompts: Sequence[int] = ()
     steps: Sequence[int] = (1,)
 
+    def __call__(self) -> None:
+        """Make all of them; those that are not possible will say why when they are made."""
+        cache = self.make()
+        num_q_heads = self.num_q_heads or cache.num_kv_heads
+        kinds = {_kind(at): layer for layer, at in enumerate(cache.layers)}
+        for layer in sorted(kinds.values()):
+            at = cache.layers[layer]
+            rows = cache.batch, cache.num_kv_heads
+            for count in self.prompts:
+                k, v = new_rows((*rows, count), at.k_format, at.v_format, self.dtype)
+                with suppress(KVQuantError):
+                    cache.append(layer, k, v)
+            for count in self.steps:
+                k, v = new_rows((*rows, count), at.k_format, at.v_format, self.dtype)
+                axes = (count, num_q_heads) if count > 1 else (num_q_heads,)
+                with suppress(KVQuantError):
+                    cache.step(layer, new_queries((cache.batch, *axes), k), k, v)
 
-def kernels_of(calls: Iterable[Calls], gpu: GPU) -> list[Spec]:
-    """The specs of the kernels that calls would launch on a GPU.
 
-    Those of calls that are not possible are left out: they will say why themselves.
-    """
+def new_rows(
+    shape: tuple[int, ...], k_format: RowFormat, v_format: RowFormat, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of a rehearsal, [*shape, head_dim]."""
+    k, v = (
+        torch.empty(*shape, fmt.head_dim, dtype=dtype, device="meta")
+        for fmt in (k_format, v_format)
+    )
+    return k, v
+
+
+def new_queries(shape: tuple[int, ...], k: torch.Tensor) -> torch.Tensor:
+    """Queries of a rehearsal, [*shape, head_dim], that come with K."""
+    dtype = k.dtype if k.dtype in EXACT_DTYPES.values() else torch.bfloat16
+    return torch.empty(*shape, k.shape[-1], dtype=dtype, device="meta")
+
+
+def kernels_of(calls: Iterable[Callable[[], None]], gpu: GPU) -> list[Spec]:
+    """The specs of the kernels that calls, such as Calls, would launch on a GPU."""
     with rehearse(gpu) as rehearsal:
-        for make, dtype, num_q_heads, prompts, steps in calls:
-            cache = make()
-            of_query = dtype if dtype in EXACT_DTYPES.values() else torch.bfloat16
-            kinds = {_kind(at): layer for layer, at in enumerate(cache.layers)}
-            for layer in sorted(kinds.values()):
-                for count in prompts:
-                    with suppress(KVQuantError):
-                        cache.append(layer, *_new_rows(cache, layer, dtype, count))
-                for count in steps:
-                    heads = num_q_heads or cache.num_kv_heads
-                    axes = (count, heads) if count > 1 else (heads,)
-                    shape = cache.batch, *axes, cache.layers[layer].k_format.head_dim
-                    q = torch.empty(shape, dtype=of_query, device="meta")
-                    with suppress(KVQuantError):
-                        cache.step(layer, q, *_new_rows(cache, layer, dtype, count))
+        for call in calls:
+            call()
     return list(rehearsal.kernels)
 
 
-def warm_up(device: torch.device, calls: Iterable[Calls]) -> None:
+def warm_up(device: torch.device, calls: Iterable[Callable[[], None]]) -> None:
     """Compile the kernels that calls will launch and that are not on the disk, all at a time; a
     line of the log says so, since it takes time. Nothing is done for the CPU."""
     if device.type != "cuda":
@@ -103,21 +126,12 @@ def warm_up_first(cache: KVCache, k: object) -> None:
         _warm.add(kind)
 
 
-def _new_rows(
-    cache: KVCache, layer: int, dtype: torch.dtype, count: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of so many new tokens of each sequence."""
-    at = cache.layers[layer]
-    shape = cache.batch, cache.num_kv_heads, count
-    k, v = (
-        torch.empty(*shape, fmt.head_dim, dtype=dtype, device="meta")
-        for fmt in (at.k_format, at.v_format)
-    )
-    return k, v
-
-
 def _kind(at: LayerCache) -> Hashable:
     """What the kernels of a layer depend on."""
-    encodings = (side.encoding for side in at.basis or ())
-    present = tuple(x is not None and x is not False for one in encodings for x in one)
-    return at.k_format, at.v_format, at.k_exact, at.sizes, present
+    return at.k_format, at.v_format, at.k_exact, at.sizes, present_in(at.basis)
+
+
+def present_in(basis: LayerBasis | None) -> tuple[bool, ...]:
+    """Which parts the bases of a layer have."""
+    encodings = (side.encoding for side in basis or ())
+    return tuple(x is not None and x is not False for one in encodings for x in one)

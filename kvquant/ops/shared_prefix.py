@@ -24,6 +24,7 @@ import torch
 
 from .. import debug
 from ..errors import ConfigError, DeviceError, ShapeError, UnsupportedError
+from ..rehearsal import is_rehearsed
 from ..rows.arguments import check_flag, check_kind, check_tensors
 from ..rows.basis import LayerBasis
 from ..rows.segment import (
@@ -184,7 +185,7 @@ def attend_shared(
             _check_queries(q, q_lens, members, segments)
         members = _queries_of(members, q_lens, q)
         q, out, lse = (x.flatten(0, 1) for x in (q, out, lse))
-    if out.is_cuda and backend != "reference":
+    if (out.is_cuda or is_rehearsed(out)) and backend != "reference":
         scale = head_dim**-0.5 if sm_scale is None else float(sm_scale)
         _add_prefix(q, prefix, members, out, lse, scale, num_splits)
     else:

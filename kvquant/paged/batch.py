@@ -127,6 +127,7 @@ class PagedBatch(NotCopied):
             self._staged.tensors[name].fill_(-1)
         self._step: Step | None = None
         self._on_cuda = cache.device.type == "cuda"
+        self._is_cold = self._on_cuda  # nothing was appended yet
         # the fewest rows of q, rows of k, and queries of a sequence that graphs have
         self._captured = [max_batch, self.max_tokens, self.max_tokens]
         self._appended: set[int] = set()  # the layers that were appended to in this step
@@ -270,6 +271,11 @@ class PagedBatch(NotCopied):
                 f"{self.max_tokens}"
             )
         is_fixed = self._is_fixed()
+        if self._is_cold and not compiling:
+            from .warmup import warm_up_batch
+
+            self._is_cold = False
+            warm_up_batch(self, k, rope, self._num_ids)
         if compiling:
             self._is_compiled = True
         else:

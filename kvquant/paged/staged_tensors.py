@@ -45,10 +45,12 @@ class StagedTensors(NotCopied):
         check_room(end, device, "a batch", "use a smaller max_batch, max_tokens or max_seq_len")
         self._target = torch.zeros(end, dtype=torch.uint8, device=device)
         self._hosts, self._events = [self._target], []
-        if on_cuda:
+        if device.type != "cpu":
             self._hosts = [
-                torch.zeros(end, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2)
+                torch.zeros(end, dtype=torch.uint8, device="cpu", pin_memory=on_cuda)
+                for _ in range(2)
             ]
+        if on_cuda:
             self._events = [torch.cuda.Event() for _ in self._hosts]
         self._turn = 0
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from kvquant.rehearsal import is_rehearsed
 from kvquant.rows.segment import Segment
 
 from ..decode.arrange import pack_counts
@@ -51,14 +52,15 @@ def add_prefix(
     facts = map(facts_of, (q, members, *rows))
     key = PrefixSpec, k_format, v_format, sm_scale, num_splits, q.is_neg(), *facts
     launch = cached_launch(key, check, _prepare, q, prefix, members, sm_scale, num_splits)
-    if launch is None:
+    if launch is None and not is_rehearsed(q):
         return
     num_kv_heads = k_rows.shape[1]
     num_rows = len(q if members is None else members) * (q.shape[1] // num_kv_heads)
-    states = launch.grid[2], num_kv_heads, num_rows  # of the splits
+    states = launch.grid[2] if launch else 1, num_kv_heads, num_rows  # of the splits
     split_out = torch.empty((*states, v_format.head_dim), dtype=torch.float32, device=q.device)
     split_lse = torch.empty(states, dtype=torch.float32, device=q.device)
-    launch((q, members, split_out, split_lse, *rows))
+    if launch is not None:
+        launch((q, members, split_out, split_lse, *rows))
     combine(out, lse, split_out, split_lse, members)
 
 

@@ -1,0 +1,107 @@
+"""Compile what steps of a batch will launch before they do; see kvquant/cache/warmup.py."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+
+from ..cache.warmup import new_queries, new_rows, present_in, warm_up
+from ..errors import KVQuantError
+from ..rows.rotation import Rope
+from .batch import PagedBatch
+from .cache import PagedKVCache
+
+
+@dataclass(frozen=True)
+class BatchCalls:
+    """What a batch will be called for: the rows of some tokens, and steps of a token a sequence.
+
+    Attributes:
+        cache: the cache of the batch, or one like it.
+        dtype: of new rows; queries have it too, or bfloat16 where it is float32.
+        num_tokens: in the first call of PagedBatch.append.
+        batches: sequences of steps.
+        rotary_dim: of a Rope that comes with K, and whether it is interleaved; None: none comes.
+        num_q_heads: of queries; up to 8 on a KV head when None.
+    """
+
+    cache: PagedKVCache
+    dtype: torch.dtype
+    num_tokens: int
+    batches: tuple[int, ...]
+    rotary_dim: tuple[int, bool] | None = None
+    num_q_heads: int | None = None
+
+    def __call__(self) -> None:
+        """Make all of them; those that are not possible will say why when they are made."""
+        most = max(self.batches)
+        cache = _like(self.cache, most)
+        batch = PagedBatch(cache, most, max(self.num_tokens, most))
+        num_q_heads = self.num_q_heads or cache.num_kv_heads
+        for name in range(most):
+            cache.allocate(name)
+        for count, attends in ((self.num_tokens, False), *((one, True) for one in self.batches)):
+            with suppress(KVQuantError), batch.extend(range(min(count, most))):
+                for layer, at in enumerate(cache.rows.layers):
+                    shape = count, cache.num_kv_heads
+                    k, v = new_rows(shape, at.k_format, at.v_format, self.dtype)
+                    rope = self._rope(count)
+                    if attends:
+                        batch.step(layer, new_queries((count, num_q_heads), k), k, v, rope=rope)
+                    else:
+                        batch.append(layer, k, v, rope=rope)
+
+    def _rope(self, count: int) -> Rope | None:
+        if self.rotary_dim is None:
+            return None
+        dim, interleaved = self.rotary_dim
+        cos, sin = torch.empty(2, count, dim // 2, dtype=torch.float32, device="meta")
+        return Rope(cos, sin, interleaved)
+
+
+def warm_up_batch(batch: PagedBatch, k: object, rope: Rope | None, num_ids: int) -> None:
+    """Compile what a batch on CUDA that was not appended to yet will need.
+
+    Args:
+        batch: on CUDA.
+        k, rope: of the first append; what does not fit is left to the append to refuse.
+        num_ids: sequences of its step.
+    """
+    if isinstance(k, torch.Tensor) and k.ndim == 3 and len(k) <= batch.max_tokens:
+        rotary_dim = None if rope is None else (2 * rope.cos.shape[-1], rope.interleaved)
+        batches = tuple({max(num_ids, 1), batch.max_batch})
+        calls = BatchCalls(batch.cache, k.dtype, len(k), batches, rotary_dim)
+        warm_up(batch.cache.device, [calls])
+
+
+def _like(cache: PagedKVCache, max_num_seqs: int) -> PagedKVCache:
+    """An empty cache on the meta device, with a layer of each kind that another one has and few
+    pages."""
+    kinds: dict[Hashable, int] = {}
+    for layer, at in enumerate(cache.rows.layers):
+        window = cache.windows[layer]
+        kinds.setdefault((at.k_format, at.v_format, window, present_in(at.basis)), layer)
+    layers = [cache.rows.layers[layer] for layer in kinds.values()]
+    bases = [at.basis for at in layers if at.basis is not None]
+    split = cache.rows.split
+    return PagedKVCache(
+        len(layers),
+        cache.num_kv_heads,
+        layers[0].k_format.head_dim,
+        num_pages=(len(kinds) + 4) * max_num_seqs,
+        max_num_seqs=max_num_seqs,
+        max_seq_len=cache.max_seq_len,
+        page_size=split.page_size,
+        k_format=[at.k_format for at in layers],
+        v_format=[at.v_format for at in layers],
+        sink_len=cache.sink_len,
+        recent_len=cache.recent_len,
+        exact_format=cache.exact_format,
+        rollback_len=cache.rollback_len,
+        device="meta",
+        bases=bases or None,
+        windows=[cache.windows[layer] for layer in kinds.values()],
+    )

@@ -1,0 +1,104 @@
+"""What steps of a paged batch will launch, told before they do. No GPU is needed."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from example_plan import example_plan
+from fake_cuda import CPU, FakeDriver, install_for_caches, loaded_specs
+
+from kvquant import PagedBatch, PagedKVCache
+from kvquant.cache.warmup import kernels_of
+from kvquant.kernels.cuda.prefix.spec import CombineSpec, PrefixSpec
+from kvquant.kernels.cuda.runtime import compile as compiling
+from kvquant.kernels.cuda.runtime import launch as runtime
+from kvquant.ops import attention, transform
+from kvquant.ops.shared_prefix import attend_shared
+from kvquant.paged.warmup import BatchCalls
+from kvquant.rehearsal import rehearse
+from kvquant.rows.format import RowFormat
+from kvquant.rows.rotation import Rope
+from kvquant.rows.segment import Segment
+
+HEADS, DIM, BATCH, TOKENS = 2, 64, 4, 40
+GIVEN: dict[str, Any] = {"num_pages": 64, "max_num_seqs": BATCH, "max_seq_len": 512}
+PLAIN: dict[str, Any] = {"num_layers": 3, "num_kv_heads": HEADS, "head_dim": DIM, **GIVEN}
+MAKERS = {
+    "plain": partial(PagedKVCache, **PLAIN),
+    "formats": partial(PagedKVCache, **PLAIN, k_format=["int8", "fp8", "int8"], page_size=16),
+    "windows": partial(PagedKVCache, **PLAIN, windows=[64, None, 64]),
+    "plan": partial(PagedKVCache.from_plan, example_plan(3, HEADS, DIM), **GIVEN),
+}
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    """The CPU as a GPU, for whole steps."""
+    driver = install_for_caches(monkeypatch)
+    monkeypatch.setattr(attention, "kernels_for", lambda *_: "cuda")
+    monkeypatch.setattr(
+        transform, "takes_one_launch", lambda x, backend: x.dtype in transform.DTYPES
+    )
+    return driver
+
+
+def run(batch: PagedBatch, rope: Rope | None) -> None:
+    """A prompt of one sequence, and a step of all."""
+    ids = list(range(BATCH))
+    for name in ids:
+        batch.cache.allocate(name)
+    for count, of in ((TOKENS, ids[:1]), (BATCH, ids)):
+        k, v = torch.zeros(2, count, HEADS, DIM, dtype=torch.bfloat16)
+        own = rope and rope._replace(cos=rope.cos[:count], sin=rope.sin[:count])
+        with batch.extend(of, count // len(of)):
+            for layer in range(batch.cache.num_layers):
+                if count == TOKENS:
+                    batch.append(layer, k, v, rope=own)
+                else:
+                    q = torch.zeros(BATCH, 2 * HEADS, DIM, dtype=torch.bfloat16)
+                    batch.step(layer, q, k, v, rope=own)
+
+
+@pytest.mark.parametrize("has_rope", [False, True])
+@pytest.mark.parametrize("name", MAKERS)
+def test_what_is_launched_was_told(name: str, has_rope: bool, cuda: FakeDriver) -> None:
+    rope = Rope(*torch.zeros(2, TOKENS, DIM // 4)) if has_rope else None
+    cache = MAKERS[name]()
+    rotary_dim = (DIM // 2, False) if has_rope else None
+    calls = BatchCalls(cache, torch.bfloat16, TOKENS, (BATCH,), rotary_dim)
+    told = kernels_of([calls], runtime.gpu_of(CPU))
+    assert not cuda.launched and not cache.ids
+    run(PagedBatch(cache, BATCH, TOKENS), rope)
+    assert cuda.launched and {*loaded_specs()} == {*told}
+
+
+def test_the_first_append_compiles_what_steps_will_need_too(
+    cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[Any] = []
+    monkeypatch.setattr(compiling, "missing", lambda specs, arch: list(specs))
+    monkeypatch.setattr(compiling, "compile_all", lambda specs, arch: compiled.extend(specs))
+    batch = PagedBatch(MAKERS["plain"](), BATCH, TOKENS)
+    batch.cache.device, batch._is_cold = torch.device("cuda", 0), True
+    run(batch, None)
+    assert [type(spec).__name__ for spec in compiled] == ["AppendSpec", "DecodeSpec"]
+    assert {*loaded_specs()} <= {*compiled} and not batch._is_cold
+
+
+def test_shared_prefixes_are_rehearsed(cuda: FakeDriver) -> None:
+    fmt = RowFormat.parse("int4-g4", DIM)
+    with rehearse(runtime.gpu_of(CPU)) as rehearsal:
+
+        def segment(batch: int) -> Segment:
+            rows = torch.empty(batch, HEADS, 64, fmt.row_bytes, dtype=torch.uint8, device="meta")
+            lens = torch.empty(batch, dtype=torch.int32, device="meta")
+            return Segment(rows, rows.clone(), lens, fmt, fmt)
+
+        q = torch.empty(BATCH, 2 * HEADS, DIM, dtype=torch.bfloat16, device="meta")
+        out = attend_shared(q, segment(1), [segment(BATCH)])
+    assert out.shape == q.shape
+    kinds = [type(spec) for spec in rehearsal.kernels]
+    assert len(kinds) == 3 and kinds[1:] == [PrefixSpec, CombineSpec]
