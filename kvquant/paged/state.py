@@ -96,7 +96,7 @@ class PagedState(NotCopied):
         split: how the tokens of a sequence are split.
         rollback_len: tokens of a sequence that were packed last, whose 16-bit rows are kept.
         window: last tokens that any layer attends to; None if one attends to all. With a window
-            pages before it are dropped, and no prefix is found: tokens are not looked at.
+            pages before it are dropped, and no prefix is found: no tokens are kept as known.
 
     Attributes:
         pool: the pages; the length of a sequence there is its packed tokens.
@@ -161,7 +161,7 @@ class PagedState(NotCopied):
 
     def allocate(self, sequence_id: SequenceId, tokens: Sequence[int] = ()) -> Allocation:
         """Begin a sequence with what is known of all but the last of its tokens."""
-        known = token_ids(tokens)[:-1] if self.window is None else []
+        known = token_ids(tokens)[:-1]
         self._check_seq_slots([sequence_id])
         packed, root = self.pool.allocate(sequence_id, known)
         present = packed + self.split.sink_len if packed else 0

@@ -196,6 +196,20 @@ def test_the_pool_is_as_if_nothing_had_been() -> None:
                 assert torch.equal(*pair)
 
 
+def test_a_fork_takes_back_what_its_parent_drafted() -> None:
+    ours, theirs = both("plain")
+    for batch in (ours, theirs):
+        torch.manual_seed(0)
+        begin(batch, "a", 30)
+    extend(ours, ["a"], MOST)
+    for batch in (ours, theirs):
+        batch.cache.fork("a", "b")
+        for name in "ba":
+            batch.cache.truncate(name, 30)
+    for name in "ab":
+        assert same(values(ours.cache, name), values(theirs.cache, name))
+
+
 def test_what_is_kept_has_a_price_and_a_limit() -> None:
     """Originals are 16-bit rows of each layer, head and sequence slot; none without the option."""
     with_it, without = (batch.cache for batch in both("plain"))

@@ -37,6 +37,11 @@ def test_eight_rows_share_no_bank_or_are_as_long_as_in_memory(fmt: RowFormat) ->
         assert row.stride == row.prefix + fmt.code_bytes == -(-fmt.row_bytes // UNIT) * UNIT
 
 
+def test_rows_of_6_and_10_units_are_not_padded() -> None:
+    rows = [StagedRow(RowFormat.parse(name, 128)) for name in ("int4-g8", "int8-g8", "bf16")]
+    assert [row.stride for row in rows] == [96, 160, 272]
+
+
 @pytest.mark.parametrize("fmt", formats(), ids=lambda fmt: f"{fmt}/{fmt.head_dim}")
 def test_codes_are_aligned_and_copies_fill_the_row(fmt: RowFormat) -> None:
     row = StagedRow(fmt)
