@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -31,7 +32,7 @@ from .checks import (
     per_layer,
     whole_numbers,
 )
-from .layer import ROLLBACK, Kind, LayerCache, rooms_of
+from .layer import ROLLBACK, SPARE, Kind, LayerCache, rooms_of
 from .memory import check_room
 
 if TYPE_CHECKING:
@@ -664,8 +665,7 @@ class KVCache:
             check_room(nbytes, self.device, what, "use a smaller max_seq_len")
         try:
             for i, old in enumerate(layers):
-                new = self._make_layer(self.batch, max_seq_len, old.kind)
-                new.take(old)
+                new = self._copy(old, max_seq_len)
                 if not old.packed_len:  # all tokens were recent
                     new.pack_recent(self.bad_rows)
                 layers[i] = new
@@ -674,6 +674,41 @@ class KVCache:
                 layer.limit(self.max_seq_len)
             raise
         self.max_seq_len = max_seq_len
+
+    @contextmanager
+    def attempt(self, new_tokens: int) -> Iterator[None]:
+        """Drop the tokens that a block of code appends, if it raises.
+
+        They are cropped. Layers with a window, which forget a token for each new one, are copied
+        before if more than 512 tokens may come, and are as they were, bit for bit.
+
+        Args:
+            new_tokens: the most that the block appends to a sequence.
+
+        Example:
+            >>> import torch
+            >>> from kvquant import KVCache
+            >>> cache = KVCache(num_layers=1, batch=2, num_kv_heads=8, head_dim=128, max_seq_len=64)
+            >>> try:
+            ...     with cache.attempt(10):
+            ...         cache.append(0, *torch.randn(2, 2, 8, 10, 128))
+            ...         raise KeyboardInterrupt
+            ... except KeyboardInterrupt:
+            ...     print(cache.seq_lens.tolist())
+            [0, 0]
+        """
+        before, kept = self.seq_lens.cpu(), dict[int, LayerCache]()
+        if new_tokens > SPARE and bool(before.any()):
+            for i, layer in enumerate(self.layers):
+                if layer.lens.firsts is not None:
+                    kept[i] = self._copy(layer, self.max_seq_len)
+        try:
+            yield
+        except BaseException:
+            for i, layer in kept.items():
+                self.layers[i].take(layer)
+            self.crop(before)
+            raise
 
     def reset(self) -> None:
         """Forget all tokens; the memory stays."""
@@ -709,6 +744,13 @@ class KVCache:
             window,
             self.rollback_len,
         )
+
+    @torch.inference_mode(False)
+    def _copy(self, layer: LayerCache, max_seq_len: int) -> LayerCache:
+        """A layer of as much room or more, with the same sequences."""
+        copy = self._make_layer(self.batch, max_seq_len, layer.kind)
+        copy.take(layer)
+        return copy
 
     def _layer_bytes(self, batch: int, max_seq_len: int, kind: Kind) -> int:
         """Bytes of such a layer, before it is made."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,6 @@ from transformers.cache_utils import DynamicCache
 from .. import debug
 from ..cache.checks import whole_numbers
 from ..cache.contiguous import KVCache
-from ..cache.layer import SPARE
 from ..errors import ConfigError, ShapeError, UnsupportedModelError
 from ..io.plan import CachePlan
 from ..rows.arguments import check_device, check_size
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int], None]
 CHUNK = 16384  # tokens of prompts, of all sequences, that are computed at a time
+LEAST = 512  # of each sequence
 _FOLDED = "kvquant_folded"  # a mark on a model whose weights hold a plan's bases of V
 
 
@@ -227,9 +227,8 @@ class CachedModel:
             lens: [batch], whole numbers: tokens of each sequence that are no padding, 1 or more;
                 all when None.
             chunk: tokens of each sequence computed at a time: the more, the faster, and the more
-                memory activations take. 16,384 of all sequences together when None. 512 at most for
-                a cache with windows; all at once where rotary embeddings depend on the length of
-                the text, and it is beyond it.
+                memory activations take. 16,384 of all sequences together when None; all at once
+                where rotary embeddings depend on the length of the text, and it is beyond it.
             progress: called with the number of tokens done after each chunk.
 
         Returns:
@@ -247,16 +246,15 @@ class CachedModel:
         self._check_tokens(tokens, (cache.batch, None))
         counts = _counts(lens, *tokens.shape)
         if chunk is None:
-            chunk = max(CHUNK // cache.batch, SPARE)
+            chunk = max(CHUNK // cache.batch, LEAST)
         chunk = check_size("chunk", chunk, at_least=1)
         self._check_room(cache, counts)
         if self._layers.turn is not None and not int(cache.seq_lens.max()):
             if int(counts.max()) > self._layers.turn.positions:
                 chunk = tokens.shape[1]  # all keys are turned alike
-        if any(cache.windows):
-            chunk = min(chunk, SPARE)  # else a call that fails could not be taken back
         logits: torch.Tensor | None = None
-        with _taken_back(cache):
+        cache.check()  # what was appended before is not to be blamed on this call
+        with cache.attempt(int(counts.max())):
             for start in range(0, int(counts.max()), chunk):
                 part = tokens[:, start : start + chunk]
                 new_lens = (counts - start).clamp(0, part.shape[1])
@@ -312,7 +310,8 @@ class CachedModel:
             cache, torch.full((cache.batch,), num_tokens - 1, dtype=torch.int64, device="cpu")
         )
         tokens = [logits.argmax(-1)]
-        with _taken_back(cache):
+        cache.check()
+        with cache.attempt(num_tokens):
             while len(tokens) < num_tokens:
                 tokens.append(self.step(cache, tokens[-1]).argmax(-1))
         return torch.stack(tokens, dim=1)
@@ -397,7 +396,8 @@ class CachedModel:
         except BaseException:
             cache.bad_rows.zero_()  # of the rows that are taken back
             cache.overflow_tokens.zero_()
-            cache.crop(before)  # layers that are through must not be ahead of the others
+            with suppress(ShapeError):  # windows that are overwritten: prefill has copies
+                cache.crop(before)  # layers that are through must not be ahead of the others
             raise
         logits: torch.Tensor = out.logits
         return logits if logits.shape[1] == len(keep) else logits[:, keep]
@@ -465,19 +465,6 @@ class CachedModel:
                 f"{count} positions are needed, and the model has learned {self._positions}: give "
                 "fewer tokens"
             )
-
-
-@contextmanager
-def _taken_back(cache: KVCache) -> Iterator[None]:
-    """Drop what the block has added to a cache, if it raises."""
-    cache.check()  # what was appended before is not to be blamed on this call
-    before = cache.seq_lens.cpu()
-    try:
-        yield
-    except BaseException:
-        with suppress(ShapeError):  # a window that has moved on
-            cache.crop(before)
-        raise
 
 
 def _counts(lens: torch.Tensor | Sequence[int] | None, batch: int, new_tokens: int) -> torch.Tensor:

@@ -65,6 +65,7 @@ def relative_l2(value: torch.Tensor, expected: torch.Tensor) -> float:
 @click.option("--model", "folder", help="A folder with a model.")
 @click.option("--layers", default=4, show_default=True, help="Of the model that is made up.")
 @click.option("--tokens", multiple=True, type=int, default=(16384, 32768, 65536), show_default=True)
+@click.option("--batch", default=1, show_default=True)
 @click.option("--past", default=32768, show_default=True)
 @click.option("--turn", default=8192, show_default=True, help="0: no second turn.")
 @click.option("--format", "fmt", default="int4-g4", show_default=True)
@@ -74,6 +75,7 @@ def main(
     folder: str | None,
     layers: int,
     tokens: tuple[int, ...],
+    batch: int,
     past: int,
     turn: int,
     fmt: str,
@@ -92,7 +94,8 @@ def main(
             made = LlamaForCausalLM(config)
             made.to(torch.bfloat16)
     model = CachedModel(made.eval())
-    text = torch.randint(model.config.vocab_size, (1, max(*tokens, past + turn)), device=device)
+    longest = max(*tokens, past + turn)
+    text = torch.randint(model.config.vocab_size, (batch, longest), device=device)
 
     def plain(count: int, held: Any = None) -> torch.Tensor:
         return model.plain(text[:, :count], model.new_plain_cache() if held is None else held)
@@ -101,7 +104,7 @@ def main(
         return model.prefill(cache(count, fmt), text[:, :count], **options)
 
     def cache(count: int, fmt: str = fmt) -> Any:
-        return model.new_cache(1, count, k_format=fmt, v_format=fmt)
+        return model.new_cache(batch, count, k_format=fmt, v_format=fmt)
 
     count = min(tokens)
     wanted = plain(count)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from kvquant import AttentionVariant, KVCache, debug
+from kvquant.cache import contiguous
 from kvquant.cache import layer as layers
 from kvquant.errors import ConfigError, KVQuantError, NonFiniteError, ShapeError, UnsupportedError
 
@@ -30,7 +31,6 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from transformers import masking_utils as masking  # noqa: E402
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
 
-import kvquant.hf.model  # noqa: E402
 from kvquant.hf import attention as hf_attention  # noqa: E402
 from kvquant.hf import masks  # noqa: E402
 from kvquant.hf.cache import QuantizedCache  # noqa: E402
@@ -294,7 +294,7 @@ def test_a_cache_without_the_models_windows_is_refused() -> None:
 
 def test_a_call_that_fails_is_taken_back_with_windows_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "SPARE", 8)
-    monkeypatch.setattr(kvquant.hf.model, "SPARE", 8)
+    monkeypatch.setattr(contiguous, "SPARE", 8)
     model = tiny("Mistral", sliding_window=16)
     cache = model.new_cache(1, 90)
     model.prefill(cache, tokens(1, 40))

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kvquant import KVCache, debug, load_cache, save_cache
+from kvquant.cache import contiguous
 from kvquant.cache import layer as layers
 from kvquant.errors import (
     ConfigError,
@@ -29,7 +30,6 @@ from hf_cases import (  # noqa: E402
     tokens,
 )
 
-import kvquant.hf.model  # noqa: E402
 from kvquant.hf.model import CachedModel  # noqa: E402
 
 LONG = [4.0] * 32
@@ -165,29 +165,39 @@ def test_a_prompt_that_fails_in_a_later_chunk_is_not_there(at: int, model: Cache
     assert lengths(cache) == [[10, 10]] * 2
 
 
-def test_windows_keep_whole_chunks_of_a_prompt_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("past", [0, 40])
+@pytest.mark.parametrize("chunk", [5, 12, 100])
+def test_a_prompt_that_fails_leaves_windows_as_they_were(
+    chunk: int, past: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In its last layer, and between chunks: also where rings have been overwritten."""
     monkeypatch.setattr(layers, "SPARE", 8)
-    monkeypatch.setattr(kvquant.hf.model, "SPARE", 8)
+    monkeypatch.setattr(contiguous, "SPARE", 8)
     model = tiny("Mistral", sliding_window=16)
-    cache, text = model.new_cache(1, 90), tokens(1, 40)
+    cache, text = model.new_cache(2, 160, recent_len=4), tokens(2, 100)
+    if past:
+        model.prefill(cache, text[:, :past], [past, past - 9])
+    wanted, calls = cache.fork(), list[int]()
 
     def fail(done: int) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        model.prefill(cache, text, progress=fail)
-    assert lengths(cache) == [[0]] * 2  # nothing was there
-    model.prefill(cache, text)
-    calls: list[int] = []
-
-    def fail_later(done: int) -> None:
         calls.append(done)
-        if len(calls) == 3:
+        if len(calls) == min(3, 100 // chunk):
             raise KeyboardInterrupt
 
+    def fail_in_layer(*_: Any) -> None:
+        raise MemoryError
+
     with pytest.raises(KeyboardInterrupt):
-        model.prefill(cache, text, progress=fail_later)
-    assert lengths(cache) == [[64]] * 2  # 40 and 3 chunks: the window has moved on
+        model.prefill(cache, text, chunk=chunk, progress=fail)
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(cache.layers[-1], "append", fail_in_layer)
+        model.prefill(cache, text, chunk=chunk)
+    q = torch.ones(2, model.config.num_attention_heads, cache.head_dim)
+    for one in (cache, wanted):
+        model.prefill(one, text[:, :3])
+    assert lengths(cache) == lengths(wanted)
+    for index in range(2):
+        assert torch.equal(cache.attend(index, q), wanted.attend(index, q))
 
 
 def test_generate_that_fails_adds_nothing(model: CachedModel) -> None:
