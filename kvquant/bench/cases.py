@@ -285,7 +285,8 @@ def make_inputs(case: Case, copies: int, device: torch.device) -> list[Inputs]:
     Queries and rows are random. The sequences hold the same tokens, each as many as its length;
     with a block table their pages lie in random order among those of all inputs.
     """
-    generator = torch.Generator(device).manual_seed(0)
+    # the meta device has no values, and no generator
+    generator = None if device.type == "meta" else torch.Generator(device).manual_seed(0)
     count = copies * case.batch
     several = (case.q_len,) if case.q_len > 1 else ()
     shape = (count, *several, case.num_q_heads, case.head_dim)
@@ -303,7 +304,7 @@ def make_inputs(case: Case, copies: int, device: torch.device) -> list[Inputs]:
             continue
         page_size = case.page_size if kind == "packed" else 0
         k, v = (
-            _random_rows(fmt, case.num_kv_heads, room, page_size, count, generator)
+            _random_rows(fmt, case.num_kv_heads, room, page_size, count, device, generator)
             for fmt in (k_format, v_format)
         )
         lens = torch.tensor(lengths * copies, dtype=torch.int32, device=device)
@@ -322,6 +323,12 @@ def make_inputs(case: Case, copies: int, device: torch.device) -> list[Inputs]:
         )
         for first in range(0, count, case.batch)
     ]
+
+
+def rehearse_case(case: Case) -> None:
+    """Attend without values, for a rehearsal: see kvquant/rehearsal.py."""
+    (inputs,) = make_inputs(case, 1, torch.device("meta"))
+    attend_segments(inputs.q, inputs.segments)
 
 
 def take_sequences(segment: Segment, first: int, count: int) -> Segment:
@@ -349,15 +356,17 @@ def _random_rows(
     length: int,
     page_size: int,
     sequences: int,
-    generator: torch.Generator,
+    device: torch.device,
+    generator: torch.Generator | None,
 ) -> torch.Tensor:
     """[sequences, num_kv_heads, length, row_bytes], or [pages, num_kv_heads, page_size, ...]."""
     if page_size:
         length = -(-length // page_size) * page_size
     tokens = min(length, BLOCK)
     shape = (num_kv_heads, tokens, fmt.head_dim)
-    values = torch.randn(shape, dtype=torch.float32, device=generator.device, generator=generator)
-    rows = quantize_rows(values, fmt).repeat(1, -(-length // tokens), 1)[:, :length]
+    values = torch.randn(shape, dtype=torch.float32, device=device, generator=generator)
+    rows = quantize_rows(values, fmt, check=generator is not None)
+    rows = rows.repeat(1, -(-length // tokens), 1)[:, :length]
     if not page_size:
         return rows.repeat(sequences, 1, 1, 1)
     pages = rows.reshape(num_kv_heads, -1, page_size, fmt.row_bytes).transpose(0, 1)

@@ -105,7 +105,7 @@ def warm_up(device: torch.device, calls: Iterable[Callable[[], None]]) -> None:
     gpu = gpu_of(torch.cuda.current_device() if device.index is None else device.index)
     todo = missing(kernels_of(calls, gpu), gpu.arch)
     if todo:
-        log.warning("compiling %d kernels for %s, once; this takes seconds", len(todo), gpu.arch)
+        log.warning("kvquant: compiling %d kernels for %s, once", len(todo), gpu.arch)
         compile_all(todo, gpu.arch)
 
 

@@ -22,6 +22,7 @@ from .console import (
     WHOLE,
     check_device,
     check_output,
+    compile_kernels,
     enough_memory,
     progress,
     write_json,
@@ -212,11 +213,23 @@ def _measure(
     from ..bench import report
     from ..bench.gpu import Peer, measure
 
+    kinds = [one for case in cases for one in (case, *([case.even] if case.lens else []))]
+    _compile(kinds, timer)
     peers: dict[Case, Peer | str] = {}
     for result in _each_that_fits(cases, lambda case: measure(case, timer, peers)):
         results.append(result)
         rows.append(report.cells(table, results, machine))
     return {table: [report.figures(result, machine) for result in results]}
+
+
+def _compile(cases: Sequence[Case], timer: Timer) -> None:
+    """Compile what the cases need, all at a time."""
+    from ..bench.cases import rehearse_case
+    from ..cache.warmup import kernels_of
+    from ..kernels.cuda.runtime.launch import gpu_of
+
+    gpu = gpu_of(timer.device.index)
+    compile_kernels(kernels_of([partial(rehearse_case, case) for case in cases], gpu), gpu.arch)
 
 
 def _tune(

@@ -9,10 +9,10 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
@@ -20,6 +20,9 @@ from click.shell_completion import CompletionItem
 
 from ..errors import ConfigError, DeviceError, KVQuantError
 from ..rows.format import HEAD_DIMS, NAMES
+
+if TYPE_CHECKING:
+    from ..kernels.cuda.runtime.spec import Spec
 
 MAX = 2**31 - 1  # lengths are int32
 MAX_TEXT = 1 << 28  # bytes; /dev/zero has no end
@@ -234,6 +237,29 @@ def _lines(length: int, label: str) -> Callable[..., None]:
                 click.echo(f"{label}: {f'{stage}, ' if stage else ''}{share} %", err=True)
 
     return update
+
+
+def compile_kernels(kernels: Sequence[Spec], arch: str) -> int:
+    """Compile CUDA kernels that are not on the disk, and show how far that is.
+
+    Returns:
+        How many there were.
+
+    Raises:
+        ConfigError: they cannot be kept.
+    """
+    from ..kernels.cuda.runtime.compile import compile_all, missing
+
+    todo = missing(kernels, arch)
+    if not todo:
+        return 0
+    with progress(len(todo), "Compiling") as update:
+        compile_all(todo, arch, lambda kernel: update(1, kernel.kernel.partition(".")[0]))
+    if missing(todo, arch):
+        raise ConfigError(
+            "kernels cannot be kept: let KVQUANT_CACHE_DIR name a folder that can be written"
+        )
+    return len(todo)
 
 
 def check_output(

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import ConfigError
-from .console import COUNT, FILE, FOLDER, FORMATS, HEAD_DIM, PAIR, WHOLE, is_given, progress
+from .console import COUNT, FILE, FOLDER, FORMATS, HEAD_DIM, PAIR, WHOLE, compile_kernels, is_given
 
 if TYPE_CHECKING:
     import torch
@@ -71,24 +70,17 @@ def warmup(
         if model is not None and is_given(name):
             raise click.UsageError(f"--{name.replace('_', '-')} is the model's: leave it out")
     from ..cache.warmup import Calls, kernels_of
-    from ..kernels.cuda.runtime.compile import compile_all, missing
 
     gpu = _gpu(arch)
     caches, about = _caches(model, plan, formats or (DEFAULT_FORMAT,), options)
     made = (partial(make, batch=batch) for make in caches for batch in batches)
     kernels = kernels_of((Calls(make, *about, PROMPTS) for make in made), gpu)
-    todo, start = missing(kernels, gpu.arch), time.perf_counter()
-    if todo:
-        with progress(len(todo), "Compiling") as update:
-            compile_all(todo, gpu.arch, lambda kernel: update(1, kernel.kernel.partition(".")[0]))
-        if missing(todo, gpu.arch):
-            raise ConfigError(
-                "kernels cannot be kept: let KVQUANT_CACHE_DIR name a folder that can be written"
-            )
+    start = time.perf_counter()
+    compiled = compile_kernels(kernels, gpu.arch)
     seconds = time.perf_counter() - start
     click.echo(
-        f"{len(kernels)} kernels for {gpu.arch}: {len(kernels) - len(todo)} were there, "
-        f"{len(todo)} compiled in {seconds:.0f} s"
+        f"{len(kernels)} kernels for {gpu.arch}: {len(kernels) - compiled} were there, "
+        f"{compiled} compiled in {seconds:.0f} s"
     )
 
 

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from kvquant import RowFormat
-from kvquant.bench.cases import FORMATS, SHAPES, Case, list_cases, make_inputs, parse_formats
+from kvquant.bench.cases import (
+    FORMATS,
+    SHAPES,
+    TABLES,
+    Case,
+    list_cases,
+    make_inputs,
+    parse_formats,
+    rehearse_case,
+)
+from kvquant.cache.warmup import kernels_of
 from kvquant.errors import ConfigError
+from kvquant.kernels.cuda.decode.spec import DecodeSpec
+from kvquant.kernels.cuda.runtime.launch import GPUS
 
 CPU = torch.device("cpu")
 
@@ -159,3 +172,12 @@ def test_pages_are_scattered_over_all_inputs_and_hold_the_tokens() -> None:
 def test_formats_are_named_once_or_apart() -> None:
     assert parse_formats("fp8", 128) == (RowFormat("fp8", 1, 128),) * 2
     assert [str(f) for f in parse_formats("int8-g4/int4", 64)] == ["int8-g4", "int4"]
+
+
+@pytest.mark.parametrize("table", ["", *TABLES])
+def test_cases_are_rehearsed(table: str) -> None:
+    cases = list_cases((), quick=False, table=table)
+    told = kernels_of([partial(rehearse_case, case) for case in cases], GPUS["sm_90"])
+    formats = {(case.k_format, case.v_format) for case in cases}
+    paths = [spec.first for spec in told if isinstance(spec, DecodeSpec)]
+    assert formats == {(path.k_format, path.v_format) for path in paths}

@@ -43,6 +43,7 @@ from kvquant.bench.report import (
     wide_cells,
 )
 from kvquant.bench.timer import Call, GraphTimer, Machine
+from kvquant.cli import bench as command
 from kvquant.cli import main as cli
 from kvquant.errors import KVQuantError
 from kvquant.kernels.cuda.decode.plan import Plan
@@ -371,6 +372,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("no compiler")
 
     monkeypatch.setattr(gpu_bench, "_compiled_flex", cannot_compile)
+    monkeypatch.setattr(runtime, "gpu_of", lambda index: H200)
+    monkeypatch.setattr(command, "compile_kernels", lambda kernels, arch: len(kernels))
 
 
 def run(*args: object) -> Result:
