@@ -154,8 +154,8 @@ def main(
             return lambda: model.plain(text[:, past : past + turn], kept)
 
         def again() -> Callable[[], Any]:
-            packed.crop(past)
-            return lambda: model.prefill(packed, text[:, past : past + turn])
+            fresh = packed.fork()  # windows cannot be cropped so far
+            return lambda: model.prefill(fresh, text[:, past : past + turn])
 
         compare(
             f"{turn} on {past}",
