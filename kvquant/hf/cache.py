@@ -33,6 +33,7 @@ from .attention import Handed
 from .configs import CacheLayers, Turn, cache_layers, new_cache
 from .masks import ATTENTION, calls
 from .padding import Columns, Padding
+from .positions import check_scale, check_turn
 
 DRAFTS = 16  # tokens
 SPACE = 256  # tokens that a cache which grows has room for at first, besides those that come
@@ -143,6 +144,7 @@ class QuantizedCache(Cache):
         self.padding: Padding | None = None  # of this call
         self._starts: list[int] = []  # the position of each sequence's first token
         self._longest: int | None = 0  # of the KVCache, when it was last known to be as here
+        self._wrong: torch.Tensor | None = None  # [2], found in steps: masks, positions
         super().__init__(layers=[])
         options: dict[str, Any] = {
             "k_format": k_format,
@@ -268,12 +270,14 @@ class QuantizedCache(Cache):
         if grows and needed > self.kv.max_seq_len:
             self.kv.grow(max(needed, 2 * self.kv.max_seq_len))
 
+    @torch.inference_mode(False)  # else the flags could not be changed outside
     def _hold(self, kv: KVCache) -> None:
         """Take a KVCache, with what it has; the only place where lengths are read."""
         self.kv = kv
         lens, self._starts = torch.stack([kv.seq_lens.long(), kv.start_positions]).tolist()
         self._past, self._longest = Columns.of_lens(lens), kv.layers[0].longest
-        self._wrong = torch.zeros(2, dtype=torch.bool, device=kv.device)  # masks, positions
+        if self._wrong is None or self._wrong.device != kv.device:
+            self._wrong = torch.zeros(2, dtype=torch.bool, device=kv.device)
 
     def begin(self, columns: int) -> None:
         """A new call of this many columns, if the one before is complete; else hand tells what is
@@ -335,6 +339,7 @@ class QuantizedCache(Cache):
     def _check(self, is_wrong: torch.Tensor, what: int) -> None:
         """Raise what is wrong in a step, at once or, where it would have to be read, in check."""
         if not debug.may_read(is_wrong):
+            assert self._wrong is not None
             self._wrong[what] |= is_wrong
         elif bool(is_wrong):
             raise ConfigError((_MASK, _POSITIONS)[what])
@@ -347,7 +352,7 @@ class QuantizedCache(Cache):
                 were others than the cache's.
             NonFiniteError, ShapeError: as KVCache.check.
         """
-        if self.kv is None:
+        if self.kv is None or self._wrong is None:
             return
         self.kv.check()
         for is_wrong, message in zip(self._wrong.tolist(), (_MASK, _POSITIONS), strict=True):
@@ -372,7 +377,7 @@ class QuantizedCache(Cache):
         assert self.kv is not None
         columns, past = self._new_columns, self._past
         told: torch.Tensor | None = None
-        if isinstance(positions, torch.Tensor):
+        if isinstance(positions, torch.Tensor) and positions.shape[-1] == columns:
             own = positions.reshape(-1, *positions.shape[-2:])[0].expand(self.kv.batch, columns)
             told = own[:, 0] if self.padding is None else self.padding.first(own)
         if told is not None and past.length and columns > 1 and not bool(told.any()):
@@ -383,8 +388,13 @@ class QuantizedCache(Cache):
             )
         if not self._is_placed:
             self._check_told(told)
-        self._check_turn()
-        self._check_scale()
+        if self._turn is None and self._scaled_from is None:
+            return
+        known = self._starts, past.lens, self._counts()
+        if self._turn is not None:
+            check_turn(self._turn, *known, columns)
+        if self._scaled_from is not None:
+            check_scale(self._scaled_from, *known, past.length)
 
     def _check_told(self, told: torch.Tensor | None) -> None:
         """Raise if sequences go on from other positions than the model takes.
@@ -417,44 +427,6 @@ class QuantizedCache(Cache):
         came = [first if count else own for first, own, count in each]
         if came != wanted:
             raise ConfigError(f"{_POSITIONS} ({came} came, {wanted} are next)")
-
-    def _check_turn(self) -> None:
-        """Raise if a call's keys, or those of the past, would have to be turned otherwise."""
-        columns, held = self._new_columns, self._past.lens
-        if self._turn is None or max(self._starts) + self._past.length + columns <= (
-            self._turn.positions
-        ):
-            return
-        limit, counts = self._turn.positions, self._counts()
-        before = [start + n for start, n in zip(self._starts, held, strict=True)]
-        if all(own + columns <= limit for own in before):
-            return
-        fits = all(
-            own + count > limit and (n == 0 or (own > limit and not self._turn.again))
-            for own, count, n in zip(before, counts, held, strict=True)
-        )
-        if not fits:
-            raise UnsupportedModelError(
-                f"this model turns keys by the length of the text (rope_type {self._turn.kind!r}), "
-                f"those in the cache too, if it has more than {limit} positions: stay below, or "
-                "read a longer prompt in one call, without shorter ones beside it"
-                + (", and no token after it" if self._turn.again else "")
-            )
-
-    def _check_scale(self) -> None:
-        """Raise if a call's queries would be scaled by the positions of another sequence."""
-        if self._scaled_from is None:
-            return
-        held = self._past.lens
-        for start, n, count in zip(self._starts, held, self._counts(), strict=True):
-            before, counted = start + n, self._past.length
-            is_far = max(before, counted) + count > self._scaled_from
-            if before != counted and count and is_far:
-                raise UnsupportedModelError(
-                    f"this model scales queries from position {self._scaled_from} on and counts "
-                    "the positions of all sequences alike: stay below, or read and decode "
-                    "sequences of one length at a time, from position 0"
-                )
 
     def _counts(self) -> list[int]:
         """Tokens of each sequence in this call."""

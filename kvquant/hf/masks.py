@@ -97,7 +97,7 @@ def _mask(
         )
         return mask
     if attention_mask is not None:
-        cache.take_mask(attention_mask, sizes["q_length"])
+        cache.take_mask(attention_mask.expand(sizes["batch_size"], -1), sizes["q_length"])
     mark = MaskMark(problem="has a mask that is neither causal nor a sliding window")
     if use_vmap:
         pass  # functions of the caller's own

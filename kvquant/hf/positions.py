@@ -1,4 +1,5 @@
-"""How a Hugging Face model counts positions: whether from those that it is given, and how far."""
+"""How a Hugging Face model counts positions: whether from those that it is given, and how far; and
+where keys in a cache, or queries, depend on how far a text goes."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 
 from ..errors import UnsupportedModelError
+from .configs import Turn
 
 # names of learned position embeddings, and parts of the names of towers that have others
 _TABLES = {"embed_positions", "position_embeddings", "wpe"}
@@ -41,6 +43,55 @@ def positions_of(model: Any) -> int | None:
             "RoBERTa): CachedModel counts them from 0"
         )
     return table.num_embeddings - int(getattr(table, "offset", 0))
+
+
+def check_turn(
+    turn: Turn, starts: list[int], lens: list[int], counts: list[int], columns: int
+) -> None:
+    """Raise if a call's keys, or those of the past, would have to be turned otherwise.
+
+    Args:
+        turn: of the model.
+        starts: the position of each sequence's first token.
+        lens: tokens of each sequence before the call.
+        counts: those of the call.
+        columns: of the call, padding included.
+    """
+    limit = turn.positions
+    before = [start + held for start, held in zip(starts, lens, strict=True)]
+    if max(before) + columns <= limit:
+        return
+    fits = all(
+        own + count > limit and (held == 0 or (own > limit and not turn.again))
+        for own, held, count in zip(before, lens, counts, strict=True)
+    )
+    if not fits:
+        raise UnsupportedModelError(
+            f"this model turns keys by the length of the text (rope_type {turn.kind!r}), those in "
+            f"the cache too, if it has more than {limit} positions: stay below, or read a longer "
+            "prompt in one call, without shorter ones beside it"
+            + (", and no token after it" if turn.again else "")
+        )
+
+
+def check_scale(
+    scaled_from: int, starts: list[int], lens: list[int], counts: list[int], counted: int
+) -> None:
+    """Raise if a call's queries would be scaled by the positions of another sequence.
+
+    Args:
+        scaled_from: of the model: the first position whose queries are scaled.
+        starts, lens, counts: as in check_turn.
+        counted: the position that the model takes for all sequences' next token.
+    """
+    for start, held, count in zip(starts, lens, counts, strict=True):
+        before = start + held
+        if before != counted and count and max(before, counted) + count > scaled_from:
+            raise UnsupportedModelError(
+                f"this model scales queries from position {scaled_from} on and counts the "
+                "positions of all sequences alike: stay below, or read and decode sequences of one "
+                "length at a time, from position 0"
+            )
 
 
 def _table(model: Any) -> torch.nn.Embedding | None:

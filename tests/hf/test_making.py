@@ -170,3 +170,15 @@ def test_a_step_reads_nothing(kind: str, is_padded: bool, monkeypatch: pytest.Mo
         with pytest.raises(ConfigError, match="go on from other positions"):
             past.check()
     past.check()
+
+
+def test_a_cache_of_inference_mode_goes_on_outside(
+    own: CachedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    past, mask = QuantizedCache(own.model), torch.ones(1, 6, dtype=torch.int64)
+    with torch.inference_mode():
+        own.model(tokens(1, 5), past_key_values=past)
+    monkeypatch.setattr(debug, "may_read", lambda tensor: False)  # as on CUDA
+    with torch.no_grad():
+        own.model(tokens(1, 1), attention_mask=mask, past_key_values=past)
+    past.check()
