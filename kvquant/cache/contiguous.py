@@ -95,6 +95,8 @@ class KVCache:
             embeddings); 0 unless set. It is saved and moves with the sequences.
         bad_rows: [2] int32, rows of K and of V that were written as NaN: see append.
         overflow_tokens: [1] int32, tokens that found no room in a graph, once for each layer.
+        num_q_heads: of the queries that will come, where that is known, as for a model: the kernels
+            that the first append compiles are for them. None: few on a KV head.
 
     Raises:
         ConfigError: a size, a format or a device that does not exist, or takes too much memory.
@@ -162,6 +164,7 @@ class KVCache:
         self.start_positions = torch.zeros(batch, dtype=torch.int64, device=self.device)
         self.bad_rows = torch.zeros(2, dtype=torch.int32, device=self.device)
         self.overflow_tokens = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self.num_q_heads: int | None = None
         self._is_cold = self.device.type == "cuda"  # nothing was appended yet
 
     @classmethod
@@ -784,7 +787,7 @@ class KVCache:
 
     def like(self, batch: int, device: torch.device | str) -> KVCache:
         """An empty cache of so many sequences on a device, else like this one."""
-        return KVCache(
+        other = KVCache(
             self.num_layers,
             batch,
             self.num_kv_heads,
@@ -800,6 +803,8 @@ class KVCache:
             windows=self.windows,
             rollback_len=self.rollback_len,
         )
+        other.num_q_heads = self.num_q_heads
+        return other
 
     def _taken(self, index: torch.Tensor) -> KVCache:
         """A new cache with the sequences at these places."""

@@ -39,7 +39,7 @@ class Calls:
     Attributes:
         make: makes it, empty, on the meta device.
         dtype: of new rows; queries have it too, or bfloat16 where it is float32.
-        num_q_heads: of queries; up to 8 on a KV head when None.
+        num_q_heads: of queries; when None those of the cache, or as many as it has KV heads.
         prompts: new tokens of each sequence in calls of KVCache.append.
         steps: the same of KVCache.step.
     """
@@ -53,7 +53,7 @@ class Calls:
     def __call__(self) -> None:
         """Make all of them; those that are not possible will say why when they are made."""
         cache = self.make()
-        num_q_heads = self.num_q_heads or cache.num_kv_heads
+        num_q_heads = self.num_q_heads or cache.num_q_heads or cache.num_kv_heads
         kinds = {_kind(at): layer for layer, at in enumerate(cache.layers)}
         for layer in sorted(kinds.values()):
             at = cache.layers[layer]
@@ -119,7 +119,8 @@ def warm_up_first(cache: KVCache, k: object) -> None:
     if not isinstance(k, torch.Tensor) or k.ndim != 4:
         return
     kinds = tuple(dict.fromkeys(map(_kind, cache.layers)))
-    kind = kinds, cache.batch, cache.num_kv_heads, k.dtype, k.shape[2], cache.device
+    heads = cache.num_kv_heads, cache.num_q_heads
+    kind = kinds, cache.batch, heads, k.dtype, k.shape[2], cache.device
     if kind not in _warm:
         make = partial(cache.like, cache.batch, "meta")
         warm_up(cache.device, [Calls(make, k.dtype, prompts=(k.shape[2],))])

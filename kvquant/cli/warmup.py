@@ -100,41 +100,34 @@ def _gpu(arch: str | None) -> GPU:
 
 def _caches(
     model: Path | None, plan: Path | None, formats: tuple[str, ...], options: dict[str, Any]
-) -> tuple[list[Callable[..., KVCache]], tuple[torch.dtype, int | None]]:
+) -> tuple[Sequence[Callable[..., KVCache]], tuple[torch.dtype, int | None]]:
     """What makes a cache of each kind, given batch; the model's dtype and query heads."""
     import torch
 
-    from ..cache.checks import row_formats
     from ..cache.contiguous import KVCache
     from ..io.plan import CachePlan
     from ..rows.quantize import exact_codec
 
-    config, dtype = None, options["dtype"]
-    num_kv_heads, num_q_heads = options["kv_heads"], options["q_heads"]
-    k_dims: Sequence[int] = (int(options["head_dim"]),)
-    v_dims, windows = k_dims, None
+    dtype, num_q_heads = options["dtype"], options["q_heads"]
+    given = {name: options[name] for name in ("max_seq_len", "sink_len", "recent_len")}
+    make: Callable[..., KVCache]
     if model is not None:
-        from ..hf.configs import cache_layers
+        from ..hf.configs import cache_layers, new_cache
         from ..hf.loading import load_config
 
         config = load_config(model)
-        layers, dtype = cache_layers(config), dtype or str(config.dtype).removeprefix("torch.")
-        num_q_heads = config.get_text_config(decoder=True).num_attention_heads
-        num_kv_heads, windows = layers.num_kv_heads, layers.windows
-        k_dims, v_dims = layers.k_dims, layers.v_dims
+        dtype = dtype or str(config.dtype).removeprefix("torch.")
+        make, num_q_heads = partial(new_cache, config, cache_layers(config)), None
+    elif plan is not None:
+        make = KVCache.from_plan
+        num_q_heads = num_q_heads if is_given("q_heads") else None
+    else:
+        shape = {"num_kv_heads": options["kv_heads"], "head_dim": int(options["head_dim"])}
+        make = partial(KVCache, num_layers=1, **shape)
     of_rows = torch.float16 if dtype == "float16" else torch.bfloat16
-    given = {name: options[name] for name in ("max_seq_len", "sink_len", "recent_len")}
-    given |= {"exact_format": exact_codec(of_rows), "windows": windows, "device": "meta"}
+    make = partial(make, exact_format=exact_codec(of_rows), device="meta", **given)
     if plan is not None:
-        found = CachePlan.load(plan, model=None if config is None else config.to_dict())
-        if config is None and not is_given("q_heads"):
-            num_q_heads = None
-        return [partial(KVCache.from_plan, found, **given)], (of_rows, num_q_heads)
-    given |= {"num_layers": len(k_dims), "num_kv_heads": num_kv_heads, "head_dim": max(k_dims)}
-    caches: list[Callable[..., KVCache]] = []
-    for pair in formats:
-        k_name, _, v_name = pair.partition("/")
-        k_format = row_formats("k_format", k_name, k_dims)
-        v_format = row_formats("v_format", v_name or k_name, v_dims)
-        caches.append(partial(KVCache, k_format=k_format, v_format=v_format, **given))
+        return [partial(make, plan=CachePlan.load(plan))], (of_rows, num_q_heads)
+    pairs = (pair.partition("/") for pair in formats)
+    caches = [partial(make, k_format=k, v_format=v or k) for k, _, v in pairs]
     return caches, (of_rows, num_q_heads)

@@ -137,11 +137,15 @@ def new_cache(
                 f"the plan has layers {plan.places} of the model, its KVCache needs "
                 f"{list(layers.places)}"
             )
-        return KVCache.from_plan(plan, batch, max_seq_len, **options)
-    for name, dims in (("k_format", layers.k_dims), ("v_format", layers.v_dims)):
-        options[name] = row_formats(name, options.get(name, DEFAULT_FORMAT), dims)
-    shape = len(layers.places), batch, layers.num_kv_heads, max(layers.k_dims), max_seq_len
-    return KVCache(*shape, **options)
+        cache = KVCache.from_plan(plan, batch, max_seq_len, **options)
+    else:
+        for name, dims in (("k_format", layers.k_dims), ("v_format", layers.v_dims)):
+            options[name] = row_formats(name, options.get(name, DEFAULT_FORMAT), dims)
+        shape = len(layers.places), batch, layers.num_kv_heads, max(layers.k_dims), max_seq_len
+        cache = KVCache(*shape, **options)
+    text = config.get_text_config(decoder=True)
+    cache.num_q_heads = getattr(text, "num_attention_heads", None)
+    return cache
 
 
 def layer_windows(config: Any) -> list[int | None]:
