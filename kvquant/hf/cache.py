@@ -514,6 +514,8 @@ class QuantizedCache(Cache):
         is_new = (at or 0) < self._due
         return self._past.length + (self._new_columns if is_new else 0)
 
+    # what it notes for the thread is not seen by others while a graph is made
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def mask_sizes(self, columns: int) -> tuple[int, int]:
         """Columns to attend to, and where they start; asked before a mask is made."""
         calls.asked, self._is_asked = weakref.ref(self), True
