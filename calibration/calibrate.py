@@ -141,6 +141,7 @@ def calibrate(
         )
     with suppress(UnsupportedModelError):  # then after the model was observed
         layers = cache_layers(getattr(model, "config", None))
+        layers.check_whole()
         _check_budget(goal, _least_bits(layers.k_dims + layers.v_dims))
     key = _key(model, observed) if state else ""
     moments = observe(model, observed[rank::ranks], key, state, progress)

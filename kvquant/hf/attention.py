@@ -179,8 +179,11 @@ def _plain_attention(
         UnsupportedModelError: there is one, or SDPA cannot compute what the layer asks for.
     """
     cache = None if calls.cache is None else calls.cache()
+    is_kept = cache is not None and cache.keeps(getattr(module, "layer_idx", None))
     is_ours = cache is not None and (cache.is_waiting or _is_causal(module, options))
-    if is_ours or hasattr(attention_mask, "kvquant_mask"):
+    if is_kept and cache is not None and not cache.is_waiting:
+        pass  # the layer attends to what transformers' own layer of the cache has given
+    elif is_ours or hasattr(attention_mask, "kvquant_mask"):
         if cache:
             cache.take_back()
         raise UnsupportedModelError(
@@ -189,6 +192,11 @@ def _plain_attention(
             "checkpointing does): a KVCache holds keys and values as attention meets them"
         )
     for option in VARIANT:
+        if options.get(option) is not None and is_kept:
+            raise UnsupportedModelError(
+                f"{name} asks for {option}, and the cache keeps it as transformers does, where "
+                "SDPA attends, which has none: use transformers' own cache and eager attention"
+            )
         if options.get(option) is not None:
             raise UnsupportedModelError(
                 f"{name} asks for {option}, which kvquant's attention computes with a KVCache "

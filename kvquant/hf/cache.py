@@ -5,6 +5,10 @@ name. Both are ours: this cache passes keys and values on, rounded to its 16-bit
 the function in attention.py attends to marked ones, and appends them. Each layer of the KVCache is
 appended once in a call of the model, in order, or the call is refused.
 
+Layers that no KVCache holds (states, other numbers of KV heads) are transformers' own objects in
+the same list, in the model's order; attention that is theirs is SDPA, with the mask that
+transformers makes.
+
 transformers counts padded columns; rows hold none (padding.py). What a call of the model is checked
 for is known on the host, but for two things in a step of one token: that the mask shows the tokens
 there are, and position_ids. These are compared on the device, as a GPU would have to be waited for.
@@ -13,13 +17,13 @@ there are, and position_ids. These are compared on the device, as a GPU would ha
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from .. import debug
 from ..cache.checks import Formats, whole_numbers
@@ -34,6 +38,7 @@ from .configs import CacheLayers, Turn, cache_layers, new_cache
 from .masks import ATTENTION, calls
 from .padding import Columns, Padding
 from .positions import check_scale, check_turn
+from .switch import attending
 
 DRAFTS = 16  # tokens
 SPACE = 256  # tokens that a cache which grows has room for at first, besides those that come
@@ -69,6 +74,10 @@ class QuantizedCache(Cache):
     crop(0) keeps what all layers have. One that fails after the attention of the last layer leaves
     its tokens, as in transformers' own caches: crop them.
 
+    A layer that no KVCache holds (linear attention, other numbers of KV heads) is kept as
+    transformers keeps it, in 16 bit: describe() tells which and why. What has reached such layers
+    is not taken back when a call fails: reset() then. They are not in kv, so not in its files.
+
     Models count the positions of all sequences alike, from 0: where those of the cache are others
     (padding, sequences cropped apart, start_positions), give position_ids, as generate does. Phi-3
     models drop a cache themselves where their prompt gets longer than
@@ -97,7 +106,7 @@ class QuantizedCache(Cache):
         ConfigError: source is none of these, or a model that attends otherwise; an option is not
             possible.
         CheckpointError: the plan was made for another model.
-        UnsupportedModelError: the model has what no KVCache holds.
+        UnsupportedModelError: a KVCache holds none of the model's layers.
         ShapeError: the layers of a KVCache hold different lengths.
         NonFiniteError: as KVCache.check.
 
@@ -112,6 +121,8 @@ class QuantizedCache(Cache):
         >>> more.shape[1] - text.input_ids.shape[1]
         5
     """
+
+    layers: list[Any]  # ours, and transformers' own
 
     def __init__(
         self,
@@ -145,6 +156,8 @@ class QuantizedCache(Cache):
         self._starts: list[int] = []  # the position of each sequence's first token
         self._longest: int | None = 0  # of the KVCache, when it was last known to be as here
         self._wrong: torch.Tensor | None = None  # [2], found in steps: masks, positions
+        self._kept: dict[int, str] = {}  # the layers that are transformers' own, and why
+        self._is_torn = False  # these have got what was taken back of the others
         super().__init__(layers=[])
         options: dict[str, Any] = {
             "k_format": k_format,
@@ -167,22 +180,36 @@ class QuantizedCache(Cache):
         if max_seq_len is not None:
             self._max_seq_len = check_size("max_seq_len", max_seq_len, at_least=1)
         config = _config_of(source)
-        layers = cache_layers(config)
+        layers = cache_layers(config, longest=max_seq_len)
         make: Callable[..., KVCache] = partial(new_cache, config, layers, **options)
-        make(1, 0, exact_format=exact_format or "bf16")  # raises what is not possible
+        self._outline = make(1, 0, exact_format=exact_format or "bf16")  # or it is not possible
         self._make = make
-        self.fit(layers)
+        self.fit(layers, DynamicCache(config=config).layers if layers.others else ())
 
-    def fit(self, layers: CacheLayers) -> None:
-        """Hold these layers of a model; ShapeError unless the KVCache is one for them."""
+    def fit(self, layers: CacheLayers, others: Sequence[Any] = ()) -> None:
+        """Hold these layers of a model.
+
+        Args:
+            layers: which those of the KVCache are.
+            others: all layers of the model as transformers keeps them; needed for layers.others.
+
+        Raises:
+            ShapeError: the KVCache is not one for these layers.
+            UnsupportedModelError: the model has others, which are not given.
+        """
+        if not others:
+            layers.check_whole()
         if self.kv is not None:
             _check_layers(self.kv, layers)
         self._places = {layer: at for at, layer in enumerate(layers.places)}
         self._turn, self._scaled_from = layers.turn, layers.scaled_from
+        self._kept = dict(layers.others)
         # those between that own no keys are there to be counted
         self.layers = [
-            QuantizedLayer(self, layer, self._places.get(layer))
-            for layer in range(layers.places[-1] + 1)
+            others[layer]
+            if layer in self._kept
+            else QuantizedLayer(self, layer, self._places.get(layer))
+            for layer in range(max([*layers.places, *self._kept]) + 1)
         ]
 
     def tell(self, layers: CacheLayers, new_lens: torch.Tensor | None) -> None:
@@ -200,6 +227,40 @@ class QuantizedCache(Cache):
     def is_fitted(self) -> bool:
         """Whether the cache is known to be one for the model's layers."""
         return self._places is not None
+
+    def keeps(self, layer: int | None) -> bool:
+        """Whether a layer of the model is transformers' own."""
+        return layer in self._kept
+
+    @property
+    def keeps_attention(self) -> bool:
+        """Whether a layer that is transformers' own attends, and so needs a mask."""
+        return any(isinstance(self.layers[at], CacheLayerMixin) for at in self._kept)
+
+    def describe(self) -> str:
+        """What each layer of the model is kept as, and why, a line each.
+
+        Example:
+            >>> from transformers import LlamaConfig
+            >>> from kvquant import QuantizedCache
+            >>> config = LlamaConfig(num_hidden_layers=2)
+            >>> print(QuantizedCache(config, v_format="int8").describe())
+            layer 0: K int4-g4, V int8
+            layer 1: K int4-g4, V int8
+        """
+        kv = self._outline if self.kv is None else self.kv
+        lines = []
+        for index, layer in enumerate(self.layers):
+            if not isinstance(layer, QuantizedLayer):
+                text = f"{type(layer).__name__} of transformers, as it {self._kept[index]}"
+            elif layer.at is None:
+                text = "the rows of another layer"
+            else:
+                held = kv.layers[layer.at]
+                text = f"K {held.k_format}, V {held.v_format}"
+                text += f", the last {held.window} tokens" if held.window else ""
+            lines.append(f"layer {index}: {text}")
+        return "\n".join(lines)
 
     @property
     def num_places(self) -> int:
@@ -228,6 +289,11 @@ class QuantizedCache(Cache):
         """
         calls.cache, calls.asked = weakref.ref(self), None
         self.check_attended()
+        if self._is_torn:
+            raise ShapeError(
+                "a call of the model has failed, and its layers that are transformers' own cannot "
+                "forget what came: reset() the cache and read the text again"
+            )
         if not self._is_asked:  # a model that makes no masks
             self.begin(keys.shape[2])
         if at != self._due:
@@ -478,6 +544,7 @@ class QuantizedCache(Cache):
     def take_back(self) -> None:
         """Drop what this call of the model has appended so far, and begin anew."""
         self._waiting = None
+        self._is_torn = bool(self._kept)
         if self._due and self.kv is not None:
             with suppress(ShapeError):  # windows that are overwritten: the next call says so
                 self.kv.crop(self._past.lens)
@@ -522,6 +589,13 @@ class QuantizedCache(Cache):
         self.begin(columns)
         return self._past.length + columns, 0
 
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """As Cache: the columns that a layer attends to, and where they start."""
+        sizes = self.mask_sizes(query_length)
+        if layer_idx in self._kept and isinstance(self.layers[layer_idx], CacheLayerMixin):
+            sizes = self.layers[layer_idx].get_mask_sizes(query_length)
+        return sizes
+
     @property
     def max_columns(self) -> int:
         """Columns that there is room for; -1 for a cache that grows."""
@@ -532,6 +606,9 @@ class QuantizedCache(Cache):
 
     def reset(self) -> None:
         """Forget all tokens. The memory stays, for as many sequences."""
+        for layer in self._kept:
+            self.layers[layer].reset()
+        self._is_torn = False
         self._due, self._waiting, self.padding = 0, None, None
         if self.kv is not None:
             self.kv.reset()
@@ -539,6 +616,7 @@ class QuantizedCache(Cache):
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Put sequence beam_idx[b] at place b."""
+        self._take_kept(beam_idx)
         if self.kv is not None:
             self.kv.reorder(beam_idx)
             self._taken(beam_idx)
@@ -551,6 +629,7 @@ class QuantizedCache(Cache):
 
         Raises:
             ShapeError: as KVCache.crop, for layers with a window.
+            RuntimeError: by transformers, for its own layers that cannot forget.
         """
         if tokens_to_remove > 0:
             raise ConfigError(
@@ -558,6 +637,8 @@ class QuantizedCache(Cache):
                 "tokens to remove as a negative one"
             )
         self._settle()
+        for layer in self._kept:  # crop(0) too ends what they have recorded
+            self.layers[layer].crop(tokens_to_remove)
         if self.kv is None or not (tokens_to_remove or self._due):
             return
         past = self._past.without_last(-tokens_to_remove)
@@ -568,15 +649,17 @@ class QuantizedCache(Cache):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each sequence, its copies side by side; kv is another KVCache then."""
         if self.kv is not None:
-            batch = self.kv.batch
+            index = torch.arange(self.kv.batch, device="cpu").repeat_interleave(repeats)
+            self._take_kept(index)
             self.kv = self.kv.repeat(repeats)
-            self._taken(torch.arange(batch, device="cpu").repeat_interleave(repeats))
+            self._taken(index)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the sequences at these places; kv is another KVCache then."""
         if self.kv is not None:
             if isinstance(indices, torch.Tensor) and indices.dtype == torch.bool:
                 indices = indices.nonzero()[:, 0]  # as torch indexes
+            self._take_kept(indices)
             self.kv = self.kv.fork(indices)
             self._taken(indices)
 
@@ -591,15 +674,10 @@ class QuantizedCache(Cache):
             self._starts = [0] * len(index)
             self._past = Columns(self._past.length, self._starts)
 
-    def _no_state(self, *_: Any, **__: Any) -> NoReturn:
-        """Not possible: asked by layers of linear attention, convolutions and indexers."""
-        raise UnsupportedModelError(
-            "a layer keeps a state that is no keys and values (linear attention, convolution or "
-            "an index): KVCache holds attention layers only"
-        )
-
-    get_conv_state = update_conv_state = has_previous_state = _no_state
-    get_recurrent_state = update_recurrent_state = update_indexer = _no_state
+    def _take_kept(self, index: torch.Tensor) -> None:
+        """Let layers of transformers follow: what their states have in place of batch_select."""
+        for layer in self._kept:
+            self.layers[layer].reorder_cache(index)
 
 
 class QuantizedLayer(CacheLayerMixin):
@@ -679,12 +757,15 @@ def _config_of(source: Any) -> Any:
 
     Raises:
         ConfigError: it is neither; or the model attends otherwise.
+        UnsupportedModelError: the model cannot attend by "kvquant".
     """
     if isinstance(source, torch.nn.Module) and hasattr(source, "config"):
         config: Any = source.config
         text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else None
         found = getattr(text, "_attn_implementation", None)
         if found != ATTENTION:
+            with attending(source, ATTENTION):  # else the line below is no help
+                pass
             raise ConfigError(
                 f"this {type(source).__name__} attends by {shown(found)}, and only {ATTENTION!r} "
                 f"reads a KVCache: load it by from_pretrained(..., attn_implementation="

@@ -2,12 +2,15 @@
 the KVCache for them.
 
 Configs of transformers are read by attribute; nothing is imported from there. A layer that attends
-to the keys and values of an earlier one owns none: the cache has no place for it.
+to the keys and values of an earlier one owns none: the cache has no place for it. Layers that no
+KVCache holds (states, latent rows, other numbers of KV heads) are told with the reason.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..cache.checks import DEFAULT_FORMAT, row_formats
@@ -18,6 +21,7 @@ from ..rows.format import RowFormat
 
 # of config.layer_types: what they keep are the keys and values of tokens, and nothing else
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
+_NOTHING = {"moe", "mlp"}  # layers without attention, which transformers counts too
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,7 @@ class CacheLayers:
         turn: where all keys would have to be turned anew, if anywhere.
         scaled_from: the position from which on queries are scaled by how far they are, counted by
             the model from the longest sequence for all of them; None where they are not.
+        others: the model's layers that own what no KVCache holds, and why it does not.
     """
 
     places: tuple[int, ...]
@@ -58,16 +63,27 @@ class CacheLayers:
     windows: tuple[int | None, ...]
     turn: Turn | None = None
     scaled_from: int | None = None
+    others: Mapping[int, str] = field(default_factory=dict)
+
+    def check_whole(self) -> None:
+        """Raise UnsupportedModelError unless a KVCache alone serves the model."""
+        for layer, reason in self.others.items():
+            raise UnsupportedModelError(
+                f"layer {layer} {reason}: a KVCache alone does not serve such a model, "
+                "QuantizedCache(model) keeps these layers as transformers does"
+            )
 
 
-def cache_layers(config: Any) -> CacheLayers:
-    """The layers that a KVCache holds.
+def cache_layers(config: Any, *, longest: int | None = 0) -> CacheLayers:
+    """The layers that a KVCache holds, and those that it does not.
 
     Args:
         config: of the text model, or of a model with others beside it.
+        longest: tokens of a sequence, at most; None where they have no end. A layer that attends to
+            chunks is held where a sequence fits into one.
 
     Raises:
-        UnsupportedModelError: the model, or one of its layers, has what no KVCache holds.
+        UnsupportedModelError: a KVCache holds none of the model's layers.
     """
     config = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
     kind = getattr(config, "model_type", type(config).__name__)
@@ -79,32 +95,44 @@ def cache_layers(config: Any) -> CacheLayers:
     if not isinstance(count, int) or count < 1:
         raise UnsupportedModelError(f"the config of this {kind} model does not tell its layers")
     kinds = list(getattr(config, "layer_types", None) or [None] * count)
-    for layer, name in enumerate(kinds):
-        if name is not None and name not in _ATTENTION:
-            raise UnsupportedModelError(
-                f"layer {layer} is {name!r}: KVCache holds attention layers only"
-            )
-    if crossing := getattr(config, "cross_attention_layers", None):
-        raise UnsupportedModelError(
-            f"layer {min(crossing)} of this {kind} model attends to an image or an encoder: "
-            "KVCache holds the keys and values of tokens"
-        )
-    places = [layer for layer in range(count) if not _is_shared(config, layer, count)]
+    crossing = getattr(config, "cross_attention_layers", None) or ()
     # a config whose layers differ refuses to be asked for what differs
     by_layer = getattr(config, "per_layer_config", None) or [config] * count
-    shapes = [_shape(by_layer[layer], layer, kind, kinds[layer]) for layer in places]
     windows = layer_windows(config)
-    heads = shapes[0][0]
-    for layer, (own, _, _) in zip(places, shapes, strict=True):
+    shapes: dict[int, tuple[int, int, int]] = {}
+    others: dict[int, str] = {}
+    for layer in range(count):
+        if _is_shared(config, layer, count) or kinds[layer] in _NOTHING:
+            continue
+        try:
+            if layer in crossing:
+                raise UnsupportedModelError("attends to an image or an encoder, not to tokens")
+            if kinds[layer] == "chunked_attention":
+                _check_chunk(by_layer[layer], longest)
+            shapes[layer] = _shape(by_layer[layer], layer, kinds[layer])
+        except UnsupportedModelError as error:
+            others[layer] = str(error)
+    if not shapes:
+        layer, reason = next(iter(others.items()), (0, "keeps nothing"))
+        raise UnsupportedModelError(
+            f"a KVCache holds no layer of this {kind} model: layer {layer} {reason}"
+        )
+    heads = _most_heads(shapes, windows)
+    for layer, (own, _, _) in list(shapes.items()):
         if own != heads:
-            raise UnsupportedModelError(
-                f"layers differ in their KV heads, layer {places[0]} has {heads} and layer {layer} "
-                f"{own}: a KVCache has one number for all"
-            )
-    _, k_dims, v_dims = zip(*shapes, strict=True)
-    held = tuple(windows[layer] for layer in places)
-    of_text = _turn(config), _scaled_from(config)
-    return CacheLayers(tuple(places), heads, k_dims, v_dims, held, *of_text)
+            others[layer] = f"has {own} KV heads, where a KVCache has one number for all, {heads}"
+            del shapes[layer]
+    _, k_dims, v_dims = zip(*shapes.values(), strict=True)
+    return CacheLayers(
+        tuple(shapes),
+        heads,
+        k_dims,
+        v_dims,
+        windows=tuple(windows[layer] for layer in shapes),
+        turn=_turn(config),
+        scaled_from=_scaled_from(config),
+        others=dict(sorted(others.items())),
+    )
 
 
 def new_cache(
@@ -191,18 +219,37 @@ def _is_shared(config: Any, layer: int, count: int) -> bool:
     return str(modes[layer]).startswith("reuse")
 
 
-def _shape(config: Any, layer: int, kind: str, layer_kind: str | None) -> tuple[int, int, int]:
-    """KV heads of a layer, elements of a key and of a value."""
+def _most_heads(shapes: Mapping[int, tuple[int, int, int]], windows: list[int | None]) -> int:
+    """The number of KV heads of most layers that keep all tokens, or of most where none does."""
+    counts = Counter(heads for layer, (heads, _, _) in shapes.items() if not windows[layer])
+    counts = counts or Counter(heads for heads, _, _ in shapes.values())
+    return counts.most_common(1)[0][0]
+
+
+def _check_chunk(config: Any, longest: int | None) -> None:
+    """Raise where a sequence does not fit into a chunk of a layer; as _shape."""
+    chunk = getattr(config, "attention_chunk_size", None)
+    if chunk and (longest is None or longest > chunk):
+        raise UnsupportedModelError(
+            f"attends to chunks of {chunk} tokens: with max_seq_len up to that it is packed"
+        )
+
+
+def _shape(config: Any, layer: int, layer_kind: str | None) -> tuple[int, int, int]:
+    """KV heads of a layer, elements of a key and of a value.
+
+    Raises:
+        UnsupportedModelError: why no KVCache holds the layer, to stand behind its name.
+    """
+    if layer_kind is not None and layer_kind not in _ATTENTION:
+        raise UnsupportedModelError(f"is {layer_kind!r}, which keeps other than keys and values")
     q_heads = _number(config, "num_attention_heads", layer)
     if not q_heads:
-        raise UnsupportedModelError(
-            f"{kind} models have no attention heads, so no keys and values: KVCache holds "
-            "attention layers only"
-        )
+        raise UnsupportedModelError("has no attention heads, so no keys and values")
     if getattr(config, "kv_lora_rank", None):
         raise UnsupportedModelError(
-            f"{kind} models have multi-head latent attention: their cache is one latent row for "
-            "all heads, a KVCache holds keys and values of each head"
+            "has multi-head latent attention: transformers keeps one latent row for all heads, "
+            "which is smaller than quantized keys and values of each head"
         )
     heads = _number(config, "num_key_value_heads", layer) or q_heads
     k_dim = _number(config, "head_dim", layer)
@@ -216,7 +263,7 @@ def _shape(config: Any, layer: int, kind: str, layer_kind: str | None) -> tuple[
         try:
             RowFormat("bf16", 1, dim)
         except ConfigError as error:
-            raise UnsupportedModelError(f"layer {layer} of this {kind} model: {error}") from None
+            raise UnsupportedModelError(f"has rows that no format has: {error}") from None
     return heads, k_dim, v_dim
 
 

@@ -81,13 +81,16 @@ def _mask(
 ) -> torch.Tensor | None:
     """The mask of a call with a QuantizedCache as a mark; else that of SDPA.
 
+    Where the cache has layers that are transformers' own it is SDPA's mask, marked: they share it.
+
     Returns:
         None for the causal one, which attention computes by itself.
     """
     calls.cache, calls.asked = calls.asked, None
     cache = None if calls.cache is None else calls.cache()
-    if cache is None:
-        sizes["allow_is_bidirectional_skip"] = False  # None means causal here
+    sizes["allow_is_bidirectional_skip"] = False  # None means causal here
+    if cache is None or cache.keeps_attention:
+        sizes["allow_is_causal_skip"] = cache is None and sizes.get("allow_is_causal_skip", True)
         mask: torch.Tensor | None = sdpa_mask(
             mask_function=mask_function,
             attention_mask=attention_mask,
@@ -95,6 +98,7 @@ def _mask(
             use_vmap=use_vmap,
             **sizes,
         )
+    if cache is None:
         return mask
     if attention_mask is not None:
         cache.take_mask(attention_mask.expand(sizes["batch_size"], -1), sizes["q_length"])
@@ -102,19 +106,26 @@ def _mask(
     if use_vmap:
         pass  # functions of the caller's own
     elif local_size is None and mask_function is causal_mask_function:
-        return None
+        mark = MaskMark()
     elif local_size is not None and is_window(mask_function, local_size):
         mark = MaskMark(local_size)
     elif local_size is not None and is_chunk(mask_function, local_size):
-        if sizes["kv_length"] <= local_size:
+        if sizes["kv_offset"] + sizes["kv_length"] <= local_size:
+            mark = MaskMark()
+        else:
+            mark.problem = (
+                f"attends to chunks of {local_size} tokens: KVCache has sliding windows only"
+            )
+    if not cache.keeps_attention:
+        if mark.window is None and mark.problem is None:
             return None
-        mark.problem = f"attends to chunks of {local_size} tokens: KVCache has sliding windows only"
-    # an element a row: what a model makes of it, but its last rows, has lost the mark: refused
-    shape = sizes["batch_size"], 1, sizes["q_length"], sizes["kv_length"]
-    rows = torch.empty(shape[2], 1, dtype=torch.bool, device=sizes.get("device"))
-    marked = rows.expand(shape)
-    marked.kvquant_mask = mark  # type: ignore[attr-defined]
-    return marked
+        # an element a row: what a model makes of it, but its last rows, has lost the mark: refused
+        shape = sizes["batch_size"], 1, sizes["q_length"], sizes["kv_length"]
+        rows = torch.empty(shape[2], 1, dtype=torch.bool, device=sizes.get("device"))
+        mask = rows.expand(shape)
+    assert mask is not None
+    mask.kvquant_mask = mark  # type: ignore[attr-defined]
+    return mask
 
 
 def is_window(mask_function: Callable[..., Any], window: int) -> bool:

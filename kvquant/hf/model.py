@@ -406,6 +406,7 @@ class CachedModel:
     def _layers(self) -> CacheLayers:
         """The layers that a cache holds; UnsupportedModelError if it cannot serve the model."""
         layers = cache_layers(self.config)
+        layers.check_whole()
         with attending(self.model, ATTENTION):  # if it can
             _ = self._positions
         return layers

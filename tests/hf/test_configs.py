@@ -38,37 +38,77 @@ def test_layers_that_share_own_no_place() -> None:
 def test_layers_may_differ_in_head_dim_but_not_in_heads() -> None:
     parts = [config(head_dim=dim, num_key_value_heads=2) for dim in (64, 128, 64)]
     found = cache_layers(config(per_layer_config=parts))
-    assert found.k_dims == found.v_dims == (64, 128, 64)
+    assert found.k_dims == found.v_dims == (64, 128, 64) and not found.others
+    found.check_whole()
     parts[1].num_key_value_heads = 4
-    with pytest.raises(UnsupportedModelError, match="layer 0 has 2 and layer 1 4: a KVCache has"):
-        cache_layers(config(per_layer_config=parts))
-    listed = config(num_key_value_heads=[2, 2, 2])
-    assert cache_layers(listed).num_kv_heads == 2
-    with pytest.raises(UnsupportedModelError, match="layer 0 has 1 and layer 2 2"):
-        cache_layers(config(num_key_value_heads=[1, 1, 2]))
+    found = cache_layers(config(per_layer_config=parts))
+    assert (found.places, found.num_kv_heads, found.k_dims) == ((0, 2), 2, (64, 64))
+    assert found.others == {1: "has 4 KV heads, where a KVCache has one number for all, 2"}
+    with pytest.raises(UnsupportedModelError, match=r"layer 1 has 4 KV heads, .* does not serve"):
+        found.check_whole()
+    assert cache_layers(config(num_key_value_heads=[2, 2, 2])).num_kv_heads == 2
+    # layers that keep all tokens decide
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"]
+    mixed = config(num_key_value_heads=[4, 4, 2], layer_types=kinds, sliding_window=9)
+    assert (cache_layers(mixed).places, cache_layers(mixed).num_kv_heads) == ((2,), 2)
+
+
+OTHERS: dict[str, tuple[dict[str, Any], tuple[int, ...], str]] = {
+    "states": (
+        {"layer_types": ["full_attention", "linear_attention", "full_attention"]},
+        (0, 2),
+        "is 'linear_attention', which keeps",
+    ),
+    "images": ({"cross_attention_layers": [1]}, (0, 2), "attends to an image or an encoder"),
+    "rows": (
+        {"per_layer_config": [config(head_dim=dim) for dim in (64, 72, 64)]},
+        (0, 2),
+        "has rows that no format has: head_dim 72 is not supported",
+    ),
+    "chunks": (
+        {
+            "layer_types": ["full_attention", "chunked_attention", "full_attention"],
+            "attention_chunk_size": 32,
+        },
+        (0, 2),
+        "attends to chunks of 32 tokens: with max_seq_len up to that it is packed",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_layers_that_no_kv_cache_holds_are_told_with_the_reason(case: str) -> None:
+    changes, places, reason = OTHERS[case]
+    found = cache_layers(config(**changes), longest=None)
+    assert found.places == places
+    assert list(found.others) == [1] and found.others[1].startswith(reason)
+
+
+def test_chunks_that_hold_the_longest_sequence_are_held() -> None:
+    chunked = config(layer_types=["chunked_attention"] * 3, attention_chunk_size=32)
+    assert cache_layers(chunked, longest=32).places == (0, 1, 2)
+    with pytest.raises(UnsupportedModelError, match="layer 0 attends to chunks of 32 tokens"):
+        cache_layers(chunked, longest=33)
+
+
+def test_layers_without_attention_keep_nothing() -> None:
+    found = cache_layers(config(layer_types=["full_attention", "moe", "full_attention"]))
+    assert found.places == (0, 2) and not found.others
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "encoder": ({"is_encoder_decoder": True}, "tiny models have an encoder before the decoder"),
     "no layers": ({"num_hidden_layers": None}, "does not tell its layers"),
-    "no heads": ({"num_attention_heads": None}, "tiny models have no attention heads"),
-    "latent": ({"kv_lora_rank": 512}, "tiny models have multi-head latent attention"),
-    "head_dim": ({"head_dim": 72}, "layer 0 of this tiny model: head_dim 72 is not supported"),
-    "values": ({"v_head_dim": 512}, "layer 0 of this tiny model: head_dim 512 is not supported"),
-    "states": (
-        {"layer_types": ["full_attention", "linear_attention", "full_attention"]},
-        "layer 1 is 'linear_attention'",
-    ),
-    "images": (
-        {"cross_attention_layers": [2, 1]},
-        "layer 1 of this tiny model attends to an image",
-    ),
+    "no heads": ({"num_attention_heads": None}, "layer 0 has no attention heads"),
+    "latent": ({"kv_lora_rank": 512}, "layer 0 has multi-head latent attention"),
+    "head_dim": ({"head_dim": 72}, "layer 0 has rows .*: head_dim 72 is not supported"),
+    "values": ({"v_head_dim": 512}, "layer 0 has rows .*: head_dim 512 is not supported"),
     "index": ({"layer_types": ["indexed_attention"] * 3}, "layer 0 is 'indexed_attention'"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_no_cache_holds_is_refused_by_name(case: str) -> None:
+def test_models_without_a_layer_that_a_kv_cache_holds_are_refused(case: str) -> None:
     changes, message = REFUSED[case]
     with pytest.raises(UnsupportedModelError, match=message) as told:
         cache_layers(config(**changes))

@@ -15,37 +15,8 @@ import torch
 from kvquant.errors import UnsupportedModelError
 
 transformers = pytest.importorskip("transformers")
-from hf_cases import FP16, GEMMA3N, SHARING, RoundedCache  # noqa: E402
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
+from hf_cases import FP16, GEMMA3N, SHARING, RoundedCache, random_model  # noqa: E402
 
-from kvquant.hf.model import CachedModel  # noqa: E402
-
-SIZES: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "intermediate_size": 96,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "is_decoder": True,
-    "decoder_layers": 2,
-    "decoder_attention_heads": 2,
-    "decoder_ffn_dim": 96,
-    "d_model": 128,
-    "num_experts": 2,
-    "num_local_experts": 2,
-    "num_experts_per_tok": 1,
-    "moe_intermediate_size": 32,
-    "n_routed_experts": 2,
-    "moe_topk": 1,
-    "top_k_experts": 1,
-    "sliding_window": 12,
-}
 LENS = [25, 9]
 CHUNK, STEPS = 7, 3
 # a rounded key or value may fall to the neighbouring number; what is wrong is wrong by 0.1 and more
@@ -93,7 +64,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "doge": (r"layer 0 \(DogeAttention\) got an attention mask that is not", {}),
     "falcon": (ITSELF, {}),
     "falcon_h1": ("layer 0 is 'hybrid'", {}),
-    "gemma4_unified_text": ("layer 1 of this .* head_dim 512 is not supported", {}),
+    "gemma4_unified_text": ("layer 1 has rows .* head_dim 512 is not supported", {}),
     "glm4_moe_lite": ("multi-head latent attention", {}),
     "gptj": (ITSELF, {}),
     "granitemoehybrid": ("layer 0 is 'linear_attention'", {}),
@@ -110,33 +81,13 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "openai-gpt": (ITSELF, {}),
     "qwen3_next": ("layer 0 is 'linear_attention'", {}),
     "roberta": (r"count positions from padding_idx \+ 1", {}),
-    "rwkv": ("rwkv models have no attention heads", {}),
+    "rwkv": ("this rwkv model: layer 0 has no attention heads", {}),
     "xglm": (ITSELF, {}),
     "xlm-roberta": (r"count positions from padding_idx \+ 1", {}),
     "youtu": ("multi-head latent attention", {}),
     "zaya": ("layer 0 is 'hybrid'", {}),
-    "xlstm": ("xlstm models have no attention heads", {}),
+    "xlstm": ("this xlstm model: layer 0 has no attention heads", {}),
 }
-
-
-def random_model(kind: str, changes: dict[str, Any]) -> CachedModel:
-    if kind not in CONFIG_MAPPING:
-        pytest.skip(f"transformers {transformers.__version__} has no {kind}")
-    usual = CONFIG_MAPPING[kind]()
-    known = set(vars(usual)) | set(usual.attribute_map)  # no properties
-    sizes = {name: value for name, value in SIZES.items() if name in known}
-    torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(kind, **(sizes | changes))
-    with torch.device("meta"):
-        large = transformers.AutoModelForCausalLM.from_config(config).num_parameters() > 1e8
-    if large:  # its sizes have other names
-        pytest.skip(f"{kind} of transformers {transformers.__version__} is too large")
-    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.ndim > 1:
-                weight.normal_(std=weight.shape[-1] ** -0.5)
-    return CachedModel(model)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # transformers' own

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from kvquant.hf.model import CachedModel
 
@@ -45,6 +47,35 @@ SHARING: dict[str, Any] = {
 GEMMA3N = SHARING | {"laurel_rank": 8, "altup_num_inputs": 2}
 
 
+# of any family: what its config does not know is left out
+SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "intermediate_size": 96,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "is_decoder": True,
+    "decoder_layers": 2,
+    "decoder_attention_heads": 2,
+    "decoder_ffn_dim": 96,
+    "d_model": 128,
+    "num_experts": 2,
+    "num_local_experts": 2,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 2,
+    "moe_topk": 1,
+    "top_k_experts": 1,
+    "sliding_window": 12,
+}
+
+
 def tiny(kind: str, **changes: Any) -> CachedModel:
     """A random model with logits of size 1 or so."""
     torch.manual_seed(0)
@@ -57,6 +88,27 @@ def tiny(kind: str, **changes: Any) -> CachedModel:
             elif "bias" in name:
                 weight.normal_()
     return CachedModel(model.eval())
+
+
+def random_model(kind: str, changes: dict[str, Any]) -> CachedModel:
+    """A random model of any family, as small as its config allows; skipped where there is none."""
+    if kind not in CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {kind}")
+    usual = CONFIG_MAPPING[kind]()
+    known = set(vars(usual)) | set(usual.attribute_map)  # no properties
+    sizes = {name: value for name, value in SIZES.items() if name in known}
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **(sizes | changes))
+    with torch.device("meta"):
+        large = transformers.AutoModelForCausalLM.from_config(config).num_parameters() > 1e8
+    if large:  # its sizes have other names
+        pytest.skip(f"{kind} of transformers {transformers.__version__} is too large")
+    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim > 1:
+                weight.normal_(std=weight.shape[-1] ** -0.5)
+    return CachedModel(model)
 
 
 def tokens(*shape: int) -> torch.Tensor:

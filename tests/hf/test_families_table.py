@@ -1,0 +1,131 @@
+"""The table of families in kvquant/hf/README.md: each line is what a small random model shows.
+
+A QuantizedCache is compared with transformers' own DynamicCache: the same prompts, one padded on
+the left, and the same next tokens. With 16-bit rows logits agree up to rounding and generate gives
+the same tokens; with int8 the KL divergence of the next token is at most what the table says.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import kvquant
+from kvquant.errors import UnsupportedModelError
+
+transformers = pytest.importorskip("transformers")
+from hf_cases import FP16, random_model  # noqa: E402
+from slow_cases import mark_slow  # noqa: E402
+
+from kvquant.hf.cache import QuantizedCache, QuantizedLayer  # noqa: E402
+
+README = Path(kvquant.__file__).parent / "hf" / "README.md"
+PROMPT, STEPS, PADDING = 20, 6, 5
+TOLERANCE = 0.02  # of the logits' deviation; a token more or less moves them by 0.2 and more
+MIXED = ["sliding_attention", "full_attention"] * 2
+USUAL = ["llama4_text", "qwen3_next", "falcon", "diffllama"]  # the others are slow
+PLACED = {"llama4_text", "granitemoehybrid"}  # attention is not shown positions
+CHANGES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts_per_tok": 2},  # that no router's choice hangs on a rounding
+    "llama4_text": {
+        "num_hidden_layers": 4,
+        "attention_chunk_size": 8,
+        "intermediate_size_mlp": 96,
+    },
+    "qwen3_next": {
+        "num_hidden_layers": 4,
+        "shared_expert_intermediate_size": 32,
+        "linear_num_value_heads": 2,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    },
+    "gemma2": {"num_hidden_layers": 4, "layer_types": MIXED, "attn_logit_softcapping": 0.5},
+    "gemma3_text": {"num_hidden_layers": 4, "layer_types": MIXED},
+    "gpt_oss": {"num_hidden_layers": 4, "layer_types": MIXED, "num_experts_per_tok": 2},
+    "cohere2": {"num_hidden_layers": 4, "layer_types": MIXED},
+    "jamba": {
+        "num_hidden_layers": 4,
+        "attn_layer_offset": 1,
+        "attn_layer_period": 2,
+        "expert_layer_period": 9,
+        "mamba_d_state": 4,
+        "mamba_dt_rank": 4,
+    },
+    "granitemoehybrid": {
+        "num_hidden_layers": 4,
+        "layer_types": ["mamba", "attention"] * 2,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 64,
+        "mamba_d_state": 8,
+        "shared_intermediate_size": 64,
+    },
+    "lfm2": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2},
+}
+
+
+def lines() -> dict[str, list[str]]:
+    """The cells of the table, by model_type."""
+    table = README.read_text().split("## Families", 1)[1]
+    rows = re.findall(r"^\| [^|]+ \| `(\w+)` \|(.+)\|$", table, re.MULTILINE)
+    return {kind: [cell.strip() for cell in cells.split("|")] for kind, cells in rows}
+
+
+def logits_of(model: Any, cache: Any, text: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Of the next token after the prompt and each later column, [columns, batch, vocabulary]."""
+    found = []
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    for part in [slice(0, PROMPT), *(slice(at, at + 1) for at in range(PROMPT, text.shape[1]))]:
+        seen = {"attention_mask": mask[:, : part.stop], "position_ids": positions[:, part]}
+        with torch.no_grad():
+            found.append(model(text[:, part], past_key_values=cache, **seen).logits[:, -1])
+    return torch.stack(found)
+
+
+def packed(cache: QuantizedCache) -> str:
+    """What the table says of a cache: how many layers are packed, and what the others are."""
+    own = sum(isinstance(layer, QuantizedLayer) for layer in cache.layers)
+    others = {type(x).__name__ for x in cache.layers if not isinstance(x, QuantizedLayer)}
+    return f"{own} of {len(cache.layers)}" + "".join(f", `{name}`" for name in sorted(others))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # transformers' own
+@pytest.mark.parametrize("kind", mark_slow(lines(), USUAL))
+def test_the_table_says_what_a_model_shows(kind: str) -> None:
+    told, *divergence = lines()[kind]
+    model = random_model(kind, CHANGES.get(kind, {})).model
+    model.generation_config.eos_token_id = None
+    generator = torch.Generator().manual_seed(0)
+    text = torch.randint(5, 97, (2, PROMPT + STEPS), generator=generator)
+    mask = torch.ones_like(text)
+    text[0, :PADDING] = mask[0, :PADDING] = 0
+    prompt = {"inputs": text[:, :PROMPT], "attention_mask": mask[:, :PROMPT]}
+    options = {"max_new_tokens": STEPS, "do_sample": False}
+    model.set_attn_implementation("kvquant")
+    if told.startswith("refused: "):
+        with pytest.raises(UnsupportedModelError, match=told.removeprefix("refused: ")):
+            model.generate(**prompt, past_key_values=QuantizedCache(model), **options)
+        return
+
+    rows = FP16 | {"placed": kind in PLACED}
+    cache = QuantizedCache(model, **rows)
+    assert packed(cache) == told
+    exact = logits_of(model, cache, text, mask)
+    cache.reset()
+    wanted_tokens = model.generate(**prompt, past_key_values=cache, **options)
+    cache = QuantizedCache(model, **rows | {"k_format": "int8", "v_format": "int8"})
+    int8 = logits_of(model, cache, text, mask)
+
+    model.set_attn_implementation("eager")
+    wanted = logits_of(model, transformers.DynamicCache(config=model.config), text, mask)
+    assert float((exact - wanted).abs().max() / wanted.std()) < TOLERANCE
+    assert torch.equal(wanted_tokens, model.generate(**prompt, **options))
+    distance = torch.nn.functional.kl_div(
+        int8[1:].log_softmax(-1), wanted[1:].log_softmax(-1), log_target=True, reduction="none"
+    )
+    kl = float(distance.sum(-1).mean())
+    assert kl <= float(divergence[0]) <= 4 * kl, f"KL {kl:.1e}"

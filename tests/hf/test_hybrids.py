@@ -1,0 +1,94 @@
+"""Layers that are transformers' own in a QuantizedCache: they follow what is done with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvquant.errors import ShapeError
+
+transformers = pytest.importorskip("transformers")
+from hf_cases import FP16, random_model  # noqa: E402
+
+from kvquant.hf.cache import QuantizedCache  # noqa: E402
+
+HYBRID: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "shared_expert_intermediate_size": 32,
+    "linear_num_value_heads": 2,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+TOLERANCE = 0.02  # of the logits' deviation
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    found = random_model("qwen3_next", HYBRID).model
+    found.generation_config.eos_token_id = None
+    found.set_attn_implementation("kvquant")
+    return found
+
+
+def prompt() -> torch.Tensor:
+    return torch.randint(5, 97, (2, 12), generator=torch.Generator().manual_seed(2))
+
+
+def run(model: Any, cache: Any, text: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = model(text, past_key_values=cache, use_cache=True).logits[:, -1]
+    return logits
+
+
+def test_each_layer_is_described(model: Any) -> None:
+    state, rows = QuantizedCache(model, k_format="int8").describe().splitlines()
+    assert state.startswith("layer 0: LinearAttentionLayer of transformers, as it is 'linear_att")
+    assert rows == "layer 1: K int8, V int4-g4"
+
+
+def test_beams_are_those_of_transformers(model: Any) -> None:
+    text = prompt()
+    mask = torch.ones_like(text)
+    mask[0, :4] = 0
+    options = {"attention_mask": mask, "num_beams": 2, "max_new_tokens": 5, "do_sample": False}
+    got = model.generate(text, past_key_values=QuantizedCache(model, **FP16), **options)
+    assert torch.equal(got, model.generate(text, **options))
+
+
+def test_states_follow_sequences(model: Any) -> None:
+    text = prompt()
+    cache = QuantizedCache(model, **FP16)
+    run(model, cache, text)
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([3, 0]))
+    got = run(model, cache, torch.tensor([[7], [7]]))
+    plain = transformers.DynamicCache(config=model.config)
+    run(model, plain, text.flip(0))
+    wanted = run(model, plain, torch.tensor([[7], [7]]))
+    assert float((got - wanted).abs().max() / wanted.std()) < TOLERANCE
+    cache.reset()
+    again = run(model, cache, text)
+    wanted = run(model, transformers.DynamicCache(config=model.config), text)
+    assert float((again - wanted).abs().max() / wanted.std()) < TOLERANCE
+
+
+def test_a_state_cannot_be_cropped_as_in_transformers(model: Any) -> None:
+    cache = QuantizedCache(model, **FP16)
+    run(model, cache, prompt())
+    with pytest.raises(RuntimeError, match="does not track past states"):
+        cache.crop(-2)
+    assert cache.kv is not None and cache.kv.seq_lens.tolist() == [12, 12]
+
+
+def test_a_call_that_fails_leaves_states_that_only_reset_can_clear(model: Any) -> None:
+    cache = QuantizedCache(model, **FP16)
+    run(model, cache, prompt())
+    with pytest.raises(ShapeError, match=r"layer 1 of the model comes where none .* is due"):
+        cache.update(*torch.zeros(2, 2, 2, 1, 64), 1)  # outside a call
+    with pytest.raises(ShapeError, match=r"reset\(\) the cache"):
+        run(model, cache, torch.tensor([[7], [7]]))
+    cache.reset()
+    assert run(model, cache, prompt()).isfinite().all()
