@@ -403,7 +403,7 @@ class LayerCache:
         room for every token.
 
         Args:
-            source: the other layer, with as much room or less.
+            source: the other layer, of any room that its tokens fit into here.
             index: [batch] int64, on the device: their places there; as they are when None.
         """
         used = source._packed_in_use()
@@ -413,7 +413,7 @@ class LayerCache:
             if name in ("k_packed", "v_packed"):
                 taken = taken[:, :, :used]
             if target.ndim > 1:
-                target = target[:, :, : taken.shape[2]]
+                target, taken = target[:, :, : taken.shape[2]], taken[:, :, : target.shape[2]]
             target.copy_(taken if index is None else taken.index_select(0, index))
         self.longest = source.longest
 

@@ -180,8 +180,10 @@ def _plain_attention(
     """
     cache = None if calls.cache is None else calls.cache()
     is_kept = cache is not None and cache.keeps(getattr(module, "layer_idx", None))
+    if cache is not None and not cache.is_open:  # this is another call, which makes no masks
+        cache = None
     is_ours = cache is not None and (cache.is_waiting or _is_causal(module, options))
-    if is_kept and cache is not None and not cache.is_waiting:
+    if is_kept and not (cache is not None and cache.is_waiting):
         pass  # the layer attends to what transformers' own layer of the cache has given
     elif is_ours or hasattr(attention_mask, "kvquant_mask"):
         if cache:

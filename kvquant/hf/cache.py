@@ -44,7 +44,8 @@ DRAFTS = 16  # tokens
 SPACE = 256  # tokens that a cache which grows has room for at first, besides those that come
 _MASK = (
     "the attention_mask of a step shows other tokens than the cache has and the new one: give it "
-    "as it was, with a 1 for each new token; crop the cache to hide tokens at its end"
+    "as it was, with a 1 for each new token. Read a padded prompt several tokens at a time; crop "
+    "the cache to hide tokens at its end"
 )
 _POSITIONS = (
     "the cache's sequences go on from other positions than those that the model counts, or is "
@@ -154,7 +155,7 @@ class QuantizedCache(Cache):
         self._past = Columns(0, [])  # before this call
         self.padding: Padding | None = None  # of this call
         self._starts: list[int] = []  # the position of each sequence's first token
-        self._longest: int | None = 0  # of the KVCache, when it was last known to be as here
+        self._marks: tuple[object, ...] = ()  # of the KVCache, when it was last known to be as here
         self._wrong: torch.Tensor | None = None  # [2], found in steps: masks, positions
         self._kept: dict[int, str] = {}  # the layers that are transformers' own, and why
         self._is_torn = False  # these have got what was taken back of the others
@@ -341,7 +342,7 @@ class QuantizedCache(Cache):
         """Take a KVCache, with what it has; the only place where lengths are read."""
         self.kv = kv
         lens, self._starts = torch.stack([kv.seq_lens.long(), kv.start_positions]).tolist()
-        self._past, self._longest = Columns.of_lens(lens), kv.layers[0].longest
+        self._past, self._marks = Columns.of_lens(lens), _marks_of(kv)
         if self._wrong is None or self._wrong.device != kv.device:
             self._wrong = torch.zeros(2, dtype=torch.bool, device=kv.device)
 
@@ -352,7 +353,7 @@ class QuantizedCache(Cache):
         if self._due or self.kv is None:
             self.padding = None
             return
-        if self.kv.layers[0].longest != self._longest:  # the caller has changed it
+        if _marks_of(self.kv) != self._marks:  # the caller has changed it
             self._hold(self.kv)
         lens, self.padding = self._new_lens, None
         if lens is not None and int(lens.min()) < columns:
@@ -379,11 +380,13 @@ class QuantizedCache(Cache):
         if self._is_told or self._due:  # due: a call has failed, hand tells it
             return
         if mask.shape[1] < past.length + columns:
+            if mask.shape[1] == columns > 1:
+                self._refuse_anew()
             raise ConfigError(
                 f"attention_mask has {mask.shape[1]} columns, of {past.length} in the cache and "
                 f"{columns} new ones: give it for all of them"
             )
-        if self.kv is not None and mask.shape[0] != self.kv.batch:
+        if self.kv is not None and mask.shape[0] != self.kv.batch and past.length:
             return  # hand tells it
         mask = mask[:, : past.length + columns]
         if columns == 1 and past.length:
@@ -447,11 +450,7 @@ class QuantizedCache(Cache):
             own = positions.reshape(-1, *positions.shape[-2:])[0].expand(self.kv.batch, columns)
             told = own[:, 0] if self.padding is None else self.padding.first(own)
         if told is not None and past.length and columns > 1 and not bool(told.any()):
-            raise ConfigError(
-                f"a text is read from its beginning, and the cache holds {past.length} tokens "
-                "already. To begin anew call reset(). If generate does this it has "
-                "use_cache=False, be it from the model's generation_config: give use_cache=True"
-            )
+            self._refuse_anew()
         if not self._is_placed:
             self._check_told(told)
         if self._turn is None and self._scaled_from is None:
@@ -462,6 +461,13 @@ class QuantizedCache(Cache):
         if self._scaled_from is not None:
             check_scale(self._scaled_from, *known, past.length)
 
+    def _refuse_anew(self) -> NoReturn:
+        raise ConfigError(
+            f"a text is read from its beginning, and the cache holds {self._past.length} tokens "
+            "already. To begin anew call reset(). If generate does this it has use_cache=False, be "
+            "it from the model's generation_config: give use_cache=True"
+        )
+
     def _check_told(self, told: torch.Tensor | None) -> None:
         """Raise if sequences go on from other positions than the model takes.
 
@@ -469,7 +475,8 @@ class QuantizedCache(Cache):
             told: [batch], of the first new token of each sequence.
         """
         assert self.kv is not None
-        past, is_step = self._past, self._new_columns == 1
+        past = self._past
+        is_step = self._new_columns == 1 and past.length > 0
         if told is not None and 0 in past.lens and not is_step:
             # models count the padding before a sequence, or not: its first token tells
             held = zip(self._starts, told.tolist(), past.lens, self._counts(), strict=True)
@@ -477,7 +484,8 @@ class QuantizedCache(Cache):
                 first if count and not (n or start) else start for start, first, n, count in held
             ]
             self.kv.start_positions.copy_(torch.tensor(self._starts, device="cpu"))
-        if self._starts == past.pads:  # the model counts columns
+        # the model counts columns; positions of images may be others, those of padding may not
+        if self._starts == past.pads and (told is None or not any(past.pads)):
             return
         wanted = [start + n for start, n in zip(self._starts, past.lens, strict=True)]
         if told is None:
@@ -534,21 +542,27 @@ class QuantizedCache(Cache):
 
     def _appended(self, handed: Handed) -> None:
         handed.appended, self._waiting = True, None
-        self._due, self._longest = handed.at + 1, handed.kv.layers[0].longest
+        self._due, self._marks = handed.at + 1, _marks_of(handed.kv)
+        self._is_asked &= self._due < self.num_places
 
     @property
     def is_waiting(self) -> bool:
         """Whether a layer was handed its keys and has not attended yet."""
         return self._waiting is not None
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a call of the model has begun whose layers have not all appended yet."""
+        return self.is_waiting or self._is_asked or 0 < self._due < self.num_places
+
     def take_back(self) -> None:
         """Drop what this call of the model has appended so far, and begin anew."""
-        self._waiting = None
+        self._waiting, self._is_asked = None, False
         self._is_torn = bool(self._kept)
         if self._due and self.kv is not None:
             with suppress(ShapeError):  # windows that are overwritten: the next call says so
                 self.kv.crop(self._past.lens)
-                self._due, self._longest = 0, self.kv.layers[0].longest
+                self._due, self._marks = 0, _marks_of(self.kv)
 
     def check_attended(self) -> None:
         """Raise if a layer was handed its keys but did not attend through "kvquant"."""
@@ -609,7 +623,7 @@ class QuantizedCache(Cache):
         for layer in self._kept:
             self.layers[layer].reset()
         self._is_torn = False
-        self._due, self._waiting, self.padding = 0, None, None
+        self._due, self._waiting, self.padding, self._is_asked = 0, None, None, False
         if self.kv is not None:
             self.kv.reset()
             self._hold(self.kv)
@@ -643,8 +657,8 @@ class QuantizedCache(Cache):
             return
         past = self._past.without_last(-tokens_to_remove)
         self.kv.crop(past.lens)
-        self._past, self._due, self._waiting = past, 0, None
-        self._longest = self.kv.layers[0].longest
+        self._past, self._due, self._waiting, self._is_asked = past, 0, None, False
+        self._marks = _marks_of(self.kv)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each sequence, its copies side by side; kv is another KVCache then."""
@@ -673,6 +687,8 @@ class QuantizedCache(Cache):
         else:  # all are alike: places need not be read
             self._starts = [0] * len(index)
             self._past = Columns(self._past.length, self._starts)
+        assert self.kv is not None
+        self._marks = _marks_of(self.kv)
 
     def _take_kept(self, index: torch.Tensor) -> None:
         """Let layers of transformers follow: what their states have in place of batch_select."""
@@ -744,6 +760,14 @@ class QuantizedLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         """Columns that there is room for; -1 if it grows."""
         return self.cache.max_columns
+
+
+def _marks_of(kv: KVCache) -> tuple[object, ...]:
+    """What differs once somebody else has changed lengths or positions; nothing is read."""
+    first = kv.layers[0]
+    if torch.compiler.is_compiling():  # it has no versions; None is as nothing else
+        return first.longest, None
+    return first.longest, first.seq_lens._version, kv.start_positions._version
 
 
 def _rounded(states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

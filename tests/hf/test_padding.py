@@ -214,3 +214,48 @@ def test_columns_are_counted_and_cropped_with_their_padding(llama: Any) -> None:
     padding = Padding.behind(torch.tensor([0, 4]), 4, torch.device("cpu"))
     columns = columns.with_more(4, padding)
     assert columns.lens == [2, 8] and columns.without_last(1).lens == [2, 7]
+
+
+def test_after_a_reset_a_padded_batch_of_another_size_is_read_as_anew(llama: Any) -> None:
+    past, text = QuantizedCache(llama, **ROWS), padded(prompts()[:2], left=True)
+    llama(tokens(3, 24), past_key_values=past)
+    past.reset()
+    llama(**text, past_key_values=past)
+    assert past.kv is not None and past.kv.seq_lens.tolist() == LENS[:2]
+
+
+def test_padding_read_without_positions_does_not_go_on_with_others(llama: Any) -> None:
+    past, text = QuantizedCache(llama, **ROWS), padded(prompts(), left=True)
+    llama(**{name: given[:, :-1] for name, given in text.items()}, past_key_values=past)
+    with pytest.raises(ConfigError, match="go on from other positions"):
+        llama.generate(**text, past_key_values=past, **OPTIONS)
+
+
+def test_what_the_owner_of_the_rows_changes_is_seen(llama: Any) -> None:
+    for is_crop in (True, False):
+        past = QuantizedCache(llama, **ROWS)
+        llama(tokens(3, 24), past_key_values=past)
+        assert past.kv is not None
+        if is_crop:
+            past.kv.crop([24, 10, 10])  # the longest one stays
+        else:
+            past.kv.start_positions.add_(torch.tensor([0, 0, 3]))
+        with pytest.raises(ConfigError, match="go on from other positions"):
+            llama(tokens(3, 1), past_key_values=past)
+
+
+def test_a_call_without_the_cache_leaves_it_alone(llama: Any) -> None:
+    past, text = QuantizedCache(llama, **ROWS), tokens(3, 24)
+    llama(text, past_key_values=past)
+    mask = torch.zeros(3, 1, 24, 24).masked_fill(~torch.ones(24, 24).tril().bool(), -torch.inf)
+    found = llama(text, attention_mask=mask, use_cache=False).logits  # no mask is made
+    assert torch.allclose(found, llama(text, use_cache=False).logits, atol=1e-4)
+    assert past.get_seq_length() == 24 and past.kv is not None
+    assert past.kv.seq_lens.tolist() == [24] * 3
+
+
+def test_generate_without_use_cache_is_told(llama: Any) -> None:
+    with pytest.raises(ConfigError, match="give use_cache=True"):
+        llama.generate(
+            tokens(3, 24), past_key_values=QuantizedCache(llama), use_cache=False, **OPTIONS
+        )
