@@ -755,7 +755,8 @@ class QuantizedLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Columns to attend to, and where they start."""
-        return self.cache.mask_sizes(query_length)
+        sizes: tuple[int, int] = self.cache.mask_sizes(query_length)  # its decorator has no types
+        return sizes
 
     def get_max_length(self) -> int:
         """Columns that there is room for; -1 if it grows."""
