@@ -19,9 +19,9 @@ from typing import Literal, overload
 import torch
 import torch.distributed as dist
 
-from ..errors import ConfigError, KVQuantError, ShapeError, UnsupportedError
+from ..errors import ConfigError, KVQuantError, ShapeError, UnsupportedError, shown
 from ..ops.attention import State, merge_states
-from ..rows.arguments import check_kind, check_size, check_tensors
+from ..rows.arguments import check_kind, check_scale, check_size, check_tensors
 from ..rows.variant import AttentionVariant, names_of
 from .checks import Counts, check_layer, whole_numbers
 from .contiguous import KVCache
@@ -93,18 +93,28 @@ class ContextParallelCache:
     def tokens_of(tokens: int, rank: int, world_size: int, block_len: int = BLOCK_LEN) -> int:
         """How many of a sequence's tokens a rank holds; rank 0 has the most.
 
+        Raises:
+            ConfigError: no such rank, or a size that is not possible.
+
         Example:
             >>> from kvquant import ContextParallelCache
             >>> [ContextParallelCache.tokens_of(1000, rank, 3, block_len=100) for rank in range(3)]
             [400, 300, 300]
         """
+        tokens, block_len = (
+            check_size("tokens", tokens),
+            check_size("block_len", block_len, at_least=1),
+        )
+        world_size = check_size("world_size", world_size, at_least=1)
+        if not 0 <= rank < world_size:
+            raise ConfigError(f"rank is {shown(rank)}: give one of 0 to {world_size - 1}")
         rounds, rest = divmod(tokens, block_len * world_size)
         return rounds * block_len + min(max(rest - rank * block_len, 0), block_len)
 
     @property
     def seq_lens(self) -> torch.Tensor:
-        """[batch] int64: tokens of each sequence, on all ranks together."""
-        return self._totals[0].clone()
+        """[batch] int64: tokens of each sequence that all layers have, on all ranks together."""
+        return self._totals.amin(0)
 
     def append(
         self, layer: int, k: torch.Tensor, v: torch.Tensor, new_lens: Counts | None = None
@@ -131,7 +141,7 @@ class ContextParallelCache:
         is_mine = (places // self.block_len) % self.world_size == self.rank
         counts: int | torch.Tensor = new
         if new_lens is not None:
-            counts = torch.as_tensor(new_lens, device=totals.device).clamp(0, new)
+            counts = self._counts(new_lens, new)
             is_mine &= steps < counts[:, None]
         if new > 1:  # mine to the front, in their order
             most = min(new, (new // (self.block_len * self.world_size) + 1) * self.block_len)
@@ -142,6 +152,18 @@ class ContextParallelCache:
             )
         self.cache.append(layer, k, v, is_mine.sum(1, dtype=torch.int32))
         totals += counts
+
+    def _counts(self, new_lens: Counts, new_tokens: int) -> torch.Tensor:
+        """[batch] on the device; as KVCache.append takes them."""
+        if isinstance(new_lens, torch.Tensor) and new_lens.is_cuda:
+            return new_lens.clamp(0, new_tokens)  # not read
+        counts = whole_numbers("new_lens", new_lens)
+        fits = counts.shape == (self.cache.batch,)
+        if not fits or bool(((counts < 0) | (counts > new_tokens)).any()):
+            raise ShapeError(
+                f"new_lens are {counts.tolist()}: give [{self.cache.batch}] of 0 to {new_tokens}"
+            )
+        return counts.to(self._totals.device)
 
     @overload
     def attend(
@@ -204,17 +226,7 @@ class ContextParallelCache:
             UnsupportedError: another variant, or several queries of a sequence: their positions
                 are not those that a rank counts.
         """
-        check_tensors(q=q)
-        if q.ndim != 3:
-            raise UnsupportedError(
-                f"q is {list(q.shape)}: sequences on several ranks attend with one query each, "
-                "[batch, num_q_heads, head_dim]"
-            )
-        if others := sorted(set(names_of(variant)) - _POSSIBLE):
-            raise UnsupportedError(
-                f"a variant with {', '.join(others)} needs positions, which ranks do not know: use "
-                f"{' and '.join(sorted(_POSSIBLE))} only"
-            )
+        self._check_query(layer, q, variant)
         if variant is not None and self.rank:
             variant = variant._replace(sink_logits=None)  # it is counted once
         out, lse = self.cache.attend(
@@ -248,10 +260,34 @@ class ContextParallelCache:
             [batch, num_q_heads, head_dim], the same on all ranks.
 
         Raises:
-            As append and attend.
+            As append and attend; nothing is appended then, but where a rank's share has NaN.
         """
+        self._check_query(layer, q, variant)
+        if sm_scale is not None:
+            check_scale(sm_scale)
+        check_tensors(k=k, v=v)
+        if k.ndim != 4 or k.shape[2] != 1:
+            raise ShapeError(f"k is {list(k.shape)}: a step has one token of each sequence")
         self.append(layer, k, v)
         return self.attend(layer, q, variant=variant, sm_scale=sm_scale, backend=backend)
+
+    def _check_query(self, layer: int, q: torch.Tensor, variant: AttentionVariant | None) -> None:
+        """Raise, on all ranks alike, unless q can attend so to a layer."""
+        check_layer(layer, self.cache.num_layers)
+        check_tensors(q=q)
+        if q.ndim != 3:
+            raise UnsupportedError(
+                f"q is {list(q.shape)}: sequences on several ranks attend with one query each, "
+                "[batch, num_q_heads, head_dim]"
+            )
+        if others := sorted(set(names_of(variant)) - _POSSIBLE):
+            raise UnsupportedError(
+                f"a variant with {', '.join(others)} needs positions, which ranks do not know: use "
+                f"{' and '.join(sorted(_POSSIBLE))} only"
+            )
+        at = self.cache.layers[layer]
+        at.check_query(q)
+        at.check_variant(q, variant)
 
     def check(self) -> None:
         """Raise what an append since the last check could not do, on this rank or another one.

@@ -350,7 +350,9 @@ class QuantizedCache(Cache):
         """A new call of this many columns, if the one before is complete; else hand tells what is
         due."""
         self._settle()
-        if self._due or self.kv is None:
+        if self._due:
+            return
+        if self.kv is None:
             self.padding = None
             return
         if _marks_of(self.kv) != self._marks:  # the caller has changed it
@@ -605,7 +607,7 @@ class QuantizedCache(Cache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """As Cache: the columns that a layer attends to, and where they start."""
-        sizes = self.mask_sizes(query_length)
+        sizes: tuple[int, int] = self.mask_sizes(query_length)
         if layer_idx in self._kept and isinstance(self.layers[layer_idx], CacheLayerMixin):
             sizes = self.layers[layer_idx].get_mask_sizes(query_length)
         return sizes

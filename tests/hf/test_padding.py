@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvquant import debug, load_cache, save_cache
-from kvquant.errors import ConfigError
+from kvquant.errors import ConfigError, UnsupportedModelError
 
 transformers = pytest.importorskip("transformers")
 from hf_cases import GEMMA3N, SHARING, TOLERANCE, tiny, tokens  # noqa: E402
@@ -252,6 +252,23 @@ def test_a_call_without_the_cache_leaves_it_alone(llama: Any) -> None:
     assert torch.allclose(found, llama(text, use_cache=False).logits, atol=1e-4)
     assert past.get_seq_length() == 24 and past.kv is not None
     assert past.kv.seq_lens.tolist() == [24] * 3
+
+
+def test_a_mask_of_the_callers_own_leaves_the_tokens_before(llama: Any) -> None:
+    past, text = QuantizedCache(llama, **ROWS), tokens(3, 40)
+    for part in (text[:, :18], text[:, 18:20]):
+        llama(part, past_key_values=past)
+    with pytest.raises(UnsupportedModelError, match="not the causal one"):
+        llama(text[:, 20:22], attention_mask=torch.zeros(3, 1, 2, 22), past_key_values=past)
+    assert past.get_seq_length() == 20
+    llama(text[:, 20:22], past_key_values=past)
+    assert past.kv is not None and past.kv.seq_lens.tolist() == [22] * 3
+
+
+def test_the_first_token_tells_its_position(llama: Any) -> None:
+    past = QuantizedCache(llama, **ROWS)
+    llama(tokens(2, 1), position_ids=torch.full((2, 1), 5), past_key_values=past)
+    assert past.kv is not None and past.kv.start_positions.tolist() == [5, 5]
 
 
 def test_generate_without_use_cache_is_told(llama: Any) -> None:

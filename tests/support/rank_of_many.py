@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from kvquant import AttentionVariant, ContextParallelCache, KVCache
-from kvquant.errors import ConfigError, NonFiniteError, UnsupportedError
+from kvquant.errors import ConfigError, NonFiniteError, ShapeError, UnsupportedError
 
 LAYERS, BATCH, HEADS, Q_HEADS, DIM, BLOCK = 2, 3, 2, 8, 64, 16
 
@@ -94,6 +94,22 @@ def check_faults(rank: int, world: int) -> None:
         spread.attend(0, torch.randn(BATCH, 2, Q_HEADS, DIM))
     with pytest.raises(UnsupportedError, match="with window needs positions"):
         spread.attend(0, torch.randn(BATCH, Q_HEADS, DIM), variant=AttentionVariant(window=8))
+    spread, _ = both(400, world)
+    k, v = torch.randn(2, BATCH, HEADS, 1, DIM)
+    twice, both_new = (torch.cat([x, x], dim=2) for x in (k, v))
+    for wrong, match in (
+        ((torch.randn(BATCH, 7, DIM), k, v), "q has 7|7 query heads|not divisible|7"),
+        ((torch.randn(BATCH, Q_HEADS, DIM), twice, both_new), "one token of each"),
+    ):
+        with pytest.raises(ShapeError, match=match):
+            spread.step(0, *wrong)
+    for lens in ([9, 1, 1], [-1, 1, 1], [1]):
+        with pytest.raises(ShapeError, match="of 0 to 1"):
+            spread.append(0, k, v, lens)
+    spread.append(0, k, v)  # and not to layer 1
+    assert spread.seq_lens.tolist() == [0] * BATCH
+    spread.crop(spread.seq_lens)
+    spread.check()
     windows = KVCache(1, 1, 1, 64, 64, windows=[16])
     with pytest.raises(UnsupportedError, match="windows"):
         ContextParallelCache(windows)
