@@ -29,6 +29,7 @@ ALLOWED = {
     "paged": f"{BASE} rows ops cache",
     "io": f"version {BASE} text rows ops cache paged",
     "hf": f"{BASE} rows ops cache io",
+    "vllm": f"{BASE} rows ops io",
     "calibration": f"{BASE} text rows ops cache io hf",
     "bench": f"{BASE} text rows ops io kernels.cuda.decode kernels.cuda.runtime",
     "cli": f"version {BASE} text rows cache io hf calibration",
@@ -66,6 +67,7 @@ ALLOWED_LATE = {
 # a library that `import kvquant` must not need -> the packages that name it
 LIBRARIES = {
     "transformers": {"hf"},
+    "vllm": {"vllm"},
     "numba": {name for name in ALLOWED if name.startswith("kernels.")},
     "llvmlite": {name for name in ALLOWED if name.startswith("kernels.")},
     "click": {"cli"},

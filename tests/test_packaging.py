@@ -18,7 +18,7 @@ import pytest
 import kvquant
 
 ROOT = Path(__file__).parents[1]
-LOCAL = shutil.ignore_patterns(".git", ".venv", ".*cache", ".hypothesis", "build", "*.egg-info")
+LOCAL = shutil.ignore_patterns(".git", ".venv*", ".*cache", ".hypothesis", "build", "*.egg-info")
 # Asked of the metadata: a search for the module pip tells setuptools that this process is pip, and
 # setuptools cannot be imported afterwards (Python 3.10 and 3.11), which torch.compile does.
 pytestmark = pytest.mark.skipif(

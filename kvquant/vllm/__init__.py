@@ -1,0 +1,1 @@
+"""The attention backend of vLLM: quantized rows in vLLM's own pages."""

@@ -1,0 +1,292 @@
+"""The classes that vLLM asks an attention backend for: its pages, its steps, its layers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, ClassVar
+
+import torch
+from vllm.config import VllmConfig, get_current_vllm_config, get_layers_from_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+)
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
+
+from ..errors import ConfigError, KVQuantError, UnsupportedError
+from ..rows.format import HEAD_DIMS
+from ..rows.segment import PAGE_SIZES
+from ..rows.variant import AttentionVariant, names_of
+from .rows import LayerRows, Settings, rank_heads
+from .step import Step, append, attend, describe_step
+
+logger = init_logger(f"vllm.{__name__}")  # of vLLM's tree, which it prints
+
+
+class KVQuantBackend(AttentionBackend):
+    """Attention to quantized rows in vLLM's pages; backend_of binds it to an engine's settings."""
+
+    settings: ClassVar[Settings]
+    name: ClassVar[str]
+    forward_includes_kv_cache_update = False
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16"]
+
+    @classmethod
+    def get_name(cls) -> str:
+        return cls.name
+
+    @staticmethod
+    def get_impl_cls() -> type[KVQuantImpl]:
+        return KVQuantImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[StepBuilder]:
+        return StepBuilder
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        """Let a page hold the rows of K and V instead of 16-bit elements."""
+        if spec.state_content_bytes is not None:
+            return spec
+        try:
+            layout = cls.settings.layout(spec.num_kv_heads, spec.head_size, spec.head_size_v)
+        except ConfigError:  # of the head_dim: refused with the name of the layer, see _check
+            return spec
+        return replace(
+            spec,
+            num_head_slots=layout.slots,
+            state_content_bytes=layout.slot_bytes,
+            dtype=torch.uint8,
+        )
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        return (KVCacheLayout.LBHNC,)  # rows of a head follow one another
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: object = None) -> list[Any]:
+        return list(PAGE_SIZES)
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return list(HEAD_DIMS)
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        return False  # steps are shared out by the lengths that the CPU knows
+
+
+@lru_cache
+def backend_of(name: str, given: str) -> type[KVQuantBackend]:
+    """The backend of an engine.
+
+    vLLM calls some of its methods where no engine's config is current, so settings belong to the
+    class.
+
+    Args:
+        name: of the entry in vLLM's registry.
+        given: what Settings.parse takes, as JSON.
+    """
+    known = {"settings": Settings.parse(json.loads(given)), "name": name}
+    return type("KVQuantBackend", (KVQuantBackend,), known)
+
+
+class StepBuilder(AttentionMetadataBuilder[Step]):
+    """Describes steps to the layers of a group; made once, when the model is loaded."""
+
+    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+
+    def __init__(
+        self,
+        kv_cache_spec: AttentionSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        layers = {
+            name: layer
+            for name, layer in get_layers_from_vllm_config(vllm_config, Attention).items()
+            if issubclass(layer.attn_backend, KVQuantBackend)
+        }
+        found: dict[str, LayerRows] = {}
+        refused = []
+        for name, layer in layers.items():
+            try:
+                found[name] = _rows_of(name, layer, vllm_config, device)
+            except KVQuantError as error:
+                refused.append(f"{name}: {error}")
+        if refused:
+            raise UnsupportedError(
+                "kvquant cannot hold the rows of these layers:\n  "
+                + "\n  ".join(refused)
+                + '\nServe the model without "kvquant" in --additional-config.'
+            )
+        for name in layer_names:
+            layers[name].impl.rows = found[name]
+        _tell(next(iter(layers.values())).attn_backend.settings)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> Step:
+        common = common_attn_metadata
+        if common.causal is not True:
+            raise UnsupportedError("attention that is not causal has no rows: serve without kvquant")
+        assert self.reorder_batch_threshold is not None
+        lens = common.seq_lens_cpu_upper_bound  # of sequences that decode it may be too large
+        return describe_step(
+            common.block_table_tensor,
+            common.seq_lens,
+            common.query_start_loc_cpu,
+            common.seq_lens.cpu() if lens is None else lens,
+            common.num_actual_tokens,
+            self.reorder_batch_threshold,
+        )
+
+
+def _rows_of(
+    name: str, layer: Attention, vllm_config: VllmConfig, device: torch.device
+) -> LayerRows:
+    """The rows of a layer on this rank.
+
+    Raises:
+        KVQuantError: why it cannot have any.
+    """
+    settings, impl = layer.attn_backend.settings, layer.impl
+    if layer.attn_type != AttentionType.DECODER:
+        raise UnsupportedError(f"it is of type {layer.attn_type}, which decodes from no rows")
+    if layer.kv_sharing_target_layer_name is not None:
+        raise UnsupportedError(f"it attends to the rows of {layer.kv_sharing_target_layer_name}")
+    if layer.kv_cache_dtype not in KVQuantBackend.supported_kv_cache_dtypes:
+        raise UnsupportedError(
+            f"its --kv-cache-dtype is {layer.kv_cache_dtype}: leave that out, rows have formats"
+        )
+    if layer.use_mm_prefix:
+        raise UnsupportedError("it attends to whole images, not to the tokens before")
+    layout = settings.layout(layer.num_kv_heads, layer.head_size, layer.head_size_v)
+    basis = None
+    if settings.plan is not None:
+        settings.plan.check_model(vllm_config.model_config.hf_config.to_dict())
+        heads = rank_heads(
+            vllm_config.model_config.get_total_num_kv_heads(),
+            get_tensor_model_parallel_rank(),
+            get_tensor_model_parallel_world_size(),
+        )
+        basis = settings.basis(extract_layer_index(name), heads, layer.head_size)
+        basis = basis and basis.to(device)
+    variant = impl.variant(device)
+    return LayerRows(layout, impl.scale, basis, variant if names_of(variant) else None)
+
+
+@lru_cache
+def _tell(settings: Settings) -> None:
+    """Log once what is kept, and what a plan says of tokens that pages cannot keep in 16 bit."""
+    logger.info("kvquant: K rows %s, V rows %s", settings.k_format, settings.v_format)
+    if settings.plan is None:
+        return
+    logger.info("kvquant: %r", settings.plan)
+    measured = settings.plan.facts.get("measured") or {}
+    exact = measured.get("sink_len", 0), measured.get("recent_len", 0)
+    if any(exact):
+        logger.warning(
+            "kvquant: the plan was measured with %d sinks and %d recent tokens in 16 bit; pages of "
+            "vLLM quantize all tokens: expect more than its KL",
+            *exact,
+        )
+
+
+class KVQuantImpl(AttentionImpl[Step]):
+    """Attention of a layer.
+
+    Attributes:
+        rows: what the builder found for it, once the model is loaded.
+    """
+
+    rows: LayerRows
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads, self.kv_cache_dtype = num_kv_heads or num_heads, kv_cache_dtype
+        self.sliding_window, self.soft_cap = sliding_window, logits_soft_cap
+        self.alibi_slopes, self.sinks = alibi_slopes, sinks
+        self.longest = get_current_vllm_config().model_config.max_model_len
+
+    def variant(self, device: torch.device) -> AttentionVariant:
+        """What the model changes in attention; weights are loaded by now."""
+        sinks, slopes = self.sinks, self.alibi_slopes
+        return AttentionVariant(
+            soft_cap=self.soft_cap or None,
+            sink_logits=None if sinks is None else sinks.detach().float().to(device),
+            alibi_slopes=None
+            if slopes is None
+            else torch.tensor(slopes, dtype=torch.float32, device=device),
+            window=self.sliding_window,
+        )
+
+    def do_kv_cache_update(
+        self,
+        layer: torch.nn.Module,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        append(self.rows, key, value, kv_cache, slot_mapping)
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Step | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if output_scale is not None or output_block_scale is not None:
+            raise UnsupportedError("outputs are not quantized: turn vLLM's fuse_attn_quant off")
+        if attn_metadata is None:
+            # vLLM measures what is needed beside the pages: the longest past, dequantized
+            past = [x.new_empty(self.longest, *x.shape[1:]) for x in (key, value)]
+            del past
+            return output.zero_()
+        attend(self.rows, attn_metadata, query, key, value, kv_cache, output)
+        return output

@@ -1,0 +1,64 @@
+"""The entry point: vLLM finds kvquant's backend here, in every process, and uses it where asked.
+
+vLLM looks a backend up by the name of its class, while the config of the engine is current: that is
+when additional_config decides. So the names of this module are made when they are asked for.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ConfigError
+
+if TYPE_CHECKING:
+    from vllm.v1.attention.backend import AttentionBackend
+
+ENTRIES = ("CUSTOM", "CPU_ATTN")  # of vLLM's registry: its CPU platform knows the second one alone
+
+
+def register() -> None:
+    """Put the backend into vLLM's registry, as vLLM calls its plugins: in every process, even twice.
+
+    An entry that another plugin has taken is left to it.
+    """
+    from vllm.logger import init_logger
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    for name in ENTRIES:
+        entry, path = AttentionBackendEnum[name], f"{__name__}.{name}"
+        if not entry.is_overridden():
+            register_backend(entry, path)
+        elif entry.get_path() != path:
+            init_logger(f"vllm.{__name__}").warning(
+                "kvquant is not in reach: %s is the attention backend %s. Say which plugins to "
+                "load: VLLM_PLUGINS=kvquant",
+                entry.get_path(),
+                name,
+            )
+
+
+def __getattr__(name: str) -> type[AttentionBackend]:
+    """The backend of an entry, for the engine whose config is current.
+
+    Raises:
+        ConfigError: --attention-backend CUSTOM was asked for, and no rows.
+    """
+    if name not in ENTRIES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from vllm.config import get_current_vllm_config_or_none
+
+    config = get_current_vllm_config_or_none()
+    given: Any = None if config is None else config.additional_config
+    if isinstance(given, dict) and "kvquant" in given:
+        from .backend import backend_of
+
+        return backend_of(name, json.dumps(given["kvquant"], sort_keys=True))
+    if name == "CPU_ATTN":
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+        return CPUAttentionBackend
+    raise ConfigError(
+        "--attention-backend CUSTOM is kvquant's, which lacks its rows: give --additional-config "
+        '\'{"kvquant": {"k_format": "int4-g4", "v_format": "int4-g4"}}\''
+    )

@@ -1,0 +1,212 @@
+"""What an engine's pages hold: formats and bases of rows, and where K and V lie. Needs no engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ..errors import ConfigError, ShapeError, UnsupportedError, shown
+from ..io.plan import CachePlan
+from ..rows.basis import Basis, LayerBasis
+from ..rows.format import RowFormat
+from ..rows.variant import AttentionVariant
+
+KEYS = ("k_format", "v_format", "plan")
+UNIT = 16  # bytes that pages, and what is in them, are aligned to on CUDA
+
+
+@dataclass(frozen=True, eq=False)
+class Settings:
+    """The rows that were asked for: one format of K and one of V, and bases for each layer.
+
+    Attributes:
+        k_format: short name of K's format ("int4-g4").
+        v_format: of V's.
+        plan: bases, clip ratios and rounding of each layer and KV head; None for none.
+    """
+
+    k_format: str
+    v_format: str
+    plan: CachePlan | None = None
+
+    @classmethod
+    def parse(cls, given: object) -> Settings:
+        """Read what stands under "kvquant" in vLLM's additional_config.
+
+        Args:
+            given: a dict with "k_format", "v_format" (that of K when left out) and "plan", the path
+                of a plan file; with a plan formats may be left out, if its layers have one in
+                common.
+
+        Raises:
+            ConfigError: a key or a format does not exist, formats are missing, or the plan's
+                layers would need several.
+            FileNotFoundError: there is no such plan.
+            CheckpointError: the file is damaged, or no plan.
+        """
+        if not isinstance(given, Mapping) or not given.keys() <= set(KEYS):
+            raise ConfigError(
+                f'additional_config["kvquant"] is {shown(given)}: give a dict with '
+                f"{', '.join(KEYS)}"
+            )
+        path, k_format = given.get("plan"), given.get("k_format")
+        v_format = given.get("v_format", k_format)
+        plan = None if path is None else CachePlan.load(path)
+        if k_format is None:
+            if plan is None or v_format is not None:
+                raise ConfigError(
+                    'additional_config["kvquant"] lacks k_format: give {"k_format": "int4-g4"}'
+                )
+        else:
+            for name in (k_format, v_format):
+                RowFormat.parse(name, 128)
+            plan = plan and plan.with_formats(k_format, v_format)
+        if plan is not None:
+            k_format, v_format = _common_formats(plan, asked=k_format is not None)
+        return cls(str(k_format), str(v_format), plan)
+
+    def layout(self, num_kv_heads: int, head_dim: int, v_head_dim: int) -> PageLayout:
+        """Where the rows of a layer lie in its pages.
+
+        Raises:
+            ConfigError: no format has such a head_dim.
+        """
+        k_format = RowFormat.parse(self.k_format, head_dim)
+        return PageLayout(k_format, RowFormat.parse(self.v_format, v_head_dim), num_kv_heads)
+
+    def basis(self, layer: int, heads: Sequence[int], head_dim: int) -> LayerBasis | None:
+        """The basis of the KV heads that a rank has of a layer, on the CPU.
+
+        Args:
+            layer: index in the model.
+            heads: of all KV heads of the layer, those of this rank.
+            head_dim: of K.
+
+        Returns:
+            None without a plan.
+
+        Raises:
+            UnsupportedError: the plan has no such layer.
+            ShapeError: its heads are others.
+        """
+        plan = self.plan
+        if plan is None:
+            return None
+        if layer not in plan.places:
+            raise UnsupportedError(f"the plan has no layer {layer}: leave it out, or calibrate it")
+        if max(heads) >= plan.num_kv_heads or head_dim != plan.head_dim:
+            raise ShapeError(
+                f"layer {layer} has KV head {max(heads)} of head_dim {head_dim}, the plan "
+                f"{plan.num_kv_heads} heads of {plan.head_dim}: calibrate this model"
+            )
+        whole = plan.layers[plan.places.index(layer)]
+        return LayerBasis(_of_heads(whole.k, heads), _of_heads(whole.v, heads))
+
+
+def rank_heads(total: int, rank: int, ranks: int) -> list[int]:
+    """The KV heads that a rank has of a layer: its share, or one that other ranks have too."""
+    if total < ranks:
+        return [rank * total // ranks]
+    share = total // ranks
+    return list(range(rank * share, (rank + 1) * share))
+
+
+def _of_heads(basis: Basis, heads: Sequence[int]) -> Basis:
+    given = (basis.offset, basis.matrix, basis.clip, basis.feedback)
+    offset, matrix, clip, feedback = (None if x is None else x[list(heads)] for x in given)
+    assert offset is not None
+    return Basis(offset, basis.kind, matrix if basis.kind == "matrix" else None, clip, feedback)
+
+
+def _common_formats(plan: CachePlan, *, asked: bool) -> tuple[str, str]:
+    """The formats that all layers of a plan have."""
+    pairs = plan.formats
+    if len(set(pairs)) == 1:
+        return pairs[0]
+    kept = [place for place, at in zip(plan.places, plan.facts["layers"], strict=True) if at["kept"]]
+    if asked and kept:
+        raise ConfigError(
+            f"the plan keeps layers {kept} in 16 bit, and vLLM's pages have one format for all: "
+            'give {"k_format": "bf16"} without a plan, or serve another model'
+        )
+    raise ConfigError(
+        f"the plan has {len(set(pairs))} pairs of formats, and vLLM's pages have one for all "
+        "layers: give k_format and v_format beside the plan"
+    )
+
+
+class PageLayout(NamedTuple):
+    """Where the rows of K and V lie in pages [num_pages, slots, page_size, slot_bytes], uint8.
+
+    K and V rows of one length are head slots of their own, so rows follow one another as in a cache
+    of ours. Else a slot holds the row of K and behind it that of V, each at a multiple of 16.
+
+    Attributes:
+        k_format: format of K.
+        v_format: format of V.
+        num_kv_heads: of the layer, on this rank.
+    """
+
+    k_format: RowFormat
+    v_format: RowFormat
+    num_kv_heads: int
+
+    @property
+    def slots(self) -> int:
+        """Head slots of a page."""
+        return (2 if self._is_even else 1) * self.num_kv_heads
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a token in a slot."""
+        row_bytes = self.v_format.row_bytes
+        return row_bytes if self._is_even else self._v_start + -(-row_bytes // UNIT) * UNIT
+
+    def views(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V rows of pages.
+
+        Args:
+            pages: [num_pages, slots, page_size, slot_bytes], uint8, slots contiguous.
+
+        Returns:
+            [num_pages, num_kv_heads, page_size, row bytes] each, without a copy.
+
+        Raises:
+            ShapeError: the pages are others.
+        """
+        if pages.shape[1:2] + pages.shape[3:] != (self.slots, self.slot_bytes):
+            raise ShapeError(
+                f"pages are {list(pages.shape)}: they must be [num_pages, {self.slots}, page_size, "
+                f"{self.slot_bytes}] for {self.k_format} and {self.v_format}"
+            )
+        if self._is_even:
+            return pages[:, : self.num_kv_heads], pages[:, self.num_kv_heads :]
+        start, end = self._v_start, self._v_start + self.v_format.row_bytes
+        return pages[..., : self.k_format.row_bytes], pages[..., start:end]
+
+    @property
+    def _is_even(self) -> bool:
+        return self.k_format.row_bytes == self.v_format.row_bytes
+
+    @property
+    def _v_start(self) -> int:
+        return -(-self.k_format.row_bytes // UNIT) * UNIT
+
+
+class LayerRows(NamedTuple):
+    """What a layer's attention needs besides the pages.
+
+    Attributes:
+        layout: of its pages.
+        sm_scale: factor on q·k.
+        basis: that its rows are stored in, on the device; None for none.
+        variant: what the model changes in attention; None for nothing.
+    """
+
+    layout: PageLayout
+    sm_scale: float
+    basis: LayerBasis | None = None
+    variant: AttentionVariant | None = None

@@ -1,0 +1,243 @@
+"""A step of an engine: new rows into its pages, attention of its queries. Needs no engine.
+
+    decoding sequences             attend to their rows, all in one call: a token, or drafted ones
+    the first tokens of a prompt   attend causally to themselves, in 16 bit
+    later ones, up to FEW          attend to the rows, as decoding sequences do
+    more of them                   attend to the dequantized past, and causally to themselves
+
+Rows of new tokens are written before attention, so that attention to rows finds their own as well.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ..ops.append import append_rows, dequantize_pages
+from ..ops.attention import attend_segments
+from ..ops.causal import causal_attention
+from ..rows.basis import Basis
+from ..rows.format import RowFormat
+from ..rows.segment import Segment
+from .rows import LayerRows
+
+FEW = 64  # queries of a chunk that attend to rows; for more it pays to dequantize them once
+BLOCK = 8192  # tokens whose basis is undone at a time, in float32
+
+
+class Chunk(NamedTuple):
+    """A part of a prompt.
+
+    Attributes:
+        sequence: its row of the block table.
+        first, end: its tokens among those of the step.
+        past: tokens of the sequence before them.
+    """
+
+    sequence: int
+    first: int
+    end: int
+    past: int
+
+
+class Step(NamedTuple):
+    """Which tokens a step of an engine has; the same for all its layers.
+
+    Attributes:
+        block_table: [num_seqs, max_pages], int32: pages of each sequence.
+        seq_lens: [num_seqs], int32: tokens of each, the new ones included.
+        decodes: how many sequences, the first ones, attend in one call.
+        num_tokens: of these.
+        q_len: most queries of one of these.
+        q_lens: [decodes], int32: queries of each; None where all have q_len.
+        places: [num_tokens], int64: place of each query in [decodes * q_len]; None as q_lens.
+        chunks: the other sequences.
+    """
+
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    decodes: int
+    num_tokens: int
+    q_len: int
+    q_lens: torch.Tensor | None
+    places: torch.Tensor | None
+    chunks: tuple[Chunk, ...]
+
+
+def describe_step(
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    starts: torch.Tensor,
+    lens: torch.Tensor,
+    num_tokens: int,
+    most_queries: int = 1,
+) -> Step:
+    """Share the sequences of a step out; nothing is read from the device.
+
+    Args:
+        block_table: [num_seqs, max_pages], int32.
+        seq_lens: [num_seqs], int32, the new tokens included.
+        starts: [num_seqs + 1], int32, on the CPU: where the tokens of each sequence begin.
+        lens: [num_seqs], int32, on the CPU: seq_lens, of chunks at least.
+        num_tokens: of the step; more than starts say where a CUDA graph pads it.
+        most_queries: of a decoding sequence: 1, and the tokens that are drafted for it.
+
+    Returns:
+        The step. The sequences before the first with more queries are decoding ones.
+    """
+    counts = starts.diff()
+    longer = (counts > most_queries).nonzero().flatten().tolist()
+    decodes = longer[0] if longer else len(counts)
+    chunks = []
+    if longer:
+        num_tokens = int(starts[decodes])
+        bounds, lengths = starts.tolist(), lens.tolist()
+        for i in range(decodes, len(counts)):
+            first, end = bounds[i], bounds[i + 1]
+            if end > first:
+                chunks.append(Chunk(i, first, end, lengths[i] - (end - first)))
+    counts = counts[:decodes]
+    q_len = int(counts.max()) if decodes else 0
+    q_lens = places = None
+    if num_tokens != decodes * q_len:
+        sequence = torch.arange(decodes, device="cpu").repeat_interleave(counts)
+        place = torch.arange(num_tokens, device="cpu") - starts[sequence]
+        places = (sequence * q_len + place).to(block_table.device, non_blocking=True)
+        q_lens = counts.to(block_table.device, torch.int32, non_blocking=True)
+    return Step(block_table, seq_lens, decodes, num_tokens, q_len, q_lens, places, tuple(chunks))
+
+
+def append(
+    layer: LayerRows, k: torch.Tensor, v: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor
+) -> None:
+    """Write the rows of new tokens.
+
+    Args:
+        layer: of the model.
+        k: [num_tokens or more, num_kv_heads, head_dim], after RoPE.
+        v: as k.
+        pages: of the layer, see PageLayout.
+        slots: [num_tokens], int64: page * page_size + place; a negative one is skipped.
+    """
+    k_rows, v_rows = layer.layout.views(pages)
+    k_format, v_format, _ = layer.layout
+    k_basis, v_basis = layer.basis or (None, None)
+    append_rows(
+        k[: len(slots)],
+        v[: len(slots)],
+        k_rows,
+        v_rows,
+        slots,
+        k_format,
+        v_format,
+        k_transform=k_basis,
+        v_transform=v_basis,
+    )
+
+
+def attend(
+    layer: LayerRows,
+    step: Step,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pages: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """Attend with all queries of a step, whose rows have been written.
+
+    Args:
+        layer: of the model.
+        step: which tokens these are.
+        q: [num_tokens or more, num_q_heads, head_dim].
+        k: [num_tokens or more, num_kv_heads, head_dim], of the same tokens, after RoPE.
+        v: as k.
+        pages: of the layer, see PageLayout.
+        out: [num_tokens or more, num_q_heads, head_dim of V]: where to write; rows of no query are
+            left as they are, or zeros.
+    """
+    if step.num_tokens:
+        queries, shape = q[: step.num_tokens], (step.decodes, step.q_len)
+        if step.places is not None:
+            padded = q.new_empty(step.decodes * step.q_len, *q.shape[1:])
+            queries = padded.index_copy_(0, step.places, queries)
+        if step.q_len > 1:
+            queries = queries.unflatten(0, shape)
+        found = _attend_to_rows(layer, step, slice(step.decodes), queries, step.q_lens, pages)
+        if step.q_len > 1:
+            found = found.flatten(0, 1)
+        out[: step.num_tokens] = found if step.places is None else found[step.places]
+    for chunk in step.chunks:
+        tokens = slice(chunk.first, chunk.end)
+        if chunk.past and chunk.end - chunk.first <= FEW:
+            one = slice(chunk.sequence, chunk.sequence + 1)
+            out[tokens] = _attend_to_rows(layer, step, one, q[tokens][None], None, pages)[0]
+            continue
+        keys, values = _seen(layer, step, chunk, k[tokens], v[tokens], pages)
+        by_head = (x.transpose(0, 1)[None] for x in (q[tokens], keys, values))
+        done = causal_attention(*by_head, [len(keys)], layer.sm_scale, layer.variant)
+        out[tokens] = done[0].transpose(0, 1)
+
+
+def _attend_to_rows(
+    layer: LayerRows,
+    step: Step,
+    sequences: slice,
+    queries: torch.Tensor,
+    q_lens: torch.Tensor | None,
+    pages: torch.Tensor,
+) -> torch.Tensor:
+    """Attend with the last tokens of some sequences, to rows alone."""
+    lens, table = step.seq_lens[sequences], step.block_table[sequences]
+    k_format, v_format, _ = layer.layout
+    rows = Segment(*layer.layout.views(pages), lens, k_format, v_format, block_table=table)
+    return attend_segments(
+        queries,
+        [rows],
+        q_lens=q_lens,
+        variant=layer.variant,
+        basis=layer.basis,
+        seq_lens=lens,
+        sm_scale=layer.sm_scale,
+    )
+
+
+def _seen(
+    layer: LayerRows,
+    step: Step,
+    chunk: Chunk,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pages: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of the tokens that a chunk sees, its own the last, [tokens, num_kv_heads, ...]."""
+    if not chunk.past:
+        return k, v
+    window = None if layer.variant is None else layer.variant.window
+    first = 0 if window is None else max(chunk.past - window + 1, 0)
+    token = torch.arange(first, chunk.past, device=pages.device)
+    page_size, table = pages.shape[2], step.block_table[chunk.sequence].long()
+    slots = table[token // page_size] * page_size + token % page_size
+    k_rows, v_rows = layer.layout.views(pages)
+    k_format, v_format, _ = layer.layout
+    k_basis, v_basis = layer.basis or (None, None)
+    keys = _behind_past(k, k_rows, k_format, k_basis, slots)
+    return keys, _behind_past(v, v_rows, v_format, v_basis, slots)
+
+
+def _behind_past(
+    new: torch.Tensor, rows: torch.Tensor, fmt: RowFormat, basis: Basis | None, slots: torch.Tensor
+) -> torch.Tensor:
+    """Rows at slots as they came, and new ones behind them, [tokens, num_kv_heads, head_dim]."""
+    past = len(slots)
+    both = new.new_empty(past + len(new), *new.shape[1:])
+    both[past:] = new
+    if basis is None:
+        dequantize_pages(rows, fmt, slots, new.dtype, both[:past])
+        return both
+    for first in range(0, past, BLOCK):
+        block = slots[first : first + BLOCK]
+        stored = dequantize_pages(rows, fmt, block, torch.float32).transpose(0, 1)[None]
+        both[first : first + len(block)] = basis.decode(stored)[0].transpose(0, 1)
+    return both
