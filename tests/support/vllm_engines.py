@@ -1,0 +1,113 @@
+"""Engines of vLLM in this process, on the demo model; only where vLLM is installed."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "examples" / "llama-demo-5m"
+TEXT = ROOT / "examples" / "unseen.txt"
+os.environ |= {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in this process: vLLM is imported once
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+@contextmanager
+def engine(rows: dict[str, str] | None = None, **options: Any) -> Iterator[Any]:
+    """Make an LLM, and leave its memory.
+
+    Args:
+        rows: what additional_config says under "kvquant"; None for vLLM's own attention.
+        options: of vllm.LLM.
+    """
+    from vllm import LLM
+    from vllm.platforms import current_platform
+    from vllm.v1.attention import selector
+
+    # vLLM has one engine a process in mind: backends are remembered, and the search for Triton
+    # kernels in all modules fails at llvmlite's, which numba has loaded for the first engine
+    selector._cached_get_attn_backend.cache_clear()
+    if "llvmlite" in sys.modules:
+        type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
+    given = {
+        "model": str(MODEL),
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 1024,
+        "max_num_seqs": 16,
+        "kv_cache_memory_bytes": 64 << 20,
+        "block_size": 32,
+        "disable_log_stats": False,
+    }
+    config = {"additional_config": {"kvquant": rows}} if rows else {}
+    llm = LLM(**{**given, **config, **options})
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+
+
+def generate(llm: Any, prompts: Sequence[Any], tokens: int = 24, **options: Any) -> list[Any]:
+    """The outputs of prompts that are given at once, greedy unless options say otherwise."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(**{"max_tokens": tokens, "temperature": 0, "ignore_eos": True} | options)
+    done = llm.generate(list(prompts), params, use_tqdm=False)
+    return [one for request in done for one in request.outputs]
+
+
+def tokens_of(outputs: Sequence[Any]) -> list[list[int]]:
+    return [list(one.token_ids) for one in outputs]
+
+
+def counter(llm: Any, name: str) -> int:
+    """A metric of the engine since it was made."""
+    return sum(metric.value for metric in llm.get_metrics() if metric.name == f"vllm:{name}")
+
+
+def passages(llm: Any, count: int, length: int) -> list[dict[str, list[int]]]:
+    """Prompts from a text that the demo model has not seen, of its last quarter."""
+    ids = llm.get_tokenizer().encode(TEXT.read_text(encoding="utf-8"))
+    ids = ids[-len(ids) // 4 :]
+    step = (len(ids) - length) // count
+    return [{"prompt_token_ids": ids[i * step : i * step + length]} for i in range(count)]
+
+
+def logits_of(llm: Any, prompts: Sequence[Any], scored: int) -> torch.Tensor:
+    """Logits of the last tokens of prompts, [prompts, scored, vocabulary].
+
+    Prompts are read by the engine as everywhere, in chunks; it computes logits of all their tokens
+    where it is asked for their log-probabilities.
+    """
+    kept: list[torch.Tensor] = []
+
+    def keep(model: torch.nn.Module) -> None:
+        compute = model.compute_logits
+
+        def computed(hidden: torch.Tensor) -> torch.Tensor:
+            logits: torch.Tensor = compute(hidden)
+            if len(logits) > 1:  # those of one row are sampled from
+                kept.append(logits.float())
+            return logits
+
+        model.compute_logits = computed
+
+    llm.apply_model(keep)
+    found = []
+    for prompt in prompts:
+        kept.clear()
+        generate(llm, [prompt], 1, prompt_logprobs=1)
+        found.append(torch.cat(kept)[-scored:])
+    return torch.stack(found)

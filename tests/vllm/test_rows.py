@@ -1,0 +1,110 @@
+"""What pages of an engine hold: settings, where rows lie, bases of a rank's heads. Without vLLM."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from example_plan import example_plan
+
+from kvquant import ConfigError, ShapeError, UnsupportedError, append_rows, dequantize_pages
+from kvquant.vllm.rows import Settings, rank_heads
+
+
+@pytest.mark.parametrize("names", [("int4-g4", "int4-g4"), ("int8", "int4-g4"), ("int4", "bf16")])
+def test_pages_hold_the_rows_of_both_sides_aligned_and_apart(names: tuple[str, str]) -> None:
+    layout = Settings(*names).layout(2, 128, 64)
+    pages = torch.full((5, layout.slots, 32, layout.slot_bytes), 255, dtype=torch.uint8)
+    k_rows, v_rows = layout.views(pages)
+    assert k_rows.shape == (5, 2, 32, layout.k_format.row_bytes)
+    assert v_rows.shape == (5, 2, 32, layout.v_format.row_bytes)
+    for rows, fmt in ((k_rows, layout.k_format), (v_rows, layout.v_format)):
+        assert rows.untyped_storage().data_ptr() == pages.untyped_storage().data_ptr()
+        starts = rows.data_ptr() - pages.data_ptr(), rows.stride(0), rows.stride(1)
+        assert not any(start % 16 for start in starts)  # as the CUDA kernels want pages
+        assert rows.stride(2) % min(fmt.alignment, 16) == 0  # and rows
+    k, v = torch.randn(7, 2, 128), torch.randn(7, 2, 64)
+    slots = torch.tensor([3, 159, 64, 65, -1, 0, 31])
+    append_rows(k, v, k_rows, v_rows, slots, layout.k_format, layout.v_format)
+    for x, rows, fmt in ((k, k_rows, layout.k_format), (v, v_rows, layout.v_format)):
+        found = dequantize_pages(rows, fmt, slots, torch.float32)
+        error = (found - x)[slots >= 0].norm() / x.norm()
+        assert error < {"bf16": 0.003, "int8": 0.01}.get(str(fmt), 0.12)
+
+
+def test_the_bytes_are_those_of_the_rows() -> None:
+    even, uneven = Settings("int4-g4", "int4-g4").layout(8, 128, 128), Settings("int8", "int4-g4")
+    assert (even.slots, even.slot_bytes) == (16, 80)
+    assert (uneven.layout(8, 128, 128).slots, uneven.layout(8, 128, 128).slot_bytes) == (8, 224)
+    with pytest.raises(ShapeError, match=r"they must be \[num_pages, 16, page_size, 80\]"):
+        even.views(torch.zeros(3, 8, 16, 160, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (None, "is None: give a dict with k_format, v_format, plan"),
+        ({"k_fromat": "int8"}, "give a dict with k_format"),
+        ({}, 'lacks k_format: give {"k_format": "int4-g4"}'),
+        ({"v_format": "int8"}, "lacks k_format"),
+        ({"k_format": "int5"}, "format 'int5' does not exist"),
+        ({"k_format": "int8", "v_format": 4}, "format 4 is not possible"),
+    ],
+)
+def test_settings_that_are_not_possible(given: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Settings.parse(given)
+    assert message in str(caught.value)
+
+
+def test_v_has_the_format_of_k_where_none_is_given() -> None:
+    settings = Settings.parse({"k_format": "int8"})
+    assert (settings.k_format, settings.v_format, settings.plan) == ("int8", "int8", None)
+
+
+def save_plan(path: Path, *, kept: bool) -> str:
+    """A plan of 3 layers and 4 KV heads, whose last layer is kept in 16 bit or not."""
+    plan = example_plan(num_kv_heads=4)
+    layers = plan.facts["layers"]
+    if not kept:
+        layers[-1] = layers[1]
+    plan.tensors["k.offset"][:] = torch.randn(plan.tensors["k.offset"].shape)
+    plan.save(path / "plan.safetensors")
+    return str(path / "plan.safetensors")
+
+
+def test_a_plan_gives_each_rank_the_bases_of_its_heads(tmp_path: Path) -> None:
+    path = save_plan(tmp_path, kept=False)
+    with pytest.raises(ConfigError, match="2 pairs of formats, and vLLM's pages have one"):
+        Settings.parse({"plan": path})
+    settings = Settings.parse({"plan": path, "k_format": "int4", "v_format": "int8"})
+    assert (settings.k_format, settings.v_format) == ("int4", "int8")
+    assert settings.plan is not None
+    whole = settings.plan.layers[1]
+    for rank in range(2):
+        heads = rank_heads(4, rank, 2)
+        basis = settings.basis(1, heads, 64)
+        assert basis is not None
+        for ours, all_heads in zip(basis, whole, strict=True):
+            assert ours.kind == all_heads.kind
+            torch.testing.assert_close(ours.offset, all_heads.offset[2 * rank : 2 * rank + 2])
+            assert all_heads.clip is not None
+            torch.testing.assert_close(ours.clip, all_heads.clip[2 * rank : 2 * rank + 2])
+    with pytest.raises(UnsupportedError, match="the plan has no layer 3"):
+        settings.basis(3, [0], 64)
+    with pytest.raises(ShapeError, match="layer 1 has KV head 4 of head_dim 64, the plan 4 heads"):
+        settings.basis(1, [3, 4], 64)
+
+
+def test_a_plan_that_keeps_a_layer_in_16_bit_is_refused(tmp_path: Path) -> None:
+    path = save_plan(tmp_path, kept=True)
+    with pytest.raises(ConfigError, match=r"the plan keeps layers \[2\] in 16 bit"):
+        Settings.parse({"plan": path, "k_format": "int4"})
+
+
+def test_heads_are_shared_out_as_vllm_does() -> None:
+    assert [rank_heads(8, rank, 4) for rank in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert [rank_heads(2, rank, 4) for rank in range(4)] == [[0], [0], [1], [1]]
+    assert rank_heads(3, 0, 1) == [0, 1, 2]

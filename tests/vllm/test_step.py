@@ -1,0 +1,165 @@
+"""Steps of an engine on hand-made pages, compared with float64 attention. Without vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from kvquant import AttentionVariant, Basis
+from kvquant.rows.basis import LayerBasis
+from kvquant.rows.segment import Segment
+from kvquant.vllm.rows import LayerRows, Settings
+from kvquant.vllm.step import FEW, append, attend, describe_step
+
+HEADS, Q_HEADS, DIM, PAGE = 2, 8, 64, 16
+SCALE = 0.11
+Measure = Callable[[torch.Tensor, torch.Tensor], float]
+
+
+class Pages:
+    """Pages of a layer in which sequences have tokens; all unused memory is NaN."""
+
+    def __init__(self, layer: LayerRows, past_lens: Sequence[int], room: int) -> None:
+        self.layer, layout = layer, layer.layout
+        used = [-(-(past + room) // PAGE) for past in past_lens]
+        num_pages = sum(used) + 3
+        self.pages = torch.full(
+            (num_pages, layout.slots, PAGE, layout.slot_bytes), 255, dtype=torch.uint8
+        )
+        order = iter(torch.randperm(num_pages, dtype=torch.int32).tolist())
+        self.table = torch.full((len(past_lens), max(used)), -1, dtype=torch.int32)
+        for row, count in zip(self.table, used, strict=True):
+            row[:count] = torch.tensor([next(order) for _ in range(count)])
+        self.lens = torch.zeros(len(past_lens), dtype=torch.int32)
+        self.append(past_lens)
+
+    def append(self, counts: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append new tokens of each sequence: their K and V, and one of no slot."""
+        slots = []
+        for i, count in enumerate(counts):
+            token = torch.arange(int(self.lens[i]), int(self.lens[i]) + count)
+            slots.append(self.table[i, token // PAGE].long() * PAGE + token % PAGE)
+        k, v = torch.randn(2, sum(counts) + 1, HEADS, DIM)
+        k = k + 3 * torch.arange(DIM).cos()  # an offset
+        append(self.layer, k, v, self.pages, torch.cat([*slots, torch.tensor([-1])]))
+        self.lens += torch.tensor(counts, dtype=torch.int32)
+        return k, v
+
+    def values(self, sequence: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of a sequence, [tokens, heads, dim], as the rows have them."""
+        k_format, v_format, _ = self.layer.layout
+        rows = self.layer.layout.views(self.pages)
+        segment = Segment(*rows, self.lens, k_format, v_format, block_table=self.table)
+        found = list(segment.dequantized(sequence))
+        for i, basis in enumerate(self.layer.basis or ()):
+            found[i] = basis.decode(found[i][None])[0]
+        return found[0].transpose(0, 1), found[1].transpose(0, 1)
+
+
+def exact(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: AttentionVariant
+) -> torch.Tensor:
+    """Attend with the last tokens, float64."""
+    ratio = Q_HEADS // HEADS
+    k, v = (x.double().repeat_interleave(ratio, 1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * SCALE
+    distance = torch.arange(len(k)) - torch.arange(len(k) - len(q), len(k))[:, None]
+    if variant.soft_cap is not None:
+        scores = variant.soft_cap * (scores / variant.soft_cap).tanh()
+    if variant.alibi_slopes is not None:
+        scores = scores + variant.alibi_slopes.double()[:, None, None] * distance
+    hidden = distance > 0
+    if variant.window is not None:
+        hidden |= distance <= -variant.window
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if variant.sink_logits is not None:
+        sinks = variant.sink_logits.double()[:, None, None].expand(-1, len(q), 1)
+        scores = torch.cat([scores, sinks], -1)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(k)], v)
+
+
+def bases() -> LayerBasis:
+    matrix = torch.eye(DIM) + 0.05 * torch.randn(HEADS, DIM, DIM)
+    offset = 3 * torch.arange(DIM).cos().expand(HEADS, DIM)
+    return LayerBasis(Basis(offset, "hadamard"), Basis(torch.zeros(HEADS, DIM), "matrix", matrix))
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "gemma": {"soft_cap": 5.0, "window": 30},
+    "gpt-oss": {"sink_logits": torch.linspace(-2, 2, Q_HEADS), "window": 70},
+    "alibi": {"alibi_slopes": torch.linspace(0.01, 0.2, Q_HEADS)},
+}
+CASES = [
+    ("int4-g4", "int4-g4", False, "plain"),
+    ("int4-g4", "int4-g4", True, "plain"),
+    ("int8", "int4-g4", True, "plain"),
+    ("bf16", "bf16", False, "gemma"),
+    ("int4-g4", "int4-g4", True, "gpt-oss"),
+    ("int8", "int8", False, "alibi"),
+]
+
+
+@pytest.mark.parametrize(("k_format", "v_format", "has_basis", "name"), CASES)
+def test_a_step_of_all_kinds_of_sequences(
+    k_format: str, v_format: str, has_basis: bool, name: str, relative_l2: Measure
+) -> None:
+    # decoding: with a drafted token or three, and one that has just come; no tokens; then chunks:
+    # a few tokens and many behind a past, a whole prompt, and one whose past ends inside a page
+    past_lens = [33, 1, 0, 16, 0, 37, 50, 0, 95]
+    counts = [1, 4, 1, 2, 0, FEW, FEW + 1, 90, 70]
+    layer = LayerRows(
+        Settings(k_format, v_format).layout(HEADS, DIM, DIM),
+        SCALE,
+        bases() if has_basis else None,
+        AttentionVariant(**VARIANTS[name]) if VARIANTS[name] else None,
+    )
+    cache = Pages(layer, past_lens, room=max(counts))
+    past = [cache.values(i) for i in range(len(counts))]
+    k, v = cache.append(counts)
+    starts = torch.tensor([0, *counts]).cumsum(0).int()
+    step = describe_step(cache.table, cache.lens, starts, cache.lens, len(k), most_queries=4)
+    assert (step.decodes, step.num_tokens, len(step.chunks)) == (5, 8, 4)
+    q = torch.randn(len(k), Q_HEADS, DIM)
+    out = torch.full_like(q, torch.nan)
+    attend(layer, step, q, k, v, cache.pages, out)
+    variant = layer.variant or AttentionVariant()
+    for i, count in enumerate(counts):
+        new = slice(int(starts[i]), int(starts[i + 1]))
+        keys, values = cache.values(i)
+        if count > FEW:  # its own tokens are not read from rows
+            keys, values = torch.cat([past[i][0], k[new]]), torch.cat([past[i][1], v[new]])
+        if count:
+            wanted = exact(q[new], keys, values, variant)
+            assert relative_l2(out[new], wanted) < 2e-5, f"sequence {i}"
+    assert out[-1].isnan().all()  # of no sequence
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+def test_a_step_that_a_graph_pads(queries: int, relative_l2: Measure) -> None:
+    layer = LayerRows(Settings("int8", "int8").layout(HEADS, DIM, DIM), SCALE, bases())
+    cache = Pages(layer, [20, 31, 0], room=queries)
+    cache.append([queries, queries, 0])
+    starts = torch.tensor([0, queries, 2 * queries, 2 * queries], dtype=torch.int32)
+    step = describe_step(cache.table, cache.lens, starts, cache.lens, 3 * queries, queries)
+    assert step.q_lens is None and step.places is None  # no tensor is made: it would not be fixed
+    q = torch.randn(3 * queries, Q_HEADS, DIM)
+    out = torch.full_like(q, torch.nan)
+    attend(layer, step, q, q[:, :HEADS], q[:, :HEADS], cache.pages, out)
+    for i in range(2):
+        new = slice(i * queries, (i + 1) * queries)
+        wanted = exact(q[new], *cache.values(i), AttentionVariant())
+        assert relative_l2(out[new], wanted) < 2e-5
+    assert not out[2 * queries :].any()
+
+
+def test_a_step_without_tokens_writes_nothing() -> None:
+    layer = LayerRows(Settings("int8", "int8").layout(HEADS, DIM, DIM), SCALE)
+    cache = Pages(layer, [20, 0], room=1)
+    step = describe_step(cache.table, cache.lens, torch.zeros(3, dtype=torch.int32), cache.lens, 0)
+    out = torch.full((2, Q_HEADS, DIM), torch.nan)
+    attend(layer, step, out, out[:, :HEADS], out[:, :HEADS], cache.pages, out)
+    assert out.isnan().all()
