@@ -152,16 +152,25 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> Step:
-        common = common_attn_metadata
+        lens = common_attn_metadata.seq_lens_cpu_upper_bound
+        if lens is None:
+            lens = common_attn_metadata.seq_lens.cpu()
+        return self._describe(common_attn_metadata, lens)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Step:
+        # whatever lengths vLLM makes up: a graph is replayed for sequences that have a past
+        lens = common_attn_metadata.query_start_loc_cpu.diff() + 1
+        return self._describe(common_attn_metadata, lens)
+
+    def _describe(self, common: CommonAttentionMetadata, lens: torch.Tensor) -> Step:
         if common.causal is not True:
             raise UnsupportedError("attention that is not causal has no rows: serve without kvquant")
         assert self.reorder_batch_threshold is not None
-        lens = common.seq_lens_cpu_upper_bound  # of sequences that decode it may be too large
         return describe_step(
             common.block_table_tensor,
             common.seq_lens,
             common.query_start_loc_cpu,
-            common.seq_lens.cpu() if lens is None else lens,
+            lens,
             common.num_actual_tokens,
             self.reorder_batch_threshold,
         )

