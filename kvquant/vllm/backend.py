@@ -164,7 +164,9 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
 
     def _describe(self, common: CommonAttentionMetadata, lens: torch.Tensor) -> Step:
         if common.causal is not True:
-            raise UnsupportedError("attention that is not causal has no rows: serve without kvquant")
+            raise UnsupportedError(
+                "attention is not causal, which rows do not serve: leave kvquant out"
+            )
         assert self.reorder_batch_threshold is not None
         return describe_step(
             common.block_table_tensor,
@@ -212,18 +214,17 @@ def _rows_of(
 
 @lru_cache
 def _tell(settings: Settings) -> None:
-    """Log once what is kept, and what a plan says of tokens that pages cannot keep in 16 bit."""
+    """Log once what is kept, and where a plan asks for what pages cannot keep."""
     logger.info("kvquant: K rows %s, V rows %s", settings.k_format, settings.v_format)
     if settings.plan is None:
         return
     logger.info("kvquant: %r", settings.plan)
-    measured = settings.plan.facts.get("measured") or {}
-    exact = measured.get("sink_len", 0), measured.get("recent_len", 0)
-    if any(exact):
+    limit = settings.plan.facts.get("limit") or {}
+    if not limit.get("met", True):
         logger.warning(
-            "kvquant: the plan was measured with %d sinks and %d recent tokens in 16 bit; pages of "
-            "vLLM quantize all tokens: expect more than its KL",
-            *exact,
+            "kvquant: the plan misses its limit of KL %s, where sinks and recent tokens in 16 bit "
+            "help; pages of vLLM have none: allow more bits, or serve this model without kvquant",
+            limit.get("max_kl"),
         )
 
 

@@ -7,18 +7,15 @@ when additional_config decides. So the names of this module are made when they a
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import ConfigError
-
-if TYPE_CHECKING:
-    from vllm.v1.attention.backend import AttentionBackend
 
 ENTRIES = ("CUSTOM", "CPU_ATTN")  # of vLLM's registry: its CPU platform knows the second one alone
 
 
 def register() -> None:
-    """Put the backend into vLLM's registry, as vLLM calls its plugins: in every process, even twice.
+    """Put the backend into vLLM's registry; vLLM calls this in every process, even twice.
 
     An entry that another plugin has taken is left to it.
     """
@@ -38,7 +35,7 @@ def register() -> None:
             )
 
 
-def __getattr__(name: str) -> type[AttentionBackend]:
+def __getattr__(name: str) -> Any:  # a type[AttentionBackend]
     """The backend of an entry, for the engine whose config is current.
 
     Raises:

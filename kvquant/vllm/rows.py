@@ -1,4 +1,4 @@
-"""What an engine's pages hold: formats and bases of rows, and where K and V lie. Needs no engine."""
+"""What an engine's pages hold: formats and bases of rows, where K and V lie. Needs no engine."""
 
 from __future__ import annotations
 
@@ -126,7 +126,8 @@ def _common_formats(plan: CachePlan, *, asked: bool) -> tuple[str, str]:
     pairs = plan.formats
     if len(set(pairs)) == 1:
         return pairs[0]
-    kept = [place for place, at in zip(plan.places, plan.facts["layers"], strict=True) if at["kept"]]
+    layers = zip(plan.places, plan.facts["layers"], strict=True)
+    kept = [place for place, entry in layers if entry["kept"]]
     if asked and kept:
         raise ConfigError(
             f"the plan keeps layers {kept} in 16 bit, and vLLM's pages have one format for all: "

@@ -176,9 +176,14 @@ def attend(
             out[tokens] = _attend_to_rows(layer, step, one, q[tokens][None], None, pages)[0]
             continue
         keys, values = _seen(layer, step, chunk, k[tokens], v[tokens], pages)
-        by_head = (x.transpose(0, 1)[None] for x in (q[tokens], keys, values))
-        done = causal_attention(*by_head, [len(keys)], layer.sm_scale, layer.variant)
-        out[tokens] = done[0].transpose(0, 1)
+        out[tokens] = causal_attention(
+            q[tokens].transpose(0, 1)[None],
+            keys.transpose(0, 1)[None],
+            values.transpose(0, 1)[None],
+            [len(keys)],
+            layer.sm_scale,
+            layer.variant,
+        )[0].transpose(0, 1)
 
 
 def _attend_to_rows(

@@ -63,7 +63,8 @@ def generate(llm: Any, prompts: Sequence[Any], tokens: int = 24, **options: Any)
     """The outputs of prompts that are given at once, greedy unless options say otherwise."""
     from vllm import SamplingParams
 
-    params = SamplingParams(**{"max_tokens": tokens, "temperature": 0, "ignore_eos": True} | options)
+    given = {"max_tokens": tokens, "temperature": 0, "ignore_eos": True, **options}
+    params = SamplingParams(**given)
     done = llm.generate(list(prompts), params, use_tqdm=False)
     return [one for request in done for one in request.outputs]
 
@@ -93,7 +94,7 @@ def logits_of(llm: Any, prompts: Sequence[Any], scored: int, **options: Any) -> 
     """
     kept: list[torch.Tensor] = []
 
-    def keep(model: torch.nn.Module) -> None:
+    def keep(model: Any) -> None:
         compute = model.compute_logits
 
         def computed(hidden: torch.Tensor) -> torch.Tensor:

@@ -151,7 +151,7 @@ def random_model(folder: Path, config: Any) -> str:
     return str(folder)
 
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 256,
     "hidden_size": 64,
     "intermediate_size": 64,
@@ -190,7 +190,8 @@ def test_what_models_change_in_attention(
 
 def test_layers_that_cannot_be_held_are_refused_by_name(tmp_path: Path) -> None:
     model = random_model(tmp_path, LlamaConfig(**{**SIZES, "head_dim": 32}))
-    with pytest.raises(UnsupportedError) as caught, engine(INT4, model=model, skip_tokenizer_init=True):
+    given = {"model": model, "skip_tokenizer_init": True}
+    with pytest.raises(UnsupportedError) as caught, engine(INT4, **given):
         pass
     for layer in range(2):
         assert f"model.layers.{layer}.self_attn.attn: head_dim 32 is not" in str(caught.value)
@@ -206,5 +207,6 @@ def test_the_plugin_does_nothing_until_it_is_asked() -> None:
     assert AttentionBackendEnum.CPU_ATTN.get_class() is CPUAttentionBackend
     with pytest.raises(ConfigError, match="give --additional-config"):
         AttentionBackendEnum.CUSTOM.get_class()
-    with pytest.raises(ConfigError, match="format 'int5' does not exist"), engine({"k_format": "int5"}):
+    wrong = {"k_format": "int5"}
+    with pytest.raises(ConfigError, match="format 'int5' does not exist"), engine(wrong):
         pass

@@ -24,8 +24,12 @@ pytestmark = pytest.mark.filterwarnings("default")
 ROWS = {"kvquant": {"k_format": "int4-g4"}}
 PROMPTS = ["The city of Manila was founded", "The river is one of the longest in"]
 PATIENCE = 300  # seconds for a server to start, on slow cores
-ENV = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
-ENV |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+ENV = {
+    **os.environ,
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
 GENERATE = """
 import json, sys
 from vllm import LLM, SamplingParams
@@ -99,7 +103,8 @@ def test_the_server_streams_to_two_clients_at_once(tmp_path: Path) -> None:
 
         def stream(prompt: str) -> list[str]:
             given = {"model": "demo", "prompt": prompt, "max_tokens": 16, "temperature": 0}
-            return [part.choices[0].text for part in client.completions.create(**given, stream=True)]
+            parts = client.completions.create(**given, stream=True)
+            return [part.choices[0].text for part in parts]
 
         alone = [stream(prompt) for prompt in PROMPTS]
         with ThreadPoolExecutor(2) as pool:
