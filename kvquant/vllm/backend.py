@@ -206,6 +206,11 @@ def _rows_of(
             get_tensor_model_parallel_rank(),
             get_tensor_model_parallel_world_size(),
         )
+        if len(heads) != layer.num_kv_heads:
+            raise UnsupportedError(
+                f"it has {layer.num_kv_heads} KV heads on this rank, other layers {len(heads)}: "
+                "leave the plan out"
+            )
         basis = settings.basis(extract_layer_index(name), heads, layer.head_size)
         basis = basis and basis.to(device)
     variant = impl.variant(device)
