@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.filterwarnings("default")  # vLLM's own, while it is imported
 SUPPORTED = "0.32."  # as pyproject.toml says
 WHAT_TO_DO = "vLLM moved this: adapt kvquant/vllm/backend.py (or plugin.py), then this table"
 
