@@ -18,12 +18,14 @@ import os
 
 import torch
 
+from .rehearsal import is_rehearsed
+
 enabled = os.environ.get("KVQUANT_DEBUG", "0") not in ("", "0")
 
 
 def may_read(values: torch.Tensor) -> bool:
     """Whether the host may read values: on the CPU, or in debug mode, and not while recording."""
-    return (values.is_cpu or (enabled and not values.is_meta)) and not is_recorded(values)
+    return (values.is_cpu or (enabled and not is_rehearsed(values))) and not is_recorded(values)
 
 
 def is_recorded(tensor: torch.Tensor) -> bool:

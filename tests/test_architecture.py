@@ -20,7 +20,7 @@ ROOMS |= {f"kvquant.{room}": (PACKAGE / room).resolve() for room in ("kernels", 
 BASE = "errors debug rehearsal"
 ALLOWED = {
     "errors": "",
-    "debug": "",
+    "debug": "rehearsal",
     "rehearsal": "",
     "text": "",
     "rows": BASE,

@@ -151,6 +151,7 @@ class QuantizedCache(Cache):
         self._due = 0  # the place that comes next; those before it were appended in this call
         self._new_columns = 0  # of this call
         self._is_asked = False  # for the sizes of masks, at the beginning of each call
+        self._is_begun = False  # a call that was asked for them, until all layers have appended
         self._waiting: str | None = None  # the layer that was handed its keys and did not attend
         self._past = Columns(0, [])  # before this call
         self.padding: Padding | None = None  # of this call
@@ -295,7 +296,9 @@ class QuantizedCache(Cache):
                 "a call of the model has failed, and its layers that are transformers' own cannot "
                 "forget what came: reset() the cache and read the text again"
             )
-        if not self._is_asked:  # a model that makes no masks
+        # a model, or a call, that makes no masks; of one layer it may be the same call once more
+        is_new = not at and self._due == self.num_places > 1
+        if not self._is_asked or is_new:
             self.begin(keys.shape[2])
         if at != self._due:
             due = "none" if self._due == self.num_places else f"place {self._due}"
@@ -545,7 +548,7 @@ class QuantizedCache(Cache):
     def _appended(self, handed: Handed) -> None:
         handed.appended, self._waiting = True, None
         self._due, self._marks = handed.at + 1, _marks_of(handed.kv)
-        self._is_asked &= self._due < self.num_places
+        self._is_begun &= self._due < self.num_places
 
     @property
     def is_waiting(self) -> bool:
@@ -555,11 +558,11 @@ class QuantizedCache(Cache):
     @property
     def is_open(self) -> bool:
         """Whether a call of the model has begun whose layers have not all appended yet."""
-        return self.is_waiting or self._is_asked or 0 < self._due < self.num_places
+        return self.is_waiting or self._is_begun or 0 < self._due < self.num_places
 
     def take_back(self) -> None:
         """Drop what this call of the model has appended so far, and begin anew."""
-        self._waiting, self._is_asked = None, False
+        self._waiting, self._is_begun = None, False
         self._is_torn = bool(self._kept)
         if self._due and self.kv is not None:
             with suppress(ShapeError):  # windows that are overwritten: the next call says so
@@ -601,7 +604,7 @@ class QuantizedCache(Cache):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def mask_sizes(self, columns: int) -> tuple[int, int]:
         """Columns to attend to, and where they start; asked before a mask is made."""
-        calls.asked, self._is_asked = weakref.ref(self), True
+        calls.asked, self._is_asked, self._is_begun = weakref.ref(self), True, True
         self.begin(columns)
         return self._past.length + columns, 0
 
@@ -625,7 +628,7 @@ class QuantizedCache(Cache):
         for layer in self._kept:
             self.layers[layer].reset()
         self._is_torn = False
-        self._due, self._waiting, self.padding, self._is_asked = 0, None, None, False
+        self._due, self._waiting, self.padding, self._is_begun = 0, None, None, False
         if self.kv is not None:
             self.kv.reset()
             self._hold(self.kv)
@@ -659,7 +662,7 @@ class QuantizedCache(Cache):
             return
         past = self._past.without_last(-tokens_to_remove)
         self.kv.crop(past.lens)
-        self._past, self._due, self._waiting, self._is_asked = past, 0, None, False
+        self._past, self._due, self._waiting, self._is_begun = past, 0, None, False
         self._marks = _marks_of(self.kv)
 
     def batch_repeat_interleave(self, repeats: int) -> None:

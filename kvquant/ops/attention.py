@@ -18,6 +18,7 @@ import torch
 
 from .. import debug
 from ..errors import ConfigError, DeviceError, ShapeError, shown
+from ..rehearsal import is_rehearsed
 from ..rows.arguments import (
     check_flag,
     check_num_splits,
@@ -398,7 +399,7 @@ def _attend_checked(
     backend = kernels_for(q, backend)
     if backend == "cuda":
         _require_extra()
-    if q.is_cpu or (debug.enabled and not q.is_meta) or backend == "reference":
+    if q.is_cpu or (debug.enabled and not is_rehearsed(q)) or backend == "reference":
         check_segment_values(segments)
         if q_lens is not None:
             check_q_len_values(q, q_lens)

@@ -181,7 +181,7 @@ def test_hybrid_models_are_calibrated_but_for_layers_without_keys(
     assert facts["places"] == places and plan.formats == [("int4", "int4")] * len(places)
     why = {one["layer"]: one["why"] for one in facts["others"]}
     assert why == {layer: f"it has no keys and values ({name})" for layer, name in others.items()}
-    assert "KVCache holds attention layers only" in facts["measured"]["in_one_pass"]
+    assert "a KVCache alone does not serve such a model" in facts["measured"]["in_one_pass"]
     kl = {(row["format"], row["plan"]): row["kl"] for row in facts["comparison"]}
     assert 0 < kl["int8", True] < 0.2 * kl["int4", True]
     said = warnings(plan)
