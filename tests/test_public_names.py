@@ -55,7 +55,8 @@ def test_all_is_sorted_and_complete() -> None:
         for name, value in vars(kvquant).items()
         if not name.startswith("_") and not inspect.ismodule(value)
     }
-    assert importable == set(kvquant.__all__)
+    # A name that was asked for stays: another test may have used those that need transformers.
+    assert importable - set(WITH_HF) == set(kvquant.__all__)
     with pytest.raises(AttributeError, match="module 'kvquant' has no attribute 'KVcache'"):
         kvquant.KVcache  # type: ignore[attr-defined]  # noqa: B018
 
