@@ -26,7 +26,6 @@ from ..cache.contiguous import KVCache
 from ..errors import UnsupportedError, UnsupportedModelError
 from ..ops.causal import causal_attention
 from ..rows.variant import PLAIN, AttentionVariant
-from .configs import cache_layers
 from .masks import ATTENTION, calls, window_of
 from .padding import Padding
 
@@ -110,7 +109,7 @@ def _attention(
         return found
     try:
         _check_keys(handed, name, query, key, value)
-        _check_call(handed, module, name, key.shape[1], dropout, options)
+        _check_call(handed, module, name, key, dropout, options)
         window = window_of(_whole_mask(handed, attention_mask, query.shape[2]), name)
         _check_window(handed, window, options.get("sliding_window"), name)
         return _attend(handed, query, key, value, scaling, _variant_of(options)), None
@@ -137,16 +136,23 @@ def _check_call(
     handed: Handed,
     module: torch.nn.Module,
     name: str,
-    heads: int,
+    key: torch.Tensor,
     dropout: float,
     options: dict[str, Any],
 ) -> None:
     """Raise unless a layer asks for what a KVCache can compute, and the cache is one for it."""
     config = getattr(module, "config", None)
-    if config is not None and not handed.to.is_fitted:
-        handed.to.fit(cache_layers(config))
+    if config is not None and not handed.at:
+        handed.to.check_model(config)
     if not handed.at and not handed.appended:
         handed.to.check_positions(options.get("position_ids"))
+    heads = key.shape[1]
+    if key.device != handed.kv.device:
+        raise UnsupportedModelError(
+            f"{name} is on {key.device}, its cache on {handed.kv.device}: a KVCache lies on one "
+            "device. Load the model on one (device_map=0), or spread its heads over processes "
+            '(tp_plan="auto", by torchrun)'
+        )
     if heads != handed.kv.num_kv_heads:
         raise UnsupportedModelError(
             f"{name} has {heads} KV heads, its cache {handed.kv.num_kv_heads}: a KVCache has "

@@ -145,6 +145,8 @@ class QuantizedCache(Cache):
         self._make: Callable[..., KVCache] | None = None
         self._max_seq_len, self._exact_format = max_seq_len, exact_format
         self._is_placed, self._drafts = placed, drafts
+        self._layers: CacheLayers | None = None  # of the model
+        self._config: Any = None  # of the model that called last
         self._places: dict[int, int] | None = None  # of the cache, by the model's layer
         self._turn: Turn | None = None
         self._scaled_from: int | None = None
@@ -183,8 +185,10 @@ class QuantizedCache(Cache):
             self._max_seq_len = check_size("max_seq_len", max_seq_len, at_least=1)
         config = _config_of(source)
         layers = cache_layers(config, longest=max_seq_len)
-        make: Callable[..., KVCache] = partial(new_cache, config, layers, **options)
-        self._outline = make(1, 0, exact_format=exact_format or "bf16")  # or it is not possible
+        _check_ranks(source, layers.num_kv_heads)
+        make: Callable[..., KVCache] = partial(new_cache, config, **options)
+        exact = exact_format or "bf16"
+        self._outline = make(layers, 1, 0, exact_format=exact)  # or it is not possible
         self._make = make
         self.fit(layers, DynamicCache(config=config).layers if layers.others else ())
 
@@ -202,7 +206,8 @@ class QuantizedCache(Cache):
         if not others:
             layers.check_whole()
         if self.kv is not None:
-            _check_layers(self.kv, layers)
+            _check_layers(self.kv, layers.of_rank(self.kv.num_kv_heads))
+        self._layers = layers
         self._places = {layer: at for at, layer in enumerate(layers.places)}
         self._turn, self._scaled_from = layers.turn, layers.scaled_from
         self._kept = dict(layers.others)
@@ -225,10 +230,25 @@ class QuantizedCache(Cache):
         self.fit(layers)
         self._new_lens, self._is_told = new_lens, True
 
-    @property
-    def is_fitted(self) -> bool:
-        """Whether the cache is known to be one for the model's layers."""
-        return self._places is not None
+    def check_model(self, config: Any) -> None:
+        """Raise unless the cache is one for the model that calls.
+
+        Args:
+            config: of the model; looked at once.
+
+        Raises:
+            ShapeError: the model has other layers, KV heads or head_dims.
+            UnsupportedModelError: it has layers that a KVCache does not hold, and there is no more.
+        """
+        if self._is_told or config is self._config:
+            return
+        layers = cache_layers(config, longest=0 if self._make is None else self._max_seq_len)
+        if self._layers is None:
+            self.fit(layers)
+        else:
+            assert self.kv is not None
+            _check_layers(self.kv, layers.of_rank(self.kv.num_kv_heads))
+        self._config = config
 
     def keeps(self, layer: int | None) -> bool:
         """Whether a layer of the model is transformers' own."""
@@ -326,10 +346,12 @@ class QuantizedCache(Cache):
         batch, new = keys.shape[0], keys.shape[2]
         needed = self._past.length + new
         is_other = self.kv is not None and self.kv.batch != batch
-        if self._make is not None and (self.kv is None or (is_other and not self._past.length)):
+        is_due = self.kv is None or (is_other and not self._past.length)
+        if is_due and self._make is not None and self._layers is not None:
             exact = self._exact_format or exact_codec(keys.dtype)
             size = self._max_seq_len or needed + SPACE
-            self._hold(self._make(batch, size, exact_format=exact, device=keys.device))
+            layers = self._layers.of_rank(keys.shape[1])
+            self._hold(self._make(layers, batch, size, exact_format=exact, device=keys.device))
         assert self.kv is not None
         if self.kv.batch != batch:
             raise ShapeError(
@@ -808,6 +830,22 @@ def _config_of(source: Any) -> Any:
             "KVCache"
         )
     return source
+
+
+def _check_ranks(source: Any, num_kv_heads: int) -> None:
+    """Raise unless the ranks of a model (tp_plan) have whole KV heads.
+
+    Raises:
+        UnsupportedModelError: they have parts, with which transformers cannot run either.
+    """
+    ranks = getattr(source, "tp_size", None) or 1
+    if num_kv_heads % ranks:
+        styles = (getattr(source, "tp_plan", None) or {}).items()
+        if any(name.endswith("k_proj") and style == "colwise" for name, style in styles):
+            raise UnsupportedModelError(
+                f"the model has {num_kv_heads} KV heads, and its tp_plan cuts their keys into "
+                f"{ranks} parts: run it on a number of ranks that divides the heads"
+            )
 
 
 def _check_layers(kv: KVCache, layers: CacheLayers) -> None:

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+import torch
 
 from ..cache.checks import DEFAULT_FORMAT, row_formats
 from ..cache.contiguous import KVCache
@@ -54,6 +56,7 @@ class CacheLayers:
         scaled_from: the position from which on queries are scaled by how far they are, counted by
             the model from the longest sequence for all of them; None where they are not.
         others: the model's layers that own what no KVCache holds, and why it does not.
+        rank, ranks: which of so many ranks has these heads, see of_rank; 0 and 1 for all heads.
     """
 
     places: tuple[int, ...]
@@ -64,6 +67,26 @@ class CacheLayers:
     turn: Turn | None = None
     scaled_from: int | None = None
     others: Mapping[int, str] = field(default_factory=dict)
+    rank: int = 0
+    ranks: int = 1
+
+    def of_rank(self, num_kv_heads: int) -> CacheLayers:
+        """Those of this process, where a model's heads are spread over ranks (tensor parallelism).
+
+        transformers gives each rank consecutive heads, and neighbouring ranks one copy of a model.
+
+        Args:
+            num_kv_heads: of the keys that come, on this rank.
+
+        Returns:
+            These layers with so many heads; as they are where that is no rank's share.
+        """
+        ranks, rest = divmod(self.num_kv_heads, num_kv_heads)
+        world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+        if rest or ranks < 2 or world % ranks:
+            return self
+        rank = torch.distributed.get_rank() % ranks
+        return replace(self, num_kv_heads=num_kv_heads, rank=rank, ranks=ranks)
 
     def check_whole(self) -> None:
         """Raise UnsupportedModelError unless a KVCache alone serves the model."""
@@ -165,6 +188,9 @@ def new_cache(
                 f"the plan has layers {plan.places} of the model, its KVCache needs "
                 f"{list(layers.places)}"
             )
+        if layers.ranks > 1:
+            first = layers.rank * layers.num_kv_heads
+            plan = plan.of_heads(range(first, first + layers.num_kv_heads))
         cache = KVCache.from_plan(plan, batch, max_seq_len, **options)
     else:
         for name, dims in (("k_format", layers.k_dims), ("v_format", layers.v_dims)):
@@ -172,7 +198,8 @@ def new_cache(
         shape = len(layers.places), batch, layers.num_kv_heads, max(layers.k_dims), max_seq_len
         cache = KVCache(*shape, **options)
     text = config.get_text_config(decoder=True)
-    cache.num_q_heads = getattr(text, "num_attention_heads", None)
+    q_heads = getattr(text, "num_attention_heads", None)
+    cache.num_q_heads = q_heads and q_heads // layers.ranks
     return cache
 
 

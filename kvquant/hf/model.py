@@ -57,6 +57,7 @@ class CachedModel:
 
     Raises:
         ConfigError: model is no model of transformers.
+        UnsupportedModelError: its heads are spread over ranks (tp_plan).
 
     Example:
         >>> import torch
@@ -76,6 +77,12 @@ class CachedModel:
             raise ConfigError(
                 f"model is {type(model).__name__}: give a causal language model of transformers, "
                 "or its folder to CachedModel.from_pretrained"
+            )
+        if (getattr(model, "tp_size", None) or 1) > 1:
+            raise UnsupportedModelError(
+                f"the heads of this {type(model).__name__} are spread over {model.tp_size} ranks "
+                "(tp_plan), and CachedModel has all in one process: give model.generate a "
+                "QuantizedCache, and calibrate the model in one process"
             )
         self.model = model
         self.tokenizer = tokenizer

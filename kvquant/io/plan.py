@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any
@@ -243,6 +243,38 @@ class CachePlan:
         tensors = {name: tensor for name, tensor in self.tensors.items() if name != "v.matrix"}
         tensors["v.offset"] = torch.zeros_like(tensors["v.offset"])
         return CachePlan({**self.facts, "layers": layers}, tensors)
+
+    def of_heads(self, heads: Sequence[int]) -> CachePlan:
+        """The plan of some KV heads, such as a rank has of each layer (tensor parallelism).
+
+        Args:
+            heads: of all KV heads of the model, which ones, in order.
+
+        Returns:
+            A plan of so many KV heads; without the statistics of scores, which are of query heads.
+
+        Raises:
+            ConfigError: the plan has no such heads.
+
+        Example:
+            >>> from kvquant import CachePlan, KVCache
+            >>> plan = CachePlan.load("plan.safetensors")
+            >>> cache = KVCache.from_plan(plan.of_heads([1]), batch=1, max_seq_len=64)
+            >>> cache.num_kv_heads
+            1
+        """
+        heads = list(heads)
+        if not heads or not set(heads) <= set(range(self.num_kv_heads)):
+            raise ConfigError(
+                f"heads are {shown(heads)}: give some of 0 to {self.num_kv_heads - 1}, the KV "
+                "heads of the plan"
+            )
+        tensors = {
+            name: tensor[:, heads]
+            for name, tensor in self.tensors.items()
+            if not name.startswith("scores.")
+        }
+        return CachePlan(self.facts, tensors)
 
     @property
     def num_layers(self) -> int:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
 from ..errors import ConfigError, ShapeError, UnsupportedError, shown
 from ..io.plan import CachePlan
-from ..rows.basis import Basis, LayerBasis
+from ..rows.basis import LayerBasis
 from ..rows.format import RowFormat
 from ..rows.variant import AttentionVariant
 
@@ -102,8 +103,7 @@ class Settings:
                 f"layer {layer} has KV head {max(heads)} of head_dim {head_dim}, the plan "
                 f"{plan.num_kv_heads} heads of {plan.head_dim}: calibrate this model"
             )
-        whole = plan.layers[plan.places.index(layer)]
-        return LayerBasis(_of_heads(whole.k, heads), _of_heads(whole.v, heads))
+        return _share(plan, tuple(heads)).layers[plan.places.index(layer)]
 
 
 def rank_heads(total: int, rank: int, ranks: int) -> list[int]:
@@ -114,11 +114,9 @@ def rank_heads(total: int, rank: int, ranks: int) -> list[int]:
     return list(range(rank * share, (rank + 1) * share))
 
 
-def _of_heads(basis: Basis, heads: Sequence[int]) -> Basis:
-    given = (basis.offset, basis.matrix, basis.clip, basis.feedback)
-    offset, matrix, clip, feedback = (None if x is None else x[list(heads)] for x in given)
-    assert offset is not None
-    return Basis(offset, basis.kind, matrix if basis.kind == "matrix" else None, clip, feedback)
+@lru_cache(maxsize=1)  # all layers of a rank ask for the same
+def _share(plan: CachePlan, heads: tuple[int, ...]) -> CachePlan:
+    return plan.of_heads(heads)
 
 
 def _common_formats(plan: CachePlan, *, asked: bool) -> tuple[str, str]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from ranks import run_ranks
 from slow_cases import mark_slow
 
 from kvquant import ContextParallelCache, KVCache
@@ -19,25 +17,7 @@ SCRIPT = Path(__file__).parent.parent / "support" / "rank_of_many.py"
 
 @pytest.mark.parametrize("world", mark_slow([1, 2, 3], [2]))
 def test_ranks_attend_as_one_cache(world: int, tmp_path: Path) -> None:
-    paths = os.pathsep.join(path for path in sys.path if path)
-    command = [sys.executable, str(SCRIPT), str(tmp_path / "store")]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(world)],
-            env=os.environ | {"PYTHONPATH": paths},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    try:
-        for rank in ranks:
-            out, error = rank.communicate(timeout=300)
-            assert (rank.returncode, out) == (0, "right\n"), error
-    finally:
-        for rank in ranks:
-            rank.kill()
+    assert run_ranks(SCRIPT, world, tmp_path) == ["right\n"] * world
 
 
 @pytest.mark.parametrize("world", [1, 2, 5])

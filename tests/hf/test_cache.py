@@ -403,6 +403,24 @@ def test_caches_of_other_layers_or_heads_are_refused_before_anything_is_written(
         assert {at.seq_lens.item() for at in cache.layers} == {0}
 
 
+@pytest.mark.parametrize("layers", [1, 3])
+def test_the_cache_of_another_model_is_refused_and_stays_as_it_is(layers: int) -> None:
+    model, other = (tiny("Llama", num_hidden_layers=n).model for n in (2, layers))
+    for one in (model, other):
+        one.set_attn_implementation("kvquant")
+    text, past = tokens(2, 12), QuantizedCache(model, **FP16)
+    with torch.no_grad():
+        model(text[:, :9], past_key_values=past)
+        for more in (text[:, 9:], text[:, 9:10]):
+            with pytest.raises(ShapeError, match=f"has 2 layers .* are of {layers} layers"):
+                other(more, past_key_values=past)
+        assert past.get_seq_length() == 9
+        found = model(text[:, 9:], past_key_values=past).logits
+        again = QuantizedCache(model, **FP16)
+        model(text[:, :9], past_key_values=again)
+        assert torch.equal(found, model(text[:, 9:], past_key_values=again).logits)
+
+
 def test_a_layer_is_appended_once_and_in_turn(model: CachedModel) -> None:
     k = torch.zeros(1, 2, 1, 64)
 

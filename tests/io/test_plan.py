@@ -99,6 +99,26 @@ def test_a_layer_that_is_kept_in_16_bit_stays_so(plan: CachePlan) -> None:
     assert plan.with_layer_formats({(kept[0], "v"): "fp16"}).formats[kept[0]] == ("bf16", "fp16")
 
 
+def test_the_plan_of_some_heads_stores_their_rows_as_the_whole_one(
+    plan: CachePlan, tmp_path: Path
+) -> None:
+    tensors = dict(plan.tensors) | {f"{s}.offset": torch.randn(3, 2, 64) for s in "kv"}
+    plan = CachePlan(plan.facts, tensors)
+    plan.of_heads([1]).save(tmp_path / "one.safetensors")
+    one = CachePlan.load(tmp_path / "one.safetensors")
+    assert one.num_kv_heads == 1 and one.formats == plan.formats
+    whole, part = (KVCache.from_plan(p, 2, 32, recent_len=0, sink_len=0) for p in (plan, one))
+    for layer in range(3):
+        k, v = torch.randn(2, 2, 2, 20, 64)
+        whole.append(layer, k, v)
+        part.append(layer, k[:, 1:], v[:, 1:])
+        for rows, wanted in zip(part.dequantized(layer), whole.dequantized(layer), strict=True):
+            assert torch.equal(rows, wanted[:, 1:])
+    for heads in ([], [0, 2], [-1]):
+        with pytest.raises(ConfigError, match="give some of 0 to 1"):
+            plan.of_heads(heads)
+
+
 def test_a_plan_for_another_model_is_refused(path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"was made for a 'llama' model.*calibrate this"):
         CachePlan.load(path, model=CONFIG | {"hidden_size": 65})

@@ -1,0 +1,62 @@
+"""Models of several devices: heads spread over ranks, and layers, which one cache cannot hold."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvquant import CachePlan
+from kvquant.errors import UnsupportedModelError
+
+transformers = pytest.importorskip("transformers")
+from example_plan import example_plan  # noqa: E402
+from hf_cases import FP16, tiny, tokens  # noqa: E402
+from ranks import run_ranks  # noqa: E402
+
+from kvquant.hf.cache import QuantizedCache  # noqa: E402
+from kvquant.io.model_id import model_identity  # noqa: E402
+
+SCRIPT = Path(__file__).parent.parent / "support" / "hf_rank.py"
+
+
+@pytest.mark.slow
+def test_each_rank_keeps_its_own_heads(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="transformers spreads models with it")
+    made = tiny("Llama", num_key_value_heads=4)
+    made.model.save_pretrained(tmp_path)
+    plan = example_plan(2, 4, 64)
+    tensors = dict(plan.tensors) | {
+        f"{side}.offset": 2 * torch.randn(2, 4, 64) for side in "kv"
+    }  # each head has its own
+    model = model_identity(transformers.AutoConfig.from_pretrained(tmp_path).to_dict())
+    CachePlan(dict(plan.facts) | {"model": model}, tensors).save(tmp_path / "plan.safetensors")
+    assert run_ranks(SCRIPT, 2, tmp_path, tmp_path) == ["right\n"] * 2
+
+
+def test_parts_of_heads_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("Llama").model
+    model.set_attn_implementation("kvquant")
+    monkeypatch.setattr(type(model), "tp_size", 4)
+    with pytest.raises(UnsupportedModelError, match=r"2 KV heads, and its tp_plan .* 4 parts"):
+        QuantizedCache(model)
+    monkeypatch.setattr(type(model), "tp_size", 2)
+    QuantizedCache(model)
+
+
+def test_layers_on_several_devices_are_refused() -> None:
+    model = tiny("Llama").model
+    model.set_attn_implementation("kvquant")
+
+    def move(module: Any, args: Any, kwargs: Any) -> Any:
+        return tuple(x.to("meta") for x in args), {
+            name: tuple(x.to("meta") for x in value) if isinstance(value, tuple) else value
+            for name, value in kwargs.items()
+        }
+
+    model.model.layers[1].to("meta").register_forward_pre_hook(move, with_kwargs=True)
+    cache = QuantizedCache(model, **FP16)
+    for text in (tokens(2, 9), tokens(2, 1)):
+        with pytest.raises(UnsupportedModelError, match=r"layer 1 .* is on meta, its cache on cpu"):
+            model(text, past_key_values=cache)
+        assert cache.kv is not None and cache.kv.seq_lens.tolist() == [0, 0]
