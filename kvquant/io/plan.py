@@ -259,7 +259,7 @@ class CachePlan:
         Example:
             >>> from kvquant import CachePlan, KVCache
             >>> plan = CachePlan.load("plan.safetensors")
-            >>> cache = KVCache.from_plan(plan.of_heads([1]), batch=1, max_seq_len=64)
+            >>> cache = KVCache.from_plan(plan.of_heads([0]), batch=1, max_seq_len=64)
             >>> cache.num_kv_heads
             1
         """
