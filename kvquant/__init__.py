@@ -37,6 +37,7 @@ if typing.TYPE_CHECKING:
     from .paged.cache import PagedKVCache
     from .rows.basis import Basis
     from .rows.format import RowFormat
+    from .rows.latent import LatentFormat
     from .rows.reference import reference_attention
     from .rows.rotation import Rope
     from .rows.slots import Slots
@@ -53,6 +54,7 @@ __all__ = [
     "InvariantError",
     "KVCache",
     "KVQuantError",
+    "LatentFormat",
     "NonFiniteError",
     "OutOfPagesError",
     "PagedBatch",
@@ -84,6 +86,7 @@ _HOMES = {
     "CachePlan": "io.plan",
     "ContextParallelCache": "cache.context_parallel",
     "KVCache": "cache.contiguous",
+    "LatentFormat": "rows.latent",
     "PagedBatch": "paged.batch",
     "PagedKVCache": "paged.cache",
     "QuantizedCache": "hf.cache",

@@ -18,6 +18,7 @@ PUBLIC = [
     "CachePlan",
     "ContextParallelCache",
     "KVCache",
+    "LatentFormat",
     "PagedBatch",
     "PagedKVCache",
     "Rope",

@@ -21,7 +21,7 @@ from llvmlite import ir
 from numba import types
 
 from kvquant.rows.arguments import address
-from kvquant.rows.format import HEAD_DIMS, RowFormat
+from kvquant.rows.format import ROW_DIMS, RowFormat
 
 from .compile import compile_kernel
 from .parallel import run
@@ -141,7 +141,7 @@ def quantize_row(emit, quantizer, x, row):
 @functools.cache
 def make_append_kernel():
     """Compile the kernel; its address."""
-    row_floats = max(HEAD_DIMS) // 2
+    row_floats = max(ROW_DIMS) // 2
 
     def append_kernel(args, item):
         rounded = stack_floats(row_floats)

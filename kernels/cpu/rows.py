@@ -15,7 +15,9 @@ from llvmlite import ir
 from numba import types
 
 from kvquant.rows.arguments import address
-from kvquant.rows.format import E4M3_MAX, RowFormat
+from kvquant.rows.format import E4M3_MAX, FP8_DS_MLA
+from kvquant.rows.latent import AnyFormat, LatentFormat
+from kvquant.rows.quantize import FP8_CODECS, LEAST_DS_SCALE
 
 from .compile import compile_kernel
 from .parallel import run
@@ -48,8 +50,11 @@ INPUTS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "
 X, ROWS, NUM_ROWS, BAD = range(4)  # the arguments of both kernels
 
 
-def quantize(x: torch.Tensor, fmt: RowFormat) -> tuple[torch.Tensor, bool]:
+def quantize(x: torch.Tensor, fmt: AnyFormat) -> tuple[torch.Tensor, bool]:
     """Rows of x, and whether the format can hold every element; see quantize_rows."""
+    if isinstance(fmt, LatentFormat):
+        latent, rope = map(quantize, x.split([fmt.latent_dim, fmt.rope_dim], dim=-1), fmt.parts)
+        return torch.cat([latent[0], rope[0]], dim=-1), latent[1] and rope[1]
     x = x.resolve_neg().contiguous()
     rows = torch.empty((*x.shape[:-1], fmt.row_bytes), dtype=torch.uint8, device="cpu")
     num_rows = x.numel() // fmt.head_dim
@@ -60,8 +65,11 @@ def quantize(x: torch.Tensor, fmt: RowFormat) -> tuple[torch.Tensor, bool]:
     return rows, not bad[0].item()
 
 
-def dequantize(rows: torch.Tensor, fmt: RowFormat) -> torch.Tensor:
+def dequantize(rows: torch.Tensor, fmt: AnyFormat) -> torch.Tensor:
     """Values of rows in float32; see dequantize_rows."""
+    if isinstance(fmt, LatentFormat):
+        parts = rows.split([part.row_bytes for part in fmt.parts], dim=-1)
+        return torch.cat(list(map(dequantize, parts, fmt.parts)), dim=-1)
     rows = rows.contiguous()
     x = torch.empty((*rows.shape[:-1], fmt.head_dim), dtype=torch.float32, device="cpu")
     num_rows = rows.numel() // fmt.row_bytes
@@ -129,7 +137,7 @@ def pack(emit, format_spec, x, shift, inverse, address):
         emit.store(address, b.trunc(half, ir.VectorType(I16, LANES)))
         return
     scaled = b.fmul(b.fsub(x, shift), inverse)
-    if codec == "fp8":
+    if codec in FP8_CODECS:
         emit.store(address, to_e4m3(emit, _clamp(emit, scaled, -E4M3_MAX, E4M3_MAX)))
         return
     rounded = _clamp(emit, emit.call("llvm.rint", scaled), 0.0, LEVELS[codec])
@@ -187,6 +195,15 @@ def choose_parameters(emit, format_spec, least, greatest, row, shifts, inverses)
     """
     b, fmt = emit.builder, parse_spec(format_spec)
     mn, mx = emit.load(least, F32), emit.load(greatest, F32)
+    if fmt.codec == FP8_DS_MLA:
+        scale = b.fdiv(emit.call("llvm.maxnum", mx, b.fneg(mn)), emit.constant(E4M3_MAX))
+        scale = emit.call("llvm.maxnum", scale, emit.constant(float(np.float32(LEAST_DS_SCALE))))
+        scale = _power_up(emit, scale)
+        first = ir.Constant(ir.VectorType(I32, fmt.groups), list(range(fmt.groups)))
+        emit.store(emit.at(row, fmt.code_bytes), b.shuffle_vector(scale, scale, first))
+        emit.store(shifts, emit.constant(0.0))
+        emit.store(inverses, b.fdiv(emit.constant(1.0), scale))
+        return
     if fmt.codec == "fp8":
         half = emit.constant(0.5)
         shift_bits = emit.to_half(b.fadd(b.fmul(mn, half), b.fmul(mx, half)))
@@ -225,6 +242,13 @@ def _half_up(emit, x):
     return b.select(is_under, b.add(bits, emit.constant(1, I16)), bits)
 
 
+def _power_up(emit, x):
+    """The least power of two that is not under x, for normal floats."""
+    b = emit.builder
+    bits = b.add(b.bitcast(x, ir.VectorType(I32, LANES)), emit.constant(0x7FFFFF, I32))
+    return b.bitcast(b.and_(bits, emit.constant(0x7F800000, I32)), x.type)
+
+
 def _without_negative_zero(emit, bits):
     """fp16 bits with 0.0 in place of -0.0, and their floats."""
     value = emit.builder.fadd(emit.from_half(bits), emit.constant(0.0))
@@ -236,13 +260,16 @@ def make_quantize_kernel(format_spec, dtype):
     """Compile the kernel for a format and the dtype of x; its address."""
     fmt = parse_spec(format_spec)
     head_dim, group_size, groups = fmt.head_dim, fmt.group_size, fmt.groups
-    row_bytes, header_bytes = fmt.row_bytes, fmt.header_bytes
+    row_bytes, code_offset = fmt.row_bytes, fmt.code_offset
     chunk_bytes = LANES * fmt.bits // 8
     element_bytes = 4 if dtype == "float32" else 2
     max_abs = fmt.max_abs
     is_exact = fmt.is_exact
-    nan = np.uint16(0x7FC0 if fmt.codec == "bf16" else 0x7E00)
-    nan_bytes = row_bytes if is_exact else header_bytes
+    nan = np.uint16(0x7FC0 if fmt.codec in ("bf16", FP8_DS_MLA) else 0x7E00)
+    # what is NaN in a row that cannot be held: all of it, or its parameters
+    nan_at, nan_end, nan_step = 0, row_bytes if is_exact else fmt.header_bytes, 2
+    if fmt.codec == FP8_DS_MLA:  # the upper halves of float32
+        nan_at, nan_end, nan_step = fmt.code_bytes + 2, row_bytes, 4
     whole_chunks = group_size % LANES == 0
 
     def quantize_kernel(args, item):
@@ -264,7 +291,9 @@ def make_quantize_kernel(format_spec, dtype):
             if not holdable:
                 store_half(argument(args, BAD), np.uint16(1))
                 for byte in range(0, row_bytes, 2):
-                    store_half(row + byte, nan if byte < nan_bytes else np.uint16(0))
+                    store_half(row + byte, np.uint16(0))
+                for byte in range(nan_at, nan_end, nan_step):
+                    store_half(row + byte, nan)
                 continue
             # Step 2: parameters
             if not is_exact:
@@ -299,7 +328,7 @@ def make_quantize_kernel(format_spec, dtype):
                         store_float(lane_shifts + 4 * lane, load_float(shifts + 4 * group))
                         store_float(lane_inverses + 4 * lane, load_float(inverses + 4 * group))
                     shift, inverse = load(lane_shifts), load(lane_inverses)
-                codes = row + header_bytes + chunk_bytes * chunk
+                codes = row + code_offset + chunk_bytes * chunk
                 pack(format_spec, load(values + 4 * element), shift, inverse, codes)
 
     return compile_kernel(quantize_kernel)

@@ -15,7 +15,9 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from kvquant.rows.format import RowFormat
+from kvquant.rows.format import FP8_DS_MLA, RowFormat
+from kvquant.rows.latent import LatentFormat, parts_of
+from kvquant.rows.quantize import FP8_CODECS
 
 from .simd import F32, I8, I16, I32, I64, LANES, f32x16, literal, operation
 
@@ -28,21 +30,24 @@ RUN_BYTES = 5 * 8
 
 
 def spec(fmt):
-    """A format as a word that a kernel can hold as a constant: "int4-g4/128"."""
-    return f"{fmt}/{fmt.head_dim}"
+    """A format as a word that a kernel can hold as a constant: "int4-g4/128", "int4-g8/512+64"."""
+    return f"{fmt}/" + "+".join(str(part.head_dim) for part in parts_of(fmt))
 
 
 def parse_spec(word):
     """The format of a word."""
-    name, head_dim = word.split("/")
-    return RowFormat.parse(name, int(head_dim))
+    name, dims = word.split("/")
+    kind = LatentFormat if "+" in dims else RowFormat
+    return kind.parse(name, *map(int, dims.split("+")))
 
 
 def widened_floats(fmt):
     """Floats that the widened parameters of a row take."""
-    if fmt.is_exact:
-        return 0
-    return 2 * (fmt.groups if fmt.group_size % LANES == 0 else fmt.head_dim)
+    return sum(
+        2 * (part.groups if part.group_size % LANES == 0 else part.head_dim)
+        for part in parts_of(fmt)
+        if not part.is_exact
+    )
 
 
 class RowReader:
@@ -58,7 +63,18 @@ class RowReader:
         emit, fmt = self.emit, self.fmt
         if fmt.is_exact:
             return
-        floats = emit.from_half(emit.load(row, I16, 2 * fmt.groups))
+        if fmt.codec == FP8_DS_MLA:
+            scales = emit.load(emit.at(row, fmt.code_bytes), F32, fmt.groups)
+            zeros = emit.constant(0.0, F32, fmt.groups)
+            lanes = [
+                ir.Constant(I32, group + i * fmt.groups)
+                for group in range(fmt.groups)
+                for i in (0, 1)
+            ]
+            pairs = ir.Constant(ir.VectorType(I32, len(lanes)), lanes)
+            floats = emit.builder.shuffle_vector(scales, zeros, pairs)
+        else:
+            floats = emit.from_half(emit.load(row, I16, 2 * fmt.groups))
         if fmt.codec == "fp8":  # see unpack
             factors = [ir.Constant(F32, factor) for factor in (256.0, 1.0) * fmt.groups]
             floats = emit.builder.fmul(floats, ir.Constant(floats.type, factors))
@@ -77,7 +93,7 @@ class RowReader:
     def values(self, row, params, chunk):
         """The 16 values of a chunk (its index an i64), from a row and its widened parameters."""
         emit, fmt, b = self.emit, self.fmt, self.emit.builder
-        address = emit.at(b.add(row, emit.times(chunk, self.chunk_bytes)), fmt.header_bytes)
+        address = emit.at(b.add(row, emit.times(chunk, self.chunk_bytes)), fmt.code_offset)
         numbers = self.unpack(address)
         if fmt.is_exact:
             return numbers
@@ -108,13 +124,14 @@ class RowReader:
             return b.sitofp(b.bitcast(pairs, ir.VectorType(I32, LANES)), floats)
         if self.fmt.codec == "int8":
             return b.sitofp(b.zext(emit.load(address, I8), ir.VectorType(I32, LANES)), floats)
-        if self.fmt.codec == "fp8":
+        if self.fmt.codec in FP8_CODECS:
             wide = b.sext(emit.load(address, I8), ir.VectorType(I16, LANES))
             half = b.and_(b.shl(wide, emit.constant(7, I16)), emit.constant(0xBF80, I16))
             magnitude = b.and_(wide, emit.constant(0x7F, I16))
             is_nan = b.icmp_unsigned("==", magnitude, emit.constant(0x7F, I16))
-            half = b.select(is_nan, emit.constant(0x7E00, I16), half)
-            return emit.from_half(half)
+            floats = emit.from_half(b.select(is_nan, emit.constant(0x7E00, I16), half))
+            # a float32 scale may have no room for the factor
+            return floats if self.fmt.codec == "fp8" else b.fmul(floats, emit.constant(256.0))
         if self.fmt.codec == "bf16":
             wide = b.zext(emit.load(address, I16), ir.VectorType(I32, LANES))
             return b.bitcast(b.shl(wide, emit.constant(16, I32)), floats)
@@ -143,10 +160,9 @@ def score_block(emit, format_spec, heads, q, row, stride, count, params):
 
     q [heads, head_dim] float32; row: address of the first token's row; count: tokens that exist, at
     least 1 (the last one's row is read again in place of missing ones); params: widened ones of the
-    block's rows.
+    block's rows. A latent row is read part by part.
     """
     b, fmt = emit.builder, parse_spec(format_spec)
-    reader = RowReader(emit, fmt)
     tokens = tokens_per_block(heads)
     rows, row_params = [], []
     for token in range(tokens):
@@ -155,16 +171,22 @@ def score_block(emit, format_spec, heads, q, row, stride, count, params):
         index = b.select(inside, ir.Constant(I64, token), last)
         rows.append(b.add(row, b.mul(index, stride)))
         row_params.append(emit.at(params, 4 * token * widened_floats(fmt)))
-        reader.widen(rows[-1], row_params[-1])
     sums = [cgutils.alloca_once_value(b, emit.constant(0.0)) for _ in range(tokens * heads)]
-    with cgutils.for_range(b, ir.Constant(I64, reader.chunks)) as loop:
-        chunk_q = b.add(q, emit.times(loop.index, 4 * LANES))
-        keys = [reader.values(r, p, loop.index) for r, p in zip(rows, row_params, strict=True)]
-        for head in range(heads):
-            query = emit.load(emit.at(chunk_q, 4 * fmt.head_dim * head), F32)
-            for token in range(tokens):
-                total = sums[token * heads + head]
-                b.store(emit.fma(keys[token], query, b.load(total)), total)
+    for part in parts_of(fmt):
+        reader = RowReader(emit, part)
+        for token in range(tokens):
+            reader.widen(rows[token], row_params[token])
+        with cgutils.for_range(b, ir.Constant(I64, reader.chunks)) as loop:
+            chunk_q = b.add(q, emit.times(loop.index, 4 * LANES))
+            keys = [reader.values(r, p, loop.index) for r, p in zip(rows, row_params, strict=True)]
+            for head in range(heads):
+                query = emit.load(emit.at(chunk_q, 4 * fmt.head_dim * head), F32)
+                for token in range(tokens):
+                    total = sums[token * heads + head]
+                    b.store(emit.fma(keys[token], query, b.load(total)), total)
+        q = emit.at(q, 4 * part.head_dim)
+        rows = [emit.at(row, part.row_bytes) for row in rows]
+        row_params = [emit.at(row, 4 * widened_floats(part)) for row in row_params]
     scores = emit.sums([b.load(total) for total in sums] + [None] * (LANES - len(sums)))
     scores = emit.fma(scores, emit.constant(0.0), scores)
     lanes = ir.Constant(ir.VectorType(I32, LANES), [ir.Constant(I32, i) for i in range(LANES)])

@@ -15,7 +15,7 @@ from ..ops.attention import State, attend_segments
 from ..ops.transform import queries_of
 from ..rows.arguments import check_device, check_scale, check_size, check_tensors
 from ..rows.basis import LayerBasis
-from ..rows.format import EXACT_CODECS
+from ..rows.format import EXACT_CODECS, RowFormat, check_head_dims
 from ..rows.quantize import check_dtype
 from ..rows.segment import Segment
 from ..rows.variant import AttentionVariant
@@ -145,6 +145,7 @@ class KVCache:
             )
         k_formats = per_layer("k_format", k_format, num_layers, head_dim)
         v_formats = per_layer("v_format", v_format, num_layers, head_dim)
+        self._check_formats(*k_formats, *v_formats)
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.max_seq_len = max_seq_len
@@ -730,6 +731,9 @@ class KVCache:
                     "kvquant.QuantizedCache(cache)"
                 )
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
+
+    def _check_formats(self, *formats: RowFormat) -> None:
+        check_head_dims(*formats)
 
     def _make_layer(self, batch: int, max_seq_len: int, kind: Kind) -> LayerCache:
         k_format, v_format, basis, window = kind

@@ -27,7 +27,7 @@ from ..rows.arguments import (
     check_tensors,
 )
 from ..rows.basis import LayerBasis
-from ..rows.format import RowFormat
+from ..rows.format import RowFormat, check_head_dims
 from ..rows.quantize import FLOAT_DTYPES
 from ..rows.reference import reference_over_segments
 from ..rows.segment import (
@@ -452,6 +452,7 @@ def _check(
             raise TypeError("no segment")  # check_types says so
         if type(segment[3]) is not RowFormat or type(segment[4]) is not RowFormat:
             segment = parse_formats(q, segment)
+        check_head_dims(segment[3], segment[4])
         made.append(segment)
     if q.dtype not in FLOAT_DTYPES:
         check_tensors(q=q)

@@ -10,6 +10,7 @@ import torch
 from ..errors import ConfigError, DeviceError, ShapeError
 from ..rows.arguments import check_flag, check_readable
 from ..rows.format import RowFormat
+from ..rows.latent import AnyFormat
 from ..rows.quantize import (
     FLOAT_DTYPES,
     LEVELS,
@@ -28,16 +29,18 @@ from .dispatch import kernels_for
 
 
 def quantize_rows(
-    x: torch.Tensor, fmt: str | RowFormat, *, check: bool = True, backend: str | None = None
+    x: torch.Tensor, fmt: str | AnyFormat, *, check: bool = True, backend: str | None = None
 ) -> torch.Tensor:
     """Quantize the last axis of a tensor to rows.
 
     Args:
         x: [..., head_dim], float32, bfloat16 or float16, of any strides; on the CPU or CUDA, or
             with backend="reference" on any device.
-        fmt: the format of the rows, or its short name ("int4-g4").
+        fmt: the format of the rows, or its short name ("int4-g4"); a LatentFormat for latent rows,
+            whose elements are the latent and behind it the RoPE part.
         check: look for values that the format cannot hold (NaN, Inf, magnitudes over fmt.max_abs)
-            and raise. With False such a row is written so that all of it decodes to NaN.
+            and raise. With False such a row is written so that all of it decodes to NaN; of a
+            latent row the part that has such a value.
         backend: "cpu" (numba), "cuda" (torch on CUDA) or "reference" (plain torch); by the device
             of x when None. Their bytes are equal.
 
@@ -78,7 +81,7 @@ def quantize_rows(
 
 def dequantize_rows(
     rows: torch.Tensor,
-    fmt: str | RowFormat,
+    fmt: str | AnyFormat,
     dtype: torch.dtype = torch.float32,
     *,
     backend: str | None = None,

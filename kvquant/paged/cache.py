@@ -26,7 +26,7 @@ from ..cache.memory import check_room
 from ..errors import ConfigError, NonFiniteError, shown
 from ..rows.arguments import check_device, check_flag, check_size
 from ..rows.basis import LayerBasis
-from ..rows.format import EXACT_CODECS
+from ..rows.format import EXACT_CODECS, check_head_dims
 from ..rows.quantize import check_dtype
 from ..rows.segment import PAGE_SIZES
 from ..rows.slots import Split
@@ -162,6 +162,7 @@ class PagedKVCache(NotCopied):
         self.device = check_device(device)
         k_formats = per_layer("k_format", k_format, num_layers, head_dim)
         v_formats = per_layer("v_format", v_format, num_layers, head_dim)
+        check_head_dims(*k_formats, *v_formats)
         checked = check_bases(bases, num_kv_heads, k_formats, v_formats)
         sides = k_formats, v_formats, [basis and basis.to(self.device) for basis in checked]
         # the host has a table for each sequence slot, and lists of pages and sequence slots

@@ -15,6 +15,9 @@ Numbers are little endian. INT4 packs two codes a byte, the even element in the 
 codes are unsigned bytes; FP8 codes are E4M3 (finite, NaN but no Inf). 16-bit rows (bf16, fp16) have
 no header: the elements stand as they are. The INT4 layout is that of FBGEMM's and xFormers' INT4 KV
 caches, the FP8 layout with one group that of FBGEMM's per-token in-row FP8.
+
+Rows of 512 and 32 elements are parts of latent rows (latent.py), and so is FP8_DS_MLA, the one
+codec whose codes come first: 512 E4M3 codes, then 4 float32 scales without shifts.
 """
 
 from __future__ import annotations
@@ -27,9 +30,11 @@ from numbers import Integral
 from ..errors import ConfigError, shown
 
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
+ROW_DIMS = (32, *HEAD_DIMS, 512)  # the others are parts of latent rows
 GROUPS = (1, 2, 4, 8)
 BITS = {"int4": 4, "int8": 8, "fp8": 8, "bf16": 16, "fp16": 16}
 EXACT_CODECS = ("bf16", "fp16")
+FP8_DS_MLA = "fp8_ds_mla"  # vLLM's name of it; the latents of FlashMLA's FP8 rows
 FP16_MAX = 65504.0
 BF16_MAX = 3.3895313892515355e38
 E4M3_MAX = 448.0
@@ -40,10 +45,11 @@ class RowFormat:
     """How the elements of one token and one KV head are stored as bytes.
 
     Attributes:
-        codec: "int4", "int8", "fp8" (E4M3), "bf16" or "fp16".
+        codec: "int4", "int8", "fp8" (E4M3), "bf16" or "fp16"; "fp8_ds_mla" for latents.
         groups: 1, 2, 4 or 8 equal parts of the row with a scale and a shift each; 1 for 16-bit
+            rows, 4 for "fp8_ds_mla".
+        head_dim: elements in a row: 64, 80, 96, 112, 128, 192 or 256; 32 and 512 as parts of latent
             rows.
-        head_dim: elements in a row: 64, 80, 96, 112, 128, 192 or 256.
 
     Raises:
         ConfigError: a codec, a number of groups or a head_dim that does not exist.
@@ -60,16 +66,16 @@ class RowFormat:
     head_dim: int
 
     def __post_init__(self) -> None:
+        if self.codec == FP8_DS_MLA and (self.groups, self.head_dim) == (4, 512):
+            return
         if not isinstance(self.codec, str) or self.codec not in BITS:
-            raise ConfigError(f"codec {shown(self.codec)} does not exist: use {_one_of(BITS)}")
-        if type(self.head_dim) is not int or self.head_dim not in HEAD_DIMS:
+            raise ConfigError(f"codec {shown(self.codec)} does not exist: use {one_of(BITS)}")
+        if type(self.head_dim) is not int or self.head_dim not in ROW_DIMS:
             raise ConfigError(
-                f"head_dim {shown(self.head_dim)} is not supported: use {_one_of(HEAD_DIMS)}"
+                f"head_dim {shown(self.head_dim)} is not supported: use {one_of(HEAD_DIMS)}"
             )
         if type(self.groups) is not int or self.groups not in GROUPS:
-            raise ConfigError(
-                f"groups {shown(self.groups)} is not supported: use {_one_of(GROUPS)}"
-            )
+            raise ConfigError(f"groups {shown(self.groups)} is not supported: use {one_of(GROUPS)}")
         if self.is_exact and self.groups != 1:
             raise ConfigError(f"{self.codec} rows have no groups: use {self.codec!r}")
 
@@ -107,7 +113,8 @@ class RowFormat:
         return f"RowFormat.parse({str(self)!r}, {self.head_dim})"
 
     def __str__(self) -> str:
-        return self.codec if self.groups == 1 else f"{self.codec}-g{self.groups}"
+        has_groups = self.groups > 1 and self.codec in BITS
+        return f"{self.codec}-g{self.groups}" if has_groups else self.codec
 
     @property
     def is_exact(self) -> bool:
@@ -117,7 +124,7 @@ class RowFormat:
     @property
     def bits(self) -> int:
         """Bits of one code."""
-        return BITS[self.codec]
+        return BITS.get(self.codec, 8)
 
     @property
     def group_size(self) -> int:
@@ -126,8 +133,13 @@ class RowFormat:
 
     @property
     def header_bytes(self) -> int:
-        """Bytes of all scales and shifts; also the offset of the first code."""
+        """Bytes of all scales and shifts, which come first; but see code_offset."""
         return 0 if self.is_exact else 4 * self.groups
+
+    @property
+    def code_offset(self) -> int:
+        """The first byte of the codes."""
+        return 0 if self.codec == FP8_DS_MLA else self.header_bytes
 
     @property
     def code_bytes(self) -> int:
@@ -152,7 +164,7 @@ class RowFormat:
     @property
     def max_abs(self) -> float:
         """The largest magnitude that the format can hold: what fp16 or bf16 can."""
-        return BF16_MAX if self.codec == "bf16" else FP16_MAX
+        return BF16_MAX if self.codec in ("bf16", FP8_DS_MLA) else FP16_MAX
 
     @cached_property
     def _hash(self) -> int:
@@ -168,15 +180,29 @@ NAMES = tuple(  # that RowFormat.parse takes
 
 @lru_cache(maxsize=4096, typed=True)  # typed: 128.0 is refused even after 128
 def _parse(name: str, head_dim: int) -> RowFormat:
+    if name == FP8_DS_MLA and head_dim == 512:
+        return RowFormat(name, 4, head_dim)
     codec, dash, groups = name.partition("-g")
     if codec in BITS and (not dash or re.fullmatch("0|[1-9][0-9]?", groups)):
         return RowFormat(codec, int(groups) if dash else 1, head_dim)
     raise ConfigError(
-        f"format {shown(name)} does not exist: use {_one_of(BITS)}, "
+        f"format {shown(name)} does not exist: use {one_of(BITS)}, "
         "with -g2, -g4 or -g8 for groups (int4-g4)"
     )
 
 
-def _one_of(choices: object) -> str:
+def check_head_dims(*formats: RowFormat) -> None:
+    """Raise ConfigError unless K and V of heads can have rows of these formats."""
+    for fmt in formats:
+        if fmt.head_dim not in HEAD_DIMS:
+            raise ConfigError(
+                f"head_dim {fmt.head_dim} is that of a part of latent rows: rows of heads have "
+                f"{one_of(HEAD_DIMS)}; for latent rows there are mla_decode_attention and "
+                "LatentKVCache"
+            )
+
+
+def one_of(choices: object) -> str:
+    """Words to choose from: "a, b or c"."""
     words = [str(choice) for choice in choices]  # type: ignore[attr-defined]
     return ", ".join(words[:-1]) + f" or {words[-1]}"

@@ -13,6 +13,12 @@ even unless said otherwise; mn, mx = the least and the greatest element of a gro
         code  = e4m3(clamp((x - shift) * (1 / scale), -448, 448))
     all: where scale is 0, 1 / scale counts as 0
         value = code * scale + shift
+    FP8_DS_MLA (FlashMLA's latents)
+        shift = 0
+        scale = the least power of two not under max(mx, -mn, 448 * 1e-4) / 448, in float32
+        code  = as of FP8
+
+A latent row is quantized part by part, each as a row of its own.
 
 Codes are computed against the stored scale and shift, and both are rounded outwards, so that no
 element lies outside the codes' range and for every finite input, with u = 2**-24 |value|, or
@@ -20,6 +26,7 @@ element lies outside the codes' range and for every finite input, with u = 2**-2
 
     INT4, INT8   |x - value| <= scale * (1/2 + 2**-12) + u
     FP8          |x - value| <= max(|x - shift| / 16, scale * 2**-10) * (1 + 2**-12) + u
+    FP8_DS_MLA   |x - value| <= max(|x| / 16, scale * 2**-10)
 
 code * scale is exact in float32 (at most 8 + 11 bits), so a fused multiply-add gives the same
 value. FBGEMM rounds both parameters to the nearest fp16 and computes codes from the unrounded ones:
@@ -52,15 +59,19 @@ import torch
 
 from ..errors import ConfigError, NonFiniteError, ShapeError, shown
 from .arguments import check_readable
-from .format import E4M3_MAX, HEAD_DIMS, RowFormat
+from .format import E4M3_MAX, FP8_DS_MLA, ROW_DIMS, RowFormat
+from .latent import AnyFormat, LatentFormat
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EXACT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LEVELS = {"int4": 15.0, "int8": 255.0}
+FP8_CODECS = ("fp8", FP8_DS_MLA)
+LEAST_DS_SCALE = 1e-4  # FlashMLA's, before it is rounded up to a power of two
 
 
-def quantize(x: torch.Tensor, fmt: RowFormat) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize the last axis; a row with a value that the format cannot hold decodes to NaN.
+def quantize(x: torch.Tensor, fmt: AnyFormat) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize the last axis; a row with a value that the format cannot hold decodes to NaN, and of
+    a latent row the part that has it.
 
     Args:
         x: [..., head_dim], float32, bfloat16 or float16.
@@ -69,6 +80,9 @@ def quantize(x: torch.Tensor, fmt: RowFormat) -> tuple[torch.Tensor, torch.Tenso
     Returns:
         [..., row_bytes], uint8; and whether every value could be held, a bool tensor of one.
     """
+    if isinstance(fmt, LatentFormat):
+        latent, rope = map(quantize, x.split([fmt.latent_dim, fmt.rope_dim], dim=-1), fmt.parts)
+        return torch.cat([latent[0], rope[0]], dim=-1), latent[1] & rope[1]
     holdable = _holdable(x, fmt).all(dim=-1, keepdim=True)
     if fmt.is_exact:
         exact = x.to(EXACT_DTYPES[fmt.codec])
@@ -80,7 +94,10 @@ def quantize(x: torch.Tensor, fmt: RowFormat) -> tuple[torch.Tensor, torch.Tenso
     empty = grouped[..., :1]  # without elements aminmax fails
     mn, mx = grouped.aminmax(dim=-1, keepdim=True) if grouped.numel() else (empty, empty)
     # + 0.0 turns -0.0, which min and max may or may not return where both zeros occur, into 0.0
-    if fmt.codec == "fp8":
+    if fmt.codec == FP8_DS_MLA:
+        shift = torch.zeros_like(mn)
+        scale = _power_up((torch.maximum(mx, -mn) / E4M3_MAX).clamp(min=LEAST_DS_SCALE))
+    elif fmt.codec == "fp8":
         shift = (mn * 0.5 + mx * 0.5).half() + 0.0
         radius = torch.maximum(mx - shift.float(), shift.float() - mn)
         scale = _half_up(radius * (1 / E4M3_MAX)) + 0.0
@@ -89,7 +106,7 @@ def quantize(x: torch.Tensor, fmt: RowFormat) -> tuple[torch.Tensor, torch.Tenso
         scale = _half_up((mx - shift.float()) * (1 / LEVELS[fmt.codec])) + 0.0
     inverse = torch.where(scale == 0, 0.0, scale.float().reciprocal())
     scaled = (grouped - shift.float()) * inverse
-    if fmt.codec == "fp8":
+    if fmt.codec in FP8_CODECS:
         codes = scaled.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
     else:
         codes = scaled.round().clamp(0, LEVELS[fmt.codec]).to(torch.uint8)
@@ -97,22 +114,33 @@ def quantize(x: torch.Tensor, fmt: RowFormat) -> tuple[torch.Tensor, torch.Tenso
     if fmt.codec == "int4":
         codes = codes[..., 0::2] | codes[..., 1::2] << 4
 
+    if fmt.codec == FP8_DS_MLA:
+        scale = torch.where(holdable, scale[..., 0], float("nan")).contiguous()
+        return torch.cat([codes, scale.view(torch.uint8)], dim=-1), holdable.all()
     with full_precision(x):  # torch.autocast cannot put fp16 together on the CPU
         params = torch.cat([scale, shift], dim=-1).flatten(-2)
     params = torch.where(holdable, params, float("nan")).contiguous()
     return torch.cat([params.view(torch.uint8), codes], dim=-1), holdable.all()
 
 
-def dequantize(rows: torch.Tensor, fmt: RowFormat) -> torch.Tensor:
+def dequantize(rows: torch.Tensor, fmt: AnyFormat) -> torch.Tensor:
     """The values of rows [..., row_bytes]: [..., head_dim], float32."""
+    if isinstance(fmt, LatentFormat):
+        parts = rows.split([part.row_bytes for part in fmt.parts], dim=-1)
+        return torch.cat(list(map(dequantize, parts, fmt.parts)), dim=-1)
     if fmt.is_exact:
         return _viewed(rows, EXACT_DTYPES[fmt.codec]).float()
-    header, codes = rows[..., : fmt.header_bytes], rows[..., fmt.header_bytes :]
-    params = _viewed(header, torch.float16).float()[..., None]
-    scale, shift = params[..., 0::2, :], params[..., 1::2, :]
+    if fmt.codec == FP8_DS_MLA:
+        codes, header = rows[..., : fmt.code_bytes], rows[..., fmt.code_bytes :]
+        scale = _viewed(header, torch.float32)[..., None]
+        shift = torch.zeros_like(scale)
+    else:
+        header, codes = rows[..., : fmt.header_bytes], rows[..., fmt.header_bytes :]
+        params = _viewed(header, torch.float16).float()[..., None]
+        scale, shift = params[..., 0::2, :], params[..., 1::2, :]
     if fmt.codec == "int4":
         codes = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
-    if fmt.codec == "fp8":
+    if fmt.codec in FP8_CODECS:
         numbers = codes.contiguous().view(torch.float8_e4m3fn).float()
     else:
         numbers = codes.float()
@@ -125,8 +153,11 @@ def _viewed(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return rows.clone(memory_format=torch.contiguous_format).view(dtype)
 
 
-def _holdable(x: torch.Tensor, fmt: RowFormat) -> torch.Tensor:
+def _holdable(x: torch.Tensor, fmt: AnyFormat) -> torch.Tensor:
     """Where x is finite and not beyond the format; in float32, where max_abs is not rounded."""
+    if isinstance(fmt, LatentFormat):
+        parts = x.split([fmt.latent_dim, fmt.rope_dim], dim=-1)
+        return torch.cat(list(map(_holdable, parts, fmt.parts)), dim=-1)
     return x.float().abs() <= fmt.max_abs
 
 
@@ -144,6 +175,12 @@ def _half_up(x: torch.Tensor) -> torch.Tensor:
     half = x.half()
     above = (half.view(torch.int16) + 1).view(torch.float16)
     return torch.where(half.float() < x, above, half)
+
+
+def _power_up(x: torch.Tensor) -> torch.Tensor:
+    """The least power of two that is not under x, for normal float32."""
+    bits = x.view(torch.int32) + 0x7FFFFF
+    return (bits & 0x7F800000).view(torch.float32)
 
 
 def feedback_matrix(weights: torch.Tensor) -> torch.Tensor:
@@ -217,7 +254,7 @@ def check_dtype(dtype: torch.dtype) -> None:
         )
 
 
-def format_of(rows: torch.Tensor, fmt: str | RowFormat) -> RowFormat:
+def format_of(rows: torch.Tensor, fmt: str | AnyFormat) -> AnyFormat:
     """The format of rows, also where only its short name is given.
 
     Raises:
@@ -228,7 +265,7 @@ def format_of(rows: torch.Tensor, fmt: str | RowFormat) -> RowFormat:
     if not isinstance(fmt, str):
         return fmt
     row_bytes = rows.shape[-1] if rows.ndim else 0
-    formats = [RowFormat.parse(fmt, head_dim) for head_dim in HEAD_DIMS]
+    formats = [RowFormat.parse(fmt, head_dim) for head_dim in ROW_DIMS]
     found = next((one for one in formats if one.row_bytes == row_bytes), None)
     if found is None:
         known = ", ".join(str(one.row_bytes) for one in formats)
@@ -239,7 +276,7 @@ def format_of(rows: torch.Tensor, fmt: str | RowFormat) -> RowFormat:
     return found
 
 
-def check_rows(rows: torch.Tensor, fmt: RowFormat, name: str = "rows") -> None:
+def check_rows(rows: torch.Tensor, fmt: AnyFormat, name: str = "rows") -> None:
     """Raise unless a tensor can hold rows of a format."""
     check_format(fmt)
     if rows.dtype != torch.uint8:
@@ -264,6 +301,8 @@ def is_nan_row(rows: torch.Tensor, fmt: RowFormat) -> torch.Tensor:
     Returns:
         [...], bool.
     """
+    if fmt.codec == FP8_DS_MLA:
+        return _viewed(rows[..., -4:], torch.float32).isnan()[..., 0]
     return _viewed(rows[..., :2], EXACT_DTYPES.get(fmt.codec, torch.float16)).isnan()[..., 0]
 
 
@@ -280,18 +319,20 @@ def full_precision(x: torch.Tensor) -> AbstractContextManager[object]:
     return nullcontext()
 
 
-def check_format(fmt: RowFormat) -> None:
-    """Raise ConfigError unless a format is a RowFormat."""
-    if not isinstance(fmt, RowFormat):
+def check_format(fmt: AnyFormat) -> None:
+    """Raise ConfigError unless a format is a RowFormat, or a LatentFormat."""
+    if not isinstance(fmt, RowFormat | LatentFormat):
         raise ConfigError(
             f"the format is {shown(fmt)}: give a name ('int4-g4') or a RowFormat, such as "
-            "RowFormat.parse('int4-g4', head_dim=128)"
+            "RowFormat.parse('int4-g4', head_dim=128), or a LatentFormat"
         )
 
 
-def non_finite(x: torch.Tensor, fmt: RowFormat) -> NonFiniteError:
+def non_finite(x: torch.Tensor, fmt: AnyFormat) -> NonFiniteError:
     """What to raise where x has a value that a format cannot hold."""
     index = tuple((~_holdable(x, fmt)).nonzero()[0].tolist())
+    if isinstance(fmt, LatentFormat):
+        fmt = fmt.latent if index[-1] < fmt.latent_dim else fmt.rope
     return NonFiniteError(
         f"x{list(index)} is {x[index].item()}: {fmt} rows hold finite values up to "
         f"{fmt.max_abs:g}. Mend the model or the input, or pass check=False to get rows that "

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ..errors import ConfigError, DeviceError, ShapeError, shown
 from .arguments import check_tensors
-from .format import RowFormat
+from .format import RowFormat, check_head_dims
 from .quantize import check_rows, dequantize
 from .slots import Split
 
@@ -106,11 +106,16 @@ class FixedSegments(tuple[Segment, ...]):
 
 
 def parse_formats(q: torch.Tensor, segment: Segment) -> Segment:
-    """The segment with formats in place of their names, which have the head_dim of q."""
+    """The segment with formats in place of their names, which have the head_dim of q.
+
+    Raises:
+        ConfigError: a format does not exist, or is that of a part of latent rows.
+    """
     head_dim = query_shape(q)[-1]
     k_format, v_format = RowFormat.parse(segment.k_format, head_dim), segment.v_format
     if not isinstance(v_format, RowFormat):
         v_format = RowFormat.parse(v_format, head_dim)
+    check_head_dims(k_format, v_format)
     return segment._replace(k_format=k_format, v_format=v_format)
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvquant import RowFormat
 from kvquant.rows import quantize as reference
-from kvquant.rows.format import FP16_MAX, GROUPS, HEAD_DIMS
+from kvquant.rows.format import FP8_DS_MLA, FP16_MAX, GROUPS, HEAD_DIMS, ROW_DIMS
 from kvquant.rows.quantize import dequantize
 
 CODECS = ("int4", "int8", "fp8")
@@ -17,8 +17,11 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NAMES = [f"{codec}{groups}" for codec in CODECS for groups in ("", "-g2", "-g4", "-g8")]
 ALL_NAMES = [*NAMES, "bf16", "fp16"]
 
-formats = st.builds(
-    RowFormat, st.sampled_from(CODECS), st.sampled_from(GROUPS), st.sampled_from(HEAD_DIMS)
+formats = st.one_of(
+    st.builds(
+        RowFormat, st.sampled_from(CODECS), st.sampled_from(GROUPS), st.sampled_from(ROW_DIMS)
+    ),
+    st.just(RowFormat(FP8_DS_MLA, 4, 512)),
 )
 kinds = st.sampled_from(("normal", "offset", "constant", "outlier", "mixed", "zeros", "ties"))
 
@@ -59,6 +62,9 @@ def inputs(draw: st.DrawFn) -> tuple[torch.Tensor, RowFormat]:
 
 def parameters(rows: torch.Tensor, fmt: RowFormat) -> tuple[torch.Tensor, torch.Tensor]:
     """The stored scale and shift of every element, float64."""
+    if fmt.codec == FP8_DS_MLA:
+        scale = rows[..., 512:].contiguous().view(torch.float32).double()
+        return scale.repeat_interleave(128, dim=-1), torch.zeros(512, dtype=torch.float64)
     header = rows[..., : fmt.header_bytes].contiguous().view(torch.float16).double()
     per_element = header.unflatten(-1, (fmt.groups, 2)).repeat_interleave(fmt.group_size, dim=-2)
     return per_element[..., 0], per_element[..., 1]
@@ -70,7 +76,7 @@ def bound(
     """The greatest |x - value| that kvquant/rows/quantize.py's docstring allows."""
     scale, shift = parameters(rows, fmt)
     rounding = (2**-24 * values.double().abs()).clamp(min=2**-140)
-    if fmt.codec == "fp8":
+    if fmt.codec in ("fp8", FP8_DS_MLA):
         relative = (x.double() - shift).abs() / 16
         return torch.maximum(relative, scale * 2**-10) * (1 + 2**-12) + rounding
     return scale * (0.5 + 2**-12) + rounding
@@ -102,7 +108,7 @@ def test_parameters_are_rounded_outwards_so_that_no_element_is_clamped(
     x, fmt = case
     scale, shift = parameters(quantize(x, fmt), fmt)
     assert bool((scale >= 0).all())
-    least, greatest = {"int4": (0, 15), "int8": (0, 255), "fp8": (-448, 448)}[fmt.codec]
+    least, greatest = {"int4": (0, 15), "int8": (0, 255)}.get(fmt.codec, (-448, 448))
     slack = 2**-21 * (greatest - least) * scale + 2**-140
     distance = x.double() - shift
     assert bool((distance >= least * scale - slack).all())

@@ -31,7 +31,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvquant.errors import UnsupportedError
-from kvquant.rows.format import RowFormat
+from kvquant.rows.format import HEAD_DIMS, RowFormat
 
 UNIT = 16  # bytes
 ELEMENTS = 16  # of a row that a lane has
@@ -54,6 +54,12 @@ def divisor(number: int) -> tuple[int, int]:
 
 def lanes_of(*formats: RowFormat) -> int:
     """Lanes that rows of these formats belong to."""
+    for fmt in formats:
+        if fmt.head_dim not in HEAD_DIMS:
+            raise UnsupportedError(
+                f"{fmt} rows of {fmt.head_dim} elements, of latent rows, have no CUDA kernel yet: "
+                "use the CPU, or backend='reference'"
+            )
     most = max(fmt.head_dim for fmt in formats)
     return 1 << (most // ELEMENTS - 1).bit_length()
 
