@@ -31,6 +31,7 @@ if typing.TYPE_CHECKING:
     from .io.sequences import load_sequences, save_sequences
     from .ops.append import append_rows, dequantize_pages
     from .ops.attention import decode_attention, merge_states
+    from .ops.mla import mla_decode_attention
     from .ops.quantize import dequantize_rows, quantize_rows
     from .ops.slots import slots_of
     from .paged.batch import PagedBatch
@@ -72,6 +73,7 @@ __all__ = [
     "load_cache",
     "load_sequences",
     "merge_states",
+    "mla_decode_attention",
     "quantize_rows",
     "reference_attention",
     "save_cache",
@@ -100,6 +102,7 @@ _HOMES = {
     "load_cache": "io.checkpoint",
     "load_sequences": "io.sequences",
     "merge_states": "ops.attention",
+    "mla_decode_attention": "ops.mla",
     "quantize_rows": "ops.quantize",
     "reference_attention": "rows.reference",
     "save_cache": "io.checkpoint",

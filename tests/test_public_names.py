@@ -31,6 +31,7 @@ PUBLIC = [
     "load_cache",
     "load_sequences",
     "merge_states",
+    "mla_decode_attention",
     "quantize_rows",
     "reference_attention",
     "save_cache",

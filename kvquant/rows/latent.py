@@ -99,7 +99,8 @@ class LatentFormat:
 
     def __str__(self) -> str:
         latent = "fp8" if self.latent.codec == FP8_DS_MLA else str(self.latent)
-        return latent if str(self.rope) == _rope_of(latent) else f"{latent}+{self.rope}"
+        rope = str(self.rope)
+        return latent if rope == _rope_of(latent) else latent + "+" + rope
 
     def __repr__(self) -> str:
         return f"LatentFormat.parse({str(self)!r}, {self.latent_dim}, {self.rope_dim})"

@@ -1,0 +1,328 @@
+"""Attention over latent rows (multi-head latent attention, MLA), with absorbed queries.
+
+    torch.ops.kvquant.attend_latents    gives [out], or [out, lse]
+
+Keys and values of all heads are made of one latent a token, by matrices of the model: K of a head
+is W_UK latent with the RoPE part beside it, V is W_UV latent. Attention needs neither, because
+
+    q · (W_UK latent) = (W_UK^T q) · latent        sum of p W_UV latent = W_UV (sum of p latent)
+
+so with q_latent = W_UK^T q the heads share one K, the row, and one V, its latent; W_UV is applied
+to the result. To attention these are segments of one KV head (rows/segment.py), whose V rows are
+the first bytes of its K rows: reference and CPU kernel are those of all other rows.
+
+Source: DeepSeek-V2 (https://arxiv.org/abs/2405.04434), 2.1.2.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, overload
+
+import torch
+
+from .. import debug
+from ..errors import ConfigError, DeviceError, ShapeError, UnsupportedError, shown
+from ..rehearsal import is_rehearsed
+from ..rows.arguments import (
+    check_flag,
+    check_num_splits,
+    check_readable,
+    check_scale,
+    check_tensors,
+)
+from ..rows.latent import LatentFormat
+from ..rows.quantize import FLOAT_DTYPES, check_rows
+from ..rows.reference import reference_over_segments
+from ..rows.segment import Segment, check_q_len_values, check_segment_values, check_segments
+from .dispatch import kernels_for, torch_op
+
+State = tuple[torch.Tensor, torch.Tensor]
+Options = tuple[float, bool, "int | None", "str | None"]
+ATTEND_LATENTS = (
+    "(Tensor q_latent, Tensor q_rope, Tensor[] rows, Tensor[] seq_lens, str[] formats, "
+    "Tensor?[] starts, Tensor?[] block_tables, int[] sinks, Tensor? q_lens, float sm_scale, "
+    "bool return_lse, SymInt? num_splits, str? backend) -> Tensor[]"
+)
+
+
+@overload
+def mla_decode_attention(
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    fmt: str | LatentFormat,
+    sm_scale: float,
+    block_table: torch.Tensor | None = ...,
+    q_lens: torch.Tensor | None = ...,
+    return_lse: Literal[False] = ...,
+    num_splits: int | None = ...,
+    backend: str | None = ...,
+) -> torch.Tensor: ...
+@overload
+def mla_decode_attention(
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    fmt: str | LatentFormat,
+    sm_scale: float,
+    block_table: torch.Tensor | None = ...,
+    q_lens: torch.Tensor | None = ...,
+    return_lse: Literal[True],
+    num_splits: int | None = ...,
+    backend: str | None = ...,
+) -> State: ...
+@overload
+def mla_decode_attention(
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    fmt: str | LatentFormat,
+    sm_scale: float,
+    block_table: torch.Tensor | None = ...,
+    q_lens: torch.Tensor | None = ...,
+    return_lse: bool = ...,
+    num_splits: int | None = ...,
+    backend: str | None = ...,
+) -> torch.Tensor | State: ...
+def mla_decode_attention(
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    fmt: str | LatentFormat,
+    sm_scale: float,
+    block_table: torch.Tensor | None = None,
+    q_lens: torch.Tensor | None = None,
+    return_lse: bool = False,
+    num_splits: int | None = None,
+    backend: str | None = None,
+) -> torch.Tensor | State:
+    """Attend one token of each sequence, or its last few, to latent rows.
+
+    With several queries a sequence, query i of q_len sees the tokens up to its own, token
+    seq_len - q_len + i. On CUDA latent rows have no kernel yet.
+
+    Args:
+        q_latent: [batch, num_heads, latent_dim] or [batch, q_len, num_heads, latent_dim], float32,
+            bfloat16 or float16: W_UK^T q of each head.
+        q_rope: the same shape but for its last axis, rope_dim, and the same dtype: the RoPE part.
+        rows: [batch, capacity, row_bytes], uint8, the bytes of a row contiguous, the other axes of
+            any strides; with a block_table [num_pages, page_size, row_bytes], of pages of 16, 32,
+            64 or 128 rows.
+        seq_lens: [batch], int32: rows in use; 0 is allowed.
+        fmt: format of the rows, or its short name ("int4-g8+fp8-g4").
+        sm_scale: factor on the scores, the model's: 1 / sqrt(head_dim) of its K before absorption
+            (128 + 64, not 512 + 64), times what its RoPE scaling adds.
+        block_table: [batch, max_pages], int32: the pages of each sequence; None: no pages.
+        q_lens: [batch], int32: queries of each sequence, as in decode_attention.
+        return_lse: return the log-sum-exp of the scaled scores as well.
+        num_splits: parts to cut each sequence into; by its length when None.
+        backend: "cpu" (numba) or "reference" (plain torch in float64 on any device, slow); by the
+            device of q_latent when None.
+
+    Returns:
+        out, of the shape and dtype of q_latent: the weighted sum of latents of each head, to which
+        W_UV is to be applied. With return_lse also lse, float32, its shape without the last axis,
+        base e. A query that sees no token gives zeros and -inf.
+
+    Raises:
+        ShapeError: the tensors do not fit one another, or a length is over the capacity, a page
+            does not exist or q_lens are not 0 to q_len (on CUDA read in debug mode only).
+        ConfigError: a dtype, the format or the backend does not exist, sm_scale or num_splits is
+            not possible, or an argument is of another type.
+        DeviceError: the tensors lie on different devices, or none of the backends serves theirs.
+        UnsupportedError: the tensors lie on CUDA, and the backend is not "reference".
+
+    Example:
+        >>> import torch
+        >>> from kvquant import LatentFormat, mla_decode_attention, quantize_rows
+        >>> fmt = LatentFormat.parse("int4-g8+fp8-g4")
+        >>> rows = quantize_rows(torch.randn(2, 100, 512 + 64), fmt)  # 368 bytes a token
+        >>> q_latent, q_rope = torch.randn(2, 16, 512), torch.randn(2, 16, 64)
+        >>> lens = torch.tensor([100, 57], dtype=torch.int32)
+        >>> out = mla_decode_attention(q_latent, q_rope, rows, lens, fmt=fmt, sm_scale=192**-0.5)
+        >>> out.shape
+        torch.Size([2, 16, 512])
+    """
+    check_tensors(q_latent=q_latent, q_rope=q_rope, rows=rows, seq_lens=seq_lens)
+    if isinstance(fmt, str) and q_latent.ndim and q_rope.ndim:
+        fmt = LatentFormat.parse(fmt, int(q_latent.shape[-1]), int(q_rope.shape[-1]))
+    if not isinstance(fmt, LatentFormat):
+        raise ConfigError(f"the format is {shown(fmt)}: give a name ('int4-g8') or a LatentFormat")
+    check_rows(rows, fmt)
+    if rows.ndim != 3:
+        axes = "batch, capacity" if block_table is None else "num_pages, page_size"
+        raise ShapeError(f"rows is {list(rows.shape)}: it must be [{axes}, row_bytes]")
+    segment = latent_segment(rows[:, None], seq_lens, fmt, block_table=block_table)
+    return attend_latents(
+        q_latent,
+        q_rope,
+        [segment],
+        q_lens=q_lens,
+        sm_scale=sm_scale,
+        return_lse=return_lse,
+        num_splits=num_splits,
+        backend=backend,
+    )
+
+
+def latent_segment(
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    fmt: LatentFormat,
+    starts: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    sinks: int = 0,
+) -> Segment:
+    """Latent rows [batch, 1, capacity, row_bytes], or pages of them, as rows of one KV head."""
+    latents = rows[..., : fmt.latent.row_bytes]
+    # a LatentFormat is the format of K here, and nowhere else
+    return Segment(rows, latents, seq_lens, fmt, fmt.latent, starts, block_table, sinks)  # type: ignore[arg-type]
+
+
+def attend_latents(
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    segments: Sequence[Segment],
+    *,
+    q_lens: torch.Tensor | None = None,
+    sm_scale: float,
+    return_lse: bool = False,
+    num_splits: int | None = None,
+    backend: str | None = None,
+) -> torch.Tensor | State:
+    """Attend as mla_decode_attention does, to the tokens of several segments at once.
+
+    Args:
+        q_latent, q_rope: as in mla_decode_attention.
+        segments: of latent_segment; of several queries in the order that attend_segments states.
+        q_lens, sm_scale, return_lse, num_splits, backend: as in mla_decode_attention.
+
+    Returns:
+        As mla_decode_attention.
+    """
+    check_flag("return_lse", return_lse)
+    if sm_scale is None:
+        raise ConfigError("sm_scale is None: give the model's, latents do not tell it")
+    options = check_scale(sm_scale), return_lse, check_num_splits(num_splits), backend
+    if torch.compiler.is_compiling():
+        results: list[torch.Tensor] = attend_latents_op(
+            q_latent.detach(),
+            q_rope.detach(),
+            [segment.k_rows for segment in segments],
+            [segment.seq_lens for segment in segments],
+            [str(segment.k_format) for segment in segments],
+            [segment.starts for segment in segments],
+            [segment.block_table for segment in segments],
+            [segment.sinks for segment in segments],
+            q_lens,
+            *options,
+        )
+    else:
+        results = _attend(q_latent, q_rope, segments, q_lens, *options)
+    return (results[0], results[1]) if return_lse else results[0]
+
+
+def _attend(
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    segments: Sequence[Segment],
+    q_lens: torch.Tensor | None,
+    sm_scale: float,
+    return_lse: bool,
+    num_splits: int | None,
+    backend: str | None,
+) -> list[torch.Tensor]:
+    """out, and lse if it was asked for; values are looked at where they may be."""
+    q = _query(q_latent, q_rope, segments, q_lens)
+    given = {"q_latent": q_latent, "q_rope": q_rope}
+    check_readable(**given, **({} if q_lens is None else {"q_lens": q_lens}))
+    for segment in segments:
+        tables = {} if segment.block_table is None else {"block_table": segment.block_table}
+        check_readable(rows=segment.k_rows, seq_lens=segment.seq_lens, **tables)
+    backend = kernels_for(q, backend)
+    if backend == "cuda":
+        raise UnsupportedError(
+            "attention to latent rows has no CUDA kernel yet: move the tensors to the CPU, or pass "
+            "backend='reference', which is slow"
+        )
+    if q.is_cpu or backend == "reference" or (debug.enabled and not is_rehearsed(q)):
+        check_segment_values(segments)
+        if q_lens is not None:
+            check_q_len_values(q, q_lens)
+    if backend == "cpu":
+        out, lse = _cpu_kernel()(q, segments, sm_scale, num_splits, q_lens, None)
+    else:
+        out, lse = reference_over_segments(q, segments, sm_scale, q_lens)
+    return [out.to(q.dtype), lse.float()][: 1 + return_lse]
+
+
+def _query(
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    segments: Sequence[Segment],
+    q_lens: torch.Tensor | None,
+) -> torch.Tensor:
+    """The whole queries, [..., latent_dim + rope_dim], if they can attend to the segments."""
+    if q_latent.dtype not in FLOAT_DTYPES or q_rope.dtype != q_latent.dtype:
+        raise ConfigError(
+            f"q_latent is {q_latent.dtype} and q_rope {q_rope.dtype}: use float32, bfloat16 or "
+            "float16 for both"
+        )
+    if q_rope.device != q_latent.device:
+        raise DeviceError(f"q_latent is on {q_latent.device}, q_rope on {q_rope.device}")
+    fmt = segments[0].k_format
+    assert isinstance(fmt, LatentFormat)
+    fits = q_latent.ndim in (3, 4) and q_latent.shape[:-1] == q_rope.shape[:-1]
+    if not fits or (q_latent.shape[-1], q_rope.shape[-1]) != (fmt.latent_dim, fmt.rope_dim):
+        raise ShapeError(
+            f"q_latent is {list(q_latent.shape)} and q_rope {list(q_rope.shape)}: they must be "
+            f"[batch, num_heads, {fmt.latent_dim}] and [batch, num_heads, {fmt.rope_dim}], or both "
+            "with an axis of queries, [batch, q_len, num_heads, ...]"
+        )
+    q = torch.cat([q_latent.detach(), q_rope.detach()], dim=-1)
+    check_segments(q, segments, q_lens)
+    return q
+
+
+@functools.cache
+def _cpu_kernel() -> Callable[..., State]:
+    from ..kernels.cpu.decode import attend
+
+    return attend
+
+
+def _op_segments(
+    q_latent: torch.Tensor, q_rope: torch.Tensor, fields: Sequence[Any]
+) -> list[Segment]:
+    dims = int(q_latent.shape[-1]), int(q_rope.shape[-1])
+    return [
+        latent_segment(rows, seq_lens, LatentFormat.parse(name, *dims), *others)
+        for rows, seq_lens, name, *others in zip(*fields, strict=True)
+    ]
+
+
+def _attend_op(q_latent: torch.Tensor, q_rope: torch.Tensor, *args: Any) -> list[torch.Tensor]:
+    segments = _op_segments(q_latent, q_rope, args[:6])
+    return _attend(q_latent, q_rope, segments, *args[6:])
+
+
+def _attend_fake(q_latent: torch.Tensor, q_rope: torch.Tensor, *args: Any) -> list[torch.Tensor]:
+    segments, q_lens, return_lse = _op_segments(q_latent, q_rope, args[:6]), args[6], args[8]
+    _query(q_latent, q_rope, segments, q_lens)
+    lse = q_latent.new_empty(q_latent.shape[:-1], dtype=torch.float32)
+    return [torch.empty_like(q_latent, memory_format=torch.contiguous_format), lse][
+        : 1 + return_lse
+    ]
+
+
+attend_latents_op = torch_op("attend_latents", ATTEND_LATENTS, _attend_op, _attend_fake)

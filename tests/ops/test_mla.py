@@ -1,0 +1,193 @@
+"""Attention over latent rows, against its formula in float64; compiles five decode kernels."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from kvquant import LatentFormat, dequantize_rows, mla_decode_attention, quantize_rows
+from kvquant.errors import ConfigError, DeviceError, ShapeError, UnsupportedError
+from kvquant.ops import mla
+
+SCALE = 192**-0.5
+LENGTHS = (0, 1, 17, 700, 3)
+BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 3e-3, torch.float16: 8e-4}
+
+
+class Case(NamedTuple):
+    """Queries, rows whose unused bytes are NaN, and lengths."""
+
+    q_latent: torch.Tensor
+    q_rope: torch.Tensor
+    rows: torch.Tensor
+    seq_lens: torch.Tensor
+
+
+def make_case(
+    fmt: LatentFormat, heads: int, q_len: int | None = None, dtype: torch.dtype = torch.float32
+) -> Case:
+    lens = torch.tensor(LENGTHS, dtype=torch.int32)
+    shape = (len(LENGTHS), *([] if q_len is None else [q_len]), heads)
+    x = torch.randn(len(LENGTHS), max(LENGTHS), fmt.head_dim)
+    rows = torch.full((*x.shape[:2], fmt.row_bytes), 0xFF, dtype=torch.uint8)  # NaN in any format
+    for b, length in enumerate(LENGTHS):
+        rows[b, :length] = quantize_rows(x[b, :length], fmt)
+    q_latent, q_rope = torch.randn(*shape, fmt.latent_dim), torch.randn(*shape, fmt.rope_dim)
+    return Case((q_latent / 4).to(dtype), q_rope.to(dtype), rows, lens)
+
+
+def expected(case: Case, fmt: LatentFormat, q_lens: torch.Tensor | None = None) -> torch.Tensor:
+    """[batch, q_len, heads, latent_dim + 1], float64: out and lse by the formula."""
+    q_latent, q_rope = case.q_latent.double(), case.q_rope.double()
+    if q_latent.ndim == 3:
+        q_latent, q_rope = q_latent[:, None], q_rope[:, None]
+    batch, q_len, heads, dim = q_latent.shape
+    found = torch.zeros(batch, q_len, heads, dim + 1, dtype=torch.float64)
+    found[..., -1] = -math.inf
+    for b, length in enumerate(case.seq_lens.tolist()):
+        values = dequantize_rows(case.rows[b, :length], fmt).double()
+        latent, rope = values.split([fmt.latent_dim, fmt.rope_dim], -1)
+        count = q_len if q_lens is None else int(q_lens[b])
+        for i in range(count):
+            seen = length - count + i + 1
+            if seen <= 0:
+                continue
+            scores = q_latent[b, i] @ latent[:seen].T + q_rope[b, i] @ rope[:seen].T
+            scores = scores * SCALE
+            found[b, i, :, :-1] = scores.softmax(-1) @ latent[:seen]
+            found[b, i, :, -1] = scores.logsumexp(-1)
+    return found if case.q_latent.ndim == 4 else found[:, 0]
+
+
+def assert_near(out: torch.Tensor, lse: torch.Tensor, wanted: torch.Tensor, bound: float) -> None:
+    error = (out.double() - wanted[..., :-1]).norm() / wanted[..., :-1].norm()
+    assert error <= bound
+    torch.testing.assert_close(lse.double(), wanted[..., -1], atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "dims", "heads", "q_len", "dtype"),
+    [
+        ("int4-g8+fp8-g4", (512, 64), 16, None, torch.bfloat16),
+        ("bf16", (512, 64), 16, None, torch.float16),
+        ("fp8", (512, 64), 20, None, torch.float32),  # two blocks of heads
+        ("int8-g4+int8-g8", (256, 32), 4, 3, torch.float32),  # groups of 4, 4 tokens a block
+    ],
+)
+def test_the_kernel_attends_as_the_formula_says(
+    name: str, dims: tuple[int, int], heads: int, q_len: int | None, dtype: torch.dtype
+) -> None:
+    fmt = LatentFormat.parse(name, *dims)
+    case = make_case(fmt, heads, q_len, dtype)
+    wanted = expected(case, fmt)
+    for num_splits in (None, 3):
+        out, lse = mla_decode_attention(
+            *case, fmt=name, sm_scale=SCALE, return_lse=True, num_splits=num_splits
+        )
+        assert out.dtype == dtype and out.shape == case.q_latent.shape
+        assert lse.dtype == torch.float32
+        assert_near(out, lse, wanted, BOUNDS[dtype])
+        assert not out[0].any() and bool((lse[0] == -math.inf).all())
+
+
+def test_queries_see_up_to_their_own_token_in_pages_too() -> None:
+    fmt = LatentFormat.parse("int8-g4+int8-g8", 256, 32)
+    case = make_case(fmt, 4, 3)
+    q_lens = torch.tensor([0, 3, 2, 3, 1], dtype=torch.int32)
+    wanted = expected(case, fmt, q_lens)
+    options = {"fmt": fmt, "sm_scale": SCALE, "q_lens": q_lens, "return_lse": True}
+    out, lse = mla_decode_attention(*case, **options)  # type: ignore[call-overload]
+    assert_near(out, lse, wanted, 1e-5)
+    in_float64 = mla_decode_attention(*case, **options, backend="reference")  # type: ignore[call-overload]
+    assert_near(*in_float64, wanted, 1e-6)
+
+    page_size, pages = 16, -(-max(LENGTHS) // 16)
+    order = torch.randperm(len(LENGTHS) * pages)
+    pool = torch.full((len(order), page_size, fmt.row_bytes), 0xFF, dtype=torch.uint8)
+    padded = torch.nn.functional.pad(
+        case.rows, (0, 0, 0, pages * page_size - max(LENGTHS)), value=255
+    )
+    pool[order] = padded.view(-1, page_size, fmt.row_bytes)
+    table = order.view(len(LENGTHS), pages).int()
+    table[torch.arange(pages) >= (case.seq_lens[:, None] + 15) // 16] = -7  # not read
+    paged = case._replace(rows=pool)
+    for backend in ("cpu", "reference"):
+        found = mla_decode_attention(*paged, **options, block_table=table, backend=backend)  # type: ignore[call-overload]
+        same = (out, lse) if backend == "cpu" else in_float64
+        assert all(torch.equal(a, b) for a, b in zip(found, same, strict=True))
+
+
+def test_a_row_with_nan_makes_all_results_nan() -> None:
+    fmt = LatentFormat.parse("int8-g4+int8-g8", 256, 32)
+    for element in (3, 287):  # of the latent, of the RoPE part
+        case = make_case(fmt, 4, 3)
+        x = torch.zeros(fmt.head_dim)
+        x[element] = torch.nan
+        case.rows[3, 5] = quantize_rows(x, fmt, check=False)
+        out = mla_decode_attention(*case, fmt=fmt, sm_scale=SCALE)
+        assert out[3].isnan().all() and not out[[0, 1, 2, 4]].isnan().any()
+
+
+def test_torch_compile_takes_the_call_as_one_op() -> None:
+    fmt = LatentFormat.parse("int8-g4+int8-g8", 256, 32)
+    case = make_case(fmt, 4, 3)
+    lens = torch.tensor([0, 3, 2, 3, 1], dtype=torch.int32)
+
+    def attend(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+        return mla_decode_attention(*case, fmt=fmt, sm_scale=SCALE, q_lens=lens, return_lse=True)
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    for found, wanted in zip(compiled(case), attend(case), strict=True):
+        assert torch.equal(found, wanted)
+    args = [[case.rows[:, None]], [case.seq_lens], [str(fmt)], [None], [None], [0], lens]
+    torch.library.opcheck(
+        torch.ops.kvquant.attend_latents.default,
+        (case.q_latent, case.q_rope, *args, SCALE, True, None, None),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"q_latent": torch.zeros(5, 4, 512)}, ShapeError, "they must be \\[batch, num_heads, 256"),
+        ({"q_rope": torch.zeros(5, 3, 32)}, ShapeError, "q_rope \\[5, 3, 32\\]: they must be"),
+        ({"q_rope": torch.zeros(5, 4, 32).half()}, ConfigError, "q_rope torch.float16"),
+        ({"rows": torch.zeros(5, 1, 700, 336, dtype=torch.uint8)}, ShapeError, "\\[batch, capac"),
+        ({"rows": torch.zeros(5, 700, 337, dtype=torch.uint8)}, ShapeError, "the 336 bytes of a"),
+        ({"rows": torch.zeros(5, 700, 336)}, ConfigError, "rows are uint8"),
+        ({"seq_lens": torch.tensor([701] * 5).int()}, ShapeError, "room for 0 to 700 rows"),
+        ({"seq_lens": torch.zeros(4).int()}, ShapeError, "seq_lens is \\[4\\]"),
+        ({"seq_lens": torch.zeros(5).long()}, ConfigError, "seq_lens is torch.int64"),
+        ({"fmt": "int3"}, ConfigError, "format 'int3' does not exist"),
+        ({"fmt": 4}, ConfigError, "the format is 4: give a name"),
+        ({"sm_scale": None}, ConfigError, "sm_scale is None: give the model's"),
+        ({"sm_scale": math.inf}, ConfigError, "sm_scale is inf"),
+        ({"num_splits": 0}, ConfigError, "num_splits 0 is not possible"),
+        ({"backend": "cuda"}, DeviceError, "takes CUDA tensors"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    change: dict[str, object], error: type[Exception], message: str
+) -> None:
+    fmt = LatentFormat.parse("int8-g4+int8-g8", 256, 32)
+    given: dict[str, object] = {
+        "q_latent": torch.zeros(5, 4, 256),
+        "q_rope": torch.zeros(5, 4, 32),
+        "rows": torch.zeros(5, 700, fmt.row_bytes, dtype=torch.uint8),
+        "seq_lens": torch.zeros(5, dtype=torch.int32),
+        "fmt": fmt,
+        "sm_scale": SCALE,
+    }
+    with pytest.raises(error, match=message):
+        mla_decode_attention(**(given | change))  # type: ignore[call-overload]
+
+
+def test_cuda_is_refused_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mla, "kernels_for", lambda tensor, backend: "cuda")
+    fmt = LatentFormat.parse("bf16")
+    with pytest.raises(UnsupportedError, match="no CUDA kernel yet: move the tensors to the CPU"):
+        mla_decode_attention(*make_case(fmt, 16), fmt=fmt, sm_scale=SCALE)
