@@ -126,8 +126,14 @@ def _caches(
         make = partial(KVCache, num_layers=1, **shape)
     of_rows = torch.float16 if dtype == "float16" else torch.bfloat16
     make = partial(make, exact_format=exact_codec(of_rows), device="meta", **given)
-    if plan is not None:
-        return [partial(make, plan=CachePlan.load(plan))], (of_rows, num_q_heads)
+    loaded = None if plan is None else CachePlan.load(plan)
+    kv_heads = options["kv_heads"] if loaded is None else loaded.num_kv_heads
+    if num_q_heads is not None and num_q_heads % kv_heads:
+        raise click.UsageError(
+            f"{num_q_heads} query heads do not fit {kv_heads} KV heads: --q-heads is a multiple"
+        )
+    if loaded is not None:
+        return [partial(make, plan=loaded)], (of_rows, num_q_heads)
     pairs = (pair.partition("/") for pair in formats)
     caches = [partial(make, k_format=k, v_format=v or k) for k, _, v in pairs]
     return caches, (of_rows, num_q_heads)

@@ -238,7 +238,7 @@ def _attend(
             out = handed.to.step(handed, given, key, value, scaling, variant)
         out = out[:, None] if asked == 1 else out
         if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
-            out = _NoGradient.apply(out, query, key, value)  # type: ignore[no-untyped-call]
+            out = _NoGradient.apply(out, query, key, value)  # type: ignore[no-untyped-call]  # torch's
         return out.to(query.dtype)
     if not handed.appended:
         key, value = (x if padding is None else padding.pack(x) for x in (key, value))

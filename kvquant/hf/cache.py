@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
 from .. import debug
 from ..cache.checks import Formats, whole_numbers
@@ -337,8 +337,8 @@ class QuantizedCache(Cache):
         handed = Handed(self, self.kv, at, layer, self.padding)
         exact = EXACT_DTYPES[self.kv.exact_format]
         keys, values = _rounded(keys, exact), _rounded(values, exact)
-        keys.kvquant_keys = handed  # type: ignore[attr-defined]
-        values.kvquant_values = handed  # type: ignore[attr-defined]
+        keys.kvquant_keys = handed  # type: ignore[attr-defined]  # a mark on it
+        values.kvquant_values = handed  # type: ignore[attr-defined]  # a mark on it
         return keys, values
 
     def _make_room(self, keys: torch.Tensor) -> None:
@@ -457,12 +457,13 @@ class QuantizedCache(Cache):
                 raise ConfigError(message)
 
     # it runs once in a call, for its first layer
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch has no type for it
     def check_positions(self, positions: Any) -> None:
         """Raise unless the positions of a call's tokens are those of the cache.
 
         Args:
-            positions: [batch or 1, columns] or more axes before, if the model tells them.
+            positions: [batch or 1, columns], if the model tells them. With an axis more they are
+                those of images, others than the tokens' numbers.
 
         Raises:
             ConfigError: sequences go on from others than the model counts; or a text is read from
@@ -473,8 +474,9 @@ class QuantizedCache(Cache):
         assert self.kv is not None
         columns, past = self._new_columns, self._past
         told: torch.Tensor | None = None
-        if isinstance(positions, torch.Tensor) and positions.shape[-1] == columns:
-            own = positions.reshape(-1, *positions.shape[-2:])[0].expand(self.kv.batch, columns)
+        is_told = isinstance(positions, torch.Tensor) and positions.ndim <= 2
+        if is_told and positions.shape[-1] == columns:
+            own = positions.expand(self.kv.batch, columns)
             told = own[:, 0] if self.padding is None else self.padding.first(own)
         if told is not None and past.length and columns > 1 and not bool(told.any()):
             self._refuse_anew()
@@ -511,8 +513,7 @@ class QuantizedCache(Cache):
                 first if count and not (n or start) else start for start, first, n, count in held
             ]
             self.kv.start_positions.copy_(torch.tensor(self._starts, device="cpu"))
-        # the model counts columns; positions of images may be others, those of padding may not
-        if self._starts == past.pads and (told is None or not any(past.pads)):
+        if told is None and self._starts == past.pads:  # the model counts columns
             return
         wanted = [start + n for start, n in zip(self._starts, past.lens, strict=True)]
         if told is None:
@@ -623,7 +624,7 @@ class QuantizedCache(Cache):
         return self._past.length + (self._new_columns if is_new else 0)
 
     # what it notes for the thread is not seen by others while a graph is made
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch has no type for it
     def mask_sizes(self, columns: int) -> tuple[int, int]:
         """Columns to attend to, and where they start; asked before a mask is made."""
         calls.asked, self._is_asked, self._is_begun = weakref.ref(self), True, True
@@ -649,6 +650,9 @@ class QuantizedCache(Cache):
         """Forget all tokens. The memory stays, for as many sequences."""
         for layer in self._kept:
             self.layers[layer].reset()
+            if isinstance(self.layers[layer], DynamicLayer):
+                # before transformers 5.18 zeros would stay in front of what comes
+                self.layers[layer].is_initialized = False
         self._is_torn = False
         self._due, self._waiting, self.padding, self._is_begun = 0, None, None, False
         if self.kv is not None:

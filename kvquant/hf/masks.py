@@ -70,7 +70,7 @@ def window_of(attention_mask: torch.Tensor | None, name: str) -> int | None:
 
 
 # it compares code; and a graph ends anyway where the length of a cache is read
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch has no type for it
 def _mask(
     *,
     mask_function: Callable[..., Any] = causal_mask_function,
@@ -124,7 +124,7 @@ def _mask(
         rows = torch.empty(shape[2], 1, dtype=torch.bool, device=sizes.get("device"))
         mask = rows.expand(shape)
     assert mask is not None
-    mask.kvquant_mask = mark  # type: ignore[attr-defined]
+    mask.kvquant_mask = mark  # type: ignore[attr-defined]  # a mark on it
     return mask
 
 

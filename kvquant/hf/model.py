@@ -341,7 +341,10 @@ class CachedModel:
         """
         self._check_tokens(tokens, (None, None))
         self._check_positions(tokens.shape[1] + (0 if past is None else past.get_seq_length()))
-        plain = "sdpa" if getattr(self.model, "_supports_sdpa", True) else "eager"
+        # before transformers 5.21 models with caps asked for SDPA, which leaves them out
+        has_caps = getattr(self.config, "attn_logit_softcapping", None) is not None
+        is_sdpa = getattr(self.model, "_supports_sdpa", True) and not has_caps
+        plain = "sdpa" if is_sdpa else "eager"
         with attending(self.model, plain), torch.no_grad():
             out = self.model(
                 tokens.to(self.model.device),

@@ -62,7 +62,7 @@ def owner_of(key: torch.Tensor, layer: int) -> int:
     """The layer whose keys these are: the first that attends with them, which is marked on them."""
     owner: int | None = getattr(key, "kvquant_owner", None)
     if owner is None:
-        owner = key.kvquant_owner = layer  # type: ignore[attr-defined]
+        owner = key.kvquant_owner = layer  # type: ignore[attr-defined]  # a mark on it
     return owner
 
 

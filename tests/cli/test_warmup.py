@@ -77,6 +77,7 @@ def test_a_model_says_heads_and_a_plan_formats(folder: Path) -> None:
         ((), "torch finds no GPU here: say which one by --arch"),
         (("--arch", "sm_70"), "'sm_70' is not one of"),
         (("--plan", __file__, "--format", "int4"), "--plan says the formats"),
+        (("--arch", "sm_90", "--q-heads", "7", "--kv-heads", "3"), "7 query heads do not fit 3 KV"),
         (("--model", ".", "--head-dim", "64"), "--head-dim is the model's: leave it out"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",

@@ -136,6 +136,39 @@ def test_positions_that_the_model_counts_otherwise_are_refused(
     assert torch.equal(given, expected)
 
 
+@pytest.mark.parametrize("new", [1, 3])
+@pytest.mark.parametrize("first", [0, 90])
+def test_positions_that_leave_the_text_are_refused(new: int, first: int) -> None:
+    model = tiny("Llama").model
+    model.set_attn_implementation("kvquant")
+    text, past = tokens(2, 20), QuantizedCache(model, **FP16)
+    with torch.no_grad():
+        model(text[:, :10], past_key_values=past)
+        places = {"position_ids": first + torch.arange(new).expand(2, new)}
+        with pytest.raises(ConfigError, match=r"go on from other positions|read from its begin"):
+            model(text[:, 10 : 10 + new], past_key_values=past, **places)
+        places = {"position_ids": 10 + torch.arange(new)[None]}
+        model(text[:, 10 : 10 + new], past_key_values=past, **places)
+    assert past.get_seq_length() == 10 + new
+
+
+def test_positions_of_images_may_be_others_than_those_of_tokens() -> None:
+    """M-RoPE: a token's number, and three in which an image of many tokens takes few."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [12, 10, 10]}
+    config = transformers.Qwen3VLTextConfig(**(SHAPE | {"rope_parameters": rope}))
+    model = transformers.Qwen3VLTextModel._from_config(config).eval()
+    text, places = tokens(2, 14), torch.arange(14).expand(4, 2, 14).clone()
+    places[1:, :, 8:] -= 4
+    model.set_attn_implementation("kvquant")
+    with torch.no_grad():
+        wanted = model(text, position_ids=places, use_cache=False).last_hidden_state
+        past = QuantizedCache(model, **FP16)
+        for start, end in ((0, 10), (10, 13), (13, 14)):
+            given = {"position_ids": places[..., start:end], "past_key_values": past}
+            found = model(text[:, start:end], **given).last_hidden_state
+    torch.testing.assert_close(found[:, -1], wanted[:, -1], atol=TOLERANCE, rtol=0)
+
+
 def test_transformers_generates_with_the_cache(model: CachedModel) -> None:
     text = tokens(2, 20)
     options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": 999}

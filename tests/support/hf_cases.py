@@ -87,7 +87,7 @@ def tiny(kind: str, **changes: Any) -> CachedModel:
                 weight.normal_(std=weight.shape[-1] ** -0.5)
             elif "bias" in name:
                 weight.normal_()
-    return CachedModel(model.eval())
+    return CachedModel(_with_caps(model).eval())
 
 
 def random_model(kind: str, changes: dict[str, Any]) -> CachedModel:
@@ -108,7 +108,14 @@ def random_model(kind: str, changes: dict[str, Any]) -> CachedModel:
         for weight in model.parameters():
             if weight.ndim > 1:
                 weight.normal_(std=weight.shape[-1] ** -0.5)
-    return CachedModel(model)
+    return CachedModel(_with_caps(model))
+
+
+def _with_caps(model: Any) -> Any:
+    """Before transformers 5.21 models with caps attend by SDPA, which leaves them out."""
+    if getattr(model.config, "attn_logit_softcapping", None):
+        model.set_attn_implementation("eager")
+    return model
 
 
 def tokens(*shape: int) -> torch.Tensor:
