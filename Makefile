@@ -1,7 +1,8 @@
 # Two commands do everything on a fresh machine with python3 (3.10 to 3.13, with venv), make and git:
 #   make demo   a real language model decodes from a quantized cache, compared with its 16-bit cache
 #   make test   the tests but for the slow ones (tests/README.md); they need compilers, but no GPU
-# and `make test-vllm` those of kvquant/vllm/ in vLLM itself, on the CPU (Python 3.11).
+# and `make test-vllm` those of kvquant/vllm/ in vLLM itself, on the CPU (Python 3.11),
+# `make test-transformers` those of kvquant/hf/ with the oldest transformers that is supported.
 # Each installs this checkout into .venv first, under constraints.txt. The install is editable: a line
 # in .venv that names this folder, so changes take effect at once, new files too. After a change of
 # pyproject.toml make installs again.
@@ -11,8 +12,9 @@ STAMP := .venv/installed
 CUDA_STAMP := .venv/installed-cuda
 PYTHON_VLLM ?= python3.11
 VLLM_STAMP := .venv-vllm/installed
+TRANSFORMERS_STAMP := .venv-transformers/installed
 
-.PHONY: demo test test-vllm check clean
+.PHONY: demo test test-vllm test-transformers check clean
 
 demo: $(STAMP)
 	$(BIN)/kvquant demo
@@ -23,6 +25,9 @@ test: $(CUDA_STAMP)
 # One process: an engine takes all cores, and vLLM is slow to import.
 test-vllm: $(VLLM_STAMP)
 	.venv-vllm/bin/python -m pytest --durations 15 tests/vllm
+
+test-transformers: $(TRANSFORMERS_STAMP)
+	.venv-transformers/bin/python -m pytest --numprocesses auto --dist loadfile --durations 15 tests/hf
 
 check: $(CUDA_STAMP)
 	$(BIN)/ruff check .
@@ -50,5 +55,12 @@ $(VLLM_STAMP): pyproject.toml tests/vllm/constraints.txt
 	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $(VLLM_STAMP)
 
+$(TRANSFORMERS_STAMP): pyproject.toml tests/hf/constraints.txt
+	$(PYTHON) -m venv .venv-transformers
+	.venv-transformers/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+	.venv-transformers/bin/python -m pip install --quiet --constraint tests/hf/constraints.txt \
+		--editable '.[hf]' pytest pytest-xdist hypothesis accelerate
+	touch $(TRANSFORMERS_STAMP)
+
 clean:
-	rm -rf .venv .venv-vllm build *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf .venv .venv-vllm .venv-transformers build *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
