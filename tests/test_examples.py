@@ -59,6 +59,14 @@ def test_speculative_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert int(drafted.split()[1]) < int(alone.split()[1]) == 40
 
 
+def test_evaluate_lm_eval_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand; here it says what it lacks."""
+    pytest.importorskip("transformers")
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(SystemExit, match=r"pip install 'lm_eval\[hf\]'"):
+        runpy.run_path(str(EXAMPLES / "evaluate_lm_eval.py"), run_name="__main__")
+
+
 def test_decode_paged_runs(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(EXAMPLES / "decode_paged.py"), run_name="__main__")
     first, second, last = capsys.readouterr().out.strip().splitlines()

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -95,6 +100,49 @@ def test_a_folder_that_cannot_be_written_is_told(
     with pytest.warns(RuntimeWarning, match="KVQUANT_CACHE_DIR"):
         result = run("--arch", "sm_90")
     assert result.exit_code == 2 and "let KVQUANT_CACHE_DIR name a folder" in result.stderr
+
+
+@pytest.mark.slow
+def test_compilers_end_with_a_command_that_is_killed(folder: Path) -> None:
+    """Such as a command that had no memory left."""
+    pids = folder / "pids"
+    pids.mkdir()
+    compiler = f"""
+import os, pathlib, time
+from kvquant.kernels.cuda.runtime import compile as compiling
+def wait(spec, arch):
+    pathlib.Path({str(pids)!r}, str(os.getpid())).touch()
+    time.sleep(100)
+compiling.compile_spec = wait
+compiling.compile_alone()
+"""
+    command = f"""
+from kvquant.cli.main import main
+from kvquant.kernels.cuda.runtime import compile as compiling
+compiling.ALONE = {compiler!r}
+main(["warmup", "--arch", "sm_90", "--batch", "1"])
+"""
+    paths = os.pathsep.join(path for path in sys.path if path)
+    env = os.environ | {"PYTHONPATH": paths}
+    with subprocess.Popen([sys.executable, "-c", command], env=env) as warmup:
+        wait_for(lambda: any(pids.iterdir()))
+        warmup.kill()
+    wait_for(lambda: not any(is_running(path.name) for path in pids.iterdir()))
+
+
+def wait_for(is_so: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def is_running(pid: str) -> bool:
+    try:
+        state = Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
 
 
 def test_every_architecture_has_a_gpu() -> None:

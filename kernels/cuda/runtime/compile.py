@@ -18,6 +18,7 @@ LTO-IR goes through another LLVM, which leaves arrays in local memory: there PTX
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import gc
 import hashlib
@@ -26,6 +27,7 @@ import json
 import os
 import pickle
 import re
+import signal
 import struct
 import subprocess
 import sys
@@ -66,6 +68,7 @@ RELATIVE_IMPORT = re.compile(r"^ *from (\.+)([\w.]+) import", re.MULTILINE)
 USE_REFERENCE = "pass backend='reference', which runs anywhere but is slow"
 ALONE = f"from {__name__} import compile_alone; compile_alone()"  # what a process runs
 REFUSED = 3  # its exit code, where the last line that it wrote says why
+PR_SET_PDEATHSIG = 1  # of prctl: the signal that a process gets when the one that started it ends
 _lock = threading.Lock()
 
 
@@ -250,7 +253,10 @@ def _compile_elsewhere(spec: Spec, arch: str) -> None:
 
 
 def compile_alone() -> None:
-    """What such a process does: compile the kernel that it is given on stdin."""
+    """What such a process does: compile the kernel that it is given on stdin, unless the one that
+    waits for it dies."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     try:
         load_cubin(*pickle.load(sys.stdin.buffer))
     except UnsupportedError as error:
