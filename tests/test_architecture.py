@@ -30,6 +30,7 @@ ALLOWED = {
     "io": f"version {BASE} text rows ops cache paged",
     "hf": f"{BASE} rows ops cache io",
     "vllm": f"{BASE} rows ops io",
+    "lmcache": f"{BASE} rows ops io vllm",
     "calibration": f"{BASE} text rows ops cache io hf",
     "bench": f"{BASE} text rows ops io kernels.cuda.decode kernels.cuda.runtime",
     "cli": f"version {BASE} text rows cache io hf calibration",
@@ -68,6 +69,7 @@ ALLOWED_LATE = {
 LIBRARIES = {
     "transformers": {"hf"},
     "vllm": {"vllm"},
+    "lmcache": {"lmcache"},
     "numba": {name for name in ALLOWED if name.startswith("kernels.")},
     "llvmlite": {name for name in ALLOWED if name.startswith("kernels.")},
     "click": {"cli"},

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "examples" / "llama-demo-5m"
@@ -20,6 +21,29 @@ os.environ |= {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in this process: vLLM is imported once
     "VLLM_NO_USAGE_STATS": "1",
 }
+
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "initializer_range": 0.2,
+}
+
+
+def random_model(folder: Path, config: Any) -> str:
+    """A small model with random weights, such as of SIZES, whose prompts are token ids."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    for name, weight in model.named_parameters():
+        if "sinks" in name:
+            torch.nn.init.normal_(weight)
+    model.save_pretrained(folder)
+    return str(folder)
 
 
 @contextmanager
@@ -34,11 +58,9 @@ def engine(rows: dict[str, str] | None = None, **options: Any) -> Iterator[Any]:
     from vllm.platforms import current_platform
     from vllm.v1.attention import selector
 
-    # vLLM has one engine a process in mind: backends are remembered, and the search for Triton
-    # kernels in all modules fails at llvmlite's, which numba has loaded for the first engine
+    # vLLM has one engine a process in mind: backends are remembered
     selector._cached_get_attn_backend.cache_clear()
-    if "llvmlite" in sys.modules:
-        type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
+    _replace_triton_kernels(type(current_platform))
     given = {
         "model": str(MODEL),
         "dtype": "float32",
@@ -57,6 +79,16 @@ def engine(rows: dict[str, str] | None = None, **options: Any) -> Iterator[Any]:
         llm.llm_engine.engine_core.shutdown()
         del llm
         gc.collect()
+
+
+def _replace_triton_kernels(platform: Any) -> None:
+    """Let vLLM replace them, once: its search of all modules fails at llvmlite's, numba's own."""
+    hidden = {name: sys.modules.pop(name) for name in [*sys.modules] if name[:8] == "llvmlite"}
+    try:
+        platform.register_triton_kernel_overrides()
+    finally:
+        sys.modules.update(hidden)
+    platform.register_triton_kernel_overrides = classmethod(lambda cls: None)
 
 
 def generate(llm: Any, prompts: Sequence[Any], tokens: int = 24, **options: Any) -> list[Any]:

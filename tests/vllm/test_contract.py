@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib
 import inspect
 from importlib.metadata import distributions, entry_points
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from kvquant.vllm import plugin
+
 pytestmark = pytest.mark.filterwarnings("default")  # vLLM's own, while it is imported
+ENTRIES = "vllm.v1.attention.backends.registry:AttentionBackendEnum"
 SUPPORTED = "0.32."  # as pyproject.toml says
 WHAT_TO_DO = "vLLM moved this: adapt kvquant/vllm/backend.py (or plugin.py), then this table"
 
@@ -23,6 +30,7 @@ CALLED = {
     "vllm.distributed:get_tensor_model_parallel_world_size": "",
     "vllm.logger:init_logger": "name",
     "vllm.model_executor.models.utils:extract_layer_index": "layer_name",
+    "vllm.utils.import_utils:resolve_obj_by_qualname": "qualname",
     "vllm.v1.attention.backends.registry:register_backend": "backend class_path",
     "vllm.v1.attention.backends.registry:AttentionBackendEnum.is_overridden": "self",
     "vllm.v1.attention.backends.registry:AttentionBackendEnum.get_path": "self",
@@ -65,7 +73,8 @@ FIELDS = {
         "query_start_loc_cpu seq_lens seq_lens_cpu_upper_bound block_table_tensor "
         "num_actual_tokens causal"
     ),
-    "vllm.config:VllmConfig": "additional_config model_config speculative_config",
+    "vllm.config:VllmConfig": "additional_config attention_config model_config speculative_config",
+    "vllm.config:AttentionConfig": "backend backend_per_kind",
     "vllm.config:ModelConfig": "hf_config max_model_len",
 }
 MEMBERS = {
@@ -140,6 +149,24 @@ def test_attention_layers_say_what_they_are() -> None:
     call += "            key,\n            value,\n            kv_cache,\n"
     call += "            layer_slot_mapping,\n"
     assert call in update, f"do_kv_cache_update: {WHAT_TO_DO}"
+
+
+@pytest.mark.parametrize("use_mla", [False, True])
+@pytest.mark.parametrize("major", [8, 9, 10, 12])
+def test_a_choice_on_a_gpu_has_a_candidate_that_tells(major: int, use_mla: bool) -> None:
+    """The list of candidates alone is run: its module needs a CUDA build."""
+    spec = find_spec("vllm.platforms.cuda")
+    assert spec is not None and spec.origin is not None
+    tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    name = "_get_backend_priorities"
+    lists = [x for x in tree.body if isinstance(x, ast.FunctionDef) and x.name == name]
+    assert len(lists) == 1, f"{name}: {WHAT_TO_DO}"
+    lists[0].decorator_list.clear()  # a cache
+    future = ast.parse("from __future__ import annotations").body
+    names = {"AttentionBackendEnum": found(ENTRIES)}
+    exec(compile(ast.Module([*future, *lists], []), spec.origin, "exec"), names)
+    candidates = names[name](use_mla=use_mla, device_capability=SimpleNamespace(major=major))
+    assert {entry.name for entry in candidates} & {*plugin.AUTOMATIC}, f"{name}: {WHAT_TO_DO}"
 
 
 def test_vllm_finds_the_plugin() -> None:

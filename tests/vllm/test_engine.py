@@ -9,8 +9,18 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, LlamaConfig
-from vllm_engines import MODEL, counter, engine, generate, logits_of, passages, tokens_of
+from transformers import Gemma2Config, GptOssConfig, LlamaConfig
+from vllm_engines import (
+    MODEL,
+    SIZES,
+    counter,
+    engine,
+    generate,
+    logits_of,
+    passages,
+    random_model,
+    tokens_of,
+)
 
 from kvquant import ConfigError, UnsupportedError
 from kvquant.cli.main import main
@@ -87,6 +97,27 @@ def test_int4_requests_together_are_those_one_at_a_time(own: Any) -> None:
         assert counter(llm, "spec_decode_num_accepted_tokens") > 0
 
 
+def test_pages_saved_by_one_engine_are_loaded_by_another(own: Any, tmp_path: Path) -> None:
+    """A connector moves the bytes of pages and need not know what they are."""
+    from vllm.config import KVTransferConfig
+
+    storage = KVTransferConfig(
+        kv_connector="ExampleConnector",
+        kv_role="kv_both",
+        kv_connector_extra_config={"shared_storage_path": str(tmp_path)},
+    )
+    prompts = [prompt for prompt, n in zip(own[0], LENGTHS, strict=True) if n in (150, 200, 300)]
+    with engine(INT4, kv_transfer_config=storage) as llm:
+        generate(llm, prompts, TOKENS)
+        # of prompts that are in its own pages the last tokens alone attend, to rows
+        wanted = generate(llm, prompts, TOKENS)
+    with engine(INT4, kv_transfer_config=storage) as llm:
+        found = generate(llm, prompts, TOKENS)
+        assert counter(llm, "prefix_cache_hits") == 0
+        assert counter(llm, "external_prefix_cache_hits") == 128 + 192 + 288
+    assert tokens_of(found) == tokens_of(wanted)
+
+
 def _abort_one(llm: Any, prompts: list[Any], wanted: list[list[int]]) -> None:
     """Abort the second of four requests in the middle: the others do not notice."""
     from vllm import SamplingParams
@@ -140,29 +171,6 @@ def test_predictions_are_as_good_as_calibrate_says(plan: str) -> None:
     assert rooms["int4"] / rooms["own"] == pytest.approx(2 * 3.2, rel=0.001)  # float32 pages
 
 
-def random_model(folder: Path, config: Any) -> str:
-    """A small model with random weights, whose prompts are token ids."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config)
-    for name, weight in model.named_parameters():
-        if "sinks" in name:
-            torch.nn.init.normal_(weight)
-    model.save_pretrained(folder)
-    return str(folder)
-
-
-SIZES: dict[str, Any] = {
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "initializer_range": 0.2,
-}
-
-
 @pytest.mark.parametrize(
     "config",
     [
@@ -210,3 +218,28 @@ def test_the_plugin_does_nothing_until_it_is_asked() -> None:
     wrong = {"k_format": "int5"}
     with pytest.raises(ConfigError, match="format 'int5' does not exist"), engine(wrong):
         pass
+
+
+def test_rows_without_their_backend_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a CUDA platform asks, which has others to choose from; it does not load here."""
+    from vllm.config import AttentionConfig, VllmConfig, set_current_vllm_config
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    plugin.register()
+    theirs = [VllmConfig, AttentionConfig]  # in place of backends, whose modules need a GPU
+    for name, kind in zip(plugin.AUTOMATIC, theirs, strict=True):
+        entry = AttentionBackendEnum[name]
+        monkeypatch.setattr(entry, "_value_", f"vllm.config.{kind.__name__}")
+    given = {"additional_config": {"kvquant": INT4}}
+    asked = AttentionConfig(backend=AttentionBackendEnum.CUSTOM)
+    for name, kind in zip(plugin.AUTOMATIC, theirs, strict=True):
+        entry = AttentionBackendEnum[name]
+        for config in (VllmConfig(), VllmConfig(**given, attention_config=asked)):
+            with set_current_vllm_config(config):
+                assert entry.get_class() is kind
+        message = f"{name} would hold 16-bit ones: give --attention-backend CUSTOM"
+        with (
+            set_current_vllm_config(VllmConfig(**given)),
+            pytest.raises(ConfigError, match=message),
+        ):
+            entry.get_class()
