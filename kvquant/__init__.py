@@ -24,6 +24,7 @@ from .version import __version__ as __version__
 if typing.TYPE_CHECKING:
     from .cache.context_parallel import ContextParallelCache
     from .cache.contiguous import KVCache
+    from .cache.latent import LatentKVCache
     from .hf.cache import QuantizedCache as QuantizedCache
     from .hf.model import CachedModel as CachedModel
     from .io.checkpoint import load_cache, save_cache
@@ -56,6 +57,7 @@ __all__ = [
     "KVCache",
     "KVQuantError",
     "LatentFormat",
+    "LatentKVCache",
     "NonFiniteError",
     "OutOfPagesError",
     "PagedBatch",
@@ -89,6 +91,7 @@ _HOMES = {
     "ContextParallelCache": "cache.context_parallel",
     "KVCache": "cache.contiguous",
     "LatentFormat": "rows.latent",
+    "LatentKVCache": "cache.latent",
     "PagedBatch": "paged.batch",
     "PagedKVCache": "paged.cache",
     "QuantizedCache": "hf.cache",

@@ -19,6 +19,7 @@ PUBLIC = [
     "ContextParallelCache",
     "KVCache",
     "LatentFormat",
+    "LatentKVCache",
     "PagedBatch",
     "PagedKVCache",
     "Rope",

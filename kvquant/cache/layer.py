@@ -44,6 +44,7 @@ from ..ops.transform import encode_rows
 from ..rows.arguments import address, check_flag, check_tensors
 from ..rows.basis import Encoding, LayerBasis, Queries
 from ..rows.format import RowFormat
+from ..rows.latent import AnyFormat
 from ..rows.quantize import EXACT_DTYPES, FLOAT_DTYPES, full_precision
 from ..rows.segment import FixedSegments, Segment
 from ..rows.slots import Slots, Split
@@ -154,11 +155,6 @@ class LayerCache:
         window: int | None = None,
         rollback_len: int = ROLLBACK,
     ) -> None:
-        def rows(length: int, fmt: RowFormat) -> torch.Tensor:
-            shape = (batch, num_kv_heads, length, fmt.row_bytes)
-            what = f"{length} rows of {fmt} for {batch} sequences and {num_kv_heads} KV heads"
-            return zero_rows(shape, device, what, "use a smaller max_seq_len or batch")
-
         rooms = rooms_of(max_seq_len, sink_len, recent_len, window, rollback_len)
         self.sink_len, self.packed_len, self.recent_len, rollback_len = rooms
         page_size = max(self.packed_len, 1)
@@ -173,10 +169,7 @@ class LayerCache:
             min(fmt.max_abs, exact.max_abs)
             for fmt, exact in ((k_format, self.k_exact), (v_format, self.v_exact))
         )
-        self.k_exact_rows, self.v_exact_rows = (
-            rows(self.split.exact_len, fmt) for fmt in (self.k_exact, self.v_exact)
-        )
-        self.k_packed, self.v_packed = (rows(self.packed_len, fmt) for fmt in (k_format, v_format))
+        self._make_rows(batch, num_kv_heads, device)
         self.seq_lens, self.packed_lens, self.exact_lens, self.starts, self.exact_firsts = (
             torch.zeros(batch, dtype=torch.int32, device=device) for _ in range(5)
         )
@@ -193,6 +186,20 @@ class LayerCache:
         sizes = self.sink_len, self.packed_len, self.recent_len, self.split.ring_len
         self.sizes = Sizes(*sizes, max_seq_len, hides or 0)
         self._segments, self._again = FixedSegments(self._make_segments()), Appends()
+
+    def _make_rows(self, batch: int, num_kv_heads: int, device: torch.device) -> None:
+        """Allocate the rows."""
+
+        def rows(length: int, fmt: RowFormat) -> torch.Tensor:
+            return rows_of(batch, num_kv_heads, length, fmt, device)
+
+        exact_len = self.split.exact_len
+        self.k_exact_rows, self.v_exact_rows = (
+            rows(exact_len, fmt) for fmt in (self.k_exact, self.v_exact)
+        )
+        self.k_packed, self.v_packed = (
+            rows(self.packed_len, fmt) for fmt in (self.k_format, self.v_format)
+        )
 
     @property
     def kind(self) -> Kind:
@@ -336,21 +343,21 @@ class LayerCache:
         """The segments, of packed and of 16-bit rows: those that one query sees, or others."""
         packed_lens, packed_starts = packed or (self.seen_lens, self.seen_starts)
         exact_lens, starts = exact or (self.exact_lens, self.starts)
-        rows = Segment(
-            self.k_packed, self.v_packed, packed_lens, self.k_format, self.v_format, packed_starts
-        )
         if not self.split.exact_len:
-            return [rows]
-        kept = Segment(
-            self.k_exact_rows,
-            self.v_exact_rows,
-            exact_lens,
-            self.k_exact,
-            self.v_exact,
-            starts if self.recent_len else None,
-            sinks=self.sink_len,
-        )
-        return [rows, kept] if rows.capacity else [kept]
+            return [self._packed_segment(packed_lens, packed_starts)]
+        kept = self._exact_segment(exact_lens, starts if self.recent_len else None)
+        if not self.packed_len:
+            return [kept]
+        return [self._packed_segment(packed_lens, packed_starts), kept]
+
+    def _packed_segment(self, lens: torch.Tensor, starts: torch.Tensor | None) -> Segment:
+        """The packed rows as attention reads them."""
+        return Segment(self.k_packed, self.v_packed, lens, self.k_format, self.v_format, starts)
+
+    def _exact_segment(self, lens: torch.Tensor, starts: torch.Tensor | None) -> Segment:
+        """The 16-bit rows, sinks and ring."""
+        rows = self.k_exact_rows, self.v_exact_rows
+        return Segment(*rows, lens, self.k_exact, self.v_exact, starts, sinks=self.sink_len)
 
     def segments_in_order(self) -> list[Segment]:
         """The same rows, sinks and recent ones apart, in the order of the tokens."""
@@ -410,7 +417,7 @@ class LayerCache:
         tensors = source.tensors()
         for name, target in self.tensors().items():
             taken = tensors[name]
-            if name in ("k_packed", "v_packed"):
+            if name.endswith("packed"):
                 taken = taken[:, :, :used]
             if target.ndim > 1:
                 target, taken = target[:, :, : taken.shape[2]], taken[:, :, : target.shape[2]]
@@ -763,6 +770,15 @@ class LayerCache:
                     rounding = Encoding(clip=basis.encoding.clip, feedback=basis.encoding.feedback)
                 sides.append(Side(x, packed, fmt, None, rounding))
             write_rows(sides[0], sides[1], slots, self.k_exact.codec, None, bad_rows)
+
+
+def rows_of(
+    batch: int, num_kv_heads: int, length: int, fmt: AnyFormat, device: torch.device
+) -> torch.Tensor:
+    """Zeros, [batch, num_kv_heads, length, row_bytes]."""
+    shape = (batch, num_kv_heads, length, fmt.row_bytes)
+    what = f"{length} rows of {fmt} for {batch} sequences and {num_kv_heads} KV heads"
+    return zero_rows(shape, device, what, "use a smaller max_seq_len or batch")
 
 
 def _by_token(x: torch.Tensor) -> torch.Tensor:

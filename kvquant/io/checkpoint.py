@@ -1,4 +1,4 @@
-"""Caches as files: save_cache and load_cache, and the format, versions 1 to 3.
+"""Caches as files: save_cache and load_cache, and the format, versions 1 to 4.
 
 A cache is one safetensors file. Its metadata has two strings:
 
@@ -8,7 +8,7 @@ A cache is one safetensors file. Its metadata has two strings:
 The manifest is an object with exactly these keys; every number is whole:
 
     format            "kvquant-cache"
-    version           1; 2 if a layer has a window; 3 if rollback_len is given
+    version           1; 2 if a layer has a window; 3 if rollback_len is given; 4 if latent is
     writer            the program that wrote the file, for people
     num_kv_heads      KV heads of every layer
     head_dim          KVCache's head_dim
@@ -16,6 +16,9 @@ The manifest is an object with exactly these keys; every number is whole:
     sink_len          first tokens of each sequence in 16 bit
     recent_len        last tokens of each sequence in 16 bit
     rollback_len      KVCache's, for the cache that is made of the file; left out if it is 64
+    latent            true: of a LatentKVCache, whose latents are k and whose RoPE parts are v of
+                      one KV head; left out of all others. Latents of FlashMLA's layout have the
+                      format "fp8_ds_mla". No layer has a window, and there are no transforms
     exact_format      "bf16" or "fp16": the 16-bit rows
     seq_lens          [batch], tokens of each sequence
     start_positions   [batch], the position of each sequence's first token
@@ -69,10 +72,12 @@ from typing import Any
 import torch
 
 from ..cache.contiguous import KVCache
+from ..cache.latent import LatentKVCache
 from ..cache.layer import LayerCache
 from ..errors import CheckpointError, ConfigError, ShapeError, shown
 from ..rows.arguments import check_device, check_kind, check_size, is_whole
 from ..rows.basis import LayerBasis, fingerprints
+from ..rows.latent import LatentFormat
 from .atomic import Place, sync_folder, token, writing
 from .container import RowsFile, check_values, seal
 from .manifest import CacheManifest, LayerEntry, Part, origin
@@ -251,6 +256,7 @@ def _manifest_of(
         seq_lens=tuple(seq_lens.tolist()),
         start_positions=tuple(cache.start_positions.tolist()),
         rollback_len=cache.rollback_len,
+        latent=isinstance(cache, LatentKVCache),
         layers=tuple(
             LayerEntry(
                 layer.k_format, layer.v_format, tuple(layer.packed_lens.tolist()), layer.window
@@ -385,22 +391,7 @@ def _allocate(
 ) -> KVCache:
     """An empty cache with the counters of the manifest."""
     try:
-        cache = KVCache(
-            len(manifest.layers),
-            manifest.batch,
-            manifest.num_kv_heads,
-            manifest.head_dim,
-            max_seq_len,
-            k_format=[entry.k_format for entry in manifest.layers],
-            v_format=[entry.v_format for entry in manifest.layers],
-            sink_len=manifest.sink_len,
-            recent_len=manifest.recent_len,
-            rollback_len=manifest.rollback_len,
-            exact_format=manifest.exact_format,
-            device=device,
-            bases=None if plan is None else _bases(plan, manifest),
-            windows=[entry.window for entry in manifest.layers],
-        )
+        cache = _empty(manifest, max_seq_len, device, plan)
     except ConfigError as error:
         if "more than there is" not in str(error):
             raise
@@ -414,6 +405,38 @@ def _allocate(
         layer.begin(*(torch.tensor(numbers, device="cpu") for numbers in lens))
     cache.start_positions.copy_(torch.tensor(manifest.start_positions, device="cpu"))
     return cache
+
+
+def _empty(
+    manifest: CacheManifest, max_seq_len: int, device: torch.device | str, plan: CachePlan | None
+) -> KVCache:
+    """A cache of the kind, the sizes and the formats of the manifest."""
+    options: dict[str, Any] = {
+        "sink_len": manifest.sink_len,
+        "recent_len": manifest.recent_len,
+        "rollback_len": manifest.rollback_len,
+        "exact_format": manifest.exact_format,
+        "device": device,
+    }
+    if manifest.latent:
+        formats = [LatentFormat(*pair) for pair in manifest.formats]
+        dims = {"latent_dim": formats[0].latent_dim, "rope_dim": formats[0].rope_dim}
+        num_layers = len(formats)
+        return LatentKVCache(
+            num_layers, manifest.batch, max_seq_len, fmt=formats, **dims, **options
+        )
+    return KVCache(
+        len(manifest.layers),
+        manifest.batch,
+        manifest.num_kv_heads,
+        manifest.head_dim,
+        max_seq_len,
+        k_format=[entry.k_format for entry in manifest.layers],
+        v_format=[entry.v_format for entry in manifest.layers],
+        **options,
+        bases=None if plan is None else _bases(plan, manifest),
+        windows=[entry.window for entry in manifest.layers],
+    )
 
 
 def _bases(plan: CachePlan, manifest: CacheManifest) -> list[LayerBasis]:

@@ -16,6 +16,8 @@ import msgspec
 import torch
 
 from ..errors import CheckpointError
+from ..rows.format import FP8_DS_MLA
+from ..rows.quantize import FP8_CODECS, parameters
 from ..version import __version__
 from .atomic import as_path
 from .manifest import CacheManifest, Manifest, Part, SequencesManifest
@@ -252,6 +254,13 @@ def check_values(rows: torch.Tensor, part: Part, start: int = 0) -> None:
     fmt = part.fmt
     if not rows.numel():
         return
+    codes = rows[..., fmt.code_offset :][..., : fmt.code_bytes]
+    if fmt.codec in FP8_CODECS and bool((is_nan := (codes & 0x7F) == 0x7F).any()):
+        _refuse(is_nan, part, start, "a code is NaN")
+    if fmt.codec == FP8_DS_MLA:
+        scales, _ = parameters(rows, fmt)
+        _refuse(~((scales > 0) & scales.isfinite()), part, start, "a scale is no positive number")
+        return
     header = rows if fmt.is_exact else rows[..., : fmt.header_bytes]
     bits = header.contiguous().view(torch.int16)  # isfinite() is ten times slower
     sizes = bits & 0x7FFF
@@ -268,10 +277,6 @@ def check_values(rows: torch.Tensor, part: Part, start: int = 0) -> None:
         bad = sizes >= infinite
         bad[..., 0::2] |= bits[..., 0::2] < 0
         _refuse(bad, part, start, "a scale is negative, or a scale or shift is NaN or infinite")
-    if fmt.codec == "fp8":
-        bad = (rows[..., fmt.header_bytes :] & 0x7F) == 0x7F
-        if bool(bad.any()):
-            _refuse(bad, part, start, "a code is NaN")
 
 
 def _refuse(bad: torch.Tensor, part: Part, start: int, problem: str, first: int = 0) -> None:

@@ -34,6 +34,7 @@ import torch
 
 from ..cache.checks import Formats, row_formats
 from ..cache.contiguous import KVCache
+from ..cache.latent import LatentKVCache
 from ..errors import CheckpointError, ConfigError, NonFiniteError, ShapeError, UnsupportedError
 from ..ops.quantize import dequantize_rows, quantize_rows
 from ..rows.arguments import check_kind, check_size
@@ -244,12 +245,15 @@ def export_cache(cache: KVCache, path: str | os.PathLike[str], to: str) -> list[
 
     Raises:
         ConfigError: `to` does not exist.
-        UnsupportedError: the other program has no layout for these formats, or a layer a window.
+        UnsupportedError: the other program has no layout for these formats, a layer has a window,
+            or the cache holds latent rows.
         NonFiniteError: a value or a scale is too large for the other program.
         ShapeError: the layers hold different numbers of tokens.
         OSError: the file cannot be written.
     """
     check_kind("cache", cache, KVCache, "give a KVCache")
+    if isinstance(cache, LatentKVCache):
+        raise UnsupportedError("latent rows are not exported: these layouts are of keys and values")
     if to not in TARGETS:
         raise ConfigError(f"cannot export to {to!r}: use {', '.join(TARGETS)}")
     seq_lens = cache.seq_lens.cpu()

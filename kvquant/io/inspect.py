@@ -142,6 +142,7 @@ def _describe_cache(manifest: CacheManifest) -> dict[str, Any]:
         "batch": manifest.batch,
         "max_seq_len": manifest.max_seq_len,
         "rollback_len": manifest.rollback_len,
+        "latent": manifest.latent,
         "seq_lens": list(manifest.seq_lens),
         "start_positions": list(manifest.start_positions),
         "positions": list(manifest.positions),

@@ -6,6 +6,7 @@ documented in checkpoint.py and sequences.py, which own the formats.
 
 from __future__ import annotations
 
+import itertools
 import json
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
@@ -22,11 +23,12 @@ from msgspec import UNSET, Meta, UnsetType
 
 from ..cache.contiguous import KVCache
 from ..cache.layer import ROLLBACK, Rooms, rooms_of
-from ..errors import CheckpointError
+from ..errors import CheckpointError, ConfigError
 from ..paged.cache import PagedKVCache
 from ..paged.state import MAX_ID_BITS
 from ..rows.basis import fingerprints
-from ..rows.format import RowFormat
+from ..rows.format import RowFormat, check_head_dims
+from ..rows.latent import LatentFormat
 from ..rows.segment import PAGE_SIZES
 from .model_id import model_identity
 from .schema import (
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
 
 WINDOWS_VERSION = 2  # of caches with sliding windows; all else is as in version 1
 ROLLBACK_VERSION = 3  # of caches with another rollback_len than 64; all else is as in version 2
+LATENT_VERSION = 4  # of caches of latent rows; all else is as in version 3
 LISTS_VERSION = 2  # of sequences whose pages and tokens stand in tensors; all else is the same
 MANY = 1 << 16  # numbers of pages and tokens, above which they do
 LISTS = {"pages": torch.int32, "tokens": torch.int64}  # what SavedSequence lists
@@ -374,6 +377,7 @@ class CacheManifest(Manifest):
     seq_lens: tuple[int, ...]
     start_positions: tuple[int, ...]
     rollback_len: int = ROLLBACK
+    latent: bool = False
 
     @property
     def batch(self) -> int:
@@ -383,6 +387,8 @@ class CacheManifest(Manifest):
     @property
     def version(self) -> int:
         """Version of the file: the first one that has all that there is in it."""
+        if self.latent:
+            return LATENT_VERSION
         if self.rollback_len != ROLLBACK:
             return ROLLBACK_VERSION
         has_windows = any(entry.window is not None for entry in self.layers)
@@ -451,12 +457,15 @@ class CacheManifest(Manifest):
         ]
         if self.rollback_len != ROLLBACK:
             names.append("rollback_len")
+        if self.latent:
+            names.append("latent")
         return {name: getattr(self, name) for name in names} | {"layers": layers}
 
     @classmethod
     def from_json(cls, text: str, read: Read | None = None) -> tuple[Self, dict[str, str]]:
         """See Manifest.from_json; there is nothing to read besides."""
-        top = manifest_object(text, cls.FORMAT, (1, WINDOWS_VERSION, ROLLBACK_VERSION))
+        versions = 1, WINDOWS_VERSION, ROLLBACK_VERSION, LATENT_VERSION
+        top = manifest_object(text, cls.FORMAT, versions)
         given = checked(top, _CacheFields, "the manifest")
         manifest = cls(
             layers=tuple(layer.entry(f"layers[{i}]") for i, layer in enumerate(given.layers)),
@@ -466,6 +475,7 @@ class CacheManifest(Manifest):
             seq_lens=given.seq_lens,
             start_positions=given.start_positions,
             rollback_len=ROLLBACK if given.rollback_len is UNSET else given.rollback_len,
+            latent=given.latent is True,
         )
         if given.version != manifest.version:
             raise CheckpointError(
@@ -483,6 +493,10 @@ class CacheManifest(Manifest):
         """Raise unless the values fit one another."""
         if not self.batch or not self.layers:
             raise CheckpointError("seq_lens and layers must not be empty")
+        try:
+            self._check_formats()
+        except ConfigError as error:
+            raise CheckpointError(f"layers have formats that no cache has: {error}") from None
         if len(self.start_positions) != self.batch or positions != self.positions:
             raise CheckpointError("start_positions, seq_lens and positions do not fit one another")
         if max(self.seq_lens) > self.max_seq_len:
@@ -507,6 +521,19 @@ class CacheManifest(Manifest):
                     f"tokens with sink_len {self.sink_len} and recent_len {self.recent_len}"
                 )
 
+    def _check_formats(self) -> None:
+        """Raise ConfigError or CheckpointError unless there are caches of such rows."""
+        if not self.latent:
+            check_head_dims(*itertools.chain(*self.formats))
+            return
+        formats = [LatentFormat(*pair) for pair in self.formats]
+        sizes = {(fmt.latent_dim, fmt.rope_dim) for fmt in formats}
+        has_windows = any(entry.window is not None for entry in self.layers)
+        if len(sizes) > 1 or self.head_dim != formats[0].latent_dim or self.num_kv_heads != 1:
+            raise CheckpointError("latent rows are of one size, and of one KV head")
+        if has_windows or self.transforms:
+            raise CheckpointError("latent rows have no windows and no transforms")
+
 
 class _CacheLayer(_LayerFields):
     """A layer in the manifest of a cache."""
@@ -530,6 +557,7 @@ class _CacheFields(_Fields):
     positions: tuple[Wide, ...]
     layers: Annotated[tuple[_CacheLayer, ...], Meta(max_length=MAX_LAYERS)]
     rollback_len: Length | UnsetType = UNSET
+    latent: bool | UnsetType = UNSET
 
 
 class SavedSequence(Object):

@@ -10,7 +10,7 @@ import torch
 
 from ..ops.quantize import dequantize_rows
 from ..rows.format import RowFormat
-from ..rows.quantize import LEVELS
+from ..rows.quantize import LEVELS, parameters
 from ..text import spans
 from .export import MAX_SCALE
 
@@ -131,8 +131,7 @@ def _describe_packed(rows: torch.Tensor, fmt: RowFormat) -> dict[str, Any]:
     """Scales, shifts and channels of rows [tokens, num_kv_heads, row_bytes]."""
     found = dict[str, Any]()
     if not fmt.is_exact:
-        params = rows[..., : fmt.header_bytes].contiguous().view(torch.float16).float()
-        scales, shifts = params[..., 0::2], params[..., 1::2]
+        scales, shifts = parameters(rows, fmt)
         found["scale"] = {
             "min": scales.min().item(),
             "median": scales.median().item(),

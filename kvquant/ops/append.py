@@ -480,8 +480,8 @@ def dequantize_pages(
         tensor([1., 0.])
     """
     check_readable(rows=rows, slots=slots)
-    fmt = format_of(rows, fmt)
-    if not isinstance(fmt, RowFormat):
+    found = format_of(rows, fmt)
+    if not isinstance(found, RowFormat):
         raise ConfigError(f"fmt is {shown(fmt)}: give a name ('int4-g4') or a RowFormat")
     check_dtype(dtype)
     if rows.ndim != 4 or slots.ndim != 1:
@@ -490,16 +490,16 @@ def dequantize_pages(
             "num_kv_heads, page_size, row_bytes] and [num_tokens]"
         )
     if out is None:
-        shape = slots.shape[0], rows.shape[1], fmt.head_dim
+        shape = slots.shape[0], rows.shape[1], found.head_dim
         out = torch.empty(shape, dtype=dtype, device=rows.device)
     else:
         check_readable(out=out)
         if out.dtype != dtype:
             raise ConfigError(f"out is {out.dtype}, dtype {dtype}: give an out of this dtype")
     if torch.compiler.is_compiling():
-        dequantize_pages_op(rows, str(fmt), slots, out, backend)
+        dequantize_pages_op(rows, str(found), slots, out, backend)
     else:
-        _dequantize(rows, fmt, slots, out, backend)
+        _dequantize(rows, found, slots, out, backend)
     return out
 
 

@@ -266,13 +266,8 @@ def _attend(
     return [out.to(q.dtype), lse.float()][: 1 + return_lse]
 
 
-def _query(
-    q_latent: torch.Tensor,
-    q_rope: torch.Tensor,
-    segments: Sequence[Segment],
-    q_lens: torch.Tensor | None,
-) -> torch.Tensor:
-    """The whole queries, [..., latent_dim + rope_dim], if they can attend to the segments."""
+def check_queries(q_latent: torch.Tensor, q_rope: torch.Tensor, fmt: LatentFormat) -> None:
+    """Raise unless queries are of shapes, dtypes and devices that go together and with a format."""
     if q_latent.dtype not in FLOAT_DTYPES or q_rope.dtype != q_latent.dtype:
         raise ConfigError(
             f"q_latent is {q_latent.dtype} and q_rope {q_rope.dtype}: use float32, bfloat16 or "
@@ -280,8 +275,6 @@ def _query(
         )
     if q_rope.device != q_latent.device:
         raise DeviceError(f"q_latent is on {q_latent.device}, q_rope on {q_rope.device}")
-    fmt = segments[0].k_format
-    assert isinstance(fmt, LatentFormat)
     fits = q_latent.ndim in (3, 4) and q_latent.shape[:-1] == q_rope.shape[:-1]
     if not fits or (q_latent.shape[-1], q_rope.shape[-1]) != (fmt.latent_dim, fmt.rope_dim):
         raise ShapeError(
@@ -289,6 +282,18 @@ def _query(
             f"[batch, num_heads, {fmt.latent_dim}] and [batch, num_heads, {fmt.rope_dim}], or both "
             "with an axis of queries, [batch, q_len, num_heads, ...]"
         )
+
+
+def _query(
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    segments: Sequence[Segment],
+    q_lens: torch.Tensor | None,
+) -> torch.Tensor:
+    """The whole queries, [..., latent_dim + rope_dim], if they can attend to the segments."""
+    fmt = segments[0].k_format
+    assert isinstance(fmt, LatentFormat)
+    check_queries(q_latent, q_rope, fmt)
     q = torch.cat([q_latent.detach(), q_rope.detach()], dim=-1)
     check_segments(q, segments, q_lens)
     return q

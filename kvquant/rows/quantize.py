@@ -130,14 +130,8 @@ def dequantize(rows: torch.Tensor, fmt: AnyFormat) -> torch.Tensor:
         return torch.cat(list(map(dequantize, parts, fmt.parts)), dim=-1)
     if fmt.is_exact:
         return _viewed(rows, EXACT_DTYPES[fmt.codec]).float()
-    if fmt.codec == FP8_DS_MLA:
-        codes, header = rows[..., : fmt.code_bytes], rows[..., fmt.code_bytes :]
-        scale = _viewed(header, torch.float32)[..., None]
-        shift = torch.zeros_like(scale)
-    else:
-        header, codes = rows[..., : fmt.header_bytes], rows[..., fmt.header_bytes :]
-        params = _viewed(header, torch.float16).float()[..., None]
-        scale, shift = params[..., 0::2, :], params[..., 1::2, :]
+    scale, shift = (params[..., None] for params in parameters(rows, fmt))
+    codes = rows[..., fmt.code_offset :][..., : fmt.code_bytes]
     if fmt.codec == "int4":
         codes = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
     if fmt.codec in FP8_CODECS:
@@ -146,6 +140,15 @@ def dequantize(rows: torch.Tensor, fmt: AnyFormat) -> torch.Tensor:
         numbers = codes.float()
     numbers = numbers.reshape(*rows.shape[:-1], fmt.groups, fmt.group_size)
     return (numbers * scale + shift).flatten(-2)
+
+
+def parameters(rows: torch.Tensor, fmt: RowFormat) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scales and shifts of quantized rows [..., row_bytes]: [..., groups] each, float32."""
+    if fmt.codec == FP8_DS_MLA:
+        scale = _viewed(rows[..., fmt.code_bytes :], torch.float32)
+        return scale, torch.zeros_like(scale)
+    params = _viewed(rows[..., : fmt.header_bytes], torch.float16).float()
+    return params[..., 0::2], params[..., 1::2]
 
 
 def _viewed(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -365,7 +365,7 @@ def set_in(*keys: str | int) -> Callable[[Any], Callable[[dict[str, Any]], None]
     "edit, message",
     [
         pytest.param(
-            set_in("version")(4), "version 4, this kvquant reads 1, 2 and 3", id="version"
+            set_in("version")(5), "version 5, this kvquant reads 1, 2, 3 and 4", id="version"
         ),
         pytest.param(set_in("version")(2), "version 2, what it says is of 1", id="other version"),
         pytest.param(set_in("format")("x"), "not that of a kvquant-cache", id="format"),

@@ -1,0 +1,237 @@
+"""LatentKVCache: rows side by side, and the bookkeeping of KVCache over them."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvquant import (
+    KVCache,
+    LatentFormat,
+    LatentKVCache,
+    debug,
+    dequantize_rows,
+    load_cache,
+    mla_decode_attention,
+    quantize_rows,
+    save_cache,
+)
+from kvquant.cache.latent import LatentLayerCache
+from kvquant.errors import (
+    CheckpointError,
+    ConfigError,
+    NonFiniteError,
+    ShapeError,
+    UnsupportedError,
+)
+from kvquant.io.container import RowsFile
+from kvquant.io.export import export_cache
+from kvquant.io.inspect import describe
+from kvquant.io.manifest import CacheManifest
+
+SCALE = 80**-0.5
+DIMS = {"latent_dim": 256, "rope_dim": 32}
+FORMAT = "int8-g4+int8-g8"
+
+
+def make_cache(**options: object) -> LatentKVCache:
+    given = {"fmt": FORMAT, "sink_len": 2, "recent_len": 16, **DIMS, **options}
+    return LatentKVCache(2, 3, 96, **given)  # type: ignore[arg-type]
+
+
+def tokens(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(3, 1, count, 256), torch.randn(3, 1, count, 32)
+
+
+def queries(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(3, *shape, 256), torch.randn(3, *shape, 32)
+
+
+def layer_of(cache: KVCache, index: int = 0) -> LatentLayerCache:
+    layer = cache.layers[index]
+    assert isinstance(layer, LatentLayerCache)
+    return layer
+
+
+def test_packed_rows_are_those_of_quantize_rows_in_one_tensor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache = make_cache(recent_len=0, sink_len=0)
+    latent, rope = tokens(50)
+    cache.append(0, latent[:, :, :20], rope[:, :, :20])
+    monkeypatch.setattr(debug, "enabled", True)  # looks whether rows share memory
+    cache.append(0, latent[:, :, 20:], rope[:, :, 20:])
+    fmt = LatentFormat.parse(FORMAT, 256, 32)
+    rows = quantize_rows(torch.cat([latent, rope], dim=-1), fmt)
+    layer = layer_of(cache)
+    assert torch.equal(layer.packed[:, :, :50], rows)
+    assert layer.k_packed.untyped_storage().data_ptr() == layer.packed.data_ptr()
+    assert cache.nbytes >= 2 * 3 * 96 * fmt.row_bytes
+    q_latent, q_rope = queries(4)
+    out = cache.attend(0, q_latent, q_rope, sm_scale=SCALE)
+    wanted = mla_decode_attention(
+        q_latent, q_rope, rows[:, 0], layer.seq_lens, fmt=fmt, sm_scale=SCALE
+    )
+    assert torch.equal(out, wanted)
+
+
+def test_attention_sees_sinks_packed_and_recent_tokens() -> None:
+    cache = make_cache()
+    latent, rope = tokens(70)
+    lens = torch.tensor([70, 41, 5])
+    cache.append(0, latent, rope, lens)
+    q_latent, q_rope = queries(4)
+    out, lse = cache.attend(0, q_latent, q_rope, sm_scale=SCALE, return_lse=True)
+    values = [part.squeeze(1).double() for part in cache.dequantized(0)]
+    exact = [part.squeeze(1).bfloat16().double() for part in (latent, rope)]
+    for b, length in enumerate(lens.tolist()):
+        recent = slice(max(length - 16, 0), length)
+        assert torch.equal(values[0][b, recent], exact[0][b, recent])
+        keys, k_rope = values[0][b, :length], values[1][b, :length]
+        scores = (q_latent[b].double() @ keys.T + q_rope[b].double() @ k_rope.T) * SCALE
+        torch.testing.assert_close(out[b].double(), scores.softmax(-1) @ keys, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(lse[b].double(), scores.logsumexp(-1), atol=1e-4, rtol=1e-5)
+
+
+def assert_same(one: KVCache, other: KVCache) -> None:
+    assert type(one) is type(other) is LatentKVCache
+    assert torch.equal(one.seq_lens, other.seq_lens)
+    for mine, theirs in zip(one.layers, other.layers, strict=True):
+        for name, tensor in mine.tensors().items():
+            if tensor.ndim == 1:
+                assert torch.equal(tensor, theirs.tensors()[name]), name
+    for layer in range(one.num_layers):
+        for a, b in zip(one.dequantized(layer), other.dequantized(layer), strict=True):
+            assert torch.equal(a, b)
+
+
+def fill(cache: KVCache, count: int = 60) -> None:
+    torch.manual_seed(count)
+    for layer in range(2):
+        cache.append(layer, *tokens(count))
+
+
+def test_a_crop_goes_on_as_if_the_tokens_had_never_come() -> None:
+    cache, never = make_cache(), make_cache()
+    for one in (cache, never):
+        fill(one)
+    for layer in range(2):
+        cache.append(layer, *tokens(7))
+    cache.crop(60)
+    assert_same(cache, never)
+
+
+def test_copies_share_nothing_and_grown_caches_go_on() -> None:
+    cache, plain = make_cache(), make_cache()
+    for one in (cache, plain):
+        fill(one)
+    fork, twin = cache.fork(), copy.deepcopy(cache)
+    assert_same(fork, plain)
+    assert_same(twin, plain)
+    assert layer_of(twin).packed.data_ptr() != layer_of(cache).packed.data_ptr()
+    cache.reorder([2, 0, 2])
+    order = cache.fork([1]).dequantized(1)[0][0]
+    assert torch.equal(order, plain.dequantized(1)[0][0])
+    assert_same(fork, plain)
+    assert_same(plain.repeat(2).fork([0, 2, 4]), plain)
+    fork.grow(200)
+    fill(fork, 30)
+    fill(twin, 30)
+    assert fork.max_seq_len == 200
+    for a, b in zip(fork.dequantized(0), twin.dequantized(0), strict=True):
+        assert torch.equal(a, b)
+    fork.reset()
+    assert not fork.seq_lens.any()
+
+
+def test_a_step_is_an_append_and_an_attend() -> None:
+    cache, other = make_cache(), make_cache()
+    for one in (cache, other):
+        fill(one)
+    for shape, count in (((4,), 1), ((3, 4), 3)):
+        q_latent, q_rope = queries(*shape)
+        latent, rope = tokens(count)
+        out = cache.step(0, q_latent, q_rope, latent, rope, sm_scale=SCALE)
+        other.append(0, latent, rope)
+        wanted = other.attend(0, q_latent, q_rope, sm_scale=SCALE, in_step=True)
+        assert torch.equal(out, wanted)
+    with pytest.raises(ShapeError, match="q_rope \\[3, 5, 32\\]: they must be"):
+        cache.step(0, queries(4)[0], queries(5)[1], *tokens(1), sm_scale=SCALE)
+    assert cache.layers[0].seq_lens.tolist() == [64] * 3
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    cache = make_cache()
+    with pytest.raises(
+        ShapeError, match=r"v is \[3, 1, 2, 64\]: it must be \[3, 1, new_tokens, 32\]"
+    ):
+        cache.append(0, tokens(2)[0], torch.randn(3, 1, 2, 64))
+    latent, rope = tokens(2)
+    rope[1, 0, 1, 3] = torch.nan
+    with pytest.raises(NonFiniteError, match=r"v\[1, 0, 1, 3\] is nan.*nothing was appended"):
+        cache.append(0, latent, rope)
+    assert not cache.seq_lens.any()
+    with pytest.raises(ConfigError, match="fmt lists 1 formats for 2 layers"):
+        make_cache(fmt=["bf16"])
+    with pytest.raises(ConfigError, match="format 'int5' does not exist"):
+        make_cache(fmt="int5")
+    with pytest.raises(UnsupportedError, match="no plans of latent rows"):
+        LatentKVCache.from_plan(None, 1, 64)
+    assert "256 latents and 32 RoPE elements in int8-g4+int8-g8" in repr(cache)
+    assert dequantize_rows(layer_of(cache).packed[0, 0, :1], cache.formats[0]).shape == (1, 288)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "dims"),
+    [(FORMAT, (256, 32)), (["fp8", "int4-g8+fp8-g4"], (512, 64))],
+)
+def test_files_give_the_same_cache_back(
+    fmt: str | list[str], dims: tuple[int, int], tmp_path: Path
+) -> None:
+    cache = make_cache(fmt=fmt, latent_dim=dims[0], rope_dim=dims[1], rollback_len=4)
+    x = torch.randn(3, 1, 60, sum(dims)).split(dims, dim=-1)
+    for layer in range(2):
+        cache.append(layer, *x, torch.tensor([60, 0, 25]))
+    save_cache(cache, tmp_path / "cache.safetensors")
+    loaded = load_cache(tmp_path / "cache.safetensors")
+    assert isinstance(loaded, LatentKVCache) and loaded.formats == cache.formats
+    cache.layers[0].exact_firsts.copy_(cache.layers[0].packed_lens)  # what a file does not have
+    cache.layers[1].exact_firsts.copy_(cache.layers[1].packed_lens)
+    assert_same(loaded, cache)
+    for one in (cache, loaded):
+        one.append(0, *(part[:, :, :9] for part in x))
+    for a, b in zip(loaded.dequantized(0), cache.dequantized(0), strict=True):
+        assert torch.equal(a, b)
+    with pytest.raises(UnsupportedError, match="latent rows are not exported"):
+        export_cache(cache, tmp_path / "raw.safetensors", "bf16")
+    described = describe(tmp_path / "cache.safetensors")
+    assert (described["version"], described["latent"]) == (4, True)
+    if isinstance(fmt, list):
+        scale = described["layers"][0]["k"]["scale"]  # of FlashMLA's latents: powers of two
+        assert {scale["min"], scale["median"], scale["max"]} <= {2**-8, 2**-7, 2**-6}
+
+
+def test_files_that_contradict_themselves_are_refused(tmp_path: Path) -> None:
+    cache = make_cache(latent_dim=512, rope_dim=64, fmt="int8")
+    cache.append(0, torch.randn(3, 1, 60, 512), torch.randn(3, 1, 60, 64))
+    cache.append(1, torch.randn(3, 1, 60, 512), torch.randn(3, 1, 60, 64))
+    [path] = save_cache(cache, tmp_path / "cache.safetensors")
+    with RowsFile(path, CacheManifest) as file:
+        manifest = file.manifest
+    windowed = tuple(replace(entry, window=96) for entry in manifest.layers)
+    for forged, message in (
+        (replace(manifest, latent=False), "formats that no cache has: head_dim 512 is that of"),
+        (replace(manifest, num_kv_heads=2), "latent rows are of one size, and of one KV head"),
+        (replace(manifest, head_dim=64), "latent rows are of one size"),
+        (replace(manifest, layers=windowed), "latent rows have no windows"),
+        (replace(manifest, layers=manifest.layers[:1] * 2), None),
+    ):
+        if message is None:
+            forged.check_readable()
+            continue
+        with pytest.raises(CheckpointError, match=message):
+            forged.check_readable()
