@@ -180,8 +180,8 @@ class LatentKVCache(KVCache):
         """
         super().append(layer, latent, rope, new_lens)
 
-    @overload
-    def attend(  # type: ignore[override]
+    @overload  # type: ignore[override]
+    def attend(
         self,
         layer: int,
         q_latent: torch.Tensor,
@@ -264,8 +264,8 @@ class LatentKVCache(KVCache):
             backend=backend,
         )
 
-    @overload
-    def step(  # type: ignore[override]
+    @overload  # type: ignore[override]
+    def step(
         self,
         layer: int,
         q_latent: torch.Tensor,

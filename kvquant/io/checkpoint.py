@@ -420,10 +420,14 @@ def _empty(
     }
     if manifest.latent:
         formats = [LatentFormat(*pair) for pair in manifest.formats]
-        dims = {"latent_dim": formats[0].latent_dim, "rope_dim": formats[0].rope_dim}
-        num_layers = len(formats)
         return LatentKVCache(
-            num_layers, manifest.batch, max_seq_len, fmt=formats, **dims, **options
+            len(formats),
+            manifest.batch,
+            max_seq_len,
+            fmt=formats,
+            latent_dim=formats[0].latent_dim,
+            rope_dim=formats[0].rope_dim,
+            **options,
         )
     return KVCache(
         len(manifest.layers),

@@ -193,9 +193,9 @@ def test_files_give_the_same_cache_back(
     fmt: str | list[str], dims: tuple[int, int], tmp_path: Path
 ) -> None:
     cache = make_cache(fmt=fmt, latent_dim=dims[0], rope_dim=dims[1], rollback_len=4)
-    x = torch.randn(3, 1, 60, sum(dims)).split(dims, dim=-1)
+    latent, rope = torch.randn(3, 1, 60, sum(dims)).split(dims, dim=-1)
     for layer in range(2):
-        cache.append(layer, *x, torch.tensor([60, 0, 25]))
+        cache.append(layer, latent, rope, torch.tensor([60, 0, 25]))
     save_cache(cache, tmp_path / "cache.safetensors")
     loaded = load_cache(tmp_path / "cache.safetensors")
     assert isinstance(loaded, LatentKVCache) and loaded.formats == cache.formats
@@ -203,7 +203,7 @@ def test_files_give_the_same_cache_back(
     cache.layers[1].exact_firsts.copy_(cache.layers[1].packed_lens)
     assert_same(loaded, cache)
     for one in (cache, loaded):
-        one.append(0, *(part[:, :, :9] for part in x))
+        one.append(0, latent[:, :, :9], rope[:, :, :9])
     for a, b in zip(loaded.dequantized(0), cache.dequantized(0), strict=True):
         assert torch.equal(a, b)
     with pytest.raises(UnsupportedError, match="latent rows are not exported"):
