@@ -12,7 +12,7 @@ import torch
 from ..errors import ConfigError, ShapeError, UnsupportedError, shown
 from ..io.plan import CachePlan
 from ..rows.basis import LayerBasis
-from ..rows.format import RowFormat
+from ..rows.format import RowFormat, check_head_dims
 from ..rows.variant import AttentionVariant
 
 KEYS = ("k_format", "v_format", "plan")
@@ -76,7 +76,9 @@ class Settings:
             ConfigError: no format has such a head_dim.
         """
         k_format = RowFormat.parse(self.k_format, head_dim)
-        return PageLayout(k_format, RowFormat.parse(self.v_format, v_head_dim), num_kv_heads)
+        v_format = RowFormat.parse(self.v_format, v_head_dim)
+        check_head_dims(k_format, v_format)
+        return PageLayout(k_format, v_format, num_kv_heads)
 
     def basis(self, layer: int, heads: Sequence[int], head_dim: int) -> LayerBasis | None:
         """The basis of the KV heads that a rank has of a layer, on the CPU.

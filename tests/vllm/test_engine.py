@@ -202,7 +202,7 @@ def test_layers_that_cannot_be_held_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError) as caught, engine(INT4, **given):
         pass
     for layer in range(2):
-        assert f"model.layers.{layer}.self_attn.attn: head_dim 32 is not" in str(caught.value)
+        assert f"model.layers.{layer}.self_attn.attn: head_dim 32 is that" in str(caught.value)
     assert "Serve the model without" in str(caught.value)
 
 
