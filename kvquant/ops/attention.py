@@ -317,11 +317,7 @@ def attend_segments(
         # a value of zero in the basis is not one outside of it: sinks come at the end
         sinks, wants_lse = variant.sink_logits, True
         variant = variant._replace(sink_logits=None)
-        if is_whole := variant.soft_cap is not None:  # it sees what softmax does not
-            offsets = missing_scores(q, basis.k, sm_scale)
-            if variant.score_offsets is not None:
-                offsets = offsets + variant.score_offsets
-            variant = variant._replace(score_offsets=offsets)
+        variant, is_whole = with_missing_scores(variant, q, basis, sm_scale)
     out, lse = _attend(stored, segments, scale, wants_lse, num_splits, backend, q_lens, variant)
     if variant is not None and lse is not None:  # masks may hide all that is there
         seq_lens = (lse != -torch.inf).any(-1).int()
@@ -333,6 +329,21 @@ def attend_segments(
     if sinks is not None and lse is not None:
         out, lse = add_sinks(out, lse, sinks)
     return (out, lse) if return_lse and lse is not None else out
+
+
+def with_missing_scores(
+    variant: AttentionVariant, q: torch.Tensor, basis: LayerBasis, sm_scale: float | None
+) -> tuple[AttentionVariant, bool]:
+    """The variant with which rows in a basis are attended to, and whether lse is whole then.
+
+    A soft cap sees what softmax does not: the part of all scores that the rows in the basis lack.
+    """
+    if variant.soft_cap is None:
+        return variant, False
+    offsets = missing_scores(q, basis.k, sm_scale)
+    if variant.score_offsets is not None:
+        offsets = offsets + variant.score_offsets
+    return variant._replace(score_offsets=offsets), True
 
 
 def _attend(

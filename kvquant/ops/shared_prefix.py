@@ -5,8 +5,8 @@
 
 To the prefix the queries of all members are those of one sequence: they see all of it, so it makes
 no difference that there may be several of each member. On CUDA a kernel expands its rows once for
-up to 256 queries (kernels/cuda/prefix/launch.py); on the CPU they are one token with many heads.
-The two states are merged by their log-sum-exp, exactly.
+up to 256 queries (kernels/cuda/prefix/launch.py); on the CPU, and where scores are changed, they
+are one token with many heads. The two states are merged by their log-sum-exp, exactly.
 
 torch.ops.kvquant.add_prefix, which is called under torch.compile only, is the prefix's part on
 CUDA; it writes out and lse.
@@ -35,10 +35,12 @@ from ..rows.segment import (
     query_shape,
 )
 from ..rows.variant import (
+    PLAIN,
     AttentionVariant,
     add_sinks,
     check_variant,
     check_variant_values,
+    in_use,
     names_of,
 )
 from .attention import (
@@ -49,6 +51,7 @@ from .attention import (
     check_types,
     merge_states,
     segment_of,
+    with_missing_scores,
 )
 from .dispatch import torch_op
 from .transform import restore_result, transform_query
@@ -58,6 +61,16 @@ ADD_PREFIX = (
     "Tensor? block_table, Tensor? members, Tensor(a!) out, Tensor(b!) lse, float sm_scale, "
     "int? num_splits) -> ()"
 )
+
+
+# what changes the scores of a query alike for all tokens of a prefix, whoever shares it; windows,
+# ALiBi and biases of tokens count positions, which are others in each sequence
+_OF_QUERIES = {"sink_logits", "soft_cap", "score_offsets", "tree_mask"}
+
+
+def is_shareable(variant: AttentionVariant | None) -> bool:
+    """Whether sequences that attend so can read a prefix once for all of them."""
+    return _OF_QUERIES.issuperset(names_of(variant))
 
 
 @overload
@@ -132,15 +145,16 @@ def attend_shared(
     Args:
         q: [batch, num_q_heads, head_dim], or [batch, q_len, num_q_heads, head_dim] for the last
             q_len tokens of each sequence, of which a member's must not stand in the prefix, but for
-            the first, which may be its last token.
+            the first, which may be its last token (not with a tree_mask).
         prefix: tokens of one sequence (batch 1) that come before those of the members. Its length
             may be 0.
         segments: each sequence's other tokens, as in attend_segments.
         members: [num_members], int64: the sequences (indices into the batch) that share the
             prefix, each once; negative entries are ignored. All sequences when None.
         q_lens: [batch], int32, as in decode_attention.
-        variant: with sink logits, which take part once, when both states are merged; None for plain
-            attention.
+        variant: with soft_cap, sink_logits (which take part once, when both states are merged),
+            score_offsets or tree_mask; None for plain attention. With a soft cap or offsets the
+            prefix is read by the decode kernels, once for all its queries too.
         basis, seq_lens, transformed: as in attend_segments; seq_lens counts the prefix, too.
         sm_scale, return_lse, num_splits, backend: as in decode_attention.
 
@@ -154,7 +168,8 @@ def attend_shared(
             mode only; see kvquant.debug).
         ConfigError: members are not int64, or the prefix is a ring.
         DeviceError: members lie on another device than q.
-        UnsupportedError: the variant has other fields.
+        UnsupportedError: the variant has window, alibi_slopes or key_bias, which count positions:
+            attend to whole sequences, by attend_segments.
         As decode_attention.
     """
     check_flag("return_lse", return_lse)
@@ -169,8 +184,11 @@ def attend_shared(
         raise
     if members is not None:
         _check_members(members, q)
-    sinks = _sinks_of(variant, q, segments, q_lens)
+    variant = _check_variant(variant, q, segments, q_lens) or PLAIN
+    sinks, variant, is_whole = variant.sink_logits, variant._replace(sink_logits=None), False
     given, given_scale = q, sm_scale
+    if basis is not None:
+        variant, is_whole = with_missing_scores(variant, q, basis, sm_scale)
     if transformed is not None:
         q, sm_scale = transformed
     elif basis is not None:
@@ -179,51 +197,67 @@ def attend_shared(
     num_q_heads, head_dim = q.shape[-2:]
     num_kv_heads = prefix.k_rows.shape[1]
     options: dict[str, Any] = {"num_splits": num_splits, "backend": backend, "sm_scale": sm_scale}
-    out, lse = attend_segments(q, segments, q_lens=q_lens, return_lse=True, **options)
+    own = attend_segments(q, segments, q_lens=q_lens, variant=variant, return_lse=True, **options)
+    (out, lse), offsets = own, variant.score_offsets
     if given.ndim == 4:
         if debug.may_read(q):
-            _check_queries(q, q_lens, members, segments)
+            _check_queries(q, q_lens, members, segments, variant.tree_mask is not None)
         members = _queries_of(members, q_lens, q)
         q, out, lse = (x.flatten(0, 1) for x in (q, out, lse))
-    if (out.is_cuda or is_rehearsed(out)) and backend != "reference":
+        offsets = None if offsets is None else offsets.flatten(0, 1)
+    is_plain = variant.soft_cap is None and offsets is None  # to the prefix a tree is nothing
+    if is_plain and (out.is_cuda or is_rehearsed(out)) and backend != "reference":
         scale = head_dim**-0.5 if sm_scale is None else float(sm_scale)
         _add_prefix(q, prefix, members, out, lse, scale, num_splits)
     else:
-        chosen = q if members is None else q.index_select(0, members.clamp(min=0))
         heads = num_kv_heads, num_q_heads // num_kv_heads
-        by_kv_head = chosen.unflatten(1, heads).transpose(0, 1).reshape(1, -1, head_dim)
-        state = attend_segments(by_kv_head, [prefix], return_lse=True, **options)
-        of_prefix = [x.view(heads[0], len(chosen), heads[1], *x.shape[2:]) for x in state]
-        out, lse = _merged(out, lse, of_prefix[0], of_prefix[1], members)
+
+        def by_kv_head(x: torch.Tensor) -> torch.Tensor:
+            chosen = x if members is None else x.index_select(0, members.clamp(min=0))
+            by_head: torch.Tensor = chosen.unflatten(1, heads).transpose(0, 1)
+            return by_head.reshape(1, -1, *x.shape[2:])
+
+        changed = AttentionVariant(
+            soft_cap=variant.soft_cap,
+            score_offsets=None if offsets is None else by_kv_head(offsets),
+        )
+        state = attend_segments(
+            by_kv_head(q), [prefix], variant=changed, return_lse=True, **options
+        )
+        num_members = len(q if members is None else members)
+        found = [x.view(heads[0], num_members, heads[1], *x.shape[2:]) for x in state]
+        out, lse = _merged(out, lse, found[0], found[1], members)
     if given.ndim == 4:
         out, lse = out.view(*given.shape[:-1], -1), lse.view(given.shape[:-1])
         seq_lens = (lse[..., 0] != -torch.inf).int()  # all that counts: whether there are any
     result: Result = out, None if sinks is None and not return_lse else lse
     if basis is not None:
-        result = restore_result(*result, given, basis, seq_lens, given_scale, backend)
+        result = restore_result(*result, given, basis, seq_lens, given_scale, backend, is_whole)
     if sinks is not None and result[1] is not None:
         result = add_sinks(result[0], result[1], sinks)
     return (result[0], result[1]) if return_lse and result[1] is not None else result[0]
 
 
-def _sinks_of(
+def _check_variant(
     variant: AttentionVariant | None,
     q: torch.Tensor,
     segments: Sequence[Segment],
     q_lens: torch.Tensor | None,
-) -> torch.Tensor | None:
-    """The sink logits of a variant that has nothing else."""
-    names = names_of(variant)
-    if variant is None or not names:
+) -> AttentionVariant | None:
+    """The variant, None if it changes nothing; raise unless all of a prefix is read alike."""
+    variant = in_use(variant)
+    if variant is None:
         return None
-    if names != ("sink_logits",):
+    if not is_shareable(variant):
+        names = ", ".join(name for name in names_of(variant) if name not in _OF_QUERIES)
         raise UnsupportedError(
-            f"{', '.join(names)}: beside a shared prefix only sink_logits are possible"
+            f"{names}: beside a shared prefix only {', '.join(sorted(_OF_QUERIES))} are possible, "
+            "others count positions: attend to whole sequences, by attend_segments"
         )
     check_variant(q, variant)
     if debug.may_read(q):
         check_variant_values(q, segments, q_lens, variant)
-    return variant.sink_logits
+    return variant
 
 
 def _check_prefix(q: torch.Tensor, prefix: Segment, segments: Sequence[Segment]) -> None:
@@ -273,11 +307,12 @@ def _check_queries(
     q_lens: torch.Tensor | None,
     members: torch.Tensor | None,
     segments: Sequence[Segment],
+    in_tree: bool,
 ) -> None:
-    """Raise unless all queries of the members see the whole prefix."""
+    """Raise unless all queries of the members see the whole prefix; of a tree, stand behind it."""
     own = torch.stack([segment.seq_lens for segment in segments]).sum(0)
     counts = torch.full_like(own, q.shape[1]) if q_lens is None else q_lens
-    inside = counts > own + 1  # the last token of the prefix sees all of it
+    inside = counts > own + (0 if in_tree else 1)  # the prefix's last token sees all of it
     if members is not None:
         chosen = members[members >= 0]
         inside = torch.zeros_like(inside).index_copy(0, chosen, inside[chosen])

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, NoReturn, overload
+from typing import Any, Literal, NamedTuple, NoReturn, overload
 
 import numpy as np
 import torch
 
 from .. import debug
 from ..cache.copying import NotCopied
-from ..errors import ConfigError, ShapeError, UnsupportedError
+from ..errors import ConfigError, ShapeError
 from ..ops.append import Appends, append_again, kind_of, write_rows
 from ..ops.append_checks import Side, check_call, check_new, check_new_types, check_tokens
 from ..ops.attention import State, Transformed, attend_segments
-from ..ops.shared_prefix import attend_shared
+from ..ops.shared_prefix import attend_shared, is_shareable
 from ..ops.transform import queries_of
 from ..rows.arguments import check_flag, check_kind, check_size, check_tensors
 from ..rows.basis import Queries
@@ -30,6 +30,14 @@ from .pool import SequenceId
 from .shared_prefix import Numbers, find_prefix, pays
 from .staged_tensors import StagedTensors
 from .state import Step, for_each, listed
+
+
+class _Parts(NamedTuple):
+    """The rows of a layer, for some places of the batch: whole, and beside a shared prefix."""
+
+    whole: Sequence[Segment]
+    prefix: Segment | None  # None where none is ever read once
+    own: Sequence[Segment]
 
 
 class PagedBatch(NotCopied):
@@ -136,7 +144,7 @@ class PagedBatch(NotCopied):
         self._num_members = 0  # sequences of this step whose prefix is read once
         self._ratio = 0  # queries on a KV head of a sequence, once attend has seen them
         self._slots: dict[int, Slots] = {}
-        self._segments: dict[tuple[int, int], FixedSegments] = {}
+        self._segments: dict[tuple[int, int], _Parts] = {}
         self._num_ids = self._num_tokens = self._most_new = 0
         self._again = [Appends() for _ in range(cache.num_layers)]
         self._slots_at = [self._staged.tensors[name].data_ptr() for name in Slots._fields]
@@ -425,15 +433,15 @@ class PagedBatch(NotCopied):
                 the first rows of its q_len; what stands in the others is not read.
             options: variant, sm_scale, return_lse, num_splits, backend, as in decode_attention. A
                 layer's own window needs no variant. Shared prefixes are not read once there, nor
-                with a variant other than sink logits.
+                with a window, ALiBi or key_bias, which count each sequence's own positions; with a
+                soft cap, score offsets or a tree only where shared_prefix is True.
 
         Returns:
             As decode_attention; zeros for places without a sequence, and rows without a new token.
 
         Raises:
             As decode_attention; ShapeError if there are fewer rows than sequences, or than new
-            tokens of one; ConfigError outside of a step; UnsupportedError for a variant other
-            than sink logits where shared_prefix is True.
+            tokens of one; ConfigError outside of a step.
         """
         return self._attend(layer, q, None, options)
 
@@ -452,7 +460,7 @@ class PagedBatch(NotCopied):
         batch, num_q_heads, q_lens, q_len = q.shape[0], q.shape[-2], None, 1
         if q.ndim == 4:
             q_lens, q_len = self.new_lens[:batch], q.shape[1]
-        segments = self._segments_of(layer, batch)
+        parts = self._segments_of(layer, batch)
         if not torch.compiler.is_compiling():
             self.check_open()
             if q_lens is not None and q_len < self._most_new:
@@ -463,20 +471,13 @@ class PagedBatch(NotCopied):
                 )
         tensors, members = self._staged.tensors, None
         variant = options.get("variant")
-        is_plain = variant is None or set(names_of(variant)) <= {"sink_logits"}
-        if self.shared_prefix and not is_plain:
-            raise UnsupportedError(
-                "shared prefixes are read by plain attention, with sink_logits at most: give no "
-                "other variant, or make the batch with shared_prefix=False"
-            )
         window = self.cache.windows[layer]
         if window is not None:
             options = {**options, "variant": within(variant, window)}
-        is_shared = is_plain and window is None
-        if is_shared and self.shared_prefix:
-            members = tensors["members"][:batch]
-        elif is_shared and self._num_members and not fixed:
-            members = tensors["members"][: self._num_members]
+        elif self.shared_prefix:
+            members = tensors["members"][:batch] if is_shareable(variant) else None
+        elif self._num_members and not fixed and set(names_of(variant)) <= {"sink_logits"}:
+            members = tensors["members"][: self._num_members]  # it pays by the plain kernels' times
         if not fixed:
             self._ratio = q_len * num_q_heads // self.cache.num_kv_heads
         elif not torch.compiler.is_compiling():
@@ -488,17 +489,10 @@ class PagedBatch(NotCopied):
         given: dict[str, Any] = {"q_lens": q_lens, "basis": basis, "seq_lens": seq_lens}
         given["transformed"] = transformed
         if members is None:
-            result = attend_segments(q, segments, **given, **options)
+            result = attend_segments(q, parts.whole, **given, **options)
             return result
-        packed = segments[0]
-        prefix = packed._replace(
-            seq_lens=tensors["prefix_lens"], block_table=tensors["prefix_table"]
-        )
-        own = packed._replace(
-            seq_lens=tensors["own_lens"][:batch], block_table=tensors["own_table"][:batch]
-        )
-        parts = [own, *segments[1:]]
-        result = attend_shared(q, prefix, parts, members=members, **given, **options)
+        assert parts.prefix is not None
+        result = attend_shared(q, parts.prefix, parts.own, members=members, **given, **options)
         return result
 
     def check_open(self, step: Step | None = None) -> None:
@@ -535,7 +529,7 @@ class PagedBatch(NotCopied):
             return True
         return self._on_cuda and torch.cuda.is_current_stream_capturing()
 
-    def _segments_of(self, layer: int, batch: int) -> Sequence[Segment]:
+    def _segments_of(self, layer: int, batch: int) -> _Parts:
         """The rows of a layer, for the first places of the batch.
 
         Raises:
@@ -551,15 +545,24 @@ class PagedBatch(NotCopied):
             )
         found = self._segments.get((layer, batch))
         if found is None:
-            found = FixedSegments(self._make_segments(layer, batch))
+            made = self._make_segments(layer, batch)
+            found = _Parts(FixedSegments(made.whole), made.prefix, FixedSegments(made.own))
             self._segments[layer, batch] = found
         return found
 
-    def _make_segments(self, layer: int, batch: int) -> list[Segment]:
+    def _make_segments(self, layer: int, batch: int) -> _Parts:
         self.cache.check_layer(layer)
+        staged = self._staged.tensors
         names = "block_table", "packed_lens", "exact_lens", "starts", "seq_slots"
-        tensors = [self._staged.tensors[name][:batch] for name in names]
-        return self.cache.rows.segments(layer, *tensors)
+        whole = self.cache.rows.segments(layer, *(staged[name][:batch] for name in names))
+        if self.shared_prefix is False:
+            return _Parts(whole, None, whole)
+        packed, *others = whole
+        prefix = packed._replace(seq_lens=staged["prefix_lens"], block_table=staged["prefix_table"])
+        own = packed._replace(
+            seq_lens=staged["own_lens"][:batch], block_table=staged["own_table"][:batch]
+        )
+        return _Parts(whole, prefix, [own, *others])
 
     def _make_slots(self, num_tokens: int) -> Slots:
         """The slots of the first tokens of a step."""

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from fake_cuda import FakeDriver, arguments_of, install
+from variant_cases import variant_with
 
 from kvquant import AttentionVariant, quantize_rows
 from kvquant.errors import ConfigError, DeviceError, ShapeError, UnsupportedError
@@ -15,10 +16,18 @@ from kvquant.kernels.cuda.prefix.launch import combine
 from kvquant.kernels.cuda.prefix.spec import CombineSpec
 from kvquant.ops.attention import State, attend_segments, merge_states
 from kvquant.ops.shared_prefix import attend_shared
+from kvquant.rows.basis import Basis, LayerBasis
 from kvquant.rows.format import RowFormat
 from kvquant.rows.segment import Segment
 
 INT4, INT8 = RowFormat.parse("int4-g4", 64), RowFormat.parse("int8", 64)
+VARIANTS = (
+    ("soft_cap",),
+    ("score_offsets",),
+    ("tree_mask",),
+    ("soft_cap", "sink_logits", "tree_mask", "score_offsets"),
+)
+BASES: tuple[Any, Any] = "hadamard", "none"
 Measure = Callable[[torch.Tensor, torch.Tensor], float]
 
 
@@ -116,8 +125,47 @@ def test_sinks_take_part_once(relative_l2: Measure, device: str) -> None:
     expected = attend_segments(q, [whole], return_lse=True, backend="reference", **options)
     assert_right(relative_l2, found, expected, limit)
     assert torch.equal(attend_shared(q, prefix, [own], members=members, **options), found[0])
-    with pytest.raises(UnsupportedError, match="window: beside a shared prefix only sink_logits"):
-        attend_shared(q, prefix, [own], variant=AttentionVariant(window=7))
+    with pytest.raises(UnsupportedError, match=r"^window: beside a shared prefix only"):
+        attend_shared(q, prefix, [own], variant=variant._replace(window=7))
+
+
+@pytest.mark.parametrize(
+    "backend", ["cpu", "reference", pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+@pytest.mark.parametrize("in_basis", [False, True], ids=["", "basis"])
+@pytest.mark.parametrize("fields", VARIANTS, ids="-".join)
+def test_a_variant_of_queries_is_that_of_whole_sequences(
+    relative_l2: Measure, fields: tuple[str, ...], in_basis: bool, backend: str
+) -> None:
+    device = "cuda" if backend == "cuda" else "cpu"
+    prefix, own, whole = shared(140, (9, 4, 17), (2, 0), device)
+    q, limit = queries(device)
+    made: dict[str, Any] = variant_with(fields, 3, 3, 6, 157)._asdict()
+    tensors = {name: x.to(device) for name, x in made.items() if isinstance(x, torch.Tensor)}
+    variant = AttentionVariant(**{**made, **tensors})
+    basis = None
+    if in_basis:
+        sides = (Basis(torch.randn(2, 64), kind).to(torch.device(device)) for kind in BASES)
+        basis, limit = LayerBasis(*sides), 2 * limit
+    options: dict[str, Any] = {"q_lens": int32(3, 1, 2).to(device), "basis": basis}
+    options |= {"variant": variant, "return_lse": True, "sm_scale": 0.3}
+    members = torch.tensor([-1, 2, 0], device=device)
+    found = attend_shared(q, prefix, [own], members=members, backend=backend, **options)
+    assert_right(
+        relative_l2, found, attend_segments(q, [whole], backend="reference", **options), limit
+    )
+    if variant.tree_mask is None:
+        if variant.score_offsets is not None:
+            variant = variant._replace(score_offsets=variant.score_offsets[:, 0])
+        lens = whole.seq_lens if in_basis else None
+        options |= {"variant": variant, "q_lens": None, "seq_lens": lens}
+        one = attend_shared(q[:, 0], prefix, [own], members=members, backend=backend, **options)
+        wanted = attend_segments(q[:, 0], [whole], backend="reference", **options)
+        assert_right(relative_l2, one, wanted, limit)
+    else:
+        with pytest.raises(ShapeError, match="sequence 0 has 3 queries and 2 tokens behind"):
+            short = own._replace(seq_lens=own.seq_lens.clamp(max=2))
+            attend_shared(q.cpu(), prefix, [short], members=members, **options)
 
 
 @pytest.mark.parametrize("prefix_len", [0, 30])

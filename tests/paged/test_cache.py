@@ -254,8 +254,8 @@ def test_places_and_tokens_beyond_the_step_are_left_alone() -> None:
     assert seen(cache) == before
     assert cache.bad_rows.tolist() == [0, 0]
     assert (
-        batch._segments_of(0, 2)[0].seq_lens.data_ptr()
-        == batch._segments_of(1, 3)[0].seq_lens.data_ptr()
+        batch._segments_of(0, 2).whole[0].seq_lens.data_ptr()
+        == batch._segments_of(1, 3).whole[0].seq_lens.data_ptr()
     )
 
 

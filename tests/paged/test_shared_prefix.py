@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from paged_cases import DIM, HEADS, begin, extend, make, new_rows
 from torch._dynamo.testing import CompileCounterWithBackend
+from variant_cases import variant_with
 
+from kvquant import AttentionVariant
 from kvquant.errors import ConfigError, ShapeError
+from kvquant.ops.attention import attend_segments
 from kvquant.paged import shared_prefix as sharedprefix
 from kvquant.paged.batch import PagedBatch
 from kvquant.paged.shared_prefix import find_prefix, pays
 
 Measure = Callable[[torch.Tensor, torch.Tensor], float]
+POSITIONAL = ("window",), ("alibi_slopes",), ("key_bias",)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -81,6 +86,32 @@ def test_results_are_those_without_it(
             assert relative_l2(ours[: len(ids)], theirs[: len(ids)]) < 4e-3
             assert relative_l2(our_lse[: len(ids)], their_lse[: len(ids)]) < 1e-3
         assert int(batches[0]._staged.tensors["prefix_lens"]) == (full if len(ids) > 1 else 0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_variants_are_those_without_it(relative_l2: Measure, device: str) -> None:
+    cache = make(num_pages=40, device=device)
+    batch = PagedBatch(cache, 4, 70, shared_prefix=True)
+    sequences(batch)
+    ids, q_len, heads = ["c", "z", "a", "b"], 4, 2 * HEADS
+    q = torch.randn(len(ids), q_len, heads, DIM, device=device).bfloat16()
+    for names in (("soft_cap", "sink_logits"), ("tree_mask", "score_offsets"), *POSITIONAL):
+        made: dict[str, Any] = variant_with(names, len(ids), q_len, heads, 100)._asdict()
+        tensors = {name: x.to(device) for name, x in made.items() if isinstance(x, torch.Tensor)}
+        options: dict[str, Any] = {"variant": AttentionVariant(**{**made, **tensors})}
+        options["return_lse"] = True
+        rows = new_rows(len(ids) * q_len, device)
+        with batch.extend(ids, q_len):
+            batch.append(0, *rows)
+            batch.append(1, *rows)
+            assert int(batch._staged.tensors["prefix_lens"]) == 48
+            ours, our_lse = batch.attend(1, q, **options)
+            whole = batch._segments_of(1, len(ids)).whole
+            theirs, lse = attend_segments(q, whole, q_lens=batch.new_lens[: len(ids)], **options)
+        seen = lse > -torch.inf
+        assert bool(theirs.any()) and torch.equal(our_lse > -torch.inf, seen)
+        assert relative_l2(ours, theirs) < 4e-3
+        assert relative_l2(our_lse[seen], lse[seen]) < 1e-3
 
 
 def test_it_is_used_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:

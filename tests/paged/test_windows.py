@@ -185,11 +185,6 @@ def test_what_cannot_go_together_is_refused(tmp_path: Path) -> None:
     begin(batch, "a", 20)
     with pytest.raises(UnsupportedError, match="cannot be saved"):
         save_sequences(batch.cache, ["a"], path)
-    with (
-        batch.extend(["a"], 0),
-        pytest.raises(UnsupportedError, match="shared prefixes are read by plain attention"),
-    ):
-        batch.attend(0, torch.randn(1, 4, DIM), variant=AttentionVariant(soft_cap=3.0))
     with pytest.raises(ConfigError, match="3 windows for 2 layers"):
         make(windows=[1, 2, 3])
     whole = PagedBatch(make(), 2, 90)

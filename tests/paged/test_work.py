@@ -75,7 +75,7 @@ def test_tables_of_sequences_of_very_unlike_lengths_are_copied_row_by_row() -> N
 
 
 def test_every_page_in_use_is_looked_at_and_no_other() -> None:
-    segment = PagedBatch(make(), 4, 100)._make_segments(0, 4)[0]
+    segment = PagedBatch(make(), 4, 100)._make_segments(0, 4).whole[0]
     for lens in ([0, 1, 16, 17], [100, 0, 0, 33], [0, 0, 0, 0]):
         table = torch.full((4, 7), -1, dtype=torch.int32)
         for i, count in enumerate(lens):
