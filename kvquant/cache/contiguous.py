@@ -97,6 +97,7 @@ class KVCache:
         overflow_tokens: [1] int32, tokens that found no room in a graph, once for each layer.
         num_q_heads: of the queries that will come, where that is known, as for a model: the kernels
             that the first append compiles are for them. None: few on a KV head.
+        changes: calls that may have changed lengths; those inside of graphs are not counted.
 
     Raises:
         ConfigError: a size, a format or a device that does not exist, or takes too much memory.
@@ -166,6 +167,7 @@ class KVCache:
         self.bad_rows = torch.zeros(2, dtype=torch.int32, device=self.device)
         self.overflow_tokens = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.num_q_heads: int | None = None
+        self.changes = 0
         self._is_cold = self.device.type == "cuda"  # nothing was appended yet
 
     @classmethod
@@ -397,8 +399,7 @@ class KVCache:
             NonFiniteError: NaN, Inf or a value that one of the formats cannot hold.
         """
         at = self._layer(layer)
-        if self._is_cold and not torch.compiler.is_compiling():
-            self._warm_up(k)
+        self._change(k)
         at.append(k, v, new_lens, self.bad_rows, self.overflow_tokens)
 
     @overload
@@ -496,8 +497,7 @@ class KVCache:
         at.check_variant(q, variant)
         if sm_scale is not None:
             check_scale(sm_scale)
-        if self._is_cold and not torch.compiler.is_compiling():
-            self._warm_up(k)
+        self._change(k)
         ready = None if q.ndim == 4 else queries_of(q, at.basis, sm_scale, backend)
         queries = None if ready is None else ready[0]
         counters = self.bad_rows, self.overflow_tokens
@@ -578,6 +578,7 @@ class KVCache:
             )
         for i, layer in enumerate(self.layers):
             layer.check_crop(i, wanted)
+        self.changes += 1
         for layer in self.layers:
             layer.crop(wanted)
 
@@ -593,6 +594,7 @@ class KVCache:
         chosen = self._check_index(index)
         if chosen.shape[0] != self.batch:
             raise ShapeError(f"index has {chosen.shape[0]} places, the batch {self.batch}")
+        self.changes += 1
         for layer in self.layers:
             layer.take(layer, chosen)
         self.start_positions.copy_(self.start_positions.index_select(0, chosen))
@@ -716,6 +718,7 @@ class KVCache:
 
     def reset(self) -> None:
         """Forget all tokens; the memory stays."""
+        self.changes += 1
         for layer in self.layers:
             layer.crop(torch.zeros(self.batch, dtype=torch.int64, device="cpu"))
         for tensor in (self.start_positions, self.bad_rows, self.overflow_tokens):
@@ -773,12 +776,16 @@ class KVCache:
         check_layer(layer, self.num_layers)
         return self.layers[layer]
 
-    def _warm_up(self, k: torch.Tensor) -> None:
-        """Compile what will be needed; k: of the first append."""
-        from .warmup import warm_up_first
+    def _change(self, k: torch.Tensor) -> None:
+        """Note that an append comes; the first one compiles what it and others will need."""
+        if torch.compiler.is_compiling():
+            return
+        self.changes += 1
+        if self._is_cold:
+            from .warmup import warm_up_first
 
-        self._is_cold = False
-        warm_up_first(self, k)
+            self._is_cold = False
+            warm_up_first(self, k)
 
     def _check_index(self, index: Counts) -> torch.Tensor:
         chosen = whole_numbers("index", index)

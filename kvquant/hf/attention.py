@@ -28,6 +28,7 @@ from ..ops.causal import causal_attention
 from ..rows.variant import PLAIN, AttentionVariant
 from .masks import ATTENTION, calls, window_of
 from .padding import Padding
+from .tracing import outside_of_graphs
 
 if TYPE_CHECKING:
     from .cache import QuantizedCache
@@ -62,12 +63,20 @@ class Handed:
             number (_seen); empty if it met the chunk alone.
         mask: that the first attention got, if any.
         reads_rows: they are appended before attention, which reads the rows only.
+        is_traced: this is part of a graph (tracing.py).
     """
 
     def __init__(
-        self, to: QuantizedCache, kv: KVCache, at: int, layer: int, padding: Padding | None
+        self,
+        to: QuantizedCache,
+        kv: KVCache,
+        at: int,
+        layer: int,
+        padding: Padding | None,
+        is_traced: bool = False,
     ) -> None:
         self.to, self.kv, self.at, self.layer, self.padding = to, kv, at, layer, padding
+        self.is_traced = is_traced
         self.appended = self.reads_rows = False
         self.seen: tuple[Any, ...] | None = None
         self.mask: torch.Tensor | None = None
@@ -94,6 +103,11 @@ def _attention(
         [batch, new_tokens, num_q_heads, head_dim], and None for the weights.
     """
     handed = getattr(key, "kvquant_keys", None)
+    if isinstance(handed, Handed) and not handed.is_traced and torch.compiler.is_compiling():
+        outside: tuple[torch.Tensor, None] = outside_of_graphs(
+            _attention, module, query, key, value, attention_mask, scaling, dropout, **options
+        )
+        return outside
     layer = getattr(module, "layer_idx", getattr(handed, "layer", None))
     name = f"layer {layer} ({type(module).__name__})"
     if options.get("output_attentions"):
@@ -110,11 +124,14 @@ def _attention(
     try:
         _check_keys(handed, name, query, key, value)
         _check_call(handed, module, name, key, dropout, options)
-        window = window_of(_whole_mask(handed, attention_mask, query.shape[2]), name)
+        window = window_of(
+            _whole_mask(handed, attention_mask, query.shape[2]), name, handed.to.columns
+        )
         _check_window(handed, window, options.get("sliding_window"), name)
         return _attend(handed, query, key, value, scaling, _variant_of(options)), None
     except BaseException:
-        handed.to.take_back()
+        if not handed.is_traced:  # nothing has run yet
+            handed.to.take_back()
         raise
 
 
@@ -145,7 +162,7 @@ def _check_call(
     if config is not None and not handed.at:
         handed.to.check_model(config)
     if not handed.at and not handed.appended:
-        handed.to.check_positions(options.get("position_ids"))
+        handed.to.check_positions(options.get("position_ids"), handed.is_traced)
     heads = key.shape[1]
     if key.device != handed.kv.device:
         raise UnsupportedModelError(
@@ -184,7 +201,9 @@ def _plain_attention(
     Raises:
         UnsupportedModelError: there is one, or SDPA cannot compute what the layer asks for.
     """
-    cache = None if calls.cache is None else calls.cache()
+    # what the thread has noted no graph can guard; the next layer tells what has not attended
+    known = None if torch.compiler.is_compiling() else calls.cache
+    cache = None if known is None else known()
     is_kept = cache is not None and cache.keeps(getattr(module, "layer_idx", None))
     if cache is not None and not cache.is_open:  # this is another call, which makes no masks
         cache = None

@@ -39,6 +39,7 @@ from .masks import ATTENTION, calls
 from .padding import Columns, Padding
 from .positions import check_scale, check_turn
 from .switch import attending
+from .tracing import outside_of_graphs, tracing
 
 DRAFTS = 16  # tokens
 SPACE = 256  # tokens that a cache which grows has room for at first, besides those that come
@@ -51,6 +52,10 @@ _POSITIONS = (
     "the cache's sequences go on from other positions than those that the model counts, or is "
     "given: give it position_ids=cache.kv.positions[:, None] + torch.arange(new_tokens), or read "
     "and decode by CachedModel"
+)
+_PLACED = (
+    "as this model does not show position_ids to attention, make QuantizedCache(..., placed=True) "
+    "then"
 )
 
 
@@ -158,10 +163,13 @@ class QuantizedCache(Cache):
         self._past = Columns(0, [])  # before this call
         self.padding: Padding | None = None  # of this call
         self._starts: list[int] = []  # the position of each sequence's first token
-        self._marks: tuple[object, ...] = ()  # of the KVCache, when it was last known to be as here
+        self._marks: tuple[int, ...] = ()  # of the KVCache, when it was last known to be as here
         self._wrong: torch.Tensor | None = None  # [2], found in steps: masks, positions
         self._kept: dict[int, str] = {}  # the layers that are transformers' own, and why
         self._is_torn = False  # these have got what was taken back of the others
+        # of one token, by their local_size and use_vmap, as made last outside of graphs
+        self.step_masks: dict[tuple[int | None, bool], torch.Tensor] = {}
+        self._is_ahead = False  # graphs have appended what is not counted here
         super().__init__(layers=[])
         options: dict[str, Any] = {
             "k_format": k_format,
@@ -309,6 +317,30 @@ class QuantizedCache(Cache):
             UnsupportedModelError: the layer before did not attend to its tokens.
             ShapeError: it is not this layer's turn, or the tokens are of another batch or shape.
         """
+        is_traced = False
+        if torch.compiler.is_compiling():
+            is_traced, tracing.asked = self._is_traced(keys.shape[2]), None
+            if not is_traced:
+                found: tuple[torch.Tensor, torch.Tensor] = outside_of_graphs(
+                    self.hand, layer, at, keys, values
+                )
+                return found
+            self.check_attended()
+        else:
+            self._begin_layer(layer, at, keys)
+        if not at:
+            self._make_room(keys)
+        self._waiting = str(layer)
+        assert self.kv is not None and at is not None
+        handed = Handed(self, self.kv, at, layer, None if is_traced else self.padding, is_traced)
+        exact = EXACT_DTYPES[self.kv.exact_format]
+        keys, values = _rounded(keys, exact), _rounded(values, exact)
+        keys.kvquant_keys = handed  # type: ignore[attr-defined]  # a mark on it
+        values.kvquant_values = handed  # type: ignore[attr-defined]  # a mark on it
+        return keys, values
+
+    def _begin_layer(self, layer: int, at: int | None, keys: torch.Tensor) -> None:
+        """Raise unless it is a layer's turn; the first one begins a call that made no masks."""
         calls.cache, calls.asked = weakref.ref(self), None
         self.check_attended()
         if self._is_torn:
@@ -330,26 +362,25 @@ class QuantizedCache(Cache):
                 "back now: call again"
             )
         if not at:
-            self._make_room(keys)
             self._new_columns = keys.shape[2]
-        self._waiting = str(layer)
-        assert self.kv is not None and at is not None
-        handed = Handed(self, self.kv, at, layer, self.padding)
-        exact = EXACT_DTYPES[self.kv.exact_format]
-        keys, values = _rounded(keys, exact), _rounded(values, exact)
-        keys.kvquant_keys = handed  # type: ignore[attr-defined]  # a mark on it
-        values.kvquant_values = handed  # type: ignore[attr-defined]  # a mark on it
-        return keys, values
+
+    def _is_traced(self, columns: int) -> bool:
+        """Whether a call of so many columns, which torch.compile traces, becomes part of a graph;
+        else it runs outside."""
+        if columns != 1 or not self.is_compileable:
+            return False
+        is_open = 0 < self._due < self.num_places
+        is_known = self._is_told or self._config is not None
+        return self.kv is not None and is_known and not is_open
 
     def _make_room(self, keys: torch.Tensor) -> None:
         """Make the KVCache for the first tokens, or let it grow for more."""
         batch, new = keys.shape[0], keys.shape[2]
-        needed = self._past.length + new
         is_other = self.kv is not None and self.kv.batch != batch
         is_due = self.kv is None or (is_other and not self._past.length)
         if is_due and self._make is not None and self._layers is not None:
             exact = self._exact_format or exact_codec(keys.dtype)
-            size = self._max_seq_len or needed + SPACE
+            size = self._max_seq_len or new + SPACE
             layers = self._layers.of_rank(keys.shape[1])
             self._hold(self._make(layers, batch, size, exact_format=exact, device=keys.device))
         assert self.kv is not None
@@ -358,9 +389,8 @@ class QuantizedCache(Cache):
                 f"the model runs {batch} sequences, the cache has {self.kv.batch}: make it for "
                 "batch * num_beams, or batch * num_return_sequences"
             )
-        grows = self._make is not None and self._max_seq_len is None
-        if grows and needed > self.kv.max_seq_len:
-            self.kv.grow(max(needed, 2 * self.kv.max_seq_len))
+        if not self._is_static and self._past.length + new > self.kv.max_seq_len:
+            self.kv.grow(max(self._past.length + new, 2 * self.kv.max_seq_len))
 
     @torch.inference_mode(False)  # else the flags could not be changed outside
     def _hold(self, kv: KVCache) -> None:
@@ -370,6 +400,8 @@ class QuantizedCache(Cache):
         self._past, self._marks = Columns.of_lens(lens), _marks_of(kv)
         if self._wrong is None or self._wrong.device != kv.device:
             self._wrong = torch.zeros(2, dtype=torch.bool, device=kv.device)
+        if self.is_compileable:
+            _keep_in_place(kv, self._wrong)
 
     def begin(self, columns: int) -> None:
         """A new call of this many columns, if the one before is complete; else hand tells what is
@@ -387,10 +419,14 @@ class QuantizedCache(Cache):
             self.padding = Padding.behind(lens, columns, self.kv.device)
 
     def _settle(self) -> None:
-        """Count what a complete call has appended among the past."""
+        """Count what complete calls have appended among the past."""
         if self._due and self._due == self.num_places:
             self._past = self._past.with_more(self._new_columns, self.padding)
             self._due, self.padding = 0, None
+        if self._is_ahead:
+            assert self.kv is not None
+            steps = int(self.kv.layers[0].seq_lens[0]) - self._past.lens[0]
+            self._past, self._is_ahead = self._past.with_more(steps, None), False
 
     def take_mask(self, mask: torch.Tensor, columns: int) -> None:
         """Take from the mask of a call which columns hold tokens.
@@ -403,6 +439,9 @@ class QuantizedCache(Cache):
             ConfigError: it does not show the tokens that the cache has; in a step on CUDA check
                 raises that.
         """
+        if torch.compiler.is_compiling():
+            self._check_mask(mask)
+            return
         past = self._past
         if self._is_told or self._due:  # due: a call has failed, hand tells it
             return
@@ -417,9 +456,7 @@ class QuantizedCache(Cache):
             return  # hand tells it
         mask = mask[:, : past.length + columns]
         if columns == 1 and past.length:
-            assert self.kv is not None
-            tokens = mask.sum(1, dtype=torch.int32)
-            self._check((tokens != self.kv.layers[0].seq_lens + 1).any(), 0)
+            self._check_mask(mask)
             return
         on_host = mask.cpu()
         kept = on_host[:, : past.length].sum(1).tolist()
@@ -431,6 +468,12 @@ class QuantizedCache(Cache):
         on_host = on_host[:, past.length :]
         if not bool(on_host.all()):
             self.padding = Padding(mask[:, past.length :], on_host)
+
+    def _check_mask(self, mask: torch.Tensor) -> None:
+        """Raise unless the mask of a step shows the tokens of the cache and one more."""
+        assert self.kv is not None
+        tokens = mask.sum(1, dtype=torch.int32)
+        self._check((tokens != self.kv.layers[0].seq_lens + 1).any(), 0)
 
     def _check(self, is_wrong: torch.Tensor, what: int) -> None:
         """Raise what is wrong in a step, at once or, where it would have to be read, in check."""
@@ -456,14 +499,13 @@ class QuantizedCache(Cache):
                 self._wrong.zero_()
                 raise ConfigError(message)
 
-    # it runs once in a call, for its first layer
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch has no type for it
-    def check_positions(self, positions: Any) -> None:
+    def check_positions(self, positions: Any, is_traced: bool) -> None:
         """Raise unless the positions of a call's tokens are those of the cache.
 
         Args:
             positions: [batch or 1, columns], if the model tells them. With an axis more they are
                 those of images, others than the tokens' numbers.
+            is_traced: of Handed.
 
         Raises:
             ConfigError: sequences go on from others than the model counts; or a text is read from
@@ -472,12 +514,17 @@ class QuantizedCache(Cache):
                 those of other tokens would be wrong.
         """
         assert self.kv is not None
-        columns, past = self._new_columns, self._past
+        columns = 1 if is_traced else self._new_columns
         told: torch.Tensor | None = None
         is_told = isinstance(positions, torch.Tensor) and positions.ndim <= 2
         if is_told and positions.shape[-1] == columns:
             own = positions.expand(self.kv.batch, columns)
-            told = own[:, 0] if self.padding is None else self.padding.first(own)
+            padding = None if is_traced else self.padding
+            told = own[:, 0] if padding is None else padding.first(own)
+        if is_traced:
+            self._check_traced(told)
+            return
+        past = self._past
         if told is not None and past.length and columns > 1 and not bool(told.any()):
             self._refuse_anew()
         if not self._is_placed:
@@ -489,6 +536,15 @@ class QuantizedCache(Cache):
             check_turn(self._turn, *known, columns)
         if self._scaled_from is not None:
             check_scale(self._scaled_from, *known, past.length)
+
+    def _check_traced(self, told: torch.Tensor | None) -> None:
+        """Compare the positions of a step in a graph with those behind the cache's tokens."""
+        if self._is_placed:
+            return
+        if told is not None:
+            self._check_next(told)
+        elif any(self._starts) or any(self._past.pads) or self.padding is not None:
+            raise ConfigError(f"{_POSITIONS}; {_PLACED}")
 
     def _refuse_anew(self) -> NoReturn:
         raise ConfigError(
@@ -517,18 +573,20 @@ class QuantizedCache(Cache):
             return
         wanted = [start + n for start, n in zip(self._starts, past.lens, strict=True)]
         if told is None:
-            raise ConfigError(
-                f"{_POSITIONS}; as this model does not show position_ids to attention, make "
-                f"QuantizedCache(..., placed=True) then ({wanted} are next)"
-            )
+            raise ConfigError(f"{_POSITIONS}; {_PLACED} ({wanted} are next)")
         if is_step:
-            now = self.kv.start_positions + self.kv.layers[0].seq_lens
-            self._check((told != now).any(), 1)
+            self._check_next(told)
             return
         each = zip(told.tolist(), wanted, self._counts(), strict=True)
         came = [first if count else own for first, own, count in each]
         if came != wanted:
             raise ConfigError(f"{_POSITIONS} ({came} came, {wanted} are next)")
+
+    def _check_next(self, told: torch.Tensor) -> None:
+        """Raise unless a step's positions, [batch], are those behind the cache's tokens."""
+        assert self.kv is not None
+        now = self.kv.start_positions + self.kv.layers[0].seq_lens
+        self._check((told != now).any(), 1)
 
     def _counts(self) -> list[int]:
         """Tokens of each sequence in this call."""
@@ -570,8 +628,15 @@ class QuantizedCache(Cache):
 
     def _appended(self, handed: Handed) -> None:
         handed.appended, self._waiting = True, None
-        self._due, self._marks = handed.at + 1, _marks_of(handed.kv)
-        self._is_begun &= self._due < self.num_places
+        if not handed.is_traced:
+            self._due, self._marks = handed.at + 1, _marks_of(handed.kv)
+            self._is_begun &= self._due < self.num_places
+        elif handed.at + 1 < self.num_places:
+            pass
+        elif self._due:  # the call before is not counted yet: what a graph counts is part of it
+            self._is_ahead = True
+        else:
+            self._new_columns, self._due, self._is_begun = 1, self.num_places, False
 
     @property
     def is_waiting(self) -> bool:
@@ -615,28 +680,67 @@ class QuantizedCache(Cache):
 
     @property
     def columns(self) -> int:
-        """Columns of the past and of this call."""
+        """Columns of the past and of this call; in a graph, those that there is room for."""
+        if torch.compiler.is_compiling():
+            return self.max_columns
         return self._past.length + self._new_columns
 
     def length_of(self, at: int | None) -> int:
         """Columns of a layer, those of this call among them once they are appended."""
+        if torch.compiler.is_compiling() and self._is_traced(1):
+            assert self.kv is not None
+            columns: Any = self.kv.layers[at or 0].seq_lens.max()  # as in a StaticCache
+            return columns  # type: ignore[no-any-return]  # their type says int
+        if self._is_ahead:
+            self._settle()
         is_new = (at or 0) < self._due
         return self._past.length + (self._new_columns if is_new else 0)
 
-    # what it notes for the thread is not seen by others while a graph is made
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch has no type for it
     def mask_sizes(self, columns: int) -> tuple[int, int]:
         """Columns to attend to, and where they start; asked before a mask is made."""
-        calls.asked, self._is_asked, self._is_begun = weakref.ref(self), True, True
+        if torch.compiler.is_compiling():
+            if self._is_traced(columns):
+                tracing.asked = self
+                return self.max_columns, 0
+            found: tuple[int, int] = outside_of_graphs(self.mask_sizes, columns)
+            return found
         self.begin(columns)
+        if columns == 1:
+            self._check_room()
+        calls.asked, self._is_asked, self._is_begun = weakref.ref(self), True, True
         return self._past.length + columns, 0
+
+    def _check_room(self) -> None:
+        """Raise if a step finds no room; in a graph nobody would notice before check."""
+        kv, past = self.kv, self._past
+        if kv is None or not self._is_static or past.length < kv.max_seq_len:
+            return
+        longest = max(past.lens)
+        if not self._due and longest >= kv.max_seq_len:
+            raise ShapeError(
+                f"sequence {past.lens.index(longest)} would grow to {longest + 1} tokens, "
+                f"max_seq_len is {kv.max_seq_len}: crop it, or make a larger cache"
+            )
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """As Cache: the columns that a layer attends to, and where they start."""
-        sizes: tuple[int, int] = self.mask_sizes(query_length)
+        sizes = self.mask_sizes(query_length)
         if layer_idx in self._kept and isinstance(self.layers[layer_idx], CacheLayerMixin):
             sizes = self.layers[layer_idx].get_mask_sizes(query_length)
         return sizes
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether torch.compile takes a step as one graph, which serves all steps; generate looks
+        at it. The cache has its room from the beginning, and the model does not turn keys or scale
+        queries by the length of the text."""
+        depends = self._turn is not None or self._scaled_from is not None
+        return self._is_static and not (self._kept or depends)
+
+    @property
+    def _is_static(self) -> bool:
+        """Whether the cache never grows."""
+        return self._make is None or self._max_seq_len is not None
 
     @property
     def max_columns(self) -> int:
@@ -786,20 +890,34 @@ class QuantizedLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Columns to attend to, and where they start."""
-        sizes: tuple[int, int] = self.cache.mask_sizes(query_length)  # its decorator has no types
-        return sizes
+        return self.cache.mask_sizes(query_length)
 
     def get_max_length(self) -> int:
         """Columns that there is room for; -1 if it grows."""
         return self.cache.max_columns
 
 
-def _marks_of(kv: KVCache) -> tuple[object, ...]:
+def _marks_of(kv: KVCache) -> tuple[int, int]:
     """What differs once somebody else has changed lengths or positions; nothing is read."""
-    first = kv.layers[0]
-    if torch.compiler.is_compiling():  # it has no versions; None is as nothing else
-        return first.longest, None
-    return first.longest, first.seq_lens._version, kv.start_positions._version
+    return kv.changes, kv.start_positions._version
+
+
+def _keep_in_place(kv: KVCache, *others: torch.Tensor) -> None:
+    """Let CUDA graphs that torch.compile makes read tensors where they lie, not copy them."""
+    if kv in _in_place:
+        return
+    _in_place.add(kv)
+    tensors = [*others, kv.start_positions, kv.bad_rows, kv.overflow_tokens]
+    for layer in kv.layers:
+        tensors += layer.tensors().values()
+        for side in layer.basis or ():
+            tensors += [one for one in vars(side).values() if isinstance(one, torch.Tensor)]
+            tensors += [one for one in side.encoding if isinstance(one, torch.Tensor)]
+    for tensor in tensors:
+        torch._dynamo.mark_static_address(tensor)
+
+
+_in_place: weakref.WeakSet[KVCache] = weakref.WeakSet()
 
 
 def _rounded(states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

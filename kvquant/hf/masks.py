@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from transformers.masking_utils import (
@@ -23,6 +23,7 @@ from transformers.masking_utils import (
 )
 
 from ..errors import UnsupportedModelError
+from .tracing import outside_of_graphs, tracing
 
 if TYPE_CHECKING:
     from .cache import QuantizedCache
@@ -45,20 +46,31 @@ class Calls(threading.local):
 calls = Calls()
 
 
-class MaskMark:
+class MaskMark(NamedTuple):
     """What a mask of a call with a QuantizedCache shows.
 
     Attributes:
-        window: tokens that each token sees, the last ones.
+        window: tokens that each token sees, the last ones; None for all.
+        chunk: tokens from which on it shows less: it ends at multiples of them. None: never.
         problem: why no KVCache can compute it, else None.
     """
 
-    def __init__(self, window: int | None = None, problem: str | None = None) -> None:
-        self.window, self.problem = window, problem
+    window: int | None = None
+    chunk: int | None = None
+    problem: str | None = None
 
 
-def window_of(attention_mask: torch.Tensor | None, name: str) -> int | None:
-    """The window of a mask, or None; UnsupportedModelError for one that is not possible."""
+def window_of(attention_mask: torch.Tensor | None, name: str, columns: int) -> int | None:
+    """The window of a mask, or None.
+
+    Args:
+        attention_mask: that a layer got.
+        name: of the layer.
+        columns: that it attends to.
+
+    Raises:
+        UnsupportedModelError: the mask is none that a KVCache can compute.
+    """
     if attention_mask is None:
         return None
     mark: MaskMark | None = getattr(attention_mask, "kvquant_mask", None)
@@ -66,11 +78,13 @@ def window_of(attention_mask: torch.Tensor | None, name: str) -> int | None:
         raise UnsupportedModelError(f"{name} got an attention mask that is not the causal one")
     if mark.problem is not None:
         raise UnsupportedModelError(f"{name} {mark.problem}")
+    if mark.chunk is not None and columns > mark.chunk:
+        raise UnsupportedModelError(
+            f"{name} attends to chunks of {mark.chunk} tokens: KVCache has sliding windows only"
+        )
     return mark.window
 
 
-# it compares code; and a graph ends anyway where the length of a cache is read
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch has no type for it
 def _mask(
     *,
     mask_function: Callable[..., Any] = causal_mask_function,
@@ -84,48 +98,59 @@ def _mask(
     Where the cache has layers that are transformers' own it is SDPA's mask, marked: they share it.
 
     Returns:
-        None for the causal one, which attention computes by itself.
+        None for the causal one of SDPA, which attention computes by itself.
     """
-    calls.cache, calls.asked = calls.asked, None
-    cache = None if calls.cache is None else calls.cache()
+    given: dict[str, Any] = {"mask_function": mask_function, "attention_mask": attention_mask}
+    given |= {"local_size": local_size, "use_vmap": use_vmap}
+    cache, tracing.asked = tracing.asked, None
+    if torch.compiler.is_compiling():
+        if cache is None:
+            outside: torch.Tensor | None = outside_of_graphs(_mask, **given, **sizes)
+            return outside
+    else:
+        if cache is not None:  # a graph has ended in between
+            outside_of_graphs(cache.mask_sizes, sizes["q_length"])
+        calls.cache, calls.asked = calls.asked, None
+        cache = None if calls.cache is None else calls.cache()
     sizes["allow_is_bidirectional_skip"] = False  # None means causal here
-    if cache is None or cache.keeps_attention:
-        sizes["allow_is_causal_skip"] = cache is None and sizes.get("allow_is_causal_skip", True)
-        mask: torch.Tensor | None = sdpa_mask(
-            mask_function=mask_function,
-            attention_mask=attention_mask,
-            local_size=local_size,
-            use_vmap=use_vmap,
-            **sizes,
-        )
     if cache is None:
-        return mask
+        return sdpa_mask(**given, **sizes)
     if attention_mask is not None:
         cache.take_mask(attention_mask.expand(sizes["batch_size"], -1), sizes["q_length"])
-    mark = MaskMark(problem="has a mask that is neither causal nor a sliding window")
+    kind = local_size, use_vmap
+    if torch.compiler.is_compiling():  # it cannot compare the code of functions
+        return cache.step_masks[kind]
+    mark = _mark_of(mask_function, local_size, use_vmap)
+    if cache.keeps_attention:
+        sizes["allow_is_causal_skip"] = False
+        mask = sdpa_mask(**given, **sizes)
+        assert mask is not None
+        mask.kvquant_mask = mark  # type: ignore[attr-defined]  # a mark on it
+        return mask
+    cache.step_masks[kind] = step_mask = _marked(1, mark, sizes.get("device"))
+    if sizes["q_length"] == 1:
+        return step_mask
+    return _marked(sizes["q_length"], mark, sizes.get("device"))
+
+
+def _marked(columns: int, mark: MaskMark, device: Any) -> torch.Tensor:
+    """[1, 1, columns, 1]: of what a model makes of it, but its last rows, the mark is lost."""
+    mask = torch.empty(1, 1, columns, 1, dtype=torch.bool, device=device)
+    mask.kvquant_mask = mark  # type: ignore[attr-defined]  # a mark on it
+    return mask
+
+
+def _mark_of(mask_function: Callable[..., Any], local_size: int | None, use_vmap: bool) -> MaskMark:
+    """What the mask of a function shows."""
     if use_vmap:
         pass  # functions of the caller's own
     elif local_size is None and mask_function is causal_mask_function:
-        mark = MaskMark()
+        return MaskMark()
     elif local_size is not None and is_window(mask_function, local_size):
-        mark = MaskMark(local_size)
+        return MaskMark(window=local_size)
     elif local_size is not None and is_chunk(mask_function, local_size):
-        if sizes["kv_offset"] + sizes["kv_length"] <= local_size:
-            mark = MaskMark()
-        else:
-            mark.problem = (
-                f"attends to chunks of {local_size} tokens: KVCache has sliding windows only"
-            )
-    if not cache.keeps_attention:
-        if mark.window is None and mark.problem is None:
-            return None
-        # an element a row: what a model makes of it, but its last rows, has lost the mark: refused
-        shape = sizes["batch_size"], 1, sizes["q_length"], sizes["kv_length"]
-        rows = torch.empty(shape[2], 1, dtype=torch.bool, device=sizes.get("device"))
-        mask = rows.expand(shape)
-    assert mask is not None
-    mask.kvquant_mask = mark  # type: ignore[attr-defined]  # a mark on it
-    return mask
+        return MaskMark(chunk=local_size)
+    return MaskMark(problem="has a mask that is neither causal nor a sliding window")
 
 
 def is_window(mask_function: Callable[..., Any], window: int) -> bool:

@@ -1,0 +1,210 @@
+"""Models under torch.compile: one graph for all decode steps, and what has none."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from kvquant.errors import ConfigError, ShapeError
+
+transformers = pytest.importorskip("transformers")
+from hf_cases import GEMMA3N, tiny, tokens  # noqa: E402
+from slow_cases import mark_slow  # noqa: E402
+
+from kvquant.hf.cache import QuantizedCache  # noqa: E402
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Mistral": {"sliding_window": 16},
+    "Gemma3nText": GEMMA3N,
+}
+ROWS: dict[str, Any] = {"max_seq_len": 64, "sink_len": 2, "recent_len": 6}
+OPTIONS: dict[str, Any] = {
+    "max_new_tokens": 6,
+    "do_sample": False,
+    "pad_token_id": 0,
+    "eos_token_id": 999,
+}
+PADS = torch.tensor([0, 15, 7])
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def model_of(family: str) -> Any:
+    model = tiny(family, **FAMILIES[family]).model
+    model.set_attn_implementation("kvquant")
+    return model
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    return model_of("Llama")
+
+
+def text(padded: bool) -> dict[str, torch.Tensor]:
+    """Three prompts, padded on the left or not."""
+    mask = (torch.arange(24) >= PADS[:, None] * padded).long()
+    places = mask.cumsum(1).sub(1).clamp(min=0)
+    return {"input_ids": tokens(3, 24), "attention_mask": mask, "position_ids": places}
+
+
+def compiling(backend: Any) -> dict[str, Any]:
+    """Options that let generate compile by itself on the CPU, too."""
+    config = transformers.CompileConfig(fullgraph=True, backend=backend, mode=None)
+    config._compile_all_devices = True
+    return {"compile_config": config}
+
+
+def generated(model: Any, padded: bool, **options: Any) -> tuple[Any, QuantizedCache]:
+    """Two turns of a conversation, with one cache."""
+    cache, batch = QuantizedCache(model, **ROWS), text(padded)
+    for _ in range(2):
+        ids = model.generate(**batch, past_key_values=cache, **OPTIONS, **options)
+        more = ids.shape[1] - batch["attention_mask"].shape[1]
+        mask = torch.nn.functional.pad(batch["attention_mask"], (0, more), value=1)
+        places = mask.cumsum(1).sub(1).clamp(min=0)
+        batch = {"input_ids": ids, "attention_mask": mask, "position_ids": places}
+    cache.check()
+    return ids.tolist(), cache
+
+
+@pytest.mark.parametrize(
+    "family",
+    mark_slow(FAMILIES, ["Mistral"]),
+)
+def test_generate_compiles_one_graph_by_itself(family: str) -> None:
+    model = model_of(family)
+    expected, plain = generated(model, padded=True)
+    found, cache = generated(model, padded=True, **compiling("eager"))
+    assert found == expected
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+    assert cache.get_seq_length() == plain.get_seq_length() == 24 + 2 * 6 - 1
+    assert cache.kv is not None and cache.kv.seq_lens.tolist() == (35 - PADS).tolist()
+
+
+@pytest.mark.gpu
+def test_generate_on_cuda_replays_a_cuda_graph() -> None:
+    model = model_of("Mistral").cuda().bfloat16()
+    batch = {name: value.cuda() for name, value in text(padded=True).items()}
+    found = []
+    for options in ({"disable_compile": True}, {}):
+        cache = QuantizedCache(model, **ROWS)
+        ids = model.generate(
+            **batch, past_key_values=cache, **OPTIONS | {"max_new_tokens": 20}, **options
+        )
+        cache.check()
+        found.append(ids)
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+    assert not counters["inductor"]["cudagraph_skips"]
+    assert (found[0] == found[1]).float().mean() > 0.9  # bfloat16 logits may tie
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own code
+def test_generate_compiles_by_inductor(llama: Any) -> None:
+    expected, _ = generated(llama, True)
+    found, _ = generated(llama, True, **compiling("inductor"))
+    del llama._compiled_call
+    assert found == expected and counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.slow
+@torch.no_grad()
+@pytest.mark.parametrize("padded", [False, True], ids=["even", "padded"])
+def test_a_loop_of_ones_own_has_one_graph(llama: Any, padded: bool) -> None:
+    found = []
+    for forward in (llama, torch.compile(llama.forward, fullgraph=True, backend="eager")):
+        cache, batch, logits = QuantizedCache(llama, **ROWS), text(padded), []
+        mask, places = batch["attention_mask"], batch["position_ids"][:, -1:]
+        out = llama(**batch, past_key_values=cache)
+        for _ in range(6):
+            places = places + 1
+            mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+            given = {"attention_mask": mask, "position_ids": places} if padded else {}
+            token = out.logits[:, -1:].argmax(-1)
+            out = forward(input_ids=token, past_key_values=cache, use_cache=True, **given)
+            logits.append(out.logits)
+        cache.check()
+        assert cache.get_seq_length() == 30
+        assert cache.kv is not None
+        cache.kv.crop(cache.kv.seq_lens - 4)  # its owner may change it in between
+        assert cache.mask_sizes(1) == (27, 0)
+        found.append(torch.cat(logits, dim=1))
+    torch.testing.assert_close(*found)
+    graphs = 1 + padded  # a mask that grows takes a second one
+    assert counters["stats"]["unique_graphs"] == graphs and not counters["graph_break"]
+
+
+@pytest.mark.slow
+def test_beams_of_a_compiled_model(llama: Any) -> None:
+    """The prompt and the growing cache end graphs, and are read as they are uncompiled."""
+    found = []
+    for room in (None, 64):
+        for compiled in (False, True):
+            cache = QuantizedCache(llama, **ROWS | {"max_seq_len": room})
+            if compiled:
+                llama.forward = torch.compile(llama.forward, backend="eager")
+            ids = llama.generate(**text(True), past_key_values=cache, num_beams=2, **OPTIONS)
+            cache.check()
+            found.append(ids.tolist())
+            if compiled:
+                del llama.forward
+    assert found[0] == found[1] == found[2] == found[3]
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_graphs_read_rows_where_they_lie(llama: Any) -> None:
+    """Else each step of a CUDA graph would copy them."""
+    sizes: list[int] = []
+
+    def note(graph: Any, inputs: Any) -> Any:
+        for node in graph.graph.find_nodes(op="placeholder"):
+            value, marks = node.meta["example_value"], node.meta.get("tensor_dict", {})
+            is_weight = isinstance(value, torch.nn.Parameter) or value.is_floating_point()
+            if not is_weight and "_dynamo_static_input_type" not in marks:
+                sizes.append(value.numel())
+        return graph.forward
+
+    cache = QuantizedCache(llama, **ROWS)
+    llama(**text(True), past_key_values=cache)
+    step: Any = torch.compile(llama.forward, fullgraph=True, backend=note)
+    step(tokens(3, 1), past_key_values=cache, position_ids=24 - PADS[:, None])
+    cache.check()
+    assert sizes == [3, 3]  # tokens and positions
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_what_is_not_compiled_is_told(llama: Any) -> None:
+    step: Any = torch.compile(llama.forward, fullgraph=True, backend="eager")
+    static, growing = (QuantizedCache(llama, **ROWS | {"max_seq_len": n}) for n in (26, None))
+    assert static.is_compileable and not growing.is_compileable
+    error = torch._dynamo.exc.Unsupported
+    with pytest.raises(error, match="steps of one token"):
+        step(tokens(3, 24), past_key_values=static)
+    llama(tokens(3, 24), past_key_values=growing)
+    with pytest.raises(error, match="is_compileable"):
+        step(tokens(3, 1), past_key_values=growing)
+    assert growing.get_seq_length() == 24
+    llama(**text(True), past_key_values=static)
+    step(tokens(3, 1), past_key_values=static, position_ids=torch.full((3, 1), 24))
+    with pytest.raises(ConfigError, match="other positions"):
+        static.check()
+    short = torch.zeros(3, 25, dtype=torch.int64)
+    step(tokens(3, 1), short, past_key_values=static, position_ids=25 - PADS[:, None])
+    with pytest.raises(ConfigError, match="shows other tokens"):
+        static.check()
+    with pytest.raises(ShapeError, match="would grow to 27 tokens"):
+        llama(tokens(3, 1), past_key_values=static)
+    step(tokens(3, 1), past_key_values=static, position_ids=26 - PADS[:, None])
+    with pytest.raises(ShapeError, match="found no room"):
+        static.check()
