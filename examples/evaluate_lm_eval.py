@@ -1,7 +1,6 @@
 """Tasks of lm-evaluation-harness on a quantized cache: python evaluate_lm_eval.py MODEL TASK ..."""
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,13 +42,14 @@ class QuantizedLM(HFLM):
 def main() -> None:
     """Print the scores, of a 16-bit cache too."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", type=Path, help="a folder")
+    parser.add_argument("model", help="a folder")
     parser.add_argument("tasks", nargs="+", help="names, or YAML files of your own")
     parser.add_argument("--k-format", default="int4-g4")
     parser.add_argument("--v-format", default="int4-g4")
     parser.add_argument("--limit", type=int, help="documents of each task")
     given = vars(parser.parse_args())
-    options = {"pretrained": str(given["model"]), "batch_size": 4}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    options = {"pretrained": given["model"], "batch_size": 4, "device": device}
     formats = {name: given[name] for name in ("k_format", "v_format")}
     tasks = {"tasks": given["tasks"], "limit": given["limit"]}
     for name, lm in (("16 bit", HFLM(**options)), ("quantized", QuantizedLM(formats, **options))):

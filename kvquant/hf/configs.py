@@ -17,9 +17,9 @@ import torch
 
 from ..cache.checks import DEFAULT_FORMAT, row_formats
 from ..cache.contiguous import KVCache
-from ..errors import ConfigError, UnsupportedModelError
+from ..errors import UnsupportedModelError
 from ..io.plan import CachePlan
-from ..rows.format import RowFormat
+from ..rows.format import HEAD_DIMS
 
 # of config.layer_types: what they keep are the keys and values of tokens, and nothing else
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -287,10 +287,11 @@ def _shape(config: Any, layer: int, layer_kind: str | None) -> tuple[int, int, i
     k_dim = k_dim or (_number(config, "hidden_size", layer) or 0) // q_heads
     v_dim = _number(config, "v_head_dim", layer) or k_dim
     for dim in (k_dim, v_dim):
-        try:
-            RowFormat("bf16", 1, dim)
-        except ConfigError as error:
-            raise UnsupportedModelError(f"has rows that no format has: {error}") from None
+        if dim not in HEAD_DIMS:
+            raise UnsupportedModelError(
+                f"has rows that no format has: head_dim {dim} is not supported, as "
+                f"{', '.join(map(str, HEAD_DIMS))} are"
+            )
     return heads, k_dim, v_dim
 
 
