@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, help="documents of each task")
     given = vars(parser.parse_args())
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    options = {"pretrained": given["model"], "batch_size": 4, "device": device}
+    options = {"pretrained": given["model"], "device": device, "softmax_dtype": "float32"}
     formats = {name: given[name] for name in ("k_format", "v_format")}
     tasks = {"tasks": given["tasks"], "limit": given["limit"]}
     for name, lm in (("16 bit", HFLM(**options)), ("quantized", QuantizedLM(formats, **options))):
