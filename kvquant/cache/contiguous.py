@@ -13,7 +13,7 @@ from .. import debug
 from ..errors import ConfigError, ShapeError, shown
 from ..ops.attention import State, attend_segments
 from ..ops.transform import queries_of
-from ..rows.arguments import check_device, check_scale, check_size, check_tensors
+from ..rows.arguments import check_device, check_flag, check_scale, check_size, check_tensors
 from ..rows.basis import LayerBasis
 from ..rows.format import EXACT_CODECS, RowFormat, check_head_dims
 from ..rows.quantize import check_dtype
@@ -352,7 +352,11 @@ class KVCache:
         if variant is not None:
             at.check_bias(variant)
         if at.window is not None or in_step:
+            check_flag("in_step", in_step)
+            if q_lens is not None:
+                check_tensors(q_lens=q_lens)
             q_len = q.shape[1] if isinstance(q, torch.Tensor) and q.ndim == 4 else 1
+            at.check_seen(layer, q_len, variant)
             segments, variant = at.seen_by(layer, q_len, q_lens, variant, in_step=in_step)
         return attend_segments(
             q,
@@ -675,7 +679,7 @@ class KVCache:
                 if not old.packed_len:  # all tokens were recent
                     new.pack_recent(self.bad_rows)
                 layers[i] = new
-        except Exception:  # such as a lack of memory
+        except BaseException:  # such as a lack of memory, or Ctrl-C
             for layer in layers:
                 layer.limit(self.max_seq_len)
             raise
@@ -704,6 +708,7 @@ class KVCache:
             [0, 0]
         """
         before, kept = self.seq_lens.cpu(), dict[int, LayerCache]()
+        counters = [(x, x.clone()) for x in (self.bad_rows, self.overflow_tokens)]
         if new_tokens > SPARE and bool(before.any()):
             for i, layer in enumerate(self.layers):
                 if layer.lens.firsts is not None:
@@ -714,6 +719,8 @@ class KVCache:
             for i, layer in kept.items():
                 self.layers[i].take(layer)
             self.crop(before)
+            for counter, earlier in counters:  # lower where check has set them back
+                counter.copy_(torch.minimum(counter, earlier))
             raise
 
     def reset(self) -> None:

@@ -41,7 +41,7 @@ from ..ops.slots import (
     takes_one_launch,
 )
 from ..ops.transform import encode_rows
-from ..rows.arguments import address, check_flag, check_tensors
+from ..rows.arguments import address, check_tensors
 from ..rows.basis import Encoding, LayerBasis, Queries
 from ..rows.format import RowFormat
 from ..rows.latent import AnyFormat
@@ -293,7 +293,8 @@ class LayerCache:
     ) -> tuple[Sequence[Segment], AttentionVariant | None]:
         """What the last q_len tokens of each sequence attend to, and how.
 
-        With a window that is all that any of them sees, and the variant tells them apart.
+        With a window that is all that any of them sees, and the variant tells them apart. Call
+        check_seen before.
 
         Args:
             layer: the index of this layer, for errors.
@@ -304,15 +305,9 @@ class LayerCache:
                 the recent window since then is read in 16 bit, as far as it is kept.
 
         Raises:
-            UnsupportedError: more queries than there are rows for before the window, or key_bias,
-                whose positions a layer with a window does not keep.
             ShapeError: a query sees tokens that are no longer there (not looked at on CUDA but in
                 debug mode).
         """
-        self.check_seen(layer, q_len, variant)
-        check_flag("in_step", in_step)
-        if q_lens is not None:
-            check_tensors(q_lens=q_lens)
         has_window = self.window is not None and self.window < self.max_seq_len
         in_step = in_step and self.recent_len > 0 and self.packed_len > 0
         if q_len == 1 or not (has_window or in_step):

@@ -9,7 +9,7 @@ import torch
 
 from kvquant import KVCache
 from kvquant.cache import layer, row_stacks
-from kvquant.errors import ConfigError, ShapeError
+from kvquant.errors import ConfigError, NonFiniteError, ShapeError
 from kvquant.rows.basis import Basis, LayerBasis
 from kvquant.rows.quantize import feedback_matrix
 
@@ -113,8 +113,9 @@ def test_less_room_and_too_much_are_refused() -> None:
     assert cache.max_seq_len == 64 and cache.layers == before
 
 
-def test_memory_that_ends_while_a_cache_grows_changes_nothing(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("error", [ConfigError, KeyboardInterrupt])
+def test_an_error_while_a_cache_grows_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:
     ours, theirs = make("windows", 64), make("windows", 64)
     append([ours, theirs], [60, 20])
@@ -123,11 +124,11 @@ def test_memory_that_ends_while_a_cache_grows_changes_nothing(
     def few_rows(shape: Any, device: Any, what: str, advice: str) -> torch.Tensor:
         calls.append(what)
         if len(calls) > 6:  # the first layer has four
-            raise ConfigError(f"{what}: no memory")
+            raise error(f"{what}: no memory")
         return row_stacks.zero_rows(shape, device, what, advice)
 
     monkeypatch.setattr(layer, "zero_rows", few_rows)
-    with pytest.raises(ConfigError, match="no memory"):
+    with pytest.raises(error, match="no memory"):
         ours.grow(100)
     assert ours.max_seq_len == 64
     assert_alike(ours, theirs)
@@ -139,3 +140,18 @@ def test_memory_that_ends_while_a_cache_grows_changes_nothing(
     ours.grow(100)
     append([ours], [5, 0])
     assert ours.seq_lens.tolist() == [65, 20]
+
+
+def test_a_failed_attempt_takes_back_what_it_counted() -> None:
+    cache = make("default", 64)
+    cache.bad_rows[0] = 1  # from before
+    with pytest.raises(KeyboardInterrupt), cache.attempt(3):
+        append([cache], [3, 1])
+        cache.bad_rows += 4
+        cache.overflow_tokens += 5
+        raise KeyboardInterrupt
+    assert cache.seq_lens.tolist() == [0, 0]
+    assert cache.bad_rows.tolist() == [1, 0] and not cache.overflow_tokens.any()
+    with pytest.raises(NonFiniteError), cache.attempt(3):
+        cache.check()  # has told it
+    cache.check()
