@@ -13,6 +13,7 @@ from kvquant import (
     KVCache,
     LatentFormat,
     LatentKVCache,
+    RowFormat,
     debug,
     dequantize_rows,
     load_cache,
@@ -32,6 +33,7 @@ from kvquant.io.container import RowsFile
 from kvquant.io.export import export_cache
 from kvquant.io.inspect import describe
 from kvquant.io.manifest import CacheManifest
+from kvquant.kernels.cuda.device.row_layout import lanes_of
 
 SCALE = 80**-0.5
 DIMS = {"latent_dim": 256, "rope_dim": 32}
@@ -235,3 +237,24 @@ def test_files_that_contradict_themselves_are_refused(tmp_path: Path) -> None:
             continue
         with pytest.raises(CheckpointError, match=message):
             forged.check_readable()
+
+
+def test_torch_compile_takes_a_step_whole() -> None:
+    cache, other = make_cache(), make_cache()
+
+    def step(
+        cache: LatentKVCache, q: tuple[torch.Tensor, ...], x: tuple[torch.Tensor, ...]
+    ) -> torch.Tensor:
+        return cache.step(0, q[0], q[1], x[0], x[1], sm_scale=SCALE)
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        q, x = queries(4), tokens(1)
+        assert torch.equal(compiled(cache, q, x), step(other, q, x))
+    assert torch.equal(layer_of(cache).packed, layer_of(other).packed)
+
+
+def test_kernels_of_cuda_refuse_rows_of_such_widths() -> None:
+    for width in (32, 512):
+        with pytest.raises(UnsupportedError, match=f"rows of {width} elements, of latent rows"):
+            lanes_of(RowFormat.parse("int8", width))
