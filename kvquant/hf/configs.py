@@ -19,7 +19,7 @@ from ..cache.checks import DEFAULT_FORMAT, row_formats
 from ..cache.contiguous import KVCache
 from ..errors import UnsupportedModelError
 from ..io.plan import CachePlan
-from ..rows.format import HEAD_DIMS
+from ..rows.format import HEAD_DIMS, one_of
 
 # of config.layer_types: what they keep are the keys and values of tokens, and nothing else
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -289,8 +289,8 @@ def _shape(config: Any, layer: int, layer_kind: str | None) -> tuple[int, int, i
     for dim in (k_dim, v_dim):
         if dim not in HEAD_DIMS:
             raise UnsupportedModelError(
-                f"has rows that no format has: head_dim {dim} is not supported, as "
-                f"{', '.join(map(str, HEAD_DIMS))} are"
+                f"has rows that no format has: head_dim {dim} is not supported: use "
+                f"{one_of(HEAD_DIMS)}"
             )
     return heads, k_dim, v_dim
 
