@@ -25,6 +25,7 @@ from ..rows.arguments import check_kind, check_scale, check_size, check_tensors
 from ..rows.variant import AttentionVariant, names_of
 from .checks import Counts, check_layer, whole_numbers
 from .contiguous import KVCache
+from .latent import LatentKVCache
 
 BLOCK_LEN = 256  # tokens
 _POSSIBLE = {"soft_cap", "sink_logits"}  # of a variant: what needs no positions
@@ -51,7 +52,7 @@ class ContextParallelCache:
     Raises:
         ConfigError: torch.distributed is not initialized, the cache is no KVCache, not empty, or
             not alike on all ranks.
-        UnsupportedError: the cache has windows.
+        UnsupportedError: the cache has windows, or holds latent rows.
 
     Example (of each rank, started by `torchrun --nproc-per-node 2`):
         dist.init_process_group()
@@ -66,6 +67,8 @@ class ContextParallelCache:
         self, cache: KVCache, group: dist.ProcessGroup | None = None, *, block_len: int = BLOCK_LEN
     ) -> None:
         check_kind("cache", cache, KVCache, "give the KVCache of this rank")
+        if isinstance(cache, LatentKVCache):
+            raise UnsupportedError("latent rows are not spread over ranks: give a KVCache")
         self.block_len = check_size("block_len", block_len, at_least=1)
         if not dist.is_available() or not dist.is_initialized():
             raise ConfigError(

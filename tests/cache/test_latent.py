@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kvquant import (
+    ContextParallelCache,
     KVCache,
     LatentFormat,
     LatentKVCache,
@@ -181,6 +182,8 @@ def test_what_does_not_fit_is_refused() -> None:
         make_cache(fmt=["bf16"])
     with pytest.raises(ConfigError, match="format 'int5' does not exist"):
         make_cache(fmt="int5")
+    with pytest.raises(UnsupportedError, match="latent rows are not spread over ranks"):
+        ContextParallelCache(LatentKVCache(1, 1, 16))
     with pytest.raises(UnsupportedError, match="no plans of latent rows"):
         LatentKVCache.from_plan(None, 1, 64)
     assert "256 latents and 32 RoPE elements in int8-g4+int8-g8" in repr(cache)
