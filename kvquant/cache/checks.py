@@ -10,7 +10,15 @@ import torch
 from numpy.typing import NDArray
 
 from ..errors import ConfigError, NonFiniteError, ShapeError, shown
-from ..rows.arguments import check_readable, check_size, is_whole
+from ..ops.dispatch import kernels_for
+from ..rows.arguments import (
+    check_flag,
+    check_num_splits,
+    check_readable,
+    check_scale,
+    check_size,
+    is_whole,
+)
 from ..rows.basis import LayerBasis
 from ..rows.format import RowFormat
 from .memory import check_room
@@ -125,6 +133,22 @@ def check_layer(layer: int, num_layers: int) -> None:
         raise ConfigError(
             f"layer {shown(layer)} does not exist: the cache has layers 0 to {num_layers - 1}"
         )
+
+
+def check_options(
+    q: torch.Tensor,
+    sm_scale: float | None,
+    return_lse: bool,
+    num_splits: int | None,
+    backend: str | None,
+) -> None:
+    """Raise unless a step can attend so, before it appends anything; see decode_attention."""
+    if sm_scale is not None:
+        check_scale(sm_scale)
+    check_flag("return_lse", return_lse)
+    check_num_splits(num_splits)
+    if backend is not None:
+        kernels_for(q, backend)
 
 
 def check_bad_rows(rows: Sequence[int], advice: str) -> None:

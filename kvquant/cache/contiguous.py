@@ -13,7 +13,7 @@ from .. import debug
 from ..errors import ConfigError, ShapeError, shown
 from ..ops.attention import State, attend_segments
 from ..ops.transform import queries_of
-from ..rows.arguments import check_device, check_flag, check_scale, check_size, check_tensors
+from ..rows.arguments import check_device, check_flag, check_size, check_tensors
 from ..rows.basis import LayerBasis
 from ..rows.format import EXACT_CODECS, RowFormat, check_head_dims
 from ..rows.quantize import check_dtype
@@ -27,6 +27,7 @@ from .checks import (
     check_bad_rows,
     check_bases,
     check_layer,
+    check_options,
     check_plan_options,
     check_windows,
     per_layer,
@@ -486,7 +487,8 @@ class KVCache:
             As decode_attention.
 
         Raises:
-            As append and attend; nothing is appended where q or the variant does not fit.
+            As append and attend; nothing is appended where q, the variant or an option is not
+            possible.
         """
         at = self._layer(layer)
         check_tensors(q=q, k=k, v=v)
@@ -499,8 +501,7 @@ class KVCache:
         at.check_query(q)
         at.check_seen(layer, new_tokens, variant)
         at.check_variant(q, variant)
-        if sm_scale is not None:
-            check_scale(sm_scale)
+        check_options(q, sm_scale, return_lse, num_splits, backend)
         self._change(k)
         ready = None if q.ndim == 4 else queries_of(q, at.basis, sm_scale, backend)
         queries = None if ready is None else ready[0]

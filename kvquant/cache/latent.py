@@ -19,7 +19,7 @@ from ..rows.arguments import check_device, check_scale, check_size, check_tensor
 from ..rows.format import RowFormat
 from ..rows.latent import LatentFormat
 from ..rows.segment import Segment
-from .checks import Counts
+from .checks import Counts, check_options
 from .contiguous import KVCache
 from .layer import ROLLBACK, Kind, LayerCache, rows_of
 
@@ -334,7 +334,8 @@ class LatentKVCache(KVCache):
             As mla_decode_attention.
 
         Raises:
-            As append and attend; nothing is appended where the queries do not fit.
+            As append and attend; nothing is appended where the queries do not fit, or an option is
+            not possible.
         """
         at = self._layer(layer)
         check_tensors(q_latent=q_latent, q_rope=q_rope, latent=latent, rope=rope)
@@ -346,7 +347,7 @@ class LatentKVCache(KVCache):
             )
         at.check_query(q_latent)
         check_queries(q_latent, q_rope, LatentFormat(at.k_format, at.v_format))
-        check_scale(sm_scale)
+        check_options(q_latent, check_scale(sm_scale), return_lse, num_splits, backend)
         self.append(layer, latent, rope)
         return self.attend(
             layer,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -135,6 +136,29 @@ def test_an_append_that_fails_changes_nothing(
     assert message in str(caught.value)
     assert unchanged(cache, before)
     cache.append(0, tokens(20), tokens(20))
+
+
+@pytest.mark.parametrize(
+    ("option", "error", "message"),
+    [
+        ({"num_splits": 0}, ConfigError, "num_splits 0 is not possible"),
+        ({"backend": "tpu"}, ConfigError, "backend 'tpu' does not exist"),
+        ({"backend": "cuda"}, DeviceError, "backend 'cuda' takes CUDA tensors, not cpu"),
+        ({"return_lse": 1}, ConfigError, "return_lse"),
+        ({"sm_scale": math.nan}, ConfigError, "sm_scale"),
+    ],
+)
+def test_a_step_that_cannot_attend_appends_nothing(
+    option: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    cache = make()
+    cache.append(0, tokens(9), tokens(9))
+    before = everything(cache)
+    q = torch.randn(cache.batch, 2 * cache.num_kv_heads, cache.head_dim)
+    with pytest.raises(error) as caught:
+        cache.step(0, q, tokens(1), tokens(1), **option)
+    assert message in str(caught.value)
+    assert unchanged(cache, before)
 
 
 @pytest.mark.parametrize(
