@@ -280,7 +280,10 @@ class LayerCache:
     def _tighten(self, most: int) -> None:
         """Read the lengths if one may be over most: longest is an upper bound."""
         if self.longest is not None and self.longest > most:
-            self.longest = int(self.seq_lens.cpu().max())
+            if self.seq_lens.is_meta:  # a rehearsal: suppose that there is room
+                self.longest = max(most, 0)
+            else:
+                self.longest = int(self.seq_lens.cpu().max())
 
     def seen_by(
         self,
@@ -656,7 +659,11 @@ class LayerCache:
 
     def _check_room(self, counts: int | torch.Tensor) -> None:
         """Raise if a sequence would outgrow the layer; lengths are read."""
-        lens = self.seq_lens.cpu().long() + counts  # int32 ends where max_seq_len may
+        if self.seq_lens.is_meta:  # a rehearsal, of which _tighten supposed a length
+            lens = torch.full(self.seq_lens.shape, self.longest or 0, device="cpu")
+        else:
+            lens = self.seq_lens.cpu().long()  # int32 ends where max_seq_len may
+        lens = lens + counts
         if bool((lens > self.max_seq_len).any()):
             sequence = int((lens > self.max_seq_len).nonzero()[0])
             raise ShapeError(

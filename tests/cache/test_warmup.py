@@ -14,7 +14,7 @@ from fake_cuda import CPU, FakeDriver, install_for_caches, loaded_specs
 from kvquant import CachePlan, KVCache
 from kvquant.cache import warmup
 from kvquant.cache.warmup import Calls, kernels_of
-from kvquant.errors import DeviceError
+from kvquant.errors import DeviceError, ShapeError
 from kvquant.kernels.cuda.append.spec import AppendSpec
 from kvquant.kernels.cuda.decode.spec import DecodeSpec
 from kvquant.kernels.cuda.runtime import compile as compiling
@@ -68,6 +68,27 @@ def test_what_is_launched_was_told(name: str, ratio: int, cuda: FakeDriver) -> N
         cache.step(layer, torch.zeros(BATCH, ratio * HEADS, DIM, dtype=dtype), *rows(1, dtype))
         cache.step(layer, torch.zeros(BATCH, 3, ratio * HEADS, DIM, dtype=dtype), *rows(3, dtype))
     assert len(cuda.launched) >= 6 and {*loaded_specs()} == {*told}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_prompt_that_fills_the_cache_is_rehearsed(name: str, cuda: FakeDriver) -> None:
+    dtype = torch.float16 if name == "fp16" else torch.bfloat16
+    make, gpu = partial(MAKERS[name], batch=BATCH, max_seq_len=700), runtime.gpu_of(CPU)
+    told = kernels_of([Calls(partial(make, device="meta"), dtype, prompts=(700,))], gpu)
+    cache = make()
+    for layer in range(cache.num_layers):
+        cache.append(layer, *rows(700, dtype))
+    cache.crop(690)
+    for layer in range(cache.num_layers):
+        cache.step(layer, torch.zeros(BATCH, HEADS, DIM, dtype=dtype), *rows(1, dtype))
+    assert loaded_specs() and {*loaded_specs()} <= {*told}
+
+
+def test_a_prompt_without_room_is_left_to_the_append(cuda: FakeDriver) -> None:
+    make, gpu = partial(KVCache, **PLAIN, batch=BATCH, max_seq_len=699), runtime.gpu_of(CPU)
+    kernels_of([Calls(partial(make, device="meta"), torch.bfloat16, prompts=(700,))], gpu)
+    with pytest.raises(ShapeError, match="would grow to 700 tokens"):
+        make().append(0, *rows(700, torch.bfloat16))
 
 
 def test_one_layer_of_a_kind_is_rehearsed(
