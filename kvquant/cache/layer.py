@@ -41,6 +41,7 @@ from ..ops.slots import (
     takes_one_launch,
 )
 from ..ops.transform import encode_rows
+from ..rehearsal import is_rehearsed
 from ..rows.arguments import address, check_tensors
 from ..rows.basis import Encoding, LayerBasis, Queries
 from ..rows.format import RowFormat
@@ -280,7 +281,7 @@ class LayerCache:
     def _tighten(self, most: int) -> None:
         """Read the lengths if one may be over most: longest is an upper bound."""
         if self.longest is not None and self.longest > most:
-            if self.seq_lens.is_meta:  # a rehearsal: suppose that there is room
+            if is_rehearsed(self.seq_lens):  # suppose that there is room
                 self.longest = max(most, 0)
             else:
                 self.longest = int(self.seq_lens.cpu().max())
@@ -659,8 +660,10 @@ class LayerCache:
 
     def _check_room(self, counts: int | torch.Tensor) -> None:
         """Raise if a sequence would outgrow the layer; lengths are read."""
-        if self.seq_lens.is_meta:  # a rehearsal, of which _tighten supposed a length
-            lens = torch.full(self.seq_lens.shape, self.longest or 0, device="cpu")
+        if is_rehearsed(self.seq_lens):  # it has the length that _tighten supposed
+            lens = torch.full(
+                self.seq_lens.shape, self.longest or 0, dtype=torch.int64, device="cpu"
+            )
         else:
             lens = self.seq_lens.cpu().long()  # int32 ends where max_seq_len may
         lens = lens + counts
