@@ -48,7 +48,8 @@ class Pages:
         self.table = torch.full((len(past_lens), max(used)), -1, dtype=torch.int32)
         for row, count in zip(self.table, used, strict=True):
             row[:count] = torch.tensor([next(order) for _ in range(count)])
-        self.table, self.lens = self.table.to(device), torch.zeros_like(self.table[:, 0])
+        self.table = self.table.to(device)
+        self.lens = torch.zeros_like(self.table[:, 0])
         self.append(past_lens)
 
     def append(self, counts: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
