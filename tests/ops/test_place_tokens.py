@@ -22,7 +22,7 @@ from kvquant.ops import slots as slotops
 from kvquant.ops.slots import Lens, Sizes, place_tokens
 
 # that launch nothing
-WITHOUT_KERNEL = "detach empty slice squeeze transpose unbind view"
+WITHOUT_KERNEL = "detach empty empty_strided slice squeeze transpose unbind view"
 
 
 class Calls(TorchDispatchMode):

@@ -16,10 +16,11 @@ from kvquant.vllm.step import FEW, append, attend, describe_step
 
 HEADS, Q_HEADS, DIM, PAGE = 2, 8, 64, 16
 SCALE = 0.11
-# where a step runs: the dtype of the model there, and the error that it brings
+# where a step runs: the dtype of the model there, and the error that it brings; bfloat16 is rounded
+# to up to three times, 2.1e-3 each: weights of a prompt, a part or what is in a basis, the result
 DEVICES = [
     pytest.param("cpu", torch.float32, 2e-5),
-    pytest.param("cuda", torch.bfloat16, 3e-3, marks=pytest.mark.gpu),
+    pytest.param("cuda", torch.bfloat16, 6.3e-3, marks=pytest.mark.gpu),
 ]
 Measure = Callable[[torch.Tensor, torch.Tensor], float]
 
