@@ -1,0 +1,86 @@
+"""A tile of rows from global to a team's shared memory, asked for by all its threads.
+
+    dense     rows lie in shared memory as in global memory: thread i copies units i, i + 128 ... of a
+              run, which lies in one page
+    padded    8 threads (or 4) copy a row, 16 rows at a time
+
+All copies of a tile are asked for back to back, without registers. What lies behind the last token
+becomes zeros, and is not read.
+"""
+
+from numba import int32, uint32, uint64
+
+from ..device.jit import device_function
+from ..device.ptx import copy_16, load_global_u32
+from ..device.row_layout import UNIT
+from .spec import SLICES, TILE
+
+THREADS = 32 * SLICES
+
+
+def make_find_pages(spec):
+    """Make the function that gives the pages of a tile's runs."""
+    RUN, RUNS, PAGED = spec.run, TILE // spec.run, spec.paged
+
+    @device_function
+    def find_pages(pages, table, first, end, shift):
+        for r in range(RUNS):
+            pages[r] = uint32(0)
+            token = int32(first + int32(RUN * r))
+            if PAGED and token < end:
+                pages[r] = load_global_u32(table + uint64(4) * uint64(token >> shift))
+
+    return find_pages
+
+
+def make_copy_tile(spec):
+    """Make the function that asks for a tile."""
+    RUN, RUNS, ROW, STRIDE, PAGED = spec.run, TILE // spec.run, spec.row_bytes, spec.stride, spec.paged
+    UNITS, DENSE = ROW // UNIT, STRIDE == ROW
+    ALL, STEPS = RUN * UNITS, -(-RUN * UNITS // THREADS)
+    LANES = 8 if UNITS % 8 == 0 else 4
+    AT_ONCE = min(THREADS // LANES, RUN)  # rows of a run
+    PASSES = RUN // AT_ONCE
+
+    @device_function
+    def copy_run(target, source, left, thread):
+        if DENSE:
+            limit = uint32(uint32(left) * uint32(UNITS))
+            source += uint64(uint32(UNIT) * thread)
+            target += uint32(UNIT) * thread
+            for i in range(STEPS):
+                piece = uint32(thread + uint32(THREADS * i))
+                if THREADS * (i + 1) <= ALL or piece < uint32(ALL):
+                    valid = uint32(UNIT) if piece < limit else uint32(0)
+                    copy_16(target + uint32(UNIT * THREADS * i), source + uint64(UNIT * THREADS * i), valid)
+        else:
+            row, unit = uint32(thread // uint32(LANES)), uint32(thread % uint32(LANES))
+            source += uint64(uint32(row * uint32(ROW)) + uint32(UNIT) * unit)
+            target += row * uint32(STRIDE) + uint32(UNIT) * unit
+            if THREADS // LANES > RUN and row >= uint32(RUN):
+                return
+            for i in range(PASSES):
+                valid = uint32(0)
+                if int32(row) + int32(AT_ONCE * i) < left:
+                    valid = uint32(UNIT)
+                for j in range(UNITS // LANES):
+                    at = UNIT * LANES * j
+                    copy_16(
+                        target + uint32(AT_ONCE * STRIDE * i + at),
+                        source + uint64(AT_ONCE * ROW * i + at),
+                        valid,
+                    )
+
+    @device_function
+    def copy_tile(target, rows, stride_outer, pages, first, end, mask, thread):
+        for r in range(RUNS):
+            token = int32(first + int32(RUN * r))
+            left = int32(max(min(int32(end - token), int32(RUN)), int32(0)))
+            source = rows
+            if PAGED:
+                source += uint64(pages[r]) * stride_outer
+                token = int32(token & mask)
+            source += uint64(uint32(token)) * uint64(ROW)
+            copy_run(target + uint32(RUN * STRIDE * r), source, left, thread)
+
+    return copy_tile

@@ -1,0 +1,324 @@
+"""Decode attention of MLA (multi-head latent attention) on CUDA: a row is read once, for K and V.
+
+    row     latent elements (512): K and V    RoPE elements (64): K only
+            ├────────────┬────────────┬────────────┬────────────┤├──────┤
+    warp    0            1            2            3              all
+
+    grid    columns, 16 or 32 a block  x  sequences  x  splits of the tokens
+    team    4 warps with a ring of tiles of 32 tokens; each warp has a quarter of the latent elements,
+            as K and as V: 16 columns x 128 elements of the output are 64 registers a lane
+
+        tiles ahead  ──cp.async──▶ rows, as they are                         (copies.py)
+        each warp    its quarter of q·K ──▶ partial scores, shared memory    (scores.py)
+                     ─── the team meets ───
+                     its eight tokens: sum of the quarters, P ──▶ shared     (softmax.py)
+                     ─── the team meets ───
+                     its quarter of P V                                      (values.py)
+
+Instructions of a warp for a tile of 32 tokens and 16 columns (int4-g8 and fp8-g4): 32 + 4 + 6 MMAs
+for q·K and shifts, 34 for P V; 2 x 80 to unpack codes; 60 for scales; 60 for softmax and exchange; 40
+for copies. Codes are unpacked in registers, once for K and once for V: an MMA wants pairs of
+elements for the one, of tokens for the other. Expanded to 16 bit in shared memory they would take
+as many instructions, and four times the reads.
+
+Teams of a block are merged in shared memory, the splits by the last block of a unit
+(decode/combine.py). Tokens are split by the lengths on the device, into whole tiles of all teams.
+
+Source: DeepSeek-V2 (https://arxiv.org/abs/2405.04434); the output cut along its elements over warps
+that share scores is FlashMLA's (https://github.com/deepseek-ai/FlashMLA) and FlashInfer's way.
+"""
+
+import math
+from operator import add
+
+from numba import cuda, float32, int32, uint32, uint64
+
+from ..decode.combine import LN2, NOTHING, make_combine_splits, make_write, make_write_empty
+from ..device.fragments import add_rows, over_quad
+from ..device.jit import device_function
+from ..device.ptx import (
+    commit_copies,
+    exp2,
+    load_global_u32,
+    load_shared_f32,
+    load_shared_f32x4,
+    log2,
+    maximum,
+    shared_address,
+    store_global_f32,
+    store_global_f32x4,
+    store_shared_f32,
+    wait_copies,
+    word_from_lane,
+)
+from .copies import make_copy_tile, make_find_pages
+from .queries import make_load_queries
+from .scores import make_own_scores, make_partial_scores
+from .softmax import LOWEST, first_limits, make_mask, make_softmax, meet
+from .spec import AHEAD, SLICES, TILE
+from .values import make_accumulate, make_put_output, sums_of
+
+
+def make_mla_kernel(spec):
+    """Make the kernel, a Python function that numba compiles with `spec.signature()`."""
+    TEAMS, STAGES, BLOCKS, COLUMNS = spec.teams, spec.stages, spec.blocks, spec.block_columns
+    DIM, CAUSAL, PAGED, RUNS = spec.latent.head_dim, spec.causal, spec.paged, TILE // spec.run
+    STEP, STAGE, TEAM = TILE * TEAMS, spec.stage_bytes, spec.team_bytes
+    EXCHANGE, QUERIES, P = STAGES * STAGE, spec.query_bytes, spec.p_at
+    HALVES, SCORES, SUMS = 2 * BLOCKS, 4 * BLOCKS, BLOCKS * sums_of(spec)
+    FRAGMENTS = 4 * spec.latent_steps if BLOCKS == 1 else 4
+    SCALES = 1 if spec.latent.is_exact else spec.latent.groups
+    ROOM = first_limits(spec)
+    wait_for_next = wait_copies[STAGES - 2]
+    wait_for_all = wait_copies[0]
+    find_pages, copy_tile = make_find_pages(spec), make_copy_tile(spec)
+    load_queries = make_load_queries(spec)
+    partial_scores, own_scores = make_partial_scores(spec), make_own_scores(spec)
+    mask = make_mask(spec)
+    write_p, settle = make_softmax(spec)
+    accumulate = make_accumulate(spec)
+    write = make_write(spec.query)
+    combine_teams = _make_combine_teams(spec, write)
+    combine_splits = make_combine_splits(spec, write, AHEAD)
+    write_empty = make_write_empty(spec, write)
+
+    # fmt: off
+    def mla(q_latent, q_rope, out, lse, partial, counters, rows, seq_lens, q_lens, table,
+            latent_stride_batch, latent_stride_query, latent_stride_head, rope_stride_batch,
+            rope_stride_query, rope_stride_head, stride_outer, capacity, page_shift, table_stride,
+            num_heads, q_len, score_scale):
+        # fmt: on
+        tid = uint32(cuda.threadIdx.x)
+        lane = uint32(tid & uint32(31))
+        # from a lane: ptxas has to see that a warp does not diverge
+        warp = word_from_lane(uint32(tid >> uint32(5)), uint32(0))
+        team, own = uint32(warp // uint32(SLICES)), uint32(warp % uint32(SLICES))
+        thread = uint32(tid - uint32(32 * SLICES) * team)
+        block, b, split = cuda.blockIdx.x, cuda.blockIdx.y, uint32(cuda.blockIdx.z)
+        splits = uint32(cuda.gridDim.z)
+
+        # Step 1: the tokens of this block
+        length = int32(load_global_u32(seq_lens + uint64(4) * uint64(b)))
+        length = int32(max(min(length, capacity), int32(0)))
+        queries = q_len
+        if CAUSAL and q_lens != uint64(0):
+            queries = int32(load_global_u32(q_lens + uint64(4) * uint64(b)))
+            queries = int32(max(min(queries, q_len), int32(0)))
+        steps = uint32(uint32(length + int32(STEP - 1)) // uint32(STEP))
+        per_split = uint32(uint32(steps + splits - uint32(1)) // splits)
+        begin = int32(uint32(split * per_split) * uint32(STEP))
+        end = int32(min(int32(begin + int32(per_split * uint32(STEP))), length))
+        end = int32(word_from_lane(uint32(end), uint32(0)))
+        first_column = uint32(uint32(block) * uint32(COLUMNS))
+        all_columns = uint32(q_len * num_heads)
+        columns = min(uint32(COLUMNS), uint32(all_columns - first_column))
+        row = uint64(b) * uint64(all_columns) + uint64(first_column)
+        out += uint64(2 * DIM) * row
+        if lse != uint64(0):
+            lse += uint64(4) * row
+        lie = (uint32(0), uint32(1), uint32(0))  # rows of out follow one another
+        if length == int32(0) and split == uint32(0):
+            write_empty(columns, out, lse, lie)
+        if begin >= end:
+            return
+        parts = uint32(uint32(steps + per_split - uint32(1)) // per_split)
+
+        # Step 2: fill the ring; pages are looked up one tile ahead
+        shared = shared_address(cuda.shared.array(0, uint32))
+        ring = uint32(shared + uint32(QUERIES) + uint32(TEAM) * team)
+        exchange = uint32(ring + uint32(EXCHANGE))
+        mask_of_page = int32((int32(1) << page_shift) - int32(1))
+        if PAGED:
+            table += uint64(4) * uint64(b) * uint64(table_stride)
+        else:
+            rows += uint64(b) * stride_outer
+        first = int32(begin + int32(team) * int32(TILE))
+        asked = first
+        pages = cuda.local.array(RUNS, uint32)
+        find_pages(pages, table, asked, end, page_shift)
+        for s in range(STAGES - 1):
+            if asked < end:
+                stage = uint32(ring + uint32(STAGE * s))
+                copy_tile(stage, rows, stride_outer, pages, asked, end, mask_of_page, thread)
+            commit_copies()
+            asked = int32(asked + int32(STEP))
+            find_pages(pages, table, asked, end, page_shift)
+
+        # Step 3: the queries, while the first tiles are on their way
+        fragments = cuda.local.array(FRAGMENTS, uint32)
+        factors = cuda.local.array(HALVES, float32)
+        rope_factors = cuda.local.array(HALVES, float32)
+        used = min(uint32(queries * num_heads), all_columns)
+        of_queries = (
+            q_latent + uint64(b) * latent_stride_batch, latent_stride_query, latent_stride_head,
+            q_rope + uint64(b) * rope_stride_batch, rope_stride_query, rope_stride_head,
+            first_column, used, uint32(num_heads), score_scale,
+        )
+        places = (shared, exchange, team)
+        load_queries(fragments, factors, rope_factors, of_queries, places, lane, warp)
+        sums = cuda.local.array(SUMS, float32)
+        for i in range(SUMS):
+            sums[i] = float32(0)
+        header_sums = cuda.local.array(SCORES, float32)
+        for i in range(SCORES):
+            header_sums[i] = float32(0)
+        references = cuda.local.array(HALVES, float32)
+        totals = cuda.local.array(HALVES, float32)
+        seen = cuda.local.array(HALVES, int32)
+        upto = end
+        for i in range(HALVES):
+            references[i] = float32(LOWEST)
+            totals[i] = float32(0)
+            seen[i] = end
+            if CAUSAL:
+                column = uint32(first_column + uint32(8 * i) + uint32(lane >> uint32(2)))
+                query = int32(column // uint32(num_heads))
+                seen[i] = int32(0)
+                if column < used:
+                    seen[i] = int32(min(int32(int32(length - queries) + query) + int32(1), end))
+        if CAUSAL:
+            upto = int32(min(int32(int32(length - queries) + int32(1)), end))
+            if uint32(first_column + uint32(COLUMNS)) > used:
+                upto = int32(0)
+        limits = (float32(ROOM), uint32(0))
+        wait_for_next()
+        meet(team)
+
+        stage = ring
+        free = uint32(ring + uint32((STAGES - 1) * STAGE))
+        while first < end:
+            # Step 4: a quarter of the scores of 32 tokens
+            scales = cuda.local.array(SCALES, uint32)
+            partial_scores(exchange, scales, stage, fragments, shared, lane, own)
+            meet(team)
+
+            # Step 5: ask for the tile that is STAGES - 1 ahead, where the one before this was
+            if asked < end:
+                copy_tile(free, rows, stride_outer, pages, asked, end, mask_of_page, thread)
+            commit_copies()
+            asked = int32(asked + int32(STEP))
+            find_pages(pages, table, asked, end, page_shift)
+
+            # Step 6: P of eight tokens
+            scores = cuda.local.array(SCORES, float32)
+            added = cuda.local.array(HALVES, float32)
+            own_scores(scores, exchange, stage, shared, factors, rope_factors, lane, own)
+            mask(scores, first, seen, upto, lane, own)
+            write_p(exchange, scores, scales, references, added, limits, lane, own)
+            if STAGES > 2:
+                wait_for_next()
+            meet(team)
+            states = (references, totals)
+            at = (lane, own, team)
+            limits = settle(
+                exchange, scores, scales, states, added, limits, sums, header_sums, at
+            )
+
+            # Step 7: a quarter of P V
+            accumulate(sums, header_sums, scales, stage, uint32(exchange + uint32(P)), lane, own)
+            if STAGES == 2:
+                wait_for_all()
+                meet(team)
+            first = int32(first + int32(STEP))
+            free = stage
+            stage = uint32(stage + uint32(STAGE))
+            if stage == uint32(ring + uint32(STAGES * STAGE)):
+                stage = ring
+        wait_for_all()
+
+        # Step 8: the teams, merged, and the parts of the unit
+        unit = uint32(uint32(uint32(b) * uint32(cuda.gridDim.x)) + uint32(block))
+        base = uint32(unit * splits)
+        places_of_parts = uint64(uint32(cuda.gridDim.x * cuda.gridDim.y)) * uint64(splits)
+        part_lses = partial + uint64(4 * DIM * COLUMNS) * places_of_parts
+        place = uint64(base + split)
+        part = (
+            partial + uint64(4 * DIM * COLUMNS) * place, part_lses + uint64(4 * COLUMNS) * place
+        )
+        combine_teams(
+            uint32(shared + uint32(QUERIES)), sums, header_sums, references, totals,
+            (parts, columns, lane, warp), part, (out, lse),
+        )
+        if parts > uint32(1):
+            counts, adds = (parts, parts, parts), (base, base, base)
+            combine_splits(
+                shared, counters + uint64(4) * uint64(unit), columns,
+                (counts, adds, partial, part_lses), (out, lse, lie, uint32(0), uint32(0)),
+            )
+
+    return mla
+
+
+def _make_combine_teams(spec, write):
+    """Make the function that merges the teams of a block and writes a part, or the output if it is
+    all."""
+    TEAMS, BLOCKS, COLUMNS, WARPS = spec.teams, spec.blocks, spec.block_columns, spec.warps
+    HALVES, DIM, OUTPUT = 2 * BLOCKS, spec.latent.head_dim, spec.output_bytes
+    FOURS, COLUMN, THREADS = DIM // 4, 4 * (DIM + 4), spec.threads
+    REFERENCES = TEAMS * OUTPUT
+    TOTALS = REFERENCES + 4 * TEAMS * COLUMNS
+    put_output = make_put_output(spec)
+
+    @device_function
+    def combine_teams(shared, sums, header_sums, references, totals, who, part, whole):
+        parts, columns, lane, warp = who
+        part_out, part_lse = part
+        out, lse = whole
+        team, own = uint32(warp // uint32(SLICES)), uint32(warp % uint32(SLICES))
+        mine = uint32(shared + uint32(4) * uint32(lane >> uint32(2)))
+        cuda.syncthreads()  # the rings are free
+        for i in range(HALVES):
+            total = over_quad(totals[i], add)
+            at = mine + uint32(32 * i)
+            if lane & uint32(3) == uint32(0):
+                store_shared_f32(at + uint32(TOTALS) + uint32(4 * COLUMNS) * warp, total)
+                if own == uint32(0):
+                    to = at + uint32(REFERENCES) + uint32(4 * COLUMNS) * team
+                    store_shared_f32(to, references[i])
+        cuda.syncthreads()
+        factors = cuda.local.array(HALVES, float32)
+        for i in range(HALVES):
+            at = mine + uint32(32 * i)
+            top = references[i]
+            for other in range(TEAMS):
+                place = at + uint32(REFERENCES + 4 * COLUMNS * other)
+                top = maximum(top, load_shared_f32(place))
+            weights = float32(0)
+            for other in range(TEAMS):
+                reference = load_shared_f32(at + uint32(REFERENCES + 4 * COLUMNS * other))
+                total = float32(0)
+                for s in range(SLICES):
+                    place = at + uint32(TOTALS + 4 * COLUMNS * (SLICES * other + s))
+                    total += load_shared_f32(place)
+                weights += total * exp2(reference - top)
+            sees = weights != float32(0)
+            factors[i] = exp2(references[i] - top) / weights if sees else float32(0)
+            column = uint32(uint32(8 * i) + uint32(lane >> uint32(2)))
+            if warp == uint32(0) and lane & uint32(3) == uint32(0):
+                log_sum = top + log2(weights)
+                if parts > uint32(1):
+                    log_sum = log_sum if sees else float32(NOTHING)
+                    store_global_f32(part_lse + uint64(4) * uint64(column), log_sum)
+                elif lse != uint64(0) and column < columns:
+                    log_sum = log_sum * float32(LN2) if sees else float32(-math.inf)
+                    store_global_f32(lse + uint64(4) * uint64(column), log_sum)
+        target = uint32(shared + uint32(OUTPUT) * team)
+        put_output(target, sums, header_sums, factors, lane, own)
+        cuda.syncthreads()
+        item = uint32(cuda.threadIdx.x)
+        while item < columns * uint32(FOURS):
+            column = item // uint32(FOURS)
+            four = item - column * uint32(FOURS)
+            at = shared + column * uint32(COLUMN) + four * uint32(16)
+            values = load_shared_f32x4(at)
+            for other in range(1, TEAMS):
+                more = load_shared_f32x4(at + uint32(OUTPUT * other))
+                values = add_rows(values, float32(1), float32(1), more)
+            place = uint64(item) * uint64(4)
+            if parts > uint32(1):
+                store_global_f32x4(part_out + uint64(4) * place, values)
+            else:
+                write(out + uint64(2) * place, values)
+            item = uint32(item + uint32(THREADS))
+
+    return combine_teams

@@ -1,0 +1,184 @@
+"""What the MLA decode kernel is compiled for, its arguments and its shared memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from kvquant.errors import UnsupportedError
+from kvquant.rows.format import RowFormat
+
+from ..decode.spec import Path
+from ..device.row_layout import UNIT
+from ..runtime.spec import Spec, Table
+
+SLICES = 4  # warps of a team: each has a quarter of the latent elements
+TILE = 8 * SLICES  # tokens that a team works on at a time: eight for each warp's softmax
+ROWS = 16  # columns of an MMA: its M
+FRAGMENT = 512  # bytes of a fragment of 4 words a lane
+SHAPES = ((3, 5), (3, 4), (3, 3), (2, 4), (2, 3), (2, 2), (1, 4), (1, 3), (1, 2))  # teams, stages
+AHEAD = 4  # parts whose loads are on their way together when they are combined
+REGISTERS = 1 << 16  # of an SM
+
+MLA: Table = (
+    ("q_latent", "P"),  # [batch, q_len, num_heads, latent_dim], bfloat16 or float16
+    ("q_rope", "P"),  # [batch, q_len, num_heads, rope_dim], as q_latent
+    ("out", "P"),  # as q_latent, contiguous
+    ("lse", "P"),  # [batch, q_len, num_heads], float32, base e; 0: not wanted
+    # float32 [parts of all units, columns of a block, latent_dim], then [these parts, columns]
+    ("partial", "P"),
+    ("counters", "P"),  # uint32 [units], zero before the launch and after it
+    ("rows", "P"),
+    ("seq_lens", "P"),  # int32 [batch]
+    ("q_lens", "P"),  # int32 [batch]: queries of each sequence; 0: q_len of all
+    ("table", "P"),  # int32 [batch, max_pages]; not read where rows are linear
+    ("latent_stride_batch", "Q"),  # bytes
+    ("latent_stride_query", "Q"),
+    ("latent_stride_head", "Q"),
+    ("rope_stride_batch", "Q"),
+    ("rope_stride_query", "Q"),
+    ("rope_stride_head", "Q"),
+    ("stride_outer", "Q"),  # bytes from a sequence, or a page, to the next
+    ("capacity", "i"),  # rows that a sequence has room for; longer lengths count as this
+    ("page_shift", "i"),  # log2 of the page size
+    ("table_stride", "i"),  # entries from a sequence's part of the block table to the next
+    ("num_heads", "i"),
+    ("q_len", "i"),
+    ("score_scale", "f"),  # sm_scale * log2(e)
+)
+
+
+@dataclass(frozen=True)
+class MlaSpec(Spec):
+    """An MLA decode kernel.
+
+    Attributes:
+        latent, rope: the two parts of a row, side by side; both a multiple of 16 bytes long, as are
+            their headers.
+        query: "bf16" or "fp16", the codec of the queries and of out.
+        run: rows that lie in one run of memory at least: the page size, or TILE.
+        paged: whether rows lie in pages.
+        teams: teams of SLICES warps in a block, each with a ring and tiles of its own.
+        stages: tiles in a team's ring.
+        blocks: 16 columns each that a team has; a column is a head of a query.
+        causal: whether a sequence may have several queries, those of its last tokens.
+    """
+
+    latent: RowFormat
+    rope: RowFormat
+    query: str = "bf16"
+    run: int = TILE
+    paged: bool = False
+    teams: int = 3
+    stages: int = 4
+    blocks: int = 1
+    causal: bool = False
+
+    arguments = MLA
+    kernel = "mla.kernel.make_mla_kernel"
+    # what decode/combine.py asks for
+    segments = 1
+    variant = ()
+
+    def __post_init__(self) -> None:
+        for fmt, least in ((self.latent, 2 * UNIT * SLICES), (self.rope, 2 * UNIT)):
+            together = 32 if fmt.codec == "int4" else 16  # elements of an MMA, or two
+            if fmt.header_bytes % UNIT or fmt.code_bytes % least or fmt.group_size % together:
+                raise UnsupportedError(
+                    f"{fmt} with {fmt.head_dim} elements is no part of a row that the CUDA kernel "
+                    f"of MLA reads: headers must be multiples of {UNIT} bytes, codes of {least}, "
+                    f"groups of {together} elements. Use 4 or 8 groups, or backend='reference'"
+                )
+            if fmt.codec == "bf16" and self.query == "fp16":
+                raise UnsupportedError(
+                    "bf16 rows with float16 queries have no CUDA kernel of MLA: make the queries "
+                    "bfloat16, or use backend='reference'"
+                )
+
+    @property
+    def warps(self) -> int:  # type: ignore[override]
+        """Warps of a block."""
+        return SLICES * self.teams
+
+    @property
+    def block_columns(self) -> int:
+        """Columns of a block."""
+        return ROWS * self.blocks
+
+    @property
+    def first(self) -> Path:
+        """The rows, as decode/combine.py asks for them."""
+        return Path(self.latent, self.latent)
+
+    @property
+    def places(self) -> dict[str, int]:
+        """Where each argument stands."""
+        return {name: place for place, (name, _) in enumerate(self.arguments)}
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return self.latent.row_bytes + self.rope.row_bytes
+
+    @property
+    def stride(self) -> int:
+        """Bytes from a row in shared memory to the next: rows of a number of units that is a
+        multiple of 4 are padded by one, as in device/row_layout.py."""
+        return self.row_bytes + UNIT * (self.row_bytes // UNIT % 4 == 0)
+
+    @property
+    def stage_bytes(self) -> int:
+        """A tile of rows."""
+        return TILE * self.stride
+
+    @property
+    def query_bytes(self) -> int:
+        """What all teams read of the queries: of the latent part where they take too many
+        registers, of the RoPE part, and of the sums that shifts are multiplied by."""
+        latent = self.latent_steps * SLICES if self.blocks > 1 else 0
+        return FRAGMENT * self.blocks * (latent + self.rope_steps + 4)
+
+    @property
+    def latent_steps(self) -> int:
+        """MMAs along a warp's latent elements."""
+        return self.latent.head_dim // (16 * SLICES)
+
+    @property
+    def rope_steps(self) -> int:
+        """MMAs along the RoPE elements."""
+        return self.rope.head_dim // 16
+
+    @property
+    def exchange_bytes(self) -> int:
+        """What the warps of a team tell each other: partial scores, P, maxima, largest scales and
+        flags; before the first tile sums of the query over 8 groups."""
+        return self.blocks * (SLICES * SLICES * FRAGMENT + SLICES // 2 * FRAGMENT + 512) + 32
+
+    @property
+    def p_at(self) -> int:
+        """Byte of that at which P stands, behind the partial scores."""
+        return FRAGMENT * self.blocks * SLICES * SLICES
+
+    @property
+    def team_bytes(self) -> int:
+        """Shared memory of a team."""
+        return self.stages * self.stage_bytes + self.exchange_bytes
+
+    @property
+    def output_bytes(self) -> int:
+        """A team's output as it is combined; a column is padded by 16 bytes."""
+        return 4 * self.block_columns * (self.latent.head_dim + 4)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block; over the rings what is left to combine."""
+        combined = self.teams * self.output_bytes + 4 * self.teams * 8 * self.block_columns
+        return self.query_bytes + max(self.teams * self.team_bytes, combined)
+
+
+def shapes_of(spec: MlaSpec, most_shared: int) -> Iterator[MlaSpec]:
+    """The kernels with as many teams and stages as shared memory allows, the best first."""
+    for teams, stages in SHAPES:
+        found = replace(spec, teams=teams, stages=stages)
+        if found.shared_bytes <= most_shared:
+            yield found
