@@ -48,6 +48,9 @@ ALLOWED = {
         "errors rows kernels.disk_cache kernels.cuda.device kernels.cuda.runtime"
     ),
     "kernels.cuda.dequantize": "rows kernels.cuda.device kernels.cuda.runtime",
+    "kernels.cuda.mla": (
+        "errors rehearsal rows kernels.cuda.device kernels.cuda.runtime kernels.cuda.decode"
+    ),
     "kernels.cuda.prefix": (
         "errors rehearsal rows kernels.cuda.device kernels.cuda.runtime kernels.cuda.decode"
     ),

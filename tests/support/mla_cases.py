@@ -109,11 +109,18 @@ def make_mla(
         page_size > 0,
         causal=q_lens is not None,
     )
-    tensors = [q_latent, q_rope, rows, seq_lens]
-    tensors = [x.to(device) for x in tensors]
-    told = None if q_lens is None else numbers.to(device)
-    table = None if table is None else table.to(device)
-    shift = page_size.bit_length() - 1 if page_size else 0
     return MlaCase(
-        name, spec, *tensors, told, table, capacity, shift, sm_scale, out.to(device), lse.to(device)
+        name,
+        spec,
+        q_latent.to(device),
+        q_rope.to(device),
+        rows.to(device),
+        seq_lens.to(device),
+        None if q_lens is None else numbers.to(device),
+        None if table is None else table.to(device),
+        capacity,
+        page_size.bit_length() - 1 if page_size else 0,
+        sm_scale,
+        out.to(device),
+        lse.to(device),
     )

@@ -1,7 +1,7 @@
 """A tile of rows from global to a team's shared memory, asked for by all its threads.
 
-    dense     rows lie in shared memory as in global memory: thread i copies units i, i + 128 ... of a
-              run, which lies in one page
+    dense     rows lie in shared memory as in global memory: thread i copies units i, i + 128 ...
+              of a run, which lies in one page
     padded    8 threads (or 4) copy a row, 16 rows at a time
 
 All copies of a tile are asked for back to back, without registers. What lies behind the last token
@@ -35,7 +35,13 @@ def make_find_pages(spec):
 
 def make_copy_tile(spec):
     """Make the function that asks for a tile."""
-    RUN, RUNS, ROW, STRIDE, PAGED = spec.run, TILE // spec.run, spec.row_bytes, spec.stride, spec.paged
+    RUN, RUNS, ROW, STRIDE, PAGED = (
+        spec.run,
+        TILE // spec.run,
+        spec.row_bytes,
+        spec.stride,
+        spec.paged,
+    )
     UNITS, DENSE = ROW // UNIT, STRIDE == ROW
     ALL, STEPS = RUN * UNITS, -(-RUN * UNITS // THREADS)
     LANES = 8 if UNITS % 8 == 0 else 4
@@ -52,7 +58,11 @@ def make_copy_tile(spec):
                 piece = uint32(thread + uint32(THREADS * i))
                 if THREADS * (i + 1) <= ALL or piece < uint32(ALL):
                     valid = uint32(UNIT) if piece < limit else uint32(0)
-                    copy_16(target + uint32(UNIT * THREADS * i), source + uint64(UNIT * THREADS * i), valid)
+                    copy_16(
+                        target + uint32(UNIT * THREADS * i),
+                        source + uint64(UNIT * THREADS * i),
+                        valid,
+                    )
         else:
             row, unit = uint32(thread // uint32(LANES)), uint32(thread % uint32(LANES))
             source += uint64(uint32(row * uint32(ROW)) + uint32(UNIT) * unit)

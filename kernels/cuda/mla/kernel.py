@@ -5,8 +5,8 @@
     warp    0            1            2            3              all
 
     grid    columns, 16 or 32 a block  x  sequences  x  splits of the tokens
-    team    4 warps with a ring of tiles of 32 tokens; each warp has a quarter of the latent elements,
-            as K and as V: 16 columns x 128 elements of the output are 64 registers a lane
+    team    4 warps with a ring of tiles of 32 tokens; each warp has a quarter of the latent
+            elements, as K and as V: 16 columns x 128 elements of out are 64 registers a lane
 
         tiles ahead  ──cp.async──▶ rows, as they are                         (copies.py)
         each warp    its quarter of q·K ──▶ partial scores, shared memory    (scores.py)
@@ -15,11 +15,11 @@
                      ─── the team meets ───
                      its quarter of P V                                      (values.py)
 
-Instructions of a warp for a tile of 32 tokens and 16 columns (int4-g8 and fp8-g4): 32 + 4 + 6 MMAs
-for q·K and shifts, 34 for P V; 2 x 80 to unpack codes; 60 for scales; 60 for softmax and exchange; 40
-for copies. Codes are unpacked in registers, once for K and once for V: an MMA wants pairs of
-elements for the one, of tokens for the other. Expanded to 16 bit in shared memory they would take
-as many instructions, and four times the reads.
+A warp executes some 650 instructions for a tile of 32 tokens and 16 columns (int4-g8+fp8-g4; read in
+SASS): 74 MMAs, 38 of them for q·K, 205 to unpack codes, 6 to ask for rows. With bf16 rows they are
+350. Codes are unpacked in registers, once for K and once for V: an MMA wants pairs of elements for
+the one, of tokens for the other. Rows that are expanded to 16 bit in shared memory would be unpacked
+once, but written and read besides, 1,024 bytes for 256.
 
 Teams of a block are merged in shared memory, the splits by the last block of a unit
 (decode/combine.py). Tokens are split by the lengths on the device, into whole tiles of all teams.
@@ -236,7 +236,7 @@ def make_mla_kernel(spec):
             partial + uint64(4 * DIM * COLUMNS) * place, part_lses + uint64(4 * COLUMNS) * place
         )
         combine_teams(
-            uint32(shared + uint32(QUERIES)), sums, header_sums, references, totals,
+            shared, sums, header_sums, references, totals,
             (parts, columns, lane, warp), part, (out, lse),
         )
         if parts > uint32(1):
@@ -252,7 +252,7 @@ def make_mla_kernel(spec):
 def _make_combine_teams(spec, write):
     """Make the function that merges the teams of a block and writes a part, or the output if it is
     all."""
-    TEAMS, BLOCKS, COLUMNS, WARPS = spec.teams, spec.blocks, spec.block_columns, spec.warps
+    TEAMS, BLOCKS, COLUMNS = spec.teams, spec.blocks, spec.block_columns
     HALVES, DIM, OUTPUT = 2 * BLOCKS, spec.latent.head_dim, spec.output_bytes
     FOURS, COLUMN, THREADS = DIM // 4, 4 * (DIM + 4), spec.threads
     REFERENCES = TEAMS * OUTPUT

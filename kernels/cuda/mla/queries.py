@@ -3,10 +3,10 @@
     column         0   1   2   3         2 heads, q_len 2: all heads of a query together
     query, head    0,0 0,1 1,0 1,1
 
-    latent    a warp's quarter of the elements: in registers, or where a team has 32 columns in shared
-              memory
-    RoPE      all of them in shared memory, and the sums of the query over each group, as a high and a
-              low fp16 part: what shifts are multiplied by (decode/scores.py)
+    latent    a warp's quarter of the elements: in registers, or where a team has 32 columns in
+              shared memory
+    RoPE      all of them in shared memory, and the sums of the query over each group, as a high
+              and a low fp16 part: what shifts are multiplied by (decode/scores.py)
 
 The order of the elements inside an MMA is that of the codes (device/codes.py). What is multiplied
 in fp16 is scaled by a power of two to 2**14 <= max |q| < 2**15; scores are scaled back.
@@ -36,9 +36,13 @@ from ..device.ptx import (
     store_shared_f32,
     store_shared_u32x4,
 )
-from .spec import FRAGMENT, ROWS, SLICES
+from .spec import FRAGMENT, SLICES
 
-FACTORS = {"int4": 2.0**24, "int8": 2.0**24, "fp8": 2.0**8}  # codes are so much too small (codes.py)
+FACTORS = {
+    "int4": 2.0**24,
+    "int8": 2.0**24,
+    "fp8": 2.0**8,
+}  # codes are so much too small (codes.py)
 
 
 def factor_of(fmt):
@@ -102,7 +106,9 @@ class Part:
                     pack(high(one) * norm, low(one) * norm),
                     pack(high(two) * norm, low(two) * norm),
                 )
-            if IS_INT4:  # elements 2m and 2m + 4 of eight; 2m + 1 and 2m + 5, whose codes are 16fold
+            if (
+                IS_INT4
+            ):  # elements 2m and 2m + 4 of eight; 2m + 1 and 2m + 5, whose codes are 16fold
                 at = first + 4 * (step // 2) + step % 2
                 one, two = raw[at], raw[at + 2]
                 odd = norm * float32(0.0625)
@@ -132,9 +138,17 @@ def make_load_queries(spec):
     DIMS = LATENT.head_dim // SLICES
     latent, rope = Part(LATENT, spec.query, DIMS), Part(ROPE, spec.query, ROPE.head_dim)
     load_latent, largest_latent, sum_latent, pair_latent = (
-        latent.load, latent.largest, latent.group_sum, latent.pair
+        latent.load,
+        latent.largest,
+        latent.group_sum,
+        latent.pair,
     )
-    load_rope, largest_rope, sum_rope, pair_rope = rope.load, rope.largest, rope.group_sum, rope.pair
+    load_rope, largest_rope, sum_rope, pair_rope = (
+        rope.load,
+        rope.largest,
+        rope.group_sum,
+        rope.pair,
+    )
     COLUMNS, HALVES = spec.block_columns, 2 * BLOCKS
     WORDS, ROPE_WORDS = latent.words, rope.words
     RAW, ROPE_RAW = HALVES * WORDS, HALVES * ROPE_WORDS

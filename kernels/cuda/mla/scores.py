@@ -24,7 +24,6 @@ from ..device.ptx import (
     load_matrix_x4,
     load_shared_f32x4,
     load_shared_u32,
-    load_shared_u32x2,
     load_shared_u32x4,
     low_f16,
     mma_bf16,

@@ -171,14 +171,16 @@ class MlaSpec(Spec):
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block; over the rings what is left to combine."""
+        """Dynamic shared memory of a block; over it all what is left to combine."""
         combined = self.teams * self.output_bytes + 4 * self.teams * 8 * self.block_columns
-        return self.query_bytes + max(self.teams * self.team_bytes, combined)
+        return max(self.query_bytes + self.teams * self.team_bytes, combined)
 
 
 def shapes_of(spec: MlaSpec, most_shared: int) -> Iterator[MlaSpec]:
-    """The kernels with as many teams and stages as shared memory allows, the best first."""
-    for teams, stages in SHAPES:
-        found = replace(spec, teams=teams, stages=stages)
-        if found.shared_bytes <= most_shared:
-            yield found
+    """The kernels with as many columns, teams and stages as shared memory allows, the best first;
+    not with more columns than the spec has."""
+    for blocks in range(spec.blocks, 0, -1):
+        for teams, stages in SHAPES:
+            found = replace(spec, blocks=blocks, teams=teams, stages=stages)
+            if found.shared_bytes <= most_shared:
+                yield found

@@ -11,6 +11,7 @@ one more MMA, whose B is the header, gives the sums of the shifts. Its headroom 
 
 from numba import cuda, float32, uint32
 
+from ..device.codes import make_unpack
 from ..device.fragments import load_sums, store_sums
 from ..device.jit import device_function, in_turn
 from ..device.ptx import (
@@ -23,7 +24,6 @@ from ..device.ptx import (
     store_shared_f32,
     store_shared_f32x2,
 )
-from ..device.codes import make_unpack
 from ..device.row_layout import UNIT
 from .queries import factor_of
 from .spec import FRAGMENT, SLICES, TILE

@@ -18,6 +18,7 @@ import pytest
 
 from kvquant.kernels.cuda.append.spec import AppendSpec, FeedbackSide, FeedbackSpec, Side
 from kvquant.kernels.cuda.dequantize.launch import DequantizeSpec
+from kvquant.kernels.cuda.mla.spec import MlaSpec
 from kvquant.kernels.cuda.prefix.spec import CombineSpec
 from kvquant.kernels.cuda.runtime.compile import compile_spec, cubin_key
 from kvquant.kernels.cuda.runtime.spec import layout_of
@@ -30,6 +31,7 @@ FORMATS = "int4 int4-g2 int4-g4 int4-g8 int8 int8-g4 fp8 fp8-g4 bf16 fp16".split
 
 
 FEEDBACK = FeedbackSpec((FeedbackSide(Side(RowFormat.parse("int4", 64)), share=4),) * 2)
+MLA = MlaSpec(RowFormat.parse("bf16", 512), RowFormat.parse("bf16", 64), teams=1, stages=2)
 
 
 def make_row_spec(text: str) -> AppendSpec | DequantizeSpec:
@@ -96,7 +98,7 @@ def test_machine_code_of_rows_spills_nothing(text: str, arch: str) -> None:
 )
 @pytest.mark.parametrize(
     "spec",
-    [make_row_spec("fp8/int4-g8 80"), make_row_spec(DEQUANTIZE), CombineSpec(64), FEEDBACK],
+    [make_row_spec("fp8/int4-g8 80"), make_row_spec(DEQUANTIZE), CombineSpec(64), FEEDBACK, MLA],
     ids=lambda spec: type(spec).__name__,
 )
 def test_arguments_have_the_size_that_the_kernel_takes(spec: Any) -> None:
