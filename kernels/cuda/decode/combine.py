@@ -137,14 +137,11 @@ def make_combine_warps(spec, put_output, write):
     return combine_warps
 
 
-def make_combine_splits(spec, write, ahead=AHEAD):
+def make_combine_splits(spec, write):
     """Make the function by which the last block of a unit merges the parts of all.
 
     Parts are numbered through the segments, which have counts[0], the first two counts[1], all
     counts[2]. A part's place in `partial` is its number and what `adds` has for its segment.
-
-    Args:
-        ahead: parts whose loads are on their way together.
     """
     THREE, THREADS, COLUMNS = spec.segments == 3, spec.threads, spec.block_columns
     DIM, FOURS = spec.first.v_format.head_dim, spec.first.v_format.head_dim // 4
@@ -152,7 +149,7 @@ def make_combine_splits(spec, write, ahead=AHEAD):
     SINKS, add_sink = "sink_logits" in spec.variant, make_add_sink(spec)
     # lanes that weigh the parts of a column, a power of two; perhaps some are left over
     LANES = 1 << (THREADS // COLUMNS).bit_length() - 1
-    LOADED = 4 * ahead
+    LOADED = 4 * AHEAD
 
     @device_function
     def place_of(number, counts, adds):
@@ -180,12 +177,12 @@ def make_combine_splits(spec, write, ahead=AHEAD):
         if before != total - uint32(1):
             return
         fence()
-        # weights of the parts, [total, COLUMNS] in shared memory, zeros up to a multiple of ahead
+        # weights of the parts, [total, COLUMNS] in shared memory, zeros up to a multiple of AHEAD
         column = tid // uint32(LANES)
         mine = tid % uint32(LANES)
         if tid >= uint32(LANES * COLUMNS):
             mine = uint32(1 << 31)  # beyond all parts
-        padded = (total + uint32(ahead - 1)) // uint32(ahead) * uint32(ahead)
+        padded = (total + uint32(AHEAD - 1)) // uint32(AHEAD) * uint32(AHEAD)
         top = float32(NOTHING)
         part = mine
         while part < total:
@@ -243,16 +240,16 @@ def make_combine_splits(spec, write, ahead=AHEAD):
             first = uint32(0)
             while first < total:
                 loaded = cuda.local.array(LOADED, float32)
-                for i in range(ahead):
+                for i in range(AHEAD):
                     part = min(uint32(first + uint32(i)), uint32(total - uint32(1)))
                     here = place_of(part, counts, adds) * uint64(COLUMNS * DIM) + place
                     at = partial + uint64(4) * here
                     store_sums(loaded, 4 * i, load_written_f32x4(at))
-                for i in range(ahead):
+                for i in range(AHEAD):
                     at = shared + uint32(4) * ((first + uint32(i)) * uint32(COLUMNS) + column)
                     weight = load_shared_f32(at)
                     values = add_rows(values, weight, weight, load_sums(loaded, 4 * i))
-                first = uint32(first + uint32(ahead))
+                first = uint32(first + uint32(AHEAD))
             place = uint64(row_of(column, lie)) * uint64(DIM) + uint64(4) * uint64(four)
             write(out + uint64(2) * place, values)
             item = uint32(item + uint32(THREADS))

@@ -15,14 +15,15 @@
                      ─── the team meets ───
                      its quarter of P V                                      (values.py)
 
-A warp executes some 650 instructions for a tile of 32 tokens and 16 columns (int4-g8+fp8-g4; read in
-SASS): 74 MMAs, 38 of them for q·K, 205 to unpack codes, 6 to ask for rows. With bf16 rows they are
-350. Codes are unpacked in registers, once for K and once for V: an MMA wants pairs of elements for
-the one, of tokens for the other. Rows that are expanded to 16 bit in shared memory would be unpacked
-once, but written and read besides, 1,024 bytes for 256.
+A warp executes some 650 instructions for a tile of 32 tokens and 16 columns (int4-g8+fp8-g4; read
+in SASS): 74 MMAs, 38 of them for q·K, 205 to unpack codes, 6 to ask for rows. With bf16 rows they
+are 350. Codes are unpacked in registers, once for K and once for V: an MMA wants pairs of elements
+for the one, of tokens for the other. Rows that are expanded to 16 bit in shared memory would be
+unpacked once, but written and read besides, 1,024 bytes for 256.
 
-Teams of a block are merged in shared memory, the splits by the last block of a unit
-(decode/combine.py). Tokens are split by the lengths on the device, into whole tiles of all teams.
+Teams of a block are merged in shared memory, splits by a launch that follows (combine.py). Tokens
+are split by the lengths on the device, into whole tiles of all teams; a split without tokens says
+so.
 
 Source: DeepSeek-V2 (https://arxiv.org/abs/2405.04434); the output cut along its elements over warps
 that share scores is FlashMLA's (https://github.com/deepseek-ai/FlashMLA) and FlashInfer's way.
@@ -33,10 +34,11 @@ from operator import add
 
 from numba import cuda, float32, int32, uint32, uint64
 
-from ..decode.combine import LN2, NOTHING, make_combine_splits, make_write, make_write_empty
-from ..device.fragments import add_rows, over_quad
+from ..decode.combine import LN2, NOTHING, make_write
+from ..device.fragments import ZEROS, add_rows, over_quad
 from ..device.jit import device_function
 from ..device.ptx import (
+    begin_next_launch,
     commit_copies,
     exp2,
     load_global_u32,
@@ -55,7 +57,7 @@ from .copies import make_copy_tile, make_find_pages
 from .queries import make_load_queries
 from .scores import make_own_scores, make_partial_scores
 from .softmax import LOWEST, first_limits, make_mask, make_softmax, meet
-from .spec import AHEAD, SLICES, TILE
+from .spec import SLICES, TILE
 from .values import make_accumulate, make_put_output, sums_of
 
 
@@ -68,7 +70,7 @@ def make_mla_kernel(spec):
     HALVES, SCORES, SUMS = 2 * BLOCKS, 4 * BLOCKS, BLOCKS * sums_of(spec)
     FRAGMENTS = 4 * spec.latent_steps if BLOCKS == 1 else 4
     SCALES = 1 if spec.latent.is_exact else spec.latent.groups
-    ROOM = first_limits(spec)
+    ROOM, OVERLAPPED = first_limits(spec), spec.overlapped
     wait_for_next = wait_copies[STAGES - 2]
     wait_for_all = wait_copies[0]
     find_pages, copy_tile = make_find_pages(spec), make_copy_tile(spec)
@@ -79,15 +81,16 @@ def make_mla_kernel(spec):
     accumulate = make_accumulate(spec)
     write = make_write(spec.query)
     combine_teams = _make_combine_teams(spec, write)
-    combine_splits = make_combine_splits(spec, write, AHEAD)
-    write_empty = make_write_empty(spec, write)
+    write_nothing = _make_write_nothing(spec, write)
 
     # fmt: off
-    def mla(q_latent, q_rope, out, lse, partial, counters, rows, seq_lens, q_lens, table,
+    def mla(q_latent, q_rope, out, lse, part_out, part_lse, rows, seq_lens, q_lens, table,
             latent_stride_batch, latent_stride_query, latent_stride_head, rope_stride_batch,
             rope_stride_query, rope_stride_head, stride_outer, capacity, page_shift, table_stride,
             num_heads, q_len, score_scale):
         # fmt: on
+        if OVERLAPPED:
+            begin_next_launch()
         tid = uint32(cuda.threadIdx.x)
         lane = uint32(tid & uint32(31))
         # from a lane: ptxas has to see that a warp does not diverge
@@ -116,12 +119,15 @@ def make_mla_kernel(spec):
         out += uint64(2 * DIM) * row
         if lse != uint64(0):
             lse += uint64(4) * row
-        lie = (uint32(0), uint32(1), uint32(0))  # rows of out follow one another
-        if length == int32(0) and split == uint32(0):
-            write_empty(columns, out, lse, lie)
+        unit = uint32(uint32(uint32(b) * uint32(cuda.gridDim.x)) + uint32(block))
+        place = uint64(COLUMNS) * uint64(uint32(uint32(unit * splits) + split))
+        part_out += uint64(4 * DIM) * place
+        part_lse += uint64(4) * place
+        whole = splits == uint32(1)
+        places = (out, lse, part_out, part_lse)
         if begin >= end:
+            write_nothing(whole, columns, places)
             return
-        parts = uint32(uint32(steps + per_split - uint32(1)) // per_split)
 
         # Step 2: fill the ring; pages are looked up one tile ahead
         shared = shared_address(cuda.shared.array(0, uint32))
@@ -154,8 +160,8 @@ def make_mla_kernel(spec):
             q_rope + uint64(b) * rope_stride_batch, rope_stride_query, rope_stride_head,
             first_column, used, uint32(num_heads), score_scale,
         )
-        places = (shared, exchange, team)
-        load_queries(fragments, factors, rope_factors, of_queries, places, lane, warp)
+        here = (shared, exchange, team)
+        load_queries(fragments, factors, rope_factors, of_queries, here, lane, warp)
         sums = cuda.local.array(SUMS, float32)
         for i in range(SUMS):
             sums[i] = float32(0)
@@ -226,32 +232,39 @@ def make_mla_kernel(spec):
                 stage = ring
         wait_for_all()
 
-        # Step 8: the teams, merged, and the parts of the unit
-        unit = uint32(uint32(uint32(b) * uint32(cuda.gridDim.x)) + uint32(block))
-        base = uint32(unit * splits)
-        places_of_parts = uint64(uint32(cuda.gridDim.x * cuda.gridDim.y)) * uint64(splits)
-        part_lses = partial + uint64(4 * DIM * COLUMNS) * places_of_parts
-        place = uint64(base + split)
-        part = (
-            partial + uint64(4 * DIM * COLUMNS) * place, part_lses + uint64(4 * COLUMNS) * place
-        )
-        combine_teams(
-            shared, sums, header_sums, references, totals,
-            (parts, columns, lane, warp), part, (out, lse),
-        )
-        if parts > uint32(1):
-            counts, adds = (parts, parts, parts), (base, base, base)
-            combine_splits(
-                shared, counters + uint64(4) * uint64(unit), columns,
-                (counts, adds, partial, part_lses), (out, lse, lie, uint32(0), uint32(0)),
-            )
+        # Step 8: the teams, merged
+        of_block = (whole, columns, lane, warp)
+        combine_teams(shared, sums, header_sums, references, totals, of_block, places)
 
     return mla
 
 
+def _make_write_nothing(spec, write):
+    """Make the function that says that there are no tokens: of a split, or of all."""
+    FOURS, COLUMNS, THREADS = spec.latent.head_dim // 4, spec.block_columns, spec.threads
+
+    @device_function
+    def write_nothing(whole, columns, places):
+        out, lse, part_out, part_lse = places
+        item = uint32(cuda.threadIdx.x)
+        if item < uint32(COLUMNS):
+            if not whole:
+                store_global_f32(part_lse + uint64(4) * uint64(item), float32(NOTHING))
+            elif item < columns and lse != uint64(0):
+                store_global_f32(lse + uint64(4) * uint64(item), float32(-math.inf))
+        while item < columns * uint32(FOURS):
+            if whole:
+                write(out + uint64(8) * uint64(item), ZEROS)
+            else:
+                store_global_f32x4(part_out + uint64(16) * uint64(item), ZEROS)
+            item = uint32(item + uint32(THREADS))
+
+    return write_nothing
+
+
 def _make_combine_teams(spec, write):
-    """Make the function that merges the teams of a block and writes a part, or the output if it is
-    all."""
+    """Make the function that merges the teams of a block and writes a split, or the output if it
+    is all."""
     TEAMS, BLOCKS, COLUMNS = spec.teams, spec.blocks, spec.block_columns
     HALVES, DIM, OUTPUT = 2 * BLOCKS, spec.latent.head_dim, spec.output_bytes
     FOURS, COLUMN, THREADS = DIM // 4, 4 * (DIM + 4), spec.threads
@@ -260,10 +273,9 @@ def _make_combine_teams(spec, write):
     put_output = make_put_output(spec)
 
     @device_function
-    def combine_teams(shared, sums, header_sums, references, totals, who, part, whole):
-        parts, columns, lane, warp = who
-        part_out, part_lse = part
-        out, lse = whole
+    def combine_teams(shared, sums, header_sums, references, totals, of_block, places):
+        whole, columns, lane, warp = of_block
+        out, lse, part_out, part_lse = places
         team, own = uint32(warp // uint32(SLICES)), uint32(warp % uint32(SLICES))
         mine = uint32(shared + uint32(4) * uint32(lane >> uint32(2)))
         cuda.syncthreads()  # the rings are free
@@ -296,7 +308,7 @@ def _make_combine_teams(spec, write):
             column = uint32(uint32(8 * i) + uint32(lane >> uint32(2)))
             if warp == uint32(0) and lane & uint32(3) == uint32(0):
                 log_sum = top + log2(weights)
-                if parts > uint32(1):
+                if not whole:
                     log_sum = log_sum if sees else float32(NOTHING)
                     store_global_f32(part_lse + uint64(4) * uint64(column), log_sum)
                 elif lse != uint64(0) and column < columns:
@@ -315,7 +327,7 @@ def _make_combine_teams(spec, write):
                 more = load_shared_f32x4(at + uint32(OUTPUT * other))
                 values = add_rows(values, float32(1), float32(1), more)
             place = uint64(item) * uint64(4)
-            if parts > uint32(1):
+            if not whole:
                 store_global_f32x4(part_out + uint64(4) * place, values)
             else:
                 write(out + uint64(2) * place, values)

@@ -1,4 +1,4 @@
-"""MLA decode attention on CUDA: prepare once what depends on shapes, then launch.
+"""MLA decode attention on CUDA, in one launch, or in two where tokens are split.
 
 unit      the columns of a block, of a sequence; cut into splits where the GPU has room for more
 plan      teams and stages: the most that shared memory and the kernel's registers allow, of
@@ -18,19 +18,16 @@ from kvquant.rows.format import RowFormat
 
 from ..decode.arrange import pack_counts
 from ..device.row_layout import UNIT
-from ..runtime.launch import Launch, cached_launch, current_stream, gpu_of, kernel_of
+from ..runtime.launch import OVERLAPS, Launch, cached_launch, gpu_of, kernel_of
 from ..runtime.tensors import aligned_copy, facts_of, is_readable, strides
-from ..runtime.workspace import workspaces_of
-from .spec import REGISTERS, ROWS, TILE, MlaSpec, shapes_of
+from .spec import MOST_AHEAD, MOST_SPLITS, REGISTERS, ROWS, TILE, MlaCombineSpec, MlaSpec, shapes_of
 
 CODECS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 LOG2_E = math.log2(math.e)
 MOST_BLOCKS = 65535  # of a grid, but along x
 LEAST_PAGE = 16
 RESERVED = 1 << 10  # bytes of shared memory that a block takes besides
-# tokens that a block attends to in the time in which the last block of a unit merges a part (an
-# estimate: nothing has been measured)
-MERGED = 32
+FEWEST = 2  # steps of a block that are worth a split (an estimate: nothing has been measured)
 
 
 def attend(
@@ -48,7 +45,7 @@ def attend(
     want_lse: bool = True,
     check: Callable[[], None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attend to latent rows, in one launch on the current stream.
+    """Attend to latent rows, on the current stream.
 
     Args:
         q_latent: [batch, q_len, num_heads, latent_dim], bfloat16 or float16.
@@ -105,15 +102,13 @@ def attend(
     assert isinstance(prepared, MlaLaunch)
     if prepared.copies_query:
         q_latent, q_rope = aligned_copy(q_latent), aligned_copy(q_rope)
-    counters = partial = 0
-    if prepared.parts > 1:
-        stream = current_stream(q_latent.get_device())
-        space = workspaces_of(q_latent.device).take(stream, prepared.units, prepared.partial)
-        counters, partial = space.counters_address, space.partial_address
-    addresses = [one.data_ptr() for one in (q_latent, q_rope, out)]
-    addresses += [0 if lse is None else lse.data_ptr(), partial, counters]
-    addresses += [0 if one is None else one.data_ptr() for one in (rows, lens, numbers, table)]
-    prepared.at(addresses)
+    part_out = part_lse = None
+    if prepared.combine is not None:
+        part_out = torch.empty(prepared.parts, dtype=torch.float32, device=out.device)
+        part_lse = torch.empty(prepared.parts[:-1], dtype=torch.float32, device=out.device)
+    prepared((q_latent, q_rope, out, lse, part_out, part_lse, rows, lens, numbers, table))
+    if prepared.combine is not None:
+        prepared.combine((out, lse, part_out, part_lse))
     return out, lse
 
 
@@ -122,8 +117,8 @@ class MlaLaunch(Launch):
 
     Attributes:
         copies_query: whether the kernel cannot read the queries where they are.
-        parts, units: splits of a unit, and units.
-        partial: numbers that hold the parts of all units.
+        parts: shape of what the splits give.
+        combine: the launch that combines them, or None for one split.
     """
 
     def __init__(
@@ -136,9 +131,17 @@ class MlaLaunch(Launch):
     ) -> None:
         super().__init__(spec, index, grid, constants)
         self.copies_query = copies_query
-        blocks, batch, self.parts = grid
-        self.units = blocks * batch
-        self.partial = math.prod(grid) * spec.block_columns * (spec.latent.head_dim + 1)
+        blocks, batch, splits = grid
+        columns = int(constants["q_len"] * constants["num_heads"])
+        self.parts = batch, blocks, splits, spec.block_columns, spec.latent.head_dim
+        self.combine = None
+        if splits > 1:
+            ahead = min(1 << (splits - 1).bit_length(), MOST_AHEAD)
+            following = MlaCombineSpec(
+                spec.latent.head_dim, spec.block_columns, spec.query, ahead, spec.overlapped
+            )
+            counts = {"splits": splits, "blocks": blocks, "columns": columns}
+            self.combine = Launch(following, index, (batch * columns, 1, 1), counts)
 
 
 def _prepare(
@@ -168,8 +171,16 @@ def _prepare(
     run = TILE if table is None else min(page_size, TILE)
     causal = q_len > 1 or q_lens is not None
     columns = q_len * num_heads
-    query, width = CODECS[q_latent.dtype], 1 if columns <= ROWS else 2
-    spec = MlaSpec(latent, rope, query, run, table is not None, blocks=width, causal=causal)
+    spec = MlaSpec(
+        latent,
+        rope,
+        CODECS[q_latent.dtype],
+        run,
+        table is not None,
+        blocks=1 if columns <= ROWS else 2,
+        causal=causal,
+        overlapped=gpu.capability >= OVERLAPS,
+    )
     _check_rows(rows, spec)
     spec, registers = _fit(spec, index, gpu.shared_per_block)
     blocks = -(-columns // spec.block_columns)
@@ -180,9 +191,8 @@ def _prepare(
         gpu.shared_per_sm // (spec.shared_bytes + RESERVED),
     )
     room = gpu.sm_count * max(per_sm, 1)
-    most_parts = spec.shared_bytes // (4 * spec.block_columns) - ROWS
     splits = num_splits or splits_of(batch * blocks, capacity, room, spec.teams)
-    splits = max(min(splits, most_parts, MOST_BLOCKS), 1)
+    splits = max(min(splits, MOST_SPLITS), 1)
     is_copied = any(q.stride(3) != 1 or not is_readable(q, UNIT) for q in (q_latent, q_rope))
     constants: dict[str, float] = {}
     for side, q in (("latent", q_latent), ("rope", q_rope)):
@@ -227,8 +237,7 @@ def _check_rows(rows: torch.Tensor, spec: MlaSpec) -> None:
 
 
 def splits_of(units: int, capacity: int, room: int, teams: int) -> int:
-    """Blocks of a unit: as many as the GPU has room for, but no more than pay: what a block reads
-    and what the last one merges are to take the least time together.
+    """Blocks of a unit: as many as the GPU has room for, but each with some steps of work.
 
     Args:
         units: sequences times blocks of columns.
@@ -237,5 +246,4 @@ def splits_of(units: int, capacity: int, room: int, teams: int) -> int:
         teams: of a block.
     """
     steps = -(-capacity // (TILE * teams))
-    pays = math.isqrt(capacity // MERGED) + 1
-    return max(min(room // units, steps, pays), 1)
+    return max(min(room // units, -(-steps // FEWEST)), 1)

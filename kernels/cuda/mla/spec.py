@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from kvquant.errors import UnsupportedError
 from kvquant.rows.format import RowFormat
 
-from ..decode.spec import Path
 from ..device.row_layout import UNIT
 from ..runtime.spec import Spec, Table
 
@@ -17,7 +16,8 @@ TILE = 8 * SLICES  # tokens that a team works on at a time: eight for each warp'
 ROWS = 16  # columns of an MMA: its M
 FRAGMENT = 512  # bytes of a fragment of 4 words a lane
 SHAPES = ((3, 5), (3, 4), (3, 3), (2, 4), (2, 3), (2, 2), (1, 4), (1, 3), (1, 2))  # teams, stages
-AHEAD = 4  # parts whose loads are on their way together when they are combined
+MOST_TEAMS = {1: 3, 2: 2}  # for which an SM has registers, by the 16 columns of a team
+MOST_SPLITS, MOST_AHEAD = 1024, 16
 REGISTERS = 1 << 16  # of an SM
 
 MLA: Table = (
@@ -25,9 +25,8 @@ MLA: Table = (
     ("q_rope", "P"),  # [batch, q_len, num_heads, rope_dim], as q_latent
     ("out", "P"),  # as q_latent, contiguous
     ("lse", "P"),  # [batch, q_len, num_heads], float32, base e; 0: not wanted
-    # float32 [parts of all units, columns of a block, latent_dim], then [these parts, columns]
-    ("partial", "P"),
-    ("counters", "P"),  # uint32 [units], zero before the launch and after it
+    ("part_out", "P"),  # float32 [batch, blocks, splits, columns of a block, latent_dim]
+    ("part_lse", "P"),  # float32 [batch, blocks, splits, columns of a block], base 2
     ("rows", "P"),
     ("seq_lens", "P"),  # int32 [batch]
     ("q_lens", "P"),  # int32 [batch]: queries of each sequence; 0: q_len of all
@@ -46,6 +45,15 @@ MLA: Table = (
     ("q_len", "i"),
     ("score_scale", "f"),  # sm_scale * log2(e)
 )
+COMBINE: Table = (
+    ("out", "P"),  # as of MLA, as are all
+    ("lse", "P"),
+    ("part_out", "P"),
+    ("part_lse", "P"),
+    ("splits", "I"),
+    ("blocks", "I"),  # of a sequence
+    ("columns", "I"),  # of a sequence: heads times queries
+)
 
 
 @dataclass(frozen=True)
@@ -62,6 +70,8 @@ class MlaSpec(Spec):
         stages: tiles in a team's ring.
         blocks: 16 columns each that a team has; a column is a head of a query.
         causal: whether a sequence may have several queries, those of its last tokens.
+        overlapped: whether the launch that combines splits may begin, and wait for this one by
+            itself; sm_90 and newer.
     """
 
     latent: RowFormat
@@ -73,12 +83,10 @@ class MlaSpec(Spec):
     stages: int = 4
     blocks: int = 1
     causal: bool = False
+    overlapped: bool = False
 
     arguments = MLA
     kernel = "mla.kernel.make_mla_kernel"
-    # what decode/combine.py asks for
-    segments = 1
-    variant = ()
 
     def __post_init__(self) -> None:
         for fmt, least in ((self.latent, 2 * UNIT * SLICES), (self.rope, 2 * UNIT)):
@@ -104,16 +112,6 @@ class MlaSpec(Spec):
     def block_columns(self) -> int:
         """Columns of a block."""
         return ROWS * self.blocks
-
-    @property
-    def first(self) -> Path:
-        """The rows, as decode/combine.py asks for them."""
-        return Path(self.latent, self.latent)
-
-    @property
-    def places(self) -> dict[str, int]:
-        """Where each argument stands."""
-        return {name: place for place, (name, _) in enumerate(self.arguments)}
 
     @property
     def row_bytes(self) -> int:
@@ -176,11 +174,39 @@ class MlaSpec(Spec):
         return max(self.query_bytes + self.teams * self.team_bytes, combined)
 
 
+@dataclass(frozen=True)
+class MlaCombineSpec(Spec):
+    """The kernel that combines splits.
+
+    Attributes:
+        latent_dim: elements of a column's output.
+        block_columns: columns of a block of the splits.
+        query: "bf16" or "fp16", the codec of out.
+        ahead: splits whose loads are on their way together.
+        overlaps: as of Spec.
+    """
+
+    latent_dim: int
+    block_columns: int
+    query: str = "bf16"
+    ahead: int = 2
+    overlaps: bool = False
+
+    arguments = COMBINE
+    kernel = "mla.combine.make_combine_kernel"
+    shared_bytes = 4 * (MOST_SPLITS + MOST_AHEAD)  # the weights of splits
+
+    @property
+    def warps(self) -> int:  # type: ignore[override]
+        """Warps of a block: four elements a thread."""
+        return self.latent_dim // 128
+
+
 def shapes_of(spec: MlaSpec, most_shared: int) -> Iterator[MlaSpec]:
     """The kernels with as many columns, teams and stages as shared memory allows, the best first;
     not with more columns than the spec has."""
     for blocks in range(spec.blocks, 0, -1):
         for teams, stages in SHAPES:
             found = replace(spec, blocks=blocks, teams=teams, stages=stages)
-            if found.shared_bytes <= most_shared:
+            if teams <= MOST_TEAMS[blocks] and found.shared_bytes <= most_shared:
                 yield found
