@@ -45,7 +45,7 @@ def simulate(case: MlaCase, splits: int = 1, *, backwards: bool = False, **shape
     part_out = part_lse[..., None].repeat(1, 1, 1, 1, dim)
     results = [out, lse, part_out, part_lse]
     tensors = [case.q_latent, case.q_rope, *results, case.rows, case.seq_lens]
-    values = [x.data_ptr() for x in tensors]
+    values: list[float] = [x.data_ptr() for x in tensors]
     for x in (case.q_lens, case.table):
         values.append(0 if x is None else x.data_ptr())
         tensors += [] if x is None else [x]
@@ -53,11 +53,12 @@ def simulate(case: MlaCase, splits: int = 1, *, backwards: bool = False, **shape
         values += [2 * step for step in q.stride()[:3]]
     table_stride = 0 if case.table is None else case.table.stride(0)
     values += [case.rows.stride(0), case.capacity, case.page_shift, table_stride, heads, q_len]
-    values.append(case.sm_scale * math.log2(math.e))
+    values = [*values, case.sm_scale * math.log2(math.e)]
     run(spec, (blocks, batch, splits), values, tensors, backwards)
     if splits > 1:
         following = MlaCombineSpec(dim, spec.block_columns, spec.query, ahead=2)
-        values = [x.data_ptr() for x in results] + [splits, blocks, q_len * heads]
+        counts = [splits, blocks, q_len * heads]
+        values = [*(x.data_ptr() for x in results), *counts]
         run(following, (batch * q_len * heads, 1, 1), values, results, backwards)
     compare(case, out, lse)
 
