@@ -55,7 +55,7 @@ from ..device.ptx import (
 )
 from .copies import make_copy_tile, make_find_pages
 from .queries import make_load_queries
-from .scores import make_own_scores, make_partial_scores
+from .scores import make_add_partials, make_own_scores, make_partial_scores
 from .softmax import LOWEST, first_limits, make_mask, make_softmax, meet
 from .spec import SLICES, TILE
 from .values import make_accumulate, make_put_output, sums_of
@@ -76,6 +76,7 @@ def make_mla_kernel(spec):
     find_pages, copy_tile = make_find_pages(spec), make_copy_tile(spec)
     load_queries = make_load_queries(spec)
     partial_scores, own_scores = make_partial_scores(spec), make_own_scores(spec)
+    add_partials = make_add_partials(spec)
     mask = make_mask(spec)
     write_p, settle = make_softmax(spec)
     accumulate = make_accumulate(spec)
@@ -193,9 +194,11 @@ def make_mla_kernel(spec):
         stage = ring
         free = uint32(ring + uint32((STAGES - 1) * STAGE))
         while first < end:
-            # Step 4: a quarter of the scores of 32 tokens
+            # Step 4: a quarter of the scores of 32 tokens; what else those of eight have
             scales = cuda.local.array(SCALES, uint32)
             partial_scores(exchange, scales, stage, fragments, shared, lane, own)
+            scores = cuda.local.array(SCORES, float32)
+            own_scores(scores, stage, shared, factors, rope_factors, lane, own)
             meet(team)
 
             # Step 5: ask for the tile that is STAGES - 1 ahead, where the one before this was
@@ -206,9 +209,8 @@ def make_mla_kernel(spec):
             find_pages(pages, table, asked, end, page_shift)
 
             # Step 6: P of eight tokens
-            scores = cuda.local.array(SCORES, float32)
             added = cuda.local.array(HALVES, float32)
-            own_scores(scores, exchange, stage, shared, factors, rope_factors, lane, own)
+            add_partials(scores, exchange, factors, lane, own)
             mask(scores, first, seen, upto, lane, own)
             write_p(exchange, scores, scales, references, added, limits, lane, own)
             if STAGES > 2:

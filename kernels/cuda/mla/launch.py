@@ -73,7 +73,8 @@ def attend(
     table, lens = pack_counts(block_table), pack_counts(seq_lens)
     numbers = pack_counts(q_lens)
     tensors = q_latent, q_rope, rows, lens, numbers, table
-    key = MlaSpec, latent, rope, sm_scale, num_splits, *map(facts_of, tensors)
+    negated = q_latent.is_neg(), q_rope.is_neg()
+    key = MlaSpec, latent, rope, sm_scale, num_splits, negated, *map(facts_of, tensors)
     prepared = cached_launch(
         key,
         check,

@@ -16,7 +16,7 @@ are kept for P V, in pairs of fp16 (values.py).
 from numba import cuda, float32, uint32
 
 from ..device.codes import make_unpack
-from ..device.fragments import ZEROS, load_sums, scale_columns, store_sums
+from ..device.fragments import ZEROS, add_rows, load_sums, scale_columns, store_sums
 from ..device.jit import device_function, in_turn
 from ..device.ptx import (
     high_f16,
@@ -116,12 +116,7 @@ def make_partial_scores(spec):
                             found = scale_columns(found, low, high)
                             if group:
                                 before = load_sums(totals, at)
-                                found = (
-                                    found[0] + before[0],
-                                    found[1] + before[1],
-                                    found[2] + before[2],
-                                    found[3] + before[3],
-                                )
+                                found = add_rows(before, float32(1), float32(1), found)
                         store_sums(totals, at, found)
             for n in range(TOGETHER):
                 for b in range(BLOCKS):
@@ -148,7 +143,8 @@ def make_partial_scores(spec):
 
 
 def make_own_scores(spec):
-    """Make the function that gives the scores of a warp's eight tokens, in powers of two."""
+    """Make the function that begins the scores of a warp's eight tokens, in powers of two, with
+    what RoPE elements and shifts give."""
     LATENT, ROPE, BLOCKS, STRIDE = spec.latent, spec.rope, spec.blocks, spec.stride
     START, HEADER = LATENT.row_bytes, ROPE.header_bytes
     CHUNKS, STEPS, IS_EXACT = ROPE.code_bytes // UNIT, spec.rope_steps, ROPE.is_exact
@@ -173,7 +169,7 @@ def make_own_scores(spec):
         return mma_f16(small, header, mma_f16(big, header, sums))
 
     @device_function
-    def own_scores(scores, partials, rows, queries, factors, rope_factors, lane, own):
+    def own_scores(scores, rows, queries, factors, rope_factors, lane, own):
         g_of_matrix, unit = uint32(lane & uint32(7)), uint32(lane >> uint32(3))
         rows = uint32(rows + uint32(8 * STRIDE) * own)
         matrix = rows + g_of_matrix * uint32(STRIDE)
@@ -189,19 +185,10 @@ def make_own_scores(spec):
             # one unit: the second matrix is not used, but must lie in the row
             rope_header = load_header(pairs + uint32(START), ROPE_UNITS)
             headers = rows + uint32(2 * STRIDE) * uint32(lane & uint32(3)) + uint32(START)
-        partials = uint32(partials + uint32(FRAGMENT * SLICES) * own + uint32(16) * lane)
         for b in range(BLOCKS):
             latent = ZEROS
             if LATENT_UNITS:
                 latent = add_shifts(latent, header, queries + uint32(AT_SHIFTS + FRAGMENT * b))
-            for s in range(SLICES):
-                more = load_shared_f32x4(partials + uint32(FRAGMENT * (SLICES * SLICES * b + s)))
-                latent = (
-                    latent[0] + more[0],
-                    latent[1] + more[1],
-                    latent[2] + more[2],
-                    latent[3] + more[3],
-                )
             rope = ZEROS
             if ROPE_UNITS:
                 at = queries + uint32(AT_SHIFTS + FRAGMENT * (2 * BLOCKS + b))
@@ -217,9 +204,27 @@ def make_own_scores(spec):
                     low = low_f16(load_shared_u32(at))
                     high = low_f16(load_shared_u32(at + uint32(STRIDE)))
                     sums = scale_columns(sums, low, high)
-                rope = (rope[0] + sums[0], rope[1] + sums[1], rope[2] + sums[2], rope[3] + sums[3])
+                rope = add_rows(rope, float32(1), float32(1), sums)
             for i in range(4):
                 h = 2 * b + i // 2
                 scores[4 * b + i] = latent[i] * factors[h] + rope[i] * rope_factors[h]
 
     return own_scores
+
+
+def make_add_partials(spec):
+    """Make the function that adds the partial scores of all warps."""
+    BLOCKS = spec.blocks
+
+    @device_function
+    def add_partials(scores, partials, factors, lane, own):
+        partials = uint32(partials + uint32(FRAGMENT * SLICES) * own + uint32(16) * lane)
+        for b in range(BLOCKS):
+            total = load_shared_f32x4(partials + uint32(FRAGMENT * SLICES * SLICES * b))
+            for s in range(1, SLICES):
+                more = load_shared_f32x4(partials + uint32(FRAGMENT * (SLICES * SLICES * b + s)))
+                total = add_rows(total, float32(1), float32(1), more)
+            for i in range(4):
+                scores[4 * b + i] += total[i] * factors[2 * b + i // 2]
+
+    return add_partials

@@ -15,8 +15,12 @@ SLICES = 4  # warps of a team: each has a quarter of the latent elements
 TILE = 8 * SLICES  # tokens that a team works on at a time: eight for each warp's softmax
 ROWS = 16  # columns of an MMA: its M
 FRAGMENT = 512  # bytes of a fragment of 4 words a lane
-SHAPES = ((3, 5), (3, 4), (3, 3), (2, 4), (2, 3), (2, 2), (1, 4), (1, 3), (1, 2))  # teams, stages
-MOST_TEAMS = {1: 3, 2: 2}  # for which an SM has registers, by the 16 columns of a team
+# teams and stages by the 16 columns of a team, the first that fits: an SM has registers for 3 teams
+# or 2; two stages leave rows on their way for half of the time only
+SHAPES = {
+    1: ((3, 5), (3, 4), (3, 3), (2, 4), (2, 3), (1, 5), (1, 4), (1, 3), (2, 2), (1, 2)),
+    2: ((2, 4), (2, 3), (2, 2), (1, 3), (1, 2)),
+}
 MOST_SPLITS, MOST_AHEAD = 1024, 16
 REGISTERS = 1 << 16  # of an SM
 
@@ -206,7 +210,7 @@ def shapes_of(spec: MlaSpec, most_shared: int) -> Iterator[MlaSpec]:
     """The kernels with as many columns, teams and stages as shared memory allows, the best first;
     not with more columns than the spec has."""
     for blocks in range(spec.blocks, 0, -1):
-        for teams, stages in SHAPES:
+        for teams, stages in SHAPES[blocks]:
             found = replace(spec, blocks=blocks, teams=teams, stages=stages)
-            if teams <= MOST_TEAMS[blocks] and found.shared_bytes <= most_shared:
+            if found.shared_bytes <= most_shared:
                 yield found
