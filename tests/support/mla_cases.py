@@ -13,6 +13,7 @@ from kvquant.kernels.cuda.mla.spec import TILE, MlaSpec
 
 LIMITS = {torch.bfloat16: 3e-3, torch.float16: 8e-4}
 NAN = 0xFF  # bytes of NaN
+FLASH_MLA = "FlashMLA"  # 512 FP8, 4 float32 scales, 64 bfloat16: 656 bytes
 
 
 @dataclass
@@ -42,6 +43,15 @@ class MlaCase:
     lse: torch.Tensor
 
 
+def flash_mla_latent(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The latent part of FlashMLA's rows and what they hold: [..., 512] to [..., 528]."""
+    groups = x.unflatten(-1, (4, 128))
+    scales = groups.abs().amax(-1, keepdim=True) / 448
+    codes = (groups / scales).to(torch.float8_e4m3fn)
+    row = [codes.flatten(-2).view(torch.uint8), scales.squeeze(-1).view(torch.uint8)]
+    return torch.cat(row, -1), (codes.float() * scales).flatten(-2)
+
+
 def make_mla(
     name: str,
     heads: int,
@@ -61,7 +71,7 @@ def make_mla(
     q_lens: queries of each sequence, or None for one without causality; overlong: tell the kernel
     of more tokens than there is room for, where all room is taken."""
     torch.manual_seed(0)
-    latent_name, _, rope_name = name.partition("+")
+    latent_name, _, rope_name = ("fp8-g4+bf16" if name == FLASH_MLA else name).partition("+")
     latent = RowFormat.parse(latent_name, dims[0])
     rope = RowFormat.parse(rope_name or latent_name, dims[1])
     batch, q_len = len(lens), max(q_lens or [1])
@@ -71,8 +81,13 @@ def make_mla(
     parts, values = [], []
     for fmt in (latent, rope):
         x = torch.randn(batch, capacity, fmt.head_dim) * scale + 0.5 * scale
-        parts.append(quantize_rows(x, fmt))
-        values.append(dequantize_rows(parts[-1], fmt).double())
+        if name == FLASH_MLA and fmt is latent:
+            part, value = flash_mla_latent(x)
+        else:
+            part = quantize_rows(x, fmt)
+            value = dequantize_rows(part, fmt)
+        parts.append(part)
+        values.append(value.double())
     rows = torch.cat(parts, -1)
     for b, length in enumerate(lens):
         rows[b, length:] = NAN
@@ -108,6 +123,7 @@ def make_mla(
         min(page_size or TILE, TILE),
         page_size > 0,
         causal=q_lens is not None,
+        behind=name == FLASH_MLA,
     )
     return MlaCase(
         name,

@@ -41,6 +41,7 @@ def attend(
     *,
     q_lens: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
+    behind: bool = False,
     num_splits: int | None = None,
     want_lse: bool = True,
     check: Callable[[], None] | None = None,
@@ -57,6 +58,7 @@ def attend(
         sm_scale: factor on q·k, positive.
         q_lens: [batch], int32: how many of q_len are queries, the first ones; None: all.
         block_table: [batch, max_pages], int32; a page has a power of two of tokens, at least 16.
+        behind: whether the latent part is FlashMLA's (MlaSpec).
         num_splits: blocks that share a sequence's tokens, at most; chosen when None.
         want_lse: whether lse is wanted.
         check: raises unless the arguments fit one another; called only before a launch is prepared.
@@ -74,7 +76,7 @@ def attend(
     numbers = pack_counts(q_lens)
     tensors = q_latent, q_rope, rows, lens, numbers, table
     negated = q_latent.is_neg(), q_rope.is_neg()
-    key = MlaSpec, latent, rope, sm_scale, num_splits, negated, *map(facts_of, tensors)
+    key = MlaSpec, latent, rope, behind, sm_scale, num_splits, negated, *map(facts_of, tensors)
     prepared = cached_launch(
         key,
         check,
@@ -86,6 +88,7 @@ def attend(
         table,
         latent,
         rope,
+        behind,
         sm_scale,
         num_splits,
     )
@@ -153,6 +156,7 @@ def _prepare(
     table: torch.Tensor | None,
     latent: RowFormat,
     rope: RowFormat,
+    behind: bool,
     sm_scale: float,
     num_splits: int | None,
 ) -> MlaLaunch | None:
@@ -180,6 +184,7 @@ def _prepare(
         table is not None,
         blocks=1 if columns <= ROWS else 2,
         causal=causal,
+        behind=behind,
         overlapped=gpu.capability >= OVERLAPS,
     )
     _check_rows(rows, spec)
@@ -217,10 +222,13 @@ def _prepare(
 
 def _fit(spec: MlaSpec, index: int, most_shared: int) -> tuple[MlaSpec, int]:
     """The kernel with the first of the shapes that a block has room for, and its registers."""
+    most = REGISTERS
     for found in shapes_of(spec, most_shared):
-        registers = kernel_of(found, index).registers
-        if registers * found.threads <= REGISTERS:
-            return found, registers
+        if found.threads <= most:
+            registers = kernel_of(found, index).registers
+            if registers * found.threads <= REGISTERS:
+                return found, registers
+            most = REGISTERS // registers
     raise UnsupportedError(
         f"MLA rows of {spec.latent} and {spec.rope} for {spec.block_columns} columns have no room "
         f"in the {most_shared} bytes of shared memory of this GPU: use formats with fewer bits"

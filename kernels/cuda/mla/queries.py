@@ -156,7 +156,7 @@ def make_load_queries(spec):
     SHARED = BLOCKS > 1
     AT_ROPE = FRAGMENT * BLOCKS * (STEPS * SLICES if SHARED else 0)
     AT_SHIFTS = AT_ROPE + FRAGMENT * BLOCKS * ROPE_STEPS
-    GROUPS = 0 if LATENT.is_exact else LATENT.groups
+    GROUPS = LATENT.groups if spec.has_shifts else 0
     OWN = GROUPS // SLICES
     ROPE_GROUPS = 0 if ROPE.is_exact else ROPE.groups
     NORMAL, ROPE_NORMAL = LATENT.codec != "bf16", ROPE.codec != "bf16"  # bf16: float32's range

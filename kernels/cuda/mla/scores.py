@@ -19,6 +19,7 @@ from ..device.codes import make_unpack
 from ..device.fragments import ZEROS, add_rows, load_sums, scale_columns, store_sums
 from ..device.jit import device_function, in_turn
 from ..device.ptx import (
+    bits_float,
     high_f16,
     load_matrix_x2,
     load_matrix_x4,
@@ -28,6 +29,7 @@ from ..device.ptx import (
     low_f16,
     mma_bf16,
     mma_f16,
+    pack_f16,
     permute,
     store_shared_f32x4,
 )
@@ -69,10 +71,10 @@ def make_fragment_of(fmt):
 def make_partial_scores(spec):
     """Make the function that writes a warp's partial scores of a tile to shared memory."""
     LATENT, BLOCKS, STRIDE = spec.latent, spec.blocks, spec.stride
-    HEADER, SLICE = LATENT.header_bytes, LATENT.code_bytes // SLICES
+    CODES, HEADER, SLICE = spec.codes_at, spec.header_at, LATENT.code_bytes // SLICES
     CHUNKS, STEPS, IS_EXACT = SLICE // UNIT, spec.latent_steps, LATENT.is_exact
     GROUPS = 1 if IS_EXACT else LATENT.groups // SLICES
-    PER_GROUP, SHARED = STEPS // GROUPS, BLOCKS > 1
+    PER_GROUP, SHARED, BEHIND = STEPS // GROUPS, BLOCKS > 1, spec.behind
     WORDS, SUMS = TOGETHER * CHUNKS, 4 * TOGETHER * BLOCKS
     load_chunks, fragment_of = make_load_chunks(CHUNKS), make_fragment_of(LATENT)
     mma = mma_bf16 if LATENT.codec == "bf16" else mma_f16
@@ -107,12 +109,16 @@ def make_partial_scores(spec):
                     if not IS_EXACT:
                         at = headers + uint32(8 * STRIDE * (first_eight + n) + 4 * group)
                         one, two = load_shared_u32(at), load_shared_u32(at + uint32(STRIDE))
-                        scales[at_scale] = permute(one, two, uint32(LOW_HALVES))
+                        if BEHIND:
+                            low, high = bits_float(one), bits_float(two)
+                            scales[at_scale] = pack_f16(high, low)
+                        else:
+                            scales[at_scale] = permute(one, two, uint32(LOW_HALVES))
+                            low, high = low_f16(scales[at_scale]), high_f16(scales[at_scale])
                     for b in range(BLOCKS):
                         at = 4 * (TOGETHER * b + n)
                         found = load_sums(sums, at)
                         if not IS_EXACT:
-                            low, high = low_f16(scales[at_scale]), high_f16(scales[at_scale])
                             found = scale_columns(found, low, high)
                             if group:
                                 before = load_sums(totals, at)
@@ -133,8 +139,9 @@ def make_partial_scores(spec):
     def partial_scores(partials, scales, rows, fragments, queries, lane, own):
         g_of_matrix, unit = uint32(lane & uint32(7)), uint32(lane >> uint32(3))
         at = rows + g_of_matrix * uint32(STRIDE) + uint32(UNIT) * unit
-        at += uint32(HEADER) + uint32(SLICE) * own
-        headers = rows + uint32(2 * STRIDE) * uint32(lane & uint32(3)) + uint32(4 * GROUPS) * own
+        at += uint32(CODES) + uint32(SLICE) * own
+        headers = rows + uint32(2 * STRIDE) * uint32(lane & uint32(3)) + uint32(HEADER)
+        headers += uint32(4 * GROUPS) * own
         mine = partials + uint32(FRAGMENT) * own + uint32(16) * lane
         of_slice = queries + uint32(FRAGMENT * BLOCKS * STEPS) * own + uint32(16) * lane
         all_pairs(mine, scales, at, headers, fragments, of_slice)
@@ -152,7 +159,8 @@ def make_own_scores(spec):
     PER_GROUP = STEPS // GROUPS
     AT_ROPE = FRAGMENT * BLOCKS * (spec.latent_steps * SLICES if BLOCKS > 1 else 0)
     AT_SHIFTS = AT_ROPE + FRAGMENT * BLOCKS * STEPS
-    LATENT_UNITS, ROPE_UNITS = LATENT.header_bytes // UNIT, HEADER // UNIT
+    LATENT_UNITS = LATENT.header_bytes // UNIT if spec.has_shifts else 0
+    ROPE_UNITS = HEADER // UNIT
     load_chunks, fragment_of = make_load_chunks(CHUNKS), make_fragment_of(ROPE)
     mma = mma_bf16 if ROPE.codec == "bf16" else mma_f16
 

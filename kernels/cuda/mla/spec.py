@@ -74,6 +74,8 @@ class MlaSpec(Spec):
         stages: tiles in a team's ring.
         blocks: 16 columns each that a team has; a column is a head of a query.
         causal: whether a sequence may have several queries, those of its last tokens.
+        behind: whether the latent part is that of FlashMLA's 656 bytes: FP8 codes, then a float32
+            scale for each of 4 groups, no shifts.
         overlapped: whether the launch that combines splits may begin, and wait for this one by
             itself; sm_90 and newer.
     """
@@ -87,6 +89,7 @@ class MlaSpec(Spec):
     stages: int = 4
     blocks: int = 1
     causal: bool = False
+    behind: bool = False
     overlapped: bool = False
 
     arguments = MLA
@@ -100,6 +103,10 @@ class MlaSpec(Spec):
                     f"{fmt} with {fmt.head_dim} elements is no part of a row that the CUDA kernel "
                     f"of MLA reads: headers must be multiples of {UNIT} bytes, codes of {least}, "
                     f"groups of {together} elements. Use 4 or 8 groups, or backend='reference'"
+                )
+            if self.behind and (self.latent.codec, self.latent.groups) != ("fp8", SLICES):
+                raise UnsupportedError(
+                    f"{self.latent} rows have no scales behind their codes: FlashMLA's are fp8-g4"
                 )
             if fmt.codec == "bf16" and self.query == "fp16":
                 raise UnsupportedError(
@@ -116,6 +123,21 @@ class MlaSpec(Spec):
     def block_columns(self) -> int:
         """Columns of a block."""
         return ROWS * self.blocks
+
+    @property
+    def codes_at(self) -> int:
+        """Byte of a row at which the latent codes begin."""
+        return 0 if self.behind else self.latent.header_bytes
+
+    @property
+    def header_at(self) -> int:
+        """Byte of a row at which the latent scales begin."""
+        return self.latent.code_bytes if self.behind else 0
+
+    @property
+    def has_shifts(self) -> bool:
+        """Whether the latent elements are more than codes times scales."""
+        return not (self.latent.is_exact or self.behind)
 
     @property
     def row_bytes(self) -> int:

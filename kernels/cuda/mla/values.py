@@ -41,8 +41,9 @@ def make_accumulate(spec):
     """Make the function that adds P V of a tile to the sums, and to those of the header."""
     V, BLOCKS, STRIDE = spec.latent, spec.blocks, spec.stride
     IS_EXACT, MMAS = V.is_exact, 2 if V.codec == "int4" else 1
-    HEADER, SLICE, GROUPS = V.header_bytes, V.code_bytes // SLICES, max(V.groups // SLICES, 1)
-    CHUNKS, UNITS, SUMS = SLICE // UNIT, V.header_bytes // UNIT, sums_of(spec)
+    CODES, SLICE, GROUPS = spec.codes_at, V.code_bytes // SLICES, max(V.groups // SLICES, 1)
+    CHUNKS, SUMS = SLICE // UNIT, sums_of(spec)
+    UNITS = V.header_bytes // UNIT if spec.has_shifts else 0
     PER_GROUP, WORDS = CHUNKS // GROUPS, 4 * BLOCKS
     PER_CHUNK = SUMS // CHUNKS
     mma = mma_bf16 if V.codec == "bf16" else mma_f16
@@ -113,7 +114,7 @@ def make_accumulate(spec):
             unit = uint32(own * uint32(UNITS) // uint32(SLICES))
             at = rows + lane * uint32(STRIDE) + uint32(UNIT) * unit
             store_sums(headers, 0, load_matrix_x4_t(at))
-        values = rows + uint32(lane & uint32(15)) * uint32(STRIDE) + uint32(HEADER)
+        values = rows + uint32(lane & uint32(15)) * uint32(STRIDE) + uint32(CODES)
         values += uint32(UNIT) * uint32(lane >> uint32(4)) + uint32(SLICE) * own
         mine = probabilities + uint32(16) * lane
         add_pairs(sums, header_sums, headers, scales, values, mine)
@@ -131,7 +132,7 @@ def make_put_output(spec):
     COLUMN = 4 * (V.head_dim + 4)
     STEP = 1 if IS_EXACT else 4 if IS_INT4 else 2  # elements of a unit of 16 bits
     CHUNKS = OWN // (8 * STEP)
-    PER_GROUP, PER_CHUNK = CHUNKS // GROUPS, SUMS // CHUNKS
+    PER_GROUP, PER_CHUNK, SHIFTS = CHUNKS // GROUPS, SUMS // CHUNKS, spec.has_shifts
 
     def make_block(b):
         @device_function
@@ -143,7 +144,7 @@ def make_put_output(spec):
                 at += uint32(4 * OWN) * own + uint32(8 * STEP) * t
                 shift = float32(0)
                 for c in range(CHUNKS):
-                    if not IS_EXACT and c % PER_GROUP == 0:
+                    if SHIFTS and c % PER_GROUP == 0:
                         # the sums of scale and shift of group t of the header's unit
                         group = uint32(own * uint32(GROUPS) + uint32(c // PER_GROUP))
                         of_group = uint32(uint32(lane & uint32(28)) | uint32(group & uint32(3)))

@@ -12,13 +12,14 @@ import pytest
 import torch
 from fake_cuda import FakeDriver, arguments_of, install, loaded_specs
 from in_simulator import SIMULATED, in_simulator, typed
-from mla_cases import LIMITS, MlaCase, make_mla
+from mla_cases import FLASH_MLA, LIMITS, MlaCase, make_mla
 
 from kvquant import RowFormat
 from kvquant.errors import ConfigError, UnsupportedError
 from kvquant.kernels.cuda.mla import launch as launching
 from kvquant.kernels.cuda.mla.spec import MlaCombineSpec, MlaSpec, shapes_of
-from kvquant.kernels.cuda.runtime.compile import compile_spec
+from kvquant.kernels.cuda.runtime import launch as runtime
+from kvquant.kernels.cuda.runtime.compile import Cubin, Report, compile_spec
 from kvquant.kernels.cuda.runtime.launch import GPUS
 
 if SIMULATED:
@@ -113,6 +114,13 @@ def test_rows_of_8_bits() -> None:
 
 @pytest.mark.slow
 @in_simulator
+def test_rows_of_flash_mla() -> None:
+    simulate(make_mla(FLASH_MLA, 16, (70,)))
+    simulate(make_mla(FLASH_MLA, 5, (40, 3), page_size=64, q_lens=(2, 1), scale=30.0), 2)
+
+
+@pytest.mark.slow
+@in_simulator
 def test_rows_of_4_bits() -> None:
     simulate(make_mla("int4-g4+bf16", 16, (40,)))
     simulate(make_mla(AIM, 16, (70,), dtype=torch.float16))
@@ -122,18 +130,18 @@ def test_rows_of_4_bits() -> None:
 @pytest.mark.slow
 @in_simulator
 def test_pages_splits_and_teams() -> None:
-    simulate(make_mla(AIM, 12, (150, 0, 1, 64), page_size=64), 3, backwards=True)
-    simulate(make_mla(AIM, 16, (150, 20), page_size=16), 2, teams=2)
-    simulate(make_mla("bf16", 16, (90,), page_size=16), 2, stages=2)
-    simulate(make_mla(AIM, 16, (500,)), 2, teams=3, stages=4)
+    simulate(make_mla(AIM, 3, (150, 0, 1, 64), page_size=64), 3, backwards=True)
+    simulate(make_mla(AIM, 5, (150, 20), page_size=16), 2, teams=2)
+    simulate(make_mla("bf16", 5, (90,), page_size=16), 2, stages=2)
+    simulate(make_mla(AIM, 5, (500,)), 2, teams=3, stages=4)
 
 
 @pytest.mark.slow
 @in_simulator
 def test_several_queries() -> None:
     simulate(make_mla(AIM, 8, (50, 1, 0), q_lens=(2, 2, 1)))
-    simulate(make_mla(AIM, 16, (66, 3), q_lens=(4, 0)), 2, blocks=2)
-    simulate(make_mla("int8-g4+bf16", 16, (66,), page_size=32, q_lens=(3,)), 3)
+    simulate(make_mla(AIM, 6, (66, 3), q_lens=(4, 0)), 2, blocks=2)
+    simulate(make_mla("int8-g4+bf16", 5, (66,), page_size=32, q_lens=(3,)), 3)
 
 
 @pytest.mark.slow
@@ -216,6 +224,7 @@ def attend(case: MlaCase, **options: Any) -> Any:
         case.sm_scale,
         q_lens=case.q_lens,
         block_table=case.table,
+        behind=case.spec.behind,
         **options,
     )
 
@@ -294,6 +303,16 @@ def test_what_has_no_kernel_is_refused(cuda: FakeDriver) -> None:
     assert not cuda.launched
 
 
+def test_teams_are_as_many_as_there_are_registers_for(
+    cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cubin = Cubin("f", b"", Report(176, 0))
+    monkeypatch.setattr(runtime, "load_cubin", lambda spec, arch: cubin)
+    attend(make_mla(AIM, 16, (40,)), num_splits=1)
+    assert [spec.teams for spec in loaded_specs()] == [3, 2]
+    assert cuda.launched[0].block == (256, 1, 1)
+
+
 def test_splits_fill_the_gpu_but_not_more_than_pays() -> None:
     assert launching.splits_of(64, 8192, 132, 3) == 2
     assert launching.splits_of(200, 8192, 132, 3) == 1
@@ -313,9 +332,9 @@ def test_every_format_fits_every_gpu() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [*FORMATS, FLASH_MLA])
 def test_formats(name: str, dtype: torch.dtype) -> None:
-    if dtype == torch.float16 and "bf16" in name:
+    if dtype == torch.float16 and ("bf16" in name or name == FLASH_MLA):
         pytest.skip("refused")
     for page_size in (0, 64):
         lens = (1000, 0, 1, 33, 700)
