@@ -14,7 +14,7 @@ import torch
 
 from kvquant.errors import ConfigError, UnsupportedError
 from kvquant.rehearsal import is_rehearsed
-from kvquant.rows.format import RowFormat
+from kvquant.rows.latent import LatentFormat
 
 from ..decode.arrange import pack_counts
 from ..device.row_layout import UNIT
@@ -35,13 +35,11 @@ def attend(
     q_rope: torch.Tensor,
     rows: torch.Tensor,
     seq_lens: torch.Tensor,
-    latent: RowFormat,
-    rope: RowFormat,
+    fmt: LatentFormat,
     sm_scale: float,
     *,
     q_lens: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
-    behind: bool = False,
     num_splits: int | None = None,
     want_lse: bool = True,
     check: Callable[[], None] | None = None,
@@ -54,11 +52,10 @@ def attend(
         rows: [batch, capacity, row_bytes] or with a block_table [num_pages, page_size, row_bytes],
             uint8: the latent part of a row, then the RoPE part; without gaps.
         seq_lens: [batch], int32; longer ones count as the capacity.
-        latent, rope: the formats of the parts.
+        fmt: the format of the rows.
         sm_scale: factor on q·k, positive.
         q_lens: [batch], int32: how many of q_len are queries, the first ones; None: all.
         block_table: [batch, max_pages], int32; a page has a power of two of tokens, at least 16.
-        behind: whether the latent part is FlashMLA's (MlaSpec).
         num_splits: blocks that share a sequence's tokens, at most; chosen when None.
         want_lse: whether lse is wanted.
         check: raises unless the arguments fit one another; called only before a launch is prepared.
@@ -76,7 +73,7 @@ def attend(
     numbers = pack_counts(q_lens)
     tensors = q_latent, q_rope, rows, lens, numbers, table
     negated = q_latent.is_neg(), q_rope.is_neg()
-    key = MlaSpec, latent, rope, behind, sm_scale, num_splits, negated, *map(facts_of, tensors)
+    key = MlaSpec, fmt, sm_scale, num_splits, negated, *map(facts_of, tensors)
     prepared = cached_launch(
         key,
         check,
@@ -86,9 +83,7 @@ def attend(
         rows,
         numbers,
         table,
-        latent,
-        rope,
-        behind,
+        fmt,
         sm_scale,
         num_splits,
     )
@@ -154,9 +149,7 @@ def _prepare(
     rows: torch.Tensor,
     q_lens: torch.Tensor | None,
     table: torch.Tensor | None,
-    latent: RowFormat,
-    rope: RowFormat,
-    behind: bool,
+    fmt: LatentFormat,
     sm_scale: float,
     num_splits: int | None,
 ) -> MlaLaunch | None:
@@ -177,14 +170,12 @@ def _prepare(
     causal = q_len > 1 or q_lens is not None
     columns = q_len * num_heads
     spec = MlaSpec(
-        latent,
-        rope,
+        *fmt.parts,
         CODECS[q_latent.dtype],
         run,
         table is not None,
         blocks=1 if columns <= ROWS else 2,
         causal=causal,
-        behind=behind,
         overlapped=gpu.capability >= OVERLAPS,
     )
     _check_rows(rows, spec)

@@ -16,6 +16,8 @@ from operator import add
 
 from numba import cuda, float32, uint32, uint64
 
+from kvquant.rows.format import FP8_DS_MLA
+
 from ..device.fragments import over_quad, store_sums
 from ..device.jit import device_function
 from ..device.ptx import (
@@ -38,11 +40,8 @@ from ..device.ptx import (
 )
 from .spec import FRAGMENT, SLICES
 
-FACTORS = {
-    "int4": 2.0**24,
-    "int8": 2.0**24,
-    "fp8": 2.0**8,
-}  # codes are so much too small (codes.py)
+# by codec, what codes are too small by (device/codes.py)
+FACTORS = {"int4": 2.0**24, "int8": 2.0**24, "fp8": 2.0**8, FP8_DS_MLA: 2.0**8}
 
 
 def factor_of(fmt):

@@ -71,7 +71,7 @@ def make_fragment_of(fmt):
 def make_partial_scores(spec):
     """Make the function that writes a warp's partial scores of a tile to shared memory."""
     LATENT, BLOCKS, STRIDE = spec.latent, spec.blocks, spec.stride
-    CODES, HEADER, SLICE = spec.codes_at, spec.header_at, LATENT.code_bytes // SLICES
+    CODES, HEADER, SLICE = LATENT.code_offset, spec.header_at, LATENT.code_bytes // SLICES
     CHUNKS, STEPS, IS_EXACT = SLICE // UNIT, spec.latent_steps, LATENT.is_exact
     GROUPS = 1 if IS_EXACT else LATENT.groups // SLICES
     PER_GROUP, SHARED, BEHIND = STEPS // GROUPS, BLOCKS > 1, spec.behind

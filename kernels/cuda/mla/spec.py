@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from kvquant.errors import UnsupportedError
-from kvquant.rows.format import RowFormat
+from kvquant.rows.format import FP8_DS_MLA, RowFormat
 
 from ..device.row_layout import UNIT
 from ..runtime.spec import Spec, Table
@@ -74,8 +74,6 @@ class MlaSpec(Spec):
         stages: tiles in a team's ring.
         blocks: 16 columns each that a team has; a column is a head of a query.
         causal: whether a sequence may have several queries, those of its last tokens.
-        behind: whether the latent part is that of FlashMLA's 656 bytes: FP8 codes, then a float32
-            scale for each of 4 groups, no shifts.
         overlapped: whether the launch that combines splits may begin, and wait for this one by
             itself; sm_90 and newer.
     """
@@ -89,7 +87,6 @@ class MlaSpec(Spec):
     stages: int = 4
     blocks: int = 1
     causal: bool = False
-    behind: bool = False
     overlapped: bool = False
 
     arguments = MLA
@@ -103,10 +100,6 @@ class MlaSpec(Spec):
                     f"{fmt} with {fmt.head_dim} elements is no part of a row that the CUDA kernel "
                     f"of MLA reads: headers must be multiples of {UNIT} bytes, codes of {least}, "
                     f"groups of {together} elements. Use 4 or 8 groups, or backend='reference'"
-                )
-            if self.behind and (self.latent.codec, self.latent.groups) != ("fp8", SLICES):
-                raise UnsupportedError(
-                    f"{self.latent} rows have no scales behind their codes: FlashMLA's are fp8-g4"
                 )
             if fmt.codec == "bf16" and self.query == "fp16":
                 raise UnsupportedError(
@@ -125,9 +118,9 @@ class MlaSpec(Spec):
         return ROWS * self.blocks
 
     @property
-    def codes_at(self) -> int:
-        """Byte of a row at which the latent codes begin."""
-        return 0 if self.behind else self.latent.header_bytes
+    def behind(self) -> bool:
+        """Whether the latent part is FlashMLA's: codes, then float32 scales, without shifts."""
+        return self.latent.codec == FP8_DS_MLA
 
     @property
     def header_at(self) -> int:

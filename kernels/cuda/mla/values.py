@@ -41,7 +41,7 @@ def make_accumulate(spec):
     """Make the function that adds P V of a tile to the sums, and to those of the header."""
     V, BLOCKS, STRIDE = spec.latent, spec.blocks, spec.stride
     IS_EXACT, MMAS = V.is_exact, 2 if V.codec == "int4" else 1
-    CODES, SLICE, GROUPS = spec.codes_at, V.code_bytes // SLICES, max(V.groups // SLICES, 1)
+    CODES, SLICE, GROUPS = V.code_offset, V.code_bytes // SLICES, max(V.groups // SLICES, 1)
     CHUNKS, SUMS = SLICE // UNIT, sums_of(spec)
     UNITS = V.header_bytes // UNIT if spec.has_shifts else 0
     PER_GROUP, WORDS = CHUNKS // GROUPS, 4 * BLOCKS

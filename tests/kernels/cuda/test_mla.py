@@ -12,9 +12,9 @@ import pytest
 import torch
 from fake_cuda import FakeDriver, arguments_of, install, loaded_specs
 from in_simulator import SIMULATED, in_simulator, typed
-from mla_cases import FLASH_MLA, LIMITS, MlaCase, make_mla
+from mla_cases import LIMITS, MlaCase, make_mla
 
-from kvquant import RowFormat
+from kvquant import LatentFormat
 from kvquant.errors import ConfigError, UnsupportedError
 from kvquant.kernels.cuda.mla import launch as launching
 from kvquant.kernels.cuda.mla.spec import MlaCombineSpec, MlaSpec, shapes_of
@@ -115,8 +115,8 @@ def test_rows_of_8_bits() -> None:
 @pytest.mark.slow
 @in_simulator
 def test_rows_of_flash_mla() -> None:
-    simulate(make_mla(FLASH_MLA, 16, (70,)))
-    simulate(make_mla(FLASH_MLA, 5, (40, 3), page_size=64, q_lens=(2, 1), scale=30.0), 2)
+    simulate(make_mla("fp8", 16, (70,)))
+    simulate(make_mla("fp8", 5, (40, 3), page_size=64, q_lens=(2, 1), scale=30.0), 2)
 
 
 @pytest.mark.slow
@@ -173,8 +173,7 @@ def test_tiny_large_and_peaked_numbers() -> None:
 def fitted(text: str, arch: str) -> MlaSpec:
     """A kernel as a launch chooses it: latent+rope [paged] [causal] [wide]."""
     name, *words = text.split()
-    latent, _, rope = name.partition("+")
-    formats = RowFormat.parse(latent, 512), RowFormat.parse(rope or latent, 64)
+    formats = LatentFormat.parse(name).parts
     blocks = 2 if "wide" in words else 1
     spec = MlaSpec(*formats, paged="paged" in words, causal="causal" in words, blocks=blocks)
     return next(shapes_of(spec, GPUS[arch].shared_per_block))
@@ -219,12 +218,10 @@ def attend(case: MlaCase, **options: Any) -> Any:
         case.q_rope,
         case.rows,
         case.seq_lens,
-        case.spec.latent,
-        case.spec.rope,
+        case.fmt,
         case.sm_scale,
         q_lens=case.q_lens,
         block_table=case.table,
-        behind=case.spec.behind,
         **options,
     )
 
@@ -297,7 +294,7 @@ def test_what_has_no_kernel_is_refused(cuda: FakeDriver) -> None:
     with pytest.raises(ConfigError, match=r"q_latent is torch\.float32: on CUDA use bfloat16"):
         attend(replace(case, q_latent=case.q_latent.float(), q_rope=case.q_rope.float()))
     with pytest.raises(UnsupportedError, match="headers must be multiples of 16 bytes"):
-        MlaSpec(RowFormat.parse("int8", 512), RowFormat.parse("bf16", 64))
+        MlaSpec(*LatentFormat.parse("int8").parts)
     with pytest.raises(UnsupportedError, match="bf16 rows with float16 queries"):
         attend(make_mla("bf16", 4, (4,), dtype=torch.float16))
     assert not cuda.launched
@@ -332,9 +329,9 @@ def test_every_format_fits_every_gpu() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("name", [*FORMATS, FLASH_MLA])
+@pytest.mark.parametrize("name", [*FORMATS, "fp8"])
 def test_formats(name: str, dtype: torch.dtype) -> None:
-    if dtype == torch.float16 and ("bf16" in name or name == FLASH_MLA):
+    if dtype == torch.float16 and ("bf16" in name or name == "fp8"):
         pytest.skip("refused")
     for page_size in (0, 64):
         lens = (1000, 0, 1, 33, 700)
