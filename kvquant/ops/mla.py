@@ -109,7 +109,7 @@ def mla_decode_attention(
     """Attend one token of each sequence, or its last few, to latent rows.
 
     With several queries a sequence, query i of q_len sees the tokens up to its own, token
-    seq_len - q_len + i. On CUDA latent rows have no kernel yet.
+    seq_len - q_len + i. On CUDA all heads of a sequence read its rows once, for K and V.
 
     Args:
         q_latent: [batch, num_heads, latent_dim] or [batch, q_len, num_heads, latent_dim], float32,
@@ -117,7 +117,8 @@ def mla_decode_attention(
         q_rope: the same shape but for its last axis, rope_dim, and the same dtype: the RoPE part.
         rows: [batch, capacity, row_bytes], uint8, the bytes of a row contiguous, the other axes of
             any strides; with a block_table [num_pages, page_size, row_bytes], of pages of 16, 32,
-            64 or 128 rows.
+            64 or 128 rows. On CUDA rows must follow one another without gaps, from a multiple of 16
+            bytes on.
         seq_lens: [batch], int32: rows in use; 0 is allowed.
         fmt: format of the rows, or its short name ("int4-g8+fp8-g4").
         sm_scale: factor on the scores, the model's: 1 / sqrt(head_dim) of its K before absorption
@@ -126,8 +127,8 @@ def mla_decode_attention(
         q_lens: [batch], int32: queries of each sequence, as in decode_attention.
         return_lse: return the log-sum-exp of the scaled scores as well.
         num_splits: parts to cut each sequence into; by its length when None.
-        backend: "cpu" (numba) or "reference" (plain torch in float64 on any device, slow); by the
-            device of q_latent when None.
+        backend: "cpu" (numba), "cuda" (bfloat16 and float16 queries) or "reference" (plain torch in
+            float64 on any device, slow); by the device of q_latent when None.
 
     Returns:
         out, of the shape and dtype of q_latent: the weighted sum of latents of each head, to which
@@ -138,9 +139,11 @@ def mla_decode_attention(
         ShapeError: the tensors do not fit one another, or a length is over the capacity, a page
             does not exist or q_lens are not 0 to q_len (on CUDA read in debug mode only).
         ConfigError: a dtype, the format or the backend does not exist, sm_scale or num_splits is
-            not possible, or an argument is of another type.
+            not possible, or an argument is of another type; on CUDA also float32 queries, and rows
+            with gaps.
         DeviceError: the tensors lie on different devices, or none of the backends serves theirs.
-        UnsupportedError: the tensors lie on CUDA, and the backend is not "reference".
+        UnsupportedError: the tensors lie on CUDA, and there is no kernel for the format with these
+            queries, for an sm_scale that is not positive, or for the GPU.
 
     Example:
         >>> import torch
@@ -243,27 +246,80 @@ def _attend(
     backend: str | None,
 ) -> list[torch.Tensor]:
     """out, and lse if it was asked for; values are looked at where they may be."""
+    backend = kernels_for(q_latent, backend)
+    if backend == "cuda" and not debug.enabled:
+        check = functools.partial(_checked, q_latent, q_rope, segments, q_lens)
+        return _attend_cuda(
+            q_latent, q_rope, segments, q_lens, sm_scale, return_lse, num_splits, check
+        )
+    q = _checked(q_latent, q_rope, segments, q_lens)
+    if not is_rehearsed(q):
+        check_segment_values(segments)
+        if q_lens is not None:
+            check_q_len_values(q, q_lens)
+    if backend == "cuda":
+        return _attend_cuda(q_latent, q_rope, segments, q_lens, sm_scale, return_lse, num_splits)
+    if backend == "cpu":
+        out, lse = _cpu_kernel()(q, segments, sm_scale, num_splits, q_lens, None)
+    else:
+        out, lse = reference_over_segments(q, segments, sm_scale, q_lens)
+    return [out.to(q.dtype), lse.float()][: 1 + return_lse]
+
+
+def _attend_cuda(
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    segments: Sequence[Segment],
+    q_lens: torch.Tensor | None,
+    sm_scale: float,
+    return_lse: bool,
+    num_splits: int | None,
+    check: Callable[[], object] | None = None,
+) -> list[torch.Tensor]:
+    """out, and lse if it was asked for; check is called once for all calls of a kind."""
+    segment = segments[0]
+    if len(segments) > 1 or segment.starts is not None or segment.sinks:
+        if check is not None:
+            check()
+        raise UnsupportedError(
+            "attention to latent rows of several segments, or from a place within them, has no "
+            "CUDA kernel: move the tensors to the CPU, or pass backend='reference', which is slow"
+        )
+    if q_rope.ndim != q_latent.ndim and check is not None:
+        check()  # it raises
+    if is_single := q_latent.ndim == 3:
+        q_latent, q_rope = q_latent.unsqueeze(1), q_rope.unsqueeze(1)
+    out, lse = _cuda_kernel()(
+        q_latent.detach(),
+        q_rope.detach(),
+        segment.k_rows[:, 0],
+        segment.seq_lens,
+        segment.k_format,
+        sm_scale,
+        q_lens=q_lens,
+        block_table=segment.block_table,
+        num_splits=num_splits,
+        want_lse=return_lse,
+        check=check,
+    )
+    found = [out] if lse is None else [out, lse]
+    return [x[:, 0] for x in found] if is_single else found
+
+
+def _checked(
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    segments: Sequence[Segment],
+    q_lens: torch.Tensor | None,
+) -> torch.Tensor:
+    """As _query, of tensors whose values lie in memory."""
     q = _query(q_latent, q_rope, segments, q_lens)
     given = {"q_latent": q_latent, "q_rope": q_rope}
     check_readable(**given, **({} if q_lens is None else {"q_lens": q_lens}))
     for segment in segments:
         tables = {} if segment.block_table is None else {"block_table": segment.block_table}
         check_readable(rows=segment.k_rows, seq_lens=segment.seq_lens, **tables)
-    backend = kernels_for(q, backend)
-    if backend == "cuda":
-        raise UnsupportedError(
-            "attention to latent rows has no CUDA kernel yet: move the tensors to the CPU, or pass "
-            "backend='reference', which is slow"
-        )
-    if q.is_cpu or backend == "reference" or (debug.enabled and not is_rehearsed(q)):
-        check_segment_values(segments)
-        if q_lens is not None:
-            check_q_len_values(q, q_lens)
-    if backend == "cpu":
-        out, lse = _cpu_kernel()(q, segments, sm_scale, num_splits, q_lens, None)
-    else:
-        out, lse = reference_over_segments(q, segments, sm_scale, q_lens)
-    return [out.to(q.dtype), lse.float()][: 1 + return_lse]
+    return q
 
 
 def check_queries(q_latent: torch.Tensor, q_rope: torch.Tensor, fmt: LatentFormat) -> None:
@@ -303,6 +359,15 @@ def _query(
 def _cpu_kernel() -> Callable[..., State]:
     from ..kernels.cpu.decode import attend
 
+    return attend
+
+
+@functools.cache
+def _cuda_kernel() -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
+    from ..kernels.cuda.mla.launch import attend
+    from ..kernels.cuda.runtime.compile import require_extra
+
+    require_extra()
     return attend
 
 

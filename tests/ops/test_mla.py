@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from fake_cuda import FakeDriver, arguments_of, install, loaded_specs
 
-from kvquant import LatentFormat, dequantize_rows, mla_decode_attention, quantize_rows
+from kvquant import LatentFormat, debug, dequantize_rows, mla_decode_attention, quantize_rows
 from kvquant.errors import ConfigError, DeviceError, ShapeError, UnsupportedError
 from kvquant.ops import mla
 
@@ -186,8 +187,76 @@ def test_what_does_not_fit_is_refused(
         mla_decode_attention(**(given | change))  # type: ignore[call-overload]
 
 
-def test_cuda_is_refused_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mla, "kernels_for", lambda tensor, backend: "cuda")
-    fmt = LatentFormat.parse("bf16")
-    with pytest.raises(UnsupportedError, match="no CUDA kernel yet: move the tensors to the CPU"):
-        mla_decode_attention(*make_case(fmt, 16), fmt=fmt, sm_scale=SCALE)
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    """The CPU as a GPU whose driver takes notes."""
+    monkeypatch.setattr(mla, "kernels_for", lambda tensor, backend: backend or "cuda")
+    return install(monkeypatch)
+
+
+@pytest.mark.parametrize("q_len", [None, 2])
+def test_cuda_launches_one_kernel_for_all_heads(q_len: int | None, gpu: FakeDriver) -> None:
+    fmt = LatentFormat.parse("int4-g8+fp8-g4")
+    case = make_case(fmt, 16, q_len, torch.bfloat16)
+    for _ in range(2):
+        out, lse = mla_decode_attention(
+            *case, fmt=fmt, sm_scale=SCALE, num_splits=1, return_lse=True
+        )
+        assert out.shape == case.q_latent.shape and lse.shape == out.shape[:-1]
+        assert out.dtype == torch.bfloat16 and lse.dtype == torch.float32
+    (spec,) = loaded_specs()
+    assert spec.causal is (q_len is not None)
+    first, second = (arguments_of(spec, note.arguments) for note in gpu.launched)
+    assert first["rows"] == second["rows"] == case.rows.data_ptr()
+    assert first["q_latent"] == case.q_latent.data_ptr()
+
+
+def test_calls_on_cuda_are_checked(gpu: FakeDriver) -> None:
+    fmt = LatentFormat.parse("int8-g4")
+    case = make_case(fmt, 4, dtype=torch.bfloat16)
+    mla_decode_attention(*case, fmt=fmt, sm_scale=SCALE)
+    launched = len(gpu.launched)
+    for change, error, message in (
+        ({"q_rope": case.q_rope[0, 0]}, ShapeError, "they must be"),
+        ({"q_rope": case.q_rope[:, None]}, ShapeError, "they must be"),
+        ({"q_latent": case.q_latent[:3], "q_rope": case.q_rope[:3]}, ShapeError, "batch must"),
+        ({"seq_lens": case.seq_lens.long()}, ConfigError, "seq_lens is torch.int64"),
+        ({"q_lens": torch.zeros(5).int()}, ShapeError, "q_lens"),
+    ):
+        given = case._asdict() | {"fmt": fmt, "sm_scale": SCALE} | change
+        with pytest.raises(error, match=message):
+            mla_decode_attention(**given)
+    rows = case.rows[:, None]
+    segments = [mla.latent_segment(rows, case.seq_lens, fmt)] * 2
+    with pytest.raises(UnsupportedError, match="of several segments"):
+        mla.attend_latents(case.q_latent, case.q_rope, segments, sm_scale=SCALE)
+    assert len(gpu.launched) == launched
+
+
+def on_gpu(case: Case) -> Case:
+    return Case(*(x.cuda() for x in case))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("q_len", [None, 3])
+@pytest.mark.parametrize("name", ["int4-g8+fp8-g4", "int8-g4+int8-g4"])
+def test_a_gpu_gives_what_the_formula_gives(
+    name: str, q_len: int | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fmt = LatentFormat.parse(name)
+    case = make_case(fmt, 16, q_len, dtype)
+    q_lens = None if q_len is None else torch.tensor([0, 1, 3, 2, 3], dtype=torch.int32)
+    wanted = expected(case, fmt, q_lens)
+    there = on_gpu(case)
+    options: Any = {"fmt": fmt, "sm_scale": SCALE, "return_lse": True}
+    if q_lens is not None:
+        options["q_lens"] = q_lens.cuda()
+    plain = mla_decode_attention(*there, **options)
+    compiled = torch.compile(mla_decode_attention, fullgraph=True, backend="aot_eager")
+    traced = compiled(*there, **options)
+    monkeypatch.setattr(debug, "enabled", True)
+    for out, lse in (plain, traced, mla_decode_attention(*there, **options)):
+        assert_near(out.cpu(), lse.cpu(), wanted, BOUNDS[dtype])
+    with pytest.raises(ShapeError, match="room for 0 to 700 rows"):
+        mla_decode_attention(*there._replace(seq_lens=there.seq_lens + 1), **options)

@@ -66,7 +66,7 @@ def attend(
 
     Raises:
         ConfigError: rows are not aligned or have gaps, or pages are too small.
-        UnsupportedError: the GPU is too old, or a format has no kernel.
+        UnsupportedError: the GPU is too old, a format has no kernel, or sm_scale is not positive.
         DeviceError: CUDA refuses the launch.
     """
     table, lens = pack_counts(block_table), pack_counts(seq_lens)
@@ -163,6 +163,10 @@ def _prepare(
     if table is not None and (page_size < LEAST_PAGE or page_size & (page_size - 1)):
         raise ConfigError(
             f"pages have {page_size} tokens: on CUDA use a power of two, {LEAST_PAGE} or more"
+        )
+    if not sm_scale > 0:
+        raise UnsupportedError(
+            f"sm_scale is {sm_scale}: on CUDA it must be positive; backend='reference' takes any"
         )
     index = q_latent.get_device()
     gpu = gpu_of(index)

@@ -293,6 +293,8 @@ def test_what_has_no_kernel_is_refused(cuda: FakeDriver) -> None:
         attend(replace(case, rows=torch.zeros(9, 24, 368, dtype=torch.uint8), table=table))
     with pytest.raises(ConfigError, match=r"q_latent is torch\.float32: on CUDA use bfloat16"):
         attend(replace(case, q_latent=case.q_latent.float(), q_rope=case.q_rope.float()))
+    with pytest.raises(UnsupportedError, match=r"sm_scale is 0\.0: on CUDA it must be positive"):
+        attend(replace(case, sm_scale=0.0))
     with pytest.raises(UnsupportedError, match="headers must be multiples of 16 bytes"):
         MlaSpec(*LatentFormat.parse("int8").parts)
     with pytest.raises(UnsupportedError, match="bf16 rows with float16 queries"):
