@@ -76,7 +76,7 @@ class LatentKVCache(KVCache):
     KVCache of one KV head whose K is the latent and whose V is the RoPE part: crop, reorder, fork,
     repeat, grow, attempt, reset, check, seq_lens and dequantized are those of KVCache, and errors
     call the latent k and the RoPE part v. It has no bases and no windows, and lies on the CPU:
-    latent rows have no CUDA kernels yet.
+    no CUDA kernel appends latent rows yet.
 
     Args:
         num_layers: layers with attention.
@@ -118,7 +118,7 @@ class LatentKVCache(KVCache):
         rollback_len: int = ROLLBACK,
     ) -> None:
         if check_device(device).type != "cpu":
-            raise UnsupportedError("latent rows have no CUDA kernels yet: use device='cpu'")
+            raise UnsupportedError("no CUDA kernel appends latent rows yet: use device='cpu'")
         num_layers = check_size("num_layers", num_layers, at_least=1)
         if isinstance(fmt, str | LatentFormat) or not isinstance(fmt, Sequence):
             formats = [LatentFormat.parse(fmt, latent_dim, rope_dim)] * num_layers
