@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from ..io.plan import CachePlan
 from ..rows.arguments import check_device, check_size
 from ..rows.quantize import exact_codec
 from .cache import QuantizedCache
+from .captured import CapturedStep
 from .configs import CacheLayers, cache_layers, layer_windows, new_cache
 from .fold import fold_values
 from .loading import load
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 Progress = Callable[[int], None]
 CHUNK = 16384  # tokens of prompts, of all sequences, that are computed at a time
 LEAST = 512  # of each sequence
+CAPTURED_FROM = 16  # tokens: a capture takes as long as a few steps from Python
 _FOLDED = "kvquant_folded"  # a mark on a model whose weights hold a plan's bases of V
 
 
@@ -296,6 +298,9 @@ class CachedModel:
     def generate(self, cache: KVCache, logits: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """Continue each sequence greedily.
 
+        On CUDA the steps of 16 tokens or more are one CUDA graph (CapturedStep), but of models that
+        look at positions on the host.
+
         Args:
             cache: the past of each sequence.
             logits: [batch, vocabulary] after it, from prefill or step.
@@ -319,8 +324,13 @@ class CachedModel:
         tokens = [logits.argmax(-1)]
         cache.check()
         with cache.attempt(num_tokens):
+            step: Callable[[torch.Tensor], torch.Tensor] = partial(self.step, cache)
+            is_worth_it = cache.device.type == "cuda" and num_tokens >= CAPTURED_FROM
+            if is_worth_it and not self.not_captured(cache):
+                step = CapturedStep(self, cache)
             while len(tokens) < num_tokens:
-                tokens.append(self.step(cache, tokens[-1]).argmax(-1))
+                tokens.append(step(tokens[-1]).argmax(-1))
+            cache.check()
         return torch.stack(tokens, dim=1)
 
     def new_plain_cache(self) -> Any:
@@ -388,20 +398,9 @@ class CachedModel:
         keep: torch.Tensor,
     ) -> torch.Tensor:
         """One call of the model: the logits at the places keep, [batch, len(keep), vocabulary]."""
-        past = QuantizedCache(cache, placed=True, drafts=False)
-        past.tell(self._layers, new_lens)  # some models make masks of their own
-        before = cache.seq_lens
-        steps = torch.arange(tokens.shape[1], device=cache.device)
+        before, past, device = cache.seq_lens, self.past_of(cache, new_lens), self.model.device
         try:
-            with attending(self.model, ATTENTION), torch.no_grad():
-                out = self.model(
-                    tokens.to(self.model.device),
-                    past_key_values=past,
-                    position_ids=(cache.start_positions + before)[:, None] + steps,
-                    use_cache=True,
-                    logits_to_keep=keep.to(self.model.device),
-                )
-            past.check_complete()
+            logits = self.call(past, tokens.to(device), keep.to(device))
             cache.check()
         except BaseException:
             cache.bad_rows.zero_()  # of the rows that are taken back
@@ -409,6 +408,54 @@ class CachedModel:
             with suppress(ShapeError):  # windows that are overwritten: prefill has copies
                 cache.crop(before)  # layers that are through must not be ahead of the others
             raise
+        return logits
+
+    def not_captured(self, cache: KVCache) -> str | None:
+        """Why a step of this model cannot be a CUDA graph (CapturedStep); None if it can."""
+        turn, scaled_from, positions = self._layers.turn, self._layers.scaled_from, self._positions
+        if turn is not None:
+            return f"it looks at the length of the text in each step (rope_type {turn.kind!r})"
+        last = cache.max_seq_len + int(cache.start_positions.max())
+        if scaled_from is not None and last > scaled_from:
+            return f"it scales queries from position {scaled_from} on, the cache ends at {last}"
+        if positions is not None and last > positions:
+            return f"it has {positions} positions, the cache ends at {last}"
+        return None
+
+    def past_of(self, cache: KVCache, new_lens: torch.Tensor | None = None) -> QuantizedCache:
+        """A cache as the model takes it for one call, which reads lengths when it is made.
+
+        Args:
+            cache: of the model.
+            new_lens: as QuantizedCache.tell has it.
+        """
+        past = QuantizedCache(cache, placed=True, drafts=False)
+        past.tell(self._layers, new_lens)  # some models make masks of their own
+        return past
+
+    def call(self, past: QuantizedCache, tokens: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+        """One call of the model, at the positions behind the cache's tokens; nothing is read.
+
+        Args:
+            past: of past_of; it is appended to.
+            tokens: [batch, new_tokens].
+            keep: [n] places of new tokens, on the model's device.
+
+        Returns:
+            [batch, n, vocabulary]: the logits at these places.
+        """
+        cache = past.kv
+        assert cache is not None
+        steps = torch.arange(tokens.shape[1], device=cache.device)
+        with attending(self.model, ATTENTION), torch.no_grad():
+            out = self.model(
+                tokens,
+                past_key_values=past,
+                position_ids=(cache.start_positions + cache.seq_lens)[:, None] + steps,
+                use_cache=True,
+                logits_to_keep=keep,
+            )
+        past.check_complete()
         logits: torch.Tensor = out.logits
         return logits if logits.shape[1] == len(keep) else logits[:, keep]
 

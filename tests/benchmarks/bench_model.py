@@ -1,0 +1,216 @@
+"""Milliseconds of a decode step of a whole model, beside transformers' own caches.
+
+Run by hand on a GPU: python tests/benchmarks/bench_model.py. A Llama of random weights, as wide as
+one of 8B, BF16. Logits behind a prompt are compared first. Then caches are filled with random keys
+and values, and a step of each kind is timed, medians of --rounds loops, in turn:
+
+    captured        CapturedStep: one CUDA graph
+    eager           CachedModel.step, from Python
+    generate        a call of the model with a QuantizedCache, as transformers' generate makes it
+    kernels         what the GPU was busy in an eager step, by torch's profiler
+    StaticCache     compiled, mode="reduce-overhead": transformers' fastest way
+    DynamicCache    SDPA, from Python
+    quanto, HQQ     transformers' QuantizedCache, 4 bits, where they are installed
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import click
+import torch
+import transformers
+from bench_prefill import LLAMA_8B, relative_l2
+from torch._C._autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from kvquant import CachedModel, QuantizedCache
+from kvquant.hf.captured import CapturedStep
+
+STEPS = 10  # timed together
+Step = Callable[[], Any]
+
+
+def random_rows(config: Any, batch: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of a layer, [batch, num_kv_heads, tokens, head_dim]."""
+    shape = 2, batch, config.num_key_value_heads, tokens, config.head_dim
+    k, v = torch.randn(shape, dtype=torch.bfloat16, device="cuda")
+    return k, v
+
+
+def filled_ours(model: CachedModel, batch: int, tokens: int, fmt: str) -> Any:
+    """A KVCache with room for more."""
+    cache = model.new_cache(batch, tokens + 256, k_format=fmt, v_format=fmt)
+    for layer in range(cache.num_layers):
+        for start in range(0, tokens, 4096):
+            rows = random_rows(model.config, batch, min(4096, tokens - start))
+            cache.append(layer, *rows)
+    return cache
+
+
+def filled(cache: Any, config: Any, batch: int, tokens: int) -> Any:
+    """A cache of transformers."""
+    for layer in range(config.num_hidden_layers):
+        cache.update(*random_rows(config, batch, tokens), layer)
+    return cache
+
+
+def take_time(step: Step) -> float:
+    """Milliseconds of a step, of STEPS in a row."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(STEPS):
+        step()
+    torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - start) / STEPS
+
+
+def busy_time(step: Step) -> float:
+    """Milliseconds that kernels of one step take on the GPU."""
+    step()
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        step()
+        torch.cuda.synchronize()
+    events = [one for one in seen.events() if one.device_type == DeviceType.CUDA]
+    return float(sum(one.time_range.elapsed_us() for one in events)) / 1e3
+
+
+def check_logits(model: CachedModel, fmt: str) -> None:
+    """Print how far logits of a captured step are from those of a DynamicCache."""
+    tokens = torch.randint(model.config.vocab_size, (2, 601), device="cuda")
+    wanted = model.plain(tokens)
+    for name in ("bf16", fmt):
+        cache = model.new_cache(2, 1024, k_format=name, v_format=name)
+        model.prefill(cache, tokens[:, :-1])
+        error = relative_l2(CapturedStep(model, cache)(tokens[:, -1]), wanted)
+        cache.check()
+        assert error < (0.05 if name == "bf16" else 1.0), error
+        print(f"logits after a prompt and a captured step, {name} rows: {error:.1e}", flush=True)
+
+
+def our_steps(model: CachedModel, batch: int, tokens: int, fmt: str) -> dict[str, Step]:
+    """The three ways with one cache, each from the same length on."""
+    cache = filled_ours(model, batch, tokens, fmt)
+    token = torch.zeros(batch, dtype=torch.int64, device="cuda")
+    past = QuantizedCache(cache, placed=True)
+
+    def generate() -> None:
+        with torch.no_grad():
+            model.model(token[:, None], past_key_values=past, logits_to_keep=1)
+
+    def from_start(step: Step) -> Step:
+        left = 0
+
+        def run() -> None:
+            nonlocal left
+            if not left:
+                cache.crop(tokens)
+                left = STEPS
+            left -= 1
+            step()
+
+        return run
+
+    model.step(cache, token)  # kernels are compiled
+    captured = CapturedStep(model, cache)
+    return {
+        "captured": from_start(lambda: captured(token)),
+        "eager": from_start(lambda: model.step(cache, token)),
+        "generate": from_start(generate),
+    }
+
+
+def their_steps(model: CachedModel, batch: int, tokens: int, slow: bool) -> dict[str, Any]:
+    """transformers' own: each makes its cache when it is called, for its memory's sake."""
+    config, token = model.model.config, torch.zeros(batch, 1, dtype=torch.int64, device="cuda")
+    room = tokens + 64 * STEPS
+
+    def of(cache: Any, run: Any) -> Step:
+        def step() -> None:
+            with torch.no_grad():
+                run(token, past_key_values=cache, logits_to_keep=1)
+
+        return step
+
+    def static() -> Step:
+        cache = transformers.StaticCache(config=config, max_cache_len=room)
+        run = torch.compile(model.model.forward, mode="reduce-overhead", fullgraph=True)
+        return of(filled(cache, config, batch, tokens), run)
+
+    def dynamic() -> Step:
+        cache = transformers.DynamicCache(config=config)
+        return of(filled(cache, config, batch, tokens), model.model)
+
+    def quantized(backend: str) -> Step:
+        cache = transformers.QuantizedCache(backend=backend, config=config, nbits=4)
+        return of(filled(cache, config, batch, tokens), model.model)
+
+    found: dict[str, Any] = {"StaticCache, compiled": static, "DynamicCache": dynamic}
+    for name, package in (("quanto", "optimum.quanto"), ("HQQ", "hqq")):
+        if slow and importlib.util.find_spec(package.split(".")[0]):
+            found[f"QuantizedCache, {name}"] = partial(quantized, name.lower())
+    return found
+
+
+@click.command()
+@click.option("--layers", default=32, show_default=True)
+@click.option("--batch", "batches", multiple=True, type=int, default=(1, 8, 32), show_default=True)
+@click.option("--tokens", multiple=True, type=int, default=(4096, 32768, 131072), show_default=True)
+@click.option("--format", "fmt", default="int4-g4", show_default=True)
+@click.option("--rounds", default=5, show_default=True)
+@click.option("--theirs/--no-theirs", default=True, show_default=True)
+def main(
+    layers: int,
+    batches: tuple[int, ...],
+    tokens: tuple[int, ...],
+    fmt: str,
+    rounds: int,
+    theirs: bool,
+) -> None:
+    """Measure and print."""
+    torch.manual_seed(0)
+    print(torch.cuda.get_device_name(), "torch", torch.__version__, transformers.__version__)
+    with torch.device("cuda"):
+        config = transformers.LlamaConfig(
+            num_hidden_layers=layers, dtype=torch.bfloat16, **(LLAMA_8B | {"vocab_size": 32000})
+        )
+        config.max_position_embeddings = max(tokens) + 1024
+        made = transformers.LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
+    model = CachedModel(made.eval())
+    check_logits(model, fmt)
+    for batch in batches:
+        for count in tokens:
+            print(f"batch {batch}, {count} tokens, {layers} layers", flush=True)
+            times: dict[str, float] = {}
+            model.model.set_attn_implementation("kvquant")
+            steps = our_steps(model, batch, count, fmt)
+            times["kernels"] = busy_time(steps["eager"])
+            for name, step in steps.items():
+                take_time(step)
+                times[name] = statistics.median(take_time(step) for _ in range(rounds))
+            del steps, step
+            model.model.set_attn_implementation("sdpa")
+            makers = their_steps(model, batch, count, count <= 32768) if theirs else {}
+            for name, make in makers.items():
+                torch.cuda.empty_cache()
+                try:
+                    step = make()
+                    take_time(step)  # compiles
+                    times[name] = statistics.median(take_time(step) for _ in range(rounds))
+                    del step
+                except torch.OutOfMemoryError:
+                    print(f"    {name:24} out of memory")
+                torch.compiler.reset()
+            for name, taken in times.items():
+                ratio = taken / times["captured"]
+                print(f"    {name:24} {taken:9.2f} ms {ratio:7.2f}x of captured", flush=True)
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
