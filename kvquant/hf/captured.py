@@ -50,8 +50,9 @@ class CapturedStep:
         self.cache = cache
         self._tokens = torch.zeros(cache.batch, 1, dtype=torch.int64, device=cache.device)
         self._room = 0  # steps that surely fit
-        past = model.past_of(cache)
-        last = torch.zeros(1, dtype=torch.int64, device=cache.device)
+        # the graph reads all of these in each step, so they must live as long as it
+        self._past = past = model.past_of(cache)
+        self._last = last = torch.zeros(1, dtype=torch.int64, device=cache.device)
         side = torch.cuda.Stream(cache.device)
         side.wait_stream(torch.cuda.current_stream(cache.device))
         with torch.cuda.stream(side):  # libraries make themselves ready, which no graph may hold
