@@ -82,15 +82,20 @@ def busy_time(step: Step) -> float:
 
 
 def check_logits(model: CachedModel, fmt: str) -> None:
-    """Print how far logits of a captured step are from those of a DynamicCache."""
+    """Print how far logits of a captured step are from those of a DynamicCache, beside how far
+    transformers' own two ways to compute attention are from one another."""
     tokens = torch.randint(model.config.vocab_size, (2, 601), device="cuda")
     wanted = model.plain(tokens)
+    model.model.set_attn_implementation("eager")
+    with torch.no_grad():
+        noise = relative_l2(model.model(tokens, logits_to_keep=1).logits[:, -1], wanted)
+    print(f"logits of transformers' eager attention and of its SDPA: {noise:.1e}")
     for name in ("bf16", fmt):
         cache = model.new_cache(2, 1024, k_format=name, v_format=name)
         model.prefill(cache, tokens[:, :-1])
         error = relative_l2(CapturedStep(model, cache)(tokens[:, -1]), wanted)
         cache.check()
-        assert error < (0.05 if name == "bf16" else 1.0), error
+        assert error < (2 * noise if name == "bf16" else 1.0), error
         print(f"logits after a prompt and a captured step, {name} rows: {error:.1e}", flush=True)
 
 
