@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,6 @@ from ..io.plan import CachePlan
 from ..rows.arguments import check_device, check_size
 from ..rows.quantize import exact_codec
 from .cache import QuantizedCache
-from .captured import CapturedStep
 from .configs import CacheLayers, cache_layers, layer_windows, new_cache
 from .fold import fold_values
 from .loading import load
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
 Progress = Callable[[int], None]
 CHUNK = 16384  # tokens of prompts, of all sequences, that are computed at a time
 LEAST = 512  # of each sequence
-CAPTURED_FROM = 16  # tokens: a capture takes as long as a few steps from Python
 _FOLDED = "kvquant_folded"  # a mark on a model whose weights hold a plan's bases of V
 
 
@@ -298,8 +296,7 @@ class CachedModel:
     def generate(self, cache: KVCache, logits: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """Continue each sequence greedily.
 
-        On CUDA the steps of 16 tokens or more are one CUDA graph (CapturedStep), but of models that
-        look at positions on the host.
+        Steps come from Python. In a loop of your own CapturedStep replays a CUDA graph.
 
         Args:
             cache: the past of each sequence.
@@ -324,13 +321,8 @@ class CachedModel:
         tokens = [logits.argmax(-1)]
         cache.check()
         with cache.attempt(num_tokens):
-            step: Callable[[torch.Tensor], torch.Tensor] = partial(self.step, cache)
-            is_worth_it = cache.device.type == "cuda" and num_tokens >= CAPTURED_FROM
-            if is_worth_it and not self.not_captured(cache):
-                step = CapturedStep(self, cache)
             while len(tokens) < num_tokens:
-                tokens.append(step(tokens[-1]).argmax(-1))
-            cache.check()
+                tokens.append(self.step(cache, tokens[-1]).argmax(-1))
         return torch.stack(tokens, dim=1)
 
     def new_plain_cache(self) -> Any:

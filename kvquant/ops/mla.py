@@ -249,9 +249,13 @@ def _attend(
     backend = kernels_for(q_latent, backend)
     if backend == "cuda" and not debug.enabled:
         check = functools.partial(_checked, q_latent, q_rope, segments, q_lens)
-        return _attend_cuda(
-            q_latent, q_rope, segments, q_lens, sm_scale, return_lse, num_splits, check
-        )
+        try:
+            return _attend_cuda(
+                q_latent, q_rope, segments, q_lens, sm_scale, return_lse, num_splits, check
+            )
+        except (AttributeError, TypeError):  # types are checked only now: it is slow
+            check()
+            raise
     q = _checked(q_latent, q_rope, segments, q_lens)
     if not is_rehearsed(q):
         check_segment_values(segments)
@@ -285,9 +289,10 @@ def _attend_cuda(
             "attention to latent rows of several segments, or from a place within them, has no "
             "CUDA kernel: move the tensors to the CPU, or pass backend='reference', which is slow"
         )
-    if q_rope.ndim != q_latent.ndim and check is not None:
+    is_single = q_latent.ndim == 3
+    if check is not None and (q_rope.ndim != q_latent.ndim or (is_single and q_lens is not None)):
         check()  # it raises
-    if is_single := q_latent.ndim == 3:
+    if is_single:
         q_latent, q_rope = q_latent.unsqueeze(1), q_rope.unsqueeze(1)
     out, lse = _cuda_kernel()(
         q_latent.detach(),
@@ -313,13 +318,12 @@ def _checked(
     q_lens: torch.Tensor | None,
 ) -> torch.Tensor:
     """As _query, of tensors whose values lie in memory."""
-    q = _query(q_latent, q_rope, segments, q_lens)
     given = {"q_latent": q_latent, "q_rope": q_rope}
     check_readable(**given, **({} if q_lens is None else {"q_lens": q_lens}))
     for segment in segments:
         tables = {} if segment.block_table is None else {"block_table": segment.block_table}
         check_readable(rows=segment.k_rows, seq_lens=segment.seq_lens, **tables)
-    return q
+    return _query(q_latent, q_rope, segments, q_lens)
 
 
 def check_queries(q_latent: torch.Tensor, q_rope: torch.Tensor, fmt: LatentFormat) -> None:

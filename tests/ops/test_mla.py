@@ -222,6 +222,8 @@ def test_calls_on_cuda_are_checked(gpu: FakeDriver) -> None:
         ({"q_latent": case.q_latent[:3], "q_rope": case.q_rope[:3]}, ShapeError, "batch must"),
         ({"seq_lens": case.seq_lens.long()}, ConfigError, "seq_lens is torch.int64"),
         ({"q_lens": torch.zeros(5).int()}, ShapeError, "q_lens"),
+        ({"q_lens": [1] * 5}, ConfigError, "q_lens is"),
+        ({"block_table": [[0]] * 5}, ConfigError, "block_table is"),
     ):
         given = case._asdict() | {"fmt": fmt, "sm_scale": SCALE} | change
         with pytest.raises(error, match=message):
