@@ -26,6 +26,7 @@ if typing.TYPE_CHECKING:
     from .cache.contiguous import KVCache
     from .cache.latent import LatentKVCache
     from .hf.cache import QuantizedCache as QuantizedCache
+    from .hf.captured import CapturedStep as CapturedStep
     from .hf.model import CachedModel as CachedModel
     from .io.checkpoint import load_cache, save_cache
     from .io.plan import CachePlan
@@ -88,6 +89,7 @@ _HOMES = {
     "Basis": "rows.basis",
     "CachedModel": "hf.model",  # with the hf extra, as QuantizedCache: so not in __all__
     "CachePlan": "io.plan",
+    "CapturedStep": "hf.captured",
     "ContextParallelCache": "cache.context_parallel",
     "KVCache": "cache.contiguous",
     "LatentFormat": "rows.latent",

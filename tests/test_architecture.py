@@ -66,6 +66,7 @@ ALLOWED_LATE = {
         "kernels.cuda.slots"
     ),
     "cache": "kernels.cuda.runtime",
+    "hf": "kernels.cuda.runtime",
     "cli": "bench kernels.cuda.decode kernels.cuda.runtime",
 }
 

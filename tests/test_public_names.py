@@ -39,7 +39,8 @@ PUBLIC = [
     "save_sequences",
     "slots_of",
 ]
-WITH_HF = ["CachedModel", "QuantizedCache"]  # loaded by name only: import * needs no extra
+# loaded by name only: import * needs no extra
+WITH_HF = ["CachedModel", "CapturedStep", "QuantizedCache"]
 PLAN = Path(__file__).parent / "data" / "plan-v2.safetensors"
 RECORDS = ["Rope", "RowTransform", "Slots"]  # arguments of append_rows, where examples show them
 ERRORS = [name for name, value in vars(errors).items() if inspect.isclass(value)]

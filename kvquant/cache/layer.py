@@ -138,7 +138,7 @@ class LayerCache:
         split: which row a token has; all packed rows of a sequence are its page.
         lens, sizes: the lengths, and how tokens are split, as ops.slots.place_tokens takes them.
         longest: no sequence has more tokens, as far as the host knows; None once an append is part
-            of a graph, which the host does not see replayed.
+            of a graph, which the host does not see replayed (hf/captured.py counts its replays).
     """
 
     def __init__(

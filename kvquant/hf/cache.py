@@ -649,10 +649,11 @@ class QuantizedCache(Cache):
         return self.is_waiting or self._is_begun or 0 < self._due < self.num_places
 
     def take_back(self) -> None:
-        """Drop what this call of the model has appended so far, and begin anew."""
+        """Drop what this call of the model has appended so far, and begin anew; what is recorded
+        has not run."""
         self._waiting, self._is_begun = None, False
         self._is_torn = bool(self._kept)
-        if self._due and self.kv is not None:
+        if self._due and self.kv is not None and not debug.is_recorded(self.kv.start_positions):
             with suppress(ShapeError):  # windows that are overwritten: the next call says so
                 self.kv.crop(self._past.lens)
                 self._due, self._marks = 0, _marks_of(self.kv)

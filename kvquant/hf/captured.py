@@ -7,25 +7,34 @@ one graph serves every step: https://docs.pytorch.org/docs/stable/notes/cuda.htm
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import torch
 
 from ..cache.contiguous import KVCache
-from ..errors import ConfigError, DeviceError, ShapeError, UnsupportedModelError
+from ..errors import ConfigError, DeviceError, KVQuantError, ShapeError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from .model import CachedModel
+
+_one_at_a_time = threading.Lock()
+_CLEAR = KVQuantError, torch.OutOfMemoryError  # say what has happened themselves
+_failed: list[torch.cuda.CUDAGraph] = []  # torch's allocator of pinned memory still asks them
 
 
 class CapturedStep:
     """CachedModel.step for one cache, as a CUDA graph.
 
-    The cache may be cropped, reordered, reset and prefilled between steps, and stepped from Python,
-    which reads lengths from then on. Nothing is read in a step but where others changed the cache
-    since the last: call cache.check() at times, which raises what came with NaN.
+    The cache may be cropped, reordered, reset, prefilled and stepped from Python between steps.
+    Nothing is read in a step but where others changed the cache since the last: call cache.check()
+    at times, which raises what came with NaN.
 
-    While it is made no other thread may capture a graph or use the cache.
+    Threads may make steps at the same time: one waits for another. While a step is made, other
+    threads may run models, but not use this cache, capture graphs in other ways, or wait for the
+    whole GPU (torch.cuda.synchronize), which CUDA refuses then.
 
     Args:
         model: on CUDA.
@@ -33,39 +42,50 @@ class CapturedStep:
 
     Raises:
         DeviceError: the cache is not on CUDA.
-        UnsupportedModelError: the model looks at the positions on the host in each step, or has
-            fewer of them than the cache has room for.
+        UnsupportedModelError: the model looks at the positions on the host in each step, has fewer
+            of them than the cache has room for, or waits for the GPU in its forward pass, as hooks
+            do that bring weights to the GPU. The cache is as it was, then.
 
-    Example (on a GPU):
-        logits = model.prefill(cache, tokens)
-        step = CapturedStep(model, cache)
-        for _ in range(100):
-            logits = step(logits.argmax(-1))
-        cache.check()
+    Example:
+        >>> import torch
+        >>> from kvquant import CachedModel, CapturedStep
+        >>> from kvquant.cli.demo import MODEL  # a folder with a model
+        >>> if torch.cuda.is_available():
+        ...     model = CachedModel.from_pretrained(MODEL, dtype=torch.bfloat16, device="cuda")
+        ...     cache = model.new_cache(batch=1, max_seq_len=128)
+        ...     logits = model.prefill(cache, torch.tensor([model.encode("The city of Manila")]))
+        ...     step = CapturedStep(model, cache)
+        ...     for _ in range(100):
+        ...         logits = step(logits.argmax(-1))
+        ...     cache.check()
     """
 
     @torch.inference_mode(False)  # else the tokens could not be changed outside
     def __init__(self, model: CachedModel, cache: KVCache) -> None:
-        if cache.device.type != "cuda":
-            raise DeviceError(f"the cache is on {cache.device}: a step is captured on CUDA only")
-        if why := model.not_captured(cache):
-            raise UnsupportedModelError(f"this model's step cannot be captured: {why}")
+        from ..kernels.cuda.runtime.workspace import Lease
+
+        _check(model, cache)
         self.cache = cache
         # the graph reads all of these in each step, so they must live as long as it
-        self._model, self._layers = model, list(cache.layers)
+        self._model, self._layers, self._lease = model, list(cache.layers), Lease()
         self._past = model.past_of(cache)
         self._tokens = torch.zeros(cache.batch, 1, dtype=torch.int64, device=cache.device)
         self._last = torch.zeros(1, dtype=torch.int64, device=cache.device)
         self._room, self._changes = 0, cache.changes  # steps that surely fit, if none came between
         self._graph = torch.cuda.CUDAGraph()
         side = torch.cuda.Stream(cache.device)  # of the cache's GPU, which may not be the current
-        with torch.cuda.device(cache.device):
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):  # libraries make themselves ready: no graph may hold it
-                model.plain(self._tokens)
-            torch.cuda.current_stream().wait_stream(side)
-            with torch.cuda.graph(self._graph, stream=side):
-                self._logits = model.call(self._past, self._tokens, self._last)[:, 0]
+        longest = [layer.longest for layer in self._layers]
+        try:
+            with _one_at_a_time, self._lease, torch.cuda.device(cache.device):
+                side.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(side):  # libraries make themselves ready: no graph holds it
+                    model.plain(self._tokens)
+                torch.cuda.current_stream().wait_stream(side)
+                with _captured(self._graph, side):
+                    self._logits = model.call(self._past, self._tokens, self._last)[:, 0]
+        finally:  # nothing has run yet
+            for layer, known in zip(self._layers, longest, strict=True):
+                layer.longest = known
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
         """Decode one token of each sequence.
@@ -96,6 +116,59 @@ class CapturedStep:
         self._room -= 1
         cache.changes += 1
         self._changes = cache.changes
+        for layer in self._layers:
+            if layer.longest is not None:  # no other graph appends: steps from Python need no read
+                layer.longest += 1
         self._tokens.copy_(tokens[:, None])
         self._graph.replay()
         return self._logits
+
+
+def _check(model: CachedModel, cache: KVCache) -> None:
+    """Raise unless a step of the model with the cache can be captured, as far as is known."""
+    if cache.device.type != "cuda":
+        raise DeviceError(f"the cache is on {cache.device}: a step is captured on CUDA only")
+    if why := model.not_captured(cache):
+        raise UnsupportedModelError(f"this model's step cannot be captured: {why}")
+
+
+@contextmanager
+def _captured(graph: torch.cuda.CUDAGraph, side: torch.cuda.Stream) -> Iterator[None]:
+    """Capture what the block launches on the current GPU.
+
+    Args:
+        graph: what it becomes.
+        side: the current stream inside.
+
+    Raises:
+        UnsupportedModelError: the block has waited for the GPU, or CUDA refuses the graph. torch
+            goes on as before.
+    """
+    before, pool = torch.cuda.current_stream(), torch.cuda.graph_pool_handle()
+    first: BaseException | None = None
+    try:
+        # other threads may allocate memory and wait for their own streams meanwhile
+        mode = "thread_local"
+        with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode=mode):
+            try:
+                yield
+            except BaseException as error:
+                first = error
+                raise
+    except BaseException as error:
+        # where CUDA has ended the capture torch raises before it has set these back
+        torch.cuda.set_stream(before)
+        with suppress(RuntimeError):  # it has
+            torch._C._cuda_endAllocateToPool(before.device_index, pool)
+            torch._C._cuda_releasePool(before.device_index, pool)
+            _failed.append(graph)
+        first = first or error
+        if not isinstance(first, RuntimeError) or isinstance(first, _CLEAR):
+            raise first from first.__cause__  # what CUDA raised after it tells nothing
+        why = str(first).partition("\n")[0]
+        raise UnsupportedModelError(
+            f"this model's step cannot be captured: {why}. If its forward pass waits for the GPU "
+            "(weights that are brought there, experts that are chosen on the host), decode from "
+            "Python by CachedModel.generate or CachedModel.step, or give model.generate a "
+            "QuantizedCache(model, max_seq_len=...)"
+        ) from first

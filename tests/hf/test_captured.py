@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from kvquant import CachedModel, KVCache
+from kvquant import CachedModel, CapturedStep, KVCache
 from kvquant.errors import (
     ConfigError,
     DeviceError,
@@ -16,7 +21,8 @@ from kvquant.errors import (
     ShapeError,
     UnsupportedModelError,
 )
-from kvquant.hf.captured import CapturedStep
+from kvquant.hf import captured
+from kvquant.kernels.cuda.runtime.workspace import Lease, workspaces_of
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 256,
@@ -47,6 +53,181 @@ def filled(model: CachedModel, **options: Any) -> tuple[KVCache, torch.Tensor]:
     return cache, model.prefill(cache, tokens.to(cache.device), LENS).argmax(-1)
 
 
+def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether logits are those; work may be cut otherwise: a graph is planned for all lengths."""
+    return bool((found - expected).float().norm() < 1e-2 * expected.float().norm())
+
+
+class StandIn:
+    """torch.cuda for a capture, on the CPU: nothing of the block has run when it has ended.
+
+    Attributes:
+        stream: the current one.
+        is_capturing: what runs is captured.
+        is_ended: CUDA ends the capture, as where the block waits for the GPU.
+        taken_back: memory pools of such captures that were ended and released in torch's place.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def stream() -> Any:
+            return SimpleNamespace(wait_stream=lambda other: None, device_index=0)
+
+        self.stream, self.is_ended, self.taken_back = stream(), False, list[Any]()
+        self.is_capturing = False
+        self._tensors: list[torch.Tensor] = []
+        self._replay: Callable[[], object] = lambda: None
+        stand_ins = {
+            "CUDAGraph": lambda: SimpleNamespace(replay=lambda: self._replay()),
+            "Stream": lambda device=None: stream(),
+            "current_stream": lambda: self.stream,
+            "device": contextlib.nullcontext,
+            "graph": self._graph,
+            "graph_pool_handle": lambda: (0, 1),
+            "set_stream": lambda stream: setattr(self, "stream", stream),
+            "stream": contextlib.nullcontext,
+        }
+        for name, value in stand_ins.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", self._end)
+        monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *pool: None)
+        monkeypatch.setattr(captured, "_check", lambda model, cache: None)
+        monkeypatch.setattr(captured, "_failed", [])
+
+    def follow(self, monkeypatch: pytest.MonkeyPatch, model: CachedModel, cache: KVCache) -> None:
+        """Let a replay be the call of a model that was captured."""
+        call = model.call
+
+        def noted(*given: Any) -> torch.Tensor:
+            logits = call(*given)
+
+            def replay() -> None:
+                longest = [layer.longest for layer in cache.layers]  # the host sees none of it
+                logits.copy_(call(*given))
+                for layer, known in zip(cache.layers, longest, strict=True):
+                    layer.longest = known
+
+            if self.is_capturing:
+                self._replay = replay
+            return logits
+
+        monkeypatch.setattr(model, "call", noted)
+        self._tensors = [x for layer in cache.layers for x in layer.tensors().values()]
+
+    @contextlib.contextmanager
+    def _graph(self, graph: Any, *, capture_error_mode: str, **given: Any) -> Iterator[None]:
+        assert capture_error_mode == "thread_local"
+        before, self.stream, self.is_capturing = self.stream, given["stream"], True
+        kept = [x.clone() for x in self._tensors]
+        try:
+            yield
+        finally:
+            self.is_capturing = False
+            for x, earlier in zip(self._tensors, kept, strict=True):
+                x.copy_(earlier)
+            if self.is_ended:
+                raise RuntimeError("CUDA error: operation failed due to a previous error")
+            self.stream = before
+
+    def _end(self, index: int, pool: Any) -> None:
+        if not self.is_ended:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        self.taken_back.append(pool)
+
+
+def test_single_steps_between_know_the_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("cpu")
+    cache, token = filled(model)
+    other = cache.fork()
+    StandIn(monkeypatch).follow(monkeypatch, model, cache)
+    step = CapturedStep(model, cache)
+    for take in (step, step, model.step, step):
+        expected = model.step(other, token)
+        found = take(token) if take is step else model.step(cache, token)
+        assert close(found, expected)
+        token = expected.argmax(-1)
+        assert {layer.longest for layer in cache.layers} == {int(cache.seq_lens.max())}
+    assert cache.seq_lens.tolist() == [n + 4 for n in LENS]
+    cache.crop(10)
+    step(token)
+    assert {layer.longest for layer in cache.layers} == {11}
+    cache.layers[1].longest = None  # another graph appends, too
+    step(token)
+    assert [layer.longest for layer in cache.layers] == [12, None, 12]
+
+
+def test_the_last_place_is_taken_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("cpu")
+    cache, token = filled(model)
+    StandIn(monkeypatch).follow(monkeypatch, model, cache)
+    step = CapturedStep(model, cache)
+    for layer in range(3):
+        cache.append(layer, *torch.randn(2, 3, 2, 512 - 301, 64))
+    step(token)
+    with pytest.raises(ShapeError, match="all 512 tokens"):
+        step(token)
+    assert cache.seq_lens.max() == 512
+
+
+@pytest.mark.parametrize("is_ended", [True, False], ids=["ended", "goes on"])
+@pytest.mark.parametrize(
+    ("error", "raised", "told"),
+    [
+        (RuntimeError("CUDA error: no waiting\nhere"), UnsupportedModelError, r"no waiting\. If"),
+        (torch.OutOfMemoryError("too much"), torch.OutOfMemoryError, "too much"),
+        (ShapeError("of ours"), ShapeError, "of ours"),
+        (KeyError("of theirs"), KeyError, "of theirs"),
+        (KeyboardInterrupt("now"), KeyboardInterrupt, "now"),
+    ],
+    ids=["RuntimeError", "OutOfMemoryError", "ShapeError", "KeyError", "KeyboardInterrupt"],
+)
+def test_a_capture_that_fails_tells_why(
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+    raised: type[BaseException],
+    told: str,
+    is_ended: bool,
+) -> None:
+    cuda = StandIn(monkeypatch)
+    stream, side, graph = cuda.stream, torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with pytest.raises(raised, match=told), captured._captured(graph, side):
+        assert cuda.stream is side
+        cuda.is_ended = is_ended
+        raise error
+    assert cuda.stream is stream
+    assert cuda.taken_back == [(0, 1)] * is_ended
+    assert captured._failed == [graph] * is_ended
+
+
+def test_a_capture_that_fails_leaves_the_cache_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("cpu")
+    cache, token = filled(model)
+    cuda, before = StandIn(monkeypatch), cache.fork()
+    cuda.follow(monkeypatch, model, cache)
+
+    def wait(*given: Any) -> None:
+        cuda.is_ended = cuda.is_capturing
+        if cuda.is_ended:
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+    hook = model.model.model.layers[1].mlp.register_forward_hook(wait)
+    with pytest.raises(UnsupportedModelError, match="not permitted when stream is capturing"):
+        CapturedStep(model, cache)
+    hook.remove()
+    assert {layer.longest for layer in cache.layers} == {300}
+    cuda.is_ended = False
+    assert close(CapturedStep(model, cache)(token), model.step(before, token))
+    assert cache.seq_lens.tolist() == [n + 1 for n in LENS]
+
+
+def test_what_ends_a_capture_silently_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = StandIn(monkeypatch)
+    cuda.is_ended = True
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with pytest.raises(UnsupportedModelError, match=r"previous error\. .* CachedModel\.generate"):
+        with captured._captured(graph, side):
+            pass
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("windows", [False, True], ids=["full", "windows"])
 @pytest.mark.parametrize("fmt", ["bf16", "int8", "int4-g4"])
@@ -59,8 +240,7 @@ def test_it_gives_what_single_steps_give(fmt: str, windows: bool) -> None:
         token = first
         for _ in range(20):
             found, expected = step(token).clone(), model.step(other, token)
-            error = (found - expected).float().norm() / expected.float().norm()
-            assert error < 1e-2  # work may be cut otherwise: a graph is planned for all lengths
+            assert close(found, expected)
             token = expected.argmax(-1)
         cache.check()
         assert cache.seq_lens.tolist() == other.seq_lens.tolist() == [n + 20 for n in LENS]
@@ -120,3 +300,125 @@ def test_a_cache_that_has_grown_is_captured_again() -> None:
     del model  # the graph reads its weights
     CapturedStep(step._model, cache)(token)
     assert cache.seq_lens.tolist() == [n + 2 for n in LENS]
+
+
+@pytest.mark.gpu
+def test_a_model_that_waits_for_the_gpu_is_refused() -> None:
+    model = make("cuda")
+    cache, token = filled(model)
+    other, stream = cache.fork(), torch.cuda.current_stream()
+    hook = model.model.model.layers[1].mlp.register_forward_hook(
+        lambda module, given, out: out if float(out.sum()) else None
+    )
+    with pytest.raises(UnsupportedModelError, match=r"captur.* decode from Python"):
+        CapturedStep(model, cache)
+    assert torch.cuda.current_stream() == stream and not torch.cuda.is_current_stream_capturing()
+    assert close(model.step(cache, token), model.step(other, token))
+    hook.remove()
+    # else memory that another stream has used would never be free again
+    side = torch.cuda.Stream()
+    held = torch.cuda.memory_allocated()
+    x = torch.zeros(1 << 20, device="cuda")
+    x.record_stream(side)
+    del x
+    torch.cuda.synchronize()
+    torch.zeros(1, device="cuda")
+    assert torch.cuda.memory_allocated() < held + (1 << 20)
+    step = CapturedStep(model, cache)
+    for _ in range(2):
+        assert close(step(token), model.step(other, token))
+    assert cache.seq_lens.tolist() == other.seq_lens.tolist() == [n + 3 for n in LENS]
+    cache.check()
+
+
+@pytest.mark.gpu
+def test_an_error_of_the_model_is_not_hidden() -> None:
+    model = make("cuda")
+    cache, token = filled(model)
+
+    def fail(*given: Any) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            raise KeyError("of theirs")
+
+    hook = model.model.model.layers[2].self_attn.register_forward_hook(fail)
+    stream = torch.cuda.current_stream()
+    with pytest.raises(KeyError, match="of theirs"):
+        CapturedStep(model, cache)
+    assert torch.cuda.current_stream() == stream
+    assert cache.seq_lens.tolist() == LENS
+    hook.remove()
+    CapturedStep(model, cache)(token)
+    cache.check()
+    assert cache.seq_lens.tolist() == [n + 1 for n in LENS]
+
+
+@pytest.mark.gpu
+def test_dropped_steps_give_their_counters_back() -> None:
+    model = make("cuda")
+    cache, token = filled(model)
+    spaces = workspaces_of(cache.device)
+
+    def free() -> int:
+        gc.collect()
+        with Lease():
+            return sum(map(len, spaces._free))
+
+    model.step(cache.fork(), token)
+    before = free()
+    step = CapturedStep(model, cache)
+    step(token)
+    assert free() < before, "a graph has counters of its own"
+    del step
+    assert free() == before
+    CapturedStep(model, cache)(token)
+    cache.check()
+    assert cache.seq_lens.tolist() == [n + 2 for n in LENS]
+
+
+@pytest.mark.gpu
+def test_threads_capture_side_by_side() -> None:
+    model = make("cuda")
+    caches = [filled(model)[0] for _ in range(4)]
+    token = torch.tensor([1, 2, 3], device="cuda")
+    expected = model.step(caches[0].fork(), token)
+    found: list[torch.Tensor] = []
+
+    def run(cache: KVCache) -> None:
+        step = CapturedStep(model, cache)
+        logits = step(token).clone()
+        torch.cuda.current_stream().synchronize()
+        found.append(logits)
+
+    threads = [threading.Thread(target=run, args=(cache,)) for cache in caches]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4 and all(close(one, expected) for one in found)
+    for cache in caches:
+        cache.check()
+        assert cache.seq_lens.tolist() == [n + 1 for n in LENS]
+
+
+@pytest.mark.gpu
+def test_other_threads_go_on_meanwhile() -> None:
+    model = make("cuda")
+    cache, token = filled(model)
+    other, sums = cache.fork(), list[float]()
+
+    def work() -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            sums.append(float(torch.ones(1 << 22, device="cuda").sum()))
+
+    def fork(*given: Any) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join()
+
+    hook = model.model.model.layers[1].mlp.register_forward_hook(fork)
+    step = CapturedStep(model, cache)
+    hook.remove()
+    assert sums == [1 << 22]
+    assert close(step(token), model.step(other, token))
+    cache.check()

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from kvquant.errors import ConfigError, ShapeError, UnsupportedError
-from kvquant.rows.arguments import check_scale
+from kvquant.rows.arguments import address, check_scale
 from kvquant.rows.segment import FixedSegments, Segment
 from kvquant.rows.variant import AttentionVariant, names_of
 
@@ -35,7 +35,7 @@ from ..runtime.launch import (
     kernel_of,
 )
 from ..runtime.spec import layout_of
-from ..runtime.workspace import Workspaces, reuse_counters, workspaces_of
+from ..runtime.workspace import Lease, Workspaces, workspaces_of
 from .arrange import (
     MOST_TOKENS,
     arguments,
@@ -165,7 +165,11 @@ def _look_at(segments: Sequence[Segment]) -> tuple[Hashable, list[Addresses]]:
         if table is not None:
             index_address = table.data_ptr()
         seq_slots_address = 0 if seq_slots is None else seq_slots.data_ptr()
-        addresses.append((k_address, v_address, lens.data_ptr(), index_address, seq_slots_address))
+        lens_address = lens.data_ptr()
+        if not (k_address and v_address and lens_address) and not lens.is_meta:
+            for name, tensor in (("k_rows", k), ("v_rows", v), ("seq_lens", lens)):
+                address(tensor, name)  # else a kernel would read from 0 on
+        addresses.append((k_address, v_address, lens_address, index_address, seq_slots_address))
         facts += (
             k_format,
             v_format,
@@ -279,7 +283,7 @@ def override_plan(plan: Plan | None, without: str = "") -> Iterator[None]:
     before = _override, _launches
     _override, _launches = (plan, without), {}
     try:
-        with reuse_counters():
+        with Lease():
             yield
     finally:
         _override, _launches = before

@@ -19,12 +19,13 @@ def facts_of(tensor: torch.Tensor | None) -> Hashable:
     """All of a tensor that a launch may depend on, but for where it lies."""
     if tensor is None:
         return None
+    address = tensor.data_ptr()
     return (
         tensor.shape,
         tensor.stride(),
         tensor.dtype,
         tensor.get_device(),
-        tensor.data_ptr() % UNIT,
+        address % UNIT if address else None,  # nowhere, as where storage was freed: a check says so
     )
 
 

@@ -2,7 +2,8 @@
 
 Launches of one stream follow one another, so they share a workspace. A launch that is captured into
 a CUDA graph may be replayed beside any other: it has counters of its own, from a slab that was
-zeroed before, and partial results from the graph's memory.
+zeroed before, and partial results from the graph's memory. Nobody tells when a graph is dropped, so
+it keeps its counters, unless it is captured with a Lease, which gives them back.
 
 What outlives a call must not come from a graph's memory, which the next graph overwrites. torch
 turns to that not only while it captures: torch.compile(mode="reduce-overhead") also runs a call in
@@ -13,9 +14,8 @@ allocated by a thread of its own, on the default stream, which is never captured
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -55,7 +55,8 @@ class Workspaces:
         self._of_stream: dict[int, Workspace] = {}
         self._outgrown: list[Workspace] = []  # their stream may not be done with them
         self._slab: torch.Tensor | None = None
-        self.taken = 0
+        self._free = [range(SLAB)]  # places in the slab, in order
+        self.returned: deque[range] = deque()  # by graphs that may still run
 
     def take(self, stream: int, counters: int, partial: int) -> Workspace:
         """The workspace of a launch on the device's current stream.
@@ -89,12 +90,34 @@ class Workspaces:
     def _for_capture(self, counters: int, partial: int) -> Workspace:
         numbers = torch.empty(partial, dtype=torch.float32, device=self.device)
         with self._lock:
-            if self._slab is not None and self.taken + counters <= SLAB:
-                first = self.taken
-                self.taken += counters
-                return _workspace(self._slab[first : first + counters], numbers)
+            if self._slab is not None and (place := self._lend(counters)):
+                return _workspace(self._slab[place.start : place.stop], numbers)
         zeroed_by_every_replay = torch.zeros(counters, dtype=torch.int32, device=self.device)
         return _workspace(zeroed_by_every_replay, numbers)
+
+    def _lend(self, counters: int) -> range | None:
+        """A place in the slab, if there is one."""
+        for i, free in enumerate(self._free):
+            if len(free) >= counters:
+                place, self._free[i] = free[:counters], free[counters:]
+                if (lease := _local.lease) is not None:
+                    lease.places.append((self, place))
+                return place
+        return None
+
+    def reclaim(self) -> None:
+        """Lend to others what was given back; waits for the GPU if there is any."""
+        if not self.returned:
+            return
+        with self._lock:
+            count = len(self.returned)  # more may come meanwhile
+            torch.cuda.synchronize(self.device)
+            places = self._free + [self.returned.popleft() for _ in range(count)]
+            self._free = []
+            for place in sorted(filter(None, places), key=lambda one: one.start):
+                if self._free and self._free[-1].stop == place.start:
+                    place = range(self._free.pop().start, place.stop)
+                self._free.append(place)
 
     def _lasting(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Zeros that any stream may use, from no graph's memory."""
@@ -117,15 +140,36 @@ def workspaces_of(device: torch.device) -> Workspaces:
         return _workspaces[device.index]
 
 
-@contextmanager
-def reuse_counters() -> Iterator[None]:
-    """Give the counters that are taken meanwhile for captured launches to others afterwards."""
-    taken = {index: spaces.taken for index, spaces in _workspaces.items()}
-    try:
-        yield
-    finally:
-        for index, spaces in _workspaces.items():
-            spaces.taken = taken.get(index, 0)
+class Lease:
+    """The counters of graphs that this thread captures inside of it.
+
+    They are given back when it is dropped, which the graphs must not outlive, and lent again when
+    the next one begins: it waits for the GPU, so that none of the graphs still runs.
+    """
+
+    def __init__(self) -> None:
+        self.places: list[tuple[Workspaces, range]] = []
+        self._outer: Lease | None = None
+
+    def __enter__(self) -> Lease:
+        for spaces in list(_workspaces.values()):
+            spaces.reclaim()
+        self._outer, _local.lease = _local.lease, self
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _local.lease, self._outer = self._outer, None
+
+    def __del__(self) -> None:  # at any line of any thread, one that holds a lock too
+        for spaces, place in self.places:
+            spaces.returned.append(place)
+
+
+class _Local(threading.local):
+    lease: Lease | None = None
+
+
+_local = _Local()
 
 
 def _grown(size: int, needed: int) -> int:

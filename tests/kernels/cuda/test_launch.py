@@ -29,6 +29,7 @@ from kvquant.kernels.cuda.decode import launch
 from kvquant.kernels.cuda.decode.plan import Plan
 from kvquant.kernels.cuda.decode.spec import MMA_COLUMNS, columns_of
 from kvquant.kernels.cuda.runtime import launch as runtime
+from kvquant.kernels.cuda.runtime.tensors import facts_of
 from kvquant.kernels.cuda.runtime.workspace import workspaces_of
 from kvquant.rows.reference import LOG2E
 from kvquant.rows.segment import FixedSegments, Segment, check_segments
@@ -420,6 +421,24 @@ def checked(q: torch.Tensor, segments: Sequence[Segment], *_: object) -> Sequenc
     """What attention gives as a check, without what is installed."""
     check_segments(q, segments)
     return segments
+
+
+@pytest.mark.parametrize("name", ["k_rows", "v_rows", "seq_lens"])
+def test_freed_tensors_of_a_known_kind_are_refused(cuda: FakeDriver, name: str) -> None:
+    segment = make_segment()
+    call = make_query(), [segment], 1.0, None, True, checked
+    launch.attend(*call)
+    getattr(segment, name).untyped_storage().resize_(0)
+    with pytest.raises(ConfigError, match=f"{name} is a Tensor .* freed"):
+        launch.attend(*call)
+    assert len(cuda.launched) == 1
+
+
+def test_launches_by_facts_look_at_freed_tensors_again() -> None:
+    tensor = torch.zeros(16, dtype=torch.int32)
+    before = facts_of(tensor)
+    tensor.untyped_storage().resize_(0)
+    assert facts_of(tensor) != before
 
 
 def test_tensors_that_change_in_place_are_looked_at_again(cuda: FakeDriver) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from fake_cuda import FakeDriver, install, make_query, make_segment
 
 from kvquant.kernels.cuda.decode import launch
-from kvquant.kernels.cuda.runtime.workspace import SLAB, Workspaces
+from kvquant.kernels.cuda.runtime.workspace import SLAB, Lease, Workspaces, workspaces_of
 
 Allocations = list[tuple[str, int, int]]  # function, elements, thread
 
@@ -64,6 +65,72 @@ def test_what_is_captured_uses_the_memory_of_its_graph(
     spaces.take(1, 10, 20)
     here = threading.get_ident()
     assert allocations == 2 * [("empty", 20, here), ("zeros", 10, here)]
+
+
+@pytest.fixture
+def captured(cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> tuple[Workspaces, list[int]]:
+    """Workspaces that have a slab, in which all is captured; notes of waits for the GPU."""
+    spaces, waits = workspaces_of(torch.device("cpu")), list[int]()
+    spaces.take(1, 10, 10)
+    capture(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: waits.append(len(spaces._free)))
+    return spaces, waits
+
+
+def place(spaces: Workspaces, counters: int) -> int:
+    """Where counters of a captured launch lie in the slab; negative where it is full."""
+    assert spaces._slab is not None
+    found = spaces.take(1, counters, 10).counters_address - spaces._slab.data_ptr()
+    return found // 4 if 0 <= found < 4 * SLAB else -1
+
+
+def test_a_dropped_lease_gives_its_counters_to_later_graphs(
+    captured: tuple[Workspaces, list[int]],
+) -> None:
+    spaces, waits = captured
+    leases = [Lease() for _ in range(3)]
+    for lease in leases:
+        with lease:
+            for _ in range(4):
+                place(spaces, 100)
+    assert place(spaces, 100) == 1200, "outside of them counters stay with their graph"
+    assert not waits, "nothing was given back"
+    del lease, leases[0]
+    gc.collect()
+    assert place(spaces, 100) == 1300, "its graph may still run"
+    with Lease():
+        assert waits == [1]
+        assert [place(spaces, n) for n in (300, 101, 100)] == [0, 1400, 300]
+    leases.clear()  # together with what the last one gave back
+    gc.collect()
+    with Lease():
+        assert [place(spaces, n) for n in (1200, 1, 1)] == [0, 1400, 1401]
+        assert place(spaces, SLAB - 1402) == 1402
+        assert place(spaces, 1) == -1
+    with Lease():
+        assert place(spaces, SLAB - 1400) == 1400
+
+
+def test_captures_without_end_do_not_use_the_slab_up(
+    captured: tuple[Workspaces, list[int]],
+) -> None:
+    spaces, _ = captured
+    for size in range(SLAB // 3, SLAB // 3 + 50):
+        with Lease():
+            assert place(spaces, size) >= 0
+            assert place(spaces, size) >= 0
+
+
+def test_a_lease_has_the_counters_of_its_thread_only(
+    captured: tuple[Workspaces, list[int]],
+) -> None:
+    spaces, _ = captured
+    with Lease() as outer, Lease() as inner:
+        thread = threading.Thread(target=place, args=(spaces, 100))
+        thread.start()
+        thread.join()
+        assert place(spaces, 50) == 100
+    assert (outer.places, inner.places) == ([], [(spaces, range(100, 150))])
 
 
 def test_outgrown_workspaces_stay_and_sizes_double(spaces: Workspaces) -> None:
