@@ -23,7 +23,7 @@ from typing import Any, Literal, overload
 import torch
 
 from .. import debug
-from ..errors import ConfigError, DeviceError, ShapeError, UnsupportedError, shown
+from ..errors import ConfigError, DeviceError, ShapeError, shown
 from ..rehearsal import is_rehearsed
 from ..rows.arguments import (
     check_flag,
@@ -207,11 +207,16 @@ def attend_latents(
 
     Args:
         q_latent, q_rope: as in mla_decode_attention.
-        segments: of latent_segment; of several queries in the order that attend_segments states.
+        segments: of latent_segment; of several queries in the order that attend_segments states,
+            and on CUDA at most two of them. There each is a launch, cut into num_splits, and
+            another one combines them.
         q_lens, sm_scale, return_lse, num_splits, backend: as in mla_decode_attention.
 
     Returns:
         As mla_decode_attention.
+
+    Raises:
+        As mla_decode_attention; on CUDA UnsupportedError for several queries and more segments.
     """
     check_flag("return_lse", return_lse)
     if sm_scale is None:
@@ -281,14 +286,6 @@ def _attend_cuda(
     check: Callable[[], object] | None = None,
 ) -> list[torch.Tensor]:
     """out, and lse if it was asked for; check is called once for all calls of a kind."""
-    segment = segments[0]
-    if len(segments) > 1 or segment.starts is not None or segment.sinks:
-        if check is not None:
-            check()
-        raise UnsupportedError(
-            "attention to latent rows of several segments, or from a place within them, has no "
-            "CUDA kernel: move the tensors to the CPU, or pass backend='reference', which is slow"
-        )
     is_single = q_latent.ndim == 3
     if check is not None and (q_rope.ndim != q_latent.ndim or (is_single and q_lens is not None)):
         check()  # it raises
@@ -297,12 +294,9 @@ def _attend_cuda(
     out, lse = _cuda_kernel()(
         q_latent.detach(),
         q_rope.detach(),
-        segment.k_rows[:, 0],
-        segment.seq_lens,
-        segment.k_format,
+        segments,
         sm_scale,
         q_lens=q_lens,
-        block_table=segment.block_table,
         num_splits=num_splits,
         want_lse=return_lse,
         check=check,

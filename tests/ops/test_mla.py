@@ -211,6 +211,23 @@ def test_cuda_launches_one_kernel_for_all_heads(q_len: int | None, gpu: FakeDriv
     assert first["q_latent"] == case.q_latent.data_ptr()
 
 
+def test_cuda_launches_one_kernel_for_each_segment(gpu: FakeDriver) -> None:
+    fmt = LatentFormat.parse("int4-g8+fp8-g4")
+    case = make_case(fmt, 16, None, torch.bfloat16)
+    one = mla.latent_segment(case.rows[:, None], case.seq_lens, fmt)
+    for count in (1, 2, 3):
+        done = len(gpu.launched)
+        out = mla.attend_latents(
+            case.q_latent, case.q_rope, [one] * count, sm_scale=SCALE, num_splits=1
+        )
+        assert isinstance(out, torch.Tensor) and out.shape == case.q_latent.shape
+        assert len(gpu.launched) - done == count + (count > 1), "and one that combines them"
+    empty = one._replace(k_rows=one.k_rows[:, :, :0], v_rows=one.v_rows[:, :, :0])
+    done = len(gpu.launched)
+    mla.attend_latents(case.q_latent, case.q_rope, [empty, one], sm_scale=SCALE, num_splits=1)
+    assert len(gpu.launched) - done == 1, "what has no room is left out"
+
+
 def test_calls_on_cuda_are_checked(gpu: FakeDriver) -> None:
     fmt = LatentFormat.parse("int8-g4")
     case = make_case(fmt, 4, dtype=torch.bfloat16)
@@ -228,10 +245,12 @@ def test_calls_on_cuda_are_checked(gpu: FakeDriver) -> None:
         given = case._asdict() | {"fmt": fmt, "sm_scale": SCALE} | change
         with pytest.raises(error, match=message):
             mla_decode_attention(**given)
-    rows = case.rows[:, None]
-    segments = [mla.latent_segment(rows, case.seq_lens, fmt)] * 2
-    with pytest.raises(UnsupportedError, match="of several segments"):
-        mla.attend_latents(case.q_latent, case.q_rope, segments, sm_scale=SCALE)
+    segments = [mla.latent_segment(case.rows[:, None], case.seq_lens, fmt)] * 3
+    queries = case.q_latent[:, None], case.q_rope[:, None]
+    with pytest.raises(UnsupportedError, match="no CUDA kernel attends several queries"):
+        mla.attend_latents(
+            *queries, segments, sm_scale=SCALE, q_lens=torch.zeros(5, dtype=torch.int32)
+        )
     assert len(gpu.launched) == launched
 
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from kvquant import LatentFormat, dequantize_rows, quantize_rows
-from kvquant.kernels.cuda.mla.spec import TILE, MlaSpec
+from kvquant.ops.mla import latent_segment
+from kvquant.rows.segment import Segment
 
 LIMITS = {torch.bfloat16: 3e-3, torch.float16: 8e-4}
 NAN = 0xFF  # bytes of NaN
@@ -21,23 +22,15 @@ class MlaCase:
 
     Attributes:
         q_latent, q_rope: [batch, q_len, heads, latent_dim] and [..., rope_dim].
-        rows: [batch, capacity, row_bytes], or [num_pages, page_size, row_bytes], uint8; what no
-            token is in is NaN.
-        table: [batch, max_pages], or None.
+        segments: packed rows, and 16-bit rows if there are any; what no token is in is NaN.
+        q_lens: [batch], or None for one query.
         out, lse: float64.
     """
 
-    name: str
-    fmt: LatentFormat
-    spec: MlaSpec
     q_latent: torch.Tensor
     q_rope: torch.Tensor
-    rows: torch.Tensor
-    seq_lens: torch.Tensor
+    segments: list[Segment]
     q_lens: torch.Tensor | None
-    table: torch.Tensor | None
-    capacity: int
-    page_shift: int
     sm_scale: float
     out: torch.Tensor
     lse: torch.Tensor
@@ -49,6 +42,9 @@ def make_mla(
     lens: Sequence[int],
     *,
     page_size: int = 0,
+    exact: str = "",
+    sinks: int = 0,
+    recent: Sequence[int] | None = None,
     q_lens: Sequence[int] | None = None,
     dims: tuple[int, int] = (512, 64),
     dtype: torch.dtype = torch.bfloat16,
@@ -58,19 +54,52 @@ def make_mla(
     overlong: bool = False,
     device: str = "cpu",
 ) -> MlaCase:
-    """Make a case: rows of `name`, latent+rope, with sequences so long; page_size 0: linear rows;
-    q_lens: queries of each sequence, or None for one without causality; overlong: tell the kernel
-    of more tokens than there is room for, where all room is taken."""
+    """Make a case.
+
+    Args:
+        name: of the packed rows, latent+rope.
+        heads: of queries.
+        lens: tokens of each sequence.
+        page_size: of the packed rows; 0: they are linear.
+        exact: "bf16" or "fp16", where sinks and recent tokens are such rows, of a ring with room
+            for three more and any starts; "" for none.
+        sinks: first tokens of each sequence that are 16-bit rows.
+        recent: last ones of each sequence, behind its sinks; None for none, and no ring.
+        q_lens: queries of each sequence, or None for one without causality.
+        overlong: tell the kernel of more tokens than there is room for, where all room is taken.
+    """
     torch.manual_seed(0)
     fmt = LatentFormat.parse(name, *dims)
     batch, q_len = len(lens), max(q_lens or [1])
+    seq_lens = torch.tensor(lens, dtype=torch.int32)
     unit = page_size or 1
     capacity = -(-(max(1, *lens) + (0 if overlong else 5)) // unit) * unit
-    seq_lens = torch.tensor(lens, dtype=torch.int32)
     x = torch.randn(batch, capacity, fmt.head_dim) * scale + 0.5 * scale
     rows = quantize_rows(x, fmt)
     keys = dequantize_rows(rows, fmt).double()
-    for b, length in enumerate(lens):
+    segments = []
+    exact_lens = torch.zeros_like(seq_lens)
+    if exact:
+        kept = LatentFormat.parse(f"{exact}+{exact}", *dims)
+        whole = quantize_rows(x, kept)
+        recent_lens = torch.tensor(recent or [0] * batch, dtype=torch.int32)
+        exact_lens = torch.minimum(seq_lens, recent_lens + sinks)
+        ring = max(recent) + 3 if recent else 0
+        held = torch.full((batch, sinks + ring, kept.row_bytes), NAN, dtype=torch.uint8)
+        starts = torch.randint(ring, (batch,), dtype=torch.int32) if recent else None
+        for b, length in enumerate(lens):
+            first, count = min(sinks, length), int(exact_lens[b])
+            last = length - (count - first)
+            held[b, :first] = whole[b, :first]
+            if starts is not None:
+                places = (torch.arange(count - first) + starts[b]) % ring
+                held[b, sinks + places] = whole[b, last:length]
+            here = [*range(first), *range(last, length)]
+            keys[b, here] = dequantize_rows(whole[b, here], kept).double()
+            rows[b, : last - first] = rows[b, first:last].clone()
+        segments.append(latent_segment(held[:, None], exact_lens, kept, starts, sinks=sinks))
+    packed_lens = seq_lens - exact_lens
+    for b, length in enumerate(packed_lens.tolist()):
         rows[b, length:] = NAN
     shape = (batch, q_len, heads)
     q_latent, q_rope = (torch.randn(*shape, dim).to(dtype) * q_scale for dim in dims)
@@ -79,8 +108,8 @@ def make_mla(
     q_latent[padding], q_rope[padding] = torch.nan, torch.nan
     queries = torch.cat([q_latent, q_rope], -1).double()
     scores = torch.einsum("bqhd,btd->bqht", queries, keys) * sm_scale
-    last = seq_lens[:, None] - numbers[:, None] + torch.arange(q_len) + 1
-    hidden = (torch.arange(capacity) >= last[..., None]) | padding[..., None]
+    last_seen = seq_lens[:, None] - numbers[:, None] + torch.arange(q_len) + 1
+    hidden = (torch.arange(capacity) >= last_seen[..., None]) | padding[..., None]
     scores = scores.masked_fill(hidden[:, :, None], -math.inf)
     lse = scores.logsumexp(-1)
     weights = (scores - lse[..., None]).exp().nan_to_num(0.0)
@@ -92,30 +121,22 @@ def make_mla(
         store = torch.full((batch * pages + 2, page_size, rows.shape[-1]), NAN, dtype=torch.uint8)
         store[table.long()] = rows.view(batch, pages, page_size, -1)
         rows = store
-        table = torch.where(torch.arange(pages) < -(-seq_lens // page_size)[:, None], table, -1)
+        table = torch.where(torch.arange(pages) < -(-packed_lens // page_size)[:, None], table, -1)
     if overlong:
-        seq_lens = torch.where(seq_lens == capacity, capacity + 1000, seq_lens)
-    query = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
-    spec = MlaSpec(
-        *fmt.parts,
-        query,
-        min(page_size or TILE, TILE),
-        page_size > 0,
-        causal=q_lens is not None,
-    )
+        packed_lens = torch.where(packed_lens == capacity, capacity + 1000, packed_lens)
+    segments.insert(0, latent_segment(rows[:, None], packed_lens, fmt, block_table=table))
     return MlaCase(
-        name,
-        fmt,
-        spec,
         q_latent.to(device),
         q_rope.to(device),
-        rows.to(device),
-        seq_lens.to(device),
+        [_moved(segment, device) for segment in segments],
         None if q_lens is None else numbers.to(device),
-        None if table is None else table.to(device),
-        capacity,
-        page_size.bit_length() - 1 if page_size else 0,
         sm_scale,
         out.to(device),
         lse.to(device),
     )
+
+
+def _moved(segment: Segment, device: str) -> Segment:
+    rows, _, lens, fmt, _, starts, table, sinks, _ = segment
+    starts, table = (None if one is None else one.to(device) for one in (starts, table))
+    return latent_segment(rows.to(device), lens.to(device), fmt, starts, table, sinks)  # type: ignore[arg-type]

@@ -1,9 +1,9 @@
-"""Combine the splits of each column of a call of MLA: by their log-sum-exps, base 2.
+"""Combine the parts of each column of a call of MLA by their log-sum-exps, base 2.
 
     grid     columns of all sequences, a block each
     thread   four elements
 
-The launch begins while the splits are attended to, and waits for them by itself (sm_90 and newer).
+The launch begins while the parts are attended to, and waits for them by itself (sm_90 and newer).
 Source: Flash-Decoding (https://pytorch.org/blog/flash-decoding/).
 """
 
@@ -32,28 +32,22 @@ SEEN = -1e30  # the log-sum-exp of any token is above
 
 def make_combine_kernel(spec):
     """Make the kernel, a Python function that numba compiles with `spec.signature()`."""
-    DIM, COLUMNS, OVERLAPS = spec.latent_dim, spec.block_columns, spec.overlaps
+    DIM, OVERLAPS = spec.latent_dim, spec.overlaps
     AHEAD, LOADED = spec.ahead, 4 * spec.ahead
     write = make_write(spec.query)
 
-    def combine(out, lse, part_out, part_lse, splits, blocks, columns):
+    def combine(out, lse, part_out, part_lse, parts):
         if OVERLAPS:
             wait_for_launch()
         tid = uint32(cuda.threadIdx.x)
-        row = uint32(cuda.blockIdx.x)
-        b = uint32(row // columns)
-        column = uint32(row - uint32(b * columns))
-        block = uint32(column // uint32(COLUMNS))
-        unit = uint32(uint32(b * blocks) + block)
-        first = uint64(uint32(unit * splits)) * uint64(COLUMNS)
-        first += uint64(uint32(column - uint32(block * uint32(COLUMNS))))
+        row, rows = uint64(uint32(cuda.blockIdx.x)), uint64(uint32(cuda.gridDim.x))
 
-        # Step 1: the weight of each split, by every warp, then in shared memory
+        # Step 1: the weight of each part, by every warp, then in shared memory
         lane = uint32(tid & uint32(31))
         top = float32(NOTHING)
         part = lane
-        while part < splits:
-            place = first + uint64(COLUMNS) * uint64(part)
+        while part < parts:
+            place = row + rows * uint64(part)
             top = maximum(top, load_written_f32(part_lse + uint64(4) * place))
             part = uint32(part + uint32(32))
         for i in range(5):
@@ -61,10 +55,10 @@ def make_combine_kernel(spec):
         total = float32(0)
         shared = shared_address(cuda.shared.array(0, uint32))
         part = lane
-        while part < uint32(splits + uint32(AHEAD)):
-            weight = float32(0)  # of splits that are not there
-            if part < splits:
-                place = first + uint64(COLUMNS) * uint64(part)
+        while part < uint32(parts + uint32(AHEAD)):
+            weight = float32(0)  # of parts that are not there
+            if part < parts:
+                place = row + rows * uint64(part)
                 weight = exp2(load_written_f32(part_lse + uint64(4) * place) - top)
             total += weight
             if tid == lane:
@@ -74,15 +68,15 @@ def make_combine_kernel(spec):
             total += shfl_xor(total, uint32(1 << i))
         cuda.syncthreads()
 
-        # Step 2: the sum of the splits, the loads of several on their way together
+        # Step 2: the sum of the parts, the loads of several on their way together
         values = ZEROS
         if top > float32(SEEN):
             start = uint32(0)
-            while start < splits:
+            while start < parts:
                 loaded = cuda.local.array(LOADED, float32)
                 for i in range(AHEAD):
-                    part = min(uint32(start + uint32(i)), uint32(splits - uint32(1)))
-                    place = first + uint64(COLUMNS) * uint64(part)
+                    part = min(uint32(start + uint32(i)), uint32(parts - uint32(1)))
+                    place = row + rows * uint64(part)
                     at = part_out + uint64(4 * DIM) * place + uint64(16) * uint64(tid)
                     store_sums(loaded, 4 * i, load_written_f32x4(at))
                 cuda.syncwarp()  # or ptxas would wait for the first ones sooner
@@ -92,11 +86,11 @@ def make_combine_kernel(spec):
                 start = uint32(start + uint32(AHEAD))
             share = float32(1) / total
             values = values[0] * share, values[1] * share, values[2] * share, values[3] * share
-        write(out + uint64(2 * DIM) * uint64(row) + uint64(8) * uint64(tid), values)
+        write(out + uint64(2 * DIM) * row + uint64(8) * uint64(tid), values)
         if tid == uint32(0) and lse != uint64(0):
             log_sum = (top + log2(total)) * float32(LN2)
             if top < float32(SEEN):
                 log_sum = float32(-math.inf)
-            store_global_f32(lse + uint64(4) * uint64(row), log_sum)
+            store_global_f32(lse + uint64(4) * row, log_sum)
 
     return combine

@@ -3,6 +3,7 @@
     dense     rows lie in shared memory as in global memory: thread i copies units i, i + 128 ...
               of a run, which lies in one page
     padded    8 threads (or 4) copy a row, 16 rows at a time
+    ring      the same, each row from its slot
 
 All copies of a tile are asked for back to back, without registers. What lies behind the last token
 becomes zeros, and is not read.
@@ -10,6 +11,7 @@ becomes zeros, and is not read.
 
 from numba import int32, uint32, uint64
 
+from ..decode.copies import slot_in_ring
 from ..device.jit import device_function
 from ..device.ptx import copy_16, load_global_u32
 from ..device.row_layout import UNIT
@@ -20,7 +22,7 @@ THREADS = 32 * SLICES
 
 def make_find_pages(spec):
     """Make the function that gives the pages of a tile's runs."""
-    RUN, RUNS, PAGED = spec.run, TILE // spec.run, spec.paged
+    RUN, RUNS, PAGED = spec.run, TILE // spec.run, spec.place == "paged"
 
     @device_function
     def find_pages(pages, table, first, end, shift):
@@ -34,13 +36,15 @@ def make_find_pages(spec):
 
 
 def make_copy_tile(spec):
-    """Make the function that asks for a tile."""
+    """Make the function that asks for a tile; around: as slot_in_ring takes it."""
+    if spec.place == "ring":
+        return _make_copy_ring(spec)
     RUN, RUNS, ROW, STRIDE, PAGED = (
         spec.run,
         TILE // spec.run,
         spec.row_bytes,
         spec.stride,
-        spec.paged,
+        spec.place == "paged",
     )
     UNITS, DENSE = ROW // UNIT, STRIDE == ROW
     ALL, STEPS = RUN * UNITS, -(-RUN * UNITS // THREADS)
@@ -82,7 +86,7 @@ def make_copy_tile(spec):
                     )
 
     @device_function
-    def copy_tile(target, rows, stride_outer, pages, first, end, mask, thread):
+    def copy_tile(target, rows, stride_outer, pages, first, end, mask, around, thread):
         for r in range(RUNS):
             token = int32(first + int32(RUN * r))
             left = int32(max(min(int32(end - token), int32(RUN)), int32(0)))
@@ -94,3 +98,26 @@ def make_copy_tile(spec):
             copy_run(target + uint32(RUN * STRIDE * r), source, left, thread)
 
     return copy_tile
+
+
+def _make_copy_ring(spec):
+    """Make the function that asks for a tile of rows whose places go round."""
+    ROW, STRIDE, UNITS = spec.row_bytes, spec.stride, spec.row_bytes // UNIT
+    LANES = 4 if UNITS % 8 == 4 else 8
+    AT_ONCE, STEPS = THREADS // LANES, -(-UNITS // LANES)
+
+    @device_function
+    def copy_ring(target, rows, stride_outer, pages, first, end, mask, around, thread):
+        row, unit = uint32(thread // uint32(LANES)), uint32(thread % uint32(LANES))
+        target += row * uint32(STRIDE) + uint32(UNIT) * unit
+        for i in range(TILE // AT_ONCE):
+            token = int32(first + int32(row) + int32(AT_ONCE * i))
+            valid = uint32(UNIT) if token < end else uint32(0)
+            slot = uint64(uint32(slot_in_ring(token, around)))
+            source = rows + slot * uint64(ROW) + uint64(uint32(UNIT) * unit)
+            for j in range(STEPS):
+                if LANES * (j + 1) <= UNITS or unit < uint32(UNITS - LANES * j):
+                    at = UNIT * LANES * j
+                    copy_16(target + uint32(AT_ONCE * STRIDE * i + at), source + uint64(at), valid)
+
+    return copy_ring

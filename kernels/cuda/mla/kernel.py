@@ -23,7 +23,9 @@ unpacked once, but written and read besides, 1,024 bytes for 256.
 
 Teams of a block are merged in shared memory, splits by a launch that follows (combine.py). Tokens
 are split by the lengths on the device, into whole tiles of all teams; a split without tokens says
-so.
+so. A segment is a launch, whose splits are some of the parts that are combined. Of several queries
+each sees the first rows of a segment: how many, the lengths of both segments tell (as in
+decode/positions.py).
 
 Source: DeepSeek-V2 (https://arxiv.org/abs/2405.04434); the output cut along its elements over warps
 that share scores is FlashMLA's (https://github.com/deepseek-ai/FlashMLA) and FlashInfer's way.
@@ -35,6 +37,7 @@ from operator import add
 from numba import cuda, float32, int32, uint32, uint64
 
 from ..decode.combine import LN2, NOTHING, make_write
+from ..decode.positions import make_rows_before
 from ..device.fragments import ZEROS, add_rows, over_quad
 from ..device.jit import device_function
 from ..device.ptx import (
@@ -64,7 +67,7 @@ from .values import make_accumulate, make_put_output, sums_of
 def make_mla_kernel(spec):
     """Make the kernel, a Python function that numba compiles with `spec.signature()`."""
     TEAMS, STAGES, BLOCKS, COLUMNS = spec.teams, spec.stages, spec.blocks, spec.block_columns
-    DIM, CAUSAL, PAGED, RUNS = spec.latent.head_dim, spec.causal, spec.paged, TILE // spec.run
+    DIM, CAUSAL, PLACE, RUNS = spec.latent.head_dim, spec.causal, spec.place, TILE // spec.run
     STEP, STAGE, TEAM = TILE * TEAMS, spec.stage_bytes, spec.team_bytes
     EXCHANGE, QUERIES, P = STAGES * STAGE, spec.query_bytes, spec.p_at
     HALVES, SCORES, SUMS = 2 * BLOCKS, 4 * BLOCKS, BLOCKS * sums_of(spec)
@@ -85,10 +88,11 @@ def make_mla_kernel(spec):
     write_nothing = _make_write_nothing(spec, write)
 
     # fmt: off
-    def mla(q_latent, q_rope, out, lse, part_out, part_lse, rows, seq_lens, q_lens, table,
-            latent_stride_batch, latent_stride_query, latent_stride_head, rope_stride_batch,
-            rope_stride_query, rope_stride_head, stride_outer, capacity, page_shift, table_stride,
-            num_heads, q_len, score_scale):
+    def mla(q_latent, q_rope, out, lse, part_out, part_lse, rows, seq_lens, index, other_lens,
+            q_lens, latent_stride_batch, latent_stride_query, latent_stride_head,
+            rope_stride_batch, rope_stride_query, rope_stride_head, stride_outer, capacity, sinks,
+            ring_len, page_shift, table_stride, other_capacity, is_second, second_sinks, first_part,
+            parts, num_heads, q_len, score_scale):
         # fmt: on
         if OVERLAPPED:
             begin_next_launch()
@@ -102,12 +106,10 @@ def make_mla_kernel(spec):
         splits = uint32(cuda.gridDim.z)
 
         # Step 1: the tokens of this block
-        length = int32(load_global_u32(seq_lens + uint64(4) * uint64(b)))
-        length = int32(max(min(length, capacity), int32(0)))
+        length = load_length(seq_lens, b, capacity)
         queries = q_len
         if CAUSAL and q_lens != uint64(0):
-            queries = int32(load_global_u32(q_lens + uint64(4) * uint64(b)))
-            queries = int32(max(min(queries, q_len), int32(0)))
+            queries = load_length(q_lens, b, q_len)
         steps = uint32(uint32(length + int32(STEP - 1)) // uint32(STEP))
         per_split = uint32(uint32(steps + splits - uint32(1)) // splits)
         begin = int32(uint32(split * per_split) * uint32(STEP))
@@ -120,11 +122,11 @@ def make_mla_kernel(spec):
         out += uint64(2 * DIM) * row
         if lse != uint64(0):
             lse += uint64(4) * row
-        unit = uint32(uint32(uint32(b) * uint32(cuda.gridDim.x)) + uint32(block))
-        place = uint64(COLUMNS) * uint64(uint32(uint32(unit * splits) + split))
+        all_rows = uint64(uint32(cuda.gridDim.y)) * uint64(all_columns)
+        place = row + all_rows * uint64(uint32(uint32(first_part) + split))
         part_out += uint64(4 * DIM) * place
         part_lse += uint64(4) * place
-        whole = splits == uint32(1)
+        whole = parts == int32(1)
         places = (out, lse, part_out, part_lse)
         if begin >= end:
             write_nothing(whole, columns, places)
@@ -134,22 +136,26 @@ def make_mla_kernel(spec):
         shared = shared_address(cuda.shared.array(0, uint32))
         ring = uint32(shared + uint32(QUERIES) + uint32(TEAM) * team)
         exchange = uint32(ring + uint32(EXCHANGE))
-        mask_of_page = int32((int32(1) << page_shift) - int32(1))
-        if PAGED:
-            table += uint64(4) * uint64(b) * uint64(table_stride)
+        page_mask = int32((int32(1) << page_shift) - int32(1))
+        around = (int32(0), sinks, ring_len, capacity)
+        if PLACE == "paged":
+            index += uint64(4) * uint64(b) * uint64(table_stride)
         else:
             rows += uint64(b) * stride_outer
+        if PLACE == "ring":
+            start = int32(load_global_u32(index + uint64(4) * uint64(b)))
+            around = (start, sinks, ring_len, capacity)
         first = int32(begin + int32(team) * int32(TILE))
         asked = first
         pages = cuda.local.array(RUNS, uint32)
-        find_pages(pages, table, asked, end, page_shift)
+        find_pages(pages, index, asked, end, page_shift)
         for s in range(STAGES - 1):
             if asked < end:
                 stage = uint32(ring + uint32(STAGE * s))
-                copy_tile(stage, rows, stride_outer, pages, asked, end, mask_of_page, thread)
+                copy_tile(stage, rows, stride_outer, pages, asked, end, page_mask, around, thread)
             commit_copies()
             asked = int32(asked + int32(STEP))
-            find_pages(pages, table, asked, end, page_shift)
+            find_pages(pages, index, asked, end, page_shift)
 
         # Step 3: the queries, while the first tiles are on their way
         fragments = cuda.local.array(FRAGMENTS, uint32)
@@ -173,6 +179,12 @@ def make_mla_kernel(spec):
         totals = cuda.local.array(HALVES, float32)
         seen = cuda.local.array(HALVES, int32)
         upto = end
+        if CAUSAL:
+            counts = (queries, length, int32(0), int32(0))
+            if other_lens != uint64(0):
+                other = load_length(other_lens, b, other_capacity)
+                counts = count(length, other, is_second, second_sinks, queries)
+            before = int32(int32(counts[1] + counts[2]) - queries)
         for i in range(HALVES):
             references[i] = float32(LOWEST)
             totals[i] = float32(0)
@@ -182,9 +194,10 @@ def make_mla_kernel(spec):
                 query = int32(column // uint32(num_heads))
                 seen[i] = int32(0)
                 if column < used:
-                    seen[i] = int32(min(int32(int32(length - queries) + query) + int32(1), end))
+                    after = int32(int32(before + query) + int32(1))
+                    seen[i] = int32(min(rows_before(after, counts, is_second), end))
         if CAUSAL:
-            upto = int32(min(int32(int32(length - queries) + int32(1)), end))
+            upto = int32(min(rows_before(int32(before + int32(1)), counts, is_second), end))
             if uint32(first_column + uint32(COLUMNS)) > used:
                 upto = int32(0)
         limits = (float32(ROOM), uint32(0))
@@ -203,10 +216,10 @@ def make_mla_kernel(spec):
 
             # Step 5: ask for the tile that is STAGES - 1 ahead, where the one before this was
             if asked < end:
-                copy_tile(free, rows, stride_outer, pages, asked, end, mask_of_page, thread)
+                copy_tile(free, rows, stride_outer, pages, asked, end, page_mask, around, thread)
             commit_copies()
             asked = int32(asked + int32(STEP))
-            find_pages(pages, table, asked, end, page_shift)
+            find_pages(pages, index, asked, end, page_shift)
 
             # Step 6: P of eight tokens
             added = cuda.local.array(HALVES, float32)
@@ -241,18 +254,44 @@ def make_mla_kernel(spec):
     return mla
 
 
+@device_function
+def load_length(lens, b, most):
+    """A count of a sequence, kept to what there is room for."""
+    length = int32(load_global_u32(lens + uint64(4) * uint64(b)))
+    return int32(max(min(length, most), int32(0)))
+
+
+@device_function
+def count(length, other, is_second, second_sinks, queries):
+    """Queries and rows of both segments, as decode/positions.py counts them."""
+    first = other if is_second else length
+    second = length if is_second else other
+    return queries, first, second, int32(max(int32(second - second_sinks), int32(0)))
+
+
+rows_before_in_first, rows_before_in_second = make_rows_before(True), make_rows_before(False)
+
+
+@device_function
+def rows_before(position, counts, is_second):
+    """Rows of the segment before a position."""
+    if is_second:
+        return rows_before_in_second(position, counts)
+    return rows_before_in_first(position, counts)
+
+
 def _make_write_nothing(spec, write):
-    """Make the function that says that there are no tokens: of a split, or of all."""
-    FOURS, COLUMNS, THREADS = spec.latent.head_dim // 4, spec.block_columns, spec.threads
+    """Make the function that says that there are no tokens: of a part, or of all."""
+    FOURS, THREADS = spec.latent.head_dim // 4, spec.threads
 
     @device_function
     def write_nothing(whole, columns, places):
         out, lse, part_out, part_lse = places
         item = uint32(cuda.threadIdx.x)
-        if item < uint32(COLUMNS):
+        if item < columns:
             if not whole:
                 store_global_f32(part_lse + uint64(4) * uint64(item), float32(NOTHING))
-            elif item < columns and lse != uint64(0):
+            elif lse != uint64(0):
                 store_global_f32(lse + uint64(4) * uint64(item), float32(-math.inf))
         while item < columns * uint32(FOURS):
             if whole:
@@ -265,7 +304,7 @@ def _make_write_nothing(spec, write):
 
 
 def _make_combine_teams(spec, write):
-    """Make the function that merges the teams of a block and writes a split, or the output if it
+    """Make the function that merges the teams of a block and writes a part, or the output if it
     is all."""
     TEAMS, BLOCKS, COLUMNS = spec.teams, spec.blocks, spec.block_columns
     HALVES, DIM, OUTPUT = 2 * BLOCKS, spec.latent.head_dim, spec.output_bytes
@@ -308,12 +347,12 @@ def _make_combine_teams(spec, write):
             sees = weights != float32(0)
             factors[i] = exp2(references[i] - top) / weights if sees else float32(0)
             column = uint32(uint32(8 * i) + uint32(lane >> uint32(2)))
-            if warp == uint32(0) and lane & uint32(3) == uint32(0):
+            if warp == uint32(0) and lane & uint32(3) == uint32(0) and column < columns:
                 log_sum = top + log2(weights)
                 if not whole:
                     log_sum = log_sum if sees else float32(NOTHING)
                     store_global_f32(part_lse + uint64(4) * uint64(column), log_sum)
-                elif lse != uint64(0) and column < columns:
+                elif lse != uint64(0):
                     log_sum = log_sum * float32(LN2) if sees else float32(-math.inf)
                     store_global_f32(lse + uint64(4) * uint64(column), log_sum)
         target = uint32(shared + uint32(OUTPUT) * team)

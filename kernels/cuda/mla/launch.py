@@ -1,26 +1,29 @@
-"""MLA decode attention on CUDA, in one launch, or in two where tokens are split.
+"""MLA decode attention on CUDA: a launch for each segment, and one that combines their splits.
 
 unit      the columns of a block, of a sequence; cut into splits where the GPU has room for more
 plan      teams and stages: the most that shared memory and the kernel's registers allow, of
           spec.SHAPES; splits: see splits_of
+parts     the splits of all segments, whose results lie side by side; a single one is the result
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
 from kvquant.errors import ConfigError, UnsupportedError
 from kvquant.rehearsal import is_rehearsed
 from kvquant.rows.latent import LatentFormat
+from kvquant.rows.segment import Segment
 
-from ..decode.arrange import pack_counts
+from ..decode.arrange import arrange_in_order, pack_counts
 from ..device.row_layout import UNIT
-from ..runtime.launch import OVERLAPS, Launch, cached_launch, gpu_of, kernel_of
-from ..runtime.tensors import aligned_copy, facts_of, is_readable, strides
-from .spec import MOST_AHEAD, MOST_SPLITS, REGISTERS, ROWS, TILE, MlaCombineSpec, MlaSpec, shapes_of
+from ..runtime.launch import GPU, OVERLAPS, Launch, Rehearsed, cached_launch, gpu_of, kernel_of
+from ..runtime.tensors import Tensors, aligned_copy, facts_of, is_readable, strides
+from .spec import MOST_AHEAD, MOST_PARTS, REGISTERS, ROWS, TILE, MlaCombineSpec, MlaSpec, shapes_of
 
 CODECS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 LOG2_E = math.log2(math.e)
@@ -33,30 +36,25 @@ FEWEST = 2  # steps of a block that are worth a split (an estimate: nothing has 
 def attend(
     q_latent: torch.Tensor,
     q_rope: torch.Tensor,
-    rows: torch.Tensor,
-    seq_lens: torch.Tensor,
-    fmt: LatentFormat,
+    segments: Sequence[Segment],
     sm_scale: float,
     *,
     q_lens: torch.Tensor | None = None,
-    block_table: torch.Tensor | None = None,
     num_splits: int | None = None,
     want_lse: bool = True,
-    check: Callable[[], None] | None = None,
+    check: Callable[[], object] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attend to latent rows, on the current stream.
 
     Args:
         q_latent: [batch, q_len, num_heads, latent_dim], bfloat16 or float16.
         q_rope: [batch, q_len, num_heads, rope_dim], as q_latent.
-        rows: [batch, capacity, row_bytes] or with a block_table [num_pages, page_size, row_bytes],
-            uint8: the latent part of a row, then the RoPE part; without gaps.
-        seq_lens: [batch], int32; longer ones count as the capacity.
-        fmt: the format of the rows.
+        segments: of ops.mla.latent_segment, rows without gaps; longer lengths count as the
+            capacity, and pages have a power of two of tokens, at least 16. With several queries at
+            most two, in the order of arrange_in_order.
         sm_scale: factor on q·k, positive.
         q_lens: [batch], int32: how many of q_len are queries, the first ones; None: all.
-        block_table: [batch, max_pages], int32; a page has a power of two of tokens, at least 16.
-        num_splits: blocks that share a sequence's tokens, at most; chosen when None.
+        num_splits: blocks that share a sequence's tokens in a segment, at most; chosen when None.
         want_lse: whether lse is wanted.
         check: raises unless the arguments fit one another; called only before a launch is prepared.
 
@@ -66,27 +64,19 @@ def attend(
 
     Raises:
         ConfigError: rows are not aligned or have gaps, or pages are too small.
-        UnsupportedError: the GPU is too old, a format has no kernel, or sm_scale is not positive.
+        UnsupportedError: the GPU is too old, a format has no kernel, sm_scale is not positive, or
+            there are too many segments for several queries.
         DeviceError: CUDA refuses the launch.
     """
-    table, lens = pack_counts(block_table), pack_counts(seq_lens)
     numbers = pack_counts(q_lens)
-    tensors = q_latent, q_rope, rows, lens, numbers, table
+    rows = [_rows_of(segment) for segment in segments]
+    tensors = [tensor for one in rows for tensor in one]
+    kinds = tuple((one.k_format, one.sinks, one.block_table is None) for one in segments)
     negated = q_latent.is_neg(), q_rope.is_neg()
-    key = MlaSpec, fmt, sm_scale, num_splits, negated, *map(facts_of, tensors)
-    prepared = cached_launch(
-        key,
-        check,
-        _prepare,
-        q_latent,
-        q_rope,
-        rows,
-        numbers,
-        table,
-        fmt,
-        sm_scale,
-        num_splits,
-    )
+    facts = map(facts_of, (q_latent, q_rope, numbers, *tensors))
+    key = MlaSpec, kinds, sm_scale, num_splits, negated, *facts
+    call = q_latent, q_rope, segments, numbers, sm_scale, num_splits
+    prepared = cached_launch(key, check, _prepare, *call)
     shape = q_latent.shape
     out = torch.empty(shape, dtype=q_latent.dtype, device=q_latent.device)
     lse = None
@@ -98,104 +88,152 @@ def attend(
             if lse is not None:
                 lse.fill_(-math.inf)
         return out, lse
-    assert isinstance(prepared, MlaLaunch)
     if prepared.copies_query:
         q_latent, q_rope = aligned_copy(q_latent), aligned_copy(q_rope)
     part_out = part_lse = None
     if prepared.combine is not None:
-        part_out = torch.empty(prepared.parts, dtype=torch.float32, device=out.device)
-        part_lse = torch.empty(prepared.parts[:-1], dtype=torch.float32, device=out.device)
-    prepared((q_latent, q_rope, out, lse, part_out, part_lse, rows, lens, numbers, table))
+        parts = prepared.parts, *shape
+        part_out = torch.empty(parts, dtype=torch.float32, device=out.device)
+        part_lse = torch.empty(parts[:-1], dtype=torch.float32, device=out.device)
+    results = out, lse, part_out, part_lse
+    for launch, which, other in prepared.launches:
+        other_lens = None if other is None else rows[other][1]
+        launch((q_latent, q_rope, *results, *rows[which], other_lens, numbers))
     if prepared.combine is not None:
-        prepared.combine((out, lse, part_out, part_lse))
+        prepared.combine(results)
     return out, lse
 
 
-class MlaLaunch(Launch):
+def _rows_of(segment: Segment) -> Tensors:
+    """Rows, lengths, and the starts or the block table, as the kernel reads them."""
+    table, starts = segment.block_table, segment.starts
+    lens = pack_counts(segment.seq_lens)
+    return segment.k_rows, lens, pack_counts(starts if table is None else table)
+
+
+class MlaCall(NamedTuple):
     """A call that is prepared.
 
     Attributes:
+        launches: of each segment that has room: the launch, the segment's index, and that of the
+            other one where the rows that a query sees depend on it.
         copies_query: whether the kernel cannot read the queries where they are.
-        parts: shape of what the splits give.
-        combine: the launch that combines them, or None for one split.
+        parts: splits of all segments.
+        combine: the launch that combines them, or None for one part.
     """
 
-    def __init__(
-        self,
-        spec: MlaSpec,
-        index: int,
-        grid: tuple[int, int, int],
-        constants: dict[str, float],
-        copies_query: bool,
-    ) -> None:
-        super().__init__(spec, index, grid, constants)
-        self.copies_query = copies_query
-        blocks, batch, splits = grid
-        columns = int(constants["q_len"] * constants["num_heads"])
-        self.parts = batch, blocks, splits, spec.block_columns, spec.latent.head_dim
-        self.combine = None
-        if splits > 1:
-            ahead = min(1 << (splits - 1).bit_length(), MOST_AHEAD)
-            following = MlaCombineSpec(
-                spec.latent.head_dim, spec.block_columns, spec.query, ahead, spec.overlapped
-            )
-            counts = {"splits": splits, "blocks": blocks, "columns": columns}
-            self.combine = Launch(following, index, (batch * columns, 1, 1), counts)
+    launches: list[tuple[Launch, int, int | None]]
+    copies_query: bool
+    parts: int
+    combine: Launch | None
 
 
 def _prepare(
     q_latent: torch.Tensor,
     q_rope: torch.Tensor,
-    rows: torch.Tensor,
+    segments: Sequence[Segment],
     q_lens: torch.Tensor | None,
-    table: torch.Tensor | None,
-    fmt: LatentFormat,
     sm_scale: float,
     num_splits: int | None,
-) -> MlaLaunch | None:
-    batch, q_len, num_heads, _ = q_latent.shape
-    page_size = rows.shape[1]
-    capacity = page_size if table is None else page_size * table.shape[1]
-    if not (q_latent.numel() and rows.numel() and capacity):
+) -> MlaCall | None:
+    batch, q_len, num_heads, latent_dim = q_latent.shape
+    causal = q_len > 1 or q_lens is not None
+    order = [i for i, one in enumerate(segments) if one.capacity and one.k_rows.numel()]
+    if not q_latent.numel() or not order:
         return None
     if q_latent.dtype not in CODECS:
         raise ConfigError(f"q_latent is {q_latent.dtype}: on CUDA use bfloat16 or float16")
-    if table is not None and (page_size < LEAST_PAGE or page_size & (page_size - 1)):
-        raise ConfigError(
-            f"pages have {page_size} tokens: on CUDA use a power of two, {LEAST_PAGE} or more"
-        )
     if not sm_scale > 0:
         raise UnsupportedError(
             f"sm_scale is {sm_scale}: on CUDA it must be positive; backend='reference' takes any"
         )
+    if batch > MOST_BLOCKS:
+        raise UnsupportedError(f"batch {batch} is too much for one launch: at most {MOST_BLOCKS}")
+    if causal:
+        arrange_in_order(segments)
     index = q_latent.get_device()
     gpu = gpu_of(index)
-    run = TILE if table is None else min(page_size, TILE)
-    causal = q_len > 1 or q_lens is not None
-    columns = q_len * num_heads
+    room = Room(index, gpu, num_splits, MOST_PARTS // len(order))
+    columns, query = q_len * num_heads, CODECS[q_latent.dtype]
+    fitted = [_fitted(segments[i], query, batch, columns, causal, room) for i in order]
+    parts = sum(grid[2] for _, grid in fitted)
+    combine = None
+    if parts > 1:  # the first one that is loaded: a rehearsal ends here, and has noted the others
+        ahead = min(1 << (parts - 1).bit_length(), MOST_AHEAD)
+        following = MlaCombineSpec(latent_dim, query, ahead, gpu.capability >= OVERLAPS)
+        combine = Launch(following, index, (batch * columns, 1, 1), {"parts": parts})
+    is_copied, constants = _of_queries(q_latent, q_rope)
+    constants |= {"parts": parts, "score_scale": sm_scale * LOG2_E}
+    launches, first_part = [], 0
+    for place, (i, (spec, grid)) in enumerate(zip(order, fitted, strict=True)):
+        other = order[1 - place] if causal and len(order) > 1 else None
+        mine = constants | _of_segment(segments[i])
+        mine |= {"first_part": first_part, "is_second": place, "other_capacity": 0}
+        mine["second_sinks"] = 0 if other is None else segments[order[1]].sinks
+        if other is not None:
+            mine["other_capacity"] = segments[other].capacity
+        launches.append((Launch(spec, index, grid, mine), i, other))
+        first_part += grid[2]
+    return MlaCall(launches, is_copied, parts, combine)
+
+
+class Room(NamedTuple):
+    """Where a call runs.
+
+    Attributes:
+        device, gpu: the GPU.
+        num_splits: as of attend.
+        parts: splits that a segment may have.
+    """
+
+    device: int
+    gpu: GPU
+    num_splits: int | None
+    parts: int
+
+
+def _fitted(
+    segment: Segment, query: str, batch: int, columns: int, causal: bool, room: Room
+) -> tuple[MlaSpec, tuple[int, int, int]]:
+    """The kernel of a segment, and its grid."""
+    device, gpu, num_splits, most = room
+    page_size, place = segment.k_rows.shape[2], "linear"
+    if segment.starts is not None:
+        place = "ring"
+    if segment.block_table is not None:
+        place = "paged"
+    if place == "paged" and (page_size < LEAST_PAGE or page_size & (page_size - 1)):
+        raise ConfigError(
+            f"pages have {page_size} tokens: on CUDA use a power of two, {LEAST_PAGE} or more"
+        )
+    fmt = segment.k_format
+    assert isinstance(fmt, LatentFormat)
     spec = MlaSpec(
         *fmt.parts,
-        CODECS[q_latent.dtype],
-        run,
-        table is not None,
+        query,
+        min(page_size, TILE) if place == "paged" else TILE,
+        place,
         blocks=1 if columns <= ROWS else 2,
         causal=causal,
         overlapped=gpu.capability >= OVERLAPS,
     )
-    _check_rows(rows, spec)
-    spec, registers = _fit(spec, index, gpu.shared_per_block)
+    _check_rows(segment.k_rows, spec)
+    spec, registers = _fit(spec, device, gpu.shared_per_block)
     blocks = -(-columns // spec.block_columns)
-    if batch > MOST_BLOCKS:
-        raise UnsupportedError(f"batch {batch} is too much for one launch: at most {MOST_BLOCKS}")
     per_sm = min(
         REGISTERS // (spec.threads * registers),
         gpu.shared_per_sm // (spec.shared_bytes + RESERVED),
     )
-    room = gpu.sm_count * max(per_sm, 1)
-    splits = num_splits or splits_of(batch * blocks, capacity, room, spec.teams)
-    splits = max(min(splits, MOST_SPLITS), 1)
+    at_once = gpu.sm_count * max(per_sm, 1)
+    splits = num_splits or splits_of(batch * blocks, segment.capacity, at_once, spec.teams)
+    return spec, (blocks, batch, max(min(splits, most), 1))
+
+
+def _of_queries(q_latent: torch.Tensor, q_rope: torch.Tensor) -> tuple[bool, dict[str, float]]:
+    """Whether the kernel cannot read the queries where they are, and what it is told of them."""
+    _, q_len, num_heads, _ = q_latent.shape
     is_copied = any(q.stride(3) != 1 or not is_readable(q, UNIT) for q in (q_latent, q_rope))
-    constants: dict[str, float] = {}
+    constants: dict[str, float] = {"num_heads": num_heads, "q_len": q_len}
     for side, q in (("latent", q_latent), ("rope", q_rope)):
         steps = strides(q)
         if is_copied:  # contiguous
@@ -203,16 +241,20 @@ def _prepare(
             steps = [q_len * num_heads * of_head, num_heads * of_head, of_head]
         names = (f"{side}_stride_{axis}" for axis in ("batch", "query", "head"))
         constants |= dict(zip(names, steps, strict=True))
-    constants |= {
+    return is_copied, constants
+
+
+def _of_segment(segment: Segment) -> dict[str, float]:
+    """What the kernel is told of the rows of a segment."""
+    rows, table = segment.k_rows, segment.block_table
+    return {
         "stride_outer": rows.stride(0),
-        "capacity": capacity,
-        "page_shift": page_size.bit_length() - 1 if table is not None else 0,
+        "capacity": segment.capacity,
+        "sinks": segment.sinks,
+        "ring_len": segment.capacity - segment.sinks,
+        "page_shift": 0 if table is None else rows.shape[2].bit_length() - 1,
         "table_stride": 0 if table is None else table.stride(0),
-        "num_heads": num_heads,
-        "q_len": q_len,
-        "score_scale": sm_scale * LOG2_E,
     }
-    return MlaLaunch(spec, index, (blocks, batch, splits), constants, is_copied)
 
 
 def _fit(spec: MlaSpec, index: int, most_shared: int) -> tuple[MlaSpec, int]:
@@ -220,7 +262,7 @@ def _fit(spec: MlaSpec, index: int, most_shared: int) -> tuple[MlaSpec, int]:
     most = REGISTERS
     for found in shapes_of(spec, most_shared):
         if found.threads <= most:
-            registers = kernel_of(found, index).registers
+            registers = _registers_of(found, index)
             if registers * found.threads <= REGISTERS:
                 return found, registers
             most = REGISTERS // registers
@@ -230,9 +272,16 @@ def _fit(spec: MlaSpec, index: int, most_shared: int) -> tuple[MlaSpec, int]:
     )
 
 
+def _registers_of(spec: MlaSpec, index: int) -> int:
+    try:
+        return kernel_of(spec, index).registers
+    except Rehearsed:  # it is noted: suppose that they are enough
+        return REGISTERS // spec.threads
+
+
 def _check_rows(rows: torch.Tensor, spec: MlaSpec) -> None:
     steps = rows.stride()
-    if steps[1:] != (spec.row_bytes, 1) or steps[0] % UNIT or rows.data_ptr() % UNIT:
+    if steps[2:] != (spec.row_bytes, 1) or steps[0] % UNIT or rows.data_ptr() % UNIT:
         raise ConfigError(
             f"rows of {spec.row_bytes} bytes must follow one another without gaps from a multiple "
             f"of {UNIT} bytes on, these start {rows.data_ptr() % UNIT} bytes after one and have "

@@ -21,7 +21,7 @@ SHAPES = {
     1: ((3, 5), (3, 4), (3, 3), (2, 4), (2, 3), (1, 5), (1, 4), (1, 3), (2, 2), (1, 2)),
     2: ((2, 4), (2, 3), (2, 2), (1, 3), (1, 2)),
 }
-MOST_SPLITS, MOST_AHEAD = 1024, 16
+MOST_PARTS, MOST_AHEAD = 1024, 16
 REGISTERS = 1 << 16  # of an SM
 
 MLA: Table = (
@@ -29,12 +29,13 @@ MLA: Table = (
     ("q_rope", "P"),  # [batch, q_len, num_heads, rope_dim], as q_latent
     ("out", "P"),  # as q_latent, contiguous
     ("lse", "P"),  # [batch, q_len, num_heads], float32, base e; 0: not wanted
-    ("part_out", "P"),  # float32 [batch, blocks, splits, columns of a block, latent_dim]
-    ("part_lse", "P"),  # float32 [batch, blocks, splits, columns of a block], base 2
+    ("part_out", "P"),  # float32 [parts, batch, q_len, num_heads, latent_dim]
+    ("part_lse", "P"),  # float32 [parts, batch, q_len, num_heads], base 2
     ("rows", "P"),
-    ("seq_lens", "P"),  # int32 [batch]
+    ("seq_lens", "P"),  # int32 [batch]: rows of each sequence
+    ("index", "P"),  # int32: starts [batch] of a ring, or a block table [batch, max_pages]
+    ("other_lens", "P"),  # int32 [batch]: rows in the other segment; 0: there is none
     ("q_lens", "P"),  # int32 [batch]: queries of each sequence; 0: q_len of all
-    ("table", "P"),  # int32 [batch, max_pages]; not read where rows are linear
     ("latent_stride_batch", "Q"),  # bytes
     ("latent_stride_query", "Q"),
     ("latent_stride_head", "Q"),
@@ -43,8 +44,15 @@ MLA: Table = (
     ("rope_stride_head", "Q"),
     ("stride_outer", "Q"),  # bytes from a sequence, or a page, to the next
     ("capacity", "i"),  # rows that a sequence has room for; longer lengths count as this
+    ("sinks", "i"),  # of these the first ones, which are no part of the ring
+    ("ring_len", "i"),  # the others
     ("page_shift", "i"),  # log2 of the page size
     ("table_stride", "i"),  # entries from a sequence's part of the block table to the next
+    ("other_capacity", "i"),
+    ("is_second", "i"),  # whether the other segment is the first one
+    ("second_sinks", "i"),  # sinks of the second one: they come before the first one
+    ("first_part", "i"),  # the parts of a launch, its splits, are counted from this one on
+    ("parts", "i"),  # of all segments
     ("num_heads", "i"),
     ("q_len", "i"),
     ("score_scale", "f"),  # sm_scale * log2(e)
@@ -54,9 +62,7 @@ COMBINE: Table = (
     ("lse", "P"),
     ("part_out", "P"),
     ("part_lse", "P"),
-    ("splits", "I"),
-    ("blocks", "I"),  # of a sequence
-    ("columns", "I"),  # of a sequence: heads times queries
+    ("parts", "I"),
 )
 
 
@@ -69,12 +75,12 @@ class MlaSpec(Spec):
             their headers.
         query: "bf16" or "fp16", the codec of the queries and of out.
         run: rows that lie in one run of memory at least: the page size, or TILE.
-        paged: whether rows lie in pages.
+        place: "linear", "ring" or "paged": how rows are found.
         teams: teams of SLICES warps in a block, each with a ring and tiles of its own.
         stages: tiles in a team's ring.
         blocks: 16 columns each that a team has; a column is a head of a query.
         causal: whether a sequence may have several queries, those of its last tokens.
-        overlapped: whether the launch that combines splits may begin, and wait for this one by
+        overlapped: whether the launch that combines the parts may begin, and wait for this one by
             itself; sm_90 and newer.
     """
 
@@ -82,7 +88,7 @@ class MlaSpec(Spec):
     rope: RowFormat
     query: str = "bf16"
     run: int = TILE
-    paged: bool = False
+    place: str = "linear"
     teams: int = 3
     stages: int = 4
     blocks: int = 1
@@ -195,25 +201,23 @@ class MlaSpec(Spec):
 
 @dataclass(frozen=True)
 class MlaCombineSpec(Spec):
-    """The kernel that combines splits.
+    """The kernel that combines parts.
 
     Attributes:
         latent_dim: elements of a column's output.
-        block_columns: columns of a block of the splits.
         query: "bf16" or "fp16", the codec of out.
-        ahead: splits whose loads are on their way together.
+        ahead: parts whose loads are on their way together.
         overlaps: as of Spec.
     """
 
     latent_dim: int
-    block_columns: int
     query: str = "bf16"
     ahead: int = 2
     overlaps: bool = False
 
     arguments = COMBINE
     kernel = "mla.combine.make_combine_kernel"
-    shared_bytes = 4 * (MOST_SPLITS + MOST_AHEAD)  # the weights of splits
+    shared_bytes = 4 * (MOST_PARTS + MOST_AHEAD)  # the weights of parts
 
     @property
     def warps(self) -> int:  # type: ignore[override]

@@ -37,7 +37,7 @@ empty_strided: Any = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore
 _lock = threading.RLock()
 _gpus: dict[int, GPU] = {}
 _kernels: dict[tuple[Spec, int], Kernel] = {}
-_launches: dict[Hashable, Launch] = {}
+_launches: dict[Hashable, Any] = {}
 Kept = TypeVar("Kept")
 
 
@@ -222,21 +222,22 @@ class Launch:
 
 def cached_launch(
     key: Hashable,
-    check: Callable[[], None] | None,
-    prepare: Callable[..., Launch | None],
+    check: Callable[[], object] | None,
+    prepare: Callable[..., Kept | None],
     *arguments: Any,
-) -> Launch | None:
+) -> Kept | None:
     """Find a launch, or prepare it and remember it.
 
     Args:
         key: all that the check and the launch depend on.
         check: raises unless the call is possible; called only before a launch is prepared.
-        prepare: gives the launch from the arguments, or None if there is nothing to do.
+        prepare: gives the launch, or those of a call, from the arguments; None if there is nothing
+            to do.
 
     Returns:
         None if there is nothing to do, or it is rehearsed only.
     """
-    launch = _launches.get(key)
+    launch: Kept | None = _launches.get(key)
     if launch is None:
         if check is not None:
             check()

@@ -5,22 +5,26 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+import struct
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from fake_cuda import FakeDriver, arguments_of, install, loaded_specs
+from fake_cuda import CPU, FakeDriver, arguments_of, install, loaded_specs
 from in_simulator import SIMULATED, in_simulator, typed
 from mla_cases import LIMITS, MlaCase, make_mla
 
 from kvquant import LatentFormat
 from kvquant.errors import ConfigError, UnsupportedError
 from kvquant.kernels.cuda.mla import launch as launching
-from kvquant.kernels.cuda.mla.spec import MlaCombineSpec, MlaSpec, shapes_of
+from kvquant.kernels.cuda.mla.spec import MlaSpec, shapes_of
 from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.kernels.cuda.runtime.compile import Cubin, Report, compile_spec
 from kvquant.kernels.cuda.runtime.launch import GPUS
+from kvquant.ops.mla import latent_segment
 
 if SIMULATED:
     from kvquant.kernels.cuda.simulator import simulator
@@ -35,52 +39,60 @@ FORMATS = f"{AIM} int4-g4+bf16 int8-g4+bf16 int8-g8+int8-g4 fp8-g4+fp16 bf16 fp1
 # In the simulator
 
 
-def simulate(case: MlaCase, splits: int = 1, *, backwards: bool = False, **shape: Any) -> None:
+class Launcher:
+    """Runs a kernel in the simulator, in place of driver.Launcher."""
+
+    def __init__(self, spec: Any, grid: Sequence[int], layout: str, **_: Any) -> None:
+        self.spec, self.grid, self.layout = spec, grid, layout
+
+    def __call__(self, stream: int, values: Sequence[Any]) -> None:
+        given = arguments_of(self.spec, struct.pack(self.layout, *values))
+        simulator.launch(
+            self.spec.build(),
+            self.grid,
+            self.spec.threads,
+            self.spec.shared_bytes,
+            typed(self.spec, list(given.values())),
+            [(x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()) for x in memory],
+            backwards=backwards,
+        )
+
+
+memory: list[torch.Tensor] = []  # of a call
+backwards = False
+
+
+def simulate(case: MlaCase, splits: int = 1, *, is_backwards: bool = False, **shape: Any) -> None:
     """Compare with float64; shape: teams, stages and blocks of the spec."""
-    spec = replace(case.spec, **{"teams": 1, "stages": 3} | shape)
-    batch, q_len, heads, dim = case.q_latent.shape
-    blocks = -(-q_len * heads // spec.block_columns)
-    out = torch.full_like(case.q_latent, torch.nan)
-    lse = torch.full(out.shape[:-1], torch.nan)
-    part_lse = torch.full((batch, blocks, splits, spec.block_columns), torch.nan)
-    part_out = part_lse[..., None].repeat(1, 1, 1, 1, dim)
-    results = [out, lse, part_out, part_lse]
-    tensors = [case.q_latent, case.q_rope, *results, case.rows, case.seq_lens]
-    values: list[float] = [x.data_ptr() for x in tensors]
-    for x in (case.q_lens, case.table):
-        values.append(0 if x is None else x.data_ptr())
-        tensors += [] if x is None else [x]
-    for q in (case.q_latent, case.q_rope):
-        values += [2 * step for step in q.stride()[:3]]
-    table_stride = 0 if case.table is None else case.table.stride(0)
-    values += [case.rows.stride(0), case.capacity, case.page_shift, table_stride, heads, q_len]
-    values = [*values, case.sm_scale * math.log2(math.e)]
-    run(spec, (blocks, batch, splits), values, tensors, backwards)
-    if splits > 1:
-        following = MlaCombineSpec(dim, spec.block_columns, spec.query, ahead=2)
-        counts = [splits, blocks, q_len * heads]
-        values = [*(x.data_ptr() for x in results), *counts]
-        run(following, (batch * q_len * heads, 1, 1), values, results, backwards)
-    compare(case, out, lse)
+    global backwards
+    backwards = is_backwards
+    empty = torch.empty
 
+    def noted(*size: Any, **options: Any) -> torch.Tensor:
+        memory.append(empty(*size, **options))
+        return memory[-1]
 
-def run(
-    spec: Any,
-    grid: tuple[int, ...],
-    values: list[Any],
-    tensors: list[torch.Tensor],
-    backwards: bool,
-) -> None:
-    """Launch in the simulator."""
-    simulator.launch(
-        spec.build(),
-        grid,
-        spec.threads,
-        spec.shared_bytes,
-        typed(spec, values),
-        [(x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()) for x in tensors],
-        backwards=backwards,
-    )
+    def fit(spec: MlaSpec, *_: int) -> tuple[MlaSpec, int]:
+        return replace(spec, **{"teams": 1, "stages": 3, "blocks": 1} | shape), 128
+
+    changes: dict[str, Any] = {
+        "Launcher": Launcher,
+        "kernel_of": lambda spec, index: spec,
+        "current_device": lambda: CPU,
+        "current_stream": lambda index: 0,
+        "_gpus": {CPU: runtime.GPU("one SM", (8, 6), 1, 0, 0)},
+        "_launches": {},
+    }
+    memory[:] = [case.q_latent, case.q_rope, *([] if case.q_lens is None else [case.q_lens])]
+    for segment in case.segments:
+        memory.extend(one for one in segment if isinstance(one, torch.Tensor))
+    with (
+        mock.patch.multiple(runtime, **changes),
+        mock.patch.object(launching, "_fit", fit),
+        mock.patch.object(torch, "empty", noted),
+    ):
+        found = attend(case, num_splits=splits)
+    compare(case, *found)
 
 
 def compare(case: MlaCase, out: torch.Tensor, lse: torch.Tensor) -> None:
@@ -130,7 +142,7 @@ def test_rows_of_4_bits() -> None:
 @pytest.mark.slow
 @in_simulator
 def test_pages_splits_and_teams() -> None:
-    simulate(make_mla(AIM, 3, (150, 0, 1, 64), page_size=64), 3, backwards=True)
+    simulate(make_mla(AIM, 3, (150, 0, 1, 64), page_size=64), 3, is_backwards=True)
     simulate(make_mla(AIM, 5, (150, 20), page_size=16), 2, teams=2)
     simulate(make_mla("bf16", 5, (90,), page_size=16), 2, stages=2)
     simulate(make_mla(AIM, 5, (500,)), 2, teams=3, stages=4)
@@ -144,11 +156,51 @@ def test_several_queries() -> None:
     simulate(make_mla("int8-g4+bf16", 5, (66,), page_size=32, q_lens=(3,)), 3)
 
 
+@in_simulator
+def test_sinks_packed_and_recent_rows() -> None:
+    simulate(make_mla(AIM, 3, (60, 0, 3), exact="bf16", sinks=2, recent=(20, 5, 9)))
+
+
+@pytest.mark.slow
+@in_simulator
+def test_several_segments() -> None:
+    recent = {"exact": "bf16", "sinks": 4, "recent": (33, 40, 7, 0)}
+    simulate(make_mla("int8-g4", 16, (90, 40, 5, 70), **recent), 3, stages=2)  # type: ignore[arg-type]
+    simulate(make_mla("fp8", 5, (70, 9), exact="fp16", recent=(40, 9)), stages=2, teams=2)
+    simulate(make_mla(AIM, 5, (70, 2), exact="bf16", sinks=3, page_size=16), stages=2)
+    case = make_mla("int4-g4+fp16", 5, (70, 9), exact="fp16", recent=(40, 9), dims=(256, 32))
+    simulate(case, 2, is_backwards=True)
+
+
+@pytest.mark.slow
+@in_simulator
+def test_several_queries_of_several_segments() -> None:
+    """A query's own token, or those before it, may stand in either segment."""
+    for sinks, recent, q_lens in ((3, (6, 1, 0), (3, 3, 2)), (0, (2, 3, 1), (4, 1, 0))):
+        lens = (60, 4, 37)
+        case = make_mla(AIM, 5, lens, exact="bf16", sinks=sinks, recent=recent, q_lens=q_lens)
+        simulate(case, 2, stages=2, blocks=2)
+    case = make_mla(AIM, 5, (60, 1), exact="bf16", sinks=5, q_lens=(3, 2))
+    case.segments.reverse()  # the first one has the sinks
+    simulate(case, stages=2)
+
+
+@pytest.mark.slow
+@in_simulator
+def test_a_ring_of_packed_rows() -> None:
+    case = make_mla("int4-g8+fp8-g4", 3, (40, 20))
+    (packed,) = case.segments
+    starts = torch.tensor([7, 30], dtype=torch.int32)
+    rows = torch.stack([row.roll(int(n), 1) for row, n in zip(packed.k_rows, starts, strict=True)])
+    case.segments = [latent_segment(rows, packed.seq_lens, packed.k_format, starts)]  # type: ignore[arg-type]
+    simulate(case)
+
+
 @pytest.mark.slow
 @in_simulator
 def test_more_heads_than_an_mma_has_columns() -> None:
     simulate(make_mla("int8-g4+bf16", 32, (40, 3)), blocks=2, teams=2)
-    simulate(make_mla(AIM, 20, (40,)), backwards=True)
+    simulate(make_mla(AIM, 20, (40,)), is_backwards=True)
     simulate(make_mla("bf16", 40, (40,)), stages=2, blocks=2)
 
 
@@ -171,20 +223,21 @@ def test_tiny_large_and_peaked_numbers() -> None:
 
 
 def fitted(text: str, arch: str) -> MlaSpec:
-    """A kernel as a launch chooses it: latent+rope [paged] [causal] [wide]."""
+    """A kernel as a launch chooses it: latent+rope [paged] [ring] [causal] [wide]."""
     name, *words = text.split()
     formats = LatentFormat.parse(name).parts
     blocks = 2 if "wide" in words else 1
-    spec = MlaSpec(*formats, paged="paged" in words, causal="causal" in words, blocks=blocks)
+    place = next((word for word in words if word in ("paged", "ring")), "linear")
+    spec = MlaSpec(*formats, place=place, causal="causal" in words, blocks=blocks)
     return next(shapes_of(spec, GPUS[arch].shared_per_block))
 
 
-SOME = ((AIM, "sm_80"), (f"{AIM} paged causal wide", "sm_90"), ("bf16 paged", "sm_100"))
+SOME = ((AIM, "sm_80"), (f"{AIM} paged causal wide", "sm_90"), ("bf16 ring causal", "sm_100"))
 ALL = [
     (f"{name}{words}", arch)
     for arch in ("sm_80", "sm_89", "sm_90", "sm_100")
     for name in FORMATS
-    for words in ("", " paged", " paged causal wide")
+    for words in ("", " paged", " paged causal wide", " ring causal", " ring causal wide")
 ]
 
 
@@ -216,12 +269,9 @@ def attend(case: MlaCase, **options: Any) -> Any:
     return launching.attend(
         case.q_latent,
         case.q_rope,
-        case.rows,
-        case.seq_lens,
-        case.fmt,
+        case.segments,
         case.sm_scale,
         q_lens=case.q_lens,
-        block_table=case.table,
         **options,
     )
 
@@ -231,11 +281,13 @@ def test_arguments_are_those_of_the_call(cuda: FakeDriver) -> None:
     out, lse = attend(case)
     note, second = cuda.launched
     spec, following = loaded_specs()
-    assert (spec.blocks, spec.run, spec.paged, spec.causal) == (2, 32, True, True)
+    assert (spec.blocks, spec.run, spec.place, spec.causal) == (2, 32, "paged", True)
     given = arguments_of(spec, note.arguments)
-    assert case.table is not None and case.q_lens is not None
-    tensors = {"q_latent": case.q_latent, "q_rope": case.q_rope, "rows": case.rows, "out": out}
-    tensors |= {"lse": lse, "seq_lens": case.seq_lens, "q_lens": case.q_lens, "table": case.table}
+    (segment,) = case.segments
+    assert segment.block_table is not None and case.q_lens is not None
+    tensors = {"q_latent": case.q_latent, "q_rope": case.q_rope, "rows": segment.k_rows, "out": out}
+    tensors |= {"lse": lse, "seq_lens": segment.seq_lens, "q_lens": case.q_lens}
+    tensors["index"] = segment.block_table
     assert {name: given[name] for name in tensors} == {
         name: tensor.data_ptr() for name, tensor in tensors.items()
     }
@@ -243,6 +295,7 @@ def test_arguments_are_those_of_the_call(cuda: FakeDriver) -> None:
     assert steps == [2 * 16 * 512 * 2, 16 * 512 * 2, 512 * 2]
     assert given["rope_stride_head"] == 64 * 2 and given["stride_outer"] == 64 * 368
     assert (given["capacity"], given["page_shift"], given["table_stride"]) == (768, 6, 12)
+    assert (given["other_lens"], given["first_part"], given["parts"]) == (0, 0, 6)
     assert (given["num_heads"], given["q_len"]) == (16, 2)
     assert given["score_scale"] == pytest.approx(case.sm_scale * math.log2(math.e))
     assert note.grid == (1, 2, 6) and note.shared == spec.shared_bytes
@@ -250,7 +303,7 @@ def test_arguments_are_those_of_the_call(cuda: FakeDriver) -> None:
     combined = arguments_of(following, second.arguments)
     for name in ("out", "lse", "part_out", "part_lse"):
         assert combined[name] == given[name] != 0
-    assert (combined["splits"], combined["blocks"], combined["columns"]) == (6, 1, 32)
+    assert combined["parts"] == 6
     assert second.grid == (64, 1, 1) and second.block == (128, 1, 1)
     attend(case, num_splits=1, want_lse=False)
     assert [note.grid for note in cuda.launched[2:]] == [(1, 2, 1)]
@@ -272,11 +325,41 @@ def test_queries_that_cannot_be_read_are_copied(cuda: FakeDriver) -> None:
     assert given["q_latent"] == heads_first.data_ptr()
 
 
+def test_segments_are_launched_apart_and_combined_at_once(cuda: FakeDriver) -> None:
+    """Two launches leave their splits to one."""
+    case = make_mla(AIM, 16, (900, 30), exact="bf16", sinks=4, recent=(60, 9), q_lens=(2, 1))
+    out, _ = attend(case, num_splits=3)
+    packed, exact, combine = loaded_specs_by_call(cuda)
+    assert [note.grid for note in cuda.launched] == [(1, 2, 3), (1, 2, 3), (64, 1, 1)]
+    one, two = case.segments
+    assert two.starts is not None
+    assert (packed["rows"], exact["rows"]) == (one.k_rows.data_ptr(), two.k_rows.data_ptr())
+    assert (packed["index"], exact["index"]) == (0, two.starts.data_ptr())
+    assert packed["other_lens"] == exact["seq_lens"] == two.seq_lens.data_ptr()
+    assert exact["other_lens"] == packed["seq_lens"] == one.seq_lens.data_ptr()
+    assert (packed["other_capacity"], exact["other_capacity"]) == (67, 905)
+    assert (packed["is_second"], exact["is_second"]) == (0, 1)
+    assert (exact["sinks"], exact["ring_len"], exact["capacity"]) == (4, 63, 67)
+    assert packed["second_sinks"] == exact["second_sinks"] == 4
+    assert [given["first_part"] for given in (packed, exact)] == [0, 3]
+    assert packed["parts"] == exact["parts"] == combine["parts"] == 6
+    assert packed["part_out"] == exact["part_out"] == combine["part_out"] != 0
+    assert combine["out"] == out.data_ptr()
+    assert [spec.place for spec in loaded_specs()[:2]] == ["linear", "ring"]
+
+
+def loaded_specs_by_call(cuda: FakeDriver) -> list[dict[str, Any]]:
+    """The arguments of the launches of a call, of a kernel each."""
+    first, second, combine = loaded_specs()
+    pairs = zip((first, second, combine), cuda.launched, strict=True)
+    return [arguments_of(spec, note.arguments) for spec, note in pairs]
+
+
 def test_nothing_to_attend_to(cuda: FakeDriver) -> None:
     case = make_mla(AIM, 4, (3, 4))
     for empty in (
         replace(case, q_latent=case.q_latent[:0], q_rope=case.q_rope[:0]),
-        replace(case, rows=case.rows[:, :0]),
+        of_rows(case, case.segments[0].k_rows[:, 0, :0]),
     ):
         out, lse = attend(empty)
         assert out.shape == empty.q_latent.shape and not out.any()
@@ -284,13 +367,20 @@ def test_nothing_to_attend_to(cuda: FakeDriver) -> None:
     assert not cuda.launched
 
 
+def of_rows(case: MlaCase, rows: torch.Tensor, table: torch.Tensor | None = None) -> MlaCase:
+    """The same call of other rows."""
+    (one,) = case.segments
+    changed = latent_segment(rows[:, None], one.seq_lens, one.k_format, block_table=table)  # type: ignore[arg-type]
+    return replace(case, segments=[changed])
+
+
 def test_what_has_no_kernel_is_refused(cuda: FakeDriver) -> None:
     case = make_mla(AIM, 4, (40,))
     with pytest.raises(ConfigError, match="rows of 368 bytes must follow one another"):
-        attend(replace(case, rows=torch.zeros(1, 45, 384, dtype=torch.uint8)[..., :368]))
+        attend(of_rows(case, torch.zeros(1, 45, 384, dtype=torch.uint8)[..., :368]))
     table = torch.zeros(1, 9, dtype=torch.int32)
     with pytest.raises(ConfigError, match="pages have 24 tokens: on CUDA use a power of two"):
-        attend(replace(case, rows=torch.zeros(9, 24, 368, dtype=torch.uint8), table=table))
+        attend(of_rows(case, torch.zeros(9, 24, 368, dtype=torch.uint8), table))
     with pytest.raises(ConfigError, match=r"q_latent is torch\.float32: on CUDA use bfloat16"):
         attend(replace(case, q_latent=case.q_latent.float(), q_rope=case.q_rope.float()))
     with pytest.raises(UnsupportedError, match=r"sm_scale is 0\.0: on CUDA it must be positive"):
@@ -299,6 +389,9 @@ def test_what_has_no_kernel_is_refused(cuda: FakeDriver) -> None:
         MlaSpec(*LatentFormat.parse("int8").parts)
     with pytest.raises(UnsupportedError, match="bf16 rows with float16 queries"):
         attend(make_mla("bf16", 4, (4,), dtype=torch.float16))
+    case = make_mla(AIM, 4, (9,), exact="fp16", recent=(4,), q_lens=(2,))
+    with pytest.raises(UnsupportedError, match="several queries a sequence, or with any of"):
+        attend(replace(case, segments=case.segments * 2))
     assert not cuda.launched
 
 
@@ -363,6 +456,23 @@ def test_queries(q_lens: tuple[int, ...]) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("q_lens", [None, (2, 1, 0, 2), (4, 4, 3, 1)], ids=str)
+def test_segments(q_lens: tuple[int, ...] | None) -> None:
+    lens, recent = (5000, 900, 70, 3), (128, 60, 128, 1)
+    for name, exact in ((AIM, "bf16"), ("int8-g4", "bf16"), ("fp8-g4+fp16", "fp16")):
+        for num_splits in (None, 1, 5):
+            options: dict[str, Any] = {"exact": exact, "recent": recent, "q_lens": q_lens}
+            case = make_mla(name, 16, lens, sinks=4, device="cuda", **options)
+            compare_on_gpu(case, num_splits=num_splits)
+    case = make_mla(AIM, 128, lens, exact="fp16", recent=recent, q_lens=q_lens, device="cuda")
+    compare_on_gpu(case)
+    case = make_mla(
+        AIM, 20, lens, exact="bf16", sinks=4, page_size=64, q_lens=q_lens, device="cuda"
+    )
+    compare_on_gpu(case)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 31, 96, 97, 8192, 40000])
 def test_lengths(tokens: int) -> None:
     for name in (AIM, "int8-g4+bf16"):
@@ -384,9 +494,9 @@ def test_a_graph_is_replayed_with_other_lengths() -> None:
         out, lse = attend(case)
     shorter = make_mla(AIM, 16, (900, 64), page_size=64, device="cuda")
     for lens in ((900, 64), (5, 0), (897, 33)):
-        case.seq_lens.copy_(torch.tensor(lens, dtype=torch.int32))
+        case.segments[0].seq_lens.copy_(torch.tensor(lens, dtype=torch.int32))
         graph.replay()
         replay, replay_lse = out.clone(), lse.clone()
-        shorter.seq_lens.copy_(case.seq_lens)
+        shorter.segments[0].seq_lens.copy_(case.segments[0].seq_lens)
         direct, direct_lse = attend(shorter)
         assert torch.equal(replay, direct) and torch.equal(replay_lse, direct_lse)
