@@ -34,7 +34,7 @@ from kvquant.io.container import RowsFile
 from kvquant.io.export import export_cache
 from kvquant.io.inspect import describe
 from kvquant.io.manifest import CacheManifest
-from kvquant.kernels.cuda.device.row_layout import lanes_of
+from kvquant.kernels.cuda.device.row_layout import refuse_latents
 
 SCALE = 80**-0.5
 DIMS = {"latent_dim": 256, "rope_dim": 32}
@@ -257,7 +257,7 @@ def test_torch_compile_takes_a_step_whole() -> None:
     assert torch.equal(layer_of(cache).packed, layer_of(other).packed)
 
 
-def test_kernels_of_cuda_refuse_rows_of_such_widths() -> None:
+def test_other_kernels_of_cuda_refuse_rows_of_such_widths() -> None:
     for width in (32, 512):
         with pytest.raises(UnsupportedError, match=f"rows of {width} elements, of latent rows"):
-            lanes_of(RowFormat.parse("int8", width))
+            refuse_latents(RowFormat.parse("int8", width))

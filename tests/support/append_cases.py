@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,7 +31,8 @@ class Case:
         source: dtype of the new rows.
         layout: of the new rows: "dense", "heads" (a head's tokens follow one another), "fused" (a
             part of a wider tensor) or "odd" (not aligned to 16 bytes).
-        pages: of the packed rows: "dense", or "tokens" (a token's heads follow one another).
+        pages: of the packed rows: "dense", "tokens" (a token's heads follow one another), or
+            "latent": the rows of K and of V side by side, packed and 16-bit ones.
         exact: codec of 16-bit rows, or "" for none.
         offset, rotate, matrix, clip, feedback: "", "k", "v" or "kv".
         rotary_dim: 0 for no RoPE.
@@ -63,6 +64,24 @@ class Case:
     bad: bool = True
     skip: bool = False
     queries: int = 0
+
+
+LATENTS = {  # latent and RoPE part: their formats and dims
+    "bf16": ("bf16", "bf16", 512, 64),
+    "fp16": ("fp16", "fp16", 256, 32),
+    "int8-g4": ("int8-g4", "bf16", 512, 64),
+    "int4-g8": ("int4-g8", "bf16", 512, 32),
+    "int4-g8+fp8-g4": ("int4-g8", "fp8-g4", 512, 64),
+    "int8-g8+int4-g4": ("int8-g8", "int4-g4", 256, 32),
+    "fp8": ("fp8_ds_mla", "bf16", 512, 64),
+}
+
+
+def latent_case(name: str, **options: Any) -> dict[str, Any]:
+    """What differs from the defaults of Case where rows are latents."""
+    k, v, head_dim, v_head_dim = LATENTS[name]
+    dims = {"head_dim": head_dim, "v_head_dim": v_head_dim}
+    return {"k": k, "v": v, **dims, "pages": "latent", "tokens": 14, "hostile": True, **options}
 
 
 def append(
@@ -97,7 +116,8 @@ def make_call(case: Case, device: str = "cpu") -> dict[str, Any]:
     formats = RowFormat.parse(case.k, case.head_dim), RowFormat.parse(case.v or case.k, v_dim)
     num_pages = -(-2 * case.tokens // case.page_size) + 1
     new = [_new_rows(case, fmt.head_dim, device) for fmt in formats]
-    rows = [_pages(case, (num_pages, case.heads, case.page_size, fmt.row_bytes)) for fmt in formats]
+    lengths = [fmt.row_bytes for fmt in formats]
+    rows = _beside(case, (num_pages, case.heads, case.page_size), lengths, device)
     num_slots = num_pages * case.page_size
     order = torch.randperm(num_slots)
     packed = order[: case.tokens].clone()
@@ -113,13 +133,17 @@ def make_call(case: Case, device: str = "cpu") -> dict[str, Any]:
         evicted[kinds <= 1] = -1
         packed[kinds == 2] = -1
         slots = Slots(packed, exact, evicted)
-        for name, fmt in zip("kv", formats, strict=True):
+        lengths = [2 * fmt.head_dim for fmt in formats]
+        pair = _beside(
+            replace(case, pages=case.pages.replace("tokens", "dense")), shape, lengths, device
+        )
+        for name, fmt, storage in zip("kv", formats, pair, strict=True):
             values = torch.randn(*shape, fmt.head_dim) * 2
             if case.hostile:
                 values[0, :, :, 5] = torch.nan
                 values[1] = torch.nan  # rows that were counted when they came
-            held = values.to(DTYPES[case.exact]).view(torch.uint8)
-            call[f"exact_{name}"] = held.to(device)
+            storage.copy_(values.to(DTYPES[case.exact]).view(torch.uint8))
+            call[f"exact_{name}"] = storage
     if case.skip:
         for tensor in slots:
             if tensor is not None:
@@ -133,7 +157,7 @@ def make_call(case: Case, device: str = "cpu") -> dict[str, Any]:
     if case.rotary_dim:
         angles = torch.rand(case.tokens, case.rotary_dim // 2) * 7
         call["rope"] = Rope(angles.cos().to(device), angles.sin().to(device), case.interleaved)
-    call |= {"k": new[0], "v": new[1], "k_rows": rows[0].to(device), "v_rows": rows[1].to(device)}
+    call |= {"k": new[0], "v": new[1], "k_rows": rows[0], "v_rows": rows[1]}
     call["slots"] = _moved(slots, device)
     call["bad"] = torch.tensor([3, 4], dtype=torch.int32, device=device) if case.bad else None
     return call
@@ -222,6 +246,16 @@ def expected_values(
 ) -> torch.Tensor:
     """What dequantize_pages must give, by the meaning in torch, on the CPU."""
     return dequantize_pages(pages.cpu(), fmt, slots.cpu(), dtype, backend="reference")
+
+
+def _beside(
+    case: Case, shape: tuple[int, ...], lengths: Sequence[int], device: str
+) -> list[torch.Tensor]:
+    """The rows of K and of V, so many bytes long."""
+    if case.pages != "latent":
+        return [_pages(case, (*shape, length)).to(device) for length in lengths]
+    whole = torch.full((*shape, sum(lengths)), UNTOUCHED, dtype=torch.uint8, device=device)
+    return list(whole.split(list(lengths), dim=-1))
 
 
 def _pages(case: Case, shape: tuple[int, ...]) -> torch.Tensor:

@@ -20,13 +20,13 @@ import torch
 
 from kvquant.rows.basis import Encoding, Queries, transform_rows
 from kvquant.rows.format import RowFormat
-from kvquant.rows.quantize import LEVELS
+from kvquant.rows.quantize import FP8_CODECS, LEVELS
 from kvquant.rows.rotation import Rope
 from kvquant.rows.slots import Slots
 
 from ..affine.launch import SOURCES as ENCODED
 from ..affine.launch import affine_rows, encode_rows
-from ..device.row_layout import PRODUCT_ROWS, UNIT
+from ..device.row_layout import PRODUCT_ROWS, UNIT, refuse_latents
 from ..runtime.launch import OVERLAPS, Launch, cached_launch, gpu_of, grid_of
 from ..runtime.spec import addresses_of
 from ..runtime.tensors import Tensors, check_pages, facts_of, is_readable, page_arguments, strides
@@ -214,6 +214,7 @@ def append_calibrated(
     Returns:
         The queries times their matrix, as affine_rows gives them; None without.
     """
+    refuse_latents(k_format, v_format)
     k_transform, v_transform = k_transform or NO_TRANSFORM, v_transform or NO_TRANSFORM
     sides = (k, k_format, k_transform, rope), (v, v_format, v_transform, None)
     groups = _groups_of(sides, queries)
@@ -402,7 +403,7 @@ def _prepare(
         0 if cos is None else 2 * cos.shape[-1],
         interleaved,
     )
-    if "fp8" in (spec.k.fmt.codec, spec.v.fmt.codec):
+    if spec.k.fmt.codec in FP8_CODECS or spec.v.fmt.codec in FP8_CODECS:
         spec = replace(spec, converts_fp8=gpu.converts_fp8)
     if overlaps:
         spec = replace(spec, overlaps=True)

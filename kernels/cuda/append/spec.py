@@ -29,6 +29,7 @@ from ..device.row_layout import (
     RowSpec,
     lanes_of,
     product_bytes,
+    refuse_latents,
     staged_bytes,
 )
 from ..runtime.spec import Spec, Table
@@ -312,6 +313,7 @@ class FeedbackSide:
     @property
     def lanes(self) -> int:
         """Lanes of a row that is made ready."""
+        refuse_latents(self.fmt)
         return lanes_of(self.fmt)
 
     @property

@@ -9,7 +9,7 @@ import torch
 
 from kvquant.rows.format import RowFormat
 
-from ..device.row_layout import SIZES, STAGES, UNIT, RowSpec, lanes_of, staged_bytes
+from ..device.row_layout import SIZES, STAGES, UNIT, RowSpec, lanes_of, refuse_latents, staged_bytes
 from ..runtime.launch import Launch, cached_launch, gpu_of, grid_of
 from ..runtime.spec import Spec, Table
 from ..runtime.tensors import check_pages, facts_of, page_arguments
@@ -55,6 +55,7 @@ class DequantizeSpec(RowSpec, Spec):
     @property
     def lanes(self) -> int:
         """Lanes of a row."""
+        refuse_latents(self.fmt)
         return lanes_of(self.fmt)
 
     @property

@@ -16,7 +16,7 @@ import math
 import numpy as np
 from numba import cuda, float32, uint16, uint32
 
-from kvquant.rows.format import E4M3_MAX
+from kvquant.rows.format import E4M3_MAX, FP8_DS_MLA
 
 from .jit import device_function
 from .ptx import (
@@ -47,6 +47,12 @@ from .row_layout import ELEMENTS, prefix_of
 WORDS = ELEMENTS // 2  # of 16-bit elements of a lane
 LEVELS = {"int4": 15.0, "int8": 255.0, "fp8": E4M3_MAX}
 NAN_WORDS = {"bf16": 0x7FC07FC0, "fp16": 0x7E007E00}  # of two 16-bit numbers
+NAN_FLOAT = 0x7FC00000
+# The scales of FP8_DS_MLA, as exponents of float32: 448 is 1.75 * 2**8, so that a mantissa up to
+# 1.75 takes the power 8 below its own, and one above it the next. The least is 2**-13, 1e-4 rounded
+# up.
+MANTISSA, UNDER, LEAST = 23, 8, 127 - 13
+TO_NEXT = (1 << MANTISSA) - 1 - (3 << MANTISSA - 2)
 ROUNDER = 2.0**23  # what is added to it is rounded to an integer, in the low bits
 ROUNDER_BITS = 0x4B000000
 INF = math.inf
@@ -61,10 +67,12 @@ def make_quantize(fmt, lanes, converts_fp8, clips=False):
     if fmt.is_exact:
         return _make_quantize_exact(fmt, lanes)
     SIZE, HEAD_DIM = fmt.group_size, fmt.head_dim
-    HEADER, CODES, CODEC = prefix_of(fmt) - fmt.header_bytes, prefix_of(fmt), fmt.codec
+    START, CODEC = prefix_of(fmt) - fmt.header_bytes, fmt.codec
+    CODES = START + fmt.code_offset
+    HEADER = START if fmt.code_offset else START + fmt.code_bytes
     PIECE = piece_of(fmt)
     PIECES, LANE_BYTES = ELEMENTS // PIECE, ELEMENTS * fmt.bits // 8
-    NAN, CLIPS = NAN_WORDS["fp16"], clips
+    NAN, CLIPS = NAN_FLOAT if CODEC == FP8_DS_MLA else NAN_WORDS["fp16"], clips
     FULL, ACTIVE = lanes * ELEMENTS == HEAD_DIM, HEAD_DIM // ELEMENTS
     measure, parameters = make_measure(fmt, lanes, clips), make_parameters(CODEC)
     pack = _make_pack(CODEC, converts_fp8)
@@ -259,6 +267,8 @@ def _make_spread(fmt, lanes):
 def make_parameters(codec):
     """Make the function from a group's extrema to the word of its scale and shift, the shift, and
     the inverse of the scale."""
+    if codec == FP8_DS_MLA:
+        return power_of_two
     FP8, STEP = codec == "fp8", float(np.float32(1 / LEVELS[codec]))
 
     @device_function
@@ -286,6 +296,15 @@ def make_parameters(codec):
         return uint32(uint32(shift_bits) << uint32(16) | uint32(scale_bits)), shift, inverse
 
     return parameters
+
+
+@device_function
+def power_of_two(low, high):
+    """As make_parameters gives them, where scales are powers of two: no division."""
+    largest = float_bits(maximum_or_nan(high, -low))
+    exponent = uint32(uint32(largest + uint32(TO_NEXT)) & uint32(0xFF << MANTISSA))
+    scale = uint32(max(exponent, uint32(LEAST + UNDER << MANTISSA)) - uint32(UNDER << MANTISSA))
+    return scale, float32(0.0), bits_float(uint32(uint32(254 << MANTISSA) - scale))
 
 
 def _make_pack(codec, converts_fp8):
@@ -317,7 +336,7 @@ def _make_pack(codec, converts_fp8):
             high = to_e4m3(scaled[4 * w + 3], scaled[4 * w + 2])
             codes[w] = uint32(uint32(high) << uint32(16) | uint32(low))
 
-    return pack_fp8 if codec == "fp8" else pack_integers
+    return pack_fp8 if codec in ("fp8", FP8_DS_MLA) else pack_integers
 
 
 @device_function

@@ -23,7 +23,9 @@ rows at a time. Rows pass through shared memory on both sides, a warp's own:
     ring    stages of elements or of rows, by asynchronous copies: how far a warp reads ahead
     out     rows or elements as they will be written, so that stores are as wide as rows allow
 
-Where head_dim is no power of two times 16 some lanes have no elements.
+Where head_dim is no power of two times 16 some lanes have no elements. Rows of K and of V that are
+not alike have as many lanes as the longer ones: latents of 512 elements 32, of which 4 have part of
+the RoPE elements.
 """
 
 from __future__ import annotations
@@ -52,14 +54,19 @@ def divisor(number: int) -> tuple[int, int]:
     return -(-(1 << shift) // number), shift
 
 
-def lanes_of(*formats: RowFormat) -> int:
-    """Lanes that rows of these formats belong to."""
+def refuse_latents(*formats: RowFormat) -> None:
+    """Raise unless these are rows of heads: of the kernels that walk over rows only the append
+    kernel takes parts of latent rows."""
     for fmt in formats:
         if fmt.head_dim not in HEAD_DIMS:
             raise UnsupportedError(
-                f"{fmt} rows of {fmt.head_dim} elements, of latent rows, have no CUDA kernel yet: "
+                f"{fmt} rows of {fmt.head_dim} elements, of latent rows, have no CUDA kernel here: "
                 "use the CPU, or backend='reference'"
             )
+
+
+def lanes_of(*formats: RowFormat) -> int:
+    """Lanes that rows of these formats belong to; of the shorter rows some lanes have no part."""
     most = max(fmt.head_dim for fmt in formats)
     return 1 << (most // ELEMENTS - 1).bit_length()
 

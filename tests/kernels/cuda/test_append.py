@@ -9,16 +9,26 @@ import pytest
 import torch
 from append_cases import (
     DTYPES,
+    LATENTS,
     Case,
     append,
     differences,
     expected,
     expected_values,
+    latent_case,
     make_call,
     make_pages,
     results,
 )
-from fake_cuda import CPU, STREAM, FakeDriver, install, loaded_specs, note_devices
+from fake_cuda import (
+    CPU,
+    STREAM,
+    FakeDriver,
+    arguments_of,
+    install,
+    loaded_specs,
+    note_devices,
+)
 
 from kvquant import RowFormat, quantize_rows
 from kvquant.errors import ConfigError, UnsupportedError
@@ -29,6 +39,8 @@ from kvquant.kernels.cuda.device.row_layout import divisor, lanes_of, unit_of
 from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.kernels.cuda.runtime.spec import layout_of
 from kvquant.ops.append import append_rows, dequantize_pages
+from kvquant.rows.basis import Encoding
+from kvquant.rows.format import ROW_DIMS
 from kvquant.rows.slots import Slots
 
 FORMATS = "int4 int4-g2 int4-g4 int4-g8 int8 int8-g4 fp8 fp8-g4 bf16 fp16".split()
@@ -53,7 +65,7 @@ def test_slots_are_divided_exactly(number: int) -> None:
 
 
 def test_every_format_has_units_that_its_rows_and_codes_are_aligned_to() -> None:
-    for head_dim in (64, 80, 96, 112, 128, 192, 256):
+    for head_dim in ROW_DIMS:
         assert 16 * lanes_of(RowFormat("bf16", 1, head_dim)) >= head_dim
         for name in FORMATS:
             fmt = RowFormat.parse(name, head_dim)
@@ -147,6 +159,26 @@ def test_too_many_slots_are_refused(cuda: FakeDriver) -> None:
         appending.append(**call)
 
 
+def test_of_latent_rows_the_append_kernel_takes_the_parts_alone(cuda: FakeDriver) -> None:
+    case = Case(**latent_case("int4-g8", exact="bf16"))
+    call = make_call(case)
+    appending.append(**call)
+    (spec,) = loaded_specs()
+    assert (spec.lanes, spec.rows) == (32, 1)
+    given = arguments_of(spec, cuda.launched[0].arguments)
+    assert given["k.rows"] + 288 == given["v.rows"] == call["v_rows"].data_ptr()
+    assert given["k.stride_row"] == given["v.stride_row"] == 288 + 64
+    assert given["k.exact_rows"] + 1024 == given["v.exact_rows"]
+    assert given["k.exact_stride_row"] == 1024 + 64
+    matrix = Encoding(matrix=torch.zeros(1, 512, 512))
+    with pytest.raises(UnsupportedError, match="rows of 512 elements, of latent rows"):
+        appending.append_calibrated(**call | {"k_transform": matrix})
+    pages, slots = call["k_rows"], call["slots"].packed
+    with pytest.raises(UnsupportedError, match="rows of 512 elements, of latent rows"):
+        dequantizing.dequantize(pages, call["k_format"], slots, torch.zeros(14, 1, 512))
+    assert len(cuda.launched) == 1
+
+
 def test_a_launch_goes_to_the_device_of_its_tensors(
     cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,6 +222,13 @@ ON_GPU |= {
     "16-bit rows, fp16": Case(exact="fp16", tokens=101, heads=3, k="int4", hostile=True, skip=True),
     "16-bit rows, rotated": Case(exact="bf16", tokens=40, heads=8, rotate="k", offset="kv"),
     "a long prompt": Case(tokens=5000, heads=4, page_size=64),
+}
+ON_GPU |= {
+    f"latents, {name}, {exact or 'packed alone'}": Case(
+        **latent_case(name, exact=exact, tokens=77, hostile=True)
+    )
+    for name in LATENTS
+    for exact in ("", "bf16", "fp16")
 }
 
 

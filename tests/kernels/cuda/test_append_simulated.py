@@ -9,6 +9,7 @@ import importlib.util
 from typing import Any
 
 import pytest
+from append_cases import LATENTS, latent_case
 from simulator_cases import run_selected
 from slow_cases import mark_slow
 
@@ -199,6 +200,12 @@ CASES |= {
     "a matrix of float32": {"matrix": "k", "source": "fp32", "head_dim": 64},
     "feedback of fp8 is none": {"feedback": "kv", "matrix": "k", "k": "fp8", "tokens": 3},
 }
+for name in LATENTS:
+    CASES[f"latents, {name}"] = latent_case(name)
+    CASES[f"latents, {name}, 16-bit rows"] = latent_case(
+        name, exact="bf16", tokens=9, source="fp32"
+    )
+CASES["latents, fp8, before sm_89"] = latent_case("fp8", exact="fp16", skip=True, page_size=5)
 for k in ("fp8", "fp8-g8"):
     CASES[f"{k}, before sm_89"] = {"k": k, "tokens": 14, "hostile": True}
 for name in FORMATS:
@@ -222,6 +229,8 @@ USUAL = (
     "RoPE, offset and rotation",
     "feedback, 16-bit rows",
     "feedback of fp8 is none",
+    "latents, int4-g8+fp8-g4, 16-bit rows",
+    "latents, fp8",
     "dequantize pages of 5",
 )
 

@@ -7,13 +7,17 @@ import importlib.util
 import numpy as np
 import pytest
 import torch
-from in_simulator import SIMULATED, in_simulator, word
+from in_simulator import SIMULATED, in_simulator, lanes, word
+
+from kvquant import RowFormat, quantize_rows
+from kvquant.rows.quantize import parameters
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("numba_cuda") is None, reason="needs the cuda extra: numba-cuda"
 )
 if SIMULATED:
     from kvquant.kernels.cuda.device import ptx
+    from kvquant.kernels.cuda.device.quantize import power_of_two
 
 f32, u32 = np.float32, np.uint32
 
@@ -125,3 +129,26 @@ def test_bits_are_kept() -> None:
     assert ptx.float_bits(f32(1)) == 0x3F800000 and type(ptx.float_bits(f32(1))) is u32
     assert ptx.bits_float(u32(0x40000000)) == 2 and type(ptx.bits_float(u32(0))) is f32
     assert ptx.permute(u32(0x33221100), u32(0x77665544), u32(0x7250)) == 0x77225500
+
+
+@in_simulator
+def test_scales_that_are_powers_of_two() -> None:
+    borders = 448 * 2.0 ** torch.arange(-16, 20)
+    rare = torch.tensor([0.0, 1e-45, 1e-38, 0.0448, 3.3e38])
+    x = torch.cat([borders, borders.nextafter(torch.tensor(0.0)), rare])
+    x = torch.cat([x, borders.nextafter(torch.tensor(1e30)), torch.rand(60).exp2() * 100])
+    fmt = RowFormat.parse("fp8_ds_mla", 512)
+    wanted = parameters(quantize_rows(x[:, None].expand(-1, 512), fmt), fmt)[0][:, 0]
+
+    def scales(lane: int) -> list[tuple[int, float, float]]:
+        found = []
+        for value in x.numpy():  # the least or the greatest element of a group tells
+            pair = (-value, value / 2) if lane else (-value / 2, value)
+            found.append(power_of_two(f32(pair[0]), f32(pair[1])))
+        return found
+
+    for found in lanes(scales)[:2]:
+        words, shifts, inverses = (np.array(one) for one in zip(*found, strict=True))
+        np.testing.assert_array_equal(words.astype(u32).view(f32), wanted.numpy())
+        np.testing.assert_array_equal(inverses * wanted.numpy(), 1.0)
+        assert not shifts.any()

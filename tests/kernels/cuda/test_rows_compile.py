@@ -35,12 +35,16 @@ MLA = MlaSpec(RowFormat.parse("bf16", 512), RowFormat.parse("bf16", 64), teams=1
 
 
 def make_row_spec(text: str) -> AppendSpec | DequantizeSpec:
-    """An append or dequantize kernel: "K[/V] [head_dim] [word ...]"; the words are "exact" (16-bit
-    rows), "rotated" (both, with an offset), "clip", "rope", "float32" and "dequantize"."""
+    """An append or dequantize kernel: "K[/V] [head_dim[/that of V]] [word ...]"; the words are
+    "exact" (16-bit rows), "rotated" (both, with an offset), "clip", "rope", "float32" and
+    "dequantize"."""
     formats, *words = text.split()
-    head_dim = next((int(word) for word in words if word.isdecimal()), 128)
+    dims = next((word for word in words if word[0].isdecimal()), "128")
     k_name, _, v_name = formats.partition("/")
-    k, v = (RowFormat.parse(name, head_dim) for name in (k_name, v_name or k_name))
+    k_dim, _, v_dim = dims.partition("/")
+    head_dim = int(k_dim)
+    k = RowFormat.parse(k_name, head_dim)
+    v = RowFormat.parse(v_name or k_name, int(v_dim or k_dim))
     element = "fp32" if "float32" in words else "bf16"
     if "dequantize" in words:
         return DequantizeSpec(k, element)
@@ -61,12 +65,16 @@ SOME_ROWS = (
     ("fp8 256 rotated", "sm_89"),
     ("fp8/int4-g8 80", "sm_90"),
     (DEQUANTIZE, "sm_90"),
+    ("int4-g8/fp8-g4 512/64 exact", "sm_90"),
+    ("fp8_ds_mla/bf16 512/64 exact", "sm_80"),
 )
+LATENTS = ("int4-g8/fp8-g4", "int8-g4/bf16", "int4-g8/bf16", "fp8_ds_mla/bf16", "bf16", "fp16")
 ROW_WORDS = ("", " exact", " rotated", " exact rotated rope", " dequantize")
 ALL_ROWS = [
     *(f"{name}{words}" for name in FORMATS for words in ROW_WORDS),
     *(f"{name} {dim}" for name in FORMATS for dim in (64, 80, 96, 112, 192, 256)),
     *(f"int4-g4 float32{words}" for words in ROW_WORDS),
+    *(f"{name} 512/64{words}" for name in LATENTS for words in ("", " exact", " exact float32")),
 ]
 
 
