@@ -23,7 +23,7 @@ codec whose codes come first: 512 E4M3 codes, then 4 float32 scales without shif
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from numbers import Integral
 
@@ -64,8 +64,17 @@ class RowFormat:
     codec: str
     groups: int
     head_dim: int
+    _name: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        self._check()
+        has_groups = self.groups > 1 and self.codec in BITS
+        # kept: torch.compile takes numbers that change between calls for symbols, which no text can
+        # be made of
+        name = f"{self.codec}-g{self.groups}" if has_groups else self.codec
+        object.__setattr__(self, "_name", name)
+
+    def _check(self) -> None:
         if self.codec == FP8_DS_MLA and (self.groups, self.head_dim) == (4, 512):
             return
         if not isinstance(self.codec, str) or self.codec not in BITS:
@@ -113,8 +122,7 @@ class RowFormat:
         return f"RowFormat.parse({str(self)!r}, {self.head_dim})"
 
     def __str__(self) -> str:
-        has_groups = self.groups > 1 and self.codec in BITS
-        return f"{self.codec}-g{self.groups}" if has_groups else self.codec
+        return self._name
 
     @property
     def is_exact(self) -> bool:

@@ -104,6 +104,18 @@ def test_every_option_means_the_same_in_a_graph(dtype: torch.dtype, dynamic: boo
         assert torch.equal(out, expected)
 
 
+def test_one_function_serves_rows_of_other_formats() -> None:
+    compiled = torch.compile(decode_attention, fullgraph=True, backend="aot_eager")
+    q, lens = torch.randn(2, 4, 64), torch.tensor([20, 3], dtype=torch.int32)
+    for name in ("int4-g4", "int8-g8", "int4-g2", "bf16"):
+        fmt = RowFormat.parse(name, 64)
+        rows = quantize_rows(torch.randn(2, 2, 20, 64), fmt)
+        for given in (fmt, name):
+            options: Any = {"k_format": given, "v_format": given, "backend": "reference"}
+            found = compiled(q, rows, rows, lens, **options)
+            assert torch.equal(found, decode_attention(q, rows, rows, lens, **options))
+
+
 @pytest.mark.parametrize("kind", mark_slow([None, "none", "matrix"], ["none"]))
 def test_several_queries_make_one_graph_for_all_numbers_of_them(kind: str | None) -> None:
     bases = None

@@ -151,6 +151,15 @@ def test_torch_compile_takes_the_call_as_one_op() -> None:
     )
 
 
+def test_one_compiled_function_serves_rows_of_other_formats() -> None:
+    compiled = torch.compile(mla_decode_attention, fullgraph=True, backend="aot_eager")
+    for name in ("int4-g8+fp8-g4", "int8-g4", "fp8"):
+        fmt = LatentFormat.parse(name)
+        case = make_case(fmt, 2)
+        options: Any = {"fmt": fmt, "sm_scale": SCALE, "backend": "reference"}
+        assert torch.equal(compiled(*case, **options), mla_decode_attention(*case, **options))
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
