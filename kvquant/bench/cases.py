@@ -5,27 +5,31 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ..errors import ConfigError, KVQuantError
 from ..ops.attention import attend_segments
+from ..ops.mla import attend_latents, latent_segment
 from ..ops.quantize import quantize_rows
 from ..rows.format import RowFormat
+from ..rows.latent import AnyFormat, LatentFormat
 from ..rows.quantize import exact_codec
 from ..rows.reference import reference_over_segments
 from ..rows.segment import PAGE_SIZES, Segment
+from ..rows.variant import AttentionVariant
 
 FORMATS = ("int4-g4", "int4", "int8-g4", "fp8", "bf16")
 
 
 class Shape(NamedTuple):
     """Heads, tokens and sequences of a case; lens: of each sequence, where they differ; q_len:
-    queries of a sequence."""
+    queries of a sequence; variant: a field of AttentionVariant."""
 
     num_q_heads: int
     num_kv_heads: int
@@ -33,6 +37,7 @@ class Shape(NamedTuple):
     batch: int
     lens: tuple[int, ...] = ()
     q_len: int = 1
+    variant: str = ""
 
 
 class Table(NamedTuple):
@@ -69,7 +74,13 @@ RAGGED = (
     (512,) * 32,  # equal lengths, far below the room and near it: nothing is uneven
     (8192,) * 32,
 )
+LATENTS = (
+    *((64, 8192, 16), (64, 1024, 16), (64, 8192, 32), (64, 8192, 128)),
+    *((16, 8192, 16), (1, 32768, 16), (1, 131072, 16)),
+)
+LATENT_SCALE = 192**-0.5  # K before absorption has 128 + 64 elements
 QUERIES = (1, 2, 4, 8)
+VARIANTS = "soft_cap", "sink_logits", "alibi_slopes", "key_bias", "window"  # of one query
 TABLES = {
     "ragged": Table(FORMATS[:1], tuple(Shape(32, 8, ROOM, len(lens), lens) for lens in RAGGED)),
     "wide": Table(FORMATS[:1], tuple(Shape(q, 1, 8192, 64) for q in (8, 16, 32, 64, 71))),
@@ -87,6 +98,17 @@ TABLES = {
             Shape(q, kv, 8192, 64, (), q_len) for q, kv in ((32, 8), (8, 1)) for q_len in QUERIES
         ),
     ),
+    "variants": Table(
+        FORMATS[:1],
+        (
+            *(Shape(32, 8, 8192, 64, variant=name) for name in ("", *VARIANTS)),
+            *(Shape(32, 8, 8192, 64, q_len=4, variant=name) for name in ("", "tree_mask")),
+        ),
+    ),
+    "mla": Table(
+        ("int4-g8+fp8-g4", "int4-g8", "int8-g4", "fp8-g4", "fp8", "bf16"),
+        tuple(Shape(heads, 1, seq_len, batch) for batch, seq_len, heads in LATENTS),
+    ),
 }
 # relative L2; 16-bit outputs are rounded
 MAX_ERROR = {torch.float32: 1e-5, torch.bfloat16: 3e-3, torch.float16: 8e-4}
@@ -98,7 +120,7 @@ class Case:
     """One call of decode attention.
 
     Attributes:
-        k_format, v_format: the packed rows.
+        k_format, v_format: the packed rows; a LatentFormat, and that of its latents, for MLA.
         batch: sequences.
         num_q_heads, num_kv_heads: heads.
         seq_len: tokens of a sequence, the 16-bit ones among them; with lens what each has room for.
@@ -107,12 +129,14 @@ class Case:
         sink_len, recent_len: first and last tokens in 16 bit.
         lens: tokens of each sequence, if not seq_len of all.
         q_len: queries of each sequence, those of its last tokens.
+        variant: the field of AttentionVariant that is in use, one of VARIANTS, or with several
+            queries tree_mask.
 
     Raises:
         ConfigError: the sizes do not fit one another.
     """
 
-    k_format: RowFormat
+    k_format: AnyFormat
     v_format: RowFormat
     batch: int
     num_q_heads: int
@@ -124,6 +148,7 @@ class Case:
     recent_len: int = 0
     lens: tuple[int, ...] = ()
     q_len: int = 1
+    variant: str = ""
 
     def __post_init__(self) -> None:
         if self.num_q_heads % self.num_kv_heads:
@@ -132,6 +157,14 @@ class Case:
             )
         if self.q_len > 1 and (self.lens or self.q_len > self.seq_len):
             raise ConfigError(f"{self.q_len} queries: of sequences of one length, as many or more")
+        if self.is_latent and (self.q_len > 1 or self.variant or self.sink_len or self.recent_len):
+            raise ConfigError("latent rows: of one plain query, without exact tokens")
+        of_these = VARIANTS if self.q_len == 1 else ("tree_mask",)
+        if self.variant and (self.lens or self.variant not in of_these):
+            raise ConfigError(
+                f"{self.variant} with {self.q_len} queries: use {' or '.join(of_these)}, of "
+                "sequences of one length"
+            )
         if self.page_size and self.page_size not in PAGE_SIZES:
             raise ConfigError(f"--page-size {self.page_size}: use 16, 32, 64, 128, or 0 for none")
         if min(self.packed_lens) < 1:
@@ -156,8 +189,18 @@ class Case:
         return self.seq_len - self.sink_len - self.recent_len
 
     @property
+    def is_latent(self) -> bool:
+        """Whether rows are latent: K, and in its first bytes V, of all heads."""
+        return isinstance(self.k_format, LatentFormat)
+
+    @property
+    def sm_scale(self) -> float | None:
+        """Factor on the scores; None for that of the head_dim."""
+        return LATENT_SCALE if self.is_latent else None
+
+    @property
     def head_dim(self) -> int:
-        """Elements of a head."""
+        """Elements of a head of K."""
         return self.k_format.head_dim
 
     @property
@@ -176,17 +219,39 @@ class Case:
         return f"{self.num_q_heads}:{self.num_kv_heads}"
 
     @property
+    def kind(self) -> str:
+        """The variant, and queries if several: "plain", "window 4096", "tree mask, 4 queries"."""
+        kind = self.variant.replace("_", " ") or "plain"
+        if self.variant == "window":
+            kind += f" {self.window}"
+        return kind if self.q_len == 1 else f"{kind}, {self.q_len} queries"
+
+    @property
+    def title(self) -> str:
+        """The case in words, as messages name it."""
+        kind = "" if self.kind == "plain" else f", {self.kind}"
+        return f"{self.name}, batch {self.batch}, {self.heads} heads, T {self.seq_len}{kind}"
+
+    @property
+    def window(self) -> int | None:
+        """Tokens that a query sees where there is a window: half of them."""
+        return -(-self.seq_len // 2) if self.variant == "window" else None
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the rows that a call reads."""
         exact = 4 * self.head_dim * (self.sink_len + self.recent_len) * self.batch
-        packed = (self.k_format.row_bytes + self.v_format.row_bytes) * sum(self.packed_lens)
+        seen = max((self.window or self.seq_len) - self.recent_len, 0)
+        row_bytes = self.k_format.row_bytes + (0 if self.is_latent else self.v_format.row_bytes)
+        packed = row_bytes * sum(min(length, seen) for length in self.packed_lens)
         return self.num_kv_heads * (packed + exact)
 
     @property
     def exact(self) -> Case:
         """The same attention on a plain 16-bit cache."""
-        fmt = RowFormat(exact_codec(self.dtype), 1, self.head_dim)
-        return replace(self, k_format=fmt, v_format=fmt, page_size=0, sink_len=0, recent_len=0)
+        name, dim = exact_codec(self.dtype), self.head_dim
+        k, v = parse_latents(name) if self.is_latent else parse_formats(name, dim)
+        return replace(self, k_format=k, v_format=v, page_size=0, sink_len=0, recent_len=0)
 
     @property
     def even(self) -> Case:
@@ -252,12 +317,14 @@ def list_cases(
         if not formats and not quick:
             pairs += [(name, TELLING) for name in FORMATS[1:]]
     dtype = dtype or torch.bfloat16
-    return [
-        Case(*parse_formats(name, head_dim), b, q, kv, seq_len, dtype, page_size, *few, lens, q_len)
-        for (name, (q, kv, seq_len, b, lens, q_len)), page_size, few in product(
-            pairs, page_sizes or (0,), exact or ((0, 0),)
-        )
-    ]
+    parse: Callable[[str], tuple[AnyFormat, RowFormat]]
+    parse = parse_latents if table == "mla" else partial(parse_formats, head_dim=head_dim)
+    cases = []
+    for (name, shape), page_size, few in product(pairs, page_sizes or (0,), exact or ((0, 0),)):
+        (k, v), (q, kv, seq_len, batch, lens, q_len, variant) = parse(name), shape
+        numbers = batch, q, kv, seq_len, dtype, page_size, *few
+        cases.append(Case(k, v, *numbers, lens, q_len, variant))
+    return cases
 
 
 def parse_formats(name: str, head_dim: int) -> tuple[RowFormat, RowFormat]:
@@ -266,17 +333,33 @@ def parse_formats(name: str, head_dim: int) -> tuple[RowFormat, RowFormat]:
     return RowFormat.parse(k, head_dim), RowFormat.parse(v if slash else k, head_dim)
 
 
-def _format_name(k: RowFormat, v: RowFormat) -> str:
-    return str(k) if k == v else f"{k}/{v}"
+def parse_latents(name: str) -> tuple[LatentFormat, RowFormat]:
+    """The format of latent rows, 512 elements and 64 of RoPE, and that of their latents."""
+    fmt = LatentFormat.parse(name)
+    return fmt, fmt.latent
+
+
+def _format_name(k: AnyFormat, v: RowFormat) -> str:
+    return str(k) if k == v or isinstance(k, LatentFormat) else f"{k}/{v}"
 
 
 @dataclass(frozen=True)
 class Inputs:
     """A query [batch, num_q_heads, head_dim], or several [batch, q_len, num_q_heads, head_dim], and
-    the segments that they attend to."""
+    the segments that they attend to; for latent rows also the two parts of q."""
 
     q: torch.Tensor
     segments: tuple[Segment, ...]
+    variant: AttentionVariant | None = None
+    parts: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def attend(self) -> torch.Tensor:
+        """What is timed."""
+        if self.parts is None:
+            return attend_segments(self.q, self.segments, variant=self.variant)
+        out = attend_latents(*self.parts, self.segments, sm_scale=LATENT_SCALE)
+        assert isinstance(out, torch.Tensor)
+        return out
 
 
 def make_inputs(case: Case, copies: int, device: torch.device) -> list[Inputs]:
@@ -293,42 +376,72 @@ def make_inputs(case: Case, copies: int, device: torch.device) -> list[Inputs]:
     queries = torch.randn(shape, dtype=torch.float32, device=device, generator=generator).to(
         case.dtype
     )
-    exact = RowFormat(exact_codec(case.dtype), 1, case.head_dim)
-    whole = []
-    few = case.sink_len + case.recent_len
-    for kind, k_format, v_format, room, lengths in (
-        ("packed", case.k_format, case.v_format, case.packed_room, case.packed_lens),
-        ("exact", exact, exact, few, (few,) * case.batch),
-    ):
-        if not room:
-            continue
-        page_size = case.page_size if kind == "packed" else 0
-        k, v = (
-            _random_rows(fmt, case.num_kv_heads, room, page_size, count, device, generator)
-            for fmt in (k_format, v_format)
-        )
-        lens = torch.tensor(lengths * copies, dtype=torch.int32, device=device)
-        # a ring, which starts anywhere
-        starts = torch.full_like(lens, case.recent_len // 3) if kind == "exact" else None
-        table = None
-        if page_size:
-            pages = torch.randperm(len(k), device=device, generator=generator)
-            table = pages.to(torch.int32).view(count, -1)
-        sinks = case.sink_len if kind == "exact" else 0
-        whole.append(Segment(k, v, lens, k_format, v_format, starts, table, sinks))
-    return [
-        Inputs(
-            queries[first : first + case.batch],
-            tuple(take_sequences(segment, first, case.batch) for segment in whole),
-        )
-        for first in range(0, count, case.batch)
-    ]
+
+    def make_rows(fmt: AnyFormat, room: int, page_size: int) -> torch.Tensor:
+        return _random_rows(fmt, case.num_kv_heads, room, page_size, count, device, generator)
+
+    k, table = make_rows(case.k_format, case.packed_room, case.page_size), None
+    if case.page_size:
+        pages = torch.randperm(len(k), device=device, generator=generator)
+        table = pages.to(torch.int32).view(count, -1)
+    lens = torch.tensor(case.packed_lens * copies, dtype=torch.int32, device=device)
+    if isinstance(case.k_format, LatentFormat):
+        whole = [latent_segment(k, lens, case.k_format, block_table=table)]
+    else:
+        v = make_rows(case.v_format, case.packed_room, case.page_size)
+        whole = [Segment(k, v, lens, case.k_format, case.v_format, None, table)]
+    if few := case.sink_len + case.recent_len:
+        fmt = RowFormat(exact_codec(case.dtype), 1, case.head_dim)
+        k, v = (make_rows(fmt, few, 0) for _ in range(2))
+        lens = torch.full_like(lens, few)
+        starts = torch.full_like(lens, case.recent_len // 3)  # a ring, which starts anywhere
+        whole.append(Segment(k, v, lens, fmt, fmt, starts, None, case.sink_len))
+    found = []
+    for first in range(0, count, case.batch):
+        q = queries[first : first + case.batch]
+        segments = tuple(take_sequences(segment, first, case.batch) for segment in whole)
+        variant = make_variant(case, device, generator)
+        dim = case.v_format.head_dim
+        # apart, as a model has them
+        parts = (q[..., :dim].contiguous(), q[..., dim:].contiguous()) if case.is_latent else None
+        found.append(Inputs(q, segments, variant, parts))
+    return found
+
+
+def make_variant(
+    case: Case, device: torch.device, generator: torch.Generator | None
+) -> AttentionVariant | None:
+    """The variant of a case, which changes results by more than the check allows."""
+    if not case.variant:
+        return None
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=torch.float32, device=device, generator=generator)
+
+    heads = case.num_q_heads
+    value: Any
+    if case.variant == "soft_cap":
+        value = 1.0  # scores have size 1
+    elif case.variant == "sink_logits":  # about as much as all tokens together
+        value = random(heads) + math.log(case.seq_len)
+    elif case.variant == "alibi_slopes":
+        value = 2 ** (-8 / heads * torch.arange(1, heads + 1, dtype=torch.float32, device=device))
+    elif case.variant == "key_bias":
+        value = random(case.batch, case.seq_len)
+    elif case.variant == "window":
+        value = case.window
+    else:  # a root, and all others are its children
+        tree = torch.eye(case.q_len, dtype=torch.bool, device=device)
+        tree[:, 0] = True
+        value = tree.expand(case.batch, -1, -1).contiguous()
+    return AttentionVariant(**{case.variant: value})
 
 
 def rehearse_case(case: Case) -> None:
     """Attend without values, for a rehearsal: see kvquant/rehearsal.py."""
-    (inputs,) = make_inputs(case, 1, torch.device("meta"))
-    attend_segments(inputs.q, inputs.segments)
+    for one in (case, *([case.even] if case.lens else [])):
+        (inputs,) = make_inputs(one, 1, torch.device("meta"))
+        inputs.attend()
 
 
 def take_sequences(segment: Segment, first: int, count: int) -> Segment:
@@ -350,8 +463,17 @@ def take_sequences(segment: Segment, first: int, count: int) -> Segment:
     )
 
 
+def take_biases(variant: AttentionVariant, sequence: int) -> AttentionVariant:
+    """A variant of one sequence of a batch."""
+    bias, tree = (
+        None if x is None else x[sequence : sequence + 1]
+        for x in (variant.key_bias, variant.tree_mask)
+    )
+    return variant._replace(key_bias=bias, tree_mask=tree)
+
+
 def _random_rows(
-    fmt: RowFormat,
+    fmt: AnyFormat,
     num_kv_heads: int,
     length: int,
     page_size: int,
@@ -382,19 +504,19 @@ def check(case: Case, inputs: Inputs) -> float:
     Raises:
         KVQuantError: it is over the limit of the output's dtype.
     """
-    out = attend_segments(inputs.q, inputs.segments)
-    assert isinstance(out, torch.Tensor)
+    out, variant = inputs.attend(), inputs.variant
     errors = []
     lens = case.all_lens
     for b in {0, case.batch - 1, lens.index(max(lens)), lens.index(min(lens))}:
         segments = [take_sequences(segment, b, 1) for segment in inputs.segments]
-        expected, _ = reference_over_segments(inputs.q[b : b + 1], segments)
+        own = variant and take_biases(variant, b)
+        q = inputs.q[b : b + 1]
+        expected, _ = reference_over_segments(q, segments, case.sm_scale, variant=own)
         errors.append(float((out[b : b + 1] - expected).norm() / expected.norm()))
     limit = MAX_ERROR[case.dtype]
     for error in errors:
         if not error <= limit:  # NaN too
             raise KVQuantError(
-                f"{case.name}, batch {case.batch}, {case.heads} heads, T {case.seq_len}: relative "
-                f"error {error:.1e} is over {limit}: not timed"
+                f"{case.title}: relative error {error:.1e} is over {limit}: not timed"
             )
     return max(errors)

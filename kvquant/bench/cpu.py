@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 
 from ..errors import KVQuantError
-from ..ops.attention import attend_segments
 from ..ops.quantize import dequantize_rows, quantize_rows
 from ..rows.format import RowFormat
 from ..text import Column, render_table
@@ -97,7 +96,7 @@ def bench_decode(case: Case, seconds: float = 3.0) -> DecodeResult:
     (segment,) = inputs.segments
     k = dequantize_rows(segment.k_rows, case.k_format)
     v = dequantize_rows(segment.v_rows, case.v_format)
-    ours = partial(attend_segments, inputs.q, inputs.segments)
+    ours = inputs.attend
     peers: dict[str, Callable[[], object]] = {}
     for dtype in (torch.float32, torch.bfloat16):
         kd, vd = k.to(dtype), v.to(dtype)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from ..ops.attention import attend_segments
+from ..rows.variant import PLAIN, AttentionVariant, add_sinks
 from .cases import Case, Inputs, check, make_inputs
 from .timer import Call, Timer
 
@@ -87,7 +88,7 @@ def check_and_time(
 
 
 def _our_calls(inputs: Sequence[Inputs]) -> list[Call]:
-    return [partial(attend_segments, one.q, one.segments) for one in inputs]
+    return [one.attend for one in inputs]
 
 
 def copies_of(case: Case, timer: Timer) -> int:
@@ -108,6 +109,8 @@ def best_sdpa(case: Case, timer: Timer) -> Peer | str:
     of a KV head folded into q_len. Of a ragged batch it reads as many places as the longest
     sequence has tokens, with a mask of those without; torch's varlen_attn and compiled
     flex_attention are tried too. Several queries have a causal mask, aligned to the lower right.
+    Of variants that calls with a mask cannot give, soft caps and sink logits, flex_attention alone
+    is tried; beside latent rows also two bmm and a softmax.
 
     Returns:
         The fastest, or why there is none.
@@ -160,58 +163,108 @@ def _torch_calls(
     case: Case, timer: Timer
 ) -> dict[str, tuple[list[SDPBackend], Callable[[], list[Call]]]]:
     """Ways to attend to 16-bit rows by torch: backends to allow, and what makes the calls."""
-    inputs = [
-        (one.q, *(rows.view(case.dtype) for rows in (segment.k_rows, segment.v_rows)))
-        for one in rotated_inputs(case, timer)
-        for segment in one.segments
-    ]
+    inputs = rotated_inputs(case, timer)
     lens = torch.tensor(case.all_lens, dtype=torch.int32, device=timer.device)
-    longest, mask = max(case.all_lens), None
-    if min(case.all_lens) < longest:
-        mask = torch.zeros(case.batch, 1, 1, longest, dtype=case.dtype, device=timer.device)
-        places = torch.arange(longest, device=timer.device)
-        mask.masked_fill_((places >= lens[:, None])[:, None, None], -math.inf)
-    ratio, folded_mask = case.num_q_heads // case.num_kv_heads, mask
-    if case.q_len > 1:  # each sees the tokens up to its own
-        mask = torch.ones(case.q_len, longest, dtype=torch.bool, device=timer.device)
-        mask = mask.tril(longest - case.q_len)
-        folded_mask = mask.repeat_interleave(ratio, 0)
-    attention = F.scaled_dot_product_attention
-    folded = (case.batch, case.num_kv_heads, -1, case.head_dim)
-    forms: dict[str, list[Call]] = {"enable_gqa": [], "folded": [], "lower right": []}
-    for q, *rows in inputs:
-        k, v = (one[:, :, :longest] for one in rows)
-        q = q.view(case.batch, case.q_len, case.num_q_heads, case.head_dim).transpose(1, 2)
+    longest, ratio = max(case.all_lens), case.num_q_heads // case.num_kv_heads
+    attention = partial(F.scaled_dot_product_attention, scale=case.sm_scale)
+    given: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, AttentionVariant | None]] = []
+    forms: dict[str, list[Call]] = {"enable_gqa": [], "folded": [], "lower right": [], "bmm": []}
+    for one in inputs:
+        k, v = _values(case, one)
+        # [batch, num_q_heads, q_len, head_dim]
+        q = one.q.view(case.batch, case.q_len, case.num_q_heads, case.head_dim).transpose(1, 2)
+        given.append((q, k, v, one.variant))
+        first = 0 if case.window is None else longest - case.window
+        k, v = (x[:, :, first:longest] for x in (k, v))
+        mask = _mask(case, one.variant, lens)
         grouped = partial(attention, q, k, v, enable_gqa=True)
         forms["enable_gqa"].append(partial(grouped, attn_mask=mask))
         lower_right = causal_lower_right(case.q_len, longest)
         forms["lower right"].append(partial(grouped, attn_mask=lower_right))
+        if case.sm_scale is not None:
+            forms["bmm"].append(partial(bmm_attention, q[:, :, 0], k[:, 0], v[:, 0], case.sm_scale))
         # the query heads of a KV head as its queries
-        q = q.unflatten(1, (-1, ratio)).transpose(2, 3).reshape(folded)
-        forms["folded"].append(partial(attention, q, k, v, attn_mask=folded_mask))
-    found: dict[str, tuple[list[SDPBackend], Callable[[], list[Call]]]] = {
-        f"{name}, {form}": ([backend], partial(list, calls))
-        for name, backend in BACKENDS.items()
-        for form, calls in forms.items()
-        if form != "lower right" or (name == "flash" and case.q_len > 1)
-    }
+        q, mask = _folded(q, ratio), mask if mask is None else _folded(mask, ratio)
+        forms["folded"].append(partial(attention, q, k, v, attn_mask=mask))
+    own: dict[str, Callable[[], list[Call]]] = {}  # of no backend
+    names = ["enable_gqa", "folded"]
+    if case.is_latent:  # enable_gqa would copy K and V for each head
+        names, own["bmm"] = ["folded"], partial(list, forms["bmm"])
+    if case.variant in ("soft_cap", "sink_logits"):
+        names = []
     if case.lens:
-        for name, make in (("varlen_attn", varlen_call), ("flex_attention", flex_call)):
-            found[name] = list(BACKENDS.values()), partial(_calls_of, make, inputs, lens)
-    return found
+        own["varlen_attn"] = lambda: [varlen_call(q, k, v, lens) for q, k, v, _ in given]
+    if case.lens or case.variant:
+        own["flex_attention"] = lambda: [flex_call(*one, lens) for one in given]
+    found: dict[str, tuple[list[SDPBackend], Callable[[], list[Call]]]] = {
+        f"{name}, {form}": ([backend], partial(list, forms[form]))
+        for name, backend in BACKENDS.items()
+        for form in (*names, "lower right")
+        if form != "lower right" or (name == "flash" and case.q_len > 1 and not case.variant)
+    }
+    return found | {name: (list(BACKENDS.values()), make) for name, make in own.items()}
 
 
-def _calls_of(
-    make: Callable[..., Call], inputs: Sequence[tuple[torch.Tensor, ...]], lens: torch.Tensor
-) -> list[Call]:
-    return [make(*one, lens) for one in inputs]
+def _values(case: Case, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V [batch, num_kv_heads, capacity, head_dim] of plain 16-bit rows, where they are."""
+    (segment,) = inputs.segments
+    k = segment.k_rows.view(case.dtype)
+    v = k[..., : case.v_format.head_dim] if case.is_latent else segment.v_rows.view(case.dtype)
+    return k, v
+
+
+def _folded(x: torch.Tensor, ratio: int) -> torch.Tensor:
+    """[batch, heads, q_len, ...], with the query heads of a KV head as its queries; of a mask for
+    all heads the same, and of all queries."""
+    if x.shape[1] == 1:
+        return x if x.shape[2] == 1 else x.repeat_interleave(ratio, 2)
+    grouped: torch.Tensor = x.unflatten(1, (-1, ratio))
+    return grouped.transpose(2, 3).flatten(2, 3)
+
+
+def _mask(case: Case, variant: AttentionVariant | None, lens: torch.Tensor) -> torch.Tensor | None:
+    """What scaled_dot_product_attention adds to scores, or lets a query see, [batch or 1, heads or
+    1, q_len, tokens]; None for all. Windows and scores that are capped have none."""
+    longest, variant = max(case.all_lens), variant or PLAIN
+    places = torch.arange(longest, device=lens.device)
+    if variant.alibi_slopes is not None:
+        bias = variant.alibi_slopes[:, None, None] * (places - longest + 1)
+        return bias[None].to(case.dtype)
+    if variant.key_bias is not None:
+        return variant.key_bias[:, None, None].to(case.dtype)
+    if case.q_len > 1:  # each sees the tokens up to its own
+        seen = torch.ones(case.q_len, longest, dtype=torch.bool, device=lens.device)
+        seen = seen.tril(longest - case.q_len).expand(len(lens), 1, -1, -1)
+        if variant.tree_mask is None:
+            return seen[:1]
+        seen = seen.clone()
+        seen[:, 0, :, -case.q_len :] = variant.tree_mask
+        return seen
+    if min(case.all_lens) == longest:
+        return None
+    mask = torch.zeros(len(lens), 1, 1, longest, dtype=case.dtype, device=lens.device)
+    return mask.masked_fill_((places >= lens[:, None])[:, None, None], -math.inf)
+
+
+def bmm_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float
+) -> torch.Tensor:
+    """Attention by two products, with the softmax in float32 between them.
+
+    Args:
+        q: [batch, num_heads, head_dim].
+        k, v: [batch, tokens, head_dim of K or V].
+        sm_scale: factor on the scores.
+    """
+    scores = torch.bmm(q, k.transpose(1, 2)).float() * sm_scale
+    return torch.bmm(scores.softmax(-1).to(q.dtype), v)
 
 
 def varlen_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lens: torch.Tensor) -> Call:
     """Torch's attention to sequences of different lengths without padding.
 
     Args:
-        q: [batch, num_q_heads, head_dim].
+        q: [batch, num_q_heads, 1, head_dim].
         k, v: [batch, num_kv_heads, capacity, head_dim]; copied to one token after another.
         lens: [batch], int32.
 
@@ -237,26 +290,72 @@ def varlen_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lens: torch.T
     return partial(varlen_attn, q, k, v, counts, ends, ratio, int(lens.max()))
 
 
-def flex_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lens: torch.Tensor) -> Call:
-    """Torch's flex_attention, compiled, which skips blocks of 128 places without tokens.
+def flex_call(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    variant: AttentionVariant | None,
+    lens: torch.Tensor,
+) -> Call:
+    """Torch's flex_attention, compiled, which skips blocks of 128 places that no query sees.
 
     Args:
-        q, k, v, lens: as of varlen_call; k and v as they are.
+        q: [batch, num_q_heads, q_len, head_dim].
+        k, v: [batch, num_kv_heads, capacity, head_dim], as they are.
+        variant: of a batch whose sequences all have capacity tokens.
+        lens: [batch], int32.
 
     Returns:
-        A call that gives [batch, num_q_heads, 1, head_dim].
+        A call that gives [batch, num_q_heads, q_len, head_dim].
     """
+    cap, sinks, slopes, window, bias, tree, _ = variant or PLAIN
+    batch, _, q_len, _ = q.shape
+    capacity = k.shape[2]
+    first = capacity - q_len  # of the tokens that have queries
 
-    def is_there(b: torch.Tensor, _h: object, _q: object, place: torch.Tensor) -> torch.Tensor:
-        return place < lens[b]
+    def score(
+        s: torch.Tensor, b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, place: torch.Tensor
+    ) -> torch.Tensor:
+        s = s if cap is None else cap * torch.tanh(s / cap)
+        s = s if slopes is None else s + slopes[h] * (place - first - i)
+        return s if bias is None else s + bias[b, place]
 
-    blocks = create_block_mask(is_there, len(q), None, 1, k.shape[2], device=q.device)
-    return partial(_compiled_flex(), q[:, :, None], k, v, block_mask=blocks, enable_gqa=True)
+    def is_seen(b: torch.Tensor, _h: object, i: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+        if tree is not None:
+            return (place < first) | tree[b, i, (place - first).clamp(min=0)]
+        return place < lens[b] if window is None else place > first + i - window
+
+    blocks = None
+    if variant is None or window is not None or tree is not None:
+        blocks = create_block_mask(is_seen, batch, None, q_len, capacity, device=q.device)
+    changes = any(x is not None for x in (cap, slopes, bias))
+    options: dict[str, Any] = {
+        "score_mod": score if changes else None,
+        "block_mask": blocks,
+        "enable_gqa": True,
+    }
+    if sinks is None:
+        return partial(_compiled(flex_attention), q, k, v, **options)
+    try:
+        from torch.nn.attention.flex_attention import AuxRequest
+    except ImportError as error:
+        raise RuntimeError(f"flex_attention of torch {torch.__version__} gives no lse") from error
+    options["return_aux"] = AuxRequest(lse=True)
+    return partial(_compiled(_flex_with_sinks), q, k, v, sinks, **options)
+
+
+def _flex_with_sinks(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor, **options: Any
+) -> torch.Tensor:
+    """[batch, num_q_heads, q_len, head_dim], by the lse that flex_attention gives."""
+    out, aux = flex_attention(q, k, v, **options)
+    out, _ = add_sinks(out.transpose(1, 2), aux.lse.transpose(1, 2), sinks)
+    return out.transpose(1, 2)
 
 
 @functools.cache
-def _compiled_flex() -> Callable[..., object]:
-    return torch.compile(flex_attention, dynamic=False)
+def _compiled(function: Callable[..., object]) -> Callable[..., object]:
+    return torch.compile(function, dynamic=False)
 
 
 def measure(case: Case, timer: Timer, known: dict[Case, Peer | str]) -> Result:

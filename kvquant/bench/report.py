@@ -14,7 +14,7 @@ from ..text import Column
 from .cases import Case
 from .gpu import Peer, Result, Times
 from .timer import Machine
-from .tune import Choice, Variant
+from .tune import Ablation, Choice
 
 Point = tuple[int, float]
 SDPA = "SDPA, 16 bit"  # its line in the picture
@@ -42,6 +42,21 @@ WIDE = (
     *(Column(title, part=2) for title in ("us", "ratio", "in a row\nus", "ratio")),
 )
 QUERIES = (*SHAPE, Column("queries"), *WIDE[len(SHAPE) :])
+VARIANTS = (
+    SHAPE[0],
+    SHAPE[2],
+    Column("attention", left=True),
+    *(Column(title, part=1) for title in ("us", "to\nplain", "in a row\nus", "to\nplain")),
+    Column("error", part=1),
+    Column("torch, 16 bit", left=True, part=2),
+    *(Column(title, part=2) for title in ("us", "ratio", "in a row\nus", "ratio")),
+)
+MLA = (
+    *SHAPE,
+    *(Column(title, part=1) for title in ("us", "peak", "in a row\nus", "peak", "error")),
+    Column("torch", left=True, part=2),
+    *(Column(title, part=2) for title in ("us", "ratio", "in a row\nus", "ratio")),
+)
 SHORT = (
     *SHAPE,
     *(Column(title, part=1) for title in ("us", "in a row\nus", "eager\nus", "error")),
@@ -55,7 +70,7 @@ PLANS = (
     *(Column(title, part=2) for title in ("fastest", "us", "in a row\nus")),
     *(Column(title, part=2) for title in ("gain", "gain\nin a row")),
 )
-VARIANTS = (
+ABLATIONS = (
     *SHAPE,
     Column("kernel", left=True),
     *(Column(title, part=1) for title in ("us", "ratio")),
@@ -67,8 +82,10 @@ COLUMNS = {  # of the tables, by what was measured
     "wide": WIDE,
     "short": SHORT,
     "queries": QUERIES,
+    "variants": VARIANTS,
+    "mla": MLA,
     "tune": PLANS,
-    "ablate": VARIANTS,
+    "ablate": ABLATIONS,
 }
 
 
@@ -81,7 +98,7 @@ def render_machine(machine: Machine) -> str:
 
 
 def cells(table: str, results: Sequence[Result], machine: Machine) -> list[str]:
-    """The last of the results as a row of one of the first five tables of COLUMNS."""
+    """The last of the results as a row of one of the tables of COLUMNS, plans and kernels apart."""
     result = results[-1]
     if table == "ragged":
         return ragged_cells(result, machine)
@@ -89,6 +106,10 @@ def cells(table: str, results: Sequence[Result], machine: Machine) -> list[str]:
         return wide_cells(result, results)
     if table == "queries":
         return queries_cells(result, results)
+    if table == "variants":
+        return variants_cells(result, results)
+    if table == "mla":
+        return mla_cells(result, machine)
     return short_cells(result) if table == "short" else speed_cells(result, machine)
 
 
@@ -130,6 +151,19 @@ def queries_cells(result: Result, results: Sequence[Result]) -> list[str]:
     return [*row[:shape], str(result.case.q_len), *row[shape:]]
 
 
+def variants_cells(result: Result, results: Sequence[Result]) -> list[str]:
+    """A row of the table of VARIANTS: against the first, plain one with as many queries."""
+    alike = [one for one in results if one.case.q_len == result.case.q_len]
+    row = [result.case.name, result.case.heads, result.case.kind]
+    return [*row, *wide_cells(result, alike)[len(SHAPE) :]]
+
+
+def mla_cells(result: Result, machine: Machine) -> list[str]:
+    """A row of the table of MLA: names of latent formats leave no room for GB/s."""
+    row = zip(SPEEDS, speed_cells(result, machine), strict=True)
+    return [cell for column, cell in row if column.title != "GB/s"]
+
+
 def short_cells(result: Result) -> list[str]:
     """A row of the table of SHORT: also from Python, without a graph."""
     times = result.times
@@ -160,12 +194,12 @@ def choice_cells(choice: Choice) -> list[str]:
     return [*row, *(_number(gain, ".2f", "x") for gain in gains)]
 
 
-def variant_cells(variant: Variant, whole: Variant) -> list[str]:
-    """A row of the table of VARIANTS; ratios are to the whole kernel under its plan."""
-    plan, times = variant.plan, variant.times
+def ablation_cells(ablation: Ablation, whole: Ablation) -> list[str]:
+    """A row of the table of ABLATIONS; ratios are to the whole kernel under its plan."""
+    plan, times = ablation.plan, ablation.times
     alone, in_a_row = _ratios(times, whole.times)
-    row = [*_shape(variant.case), variant.name]
-    if variant is whole:
+    row = [*_shape(ablation.case), ablation.name]
+    if ablation is whole:
         row[-1] += f": {plan.splits[0]} x {plan.warps}w x {plan.stages}s"
     row += [_number(times.alone, ".1f"), _number(alone, ".2f", "x")]
     return [*row, _number(times.in_a_row, ".1f"), _number(in_a_row, ".2f", "x")]
@@ -209,11 +243,11 @@ def choice_figures(choice: Choice, machine: Machine) -> dict[str, Any]:
     return found
 
 
-def variant_figures(variant: Variant, machine: Machine) -> dict[str, Any]:
-    """A variant of the kernel as plain data."""
-    case = variant.case
-    found = {**case_figures(case), "kernel": variant.name, **asdict(variant.plan)}
-    return found | time_figures(case, variant.times, machine)
+def ablation_figures(ablation: Ablation, machine: Machine) -> dict[str, Any]:
+    """An ablation of the kernel as plain data."""
+    case = ablation.case
+    found = {**case_figures(case), "kernel": ablation.name, **asdict(ablation.plan)}
+    return found | time_figures(case, ablation.times, machine)
 
 
 def case_figures(case: Case) -> dict[str, Any]:

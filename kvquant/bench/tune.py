@@ -21,6 +21,7 @@ from ..kernels.cuda.decode.plan import (
 from ..kernels.cuda.decode.spec import TECHNIQUES, TILE, DecodeSpec, Path, columns_of
 from ..kernels.cuda.decode.tuned import Tuned
 from ..kernels.cuda.runtime.launch import GPU
+from ..rows.format import RowFormat
 from .cases import Case
 from .gpu import Times, check_and_time, rotated_inputs
 from .timer import Timer
@@ -51,7 +52,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Variant:
+class Ablation:
     """A kernel or a plan that differs from the best in one thing."""
 
     case: Case
@@ -114,7 +115,7 @@ def table_row(choice: Choice, gpu: GPU) -> Tuned:
     return tuned_row(decode_spec(case, gpu), gpu, num_units(case, gpu), case.seq_len, fastest)
 
 
-def ablate(case: Case, timer: Timer, gpu: GPU, rows: Sequence[Tuned] = ()) -> list[Variant]:
+def ablate(case: Case, timer: Timer, gpu: GPU, rows: Sequence[Tuned] = ()) -> list[Ablation]:
     """Measure the kernel without each technique, and under other plans; all checked first.
 
     Args:
@@ -124,20 +125,20 @@ def ablate(case: Case, timer: Timer, gpu: GPU, rows: Sequence[Tuned] = ()) -> li
         rows: the table of measured plans.
 
     Returns:
-        The kernel as it is, then the variants.
+        The kernel as it is, then the others.
     """
     spec = decode_spec(case, gpu)
     best = plan(spec, gpu, num_units(case, gpu), [case.seq_len], rows=rows)
     inputs = rotated_inputs(case, timer)
     found = []
-    for name, (one, without) in variants(case, best, gpu).items():
+    for name, (one, without) in ablations(case, best, gpu).items():
         with override_plan(one, without):
             _, times = check_and_time(case, inputs, timer)
-        found.append(Variant(case, name, one, times))
+        found.append(Ablation(case, name, one, times))
     return found
 
 
-def variants(case: Case, best: Plan, gpu: GPU) -> dict[str, tuple[Plan, str]]:
+def ablations(case: Case, best: Plan, gpu: GPU) -> dict[str, tuple[Plan, str]]:
     """What is measured in place of a plan: plans, and techniques to leave out, by name.
 
     Padding is left out only where it changes how rows lie; 80-byte rows are their own padding.
@@ -164,6 +165,7 @@ def variants(case: Case, best: Plan, gpu: GPU) -> dict[str, tuple[Plan, str]]:
 def decode_spec(case: Case, gpu: GPU) -> DecodeSpec:
     """The kernel of a case of plain rows."""
     query = "bf16" if case.exact.name == "bf16" else "fp16"
+    assert isinstance(case.k_format, RowFormat)
     path = Path(case.k_format, case.v_format)
     ratio = case.num_q_heads // case.num_kv_heads
     columns, sharers = columns_of(ratio, case.k_format, case.v_format)

@@ -46,9 +46,12 @@ GPU_ONLY = {
     "wide": "--wide",
     "short": "--short",
     "queries": "--queries",
+    "variants": "--variants",
+    "mla": "--mla",
     "plot_file": "--plot",
 }
-MODES = "ragged", "wide", "short", "queries", "tune", "ablate"  # what is measured instead
+# what is measured instead
+MODES = "ragged", "wide", "short", "queries", "variants", "mla", "tune", "ablate"
 
 
 @click.command(epilog=FORMATS)
@@ -60,7 +63,7 @@ MODES = "ragged", "wide", "short", "queries", "tune", "ablate"  # what is measur
 @click.option("--q-heads", type=COUNT, help="Query heads; 32.")
 @click.option("--kv-heads", type=COUNT, help="KV heads; 8.")
 @click.option("--seq-len", "seq_lens", type=COUNT, multiple=True, help="Tokens; 8192.")
-@click.option("--head-dim", type=HEAD_DIM, default=128, show_default=True, help="Of a row.")
+@click.option("--head-dim", type=HEAD_DIM, help="Of a row; 128.")
 @click.option("--seconds", type=POSITIVE, help="CPU: time for each case, 3 by default.")
 @click.option("--dtype", type=click.Choice(["bfloat16", "float16"]), help="Of q and the output.")
 @click.option("--page-size", "page_sizes", type=WHOLE, multiple=True, help="Tokens; 0: no pages.")
@@ -76,6 +79,10 @@ MODES = "ragged", "wide", "short", "queries", "tune", "ablate"  # what is measur
 @click.option("--wide", is_flag=True, help="Measure many query heads on a KV head instead.")
 @click.option("--short", is_flag=True, help="Measure short contexts instead, from Python too.")
 @click.option("--queries", is_flag=True, help="Measure several queries a sequence instead.")
+@click.option(
+    "--variants", is_flag=True, help="Measure soft caps, sinks, biases and masks instead."
+)
+@click.option("--mla", is_flag=True, help="Measure latent rows (MLA) instead.")
 @click.option("--tune", is_flag=True, help="Measure and keep the best launch plans instead.")
 @click.option("--ablate", is_flag=True, help="Measure what each technique brings instead.")
 @click.option("--json", "json_file", type=NEW_FILE, help="Write the figures to this file too.")
@@ -90,7 +97,7 @@ def bench(
     q_heads: int | None,
     kv_heads: int | None,
     seq_lens: tuple[int, ...],
-    head_dim: int,
+    head_dim: int | None,
     seconds: float | None,
     json_file: Path | None,
     **gpu: Any,
@@ -99,8 +106,8 @@ def bench(
 
     On a GPU without batch, heads or tokens a default set is measured, in about a minute. Formats,
     batches, tokens, page sizes and exact tokens may be given several times: all combinations are
-    measured. --ragged, --wide, --short and --queries have shapes of their own. The options from
-    --dtype to --ablate and --plot are for GPUs only.
+    measured. --ragged, --wide, --short, --queries, --variants and --mla have shapes of their own,
+    --mla formats too. The options from --dtype to --ablate and --plot are for GPUs only.
 
     "us" is one call with a cold L2 cache, launch included; "in a row" one of many calls on rotated
     inputs, "eager" one of many from Python, without a graph. GB/s count the rows; "peak" is their
@@ -126,7 +133,7 @@ def bench(
         shapes: dict[str, Any] = {
             "batches": batches or (1,),
             "seq_lens": seq_lens,
-            "head_dim": head_dim,
+            "head_dim": head_dim or 128,
         }
         shapes |= {"num_q_heads": q_heads, "num_kv_heads": kv_heads}
         _bench_cpu(formats, shapes, seconds or 3.0, json_file)
@@ -134,13 +141,14 @@ def bench(
     if seconds is not None:
         raise click.UsageError("--seconds is for the CPU: on a GPU use --quick")
     check_device(device)
-    mode = _check_gpu_options(gpu, bool(batches or seq_lens or q_heads or kv_heads))
+    sized = bool(batches or seq_lens or q_heads or kv_heads)
+    mode = _check_gpu_options(gpu, sized, {"--format": formats, "--head-dim": head_dim})
     sizes = {
         "batches": batches,
         "seq_lens": seq_lens,
         "num_q_heads": q_heads,
         "num_kv_heads": kv_heads,
-        "head_dim": head_dim,
+        "head_dim": head_dim or 128,
         "dtype": gpu["dtype"] and getattr(torch, gpu["dtype"]),
         "page_sizes": gpu["page_sizes"],
         "exact": gpu["exact"],
@@ -150,7 +158,7 @@ def bench(
     from ..bench.tune import ABLATED, ABLATED_FORMATS, CHEAPEST, TABLE
     from ..text import render_table
 
-    if not (batches or seq_lens or q_heads or kv_heads):
+    if not sized:
         sizes |= {"tune": TABLE, "ablate": ABLATED}.get(mode, {})
     if mode == "ablate":
         formats = formats or ABLATED_FORMATS
@@ -178,8 +186,14 @@ def bench(
         report.plot(results, machine, gpu["plot_file"])
 
 
-def _check_gpu_options(gpu: dict[str, Any], sized: bool) -> str:
-    """What to measure, one of MODES or "decode"; raises where options do not go together."""
+def _check_gpu_options(gpu: dict[str, Any], sized: bool, rows: dict[str, object]) -> str:
+    """What to measure, one of MODES or "decode"; raises where options do not go together.
+
+    Args:
+        gpu: values of GPU_ONLY.
+        sized: whether a shape is given.
+        rows: values of options that tell the rows, by option.
+    """
     modes = [name for name in MODES if gpu[name]]
     if len(modes) > 1:
         raise click.UsageError(f"--{modes[0]} or --{modes[1]}: measure one after the other")
@@ -191,9 +205,12 @@ def _check_gpu_options(gpu: dict[str, Any], sized: bool) -> str:
             raise click.UsageError(
                 f"--{mode} has shapes of its own: leave out batch, heads, tokens"
             )
-        for name in refused:
-            if gpu[name]:
-                raise click.UsageError(f"{GPU_ONLY[name]} does not go with --{mode}")
+        given = {GPU_ONLY[name]: gpu[name] for name in refused}
+        if mode == "mla":
+            given |= {"--exact": gpu["exact"]} | rows
+        for option, value in given.items():
+            if value:
+                raise click.UsageError(f"{option} does not go with --{mode}")
     if gpu["plot_file"]:
         from ..bench.report import check_plot
 
@@ -213,8 +230,7 @@ def _measure(
     from ..bench import report
     from ..bench.gpu import Peer, measure
 
-    kinds = [one for case in cases for one in (case, *([case.even] if case.lens else []))]
-    _compile(kinds, timer)
+    _compile(cases, timer)
     peers: dict[Case, Peer | str] = {}
     for result in _each_that_fits(cases, lambda case: measure(case, timer, peers)):
         results.append(result)
@@ -265,11 +281,11 @@ def _ablate(
 
     gpu, tuned = gpu_of(timer.device.index), measured_plans()
     click.echo("plan: splits x warps of a block x stages; ratios above 1 are slower\n")
-    variants = []
+    kernels = []
     for found in _each_that_fits(cases, lambda case: tune.ablate(case, timer, gpu, tuned)):
-        rows += [report.variant_cells(variant, found[0]) for variant in found]
-        variants += found
-    return {"kernels": [report.variant_figures(variant, machine) for variant in variants]}
+        rows += [report.ablation_cells(one, found[0]) for one in found]
+        kernels += found
+    return {"kernels": [report.ablation_figures(one, machine) for one in kernels]}
 
 
 def _each_that_fits(cases: Sequence[Case], measure: Callable[[Case], T]) -> Iterator[T]:
@@ -282,15 +298,12 @@ def _each_that_fits(cases: Sequence[Case], measure: Callable[[Case], T]) -> Iter
             try:
                 found = measure(case)
             except OutOfMemoryError:
-                click.echo(
-                    f"{case.name}, batch {case.batch}, {case.heads} heads, T {case.seq_len}: "
-                    f"{case.nbytes / 1e9:.1f} GB of rows are more than fits",
-                    err=True,
-                )
+                size = f"{case.nbytes / 1e9:.1f} GB of rows are more than fits"
+                click.echo(f"{case.title}: {size}", err=True)
             else:
                 fitting += 1
                 yield found
-            update(1, f"{case.name}, batch {case.batch}, {case.heads} heads, T {case.seq_len}")
+            update(1, case.title)
     if not fitting:
         raise ConfigError("none of the cases fits the GPU: use a smaller --seq-len or --batch")
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvquant import RowFormat
+from kvquant import LatentFormat, RowFormat
 from kvquant.bench.cases import (
     FORMATS,
     SHAPES,
@@ -17,11 +17,13 @@ from kvquant.bench.cases import (
     list_cases,
     make_inputs,
     parse_formats,
+    parse_latents,
     rehearse_case,
 )
 from kvquant.cache.warmup import kernels_of
 from kvquant.errors import ConfigError
 from kvquant.kernels.cuda.decode.spec import DecodeSpec
+from kvquant.kernels.cuda.mla.spec import MlaSpec
 from kvquant.kernels.cuda.runtime.launch import GPUS
 
 CPU = torch.device("cpu")
@@ -90,6 +92,15 @@ def test_tables_have_cases_of_their_own() -> None:
         ("8:1", 4),
     ]
     assert several[1].exact.q_len == 2
+    variants = list_cases(table="variants")
+    assert {(case.heads, case.batch, case.seq_len) for case in variants} == {("32:8", 64, 8192)}
+    assert [case.kind for case in variants] == [
+        *("plain", "soft cap", "sink logits", "alibi slopes", "key bias", "window 4096"),
+        *("plain, 4 queries", "tree mask, 4 queries"),
+    ]
+    mla = list_cases(table="mla", page_sizes=[64])
+    assert len(mla) == 6 * len(TABLES["mla"].shapes)
+    assert mla[0].name == "int4-g8+fp8-g4 paged 64" and mla[5].exact.name == "bf16"
     short = list_cases(table="short")
     assert {case.dtype for case in short} == {torch.float16}
     assert [(case.name, case.batch, case.seq_len) for case in short[:4]] == [
@@ -107,8 +118,11 @@ def test_tables_have_cases_of_their_own() -> None:
         ({"lens": (4, 70), "sink_len": 4}, "--exact 4 0 leaves nothing of --seq-len 4"),
         ({"lens": (4, 70), "q_len": 2}, "2 queries: of sequences of one length"),
         ({"q_len": 71}, "71 queries: of sequences of one length"),
+        ({"variant": "tree_mask"}, "tree_mask with 1 queries: use soft_cap or sink_logits or"),
+        ({"variant": "window", "q_len": 2}, "window with 2 queries: use tree_mask"),
+        ({"variant": "window", "lens": (4, 70)}, "window .* of sequences of one length"),
     ],
-    ids=["heads", "pages", "exact", "ragged", "ragged queries", "queries"],
+    ids=[f"case{i}" for i in range(9)],
 )
 def test_sizes_that_do_not_fit_are_refused(sizes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -125,6 +139,17 @@ def test_a_call_reads_the_rows_of_all_tokens() -> None:
     assert small(lens=(3, 70)).exact.nbytes == 2 * 73 * 256
     assert small().exact.nbytes == 2 * 2 * 70 * 256
     assert small(dtype=torch.float16, page_size=16).exact.name == "fp16"
+    assert small(variant="window").nbytes == 2 * 2 * 35 * (48 + 48)
+    whole = small(variant="window", sink_len=4, recent_len=16)
+    assert whole.nbytes == 2 * 2 * (19 * 96 + 20 * 256)
+    latent = Case(*parse_latents("int4-g8"), 2, 16, 1, 70)
+    assert (latent.nbytes, latent.exact.nbytes) == (2 * 70 * 416, 2 * 70 * 1152)
+
+
+def test_latent_rows_have_one_plain_query_and_no_exact_tokens() -> None:
+    for sizes in ({"q_len": 2}, {"variant": "window"}, {"sink_len": 4}):
+        with pytest.raises(ConfigError, match="latent rows: of one plain query"):
+            Case(*parse_latents("int4-g8"), 2, 16, 1, 70, **sizes)
 
 
 @pytest.mark.parametrize("page_size", [0, 16])
@@ -180,4 +205,8 @@ def test_cases_are_rehearsed(table: str) -> None:
     told = kernels_of([partial(rehearse_case, case) for case in cases], GPUS["sm_90"])
     formats = {(case.k_format, case.v_format) for case in cases}
     paths = [spec.first for spec in told if isinstance(spec, DecodeSpec)]
-    assert formats == {(path.k_format, path.v_format) for path in paths}
+    found: set[Any] = {(path.k_format, path.v_format) for path in paths}
+    for spec in told:
+        if isinstance(spec, MlaSpec):
+            found.add((LatentFormat(spec.latent, spec.rope), spec.latent))
+    assert formats == found

@@ -31,8 +31,8 @@ def test_figures_are_those_of_the_case() -> None:
 
 
 def test_wrong_results_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def spoiled(*args: Any) -> torch.Tensor:
-        out = attend_segments(*args)
+    def spoiled(*args: Any, **options: Any) -> torch.Tensor:
+        out = attend_segments(*args, **options)
         assert isinstance(out, torch.Tensor)
         return out + 0.01
 

@@ -8,13 +8,14 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from torch.nn.attention.flex_attention import flex_attention
 
 from kvquant.bench import gpu as gpu_bench
 from kvquant.bench import report as report_module
@@ -25,21 +26,26 @@ from kvquant.bench.cases import (
     TABLES,
     Case,
     Shape,
+    Table,
     check,
     make_inputs,
     parse_formats,
+    parse_latents,
 )
+from kvquant.bench.cases import VARIANTS as VARIANT_NAMES
 from kvquant.bench.gpu import Peer, Times, best_sdpa, measure
 from kvquant.bench.report import (
+    ABLATIONS,
     PLANS,
     QUERIES,
     VARIANTS,
     WIDE,
+    ablation_cells,
+    ablation_figures,
     choice_cells,
     choice_figures,
     queries_cells,
-    variant_cells,
-    variant_figures,
+    variants_cells,
     wide_cells,
 )
 from kvquant.bench.timer import Call, GraphTimer, Machine
@@ -52,6 +58,7 @@ from kvquant.kernels.cuda.decode.tuned import load_table
 from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.kernels.cuda.runtime.launch import GPU
 from kvquant.ops.attention import attend_segments
+from kvquant.ops.mla import attend_latents
 
 CPU = torch.device("cpu")
 H200 = GPU("NVIDIA H200", (9, 0), 132, 228 << 10, 227 << 10)
@@ -88,6 +95,10 @@ class FakeTimer:
         return 1.5 * self.times(calls[0])
 
 
+def latents(name: str, **sizes: Any) -> Case:
+    return Case(*parse_latents(name), 2, 4, 1, 70, **sizes)
+
+
 def small(name: str = "int4-g4", **sizes: Any) -> Case:
     shape = {"batch": 2, "num_q_heads": 4, "num_kv_heads": 2, "seq_len": 70}
     return Case(*parse_formats(name, 64), **(shape | sizes))
@@ -104,8 +115,8 @@ def test_right_results_pass_the_check(dtype: torch.dtype) -> None:
 def test_wrong_results_are_an_error_and_nothing_is_timed(
     wrong: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def spoiled(*args: Any) -> torch.Tensor:
-        out = attend_segments(*args)
+    def spoiled(*args: Any, **options: Any) -> torch.Tensor:
+        out = attend_segments(*args, **options)
         assert isinstance(out, torch.Tensor)
         out[{"first": 0, "last": -1, "nan": 0}[wrong], 0, 0] += math.nan if wrong == "nan" else 0.1
         return out
@@ -119,7 +130,7 @@ def test_wrong_results_are_an_error_and_nothing_is_timed(
 
 def test_torch_attention_is_taken_at_its_best_and_measured_once() -> None:
     def times(call: Any) -> float:
-        if call.func is attend_segments:
+        if getattr(call, "__name__", "") == "attend":
             return 10.0
         return 20.0 if torch.backends.cuda.flash_sdp_enabled() else 30.0
 
@@ -135,7 +146,7 @@ def test_torch_attention_is_taken_at_its_best_and_measured_once() -> None:
 @pytest.mark.parametrize("lens", [(), (3, 70)], ids=["equal", "ragged"])
 def test_all_forms_of_torch_attention_compute_the_same(lens: tuple[int, ...]) -> None:
     case = small("bf16", lens=lens)
-    ours = attend_segments(*vars(gpu_bench.rotated_inputs(case, FakeTimer())[0]).values())
+    ours = gpu_bench.rotated_inputs(case, FakeTimer())[0].attend()
     forms = gpu_bench._torch_calls(case, FakeTimer())
     assert ("varlen_attn" in forms) == ("flex_attention" in forms) == bool(lens)
     for form in ("enable_gqa", "folded"):
@@ -148,7 +159,7 @@ def test_all_forms_of_torch_attention_compute_the_same(lens: tuple[int, ...]) ->
 @pytest.mark.parametrize("q_len", [2, 5])
 def test_several_queries_see_the_same_tokens_in_all_forms(q_len: int) -> None:
     case = small("bf16", q_len=q_len)
-    ours = attend_segments(*vars(gpu_bench.rotated_inputs(case, FakeTimer())[0]).values())
+    ours = gpu_bench.rotated_inputs(case, FakeTimer())[0].attend()
     forms = gpu_bench._torch_calls(case, FakeTimer())
     names = "math, enable_gqa", "flash, lower right", "math, folded"
     grouped, lower_right, folded = (forms[name][1]()[0]() for name in names)
@@ -161,8 +172,8 @@ def test_several_queries_see_the_same_tokens_in_all_forms(q_len: int) -> None:
 
 def test_flex_attention_sees_the_tokens_of_each_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     case = small("bf16", lens=(3, 70))
-    monkeypatch.setattr(gpu_bench, "_compiled_flex", lambda: flex_attention)  # seconds otherwise
-    ours = attend_segments(*vars(gpu_bench.rotated_inputs(case, FakeTimer())[0]).values())
+    monkeypatch.setattr(gpu_bench, "_compiled", lambda function: function)  # seconds otherwise
+    ours = gpu_bench.rotated_inputs(case, FakeTimer())[0].attend()
     _, make = gpu_bench._torch_calls(case, FakeTimer())["flex_attention"]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it is not compiled
@@ -171,11 +182,54 @@ def test_flex_attention_sees_the_tokens_of_each_sequence(monkeypatch: pytest.Mon
     torch.testing.assert_close(found.flatten(), ours.flatten(), atol=0.01, rtol=0.01)
 
 
+@pytest.mark.parametrize("variant", [*VARIANT_NAMES, "tree_mask"])
+def test_variants_are_the_same_in_all_forms(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_bench, "_compiled", lambda function: function)  # seconds otherwise
+    case = small("bf16", variant=variant, q_len=3 if variant == "tree_mask" else 1)
+    inputs = gpu_bench.rotated_inputs(case, FakeTimer())[0]
+    ours = inputs.attend().view(2, case.q_len, 4, 64)
+    plain = replace(inputs, variant=None).attend().view_as(ours)
+    assert float((plain - ours).norm() / ours.norm()) > 0.05
+    forms = gpu_bench._torch_calls(case, FakeTimer())
+    masked = set() if variant in ("soft_cap", "sink_logits") else {"enable_gqa", "folded"}
+    backends = product(gpu_bench.BACKENDS, masked)
+    assert set(forms) == {"flex_attention", *(f"{name}, {form}" for name, form in backends)}
+    for form in ("flex_attention", *(f"math, {form}" for form in sorted(masked))):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that flex_attention is not compiled
+            found: Any = forms[form][1]()[0]()
+        if "folded" in form:
+            found = found.unflatten(2, (case.q_len, -1)).transpose(2, 3).flatten(1, 2)
+        torch.testing.assert_close(found.transpose(1, 2), ours, atol=0.01, rtol=0.01)
+
+
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_latent_rows_are_checked_and_torch_computes_the_same(page_size: int) -> None:
+    int4, bf16 = (latents(name, page_size=page_size) for name in ("int4-g8+fp8-g4", "bf16"))
+    assert 0 < check(int4, make_inputs(int4, 1, CPU)[0]) < 3e-3
+    assert bf16.exact == int4.exact == latents("bf16")
+    ours = make_inputs(bf16.exact, 2, CPU)[0].attend()
+    forms = gpu_bench._torch_calls(bf16.exact, FakeTimer())
+    assert set(forms) == {"bmm", *(f"{name}, folded" for name in gpu_bench.BACKENDS)}
+    for form in ("bmm", "math, folded"):
+        found: Any = forms[form][1]()[0]()
+        torch.testing.assert_close(found.view_as(ours), ours, atol=0.01, rtol=0.01)
+
+
+def test_wrong_latents_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def spoiled(*args: Any, sm_scale: float) -> object:
+        return attend_latents(*args, sm_scale=1.1 * sm_scale)
+
+    monkeypatch.setattr("kvquant.bench.cases.attend_latents", spoiled)
+    with pytest.raises(KVQuantError, match=r"int8-g4, batch 2, 4:1 heads, T 70: .* not timed"):
+        measure(latents("int8-g4"), FakeTimer(), {})
+
+
 def test_varlen_attention_gets_tokens_without_padding() -> None:
     case = small("bf16", lens=(3, 70))
     one = gpu_bench.rotated_inputs(case, FakeTimer())[0]
     k, v = (rows.view(case.dtype) for rows in (one.segments[0].k_rows, one.segments[0].v_rows))
-    call: Any = gpu_bench.varlen_call(one.q, k, v, one.segments[0].seq_lens)
+    call: Any = gpu_bench.varlen_call(one.q[:, :, None], k, v, one.segments[0].seq_lens)
     q, k_tokens, v_tokens, counts, ends, most_queries, most_tokens = call.args
     assert [counts.tolist(), ends.tolist(), most_queries, most_tokens] == [
         [0, 2, 4],
@@ -345,7 +399,7 @@ def test_ablation_leaves_out_one_thing_at_a_time(
     case = small(name, seq_len=4096)
     found = tune_module.ablate(case, FakeTimer(), H200)
     assert [
-        (variant.plan, without) for variant, (_, without) in zip(found, override_plan, strict=True)
+        (one.plan, without) for one, (_, without) in zip(found, override_plan, strict=True)
     ] == override_plan
     whole, best = found[0], found[0].plan
     techniques = [without for _, without in override_plan if without]
@@ -355,10 +409,10 @@ def test_ablation_leaves_out_one_thing_at_a_time(
     assert best not in plans and len(plans) == len(set(plans))
     assert {plan.stages for plan in plans} - {best.stages}
     assert {plan.splits[0] for plan in plans} >= {1, 2 * best.splits[0]} - set(best.splits)
-    cells = variant_cells(whole, whole)
-    assert len(cells) == len(VARIANTS)
+    cells = ablation_cells(whole, whole)
+    assert len(cells) == len(ABLATIONS)
     assert cells[-4:] == ["10.0", "1.00x", "8.0", "1.00x"]
-    assert variant_figures(found[1], MACHINE)["kernel"].startswith("without ")
+    assert ablation_figures(found[1], MACHINE)["kernel"].startswith("without ")
 
 
 @pytest.fixture
@@ -368,10 +422,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timer_module, "GraphTimer", lambda seconds: FakeTimer())
     monkeypatch.setattr(timer_module, "describe_machine", lambda timer, version: MACHINE)
 
-    def cannot_compile() -> None:
+    def cannot_compile(function: object) -> None:
         raise RuntimeError("no compiler")
 
-    monkeypatch.setattr(gpu_bench, "_compiled_flex", cannot_compile)
+    monkeypatch.setattr(gpu_bench, "_compiled", cannot_compile)
     monkeypatch.setattr(runtime, "gpu_of", lambda index: H200)
     monkeypatch.setattr(command, "compile_kernels", lambda kernels, arch: len(kernels))
 
@@ -444,7 +498,7 @@ def test_the_command_measures_checks_and_writes(gpu: None, tmp_path: Path) -> No
     assert [one["k_format"] for one in found["decode"]] == ["int4-g4", "int8"]
 
 
-@pytest.mark.parametrize("table", ["ragged", "wide", "short", "queries"])
+@pytest.mark.parametrize("table", ["ragged", "wide", "short", "queries", "variants"])
 def test_tables_of_hard_cases(
     table: str, gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -453,6 +507,8 @@ def test_tables_of_hard_cases(
         shapes = [Shape(2, 2, 40, 2), Shape(4, 2, 40, 2)]
     if table == "queries":
         shapes = [Shape(4, 2, 40, 2), Shape(4, 2, 40, 2, q_len=3)]
+    if table == "variants":
+        shapes = [Shape(4, 2, 40, 2), Shape(4, 2, 40, 2, variant="window")]
     monkeypatch.setitem(TABLES, table, TABLES[table]._replace(shapes=tuple(shapes)))
     path = tmp_path / "bench.json"
     done = run(f"--{table}", "--format", "int4-g4", "--head-dim", 64, "--json", path)
@@ -489,6 +545,44 @@ def test_several_queries_are_compared_with_one_of_the_same_heads() -> None:
     cells = queries_cells(results[2], results)
     assert len(cells) == len(QUERIES)
     assert cells[1:7] == ["2", "4:1", "70", "2", "12.0", "1.20x"]
+
+
+def test_variants_are_compared_with_plain_attention_of_as_many_queries() -> None:
+    cases = (
+        *(small("int4"), small("int4", variant="window")),
+        *(small("int4", q_len=4), small("int4", q_len=4, variant="tree_mask")),
+    )
+    results = [
+        gpu_bench.Result(case, 0.001, Times(us, None), "no backend takes it")
+        for case, us in zip(cases, (5.0, 4.0, 10.0, 12.0), strict=True)
+    ]
+    for count, words in (
+        (2, ["int4", "4:2", "window 35", "4.0", "0.80x"]),
+        (3, ["int4", "4:2", "plain, 4 queries", "10.0", "1.00x"]),
+        (4, ["int4", "4:2", "tree mask, 4 queries", "12.0", "1.20x"]),
+    ):
+        cells = variants_cells(results[count - 1], results[:count])
+        assert len(cells) == len(VARIANTS)
+        assert cells[:5] == words
+
+
+def test_the_command_measures_latent_rows(
+    gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    formats = ("int4-g8+fp8-g4", "bf16")
+    shapes = Shape(4, 1, 40, 2), Shape(2, 1, 70, 1)
+    monkeypatch.setitem(TABLES, "mla", Table(formats, shapes))
+    path = tmp_path / "bench.json"
+    done = run("--mla", "--json", path)
+    assert done.exit_code == 0, done.output
+    found = json.loads(path.read_text())["mla"]
+    assert [one["k_format"] for one in found] == 2 * list(formats)
+    first = found[0]
+    assert (first["nbytes"], first["head_dim"], first["us"]) == (2 * 40 * 368, 576, 10.0)
+    assert first["sdpa"]["gb_per_s"] == pytest.approx(2 * 40 * 1152 / 10e-6 / 1e9)
+    rows = [line.split() for line in done.stdout.splitlines() if line.startswith("int4-g8+fp8-g4")]
+    assert len(rows) == 4 and rows[0][1:6] == ["2", "4:1", "40", "10.0", "0"]
+    assert run("--mla", "--page-size", 16).exit_code == 0
 
 
 def test_what_was_measured_is_told_after_an_interrupt(
@@ -548,6 +642,12 @@ def test_a_picture_is_the_last_thing(
         (["--short", "--batch", 3], "--short has shapes of its own"),
         (["--wide", "--plot", "x.png"], "--plot does not go with --wide"),
         (["--device", "cpu", "--ragged"], "--ragged is for GPUs"),
+        (["--device", "cpu", "--mla"], "--mla is for GPUs"),
+        (["--variants", "--mla"], "--variants or --mla"),
+        (["--variants", "--seq-len", 99], "--variants has shapes of its own"),
+        (["--mla", "--format", "int4-g8"], "--format does not go with --mla"),
+        (["--mla", "--head-dim", 64], "--head-dim does not go with --mla"),
+        (["--mla", "--exact", 4, 128], "--exact does not go with --mla"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -579,7 +679,21 @@ def test_a_gpu_is_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_every_variant_of_the_kernel_is_right_on_a_gpu() -> None:
+@pytest.mark.parametrize("table", ["variants", "mla"])
+def test_tables_are_right_on_a_gpu(
+    table: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes = tuple(one._replace(seq_len=1000, batch=2) for one in TABLES[table].shapes)
+    monkeypatch.setitem(TABLES, table, TABLES[table]._replace(shapes=shapes))
+    path = tmp_path / "bench.json"
+    done = run(f"--{table}", "--quick", "--json", path)
+    assert done.exit_code == 0, done.output
+    for one in json.loads(path.read_text())[table]:
+        assert one["us"] > 0 and one["sdpa"]["us"] > 0
+
+
+@pytest.mark.gpu
+def test_every_ablation_is_right_on_a_gpu() -> None:
     done = run("--ablate", "--format", "bf16", "--batch", 2, "--seq-len", 1000)
     assert done.exit_code == 0, done.output
     assert "without padded shared memory" in done.stdout

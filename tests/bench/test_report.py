@@ -11,6 +11,8 @@ import pytest
 from kvquant.bench.cases import Case, parse_formats
 from kvquant.bench.gpu import Peer, Result, Times
 from kvquant.bench.report import (
+    ABLATIONS,
+    MLA,
     PLANS,
     SPEEDS,
     VARIANTS,
@@ -64,12 +66,17 @@ def test_a_row_has_a_cell_for_each_column(sdpa_us: float | None) -> None:
     assert ("2.00x" in cells) == (sdpa_us is not None)
 
 
-@pytest.mark.parametrize("columns", [SPEEDS, PLANS, VARIANTS], ids=["speeds", "plans", "variants"])
+@pytest.mark.parametrize(
+    "columns",
+    [SPEEDS, PLANS, ABLATIONS, VARIANTS, MLA],
+    ids=["speeds", "plans", "ablations", "variants", "mla"],
+)
 def test_tables_of_usual_cases_fit_80_columns(columns: tuple[Column, ...]) -> None:
     usual = {"format": "int4-g4", "batch": "512", "heads": "32:8", "T": "32768", "us": "12345.6"}
     words = {"kernel": "without padded shared memory", "best SDPA": "cudnn, enable_gqa"}
     words |= {"by the\nformula": "16 x 8w x 3s", "fastest": "16 x 8w x 3s", "peak": "93 %"}
     words |= {"in a row\nus": "12345.6", "GB/s": "4012", "error": "1.7e-03"}
+    words |= {"format": "int4-g8+fp8-g4"} if columns is MLA else {}
     row = [(usual | words).get(column.title, "2.88x") for column in columns]
     text = render_table(columns, [row], 80)
     assert max(map(len, text.splitlines())) <= 80
