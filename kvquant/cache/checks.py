@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from ..errors import ConfigError, NonFiniteError, ShapeError, shown
 from ..ops.dispatch import kernels_for
 from ..rows.arguments import (
+    check_device,
     check_flag,
     check_num_splits,
     check_readable,
@@ -26,6 +27,7 @@ from .memory import check_room
 MANY_LAYERS = 1 << 16  # more than any model has
 LAYER_BYTES = 8192  # of the host, about, for the objects of a layer
 
+Devices = torch.device | str | Sequence[torch.device | str]
 Formats = str | RowFormat | Sequence[str | RowFormat]
 Counts: TypeAlias = "torch.Tensor | Sequence[int] | NDArray[np.integer[Any]]"
 DEFAULT_FORMAT = "int4-g4"
@@ -174,6 +176,20 @@ def check_windows(windows: Sequence[int | None] | None, num_layers: int) -> Sequ
     if len(windows) != num_layers:
         raise ConfigError(f"{len(windows)} windows for {num_layers} layers")
     return [None if w is None else check_size("a window", w, at_least=1) for w in windows]
+
+
+def devices_of(device: Devices, num_layers: int | None = None) -> list[torch.device]:
+    """One device for each layer; without their number, those that are named.
+
+    Raises:
+        ConfigError: there are more or fewer than layers, or one is no device.
+        DeviceError: no kernels serve one, or it is not there.
+    """
+    if isinstance(device, str) or not isinstance(device, Sequence):
+        return [check_device(device)] * (num_layers or 1)
+    if num_layers is not None and len(device) != num_layers:
+        raise ConfigError(f"device lists {len(device)} devices for {num_layers} layers")
+    return [check_device(one) for one in device]
 
 
 def per_layer(name: str, formats: Formats, num_layers: int, head_dim: int) -> list[RowFormat]:

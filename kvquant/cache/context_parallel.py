@@ -84,6 +84,8 @@ class ContextParallelCache:
             raise ConfigError(f"ranks have other caches, or block_len: {found}: make them alike")
         if any(is_filled for *_, is_filled in found):
             raise ConfigError("a cache holds tokens already: give empty ones, and append to them")
+        if cache.is_spread:
+            raise UnsupportedError("the cache lies on several devices: give one on the rank's own")
         if any(cache.windows):
             raise UnsupportedError(
                 "a cache with windows is not spread over ranks: a window is short enough for one"

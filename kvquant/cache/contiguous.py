@@ -13,7 +13,7 @@ from .. import debug
 from ..errors import ConfigError, ShapeError, shown
 from ..ops.attention import State, attend_segments
 from ..ops.transform import queries_of
-from ..rows.arguments import check_device, check_flag, check_size, check_tensors
+from ..rows.arguments import check_flag, check_size, check_tensors
 from ..rows.basis import LayerBasis
 from ..rows.format import EXACT_CODECS, RowFormat, check_head_dims
 from ..rows.quantize import check_dtype
@@ -22,6 +22,7 @@ from ..rows.variant import AttentionVariant
 from .checks import (
     DEFAULT_FORMAT,
     Counts,
+    Devices,
     Formats,
     Plan,
     check_bad_rows,
@@ -30,6 +31,7 @@ from .checks import (
     check_options,
     check_plan_options,
     check_windows,
+    devices_of,
     per_layer,
     whole_numbers,
 )
@@ -45,7 +47,7 @@ if TYPE_CHECKING:
         sink_len: int
         recent_len: int
         exact_format: str
-        device: torch.device | str
+        device: Devices
         windows: Sequence[int | None] | None
         rollback_len: int
 
@@ -80,7 +82,8 @@ class KVCache:
         sink_len: first tokens of each sequence to keep in 16 bit.
         recent_len: last tokens of each sequence to keep in 16 bit.
         exact_format: "bf16" or "fp16": the 16-bit rows; take that of the model.
-        device: where all tensors lie.
+        device: where all tensors lie; or a list, where those of each layer lie, as of a model
+            whose layers are spread over several.
         bases: what the rows of each layer are stored as; as they come when None. A plan has them:
             see from_plan.
         windows: of each layer, how many tokens, the last ones, attention sees; None for all. A
@@ -92,9 +95,12 @@ class KVCache:
 
     Attributes:
         layers: the LayerCache of each layer.
+        devices: where each layer lies.
+        device: where the first one lies, and all below.
         start_positions: [batch] int64: the position of each sequence's first token (for rotary
             embeddings); 0 unless set. It is saved and moves with the sequences.
-        bad_rows: [2] int32, rows of K and of V that were written as NaN: see append.
+        bad_rows: [2] int32, rows of K and of V that were written as NaN: see append. Layers on
+            other devices have counters of their own; check reads all.
         overflow_tokens: [1] int32, tokens that found no room in a graph, once for each layer.
         num_q_heads: of the queries that will come, where that is known, as for a model: the kernels
             that the first append compiles are for them. None: few on a KV head.
@@ -128,7 +134,7 @@ class KVCache:
         sink_len: int = 4,
         recent_len: int = 128,
         exact_format: str = "bf16",
-        device: torch.device | str = "cpu",
+        device: Devices = "cpu",
         bases: Sequence[LayerBasis] | None = None,
         windows: Sequence[int | None] | None = None,
         rollback_len: int = ROLLBACK,
@@ -155,21 +161,27 @@ class KVCache:
         self.recent_len = recent_len
         self.rollback_len = rollback_len
         self.exact_format = exact_format
-        self.device = check_device(device)
+        self.devices = devices_of(device, num_layers)
+        self.device = self.devices[0]
         checked = check_bases(bases, num_kv_heads, k_formats, v_formats)
         windows = check_windows(windows, num_layers)
-        kinds = list(zip(k_formats, v_formats, checked, windows, strict=True))
-        nbytes = sum(self._layer_bytes(batch, max_seq_len, kind) for kind in kinds)
-        if nbytes > _LARGE:
-            what = f"a cache of {num_layers} layers and {batch} sequences of {max_seq_len} tokens"
-            check_room(nbytes, self.device, what, "use a smaller max_seq_len or batch")
+        kinds = list(zip(k_formats, v_formats, checked, windows, self.devices, strict=True))
+        nbytes = [self._layer_bytes(batch, max_seq_len, kind) for kind in kinds]
+        what = f"a cache of {num_layers} layers and {batch} sequences of {max_seq_len} tokens"
+        self._check_memory(nbytes, what, "use a smaller max_seq_len or batch")
         self.layers = [self._make_layer(batch, max_seq_len, kind) for kind in kinds]
         self.start_positions = torch.zeros(batch, dtype=torch.int64, device=self.device)
-        self.bad_rows = torch.zeros(2, dtype=torch.int32, device=self.device)
-        self.overflow_tokens = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self._counters = {
+            one: (
+                torch.zeros(2, dtype=torch.int32, device=one),
+                torch.zeros(1, dtype=torch.int32, device=one),
+            )
+            for one in dict.fromkeys(self.devices)
+        }
+        self.bad_rows, self.overflow_tokens = self._counters[self.device]
         self.num_q_heads: int | None = None
         self.changes = 0
-        self._is_cold = self.device.type == "cuda"  # nothing was appended yet
+        self._is_cold = any(one.type == "cuda" for one in self.devices)  # nothing was appended yet
 
     @classmethod
     def from_plan(
@@ -205,7 +217,16 @@ class KVCache:
         exact = f"{self.exact_format} sinks and recent tokens"
         parts.append(f"{exact}: {self.sink_len} and {self.recent_len}")
         parts += ["bases"] * bool(self.bases) + ["windows"] * any(self.windows)
-        return f"KVCache({', '.join(parts)}, on {self.device})"
+        return f"KVCache({', '.join(parts)}, on {self._where})"
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether layers lie on several devices."""
+        return len(self._counters) > 1
+
+    @property
+    def _where(self) -> str:
+        return " and ".join(map(str, self._counters))
 
     @property
     def bases(self) -> list[LayerBasis] | None:
@@ -231,7 +252,10 @@ class KVCache:
     @property
     def seq_lens(self) -> torch.Tensor:
         """[batch] int32: the tokens of each sequence that every layer holds."""
-        return torch.stack([layer.seq_lens for layer in self.layers]).amin(0)
+        first, *others = (torch.stack(lens).amin(0) for lens in self._lens().values())
+        for other in others:
+            first = torch.minimum(first, other.to(first.device))
+        return first
 
     @property
     def positions(self) -> torch.Tensor:
@@ -241,8 +265,8 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         """Bytes of every tensor of the cache."""
-        others = self.start_positions, self.bad_rows, self.overflow_tokens
-        return sum(tensor.nbytes for tensor in (*self._tensors(), *others))
+        tensors = *self._tensors(), *self._all_counters(), self.start_positions
+        return sum(tensor.nbytes for tensor in tensors)
 
     def segments(self, layer: int) -> list[Segment]:
         """The rows of a layer as segments to attend to, without copies, as they are stored."""
@@ -405,7 +429,7 @@ class KVCache:
         """
         at = self._layer(layer)
         self._change(k)
-        at.append(k, v, new_lens, self.bad_rows, self.overflow_tokens)
+        at.append(k, v, new_lens, *self.counters_of(layer))
 
     @overload
     def step(
@@ -505,7 +529,7 @@ class KVCache:
         self._change(k)
         ready = None if q.ndim == 4 else queries_of(q, at.basis, sm_scale, backend)
         queries = None if ready is None else ready[0]
-        counters = self.bad_rows, self.overflow_tokens
+        counters = self.counters_of(layer)
         found = at.append(k.detach(), v.detach(), None, *counters, queries)
         segments, variant = at.seen_by(layer, new_tokens, None, variant, in_step=True)
         return attend_segments(
@@ -525,34 +549,47 @@ class KVCache:
         """Raise if an append since the last check could not do what it was asked to (see append).
 
         Call it between steps, when every layer has got the same tokens. Reads the counters and the
-        lengths, so it waits for the GPU once, and sets the counters back.
+        lengths, so it waits for each GPU once, and sets the counters back.
 
         Raises:
             NonFiniteError: rows came with values that their formats cannot hold.
             ShapeError: tokens came that had no room, or layers hold different lengths: a layer was
                 left out, or appended twice.
         """
-        lens = [layer.seq_lens for layer in self.layers]
-        k_rows, v_rows, overflow, *held = torch.cat(
-            [self.bad_rows, self.overflow_tokens, *lens]
-        ).tolist()
-        if k_rows or v_rows or overflow:
-            self.bad_rows.zero_()
-            self.overflow_tokens.zero_()
+        counts, held = [0, 0, 0], [[0]] * self.num_layers
+        for device, lens in self._lens().items():
+            numbers = torch.cat([*self._counters[device], *lens]).tolist()
+            counts = [own + more for own, more in zip(counts, numbers, strict=False)]
+            places = [i for i, one in enumerate(self.devices) if one == device]
+            for i, first in zip(places, range(3, len(numbers), self.batch), strict=True):
+                held[i] = numbers[first : first + self.batch]
+        k_rows, v_rows, overflow = counts
+        if any(counts):
+            self.forget_counts()
         check_bad_rows((k_rows, v_rows), "crop the cache to the tokens before them")
         if overflow:
             raise ShapeError(
                 f"{overflow} tokens (counted in every layer) found no room, max_seq_len is "
                 f"{self.max_seq_len}: crop the cache, or make a larger one"
             )
-        for i, length in enumerate(held):
-            layer, sequence = divmod(i, self.batch)
-            if length != held[sequence]:
+        for layer, found in enumerate(held):
+            if found != held[0]:
+                sequence = next(b for b in range(self.batch) if found[b] != held[0][b])
                 raise ShapeError(
                     f"layers hold different lengths: of sequence {sequence} layer 0 has "
-                    f"{held[sequence]} tokens and layer {layer} {length}. Append each token once "
-                    "to every layer; cache.crop(cache.seq_lens) keeps what all layers have"
+                    f"{held[0][sequence]} tokens and layer {layer} {found[sequence]}. Append each "
+                    "token once to every layer; cache.crop(cache.seq_lens) keeps what all layers "
+                    "have"
                 )
+
+    def counters_of(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """bad_rows and overflow_tokens on the device of a layer."""
+        return self._counters[self.devices[layer]]
+
+    def forget_counts(self) -> None:
+        """Set bad_rows and overflow_tokens back, of all devices."""
+        for counter in self._all_counters():
+            counter.zero_()
 
     def crop(self, seq_lens: int | Counts) -> None:
         """Drop the last tokens of each sequence.
@@ -617,9 +654,9 @@ class KVCache:
             ConfigError: times is no such number, or so many take more memory than there is.
         """
         times = check_size("times", times, at_least=1)
-        nbytes, what = times * self.nbytes, f"a cache of {times * self.batch} sequences"
-        if nbytes > _LARGE:  # before there is a list of them
-            check_room(nbytes, self.device, what, "use a smaller number of times")
+        nbytes = [times * sum(x.nbytes for x in at.tensors().values()) for at in self.layers]
+        what = f"a cache of {times * self.batch} sequences"  # before there is a list of them
+        self._check_memory(nbytes, what, "use a smaller number of times")
         places = torch.arange(self.batch, device="cpu").repeat_interleave(times)
         return self._taken(self._check_index(places))
 
@@ -671,14 +708,14 @@ class KVCache:
         layers = self.layers
         held = [self._layer_bytes(self.batch, self.max_seq_len, layer.kind) for layer in layers]
         wanted = [self._layer_bytes(self.batch, max_seq_len, layer.kind) for layer in layers]
-        nbytes, what = sum(wanted) - sum(held) + max(held), f"room for {max_seq_len} tokens"
-        if nbytes > _LARGE:
-            check_room(nbytes, self.device, what, "use a smaller max_seq_len")
+        more = [new - old for new, old in zip(wanted, held, strict=True)]
+        what = f"room for {max_seq_len} tokens"
+        self._check_memory(more, what, "use a smaller max_seq_len", besides=max(held))
         try:
             for i, old in enumerate(layers):
                 new = self._copy(old, max_seq_len)
                 if not old.packed_len:  # all tokens were recent
-                    new.pack_recent(self.bad_rows)
+                    new.pack_recent(self.counters_of(i)[0])
                 layers[i] = new
         except BaseException:  # such as a lack of memory, or Ctrl-C
             for layer in layers:
@@ -709,7 +746,7 @@ class KVCache:
             [0, 0]
         """
         before, kept = self.seq_lens.cpu(), dict[int, LayerCache]()
-        counters = [(x, x.clone()) for x in (self.bad_rows, self.overflow_tokens)]
+        counters = [(x, x.clone()) for x in self._all_counters()]
         if new_tokens > SPARE and bool(before.any()):
             for i, layer in enumerate(self.layers):
                 if layer.lens.firsts is not None:
@@ -729,8 +766,8 @@ class KVCache:
         self.changes += 1
         for layer in self.layers:
             layer.crop(torch.zeros(self.batch, dtype=torch.int64, device="cpu"))
-        for tensor in (self.start_positions, self.bad_rows, self.overflow_tokens):
-            tensor.zero_()
+        self.start_positions.zero_()
+        self.forget_counts()
 
     if not TYPE_CHECKING:  # or any name would pass as one
 
@@ -747,7 +784,7 @@ class KVCache:
         check_head_dims(*formats)
 
     def _make_layer(self, batch: int, max_seq_len: int, kind: Kind) -> LayerCache:
-        k_format, v_format, basis, window = kind
+        k_format, v_format, basis, window, device = kind
         return LayerCache(
             batch,
             self.num_kv_heads,
@@ -757,8 +794,8 @@ class KVCache:
             self.sink_len,
             self.recent_len,
             self.exact_format,
-            self.device,
-            basis and basis.to(self.device),
+            device,
+            basis and basis.to(device),
             window,
             self.rollback_len,
         )
@@ -772,10 +809,35 @@ class KVCache:
 
     def _layer_bytes(self, batch: int, max_seq_len: int, kind: Kind) -> int:
         """Bytes of such a layer, before it is made."""
-        k_format, v_format, _, window = kind
+        k_format, v_format, _, window, _ = kind
         rooms = rooms_of(max_seq_len, self.sink_len, self.recent_len, window, self.rollback_len)
         row_bytes = rooms.bytes_of(k_format, v_format, self.exact_format)
         return batch * (self.num_kv_heads * row_bytes + 32)  # eight lengths
+
+    def _check_memory(
+        self, nbytes: Sequence[int], what: str, advice: str, besides: int = 0
+    ) -> None:
+        """Raise ConfigError unless each device may have room for its layers; see check_room.
+
+        Args:
+            nbytes: of each layer.
+            what, advice: for the error.
+            besides: bytes more on each.
+        """
+        for device in dict.fromkeys(self.devices):
+            own = [n for n, one in zip(nbytes, self.devices, strict=True) if one == device]
+            if sum(own) + besides > _LARGE:
+                check_room(sum(own) + besides, device, what, advice)
+
+    def _lens(self) -> dict[torch.device, list[torch.Tensor]]:
+        """seq_lens of the layers on each device; that of the first layer comes first."""
+        found: dict[torch.device, list[torch.Tensor]] = {one: [] for one in self._counters}
+        for device, layer in zip(self.devices, self.layers, strict=True):
+            found[device].append(layer.seq_lens)
+        return found
+
+    def _all_counters(self) -> list[torch.Tensor]:
+        return [counter for both in self._counters.values() for counter in both]
 
     def _tensors(self) -> list[torch.Tensor]:
         return [tensor for layer in self.layers for tensor in layer.tensors().values()]
@@ -804,8 +866,8 @@ class KVCache:
             )
         return chosen.to(self.device)
 
-    def like(self, batch: int, device: torch.device | str) -> KVCache:
-        """An empty cache of so many sequences on a device, else like this one."""
+    def like(self, batch: int, device: Devices) -> KVCache:
+        """An empty cache of so many sequences on a device, or several, else like this one."""
         other = KVCache(
             self.num_layers,
             batch,
@@ -827,7 +889,7 @@ class KVCache:
 
     def _taken(self, index: torch.Tensor) -> KVCache:
         """A new cache with the sequences at these places."""
-        other = self.like(len(index), self.device)
+        other = self.like(len(index), self.devices)
         for mine, theirs in zip(self.layers, other.layers, strict=True):
             theirs.take(mine, index)
         other.start_positions.copy_(self.start_positions.index_select(0, index))

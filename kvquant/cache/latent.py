@@ -15,11 +15,11 @@ import torch
 from ..errors import ConfigError, ShapeError, UnsupportedError
 from ..ops.attention import State
 from ..ops.mla import attend_latents, check_queries, latent_segment
-from ..rows.arguments import check_device, check_scale, check_size, check_tensors
+from ..rows.arguments import check_scale, check_size, check_tensors
 from ..rows.format import RowFormat
 from ..rows.latent import LatentFormat
 from ..rows.segment import Segment
-from .checks import Counts, check_options
+from .checks import Counts, Devices, check_options, devices_of
 from .contiguous import KVCache
 from .layer import ROLLBACK, Kind, LayerCache, rows_of
 
@@ -114,10 +114,10 @@ class LatentKVCache(KVCache):
         sink_len: int = 4,
         recent_len: int = 128,
         exact_format: str = "bf16",
-        device: torch.device | str = "cpu",
+        device: Devices = "cpu",
         rollback_len: int = ROLLBACK,
     ) -> None:
-        if check_device(device).type != "cpu":
+        if any(one.type != "cpu" for one in devices_of(device)):
             raise UnsupportedError("no CUDA kernel appends latent rows yet: use device='cpu'")
         num_layers = check_size("num_layers", num_layers, at_least=1)
         if isinstance(fmt, str | LatentFormat) or not isinstance(fmt, Sequence):
@@ -153,7 +153,7 @@ class LatentKVCache(KVCache):
             f"LatentKVCache({self.num_layers} layers, {self.batch} sequences, {fmt.latent_dim} "
             f"latents and {fmt.rope_dim} RoPE elements in {names}, max_seq_len {self.max_seq_len}, "
             f"{self.exact_format} sinks and recent tokens: {self.sink_len} and {self.recent_len}, "
-            f"on {self.device})"
+            f"on {self._where})"
         )
 
     @property
@@ -360,8 +360,8 @@ class LatentKVCache(KVCache):
             backend=backend,
         )
 
-    def like(self, batch: int, device: torch.device | str) -> LatentKVCache:
-        """An empty cache of so many sequences on a device, else like this one."""
+    def like(self, batch: int, device: Devices) -> LatentKVCache:
+        """An empty cache of so many sequences on a device, or several, else like this one."""
         fmt = self.formats[0]
         return LatentKVCache(
             self.num_layers,
@@ -381,7 +381,7 @@ class LatentKVCache(KVCache):
         """LatentFormat has checked them."""
 
     def _make_layer(self, batch: int, max_seq_len: int, kind: Kind) -> LayerCache:
-        k_format, v_format, _, _ = kind
+        k_format, v_format, _, _, device = kind
         return LatentLayerCache(
             batch,
             1,
@@ -391,6 +391,6 @@ class LatentKVCache(KVCache):
             self.sink_len,
             self.recent_len,
             self.exact_format,
-            self.device,
+            device,
             rollback_len=self.rollback_len,
         )

@@ -64,8 +64,8 @@ SPARE = 512  # tokens before its window that a layer with one keeps: as many can
 ROLLBACK = 64  # tokens before the recent ones that are kept in 16 bit, too
 
 
-# formats of K and of V, basis and window: what may differ from layer to layer
-Kind = tuple[RowFormat, RowFormat, "LayerBasis | None", "int | None"]
+# formats of K and of V, basis, window and device: what may differ from layer to layer
+Kind = tuple[RowFormat, RowFormat, "LayerBasis | None", "int | None", torch.device]
 LensAndStarts = tuple[torch.Tensor, "torch.Tensor | None"]
 
 
@@ -203,9 +203,14 @@ class LayerCache:
         )
 
     @property
+    def device(self) -> torch.device:
+        """Where all tensors lie."""
+        return self.seq_lens.device
+
+    @property
     def kind(self) -> Kind:
         """What it may have unlike other layers of its cache."""
-        return self.k_format, self.v_format, self.basis, self.window
+        return self.k_format, self.v_format, self.basis, self.window, self.device
 
     @property
     def k_sinks(self) -> torch.Tensor:
@@ -384,7 +389,7 @@ class LayerCache:
             torch.zeros(
                 (*self.k_packed.shape[:2], max(lens) + room, fmt.head_dim),
                 dtype=dtype,
-                device=self.seq_lens.device,
+                device=self.device,
             )
             for fmt in (self.k_format, self.v_format)
         )
@@ -410,8 +415,9 @@ class LayerCache:
 
         Args:
             source: the other layer, of any room that its tokens fit into here.
-            index: [batch] int64, on the device: their places there; as they are when None.
+            index: [batch] int64: their places there; as they are when None.
         """
+        index = None if index is None else index.to(self.device)
         used = source._packed_in_use()
         tensors = source.tensors()
         for name, target in self.tensors().items():
@@ -612,8 +618,8 @@ class LayerCache:
                 _refuse_shape(name, list(shape), (batch, num_kv_heads, fmt.head_dim))
             if x.dtype not in FLOAT_DTYPES:
                 raise ConfigError(f"{name} is {x.dtype}: use float32, bfloat16 or float16")
-            if x.device != self.seq_lens.device:
-                raise DeviceError(f"{name} is on {x.device}, the cache on {self.seq_lens.device}")
+            if x.device != self.device:
+                raise DeviceError(f"{name} is on {x.device}, the cache on {self.device}")
         new_tokens = k.shape[2]
         if v.shape[2] != new_tokens:
             raise ShapeError(f"k has {new_tokens} new tokens, v {v.shape[2]}")
@@ -632,15 +638,15 @@ class LayerCache:
             )
         if q.dtype not in FLOAT_DTYPES:
             raise ConfigError(f"q is {q.dtype}: use float32, bfloat16 or float16")
-        if q.device != self.seq_lens.device:
-            raise DeviceError(f"q is on {q.device}, the cache on {self.seq_lens.device}")
+        if q.device != self.device:
+            raise DeviceError(f"q is on {q.device}, the cache on {self.device}")
 
     def _counts(self, new_lens: Counts, new_tokens: int) -> torch.Tensor:
         """new_lens on the device of a layer; what lies there already is not read.
 
         On CUDA it is kept to 0 to new_tokens where it is read, by kvquant.ops.slots.place_tokens.
         """
-        batch, device = self.seq_lens.shape[0], self.seq_lens.device
+        batch, device = self.seq_lens.shape[0], self.device
         if isinstance(new_lens, torch.Tensor) and new_lens.device == device:
             if not debug.may_read(new_lens):
                 if new_lens.dtype not in (torch.int32, torch.int64):
@@ -759,7 +765,7 @@ class LayerCache:
         ends = (self.seq_lens - self.sink_len).clamp(min=0)
         pairs = zip(self.packed_lens.tolist(), ends.tolist(), strict=True)
         for b, (first, end) in enumerate(pairs):
-            recent = torch.arange(first, end, device=self.seq_lens.device)
+            recent = torch.arange(first, end, device=self.device)
             slots = Slots(b * self.packed_len + self.split.page_row(recent))
             sides: list[Side] = []
             for rows, packed, fmt, basis in zip(

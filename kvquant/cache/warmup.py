@@ -120,10 +120,12 @@ def warm_up_first(cache: KVCache, k: object) -> None:
         return
     kinds = tuple(dict.fromkeys(map(_kind, cache.layers)))
     heads = cache.num_kv_heads, cache.num_q_heads
-    kind = kinds, cache.batch, heads, k.dtype, k.shape[2], cache.device
+    devices = tuple(dict.fromkeys(cache.devices))
+    kind = kinds, cache.batch, heads, k.dtype, k.shape[2], devices
     if kind not in _warm:
         make = partial(cache.like, cache.batch, "meta")
-        warm_up(cache.device, [Calls(make, k.dtype, prompts=(k.shape[2],))])
+        for device in devices:
+            warm_up(device, [Calls(make, k.dtype, prompts=(k.shape[2],))])
         _warm.add(kind)
 
 

@@ -71,11 +71,12 @@ from typing import Any
 
 import torch
 
+from ..cache.checks import Devices, devices_of
 from ..cache.contiguous import KVCache
 from ..cache.latent import LatentKVCache
 from ..cache.layer import LayerCache
 from ..errors import CheckpointError, ConfigError, ShapeError, shown
-from ..rows.arguments import check_device, check_kind, check_size, is_whole
+from ..rows.arguments import check_kind, check_size, is_whole
 from ..rows.basis import LayerBasis, fingerprints
 from ..rows.latent import LatentFormat
 from .atomic import Place, sync_folder, token, writing
@@ -176,7 +177,7 @@ def load_cache(
     plan: CachePlan | None = None,
     max_seq_len: int | None = None,
     rollback_len: int | None = None,
-    device: torch.device | str = "cpu",
+    device: Devices = "cpu",
 ) -> KVCache:
     """Read a cache, its rows bit for bit as they were saved, and check every value and every byte.
 
@@ -188,7 +189,8 @@ def load_cache(
         max_seq_len: capacity of a sequence, in tokens; as it was when None.
         rollback_len: as of KVCache, as it was when None. A file has no 16-bit rows of tokens before
             the recent ones: the cache gathers them again.
-        device: where the cache is to lie.
+        device: where the cache is to lie: one device, or a list of one for each layer. A file does
+            not tell where its cache was.
 
     Returns:
         The cache; appending to it goes on as if it had never been a file.
@@ -208,7 +210,7 @@ def load_cache(
         >>> load_cache("cache.safetensors").max_seq_len
         64
     """
-    device = check_device(device)
+    devices_of(device)  # before the file is read
     if plan is not None:
         check_kind("plan", plan, CachePlan, "give a CachePlan, of a file CachePlan.load(path)")
     with RowsFile(path, CacheManifest) as file:
@@ -226,10 +228,10 @@ def load_cache(
             layer = cache.layers[part.layer]
             target = getattr(layer, part.attribute)
             for b, rows in enumerate(file.rows(part).split(part.counts)):
-                chunk = rows.transpose(0, 1).to(cache.device)
+                chunk = rows.transpose(0, 1).to(layer.device)
                 target[b][:, _slots(layer, part, b)] = chunk
-        for layer in cache.layers:
-            layer.pack_recent(cache.bad_rows)
+        for i, layer in enumerate(cache.layers):
+            layer.pack_recent(cache.counters_of(i)[0])
     return cache
 
 
@@ -242,9 +244,9 @@ def _manifest_of(
         ShapeError: the layers hold different numbers of tokens.
         ConfigError: model or creation is not plain data.
     """
-    seq_lens = cache.seq_lens
+    seq_lens = cache.seq_lens.cpu()
     for i, layer in enumerate(cache.layers):
-        if not layer.seq_lens.equal(seq_lens):
+        if not layer.seq_lens.cpu().equal(seq_lens):
             raise ShapeError(
                 f"layer {i} holds {layer.seq_lens.tolist()} tokens, another one "
                 f"{seq_lens.tolist()}: append this step's tokens to every layer, then save"
@@ -386,7 +388,7 @@ def _allocate(
     path: Path,
     manifest: CacheManifest,
     max_seq_len: int,
-    device: torch.device | str,
+    device: Devices,
     plan: CachePlan | None,
 ) -> KVCache:
     """An empty cache with the counters of the manifest."""
@@ -408,7 +410,7 @@ def _allocate(
 
 
 def _empty(
-    manifest: CacheManifest, max_seq_len: int, device: torch.device | str, plan: CachePlan | None
+    manifest: CacheManifest, max_seq_len: int, device: Devices, plan: CachePlan | None
 ) -> KVCache:
     """A cache of the kind, the sizes and the formats of the manifest."""
     options: dict[str, Any] = {

@@ -40,7 +40,7 @@ def test_nothing_is_read_while_there_is_room(monkeypatch: pytest.MonkeyPatch) ->
     appended: list[Any] = []
     monkeypatch.setattr(layer, "write_rows", lambda *call, **options: appended.append(call[2]))
     monkeypatch.setattr(
-        "kvquant.cache.contiguous.check_device", torch.device
+        "kvquant.cache.checks.check_device", torch.device
     )  # which refuses such caches
     cache = make("meta")
     lens = torch.zeros(BATCH, dtype=torch.int64, device="meta")

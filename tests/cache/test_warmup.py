@@ -132,7 +132,9 @@ def test_the_first_append_compiles_what_steps_will_need_too(
 
     def make_cold() -> KVCache:
         cache = KVCache(1, BATCH, HEADS, DIM, MAX)
-        cache.device, cache._is_cold = torch.device("cuda", 0), True
+        gpu = torch.device("cuda", 0)
+        cache._counters = {gpu: cache.counters_of(0)}
+        cache.devices, cache._is_cold = [gpu], True
         return cache
 
     cache, other = make_cold(), make_cold()

@@ -1,0 +1,193 @@
+"""KVCache over several devices: what one on a single device does, with each layer where it is told.
+
+On the CPU alone "cpu:0" stands for another device: it has counters of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvquant import KVCache, LatentKVCache, load_cache, save_cache
+from kvquant.errors import ConfigError, DeviceError, NonFiniteError, ShapeError
+from kvquant.rows.basis import Basis, LayerBasis
+
+HEADS, DIM, BATCH = 2, 64, 3
+DEVICES = [
+    pytest.param(["cpu", "cpu:0", "cpu"], id="cpu"),
+    pytest.param(["cuda:0", "cpu", "cuda:0"], id="cuda and cpu", marks=pytest.mark.gpu),
+    pytest.param(["cpu", "cuda:0", "cuda:0"], id="cpu and cuda", marks=pytest.mark.gpu),
+]
+several = pytest.mark.parametrize("devices", DEVICES)
+
+
+def make(devices: list[str], max_seq_len: int = 200, **options: Any) -> tuple[KVCache, KVCache]:
+    """One over several devices, and the same on the CPU."""
+    options = {"v_format": "int8", "sink_len": 3, "recent_len": 8, **options}
+    shape = len(devices), BATCH, HEADS, DIM, max_seq_len
+    return KVCache(*shape, device=devices, **options), KVCache(*shape, **options)
+
+
+def append(caches: tuple[KVCache, ...], new: int, counts: list[int] | None = None) -> None:
+    k, v = torch.randn(2, len(caches[0].layers), caches[0].batch, HEADS, new, DIM).bfloat16()
+    for cache in caches:
+        for i, device in enumerate(cache.devices):
+            cache.append(i, k[i].to(device), v[i].to(device), counts)
+
+
+def assert_alike(spread: KVCache, single: KVCache, where: list[str]) -> None:
+    """Lengths, positions and rows, and each layer on its device."""
+    assert spread.seq_lens.tolist() == single.seq_lens.tolist()
+    assert spread.positions.tolist() == single.positions.tolist()
+    assert spread.positions.device == spread.layers[0].device
+    for i, (mine, theirs) in enumerate(zip(spread.layers, single.layers, strict=True)):
+        assert all(x.device.type == torch.device(where[i]).type for x in mine.tensors().values())
+        assert mine.packed_lens.tolist() == theirs.packed_lens.tolist()
+        for ours, expected in zip(spread.dequantized(i), single.dequantized(i), strict=True):
+            assert (ours.cpu() - expected).norm() <= 1e-5 * expected.norm()
+    spread.check()
+
+
+@several
+@pytest.mark.parametrize("windows", [None, [30, None, 30]], ids=["full", "windows"])
+def test_all_calls_do_what_they_do_on_one(
+    devices: list[str], windows: list[int | None] | None
+) -> None:
+    spread, single = caches = make(devices, windows=windows)
+    assert spread.devices == [torch.device(one) for one in devices]
+    append(caches, 60, [60, 1, 25])
+    append(caches, 1)
+    assert_alike(*caches, devices)
+    for cache in caches:
+        cache.start_positions.copy_(torch.tensor([0, 5, 7]))
+        cache.crop([50, 2, 26])
+        cache.reorder([2, 0, 0])
+    assert_alike(*caches, devices)
+    append(caches, 100)
+    forks = spread.fork([1, 0]), single.fork([1, 0])
+    repeated = spread.repeat(2), single.repeat(2)
+    for cache in caches:
+        cache.grow(300)
+    append(caches, 5)
+    append(forks, 3)
+    append(repeated, 2)
+    for pair in (caches, forks, repeated):
+        assert_alike(*pair, devices)
+    with pytest.raises(KeyboardInterrupt), spread.attempt(20):
+        k, v = torch.randn(2, BATCH, HEADS, 20, DIM).to(devices[1])
+        spread.append(1, k, v)
+        raise KeyboardInterrupt
+    assert_alike(*caches, devices)
+    for cache in caches:
+        cache.reset()
+    append(caches, 4)
+    assert_alike(*caches, devices)
+
+
+@several
+def test_attention_and_steps(
+    devices: list[str], relative_l2: Callable[[torch.Tensor, torch.Tensor], float]
+) -> None:
+    k_basis, v_basis = (Basis(torch.randn(HEADS, DIM), kind) for kind in ("hadamard", "none"))
+    spread, single = caches = make(devices, bases=[LayerBasis(k_basis, v_basis)] * 3)
+    append(caches, 70, [70, 1, 33])
+    for q_len in (1, 3):
+        axes = (q_len, 8) if q_len > 1 else (8,)
+        q = torch.randn(BATCH, *axes, DIM).bfloat16()
+        k, v = torch.randn(2, BATCH, HEADS, q_len, DIM).bfloat16()
+        for i, device in enumerate(devices):
+            found = spread.step(i, *(x.to(device) for x in (q, k, v)))
+            expected = single.step(i, q.float(), k, v)
+            assert found.device.type == torch.device(device).type
+            assert relative_l2(found.cpu(), expected) < 3e-3
+            found = spread.attend(i, q.to(device))
+            assert relative_l2(found.cpu(), single.attend(i, q.float())) < 3e-3
+    assert_alike(*caches, devices)
+
+
+@several
+def test_counters_of_all_devices_are_read_and_set_back(devices: list[str]) -> None:
+    spread, _ = make(devices)
+    assert len({counter.data_ptr() for i in range(3) for counter in spread.counters_of(i)}) == 4
+    for i, (row, name) in enumerate(((0, "1 rows of K and 0 of V"), (1, "0 rows of K and 1 of V"))):
+        spread.counters_of(i)[0][row] += 1
+        with pytest.raises(NonFiniteError, match=name):
+            spread.check()
+        spread.check()
+    for i in range(2):
+        spread.counters_of(i)[1][0] += 2
+    with pytest.raises(ShapeError, match="4 tokens"):
+        spread.check()
+    spread.check()
+    spread.counters_of(1)[0][0] = 1
+    with pytest.raises(KeyboardInterrupt), spread.attempt(1):
+        spread.counters_of(1)[0][0] += 5
+        spread.counters_of(0)[1][0] += 5
+        raise KeyboardInterrupt
+    assert spread.counters_of(1)[0].tolist() == [1, 0] and not spread.overflow_tokens.any()
+    spread.reset()
+    spread.check()
+    k, v = torch.randn(2, BATCH, HEADS, 2, DIM).to(devices[1])
+    spread.append(1, k, v, [0, 2, 1])
+    with pytest.raises(ShapeError, match="of sequence 1 layer 0 has 0 tokens and layer 1 2"):
+        spread.check()
+
+
+@pytest.mark.gpu
+def test_rows_that_come_with_nan_are_counted_where_they_lie() -> None:
+    spread, _ = make(["cpu", "cuda:0", "cuda:0"])
+    k, v = torch.randn(2, BATCH, HEADS, 2, DIM)
+    spread.append(0, k, v)
+    k[0, 0, 0, 0] = float("nan")
+    spread.append(1, k.cuda(), v.cuda())
+    spread.append(2, v.cuda(), v.cuda())
+    with pytest.raises(NonFiniteError, match="1 rows of K and 0 of V"):
+        spread.check()
+    with pytest.raises(DeviceError, match="k is on cpu, the cache on cuda:0"):
+        spread.append(1, k, v)
+
+
+@several
+def test_one_file_for_all_devices(devices: list[str], tmp_path: Path) -> None:
+    spread, single = caches = make(devices)
+    append(caches, 60, [60, 1, 25])
+    for name, cache in (("spread", spread), ("single", single)):
+        save_cache(cache, tmp_path / f"{name}.safetensors", creation={})
+    files = [(tmp_path / f"{name}.safetensors").read_bytes() for name in ("spread", "single")]
+    assert files[0] == files[1]
+    for where in (devices, "cpu"):
+        loaded = load_cache(tmp_path / "spread.safetensors", device=where)
+        again = single.fork(), loaded
+        append((single, loaded), 30)
+        assert_alike(loaded, single, devices if where is devices else ["cpu"] * 3)
+        single = again[0]
+    with pytest.raises(ConfigError, match="device lists 2 devices for 3 layers"):
+        load_cache(tmp_path / "spread.safetensors", device=devices[:2])
+
+
+def test_lists_that_are_none_of_devices() -> None:
+    with pytest.raises(ConfigError, match="device lists 2 devices for 3 layers"):
+        KVCache(3, 1, HEADS, DIM, 64, device=["cpu", "cpu"])
+    with pytest.raises(ConfigError, match="device 'elsewhere' does not exist"):
+        KVCache(2, 1, HEADS, DIM, 64, device=["cpu", "elsewhere"])
+    with pytest.raises(ConfigError, match="device lists 0 devices for 2 layers"):
+        KVCache(2, 1, HEADS, DIM, 64, device=[])
+
+
+def test_it_says_where_it_lies() -> None:
+    assert repr(make(["cpu", "cpu:0", "cpu"])[0]).endswith("on cpu and cpu:0)")
+    assert repr(make(["cpu"] * 3)[0]).endswith("on cpu)")
+
+
+def test_latent_rows_over_several_devices() -> None:
+    cache = LatentKVCache(2, 2, 64, device=["cpu", "cpu:0"])
+    latents = torch.randn(2, 2, 1, 5, 512), torch.randn(2, 2, 1, 5, 64)
+    for i in range(2):
+        cache.append(i, *(x[i] for x in latents))
+    other = cache.fork([1])
+    assert other.devices == cache.devices
+    assert torch.equal(other.dequantized(1)[0], cache.dequantized(1)[0][1:])
