@@ -164,11 +164,12 @@ def _check_call(
     if not handed.at and not handed.appended:
         handed.to.check_positions(options.get("position_ids"), handed.is_traced)
     heads = key.shape[1]
-    if key.device != handed.kv.device:
+    rows = handed.kv.layers[handed.at].device
+    if key.device != rows:
         raise UnsupportedModelError(
-            f"{name} is on {key.device}, its cache on {handed.kv.device}: a KVCache lies on one "
-            "device. Load the model on one (device_map=0), or spread its heads over processes "
-            '(tp_plan="auto", by torchrun)'
+            f"{name} is on {key.device}, its rows on {rows}: make the cache of the model "
+            "(QuantizedCache(model), not of its config) once the model is where it runs, or give a "
+            "KVCache with device=[...], one for each layer"
         )
     if heads != handed.kv.num_kv_heads:
         raise UnsupportedModelError(

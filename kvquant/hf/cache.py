@@ -34,7 +34,7 @@ from ..rows.arguments import check_size
 from ..rows.quantize import EXACT_DTYPES, exact_codec
 from ..rows.variant import AttentionVariant
 from .attention import Handed
-from .configs import CacheLayers, Turn, cache_layers, new_cache
+from .configs import CacheLayers, Turn, cache_layers, layer_devices, new_cache
 from .masks import ATTENTION, calls
 from .padding import Columns, Padding
 from .positions import check_scale, check_turn
@@ -66,7 +66,8 @@ class QuantizedCache(Cache):
         model.generate(**inputs, past_key_values=QuantizedCache(model))
 
     The rows are a KVCache, made when the first tokens come: for the sequences, the device and the
-    16-bit dtype of their keys. It grows as they do, to twice its room at a time.
+    16-bit dtype of their keys. It grows as they do, to twice its room at a time. Of a model whose
+    layers lie on several devices (device_map) each layer's rows lie where the layer does.
 
     Prompts may be padded, on the left (generate) or on the right: give their attention_mask. The
     padding is not stored, and each sequence gets what it would get alone. get_seq_length counts
@@ -153,6 +154,7 @@ class QuantizedCache(Cache):
         self._layers: CacheLayers | None = None  # of the model
         self._config: Any = None  # of the model that called last
         self._places: dict[int, int] | None = None  # of the cache, by the model's layer
+        self._devices: list[torch.device] | None = None  # of the places, if they are several
         self._turn: Turn | None = None
         self._scaled_from: int | None = None
         self._due = 0  # the place that comes next; those before it were appended in this call
@@ -196,6 +198,8 @@ class QuantizedCache(Cache):
         _check_ranks(source, layers.num_kv_heads)
         make: Callable[..., KVCache] = partial(new_cache, config, **options)
         exact = exact_format or "bf16"
+        if isinstance(source, torch.nn.Module):
+            self._devices = layer_devices(source, layers.places)
         self._outline = make(layers, 1, 0, exact_format=exact)  # or it is not possible
         self._make = make
         self.fit(layers, DynamicCache(config=config).layers if layers.others else ())
@@ -332,7 +336,10 @@ class QuantizedCache(Cache):
             self._make_room(keys)
         self._waiting = str(layer)
         assert self.kv is not None and at is not None
-        handed = Handed(self, self.kv, at, layer, None if is_traced else self.padding, is_traced)
+        padding = None
+        if self.padding is not None and not is_traced:
+            padding = self.padding.on(keys.device)
+        handed = Handed(self, self.kv, at, layer, padding, is_traced)
         exact = EXACT_DTYPES[self.kv.exact_format]
         keys, values = _rounded(keys, exact), _rounded(values, exact)
         keys.kvquant_keys = handed  # type: ignore[attr-defined]  # a mark on it
@@ -382,7 +389,8 @@ class QuantizedCache(Cache):
             exact = self._exact_format or exact_codec(keys.dtype)
             size = self._max_seq_len or new + SPACE
             layers = self._layers.of_rank(keys.shape[1])
-            self._hold(self._make(layers, batch, size, exact_format=exact, device=keys.device))
+            device = self._devices or keys.device
+            self._hold(self._make(layers, batch, size, exact_format=exact, device=device))
         assert self.kv is not None
         if self.kv.batch != batch:
             raise ShapeError(
@@ -472,8 +480,9 @@ class QuantizedCache(Cache):
     def _check_mask(self, mask: torch.Tensor) -> None:
         """Raise unless the mask of a step shows the tokens of the cache and one more."""
         assert self.kv is not None
-        tokens = mask.sum(1, dtype=torch.int32)
-        self._check((tokens != self.kv.layers[0].seq_lens + 1).any(), 0)
+        lens = self.kv.layers[0].seq_lens
+        tokens = mask.sum(1, dtype=torch.int32).to(lens.device)
+        self._check((tokens != lens + 1).any(), 0)
 
     def _check(self, is_wrong: torch.Tensor, what: int) -> None:
         """Raise what is wrong in a step, at once or, where it would have to be read, in check."""
@@ -520,7 +529,7 @@ class QuantizedCache(Cache):
         if is_told and positions.shape[-1] == columns:
             own = positions.expand(self.kv.batch, columns)
             padding = None if is_traced else self.padding
-            told = own[:, 0] if padding is None else padding.first(own)
+            told = own[:, 0] if padding is None else padding.on(own.device).first(own)
         if is_traced:
             self._check_traced(told)
             return
@@ -586,7 +595,7 @@ class QuantizedCache(Cache):
         """Raise unless a step's positions, [batch], are those behind the cache's tokens."""
         assert self.kv is not None
         now = self.kv.start_positions + self.kv.layers[0].seq_lens
-        self._check((told != now).any(), 1)
+        self._check((told.to(now.device) != now).any(), 1)
 
     def _counts(self) -> list[int]:
         """Tokens of each sequence in this call."""
@@ -733,10 +742,15 @@ class QuantizedCache(Cache):
     @property
     def is_compileable(self) -> bool:
         """Whether torch.compile takes a step as one graph, which serves all steps; generate looks
-        at it. The cache has its room from the beginning, and the model does not turn keys or scale
-        queries by the length of the text."""
+        at it. The cache has its room from the beginning, on one device, and the model does not turn
+        keys or scale queries by the length of the text."""
         depends = self._turn is not None or self._scaled_from is not None
-        return self._is_static and not (self._kept or depends)
+        return self._is_static and not (self._kept or depends or self.is_spread)
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether layers lie on several devices."""
+        return self._devices is not None if self.kv is None else self.kv.is_spread
 
     @property
     def _is_static(self) -> bool:

@@ -41,7 +41,7 @@ class CapturedStep:
         cache: of the model; its tensors are part of the graph.
 
     Raises:
-        DeviceError: the cache is not on CUDA.
+        DeviceError: the cache is not on CUDA, or on several devices.
         UnsupportedModelError: the model looks at the positions on the host in each step, has fewer
             of them than the cache has room for, or waits for the GPU in its forward pass, as hooks
             do that bring weights to the GPU. The cache is as it was, then.
@@ -128,6 +128,8 @@ def _check(model: CachedModel, cache: KVCache) -> None:
     """Raise unless a step of the model with the cache can be captured, as far as is known."""
     if cache.device.type != "cuda":
         raise DeviceError(f"the cache is on {cache.device}: a step is captured on CUDA only")
+    if cache.is_spread:
+        raise DeviceError("the cache lies on several devices: a step is captured on one GPU only")
     if why := model.not_captured(cache):
         raise UnsupportedModelError(f"this model's step cannot be captured: {why}")
 

@@ -9,7 +9,7 @@ KVCache holds (states, latent rows, other numbers of KV heads) are told with the
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -156,6 +156,43 @@ def cache_layers(config: Any, *, longest: int | None = 0) -> CacheLayers:
         scaled_from=_scaled_from(config),
         others=dict(sorted(others.items())),
     )
+
+
+def layer_devices(model: Any, places: Sequence[int]) -> list[torch.device] | None:
+    """Where layers of a model compute, of one that is spread over several devices (device_map).
+
+    Args:
+        model: a module of transformers; attention modules have a layer_idx there.
+        places: the layers that are asked for.
+
+    Returns:
+        Of each place; None where all are on one device.
+    """
+    text = model.config.get_text_config(decoder=True)
+    found: dict[int, torch.device] = {}
+    for module in model.modules():
+        layer, own = getattr(module, "layer_idx", None), getattr(module, "config", text)
+        if not isinstance(layer, int) or layer in found:
+            continue
+        is_text = getattr(own, "model_type", None) == text.model_type  # not of images
+        if is_text and (device := _device_of(module)) is not None:
+            found[layer] = device
+    devices = [found[layer] for layer in places if layer in found]
+    return devices if len(devices) == len(places) and len(set(devices)) > 1 else None
+
+
+def _device_of(module: torch.nn.Module) -> torch.device | None:
+    """That of a module's first weight; of one that a hook of accelerate brings, where it brings
+    it to."""
+    for part in module.modules():
+        for weight in part.parameters(recurse=False):
+            if not weight.is_meta:
+                return weight.device
+            hook = getattr(part, "_hf_hook", None)
+            for one in getattr(hook, "hooks", (hook,)):
+                if (device := getattr(one, "execution_device", None)) is not None:
+                    return torch.device(device)
+    return None
 
 
 def new_cache(

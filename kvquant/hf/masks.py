@@ -60,6 +60,29 @@ class MaskMark(NamedTuple):
     problem: str | None = None
 
 
+class _Mask(torch.Tensor):
+    """A mask whose mark goes with it to another device, as where a model lies on several."""
+
+    kvquant_mask: MaskMark
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            found = function(*args, **(kwargs or {}))
+        if function in (torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.cpu):
+            return _with_mark(found, args[0].kvquant_mask)
+        return found
+
+
+def _with_mark(mask: torch.Tensor, mark: MaskMark) -> _Mask:
+    """A mask, the same memory, with a mark."""
+    marked = mask.as_subclass(_Mask)
+    marked.kvquant_mask = mark
+    return marked
+
+
 def window_of(attention_mask: torch.Tensor | None, name: str, columns: int) -> int | None:
     """The window of a mask, or None.
 
@@ -125,19 +148,13 @@ def _mask(
         sizes["allow_is_causal_skip"] = False
         mask = sdpa_mask(**given, **sizes)
         assert mask is not None
-        mask.kvquant_mask = mark  # type: ignore[attr-defined]  # a mark on it
-        return mask
-    cache.step_masks[kind] = step_mask = _marked(1, mark, sizes.get("device"))
-    if sizes["q_length"] == 1:
-        return step_mask
-    return _marked(sizes["q_length"], mark, sizes.get("device"))
-
-
-def _marked(columns: int, mark: MaskMark, device: Any) -> torch.Tensor:
-    """[1, 1, columns, 1]: of what a model makes of it, but its last rows, the mark is lost."""
-    mask = torch.empty(1, 1, columns, 1, dtype=torch.bool, device=device)
-    mask.kvquant_mask = mark  # type: ignore[attr-defined]  # a mark on it
-    return mask
+        return _with_mark(mask, mark)
+    # [1, 1, columns, 1]: of what a model makes of it, but its last rows, the mark is lost
+    device = sizes.get("device")
+    mask = torch.empty(1, 1, sizes["q_length"], 1, dtype=torch.bool, device=device)
+    cache.step_masks[kind] = step_mask = torch.empty_like(mask[:, :, :1])  # plain: for graphs
+    step_mask.kvquant_mask = mark  # type: ignore[attr-defined]  # a mark on it
+    return _with_mark(mask, mark)
 
 
 def _mark_of(mask_function: Callable[..., Any], local_size: int | None, use_vmap: bool) -> MaskMark:

@@ -19,7 +19,7 @@ from ..io.plan import CachePlan
 from ..rows.arguments import check_device, check_size
 from ..rows.quantize import exact_codec
 from .cache import QuantizedCache
-from .configs import CacheLayers, cache_layers, layer_windows, new_cache
+from .configs import CacheLayers, cache_layers, layer_devices, layer_windows, new_cache
 from .fold import fold_values
 from .loading import load
 from .masks import ATTENTION
@@ -174,7 +174,8 @@ class CachedModel:
             UnsupportedModelError: layers that are not attention, or of a shape that is not
                 supported; or the plan has not all layers.
         """
-        own = {"exact_format": self.exact_format, "device": self.model.device}
+        device = layer_devices(self.model, self._layers.places) or self.model.device
+        own = {"exact_format": self.exact_format, "device": device}
         given: dict[str, Any] = own | options
         return new_cache(self.model.config, self._layers, batch, max_seq_len, plan=plan, **given)
 
@@ -392,11 +393,12 @@ class CachedModel:
         """One call of the model: the logits at the places keep, [batch, len(keep), vocabulary]."""
         before, past, device = cache.seq_lens, self.past_of(cache, new_lens), self.model.device
         try:
-            logits = self.call(past, tokens.to(device), keep.to(device))
+            if not cache.is_spread:  # else the device of the last layer, which takes an index of
+                keep = keep.to(device)  # the host, is another
+            logits = self.call(past, tokens.to(device), keep)
             cache.check()
         except BaseException:
-            cache.bad_rows.zero_()  # of the rows that are taken back
-            cache.overflow_tokens.zero_()
+            cache.forget_counts()  # of the rows that are taken back
             with suppress(ShapeError):  # windows that are overwritten: prefill has copies
                 cache.crop(before)  # layers that are through must not be ahead of the others
             raise

@@ -38,6 +38,15 @@ class Padding:
         if bool((on_host[:, 1:] & ~on_host[:, :-1]).any()):
             self.order = (~kept).to(torch.uint8).argsort(dim=1, stable=True)
             self._places = self.order.argsort(1)
+        self._elsewhere: dict[torch.device, Padding] = {}
+
+    def on(self, device: torch.device) -> Padding:
+        """The same, with its tensors on a device."""
+        if device == self.lens.device:
+            return self
+        if device not in self._elsewhere:
+            self._elsewhere[device] = Padding(self.on_host.to(device), self.on_host)
+        return self._elsewhere[device]
 
     @classmethod
     def behind(cls, lens: torch.Tensor, columns: int, device: torch.device) -> Padding:

@@ -1,4 +1,4 @@
-"""Models of several devices: heads spread over ranks, and layers, which one cache cannot hold."""
+"""Models of several devices: heads spread over ranks, and layers that are not where a cache is."""
 
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ def test_parts_of_heads_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     QuantizedCache(model)
 
 
-def test_layers_on_several_devices_are_refused() -> None:
+def test_layers_that_are_not_where_the_cache_is_are_refused() -> None:
     model = tiny("Llama").model
     model.set_attn_implementation("kvquant")
 
@@ -57,6 +57,6 @@ def test_layers_on_several_devices_are_refused() -> None:
     model.model.layers[1].to("meta").register_forward_pre_hook(move, with_kwargs=True)
     cache = QuantizedCache(model, **FP16)
     for text in (tokens(2, 9), tokens(2, 1)):
-        with pytest.raises(UnsupportedModelError, match=r"layer 1 .* is on meta, its cache on cpu"):
+        with pytest.raises(UnsupportedModelError, match=r"layer 1 .* is on meta, its rows on cpu"):
             model(text, past_key_values=cache)
         assert cache.kv is not None and cache.kv.seq_lens.tolist() == [0, 0]

@@ -1,0 +1,241 @@
+"""Models whose layers lie on several devices (device_map): each layer's rows lie where its keys do.
+
+On the CPU alone tensors are copied on their way to "cpu:0", which stands for another device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvquant import CapturedStep, load_cache, save_cache
+from kvquant.errors import DeviceError, UnsupportedModelError
+
+transformers = pytest.importorskip("transformers")
+from hf_cases import FP16, random_model, tiny, tokens  # noqa: E402
+
+from kvquant.hf import cache as hf_cache  # noqa: E402
+from kvquant.hf import model as hf_model  # noqa: E402
+from kvquant.hf.cache import QuantizedCache  # noqa: E402
+from kvquant.hf.configs import layer_devices  # noqa: E402
+from kvquant.hf.masks import MaskMark, _Mask, _with_mark  # noqa: E402
+from kvquant.hf.model import CachedModel  # noqa: E402
+
+OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+KINDS: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    # two masks in a call: of a window, and of all tokens
+    "Gemma3Text": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16},
+}
+DEVICES = [
+    pytest.param(["cpu", "cpu:0"], id="cpu"),
+    pytest.param(["cuda:0", "cpu"], id="cuda and cpu", marks=pytest.mark.gpu),
+    pytest.param(["cpu", "cuda:0"], id="cpu and cuda", marks=pytest.mark.gpu),
+]
+several = pytest.mark.parametrize("devices", DEVICES)
+
+
+def on(device: str) -> Callable[..., Any]:
+    """A hook that brings all tensors that a module is given to a device, as accelerate's do."""
+
+    def moved(x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            return x.to(device)
+        return type(x)(map(moved, x)) if isinstance(x, tuple) else x
+
+    return lambda module, args, kwargs: (
+        moved(args),
+        {name: moved(value) for name, value in kwargs.items()},
+    )
+
+
+def split(model: Any, devices: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The model with its layers on these devices, the rest on the first."""
+    model.to(devices[0])
+    for layer, device in zip(model.model.layers, devices, strict=True):
+        layer.to(device).register_forward_pre_hook(on(device), with_kwargs=True)
+    model.model.norm.register_forward_pre_hook(on(devices[0]), with_kwargs=True)
+    model.set_attn_implementation("kvquant")
+    if devices[1] == "cpu:0":  # weights do not tell it from "cpu"
+        places = [torch.device(one) for one in devices]
+        for module in (hf_cache, hf_model):
+            monkeypatch.setattr(module, "layer_devices", lambda *_: places)
+    return model
+
+
+def assert_spread(cache: QuantizedCache, devices: list[str]) -> None:
+    assert cache.kv is not None and cache.kv.devices == [torch.device(one) for one in devices]
+    found = [layer.device.type for layer in cache.kv.layers]
+    assert found == [torch.device(one).type for one in devices]
+    cache.check()
+
+
+@several
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", ["", "num_beams", "max_seq_len"])
+def test_generate_gives_what_it_gives_on_one_device(
+    kind: str, case: str, devices: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = tokens(3, 24)
+    mask = torch.ones_like(ids)
+    mask[1, :15], mask[2, :7] = 0, 0
+    options = OPTIONS | ({"num_beams": 3} if case == "num_beams" else {})
+    rows = FP16 | ({"max_seq_len": 40} if case == "max_seq_len" else {})
+    whole = tiny(kind, **KINDS[kind]).model
+    whole.generation_config.eos_token_id = None
+    whole.set_attn_implementation("kvquant")
+    past = QuantizedCache(whole, **rows)
+    wanted = whole.generate(ids, attention_mask=mask, past_key_values=past, **options)
+    model = split(tiny(kind, **KINDS[kind]).model, devices, monkeypatch)
+    model.generation_config.eos_token_id = None
+    past = QuantizedCache(model, **rows)
+    assert not past.is_compileable
+    ids, mask = (x.to(devices[0]) for x in (ids, mask))
+    found = model.generate(ids, attention_mask=mask, past_key_values=past, **options)
+    assert_spread(past, devices)
+    assert found.tolist() == wanted.tolist()
+
+
+@several
+def test_a_cached_model_reads_and_decodes(
+    devices: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    whole, text, lens = tiny("Llama"), tokens(3, 40), [40, 3, 17]
+    caches = [whole.new_cache(3, 64, **FP16)]
+    spread = CachedModel(split(tiny("Llama").model, devices, monkeypatch))
+    caches.append(spread.new_cache(3, 64, **FP16))
+    assert [cache.is_spread for cache in caches] == [False, True]
+
+    def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
+        return bool((found.cpu() - expected).norm() < 5e-3 * expected.norm())
+
+    logits = [
+        one.prefill(cache, text, lens, chunk=16)
+        for one, cache in zip((whole, spread), caches, strict=True)
+    ]
+    assert same(logits[1], logits[0])
+    caches[1].check()
+    save_cache(caches[1], tmp_path / "cache.safetensors", model=spread.config_dict)
+    where = caches[1].devices
+    path, config = tmp_path / "cache.safetensors", spread.config_dict
+    caches.append(load_cache(path, model=config, device=where))
+    for _ in range(4):
+        token = logits[0].argmax(-1)
+        logits[0] = whole.step(caches[0], token)
+        for cache in caches[1:]:
+            assert same(spread.step(cache, token), logits[0])
+    with pytest.raises(DeviceError, match="several devices" if devices[0] != "cpu" else "on cpu"):
+        CapturedStep(spread, caches[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("devices", [["cuda:0", "cpu"], ["cpu", "cuda:0"]], ids=["cuda", "cpu"])
+def test_the_cache_of_a_config_is_refused_where_layers_lie_elsewhere(
+    devices: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = split(tiny("Llama").model, devices, monkeypatch)
+    cache = QuantizedCache(model.config, **FP16)
+    for text in (tokens(2, 9), tokens(2, 1)):
+        with pytest.raises(UnsupportedModelError, match=r"layer 1 .* make the cache of the model"):
+            model(text.to(devices[0]), past_key_values=cache)
+        assert cache.kv is not None and cache.kv.seq_lens.tolist() == [0, 0]
+
+
+def test_layers_of_transformers_get_their_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = {"attention_chunk_size": 16, "no_rope_layers": [1, 0]}
+    changes |= {"layer_types": ["chunked_attention", "full_attention"]}
+    text = torch.randint(5, 97, (2, 24), generator=torch.Generator().manual_seed(2))
+    found = []
+    for devices in (None, ["cpu", "cpu:0"]):
+        model = random_model("llama4_text", changes).model
+        model.set_attn_implementation("kvquant")
+        if devices:
+            split(model, devices, monkeypatch)
+            monkeypatch.setattr(hf_cache, "layer_devices", lambda *_: [torch.device("cpu:0")])
+        cache = QuantizedCache(model, placed=True, **FP16)
+        with torch.no_grad():
+            found.append(model(text, past_key_values=cache).logits)
+        assert cache.describe().startswith("layer 0: DynamicSlidingWindowLayer")
+        assert type(found[-1]) is torch.Tensor
+    assert torch.equal(*found)
+
+
+def test_a_mark_is_lost_but_on_the_way() -> None:
+    mark = MaskMark(window=5)
+    mask = _with_mark(torch.ones(1, 1, 3, 1, dtype=torch.bool), mark)
+    for moved in (
+        mask.to("cpu:0"),
+        mask.to("cpu:0", non_blocking=True),
+        mask.cpu(),
+        mask.to("cpu"),
+    ):
+        assert type(moved) is _Mask and moved.kvquant_mask == mark
+    for other in (mask[:, :, -1:], mask & mask, mask.float(), torch.where(mask, 0.0, 1.0)):
+        assert type(other) is torch.Tensor and not hasattr(other, "kvquant_mask")
+
+
+def test_devices_are_those_of_weights_or_of_hooks(tmp_path: Path) -> None:
+    model = tiny("Llama", num_hidden_layers=3).model
+    assert layer_devices(model, [0, 1, 2]) is None
+    model.model.layers[1].to("meta")
+    assert layer_devices(model, [0, 1, 2]) is None, "nobody says where it computes"
+    hook = SimpleNamespace(execution_device="cuda:3")
+    model.model.layers[1].self_attn.q_proj._hf_hook = SimpleNamespace(hooks=[hook])
+    cpu, gpu = torch.device("cpu"), torch.device("cuda:3")
+    assert layer_devices(model, [0, 1, 2]) == [cpu, gpu, cpu]
+    assert layer_devices(model, [1]) is None
+    model.model.layers[2].to("meta")
+    model.model.layers[2].self_attn.q_proj._hf_hook = SimpleNamespace(execution_device=cpu)
+    assert layer_devices(model, [1, 2]) == [gpu, cpu]
+
+
+def test_weights_that_accelerate_brings_lie_where_it_brings_them(tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = tiny("Llama").model
+    expected = model(tokens(1, 5)).logits
+    accelerate.disk_offload(model, tmp_path, execution_device=torch.device("cpu"))
+    assert all(weight.is_meta for weight in model.model.layers.parameters())
+    assert layer_devices(model, [0, 1]) is None
+    model.set_attn_implementation("kvquant")
+    cache = QuantizedCache(model, **FP16)
+    with torch.no_grad():
+        found = model(tokens(1, 5), past_key_values=cache).logits
+    assert cache.kv is not None and cache.kv.devices == [torch.device("cpu")] * 2
+    torch.testing.assert_close(found, expected, atol=5e-3, rtol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("first", ["cpu", 0])
+def test_accelerate_spreads_the_layers(first: Any) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    ids = tokens(2, 24)
+    mask = torch.ones_like(ids)
+    mask[1, :9] = 0
+    whole = tiny("Llama").model
+    whole.generation_config.eos_token_id = None
+    wanted = whole.generate(ids, attention_mask=mask, **OPTIONS)
+    where = {"model.embed_tokens": first, "model.layers.0": first, "model.rotary_emb": first}
+    second = 0 if first == "cpu" else "cpu"
+    where |= {"model.layers.1": second, "model.norm": second, "lm_head": second}
+    model = tiny("Llama").model
+    model.generation_config.eos_token_id = None
+    model = accelerate.dispatch_model(model, device_map=where, main_device="cpu")
+    model.set_attn_implementation("kvquant")
+    past = QuantizedCache(model, **FP16)
+    device = model.device
+    found = model.generate(
+        ids.to(device), attention_mask=mask.to(device), past_key_values=past, **OPTIONS
+    )
+    names = ["cpu", "cuda:0"] if first == "cpu" else ["cuda:0", "cpu"]
+    assert_spread(past, names)
+    assert found.tolist() == wanted.tolist()
+    cached = CachedModel(model)
+    cache = cached.new_cache(2, 64, **FP16)
+    logits = cached.prefill(cache, ids, [24, 15])
+    cached.generate(cache, logits, 4)
+    cache.check()
