@@ -14,7 +14,7 @@ import torch
 
 from ..errors import ConfigError, ShapeError, UnsupportedError
 from ..ops.attention import State
-from ..ops.mla import attend_latents, check_queries, latent_segment
+from ..ops.mla import attend_latents, check_kernels, check_queries, latent_segment
 from ..rows.arguments import check_scale, check_size, check_tensors
 from ..rows.format import RowFormat
 from ..rows.latent import LatentFormat
@@ -75,8 +75,8 @@ class LatentKVCache(KVCache):
     One row a token serves all heads; queries come absorbed, see mla_decode_attention. It is a
     KVCache of one KV head whose K is the latent and whose V is the RoPE part: crop, reorder, fork,
     repeat, grow, attempt, reset, check, seq_lens and dequantized are those of KVCache, and errors
-    call the latent k and the RoPE part v. It has no bases and no windows, and lies on the CPU:
-    no CUDA kernel appends latent rows yet.
+    call the latent k and the RoPE part v. It has no bases and no windows. On CUDA queries are of
+    bfloat16, or with float16 rows (exact_format="fp16", RoPE parts too) of float16.
 
     Args:
         num_layers: layers with attention.
@@ -90,7 +90,7 @@ class LatentKVCache(KVCache):
 
     Raises:
         ConfigError: a size, a format or a device that does not exist, or takes too much memory.
-        UnsupportedError: the device is not the CPU.
+        UnsupportedError: on CUDA a format of fewer than 4 groups: rows have no kernel there.
 
     Example:
         >>> import torch
@@ -117,8 +117,6 @@ class LatentKVCache(KVCache):
         device: Devices = "cpu",
         rollback_len: int = ROLLBACK,
     ) -> None:
-        if any(one.type != "cpu" for one in devices_of(device)):
-            raise UnsupportedError("no CUDA kernel appends latent rows yet: use device='cpu'")
         num_layers = check_size("num_layers", num_layers, at_least=1)
         if isinstance(fmt, str | LatentFormat) or not isinstance(fmt, Sequence):
             formats = [LatentFormat.parse(fmt, latent_dim, rope_dim)] * num_layers
@@ -126,6 +124,8 @@ class LatentKVCache(KVCache):
             formats = [LatentFormat.parse(one, latent_dim, rope_dim) for one in fmt]
         if len(formats) != num_layers:
             raise ConfigError(f"fmt lists {len(formats)} formats for {num_layers} layers")
+        if any(one.type == "cuda" for one in devices_of(device)):
+            check_kernels(formats)
         super().__init__(
             num_layers,
             batch,
@@ -363,7 +363,7 @@ class LatentKVCache(KVCache):
     def like(self, batch: int, device: Devices) -> LatentKVCache:
         """An empty cache of so many sequences on a device, or several, else like this one."""
         fmt = self.formats[0]
-        return LatentKVCache(
+        other = LatentKVCache(
             self.num_layers,
             batch,
             self.max_seq_len,
@@ -376,6 +376,18 @@ class LatentKVCache(KVCache):
             device=device,
             rollback_len=self.rollback_len,
         )
+        other.num_q_heads = self.num_q_heads
+        return other
+
+    def likely_q_heads(self) -> tuple[int, ...]:
+        """As of KVCache; of DeepSeek's small and large models where nothing is known."""
+        return (self.num_q_heads,) if self.num_q_heads else (16, 128)
+
+    def rehearse_step(
+        self, layer: int, queries: Sequence[torch.Tensor], k: torch.Tensor, v: torch.Tensor
+    ) -> None:
+        """As of KVCache."""
+        self.step(layer, queries[0], queries[1], k, v, sm_scale=1.0)
 
     def _check_formats(self, *formats: RowFormat) -> None:
         """LatentFormat has checked them."""

@@ -7,6 +7,7 @@ cache of the same shape without memory: there is no list that could differ from 
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
@@ -39,7 +40,7 @@ class Calls:
     Attributes:
         make: makes it, empty, on the meta device.
         dtype: of new rows; queries have it too, or bfloat16 where it is float32.
-        num_q_heads: of queries; when None those of the cache, or as many as it has KV heads.
+        num_q_heads: of queries; when None those that are likely, see KVCache.likely_q_heads.
         prompts: new tokens of each sequence in calls of KVCache.append.
         steps: the same of KVCache.step.
     """
@@ -53,7 +54,7 @@ class Calls:
     def __call__(self) -> None:
         """Make all of them; those that are not possible will say why when they are made."""
         cache = self.make()
-        num_q_heads = self.num_q_heads or cache.num_q_heads or cache.num_kv_heads
+        q_heads = (self.num_q_heads,) if self.num_q_heads else cache.likely_q_heads()
         kinds = {_kind(at): layer for layer, at in enumerate(cache.layers)}
         for layer in sorted(kinds.values()):
             at = cache.layers[layer]
@@ -62,11 +63,12 @@ class Calls:
                 k, v = new_rows((*rows, count), at.k_format, at.v_format, self.dtype)
                 with suppress(KVQuantError):
                     cache.append(layer, k, v)
-            for count in self.steps:
+            for count, num_q_heads in itertools.product(self.steps, q_heads):
                 k, v = new_rows((*rows, count), at.k_format, at.v_format, self.dtype)
                 axes = (count, num_q_heads) if count > 1 else (num_q_heads,)
+                queries = [new_queries((cache.batch, *axes), x) for x in (k, v)]
                 with suppress(KVQuantError):
-                    cache.step(layer, new_queries((cache.batch, *axes), k), k, v)
+                    cache.rehearse_step(layer, queries, k, v)
 
 
 def new_rows(
@@ -121,7 +123,7 @@ def warm_up_first(cache: KVCache, k: object) -> None:
     kinds = tuple(dict.fromkeys(map(_kind, cache.layers)))
     heads = cache.num_kv_heads, cache.num_q_heads
     devices = tuple(dict.fromkeys(cache.devices))
-    kind = kinds, cache.batch, heads, k.dtype, k.shape[2], devices
+    kind = type(cache), kinds, cache.batch, heads, k.dtype, k.shape[2], devices
     if kind not in _warm:
         make = partial(cache.like, cache.batch, "meta")
         for device in devices:

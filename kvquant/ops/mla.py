@@ -320,6 +320,14 @@ def _checked(
     return _query(q_latent, q_rope, segments, q_lens)
 
 
+def check_kernels(formats: Sequence[LatentFormat]) -> None:
+    """Raise UnsupportedError unless the CUDA kernel reads rows of these formats."""
+    from ..kernels.cuda.mla.spec import MlaSpec
+
+    for fmt in formats:
+        MlaSpec(*fmt.parts)
+
+
 def check_queries(q_latent: torch.Tensor, q_rope: torch.Tensor, fmt: LatentFormat) -> None:
     """Raise unless queries are of shapes, dtypes and devices that go together and with a format."""
     if q_latent.dtype not in FLOAT_DTYPES or q_rope.dtype != q_latent.dtype:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,23 +36,30 @@ from kvquant.io.export import export_cache
 from kvquant.io.inspect import describe
 from kvquant.io.manifest import CacheManifest
 from kvquant.kernels.cuda.device.row_layout import refuse_latents
+from kvquant.ops.mla import check_kernels
 
 SCALE = 80**-0.5
 DIMS = {"latent_dim": 256, "rope_dim": 32}
 FORMAT = "int8-g4+int8-g8"
 
 
-def make_cache(**options: object) -> LatentKVCache:
-    given = {"fmt": FORMAT, "sink_len": 2, "recent_len": 16, **DIMS, **options}
-    return LatentKVCache(2, 3, 96, **given)  # type: ignore[arg-type]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+FORMATS = {"cpu": FORMAT, "cuda": "int8-g4"}  # groups of 4 elements have no kernel on CUDA
 
 
-def tokens(count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.randn(3, 1, count, 256), torch.randn(3, 1, count, 32)
+def make_cache(device: str = "cpu", **options: object) -> LatentKVCache:
+    given = {"fmt": FORMATS[device], "sink_len": 2, "recent_len": 16, **DIMS, **options}
+    return LatentKVCache(2, 3, 96, device=device, **given)  # type: ignore[arg-type]
 
 
-def queries(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.randn(3, *shape, 256), torch.randn(3, *shape, 32)
+def tokens(count: int, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(3, 1, count, 256).to(device), torch.randn(3, 1, count, 32).to(device)
+
+
+def queries(*shape: int, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    pair = torch.randn(3, *shape, 256), torch.randn(3, *shape, 32)
+    return pair[0].to(device, dtype), pair[1].to(device, dtype)
 
 
 def layer_of(cache: KVCache, index: int = 0) -> LatentLayerCache:
@@ -115,21 +123,28 @@ def assert_same(one: KVCache, other: KVCache) -> None:
 def fill(cache: KVCache, count: int = 60) -> None:
     torch.manual_seed(count)
     for layer in range(2):
-        cache.append(layer, *tokens(count))
+        cache.append(layer, *tokens(count, cache.device.type))
 
 
-def test_a_crop_goes_on_as_if_the_tokens_had_never_come() -> None:
-    cache, never = make_cache(), make_cache()
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_crop_goes_on_as_if_the_tokens_had_never_come(device: str) -> None:
+    cache, never = make_cache(device), make_cache(device)
     for one in (cache, never):
         fill(one)
     for layer in range(2):
-        cache.append(layer, *tokens(7))
+        cache.append(layer, *tokens(7, device))
     cache.crop(60)
+    assert_same(cache, never)
+    with pytest.raises(KeyboardInterrupt), cache.attempt(9):
+        cache.append(0, *tokens(9, device))
+        raise KeyboardInterrupt
+    cache.check()
     assert_same(cache, never)
 
 
-def test_copies_share_nothing_and_grown_caches_go_on() -> None:
-    cache, plain = make_cache(), make_cache()
+@pytest.mark.parametrize("device", DEVICES)
+def test_copies_share_nothing_and_grown_caches_go_on(device: str) -> None:
+    cache, plain = make_cache(device), make_cache(device)
     for one in (cache, plain):
         fill(one)
     fork, twin = cache.fork(), copy.deepcopy(cache)
@@ -151,19 +166,21 @@ def test_copies_share_nothing_and_grown_caches_go_on() -> None:
     assert not fork.seq_lens.any()
 
 
-def test_a_step_is_an_append_and_an_attend() -> None:
-    cache, other = make_cache(), make_cache()
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_step_is_an_append_and_an_attend(device: str) -> None:
+    cache, other = make_cache(device), make_cache(device)
     for one in (cache, other):
         fill(one)
     for shape, count in (((4,), 1), ((3, 4), 3)):
-        q_latent, q_rope = queries(*shape)
-        latent, rope = tokens(count)
+        q_latent, q_rope = queries(*shape, device=device)
+        latent, rope = tokens(count, device)
         out = cache.step(0, q_latent, q_rope, latent, rope, sm_scale=SCALE)
         other.append(0, latent, rope)
         wanted = other.attend(0, q_latent, q_rope, sm_scale=SCALE, in_step=True)
         assert torch.equal(out, wanted)
     with pytest.raises(ShapeError, match="q_rope \\[3, 5, 32\\]: they must be"):
-        cache.step(0, queries(4)[0], queries(5)[1], *tokens(1), sm_scale=SCALE)
+        pair = queries(4, device=device)[0], queries(5, device=device)[1]
+        cache.step(0, *pair, *tokens(1, device), sm_scale=SCALE)
     assert cache.layers[0].seq_lens.tolist() == [64] * 3
 
 
@@ -186,6 +203,9 @@ def test_what_does_not_fit_is_refused() -> None:
         ContextParallelCache(LatentKVCache(1, 1, 16))
     with pytest.raises(UnsupportedError, match="no plans of latent rows"):
         LatentKVCache.from_plan(None, 1, 64)
+    with pytest.raises(UnsupportedError, match=r"headers must be multiples of 16.*4 or 8"):
+        check_kernels([LatentFormat.parse("int8-g2")])
+    check_kernels([LatentFormat.parse(name) for name in ("bf16", "fp16", "fp8", "int4-g8+fp8-g4")])
     assert "256 latents and 32 RoPE elements in int8-g4+int8-g8" in repr(cache)
     assert dequantize_rows(layer_of(cache).packed[0, 0, :1], cache.formats[0]).shape == (1, 288)
 
@@ -261,3 +281,138 @@ def test_other_kernels_of_cuda_refuse_rows_of_such_widths() -> None:
     for width in (32, 512):
         with pytest.raises(UnsupportedError, match=f"rows of {width} elements, of latent rows"):
             refuse_latents(RowFormat.parse("int8", width))
+
+
+# On a GPU: what the same calls give on the CPU
+
+
+LATENTS = {  # formats and dims; the RoPE part of fp16 rows in fp16, for queries of float16
+    "int4-g8+fp8-g4": ("bf16", 512, 64),
+    "int8-g4": ("bf16", 512, 64),
+    "fp8": ("bf16", 512, 64),
+    "bf16": ("bf16", 512, 64),
+    "int4-g8": ("bf16", 256, 32),
+    "fp16": ("fp16", 512, 64),
+    "int8-g4+fp16": ("fp16", 256, 64),
+}
+
+
+class Both:
+    """A cache on the CPU and one on a GPU, which get the same."""
+
+    def __init__(self, name: str) -> None:
+        self.exact, *self.dims = LATENTS[name]
+        self.dtype = torch.float16 if self.exact == "fp16" else torch.bfloat16
+        options = {"fmt": name, "latent_dim": self.dims[0], "rope_dim": self.dims[1]}
+        options |= {"exact_format": self.exact, "rollback_len": 8}
+        self.here: Any = make_both("cpu", options)
+        self.there: Any = make_both("cuda", options)
+
+    def append(self, count: int, lens: list[int] | None = None) -> None:
+        """New tokens."""
+        x = [torch.randn(3, 1, count, dim).to(self.dtype) for dim in self.dims]
+        self.here.append(0, *x, lens)
+        self.there.append(0, *(one.cuda() for one in x), lens)
+
+    def assert_same(self) -> None:
+        """Compare lengths, and the bytes of all rows that are in use."""
+        mine, theirs = self.here.layers[0], self.there.layers[0]
+        for name, tensor in mine.tensors().items():
+            if tensor.ndim == 1:
+                assert torch.equal(tensor, theirs.tensors()[name].cpu()), name
+        for one, other in zip(mine.segments_in_order(), theirs.segments_in_order(), strict=True):
+            for b in range(3):
+                for side in "kv":
+                    assert torch.equal(one.rows(b, side), other.rows(b, side).cpu())
+
+    def assert_near(self, *shape: int, q_lens: list[int] | None = None) -> None:
+        """Compare attention with float64."""
+        pair = [torch.randn(3, *shape, dim).to(self.dtype) for dim in self.dims]
+        counts = None if q_lens is None else torch.tensor(q_lens, dtype=torch.int32)
+        options = {"sm_scale": SCALE, "in_step": len(shape) > 1, "return_lse": True}
+        floats = [x.float() for x in pair]  # so that only one result is rounded
+        wanted = self.here.attend(0, *floats, counts, **options, backend="reference")
+        there = None if counts is None else counts.cuda()
+        found = self.there.attend(0, *(x.cuda() for x in pair), there, **options)
+        assert_results(found, wanted, self.dtype)
+
+
+def make_both(device: str, options: dict[str, object]) -> LatentKVCache:
+    """A cache of one of these devices."""
+    return LatentKVCache(1, 3, 400, sink_len=4, recent_len=40, device=device, **options)  # type: ignore[arg-type]
+
+
+def assert_results(
+    found: tuple[torch.Tensor, torch.Tensor],
+    wanted: tuple[torch.Tensor, torch.Tensor],
+    dtype: torch.dtype,
+) -> None:
+    out, lse = (x.cpu().double() for x in found)
+    exact, exact_lse = (x.double() for x in wanted)
+    assert float((out - exact).norm() / exact.norm()) < BOUNDS[dtype]
+    torch.testing.assert_close(lse, exact_lse, atol=1e-3, rtol=1e-4)
+
+
+BOUNDS = {torch.bfloat16: 3e-3, torch.float16: 8e-4}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", LATENTS)
+def test_a_gpu_holds_the_same_rows_and_attends_to_them(name: str) -> None:
+    both = Both(name)
+    for count, lens in ((1, None), (60, [60, 2, 33]), (200, [190, 200, 0]), (1, None)):
+        both.append(count, lens)
+        both.assert_same()
+        both.assert_near(16)
+    for heads in (5, 32):
+        both.append(3, [3, 1, 2])
+        both.assert_near(3, heads, q_lens=[3, 1, 2])
+    both.append(4)
+    both.assert_near(4, 16)
+    for cache in (both.here, both.there):
+        cache.crop(torch.tensor([180, 3, 30]))
+    both.assert_same()
+    both.here, both.there = (cache.fork([1, 2, 0]) for cache in (both.here, both.there))
+    for cache in (both.here, both.there):
+        cache.reorder([2, 0, 1])
+        cache.grow(600)
+    both.append(300)
+    both.assert_same()
+    both.assert_near(16)
+    both.there.check()
+
+
+@pytest.mark.gpu
+def test_a_gpu_counts_rows_that_are_no_numbers() -> None:
+    cache = LatentKVCache(1, 2, 96, device="cuda")
+    latent, rope = torch.randn(2, 1, 5, 512).cuda(), torch.randn(2, 1, 5, 64).cuda()
+    latent[0, 0, 3, 7] = torch.nan
+    rope[1, 0, 0, 2] = torch.inf
+    rope[1, 0, 2, 2] = torch.inf
+    cache.append(0, latent, rope)
+    assert cache.bad_rows.tolist() == [1, 2]
+    with pytest.raises(NonFiniteError, match="crop the cache"):
+        cache.check()
+
+
+@pytest.mark.gpu
+def test_a_graph_of_a_step_is_replayed() -> None:
+    both = Both("int4-g8+fp8-g4")
+    both.append(70, [70, 1, 40])
+    given = [torch.randn(3, 16, dim).bfloat16().cuda() for dim in both.dims]
+    given += [torch.randn(3, 1, 1, dim).bfloat16().cuda() for dim in both.dims]
+    for _ in range(2):  # kernels are compiled, and then remembered
+        for cache in (both.here, both.there):
+            cache.step(0, *(x.to(cache.device) for x in given), sm_scale=SCALE)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = both.there.step(0, *given, sm_scale=SCALE, return_lse=True)
+    for _ in range(45):  # more than the recent window
+        for x in given:
+            x.copy_(torch.randn_like(x))
+        graph.replay()
+        both.here.append(0, *(x.cpu() for x in given[2:]))
+    both.assert_same()
+    pair = given[0].cpu().float(), given[1].cpu().float()
+    options = {"sm_scale": SCALE, "return_lse": True, "backend": "reference"}
+    assert_results(found, both.here.attend(0, *pair, **options), torch.bfloat16)

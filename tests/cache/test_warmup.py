@@ -11,15 +11,16 @@ import torch
 from example_plan import example_plan
 from fake_cuda import CPU, FakeDriver, install_for_caches, loaded_specs
 
-from kvquant import CachePlan, KVCache
+from kvquant import CachePlan, KVCache, LatentKVCache
 from kvquant.cache import warmup
 from kvquant.cache.warmup import Calls, kernels_of
 from kvquant.errors import DeviceError, ShapeError
 from kvquant.kernels.cuda.append.spec import AppendSpec
 from kvquant.kernels.cuda.decode.spec import DecodeSpec
+from kvquant.kernels.cuda.mla.spec import MlaSpec
 from kvquant.kernels.cuda.runtime import compile as compiling
 from kvquant.kernels.cuda.runtime import launch as runtime
-from kvquant.ops import attention, transform
+from kvquant.ops import attention, mla, transform
 from kvquant.rows.basis import Basis, LayerBasis
 
 BATCH, HEADS, DIM, MAX = 2, 2, 64, 2048
@@ -40,7 +41,8 @@ MAKERS = {
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     """The CPU as a GPU, for whole steps."""
     driver = install_for_caches(monkeypatch)
-    monkeypatch.setattr(attention, "kernels_for", lambda *_: "cuda")
+    for module in (attention, mla):
+        monkeypatch.setattr(module, "kernels_for", lambda *_: "cuda")
     monkeypatch.setattr(
         transform, "takes_one_launch", lambda x, backend: x.dtype in transform.DTYPES
     )
@@ -68,6 +70,39 @@ def test_what_is_launched_was_told(name: str, ratio: int, cuda: FakeDriver) -> N
         cache.step(layer, torch.zeros(BATCH, ratio * HEADS, DIM, dtype=dtype), *rows(1, dtype))
         cache.step(layer, torch.zeros(BATCH, 3, ratio * HEADS, DIM, dtype=dtype), *rows(3, dtype))
     assert len(cuda.launched) >= 6 and {*loaded_specs()} == {*told}
+
+
+def latents(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    k, v = (torch.zeros(BATCH, 1, count, dim, dtype=torch.bfloat16) for dim in (512, 64))
+    return k, v
+
+
+def absorbed(*axes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    q_latent, q_rope = (torch.zeros(BATCH, *axes, n, dtype=torch.bfloat16) for n in (512, 64))
+    return q_latent, q_rope
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("options", [{}, {"recent_len": 0, "sink_len": 0}, {"fmt": "fp8"}], ids=str)
+def test_what_a_cache_of_latents_launches_was_told(
+    heads: int, options: dict[str, Any], cuda: FakeDriver
+) -> None:
+    make = partial(LatentKVCache, 2, BATCH, MAX, **options)
+    counts: dict[str, Any] = {"prompts": (700,), "steps": (1, 3)}
+    calls = Calls(partial(make, device="meta"), torch.bfloat16, heads, **counts)
+    told = kernels_of([calls], runtime.gpu_of(CPU))
+    assert not cuda.launched and not loaded_specs(), "a rehearsal launches nothing"
+    cache = make()
+    for layer in range(2):
+        cache.append(layer, *latents(700))
+        cache.step(layer, *absorbed(heads), *latents(1), sm_scale=1.0)
+        cache.step(layer, *absorbed(3, heads), *latents(3), sm_scale=1.0)
+    assert {*loaded_specs()} == {*told}
+    guessed = kernels_of([Calls(partial(make, device="meta"), torch.bfloat16)], runtime.gpu_of(CPU))
+    plain = {spec for spec in told if isinstance(spec, MlaSpec) and not spec.causal}
+    assert plain <= {*guessed}, "where nobody said how many heads there are"
+    cache.num_q_heads = heads
+    assert cache.likely_q_heads() == cache.like(BATCH, "cpu").likely_q_heads() == (heads,)
 
 
 @pytest.mark.parametrize("name", MAKERS)

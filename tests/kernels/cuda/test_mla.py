@@ -6,7 +6,8 @@ import importlib.util
 import math
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -17,13 +18,16 @@ from fake_cuda import CPU, FakeDriver, arguments_of, install, loaded_specs
 from in_simulator import SIMULATED, in_simulator, typed
 from mla_cases import LIMITS, MlaCase, make_mla
 
-from kvquant import LatentFormat
+from kvquant import LatentFormat, LatentKVCache, debug
+from kvquant.cache import layer
 from kvquant.errors import ConfigError, UnsupportedError
 from kvquant.kernels.cuda.mla import launch as launching
 from kvquant.kernels.cuda.mla.spec import MlaSpec, shapes_of
 from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.kernels.cuda.runtime.compile import Cubin, Report, compile_spec
 from kvquant.kernels.cuda.runtime.launch import GPUS
+from kvquant.ops import append as append_ops
+from kvquant.ops import mla as mla_ops
 from kvquant.ops.mla import latent_segment
 
 if SIMULATED:
@@ -66,6 +70,17 @@ def simulate(case: MlaCase, splits: int = 1, *, is_backwards: bool = False, **sh
     """Compare with float64; shape: teams, stages and blocks of the spec."""
     global backwards
     backwards = is_backwards
+    memory[:] = [case.q_latent, case.q_rope, *([] if case.q_lens is None else [case.q_lens])]
+    for segment in case.segments:
+        memory.extend(one for one in segment if isinstance(one, torch.Tensor))
+    with simulated(**shape):
+        found = attend(case, num_splits=splits)
+    compare(case, *found)
+
+
+@contextmanager
+def simulated(**shape: Any) -> Iterator[None]:
+    """Let kernels be launched in the simulator; what is allocated meanwhile they may read."""
     empty = torch.empty
 
     def noted(*size: Any, **options: Any) -> torch.Tensor:
@@ -83,16 +98,12 @@ def simulate(case: MlaCase, splits: int = 1, *, is_backwards: bool = False, **sh
         "_gpus": {CPU: runtime.GPU("one SM", (8, 6), 1, 0, 0)},
         "_launches": {},
     }
-    memory[:] = [case.q_latent, case.q_rope, *([] if case.q_lens is None else [case.q_lens])]
-    for segment in case.segments:
-        memory.extend(one for one in segment if isinstance(one, torch.Tensor))
     with (
         mock.patch.multiple(runtime, **changes),
         mock.patch.object(launching, "_fit", fit),
         mock.patch.object(torch, "empty", noted),
     ):
-        found = attend(case, num_splits=splits)
-    compare(case, *found)
+        yield
 
 
 def compare(case: MlaCase, out: torch.Tensor, lse: torch.Tensor) -> None:
@@ -183,6 +194,47 @@ def test_several_queries_of_several_segments() -> None:
     case = make_mla(AIM, 5, (60, 1), exact="bf16", sinks=5, q_lens=(3, 2))
     case.segments.reverse()  # the first one has the sinks
     simulate(case, stages=2)
+
+
+@pytest.mark.slow
+@in_simulator
+def test_a_cache_steps_as_on_the_cpu() -> None:
+    """Slots, rows and attention of a LatentKVCache, by their kernels."""
+    options: dict[str, Any] = {"fmt": "int8-g4", "latent_dim": 256, "rope_dim": 32}
+    options |= {"sink_len": 1, "recent_len": 3, "rollback_len": 2}
+    caches: list[Any] = [LatentKVCache(1, 2, 40, **options) for _ in range(2)]
+    here, there = caches
+    for count, new_lens in ((7, (7, 2)), (1, (1, 1)), (2, (2, 2))):
+        new = [torch.randn(2, 1, count, dim).bfloat16() for dim in (256, 32)]
+        q = [torch.randn(2, count, 3, dim).bfloat16() for dim in (256, 32)]
+        lens = torch.tensor(new_lens, dtype=torch.int32)
+        here.append(0, *new, lens)
+        exact = [x.float() for x in q]
+        how: dict[str, Any] = {"sm_scale": 0.07, "return_lse": True}
+        wanted = here.attend(0, *exact, lens, **how, backend="reference")
+        memory[:] = [*there._tensors(), there.bad_rows, there.overflow_tokens, lens, *new, *q]
+        with simulated(stages=2), as_on_cuda():
+            there.append(0, *new, lens)
+            found = there.attend(0, *q, lens, **how, num_splits=1)
+        out, lse = (x.double() for x in wanted)
+        assert float((found[0].double() - out).norm() / out.norm()) < LIMITS[torch.bfloat16]
+        torch.testing.assert_close(found[1].double(), lse, rtol=1e-4, atol=1e-3)
+        for one, other in zip(here._tensors(), there._tensors(), strict=True):
+            assert torch.equal(one, other)
+
+
+@contextmanager
+def as_on_cuda() -> Iterator[None]:
+    """Let caches on the CPU call the kernels of CUDA."""
+    with (
+        mock.patch.object(debug, "may_read", lambda values: False),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
+        mock.patch.object(layer, "takes_one_launch", lambda lens, recorded: True),
+        mock.patch.object(layer.LayerCache, "_counts", lambda self, new_lens, new_tokens: new_lens),
+        mock.patch.object(append_ops, "kernels_for", lambda *_: "cuda"),
+        mock.patch.object(mla_ops, "kernels_for", lambda *_: "cuda"),
+    ):
+        yield
 
 
 @pytest.mark.slow
