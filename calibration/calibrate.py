@@ -12,7 +12,13 @@ from typing import Any, Protocol
 
 import torch
 
-from kvquant.errors import ConfigError, NonFiniteError, UnsupportedModelError, shown
+from kvquant.errors import (
+    ConfigError,
+    NonFiniteError,
+    UnsupportedError,
+    UnsupportedModelError,
+    shown,
+)
 from kvquant.hf.configs import cache_layers
 from kvquant.io.model_id import model_identity
 from kvquant.io.plan import FORMAT, VERSION, CachePlan
@@ -113,6 +119,7 @@ def calibrate(
 
     Raises:
         ConfigError: a text is too short for the sizes or is none, or an option is not possible.
+        UnsupportedError: the model keeps latent rows.
     """
     sizes, goal = sizes or Sizes(), goal or Goal(format=BASE_FORMAT)
     if rounding not in ROUNDINGS:
@@ -141,6 +148,11 @@ def calibrate(
         )
     with suppress(UnsupportedModelError):  # then after the model was observed
         layers = cache_layers(getattr(model, "config", None))
+        if layers.are_latent:
+            raise UnsupportedError(
+                "this model keeps latent rows, of which there are no plans: give a format to "
+                "kvquant quantize (--format), or to CachedModel.new_cache (fmt)"
+            )
         layers.check_whole()
         _check_budget(goal, _least_bits(layers.k_dims + layers.v_dims))
     key = _key(model, observed) if state else ""

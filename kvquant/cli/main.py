@@ -90,7 +90,8 @@ def quantize(
     MODEL is the folder of a Hugging Face model, which reads the text of --prompt. With --from, keys
     and values come from a safetensors file of tensors layers.0.k, layers.0.v, layers.1.k and so on,
     [batch, num_kv_heads, tokens, head_dim]. The cache is written to one safetensors file, which
-    replaces an old one when it is whole.
+    replaces an old one when it is whole. Of a model with latent attention (DeepSeek V2, V3) it has
+    latent rows in --format, int8-g4 by default.
 
     \b
     Example:
@@ -126,6 +127,8 @@ def quantize(
         from ..hf.model import CachedModel
 
         reader = CachedModel.from_pretrained(model)
+        if reader.has_latents:
+            options = _of_latents(options, both)
         ids = reader.encode(read_text(prompt))[:tokens]
         cache = _read_prompt(reader, ids, str(prompt), max_seq_len, chunk, options)
         _save(cache, output, reader.config_dict, {"source": prompt.name, "chunk": chunk})
@@ -225,6 +228,17 @@ def _files_of(cache: Path) -> list[Path]:
     beside = cache.parent.iterdir() if cache.parent.is_dir() else ()
     shards = [path for path in beside if shard_pattern(index).fullmatch(path.name)]
     return [whole, index, *shards]
+
+
+def _of_latents(options: dict[str, Any], fmt: str | None) -> dict[str, Any]:
+    """The options of a cache of latent rows, which have one format."""
+    if any(is_given(name) for name in ("plan", "k_format", "v_format")):
+        raise click.UsageError(
+            "this model keeps latent rows, not K and V: give --format, and no --plan, --k-format "
+            "or --v-format"
+        )
+    kept = {name: options[name] for name in ("sink_len", "recent_len")}
+    return kept | ({"fmt": fmt} if fmt else {})
 
 
 def _read_prompt(

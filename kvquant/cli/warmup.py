@@ -112,12 +112,19 @@ def _caches(
     given = {name: options[name] for name in ("max_seq_len", "sink_len", "recent_len")}
     make: Callable[..., KVCache]
     if model is not None:
+        from ..errors import UnsupportedModelError
         from ..hf.configs import cache_layers, new_cache
         from ..hf.loading import load_config
 
         config = load_config(model)
         dtype = dtype or str(config.dtype).removeprefix("torch.")
-        make, num_q_heads = partial(new_cache, config, cache_layers(config)), None
+        layers = cache_layers(config)
+        if layers.are_latent:
+            raise UnsupportedModelError(
+                f"{model} keeps latent rows: warmup has no kernels of these, they are compiled "
+                "when they are first called"
+            )
+        make, num_q_heads = partial(new_cache, config, layers), None
     elif plan is not None:
         make = KVCache.from_plan
         num_q_heads = num_q_heads if is_given("q_heads") else None

@@ -4,7 +4,8 @@
     a few, drafted     the same, where generate tries tokens of an assistant or a lookup
     a chunk of them    attend to the layer's dequantized past and causally to the chunk, then append
 
-So a prompt is quantized as it goes, and one layer at a time has a 16-bit copy. A layer that gets
+So a prompt is quantized as it goes, and one layer at a time has a 16-bit copy. Latent rows are
+attended to likewise, see latent.py; keys that a model makes of them bear no mark. A layer that gets
 the marked keys of another one attends to the same rows and values as that one did, with all queries
 or with the last ones only (Gemma 4 in generate), and appends nothing; the 16-bit copy then lives as
 long as those keys.
@@ -26,6 +27,7 @@ from ..cache.contiguous import KVCache
 from ..errors import UnsupportedError, UnsupportedModelError
 from ..ops.causal import causal_attention
 from ..rows.variant import PLAIN, AttentionVariant
+from .latent import LatentHeads
 from .masks import ATTENTION, calls, window_of
 from .padding import Padding
 from .tracing import outside_of_graphs
@@ -64,6 +66,7 @@ class Handed:
         mask: that the first attention got, if any.
         reads_rows: they are appended before attention, which reads the rows only.
         is_traced: this is part of a graph (tracing.py).
+        latents: the latents and RoPE parts that were handed, where these are not keys and values.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class Handed:
         self.appended = self.reads_rows = False
         self.seen: tuple[Any, ...] | None = None
         self.mask: torch.Tensor | None = None
+        self.latents: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 def _attention(
@@ -103,12 +107,14 @@ def _attention(
         [batch, new_tokens, num_q_heads, head_dim], and None for the weights.
     """
     handed = getattr(key, "kvquant_keys", None)
-    if isinstance(handed, Handed) and not handed.is_traced and torch.compiler.is_compiling():
+    is_ours = isinstance(handed, Handed) and not handed.is_traced
+    if torch.compiler.is_compiling() and (is_ours or hasattr(module, "kv_b_proj")):
         outside: tuple[torch.Tensor, None] = outside_of_graphs(
             _attention, module, query, key, value, attention_mask, scaling, dropout, **options
         )
         return outside
     layer = getattr(module, "layer_idx", getattr(handed, "layer", None))
+    handed = _handed_latents(layer) if handed is None else handed
     name = f"layer {layer} ({type(module).__name__})"
     if options.get("output_attentions"):
         raise UnsupportedModelError(
@@ -122,17 +128,47 @@ def _attention(
         )
         return found
     try:
-        _check_keys(handed, name, query, key, value)
-        _check_call(handed, module, name, key, dropout, options)
+        heads = _latent_heads(handed, module, name, query, key, value)
+        if heads is None:
+            _check_keys(handed, name, query, key, value)
+        rows = handed.latents or (key, value)
+        _check_call(handed, module, name, rows[0], dropout, options)
         window = window_of(
             _whole_mask(handed, attention_mask, query.shape[2]), name, handed.to.columns
         )
         _check_window(handed, window, options.get("sliding_window"), name)
-        return _attend(handed, query, key, value, scaling, _variant_of(options)), None
+        variant = _variant_of(options)
+        if heads is not None and variant is not None:
+            raise UnsupportedModelError(f"{name} has latent rows, and a cap or sink logits as well")
+        return _attend(handed, query, key, value, rows, scaling, variant, heads), None
     except BaseException:
         if not handed.is_traced:  # nothing has run yet
             handed.to.take_back()
         raise
+
+
+def _handed_latents(layer: Any) -> Handed | None:
+    """What a layer has handed to the cache of this call as latents, and not attended to yet."""
+    cache = None if torch.compiler.is_compiling() or calls.cache is None else calls.cache()
+    handed = None if cache is None else cache.latents
+    return handed if handed is not None and handed.layer == layer else None
+
+
+def _latent_heads(
+    handed: Handed,
+    module: torch.nn.Module,
+    name: str,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+) -> LatentHeads | None:
+    """The heads that attend to latents; None where keys and values were handed."""
+    if handed.latents is None:
+        return None
+    latent_dim, rope_dim = (x.shape[-1] for x in handed.latents)
+    heads = LatentHeads(module, name, latent_dim=latent_dim, rope_dim=rope_dim)
+    heads.check(query, key, value)
+    return heads
 
 
 def _check_keys(
@@ -239,41 +275,55 @@ def _attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
+    rows: tuple[torch.Tensor, torch.Tensor],
     scaling: float | None,
     variant: AttentionVariant | None,
+    heads: LatentHeads | None,
 ) -> torch.Tensor:
-    """Attend to the past and the new tokens, which are appended by the first that attends."""
+    """Attend to the past and the new tokens, which are appended by the first that attends.
+
+    Args:
+        rows: what is appended: key and value, or the latents of which they were made.
+        heads: of latents.
+    """
     kv, padding = handed.kv, handed.padding
     asked, new = query.shape[2], key.shape[2]
     if not handed.appended:
         handed.reads_rows = new == 1 or handed.to.takes_drafts()
     if handed.reads_rows:
         given = query.transpose(1, 2)
-        if given.is_cuda and given.dtype == torch.float32:  # the kernel there takes 16-bit queries
-            given = given.bfloat16()  # of any size, where fp16 ends at 65504
         given = given[:, 0] if asked == 1 else given
+        queries: tuple[torch.Tensor, ...] = (given,) if heads is None else heads.absorb(given)
+        if query.is_cuda and query.dtype == torch.float32:  # the kernel there takes 16-bit queries
+            queries = tuple(q.bfloat16() for q in queries)  # of any size, where fp16 ends at 65504
         if handed.appended:
-            out = kv.attend(handed.at, given, variant=variant, in_step=True, sm_scale=scaling)
+            out = kv.attend(handed.at, queries[0], variant=variant, in_step=True, sm_scale=scaling)
         else:
-            out = handed.to.step(handed, given, key, value, scaling, variant)
+            options = {} if heads is not None else {"variant": variant}
+            out = handed.to.step(handed, queries, rows, sm_scale=scaling, **options)
         out = out[:, None] if asked == 1 else out
+        out = out.to(query.dtype)
+        out = out if heads is None else heads.values(out)
         if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
             out = _NoGradient.apply(out, query, key, value)  # type: ignore[no-untyped-call]  # torch's
-        return out.to(query.dtype)
+        return out
     if not handed.appended:
-        key, value = (x if padding is None else padding.pack(x) for x in (key, value))
-        handed.seen = _seen(handed, key, value)
+        rows = rows if padding is None else (padding.pack(rows[0]), padding.pack(rows[1]))
+        handed.seen = _seen(handed, *rows)
     keys, values, lens = handed.seen or (key, value, [new] * len(key))
     window = kv.layers[handed.at].window
     if window is not None:
         variant = (variant or PLAIN)._replace(window=window)
     if padding is not None and padding.order is not None:
         query = padding.pack(torch.nn.functional.pad(query, (0, 0, new - asked, 0)))
-    out = causal_attention(query, keys, values, lens, scaling, variant)
+    if heads is not None and handed.seen:
+        out = heads.attend(query, keys, values, lens, scaling)
+    else:
+        out = causal_attention(query, keys, values, lens, scaling, variant)
     if padding is not None:
         out = padding.unpack(out)[:, :, -asked:]
     if not handed.appended:
-        handed.to.append(handed, key, value)
+        handed.to.append(handed, *rows)
     return out.transpose(1, 2).contiguous()  # as transformers' own: some models view it
 
 

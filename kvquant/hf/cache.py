@@ -28,13 +28,14 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 from .. import debug
 from ..cache.checks import Formats, whole_numbers
 from ..cache.contiguous import KVCache
+from ..cache.latent import LatentFormats, LatentKVCache
 from ..errors import ConfigError, ShapeError, UnsupportedModelError, shown
 from ..io.plan import CachePlan
 from ..rows.arguments import check_size
 from ..rows.quantize import EXACT_DTYPES, exact_codec
-from ..rows.variant import AttentionVariant
 from .attention import Handed
 from .configs import CacheLayers, Turn, cache_layers, layer_devices, new_cache
+from .latent import check_latents
 from .masks import ATTENTION, calls
 from .padding import Columns, Padding
 from .positions import check_scale, check_turn
@@ -81,6 +82,9 @@ class QuantizedCache(Cache):
     crop(0) keeps what all layers have. One that fails after the attention of the last layer leaves
     its tokens, as in transformers' own caches: crop them.
 
+    Of a model with multi-head latent attention (DeepSeek V2, V3) it is a LatentKVCache, whose rows
+    are in one format, fmt.
+
     A layer that no KVCache holds (linear attention, other numbers of KV heads) is kept as
     transformers keeps it, in 16 bit: describe() tells which and why. What has reached such layers
     is not taken back when a call fails: reset() then. They are not in kv, so not in its files.
@@ -97,6 +101,7 @@ class QuantizedCache(Cache):
             padded on the left to the longest.
         k_format, v_format, sink_len, recent_len: as of KVCache.
         plan: of `kvquant calibrate`, for this model: it says the formats.
+        fmt: of latent rows, in place of k_format, v_format and plan; as of LatentKVCache.
         exact_format: "bf16" or "fp16", the 16-bit rows; what fits the dtype of the keys when None.
         max_seq_len: tokens that a sequence has room for, from the beginning: more are refused, and
             no memory is allocated later. It grows when None.
@@ -138,6 +143,7 @@ class QuantizedCache(Cache):
         k_format: Formats | None = None,
         v_format: Formats | None = None,
         plan: CachePlan | None = None,
+        fmt: LatentFormats | None = None,
         sink_len: int | None = None,
         recent_len: int | None = None,
         exact_format: str | None = None,
@@ -162,6 +168,7 @@ class QuantizedCache(Cache):
         self._is_asked = False  # for the sizes of masks, at the beginning of each call
         self._is_begun = False  # a call that was asked for them, until all layers have appended
         self._waiting: str | None = None  # the layer that was handed its keys and did not attend
+        self._latents: Handed | None = None  # what it handed, where these are latents
         self._past = Columns(0, [])  # before this call
         self.padding: Padding | None = None  # of this call
         self._starts: list[int] = []  # the position of each sequence's first token
@@ -177,6 +184,7 @@ class QuantizedCache(Cache):
             "k_format": k_format,
             "v_format": v_format,
             "plan": plan,
+            "fmt": fmt,
             "sink_len": sink_len,
             "recent_len": recent_len,
         }
@@ -292,6 +300,8 @@ class QuantizedCache(Cache):
             else:
                 held = kv.layers[layer.at]
                 text = f"K {held.k_format}, V {held.v_format}"
+                if isinstance(kv, LatentKVCache):
+                    text = f"latent rows {kv.formats[layer.at]}"
                 text += f", the last {held.window} tokens" if held.window else ""
             lines.append(f"layer {index}: {text}")
         return "\n".join(lines)
@@ -312,13 +322,14 @@ class QuantizedCache(Cache):
         Args:
             layer: of the model.
             at: its place in the KVCache; None if it has none.
-            keys, values: [batch, num_kv_heads, columns, head_dim].
+            keys, values: [batch, num_kv_heads, columns, head_dim]; or latents and RoPE parts.
 
         Returns:
-            Keys and values, marked.
+            Keys and values, marked; latents unmarked, as the model makes others of them.
 
         Raises:
-            UnsupportedModelError: the layer before did not attend to its tokens.
+            UnsupportedModelError: the layer before did not attend to its tokens; or it has latents
+                and gives none.
             ShapeError: it is not this layer's turn, or the tokens are of another batch or shape.
         """
         is_traced = False
@@ -334,14 +345,23 @@ class QuantizedCache(Cache):
             self._begin_layer(layer, at, keys)
         if not at:
             self._make_room(keys)
-        self._waiting = str(layer)
         assert self.kv is not None and at is not None
+        if isinstance(self.kv, LatentKVCache):
+            try:
+                check_latents(layer, keys, values, self.kv.formats[at])
+            except UnsupportedModelError:
+                self.take_back()
+                raise
+        self._waiting = str(layer)
         padding = None
         if self.padding is not None and not is_traced:
             padding = self.padding.on(keys.device)
         handed = Handed(self, self.kv, at, layer, padding, is_traced)
         exact = EXACT_DTYPES[self.kv.exact_format]
         keys, values = _rounded(keys, exact), _rounded(values, exact)
+        if isinstance(self.kv, LatentKVCache):
+            handed.latents, self._latents = (keys, values), handed
+            return keys, values
         keys.kvquant_keys = handed  # type: ignore[attr-defined]  # a mark on it
         values.kvquant_values = handed  # type: ignore[attr-defined]  # a mark on it
         return keys, values
@@ -618,25 +638,30 @@ class QuantizedCache(Cache):
     def step(
         self,
         handed: Handed,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        sm_scale: float | None,
-        variant: AttentionVariant | None,
+        queries: tuple[torch.Tensor, ...],
+        rows: tuple[torch.Tensor, torch.Tensor],
+        **options: Any,
     ) -> torch.Tensor:
         """Append the token, or the drafted ones, that were handed to a layer, and attend by
-        KVCache.step."""
+        KVCache.step; queries, rows and options are those that it takes."""
         kv, at = handed.kv, handed.at
+        step: Callable[..., torch.Tensor] = kv.step
+        attend: Callable[..., torch.Tensor] = kv.attend
         if handed.padding is None:
-            out = kv.step(at, query, keys, values, variant=variant, sm_scale=sm_scale)
+            out = step(at, *queries, *rows, **options)
         else:
-            kv.append(at, keys, values, handed.padding.lens)
-            out = kv.attend(at, query, variant=variant, sm_scale=sm_scale)
+            kv.append(at, *rows, handed.padding.lens)
+            out = attend(at, *queries, **options)
         self._appended(handed)
         return out
 
+    @property
+    def latents(self) -> Handed | None:
+        """What the layer that attends next has handed, where these are latents."""
+        return self._latents if self.is_waiting else None
+
     def _appended(self, handed: Handed) -> None:
-        handed.appended, self._waiting = True, None
+        handed.appended, self._waiting, self._latents = True, None, None
         if not handed.is_traced:
             self._due, self._marks = handed.at + 1, _marks_of(handed.kv)
             self._is_begun &= self._due < self.num_places
@@ -743,9 +768,11 @@ class QuantizedCache(Cache):
     def is_compileable(self) -> bool:
         """Whether torch.compile takes a step as one graph, which serves all steps; generate looks
         at it. The cache has its room from the beginning, on one device, and the model does not turn
-        keys or scale queries by the length of the text."""
+        keys or scale queries by the length of the text, nor keep latent rows."""
         depends = self._turn is not None or self._scaled_from is not None
-        return self._is_static and not (self._kept or depends or self.is_spread)
+        kv = self._outline if self.kv is None else self.kv
+        has_latents = isinstance(kv, LatentKVCache)
+        return self._is_static and not (self._kept or depends or has_latents or self.is_spread)
 
     @property
     def is_spread(self) -> bool:
@@ -987,6 +1014,13 @@ def _check_ranks(source: Any, num_kv_heads: int) -> None:
 
 def _check_layers(kv: KVCache, layers: CacheLayers) -> None:
     """Raise ShapeError unless a KVCache is one for these layers."""
+    if isinstance(kv, LatentKVCache) != layers.are_latent:
+        kept = "latent rows", "keys and values of heads"
+        has, needs = kept if isinstance(kv, LatentKVCache) else kept[::-1]
+        raise ShapeError(
+            f"the cache has {has}, and the model keeps {needs}: make the cache by "
+            "QuantizedCache(model), or CachedModel.new_cache"
+        )
     dims = [(at.k_format.head_dim, at.v_format.head_dim) for at in kv.layers]
     wanted = list(zip(layers.k_dims, layers.v_dims, strict=True))
     number, found = len(layers.places), (kv.num_layers, kv.num_kv_heads)

@@ -2,8 +2,9 @@
 the KVCache for them.
 
 Configs of transformers are read by attribute; nothing is imported from there. A layer that attends
-to the keys and values of an earlier one owns none: the cache has no place for it. Layers that no
-KVCache holds (states, latent rows, other numbers of KV heads) are told with the reason.
+to the keys and values of an earlier one owns none: the cache has no place for it. Layers with
+latent rows are those of a LatentKVCache. Layers that no KVCache holds (states, other numbers of KV
+heads) are told with the reason.
 """
 
 from __future__ import annotations
@@ -17,13 +18,17 @@ import torch
 
 from ..cache.checks import DEFAULT_FORMAT, row_formats
 from ..cache.contiguous import KVCache
-from ..errors import UnsupportedModelError
+from ..cache.latent import DEFAULT_FORMAT as DEFAULT_LATENT_FORMAT
+from ..cache.latent import LatentFormats, LatentKVCache
+from ..errors import ConfigError, UnsupportedModelError
 from ..io.plan import CachePlan
 from ..rows.format import HEAD_DIMS, one_of
+from ..rows.latent import LATENT_DIMS, ROPE_DIMS
 
 # of config.layer_types: what they keep are the keys and values of tokens, and nothing else
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 _NOTHING = {"moe", "mlp"}  # layers without attention, which transformers counts too
+_OF_HEADS = "k_format", "v_format", "bases", "windows"  # options that latent rows have not
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,8 @@ class CacheLayers:
         places: the model's layer at each place of the cache.
         num_kv_heads: of each of them.
         k_dims, v_dims: elements of a row of K and of V, for each place.
+        are_latent: they keep one latent row a token, the latent as K and the RoPE part as V of one
+            KV head: a LatentKVCache.
         windows: the tokens that attention sees, the last ones, for each place; None for all.
         turn: where all keys would have to be turned anew, if anywhere.
         scaled_from: the position from which on queries are scaled by how far they are, counted by
@@ -67,6 +74,7 @@ class CacheLayers:
     turn: Turn | None = None
     scaled_from: int | None = None
     others: Mapping[int, str] = field(default_factory=dict)
+    are_latent: bool = False
     rank: int = 0
     ranks: int = 1
 
@@ -132,7 +140,7 @@ def cache_layers(config: Any, *, longest: int | None = 0) -> CacheLayers:
                 raise UnsupportedModelError("attends to an image or an encoder, not to tokens")
             if kinds[layer] == "chunked_attention":
                 _check_chunk(by_layer[layer], longest)
-            shapes[layer] = _shape(by_layer[layer], layer, kinds[layer])
+            shapes[layer] = _shape(by_layer[layer], layer, kinds[layer], windows[layer])
         except UnsupportedModelError as error:
             others[layer] = str(error)
     if not shapes:
@@ -155,6 +163,7 @@ def cache_layers(config: Any, *, longest: int | None = 0) -> CacheLayers:
         turn=_turn(config),
         scaled_from=_scaled_from(config),
         others=dict(sorted(others.items())),
+        are_latent=bool(getattr(config, "kv_lora_rank", None)),
     )
 
 
@@ -202,21 +211,76 @@ def new_cache(
     max_seq_len: int,
     *,
     plan: CachePlan | None = None,
+    fmt: LatentFormats | None = None,
     **options: Any,
 ) -> KVCache:
-    """An empty KVCache of a model's layers.
+    """An empty KVCache of a model's layers; a LatentKVCache where these keep latent rows.
 
     Args:
         config: the whole one of the model.
         layers: cache_layers(config).
         batch, max_seq_len, options: as in KVCache.
-        plan: for this model.
+        plan: for this model; there is none of latent rows.
+        fmt: of latent rows, as in LatentKVCache.
 
     Raises:
         ConfigError: an option is not possible.
         CheckpointError: the plan was made for another model.
         UnsupportedModelError: the plan has not all layers.
     """
+    text = config.get_text_config(decoder=True)
+    if layers.are_latent:
+        cache: KVCache = _latent_cache(text, layers, batch, max_seq_len, plan, fmt, options)
+    elif fmt is not None:
+        raise ConfigError(
+            f"fmt is the format of latent rows, and this {text.model_type} model keeps keys and "
+            "values of heads: give k_format and v_format"
+        )
+    else:
+        cache = _cache_of_heads(config, layers, batch, max_seq_len, plan, options)
+    q_heads = getattr(text, "num_attention_heads", None)
+    cache.num_q_heads = q_heads and q_heads // layers.ranks
+    return cache
+
+
+def _latent_cache(
+    config: Any,
+    layers: CacheLayers,
+    batch: int,
+    max_seq_len: int,
+    plan: CachePlan | None,
+    fmt: LatentFormats | None,
+    options: dict[str, Any],
+) -> LatentKVCache:
+    given = ["plan"] * (plan is not None) + [name for name in _OF_HEADS if name in options]
+    if given:
+        raise ConfigError(
+            f"{' and '.join(given)} cannot be given: this {config.model_type} model keeps a latent "
+            "row a token, not keys and values of heads: give its format as fmt ('int8-g4')"
+        )
+    if fmt is None:  # RoPE parts are bf16, which kernels on CUDA do not read with float16 queries
+        is_half = options.get("exact_format") == "fp16"
+        fmt = DEFAULT_LATENT_FORMAT + "+fp16" * is_half
+    latent_dim, rope_dim = layers.k_dims[0], layers.v_dims[0]
+    return LatentKVCache(
+        len(layers.places),
+        batch,
+        max_seq_len,
+        fmt=fmt,
+        latent_dim=latent_dim,
+        rope_dim=rope_dim,
+        **options,
+    )
+
+
+def _cache_of_heads(
+    config: Any,
+    layers: CacheLayers,
+    batch: int,
+    max_seq_len: int,
+    plan: CachePlan | None,
+    options: dict[str, Any],
+) -> KVCache:
     options = {"windows": list(layers.windows)} | options
     if plan is not None:
         plan.check_model(config.to_dict())
@@ -228,16 +292,11 @@ def new_cache(
         if layers.ranks > 1:
             first = layers.rank * layers.num_kv_heads
             plan = plan.of_heads(range(first, first + layers.num_kv_heads))
-        cache = KVCache.from_plan(plan, batch, max_seq_len, **options)
-    else:
-        for name, dims in (("k_format", layers.k_dims), ("v_format", layers.v_dims)):
-            options[name] = row_formats(name, options.get(name, DEFAULT_FORMAT), dims)
-        shape = len(layers.places), batch, layers.num_kv_heads, max(layers.k_dims), max_seq_len
-        cache = KVCache(*shape, **options)
-    text = config.get_text_config(decoder=True)
-    q_heads = getattr(text, "num_attention_heads", None)
-    cache.num_q_heads = q_heads and q_heads // layers.ranks
-    return cache
+        return KVCache.from_plan(plan, batch, max_seq_len, **options)
+    for name, dims in (("k_format", layers.k_dims), ("v_format", layers.v_dims)):
+        options[name] = row_formats(name, options.get(name, DEFAULT_FORMAT), dims)
+    shape = len(layers.places), batch, layers.num_kv_heads, max(layers.k_dims), max_seq_len
+    return KVCache(*shape, **options)
 
 
 def layer_windows(config: Any) -> list[int | None]:
@@ -299,8 +358,10 @@ def _check_chunk(config: Any, longest: int | None) -> None:
         )
 
 
-def _shape(config: Any, layer: int, layer_kind: str | None) -> tuple[int, int, int]:
-    """KV heads of a layer, elements of a key and of a value.
+def _shape(
+    config: Any, layer: int, layer_kind: str | None, window: int | None
+) -> tuple[int, int, int]:
+    """KV heads of a layer, elements of a key and of a value; 1, of a latent and of a RoPE part.
 
     Raises:
         UnsupportedModelError: why no KVCache holds the layer, to stand behind its name.
@@ -311,10 +372,7 @@ def _shape(config: Any, layer: int, layer_kind: str | None) -> tuple[int, int, i
     if not q_heads:
         raise UnsupportedModelError("has no attention heads, so no keys and values")
     if getattr(config, "kv_lora_rank", None):
-        raise UnsupportedModelError(
-            "has multi-head latent attention: transformers keeps one latent row for all heads, "
-            "which is smaller than quantized keys and values of each head"
-        )
+        return 1, *_latent_shape(config, layer, window)
     heads = _number(config, "num_key_value_heads", layer) or q_heads
     k_dim = _number(config, "head_dim", layer)
     if layer_kind == "full_attention":  # before transformers 5.17, which has layers' own configs
@@ -330,6 +388,25 @@ def _shape(config: Any, layer: int, layer_kind: str | None) -> tuple[int, int, i
                 f"{one_of(HEAD_DIMS)}"
             )
     return heads, k_dim, v_dim
+
+
+def _latent_shape(config: Any, layer: int, window: int | None) -> tuple[int, int]:
+    """Elements of a latent and of a RoPE part; as _shape."""
+    if getattr(config, "index_topk", None):
+        raise UnsupportedModelError(
+            "attends to tokens that an indexer chooses (DeepSeek sparse attention), with keys of "
+            "its own beside the latent rows"
+        )
+    if window:
+        raise UnsupportedModelError("has latent rows and a sliding window, which they have not")
+    latent_dim = _number(config, "kv_lora_rank", layer)
+    rope_dim = _number(config, "qk_rope_head_dim", layer)
+    if latent_dim not in LATENT_DIMS or rope_dim not in ROPE_DIMS:
+        raise UnsupportedModelError(
+            f"has latent rows that no format has, of {latent_dim} latents and {rope_dim} RoPE "
+            f"elements: use {one_of(LATENT_DIMS)} and {one_of(ROPE_DIMS)}"
+        )
+    return latent_dim, rope_dim
 
 
 def _number(config: Any, name: str, layer: int) -> int | None:

@@ -14,6 +14,7 @@ from transformers.cache_utils import DynamicCache
 from .. import debug
 from ..cache.checks import whole_numbers
 from ..cache.contiguous import KVCache
+from ..cache.latent import LatentFormats
 from ..errors import ConfigError, ShapeError, UnsupportedModelError
 from ..io.plan import CachePlan
 from ..rows.arguments import check_device, check_size
@@ -21,6 +22,7 @@ from ..rows.quantize import exact_codec
 from .cache import QuantizedCache
 from .configs import CacheLayers, cache_layers, layer_devices, layer_windows, new_cache
 from .fold import fold_values
+from .latent import check_latent_layers
 from .loading import load
 from .masks import ATTENTION
 from .observe import Observer, observe, output_weights, shared_layers
@@ -154,17 +156,21 @@ class CachedModel:
         max_seq_len: int,
         *,
         plan: CachePlan | None = None,
+        fmt: LatentFormats | None = None,
         **options: Unpack[CacheOptions],
     ) -> KVCache:
         """Make an empty KVCache of this model's layers.
 
         It has those that own keys and values, in order; a layer that attends to those of another
-        one has no place. Their head_dim may differ, their number of KV heads may not.
+        one has no place. Their head_dim may differ, their number of KV heads may not. Of a model
+        with multi-head latent attention (DeepSeek V2, V3) it is a LatentKVCache.
 
         Args:
             batch: sequences.
             max_seq_len: tokens that each has room for.
             plan: of `kvquant calibrate`, for this model: it says the formats.
+            fmt: of latent rows, as in LatentKVCache, where k_format, v_format and plan have no
+                meaning.
             options: of KVCache: k_format, v_format (not with a plan), sink_len, recent_len,
                 exact_format.
 
@@ -176,8 +182,13 @@ class CachedModel:
         """
         device = layer_devices(self.model, self._layers.places) or self.model.device
         own = {"exact_format": self.exact_format, "device": device}
-        given: dict[str, Any] = own | options
-        return new_cache(self.model.config, self._layers, batch, max_seq_len, plan=plan, **given)
+        given: dict[str, Any] = own | options | {"plan": plan, "fmt": fmt}
+        return new_cache(self.model.config, self._layers, batch, max_seq_len, **given)
+
+    @property
+    def has_latents(self) -> bool:
+        """Whether its caches keep latent rows, not keys and values of heads."""
+        return self._layers.are_latent
 
     def fold_values(self, plan: CachePlan) -> CachePlan:
         """Move the plan's bases of V from caches into the model's weights, in place.
@@ -407,6 +418,8 @@ class CachedModel:
     def not_captured(self, cache: KVCache) -> str | None:
         """Why a step of this model cannot be a CUDA graph (CapturedStep); None if it can."""
         turn, scaled_from, positions = self._layers.turn, self._layers.scaled_from, self._positions
+        if self.has_latents:
+            return "it keeps latent rows, of which no step was captured yet"
         if turn is not None:
             return f"it looks at the length of the text in each step (rope_type {turn.kind!r})"
         last = cache.max_seq_len + int(cache.start_positions.max())
@@ -458,6 +471,9 @@ class CachedModel:
         """The layers that a cache holds; UnsupportedModelError if it cannot serve the model."""
         layers = cache_layers(self.config)
         layers.check_whole()
+        if layers.are_latent:
+            latent_dim, rope_dim = layers.k_dims[0], layers.v_dims[0]
+            check_latent_layers(self.model, latent_dim=latent_dim, rope_dim=rope_dim)
         with attending(self.model, ATTENTION):  # if it can
             _ = self._positions
         return layers

@@ -6,6 +6,7 @@ import io
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,8 +22,8 @@ import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 
+from kvquant import LatentKVCache, __version__
 from kvquant import __main__ as entry
-from kvquant import __version__
 from kvquant.cli import console
 from kvquant.cli import main as cli
 from kvquant.io import atomic as writing
@@ -98,6 +99,32 @@ def test_a_prompt_becomes_a_cache_that_can_be_inspected_and_exported(
     exported = load_file(out)
     assert exported["layers.0.k"].shape == (1, 1, length, 128)
     torch.testing.assert_close(exported["layers.2.v"], cache.dequantized(2, torch.bfloat16)[1])
+
+
+@needs_hf
+def test_a_model_with_latent_attention_gives_latent_rows(tmp_path: Path, prompt: Path) -> None:
+    from hf_cases import LATENT_SIZES, hands_latents, random_model
+
+    if not hands_latents:
+        pytest.skip("needs transformers 5.17")
+    model, path = tmp_path / "deepseek", tmp_path / "cache.safetensors"
+    sizes = LATENT_SIZES | {"vocab_size": 8192}
+    random_model("deepseek_v3", sizes).model.save_pretrained(model)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(MODEL / name, model)
+    given = "quantize", model, "--prompt", prompt, "--tokens", 200, "-o", path
+    for fmt, options in ("int8-g4", []), ("int4-g8", ["--format", "int4-g8"]):
+        text = ok(*given, *options)
+        assert ok("inspect", path) == text and fmt in text
+        cache = load_cache(path)
+        assert isinstance(cache, LatentKVCache) and cache.seq_lens.tolist() == [200]
+        assert {str(one) for one in cache.formats} == {fmt}
+    refused = run(*given, "--k-format", "int8")
+    assert refused.exit_code == 2 and "this model keeps latent rows" in refused.stderr
+    refused = run("calibrate", model, "--zero-data", "-o", tmp_path / "plan.safetensors")
+    assert refused.exit_code and "of which there are no plans" in refused.stderr, refused.stderr
+    refused = run("warmup", "--model", model, "--arch", "sm_90")
+    assert refused.exit_code and "keeps latent rows" in refused.stderr
 
 
 def test_raw_tensors_become_a_cache(tmp_path: Path, raw: Path) -> None:

@@ -100,7 +100,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "encoder": ({"is_encoder_decoder": True}, "tiny models have an encoder before the decoder"),
     "no layers": ({"num_hidden_layers": None}, "does not tell its layers"),
     "no heads": ({"num_attention_heads": None}, "layer 0 has no attention heads"),
-    "latent": ({"kv_lora_rank": 512}, "layer 0 has multi-head latent attention"),
+    "latent": (
+        {"kv_lora_rank": 512, "qk_rope_head_dim": 48},
+        "layer 0 has latent rows that no format has, of 512 latents and 48 RoPE elements",
+    ),
+    "indexer": (
+        {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_topk": 8},
+        "layer 0 attends to tokens that an indexer chooses",
+    ),
+    "latent window": (
+        {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "sliding_window": 8},
+        "layer 0 has latent rows and a sliding window",
+    ),
     "head_dim": ({"head_dim": 72}, "layer 0 has rows .*: head_dim 72 is not supported"),
     "values": ({"v_head_dim": 512}, "layer 0 has rows .*: head_dim 512 is not supported"),
     "index": ({"layer_types": ["indexed_attention"] * 3}, "layer 0 is 'indexed_attention'"),
@@ -113,6 +124,13 @@ def test_models_without_a_layer_that_a_kv_cache_holds_are_refused(case: str) -> 
     with pytest.raises(UnsupportedModelError, match=message) as told:
         cache_layers(config(**changes))
     assert "\n" not in str(told.value)
+
+
+def test_latent_rows_are_those_of_one_head() -> None:
+    found = cache_layers(config(kv_lora_rank=512, qk_rope_head_dim=64))
+    assert found.are_latent and found.num_kv_heads == 1
+    assert (found.k_dims, found.v_dims) == ((512,) * 3, (64,) * 3)
+    assert not cache_layers(config()).are_latent
 
 
 def test_angles_that_depend_on_the_length_are_known() -> None:

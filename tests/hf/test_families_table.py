@@ -18,7 +18,7 @@ import kvquant
 from kvquant.errors import UnsupportedModelError
 
 transformers = pytest.importorskip("transformers")
-from hf_cases import FP16, random_model  # noqa: E402
+from hf_cases import FP16, FP16_LATENTS, LATENT_SIZES, hands_latents, random_model  # noqa: E402
 from slow_cases import mark_slow  # noqa: E402
 
 from kvquant.hf.cache import QuantizedCache, QuantizedLayer  # noqa: E402
@@ -27,9 +27,12 @@ README = Path(kvquant.__file__).parent / "hf" / "README.md"
 PROMPT, STEPS, PADDING = 20, 6, 5
 TOLERANCE = 0.02  # of the logits' deviation; a token more or less moves them by 0.2 and more
 MIXED = ["sliding_attention", "full_attention"] * 2
-USUAL = ["llama4_text", "qwen3_next", "falcon", "diffllama"]  # the others are slow
+USUAL = ["llama4_text", "qwen3_next", "deepseek_v3", "falcon", "diffllama"]  # others are slow
+LATENT = {"deepseek_v2", "deepseek_v3"}
 PLACED = {"llama4_text", "granitemoehybrid"}  # attention is not shown positions
 CHANGES: dict[str, dict[str, Any]] = {
+    "deepseek_v2": LATENT_SIZES | {"num_experts_per_tok": 8, "topk_group": 2},
+    "deepseek_v3": LATENT_SIZES | {"num_experts_per_tok": 8, "topk_group": 2},
     "qwen3_moe": {"num_experts_per_tok": 2},  # that no router's choice hangs on a rounding
     "llama4_text": {
         "num_hidden_layers": 4,
@@ -96,6 +99,8 @@ def packed(cache: QuantizedCache) -> str:
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # transformers' own
 @pytest.mark.parametrize("kind", mark_slow(lines(), USUAL))
 def test_the_table_says_what_a_model_shows(kind: str) -> None:
+    if kind in LATENT and not hands_latents:
+        pytest.skip("needs transformers 5.17, which hands a cache latents")
     told, *divergence = lines()[kind]
     model = random_model(kind, CHANGES.get(kind, {})).model
     model.generation_config.eos_token_id = None
@@ -111,13 +116,14 @@ def test_the_table_says_what_a_model_shows(kind: str) -> None:
             model.generate(**prompt, past_key_values=QuantizedCache(model), **options)
         return
 
-    rows = FP16 | {"placed": kind in PLACED}
+    rows = (FP16_LATENTS if kind in LATENT else FP16) | {"placed": kind in PLACED}
     cache = QuantizedCache(model, **rows)
     assert packed(cache) == told
     exact = logits_of(model, cache, text, mask)
     cache.reset()
     wanted_tokens = model.generate(**prompt, past_key_values=cache, **options)
-    cache = QuantizedCache(model, **rows | {"k_format": "int8", "v_format": "int8"})
+    packed_rows = {"fmt": "int8-g4"} if kind in LATENT else {"k_format": "int8", "v_format": "int8"}
+    cache = QuantizedCache(model, **rows | packed_rows)
     int8 = logits_of(model, cache, text, mask)
 
     model.set_attn_implementation("eager")

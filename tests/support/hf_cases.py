@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
 from kvquant.hf.model import CachedModel
 
@@ -34,6 +35,33 @@ FP16: dict[str, Any] = {
     "sink_len": 0,
     "recent_len": 0,
     "exact_format": "fp16",
+}
+FP16_LATENTS: dict[str, Any] = {
+    "fmt": "fp16",
+    "sink_len": 0,
+    "recent_len": 0,
+    "exact_format": "fp16",
+}
+# a cache of transformers before 5.17 gets keys and values of all heads, made of latents
+hands_latents = hasattr(DeepseekV3Attention, "expand_kv")
+needs_latents = pytest.mark.skipif(not hands_latents, reason="needs transformers 5.17")
+LATENT_SIZES: dict[str, Any] = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 256,
+    "q_lora_rank": 64,
+    "qk_rope_head_dim": 32,
+    "head_dim": 32,  # what is rotated
+    "qk_nope_head_dim": 48,
+    "v_head_dim": 40,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_local_experts": 8,  # other names of them
+    "num_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
 }
 # two layers with keys of their own, and two that attend to theirs
 SHARING: dict[str, Any] = {

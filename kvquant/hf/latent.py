@@ -1,0 +1,202 @@
+"""Heads of multi-head latent attention (MLA; DeepSeek V2, V3), which decode from latent rows.
+
+transformers hands a cache one latent (after its norm) and one RoPE part (after RoPE) a token, and
+makes keys and values of all heads from what the cache gives back:
+
+    K of a head = W_UK latent, the RoPE part beside it        V of a head = W_UV latent
+
+W_UK and W_UV of all heads are the rows of one weight, kv_b_proj. What a cache holds is not expanded
+in a step: W_UK goes into the query and W_UV into the output (absorption, ops/mla.py). A chunk of a
+prompt is cheaper expanded, as each latent then meets many queries: a few heads at a time.
+
+Source: DeepSeek-V2 (https://arxiv.org/abs/2405.04434), 2.1.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch.nn.functional import linear
+
+from ..errors import UnsupportedModelError
+from ..ops.causal import causal_attention
+from ..rows.latent import LatentFormat
+
+EXPANDED = 1 << 28  # bytes of keys and values that are expanded at a time
+SAME = 0.05  # relative error of expanded rows: of bf16, far less; if they are others, 1 or so
+_NEWER = (
+    "gives a cache the keys and values of all heads, not latent rows: install transformers 5.17 "
+    "or newer"
+)
+
+
+class LatentHeads:
+    """The heads of one layer.
+
+    Products are computed in the dtype of the weights: a copy of these in float32 would be read in
+    each step, and matrix products of 16 bit are summed up in float32 anyway.
+
+    Args:
+        module: of transformers, that attends.
+        name: of the layer, for errors.
+        latent_dim, rope_dim: elements of its latent rows.
+
+    Raises:
+        UnsupportedModelError: it makes keys and values otherwise, or its weight cannot be absorbed.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, name: str, *, latent_dim: int, rope_dim: int
+    ) -> None:
+        if getattr(module, "indexer", None) is not None:
+            raise UnsupportedModelError(
+                f"{name} attends to tokens that an indexer chooses (DeepSeek sparse attention): "
+                "a LatentKVCache attends to all of them"
+            )
+        up = getattr(module, "kv_b_proj", None)
+        if not hasattr(module, "expand_kv"):
+            raise UnsupportedModelError(f"{name} {_NEWER}")
+        if type(up) is not torch.nn.Linear or getattr(up, "bias", None) is not None:
+            raise UnsupportedModelError(
+                f"{name} makes keys and values by {type(up).__name__}, whose weight cannot be "
+                "absorbed: kv_b_proj has to be a torch.nn.Linear without bias, so load the model "
+                "without quantization or adapters"
+            )
+        self.name, self.rope_dim = name, rope_dim
+        self.weight: torch.Tensor = up.weight
+        self.nope_dim = int(getattr(module, "qk_nope_head_dim", 0))
+        self.v_dim = int(getattr(module, "v_head_dim", 0))
+        rows, columns = self.weight.shape
+        if not self._head_rows or rows % self._head_rows or columns != latent_dim:
+            raise UnsupportedModelError(
+                f"{name} has kv_b_proj {[rows, columns]}: a head has {self._head_rows} rows "
+                f"(qk_nope_head_dim and v_head_dim) of {latent_dim} latents"
+            )
+        self._check_same(module)
+
+    @property
+    def _head_rows(self) -> int:
+        return self.nope_dim + self.v_dim
+
+    def _check_same(self, module: Any) -> None:
+        """Raise unless the module expands latents as this does; each is looked at once."""
+        if module in _checked:
+            return
+        weight = self.weight
+        if weight.is_meta:
+            raise UnsupportedModelError(
+                f"{self.name} has its weights elsewhere (device_map): load the model on one device"
+            )
+        elements = weight.shape[1] + self.rope_dim
+        row = torch.linspace(-1, 1, elements, dtype=weight.dtype, device=weight.device)
+        latent, rope = row[None, None, None].split([weight.shape[1], self.rope_dim], dim=-1)
+        with torch.no_grad():
+            theirs, ours = module.expand_kv(latent, rope), self._expand(latent, rope, weight)
+        for given, own in zip(theirs, ours, strict=True):
+            is_same = given.shape == own.shape and float((given - own).norm()) <= SAME * float(
+                own.norm()
+            )
+            if not is_same:
+                raise UnsupportedModelError(
+                    f"{self.name} makes other keys and values of latents than DeepSeek's: the "
+                    "weight of kv_b_proj has the rows of K and then those of V of each head"
+                )
+        _checked.add(module)
+
+    def check(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Raise unless attention got expanded keys and values of the new tokens, of all heads.
+
+        Args:
+            query, key: [batch, heads, new_tokens, nope_dim + rope_dim].
+            value: [batch, heads, new_tokens, v_dim].
+        """
+        heads = self.weight.shape[0] // self._head_rows
+        rows = query.shape[0], heads, query.shape[2]
+        wanted = (*rows, self.nope_dim + self.rope_dim), (*rows, self.v_dim)
+        if query.shape != wanted[0] or (key.shape, value.shape) != wanted:
+            raise UnsupportedModelError(
+                f"{self.name} attends with queries {list(query.shape)} to keys {list(key.shape)} "
+                f"and values {list(value.shape)}: its latents make keys {list(wanted[0])} and "
+                f"values {list(wanted[1])}"
+            )
+
+    def absorb(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The queries that attend to latent rows.
+
+        Args:
+            query: [..., heads, nope_dim + rope_dim].
+
+        Returns:
+            W_UK^T q [..., heads, latent_dim], and the RoPE part [..., heads, rope_dim].
+        """
+        q_nope, q_rope = query.split([self.nope_dim, self.rope_dim], dim=-1)
+        return torch.einsum("...hd,hdl->...hl", q_nope, self._of_heads[:, : self.nope_dim]), q_rope
+
+    def values(self, latents: torch.Tensor) -> torch.Tensor:
+        """W_UV of each head by what it attended to: [..., heads, latent_dim] -> [..., v_dim]."""
+        return torch.einsum("...hl,hvl->...hv", latents, self._of_heads[:, self.nope_dim :])
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        latents: torch.Tensor,
+        ropes: torch.Tensor,
+        lens: Sequence[int],
+        sm_scale: float | None,
+    ) -> torch.Tensor:
+        """Attend causally with the last tokens of each sequence, to keys and values expanded.
+
+        Args:
+            query: [batch, heads, q_len, nope_dim + rope_dim].
+            latents: [batch, 1, longest or more, latent_dim], the dtype of query.
+            ropes: [batch, 1, longest or more, rope_dim].
+            lens, sm_scale: as in causal_attention.
+
+        Returns:
+            [batch, heads, q_len, v_dim].
+        """
+        elements = latents.shape[0] * latents.shape[2] * (self._head_rows + self.rope_dim)
+        heads = max(EXPANDED // (elements * latents.element_size()), 1)
+        found = []
+        for begin in range(0, query.shape[1], heads):
+            rows = slice(begin * self._head_rows, (begin + heads) * self._head_rows)
+            keys, values = self._expand(latents, ropes, self.weight[rows])
+            some = query[:, begin : begin + heads]
+            found.append(causal_attention(some, keys, values, lens, sm_scale))
+        return torch.cat(found, dim=1)
+
+    def _expand(
+        self, latents: torch.Tensor, ropes: torch.Tensor, weight: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the heads whose rows these are."""
+        expanded = linear(latents[:, 0], weight).unflatten(-1, (-1, self._head_rows))
+        keys, values = expanded.transpose(1, 2).split([self.nope_dim, self.v_dim], dim=-1)
+        ropes = ropes.expand(-1, keys.shape[1], -1, -1)
+        return torch.cat([keys, ropes], dim=-1), values
+
+    @property
+    def _of_heads(self) -> torch.Tensor:
+        """[heads, nope_dim + v_dim, latent_dim]."""
+        rows = self._head_rows
+        return self.weight.view(len(self.weight) // rows, rows, -1)
+
+
+_checked: WeakSet[torch.nn.Module] = WeakSet()
+
+
+def check_latent_layers(model: torch.nn.Module, *, latent_dim: int, rope_dim: int) -> None:
+    """Raise UnsupportedModelError unless the layers of a model decode from latent rows."""
+    for module in model.modules():
+        if hasattr(module, "kv_b_proj"):
+            name = f"layer {getattr(module, 'layer_idx', None)} ({type(module).__name__})"
+            LatentHeads(module, name, latent_dim=latent_dim, rope_dim=rope_dim)
+
+
+def check_latents(layer: int, keys: torch.Tensor, values: torch.Tensor, fmt: LatentFormat) -> None:
+    """Raise UnsupportedModelError unless what a layer gives its cache are such latent rows."""
+    heads, dims = (keys.shape[1], values.shape[1]), (keys.shape[3], values.shape[3])
+    if heads != (1, 1) or dims != (fmt.latent_dim, fmt.rope_dim):
+        raise UnsupportedModelError(f"layer {layer} {_NEWER}")

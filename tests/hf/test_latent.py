@@ -1,0 +1,405 @@
+"""Models with latent attention (DeepSeek V2, V3): absorbed attention, caches, refusals (9 s)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvquant import LatentKVCache, load_cache, save_cache
+from kvquant.errors import ConfigError, NonFiniteError, ShapeError, UnsupportedModelError
+
+transformers = pytest.importorskip("transformers")
+from hf_cases import (  # noqa: E402
+    FP16_LATENTS,
+    LATENT_SIZES,
+    RoundedCache,
+    hands_latents,
+    needs_latents,
+    random_model,
+    tiny,
+)
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import (  # noqa: E402
+    DeepseekV3Attention,
+)
+
+from kvquant.hf import latent  # noqa: E402
+from kvquant.hf.cache import QuantizedCache  # noqa: E402
+from kvquant.hf.latent import LatentHeads  # noqa: E402
+from kvquant.hf.model import CachedModel  # noqa: E402
+
+LENS, STEPS = [25, 9], 4
+# float32 sums in another order round a few rows to the neighbouring fp16 number; a wrong RoPE part,
+# scale or expert moves logits by 0.1 and more
+TOLERANCE = 1e-3
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+    "beta_fast": 32,
+    "beta_slow": 1,
+}
+DENSE: dict[str, Any] = {"first_k_dense_replace": 2}  # that no router's choice hangs on a rounding
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "v3": ("deepseek_v3", {}),
+    "v3, plain q": ("deepseek_v3", {"q_lora_rank": None}),
+    "v3, yarn": ("deepseek_v3", {"rope_parameters": YARN}),
+    "v3, halves": ("deepseek_v3", {"rope_interleave": False}),
+    "v2": ("deepseek_v2", {}),
+    "v2, plain q, groups": (
+        "deepseek_v2",
+        {"q_lora_rank": None, "topk_method": "group_limited_greedy"},
+    ),
+    "v2, yarn": ("deepseek_v2", {"rope_parameters": YARN}),
+    "wide rows": ("deepseek_v3", {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}),
+}
+
+
+def deepseek(case: str = "v3", **changes: Any) -> CachedModel:
+    kind, own = MODELS[case]
+    return random_model(kind, LATENT_SIZES | own | changes)
+
+
+def texts(tokens: int = LENS[0] + STEPS) -> torch.Tensor:
+    return torch.randint(5, 97, (2, tokens), generator=torch.Generator().manual_seed(0))
+
+
+def read(model: CachedModel, cache: Any, chunk: int | None = 7) -> torch.Tensor:
+    """Logits behind prompts of LENS and each of STEPS tokens more, [1 + STEPS, 2, vocabulary]."""
+    text = texts()
+    found = [model.prefill(cache, text[:, : LENS[0]], LENS, chunk=chunk)]
+    found += [model.step(cache, column) for column in text[:, LENS[0] :].unbind(1)]
+    return torch.stack(found)
+
+
+def plain(model: CachedModel, make: Any) -> torch.Tensor:
+    """As read, by transformers alone, each sequence by itself, with caches of make."""
+    text, found = texts(), []
+    for b, length in enumerate(LENS):
+        past = make()
+        parts = [text[b : b + 1, :length], *text[b : b + 1, LENS[0] :].split(1, dim=1)]
+        with torch.no_grad():
+            found.append(
+                torch.stack(
+                    [model.model(part, past_key_values=past).logits[0, -1] for part in parts]
+                )
+            )
+    return torch.stack(found, dim=1)
+
+
+def error(given: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((given - wanted).norm() / wanted.norm())
+
+
+@pytest.fixture(scope="module")
+def model() -> CachedModel:
+    return deepseek()
+
+
+@needs_latents
+@pytest.mark.parametrize("case", MODELS)
+def test_logits_are_those_of_transformers(case: str) -> None:
+    model = deepseek(case)
+    cache = model.new_cache(2, LENS[0] + STEPS, **FP16_LATENTS)
+    assert isinstance(cache, LatentKVCache) and cache.num_q_heads == 4
+    assert error(read(model, cache), plain(model, RoundedCache)) < TOLERANCE
+    assert {tuple(at.seq_lens.tolist()) for at in cache.layers} == {(29, 13)}
+
+
+@needs_latents
+@pytest.mark.parametrize(
+    "rows", [{"fmt": "fp16"}, {"fmt": "int4-g4", "sink_len": 4, "recent_len": 64}], ids=str
+)
+def test_rows_in_16_bit_are_exact(rows: dict[str, Any], model: CachedModel) -> None:
+    """Those of a 16-bit format, and sinks and recent tokens of any."""
+    cache = model.new_cache(2, 64, **(FP16_LATENTS | rows))
+    assert error(read(model, cache), plain(model, RoundedCache)) < TOLERANCE
+
+
+@needs_latents
+def test_a_model_in_bf16_is_as_near_to_float32_as_by_transformers() -> None:
+    model = deepseek(**DENSE)
+    model.model.bfloat16()
+    theirs = plain(model, transformers.DynamicCache).float()
+    ours = read(CachedModel(model.model), CachedModel(model.model).new_cache(2, 64, fmt="bf16"))
+    model.model.float()  # of the same weights
+    wanted = plain(model, transformers.DynamicCache)
+    assert ours.dtype == torch.bfloat16
+    assert error(ours.float(), wanted) < 2 * error(theirs, wanted)
+
+
+@needs_latents
+def test_fewer_bits_cost_more() -> None:
+    model = deepseek(**DENSE)
+    wanted = plain(model, transformers.DynamicCache).log_softmax(-1)
+    found = []
+    for fmt in ("fp16", "int8-g4", "int4-g8+fp8-g4"):
+        cache = model.new_cache(2, 64, **(FP16_LATENTS | {"fmt": fmt}))
+        given = read(model, cache).log_softmax(-1)
+        kl = torch.nn.functional.kl_div(given, wanted, log_target=True, reduction="none")
+        found.append(float(kl.sum(-1).mean()))
+    assert found[0] < 1e-5 < found[1] < 1e-3 < found[2] < 0.5
+
+
+@needs_latents
+@pytest.mark.parametrize("chunk", [1, 4, None])
+def test_chunks_do_not_matter(chunk: int | None, model: CachedModel) -> None:
+    wanted = read(model, model.new_cache(2, 64, **FP16_LATENTS))
+    given = read(model, model.new_cache(2, 64, **FP16_LATENTS), chunk)
+    assert error(given, wanted) < TOLERANCE
+
+
+@needs_latents
+def test_keys_and_values_of_the_cache_are_not_expanded_in_steps(
+    model: CachedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a later chunk they are, a few heads at a time."""
+    wanted = read(model, model.new_cache(2, 64, **FP16_LATENTS))
+    expanded: list[tuple[int, ...]] = []
+    usual, theirs = LatentHeads._expand, DeepseekV3Attention.expand_kv
+
+    def ours(self: Any, latents: Any, ropes: Any, weight: Any) -> Any:
+        expanded.append((latents.shape[2], weight.shape[0] // (48 + 40)))
+        return usual(self, latents, ropes, weight)
+
+    def of_model(self: Any, latents: Any, ropes: Any) -> Any:
+        expanded.append((latents.shape[2], 4))
+        return theirs(self, latents, ropes)
+
+    monkeypatch.setattr(LatentHeads, "_expand", ours)
+    monkeypatch.setattr(DeepseekV3Attention, "expand_kv", of_model)
+    monkeypatch.setattr(latent, "EXPANDED", 2 * 25 * (48 + 40 + 32) * 4 * 3)  # three heads
+    cache = model.new_cache(2, 64, **FP16_LATENTS)
+    text = texts()
+    model.prefill(cache, text[:, :15], [15, 4])
+    assert expanded == [(15, 4)] * 2  # by the model itself, of new tokens
+    expanded.clear()
+    given = model.prefill(cache, text[:, 15:25], [10, 5])
+    assert expanded == [(10, 4), (25, 3), (25, 1)] * 2
+    assert error(given[:1], wanted[0, :1]) < TOLERANCE
+    expanded.clear()
+    model.step(cache, text[:, 25])
+    assert expanded == [(1, 4)] * 2  # of the new token, whose keys are not used
+
+
+@needs_latents
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("bfloat16", 3e-3)])
+def test_absorbed_attention_is_that_of_keys_and_values(dtype: str, bound: float) -> None:
+    """Of one step, beside softmax in float64 over what the model makes of the dequantized rows."""
+    of = getattr(torch, dtype)
+    module = deepseek("wide rows").model.model.layers[0].self_attn.to(of)
+    heads = LatentHeads(module, "layer 0", latent_dim=512, rope_dim=64)
+    torch.manual_seed(0)
+    cache = LatentKVCache(1, 2, 64, fmt="int4-g8", sink_len=2, recent_len=8)
+    rows = torch.randn(2, 1, 41, 576).to(of)
+    cache.append(0, rows[:, :, :40, :512], rows[:, :, :40, 512:], [40, 17])
+    query = torch.randn(2, 4, 48 + 64).to(of)
+    queries = heads.absorb(query)
+    new = rows[:, :, 40:]
+    out = cache.step(0, *queries, new[..., :512], new[..., 512:], sm_scale=0.1)
+    given = heads.values(out).detach()
+    keys, values = (
+        module.double().requires_grad_(False).expand_kv(*(x.double() for x in cache.dequantized(0)))
+    )
+    for b, length in enumerate((41, 18)):
+        scores = 0.1 * torch.einsum("hd,htd->ht", query[b].double(), keys[b, :, :length])
+        wanted = torch.einsum("ht,htd->hd", scores.softmax(-1), values[b, :, :length])
+        assert error(given[b].double(), wanted) < bound
+
+
+@needs_latents
+def test_tokens_are_those_of_generate(model: CachedModel) -> None:
+    text = texts()
+    cache = model.new_cache(2, 64, **FP16_LATENTS)
+    given = model.generate(cache, model.prefill(cache, text), 12)
+    wanted = model.model.generate(text, max_new_tokens=12, do_sample=False, eos_token_id=None)
+    assert torch.equal(given, wanted[:, text.shape[1] :])
+
+
+@needs_latents
+def test_a_cropped_cache_goes_on_as_before(model: CachedModel) -> None:
+    cache, text = model.new_cache(2, 64, recent_len=8), texts()
+    first = read(model, cache)
+    cache.crop(torch.tensor(LENS))
+    again = torch.stack([model.step(cache, x) for x in text[:, LENS[0] :].unbind(1)])
+    assert torch.equal(again, first[1:])
+
+
+@needs_latents
+@pytest.mark.parametrize("fmt", ["int8-g4", "int4-g8+fp8-g4"])
+def test_a_saved_cache_goes_on_with_the_same_tokens(
+    fmt: str, model: CachedModel, tmp_path: Path
+) -> None:
+    cache = model.new_cache(2, 64, fmt=fmt, recent_len=8)
+    logits = read(model, cache)[-1]
+    save_cache(cache, tmp_path / "cache.safetensors", model=model.config_dict)
+    loaded = load_cache(tmp_path / "cache.safetensors", model=model.config_dict)
+    assert isinstance(loaded, LatentKVCache)
+    assert torch.equal(model.generate(loaded, logits, 8), model.generate(cache, logits, 8))
+
+
+@needs_latents
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}])
+def test_generate_of_transformers_takes_a_quantized_cache(options: dict[str, Any]) -> None:
+    """Padded on the left, with beams, with drafted tokens; rows that grow and rows that do not."""
+    model = deepseek(eos_token_id=None).model
+    text = texts()
+    if "prompt_lookup_num_tokens" in options:
+        text = torch.cat([text[:1, :10]] * 3, dim=1)  # something to look up
+    mask = torch.ones_like(text)
+    if not options.get("prompt_lookup_num_tokens"):
+        text[0, :5] = mask[0, :5] = 0
+    given = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False} | options
+    wanted = model.generate(text, **given)
+    model.set_attn_implementation("kvquant")
+    for room in (None, 64):
+        cache = QuantizedCache(model, max_seq_len=room, **FP16_LATENTS)
+        assert cache.describe() == "layer 0: latent rows fp16\nlayer 1: latent rows fp16"
+        assert not cache.is_compileable
+        assert torch.equal(model.generate(text, past_key_values=cache, **given), wanted)
+        assert isinstance(cache.kv, LatentKVCache)
+
+
+@needs_latents
+@pytest.mark.slow
+def test_a_compiled_model_attends_outside_of_graphs(model: CachedModel) -> None:
+    step: Any = torch.compile(model.model.forward, backend="eager")
+    own = model.new_cache(2, 64, **FP16_LATENTS)
+    wanted = [model.prefill(own, texts()[:, :9]), model.step(own, texts()[:, 9])]
+    model.model.set_attn_implementation("kvquant")
+    cache = QuantizedCache(model.model, **FP16_LATENTS)
+    with torch.no_grad():
+        for part, logits in zip((texts()[:, :9], texts()[:, 9:10]), wanted, strict=True):
+            assert error(step(part, past_key_values=cache).logits[:, -1], logits) < TOLERANCE
+    model.model.set_attn_implementation("sdpa")
+
+
+@needs_latents
+def test_a_call_that_fails_is_taken_back(model: CachedModel) -> None:
+    cache, text = model.new_cache(2, 64), texts()
+    logits = model.prefill(cache, text[:, :9])
+    norm = model.model.model.layers[1].self_attn.kv_a_layernorm
+    kept = norm.weight.detach().clone()
+    with torch.no_grad():
+        norm.weight[3] = torch.nan
+    for tokens in (text[:, 9:10], text):
+        with pytest.raises(NonFiniteError):
+            model.prefill(cache, tokens)
+        assert {tuple(at.seq_lens.tolist()) for at in cache.layers} == {(9, 9)}
+    with torch.no_grad():
+        norm.weight.copy_(kept)
+    other = model.new_cache(2, 64)
+    assert torch.equal(model.prefill(other, text[:, :9]), logits)
+    assert torch.equal(model.step(cache, text[:, 9]), model.step(other, text[:, 9]))
+
+
+@needs_latents
+@pytest.mark.parametrize("name", ["k_format", "v_format", "windows"])
+def test_options_of_keys_and_values_are_refused(name: str, model: CachedModel) -> None:
+    options: dict[str, Any] = {name: "int8" if name != "windows" else [None, None]}
+    with pytest.raises(ConfigError, match=rf"{name} cannot be given: this deepseek_v3 .* as fmt"):
+        model.new_cache(2, 64, **options)
+
+
+@needs_latents
+def test_plans_and_formats_that_do_not_fit_are_refused(model: CachedModel) -> None:
+    plan: Any = object()
+    with pytest.raises(ConfigError, match="plan cannot be given"):
+        model.new_cache(2, 64, plan=plan)
+    with pytest.raises(ConfigError, match="fp8 is FlashMLA's layout, of 512 latents"):
+        model.new_cache(2, 64, fmt="fp8")
+    with pytest.raises(ConfigError, match=r"this llama model .* give k_format and v_format"):
+        tiny("Llama").new_cache(2, 64, fmt="int8-g4")
+
+
+@needs_latents
+def test_the_rope_parts_of_a_float16_model_are_fp16(model: CachedModel) -> None:
+    for exact, fmt in (("bf16", "int8-g4"), ("fp16", "int8-g4+fp16")):
+        cache = model.new_cache(2, 64, exact_format=exact)
+        assert isinstance(cache, LatentKVCache)
+        assert [str(one) for one in cache.formats] == [fmt] * 2
+
+
+@needs_latents
+def test_caches_of_other_models_are_refused(model: CachedModel) -> None:
+    llama = tiny("Llama", vocab_size=97)
+    with pytest.raises(ShapeError, match=r"has keys and values of heads, and .* keeps latent rows"):
+        model.prefill(llama.new_cache(2, 64), texts())
+    with pytest.raises(ShapeError, match=r"has latent rows, and .* keeps keys and values"):
+        llama.prefill(model.new_cache(2, 64), texts())
+    with pytest.raises(ShapeError, match="the cache has 1 layers"):
+        model.prefill(LatentKVCache(1, 2, 64, latent_dim=256, rope_dim=32), texts())
+
+
+class _Other(torch.nn.Linear):
+    """As the layers of quantized weights, and adapters."""
+
+
+@needs_latents
+@pytest.mark.parametrize("case", ["subclass", "bias", "rows", "indexer", "order"])
+def test_layers_that_make_keys_otherwise_are_refused(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = deepseek()
+    at = model.model.model.layers[1].self_attn
+    message = "makes keys and values by _Other, whose weight cannot be absorbed"
+    if case == "subclass":
+        at.kv_b_proj = _Other(256, 4 * 88, bias=False)
+    elif case == "bias":
+        at.kv_b_proj, message = torch.nn.Linear(256, 4 * 88), "by Linear, whose weight cannot"
+    elif case == "rows":
+        at.kv_b_proj, message = torch.nn.Linear(256, 90, bias=False), r"\[90, 256\]: a head has 88"
+    elif case == "indexer":
+        at.indexer, message = torch.nn.Linear(1, 1), "attends to tokens that an indexer chooses"
+    else:
+        usual, message = at.expand_kv, "makes other keys and values of latents than DeepSeek's"
+        monkeypatch.setattr(at, "expand_kv", lambda *rows: [x.flip(-1) for x in usual(*rows)])
+    with pytest.raises(
+        UnsupportedModelError, match=rf"layer 1 \(DeepseekV3Attention\) .*{message}"
+    ):
+        model.new_cache(2, 64)
+    model.model.set_attn_implementation("kvquant")
+    cache = QuantizedCache(model.model)
+    if case == "rows":
+        return  # the model does not run
+    with pytest.raises(UnsupportedModelError, match=message):
+        model.model(texts(), past_key_values=cache)
+    assert cache.kv is not None and not cache.kv.seq_lens.any()
+
+
+def test_transformers_that_hand_keys_of_all_heads_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if hands_latents:
+        monkeypatch.delattr(DeepseekV3Attention, "expand_kv")
+    model = deepseek()
+    with pytest.raises(UnsupportedModelError, match=r"layer 0 .* install transformers 5\.17"):
+        model.new_cache(2, 64)
+    model.model.set_attn_implementation("kvquant")
+    cache = QuantizedCache(model.model)
+    with pytest.raises(UnsupportedModelError, match=r"layer 0 .* install transformers 5\.17"):
+        cache.update(torch.zeros(2, 4, 9, 80), torch.zeros(2, 4, 9, 40), 0)
+    assert cache.kv is not None and not cache.kv.seq_lens.any()
+
+
+@needs_latents
+@pytest.mark.gpu
+@pytest.mark.parametrize("fmt", ["bf16", "int8-g4"])
+def test_logits_on_cuda_are_those_of_the_cpu(fmt: str) -> None:
+    """Of a model in bf16 there and in float32 here, no further than transformers' own are."""
+    model = deepseek("wide rows", num_attention_heads=16, num_key_value_heads=16, **DENSE)
+    model.model.bfloat16().cuda()
+    on_cuda = CachedModel(model.model)
+    cache = on_cuda.new_cache(2, 64, fmt=fmt, recent_len=8)
+    theirs = plain(model, transformers.DynamicCache).float().cpu()
+    ours = read(on_cuda, cache).float().cpu()
+    cache.check()
+    model.model.float().cpu()
+    wanted = read(model, model.new_cache(2, 64, fmt=fmt, recent_len=8))
+    exact = plain(model, transformers.DynamicCache)
+    assert error(ours, wanted) < 2 * error(theirs, exact)
