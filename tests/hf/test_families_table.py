@@ -28,11 +28,18 @@ PROMPT, STEPS, PADDING = 20, 6, 5
 TOLERANCE = 0.02  # of the logits' deviation; a token more or less moves them by 0.2 and more
 MIXED = ["sliding_attention", "full_attention"] * 2
 USUAL = ["llama4_text", "qwen3_next", "deepseek_v3", "falcon", "diffllama"]  # others are slow
-LATENT = {"deepseek_v2", "deepseek_v3"}
+LATENT = {"deepseek_v2", "deepseek_v3", "kimi_linear", "bailing_hybrid"}
+ALL_EXPERTS = LATENT_SIZES | {"num_experts_per_tok": 8, "topk_group": 2}
+STATES_AND_LATENTS = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+}
 PLACED = {"llama4_text", "granitemoehybrid"}  # attention is not shown positions
 CHANGES: dict[str, dict[str, Any]] = {
-    "deepseek_v2": LATENT_SIZES | {"num_experts_per_tok": 8, "topk_group": 2},
-    "deepseek_v3": LATENT_SIZES | {"num_experts_per_tok": 8, "topk_group": 2},
+    "deepseek_v2": ALL_EXPERTS,
+    "deepseek_v3": ALL_EXPERTS,
+    "kimi_linear": ALL_EXPERTS | STATES_AND_LATENTS,
+    "bailing_hybrid": ALL_EXPERTS | STATES_AND_LATENTS,
     "qwen3_moe": {"num_experts_per_tok": 2},  # that no router's choice hangs on a rounding
     "llama4_text": {
         "num_hidden_layers": 4,

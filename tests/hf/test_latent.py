@@ -213,6 +213,15 @@ def test_absorbed_attention_is_that_of_keys_and_values(dtype: str, bound: float)
 
 
 @needs_latents
+def test_memory_that_is_not_in_use_is_not_read(model: CachedModel) -> None:
+    caches = [model.new_cache(2, 64, fmt="int8-g4", recent_len=8) for _ in range(2)]
+    for at in caches[1].layers:
+        for rows in (at.packed, at.exact_rows):  # type: ignore[attr-defined]  # of latents
+            rows.fill_(255)  # NaN as a scale, as bf16 and as fp16
+    assert torch.equal(read(model, caches[0]), read(model, caches[1]))
+
+
+@needs_latents
 def test_tokens_are_those_of_generate(model: CachedModel) -> None:
     text = texts()
     cache = model.new_cache(2, 64, **FP16_LATENTS)
