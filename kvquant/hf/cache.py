@@ -160,7 +160,7 @@ class QuantizedCache(Cache):
         self._layers: CacheLayers | None = None  # of the model
         self._config: Any = None  # of the model that called last
         self._places: dict[int, int] | None = None  # of the cache, by the model's layer
-        self._devices: list[torch.device] | None = None  # of the places, if they are several
+        self._devices: list[torch.device] | None = None  # of the places, see layer_devices
         self._turn: Turn | None = None
         self._scaled_from: int | None = None
         self._due = 0  # the place that comes next; those before it were appended in this call
@@ -777,7 +777,7 @@ class QuantizedCache(Cache):
     @property
     def is_spread(self) -> bool:
         """Whether layers lie on several devices."""
-        return self._devices is not None if self.kv is None else self.kv.is_spread
+        return len(set(self._devices or ())) > 1 if self.kv is None else self.kv.is_spread
 
     @property
     def _is_static(self) -> bool:

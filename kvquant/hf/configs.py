@@ -168,14 +168,15 @@ def cache_layers(config: Any, *, longest: int | None = 0) -> CacheLayers:
 
 
 def layer_devices(model: Any, places: Sequence[int]) -> list[torch.device] | None:
-    """Where layers of a model compute, of one that is spread over several devices (device_map).
+    """Where layers of a model compute, if it is spread over devices, or its weights are elsewhere
+    (device_map).
 
     Args:
         model: a module of transformers; attention modules have a layer_idx there.
         places: the layers that are asked for.
 
     Returns:
-        Of each place; None where all are on one device.
+        Of each place; None where all are on the model's device.
     """
     text = model.config.get_text_config(decoder=True)
     found: dict[int, torch.device] = {}
@@ -187,7 +188,8 @@ def layer_devices(model: Any, places: Sequence[int]) -> list[torch.device] | Non
         if is_text and (device := _device_of(module)) is not None:
             found[layer] = device
     devices = [found[layer] for layer in places if layer in found]
-    return devices if len(devices) == len(places) and len(set(devices)) > 1 else None
+    is_known = len(devices) == len(places)
+    return devices if is_known and {getattr(model, "device", None)} != set(devices) else None
 
 
 def _device_of(module: torch.nn.Module) -> torch.device | None:

@@ -183,11 +183,16 @@ def test_it_says_where_it_lies() -> None:
     assert repr(make(["cpu"] * 3)[0]).endswith("on cpu)")
 
 
-def test_latent_rows_over_several_devices() -> None:
-    cache = LatentKVCache(2, 2, 64, device=["cpu", "cpu:0"])
-    latents = torch.randn(2, 2, 1, 5, 512), torch.randn(2, 2, 1, 5, 64)
-    for i in range(2):
-        cache.append(i, *(x[i] for x in latents))
-    other = cache.fork([1])
-    assert other.devices == cache.devices
-    assert torch.equal(other.dequantized(1)[0], cache.dequantized(1)[0][1:])
+@several
+def test_latent_rows_over_several_devices(devices: list[str]) -> None:
+    spread, single = (LatentKVCache(3, 2, 64, device=one) for one in (devices, "cpu"))
+    latent, rope = torch.randn(2, 1, 5, 512), torch.randn(2, 1, 5, 64)
+    for i, device in enumerate(devices):
+        spread.append(i, latent.to(device), rope.to(device))
+        single.append(i, latent, rope)
+    for cache in (spread, spread.fork([1, 0]).fork([1, 0])):
+        cache.check()
+        for i, device in enumerate(devices):
+            assert cache.layers[i].device.type == torch.device(device).type
+            for found, expected in zip(cache.dequantized(i), single.dequantized(i), strict=True):
+                assert torch.equal(found.cpu(), expected)
