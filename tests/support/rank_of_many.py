@@ -113,6 +113,9 @@ def check_faults(rank: int, world: int) -> None:
     windows = KVCache(1, 1, 1, 64, 64, windows=[16])
     with pytest.raises(UnsupportedError, match="windows"):
         ContextParallelCache(windows)
+    apart = KVCache(2, 1, 1, 64, 64, device=["cpu", "cpu:0"])
+    with pytest.raises(UnsupportedError, match="lies on several devices"):
+        ContextParallelCache(apart)
 
 
 def main(file: str, rank: int, world: int) -> None:
