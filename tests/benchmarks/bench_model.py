@@ -2,7 +2,8 @@
 
 Run by hand on a GPU: python tests/benchmarks/bench_model.py. A Llama of random weights, as wide as
 one of 8B, BF16. Logits behind a prompt are compared first. Then caches are filled with random keys
-and values, and a step of each kind is timed, medians of --rounds loops, in turn:
+and values, and a step of each kind is timed, medians of --rounds loops, in turn. --json keeps the
+figures, --picture draws them; --from FILE --picture FILE, those of a file, without a GPU.
 
     captured        CapturedStep: one CUDA graph
     eager           CachedModel.step, from Python
@@ -17,10 +18,12 @@ and values, and a step of each kind is timed, medians of --rounds loops, in turn
 from __future__ import annotations
 
 import importlib.util
+import json
 import statistics
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import click
@@ -34,7 +37,15 @@ from kvquant import CachedModel, QuantizedCache
 from kvquant.hf.captured import CapturedStep
 
 STEPS = 10  # timed together
+DRAWN = {  # what the picture shows, and its colours
+    "compiled": ("QuantizedCache, compiled", "#3b82c4"),
+    "captured": ("CapturedStep", "#7fb0dc"),
+    "StaticCache, compiled": ("StaticCache, compiled", "#d9730d"),
+    "DynamicCache": ("DynamicCache", "#e9ab6d"),
+}
+GREY = "#808890"  # readable on light and on dark pages
 Step = Callable[[], Any]
+Figures = dict[str, Any]
 
 
 def random_rows(config: Any, batch: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -170,7 +181,37 @@ def their_steps(model: CachedModel, batch: int, tokens: int, slow: bool) -> dict
     return found
 
 
+def draw(figures: Figures, path: Path) -> None:
+    """Bars of the times, a panel for each batch and number of tokens."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    cases = figures["cases"]
+    style = {"svg.fonttype": "none", "svg.hashsalt": path.name, "font.size": 9}
+    style |= dict.fromkeys(("text.color", "xtick.color", "ytick.color"), GREY)
+    with matplotlib.rc_context(style):
+        page = Figure(figsize=(9.4, 0.45 + 0.95 * len(cases)), layout="constrained")
+        panels = page.subplots(len(cases), 1, squeeze=False)[:, 0]
+        for panel, case in zip(panels, cases, strict=True):
+            shown = [name for name in DRAWN if name in case["ms"]]
+            times = [case["ms"][name] for name in shown]
+            names, colours = zip(*(DRAWN[name] for name in shown), strict=True)
+            bars = panel.barh(names, [time or 0 for time in times], color=colours)
+            labels = ["out of memory" if time is None else f"{time:.1f} ms" for time in times]
+            panel.bar_label(bars, labels, padding=3, color=GREY)
+            panel.set_title(f"batch {case['batch']}, {case['tokens']:,} tokens", loc="left")
+            panel.set_xlim(0, 1.15 * max(time or 0 for time in times))
+            panel.invert_yaxis()
+            panel.spines[:].set_visible(False)
+            panel.tick_params(length=0)
+            panel.set_xticks([])
+        page.savefig(path, transparent=True, metadata={"Date": None})
+
+
 @click.command()
+@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--picture", type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--from", "kept", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--layers", default=32, show_default=True)
 @click.option("--batch", "batches", multiple=True, type=int, default=(1, 8, 32), show_default=True)
 @click.option("--tokens", multiple=True, type=int, default=(4096, 32768, 131072), show_default=True)
@@ -178,6 +219,9 @@ def their_steps(model: CachedModel, batch: int, tokens: int, slow: bool) -> dict
 @click.option("--rounds", default=5, show_default=True)
 @click.option("--theirs/--no-theirs", default=True, show_default=True)
 def main(
+    json_file: Path | None,
+    picture: Path | None,
+    kept: Path | None,
     layers: int,
     batches: tuple[int, ...],
     tokens: tuple[int, ...],
@@ -186,6 +230,25 @@ def main(
     theirs: bool,
 ) -> None:
     """Measure and print."""
+    figures = (
+        measure(layers, batches, tokens, fmt, rounds, theirs, json_file)
+        if kept is None
+        else (json.loads(kept.read_text()))
+    )
+    if picture is not None:
+        draw(figures, picture)
+
+
+def measure(
+    layers: int,
+    batches: tuple[int, ...],
+    tokens: tuple[int, ...],
+    fmt: str,
+    rounds: int,
+    theirs: bool,
+    json_file: Path | None,
+) -> Figures:
+    """Measure, print, and keep what has been measured in the file after each case."""
     torch.manual_seed(0)
     print(torch.cuda.get_device_name(), "torch", torch.__version__, transformers.__version__)
     with torch.device("cuda"):
@@ -196,10 +259,13 @@ def main(
         made = transformers.LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
     model = CachedModel(made.eval())
     check_logits(model, fmt)
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    figures: Figures = {"gpu": torch.cuda.get_device_name(), **versions, "cases": []}
+    figures |= {"layers": layers, "format": fmt}
     for batch in batches:
         for count in tokens:
             print(f"batch {batch}, {count} tokens, {layers} layers", flush=True)
-            times: dict[str, float] = {}
+            times: dict[str, float | None] = {}
             model.model.set_attn_implementation("kvquant")
             steps = our_steps(model, batch, count, fmt)
             times["kernels"] = busy_time(steps["eager"])
@@ -218,12 +284,19 @@ def main(
                     times[name] = statistics.median(take_time(step) for _ in range(rounds))
                     del step
                 except torch.OutOfMemoryError:
-                    print(f"    {name:24} out of memory")
+                    times[name] = None
                 torch.compiler.reset()
             for name, taken in times.items():
-                ratio = taken / times["captured"]
-                print(f"    {name:24} {taken:9.2f} ms {ratio:7.2f}x of captured", flush=True)
+                if taken is None:
+                    print(f"    {name:24} out of memory", flush=True)
+                else:
+                    ratio = taken / (times["captured"] or 1)
+                    print(f"    {name:24} {taken:9.2f} ms {ratio:7.2f}x of captured", flush=True)
+            figures["cases"].append({"batch": batch, "tokens": count, "ms": times})
+            if json_file is not None:
+                json_file.write_text(json.dumps(figures, indent=1) + "\n")
             torch.cuda.empty_cache()
+    return figures
 
 
 if __name__ == "__main__":
