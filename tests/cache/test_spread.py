@@ -95,6 +95,7 @@ def test_attention_and_steps(
     k_basis, v_basis = (Basis(torch.randn(HEADS, DIM), kind) for kind in ("hadamard", "none"))
     spread, single = caches = make(devices, bases=[LayerBasis(k_basis, v_basis)] * 3)
     append(caches, 70, [70, 1, 33])
+    limit = 5e-3 if "cuda" in devices else 3e-3  # its kernel takes rotated queries in bf16, too
     for q_len in (1, 3):
         axes = (q_len, 8) if q_len > 1 else (8,)
         q = torch.randn(BATCH, *axes, DIM).bfloat16()
@@ -103,9 +104,9 @@ def test_attention_and_steps(
             found = spread.step(i, *(x.to(device) for x in (q, k, v)))
             expected = single.step(i, q.float(), k, v)
             assert found.device.type == torch.device(device).type
-            assert relative_l2(found.cpu(), expected) < 3e-3
+            assert relative_l2(found.cpu(), expected) < limit
             found = spread.attend(i, q.to(device))
-            assert relative_l2(found.cpu(), single.attend(i, q.float())) < 3e-3
+            assert relative_l2(found.cpu(), single.attend(i, q.float())) < limit
     assert_alike(*caches, devices)
 
 

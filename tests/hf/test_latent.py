@@ -71,7 +71,7 @@ def texts(tokens: int = LENS[0] + STEPS) -> torch.Tensor:
 
 def read(model: CachedModel, cache: Any, chunk: int | None = 7) -> torch.Tensor:
     """Logits behind prompts of LENS and each of STEPS tokens more, [1 + STEPS, 2, vocabulary]."""
-    text = texts()
+    text = texts().to(model.model.device)
     found = [model.prefill(cache, text[:, : LENS[0]], LENS, chunk=chunk)]
     found += [model.step(cache, column) for column in text[:, LENS[0] :].unbind(1)]
     return torch.stack(found)
@@ -79,7 +79,7 @@ def read(model: CachedModel, cache: Any, chunk: int | None = 7) -> torch.Tensor:
 
 def plain(model: CachedModel, make: Any) -> torch.Tensor:
     """As read, by transformers alone, each sequence by itself, with caches of make."""
-    text, found = texts(), []
+    text, found = texts().to(model.model.device), []
     for b, length in enumerate(LENS):
         past = make()
         parts = [text[b : b + 1, :length], *text[b : b + 1, LENS[0] :].split(1, dim=1)]
