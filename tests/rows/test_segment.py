@@ -114,7 +114,7 @@ def test_a_copy_of_a_format_is_equal_but_takes_no_hash_along() -> None:
     assert hash(INT4) == hash(RowFormat("int4", 4, 64)) == hash(("int4", 4, 64))
     for other in (copy.copy(INT4), copy.deepcopy(INT4), pickle.loads(pickle.dumps(INT4))):
         assert other == INT4
-        assert not vars(other).keys() - {"codec", "groups", "head_dim"}  # another process's differs
+        assert "_hash" not in vars(other)  # another process's differs
         assert hash(other) == hash(INT4)
 
 

@@ -163,6 +163,7 @@ def test_turned_rows_of_any_strides_are_those_of_float64() -> None:
     simulate(make(64, 1, (3, 1), words="matrix swapped"), warps=8)
 
 
+@pytest.mark.slow
 @in_simulator
 def test_encoded_rows_are_those_of_float64() -> None:
     simulate(make(heads=(2, 2), words="matrix offset"), encodes=True)

@@ -59,6 +59,7 @@ def run(spec: Any, batch: int, members: torch.Tensor | None, backwards: bool) ->
     torch.testing.assert_close(lse, expected[1], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @in_simulator
 def test_all_sequences_share_the_prefix() -> None:
     for backwards in (False, True):

@@ -114,6 +114,7 @@ def compare(case: MlaCase, out: torch.Tensor, lse: torch.Tensor) -> None:
     torch.testing.assert_close(lse.double(), case.lse, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.slow
 @in_simulator
 def test_int4_rows_of_368_bytes() -> None:
     simulate(make_mla(AIM, 16, (33, 0, 1)))

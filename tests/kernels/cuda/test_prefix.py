@@ -106,6 +106,7 @@ def test_splits_without_tokens_say_so() -> None:
     simulate(make_prefix("int8/fp8", 64, 2, (2, 2), 33, page_size=32), 4)
 
 
+@pytest.mark.slow
 @in_simulator
 def test_members_and_two_blocks_of_queries_a_warp() -> None:
     case = make_prefix("int8-g2/int4-g2", 64, 4, (8, 2), 70)
