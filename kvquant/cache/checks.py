@@ -149,8 +149,8 @@ def check_options(
         check_scale(sm_scale)
     check_flag("return_lse", return_lse)
     check_num_splits(num_splits)
-    if backend is not None:
-        kernels_for(q, backend)
+    if kernels_for(q, backend) == "cuda" and q.dtype == torch.float32:
+        raise ConfigError("q is torch.float32: on CUDA use bfloat16 or float16")
 
 
 def check_bad_rows(rows: Sequence[int], advice: str) -> None:

@@ -77,15 +77,16 @@ class ContextParallelCache:
             )
         self.cache, self.group = cache, group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
-        facts = repr(cache).rpartition(", on ")[0], self.block_len, bool(cache.seq_lens.any())
-        found: list[tuple[str, int, bool]] = [facts] * self.world_size
+        alike = repr(cache).rpartition(", on ")[0], self.block_len
+        facts = alike, cache.is_spread, bool(cache.seq_lens.any())
+        found = [facts] * self.world_size  # what one rank refuses, all refuse: none waits for it
         dist.all_gather_object(found, facts, group)
-        if len({one[:2] for one in found}) > 1:
+        if len({one for one, *_ in found}) > 1:
             raise ConfigError(f"ranks have other caches, or block_len: {found}: make them alike")
+        if any(is_spread for _, is_spread, _ in found):
+            raise UnsupportedError("a cache lies on several devices: give one on the rank's own")
         if any(is_filled for *_, is_filled in found):
             raise ConfigError("a cache holds tokens already: give empty ones, and append to them")
-        if cache.is_spread:
-            raise UnsupportedError("the cache lies on several devices: give one on the rank's own")
         if any(cache.windows):
             raise UnsupportedError(
                 "a cache with windows is not spread over ranks: a window is short enough for one"

@@ -14,8 +14,8 @@ import torch
 
 from ..errors import ConfigError, ShapeError, UnsupportedError
 from ..ops.attention import State
-from ..ops.mla import attend_latents, check_kernels, check_queries, latent_segment
-from ..rows.arguments import check_scale, check_size, check_tensors
+from ..ops.mla import attend_latents, check_call, check_kernels, check_queries, latent_segment
+from ..rows.arguments import check_flag, check_size, check_tensors
 from ..rows.format import RowFormat
 from ..rows.latent import LatentFormat
 from ..rows.segment import Segment
@@ -250,6 +250,9 @@ class LatentKVCache(KVCache):
             As mla_decode_attention.
         """
         check_tensors(q_latent=q_latent, q_rope=q_rope)
+        check_flag("in_step", in_step)
+        if q_lens is not None:
+            check_tensors(q_lens=q_lens)
         at = self._layer(layer)
         q_len = q_latent.shape[1] if q_latent.ndim == 4 else 1
         segments, _ = at.seen_by(layer, q_len, q_lens, None, in_step=in_step)
@@ -347,7 +350,9 @@ class LatentKVCache(KVCache):
             )
         at.check_query(q_latent)
         check_queries(q_latent, q_rope, LatentFormat(at.k_format, at.v_format))
-        check_options(q_latent, check_scale(sm_scale), return_lse, num_splits, backend)
+        formats = [LatentFormat(at.k_format, at.v_format), LatentFormat(at.k_exact, at.v_exact)]
+        check_call(q_latent, formats, sm_scale, backend)
+        check_options(q_latent, sm_scale, return_lse, num_splits, backend)
         self.append(layer, latent, rope)
         return self.attend(
             layer,

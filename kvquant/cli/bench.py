@@ -207,7 +207,8 @@ def _check_gpu_options(gpu: dict[str, Any], sized: bool, rows: dict[str, object]
             )
         given = {GPU_ONLY[name]: gpu[name] for name in refused}
         if mode == "mla":
-            given |= {"--exact": gpu["exact"]} | rows
+            # latents of 8 bits and fewer have RoPE parts in bf16, which fp16 queries cannot read
+            given |= {"--exact": gpu["exact"], "--dtype float16": gpu["dtype"] == "float16"} | rows
         for option, value in given.items():
             if value:
                 raise click.UsageError(f"{option} does not go with --{mode}")

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _one_at_a_time = threading.Lock()
 _CLEAR = KVQuantError, torch.OutOfMemoryError  # say what has happened themselves
+# torch before 2.8 has it under another name
+_ENDINGS = "_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool"
 _failed: list[torch.cuda.CUDAGraph] = []  # torch's allocator of pinned memory still asks them
 
 
@@ -98,11 +100,10 @@ class CapturedStep:
 
         Raises:
             ShapeError: tokens of another batch, or no room is left for them.
-            ConfigError: the cache has grown, so its rows lie elsewhere.
+            ConfigError: tokens are no ids, or the cache has grown, so its rows lie elsewhere.
         """
         cache = self.cache
-        if tokens.shape != (cache.batch,):
-            raise ShapeError(f"tokens are {list(tokens.shape)}: give [{cache.batch}]")
+        self._model.check_tokens(tokens, (cache.batch,))
         if any(now is not then for now, then in zip(cache.layers, self._layers, strict=True)):
             raise ConfigError("the cache has grown since its step was captured: capture it again")
         if not self._room or cache.changes != self._changes:
@@ -161,7 +162,7 @@ def _captured(graph: torch.cuda.CUDAGraph, side: torch.cuda.Stream) -> Iterator[
         # where CUDA has ended the capture torch raises before it has set these back
         torch.cuda.set_stream(before)
         with suppress(RuntimeError):  # it has
-            torch._C._cuda_endAllocateToPool(before.device_index, pool)
+            _end_allocating(before.device_index, pool)
             torch._C._cuda_releasePool(before.device_index, pool)
             _failed.append(graph)
         first = first or error
@@ -174,3 +175,9 @@ def _captured(graph: torch.cuda.CUDAGraph, side: torch.cuda.Stream) -> Iterator[
             "Python by CachedModel.generate or CachedModel.step, or give model.generate a "
             "QuantizedCache(model, max_seq_len=...)"
         ) from first
+
+
+def _end_allocating(device: int, pool: tuple[int, int]) -> None:
+    """Let a device's memory come from no graph's pool any more."""
+    end = next(found for name in _ENDINGS if (found := getattr(torch._C, name, None)))
+    end(device, pool)

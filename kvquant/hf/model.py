@@ -262,7 +262,7 @@ class CachedModel:
                 before, see KVCache.check.
             UnsupportedModelError: attention that KVCache cannot compute, with the layer.
         """
-        self._check_tokens(tokens, (cache.batch, None))
+        self.check_tokens(tokens, (cache.batch, None))
         counts = _counts(lens, *tokens.shape)
         if chunk is None:
             chunk = max(CHUNK // cache.batch, LEAST)
@@ -300,7 +300,7 @@ class CachedModel:
         Raises:
             As prefill.
         """
-        self._check_tokens(tokens, (cache.batch,))
+        self.check_tokens(tokens, (cache.batch,))
         if self._positions is not None:  # room alone is checked by the first layer's append
             self._check_room(cache, torch.ones(cache.batch, dtype=torch.int64, device="cpu"))
         return self._run(cache, tokens[:, None], None, torch.tensor([0], device="cpu"))[:, 0]
@@ -353,7 +353,7 @@ class CachedModel:
         Returns:
             [batch, vocabulary]: the logits after the last token.
         """
-        self._check_tokens(tokens, (None, None))
+        self.check_tokens(tokens, (None, None))
         self._check_positions(tokens.shape[1] + (0 if past is None else past.get_seq_length()))
         # before transformers 5.21 models with caps asked for SDPA, which leaves them out
         has_caps = getattr(self.config, "attn_logit_softcapping", None) is not None
@@ -378,7 +378,7 @@ class CachedModel:
                 keys [batch, num_kv_heads, new_tokens, head_dim] (after RoPE), values of that shape,
                 and sm_scale. A layer that attends to the keys of another one is shown with those.
         """
-        self._check_tokens(tokens, (None, None))
+        self.check_tokens(tokens, (None, None))
         self._check_positions(tokens.shape[1])
         observe(self.model, tokens, observer)
 
@@ -495,7 +495,7 @@ class CachedModel:
         """Positions that the model has; None where they have no end."""
         return positions_of(self.model)
 
-    def _check_tokens(self, tokens: torch.Tensor, shape: tuple[int | None, ...]) -> None:
+    def check_tokens(self, tokens: torch.Tensor, shape: tuple[int | None, ...]) -> None:
         """Raise unless tokens are of a shape (None: 1 or more) and of the vocabulary."""
         if not isinstance(tokens, torch.Tensor):
             raise ConfigError(f"tokens are {type(tokens).__name__}: give a tensor of whole numbers")

@@ -219,9 +219,7 @@ def attend_latents(
         As mla_decode_attention; on CUDA UnsupportedError for several queries and more segments.
     """
     check_flag("return_lse", return_lse)
-    if sm_scale is None:
-        raise ConfigError("sm_scale is None: give the model's, latents do not tell it")
-    options = check_scale(sm_scale), return_lse, check_num_splits(num_splits), backend
+    options = _scale_of(sm_scale), return_lse, check_num_splits(num_splits), backend
     if torch.compiler.is_compiling():
         results: list[torch.Tensor] = attend_latents_op(
             q_latent.detach(),
@@ -315,17 +313,48 @@ def _checked(
     given = {"q_latent": q_latent, "q_rope": q_rope}
     check_readable(**given, **({} if q_lens is None else {"q_lens": q_lens}))
     for segment in segments:
-        tables = {} if segment.block_table is None else {"block_table": segment.block_table}
+        others = {"starts": segment.starts, "block_table": segment.block_table}
+        tables = {name: tensor for name, tensor in others.items() if tensor is not None}
         check_readable(rows=segment.k_rows, seq_lens=segment.seq_lens, **tables)
     return _query(q_latent, q_rope, segments, q_lens)
 
 
-def check_kernels(formats: Sequence[LatentFormat]) -> None:
-    """Raise UnsupportedError unless the CUDA kernel reads rows of these formats."""
+def check_kernels(formats: Sequence[LatentFormat], query: str = "bf16") -> None:
+    """Raise UnsupportedError unless the CUDA kernel reads rows of these formats.
+
+    Args:
+        formats: of the rows.
+        query: "bf16" or "fp16", of the queries.
+    """
+    for fmt in formats:
+        _check_kernel(fmt, query)
+
+
+@functools.cache
+def _check_kernel(fmt: LatentFormat, query: str) -> None:
     from ..kernels.cuda.mla.spec import MlaSpec
 
-    for fmt in formats:
-        MlaSpec(*fmt.parts)
+    MlaSpec(*fmt.parts, query)
+
+
+def check_call(
+    q_latent: torch.Tensor,
+    formats: Sequence[LatentFormat],
+    sm_scale: float | None,
+    backend: str | None,
+) -> None:
+    """Raise unless attend_latents takes such queries, before anything is done."""
+    scale = _scale_of(sm_scale)
+    if kernels_for(q_latent, backend) == "cuda" and not torch.compiler.is_compiling():
+        from ..kernels.cuda.mla.launch import codec_of
+
+        check_kernels(formats, codec_of(q_latent, scale))
+
+
+def _scale_of(sm_scale: float | None) -> float:
+    if sm_scale is None:
+        raise ConfigError("sm_scale is None: give the model's, latents do not tell it")
+    return check_scale(sm_scale)
 
 
 def check_queries(q_latent: torch.Tensor, q_rope: torch.Tensor, fmt: LatentFormat) -> None:
@@ -353,6 +382,8 @@ def _query(
     q_lens: torch.Tensor | None,
 ) -> torch.Tensor:
     """The whole queries, [..., latent_dim + rope_dim], if they can attend to the segments."""
+    if not segments:
+        raise ShapeError("no segments: attention needs at least one")
     fmt = segments[0].k_format
     assert isinstance(fmt, LatentFormat)
     check_queries(q_latent, q_rope, fmt)

@@ -66,7 +66,7 @@ def address(tensor: torch.Tensor, name: str = "one of the tensors") -> int:
 
 
 def check_device(device: torch.device | str) -> torch.device:
-    """A device that a cache can lie on.
+    """A device that a cache can lie on; "cuda" is the current GPU.
 
     Raises:
         ConfigError: there is no such name.
@@ -89,6 +89,8 @@ def check_device(device: torch.device | str) -> torch.device:
             why = f"there are {count} GPUs, the first one is cuda:0"
         if (found.index or 0) >= count:
             raise DeviceError(f"device {str(found)!r} cannot be used: {why}")
+        if found.index is None:  # else it would not equal the device of tensors that lie there
+            found = torch.device("cuda", torch.cuda.current_device())
     return found
 
 

@@ -648,6 +648,7 @@ def test_a_picture_is_the_last_thing(
         (["--mla", "--format", "int4-g8"], "--format does not go with --mla"),
         (["--mla", "--head-dim", 64], "--head-dim does not go with --mla"),
         (["--mla", "--exact", 4, 128], "--exact does not go with --mla"),
+        (["--mla", "--dtype", "float16"], "--dtype float16 does not go with --mla"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

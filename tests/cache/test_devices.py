@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kvquant import KVCache, PagedKVCache, load_cache, save_cache
+from kvquant.cache.checks import devices_of
 from kvquant.errors import ConfigError, DeviceError, KVQuantError
 from kvquant.rows.arguments import check_device
 
@@ -72,4 +73,7 @@ def test_it_is_said_why_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(DeviceError, match="there are 2 GPUs, the first one is cuda:0"):
         check_device("cuda:2")
     assert check_device("cuda:1") == torch.device("cuda:1")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert check_device("cuda") == torch.device("cuda:1")
+    assert devices_of(["cuda", "cuda:1"], 2) == [torch.device("cuda:1")] * 2
     assert check_device(torch.device("cpu")) == torch.device("cpu")

@@ -27,6 +27,7 @@ from kvquant.cache.latent import LatentLayerCache
 from kvquant.errors import (
     CheckpointError,
     ConfigError,
+    KVQuantError,
     NonFiniteError,
     ShapeError,
     UnsupportedError,
@@ -36,6 +37,7 @@ from kvquant.io.export import export_cache
 from kvquant.io.inspect import describe
 from kvquant.io.manifest import CacheManifest
 from kvquant.kernels.cuda.device.row_layout import refuse_latents
+from kvquant.ops import mla
 from kvquant.ops.mla import check_kernels
 
 SCALE = 80**-0.5
@@ -182,6 +184,38 @@ def test_a_step_is_an_append_and_an_attend(device: str) -> None:
         pair = queries(4, device=device)[0], queries(5, device=device)[1]
         cache.step(0, *pair, *tokens(1, device), sm_scale=SCALE)
     assert cache.layers[0].seq_lens.tolist() == [64] * 3
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sm_scale", "message"),
+    [
+        (torch.float32, SCALE, "q_latent is torch.float32: on CUDA use bfloat16 or float16"),
+        (torch.bfloat16, -1.0, "on CUDA it must be positive"),
+        (torch.float16, SCALE, "bf16 rows with float16 queries have no CUDA kernel"),
+        (torch.bfloat16, None, "give the model's, latents do not tell it"),
+    ],
+)
+def test_a_step_that_no_kernel_takes_appends_nothing(
+    dtype: torch.dtype, sm_scale: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mla, "kernels_for", lambda tensor, backend: backend or "cuda")
+    cache = LatentKVCache(1, 2, 64, fmt="int8-g4")
+    queries = torch.randn(2, 4, 512).to(dtype), torch.randn(2, 4, 64).to(dtype)
+    rows = torch.randn(2, 1, 1, 512), torch.randn(2, 1, 1, 64)
+    with pytest.raises(KVQuantError, match=message):
+        cache.step(0, *queries, *rows, sm_scale=sm_scale)
+    assert not cache.seq_lens.any()
+
+
+def test_options_of_attention_are_checked() -> None:
+    cache = LatentKVCache(1, 2, 64)
+    cache.append(0, torch.randn(2, 1, 3, 512), torch.randn(2, 1, 3, 64))
+    queries = torch.randn(2, 2, 4, 512), torch.randn(2, 2, 4, 64)
+    options: Any = {"sm_scale": SCALE, "in_step": True}
+    with pytest.raises(ConfigError, match="q_lens is"):
+        cache.attend(0, *queries, [2, 1], **options)  # type: ignore[call-overload]
+    with pytest.raises(ConfigError, match="in_step is 'no'"):
+        cache.attend(0, *queries, **(options | {"in_step": "no"}))
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -17,6 +17,7 @@ from kvquant import CachedModel, CapturedStep, KVCache
 from kvquant.errors import (
     ConfigError,
     DeviceError,
+    KVQuantError,
     NonFiniteError,
     ShapeError,
     UnsupportedModelError,
@@ -168,6 +169,21 @@ def test_the_last_place_is_taken_and_no_more(monkeypatch: pytest.MonkeyPatch) ->
     assert cache.seq_lens.max() == 512
 
 
+def test_what_is_no_token_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("cpu")
+    cache, token = filled(model)
+    StandIn(monkeypatch).follow(monkeypatch, model, cache)
+    step, lens = CapturedStep(model, cache), cache.seq_lens.tolist()
+    for given, told in (
+        (token + 0.9, "tokens are torch.float32"),
+        (token.tolist(), "tokens are list"),
+        (token[:2], r"tokens are \[2\]: give \[3\]"),
+    ):
+        with pytest.raises(KVQuantError, match=told):
+            step(given)  # type: ignore[arg-type]
+    assert cache.seq_lens.tolist() == lens
+
+
 @pytest.mark.parametrize("is_ended", [True, False], ids=["ended", "goes on"])
 @pytest.mark.parametrize(
     ("error", "raised", "told"),
@@ -196,6 +212,18 @@ def test_a_capture_that_fails_tells_why(
     assert cuda.stream is stream
     assert cuda.taken_back == [(0, 1)] * is_ended
     assert captured._failed == [graph] * is_ended
+
+
+def test_older_torch_names_its_functions_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = StandIn(monkeypatch)
+    monkeypatch.delattr(torch._C, "_cuda_endAllocateToPool")
+    older = "_cuda_endAllocateCurrentStreamToPool"
+    monkeypatch.setattr(torch._C, older, cuda._end, raising=False)
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with pytest.raises(KeyboardInterrupt), captured._captured(graph, side):
+        cuda.is_ended = True
+        raise KeyboardInterrupt
+    assert cuda.taken_back == [(0, 1)]
 
 
 def test_a_capture_that_fails_leaves_the_cache_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

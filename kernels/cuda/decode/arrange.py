@@ -118,14 +118,14 @@ def arguments(segment: Segment, splits: int) -> tuple[int, ...]:
     page_shift = table_stride = 0
     if table is not None:
         page_shift = k.shape[2].bit_length() - 1
-        table_stride = table.stride(0) if is_row_contiguous(table) else table.shape[1]
+        table_stride = packed_stride(table)
     return (
-        _stride(k, 0),
-        _stride(k, 1),
-        _stride(v, 0),
-        _stride(v, 1),
-        _stride(k, 2),
-        _stride(v, 2),
+        stride_of(k, 0),
+        stride_of(k, 1),
+        stride_of(v, 0),
+        stride_of(v, 1),
+        stride_of(k, 2),
+        stride_of(v, 2),
         segment.capacity,
         segment.sinks,
         segment.capacity - segment.sinks,
@@ -153,7 +153,12 @@ def is_row_contiguous(table: torch.Tensor) -> bool:
     return table.stride(1) == 1 or table.shape[1] <= 1
 
 
-def _stride(rows: torch.Tensor, axis: int) -> int:
+def packed_stride(table: torch.Tensor) -> int:
+    """Numbers from one sequence's entries to the next one's in what pack_counts gives."""
+    return table.stride(0) if is_row_contiguous(table) else table.shape[1]
+
+
+def stride_of(rows: torch.Tensor, axis: int) -> int:
     """Bytes from one to the next along an axis; 0 if there is no next."""
     return rows.stride(axis) if rows.shape[axis] > 1 else 0
 
@@ -162,7 +167,7 @@ def _is_dense(segment: Segment) -> bool:
     """Whether rows follow one another without gaps, in runs that start at multiples of 16 bytes."""
     return all(
         (rows.shape[2] == 1 or rows.stride(2) == fmt.row_bytes)
-        and not any(n % UNIT for n in (rows.data_ptr(), _stride(rows, 0), _stride(rows, 1)))
+        and not any(n % UNIT for n in (rows.data_ptr(), stride_of(rows, 0), stride_of(rows, 1)))
         for _, rows, fmt in _sides(segment)
     )
 
@@ -179,13 +184,13 @@ def _check(segment: Segment) -> None:
         staged = StagedRow(fmt)
         # realigned rows of a page are found by where the page starts
         whole = UNIT if paged and staged.realigned else staged.alignment
-        starts = (rows.data_ptr(), _stride(rows, 0), _stride(rows, 1))
-        if any(n % whole for n in starts) or _stride(rows, 2) % staged.alignment:
+        starts = (rows.data_ptr(), stride_of(rows, 0), stride_of(rows, 1))
+        if any(n % whole for n in starts) or stride_of(rows, 2) % staged.alignment:
             raise ConfigError(
                 f"{name} starts at {rows.data_ptr():#x} with strides {list(rows.stride())}: "
                 f"{'pages' if paged else 'rows'} of {fmt} must be aligned to {whole} bytes on CUDA"
             )
-        if _stride(rows, 2) >= 1 << 31:
+        if stride_of(rows, 2) >= 1 << 31:
             raise UnsupportedError(
                 f"{name} has strides {list(rows.stride())}: on CUDA the rows of a sequence must be "
                 "less than 2 GiB apart"

@@ -45,6 +45,7 @@ from .arrange import (
     is_row_contiguous,
     make_spec,
     pack_counts,
+    packed_stride,
 )
 from .plan import Fit, Plan, fit, narrow, plan, shared_bytes, with_workers
 from .spec import COMMON, HALF, POSITIONAL, QUERIES, SEGMENT, VARIANT, DecodeSpec
@@ -470,8 +471,7 @@ def _numbers_of(name: str, variant: AttentionVariant | None) -> tuple[float, ...
     if name == "window":
         return (min(given, MOST_TOKENS),)
     if name == "key_bias":
-        stride = given.stride(0) if is_row_contiguous(given) else given.shape[1]
-        return 4 * stride, given.shape[1]
+        return 4 * packed_stride(given), given.shape[1]
     return ()
 
 

@@ -19,7 +19,7 @@ from kvquant.rehearsal import is_rehearsed
 from kvquant.rows.latent import LatentFormat
 from kvquant.rows.segment import Segment
 
-from ..decode.arrange import arrange_in_order, pack_counts
+from ..decode.arrange import arrange_in_order, pack_counts, packed_stride, stride_of
 from ..device.row_layout import UNIT
 from ..runtime.launch import GPU, OVERLAPS, Launch, Rehearsed, cached_launch, gpu_of, kernel_of
 from ..runtime.tensors import Tensors, aligned_copy, facts_of, is_readable, strides
@@ -71,7 +71,10 @@ def attend(
     numbers = pack_counts(q_lens)
     rows = [_rows_of(segment) for segment in segments]
     tensors = [tensor for one in rows for tensor in one]
-    kinds = tuple((one.k_format, one.sinks, one.block_table is None) for one in segments)
+    kinds = tuple(
+        (one.k_format, one.sinks, one.block_table is None, one.seq_slots is None)
+        for one in segments
+    )
     negated = q_latent.is_neg(), q_rope.is_neg()
     facts = map(facts_of, (q_latent, q_rope, numbers, *tensors))
     key = MlaSpec, kinds, sm_scale, num_splits, negated, *facts
@@ -141,20 +144,17 @@ def _prepare(
     order = [i for i, one in enumerate(segments) if one.capacity and one.k_rows.numel()]
     if not q_latent.numel() or not order:
         return None
-    if q_latent.dtype not in CODECS:
-        raise ConfigError(f"q_latent is {q_latent.dtype}: on CUDA use bfloat16 or float16")
-    if not sm_scale > 0:
-        raise UnsupportedError(
-            f"sm_scale is {sm_scale}: on CUDA it must be positive; backend='reference' takes any"
-        )
+    query = codec_of(q_latent, sm_scale)
     if batch > MOST_BLOCKS:
         raise UnsupportedError(f"batch {batch} is too much for one launch: at most {MOST_BLOCKS}")
     if causal:
         arrange_in_order(segments)
+    if len(order) > MOST_PARTS:
+        raise UnsupportedError(f"{len(order)} segments are too many: at most {MOST_PARTS}")
     index = q_latent.get_device()
     gpu = gpu_of(index)
     room = Room(index, gpu, num_splits, MOST_PARTS // len(order))
-    columns, query = q_len * num_heads, CODECS[q_latent.dtype]
+    columns = q_len * num_heads
     fitted = [_fitted(segments[i], query, batch, columns, causal, room) for i in order]
     parts = sum(grid[2] for _, grid in fitted)
     combine = None
@@ -177,6 +177,21 @@ def _prepare(
     return MlaCall(launches, is_copied, parts, combine)
 
 
+def codec_of(q_latent: torch.Tensor, sm_scale: float) -> str:
+    """What queries are made of, for MlaSpec.
+
+    Raises:
+        ConfigError, UnsupportedError: no kernel takes such queries, or such a scale.
+    """
+    if q_latent.dtype not in CODECS:
+        raise ConfigError(f"q_latent is {q_latent.dtype}: on CUDA use bfloat16 or float16")
+    if not sm_scale > 0:
+        raise UnsupportedError(
+            f"sm_scale is {sm_scale}: on CUDA it must be positive; backend='reference' takes any"
+        )
+    return CODECS[q_latent.dtype]
+
+
 class Room(NamedTuple):
     """Where a call runs.
 
@@ -197,6 +212,8 @@ def _fitted(
 ) -> tuple[MlaSpec, tuple[int, int, int]]:
     """The kernel of a segment, and its grid."""
     device, gpu, num_splits, most = room
+    if segment.seq_slots is not None:
+        raise UnsupportedError("no CUDA kernel reads latent rows by seq_slots: order the rows")
     page_size, place = segment.k_rows.shape[2], "linear"
     if segment.starts is not None:
         place = "ring"
@@ -248,12 +265,12 @@ def _of_segment(segment: Segment) -> dict[str, float]:
     """What the kernel is told of the rows of a segment."""
     rows, table = segment.k_rows, segment.block_table
     return {
-        "stride_outer": rows.stride(0),
+        "stride_outer": stride_of(rows, 0),
         "capacity": segment.capacity,
         "sinks": segment.sinks,
         "ring_len": segment.capacity - segment.sinks,
         "page_shift": 0 if table is None else rows.shape[2].bit_length() - 1,
-        "table_stride": 0 if table is None else table.stride(0),
+        "table_stride": 0 if table is None else packed_stride(table),
     }
 
 
@@ -281,7 +298,8 @@ def _registers_of(spec: MlaSpec, index: int) -> int:
 
 def _check_rows(rows: torch.Tensor, spec: MlaSpec) -> None:
     steps = rows.stride()
-    if steps[2:] != (spec.row_bytes, 1) or steps[0] % UNIT or rows.data_ptr() % UNIT:
+    is_dense = stride_of(rows, 2) in (0, spec.row_bytes) and steps[3] == 1
+    if not is_dense or stride_of(rows, 0) % UNIT or rows.data_ptr() % UNIT:
         raise ConfigError(
             f"rows of {spec.row_bytes} bytes must follow one another without gaps from a multiple "
             f"of {UNIT} bytes on, these start {rows.data_ptr() % UNIT} bytes after one and have "

@@ -364,6 +364,44 @@ def test_arguments_are_those_of_the_call(cuda: FakeDriver) -> None:
     assert not (given["part_out"] or given["part_lse"] or given["lse"])
 
 
+def test_a_block_table_of_any_strides_is_read_packed(cuda: FakeDriver) -> None:
+    """And leaves no stride for ordinary ones of its shape."""
+    case = make_mla(AIM, 16, (700, 30, 5), page_size=64)
+    (segment,) = case.segments
+    table = segment.block_table
+    assert table is not None and table.stride(0) == table.shape[1] == 12
+    for given in (table.t().contiguous().t(), table):
+        attend(replace(case, segments=[segment._replace(block_table=given)]))
+        arguments = arguments_of(loaded_specs()[0], cuda.launched[-2].arguments)
+        assert arguments["table_stride"] == 12
+
+
+def test_single_rows_of_wider_memory_are_read(cuda: FakeDriver) -> None:
+    case = make_mla(AIM, 16, (1,))
+    (segment,) = case.segments
+    rows = torch.zeros(1, 1, 1, 400, dtype=torch.uint8)[..., : segment.k_rows.shape[-1]]
+    attend(replace(case, segments=[segment._replace(k_rows=rows)]))
+    assert arguments_of(loaded_specs()[0], cuda.launched[-1].arguments)["stride_outer"] == 0
+
+
+def test_segments_that_no_kernel_reads_are_refused(cuda: FakeDriver) -> None:
+    case = make_mla(AIM, 16, (70, 3))
+    (segment,) = case.segments
+    attend(case)
+    for given, why in (
+        ([segment._replace(seq_slots=torch.tensor([1, 0], dtype=torch.int32))], "seq_slots"),
+        ([segment] * 1025, "1025 segments are too many: at most 1024"),
+    ):
+        with pytest.raises(UnsupportedError, match=why):
+            attend(replace(case, segments=given))
+
+
+@pytest.mark.slow
+@in_simulator
+def test_teams_go_around_their_rings() -> None:
+    simulate(make_mla("int8-g4", 5, (720, 380)), 1, teams=3, stages=3)
+
+
 def test_queries_that_cannot_be_read_are_copied(cuda: FakeDriver) -> None:
     case = make_mla("bf16", 4, (40, 3))
     wide = torch.zeros(2, 1, 4, 513, dtype=torch.bfloat16)
