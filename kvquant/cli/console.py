@@ -61,22 +61,27 @@ class Format(click.Choice[str]):
 
 
 class Pair(Format):
-    """A format, or those of K and V apart: int8-g4/int4-g4."""
+    """A format, or two: of K and V apart (int8-g4/int4-g4), or of a latent row's two parts."""
+
+    def __init__(self, separator: str) -> None:
+        super().__init__(NAMES)
+        self.separator = separator
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """Check each of them; see click.Choice."""
-        names = str(value).split("/")
+        names = str(value).split(self.separator)
         if len(names) > 2:
-            self.fail(f"{value!r:.80} is not FORMAT or FORMAT/FORMAT", param, ctx)
-        return "/".join(super(Pair, self).convert(name, param, ctx) for name in names)
+            allowed = f"FORMAT or FORMAT{self.separator}FORMAT"
+            self.fail(f"{value!r:.80} is not {allowed}", param, ctx)
+        return self.separator.join(super(Pair, self).convert(name, param, ctx) for name in names)
 
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
         """Complete the last of them; see click.Choice."""
-        first, slash, last = incomplete.rpartition("/")
+        first, separator, last = incomplete.rpartition(self.separator)
         items = super().shell_complete(ctx, param, last)
-        return [CompletionItem(f"{first}{slash}{item.value}") for item in items]
+        return [CompletionItem(f"{first}{separator}{item.value}") for item in items]
 
 
 class Positive(click.FloatRange):
@@ -107,7 +112,8 @@ class Device(click.Choice[str]):
 
 NEW_FILE = Name()
 DEVICE = Device(["cpu", "cuda"])
-FORMAT, PAIR, POSITIVE = Format(NAMES), Pair(NAMES), Positive()
+FORMAT, POSITIVE = Format(NAMES), Positive()
+PAIR, LATENT = Pair("/"), Pair("+")  # of latent rows: see LatentFormat
 
 
 class Failure(click.ClickException):

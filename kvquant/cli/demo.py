@@ -20,7 +20,7 @@ import torch
 
 from ..cache.contiguous import KVCache
 from ..calibration.fidelity import Scheme, compare, predict, quantized_copy, read_prompt
-from ..errors import ConfigError
+from ..errors import ConfigError, UnsupportedModelError
 from ..hf.model import CachedModel
 from ..text import Column, render_table, terminal_width
 from .console import read_text
@@ -73,6 +73,7 @@ def run_demo(
 
     Raises:
         ConfigError: the bundled files are not there, or the text is too short.
+        UnsupportedModelError: the model keeps latent rows.
     """
     model_folder, text_file = model_folder or MODEL, text_file or TEXT
     for path in (model_folder, text_file):
@@ -83,6 +84,11 @@ def run_demo(
             )
     report("loading the model")
     model = CachedModel.from_pretrained(model_folder)
+    if model.has_latents:
+        raise UnsupportedModelError(
+            f"{model_folder} keeps latent rows: the demo compares formats of K and V; `kvquant "
+            "quantize` makes a cache of such a model"
+        )
     windows, context = _passages(model, text_file, context, scored)
     prompt, fed = windows[:, :context], windows[:, context:-1]
     targets = windows[:, context + 1 :].t()[..., None]

@@ -17,6 +17,7 @@ from .console import (
     FOLDER,
     FORMAT,
     FORMATS,
+    LATENT,
     NEW_FILE,
     WHOLE,
     Commands,
@@ -59,7 +60,12 @@ def main() -> None:
 @click.option("--tokens", type=COUNT, help="Read so many of its tokens; all by default.")
 @click.option("--from", "raw", type=FILE, help="16-bit K and V of another program instead.")
 @click.option("--plan", type=FILE, help="Of kvquant calibrate: formats and transforms.")
-@click.option("--format", "both", type=FORMAT, help=f"Of K and V; {DEFAULT_FORMAT} by default.")
+@click.option(
+    "--format",
+    "both",
+    type=LATENT,
+    help=f"Of K and V; {DEFAULT_FORMAT} by default. Or FORMAT+FORMAT, of latents and RoPE parts.",
+)
 @click.option("--k-format", type=FORMAT, help="Of K, where it differs.")
 @click.option("--v-format", type=FORMAT, help="Of V, where it differs.")
 @click.option("--sink-len", type=WHOLE, default=4, show_default=True, help="First 16-bit tokens.")
@@ -91,7 +97,8 @@ def quantize(
     and values come from a safetensors file of tensors layers.0.k, layers.0.v, layers.1.k and so on,
     [batch, num_kv_heads, tokens, head_dim]. The cache is written to one safetensors file, which
     replaces an old one when it is whole. Of a model with latent attention (DeepSeek V2, V3) it has
-    latent rows in --format, int8-g4 by default.
+    latent rows in --format, int8-g4 by default: int4-g8 has RoPE parts of 16 bit, int4-g8+fp8-g4
+    has those in fp8-g4.
 
     \b
     Example:
@@ -109,6 +116,8 @@ def quantize(
     for name in ("chunk", "tokens"):
         if raw and is_given(name):
             raise click.UsageError(f"--{name} is for MODEL, which reads: leave it out with --from")
+    if raw:
+        _check_of_heads(both, raw)
     check_output(output, model, prompt, raw, plan)
     options: dict[str, Any] = {"sink_len": sink_len, "recent_len": recent_len}
     if plan is not None:
@@ -129,6 +138,8 @@ def quantize(
         reader = CachedModel.from_pretrained(model)
         if reader.has_latents:
             options = _of_latents(options, both)
+        else:
+            _check_of_heads(both, model)
         ids = reader.encode(read_text(prompt))[:tokens]
         cache = _read_prompt(reader, ids, str(prompt), max_seq_len, chunk, options)
         _save(cache, output, reader.config_dict, {"source": prompt.name, "chunk": chunk})
@@ -239,6 +250,15 @@ def _of_latents(options: dict[str, Any], fmt: str | None) -> dict[str, Any]:
         )
     kept = {name: options[name] for name in ("sink_len", "recent_len")}
     return kept | ({"fmt": fmt} if fmt else {})
+
+
+def _check_of_heads(fmt: str | None, source: Path) -> None:
+    """Raise where --format has the two parts of a latent row, and there are keys and values."""
+    if fmt and "+" in fmt:
+        raise click.UsageError(
+            f"--format {fmt} is of latent rows, and {source} has K and V: give one FORMAT, or "
+            "--k-format and --v-format"
+        )
 
 
 def _read_prompt(

@@ -7,24 +7,19 @@ from collections import Counter
 from typing import Any
 
 from ..rows.format import RowFormat
+from ..rows.latent import LatentFormat
 from ..text import Column, count_text, number, paragraph, printable, render_table, size_text, spans
 from .container import RowsFile
 from .manifest import CacheManifest, Manifest, SequencesManifest
-from .row_stats import Layers, describe_side, totals, warnings
+from .row_stats import describe_side, totals, warnings
 
 SHOWN = 20  # sequences of a paged cache that are printed
 SEQUENCES = (
     Column("sequence", left=True),
     *map(Column, ("tokens", "packed", "16 bit", "pages", "shared", "known ids")),
 )
-LAYERS = (
-    Column("layer"),
-    *(
-        Column(title, title in "KV", part)
-        for part, side in enumerate("KV", 1)
-        for title in (side, "scale\nmin", "median", "max", "step", "offset")
-    ),
-)
+FIGURES = "scale\nmin", "median", "max", "step", "offset"  # of "k" and of "v" of a layer
+OF_HEADS, OF_LATENTS = ("K", "V"), ("latent", "RoPE")  # what these are
 
 
 def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -42,7 +37,9 @@ def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
         (integer codes only); "offset": the largest mean of a channel over that deviation. Channels
         are looked at over at most 4096 packed tokens; both are None where there are fewer than 16.
 
-        Of a cache every layer has "window", the last tokens that it sees (None: all).
+        Of a cache every layer has "window", the last tokens that it sees (None: all). Where it is
+        "latent", "k" are the latents and "v" the RoPE parts, and every layer has "format", the name
+        of its LatentFormat.
 
         Of sequences: "sequences": of each its id, length, how many tokens are "packed" and how many
         "exact" (16 bit), its "pages", how many of them are "shared" with others of the file, and of
@@ -80,14 +77,18 @@ def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
             "exact_format": manifest.exact_format,
             "transformed": bool(manifest.transforms),
         }
-    problems = warnings(layers, manifest.model)
+    problems = []
     if isinstance(manifest, CacheManifest):
         described |= _describe_cache(manifest)
         for layer, entry in zip(layers, manifest.layers, strict=True):
             layer["window"] = entry.window
-        problems = _all_exact(manifest, layers) + problems
+            if manifest.latent:
+                layer["format"] = str(LatentFormat(entry.k_format, entry.v_format))
+                layer["k"]["format"] = layer["format"].partition("+")[0]  # FlashMLA's is "fp8"
+        problems = _all_exact(manifest, layers)
     elif isinstance(manifest, SequencesManifest):
         described |= _describe_sequences(manifest)
+    problems += warnings(layers, manifest.model, _sides(described))
     return described | totals(layers) | {"layers": layers, "warnings": problems}
 
 
@@ -102,18 +103,19 @@ def render(description: dict[str, Any]) -> str:
     what = "cache" if is_cache else "sequences of a paged cache"
     files = f" in {count_text(d['files'], 'file')}" if is_cache else ""
     sequences = d["batch"] if is_cache else len(d["sequences"])
+    heads = [] if d.get("latent") else [count_text(d["num_kv_heads"], "KV head")]
+    shape = count_text(d["num_layers"], "layer"), *heads, count_text(sequences, "sequence")
     lines = [
         f"{printable(d['path'])}: kvquant {what}, version {d['version']}, "
         f"{size_text(d['file_bytes'])}{files}",
         *_origin_lines(d),
-        f"  shape      {count_text(d['num_layers'], 'layer')}, "
-        f"{count_text(d['num_kv_heads'], 'KV head')}, {count_text(sequences, 'sequence')}",
+        f"  shape      {', '.join(shape)}",
         *(_cache_lines(d) if is_cache else _pages_lines(d)),
         *_totals_lines(d),
         *([f"  memory     {size_text(d['memory_bytes'])} once loaded"] if is_cache else []),
         "",
         *([] if is_cache else [_sequences_table(d), ""]),
-        _layers_table(d["layers"]),
+        _layers_table(d),
         *(paragraph(f"warning: {warning}", "  ") for warning in d["warnings"]),
     ]
     return "\n".join(lines)
@@ -203,7 +205,7 @@ def _cache_lines(d: dict[str, Any]) -> list[str]:
     for layer in d["layers"]:
         if layer["window"] is not None:
             windows.setdefault(layer["window"], []).append(layer["layer"])
-    rows = f"  rows       {_formats_text(d['layers'])}"
+    rows = f"  rows       {_formats_text(d)}"
     full = next((layer["k"]["tokens"] for layer in d["layers"] if layer["window"] is None), None)
     if full:
         rows += f": {full['packed']} tokens; {d['exact_format']}: {full['sinks']} first, "
@@ -226,7 +228,7 @@ def _pages_lines(d: dict[str, Any]) -> list[str]:
     return [
         f"  pages      {d['pages']} of {d['page_size']} tokens; {d['shared_pages']} are "
         f"shared: {d['page_uses']} without sharing",
-        f"  rows       {_formats_text(d['layers'])}: {tokens['packed']} tokens; "
+        f"  rows       {_formats_text(d)}: {tokens['packed']} tokens; "
         f"{d['exact_format']}: {tokens['exact']}, the first {d['sink_len']} and the last "
         f"{d['recent_len']} of each sequence",
     ]
@@ -254,10 +256,13 @@ def _sequences_table(d: dict[str, Any]) -> str:
     return render_table(SEQUENCES, rows) + (f"\n... and {more} more" if more > 0 else "")
 
 
-def _layers_table(layers: Layers) -> str:
+def _layers_table(d: dict[str, Any]) -> str:
     """Print a table of all layers, and what its columns mean."""
+    columns = [Column("layer")]
+    for part, title in enumerate(_sides(d), 1):
+        columns += [Column(title, True, part), *(Column(name, False, part) for name in FIGURES)]
     rows = []
-    for layer in layers:
+    for layer in d["layers"]:
         row = [str(layer["layer"])]
         for side in (layer["k"], layer["v"]):
             scale = side["scale"] or {}
@@ -266,13 +271,20 @@ def _layers_table(layers: Layers) -> str:
             row += [number(side["step"]), number(side["offset"])]
         rows.append(row)
     words = "step, offset: that of a code, and a channel's largest mean, in deviations of a channel"
-    return f"{render_table(LAYERS, rows)}\n\n{paragraph(words)}"
+    return f"{render_table(columns, rows)}\n\n{paragraph(words)}"
 
 
-def _formats_text(layers: Layers) -> str:
-    """The formats of all layers: "K int4-g4, V int4/int8"."""
-    each = {side: sorted({layer[side]["format"] for layer in layers}) for side in "kv"}
+def _formats_text(d: dict[str, Any]) -> str:
+    """The formats of all layers: "K int4-g4, V int4/int8", or "latent rows int8-g4"."""
+    if d.get("latent"):
+        return f"latent rows {'/'.join(sorted({layer['format'] for layer in d['layers']}))}"
+    each = {side: sorted({layer[side]["format"] for layer in d["layers"]}) for side in "kv"}
     return ", ".join(f"{side.upper()} {'/'.join(names)}" for side, names in each.items())
+
+
+def _sides(d: dict[str, Any]) -> tuple[str, str]:
+    """What "k" and "v" of each layer are."""
+    return OF_LATENTS if d.get("latent") else OF_HEADS
 
 
 def _some(numbers: list[int]) -> str:

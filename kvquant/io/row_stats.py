@@ -75,22 +75,23 @@ def totals(layers: Layers) -> dict[str, Any]:
     }
 
 
-def warnings(layers: Layers, model: object) -> list[str]:
+def warnings(layers: Layers, model: object, sides: tuple[str, str]) -> list[str]:
     """What may go wrong with these rows, a sentence each.
 
     Args:
         layers: by describe_side.
         model: what the file says of its model; None where it says nothing.
+        sides: what "k" and "v" of each layer are called.
     """
 
     def where(holds: Callable[[str, dict[str, Any]], bool]) -> str:
         """The layers of K and of V for which something holds."""
         found = []
-        for side in "kv":
+        for side, name in zip("kv", sides, strict=True):
             numbers = [layer["layer"] for layer in layers if holds(side, layer[side])]
             if numbers:
                 noun = "layer" if len(numbers) == 1 else "layers"
-                found.append(f"{side.upper()} of {noun} {spans(numbers)}")
+                found.append(f"{name} of {noun} {spans(numbers)}")
         return ", ".join(found)
 
     middle = {}

@@ -19,6 +19,7 @@ from typing import Any
 import click
 import pytest
 import torch
+from click.shell_completion import ShellComplete
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 
@@ -101,6 +102,9 @@ def test_a_prompt_becomes_a_cache_that_can_be_inspected_and_exported(
     torch.testing.assert_close(exported["layers.2.v"], cache.dequantized(2, torch.bfloat16)[1])
 
 
+LATENT_NAMES = "int4-g8", "int4-g8+fp8-g4"
+
+
 @needs_hf
 def test_a_model_with_latent_attention_gives_latent_rows(tmp_path: Path, prompt: Path) -> None:
     from hf_cases import LATENT_SIZES, hands_latents, random_model
@@ -113,7 +117,7 @@ def test_a_model_with_latent_attention_gives_latent_rows(tmp_path: Path, prompt:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(MODEL / name, model)
     given = "quantize", model, "--prompt", prompt, "--tokens", 200, "-o", path
-    for fmt, options in ("int8-g4", []), ("int4-g8", ["--format", "int4-g8"]):
+    for fmt, options in ("int8-g4", []), *((name, ["--format", name]) for name in LATENT_NAMES):
         text = ok(*given, *options)
         assert ok("inspect", path) == text and fmt in text
         cache = load_cache(path)
@@ -121,10 +125,29 @@ def test_a_model_with_latent_attention_gives_latent_rows(tmp_path: Path, prompt:
         assert {str(one) for one in cache.formats} == {fmt}
     refused = run(*given, "--k-format", "int8")
     assert refused.exit_code == 2 and "this model keeps latent rows" in refused.stderr
+    refused = run(*given, "--format", "fp8")
+    assert refused.exit_code == 2 and "fp8 is FlashMLA's layout, of 512" in refused.stderr
     refused = run("calibrate", model, "--zero-data", "-o", tmp_path / "plan.safetensors")
     assert refused.exit_code and "of which there are no plans" in refused.stderr, refused.stderr
     refused = run("warmup", "--model", model, "--arch", "sm_90")
     assert refused.exit_code and "keeps latent rows" in refused.stderr
+    refused = run("demo", "--model", model, "--text", prompt)
+    assert refused.exit_code == 2
+    assert f"{model} keeps latent rows: the demo compares formats of K and V" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    "option, begun, before",
+    [
+        ("--format", "int8-g", ""),
+        ("--format", "int4-g8+int8-g", "int4-g8+"),
+        ("--k-format", "int8-g", ""),
+    ],
+)
+def test_formats_are_completed(option: str, begun: str, before: str) -> None:
+    shell = ShellComplete(cli.main, {}, "kvquant", "_KVQUANT_COMPLETE")
+    items = shell.get_completions(["quantize", option], begun)
+    assert [item.value for item in items] == [f"{before}int8-g{groups}" for groups in (2, 4, 8)]
 
 
 def test_raw_tensors_become_a_cache(tmp_path: Path, raw: Path) -> None:
@@ -265,6 +288,7 @@ def test_the_demo_prints_and_writes_its_figures(
     assert [row["name"] for row in json.loads(path.read_text())["caches"]][2:] == ["bf16", "int8"]
 
 
+QUANTIZE = "quantize", "{model}", "--prompt", "{prompt}", "-o", "{tmp}/x.safetensors"
 BAD: dict[str, tuple[list[str], str]] = {
     "no command": (["nope"], "No such command"),
     "no option": (["inspect", "--nope"], "No such option"),
@@ -282,6 +306,26 @@ BAD: dict[str, tuple[list[str], str]] = {
     "no format": (
         ["quantize", "{model}", "--prompt", "{prompt}", "--format", "int5", "-o", "x.safetensors"],
         "'int5' is not one of 'int4', 'int4-g2', ",
+    ),
+    "no format of RoPE parts": (
+        [*QUANTIZE, "--format", "int4-g8+fp9"],
+        "'fp9' is not one of 'int4', 'int4-g2', ",
+    ),
+    "three parts of a row": (
+        [*QUANTIZE, "--format", "int4+int4+int4"],
+        "'int4+int4+int4' is not FORMAT or FORMAT+FORMAT",
+    ),
+    "latent rows of a model without": (
+        [*QUANTIZE, "--format", "int4-g8+fp8-g4"],
+        "--format int4-g8+fp8-g4 is of latent rows, and {model} has K and V: give one FORMAT",
+    ),
+    "latent rows of raw tensors": (
+        ["quantize", "--from", "{raw}", "--format", "int4-g8+fp8-g4", "-o", "{tmp}/x.safetensors"],
+        "--format int4-g8+fp8-g4 is of latent rows, and {raw} has K and V: give one FORMAT",
+    ),
+    "latent rows of K": (
+        [*QUANTIZE, "--k-format", "int4-g8+fp8-g4"],
+        "'int4-g8+fp8-g4' is not one of 'int4', 'int4-g2', ",
     ),
     "no format of a plan": (
         ["calibrate", "{model}", "--zero-data", "--format", "banana", "-o", "{tmp}/x.safetensors"],

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from kvquant import KVCache
+from kvquant import KVCache, LatentKVCache
 from kvquant.errors import CheckpointError
 from kvquant.io.checkpoint import save_cache
 from kvquant.io.inspect import describe, render
@@ -124,6 +124,37 @@ def test_tokens_are_those_of_layers_that_see_all(tmp_path: Path) -> None:
     assert "  rows       K int4-g4, V int4-g4" in lines
     assert "  windows    layers 0-3: the last 30 tokens" in lines
     assert "  windows" not in render(describe(saved(tmp_path, make_keys())))
+
+
+@pytest.mark.parametrize(
+    "fmt, latent, rope",
+    [
+        ("int8-g4", "int8-g4", "bf16"),
+        ("int4-g8+fp8-g4", "int4-g8", "fp8-g4"),
+        ("fp8", "fp8", "bf16"),
+    ],
+)
+def test_latent_rows_are_told_as_such(tmp_path: Path, fmt: str, latent: str, rope: str) -> None:
+    cache = LatentKVCache(2, 1, 100, fmt=fmt, sink_len=2, recent_len=6)
+    latents, ropes = make_keys(9, 50)[:, 0, 0, 0].movedim(1, 0).flatten(1).split([512, 64], dim=-1)
+    latents[:, 5] += 30.0  # one channel has an offset
+    for i in range(2):
+        cache.append(i, latents[None, None], ropes[None, None])
+    path = tmp_path / "c.safetensors"
+    save_cache(cache, path)
+    d = describe(path)
+    for layer in d["layers"]:
+        assert layer["format"] == fmt
+        assert [layer[side]["format"] for side in "kv"] == [latent, rope]
+    text = render(d)
+    lines = [line.split() for line in text.splitlines()]
+    assert "  shape      2 layers, 1 sequence\n" in text
+    assert f"  rows       latent rows {fmt}: 42 tokens; bf16: 2 first, 6 last\n" in text
+    titles = [line[1] for line in lines if line[:1] == ["layer"]]
+    assert titles == ["latent", "RoPE"]
+    assert [line[1] for line in lines if line[:1] == ["1"]] == [latent, rope]
+    assert "warning: latent of layers 0-1: channels with means over 12" in text
+    assert "fp8_ds_mla" not in text
 
 
 def test_strings_of_the_file_cannot_write_to_the_terminal(tmp_path: Path) -> None:
