@@ -192,6 +192,14 @@ def layer_devices(model: Any, places: Sequence[int]) -> list[torch.device] | Non
     return devices if is_known and {getattr(model, "device", None)} != set(devices) else None
 
 
+def input_device(model: Any) -> torch.device:
+    """Where a model takes tokens: where its embeddings are, or accelerate brings them to."""
+    embeddings = model.get_input_embeddings()
+    found = _device_of(embeddings) if isinstance(embeddings, torch.nn.Module) else None
+    device: torch.device = found or model.device
+    return device
+
+
 def _device_of(module: torch.nn.Module) -> torch.device | None:
     """That of a module's first weight; of one that a hook of accelerate brings, where it brings
     it to."""

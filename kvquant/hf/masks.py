@@ -72,8 +72,13 @@ class _Mask(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             found = function(*args, **(kwargs or {}))
         if function in (torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.cpu):
-            return _with_mark(found, args[0].kvquant_mask)
+            mask = args[0]  # or another tensor, which goes to where a mask is
+            if isinstance(mask, _Mask) and found.dtype == mask.dtype:
+                return _with_mark(found, mask.kvquant_mask)
         return found
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Mask:
+        return _with_mark(self.clone(), self.kvquant_mask)
 
 
 def _with_mark(mask: torch.Tensor, mark: MaskMark) -> _Mask:

@@ -20,7 +20,14 @@ from ..io.plan import CachePlan
 from ..rows.arguments import check_device, check_size
 from ..rows.quantize import exact_codec
 from .cache import QuantizedCache
-from .configs import CacheLayers, cache_layers, layer_devices, layer_windows, new_cache
+from .configs import (
+    CacheLayers,
+    cache_layers,
+    input_device,
+    layer_devices,
+    layer_windows,
+    new_cache,
+)
 from .fold import fold_values
 from .latent import check_latent_layers
 from .loading import load
@@ -279,7 +286,7 @@ class CachedModel:
                 new_lens = (counts - start).clamp(0, part.shape[1])
                 keep, place = (new_lens - 1).clamp(min=0).unique(return_inverse=True)
                 each = torch.arange(cache.batch, device="cpu")
-                found = self._run(cache, part, new_lens, keep)[each, place]
+                found = self._run(cache, part, new_lens, keep.tolist())[each, place]
                 here = (new_lens > 0).to(found.device)[:, None]  # the others ended before
                 logits = found if logits is None else torch.where(here, found, logits)
                 if progress:
@@ -303,7 +310,7 @@ class CachedModel:
         self.check_tokens(tokens, (cache.batch,))
         if self._positions is not None:  # room alone is checked by the first layer's append
             self._check_room(cache, torch.ones(cache.batch, dtype=torch.int64, device="cpu"))
-        return self._run(cache, tokens[:, None], None, torch.tensor([0], device="cpu"))[:, 0]
+        return self._run(cache, tokens[:, None], None, [0])[:, 0]
 
     def generate(self, cache: KVCache, logits: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """Continue each sequence greedily.
@@ -361,7 +368,7 @@ class CachedModel:
         plain = "sdpa" if is_sdpa else "eager"
         with attending(self.model, plain), torch.no_grad():
             out = self.model(
-                tokens.to(self.model.device),
+                tokens.to(input_device(self.model)),
                 past_key_values=past,
                 use_cache=past is not None,
                 logits_to_keep=1,
@@ -399,14 +406,12 @@ class CachedModel:
         cache: KVCache,
         tokens: torch.Tensor,
         new_lens: torch.Tensor | None,
-        keep: torch.Tensor,
+        keep: list[int],
     ) -> torch.Tensor:
         """One call of the model: the logits at the places keep, [batch, len(keep), vocabulary]."""
-        before, past, device = cache.seq_lens, self.past_of(cache, new_lens), self.model.device
+        before, past = cache.seq_lens, self.past_of(cache, new_lens)
         try:
-            if not cache.is_spread:  # else the device of the last layer, which takes an index of
-                keep = keep.to(device)  # the host, is another
-            logits = self.call(past, tokens.to(device), keep)
+            logits = self.call(past, tokens.to(input_device(self.model)), keep)
             cache.check()
         except BaseException:
             cache.forget_counts()  # of the rows that are taken back
@@ -440,13 +445,16 @@ class CachedModel:
         past.tell(self._layers, new_lens)  # some models make masks of their own
         return past
 
-    def call(self, past: QuantizedCache, tokens: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+    def call(
+        self, past: QuantizedCache, tokens: torch.Tensor, keep: list[int] | torch.Tensor
+    ) -> torch.Tensor:
         """One call of the model, at the positions behind the cache's tokens; nothing is read.
 
         Args:
             past: of past_of; it is appended to.
             tokens: [batch, new_tokens].
-            keep: [n] places of new tokens, on the model's device.
+            keep: [n] places of new tokens. A list serves on any device; a tensor only on that of
+                the last layer, and hooks of accelerate bring it to another.
 
         Returns:
             [batch, n, vocabulary]: the logits at these places.
@@ -460,7 +468,7 @@ class CachedModel:
                 past_key_values=past,
                 position_ids=(cache.start_positions + cache.seq_lens)[:, None] + steps,
                 use_cache=True,
-                logits_to_keep=keep,
+                logits_to_keep=1 if tokens.shape[1] == 1 else keep,  # 1: no index goes to a GPU
             )
         past.check_complete()
         logits: torch.Tensor = out.logits

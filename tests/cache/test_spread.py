@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from kvquant import KVCache, LatentKVCache, load_cache, save_cache
+from kvquant.cache import contiguous
 from kvquant.errors import ConfigError, DeviceError, NonFiniteError, ShapeError
 from kvquant.rows.basis import Basis, LayerBasis
 
@@ -182,6 +183,40 @@ def test_lists_that_are_none_of_devices() -> None:
 def test_it_says_where_it_lies() -> None:
     assert repr(make(["cpu", "cpu:0", "cpu"])[0]).endswith("on cpu and cpu:0)")
     assert repr(make(["cpu"] * 3)[0]).endswith("on cpu)")
+
+
+def test_memory_is_looked_for_on_each_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    noted: dict[str, int] = {}
+
+    def note(nbytes: int, device: torch.device, *_: str) -> None:
+        noted[str(device)] = nbytes
+
+    monkeypatch.setattr(contiguous, "check_room", note)
+    monkeypatch.setattr(contiguous, "_LARGE", 0)
+
+    def new(devices: list[str], k_format: list[str], max_seq_len: int = 64) -> KVCache:
+        noted.clear()
+        shape = len(devices), BATCH, HEADS, DIM, max_seq_len
+        return KVCache(*shape, device=devices, k_format=k_format)
+
+    def taken(k_format: list[str], max_seq_len: int = 64) -> int:
+        """Bytes of a cache of these layers on one device."""
+        new(["cpu"] * len(k_format), k_format, max_seq_len)
+        return noted["cpu"]
+
+    first, second = ["int8", "bf16"], ["int4-g4"]  # three sizes
+    assert taken(first) > taken(second) > 0
+    small = {"cpu": taken(first), "cpu:0": taken(second)}
+    large = {"cpu": taken(first, 128), "cpu:0": taken(second, 128)}
+    largest = taken(["bf16"])
+    cache = new(["cpu", "cpu:0", "cpu"], ["int8", "int4-g4", "bf16"])
+    assert noted == small
+    noted.clear()
+    cache.repeat(3)
+    assert noted == {device: 3 * nbytes for device, nbytes in small.items()}
+    noted.clear()
+    cache.grow(128)  # the largest layer is there twice for a time
+    assert noted == {device: large[device] - small[device] + largest for device in small}
 
 
 @several

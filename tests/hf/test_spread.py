@@ -5,6 +5,7 @@ On the CPU alone tensors are copied on their way to "cpu:0", which stands for an
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -205,6 +206,42 @@ def test_a_mark_is_lost_but_on_the_way() -> None:
         assert type(other) is torch.Tensor and not hasattr(other, "kvquant_mask")
 
 
+def test_a_mark_is_that_of_the_mask_that_moves() -> None:
+    mask = _with_mark(torch.zeros(1, 1, 3, 1, dtype=torch.bool), MaskMark(window=5))
+    for other in (torch.ones(3).to(mask), mask.to(torch.float32), mask.to(torch.ones(3))):
+        assert type(other) is torch.Tensor and not hasattr(other, "kvquant_mask")
+    copied = copy.deepcopy({"mask": mask, "again": mask})
+    assert type(copied["mask"]) is _Mask and copied["mask"].kvquant_mask == MaskMark(window=5)
+    assert copied["again"] is copied["mask"] and torch.equal(copied["mask"], mask)
+    copied["mask"].fill_(True)
+    assert not mask.any(), "the copy has memory of its own"
+
+
+@pytest.mark.parametrize("devices", [None, ["cpu", "cpu:0"]], ids=["one", "several"])
+def test_no_hook_brings_the_places_of_logits_elsewhere(
+    devices: list[str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """accelerate's hook of a whole model brings all tensors to one device, where the last layer
+    need not be. "meta" is that device here."""
+    accelerate = pytest.importorskip("accelerate")
+    whole, text, lens = tiny("Llama"), tokens(3, 40), [40, 3, 17]
+    spread = CachedModel(tiny("Llama").model)
+    if devices:
+        split(spread.model, devices, monkeypatch)
+
+    def bring(module: Any, args: Any, kwargs: Any) -> Any:
+        keep = accelerate.utils.send_to_device(kwargs["logits_to_keep"], "meta")
+        return args, kwargs | {"logits_to_keep": keep}
+
+    spread.model.register_forward_pre_hook(bring, with_kwargs=True)
+    caches = whole.new_cache(3, 64, **FP16), spread.new_cache(3, 64, **FP16)
+    assert caches[1].is_spread == bool(devices)
+    wanted = whole.prefill(caches[0], text, lens, chunk=16)
+    assert close(spread.prefill(caches[1], text, lens, chunk=16), wanted)
+    token = wanted.argmax(-1)
+    assert close(spread.step(caches[1], token), whole.step(caches[0], token))
+
+
 def test_devices_are_those_of_weights_or_of_hooks(tmp_path: Path) -> None:
     model = tiny("Llama", num_hidden_layers=3).model
     assert layer_devices(model, [0, 1, 2]) is None
@@ -234,6 +271,15 @@ def test_weights_that_accelerate_brings_lie_where_it_brings_them(tmp_path: Path)
         found = model(tokens(1, 5), past_key_values=cache).logits
     assert cache.kv is not None and cache.kv.devices == [torch.device("cpu")] * 2
     torch.testing.assert_close(found, expected, atol=5e-3, rtol=0)
+    cached, whole = CachedModel(model), tiny("Llama")
+    assert cached.model.device.type == "meta"
+    assert close(cached.plain(tokens(3, 24)), whole.plain(tokens(3, 24)))
+    caches = cached.new_cache(3, 64, **FP16), whole.new_cache(3, 64, **FP16)
+    given = tokens(3, 24), [24, 9, 17]
+    wanted = whole.prefill(caches[1], *given)
+    assert close(cached.prefill(caches[0], *given), wanted)
+    token = wanted.argmax(-1)
+    assert close(cached.step(caches[0], token), whole.step(caches[1], token))
 
 
 @pytest.mark.gpu
@@ -259,3 +305,24 @@ def test_accelerate_spreads_the_layers(first: Any) -> None:
     cache = cached.new_cache(3, 64, **FP16)
     cached.generate(cache, cached.prefill(cache, tokens(3, 24), [24, 9, 17]), 4)
     assert cache.is_spread and cache.seq_lens.tolist() == [27, 12, 20]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("first", "second"), [("cpu", 0), (0, "cpu"), (0, 1)])
+def test_a_cached_model_where_accelerate_chooses_the_main_device(first: Any, second: Any) -> None:
+    """Weights on the CPU are brought to a GPU then."""
+    accelerate = pytest.importorskip("accelerate")
+    if second == 1 and torch.cuda.device_count() < 2:
+        pytest.skip("two GPUs are needed")
+    where = dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "model.layers.0"), first)
+    where |= dict.fromkeys(("model.layers.1", "model.norm", "lm_head"), second)
+    whole, given = tiny("Llama"), (tokens(3, 24), [24, 9, 17])
+    cached = CachedModel(accelerate.dispatch_model(tiny("Llama").model, device_map=where))
+    caches = whole.new_cache(3, 64, **FP16), cached.new_cache(3, 64, **FP16)
+    assert {one.type for one in caches[1].devices} == {"cuda"}
+    assert caches[1].is_spread == (second == 1)
+    wanted = whole.prefill(caches[0], *given)
+    assert close(cached.prefill(caches[1], *given), wanted)
+    token = wanted.argmax(-1)
+    assert close(cached.step(caches[1], token), whole.step(caches[0], token))
+    assert close(cached.plain(given[0]), whole.plain(given[0]))
