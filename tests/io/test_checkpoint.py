@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from kvquant import KVCache, PagedKVCache, RowFormat
+from kvquant import KVCache, LatentKVCache, PagedKVCache, RowFormat
 from kvquant.errors import CheckpointError, ConfigError, ShapeError
 from kvquant.io.checkpoint import load_cache, save_cache
 from kvquant.io.export import export_cache, quantize_raw
@@ -219,6 +219,24 @@ def test_golden_file_of_version_3_still_loads() -> None:
     fresh.append(0, values, -values)
     assert contents(cache) == contents(fresh)
     assert cache.rollback_len == 5 and cache.nbytes == fresh.nbytes
+
+
+def test_golden_file_of_version_4_still_loads() -> None:
+    cache = load_cache(
+        GOLDEN.with_name("cache-v4.safetensors"), model={"model_type": "deepseek_v3"}
+    )
+    steps = torch.arange(12)[:, None] / 4
+    latent = (steps + torch.arange(256) / 64 - 2.0).expand(1, 1, 12, 256)
+    rope = (steps - torch.arange(32) / 8).expand(1, 1, 12, 32)
+    dims = {"latent_dim": 256, "rope_dim": 32}
+    options: dict[str, Any] = {"sink_len": 1, "recent_len": 3, "rollback_len": 5, **dims}
+    fresh = LatentKVCache(2, 1, 32, fmt=["int4-g8+fp8-g4", "int8-g4"], **options)
+    for layer in range(2):
+        fresh.append(layer, latent, rope)
+    assert isinstance(cache, LatentKVCache) and cache.formats == fresh.formats
+    assert contents(cache) == contents(fresh)
+    for ours, wanted in zip(cache.dequantized(0), (latent, rope), strict=True):
+        assert (ours - wanted).abs().max() < 0.05
 
 
 def test_saving_replaces_what_was_there(tmp_path: Path) -> None:
