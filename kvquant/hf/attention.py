@@ -17,6 +17,7 @@ QuantizedCache is computed by transformers' own SDPA, so a model may stay set to
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -66,7 +67,6 @@ class Handed:
         mask: that the first attention got, if any.
         reads_rows: they are appended before attention, which reads the rows only.
         is_traced: this is part of a graph (tracing.py).
-        latents: the latents and RoPE parts that were handed, where these are not keys and values.
     """
 
     def __init__(
@@ -83,7 +83,20 @@ class Handed:
         self.appended = self.reads_rows = False
         self.seen: tuple[Any, ...] | None = None
         self.mask: torch.Tensor | None = None
-        self.latents: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._latents: tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor]] | None = None
+
+    @property
+    def latents(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The latents and RoPE parts that were handed, where these are not keys and values. They
+        bear no mark that attention sees, so they are of a call only while that has them."""
+        if self._latents is None:
+            return None
+        latents, ropes = self._latents[0](), self._latents[1]()
+        return None if latents is None or ropes is None else (latents, ropes)
+
+    @latents.setter
+    def latents(self, rows: tuple[torch.Tensor, torch.Tensor]) -> None:
+        self._latents = weakref.ref(rows[0]), weakref.ref(rows[1])
 
 
 def _attention(
@@ -253,7 +266,8 @@ def _plain_attention(
         raise UnsupportedModelError(
             f"{name} attends to other keys than those it gave to the cache, made of them "
             "(multi-head latent attention, repeated or scaled heads) or of none (as gradient "
-            "checkpointing does): a KVCache holds keys and values as attention meets them"
+            "checkpointing does): a KVCache holds keys and values as attention meets them. If the "
+            "layer's call before has failed, that is taken back now: call again"
         )
     for option in VARIANT:
         if options.get(option) is not None and is_kept:

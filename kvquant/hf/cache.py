@@ -657,8 +657,10 @@ class QuantizedCache(Cache):
 
     @property
     def latents(self) -> Handed | None:
-        """What the layer that attends next has handed, where these are latents."""
-        return self._latents if self.is_waiting else None
+        """What the layer that attends next has handed, where these are latents; None once nobody
+        has them any more, as where its call has failed."""
+        handed = self._latents
+        return None if handed is None or handed.latents is None else handed
 
     def _appended(self, handed: Handed) -> None:
         handed.appended, self._waiting, self._latents = True, None, None
@@ -685,9 +687,12 @@ class QuantizedCache(Cache):
     def take_back(self) -> None:
         """Drop what this call of the model has appended so far, and begin anew; what is recorded
         has not run."""
-        self._waiting, self._is_begun = None, False
+        self._waiting, self._latents, self._is_begun = None, None, False
         self._is_torn = bool(self._kept)
-        if self._due and self.kv is not None and not debug.is_recorded(self.kv.start_positions):
+        if self.kv is None or debug.is_recorded(self.kv.start_positions):
+            return
+        # other marks: the first layer has appended, and what came behind that has failed
+        if self._due or _marks_of(self.kv) != self._marks:
             with suppress(ShapeError):  # windows that are overwritten: the next call says so
                 self.kv.crop(self._past.lens)
                 self._due, self._marks = 0, _marks_of(self.kv)
@@ -701,7 +706,8 @@ class QuantizedCache(Cache):
                 f"layer {waiting} got keys from a KVCache and did not attend to them by "
                 f"kvquant's attention. Call model.set_attn_implementation({ATTENTION!r}) first; a "
                 "model that is set to it computes attention by itself, not through transformers' "
-                "attention interface, and cannot use a KVCache"
+                "attention interface, and cannot use a KVCache. If the layer has failed before it "
+                "attended (for lack of memory, say), that is taken back now: call again"
             )
 
     def check_complete(self) -> None:
@@ -801,6 +807,7 @@ class QuantizedCache(Cache):
                 self.layers[layer].is_initialized = False
         self._is_torn = False
         self._due, self._waiting, self.padding, self._is_begun = 0, None, None, False
+        self._latents = None
         if self.kv is not None:
             self.kv.reset()
             self._hold(self.kv)
@@ -834,7 +841,8 @@ class QuantizedCache(Cache):
             return
         past = self._past.without_last(-tokens_to_remove)
         self.kv.crop(past.lens)
-        self._past, self._due, self._waiting, self._is_begun = past, 0, None, False
+        self._past, self._due, self._is_begun = past, 0, False
+        self._waiting = self._latents = None
         self._marks = _marks_of(self.kv)
 
     def batch_repeat_interleave(self, repeats: int) -> None:

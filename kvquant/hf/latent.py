@@ -133,7 +133,8 @@ class LatentHeads:
             W_UK^T q [..., heads, latent_dim], and the RoPE part [..., heads, rope_dim].
         """
         q_nope, q_rope = query.split([self.nope_dim, self.rope_dim], dim=-1)
-        return torch.einsum("...hd,hdl->...hl", q_nope, self._of_heads[:, : self.nope_dim]), q_rope
+        absorbed = torch.einsum("...hd,hdl->...hl", q_nope, self._of_heads[:, : self.nope_dim])
+        return absorbed.to(q_rope.dtype), q_rope  # autocast makes the first alone 16 bit
 
     def values(self, latents: torch.Tensor) -> torch.Tensor:
         """W_UV of each head by what it attended to: [..., heads, latent_dim] -> [..., v_dim]."""

@@ -15,6 +15,7 @@ from kvquant import AttentionVariant, KVCache, debug
 from kvquant.cache import contiguous
 from kvquant.cache import layer as layers
 from kvquant.errors import ConfigError, KVQuantError, NonFiniteError, ShapeError, UnsupportedError
+from kvquant.ops.attention import attend_segments
 
 transformers = pytest.importorskip("transformers")
 from hf_cases import (  # noqa: E402
@@ -535,6 +536,41 @@ def test_a_layer_that_fails_after_the_last_that_is_appended_is_taken_back(
     monkeypatch.undo()
     model.model(text[:, :3], past_key_values=past)
     assert [at.seq_lens.tolist() for at in cache.layers] == [[12, 12]] * 2
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("options", [{}, {"placed": True}, {"drafts": False}], ids=str)
+def test_a_step_that_fails_behind_its_append_is_taken_back(
+    layer: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, text = tiny("Llama"), tokens(2, 20)
+    model.model.set_attn_implementation("kvquant")
+    cache, wanted = (QuantizedCache(model.model, **options) for _ in range(2))
+    model.model(text[:, :9], past_key_values=cache)
+    model.model(text[:, :9], past_key_values=wanted)
+    attend, calls = attend_segments, []
+
+    def fail(*args: Any, **rest: Any) -> Any:
+        calls.append(args)
+        if len(calls) == layer + 1:
+            raise MemoryError
+        return attend(*args, **rest)
+
+    for new in (1, 11):  # 11: drafted ones, or a chunk, which attends before it is appended
+        monkeypatch.setattr(contiguous, "attend_segments", fail)
+        with pytest.raises(MemoryError):
+            model.model(text[:, 9:10], past_key_values=cache)
+        monkeypatch.undo()
+        calls.clear()
+        assert cache.kv is not None
+        assert [at.seq_lens.tolist() for at in cache.kv.layers] == [[9, 9]] * 2
+        cache.crop(0)
+        given, expected = (
+            model.model(text[:, 9 : 9 + new], past_key_values=one).logits for one in (cache, wanted)
+        )
+        assert torch.equal(given, expected)
+        cache.crop(-new)
+        wanted.crop(-new)
 
 
 def test_a_layer_that_does_not_attend_is_noticed_by_the_next(model: CachedModel) -> None:

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from kvquant import LatentKVCache, load_cache, save_cache
+from kvquant.cache import latent as latent_cache
 from kvquant.errors import ConfigError, NonFiniteError, ShapeError, UnsupportedModelError
+from kvquant.ops.mla import attend_latents
 
 transformers = pytest.importorskip("transformers")
 from hf_cases import (  # noqa: E402
@@ -305,6 +307,90 @@ def test_a_call_that_fails_is_taken_back(model: CachedModel) -> None:
     other = model.new_cache(2, 64)
     assert torch.equal(model.prefill(other, text[:, :9]), logits)
     assert torch.equal(model.step(cache, text[:, 9]), model.step(other, text[:, 9]))
+
+
+@needs_latents
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_step_that_fails_behind_its_append_is_taken_back(
+    layer: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, text = deepseek().model, texts()
+    model.set_attn_implementation("kvquant")
+    cache, wanted = QuantizedCache(model), QuantizedCache(model)
+    for one in (cache, wanted):
+        model(text[:, :9], past_key_values=one)
+    attend, calls = attend_latents, []
+
+    def fail(*args: Any, **options: Any) -> Any:
+        calls.append(args)
+        if len(calls) == layer + 1:
+            raise MemoryError
+        return attend(*args, **options)
+
+    monkeypatch.setattr(latent_cache, "attend_latents", fail)
+    with pytest.raises(MemoryError):
+        model(text[:, 9:10], past_key_values=cache)
+    monkeypatch.undo()
+    assert cache.kv is not None
+    assert [at.seq_lens.tolist() for at in cache.kv.layers] == [[9, 9]] * 2
+    given, expected = (model(text[:, 9:10], past_key_values=one).logits for one in (cache, wanted))
+    assert torch.equal(given, expected)
+
+
+@needs_latents
+@torch.no_grad()
+def test_latents_of_a_layer_that_has_failed_are_not_those_of_another_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of the module that failed, with as many tokens, and no mask that tells the cache."""
+    model, text = deepseek().model, texts()
+    at, hidden = model.model.layers[1].self_attn, torch.randn(2, 1, 128)
+    turns = model.model.rotary_emb(hidden, torch.tensor([[9]]))
+    alone = at(hidden, turns, None)[0]
+    model.set_attn_implementation("kvquant")
+    cache, wanted = QuantizedCache(model), QuantizedCache(model)
+    for one in (cache, wanted):
+        model(text[:, :9], past_key_values=one)
+
+    def fail(*_: Any) -> None:
+        raise MemoryError
+
+    for is_other in (True, False):
+        monkeypatch.setattr(at, "expand_kv", fail)
+        with pytest.raises(MemoryError):
+            model(text[:, 9:10], past_key_values=cache)
+        monkeypatch.undo()
+        if is_other:
+            with pytest.raises(UnsupportedModelError, match="taken back now: call again"):
+                at(hidden, turns, None)
+            assert error(at(hidden, turns, None)[0], alone) < 1e-5
+        else:
+            with pytest.raises(UnsupportedModelError, match="taken back now: call again"):
+                model(text[:, 9:10], past_key_values=cache)
+        assert cache.latents is None and cache.kv is not None
+        assert [one.seq_lens.tolist() for one in cache.kv.layers] == [[9, 9]] * 2
+    given, expected = (model(text[:, 9:10], past_key_values=one).logits for one in (cache, wanted))
+    assert torch.equal(given, expected)
+
+
+@needs_latents
+@torch.no_grad()
+def test_autocast_reads_and_steps() -> None:
+    """No further from float32 than transformers' own, whose products are those of bf16 too."""
+    model, text, found = deepseek(**DENSE).model, texts(), []
+    for name, make, dtype in (
+        ("sdpa", transformers.DynamicCache, torch.float32),
+        ("sdpa", transformers.DynamicCache, torch.bfloat16),
+        ("kvquant", lambda: QuantizedCache(model, fmt="bf16"), torch.bfloat16),
+    ):
+        model.set_attn_implementation(name)
+        past = make()
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            parts = [model(part, past_key_values=past).logits for part in text.split(7, dim=1)]
+        found.append(torch.cat(parts, dim=1).float())
+    wanted, theirs, ours = found
+    assert text.shape[1] % 7 == 1  # a step at the end
+    assert error(ours, wanted) < 2 * error(theirs, wanted)
 
 
 @needs_latents
