@@ -72,7 +72,6 @@ class CapturedStep:
         self._model, self._layers, self._lease = model, list(cache.layers), Lease()
         self._past = model.past_of(cache)
         self._tokens = torch.zeros(cache.batch, 1, dtype=torch.int64, device=cache.device)
-        self._last = torch.zeros(1, dtype=torch.int64, device=cache.device)
         self._room, self._changes = 0, cache.changes  # steps that surely fit, if none came between
         self._graph = torch.cuda.CUDAGraph()
         side = torch.cuda.Stream(cache.device)  # of the cache's GPU, which may not be the current
@@ -84,7 +83,7 @@ class CapturedStep:
                     model.plain(self._tokens)
                 torch.cuda.current_stream().wait_stream(side)
                 with _captured(self._graph, side):
-                    self._logits = model.call(self._past, self._tokens, self._last)[:, 0]
+                    self._logits = model.call(self._past, self._tokens, [0])[:, 0]
         finally:  # nothing has run yet
             for layer, known in zip(self._layers, longest, strict=True):
                 layer.longest = known

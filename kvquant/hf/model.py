@@ -445,16 +445,14 @@ class CachedModel:
         past.tell(self._layers, new_lens)  # some models make masks of their own
         return past
 
-    def call(
-        self, past: QuantizedCache, tokens: torch.Tensor, keep: list[int] | torch.Tensor
-    ) -> torch.Tensor:
+    def call(self, past: QuantizedCache, tokens: torch.Tensor, keep: list[int]) -> torch.Tensor:
         """One call of the model, at the positions behind the cache's tokens; nothing is read.
 
         Args:
             past: of past_of; it is appended to.
             tokens: [batch, new_tokens].
-            keep: [n] places of new tokens. A list serves on any device; a tensor only on that of
-                the last layer, and hooks of accelerate bring it to another.
+            keep: n places of new tokens; no tensor, which hooks of accelerate bring to a device
+                that may not be that of the last layer.
 
         Returns:
             [batch, n, vocabulary]: the logits at these places.
