@@ -205,9 +205,10 @@ class QuantizedCache(Cache):
         layers = cache_layers(config, longest=max_seq_len)
         _check_ranks(source, layers.num_kv_heads)
         make: Callable[..., KVCache] = partial(new_cache, config, **options)
-        exact = exact_format or "bf16"
+        dtype: Any = None
         if isinstance(source, torch.nn.Module):
-            self._devices = layer_devices(source, layers.places)
+            self._devices, dtype = layer_devices(source, layers.places), source.dtype
+        exact = exact_format or exact_codec(dtype)
         self._outline = make(layers, 1, 0, exact_format=exact)  # or it is not possible
         self._make = make
         self.fit(layers, DynamicCache(config=config).layers if layers.others else ())

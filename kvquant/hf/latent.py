@@ -25,7 +25,7 @@ from ..errors import UnsupportedModelError
 from ..ops.causal import causal_attention
 from ..rows.latent import LatentFormat
 
-EXPANDED = 1 << 28  # bytes of keys and values that are expanded at a time
+EXPANDED = 1 << 28  # bytes of keys and values that are expanded at a time, if a head takes fewer
 SAME = 0.05  # relative error of expanded rows: of bf16, far less; if they are others, 1 or so
 _NEWER = (
     "gives a cache the keys and values of all heads, not latent rows: install transformers 5.17 "
@@ -56,12 +56,15 @@ class LatentHeads:
                 f"{name} attends to tokens that an indexer chooses (DeepSeek sparse attention): "
                 "a LatentKVCache attends to all of them"
             )
-        up = getattr(module, "kv_b_proj", None)
+        up: Any = getattr(module, "kv_b_proj", None)
         if not hasattr(module, "expand_kv"):
             raise UnsupportedModelError(f"{name} {_NEWER}")
-        if type(up) is not torch.nn.Linear or getattr(up, "bias", None) is not None:
+        is_linear = type(up) is torch.nn.Linear and up.bias is None
+        # tensors of other types hold quantized weights (torchao), or parts of them
+        if not is_linear or type(up.weight) not in (torch.Tensor, torch.nn.Parameter):
+            made = f"Linear of a {type(up.weight).__name__}" if is_linear else type(up).__name__
             raise UnsupportedModelError(
-                f"{name} makes keys and values by {type(up).__name__}, whose weight cannot be "
+                f"{name} makes keys and values by {made}, whose weight cannot be "
                 "absorbed: kv_b_proj has to be a torch.nn.Linear without bias, so load the model "
                 "without quantization or adapters"
             )
@@ -159,7 +162,9 @@ class LatentHeads:
         Returns:
             [batch, heads, q_len, v_dim].
         """
-        elements = latents.shape[0] * latents.shape[2] * (self._head_rows + self.rope_dim)
+        # of a head and token: K and V as they are made, then K with its RoPE part beside it
+        row = 2 * self.nope_dim + self.v_dim + self.rope_dim
+        elements = latents.shape[0] * latents.shape[2] * row
         heads = max(EXPANDED // (elements * latents.element_size()), 1)
         found = []
         for begin in range(0, query.shape[1], heads):
@@ -167,6 +172,7 @@ class LatentHeads:
             keys, values = self._expand(latents, ropes, self.weight[rows])
             some = query[:, begin : begin + heads]
             found.append(causal_attention(some, keys, values, lens, sm_scale))
+            del keys, values  # before there are others
         return torch.cat(found, dim=1)
 
     def _expand(

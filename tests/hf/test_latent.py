@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from hf_cases import (  # noqa: E402
     random_model,
     tiny,
 )
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import (  # noqa: E402
     DeepseekV3Attention,
 )
@@ -163,11 +165,15 @@ def test_keys_and_values_of_the_cache_are_not_expanded_in_steps(
     """In a later chunk they are, a few heads at a time."""
     wanted = read(model, model.new_cache(2, 64, **FP16_LATENTS))
     expanded: list[tuple[int, ...]] = []
+    made: list[weakref.ref[torch.Tensor]] = []
     usual, theirs = LatentHeads._expand, DeepseekV3Attention.expand_kv
 
     def ours(self: Any, latents: Any, ropes: Any, weight: Any) -> Any:
         expanded.append((latents.shape[2], weight.shape[0] // (48 + 40)))
-        return usual(self, latents, ropes, weight)
+        assert not any(one() is not None for one in made)  # those of the heads before are gone
+        found = usual(self, latents, ropes, weight)
+        made.extend(weakref.ref(one) for one in found)
+        return found
 
     def of_model(self: Any, latents: Any, ropes: Any) -> Any:
         expanded.append((latents.shape[2], 4))
@@ -175,7 +181,7 @@ def test_keys_and_values_of_the_cache_are_not_expanded_in_steps(
 
     monkeypatch.setattr(LatentHeads, "_expand", ours)
     monkeypatch.setattr(DeepseekV3Attention, "expand_kv", of_model)
-    monkeypatch.setattr(latent, "EXPANDED", 2 * 25 * (48 + 40 + 32) * 4 * 3)  # three heads
+    monkeypatch.setattr(latent, "EXPANDED", 2 * 25 * (48 + 40 + 48 + 32) * 4 * 3)  # three heads
     cache = model.new_cache(2, 64, **FP16_LATENTS)
     text = texts()
     model.prefill(cache, text[:, :15], [15, 4])
@@ -431,12 +437,89 @@ def test_caches_of_other_models_are_refused(model: CachedModel) -> None:
         model.prefill(LatentKVCache(1, 2, 64, latent_dim=256, rope_dim=32), texts())
 
 
+@needs_latents
+@torch.no_grad()
+def test_a_layer_that_attends_otherwise_later_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a layer expands is compared once; its shapes are in each call."""
+    model, text = deepseek(), texts()
+    cache = model.new_cache(2, 64)
+    model.prefill(cache, text[:, :9])
+    at = model.model.model.layers[1].self_attn
+    usual = at.expand_kv
+    monkeypatch.setattr(at, "expand_kv", lambda *rows: [x[:, :2] for x in usual(*rows)])
+    message = r"layer 1 .* queries \[2, 4, 1, 80\] to keys \[2, 2, 1, 80\]"
+    with pytest.raises(UnsupportedModelError, match=message):
+        model.step(cache, text[:, 9])
+    assert [one.seq_lens.tolist() for one in cache.layers] == [[9, 9]] * 2
+
+
+@needs_latents
+@torch.no_grad()
+def test_latents_of_one_layer_are_not_those_of_another() -> None:
+    model = deepseek().model
+    model.set_attn_implementation("kvquant")
+    cache, hidden = QuantizedCache(model), torch.randn(2, 1, 128)
+    handed = cache.update(torch.randn(2, 1, 1, 256), torch.randn(2, 1, 1, 32), 0)
+    turns = model.model.rotary_emb(hidden, torch.tensor([[0]]))
+    with pytest.raises(UnsupportedModelError, match=r"layer 1 .* other keys than those it gave"):
+        model.model.layers[1].self_attn(hidden, turns, None)
+    assert cache.latents is None and cache.kv is not None and not cache.kv.seq_lens.any()
+    handed = cache.update(*handed, 0)
+    cache.reset()
+    assert cache.latents is None
+    del handed  # until here a call had them
+
+
+@needs_latents
+@pytest.mark.parametrize("option", [{"softcap": 5.0}, {"s_aux": torch.zeros(4)}], ids=list)
+def test_caps_and_sinks_beside_latents_are_refused(
+    option: dict[str, Any], model: CachedModel
+) -> None:
+    at = model.model.model.layers[0].self_attn
+    model.model.set_attn_implementation("kvquant")
+    cache = QuantizedCache(model.model)
+    rows = cache.update(torch.randn(2, 1, 3, 256), torch.randn(2, 1, 3, 32), 0)
+    keys, values = at.expand_kv(*rows)
+    attend = ALL_ATTENTION_FUNCTIONS["kvquant"]
+    with pytest.raises(UnsupportedModelError, match=r"layer 0 .* and a cap or sink logits as well"):
+        attend(at, torch.randn(2, 4, 3, 80), keys, values, None, scaling=0.1, **option)
+    model.model.set_attn_implementation("sdpa")
+
+
+@needs_latents
+def test_weights_that_are_elsewhere_are_refused() -> None:
+    module = deepseek().model.model.layers[0].self_attn.to("meta")
+    with pytest.raises(UnsupportedModelError, match=r"layer 0 has its weights elsewhere"):
+        LatentHeads(module, "layer 0", latent_dim=256, rope_dim=32)
+
+
+@needs_latents
+def test_a_step_with_latents_is_not_captured(model: CachedModel) -> None:
+    why = model.not_captured(model.new_cache(2, 64))
+    assert why == "it keeps latent rows, of which no step was captured yet"
+
+
+@needs_latents
+@torch.no_grad()
+def test_a_float16_model_is_described_as_it_is_stored() -> None:
+    model = deepseek().model.half()
+    model.set_attn_implementation("kvquant")
+    cache = QuantizedCache(model)
+    before = cache.describe()
+    model(texts(), past_key_values=cache)
+    assert before == cache.describe() and before.startswith("layer 0: latent rows int8-g4+fp16")
+
+
 class _Other(torch.nn.Linear):
     """As the layers of quantized weights, and adapters."""
 
 
+class _Packed(torch.Tensor):
+    """As the weights of torchao."""
+
+
 @needs_latents
-@pytest.mark.parametrize("case", ["subclass", "bias", "rows", "indexer", "order"])
+@pytest.mark.parametrize("case", ["subclass", "packed", "bias", "rows", "indexer", "order"])
 def test_layers_that_make_keys_otherwise_are_refused(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -445,6 +528,9 @@ def test_layers_that_make_keys_otherwise_are_refused(
     message = "makes keys and values by _Other, whose weight cannot be absorbed"
     if case == "subclass":
         at.kv_b_proj = _Other(256, 4 * 88, bias=False)
+    elif case == "packed":
+        at.kv_b_proj.weight = torch.nn.Parameter(at.kv_b_proj.weight.detach().as_subclass(_Packed))
+        message = "makes keys and values by Linear of a _Packed, whose weight cannot be absorbed"
     elif case == "bias":
         at.kv_b_proj, message = torch.nn.Linear(256, 4 * 88), "by Linear, whose weight cannot"
     elif case == "rows":
@@ -477,9 +563,13 @@ def test_transformers_that_hand_keys_of_all_heads_are_refused(
         model.new_cache(2, 64)
     model.model.set_attn_implementation("kvquant")
     cache = QuantizedCache(model.model)
-    with pytest.raises(UnsupportedModelError, match=r"layer 0 .* install transformers 5\.17"):
-        cache.update(torch.zeros(2, 4, 9, 80), torch.zeros(2, 4, 9, 40), 0)
-    assert cache.kv is not None and not cache.kv.seq_lens.any()
+    rows = cache.update(torch.zeros(2, 1, 9, 256), torch.zeros(2, 1, 9, 32), 0)
+    assert cache.latents is not None and cache.kv is not None
+    cache.append(cache.latents, *rows)
+    assert cache.kv.layers[0].seq_lens.tolist() == [9, 9]
+    with pytest.raises(UnsupportedModelError, match=r"layer 1 .* install transformers 5\.17"):
+        cache.update(torch.zeros(2, 4, 9, 80), torch.zeros(2, 4, 9, 40), 1)
+    assert not any(at.seq_lens.any() for at in cache.kv.layers)
 
 
 @needs_latents
