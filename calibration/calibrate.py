@@ -126,6 +126,15 @@ def calibrate(
         raise ConfigError(
             f"rounding {shown(rounding)} does not exist: use {' or '.join(ROUNDINGS)}"
         )
+    with suppress(UnsupportedModelError):  # then after the model was observed
+        layers = cache_layers(getattr(model, "config", None))
+        if layers.are_latent:
+            raise UnsupportedError(
+                "this model keeps latent rows, of which there are no plans: give a format to "
+                "kvquant quantize (--format), or to CachedModel.new_cache (fmt)"
+            )
+        layers.check_whole()
+        _check_budget(goal, _least_bits(layers.k_dims + layers.v_dims))
     if tokens is None and not zero_data:
         raise ConfigError("there is no text: give tokens, or zero_data=True to observe random ones")
     tokens = None if tokens is None else token_ids("tokens", tokens)
@@ -146,15 +155,6 @@ def calibrate(
         raise ConfigError(
             f"{len(observed)} windows are too few for {ranks} ranks: observe more or shorter ones"
         )
-    with suppress(UnsupportedModelError):  # then after the model was observed
-        layers = cache_layers(getattr(model, "config", None))
-        if layers.are_latent:
-            raise UnsupportedError(
-                "this model keeps latent rows, of which there are no plans: give a format to "
-                "kvquant quantize (--format), or to CachedModel.new_cache (fmt)"
-            )
-        layers.check_whole()
-        _check_budget(goal, _least_bits(layers.k_dims + layers.v_dims))
     key = _key(model, observed) if state else ""
     moments = observe(model, observed[rank::ranks], key, state, progress)
     moments.all_reduce()

@@ -127,8 +127,10 @@ def test_a_model_with_latent_attention_gives_latent_rows(tmp_path: Path, prompt:
     assert refused.exit_code == 2 and "this model keeps latent rows" in refused.stderr
     refused = run(*given, "--format", "fp8")
     assert refused.exit_code == 2 and "fp8 is FlashMLA's layout, of 512" in refused.stderr
-    refused = run("calibrate", model, "--zero-data", "-o", tmp_path / "plan.safetensors")
-    assert refused.exit_code and "of which there are no plans" in refused.stderr, refused.stderr
+    texts: list[list[object]] = [["--zero-data"], ["--text", prompt]]  # one that is too short, too
+    for chosen in texts:
+        refused = run("calibrate", model, *chosen, "-o", tmp_path / "plan.safetensors")
+        assert refused.exit_code and "of which there are no plans" in refused.stderr, refused.stderr
     refused = run("warmup", "--model", model, "--arch", "sm_90")
     assert refused.exit_code and "keeps latent rows" in refused.stderr
     refused = run("demo", "--model", model, "--text", prompt)
