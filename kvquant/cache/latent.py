@@ -349,9 +349,9 @@ class LatentKVCache(KVCache):
                 f"{new_tokens} of each sequence, [{self.batch}, 1, {new_tokens}, {self.head_dim}]"
             )
         at.check_query(q_latent)
-        check_queries(q_latent, q_rope, LatentFormat(at.k_format, at.v_format))
-        formats = [LatentFormat(at.k_format, at.v_format), LatentFormat(at.k_exact, at.v_exact)]
-        check_call(q_latent, formats, sm_scale, backend)
+        assert isinstance(at, LatentLayerCache)
+        check_queries(q_latent, q_rope, at.fmt)
+        check_call(q_latent, [at.fmt, at.exact], sm_scale, backend)
         check_options(q_latent, sm_scale, return_lse, num_splits, backend)
         self.append(layer, latent, rope)
         return self.attend(
