@@ -218,23 +218,9 @@ def draw(figures: Figures, path: Path) -> None:
 @click.option("--format", "fmt", default="int4-g4", show_default=True)
 @click.option("--rounds", default=5, show_default=True)
 @click.option("--theirs/--no-theirs", default=True, show_default=True)
-def main(
-    json_file: Path | None,
-    picture: Path | None,
-    kept: Path | None,
-    layers: int,
-    batches: tuple[int, ...],
-    tokens: tuple[int, ...],
-    fmt: str,
-    rounds: int,
-    theirs: bool,
-) -> None:
+def main(picture: Path | None, kept: Path | None, **options: Any) -> None:
     """Measure and print."""
-    figures = (
-        measure(layers, batches, tokens, fmt, rounds, theirs, json_file)
-        if kept is None
-        else (json.loads(kept.read_text()))
-    )
+    figures = measure(**options) if kept is None else json.loads(kept.read_text())
     if picture is not None:
         draw(figures, picture)
 
