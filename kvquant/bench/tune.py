@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from ..kernels.cuda.decode.spec import TECHNIQUES, TILE, DecodeSpec, Path, colum
 from ..kernels.cuda.decode.tuned import Tuned
 from ..kernels.cuda.runtime.launch import GPU
 from ..rows.format import RowFormat
-from .cases import Case
+from .cases import Case, rehearse_case
 from .gpu import Times, check_and_time, rotated_inputs
 from .timer import Timer
 
@@ -73,21 +73,15 @@ def tune(case: Case, timer: Timer, gpu: GPU, most: int | None = None) -> Choice:
     Raises:
         KVQuantError: a plan gives a wrong result.
     """
-    spec, units = decode_spec(case, gpu), num_units(case, gpu)
-    formula = plan(spec, gpu, units, [case.seq_len])
     inputs = rotated_inputs(case, timer)
-
-    def price_of(one: Plan) -> float:
-        kernel = fit(replace(spec, warps=one.warps, stages=one.stages), gpu)
-        return price(kernel, units, [case.seq_len], one.splits)
 
     def times_of(one: Plan, limit: float = math.inf) -> Times:
         with override_plan(one):
             return check_and_time(case, inputs, timer, limit)[1]
 
-    wanted = sorted(candidates(spec, gpu, units, [case.seq_len]), key=price_of)[:most]
+    formula, *others = plans_to_measure(case, gpu, most)
     found: dict[Plan, Times] = {}
-    for one in dict.fromkeys([formula, *wanted]):
+    for one in (formula, *others):
         limit = GIVE_UP * min((times.alone for times in found.values()), default=math.inf)
         found[one] = times_of(one, limit)
     best = fastest(found, formula)
@@ -96,6 +90,28 @@ def tune(case: Case, timer: Timer, gpu: GPU, most: int | None = None) -> Choice:
         found |= again
         best = fastest(again, formula)
     return Choice(case, (formula, found[formula]), (best, found[best]), len(found))
+
+
+def plans_to_measure(case: Case, gpu: GPU, most: int | None = None) -> list[Plan]:
+    """The formula's plan, then the others; arguments as of tune."""
+    spec, units = decode_spec(case, gpu), num_units(case, gpu)
+    formula = plan(spec, gpu, units, [case.seq_len])
+
+    def price_of(one: Plan) -> float:
+        kernel = fit(replace(spec, warps=one.warps, stages=one.stages), gpu)
+        return price(kernel, units, [case.seq_len], one.splits)
+
+    wanted = sorted(candidates(spec, gpu, units, [case.seq_len]), key=price_of)[:most]
+    return list(dict.fromkeys([formula, *wanted]))
+
+
+def rehearse_plans(case: Case, plans: Iterable[tuple[Plan, str]]) -> None:
+    """Attend without values by plans, each perhaps without a technique, for a rehearsal: see
+    kvquant/rehearsal.py."""
+    kernels = {(one.warps, one.stages, without): one for one, without in plans}
+    for (_, _, without), one in kernels.items():
+        with override_plan(one, without):
+            rehearse_case(case)
 
 
 def fastest(found: Mapping[Plan, Times], formula: Plan) -> Plan:
@@ -127,23 +143,24 @@ def ablate(case: Case, timer: Timer, gpu: GPU, rows: Sequence[Tuned] = ()) -> li
     Returns:
         The kernel as it is, then the others.
     """
-    spec = decode_spec(case, gpu)
-    best = plan(spec, gpu, num_units(case, gpu), [case.seq_len], rows=rows)
     inputs = rotated_inputs(case, timer)
     found = []
-    for name, (one, without) in ablations(case, best, gpu).items():
+    for name, (one, without) in ablations(case, gpu, rows).items():
         with override_plan(one, without):
             _, times = check_and_time(case, inputs, timer)
         found.append(Ablation(case, name, one, times))
     return found
 
 
-def ablations(case: Case, best: Plan, gpu: GPU) -> dict[str, tuple[Plan, str]]:
-    """What is measured in place of a plan: plans, and techniques to leave out, by name.
+def ablations(case: Case, gpu: GPU, rows: Sequence[Tuned] = ()) -> dict[str, tuple[Plan, str]]:
+    """The best plan, and what is measured in its place: plans, and techniques to leave out, by
+    name; rows as in ablate.
 
     Padding is left out only where it changes how rows lie; 80-byte rows are their own padding.
     """
-    spec = replace(decode_spec(case, gpu), warps=best.warps, stages=best.stages)
+    spec = decode_spec(case, gpu)
+    best = plan(spec, gpu, num_units(case, gpu), [case.seq_len], rows=rows)
+    spec = replace(spec, warps=best.warps, stages=best.stages)
     ring = spec.ring_bytes(spec.first)
     found = {"all techniques": (best, "")}
     for technique in TECHNIQUES:

@@ -229,9 +229,10 @@ def _measure(
     results: list[Result],
 ) -> dict[str, Any]:
     from ..bench import report
+    from ..bench.cases import rehearse_case
     from ..bench.gpu import Peer, measure
 
-    _compile(cases, timer)
+    _compile([partial(rehearse_case, case) for case in cases], timer)
     peers: dict[Case, Peer | str] = {}
     for result in _each_that_fits(cases, lambda case: measure(case, timer, peers)):
         results.append(result)
@@ -239,14 +240,13 @@ def _measure(
     return {table: [report.figures(result, machine) for result in results]}
 
 
-def _compile(cases: Sequence[Case], timer: Timer) -> None:
-    """Compile what the cases need, all at a time."""
-    from ..bench.cases import rehearse_case
+def _compile(calls: Sequence[Callable[[], None]], timer: Timer) -> None:
+    """Compile what calls need, all at a time."""
     from ..cache.warmup import kernels_of
     from ..kernels.cuda.runtime.launch import gpu_of
 
     gpu = gpu_of(timer.device.index)
-    compile_kernels(kernels_of([partial(rehearse_case, case) for case in cases], gpu), gpu.arch)
+    compile_kernels(kernels_of(calls, gpu), gpu.arch)
 
 
 def _tune(
@@ -263,7 +263,12 @@ def _tune(
 
     gpu = gpu_of(timer.device.index)
     path = save_table(())  # tells at once if it cannot be kept
-    click.echo("plans: splits x warps of a block x stages; at first each kernel is compiled")
+    click.echo("plans: splits x warps of a block x stages")
+    calls = []
+    for case in cases:
+        plans = [(one, "") for one in tune.plans_to_measure(case, gpu, most)]
+        calls.append(partial(tune.rehearse_plans, case, plans))
+    _compile(calls, timer)
     choices = []
     for choice in _each_that_fits(cases, lambda case: tune.tune(case, timer, gpu, most)):
         path = save_table([tune.table_row(choice, gpu)])
@@ -282,6 +287,11 @@ def _ablate(
 
     gpu, tuned = gpu_of(timer.device.index), measured_plans()
     click.echo("plan: splits x warps of a block x stages; ratios above 1 are slower\n")
+    calls = [
+        partial(tune.rehearse_plans, case, tune.ablations(case, gpu, tuned).values())
+        for case in cases
+    ]
+    _compile(calls, timer)
     kernels = []
     for found in _each_that_fits(cases, lambda case: tune.ablate(case, timer, gpu, tuned)):
         rows += [report.ablation_cells(one, found[0]) for one in found]

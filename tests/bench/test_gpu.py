@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -49,11 +50,12 @@ from kvquant.bench.report import (
     wide_cells,
 )
 from kvquant.bench.timer import Call, GraphTimer, Machine
+from kvquant.cache.warmup import kernels_of
 from kvquant.cli import bench as command
 from kvquant.cli import main as cli
 from kvquant.errors import KVQuantError
 from kvquant.kernels.cuda.decode.plan import Plan
-from kvquant.kernels.cuda.decode.spec import TECHNIQUES
+from kvquant.kernels.cuda.decode.spec import TECHNIQUES, DecodeSpec
 from kvquant.kernels.cuda.decode.tuned import load_table
 from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.kernels.cuda.runtime.launch import GPU
@@ -362,6 +364,22 @@ def test_tuning_keeps_the_fastest_plan(override_plan: list[tuple[Plan, str]]) ->
     gain = choice.formula[1].alone / 10.0
     assert cells[-2:] == [f"{gain:.2f}x"] * 2
     assert choice_figures(choice, MACHINE)["fastest"]["warps"] == 8
+
+
+def test_all_kernels_of_plans_are_known_before_one_is_measured() -> None:
+    case = small(seq_len=4096)
+    plans = tune_module.plans_to_measure(case, H200)
+    wanted = {(one.warps, one.stages) for one in plans}
+    assert len(wanted) > 3 and len(plans) > len(wanted)
+    call = partial(tune_module.rehearse_plans, case, [(one, "") for one in plans])
+    specs = kernels_of([call], H200)
+    assert len(specs) == len(wanted)
+    assert {(one.warps, one.stages) for one in specs if isinstance(one, DecodeSpec)} == wanted
+    left_out = tune_module.ablations(case, H200).values()
+    without = kernels_of([partial(tune_module.rehearse_plans, case, left_out)], H200)
+    assert {one.without for one in without if isinstance(one, DecodeSpec)} == {
+        technique for _, technique in left_out
+    }
 
 
 def test_the_fastest_by_chance_is_not_taken(override_plan: list[tuple[Plan, str]]) -> None:
