@@ -31,7 +31,7 @@ from ..rows.variant import PLAIN, AttentionVariant
 from .latent import LatentHeads
 from .masks import ATTENTION, calls, window_of
 from .padding import Padding
-from .tracing import outside_of_graphs
+from .tracing import outside_of_graphs, tracing
 
 if TYPE_CHECKING:
     from .cache import QuantizedCache
@@ -83,20 +83,24 @@ class Handed:
         self.appended = self.reads_rows = False
         self.seen: tuple[Any, ...] | None = None
         self.mask: torch.Tensor | None = None
-        self._latents: tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor]] | None = None
+        self._latents: tuple[Callable[[], torch.Tensor | None], ...] = ()
+        self._traced: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def latents(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The latents and RoPE parts that were handed, where these are not keys and values. They
         bear no mark that attention sees, so they are of a call only while that has them."""
-        if self._latents is None:
-            return None
+        if self.is_traced or not self._latents:
+            return self._traced
         latents, ropes = self._latents[0](), self._latents[1]()
         return None if latents is None or ropes is None else (latents, ropes)
 
     @latents.setter
     def latents(self, rows: tuple[torch.Tensor, torch.Tensor]) -> None:
-        self._latents = weakref.ref(rows[0]), weakref.ref(rows[1])
+        if self.is_traced:  # a graph has no weak references; it ends with the call
+            self._traced = rows
+        else:
+            self._latents = weakref.ref(rows[0]), weakref.ref(rows[1])
 
 
 def _attention(
@@ -121,7 +125,8 @@ def _attention(
     """
     handed = getattr(key, "kvquant_keys", None)
     is_ours = isinstance(handed, Handed) and not handed.is_traced
-    if torch.compiler.is_compiling() and (is_ours or hasattr(module, "kv_b_proj")):
+    has_latents = hasattr(module, "kv_b_proj") and tracing.latents is None
+    if torch.compiler.is_compiling() and (is_ours or has_latents):
         outside: tuple[torch.Tensor, None] = outside_of_graphs(
             _attention, module, query, key, value, attention_mask, scaling, dropout, **options
         )
@@ -162,8 +167,12 @@ def _attention(
 
 def _handed_latents(layer: Any) -> Handed | None:
     """What a layer has handed to the cache of this call as latents, and not attended to yet."""
-    cache = None if torch.compiler.is_compiling() or calls.cache is None else calls.cache()
-    handed = None if cache is None else cache.latents
+    handed: Handed | None
+    if torch.compiler.is_compiling():
+        handed, tracing.latents = tracing.latents, None
+    else:
+        cache = None if calls.cache is None else calls.cache()
+        handed = None if cache is None else cache.latents
     return handed if handed is not None and handed.layer == layer else None
 
 

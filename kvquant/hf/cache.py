@@ -179,6 +179,7 @@ class QuantizedCache(Cache):
         # of one token, by their local_size and use_vmap, as made last outside of graphs
         self.step_masks: dict[tuple[int | None, bool], torch.Tensor] = {}
         self._is_ahead = False  # graphs have appended what is not counted here
+        self._has_run = False  # all layers have attended in a call outside of graphs
         super().__init__(layers=[])
         options: dict[str, Any] = {
             "k_format": k_format,
@@ -361,7 +362,11 @@ class QuantizedCache(Cache):
         exact = EXACT_DTYPES[self.kv.exact_format]
         keys, values = _rounded(keys, exact), _rounded(values, exact)
         if isinstance(self.kv, LatentKVCache):
-            handed.latents, self._latents = (keys, values), handed
+            handed.latents = keys, values
+            if is_traced:
+                tracing.latents = handed
+            else:
+                self._latents = handed
             return keys, values
         keys.kvquant_keys = handed  # type: ignore[attr-defined]  # a mark on it
         values.kvquant_values = handed  # type: ignore[attr-defined]  # a mark on it
@@ -398,7 +403,7 @@ class QuantizedCache(Cache):
         if columns != 1 or not self.is_compileable:
             return False
         is_open = 0 < self._due < self.num_places
-        is_known = self._is_told or self._config is not None
+        is_known = self._is_told or (self._config is not None and self._has_run)
         return self.kv is not None and is_known and not is_open
 
     def _make_room(self, keys: torch.Tensor) -> None:
@@ -667,7 +672,8 @@ class QuantizedCache(Cache):
         handed.appended, self._waiting, self._latents = True, None, None
         if not handed.is_traced:
             self._due, self._marks = handed.at + 1, _marks_of(handed.kv)
-            self._is_begun &= self._due < self.num_places
+            if self._due == self.num_places:
+                self._is_begun, self._has_run = False, True
         elif handed.at + 1 < self.num_places:
             pass
         elif self._due:  # the call before is not counted yet: what a graph counts is part of it
@@ -775,11 +781,9 @@ class QuantizedCache(Cache):
     def is_compileable(self) -> bool:
         """Whether torch.compile takes a step as one graph, which serves all steps; generate looks
         at it. The cache has its room from the beginning, on one device, and the model does not turn
-        keys or scale queries by the length of the text, nor keep latent rows."""
+        keys or scale queries by the length of the text."""
         depends = self._turn is not None or self._scaled_from is not None
-        kv = self._outline if self.kv is None else self.kv
-        has_latents = isinstance(kv, LatentKVCache)
-        return self._is_static and not (self._kept or depends or has_latents or self.is_spread)
+        return self._is_static and not (self._kept or depends or self.is_spread)
 
     @property
     def is_spread(self) -> bool:

@@ -423,8 +423,6 @@ class CachedModel:
     def not_captured(self, cache: KVCache) -> str | None:
         """Why a step of this model cannot be a CUDA graph (CapturedStep); None if it can."""
         turn, scaled_from, positions = self._layers.turn, self._layers.scaled_from, self._positions
-        if self.has_latents:
-            return "it keeps latent rows, of which no step was captured yet"
         if turn is not None:
             return f"it looks at the length of the text in each step (rope_type {turn.kind!r})"
         last = cache.max_seq_len + int(cache.start_positions.max())

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
+    from .attention import Handed
     from .cache import QuantizedCache
 
 _WHY = (
@@ -32,9 +33,11 @@ class Tracing:
 
     Attributes:
         asked: the cache that was asked for the sizes of the mask that is made next.
+        latents: what the layer that attends next has handed, where these are latents.
     """
 
     asked: QuantizedCache | None = None
+    latents: Handed | None = None
 
 
 tracing = Tracing()

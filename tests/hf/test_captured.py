@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from hf_cases import LATENT_SIZES, needs_latents, random_model
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from kvquant import CachedModel, CapturedStep, KVCache
@@ -46,6 +47,13 @@ def make(device: str, windows: bool = False, **config: Any) -> CachedModel:
     else:
         model = LlamaForCausalLM(LlamaConfig(**(SHAPE | config)))
     return CachedModel(model.to(torch.bfloat16).to(device).eval())
+
+
+def make_latent(device: str) -> CachedModel:
+    """A layer of a dense MLP, and one of experts."""
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 512}
+    model = random_model("deepseek_v3", LATENT_SIZES | heads).model
+    return CachedModel(model.to(torch.bfloat16).to(device))
 
 
 def filled(model: CachedModel, **options: Any) -> tuple[KVCache, torch.Tensor]:
@@ -135,8 +143,11 @@ class StandIn:
         self.taken_back.append(pool)
 
 
-def test_single_steps_between_know_the_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make("cpu")
+@pytest.mark.parametrize("maker", [make, pytest.param(make_latent, marks=needs_latents)])
+def test_single_steps_between_know_the_lengths(
+    maker: Callable[[str], CachedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = maker("cpu")
     cache, token = filled(model)
     other = cache.fork()
     StandIn(monkeypatch).follow(monkeypatch, model, cache)
@@ -153,7 +164,7 @@ def test_single_steps_between_know_the_lengths(monkeypatch: pytest.MonkeyPatch) 
     assert {layer.longest for layer in cache.layers} == {11}
     cache.layers[1].longest = None  # another graph appends, too
     step(token)
-    assert [layer.longest for layer in cache.layers] == [12, None, 12]
+    assert [layer.longest for layer in cache.layers] == [12, None, 12][: cache.num_layers]
 
 
 def test_the_last_place_is_taken_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,6 +285,25 @@ def test_it_gives_what_single_steps_give(fmt: str, windows: bool) -> None:
         assert cache.seq_lens.tolist() == other.seq_lens.tolist() == [n + 20 for n in LENS]
         cache.crop(LENS)
         other.crop(LENS)
+
+
+@needs_latents
+@pytest.mark.gpu
+@pytest.mark.parametrize("fmt", ["bf16", "int8-g4", "int4-g8+fp8-g4"])
+def test_graph_of_latent_rows_gives_what_single_steps_give(fmt: str) -> None:
+    model = make_latent("cuda")
+    cache, token = filled(model, fmt=fmt)
+    other = cache.fork()
+    step = CapturedStep(model, cache)
+    for _ in range(20):
+        found, expected = step(token).clone(), model.step(other, token)
+        assert close(found, expected)
+        token = expected.argmax(-1)
+    cache.check()
+    assert cache.seq_lens.tolist() == other.seq_lens.tolist() == [n + 20 for n in LENS]
+    cache.crop(LENS)  # and in Python, behind a graph
+    other.crop(LENS)
+    assert close(model.step(cache, token), model.step(other, token))
 
 
 @pytest.mark.gpu

@@ -10,7 +10,14 @@ from torch._dynamo.utils import counters
 from kvquant.errors import ConfigError, ShapeError
 
 transformers = pytest.importorskip("transformers")
-from hf_cases import GEMMA3N, tiny, tokens  # noqa: E402
+from hf_cases import (  # noqa: E402
+    GEMMA3N,
+    LATENT_SIZES,
+    hands_latents,
+    needs_latents,
+    tiny,
+    tokens,
+)
 from slow_cases import mark_slow  # noqa: E402
 
 from kvquant.hf.cache import QuantizedCache  # noqa: E402
@@ -20,6 +27,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Mistral": {"sliding_window": 16},
     "Gemma3nText": GEMMA3N,
 }
+if hands_latents:
+    FAMILIES["DeepseekV3"] = LATENT_SIZES
+DENSE = {"first_k_dense_replace": 2}  # that no expert's choice hangs on a rounding
 ROWS: dict[str, Any] = {"max_seq_len": 64, "sink_len": 2, "recent_len": 6}
 OPTIONS: dict[str, Any] = {
     "max_new_tokens": 6,
@@ -38,8 +48,8 @@ def _fresh() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def model_of(family: str) -> Any:
-    model = tiny(family, **FAMILIES[family]).model
+def model_of(family: str, **changes: Any) -> Any:
+    model = tiny(family, **(FAMILIES[family] | changes)).model
     model.set_attn_implementation("kvquant")
     return model
 
@@ -91,8 +101,17 @@ def test_generate_compiles_one_graph_by_itself(family: str) -> None:
 
 
 @pytest.mark.gpu
-def test_generate_on_cuda_replays_a_cuda_graph() -> None:
-    model = model_of("Mistral").cuda().bfloat16()
+@pytest.mark.parametrize(
+    ("family", "changes", "dtype"),
+    [
+        ("Mistral", {}, torch.bfloat16),
+        pytest.param("DeepseekV3", DENSE, torch.float32, marks=needs_latents),
+    ],
+)
+def test_generate_on_cuda_replays_a_cuda_graph(
+    family: str, changes: dict[str, Any], dtype: torch.dtype
+) -> None:
+    model = model_of(family, **changes).cuda().to(dtype)
     batch = {name: value.cuda() for name, value in text(padded=True).items()}
     found = []
     for options in ({"disable_compile": True}, {}):
@@ -162,8 +181,10 @@ def test_beams_of_a_compiled_model(llama: Any) -> None:
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_graphs_read_rows_where_they_lie(llama: Any) -> None:
+@pytest.mark.parametrize("family", ["Llama", pytest.param("DeepseekV3", marks=needs_latents)])
+def test_graphs_read_rows_where_they_lie(family: str) -> None:
     """Else each step of a CUDA graph would copy them."""
+    model = model_of(family)
     sizes: list[int] = []
 
     def note(graph: Any, inputs: Any) -> Any:
@@ -174,12 +195,37 @@ def test_graphs_read_rows_where_they_lie(llama: Any) -> None:
                 sizes.append(value.numel())
         return graph.forward
 
-    cache = QuantizedCache(llama, **ROWS)
-    llama(**text(True), past_key_values=cache)
-    step: Any = torch.compile(llama.forward, fullgraph=True, backend=note)
+    cache = QuantizedCache(model, **ROWS)
+    model(**text(True), past_key_values=cache)
+    step: Any = torch.compile(model.forward, fullgraph=True, backend=note)
     step(tokens(3, 1), past_key_values=cache, position_ids=24 - PADS[:, None])
     cache.check()
     assert sizes == [3, 3]  # tokens and positions
+
+
+@needs_latents
+@torch.no_grad()
+def test_graphs_of_latent_rows_come_behind_a_call_without() -> None:
+    """It compares what each layer expands with what is absorbed, which a graph cannot."""
+    model = model_of("DeepseekV3")
+    step: Any = torch.compile(model.forward, fullgraph=True, backend="eager")
+    first, cache = (QuantizedCache(model, **ROWS) for _ in range(2))
+    for one in (first, cache):
+        model(tokens(3, 24), past_key_values=one)
+    assert first.kv is not None
+    again = QuantizedCache(first.kv)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="steps of one token"):
+        step(tokens(3, 1), past_key_values=again)
+    found = [model(tokens(3, 1), past_key_values=one).logits for one in (again, cache)]
+    assert torch.equal(*found)
+    for _ in range(2):
+        found = [
+            run(tokens(3, 1), past_key_values=one).logits
+            for run, one in ((step, again), (model, cache))
+        ]
+        torch.testing.assert_close(*found)
+    again.check()
+    assert again.get_seq_length() == cache.get_seq_length() == 27
 
 
 @pytest.mark.slow
