@@ -88,6 +88,10 @@ class Plan(Protocol):
     """What a cache takes from a plan, which kvquant.CachePlan has."""
 
     @property
+    def is_latent(self) -> bool:
+        """Whether it is of latent rows."""
+
+    @property
     def num_layers(self) -> int:
         """Layers of the cache."""
 
@@ -112,16 +116,40 @@ class Plan(Protocol):
         """What the rows of each layer are stored as."""
 
 
-def check_plan_options(plan: object, options: Collection[str]) -> None:
-    """Raise ConfigError unless a plan is one, and options of a cache none that it decides."""
-    wanted = "num_layers", "num_kv_heads", "head_dim", "k_formats", "v_formats", "layers"
+OF_HEADS = "num_layers", "num_kv_heads", "head_dim", "k_format", "v_format", "bases"
+OF_LATENTS = "num_layers", "fmt", "latent_dim", "rope_dim", "bases"
+
+
+def check_plan_options(plan: object, options: Collection[str], *, is_latent: bool = False) -> None:
+    """Raise ConfigError unless a plan is one, and options of a cache none that it decides.
+
+    Args:
+        plan: what was given as one.
+        options: their names.
+        is_latent: whether the cache has latent rows, and not keys and values of heads.
+    """
+    wanted = (
+        "is_latent",
+        "num_layers",
+        "num_kv_heads",
+        "head_dim",
+        "k_formats",
+        "v_formats",
+        "layers",
+    )
     if not all(hasattr(type(plan), name) for name in wanted):  # nothing of it is computed here
         raise ConfigError(
             f"plan is of type {type(plan).__name__}: give a CachePlan, of a file "
             "CachePlan.load(path)"
         )
-    decided = "num_layers", "num_kv_heads", "head_dim", "k_format", "v_format", "bases"
-    given = [name for name in decided if name in options]
+    kept = "keys and values of heads", "latent rows"
+    if plan.is_latent != is_latent:  # type: ignore[attr-defined]
+        raise ConfigError(
+            f"the plan is of {kept[not is_latent]}, and this cache has {kept[is_latent]}: use "
+            f"{'LatentKVCache' if not is_latent else 'KVCache'}.from_plan, or "
+            "CachedModel.new_cache of its model"
+        )
+    given = [name for name in (OF_LATENTS if is_latent else OF_HEADS) if name in options]
     if given:
         raise ConfigError(
             f"{', '.join(given)} with a plan: a plan says sizes, formats and bases, use "

@@ -8,7 +8,7 @@ that row whole.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NoReturn, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
@@ -16,12 +16,18 @@ from ..errors import ConfigError, ShapeError, UnsupportedError
 from ..ops.attention import State
 from ..ops.mla import attend_latents, check_call, check_kernels, check_queries, latent_segment
 from ..rows.arguments import check_flag, check_size, check_tensors
+from ..rows.basis import Encoding, LayerBasis, transform_rows
 from ..rows.format import RowFormat
 from ..rows.latent import LatentFormat
 from ..rows.segment import Segment
-from .checks import Counts, Devices, check_options, devices_of
+from .checks import Counts, Devices, Plan, check_options, check_plan_options, devices_of
 from .contiguous import KVCache
-from .layer import ROLLBACK, Kind, LayerCache, rows_of
+from .layer import ROLLBACK, Encodings, Kind, LayerCache, Rows, rows_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .contiguous import PlanOptions
 
 DEFAULT_FORMAT = "int8-g4"
 LatentFormats = str | LatentFormat | Sequence[str | LatentFormat]
@@ -62,6 +68,16 @@ class LatentLayerCache(LayerCache):
         """[batch, 1, exact_len, 16-bit RoPE bytes], of exact_rows."""
         return self.exact_rows[..., self.k_exact.row_bytes :]
 
+    def _to_write(self, k: torch.Tensor, v: torch.Tensor) -> tuple[Rows, Encodings]:
+        """As LayerCache, transformed by torch: kernels that multiply rows have not such widths."""
+        if self.basis is None:
+            return (k, v), (None, None)
+        encodings = self.basis.k.encoding, self.basis.v.encoding
+        k, v = (transform_rows(x, one) for x, one in zip((k, v), encodings, strict=True))
+        if k.dtype != v.dtype:
+            k, v = k.float(), v.float()
+        return (k, v), (Encoding(clip=encodings[0].clip), Encoding(clip=encodings[1].clip))
+
     def _packed_segment(self, lens: torch.Tensor, starts: torch.Tensor | None) -> Segment:
         return latent_segment(self.packed, lens, self.fmt, starts)
 
@@ -75,8 +91,15 @@ class LatentKVCache(KVCache):
     One row a token serves all heads; queries come absorbed, see mla_decode_attention. It is a
     KVCache of one KV head whose K is the latent and whose V is the RoPE part: crop, reorder, fork,
     repeat, grow, attempt, reset, check, seq_lens and dequantized are those of KVCache, and errors
-    call the latent k and the RoPE part v. It has no bases and no windows. On CUDA queries are of
-    bfloat16, or with float16 rows (exact_format="fp16", RoPE parts too) of float16.
+    call the latent k and the RoPE part v. It has no windows. On CUDA queries are of bfloat16, or
+    with float16 rows (exact_format="fp16", RoPE parts too) of float16.
+
+    Rows may be stored in a basis of each layer (rows/basis.py); queries come and results go as if
+    there was none. With M and offset of the latents, N of the RoPE parts:
+
+        stored      M^-1 (latent - offset)      N^-1 (rope - its offset)
+        queries     M^T q_latent                N^T q_rope
+        results     M (sum of p stored) + offset, as the sum of p is 1
 
     Args:
         num_layers: layers with attention.
@@ -87,10 +110,15 @@ class LatentKVCache(KVCache):
         latent_dim: elements of a latent, 512 or 256 (kv_lora_rank of the model).
         rope_dim: elements of the RoPE part, 64 or 32 (qk_rope_head_dim).
         sink_len, recent_len, exact_format, device, rollback_len: as in KVCache.
+        bases: of each layer, what its rows are stored as, k of the latents and v of the RoPE parts,
+            both of one head and without feedback; as they come when None. A plan has them: see
+            from_plan.
 
     Raises:
         ConfigError: a size, a format or a device that does not exist, or takes too much memory.
-        UnsupportedError: on CUDA a format of fewer than 4 groups: rows have no kernel there.
+        ShapeError: a basis is of other sizes.
+        UnsupportedError: on CUDA a format of fewer than 4 groups: rows have no kernel there; or a
+            basis with feedback, which kernels have not for such rows.
 
     Example:
         >>> import torch
@@ -115,6 +143,7 @@ class LatentKVCache(KVCache):
         recent_len: int = 128,
         exact_format: str = "bf16",
         device: Devices = "cpu",
+        bases: Sequence[LayerBasis] | None = None,
         rollback_len: int = ROLLBACK,
     ) -> None:
         num_layers = check_size("num_layers", num_layers, at_least=1)
@@ -138,22 +167,57 @@ class LatentKVCache(KVCache):
             recent_len=recent_len,
             exact_format=exact_format,
             device=device,
+            bases=bases,
             rollback_len=rollback_len,
         )
+        for i, basis in enumerate(self.bases or ()):
+            if basis.k.feedback is not None or basis.v.feedback is not None:
+                raise UnsupportedError(
+                    f"the basis of layer {i} rounds with feedback, and latent rows are rounded to "
+                    "the nearest code: leave feedback out"
+                )
 
     @classmethod
-    def from_plan(cls, *args: object, **options: object) -> NoReturn:
-        """Refused: plans are of keys and values of heads."""
-        raise UnsupportedError("there are no plans of latent rows: give LatentKVCache a format")
+    def from_plan(
+        cls, plan: Plan, batch: int, max_seq_len: int, **options: Unpack[PlanOptions]
+    ) -> LatentKVCache:
+        """Make an empty cache whose formats and bases are those of a plan of latent rows.
+
+        Args:
+            plan: of the model whose latents will come; plan.check_model tells whether. Layer i is
+                the model's layer plan.places[i].
+            batch, max_seq_len: as in LatentKVCache.
+            options: the others of LatentKVCache, but for formats, sizes and bases.
+
+        Raises:
+            ConfigError: a size that is not possible, an option that the plan decides, or the plan
+                is of keys and values of heads.
+            UnsupportedError: as LatentKVCache.
+        """
+        check_plan_options(plan, options, is_latent=True)
+        if "windows" in options:
+            raise ConfigError("latent rows have no windows: leave windows out")
+        others: Any = options
+        formats = [LatentFormat(*pair) for pair in zip(plan.k_formats, plan.v_formats, strict=True)]
+        return cls(
+            plan.num_layers,
+            batch,
+            max_seq_len,
+            fmt=formats,
+            latent_dim=formats[0].latent_dim,
+            rope_dim=formats[0].rope_dim,
+            bases=plan.layers,
+            **others,
+        )
 
     def __repr__(self) -> str:
         names = " or ".join(dict.fromkeys(str(fmt) for fmt in self.formats))
         fmt = self.formats[0]
         return (
             f"LatentKVCache({self.num_layers} layers, {self.batch} sequences, {fmt.latent_dim} "
-            f"latents and {fmt.rope_dim} RoPE elements in {names}, max_seq_len {self.max_seq_len}, "
-            f"{self.exact_format} sinks and recent tokens: {self.sink_len} and {self.recent_len}, "
-            f"on {self._where})"
+            f"latents and {fmt.rope_dim} RoPE elements in {names}{' in bases' * bool(self.bases)}, "
+            f"max_seq_len {self.max_seq_len}, {self.exact_format} sinks and recent tokens: "
+            f"{self.sink_len} and {self.recent_len}, on {self._where})"
         )
 
     @property
@@ -261,6 +325,7 @@ class LatentKVCache(KVCache):
             q_rope,
             segments,
             q_lens=q_lens,
+            basis=at.basis,
             sm_scale=sm_scale,
             return_lse=return_lse,
             num_splits=num_splits,
@@ -379,6 +444,7 @@ class LatentKVCache(KVCache):
             recent_len=self.recent_len,
             exact_format=self.exact_format,
             device=device,
+            bases=self.bases,
             rollback_len=self.rollback_len,
         )
         other.num_q_heads = self.num_q_heads
@@ -398,7 +464,7 @@ class LatentKVCache(KVCache):
         """LatentFormat has checked them."""
 
     def _make_layer(self, batch: int, max_seq_len: int, kind: Kind) -> LayerCache:
-        k_format, v_format, _, _, device = kind
+        k_format, v_format, basis, _, device = kind
         return LatentLayerCache(
             batch,
             1,
@@ -409,5 +475,6 @@ class LatentKVCache(KVCache):
             self.recent_len,
             self.exact_format,
             device,
+            basis and basis.to(device),
             rollback_len=self.rollback_len,
         )

@@ -67,6 +67,8 @@ ROLLBACK = 64  # tokens before the recent ones that are kept in 16 bit, too
 # formats of K and of V, basis, window and device: what may differ from layer to layer
 Kind = tuple[RowFormat, RowFormat, "LayerBasis | None", "int | None", torch.device]
 LensAndStarts = tuple[torch.Tensor, "torch.Tensor | None"]
+Rows = tuple[torch.Tensor, torch.Tensor]  # of K and of V, as the next
+Encodings = tuple["Encoding | None", "Encoding | None"]
 
 
 class Rooms(NamedTuple):
@@ -504,7 +506,8 @@ class LayerCache:
         longest = (self.longest or 0) + new_tokens
         if k.dtype != v.dtype:
             k, v = k.float(), v.float()
-        by_token = _by_token(k), _by_token(v)  # copied before slots are found: see write_rows
+        # copied, or more, before slots are found: see write_rows
+        by_token, transforms = self._to_write(_by_token(k), _by_token(v))
         placed = None
         if takes_one_launch(self.seq_lens, recorded):
             placed = place_tokens(self.lens, self.sizes, counts, new_tokens, overflow_tokens)
@@ -526,11 +529,8 @@ class LayerCache:
         has_exact = slots.exact is not None
         exact_k = self.k_exact_rows if has_exact else None
         exact_v = self.v_exact_rows if has_exact else None
-        k_transform = v_transform = None
-        if self.basis is not None:
-            k_transform, v_transform = self.basis.k.encoding, self.basis.v.encoding
-        side_k = Side(by_token[0], self.k_packed, self.k_format, exact_k, k_transform)
-        side_v = Side(by_token[1], self.v_packed, self.v_format, exact_v, v_transform)
+        side_k = Side(by_token[0], self.k_packed, self.k_format, exact_k, transforms[0])
+        side_v = Side(by_token[1], self.v_packed, self.v_format, exact_v, transforms[1])
         call = side_k, side_v, slots, self.k_exact.codec, None, bad_rows
         try:
             # slots are right, and rows fit: proved again in debug mode only
@@ -549,6 +549,12 @@ class LayerCache:
         if placed is not None and counts is None and not (recorded or k.is_meta):
             self._keep_append(given, side_k, side_v, placed.slots, bad_rows)
         return multiplied
+
+    def _to_write(self, k: torch.Tensor, v: torch.Tensor) -> tuple[Rows, Encodings]:
+        """New rows, and what is done to them where they are written."""
+        if self.basis is None:
+            return (k, v), (None, None)
+        return (k, v), (self.basis.k.encoding, self.basis.v.encoding)
 
     def _append_again(
         self,

@@ -243,12 +243,12 @@ def _files_of(cache: Path) -> list[Path]:
 
 def _of_latents(options: dict[str, Any], fmt: str | None) -> dict[str, Any]:
     """The options of a cache of latent rows, which have one format."""
-    if any(is_given(name) for name in ("plan", "k_format", "v_format")):
+    if is_given("k_format") or is_given("v_format"):
         raise click.UsageError(
-            "this model keeps latent rows, not K and V: give --format, and no --plan, --k-format "
+            "this model keeps latent rows, not K and V: give --format or --plan, and no --k-format "
             "or --v-format"
         )
-    kept = {name: options[name] for name in ("sink_len", "recent_len")}
+    kept = {name: options[name] for name in ("sink_len", "recent_len", "plan") if name in options}
     return kept | ({"fmt": fmt} if fmt else {})
 
 

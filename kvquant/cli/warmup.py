@@ -140,6 +140,7 @@ def _caches(
             f"{num_q_heads} query heads do not fit {kv_heads} KV heads: --q-heads is a multiple"
         )
     if loaded is not None:
+        loaded.check_of_heads("a cache of warmup")
         return [partial(make, plan=loaded)], (of_rows, num_q_heads)
     pairs = (pair.partition("/") for pair in formats)
     caches = [partial(make, k_format=k, v_format=v or k) for k, _, v in pairs]

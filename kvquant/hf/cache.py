@@ -83,7 +83,7 @@ class QuantizedCache(Cache):
     its tokens, as in transformers' own caches: crop them.
 
     Of a model with multi-head latent attention (DeepSeek V2, V3) it is a LatentKVCache, whose rows
-    are in one format, fmt.
+    are as fmt says, or a plan.
 
     A layer that no KVCache holds (linear attention, other numbers of KV heads) is kept as
     transformers keeps it, in 16 bit: describe() tells which and why. What has reached such layers
@@ -101,7 +101,7 @@ class QuantizedCache(Cache):
             padded on the left to the longest.
         k_format, v_format, sink_len, recent_len: as of KVCache.
         plan: of `kvquant calibrate`, for this model: it says the formats.
-        fmt: of latent rows, in place of k_format, v_format and plan; as of LatentKVCache.
+        fmt: of latent rows, in place of k_format and v_format; as of LatentKVCache.
         exact_format: "bf16" or "fp16", the 16-bit rows; what fits the dtype of the keys when None.
         max_seq_len: tokens that a sequence has room for, from the beginning: more are refused, and
             no memory is allocated later. It grows when None.

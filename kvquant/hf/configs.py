@@ -28,7 +28,7 @@ from ..rows.latent import LATENT_DIMS, ROPE_DIMS
 # of config.layer_types: what they keep are the keys and values of tokens, and nothing else
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 _NOTHING = {"moe", "mlp"}  # layers without attention, which transformers counts too
-_OF_HEADS = "k_format", "v_format", "bases", "windows"  # options that latent rows have not
+_OF_HEADS = "k_format", "v_format", "windows"  # options that latent rows have not
 
 
 @dataclass(frozen=True)
@@ -230,8 +230,8 @@ def new_cache(
         config: the whole one of the model.
         layers: cache_layers(config).
         batch, max_seq_len, options: as in KVCache.
-        plan: for this model; there is none of latent rows.
-        fmt: of latent rows, as in LatentKVCache.
+        plan: for this model.
+        fmt: of latent rows, as in LatentKVCache; not with a plan.
 
     Raises:
         ConfigError: an option is not possible.
@@ -240,7 +240,7 @@ def new_cache(
     """
     text = config.get_text_config(decoder=True)
     if layers.are_latent:
-        cache: KVCache = _latent_cache(text, layers, batch, max_seq_len, plan, fmt, options)
+        cache: KVCache = _latent_cache(config, layers, batch, max_seq_len, plan, fmt, options)
     elif fmt is not None:
         raise ConfigError(
             f"fmt is the format of latent rows, and this {text.model_type} model keeps keys and "
@@ -262,12 +262,18 @@ def _latent_cache(
     fmt: LatentFormats | None,
     options: dict[str, Any],
 ) -> LatentKVCache:
-    given = ["plan"] * (plan is not None) + [name for name in _OF_HEADS if name in options]
+    given = [name for name in _OF_HEADS if name in options]
     if given:
+        kind = config.get_text_config(decoder=True).model_type
         raise ConfigError(
-            f"{' and '.join(given)} cannot be given: this {config.model_type} model keeps a latent "
+            f"{' and '.join(given)} cannot be given: this {kind} model keeps a latent "
             "row a token, not keys and values of heads: give its format as fmt ('int8-g4')"
         )
+    if plan is not None:
+        if fmt is not None:
+            raise ConfigError("fmt with a plan: a plan says formats, use plan.with_formats")
+        _check_plan(config, layers, plan)
+        return LatentKVCache.from_plan(plan, batch, max_seq_len, **options)
     if fmt is None:  # RoPE parts are bf16, which kernels on CUDA do not read with float16 queries
         is_half = options.get("exact_format") == "fp16"
         fmt = DEFAULT_LATENT_FORMAT + "+fp16" * is_half
@@ -293,12 +299,7 @@ def _cache_of_heads(
 ) -> KVCache:
     options = {"windows": list(layers.windows)} | options
     if plan is not None:
-        plan.check_model(config.to_dict())
-        if plan.places != list(layers.places):
-            raise UnsupportedModelError(
-                f"the plan has layers {plan.places} of the model, its KVCache needs "
-                f"{list(layers.places)}"
-            )
+        _check_plan(config, layers, plan)
         if layers.ranks > 1:
             first = layers.rank * layers.num_kv_heads
             plan = plan.of_heads(range(first, first + layers.num_kv_heads))
@@ -307,6 +308,16 @@ def _cache_of_heads(
         options[name] = row_formats(name, options.get(name, DEFAULT_FORMAT), dims)
     shape = len(layers.places), batch, layers.num_kv_heads, max(layers.k_dims), max_seq_len
     return KVCache(*shape, **options)
+
+
+def _check_plan(config: Any, layers: CacheLayers, plan: CachePlan) -> None:
+    """Raise unless a plan is of a model, and of all layers that its cache has."""
+    plan.check_model(config.to_dict())
+    if plan.places != list(layers.places):
+        raise UnsupportedModelError(
+            f"the plan has layers {plan.places} of the model, its KVCache needs "
+            f"{list(layers.places)}"
+        )
 
 
 def layer_windows(config: Any) -> list[int | None]:

@@ -176,8 +176,8 @@ class CachedModel:
             batch: sequences.
             max_seq_len: tokens that each has room for.
             plan: of `kvquant calibrate`, for this model: it says the formats.
-            fmt: of latent rows, as in LatentKVCache, where k_format, v_format and plan have no
-                meaning.
+            fmt: of latent rows, as in LatentKVCache, in place of k_format and v_format; not with a
+                plan.
             options: of KVCache: k_format, v_format (not with a plan), sink_len, recent_len,
                 exact_format.
 
@@ -214,11 +214,13 @@ class CachedModel:
 
         Raises:
             CheckpointError: the plan was made for another model.
-            ConfigError: bases of V were folded into this model before.
+            ConfigError: bases of V were folded into this model before, or it has none: the plan is
+                of latent rows.
             UnsupportedModelError: values or outputs of a layer do not come from, or go into, a
                 linear layer as they are; nothing has changed then.
         """
         plan.check_model(self.config_dict)
+        plan.check_of_heads("fold_values")
         if hasattr(self.model, _FOLDED):
             raise ConfigError(
                 "a plan's bases of V were folded into this model before: load it again to fold "

@@ -1,4 +1,4 @@
-"""Caches as files: save_cache and load_cache, and the format, versions 1 to 4.
+"""Caches as files: save_cache and load_cache, and the format, versions 1 to 5.
 
 A cache is one safetensors file. Its metadata has two strings:
 
@@ -8,7 +8,8 @@ A cache is one safetensors file. Its metadata has two strings:
 The manifest is an object with exactly these keys; every number is whole:
 
     format            "kvquant-cache"
-    version           1; 2 if a layer has a window; 3 if rollback_len is given; 4 if latent is
+    version           1; 2 if a layer has a window; 3 if rollback_len is given; 4 if latent is; 5 if
+                      latent is, and there are transforms
     writer            the program that wrote the file, for people
     num_kv_heads      KV heads of every layer
     head_dim          KVCache's head_dim
@@ -18,7 +19,7 @@ The manifest is an object with exactly these keys; every number is whole:
     rollback_len      KVCache's, for the cache that is made of the file; left out if it is 64
     latent            true: of a LatentKVCache, whose latents are k and whose RoPE parts are v of
                       one KV head; left out of all others. Latents of FlashMLA's layout have the
-                      format "fp8_ds_mla". No layer has a window, and there are no transforms
+                      format "fp8_ds_mla". No layer has a window
     exact_format      "bf16" or "fp16": the 16-bit rows
     seq_lens          [batch], tokens of each sequence
     start_positions   [batch], the position of each sequence's first token
@@ -420,6 +421,7 @@ def _empty(
         "exact_format": manifest.exact_format,
         "device": device,
     }
+    bases = None if plan is None else _bases(plan, manifest)
     if manifest.latent:
         formats = [LatentFormat(*pair) for pair in manifest.formats]
         return LatentKVCache(
@@ -429,6 +431,7 @@ def _empty(
             fmt=formats,
             latent_dim=formats[0].latent_dim,
             rope_dim=formats[0].rope_dim,
+            bases=bases,
             **options,
         )
     return KVCache(
@@ -440,7 +443,7 @@ def _empty(
         k_format=[entry.k_format for entry in manifest.layers],
         v_format=[entry.v_format for entry in manifest.layers],
         **options,
-        bases=None if plan is None else _bases(plan, manifest),
+        bases=bases,
         windows=[entry.window for entry in manifest.layers],
     )
 

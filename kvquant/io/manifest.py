@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 WINDOWS_VERSION = 2  # of caches with sliding windows; all else is as in version 1
 ROLLBACK_VERSION = 3  # of caches with another rollback_len than 64; all else is as in version 2
 LATENT_VERSION = 4  # of caches of latent rows; all else is as in version 3
+LATENT_BASES_VERSION = 5  # of those whose rows are in bases; all else is as in version 4
 LISTS_VERSION = 2  # of sequences whose pages and tokens stand in tensors; all else is the same
 MANY = 1 << 16  # numbers of pages and tokens, above which they do
 LISTS = {"pages": torch.int32, "tokens": torch.int64}  # what SavedSequence lists
@@ -388,7 +389,7 @@ class CacheManifest(Manifest):
     def version(self) -> int:
         """Version of the file: the first one that has all that there is in it."""
         if self.latent:
-            return LATENT_VERSION
+            return LATENT_BASES_VERSION if self.transforms else LATENT_VERSION
         if self.rollback_len != ROLLBACK:
             return ROLLBACK_VERSION
         has_windows = any(entry.window is not None for entry in self.layers)
@@ -464,7 +465,8 @@ class CacheManifest(Manifest):
     @classmethod
     def from_json(cls, text: str, read: Read | None = None) -> tuple[Self, dict[str, str]]:
         """See Manifest.from_json; there is nothing to read besides."""
-        versions = 1, WINDOWS_VERSION, ROLLBACK_VERSION, LATENT_VERSION
+        latent = LATENT_VERSION, LATENT_BASES_VERSION
+        versions = 1, WINDOWS_VERSION, ROLLBACK_VERSION, *latent
         top = manifest_object(text, cls.FORMAT, versions)
         given = checked(top, _CacheFields, "the manifest")
         manifest = cls(
@@ -531,8 +533,8 @@ class CacheManifest(Manifest):
         has_windows = any(entry.window is not None for entry in self.layers)
         if len(sizes) > 1 or self.head_dim != formats[0].latent_dim or self.num_kv_heads != 1:
             raise CheckpointError("latent rows are of one size, and of one KV head")
-        if has_windows or self.transforms:
-            raise CheckpointError("latent rows have no windows and no transforms")
+        if has_windows:
+            raise CheckpointError("latent rows have no windows")
 
 
 class _CacheLayer(_LayerFields):

@@ -16,7 +16,8 @@ from msgspec import Meta
 
 from ..errors import CheckpointError, ConfigError, ShapeError, shown
 from ..rows.basis import Basis, LayerBasis
-from ..rows.format import RowFormat
+from ..rows.format import RowFormat, check_head_dims
+from ..rows.latent import LatentFormat
 from .atomic import as_path
 from .model_id import model_identity
 from .schema import INT64, MAX_LAYERS, Digest, Length, ModelName, checked, parse
@@ -24,6 +25,7 @@ from .shards import save_safetensors
 from .tensor_files import SafetensorsFile, TensorSource, naming, sealed, unsealed
 
 FORMAT, VERSION, UNSEALED_VERSION = "kvquant-plan", 2, 1
+LATENT_VERSION = 3  # of plans of latent rows; all else is as in version 2
 _FACTS = "kvquant"  # the metadata entry
 _LEAST_KL, _LEAST_PERPLEXITY = -1e-3, 0.999  # 0 and 1, but for rounding
 
@@ -59,8 +61,13 @@ class CachePlan:
                             min, max, mean, std [L, Q]; phi, phi_overflow [L]; edges [B + 1] and
                             histogram [L, B]
 
+    A plan of latent rows (of multi-head latent attention) has one KV head: "k" is the latent and
+    "v" the RoPE part, of another D. Errors of latents are weighted by both, the queries that meet
+    them and what W_UV and the output projection make of them.
+
     facts, plain data:
-        format "kvquant-plan", version 2
+        format "kvquant-plan", version 2; 3 of latent rows
+        latent          true: of latent rows; left out of all others
         model           {"type", "sha256"}: model_identity of the config
         places          L numbers: the layer of the model at each index of the cache
         others          [{"layer", "why"}]: layers of the model that the cache has none of
@@ -101,10 +108,11 @@ class CachePlan:
     def __repr__(self) -> str:
         formats = (sorted({pair[side] for pair in self.formats}) for side in (0, 1))
         k, v = map("/".join, formats)
+        sides = f"latents {k}, RoPE parts {v}" if self.is_latent else f"K {k}, V {v}"
         model, measured = self.facts.get("model", {}), self.facts.get("measured")
         fidelity = f"KL {measured['kl']:.2g} nats per token" if measured else "not measured"
         return (
-            f"CachePlan({model.get('type')}, {self.num_layers} layers, K {k}, V {v}, "
+            f"CachePlan({model.get('type')}, {self.num_layers} layers, {sides}, "
             f"{self.bits:.2f} bits per element, {fidelity})"
         )
 
@@ -145,7 +153,8 @@ class CachePlan:
         """
         tensors = {name: tensor.float().contiguous() for name, tensor in self.tensors.items()}
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        facts = {**self.facts, "format": FORMAT, "version": VERSION, "bits": 0, "shapes": shapes}
+        version = LATENT_VERSION if self.is_latent else VERSION
+        facts = {**self.facts, "format": FORMAT, "version": version, "bits": 0, "shapes": shapes}
 
         def metadata(digests: Mapping[str, str]) -> dict[str, str]:
             return sealed(_FACTS, json.dumps({**facts, "sha256": dict(digests)}, sort_keys=True))
@@ -176,17 +185,31 @@ class CachePlan:
                 f"{theirs['sha256'][:12]}: calibrate this model"
             )
 
+    def check_of_heads(self, what: str) -> None:
+        """Raise ConfigError if the plan is of latent rows, and what takes it has keys and values of
+        heads."""
+        if self.is_latent:
+            raise ConfigError(
+                f"the plan is of latent rows, and {what} has keys and values of heads: give it to "
+                "LatentKVCache.from_plan, or to CachedModel.new_cache of its model"
+            )
+
     def with_formats(self, k_format: str, v_format: str | None = None) -> CachePlan:
         """The same transforms with one format for all layers that are quantized.
 
         Args:
             k_format: short name of K's format; one of facts["candidates"] has clip ratios, another
-                format keeps the whole range.
-            v_format: of V's; K's when None.
+                format keeps the whole range. Of latent rows that of the latent, or of both parts
+                ("int4-g8+fp8-g4").
+            v_format: of V's; K's when None. Of RoPE parts what LatentFormat has them in when None.
 
         Returns:
             A plan whose "measured" is null.
         """
+        if self.is_latent and v_format is None:
+            rope_dim = self.tensors["v.offset"].shape[2]
+            whole = LatentFormat.parse(k_format, self.head_dim, rope_dim)
+            k_format, v_format = str(whole.latent), str(whole.rope)
         names = {"k": k_format, "v": v_format or k_format}
         return self.with_layer_formats(
             {
@@ -224,6 +247,7 @@ class CachePlan:
         changed = CachePlan({**self.facts, "layers": layers, "measured": None}, self.tensors)
         for i, side in formats:
             fmt = (changed.k_formats if side == "k" else changed.v_formats)[i]
+            _check_pair(self.is_latent, changed.k_formats[i], changed.v_formats[i])
             if layers[i]["kept"] is not None and not fmt.is_exact:
                 raise ConfigError(
                     f"layer {i} cannot be kept in {fmt}: {shown(layers[i]['kept'])}; leave it in "
@@ -235,7 +259,11 @@ class CachePlan:
         """The same plan for a model whose values come in its bases: CachedModel.fold_values.
 
         Formats, clip ratios and feedback are of the rows that are stored, and stay.
+
+        Raises:
+            ConfigError: the plan is of latent rows, which have no V.
         """
+        self.check_of_heads("a model with bases of V folded in")
         layers = [
             entry | {"v": entry["v"] | {"basis": "none"}} if not entry["kept"] else entry
             for entry in self.facts["layers"]
@@ -275,6 +303,11 @@ class CachePlan:
             if not name.startswith("scores.")
         }
         return CachePlan(self.facts, tensors)
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether it is of latent rows, k of the latents and v of the RoPE parts."""
+        return bool(self.facts.get("latent"))
 
     @property
     def num_layers(self) -> int:
@@ -466,6 +499,7 @@ class _Facts(msgspec.Struct):
     settings: dict[str, Any]
     places: tuple[Length, ...] = ()
     others: tuple[_Other, ...] = ()
+    latent: bool = False
 
 
 def _read_facts(file: SafetensorsFile) -> tuple[dict[str, Any], dict[str, str]]:
@@ -475,15 +509,17 @@ def _read_facts(file: SafetensorsFile) -> tuple[dict[str, Any], dict[str, str]]:
     if type(facts) is not dict or facts.get("format") != FORMAT:
         raise CheckpointError("this is no plan of `kvquant calibrate`")
     version = facts.get("version")
-    if type(version) is not int or version not in (UNSEALED_VERSION, VERSION):
+    if type(version) is not int or not UNSEALED_VERSION <= version <= LATENT_VERSION:
         raise CheckpointError(
-            f"the plan has version {version!r:.40}, this kvquant reads {UNSEALED_VERSION} and "
-            f"{VERSION}: calibrate again, or take the kvquant that wrote it"
+            f"the plan has version {version!r:.40}, this kvquant reads {UNSEALED_VERSION} to "
+            f"{LATENT_VERSION}: calibrate again, or take the kvquant that wrote it"
         )
-    if version == VERSION or seal in file.metadata:
+    if bool(facts.get("latent")) != (version == LATENT_VERSION):
+        raise CheckpointError(f"the plan is not of version {version}, as it says: see latent")
+    if version >= VERSION or seal in file.metadata:
         unsealed(_FACTS, file.metadata, "the plan")
     shapes = facts.pop("shapes", None)
-    if version == VERSION:
+    if version >= VERSION:
         given = checked(shapes, dict[str, tuple[Length, ...]], "shapes")
         if given != file.shapes or file.metadata.keys() != {_FACTS, seal}:
             raise CheckpointError("the tensors or metadata are not those that were sealed")
@@ -513,19 +549,29 @@ def _check_facts(facts: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
             f"tensors k.offset and v.offset of {[list(shape) for shape in offsets]!s:.80} are "
             f"missing or do not fit {layers} layers"
         )
+    if given.latent and heads != (1,):
+        raise CheckpointError(f"latent rows have one KV head, the plan is of {heads[0]}")
     _check_shapes(given, shapes, heads[0])
     row_bytes = elements = 0
     for i, layer in enumerate(given.layers):
-        for side, shape in zip((layer.k, layer.v), offsets, strict=True):
-            fmt = RowFormat.parse(side.format, shape[2])
+        pair = [
+            RowFormat.parse(side.format, shape[2])
+            for side, shape in zip((layer.k, layer.v), offsets, strict=True)
+        ]
+        _check_pair(given.latent, *pair)
+        for side, fmt in zip((layer.k, layer.v), pair, strict=True):
             row_bytes, elements = row_bytes + fmt.row_bytes, elements + fmt.head_dim
             plain = (side.basis, side.rounding) == ("none", "nearest")
             if layer.kept is not None and not (fmt.is_exact and plain):
                 raise CheckpointError(f"layers[{i}] is kept in 16 bit, and is {side!s:.120}")
-    named = [*given.candidates, *(row.format for row in given.comparison)]
-    named += [name for row in given.sensitivity for name in (row.k_format, row.v_format)]
-    for name in named:
+    named = [name for row in given.sensitivity for name in (row.k_format, row.v_format)]
+    for name in (*given.candidates, *named):
         RowFormat.parse(name, offsets[0][2])
+    for row in given.comparison:
+        if given.latent:
+            LatentFormat.parse(row.format, offsets[0][2], offsets[1][2])
+        else:
+            RowFormat.parse(row.format, offsets[0][2])
     listed = [*given.blamed, *(row.layer for row in given.sensitivity)]
     if max(listed, default=0) >= layers:
         raise CheckpointError(f"layer {max(listed)} is named, there are {layers}")
@@ -548,6 +594,14 @@ def _check_facts(facts: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
     if len(places) != layers or len({*places, *others}) != layers + len(others):
         raise CheckpointError(f"places and others do not say where {layers} layers are")
     return 8 * row_bytes / elements
+
+
+def _check_pair(is_latent: bool, k: RowFormat, v: RowFormat) -> None:
+    """Raise ConfigError unless rows of a layer are possible."""
+    if is_latent:
+        LatentFormat(k, v)
+    else:
+        check_head_dims(k, v)
 
 
 def _check_figures(place: str, row: _Figures) -> None:

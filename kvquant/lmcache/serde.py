@@ -75,6 +75,8 @@ class RowSerde(Serializer, Deserializer):
                 "the serde lacks formats: give head_dim and k_format (such as 128 and "
                 '"int4-g4"), or a plan'
             )
+        if plan is not None:
+            plan.check_of_heads("the serde")
         if plan is not None and head_dim not in (None, plan.head_dim):
             raise ConfigError(f"head_dim is {shown(head_dim)}, that of the plan {plan.head_dim}")
         if k_format is None and v_format is not None:

@@ -32,11 +32,19 @@ from ..rows.arguments import (
     check_scale,
     check_tensors,
 )
+from ..rows.basis import LayerBasis
 from ..rows.latent import LatentFormat
 from ..rows.quantize import FLOAT_DTYPES, check_rows
 from ..rows.reference import reference_over_segments
-from ..rows.segment import Segment, check_q_len_values, check_segment_values, check_segments
+from ..rows.segment import (
+    Segment,
+    check_q_len_values,
+    check_segment_values,
+    check_segments,
+    visible_tokens,
+)
 from .dispatch import kernels_for, torch_op
+from .transform import takes_one_launch
 
 State = tuple[torch.Tensor, torch.Tensor]
 Options = tuple[float, bool, "int | None", "str | None"]
@@ -198,6 +206,7 @@ def attend_latents(
     segments: Sequence[Segment],
     *,
     q_lens: torch.Tensor | None = None,
+    basis: LayerBasis | None = None,
     sm_scale: float,
     return_lse: bool = False,
     num_splits: int | None = None,
@@ -210,6 +219,8 @@ def attend_latents(
         segments: of latent_segment; of several queries in the order that attend_segments states,
             and on CUDA at most two of them. There each is a launch, cut into num_splits, and
             another one combines them.
+        basis: that the rows are stored in, k of the latents and v of the RoPE parts; None if they
+            are stored as they came.
         q_lens, sm_scale, return_lse, num_splits, backend: as in mla_decode_attention.
 
     Returns:
@@ -220,6 +231,8 @@ def attend_latents(
     """
     check_flag("return_lse", return_lse)
     options = _scale_of(sm_scale), return_lse, check_num_splits(num_splits), backend
+    if basis is not None:
+        return _attend_in_basis(q_latent, q_rope, segments, q_lens, basis, *options)
     if torch.compiler.is_compiling():
         results: list[torch.Tensor] = attend_latents_op(
             q_latent.detach(),
@@ -236,6 +249,53 @@ def attend_latents(
     else:
         results = _attend(q_latent, q_rope, segments, q_lens, *options)
     return (results[0], results[1]) if return_lse else results[0]
+
+
+def _attend_in_basis(
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    segments: Sequence[Segment],
+    q_lens: torch.Tensor | None,
+    basis: LayerBasis,
+    sm_scale: float,
+    return_lse: bool,
+    num_splits: int | None,
+    backend: str | None,
+) -> torch.Tensor | State:
+    """Attend to rows that are stored in a basis; both parts of a query pay as K's does.
+
+    The latents' basis is that of K and of V at once. Products are torch's, of few rows: the matrix
+    of 512 latents is 1 MiB, which no kernel has room for beside its rows.
+    """
+    fmt = segments[0].k_format
+    assert isinstance(fmt, LatentFormat)
+    check_queries(q_latent, q_rope, fmt)
+    q_latent, q_rope = q_latent.detach(), q_rope.detach()
+    stored, scale = (basis.k.transform_query(q_latent), basis.v.transform_query(q_rope)), sm_scale
+    if takes_one_launch(q_latent, backend):  # the kernel takes 16 bit
+        if q_latent.dtype == torch.float16:  # which may not hold what the query becomes
+            factor = max(basis.k.fp16_factor, basis.v.fp16_factor)
+            stored, scale = (stored[0] / factor, stored[1] / factor), sm_scale * factor
+        stored = stored[0].to(q_latent.dtype), stored[1].to(q_latent.dtype)
+    found = attend_latents(
+        *stored,
+        segments,
+        q_lens=q_lens,
+        sm_scale=scale,
+        return_lse=return_lse,
+        num_splits=num_splits,
+        backend=backend,
+    )
+    out, lse = found if isinstance(found, tuple) else (found, None)
+    lens = torch.stack([segment.seq_lens for segment in segments]).sum(0, dtype=torch.int32)
+    if q_latent.ndim == 4:
+        lens = visible_tokens(lens, q_lens, q_latent.shape[1])
+    is_empty = (lens == 0)[..., None]  # they get zeros, not the offset
+    out = basis.k.restore(out).masked_fill(is_empty[..., None], 0).to(q_latent.dtype)
+    if lse is None:
+        return out
+    missing = basis.k.missing_score(q_latent) + basis.v.missing_score(q_rope)
+    return out, lse.add(missing, alpha=sm_scale).masked_fill(is_empty, -torch.inf)
 
 
 def _attend(

@@ -56,6 +56,8 @@ class Settings:
         path, k_format = given.get("plan"), given.get("k_format")
         v_format = given.get("v_format", k_format)
         plan = None if path is None else CachePlan.load(path)
+        if plan is not None:
+            plan.check_of_heads("this backend")
         if k_format is None:
             if plan is None or v_format is not None:
                 raise ConfigError(

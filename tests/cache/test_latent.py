@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from example_plan import example_plan
+from latent_plans import latent_plan, random_basis, with_outliers
 
 from kvquant import (
+    Basis,
     ContextParallelCache,
     KVCache,
     LatentFormat,
@@ -36,9 +39,12 @@ from kvquant.io.container import RowsFile
 from kvquant.io.export import export_cache
 from kvquant.io.inspect import describe
 from kvquant.io.manifest import CacheManifest
+from kvquant.io.plan import CachePlan
 from kvquant.kernels.cuda.device.row_layout import refuse_latents
 from kvquant.ops import mla
 from kvquant.ops.mla import check_kernels
+from kvquant.rows.basis import LayerBasis
+from kvquant.rows.rotation import rotate
 
 SCALE = 80**-0.5
 DIMS = {"latent_dim": 256, "rope_dim": 32}
@@ -235,8 +241,6 @@ def test_what_does_not_fit_is_refused() -> None:
         make_cache(fmt="int5")
     with pytest.raises(UnsupportedError, match="latent rows are not spread over ranks"):
         ContextParallelCache(LatentKVCache(1, 1, 16))
-    with pytest.raises(UnsupportedError, match="no plans of latent rows"):
-        LatentKVCache.from_plan(None, 1, 64)
     with pytest.raises(UnsupportedError, match=r"headers must be multiples of 16.*4 or 8"):
         check_kernels([LatentFormat.parse("int8-g2")])
     check_kernels([LatentFormat.parse(name) for name in ("bf16", "fp16", "fp8", "int4-g8+fp8-g4")])
@@ -315,6 +319,139 @@ def test_other_kernels_of_cuda_refuse_rows_of_such_widths() -> None:
     for width in (32, 512):
         with pytest.raises(UnsupportedError, match=f"rows of {width} elements, of latent rows"):
             refuse_latents(RowFormat.parse("int8", width))
+
+
+# Bases
+
+
+BASES = {
+    "matrix": random_basis(),
+    "hadamard": LayerBasis(
+        Basis(torch.full((1, 256), 0.5), "hadamard"), Basis(torch.full((1, 32), 0.5), "hadamard")
+    ),
+    "offset": LayerBasis(Basis(torch.ones(1, 256)), Basis(torch.zeros(1, 32))),
+}
+
+
+@pytest.mark.parametrize("recent_len", [0, 16])
+@pytest.mark.parametrize("name", BASES)
+def test_results_in_a_basis_are_those_without(name: str, recent_len: int) -> None:
+    """In 16-bit rows, whose rounding (2**-9 of an element) is all that differs."""
+    latent, rope = tokens(60)
+    lens, later = torch.tensor([60, 0, 7]), tokens(3)
+    found: list[list[torch.Tensor]] = [[], []]
+    torch.manual_seed(2)
+    one, few = queries(4), queries(3, 4)
+    for bases, outs in zip((None, [BASES[name]] * 2), found, strict=True):
+        cache = make_cache(fmt="bf16", recent_len=recent_len, bases=bases)
+        cache.append(0, latent, rope, lens)
+        outs += cache.attend(0, *one, sm_scale=SCALE, return_lse=True)
+        outs += cache.step(0, *few, *later, sm_scale=SCALE, return_lse=True)
+        outs += cache.dequantized(0)
+    for given, wanted in zip(*found, strict=True):
+        assert torch.equal(given.isinf(), wanted.isinf())  # a sequence without tokens
+        is_some = ~wanted.isinf()
+        error = (given[is_some] - wanted[is_some]).norm() / wanted[is_some].norm()
+        assert float(error) < 2**-7
+    assert not found[1][0][1].any()  # zeros, not the offset
+
+
+def test_a_basis_takes_the_outliers_out_of_int4_latents() -> None:
+    latent, rope = tokens(80)
+    latent = with_outliers(latent)
+    rows = latent.flatten(0, 2)
+    mean = rows.mean(0, keepdim=True)
+    axes = torch.linalg.eigh((rows - mean).T.double() @ (rows - mean).double())[1].float()
+    matrix = (axes @ rotate(torch.eye(256)))[None]  # every stored channel has a part of each axis
+    spread = LayerBasis(Basis(mean, "matrix", matrix), Basis(torch.zeros(1, 32)))
+    q_latent, q_rope = queries(4)
+    q_latent /= 30
+    errors = []
+    for bases in (None, [spread] * 2):
+        cache = make_cache(fmt="int4-g8", sink_len=0, recent_len=0, bases=bases)
+        cache.append(0, latent, rope)
+        out = cache.attend(0, q_latent, q_rope, sm_scale=SCALE)
+        keys = latent[:, 0].double()
+        scores = q_latent.double() @ keys.mT + q_rope.double() @ rope[:, 0].double().mT
+        wanted = (scores * SCALE).softmax(-1) @ keys - mean.double()
+        errors.append(float((out - mean - wanted).norm() / wanted.norm()))
+    assert errors[1] < errors[0] / 2
+
+
+def test_caches_keep_their_bases(tmp_path: Path) -> None:
+    plan = latent_plan()
+    cache = LatentKVCache.from_plan(plan, 3, 96, sink_len=2, recent_len=16)
+    assert cache.formats == [LatentFormat.parse(name, 256, 32) for name in ("int4-g8", "bf16")]
+    assert "int4-g8 or bf16 in bases" in repr(cache)
+    latent, rope = tokens(60)
+    for layer in range(2):
+        cache.append(layer, latent, rope, torch.tensor([60, 0, 25]))
+    torch.manual_seed(1)
+    query, more = queries(4), tokens(1)
+    wanted = cache.attend(0, *query, sm_scale=SCALE)
+    others = [cache.fork(), cache.like(3, "cpu"), cache.repeat(1)]
+    for mine, theirs in zip(cache.bases or (), others[1].bases or (), strict=True):
+        assert all(torch.equal(x.offset, y.offset) for x, y in zip(mine, theirs, strict=True))
+    save_cache(cache, tmp_path / "cache.safetensors")
+    loaded = load_cache(tmp_path / "cache.safetensors", plan=plan)
+    assert describe(tmp_path / "cache.safetensors")["version"] == 5
+    grown = cache.fork()
+    grown.grow(128)
+    for other in (others[0], others[2], loaded, grown):
+        assert isinstance(other, LatentKVCache)
+        assert torch.equal(other.attend(0, *query, sm_scale=SCALE), wanted)
+        clone = other.fork()
+        clone.append(0, *more)
+        rows, before = layer_of(clone).k_packed[0], layer_of(cache).k_packed[0]
+        assert torch.equal(rows[:, :58], before[:, :58])  # those of 60 tokens, but for two sinks
+    back, other = torch.tensor([2, 0, 1]), others[0]
+    assert isinstance(other, LatentKVCache)
+    other.reorder(back)
+    turned = other.attend(0, query[0][back], query[1][back], sm_scale=SCALE)
+    assert torch.equal(turned, wanted[back])
+    with pytest.raises(CheckpointError, match="was made with a plan, whose bases"):
+        load_cache(tmp_path / "cache.safetensors")
+    with pytest.raises(CheckpointError, match=r"with another plan \(layer 0 differs\)"):
+        load_cache(tmp_path / "cache.safetensors", plan=_moved(plan))
+
+
+def _moved(plan: CachePlan) -> CachePlan:
+    tensors = {**plan.tensors, "k.offset": plan.tensors["k.offset"] + 1}
+    return CachePlan(plan.facts, tensors)
+
+
+def test_bases_and_plans_that_do_not_fit_are_refused() -> None:
+    plan = latent_plan()
+    with pytest.raises(ConfigError, match=r"plan is of latent rows.*use LatentKVCache.from_plan"):
+        KVCache.from_plan(plan, 1, 64)
+    with pytest.raises(ConfigError, match=r"plan is of keys and values of heads.*use KVCache"):
+        LatentKVCache.from_plan(example_plan(), 1, 64)
+    options: dict[str, Any] = {"fmt": "int8", "latent_dim": 512}
+    with pytest.raises(ConfigError, match="fmt, latent_dim with a plan"):
+        LatentKVCache.from_plan(plan, 1, 64, **options)
+    with pytest.raises(ConfigError, match="latent rows have no windows"):
+        LatentKVCache.from_plan(plan, 1, 64, windows=[8, 8])
+    with pytest.raises(ShapeError, match=r"basis of layer 0 is for \[1, 512\]"):
+        make_cache(bases=[random_basis(512)] * 2)
+    with pytest.raises(ConfigError, match="1 bases for 2 layers"):
+        make_cache(bases=[random_basis()])
+    fed = Basis(torch.zeros(1, 256), feedback=torch.eye(256)[None])
+    with pytest.raises(UnsupportedError, match="basis of layer 0 rounds with feedback"):
+        make_cache(bases=[LayerBasis(fed, Basis(torch.zeros(1, 32)))] * 2)
+
+
+def test_torch_compile_takes_a_step_in_a_basis_whole() -> None:
+    cache, other = (make_cache(bases=[BASES["matrix"]] * 2) for _ in range(2))
+
+    def step(
+        cache: LatentKVCache, q: tuple[torch.Tensor, ...], x: tuple[torch.Tensor, ...]
+    ) -> torch.Tensor:
+        return cache.step(0, q[0], q[1], x[0], x[1], sm_scale=SCALE)
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        q, x = queries(4), tokens(1)
+        torch.testing.assert_close(compiled(cache, q, x), step(other, q, x))
 
 
 # On a GPU: what the same calls give on the CPU
@@ -412,6 +549,42 @@ def test_a_gpu_holds_the_same_rows_and_attends_to_them(name: str) -> None:
     both.assert_same()
     both.assert_near(16)
     both.there.check()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recent_len", [0, 16])
+@pytest.mark.parametrize(("fmt", "exact"), [("int4-g8+fp8-g4", "bf16"), ("fp16", "fp16")])
+def test_a_gpu_attends_in_a_basis(fmt: str, exact: str, recent_len: int) -> None:
+    """To the rows that the CPU has, but for the last bits of products; all in one step of it."""
+    dtype = torch.bfloat16 if exact == "bf16" else torch.float16
+    bases = [random_basis(512, 64)]
+    latent, rope = torch.randn(3, 1, 64, 512).to(dtype), torch.randn(3, 1, 64, 64).to(dtype)
+    q_latent, q_rope = torch.randn(3, 4, 16, 512).to(dtype), torch.randn(3, 4, 16, 64).to(dtype)
+    found = []
+    for device in ("cpu", "cuda"):
+        cache = LatentKVCache(
+            1,
+            3,
+            96,
+            fmt=fmt,
+            exact_format=exact,
+            sink_len=2,
+            recent_len=recent_len,
+            device=device,
+            bases=bases,
+        )
+        rows = latent.to(device), rope.to(device)
+        cache.append(0, rows[0][:, :, :60], rows[1][:, :, :60], [60, 0, 7])
+        last = rows[0][:, :, 60:], rows[1][:, :, 60:]
+        step = cache.step(
+            0, q_latent.to(device), q_rope.to(device), *last, sm_scale=SCALE, return_lse=True
+        )
+        one = cache.attend(0, q_latent[:, 0].to(device), q_rope[:, 0].to(device), sm_scale=SCALE)
+        cache.check()
+        found.append([x.float().cpu() for x in (*step, one, *cache.dequantized(0))])
+    for ours, theirs in zip(*found, strict=True):
+        # a query in a basis is rounded to 16 bit, and some codes to a neighbour
+        assert float((theirs - ours).norm() / ours.norm()) < 2 * BOUNDS[dtype]
 
 
 @pytest.mark.gpu

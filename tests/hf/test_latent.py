@@ -8,10 +8,20 @@ from typing import Any
 
 import pytest
 import torch
+from example_plan import example_plan
+from latent_plans import latent_plan
 
 from kvquant import LatentKVCache, load_cache, save_cache
 from kvquant.cache import latent as latent_cache
-from kvquant.errors import ConfigError, NonFiniteError, ShapeError, UnsupportedModelError
+from kvquant.errors import (
+    CheckpointError,
+    ConfigError,
+    NonFiniteError,
+    ShapeError,
+    UnsupportedModelError,
+)
+from kvquant.io.model_id import model_identity
+from kvquant.io.plan import CachePlan
 from kvquant.ops.mla import attend_latents
 
 transformers = pytest.importorskip("transformers")
@@ -407,11 +417,37 @@ def test_options_of_keys_and_values_are_refused(name: str, model: CachedModel) -
         model.new_cache(2, 64, **options)
 
 
+def plan_of(model: CachedModel, *fmt: str) -> CachePlan:
+    """Random bases; the last layer is kept in fp16."""
+    assert len(fmt) == 2
+    config = {**model.config_dict, "kv_lora_rank": 256, "qk_rope_head_dim": 32}
+    plan = latent_plan(2, config, fmt=fmt, exact="fp16")
+    return CachePlan({**plan.facts, "model": model_identity(model.config_dict)}, plan.tensors)
+
+
+@needs_latents
+def test_logits_of_a_plan_are_those_of_transformers(model: CachedModel) -> None:
+    """In 16-bit rows, which are rounded in the basis, and so otherwise; chunks and steps."""
+    plan = plan_of(model, "fp16", "fp16")
+    cache = model.new_cache(2, 64, plan=plan, exact_format="fp16", sink_len=0, recent_len=0)
+    assert cache.bases is not None and cache.bases[0].k.kind == "matrix"
+    assert error(read(model, cache), plain(model, RoundedCache)) < 3 * TOLERANCE
+    model.model.set_attn_implementation("kvquant")
+    quantized = QuantizedCache(model.model, plan=plan, exact_format="fp16")
+    assert "layer 0: latent rows fp16" in quantized.describe()
+
+
 @needs_latents
 def test_plans_and_formats_that_do_not_fit_are_refused(model: CachedModel) -> None:
-    plan: Any = object()
-    with pytest.raises(ConfigError, match="plan cannot be given"):
-        model.new_cache(2, 64, plan=plan)
+    plan = plan_of(model, "int4-g8", "bf16")
+    with pytest.raises(ConfigError, match=r"fmt with a plan.* use plan\.with_formats"):
+        model.new_cache(2, 64, plan=plan, fmt="int8-g4")
+    with pytest.raises(CheckpointError, match="the plan was made for a 'qwen2' model"):
+        model.new_cache(2, 64, plan=example_plan())
+    with pytest.raises(CheckpointError, match="the plan was made for a 'deepseek_v3' model"):
+        tiny("Llama").new_cache(2, 64, plan=plan)
+    with pytest.raises(ConfigError, match=r"plan is of latent rows, and fold_values"):
+        model.fold_values(plan)
     with pytest.raises(ConfigError, match="fp8 is FlashMLA's layout, of 512 latents"):
         model.new_cache(2, 64, fmt="fp8")
     with pytest.raises(ConfigError, match=r"this llama model .* give k_format and v_format"):

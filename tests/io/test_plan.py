@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from example_plan import example_plan
+from latent_plans import latent_plan
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -170,7 +171,7 @@ def put(name: str, change: Callable[[torch.Tensor], torch.Tensor | None]) -> Edi
 
 CONTRADICTIONS: dict[str, tuple[Edit, str]] = {
     "format": (set_in("format", value="x"), "no plan of `kvquant calibrate`"),
-    "version": (set_in("version", value=3), "version 3, this kvquant reads 1 and 2"),
+    "version": (set_in("version", value=4), "version 4, this kvquant reads 1 to 3"),
     "truth": (set_in("version", value=True), "version True"),
     "no layers": (lambda facts, _: facts.pop("layers"), "lacks one: .* layers"),
     "empty": (set_in("layers", value=[]), "layers is .*: it must be array of length >= 1"),
@@ -383,6 +384,7 @@ def test_rows_of_one_basis_are_not_read_in_another(plan: CachePlan, tmp_path: Pa
 class Claims:
     """Has the names of a plan, and computes none of them."""
 
+    is_latent = False
     num_layers = num_kv_heads = head_dim = k_formats = v_formats = None
     layers = property(lambda self: pytest.fail("bases are computed before they are wanted"))
 
@@ -402,3 +404,46 @@ def test_options_are_looked_at_before_the_bases_of_a_plan() -> None:
         KVCache.from_plan(plan, 1, 64, k_format="int8")  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match="k_format with a plan"):
         PagedKVCache.from_plan(plan, 4, k_format="int8")  # type: ignore[call-arg]
+
+
+def test_a_plan_of_latent_rows_is_read_as_it_was_written(tmp_path: Path) -> None:
+    plan, path = latent_plan(), tmp_path / "plan.safetensors"
+    plan.save(path)
+    again = CachePlan.load(path)
+    assert again.is_latent and again.facts["version"] == 3
+    assert [again.num_kv_heads, again.head_dim] == [1, 256]
+    assert again.formats == [("int4-g8", "bf16"), ("bf16", "bf16")]
+    assert again.bits == pytest.approx(8 * (160 + 64 + 512 + 64) / (2 * 288))
+    assert "latents bf16/int4-g8, RoPE parts bf16, " in repr(again)
+    for name, tensor in plan.tensors.items():
+        assert torch.equal(again.tensors[name], tensor), name
+    other = again.with_formats("int8-g4+fp8-g4")
+    assert other.formats[0] == again.with_formats("int8-g4", "fp8-g4").formats[0]
+    assert other.formats == [("int8-g4", "fp8-g4"), ("bf16", "bf16")]
+    assert again.with_formats("int8-g4").formats[0] == ("int8-g4", "bf16")
+    with pytest.raises(ConfigError, match="fp8 is FlashMLA's layout"):
+        again.with_formats("fp8")
+    with pytest.raises(ConfigError, match=r"plan is of latent rows.*CachedModel\.new_cache"):
+        again.without_v_bases()
+
+
+def test_latent_plans_that_contradict_themselves_are_refused(tmp_path: Path) -> None:
+    plan, path = latent_plan(), tmp_path / "plan.safetensors"
+    heads = {name: tensor.repeat_interleave(2, 1) for name, tensor in plan.tensors.items()}
+    with pytest.raises(CheckpointError, match="latent rows have one KV head, the plan is of 2"):
+        CachePlan(plan.facts, heads).save(path)
+    facts = {**plan.facts, "latent": False}
+    with pytest.raises(CheckpointError, match="head_dim 32 is that of a part of latent rows"):
+        CachePlan(facts, plan.tensors).save(path)
+    plan.save(path)
+    with safe_open(path, "pt") as file:
+        metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}
+    told = json.loads(metadata["kvquant"])
+    for change, message in (
+        ({"version": 2}, "the plan is not of version 2, as it says: see latent"),
+        ({"latent": False}, "the plan is not of version 3, as it says: see latent"),
+        ({"version": 4}, "the plan has version 4, this kvquant reads 1 to 3"),
+    ):
+        save_file(tensors, path, sealed("kvquant", json.dumps(told | change)))
+        with pytest.raises(CheckpointError, match=message):
+            CachePlan.load(path)
