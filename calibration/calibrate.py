@@ -155,6 +155,7 @@ def calibrate(
         raise ConfigError(
             f"{len(observed)} windows are too few for {ranks} ranks: observe more or shorter ones"
         )
+    model.output_weights()  # a model that does not show them is refused before it is observed
     key = _key(model, observed) if state else ""
     moments = observe(model, observed[rank::ranks], key, state, progress)
     moments.all_reduce()

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from kvquant.cache.checks import Devices
 from kvquant.cache.contiguous import KVCache
 from kvquant.cache.warmup import Calls, warm_up
 from kvquant.errors import ShapeError
@@ -175,7 +176,7 @@ def quantized_copy(model: DecodingModel, exact: KVCache, scheme: Scheme | Planne
     Raises:
         NonFiniteError: keys or values that a format cannot hold.
     """
-    cache = _empty_copy(model, exact, scheme, exact.device)
+    cache = _empty_copy(model, exact, scheme, exact.devices)
     for layer, (copy, origin) in enumerate(zip(cache.layers, exact.layers, strict=True)):
         gone = origin.seq_lens - origin.held_lens  # out of the layer's window
         copy.begin(gone, gone, gone)
@@ -185,7 +186,7 @@ def quantized_copy(model: DecodingModel, exact: KVCache, scheme: Scheme | Planne
 
 
 def _empty_copy(
-    model: DecodingModel, exact: KVCache, scheme: Scheme | Planned, device: torch.device
+    model: DecodingModel, exact: KVCache, scheme: Scheme | Planned, device: Devices
 ) -> KVCache:
     """A cache of a scheme, of the capacity of another."""
     options: Any = vars(scheme)
@@ -257,8 +258,8 @@ class Reference:
         self.exact_format = model.exact_format
         self._fed = windows[:, context:-1]
         self._exact = read_prompt(model, windows[:, :context], scored)
-        self._targets = windows[:, context + 1 :].t()[..., None].to(self._exact.device)
         self._expected = predict(model, self._exact, self._fed)
+        self._targets = windows[:, context + 1 :].t()[..., None].to(self._expected.device)
         self._exact.crop(context)
         _, _, nll = compare(self._expected, self._expected, self._targets)
         self.perplexity = perplexity_of(nll)

@@ -63,8 +63,6 @@ class PassReference:
         self.why, self._model, self._context = why, model, context
         self._at = {layer: at for at, layer in enumerate(places)}
         self._fed = windows[:, :-1]
-        device = model.model.device
-        self._targets = windows[:, context + 1 :].t()[..., None].to(device)
         self._dims: dict[tuple[int, str], int] = {}  # head_dim of each side of each place
 
         def as_given(place: int, side: str, x: torch.Tensor) -> torch.Tensor:
@@ -72,6 +70,7 @@ class PassReference:
             return x
 
         self._expected = self._predict(as_given)
+        self._targets = windows[:, context + 1 :].t()[..., None].to(self._expected.device)
         _, _, nll = compare(self._expected, self._expected, self._targets)
         self.perplexity = perplexity_of(nll)
 
@@ -84,12 +83,12 @@ class PassReference:
         assert not scheme.sink_len and not scheme.recent_len
         if isinstance(scheme, Planned):
             plan = scheme.plan
-            bases = [basis.to(self._expected.device) for basis in plan.layers]
             formats = list(zip(plan.k_formats, plan.v_formats, strict=True))
             bits, layers = plan.bits, list(self._at)
 
             def rows_of(place: int, side: str, x: torch.Tensor) -> torch.Tensor:
-                basis, fmt = getattr(bases[place], side), formats[place]["kv".index(side)]
+                fmt = formats[place]["kv".index(side)]
+                basis = getattr(plan.layers[place], side).to(x.device)
                 stored = quantize_calibrated(
                     encode_rows(x, basis), fmt, clip=basis.clip, feedback=basis.feedback
                 )

@@ -34,7 +34,7 @@ from ..io.plan import CachePlan
 from ..rows.arguments import check_size
 from ..rows.quantize import EXACT_DTYPES, exact_codec
 from .attention import Handed
-from .configs import CacheLayers, Turn, cache_layers, layer_devices, new_cache
+from .configs import CacheLayers, Turn, cache_layers, layer_devices, layers_of_rank, new_cache
 from .latent import check_latents
 from .masks import ATTENTION, calls
 from .padding import Columns, Padding
@@ -204,7 +204,7 @@ class QuantizedCache(Cache):
             self._max_seq_len = check_size("max_seq_len", max_seq_len, at_least=1)
         config = _config_of(source)
         layers = cache_layers(config, longest=max_seq_len)
-        _check_ranks(source, layers.num_kv_heads)
+        layers_of_rank(source, layers)  # or it has parts of heads; keys tell which it has
         make: Callable[..., KVCache] = partial(new_cache, config, **options)
         dtype: Any = None
         if isinstance(source, torch.nn.Module):
@@ -1007,22 +1007,6 @@ def _config_of(source: Any) -> Any:
             "KVCache"
         )
     return source
-
-
-def _check_ranks(source: Any, num_kv_heads: int) -> None:
-    """Raise unless the ranks of a model (tp_plan) have whole KV heads.
-
-    Raises:
-        UnsupportedModelError: they have parts, with which transformers cannot run either.
-    """
-    ranks = getattr(source, "tp_size", None) or 1
-    if num_kv_heads % ranks:
-        styles = (getattr(source, "tp_plan", None) or {}).items()
-        if any(name.endswith("k_proj") and style == "colwise" for name, style in styles):
-            raise UnsupportedModelError(
-                f"the model has {num_kv_heads} KV heads, and its tp_plan cuts their keys into "
-                f"{ranks} parts: run it on a number of ranks that divides the heads"
-            )
 
 
 def _check_layers(kv: KVCache, layers: CacheLayers) -> None:

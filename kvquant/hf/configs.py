@@ -28,6 +28,7 @@ from ..rows.latent import LATENT_DIMS, ROPE_DIMS
 # of config.layer_types: what they keep are the keys and values of tokens, and nothing else
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 _NOTHING = {"moe", "mlp"}  # layers without attention, which transformers counts too
+_KEYS = "k_proj", "qkv_proj", "query_key_value"  # linear layers that make keys
 _OF_HEADS = "k_format", "v_format", "windows"  # options that latent rows have not
 
 
@@ -165,6 +166,30 @@ def cache_layers(config: Any, *, longest: int | None = 0) -> CacheLayers:
         others=dict(sorted(others.items())),
         are_latent=bool(getattr(config, "kv_lora_rank", None)),
     )
+
+
+def layers_of_rank(model: Any, layers: CacheLayers) -> CacheLayers:
+    """Those that this process has of a model, as its tp_plan spreads heads over ranks.
+
+    Args:
+        model: a module of transformers.
+        layers: with all heads.
+
+    Raises:
+        UnsupportedModelError: ranks have parts of KV heads, with which transformers cannot run
+            either.
+    """
+    ranks = getattr(model, "tp_size", None) or 1
+    styles = (getattr(model, "tp_plan", None) or {}).items()
+    are_cut = any(name.split(".")[-1] in _KEYS and style == "colwise" for name, style in styles)
+    if ranks == 1 or not are_cut:
+        return layers
+    if layers.num_kv_heads % ranks:
+        raise UnsupportedModelError(
+            f"the model has {layers.num_kv_heads} KV heads, and its tp_plan cuts their keys into "
+            f"{ranks} parts: run it on a number of ranks that divides the heads"
+        )
+    return layers.of_rank(layers.num_kv_heads // ranks)
 
 
 def layer_devices(model: Any, places: Sequence[int]) -> list[torch.device] | None:

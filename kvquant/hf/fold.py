@@ -23,7 +23,8 @@ import torch
 
 from ..errors import UnsupportedModelError
 from ..rows.basis import Basis
-from .observe import observe_linears
+from .configs import input_device
+from .observe import check_here, observe_linears
 from .switch import attending
 
 PROBED = 16  # tokens that a model is tried with
@@ -55,7 +56,8 @@ def fold_values(model: Any, bases: Mapping[int, Basis]) -> None:
 
     Raises:
         UnsupportedModelError: a layer whose values or outputs do not come from, or go into, a
-            linear layer of its own as they are; nothing has changed then.
+            linear layer of its own as they are, or whose weights are offloaded; nothing has
+            changed then.
     """
     found = find_projections(model)
     missing = sorted(bases.keys() - {at.owner for at in found.values()})
@@ -109,6 +111,7 @@ def _check_own(model: Any, found: Mapping[int, Projections]) -> None:
             if linear is None:
                 continue
             weight = linear.weight
+            check_here(linear, f"layer {layer} of {type(model).__name__}")
             if type(linear) is not torch.nn.Linear or not weight.is_floating_point():
                 raise UnsupportedModelError(
                     f"layer {layer} of {type(model).__name__} has a {type(linear).__name__} of "
@@ -146,7 +149,7 @@ def _check_same(model: Any, found: Mapping[int, Projections], bases: Mapping[int
         return hook
 
     def run() -> torch.Tensor:
-        tokens = torch.arange(PROBED, device=model.device)[None]
+        tokens = torch.arange(PROBED, device=input_device(model))[None]
         with attending(model, "sdpa"), torch.no_grad():
             logits: torch.Tensor = model(tokens, use_cache=False).logits
         return logits.double()

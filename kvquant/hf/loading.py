@@ -7,6 +7,8 @@ which lead to other folders. The attention implementation is ours, whatever conf
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 import math
 import os
@@ -24,6 +26,7 @@ from safetensors import SafetensorError, safe_open
 
 from ..errors import ConfigError
 
+TensorPlan = str | dict[str, str]
 WEIGHTS = "model.safetensors"
 LAYERS = {"n_layer", "n_layers", "num_hidden_layers", "num_layers"}
 FLOATS = {"BF16", "F16", "F32", "F64"}  # dtypes of weights, as safetensors names them
@@ -31,7 +34,9 @@ FLOATS = {"BF16", "F16", "F32", "F64"}  # dtypes of weights, as safetensors name
 LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
 
-def load(folder: str | Path, dtype: torch.dtype) -> tuple[Any, Any, torch.dtype | None]:
+def load(
+    folder: str | Path, dtype: torch.dtype, tp_plan: TensorPlan | None = None
+) -> tuple[Any, Any, torch.dtype | None]:
     """Load the model and the tokenizer of a local folder.
 
     Weights that the model has no use for stay unused, with a warning: folders hold more than the
@@ -42,9 +47,15 @@ def load(folder: str | Path, dtype: torch.dtype) -> tuple[Any, Any, torch.dtype 
 
     Raises:
         ConfigError: no such folder, no model in it that transformers can load by its own code and
-            from safetensors, or weights that are missing or do not fit.
+            from safetensors, or weights that are missing or do not fit; or a tp_plan and one
+            process.
     """
     folder = Path(folder)
+    if tp_plan is not None and int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        raise ConfigError(
+            "tp_plan spreads a model over processes, and there is one: start them by "
+            "torchrun --nproc-per-node=2, or leave tp_plan out"
+        )
     shapes = _check_folder(folder)
     what = str(folder)
     with _quiet():
@@ -61,6 +72,7 @@ def load(folder: str | Path, dtype: torch.dtype) -> tuple[Any, Any, torch.dtype 
                 use_safetensors=True,
                 ignore_mismatched_sizes=True,  # listed below, by name
                 output_loading_info=True,
+                **_spreading(tp_plan),
                 **LOCAL,
             )
             model, told = found
@@ -89,6 +101,16 @@ def load(folder: str | Path, dtype: torch.dtype) -> tuple[Any, Any, torch.dtype 
             stacklevel=2,
         )
     return model, tokenizer, saved
+
+
+def _spreading(tp_plan: TensorPlan | None) -> dict[str, Any]:
+    """The options of transformers' from_pretrained that spread a model over ranks."""
+    if tp_plan is None:
+        return {}
+    distributed = importlib.import_module("transformers.distributed").DistributedConfig
+    if "tp_plan" in inspect.signature(distributed).parameters:  # not in all versions
+        return {"distributed_config": distributed(tp_plan=tp_plan)}
+    return {"tp_plan": tp_plan}
 
 
 def load_config(folder: str | Path) -> Any:

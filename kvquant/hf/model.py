@@ -15,7 +15,7 @@ from .. import debug
 from ..cache.checks import whole_numbers
 from ..cache.contiguous import KVCache
 from ..cache.latent import LatentFormats
-from ..errors import ConfigError, ShapeError, UnsupportedModelError
+from ..errors import ConfigError, ShapeError, UnsupportedModelError, shown
 from ..io.plan import CachePlan
 from ..rows.arguments import check_device, check_size
 from ..rows.quantize import exact_codec
@@ -26,11 +26,12 @@ from .configs import (
     input_device,
     layer_devices,
     layer_windows,
+    layers_of_rank,
     new_cache,
 )
 from .fold import fold_values
 from .latent import check_latent_layers
-from .loading import load
+from .loading import TensorPlan, load
 from .masks import ATTENTION
 from .observe import Observer, observe, output_weights, shared_layers
 from .positions import positions_of
@@ -55,6 +56,11 @@ class CachedModel:
     the outputs of attention of a float32 model are rounded to bfloat16 in each step: the kernel
     there takes and gives 16 bit.
 
+    A model may be spread over ranks (tp_plan, torchrun): each process calls the same methods with
+    the same tokens, its caches hold the KV heads of its rank, and all get the same logits. Each
+    saves a file of its own. An error that one rank alone raises leaves the others waiting, as ever
+    with torch.distributed.
+
     Args:
         model: a causal language model that attends through transformers' attention interface.
         tokenizer: its tokenizer; needed by encode and decode only.
@@ -66,7 +72,6 @@ class CachedModel:
 
     Raises:
         ConfigError: model is no model of transformers.
-        UnsupportedModelError: its heads are spread over ranks (tp_plan).
 
     Example:
         >>> import torch
@@ -87,12 +92,6 @@ class CachedModel:
                 f"model is {type(model).__name__}: give a causal language model of transformers, "
                 "or its folder to CachedModel.from_pretrained"
             )
-        if (getattr(model, "tp_size", None) or 1) > 1:
-            raise UnsupportedModelError(
-                f"the heads of this {type(model).__name__} are spread over {model.tp_size} ranks "
-                "(tp_plan), and CachedModel has all in one process: give model.generate a "
-                "QuantizedCache, and calibrate the model in one process"
-            )
         self.model = model
         self.tokenizer = tokenizer
         self.exact_format = exact_format or exact_codec(model.dtype)
@@ -104,7 +103,8 @@ class CachedModel:
         folder: str | Path,
         *,
         dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | None = None,
+        tp_plan: TensorPlan | None = None,
     ) -> CachedModel:
         """Load a model and its tokenizer from a local folder.
 
@@ -118,17 +118,26 @@ class CachedModel:
                 of queries and attention's outputs, see CachedModel. 16 bit takes half the memory.
                 16-bit rows of caches have this dtype; with float32, that which the model was saved
                 in.
-            device: where to run.
+            device: where to run; the CPU when None.
+            tp_plan: "auto", or as transformers' DistributedConfig has it, in each process of
+                torchrun: which weights are spread over them. Each process has a GPU of its own
+                then, which transformers chooses, or all are on the CPU; give no device.
 
         Raises:
             ConfigError: no such folder or device, no model that transformers can load in it, or one
-                whose weights are missing in part.
+                whose weights are missing in part; a tp_plan with a device, or in one process.
             DeviceError: the device is not here, or no kernels serve it.
         """
-        device = check_device(device)
-        model, tokenizer, saved = load(folder, dtype)
+        if tp_plan is not None and device is not None:
+            raise ConfigError(
+                f"device is {shown(device)}, and with tp_plan each process has its own: leave it "
+                "out"
+            )
+        device = check_device("cpu" if device is None else device)
+        model, tokenizer, saved = load(folder, dtype, tp_plan)
         exact = exact_codec(saved if dtype == torch.float32 else dtype)
-        return cls(model.to(device), tokenizer, exact_format=exact)
+        model = model.to(device) if tp_plan is None else model
+        return cls(model, tokenizer, exact_format=exact)
 
     @property
     def config_dict(self) -> dict[str, Any]:
@@ -217,8 +226,10 @@ class CachedModel:
             ConfigError: bases of V were folded into this model before, or it has none: the plan is
                 of latent rows.
             UnsupportedModelError: values or outputs of a layer do not come from, or go into, a
-                linear layer as they are; nothing has changed then.
+                linear layer as they are, or the model is spread over ranks; nothing has changed
+                then.
         """
+        self._check_alone("its weights hold a part of each projection")
         plan.check_model(self.config_dict)
         plan.check_of_heads("fold_values")
         if hasattr(self.model, _FOLDED):
@@ -386,18 +397,41 @@ class CachedModel:
             observer: called with the layer, queries [batch, num_q_heads, new_tokens, head_dim] and
                 keys [batch, num_kv_heads, new_tokens, head_dim] (after RoPE), values of that shape,
                 and sm_scale. A layer that attends to the keys of another one is shown with those.
+
+        Raises:
+            UnsupportedModelError: the model is spread over ranks.
         """
+        self._check_alone("each process would see its own heads")
         self.check_tokens(tokens, (None, None))
         self._check_positions(tokens.shape[1])
         observe(self.model, tokens, observer)
 
     def output_weights(self) -> dict[int, torch.Tensor]:
-        """The output projection of each layer's attention, [hidden, num_q_heads * head_dim]."""
+        """The output projection of each layer's attention, [hidden, num_q_heads * head_dim].
+
+        Raises:
+            UnsupportedModelError: the model is spread over ranks.
+        """
+        self._check_alone("its weights hold a part of each projection")
         return output_weights(self.model)
 
     def shared_layers(self) -> dict[int, int]:
         """The layers that attend to the keys and values of another one, and that one."""
         return shared_layers(self.model)
+
+    def _check_alone(self, why: str) -> None:
+        """Raise UnsupportedModelError for a model that is spread over ranks."""
+        if self._ranks > 1:
+            raise UnsupportedModelError(
+                f"this {type(self.model).__name__} is spread over {self._ranks} ranks (tp_plan), "
+                f"and {why}: calibrate or fold it in one process. A plan made there serves all "
+                "ranks"
+            )
+
+    @property
+    def _ranks(self) -> int:
+        """Processes that the model is spread over."""
+        return getattr(self.model, "tp_size", None) or 1
 
     def windows(self) -> dict[int, int]:
         """The sliding window of each layer that has one, in tokens."""
@@ -424,6 +458,8 @@ class CachedModel:
 
     def not_captured(self, cache: KVCache) -> str | None:
         """Why a step of this model cannot be a CUDA graph (CapturedStep); None if it can."""
+        if self._ranks > 1:
+            return f"it is spread over {self._ranks} ranks (tp_plan), which sum up between layers"
         turn, scaled_from, positions = self._layers.turn, self._layers.scaled_from, self._positions
         if turn is not None:
             return f"it looks at the length of the text in each step (rope_type {turn.kind!r})"
@@ -475,7 +511,7 @@ class CachedModel:
     @cached_property
     def _layers(self) -> CacheLayers:
         """The layers that a cache holds; UnsupportedModelError if it cannot serve the model."""
-        layers = cache_layers(self.config)
+        layers = layers_of_rank(self.model, cache_layers(self.config))
         layers.check_whole()
         if layers.are_latent:
             latent_dim, rope_dim = layers.k_dims[0], layers.v_dims[0]

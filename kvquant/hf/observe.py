@@ -15,7 +15,8 @@ import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from ..errors import UnsupportedError
+from ..errors import UnsupportedError, UnsupportedModelError
+from .configs import input_device
 from .single_pass import exact_attention, owner_of
 from .switch import attending
 
@@ -98,7 +99,7 @@ def observe(model: Any, tokens: torch.Tensor, observer: Observer | None) -> None
     _watch.observer, _watch.owners, _watch.last = observer, {}, None
     try:
         with attending(model, OBSERVED), torch.no_grad():
-            model(tokens.to(model.device), use_cache=False, logits_to_keep=1)
+            model(tokens.to(input_device(model)), use_cache=False, logits_to_keep=1)
     finally:
         _watch.observer, _watch.last, _watch.out = None, None, None
     if not _watch.owners:
@@ -116,6 +117,9 @@ def output_weights(model: Any) -> dict[int, torch.Tensor]:
 
     It is the weight of the first linear layer that runs in the attention module after attention;
     a layer without one is left out.
+
+    Raises:
+        UnsupportedModelError: weights that are brought to a device for the time of a call only.
     """
     found: dict[int, torch.Tensor] = {}
 
@@ -123,6 +127,7 @@ def output_weights(model: Any) -> dict[int, torch.Tensor]:
         last = _watch.last
         if last is not None and any(child is linear for child in last.modules()):
             assert isinstance(linear, torch.nn.Linear) and isinstance(last.layer_idx, int)
+            check_here(linear, f"layer {last.layer_idx} of {type(model).__name__}")
             found[last.layer_idx] = linear.weight.detach()
             _watch.last = None
 
@@ -134,6 +139,20 @@ def output_weights(model: Any) -> dict[int, torch.Tensor]:
         for hook in hooks:
             hook.remove()
     return found
+
+
+def check_here(linear: torch.nn.Linear, name: str) -> None:
+    """Raise UnsupportedModelError unless a linear layer's weight lies on a device.
+
+    Args:
+        linear: the layer.
+        name: of what it is in.
+    """
+    if linear.weight.is_meta:
+        raise UnsupportedModelError(
+            f"{name} has its weights elsewhere (offloaded by device_map), and calibration and "
+            "fold_values read them: load the model with all weights on devices"
+        )
 
 
 @dataclass

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvquant import CachePlan
-from kvquant.errors import UnsupportedModelError
+from kvquant import CachedModel, CachePlan
+from kvquant.cli.demo import MODEL
+from kvquant.errors import ConfigError, UnsupportedModelError
 
 transformers = pytest.importorskip("transformers")
 from example_plan import example_plan  # noqa: E402
@@ -25,6 +26,7 @@ def test_each_rank_keeps_its_own_heads(tmp_path: Path) -> None:
     pytest.importorskip("accelerate", reason="transformers spreads models with it")
     made = tiny("Llama", num_key_value_heads=4)
     made.model.save_pretrained(tmp_path)
+    transformers.AutoTokenizer.from_pretrained(MODEL).save_pretrained(tmp_path)
     plan = example_plan(2, 4, 64)
     tensors = dict(plan.tensors) | {
         f"{side}.offset": 2 * torch.randn(2, 4, 64) for side in "kv"
@@ -40,8 +42,15 @@ def test_parts_of_heads_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(model), "tp_size", 4)
     with pytest.raises(UnsupportedModelError, match=r"2 KV heads, and its tp_plan .* 4 parts"):
         QuantizedCache(model)
+    with pytest.raises(UnsupportedModelError, match=r"2 KV heads, and its tp_plan .* 4 parts"):
+        CachedModel(model).new_cache(1, 8)
     monkeypatch.setattr(type(model), "tp_size", 2)
     QuantizedCache(model)
+
+
+def test_one_process_has_no_ranks() -> None:
+    with pytest.raises(ConfigError, match="torchrun --nproc-per-node=2, or leave tp_plan out"):
+        CachedModel.from_pretrained(MODEL, tp_plan="auto")
 
 
 def test_layers_that_are_not_where_the_cache_is_are_refused() -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from kvquant import CapturedStep, load_cache, save_cache
+from kvquant.calibration.calibrate import Sizes, calibrate
 from kvquant.errors import DeviceError, UnsupportedModelError
 
 transformers = pytest.importorskip("transformers")
@@ -173,6 +174,29 @@ def test_the_cache_of_a_config_is_refused_where_layers_lie_elsewhere(
         assert cache.kv is not None and cache.kv.seq_lens.tolist() == [0, 0]
 
 
+@several
+def test_a_spread_model_is_calibrated_and_folded(
+    devices: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = tiny("Llama")
+    spread = CachedModel(split(tiny("Llama").model, devices, monkeypatch))
+    sizes = Sizes(observed=256, length=64, windows=2, context=40, scored=4)
+    text = tokens(600)
+    wanted, found = (calibrate(one, text, sizes=sizes) for one in (whole, spread))
+    assert wanted is not None and found is not None
+    assert found.bits == wanted.bits
+    for name in ("k.offset", "v.offset"):
+        torch.testing.assert_close(found.tensors[name], wanted.tensors[name], atol=1e-3, rtol=1e-3)
+    before = spread.plain(tokens(3, 24)).cpu()
+    folded = spread.fold_values(wanted)
+    assert not torch.equal(spread.plain(tokens(3, 24)).cpu(), before), "nothing was folded"
+    assert close(spread.plain(tokens(3, 24)), before)
+    caches = spread.new_cache(3, 64, plan=folded), whole.new_cache(3, 64, plan=wanted)
+    assert caches[0].is_spread
+    given = tokens(3, 24), [24, 9, 17]
+    assert close(spread.prefill(caches[0], *given), whole.prefill(caches[1], *given))
+
+
 def test_layers_of_transformers_get_their_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     changes = {"attention_chunk_size": 16, "no_rope_layers": [1, 0]}
     changes |= {"layer_types": ["chunked_attention", "full_attention"]}
@@ -280,6 +304,19 @@ def test_weights_that_accelerate_brings_lie_where_it_brings_them(tmp_path: Path)
     assert close(cached.prefill(caches[0], *given), wanted)
     token = wanted.argmax(-1)
     assert close(cached.step(caches[0], token), whole.step(caches[1], token))
+    seen: list[torch.Tensor] = []
+    for one in (cached, whole):
+        one.observe(tokens(1, 24), lambda layer, q, k, v, scale: seen.append(k))
+    assert len(seen) == 4 and all(torch.allclose(seen[i], seen[i + 2]) for i in (0, 1))
+    plan = calibrate(whole, None, zero_data=True, sizes=Sizes(observed=256, length=64))
+    assert plan is not None
+    for refused in (
+        cached.output_weights,
+        lambda: cached.fold_values(plan),
+        lambda: calibrate(cached, None, zero_data=True, sizes=Sizes(observed=256, length=64)),
+    ):
+        with pytest.raises(UnsupportedModelError, match=r"layer 0 .*\(offloaded by device_map"):
+            refused()
 
 
 @pytest.mark.gpu

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import transformers
 
 from kvquant import CachedModel, CachePlan, QuantizedCache, load_cache, save_cache
-from kvquant.errors import UnsupportedModelError
+from kvquant.errors import ConfigError, ShapeError, UnsupportedModelError
 
 TEXT = torch.arange(5, 45).view(2, 20)
 MASK = torch.ones_like(TEXT)
@@ -40,6 +40,53 @@ def compare(spread: QuantizedCache, whole: QuantizedCache, heads: slice) -> None
         for found, wanted in pairs:
             found, wanted = found.double(), wanted[:, heads].double()
             assert float((found - wanted).norm() / wanted.norm()) < 5e-3
+
+
+def check_cached_model(folder: Path, rank: int, heads: slice, plan: CachePlan) -> None:
+    """CachedModel reads and decodes as in one process, and refuses what it cannot do."""
+    alone = CachedModel.from_pretrained(folder)
+    spread = CachedModel.from_pretrained(folder, tp_plan="auto")
+    text, lens = torch.cat([TEXT, TEXT.flip(1)], dim=1), [40, 9]
+    for options in ({"k_format": "int8", "v_format": "int4-g4"}, {"plan": plan}):
+        caches = [one.new_cache(2, 64, recent_len=8, **options) for one in (spread, alone)]
+        found, wanted = (
+            one.prefill(cache, text, lens, chunk=16)
+            for one, cache in zip((spread, alone), caches, strict=True)
+        )
+        assert close(found, wanted)
+        for _ in range(6):
+            token = wanted.argmax(-1)
+            found, wanted = spread.step(caches[0], token), alone.step(caches[1], token)
+            assert close(found, wanted)
+        assert caches[0].num_kv_heads == heads.stop - heads.start
+        assert caches[0].num_q_heads == 8 * caches[0].num_kv_heads // caches[1].num_kv_heads
+        more = (
+            one.generate(cache.fork(), wanted, 4)
+            for one, cache in zip((spread, alone), caches, strict=True)
+        )
+        assert torch.equal(*more)
+    path = folder / f"cached-{rank}.safetensors"
+    save_cache(caches[0], path, model=spread.config_dict)
+    again = load_cache(path, plan=plan.of_heads(range(8)[heads]), model=spread.config_dict)
+    token = wanted.argmax(-1)
+    assert torch.equal(spread.step(again, token), spread.step(caches[0], token))
+    with pytest.raises(ShapeError, match="the cache has 2 layers of 4 KV heads"):
+        spread.step(caches[1], token)
+    for refused in (
+        lambda: spread.observe(TEXT, lambda *_: None),
+        spread.output_weights,
+        lambda: spread.fold_values(plan),
+    ):
+        with pytest.raises(UnsupportedModelError, match=r"spread over 2 ranks .* in one process"):
+            refused()
+    assert "over 2 ranks" in str(spread.not_captured(caches[0]))
+    with pytest.raises(ConfigError, match="device is 'cpu', and with tp_plan each process"):
+        CachedModel.from_pretrained(folder, tp_plan="auto", device="cpu")
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Whether logits are those but for sums in another order, and a few rows rounded otherwise."""
+    return bool((found - wanted).norm() < 5e-3 * wanted.norm())
 
 
 def main(file: str, rank: int, world: int, folder: Path) -> None:
@@ -69,8 +116,7 @@ def main(file: str, rank: int, world: int, folder: Path) -> None:
         found = model(TEXT[:, :1].repeat(2, 1), past_key_values=again, **step).logits
         wanted = alone(TEXT[:, :1].repeat(2, 1), past_key_values=whole, **step).logits
     assert torch.allclose(found, wanted, atol=1e-2)
-    with pytest.raises(UnsupportedModelError, match=f"over {world} ranks"):
-        CachedModel(model)
+    check_cached_model(folder, rank, heads, plan)
     dist.barrier()
     dist.destroy_process_group()
     print("right")
