@@ -3,7 +3,8 @@
 Run by hand on a GPU: python tests/benchmarks/bench_model.py. A Llama of random weights, as wide as
 one of 8B, BF16. Logits behind a prompt are compared first. Then caches are filled with random keys
 and values, and a step of each kind is timed, medians of --rounds loops, in turn. --json keeps the
-figures, --picture draws them; --from FILE --picture FILE, those of a file, without a GPU.
+figures, --picture draws them; --from FILE --picture FILE, those of a file, without a GPU. --memory
+prints in place of times how many sequences fit beside the model, and the peak of reading a prompt.
 
     captured        CapturedStep: one CUDA graph
     eager           CachedModel.step, from Python
@@ -29,6 +30,7 @@ from typing import Any
 import click
 import torch
 import transformers
+from bench_memory import print_batches, print_peaks
 from bench_prefill import LLAMA_8B, relative_l2
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
@@ -218,11 +220,38 @@ def draw(figures: Figures, path: Path) -> None:
 @click.option("--format", "fmt", default="int4-g4", show_default=True)
 @click.option("--rounds", default=5, show_default=True)
 @click.option("--theirs/--no-theirs", default=True, show_default=True)
-def main(picture: Path | None, kept: Path | None, **options: Any) -> None:
+@click.option("--memory", is_flag=True, help="Print what fits, in place of times.")
+def main(picture: Path | None, kept: Path | None, memory: bool, **options: Any) -> None:
     """Measure and print."""
+    if memory:
+        measure_memory(options["layers"], options["batches"], options["tokens"], options["fmt"])
+        return
     figures = measure(**options) if kept is None else json.loads(kept.read_text())
     if picture is not None:
         draw(figures, picture)
+
+
+def made_model(layers: int, tokens: tuple[int, ...]) -> CachedModel:
+    """A Llama as wide as one of 8B, with room for so many tokens and some more."""
+    torch.manual_seed(0)
+    print(torch.cuda.get_device_name(), "torch", torch.__version__, transformers.__version__)
+    with torch.device("cuda"):
+        config = transformers.LlamaConfig(
+            num_hidden_layers=layers, dtype=torch.bfloat16, **(LLAMA_8B | {"vocab_size": 32000})
+        )
+        config.max_position_embeddings = max(tokens) + 1024
+        made = transformers.LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
+    return CachedModel(made.eval())
+
+
+def measure_memory(
+    layers: int, batches: tuple[int, ...], tokens: tuple[int, ...], fmt: str
+) -> None:
+    """Print how many sequences of so many tokens fit, and peaks of prompts of the first batch."""
+    model = made_model(layers, tokens)
+    for count in tokens:
+        print_batches(model, count, ("bf16", fmt))
+        print_peaks(model, batches[0], count, ("bf16", fmt))
 
 
 def measure(
@@ -235,15 +264,7 @@ def measure(
     json_file: Path | None,
 ) -> Figures:
     """Measure, print, and keep what has been measured in the file after each case."""
-    torch.manual_seed(0)
-    print(torch.cuda.get_device_name(), "torch", torch.__version__, transformers.__version__)
-    with torch.device("cuda"):
-        config = transformers.LlamaConfig(
-            num_hidden_layers=layers, dtype=torch.bfloat16, **(LLAMA_8B | {"vocab_size": 32000})
-        )
-        config.max_position_embeddings = max(tokens) + 1024
-        made = transformers.LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
-    model = CachedModel(made.eval())
+    model = made_model(layers, tokens)
     check_logits(model, fmt)
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     figures: Figures = {"gpu": torch.cuda.get_device_name(), **versions, "cases": []}
