@@ -50,8 +50,8 @@ State = tuple[torch.Tensor, torch.Tensor]
 Options = tuple[float, bool, "int | None", "str | None"]
 ATTEND_LATENTS = (
     "(Tensor q_latent, Tensor q_rope, Tensor[] rows, Tensor[] seq_lens, str[] formats, "
-    "Tensor?[] starts, Tensor?[] block_tables, int[] sinks, Tensor? q_lens, float sm_scale, "
-    "bool return_lse, SymInt? num_splits, str? backend) -> Tensor[]"
+    "Tensor?[] starts, Tensor?[] block_tables, int[] sinks, Tensor?[] seq_slots, Tensor? q_lens, "
+    "float sm_scale, bool return_lse, SymInt? num_splits, str? backend) -> Tensor[]"
 )
 
 
@@ -193,11 +193,13 @@ def latent_segment(
     starts: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
     sinks: int = 0,
+    seq_slots: torch.Tensor | None = None,
 ) -> Segment:
     """Latent rows [batch, 1, capacity, row_bytes], or pages of them, as rows of one KV head."""
     latents = rows[..., : fmt.latent.row_bytes]
     # a LatentFormat is the format of K here, and nowhere else
-    return Segment(rows, latents, seq_lens, fmt, fmt.latent, starts, block_table, sinks)  # type: ignore[arg-type]
+    places = starts, block_table, sinks, seq_slots
+    return Segment(rows, latents, seq_lens, fmt, fmt.latent, *places)  # type: ignore[arg-type]
 
 
 def attend_latents(
@@ -243,6 +245,7 @@ def attend_latents(
             [segment.starts for segment in segments],
             [segment.block_table for segment in segments],
             [segment.sinks for segment in segments],
+            [segment.seq_slots for segment in segments],
             q_lens,
             *options,
         )
@@ -373,7 +376,8 @@ def _checked(
     given = {"q_latent": q_latent, "q_rope": q_rope}
     check_readable(**given, **({} if q_lens is None else {"q_lens": q_lens}))
     for segment in segments:
-        others = {"starts": segment.starts, "block_table": segment.block_table}
+        names = "starts", "block_table", "seq_slots"
+        others = {name: getattr(segment, name) for name in names}
         tables = {name: tensor for name, tensor in others.items() if tensor is not None}
         check_readable(rows=segment.k_rows, seq_lens=segment.seq_lens, **tables)
     return _query(q_latent, q_rope, segments, q_lens)
@@ -479,12 +483,12 @@ def _op_segments(
 
 
 def _attend_op(q_latent: torch.Tensor, q_rope: torch.Tensor, *args: Any) -> list[torch.Tensor]:
-    segments = _op_segments(q_latent, q_rope, args[:6])
-    return _attend(q_latent, q_rope, segments, *args[6:])
+    segments = _op_segments(q_latent, q_rope, args[:7])
+    return _attend(q_latent, q_rope, segments, *args[7:])
 
 
 def _attend_fake(q_latent: torch.Tensor, q_rope: torch.Tensor, *args: Any) -> list[torch.Tensor]:
-    segments, q_lens, return_lse = _op_segments(q_latent, q_rope, args[:6]), args[6], args[8]
+    segments, q_lens, return_lse = _op_segments(q_latent, q_rope, args[:7]), args[7], args[9]
     _query(q_latent, q_rope, segments, q_lens)
     lse = q_latent.new_empty(q_latent.shape[:-1], dtype=torch.float32)
     return [torch.empty_like(q_latent, memory_format=torch.contiguous_format), lse][

@@ -143,7 +143,7 @@ def test_torch_compile_takes_the_call_as_one_op() -> None:
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
     for found, wanted in zip(compiled(case), attend(case), strict=True):
         assert torch.equal(found, wanted)
-    args = [[case.rows[:, None]], [case.seq_lens], [str(fmt)], [None], [None], [0], lens]
+    args = [[case.rows[:, None]], [case.seq_lens], [str(fmt)], [None], [None], [0], [None], lens]
     torch.library.opcheck(
         torch.ops.kvquant.attend_latents.default,
         (case.q_latent, case.q_rope, *args, SCALE, True, None, None),

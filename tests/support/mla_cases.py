@@ -52,6 +52,7 @@ def make_mla(
     q_scale: float = 1.0,
     sm_scale: float = 192**-0.5,
     overlong: bool = False,
+    in_slots: bool = False,
     device: str = "cpu",
 ) -> MlaCase:
     """Make a case.
@@ -66,6 +67,7 @@ def make_mla(
         sinks: first tokens of each sequence that are 16-bit rows.
         recent: last ones of each sequence, behind its sinks; None for none, and no ring.
         q_lens: queries of each sequence, or None for one without causality.
+        in_slots: whether 16-bit rows stand in sequence slots, more of them than sequences.
         overlong: tell the kernel of more tokens than there is room for, where all room is taken.
     """
     torch.manual_seed(0)
@@ -97,7 +99,17 @@ def make_mla(
             here = [*range(first), *range(last, length)]
             keys[b, here] = dequantize_rows(whole[b, here], kept).double()
             rows[b, : last - first] = rows[b, first:last].clone()
-        segments.append(latent_segment(held[:, None], exact_lens, kept, starts, sinks=sinks))
+        seq_slots = None
+        if in_slots:
+            seq_slots = torch.randperm(batch + 2, dtype=torch.int32)[:batch]
+            store = torch.full((batch + 2, *held.shape[1:]), NAN, dtype=torch.uint8)
+            store[seq_slots.long()] = held
+            held = store
+        segments.append(
+            latent_segment(
+                held[:, None], exact_lens, kept, starts, sinks=sinks, seq_slots=seq_slots
+            )
+        )
     packed_lens = seq_lens - exact_lens
     for b, length in enumerate(packed_lens.tolist()):
         rows[b, length:] = NAN
@@ -137,6 +149,8 @@ def make_mla(
 
 
 def _moved(segment: Segment, device: str) -> Segment:
-    rows, _, lens, fmt, _, starts, table, sinks, _ = segment
-    starts, table = (None if one is None else one.to(device) for one in (starts, table))
-    return latent_segment(rows.to(device), lens.to(device), fmt, starts, table, sinks)  # type: ignore[arg-type]
+    rows, _, lens, fmt, _, starts, table, sinks, seq_slots = segment
+    starts, table, seq_slots = (
+        None if one is None else one.to(device) for one in (starts, table, seq_slots)
+    )
+    return latent_segment(rows.to(device), lens.to(device), fmt, starts, table, sinks, seq_slots)  # type: ignore[arg-type]

@@ -3,7 +3,7 @@
     dense     rows lie in shared memory as in global memory: thread i copies units i, i + 128 ...
               of a run, which lies in one page
     padded    8 threads (or 4) copy a row, 16 rows at a time
-    ring      the same, each row from its slot
+    ring      the same, each row from its slot; so where it is in a sequence slot
 
 All copies of a tile are asked for back to back, without registers. What lies behind the last token
 becomes zeros, and is not read.
@@ -37,7 +37,7 @@ def make_find_pages(spec):
 
 def make_copy_tile(spec):
     """Make the function that asks for a tile; around: as slot_in_ring takes it."""
-    if spec.place == "ring":
+    if spec.place in ("ring", "slots"):
         return _make_copy_ring(spec)
     RUN, RUNS, ROW, STRIDE, PAGED = (
         spec.run,

@@ -88,8 +88,8 @@ def make_mla_kernel(spec):
     write_nothing = _make_write_nothing(spec, write)
 
     # fmt: off
-    def mla(q_latent, q_rope, out, lse, part_out, part_lse, rows, seq_lens, index, other_lens,
-            q_lens, latent_stride_batch, latent_stride_query, latent_stride_head,
+    def mla(q_latent, q_rope, out, lse, part_out, part_lse, rows, seq_lens, index, seq_slots,
+            other_lens, q_lens, latent_stride_batch, latent_stride_query, latent_stride_head,
             rope_stride_batch, rope_stride_query, rope_stride_head, stride_outer, capacity, sinks,
             ring_len, page_shift, table_stride, other_capacity, is_second, second_sinks, first_part,
             parts, num_heads, q_len, score_scale):
@@ -140,9 +140,12 @@ def make_mla_kernel(spec):
         around = (int32(0), sinks, ring_len, capacity)
         if PLACE == "paged":
             index += uint64(4) * uint64(b) * uint64(table_stride)
+        elif PLACE == "slots":
+            seq_slot = load_global_u32(seq_slots + uint64(4) * uint64(b))
+            rows += uint64(seq_slot) * stride_outer
         else:
             rows += uint64(b) * stride_outer
-        if PLACE == "ring":
+        if PLACE == "ring" or (PLACE == "slots" and index != uint64(0)):
             start = int32(load_global_u32(index + uint64(4) * uint64(b)))
             around = (start, sinks, ring_len, capacity)
         first = int32(begin + int32(team) * int32(TILE))

@@ -19,7 +19,7 @@ from kvquant.rehearsal import is_rehearsed
 from kvquant.rows.latent import LatentFormat
 from kvquant.rows.segment import Segment
 
-from ..decode.arrange import arrange_in_order, pack_counts, packed_stride, stride_of
+from ..decode.arrange import arrange_in_order, counts_of, pack_counts, packed_stride, stride_of
 from ..device.row_layout import UNIT
 from ..runtime.launch import GPU, OVERLAPS, Launch, Rehearsed, cached_launch, gpu_of, kernel_of
 from ..runtime.tensors import Tensors, aligned_copy, facts_of, is_readable, strides
@@ -108,10 +108,8 @@ def attend(
 
 
 def _rows_of(segment: Segment) -> Tensors:
-    """Rows, lengths, and the starts or the block table, as the kernel reads them."""
-    table, starts = segment.block_table, segment.starts
-    lens = pack_counts(segment.seq_lens)
-    return segment.k_rows, lens, pack_counts(starts if table is None else table)
+    """Rows, lengths, starts or block table, and sequence slots, as the kernel reads them."""
+    return segment.k_rows, *map(pack_counts, counts_of(segment))
 
 
 class MlaCall(NamedTuple):
@@ -212,11 +210,11 @@ def _fitted(
 ) -> tuple[MlaSpec, tuple[int, int, int]]:
     """The kernel of a segment, and its grid."""
     device, gpu, num_splits, most = room
-    if segment.seq_slots is not None:
-        raise UnsupportedError("no CUDA kernel reads latent rows by seq_slots: order the rows")
     page_size, place = segment.k_rows.shape[2], "linear"
     if segment.starts is not None:
         place = "ring"
+    if segment.seq_slots is not None:
+        place = "slots"
     if segment.block_table is not None:
         place = "paged"
     if place == "paged" and (page_size < LEAST_PAGE or page_size & (page_size - 1)):

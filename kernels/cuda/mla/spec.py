@@ -33,7 +33,8 @@ MLA: Table = (
     ("part_lse", "P"),  # float32 [parts, batch, q_len, num_heads], base 2
     ("rows", "P"),
     ("seq_lens", "P"),  # int32 [batch]: rows of each sequence
-    ("index", "P"),  # int32: starts [batch] of a ring, or a block table [batch, max_pages]
+    ("index", "P"),  # int32: starts [batch] (slots: or 0), or a block table [batch, max_pages]
+    ("seq_slots", "P"),  # slots: int32 [batch]: which sequence of the rows each one reads
     ("other_lens", "P"),  # int32 [batch]: rows in the other segment; 0: there is none
     ("q_lens", "P"),  # int32 [batch]: queries of each sequence; 0: q_len of all
     ("latent_stride_batch", "Q"),  # bytes
@@ -75,7 +76,8 @@ class MlaSpec(Spec):
             their headers.
         query: "bf16" or "fp16", the codec of the queries and of out.
         run: rows that lie in one run of memory at least: the page size, or TILE.
-        place: "linear", "ring" or "paged": how rows are found.
+        place: how rows are found: "linear", "ring", "slots" (a ring, or sinks alone, in a sequence
+            slot) or "paged".
         teams: teams of SLICES warps in a block, each with a ring and tiles of its own.
         stages: tiles in a team's ring.
         blocks: 16 columns each that a team has; a column is a head of a query.

@@ -184,6 +184,14 @@ def test_several_segments() -> None:
     simulate(case, 2, is_backwards=True)
 
 
+@in_simulator
+def test_16_bit_rows_in_sequence_slots() -> None:
+    """Beside pages, as a paged cache has them; with sinks only there is no ring."""
+    options: dict[str, Any] = {"exact": "bf16", "page_size": 16, "in_slots": True}
+    simulate(make_mla(AIM, 3, (40, 0, 3), sinks=2, recent=(20, 5, 9), **options))
+    simulate(make_mla(AIM, 3, (20, 1), sinks=2, q_lens=(2, 1), **options))
+
+
 @pytest.mark.slow
 @in_simulator
 def test_several_queries_of_several_segments() -> None:
@@ -276,16 +284,21 @@ def test_tiny_large_and_peaked_numbers() -> None:
 
 
 def fitted(text: str, arch: str) -> MlaSpec:
-    """A kernel as a launch chooses it: latent+rope [paged] [ring] [causal] [wide]."""
+    """A kernel as a launch chooses it: latent+rope [paged|ring|slots] [causal] [wide]."""
     name, *words = text.split()
     formats = LatentFormat.parse(name).parts
     blocks = 2 if "wide" in words else 1
-    place = next((word for word in words if word in ("paged", "ring")), "linear")
+    place = next((word for word in words if word in ("paged", "ring", "slots")), "linear")
     spec = MlaSpec(*formats, place=place, causal="causal" in words, blocks=blocks)
     return next(shapes_of(spec, GPUS[arch].shared_per_block))
 
 
-SOME = ((AIM, "sm_80"), (f"{AIM} paged causal wide", "sm_90"), ("bf16 ring causal", "sm_100"))
+SOME = (
+    (AIM, "sm_80"),
+    (f"{AIM} paged causal wide", "sm_90"),
+    ("bf16 slots causal", "sm_90"),
+    ("bf16 ring causal", "sm_100"),
+)
 ALL = [
     (f"{name}{words}", arch)
     for arch in ("sm_80", "sm_89", "sm_90", "sm_100")
@@ -386,14 +399,9 @@ def test_single_rows_of_wider_memory_are_read(cuda: FakeDriver) -> None:
 
 def test_segments_that_no_kernel_reads_are_refused(cuda: FakeDriver) -> None:
     case = make_mla(AIM, 16, (70, 3))
-    (segment,) = case.segments
     attend(case)
-    for given, why in (
-        ([segment._replace(seq_slots=torch.tensor([1, 0], dtype=torch.int32))], "seq_slots"),
-        ([segment] * 1025, "1025 segments are too many: at most 1024"),
-    ):
-        with pytest.raises(UnsupportedError, match=why):
-            attend(replace(case, segments=given))
+    with pytest.raises(UnsupportedError, match="1025 segments are too many: at most 1024"):
+        attend(replace(case, segments=case.segments * 1025))
 
 
 @pytest.mark.slow
@@ -437,6 +445,19 @@ def test_segments_are_launched_apart_and_combined_at_once(cuda: FakeDriver) -> N
     assert packed["part_out"] == exact["part_out"] == combine["part_out"] != 0
     assert combine["out"] == out.data_ptr()
     assert [spec.place for spec in loaded_specs()[:2]] == ["linear", "ring"]
+
+
+def test_sequence_slots_lead_to_a_kernel_that_reads_by_them(cuda: FakeDriver) -> None:
+    for recent in ((9, 3), None):  # a ring, or sinks alone
+        case = make_mla(AIM, 16, (70, 3), exact="bf16", sinks=2, recent=recent, in_slots=True)
+        attend(case)
+        packed, exact, _ = loaded_specs_by_call(cuda)
+        seq_slots = case.segments[1].seq_slots
+        assert seq_slots is not None
+        assert (packed["seq_slots"], exact["seq_slots"]) == (0, seq_slots.data_ptr())
+        assert (exact["index"] == 0) == (recent is None)
+        assert [spec.place for spec in loaded_specs()[:2]] == ["linear", "slots"]
+        cuda.launched.clear()
 
 
 def loaded_specs_by_call(cuda: FakeDriver) -> list[dict[str, Any]]:
@@ -561,6 +582,9 @@ def test_segments(q_lens: tuple[int, ...] | None) -> None:
         AIM, 20, lens, exact="bf16", sinks=4, page_size=64, q_lens=q_lens, device="cuda"
     )
     compare_on_gpu(case)
+    for kept in (recent, None):
+        options = {"exact": "bf16", "recent": kept, "q_lens": q_lens, "in_slots": True}
+        compare_on_gpu(make_mla(AIM, 16, lens, sinks=4, page_size=64, device="cuda", **options))
 
 
 @pytest.mark.gpu
