@@ -38,6 +38,8 @@ if typing.TYPE_CHECKING:
     from .ops.slots import slots_of
     from .paged.batch import PagedBatch
     from .paged.cache import PagedKVCache
+    from .paged.latent import LatentPagedKVCache
+    from .paged.latent_batch import LatentPagedBatch
     from .rows.basis import Basis
     from .rows.format import RowFormat
     from .rows.latent import LatentFormat
@@ -59,6 +61,8 @@ __all__ = [
     "KVQuantError",
     "LatentFormat",
     "LatentKVCache",
+    "LatentPagedBatch",
+    "LatentPagedKVCache",
     "NonFiniteError",
     "OutOfPagesError",
     "PagedBatch",
@@ -94,6 +98,8 @@ _HOMES = {
     "KVCache": "cache.contiguous",
     "LatentFormat": "rows.latent",
     "LatentKVCache": "cache.latent",
+    "LatentPagedBatch": "paged.latent_batch",
+    "LatentPagedKVCache": "paged.latent",
     "PagedBatch": "paged.batch",
     "PagedKVCache": "paged.cache",
     "QuantizedCache": "hf.cache",

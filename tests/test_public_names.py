@@ -20,6 +20,8 @@ PUBLIC = [
     "KVCache",
     "LatentFormat",
     "LatentKVCache",
+    "LatentPagedBatch",
+    "LatentPagedKVCache",
     "PagedBatch",
     "PagedKVCache",
     "Rope",

@@ -33,6 +33,23 @@ DEFAULT_FORMAT = "int8-g4"
 LatentFormats = str | LatentFormat | Sequence[str | LatentFormat]
 
 
+def latent_formats(
+    fmt: LatentFormats, num_layers: int, latent_dim: int, rope_dim: int
+) -> list[LatentFormat]:
+    """One format for each layer.
+
+    Raises:
+        ConfigError: a format does not exist, is of other sizes, or there are more or fewer than
+            layers.
+    """
+    if isinstance(fmt, str | LatentFormat) or not isinstance(fmt, Sequence):
+        return [LatentFormat.parse(fmt, latent_dim, rope_dim)] * num_layers
+    formats = [LatentFormat.parse(one, latent_dim, rope_dim) for one in fmt]
+    if len(formats) != num_layers:
+        raise ConfigError(f"fmt lists {len(formats)} formats for {num_layers} layers")
+    return formats
+
+
 class LatentLayerCache(LayerCache):
     """The latent rows of one layer.
 
@@ -147,12 +164,7 @@ class LatentKVCache(KVCache):
         rollback_len: int = ROLLBACK,
     ) -> None:
         num_layers = check_size("num_layers", num_layers, at_least=1)
-        if isinstance(fmt, str | LatentFormat) or not isinstance(fmt, Sequence):
-            formats = [LatentFormat.parse(fmt, latent_dim, rope_dim)] * num_layers
-        else:
-            formats = [LatentFormat.parse(one, latent_dim, rope_dim) for one in fmt]
-        if len(formats) != num_layers:
-            raise ConfigError(f"fmt lists {len(formats)} formats for {num_layers} layers")
+        formats = latent_formats(fmt, num_layers, latent_dim, rope_dim)
         if any(one.type == "cuda" for one in devices_of(device)):
             check_kernels(formats)
         super().__init__(

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from ..errors import ConfigError
-from ..rows.format import RowFormat
+from ..rows.latent import AnyFormat
 from .copying import NotCopied
 
 _LARGE = 1 << 20  # bytes
@@ -33,7 +33,7 @@ class RowStacks(NotCopied):
 
     def __init__(
         self,
-        formats: Sequence[RowFormat],
+        formats: Sequence[AnyFormat],
         num_units: int,
         num_kv_heads: int,
         unit_len: int,
@@ -52,7 +52,7 @@ class RowStacks(NotCopied):
 
     @staticmethod
     def bytes_of(
-        formats: Sequence[RowFormat], num_units: int, num_kv_heads: int, unit_len: int
+        formats: Sequence[AnyFormat], num_units: int, num_kv_heads: int, unit_len: int
     ) -> int:
         """Bytes of the rows that it would have; arguments as of RowStacks."""
         return sum(fmt.row_bytes for fmt in formats) * num_units * num_kv_heads * unit_len

@@ -37,9 +37,9 @@ def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
         (integer codes only); "offset": the largest mean of a channel over that deviation. Channels
         are looked at over at most 4096 packed tokens; both are None where there are fewer than 16.
 
-        Of a cache every layer has "window", the last tokens that it sees (None: all). Where it is
-        "latent", "k" are the latents and "v" the RoPE parts, and every layer has "format", the name
-        of its LatentFormat.
+        Where it is "latent", "k" are the latents and "v" the RoPE parts, and every layer has
+        "format", the name of its LatentFormat. Of a cache every layer has "window", the last tokens
+        that it sees (None: all).
 
         Of sequences: "sequences": of each its id, length, how many tokens are "packed" and how many
         "exact" (16 bit), its "pages", how many of them are "shared" with others of the file, and of
@@ -76,15 +76,17 @@ def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
             "recent_len": manifest.recent_len,
             "exact_format": manifest.exact_format,
             "transformed": bool(manifest.transforms),
+            "latent": manifest.latent,
         }
+    if manifest.latent:
+        for layer, formats in zip(layers, manifest.formats, strict=True):
+            layer["format"] = str(LatentFormat(*formats))
+            layer["k"]["format"] = layer["format"].partition("+")[0]  # FlashMLA's is "fp8"
     problems = []
     if isinstance(manifest, CacheManifest):
         described |= _describe_cache(manifest)
         for layer, entry in zip(layers, manifest.layers, strict=True):
             layer["window"] = entry.window
-            if manifest.latent:
-                layer["format"] = str(LatentFormat(entry.k_format, entry.v_format))
-                layer["k"]["format"] = layer["format"].partition("+")[0]  # FlashMLA's is "fp8"
         problems = _all_exact(manifest, layers)
     elif isinstance(manifest, SequencesManifest):
         described |= _describe_sequences(manifest)
@@ -103,7 +105,7 @@ def render(description: dict[str, Any]) -> str:
     what = "cache" if is_cache else "sequences of a paged cache"
     files = f" in {count_text(d['files'], 'file')}" if is_cache else ""
     sequences = d["batch"] if is_cache else len(d["sequences"])
-    heads = [] if d.get("latent") else [count_text(d["num_kv_heads"], "KV head")]
+    heads = [] if d["latent"] else [count_text(d["num_kv_heads"], "KV head")]
     shape = count_text(d["num_layers"], "layer"), *heads, count_text(sequences, "sequence")
     lines = [
         f"{printable(d['path'])}: kvquant {what}, version {d['version']}, "
@@ -144,7 +146,6 @@ def _describe_cache(manifest: CacheManifest) -> dict[str, Any]:
         "batch": manifest.batch,
         "max_seq_len": manifest.max_seq_len,
         "rollback_len": manifest.rollback_len,
-        "latent": manifest.latent,
         "seq_lens": list(manifest.seq_lens),
         "start_positions": list(manifest.start_positions),
         "positions": list(manifest.positions),
@@ -276,7 +277,7 @@ def _layers_table(d: dict[str, Any]) -> str:
 
 def _formats_text(d: dict[str, Any]) -> str:
     """The formats of all layers: "K int4-g4, V int4/int8", or "latent rows int8-g4"."""
-    if d.get("latent"):
+    if d["latent"]:
         return f"latent rows {'/'.join(sorted({layer['format'] for layer in d['layers']}))}"
     each = {side: sorted({layer[side]["format"] for layer in d["layers"]}) for side in "kv"}
     return ", ".join(f"{side.upper()} {'/'.join(names)}" for side, names in each.items())
@@ -284,7 +285,7 @@ def _formats_text(d: dict[str, Any]) -> str:
 
 def _sides(d: dict[str, Any]) -> tuple[str, str]:
     """What "k" and "v" of each layer are."""
-    return OF_LATENTS if d.get("latent") else OF_HEADS
+    return OF_LATENTS if d["latent"] else OF_HEADS
 
 
 def _some(numbers: list[int]) -> str:

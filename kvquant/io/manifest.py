@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, islice
+from itertools import accumulate, islice, starmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -58,6 +58,7 @@ ROLLBACK_VERSION = 3  # of caches with another rollback_len than 64; all else is
 LATENT_VERSION = 4  # of caches of latent rows; all else is as in version 3
 LATENT_BASES_VERSION = 5  # of those whose rows are in bases; all else is as in version 4
 LISTS_VERSION = 2  # of sequences whose pages and tokens stand in tensors; all else is the same
+LATENT_PAGES_VERSION = 3  # of sequences of latent rows; all else is as in version 2
 MANY = 1 << 16  # numbers of pages and tokens, above which they do
 LISTS = {"pages": torch.int32, "tokens": torch.int64}  # what SavedSequence lists
 
@@ -210,6 +211,7 @@ class Manifest:
         model: model_identity of the model that the rows belong to; None if it is not known.
         creation: how the rows came about, for people.
         transforms: the fingerprints of each layer's bases; empty without bases.
+        latent: whether K and V of each layer are the parts of latent rows.
     """
 
     KEY: ClassVar[str]  # of a file's metadata, where the manifest stands
@@ -224,6 +226,7 @@ class Manifest:
     model: Mapping[str, str] | None
     creation: Mapping[str, Any]
     transforms: tuple[Mapping[str, str], ...] = ()
+    latent: bool = False
 
     @property
     def version(self) -> int:
@@ -253,6 +256,7 @@ class Manifest:
                 "version": self.version,
                 "writer": writer,
                 **{name: getattr(self, name) for name in _ORIGIN},
+                **({"latent": True} if self.latent else {}),
                 **self._own(),
                 "sha256": dict(digests),
             },
@@ -298,6 +302,20 @@ class Manifest:
                 f", not to this {theirs['type']!r:.40} model with config "
                 f"{theirs['sha256'][:12]}: take the cache that was made with this model"
             )
+
+    def _check_formats(self) -> None:
+        """Raise CheckpointError unless there are caches of such rows."""
+        try:
+            if not self.latent:
+                check_head_dims(*itertools.chain(*self.formats))
+                return
+            sizes = {(fmt.latent_dim, fmt.rope_dim) for fmt in starmap(LatentFormat, self.formats)}
+        except ConfigError as error:
+            raise CheckpointError(f"layers have formats that no cache has: {error}") from None
+        if len(sizes) > 1 or self.num_kv_heads != 1:
+            raise CheckpointError("latent rows are of one size, and of one KV head")
+        if any(entry.window is not None for entry in self.layers):
+            raise CheckpointError("latent rows have no windows")
 
     def check_readable(self) -> None:
         """Raise CheckpointError if from_json would not read what to_json writes."""
@@ -378,7 +396,6 @@ class CacheManifest(Manifest):
     seq_lens: tuple[int, ...]
     start_positions: tuple[int, ...]
     rollback_len: int = ROLLBACK
-    latent: bool = False
 
     @property
     def batch(self) -> int:
@@ -458,8 +475,6 @@ class CacheManifest(Manifest):
         ]
         if self.rollback_len != ROLLBACK:
             names.append("rollback_len")
-        if self.latent:
-            names.append("latent")
         return {name: getattr(self, name) for name in names} | {"layers": layers}
 
     @classmethod
@@ -495,10 +510,11 @@ class CacheManifest(Manifest):
         """Raise unless the values fit one another."""
         if not self.batch or not self.layers:
             raise CheckpointError("seq_lens and layers must not be empty")
-        try:
-            self._check_formats()
-        except ConfigError as error:
-            raise CheckpointError(f"layers have formats that no cache has: {error}") from None
+        self._check_formats()
+        if self.latent and self.head_dim != self.formats[0][0].head_dim:
+            raise CheckpointError(
+                f"head_dim is {self.head_dim}: that of latent rows is their latent_dim"
+            )
         if len(self.start_positions) != self.batch or positions != self.positions:
             raise CheckpointError("start_positions, seq_lens and positions do not fit one another")
         if max(self.seq_lens) > self.max_seq_len:
@@ -522,19 +538,6 @@ class CacheManifest(Manifest):
                     f"layers[{i}].packed_lens has {packed[b]} for a sequence of {seq_lens[b]} "
                     f"tokens with sink_len {self.sink_len} and recent_len {self.recent_len}"
                 )
-
-    def _check_formats(self) -> None:
-        """Raise ConfigError or CheckpointError unless there are caches of such rows."""
-        if not self.latent:
-            check_head_dims(*itertools.chain(*self.formats))
-            return
-        formats = [LatentFormat(*pair) for pair in self.formats]
-        sizes = {(fmt.latent_dim, fmt.rope_dim) for fmt in formats}
-        has_windows = any(entry.window is not None for entry in self.layers)
-        if len(sizes) > 1 or self.head_dim != formats[0].latent_dim or self.num_kv_heads != 1:
-            raise CheckpointError("latent rows are of one size, and of one KV head")
-        if has_windows:
-            raise CheckpointError("latent rows have no windows")
 
 
 class _CacheLayer(_LayerFields):
@@ -576,7 +579,7 @@ class SavedSequence(Object):
 class SequencesManifest(Manifest):
     """All of the sequences but their rows; attributes as in PagedKVCache.
 
-    In LISTS_VERSION pages and tokens stand in tensors.
+    From LISTS_VERSION on pages and tokens stand in tensors.
     """
 
     KEY = "kvquant_pages"
@@ -647,7 +650,8 @@ class SequencesManifest(Manifest):
     @classmethod
     def from_json(cls, text: str, read: Read) -> tuple[Self, dict[str, str]]:
         """See Manifest.from_json."""
-        top = manifest_object(text, cls.FORMAT, (1, LISTS_VERSION))
+        versions = 1, LISTS_VERSION, LATENT_PAGES_VERSION
+        top = manifest_object(text, cls.FORMAT, versions)
         given: _SequencesFields | _CountedFields
         if top["version"] == 1:
             given = checked(top, _SequencesFields, "the manifest")
@@ -655,19 +659,24 @@ class SequencesManifest(Manifest):
             try:
                 given = checked(top, _CountedFields, "the manifest")
             except CheckpointError as error:
-                raise CheckpointError(f"the file has version 2, and {error}") from None
+                version = top["version"]
+                raise CheckpointError(f"the file has version {version}, and {error}") from None
         if given.page_size not in PAGE_SIZES:
             raise CheckpointError(f"page_size is {given.page_size}: it must be 16, 32, 64 or 128")
         if isinstance(given, _SequencesFields):
-            sequences = given.sequences
+            sequences, latent = given.sequences, False
         else:
-            sequences = _with_lists(given, read)
+            sequences, latent = _with_lists(given, read), given.latent is True
+        if latent != (given.version == LATENT_PAGES_VERSION):
+            what = f"{'is' if latent else 'is not'} of latent rows"
+            raise CheckpointError(f"the file has version {given.version}, and {what}")
         manifest = cls(
             layers=tuple(layer.entry(f"layers[{i}]") for i, layer in enumerate(given.layers)),
             **given.origin(len(given.layers)),
             page_size=given.page_size,
             sequences=sequences,
             version=given.version,
+            latent=latent,
         )
         manifest._check()
         if given.sha256.keys() != manifest.parts.keys() | manifest.lists.keys():
@@ -678,6 +687,9 @@ class SequencesManifest(Manifest):
         """Raise unless lengths, pages and tokens fit one another."""
         if not self.formats or not self.sequences:
             raise CheckpointError("layers and sequences must not be empty")
+        self._check_formats()
+        if self.latent and self.transforms:
+            raise CheckpointError("latent rows in pages have no transforms")
         for i, sequence in enumerate(self.sequences):
             if isinstance(sequence.id, int) and sequence.id.bit_length() > MAX_ID_BITS:
                 raise CheckpointError(
@@ -715,7 +727,7 @@ class SequencesManifest(Manifest):
 
 
 class _Counted(Object):
-    """A sequence of a file of version 2: how many of its tokens are known."""
+    """A sequence of a file of version 2 or 3: how many of its tokens are known."""
 
     id: str | int
     length: Length
@@ -737,13 +749,14 @@ class _SequencesFields(_PagedFields):
 
 
 class _CountedFields(_PagedFields):
-    """Version 2."""
+    """Versions 2 and 3."""
 
     sequences: Annotated[tuple[_Counted, ...], Meta(max_length=MAX_SEQUENCES)]
+    latent: bool | UnsetType = UNSET
 
 
 def _with_lists(given: _CountedFields, read: Read) -> tuple[SavedSequence, ...]:
-    """The sequences of a manifest of version 2 with what its tensors list."""
+    """The sequences of a manifest of version 2 or 3 with what its tensors list."""
     counts = {
         "pages": [-(-sequence.packed_len // given.page_size) for sequence in given.sequences],
         "tokens": [sequence.known for sequence in given.sequences],

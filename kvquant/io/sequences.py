@@ -8,13 +8,15 @@ The file is a safetensors file. Its metadata has two strings:
 The manifest is an object with exactly these keys; every number is whole:
 
     format         "kvquant-pages"
-    version        1 or 2
+    version        1; 2 where there are many pages and tokens; 3 if latent is given
     writer         the program that wrote the file, for people
     num_kv_heads   KV heads of every layer
     page_size      tokens of a page
     sink_len       first tokens of each sequence in 16 bit
     recent_len     last tokens of each sequence in 16 bit
     exact_format   "bf16" or "fp16": the 16-bit rows
+    latent         true: of a LatentPagedKVCache, whose latents are k and whose RoPE parts are v of
+                   one KV head; left out of all others. There are no transforms
     layers         one object per layer: k, v: {"format": a short name, "head_dim": elements}
     sequences      one object per sequence:
         id            a string or a number
@@ -36,8 +38,8 @@ The tensors, of layer I and of K and V each, uint8; one without rows is left out
 
 Row bytes are those of kvquant/rows/format.py.
 
-In version 2, which is written where there are many, pages and tokens stand in tensors, those of all
-sequences one after another, and a sequence has in their place
+In versions 2 and 3 pages and tokens stand in tensors, those of all sequences one after another, and
+a sequence has in their place
 
         known         how many of its tokens are known
 
@@ -57,6 +59,7 @@ import torch
 
 from ..errors import CheckpointError, ConfigError, UnsupportedError, shown
 from ..paged.cache import PagedKVCache
+from ..paged.latent import LatentPagedKVCache
 from ..paged.pool import SequenceId
 from ..paged.state import listed
 from ..rows.arguments import check_kind
@@ -64,6 +67,7 @@ from ..rows.basis import fingerprints
 from .atomic import as_path
 from .container import RowsFile, check_values, seal
 from .manifest import (
+    LATENT_PAGES_VERSION,
     LISTS,
     LISTS_VERSION,
     MANY,
@@ -210,13 +214,15 @@ def _manifest_of(
         numbers = tuple(number[page] for page in table)
         tokens = tuple(map(int, state.tokens(sequence_id)))  # True is one
         sequences.append(SavedSequence(sequence_id, *lens, numbers, tokens))
+    latent = isinstance(cache, LatentPagedKVCache)
     count = sum(len(sequence.pages) + len(sequence.tokens) for sequence in sequences)
     manifest = SequencesManifest(
         **origin(cache, model, creation),
         page_size=state.split.page_size,
         layers=tuple(LayerEntry(rows.k_format, rows.v_format) for rows in cache.rows.layers),
         sequences=tuple(sequences),
-        version=LISTS_VERSION if count > MANY else 1,
+        version=LATENT_PAGES_VERSION if latent else LISTS_VERSION if count > MANY else 1,
+        latent=latent,
     )
     return manifest, pages
 
@@ -318,6 +324,7 @@ def _check_cache(cache: PagedKVCache, manifest: SequencesManifest) -> None:
     split = cache.state.split
     formats = tuple((rows.k_format, rows.v_format) for rows in cache.rows.layers)
     each = {
+        "latent": (manifest.latent, isinstance(cache, LatentPagedKVCache)),
         "num_kv_heads": (manifest.num_kv_heads, cache.num_kv_heads),
         "page_size": (manifest.page_size, split.page_size),
         "sink_len": (manifest.sink_len, cache.sink_len),

@@ -26,6 +26,7 @@ from ..rows.segment import FixedSegments, Segment
 from ..rows.slots import Slots
 from ..rows.variant import AttentionVariant, names_of, within
 from .cache import PagedKVCache
+from .latent import LatentPagedKVCache
 from .pool import SequenceId
 from .shared_prefix import Numbers, find_prefix, pays
 from .staged_tensors import StagedTensors
@@ -98,7 +99,7 @@ class PagedBatch(NotCopied):
         *,
         shared_prefix: bool | None = None,
     ) -> None:
-        check_kind("cache", cache, PagedKVCache, "give a PagedKVCache")
+        self._check_cache(cache)
         if shared_prefix is not None:
             check_flag("shared_prefix", shared_prefix)
         self.cache, self.shared_prefix = cache, shared_prefix
@@ -148,6 +149,13 @@ class PagedBatch(NotCopied):
         self._num_ids = self._num_tokens = self._most_new = 0
         self._again = [Appends() for _ in range(cache.num_layers)]
         self._slots_at = [self._staged.tensors[name].data_ptr() for name in Slots._fields]
+
+    @staticmethod
+    def _check_cache(cache: PagedKVCache) -> None:
+        """Raise ConfigError unless this kind of batch serves a cache."""
+        check_kind("cache", cache, PagedKVCache, "give a PagedKVCache")
+        if isinstance(cache, LatentPagedKVCache):
+            raise ConfigError("cache has latent rows: make a LatentPagedBatch of it")
 
     @property
     def positions(self) -> torch.Tensor:
@@ -453,6 +461,34 @@ class PagedBatch(NotCopied):
         options: Mapping[str, Any],
     ) -> torch.Tensor | State:
         """Attend; transformed: q in the layer's basis, if an append has found it."""
+        parts, q_lens, fixed = self._seen_by(layer, q)
+        tensors, members = self._staged.tensors, None
+        variant = options.get("variant")
+        window = self.cache.windows[layer]
+        if window is not None:
+            options = {**options, "variant": within(variant, window)}
+        elif self.shared_prefix:
+            members = tensors["members"][: q.shape[0]] if is_shareable(variant) else None
+        elif self._num_members and not fixed and set(names_of(variant)) <= {"sink_logits"}:
+            members = tensors["members"][: self._num_members]  # it pays by the plain kernels' times
+        basis, seq_lens = self.cache.rows.layers[layer].basis, self.seq_lens
+        result: torch.Tensor | State
+        given: dict[str, Any] = {"q_lens": q_lens, "basis": basis, "seq_lens": seq_lens}
+        given["transformed"] = transformed
+        if members is None:
+            result = attend_segments(q, parts.whole, **given, **options)
+            return result
+        assert parts.prefix is not None
+        result = attend_shared(q, parts.prefix, parts.own, members=members, **given, **options)
+        return result
+
+    def _seen_by(self, layer: int, q: torch.Tensor) -> tuple[_Parts, torch.Tensor | None, bool]:
+        """What queries attend to, if they fit the step.
+
+        Returns:
+            The rows, how many queries each sequence has (None: one), and whether this call is kept
+            for other steps.
+        """
         fixed = self._is_fixed()
         if not isinstance(q, torch.Tensor) or q.ndim not in (3, 4):
             axes = "[batch, num_q_heads, head_dim] or [batch, q_len, num_q_heads, head_dim]"
@@ -469,31 +505,28 @@ class PagedBatch(NotCopied):
                     "tokens: give [batch, q_len, num_q_heads, head_dim] with a query for each, or "
                     "[batch, num_q_heads, head_dim] for the last one"
                 )
-        tensors, members = self._staged.tensors, None
-        variant = options.get("variant")
-        window = self.cache.windows[layer]
-        if window is not None:
-            options = {**options, "variant": within(variant, window)}
-        elif self.shared_prefix:
-            members = tensors["members"][:batch] if is_shareable(variant) else None
-        elif self._num_members and not fixed and set(names_of(variant)) <= {"sink_logits"}:
-            members = tensors["members"][: self._num_members]  # it pays by the plain kernels' times
         if not fixed:
             self._ratio = q_len * num_q_heads // self.cache.num_kv_heads
         elif not torch.compiler.is_compiling():
             self._captured[0] = min(self._captured[0], batch)
             if q_lens is not None:
                 self._captured[2] = min(self._captured[2], q_len)
-        basis, seq_lens = self.cache.rows.layers[layer].basis, self.seq_lens
-        result: torch.Tensor | State
-        given: dict[str, Any] = {"q_lens": q_lens, "basis": basis, "seq_lens": seq_lens}
-        given["transformed"] = transformed
-        if members is None:
-            result = attend_segments(q, parts.whole, **given, **options)
-            return result
-        assert parts.prefix is not None
-        result = attend_shared(q, parts.prefix, parts.own, members=members, **given, **options)
-        return result
+        return parts, q_lens, fixed
+
+    def likely_q_heads(self) -> tuple[int, ...]:
+        """Query heads that kernels are compiled for ahead: a kernel serves up to 8 on a KV head."""
+        return (self.cache.num_kv_heads,)
+
+    def rehearse_step(
+        self,
+        layer: int,
+        queries: Sequence[torch.Tensor],
+        k: torch.Tensor,
+        v: torch.Tensor,
+        rope: Rope | None = None,
+    ) -> None:
+        """A step of such rows, and queries of these widths, for paged/warmup.py."""
+        self.step(layer, queries[0], k, v, rope=rope)
 
     def check_open(self, step: Step | None = None) -> None:
         """Raise ConfigError unless a step of this batch is open, and this one if any is given."""

@@ -15,11 +15,13 @@ from ..cache.row_stacks import RowStacks, to_device
 from ..ops.quantize import dequantize_segment
 from ..rows.basis import LayerBasis
 from ..rows.format import RowFormat
-from ..rows.quantize import full_precision, is_nan_row
+from ..rows.latent import AnyFormat, parts_of
+from ..rows.quantize import full_precision, is_nan_row, nan_bytes
 from ..rows.segment import Segment
 from ..rows.slots import Split
 from .state import RingTokens
 
+Sides = tuple[Sequence[RowFormat], Sequence[RowFormat]]  # formats of K and of V of each layer
 _CHUNK = 256  # pages whose rows are looked through at a time
 
 
@@ -60,7 +62,7 @@ class PagedRows(NotCopied):
         device: where the tensors lie.
 
     Attributes:
-        pages: packed rows of K and of V, in pages.
+        pages: packed rows of K and of V, in pages; of latent rows one for both.
         exact: their 16-bit rows, in sequence slots.
         layers: the same rows, layer by layer.
     """
@@ -79,13 +81,17 @@ class PagedRows(NotCopied):
         device: torch.device,
     ) -> None:
         packed = k_formats, v_formats
-        exact = [[RowFormat(exact_format, 1, fmt.head_dim) for fmt in side] for side in packed]
+        k_exact, v_exact = (
+            [RowFormat(exact_format, 1, fmt.head_dim) for fmt in side] for side in packed
+        )
+        exact = k_exact, v_exact
         self.split, self.rollback_len, self.device = split, rollback_len, device
+        of_pages, of_slots = self._stacked(packed), self._stacked(exact)
         kinds = (
-            (packed, num_pages, split.page_size),
-            (exact, max_num_seqs, split.exact_len),
-            (exact, max_num_seqs, split.sink_len),
-            (exact, max_num_seqs, rollback_len),
+            (of_pages, num_pages, split.page_size),
+            (of_slots, max_num_seqs, split.exact_len),
+            (of_slots, max_num_seqs, split.sink_len),
+            (of_slots, max_num_seqs, rollback_len),
         )
         check_room(
             sum(
@@ -101,12 +107,21 @@ class PagedRows(NotCopied):
             [RowStacks(side, units, num_kv_heads, length, device) for side in sides]
             for sides, units, length in kinds
         )
-        k_pages, v_pages = (side.layers for side in self.pages)
-        k_exact, v_exact = (side.layers for side in self.exact)
+        views = *self._k_and_v(self.pages, k_formats), *self._k_and_v(self.exact, k_exact)
         self.layers = [
-            LayerRows(*rows)
-            for rows in zip(k_pages, v_pages, k_exact, v_exact, *packed, *exact, bases, strict=True)
+            LayerRows(*rows) for rows in zip(*views, *packed, *exact, bases, strict=True)
         ]
+
+    def _stacked(self, sides: Sides) -> Sequence[Sequence[AnyFormat]]:
+        """The formats of rows of K and of V as they lie in stacks: apart."""
+        return sides
+
+    def _k_and_v(
+        self, stacks: Sequence[RowStacks], k_formats: Sequence[RowFormat]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """K and V of each layer in the stacks of such rows."""
+        k, v = stacks
+        return k.layers, v.layers
 
     @property
     def nbytes(self) -> int:
@@ -123,7 +138,8 @@ class PagedRows(NotCopied):
         starts: torch.Tensor,
         seq_slots: torch.Tensor,
     ) -> list[Segment]:
-        """The rows of sequences in a layer, packed ones first; exact ones if there are any."""
+        """The rows of sequences in a layer as attention reads them, packed ones first; exact ones
+        if there are any."""
         at, split = self.layers[layer], self.split
         packed = Segment(
             at.k_pages, at.v_pages, packed_lens, at.k_format, at.v_format, block_table=block_table
@@ -163,7 +179,7 @@ class PagedRows(NotCopied):
             torch.tensor(one, dtype=torch.int32, device="cpu").to(self.device)
             for one in ([table], numbers)
         )
-        segments = self.segments(layer, pages, *counts)
+        segments = PagedRows.segments(self, layer, pages, *counts)  # K and V apart
         basis = self.layers[layer].basis
         stored = torch.float32 if basis else dtype
         parts = [dequantize_segment(segment, 0, stored) for segment in segments]
@@ -191,9 +207,7 @@ class PagedRows(NotCopied):
         found = []
         for start in range(0, max(len(units), 1), _CHUNK):
             index = to_device(units[start : start + _CHUNK], self.device)
-            # the first two bytes of a row tell
-            parts = [stack[..., :2].index_select(1, index) for stack in _stacks(sides)]
-            found.append(nan_rows(sides, parts))
+            found.append(nan_rows(sides, _stacks(sides), index))
         return np.concatenate(found)
 
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -245,19 +259,27 @@ class PagedRows(NotCopied):
         ]
 
 
-def nan_rows(sides: Sequence[RowStacks], parts: Sequence[torch.Tensor]) -> NDArray[np.bool_]:
+def nan_rows(
+    sides: Sequence[RowStacks], rows: Sequence[torch.Tensor], units: torch.Tensor | None = None
+) -> NDArray[np.bool_]:
     """Which rows decode to NaN in some layer and head; the host waits.
 
     Args:
         sides: of K and of V.
-        parts: units of every stack, [layers, units, num_kv_heads, unit_len, 2 bytes or more].
+        rows: of every stack, [layers, units, num_kv_heads, unit_len, row_bytes].
+        units: [any number], those to look at; all when None.
 
     Returns:
         [units, unit_len].
     """
-    formats = [fmt for side in sides for fmt in side.formats]
-    each = zip(parts, formats, strict=True)
-    found = [is_nan_row(rows, fmt).any(2).any(0).cpu().numpy() for rows, fmt in each]
+    formats, found = [fmt for side in sides for fmt in side.formats], []
+    for stack, fmt in zip(rows, formats, strict=True):
+        for part in parts_of(fmt):
+            row, stack = stack[..., : part.row_bytes], stack[..., part.row_bytes :]
+            telling = row[..., nan_bytes(part)]
+            if units is not None:
+                telling = telling.index_select(1, units)
+            found.append(is_nan_row(telling, part).any(2).any(0).cpu().numpy())
     bad: NDArray[np.bool_] = np.logical_or.reduce(found)
     return bad
 

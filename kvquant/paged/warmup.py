@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,7 +26,8 @@ class BatchCalls:
         num_tokens: in the first call of PagedBatch.append.
         batches: sequences of steps.
         rotary_dim: of a Rope that comes with K, and whether it is interleaved; None: none comes.
-        num_q_heads: of queries; up to 8 on a KV head when None.
+        num_q_heads: of queries; when None those that are likely, see PagedBatch.likely_q_heads.
+        kind: the batch.
     """
 
     cache: PagedKVCache
@@ -34,32 +36,34 @@ class BatchCalls:
     batches: tuple[int, ...]
     rotary_dim: tuple[int, bool] | None = None
     num_q_heads: int | None = None
+    kind: type[PagedBatch] = PagedBatch
 
     def __call__(self) -> None:
         """Make all of them; those that are not possible will say why when they are made."""
         most = max(self.batches)
         cache = _like(self.cache, most)
-        batch = PagedBatch(cache, most, max(self.num_tokens, most))
-        num_q_heads = self.num_q_heads or cache.num_kv_heads
+        batch = self.kind(cache, most, max(self.num_tokens, most))
+        q_heads = (self.num_q_heads,) if self.num_q_heads else batch.likely_q_heads()
         for name in range(most):
             cache.allocate(name)
-        for count, attends in ((self.num_tokens, False), *((one, True) for one in self.batches)):
+        for count, heads in ((self.num_tokens, 0), *itertools.product(self.batches, q_heads)):
             with suppress(KVQuantError), batch.extend(range(min(count, most))):
                 for layer, at in enumerate(cache.rows.layers):
                     shape = count, cache.num_kv_heads
                     k, v = new_rows(shape, at.k_format, at.v_format, self.dtype)
-                    rope = self._rope(count)
-                    if attends:
-                        batch.step(layer, new_queries((count, num_q_heads), k), k, v, rope=rope)
+                    if heads:
+                        queries = [new_queries((count, heads), x) for x in (k, v)]
+                        batch.rehearse_step(layer, queries, k, v, **self._rope(count))
                     else:
-                        batch.append(layer, k, v, rope=rope)
+                        batch.append(layer, k, v, **self._rope(count))
 
-    def _rope(self, count: int) -> Rope | None:
+    def _rope(self, count: int) -> dict[str, Rope]:
+        """The option of that name, if it comes."""
         if self.rotary_dim is None:
-            return None
+            return {}
         dim, interleaved = self.rotary_dim
         cos, sin = torch.empty(2, count, dim // 2, dtype=torch.float32, device="meta")
-        return Rope(cos, sin, interleaved)
+        return {"rope": Rope(cos, sin, interleaved)}
 
 
 def warm_up_batch(batch: PagedBatch, k: object, rope: Rope | None, num_ids: int) -> None:
@@ -73,7 +77,7 @@ def warm_up_batch(batch: PagedBatch, k: object, rope: Rope | None, num_ids: int)
     if isinstance(k, torch.Tensor) and k.ndim == 3 and len(k) <= batch.max_tokens:
         rotary_dim = None if rope is None else (2 * rope.cos.shape[-1], rope.interleaved)
         batches = tuple({max(num_ids, 1), batch.max_batch})
-        calls = BatchCalls(batch.cache, k.dtype, len(k), batches, rotary_dim)
+        calls = BatchCalls(batch.cache, k.dtype, len(k), batches, rotary_dim, kind=type(batch))
         warm_up(batch.cache.device, [calls])
 
 
@@ -84,24 +88,5 @@ def _like(cache: PagedKVCache, max_num_seqs: int) -> PagedKVCache:
     for layer, at in enumerate(cache.rows.layers):
         window = cache.windows[layer]
         kinds.setdefault((at.k_format, at.v_format, window, present_in(at.basis)), layer)
-    layers = [cache.rows.layers[layer] for layer in kinds.values()]
-    bases = [at.basis for at in layers if at.basis is not None]
-    split = cache.rows.split
-    return PagedKVCache(
-        len(layers),
-        cache.num_kv_heads,
-        layers[0].k_format.head_dim,
-        num_pages=(len(kinds) + 4) * max_num_seqs,
-        max_num_seqs=max_num_seqs,
-        max_seq_len=cache.max_seq_len,
-        page_size=split.page_size,
-        k_format=[at.k_format for at in layers],
-        v_format=[at.v_format for at in layers],
-        sink_len=cache.sink_len,
-        recent_len=cache.recent_len,
-        exact_format=cache.exact_format,
-        rollback_len=cache.rollback_len,
-        device="meta",
-        bases=bases or None,
-        windows=[cache.windows[layer] for layer in kinds.values()],
-    )
+    num_pages = (len(kinds) + 4) * max_num_seqs
+    return cache.like(list(kinds.values()), num_pages, max_num_seqs, "meta")

@@ -304,9 +304,15 @@ def is_nan_row(rows: torch.Tensor, fmt: RowFormat) -> torch.Tensor:
     Returns:
         [...], bool.
     """
+    dtype = EXACT_DTYPES.get(fmt.codec, torch.float16)
     if fmt.codec == FP8_DS_MLA:
-        return _viewed(rows[..., -4:], torch.float32).isnan()[..., 0]
-    return _viewed(rows[..., :2], EXACT_DTYPES.get(fmt.codec, torch.float16)).isnan()[..., 0]
+        dtype = torch.float32
+    return _viewed(rows[..., nan_bytes(fmt)], dtype).isnan()[..., 0]
+
+
+def nan_bytes(fmt: RowFormat) -> slice:
+    """Which bytes of a row is_nan_row looks at; it takes rows of these alone, too."""
+    return slice(-4, None) if fmt.codec == FP8_DS_MLA else slice(2)
 
 
 def exact_codec(dtype: torch.dtype | None) -> str:

@@ -289,7 +289,7 @@ def test_files_that_contradict_themselves_are_refused(tmp_path: Path) -> None:
     for forged, message in (
         (replace(manifest, latent=False), "formats that no cache has: head_dim 512 is that of"),
         (replace(manifest, num_kv_heads=2), "latent rows are of one size, and of one KV head"),
-        (replace(manifest, head_dim=64), "latent rows are of one size"),
+        (replace(manifest, head_dim=64), "head_dim is 64: that of latent rows is"),
         (replace(manifest, layers=windowed), "latent rows have no windows"),
         (replace(manifest, layers=manifest.layers[:1] * 2), None),
     ):

@@ -1,0 +1,179 @@
+"""LatentPagedKVCache: a PagedKVCache whose K and V are the two parts of one latent row.
+
+As in cache/latent.py the latent stands where K does, the RoPE part where V does, of one KV head.
+All bookkeeping is that of PagedKVCache; two things differ: both rows of a token lie in one row of
+memory, in a page as in a sequence slot, and attention reads that row whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, NoReturn
+
+import torch
+
+from ..cache.latent import DEFAULT_FORMAT, LatentFormats, latent_formats
+from ..cache.row_stacks import RowStacks
+from ..errors import UnsupportedError
+from ..ops.mla import check_kernels, latent_segment
+from ..rows.arguments import check_device, check_size
+from ..rows.format import RowFormat
+from ..rows.latent import AnyFormat, LatentFormat
+from ..rows.segment import Segment
+from .cache import PagedKVCache
+from .storage import PagedRows, Sides
+
+
+class LatentPagedRows(PagedRows):
+    """Latent rows of all layers: one stack holds both parts, of which k and v are views."""
+
+    def _stacked(self, sides: Sides) -> Sequence[Sequence[AnyFormat]]:
+        return ([LatentFormat(*parts) for parts in zip(*sides, strict=True)],)
+
+    def _k_and_v(
+        self, stacks: Sequence[RowStacks], k_formats: Sequence[RowFormat]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        (whole,) = stacks
+        pairs = list(zip(whole.layers, k_formats, strict=True))
+        latents = [rows[..., : fmt.row_bytes] for rows, fmt in pairs]
+        return latents, [rows[..., fmt.row_bytes :] for rows, fmt in pairs]
+
+    def segments(self, layer: int, *tensors: torch.Tensor) -> list[Segment]:
+        """As of PagedRows; rows are whole, with their latents as V."""
+        rows = self.pages[0].layers[layer], self.exact[0].layers[layer]
+        return [
+            latent_segment(
+                whole,
+                one.seq_lens,
+                LatentFormat(one.k_format, one.v_format),
+                one.starts,
+                one.block_table,
+                one.sinks,
+                one.seq_slots,
+            )
+            for whole, one in zip(rows, super().segments(layer, *tensors), strict=False)
+        ]
+
+
+class LatentPagedKVCache(PagedKVCache):
+    """Latent rows of many sequences of a model with multi-head latent attention, in pages.
+
+    It is a PagedKVCache of one KV head whose K is the latent and whose V is the RoPE part, as
+    LatentKVCache is a KVCache: allocate, fork, truncate, free, swap_out, swap_in, match_prefix,
+    check, dequantized, save_sequences and load_sequences are those of PagedKVCache, and errors call
+    the latent k and the RoPE part v. It has no bases and no windows. LatentPagedBatch appends and
+    attends.
+
+    Args:
+        num_layers: layers with attention.
+        num_pages: pages of packed tokens, in every layer.
+        fmt: format of the packed rows, a name ("int4-g8+fp8-g4") or a LatentFormat, or one of these
+            per layer.
+        latent_dim: elements of a latent, 512 or 256 (kv_lora_rank of the model).
+        rope_dim: elements of the RoPE part, 64 or 32 (qk_rope_head_dim).
+        max_num_seqs, max_seq_len, page_size, sink_len, recent_len, exact_format, rollback_len,
+            device: as in PagedKVCache.
+
+    Raises:
+        ConfigError: a size, a format or a device that does not exist, or takes too much memory.
+        UnsupportedError: on CUDA a format of fewer than 4 groups: rows have no kernel there.
+
+    Example:
+        >>> import torch
+        >>> from kvquant import LatentPagedBatch, LatentPagedKVCache
+        >>> paged = LatentPagedKVCache(1, num_pages=8, fmt="int4-g8+fp8-g4", max_seq_len=256)
+        >>> batch = LatentPagedBatch(paged, max_batch=2, max_tokens=64)
+        >>> paged.allocate("a")
+        0
+        >>> with batch.extend(["a"], [20]):
+        ...     batch.append(0, torch.randn(20, 1, 512), torch.randn(20, 1, 64))
+        >>> paged.fork("a", "b")
+        >>> paged.length("b")
+        20
+    """
+
+    ROWS: ClassVar[type[PagedRows]] = LatentPagedRows
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_pages: int,
+        *,
+        fmt: LatentFormats = DEFAULT_FORMAT,
+        latent_dim: int = 512,
+        rope_dim: int = 64,
+        max_num_seqs: int = 64,
+        max_seq_len: int = 32768,
+        page_size: int = 64,
+        sink_len: int = 4,
+        recent_len: int = 128,
+        exact_format: str = "bf16",
+        rollback_len: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        num_layers = check_size("num_layers", num_layers, at_least=1)
+        formats = latent_formats(fmt, num_layers, latent_dim, rope_dim)
+        if check_device(device).type == "cuda":
+            check_kernels(formats)
+        super().__init__(
+            num_layers,
+            1,
+            latent_dim,
+            num_pages,
+            max_num_seqs=max_num_seqs,
+            max_seq_len=max_seq_len,
+            page_size=page_size,
+            k_format=[one.latent for one in formats],
+            v_format=[one.rope for one in formats],
+            sink_len=sink_len,
+            recent_len=recent_len,
+            exact_format=exact_format,
+            rollback_len=rollback_len,
+            device=device,
+        )
+
+    @classmethod
+    def from_plan(cls, *args: object, **options: object) -> NoReturn:
+        """Refused: rows in pages have no bases."""
+        raise UnsupportedError(
+            "latent rows in pages have no bases: give a format, fmt=, or a plan to LatentKVCache"
+        )
+
+    def __repr__(self) -> str:
+        names = " or ".join(dict.fromkeys(str(fmt) for fmt in self.formats))
+        fmt, pool = self.formats[0], self.state.pool
+        return (
+            f"LatentPagedKVCache({self.num_layers} layers, {fmt.latent_dim} latents and "
+            f"{fmt.rope_dim} RoPE elements in {names:.80}, {pool.num_pages} pages of "
+            f"{pool.page_size} tokens, {len(self.state.lengths)} sequence slots, {len(self.ids)} "
+            f"sequences, {self.device})"
+        )
+
+    @property
+    def formats(self) -> list[LatentFormat]:
+        """Format of the packed rows of each layer."""
+        return [LatentFormat(at.k_format, at.v_format) for at in self.rows.layers]
+
+    def like(
+        self, layers: Sequence[int], num_pages: int, max_num_seqs: int, device: torch.device | str
+    ) -> LatentPagedKVCache:
+        """As of PagedKVCache."""
+        formats = [self.formats[layer] for layer in layers]
+        return LatentPagedKVCache(
+            len(formats),
+            num_pages,
+            fmt=formats,
+            latent_dim=formats[0].latent_dim,
+            rope_dim=formats[0].rope_dim,
+            max_num_seqs=max_num_seqs,
+            max_seq_len=self.max_seq_len,
+            page_size=self.rows.split.page_size,
+            sink_len=self.sink_len,
+            recent_len=self.recent_len,
+            exact_format=self.exact_format,
+            rollback_len=self.rollback_len,
+            device=device,
+        )
+
+    def _check_formats(self, *formats: RowFormat) -> None:
+        """LatentFormat has checked them."""

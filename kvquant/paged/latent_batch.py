@@ -1,0 +1,249 @@
+"""LatentPagedBatch: steps of several sequences of a LatentPagedKVCache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, overload
+
+import torch
+
+from ..ops.attention import State
+from ..ops.mla import attend_latents
+from ..rows.arguments import check_kind, check_tensors
+from ..rows.rotation import Rope
+from .batch import PagedBatch
+from .cache import PagedKVCache
+from .latent import LatentPagedKVCache
+
+
+class LatentPagedBatch(PagedBatch):
+    """A PagedBatch over latent rows: extend, positions and CUDA graphs are as there.
+
+    Pages that sequences share are read by each of them: no kernel reads latent rows of a prefix
+    once for all.
+
+    Args:
+        cache: the cache.
+        max_batch: sequences of a step.
+        max_tokens: new tokens of a step; max_batch when None.
+
+    Raises:
+        ConfigError: a size that is not possible, or a cache that is no LatentPagedKVCache.
+
+    Example:
+        >>> import torch
+        >>> from kvquant import LatentPagedBatch, LatentPagedKVCache
+        >>> paged = LatentPagedKVCache(1, num_pages=8, max_seq_len=256)
+        >>> batch = LatentPagedBatch(paged, max_batch=2, max_tokens=64)
+        >>> present = [paged.allocate(name) for name in ("a", "b")]
+        >>> with batch.extend(["a", "b"], [3, 5]):  # 3 new tokens of a, then 5 of b
+        ...     batch.append(0, torch.randn(8, 1, 512), torch.randn(8, 1, 64))
+        >>> with batch.extend(["a", "b"]):
+        ...     latent, rope = torch.randn(2, 1, 512), torch.randn(2, 1, 64)
+        ...     q_latent, q_rope = torch.randn(2, 16, 512), torch.randn(2, 16, 64)
+        ...     out = batch.step(0, q_latent, q_rope, latent, rope, sm_scale=192**-0.5)
+        >>> out.shape
+        torch.Size([2, 16, 512])
+    """
+
+    cache: LatentPagedKVCache
+
+    def __init__(
+        self, cache: LatentPagedKVCache, max_batch: int, max_tokens: int | None = None
+    ) -> None:
+        super().__init__(cache, max_batch, max_tokens, shared_prefix=False)
+
+    @staticmethod
+    def _check_cache(cache: PagedKVCache) -> None:
+        how = "give a LatentPagedKVCache; PagedBatch takes a PagedKVCache of keys and values"
+        check_kind("cache", cache, LatentPagedKVCache, how)
+
+    def append(self, layer: int, latent: torch.Tensor, rope: torch.Tensor) -> None:  # type: ignore[override]
+        """Write the rows of the step's new tokens in a layer; errors as of PagedBatch.append.
+
+        Args:
+            layer: index of the layer.
+            latent: [num_tokens, 1, latent_dim], bfloat16 or float16 (on the CPU float32 too), after
+                its norm, sequence after sequence; what comes after the tokens of the step is not
+                read.
+            rope: [num_tokens, 1, rope_dim], after RoPE.
+        """
+        self._append(layer, latent, rope, None, None)
+
+    @overload  # type: ignore[override]
+    def attend(
+        self,
+        layer: int,
+        q_latent: torch.Tensor,
+        q_rope: torch.Tensor,
+        *,
+        sm_scale: float,
+        return_lse: Literal[False] = ...,
+        num_splits: int | None = ...,
+        backend: str | None = ...,
+    ) -> torch.Tensor: ...
+    @overload
+    def attend(
+        self,
+        layer: int,
+        q_latent: torch.Tensor,
+        q_rope: torch.Tensor,
+        *,
+        sm_scale: float,
+        return_lse: Literal[True],
+        num_splits: int | None = ...,
+        backend: str | None = ...,
+    ) -> State: ...
+    @overload
+    def attend(
+        self,
+        layer: int,
+        q_latent: torch.Tensor,
+        q_rope: torch.Tensor,
+        *,
+        sm_scale: float,
+        return_lse: bool = ...,
+        num_splits: int | None = ...,
+        backend: str | None = ...,
+    ) -> torch.Tensor | State: ...
+    def attend(
+        self,
+        layer: int,
+        q_latent: torch.Tensor,
+        q_rope: torch.Tensor,
+        *,
+        sm_scale: float,
+        return_lse: bool = False,
+        num_splits: int | None = None,
+        backend: str | None = None,
+    ) -> torch.Tensor | State:
+        """Attend one token of each sequence, or its new ones, to its tokens of a layer.
+
+        Which tokens and rows the queries see is told in PagedBatch.attend.
+
+        Args:
+            layer: index of the layer; append the step's rows to it first.
+            q_latent: [batch, num_heads, latent_dim], a row for each sequence at least: the query of
+                its last token. Or [batch, q_len, num_heads, latent_dim]: those of its new tokens,
+                in the first rows of its q_len; what stands in the others is not read.
+            q_rope: the same but for its last axis, rope_dim.
+            sm_scale, return_lse, num_splits, backend: as in mla_decode_attention.
+
+        Returns:
+            As mla_decode_attention; zeros for places without a sequence, and rows without a new
+            token.
+
+        Raises:
+            As mla_decode_attention; ShapeError if there are fewer rows than sequences, or than new
+            tokens of one; ConfigError outside of a step.
+        """
+        check_tensors(q_latent=q_latent, q_rope=q_rope)
+        parts, q_lens, _ = self._seen_by(layer, q_latent)
+        return attend_latents(
+            q_latent,
+            q_rope,
+            parts.whole,
+            q_lens=q_lens,
+            sm_scale=sm_scale,
+            return_lse=return_lse,
+            num_splits=num_splits,
+            backend=backend,
+        )
+
+    @overload  # type: ignore[override]
+    def step(
+        self,
+        layer: int,
+        q_latent: torch.Tensor,
+        q_rope: torch.Tensor,
+        latent: torch.Tensor,
+        rope: torch.Tensor,
+        *,
+        sm_scale: float,
+        return_lse: Literal[False] = ...,
+        num_splits: int | None = ...,
+        backend: str | None = ...,
+    ) -> torch.Tensor: ...
+    @overload
+    def step(
+        self,
+        layer: int,
+        q_latent: torch.Tensor,
+        q_rope: torch.Tensor,
+        latent: torch.Tensor,
+        rope: torch.Tensor,
+        *,
+        sm_scale: float,
+        return_lse: Literal[True],
+        num_splits: int | None = ...,
+        backend: str | None = ...,
+    ) -> State: ...
+    @overload
+    def step(
+        self,
+        layer: int,
+        q_latent: torch.Tensor,
+        q_rope: torch.Tensor,
+        latent: torch.Tensor,
+        rope: torch.Tensor,
+        *,
+        sm_scale: float,
+        return_lse: bool = ...,
+        num_splits: int | None = ...,
+        backend: str | None = ...,
+    ) -> torch.Tensor | State: ...
+    def step(
+        self,
+        layer: int,
+        q_latent: torch.Tensor,
+        q_rope: torch.Tensor,
+        latent: torch.Tensor,
+        rope: torch.Tensor,
+        *,
+        sm_scale: float,
+        return_lse: bool = False,
+        num_splits: int | None = None,
+        backend: str | None = None,
+    ) -> torch.Tensor | State:
+        """Append the step's new tokens in a layer, and attend with queries of each sequence.
+
+        What append and attend give, bit for bit.
+
+        Args:
+            layer: index of the layer.
+            q_latent, q_rope: as in attend.
+            latent, rope: as in append.
+            sm_scale, return_lse, num_splits, backend: as in mla_decode_attention.
+
+        Returns:
+            As attend.
+
+        Raises:
+            As append and attend.
+        """
+        check_tensors(q_latent=q_latent, q_rope=q_rope, latent=latent, rope=rope)
+        self.append(layer, latent, rope)
+        return self.attend(
+            layer,
+            q_latent,
+            q_rope,
+            sm_scale=sm_scale,
+            return_lse=return_lse,
+            num_splits=num_splits,
+            backend=backend,
+        )
+
+    def likely_q_heads(self) -> tuple[int, ...]:
+        """Those of DeepSeek's small and large models: kernels differ by their number."""
+        return 16, 128
+
+    def rehearse_step(
+        self,
+        layer: int,
+        queries: Sequence[torch.Tensor],
+        k: torch.Tensor,
+        v: torch.Tensor,
+        rope: Rope | None = None,
+    ) -> None:
+        """As of PagedBatch; latents come with their RoPE part."""
+        self.step(layer, queries[0], queries[1], k, v, sm_scale=1.0)

@@ -1,0 +1,168 @@
+"""Sequences of latent rows as files, version 3: round trips, refusals, what inspect says."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from latent_pages import FORMATS, LAYERS, begin, extend, make, new_rows
+from paged_cases import make as make_plain
+from paged_cases import same, values
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from kvquant import LatentPagedBatch, LatentPagedKVCache
+from kvquant.cli.main import main
+from kvquant.errors import CheckpointError
+from kvquant.io.inspect import describe
+from kvquant.io.sequences import load_sequences, save_sequences
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+LENGTHS = [(3, 5), (0, 0), (3, 0), (0, 5)]  # sinks and recent tokens
+GOLDEN = Path(__file__).parents[1] / "data" / "pages-v3.safetensors"
+
+
+def filled(device: str = "cpu", **options: Any) -> LatentPagedBatch:
+    """Three sequences: "a" of 60 tokens, a fork "b" that went on, and 7 of 2 tokens."""
+    batch = LatentPagedBatch(make(device, **options), 4, 100)
+    begin(batch, "a", 60, range(60))
+    batch.cache.fork("a", "b")
+    extend(batch, ["b"], 9, range(9))
+    begin(batch, 7, 2)
+    return batch
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_a_round_trip_is_bit_exact_and_goes_on(
+    lengths: tuple[int, int], device: str, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"sink_len": lengths[0], "recent_len": lengths[1]}
+    options["fmt"] = FORMATS["cuda"]
+    batch = filled(device, **options)
+    path = save_sequences(batch.cache, ["b", 7, "a"], tmp_path / "saved.safetensors")
+    other = LatentPagedBatch(make(**options), 4, 100)
+    begin(other, "c", 30)  # so that pages and sequence slots are others
+    assert load_sequences(other.cache, path) == ["b", 7, "a"]
+    other.cache.check_invariants()
+    assert other.cache.match_prefix(range(60)) == batch.cache.match_prefix(range(60)) > 0
+    for name in ("a", "b", 7):
+        assert same(values(other.cache, name), [x.cpu() for x in values(batch.cache, name)])
+    for name in ("a", "b", 7):
+        latent, rope = new_rows(20)
+        extend(batch, [name], 20, rows=(latent.to(device), rope.to(device)))
+        extend(other, [name], 20, rows=(latent, rope))
+        assert same(values(other.cache, name), [x.cpu() for x in values(batch.cache, name)])
+
+
+def test_rows_that_no_sequence_has_are_not_written(tmp_path: Path) -> None:
+    batch = LatentPagedBatch(make(), 4, 100)  # all of whose rows are NaN
+    begin(batch, "a", 10)
+    tensors = load_file(save_sequences(batch.cache, ["a"], tmp_path / "saved.safetensors"))
+    for side, elements in (("k", 256 + 16), ("v", 32 + 32)):  # 8 bits each, behind the scales
+        assert tensors[f"layers.1.{side}_pages"].shape == (1, 1, 16, elements)
+        assert not tensors[f"layers.1.{side}_pages"][:, :, 2:].any()  # 2 tokens are packed
+
+
+def test_a_file_fits_caches_of_its_kind_only(tmp_path: Path) -> None:
+    path = save_sequences(filled().cache, ["a"], tmp_path / "latent.safetensors")
+    heads = save_sequences(make_plain_with("a"), ["a"], tmp_path / "heads.safetensors")
+    for file, cache, message in (
+        (path, make_plain(), "latent is True in the file and False in the cache"),
+        (heads, make(), "latent is False in the file and True in the cache"),
+        (path, make(fmt="int8-g4"), "the formats of layer 0 are int8-g4 and int8-g8 in the file"),
+        (path, make(page_size=32), "page_size is 16 in the file and 32"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            load_sequences(cache, file)
+        assert cache.ids == []
+
+
+def make_plain_with(name: str) -> Any:
+    """A cache of keys and values with an empty sequence."""
+    cache = make_plain()
+    cache.allocate(name)
+    return cache
+
+
+Forgery = Callable[[dict[str, Any]], object]
+FORGERIES: dict[str, Forgery] = {
+    "the file has version 2, and is of latent rows": lambda top: top.update(version=2),
+    "the file has version 3, and is not of latent rows": lambda top: top.pop("latent"),
+    "the file has version 4, this kvquant reads 1, 2 and 3": lambda top: top.update(version=4),
+    "has another key": lambda top: top.update(version=1),
+    "latent rows are of one size, and of one KV head": lambda top: top.update(num_kv_heads=2),
+    "latent rows in pages have no transforms": lambda top: top.update(
+        transforms=[{"k": "0" * 64, "v": "0" * 64}] * LAYERS
+    ),
+    "formats that no cache has: latent has 64 elements": lambda top: top["layers"][1]["k"].update(
+        head_dim=64
+    ),
+    "formats that no cache has: head_dim 32 is that of": lambda top: (
+        top.pop("latent"),
+        top.update(version=2),
+    ),
+}
+
+
+@pytest.mark.parametrize("message", FORGERIES)
+def test_a_forged_file_is_refused(message: str, tmp_path: Path) -> None:
+    path = save_sequences(filled().cache, ["a", 7], tmp_path / "saved.safetensors")
+    with safe_open(path, "pt") as file:
+        top = json.loads(file.metadata()["kvquant_pages"])
+    tensors = load_file(path)
+    FORGERIES[message](top)
+    text = json.dumps(top)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    save_file(tensors, path, {"kvquant_pages": text, "kvquant_pages_sha256": digest})
+    cache = make()
+    with pytest.raises(CheckpointError) as caught:
+        load_sequences(cache, path)
+    assert message in str(caught.value)
+    assert cache.ids == []
+
+
+def test_inspect_says_what_the_parts_are(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"latent_dim": 512, "rope_dim": 64, "fmt": ["fp8", "int4-g8+fp8-g4"]}
+    cache = make(**options)
+    batch = LatentPagedBatch(cache, 4, 100)
+    cache.allocate("a")
+    extend(batch, ["a"], 60, rows=(torch.randn(60, 1, 512), torch.randn(60, 1, 64)))
+    path = save_sequences(cache, ["a"], tmp_path / "saved.safetensors")
+    found = describe(path)
+    assert (found["kind"], found["version"], found["latent"]) == ("pages", 3, True)
+    assert [layer["format"] for layer in found["layers"]] == options["fmt"]
+    assert found["layers"][0]["k"]["format"] == "fp8"
+    assert found["layers"][1]["v"]["head_dim"] == 64
+    shown = CliRunner().invoke(main, ["inspect", str(path)]).output
+    assert "latent rows fp8/int4-g8+fp8-g4: 52 tokens" in shown and "RoPE" in shown
+    assert "KV head" not in shown
+
+
+def golden() -> LatentPagedKVCache:
+    """What stands in the golden file."""
+    steps = torch.arange(40)[:, None, None] / 4
+    latent = steps + torch.arange(256) / 64 - 2.0
+    rope = steps - torch.arange(32) / 8
+    batch = LatentPagedBatch(make(fmt=["int4-g8+fp8-g4", "int8-g4"]), 4, 100)
+    batch.cache.allocate("a")
+    extend(batch, ["a"], 40, range(40), rows=(latent, rope))
+    batch.cache.fork("a", 7)
+    extend(batch, [7], 3, range(3), rows=(latent[:3], rope[:3]))
+    return batch.cache
+
+
+def test_golden_file_of_version_3_still_loads() -> None:
+    fresh, loaded = golden(), make(fmt=["int4-g8+fp8-g4", "int8-g4"])
+    assert load_sequences(loaded, GOLDEN, model={"model_type": "deepseek_v3"}) == ["a", 7]
+    loaded.check_invariants()
+    for name in ("a", 7):
+        assert same(values(loaded, name), values(fresh, name))
+        assert loaded.state.tokens(name) == fresh.state.tokens(name)
+    assert loaded.num_free_pages == fresh.num_free_pages

@@ -1,0 +1,385 @@
+"""LatentPagedKVCache: whole latent rows in pages, and the bookkeeping of PagedKVCache over them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from fake_cuda import CPU, FakeDriver, install_for_caches, loaded_specs
+from latent_pages import (
+    DIMS,
+    FORMATS,
+    LAYERS,
+    SCALE,
+    assert_attends,
+    begin,
+    compare,
+    extend,
+    make,
+    new_rows,
+    queries,
+)
+from paged_cases import same, seen, values
+
+from kvquant import (
+    LatentFormat,
+    LatentKVCache,
+    LatentPagedBatch,
+    LatentPagedKVCache,
+    PagedBatch,
+    PagedKVCache,
+    debug,
+    quantize_rows,
+)
+from kvquant.cache.warmup import kernels_of
+from kvquant.errors import ConfigError, NonFiniteError, ShapeError, UnsupportedError
+from kvquant.kernels.cuda.runtime import launch as runtime
+from kvquant.ops import mla
+from kvquant.paged.warmup import BatchCalls
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+LENGTHS = [(3, 5), (0, 0), (3, 0), (0, 5)]  # sinks and recent tokens
+
+
+def test_a_page_holds_the_bytes_of_quantize_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = LatentPagedBatch(make(sink_len=0, recent_len=0), 4, 100)
+    first = begin(batch, "a", 20)
+    monkeypatch.setattr(debug, "enabled", True)  # looks whether rows share memory
+    rows = [torch.cat(x) for x in zip(first, extend(batch, ["a"], 12), strict=True)]
+    wanted = quantize_rows(torch.cat(rows, -1), LatentFormat.parse(FORMATS["cpu"], 256, 32))
+    cache = batch.cache
+    table = list(cache.state.pool.block_table("a"))
+    (pages,) = cache.rows.pages
+    assert torch.equal(pages.layers[1][table].flatten(0, 2), wanted[:, 0])
+    assert cache.rows.layers[1].k_pages.data_ptr() == pages.layers[1].data_ptr()
+    row_bytes = cache.formats[0].row_bytes
+    assert cache.rows.nbytes == LAYERS * 12 * 16 * row_bytes
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_attention_is_that_over_the_dequantized_rows(lengths: tuple[int, int], device: str) -> None:
+    """Of one query and several, of unequal lengths, with places that are not in use."""
+    cache = make(device, sink_len=lengths[0], recent_len=lengths[1])
+    batch = LatentPagedBatch(cache, 4, 100)
+    counts = {"a": 60, "b": 2, "c": 17}
+    new = {name: begin(batch, name, count) for name, count in counts.items()}
+    for layer in range(LAYERS):
+        latents, ropes = cache.dequantized("a", layer)
+        assert torch.equal(latents[0, :2].cpu(), new["a"][0][:2, 0].cpu().float()) == (
+            lengths[0] > 0
+        )
+        assert latents.shape == (1, 60, 256) and ropes.shape == (1, 60, 32)
+    for given in ([1, 1, 1], [3, 1, 4], [2, 0, 1]):
+        with batch.extend(list("abc"), given):
+            for layer in range(LAYERS):
+                batch.append(layer, *new_rows(sum(given), device))
+                assert_attends(batch, layer, "abc", given, queries(4, 6, device=device))
+                pair = queries(4, 4, 6, device=device)
+                assert_attends(batch, layer, "abc", given, pair)
+    cache.check()
+    cache.check_invariants()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_step_is_an_append_and_an_attend(device: str) -> None:
+    batches = [LatentPagedBatch(make(device), 4, 100) for _ in range(2)]
+    for batch in batches:
+        torch.manual_seed(0)
+        begin(batch, "a", 40)
+    for shape, count in (((4, 6), 1), ((4, 3, 6), 3)):
+        pair, rows, outs = queries(*shape, device=device), new_rows(count, device), []
+        with batches[0].extend(["a"], count):
+            for layer in range(LAYERS):
+                outs.append(batches[0].step(layer, *pair, *rows, sm_scale=SCALE))
+        with batches[1].extend(["a"], count):
+            for layer in range(LAYERS):
+                batches[1].append(layer, *rows)
+                assert torch.equal(outs[layer], batches[1].attend(layer, *pair, sm_scale=SCALE))
+    assert same(*(values(batch.cache, "a") for batch in batches))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_forks_prefixes_and_swaps_keep_every_bit(device: str) -> None:
+    batch = LatentPagedBatch(make(device), 4, 100)
+    cache = batch.cache
+    begin(batch, "a", 60, range(60))
+    before = values(cache, "a")
+    cache.fork("a", "b")
+    extend(batch, ["b"], 7)  # its last page is copied
+    assert same(values(cache, "a"), before)
+    assert cache.allocate("c", range(60)) == cache.match_prefix(range(60)) == 51
+    assert same(values(cache, "c"), [x[:, :51].clone() for x in packed(cache, "a", 51)])
+    kept = values(cache, "b")
+    cache.swap_out("b")
+    cache.finish_swaps()
+    extend(batch, ["a", "c"], [3, 9])
+    cache.swap_in("b")
+    assert same(values(cache, "b"), kept)
+    with batch.extend(list("abc")):
+        for layer in range(LAYERS):
+            batch.append(layer, *new_rows(3, device))
+            assert_attends(batch, layer, "abc", [1] * 3, queries(4, 6, device=device))
+    cache.check_invariants()
+
+
+def packed(cache: LatentPagedKVCache, name: str, count: int) -> list[torch.Tensor]:
+    """The values of a sequence whose first tokens are all packed, but for the sinks."""
+    assert int(cache.state.packed_lens[cache.state.seq_slot(name)]) + 3 >= count
+    return values(cache, name)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("recent_len", [0, 8])
+def test_drafts_that_are_taken_back_were_never_there(recent_len: int, device: str) -> None:
+    options = {"sink_len": 2, "recent_len": recent_len, "num_pages": 30}
+    caches = make(device, rollback_len=6, **options), make(device, **options)
+    ours, theirs = (LatentPagedBatch(cache, 4, 100) for cache in caches)
+    for name, count in (("a", 30), ("b", 1)):
+        rows = new_rows(count, device)
+        for batch in (ours, theirs):
+            batch.cache.allocate(name)
+            extend(batch, [name], count, rows=rows)
+    for drafted, kept in ((3, 1), (6, 0), (6, 6), (2, 1), (5, 3), (6, 2), (1, 0), (6, 4)):
+        new = [new_rows(drafted, device) for _ in "ab"]
+        extend(ours, ["a", "b"], drafted, rows=joined(new))
+        for name in "ab":
+            length = theirs.cache.length(name) + kept
+            ours.cache.truncate(name, length)
+        extend(theirs, ["a", "b"], kept, rows=joined([(x[:kept], y[:kept]) for x, y in new]))
+        for name in "ab":
+            assert same(*(values(cache, name) for cache in caches))
+    with pytest.raises(ZeroDivisionError), ours.extend(["a"], 4):  # and so are steps that fail
+        ours.append(0, *new_rows(4, device))
+        raise ZeroDivisionError
+    assert same(*(values(cache, "a") for cache in caches))
+    for cache in caches:
+        cache.check_invariants()
+
+
+def joined(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of several sequences, one after another."""
+    latents, ropes = zip(*pairs, strict=True)
+    return torch.cat(latents), torch.cat(ropes)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("fmt", ["int8-g4", "fp8", "bf16"])
+def test_rows_with_nan_are_found_in_either_part(fmt: str, device: str) -> None:
+    dims = {"latent_dim": 512, "rope_dim": 64}
+    batch = LatentPagedBatch(make(device, fmt=fmt, **dims), 4, 100)
+    cache = batch.cache
+    for name, part, token in (("a", None, 0), ("b", 0, 30), ("c", 1, 30), ("d", 1, 1)):
+        rows = [torch.randn(40, 1, dim).to(device) for dim in dims.values()]
+        if part is not None:
+            rows[part][token, 0, 5] = torch.inf
+        cache.allocate(name)
+        extend(batch, [name], 40, range(40), rows=(rows[0], rows[1]))
+    cache.swap_out("c")
+    with pytest.raises(NonFiniteError) as raised:
+        cache.check()
+    assert set(raised.value.sequences) == {"b", "c", "d"}
+    cache.check()
+    for name in "bcd":
+        cache.free(name, forget=True)
+    cache.check_invariants()
+
+
+def test_compiled_steps_are_one_graph() -> None:
+    torch._dynamo.reset()
+    batches = [LatentPagedBatch(make(), 4, 100) for _ in range(2)]
+
+    def step(batch: LatentPagedBatch, *given: torch.Tensor) -> list[torch.Tensor]:
+        return [
+            batch.step(layer, given[0], given[1], given[2], given[3], sm_scale=SCALE)
+            for layer in range(LAYERS)
+        ]
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for batch in batches:
+        torch.manual_seed(1)
+        begin(batch, "a", 30)
+        begin(batch, "b", 2)
+    for i in range(6):
+        ids, given = ["a", "b"][: 1 + i % 2], (*queries(4, 6), *new_rows(4))
+        with batches[0].extend(ids):
+            outs = compiled(batches[0], *given)
+        with batches[1].extend(ids):
+            assert same(outs, step(batches[1], *given))
+    assert same(*(values(batch.cache, "b") for batch in batches))
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    cache = make(rollback_len=1)
+    batch = LatentPagedBatch(cache, 4, 100)
+    begin(batch, "a", 20)
+    before = seen(cache)
+    with pytest.raises(ConfigError, match="cache has latent rows: make a LatentPagedBatch"):
+        PagedBatch(cache, 4)
+    heads = PagedKVCache(1, 1, 64, 4)
+    for other in (heads, LatentKVCache(1, 1, 16)):
+        with pytest.raises(ConfigError, match="give a LatentPagedKVCache"):
+            LatentPagedBatch(other, 4)  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedError, match="latent rows in pages have no bases"):
+        LatentPagedKVCache.from_plan(None, 4)
+    with pytest.raises(ConfigError, match="fmt lists 1 formats for 2 layers"):
+        make(fmt=["bf16"])
+    with pytest.raises(ConfigError, match="format 'int5' does not exist"):
+        make(fmt="int5")
+    latent, rope = new_rows(1)
+    for rows, message in (
+        ((latent, rope[..., :16]), "format int8-g8 has head_dim 32, not 16"),
+        ((latent.expand(1, 2, 256), rope.expand(1, 2, 32)), "k and v have 2 KV heads"),
+        ((latent[:0], rope[:0]), "k has 0 tokens, the step 1"),
+        ((latent, rope.float()), "k is torch.bfloat16 and v torch.float32"),
+    ):
+        with pytest.raises((ShapeError, ConfigError), match=message), batch.extend(["a"]):
+            batch.append(0, *rows)
+    q_latent, q_rope = queries(4, 6)
+    for pair, message in (
+        ((q_latent, q_rope[:, :5]), "q_rope \\[4, 5, 32\\]: they must be"),
+        ((q_latent[:0], q_rope[:0]), "q has 0 rows, the step 1 sequences"),
+        ((q_latent[0], q_rope[0]), "q is \\[6, 256\\]: it must be"),
+        ((q_latent.half(), q_rope), "q_latent is torch.float16 and q_rope torch.float32"),
+    ):
+        with pytest.raises((ShapeError, ConfigError), match=message), batch.extend(["a"], 0):
+            batch.attend(0, *pair, sm_scale=SCALE)
+    with pytest.raises(ConfigError, match="no step of this batch is open"):
+        batch.attend(0, q_latent, q_rope, sm_scale=SCALE)
+    with pytest.raises(TypeError, match="shared_prefix"):
+        LatentPagedBatch(cache, 4, shared_prefix=True)  # type: ignore[call-arg]
+    assert seen(cache) == before
+    assert "256 latents and 32 RoPE elements in int8-g4+int8-g8, 12 pages" in repr(cache)
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("options", [{}, {"recent_len": 0, "sink_len": 0}, {"fmt": "fp8"}], ids=str)
+def test_what_is_launched_was_told(
+    options: dict[str, Any], heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver: FakeDriver = install_for_caches(monkeypatch)
+    monkeypatch.setattr(mla, "kernels_for", lambda *_: "cuda")
+    cache = LatentPagedKVCache(2, 32, max_num_seqs=4, max_seq_len=512, **options)
+    calls = BatchCalls(cache, torch.bfloat16, 40, (4,), kind=LatentPagedBatch)
+    told = kernels_of([calls], runtime.gpu_of(CPU))
+    assert not driver.launched and not cache.ids
+    batch = LatentPagedBatch(cache, 4, 40)
+    for name in range(4):
+        cache.allocate(name)
+    for ids, count in (([0], 40), (range(4), 1)):
+        total = count * len(ids)
+        latent, rope = (torch.zeros(total, 1, n, dtype=torch.bfloat16) for n in (512, 64))
+        with batch.extend(list(ids), count):
+            for layer in range(2):
+                if count > 1:
+                    batch.append(layer, latent, rope)
+                    continue
+                q = [torch.zeros(4, heads, n, dtype=torch.bfloat16) for n in (512, 64)]
+                batch.step(layer, q[0], q[1], latent, rope, sm_scale=SCALE)
+    assert driver.launched and {*loaded_specs()} <= {*told}
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_bytes_are_those_of_the_cpu(lengths: tuple[int, int]) -> None:
+    options: dict[str, Any] = {"sink_len": lengths[0], "recent_len": lengths[1]}
+    options |= {"fmt": ["int8-g4", "int4-g8+fp8-g4"], "num_pages": 30}
+    batches = [LatentPagedBatch(make(device, **options), 4, 100) for device in ("cpu", "cuda")]
+    for batch in batches:
+        batch.cache.allocate("a")
+    for count in (40, 1, 1, 7, 1):
+        rows = new_rows(count)
+        for batch in batches:
+            here = rows[0].to(batch.cache.device), rows[1].to(batch.cache.device)
+            extend(batch, ["a"], count, range(count), here)
+    for batch in batches:
+        batch.cache.fork("a", "b")
+        batch.cache.truncate("b", 30)
+        batch.cache.swap_out("a")
+    for _ in range(20):
+        rows = new_rows(1)
+        for batch in batches:
+            here = rows[0].to(batch.cache.device), rows[1].to(batch.cache.device)
+            extend(batch, ["b"], 1, rows=here)
+    for batch in batches:
+        batch.cache.swap_in("a")
+    for name in "ab":
+        ours, theirs = (values(batch.cache, name) for batch in batches)
+        assert same([x.cpu() for x in theirs], ours)
+    batches[1].cache.check()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fmt", ["int8-g4", "int4-g8+fp8-g4", "fp8", "bf16"])
+@pytest.mark.parametrize("heads", [16, 128])
+def test_a_gpu_attends_to_pages_of_64_tokens(heads: int, fmt: str) -> None:
+    """Of the sizes that models have, with more tokens than a block has at a time."""
+    dims = {"latent_dim": 512, "rope_dim": 64}
+    options: dict[str, Any] = {"page_size": 64, "num_pages": 60, "max_seq_len": 1500, **dims}
+    cache = make("cuda", fmt=fmt, sink_len=4, recent_len=128, **options)
+    batch = LatentPagedBatch(cache, 4, 1500)
+    for name, count in (("a", 1400), ("b", 130), ("c", 3)):
+        rows = [torch.randn(count, 1, dim).bfloat16().cuda() for dim in dims.values()]
+        cache.allocate(name)
+        extend(batch, [name], count, rows=(rows[0], rows[1]))
+    for counts in ([1, 1, 1], [3, 1, 2]):
+        total = sum(counts)
+        rows = [torch.randn(total, 1, dim).bfloat16().cuda() for dim in dims.values()]
+        shape = (4, heads) if max(counts) == 1 else (4, 3, heads)
+        q = [torch.randn(*shape, dim).bfloat16().cuda() for dim in dims.values()]
+        with batch.extend(list("abc"), counts):
+            for layer in range(LAYERS):
+                batch.append(layer, *rows)
+                assert_attends(batch, layer, "abc", counts, (q[0], q[1]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_one_graph_serves_steps_of_other_sequences_lengths_and_pages(
+    lengths: tuple[int, int],
+) -> None:
+    """What no token is in is NaN, and places that are not in use have queries of NaN."""
+    cache = make("cuda", sink_len=lengths[0], recent_len=lengths[1], num_pages=30)
+    prefill, batch = LatentPagedBatch(cache, 4, 100), LatentPagedBatch(cache, 4)
+    given = [torch.full((4, 6, n), torch.nan).bfloat16().cuda() for n in DIMS.values()]
+    given += [torch.full((4, 1, n), torch.nan).bfloat16().cuda() for n in DIMS.values()]
+
+    def layers() -> list[torch.Tensor]:
+        found = []
+        for layer in range(LAYERS):
+            q_latent, q_rope, latent, rope = given
+            out = batch.step(layer, q_latent, q_rope, latent, rope, sm_scale=SCALE)
+            found.append(out)
+        return found
+
+    with batch.extend([]):
+        layers()  # kernels are loaded
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outs = layers()
+    for name, count in (("a", 20), ("b", 3), ("c", 0), ("d", 61)):
+        cache.allocate(name)
+        extend(prefill, [name], count)
+    live = ["a", "b", "c", "d"]
+    for step in range(30):
+        if step % 9 == 4:  # the shared last page is copied between replays
+            cache.free(live[0])
+            cache.fork(live[1], f"{step}")
+            live = [*live[1:], f"{step}"]
+        ids = live[step % 3 :]
+        for x in given:
+            x.copy_(torch.randn(x.shape))
+            x[len(ids) :] = torch.nan
+        with batch.extend(ids):
+            graph.replay()
+        for layer in range(LAYERS):
+            pair = given[0][: len(ids)], given[1][: len(ids)]
+            compare(cache, layer, ids, [1] * len(ids), pair, outs[layer][: len(ids)])
+            assert not outs[layer][len(ids) :].any()
+    assert cache.bad_rows.tolist() == [0, 0]
+    cache.check_invariants()

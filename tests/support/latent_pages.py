@@ -1,0 +1,122 @@
+"""What the tests of paged caches of latent rows share: a small cache, steps, and the reference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from kvquant import LatentPagedBatch, LatentPagedKVCache
+from kvquant.paged.batch import PagedBatch
+from kvquant.paged.cache import PagedKVCache
+from kvquant.paged.pool import SequenceId
+
+LAYERS, PAGE, SINKS, RECENT, SCALE = 2, 16, 3, 5, 80**-0.5
+DIMS = {"latent_dim": 256, "rope_dim": 32}
+FORMATS = {"cpu": "int8-g4+int8-g8", "cuda": "int8-g4"}  # groups of 4 elements have no kernel
+NAN = 0xFF  # bytes of NaN
+LIMITS = {torch.float32: 1e-5, torch.bfloat16: 3e-3}  # of the relative error of attention
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def make(device: str = "cpu", **options: Any) -> LatentPagedKVCache:
+    """A small cache, all of whose rows are NaN: 2 layers, 12 pages of 16 tokens, 4 slots."""
+    given = {"fmt": FORMATS[device], "max_num_seqs": 4, "max_seq_len": 100, "page_size": PAGE}
+    given |= {"sink_len": SINKS, "recent_len": RECENT, "num_pages": 12, **DIMS, **options}
+    cache = LatentPagedKVCache(LAYERS, device=device, **given)  # type: ignore[arg-type]
+    poison(cache, range(len(cache.state.lengths)), range(cache.state.pool.num_pages))
+    return cache
+
+
+def poison(cache: PagedKVCache, seq_slots: Sequence[int], pages: Sequence[int]) -> None:
+    """Let what no token is in be NaN."""
+    for sides, units in ((cache.rows.exact, seq_slots), (cache.rows.pages, pages)):
+        for stack in (stack for side in sides for stack in side.stacks):
+            stack[:, list(units)] = NAN
+
+
+def new_rows(count: int, device: str | torch.device = "cpu") -> Pair:
+    """Latents and RoPE parts of new tokens, bfloat16."""
+    latent, rope = (torch.randn(count, 1, dim).bfloat16().to(device) for dim in DIMS.values())
+    return latent, rope
+
+
+def queries(*shape: int, device: str | torch.device = "cpu") -> Pair:
+    """Absorbed queries: float32 on the CPU, bfloat16 on CUDA."""
+    dtype = torch.float32 if str(device) == "cpu" else torch.bfloat16
+    q_latent, q_rope = (torch.randn(*shape, dim).to(device, dtype) for dim in DIMS.values())
+    return q_latent, q_rope
+
+
+def extend(
+    batch: PagedBatch,
+    ids: Sequence[SequenceId],
+    counts: int | Sequence[int] = 1,
+    tokens: Sequence[int] | None = None,
+    rows: Pair | None = None,
+) -> Pair:
+    """One step, the same rows in every layer; return them."""
+    with batch.extend(ids, counts, tokens):
+        total = counts * len(ids) if isinstance(counts, int) else sum(counts)
+        rows = new_rows(total, batch.cache.device) if rows is None else rows
+        for layer in range(LAYERS):
+            batch.append(layer, *rows)
+    return rows
+
+
+def begin(
+    batch: PagedBatch, name: SequenceId, count: int, tokens: Sequence[int] | None = None
+) -> Pair:
+    """A new sequence of so many tokens, none of them present."""
+    assert batch.cache.allocate(name) == 0
+    return extend(batch, [name], [count], tokens)
+
+
+def assert_attends(
+    batch: LatentPagedBatch,
+    layer: int,
+    ids: Sequence[SequenceId],
+    counts: Sequence[int],
+    pair: Pair,
+) -> None:
+    """Compare attention of a step with float64 over dequantized rows.
+
+    Args:
+        ids, counts: of the step.
+        pair: queries of more places, [places, heads, dim] or [places, q_len, heads, dim].
+    """
+    out, lse = batch.attend(layer, *pair, sm_scale=SCALE, return_lse=True)
+    compare(batch.cache, layer, ids, counts, pair, out, lse)
+
+
+def compare(
+    cache: LatentPagedKVCache,
+    layer: int,
+    ids: Sequence[SequenceId],
+    counts: Sequence[int],
+    pair: Pair,
+    out: torch.Tensor,
+    lse: torch.Tensor | None = None,
+) -> None:
+    """The same of results."""
+    many = pair[0].ndim == 4
+    both = torch.cat(pair, -1).double().cpu()
+    wanted = torch.zeros(out.shape, dtype=torch.float64)
+    wanted_lse = torch.full(out.shape[:-1], -math.inf, dtype=torch.float64)
+    for place, (name, count) in enumerate(zip(ids, counts, strict=True)):
+        parts = [part[0].double().cpu() for part in cache.dequantized(name, layer)]
+        keys, length = torch.cat(parts, -1), len(parts[0])
+        for i in range(count if many else 1):
+            at = (place, i) if many else (place,)
+            seen = length - count + i + 1 if many else length
+            scores = both[at] @ keys[:seen].T * SCALE
+            wanted[at] = scores.softmax(-1) @ parts[0][:seen]
+            wanted_lse[at] = scores.logsumexp(-1)
+    seen_by_none = wanted_lse.isinf()
+    assert not out.cpu()[seen_by_none].any()
+    error = (out.cpu().double() - wanted).norm() / wanted.norm().clamp(min=1e-30)
+    assert float(error) < LIMITS[out.dtype]
+    if lse is not None:
+        torch.testing.assert_close(lse.cpu().double(), wanted_lse, atol=1e-3, rtol=1e-4)
