@@ -1,9 +1,9 @@
 """Choose the basis, the rounding and the clip ratios of every layer by measured, weighted errors.
 
 The error e of a row counts as eᵀ W e: for K the square of what it adds to the scores of the queries
-that meet its head, for V of what it adds to the layer's output, both on average. It is measured on
-tokens that the moments did not see. Given as a share: the root of its sum over that of the rows
-about their mean.
+that meet its head, for V of what it adds to the layer's output, both on average; of latent rows see
+error_weights. It is measured on tokens that the moments did not see. Given as a share: the root of
+its sum over that of the rows about their mean.
 """
 
 from __future__ import annotations
@@ -98,11 +98,26 @@ class Chosen:
 
 
 def error_weights(model: ObservableModel, moments: Moments) -> Weights:
-    """W of every layer and side, float64."""
+    """W of every layer and side, float64.
+
+    A latent is K and V: an error e changes scores by s = q·e, and outputs by W_O W_UV e of each
+    head. Where attention gives a token the share p, the first changes the head's output by p s
+    (its value - the mean of the others'), the second by p W_O W_UV e. So with the covariance C of
+    latents and F of LatentHeads.output_factor
+
+        W = E[q qᵀ] tr(F C Fᵀ) + Fᵀ F       of latents, heads alike
+        W = E[q qᵀ] tr(F C Fᵀ)              of RoPE parts, which are only K
+    """
     projections = model.output_weights()
     found: Weights = {}
     for layer, at in moments.layers.items():
         heads, dim = at.tensors["v_sum"].shape
+        if at.is_latent:
+            output = output_moment(projections[layer], 1, at.queries.shape[-1])
+            output = output.to(at.queries.device)
+            spread = (output * at.covariance("k")).sum()
+            found[layer] = {"k": at.queries * spread + output, "v": at.rope_queries * spread}
+            continue
         output = output_moment(projections.get(layer), heads, dim).to(at.queries.device)
         found[layer] = {"k": at.queries, "v": output}
     return found
@@ -114,6 +129,7 @@ def choose(
     moments: Moments,
     formats: Mapping[str, tuple[RowFormat, RowFormat]],
     *,
+    base_format: str = BASE_FORMAT,
     rounding: str = "feedback",
     batch: int = 2,
     progress: Callable[[int], None] = lambda amount: None,
@@ -124,7 +140,8 @@ def choose(
         model: reads the windows, twice.
         windows: [num_windows, tokens], int64, of tokens that the moments did not see.
         moments: of the model.
-        formats: the candidates for K and V, by their short names, BASE_FORMAT among them.
+        formats: the candidates for K and V, by their short names, base_format among them.
+        base_format: in which bases are compared.
         rounding: "feedback", if it is better, or "nearest".
         batch: windows read at a time.
         progress: called with the number of tokens read.
@@ -143,7 +160,7 @@ def choose(
                 for name, basis in candidates(at, weights[layer], side).items()
                 if rounding == "feedback" or basis.feedback is None
             }
-    base = dict(zip("kv", formats[BASE_FORMAT], strict=True))
+    base = dict(zip("kv", formats[base_format], strict=True))
 
     def compare(
         layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float
@@ -190,7 +207,7 @@ def choose(
                 found.errors[f"format_error_plain.{name}"] = meter.share(
                     layer, side, f"plain.{name}"
                 )
-            found.errors["error.clip"] = found.errors[f"format_error.{BASE_FORMAT}"]
+            found.errors["error.clip"] = found.errors[f"format_error.{base_format}"]
     return chosen
 
 

@@ -15,14 +15,14 @@ import torch
 from kvquant.errors import (
     ConfigError,
     NonFiniteError,
-    UnsupportedError,
     UnsupportedModelError,
     shown,
 )
-from kvquant.hf.configs import cache_layers
+from kvquant.hf.configs import CacheLayers, cache_layers
 from kvquant.io.model_id import model_identity
-from kvquant.io.plan import FORMAT, VERSION, CachePlan
-from kvquant.rows.format import FP16_MAX, HEAD_DIMS, RowFormat
+from kvquant.io.plan import FORMAT, LATENT_VERSION, VERSION, CachePlan
+from kvquant.rows.format import FP8_DS_MLA, FP16_MAX, HEAD_DIMS, RowFormat
+from kvquant.rows.latent import LatentFormat
 
 from .basis_search import BASE_FORMAT, STEPS, Chosen, ObservableModel, choose
 from .fidelity import DecodingModel, Fidelity, Planned, Reference, Scheme
@@ -38,6 +38,11 @@ HELD_OUT = 4  # the last quarter of a text is held out for scoring
 CANDIDATES = ("int4", "int4-g2", "int4-g4", "int4-g8", "int8")  # cheapest first
 ROUNDINGS = ("feedback", "nearest")
 COMPARED = ("int4", "int4-g4", "int8")
+# of latents, and of RoPE parts by their elements: what the kernel on CUDA reads, and 16 bit
+LATENT_CANDIDATES = ("int4-g4", "int4-g8", "int8-g4")
+ROPE_CANDIDATES = {64: ("int8-g4",), 32: ()}
+LATENT_FORMAT = "int4-g8"
+LATENT_COMPARED = ("int4-g4", "int4-g8", "int4-g8+int8-g4", "int8-g4", "fp8-g4")
 ROUNDS = 6  # plans that are measured to meet a limit, at most
 Report = Callable[[str, int], None]  # a stage and how much of it was done, in hundredths
 
@@ -68,7 +73,7 @@ class Goal:
     Attributes:
         max_kl: KL to the 16-bit cache, nats per token.
         budget: bits per element of the packed rows.
-        format: of all layers; with neither of the others.
+        format: of all layers; with neither of the others. Of latent rows as LatentFormat takes it.
 
     Raises:
         ConfigError: they contradict one another or cannot be reached at all.
@@ -83,8 +88,8 @@ class Goal:
             raise ConfigError("give a format, or --max-kl and --budget to have formats chosen")
         if self.max_kl is not None and not (0 < self.max_kl < math.inf):
             raise ConfigError(f"a KL of {self.max_kl} cannot be kept: use more than 0, as 0.01")
-        if self.format is not None:
-            RowFormat.parse(self.format, HEAD_DIMS[0])  # an unknown one is refused before all work
+        for name in (self.format or BASE_FORMAT).split("+"):
+            RowFormat.parse(name, HEAD_DIMS[0])  # an unknown one is refused before all work
         if self.budget is not None and not self.budget < math.inf:
             raise ConfigError(f"a budget of {self.budget} bits is not possible: use 4.25 or more")
 
@@ -108,8 +113,8 @@ def calibrate(
         tokens: the text; None with zero_data, where nothing is to be measured.
         held: the text to score on, not observed; the last quarter of tokens when None.
         sizes: how much to read; Sizes() when None.
-        goal: what to reach; Goal(format="int4") when None.
-        rounding: "feedback", where it is better, or "nearest".
+        goal: what to reach; Goal(format="int4") when None, or "int4-g8" of latent rows.
+        rounding: "feedback", where it is better, or "nearest", as latent rows always are.
         zero_data: observe random tokens in place of the text.
         state: a file that keeps the sums, so that an interrupted run goes on; none when None.
         progress: called with the stage and what was done of it since, in hundredths.
@@ -119,22 +124,18 @@ def calibrate(
 
     Raises:
         ConfigError: a text is too short for the sizes or is none, or an option is not possible.
-        UnsupportedError: the model keeps latent rows.
+        UnsupportedModelError: the model keeps latent rows, and cannot decode from them.
     """
-    sizes, goal = sizes or Sizes(), goal or Goal(format=BASE_FORMAT)
+    sizes, layers = sizes or Sizes(), None
     if rounding not in ROUNDINGS:
         raise ConfigError(
             f"rounding {shown(rounding)} does not exist: use {' or '.join(ROUNDINGS)}"
         )
     with suppress(UnsupportedModelError):  # then after the model was observed
         layers = cache_layers(getattr(model, "config", None))
-        if layers.are_latent:
-            raise UnsupportedError(
-                "this model keeps latent rows, of which there are no plans: give a format to "
-                "kvquant quantize (--format), or to CachedModel.new_cache (fmt)"
-            )
-        layers.check_whole()
-        _check_budget(goal, _least_bits(layers.k_dims + layers.v_dims))
+    is_latent = layers is not None and layers.are_latent
+    goal = goal or Goal(format=LATENT_FORMAT if is_latent else BASE_FORMAT)
+    _check_goal(model, goal, layers)
     if tokens is None and not zero_data:
         raise ConfigError("there is no text: give tokens, or zero_data=True to observe random ones")
     tokens = None if tokens is None else token_ids("tokens", tokens)
@@ -224,20 +225,26 @@ def finish(
     shared = model.shared_layers()
     places, others = held_layers(moments, getattr(model, "config", None), shared)
     moments, held = renumbered(moments, places, shared), HeldLayers(model, places, shared)
-    names = CANDIDATES if goal.format is None else tuple(dict.fromkeys((*CANDIDATES, goal.format)))
     first = next(iter(moments.layers.values()))
-    dims = [first.tensors[f"{side}_sum"].shape[1] for side in "kv"]
-    formats = {name: (_format(name, dims[0]), _format(name, dims[1])) for name in names}
-    _check_budget(goal, _least_bits(dims))
+    k_dim, v_dim = dims = [first.tensors[f"{side}_sum"].shape[1] for side in "kv"]
+    offered = _offered(dims, first.is_latent, model.exact_format)
+    start = offered[0][0], offered[1][0]
+    if goal.format is not None:
+        start = _names_of(goal.format, dims, first.is_latent, model.exact_format)
+    names = dict.fromkeys((*offered[0], *offered[1], *start))
+    formats = {name: (_format(name, k_dim), _format(name, v_dim)) for name in names}
+    _check_budget(goal, _least_bits(dims, offered))
+    if first.is_latent:
+        rounding = "nearest"
     chosen = choose(
         held,
         fitted,
         moments,
         {name: pair for name, pair in formats.items() if not pair[0].is_exact},
+        base_format=LATENT_CANDIDATES[0] if first.is_latent else BASE_FORMAT,
         rounding=rounding,
         progress=_shares(progress, "choose", 2 * fitted.numel()),
     )
-    start = goal.format or next(iter(formats))
     facts = {
         "model": model_identity(model.config_dict),
         "observed_tokens": moments.count,
@@ -249,6 +256,7 @@ def finish(
         },
         "places": places,
         "others": [{"layer": layer, "why": why} for layer, why in others.items()],
+        **({"latent": True} if first.is_latent else {}),
     }
     kept = _kept(moments)
     plan = _assembled(moments, chosen, start, model.exact_format, kept, facts)
@@ -264,17 +272,17 @@ def finish(
 def _assembled(
     moments: Moments,
     chosen: Mapping[int, Mapping[str, Chosen]],
-    start: str,
+    start: tuple[str, str],
     exact: str,
     kept: Mapping[int, str],
     facts: Mapping[str, Any],
 ) -> CachePlan:
-    """Make the plan, with one format for all layers and nothing measured yet.
+    """Make the plan, with the same formats for all layers and nothing measured yet.
 
     Args:
         moments: what was observed.
         chosen: for every layer and side.
-        start: the format.
+        start: the formats of K and of V.
         exact: the 16-bit format of layers that are kept.
         kept: these layers, and why.
         facts: "model", "observed_tokens", "zero_data" and "settings".
@@ -295,11 +303,11 @@ def _assembled(
     layers = []
     for layer in order:
         entry: dict[str, Any] = {"kept": kept.get(layer)}
-        for side in "kv":
+        for side, name in zip("kv", start, strict=True):
             basis = chosen[layer][side].basis
             rounding = "nearest" if basis.feedback is None else "feedback"
             entry[side] = {
-                "format": exact if layer in kept else start,
+                "format": exact if layer in kept else name,
                 "basis": "none" if layer in kept else basis.kind,
                 "rounding": "nearest" if layer in kept else rounding,
             }
@@ -307,7 +315,7 @@ def _assembled(
     clips = next(iter(chosen[order[0]].values())).clips
     whole = {
         "format": FORMAT,
-        "version": VERSION,
+        "version": LATENT_VERSION if facts.get("latent") else VERSION,
         **facts,
         "layers": layers,
         "steps": [*STEPS, "feedback", "clip"],
@@ -351,6 +359,8 @@ def _reference(
     model: CalibratedModel, plan: CachePlan, passages: torch.Tensor, context: int
 ) -> Reference | PassReference:
     """What plans are measured by: decoding, where the model can decode from a KVCache of them."""
+    if plan.is_latent:
+        return Reference(model, passages, context)
     try:
         model.new_cache(1, 1, plan=plan)
         return Reference(model, passages, context)
@@ -372,12 +382,14 @@ def _decided(
     free = [i for i, entry in enumerate(plan.facts["layers"]) if not entry["kept"]]
     sides: list[Side] = [(layer, side) for layer in free for side in "kv"]
     start = {side: plan.facts["layers"][side[0]][side[1]]["format"] for side in sides}
-    step = _shares(progress, "decode", 1 + len(sides) + 2 * len(COMPARED) + ROUNDS)
+    compared = _compared(plan, exact)
+    step = _shares(progress, "decode", 1 + len(sides) + 2 * len(compared) + ROUNDS)
     if isinstance(reference, Reference):
         reference.warm_up(_known_schemes(plan, start, exact))
     found = reference.measure(Planned(plan))
     step(1)
-    allowed = CANDIDATES if goal.format is None else (goal.format,)
+    dims = _dims(plan)
+    of_k, of_v = _offered(dims, plan.is_latent, exact)
     alone: dict[Side, float] = {}
     for side in sides:
         only = {other: start[other] if other == side else exact for other in sides}
@@ -388,9 +400,10 @@ def _decided(
             side: _costs(chosen[side[0]][side[1]], alone[side], start[side], formats)
             for side in sides
         },
-        bits={name: formats[name][0].bits_per_element for name in allowed},
-        v_bits={name: formats[name][1].bits_per_element for name in allowed},
-        v_width=formats[allowed[0]][1].head_dim / formats[allowed[0]][0].head_dim,
+        bits={name: formats[name][0].bits_per_element for name in of_k},
+        v_bits={name: formats[name][1].bits_per_element for name in of_v},
+        v_width=dims[1] / dims[0],
+        k_first=not plan.is_latent,
     )
     used, limit = start, goal.max_kl
     factor = found.kl / max(costs.total(start), 1e-12)
@@ -410,11 +423,12 @@ def _decided(
         factor = found.kl / max(costs.total(used), 1e-12)
     is_met = limit is None or found.kl <= limit
     comparison: list[dict[str, Any]] = []
-    for name in COMPARED:
-        for scheme in (Scheme(name, name), Planned(plan.with_formats(name), f"{name}, plan")):
+    for name, pair in compared.items():
+        rows = _format(pair[0], dims[0]), _format(pair[1], dims[1])
+        for scheme in (Scheme(*pair), Planned(plan.with_formats(*pair), f"{name}, plan")):
             entry = {"format": name, "plan": isinstance(scheme, Planned)}
             with suppress(NonFiniteError):  # layers that a plan keeps cannot be quantized without
-                comparison.append(entry | _figures(reference.measure(scheme), formats[name]))
+                comparison.append(entry | _figures(reference.measure(scheme), rows))
             step(1)
     facts = {
         **plan.facts,
@@ -444,9 +458,68 @@ def _decided(
     return CachePlan(facts, plan.tensors)
 
 
-def _least_bits(dims: Sequence[int]) -> float:
+def _check_goal(model: CalibratedModel, goal: Goal, layers: CacheLayers | None) -> None:
+    """Raise unless there can be such plans of a model; layers: of its config, if it tells them."""
+    is_latent = layers is not None and layers.are_latent
+    if goal.format is not None and "+" in goal.format and not is_latent:
+        raise ConfigError(f"format {goal.format} is of latent rows, and this model has K and V")
+    if layers is None:
+        return
+    if is_latent:
+        model.new_cache(1, 1)  # what cannot decode is told now
+    elif layers.others:
+        return  # the model cannot decode from a KVCache alone
+    dims = [layers.k_dims[0], layers.v_dims[0]]
+    offered = _offered(dims, is_latent, model.exact_format)
+    if is_latent:
+        _check_budget(goal, _least_bits(dims, offered))
+        if goal.format is not None:
+            _names_of(goal.format, dims, is_latent, model.exact_format)
+        return
+    whole = 8 * sum(_format(CANDIDATES[0], dim).row_bytes for dim in layers.k_dims + layers.v_dims)
+    _check_budget(goal, whole / sum(layers.k_dims + layers.v_dims))
+
+
+def _dims(plan: CachePlan) -> list[int]:
+    """Elements of rows of K and of V."""
+    return [plan.tensors[f"{side}.offset"].shape[2] for side in "kv"]
+
+
+def _offered(
+    dims: Sequence[int], is_latent: bool, exact: str
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The formats that K and V are given a choice of, cheapest first."""
+    if not is_latent:
+        return CANDIDATES, CANDIDATES
+    return (*LATENT_CANDIDATES, exact), (*ROPE_CANDIDATES[dims[1]], exact)
+
+
+def _compared(plan: CachePlan, exact: str) -> dict[str, tuple[str, str]]:
+    """The formats of all layers that a plan is compared in, and those of K and of V then."""
+    dims = _dims(plan)
+    if not plan.is_latent:
+        return {name: (name, name) for name in COMPARED}
+    names = [name for name in LATENT_COMPARED if "+" not in name or ROPE_CANDIDATES[dims[1]]]
+    return {name: _names_of(name, dims, True, exact) for name in names}
+
+
+def _names_of(name: str, dims: Sequence[int], is_latent: bool, exact: str) -> tuple[str, str]:
+    """The formats of K and of V that a format of all layers stands for."""
+    if not is_latent:
+        return name, name
+    fmt = LatentFormat.parse(name if "+" in name or name == "fp8" else f"{name}+{exact}", *dims)
+    if fmt.latent.codec == FP8_DS_MLA:
+        raise ConfigError(
+            "fp8 is FlashMLA's layout, for which nothing is chosen: calibrate fp8-g4, and "
+            "plan.with_formats('fp8') has its bases"
+        )
+    return str(fmt.latent), str(fmt.rope)
+
+
+def _least_bits(dims: Sequence[int], offered: Sequence[Sequence[str]]) -> float:
     """Bits per element of the cheapest rows of such widths."""
-    return 8 * sum(_format(CANDIDATES[0], dim).row_bytes for dim in dims) / sum(dims)
+    rows = [_format(names[0], dim).row_bytes for names, dim in zip(offered, dims, strict=True)]
+    return 8 * sum(rows) / sum(dims)
 
 
 def _check_budget(goal: Goal, least: float) -> None:
@@ -474,7 +547,8 @@ def _costs(
     costs = {
         name: alone * error / max(errors.get(start, 0.0), least) for name, error in errors.items()
     }
-    return {start: alone} | costs
+    exact = {name: 0.0 for name, pair in formats.items() if pair[0].is_exact}
+    return {start: alone} | costs | exact
 
 
 def _figures(found: Fidelity, pair: tuple[RowFormat, RowFormat]) -> dict[str, float | None]:
@@ -495,7 +569,8 @@ def _kept(moments: Moments) -> dict[int, str]:
         for side in "kv":
             largest = float(at.absmax(side).amax())
             if not largest <= FP16_MAX:
-                what = "keys" if side == "k" else "values"
+                words = ("latents", "RoPE parts") if at.is_latent else ("keys", "values")
+                what = words["kv".index(side)]
                 found[layer] = f"its {what} go up to {largest:g}, rows hold {FP16_MAX:g}"
     return found
 
@@ -529,9 +604,9 @@ def _known_schemes(
     for alone in ("k", "v", ""):
         formats = {side: start[side] if side[1] == alone else exact for side in start}
         yield Planned(plan.with_layer_formats(formats))
-    for name in COMPARED:
-        yield Scheme(name, name)
-        yield Planned(plan.with_formats(name))
+    for pair in _compared(plan, exact).values():
+        yield Scheme(*pair)
+        yield Planned(plan.with_formats(*pair))
 
 
 def _shares(progress: Report, stage: str, total: int) -> Callable[[int], None]:

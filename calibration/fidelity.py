@@ -23,6 +23,7 @@ import torch
 
 from kvquant.cache.checks import Devices
 from kvquant.cache.contiguous import KVCache
+from kvquant.cache.latent import LatentKVCache
 from kvquant.cache.warmup import Calls, warm_up
 from kvquant.errors import ShapeError
 from kvquant.io.plan import CachePlan
@@ -36,7 +37,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a cache keeps its tokens."""
+    """How a cache keeps its tokens; of latent rows k_format is the latents', v_format that of RoPE
+    parts."""
 
     k_format: str
     v_format: str
@@ -149,15 +151,9 @@ def read_prompt(model: DecodingModel, prompt: torch.Tensor, new_tokens: int) -> 
     Returns:
         A cache of 16-bit rows only.
     """
-    exact = model.exact_format
-    cache = model.new_cache(
-        prompt.shape[0],
-        prompt.shape[1] + new_tokens,
-        k_format=exact,
-        v_format=exact,
-        sink_len=0,
-        recent_len=0,
-    )
+    exact = Scheme(model.exact_format, model.exact_format)
+    options = _options_of(exact, is_latent=getattr(model, "has_latents", False))
+    cache = model.new_cache(prompt.shape[0], prompt.shape[1] + new_tokens, **options)
     model.prefill(cache, prompt)
     return cache
 
@@ -189,10 +185,18 @@ def _empty_copy(
     model: DecodingModel, exact: KVCache, scheme: Scheme | Planned, device: Devices
 ) -> KVCache:
     """A cache of a scheme, of the capacity of another."""
-    options: Any = vars(scheme)
-    if isinstance(scheme, Planned):
-        options = {name: options[name] for name in ("plan", "sink_len", "recent_len")}
+    options = _options_of(scheme, is_latent=isinstance(exact, LatentKVCache))
     return model.new_cache(exact.batch, exact.max_seq_len, device=device, **options)
+
+
+def _options_of(scheme: Scheme | Planned, *, is_latent: bool) -> dict[str, Any]:
+    """A scheme as options of new_cache."""
+    lengths = {"sink_len": scheme.sink_len, "recent_len": scheme.recent_len}
+    if isinstance(scheme, Planned):
+        return {"plan": scheme.plan, **lengths}
+    if is_latent:
+        return {"fmt": f"{scheme.k_format}+{scheme.v_format}", **lengths}
+    return {"k_format": scheme.k_format, "v_format": scheme.v_format, **lengths}
 
 
 def stored_bits(cache: KVCache, exact: KVCache) -> float:

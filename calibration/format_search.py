@@ -4,7 +4,7 @@ What a side of a layer costs, in KL, is measured once by decoding with this side
 cheapest format; in another format it is taken to shrink as the square of the weighted error of its
 rows. Costs add up, times a factor that the decoding of the whole plan tells. The greedy step is the
 one that saves the most KL per bit. K keeps at least the bits of V, unless V alone was measured to
-cost more than K alone.
+cost more than K alone, or the sides are the parts of latent rows.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ class Costs:
 
     Attributes:
         kl: for every side and format, nats per token.
-        bits: of every format, per element of a row of K, cheapest first.
-        v_bits: the same of V, where its rows are of another width; those of K when None.
+        bits: of every format that K may take, per element of a row, cheapest first.
+        v_bits: the same of V; that of K when None.
         v_width: elements of a row of V for each of K.
+        k_first: whether K keeps at least the bits of V.
     """
 
     kl: Mapping[Side, Mapping[str, float]]
     bits: Mapping[str, float]
     v_bits: Mapping[str, float] | None = None
     v_width: float = 1.0
+    k_first: bool = True
 
     def total(self, formats: Mapping[Side, str]) -> float:
         """The KL of all sides."""
@@ -40,11 +42,13 @@ class Costs:
         taken = sum(self.row_bits(side, name) for side, name in formats.items())
         return taken / self.width(formats)
 
+    def offered(self, side: Side) -> Mapping[str, float]:
+        """Bits per element of every format that a side may take, cheapest first."""
+        return self.bits if side[1] == "k" else self.v_bits or self.bits
+
     def row_bits(self, side: Side, name: str) -> float:
         """Bits of a row of a side, over the elements of a row of K."""
-        if side[1] == "k":
-            return self.bits[name]
-        return (self.v_bits or self.bits)[name] * self.v_width
+        return self.offered(side)[name] * (1.0 if side[1] == "k" else self.v_width)
 
     def width(self, sides: Collection[Side]) -> float:
         """Elements of the rows of sides, over those of a row of K."""
@@ -64,13 +68,12 @@ def allocate(
     Returns:
         The format of every side; the best within the budget where max_kl is out of reach.
     """
-    cheapest = next(iter(costs.bits))
-    formats = dict.fromkeys(costs.kl, cheapest)
+    formats = {side: next(iter(costs.offered(side))) for side in costs.kl}
     while max_kl is None or costs.total(formats) > max_kl:
         steps = [
             (saved / more, side, name)
             for side, now in formats.items()
-            for name in costs.bits
+            for name in costs.offered(side)
             if (more := costs.row_bits(side, name) - costs.row_bits(side, now)) > 0
             and (saved := costs.kl[side][now] - costs.kl[side][name]) > 0
             and _may_take(costs, formats, side, name)
@@ -105,7 +108,7 @@ def worst_layers(costs: Costs, formats: Mapping[Side, str], *, count: int = 3) -
 def _may_take(costs: Costs, formats: Mapping[Side, str], side: Side, name: str) -> bool:
     """Whether K would keep at least the bits of V, or V was measured to need more."""
     layer, which = side
-    if which == "k" or (layer, "k") not in formats:
+    if not costs.k_first or which == "k" or (layer, "k") not in formats:
         return True
     cheapest = next(iter(costs.bits))
     if costs.kl[side][cheapest] > costs.kl[layer, "k"][cheapest]:

@@ -16,7 +16,7 @@ from kvquant.errors import UnsupportedError
 from kvquant.io.plan import CachePlan
 
 from . import figures
-from .text_report import warnings
+from .text_report import SIDES, warnings
 from .verdict import kl_text, next_steps, number, percent, top1_error, verdict
 
 Section = tuple[str, str, Callable[..., str], str]  # title, sentence, figure, tensor needed
@@ -193,15 +193,17 @@ def _arrow(pair: Sequence[str | None]) -> str:
 
 
 def _layer_table(plan: CachePlan) -> Table:
-    rows = [["layer", "K", "V", "K error", "V error", "K clip", "V clip"]]
+    k, v = SIDES[plan.is_latent]
+    rows = [["layer", *(f"{side}{what}" for what in ("", " error", " clip") for side in (k, v))]]
     for layer, entry in enumerate(plan.facts["layers"]):
         cells = [str(plan.places[layer])]
         cells += [_side_words(entry[side]) for side in "kv"]
         cells += [_error_words(plan, layer, side) for side in "kv"]
         cells += [_clip_words(plan, layer, side, entry) for side in "kv"]
         rows.append(cells)
+    base = plan.facts["candidates"][0] if plan.is_latent else "int4"
     words = (
-        "Errors: mean over the KV heads, int4 rows as they are → after the last step. Clip: "
+        f"Errors: mean over the KV heads, {base} rows as they are → after the last step. Clip: "
         "mean share of a row's range that is kept."
     )
     others = [f"{one['layer']} ({one['why']})" for one in plan.facts.get("others", [])]

@@ -74,7 +74,11 @@ def held_layers(
     """
     shared = shared or {}
     shapes = {layer: _shape(at) for layer, at in moments.layers.items() if layer not in shared}
-    possible = [shape for shape in shapes.values() if set(shape[1:]) <= set(HEAD_DIMS)]
+    possible = [
+        shape
+        for layer, shape in shapes.items()
+        if moments.layers[layer].is_latent or set(shape[1:]) <= set(HEAD_DIMS)
+    ]
     if not possible:
         heads, k_dim, v_dim = next(iter(shapes.values()))
         raise UnsupportedError(

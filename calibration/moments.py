@@ -21,7 +21,7 @@ from kvquant.io.schema import Count, Digest, Length, Object, checked, parse
 from kvquant.io.shards import save_safetensors
 from kvquant.io.tensor_files import SafetensorsFile, TensorSource, sealed, sha256, unsealed
 
-_SUMS = ("q_outer", "k_sum", "k_outer", "v_sum", "v_outer")
+_SUMS = ("q_outer", "r_outer", "k_sum", "k_outer", "v_sum", "v_outer")
 _LEAST, _GREATEST = ("k_min", "v_min"), ("k_max", "v_max")
 _SAVED = "kvquant_moments"  # the entry of a file's metadata
 
@@ -35,11 +35,14 @@ class LayerMoments:
         k_dim: channels of a key.
         v_dim: channels of a value.
         device: where the sums lie.
+        is_latent: keys are latents and values RoPE parts, of one KV head; queries meet both.
 
     Attributes:
         tensors: the sums by name: "count" [1] of tokens, "k_sum" [num_kv_heads, k_dim], "k_outer"
             and "q_outer" [num_kv_heads, k_dim, k_dim], "k_min" and "k_max" [num_kv_heads, k_dim];
-            the same of V.
+            the same of V. Of latent rows "r_outer" [1, v_dim, v_dim], too: what q_outer is of
+            queries' part that meets latents, it is of the part that meets RoPE parts; both of
+            queries times sm_scale.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class LayerMoments:
         k_dim: int,
         v_dim: int,
         device: torch.device | str = "cpu",
+        is_latent: bool = False,
     ) -> None:
         self.q_heads_per_kv_head = num_q_heads // num_kv_heads
 
@@ -56,6 +60,8 @@ class LayerMoments:
             return torch.full(shape, value, dtype=torch.float64, device=device)
 
         self.tensors = {"count": full(1), "q_outer": full(num_kv_heads, k_dim, k_dim)}
+        if is_latent:
+            self.tensors["r_outer"] = full(num_kv_heads, v_dim, v_dim)
         for side, dim in (("k", k_dim), ("v", v_dim)):
             self.tensors |= {
                 f"{side}_sum": full(num_kv_heads, dim),
@@ -65,12 +71,18 @@ class LayerMoments:
             }
 
     def update(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Take in tokens: q [batch, num_q_heads, tokens, k_dim], k and v of the KV heads."""
+        """Take in tokens: q [batch, num_q_heads, tokens, k_dim], k and v of the KV heads.
+
+        Of latent rows q [batch, num_heads, tokens, k_dim + v_dim], times sm_scale.
+        """
         sums = self.tensors
         sums["count"] += k.shape[0] * k.shape[2]
         heads = k.shape[1]
         queries = q.unflatten(1, (heads, -1)).transpose(0, 1).flatten(1, 3).double()
-        sums["q_outer"] += queries.mT @ queries
+        parts = queries.split([k.shape[-1], queries.shape[-1] - k.shape[-1]], dim=-1)
+        for name, part in zip(("q_outer", "r_outer"), parts, strict=True):
+            if name in sums:
+                sums[name] += part.mT @ part
         for side, x in (("k", k), ("v", v)):
             rows = x.transpose(0, 1).flatten(1, 2).double()  # [heads, tokens, dim]
             sums[f"{side}_sum"] += rows.sum(1)
@@ -90,6 +102,16 @@ class LayerMoments:
     def count(self) -> int:
         """Tokens seen."""
         return int(self.tensors["count"])
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether these are latents and RoPE parts."""
+        return "r_outer" in self.tensors
+
+    @property
+    def rope_queries(self) -> torch.Tensor:
+        """[1, v_dim, v_dim]: as queries, of the part that meets RoPE parts."""
+        return self.tensors["r_outer"] / max(self.count * self.q_heads_per_kv_head, 1)
 
     @property
     def queries(self) -> torch.Tensor:
@@ -132,14 +154,17 @@ class Moments:
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float
     ) -> None:
         """Take in what a layer attends with; a model's observer."""
-        if q.shape[1] % k.shape[1] or q.shape[-1] != k.shape[-1]:
+        is_latent = k.shape[1] == 1 and q.shape[-1] == k.shape[-1] + v.shape[-1]
+        if is_latent:
+            q = q * sm_scale
+        elif q.shape[1] % k.shape[1] or q.shape[-1] != k.shape[-1]:
             raise UnsupportedError(
                 f"layer {layer} attends with queries {list(q.shape)} to keys {list(k.shape)}: "
                 "KVCache needs whole groups of query heads of the same width"
             )
         if layer not in self.layers:
             shape = q.shape[1], k.shape[1], k.shape[-1], v.shape[-1]
-            self.layers[layer] = LayerMoments(*shape, device=k.device)
+            self.layers[layer] = LayerMoments(*shape, device=k.device, is_latent=is_latent)
         self.layers[layer].update(q, k, v)
 
     @property
@@ -206,7 +231,9 @@ class Moments:
                 k, v = (file.shapes.get(f"{layer}.{side}_sum", ()) for side in "kv")
                 if len(k) != 2 or len(v) != 2:
                     raise CheckpointError(f"{path} has no sums of layer {number!r:.20}")
-                sums = LayerMoments(k[0] * ratio, k[0], k[1], v[1], device="meta")
+                is_latent = f"{layer}.r_outer" in file.shapes
+                shape = k[0] * ratio, k[0], k[1], v[1]
+                sums = LayerMoments(*shape, device="meta", is_latent=is_latent)
                 for name, tensor in sums.tensors.items():
                     whole = f"{layer}.{name}"
                     is_such = file.dtypes.get(whole) == tensor.dtype and whole in facts.sha256

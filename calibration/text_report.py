@@ -13,6 +13,7 @@ from kvquant.text import Column, render_table, spans
 KL_LIMIT = 0.1  # nats per token; int4 rows cost a few hundredths where they work at all
 KL_NOTICE = 0.05  # above it the loss is worth a look
 OFFSET_LIMIT = 10.0  # deviations; models without key biases stay below 5
+SIDES = ("K", "V"), ("latents", "RoPE parts")  # of heads, and of latent rows
 COLUMNS = (
     Column("cache", left=True),
     *map(Column, ("bits", "smaller", "KL, nats\na token", "±", "top-1 %", "±", "perplexity")),
@@ -29,7 +30,7 @@ def render_plan(plan: CachePlan) -> str:
     rows = [
         _row(f"{one['format']}, {'this plan' if one['plan'] else 'plain'}", one["bits"], one)
         for one in facts["comparison"]
-        if not (one["plan"] and set(plan.formats) == {(one["format"], one["format"])})
+        if not (one["plan"] and plan.formats == plan.with_formats(one["format"]).formats)
     ]
     if facts["measured"]:
         exact = f"{facts['measured']['exact_perplexity']:.3f}"
@@ -39,7 +40,8 @@ def render_plan(plan: CachePlan) -> str:
     alike: dict[str, list[int]] = {}
     for layer, entry in zip(plan.places, facts["layers"], strict=True):
         kept = f" ({entry['kept']})" if entry["kept"] else ""
-        text = f"K {entry['k']['format']}, V {entry['v']['format']}{kept}"
+        k, v = SIDES[plan.is_latent]
+        text = f"{k} {entry['k']['format']}, {v} {entry['v']['format']}{kept}"
         alike.setdefault(text, []).append(layer)
     for one in facts.get("others", []):
         alike.setdefault(f"not in the cache ({one['why']})", []).append(one["layer"])
@@ -113,9 +115,12 @@ def warnings(plan: CachePlan) -> list[str]:
         layer, head = divmod(int(ratios.argmax()), ratios.shape[1])
         if float(ratios.max()) > OFFSET_LIMIT:
             channel = int(mean[layer, head].abs().argmax())
+            which = f"KV head {head}, channel {channel}"
+            what = "keys have large constant offsets, as models with a key bias have"
+            if plan.is_latent:
+                which, what = f"channel {channel}", "latents have large constant offsets"
             found.append(
-                "keys have large constant offsets, as models with a key bias have (worst in layer "
-                f"{places[layer]}, KV head {head}, channel {channel}: mean "
+                f"{what} (worst in layer {places[layer]}, {which}: mean "
                 f"{float(ratios.max()):.0f} times the typical deviation): always use this plan, "
                 "which subtracts them; without it most codes of a 4-bit row are lost on them"
             )

@@ -16,8 +16,8 @@ from .console import (
     DEVICE,
     FILE,
     FOLDER,
-    FORMAT,
     FORMATS,
+    LATENT,
     NEW_FILE,
     POSITIVE,
     check_device,
@@ -39,7 +39,12 @@ NOT_MET = 3  # exit code
 @click.option("--held", type=FILE, help="Another text to score on, instead of the last quarter.")
 @click.option("--max-kl", type=POSITIVE, help="Fewest bits that keep this KL, nats per token.")
 @click.option("--budget", type=POSITIVE, help="Least KL within so many bits per element.")
-@click.option("--format", type=FORMAT, help="One format for all layers instead; int4 by default.")
+@click.option(
+    "--format",
+    type=LATENT,
+    help="One format for all layers instead; int4 by default. Of latent rows FORMAT+FORMAT, or "
+    "FORMAT with RoPE parts in bf16; int4-g8 by default.",
+)
 @click.option("--zero-data", is_flag=True, help="Observe no text, random tokens instead.")
 @click.option(
     "--rounding",
@@ -120,8 +125,8 @@ def calibrate(
     from ..text import paragraph
 
     check_device(device)
-    chosen = (max_kl, budget) == (None, None)
-    goal = Goal(max_kl, budget, (format or "int4") if chosen else format)
+    is_given_any = (max_kl, budget, format) != (None, None, None)
+    goal = Goal(max_kl, budget, format) if is_given_any else None
     reach = Sizes(**sizes)
     with _joined(rank, ranks, device) as device, _kept(state):
         reader = CachedModel.from_pretrained(model, dtype=getattr(torch, dtype), device=device)

@@ -144,6 +144,21 @@ class LatentHeads:
         """W_UV of each head by what it attended to: [..., heads, latent_dim] -> [..., v_dim]."""
         return torch.einsum("...hl,hvl->...hv", latents, self._of_heads[:, self.nope_dim :])
 
+    def output_factor(self, projection: torch.Tensor) -> torch.Tensor:
+        """What errors of latents become behind the output projection W_O, in as few rows.
+
+        Args:
+            projection: [hidden, heads * v_dim], W_O of all heads.
+
+        Returns:
+            F [heads * v_dim, latent_dim], float32: |F e|^2 is the sum over the heads of
+            |W_O W_UV e|^2.
+        """
+        up = self._of_heads[:, self.nope_dim :].detach().float()
+        heads = projection.detach().float().unflatten(1, (len(up), self.v_dim)).transpose(0, 1)
+        factor: torch.Tensor = torch.linalg.qr(heads, mode="r").R @ up
+        return factor.flatten(0, 1)
+
     def attend(
         self,
         query: torch.Tensor,
@@ -195,12 +210,22 @@ class LatentHeads:
 _checked: WeakSet[torch.nn.Module] = WeakSet()
 
 
+def hands_latents(module: torch.nn.Module) -> bool:
+    """Whether a module attends, and gives latent rows to its cache."""
+    return hasattr(module, "kv_b_proj") and hasattr(module, "expand_kv")
+
+
+def heads_of(module: torch.nn.Module, latent_dim: int, rope_dim: int) -> LatentHeads:
+    """The heads of a module; errors name it."""
+    name = f"layer {getattr(module, 'layer_idx', None)} ({type(module).__name__})"
+    return LatentHeads(module, name, latent_dim=latent_dim, rope_dim=rope_dim)
+
+
 def check_latent_layers(model: torch.nn.Module, *, latent_dim: int, rope_dim: int) -> None:
     """Raise UnsupportedModelError unless the layers of a model decode from latent rows."""
     for module in model.modules():
         if hasattr(module, "kv_b_proj"):
-            name = f"layer {getattr(module, 'layer_idx', None)} ({type(module).__name__})"
-            LatentHeads(module, name, latent_dim=latent_dim, rope_dim=rope_dim)
+            heads_of(module, latent_dim, rope_dim)
 
 
 def check_latents(layer: int, keys: torch.Tensor, values: torch.Tensor, fmt: LatentFormat) -> None:

@@ -397,6 +397,8 @@ class CachedModel:
             observer: called with the layer, queries [batch, num_q_heads, new_tokens, head_dim] and
                 keys [batch, num_kv_heads, new_tokens, head_dim] (after RoPE), values of that shape,
                 and sm_scale. A layer that attends to the keys of another one is shown with those.
+                One with latent attention is shown with latents [batch, 1, new_tokens, latent_dim]
+                as keys, RoPE parts as values, and absorbed queries, [..., latent_dim + rope_dim].
 
         Raises:
             UnsupportedModelError: the model is spread over ranks.
@@ -408,6 +410,9 @@ class CachedModel:
 
     def output_weights(self) -> dict[int, torch.Tensor]:
         """The output projection of each layer's attention, [hidden, num_q_heads * head_dim].
+
+        Of a layer with latent attention a smaller one, [heads * v_dim, latent_dim], which makes
+        errors of a latent as large as W_UV and the projection make them.
 
         Raises:
             UnsupportedModelError: the model is spread over ranks.

@@ -1,5 +1,8 @@
 """Watch a Hugging Face decoder attend: queries, keys and values, and output projections.
 
+Of a layer with latent attention what a cache of latent rows meets is shown: latents, RoPE parts and
+absorbed queries.
+
 Layers are found through transformers' attention interface, not by the names of models: whatever
 calls the attention function is a layer with attention.
 """
@@ -12,17 +15,41 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers.cache_utils import DynamicCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from ..errors import UnsupportedError, UnsupportedModelError
 from .configs import input_device
+from .latent import LatentHeads, hands_latents, heads_of
 from .single_pass import exact_attention, owner_of
 from .switch import attending
 
 # layer, queries, keys and values as attention meets them, and its factor on q·k
 Observer = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float], None]
 OBSERVED = "kvquant-observed"
+
+
+class _Latents(DynamicCache):
+    """Takes the latent rows of each layer, to be shown, and keeps none.
+
+    Attributes:
+        rows: of the layer that handed some last: its index, latents and RoPE parts.
+    """
+
+    rows: tuple[int, torch.Tensor, torch.Tensor] | None = None
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See Cache."""
+        self.rows = layer_idx, key_states, value_states
+        return key_states, value_states
 
 
 class _Watch(threading.local):
@@ -33,6 +60,7 @@ class _Watch(threading.local):
         owners: of each layer that has attended, the layer whose keys these were.
         last: the one that attended last, until its output projection is found.
         out: what attention gave it, [batch, tokens, num_q_heads, head_dim].
+        latents: takes latent rows; None where no layer has any.
     """
 
     def __init__(self) -> None:
@@ -40,6 +68,7 @@ class _Watch(threading.local):
         self.owners: dict[int, int] = {}
         self.last: torch.nn.Module | None = None
         self.out: torch.Tensor | None = None
+        self.latents: _Latents | None = None
 
     def show(
         self,
@@ -53,8 +82,13 @@ class _Watch(threading.local):
         if not isinstance(layer, int):
             raise UnsupportedError(f"{type(module).__name__} does not say which layer it is")
         self.last, self.owners[layer] = module, owner_of(key, layer)
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        if hands_latents(module) and self.latents is not None and self.latents.rows is not None:
+            owner, key, value = self.latents.rows
+            assert owner == layer
+            heads = heads_of(module, key.shape[-1], value.shape[-1])
+            query = torch.cat(heads.absorb(query.transpose(1, 2)), dim=-1).transpose(1, 2)
         if self.observer:
-            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
             self.observer(layer, query.detach(), key.detach(), value.detach(), scale)
 
 
@@ -91,17 +125,22 @@ def observe(model: Any, tokens: torch.Tensor, observer: Observer | None) -> None
         tokens: [batch, tokens], int64.
         observer: called with the layer, queries [batch, num_q_heads, tokens, head_dim] and keys
             [batch, num_kv_heads, tokens, head_dim] (after RoPE), values alike, and sm_scale. A
-            layer that attends to the keys of another one is shown with those.
+            layer that attends to the keys of another one is shown with those. One with latent
+            attention is shown with latents [batch, 1, tokens, latent_dim] as keys, RoPE parts as
+            values, and absorbed queries [batch, num_heads, tokens, latent_dim + rope_dim].
 
     Raises:
         UnsupportedError: the model, or a layer, does not attend through that interface.
     """
     _watch.observer, _watch.owners, _watch.last = observer, {}, None
+    options: dict[str, Any] = {"use_cache": False, "logits_to_keep": 1}
+    if any(map(hands_latents, model.modules())):
+        _watch.latents = options["past_key_values"] = _Latents()
     try:
         with attending(model, OBSERVED), torch.no_grad():
-            model(tokens.to(input_device(model)), use_cache=False, logits_to_keep=1)
+            model(tokens.to(input_device(model)), **options)
     finally:
-        _watch.observer, _watch.last, _watch.out = None, None, None
+        _watch.observer, _watch.last, _watch.out, _watch.latents = None, None, None, None
     if not _watch.owners:
         raise UnsupportedError(f"no layer of {type(model).__name__} has attention")
 
@@ -116,7 +155,8 @@ def output_weights(model: Any) -> dict[int, torch.Tensor]:
     """The output projection of each layer: [hidden, num_q_heads * head_dim].
 
     It is the weight of the first linear layer that runs in the attention module after attention;
-    a layer without one is left out.
+    a layer without one is left out. Of one with latent attention it is LatentHeads.output_factor of
+    that, [heads * v_dim, latent_dim], for one head of latents.
 
     Raises:
         UnsupportedModelError: weights that are brought to a device for the time of a call only.
@@ -128,7 +168,10 @@ def output_weights(model: Any) -> dict[int, torch.Tensor]:
         if last is not None and any(child is linear for child in last.modules()):
             assert isinstance(linear, torch.nn.Linear) and isinstance(last.layer_idx, int)
             check_here(linear, f"layer {last.layer_idx} of {type(model).__name__}")
-            found[last.layer_idx] = linear.weight.detach()
+            weight = linear.weight.detach()
+            if hands_latents(last):
+                weight = _latent_heads(last).output_factor(weight)
+            found[last.layer_idx] = weight
             _watch.last = None
 
     linears = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
@@ -153,6 +196,11 @@ def check_here(linear: torch.nn.Linear, name: str) -> None:
             f"{name} has its weights elsewhere (offloaded by device_map), and calibration and "
             "fold_values read them: load the model with all weights on devices"
         )
+
+
+def _latent_heads(module: Any) -> LatentHeads:
+    """The heads of a module, of the sizes that it tells itself."""
+    return heads_of(module, int(module.kv_lora_rank), int(module.qk_rope_head_dim))
 
 
 @dataclass

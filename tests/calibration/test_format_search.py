@@ -34,6 +34,19 @@ def test_limits_are_kept_with_fewer_bits_the_looser_they_are(max_kl: float) -> N
     assert given.mean_bits(tighter) >= given.mean_bits(found)
 
 
+def test_sides_may_have_formats_of_their_own() -> None:
+    """As latents and RoPE parts, of which neither keeps the bits of the other."""
+    kl: dict[Side, dict[str, float]] = {
+        (0, "k"): {"int4": 4.0, "int8": 0.1},
+        (0, "v"): {"int8": 1.0, "bf16": 0.0},
+    }
+    v_bits = {"int8": 8.25, "bf16": 16.0}
+    given = Costs(kl, {"int4": 4.25, "int8": 8.25}, v_bits=v_bits, v_width=1 / 8, k_first=False)
+    assert allocate(given, max_kl=5) == {(0, "k"): "int4", (0, "v"): "int8"}
+    assert allocate(given, max_kl=4) == {(0, "k"): "int4", (0, "v"): "bf16"}
+    assert allocate(given, max_kl=0.1) == {(0, "k"): "int8", (0, "v"): "bf16"}
+
+
 @pytest.mark.parametrize("budget", [4.25, 4.6, 5.0, 6.5, 9.0])
 def test_budgets_are_kept_and_used(budget: float) -> None:
     given = costs([1, 5, 2], [0.5, 1, 1])

@@ -109,6 +109,8 @@ LATENT_NAMES = "int4-g8", "int4-g8+fp8-g4"
 def test_a_model_with_latent_attention_gives_latent_rows(tmp_path: Path, prompt: Path) -> None:
     from hf_cases import LATENT_SIZES, hands_latents, random_model
 
+    from kvquant.io.plan import CachePlan
+
     if not hands_latents:
         pytest.skip("needs transformers 5.17")
     model, path = tmp_path / "deepseek", tmp_path / "cache.safetensors"
@@ -129,8 +131,16 @@ def test_a_model_with_latent_attention_gives_latent_rows(tmp_path: Path, prompt:
     assert refused.exit_code == 2 and "fp8 is FlashMLA's layout, of 512" in refused.stderr
     texts: list[list[object]] = [["--zero-data"], ["--text", prompt]]  # one that is too short, too
     for chosen in texts:
-        refused = run("calibrate", model, *chosen, "-o", tmp_path / "plan.safetensors")
-        assert refused.exit_code and "of which there are no plans" in refused.stderr, refused.stderr
+        reach: list[object] = ["--observed", 256, "--length", 64]
+        if "--text" in chosen:
+            reach += ["--windows", 2, "--context", 32, "--scored", 4]
+        plan = tmp_path / "plan.safetensors"
+        told = ok("calibrate", model, *chosen, *reach, "--format", "int4-g4", "-o", plan)
+        assert "layers 0-1: latents int4-g4, RoPE parts bf16" in told
+    assert "latent rows int4-g4" in ok(*given, "--plan", plan)
+    assert load_cache(path, plan=CachePlan.load(plan)).bases
+    refused = run("warmup", "--plan", plan, "--arch", "sm_90")
+    assert refused.exit_code and "the plan is of latent rows" in refused.stderr
     refused = run("warmup", "--model", model, "--arch", "sm_90")
     assert refused.exit_code and "keeps latent rows" in refused.stderr
     refused = run("demo", "--model", model, "--text", prompt)

@@ -1,0 +1,180 @@
+"""Calibration of models with latent attention: what is observed, weights, plans (15 s)."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+from hf_cases import LATENT_SIZES, hands_latents, random_model
+
+from kvquant.calibration.basis_search import error_weights
+from kvquant.calibration.calibrate import Goal, calibrate
+from kvquant.calibration.html_report import render
+from kvquant.calibration.moments import Moments
+from kvquant.calibration.text_report import render_plan, warnings
+from kvquant.calibration.windows import Sizes
+from kvquant.errors import ConfigError, UnsupportedModelError
+from kvquant.hf.latent import heads_of
+from kvquant.hf.model import CachedModel
+from kvquant.io.plan import CachePlan
+
+pytestmark = pytest.mark.skipif(not hands_latents, reason="needs transformers 5.17")
+SIZES = Sizes(observed=1024, length=256, windows=4, context=64, scored=8)
+WIDE = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}
+
+
+def deepseek(**changes: object) -> CachedModel:
+    """A random model whose latents have outlier channels."""
+    model = random_model("deepseek_v3", {**LATENT_SIZES, "first_k_dense_replace": 2, **changes})
+    with torch.no_grad():
+        for layer in model.model.model.layers:
+            layer.self_attn.kv_a_layernorm.weight[::32] *= 12
+            layer.self_attn.kv_b_proj.weight *= 4
+    return model
+
+
+def tokens(count: int = 4000) -> list[int]:
+    made = torch.Generator().manual_seed(1)
+    found: list[int] = torch.randint(5, 97, (count,), generator=made).tolist()
+    return found
+
+
+@pytest.fixture(scope="module")
+def model() -> CachedModel:
+    return deepseek()
+
+
+@pytest.fixture(scope="module")
+def plan(model: CachedModel) -> CachePlan:
+    found = calibrate(model, tokens(), sizes=SIZES)
+    assert found is not None
+    return found
+
+
+def test_latents_are_shown_with_the_queries_that_meet_them(model: CachedModel) -> None:
+    """Scores and values are those of the keys and values that the model makes."""
+    shown: dict[int, tuple[torch.Tensor, ...]] = {}
+    text = torch.tensor([tokens(20)])
+
+    def observer(
+        layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> None:
+        shown[layer] = q, k, v
+
+    model.observe(text, observer)
+    attention = model.model.model.layers[1].self_attn
+    q, latent, rope = shown[1]
+    assert (q.shape, latent.shape, rope.shape) == ((1, 4, 20, 288), (1, 1, 20, 256), (1, 1, 20, 32))
+    keys, _ = attention.expand_kv(latent, rope)
+    heads = heads_of(attention, 256, 32)
+    up = heads.weight.view(4, 88, 256)[:, :48]  # W_UK
+    given = torch.linalg.lstsq(up.mT.double(), q[0, ..., :256].mT.double()).solution.mT
+    scores = q @ torch.cat([latent, rope], dim=-1).mT
+    whole = torch.cat([given, q[0, ..., 256:].double()], dim=-1)
+    wanted = whole @ keys[0].mT.double()
+    torch.testing.assert_close(scores[0].double(), wanted, atol=1e-3, rtol=1e-3)
+
+
+@torch.no_grad()
+def test_the_factor_of_outputs_has_the_size_of_what_errors_become(model: CachedModel) -> None:
+    attention, error = model.model.model.layers[0].self_attn, torch.randn(256)
+    factor = model.output_weights()[0]
+    assert factor.shape == (4 * 40, 256)
+    _, values = attention.expand_kv(error[None, None, None], torch.zeros(1, 1, 1, 32))
+    by_head = attention.o_proj.weight.view(-1, 4, 40)
+    wanted = sum(by_head[:, h].mv(values[0, h, 0]).square().sum() for h in range(4))
+    torch.testing.assert_close((factor @ error).square().sum(), wanted)
+
+
+def test_weights_count_an_error_of_a_latent_twice(model: CachedModel) -> None:
+    """As of K and as of V; that of a RoPE part once."""
+    moments = Moments()
+    model.observe(torch.tensor([tokens(60)]), moments.observe)
+    at, weights = moments.layers[0], error_weights(model, moments)[0]
+    factor = model.output_weights()[0].double()
+    spread = (factor @ at.covariance("k")[0] @ factor.T).trace()
+    assert at.is_latent and at.q_heads_per_kv_head == 4
+    torch.testing.assert_close(weights["k"][0], at.queries[0] * spread + factor.T @ factor)
+    torch.testing.assert_close(weights["v"][0], at.rope_queries[0] * spread)
+    assert weights["v"].shape == (1, 32, 32)
+
+
+def test_sums_of_latents_go_on_from_a_file(model: CachedModel, tmp_path: Path) -> None:
+    moments = Moments()
+    model.observe(torch.tensor([tokens(60)]), moments.observe)
+    moments.save(tmp_path / "sums", "key")
+    again = Moments.load(tmp_path / "sums", "key", "cpu")
+    assert again is not None and again.layers[1].is_latent
+    for name, tensor in moments.layers[1].tensors.items():
+        assert torch.equal(again.layers[1].tensors[name], tensor), name
+
+
+def test_a_plan_keeps_predictions_better_at_the_same_bits(plan: CachePlan) -> None:
+    assert plan.is_latent and plan.formats == [("int4-g8", "bf16")] * 2
+    kl = {(row["format"], row["plan"]): row["kl"] for row in plan.facts["comparison"]}
+    assert {name for name, _ in kl} == {"int4-g4", "int4-g8", "int8-g4", "fp8-g4"}
+    for name in ("int4-g4", "int4-g8", "int8-g4", "fp8-g4"):
+        assert 0 < kl[name, True] < 0.5 * kl[name, False], name
+    assert plan.facts["measured"]["kl"] == pytest.approx(kl["int4-g8", True], rel=1e-3)
+    assert plan.bits == pytest.approx(8 * (160 + 64) / 288)
+    steps = [float(plan.tensors[f"k.error.{step}"].mean()) for step in ("plain", "matrix")]
+    assert steps[1] < 0.5 * steps[0]
+    assert plan.facts["settings"]["rounding"] == "nearest" and "k.feedback" not in plan.tensors
+
+
+def test_a_plan_of_latents_is_saved_told_and_used(
+    plan: CachePlan, model: CachedModel, tmp_path: Path
+) -> None:
+    plan.save(tmp_path / "plan.safetensors")
+    again = CachePlan.load(tmp_path / "plan.safetensors", model=model.config_dict)
+    text = torch.tensor([tokens(40)])
+    found = [
+        model.prefill(model.new_cache(1, 64, plan=one, recent_len=4), text, chunk=9)
+        for one in (plan, again)
+    ]
+    assert torch.equal(*found)
+    assert "layers 0-1: latents int4-g8, RoPE parts bf16" in render_plan(plan)
+    assert any(told.startswith("int4-g4 rows without a plan: KL") for told in warnings(plan))
+    page = render(plan, "plan")
+    assert "RoPE parts error" in page and "int4-g4 rows as they are" in page
+
+
+@pytest.mark.parametrize(
+    "goal", [Goal(max_kl=1e-3), Goal(budget=7.0), Goal(format="int4-g4+int8-g4")], ids=str
+)
+def test_goals_are_reached(goal: Goal) -> None:
+    found = calibrate(deepseek(**WIDE), tokens(), sizes=SIZES, goal=goal)
+    assert found is not None
+    if goal.max_kl is not None:
+        assert found.facts["measured"]["kl"] <= goal.max_kl and found.bits < 10
+    elif goal.budget is not None:
+        assert 4.6 < found.bits <= goal.budget
+    else:
+        assert found.formats == [("int4-g4", "int8-g4")] * 2
+    rows = [row for row in found.facts["comparison"] if row["format"] == "int4-g8+int8-g4"]
+    assert [row["plan"] for row in rows] == [False, True]
+
+
+def test_what_is_not_possible_is_refused_before_all_work(
+    model: CachedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CachedModel, "observe", lambda *_: pytest.fail("it was observed"))
+    for goal, message in (
+        (Goal(format="fp8"), "fp8 is FlashMLA's layout, of 512 latents"),
+        (Goal(budget=4.0), r"a budget of 4.0 bits is below 5\.78"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            calibrate(model, tokens(), sizes=SIZES, goal=goal)
+    with pytest.raises(ConfigError, match="nothing is chosen: calibrate fp8-g4"):
+        calibrate(deepseek(**WIDE), tokens(), sizes=SIZES, goal=Goal(format="fp8"))
+    llama = CachedModel.from_pretrained(Path(__file__).parents[2] / "examples" / "llama-demo-5m")
+    with pytest.raises(
+        ConfigError, match=r"format int4-g8\+int8 is of latent rows, and this model"
+    ):
+        calibrate(llama, tokens(), sizes=SIZES, goal=Goal(format="int4-g8+int8"))
+    biased = deepseek()
+    for layer in biased.model.model.layers:
+        layer.self_attn.kv_b_proj.bias = torch.nn.Parameter(torch.zeros(352))
+    with pytest.raises(UnsupportedModelError, match="weight cannot be absorbed"):
+        calibrate(biased, tokens(), sizes=SIZES)
