@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -57,6 +58,28 @@ def test_speculative_runs(capsys: pytest.CaptureFixture[str]) -> None:
     (alone, text), (drafted, same) = found
     assert text == same
     assert int(drafted.split()[1]) < int(alone.split()[1]) == 40
+
+
+def test_train_mla_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few steps of a small one; the model is one whose caches keep latent rows."""
+    pytest.importorskip("transformers")
+    from hf_cases import hands_latents
+
+    from kvquant import CachedModel, LatentKVCache
+
+    if not hands_latents:
+        pytest.skip("needs transformers 5.17")
+    sizes = "--steps", "12", "--layers", "2", "--batch", "4", "--length", "64"
+    monkeypatch.setattr(sys, "argv", ["train_mla.py", str(tmp_path), *sizes])
+    runpy.run_path(str(EXAMPLES / "train_mla.py"), run_name="__main__")
+    first, last = re.findall(r"loss ([\d.]+) nats", capsys.readouterr().out)
+    assert float(last) < float(first) - 0.1
+    model = CachedModel.from_pretrained(tmp_path)
+    cache = model.new_cache(1, 16, fmt="int4-g8+int8-g4")
+    assert isinstance(cache, LatentKVCache)
+    model.prefill(cache, torch.tensor([model.encode("The city of Manila")]))
 
 
 def test_evaluate_lm_eval_runs(monkeypatch: pytest.MonkeyPatch) -> None:
