@@ -50,6 +50,7 @@ HARMLESS = {
     "use_cache",
 }
 VARIANT = {"softcap", "s_aux"}  # what the soft_cap and sink_logits of AttentionVariant are there
+_KNOWN = HARMLESS | VARIANT
 
 
 class Handed:
@@ -124,9 +125,7 @@ def _attention(
         [batch, new_tokens, num_q_heads, head_dim], and None for the weights.
     """
     handed = getattr(key, "kvquant_keys", None)
-    is_ours = isinstance(handed, Handed) and not handed.is_traced
-    has_latents = hasattr(module, "kv_b_proj") and tracing.latents is None
-    if torch.compiler.is_compiling() and (is_ours or has_latents):
+    if torch.compiler.is_compiling() and _is_outside(module, handed):
         outside: tuple[torch.Tensor, None] = outside_of_graphs(
             _attention, module, query, key, value, attention_mask, scaling, dropout, **options
         )
@@ -163,6 +162,13 @@ def _attention(
         if not handed.is_traced:  # nothing has run yet
             handed.to.take_back()
         raise
+
+
+def _is_outside(module: torch.nn.Module, handed: Any) -> bool:
+    """Whether attention that torch.compile meets is no part of a graph."""
+    if isinstance(handed, Handed):
+        return not handed.is_traced
+    return hasattr(module, "kv_b_proj") and tracing.latents is None
 
 
 def _handed_latents(layer: Any) -> Handed | None:
@@ -239,7 +245,7 @@ def _check_call(
     if not _is_causal(module, options):
         raise UnsupportedModelError(f"{name} is not causal")
     for option, given in options.items():
-        if option not in HARMLESS | VARIANT and given is not None and given is not False:
+        if option not in _KNOWN and given is not None and given is not False:
             raise UnsupportedModelError(f"{name} asks for {option}, which no KVCache can compute")
 
 

@@ -727,6 +727,11 @@ class QuantizedCache(Cache):
             )
 
     @property
+    def lens(self) -> list[int]:
+        """Tokens of each sequence, those of a call that runs not among them."""
+        return self._past.lens
+
+    @property
     def columns(self) -> int:
         """Columns of the past and of this call; in a graph, those that there is room for."""
         if torch.compiler.is_compiling():
@@ -977,8 +982,9 @@ _in_place: weakref.WeakSet[KVCache] = weakref.WeakSet()
 
 def _rounded(states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """To 16 bit, in the dtype that it has; a new tensor, whose mark does not outlive the call."""
-    rounded = states.to(dtype).to(states.dtype)
-    return states.view_as(states) if rounded is states else rounded
+    if states.dtype == dtype:
+        return states.view_as(states)
+    return states.to(dtype).to(states.dtype)
 
 
 def _config_of(source: Any) -> Any:

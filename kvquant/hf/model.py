@@ -450,7 +450,8 @@ class CachedModel:
         keep: list[int],
     ) -> torch.Tensor:
         """One call of the model: the logits at the places keep, [batch, len(keep), vocabulary]."""
-        before, past = cache.seq_lens, self.past_of(cache, new_lens)
+        past = self.past_of(cache, new_lens)
+        before = past.lens
         try:
             logits = self.call(past, tokens.to(input_device(self.model)), keep)
             cache.check()
@@ -501,11 +502,12 @@ class CachedModel:
         cache = past.kv
         assert cache is not None
         steps = torch.arange(tokens.shape[1], device=cache.device)
+        held = cache.layers[0].seq_lens  # as of all, or check tells it
         with attending(self.model, ATTENTION), torch.no_grad():
             out = self.model(
                 tokens,
                 past_key_values=past,
-                position_ids=(cache.start_positions + cache.seq_lens)[:, None] + steps,
+                position_ids=(cache.start_positions + held)[:, None] + steps,
                 use_cache=True,
                 logits_to_keep=1 if tokens.shape[1] == 1 else keep,  # 1: no index goes to a GPU
             )
