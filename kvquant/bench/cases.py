@@ -22,6 +22,7 @@ from ..rows.latent import AnyFormat, LatentFormat
 from ..rows.quantize import exact_codec
 from ..rows.reference import reference_over_segments
 from ..rows.segment import PAGE_SIZES, Segment
+from ..rows.spacing import spaced_len
 from ..rows.variant import AttentionVariant
 
 FORMATS = ("int4-g4", "int4", "int8-g4", "fp8", "bf16")
@@ -380,7 +381,11 @@ def make_inputs(case: Case, copies: int, device: torch.device) -> list[Inputs]:
     def make_rows(fmt: AnyFormat, room: int, page_size: int) -> torch.Tensor:
         return _random_rows(fmt, case.num_kv_heads, room, page_size, count, device, generator)
 
-    k, table = make_rows(case.k_format, case.packed_room, case.page_size), None
+    room = case.packed_room
+    if not case.page_size:  # as a cache has it
+        formats = [case.k_format] if case.is_latent else [case.k_format, case.v_format]
+        room = spaced_len(room, [fmt.row_bytes for fmt in formats])
+    k, table = make_rows(case.k_format, room, case.page_size), None
     if case.page_size:
         pages = torch.randperm(len(k), device=device, generator=generator)
         table = pages.to(torch.int32).view(count, -1)
@@ -388,7 +393,7 @@ def make_inputs(case: Case, copies: int, device: torch.device) -> list[Inputs]:
     if isinstance(case.k_format, LatentFormat):
         whole = [latent_segment(k, lens, case.k_format, block_table=table)]
     else:
-        v = make_rows(case.v_format, case.packed_room, case.page_size)
+        v = make_rows(case.v_format, room, case.page_size)
         whole = [Segment(k, v, lens, case.k_format, case.v_format, None, table)]
     if few := case.sink_len + case.recent_len:
         fmt = RowFormat(exact_codec(case.dtype), 1, case.head_dim)

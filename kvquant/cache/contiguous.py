@@ -35,7 +35,7 @@ from .checks import (
     per_layer,
     whole_numbers,
 )
-from .layer import ROLLBACK, SPARE, Kind, LayerCache, rooms_of
+from .layer import ROLLBACK, SPARE, Kind, LayerCache, packed_row_bytes, rooms_of
 from .memory import check_room
 
 if TYPE_CHECKING:
@@ -119,6 +119,8 @@ class KVCache:
         >>> cache.attend(0, torch.randn(2, 32, 128)).shape
         torch.Size([2, 32, 128])
     """
+
+    latent = False  # whether K and V are the parts of latent rows
 
     @torch.inference_mode(False)  # else what is made inside it could not be changed outside
     def __init__(
@@ -810,9 +812,10 @@ class KVCache:
     def _layer_bytes(self, batch: int, max_seq_len: int, kind: Kind) -> int:
         """Bytes of such a layer, before it is made."""
         k_format, v_format, _, window, _ = kind
-        rooms = rooms_of(max_seq_len, self.sink_len, self.recent_len, window, self.rollback_len)
-        row_bytes = rooms.bytes_of(k_format, v_format, self.exact_format)
-        return batch * (self.num_kv_heads * row_bytes + 32)  # eight lengths
+        sizes = max_seq_len, self.sink_len, self.recent_len, window, self.rollback_len
+        rooms = rooms_of(*sizes, packed_row_bytes(k_format, v_format, latent=self.latent))
+        nbytes = rooms.bytes_of(k_format, v_format, self.exact_format)
+        return batch * (self.num_kv_heads * nbytes + 32)  # eight lengths
 
     def _check_memory(
         self, nbytes: Sequence[int], what: str, advice: str, besides: int = 0

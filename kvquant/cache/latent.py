@@ -59,6 +59,8 @@ class LatentLayerCache(LayerCache):
         exact_rows: [batch, 1, sink_len + ring_len, 16-bit row bytes], likewise.
     """
 
+    latent = True
+
     def _make_rows(self, batch: int, num_kv_heads: int, device: torch.device) -> None:
         self.fmt = LatentFormat(self.k_format, self.v_format)
         self.exact = LatentFormat(self.k_exact, self.v_exact)
@@ -146,6 +148,8 @@ class LatentKVCache(KVCache):
         >>> cache.attend(0, q_latent, q_rope, sm_scale=192**-0.5).shape
         torch.Size([2, 16, 512])
     """
+
+    latent = True
 
     def __init__(
         self,

@@ -49,6 +49,7 @@ from ..rows.latent import AnyFormat
 from ..rows.quantize import EXACT_DTYPES, FLOAT_DTYPES, full_precision
 from ..rows.segment import FixedSegments, Segment
 from ..rows.slots import Slots, Split
+from ..rows.spacing import spaced_len
 from ..rows.variant import (
     AttentionVariant,
     check_bias_len,
@@ -95,8 +96,13 @@ def rooms_of(
     recent_len: int,
     window: int | None,
     rollback_len: int = ROLLBACK,
+    row_bytes: Sequence[int] = (),
 ) -> Rooms:
-    """The rows that a layer needs; arguments as of LayerCache."""
+    """The rows of a layer: as many as it needs, and what lets the packed ones lie well in memory.
+
+    Args:
+        row_bytes: of its packed rows, see packed_row_bytes; the other arguments as of LayerCache.
+    """
     sink_len = min(sink_len, max_seq_len) if window is None else 0
     behind = max_seq_len - sink_len
     if recent_len >= behind and (window is None or window >= behind):
@@ -104,7 +110,15 @@ def rooms_of(
     packed_len = behind if window is None else min(behind, window + SPARE)
     recent_len = recent_len if window is None else min(recent_len, window)
     rollback_len = min(rollback_len, behind - recent_len) if recent_len else 0
-    return Rooms(sink_len, packed_len, recent_len, rollback_len)
+    return Rooms(sink_len, spaced_len(packed_len, row_bytes), recent_len, rollback_len)
+
+
+def packed_row_bytes(
+    k_format: RowFormat, v_format: RowFormat, *, latent: bool = False
+) -> tuple[int, ...]:
+    """Bytes of the rows that lie one after another: of K, and of V, or both in one latent row."""
+    both = k_format.row_bytes, v_format.row_bytes
+    return (sum(both),) if latent else both
 
 
 class LayerCache:
@@ -141,7 +155,10 @@ class LayerCache:
         lens, sizes: the lengths, and how tokens are split, as ops.slots.place_tokens takes them.
         longest: no sequence has more tokens, as far as the host knows; None once an append is part
             of a graph, which the host does not see replayed (hf/captured.py counts its replays).
+        latent: whether K and V are the parts of latent rows.
     """
+
+    latent = False
 
     def __init__(
         self,
@@ -158,7 +175,8 @@ class LayerCache:
         window: int | None = None,
         rollback_len: int = ROLLBACK,
     ) -> None:
-        rooms = rooms_of(max_seq_len, sink_len, recent_len, window, rollback_len)
+        row_bytes = packed_row_bytes(k_format, v_format, latent=self.latent)
+        rooms = rooms_of(max_seq_len, sink_len, recent_len, window, rollback_len, row_bytes)
         self.sink_len, self.packed_len, self.recent_len, rollback_len = rooms
         page_size = max(self.packed_len, 1)
         self.split = Split(self.sink_len, self.recent_len, page_size, rollback_len)

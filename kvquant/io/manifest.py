@@ -22,7 +22,7 @@ import torch
 from msgspec import UNSET, Meta, UnsetType
 
 from ..cache.contiguous import KVCache
-from ..cache.layer import ROLLBACK, Rooms, rooms_of
+from ..cache.layer import ROLLBACK, Rooms, packed_row_bytes, rooms_of
 from ..errors import CheckpointError, ConfigError
 from ..paged.cache import PagedKVCache
 from ..paged.state import MAX_ID_BITS
@@ -452,7 +452,11 @@ class CacheManifest(Manifest):
     def rooms(self, max_seq_len: int) -> list[Rooms]:
         """Capacity of a sequence in rows of each kind, by layer, in a cache of max_seq_len."""
         sizes = max_seq_len, self.sink_len, self.recent_len
-        return [rooms_of(*sizes, entry.window, self.rollback_len) for entry in self.layers]
+        found = []
+        for entry in self.layers:
+            row_bytes = packed_row_bytes(entry.k_format, entry.v_format, latent=self.latent)
+            found.append(rooms_of(*sizes, entry.window, self.rollback_len, row_bytes))
+        return found
 
     def cache_bytes(self, max_seq_len: int) -> int:
         """Bytes of the rows of a cache of max_seq_len."""

@@ -158,7 +158,7 @@ def test_sequences_of_a_ragged_batch_have_the_same_room(page_size: int) -> None:
     for one in (first, second):
         (segment,) = one.segments
         assert segment.seq_lens.tolist() == [3, 70]
-        assert segment.capacity == (80 if page_size else 70)
+        assert segment.capacity == (80 if page_size else 72)  # see rows/spacing.py
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

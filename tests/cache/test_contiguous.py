@@ -329,7 +329,7 @@ def test_nbytes_is_what_the_storages_hold(lengths: tuple[int, int]) -> None:
     recent = min(lengths[1], MAX - sinks)
     rows = {"int4-g4": 48, "fp8": 68, "int8": 68, "bf16": 128}
     per_token = [rows["int4-g4"] + rows["int8"], rows["fp8"] + rows["int8"]]
-    packed = (MAX - sinks if recent < MAX - sinks else 0) * sum(per_token)
+    packed = (64 if recent < MAX - sinks else 0) * sum(per_token)  # see rows/spacing.py
     rollback = min(64, MAX - sinks - recent) if recent else 0
     exact = 2 * (sinks + recent + rollback) * 2 * rows["bf16"]
     assert cache.nbytes == BATCH * HEADS * (packed + exact) + BATCH * (8 + 2 * 4 * 5) + 3 * 4

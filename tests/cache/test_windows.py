@@ -18,6 +18,7 @@ from kvquant.io.container import RowsFile
 from kvquant.io.export import export_cache
 from kvquant.io.manifest import CacheManifest
 from kvquant.rows.basis import Basis, LayerBasis
+from kvquant.rows.spacing import spaced_len
 
 BATCH, HEADS, DIM, MAX = 2, 2, 64, 64
 WINDOW, SPARE = 12, 6
@@ -27,6 +28,7 @@ WINDOW, SPARE = 12, 6
 def few_rows_to_spare(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that rings close in short tests."""
     monkeypatch.setattr(layer, "SPARE", SPARE)
+    monkeypatch.setattr(layer, "spaced_len", lambda length, row_bytes: length)
 
 
 def make(windows: list[int | None] | None = None, device: str = "cpu", **options: Any) -> KVCache:
@@ -153,6 +155,19 @@ def test_memory_is_that_of_the_window() -> None:
     cache = make()
     assert [at.k_packed.shape[2] for at in cache.layers] == [18, 61]
     assert cache.windows == [12, None]
+
+
+def test_a_ring_may_have_more_rows_than_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a cache has without the patch of these tests."""
+    monkeypatch.setattr(layer, "spaced_len", spaced_len)
+    cache = make()
+    assert [at.k_packed.shape[2] for at in cache.layers] == [32, 64]
+    cache = make(k_format="int8-g4", v_format="int8-g4")  # 80 bytes a row of K, and of V
+    assert [at.k_packed.shape[2] for at in cache.layers] == [24, 64]
+    fill(cache, [40, 17])
+    cache.crop(45)  # by 12 tokens: the ring has 12 rows more than the window
+    with pytest.raises(ShapeError, match="Keep 45 or more, or none"):
+        cache.crop(44)
 
 
 def test_crop_goes_back_as_far_as_there_are_rows() -> None:

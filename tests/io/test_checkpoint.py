@@ -383,7 +383,7 @@ def set_in(*keys: str | int) -> Callable[[Any], Callable[[dict[str, Any]], None]
     "edit, message",
     [
         pytest.param(
-            set_in("version")(5), "version 5, this kvquant reads 1, 2, 3 and 4", id="version"
+            set_in("version")(6), "version 6, this kvquant reads 1, 2, 3, 4 and 5", id="version"
         ),
         pytest.param(set_in("version")(2), "version 2, what it says is of 1", id="other version"),
         pytest.param(set_in("format")("x"), "not that of a kvquant-cache", id="format"),

@@ -13,10 +13,9 @@ from kvquant.rows.segment import Segment
 from ..decode.arrange import pack_counts
 from ..runtime.launch import Launch, cached_launch, gpu_of
 from ..runtime.tensors import Tensors, check_pages, facts_of, is_readable, strides
-from .spec import CombineSpec, PrefixSpec, blocks_per_sm, fit
+from .spec import MOST_SPLITS, CombineSpec, PrefixSpec, blocks_per_sm, fit, worth_splits
 
 QUERIES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-MOST_SPLITS = 32  # one of each lane of the kernel that combines them
 
 
 def add_prefix(
@@ -82,7 +81,8 @@ def _prepare(
     paged = prefix.block_table is not None
     gpu = gpu_of(q.get_device())
     spec = PrefixSpec(prefix.k_format, prefix.v_format, QUERIES[q.dtype], paged)
-    spec = fit(spec, num_members * ratio, gpu.shared_per_block)
+    units = num_kv_heads * worth_splits(prefix.capacity)
+    spec = fit(spec, num_members * ratio, gpu.shared_per_block, units, gpu.sm_count)
     blocks, tiles = -(-num_members * ratio // spec.rows), -(-prefix.capacity // spec.tokens)
     room = gpu.sm_count * blocks_per_sm(spec, gpu.shared_per_sm)
     splits = num_splits or room // (blocks * num_kv_heads)

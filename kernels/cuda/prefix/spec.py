@@ -17,6 +17,9 @@ WIDE = 128  # elements of a row up to which the sums of 32 queries fit a warp's 
 # often rows are expanded; the fewer tokens a tile has, the less shared memory it takes
 SHAPES = ((8, 2, 64), (8, 2, 32), (4, 2, 32), (4, 1, 32), (4, 1, 16), (2, 1, 16), (1, 1, 16))
 FEWEST = 64  # queries up to which all take as long
+MOST_SPLITS = 32  # of the tokens, one of each lane of the kernel that combines them
+SHORTEST = 128  # tokens of a split that are worth its start
+FILLED = 0.9  # of the SMs have a block, at least, or blocks are too large
 REGISTERS, OF_BLOCKS = 1 << 16, {1: 168, 2: 256}  # of an SM; of a thread
 RESERVED = 1 << 10  # bytes of shared memory that a block takes besides
 
@@ -148,28 +151,46 @@ class CombineSpec(Spec):
     kernel = "prefix.combine.make_combine_kernel"
 
 
-def fit(spec: PrefixSpec, num_rows: int, most_shared: int) -> PrefixSpec:
+def fit(spec: PrefixSpec, num_rows: int, most_shared: int, units: int, sm_count: int) -> PrefixSpec:
     """The kernel for so many queries on a KV head.
+
+    It has the largest blocks of which there are enough for the SMs: large ones expand rows for more
+    queries at once, but of few tokens and KV heads there are too few blocks.
 
     Args:
         spec: its formats.
         num_rows: queries.
         most_shared: bytes of shared memory that a block may have.
+        units: KV heads times splits that the tokens are worth, see worth_splits.
+        sm_count: of the GPU.
 
     Raises:
         UnsupportedError: rows are too long for the GPU.
     """
     narrow = max(spec.k_format.head_dim, spec.v_format.head_dim) <= WIDE
+    best: PrefixSpec | None = None
     for warps, blocks, tokens in SHAPES:
         found = replace(spec, warps=warps, blocks=blocks, tokens=tokens, span=min(tokens, 32))
         used = found.rows <= FEWEST or 2 * num_rows > found.rows
-        if used and (narrow or blocks == 1) and found.shared_bytes <= most_shared:
-            return found
-    raise UnsupportedError(
-        f"a prefix of {spec.k_format} and {spec.v_format} rows with head_dim "
-        f"{spec.k_format.head_dim} takes {found.shared_bytes} bytes of shared memory, this GPU has "
-        f"{most_shared}: let the sequences share nothing, or use formats with fewer bits"
-    )
+        if not used or not (narrow or blocks == 1) or found.shared_bytes > most_shared:
+            continue
+        if best is not None and not FEWEST <= found.rows < best.rows:
+            continue  # as many queries with smaller tiles, or too few
+        best = found
+        if -(-num_rows // found.rows) * units >= FILLED * sm_count:
+            break
+    if best is None:
+        raise UnsupportedError(
+            f"a prefix of {spec.k_format} and {spec.v_format} rows with head_dim "
+            f"{spec.k_format.head_dim} takes {found.shared_bytes} bytes of shared memory, this GPU "
+            f"has {most_shared}: let the sequences share nothing, or use formats with fewer bits"
+        )
+    return best
+
+
+def worth_splits(capacity: int) -> int:
+    """Splits that so many tokens are worth."""
+    return max(min(capacity // SHORTEST, MOST_SPLITS), 1)
 
 
 def blocks_per_sm(spec: PrefixSpec, shared_of_sm: int) -> int:

@@ -18,7 +18,8 @@ from prefix_cases import PrefixCase, make_prefix, nothing_of_its_own
 from kvquant import RowFormat, dequantize_rows, quantize_rows
 from kvquant.errors import ConfigError, ShapeError, UnsupportedError
 from kvquant.kernels.cuda.prefix import launch as launching
-from kvquant.kernels.cuda.prefix.spec import SHAPES, PrefixSpec, blocks_per_sm, fit
+from kvquant.kernels.cuda.prefix import spec as prefix_spec
+from kvquant.kernels.cuda.prefix.spec import SHAPES, PrefixSpec, blocks_per_sm, fit, worth_splits
 from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.kernels.cuda.runtime.compile import compile_spec
 from kvquant.kernels.cuda.runtime.tensors import strides
@@ -155,7 +156,7 @@ def test_tiny_and_large_numbers() -> None:
 )
 def test_machine_code_spills_nothing(names: str, head_dim: int, rows: int, arch: str) -> None:
     k, v = (RowFormat.parse(name, head_dim) for name in names.split("/"))
-    report = compile_spec(fit(PrefixSpec(k, v), rows, H200), arch).report
+    report = compile_spec(fit(PrefixSpec(k, v), rows, H200, 256, 132), arch).report
     assert report.stack_bytes == 0
 
 
@@ -170,21 +171,26 @@ def test_every_format_fits_every_gpu() -> None:
                 continue
             for num_rows in (1, 64, 65, 1000):
                 for most in (H200, RTX_4090):
-                    found = fit(spec, num_rows, most)
+                    found = fit(spec, num_rows, most, 256, 132)
                     assert found.shared_bytes <= most
                     assert found.blocks == 1 or head_dim <= 128
     with pytest.raises(UnsupportedError, match="bytes of shared memory, this GPU has 1000"):
-        fit(PrefixSpec(INT4, INT4), 64, 1000)
+        fit(PrefixSpec(INT4, INT4), 64, 1000, 256, 132)
 
 
 def test_blocks_are_as_wide_as_there_are_queries() -> None:
-    shapes = [fit(PrefixSpec(INT4, INT4), rows, H200).rows for rows in (8, 64, 65, 128, 129, 512)]
+    def fitted(rows: int, units: int = 256) -> PrefixSpec:
+        return fit(PrefixSpec(INT4, INT4), rows, H200, units, 132)
+
+    shapes = [fitted(rows).rows for rows in (8, 64, 65, 128, 129, 512)]
     assert shapes == [64, 64, 128, 128, 256, 256]
-    per_sm = [
-        blocks_per_sm(fit(PrefixSpec(INT4, INT4), rows, H200), 233472) for rows in (64, 128, 256)
-    ]
-    assert per_sm == [3, 2, 1]
+    assert [blocks_per_sm(fitted(rows), 233472) for rows in (64, 128, 256)] == [3, 2, 1]
     assert SHAPES[0] == (8, 2, 64)
+    # KV heads times splits: 64 sequences behind 16,384 tokens and 1,024, of 8 KV heads and of one
+    assert [worth_splits(tokens) for tokens in (0, 127, 1024, 16384)] == [1, 1, 8, 32]
+    assert [fitted(256, 8 * 32).rows, fitted(256, 8 * 8).rows] == [256, 128]
+    assert [fitted(512, 32).rows, fitted(256, 32).rows, fitted(2048, 32).rows] == [128, 64, 256]
+    assert fitted(300, 1).tokens == 32 and fitted(300, 1).rows == 64, "too few in any case"
 
 
 # Launches
@@ -210,7 +216,7 @@ def test_arguments_are_those_of_the_call(cuda: FakeDriver) -> None:
     launch(case, members)
     first, merge = cuda.launched
     (spec,) = (one for one in loaded_specs() if isinstance(one, PrefixSpec))
-    assert spec.rows == 256
+    assert spec.rows == 64
     given = arguments_of(spec, first.arguments)
     k, v = case.prefix.k_rows, case.prefix.v_rows
     assert case.prefix.block_table is not None
@@ -222,12 +228,12 @@ def test_arguments_are_those_of_the_call(cuda: FakeDriver) -> None:
     assert (given["capacity"], given["page_shift"]) == (704, 6)
     assert (given["num_members"], given["batch"], given["ratio"]) == (40, 40, 4)
     assert given["score_scale"] == pytest.approx(0.25 * math.log2(math.e))
-    assert first.grid == (1, 2, 11) and first.block == (256, 1, 1)  # a split a tile
+    assert first.grid == (3, 2, 22) and first.block == (128, 1, 1)  # a split a tile
     assert first.shared == spec.shared_bytes and merge.grid == (80, 1, 1)
     launch(case, members, num_splits=3)
     launch(case, members[:0])
     launch(case._replace(q=case.q[:0]))
-    assert [note.grid for note in cuda.launched[2:]] == [(1, 2, 3), (80, 1, 1)]
+    assert [note.grid for note in cuda.launched[2:]] == [(3, 2, 3), (80, 1, 1)]
 
 
 def test_the_op_launches_as_the_call_does(cuda: FakeDriver) -> None:
@@ -327,6 +333,16 @@ def test_heads(relative_l2: Measure, heads: tuple[int, int], batch: int) -> None
 @pytest.mark.parametrize("tokens", [1, 15, 64, 65, 4096, 40000])
 def test_lengths(relative_l2: Measure, tokens: int) -> None:
     check(relative_l2, make_prefix("int4-g4", 128, 64, (4, 1), tokens, device="cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_blocks_of_all_sizes(
+    relative_l2: Measure, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefix_spec, "SHAPES", (shape,))
+    monkeypatch.setattr(runtime, "_launches", {})
+    check(relative_l2, make_prefix("int4-g4", 128, 80, (4, 1), 1500, device="cuda"))
 
 
 @pytest.mark.gpu
