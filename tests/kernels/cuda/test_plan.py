@@ -345,7 +345,8 @@ def test_shipped_plans_are_followed() -> None:
             sharers = -(-one.columns // MOST_COLUMNS)
             columns = one.columns // sharers
             spec = DecodeSpec(Path(k, v), columns=columns, sharers=sharers)
-            chosen = plan(spec, H200, one.units, [one.capacity], rows=[one])
+            gpu = replace(H200, name=one.gpu)
+            chosen = plan(spec, gpu, one.units, [one.capacity], rows=[one])
             assert chosen == Plan((one.splits,), one.warps, one.stages)
 
 
