@@ -18,7 +18,7 @@ from fake_cuda import CPU, FakeDriver, arguments_of, install, loaded_specs
 from in_simulator import SIMULATED, in_simulator, typed
 from mla_cases import LIMITS, MlaCase, make_mla
 
-from kvquant import LatentFormat, LatentKVCache, debug
+from kvquant import LatentFormat, LatentKVCache, LatentPagedBatch, LatentPagedKVCache, debug
 from kvquant.cache import layer
 from kvquant.errors import ConfigError, UnsupportedError
 from kvquant.kernels.cuda.mla import launch as launching
@@ -230,6 +230,44 @@ def test_a_cache_steps_as_on_the_cpu() -> None:
         torch.testing.assert_close(found[1].double(), lse, rtol=1e-4, atol=1e-3)
         for one, other in zip(here._tensors(), there._tensors(), strict=True):
             assert torch.equal(one, other)
+
+
+@pytest.mark.slow
+@in_simulator
+def test_a_paged_cache_steps_as_on_the_cpu() -> None:
+    """Rows in pages and sequence slots, and attention of a LatentPagedBatch, by their kernels."""
+    options: dict[str, Any] = {"fmt": "int8-g4", "latent_dim": 256, "rope_dim": 32}
+    options |= {"sink_len": 1, "recent_len": 3, "page_size": 16, "max_seq_len": 40}
+    caches = [LatentPagedKVCache(1, 8, max_num_seqs=3, **options) for _ in range(2)]
+    here, there = (LatentPagedBatch(cache, 2, 30) for cache in caches)
+    for cache in caches:
+        for stack in stacks_of(cache):
+            stack.fill_(0xFF)  # NaN
+        for name in "cab":  # so that sequence slots are not places of the batch
+            cache.allocate(name)
+    for counts, axes in (((22, 2), (3,)), ((1, 1), (1, 3)), ((2, 1), (2, 3))):
+        new = [torch.randn(sum(counts), 1, dim).bfloat16() for dim in (256, 32)]
+        q = [torch.randn(2, *axes, dim).bfloat16() for dim in (256, 32)]
+        how: dict[str, Any] = {"sm_scale": 0.07, "return_lse": True}
+        with here.extend(["a", "b"], counts):
+            here.append(0, *new)
+            exact = [x.float() for x in q]
+            wanted = here.attend(0, exact[0], exact[1], **how, backend="reference")
+        memory[:] = [*stacks_of(there.cache), *there._staged.tensors.values()]
+        memory[:] += [there.cache.bad_rows, *new, *q]
+        with there.extend(["a", "b"], counts), simulated(stages=2), as_on_cuda():
+            there.append(0, *new)
+            found = there.attend(0, q[0], q[1], **how, num_splits=1)
+        out, lse = (x.double() for x in wanted)
+        assert float((found[0].double() - out).norm() / out.norm()) < LIMITS[torch.bfloat16]
+        torch.testing.assert_close(found[1].double(), lse, rtol=1e-4, atol=1e-3)
+        for one, other in zip(*map(stacks_of, caches), strict=True):
+            assert torch.equal(one, other)
+
+
+def stacks_of(cache: LatentPagedKVCache) -> list[torch.Tensor]:
+    """All rows of a cache."""
+    return [stack for side in (*cache.rows.pages, *cache.rows.exact) for stack in side.stacks]
 
 
 @contextmanager
