@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from example_plan import example_plan
+from latent_plans import latent_plan
 from typing_extensions import assert_type
 
 from kvquant import (
     KVCache,
+    LatentPagedBatch,
+    LatentPagedKVCache,
     PagedBatch,
     PagedKVCache,
     RowFormat,
@@ -55,6 +58,16 @@ def test_return_lse_says_what_comes() -> None:
         batch.append(0, torch.ones(1, 1, 64), torch.ones(1, 1, 64))
         assert_type(batch.attend(0, q), torch.Tensor)
         assert_type(batch.attend(0, q, return_lse=True), State)
+    latents = LatentPagedKVCache(1, 2)
+    absorbed = LatentPagedBatch(latents, 1)
+    latents.allocate("a")
+    with absorbed.extend(["a"], 1):
+        x, rope = torch.ones(1, 1, 512), torch.ones(1, 1, 64)
+        assert_type(absorbed.step(0, x, rope, x, rope, sm_scale=1.0), torch.Tensor)
+        assert_type(absorbed.attend(0, x, rope, sm_scale=1.0, return_lse=True), State)
+        assert_type(
+            absorbed.attend(0, x, rope, sm_scale=1.0, return_lse=flag), torch.Tensor | State
+        )
 
 
 def test_options_are_known_by_name() -> None:
@@ -65,3 +78,4 @@ def test_options_are_known_by_name() -> None:
         KVCache.from_plan(plan, 1, 64, sink_length=0)  # type: ignore[call-arg]  # what is tested
     with pytest.raises(TypeError, match="window_len"):
         PagedKVCache.from_plan(plan, 8, window_len=None)  # type: ignore[call-arg]  # the same
+    LatentPagedKVCache.from_plan(latent_plan(), 8, page_size=16)

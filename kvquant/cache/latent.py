@@ -50,6 +50,35 @@ def latent_formats(
     return formats
 
 
+def formats_of(plan: Plan) -> list[LatentFormat]:
+    """Format of each layer in a plan of latent rows."""
+    return [LatentFormat(*pair) for pair in zip(plan.k_formats, plan.v_formats, strict=True)]
+
+
+def check_no_feedback(bases: Sequence[LayerBasis] | None) -> None:
+    """Raise UnsupportedError if a basis rounds with feedback."""
+    for i, basis in enumerate(bases or ()):
+        if basis.k.feedback is not None or basis.v.feedback is not None:
+            raise UnsupportedError(
+                f"the basis of layer {i} rounds with feedback, and latent rows are rounded to the "
+                "nearest code: leave feedback out"
+            )
+
+
+def transformed_parts(
+    latent: torch.Tensor, rope: torch.Tensor, basis: LayerBasis
+) -> tuple[Rows, Encodings]:
+    """New rows [num_tokens, 1, elements] in a basis, and what is left to do where they are written.
+
+    Transformed by torch: kernels that multiply rows have not such widths.
+    """
+    encodings = basis.k.encoding, basis.v.encoding
+    k, v = (transform_rows(x, one) for x, one in zip((latent, rope), encodings, strict=True))
+    if k.dtype != v.dtype:
+        k, v = k.float(), v.float()
+    return (k, v), (Encoding(clip=encodings[0].clip), Encoding(clip=encodings[1].clip))
+
+
 class LatentLayerCache(LayerCache):
     """The latent rows of one layer.
 
@@ -88,14 +117,10 @@ class LatentLayerCache(LayerCache):
         return self.exact_rows[..., self.k_exact.row_bytes :]
 
     def _to_write(self, k: torch.Tensor, v: torch.Tensor) -> tuple[Rows, Encodings]:
-        """As LayerCache, transformed by torch: kernels that multiply rows have not such widths."""
+        """As LayerCache."""
         if self.basis is None:
             return (k, v), (None, None)
-        encodings = self.basis.k.encoding, self.basis.v.encoding
-        k, v = (transform_rows(x, one) for x, one in zip((k, v), encodings, strict=True))
-        if k.dtype != v.dtype:
-            k, v = k.float(), v.float()
-        return (k, v), (Encoding(clip=encodings[0].clip), Encoding(clip=encodings[1].clip))
+        return transformed_parts(k, v, self.basis)
 
     def _packed_segment(self, lens: torch.Tensor, starts: torch.Tensor | None) -> Segment:
         return latent_segment(self.packed, lens, self.fmt, starts)
@@ -186,12 +211,7 @@ class LatentKVCache(KVCache):
             bases=bases,
             rollback_len=rollback_len,
         )
-        for i, basis in enumerate(self.bases or ()):
-            if basis.k.feedback is not None or basis.v.feedback is not None:
-                raise UnsupportedError(
-                    f"the basis of layer {i} rounds with feedback, and latent rows are rounded to "
-                    "the nearest code: leave feedback out"
-                )
+        check_no_feedback(self.bases)
 
     @classmethod
     def from_plan(
@@ -214,7 +234,7 @@ class LatentKVCache(KVCache):
         if "windows" in options:
             raise ConfigError("latent rows have no windows: leave windows out")
         others: Any = options
-        formats = [LatentFormat(*pair) for pair in zip(plan.k_formats, plan.v_formats, strict=True)]
+        formats = formats_of(plan)
         return cls(
             plan.num_layers,
             batch,

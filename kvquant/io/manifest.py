@@ -692,8 +692,6 @@ class SequencesManifest(Manifest):
         if not self.formats or not self.sequences:
             raise CheckpointError("layers and sequences must not be empty")
         self._check_formats()
-        if self.latent and self.transforms:
-            raise CheckpointError("latent rows in pages have no transforms")
         for i, sequence in enumerate(self.sequences):
             if isinstance(sequence.id, int) and sequence.id.bit_length() > MAX_ID_BITS:
                 raise CheckpointError(

@@ -16,7 +16,7 @@ The manifest is an object with exactly these keys; every number is whole:
     recent_len     last tokens of each sequence in 16 bit
     exact_format   "bf16" or "fp16": the 16-bit rows
     latent         true: of a LatentPagedKVCache, whose latents are k and whose RoPE parts are v of
-                   one KV head; left out of all others. There are no transforms
+                   one KV head; left out of all others
     layers         one object per layer: k, v: {"format": a short name, "head_dim": elements}
     sequences      one object per sequence:
         id            a string or a number
@@ -338,7 +338,7 @@ def _check_cache(cache: PagedKVCache, manifest: SequencesManifest) -> None:
                 f"{name} is {saved} in the file and {ours} in the cache: make a cache like the one "
                 "that was saved"
             )
-    _check_bases(manifest, fingerprints(cache.bases))
+    _check_bases(cache, manifest)
     for layer, (saved_formats, ours_formats) in enumerate(
         zip(manifest.formats, formats, strict=True)
     ):
@@ -356,13 +356,14 @@ def _check_cache(cache: PagedKVCache, manifest: SequencesManifest) -> None:
         )
 
 
-def _check_bases(manifest: SequencesManifest, ours: Sequence[Mapping[str, str]]) -> None:
-    """Raise unless the rows of a file are stored in these bases."""
-    saved = manifest.transforms
+def _check_bases(cache: PagedKVCache, manifest: SequencesManifest) -> None:
+    """Raise unless the rows of a file are stored in the bases of a cache."""
+    saved, ours = manifest.transforms, fingerprints(cache.bases)
+    how = f"{type(cache).__name__}.from_plan"
     if saved and not ours:
         raise CheckpointError(
             "its rows are stored in the bases of a plan, and the cache has none: make one with "
-            "PagedKVCache.from_plan and the plan that they were made with"
+            f"{how} and the plan that they were made with"
         )
     if ours and not saved:
         raise CheckpointError(
@@ -373,5 +374,5 @@ def _check_bases(manifest: SequencesManifest, ours: Sequence[Mapping[str, str]])
         if theirs != own:
             raise CheckpointError(
                 f"its rows are stored in the bases of another plan (layer {layer} differs): make "
-                "the cache with PagedKVCache.from_plan and the plan that they were made with"
+                f"the cache with {how} and the plan that they were made with"
             )

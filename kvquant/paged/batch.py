@@ -319,6 +319,7 @@ class PagedBatch(NotCopied):
             v_format = RowFormat.parse(rows.v_format, v.shape[-1])
             k_side = Side(k, rows.k_pages, k_format, exact_k, k_transform)
             v_side = Side(v, rows.v_pages, v_format, exact_v, v_transform)
+            k_side, v_side = self._to_write(layer, k_side, v_side)
             call = k_side, v_side, slots, self.cache.exact_format, rope, self.cache.bad_rows
             # slots are right, and rows lie apart: proved again in debug mode only
             check = partial(check_tokens, k_side, v_side, rope)
@@ -332,10 +333,15 @@ class PagedBatch(NotCopied):
             raise
         if not compiling:
             (self._in_graphs if is_fixed else self._appended).add(layer)
-            if self._on_cuda and rope is None and k.shape[0] <= self.max_batch:
+            as_given = k_side.x is k and v_side.x is v
+            if self._on_cuda and rope is None and as_given and k.shape[0] <= self.max_batch:
                 again = append_again(k_side, v_side, *call[2:4], self.cache.bad_rows)
                 self._again[layer].keep(kind_of(k, v), again)
         return multiplied
+
+    def _to_write(self, layer: int, k: Side, v: Side) -> tuple[Side, Side]:
+        """What is left to do with the new rows of a layer where they are written."""
+        return k, v
 
     def _append_again(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> bool:
         """Append new rows like some before, which did fit, by the same launch; not in a graph."""

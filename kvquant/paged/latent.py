@@ -8,20 +8,33 @@ memory, in a page as in a sequence slot, and attention reads that row whole.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from ..cache.latent import DEFAULT_FORMAT, LatentFormats, latent_formats
+from ..cache.checks import Plan, check_plan_options
+from ..cache.latent import (
+    DEFAULT_FORMAT,
+    LatentFormats,
+    check_no_feedback,
+    formats_of,
+    latent_formats,
+)
 from ..cache.row_stacks import RowStacks
-from ..errors import UnsupportedError
+from ..errors import ConfigError
 from ..ops.mla import check_kernels, latent_segment
 from ..rows.arguments import check_device, check_size
+from ..rows.basis import LayerBasis
 from ..rows.format import RowFormat
 from ..rows.latent import AnyFormat, LatentFormat
 from ..rows.segment import Segment
 from .cache import PagedKVCache
 from .storage import PagedRows, Sides
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .cache import PlanOptions
 
 
 class LatentPagedRows(PagedRows):
@@ -61,8 +74,7 @@ class LatentPagedKVCache(PagedKVCache):
     It is a PagedKVCache of one KV head whose K is the latent and whose V is the RoPE part, as
     LatentKVCache is a KVCache: allocate, fork, truncate, free, swap_out, swap_in, match_prefix,
     check, dequantized, save_sequences and load_sequences are those of PagedKVCache, and errors call
-    the latent k and the RoPE part v. It has no bases and no windows. LatentPagedBatch appends and
-    attends.
+    the latent k and the RoPE part v. It has no windows. LatentPagedBatch appends and attends.
 
     Args:
         num_layers: layers with attention.
@@ -73,10 +85,13 @@ class LatentPagedKVCache(PagedKVCache):
         rope_dim: elements of the RoPE part, 64 or 32 (qk_rope_head_dim).
         max_num_seqs, max_seq_len, page_size, sink_len, recent_len, exact_format, rollback_len,
             device: as in PagedKVCache.
+        bases: as in LatentKVCache; a plan has them, see from_plan.
 
     Raises:
         ConfigError: a size, a format or a device that does not exist, or takes too much memory.
-        UnsupportedError: on CUDA a format of fewer than 4 groups: rows have no kernel there.
+        ShapeError: a basis is of other sizes.
+        UnsupportedError: on CUDA a format of fewer than 4 groups: rows have no kernel there; or a
+            basis with feedback, which kernels have not for such rows.
 
     Example:
         >>> import torch
@@ -110,6 +125,7 @@ class LatentPagedKVCache(PagedKVCache):
         exact_format: str = "bf16",
         rollback_len: int = 0,
         device: torch.device | str = "cpu",
+        bases: Sequence[LayerBasis] | None = None,
     ) -> None:
         num_layers = check_size("num_layers", num_layers, at_least=1)
         formats = latent_formats(fmt, num_layers, latent_dim, rope_dim)
@@ -130,13 +146,40 @@ class LatentPagedKVCache(PagedKVCache):
             exact_format=exact_format,
             rollback_len=rollback_len,
             device=device,
+            bases=bases,
         )
+        check_no_feedback(self.bases)
 
     @classmethod
-    def from_plan(cls, *args: object, **options: object) -> NoReturn:
-        """Refused: rows in pages have no bases."""
-        raise UnsupportedError(
-            "latent rows in pages have no bases: give a format, fmt=, or a plan to LatentKVCache"
+    def from_plan(
+        cls, plan: Plan, num_pages: int, **options: Unpack[PlanOptions]
+    ) -> LatentPagedKVCache:
+        """Make an empty cache whose formats and bases are those of a plan of latent rows.
+
+        Args:
+            plan: of the model whose latents will come; plan.check_model tells whether. Layer i is
+                the model's layer plan.places[i].
+            num_pages: as in LatentPagedKVCache.
+            options: the others of LatentPagedKVCache, but for formats, sizes and bases.
+
+        Raises:
+            ConfigError: a size that is not possible, an option that the plan decides, or the plan
+                is of keys and values of heads.
+            UnsupportedError: as LatentPagedKVCache.
+        """
+        check_plan_options(plan, options, is_latent=True)
+        if "windows" in options:
+            raise ConfigError("latent rows have no windows: leave windows out")
+        others: Any = options
+        formats = formats_of(plan)
+        return cls(
+            plan.num_layers,
+            num_pages,
+            fmt=formats,
+            latent_dim=formats[0].latent_dim,
+            rope_dim=formats[0].rope_dim,
+            bases=plan.layers,
+            **others,
         )
 
     def __repr__(self) -> str:
@@ -144,9 +187,9 @@ class LatentPagedKVCache(PagedKVCache):
         fmt, pool = self.formats[0], self.state.pool
         return (
             f"LatentPagedKVCache({self.num_layers} layers, {fmt.latent_dim} latents and "
-            f"{fmt.rope_dim} RoPE elements in {names:.80}, {pool.num_pages} pages of "
-            f"{pool.page_size} tokens, {len(self.state.lengths)} sequence slots, {len(self.ids)} "
-            f"sequences, {self.device})"
+            f"{fmt.rope_dim} RoPE elements in {names:.80}{' in bases' * bool(self.bases)}, "
+            f"{pool.num_pages} pages of {pool.page_size} tokens, {len(self.state.lengths)} "
+            f"sequence slots, {len(self.ids)} sequences, {self.device})"
         )
 
     @property
@@ -158,7 +201,7 @@ class LatentPagedKVCache(PagedKVCache):
         self, layers: Sequence[int], num_pages: int, max_num_seqs: int, device: torch.device | str
     ) -> LatentPagedKVCache:
         """As of PagedKVCache."""
-        formats = [self.formats[layer] for layer in layers]
+        formats, bases = [self.formats[layer] for layer in layers], self.bases
         return LatentPagedKVCache(
             len(formats),
             num_pages,
@@ -173,6 +216,7 @@ class LatentPagedKVCache(PagedKVCache):
             exact_format=self.exact_format,
             rollback_len=self.rollback_len,
             device=device,
+            bases=bases and [bases[layer] for layer in layers],
         )
 
     def _check_formats(self, *formats: RowFormat) -> None:

@@ -7,6 +7,8 @@ from typing import Literal, overload
 
 import torch
 
+from ..cache.latent import transformed_parts
+from ..ops.append_checks import Side, check_tokens
 from ..ops.attention import State
 from ..ops.mla import attend_latents
 from ..rows.arguments import check_kind, check_tensors
@@ -69,6 +71,14 @@ class LatentPagedBatch(PagedBatch):
             rope: [num_tokens, 1, rope_dim], after RoPE.
         """
         self._append(layer, latent, rope, None, None)
+
+    def _to_write(self, layer: int, k: Side, v: Side) -> tuple[Side, Side]:
+        basis = self.cache.rows.layers[layer].basis
+        if basis is None:
+            return k, v
+        check_tokens(k, v, None)  # before torch transforms them
+        (latent, rope), (of_k, of_v) = transformed_parts(k.x, v.x, basis)
+        return k._replace(x=latent, transform=of_k), v._replace(x=rope, transform=of_v)
 
     @overload  # type: ignore[override]
     def attend(
@@ -144,6 +154,7 @@ class LatentPagedBatch(PagedBatch):
             q_rope,
             parts.whole,
             q_lens=q_lens,
+            basis=self.cache.rows.layers[layer].basis,
             sm_scale=sm_scale,
             return_lse=return_lse,
             num_splits=num_splits,

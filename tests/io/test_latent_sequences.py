@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from latent_pages import FORMATS, LAYERS, begin, extend, make, new_rows
+from latent_pages import FORMATS, begin, extend, from_plan, make, new_rows
+from latent_plans import latent_plan
 from paged_cases import make as make_plain
 from paged_cases import same, values
 from safetensors import safe_open
@@ -21,6 +22,7 @@ from kvquant import LatentPagedBatch, LatentPagedKVCache
 from kvquant.cli.main import main
 from kvquant.errors import CheckpointError
 from kvquant.io.inspect import describe
+from kvquant.io.plan import CachePlan
 from kvquant.io.sequences import load_sequences, save_sequences
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -91,6 +93,24 @@ def make_plain_with(name: str) -> Any:
     return cache
 
 
+def test_files_remember_the_bases_of_a_plan(tmp_path: Path) -> None:
+    plan = latent_plan()
+    batch = LatentPagedBatch(from_plan(plan), 4, 100)
+    begin(batch, "a", 60, range(60))
+    path = save_sequences(batch.cache, ["a"], tmp_path / "saved.safetensors")
+    loaded = from_plan(plan)
+    assert load_sequences(loaded, path) == ["a"]
+    assert same(values(loaded, "a"), values(batch.cache, "a"))
+    assert describe(path)["transformed"]
+    moved = {**plan.tensors, "k.offset": plan.tensors["k.offset"] + 1}
+    for cache, message in (
+        (make(fmt=["int4-g8", "bf16"]), "stored in the bases of a plan, and the cache has none"),
+        (from_plan(CachePlan(plan.facts, moved)), r"of another plan \(layer 0 differs\)"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            load_sequences(cache, path)
+
+
 Forgery = Callable[[dict[str, Any]], object]
 FORGERIES: dict[str, Forgery] = {
     "the file has version 2, and is of latent rows": lambda top: top.update(version=2),
@@ -98,9 +118,6 @@ FORGERIES: dict[str, Forgery] = {
     "the file has version 4, this kvquant reads 1, 2 and 3": lambda top: top.update(version=4),
     "has another key": lambda top: top.update(version=1),
     "latent rows are of one size, and of one KV head": lambda top: top.update(num_kv_heads=2),
-    "latent rows in pages have no transforms": lambda top: top.update(
-        transforms=[{"k": "0" * 64, "v": "0" * 64}] * LAYERS
-    ),
     "formats that no cache has: latent has 64 elements": lambda top: top["layers"][1]["k"].update(
         head_dim=64
     ),
