@@ -10,6 +10,7 @@ import pytest
 import torch
 from example_plan import example_plan
 from fake_cuda import CPU, FakeDriver, install_for_caches, loaded_specs
+from latent_plans import random_basis
 
 from kvquant import CachePlan, KVCache, LatentKVCache
 from kvquant.cache import warmup
@@ -25,6 +26,7 @@ from kvquant.rows.basis import Basis, LayerBasis
 
 BATCH, HEADS, DIM, MAX = 2, 2, 64, 2048
 PLAIN: dict[str, Any] = {"num_layers": 2, "num_kv_heads": HEADS, "head_dim": DIM}
+IDENTITY = Basis(torch.zeros(1, 64))  # of RoPE parts
 ROUNDED = Basis(torch.ones(HEADS, DIM), "hadamard", feedback=torch.zeros(HEADS, DIM, DIM))
 MAKERS = {
     "plain": partial(KVCache, **PLAIN),
@@ -43,9 +45,10 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     driver = install_for_caches(monkeypatch)
     for module in (attention, mla):
         monkeypatch.setattr(module, "kernels_for", lambda *_: "cuda")
-    monkeypatch.setattr(
-        transform, "takes_one_launch", lambda x, backend: x.dtype in transform.DTYPES
-    )
+    for module in (transform, mla):
+        monkeypatch.setattr(
+            module, "takes_one_launch", lambda x, backend: x.dtype in transform.DTYPES
+        )
     return driver
 
 
@@ -82,8 +85,17 @@ def absorbed(*axes: int) -> tuple[torch.Tensor, torch.Tensor]:
     return q_latent, q_rope
 
 
+LATENTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "packed": {"recent_len": 0, "sink_len": 0},
+    "fp8": {"fmt": "fp8"},
+    "bases": {"bases": [random_basis(512, 64)] * 2},
+    "one basis": {"bases": [LayerBasis(Basis(torch.zeros(1, 512), "hadamard"), IDENTITY)] * 2},
+}
+
+
 @pytest.mark.parametrize("heads", [16, 128])
-@pytest.mark.parametrize("options", [{}, {"recent_len": 0, "sink_len": 0}, {"fmt": "fp8"}], ids=str)
+@pytest.mark.parametrize("options", LATENTS.values(), ids=LATENTS)
 def test_what_a_cache_of_latents_launches_was_told(
     heads: int, options: dict[str, Any], cuda: FakeDriver
 ) -> None:

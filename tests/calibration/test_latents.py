@@ -140,6 +140,21 @@ def test_a_plan_of_latents_is_saved_told_and_used(
     assert "RoPE parts error" in page and "int4-g4 rows as they are" in page
 
 
+@pytest.mark.gpu
+def test_a_plan_on_cuda_is_as_good_as_on_the_cpu() -> None:
+    found = []
+    for device in ("cpu", "cuda"):
+        model = deepseek(**WIDE)
+        model.model.to(device)
+        plan = calibrate(model, tokens(), sizes=SIZES)
+        assert plan is not None
+        found.append({(row["format"], row["plan"]): row["kl"] for row in plan.facts["comparison"]})
+    for name in ("int4-g4", "int4-g8", "int8-g4", "fp8-g4"):
+        assert found[1][name, True] < 0.5 * found[1][name, False], name
+        # queries and outputs of steps are rounded to bfloat16 there, of both caches
+        assert found[1][name, True] < 2 * found[0][name, True] + 1e-3, name
+
+
 @pytest.mark.parametrize(
     "goal", [Goal(max_kl=1e-3), Goal(budget=7.0), Goal(format="int4-g4+int8-g4")], ids=str
 )

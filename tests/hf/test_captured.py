@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from hf_cases import LATENT_SIZES, needs_latents, random_model
+from latent_plans import latent_plan
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from kvquant import CachedModel, CapturedStep, KVCache
@@ -289,10 +290,12 @@ def test_it_gives_what_single_steps_give(fmt: str, windows: bool) -> None:
 
 @needs_latents
 @pytest.mark.gpu
-@pytest.mark.parametrize("fmt", ["bf16", "int8-g4", "int4-g8+fp8-g4"])
-def test_graph_of_latent_rows_gives_what_single_steps_give(fmt: str) -> None:
+@pytest.mark.parametrize("fmt", ["bf16", "int8-g4", "int4-g8+fp8-g4", None])
+def test_graph_of_latent_rows_gives_what_single_steps_give(fmt: str | None) -> None:
+    """None: in the format and the bases of a plan."""
     model = make_latent("cuda")
-    cache, token = filled(model, fmt=fmt)
+    plan = None if fmt else latent_plan(2, model.config_dict)
+    cache, token = filled(model, fmt=fmt, plan=plan)
     other = cache.fork()
     step = CapturedStep(model, cache)
     for _ in range(20):

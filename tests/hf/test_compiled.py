@@ -18,9 +18,11 @@ from hf_cases import (  # noqa: E402
     tiny,
     tokens,
 )
+from latent_plans import latent_plan  # noqa: E402
 from slow_cases import mark_slow  # noqa: E402
 
 from kvquant.hf.cache import QuantizedCache  # noqa: E402
+from kvquant.io.plan import CachePlan  # noqa: E402
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {},
@@ -73,9 +75,11 @@ def compiling(backend: Any) -> dict[str, Any]:
     return {"compile_config": config}
 
 
-def generated(model: Any, padded: bool, **options: Any) -> tuple[Any, QuantizedCache]:
+def generated(
+    model: Any, padded: bool, plan: CachePlan | None = None, **options: Any
+) -> tuple[Any, QuantizedCache]:
     """Two turns of a conversation, with one cache."""
-    cache, batch = QuantizedCache(model, **ROWS), text(padded)
+    cache, batch = QuantizedCache(model, plan=plan, **ROWS), text(padded)
     for _ in range(2):
         ids = model.generate(**batch, past_key_values=cache, **OPTIONS, **options)
         more = ids.shape[1] - batch["attention_mask"].shape[1]
@@ -201,6 +205,16 @@ def test_graphs_read_rows_where_they_lie(family: str) -> None:
     step(tokens(3, 1), past_key_values=cache, position_ids=24 - PADS[:, None])
     cache.check()
     assert sizes == [3, 3]  # tokens and positions
+
+
+@needs_latents
+def test_a_step_in_bases_of_latents_is_one_graph() -> None:
+    model = model_of("DeepseekV3", **DENSE)
+    plan = latent_plan(2, model.config.to_dict(), fmt=("int8-g4", "bf16"))
+    expected, _ = generated(model, padded=True, plan=plan)
+    found, cache = generated(model, padded=True, plan=plan, **compiling("eager"))
+    assert found == expected and cache.kv is not None and cache.kv.bases
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 
 @needs_latents

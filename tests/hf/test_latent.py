@@ -20,8 +20,6 @@ from kvquant.errors import (
     ShapeError,
     UnsupportedModelError,
 )
-from kvquant.io.model_id import model_identity
-from kvquant.io.plan import CachePlan
 from kvquant.ops.mla import attend_latents
 
 transformers = pytest.importorskip("transformers")
@@ -417,18 +415,10 @@ def test_options_of_keys_and_values_are_refused(name: str, model: CachedModel) -
         model.new_cache(2, 64, **options)
 
 
-def plan_of(model: CachedModel, *fmt: str) -> CachePlan:
-    """Random bases; the last layer is kept in fp16."""
-    assert len(fmt) == 2
-    config = {**model.config_dict, "kv_lora_rank": 256, "qk_rope_head_dim": 32}
-    plan = latent_plan(2, config, fmt=fmt, exact="fp16")
-    return CachePlan({**plan.facts, "model": model_identity(model.config_dict)}, plan.tensors)
-
-
 @needs_latents
 def test_logits_of_a_plan_are_those_of_transformers(model: CachedModel) -> None:
     """In 16-bit rows, which are rounded in the basis, and so otherwise; chunks and steps."""
-    plan = plan_of(model, "fp16", "fp16")
+    plan = latent_plan(2, model.config_dict, fmt=("fp16", "fp16"), exact="fp16")
     cache = model.new_cache(2, 64, plan=plan, exact_format="fp16", sink_len=0, recent_len=0)
     assert cache.bases is not None and cache.bases[0].k.kind == "matrix"
     assert error(read(model, cache), plain(model, RoundedCache)) < 3 * TOLERANCE
@@ -439,7 +429,7 @@ def test_logits_of_a_plan_are_those_of_transformers(model: CachedModel) -> None:
 
 @needs_latents
 def test_plans_and_formats_that_do_not_fit_are_refused(model: CachedModel) -> None:
-    plan = plan_of(model, "int4-g8", "bf16")
+    plan = latent_plan(2, model.config_dict)
     with pytest.raises(ConfigError, match=r"fmt with a plan.* use plan\.with_formats"):
         model.new_cache(2, 64, plan=plan, fmt="int8-g4")
     with pytest.raises(CheckpointError, match="the plan was made for a 'qwen2' model"):
@@ -604,17 +594,21 @@ def test_transformers_that_hand_keys_of_all_heads_are_refused(
 
 @needs_latents
 @pytest.mark.gpu
-@pytest.mark.parametrize("fmt", ["bf16", "int8-g4"])
-def test_logits_on_cuda_are_those_of_the_cpu(fmt: str) -> None:
+@pytest.mark.parametrize("rows", ["bf16", "int8-g4", "int8-g4 in a plan's bases"])
+def test_logits_on_cuda_are_those_of_the_cpu(rows: str) -> None:
     """Of a model in bf16 there and in float32 here, no further than transformers' own are."""
     model = deepseek("wide rows", num_attention_heads=16, num_key_value_heads=16, **DENSE)
+    options: dict[str, Any] = {"fmt": rows, "recent_len": 8}
+    if "plan" in rows:
+        plan = latent_plan(2, model.config_dict, fmt=("int8-g4", "bf16"))
+        options = {"plan": plan, "recent_len": 8}
     model.model.bfloat16().cuda()
     on_cuda = CachedModel(model.model)
-    cache = on_cuda.new_cache(2, 64, fmt=fmt, recent_len=8)
+    cache = on_cuda.new_cache(2, 64, **options)
     theirs = plain(model, transformers.DynamicCache).float().cpu()
     ours = read(on_cuda, cache).float().cpu()
     cache.check()
     model.model.float().cpu()
-    wanted = read(model, model.new_cache(2, 64, fmt=fmt, recent_len=8))
+    wanted = read(model, model.new_cache(2, 64, **options))
     exact = plain(model, transformers.DynamicCache)
     assert error(ours, wanted) < 2 * error(theirs, exact)
