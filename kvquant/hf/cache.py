@@ -203,8 +203,7 @@ class QuantizedCache(Cache):
         if max_seq_len is not None:
             self._max_seq_len = check_size("max_seq_len", max_seq_len, at_least=1)
         config = _config_of(source)
-        layers = cache_layers(config, longest=max_seq_len)
-        layers_of_rank(source, layers)  # or it has parts of heads; keys tell which it has
+        layers = layers_of_rank(source, cache_layers(config, longest=max_seq_len))
         make: Callable[..., KVCache] = partial(new_cache, config, **options)
         dtype: Any = None
         if isinstance(source, torch.nn.Module):

@@ -28,7 +28,7 @@ from ..rows.latent import LATENT_DIMS, ROPE_DIMS
 # of config.layer_types: what they keep are the keys and values of tokens, and nothing else
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 _NOTHING = {"moe", "mlp"}  # layers without attention, which transformers counts too
-_KEYS = "k_proj", "qkv_proj", "query_key_value"  # linear layers that make keys
+_KEYS = "k_proj", "qkv_proj", "query_key_value", "kv_b_proj"  # linear layers that make keys
 _OF_HEADS = "k_format", "v_format", "windows"  # options that latent rows have not
 
 
@@ -64,7 +64,8 @@ class CacheLayers:
         scaled_from: the position from which on queries are scaled by how far they are, counted by
             the model from the longest sequence for all of them; None where they are not.
         others: the model's layers that own what no KVCache holds, and why it does not.
-        rank, ranks: which of so many ranks has these heads, see of_rank; 0 and 1 for all heads.
+        rank, ranks: which of so many ranks has these heads, see of_rank; 0 and 1 for all heads. Of
+            latent rows each rank has all, and a share of the query heads.
     """
 
     places: tuple[int, ...]
@@ -184,6 +185,8 @@ def layers_of_rank(model: Any, layers: CacheLayers) -> CacheLayers:
     are_cut = any(name.split(".")[-1] in _KEYS and style == "colwise" for name, style in styles)
     if ranks == 1 or not are_cut:
         return layers
+    if layers.are_latent:
+        return replace(layers, ranks=ranks)
     if layers.num_kv_heads % ranks:
         raise UnsupportedModelError(
             f"the model has {layers.num_kv_heads} KV heads, and its tp_plan cuts their keys into "

@@ -57,19 +57,20 @@ class LatentHeads:
                 "a LatentKVCache attends to all of them"
             )
         up: Any = getattr(module, "kv_b_proj", None)
+        weight = _of_rank(getattr(up, "weight", None))
         if not hasattr(module, "expand_kv"):
             raise UnsupportedModelError(f"{name} {_NEWER}")
         is_linear = type(up) is torch.nn.Linear and up.bias is None
         # tensors of other types hold quantized weights (torchao), or parts of them
-        if not is_linear or type(up.weight) not in (torch.Tensor, torch.nn.Parameter):
-            made = f"Linear of a {type(up.weight).__name__}" if is_linear else type(up).__name__
+        if not is_linear or type(weight) not in (torch.Tensor, torch.nn.Parameter):
+            made = f"Linear of a {type(weight).__name__}" if is_linear else type(up).__name__
             raise UnsupportedModelError(
                 f"{name} makes keys and values by {made}, whose weight cannot be "
                 "absorbed: kv_b_proj has to be a torch.nn.Linear without bias, so load the model "
                 "without quantization or adapters"
             )
         self.name, self.rope_dim = name, rope_dim
-        self.weight: torch.Tensor = up.weight
+        self.weight: torch.Tensor = weight
         self.nope_dim = int(getattr(module, "qk_nope_head_dim", 0))
         self.v_dim = int(getattr(module, "v_head_dim", 0))
         rows, columns = self.weight.shape
@@ -205,6 +206,12 @@ class LatentHeads:
         """[heads, nope_dim + v_dim, latent_dim]."""
         rows = self._head_rows
         return self.weight.view(len(self.weight) // rows, rows, -1)
+
+
+def _of_rank(weight: Any) -> Any:
+    """A weight; of one that transformers' tp_plan cuts by heads, the rows that are here."""
+    placements: Any = getattr(weight, "placements", ())  # of a DTensor
+    return weight.to_local() if len(placements) == 1 and placements[0].is_shard(0) else weight
 
 
 _checked: WeakSet[torch.nn.Module] = WeakSet()

@@ -12,7 +12,14 @@ from kvquant.errors import ConfigError, UnsupportedModelError
 
 transformers = pytest.importorskip("transformers")
 from example_plan import example_plan  # noqa: E402
-from hf_cases import FP16, tiny, tokens  # noqa: E402
+from hf_cases import (  # noqa: E402
+    FP16,
+    LATENT_SIZES,
+    hands_latents,
+    random_model,
+    tiny,
+    tokens,
+)
 from ranks import run_ranks  # noqa: E402
 
 from kvquant.hf.cache import QuantizedCache  # noqa: E402
@@ -27,6 +34,10 @@ def test_each_rank_keeps_its_own_heads(tmp_path: Path) -> None:
     made = tiny("Llama", num_key_value_heads=4)
     made.model.save_pretrained(tmp_path)
     transformers.AutoTokenizer.from_pretrained(MODEL).save_pretrained(tmp_path)
+    if hands_latents:  # its tp_plan cuts kv_b_proj, which is absorbed
+        latents = random_model("glm4_moe_lite", LATENT_SIZES | {"first_k_dense_replace": 2})
+        latents.model.save_pretrained(tmp_path / "latents")
+        transformers.AutoTokenizer.from_pretrained(MODEL).save_pretrained(tmp_path / "latents")
     plan = example_plan(2, 4, 64)
     tensors = dict(plan.tensors) | {
         f"{side}.offset": 2 * torch.randn(2, 4, 64) for side in "kv"

@@ -84,6 +84,30 @@ def check_cached_model(folder: Path, rank: int, heads: slice, plan: CachePlan) -
         CachedModel.from_pretrained(folder, tp_plan="auto", device="cpu")
 
 
+def check_latents(folder: Path, world: int) -> None:
+    """Each rank keeps all latent rows, and attends to them with its heads."""
+    alone = CachedModel.from_pretrained(folder)
+    spread = CachedModel.from_pretrained(folder, tp_plan="auto")
+    caches = [one.new_cache(2, 64, recent_len=8) for one in (spread, alone)]
+    assert caches[1].num_q_heads == world * (caches[0].num_q_heads or 0)
+    pairs = list(zip((spread, alone), caches, strict=True))
+    found, wanted = (one.prefill(cache, TEXT, [20, 9], chunk=16) for one, cache in pairs)
+    assert close(found, wanted)
+    for _ in range(4):
+        token = wanted.argmax(-1)
+        found, wanted = (one.step(cache, token) for one, cache in pairs)
+        assert close(found, wanted)
+    rows = (cache.dequantized(1) for cache in caches)
+    for own, whole in zip(*rows, strict=True):
+        assert own.shape == whole.shape and close(own, whole)
+    for one in (spread, alone):
+        one.model.set_attn_implementation("kvquant")
+    pasts = [QuantizedCache(one.model) for one in (spread, alone)]
+    texts = [run(one.model, past, 1) for one, past in zip((spread, alone), pasts, strict=True)]
+    assert texts[0] == texts[1]
+    assert pasts[0].kv is not None and pasts[0].kv.num_q_heads == caches[0].num_q_heads
+
+
 def close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
     """Whether logits are those but for sums in another order, and a few rows rounded otherwise."""
     return bool((found - wanted).norm() < 5e-3 * wanted.norm())
@@ -117,6 +141,8 @@ def main(file: str, rank: int, world: int, folder: Path) -> None:
         wanted = alone(TEXT[:, :1].repeat(2, 1), past_key_values=whole, **step).logits
     assert torch.allclose(found, wanted, atol=1e-2)
     check_cached_model(folder, rank, heads, plan)
+    if (folder / "latents").exists():
+        check_latents(folder / "latents", world)
     dist.barrier()
     dist.destroy_process_group()
     print("right")
