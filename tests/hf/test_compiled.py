@@ -219,11 +219,13 @@ def test_a_step_in_bases_of_latents_is_one_graph() -> None:
 
 @needs_latents
 @torch.no_grad()
-def test_graphs_of_latent_rows_come_behind_a_call_without() -> None:
+@pytest.mark.parametrize("planned", [False, True], ids=["format", "plan"])
+def test_graphs_of_latent_rows_come_behind_a_call_without(planned: bool) -> None:
     """It compares what each layer expands with what is absorbed, which a graph cannot."""
-    model = model_of("DeepseekV3")
+    model = model_of("DeepseekV3", **DENSE)
+    rows = ROWS | ({"plan": latent_plan(2, model.config.to_dict())} if planned else {})
     step: Any = torch.compile(model.forward, fullgraph=True, backend="eager")
-    first, cache = (QuantizedCache(model, **ROWS) for _ in range(2))
+    first, cache = (QuantizedCache(model, **rows) for _ in range(2))
     for one in (first, cache):
         model(tokens(3, 24), past_key_values=one)
     assert first.kv is not None
