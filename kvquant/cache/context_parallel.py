@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import ConfigError, KVQuantError, ShapeError, UnsupportedError, shown
-from ..ops.attention import State, merge_states
+from ..ops.attention import State, merge_stacked
 from ..rows.arguments import check_kind, check_scale, check_size, check_tensors
 from ..rows.variant import AttentionVariant, names_of
 from .checks import Counts, check_layer, whole_numbers
@@ -239,10 +239,9 @@ class ContextParallelCache:
             layer, q, variant=variant, sm_scale=sm_scale, return_lse=True, backend=backend
         )
         own = torch.cat([out.float(), lse.float()[..., None]], dim=-1)
-        found = list(own.new_empty(self.world_size, *own.shape))
-        dist.all_gather(found, own, self.group)
-        merged, lse = merge_states(*((one[..., :-1], one[..., -1]) for one in found))
-        merged = merged.to(out.dtype)
+        found = own.new_empty(self.world_size, *own.shape)
+        dist.all_gather(list(found), own, self.group)
+        merged, lse = merge_stacked(found[..., :-1], found[..., -1], out.dtype)
         return (merged, lse) if return_lse else merged
 
     def step(

@@ -28,7 +28,7 @@ from ..rows.arguments import (
 )
 from ..rows.basis import LayerBasis
 from ..rows.format import RowFormat, check_head_dims
-from ..rows.quantize import FLOAT_DTYPES
+from ..rows.quantize import EXACT_DTYPES, FLOAT_DTYPES
 from ..rows.reference import reference_over_segments
 from ..rows.segment import (
     Segment,
@@ -649,9 +649,33 @@ def merge_states(*states: State) -> State:
                 f"{list(first_out.shape)}: outs must be alike, and lse an out without its last axis"
             )
     lses = torch.stack([lse if lse.dtype == torch.float64 else lse.float() for _, lse in states])
+    outs = torch.stack([out.to(lses.dtype) for out, _ in states])
+    return merge_stacked(outs, lses, first_out.dtype)
+
+
+def merge_stacked(outs: torch.Tensor, lses: torch.Tensor, dtype: torch.dtype) -> State:
+    """merge_states of states that lie one behind another, on CUDA in one launch.
+
+    Args:
+        outs: [states, ..., head_dim].
+        lses: [states, ...], the same dtype, float32 or float64.
+        dtype: of the out that is returned.
+    """
+    in_16_bit = dtype in EXACT_DTYPES.values() and lses.dtype == torch.float32
+    has_kernel = in_16_bit and outs.shape[-1] % 4 == 0 and outs.numel() > 0
+    if has_kernel and outs.is_cuda and not torch.compiler.is_compiling():
+        from ..kernels.cuda.prefix.launch import combine
+        from ..kernels.cuda.prefix.spec import MOST_SPLITS
+
+        if len(outs) <= MOST_SPLITS:  # as splits of a prefix, with nothing of one's own
+            rows, dim = lses[0].numel(), outs.shape[-1]
+            out = torch.zeros(rows, 1, dim, dtype=dtype, device=outs.device)
+            lse = torch.full((rows, 1), -torch.inf, dtype=torch.float32, device=outs.device)
+            shape = len(outs), 1, rows
+            combine(out, lse, outs.reshape(*shape, dim), lses.reshape(shape), None)
+            return out.view(outs.shape[1:]), lse.view(lses.shape[1:])
     lse = lses.logsumexp(0)
     # all empty: exp(-inf - 0) = 0; where a score was infinite: NaN, as in decode_attention
     weights = (lses - lse.masked_fill(lse == -torch.inf, 0.0)).exp()
-    outs = torch.stack([out.to(lses.dtype) for out, _ in states])
     parts = torch.where(lses[..., None] == -torch.inf, 0.0, weights[..., None] * outs)
-    return parts.sum(0).to(first_out.dtype), lse
+    return parts.sum(0).to(dtype), lse

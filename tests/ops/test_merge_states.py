@@ -161,3 +161,24 @@ def test_what_does_not_fit_is_refused() -> None:
             merge_states((out, lse), other)
     with pytest.raises(ShapeError, match=r"out \[2, 3, 4\] with lse \[2\]"):
         merge_states((out, torch.zeros(2)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("count", [1, 2, 7, 40])
+def test_on_a_gpu(count: int, dtype: torch.dtype) -> None:
+    """Some parts are empty, and their outs NaN; so is a whole query; scores differ by far."""
+    outs = torch.randn(count, 3, 5, 6, 80, device="cuda").to(dtype)
+    lses = 30 * torch.randn(count, 3, 5, 6, device="cuda")
+    lses[torch.rand_like(lses) < 0.2] = -torch.inf
+    lses[:, 1, 2] = -torch.inf
+    outs[lses == -torch.inf] = torch.nan
+    out, lse = merge_states(*zip(outs, lses, strict=True))
+    expected = merge_states(
+        *((one.double(), x.double()) for one, x in zip(outs, lses, strict=True))
+    )
+    assert out.dtype == dtype and lse.dtype == torch.float32
+    limit = {torch.bfloat16: 3e-3, torch.float16: 8e-4, torch.float32: 1e-6}[dtype]
+    assert float((out - expected[0]).norm() / expected[0].norm()) < limit
+    torch.testing.assert_close(lse.double(), expected[1], rtol=1e-5, atol=1e-5)
+    assert not out[1, 2].any()
