@@ -77,12 +77,12 @@ def test_attention_is_that_over_the_dequantized_rows(lengths: tuple[int, int], d
         )
         assert latents.shape == (1, 60, 256) and ropes.shape == (1, 60, 32)
     for given in ([1, 1, 1], [3, 1, 4], [2, 0, 1]):
-        with batch.extend(list("abc"), given):
+        with batch.extend(list("cab"), given):  # places are not the sequence slots
             for layer in range(LAYERS):
                 batch.append(layer, *new_rows(sum(given), device))
-                assert_attends(batch, layer, "abc", given, queries(4, 6, device=device))
+                assert_attends(batch, layer, "cab", given, queries(4, 6, device=device))
                 pair = queries(4, 4, 6, device=device)
-                assert_attends(batch, layer, "abc", given, pair)
+                assert_attends(batch, layer, "cab", given, pair)
     cache.check()
     cache.check_invariants()
 
