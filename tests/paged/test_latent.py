@@ -299,12 +299,17 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 @pytest.mark.parametrize("heads", [16, 128])
-@pytest.mark.parametrize("options", [{}, {"recent_len": 0, "sink_len": 0}, {"fmt": "fp8"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"recent_len": 0, "sink_len": 0}, {"fmt": "fp8"}, {"bases": [random_basis(512, 64)] * 2}],
+    ids=["plain", "packed", "fp8", "bases"],
+)
 def test_what_is_launched_was_told(
     options: dict[str, Any], heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver: FakeDriver = install_for_caches(monkeypatch)
     monkeypatch.setattr(mla, "kernels_for", lambda *_: "cuda")
+    monkeypatch.setattr(mla, "takes_one_launch", lambda x, backend: x.dtype == torch.bfloat16)
     cache = LatentPagedKVCache(2, 32, max_num_seqs=4, max_seq_len=512, **options)
     calls = BatchCalls(cache, torch.bfloat16, 40, (4,), kind=LatentPagedBatch)
     told = kernels_of([calls], runtime.gpu_of(CPU))
