@@ -24,6 +24,7 @@ import torch
 from kvquant.cache.checks import Devices
 from kvquant.cache.contiguous import KVCache
 from kvquant.cache.latent import LatentKVCache
+from kvquant.cache.layer import rooms_of
 from kvquant.cache.warmup import Calls, warm_up
 from kvquant.errors import ShapeError
 from kvquant.io.plan import CachePlan
@@ -207,9 +208,19 @@ def stored_bits(cache: KVCache, exact: KVCache) -> float:
         exact: a 16-bit cache of the same capacity and windows.
 
     Returns:
-        What the cache takes for an element that the other keeps in 16 bits.
+        What the rows of its tokens take for an element that the other keeps in 16 bits.
     """
-    return 16 * cache.nbytes / exact.nbytes
+    return 16 * _rows_of_tokens(cache) / _rows_of_tokens(exact)
+
+
+def _rows_of_tokens(cache: KVCache) -> int:
+    """Bytes of a sequence's rows if it is full, of a KV head; without what else a cache has."""
+    total = 0
+    for at in cache.layers:
+        kept = at.sink_len, at.recent_len, at.window, at.split.rollback_len
+        rooms = rooms_of(at.max_seq_len, *kept)
+        total += rooms.bytes_of(at.k_format, at.v_format, cache.exact_format)
+    return total
 
 
 def predict(model: DecodingModel, cache: KVCache, tokens: torch.Tensor) -> torch.Tensor:
