@@ -143,11 +143,12 @@ def check_plan_options(plan: object, options: Collection[str], *, is_latent: boo
             "CachePlan.load(path)"
         )
     kept = "keys and values of heads", "latent rows"
+    whole = "" if is_latent else "Latent"
     if plan.is_latent != is_latent:  # type: ignore[attr-defined]
         raise ConfigError(
             f"the plan is of {kept[not is_latent]}, and this cache has {kept[is_latent]}: use "
-            f"{'LatentKVCache' if not is_latent else 'KVCache'}.from_plan, or "
-            "CachedModel.new_cache of its model"
+            f"{whole}KVCache.from_plan or {whole}PagedKVCache.from_plan, or CachedModel.new_cache "
+            "of its model"
         )
     given = [name for name in (OF_LATENTS if is_latent else OF_HEADS) if name in options]
     if given:

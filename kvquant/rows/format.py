@@ -205,8 +205,8 @@ def check_head_dims(*formats: RowFormat) -> None:
         if fmt.head_dim not in HEAD_DIMS:
             raise ConfigError(
                 f"head_dim {fmt.head_dim} is that of a part of latent rows: rows of heads have "
-                f"{one_of(HEAD_DIMS)}; for latent rows there are mla_decode_attention and "
-                "LatentKVCache"
+                f"{one_of(HEAD_DIMS)}; for latent rows there are mla_decode_attention, "
+                "LatentKVCache and LatentPagedKVCache"
             )
 
 
