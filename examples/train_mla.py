@@ -2,7 +2,7 @@
 
 Calibration scores on the last quarter of the text, which is left out here:
     python examples/train_mla.py FOLDER --text FILE --device cuda
-    kvquant calibrate FOLDER --text FILE -o plan.safetensors
+    kvquant calibrate FOLDER --text FILE --context 384 -o plan.safetensors
 """
 
 import argparse
@@ -18,7 +18,7 @@ from kvquant.cli.demo import MODEL, TEXT
 SIZES = {"hidden_size": 384, "intermediate_size": 1024, "q_lora_rank": None, "num_mtp_layers": 0}
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 8, "v_head_dim": 64}
 LATENTS = {"kv_lora_rank": 256, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64}
-DEFAULTS = {"steps": 3000, "layers": 5, "batch": 32, "length": 512}
+DEFAULTS = {"steps": 800, "layers": 4, "batch": 8, "length": 512}
 
 
 def main(

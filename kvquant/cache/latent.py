@@ -362,6 +362,7 @@ class LatentKVCache(KVCache):
             segments,
             q_lens=q_lens,
             basis=at.basis,
+            seq_lens=at.seq_lens,
             sm_scale=sm_scale,
             return_lse=return_lse,
             num_splits=num_splits,
