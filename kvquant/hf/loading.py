@@ -7,8 +7,6 @@ which lead to other folders. The attention implementation is ours, whatever conf
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import json
 import math
 import os
@@ -18,15 +16,16 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
 from safetensors import SafetensorError, safe_open
+from transformers.distributed.configuration_utils import DistributedConfig
 
 from ..errors import ConfigError
 
-TensorPlan = str | dict[str, str]
+TensorPlan = Literal["auto"] | dict[str, str]
 WEIGHTS = "model.safetensors"
 LAYERS = {"n_layer", "n_layers", "num_hidden_layers", "num_layers"}
 FLOATS = {"BF16", "F16", "F32", "F64"}  # dtypes of weights, as safetensors names them
@@ -107,10 +106,9 @@ def _spreading(tp_plan: TensorPlan | None) -> dict[str, Any]:
     """The options of transformers' from_pretrained that spread a model over ranks."""
     if tp_plan is None:
         return {}
-    distributed = importlib.import_module("transformers.distributed").DistributedConfig
-    if "tp_plan" in inspect.signature(distributed).parameters:  # not in all versions
-        return {"distributed_config": distributed(tp_plan=tp_plan)}
-    return {"tp_plan": tp_plan}
+    if not hasattr(transformers.PreTrainedModel, "prepare_distribute_model"):  # an older version
+        return {"tp_plan": tp_plan}
+    return {"distributed_config": DistributedConfig(tp_plan=tp_plan)}
 
 
 def load_config(folder: str | Path) -> Any:
