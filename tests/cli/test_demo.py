@@ -8,6 +8,7 @@ import pytest
 pytest.importorskip("transformers")
 from kvquant.cli import demo
 from kvquant.errors import ConfigError
+from kvquant.rows.spacing import spaced_len
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,8 @@ def test_bytes_are_those_of_the_tokens(result: dict[str, Any]) -> None:
     tokens = 4 * (200 + 8 + 2)
     assert caches["transformers, bfloat16"]["nbytes"] == tokens * 4 * 2 * 256
     assert caches["transformers, float32"]["nbytes"] == tokens * 4 * 2 * 512
-    assert caches["int4-g4"]["nbytes"] == pytest.approx(tokens * 4 * 2 * 80, rel=1e-3)
+    rows = 4 * spaced_len(200 + 8 + 2, [80, 80])
+    assert caches["int4-g4"]["nbytes"] == pytest.approx(rows * 4 * 2 * 80, rel=1e-3)
 
 
 def test_the_report_shows_table_and_continuations(result: dict[str, Any]) -> None:
