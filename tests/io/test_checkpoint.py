@@ -239,6 +239,20 @@ def test_golden_file_of_version_4_still_loads() -> None:
         assert (ours - wanted).abs().max() < 0.05
 
 
+def test_golden_file_of_version_5_still_loads() -> None:
+    plan = CachePlan.load(GOLDEN.with_name("plan-v3.safetensors"))
+    cache = load_cache(
+        GOLDEN.with_name("cache-v5.safetensors"), model={"model_type": "deepseek_v3"}, plan=plan
+    )
+    steps = torch.arange(12)[:, None] / 4
+    latent = (steps + torch.arange(256) / 64 - 2.0).expand(1, 1, 12, 256)
+    rope = (steps - torch.arange(32) / 8).expand(1, 1, 12, 32)
+    assert isinstance(cache, LatentKVCache) and [*map(str, cache.formats)] == ["int4-g8+int8-g4"]
+    assert cache.bases is not None and cache.bases[0].v.kind == "matrix"
+    for ours, wanted in zip(cache.dequantized(0), (latent, rope), strict=True):
+        assert (ours - wanted).abs().max() < 0.05
+
+
 def test_saving_replaces_what_was_there(tmp_path: Path) -> None:
     path = tmp_path / "c.safetensors"
     caches = [make_cache(seed) for seed in range(6)]

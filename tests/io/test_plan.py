@@ -287,6 +287,14 @@ def test_golden_file_of_version_2_still_loads() -> None:
     assert all(torch.equal(x, other.tensors[name]) for name, x in golden.tensors.items())
 
 
+def test_golden_file_of_version_3_still_loads() -> None:
+    golden = CachePlan.load(GOLDEN.with_name("plan-v3.safetensors"))
+    assert golden.is_latent and golden.formats == [("int4-g8", "int8-g4")]
+    basis = golden.layers[0]
+    assert (basis.k.kind, basis.v.kind) == ("hadamard", "matrix")
+    assert torch.equal(basis.k.offset, torch.arange(256)[None] / 64 - 2.0)
+
+
 def test_facts_are_sealed(path: Path) -> None:
     """No byte of the header changes what a plan says, a lower version neither."""
     data = path.read_bytes()
