@@ -155,6 +155,7 @@ class LatentPagedBatch(PagedBatch):
             parts.whole,
             q_lens=q_lens,
             basis=self.cache.rows.layers[layer].basis,
+            seq_lens=self.seq_lens[: len(q_latent)],
             sm_scale=sm_scale,
             return_lse=return_lse,
             num_splits=num_splits,
