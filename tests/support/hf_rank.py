@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from torch._dynamo.utils import counters
 
 from kvquant import CachedModel, CachePlan, QuantizedCache, load_cache, save_cache
 from kvquant.errors import ConfigError, ShapeError, UnsupportedModelError
@@ -23,11 +24,21 @@ MASK = torch.ones_like(TEXT)
 MASK[0, :7] = 0
 
 
-def run(model: Any, cache: QuantizedCache, beams: int) -> list[list[int]]:
+def run(model: Any, cache: QuantizedCache, beams: int, **more: Any) -> list[list[int]]:
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": 999}
     given = {"attention_mask": MASK, "past_key_values": cache, "num_beams": beams}
-    found: list[list[int]] = model.generate(TEXT, **given, **options).tolist()
+    found: list[list[int]] = model.generate(TEXT, **given, **options, **more).tolist()
     return found
+
+
+def check_compiled(model: Any) -> None:
+    """Steps of a rank are one graph, with the sums over ranks in it."""
+    config: Any = transformers.CompileConfig(fullgraph=True, backend="eager", mode="default")
+    config._compile_all_devices = True
+    caches = [QuantizedCache(model, max_seq_len=64) for _ in range(2)]
+    assert run(model, caches[0], 1, compile_config=config) == run(model, caches[1], 1)
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+    caches[0].check()
 
 
 def compare(spread: QuantizedCache, whole: QuantizedCache, heads: slice) -> None:
@@ -140,6 +151,7 @@ def main(file: str, rank: int, world: int, folder: Path) -> None:
         found = model(TEXT[:, :1].repeat(2, 1), past_key_values=again, **step).logits
         wanted = alone(TEXT[:, :1].repeat(2, 1), past_key_values=whole, **step).logits
     assert torch.allclose(found, wanted, atol=1e-2)
+    check_compiled(model)
     check_cached_model(folder, rank, heads, plan)
     if (folder / "latents").exists():
         check_latents(folder / "latents", world)
