@@ -614,6 +614,8 @@ def merge_states(*states: State) -> State:
         ShapeError: no state, or states that do not fit one another.
         ConfigError: a state is no pair of tensors of floats.
         DeviceError: they lie on several devices.
+        UnsupportedError: on CUDA, 16-bit outs where no kernel runs (without the cuda extra, or on
+            an old GPU): give float32 outs.
 
     Example:
         >>> import torch
@@ -657,8 +659,8 @@ def merge_stacked(outs: torch.Tensor, lses: torch.Tensor, dtype: torch.dtype) ->
     """merge_states of states that lie one behind another, on CUDA in one launch.
 
     Args:
-        outs: [states, ..., head_dim].
-        lses: [states, ...], the same dtype, float32 or float64.
+        outs: [states, ..., head_dim], of any strides.
+        lses: [states, ...], likewise; the same dtype, float32 or float64.
         dtype: of the out that is returned.
     """
     in_16_bit = dtype in EXACT_DTYPES.values() and lses.dtype == torch.float32
@@ -671,8 +673,13 @@ def merge_stacked(outs: torch.Tensor, lses: torch.Tensor, dtype: torch.dtype) ->
             rows, dim = lses[0].numel(), outs.shape[-1]
             out = torch.zeros(rows, 1, dim, dtype=dtype, device=outs.device)
             lse = torch.full((rows, 1), -torch.inf, dtype=torch.float32, device=outs.device)
-            shape = len(outs), 1, rows
-            combine(out, lse, outs.reshape(*shape, dim), lses.reshape(shape), None)
+            shape = (
+                len(outs),
+                1,
+                rows,
+            )  # ranks give parts of larger rows, the kernel wants whole ones
+            of_each = outs.contiguous().view(*shape, dim), lses.contiguous().view(shape)
+            combine(out, lse, *of_each, None)
             return out.view(outs.shape[1:]), lse.view(lses.shape[1:])
     lse = lses.logsumexp(0)
     # all empty: exp(-inf - 0) = 0; where a score was infinite: NaN, as in decode_attention

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from kvquant import merge_states
 from kvquant.errors import ConfigError, ShapeError
+from kvquant.kernels.cuda.prefix import launch
+from kvquant.ops.attention import merge_stacked
 
 State = tuple[torch.Tensor, torch.Tensor]
 
@@ -182,3 +184,36 @@ def test_on_a_gpu(count: int, dtype: torch.dtype) -> None:
     assert float((out - expected[0]).norm() / expected[0].norm()) < limit
     torch.testing.assert_close(lse.double(), expected[1], rtol=1e-5, atol=1e-5)
     assert not out[1, 2].any()
+
+
+class SaysCuda(torch.Tensor):
+    """A tensor of the CPU that says it lies on a GPU."""
+
+    is_cuda = True
+
+
+def gathered(world_size: int, device: str) -> torch.Tensor:
+    """What ranks gather: out and lse of each side by side, [world_size, 3, 4, 64 + 1]."""
+    return torch.randn(world_size, 3, 4, 65, device=device)
+
+
+def test_the_kernel_is_given_rows_that_lie_one_after_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found, seen = gathered(2, "cpu"), []
+    monkeypatch.setattr(launch, "combine", lambda *given: seen.extend(given))
+    merge_stacked(
+        found[..., :-1].as_subclass(SaysCuda), found[..., -1].as_subclass(SaysCuda), torch.bfloat16
+    )
+    assert all(one is None or one.is_contiguous() for one in seen)
+    assert torch.equal(seen[2], found[..., :-1].reshape(2, 1, 12, 64))
+    assert torch.equal(seen[3], found[..., -1].reshape(2, 1, 12))
+
+
+@pytest.mark.gpu
+def test_what_ranks_gather_on_a_gpu() -> None:
+    found = gathered(8, "cuda")
+    out, lse = merge_stacked(found[..., :-1], found[..., -1], torch.bfloat16)
+    expected = merge_stacked(found[..., :-1].double(), found[..., -1].double(), torch.float64)
+    assert float((out - expected[0]).norm() / expected[0].norm()) < 3e-3
+    torch.testing.assert_close(lse.double(), expected[1], rtol=1e-5, atol=1e-5)
