@@ -183,10 +183,11 @@ def observe(
     progress: Report = lambda stage, share: None,
 ) -> Moments:
     """The moments of a text, window by window; see calibrate."""
-    device = getattr(getattr(model, "model", None), "device", "cpu")
-    moments = (Moments.load(state, key, device) if state else None) or Moments()
+    moments = (Moments.load(state, key) if state else None) or Moments()
     if moments.done > len(windows):
         moments = Moments()
+    if moments.done:  # the sums of each layer go to where it attends
+        model.observe(windows[:1, :2], moments.follow)
     step = _shares(progress, "observe", len(windows))
     step(moments.done)
     for window in windows[moments.done :]:

@@ -167,6 +167,13 @@ class Moments:
             self.layers[layer] = LayerMoments(*shape, device=k.device, is_latent=is_latent)
         self.layers[layer].update(q, k, v)
 
+    def follow(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float
+    ) -> None:
+        """Bring the sums of a layer to where it attends; a model's observer."""
+        at = self.layers[layer]
+        at.tensors = {name: tensor.to(k.device) for name, tensor in at.tensors.items()}
+
     @property
     def count(self) -> int:
         """Tokens seen."""
@@ -199,15 +206,15 @@ class Moments:
         save_safetensors(path, sources, metadata)
 
     @classmethod
-    def load(cls, path: Path, key: str, device: torch.device | str) -> Moments | None:
+    def load(cls, path: Path, key: str) -> Moments | None:
         """Read what save wrote.
 
         Returns:
-            The sums; None if there is no file, or one of another run or a damaged one, which is
-            warned of.
+            The sums, on the CPU; None if there is no file, or one of another run or a damaged one,
+            which is warned of.
         """
         try:
-            return cls._read(path, key, device)
+            return cls._read(path, key)
         except FileNotFoundError:
             return None
         except (CheckpointError, OSError) as error:
@@ -218,7 +225,7 @@ class Moments:
             return None
 
     @classmethod
-    def _read(cls, path: Path, key: str, device: torch.device | str) -> Moments:
+    def _read(cls, path: Path, key: str) -> Moments:
         found = cls()
         with SafetensorsFile(path) as file:
             text = unsealed(_SAVED, file.metadata)
@@ -239,7 +246,7 @@ class Moments:
                     is_such = file.dtypes.get(whole) == tensor.dtype and whole in facts.sha256
                     if not is_such or file.shapes[whole] != tensor.shape:
                         raise CheckpointError(f"{path}: tensor {whole!r} is missing or of no use")
-                    sums.tensors[name] = file.read(whole, facts.sha256[whole]).to(device)
+                    sums.tensors[name] = file.read(whole, facts.sha256[whole])
                 found.layers[layer] = sums
             if len(file.shapes) != sum(len(at.tensors) for at in found.layers.values()):
                 raise CheckpointError(f"{path} has other tensors than sums")

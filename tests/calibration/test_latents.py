@@ -104,7 +104,7 @@ def test_sums_of_latents_go_on_from_a_file(model: CachedModel, tmp_path: Path) -
     moments = Moments()
     model.observe(torch.tensor([tokens(60)]), moments.observe)
     moments.save(tmp_path / "sums", "key")
-    again = Moments.load(tmp_path / "sums", "key", "cpu")
+    again = Moments.load(tmp_path / "sums", "key")
     assert again is not None and again.layers[1].is_latent
     for name, tensor in moments.layers[1].tensors.items():
         assert torch.equal(again.layers[1].tensors[name], tensor), name

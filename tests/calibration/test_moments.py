@@ -56,15 +56,18 @@ def test_sums_go_on_from_a_file(tmp_path: Path) -> None:
     begun = moments(4)
     begun.save(path, "mine")
     with pytest.warns(RuntimeWarning, match="other weights, text or options. Observing begins"):
-        assert Moments.load(path, "other", "cpu") is None
-    assert Moments.load(tmp_path / "none", "mine", "cpu") is None
-    again = Moments.load(path, "mine", "cpu")
+        assert Moments.load(path, "other") is None
+    assert Moments.load(tmp_path / "none", "mine") is None
+    again = Moments.load(path, "mine")
     assert again is not None and again.done == 4
     for one in (again, whole):
         one.observe(3, *sample(1), SCALE)
     for name, tensor in whole.layers[3].tensors.items():
         assert torch.equal(tensor, again.layers[3].tensors[name]), name
     assert torch.equal(again.layers[3].queries, whole.layers[3].queries)
+    q, k, v = (x.to("meta") for x in sample(1))
+    again.follow(3, q, k, v, SCALE)
+    assert {tensor.device for tensor in again.layers[3].tensors.values()} == {k.device}
 
 
 def reseal(path: Path, edit: Callable[[dict[str, Any], dict[str, torch.Tensor]], object]) -> None:
@@ -105,7 +108,7 @@ def test_odd_sums_are_begun_anew(
     moments(2).save(path, "mine")
     reseal(path, edit)
     with pytest.warns(RuntimeWarning, match="Observing begins anew"):
-        assert Moments.load(path, "mine", "cpu") is None
+        assert Moments.load(path, "mine") is None
 
 
 def test_damaged_sums_are_begun_anew(tmp_path: Path) -> None:
@@ -116,11 +119,11 @@ def test_damaged_sums_are_begun_anew(tmp_path: Path) -> None:
     for damaged in (b"", data[:100], data[:-1], flipped, b"{" + data):
         path.write_bytes(damaged)
         with pytest.warns(RuntimeWarning, match="Observing begins anew"):
-            assert Moments.load(path, "mine", "cpu") is None
+            assert Moments.load(path, "mine") is None
     for place in range(8, 400, 7):
         path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
         with pytest.warns(RuntimeWarning, match="Observing begins anew"):
-            assert Moments.load(path, "mine", "cpu") is None
+            assert Moments.load(path, "mine") is None
 
 
 def test_a_run_is_named_by_its_weights() -> None:
