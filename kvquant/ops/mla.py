@@ -224,8 +224,7 @@ def attend_latents(
             another one combines them.
         basis: that the rows are stored in, k of the latents and v of the RoPE parts; None if they
             are stored as they came.
-        seq_lens: [batch], int32: tokens of each sequence in all segments, for a basis; they are
-            added up when None.
+        seq_lens: [batch], int32: tokens of each sequence in all segments, needed with a basis.
         q_lens, sm_scale, return_lse, num_splits, backend: as in mla_decode_attention.
 
     Returns:
@@ -237,6 +236,7 @@ def attend_latents(
     check_flag("return_lse", return_lse)
     options = _scale_of(sm_scale), return_lse, check_num_splits(num_splits), backend
     if basis is not None:
+        assert seq_lens is not None
         return _attend_in_basis(q_latent, q_rope, segments, q_lens, basis, seq_lens, *options)
     if torch.compiler.is_compiling():
         results: list[torch.Tensor] = attend_latents_op(
@@ -263,7 +263,7 @@ def _attend_in_basis(
     segments: Sequence[Segment],
     q_lens: torch.Tensor | None,
     basis: LayerBasis,
-    seq_lens: torch.Tensor | None,
+    seq_lens: torch.Tensor,
     sm_scale: float,
     return_lse: bool,
     num_splits: int | None,
@@ -294,9 +294,6 @@ def _attend_in_basis(
         backend=backend,
     )
     out, lse = found if isinstance(found, tuple) else (found, None)
-    if seq_lens is None:
-        lens = [segment.seq_lens for segment in segments]
-        seq_lens = torch.stack(lens).sum(0, dtype=torch.int32)
     if q_latent.ndim == 4:
         seq_lens = visible_tokens(seq_lens, q_lens, q_latent.shape[1])
     is_empty = (seq_lens == 0)[..., None]  # they get zeros, not the offset
