@@ -468,15 +468,15 @@ def _check_goal(model: CalibratedModel, goal: Goal, layers: CacheLayers | None) 
         return
     if is_latent:
         model.new_cache(1, 1)  # what cannot decode is told now
-    elif layers.others:
-        return  # the model cannot decode from a KVCache alone
-    dims = [layers.k_dims[0], layers.v_dims[0]]
-    offered = _offered(dims, is_latent, model.exact_format)
-    if is_latent:
-        _check_budget(goal, _least_bits(dims, offered))
-        if goal.format is not None:
-            _names_of(goal.format, dims, is_latent, model.exact_format)
+        dims = [layers.k_dims[0], layers.v_dims[0]]
+        _check_budget(goal, _least_bits(dims, _offered(dims, is_latent, model.exact_format)))
+        if goal.format is not None:  # and a format without a kernel
+            names = _names_of(goal.format, dims, is_latent, model.exact_format)
+            options: dict[str, Any] = {"fmt": "+".join(names)}
+            model.new_cache(1, 1, **options)
         return
+    if layers.others:
+        return  # the model cannot decode from a KVCache alone
     whole = 8 * sum(_format(CANDIDATES[0], dim).row_bytes for dim in layers.k_dims + layers.v_dims)
     _check_budget(goal, whole / sum(layers.k_dims + layers.v_dims))
 
@@ -501,7 +501,8 @@ def _compared(plan: CachePlan, exact: str) -> dict[str, tuple[str, str]]:
     if not plan.is_latent:
         return {name: (name, name) for name in COMPARED}
     names = [name for name in LATENT_COMPARED if "+" not in name or ROPE_CANDIDATES[dims[1]]]
-    return {name: _names_of(name, dims, True, exact) for name in names}
+    pairs = [_names_of(name, dims, True, exact) for name in names]
+    return {str(LatentFormat.parse("+".join(pair), *dims)): pair for pair in pairs}
 
 
 def _names_of(name: str, dims: Sequence[int], is_latent: bool, exact: str) -> tuple[str, str]:

@@ -86,6 +86,11 @@ class LatentHeads:
     def _head_rows(self) -> int:
         return self.nope_dim + self.v_dim
 
+    @property
+    def output_dim(self) -> int:
+        """Elements that attention gives, of all heads."""
+        return len(self._of_heads) * self.v_dim
+
     def _check_same(self, module: Any) -> None:
         """Raise unless the module expands latents as this does; each is looked at once."""
         if module in _checked:
@@ -218,8 +223,10 @@ _checked: WeakSet[torch.nn.Module] = WeakSet()
 
 
 def hands_latents(module: torch.nn.Module) -> bool:
-    """Whether a module attends, and gives latent rows to its cache."""
-    return hasattr(module, "kv_b_proj") and hasattr(module, "expand_kv")
+    """Whether a module attends to all tokens (without an indexer), and gives latent rows to its
+    cache."""
+    is_whole = getattr(module, "indexer", None) is None
+    return hasattr(module, "kv_b_proj") and hasattr(module, "expand_kv") and is_whole
 
 
 def heads_of(module: torch.nn.Module, latent_dim: int, rope_dim: int) -> LatentHeads:

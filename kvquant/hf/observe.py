@@ -135,7 +135,8 @@ def observe(model: Any, tokens: torch.Tensor, observer: Observer | None) -> None
     _watch.observer, _watch.owners, _watch.last = observer, {}, None
     options: dict[str, Any] = {"use_cache": False, "logits_to_keep": 1}
     if any(map(hands_latents, model.modules())):
-        _watch.latents = options["past_key_values"] = _Latents()
+        # of the config: layers beside them (linear attention) ask for their own states there
+        _watch.latents = options["past_key_values"] = _Latents(config=model.config)
     try:
         with attending(model, OBSERVED), torch.no_grad():
             model(tokens.to(input_device(model)), **options)
@@ -170,7 +171,10 @@ def output_weights(model: Any) -> dict[int, torch.Tensor]:
             check_here(linear, f"layer {last.layer_idx} of {type(model).__name__}")
             weight = linear.weight.detach()
             if hands_latents(last):
-                weight = _latent_heads(last).output_factor(weight)
+                heads = _latent_heads(last)
+                if weight.shape[1] != heads.output_dim:
+                    return  # a gate (Ling 3)
+                weight = heads.output_factor(weight)
             found[last.layer_idx] = weight
             _watch.last = None
 

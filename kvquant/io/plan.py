@@ -562,6 +562,10 @@ def _check_facts(facts: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
         for side, fmt in zip((layer.k, layer.v), pair, strict=True):
             row_bytes, elements = row_bytes + fmt.row_bytes, elements + fmt.head_dim
             plain = (side.basis, side.rounding) == ("none", "nearest")
+            if given.latent and side.rounding != "nearest":
+                raise CheckpointError(
+                    f"layers[{i}] rounds latent rows with feedback: no cache does"
+                )
             if layer.kept is not None and not (fmt.is_exact and plain):
                 raise CheckpointError(f"layers[{i}] is kept in 16 bit, and is {side!s:.120}")
     named = [name for row in given.sensitivity for name in (row.k_format, row.v_format)]

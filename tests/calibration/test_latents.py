@@ -1,6 +1,7 @@
 """Calibration of models with latent attention: what is observed, weights, plans (15 s)."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,10 +15,12 @@ from kvquant.calibration.html_report import render
 from kvquant.calibration.moments import Moments
 from kvquant.calibration.text_report import render_plan, warnings
 from kvquant.calibration.windows import Sizes
-from kvquant.errors import ConfigError, UnsupportedModelError
+from kvquant.errors import ConfigError, UnsupportedError, UnsupportedModelError
 from kvquant.hf.latent import heads_of
 from kvquant.hf.model import CachedModel
 from kvquant.io.plan import CachePlan
+from kvquant.ops.mla import check_kernels
+from kvquant.rows.latent import LatentFormat
 
 pytestmark = pytest.mark.skipif(not hands_latents, reason="needs transformers 5.17")
 SIZES = Sizes(observed=1024, length=256, windows=4, context=64, scored=8)
@@ -100,6 +103,32 @@ def test_weights_count_an_error_of_a_latent_twice(model: CachedModel) -> None:
     assert weights["v"].shape == (1, 32, 32)
 
 
+@pytest.mark.parametrize("kind", ["kimi_linear", "bailing_hybrid"])
+def test_layers_beside_those_with_latents_are_let_pass(kind: str) -> None:
+    """Linear attention, which asks the cache for its states; and a gate behind attention."""
+    types = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
+    changes = {**LATENT_SIZES, **types, "num_experts_per_tok": 8, "topk_group": 2}
+    model, shown = random_model(kind, changes), dict[int, list[int]]()
+    model.observe(
+        torch.tensor([tokens(20)]), lambda layer, q, *_: shown.update({layer: list(q.shape)})
+    )
+    assert shown == {1: [1, 4, 20, 288], 3: [1, 4, 20, 288]}
+    assert {at: tuple(w.shape) for at, w in model.output_weights().items()} == {
+        1: (160, 256),
+        3: (160, 256),
+    }
+
+
+def test_layers_with_an_indexer_are_shown_with_keys_and_values() -> None:
+    """Their rows are no latents that a cache could attend to."""
+    model, shown = random_model("deepseek_v32", {}), dict[int, list[tuple[int, ...]]]()
+    model.observe(
+        torch.tensor([tokens(20)]),
+        lambda layer, q, k, v, _: shown.update({layer: [tuple(x.shape) for x in (q, k, v)]}),
+    )
+    assert shown[0] == [(1, 2, 20, 192), (1, 2, 20, 192), (1, 2, 20, 128)]
+
+
 def test_sums_of_latents_go_on_from_a_file(model: CachedModel, tmp_path: Path) -> None:
     moments = Moments()
     model.observe(torch.tensor([tokens(60)]), moments.observe)
@@ -138,6 +167,17 @@ def test_a_plan_of_latents_is_saved_told_and_used(
     assert any(told.startswith("int4-g4 rows without a plan: KL") for told in warnings(plan))
     page = render(plan, "plan")
     assert "RoPE parts error" in page and "int4-g4 rows as they are" in page
+
+
+def test_a_float16_model_is_compared_in_rows_that_its_plan_has(model: CachedModel) -> None:
+    """Its RoPE parts are fp16, which the names tell, so that with_formats finds them."""
+    half = CachedModel(model.model, exact_format="fp16")
+    found = calibrate(half, tokens(), sizes=SIZES)
+    assert found is not None and found.formats == [("int4-g8", "fp16")] * 2
+    assert {row["format"] for row in found.facts["comparison"]} == {
+        f"{name}+fp16" for name in ("int4-g4", "int4-g8", "int8-g4", "fp8-g4")
+    }
+    assert render_plan(found).count("int4-g8+fp16") == 1  # the plan itself has a row of its own
 
 
 @pytest.mark.gpu
@@ -183,6 +223,16 @@ def test_what_is_not_possible_is_refused_before_all_work(
             calibrate(model, tokens(), sizes=SIZES, goal=goal)
     with pytest.raises(ConfigError, match="nothing is chosen: calibrate fp8-g4"):
         calibrate(deepseek(**WIDE), tokens(), sizes=SIZES, goal=Goal(format="fp8"))
+    usual = CachedModel.new_cache
+
+    def on_cuda(self: CachedModel, *args: Any, fmt: str = "int8-g4", **options: Any) -> Any:
+        check_kernels([LatentFormat.parse(fmt, 256, 32)])
+        return usual(self, *args, fmt=fmt, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CachedModel, "new_cache", on_cuda)
+        with pytest.raises(UnsupportedError, match="int4"):
+            calibrate(model, tokens(), sizes=SIZES, goal=Goal(format="int4"))
     llama = CachedModel.from_pretrained(Path(__file__).parents[2] / "examples" / "llama-demo-5m")
     with pytest.raises(
         ConfigError, match=r"format int4-g8\+int8 is of latent rows, and this model"

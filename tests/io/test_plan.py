@@ -440,6 +440,11 @@ def test_latent_plans_that_contradict_themselves_are_refused(tmp_path: Path) -> 
     heads = {name: tensor.repeat_interleave(2, 1) for name, tensor in plan.tensors.items()}
     with pytest.raises(CheckpointError, match="latent rows have one KV head, the plan is of 2"):
         CachePlan(plan.facts, heads).save(path)
+    layers = json.loads(json.dumps(plan.facts["layers"]))
+    layers[0]["k"]["rounding"] = "feedback"
+    eyes = {f"{side}.feedback": plan.tensors[f"{side}.matrix"] for side in "kv"}
+    with pytest.raises(CheckpointError, match=r"layers\[0\] has feedback: latent rows"):
+        CachePlan({**plan.facts, "layers": layers}, {**plan.tensors, **eyes}).save(path)
     facts = {**plan.facts, "latent": False}
     with pytest.raises(CheckpointError, match="head_dim 32 is that of a part of latent rows"):
         CachePlan(facts, plan.tensors).save(path)
