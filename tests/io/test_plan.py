@@ -443,7 +443,7 @@ def test_latent_plans_that_contradict_themselves_are_refused(tmp_path: Path) -> 
     layers = json.loads(json.dumps(plan.facts["layers"]))
     layers[0]["k"]["rounding"] = "feedback"
     eyes = {f"{side}.feedback": plan.tensors[f"{side}.matrix"] for side in "kv"}
-    with pytest.raises(CheckpointError, match=r"layers\[0\] has feedback: latent rows"):
+    with pytest.raises(CheckpointError, match=r"layers\[0\] rounds latent rows with feedback"):
         CachePlan({**plan.facts, "layers": layers}, {**plan.tensors, **eyes}).save(path)
     facts = {**plan.facts, "latent": False}
     with pytest.raises(CheckpointError, match="head_dim 32 is that of a part of latent rows"):
