@@ -415,7 +415,8 @@ class CachedModel:
         errors of a latent as large as W_UV and the projection make them.
 
         Raises:
-            UnsupportedModelError: the model is spread over ranks.
+            UnsupportedModelError: the model is spread over ranks, weights are offloaded, or a layer
+                with latent attention has none.
         """
         self._check_alone("its weights hold a part of each projection")
         return output_weights(self.model)

@@ -81,13 +81,14 @@ class _Watch(threading.local):
         layer = getattr(module, "layer_idx", None)
         if not isinstance(layer, int):
             raise UnsupportedError(f"{type(module).__name__} does not say which layer it is")
-        self.last, self.owners[layer] = module, owner_of(key, layer)
+        self.owners[layer] = owner_of(key, layer)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         if hands_latents(module) and self.latents is not None and self.latents.rows is not None:
             owner, key, value = self.latents.rows
             assert owner == layer
             heads = heads_of(module, key.shape[-1], value.shape[-1])
             query = torch.cat(heads.absorb(query.transpose(1, 2)), dim=-1).transpose(1, 2)
+        self.last = module  # only now: heads_of has tried kv_b_proj, which is none behind attention
         if self.observer:
             self.observer(layer, query.detach(), key.detach(), value.detach(), scale)
 
@@ -160,7 +161,8 @@ def output_weights(model: Any) -> dict[int, torch.Tensor]:
     that, [heads * v_dim, latent_dim], for one head of latents.
 
     Raises:
-        UnsupportedModelError: weights that are brought to a device for the time of a call only.
+        UnsupportedModelError: weights that are brought to a device for the time of a call only, or
+            a layer with latent attention that has none.
     """
     found: dict[int, torch.Tensor] = {}
 
@@ -185,6 +187,14 @@ def output_weights(model: Any) -> dict[int, torch.Tensor]:
     finally:
         for hook in hooks:
             hook.remove()
+    for module in filter(hands_latents, model.modules()):
+        layer: Any = module.layer_idx
+        if layer in _watch.owners and layer not in found:
+            raise UnsupportedModelError(
+                f"layer {layer} ({type(module).__name__}) has no torch.nn.Linear behind attention "
+                "that takes what all heads give, and errors of latents are weighed by it: load the "
+                "model without quantization"
+            )
     return found
 
 

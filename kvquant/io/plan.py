@@ -63,7 +63,8 @@ class CachePlan:
 
     A plan of latent rows (of multi-head latent attention) has one KV head: "k" is the latent and
     "v" the RoPE part, of another D. Errors of latents are weighted by both, the queries that meet
-    them and what W_UV and the output projection make of them.
+    them and what W_UV and the output projection make of them. Steps are those of rows of the first
+    candidate, and rounding is "nearest".
 
     facts, plain data:
         format "kvquant-plan", version 2; 3 of latent rows

@@ -37,6 +37,17 @@ def deepseek(**changes: object) -> CachedModel:
     return model
 
 
+class Wrapped(torch.nn.Module):
+    """A linear layer of another kind, as quantization makes them."""
+
+    def __init__(self, weight: torch.nn.Parameter) -> None:
+        super().__init__()
+        self.packed = weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.packed.T
+
+
 def tokens(count: int = 4000) -> list[int]:
     made = torch.Generator().manual_seed(1)
     found: list[int] = torch.randint(5, 97, (count,), generator=made).tolist()
@@ -80,7 +91,9 @@ def test_latents_are_shown_with_the_queries_that_meet_them(model: CachedModel) -
 
 
 @torch.no_grad()
-def test_the_factor_of_outputs_has_the_size_of_what_errors_become(model: CachedModel) -> None:
+def test_the_factor_of_outputs_has_the_size_of_what_errors_become() -> None:
+    """Of a model that nothing has looked at before."""
+    model = deepseek()
     attention, error = model.model.model.layers[0].self_attn, torch.randn(256)
     factor = model.output_weights()[0]
     assert factor.shape == (4 * 40, 256)
@@ -243,3 +256,8 @@ def test_what_is_not_possible_is_refused_before_all_work(
         layer.self_attn.kv_b_proj.bias = torch.nn.Parameter(torch.zeros(352))
     with pytest.raises(UnsupportedModelError, match="weight cannot be absorbed"):
         calibrate(biased, tokens(), sizes=SIZES)
+    other = deepseek()
+    attention = other.model.model.layers[1].self_attn
+    attention.o_proj = Wrapped(attention.o_proj.weight)
+    with pytest.raises(UnsupportedModelError, match=r"layer 1 \(Deep\w+\) has no torch.nn.Linear"):
+        calibrate(other, tokens(), sizes=SIZES)
