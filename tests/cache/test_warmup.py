@@ -89,6 +89,7 @@ LATENTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "packed": {"recent_len": 0, "sink_len": 0},
     "fp8": {"fmt": "fp8"},
+    "fp8 bases": {"fmt": "fp8", "bases": [random_basis(512, 64)] * 2},
     "bases": {"bases": [random_basis(512, 64)] * 2},
     "one basis": {"bases": [LayerBasis(Basis(torch.zeros(1, 512), "hadamard"), IDENTITY)] * 2},
 }
