@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import ConfigError, KVQuantError, ShapeError, UnsupportedError, shown
-from ..ops.attention import State, merge_stacked
+from ..ops.attention import State, merge_by_kernels
 from ..rows.arguments import check_kind, check_scale, check_size, check_tensors
 from ..rows.variant import AttentionVariant, names_of
 from .checks import Counts, check_layer, whole_numbers
@@ -241,7 +241,7 @@ class ContextParallelCache:
         own = torch.cat([out.float(), lse.float()[..., None]], dim=-1)
         found = own.new_empty(self.world_size, *own.shape)
         dist.all_gather(list(found), own, self.group)
-        merged, lse = merge_stacked(found[..., :-1], found[..., -1], out.dtype)
+        merged, lse = merge_by_kernels(found[..., :-1], found[..., -1], out.dtype, backend)
         return (merged, lse) if return_lse else merged
 
     def step(

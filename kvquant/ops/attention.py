@@ -614,8 +614,6 @@ def merge_states(*states: State) -> State:
         ShapeError: no state, or states that do not fit one another.
         ConfigError: a state is no pair of tensors of floats.
         DeviceError: they lie on several devices.
-        UnsupportedError: on CUDA, 16-bit outs where no kernel runs (without the cuda extra, or on
-            an old GPU): give float32 outs.
 
     Example:
         >>> import torch
@@ -652,37 +650,41 @@ def merge_states(*states: State) -> State:
             )
     lses = torch.stack([lse if lse.dtype == torch.float64 else lse.float() for _, lse in states])
     outs = torch.stack([out.to(lses.dtype) for out, _ in states])
-    return merge_stacked(outs, lses, first_out.dtype)
+    return _merge(outs, lses, first_out.dtype)
 
 
-def merge_stacked(outs: torch.Tensor, lses: torch.Tensor, dtype: torch.dtype) -> State:
-    """merge_states of states that lie one behind another, 16-bit ones on CUDA by one kernel.
-
-    Args:
-        outs: [states, ..., head_dim], of any strides.
-        lses: [states, ...], likewise; the same dtype, float32 or float64.
-        dtype: of the out that is returned.
-    """
-    in_16_bit = dtype in EXACT_DTYPES.values() and lses.dtype == torch.float32
-    has_kernel = in_16_bit and outs.shape[-1] % 4 == 0 and outs.numel() > 0
-    if has_kernel and outs.is_cuda and not torch.compiler.is_compiling():
-        from ..kernels.cuda.prefix.launch import combine
-        from ..kernels.cuda.prefix.spec import MOST_SPLITS
-
-        if len(outs) <= MOST_SPLITS:  # as splits of a prefix, with nothing of one's own
-            rows, dim = lses[0].numel(), outs.shape[-1]
-            out = torch.zeros(rows, 1, dim, dtype=dtype, device=outs.device)
-            lse = torch.full((rows, 1), -torch.inf, dtype=torch.float32, device=outs.device)
-            shape = (
-                len(outs),
-                1,
-                rows,
-            )  # ranks give parts of larger rows, the kernel wants whole ones
-            of_each = outs.contiguous().view(*shape, dim), lses.contiguous().view(shape)
-            combine(out, lse, *of_each, None)
-            return out.view(outs.shape[1:]), lse.view(lses.shape[1:])
+def _merge(outs: torch.Tensor, lses: torch.Tensor, dtype: torch.dtype) -> State:
+    """merge_states of states that lie one behind another; arguments as of merge_by_kernels."""
     lse = lses.logsumexp(0)
     # all empty: exp(-inf - 0) = 0; where a score was infinite: NaN, as in decode_attention
     weights = (lses - lse.masked_fill(lse == -torch.inf, 0.0)).exp()
     parts = torch.where(lses[..., None] == -torch.inf, 0.0, weights[..., None] * outs)
     return parts.sum(0).to(dtype), lse
+
+
+def merge_by_kernels(
+    outs: torch.Tensor, lses: torch.Tensor, dtype: torch.dtype, backend: str | None
+) -> State:
+    """merge_states of states that lie one behind another, 16-bit ones on CUDA by one kernel.
+
+    Args:
+        outs: [states, ..., head_dim], float32, of any strides.
+        lses: [states, ...], likewise.
+        dtype: of the out that is returned.
+        backend: as in decode_attention.
+    """
+    has_kernel = dtype in EXACT_DTYPES.values() and outs.shape[-1] % 4 == 0 and outs.numel() > 0
+    if not (has_kernel and outs.is_cuda) or kernels_for(outs, backend) == "reference":
+        return _merge(outs, lses, dtype)
+    from ..kernels.cuda.prefix.launch import combine
+    from ..kernels.cuda.prefix.spec import MOST_SPLITS
+
+    if len(outs) > MOST_SPLITS:
+        return _merge(outs, lses, dtype)
+    # as splits of a prefix, with nothing of one's own; the kernel takes rows without gaps
+    rows, dim = lses[0].numel(), outs.shape[-1]
+    out = torch.zeros(rows, 1, dim, dtype=dtype, device=outs.device)
+    lse = torch.full((rows, 1), -torch.inf, dtype=torch.float32, device=outs.device)
+    states = len(outs), 1, rows
+    combine(out, lse, outs.contiguous().view(*states, dim), lses.contiguous().view(states), None)
+    return out.view(outs.shape[1:]), lse.view(lses.shape[1:])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvquant import merge_states
 from kvquant.errors import ConfigError, ShapeError
 from kvquant.kernels.cuda.prefix import launch
-from kvquant.ops.attention import merge_stacked
+from kvquant.ops.attention import merge_by_kernels
 
 State = tuple[torch.Tensor, torch.Tensor]
 
@@ -165,27 +165,6 @@ def test_what_does_not_fit_is_refused() -> None:
         merge_states((out, torch.zeros(2)))
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("count", [1, 2, 7, 40])
-def test_on_a_gpu(count: int, dtype: torch.dtype) -> None:
-    """Some parts are empty, and their outs NaN; so is a whole query; scores differ by far."""
-    outs = torch.randn(count, 3, 5, 6, 80, device="cuda").to(dtype)
-    lses = 30 * torch.randn(count, 3, 5, 6, device="cuda")
-    lses[torch.rand_like(lses) < 0.2] = -torch.inf
-    lses[:, 1, 2] = -torch.inf
-    outs[lses == -torch.inf] = torch.nan
-    out, lse = merge_states(*zip(outs, lses, strict=True))
-    expected = merge_states(
-        *((one.double(), x.double()) for one, x in zip(outs, lses, strict=True))
-    )
-    assert out.dtype == dtype and lse.dtype == torch.float32
-    limit = {torch.bfloat16: 3e-3, torch.float16: 8e-4, torch.float32: 1e-6}[dtype]
-    assert float((out - expected[0]).norm() / expected[0].norm()) < limit
-    torch.testing.assert_close(lse.double(), expected[1], rtol=1e-5, atol=1e-5)
-    assert not out[1, 2].any()
-
-
 class SaysCuda(torch.Tensor):
     """A tensor of the CPU that says it lies on a GPU."""
 
@@ -202,18 +181,34 @@ def test_the_kernel_is_given_rows_that_lie_one_after_another(
 ) -> None:
     found, seen = gathered(2, "cpu"), []
     monkeypatch.setattr(launch, "combine", lambda *given: seen.extend(given))
-    merge_stacked(
-        found[..., :-1].as_subclass(SaysCuda), found[..., -1].as_subclass(SaysCuda), torch.bfloat16
-    )
+    outs, lses = (x.as_subclass(SaysCuda) for x in (found[..., :-1], found[..., -1]))
+    merge_by_kernels(outs, lses, torch.bfloat16, None)
     assert all(one is None or one.is_contiguous() for one in seen)
     assert torch.equal(seen[2], found[..., :-1].reshape(2, 1, 12, 64))
     assert torch.equal(seen[3], found[..., -1].reshape(2, 1, 12))
+    seen.clear()
+    for dtype, backend in ((torch.float32, None), (torch.bfloat16, "reference")):
+        out, lse = merge_by_kernels(outs, lses, dtype, backend)
+        expected = merge_states(*((one[..., :-1], one[..., -1]) for one in found))
+        assert torch.equal(out, expected[0].to(dtype)) and torch.equal(lse, expected[1])
+    assert not seen
 
 
 @pytest.mark.gpu
-def test_what_ranks_gather_on_a_gpu() -> None:
-    found = gathered(8, "cuda")
-    out, lse = merge_stacked(found[..., :-1], found[..., -1], torch.bfloat16)
-    expected = merge_stacked(found[..., :-1].double(), found[..., -1].double(), torch.float64)
-    assert float((out - expected[0]).norm() / expected[0].norm()) < 3e-3
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("count", [1, 2, 7, 40])
+def test_on_a_gpu(count: int, dtype: torch.dtype) -> None:
+    """Some parts are empty, and their outs NaN; so is a whole query; scores differ by far."""
+    found = torch.randn(count, 3, 5, 6, 81, device="cuda")
+    found[..., -1] *= 30
+    found[torch.rand(count, 3, 5, 6, device="cuda") < 0.2] = -torch.inf
+    found[:, 1, 2] = -torch.inf
+    outs, lses = found[..., :-1], found[..., -1]
+    outs[lses == -torch.inf] = torch.nan
+    out, lse = merge_by_kernels(outs, lses, dtype, None)
+    expected = merge_states(*zip(outs.double(), lses.double(), strict=True))
+    assert out.dtype == dtype and lse.dtype == torch.float32
+    limit = {torch.bfloat16: 3e-3, torch.float16: 8e-4, torch.float32: 1e-6}[dtype]
+    assert float((out - expected[0]).norm() / expected[0].norm()) < limit
     torch.testing.assert_close(lse.double(), expected[1], rtol=1e-5, atol=1e-5)
+    assert not out[1, 2].any()
