@@ -51,7 +51,7 @@ NOT_MET = 3  # exit code
     type=click.Choice(["feedback", "nearest"]),
     default="feedback",
     show_default=True,
-    help="How rows are rounded where they are appended.",
+    help="How rows are rounded where they are appended; latent rows always to the nearest code.",
 )
 @click.option("--observed", type=COUNT, default=32768, show_default=True, help="Tokens to observe.")
 @click.option("--length", type=COUNT, default=4096, show_default=True, help="Of a passage of them.")

@@ -137,6 +137,7 @@ def test_a_model_with_latent_attention_gives_latent_rows(tmp_path: Path, prompt:
         plan = tmp_path / "plan.safetensors"
         told = ok("calibrate", model, *chosen, *reach, "--format", "int4-g4", "-o", plan)
         assert "layers 0-1: latents int4-g4, RoPE parts bf16" in told
+    assert "latent rows always to the nearest" in " ".join(ok("calibrate", "--help").split())
     assert "latent rows int4-g4" in ok(*given, "--plan", plan)
     assert load_cache(path, plan=CachePlan.load(plan)).bases
     refused = run("warmup", "--plan", plan, "--arch", "sm_90")
