@@ -114,14 +114,19 @@ def print_peaks(model: CachedModel, batch: int, tokens: int, formats: tuple[str,
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        if name == "transformers":
-            cache = model.new_plain_cache()
-            is_read = has_room(model.plain, text, cache)
-        else:
-            cache = model.new_cache(batch, tokens + ROOM, k_format=name, v_format=name)
-            is_read = has_room(model.prefill, cache, text)
+        kept: list[Any] = []  # the cache, so that it is still there when its bytes are counted
+
+        def read(name: str = name, kept: list[Any] = kept) -> None:
+            if name == "transformers":
+                kept.append(model.new_plain_cache())
+                model.plain(text, kept[0])
+            else:
+                kept.append(model.new_cache(batch, tokens + ROOM, k_format=name, v_format=name))
+                model.prefill(kept[0], text)
+
+        is_read = has_room(read)
         peak = (torch.cuda.max_memory_allocated() - before) / 2**30
         held = (torch.cuda.memory_allocated() - before) / 2**30
-        del cache
+        kept.clear()
         shown = f"{peak:7.2f} GiB, {held:6.2f}" if is_read else "out of memory"
         print(f"    {name:14} {shown}", flush=True)
