@@ -217,7 +217,10 @@ def devices_of(device: Devices, num_layers: int | None = None) -> list[torch.dev
     if isinstance(device, str) or not isinstance(device, Sequence):
         return [check_device(device)] * (num_layers or 1)
     if num_layers is not None and len(device) != num_layers:
-        raise ConfigError(f"device lists {len(device)} devices for {num_layers} layers")
+        raise ConfigError(
+            f"device lists {len(device)} devices for {num_layers} layers: give one for each layer, "
+            "or one device for all"
+        )
     return [check_device(one) for one in device]
 
 

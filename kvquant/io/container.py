@@ -218,7 +218,8 @@ def _refusal(metadata: Mapping[str, Any], kinds: tuple[type[Manifest], ...]) -> 
     if CacheManifest not in kinds:
         return "this is no file of a paged cache: caches of save_cache are read by load_cache"
     if _PLAN in metadata:
-        return f"this is a calibration file, not a cache: {_plan_summary(metadata[_PLAN])}"
+        what = _plan_summary(metadata[_PLAN])
+        return f"this is a calibration file, not a cache: {what} (`kvquant report` shows it)"
     if SequencesManifest.KEY in metadata:
         return "these are sequences of a paged cache: read them by kvquant.load_sequences"
     return (

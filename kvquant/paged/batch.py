@@ -20,7 +20,6 @@ from ..ops.shared_prefix import attend_shared, is_shareable
 from ..ops.transform import queries_of
 from ..rows.arguments import check_flag, check_kind, check_size, check_tensors
 from ..rows.basis import Queries
-from ..rows.format import RowFormat
 from ..rows.rotation import Rope
 from ..rows.segment import FixedSegments, Segment
 from ..rows.slots import Slots
@@ -315,10 +314,13 @@ class PagedBatch(NotCopied):
         try:
             if v.ndim != 3:
                 check_new(k, v)  # says what is wrong
-            k_format = RowFormat.parse(rows.k_format, k.shape[-1])
-            v_format = RowFormat.parse(rows.v_format, v.shape[-1])
-            k_side = Side(k, rows.k_pages, k_format, exact_k, k_transform)
-            v_side = Side(v, rows.v_pages, v_format, exact_v, v_transform)
+            for name, x, fmt in (("k", k, rows.k_format), ("v", v, rows.v_format)):
+                if x.shape[-1] != fmt.head_dim:
+                    raise ShapeError(
+                        f"{name} is {list(x.shape)}: rows of the cache have {fmt.head_dim} elements"
+                    )
+            k_side = Side(k, rows.k_pages, rows.k_format, exact_k, k_transform)
+            v_side = Side(v, rows.v_pages, rows.v_format, exact_v, v_transform)
             k_side, v_side = self._to_write(layer, k_side, v_side)
             call = k_side, v_side, slots, self.cache.exact_format, rope, self.cache.bad_rows
             # slots are right, and rows lie apart: proved again in debug mode only

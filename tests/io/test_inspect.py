@@ -210,7 +210,7 @@ def test_calibration_files_are_told_as_such(tmp_path: Path, text: str, said: str
     save_file({"k.mean": torch.zeros(1)}, path, {"kvquant": text})
     with pytest.raises(CheckpointError, match="is a calibration file, not a cache") as caught:
         describe(path)
-    assert said in str(caught.value)
+    assert f"{said} (`kvquant report` shows it)" in str(caught.value)
 
 
 def test_damaged_files_are_refused(tmp_path: Path) -> None:

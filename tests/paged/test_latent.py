@@ -274,7 +274,7 @@ def test_what_does_not_fit_is_refused() -> None:
         make(fmt="int5")
     latent, rope = new_rows(1)
     for rows, message in (
-        ((latent, rope[..., :16]), "format int8-g8 has head_dim 32, not 16"),
+        ((latent, rope[..., :16]), r"v is \[1, 1, 16\]: rows of the cache have 32 elements"),
         ((latent.expand(1, 2, 256), rope.expand(1, 2, 32)), "k and v have 2 KV heads"),
         ((latent[:0], rope[:0]), "k has 0 tokens, the step 1"),
         ((latent, rope.float()), "k is torch.bfloat16 and v torch.float32"),
