@@ -193,6 +193,11 @@ def _parse(name: str, head_dim: int) -> RowFormat:
     codec, dash, groups = name.partition("-g")
     if codec in BITS and (not dash or re.fullmatch("0|[1-9][0-9]?", groups)):
         return RowFormat(codec, int(groups) if dash else 1, head_dim)
+    if "+" in name:
+        raise ConfigError(
+            f"format {shown(name)} is of latent rows, a latent and a RoPE part: name one format "
+            "(int4-g4); K and V have one each, k_format and v_format"
+        )
     raise ConfigError(
         f"format {shown(name)} does not exist: use {one_of(BITS)}, "
         "with -g2, -g4 or -g8 for groups (int4-g4)"
