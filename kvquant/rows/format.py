@@ -195,8 +195,8 @@ def _parse(name: str, head_dim: int) -> RowFormat:
         return RowFormat(codec, int(groups) if dash else 1, head_dim)
     if "+" in name:
         raise ConfigError(
-            f"format {shown(name)} is of latent rows, a latent and a RoPE part: name one format "
-            "(int4-g4); K and V have one each, k_format and v_format"
+            f"format {shown(name)} has two parts, as latent rows have: name one format here, of K, "
+            "of V or of one part (int4-g4)"
         )
     raise ConfigError(
         f"format {shown(name)} does not exist: use {one_of(BITS)}, "
