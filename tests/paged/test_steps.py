@@ -87,8 +87,16 @@ GIVEN: dict[str, tuple[dict[str, Any], type[Exception], str]] = {  # in place of
         ShapeError,
         "row must",
     ),
-    "head_dim of K": ({"k": torch.zeros(10, HEADS, 80).bfloat16()}, ConfigError, "64, not 80"),
-    "head_dim of V": ({"v": torch.zeros(10, HEADS, 80).bfloat16()}, ConfigError, "64, not 80"),
+    "head_dim of K": (
+        {"k": torch.zeros(10, HEADS, 80).bfloat16()},
+        ShapeError,
+        "rows of the cache have 64",
+    ),
+    "head_dim of V": (
+        {"v": torch.zeros(10, HEADS, 80).bfloat16()},
+        ShapeError,
+        "rows of the cache have 64",
+    ),
     "KV heads": (
         dict.fromkeys("kv", torch.zeros(10, HEADS + 1, DIM).bfloat16()),
         ShapeError,
