@@ -11,15 +11,13 @@ FlashInfer and vLLM are not needed. "drafted": every sequence has that many toke
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import click
 import torch
-import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 
-from kvquant import __version__
+from kvquant import RowFormat, __version__
+from kvquant.bench.cases import Case
+from kvquant.bench.gpu import Peer, best_sdpa
 from kvquant.bench.report import render_machine
 from kvquant.bench.timer import GraphTimer, describe_machine
 from kvquant.rows.segment import Segment
@@ -30,11 +28,7 @@ TOKENS, PAGE, HEAD_DIM, SCALE, FEW = 8192, 64, 128, 128**-0.5, 2
 # sequences, query heads, KV heads, drafted tokens
 CASES = (64, 32, 8, 0), (64, 8, 1, 0), (256, 8, 1, 0), (64, 32, 8, 3), (8, 32, 8, 0)
 FORMATS = "int4-g4", "int8", "bf16"
-BACKENDS = {
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-}
+EXACT = RowFormat.parse("bf16", HEAD_DIM)
 Call = Callable[[], object]
 
 
@@ -118,37 +112,6 @@ def our_time(
     return timer.in_a_row(calls), error
 
 
-def their_time(
-    timer: GraphTimer, batch: int, heads: tuple[int, int], new: int
-) -> tuple[str, float]:
-    """The fastest of torch's kernels, and its microseconds."""
-    num_q_heads, num_kv_heads = heads
-    copies = timer.rotation(2 * 2 * batch * num_kv_heads * TOKENS * HEAD_DIM) or 1
-    best = "none", float("inf")
-    for name, backend in BACKENDS.items():
-        for folded in (True, False):
-            if folded and new > 1:  # no mask tells these queries apart
-                continue
-            calls: list[Call] = []
-            for _ in range(copies):
-                k, v = torch.randn(
-                    2, batch, num_kv_heads, TOKENS, HEAD_DIM, device="cuda"
-                ).bfloat16()
-                q = torch.randn(batch, num_q_heads, new, HEAD_DIM, device="cuda").bfloat16()
-                if folded:
-                    q = q.view(batch, num_kv_heads, -1, HEAD_DIM)
-                mask = causal_lower_right(new, TOKENS) if new > 1 else None
-                options = {"scale": SCALE, "attn_mask": mask, "enable_gqa": not folded}
-                calls.append(partial(F.scaled_dot_product_attention, q, k, v, **options))
-            try:
-                with sdpa_kernel(backend):
-                    us = timer.in_a_row(calls)
-            except RuntimeError:  # not with this backend
-                continue
-            best = min(best, (name, us), key=lambda one: one[1])
-    return best
-
-
 @click.command()
 @click.option("--format", "names", multiple=True, default=FORMATS, show_default=True)
 def main(names: tuple[str, ...]) -> None:
@@ -160,7 +123,9 @@ def main(names: tuple[str, ...]) -> None:
     for batch, num_q_heads, num_kv_heads, drafted in CASES:
         heads, new = (num_q_heads, num_kv_heads), 1 + drafted
         torch.cuda.empty_cache()
-        theirs, their_us = their_time(timer, batch, heads, new)
+        peer = best_sdpa(Case(EXACT, EXACT, batch, *heads, TOKENS, q_len=new), timer)
+        assert isinstance(peer, Peer) and peer.times.in_a_row is not None, peer
+        theirs, their_us = peer.in_a_row_name, peer.times.in_a_row
         for name in names:
             torch.cuda.empty_cache()
             us, error = our_time(timer, name, batch, heads, new)
