@@ -7,8 +7,8 @@ that row whole.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, overload
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import torch
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .contiguous import PlanOptions
 
 DEFAULT_FORMAT = "int8-g4"
+LIKELY_Q_HEADS = 16, 128  # of DeepSeek's small and large models: kernels differ by their number
 LatentFormats = str | LatentFormat | Sequence[str | LatentFormat]
 
 
@@ -50,9 +51,25 @@ def latent_formats(
     return formats
 
 
-def formats_of(plan: Plan) -> list[LatentFormat]:
-    """Format of each layer in a plan of latent rows."""
-    return [LatentFormat(*pair) for pair in zip(plan.k_formats, plan.v_formats, strict=True)]
+def planned_options(plan: Plan, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a cache by a plan of latent rows: what it decides, and those that are given.
+
+    Raises:
+        ConfigError: an option that the plan decides, or the plan is of keys and values of heads.
+    """
+    check_plan_options(plan, options, is_latent=True)
+    if "windows" in options:
+        raise ConfigError("latent rows have no windows: leave windows out")
+    pairs = zip(plan.k_formats, plan.v_formats, strict=True)
+    formats = [LatentFormat(*pair) for pair in pairs]
+    return {
+        "num_layers": plan.num_layers,
+        "fmt": formats,
+        "latent_dim": formats[0].latent_dim,
+        "rope_dim": formats[0].rope_dim,
+        "bases": plan.layers,
+        **options,
+    }
 
 
 def check_no_feedback(bases: Sequence[LayerBasis] | None) -> None:
@@ -230,20 +247,8 @@ class LatentKVCache(KVCache):
                 is of keys and values of heads.
             UnsupportedError: as LatentKVCache.
         """
-        check_plan_options(plan, options, is_latent=True)
-        if "windows" in options:
-            raise ConfigError("latent rows have no windows: leave windows out")
-        others: Any = options
-        formats = formats_of(plan)
         return cls(
-            plan.num_layers,
-            batch,
-            max_seq_len,
-            fmt=formats,
-            latent_dim=formats[0].latent_dim,
-            rope_dim=formats[0].rope_dim,
-            bases=plan.layers,
-            **others,
+            batch=batch, max_seq_len=max_seq_len, **planned_options(plan, cast(Any, options))
         )
 
     def __repr__(self) -> str:
@@ -489,7 +494,7 @@ class LatentKVCache(KVCache):
 
     def likely_q_heads(self) -> tuple[int, ...]:
         """As of KVCache; of DeepSeek's small and large models where nothing is known."""
-        return (self.num_q_heads,) if self.num_q_heads else (16, 128)
+        return (self.num_q_heads,) if self.num_q_heads else LIKELY_Q_HEADS
 
     def rehearse_step(
         self, layer: int, queries: Sequence[torch.Tensor], k: torch.Tensor, v: torch.Tensor

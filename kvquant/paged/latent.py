@@ -8,20 +8,19 @@ memory, in a page as in a sequence slot, and attention reads that row whole.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 
-from ..cache.checks import Plan, check_plan_options
+from ..cache.checks import Plan
 from ..cache.latent import (
     DEFAULT_FORMAT,
     LatentFormats,
     check_no_feedback,
-    formats_of,
     latent_formats,
+    planned_options,
 )
 from ..cache.row_stacks import RowStacks
-from ..errors import ConfigError
 from ..ops.mla import check_kernels, latent_segment
 from ..rows.arguments import check_device, check_size
 from ..rows.basis import LayerBasis
@@ -167,20 +166,7 @@ class LatentPagedKVCache(PagedKVCache):
                 is of keys and values of heads.
             UnsupportedError: as LatentPagedKVCache.
         """
-        check_plan_options(plan, options, is_latent=True)
-        if "windows" in options:
-            raise ConfigError("latent rows have no windows: leave windows out")
-        others: Any = options
-        formats = formats_of(plan)
-        return cls(
-            plan.num_layers,
-            num_pages,
-            fmt=formats,
-            latent_dim=formats[0].latent_dim,
-            rope_dim=formats[0].rope_dim,
-            bases=plan.layers,
-            **others,
-        )
+        return cls(num_pages=num_pages, **planned_options(plan, cast(Any, options)))
 
     def __repr__(self) -> str:
         names = " or ".join(dict.fromkeys(str(fmt) for fmt in self.formats))

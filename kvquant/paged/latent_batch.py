@@ -7,7 +7,7 @@ from typing import Literal, overload
 
 import torch
 
-from ..cache.latent import transformed_parts
+from ..cache.latent import LIKELY_Q_HEADS, transformed_parts
 from ..ops.append_checks import Side, check_tokens
 from ..ops.attention import State
 from ..ops.mla import attend_latents
@@ -246,8 +246,8 @@ class LatentPagedBatch(PagedBatch):
         )
 
     def likely_q_heads(self) -> tuple[int, ...]:
-        """Those of DeepSeek's small and large models: kernels differ by their number."""
-        return 16, 128
+        """As of PagedBatch."""
+        return LIKELY_Q_HEADS
 
     def rehearse_step(
         self,
