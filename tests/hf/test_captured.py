@@ -290,7 +290,7 @@ def test_it_gives_what_single_steps_give(fmt: str, windows: bool) -> None:
 
 @needs_latents
 @pytest.mark.gpu
-@pytest.mark.parametrize("fmt", ["bf16", "int8-g4", "int4-g8+fp8-g4", None])
+@pytest.mark.parametrize("fmt", ["bf16", "int8-g4", "int4-g8", None])
 def test_graph_of_latent_rows_gives_what_single_steps_give(fmt: str | None) -> None:
     """None: in the format and the bases of a plan.
 

@@ -107,7 +107,8 @@ class MlaSpec(Spec):
                 raise UnsupportedError(
                     f"{fmt} with {fmt.head_dim} elements is no part of a row that the CUDA kernel "
                     f"of MLA reads: headers must be multiples of {UNIT} bytes, codes of {least}, "
-                    f"groups of {together} elements. Use 4 or 8 groups, or backend='reference'"
+                    f"groups of {together} elements. Use 4 or 8 groups, or bf16, or "
+                    "backend='reference'"
                 )
             if fmt.codec == "bf16" and self.query == "fp16":
                 raise UnsupportedError(
