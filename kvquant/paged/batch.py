@@ -531,9 +531,12 @@ class PagedBatch(NotCopied):
         queries: Sequence[torch.Tensor],
         k: torch.Tensor,
         v: torch.Tensor,
+        num_members: int,
         rope: Rope | None = None,
     ) -> None:
-        """A step of such rows, and queries of these widths, for paged/warmup.py."""
+        """A step of such rows, and queries of these widths, for paged/warmup.py; with members, as
+        if so many sequences began with the same pages."""
+        self._num_members = num_members
         self.step(layer, queries[0], k, v, rope=rope)
 
     def check_open(self, step: Step | None = None) -> None:

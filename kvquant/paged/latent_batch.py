@@ -255,7 +255,8 @@ class LatentPagedBatch(PagedBatch):
         queries: Sequence[torch.Tensor],
         k: torch.Tensor,
         v: torch.Tensor,
+        num_members: int,
         rope: Rope | None = None,
     ) -> None:
-        """As of PagedBatch; latents come with their RoPE part."""
+        """As of PagedBatch; latents come with their RoPE part, and share no prefix."""
         self.step(layer, queries[0], queries[1], k, v, sm_scale=1.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -14,6 +14,9 @@ from ..errors import KVQuantError
 from ..rows.rotation import Rope
 from .batch import PagedBatch
 from .cache import PagedKVCache
+from .shared_prefix import pays
+
+RATIOS = 1, 2, 4, 8  # query heads on a KV head, where they are not known
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,9 @@ class BatchCalls:
         rotary_dim: of a Rope that comes with K, and whether it is interleaved; None: none comes.
         num_q_heads: of queries; when None those that are likely, see PagedBatch.likely_q_heads.
         kind: the batch.
+        shared_prefix: of the batch. Unless it is False, steps that read a prefix once are told,
+            too: at most three kernels of a pair of formats attend to it, with blocks of 64, 128 or
+            256 queries, and one combines.
     """
 
     cache: PagedKVCache
@@ -37,6 +43,7 @@ class BatchCalls:
     rotary_dim: tuple[int, bool] | None = None
     num_q_heads: int | None = None
     kind: type[PagedBatch] = PagedBatch
+    shared_prefix: bool | None = False
 
     def __call__(self) -> None:
         """Make all of them; those that are not possible will say why when they are made."""
@@ -46,16 +53,37 @@ class BatchCalls:
         q_heads = (self.num_q_heads,) if self.num_q_heads else batch.likely_q_heads()
         for name in range(most):
             cache.allocate(name)
-        for count, heads in ((self.num_tokens, 0), *itertools.product(self.batches, q_heads)):
+        prompt, plain = (self.num_tokens, 0, 0), itertools.product(self.batches, q_heads, (0,))
+        for count, heads, members in (prompt, *plain, *self._sharing(most)):
             with suppress(KVQuantError), batch.extend(range(min(count, most))):
                 for layer, at in enumerate(cache.rows.layers):
                     shape = count, cache.num_kv_heads
                     k, v = new_rows(shape, at.k_format, at.v_format, self.dtype)
                     if heads:
                         queries = [new_queries((count, heads), x) for x in (k, v)]
-                        batch.rehearse_step(layer, queries, k, v, **self._rope(count))
+                        batch.rehearse_step(layer, queries, k, v, members, **self._rope(count))
                     else:
                         batch.append(layer, k, v, **self._rope(count))
+
+    def _sharing(self, batch: int) -> Iterator[tuple[int, int, int]]:
+        """Steps that read a prefix once: sequences, query heads, and members.
+
+        What they launch depends on the queries of a KV head, all members' together, and not on the
+        prefix: its block table is as long as a sequence may be. The queries of one kernel reach
+        from some number to twice that at least, so numbers that double find every kernel.
+        """
+        if self.shared_prefix is False:
+            return
+        kv_heads, split = self.cache.num_kv_heads, self.cache.state.split
+        tokens = self.cache.state.tables.shape[1] * split.page_size
+        ratios = (self.num_q_heads // kv_heads,) if self.num_q_heads else RATIOS
+        seen: set[int] = set()
+        members = [1 << i for i in range(1, batch.bit_length()) if 1 << i < batch]
+        for count, ratio in itertools.product((*members, batch), ratios):
+            is_read = self.shared_prefix or pays(count, tokens, kv_heads, ratio)
+            if is_read and count * ratio not in seen:
+                seen.add(count * ratio)
+                yield batch, ratio * kv_heads, count
 
     def _rope(self, count: int) -> dict[str, Rope]:
         """The option of that name, if it comes."""
@@ -77,7 +105,15 @@ def warm_up_batch(batch: PagedBatch, k: object, rope: Rope | None, num_ids: int)
     if isinstance(k, torch.Tensor) and k.ndim == 3 and len(k) <= batch.max_tokens:
         rotary_dim = None if rope is None else (2 * rope.cos.shape[-1], rope.interleaved)
         batches = tuple({max(num_ids, 1), batch.max_batch})
-        calls = BatchCalls(batch.cache, k.dtype, len(k), batches, rotary_dim, kind=type(batch))
+        calls = BatchCalls(
+            batch.cache,
+            k.dtype,
+            len(k),
+            batches,
+            rotary_dim,
+            kind=type(batch),
+            shared_prefix=batch.shared_prefix,
+        )
         warm_up(batch.cache.device, [calls])
 
 

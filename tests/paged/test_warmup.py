@@ -12,11 +12,13 @@ from fake_cuda import CPU, FakeDriver, install_for_caches, loaded_specs
 
 from kvquant import PagedBatch, PagedKVCache
 from kvquant.cache.warmup import kernels_of
-from kvquant.kernels.cuda.prefix.spec import CombineSpec, PrefixSpec
+from kvquant.kernels.cuda.prefix.spec import CombineSpec, PrefixSpec, fit, worth_splits
 from kvquant.kernels.cuda.runtime import compile as compiling
 from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.ops import attention, transform
+from kvquant.ops import shared_prefix as sharing
 from kvquant.ops.shared_prefix import attend_shared
+from kvquant.paged.shared_prefix import pays
 from kvquant.paged.warmup import BatchCalls
 from kvquant.rehearsal import rehearse
 from kvquant.rows.format import RowFormat
@@ -86,6 +88,63 @@ def test_the_first_append_compiles_what_steps_will_need_too(
     run(batch, None)
     assert [type(spec).__name__ for spec in compiled] == ["AppendSpec", "DecodeSpec"]
     assert {*loaded_specs()} <= {*compiled} and not batch._is_cold
+
+
+@pytest.mark.parametrize("name", ["plain", "formats", "windows", "plan"])
+def test_steps_that_read_a_prefix_once_are_told(
+    name: str, cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sharing, "is_rehearsed", lambda out: True)  # on the CPU as on CUDA
+    cache = MAKERS[name]()
+    calls = BatchCalls(cache, torch.bfloat16, 200, (BATCH,), shared_prefix=True)
+    told = kernels_of([calls], runtime.gpu_of(CPU))
+    batch = PagedBatch(cache, BATCH, 200, shared_prefix=True)
+    cache.allocate(0)
+    for ids, count in (([0], 200), (range(BATCH), 1)):
+        k, v = torch.zeros(2, count * len(ids), HEADS, DIM, dtype=torch.bfloat16)
+        with batch.extend(list(ids), count):
+            for layer in range(cache.num_layers):
+                if len(ids) == 1:
+                    batch.append(layer, k, v)
+                else:
+                    q = torch.zeros(BATCH, 2 * HEADS, DIM, dtype=torch.bfloat16)
+                    batch.step(layer, q, k, v)
+        for child in range(1, BATCH):
+            if child not in cache.ids:
+                cache.fork(0, child)
+    launched = {*loaded_specs()}
+    assert launched <= {*told}
+    assert {type(spec) for spec in launched} >= {PrefixSpec, CombineSpec}
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90"])
+@pytest.mark.parametrize("shared", [None, True, False])
+@pytest.mark.parametrize("max_seq_len, head_dim, heads", [(512, 64, 2), (16384, 128, 8)])
+def test_every_size_of_block_is_told(
+    max_seq_len: int, head_dim: int, heads: int, shared: bool | None, arch: str
+) -> None:
+    """All steps of up to 70 sequences, and up to 8 query heads on a KV head."""
+    most, gpu = 70, runtime.GPUS[arch]
+    cache = PagedKVCache(
+        1, heads, head_dim, num_pages=8, max_num_seqs=most, max_seq_len=max_seq_len
+    )
+    calls = BatchCalls(cache, torch.bfloat16, 40, (most,), shared_prefix=shared)
+    told = kernels_of([calls], gpu)
+    fmt = cache.rows.layers[0].k_format
+    units = heads * worth_splits(max_seq_len)
+    rows = {
+        members * ratio
+        for members in range(2, most + 1)
+        for ratio in range(1, 9)
+        if shared or (shared is None and pays(members, max_seq_len, heads, ratio))
+    }
+    needed = {
+        fit(PrefixSpec(fmt, fmt), count, gpu.shared_per_block, units, gpu.sm_count)
+        for count in rows
+    }
+    assert needed == {spec for spec in told if isinstance(spec, PrefixSpec)}
+    assert len(needed) <= 3 and sum(isinstance(spec, CombineSpec) for spec in told) == bool(needed)
+    assert bool(needed) == (shared is not False and (shared is True or max_seq_len > 512))
 
 
 def test_shared_prefixes_are_rehearsed(cuda: FakeDriver) -> None:
