@@ -132,6 +132,7 @@ def main(file: str, rank: int, world: int, folder: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # newer transformers has DistributedConfig
         model = load(folder, attn_implementation="kvquant", tp_plan="auto")
+    assert model.device.type == "cpu"  # gloo sums up there
     share = alone.config.num_key_value_heads // world
     heads = slice(rank * share, (rank + 1) * share)
     plan = CachePlan.load(folder / "plan.safetensors")

@@ -1,4 +1,4 @@
-"""Run a script as the ranks of torch.distributed on this machine, over a file."""
+"""Run a script as the ranks of torch.distributed on this machine's CPU, over a file."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ def run_ranks(script: Path, world: int, folder: Path, *args: object) -> list[str
     command = [sys.executable, str(script), str(folder / "meeting")]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     env["WORLD_SIZE"] = str(world)  # as torchrun does
+    env["CUDA_VISIBLE_DEVICES"] = ""  # transformers' tp_plan takes GPUs where there are any
     ranks = [
         subprocess.Popen(
             [*command, str(rank), str(world), *map(str, args)],
