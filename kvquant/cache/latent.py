@@ -162,6 +162,8 @@ class LatentKVCache(KVCache):
         queries     M^T q_latent                N^T q_rope
         results     M (sum of p stored) + offset, as the sum of p is 1
 
+    A model whose weights hold M and offset leaves these products out: in_basis of attend and step.
+
     Args:
         num_layers: layers with attention.
         batch: sequences.
@@ -192,6 +194,7 @@ class LatentKVCache(KVCache):
     """
 
     latent = True
+    folded: list[Any]  # of each layer, what a model reads it with (hf/latent.py), or None
 
     def __init__(
         self,
@@ -229,6 +232,7 @@ class LatentKVCache(KVCache):
             rollback_len=rollback_len,
         )
         check_no_feedback(self.bases)
+        self.folded = [None] * num_layers
 
     @classmethod
     def from_plan(
@@ -295,6 +299,7 @@ class LatentKVCache(KVCache):
         *,
         sm_scale: float,
         in_step: bool = ...,
+        in_basis: bool = ...,
         return_lse: Literal[False] = ...,
         num_splits: int | None = ...,
         backend: str | None = ...,
@@ -309,6 +314,7 @@ class LatentKVCache(KVCache):
         *,
         sm_scale: float,
         in_step: bool = ...,
+        in_basis: bool = ...,
         return_lse: Literal[True],
         num_splits: int | None = ...,
         backend: str | None = ...,
@@ -323,6 +329,7 @@ class LatentKVCache(KVCache):
         *,
         sm_scale: float,
         in_step: bool = ...,
+        in_basis: bool = ...,
         return_lse: bool = ...,
         num_splits: int | None = ...,
         backend: str | None = ...,
@@ -336,6 +343,7 @@ class LatentKVCache(KVCache):
         *,
         sm_scale: float,
         in_step: bool = False,
+        in_basis: bool = False,
         return_lse: bool = False,
         num_splits: int | None = None,
         backend: str | None = None,
@@ -346,6 +354,9 @@ class LatentKVCache(KVCache):
             layer: index of the layer; append these tokens' rows to it first.
             q_latent, q_rope, q_lens, sm_scale: as in mla_decode_attention.
             in_step: let all queries see the rows as the first of them saw them: see step.
+            in_basis: queries come as M^T q_latent and N^T q_rope of the layer's basis, and results
+                stay as they are stored, for the caller to make M out + offset of them; lse is of
+                these scores, so it lacks those of the offsets.
             return_lse, num_splits, backend: as in mla_decode_attention.
 
         Returns:
@@ -356,6 +367,7 @@ class LatentKVCache(KVCache):
         """
         check_tensors(q_latent=q_latent, q_rope=q_rope)
         check_flag("in_step", in_step)
+        check_flag("in_basis", in_basis)
         if q_lens is not None:
             check_tensors(q_lens=q_lens)
         at = self._layer(layer)
@@ -366,7 +378,7 @@ class LatentKVCache(KVCache):
             q_rope,
             segments,
             q_lens=q_lens,
-            basis=at.basis,
+            basis=None if in_basis else at.basis,
             seq_lens=at.seq_lens,
             sm_scale=sm_scale,
             return_lse=return_lse,
@@ -384,6 +396,7 @@ class LatentKVCache(KVCache):
         rope: torch.Tensor,
         *,
         sm_scale: float,
+        in_basis: bool = ...,
         return_lse: Literal[False] = ...,
         num_splits: int | None = ...,
         backend: str | None = ...,
@@ -398,6 +411,7 @@ class LatentKVCache(KVCache):
         rope: torch.Tensor,
         *,
         sm_scale: float,
+        in_basis: bool = ...,
         return_lse: Literal[True],
         num_splits: int | None = ...,
         backend: str | None = ...,
@@ -412,6 +426,7 @@ class LatentKVCache(KVCache):
         rope: torch.Tensor,
         *,
         sm_scale: float,
+        in_basis: bool = ...,
         return_lse: bool = ...,
         num_splits: int | None = ...,
         backend: str | None = ...,
@@ -425,6 +440,7 @@ class LatentKVCache(KVCache):
         rope: torch.Tensor,
         *,
         sm_scale: float,
+        in_basis: bool = False,
         return_lse: bool = False,
         num_splits: int | None = None,
         backend: str | None = None,
@@ -438,6 +454,7 @@ class LatentKVCache(KVCache):
             q_latent: [batch, num_heads, latent_dim], or [batch, new_tokens, num_heads, latent_dim].
             q_rope: the same but for its last axis, rope_dim.
             latent, rope: as in append; one token where q_latent has three axes.
+            in_basis: as in attend; latent and rope come as ever.
             sm_scale, return_lse, num_splits, backend: as in mla_decode_attention.
 
         Returns:
@@ -460,6 +477,7 @@ class LatentKVCache(KVCache):
         check_queries(q_latent, q_rope, at.fmt)
         check_call(q_latent, [at.fmt, at.exact], sm_scale, backend)
         check_options(q_latent, sm_scale, return_lse, num_splits, backend)
+        check_flag("in_basis", in_basis)
         self.append(layer, latent, rope)
         return self.attend(
             layer,
@@ -467,6 +485,7 @@ class LatentKVCache(KVCache):
             q_rope,
             sm_scale=sm_scale,
             in_step=True,
+            in_basis=in_basis,
             return_lse=return_lse,
             num_splits=num_splits,
             backend=backend,

@@ -25,6 +25,7 @@ import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from ..cache.contiguous import KVCache
+from ..cache.latent import LatentKVCache
 from ..errors import UnsupportedError, UnsupportedModelError
 from ..ops.causal import causal_attention
 from ..rows.variant import PLAIN, AttentionVariant
@@ -157,6 +158,9 @@ def _attention(
         variant = _variant_of(options)
         if heads is not None and variant is not None:
             raise UnsupportedModelError(f"{name} has latent rows, and a cap or sink logits as well")
+        if heads is not None:
+            assert isinstance(handed.kv, LatentKVCache)
+            heads.read_in_basis(handed.kv, handed.at)
         return _attend(handed, query, key, value, rows, scaling, variant, heads), None
     except BaseException:
         if not handed.is_traced:  # nothing has run yet
@@ -328,8 +332,11 @@ def _attend(
         if handed.appended:
             out = kv.attend(handed.at, queries[0], variant=variant, in_step=True, sm_scale=scaling)
         else:
-            options = {} if heads is not None else {"variant": variant}
-            out = handed.to.step(handed, queries, rows, sm_scale=scaling, **options)
+            options: dict[str, Any] = {"variant": variant, "sm_scale": scaling}
+            if heads is not None:
+                folded = heads.folded is not None
+                options = {"in_basis": folded, "sm_scale": heads.scale_of(scaling)}
+            out = handed.to.step(handed, queries, rows, **options)
         out = out[:, None] if asked == 1 else out
         out = out.to(query.dtype)
         out = out if heads is None else heads.values(out)

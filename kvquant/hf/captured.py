@@ -71,6 +71,7 @@ class CapturedStep:
         # the graph reads all of these in each step, so they must live as long as it
         self._model, self._layers, self._lease = model, list(cache.layers), Lease()
         self._past = model.past_of(cache)
+        self._folded = model.read_in_bases(cache)
         self._tokens = torch.zeros(cache.batch, 1, dtype=torch.int64, device=cache.device)
         self._room, self._changes = 0, cache.changes  # steps that surely fit, if none came between
         self._graph = torch.cuda.CUDAGraph()

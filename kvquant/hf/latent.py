@@ -9,6 +9,10 @@ W_UK and W_UV of all heads are the rows of one weight, kv_b_proj. What a cache h
 in a step: W_UK goes into the query and W_UV into the output (absorption, ops/mla.py). A chunk of a
 prompt is cheaper expanded, as each latent then meets many queries: a few heads at a time.
 
+Rows in a basis (rows/basis.py), latent = M stored + offset, cost a step no product more: W_UK M and
+W_UV M take the places of the two matrices (FoldedWeights). What is left is a product with the basis
+of RoPE parts, where they have one: RoPE stands between it and the weights.
+
 Source: DeepSeek-V2 (https://arxiv.org/abs/2405.04434), 2.1.2.
 """
 
@@ -16,14 +20,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import torch
 from torch.nn.functional import linear
 
+from .. import debug
+from ..cache.latent import LatentKVCache
 from ..errors import UnsupportedModelError
 from ..ops.causal import causal_attention
+from ..rows.basis import Basis, LayerBasis, for_fp16
 from ..rows.latent import LatentFormat
+from ..rows.quantize import full_precision
 
 EXPANDED = 1 << 28  # bytes of keys and values that are expanded at a time, if a head takes fewer
 SAME = 0.05  # relative error of expanded rows: of bf16, far less; if they are others, 1 or so
@@ -31,6 +39,71 @@ _NEWER = (
     "gives a cache the keys and values of all heads, not latent rows: install transformers 5.17 "
     "or newer"
 )
+
+
+class FoldedWeights:
+    """W_UK and W_UV of a layer, M and offset of its latents' basis folded into them.
+
+        queries     (W_UK M / factor)^T q       results     (W_UV M) out + W_UV offset
+
+    Computed in float32, and rounded to the dtype of the weights once. They take as much memory as
+    kv_b_proj, which chunks of prompts still read, and serve all caches in a basis. The factor, a
+    power of two, is that of scores: with it no query leaves fp16 that was within (basis.for_fp16).
+
+    Args:
+        weight: [heads, nope_dim + v_dim, latent_dim].
+        nope_dim: rows of W_UK in it.
+        basis: of the layer, on the device of the weight.
+
+    Attributes:
+        weight: of the same shape: W_UK M / factor and W_UV M.
+        bias: [heads, v_dim]: W_UV offset; None where it is of zeros.
+        factor: on scores; 1 for bfloat16, which reaches as far as float32.
+        rope: basis of the RoPE parts.
+    """
+
+    def __init__(self, weight: torch.Tensor, nope_dim: int, basis: LayerBasis) -> None:
+        self._source, self._version = weight, _version_of(weight)
+        self.rope = basis.v
+        sides = [side.matrix for side in basis if side.matrix is not None]
+        self.factor = 1.0
+        if weight.dtype != torch.bfloat16:  # of float32 autocast may make fp16
+            self.factor = max((for_fp16(matrix)[1] for matrix in sides), default=1.0)
+        self.weight = weight
+        self.bias: torch.Tensor | None = None
+        # graphs and steps outside of inference mode read them, too
+        with torch.inference_mode(False), torch.no_grad(), full_precision(weight):
+            if sides:
+                whole = weight.float()
+                if basis.k.matrix is not None:
+                    whole = whole @ basis.k.matrix[0]
+                up, down = whole.split([nope_dim, whole.shape[1] - nope_dim], dim=1)
+                self.weight = torch.cat([up / self.factor, down], dim=1).to(weight.dtype)
+            if bool(basis.k.offset.any()):
+                bias = weight[:, nope_dim:].float() @ basis.k.offset[0]
+                self.bias = bias.to(weight.dtype)
+        for tensor in (self.weight, self.bias):
+            if tensor is not None:  # graphs of torch.compile read it where it lies
+                torch._dynamo.mark_static_address(tensor)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FoldedWeights:
+        return self  # of the model, whatever copies a cache
+
+    def rope_query(self, q_rope: torch.Tensor) -> torch.Tensor:
+        """N^T q / factor of RoPE parts of queries, [..., heads, rope_dim], N their basis."""
+        if self.rope.matrix is not None:
+            q_rope = self.rope.transform_query(q_rope)
+        return q_rope if self.factor == 1 else q_rope / self.factor
+
+    def is_of(self, weight: torch.Tensor) -> bool:
+        """Whether the weights are still those that were folded."""
+        same = self._source.data_ptr() == weight.data_ptr() and self._source.dtype == weight.dtype
+        return same and self._version == _version_of(weight)
+
+
+def _version_of(weight: torch.Tensor) -> int | None:
+    """How often a tensor was changed in place; None where torch does not count."""
+    return None if weight.is_inference() else weight._version
 
 
 class LatentHeads:
@@ -71,6 +144,8 @@ class LatentHeads:
             )
         self.name, self.rope_dim = name, rope_dim
         self.weight: torch.Tensor = weight
+        self.folded: FoldedWeights | None = None  # of rows in a basis, see read_in_basis
+        self._module = module
         self.nope_dim = int(getattr(module, "qk_nope_head_dim", 0))
         self.v_dim = int(getattr(module, "v_head_dim", 0))
         rows, columns = self.weight.shape
@@ -133,8 +208,42 @@ class LatentHeads:
                 f"values {list(wanted[1])}"
             )
 
+    def read_in_basis(self, cache: LatentKVCache, at: int) -> FoldedWeights | None:
+        """Attend to a layer of a cache by weights that hold its basis, if it has one.
+
+        They are computed once for a weight and a basis, outside of graphs, and kept by the caches
+        that are in it.
+
+        Args:
+            cache: of latent rows.
+            at: index of its layer.
+
+        Returns:
+            These weights; None without a basis.
+
+        Raises:
+            UnsupportedModelError: a CUDA graph is captured before a call without.
+        """
+        basis, self.folded = cache.layers[at].basis, cache.folded[at]
+        if basis is None or torch.compiler.is_compiling():  # a call before has folded them
+            return self.folded
+        weight = self._of_heads.detach()
+        if self.folded is not None and self.folded.is_of(weight):
+            return self.folded
+        if debug.is_recorded(weight):
+            raise UnsupportedModelError(
+                f"{self.name} meets rows in a plan's bases for the first time while a CUDA graph "
+                "is captured: let the model read a token into the cache before"
+            )
+        known = _folded.setdefault(self._module, WeakValueDictionary())
+        found = known.get(basis.k)
+        if found is None or found.rope is not basis.v or not found.is_of(weight):
+            known[basis.k] = found = FoldedWeights(weight, self.nope_dim, basis)
+        self.folded = cache.folded[at] = found
+        return found
+
     def absorb(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The queries that attend to latent rows.
+        """The queries that attend to latent rows, in their basis if there is one.
 
         Args:
             query: [..., heads, nope_dim + rope_dim].
@@ -143,12 +252,25 @@ class LatentHeads:
             W_UK^T q [..., heads, latent_dim], and the RoPE part [..., heads, rope_dim].
         """
         q_nope, q_rope = query.split([self.nope_dim, self.rope_dim], dim=-1)
-        absorbed = torch.einsum("...hd,hdl->...hl", q_nope, self._of_heads[:, : self.nope_dim])
-        return absorbed.to(q_rope.dtype), q_rope  # autocast makes the first alone 16 bit
+        weight = self._of_heads if self.folded is None else self.folded.weight
+        absorbed = torch.einsum("...hd,hdl->...hl", q_nope, weight[:, : self.nope_dim])
+        if self.folded is not None:
+            q_rope = self.folded.rope_query(q_rope)
+        # autocast makes the first alone 16 bit, a basis the second float32
+        return absorbed.to(query.dtype), q_rope.to(query.dtype)
+
+    def scale_of(self, sm_scale: float | None) -> float | None:
+        """The factor on scores of absorbed queries, by that on the model's own."""
+        if sm_scale is None or self.folded is None:
+            return sm_scale
+        return sm_scale * self.folded.factor
 
     def values(self, latents: torch.Tensor) -> torch.Tensor:
         """W_UV of each head by what it attended to: [..., heads, latent_dim] -> [..., v_dim]."""
-        return torch.einsum("...hl,hvl->...hv", latents, self._of_heads[:, self.nope_dim :])
+        weight = self._of_heads if self.folded is None else self.folded.weight
+        found = torch.einsum("...hl,hvl->...hv", latents, weight[:, self.nope_dim :])
+        bias = None if self.folded is None else self.folded.bias
+        return found if bias is None else found + bias.to(found.dtype)
 
     def output_factor(self, projection: torch.Tensor) -> torch.Tensor:
         """What errors of latents become behind the output projection W_O, in as few rows.
@@ -220,6 +342,9 @@ def _of_rank(weight: Any) -> Any:
 
 
 _checked: WeakSet[torch.nn.Module] = WeakSet()
+# of a module, by the basis of latents; caches keep the values
+_folded: WeakKeyDictionary[torch.nn.Module, WeakValueDictionary[Basis, FoldedWeights]]
+_folded = WeakKeyDictionary()
 
 
 def hands_latents(module: torch.nn.Module) -> bool:

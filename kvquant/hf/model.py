@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicCache
 from .. import debug
 from ..cache.checks import whole_numbers
 from ..cache.contiguous import KVCache
-from ..cache.latent import LatentFormats
+from ..cache.latent import LatentFormats, LatentKVCache
 from ..errors import ConfigError, ShapeError, UnsupportedModelError, shown
 from ..io.plan import CachePlan
 from ..rows.arguments import check_device, check_size
@@ -30,7 +30,7 @@ from .configs import (
     new_cache,
 )
 from .fold import fold_values
-from .latent import check_latent_layers
+from .latent import check_latent_layers, hands_latents, heads_of
 from .loading import TensorPlan, load
 from .masks import ATTENTION
 from .observe import Observer, observe, output_weights, shared_layers
@@ -476,6 +476,19 @@ class CachedModel:
         if positions is not None and last > positions:
             return f"it has {positions} positions, the cache ends at {last}"
         return None
+
+    def read_in_bases(self, cache: KVCache) -> list[Any]:
+        """Fold the bases of latent rows into weights (hf/latent.py), as the first call with a cache
+        does, for a graph, which cannot; what a step reads besides the model and the cache."""
+        if not isinstance(cache, LatentKVCache):
+            return []
+        places: dict[Any, int] = {layer: at for at, layer in enumerate(self._layers.places)}
+        for module in filter(hands_latents, self.model.modules()):
+            at, fmt = places[module.layer_idx], cache.formats[places[module.layer_idx]]
+            heads = heads_of(module, fmt.latent_dim, fmt.rope_dim)
+            if heads.weight.device == cache.layers[at].device:  # or attention will refuse it
+                heads.read_in_basis(cache, at)
+        return list(cache.folded)
 
     def past_of(self, cache: KVCache, new_lens: torch.Tensor | None = None) -> QuantizedCache:
         """A cache as the model takes it for one call, which reads lengths when it is made.

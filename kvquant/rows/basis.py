@@ -17,6 +17,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 
@@ -111,7 +112,7 @@ class Basis:
         self.encoding = Encoding(moved, kind == "hadamard", inverse, self.clip, self.feedback)
         self.fp16_matrix, self.fp16_factor = self.matrix, 1.0
         if self.matrix is not None and offset.is_cuda:  # elsewhere turned queries are float32
-            self.fp16_matrix, self.fp16_factor = _for_fp16(self.matrix)
+            self.fp16_matrix, self.fp16_factor = for_fp16(self.matrix)
 
     def __repr__(self) -> str:
         heads, dim = self.offset.shape
@@ -120,16 +121,21 @@ class Basis:
         return f"Basis({', '.join(parts)})"
 
     def to(self, device: torch.device | str) -> Basis:
-        """The same on a device."""
+        """The same on a device: one object there for all that ask, as long as one has it."""
         if torch.device(device).type == "meta":
             return self._without_values()
-        matrix = self.matrix if self.kind == "matrix" else None
-        tensors = (self.offset, matrix, self.clip, self.feedback)
-        offset, matrix, clip, feedback = (None if x is None else x.to(device) for x in tensors)
-        if offset is self.offset:  # "cuda" is the current one, "cuda:0"
-            return self
-        assert offset is not None
-        return Basis(offset, self.kind, matrix, clip, feedback)
+        with torch.inference_mode(False):  # those who ask next may be outside of it
+            offset = self.offset.to(device)
+            if offset is self.offset:  # "cuda" is the current one, "cuda:0"
+                return self
+            twins = _twins.setdefault(self, WeakValueDictionary())
+            found = twins.get(offset.device)
+            if found is None:
+                matrix = self.matrix if self.kind == "matrix" else None
+                tensors = (matrix, self.clip, self.feedback)
+                moved = (None if x is None else x.to(device) for x in tensors)
+                twins[offset.device] = found = Basis(offset, self.kind, *moved)
+            return found
 
     def _without_values(self) -> Basis:
         """The same on the meta device, where nothing can be looked at again."""
@@ -197,6 +203,9 @@ class Basis:
             return _per_head(out, self.transposed, self.offset)
         rows: torch.Tensor = out.unflatten(-2, (len(self.offset), -1)) + self.offset[:, None]
         return rows.flatten(-3, -2)
+
+
+_twins: WeakKeyDictionary[Basis, WeakValueDictionary[torch.device, Basis]] = WeakKeyDictionary()
 
 
 class Encoding(NamedTuple):
@@ -288,7 +297,7 @@ def _check(name: str, tensor: torch.Tensor | None, shape: tuple[int, ...]) -> No
         raise ConfigError(f"the {name} of a basis must be finite float32")
 
 
-def _for_fp16(matrix: torch.Tensor) -> tuple[torch.Tensor, float]:
+def for_fp16(matrix: torch.Tensor) -> tuple[torch.Tensor, float]:
     """A matrix that turns no fp16 query beyond fp16, and what scores are multiplied with for it.
 
     It is divided by a power of two, the least over the sums of a column's magnitudes: digits are

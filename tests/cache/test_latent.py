@@ -356,6 +356,28 @@ def test_results_in_a_basis_are_those_without(name: str, recent_len: int) -> Non
     assert not found[1][0][1].any()  # zeros, not the offset
 
 
+def test_queries_that_come_in_the_basis_get_results_in_it() -> None:
+    """Of attend and step: what a model does whose weights hold the basis."""
+    basis = BASES["matrix"]
+    caches = [make_cache(bases=[basis] * 2) for _ in range(2)]
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(3, 1, 31, 288, generator=generator)
+    q = torch.randn(3, 4, 288, generator=generator)
+    for cache in caches:
+        cache.append(0, rows[:, :, :30, :256], rows[:, :, :30, 256:])
+    turned = basis.k.transform_query(q[..., :256]), basis.v.transform_query(q[..., 256:])
+    new = rows[:, :, 30:, :256], rows[:, :, 30:, 256:]
+    options: dict[str, Any] = {"sm_scale": SCALE, "return_lse": True}
+    wanted = [caches[0].step(0, q[..., :256], q[..., 256:], *new, **options)]
+    wanted += [caches[0].attend(0, q[..., :256], q[..., 256:], **options)]
+    found = [caches[1].step(0, *turned, *new, in_basis=True, **options)]
+    found += [caches[1].attend(0, *turned, in_basis=True, **options)]
+    missing = basis.k.missing_score(q[..., :256]) + basis.v.missing_score(q[..., 256:])
+    for (out, lse), (stored, part) in zip(wanted, found, strict=True):
+        torch.testing.assert_close(basis.k.restore(stored), out)
+        torch.testing.assert_close(part + SCALE * missing, lse)
+
+
 def test_a_basis_takes_the_outliers_out_of_int4_latents() -> None:
     latent, rope = tokens(80)
     latent = with_outliers(latent)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import weakref
 from pathlib import Path
 from typing import Any
@@ -9,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from example_plan import example_plan
-from latent_plans import latent_plan
+from latent_plans import latent_plan, orthogonal
 
-from kvquant import LatentKVCache, load_cache, save_cache
+from kvquant import Basis, LatentKVCache, debug, load_cache, save_cache
 from kvquant.cache import latent as latent_cache
 from kvquant.errors import (
     CheckpointError,
@@ -21,6 +23,7 @@ from kvquant.errors import (
     UnsupportedModelError,
 )
 from kvquant.ops.mla import attend_latents
+from kvquant.rows.basis import LayerBasis
 
 transformers = pytest.importorskip("transformers")
 from hf_cases import (  # noqa: E402
@@ -425,6 +428,123 @@ def test_logits_of_a_plan_are_those_of_transformers(model: CachedModel) -> None:
     model.model.set_attn_implementation("kvquant")
     quantized = QuantizedCache(model.model, plan=plan, exact_format="fp16")
     assert "layer 0: latent rows fp16" in quantized.describe()
+
+
+def in_bases(model: CachedModel, exact: str = "bf16") -> Any:
+    """A cache in the bases of a plan: matrices and offsets of layer 0, nothing of layer 1."""
+    plan = latent_plan(2, model.config_dict, fmt=("int8-g4", exact), exact=exact)
+    return model.new_cache(2, 64, plan=plan, exact_format=exact, recent_len=8)
+
+
+@needs_latents
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("case", ["v2", "v3, plain q"])
+def test_weights_that_hold_the_bases_cost_one_rounding(
+    case: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside products with the bases in each step; in 16 bit no further from float32 than twice."""
+    model, exact = deepseek(case, **DENSE), "fp16" if dtype == "float16" else "bf16"
+    found = {}
+    for of in ("float32", dtype):
+        model.model.to(getattr(torch, of))
+        for is_folded in (True, False):
+            with monkeypatch.context() as patch:
+                if not is_folded:
+                    patch.setattr(LatentHeads, "read_in_basis", lambda *_: None)
+                cache = in_bases(CachedModel(model.model), exact)
+                found[of, is_folded] = read(CachedModel(model.model), cache).float()
+            assert [one is not None for one in cache.folded] == [is_folded] * 2
+    assert error(found["float32", True], found["float32", False]) < 1e-4
+    if dtype != "float32":
+        errors = [error(found[dtype, way], found["float32", False]) for way in (True, False)]
+        assert 0 < errors[0] < 2 * errors[1]
+
+
+@needs_latents
+def test_a_step_multiplies_no_latents_with_a_basis(
+    model: CachedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But the new ones, on their way into the cache. Of queries it does RoPE parts."""
+    cache, seen = in_bases(model), []
+    logits = model.prefill(cache, texts())
+    for name in ("transform_query", "restore"):
+        usual = getattr(Basis, name)
+
+        def note(self: Basis, x: torch.Tensor, usual: Any = usual, name: str = name) -> Any:
+            seen.append((name, x.shape[-1]))
+            return usual(self, x)
+
+        monkeypatch.setattr(Basis, name, note)
+    model.step(cache, logits.argmax(-1))
+    assert seen == [("transform_query", 32)]
+
+
+@needs_latents
+def test_caches_share_weights_as_long_as_these_are_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = deepseek(**DENSE)
+    at = model.model.model.layers[0].self_attn
+    plan = latent_plan(2, model.config_dict, fmt=("int8-g4", "bf16"))
+    caches = [model.new_cache(2, 64, plan=plan) for _ in range(2)]
+    with torch.inference_mode():
+        first = read(model, caches[0])
+    caches.append(caches[1].fork())
+    caches.append(copy.deepcopy(caches[0]))
+    assert torch.equal(read(model, caches[1]), first)
+    caches[2].grow(128)
+    read(model, caches[2])
+    kept = {id(cache.folded[0]) for cache in caches}  # type: ignore[attr-defined]  # of latents
+    assert len(kept) == 1 and len(latent._folded[at]) == 1
+    with torch.no_grad():
+        at.kv_b_proj.weight.mul_(0.5)
+    cache = model.new_cache(2, 64, plan=plan)
+    assert error(read(model, cache), plain(model, transformers.DynamicCache)) < 0.05
+    caches[0].reset()
+    assert torch.equal(read(model, caches[0]), read(model, model.new_cache(2, 64, plan=plan)))
+    assert id(caches[0].folded[0]) not in kept  # type: ignore[attr-defined]  # of latents
+    at.kv_b_proj.weight.data = at.kv_b_proj.weight.data.clone()
+    monkeypatch.setattr(debug, "is_recorded", lambda _: True)
+    heads = LatentHeads(at, "layer 0", latent_dim=256, rope_dim=32)
+    with pytest.raises(UnsupportedModelError, match=r"layer 0 meets rows .* read a token"):
+        heads.read_in_basis(cache, 0)  # type: ignore[arg-type]  # of latents
+    del caches, cache, heads
+    gc.collect()
+    assert not latent._folded[at]
+
+
+@needs_latents
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["none", "hadamard", "matrix"])
+def test_a_large_basis_leaves_queries_within_fp16(kind: str) -> None:
+    """Scores and outputs of a row are those of the row as it came, in float64."""
+    module = deepseek("wide rows").model.model.layers[0].self_attn.half()
+    made = torch.Generator().manual_seed(0)
+    offset = 10 * torch.randn(1, 512, generator=made)
+    matrix = 300 * orthogonal(512) if kind == "matrix" else None
+    basis = LayerBasis(Basis(offset, kind, matrix), Basis(torch.zeros(1, 64)))
+    cache = LatentKVCache(1, 1, 64, bases=[basis], exact_format="fp16", fmt="fp16")
+    plain_heads, heads = (
+        LatentHeads(module, "layer 0", latent_dim=512, rope_dim=64) for _ in range(2)
+    )
+    folded = heads.read_in_basis(cache, 0)
+    assert folded is not None
+    assert (folded.weight.data_ptr() == heads.weight.data_ptr()) == (kind == "none")
+    query = 300 * torch.randn(1, 4, 48 + 64, generator=made)
+    row = torch.randn(1, 1, 1, 512, generator=made)
+    stored = basis.k.encode(row)[0, 0].double()
+    q_latent, q_rope = heads.absorb(query.half())
+    assert q_latent.dtype == q_rope.dtype == torch.float16 and q_latent.isfinite().all()
+    wanted, ropes = (x.double() for x in plain_heads.absorb(query.half()))
+    scale = heads.scale_of(1.0)
+    assert scale is not None and error(scale * q_rope.double(), ropes) < 1e-3
+    missing = wanted @ offset[0].double()
+    scores = scale * (q_latent.double() @ stored.mT)[..., 0]
+    whole = (wanted @ row[0, 0].double().mT)[..., 0]
+    assert float((scores + missing - whole).norm()) < 5e-3 * float(wanted.norm() * row.norm())
+    outs = heads.values(stored.half()[:, None].expand(1, 4, 512)).double()
+    expected = plain_heads.values(row[0].half().expand(1, 4, 512)).double()
+    assert error(outs, expected) < 3e-2
 
 
 @needs_latents

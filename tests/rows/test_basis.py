@@ -12,7 +12,7 @@ from kvquant import KVCache, RowFormat, dequantize_rows, quantize_rows
 from kvquant.errors import ConfigError, DeviceError, NonFiniteError, ShapeError
 from kvquant.ops import transform
 from kvquant.ops.quantize import quantize_calibrated
-from kvquant.rows.basis import Basis, LayerBasis, _for_fp16, _per_head
+from kvquant.rows.basis import Basis, LayerBasis, _per_head, for_fp16
 from kvquant.rows.quantize import clip_rows, feedback_matrix
 
 HEADS, DIM = 2, 64
@@ -323,13 +323,13 @@ def test_a_power_of_two_goes_from_the_matrix_to_the_scale(
         chosen = Basis(chosen.offset, kind, chosen.matrix * 300)
     matrix = chosen.matrix
     assert matrix is not None and chosen.fp16_matrix is matrix  # it is not needed on the CPU
-    turning, factor = _for_fp16(matrix)
+    turning, factor = for_fp16(matrix)
     assert math.log2(factor) == int(math.log2(factor)) > 0
     assert torch.equal(turning * factor, matrix)
     assert turning.stride() == matrix.stride()  # one for all heads stays one
     worst = 65504 * matrix.mT.sign()
     assert bool((worst @ turning).half().isfinite().all())
-    assert _for_fp16(matrix / 2**20)[1] == 1
+    assert for_fp16(matrix / 2**20)[1] == 1
 
     one = cache([LayerBasis(chosen, basis("hadamard", 5))])
     one.append(0, *tokens(23))
