@@ -197,7 +197,7 @@ def _layer_table(plan: CachePlan) -> Table:
     rows = [["layer", *(f"{side}{what}" for what in ("", " error", " clip") for side in (k, v))]]
     for layer, entry in enumerate(plan.facts["layers"]):
         cells = [str(plan.places[layer])]
-        cells += [_side_words(entry[side]) for side in "kv"]
+        cells += [_side_words(entry[side], plan.has_basis(layer, side)) for side in "kv"]
         cells += [_error_words(plan, layer, side) for side in "kv"]
         cells += [_clip_words(plan, layer, side, entry) for side in "kv"]
         rows.append(cells)
@@ -215,9 +215,9 @@ def _layer_table(plan: CachePlan) -> Table:
     return {"rows": rows, "caption": words}
 
 
-def _side_words(side: Mapping[str, Any]) -> str:
+def _side_words(side: Mapping[str, Any], has_basis: bool) -> str:
     words = [str(side["format"])]
-    words += [str(side["basis"])] if side["basis"] != "none" else []
+    words += [str(side["basis"])] if has_basis and side["basis"] != "none" else []
     words += [str(side["rounding"])] if side["rounding"] != "nearest" else []
     return ", ".join(words)
 

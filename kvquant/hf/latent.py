@@ -225,7 +225,9 @@ class LatentHeads:
             UnsupportedModelError: a CUDA graph is captured before a call without.
         """
         basis, self.folded = cache.layers[at].basis, cache.folded[at]
-        if basis is None or torch.compiler.is_compiling():  # a call before has folded them
+        if basis is None or basis.is_identity:
+            return None
+        if torch.compiler.is_compiling():  # a call before has folded them
             return self.folded
         weight = self._of_heads.detach()
         if self.folded is not None and self.folded.is_of(weight):

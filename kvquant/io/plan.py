@@ -64,7 +64,8 @@ class CachePlan:
     A plan of latent rows (of multi-head latent attention) has one KV head: "k" is the latent and
     "v" the RoPE part, of another D. Errors of latents are weighted by both, the queries that meet
     them and what W_UV and the output projection make of them. Steps are those of rows of the first
-    candidate, and rounding is "nearest".
+    candidate, and rounding is "nearest". A side in 16 bit is stored as it comes: its basis is for
+    with_formats, and costs a step nothing.
 
     facts, plain data:
         format "kvquant-plan", version 2; 3 of latent rows
@@ -363,6 +364,14 @@ class CachePlan:
             LayerBasis(self._basis(i, "k"), self._basis(i, "v")) for i in range(self.num_layers)
         ]
 
+    def has_basis(self, layer: int, side: str) -> bool:
+        """Whether "k" or "v" of a layer is stored in what the plan has for it; parts of latent rows
+        in 16 bit are stored as they come."""
+        # K and V of heads keep their bases: caches of kvquant 0.1 are in them
+        name = self.facts["layers"][layer][side]["format"]
+        dim = self.tensors[f"{side}.offset"].shape[2]
+        return not (self.is_latent and RowFormat.parse(name, dim).is_exact)
+
     def _check_values(self) -> None:
         """Raise unless the values of tensors are possible; facts and shapes have been checked.
 
@@ -402,6 +411,8 @@ class CachePlan:
                 raise CheckpointError(f"tensor {side}.{name!r:.80} is missing or does not fit")
             return found[layer].contiguous()
 
+        if not self.has_basis(layer, side):
+            return Basis(torch.zeros_like(tensor("offset")))
         clip = f"clip.{entry['format']}"
         return Basis(
             tensor("offset"),

@@ -235,7 +235,7 @@ def attend_latents(
     """
     check_flag("return_lse", return_lse)
     options = _scale_of(sm_scale), return_lse, check_num_splits(num_splits), backend
-    if basis is not None:
+    if basis is not None and not basis.is_identity:
         assert seq_lens is not None
         return _attend_in_basis(q_latent, q_rope, segments, q_lens, basis, seq_lens, *options)
     if torch.compiler.is_compiling():

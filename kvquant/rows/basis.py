@@ -277,6 +277,11 @@ class LayerBasis(NamedTuple):
     k: Basis
     v: Basis
 
+    @property
+    def is_identity(self) -> bool:
+        """Whether rows of both are stored as they come."""
+        return self.k.is_identity and self.v.is_identity
+
     def to(self, device: torch.device | str) -> LayerBasis:
         """The same on a device."""
         return LayerBasis(self.k.to(device), self.v.to(device))

@@ -182,6 +182,18 @@ def test_a_plan_of_latents_is_saved_told_and_used(
     assert "RoPE parts error" in page and "int4-g4 rows as they are" in page
 
 
+def test_parts_in_16_bit_are_stored_as_they_come(plan: CachePlan) -> None:
+    """A format of fewer bits has their bases."""
+    assert plan.facts["layers"][0]["v"]["basis"] != "none"  # as chosen
+    assert [basis.v.is_identity for basis in plan.layers] == [True, True]
+    assert not any(basis.k.is_identity for basis in plan.layers)
+    assert ">bf16<" in render(plan, "plan")
+    packed = plan.with_formats("int4-g8", "int8-g4")
+    assert [basis.v.is_identity for basis in packed.layers] == [False, False]
+    whole = plan.with_formats("bf16")
+    assert all(basis.is_identity for basis in whole.layers)
+
+
 def test_a_float16_model_is_compared_in_rows_that_its_plan_has(model: CachedModel) -> None:
     """Its RoPE parts are fp16, which the names tell, so that with_formats finds them."""
     half = CachedModel(model.model, exact_format="fp16")

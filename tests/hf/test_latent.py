@@ -420,19 +420,20 @@ def test_options_of_keys_and_values_are_refused(name: str, model: CachedModel) -
 
 @needs_latents
 def test_logits_of_a_plan_are_those_of_transformers(model: CachedModel) -> None:
-    """In 16-bit rows, which are rounded in the basis, and so otherwise; chunks and steps."""
-    plan = latent_plan(2, model.config_dict, fmt=("fp16", "fp16"), exact="fp16")
-    cache = model.new_cache(2, 64, plan=plan, exact_format="fp16", sink_len=0, recent_len=0)
+    """In 16-bit rows, which are rounded in the bases, and so otherwise; chunks and steps."""
+    plan = latent_plan(2, model.config_dict, fmt=("int8-g4", "int8-g4"), exact="fp16")
+    given: dict[str, Any] = {**FP16_LATENTS, "latent_dim": 256, "rope_dim": 32}
+    cache = LatentKVCache(2, 2, 64, bases=plan.layers, **given)
     assert cache.bases is not None and cache.bases[0].k.kind == "matrix"
     assert error(read(model, cache), plain(model, RoundedCache)) < 3 * TOLERANCE
     model.model.set_attn_implementation("kvquant")
     quantized = QuantizedCache(model.model, plan=plan, exact_format="fp16")
-    assert "layer 0: latent rows fp16" in quantized.describe()
+    assert "layer 0: latent rows int8-g4" in quantized.describe()
 
 
 def in_bases(model: CachedModel, exact: str = "bf16") -> Any:
-    """A cache in the bases of a plan: matrices and offsets of layer 0, nothing of layer 1."""
-    plan = latent_plan(2, model.config_dict, fmt=("int8-g4", exact), exact=exact)
+    """A cache in the bases of a plan: matrices and offsets of layer 0, none of layer 1."""
+    plan = latent_plan(2, model.config_dict, fmt=("int8-g4", "int8-g4"), exact=exact)
     return model.new_cache(2, 64, plan=plan, exact_format=exact, recent_len=8)
 
 
@@ -453,7 +454,7 @@ def test_weights_that_hold_the_bases_cost_one_rounding(
                     patch.setattr(LatentHeads, "read_in_basis", lambda *_: None)
                 cache = in_bases(CachedModel(model.model), exact)
                 found[of, is_folded] = read(CachedModel(model.model), cache).float()
-            assert [one is not None for one in cache.folded] == [is_folded] * 2
+            assert [one is not None for one in cache.folded] == [is_folded, False]
     assert error(found["float32", True], found["float32", False]) < 1e-4
     if dtype != "float32":
         errors = [error(found[dtype, way], found["float32", False]) for way in (True, False)]
