@@ -363,7 +363,8 @@ class LatentKVCache(KVCache):
             As mla_decode_attention.
 
         Raises:
-            As mla_decode_attention.
+            As mla_decode_attention; ShapeError for more queries than tokens, where no q_lens say
+            which are none and the host knows how many tokens there are.
         """
         check_tensors(q_latent=q_latent, q_rope=q_rope)
         check_flag("in_step", in_step)
@@ -372,6 +373,16 @@ class LatentKVCache(KVCache):
             check_tensors(q_lens=q_lens)
         at = self._layer(layer)
         q_len = q_latent.shape[1] if q_latent.ndim == 4 else 1
+        # one KV head fits any number of heads, so their axes may be swapped; a graph that looked at
+        # the length would be made anew for each
+        held = None if torch.compiler.is_compiling() else at.longest
+        if held and q_len > held and q_lens is None:
+            raise ShapeError(
+                f"q_latent is {list(q_latent.shape)}, of the last {q_len} tokens, and layer "
+                f"{layer} holds {held}: it must be [batch, q_len, num_heads, {q_latent.shape[-1]}] "
+                "behind the append of its tokens. What has Hugging Face's order, [batch, "
+                "num_heads, q_len, ...], is q.transpose(1, 2)"
+            )
         segments, _ = at.seen_by(layer, q_len, q_lens, None, in_step=in_step)
         return attend_latents(
             q_latent,

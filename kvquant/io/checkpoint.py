@@ -107,7 +107,8 @@ def save_cache(
     Args:
         cache: whose layers all hold the same tokens.
         path: NAME.safetensors, in a folder that exists.
-        model: the model's config as a dict; load_cache then refuses another model.
+        model: the model's config as a dict (config_dict of a CachedModel); load_cache then refuses
+            another model.
         creation: how the cache came about, to be read by people: strings, numbers, lists, dicts.
         max_shard_bytes: bytes of rows above which the cache is cut into shards with an index.
 

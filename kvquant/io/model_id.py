@@ -51,7 +51,8 @@ def model_identity(config: Mapping[str, Any]) -> dict[str, str]:
     """
     if not isinstance(config, Mapping):
         raise ConfigError(
-            f"the model's config is of type {type(config).__name__}: pass config.to_dict()"
+            f"the model's config is of type {type(config).__name__}: pass config.to_dict() of a "
+            "transformers model, or config_dict of a CachedModel"
         )
     try:
         text = json.dumps(_lasting(config), sort_keys=True, separators=(",", ":"), allow_nan=False)

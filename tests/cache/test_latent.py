@@ -321,6 +321,23 @@ def test_other_kernels_of_cuda_refuse_rows_of_such_widths() -> None:
             refuse_latents(RowFormat.parse("int8", width))
 
 
+def test_more_queries_than_tokens_are_refused() -> None:
+    """Axes in Hugging Face's order, seen where that many tokens are not there; no others."""
+    cache = make_cache()
+    latent, rope = queries(1, 16)
+    q = latent.transpose(1, 2), rope.transpose(1, 2)
+    assert q[0].shape == (3, 16, 1, 256)
+    assert not cache.attend(0, *q, sm_scale=SCALE).any()  # no token at all
+    cache.append(0, *tokens(15))
+    with pytest.raises(ShapeError, match=r"\[3, 16, 1, 256\].*holds 15.* q\.transpose\(1, 2\)"):
+        cache.attend(0, *q, sm_scale=SCALE)
+    lens = torch.tensor([1, 15, 3], dtype=torch.int32)
+    assert cache.attend(0, *q, lens, sm_scale=SCALE).shape == (3, 16, 1, 256)
+    cache.append(0, *tokens(1), [0, 1, 0])
+    assert cache.attend(0, *q, sm_scale=SCALE).shape == (3, 16, 1, 256)
+    assert cache.attend(0, *queries(1, 16), sm_scale=SCALE).shape == (3, 1, 16, 256)
+
+
 # Bases
 
 

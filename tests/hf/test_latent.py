@@ -265,6 +265,8 @@ def test_a_saved_cache_goes_on_with_the_same_tokens(
 ) -> None:
     cache = model.new_cache(2, 64, fmt=fmt, recent_len=8)
     logits = read(model, cache)[-1]
+    with pytest.raises(ConfigError, match=r"type CachedModel: .* config_dict of a CachedModel"):
+        save_cache(cache, tmp_path / "cache.safetensors", model=model)  # type: ignore[arg-type]
     save_cache(cache, tmp_path / "cache.safetensors", model=model.config_dict)
     loaded = load_cache(tmp_path / "cache.safetensors", model=model.config_dict)
     assert isinstance(loaded, LatentKVCache)
