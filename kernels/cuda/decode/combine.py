@@ -6,13 +6,14 @@ counter, which goes around to 0 again. Log-sum-exps are base 2 until the end.
 """
 
 import math
-from operator import add
 
 from numba import cuda, float32, int32, uint32, uint64
 
-from ..device.fragments import ZEROS, add_rows, load_sums, store_sums
+from ..device.fragments import ZEROS, add_rows
 from ..device.jit import device_function
+from ..device.parts import make_add_parts, make_over_lanes
 from ..device.ptx import (
+    add,
     atomic_inc_wrap,
     exp2,
     fence,
@@ -25,7 +26,6 @@ from ..device.ptx import (
     maximum,
     pack_bf16,
     pack_f16,
-    shfl_xor,
     store_global_f32,
     store_global_f32x4,
     store_global_u32x2,
@@ -149,7 +149,7 @@ def make_combine_splits(spec, write):
     SINKS, add_sink = "sink_logits" in spec.variant, make_add_sink(spec)
     # lanes that weigh the parts of a column, a power of two; perhaps some are left over
     LANES = 1 << (THREADS // COLUMNS).bit_length() - 1
-    LOADED = 4 * AHEAD
+    over_lanes = make_over_lanes(LANES)
 
     @device_function
     def place_of(number, counts, adds):
@@ -160,6 +160,20 @@ def make_combine_splits(spec, write):
             if number >= counts[1]:
                 added = adds[2]
         return uint64(uint32(number + added))
+
+    @device_function
+    def load(part, place):
+        total, counts, adds, partial, element = place
+        part = min(part, uint32(total - uint32(1)))
+        here = place_of(part, counts, adds) * uint64(COLUMNS * DIM) + element
+        return load_written_f32x4(partial + uint64(4) * here)
+
+    @device_function
+    def weigh(part, weights):
+        shared, column = weights
+        return load_shared_f32(shared + uint32(4) * (part * uint32(COLUMNS) + column))
+
+    add_parts = make_add_parts(AHEAD, load, weigh)
 
     @device_function
     def combine_splits(shared, counter, columns, parts, results):
@@ -194,10 +208,7 @@ def make_combine_splits(spec, write):
             store_shared_f32(shared + uint32(4) * place, value)
             top = maximum(top, value)
             part += uint32(LANES)
-        step = uint32(1)
-        while step < uint32(LANES):
-            top = maximum(top, shfl_xor(top, step))
-            step += step
+        top = over_lanes(top, maximum)
         weights = float32(0)
         part = mine
         while part < padded:
@@ -208,10 +219,7 @@ def make_combine_splits(spec, write):
             store_shared_f32(at, weight)
             weights += weight
             part += uint32(LANES)
-        step = uint32(1)
-        while step < uint32(LANES):
-            weights = add(weights, shfl_xor(weights, step))
-            step += step
+        weights = over_lanes(weights, add)
         if SINKS:
             whole, left = add_sink(top + log2(weights), column, lie, row, common)
         part = mine
@@ -236,20 +244,8 @@ def make_combine_splits(spec, write):
             column = item // uint32(FOURS)
             four = item - column * uint32(FOURS)
             place = uint64(column) * uint64(DIM) + uint64(4) * uint64(four)
-            values = ZEROS
-            first = uint32(0)
-            while first < total:
-                loaded = cuda.local.array(LOADED, float32)
-                for i in range(AHEAD):
-                    part = min(uint32(first + uint32(i)), uint32(total - uint32(1)))
-                    here = place_of(part, counts, adds) * uint64(COLUMNS * DIM) + place
-                    at = partial + uint64(4) * here
-                    store_sums(loaded, 4 * i, load_written_f32x4(at))
-                for i in range(AHEAD):
-                    at = shared + uint32(4) * ((first + uint32(i)) * uint32(COLUMNS) + column)
-                    weight = load_shared_f32(at)
-                    values = add_rows(values, weight, weight, load_sums(loaded, 4 * i))
-                first = uint32(first + uint32(AHEAD))
+            lies = total, counts, adds, partial, place
+            values = add_parts(ZEROS, total, lies, (shared, column))
             place = uint64(row_of(column, lie)) * uint64(DIM) + uint64(4) * uint64(four)
             write(out + uint64(2) * place, values)
             item = uint32(item + uint32(THREADS))

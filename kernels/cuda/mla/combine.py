@@ -12,8 +12,11 @@ import math
 from numba import cuda, float32, uint32, uint64
 
 from ..decode.combine import LN2, NOTHING, make_write
-from ..device.fragments import ZEROS, add_rows, load_sums, store_sums
+from ..device.fragments import ZEROS
+from ..device.jit import device_function
+from ..device.parts import make_add_parts, make_over_lanes
 from ..device.ptx import (
+    add,
     exp2,
     load_shared_f32,
     load_written_f32,
@@ -21,20 +24,32 @@ from ..device.ptx import (
     log2,
     maximum,
     shared_address,
-    shfl_xor,
     store_global_f32,
     store_shared_f32,
     wait_for_launch,
 )
 
+LANES = 32
 SEEN = -1e30  # the log-sum-exp of any token is above
 
 
 def make_combine_kernel(spec):
     """Make the kernel, a Python function that numba compiles with `spec.signature()`."""
     DIM, OVERLAPS = spec.latent_dim, spec.overlaps
-    AHEAD, LOADED = spec.ahead, 4 * spec.ahead
-    write = make_write(spec.query)
+    AHEAD = spec.ahead
+    write, over_lanes = make_write(spec.query), make_over_lanes(LANES)
+
+    @device_function
+    def load(part, place):
+        part_out, row, rows, parts = place
+        part = min(part, uint32(parts - uint32(1)))
+        return load_written_f32x4(part_out + uint64(4 * DIM) * (row + rows * uint64(part)))
+
+    @device_function
+    def weigh(part, shared):
+        return load_shared_f32(shared + uint32(4) * part)
+
+    add_parts = make_add_parts(AHEAD, load, weigh, by_warps=True)
 
     def combine(out, lse, part_out, part_lse, parts):
         if OVERLAPS:
@@ -50,8 +65,7 @@ def make_combine_kernel(spec):
             place = row + rows * uint64(part)
             top = maximum(top, load_written_f32(part_lse + uint64(4) * place))
             part = uint32(part + uint32(32))
-        for i in range(5):
-            top = maximum(top, shfl_xor(top, uint32(1 << i)))
+        top = over_lanes(top, maximum)
         total = float32(0)
         shared = shared_address(cuda.shared.array(0, uint32))
         part = lane
@@ -64,26 +78,14 @@ def make_combine_kernel(spec):
             if tid == lane:
                 store_shared_f32(shared + uint32(4) * part, weight)
             part = uint32(part + uint32(32))
-        for i in range(5):
-            total += shfl_xor(total, uint32(1 << i))
+        total = over_lanes(total, add)
         cuda.syncthreads()
 
         # Step 2: the sum of the parts, the loads of several on their way together
         values = ZEROS
         if top > float32(SEEN):
-            start = uint32(0)
-            while start < parts:
-                loaded = cuda.local.array(LOADED, float32)
-                for i in range(AHEAD):
-                    part = min(uint32(start + uint32(i)), uint32(parts - uint32(1)))
-                    place = row + rows * uint64(part)
-                    at = part_out + uint64(4 * DIM) * place + uint64(16) * uint64(tid)
-                    store_sums(loaded, 4 * i, load_written_f32x4(at))
-                cuda.syncwarp()  # or ptxas would wait for the first ones sooner
-                for i in range(AHEAD):
-                    weight = load_shared_f32(shared + uint32(4) * uint32(start + uint32(i)))
-                    values = add_rows(values, weight, weight, load_sums(loaded, 4 * i))
-                start = uint32(start + uint32(AHEAD))
+            mine = part_out + uint64(16) * uint64(tid)
+            values = add_parts(values, parts, (mine, row, rows, parts), shared)
             share = float32(1) / total
             values = values[0] * share, values[1] * share, values[2] * share, values[3] * share
         write(out + uint64(2 * DIM) * row + uint64(8) * uint64(tid), values)

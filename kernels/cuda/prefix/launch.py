@@ -126,7 +126,7 @@ def combine(
         prefix_out: [splits, num_kv_heads, num_members * ratio, head_dim], float32; at most 32
             splits.
         prefix_lse: [splits, num_kv_heads, num_members * ratio], float32, base e; -inf where a split
-            has no tokens, whose out is not read.
+            has no tokens, whose out may be anything.
         members: [num_members] int64, places in the batch, or negative; None for all, in order.
 
     Raises:

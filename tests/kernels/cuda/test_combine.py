@@ -33,7 +33,7 @@ def run(spec: Any, batch: int, members: torch.Tensor | None, backwards: bool) ->
     lse = 5 * torch.randn(batch, num_heads)
     prefix_lse = 5 * torch.randn(splits, kv_heads, count, ratio)
     prefix_lse[:, 0, 0, 1] = prefix_lse[3, 1, 0, 2] = -torch.inf
-    prefix_out[3, 1, 0, 2] = torch.nan  # of a split without tokens: nobody reads it
+    prefix_out[3, 1, 0, 2] = torch.nan  # of a split without tokens: it does not count
     lse[0, 4] = -torch.inf
     out[0, 4] = 0.0
     places = torch.arange(batch) if members is None else members
