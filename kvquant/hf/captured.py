@@ -44,9 +44,10 @@ class CapturedStep:
 
     Raises:
         DeviceError: the cache is not on CUDA, or on several devices.
-        UnsupportedModelError: the model looks at the positions on the host in each step, has fewer
-            of them than the cache has room for, or waits for the GPU in its forward pass, as hooks
-            do that bring weights to the GPU. The cache is as it was, then.
+        UnsupportedModelError: the model is spread over ranks (tp_plan), looks at the positions on
+            the host in each step, has fewer of them than the cache has room for, or waits for the
+            GPU in its forward pass, as hooks do that bring weights to the GPU. The cache is as it
+            was, then.
 
     Example:
         >>> import torch

@@ -466,7 +466,12 @@ class CachedModel:
     def not_captured(self, cache: KVCache) -> str | None:
         """Why a step of this model cannot be a CUDA graph (CapturedStep); None if it can."""
         if self._ranks > 1:
-            return f"it is spread over {self._ranks} ranks (tp_plan), which sum up between layers"
+            # NCCL lets a graph hold its sums; there were no GPUs to see what a failure leaves
+            return (
+                f"it is spread over {self._ranks} ranks (tp_plan), whose sums between layers would "
+                "be part of the graph: a rank that fails leaves the others waiting in it, which "
+                "was not tried on several GPUs. Use CachedModel.step"
+            )
         turn, scaled_from, positions = self._layers.turn, self._layers.scaled_from, self._positions
         if turn is not None:
             return f"it looks at the length of the text in each step (rope_type {turn.kind!r})"

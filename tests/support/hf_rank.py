@@ -90,7 +90,8 @@ def check_cached_model(folder: Path, rank: int, heads: slice, plan: CachePlan) -
     ):
         with pytest.raises(UnsupportedModelError, match=r"spread over 2 ranks .* in one process"):
             refused()
-    assert "over 2 ranks" in str(spread.not_captured(caches[0]))
+    why = str(spread.not_captured(caches[0]))
+    assert "over 2 ranks" in why and "Use CachedModel.step" in why
     with pytest.raises(ConfigError, match="device is 'cpu', and with tp_plan each process"):
         CachedModel.from_pretrained(folder, tp_plan="auto", device="cpu")
 
