@@ -502,6 +502,14 @@ class LatentKVCache(KVCache):
             backend=backend,
         )
 
+    def check_kernels(self, query: str) -> None:
+        """Raise UnsupportedError unless CUDA kernels serve its packed rows.
+
+        Args:
+            query: "bf16" or "fp16", of the queries.
+        """
+        check_kernels(self.formats, query)
+
     def like(self, batch: int, device: Devices) -> LatentKVCache:
         """An empty cache of so many sequences on a device, or several, else like this one."""
         fmt = self.formats[0]

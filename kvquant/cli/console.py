@@ -61,27 +61,35 @@ class Format(click.Choice[str]):
 
 
 class Pair(Format):
-    """A format, or two: of K and V apart (int8-g4/int4-g4), or of a latent row's two parts."""
+    """A format, or two: of K and V apart (int8-g4/int4-g4), or of a latent row's two parts.
 
-    def __init__(self, separator: str) -> None:
+    Args:
+        separators: one, or each of the two that may stand between formats.
+    """
+
+    def __init__(self, separators: str) -> None:
         super().__init__(NAMES)
-        self.separator = separator
+        self.separators = separators
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """Check each of them; see click.Choice."""
-        names = str(value).split(self.separator)
+        separator = self._separator_of(str(value))
+        names = str(value).split(separator)
         if len(names) > 2:
-            allowed = f"FORMAT or FORMAT{self.separator}FORMAT"
+            allowed = " or ".join(["FORMAT", *(f"FORMAT{one}FORMAT" for one in self.separators)])
             self.fail(f"{value!r:.80} is not {allowed}", param, ctx)
-        return self.separator.join(super(Pair, self).convert(name, param, ctx) for name in names)
+        return separator.join(super(Pair, self).convert(name, param, ctx) for name in names)
 
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
         """Complete the last of them; see click.Choice."""
-        first, separator, last = incomplete.rpartition(self.separator)
+        first, separator, last = incomplete.rpartition(self._separator_of(incomplete))
         items = super().shell_complete(ctx, param, last)
         return [CompletionItem(f"{first}{separator}{item.value}") for item in items]
+
+    def _separator_of(self, text: str) -> str:
+        return next((one for one in self.separators if one in text), self.separators[0])
 
 
 class Positive(click.FloatRange):
@@ -113,7 +121,7 @@ class Device(click.Choice[str]):
 NEW_FILE = Name()
 DEVICE = Device(["cpu", "cuda"])
 FORMAT, POSITIVE = Format(NAMES), Positive()
-PAIR, LATENT = Pair("/"), Pair("+")  # of latent rows: see LatentFormat
+PAIR, LATENT, EITHER = Pair("/"), Pair("+"), Pair("/+")  # of latent rows: see LatentFormat
 
 
 class Failure(click.ClickException):

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from .console import COUNT, FILE, FOLDER, FORMATS, HEAD_DIM, PAIR, WHOLE, compile_kernels, is_given
+from .console import (
+    COUNT,
+    EITHER,
+    FILE,
+    FOLDER,
+    FORMATS,
+    HEAD_DIM,
+    WHOLE,
+    compile_kernels,
+    is_given,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -22,12 +32,20 @@ ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 DEFAULT_FORMAT = "int4-g4"
 PROMPTS = 64, 2048  # tokens of a sequence: in a plan's basis few and many take different kernels
 OF_MODEL = "head_dim", "q_heads", "kv_heads"
+Kind = tuple[Callable[..., "KVCache"], "int | None"]  # what makes a cache; its query heads
 
 
 @click.command(epilog=FORMATS)
 @click.option("--model", type=FOLDER, help="A Hugging Face model; its config.json is enough.")
 @click.option("--plan", type=FILE, help="Of kvquant calibrate: formats and transforms.")
-@click.option("--format", "formats", type=PAIR, multiple=True, help="Or FORMAT/FORMAT, of K and V.")
+@click.option(
+    "--format",
+    "formats",
+    type=EITHER,
+    multiple=True,
+    help=f"{DEFAULT_FORMAT} by default. Or FORMAT/FORMAT, of K and V, or FORMAT+FORMAT, of latents "
+    "and RoPE parts: 512 and 64 elements without a model.",
+)
 @click.option("--arch", type=click.Choice(ARCHS), help="Of the GPU; that of this machine's.")
 @click.option(
     "--batch", "batches", type=COUNT, multiple=True, default=(1, 8, 64), show_default=True
@@ -42,7 +60,13 @@ OF_MODEL = "head_dim", "q_heads", "kv_heads"
     type=click.Choice(["bfloat16", "float16"]),
     help="Of the model; its own, or bfloat16.",
 )
-@click.option("--q-heads", type=COUNT, default=32, show_default=True, help="Without a model.")
+@click.option(
+    "--q-heads",
+    type=COUNT,
+    default=32,
+    show_default=True,
+    help="Without a model; of latent rows 16 and 128.",
+)
 @click.option("--kv-heads", type=COUNT, default=8, show_default=True, help="Without a model.")
 @click.option("--head-dim", type=HEAD_DIM, default=128, show_default=True, help="Without a model.")
 def warmup(
@@ -72,9 +96,13 @@ def warmup(
     from ..cache.warmup import Calls, kernels_of
 
     gpu = _gpu(arch)
-    caches, about = _caches(model, plan, formats or (DEFAULT_FORMAT,), options)
-    made = (partial(make, batch=batch) for make in caches for batch in batches)
-    kernels = kernels_of((Calls(make, *about, PROMPTS) for make in made), gpu)
+    dtype, caches = _caches(model, plan, formats, options)
+    calls = [
+        Calls(partial(make, batch=batch), dtype, num_q_heads, PROMPTS)
+        for make, num_q_heads in caches
+        for batch in batches
+    ]
+    kernels = kernels_of(calls, gpu)
     start = time.perf_counter()
     compiled = compile_kernels(kernels, gpu.arch)
     seconds = time.perf_counter() - start
@@ -100,48 +128,65 @@ def _gpu(arch: str | None) -> GPU:
 
 def _caches(
     model: Path | None, plan: Path | None, formats: tuple[str, ...], options: dict[str, Any]
-) -> tuple[Sequence[Callable[..., KVCache]], tuple[torch.dtype, int | None]]:
-    """What makes a cache of each kind, given batch; the model's dtype and query heads."""
+) -> tuple[torch.dtype, list[Kind]]:
+    """The model's dtype, and the caches: what makes one, given batch, and its query heads."""
     import torch
 
     from ..cache.contiguous import KVCache
+    from ..cache.latent import LatentKVCache
     from ..io.plan import CachePlan
     from ..rows.quantize import exact_codec
 
-    dtype, num_q_heads = options["dtype"], options["q_heads"]
-    given = {name: options[name] for name in ("max_seq_len", "sink_len", "recent_len")}
-    make: Callable[..., KVCache]
+    dtype, loaded = options["dtype"], None if plan is None else CachePlan.load(plan)
+    make: Callable[..., KVCache] | None = None
+    is_latent = loaded is not None and loaded.is_latent
     if model is not None:
-        from ..errors import UnsupportedModelError
         from ..hf.configs import cache_layers, new_cache
         from ..hf.loading import load_config
 
         config = load_config(model)
         dtype = dtype or str(config.dtype).removeprefix("torch.")
         layers = cache_layers(config)
-        if layers.are_latent:
-            raise UnsupportedModelError(
-                f"{model} keeps latent rows: warmup has no kernels of these, they are compiled "
-                "when they are first called"
-            )
-        make, num_q_heads = partial(new_cache, config, layers), None
-    elif plan is not None:
-        make = KVCache.from_plan
-        num_q_heads = num_q_heads if is_given("q_heads") else None
-    else:
-        shape = {"num_kv_heads": options["kv_heads"], "head_dim": int(options["head_dim"])}
-        make = partial(KVCache, num_layers=1, **shape)
+        make, is_latent = partial(new_cache, config, layers), layers.are_latent
     of_rows = torch.float16 if dtype == "float16" else torch.bfloat16
-    make = partial(make, exact_format=exact_codec(of_rows), device="meta", **given)
-    loaded = None if plan is None else CachePlan.load(plan)
-    kv_heads = options["kv_heads"] if loaded is None else loaded.num_kv_heads
-    if num_q_heads is not None and num_q_heads % kv_heads:
+    given = {name: options[name] for name in ("max_seq_len", "sink_len", "recent_len")}
+    given |= {"exact_format": exact_codec(of_rows), "device": "meta"}
+    kinds: list[Kind] = []
+    for name in formats or ("",):
+        has_latents = is_latent or (model is None and "+" in name)
+        kind = LatentKVCache if has_latents else KVCache
+        # of a model they are known, of a plan and of latent rows likely
+        is_open = model is not None or ((has_latents or loaded) and not is_given("q_heads"))
+        num_q_heads = None if is_open else options["q_heads"]
+        if loaded is not None:
+            one = partial(make or kind.from_plan, plan=loaded)
+            _check_heads(num_q_heads, loaded.num_kv_heads)
+        elif has_latents:
+            one = partial(make or partial(kind, num_layers=1), **({"fmt": name} if name else {}))
+        else:
+            shape = {"num_kv_heads": options["kv_heads"], "head_dim": int(options["head_dim"])}
+            k, _, v = (name or DEFAULT_FORMAT).partition("/")
+            one = partial(make or partial(kind, num_layers=1, **shape), k_format=k, v_format=v or k)
+            _check_heads(num_q_heads, options["kv_heads"])
+        one = partial(one, **given)
+        if has_latents:
+            _check_latent(one, exact_codec(of_rows))
+        kinds.append((one, num_q_heads))
+    return of_rows, kinds
+
+
+def _check_heads(num_q_heads: int | None, num_kv_heads: int) -> None:
+    """Raise UsageError unless query heads can share KV heads alike."""
+    if num_q_heads is not None and num_q_heads % num_kv_heads:
         raise click.UsageError(
-            f"{num_q_heads} query heads do not fit {kv_heads} KV heads: --q-heads is a multiple"
+            f"{num_q_heads} query heads do not fit {num_kv_heads} KV heads: --q-heads is a multiple"
         )
-    if loaded is not None:
-        loaded.check_of_heads("a cache of warmup")
-        return [partial(make, plan=loaded)], (of_rows, num_q_heads)
-    pairs = (pair.partition("/") for pair in formats)
-    caches = [partial(make, k_format=k, v_format=v or k) for k, _, v in pairs]
-    return caches, (of_rows, num_q_heads)
+
+
+def _check_latent(make: Callable[..., KVCache], query: str) -> None:
+    """Raise UnsupportedError unless there are kernels for caches of latent rows."""
+    from ..cache.latent import LatentKVCache
+
+    cache = make(batch=1, max_seq_len=1, device="cpu")
+    assert isinstance(cache, LatentKVCache)
+    cache.check_kernels(query)

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.shell_completion import ShellComplete
 from click.testing import CliRunner, Result
 from example_plan import example_plan
+from latent_plans import latent_plan
 
 from kvquant.cli import main as cli
 from kvquant.cli.warmup import ARCHS
@@ -76,6 +78,50 @@ def test_a_model_says_heads_and_a_plan_formats(folder: Path) -> None:
     assert nothing.exit_code == 2 and "config.json could not be read" in nothing.stderr
 
 
+def kernels(result: Result) -> tuple[int, int]:
+    """How many there are, and how many were there."""
+    assert result.exit_code == 0, result.output
+    words = result.stdout.split()
+    return int(words[0]), int(words[4])
+
+
+@needs_hf
+def test_latent_rows_of_a_format_a_model_and_a_plan(folder: Path) -> None:
+    """Their kernels differ by query heads: 16 and 128 where these are not known."""
+    from transformers import DeepseekV3Config
+
+    given = "--arch", "sm_90", "--batch", 1
+    assert kernels(run(*given, "--format", "int4-g8+fp8-g4", "--q-heads", 16)) == (5, 0)
+    count, there = kernels(run(*given, "--format", "int4-g8+fp8-g4"))
+    assert count > 5 == there
+    DeepseekV3Config(num_hidden_layers=2, num_attention_heads=16, dtype="bfloat16").save_pretrained(
+        folder
+    )
+    assert kernels(run(*given, "--model", folder, "--format", "int4-g8+fp8-g4")) == (5, 5)
+    assert kernels(run(*given, "--model", folder))[1] < 5  # int8-g4
+    config = {"model_type": "deepseek_v3", "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    latent_plan(2, config).save(folder / "plan.safetensors")
+    count, there = kernels(run(*given, "--plan", folder / "plan.safetensors"))
+    assert there < count
+    both = run(*given, "--model", folder, "--plan", folder / "plan.safetensors")
+    assert both.exit_code == 2 and "the plan was made for a 'deepseek_v3' model" in both.stderr
+    for format_, message in (
+        ("int8+int8", "no part of a row that the CUDA kernel of MLA reads"),
+        ("int8/int4", "'int8/int4'"),
+    ):
+        refused = run(*given, "--model", folder, "--format", format_)
+        assert refused.exit_code == 2 and message in refused.stderr
+    refused = run(*given, "--model", MODEL, "--format", "int8+int4")
+    assert refused.exit_code == 2 and "int8+int4" in refused.stderr
+
+
+def test_both_pairs_of_formats_are_completed() -> None:
+    shell = ShellComplete(cli.main, {}, "kvquant", "_KVQUANT_COMPLETE")
+    for before in ("int8/", "int4-g8+"):
+        items = shell.get_completions(["warmup", "--format"], f"{before}fp8-g")
+        assert [item.value for item in items] == [f"{before}fp8-g{n}" for n in (2, 4, 8)]
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -92,6 +138,7 @@ def test_what_does_not_go_together_is_told(args: tuple[str, ...], message: str) 
     assert result.exit_code == 2 and message in result.stderr
 
 
+@pytest.mark.filterwarnings("ignore:the table of measured plans")  # read once a process
 def test_a_folder_that_cannot_be_written_is_told(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
