@@ -106,20 +106,24 @@ def test_generate_compiles_one_graph_by_itself(family: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("family", "changes", "dtype"),
+    ("family", "changes", "dtype", "rows"),
     [
-        ("Mistral", {}, torch.bfloat16),
-        pytest.param("DeepseekV3", DENSE, torch.float32, marks=needs_latents),
+        ("Mistral", {}, torch.bfloat16, None),
+        pytest.param("DeepseekV3", DENSE, torch.float32, None, marks=needs_latents),
+        pytest.param(
+            "DeepseekV3", DENSE, torch.bfloat16, ("int8-g4", "bf16"), marks=needs_latents
+        ),  # in the bases of a plan
     ],
 )
 def test_generate_on_cuda_replays_a_cuda_graph(
-    family: str, changes: dict[str, Any], dtype: torch.dtype
+    family: str, changes: dict[str, Any], dtype: torch.dtype, rows: tuple[str, str] | None
 ) -> None:
     model = model_of(family, **changes).cuda().to(dtype)
+    plan = rows and latent_plan(2, model.config.to_dict(), fmt=rows)
     batch = {name: value.cuda() for name, value in text(padded=True).items()}
     found = []
     for options in ({"disable_compile": True}, {}):
-        cache = QuantizedCache(model, **ROWS)
+        cache = QuantizedCache(model, plan=plan, **ROWS)
         ids = model.generate(
             **batch, past_key_values=cache, **OPTIONS | {"max_new_tokens": 20}, **options
         )
