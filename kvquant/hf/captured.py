@@ -101,12 +101,18 @@ class CapturedStep:
 
         Raises:
             ShapeError: tokens of another batch, or no room is left for them.
-            ConfigError: tokens are no ids, or the cache has grown, so its rows lie elsewhere.
+            ConfigError: tokens are no ids, the cache has grown, so its rows lie elsewhere, or
+                weights have changed that hold its bases (latent rows with a plan).
         """
         cache = self.cache
         self._model.check_tokens(tokens, (cache.batch,))
         if any(now is not then for now, then in zip(cache.layers, self._layers, strict=True)):
             raise ConfigError("the cache has grown since its step was captured: capture it again")
+        if not all(one is None or one.is_current for one in self._folded):
+            raise ConfigError(
+                "weights of the model have changed since its step was captured, and it reads others "
+                "that were made of them: capture it again"
+            )
         if not self._room or cache.changes != self._changes:
             longest = int(cache.seq_lens.max())  # waits, once in as many steps as fitted
             self._room = cache.max_seq_len - longest

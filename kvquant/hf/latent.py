@@ -95,14 +95,20 @@ class FoldedWeights:
             q_rope = self.rope.transform_query(q_rope)
         return q_rope if self.factor == 1 else q_rope / self.factor
 
+    @property
+    def is_current(self) -> bool:
+        """Whether the weights that were folded have not changed in place since."""
+        return self._version == _version_of(self._source)
+
     def is_of(self, weight: torch.Tensor) -> bool:
         """Whether the weights are still those that were folded."""
         same = self._source.data_ptr() == weight.data_ptr() and self._source.dtype == weight.dtype
-        return same and self._version == _version_of(weight)
+        return same and self.is_current
 
 
 def _version_of(weight: torch.Tensor) -> int | None:
-    """How often a tensor was changed in place; None where torch does not count."""
+    """How often a tensor was changed in place, but through its .data; None where torch does not
+    count (tensors made in inference mode)."""
     return None if weight.is_inference() else weight._version
 
 

@@ -50,10 +50,10 @@ def make(device: str, windows: bool = False, **config: Any) -> CachedModel:
     return CachedModel(model.to(torch.bfloat16).to(device).eval())
 
 
-def make_latent(device: str) -> CachedModel:
+def make_latent(device: str, **changes: Any) -> CachedModel:
     """A layer of a dense MLP, and one of experts."""
     heads = {"num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 512}
-    model = random_model("deepseek_v3", LATENT_SIZES | heads).model
+    model = random_model("deepseek_v3", LATENT_SIZES | heads | changes).model
     return CachedModel(model.to(torch.bfloat16).to(device))
 
 
@@ -179,6 +179,31 @@ def test_the_last_place_is_taken_and_no_more(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ShapeError, match="all 512 tokens"):
         step(token)
     assert cache.seq_lens.max() == 512
+
+
+@needs_latents
+def test_changed_weights_are_told_where_others_were_made_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the bases of a plan: a graph reads the weights themselves otherwise."""
+    model = make_latent("cpu")
+    weight = model.model.model.layers[0].self_attn.kv_b_proj.weight
+    stand_in = StandIn(monkeypatch)
+    for options in ({"plan": latent_plan(2, model.config_dict)}, {"fmt": "int8-g4"}):
+        cache, token = filled(model, **options)
+        with monkeypatch.context() as patch:
+            stand_in.follow(patch, model, cache)
+            step = CapturedStep(model, cache)
+            step(token)
+            with torch.no_grad():
+                weight.mul_(-1)
+            if "plan" in options:
+                with pytest.raises(ConfigError, match=r"weights .* have changed .* capture it aga"):
+                    step(token)
+                step = CapturedStep(model, cache)
+            expected = model.step(cache.fork(), token)
+            assert close(step(token), expected)
+        assert cache.seq_lens.tolist() == [n + 2 for n in LENS]
 
 
 def test_what_is_no_token_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,6 +344,22 @@ def test_graph_of_latent_rows_gives_what_single_steps_give(fmt: str | None) -> N
     compare(model.step(cache, token), model.step(other, token))
     errors.sort()
     assert errors[10] < 2e-2 and errors[-3] < 3e-2, errors
+
+
+@needs_latents
+@pytest.mark.gpu
+def test_a_graph_that_is_captured_again_reads_the_changed_weights() -> None:
+    model = make_latent("cuda", first_k_dense_replace=2)  # no expert hangs on a rounding
+    cache, token = filled(model, plan=latent_plan(2, model.config_dict))
+    step = CapturedStep(model, cache)
+    step(token)
+    with torch.no_grad():
+        model.model.model.layers[0].self_attn.kv_b_proj.weight.mul_(-1)
+    with pytest.raises(ConfigError, match="capture it again"):
+        step(token)
+    other = cache.fork()
+    found, expected = CapturedStep(model, cache)(token), model.step(other, token)
+    assert (found - expected).float().norm() < 3e-2 * expected.float().norm()
 
 
 @pytest.mark.gpu
