@@ -411,16 +411,16 @@ class CachePlan:
                 raise CheckpointError(f"tensor {side}.{name!r:.80} is missing or does not fit")
             return found[layer].contiguous()
 
-        if not self.has_basis(layer, side):
-            return Basis(torch.zeros_like(tensor("offset")))
         clip = f"clip.{entry['format']}"
-        return Basis(
+        chosen = Basis(
             tensor("offset"),
             entry["basis"],
             tensor("matrix") if entry["basis"] == "matrix" else None,
             tensor(clip) if f"{side}.{clip}" in self.tensors else None,
             tensor("feedback") if entry["rounding"] == "feedback" else None,
         )
+        # made even where it is not used: with_formats may use what a file has there
+        return chosen if self.has_basis(layer, side) else Basis(torch.zeros_like(chosen.offset))
 
 
 class _Side(msgspec.Struct):

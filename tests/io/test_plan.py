@@ -440,6 +440,13 @@ def test_latent_plans_that_contradict_themselves_are_refused(tmp_path: Path) -> 
     heads = {name: tensor.repeat_interleave(2, 1) for name, tensor in plan.tensors.items()}
     with pytest.raises(CheckpointError, match="latent rows have one KV head, the plan is of 2"):
         CachePlan(plan.facts, heads).save(path)
+    assert plan.formats[0][1] == "bf16"  # a basis that is not used is looked at, too
+    singular = {**plan.tensors, "v.matrix": torch.zeros_like(plan.tensors["v.matrix"])}
+    with pytest.raises(CheckpointError, match="must have an inverse"):
+        CachePlan(plan.facts, singular).save(path)
+    missing = {name: x for name, x in plan.tensors.items() if name != "v.matrix"}
+    with pytest.raises(CheckpointError, match=r"v\.'matrix' is missing"):
+        CachePlan(plan.facts, missing).save(path)
     layers = json.loads(json.dumps(plan.facts["layers"]))
     layers[0]["k"]["rounding"] = "feedback"
     eyes = {f"{side}.feedback": plan.tensors[f"{side}.matrix"] for side in "kv"}
