@@ -43,8 +43,8 @@ Kind = tuple[Callable[..., "KVCache"], "int | None"]  # what makes a cache; its 
     "formats",
     type=EITHER,
     multiple=True,
-    help=f"{DEFAULT_FORMAT} by default. Or FORMAT/FORMAT, of K and V, or FORMAT+FORMAT, of latents "
-    "and RoPE parts: 512 and 64 elements without a model.",
+    help=f"{DEFAULT_FORMAT} by default, of a model's latent rows int8-g4. Or FORMAT/FORMAT, of K and "
+    "V, or FORMAT+FORMAT, of latents and RoPE parts: 512 and 64 elements without a model.",
 )
 @click.option("--arch", type=click.Choice(ARCHS), help="Of the GPU; that of this machine's.")
 @click.option(
@@ -91,8 +91,15 @@ def warmup(
     if plan is not None and formats:
         raise click.UsageError("--plan says the formats: leave --format out")
     for name in OF_MODEL:
-        if model is not None and is_given(name):
-            raise click.UsageError(f"--{name.replace('_', '-')} is the model's: leave it out")
+        why = ""
+        if model is not None:
+            why = "is the model's"
+        elif plan is not None and name != "q_heads":
+            why = "is the plan's"
+        elif formats and all("+" in one for one in formats) and name != "q_heads":
+            why = "is of K and V, and these are latent rows"
+        if why and is_given(name):
+            raise click.UsageError(f"--{name.replace('_', '-')} {why}: leave it out")
     from ..cache.warmup import Calls, kernels_of
 
     gpu = _gpu(arch)

@@ -130,6 +130,8 @@ def test_both_pairs_of_formats_are_completed() -> None:
         (("--plan", __file__, "--format", "int4"), "--plan says the formats"),
         (("--arch", "sm_90", "--q-heads", "7", "--kv-heads", "3"), "7 query heads do not fit 3 KV"),
         (("--model", ".", "--head-dim", "64"), "--head-dim is the model's: leave it out"),
+        (("--plan", __file__, "--kv-heads", "8"), "--kv-heads is the plan's: leave it out"),
+        (("--format", "int8+bf16", "--head-dim", "64"), "--head-dim is of K and V, and these are "),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
