@@ -88,7 +88,7 @@ def kernels(result: Result) -> tuple[int, int]:
 @needs_hf
 def test_latent_rows_of_a_format_a_model_and_a_plan(folder: Path) -> None:
     """Their kernels differ by query heads: 16 and 128 where these are not known."""
-    from transformers import DeepseekV3Config
+    from transformers import AutoConfig, DeepseekV3Config
 
     given = "--arch", "sm_90", "--batch", 1
     assert kernels(run(*given, "--format", "int4-g8+fp8-g4", "--q-heads", 16)) == (5, 0)
@@ -103,6 +103,9 @@ def test_latent_rows_of_a_format_a_model_and_a_plan(folder: Path) -> None:
     latent_plan(2, config).save(folder / "plan.safetensors")
     count, there = kernels(run(*given, "--plan", folder / "plan.safetensors"))
     assert there < count
+    latent_plan(2, AutoConfig.from_pretrained(folder).to_dict()).save(folder / "own.safetensors")
+    of_model = kernels(run(*given, "--model", folder, "--plan", folder / "own.safetensors"))
+    assert count > of_model[0] == of_model[1] > 5  # of 16 heads; a layer is kept in 16 bit
     both = run(*given, "--model", folder, "--plan", folder / "plan.safetensors")
     assert both.exit_code == 2 and "the plan was made for a 'deepseek_v3' model" in both.stderr
     for format_, message in (
