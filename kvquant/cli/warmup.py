@@ -43,8 +43,8 @@ Kind = tuple[Callable[..., "KVCache"], "int | None"]  # what makes a cache; its 
     "formats",
     type=EITHER,
     multiple=True,
-    help=f"{DEFAULT_FORMAT} by default, of a model's latent rows int8-g4. Or FORMAT/FORMAT, of K and "
-    "V, or FORMAT+FORMAT, of latents and RoPE parts: 512 and 64 elements without a model.",
+    help=f"{DEFAULT_FORMAT} by default, of a model's latent rows int8-g4. Or FORMAT/FORMAT, of K "
+    "and V, or FORMAT+FORMAT, of latents and RoPE parts: 512 and 64 elements without a model.",
 )
 @click.option("--arch", type=click.Choice(ARCHS), help="Of the GPU; that of this machine's.")
 @click.option(

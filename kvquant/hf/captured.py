@@ -110,8 +110,8 @@ class CapturedStep:
             raise ConfigError("the cache has grown since its step was captured: capture it again")
         if not all(one is None or one.is_current for one in self._folded):
             raise ConfigError(
-                "weights of the model have changed since its step was captured, and it reads others "
-                "that were made of them: capture it again"
+                "weights of the model have changed since its step was captured, and it reads "
+                "others that were made of them: capture it again"
             )
         if not self._room or cache.changes != self._changes:
             longest = int(cache.seq_lens.max())  # waits, once in as many steps as fitted

@@ -121,17 +121,27 @@ def test_generate_on_cuda_replays_a_cuda_graph(
     model = model_of(family, **changes).cuda().to(dtype)
     plan = rows and latent_plan(2, model.config.to_dict(), fmt=rows)
     batch = {name: value.cuda() for name, value in text(padded=True).items()}
+    kept: dict[str, Any] = {"return_dict_in_generate": True, "output_logits": True}
     found = []
     for options in ({"disable_compile": True}, {}):
         cache = QuantizedCache(model, plan=plan, **ROWS)
-        ids = model.generate(
-            **batch, past_key_values=cache, **OPTIONS | {"max_new_tokens": 20}, **options
-        )
+        given = OPTIONS | {"max_new_tokens": 20} | kept | options
+        found.append(model.generate(**batch, past_key_values=cache, **given))
         cache.check()
-        found.append(ids)
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
     assert not counters["inductor"]["cudagraph_skips"]
-    assert (found[0] == found[1]).float().mean() > 0.9  # bfloat16 logits may tie
+    assert_alike(*found)
+
+
+def assert_alike(one: Any, other: Any) -> None:
+    """Compare the logits of two calls of generate, of a sequence up to where its tokens differ:
+    where logits tie, that takes no more than a rounding."""
+    begin = one.sequences.shape[1] - len(one.logits)
+    same = (one.sequences == other.sequences)[:, begin:].long().cumprod(1).bool()
+    for i, (ours, theirs) in enumerate(zip(one.logits, other.logits, strict=True)):
+        known = same[:, i - 1] if i else torch.ones_like(same[:, 0])
+        error = (ours - theirs)[known].norm() / ours[known].norm().clamp(min=1e-30)
+        assert error < 5e-2, f"step {i}: {error}"
 
 
 @pytest.mark.slow

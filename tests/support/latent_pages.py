@@ -132,4 +132,6 @@ def compare(
     error = (out.cpu().double() - wanted).norm() / wanted.norm().clamp(min=1e-30)
     assert float(error) < (LIMITS[out.dtype] if limit is None else limit)
     if lse is not None:
-        torch.testing.assert_close(lse.cpu().double(), wanted_lse, atol=1e-3, rtol=1e-4)
+        # queries that are rounded again change scores, too
+        atol = 1e-3 if limit is None else max(1e-3, 4 * limit)
+        torch.testing.assert_close(lse.cpu().double(), wanted_lse, atol=atol, rtol=1e-4)
