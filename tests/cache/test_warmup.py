@@ -19,6 +19,7 @@ from kvquant.errors import DeviceError, ShapeError
 from kvquant.kernels.cuda.append.spec import AppendSpec
 from kvquant.kernels.cuda.decode.spec import DecodeSpec
 from kvquant.kernels.cuda.mla.spec import MlaSpec
+from kvquant.kernels.cuda.mla.wide_spec import WideMlaSpec
 from kvquant.kernels.cuda.runtime import compile as compiling
 from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.ops import attention, mla, transform
@@ -95,12 +96,12 @@ LATENTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize(("heads", "room"), [(16, MAX), (128, MAX), (128, 70_000)])
 @pytest.mark.parametrize("options", LATENTS.values(), ids=LATENTS)
 def test_what_a_cache_of_latents_launches_was_told(
-    heads: int, options: dict[str, Any], cuda: FakeDriver
+    heads: int, room: int, options: dict[str, Any], cuda: FakeDriver
 ) -> None:
-    make = partial(LatentKVCache, 2, BATCH, MAX, **options)
+    make = partial(LatentKVCache, 2, BATCH, room, **options)
     counts: dict[str, Any] = {"prompts": (700,), "steps": (1, 3)}
     calls = Calls(partial(make, device="meta"), torch.bfloat16, heads, **counts)
     told = kernels_of([calls], runtime.gpu_of(CPU))
@@ -111,6 +112,7 @@ def test_what_a_cache_of_latents_launches_was_told(
         cache.step(layer, *absorbed(heads), *latents(1), sm_scale=1.0)
         cache.step(layer, *absorbed(3, heads), *latents(3), sm_scale=1.0)
     assert {*loaded_specs()} == {*told}
+    assert any(isinstance(spec, WideMlaSpec) for spec in told) == (room > MAX)
     guessed = kernels_of([Calls(partial(make, device="meta"), torch.bfloat16)], runtime.gpu_of(CPU))
     plain = {spec for spec in told if isinstance(spec, MlaSpec) and not spec.causal}
     assert plain <= {*guessed}, "where nobody said how many heads there are"

@@ -82,6 +82,7 @@ def instruction(template, results, arguments, *, pure=True):
 copy_16 = instruction("cp.async.cg.shared.global [$0],[$1],16,$2;", "", "u32 u64 u32", pure=False)
 copy_8 = instruction("cp.async.ca.shared.global [$0],[$1],8,$2;", "", "u32 u64 u32", pure=False)
 copy_4 = instruction("cp.async.ca.shared.global [$0],[$1],4,$2;", "", "u32 u64 u32", pure=False)
+prefetch = instruction("prefetch.global.L2 [$0];", "", "u64", pure=False)  # the line of 128 bytes
 commit_copies = instruction("cp.async.commit_group;", "", "", pure=False)
 wait_copies = [
     instruction(f"cp.async.wait_group {pending};", "", "", pure=False) for pending in range(8)
@@ -173,6 +174,9 @@ store_global_u32x4 = instruction(
 
 # waits until so many threads of the block, whole warps, have come to a barrier; 0 is syncthreads'
 barrier = instruction("bar.sync $0,$1;", "", "u32 u32", pure=False)
+arrive = instruction("bar.arrive $0,$1;", "", "u32 u32", pure=False)  # without waiting
+# sm_90 and newer: what this thread wrote to shared memory is seen by wgmma, behind a barrier
+fence_shared = instruction("fence.proxy.async.shared::cta;", "", "", pure=False)
 fence = instruction("fence.acq_rel.gpu;", "", "", pure=False)
 # sm_90 and newer, of a launch that overlaps the one before it: wait until that is complete and what
 # it wrote is seen; let the next one begin once all blocks have come here
@@ -200,6 +204,11 @@ half_up = instruction("cvt.rp.f16.f32 $0,$1;", "u16", "f32")
 # sm_89 and newer
 pack_e4m3 = instruction("cvt.rn.satfinite.e4m3x2.f32 $0,$1,$2;", "u16", "f32 f32")  # high, low
 unpack_e4m3 = instruction("cvt.rn.f16x2.e4m3x2 $0,$1;", "u32", "u16")
+unpack_four_e4m3 = instruction(
+    "{.reg .b16 l,h; mov.b32 {l,h},$2; cvt.rn.f16x2.e4m3x2 $0,l; cvt.rn.f16x2.e4m3x2 $1,h;}",
+    "u32 u32",
+    "u32",
+)
 pack_f16 = instruction("cvt.rn.f16x2.f32 $0,$1,$2;", "u32", "f32 f32")  # high, low
 pack_bf16 = instruction("cvt.rn.bf16x2.f32 $0,$1,$2;", "u32", "f32 f32")  # high, low
 multiply_f16 = instruction("mul.rn.f16x2 $0,$1,$2;", "u32", "u32 u32")

@@ -85,7 +85,7 @@ def make_mla_kernel(spec):
     accumulate = make_accumulate(spec)
     write = make_write(spec.query)
     combine_teams = _make_combine_teams(spec, write)
-    write_nothing = _make_write_nothing(spec, write)
+    write_nothing = make_write_nothing(spec, write)
 
     # fmt: off
     def mla(q_latent, q_rope, out, lse, part_out, part_lse, rows, seq_lens, index, seq_slots,
@@ -283,7 +283,7 @@ def rows_before(position, counts, is_second):
     return rows_before_in_first(position, counts)
 
 
-def _make_write_nothing(spec, write):
+def make_write_nothing(spec, write):
     """Make the function that says that there are no tokens: of a part, or of all."""
     FOURS, THREADS = spec.latent.head_dim // 4, spec.threads
 

@@ -2,7 +2,8 @@
 
 unit      the columns of a block, of a sequence; cut into splits where the GPU has room for more
 plan      teams and stages: the most that shared memory and the kernel's registers allow, of
-          spec.SHAPES; splits: see splits_of
+          spec.SHAPES; splits: see splits_of. More columns than NARROW take the kernel for many
+          heads where there is one (Hopper), unless contexts are short
 parts     the splits of all segments, whose results lie side by side; a single one is the result
 """
 
@@ -24,6 +25,7 @@ from ..device.row_layout import UNIT
 from ..runtime.launch import GPU, OVERLAPS, Launch, Rehearsed, cached_launch, gpu_of, kernel_of
 from ..runtime.tensors import Tensors, aligned_copy, facts_of, is_readable, strides
 from .spec import MOST_AHEAD, MOST_PARTS, REGISTERS, ROWS, TILE, MlaCombineSpec, MlaSpec, shapes_of
+from .wide_spec import COLUMNS, TOKENS, WideMlaSpec, is_wide
 
 CODECS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 LOG2_E = math.log2(math.e)
@@ -31,6 +33,9 @@ MOST_BLOCKS = 65535  # of a grid, but along x
 LEAST_PAGE = 16
 RESERVED = 1 << 10  # bytes of shared memory that a block takes besides
 FEWEST = 2  # steps of a block that are worth a split (an estimate: nothing has been measured)
+WARPGROUPS = (9, 0)  # the one compute capability with wgmma
+NARROW = 32  # columns that the kernel for few heads is as fast for
+LEAST = 1024  # tokens of a block that pay for what the kernel for many heads does once a block
 
 
 def attend(
@@ -207,7 +212,7 @@ class Room(NamedTuple):
 
 def _fitted(
     segment: Segment, query: str, batch: int, columns: int, causal: bool, room: Room
-) -> tuple[MlaSpec, tuple[int, int, int]]:
+) -> tuple[MlaSpec | WideMlaSpec, tuple[int, int, int]]:
     """The kernel of a segment, and its grid."""
     device, gpu, num_splits, most = room
     page_size, place = segment.k_rows.shape[2], "linear"
@@ -233,6 +238,14 @@ def _fitted(
         overlapped=gpu.capability >= OVERLAPS,
     )
     _check_rows(segment.k_rows, spec)
+    if columns > NARROW and gpu.capability == WARPGROUPS and is_wide(spec):
+        blocks = -(-columns // COLUMNS)
+        splits = num_splits or splits_of(batch * blocks, segment.capacity, gpu.sm_count, TOKENS)
+        splits = max(min(splits, most), 1)
+        if segment.capacity >= LEAST * splits:
+            wide = WideMlaSpec.of(spec)
+            _registers_of(wide, device)  # a rehearsal notes it
+            return wide, (blocks, batch, splits)
     spec, registers = _fit(spec, device, gpu.shared_per_block)
     blocks = -(-columns // spec.block_columns)
     per_sm = min(
@@ -240,7 +253,8 @@ def _fitted(
         gpu.shared_per_sm // (spec.shared_bytes + RESERVED),
     )
     at_once = gpu.sm_count * max(per_sm, 1)
-    splits = num_splits or splits_of(batch * blocks, segment.capacity, at_once, spec.teams)
+    step = TILE * spec.teams
+    splits = num_splits or splits_of(batch * blocks, segment.capacity, at_once, step)
     return spec, (blocks, batch, max(min(splits, most), 1))
 
 
@@ -287,7 +301,7 @@ def _fit(spec: MlaSpec, index: int, most_shared: int) -> tuple[MlaSpec, int]:
     )
 
 
-def _registers_of(spec: MlaSpec, index: int) -> int:
+def _registers_of(spec: MlaSpec | WideMlaSpec, index: int) -> int:
     try:
         return kernel_of(spec, index).registers
     except Rehearsed:  # it is noted: suppose that they are enough
@@ -305,14 +319,14 @@ def _check_rows(rows: torch.Tensor, spec: MlaSpec) -> None:
         )
 
 
-def splits_of(units: int, capacity: int, room: int, teams: int) -> int:
+def splits_of(units: int, capacity: int, room: int, step: int) -> int:
     """Blocks of a unit: as many as the GPU has room for, but each with some steps of work.
 
     Args:
         units: sequences times blocks of columns.
         capacity: the most tokens of a sequence.
         room: blocks that run at a time.
-        teams: of a block.
+        step: tokens that a block works on at a time.
     """
-    steps = -(-capacity // (TILE * teams))
+    steps = -(-capacity // step)
     return max(min(room // units, -(-steps // FEWEST)), 1)

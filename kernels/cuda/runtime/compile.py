@@ -284,16 +284,21 @@ def cubin_key(spec: Spec, arch: str) -> str:
 def compile_spec(spec: Spec, arch: str) -> Cubin:
     """Compile a kernel; see load_cubin."""
     require_extra()
-    return compile_kernel(spec.build(), spec.signature(), arch)
+    threads = spec.threads if spec.arch_specific else None
+    return compile_kernel(spec.build(), spec.signature(), arch, specific_threads=threads)
 
 
-def compile_kernel(function: Any, signature: Any, arch: str) -> Cubin:
+def compile_kernel(
+    function: Any, signature: Any, arch: str, *, specific_threads: int | None = None
+) -> Cubin:
     """Compile a Python function for numba.cuda to a cubin; needs no GPU.
 
     Args:
         function: the kernel.
         signature: numba types of the arguments.
         arch: such as "sm_90".
+        specific_threads: of a block, where the kernel has instructions of this architecture alone,
+            and its warpgroups share out registers: for that ptxas has to know the threads.
 
     Raises:
         UnsupportedError: numba-cuda is not installed, or knows no such architecture.
@@ -310,10 +315,14 @@ def compile_kernel(function: Any, signature: Any, arch: str) -> Cubin:
     # opt and debug are given, so that no setting of numba's changes the machine code
     options: Any = {"device": False, "abi": "numba", "opt": True, "debug": False}
     options["output"] = "ltoir" if whole else "ptx"
+    linked = arch
+    if specific_threads is not None:
+        options["launch_bounds"] = (specific_threads, 1)
+        linked = f"{arch}a"
     with pretend(capability), _uncollected():
         made, _ = cuda.compile(function, signature, cc=capability, **options)
     made = ObjectCode.from_ltoir(made) if whole else ObjectCode.from_ptx(made.encode())
-    options = LinkerOptions(arch=arch, link_time_optimization=whole)
+    options = LinkerOptions(arch=linked, link_time_optimization=whole)
     try:
         code = bytes(Linker(made, options=options).link("cubin").code)
     except nvJitLinkError as error:

@@ -52,11 +52,14 @@ class Spec:
         warps: of a block; a spec without them has `threads`.
         overlaps: whether a launch may begin before the one before it on the stream is complete; the
             kernel waits for that by itself.
+        arch_specific: whether the kernel has instructions of one architecture alone (sm_90a), which
+            neither older nor newer GPUs have. Its warpgroups share out the registers of a block.
     """
 
     kernel: ClassVar[str]
     warps: int
     overlaps: bool = False
+    arch_specific: ClassVar[bool] = False
 
     @property
     def arguments(self) -> Table:

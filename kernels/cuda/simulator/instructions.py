@@ -29,6 +29,8 @@ NO_RESULT = (
     "fence.",
     "bar.",
     "griddepcontrol.",
+    "setmaxnreg.",
+    "prefetch.",
 )  # the first operand of all others is what they write
 AS_PYTHON = str.maketrans("{}[]$", "()  r")  # braces hold tuples, brackets addresses
 
@@ -148,6 +150,11 @@ def _store(name: Name) -> Operation:
 @operation(r"cp\.async\.(?:ca|cg)\.shared\.global")
 def _copy(name: Name) -> Operation:
     return lambda target, source, size, valid=None: block().start_copy(target, source, size, valid)
+
+
+@operation(r"prefetch\.global\.L2")
+def _prefetch(name: Name) -> Operation:
+    return lambda address: block().tensors.load(address, 1, 1, constant=False) and None
 
 
 @operation(r"cp\.async\.commit_group")
@@ -276,8 +283,24 @@ def _fence(name: Name) -> Operation:
     return lambda: None
 
 
-@operation(r"bar\.sync")
+@operation(r"fence\.proxy\.async\.shared::cta")
+def _fence_shared(name: Name) -> Operation:
+    def fence_shared() -> None:
+        now = block()
+        now.shared.fence(now.current.number)
+
+    return fence_shared
+
+
+@operation(r"setmaxnreg\.(?:inc|dec)\.sync\.aligned\.u32")
+def _set_registers(name: Name) -> Operation:
+    return lambda count: block().meet(name.string, None, lambda given: given)
+
+
+@operation(r"bar\.(sync|arrive)")
 def _barrier(name: Name) -> Operation:
+    if name[1] == "arrive":
+        return lambda barrier, threads: block().arrive(barrier, threads)
     return lambda barrier, threads: block().meet_warps(barrier, threads)
 
 

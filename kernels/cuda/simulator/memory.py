@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,6 +42,7 @@ class Shared:
         # by warp: of each warp, the barriers before which all that it did came before
         self._known = [[0] * warps for _ in range(warps)]
         self._copied_to: set[int] = set()  # words that asynchronous copies are under way to
+        self._unfenced: dict[int, set[int]] = {}  # by lane, words that wgmma need not see
 
     def meet(self, warps: Iterable[int] | None = None) -> None:
         """Note a barrier of some warps, or of the block."""
@@ -50,12 +51,25 @@ class Shared:
             self._written.clear()
             return
         warps = list(warps)
+        self.learn(warps, self.come(warps))
+
+    def come(self, warps: Iterable[int]) -> list[int]:
+        """Note that warps come to a barrier; of each warp, the barriers before which they know that
+        all came before."""
+        warps = list(warps)
         for warp in warps:
             self._barriers[warp] += 1
             self._known[warp][warp] = self._barriers[warp]
-        together = [max(counts) for counts in zip(*(self._known[w] for w in warps), strict=True)]
+        return [max(counts) for counts in zip(*(self._known[w] for w in warps), strict=True)]
+
+    def learn(self, warps: Iterable[int], known: Sequence[int]) -> None:
+        """Note that warps go on from a barrier, to which others came that knew this."""
         for warp in warps:
-            self._known[warp] = together.copy()
+            self._known[warp] = list(map(max, self._known[warp], known))
+
+    def fence(self, lane: int) -> None:
+        """Let wgmma see what a lane wrote."""
+        self._unfenced.pop(lane, None)
 
     def load(self, lane: int, address: int, size: int) -> Array:
         """Bytes that a lane reads."""
@@ -69,6 +83,22 @@ class Shared:
         words = [word for start in starts for word in range(start // 4, start // 4 + 4)]
         self._use(SEVERAL, warp, words, writes=False)
         return np.stack([self.bytes[start : start + 16] for start in starts])
+
+    def load_halves(self, warp: int, addresses: Array) -> Array:
+        """Words of 16 bits that wgmma reads for all lanes."""
+        starts = addresses - SHARED_BASE
+        if starts.min() < 0 or starts.max() + 2 > len(self.bytes):
+            raise Fault(f"shared addresses to {starts.max()}: there are {len(self.bytes)} bytes")
+        words = np.unique(starts // 4).tolist()
+        self._use(SEVERAL, warp, words, writes=False)
+        for lane, written in self._unfenced.items():
+            if not written.isdisjoint(words):
+                raise Fault(
+                    f"wgmma reads shared address {4 * min(written.intersection(words))}, written "
+                    f"by thread {lane} without fence.proxy.async"
+                )
+        found: Array = self.bytes.view(np.uint16)[starts // 2]
+        return found
 
     def store(self, lane: int, address: int, data: bytes) -> None:
         """Write bytes."""
@@ -88,6 +118,7 @@ class Shared:
         words = range(start // 4, (start + len(data)) // 4)
         self._copied_to.difference_update(words)
         self._use(lane, lane // WARP, words, writes=True)
+        self._unfenced.setdefault(lane, set()).update(words)
         self.bytes[start : start + len(data)] = np.frombuffer(data, np.uint8)
 
     def _at(self, address: int, size: int) -> int:
@@ -104,6 +135,7 @@ class Shared:
         if not self._copied_to.isdisjoint(words):
             raise Fault(f"shared address {start} is written while a copy to it is under way")
         self._use(lane, lane // WARP, words, writes=True)
+        self._unfenced.setdefault(lane, set()).update(words)
         return words
 
     def _use(self, lane: int, warp: int, words: Iterable[int], *, writes: bool) -> None:

@@ -18,6 +18,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -28,6 +29,7 @@ from numba.cuda.simulator.kernelapi import Dim3, FakeCUDAModule
 
 from .memory import POISON, WARP, Fault, Global, Shared
 
+GROUP = 128  # lanes of a warpgroup
 BARRIERS = 16  # of a block; number 0 is syncthreads
 SCALARS = (np.uint16, np.int32, np.uint32, np.int64, np.uint64, np.float32)
 
@@ -153,6 +155,21 @@ class Lane:
         self.groups: deque[list[tuple[int, bytes]]] = deque()
 
 
+@dataclass
+class Meeting:
+    """At a barrier of some warps.
+
+    Attributes:
+        waiting: lanes that wait.
+        arrived: how many came without waiting.
+        known: what their warps knew (Shared.come).
+    """
+
+    waiting: list[Lane] = field(default_factory=list)
+    arrived: int = 0
+    known: list[list[int]] = field(default_factory=list)
+
+
 class Block:
     """A block that runs: its lanes, whose turn it is, and its memory.
 
@@ -173,7 +190,8 @@ class Block:
         self._ready: deque[Lane] = deque()
         self._waiting: list[list[Lane]] = [[] for _ in self.warps]  # at a collective
         self._gathered: list[Lane] = []  # at syncthreads
-        self._at_barrier: dict[int, list[Lane]] = {}  # by the number of a barrier of some warps
+        self._groups: dict[int, list[Lane]] = {}  # at a collective of a warpgroup, by its number
+        self._meetings: dict[int, Meeting] = {}  # by the number of a barrier of some warps
         self._ended = 0
         self._fault: Fault | None = None
 
@@ -228,22 +246,67 @@ class Block:
         self._release_gathered()
         self._wait(lane)
 
+    def meet_group(
+        self, place: str, value: Any, combine: Callable[[list[Any]], Iterable[Any]]
+    ) -> Any:
+        """As meet, of a warpgroup: 4 warps, the first of them a multiple of 4."""
+        lane = self.current
+        group = lane.number // GROUP
+        waiting = self._groups.setdefault(group, [])
+        lane.place, lane.value = place, value
+        if len(waiting) < GROUP - 1:
+            waiting.append(lane)
+            self._wait(lane)
+            return lane.value
+        lanes = self.lanes[GROUP * group : GROUP * (group + 1)]
+        places = {other.place for other in lanes}
+        if len(places) > 1:
+            raise Fault(f"lanes of a warpgroup meet at different instructions: {sorted(places)}")
+        for other, result in zip(lanes, combine([one.value for one in lanes]), strict=True):
+            other.value = result
+        self._ready.extend(waiting)
+        waiting.clear()
+        return lane.value
+
     def meet_warps(self, barrier: int, threads: int) -> None:
         """Go on when so many threads, whole warps, have come to a barrier."""
         lane = self.current
         lane.place = f"barrier {barrier}"
+        meeting = self._meeting(barrier, threads)
+        meeting.waiting.append(lane)
+        self._release_meeting(barrier, threads, meeting)
+        self._wait(lane)
+
+    def arrive(self, barrier: int, threads: int) -> None:
+        """Come to a barrier of so many threads, and go on at once, when the warp has come."""
+
+        def combine(values: list[Any]) -> list[Any]:
+            meeting = self._meeting(barrier, threads)
+            meeting.arrived += WARP
+            meeting.known.append(self.shared.come([self.current.warp]))
+            self._release_meeting(barrier, threads, meeting)
+            return values
+
+        self.meet(f"arrival at barrier {barrier}", None, combine)
+
+    def _meeting(self, barrier: int, threads: int) -> Meeting:
         if not 0 < barrier < BARRIERS or threads % WARP:
             raise Fault(f"barrier {barrier} of {threads} threads: 1 to {BARRIERS - 1}, whole warps")
-        waiting = self._at_barrier.setdefault(int(barrier), [])
-        waiting.append(lane)
-        if len(waiting) == threads:
-            warps = {other.warp for other in waiting}
-            if len(warps) * WARP != threads:
+        return self._meetings.setdefault(int(barrier), Meeting())
+
+    def _release_meeting(self, barrier: int, threads: int, meeting: Meeting) -> None:
+        come = len(meeting.waiting) + meeting.arrived
+        if come > threads:
+            raise Fault(f"barrier {barrier}: {come} threads come, of {threads}")
+        if come == threads:
+            warps = {other.warp for other in meeting.waiting}
+            if len(warps) * WARP != len(meeting.waiting):
                 raise Fault(f"barrier {barrier}: lanes of {len(warps)} warps, but not all of them")
-            self.shared.meet(warps)
-            self._ready.extend(waiting)
-            waiting.clear()
-        self._wait(lane)
+            if warps:
+                known = [self.shared.come(warps), *meeting.known]
+                self.shared.learn(warps, [max(counts) for counts in zip(*known, strict=True)])
+            self._ready.extend(meeting.waiting)
+            del self._meetings[int(barrier)]
 
     def start_copy(self, target: int, source: int, size: int, valid: int | None = None) -> None:
         """Start an asynchronous copy of `valid` bytes, then zeros."""

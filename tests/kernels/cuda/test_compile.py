@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path as FilePath
 
 import pytest
+from machine_code import COPY_TO_SHARED, count_instructions
 
 from kvquant.errors import UnsupportedError
 from kvquant.kernels import disk_cache
@@ -146,20 +147,6 @@ def test_machine_code_spills_nothing(text: str, arch: str) -> None:
         assert fit(spec, GPUS[arch], report.registers).blocks, "a block fits an SM"
 
 
-def count_copies(code: bytes) -> int:
-    """Instructions in an ELF file of machine code that copy to shared memory: of each 16 bytes the
-    low 12 bits name it, those of LDGSTS, which is cp.async, as nvdisasm shows."""
-    (table,) = struct.unpack_from("<Q", code, 0x28)
-    size, count = struct.unpack_from("<2H", code, 0x3A)
-    headers = [struct.unpack_from("<IIQQQQ", code, table + i * size) for i in range(count)]
-    return sum(
-        struct.unpack_from("<H", code, at)[0] & 0xFFF == 0xFAE
-        for _, _, flags, _, start, length in headers
-        if flags & 4  # it holds instructions
-        for at in range(start, start + length, 16)
-    )
-
-
 @pytest.mark.slow
 @needs_numba
 @pytest.mark.parametrize(
@@ -171,8 +158,9 @@ def test_loads_are_unrolled_unless_it_is_measured_without(name: str, unrolled: i
     spec = replace(make_spec(name), warps=4, stages=2)
     rolled = replace(spec, without="unrolled loads")
     # K and V, when the ring is filled and in the loop
-    assert count_copies(compile_spec(spec, "sm_90").code) == 4 * unrolled
-    assert count_copies(compile_spec(rolled, "sm_90").code) == 4
+    made, rolled_up = (compile_spec(one, "sm_90").code for one in (spec, rolled))
+    assert count_instructions(made, COPY_TO_SHARED) == 4 * unrolled
+    assert count_instructions(rolled_up, COPY_TO_SHARED) == 4
 
 
 @needs_numba

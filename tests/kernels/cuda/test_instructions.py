@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 if SIMULATED:
     from numba import cuda
 
-    from kvquant.kernels.cuda.device import ptx
+    from kvquant.kernels.cuda.device import ptx, warpgroup
     from kvquant.kernels.cuda.simulator import instructions as simulated
     from kvquant.kernels.cuda.simulator import memory as simulatedmemory
 
@@ -387,6 +387,8 @@ def test_an_instruction_without_a_stand_in_is_refused() -> None:
 
 @in_simulator
 def test_no_stand_in_is_left_over_and_every_instruction_is_tested() -> None:
+    take: Any = warpgroup.take_registers
+    take(8)
     assert simulated.USED == set(simulated.OPERATIONS)  # what ptx.py lacks it does not import with
     names = {
         name

@@ -1,0 +1,98 @@
+"""Products of tiles in shared memory by a warpgroup: 4 warps, wgmma, on Hopper alone (sm_90a).
+
+    sums[64 x N]  +=  A[64 x K]  times  B[K x N]        16 bits in, float32 sums, K 16 at a time
+
+    a block    64 rows of 64 elements: 128 bytes each, whose units of 16 bytes are swizzled, so that
+               a column of units touches all banks: unit u of row r stands at u ^ (r % 8)
+    A          rows are rows of A, one block after another along K
+    B          rows are columns of B (K of attention), or rows of B (V), transposed by the hardware
+    sums       lane 4g + t of warp w: rows 16w + g and + 8, columns 8n + 2t and + 1 of each n, as of
+               four MMAs (fragments.py), sums 4n to 4n + 3
+
+A tile is told by a descriptor: where it begins, and how far eights of rows and blocks are apart.
+Products are one piece of PTX, which ends when they are done. ptxas lets nothing else touch their
+sums meanwhile, or it would wait after every instruction.
+
+Source: PTX ISA, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions".
+"""
+
+from llvmlite import ir
+from numba import config, uint32, uint64
+from numba.cuda import types, typing
+from numba.cuda.extending import intrinsic
+
+from .jit import device_function
+from .ptx import instruction
+
+if config.ENABLE_CUDASIM:
+    from ..simulator import products as simulated
+
+WARPS, ROWS = 4, 64  # of a warpgroup; of A
+DEPTH = 16  # elements along K of an instruction
+LINE = 128  # bytes of a row of a block
+BLOCK = ROWS * LINE  # bytes of a block
+EIGHT = 8 * LINE  # bytes of eight rows
+SWIZZLED = 1 << 62  # units are swizzled over 128 bytes
+DESCRIPTOR = SWIZZLED | EIGHT // 16 << 32 | BLOCK // 16 << 16
+
+
+@device_function
+def descriptor_of(address):
+    """The descriptor of a tile of blocks that begins at an address in shared memory."""
+    return uint64(DESCRIPTOR) | uint64(uint32(address >> uint32(4)))
+
+
+def make_products(codec, columns, steps, *, transposed=False, begin=False):
+    """Make the function that adds products to a local array of sums, and waits for them.
+
+    Its arguments are the sums, float32, and the descriptors of A and B.
+
+    Args:
+        codec: "bf16" or "fp16".
+        columns: N of an instruction, a multiple of 8.
+        steps: of each instruction its first sum, and the bytes from the begin of A, and of B.
+        transposed: whether the rows of B stand in memory as rows.
+        begin: whether the first step overwrites the sums; only where all steps have the same.
+    """
+    if config.ENABLE_CUDASIM:
+        return simulated.stand_in(codec, columns, steps, transposed, begin)
+    per_step = columns // 2  # sums of a lane
+    count = max(first for first, _, _ in steps) + per_step
+    a, b = f"${2 * count}", f"${2 * count + 1}"  # after the sums that are written, and those read
+    kind = "bf16" if codec == "bf16" else "f16"
+    name = f"wgmma.mma_async.sync.aligned.m64n{columns}k{DEPTH}.f32.{kind}.{kind}"
+    text = "{.reg .pred p; .reg .b64 a, b; wgmma.fence.sync.aligned;"
+    for number, (first, of_a, of_b) in enumerate(steps):
+        sums = ",".join(f"${first + i}" for i in range(per_step))
+        text += f"setp.ne.u32 p,{int(not begin or number > 0)},0;"
+        text += f"add.u64 a,{a},{of_a // 16}; add.u64 b,{b},{of_b // 16};"
+        text += f"{name} {{{sums}}},a,b,p,1,1,0,{int(transposed)};"
+    text += "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;}"
+    single, wide = ir.FloatType(), ir.IntType(64)
+    made = ir.FunctionType(ir.LiteralStructType([single] * count), [single] * count + [wide] * 2)
+    ties = ["=f"] * count + [str(i) for i in range(count)] + ["l", "l", "~{memory}"]
+    assembly = ir.InlineAsm(made, text, ",".join(ties), side_effect=True)
+
+    def typed(typingctx, sums, a, b):
+        def generate(context, builder, signature, args):
+            array = context.make_array(signature.args[0])(context, builder, args[0])
+            places = [builder.gep(array.data, [ir.Constant(wide, i)]) for i in range(count)]
+            given = [builder.load(place) for place in places]
+            found = builder.call(assembly, [*given, args[1], args[2]])
+            for i, place in enumerate(places):
+                builder.store(builder.extract_value(found, i), place)
+            return context.get_dummy_value()
+
+        return typing.signature(types.void, sums, types.uint64, types.uint64), generate
+
+    return intrinsic(typed)
+
+
+def take_registers(count):
+    """The instruction by which a warpgroup takes registers that others of its block gave."""
+    return instruction(f"setmaxnreg.inc.sync.aligned.u32 {count};", "", "", pure=False)
+
+
+def give_registers(count):
+    """The instruction by which a warpgroup keeps so many registers and gives back the others."""
+    return instruction(f"setmaxnreg.dec.sync.aligned.u32 {count};", "", "", pure=False)

@@ -1,0 +1,120 @@
+"""The queries of 64 columns as a tile of blocks in shared memory, by all threads of a block.
+
+Thread i has every eighth unit of eight elements of column i / 8. What is multiplied in fp16 is
+scaled by a power of two to 2**14 <= max |q| < 2**15, latent and RoPE elements alike. The elements
+of a unit are in the order in which codes come out of a word (wide_rows.py).
+"""
+
+from numba import cuda, float32, uint32, uint64
+
+from ..device.fragments import load_sums, store_sums
+from ..device.jit import device_function
+from ..device.ptx import (
+    high_bf16,
+    high_f16,
+    load_global_u32x4,
+    low_bf16,
+    low_f16,
+    maximum,
+    pack_f16,
+    shfl_xor,
+    store_shared_f32,
+    store_shared_u32x4,
+)
+from ..device.warpgroup import BLOCK, LINE
+from .queries import norm_of
+from .wide_spec import BLOCKS, SHARES
+
+WORDS = 4 * BLOCKS  # of a thread
+
+
+def make_load_queries(spec):
+    """Make the function that loads the queries of a block, and leaves the factor of the scores of
+    each column in shared memory."""
+    low, high = (low_bf16, high_bf16) if spec.query == "bf16" else (low_f16, high_f16)
+    AS_IT_IS = spec.codec == "bf16"
+    in_order, rope_in_order = map(_make_in_order, spec.orders)
+
+    @device_function
+    def scaled(four, norm):
+        return (
+            (low(four[0]) * norm, high(four[0]) * norm, low(four[1]) * norm, high(four[1]) * norm),
+            (low(four[2]) * norm, high(four[2]) * norm, low(four[3]) * norm, high(four[3]) * norm),
+        )
+
+    @device_function
+    def load_queries(shared, queries):
+        latent_base, latent_query, latent_head, rope_base, rope_query, rope_head = queries[:6]
+        first_column, used, heads, score_scale = queries[6:]
+        tid = uint32(cuda.threadIdx.x)
+        place, part = uint32(tid >> uint32(3)), uint32(tid & uint32(7))
+        column = uint32(first_column + place)
+        words = cuda.local.array(WORDS, uint32)
+        for i in range(WORDS):
+            words[i] = uint32(0)
+        if column < used:
+            query = uint32(column // heads)
+            head = uint64(uint32(column - uint32(query * heads)))
+            at = latent_base + uint64(query) * latent_query + head * latent_head
+            at += uint64(uint32(16) * part)
+            for b in range(BLOCKS - 1):
+                store_sums(words, 4 * b, load_global_u32x4(at + uint64(128 * b)))
+            at = rope_base + uint64(query) * rope_query + head * rope_head
+            store_sums(words, WORDS - 4, load_global_u32x4(at + uint64(uint32(16) * part)))
+        factor, norm = score_scale, float32(1)
+        if not AS_IT_IS:
+            most = float32(0)
+            for i in range(WORDS):
+                most = maximum(most, maximum(abs(low(words[i])), abs(high(words[i]))))
+            for i in range(3):
+                most = maximum(most, shfl_xor(most, uint32(1 << i)))
+            norm, back = norm_of(most)
+            factor = score_scale * back
+        at = shared + uint32(LINE) * place + uint32(16) * uint32(part ^ (place & uint32(7)))
+        for b in range(BLOCKS):
+            four = load_sums(words, 4 * b)
+            if not AS_IT_IS:
+                one, two = scaled(four, norm)
+                if b == BLOCKS - 1:
+                    four = rope_in_order(one, two)
+                else:
+                    four = in_order(one, two)
+            store_shared_u32x4(at + uint32(BLOCK * b), four)
+        if part == uint32(0):
+            store_shared_f32(shared + uint32(SHARES) + uint32(4) * place, factor)
+
+    return load_queries
+
+
+def _make_in_order(order):
+    """Make the function that packs eight elements, two tuples of four, to fp16, in an order of
+    WideMlaSpec."""
+
+    @device_function
+    def as_they_are(one, two):
+        return (
+            pack_f16(one[1], one[0]),
+            pack_f16(one[3], one[2]),
+            pack_f16(two[1], two[0]),
+            pack_f16(two[3], two[2]),
+        )
+
+    @device_function
+    def as_int4(one, two):
+        return (
+            pack_f16(two[0], one[0]),
+            pack_f16(two[1], one[1]),
+            pack_f16(two[2], one[2]),
+            pack_f16(two[3], one[3]),
+        )
+
+    @device_function
+    def as_bytes(one, two):
+        return (
+            pack_f16(one[2], one[0]),
+            pack_f16(one[3], one[1]),
+            pack_f16(two[2], two[0]),
+            pack_f16(two[3], two[1]),
+        )
+
+    return {"as they are": as_they_are, "int4": as_int4, "bytes": as_bytes}[order]

@@ -1,0 +1,98 @@
+"""What the kernel for many heads is compiled for, and its shared memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvquant.rows.format import FP8_DS_MLA, RowFormat
+
+from ..runtime.spec import Spec
+from .spec import MLA, MlaSpec
+
+COLUMNS = TOKENS = 64  # of a block: M of its products; of a tile
+STAGES = 2  # tiles in shared memory
+LATENT_DIM, ROPE_DIM = 512, 64
+BLOCKS = (LATENT_DIM + ROPE_DIM) // 64  # of 64 elements each, of a tile and of the queries
+STAGE = 64 * 128 * BLOCKS  # bytes
+# behind the queries and the stages, for each stage: of a token the inverse of the power of two that
+# its row is multiplied by, and its exponent; of a column what the output so far is multiplied by;
+# of a warp whether it is. Then of a column a factor: of its scores, at the end of its output
+POWERS, FACTORS, FLAGS, NOTES = 0, 8 * TOKENS, 12 * TOKENS, 12 * TOKENS + 16
+QUERIES, FIRST_STAGE = 0, STAGE
+FIRST_NOTES = FIRST_STAGE + STAGES * STAGE
+SHARES = FIRST_NOTES + STAGES * NOTES
+GROUP = 128  # threads of a warpgroup
+# registers of a thread of the rows, of the scores, of each half of the values: 512 in all
+REGISTERS_EXACT, REGISTERS_PACKED = (96, 96, 160), (112, 80, 160)
+# barriers: FULL, FREE and READY are of a stage, the first one
+FULL, READY, FREE, OWN, END, DONE = 1, 3, 5, 7, 8, 9
+
+
+@dataclass(frozen=True)
+class WideMlaSpec(Spec):
+    """An MLA decode kernel for 64 columns a block; sm_90 alone.
+
+    Attributes:
+        latent, rope, query, place, causal, overlapped: as of MlaSpec.
+    """
+
+    latent: RowFormat
+    rope: RowFormat
+    query: str = "bf16"
+    place: str = "linear"
+    causal: bool = False
+    overlapped: bool = False
+
+    arguments = MLA
+    kernel = "mla.wide_kernel.make_wide_kernel"
+    warps = 16
+    arch_specific: ClassVar[bool] = True
+    shared_bytes = SHARES + 4 * COLUMNS
+
+    @classmethod
+    def of(cls, spec: MlaSpec) -> WideMlaSpec:
+        """The kernel for many heads that does what another one does for few."""
+        return cls(spec.latent, spec.rope, spec.query, spec.place, spec.causal, spec.overlapped)
+
+    @property
+    def codec(self) -> str:
+        """What is multiplied: "bf16" or "fp16"."""
+        return "bf16" if self.latent.codec == "bf16" else "fp16"
+
+    @property
+    def parts(self) -> tuple[RowFormat, RowFormat]:
+        """The formats of a row."""
+        return self.latent, self.rope
+
+    @property
+    def orders(self) -> tuple[str, str]:
+        """How eight elements of the latent and of the RoPE part come out of their words: as the
+        codes of a word of "int4" or of "bytes" (device/codes.py), or "as they are"."""
+        latent, rope = self.latent, self.rope
+        as_it_is = latent.is_exact or latent.codec in ("fp8", FP8_DS_MLA)
+        of_latent = "as they are" if as_it_is else "int4" if latent.codec == "int4" else "bytes"
+        return of_latent, "as they are" if rope.is_exact else "bytes"
+
+    @property
+    def shares(self) -> tuple[int, int, int]:
+        """Registers of a thread of the rows, of the scores, of the values."""
+        return REGISTERS_EXACT if self.latent.is_exact else REGISTERS_PACKED
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return self.latent.row_bytes + self.rope.row_bytes
+
+    @property
+    def behind(self) -> bool:
+        """As of MlaSpec."""
+        return self.latent.codec == FP8_DS_MLA
+
+
+def is_wide(spec: MlaSpec) -> bool:
+    """Whether there is a kernel for many heads of these rows: of the usual size, and of 16-bit
+    elements of one kind, or packed latents."""
+    sizes = spec.latent.head_dim, spec.rope.head_dim
+    is_one_kind = not spec.latent.is_exact or spec.latent.codec == spec.rope.codec
+    return sizes == (LATENT_DIM, ROPE_DIM) and is_one_kind
