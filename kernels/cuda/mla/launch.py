@@ -17,6 +17,7 @@ import torch
 
 from kvquant.errors import ConfigError, UnsupportedError
 from kvquant.rehearsal import is_rehearsed
+from kvquant.rows.format import FP8_DS_MLA
 from kvquant.rows.latent import LatentFormat
 from kvquant.rows.segment import Segment
 
@@ -34,7 +35,9 @@ LEAST_PAGE = 16
 RESERVED = 1 << 10  # bytes of shared memory that a block takes besides
 FEWEST = 2  # steps of a block that are worth a split (an estimate: nothing has been measured)
 WARPGROUPS = (9, 0)  # the one compute capability with wgmma
-NARROW = 32  # columns that the kernel for few heads is as fast for
+# columns up to which the kernel for few heads is faster, measured at 32 and 64 of them; what the
+# other one takes does not hang on them. Of 16-bit rows it is faster for any
+NARROW = {"bf16": 0, "fp16": 0, "int4": 16, "int8": 32, "fp8": 32, FP8_DS_MLA: 32}
 LEAST = 1024  # tokens of a block that pay for what the kernel for many heads does once a block
 
 
@@ -238,7 +241,8 @@ def _fitted(
         overlapped=gpu.capability >= OVERLAPS,
     )
     _check_rows(segment.k_rows, spec)
-    if columns > NARROW and gpu.capability == WARPGROUPS and is_wide(spec):
+    is_many = columns > NARROW[fmt.latent.codec]
+    if is_many and gpu.capability == WARPGROUPS and is_wide(spec):
         blocks = -(-columns // COLUMNS)
         splits = num_splits or splits_of(batch * blocks, segment.capacity, gpu.sm_count, TOKENS)
         splits = max(min(splits, most), 1)

@@ -91,7 +91,8 @@ def simulate(
 
 def simulate_wide(case: MlaCase, splits: int = 1, **options: Any) -> None:
     """The same by the kernel for many heads, whatever the number of columns."""
-    here: dict[str, Any] = {"NARROW": 0, "LEAST": 0, "WARPGROUPS": SIMULATED_GPU.capability}
+    narrow = dict.fromkeys(launching.NARROW, 0)
+    here: dict[str, Any] = {"NARROW": narrow, "LEAST": 0, "WARPGROUPS": SIMULATED_GPU.capability}
     with mock.patch.multiple(launching, **here):
         simulate(case, splits, tolerances=WIDE, **options)
 
@@ -591,8 +592,11 @@ def loaded_specs_by_call(cuda: FakeDriver) -> list[dict[str, Any]]:
     ("name", "heads", "tokens", "dims", "capability", "is_wide"),
     [
         (AIM, 128, 4000, (512, 64), (9, 0), True),
-        ("bf16", 33, 4000, (512, 64), (9, 0), True),
-        ("bf16", 32, 4000, (512, 64), (9, 0), False),
+        (AIM, 17, 4000, (512, 64), (9, 0), True),
+        (AIM, 16, 4000, (512, 64), (9, 0), False),
+        ("bf16", 1, 4000, (512, 64), (9, 0), True),
+        ("fp8", 33, 4000, (512, 64), (9, 0), True),
+        ("fp8", 32, 4000, (512, 64), (9, 0), False),
         (AIM, 128, 900, (512, 64), (9, 0), False),
         (AIM, 128, 4000, (512, 64), (10, 0), False),
         (AIM, 128, 4000, (512, 64), (8, 0), False),
@@ -730,7 +734,7 @@ def test_formats_for_many_heads(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.gpu
 @needs_warpgroups
-@pytest.mark.parametrize("heads", [33, 64, 100, 128])
+@pytest.mark.parametrize("heads", [5, 17, 64, 100, 128])
 def test_numbers_of_many_heads(heads: int) -> None:
     for name in (AIM, "bf16"):
         for num_splits in (None, 1, 3):
