@@ -84,13 +84,14 @@ class Shared:
         self._use(SEVERAL, warp, words, writes=False)
         return np.stack([self.bytes[start : start + 16] for start in starts])
 
-    def load_halves(self, warp: int, addresses: Array) -> Array:
-        """Words of 16 bits that wgmma reads for all lanes."""
+    def load_halves(self, warps: Iterable[int], addresses: Array) -> Array:
+        """Words of 16 bits that wgmma reads, for all lanes of the warps of a warpgroup."""
         starts = addresses - SHARED_BASE
         if starts.min() < 0 or starts.max() + 2 > len(self.bytes):
             raise Fault(f"shared addresses to {starts.max()}: there are {len(self.bytes)} bytes")
         words = np.unique(starts // 4).tolist()
-        self._use(SEVERAL, warp, words, writes=False)
+        for warp in warps:
+            self._use(SEVERAL, warp, words, writes=False)
         for lane, written in self._unfenced.items():
             if not written.isdisjoint(words):
                 raise Fault(

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from .simulator import block
 
-LANES = 128
+LANES, WARPS = 128, 4  # of a warpgroup
 DEPTH, ROWS = 16, 64  # K and M of an instruction
 Array = npt.NDArray[Any]
 
@@ -62,7 +62,9 @@ def _load(shared: Any, descriptor: int, codec: str, rows: int, transposed: bool)
         places = row // 8 * eight_bytes + row % 8 * 128 + k * 2
     places = places + start
     places ^= (places >> 7 & 7) << 4
-    halves: Array = shared.load_halves(block().current.warp, places.ravel()).reshape(row.shape)
+    first = block().current.warp // WARPS * WARPS
+    warps = range(first, first + WARPS)
+    halves: Array = shared.load_halves(warps, places.ravel()).reshape(row.shape)
     if codec == "bf16":
         halves = (halves.astype(np.uint32) << 16).view(np.float32)
     else:

@@ -7,7 +7,7 @@ import math
 import os
 import struct
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -33,7 +33,9 @@ from kvquant.ops import mla as mla_ops
 from kvquant.ops.mla import latent_segment
 
 if SIMULATED:
+    from kvquant.kernels.cuda.mla import wide_kernel, wide_rows, wide_scores, wide_spec, wide_values
     from kvquant.kernels.cuda.simulator import simulator
+    from kvquant.kernels.cuda.simulator.memory import Fault
 
 needs_numba_cuda = pytest.mark.skipif(
     importlib.util.find_spec("numba_cuda") is None, reason="needs the cuda extra: numba-cuda"
@@ -357,6 +359,32 @@ def test_many_heads_with_tiny_large_and_peaked_numbers() -> None:
     for name in (AIM, "int8-g4+bf16", "fp8", "bf16"):
         for scale, q_scale in ((1e-4, 100.0), (1e3, 1e-3), (1.5, 20.0)):
             simulate_wide(make_mla(name, 4, (130,), scale=scale, q_scale=q_scale))
+
+
+@pytest.mark.slow
+@in_simulator
+def test_a_barrier_or_a_fence_of_many_heads_that_is_left_out_is_found() -> None:
+    """The simulator would see a race in this kernel: it sees those that each of them prevents."""
+    of_stages = {name: 2 for name in ("FULL", "READY", "FREE")}
+    for name, count in (of_stages | dict.fromkeys(("OWN", "END", "DONE"), 1)).items():
+        first = getattr(wide_spec, name)
+        with ExitStack() as stack, pytest.raises(Fault, match="a race: "):
+            for module in (wide_rows, wide_scores, wide_values):
+                for kind in {"barrier", "arrive"} & vars(module).keys():
+                    left_out = without(getattr(module, kind), range(first, first + count))
+                    stack.enter_context(mock.patch.object(module, kind, left_out))
+            simulate_wide(make_mla(AIM, 4, (200,)))
+    for module in (wide_kernel, wide_rows, wide_scores):
+        with (
+            mock.patch.object(module, "fence_shared", lambda: None),
+            pytest.raises(Fault, match=r"without fence\.proxy\.async"),
+        ):
+            simulate_wide(make_mla(AIM, 4, (200,)))
+
+
+def without(meet: Any, barriers: range) -> Any:
+    """The instruction `meet`, but not at these barriers."""
+    return lambda barrier, threads: None if barrier in barriers else meet(barrier, threads)
 
 
 @pytest.mark.slow

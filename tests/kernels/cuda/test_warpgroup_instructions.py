@@ -102,6 +102,31 @@ def test_what_is_written_is_seen_behind_a_fence() -> None:
 
 
 @in_simulator
+def test_all_warps_of_a_warpgroup_read_a_tile() -> None:
+    """Who overwrites it has to meet all of them, not only one."""
+    make: Any = warpgroup.make_products
+    products = make("fp16", 8, [(0, 0, 0)], begin=True)
+
+    def run(lane: int, met: int) -> None:
+        base = ptx.shared_address(cuda.shared.array(0, u32))
+        for i in range(lane, 2048, GROUP):
+            ptx.store_shared_u32(base + u32(4 * i), u32(0))
+        ptx.fence_shared()
+        cuda.syncthreads()
+        sums = cuda.local.array(4, f32)
+        products(sums, warpgroup.descriptor_of(base), warpgroup.descriptor_of(base))
+        if lane < 32 or lane >= GROUP + 32 - met:
+            ptx.barrier(u32(1), u32(met))
+        if lane < 32:
+            ptx.store_shared_u32(base + u32(4 * lane), u32(1))
+
+    lanes(lambda lane: run(lane, GROUP), threads=GROUP, shared=BLOCK)
+    for backwards in (False, True):
+        with pytest.raises(Fault, match=r"a race: .* no barrier in between"):
+            lanes(lambda lane: run(lane, 64), threads=GROUP, shared=BLOCK, backwards=backwards)
+
+
+@in_simulator
 def test_who_arrives_at_a_barrier_goes_on() -> None:
     """Warp 0 writes for warp 1, which waits; the other way round nothing is known."""
 
