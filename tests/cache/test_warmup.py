@@ -114,7 +114,7 @@ def test_what_a_cache_of_latents_launches_was_told(
     assert {*loaded_specs()} == {*told}
     assert any(isinstance(spec, WideMlaSpec) for spec in told) == (room > MAX)
     guessed = kernels_of([Calls(partial(make, device="meta"), torch.bfloat16)], runtime.gpu_of(CPU))
-    plain = {spec for spec in told if isinstance(spec, MlaSpec) and not spec.causal}
+    plain = {spec for spec in told if isinstance(spec, (MlaSpec, WideMlaSpec)) and not spec.causal}
     assert plain <= {*guessed}, "where nobody said how many heads there are"
     cache.num_q_heads = heads
     assert cache.likely_q_heads() == cache.like(BATCH, "cpu").likely_q_heads() == (heads,)

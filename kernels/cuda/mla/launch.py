@@ -35,8 +35,8 @@ LEAST_PAGE = 16
 RESERVED = 1 << 10  # bytes of shared memory that a block takes besides
 FEWEST = 2  # steps of a block that are worth a split (an estimate: nothing has been measured)
 WARPGROUPS = (9, 0)  # the one compute capability with wgmma
-# columns up to which the kernel for few heads is faster, measured at 32 and 64 of them; what the
-# other one takes does not hang on them. Of 16-bit rows it is faster for any
+# columns up to which the kernel for few heads is taken, by what both took for 32 and 64 of them (no
+# others were measured). The other one takes the same time for 1 to 64, and less for 16-bit rows
 NARROW = {"bf16": 0, "fp16": 0, "int4": 16, "int8": 32, "fp8": 32, FP8_DS_MLA: 32}
 LEAST = 1024  # tokens of a block that pay for what the kernel for many heads does once a block
 

@@ -25,7 +25,9 @@ SHARES = FIRST_NOTES + STAGES * NOTES
 GROUP = 128  # threads of a warpgroup
 # registers of a thread of the rows, of the scores, of each half of the values: 512 in all
 REGISTERS_EXACT, REGISTERS_PACKED = (96, 96, 160), (112, 80, 160)
-# barriers: FULL, FREE and READY are of a stage, the first one
+# barriers; FULL, READY and FREE are of the first stage, the numbers behind them of the second one.
+# OWN: the scores of a tile are done, and P may take the place of RoPE elements; END: shares are
+# there, and no half reads the stages any more; DONE: the output stands where they were
 FULL, READY, FREE, OWN, END, DONE = 1, 3, 5, 7, 8, 9
 
 
