@@ -50,6 +50,7 @@ def make_mla(
     dtype: torch.dtype = torch.bfloat16,
     scale: float = 1.5,
     q_scale: float = 1.0,
+    rope_scale: float = 1.0,
     sm_scale: float = 192**-0.5,
     overlong: bool = False,
     in_slots: bool = False,
@@ -68,6 +69,7 @@ def make_mla(
         recent: last ones of each sequence, behind its sinks; None for none, and no ring.
         q_lens: queries of each sequence, or None for one without causality.
         in_slots: whether 16-bit rows stand in sequence slots, more of them than sequences.
+        rope_scale: by how much RoPE elements are larger, and those of queries smaller.
         overlong: tell the kernel of more tokens than there is room for, where all room is taken.
     """
     torch.manual_seed(0)
@@ -77,6 +79,7 @@ def make_mla(
     unit = page_size or 1
     capacity = -(-(max(1, *lens) + (0 if overlong else 5)) // unit) * unit
     x = torch.randn(batch, capacity, fmt.head_dim) * scale + 0.5 * scale
+    x[..., dims[0] :] *= rope_scale
     rows = quantize_rows(x, fmt)
     keys = dequantize_rows(rows, fmt).double()
     segments = []
@@ -115,6 +118,7 @@ def make_mla(
         rows[b, length:] = NAN
     shape = (batch, q_len, heads)
     q_latent, q_rope = (torch.randn(*shape, dim).to(dtype) * q_scale for dim in dims)
+    q_rope /= rope_scale
     numbers = torch.tensor(q_lens or [1] * batch, dtype=torch.int32)
     padding = torch.arange(q_len) >= numbers[:, None]
     q_latent[padding], q_rope[padding] = torch.nan, torch.nan

@@ -6,9 +6,10 @@
         code ──▶ low bits of an fp16, a subnormal: code * 2**-24 (device/codes.py); or E4M3 ──▶ fp16
              ──▶ times scale, plus shift: one multiply-add, rounded once
 
-A row is multiplied by a power of two, so that its largest number is below 2**TOP: then no number
-overflows, small ones are told apart at 2**-19 of the largest, and scales, which make up for 2**-24,
-are fp16, too. What a power did is undone in the scores and in P (wide_scores.py).
+A row is multiplied by a power of two, so that its latents and its RoPE elements are below 2 to the
+TOPS of their codecs: then no number overflows, small ones are told apart at 2**-19 of the largest
+that could be, and scales, which make up for 2**-24, are fp16, too. What a power did is undone in
+the scores and in P (wide_scores.py).
 
     thread    warp w, lane 8j + r: a quarter j of row 8w + r of each half of the tile, so that eight
               lanes, which store at the same time, have eight rows: no bank conflicts
@@ -73,9 +74,9 @@ FAR = 2  # tiles ahead that rows are on their way from memory
 LANES = 4  # of a row
 FP8_MOST = 448.0  # of E4M3
 TINIEST, LARGEST = 2.0**-60, 100  # of the largest number of a row; its exponent
-# the exponent that a row's largest number is brought below: 2**24 * scale stays below 2**16
+# the exponents that numbers stay below: with codes in the low bits 2**24 * scale is below 2**16
 TOPS = {"int4": -5, "int8": -1}
-FP8_TOP = 14
+MOST_TOP = 14
 
 
 def make_put_rows(spec):
@@ -177,7 +178,8 @@ def _make_expand_rows(spec, find, row_at):
     IS_INT4, LEVEL, ROPE_LEVEL = LATENT.codec == "int4", _level_of(LATENT), _level_of(ROPE)
     FACTOR = 1.0 if spec.orders[0] == "as they are" else factor_of(LATENT)
     ROPE_FACTOR = factor_of(ROPE)
-    TOP = min(TOPS.get(LATENT.codec, FP8_TOP), TOPS.get(ROPE.codec, FP8_TOP))
+    TOP = TOPS.get(ROPE.codec, MOST_TOP)
+    RAISED = 2.0 ** (TOP - TOPS.get(LATENT.codec, MOST_TOP))  # latents have another limit
     low, high = (low_bf16, high_bf16) if ROPE.codec == "bf16" else (low_f16, high_f16)
     prefetch_rows = _make_prefetch_rows(spec, row_at)
     put_unit, put_rope_unit = (
@@ -223,6 +225,7 @@ def _make_expand_rows(spec, find, row_at):
             else:
                 size = abs(low_f16(header)) * float32(LEVEL) + abs(high_f16(header))
                 most = maximum(most, size)
+        most *= float32(RAISED)
         if ROPE_EXACT:
             for i in range(4 * ROPE_UNITS):
                 word = words[first + FIRST_ROPE + i]

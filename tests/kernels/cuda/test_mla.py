@@ -389,6 +389,13 @@ def without(meet: Any, barriers: range) -> Any:
 
 @pytest.mark.slow
 @in_simulator
+def test_many_heads_with_rope_elements_much_larger_than_latents() -> None:
+    for name in (AIM, "int8-g4+bf16"):
+        simulate_wide(make_mla(name, 4, (70,), rope_scale=1000.0))
+
+
+@pytest.mark.slow
+@in_simulator
 def test_lengths_beyond_the_room() -> None:
     simulate(make_mla(AIM, 16, (64,), overlong=True))
     simulate(make_mla("bf16", 16, (64,), page_size=64, overlong=True), stages=2)
@@ -790,6 +797,7 @@ def test_tiny_large_and_peaked_numbers_for_many_heads(name: str) -> None:
     for scale, q_scale in ((1e-4, 100.0), (1e3, 1e-3), (1.2e4, 1e-4), (1.5, 20.0)):
         case = make_mla(name, 64, (3000,), scale=scale, q_scale=q_scale, device="cuda")
         compare_many_heads(case)
+    compare_many_heads(make_mla(name, 64, (3000,), rope_scale=1000.0, device="cuda"))
 
 
 @pytest.mark.gpu
