@@ -27,7 +27,7 @@ from .ptx import instruction
 if config.ENABLE_CUDASIM:
     from ..simulator import products as simulated
 
-WARPS, ROWS = 4, 64  # of a warpgroup; of A
+ROWS = 64  # of A
 DEPTH = 16  # elements along K of an instruction
 LINE = 128  # bytes of a row of a block
 BLOCK = ROWS * LINE  # bytes of a block

@@ -31,26 +31,22 @@ Source: DeepSeek-V2 (https://arxiv.org/abs/2405.04434); the output cut along its
 that share scores is FlashMLA's (https://github.com/deepseek-ai/FlashMLA) and FlashInfer's way.
 """
 
-import math
 from operator import add
 
 from numba import cuda, float32, int32, uint32, uint64
 
-from ..decode.combine import LN2, NOTHING, make_write
-from ..decode.positions import make_rows_before
-from ..device.fragments import ZEROS, add_rows, over_quad
+from ..decode.combine import make_write
+from ..device.fragments import add_rows, over_quad
 from ..device.jit import device_function
 from ..device.ptx import (
     begin_next_launch,
     commit_copies,
     exp2,
-    load_global_u32,
     load_shared_f32,
     load_shared_f32x4,
     log2,
     maximum,
     shared_address,
-    store_global_f32,
     store_global_f32x4,
     store_shared_f32,
     wait_copies,
@@ -62,12 +58,22 @@ from .scores import make_add_partials, make_own_scores, make_partial_scores
 from .softmax import LOWEST, first_limits, make_mask, make_softmax, meet
 from .spec import SLICES, TILE
 from .values import make_accumulate, make_put_output, sums_of
+from .work import (
+    count,
+    make_find_places,
+    make_find_rows,
+    make_find_tokens,
+    make_write_nothing,
+    seen_by,
+    seen_by_all,
+    write_lse,
+)
 
 
 def make_mla_kernel(spec):
     """Make the kernel, a Python function that numba compiles with `spec.signature()`."""
     TEAMS, STAGES, BLOCKS, COLUMNS = spec.teams, spec.stages, spec.blocks, spec.block_columns
-    DIM, CAUSAL, PLACE, RUNS = spec.latent.head_dim, spec.causal, spec.place, TILE // spec.run
+    CAUSAL, RUNS = spec.causal, TILE // spec.run
     STEP, STAGE, TEAM = TILE * TEAMS, spec.stage_bytes, spec.team_bytes
     EXCHANGE, QUERIES, P = STAGES * STAGE, spec.query_bytes, spec.p_at
     HALVES, SCORES, SUMS = 2 * BLOCKS, 4 * BLOCKS, BLOCKS * sums_of(spec)
@@ -86,6 +92,8 @@ def make_mla_kernel(spec):
     write = make_write(spec.query)
     combine_teams = _make_combine_teams(spec, write)
     write_nothing = make_write_nothing(spec, write)
+    find_tokens, find_rows = make_find_tokens(spec, STEP), make_find_rows(spec)
+    find_places = make_find_places(spec)
 
     # fmt: off
     def mla(q_latent, q_rope, out, lse, part_out, part_lse, rows, seq_lens, index, seq_slots,
@@ -103,31 +111,16 @@ def make_mla_kernel(spec):
         team, own = uint32(warp // uint32(SLICES)), uint32(warp % uint32(SLICES))
         thread = uint32(tid - uint32(32 * SLICES) * team)
         block, b, split = cuda.blockIdx.x, cuda.blockIdx.y, uint32(cuda.blockIdx.z)
-        splits = uint32(cuda.gridDim.z)
 
         # Step 1: the tokens of this block
-        length = load_length(seq_lens, b, capacity)
-        queries = q_len
-        if CAUSAL and q_lens != uint64(0):
-            queries = load_length(q_lens, b, q_len)
-        steps = uint32(uint32(length + int32(STEP - 1)) // uint32(STEP))
-        per_split = uint32(uint32(steps + splits - uint32(1)) // splits)
-        begin = int32(uint32(split * per_split) * uint32(STEP))
-        end = int32(min(int32(begin + int32(per_split * uint32(STEP))), length))
-        end = int32(word_from_lane(uint32(end), uint32(0)))
+        length, queries, begin, end = find_tokens(seq_lens, capacity, q_lens, q_len, b, split)
         first_column = uint32(uint32(block) * uint32(COLUMNS))
         all_columns = uint32(q_len * num_heads)
         columns = min(uint32(COLUMNS), uint32(all_columns - first_column))
-        row = uint64(b) * uint64(all_columns) + uint64(first_column)
-        out += uint64(2 * DIM) * row
-        if lse != uint64(0):
-            lse += uint64(4) * row
-        all_rows = uint64(uint32(cuda.gridDim.y)) * uint64(all_columns)
-        place = row + all_rows * uint64(uint32(uint32(first_part) + split))
-        part_out += uint64(4 * DIM) * place
-        part_lse += uint64(4) * place
+        results = (out, lse, part_out, part_lse)
+        part = uint32(uint32(first_part) + split)
+        places = find_places(results, b, first_column, all_columns, part)
         whole = parts == int32(1)
-        places = (out, lse, part_out, part_lse)
         if begin >= end:
             write_nothing(whole, columns, places)
             return
@@ -137,17 +130,8 @@ def make_mla_kernel(spec):
         ring = uint32(shared + uint32(QUERIES) + uint32(TEAM) * team)
         exchange = uint32(ring + uint32(EXCHANGE))
         page_mask = int32((int32(1) << page_shift) - int32(1))
-        around = (int32(0), sinks, ring_len, capacity)
-        if PLACE == "paged":
-            index += uint64(4) * uint64(b) * uint64(table_stride)
-        elif PLACE == "slots":
-            seq_slot = load_global_u32(seq_slots + uint64(4) * uint64(b))
-            rows += uint64(seq_slot) * stride_outer
-        else:
-            rows += uint64(b) * stride_outer
-        if PLACE == "ring" or (PLACE == "slots" and index != uint64(0)):
-            start = int32(load_global_u32(index + uint64(4) * uint64(b)))
-            around = (start, sinks, ring_len, capacity)
+        steps, of_ring = (stride_outer, table_stride), (sinks, ring_len, capacity)
+        rows, index, around = find_rows(rows, index, seq_slots, b, steps, of_ring)
         first = int32(begin + int32(team) * int32(TILE))
         asked = first
         pages = cuda.local.array(RUNS, uint32)
@@ -183,26 +167,19 @@ def make_mla_kernel(spec):
         seen = cuda.local.array(HALVES, int32)
         upto = end
         if CAUSAL:
-            counts = (queries, length, int32(0), int32(0))
-            if other_lens != uint64(0):
-                other = load_length(other_lens, b, other_capacity)
-                counts = count(length, other, is_second, second_sinks, queries)
-            before = int32(int32(counts[1] + counts[2]) - queries)
+            counted = count(
+                queries, length, b, other_lens, other_capacity, is_second, second_sinks
+            )
         for i in range(HALVES):
             references[i] = float32(LOWEST)
             totals[i] = float32(0)
             seen[i] = end
             if CAUSAL:
                 column = uint32(first_column + uint32(8 * i) + uint32(lane >> uint32(2)))
-                query = int32(column // uint32(num_heads))
-                seen[i] = int32(0)
-                if column < used:
-                    after = int32(int32(before + query) + int32(1))
-                    seen[i] = int32(min(rows_before(after, counts, is_second), end))
+                seen[i] = seen_by(column, (used, num_heads), counted, is_second, end)
         if CAUSAL:
-            upto = int32(min(rows_before(int32(before + int32(1)), counts, is_second), end))
-            if uint32(first_column + uint32(COLUMNS)) > used:
-                upto = int32(0)
+            behind = uint32(first_column + uint32(COLUMNS))
+            upto = seen_by_all(behind, used, counted, is_second, end)
         limits = (float32(ROOM), uint32(0))
         wait_for_next()
         meet(team)
@@ -257,55 +234,6 @@ def make_mla_kernel(spec):
     return mla
 
 
-@device_function
-def load_length(lens, b, most):
-    """A count of a sequence, kept to what there is room for."""
-    length = int32(load_global_u32(lens + uint64(4) * uint64(b)))
-    return int32(max(min(length, most), int32(0)))
-
-
-@device_function
-def count(length, other, is_second, second_sinks, queries):
-    """Queries and rows of both segments, as decode/positions.py counts them."""
-    first = other if is_second else length
-    second = length if is_second else other
-    return queries, first, second, int32(max(int32(second - second_sinks), int32(0)))
-
-
-rows_before_in_first, rows_before_in_second = make_rows_before(True), make_rows_before(False)
-
-
-@device_function
-def rows_before(position, counts, is_second):
-    """Rows of the segment before a position."""
-    if is_second:
-        return rows_before_in_second(position, counts)
-    return rows_before_in_first(position, counts)
-
-
-def make_write_nothing(spec, write):
-    """Make the function that says that there are no tokens: of a part, or of all."""
-    FOURS, THREADS = spec.latent.head_dim // 4, spec.threads
-
-    @device_function
-    def write_nothing(whole, columns, places):
-        out, lse, part_out, part_lse = places
-        item = uint32(cuda.threadIdx.x)
-        if item < columns:
-            if not whole:
-                store_global_f32(part_lse + uint64(4) * uint64(item), float32(NOTHING))
-            elif lse != uint64(0):
-                store_global_f32(lse + uint64(4) * uint64(item), float32(-math.inf))
-        while item < columns * uint32(FOURS):
-            if whole:
-                write(out + uint64(8) * uint64(item), ZEROS)
-            else:
-                store_global_f32x4(part_out + uint64(16) * uint64(item), ZEROS)
-            item = uint32(item + uint32(THREADS))
-
-    return write_nothing
-
-
 def _make_combine_teams(spec, write):
     """Make the function that merges the teams of a block and writes a part, or the output if it
     is all."""
@@ -351,13 +279,7 @@ def _make_combine_teams(spec, write):
             factors[i] = exp2(references[i] - top) / weights if sees else float32(0)
             column = uint32(uint32(8 * i) + uint32(lane >> uint32(2)))
             if warp == uint32(0) and lane & uint32(3) == uint32(0) and column < columns:
-                log_sum = top + log2(weights)
-                if not whole:
-                    log_sum = log_sum if sees else float32(NOTHING)
-                    store_global_f32(part_lse + uint64(4) * uint64(column), log_sum)
-                elif lse != uint64(0):
-                    log_sum = log_sum * float32(LN2) if sees else float32(-math.inf)
-                    store_global_f32(lse + uint64(4) * uint64(column), log_sum)
+                write_lse(whole, column, top + log2(weights), sees, lse, part_lse)
         target = uint32(shared + uint32(OUTPUT) * team)
         put_output(target, sums, header_sums, factors, lane, own)
         cuda.syncthreads()

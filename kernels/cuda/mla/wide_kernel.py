@@ -25,22 +25,31 @@ from ..decode.combine import make_write
 from ..device.ptx import (
     begin_next_launch,
     fence_shared,
-    load_global_u32,
     shared_address,
     word_from_lane,
 )
 from ..device.warpgroup import give_registers, take_registers
-from .kernel import count, load_length, make_write_nothing, rows_before
 from .wide_queries import make_load_queries
 from .wide_rows import make_put_rows
 from .wide_scores import make_score
 from .wide_spec import COLUMNS, TOKENS
 from .wide_values import make_add_values
+from .work import (
+    count,
+    make_find_places,
+    make_find_rows,
+    make_find_tokens,
+    make_write_nothing,
+    seen_by,
+    seen_by_all,
+)
 
 
 def make_wide_kernel(spec):
     """Make the kernel, a Python function that numba compiles with `spec.signature()`."""
-    DIM, CAUSAL, PLACE, OVERLAPPED = spec.latent.head_dim, spec.causal, spec.place, spec.overlapped
+    CAUSAL, OVERLAPPED = spec.causal, spec.overlapped
+    find_tokens, find_rows = make_find_tokens(spec, TOKENS), make_find_rows(spec)
+    find_places = make_find_places(spec)
     load_queries, put_rows = make_load_queries(spec), make_put_rows(spec)
     score, add_values = make_score(spec), make_add_values(spec)
     write_nothing = make_write_nothing(spec, make_write(spec.query))
@@ -61,32 +70,18 @@ def make_wide_kernel(spec):
         # from a lane: ptxas has to see that a warp does not diverge
         group = word_from_lane(uint32(tid >> uint32(7)), uint32(0))
         block, b, split = cuda.blockIdx.x, cuda.blockIdx.y, uint32(cuda.blockIdx.z)
-        splits = uint32(cuda.gridDim.z)
 
         # Step 1: the tokens of this block
-        length = load_length(seq_lens, b, capacity)
-        queries = q_len
-        if CAUSAL and q_lens != uint64(0):
-            queries = load_length(q_lens, b, q_len)
-        steps = uint32(uint32(length + int32(TOKENS - 1)) // uint32(TOKENS))
-        per_split = uint32(uint32(steps + splits - uint32(1)) // splits)
-        begin = int32(uint32(split * per_split) * uint32(TOKENS))
-        end = int32(min(int32(begin + int32(per_split * uint32(TOKENS))), length))
-        end = int32(word_from_lane(uint32(end), uint32(0)))
+        length, queries, begin, end = find_tokens(seq_lens, capacity, q_lens, q_len, b, split)
         first_column = uint32(uint32(block) * uint32(COLUMNS))
         all_columns = uint32(q_len * num_heads)
         columns = min(uint32(COLUMNS), uint32(all_columns - first_column))
-        row = uint64(b) * uint64(all_columns) + uint64(first_column)
-        out += uint64(2 * DIM) * row
-        if lse != uint64(0):
-            lse += uint64(4) * row
-        all_rows = uint64(uint32(cuda.gridDim.y)) * uint64(all_columns)
-        place = row + all_rows * uint64(uint32(uint32(first_part) + split))
-        part_out += uint64(4 * DIM) * place
-        part_lse += uint64(4) * place
+        results = (out, lse, part_out, part_lse)
+        part = uint32(uint32(first_part) + split)
+        places = find_places(results, b, first_column, all_columns, part)
         whole = parts == int32(1)
         if begin >= end:
-            write_nothing(whole, columns, (out, lse, part_out, part_lse))
+            write_nothing(whole, columns, places)
             return
 
         # Step 2: the queries
@@ -103,17 +98,8 @@ def make_wide_kernel(spec):
         # Step 3: the tiles, by each warpgroup its part of the work
         if group == uint32(0):
             keep_for_rows()
-            around = (int32(0), sinks, ring_len, capacity)
-            if PLACE == "paged":
-                index += uint64(4) * uint64(b) * uint64(table_stride)
-            elif PLACE == "slots":
-                seq_slot = load_global_u32(seq_slots + uint64(4) * uint64(b))
-                rows += uint64(seq_slot) * stride_outer
-            else:
-                rows += uint64(b) * stride_outer
-            if PLACE == "ring" or (PLACE == "slots" and index != uint64(0)):
-                start = int32(load_global_u32(index + uint64(4) * uint64(b)))
-                around = (start, sinks, ring_len, capacity)
+            steps, of_ring = (stride_outer, table_stride), (sinks, ring_len, capacity)
+            rows, index, around = find_rows(rows, index, seq_slots, b, steps, of_ring)
             page_mask = int32((int32(1) << page_shift) - int32(1))
             last = int32(end - int32(1))
             source = (rows, last, stride_outer, around, page_mask, index, page_shift)
@@ -124,29 +110,22 @@ def make_wide_kernel(spec):
             seen = cuda.local.array(2, int32)
             upto = end
             if CAUSAL:
-                counts = (queries, length, int32(0), int32(0))
-                if other_lens != uint64(0):
-                    other = load_length(other_lens, b, other_capacity)
-                    counts = count(length, other, is_second, second_sinks, queries)
-                before = int32(int32(counts[1] + counts[2]) - queries)
-                upto = int32(min(rows_before(int32(before + int32(1)), counts, is_second), end))
-                if uint32(first_column + uint32(COLUMNS)) > used:
-                    upto = int32(0)
+                counted = count(
+                    queries, length, b, other_lens, other_capacity, is_second, second_sinks
+                )
+                behind = uint32(first_column + uint32(COLUMNS))
+                upto = seen_by_all(behind, used, counted, is_second, end)
             warp = uint32(uint32(tid >> uint32(5)) & uint32(3))
             for h in range(2):
                 seen[h] = end
                 if CAUSAL:
                     column = uint32(first_column + uint32(16) * warp + uint32(8 * h))
                     column = uint32(column + uint32(lane >> uint32(2)))
-                    query = int32(column // uint32(num_heads))
-                    seen[h] = int32(0)
-                    if column < used:
-                        after = int32(int32(before + query) + int32(1))
-                        seen[h] = int32(min(rows_before(after, counts, is_second), end))
-            score(shared, begin, end, seen, upto, (whole, columns, lse, part_lse))
+                    seen[h] = seen_by(column, (used, num_heads), counted, is_second, end)
+            score(shared, begin, end, seen, upto, (whole, columns, places[1], places[3]))
         else:
             take_for_values()
             half = uint32(group - uint32(2))
-            add_values(shared, begin, end, half, (whole, columns, out, part_out))
+            add_values(shared, begin, end, half, (whole, columns, places[0], places[2]))
 
     return wide

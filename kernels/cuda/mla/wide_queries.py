@@ -9,6 +9,7 @@ from numba import cuda, float32, uint32, uint64
 
 from ..device.fragments import load_sums, store_sums
 from ..device.jit import device_function
+from ..device.parts import make_over_lanes
 from ..device.ptx import (
     high_bf16,
     high_f16,
@@ -17,7 +18,6 @@ from ..device.ptx import (
     low_f16,
     maximum,
     pack_f16,
-    shfl_xor,
     store_shared_f32,
     store_shared_u32x4,
 )
@@ -25,7 +25,14 @@ from ..device.warpgroup import BLOCK, LINE
 from .queries import norm_of
 from .wide_spec import BLOCKS, SHARES
 
+LANES = 8  # of a column
 WORDS = 4 * BLOCKS  # of a thread
+# which of eight elements stand one after another, by an order of WideMlaSpec
+ORDERS = {
+    "as they are": (0, 1, 2, 3, 4, 5, 6, 7),
+    "int4": (0, 4, 1, 5, 2, 6, 3, 7),
+    "bytes": (0, 2, 1, 3, 4, 6, 5, 7),
+}
 
 
 def make_load_queries(spec):
@@ -34,13 +41,13 @@ def make_load_queries(spec):
     low, high = (low_bf16, high_bf16) if spec.query == "bf16" else (low_f16, high_f16)
     AS_IT_IS = spec.codec == "bf16"
     in_order, rope_in_order = map(_make_in_order, spec.orders)
+    over_lanes = make_over_lanes(LANES)
 
     @device_function
     def scaled(four, norm):
-        return (
-            (low(four[0]) * norm, high(four[0]) * norm, low(four[1]) * norm, high(four[1]) * norm),
-            (low(four[2]) * norm, high(four[2]) * norm, low(four[3]) * norm, high(four[3]) * norm),
-        )
+        one = low(four[0]) * norm, high(four[0]) * norm, low(four[1]) * norm, high(four[1]) * norm
+        two = low(four[2]) * norm, high(four[2]) * norm, low(four[3]) * norm, high(four[3]) * norm
+        return one + two
 
     @device_function
     def load_queries(shared, queries):
@@ -66,19 +73,17 @@ def make_load_queries(spec):
             most = float32(0)
             for i in range(WORDS):
                 most = maximum(most, maximum(abs(low(words[i])), abs(high(words[i]))))
-            for i in range(3):
-                most = maximum(most, shfl_xor(most, uint32(1 << i)))
-            norm, back = norm_of(most)
+            norm, back = norm_of(over_lanes(most, maximum))
             factor = score_scale * back
         at = shared + uint32(LINE) * place + uint32(16) * uint32(part ^ (place & uint32(7)))
         for b in range(BLOCKS):
             four = load_sums(words, 4 * b)
             if not AS_IT_IS:
-                one, two = scaled(four, norm)
+                eight = scaled(four, norm)
                 if b == BLOCKS - 1:
-                    four = rope_in_order(one, two)
+                    four = rope_in_order(eight)
                 else:
-                    four = in_order(one, two)
+                    four = in_order(eight)
             store_shared_u32x4(at + uint32(BLOCK * b), four)
         if part == uint32(0):
             store_shared_f32(shared + uint32(SHARES) + uint32(4) * place, factor)
@@ -87,34 +92,16 @@ def make_load_queries(spec):
 
 
 def _make_in_order(order):
-    """Make the function that packs eight elements, two tuples of four, to fp16, in an order of
-    WideMlaSpec."""
+    """Make the function that packs eight elements to fp16, in an order."""
+    A, B, C, D, E, F, G, H = ORDERS[order]
 
     @device_function
-    def as_they_are(one, two):
+    def in_order(x):
         return (
-            pack_f16(one[1], one[0]),
-            pack_f16(one[3], one[2]),
-            pack_f16(two[1], two[0]),
-            pack_f16(two[3], two[2]),
+            pack_f16(x[B], x[A]),
+            pack_f16(x[D], x[C]),
+            pack_f16(x[F], x[E]),
+            pack_f16(x[H], x[G]),
         )
 
-    @device_function
-    def as_int4(one, two):
-        return (
-            pack_f16(two[0], one[0]),
-            pack_f16(two[1], one[1]),
-            pack_f16(two[2], one[2]),
-            pack_f16(two[3], one[3]),
-        )
-
-    @device_function
-    def as_bytes(one, two):
-        return (
-            pack_f16(one[2], one[0]),
-            pack_f16(one[3], one[1]),
-            pack_f16(two[2], two[0]),
-            pack_f16(two[3], two[1]),
-        )
-
-    return {"as they are": as_they_are, "int4": as_int4, "bytes": as_bytes}[order]
+    return in_order

@@ -27,6 +27,7 @@ from ..decode.copies import slot_in_ring
 from ..device.codes import make_unpack
 from ..device.fragments import load_sums, store_sums
 from ..device.jit import device_function
+from ..device.powers import power_of
 from ..device.ptx import (
     arrive,
     barrier,
@@ -72,7 +73,6 @@ from .wide_spec import (
 PASSES, AT_ONCE = 2, 32  # of a tile, and rows of one
 FAR = 2  # tiles ahead that rows are on their way from memory
 LANES = 4  # of a row
-FP8_MOST = 448.0  # of E4M3
 TINIEST, LARGEST = 2.0**-60, 100  # of the largest number of a row; its exponent
 # the exponents that numbers stay below: with codes in the low bits 2**24 * scale is below 2**16
 TOPS = {"int4": -5, "int8": -1}
@@ -274,9 +274,9 @@ def _make_expand_rows(spec, find, row_at):
         def put(words, next_row, j, places):
             at_latent, at_rope, powers = places
             exponent = exponent_of(words, first)
-            power = bits_float(uint32(exponent + int32(127)) << uint32(23))
+            power = power_of(exponent)
             if j == uint32(0):
-                inverse = bits_float(uint32(int32(127) - exponent) << uint32(23))
+                inverse = power_of(int32(-exponent))
                 store_shared_f32x2(powers + uint32(8 * AT_ONCE * p), inverse, float32(exponent))
             put_rope(words, first, uint32(at_rope + uint32(LINE * AT_ONCE * p)), power)
             if REUSED:
@@ -382,8 +382,8 @@ def _make_prefetch_rows(spec, row_at):
 
 
 def _level_of(fmt):
-    """The largest code of a packed format."""
-    return LEVELS.get(fmt.codec, FP8_MOST)
+    """The largest code of a packed format; that of FlashMLA's codes, E4M3, too."""
+    return LEVELS.get(fmt.codec, LEVELS["fp8"])
 
 
 def _make_put_unit(fmt, order):

@@ -11,30 +11,26 @@ of a warp of the values, which then multiplies the output so far by a factor.
 P takes the place of the RoPE elements of its tile, once all warps have read them.
 """
 
-import math
 from operator import add
 
-from numba import cuda, float32, int32, uint32, uint64
+from numba import cuda, float32, int32, uint32
 
-from ..decode.combine import LN2, NOTHING
 from ..decode.values import HEADROOM
 from ..device.fragments import over_quad
 from ..device.jit import device_function
+from ..device.powers import inverse_of
 from ..device.ptx import (
     any_lane,
     arrive,
     barrier,
-    bits_float,
     exp2,
     fence_shared,
-    float_bits,
     load_shared_f32,
     load_shared_f32x4,
     log2,
     maximum,
     pack_bf16,
     pack_f16,
-    store_global_f32,
     store_shared_f32,
     store_shared_u32,
 )
@@ -58,6 +54,7 @@ from .wide_spec import (
     STAGE,
     TOKENS,
 )
+from .work import write_lse
 
 SUMS = COLUMNS * TOKENS // GROUP
 EIGHTS = TOKENS // 8
@@ -129,8 +126,8 @@ def make_score(spec):
                 if n == EIGHTS // 2:
                     cuda.syncwarp()
                 place = notes + uint32(POWERS + 64 * n) + uint32(16) * t
-                one = power_of(load_shared_f32(place))
-                two = power_of(load_shared_f32(place + uint32(8)))
+                one = inverse_of(load_shared_f32(place))
+                two = inverse_of(load_shared_f32(place + uint32(8)))
             for h in range(2):
                 x = exp2(sums[4 * n + 2 * h] - references[h])
                 y = exp2(sums[4 * n + 2 * h + 1] - references[h])
@@ -184,18 +181,7 @@ def make_score(spec):
                 store_shared_f32(mine + uint32(32 * h), share)
                 if here < columns:
                     log_sum = references[h] + log2(weights)
-                    if not whole:
-                        log_sum = log_sum if sees else float32(NOTHING)
-                        store_global_f32(part_lse + uint64(4) * uint64(here), log_sum)
-                    elif lse != uint64(0):
-                        log_sum = log_sum * float32(LN2) if sees else float32(-math.inf)
-                        store_global_f32(lse + uint64(4) * uint64(here), log_sum)
+                    write_lse(whole, here, log_sum, sees, lse, part_lse)
         arrive(uint32(END), uint32(3 * GROUP))
 
     return score
-
-
-@device_function
-def power_of(inverse):
-    """A power of two from its inverse."""
-    return bits_float(uint32(254 << 23) - float_bits(inverse))

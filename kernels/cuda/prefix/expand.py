@@ -144,12 +144,6 @@ def power_below(most):
 
 
 @device_function
-def inverse_of(power):
-    """One over a power of two."""
-    return bits_float(uint32(254 << 23) - float_bits(power))
-
-
-@device_function
 def twice(x):
     """A number as a pair of fp16."""
     return pack_f16(x, x)

@@ -24,6 +24,7 @@ from numba import cuda, float32, int32, uint32, uint64
 
 from ..device.fragments import over_quad
 from ..device.jit import device_function
+from ..device.powers import inverse_of
 from ..device.ptx import (
     add,
     any_lane,
@@ -48,7 +49,6 @@ from ..device.ptx import (
 )
 from ..device.transform import make_widen
 from .expand import (
-    inverse_of,
     make_copy_tile,
     make_expand,
     make_find_pages,
