@@ -105,6 +105,7 @@ class KVCache:
         num_q_heads: of the queries that will come, where that is known, as for a model: the kernels
             that the first append compiles are for them. None: few on a KV head.
         changes: calls that may have changed lengths; those inside of graphs are not counted.
+        is_cold: whether the first append will compile the kernels that are missing (on CUDA).
 
     Raises:
         ConfigError: a size, a format or a device that does not exist, or takes too much memory.
@@ -183,7 +184,7 @@ class KVCache:
         self.bad_rows, self.overflow_tokens = self._counters[self.device]
         self.num_q_heads: int | None = None
         self.changes = 0
-        self._is_cold = any(one.type == "cuda" for one in self.devices)  # nothing was appended yet
+        self.is_cold = any(one.type == "cuda" for one in self.devices)
 
     @classmethod
     def from_plan(
@@ -854,10 +855,10 @@ class KVCache:
         if torch.compiler.is_compiling():
             return
         self.changes += 1
-        if self._is_cold:
+        if self.is_cold:
             from .warmup import warm_up_first
 
-            self._is_cold = False
+            self.is_cold = False
             warm_up_first(self, k)
 
     def _check_index(self, index: Counts) -> torch.Tensor:

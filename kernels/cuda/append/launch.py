@@ -493,7 +493,7 @@ def _prepare_with_feedback(sides: Sequence[OneSide], tensors: Tensors) -> Launch
         _, x, rows, _, fmt, _, exact_rows, exact_format, _, _ = side
         is_copied = names.index(f"{prefix}.x") in copied
         found = _constants(side.name, fmt, exact_format, x, rows, exact_rows, is_copied)
-        found["num_tokens"] = num_tokens
+        found |= {"num_tokens": num_tokens, "rotates": int(side.transform.rotate)}
         constants |= {f"{prefix}.{key}": value for key, value in found.items()}
     grid = -(-num_tokens // spec.block_rows), num_heads, len(sides)
     return Launch(spec, x.get_device(), grid, constants, copied)
@@ -502,7 +502,8 @@ def _prepare_with_feedback(sides: Sequence[OneSide], tensors: Tensors) -> Launch
 def _feedback_side(side: OneSide, share: int) -> FeedbackSide:
     cos, _, interleaved = side.rope or NO_ROPE
     return FeedbackSide(
-        _side_of(side.fmt, side.transform),
+        side.fmt,
+        side.transform.clip is not None,
         SOURCES[side.x.dtype],
         "" if side.exact_rows is None else side.exact_format,
         0 if cos is None else 2 * cos.shape[-1],
