@@ -394,7 +394,6 @@ def _prepare(
         return None
     gpu = gpu_of(k.get_device())
     copied = _unaligned(all_names, tensors)
-    overlaps = overlaps and not copied and gpu.capability >= OVERLAPS
     spec: AppendSpec = (StepSpec if groups else AppendSpec)(
         _side_of(formats[0], transforms[0]),
         _side_of(formats[1], transforms[1]),
@@ -405,7 +404,7 @@ def _prepare(
     )
     if spec.k.fmt.codec in FP8_CODECS or spec.v.fmt.codec in FP8_CODECS:
         spec = replace(spec, converts_fp8=gpu.converts_fp8)
-    if overlaps:
+    if gpu.capability >= OVERLAPS:
         spec = replace(spec, overlaps=True)
     num_tokens, num_heads, _ = k.shape
     constants = {"num_tokens": num_tokens, "num_heads": num_heads}
@@ -423,7 +422,8 @@ def _prepare(
         constants |= {f"{side}.{key}": value for key, value in found.items()}
         if side == "k":  # slots are those of K and of V
             constants |= found
-    return Launch(spec, k.get_device(), grid, constants, copied)
+    overlaps = overlaps and not copied
+    return Launch(spec, k.get_device(), grid, constants, copied, overlaps=overlaps)
 
 
 def _with_step(
