@@ -132,6 +132,44 @@ def test_a_row_with_nan_makes_all_results_nan() -> None:
         assert out[3].isnan().all() and not out[[0, 1, 2, 4]].isnan().any()
 
 
+@pytest.mark.parametrize("q_len", [None, 2])
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_a_prefix_is_seen_by_the_sequences_that_share_it(backend: str, q_len: int | None) -> None:
+    """As if it stood before their own rows; padding sees nothing."""
+    fmt = LatentFormat.parse("int8-g4+int8-g8", 256, 32)
+    case = make_case(fmt, 4, q_len)
+    shares = torch.tensor([0, 1, 1, 0, 1], dtype=torch.int32)
+    q_lens = None if q_len is None else torch.tensor([0, 1, 2, 2, 0], dtype=torch.int32)
+    first = quantize_rows(torch.randn(1, 40, fmt.head_dim), fmt)
+    first[0, 33:] = 0xFF  # NaN
+    whole = torch.full((5, 733, fmt.row_bytes), 0xFF, dtype=torch.uint8)
+    for b, length in enumerate(LENGTHS):
+        own = [first[0, :33]] * int(shares[b]) + [case.rows[b, :length]]
+        whole[b, : length + 33 * int(shares[b])] = torch.cat(own)
+    lens = case.seq_lens + 33 * shares
+    wanted = expected(case._replace(rows=whole, seq_lens=lens), fmt, q_lens)
+    if q_lens is not None:
+        case.q_latent[torch.arange(2) >= q_lens[:, None]] = math.nan
+    prefix_lens = torch.tensor([33], dtype=torch.int32)
+    prefix = mla.LatentPrefix(mla.latent_segment(first[:, None], prefix_lens, fmt), shares)
+    segments = [mla.latent_segment(case.rows[:, None], case.seq_lens, fmt)]
+    call: Any = {"prefix": prefix, "q_lens": q_lens, "sm_scale": SCALE, "return_lse": True}
+    call["backend"] = backend
+    queries = case.q_latent, case.q_rope
+    out, lse = mla.attend_latents(*queries, segments, **call)
+    assert_near(out, lse, wanted, 1e-5)
+    for changed, error, message in (
+        (prefix._replace(shares=shares[:4]), ShapeError, r"shares is \[4\]: it must be \[5\]"),
+        (prefix._replace(shares=shares.long()), ConfigError, "shares is torch.int64: use int32"),
+        (prefix._replace(rows=segments[0]), ShapeError, "the batch must be the same"),
+    ):
+        with pytest.raises(error, match=message):
+            mla.attend_latents(*queries, segments, **{**call, "prefix": changed})
+    prefix_lens[0] = 41
+    with pytest.raises(ShapeError, match="seq_lens of sequence 0 is 41"):
+        mla.attend_latents(*queries, segments, **call)
+
+
 def test_torch_compile_takes_the_call_as_one_op() -> None:
     fmt = LatentFormat.parse("int8-g4+int8-g8", 256, 32)
     case = make_case(fmt, 4, 3)
@@ -146,7 +184,7 @@ def test_torch_compile_takes_the_call_as_one_op() -> None:
     args = [[case.rows[:, None]], [case.seq_lens], [str(fmt)], [None], [None], [0], [None], lens]
     torch.library.opcheck(
         torch.ops.kvquant.attend_latents.default,
-        (case.q_latent, case.q_rope, *args, SCALE, True, None, None),
+        (case.q_latent, case.q_rope, *args, None, SCALE, True, None, None),
         test_utils=("test_schema", "test_faketensor"),
     )
 

@@ -63,7 +63,12 @@ COMBINE: Table = (
     ("lse", "P"),
     ("part_out", "P"),
     ("part_lse", "P"),
+    ("shares", "P"),  # int32 [batch]: whether a sequence shares the prefix; 0: there is none
+    ("q_lens", "P"),
     ("parts", "I"),
+    ("prefix_parts", "I"),  # the first ones, which are of the prefix
+    ("num_heads", "I"),
+    ("q_len", "I"),
 )
 
 
@@ -210,12 +215,14 @@ class MlaCombineSpec(Spec):
         latent_dim: elements of a column's output.
         query: "bf16" or "fp16", the codec of out.
         ahead: parts whose loads are on their way together.
+        shared: whether the first parts are of a prefix, which some sequences share.
         overlaps: as of Spec.
     """
 
     latent_dim: int
     query: str = "bf16"
     ahead: int = 2
+    shared: bool = False
     overlaps: bool = False
 
     arguments = COMBINE

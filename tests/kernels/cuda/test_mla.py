@@ -7,7 +7,7 @@ import math
 import os
 import struct
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -23,7 +23,7 @@ from kvquant import LatentFormat, LatentKVCache, LatentPagedBatch, LatentPagedKV
 from kvquant.cache import layer
 from kvquant.errors import ConfigError, UnsupportedError
 from kvquant.kernels.cuda.mla import launch as launching
-from kvquant.kernels.cuda.mla.spec import MlaSpec, shapes_of
+from kvquant.kernels.cuda.mla.spec import MlaCombineSpec, MlaSpec, shapes_of
 from kvquant.kernels.cuda.mla.wide_spec import WideMlaSpec
 from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.kernels.cuda.runtime.compile import Cubin, Report, compile_spec
@@ -68,6 +68,12 @@ class Launcher:
 
 WIDE = 1e-3, 5e-3  # tolerances of lse where K becomes fp16: 2**-12 of a score, for each element
 SIMULATED_GPU = runtime.GPU("one SM", (8, 6), 1, 0, 0)
+# lets the launcher take the kernel for many heads whatever the call
+OF_MANY: dict[str, Any] = {
+    "NARROW": dict.fromkeys(launching.NARROW, 0),
+    "LEAST": 0,
+    "WARPGROUPS": SIMULATED_GPU.capability,
+}
 memory: list[torch.Tensor] = []  # of a call
 backwards = False
 
@@ -93,9 +99,7 @@ def simulate(
 
 def simulate_wide(case: MlaCase, splits: int = 1, **options: Any) -> None:
     """The same by the kernel for many heads, whatever the number of columns."""
-    narrow = dict.fromkeys(launching.NARROW, 0)
-    here: dict[str, Any] = {"NARROW": narrow, "LEAST": 0, "WARPGROUPS": SIMULATED_GPU.capability}
-    with mock.patch.multiple(launching, **here):
+    with mock.patch.multiple(launching, **OF_MANY):
         simulate(case, splits, tolerances=WIDE, **options)
 
 
@@ -289,6 +293,62 @@ def test_a_paged_cache_steps_as_on_the_cpu() -> None:
             assert torch.equal(one, other)
 
 
+@pytest.mark.slow
+@in_simulator
+def test_a_shared_prefix_is_attended_to_as_on_the_cpu() -> None:
+    """Beside sequences that do not share it, places that are not in use and padding, all NaN; its
+    columns are read by the kernels for few heads and for many."""
+    cases: tuple[tuple[str, tuple[int, int], int, int, dict[str, Any]], ...] = (
+        ("int8-g4", (256, 32), 3, 0, {}),
+        (AIM, (512, 64), 6, 0, OF_MANY),
+        ("int8-g4", (256, 32), 3, 2, {}),
+    )
+    for fmt, dims, heads, recent_len, how in cases:
+        options: dict[str, Any] = {"fmt": fmt, "latent_dim": dims[0], "rope_dim": dims[1]}
+        options |= {"sink_len": 1, "recent_len": recent_len, "page_size": 16, "max_seq_len": 96}
+        cache = LatentPagedKVCache(1, 20, max_num_seqs=3, **options)
+        for stack in stacks_of(cache):
+            stack.fill_(0xFF)  # NaN
+        plain = LatentPagedBatch(cache, 4, 40, shared_prefix=False)
+        batch = LatentPagedBatch(cache, 4, 40, shared_prefix=True)
+        for name, count in (("z", 5), ("a", 40)):
+            cache.allocate(name)
+            with plain.extend([name], count):
+                plain.append(0, *(torch.randn(count, 1, dim).bfloat16() for dim in dims))
+        cache.fork("a", "b")
+        for counts in ((1, 1, 1), (2, 1, 3)):
+            q_len = max(counts)
+            axes = (heads,) if q_len == 1 else (q_len, heads)
+            q = [torch.randn(4, *axes, dim).bfloat16() for dim in dims]
+            new = [torch.randn(sum(counts), 1, dim).bfloat16() for dim in dims]
+            for x in q:
+                x[3] = torch.nan
+                for place, count in enumerate(counts if q_len > 1 else ()):
+                    x[place, count:] = torch.nan
+            call: dict[str, Any] = {"sm_scale": 0.07, "return_lse": True}
+            with batch.extend(["b", "z", "a"], counts):
+                batch.append(0, *new)
+                assert int(batch._staged.tensors["prefix_lens"]) == 32
+                whole = batch._segments_of(0, 4).whole
+                lens = batch.new_lens if q_len > 1 else None
+                exact: Any = [x.float() for x in q]
+                wanted: Any = mla_ops.attend_latents(
+                    exact[0], exact[1], whole, q_lens=lens, **call, backend="reference"
+                )
+                memory[:] = [*stacks_of(cache), *batch._staged.tensors.values(), *q]
+                with (
+                    mock.patch.multiple(launching, **how) if how else nullcontext(),
+                    simulated(stages=2),
+                    as_on_cuda(),
+                ):
+                    found = batch.attend(0, q[0], q[1], **call, num_splits=2)
+            out, lse = (x.double() for x in wanted)
+            assert float((found[0].double() - out).norm() / out.norm()) < LIMITS[torch.bfloat16]
+            rtol, atol = WIDE if how else (1e-4, 1e-3)
+            torch.testing.assert_close(found[1].double(), lse, rtol=rtol, atol=atol)
+            assert not found[0][lse == -math.inf].any()
+
+
 def stacks_of(cache: LatentPagedKVCache) -> list[torch.Tensor]:
     """All rows of a cache."""
     return [stack for side in (*cache.rows.pages, *cache.rows.exact) for stack in side.stacks]
@@ -450,6 +510,16 @@ def test_machine_code_spills_nothing(text: str, arch: str) -> None:
     assert cubin.report.registers * spec.threads <= 65536
 
 
+@pytest.mark.slow
+@needs_numba_cuda
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_kernel_that_combines_spills_nothing(shared: bool, arch: str) -> None:
+    cubin = compile_spec(MlaCombineSpec(512, "bf16", 16, shared, arch == "sm_90"), arch)
+    print(f"shared {shared} {arch} {cubin.report}")
+    assert cubin.report.stack_bytes == 0
+
+
 WIDE_SOME = f"{AIM}; bf16 slots causal; int8-g4 paged causal"
 WIDE_ALL = "; ".join(
     f"{name}{words}"
@@ -601,6 +671,46 @@ def test_segments_are_launched_apart_and_combined_at_once(cuda: FakeDriver) -> N
     assert packed["part_out"] == exact["part_out"] == combine["part_out"] != 0
     assert combine["out"] == out.data_ptr()
     assert [spec.place for spec in loaded_specs()[:2]] == ["linear", "ring"]
+
+
+def test_a_shared_prefix_is_a_launch_whose_columns_are_all_queries(cuda: FakeDriver) -> None:
+    """Its parts come first; the others' are as without it."""
+    case = make_mla(
+        AIM, 16, (900, 30, 5), exact="bf16", sinks=4, recent=(60, 9, 1), q_lens=(2, 1, 1)
+    )
+    shares = torch.tensor([1, 0, 1], dtype=torch.int32)
+    (prefix, *_) = make_mla(AIM, 1, (3000,), page_size=64).segments
+    attend(case, prefix=prefix, shares=shares, num_splits=2)
+    first, packed, exact, combine = cuda.launched
+    assert [note.grid for note in (first, packed, exact)] == [(2, 1, 2), (1, 3, 2), (1, 3, 2)]
+    assert combine.grid == (96, 1, 1) and combine.overlaps
+    specs = {type(spec): spec for spec in loaded_specs()}
+    kinds = WideMlaSpec, MlaSpec, MlaSpec, MlaCombineSpec
+    given = [
+        arguments_of(specs[kind], note.arguments)
+        for kind, note in zip(kinds, cuda.launched, strict=True)
+    ]
+    combined = given.pop()
+    assert specs[MlaCombineSpec].shared
+    assert [one["first_part"] for one in given] == [0, 2, 4]
+    assert {one["parts"] for one in (*given, combined)} == {6}
+    assert [one["q_len"] for one in given] == [6, 2, 2]
+    assert [one["other_lens"] != 0 for one in given] == [False, True, True]
+    assert [one["is_second"] for one in given] == [0, 0, 1]
+    assert given[0]["rows"] == prefix.k_rows.data_ptr()
+    assert given[0]["seq_lens"] == prefix.seq_lens.data_ptr()
+    assert given[0]["latent_stride_query"] == 16 * 512 * 2
+    assert (combined["prefix_parts"], combined["num_heads"], combined["q_len"]) == (2, 16, 2)
+    assert combined["shares"] == shares.data_ptr() and case.q_lens is not None
+    assert combined["q_lens"] == case.q_lens.data_ptr()
+    apart = torch.zeros(3, 4, 16, 512, dtype=torch.bfloat16)[:, :2]  # not as one sequence's
+    attend(replace(case, q_latent=apart), prefix=prefix, shares=shares, num_splits=2)
+    copied = arguments_of(specs[WideMlaSpec], cuda.launched[4].arguments)
+    assert copied["q_latent"] != apart.data_ptr()
+    done = len(cuda.launched)
+    table = torch.zeros(1, 0, dtype=torch.int32)
+    attend(case, prefix=prefix._replace(block_table=table), shares=shares, num_splits=2)
+    assert len(cuda.launched) - done == 3, "a prefix without room is none"
 
 
 def test_sequence_slots_lead_to_a_kernel_that_reads_by_them(cuda: FakeDriver) -> None:
