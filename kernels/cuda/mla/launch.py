@@ -3,7 +3,7 @@
 unit      the columns of a block, of a sequence; cut into splits where the GPU has room for more
 plan      teams and stages: the most that shared memory and the kernel's registers allow, of
           spec.SHAPES; splits: see splits_of. More columns than NARROW take the kernel for many
-          heads where there is one (Hopper), unless contexts are short
+          heads where there is one (Hopper), unless contexts are short: see wide_splits_of
 parts     the splits of all segments, whose results lie side by side; a single one is the result
 prefix    that sequences share: one more segment, of one sequence, whose columns are those of all
           the others' units. Its parts come first; sequences that do not share it leave them out
@@ -37,10 +37,21 @@ LEAST_PAGE = 16
 RESERVED = 1 << 10  # bytes of shared memory that a block takes besides
 FEWEST = 2  # steps of a block that are worth a split (an estimate: nothing has been measured)
 WARPGROUPS = (9, 0)  # the one compute capability with wgmma
-# columns up to which the kernel for few heads is taken, by what both took for 32 and 64 of them (no
-# others were measured). The other one takes the same time for 1 to 64, and less for 16-bit rows
-NARROW = {"bf16": 0, "fp16": 0, "int4": 16, "int8": 32, "fp8": 32, FP8_DS_MLA: 32}
-LEAST = 1024  # tokens of a block that pay for what the kernel for many heads does once a block
+# When the kernel for many heads is taken. By the table in kernels/README.md (H200) a tile of 64
+# tokens takes a block of it 2.3 us, and what it does once (queries, first rows, output) as long as
+# some 5 of them. LEAST and FILLED follow from that by calculation and are to be measured:
+# tests/benchmarks/bench_mla.py times both kernels, and several values of LEAST.
+NARROW = {  # columns up to which the other one is taken, by what both took for 32 and 64 of them:
+    "bf16": 0,  # this one takes the same time for 1 to 64, and less for 16-bit rows
+    "fp16": 0,
+    "int4": 16,
+    "int8": 32,
+    "fp8": 32,
+    FP8_DS_MLA: 32,
+}
+LEAST = 512  # tokens of a block: with fewer, what is done once is more than a third of its time
+FILLED = 0.75  # of the blocks that the GPU has room for are there, at least: it takes 0.4 to 0.8 of
+# the time of the other one, whose blocks may be shorter
 
 
 def attend(
@@ -267,8 +278,8 @@ def _fitted(
     if is_many and gpu.capability == WARPGROUPS and is_wide(spec):
         blocks = -(-columns // COLUMNS)
         splits = num_splits or splits_of(batch * blocks, segment.capacity, gpu.sm_count, TOKENS)
-        splits = max(min(splits, most), 1)
-        if segment.capacity >= LEAST * splits:
+        splits = wide_splits_of(max(min(splits, most), 1), segment.capacity)
+        if splits:
             wide = WideMlaSpec.of(spec)
             _registers_of(wide, device)  # a rehearsal notes it
             return wide, (blocks, batch, splits)
@@ -365,3 +376,15 @@ def splits_of(units: int, capacity: int, room: int, step: int) -> int:
     """
     steps = -(-capacity // step)
     return max(min(room // units, -(-steps // FEWEST)), 1)
+
+
+def wide_splits_of(splits: int, capacity: int) -> int:
+    """Splits of the kernel for many heads: not so many that its blocks would be too short; 0 where
+    these are too few, so that the other kernel is better.
+
+    Args:
+        splits: that the GPU has room for.
+        capacity: the most tokens of a sequence.
+    """
+    found = min(splits, capacity // LEAST)
+    return found if found >= FILLED * splits else 0

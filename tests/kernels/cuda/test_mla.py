@@ -71,7 +71,7 @@ SIMULATED_GPU = runtime.GPU("one SM", (8, 6), 1, 0, 0)
 # lets the launcher take the kernel for many heads whatever the call
 OF_MANY: dict[str, Any] = {
     "NARROW": dict.fromkeys(launching.NARROW, 0),
-    "LEAST": 0,
+    "LEAST": 1,
     "WARPGROUPS": SIMULATED_GPU.capability,
 }
 memory: list[torch.Tensor] = []  # of a call
@@ -742,7 +742,7 @@ def loaded_specs_by_call(cuda: FakeDriver) -> list[dict[str, Any]]:
         ("bf16", 1, 4000, (512, 64), (9, 0), True),
         ("fp8", 33, 4000, (512, 64), (9, 0), True),
         ("fp8", 32, 4000, (512, 64), (9, 0), False),
-        (AIM, 128, 900, (512, 64), (9, 0), False),
+        (AIM, 128, 500, (512, 64), (9, 0), False),
         (AIM, 128, 4000, (512, 64), (10, 0), False),
         (AIM, 128, 4000, (512, 64), (8, 0), False),
         ("int4-g4+fp16", 128, 4000, (256, 32), (9, 0), False),
@@ -825,6 +825,37 @@ def test_splits_fill_the_gpu_but_not_more_than_pays() -> None:
     assert launching.splits_of(1, 64, 132, 32) == 1
 
 
+def test_many_heads_of_few_sequences_take_fewer_splits_in_place_of_the_other_kernel(
+    cuda: FakeDriver,
+) -> None:
+    """On 132 SMs; of single sequences, too, and up to where too few blocks would be left."""
+    for (batch, tokens, heads), grid in {
+        (1, 131072, 64): (1, 1, 132),
+        (1, 131072, 128): (2, 1, 66),
+        (1, 32768, 128): (2, 1, 64),
+        (2, 32768, 128): (2, 2, 33),
+        (4, 32768, 64): (1, 4, 33),
+        (8, 8192, 64): (1, 8, 16),
+        (1, 40000, 64): None,
+        (4, 500, 64): None,
+    }.items():
+        case = make_mla(AIM, heads, (1,) * batch, page_size=64)
+        (segment,) = case.segments
+        table = torch.zeros(batch, tokens // 64, dtype=torch.int32)
+        attend(replace(case, segments=[segment._replace(block_table=table)]))
+        cuda.launched.pop()  # that combines
+        note = cuda.launched.pop()
+        assert (note.block == (512, 1, 1)) == (grid is not None), (batch, tokens, heads)
+        assert grid is None or note.grid == grid
+
+
+def test_splits_of_many_heads_are_long_enough() -> None:
+    assert launching.wide_splits_of(132, 131072) == 132
+    assert launching.wide_splits_of(66, 32768) == 64
+    assert launching.wide_splits_of(132, 32768) == 0, "too few blocks"
+    assert launching.wide_splits_of(1, 512) == 1 and launching.wide_splits_of(1, 511) == 0
+
+
 def test_every_format_fits_every_gpu() -> None:
     for arch, gpu in GPUS.items():
         for name in FORMATS:
@@ -859,7 +890,7 @@ needs_warpgroups = pytest.mark.skipif(
 
 def compare_many_heads(case: MlaCase, **options: Any) -> None:
     """Compare the kernel for many heads with float64, however short contexts are."""
-    with mock.patch.object(launching, "LEAST", 0):
+    with mock.patch.object(launching, "LEAST", 1):
         out, lse = attend(case, **options)
     compare(case, out, lse, *WIDE)
 
