@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from fake_cuda import FakeDriver, arguments_of, install, loaded_specs
+from mla_cases import raw_rows
 
 from kvquant import LatentFormat, debug, dequantize_rows, mla_decode_attention, quantize_rows
 from kvquant.errors import ConfigError, DeviceError, ShapeError, UnsupportedError
@@ -92,6 +93,19 @@ def test_the_kernel_attends_as_the_formula_says(
         assert lse.dtype == torch.float32
         assert_near(out, lse, wanted, BOUNDS[dtype])
         assert not out[0].any() and bool((lse[0] == -math.inf).all())
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e8])
+def test_rows_of_flash_mla_may_have_scales_of_any_size(scale: float) -> None:
+    fmt = LatentFormat.parse("fp8")
+    case = make_case(fmt, 4)
+    x = torch.randn(5, 700, 576)
+    x[..., :512] *= scale
+    for b, length in enumerate(LENGTHS):
+        case.rows[b, :length] = raw_rows(x[b, :length])
+    case = case._replace(q_latent=case.q_latent / scale)
+    out, lse = mla_decode_attention(*case, fmt=fmt, sm_scale=SCALE, return_lse=True)
+    assert_near(out, lse, expected(case, fmt), 1e-5)
 
 
 def test_queries_see_up_to_their_own_token_in_pages_too() -> None:

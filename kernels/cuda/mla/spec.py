@@ -147,6 +147,12 @@ class MlaSpec(Spec):
         return not (self.latent.is_exact or self.behind)
 
     @property
+    def has_limits(self) -> bool:
+        """Whether P heeds the largest scale: in fp16 P times scale must not overflow. FlashMLA's
+        float32 scales are brought to fp16's range instead (values.py)."""
+        return self.has_shifts
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of a row."""
         return self.latent.row_bytes + self.rope.row_bytes

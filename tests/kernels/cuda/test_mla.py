@@ -171,6 +171,28 @@ def test_rows_of_flash_mla() -> None:
     simulate(make_mla("fp8", 5, (40, 3), page_size=64, q_lens=(2, 1), scale=30.0), 2)
 
 
+# sizes of FlashMLA's rows that others write, and what queries are then; latents that grow by much
+RAW: tuple[dict[str, Any], ...] = (
+    {"scale": 1.0},
+    {"scale": 1e-4, "q_scale": 100.0},
+    {"scale": 1e8, "q_scale": 1e-8},
+    {"scale": 1e-15, "rope_scale": 1e-3},
+    {"scale": 1e-3, "growth": 1e6, "q_scale": 1e-3},
+    {"scale": 1e3, "growth": 1e-5, "q_scale": 1e-3},
+)
+
+
+@pytest.mark.slow
+@in_simulator
+def test_rows_of_flash_mla_with_scales_of_any_size() -> None:
+    for options in RAW:
+        simulate(make_mla("fp8", 3, (100,), raw_scales=True, **options))
+    simulate(make_mla("fp8", 3, (100,), raw_scales=True, scale=1e-30))
+    simulate(make_mla("fp8", 20, (100,), raw_scales=True, **RAW[4]), blocks=2, teams=2)
+    for options in RAW:
+        simulate_wide(make_mla("fp8", 3, (100,), raw_scales=True, **options))
+
+
 @pytest.mark.slow
 @in_simulator
 def test_rows_of_4_bits() -> None:
@@ -939,6 +961,22 @@ def test_tiny_large_and_peaked_numbers_for_many_heads(name: str) -> None:
         case = make_mla(name, 64, (3000,), scale=scale, q_scale=q_scale, device="cuda")
         compare_many_heads(case)
     compare_many_heads(make_mla(name, 64, (3000,), rope_scale=1000.0, device="cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", RAW, ids=str)
+def test_rows_of_flash_mla_with_scales_of_any_size_on_a_gpu(options: dict[str, Any]) -> None:
+    for heads in (16, 64):
+        for lens in ((3000, 700), (100,)):
+            case = make_mla("fp8", heads, lens, raw_scales=True, device="cuda", **options)
+            with mock.patch.object(launching, "NARROW", dict.fromkeys(launching.NARROW, 1 << 30)):
+                compare_on_gpu(case)
+            if torch.cuda.get_device_capability() == launching.WARPGROUPS:
+                runtime._launches.clear()
+                with mock.patch.multiple(launching, NARROW=OF_MANY["NARROW"], LEAST=1):
+                    out, lse = attend(case)
+                compare(case, out, lse, *WIDE)
+            runtime._launches.clear()
 
 
 @pytest.mark.gpu
