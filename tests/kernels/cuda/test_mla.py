@@ -16,7 +16,14 @@ import pytest
 import torch
 from fake_cuda import CPU, FakeDriver, arguments_of, install, loaded_specs
 from in_simulator import SIMULATED, in_simulator, typed
-from machine_code import WARPGROUP_ORDER, WARPGROUP_PRODUCT, count_instructions
+from machine_code import (
+    SHARE_OF_REGISTERS,
+    SPILLS,
+    WARPGROUP_ORDER,
+    WARPGROUP_PRODUCT,
+    count_instructions,
+    parts_of,
+)
 from mla_cases import LIMITS, MlaCase, make_mla
 
 from kvquant import LatentFormat, LatentKVCache, LatentPagedBatch, LatentPagedKVCache, debug
@@ -41,7 +48,9 @@ needs_numba_cuda = pytest.mark.skipif(
     importlib.util.find_spec("numba_cuda") is None, reason="needs the cuda extra: numba-cuda"
 )
 AIM = "int4-g8+fp8-g4"  # rows of 368 bytes
-FORMATS = f"{AIM} int4-g4+bf16 int8-g4+bf16 int8-g8+int8-g4 fp8-g4+fp16 bf16 fp16".split()
+FORMATS = (
+    f"{AIM} int4-g8+int8-g4 int4-g4+bf16 int8-g4+bf16 int8-g8+int8-g4 fp8-g4+fp16 fp8 bf16 fp16"
+).split()
 
 
 # In the simulator
@@ -506,15 +515,17 @@ def fitted(text: str, arch: str) -> MlaSpec:
 
 SOME = (
     (AIM, "sm_80"),
+    ("fp8", "sm_89"),
     (f"{AIM} paged causal wide", "sm_90"),
     ("bf16 slots causal", "sm_90"),
     ("bf16 ring causal", "sm_100"),
 )
+PLACES = [(place, columns) for place in ("paged", "ring", "slots") for columns in ("", " wide")]
 ALL = [
     (f"{name}{words}", arch)
     for arch in ("sm_80", "sm_89", "sm_90", "sm_100")
     for name in FORMATS
-    for words in ("", " paged", " paged causal wide", " ring causal", " ring causal wide")
+    for words in ("", *(f" {place} causal{columns}" for place, columns in PLACES), " paged")
 ]
 
 
@@ -543,11 +554,13 @@ def test_the_kernel_that_combines_spills_nothing(shared: bool, arch: str) -> Non
 
 
 WIDE_SOME = f"{AIM}; bf16 slots causal; int8-g4 paged causal"
+PACKED = f"{AIM} int4-g8+int8-g4 int4-g8 int4-g4 int8-g4 int8-g8+int8-g4 int8-g4+fp8-g4 fp8-g4+fp16"
 WIDE_ALL = "; ".join(
     f"{name}{words}"
-    for name in ("bf16", "fp16", AIM, "int4-g4", "int8-g4", "int8-g8+int8-g4", "fp8-g4+fp16", "fp8")
+    for name in ("bf16", "fp16", *PACKED.split(), "fp8")
     for words in ("", " paged", " paged causal", " ring causal", " slots causal")
 )
+MOST_SPILLED = 40  # bytes of a lane of the rows: those of int4-g8 with RoPE elements in bf16
 
 
 @pytest.mark.slow
@@ -557,16 +570,25 @@ WIDE_ALL = "; ".join(
 )
 def test_products_of_many_heads_are_two_chains(text: str) -> None:
     """Between their begin and their end ptxas waits for nothing: it would, if it lacked registers.
-    Of rows that are expanded up to four registers a lane are kept in memory."""
+    It keeps some in memory of the warpgroup that expands rows, and of no other."""
     name, *words = text.split()
     place = next((word for word in words if word in ("paged", "ring", "slots")), "linear")
     spec = WideMlaSpec(*LatentFormat.parse(name).parts, place=place, causal="causal" in words)
     cubin = compile_spec(spec, "sm_90")
     print(f"{text:34} {cubin.report}")
-    assert cubin.report.stack_bytes <= 16
+    assert cubin.report.stack_bytes <= (0 if spec.latent.is_exact else MOST_SPILLED)
     assert cubin.report.registers * spec.threads == 65536
     assert count_instructions(cubin.code, WARPGROUP_PRODUCT) == 9 * 4 + 4 * 2
     assert count_instructions(cubin.code, WARPGROUP_ORDER) == 4
+    begun, *of_groups = parts_of(cubin.code, SHARE_OF_REGISTERS)
+    assert len(of_groups) == 3 and not spilled(begun)
+    assert sum(bool(spilled(one)) for one in of_groups) <= 1
+    assert not any(spilled(one) for one in of_groups if WARPGROUP_PRODUCT in one)
+
+
+def spilled(numbers: Sequence[int]) -> int:
+    """How many of some instructions keep a register in memory, or bring it back."""
+    return sum(numbers.count(one) for one in SPILLS)
 
 
 # Launches
@@ -890,7 +912,7 @@ def test_every_format_fits_every_gpu() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("name", [*FORMATS, "fp8"])
+@pytest.mark.parametrize("name", FORMATS)
 def test_formats(name: str, dtype: torch.dtype) -> None:
     if dtype == torch.float16 and ("bf16" in name or name == "fp8"):
         pytest.skip("refused")
@@ -920,7 +942,7 @@ def compare_many_heads(case: MlaCase, **options: Any) -> None:
 @pytest.mark.gpu
 @needs_warpgroups
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("name", [*FORMATS, "fp8"])
+@pytest.mark.parametrize("name", FORMATS)
 def test_formats_for_many_heads(name: str, dtype: torch.dtype) -> None:
     if dtype == torch.float16 and ("bf16" in name or name == "fp8"):
         pytest.skip("refused")
