@@ -52,6 +52,9 @@ FORMATS = (
     f"{AIM} int4-g8+int8-g4 int4-g4+bf16 int8-g4+bf16 int8-g8+int8-g4 fp8-g4+fp16 fp8 bf16 fp16"
 ).split()
 
+SIZES = (512, 32), (256, 64), (256, 32)  # other ones, latents and RoPE elements
+OF_SIZES = "int4-g4+bf16", "int4-g8+fp16", "int8-g4+bf16", "bf16"
+
 
 # In the simulator
 
@@ -208,6 +211,16 @@ def test_rows_of_4_bits() -> None:
     simulate(make_mla("int4-g4+bf16", 16, (40,)))
     simulate(make_mla(AIM, 16, (70,), dtype=torch.float16))
     simulate(make_mla("int4-g4+fp16", 16, (50,), dims=(256, 32)))
+
+
+@pytest.mark.slow
+@in_simulator
+def test_rows_of_other_sizes() -> None:
+    for dims in SIZES:
+        for name in OF_SIZES:
+            simulate(make_mla(name, 5, (50, 3), dims=dims, page_size=16, q_lens=(2, 1)))
+    simulate(make_mla("int4-g8+fp8-g4", 20, (70,), dims=(256, 64)), blocks=2, teams=2)
+    simulate(make_mla("int8-g4+int8-g4", 3, (70,), dims=(256, 64), exact="bf16", recent=(9,)))
 
 
 @pytest.mark.slow
@@ -504,9 +517,10 @@ def test_tiny_large_and_peaked_numbers() -> None:
 
 
 def fitted(text: str, arch: str) -> MlaSpec:
-    """A kernel as a launch chooses it: latent+rope [paged|ring|slots] [causal] [wide]."""
+    """A kernel as a launch chooses it: latent+rope [sizes] [paged|ring|slots] [causal] [wide]."""
     name, *words = text.split()
-    formats = LatentFormat.parse(name).parts
+    sizes = next((word.split("/") for word in words if "/" in word), ("512", "64"))
+    formats = LatentFormat.parse(name, *map(int, sizes)).parts
     blocks = 2 if "wide" in words else 1
     place = next((word for word in words if word in ("paged", "ring", "slots")), "linear")
     spec = MlaSpec(*formats, place=place, causal="causal" in words, blocks=blocks)
@@ -516,6 +530,8 @@ def fitted(text: str, arch: str) -> MlaSpec:
 SOME = (
     (AIM, "sm_80"),
     ("fp8", "sm_89"),
+    ("int4-g4+bf16 512/32 paged causal wide", "sm_89"),
+    ("int8-g4+bf16 256/64", "sm_80"),
     (f"{AIM} paged causal wide", "sm_90"),
     ("bf16 slots causal", "sm_90"),
     ("bf16 ring causal", "sm_100"),
@@ -526,6 +542,12 @@ ALL = [
     for arch in ("sm_80", "sm_89", "sm_90", "sm_100")
     for name in FORMATS
     for words in ("", *(f" {place} causal{columns}" for place, columns in PLACES), " paged")
+] + [
+    (f"{name} {latent}/{rope}{words}", arch)
+    for arch in ("sm_80", "sm_89", "sm_90", "sm_100")
+    for name in OF_SIZES
+    for latent, rope in SIZES
+    for words in ("", " paged causal wide", " slots causal")
 ]
 
 
@@ -903,7 +925,9 @@ def test_splits_of_many_heads_are_long_enough() -> None:
 def test_every_format_fits_every_gpu() -> None:
     for arch, gpu in GPUS.items():
         for name in FORMATS:
-            for words in ("", " wide"):
+            for words in ("", " wide", *(f" {one}/{other}" for one, other in SIZES)):
+                if "/" in words and name not in OF_SIZES:
+                    continue
                 assert fitted(name + words, arch).shared_bytes <= gpu.shared_per_block
 
 
@@ -919,6 +943,19 @@ def test_formats(name: str, dtype: torch.dtype) -> None:
     for page_size in (0, 64):
         lens = (1000, 0, 1, 33, 700)
         compare_on_gpu(make_mla(name, 16, lens, page_size=page_size, dtype=dtype, device="cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dims", SIZES, ids=str)
+@pytest.mark.parametrize("name", OF_SIZES)
+def test_other_sizes(name: str, dims: tuple[int, int]) -> None:
+    lens = (1000, 0, 1, 33, 700)
+    for heads, page_size in ((16, 0), (40, 64)):
+        case = make_mla(name, heads, lens, dims=dims, page_size=page_size, device="cuda")
+        compare_on_gpu(case)
+    q_lens, recent = (3, 1, 1, 2, 3), (128, 0, 1, 20, 60)
+    options: dict[str, Any] = {"exact": "bf16", "sinks": 4, "recent": recent, "q_lens": q_lens}
+    compare_on_gpu(make_mla(name, 8, lens, dims=dims, device="cuda", **options))
 
 
 def compare_on_gpu(case: MlaCase, **options: Any) -> None:
