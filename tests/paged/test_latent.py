@@ -292,8 +292,8 @@ def test_what_does_not_fit_is_refused() -> None:
             batch.attend(0, *pair, sm_scale=SCALE)
     with pytest.raises(ConfigError, match="no step of this batch is open"):
         batch.attend(0, q_latent, q_rope, sm_scale=SCALE)
-    with pytest.raises(TypeError, match="shared_prefix"):
-        LatentPagedBatch(cache, 4, shared_prefix=True)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match="shared_prefix is 3"):
+        LatentPagedBatch(cache, 4, shared_prefix=3)  # type: ignore[arg-type]
     assert seen(cache) == before
     assert "256 latents and 32 RoPE elements in int8-g4+int8-g8, 12 pages" in repr(cache)
 

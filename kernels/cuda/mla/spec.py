@@ -63,7 +63,12 @@ COMBINE: Table = (
     ("lse", "P"),
     ("part_out", "P"),
     ("part_lse", "P"),
+    ("shares", "P"),  # int32 [batch]: whether a sequence shares the prefix; 0: there is none
+    ("q_lens", "P"),
     ("parts", "I"),
+    ("prefix_parts", "I"),  # the first ones, which are of the prefix
+    ("num_heads", "I"),
+    ("q_len", "I"),
 )
 
 
@@ -142,6 +147,12 @@ class MlaSpec(Spec):
         return not (self.latent.is_exact or self.behind)
 
     @property
+    def has_limits(self) -> bool:
+        """Whether P heeds the largest scale: in fp16 P times scale must not overflow. FlashMLA's
+        float32 scales are brought to fp16's range instead (values.py)."""
+        return self.has_shifts
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of a row."""
         return self.latent.row_bytes + self.rope.row_bytes
@@ -210,12 +221,14 @@ class MlaCombineSpec(Spec):
         latent_dim: elements of a column's output.
         query: "bf16" or "fp16", the codec of out.
         ahead: parts whose loads are on their way together.
+        shared: whether the first parts are of a prefix, which some sequences share.
         overlaps: as of Spec.
     """
 
     latent_dim: int
     query: str = "bf16"
     ahead: int = 2
+    shared: bool = False
     overlaps: bool = False
 
     arguments = COMBINE
