@@ -1,4 +1,4 @@
-"""QuantizedCache: a KVCache in the form that transformers' models take as past_key_values.
+"""QuantizedCache: a KVCache in the form that transformers' models take as their cache.
 
 A model hands each layer's new keys and values to a cache and then calls an attention function by
 name. Both are ours: this cache passes keys and values on, rounded to its 16-bit format and marked;
@@ -33,6 +33,7 @@ from ..errors import ConfigError, ShapeError, UnsupportedModelError, shown
 from ..io.plan import CachePlan
 from ..rows.arguments import check_size
 from ..rows.quantize import EXACT_DTYPES, exact_codec
+from .argument import ARGUMENT
 from .attention import Handed
 from .configs import CacheLayers, Turn, cache_layers, layer_devices, layers_of_rank, new_cache
 from .latent import check_latents
@@ -61,10 +62,10 @@ _PLACED = (
 
 
 class QuantizedCache(Cache):
-    """The cache that model.generate, pipelines and models take as past_key_values.
+    """The cache that model.generate, pipelines and models take.
 
         model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="kvquant")
-        model.generate(**inputs, past_key_values=QuantizedCache(model))
+        model.generate(**inputs, **QuantizedCache(model).argument)
 
     The rows are a KVCache, made when the first tokens come: for the sequences, the device and the
     16-bit dtype of their keys. It grows as they do, to twice its room at a time. Of a model whose
@@ -129,7 +130,7 @@ class QuantizedCache(Cache):
         >>> model = AutoModelForCausalLM.from_pretrained(MODEL, attn_implementation="kvquant")
         >>> text = AutoTokenizer.from_pretrained(MODEL)("The city of Manila", return_tensors="pt")
         >>> cache = QuantizedCache(model, k_format="int8", v_format="int4-g4")
-        >>> more = model.generate(**text, past_key_values=cache, max_new_tokens=5)
+        >>> more = model.generate(**text, **cache.argument, max_new_tokens=5)
         >>> more.shape[1] - text.input_ids.shape[1]
         5
     """
@@ -270,6 +271,12 @@ class QuantizedCache(Cache):
             assert self.kv is not None
             _check_layers(self.kv, layers.of_rank(self.kv.num_kv_heads))
         self._config = config
+
+    @property
+    def argument(self) -> dict[str, Any]:
+        """The cache under the name that transformers has for it: {"cache": self}, before 5.24
+        {"past_key_values": self}."""
+        return {ARGUMENT: self}
 
     def keeps(self, layer: int | None) -> bool:
         """Whether a layer of the model is transformers' own."""
@@ -900,7 +907,7 @@ class QuantizedLayer(CacheLayerMixin):
     """
 
     is_sliding = False
-    is_croppable = False  # by the whole cache only
+    is_croppable = True  # by the whole cache; with a window too, which keeps SPARE tokens more
 
     def __init__(self, cache: QuantizedCache, layer: int, at: int | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # transformers has no types

@@ -19,6 +19,7 @@ from ..errors import ConfigError, ShapeError, UnsupportedModelError, shown
 from ..io.plan import CachePlan
 from ..rows.arguments import check_device, check_size
 from ..rows.quantize import exact_codec
+from .argument import as_argument
 from .cache import QuantizedCache
 from .configs import (
     CacheLayers,
@@ -382,7 +383,7 @@ class CachedModel:
         with attending(self.model, plain), torch.no_grad():
             out = self.model(
                 tokens.to(input_device(self.model)),
-                past_key_values=past,
+                **as_argument(self.model, past),
                 use_cache=past is not None,
                 logits_to_keep=1,
             )
@@ -525,7 +526,7 @@ class CachedModel:
         with attending(self.model, ATTENTION), torch.no_grad():
             out = self.model(
                 tokens,
-                past_key_values=past,
+                **as_argument(self.model, past),
                 position_ids=(cache.start_positions + held)[:, None] + steps,
                 use_cache=True,
                 logits_to_keep=1 if tokens.shape[1] == 1 else keep,  # 1: no index goes to a GPU

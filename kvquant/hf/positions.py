@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..errors import UnsupportedModelError
+from .argument import NAMES
 from .configs import Turn
 
 # names of learned position embeddings, and parts of the names of towers that have others
@@ -28,8 +29,9 @@ def positions_of(model: Any) -> int | None:
     """
     kind = model.config.model_type
     forwards = {type(module).forward for module in model.modules()}
-    asked = {"input_ids", "past_key_values", "position_ids"}  # of the decoder, not of its parts
-    if not any(asked <= inspect.signature(one).parameters.keys() for one in forwards):
+    asked = {"input_ids", "position_ids"}  # of the decoder, not of its parts
+    known = [inspect.signature(one).parameters.keys() for one in forwards]
+    if not any(asked <= names and not names.isdisjoint(NAMES) for names in known):
         raise UnsupportedModelError(
             f"{kind} models count the positions of all sequences alike and take no position_ids: "
             "CachedModel serves sequences of unequal lengths"

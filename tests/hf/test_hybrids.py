@@ -10,7 +10,7 @@ import torch
 from kvquant.errors import ShapeError
 
 transformers = pytest.importorskip("transformers")
-from hf_cases import FP16, random_model  # noqa: E402
+from hf_cases import FP16, caching, random_model  # noqa: E402
 
 from kvquant.hf.cache import QuantizedCache  # noqa: E402
 
@@ -39,7 +39,7 @@ def prompt() -> torch.Tensor:
 
 def run(model: Any, cache: Any, text: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
-        logits: torch.Tensor = model(text, past_key_values=cache, use_cache=True).logits[:, -1]
+        logits: torch.Tensor = model(text, **caching(cache), use_cache=True).logits[:, -1]
     return logits
 
 
@@ -54,7 +54,7 @@ def test_beams_are_those_of_transformers(model: Any) -> None:
     mask = torch.ones_like(text)
     mask[0, :4] = 0
     options = {"attention_mask": mask, "num_beams": 2, "max_new_tokens": 5, "do_sample": False}
-    got = model.generate(text, past_key_values=QuantizedCache(model, **FP16), **options)
+    got = model.generate(text, **caching(QuantizedCache(model, **FP16)), **options)
     assert torch.equal(got, model.generate(text, **options))
 
 
@@ -92,3 +92,17 @@ def test_a_call_that_fails_leaves_states_that_only_reset_can_clear(model: Any) -
         run(model, cache, torch.tensor([[7], [7]]))
     cache.reset()
     assert run(model, cache, prompt()).isfinite().all()
+
+
+def test_drafts_are_cropped_from_states_that_can_be() -> None:
+    lfm2 = random_model("lfm2", {"layer_types": ["conv", "full_attention"]}).model
+    if lfm2._is_stateful:
+        pytest.skip("older transformers drafts for no hybrid")
+    lfm2.generation_config.eos_token_id = None
+    text = prompt()[:1].repeat(1, 3)
+    options = {"max_new_tokens": 12, "do_sample": False}
+    wanted = lfm2.generate(text, **options)
+    lfm2.set_attn_implementation("kvquant")
+    cache = QuantizedCache(lfm2, **FP16)
+    got = lfm2.generate(text, **cache.argument, prompt_lookup_num_tokens=4, **options)
+    assert torch.equal(got, wanted) and cache.get_seq_length() == wanted.shape[1] - 1

@@ -11,7 +11,7 @@ from kvquant.errors import CheckpointError, ConfigError, ShapeError, Unsupported
 
 transformers = pytest.importorskip("transformers")
 from example_plan import example_plan  # noqa: E402
-from hf_cases import FP16, TOLERANCE, tiny, tokens  # noqa: E402
+from hf_cases import FP16, TOLERANCE, caching, tiny, tokens  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from kvquant.hf.cache import SPACE, QuantizedCache  # noqa: E402
@@ -34,20 +34,20 @@ def test_a_cache_is_made_for_the_sequences_and_the_dtype_that_come(own: CachedMo
     assert [past.get_seq_length(), past.get_max_length()] == [0, -1]
     past.check()
     past.crop(-3)
-    own.model.generate(tokens(2, 10), past_key_values=past, num_beams=3, **OPTIONS)
+    own.model.generate(tokens(2, 10), **caching(past), num_beams=3, **OPTIONS)
     kv = past.kv
     assert kv is not None and past.is_initialized and past.batch_size == kv.batch == 6
     same = own.new_cache(6, kv.max_seq_len, k_format="int8", sink_len=2, recent_len=9)
     assert repr(kv) == repr(same) and kv.exact_format == "bf16"
     past.reset()  # another batch, and the memory of the same one stays
-    own.model.generate(tokens(6, 10), past_key_values=past, **OPTIONS)
+    own.model.generate(tokens(6, 10), **caching(past), **OPTIONS)
     assert past.kv is kv
     past.reset()
     answers = {"num_return_sequences": 2, "do_sample": True}
-    own.model.generate(tokens(1, 10), past_key_values=past, **OPTIONS | answers)
+    own.model.generate(tokens(1, 10), **caching(past), **OPTIONS | answers)
     assert past.kv is not None and past.kv.batch == 2
     half = QuantizedCache(own.model.config)
-    own.model.half()(tokens(1, 5), past_key_values=half)
+    own.model.half()(tokens(1, 5), **caching(half))
     assert half.kv is not None and half.kv.exact_format == "fp16"
 
 
@@ -61,7 +61,7 @@ def test_a_cache_grows_to_twice_its_room(own: CachedModel) -> None:
     for past in caches:
         parts = text[:, :20], text[:, 20:280], text[:, 280:697], *text[:, 697:].split(1, dim=1)
         with torch.no_grad():
-            found.append([own.model(part, past_key_values=past).logits[:, -1] for part in parts])
+            found.append([own.model(part, **caching(past)).logits[:, -1] for part in parts])
         past.check()
     assert torch.equal(torch.stack(found[0]), torch.stack(found[1]))
     grown, static = (past.kv for past in caches)
@@ -69,7 +69,7 @@ def test_a_cache_grows_to_twice_its_room(own: CachedModel) -> None:
     assert [grown.max_seq_len, static.max_seq_len] == [4 * (20 + SPACE), 700]
     assert caches[1].get_max_length() == 700
     with pytest.raises(ShapeError, match="would grow to 701 tokens, max_seq_len is 700"):
-        own.model(text[:, :1], past_key_values=caches[1])
+        own.model(text[:, :1], **caching(caches[1]))
     assert static.seq_lens.tolist() == [700, 700]
 
 
@@ -90,14 +90,14 @@ def test_what_no_cache_can_be_made_of_is_refused(own: CachedModel) -> None:
     assert own.model.config._attn_implementation == "sdpa"
     past = QuantizedCache(own.model.config)
     with pytest.raises(UnsupportedError, match="layer 0 got keys from a KVCache and did not"):
-        own.model(tokens(1, 8), past_key_values=past)
+        own.model(tokens(1, 8), **caching(past))
 
 
 def test_a_plan_says_the_formats(own: CachedModel) -> None:
     made = example_plan(2, 2, 64)
     plan = CachePlan(dict(made.facts) | {"model": model_identity(own.config_dict)}, made.tensors)
     past = QuantizedCache(own.model, plan=plan)
-    own.model.generate(tokens(2, 10), past_key_values=past, **OPTIONS)
+    own.model.generate(tokens(2, 10), **caching(past), **OPTIONS)
     assert past.kv is not None and past.kv.bases is not None
     assert repr(past.kv) == repr(own.new_cache(2, past.kv.max_seq_len, plan=plan))
     with pytest.raises(CheckpointError, match="not for this"):
@@ -108,10 +108,10 @@ def test_a_copy_goes_on_by_itself(own: CachedModel) -> None:
     """As transformers' users copy the cache of a prompt."""
     past, text = QuantizedCache(own.model, **FP16), tokens(1, 20)
     with torch.no_grad():
-        own.model(text[:, :15], past_key_values=past)
+        own.model(text[:, :15], **caching(past))
         other = copy.deepcopy(past)
-        given = [own.model(text[:, 15:], past_key_values=one).logits for one in (past, other)]
-        own.model(text[:, :1], past_key_values=other)
+        given = [own.model(text[:, 15:], **caching(one)).logits for one in (past, other)]
+        own.model(text[:, :1], **caching(other))
     torch.testing.assert_close(*given, atol=TOLERANCE, rtol=0)
     assert [one.get_seq_length() for one in (past, other)] == [20, 21]
     assert past.kv is not None and past.kv.seq_lens.tolist() == [20]
@@ -141,7 +141,7 @@ def test_a_step_reads_nothing(kind: str, is_padded: bool, monkeypatch: pytest.Mo
     mask[0, :7] = 0 if is_padded else 1
     places = (mask.cumsum(1) - 1).clamp(min=0)
     with torch.no_grad():
-        own.model(tokens(2, 20), attention_mask=mask, position_ids=places, past_key_values=past)
+        own.model(tokens(2, 20), attention_mask=mask, position_ids=places, **caching(past))
 
     def step(self: KVCache, layer: int, q: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         at = self.layers[layer]
@@ -161,11 +161,11 @@ def test_a_step_reads_nothing(kind: str, is_padded: bool, monkeypatch: pytest.Mo
         for _ in range(3):
             mask = torch.cat([mask, torch.ones(2, 1, dtype=torch.int64)], dim=1)
             places = places[:, -1:] + 1
-            own.model(tokens(2, 1), attention_mask=mask, position_ids=places, past_key_values=past)
+            own.model(tokens(2, 1), attention_mask=mask, position_ids=places, **caching(past))
             assert past.get_seq_length() == mask.shape[1]
     assert not reads.found
     past.check()
-    own.model(tokens(2, 1), position_ids=places, past_key_values=past)  # those of the token before
+    own.model(tokens(2, 1), position_ids=places, **caching(past))  # those of the token before
     with pytest.raises(ConfigError, match="go on from other positions"):
         past.check()
     past.check()
@@ -176,8 +176,8 @@ def test_a_cache_of_inference_mode_goes_on_outside(
 ) -> None:
     past, mask = QuantizedCache(own.model), torch.ones(1, 6, dtype=torch.int64)
     with torch.inference_mode():
-        own.model(tokens(1, 5), past_key_values=past)
+        own.model(tokens(1, 5), **caching(past))
     monkeypatch.setattr(debug, "may_read", lambda tensor: False)  # as on CUDA
     with torch.no_grad():
-        own.model(tokens(1, 1), attention_mask=mask, past_key_values=past)
+        own.model(tokens(1, 1), attention_mask=mask, **caching(past))
     past.check()
