@@ -97,15 +97,16 @@ class QuantizedCache(Cache):
 
     Args:
         source: a model of transformers that attends by "kvquant", or its config, or a KVCache (of
-            load_cache, or CachedModel.new_cache), which has all that the options below say, and its
-            room. A KVCache whose sequences are padded, when it is saved, goes on with ids that are
-            padded on the left to the longest.
+            load_cache, or CachedModel.new_cache), which has its own formats and lengths, and grows
+            as well. A KVCache whose sequences are padded, when it is saved, goes on with ids that
+            are padded on the left to the longest.
         k_format, v_format, sink_len, recent_len: as of KVCache.
         plan: of `kvquant calibrate`, for this model: it says the formats.
         fmt: of latent rows, in place of k_format and v_format; as of LatentKVCache.
         exact_format: "bf16" or "fp16", the 16-bit rows; what fits the dtype of the keys when None.
         max_seq_len: tokens that a sequence has room for, from the beginning: more are refused, and
-            no memory is allocated later. It grows when None.
+            no memory is allocated later. It grows when None. A KVCache gets this room at once;
+            kv.max_seq_len is what it has.
         placed: the caller gives the model position_ids, those of the cache, in every call; they are
             not looked at then. Some models do not show them to attention (Persimmon, Qwen2-VL).
         drafts: up to 16 tokens behind others in one call are drafted ones: each attends to the rows
@@ -191,18 +192,20 @@ class QuantizedCache(Cache):
             "recent_len": recent_len,
         }
         options = {name: value for name, value in options.items() if value is not None}
+        if max_seq_len is not None:
+            self._max_seq_len = check_size("max_seq_len", max_seq_len, at_least=1)
         if isinstance(source, KVCache):
-            if options or exact_format is not None or max_seq_len is not None:
+            if options or exact_format is not None:
                 raise ConfigError(
-                    "source is a KVCache, which has formats, lengths and room of its own: give no "
-                    "options with it, or give a model"
+                    "source is a KVCache, which has formats and lengths of its own: give none "
+                    "with it, or give a model"
                 )
             source.check()
+            if self._max_seq_len is not None and self._max_seq_len != source.max_seq_len:
+                source.grow(self._max_seq_len)
             self._hold(source)
             self.layers = [QuantizedLayer(self, at, at) for at in range(source.num_layers)]
             return
-        if max_seq_len is not None:
-            self._max_seq_len = check_size("max_seq_len", max_seq_len, at_least=1)
         config = _config_of(source)
         layers = layers_of_rank(source, cache_layers(config, longest=max_seq_len))
         make: Callable[..., KVCache] = partial(new_cache, config, **options)
@@ -804,15 +807,14 @@ class QuantizedCache(Cache):
     @property
     def _is_static(self) -> bool:
         """Whether the cache never grows."""
-        return self._make is None or self._max_seq_len is not None
+        return self._max_seq_len is not None
 
     @property
     def max_columns(self) -> int:
         """Columns that there is room for; -1 for a cache that grows."""
-        if self._make is not None:
-            return self._max_seq_len or -1
-        assert self.kv is not None
-        return self.kv.max_seq_len
+        if self._is_static and self.kv is not None:
+            return self.kv.max_seq_len
+        return self._max_seq_len or -1
 
     def reset(self) -> None:
         """Forget all tokens. The memory stays, for as many sequences."""

@@ -503,7 +503,7 @@ class CachedModel:
             cache: of the model.
             new_lens: as QuantizedCache.tell has it.
         """
-        past = QuantizedCache(cache, placed=True, drafts=False)
+        past = QuantizedCache(cache, placed=True, drafts=False, max_seq_len=cache.max_seq_len)
         past.tell(self._layers, new_lens)  # some models make masks of their own
         return past
 

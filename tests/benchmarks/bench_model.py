@@ -119,7 +119,7 @@ def our_steps(model: CachedModel, batch: int, tokens: int, fmt: str) -> dict[str
     token = torch.zeros(batch, dtype=torch.int64, device="cuda")
 
     def calling(forward: Any) -> Step:
-        past = QuantizedCache(cache, placed=True)
+        past = QuantizedCache(cache, placed=True, max_seq_len=cache.max_seq_len)
 
         def call(forward: Any = forward) -> None:
             with torch.no_grad():

@@ -186,7 +186,7 @@ def test_transformers_generates_with_the_cache(model: CachedModel) -> None:
 def test_transformers_can_crop_reorder_and_reset_the_cache(model: CachedModel) -> None:
     cache = model.new_cache(2, 40, **FP16)
     model.prefill(cache, tokens(2, 20))
-    view = QuantizedCache(cache)
+    view = QuantizedCache(cache, max_seq_len=40)
     assert [view.get_seq_length(), view.get_max_length()] == [20, 40]
     before = cache.dequantized(1)[0]
     view.crop(-5)

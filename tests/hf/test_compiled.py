@@ -244,7 +244,7 @@ def test_graphs_of_latent_rows_come_behind_a_call_without(planned: bool) -> None
     for one in (first, cache):
         model(tokens(3, 24), **caching(one))
     assert first.kv is not None
-    again = QuantizedCache(first.kv)
+    again = QuantizedCache(first.kv, max_seq_len=first.kv.max_seq_len)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="steps of one token"):
         step(tokens(3, 1), **caching(again))
     found = [model(tokens(3, 1), **caching(one)).logits for one in (again, cache)]

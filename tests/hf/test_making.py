@@ -1,12 +1,13 @@
 """How a QuantizedCache is made for what comes, grows, and what it reads in a step."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from kvquant import CachePlan, KVCache, debug
+from kvquant import CachePlan, KVCache, debug, load_cache, save_cache
 from kvquant.errors import CheckpointError, ConfigError, ShapeError, UnsupportedError
 
 transformers = pytest.importorskip("transformers")
@@ -73,12 +74,44 @@ def test_a_cache_grows_to_twice_its_room(own: CachedModel) -> None:
     assert static.seq_lens.tolist() == [700, 700]
 
 
+def test_a_cache_of_a_file_grows_as_it_did_before(own: CachedModel, tmp_path: Path) -> None:
+    text, path = tokens(2, 90), tmp_path / "cache.safetensors"
+    past = QuantizedCache(own.model, k_format="int8", recent_len=8)
+    with torch.no_grad():
+        own.model(text[:, :30], **past.argument)
+    assert past.kv is not None
+    save_cache(past.kv, path)
+    loaded = QuantizedCache(load_cache(path, max_seq_len=32))
+    assert loaded.kv is not None and loaded.get_max_length() == -1 and not loaded.is_compileable
+    with torch.no_grad():
+        for part in (text[:, 30:60], *text[:, 60:].split(1, dim=1)):
+            found = [own.model(part, **one.argument).logits for one in (past, loaded)]
+            assert torch.equal(*found)
+    assert loaded.kv.max_seq_len == 128 and loaded.get_seq_length() == 90
+
+
+def test_a_cache_of_a_file_keeps_the_room_that_is_asked_for(
+    own: CachedModel, tmp_path: Path
+) -> None:
+    kv, path = own.new_cache(1, 20), tmp_path / "cache.safetensors"
+    own.prefill(kv, tokens(1, 12))
+    save_cache(kv, path)
+    past = QuantizedCache(load_cache(path, max_seq_len=20), max_seq_len=24)
+    assert past.kv is not None and past.kv.max_seq_len == past.get_max_length() == 24
+    assert past.is_compileable and past.kv.seq_lens.tolist() == [12]
+    with pytest.raises(ShapeError, match="max_seq_len"):
+        own.model(tokens(1, 13), **past.argument)
+    assert past.kv.seq_lens.tolist() == [12]
+    with pytest.raises(ConfigError, match="max_seq_len is 11, the cache has room for 20"):
+        QuantizedCache(kv, max_seq_len=11)
+
+
 def test_what_no_cache_can_be_made_of_is_refused(own: CachedModel) -> None:
     with pytest.raises(ConfigError, match="int5"):
         QuantizedCache(own.model, k_format="int5")
     with pytest.raises(ConfigError, match="max_seq_len"):
         QuantizedCache(own.model, max_seq_len=0)
-    with pytest.raises(ConfigError, match="give no options with it, or give a model"):
+    with pytest.raises(ConfigError, match="give none with it, or give a model"):
         QuantizedCache(own.new_cache(1, 8), recent_len=4)
     for source in (own, None, transformers.DynamicCache()):
         with pytest.raises(ConfigError, match="give a model of transformers, its config or a"):
