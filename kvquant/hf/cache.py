@@ -301,21 +301,24 @@ class QuantizedCache(Cache):
             layer 0: K int4-g4, V int8
             layer 1: K int4-g4, V int8
         """
+        count = len(self.layers) if self._layers is None else self._layers.count
+        return "\n".join(f"layer {layer}: {self._text_of(layer)}" for layer in range(count))
+
+    def _text_of(self, layer: int) -> str:
+        """What a layer of the model is kept as."""
+        if layer in self._kept:
+            kept = type(self.layers[layer]).__name__
+            return f"{kept} of transformers, as it {self._kept[layer]}"
+        at = layer if self._places is None else self._places.get(layer)
+        if at is None:
+            is_shared = self._layers is not None and layer in self._layers.shared
+            return "the rows of another layer" if is_shared else "nothing, it has no attention"
         kv = self._outline if self.kv is None else self.kv
-        lines = []
-        for index, layer in enumerate(self.layers):
-            if not isinstance(layer, QuantizedLayer):
-                text = f"{type(layer).__name__} of transformers, as it {self._kept[index]}"
-            elif layer.at is None:
-                text = "the rows of another layer"
-            else:
-                held = kv.layers[layer.at]
-                text = f"K {held.k_format}, V {held.v_format}"
-                if isinstance(kv, LatentKVCache):
-                    text = f"latent rows {kv.formats[layer.at]}"
-                text += f", the last {held.window} tokens" if held.window else ""
-            lines.append(f"layer {index}: {text}")
-        return "\n".join(lines)
+        held = kv.layers[at]
+        text = f"K {held.k_format}, V {held.v_format}"
+        if isinstance(kv, LatentKVCache):
+            text = f"latent rows {kv.formats[at]}"
+        return text + (f", the last {held.window} tokens" if held.window else "")
 
     @property
     def num_places(self) -> int:

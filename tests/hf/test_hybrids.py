@@ -10,7 +10,7 @@ import torch
 from kvquant.errors import ShapeError
 
 transformers = pytest.importorskip("transformers")
-from hf_cases import FP16, caching, random_model  # noqa: E402
+from hf_cases import FP16, GEMMA3N, SHAPE, caching, random_model  # noqa: E402
 
 from kvquant.hf.cache import QuantizedCache  # noqa: E402
 
@@ -47,6 +47,23 @@ def test_each_layer_is_described(model: Any) -> None:
     state, rows = QuantizedCache(model, k_format="int8").describe().splitlines()
     assert state.startswith("layer 0: LinearAttentionLayer of transformers, as it is 'linear_att")
     assert rows == "layer 1: K int8, V int4-g4"
+
+
+def test_layers_that_keep_nothing_are_described_as_such() -> None:
+    kinds = ["linear_attention", "moe", "full_attention", "moe"]
+    changes = {"num_hidden_layers": 4, "layer_types": kinds}
+    config = transformers.AutoConfig.for_model("nemotron_h", head_dim=64, **changes)
+    state, second, rows, last = QuantizedCache(config).describe().splitlines()
+    assert state.startswith("layer 0: LinearAttentionLayer of transformers, as it is 'linear_att")
+    assert rows == "layer 2: K int4-g4, V int4-g4"
+    assert [second, last] == [f"layer {at}: nothing, it has no attention" for at in (1, 3)]
+
+
+def test_layers_that_share_rows_are_described_to_the_last() -> None:
+    config = transformers.Gemma3nTextConfig(**SHAPE | GEMMA3N)
+    *own, third, last = QuantizedCache(config, k_format="int8").describe().splitlines()
+    assert [line.split(",")[0] for line in own] == ["layer 0: K int8", "layer 1: K int8"]
+    assert [third, last] == [f"layer {at}: the rows of another layer" for at in (2, 3)]
 
 
 def test_beams_are_those_of_transformers(model: Any) -> None:
