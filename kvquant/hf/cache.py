@@ -52,7 +52,8 @@ _MASK = (
 )
 _POSITIONS = (
     "the cache's sequences go on from other positions than those that the model counts, or is "
-    "given: give it position_ids=cache.kv.positions[:, None] + torch.arange(new_tokens), or read "
+    "given. For generate pad prompts on the left (tokenizer.padding_side = 'left'). In a loop of "
+    "your own give it position_ids=cache.kv.positions[:, None] + torch.arange(new_tokens), or read "
     "and decode by CachedModel"
 )
 _PLACED = (
@@ -64,6 +65,7 @@ _PLACED = (
 class QuantizedCache(Cache):
     """The cache that model.generate, pipelines and models take.
 
+        from kvquant import QuantizedCache  # registers "kvquant" in transformers
         model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="kvquant")
         model.generate(**inputs, **QuantizedCache(model).argument)
 
@@ -160,7 +162,7 @@ class QuantizedCache(Cache):
         self._max_seq_len, self._exact_format = max_seq_len, exact_format
         self._is_placed, self._drafts = placed, drafts
         self._layers: CacheLayers | None = None  # of the model
-        self._config: Any = None  # of the model that called last
+        self._configs: list[Any] = []  # of the model and its layers, as calls have shown them
         self._places: dict[int, int] | None = None  # of the cache, by the model's layer
         self._devices: list[torch.device] | None = None  # of the places, see layer_devices
         self._turn: Turn | None = None
@@ -256,24 +258,24 @@ class QuantizedCache(Cache):
         self._new_lens, self._is_told = new_lens, True
 
     def check_model(self, config: Any) -> None:
-        """Raise unless the cache is one for the model that calls.
+        """Raise unless the rows are those of the model that calls, once there are some.
 
         Args:
-            config: of the model; looked at once.
+            config: of the model, or of a layer; each is looked at once.
 
         Raises:
             ShapeError: the model has other layers, KV heads or head_dims.
             UnsupportedModelError: it has layers that a KVCache does not hold, and there is no more.
         """
-        if self._is_told or config is self._config:
+        if self.kv is None or self._is_told or any(config is known for known in self._configs):
             return
-        layers = cache_layers(config, longest=0 if self._make is None else self._max_seq_len)
+        longest = self.kv.max_seq_len if self._make is None else self._max_seq_len
+        layers = cache_layers(config, longest=longest)
         if self._layers is None:
             self.fit(layers)
         else:
-            assert self.kv is not None
             _check_layers(self.kv, layers.of_rank(self.kv.num_kv_heads))
-        self._config = config
+        self._configs.append(config)
 
     @property
     def argument(self) -> dict[str, Any]:
@@ -415,7 +417,7 @@ class QuantizedCache(Cache):
         if columns != 1 or not self.is_compileable:
             return False
         is_open = 0 < self._due < self.num_places
-        is_known = self._is_told or (self._config is not None and self._has_run)
+        is_known = self._is_told or (bool(self._configs) and self._has_run)
         return self.kv is not None and is_known and not is_open
 
     def _make_room(self, keys: torch.Tensor) -> None:
@@ -596,8 +598,10 @@ class QuantizedCache(Cache):
     def _refuse_anew(self) -> NoReturn:
         raise ConfigError(
             f"a text is read from its beginning, and the cache holds {self._past.length} tokens "
-            "already. To begin anew call reset(). If generate does this it has use_cache=False, be "
-            "it from the model's generation_config: give use_cache=True"
+            "already. To begin anew call reset(). If generate does this, either it drafts "
+            "(prompt_lookup_num_tokens, assistant_model): draft with an empty cache, or go on from "
+            "this one without drafts. Or it has use_cache=False, be it from the model's "
+            "generation_config: give use_cache=True"
         )
 
     def _check_told(self, told: torch.Tensor | None) -> None:

@@ -21,7 +21,7 @@ from ..cache.contiguous import KVCache
 from ..cache.latent import DEFAULT_FORMAT as DEFAULT_LATENT_FORMAT
 from ..cache.latent import LatentFormats, LatentKVCache
 from ..errors import ConfigError, UnsupportedModelError
-from ..io.plan import CachePlan
+from ..io.plan import CachePlan, check_plan
 from ..rows.format import HEAD_DIMS, one_of
 from ..rows.latent import LATENT_DIMS, ROPE_DIMS
 
@@ -106,8 +106,9 @@ class CacheLayers:
         """Raise UnsupportedModelError unless a KVCache alone serves the model."""
         for layer, reason in self.others.items():
             raise UnsupportedModelError(
-                f"layer {layer} {reason}: a KVCache alone does not serve such a model, "
-                "QuantizedCache(model) keeps these layers as transformers does"
+                f"layer {layer} {reason}: a KVCache alone does not serve such a model. "
+                "QuantizedCache(model) keeps these layers as transformers does, and no file has "
+                "them: read the text again"
             )
 
 
@@ -269,11 +270,13 @@ def new_cache(
         fmt: of latent rows, as in LatentKVCache; not with a plan.
 
     Raises:
-        ConfigError: an option is not possible.
+        ConfigError: an option is not possible, or plan is none.
         CheckpointError: the plan was made for another model.
         UnsupportedModelError: the plan has not all layers.
     """
     text = config.get_text_config(decoder=True)
+    if plan is not None:
+        check_plan(plan)
     if layers.are_latent:
         cache: KVCache = _latent_cache(config, layers, batch, max_seq_len, plan, fmt, options)
     elif fmt is not None:

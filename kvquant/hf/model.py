@@ -16,7 +16,7 @@ from ..cache.checks import whole_numbers
 from ..cache.contiguous import KVCache
 from ..cache.latent import LatentFormats, LatentKVCache
 from ..errors import ConfigError, ShapeError, UnsupportedModelError, shown
-from ..io.plan import CachePlan
+from ..io.plan import CachePlan, check_plan
 from ..rows.arguments import check_device, check_size
 from ..rows.quantize import exact_codec
 from .argument import as_argument
@@ -231,6 +231,7 @@ class CachedModel:
                 then.
         """
         self._check_alone("its weights hold a part of each projection")
+        check_plan(plan)
         plan.check_model(self.config_dict)
         plan.check_of_heads("fold_values")
         if hasattr(self.model, _FOLDED):

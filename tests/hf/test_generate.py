@@ -11,6 +11,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 from hf_cases import FP16  # noqa: E402
 
+from kvquant.errors import ConfigError  # noqa: E402
 from kvquant.hf.cache import QuantizedCache  # noqa: E402
 
 BUNDLED = Path(__file__).parents[2] / "examples" / "llama-demo-5m"
@@ -57,3 +58,20 @@ def test_a_loss_of_several_batches_is_that_without_a_cache(model: Any) -> None:
         wanted = model(ids, **given, use_cache=False).loss
         found = model(ids, **given, **QuantizedCache(model, **FP16).argument).loss
     torch.testing.assert_close(found, wanted, atol=1e-3, rtol=0)
+
+
+def test_prompts_padded_on_the_right_are_told(model: Any, tokenizer: Any) -> None:
+    batch = tokenizer([TEXT, "Nero"], padding=True, padding_side="right", return_tensors="pt")
+    with pytest.raises(ConfigError, match=r"For generate pad prompts on the left \(tokenizer"):
+        model.generate(**batch, **QuantizedCache(model).argument, max_new_tokens=3)
+
+
+@pytest.mark.parametrize("drafts", ["prompt_lookup_num_tokens", "assistant_model"])
+def test_drafts_with_a_cache_that_holds_tokens_are_told(drafts: str, model: Any) -> None:
+    ids, cache = torch.arange(5, 15)[None], QuantizedCache(model)
+    with torch.no_grad():
+        model(ids[:, :6], **cache.argument)
+    options = {drafts: 3 if drafts == "prompt_lookup_num_tokens" else model}
+    with pytest.raises(ConfigError, match=r"6 tokens .* drafts .*: draft with an empty cache"):
+        model.generate(ids, **cache.argument, max_new_tokens=5, **options)
+    assert cache.kv is not None and cache.kv.seq_lens.tolist() == [6]

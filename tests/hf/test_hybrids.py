@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from kvquant.errors import ShapeError
+from kvquant import load_cache, save_cache
+from kvquant.errors import ConfigError, ShapeError, UnsupportedModelError
 
 transformers = pytest.importorskip("transformers")
 from hf_cases import FP16, GEMMA3N, SHAPE, caching, random_model  # noqa: E402
 
 from kvquant.hf.cache import QuantizedCache  # noqa: E402
 
+HYBRID_KIND = "qwen3_next"
 HYBRID: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention"],
     "shared_expert_intermediate_size": 32,
@@ -27,7 +30,7 @@ TOLERANCE = 0.02  # of the logits' deviation
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    found = random_model("qwen3_next", HYBRID).model
+    found = random_model(HYBRID_KIND, HYBRID).model
     found.generation_config.eos_token_id = None
     found.set_attn_implementation("kvquant")
     return found
@@ -123,3 +126,28 @@ def test_drafts_are_cropped_from_states_that_can_be() -> None:
     cache = QuantizedCache(lfm2, **FP16)
     got = lfm2.generate(text, **cache.argument, prompt_lookup_num_tokens=4, **options)
     assert torch.equal(got, wanted) and cache.get_seq_length() == wanted.shape[1] - 1
+
+
+@pytest.mark.parametrize("kind", [HYBRID_KIND, "lfm2", "llama4_text"])
+def test_a_hybrid_cannot_go_on_from_a_file(kind: str, tmp_path: Path) -> None:
+    changes: dict[str, dict[str, Any]] = {
+        HYBRID_KIND: HYBRID,
+        "lfm2": {"layer_types": ["conv", "full_attention"]},
+        "llama4_text": {
+            "num_hidden_layers": 4,
+            "attention_chunk_size": 8,
+            "intermediate_size_mlp": 96,
+        },
+    }
+    own = random_model(kind, changes[kind]).model
+    own.set_attn_implementation("kvquant")
+    cache, path = QuantizedCache(own), tmp_path / "cache.safetensors"
+    run(own, cache, prompt())
+    with pytest.raises(ConfigError, match=r"QuantizedCache: give a KVCache, of a Quan.* its kv"):
+        save_cache(cache, path)  # type: ignore[arg-type]
+    assert cache.kv is not None
+    save_cache(cache.kv, path)
+    loaded = QuantizedCache(load_cache(path))
+    with pytest.raises(UnsupportedModelError, match=r"layer 0 .*no file has them: read the text"):
+        run(own, loaded, torch.tensor([[7], [7]]))
+    assert loaded.kv is not None and loaded.kv.seq_lens.tolist() == [12, 12]

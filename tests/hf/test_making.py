@@ -137,6 +137,17 @@ def test_a_plan_says_the_formats(own: CachedModel) -> None:
         QuantizedCache(tiny("Qwen2").model.config, plan=plan)
 
 
+def test_the_path_of_a_plan_is_none(own: CachedModel) -> None:
+    path: Any = "plan.safetensors"
+    for call in (
+        lambda: QuantizedCache(own.model, plan=path),
+        lambda: own.new_cache(1, 8, plan=path),
+        lambda: own.fold_values(path),
+    ):
+        with pytest.raises(ConfigError, match=r"of type str: .* of a file CachePlan.load\(path\)"):
+            call()
+
+
 def test_a_copy_goes_on_by_itself(own: CachedModel) -> None:
     """As transformers' users copy the cache of a prompt."""
     past, text = QuantizedCache(own.model, **FP16), tokens(1, 20)
