@@ -39,7 +39,7 @@ from .configs import CacheLayers, Turn, cache_layers, layer_devices, layers_of_r
 from .latent import check_latents
 from .masks import ATTENTION, calls
 from .padding import Columns, Padding
-from .positions import check_scale, check_turn
+from .positions import PositionsHook, check_scale, check_turn
 from .switch import attending
 from .tracing import outside_of_graphs, tracing
 
@@ -57,8 +57,8 @@ _POSITIONS = (
     "and decode by CachedModel"
 )
 _PLACED = (
-    "as this model does not show position_ids to attention, make QuantizedCache(..., placed=True) "
-    "then"
+    "as this model does not show position_ids to attention, make the cache of the model, "
+    "QuantizedCache(model), or QuantizedCache(..., placed=True) then"
 )
 
 
@@ -110,7 +110,8 @@ class QuantizedCache(Cache):
             no memory is allocated later. It grows when None. A KVCache gets this room at once;
             kv.max_seq_len is what it has.
         placed: the caller gives the model position_ids, those of the cache, in every call; they are
-            not looked at then. Some models do not show them to attention (Persimmon, Qwen2-VL).
+            not looked at then. It is needed where a model does not show them to attention (Llama 4,
+            Granite 4 hybrids, Persimmon) and source is not the model itself.
         drafts: up to 16 tokens behind others in one call are drafted ones: each attends to the rows
             of the cache, its own among them, as it would alone (KVCache.step). Else, and where
             they are more, they are a chunk of a prompt, whose tokens meet each other in 16 bit.
@@ -165,6 +166,9 @@ class QuantizedCache(Cache):
         self._configs: list[Any] = []  # of the model and its layers, as calls have shown them
         self._places: dict[int, int] | None = None  # of the cache, by the model's layer
         self._devices: list[torch.device] | None = None  # of the places, see layer_devices
+        # those of this call, where the model's decoder was given some and attention is not
+        self.shown_positions: torch.Tensor | None = None
+        self._hook: PositionsHook | None = None
         self._turn: Turn | None = None
         self._scaled_from: int | None = None
         self._due = 0  # the place that comes next; those before it were appended in this call
@@ -214,6 +218,7 @@ class QuantizedCache(Cache):
         dtype: Any = None
         if isinstance(source, torch.nn.Module):
             self._devices, dtype = layer_devices(source, layers.places), source.dtype
+            self._hook = PositionsHook(source)
         exact = exact_format or exact_codec(dtype)
         self._outline = make(layers, 1, 0, exact_format=exact)  # or it is not possible
         self._make = make
@@ -552,8 +557,9 @@ class QuantizedCache(Cache):
         """Raise unless the positions of a call's tokens are those of the cache.
 
         Args:
-            positions: [batch or 1, columns], if the model tells them. With an axis more they are
-                those of images, others than the tokens' numbers.
+            positions: [batch or 1, columns], if the model tells attention; else those that its
+                decoder was given, if any. With an axis more they are those of images, others than
+                the tokens' numbers.
             is_traced: of Handed.
 
         Raises:
@@ -565,6 +571,10 @@ class QuantizedCache(Cache):
         assert self.kv is not None
         columns = 1 if is_traced else self._new_columns
         told: torch.Tensor | None = None
+        if not is_traced and positions is not None:
+            self._hook = None  # attention is shown them: none is needed
+        elif not is_traced:
+            positions, self.shown_positions = self.shown_positions, None
         is_told = isinstance(positions, torch.Tensor) and positions.ndim <= 2
         if is_told and positions.shape[-1] == columns:
             own = positions.expand(self.kv.batch, columns)

@@ -34,7 +34,6 @@ STATES_AND_LATENTS = {
     "num_hidden_layers": 4,
     "layer_types": ["linear_attention", "full_attention"] * 2,
 }
-PLACED = {"llama4_text", "granitemoehybrid"}  # attention is not shown positions
 CHANGES: dict[str, dict[str, Any]] = {
     "deepseek_v2": ALL_EXPERTS,
     "deepseek_v3": ALL_EXPERTS,
@@ -123,7 +122,7 @@ def test_the_table_says_what_a_model_shows(kind: str) -> None:
             model.generate(**prompt, **caching(QuantizedCache(model)), **options)
         return
 
-    rows = (FP16_LATENTS if kind in LATENT else FP16) | {"placed": kind in PLACED}
+    rows = FP16_LATENTS if kind in LATENT else FP16
     cache = QuantizedCache(model, **rows)
     assert packed(cache) == told
     exact = logits_of(model, cache, text, mask)

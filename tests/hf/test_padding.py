@@ -1,5 +1,7 @@
 """Padded batches: each sequence gets what it would get alone."""
 
+import copy
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +128,37 @@ def test_models_may_count_the_padding_before_a_text(llama: Any) -> None:
         wanted = logits(llama, torch.cat([text, more[b]]))[-2:]
         ours = torch.stack([one[b] for one in given])
         torch.testing.assert_close(ours, wanted, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("is_copy", [False, True], ids=["", "copy"])
+def test_positions_that_attention_is_not_shown_are_seen_at_the_decoder(is_copy: bool) -> None:
+    own = tiny("Persimmon", num_attention_heads=2).model
+    own.set_attn_implementation("kvquant")
+    past = QuantizedCache(own, **ROWS)
+    past = copy.deepcopy(past) if is_copy else past
+    found = own.generate(**padded(prompts(), left=True), **caching(past), **OPTIONS)
+    for text, row in zip(prompts(), found, strict=True):
+        alone = QuantizedCache(own, **ROWS)
+        wanted = own.generate(text[None], **caching(alone), **OPTIONS)
+        assert row[-8:].tolist() == wanted[0, -8:].tolist()
+    with torch.no_grad(), pytest.raises(ConfigError, match="go on from other positions"):
+        own(tokens(3, 1), **caching(past), position_ids=torch.full((3, 1), 31))
+    assert past.kv is not None and past.kv.seq_lens.tolist() == [n + 7 for n in LENS]
+
+
+def test_the_hook_on_the_decoder_goes_where_it_is_not_needed(llama: Any) -> None:
+    persimmon = tiny("Persimmon", num_attention_heads=2).model
+    persimmon.set_attn_implementation("kvquant")
+    for own, is_needed in ((llama, False), (persimmon, True)):
+        hooks = own.get_decoder()._forward_pre_hooks
+        past, unused = QuantizedCache(own), QuantizedCache(own)
+        assert len(hooks) == 2
+        with torch.no_grad():
+            own(tokens(1, 4), **caching(past))
+        assert len(hooks) == 1 + is_needed and unused.get_seq_length() == 0
+        del past, unused
+        gc.collect()
+        assert not hooks
 
 
 def test_a_padded_conversation_goes_on(model: Any) -> None:
