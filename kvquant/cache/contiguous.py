@@ -59,7 +59,7 @@ if TYPE_CHECKING:
         bases: Sequence[LayerBasis] | None
 
 
-# what transformers asks of past_key_values, and a KVCache has not
+# what transformers asks of its caches, and a KVCache has not
 _CACHE_OF_TRANSFORMERS = {"get_mask_sizes", "get_seq_length", "is_compileable", "update"}
 
 _LARGE = 1 << 28  # bytes, from which on it is looked whether there is memory
@@ -777,10 +777,7 @@ class KVCache:
         def __getattr__(self, name: str) -> Any:
             hint = ""
             if name in _CACHE_OF_TRANSFORMERS:
-                hint = (
-                    ". As past_key_values of a transformers model give it as "
-                    "kvquant.QuantizedCache(cache)"
-                )
+                hint = ". Give it to a transformers model as kvquant.QuantizedCache(cache)"
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
     def _check_formats(self, *formats: RowFormat) -> None:

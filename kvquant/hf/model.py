@@ -17,9 +17,10 @@ from ..cache.checks import whole_numbers
 from ..cache.contiguous import KVCache
 from ..cache.latent import LatentFormats, LatentKVCache
 from ..errors import ConfigError, DeviceError, ShapeError, UnsupportedModelError, shown
-from ..io.plan import CachePlan
+from ..io.plan import CachePlan, check_plan
 from ..rows.arguments import check_device, check_size
 from ..rows.quantize import exact_codec
+from .argument import as_argument
 from .cache import QuantizedCache
 from .captured import CapturedStep
 from .configs import (
@@ -234,6 +235,7 @@ class CachedModel:
                 then.
         """
         self._check_alone("its weights hold a part of each projection")
+        check_plan(plan)
         plan.check_model(self.config_dict)
         plan.check_of_heads("fold_values")
         if hasattr(self.model, _FOLDED):
@@ -408,7 +410,7 @@ class CachedModel:
         with attending(self.model, plain), torch.no_grad():
             out = self.model(
                 tokens.to(input_device(self.model)),
-                past_key_values=past,
+                **as_argument(self.model, past),
                 use_cache=past is not None,
                 logits_to_keep=1,
             )
@@ -528,7 +530,7 @@ class CachedModel:
             cache: of the model.
             new_lens: as QuantizedCache.tell has it.
         """
-        past = QuantizedCache(cache, placed=True, drafts=False)
+        past = QuantizedCache(cache, placed=True, drafts=False, max_seq_len=cache.max_seq_len)
         past.tell(self._layers, new_lens)  # some models make masks of their own
         return past
 
@@ -551,7 +553,7 @@ class CachedModel:
         with attending(self.model, ATTENTION), torch.no_grad():
             out = self.model(
                 tokens,
-                past_key_values=past,
+                **as_argument(self.model, past),
                 position_ids=(cache.start_positions + held)[:, None] + steps,
                 use_cache=True,
                 logits_to_keep=1 if tokens.shape[1] == 1 else keep,  # 1: no index goes to a GPU
