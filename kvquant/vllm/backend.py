@@ -29,6 +29,7 @@ from ..rows.segment import PAGE_SIZES
 from ..rows.variant import AttentionVariant, names_of
 from .rows import LayerRows, Settings, rank_heads
 from .step import Step, append, attend, describe_step
+from .warmup import StepCalls, warm_up_layers
 
 logger = init_logger(f"vllm.{__name__}")  # of vLLM's tree, which it prints
 
@@ -144,7 +145,23 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
             )
         for name in layer_names:
             layers[name].impl.rows = found[name]
+        warm_up_layers(device, [self._calls(layers[name]) for name in layer_names])
         _tell(next(iter(layers.values())).attn_backend.settings)
+
+    def _calls(self, layer: Attention) -> StepCalls:
+        """What a layer will be called for."""
+        config, scheduler = self.vllm_config.model_config, self.vllm_config.scheduler_config
+        assert self.reorder_batch_threshold is not None
+        return StepCalls(
+            layer.impl.rows,
+            layer.num_heads,
+            config.dtype,
+            self.kv_cache_spec.block_size,
+            config.max_model_len,
+            scheduler.max_num_seqs,
+            scheduler.max_num_batched_tokens,
+            self.reorder_batch_threshold,
+        )
 
     def build(
         self,

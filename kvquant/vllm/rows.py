@@ -213,3 +213,17 @@ class LayerRows(NamedTuple):
     sm_scale: float
     basis: LayerBasis | None = None
     variant: AttentionVariant | None = None
+
+    def to(self, device: torch.device | str) -> LayerRows:
+        """The same on another device."""
+
+        def moved(x: torch.Tensor | None) -> torch.Tensor | None:
+            return None if x is None else x.to(device)
+
+        basis, variant = self.basis, self.variant
+        if basis is not None:
+            basis = basis.to(device)
+        if variant is not None:
+            sinks, slopes = moved(variant.sink_logits), moved(variant.alibi_slopes)
+            variant = variant._replace(sink_logits=sinks, alibi_slopes=slopes)
+        return self._replace(basis=basis, variant=variant)

@@ -49,9 +49,18 @@ def own() -> tuple[list[Any], list[Any]]:
         return prompts, generate(llm, prompts, TOKENS, logprobs=0)
 
 
-def test_16_bit_rows_give_what_vllms_own_attention_gives(own: Any) -> None:
+def test_16_bit_rows_give_what_vllms_own_attention_gives(
+    own: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prompts, wanted = own
+    told: list[Any] = []  # what a GPU would have compiled
+    note = "kvquant.vllm.backend.warm_up_layers"
+    monkeypatch.setattr(note, lambda device, calls: told.extend(calls))
     with engine(BF16) as llm:
+        for calls in told:
+            sizes = calls.page_size, calls.max_model_len, calls.max_num_seqs, calls.most_queries
+            assert sizes == (32, 1024, 16, 1) and calls.num_q_heads == 4
+        assert len(told) == 4
         found = generate(llm, prompts, TOKENS, logprobs=0)
         assert tokens_of(found) == tokens_of(wanted)
         for ours, theirs in zip(found, wanted, strict=True):
