@@ -154,6 +154,26 @@ def test_attention_layers_say_what_they_are() -> None:
     assert call in update, f"do_kv_cache_update: {WHAT_TO_DO}"
 
 
+DRAFTS = (
+    "vllm.v1.spec_decode.draft_model",
+    "vllm.v1.spec_decode.llm_base_proposer",
+    "vllm.v1.worker.gpu.spec_decode.eagle.utils",
+    "vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator",
+)
+
+
+@pytest.mark.parametrize("module", DRAFTS)
+def test_draft_models_are_made_under_a_tag(module: str) -> None:
+    """By which their layers know that they are none of the model that is served."""
+    backends = found("vllm.compilation.backends")
+    assert backends.model_tag == "backbone", WHAT_TO_DO
+    with backends.set_model_tag("draft"):
+        assert backends.model_tag == "draft", WHAT_TO_DO
+    spec = find_spec(module)  # not imported: it may need a GPU
+    assert spec is not None and spec.origin is not None, WHAT_TO_DO
+    assert "with set_model_tag(" in Path(spec.origin).read_text(encoding="utf-8"), WHAT_TO_DO
+
+
 @pytest.mark.parametrize("use_mla", [False, True])
 @pytest.mark.parametrize("major", [8, 9, 10, 12])
 def test_a_choice_on_a_gpu_has_a_candidate_that_tells(major: int, use_mla: bool) -> None:
