@@ -29,7 +29,7 @@ ALLOWED = {
     "paged": f"{BASE} rows ops cache",
     "io": f"version {BASE} text rows ops cache paged",
     "hf": f"{BASE} rows ops cache io",
-    "vllm": f"{BASE} rows ops io",
+    "vllm": f"{BASE} rows ops cache io",
     "lmcache": f"{BASE} rows ops io vllm",
     "calibration": f"{BASE} text rows ops cache io hf",
     "bench": f"{BASE} text rows ops io kernels.cuda.decode kernels.cuda.runtime",
@@ -67,6 +67,7 @@ ALLOWED_LATE = {
     ),
     "cache": "text kernels.cuda.runtime",
     "hf": "kernels.cuda.runtime",
+    "vllm": "kernels.cuda.runtime",
     "cli": "bench kernels.cuda.decode kernels.cuda.runtime",
 }
 
