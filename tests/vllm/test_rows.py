@@ -42,15 +42,19 @@ def test_a_part_of_a_page_is_the_page_of_a_part_of_the_heads(names: tuple[str, s
     pages = torch.zeros(3, whole.slots, page_size, whole.slot_bytes, dtype=torch.uint8)
     k, v = torch.randn(2, 3 * page_size, heads, 128)
     slots = torch.arange(len(k))
-    append_rows(k, v, *whole.views(pages), slots, whole.k_format, whole.v_format)
+    k_rows, v_rows = whole.views(pages)
+    append_rows(k, v, k_rows, v_rows, slots, k_format=whole.k_format, v_format=whole.v_format)
     for ranks in (2, 4):
         for rank in range(ranks):
             own = rank_heads(heads, rank, ranks)
             part = Settings(*names).layout(len(own), 128, 128)
             cut = pages.unflatten(1, (ranks, -1))[:, rank].contiguous()
             wanted = torch.zeros_like(cut)
-            new = (x[:, own].contiguous() for x in (k, v))
-            append_rows(*new, *part.views(wanted), slots, part.k_format, part.v_format)
+            new_k, new_v = (x[:, own].contiguous() for x in (k, v))
+            k_rows, v_rows = part.views(wanted)
+            append_rows(
+                new_k, new_v, k_rows, v_rows, slots, k_format=part.k_format, v_format=part.v_format
+            )
             assert torch.equal(cut, wanted), f"rank {rank} of {ranks}"
 
 
