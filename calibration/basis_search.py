@@ -8,7 +8,7 @@ its sum over that of the rows about their mean.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -139,6 +139,7 @@ def choose(
     rounding: str = "feedback",
     batch: int = 2,
     progress: Callable[[int], None] = lambda amount: None,
+    also: Sequence[Callable[[], None]] = (),
 ) -> dict[int, dict[str, Chosen]]:
     """Choose for every layer and side.
 
@@ -151,6 +152,8 @@ def choose(
         rounding: "feedback", if it is better, or "nearest".
         batch: windows read at a time.
         progress: called with the number of tokens read.
+        also: what will be called later, whose kernels are compiled beside those of the search: see
+            kvquant/cache/warmup.py.
 
     Returns:
         What was chosen by layer and side.
@@ -176,7 +179,7 @@ def choose(
             for name, basis in options[layer, side].items():
                 meter.measure(layer, side, name, x, basis, base[side])
 
-    _warm_up(options, formats, base_format, windows, batch)
+    _warm_up(options, formats, base_format, windows, batch, also)
     _read(model, windows, batch, compare, progress)
     chosen: dict[int, dict[str, Chosen]] = {layer: {} for layer in moments.layers}
     for (layer, side), bases in options.items():
@@ -224,8 +227,10 @@ def _warm_up(
     base_format: str,
     windows: torch.Tensor,
     batch: int,
+    also: Sequence[Callable[[], None]],
 ) -> None:
-    """Compile what storing rows with feedback launches where they are on CUDA, all at a time."""
+    """Compile what storing rows with feedback launches where they are on CUDA, all at a time, and
+    what other calls launch."""
     counts = {min(batch, len(windows)), len(windows) % batch} - {0}
     calls: dict[torch.device, dict[tuple[str, int, int], Callable[[], None]]] = {}
     for (_, side), bases in options.items():
@@ -237,7 +242,7 @@ def _warm_up(
                 call = partial(_rehearse, basis, own, base_format, shapes)
                 kinds.setdefault((side, *basis.offset.shape), call)
     for device, kinds in calls.items():
-        warm_up(device, kinds.values())
+        warm_up(device, [*kinds.values(), *also])
 
 
 def _rehearse(

@@ -153,11 +153,18 @@ def read_prompt(model: DecodingModel, prompt: torch.Tensor, new_tokens: int) -> 
     Returns:
         A cache of 16-bit rows only.
     """
-    exact = Scheme(model.exact_format, model.exact_format)
-    options = _options_of(exact, is_latent=getattr(model, "has_latents", False))
-    cache = model.new_cache(prompt.shape[0], prompt.shape[1] + new_tokens, **options)
+    cache = _exact_cache(model, prompt.shape[0], prompt.shape[1], new_tokens)
     model.prefill(cache, prompt)
     return cache
+
+
+def _exact_cache(
+    model: DecodingModel, batch: int, tokens: int, new_tokens: int, **options: Any
+) -> KVCache:
+    """An empty cache of 16-bit rows for prompts of so many tokens, and more."""
+    exact = Scheme(model.exact_format, model.exact_format)
+    options |= _options_of(exact, is_latent=getattr(model, "has_latents", False))
+    return model.new_cache(batch, tokens + new_tokens, **options)
 
 
 def quantized_copy(model: DecodingModel, exact: KVCache, scheme: Scheme | Planned) -> KVCache:
@@ -293,6 +300,13 @@ class Reference:
         _, _, nll = compare(self._expected, self._expected, self._targets)
         self.perplexity = perplexity_of(nll)
 
+    @staticmethod
+    def calls(model: DecodingModel, windows: torch.Tensor, context: int) -> Calls:
+        """What a Reference will call; arguments as its own. See kvquant/cache/warmup.py."""
+        scored, meta = scored_tokens(windows, context), torch.device("meta")
+        make = partial(_exact_cache, model, len(windows), context, scored, device=meta)
+        return Calls(make, model.dtype, prompts=(context,))
+
     def warm_up(self, schemes: Iterable[Scheme | Planned]) -> None:
         """Compile what measuring these will need, all at a time, where caches are on CUDA."""
         exact, length = self._exact, int(self._exact.seq_lens.max())
@@ -307,6 +321,7 @@ class Reference:
     def measure(self, scheme: Scheme | Planned) -> Fidelity:
         """Decode the passages from a cache of a scheme."""
         cache = quantized_copy(self.model, self._exact, scheme)
+        self._bases = [at.basis for at in cache.layers]  # the next plan's are found on the GPU
         given = predict(self.model, cache, self._fed)
         parts = compare_passages(self._expected, given, self._targets)
         bits = stored_bits(cache, self._exact)

@@ -16,11 +16,13 @@ from kvquant.cache.warmup import kernels_of  # noqa: E402
 from kvquant.calibration import basis_search  # noqa: E402
 from kvquant.calibration.basis_search import choose  # noqa: E402
 from kvquant.calibration.calibrate import Goal, _key, calibrate, observe  # noqa: E402
+from kvquant.calibration.fidelity import Reference  # noqa: E402
 from kvquant.calibration.text_report import refusal  # noqa: E402
 from kvquant.calibration.windows import Sizes, observed_windows, random_tokens, spread  # noqa: E402
 from kvquant.errors import CheckpointError, ConfigError, NonFiniteError  # noqa: E402
 from kvquant.hf.model import CachedModel  # noqa: E402
 from kvquant.io.plan import CachePlan  # noqa: E402
+from kvquant.kernels.cuda.append.spec import FeedbackSpec  # noqa: E402
 from kvquant.kernels.cuda.runtime.launch import gpu_of  # noqa: E402
 from kvquant.ops import quantize  # noqa: E402
 from kvquant.rows.format import RowFormat  # noqa: E402
@@ -90,7 +92,11 @@ def test_kernels_of_the_search_are_told_before_rows_are_stored(
     monkeypatch.setattr(
         basis_search, "warm_up", lambda device, calls: told.extend(kernels_of(calls, gpu_of(CPU)))
     )
-    choose(model, windows, moments, formats)
+    also = [Reference.calls(model, torch.zeros(2, 40, dtype=torch.int64), 30)]
+    choose(model, windows, moments, formats, also=also)
+    read = [spec for spec in told if not isinstance(spec, FeedbackSpec)]
+    assert sorted(type(spec).__name__ for spec in read) == ["AppendSpec", "DecodeSpec", "SlotSpec"]
+    told = [spec for spec in told if spec not in read]
     assert loaded_specs() and {*loaded_specs()} <= {*told}
     assert len(told) == 2 * (1 + 2), "int4 as it is and clipped, int8 clipped; fp8 has none"
     assert {spec.sides[0].share for spec in told} == {1, 4}
