@@ -241,7 +241,7 @@ def test_what_does_not_fit_is_refused() -> None:
         make_cache(fmt="int5")
     with pytest.raises(UnsupportedError, match="latent rows are not spread over ranks"):
         ContextParallelCache(LatentKVCache(1, 1, 16))
-    with pytest.raises(UnsupportedError, match=r"headers must be multiples of 16.*4 or 8"):
+    with pytest.raises(UnsupportedError, match=r"int8-g2 latents .* MLA: use int4-g4, int4-g8"):
         check_kernels([LatentFormat.parse("int8-g2")])
     check_kernels([LatentFormat.parse(name) for name in ("bf16", "fp16", "fp8", "int4-g8+fp8-g4")])
     assert "256 latents and 32 RoPE elements in int8-g4+int8-g8" in repr(cache)
