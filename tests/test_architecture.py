@@ -29,7 +29,7 @@ ALLOWED = {
     "paged": f"{BASE} rows ops cache",
     "io": f"version {BASE} text rows ops cache paged",
     "hf": f"{BASE} rows ops cache io",
-    "vllm": f"{BASE} rows ops io",
+    "vllm": f"{BASE} rows ops cache io",
     "lmcache": f"{BASE} rows ops io vllm",
     "calibration": f"{BASE} text rows ops cache io hf",
     "bench": f"{BASE} text rows ops io kernels.cuda.decode kernels.cuda.runtime",
@@ -65,8 +65,9 @@ ALLOWED_LATE = {
         "kernels.cuda.dequantize kernels.cuda.mla kernels.cuda.prefix kernels.cuda.runtime "
         "kernels.cuda.slots"
     ),
-    "cache": "kernels.cuda.runtime",
+    "cache": "text kernels.cuda.runtime",
     "hf": "kernels.cuda.runtime",
+    "vllm": "kernels.cuda.runtime",
     "cli": "bench kernels.cuda.decode kernels.cuda.runtime",
 }
 
@@ -78,7 +79,7 @@ LIBRARIES = {
     "numba": {name for name in ALLOWED if name.startswith("kernels.")},
     "llvmlite": {name for name in ALLOWED if name.startswith("kernels.")},
     "click": {"cli"},
-    "rich": {"cli", "text"},
+    "rich": {"text"},
     "jinja2": {"calibration"},
     "markupsafe": {"calibration"},
     "matplotlib": {"bench", "calibration"},

@@ -117,3 +117,6 @@ def test_what_is_built_is_whole_and_says_what_it_is(parent: Path, tmp_path: Path
     assert metadata["License-Expression"] == "Apache-2.0"
     assert "Operating System :: POSIX :: Linux" in metadata.get_all("Classifier", [])
     assert metadata["Keywords"]
+    needed = metadata.get_all("Requires-Dist", [])
+    for extra in ("cuda", "vllm"):  # a GPU needs the compilers, whoever launches kernels there
+        assert f'numba-cuda[cu13]>=0.30; extra == "{extra}"' in needed

@@ -24,7 +24,6 @@ from .console import (
     check_output,
     compile_kernels,
     enough_memory,
-    progress,
     write_json,
 )
 
@@ -307,6 +306,8 @@ def _each_that_fits(cases: Sequence[Case], measure: Callable[[Case], T]) -> Iter
     """What is measured of each case; those that are too large for the GPU are named."""
     from torch import OutOfMemoryError
 
+    from ..text import progress
+
     fitting = 0
     with progress(len(cases), "Timing") as update:
         for case in cases:
@@ -330,6 +331,7 @@ def _bench_cpu(
 
     from ..bench import cpu
     from ..bench.cases import list_cases
+    from ..text import progress
 
     names, head_dim = formats or cpu.FORMATS, sizes["head_dim"]
     cases = list_cases(names, dtype=torch.float32, **sizes)

@@ -25,7 +25,6 @@ from .console import (
     enough_memory,
     is_given,
     json_text,
-    progress,
     read_text,
     warn_of_length,
     write_json,
@@ -214,6 +213,7 @@ def demo(model: Path | None, text: Path | None, context: int, json_file: Path | 
       kvquant demo --model FOLDER --text FILE --json demo.json
     """
     check_output(json_file, model, text, endings=(".json",))
+    from ..text import progress
     from .demo import STAGES, render_demo, run_demo
 
     with progress(STAGES, "Demo") as update:
@@ -271,6 +271,8 @@ def _read_prompt(
 ) -> KVCache:
     """Read the tokens of a text into a new cache."""
     import torch
+
+    from ..text import progress
 
     length = len(ids)
     if not length:

@@ -37,17 +37,20 @@ from .tracing import outside_of_graphs, tracing
 if TYPE_CHECKING:
     from .cache import QuantizedCache
 
-# what models pass that does not change the result here: positions are in the keys already, and
-# windows are looked at apart
+# what models pass that does not change the result here: positions are in the keys already, windows
+# are looked at apart, and some is for other parts of generate (stop strings) or of a loss
 HARMLESS = {
+    "assistant_tokenizer",
     "cache_position",
     "is_causal",
     "logits_to_keep",
+    "num_items_in_batch",
     "output_attentions",
     "output_hidden_states",
     "output_router_logits",
     "position_ids",
     "sliding_window",
+    "tokenizer",
     "use_cache",
 }
 VARIANT = {"softcap", "s_aux"}  # what the soft_cap and sink_logits of AttentionVariant are there

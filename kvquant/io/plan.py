@@ -15,6 +15,7 @@ import torch
 from msgspec import Meta
 
 from ..errors import CheckpointError, ConfigError, ShapeError, shown
+from ..rows.arguments import check_kind
 from ..rows.basis import Basis, LayerBasis
 from ..rows.format import RowFormat, check_head_dims
 from ..rows.latent import LatentFormat
@@ -421,6 +422,11 @@ class CachePlan:
         )
         # made even where it is not used: with_formats may use what a file has there
         return chosen if self.has_basis(layer, side) else Basis(torch.zeros_like(chosen.offset))
+
+
+def check_plan(plan: object) -> None:
+    """Raise ConfigError unless it is a CachePlan; the path of one is none."""
+    check_kind("plan", plan, CachePlan, "give a CachePlan, of a file CachePlan.load(path)")
 
 
 class _Side(msgspec.Struct):

@@ -1,6 +1,8 @@
 """The serde "kvquant" of LMCache: 16-bit keys and values become rows on the way to its storage.
 
-    an object of LMCache   [2, layers, tokens, KV heads * head_dim] in 16 or 32 bit: K, then V
+    an object of LMCache   [layers, tokens, KV heads * 2 * head_dim] in 16 or 32 bit: K of a head,
+                           then its V, as in pages of vLLM on GPUs; or, of other engines,
+                           [2, layers, tokens, KV heads * head_dim]: K, then V
     what is stored         TAG bytes, which other formats or another plan would not have; then rows
                            [KV heads, tokens, row bytes] of K of each layer, then of V
 
@@ -100,7 +102,7 @@ class RowSerde(Serializer, Deserializer):
         """Bytes that an object is stored in, exactly.
 
         Raises:
-            ShapeError: it is not [2, layers, tokens, KV heads * head_dim].
+            ShapeError: it is none of the two kinds above.
             UnsupportedError: the plan has other layers.
         """
         return self._size(layout_desc.shapes)
@@ -143,20 +145,33 @@ class RowSerde(Serializer, Deserializer):
     def _size(self, shapes: Sequence[torch.Size]) -> int:
         size = TAG
         for shape in shapes:
-            if len(shape) != 4 or shape[0] != 2 or shape[3] % self.head_dim:
-                raise ShapeError(
-                    f"an object is {list(shape)}: it must be [2, layers, tokens, KV heads * "
-                    f"{self.head_dim}]"
-                )
-            if self.plan is not None and (len(shapes) > 1 or shape[1] != self.plan.num_layers):
+            layers, tokens, heads = self._sizes(shape)
+            if self.plan is not None and (len(shapes) > 1 or layers != self.plan.num_layers):
                 raise UnsupportedError(
-                    f"an object has {[one[1] for one in shapes]} layers, the plan "
+                    f"an object has {[self._sizes(one)[0] for one in shapes]} layers, the plan "
                     f"{self.plan.num_layers}: leave the plan out"
                 )
-            rows = shape[2] * shape[3] // self.head_dim
-            for layer in range(shape[1]):
-                size += rows * sum(fmt.row_bytes for fmt in self._formats_of(layer))
+            for layer in range(layers):
+                size += tokens * heads * sum(fmt.row_bytes for fmt in self._formats_of(layer))
         return size
+
+    def _sizes(self, shape: torch.Size) -> tuple[int, int, int]:
+        """Layers, tokens and KV heads of an object."""
+        is_fused = len(shape) == 3
+        heads, rest = divmod(shape[-1], self.head_dim * (2 if is_fused else 1))
+        if rest or not (is_fused or (len(shape) == 4 and shape[0] == 2)):
+            raise ShapeError(
+                f"an object is {list(shape)}: it must be [layers, tokens, KV heads * 2 * "
+                f"{self.head_dim}] or [2, layers, tokens, KV heads * {self.head_dim}]"
+            )
+        return shape[-3], shape[-2], heads
+
+    def _by_side(self, values: torch.Tensor) -> torch.Tensor:
+        """An object as [2, layers, tokens, KV heads, head_dim]: K and V."""
+        *axes, _ = values.shape
+        if len(axes) == 3:
+            return values.view(*axes, -1, self.head_dim)
+        return values.view(*axes, -1, 2, self.head_dim).movedim(-2, 0)
 
     def _formats_of(self, layer: int) -> tuple[RowFormat, RowFormat]:
         return self._formats[0 if self.plan is None else layer]
@@ -175,7 +190,7 @@ class RowSerde(Serializer, Deserializer):
         for group, shape in enumerate(obj.get_shapes()):
             whole = obj.get_tensor(group)
             assert whole is not None
-            whole = whole.view(shape).unflatten(-1, (-1, self.head_dim))
+            whole = self._by_side(whole.view(shape))
             _, layers, tokens, heads, _ = whole.shape
             bases = None if self.plan is None else _bases_of(self.plan, heads, key.kv_rank)
             for side in range(2):

@@ -115,7 +115,8 @@ def _by_blocks(
     window = total if variant.window is None else variant.window
     if with_scores:
         keys = min(total, window + BLOCK)
-        rows = max(min(SCORES[q.device.type] // (q.shape[0] * q.shape[1] * keys), BLOCK), 1)
+        room = SCORES["cuda" if q.is_cuda else "cpu"]
+        rows = max(min(room // (q.shape[0] * q.shape[1] * keys), BLOCK), 1)
     blocks = []
     for begin in range(0, q_len, rows):
         block = q[:, :, begin : begin + rows]

@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
+from vllm.compilation import backends as parts
 from vllm.config import VllmConfig, get_current_vllm_config, get_layers_from_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.logger import init_logger
@@ -29,6 +30,7 @@ from ..rows.segment import PAGE_SIZES
 from ..rows.variant import AttentionVariant, names_of
 from .rows import LayerRows, Settings, rank_heads
 from .step import Step, append, attend, describe_step
+from .warmup import StepCalls, warm_up_layers
 
 logger = init_logger(f"vllm.{__name__}")  # of vLLM's tree, which it prints
 
@@ -124,6 +126,7 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        assert self.reorder_batch_threshold is not None
         layers = {
             name: layer
             for name, layer in get_layers_from_vllm_config(vllm_config, Attention).items()
@@ -144,7 +147,26 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
             )
         for name in layer_names:
             layers[name].impl.rows = found[name]
+        # vLLM makes a builder for a draft model alone, beside one for all layers
+        self.is_draft = all(layers[name].impl.is_draft for name in layer_names)
+        # a draft model reads verified tokens, and the one that came after them
+        self.most_queries = self.reorder_batch_threshold + self.is_draft
+        warm_up_layers(device, [self._calls(layers[name]) for name in layer_names])
         _tell(next(iter(layers.values())).attn_backend.settings)
+
+    def _calls(self, layer: Attention) -> StepCalls:
+        """What a layer will be called for."""
+        config, scheduler = self.vllm_config.model_config, self.vllm_config.scheduler_config
+        return StepCalls(
+            layer.impl.rows,
+            layer.num_heads,
+            config.dtype,
+            self.kv_cache_spec.block_size,
+            config.max_model_len,
+            scheduler.max_num_seqs,
+            scheduler.max_num_batched_tokens,
+            self.most_queries,
+        )
 
     def build(
         self,
@@ -153,9 +175,20 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
         fast_build: bool = False,
     ) -> Step:
         lens = common_attn_metadata.seq_lens_cpu_upper_bound
+        if self.is_draft:
+            lens = self._draft_lens(common_attn_metadata)
         if lens is None:
             lens = common_attn_metadata.seq_lens.cpu()
         return self._describe(common_attn_metadata, lens)
+
+    def _draft_lens(self, common: CommonAttentionMetadata) -> torch.Tensor | None:
+        """Lengths of the sequences of a draft model; None where they have to be read.
+
+        vLLM gives it more tokens than the lengths that the CPU knows: how many depends on the kind
+        of the draft. Decoding sequences need none; those of prompts are waited for.
+        """
+        counts = common.query_start_loc_cpu.diff()
+        return counts + 1 if int(counts.max()) <= self.most_queries else None
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Step:
         # whatever lengths vLLM makes up: a graph is replayed for sequences that have a past
@@ -167,14 +200,13 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
             raise UnsupportedError(
                 "attention is not causal, which rows do not serve: leave kvquant out"
             )
-        assert self.reorder_batch_threshold is not None
         return describe_step(
             common.block_table_tensor,
             common.seq_lens,
             common.query_start_loc_cpu,
             lens,
             common.num_actual_tokens,
-            self.reorder_batch_threshold,
+            self.most_queries,
         )
 
 
@@ -199,7 +231,7 @@ def _rows_of(
         raise UnsupportedError("it attends to whole images, not to the tokens before")
     layout = settings.layout(layer.num_kv_heads, layer.head_size, layer.head_size_v)
     basis = None
-    if settings.plan is not None:
+    if settings.plan is not None and not impl.is_draft:  # plans are of the model that is served
         settings.plan.check_model(vllm_config.model_config.hf_config.to_dict())
         heads = rank_heads(
             vllm_config.model_config.get_total_num_kv_heads(),
@@ -238,6 +270,7 @@ class KVQuantImpl(AttentionImpl[Step]):
 
     Attributes:
         rows: what the builder found for it, once the model is loaded.
+        is_draft: whether the layer is of a draft model (EAGLE and MTP heads, too).
     """
 
     rows: LayerRows
@@ -260,6 +293,7 @@ class KVQuantImpl(AttentionImpl[Step]):
         self.num_kv_heads, self.kv_cache_dtype = num_kv_heads or num_heads, kv_cache_dtype
         self.sliding_window, self.soft_cap = sliding_window, logits_soft_cap
         self.alibi_slopes, self.sinks = alibi_slopes, sinks
+        self.is_draft = parts.model_tag != "backbone"  # which part of the model is being made
         self.longest = get_current_vllm_config().model_config.max_model_len
 
     def variant(self, device: torch.device) -> AttentionVariant:

@@ -144,8 +144,10 @@ def _common_formats(plan: CachePlan, *, asked: bool) -> tuple[str, str]:
 class PageLayout(NamedTuple):
     """Where the rows of K and V lie in pages [num_pages, slots, page_size, slot_bytes], uint8.
 
-    K and V rows of one length are head slots of their own, so rows follow one another as in a cache
-    of ours. Else a slot holds the row of K and behind it that of V, each at a multiple of 16.
+    K and V rows of one length are head slots of their own: K of head 0, its V, K of head 1 and so
+    on. Else a slot holds the row of K and behind it that of V, each at a multiple of 16. In both a
+    part of the slots is that of a part of the heads, as vLLM supposes where it moves pages between
+    engines of unlike tensor parallelism.
 
     Attributes:
         k_format: format of K.
@@ -186,7 +188,7 @@ class PageLayout(NamedTuple):
                 f"{self.slot_bytes}] for {self.k_format} and {self.v_format}"
             )
         if self._is_even:
-            return pages[:, : self.num_kv_heads], pages[:, self.num_kv_heads :]
+            return pages[:, 0::2], pages[:, 1::2]
         start, end = self._v_start, self._v_start + self.v_format.row_bytes
         return pages[..., : self.k_format.row_bytes], pages[..., start:end]
 
@@ -213,3 +215,17 @@ class LayerRows(NamedTuple):
     sm_scale: float
     basis: LayerBasis | None = None
     variant: AttentionVariant | None = None
+
+    def to(self, device: torch.device | str) -> LayerRows:
+        """The same on another device."""
+
+        def moved(x: torch.Tensor | None) -> torch.Tensor | None:
+            return None if x is None else x.to(device)
+
+        basis, variant = self.basis, self.variant
+        if basis is not None:
+            basis = basis.to(device)
+        if variant is not None:
+            sinks, slopes = moved(variant.sink_logits), moved(variant.alibi_slopes)
+            variant = variant._replace(sink_logits=sinks, alibi_slopes=slopes)
+        return self._replace(basis=basis, variant=variant)

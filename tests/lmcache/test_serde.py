@@ -130,6 +130,32 @@ def test_a_plan_gives_each_layer_its_formats_and_each_rank_its_bases(plan: Cache
     assert error[0] < 0.5 * error[1]
 
 
+@pytest.mark.parametrize("order", ["HND", "NHD"])
+def test_k_and_v_of_a_head_side_by_side_as_vllm_has_them(order: str, plan: CachePlan) -> None:
+    """LMCache itself makes objects of pages [num_pages, heads, page_size, 2 * head_dim], or with
+    heads behind tokens."""
+    from lmcache.v1.multiprocess.transfer_context.base import gather_paged_kv_to_cpu
+
+    values, page = new_values(), 8
+    order_of_pages = torch.randperm(TOKENS // page)
+    pages = values.movedim(0, -2).flatten(-2).unflatten(1, (-1, page))[:, order_of_pages.argsort()]
+    if order == "HND":
+        pages = pages.transpose(2, 3)
+    given = {f"layer {i}": x.contiguous() for i, x in enumerate(pages)}
+    (gathered,) = gather_paged_kv_to_cpu(
+        given, order_of_pages.tolist(), TOKENS // page, layout_hints={"kv_layout": order}
+    )
+    assert gathered.shape == (LAYERS, TOKENS, HEADS * 2 * DIM)
+    one, shape = serde.RowSerde(plan=plan), [*gathered.shape]
+    src, dst = memory([shape], torch.bfloat16), memory([shape], torch.bfloat16)
+    src.tensor.copy_(gathered)
+    stored = memory([[one.estimate_serialized_size(layout([shape]))]], torch.uint8)
+    one.serialize(src, stored, key())
+    one.deserialize(stored, dst, key())
+    wanted = there_and_back(one, values, key())  # in two planes
+    assert torch.equal(dst.tensor.unflatten(-1, (HEADS, 2, DIM)).movedim(-2, 0), wanted)
+
+
 def test_what_other_formats_or_another_plan_stored_is_refused(plan: CachePlan) -> None:
     shape = (2, LAYERS, TOKENS, HEADS * DIM)
     made = [serde.RowSerde(DIM, "int4"), serde.RowSerde(plan=plan, k_format="int4")]
@@ -163,8 +189,10 @@ def test_settings_that_are_not_possible(given: dict[str, Any], message: str) -> 
 
 def test_objects_that_are_not_possible(plan: CachePlan) -> None:
     plain, planned = serde.RowSerde(DIM, "int8"), serde.RowSerde(plan=plan)
-    with pytest.raises(ShapeError, match=r"\[3, 40, 576\]: it must be \[2, layers, tokens, KV"):
-        plain.estimate_serialized_size(layout([(3, 40, 576)]))  # latent attention
+    message = r"it must be \[layers, tokens, KV heads \* 2 \* 64\] or \[2, layers, tokens, KV"
+    for shape in ((3, 40, 576), (3, 3, 40, 64), (2, 3, 40, 96), (128,)):  # 576: latent attention
+        with pytest.raises(ShapeError, match=rf"{shape[-1]}\]: {message}"):
+            plain.estimate_serialized_size(layout([shape]))
     with pytest.raises(UnsupportedError, match=r"has \[2\] layers, the plan 3"):
         planned.estimate_serialized_size(layout([(2, 2, 40, HEADS * DIM)]))
     src = memory([(2, LAYERS, TOKENS, DIM)], torch.bfloat16)

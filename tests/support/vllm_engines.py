@@ -16,6 +16,9 @@ from transformers import AutoModelForCausalLM
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "examples" / "llama-demo-5m"
 TEXT = ROOT / "examples" / "unseen.txt"
+INT4, BF16 = {"k_format": "int4-g4"}, {"k_format": "bf16"}
+LENGTHS = [1, 2, 5, 17, 31, 32, 33, 60, 64, 65, 90, 128, 150, 200, 257, 300]  # of prompts
+TOKENS = 16  # that are generated
 os.environ |= {
     "HF_HUB_OFFLINE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in this process: vLLM is imported once

@@ -1,12 +1,15 @@
 """Tests in the real engine are collected where vLLM is installed: make test-vllm."""
 
+from __future__ import annotations
+
 import tempfile
 from collections.abc import Iterator
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 
-collect_ignore = ["test_contract.py", "test_engine.py", "test_processes.py"]
+collect_ignore = ["test_contract.py", "test_drafts.py", "test_engine.py", "test_processes.py"]
 if find_spec("vllm"):
     collect_ignore.clear()
 
@@ -17,3 +20,33 @@ def _temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
     before, tempfile.tempdir = tempfile.tempdir, str(tmp_path_factory.mktemp("vllm"))
     yield
     tempfile.tempdir = before
+
+
+@pytest.fixture(scope="session")
+def own() -> tuple[list[Any], list[Any]]:
+    """Prompts of mixed lengths, and the outputs of vLLM's own attention for them."""
+    from vllm_engines import LENGTHS, TOKENS, engine, generate, passages
+
+    with engine() as llm:
+        given = passages(llm, len(LENGTHS), max(LENGTHS))
+        prompts = [
+            {"prompt_token_ids": one["prompt_token_ids"][:length]}
+            for one, length in zip(given, LENGTHS, strict=True)
+        ]
+        return prompts, generate(llm, prompts, TOKENS, logprobs=0)
+
+
+@pytest.fixture(scope="session")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A plan of the demo model, made without text, in 20 seconds."""
+    from click.testing import CliRunner
+    from vllm_engines import MODEL
+
+    from kvquant.cli.main import main
+
+    path = str(tmp_path_factory.mktemp("plan") / "plan.safetensors")
+    sizes = ["--observed", "1024", "--length", "512", "--rounding", "nearest"]
+    given = [str(MODEL), "--zero-data", *sizes, "--format", "int4-g4", "-o", path]
+    done = CliRunner().invoke(main, ["calibrate", *given], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return path

@@ -73,9 +73,12 @@ FIELDS = {
         "query_start_loc_cpu seq_lens seq_lens_cpu_upper_bound block_table_tensor "
         "num_actual_tokens causal"
     ),
-    "vllm.config:VllmConfig": "additional_config attention_config model_config speculative_config",
+    "vllm.config:VllmConfig": (
+        "additional_config attention_config model_config scheduler_config speculative_config"
+    ),
     "vllm.config:AttentionConfig": "backend backend_per_kind",
-    "vllm.config:ModelConfig": "hf_config max_model_len",
+    "vllm.config:ModelConfig": "dtype hf_config max_model_len",
+    "vllm.config:SchedulerConfig": "max_num_batched_tokens max_num_seqs",
 }
 MEMBERS = {
     "vllm.v1.attention.backend:AttentionBackend": (
@@ -141,7 +144,7 @@ def test_attention_layers_say_what_they_are() -> None:
     source = inspect.getsource(found("vllm.model_executor.layers.attention:Attention"))
     for name in (
         "attn_backend attn_type head_size head_size_v impl kv_cache_dtype "
-        "kv_sharing_target_layer_name num_kv_heads use_mm_prefix"
+        "kv_sharing_target_layer_name num_heads num_kv_heads use_mm_prefix"
     ).split():
         assert f"self.{name} = " in source or f"self.{name}:" in source, f"{name}: {WHAT_TO_DO}"
     update = inspect.getsource(found("vllm.model_executor.layers.attention.attention"))
@@ -149,6 +152,26 @@ def test_attention_layers_say_what_they_are() -> None:
     call += "            key,\n            value,\n            kv_cache,\n"
     call += "            layer_slot_mapping,\n"
     assert call in update, f"do_kv_cache_update: {WHAT_TO_DO}"
+
+
+DRAFTS = (
+    "vllm.v1.spec_decode.draft_model",
+    "vllm.v1.spec_decode.llm_base_proposer",
+    "vllm.v1.worker.gpu.spec_decode.eagle.utils",
+    "vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator",
+)
+
+
+@pytest.mark.parametrize("module", DRAFTS)
+def test_draft_models_are_made_under_a_tag(module: str) -> None:
+    """By which their layers know that they are none of the model that is served."""
+    backends = found("vllm.compilation.backends")
+    assert backends.model_tag == "backbone", WHAT_TO_DO
+    with backends.set_model_tag("draft"):
+        assert backends.model_tag == "draft", WHAT_TO_DO
+    spec = find_spec(module)  # not imported: it may need a GPU
+    assert spec is not None and spec.origin is not None, WHAT_TO_DO
+    assert "with set_model_tag(" in Path(spec.origin).read_text(encoding="utf-8"), WHAT_TO_DO
 
 
 @pytest.mark.parametrize("use_mla", [False, True])

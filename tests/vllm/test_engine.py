@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from transformers import Gemma2Config, GptOssConfig, LlamaConfig
 from vllm_engines import (
-    MODEL,
+    BF16,
+    INT4,
+    LENGTHS,
     SIZES,
+    TOKENS,
     counter,
     engine,
     generate,
@@ -23,13 +25,9 @@ from vllm_engines import (
 )
 
 from kvquant import ConfigError, UnsupportedError
-from kvquant.cli.main import main
 from kvquant.vllm import plugin
 
 pytestmark = pytest.mark.filterwarnings("default")  # vLLM's own
-INT4, BF16 = {"k_format": "int4-g4"}, {"k_format": "bf16"}
-LENGTHS = [1, 2, 5, 17, 31, 32, 33, 60, 64, 65, 90, 128, 150, 200, 257, 300]
-TOKENS = 16
 
 
 @pytest.fixture(autouse=True)
@@ -37,21 +35,18 @@ def _poisoned_memory() -> None:
     """Not here: vLLM reads what it has not written, and throws it away."""
 
 
-@pytest.fixture(scope="module")
-def own() -> tuple[list[Any], list[Any]]:
-    """Prompts of mixed lengths, and the outputs of vLLM's own attention for them."""
-    with engine() as llm:
-        given = passages(llm, len(LENGTHS), max(LENGTHS))
-        prompts = [
-            {"prompt_token_ids": one["prompt_token_ids"][:length]}
-            for one, length in zip(given, LENGTHS, strict=True)
-        ]
-        return prompts, generate(llm, prompts, TOKENS, logprobs=0)
-
-
-def test_16_bit_rows_give_what_vllms_own_attention_gives(own: Any) -> None:
+def test_16_bit_rows_give_what_vllms_own_attention_gives(
+    own: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prompts, wanted = own
+    told: list[Any] = []  # what a GPU would have compiled
+    note = "kvquant.vllm.backend.warm_up_layers"
+    monkeypatch.setattr(note, lambda device, calls: told.extend(calls))
     with engine(BF16) as llm:
+        for calls in told:
+            sizes = calls.page_size, calls.max_model_len, calls.max_num_seqs, calls.most_queries
+            assert sizes == (32, 1024, 16, 1) and calls.num_q_heads == 4
+        assert len(told) == 4
         found = generate(llm, prompts, TOKENS, logprobs=0)
         assert tokens_of(found) == tokens_of(wanted)
         for ours, theirs in zip(found, wanted, strict=True):
@@ -137,17 +132,6 @@ def _abort_one(llm: Any, prompts: list[Any], wanted: list[list[int]]) -> None:
     for i in (0, 2, 3):
         assert found[f"request {i}"] == wanted[i]
     assert counter(llm, "kv_cache_usage_perc") == 0
-
-
-@pytest.fixture(scope="module")
-def plan(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A plan made without text, in 20 seconds."""
-    path = str(tmp_path_factory.mktemp("plan") / "plan.safetensors")
-    sizes = ["--observed", "1024", "--length", "512", "--rounding", "nearest"]
-    given = [str(MODEL), "--zero-data", *sizes, "--format", "int4-g4", "-o", path]
-    done = CliRunner().invoke(main, ["calibrate", *given], catch_exceptions=False)
-    assert done.exit_code == 0, done.output
-    return path
 
 
 def test_predictions_are_as_good_as_calibrate_says(plan: str) -> None:

@@ -34,6 +34,30 @@ def test_pages_hold_the_rows_of_both_sides_aligned_and_apart(names: tuple[str, s
         assert error < {"bf16": 0.003, "int8": 0.01}.get(str(fmt), 0.12)
 
 
+@pytest.mark.parametrize("names", [("int4-g4", "int4-g4"), ("int8", "int4-g4")])
+def test_a_part_of_a_page_is_the_page_of_a_part_of_the_heads(names: tuple[str, str]) -> None:
+    """vLLM moves pages between engines of unlike tensor parallelism by cutting their head slots."""
+    page_size, heads = 16, 4
+    whole = Settings(*names).layout(heads, 128, 128)
+    pages = torch.zeros(3, whole.slots, page_size, whole.slot_bytes, dtype=torch.uint8)
+    k, v = torch.randn(2, 3 * page_size, heads, 128)
+    slots = torch.arange(len(k))
+    k_rows, v_rows = whole.views(pages)
+    append_rows(k, v, k_rows, v_rows, slots, k_format=whole.k_format, v_format=whole.v_format)
+    for ranks in (2, 4):
+        for rank in range(ranks):
+            own = rank_heads(heads, rank, ranks)
+            part = Settings(*names).layout(len(own), 128, 128)
+            cut = pages.unflatten(1, (ranks, -1))[:, rank].contiguous()
+            wanted = torch.zeros_like(cut)
+            new_k, new_v = (x[:, own].contiguous() for x in (k, v))
+            k_rows, v_rows = part.views(wanted)
+            append_rows(
+                new_k, new_v, k_rows, v_rows, slots, k_format=part.k_format, v_format=part.v_format
+            )
+            assert torch.equal(cut, wanted), f"rank {rank} of {ranks}"
+
+
 def test_the_bytes_are_those_of_the_rows() -> None:
     even, uneven = Settings("int4-g4", "int4-g4").layout(8, 128, 128), Settings("int8", "int4-g4")
     assert (even.slots, even.slot_bytes) == (16, 80)

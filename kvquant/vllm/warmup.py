@@ -1,0 +1,112 @@
+"""Compile what an engine's steps will launch before its first request. Needs no engine.
+
+A kernel takes seconds to compile, for which all requests would wait. Which ones are needed is told
+by steps that are rehearsed, as for a cache of ours: see kvquant/cache/warmup.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..cache.warmup import new_queries, new_rows, present_in, warm_up
+from ..rows.variant import names_of
+from .rows import LayerRows
+from .step import FEW, append, attend, describe_step
+
+_warm: set[Hashable] = set()  # calls whose kernels were compiled in this process
+
+
+@dataclass(frozen=True)
+class StepCalls:
+    """What a layer of an engine will be called for.
+
+    Attributes:
+        layer: its rows; those of another layer of this kind launch the same kernels.
+        num_q_heads: of the layer, on this rank.
+        dtype: of the model.
+        page_size: tokens of a page.
+        max_model_len: tokens of a sequence, at most.
+        max_num_seqs: sequences of a step, at most.
+        max_num_tokens: tokens of a step, at most.
+        most_queries: of a decoding sequence: 1, and the tokens that are drafted for it.
+    """
+
+    layer: LayerRows
+    num_q_heads: int
+    dtype: torch.dtype
+    page_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_tokens: int
+    most_queries: int = 1
+
+    @property
+    def kind(self) -> Hashable:
+        """All that kernels depend on."""
+        layout, _, basis, variant = self.layer
+        rest = tuple(value for name, value in vars(self).items() if name != "layer")
+        return layout, present_in(basis), names_of(variant), rest
+
+    def __call__(self) -> None:
+        """Make all of them, on the meta device."""
+        layer = self.layer.to("meta")
+        for counts, past in self._steps():
+            self._step(layer, counts, past)
+
+    def _steps(self) -> Iterator[tuple[list[int], int]]:
+        """New tokens of the sequences of steps, and tokens of each before."""
+        for batch in _grown(1, self.max_num_seqs, 5 / 4):
+            for count in range(1, self.most_queries + 1):
+                if batch * count <= self.max_num_tokens:
+                    yield [count] * batch, 1
+        if self.most_queries > 1 and self.max_num_seqs > 1:
+            yield [1, self.most_queries], 1  # some have fewer
+        for count in range(2, min(FEW, self.max_num_tokens) + 1):
+            yield [count], self.most_queries + 1
+        for count in _grown(FEW + 1, self.max_num_tokens, 2):
+            for past in (0, 1):
+                yield [count], past
+
+    def _step(self, layer: LayerRows, counts: Sequence[int], past: int) -> None:
+        layout, batch, tokens = layer.layout, len(counts), sum(counts)
+        max_pages = -(-self.max_model_len // self.page_size)
+        shape = max_pages, layout.slots, self.page_size, layout.slot_bytes
+        pages = torch.empty(shape, dtype=torch.uint8, device="meta")
+        table = torch.empty(batch, max_pages, dtype=torch.int32, device="meta")
+        starts = torch.tensor([0, *counts], device="cpu").cumsum(0).int()
+        lens = starts.diff() + past
+        step = describe_step(
+            table, lens.to("meta"), starts, lens, tokens, most_queries=self.most_queries
+        )
+        k, v = new_rows((tokens, layout.num_kv_heads), layout.k_format, layout.v_format, self.dtype)
+        q, out = (new_queries((tokens, self.num_q_heads), x) for x in (k, v))
+        append(layer, k, v, pages, torch.empty(tokens, dtype=torch.int64, device="meta"))
+        attend(layer, step, q, k, v, pages, out)
+
+
+def warm_up_layers(device: torch.device, calls: Sequence[StepCalls]) -> None:
+    """Compile what layers on a device need, unless others like them have had it compiled; nothing
+    is done for the CPU.
+
+    Raises:
+        UnsupportedError: the cuda extra is not installed, or the GPU is too old.
+    """
+    if device.type != "cuda":
+        return
+    from ..kernels.cuda.runtime.compile import require_extra
+
+    require_extra()
+    kinds = {one.kind: one for one in calls}
+    warm_up(device, [one for kind, one in kinds.items() if kind not in _warm])
+    _warm.update(kinds)
+
+
+def _grown(first: int, last: int, factor: float) -> Iterator[int]:
+    """From first to last, each by a factor more than the one before, and by 1 at least."""
+    while first < last:
+        yield first
+        first = max(first + 1, int(first * factor))
+    yield last

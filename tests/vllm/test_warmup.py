@@ -1,0 +1,103 @@
+"""What steps of an engine will launch, told before they do. No GPU and no vLLM are needed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from fake_cuda import CPU, FakeDriver, install_for_caches, loaded_specs
+
+from kvquant import AttentionVariant, Basis, UnsupportedError
+from kvquant.cache.warmup import kernels_of
+from kvquant.kernels.cuda.runtime import compile as compiling
+from kvquant.kernels.cuda.runtime import launch as runtime
+from kvquant.ops import append as append_ops
+from kvquant.ops import attention, transform
+from kvquant.rows.basis import LayerBasis
+from kvquant.vllm import warmup
+from kvquant.vllm.rows import LayerRows, Settings
+from kvquant.vllm.step import append, attend, describe_step
+from kvquant.vllm.warmup import StepCalls, warm_up_layers
+
+HEADS, Q_HEADS, DIM, PAGE, LONGEST = 2, 8, 128, 32, 4096
+MATRIX = Basis(torch.ones(HEADS, DIM), "matrix", torch.eye(DIM).expand(HEADS, DIM, DIM))
+ROUNDED = Basis(torch.ones(HEADS, DIM), "hadamard", feedback=torch.zeros(HEADS, DIM, DIM))
+LAYERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "basis": {"basis": LayerBasis(MATRIX, MATRIX)},
+    "feedback": {"basis": LayerBasis(ROUNDED, ROUNDED)},
+    "gpt-oss": {"variant": AttentionVariant(sink_logits=torch.zeros(Q_HEADS), window=64)},
+}
+# new tokens of each sequence, and tokens before, as vLLM may schedule them
+STEPS = [([1] * n, 50) for n in (1, 2, 3, 7, 12, 17, 24)]
+STEPS += [([4] * n, 50) for n in (1, 3, 24)]
+STEPS += [([1, 4, 2], 50), ([3, 3], 50), ([1] * 9 + [30], 50)]
+STEPS += [([n], past) for n in (5, 19, 40, 64, 65, 700, 2000) for past in (0, 9, 1500)]
+
+
+def calls(layer: LayerRows, **options: Any) -> StepCalls:
+    given = {"num_q_heads": Q_HEADS, "dtype": torch.bfloat16, "page_size": PAGE}
+    given |= {"max_model_len": LONGEST, "max_num_seqs": 24, "max_num_tokens": 2048}
+    return StepCalls(layer, **{**given, "most_queries": 4, **options})
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    """The CPU as a GPU, for whole steps."""
+    driver = install_for_caches(monkeypatch)
+    monkeypatch.setattr(attention, "kernels_for", lambda *_: "cuda")
+    monkeypatch.setattr(append_ops, "kernels_for", lambda *_: "cuda")
+    monkeypatch.setattr(
+        transform, "takes_one_launch", lambda x, backend: x.dtype in transform.DTYPES
+    )
+    return driver
+
+
+@pytest.mark.parametrize("formats", [("int4-g4", "int4-g4"), ("int8", "int4-g4")])
+@pytest.mark.parametrize("name", LAYERS)
+def test_what_is_launched_was_told(name: str, formats: tuple[str, str], cuda: FakeDriver) -> None:
+    layer = LayerRows(Settings(*formats).layout(HEADS, DIM, DIM), 0.1, **LAYERS[name])
+    told = kernels_of([calls(layer)], runtime.gpu_of(CPU))
+    assert not cuda.launched and not loaded_specs(), "a rehearsal launches nothing"
+    layout = layer.layout
+    pages = torch.zeros(200, layout.slots, PAGE, layout.slot_bytes, dtype=torch.uint8)
+    for counts, past in STEPS:
+        tokens, starts = sum(counts), torch.tensor([0, *counts]).cumsum(0).int()
+        table = torch.zeros(len(counts), LONGEST // PAGE, dtype=torch.int32)
+        lens = starts.diff() + past
+        step = describe_step(table, lens, starts, lens, tokens, most_queries=4)
+        q = torch.zeros(tokens, Q_HEADS, DIM, dtype=torch.bfloat16)
+        k, v = torch.zeros(2, tokens, HEADS, DIM, dtype=torch.bfloat16)
+        append(layer, k, v, pages, torch.arange(tokens))
+        attend(layer, step, q, k, v, pages, torch.empty_like(q))
+        assert {*loaded_specs()} <= {*told}, (counts, past)
+    assert len(told) < 2 * len({*loaded_specs()})  # and little else
+
+
+def test_layers_of_a_kind_are_compiled_once(
+    cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[Any] = []
+    monkeypatch.setattr(compiling, "missing", lambda specs, arch: list(specs))
+    monkeypatch.setattr(compiling, "compile_all", lambda specs, *_: compiled.append(specs))
+    monkeypatch.setattr(warmup, "_warm", set())
+    gpu, layout = torch.device("cuda", 0), Settings("int8", "int8").layout(HEADS, DIM, DIM)
+    layers = [calls(LayerRows(layout, scale)) for scale in (0.1, 0.2)]
+    warm_up_layers(torch.device("cpu"), layers)
+    assert not compiled
+    warm_up_layers(gpu, layers)
+    warm_up_layers(gpu, layers)
+    assert [specs == kernels_of(layers[:1], runtime.gpu_of(CPU)) for specs in compiled] == [True]
+    warm_up_layers(gpu, [calls(LayerRows(layout, 0.1), num_q_heads=16)])
+    assert len(compiled) == 2
+
+
+def test_without_the_compilers_an_engine_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise UnsupportedError("the CUDA kernels need numba-cuda")
+
+    monkeypatch.setattr(compiling, "require_extra", missing)
+    with pytest.raises(UnsupportedError, match="need numba-cuda"):
+        warm_up_layers(torch.device("cuda", 0), [])
+    warm_up_layers(torch.device("cpu"), [])
