@@ -151,9 +151,9 @@ def quantize(
 @click.argument("cache", type=CACHE)
 @click.option(
     "--to",
-    type=click.Choice(["bf16", "fp16", "fbgemm", "xformers"]),
+    type=click.Choice(["bf16", "fp16", "fbgemm", "xformers", "flashmla"]),
     required=True,
-    help="16-bit tensors, or the byte layout of another project.",
+    help="16-bit tensors, or the byte layout of another project; flashmla of latent rows.",
 )
 @click.option("--plan", type=FILE, help="The plan that the cache was made with, if there was one.")
 @OUTPUT

@@ -10,7 +10,15 @@ import torch
 from fake_cuda import FakeDriver, arguments_of, install, loaded_specs
 from mla_cases import raw_rows
 
-from kvquant import LatentFormat, debug, dequantize_rows, mla_decode_attention, quantize_rows
+from kvquant import (
+    LatentFormat,
+    append_rows,
+    debug,
+    dequantize_pages,
+    dequantize_rows,
+    mla_decode_attention,
+    quantize_rows,
+)
 from kvquant.errors import ConfigError, DeviceError, ShapeError, UnsupportedError
 from kvquant.ops import mla
 
@@ -202,6 +210,49 @@ def test_a_prefix_is_seen_by_the_sequences_that_share_it(backend: str, q_len: in
     prefix_lens[0] = 41
     with pytest.raises(ShapeError, match="seq_lens of sequence 0 is 41"):
         mla.attend_latents(*queries, segments, **call)
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["int4-g8+int8-g4", "fp8", "bf16"])
+def test_an_engine_writes_pages_of_its_own_and_reads_them_back(name: str, device: str) -> None:
+    """Two views of one tensor [pages, tokens, bytes]: what kvquant/ops/README.md tells."""
+    fmt = LatentFormat.parse(name)
+    pool = torch.full((9, 64, fmt.row_bytes), 0xFF, dtype=torch.uint8, device=device)
+    latents, ropes = pool[:, None].split([part.row_bytes for part in fmt.parts], dim=-1)
+    latent, rope = (torch.randn(100, 1, n, device=device).bfloat16() for n in (512, 64))
+    slots = torch.arange(100, device=device) + 200  # pages 3 and 4
+    append_rows(latent, rope, latents, ropes, slots, *fmt.parts)
+    x = torch.cat([latent, rope], -1)
+    wanted = quantize_rows(x[:, 0], fmt)
+    assert torch.equal(pool.view(-1, fmt.row_bytes)[200:300], wanted)
+    assert bool((pool.view(-1, fmt.row_bytes)[:200] == 0xFF).all())
+
+    asked = torch.tensor([299, -1, 200], device=device)
+    found = dequantize_pages(pool[:, None], fmt, asked, torch.float32)
+    assert torch.equal(found[:, 0][[0, 2]], dequantize_rows(wanted[[-1, 0]], fmt))
+    assert found.shape == (3, 1, 576) and not found[1].any()
+    compiled = torch.compile(dequantize_pages, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(pool[:, None], fmt, asked, torch.float32), found)
+    if device == "cuda":  # as of rows of heads: a slot that does not exist gives zeros
+        beyond = dequantize_pages(pool[:, None], fmt, asked + 400, torch.bfloat16)
+        assert not beyond[0].any() and not beyond[2].any()
+
+    table = torch.tensor([[3, 4]], dtype=torch.int32, device=device)
+    lens = torch.tensor([108], dtype=torch.int32, device=device)
+    pool[3, :8] = pool[3, 8:16]  # tokens of an earlier step
+    q_latent, q_rope = (torch.randn(1, 4, n, device=device).bfloat16() for n in (512, 64))
+    options: Any = {"fmt": fmt, "sm_scale": SCALE, "block_table": table}
+    out = mla_decode_attention(q_latent, q_rope, pool, lens, **options)
+    exact = mla_decode_attention(
+        q_latent.float(), q_rope.float(), pool, lens, **options, backend="reference"
+    )
+    assert float((out.float() - exact).norm() / exact.norm()) < BOUNDS[torch.bfloat16]
+    for part, rows in zip(fmt.parts, (latents, ropes), strict=True):  # a part alone
+        alone = dequantize_pages(rows, part, asked, torch.float32)
+        assert torch.equal(alone, found.split([512, 64], -1)[part == fmt.rope])
 
 
 def test_torch_compile_takes_the_call_as_one_op() -> None:

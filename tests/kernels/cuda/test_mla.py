@@ -864,8 +864,14 @@ def test_what_has_no_kernel_is_refused(cuda: FakeDriver) -> None:
         attend(replace(case, q_latent=case.q_latent.float(), q_rope=case.q_rope.float()))
     with pytest.raises(UnsupportedError, match=r"sm_scale is 0\.0: on CUDA it must be positive"):
         attend(replace(case, sm_scale=0.0))
-    with pytest.raises(UnsupportedError, match="headers must be multiples of 16 bytes"):
-        MlaSpec(*LatentFormat.parse("int8").parts)
+    for name, rope_dim, message in (
+        ("int8", 64, "int8 latents of 512 elements have .* use int4-g4, int4-g8, int8-g4, int8-g8"),
+        ("int8-g4+fp8-g8", 64, "fp8-g8 RoPE parts of 64 .* use int8-g4, fp8-g4, bf16 or fp16 for"),
+        ("int8-g4+int4", 64, "int4 RoPE parts of 64 .* use int8-g4, fp8-g4, bf16 or fp16 for"),
+        ("int8-g4+fp8-g4", 32, "fp8-g4 RoPE parts of 32 elements .* MLA: use bf16 or fp16 for th"),
+    ):
+        with pytest.raises(UnsupportedError, match=message):
+            MlaSpec(*LatentFormat.parse(name, 512, rope_dim).parts)
     with pytest.raises(UnsupportedError, match="bf16 rows with float16 queries"):
         attend(make_mla("bf16", 4, (4,), dtype=torch.float16))
     case = make_mla(AIM, 4, (9,), exact="fp16", recent=(4,), q_lens=(2,))
