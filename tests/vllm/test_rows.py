@@ -49,8 +49,9 @@ def test_a_part_of_a_page_is_the_page_of_a_part_of_the_heads(names: tuple[str, s
             part = Settings(*names).layout(len(own), 128, 128)
             cut = pages.unflatten(1, (ranks, -1))[:, rank].contiguous()
             wanted = torch.zeros_like(cut)
-            new = (x[:, own].contiguous() for x in (k, v))
-            append_rows(*new, *part.views(wanted), slots, part.k_format, part.v_format)
+            own_k, own_v = k[:, own].contiguous(), v[:, own].contiguous()
+            rows = part.views(wanted)
+            append_rows(own_k, own_v, *rows, slots, part.k_format, part.v_format)
             assert torch.equal(cut, wanted), f"rank {rank} of {ranks}"
 
 
