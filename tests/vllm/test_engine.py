@@ -74,6 +74,21 @@ def test_preempted_requests_begin_again(own: Any) -> None:
     assert tokens_of(found) == tokens_of(wanted)
 
 
+def test_prompts_that_attend_to_rows_do_not_show_how_they_were_read(own: Any) -> None:
+    """Not the prefixes that are there already, not preemption, not chunks; in 16 bit they show."""
+    ids = own[0][-1]["prompt_token_ids"]
+    prompts = [{"prompt_token_ids": ids[9 * i :][: 60 + 20 * (i % 4)]} for i in range(16)]
+    rows, tokens = {**INT4, "prompts": "rows"}, 100
+    with engine(rows) as llm:
+        wanted = tokens_of(generate(llm, prompts, tokens))
+        assert tokens_of(generate(llm, prompts, tokens)) == wanted
+        assert counter(llm, "prefix_cache_hits") > 800
+    small = {"max_model_len": 512, "num_gpu_blocks_override": 20, "max_num_batched_tokens": 100}
+    with engine(rows, **small) as llm:
+        assert tokens_of(generate(llm, prompts, tokens)) == wanted
+        assert counter(llm, "num_preemptions") > 5
+
+
 def test_int4_requests_together_are_those_one_at_a_time(own: Any) -> None:
     prompts, _ = own
     sampled = {"temperature": 1.0, "ignore_eos": True}

@@ -69,12 +69,13 @@ def test_the_bytes_are_those_of_the_rows() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (None, "is None: give a dict with k_format, v_format, plan"),
+        (None, "is None: give a dict with k_format, v_format, plan, prompts"),
         ({"k_fromat": "int8"}, "give a dict with k_format"),
         ({}, 'lacks k_format: give {"k_format": "int4-g4"}'),
         ({"v_format": "int8"}, "lacks k_format"),
         ({"k_format": "int5"}, "format 'int5' does not exist"),
         ({"k_format": "int8", "v_format": 4}, "format 4 is not possible"),
+        ({"k_format": "int8", "prompts": "8-bit"}, "'8-bit': it may be one of ('16-bit', 'rows')"),
     ],
 )
 def test_settings_that_are_not_possible(given: Any, message: str) -> None:
@@ -86,6 +87,8 @@ def test_settings_that_are_not_possible(given: Any, message: str) -> None:
 def test_v_has_the_format_of_k_where_none_is_given() -> None:
     settings = Settings.parse({"k_format": "int8"})
     assert (settings.k_format, settings.v_format, settings.plan) == ("int8", "int8", None)
+    assert not settings.prompts_from_rows
+    assert Settings.parse({"k_format": "int8", "prompts": "rows"}).prompts_from_rows
 
 
 def save_plan(path: Path, *, kept: bool) -> str:
