@@ -246,7 +246,9 @@ def _rows_of(
         basis = settings.basis(extract_layer_index(name), heads, layer.head_size)
         basis = basis and basis.to(device)
     variant = impl.variant(device)
-    return LayerRows(layout, impl.scale, basis, variant if names_of(variant) else None)
+    is_plain = not names_of(variant)
+    from_rows = settings.prompts_from_rows
+    return LayerRows(layout, impl.scale, basis, None if is_plain else variant, from_rows)
 
 
 @lru_cache

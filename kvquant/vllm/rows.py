@@ -15,7 +15,8 @@ from ..rows.basis import LayerBasis
 from ..rows.format import RowFormat, check_head_dims
 from ..rows.variant import AttentionVariant
 
-KEYS = ("k_format", "v_format", "plan")
+KEYS = ("k_format", "v_format", "plan", "prompts")
+PROMPTS = ("16-bit", "rows")  # what tokens of a prompt attend to, of those that come with them
 UNIT = 16  # bytes that pages, and what is in them, are aligned to on CUDA
 
 
@@ -27,20 +28,23 @@ class Settings:
         k_format: short name of K's format ("int4-g4").
         v_format: of V's.
         plan: bases, clip ratios and rounding of each layer and KV head; None for none.
+        prompts_from_rows: whether tokens of a prompt attend to the rows of those that come with
+            them, as later ones will, rather than to 16 bit.
     """
 
     k_format: str
     v_format: str
     plan: CachePlan | None = None
+    prompts_from_rows: bool = False
 
     @classmethod
     def parse(cls, given: object) -> Settings:
         """Read what stands under "kvquant" in vLLM's additional_config.
 
         Args:
-            given: a dict with "k_format", "v_format" (that of K when left out) and "plan", the path
-                of a plan file; with a plan formats may be left out, if its layers have one in
-                common.
+            given: a dict with "k_format", "v_format" (that of K when left out), "plan", the path of
+                a plan file, and "prompts", one of PROMPTS; with a plan formats may be left out, if
+                its layers have one in common.
 
         Raises:
             ConfigError: a key or a format does not exist, formats are missing, or the plan's
@@ -53,6 +57,9 @@ class Settings:
                 f'additional_config["kvquant"] is {shown(given)}: give a dict with '
                 f"{', '.join(KEYS)}"
             )
+        prompts = given.get("prompts", PROMPTS[0])
+        if prompts not in PROMPTS:
+            raise ConfigError(f'"prompts" is {shown(prompts)}: it may be one of {PROMPTS}')
         path, k_format = given.get("plan"), given.get("k_format")
         v_format = given.get("v_format", k_format)
         plan = None if path is None else CachePlan.load(path)
@@ -69,7 +76,7 @@ class Settings:
             plan = plan and plan.with_formats(k_format, v_format)
         if plan is not None:
             k_format, v_format = _common_formats(plan, asked=k_format is not None)
-        return cls(str(k_format), str(v_format), plan)
+        return cls(str(k_format), str(v_format), plan, prompts == "rows")
 
     def layout(self, num_kv_heads: int, head_dim: int, v_head_dim: int) -> PageLayout:
         """Where the rows of a layer lie in its pages.
@@ -209,12 +216,14 @@ class LayerRows(NamedTuple):
         sm_scale: factor on q·k.
         basis: that its rows are stored in, on the device; None for none.
         variant: what the model changes in attention; None for nothing.
+        prompts_from_rows: as of Settings.
     """
 
     layout: PageLayout
     sm_scale: float
     basis: LayerBasis | None = None
     variant: AttentionVariant | None = None
+    prompts_from_rows: bool = False
 
     def to(self, device: torch.device | str) -> LayerRows:
         """The same on another device."""

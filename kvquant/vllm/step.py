@@ -5,6 +5,9 @@
     later ones, up to FEW          attend to the rows, as decoding sequences do
     more of them                   attend to the dequantized past, and causally to themselves
 
+With LayerRows.prompts_from_rows all tokens of a prompt attend to rows, dequantized where they are
+many: what a prompt gives does not depend on the chunks that it comes in.
+
 Rows of new tokens are written before attention, so that attention to rows finds their own as well.
 """
 
@@ -171,7 +174,7 @@ def attend(
         out[: step.num_tokens] = found if step.places is None else found[step.places]
     for chunk in step.chunks:
         tokens = slice(chunk.first, chunk.end)
-        if chunk.past and chunk.end - chunk.first <= FEW:
+        if (chunk.past or layer.prompts_from_rows) and chunk.end - chunk.first <= FEW:
             one = slice(chunk.sequence, chunk.sequence + 1)
             out[tokens] = _attend_to_rows(layer, step, one, q[tokens][None], None, pages)[0]
             continue
@@ -218,11 +221,14 @@ def _seen(
     pages: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V of the tokens that a chunk sees, its own the last, [tokens, num_kv_heads, ...]."""
-    if not chunk.past:
+    past = chunk.past
+    if layer.prompts_from_rows:
+        past, k, v = past + len(k), k[:0], v[:0]
+    if not past:
         return k, v
     window = None if layer.variant is None else layer.variant.window
     first = 0 if window is None else max(chunk.past - window + 1, 0)
-    token = torch.arange(first, chunk.past, device=pages.device)
+    token = torch.arange(first, past, device=pages.device)
     page_size, table = pages.shape[2], step.block_table[chunk.sequence].long()
     slots = table[token // page_size] * page_size + token % page_size
     k_rows, v_rows = layer.layout.views(pages)

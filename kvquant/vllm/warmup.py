@@ -46,9 +46,9 @@ class StepCalls:
     @property
     def kind(self) -> Hashable:
         """All that kernels depend on."""
-        layout, _, basis, variant = self.layer
+        layout, _, basis, variant, from_rows = self.layer
         rest = tuple(value for name, value in vars(self).items() if name != "layer")
-        return layout, present_in(basis), names_of(variant), rest
+        return layout, present_in(basis), names_of(variant), from_rows, rest
 
     def __call__(self) -> None:
         """Make all of them, on the meta device."""

@@ -74,6 +74,21 @@ def test_preempted_requests_begin_again(own: Any) -> None:
     assert tokens_of(found) == tokens_of(wanted)
 
 
+def test_prompts_that_attend_to_rows_do_not_show_how_they_were_read(own: Any) -> None:
+    """Not the prefixes that are there already, not preemption, not chunks; in 16 bit they show."""
+    ids = own[0][-1]["prompt_token_ids"]
+    prompts = [{"prompt_token_ids": ids[9 * i :][: 60 + 20 * (i % 4)]} for i in range(16)]
+    rows, tokens = {**INT4, "prompts": "rows"}, 100
+    with engine(rows) as llm:
+        wanted = tokens_of(generate(llm, prompts, tokens))
+        assert tokens_of(generate(llm, prompts, tokens)) == wanted
+        assert counter(llm, "prefix_cache_hits") > 800
+    small = {"max_model_len": 512, "num_gpu_blocks_override": 20, "max_num_batched_tokens": 100}
+    with engine(rows, **small) as llm:
+        assert tokens_of(generate(llm, prompts, tokens)) == wanted
+        assert counter(llm, "num_preemptions") > 5
+
+
 def test_int4_requests_together_are_those_one_at_a_time(own: Any) -> None:
     prompts, _ = own
     sampled = {"temperature": 1.0, "ignore_eos": True}
@@ -111,6 +126,29 @@ def test_pages_saved_by_one_engine_are_loaded_by_another(own: Any, tmp_path: Pat
         assert counter(llm, "prefix_cache_hits") == 0
         assert counter(llm, "external_prefix_cache_hits") == 128 + 192 + 288
     assert tokens_of(found) == tokens_of(wanted)
+
+
+@pytest.mark.parametrize(
+    "rows", [INT4, {"k_format": "int8", "v_format": "int4-g4"}], ids=["even", "uneven"]
+)
+def test_offloaded_pages_come_back(own: Any, rows: dict[str, str]) -> None:
+    """By OffloadingConnector, with a worker that needs no GPU."""
+    from vllm.config import KVTransferConfig
+
+    extra = {"spec_name": "HostSpec", "spec_module_path": "host_offloading"}
+    offloading = KVTransferConfig(
+        kv_connector="OffloadingConnector",
+        kv_role="kv_both",
+        kv_connector_extra_config={**extra, "cpu_bytes_to_use": 16 << 20},
+    )
+    prompts = [prompt for prompt, n in zip(own[0], LENGTHS, strict=True) if n in (150, 200, 300)]
+    with engine(rows, kv_transfer_config=offloading) as llm:
+        generate(llm, prompts, TOKENS)
+        wanted = tokens_of(generate(llm, prompts, TOKENS))  # from its own pages
+        assert counter(llm, "external_prefix_cache_hits") == 0
+        llm.reset_prefix_cache()
+        assert tokens_of(generate(llm, prompts, TOKENS)) == wanted
+        assert counter(llm, "external_prefix_cache_hits") == 128 + 192 + 288
 
 
 def _abort_one(llm: Any, prompts: list[Any], wanted: list[list[int]]) -> None:

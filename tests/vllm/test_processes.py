@@ -1,5 +1,5 @@
-"""vLLM in processes of its own: its server with an OpenAI client, and two tensor-parallel ranks
-(3 minutes)."""
+"""vLLM in processes of its own: its server with an OpenAI client, its second model runner, and two
+tensor-parallel ranks (3 minutes)."""
 
 from __future__ import annotations
 
@@ -60,6 +60,7 @@ def process(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
     env = {
         **os.environ,
         "TMPDIR": str(log.parent),
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),  # kvquant and tests/support
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # of functions, to processes of the same engine
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -126,6 +127,22 @@ def test_the_server_streams_to_two_clients_at_once(tmp_path: Path) -> None:
     assert all(len(parts) > 8 and "".join(parts).strip() for parts in together)
     assert models == ["demo"]
     assert "kvquant: K rows int4-g4, V rows int4-g4" in log.read_text()
+
+
+def test_the_second_model_runner_gives_what_its_own_attention_gives(tmp_path: Path) -> None:
+    """vLLM's choice on GPUs; here with prompts in chunks, and with a draft model."""
+    log = tmp_path / "log"
+    script = ROOT / "tests" / "support" / "model_runner_v2.py"
+    with process([sys.executable, str(script)], log) as running:
+        code = running.wait(timeout=PATIENCE)
+    printed = log.read_text()
+    assert code == 0, printed[-3000:]
+    lines = [line.partition("FOUND ")[2] for line in printed.splitlines() if "FOUND" in line]
+    kinds, tokens, counts = zip(*map(json.loads, lines), strict=True)
+    assert all("vllm.v1.worker.gpu.model_runner" in one for one in kinds)
+    assert tokens[0] == tokens[1] == tokens[2]
+    drafted, accepted = counts[2]
+    assert drafted == accepted > 30  # the model drafts for itself
 
 
 def test_two_ranks_have_the_bases_of_their_heads_and_give_what_one_gives(tmp_path: Path) -> None:

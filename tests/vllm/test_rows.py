@@ -42,19 +42,16 @@ def test_a_part_of_a_page_is_the_page_of_a_part_of_the_heads(names: tuple[str, s
     pages = torch.zeros(3, whole.slots, page_size, whole.slot_bytes, dtype=torch.uint8)
     k, v = torch.randn(2, 3 * page_size, heads, 128)
     slots = torch.arange(len(k))
-    k_rows, v_rows = whole.views(pages)
-    append_rows(k, v, k_rows, v_rows, slots, k_format=whole.k_format, v_format=whole.v_format)
+    append_rows(k, v, *whole.views(pages), slots, whole.k_format, whole.v_format)
     for ranks in (2, 4):
         for rank in range(ranks):
             own = rank_heads(heads, rank, ranks)
             part = Settings(*names).layout(len(own), 128, 128)
             cut = pages.unflatten(1, (ranks, -1))[:, rank].contiguous()
             wanted = torch.zeros_like(cut)
-            new_k, new_v = (x[:, own].contiguous() for x in (k, v))
-            k_rows, v_rows = part.views(wanted)
-            append_rows(
-                new_k, new_v, k_rows, v_rows, slots, k_format=part.k_format, v_format=part.v_format
-            )
+            own_k, own_v = k[:, own].contiguous(), v[:, own].contiguous()
+            rows = part.views(wanted)
+            append_rows(own_k, own_v, *rows, slots, part.k_format, part.v_format)
             assert torch.equal(cut, wanted), f"rank {rank} of {ranks}"
 
 
@@ -72,12 +69,13 @@ def test_the_bytes_are_those_of_the_rows() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (None, "is None: give a dict with k_format, v_format, plan"),
+        (None, "is None: give a dict with k_format, v_format, plan, prompts"),
         ({"k_fromat": "int8"}, "give a dict with k_format"),
         ({}, 'lacks k_format: give {"k_format": "int4-g4"}'),
         ({"v_format": "int8"}, "lacks k_format"),
         ({"k_format": "int5"}, "format 'int5' does not exist"),
         ({"k_format": "int8", "v_format": 4}, "format 4 is not possible"),
+        ({"k_format": "int8", "prompts": "8-bit"}, "'8-bit': it may be one of ('16-bit', 'rows')"),
     ],
 )
 def test_settings_that_are_not_possible(given: Any, message: str) -> None:
@@ -89,6 +87,8 @@ def test_settings_that_are_not_possible(given: Any, message: str) -> None:
 def test_v_has_the_format_of_k_where_none_is_given() -> None:
     settings = Settings.parse({"k_format": "int8"})
     assert (settings.k_format, settings.v_format, settings.plan) == ("int8", "int8", None)
+    assert not settings.prompts_from_rows
+    assert Settings.parse({"k_format": "int8", "prompts": "rows"}).prompts_from_rows
 
 
 def save_plan(path: Path, *, kept: bool) -> str:

@@ -124,11 +124,13 @@ CASES = [
 
 @pytest.mark.parametrize(("device", "dtype", "error"), DEVICES)
 @pytest.mark.parametrize(("k_format", "v_format", "has_basis", "name"), CASES)
+@pytest.mark.parametrize("from_rows", [False, True], ids=["", "prompts from rows"])
 def test_a_step_of_all_kinds_of_sequences(
     k_format: str,
     v_format: str,
     has_basis: bool,
     name: str,
+    from_rows: bool,
     device: str,
     dtype: torch.dtype,
     error: float,
@@ -146,6 +148,7 @@ def test_a_step_of_all_kinds_of_sequences(
         SCALE,
         bases().to(device) if has_basis else None,
         AttentionVariant(**given) if given else None,
+        from_rows,
     )
     cache = Pages(layer, past_lens, max(counts), device, dtype)
     past = [cache.values(i) for i in range(len(counts))]
@@ -160,7 +163,8 @@ def test_a_step_of_all_kinds_of_sequences(
     for i, count in enumerate(counts):
         new = slice(int(starts[i]), int(starts[i + 1]))
         keys, values = cache.values(i)
-        if count > FEW or past_lens[i] == 0 < count - 1:  # its own tokens are not read from rows
+        is_first = past_lens[i] == 0 and count > 1
+        if not from_rows and (count > FEW or is_first):  # its own tokens are not read from rows
             keys, values = torch.cat([past[i][0], k[new]]), torch.cat([past[i][1], v[new]])
         if count:
             wanted = exact(q[new], keys, values, variant)
