@@ -28,6 +28,7 @@ from ..rows.latent import LATENT_DIMS, ROPE_DIMS
 # of config.layer_types: what they keep are the keys and values of tokens, and nothing else
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 _NOTHING = {"moe", "mlp"}  # layers without attention, which transformers counts too
+_DOUBLED = {"mimo_v2_flash"}  # layers with a window have twice the KV heads, by code alone
 _KEYS = "k_proj", "qkv_proj", "query_key_value", "kv_b_proj"  # linear layers that make keys
 _OF_HEADS = "k_format", "v_format", "windows"  # options that latent rows have not
 
@@ -438,6 +439,8 @@ def _shape(
         k_dim = _number(config, "global_head_dim", layer) or k_dim
         if getattr(config, "attention_k_eq_v", False):
             heads = _number(config, "num_global_key_value_heads", layer) or heads
+    if window and getattr(config, "model_type", None) in _DOUBLED:
+        heads *= 2
     k_dim = k_dim or (_number(config, "hidden_size", layer) or 0) // q_heads
     v_dim = _number(config, "v_head_dim", layer) or k_dim
     for dim in (k_dim, v_dim):

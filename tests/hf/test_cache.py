@@ -26,6 +26,7 @@ from hf_cases import (  # noqa: E402
     TOLERANCE,
     RoundedCache,
     caching,
+    random_model,
     tiny,
     tokens,
 )
@@ -926,11 +927,35 @@ def test_rows_of_a_mask_but_the_last_are_refused() -> None:
     assert hf_attention._whole_mask(handed, None, 1) is None
 
 
-def test_layers_without_softmax_caps_are_all_that_kvquant_is_without_a_cache() -> None:
-    model = tiny("Gemma2", sliding_window=128)
-    model.model.set_attn_implementation("kvquant")
-    with pytest.raises(UnsupportedError, match=r'layer 0 .* softcap, .*\("eager"\)'):
-        model.model(tokens(1, 8))
+CAPS: dict[str, dict[str, Any]] = {
+    "gemma2": {"attn_logit_softcapping": 0.5, "sliding_window": 12},
+    "gpt_oss": {"sliding_window": 12},
+}
+
+
+@pytest.mark.parametrize("kind", CAPS)
+def test_caps_and_sink_logits_without_a_cache_are_those_of_eager_attention(kind: str) -> None:
+    model, text = random_model(kind, CAPS[kind]).model, tokens(2, 20) % 97
+    mask, short = torch.ones_like(text), OPTIONS | {"max_new_tokens": 4}
+    mask[0, :5] = 0
+    found = []
+    for name in ("eager", "kvquant"):
+        model.set_attn_implementation(name)
+        with torch.no_grad():
+            found.append([model(text).logits, model(text, attention_mask=mask).logits[1]])
+        for more in ({}, {"cache_implementation": "static"}):
+            found[-1].append(model.generate(text, attention_mask=mask, **short | more))
+        found[-1].append(model(text, labels=text, use_cache=False).loss)
+    for got, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(got, wanted, atol=1e-5, rtol=0)
+
+
+def test_caps_without_eager_attention_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_model("gemma2", CAPS["gemma2"]).model
+    model.set_attn_implementation("kvquant")
+    monkeypatch.setattr(type(model.model.layers[0].self_attn), "__module__", "math")
+    with pytest.raises(UnsupportedError, match=r"Gemma2Attention asks for a cap .* has no eager_"):
+        model(tokens(1, 8) % 97)
 
 
 MASKS: dict[str, Callable[..., Any]] = {

@@ -57,6 +57,14 @@ CHANGES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"num_hidden_layers": 4, "layer_types": MIXED},
     "gpt_oss": {"num_hidden_layers": 4, "layer_types": MIXED, "num_experts_per_tok": 2},
     "cohere2": {"num_hidden_layers": 4, "layer_types": MIXED},
+    "mimo_v2_flash": {  # keys wider than values, twice the heads and sink logits in windows
+        "num_hidden_layers": 4,
+        "layer_types": ["full_attention", "sliding_attention"] * 2,
+        "num_attention_heads": 4,
+        "head_dim": 128,
+        "v_head_dim": 64,
+        "num_experts_per_tok": 2,
+    },
     "jamba": {
         "num_hidden_layers": 4,
         "attn_layer_offset": 1,
