@@ -19,6 +19,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -31,16 +32,17 @@ from ..cache.contiguous import KVCache
 from ..cache.latent import LatentFormats, LatentKVCache
 from ..errors import ConfigError, ShapeError, UnsupportedModelError, shown
 from ..io.plan import CachePlan
-from ..rows.arguments import check_size
+from ..rows.arguments import check_flag, check_size
 from ..rows.quantize import EXACT_DTYPES, exact_codec
 from .argument import ARGUMENT
 from .attention import Handed
 from .configs import CacheLayers, Turn, cache_layers, layer_devices, layers_of_rank, new_cache
+from .dequantized import append_and_dequantize, check_columns
 from .latent import check_latents
 from .masks import ATTENTION, calls
 from .padding import Columns, Padding
 from .positions import PositionsHook, check_scale, check_turn
-from .switch import attending
+from .switch import DEQUANTIZE, attending
 from .tracing import outside_of_graphs, tracing
 
 DRAFTS = 16  # tokens
@@ -98,10 +100,10 @@ class QuantizedCache(Cache):
     original_max_position_embeddings, and go on with transformers' own.
 
     Args:
-        source: a model of transformers that attends by "kvquant", or its config, or a KVCache (of
-            load_cache, or CachedModel.new_cache), which has its own formats and lengths, and grows
-            as well. A KVCache whose sequences are padded, when it is saved, goes on with ids that
-            are padded on the left to the longest.
+        source: a model of transformers that attends by "kvquant" (with dequantize in any way), or
+            its config, or a KVCache (of load_cache, or CachedModel.new_cache), which has its own
+            formats and lengths, and grows as well. A KVCache whose sequences are padded, when it
+            is saved, goes on with ids that are padded on the left to the longest.
         k_format, v_format, sink_len, recent_len: as of KVCache.
         plan: of `kvquant calibrate`, for this model: it says the formats.
         fmt: of latent rows, in place of k_format and v_format; as of LatentKVCache.
@@ -115,6 +117,11 @@ class QuantizedCache(Cache):
         drafts: up to 16 tokens behind others in one call are drafted ones: each attends to the rows
             of the cache, its own among them, as it would alone (KVCache.step). Else, and where
             they are more, they are a chunk of a prompt, whose tokens meet each other in 16 bit.
+        dequantize: the model gets the keys and values of the whole text in 16 bit, one layer's at a
+            time, and attends to them in its own way: for models that do not attend through
+            transformers' attention interface (Falcon, BLOOM, MPT), and for other attention
+            implementations than "kvquant". It saves memory, and steps take longer than with a
+            16-bit cache. Padding is kept like tokens, and layers with a window keep all tokens.
 
     Attributes:
         kv: the KVCache; None before the first tokens come.
@@ -155,13 +162,15 @@ class QuantizedCache(Cache):
         max_seq_len: int | None = None,
         placed: bool = False,
         drafts: bool = True,
+        dequantize: bool = False,
     ) -> None:
+        check_flag("dequantize", dequantize)
         self.kv: KVCache | None = None
         self._new_lens: torch.Tensor | None = None  # see tell
         self._is_told = False
         self._make: Callable[..., KVCache] | None = None
         self._max_seq_len, self._exact_format = max_seq_len, exact_format
-        self._is_placed, self._drafts = placed, drafts
+        self._is_placed, self._drafts, self._dequantizes = placed, drafts, dequantize
         self._layers: CacheLayers | None = None  # of the model
         self._configs: list[Any] = []  # of the model and its layers, as calls have shown them
         self._places: dict[int, int] | None = None  # of the cache, by the model's layer
@@ -212,13 +221,18 @@ class QuantizedCache(Cache):
             self._hold(source)
             self.layers = [QuantizedLayer(self, at, at) for at in range(source.num_layers)]
             return
-        config = _config_of(source)
-        layers = layers_of_rank(source, cache_layers(config, longest=max_seq_len))
+        config = _config_of(source, dequantize)
+        longest = 0 if dequantize else max_seq_len  # chunks are the mask's, of transformers
+        layers = layers_of_rank(source, cache_layers(config, longest=longest))
+        if dequantize and not layers.are_latent:
+            options["windows"] = [None] * len(layers.places)
         make: Callable[..., KVCache] = partial(new_cache, config, **options)
         dtype: Any = None
         if isinstance(source, torch.nn.Module):
             self._devices, dtype = layer_devices(source, layers.places), source.dtype
             self._hook = PositionsHook(source)
+            if dequantize:
+                _check_uses_cache(source)
         exact = exact_format or exact_codec(dtype)
         self._outline = make(layers, 1, 0, exact_format=exact)  # or it is not possible
         self._make = make
@@ -325,7 +339,8 @@ class QuantizedCache(Cache):
         text = f"K {held.k_format}, V {held.v_format}"
         if isinstance(kv, LatentKVCache):
             text = f"latent rows {kv.formats[at]}"
-        return text + (f", the last {held.window} tokens" if held.window else "")
+        text += f", the last {held.window} tokens" if held.window else ""
+        return text + (", dequantized in each call" if self._dequantizes else "")
 
     @property
     def num_places(self) -> int:
@@ -346,7 +361,8 @@ class QuantizedCache(Cache):
             keys, values: [batch, num_kv_heads, columns, head_dim]; or latents and RoPE parts.
 
         Returns:
-            Keys and values, marked; latents unmarked, as the model makes others of them.
+            Keys and values, marked; latents unmarked, as the model makes others of them. With
+            dequantize those of all tokens.
 
         Raises:
             UnsupportedModelError: the layer before did not attend to its tokens; or it has latents
@@ -373,13 +389,22 @@ class QuantizedCache(Cache):
             except UnsupportedModelError:
                 self.take_back()
                 raise
-        self._waiting = str(layer)
+        self._waiting = None if self._dequantizes else str(layer)
         padding = None
         if self.padding is not None and not is_traced:
             padding = self.padding.on(keys.device)
         handed = Handed(self, self.kv, at, layer, padding, is_traced)
         exact = EXACT_DTYPES[self.kv.exact_format]
         keys, values = _rounded(keys, exact), _rounded(values, exact)
+        if self._dequantizes:
+            try:
+                if not at:
+                    self._check_goes_on()
+                is_step = keys.shape[2] == 1 or self.takes_drafts()
+                return append_and_dequantize(handed, keys, values, is_step)
+            except BaseException:
+                self.take_back()
+                raise
         if isinstance(self.kv, LatentKVCache):
             handed.latents = keys, values
             if is_traced:
@@ -393,7 +418,8 @@ class QuantizedCache(Cache):
 
     def _begin_layer(self, layer: int, at: int | None, keys: torch.Tensor) -> None:
         """Raise unless it is a layer's turn; the first one begins a call that made no masks."""
-        calls.cache, calls.asked = weakref.ref(self), None
+        if not self._dequantizes:
+            calls.cache, calls.asked = weakref.ref(self), None
         self.check_attended()
         if self._is_torn:
             raise ShapeError(
@@ -434,6 +460,8 @@ class QuantizedCache(Cache):
             exact = self._exact_format or exact_codec(keys.dtype)
             size = self._max_seq_len or new + SPACE
             layers = self._layers.of_rank(keys.shape[1])
+            if self._dequantizes:  # configs of such models have other names for them
+                layers = replace(layers, num_kv_heads=keys.shape[1])
             device = self._devices or keys.device
             self._hold(self._make(layers, batch, size, exact_format=exact, device=device))
         assert self.kv is not None
@@ -450,6 +478,8 @@ class QuantizedCache(Cache):
         """Take a KVCache, with what it has; the only place where lengths are read."""
         self.kv = kv
         lens, self._starts = torch.stack([kv.seq_lens.long(), kv.start_positions]).tolist()
+        if self._dequantizes:
+            check_columns(kv, lens)
         self._past, self._marks = Columns.of_lens(lens), _marks_of(kv)
         if self._wrong is None or self._wrong.device != kv.device:
             self._wrong = torch.zeros(2, dtype=torch.bool, device=kv.device)
@@ -605,6 +635,15 @@ class QuantizedCache(Cache):
         elif any(self._starts) or any(self._past.pads) or self.padding is not None:
             raise ConfigError(f"{_POSITIONS}; {_PLACED}")
 
+    def _check_goes_on(self) -> None:
+        """Raise if a text is read from its beginning behind tokens, as far as positions tell."""
+        shown, self.shown_positions = self.shown_positions, None
+        past = self._past.length
+        if shown is None or shown.ndim > 2 or not past or self._new_columns == 1:
+            return
+        if int(shown[..., 0].max()) < min(past, 2):  # 1 is what older transformers gives padding
+            self._refuse_anew()
+
     def _refuse_anew(self) -> NoReturn:
         raise ConfigError(
             f"a text is read from its beginning, and the cache holds {self._past.length} tokens "
@@ -739,8 +778,9 @@ class QuantizedCache(Cache):
                 f"layer {waiting} got keys from a KVCache and did not attend to them by "
                 f"kvquant's attention. Call model.set_attn_implementation({ATTENTION!r}) first; a "
                 "model that is set to it computes attention by itself, not through transformers' "
-                "attention interface, and cannot use a KVCache. If the layer has failed before it "
-                "attended (for lack of memory, say), that is taken back now: call again"
+                f"attention interface, so no KVCache attends for it: {DEQUANTIZE}. If the layer "
+                "has failed before it attended (for lack of memory, say), that is taken back now: "
+                "call again"
             )
 
     def check_complete(self) -> None:
@@ -786,7 +826,9 @@ class QuantizedCache(Cache):
         self.begin(columns)
         if columns == 1:
             self._check_room()
-        calls.asked, self._is_asked, self._is_begun = weakref.ref(self), True, True
+        self._is_asked = self._is_begun = True
+        if not self._dequantizes:  # else the masks are transformers' own
+            calls.asked = weakref.ref(self)
         return self._past.length + columns, 0
 
     def _check_room(self) -> None:
@@ -814,6 +856,7 @@ class QuantizedCache(Cache):
         at it. The cache has its room from the beginning, on one device, and the model does not turn
         keys or scale queries by the length of the text."""
         depends = self._turn is not None or self._scaled_from is not None
+        depends = depends or self._dequantizes
         return self._is_static and not (self._kept or depends or self.is_spread)
 
     @property
@@ -1012,8 +1055,9 @@ def _rounded(states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return states.to(dtype).to(states.dtype)
 
 
-def _config_of(source: Any) -> Any:
-    """The config of a model that attends by "kvquant", or the config that was given.
+def _config_of(source: Any, dequantize: bool) -> Any:
+    """The config of a model that attends by "kvquant", or in any way if the cache dequantizes; or
+    the config that was given.
 
     Raises:
         ConfigError: it is neither; or the model attends otherwise.
@@ -1023,7 +1067,7 @@ def _config_of(source: Any) -> Any:
         config: Any = source.config
         text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else None
         found = getattr(text, "_attn_implementation", None)
-        if found != ATTENTION:
+        if found != ATTENTION and not dequantize:
             with attending(source, ATTENTION):  # else the line below is no help
                 pass
             raise ConfigError(
@@ -1038,6 +1082,16 @@ def _config_of(source: Any) -> Any:
             "KVCache"
         )
     return source
+
+
+def _check_uses_cache(model: Any) -> None:
+    """Raise ConfigError if a model's generate would give a cache the whole text in each step."""
+    if getattr(getattr(model, "generation_config", None), "use_cache", None) is False:
+        raise ConfigError(
+            f"this {type(model).__name__} has use_cache=False in its generation_config, with which "
+            "generate gives the whole text in each step: set model.generation_config.use_cache = "
+            "True"
+        )
 
 
 def _check_layers(kv: KVCache, layers: CacheLayers) -> None:
