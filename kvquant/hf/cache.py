@@ -7,7 +7,7 @@ appended once in a call of the model, in order, or the call is refused.
 
 Layers that no KVCache holds (states, other numbers of KV heads) are transformers' own objects in
 the same list, in the model's order; attention that is theirs is SDPA, with the mask that
-transformers makes.
+transformers makes. A layer with a state beside its attention is both.
 
 transformers counts padded columns; rows hold none (padding.py). What a call of the model is checked
 for is known on the host, but for two things in a step of one token: that the mask shows the tokens
@@ -24,7 +24,13 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    LinearAttentionLayer,
+)
 
 from .. import debug
 from ..cache.checks import Formats, whole_numbers
@@ -91,8 +97,9 @@ class QuantizedCache(Cache):
     are as fmt says, or a plan.
 
     A layer that no KVCache holds (linear attention, other numbers of KV heads) is kept as
-    transformers keeps it, in 16 bit: describe() tells which and why. What has reached such layers
-    is not taken back when a call fails: reset() then. They are not in kv, so not in its files.
+    transformers keeps it, in 16 bit, and so is a state beside attention: describe() tells which and
+    why. What has reached them is not taken back when a call fails: reset() then. They are not in
+    kv, so not in its files.
 
     Models count the positions of all sequences alike, from 0: where those of the cache are others
     (padding, sequences cropped apart, start_positions), give position_ids, as generate does. Phi-3
@@ -192,6 +199,7 @@ class QuantizedCache(Cache):
         self._marks: tuple[int, ...] = ()  # of the KVCache, when it was last known to be as here
         self._wrong: torch.Tensor | None = None  # [2], found in steps: masks, positions
         self._kept: dict[int, str] = {}  # the layers that are transformers' own, and why
+        self._stateful: list[int] = []  # these, and those with a state of transformers beside rows
         self._is_torn = False  # these have got what was taken back of the others
         # of one token, by their local_size and use_vmap, as made last outside of graphs
         self.step_masks: dict[tuple[int | None, bool], torch.Tensor] = {}
@@ -236,14 +244,16 @@ class QuantizedCache(Cache):
         exact = exact_format or exact_codec(dtype)
         self._outline = make(layers, 1, 0, exact_format=exact)  # or it is not possible
         self._make = make
-        self.fit(layers, DynamicCache(config=config).layers if layers.others else ())
+        is_hybrid = bool(layers.others or layers.states)
+        self.fit(layers, DynamicCache(config=config).layers if is_hybrid else ())
 
     def fit(self, layers: CacheLayers, others: Sequence[Any] = ()) -> None:
         """Hold these layers of a model.
 
         Args:
             layers: which those of the KVCache are.
-            others: all layers of the model as transformers keeps them; needed for layers.others.
+            others: all layers of the model as transformers keeps them; needed for layers.others and
+                layers.states.
 
         Raises:
             ShapeError: the KVCache is not one for these layers.
@@ -257,13 +267,21 @@ class QuantizedCache(Cache):
         self._places = {layer: at for at, layer in enumerate(layers.places)}
         self._turn, self._scaled_from = layers.turn, layers.scaled_from
         self._kept = dict(layers.others)
+        self._stateful = sorted([*layers.others, *layers.states])
         # those between that own no keys are there to be counted
         self.layers = [
-            others[layer]
-            if layer in self._kept
-            else QuantizedLayer(self, layer, self._places.get(layer))
-            for layer in range(max([*layers.places, *self._kept]) + 1)
+            self._layer_of(layer, others) for layer in range(max([*layers.places, *self._kept]) + 1)
         ]
+
+    def _layer_of(self, layer: int, others: Sequence[Any]) -> Any:
+        """A layer of the model, for transformers to look at; the arguments are those of fit."""
+        assert self._layers is not None and self._places is not None
+        if layer in self._kept:
+            return others[layer]
+        at = self._places.get(layer)
+        if layer in self._layers.states:
+            return QuantizedLayerWithState(self, layer, at, others[layer].number_of_states)
+        return QuantizedLayer(self, layer, at)
 
     def tell(self, layers: CacheLayers, new_lens: torch.Tensor | None) -> None:
         """Say in place of the model and its mask what it is, and which new columns hold tokens.
@@ -340,7 +358,9 @@ class QuantizedCache(Cache):
         if isinstance(kv, LatentKVCache):
             text = f"latent rows {kv.formats[at]}"
         text += f", the last {held.window} tokens" if held.window else ""
-        return text + (", dequantized in each call" if self._dequantizes else "")
+        text += ", dequantized in each call" if self._dequantizes else ""
+        has_state = isinstance(self.layers[layer], QuantizedLayerWithState)
+        return text + (", beside a state of transformers" if has_state else "")
 
     @property
     def num_places(self) -> int:
@@ -760,7 +780,7 @@ class QuantizedCache(Cache):
         """Drop what this call of the model has appended so far, and begin anew; what is recorded
         has not run."""
         self._waiting, self._latents, self._is_begun = None, None, False
-        self._is_torn = bool(self._kept)
+        self._is_torn = bool(self._stateful)
         if self.kv is None or debug.is_recorded(self.kv.start_positions):
             return
         # other marks: the first layer has appended, and what came behind that has failed
@@ -857,7 +877,7 @@ class QuantizedCache(Cache):
         keys or scale queries by the length of the text."""
         depends = self._turn is not None or self._scaled_from is not None
         depends = depends or self._dequantizes
-        return self._is_static and not (self._kept or depends or self.is_spread)
+        return self._is_static and not (self._stateful or depends or self.is_spread)
 
     @property
     def is_spread(self) -> bool:
@@ -878,7 +898,7 @@ class QuantizedCache(Cache):
 
     def reset(self) -> None:
         """Forget all tokens. The memory stays, for as many sequences."""
-        for layer in self._kept:
+        for layer in self._stateful:
             self.layers[layer].reset()
             if isinstance(self.layers[layer], DynamicLayer):
                 # before transformers 5.18 zeros would stay in front of what comes
@@ -892,7 +912,7 @@ class QuantizedCache(Cache):
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Put sequence beam_idx[b] at place b."""
-        self._take_kept(beam_idx)
+        self._take_states(beam_idx)
         if self.kv is not None:
             self.kv.reorder(beam_idx)
             self._taken(beam_idx)
@@ -913,7 +933,7 @@ class QuantizedCache(Cache):
                 "tokens to remove as a negative one"
             )
         self._settle()
-        for layer in self._kept:  # crop(0) too ends what they have recorded
+        for layer in self._stateful:  # crop(0) too ends what they have recorded
             self.layers[layer].crop(tokens_to_remove)
         if self.kv is None or not (tokens_to_remove or self._due):
             return
@@ -927,7 +947,7 @@ class QuantizedCache(Cache):
         """Repeat each sequence, its copies side by side; kv is another KVCache then."""
         if self.kv is not None:
             index = torch.arange(self.kv.batch, device="cpu").repeat_interleave(repeats)
-            self._take_kept(index)
+            self._take_states(index)
             self.kv = self.kv.repeat(repeats)
             self._taken(index)
 
@@ -936,7 +956,7 @@ class QuantizedCache(Cache):
         if self.kv is not None:
             if isinstance(indices, torch.Tensor) and indices.dtype == torch.bool:
                 indices = indices.nonzero()[:, 0]  # as torch indexes
-            self._take_kept(indices)
+            self._take_states(indices)
             self.kv = self.kv.fork(indices)
             self._taken(indices)
 
@@ -953,9 +973,9 @@ class QuantizedCache(Cache):
         assert self.kv is not None
         self._marks = _marks_of(self.kv)
 
-    def _take_kept(self, index: torch.Tensor) -> None:
+    def _take_states(self, index: torch.Tensor) -> None:
         """Let layers of transformers follow: what their states have in place of batch_select."""
-        for layer in self._kept:
+        for layer in self._stateful:
             self.layers[layer].reorder_cache(index)
 
 
@@ -1023,6 +1043,30 @@ class QuantizedLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         """Columns that there is room for; -1 if it grows."""
         return self.cache.max_columns
+
+
+class QuantizedLayerWithState(QuantizedLayer, LinearAttentionLayer):
+    """A layer with attention, whose rows a QuantizedCache keeps, and a state, which is kept as
+    transformers does (Falcon-H1, Zaya). What is done with sequences is done with the state alone.
+
+    Args:
+        cache, layer, at: as of QuantizedLayer.
+        states: their number.
+    """
+
+    is_compileable = False
+    is_croppable = getattr(LinearAttentionLayer, "is_croppable", False)  # not in older ones
+
+    def __init__(self, cache: QuantizedCache, layer: int, at: int | None, states: int) -> None:
+        QuantizedLayer.__init__(self, cache, layer, at)
+        LinearAttentionLayer.__init__(self, number_of_states=states)
+
+    reset = LinearAttentionLayer.reset
+    reorder_cache = LinearAttentionLayer.reorder_cache
+    crop = LinearAttentionLayer.crop
+    offload = LinearAttentionLayer.offload
+    prefetch = LinearAttentionLayer.prefetch
+    lazy_initialization = LinearAttentionLayer.lazy_initialization  # type: ignore[assignment]
 
 
 def _marks_of(kv: KVCache) -> tuple[int, int]:
