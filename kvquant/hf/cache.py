@@ -944,21 +944,22 @@ class QuantizedCache(Cache):
         self._marks = _marks_of(self.kv)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each sequence, its copies side by side; kv is another KVCache then."""
+        """Repeat each sequence, its copies side by side."""
         if self.kv is not None:
-            index = torch.arange(self.kv.batch, device="cpu").repeat_interleave(repeats)
-            self._take_states(index)
-            self.kv = self.kv.repeat(repeats)
-            self._taken(index)
+            places = torch.arange(self.kv.batch, device="cpu")
+            self.batch_select_indices(places.repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the sequences at these places; kv is another KVCache then."""
+        """Keep the sequences at these places."""
         if self.kv is not None:
             if isinstance(indices, torch.Tensor) and indices.dtype == torch.bool:
                 indices = indices.nonzero()[:, 0]  # as torch indexes
+            self.kv.select(indices)
             self._take_states(indices)
-            self.kv = self.kv.fork(indices)
             self._taken(indices)
+            if self.is_compileable:  # tensors lie elsewhere
+                _in_place.discard(self.kv)
+                _keep_in_place(self.kv)
 
     def _taken(self, index: torch.Tensor) -> None:
         """Follow sequences to their places."""
