@@ -104,6 +104,8 @@ class KVCache:
         overflow_tokens: [1] int32, tokens that found no room in a graph, once for each layer.
         num_q_heads: of the queries that will come, where that is known, as for a model: the kernels
             that the first append compiles are for them. None: few on a KV head.
+        step_lens: new tokens of a sequence in the steps that will come, (1,) unless set: the first
+            append compiles kernels for them, too.
         changes: calls that may have changed lengths; those inside of graphs are not counted.
 
     Raises:
@@ -182,6 +184,7 @@ class KVCache:
         }
         self.bad_rows, self.overflow_tokens = self._counters[self.device]
         self.num_q_heads: int | None = None
+        self.step_lens: tuple[int, ...] = (1,)
         self.changes = 0
         self._is_cold = any(one.type == "cuda" for one in self.devices)  # nothing was appended yet
 
@@ -913,7 +916,7 @@ class KVCache:
             windows=self.windows,
             rollback_len=self.rollback_len,
         )
-        other.num_q_heads = self.num_q_heads
+        other.num_q_heads, other.step_lens = self.num_q_heads, self.step_lens
         return other
 
     def likely_q_heads(self) -> tuple[int, ...]:

@@ -527,7 +527,7 @@ class LatentKVCache(KVCache):
             bases=self.bases,
             rollback_len=self.rollback_len,
         )
-        other.num_q_heads = self.num_q_heads
+        other.num_q_heads, other.step_lens = self.num_q_heads, self.step_lens
         return other
 
     def likely_q_heads(self) -> tuple[int, ...]:

@@ -112,7 +112,7 @@ def warm_up(device: torch.device, calls: Iterable[Callable[[], None]]) -> None:
 
 
 def warm_up_first(cache: KVCache, k: object) -> None:
-    """The same for a cache that was not appended to yet: for these new rows, and for steps.
+    """The same for a cache that was not appended to yet: for these new rows, and for its steps.
 
     Args:
         cache: on CUDA.
@@ -123,11 +123,12 @@ def warm_up_first(cache: KVCache, k: object) -> None:
     kinds = tuple(dict.fromkeys(map(_kind, cache.layers)))
     heads = cache.num_kv_heads, cache.num_q_heads
     devices = tuple(dict.fromkeys(cache.devices))
-    kind = type(cache), kinds, cache.batch, heads, k.dtype, k.shape[2], devices
+    steps = cache.step_lens
+    kind = type(cache), kinds, cache.batch, heads, k.dtype, k.shape[2], devices, steps
     if kind not in _warm:
         make = partial(cache.like, cache.batch, "meta")
         for device in devices:
-            warm_up(device, [Calls(make, k.dtype, prompts=(k.shape[2],))])
+            warm_up(device, [Calls(make, k.dtype, prompts=(k.shape[2],), steps=steps)])
         _warm.add(kind)
 
 

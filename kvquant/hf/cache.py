@@ -199,6 +199,7 @@ class QuantizedCache(Cache):
         self._marks: tuple[int, ...] = ()  # of the KVCache, when it was last known to be as here
         self._wrong: torch.Tensor | None = None  # [2], found in steps: masks, positions
         self._kept: dict[int, str] = {}  # the layers that are transformers' own, and why
+        self._step_lens: tuple[int, ...] = () if dequantize else (1,)  # of KVCache
         self._stateful: list[int] = []  # these, and those with a state of transformers beside rows
         self._is_torn = False  # these have got what was taken back of the others
         # of one token, by their local_size and use_vmap, as made last outside of graphs
@@ -483,7 +484,9 @@ class QuantizedCache(Cache):
             if self._dequantizes:  # configs of such models have other names for them
                 layers = replace(layers, num_kv_heads=keys.shape[1])
             device = self._devices or keys.device
-            self._hold(self._make(layers, batch, size, exact_format=exact, device=device))
+            kv = self._make(layers, batch, size, exact_format=exact, device=device)
+            kv.step_lens = self._step_lens
+            self._hold(kv)
         assert self.kv is not None
         if self.kv.batch != batch:
             raise ShapeError(
@@ -916,6 +919,15 @@ class QuantizedCache(Cache):
         if self.kv is not None:
             self.kv.reorder(beam_idx)
             self._taken(beam_idx)
+
+    def activate_past_recording(self) -> None:
+        """Expect drafts: transformers says so before it tries some. Kernels for steps of several
+        tokens are compiled with those of the prompt then."""
+        super().activate_past_recording()  # type: ignore[no-untyped-call]  # transformers has no types
+        if self._drafts and not self._dequantizes:
+            self._step_lens = tuple(range(1, DRAFTS + 1))
+            if self.kv is not None:
+                self.kv.step_lens = self._step_lens
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last columns, padding among them.

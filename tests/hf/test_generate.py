@@ -12,7 +12,7 @@ transformers = pytest.importorskip("transformers")
 from hf_cases import FP16  # noqa: E402
 
 from kvquant.errors import ConfigError  # noqa: E402
-from kvquant.hf.cache import QuantizedCache  # noqa: E402
+from kvquant.hf.cache import DRAFTS, QuantizedCache  # noqa: E402
 
 BUNDLED = Path(__file__).parents[2] / "examples" / "llama-demo-5m"
 TEXT = "The city of Manila was founded"
@@ -75,3 +75,16 @@ def test_drafts_with_a_cache_that_holds_tokens_are_told(drafts: str, model: Any)
     with pytest.raises(ConfigError, match=r"6 tokens .* drafts .*: draft with an empty cache"):
         model.generate(ids, **cache.argument, max_new_tokens=5, **options)
     assert cache.kv is not None and cache.kv.seq_lens.tolist() == [6]
+
+
+def test_kernels_of_drafts_are_compiled_where_drafts_will_come(model: Any) -> None:
+    """By the first append, which is that of the prompt (tests/cache/test_warmup.py)."""
+    ids, found = torch.arange(5, 15)[None], []
+    kinds: list[dict[str, Any]] = [{}, {"drafts": False}, {"dequantize": True}]
+    for options in kinds:
+        for drafts in ({}, {"prompt_lookup_num_tokens": 3}):
+            cache = QuantizedCache(model, **options)
+            model.generate(ids, **cache.argument, max_new_tokens=3, **drafts)
+            assert cache.kv is not None
+            found.append(cache.kv.step_lens)
+    assert found == [(1,), (*range(1, DRAFTS + 1),), (1,), (1,), (), ()]
