@@ -26,7 +26,8 @@ README = Path(kvquant.__file__).parent / "hf" / "README.md"
 PROMPT, STEPS, PADDING = 20, 6, 5
 TOLERANCE = 0.02  # of the logits' deviation; a token more or less moves them by 0.2 and more
 MIXED = ["sliding_attention", "full_attention"] * 2
-USUAL = ["llama4_text", "qwen3_next", "deepseek_v3", "falcon", "diffllama"]  # others are slow
+# others are slow
+USUAL = ["llama4_text", "qwen3_next", "deepseek_v3", "falcon", "diffllama", "mimo_v2_flash"]
 LATENT = {"deepseek_v2", "deepseek_v3", "kimi_linear", "bailing_hybrid"}
 ALL_EXPERTS = LATENT_SIZES | {"num_experts_per_tok": 8, "topk_group": 2}
 STATES_AND_LATENTS = {
