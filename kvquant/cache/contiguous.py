@@ -104,6 +104,8 @@ class KVCache:
         overflow_tokens: [1] int32, tokens that found no room in a graph, once for each layer.
         num_q_heads: of the queries that will come, where that is known, as for a model: the kernels
             that the first append compiles are for them. None: few on a KV head.
+        step_lens: new tokens of a sequence in the steps that will come, (1,) unless set: the first
+            append compiles kernels for them, too.
         changes: calls that may have changed lengths; those inside of graphs are not counted.
         is_cold: whether the first append will compile the kernels that are missing (on CUDA).
 
@@ -183,6 +185,7 @@ class KVCache:
         }
         self.bad_rows, self.overflow_tokens = self._counters[self.device]
         self.num_q_heads: int | None = None
+        self.step_lens: tuple[int, ...] = (1,)
         self.changes = 0
         self.is_cold = any(one.type == "cuda" for one in self.devices)
 
@@ -644,6 +647,35 @@ class KVCache:
             layer.take(layer, chosen)
         self.start_positions.copy_(self.start_positions.index_select(0, chosen))
 
+    def select(self, index: Counts) -> None:
+        """Keep the sequences at some places, in place; the batch is as many as these are.
+
+        As after grow, tensors of the layers lie elsewhere then, and of start_positions, too.
+
+        Args:
+            index: [new batch] of places from 0 to batch - 1, in any order; a place may be taken
+                several times, or not at all.
+
+        Raises:
+            ShapeError: a place does not exist.
+            ConfigError: so many take more memory than there is beside this cache; or in a CUDA
+                graph or under torch.compile. The cache has what it had, then.
+
+        Example:
+            >>> from kvquant import KVCache
+            >>> cache = KVCache(num_layers=1, batch=2, num_kv_heads=8, head_dim=128, max_seq_len=64)
+            >>> cache.select([1, 1, 0])
+            >>> cache.batch
+            3
+        """
+        if debug.is_recorded(self.start_positions):
+            raise ConfigError(
+                "a cache cannot get other sequences while a CUDA graph or torch.compile records it"
+            )
+        other = self._taken(self._check_index(index))
+        self.layers, self.start_positions = other.layers, other.start_positions
+        self.changes += 1
+
     def repeat(self, times: int) -> KVCache:
         """A new cache with each sequence repeated, its copies side by side.
 
@@ -885,7 +917,7 @@ class KVCache:
             windows=self.windows,
             rollback_len=self.rollback_len,
         )
-        other.num_q_heads = self.num_q_heads
+        other.num_q_heads, other.step_lens = self.num_q_heads, self.step_lens
         return other
 
     def likely_q_heads(self) -> tuple[int, ...]:

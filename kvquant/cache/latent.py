@@ -150,10 +150,10 @@ class LatentKVCache(KVCache):
     """Latent rows of all layers of a model with multi-head latent attention (DeepSeek V2, V3 ...).
 
     One row a token serves all heads; queries come absorbed, see mla_decode_attention. It is a
-    KVCache of one KV head whose K is the latent and whose V is the RoPE part: crop, reorder, fork,
-    repeat, grow, attempt, reset, check, seq_lens and dequantized are those of KVCache, and errors
-    call the latent k and the RoPE part v. It has no windows. On CUDA queries are of bfloat16, or
-    with float16 rows (exact_format="fp16", RoPE parts too) of float16.
+    KVCache of one KV head whose K is the latent and whose V is the RoPE part: crop, reorder,
+    select, fork, repeat, grow, attempt, reset, check, seq_lens and dequantized are those of
+    KVCache, and errors call the latent k and the RoPE part v. It has no windows. On CUDA queries
+    are of bfloat16, or with float16 rows (exact_format="fp16", RoPE parts too) of float16.
 
     Rows may be stored in a basis of each layer (rows/basis.py); queries come and results go as if
     there was none. With M and offset of the latents, N of the RoPE parts:
@@ -528,7 +528,7 @@ class LatentKVCache(KVCache):
             bases=self.bases,
             rollback_len=self.rollback_len,
         )
-        other.num_q_heads = self.num_q_heads
+        other.num_q_heads, other.step_lens = self.num_q_heads, self.step_lens
         return other
 
     def likely_q_heads(self) -> tuple[int, ...]:

@@ -115,7 +115,7 @@ def warm_up(device: torch.device, calls: Iterable[Callable[[], None]]) -> None:
 
 
 def warm_up_first(cache: KVCache, k: object) -> None:
-    """The same for a cache that was not appended to yet: for these new rows, and for steps.
+    """The same for a cache that was not appended to yet: for these new rows, and for its steps.
 
     Args:
         cache: on CUDA.
@@ -123,8 +123,9 @@ def warm_up_first(cache: KVCache, k: object) -> None:
     """
     if not isinstance(k, torch.Tensor) or k.ndim != 4:
         return
-    key = k.dtype, k.shape[2]
-    warm_up_cache(cache, key, lambda make: [Calls(make, k.dtype, prompts=(k.shape[2],))])
+    prompts, steps = (k.shape[2],), cache.step_lens
+    key = k.dtype, prompts, steps
+    warm_up_cache(cache, key, lambda make: [Calls(make, k.dtype, prompts=prompts, steps=steps)])
 
 
 def warm_up_cache(

@@ -34,6 +34,7 @@ from .latent import LatentHeads
 from .masks import ATTENTION, calls, window_of
 from .padding import Padding
 from .single_pass import exact_attention
+from .switch import DEQUANTIZE
 from .tracing import outside_of_graphs, tracing
 
 if TYPE_CHECKING:
@@ -213,7 +214,7 @@ def _check_keys(
     if getattr(value, "kvquant_values", None) is not handed:
         raise UnsupportedModelError(
             f"{name} attends to other values than it gave to the cache (split, scaled or "
-            "repeated): a KVCache holds keys and values as attention meets them"
+            f"repeated): a KVCache holds keys and values as attention meets them. {DEQUANTIZE}"
         )
     asked, new = query.shape[2], key.shape[2]
     if asked != new and not (handed.appended and asked < new):
@@ -284,8 +285,9 @@ def _check_plain(
         raise UnsupportedModelError(
             f"{name} attends to other keys than those it gave to the cache, made of them "
             "(multi-head latent attention, repeated or scaled heads) or of none (as gradient "
-            "checkpointing does): a KVCache holds keys and values as attention meets them. If the "
-            "layer's call before has failed, that is taken back now: call again"
+            "checkpointing does): a KVCache holds keys and values as attention meets them. "
+            f"{DEQUANTIZE}. If the layer's call before has failed, that is taken back now: call "
+            "again"
         )
 
 
@@ -360,7 +362,7 @@ def _attend(
         out = out.to(query.dtype)
         out = out if heads is None else heads.values(out)
         if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
-            out = _NoGradient.apply(out, query, key, value)  # type: ignore[no-untyped-call]  # torch's
+            out = NoGradient.apply(out, query, key, value)  # type: ignore[no-untyped-call]  # torch's
         return out
     if not handed.appended:
         rows = rows if padding is None else (padding.pack(rows[0]), padding.pack(rows[1]))
@@ -382,7 +384,7 @@ def _attend(
     return out.transpose(1, 2).contiguous()  # as transformers' own: some models view it
 
 
-class _NoGradient(torch.autograd.Function):
+class NoGradient(torch.autograd.Function):
     """What comes out of the packed rows: backward raises, where it would leave attention out."""
 
     @staticmethod

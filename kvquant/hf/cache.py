@@ -7,7 +7,7 @@ appended once in a call of the model, in order, or the call is refused.
 
 Layers that no KVCache holds (states, other numbers of KV heads) are transformers' own objects in
 the same list, in the model's order; attention that is theirs is SDPA, with the mask that
-transformers makes.
+transformers makes. A layer with a state beside its attention is both.
 
 transformers counts padded columns; rows hold none (padding.py). What a call of the model is checked
 for is known on the host, but for two things in a step of one token: that the mask shows the tokens
@@ -19,11 +19,18 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    LinearAttentionLayer,
+)
 
 from .. import debug
 from ..cache.checks import Formats, whole_numbers
@@ -31,16 +38,17 @@ from ..cache.contiguous import KVCache
 from ..cache.latent import LatentFormats, LatentKVCache
 from ..errors import ConfigError, ShapeError, UnsupportedModelError, shown
 from ..io.plan import CachePlan
-from ..rows.arguments import check_size
+from ..rows.arguments import check_flag, check_size
 from ..rows.quantize import EXACT_DTYPES, exact_codec
 from .argument import ARGUMENT
 from .attention import Handed
 from .configs import CacheLayers, Turn, cache_layers, layer_devices, layers_of_rank, new_cache
+from .dequantized import append_and_dequantize, check_columns
 from .latent import check_latents
 from .masks import ATTENTION, calls
 from .padding import Columns, Padding
 from .positions import PositionsHook, check_scale, check_turn
-from .switch import attending
+from .switch import DEQUANTIZE, attending
 from .tracing import outside_of_graphs, tracing
 
 DRAFTS = 16  # tokens
@@ -89,8 +97,9 @@ class QuantizedCache(Cache):
     are as fmt says, or a plan.
 
     A layer that no KVCache holds (linear attention, other numbers of KV heads) is kept as
-    transformers keeps it, in 16 bit: describe() tells which and why. What has reached such layers
-    is not taken back when a call fails: reset() then. They are not in kv, so not in its files.
+    transformers keeps it, in 16 bit, and so is a state beside attention: describe() tells which and
+    why. What has reached them is not taken back when a call fails: reset() then. They are not in
+    kv, so not in its files.
 
     Models count the positions of all sequences alike, from 0: where those of the cache are others
     (padding, sequences cropped apart, start_positions), give position_ids, as generate does. Phi-3
@@ -98,10 +107,10 @@ class QuantizedCache(Cache):
     original_max_position_embeddings, and go on with transformers' own.
 
     Args:
-        source: a model of transformers that attends by "kvquant", or its config, or a KVCache (of
-            load_cache, or CachedModel.new_cache), which has its own formats and lengths, and grows
-            as well. A KVCache whose sequences are padded, when it is saved, goes on with ids that
-            are padded on the left to the longest.
+        source: a model of transformers that attends by "kvquant" (with dequantize in any way), or
+            its config, or a KVCache (of load_cache, or CachedModel.new_cache), which has its own
+            formats and lengths, and grows as well. A KVCache whose sequences are padded, when it
+            is saved, goes on with ids that are padded on the left to the longest.
         k_format, v_format, sink_len, recent_len: as of KVCache.
         plan: of `kvquant calibrate`, for this model: it says the formats.
         fmt: of latent rows, in place of k_format and v_format; as of LatentKVCache.
@@ -115,6 +124,11 @@ class QuantizedCache(Cache):
         drafts: up to 16 tokens behind others in one call are drafted ones: each attends to the rows
             of the cache, its own among them, as it would alone (KVCache.step). Else, and where
             they are more, they are a chunk of a prompt, whose tokens meet each other in 16 bit.
+        dequantize: the model gets the keys and values of the whole text in 16 bit, one layer's at a
+            time, and attends to them in its own way: for models that do not attend through
+            transformers' attention interface (Falcon, BLOOM, MPT), and for other attention
+            implementations than "kvquant". It saves memory, and steps take longer than with a
+            16-bit cache. Padding is kept like tokens, and layers with a window keep all tokens.
 
     Attributes:
         kv: the KVCache; None before the first tokens come.
@@ -155,13 +169,15 @@ class QuantizedCache(Cache):
         max_seq_len: int | None = None,
         placed: bool = False,
         drafts: bool = True,
+        dequantize: bool = False,
     ) -> None:
+        check_flag("dequantize", dequantize)
         self.kv: KVCache | None = None
         self._new_lens: torch.Tensor | None = None  # see tell
         self._is_told = False
         self._make: Callable[..., KVCache] | None = None
         self._max_seq_len, self._exact_format = max_seq_len, exact_format
-        self._is_placed, self._drafts = placed, drafts
+        self._is_placed, self._drafts, self._dequantizes = placed, drafts, dequantize
         self._layers: CacheLayers | None = None  # of the model
         self._configs: list[Any] = []  # of the model and its layers, as calls have shown them
         self._places: dict[int, int] | None = None  # of the cache, by the model's layer
@@ -183,6 +199,8 @@ class QuantizedCache(Cache):
         self._marks: tuple[int, ...] = ()  # of the KVCache, when it was last known to be as here
         self._wrong: torch.Tensor | None = None  # [2], found in steps: masks, positions
         self._kept: dict[int, str] = {}  # the layers that are transformers' own, and why
+        self._step_lens: tuple[int, ...] = () if dequantize else (1,)  # of KVCache
+        self._stateful: list[int] = []  # these, and those with a state of transformers beside rows
         self._is_torn = False  # these have got what was taken back of the others
         # of one token, by their local_size and use_vmap, as made last outside of graphs
         self.step_masks: dict[tuple[int | None, bool], torch.Tensor] = {}
@@ -212,24 +230,31 @@ class QuantizedCache(Cache):
             self._hold(source)
             self.layers = [QuantizedLayer(self, at, at) for at in range(source.num_layers)]
             return
-        config = _config_of(source)
-        layers = layers_of_rank(source, cache_layers(config, longest=max_seq_len))
+        config = _config_of(source, dequantize)
+        longest = 0 if dequantize else max_seq_len  # chunks are the mask's, of transformers
+        layers = layers_of_rank(source, cache_layers(config, longest=longest))
+        if dequantize and not layers.are_latent:
+            options["windows"] = [None] * len(layers.places)
         make: Callable[..., KVCache] = partial(new_cache, config, **options)
         dtype: Any = None
         if isinstance(source, torch.nn.Module):
             self._devices, dtype = layer_devices(source, layers.places), source.dtype
             self._hook = PositionsHook(source)
+            if dequantize:
+                _check_uses_cache(source)
         exact = exact_format or exact_codec(dtype)
         self._outline = make(layers, 1, 0, exact_format=exact)  # or it is not possible
         self._make = make
-        self.fit(layers, DynamicCache(config=config).layers if layers.others else ())
+        is_hybrid = bool(layers.others or layers.states)
+        self.fit(layers, DynamicCache(config=config).layers if is_hybrid else ())
 
     def fit(self, layers: CacheLayers, others: Sequence[Any] = ()) -> None:
         """Hold these layers of a model.
 
         Args:
             layers: which those of the KVCache are.
-            others: all layers of the model as transformers keeps them; needed for layers.others.
+            others: all layers of the model as transformers keeps them; needed for layers.others and
+                layers.states.
 
         Raises:
             ShapeError: the KVCache is not one for these layers.
@@ -243,13 +268,21 @@ class QuantizedCache(Cache):
         self._places = {layer: at for at, layer in enumerate(layers.places)}
         self._turn, self._scaled_from = layers.turn, layers.scaled_from
         self._kept = dict(layers.others)
+        self._stateful = sorted([*layers.others, *layers.states])
         # those between that own no keys are there to be counted
         self.layers = [
-            others[layer]
-            if layer in self._kept
-            else QuantizedLayer(self, layer, self._places.get(layer))
-            for layer in range(max([*layers.places, *self._kept]) + 1)
+            self._layer_of(layer, others) for layer in range(max([*layers.places, *self._kept]) + 1)
         ]
+
+    def _layer_of(self, layer: int, others: Sequence[Any]) -> Any:
+        """A layer of the model, for transformers to look at; the arguments are those of fit."""
+        assert self._layers is not None and self._places is not None
+        if layer in self._kept:
+            return others[layer]
+        at = self._places.get(layer)
+        if layer in self._layers.states:
+            return QuantizedLayerWithState(self, layer, at, others[layer].number_of_states)
+        return QuantizedLayer(self, layer, at)
 
     def tell(self, layers: CacheLayers, new_lens: torch.Tensor | None) -> None:
         """Say in place of the model and its mask what it is, and which new columns hold tokens.
@@ -325,7 +358,10 @@ class QuantizedCache(Cache):
         text = f"K {held.k_format}, V {held.v_format}"
         if isinstance(kv, LatentKVCache):
             text = f"latent rows {kv.formats[at]}"
-        return text + (f", the last {held.window} tokens" if held.window else "")
+        text += f", the last {held.window} tokens" if held.window else ""
+        text += ", dequantized in each call" if self._dequantizes else ""
+        has_state = isinstance(self.layers[layer], QuantizedLayerWithState)
+        return text + (", beside a state of transformers" if has_state else "")
 
     @property
     def num_places(self) -> int:
@@ -346,7 +382,8 @@ class QuantizedCache(Cache):
             keys, values: [batch, num_kv_heads, columns, head_dim]; or latents and RoPE parts.
 
         Returns:
-            Keys and values, marked; latents unmarked, as the model makes others of them.
+            Keys and values, marked; latents unmarked, as the model makes others of them. With
+            dequantize those of all tokens.
 
         Raises:
             UnsupportedModelError: the layer before did not attend to its tokens; or it has latents
@@ -373,13 +410,22 @@ class QuantizedCache(Cache):
             except UnsupportedModelError:
                 self.take_back()
                 raise
-        self._waiting = str(layer)
+        self._waiting = None if self._dequantizes else str(layer)
         padding = None
         if self.padding is not None and not is_traced:
             padding = self.padding.on(keys.device)
         handed = Handed(self, self.kv, at, layer, padding, is_traced)
         exact = EXACT_DTYPES[self.kv.exact_format]
         keys, values = _rounded(keys, exact), _rounded(values, exact)
+        if self._dequantizes:
+            try:
+                if not at:
+                    self._check_goes_on()
+                is_step = keys.shape[2] == 1 or self.takes_drafts()
+                return append_and_dequantize(handed, keys, values, is_step)
+            except BaseException:
+                self.take_back()
+                raise
         if isinstance(self.kv, LatentKVCache):
             handed.latents = keys, values
             if is_traced:
@@ -393,7 +439,8 @@ class QuantizedCache(Cache):
 
     def _begin_layer(self, layer: int, at: int | None, keys: torch.Tensor) -> None:
         """Raise unless it is a layer's turn; the first one begins a call that made no masks."""
-        calls.cache, calls.asked = weakref.ref(self), None
+        if not self._dequantizes:
+            calls.cache, calls.asked = weakref.ref(self), None
         self.check_attended()
         if self._is_torn:
             raise ShapeError(
@@ -434,8 +481,12 @@ class QuantizedCache(Cache):
             exact = self._exact_format or exact_codec(keys.dtype)
             size = self._max_seq_len or new + SPACE
             layers = self._layers.of_rank(keys.shape[1])
+            if self._dequantizes:  # configs of such models have other names for them
+                layers = replace(layers, num_kv_heads=keys.shape[1])
             device = self._devices or keys.device
-            self._hold(self._make(layers, batch, size, exact_format=exact, device=device))
+            kv = self._make(layers, batch, size, exact_format=exact, device=device)
+            kv.step_lens = self._step_lens
+            self._hold(kv)
         assert self.kv is not None
         if self.kv.batch != batch:
             raise ShapeError(
@@ -450,6 +501,8 @@ class QuantizedCache(Cache):
         """Take a KVCache, with what it has; the only place where lengths are read."""
         self.kv = kv
         lens, self._starts = torch.stack([kv.seq_lens.long(), kv.start_positions]).tolist()
+        if self._dequantizes:
+            check_columns(kv, lens)
         self._past, self._marks = Columns.of_lens(lens), _marks_of(kv)
         if self._wrong is None or self._wrong.device != kv.device:
             self._wrong = torch.zeros(2, dtype=torch.bool, device=kv.device)
@@ -605,6 +658,15 @@ class QuantizedCache(Cache):
         elif any(self._starts) or any(self._past.pads) or self.padding is not None:
             raise ConfigError(f"{_POSITIONS}; {_PLACED}")
 
+    def _check_goes_on(self) -> None:
+        """Raise if a text is read from its beginning behind tokens, as far as positions tell."""
+        shown, self.shown_positions = self.shown_positions, None
+        past = self._past.length
+        if shown is None or shown.ndim > 2 or not past or self._new_columns == 1:
+            return
+        if int(shown[..., 0].max()) < min(past, 2):  # 1 is what older transformers gives padding
+            self._refuse_anew()
+
     def _refuse_anew(self) -> NoReturn:
         raise ConfigError(
             f"a text is read from its beginning, and the cache holds {self._past.length} tokens "
@@ -721,7 +783,7 @@ class QuantizedCache(Cache):
         """Drop what this call of the model has appended so far, and begin anew; what is recorded
         has not run."""
         self._waiting, self._latents, self._is_begun = None, None, False
-        self._is_torn = bool(self._kept)
+        self._is_torn = bool(self._stateful)
         if self.kv is None or debug.is_recorded(self.kv.start_positions):
             return
         # other marks: the first layer has appended, and what came behind that has failed
@@ -739,8 +801,9 @@ class QuantizedCache(Cache):
                 f"layer {waiting} got keys from a KVCache and did not attend to them by "
                 f"kvquant's attention. Call model.set_attn_implementation({ATTENTION!r}) first; a "
                 "model that is set to it computes attention by itself, not through transformers' "
-                "attention interface, and cannot use a KVCache. If the layer has failed before it "
-                "attended (for lack of memory, say), that is taken back now: call again"
+                f"attention interface, so no KVCache attends for it: {DEQUANTIZE}. If the layer "
+                "has failed before it attended (for lack of memory, say), that is taken back now: "
+                "call again"
             )
 
     def check_complete(self) -> None:
@@ -786,7 +849,9 @@ class QuantizedCache(Cache):
         self.begin(columns)
         if columns == 1:
             self._check_room()
-        calls.asked, self._is_asked, self._is_begun = weakref.ref(self), True, True
+        self._is_asked = self._is_begun = True
+        if not self._dequantizes:  # else the masks are transformers' own
+            calls.asked = weakref.ref(self)
         return self._past.length + columns, 0
 
     def _check_room(self) -> None:
@@ -814,7 +879,8 @@ class QuantizedCache(Cache):
         at it. The cache has its room from the beginning, on one device, and the model does not turn
         keys or scale queries by the length of the text."""
         depends = self._turn is not None or self._scaled_from is not None
-        return self._is_static and not (self._kept or depends or self.is_spread)
+        depends = depends or self._dequantizes
+        return self._is_static and not (self._stateful or depends or self.is_spread)
 
     @property
     def is_spread(self) -> bool:
@@ -835,7 +901,7 @@ class QuantizedCache(Cache):
 
     def reset(self) -> None:
         """Forget all tokens. The memory stays, for as many sequences."""
-        for layer in self._kept:
+        for layer in self._stateful:
             self.layers[layer].reset()
             if isinstance(self.layers[layer], DynamicLayer):
                 # before transformers 5.18 zeros would stay in front of what comes
@@ -849,10 +915,19 @@ class QuantizedCache(Cache):
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Put sequence beam_idx[b] at place b."""
-        self._take_kept(beam_idx)
+        self._take_states(beam_idx)
         if self.kv is not None:
             self.kv.reorder(beam_idx)
             self._taken(beam_idx)
+
+    def activate_past_recording(self) -> None:
+        """Expect drafts: transformers says so before it tries some. Kernels for steps of several
+        tokens are compiled with those of the prompt then."""
+        super().activate_past_recording()  # type: ignore[no-untyped-call]  # transformers has no types
+        if self._drafts and not self._dequantizes:
+            self._step_lens = tuple(range(1, DRAFTS + 1))
+            if self.kv is not None:
+                self.kv.step_lens = self._step_lens
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last columns, padding among them.
@@ -870,7 +945,7 @@ class QuantizedCache(Cache):
                 "tokens to remove as a negative one"
             )
         self._settle()
-        for layer in self._kept:  # crop(0) too ends what they have recorded
+        for layer in self._stateful:  # crop(0) too ends what they have recorded
             self.layers[layer].crop(tokens_to_remove)
         if self.kv is None or not (tokens_to_remove or self._due):
             return
@@ -881,21 +956,22 @@ class QuantizedCache(Cache):
         self._marks = _marks_of(self.kv)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each sequence, its copies side by side; kv is another KVCache then."""
+        """Repeat each sequence, its copies side by side."""
         if self.kv is not None:
-            index = torch.arange(self.kv.batch, device="cpu").repeat_interleave(repeats)
-            self._take_kept(index)
-            self.kv = self.kv.repeat(repeats)
-            self._taken(index)
+            places = torch.arange(self.kv.batch, device="cpu")
+            self.batch_select_indices(places.repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the sequences at these places; kv is another KVCache then."""
+        """Keep the sequences at these places."""
         if self.kv is not None:
             if isinstance(indices, torch.Tensor) and indices.dtype == torch.bool:
                 indices = indices.nonzero()[:, 0]  # as torch indexes
-            self._take_kept(indices)
-            self.kv = self.kv.fork(indices)
+            self.kv.select(indices)
+            self._take_states(indices)
             self._taken(indices)
+            if self.is_compileable:  # tensors lie elsewhere
+                _in_place.discard(self.kv)
+                _keep_in_place(self.kv)
 
     def _taken(self, index: torch.Tensor) -> None:
         """Follow sequences to their places."""
@@ -910,9 +986,9 @@ class QuantizedCache(Cache):
         assert self.kv is not None
         self._marks = _marks_of(self.kv)
 
-    def _take_kept(self, index: torch.Tensor) -> None:
+    def _take_states(self, index: torch.Tensor) -> None:
         """Let layers of transformers follow: what their states have in place of batch_select."""
-        for layer in self._kept:
+        for layer in self._stateful:
             self.layers[layer].reorder_cache(index)
 
 
@@ -982,6 +1058,30 @@ class QuantizedLayer(CacheLayerMixin):
         return self.cache.max_columns
 
 
+class QuantizedLayerWithState(QuantizedLayer, LinearAttentionLayer):
+    """A layer with attention, whose rows a QuantizedCache keeps, and a state, which is kept as
+    transformers does (Falcon-H1, Zaya). What is done with sequences is done with the state alone.
+
+    Args:
+        cache, layer, at: as of QuantizedLayer.
+        states: their number.
+    """
+
+    is_compileable = False
+    is_croppable = getattr(LinearAttentionLayer, "is_croppable", False)  # not in older ones
+
+    def __init__(self, cache: QuantizedCache, layer: int, at: int | None, states: int) -> None:
+        QuantizedLayer.__init__(self, cache, layer, at)
+        LinearAttentionLayer.__init__(self, number_of_states=states)
+
+    reset = LinearAttentionLayer.reset
+    reorder_cache = LinearAttentionLayer.reorder_cache
+    crop = LinearAttentionLayer.crop
+    offload = LinearAttentionLayer.offload
+    prefetch = LinearAttentionLayer.prefetch
+    lazy_initialization = LinearAttentionLayer.lazy_initialization  # type: ignore[assignment]
+
+
 def _marks_of(kv: KVCache) -> tuple[int, int]:
     """What differs once somebody else has changed lengths or positions; nothing is read."""
     return kv.changes, kv.start_positions._version
@@ -1012,8 +1112,9 @@ def _rounded(states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return states.to(dtype).to(states.dtype)
 
 
-def _config_of(source: Any) -> Any:
-    """The config of a model that attends by "kvquant", or the config that was given.
+def _config_of(source: Any, dequantize: bool) -> Any:
+    """The config of a model that attends by "kvquant", or in any way if the cache dequantizes; or
+    the config that was given.
 
     Raises:
         ConfigError: it is neither; or the model attends otherwise.
@@ -1023,7 +1124,7 @@ def _config_of(source: Any) -> Any:
         config: Any = source.config
         text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else None
         found = getattr(text, "_attn_implementation", None)
-        if found != ATTENTION:
+        if found != ATTENTION and not dequantize:
             with attending(source, ATTENTION):  # else the line below is no help
                 pass
             raise ConfigError(
@@ -1038,6 +1139,16 @@ def _config_of(source: Any) -> Any:
             "KVCache"
         )
     return source
+
+
+def _check_uses_cache(model: Any) -> None:
+    """Raise ConfigError if a model's generate would give a cache the whole text in each step."""
+    if getattr(getattr(model, "generation_config", None), "use_cache", None) is False:
+        raise ConfigError(
+            f"this {type(model).__name__} has use_cache=False in its generation_config, with which "
+            "generate gives the whole text in each step: set model.generation_config.use_cache = "
+            "True"
+        )
 
 
 def _check_layers(kv: KVCache, layers: CacheLayers) -> None:

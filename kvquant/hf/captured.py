@@ -107,7 +107,10 @@ class CapturedStep:
         cache = self.cache
         self._model.check_tokens(tokens, (cache.batch,))
         if any(now is not then for now, then in zip(cache.layers, self._layers, strict=True)):
-            raise ConfigError("the cache has grown since its step was captured: capture it again")
+            raise ConfigError(
+                "the cache has grown, or got other sequences, since its step was captured: capture "
+                "it again"
+            )
         if not all(one is None or one.is_current for one in self._folded):
             raise ConfigError(
                 "weights of the model have changed since its step was captured, and it reads "

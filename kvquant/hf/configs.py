@@ -27,6 +27,7 @@ from ..rows.latent import LATENT_DIMS, ROPE_DIMS
 
 # of config.layer_types: what they keep are the keys and values of tokens, and nothing else
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
+_WITH_STATE = {"hybrid", "hybrid_sliding"}  # attention, and a state beside it
 _NOTHING = {"moe", "mlp"}  # layers without attention, which transformers counts too
 _DOUBLED = {"mimo_v2_flash"}  # layers with a window have twice the KV heads, by code alone
 _KEYS = "k_proj", "qkv_proj", "query_key_value", "kv_b_proj"  # linear layers that make keys
@@ -66,6 +67,7 @@ class CacheLayers:
         scaled_from: the position from which on queries are scaled by how far they are, counted by
             the model from the longest sequence for all of them; None where they are not.
         others: the model's layers that own what no KVCache holds, and why it does not.
+        states: the layers of places that have a state beside their attention (Mamba, convolution).
         shared: those that attend to the keys and values of another one. The rest keep nothing.
         rank, ranks: which of so many ranks has these heads, see of_rank; 0 and 1 for all heads. Of
             latent rows each rank has all, and a share of the query heads.
@@ -80,6 +82,7 @@ class CacheLayers:
     turn: Turn | None = None
     scaled_from: int | None = None
     others: Mapping[int, str] = field(default_factory=dict)
+    states: tuple[int, ...] = ()
     shared: tuple[int, ...] = ()
     are_latent: bool = False
     rank: int = 0
@@ -105,7 +108,8 @@ class CacheLayers:
 
     def check_whole(self) -> None:
         """Raise UnsupportedModelError unless a KVCache alone serves the model."""
-        for layer, reason in self.others.items():
+        states = {layer: "has a state beside its attention" for layer in self.states}
+        for layer, reason in sorted((states | dict(self.others)).items()):
             raise UnsupportedModelError(
                 f"layer {layer} {reason}: a KVCache alone does not serve such a model. "
                 "QuantizedCache(model) keeps these layers as transformers does, and no file has "
@@ -173,6 +177,7 @@ def cache_layers(config: Any, *, longest: int | None = 0) -> CacheLayers:
         turn=_turn(config),
         scaled_from=_scaled_from(config),
         others=dict(sorted(others.items())),
+        states=tuple(layer for layer in shapes if kinds[layer] in _WITH_STATE),
         shared=shared,
         are_latent=bool(getattr(config, "kv_lora_rank", None)),
     )
@@ -369,7 +374,7 @@ def layer_windows(config: Any) -> list[int | None]:
     windows = [getattr(layer, "sliding_window", None) for layer in by_layer]
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * len(windows)
     return [
-        window if kind == "sliding_attention" else None
+        window if kind in ("sliding_attention", "hybrid_sliding") else None
         for kind, window in zip(kinds, windows, strict=True)
     ]
 
@@ -426,7 +431,7 @@ def _shape(
     Raises:
         UnsupportedModelError: why no KVCache holds the layer, to stand behind its name.
     """
-    if layer_kind is not None and layer_kind not in _ATTENTION:
+    if layer_kind is not None and layer_kind not in _ATTENTION | _WITH_STATE:
         raise UnsupportedModelError(f"is {layer_kind!r}, which keeps other than keys and values")
     q_heads = _number(config, "num_attention_heads", layer)
     if not q_heads:
@@ -434,7 +439,7 @@ def _shape(
     if getattr(config, "kv_lora_rank", None):
         return 1, *_latent_shape(config, layer, window)
     heads = _number(config, "num_key_value_heads", layer) or q_heads
-    k_dim = _number(config, "head_dim", layer)
+    k_dim = _number(config, "head_dim", layer) or _number(config, "attention_head_dim", layer)
     if layer_kind == "full_attention":  # before transformers 5.17, which has layers' own configs
         k_dim = _number(config, "global_head_dim", layer) or k_dim
         if getattr(config, "attention_k_eq_v", False):

@@ -23,6 +23,7 @@ from transformers.masking_utils import (
 )
 
 from ..errors import UnsupportedModelError
+from .switch import DEQUANTIZE
 from .tracing import outside_of_graphs, tracing
 
 if TYPE_CHECKING:
@@ -103,9 +104,11 @@ def window_of(attention_mask: torch.Tensor | None, name: str, columns: int) -> i
         return None
     mark: MaskMark | None = getattr(attention_mask, "kvquant_mask", None)
     if mark is None:
-        raise UnsupportedModelError(f"{name} got an attention mask that is not the causal one")
+        raise UnsupportedModelError(
+            f"{name} got an attention mask that is not the causal one. {DEQUANTIZE}"
+        )
     if mark.problem is not None:
-        raise UnsupportedModelError(f"{name} {mark.problem}")
+        raise UnsupportedModelError(f"{name} {mark.problem}. {DEQUANTIZE}")
     if mark.chunk is not None and columns > mark.chunk:
         raise UnsupportedModelError(
             f"{name} attends to chunks of {mark.chunk} tokens: KVCache has sliding windows only"

@@ -14,6 +14,12 @@ from weakref import WeakKeyDictionary
 
 from ..errors import ConfigError, UnsupportedModelError
 
+# what to do where "kvquant" cannot attend
+DEQUANTIZE = (
+    "QuantizedCache(model, dequantize=True) serves such a model by 16-bit copies of its packed "
+    "rows, of one layer at a time"
+)
+
 
 @contextmanager
 def attending(model: Any, implementation: str) -> Iterator[None]:
@@ -109,7 +115,7 @@ class _Switch:
         if model.config._attn_implementation != implementation:
             raise UnsupportedModelError(
                 f"{type(model).__name__} computes attention by itself, not through transformers' "
-                "attention interface: it cannot use a KVCache"
+                f"attention interface, so no KVCache attends for it: {DEQUANTIZE}"
             )
         return [one for one in self._configs if one._attn_implementation == implementation]
 

@@ -293,6 +293,25 @@ def test_a_fork_shares_nothing_with_its_origin() -> None:
     assert torch.equal(some.dequantized(0)[0], cache.dequantized(0)[0][[2, 0]])
 
 
+def test_select_keeps_sequences_in_place() -> None:
+    cache = make()
+    cache.append(0, tokens(20), tokens(20))
+    cache.start_positions[:] = torch.tensor([5, 6, 7])
+    cache.bad_rows[0] = 3
+    wanted, changes = cache.fork([2, 0, 0, 1]), cache.changes
+    cache.select([2, 0, 0, 1])
+    assert cache.batch == 4 and cache.start_positions.tolist() == [7, 5, 5, 6]
+    assert unchanged(cache, everything(wanted)) and cache.changes == changes + 1
+    assert cache.bad_rows.tolist()[0] == 3  # what check has to tell is not forgotten
+    for mine, theirs in zip(cache.dequantized(0), wanted.dequantized(0), strict=True):
+        assert torch.equal(mine, theirs)
+    cache.append(0, tokens(3)[:1].expand(4, -1, -1, -1), tokens(3)[:1].expand(4, -1, -1, -1))
+    for wrong in ([4], [-1], []):
+        with pytest.raises(ShapeError, match="give places from 0 to 3"):
+            cache.select(wrong)
+    assert cache.batch == 4 and cache.layers[0].seq_lens.tolist() == [23] * 4
+
+
 def test_reset_empties_and_the_cache_is_as_new() -> None:
     k, v = tokens(20), tokens(20)
     cache, new = make(), make()

@@ -153,6 +153,14 @@ class CacheMachine(RuleBasedStateMachine):
         model.sequences = [model.sequences[i].copy() for i in index]
         model.starts = [model.starts[i] for i in index]
 
+    @rule(seed=seeds, data=st.data())
+    def select(self, seed: int, data: st.DataObject) -> None:
+        cache, model = self.pick(seed)
+        index = data.draw(st.lists(st.integers(0, cache.batch - 1), min_size=1, max_size=4))
+        cache.select(index)
+        taken = self.taken(model, index)
+        model.sequences, model.starts = taken.sequences, taken.starts
+
     @precondition(lambda self: len(self.pairs) < 4)
     @rule(seed=seeds, data=st.data())
     def fork(self, seed: int, data: st.DataObject) -> None:

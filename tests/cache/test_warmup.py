@@ -201,6 +201,16 @@ def test_the_first_append_compiles_what_steps_will_need_too(
     with pytest.raises(ValueError, match="k is"):
         make_cold().append(0, torch.zeros(3), torch.zeros(3))
     assert len(compiled) == 2
+    drafting = make_cold()
+    drafting.step_lens = 1, 2, 5
+    drafting.append(0, *rows(5, torch.bfloat16))
+    drafting.step(0, q[:, None].expand(-1, 5, -1, -1), *rows(5, torch.bfloat16))
+    assert {*loaded_specs()} <= {spec for some in compiled for spec in some}
+    assert len(compiled) == 3 and any(getattr(spec, "causal", False) for spec in compiled[2])
+    silent = make_cold()
+    silent.step_lens = ()
+    silent.append(0, *rows(5, torch.bfloat16))
+    assert not any(isinstance(spec, DecodeSpec) for spec in compiled[3])
 
 
 def test_a_plan_on_meta_keeps_its_kinds() -> None:

@@ -105,6 +105,20 @@ def test_generate_compiles_one_graph_by_itself(family: str) -> None:
     assert cache.kv is not None and cache.kv.seq_lens.tolist() == (35 - PADS).tolist()
 
 
+@pytest.mark.slow
+def test_drafts_give_the_same_where_generate_compiles_their_calls(llama: Any) -> None:
+    """As transformers does from 5.24 on: they run outside of graphs."""
+    ids = tokens(1, 6).repeat(1, 4)
+    config = transformers.CompileConfig(fullgraph=False, backend="eager", mode=None)
+    config._compile_all_devices = True
+    options = OPTIONS | {"max_new_tokens": 20, "prompt_lookup_num_tokens": 4}
+    caches = [QuantizedCache(llama, **ROWS) for _ in range(2)]
+    wanted = llama.generate(ids, **caching(caches[0]), **options, disable_compile=True)
+    found = llama.generate(ids, **caching(caches[1]), **options, compile_config=config)
+    assert torch.equal(found, wanted)
+    assert caches[0].get_seq_length() == caches[1].get_seq_length() == wanted.shape[1] - 1
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("family", "changes", "dtype", "rows"),

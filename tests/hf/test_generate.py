@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,11 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
-from hf_cases import FP16  # noqa: E402
+from hf_cases import FP16, caching  # noqa: E402
 
 from kvquant.errors import ConfigError  # noqa: E402
-from kvquant.hf.cache import QuantizedCache  # noqa: E402
+from kvquant.hf.argument import ARGUMENT  # noqa: E402
+from kvquant.hf.cache import DRAFTS, QuantizedCache  # noqa: E402
 
 BUNDLED = Path(__file__).parents[2] / "examples" / "llama-demo-5m"
 TEXT = "The city of Manila was founded"
@@ -60,6 +62,73 @@ def test_a_loss_of_several_batches_is_that_without_a_cache(model: Any) -> None:
     torch.testing.assert_close(found, wanted, atol=1e-3, rtol=0)
 
 
+@torch.no_grad()
+def contrastive(model: Any, input_ids: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Contrastive search (https://arxiv.org/abs/2202.06417), 4 candidates, alpha 0.6: of the most
+    likely tokens that which is least like what was read, each tried by a call of the model.
+
+    Batch 1. What it needs of a cache: repeat sequences, and keep one of them.
+    """
+    past, count, alpha = options[ARGUMENT], 4, 0.6
+    out = model(input_ids, **caching(past), output_hidden_states=True)
+    seen, logits = out.hidden_states[-1], out.logits[:, -1]
+    for _ in range(options["generation_config"].max_new_tokens):
+        chances, candidates = logits.softmax(-1).topk(count)
+        past.batch_repeat_interleave(count)
+        out = model(candidates.T, **caching(past), output_hidden_states=True)
+        new = out.hidden_states[-1]
+        alike = torch.cosine_similarity(new, seen.expand(count, -1, -1), dim=-1).amax(1)
+        best = ((1 - alpha) * chances[0] - alpha * alike).argmax()
+        past.batch_select_indices(best[None])
+        seen, logits = torch.cat([seen, new[best][None]], dim=1), out.logits[best]
+        input_ids = torch.cat([input_ids, candidates[:, best, None]], dim=1)
+    return input_ids
+
+
+def test_contrastive_search_tries_and_keeps_sequences(model: Any, tokenizer: Any) -> None:
+    prompt, found = tokenizer(TEXT, return_tensors="pt"), []
+    for past in (transformers.DynamicCache(), QuantizedCache(model, **FP16)):
+        options = caching(past) | {"max_new_tokens": 8, "custom_generate": contrastive}
+        found.append(model.generate(**prompt, **options))
+        assert past.get_seq_length() == found[0].shape[1]
+    assert torch.equal(*found) and past.kv is not None and past.kv.batch == 1
+    greedy = model.generate(**prompt, max_new_tokens=8, do_sample=False)
+    assert not torch.equal(found[0], greedy)  # it is another search
+
+
+@pytest.mark.parametrize("is_in_a_thread", [False, True], ids=["printed", "iterated"])
+def test_streamers_get_the_text(
+    is_in_a_thread: bool, model: Any, tokenizer: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompt, options = tokenizer(TEXT, return_tensors="pt"), {"max_new_tokens": 12}
+    cache = QuantizedCache(model, k_format="int8", v_format="int8")
+    streamed: Any
+    if is_in_a_thread:
+        streamed = transformers.TextIteratorStreamer(tokenizer, timeout=60)
+        given = options | dict(prompt) | cache.argument | {"streamer": streamed}
+        thread = threading.Thread(target=model.generate, kwargs=given)
+        thread.start()
+        text = "".join(streamed)
+        thread.join()
+    else:
+        streamed = transformers.TextStreamer(tokenizer)
+        model.generate(**prompt, **cache.argument, **options, streamer=streamed)
+        text = capsys.readouterr().out
+    again = QuantizedCache(model, k_format="int8", v_format="int8")
+    wanted = tokenizer.decode(model.generate(**prompt, **again.argument, **options)[0])
+    assert text.rstrip("\n") == wanted and len(wanted) > len(TEXT)
+
+
+def test_a_static_cache_of_transformers_attends_by_sdpa(model: Any, tokenizer: Any) -> None:
+    batch = tokenizer([TEXT, "Nero"], padding=True, padding_side="left", return_tensors="pt")
+    options, found = {"max_new_tokens": 8, "do_sample": False}, []
+    for name in ("sdpa", "kvquant"):
+        model.set_attn_implementation(name)
+        past = transformers.StaticCache(config=model.config, max_cache_len=40)
+        found.append(model.generate(**batch, **caching(past), **options))
+    assert torch.equal(*found)
+
+
 def test_prompts_padded_on_the_right_are_told(model: Any, tokenizer: Any) -> None:
     batch = tokenizer([TEXT, "Nero"], padding=True, padding_side="right", return_tensors="pt")
     with pytest.raises(ConfigError, match=r"For generate pad prompts on the left \(tokenizer"):
@@ -75,3 +144,16 @@ def test_drafts_with_a_cache_that_holds_tokens_are_told(drafts: str, model: Any)
     with pytest.raises(ConfigError, match=r"6 tokens .* drafts .*: draft with an empty cache"):
         model.generate(ids, **cache.argument, max_new_tokens=5, **options)
     assert cache.kv is not None and cache.kv.seq_lens.tolist() == [6]
+
+
+def test_kernels_of_drafts_are_compiled_where_drafts_will_come(model: Any) -> None:
+    """By the first append, which is that of the prompt (tests/cache/test_warmup.py)."""
+    ids, found = torch.arange(5, 15)[None], []
+    kinds: list[dict[str, Any]] = [{}, {"drafts": False}, {"dequantize": True}]
+    for options in kinds:
+        for drafts in ({}, {"prompt_lookup_num_tokens": 3}):
+            cache = QuantizedCache(model, **options)
+            model.generate(ids, **cache.argument, max_new_tokens=3, **drafts)
+            assert cache.kv is not None
+            found.append(cache.kv.step_lens)
+    assert found == [(1,), (*range(1, DRAFTS + 1),), (1,), (1,), (), ()]

@@ -25,6 +25,12 @@ HYBRID: dict[str, Any] = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
 }
+FALCON_H1: dict[str, Any] = {
+    "mamba_d_ssm": 128,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 32,
+    "mamba_d_state": 8,
+}
 TOLERANCE = 0.02  # of the logits' deviation
 
 
@@ -78,8 +84,12 @@ def test_beams_are_those_of_transformers(model: Any) -> None:
     assert torch.equal(got, model.generate(text, **options))
 
 
-def test_states_follow_sequences(model: Any) -> None:
+@pytest.mark.parametrize("is_beside", [False, True], ids=["layers", "beside rows"])
+def test_states_follow_sequences(model: Any, is_beside: bool) -> None:
     text = prompt()
+    if is_beside:
+        model = random_model("falcon_h1", FALCON_H1).model
+        model.set_attn_implementation("kvquant")
     cache = QuantizedCache(model, **FP16)
     run(model, cache, text)
     cache.batch_repeat_interleave(2)
@@ -89,10 +99,29 @@ def test_states_follow_sequences(model: Any) -> None:
     run(model, plain, text.flip(0))
     wanted = run(model, plain, torch.tensor([[7], [7]]))
     assert float((got - wanted).abs().max() / wanted.std()) < TOLERANCE
+    cache.reorder_cache(torch.tensor([1, 0]))
+    got = run(model, cache, torch.tensor([[8], [8]]))
+    wanted = run(model, plain, torch.tensor([[8], [8]])).flip(0)
+    assert float((got - wanted).abs().max() / wanted.std()) < TOLERANCE
     cache.reset()
     again = run(model, cache, text)
     wanted = run(model, transformers.DynamicCache(config=model.config), text)
     assert float((again - wanted).abs().max() / wanted.std()) < TOLERANCE
+
+
+def test_a_state_beside_rows_is_described_and_in_no_file(tmp_path: Path) -> None:
+    own = random_model("falcon_h1", FALCON_H1).model
+    own.set_attn_implementation("kvquant")
+    cache, path = QuantizedCache(own), tmp_path / "cache.safetensors"
+    text = "K int4-g4, V int4-g4, beside a state of transformers"
+    assert cache.describe().splitlines() == [f"layer {layer}: {text}" for layer in range(2)]
+    assert not cache.is_compileable
+    run(own, cache, prompt())
+    assert cache.kv is not None
+    save_cache(cache.kv, path)
+    loaded = QuantizedCache(load_cache(path))
+    with pytest.raises(UnsupportedModelError, match=r"layer 0 has a state beside .*no file has"):
+        run(own, loaded, torch.tensor([[7], [7]]))
 
 
 def test_a_state_cannot_be_cropped_as_in_transformers(model: Any) -> None:

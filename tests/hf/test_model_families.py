@@ -81,7 +81,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "diffllama": (r"layer 0 \(DiffLlamaAttention\) attends to other values", {}),
     "doge": (r"layer 0 \(DogeAttention\) got an attention mask that is not", {}),
     "falcon": (ITSELF, {}),
-    "falcon_h1": ("layer 0 is 'hybrid'", {}),
+    "falcon_h1": ("layer 0 has a state beside its attention", {}),
     "gemma4_unified_text": ("layer 1 has rows .* head_dim 512 is not supported", {}),
     "granitemoehybrid": ("layer 0 is 'linear_attention'", {}),
     "jamba": ("layer 0 is 'linear_attention'", {}),
@@ -99,7 +99,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "rwkv": ("this rwkv model: layer 0 has no attention heads", {}),
     "xglm": (ITSELF, {}),
     "xlm-roberta": (r"count positions from padding_idx \+ 1", {}),
-    "zaya": ("layer 0 is 'hybrid'", {}),
+    "zaya": ("layer 0 has a state beside its attention", {}),
     "xlstm": ("this xlstm model: layer 0 has no attention heads", {}),
 }
 for kind in ("codegen", "gptj"):

@@ -237,7 +237,7 @@ def test_columns_are_counted_and_cropped_with_their_padding(llama: Any) -> None:
     assert past.get_seq_length() == 14 and kv.seq_lens.tolist() == [14, 9, 14]
     past.batch_select_indices(torch.tensor([1, 0]))
     past.batch_repeat_interleave(2)
-    assert past.kv is not None and past.kv is not kv
+    assert past.kv is kv
     assert past.kv.seq_lens.tolist() == [9, 9, 14, 14]
     past.reorder_cache(torch.tensor([2, 0, 1, 3]))
     past.crop(-4)
