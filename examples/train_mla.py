@@ -3,6 +3,7 @@
 Calibration scores on the last quarter of the text, which is left out here:
     python examples/train_mla.py FOLDER --text FILE --device cuda
     kvquant calibrate FOLDER --text FILE --context 384 -o plan.safetensors
+--latents 512: rows as of the large models (tests/benchmarks/fidelity_latents.py measures their KL).
 """
 
 import argparse
@@ -14,23 +15,22 @@ from transformers import AutoTokenizer, DeepseekV3Config, DeepseekV3ForCausalLM
 
 from kvquant.cli.demo import MODEL, TEXT
 
-# fewer latents than hidden elements, as in the large models; no experts, no compressed queries
-SIZES = {"hidden_size": 384, "intermediate_size": 1024, "q_lora_rank": None, "num_mtp_layers": 0}
-HEADS = {"num_attention_heads": 8, "num_key_value_heads": 8, "v_head_dim": 64}
-LATENTS = {"kv_lora_rank": 256, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64}
-DEFAULTS = {"steps": 800, "layers": 4, "batch": 8, "length": 512}
+WIDTHS = {256: (384, 1024), 512: (768, 2048)}  # by latents: hidden and intermediate elements
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 8, "q_lora_rank": None}
+PARTS = {"qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64, "num_mtp_layers": 0}
+DEFAULTS = {"latents": 256, "steps": 800, "layers": 4, "batch": 8, "length": 512}
 
 
-def main(
-    folder: Path, text: Path, device: str, steps: int, layers: int, batch: int, length: int
-) -> None:
+def main(folder: Path, text: Path, device: str, latents: int, layers: int, **counts: int) -> None:
     """Train on passages of so many tokens, and save the model with its tokenizer."""
+    steps, batch, length = counts["steps"], counts["batch"], counts["length"]
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     ids = torch.tensor(tokenizer(text.read_text(encoding="utf-8"))["input_ids"])
     ids = ids[: len(ids) - len(ids) // 4].to(device)
-    sizes = {"num_hidden_layers": layers, "first_k_dense_replace": layers} | SIZES
-    config = DeepseekV3Config(vocab_size=len(tokenizer), **sizes, **HEADS, **LATENTS)
+    sizes = {"num_hidden_layers": layers, "first_k_dense_replace": layers, "kv_lora_rank": latents}
+    sizes["hidden_size"], sizes["intermediate_size"] = WIDTHS[latents]
+    config = DeepseekV3Config(vocab_size=len(tokenizer), **sizes, **HEADS, **PARTS)
     model = DeepseekV3ForCausalLM(config).to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
     for step in range(steps):

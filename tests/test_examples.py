@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from slow_cases import mark_slow
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -60,8 +61,12 @@ def test_speculative_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert int(drafted.split()[1]) < int(alone.split()[1]) == 40
 
 
+@pytest.mark.parametrize("latents", mark_slow([256, 512], [256]))
 def test_train_mla_runs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    latents: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A few steps of a small one; the model is one whose caches keep latent rows."""
     pytest.importorskip("transformers")
@@ -71,7 +76,8 @@ def test_train_mla_runs(
 
     if not hands_latents:
         pytest.skip("needs transformers 5.17")
-    sizes = "--steps", "12", "--layers", "2", "--batch", "4", "--length", "64"
+    sizes = ["--steps", "12", "--layers", "2", "--batch", "4", "--length", "64"]
+    sizes += ["--latents", str(latents)]
     monkeypatch.setattr(sys, "argv", ["train_mla.py", str(tmp_path), *sizes])
     runpy.run_path(str(EXAMPLES / "train_mla.py"), run_name="__main__")
     first, last = re.findall(r"loss ([\d.]+) nats", capsys.readouterr().out)
@@ -79,6 +85,7 @@ def test_train_mla_runs(
     model = CachedModel.from_pretrained(tmp_path)
     cache = model.new_cache(1, 16, fmt="int4-g8+int8-g4")
     assert isinstance(cache, LatentKVCache)
+    assert (cache.formats[0].latent_dim, cache.formats[0].rope_dim) == (latents, 64)
     model.prefill(cache, torch.tensor([model.encode("The city of Manila")]))
 
 

@@ -168,8 +168,8 @@ class LatentKVCache(KVCache):
         num_layers: layers with attention.
         batch: sequences.
         max_seq_len: tokens that a sequence has room for.
-        fmt: format of the packed rows, a name ("int4-g8+fp8-g4") or a LatentFormat, or one of these
-            per layer.
+        fmt: format of the packed rows, a name ("int4-g8+int8-g4") or a LatentFormat, or one
+            of these per layer.
         latent_dim: elements of a latent, 512 or 256 (kv_lora_rank of the model).
         rope_dim: elements of the RoPE part, 64 or 32 (qk_rope_head_dim).
         sink_len, recent_len, exact_format, device, rollback_len: as in KVCache.

@@ -96,7 +96,7 @@ def quantize(
     and values come from a safetensors file of tensors layers.0.k, layers.0.v, layers.1.k and so on,
     [batch, num_kv_heads, tokens, head_dim]. The cache is written to one safetensors file, which
     replaces an old one when it is whole. Of a model with latent attention (DeepSeek V2, V3) it has
-    latent rows in --format, int8-g4 by default: int4-g8 has RoPE parts of 16 bit, int4-g8+fp8-g4
+    latent rows in --format, int8-g4 by default: int4-g8 has RoPE parts of 16 bit, int4-g8+int8-g4
     has those in fp8-g4.
 
     \b

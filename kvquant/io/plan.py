@@ -203,7 +203,7 @@ class CachePlan:
         Args:
             k_format: short name of K's format; one of facts["candidates"] has clip ratios, another
                 format keeps the whole range. Of latent rows that of the latent, or of both parts
-                ("int4-g8+fp8-g4").
+                ("int4-g8+int8-g4").
             v_format: of V's; K's when None. Of RoPE parts what LatentFormat has them in when None.
 
         Returns:

@@ -137,7 +137,7 @@ def mla_decode_attention(
             64 or 128 rows. On CUDA rows must follow one another without gaps, from a multiple of 16
             bytes on.
         seq_lens: [batch], int32: rows in use; 0 is allowed.
-        fmt: format of the rows, or its short name ("int4-g8+fp8-g4").
+        fmt: format of the rows, or its short name ("int4-g8+int8-g4").
         sm_scale: factor on the scores, the model's: 1 / sqrt(head_dim) of its K before absorption
             (128 + 64, not 512 + 64), times what its RoPE scaling adds.
         block_table: [batch, max_pages], int32: the pages of each sequence; None: no pages.
@@ -165,7 +165,7 @@ def mla_decode_attention(
     Example:
         >>> import torch
         >>> from kvquant import LatentFormat, mla_decode_attention, quantize_rows
-        >>> fmt = LatentFormat.parse("int4-g8+fp8-g4")
+        >>> fmt = LatentFormat.parse("int4-g8+int8-g4")
         >>> rows = quantize_rows(torch.randn(2, 100, 512 + 64), fmt)  # 368 bytes a token
         >>> q_latent, q_rope = torch.randn(2, 16, 512), torch.randn(2, 16, 64)
         >>> lens = torch.tensor([100, 57], dtype=torch.int32)

@@ -78,8 +78,8 @@ class LatentPagedKVCache(PagedKVCache):
     Args:
         num_layers: layers with attention.
         num_pages: pages of packed tokens, in every layer.
-        fmt: format of the packed rows, a name ("int4-g8+fp8-g4") or a LatentFormat, or one of these
-            per layer.
+        fmt: format of the packed rows, a name ("int4-g8+int8-g4") or a LatentFormat, or one
+            of these per layer.
         latent_dim: elements of a latent, 512 or 256 (kv_lora_rank of the model).
         rope_dim: elements of the RoPE part, 64 or 32 (qk_rope_head_dim).
         max_num_seqs, max_seq_len, page_size, sink_len, recent_len, exact_format, rollback_len,
@@ -96,7 +96,7 @@ class LatentPagedKVCache(PagedKVCache):
     Example:
         >>> import torch
         >>> from kvquant import LatentPagedBatch, LatentPagedKVCache
-        >>> paged = LatentPagedKVCache(1, num_pages=8, fmt="int4-g8+fp8-g4", max_seq_len=256)
+        >>> paged = LatentPagedKVCache(1, num_pages=8, fmt="int4-g8+int8-g4", max_seq_len=256)
         >>> batch = LatentPagedBatch(paged, max_batch=2, max_tokens=64)
         >>> paged.allocate("a")
         0
