@@ -24,8 +24,7 @@ from vllm_engines import (
     tokens_of,
 )
 
-from kvquant import ConfigError, UnsupportedError
-from kvquant.vllm import plugin
+from kvquant import UnsupportedError
 
 pytestmark = pytest.mark.filterwarnings("default")  # vLLM's own
 
@@ -226,42 +225,3 @@ def test_layers_that_cannot_be_held_are_refused_by_name(tmp_path: Path) -> None:
     for layer in range(2):
         assert f"model.layers.{layer}.self_attn.attn: head_dim 32 is that" in str(caught.value)
     assert "Serve the model without" in str(caught.value)
-
-
-def test_the_plugin_does_nothing_until_it_is_asked() -> None:
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-    plugin.register()
-    plugin.register()
-    assert AttentionBackendEnum.CPU_ATTN.get_class() is CPUAttentionBackend
-    with pytest.raises(ConfigError, match="give --additional-config"):
-        AttentionBackendEnum.CUSTOM.get_class()
-    wrong = {"k_format": "int5"}
-    with pytest.raises(ConfigError, match="format 'int5' does not exist"), engine(wrong):
-        pass
-
-
-def test_rows_without_their_backend_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a CUDA platform asks, which has others to choose from; it does not load here."""
-    from vllm.config import AttentionConfig, VllmConfig, set_current_vllm_config
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-    plugin.register()
-    theirs = [VllmConfig, AttentionConfig]  # in place of backends, whose modules need a GPU
-    for name, kind in zip(plugin.AUTOMATIC, theirs, strict=True):
-        entry = AttentionBackendEnum[name]
-        monkeypatch.setattr(entry, "_value_", f"vllm.config.{kind.__name__}")
-    given = {"additional_config": {"kvquant": INT4}}
-    asked = AttentionConfig(backend=AttentionBackendEnum.CUSTOM)
-    for name, kind in zip(plugin.AUTOMATIC, theirs, strict=True):
-        entry = AttentionBackendEnum[name]
-        for config in (VllmConfig(), VllmConfig(**given, attention_config=asked)):
-            with set_current_vllm_config(config):
-                assert entry.get_class() is kind
-        message = f"{name} would hold 16-bit ones: give --attention-backend CUSTOM"
-        with (
-            set_current_vllm_config(VllmConfig(**given)),
-            pytest.raises(ConfigError, match=message),
-        ):
-            entry.get_class()
