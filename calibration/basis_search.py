@@ -8,12 +8,14 @@ its sum over that of the rows about their mean.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import torch
 
+from kvquant.cache.warmup import warm_up
 from kvquant.ops.quantize import dequantize_rows, quantize_calibrated
 from kvquant.ops.transform import encode_rows
 from kvquant.rows.basis import Basis
@@ -62,9 +64,7 @@ class ErrorMeter:
         self, layer: int, side: str, name: str, x: torch.Tensor, basis: Basis, fmt: RowFormat
     ) -> None:
         """Take in the errors of rows that are stored in a basis and a format."""
-        rows = quantize_calibrated(
-            encode_rows(x, basis), fmt, clip=basis.clip, feedback=basis.feedback
-        )
+        rows = stored_rows(x, basis, fmt)
         self._add(layer, side, name, basis.decode(dequantize_rows(rows, fmt)) - x.float())
 
     def _add(self, layer: int, side: str, name: str, error: torch.Tensor) -> None:
@@ -80,6 +80,12 @@ class ErrorMeter:
     def total(self, layer: int, side: str, name: str) -> float:
         """The error of all heads."""
         return float(self.sums[layer, side, name].sum())
+
+
+def stored_rows(x: torch.Tensor, basis: Basis, fmt: RowFormat) -> torch.Tensor:
+    """Rows [batch, num_kv_heads, tokens, head_dim] as a cache stores them in a basis."""
+    encoded = encode_rows(x, basis)
+    return quantize_calibrated(encoded, fmt, clip=basis.clip, feedback=basis.feedback)
 
 
 @dataclass
@@ -133,6 +139,7 @@ def choose(
     rounding: str = "feedback",
     batch: int = 2,
     progress: Callable[[int], None] = lambda amount: None,
+    also: Sequence[Callable[[], None]] = (),
 ) -> dict[int, dict[str, Chosen]]:
     """Choose for every layer and side.
 
@@ -145,6 +152,8 @@ def choose(
         rounding: "feedback", if it is better, or "nearest".
         batch: windows read at a time.
         progress: called with the number of tokens read.
+        also: what will be called later, whose kernels are compiled beside those of the search: see
+            kvquant/cache/warmup.py.
 
     Returns:
         What was chosen by layer and side.
@@ -170,6 +179,7 @@ def choose(
             for name, basis in options[layer, side].items():
                 meter.measure(layer, side, name, x, basis, base[side])
 
+    _warm_up(options, formats, base_format, windows, batch, also)
     _read(model, windows, batch, compare, progress)
     chosen: dict[int, dict[str, Chosen]] = {layer: {} for layer in moments.layers}
     for (layer, side), bases in options.items():
@@ -209,6 +219,44 @@ def choose(
                 )
             found.errors["error.clip"] = found.errors[f"format_error.{base_format}"]
     return chosen
+
+
+def _warm_up(
+    options: Mapping[tuple[int, str], Mapping[str, Basis]],
+    formats: Mapping[str, tuple[RowFormat, RowFormat]],
+    base_format: str,
+    windows: torch.Tensor,
+    batch: int,
+    also: Sequence[Callable[[], None]],
+) -> None:
+    """Compile what storing rows with feedback launches where they are on CUDA, all at a time, and
+    what other calls launch."""
+    counts = {min(batch, len(windows)), len(windows) % batch} - {0}
+    calls: dict[torch.device, dict[tuple[str, int, int], Callable[[], None]]] = {}
+    for (_, side), bases in options.items():
+        for basis in bases.values():
+            if basis.feedback is not None:  # other rows are rounded by torch
+                own = {name: pair["kv".index(side)] for name, pair in formats.items()}
+                shapes = [(count, windows.shape[1]) for count in counts]
+                kinds = calls.setdefault(basis.offset.device, {})
+                call = partial(_rehearse, basis, own, base_format, shapes)
+                kinds.setdefault((side, *basis.offset.shape), call)
+    for device, kinds in calls.items():
+        warm_up(device, [*kinds.values(), *also])
+
+
+def _rehearse(
+    basis: Basis, formats: Mapping[str, RowFormat], base: str, shapes: Iterable[tuple[int, int]]
+) -> None:
+    """Store rows [count, heads, tokens, dim] of each of these shapes, without values: as they are
+    compared and as they are clipped. See kvquant/rehearsal.py."""
+    heads, dim = basis.offset.shape
+    clipped = basis.with_clip(torch.ones_like(basis.offset[:, 0])).to("meta")
+    for count, tokens in shapes:
+        x = torch.empty(count, heads, tokens, dim, dtype=torch.float32, device="meta")
+        stored_rows(x, basis.to("meta"), formats[base])
+        for fmt in formats.values():
+            stored_rows(x, clipped, fmt)
 
 
 def _read(

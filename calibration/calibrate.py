@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -237,6 +238,7 @@ def finish(
     _check_budget(goal, _least_bits(dims, offered))
     if first.is_latent:
         rounding = "nearest"
+    also = [] if passages is None else [partial(_read_ahead, model, passages, sizes.context)]
     chosen = choose(
         held,
         fitted,
@@ -245,6 +247,7 @@ def finish(
         base_format=LATENT_CANDIDATES[0] if first.is_latent else BASE_FORMAT,
         rounding=rounding,
         progress=_shares(progress, "choose", 2 * fitted.numel()),
+        also=also,
     )
     facts = {
         "model": model_identity(model.config_dict),
@@ -354,6 +357,12 @@ def _plan_tensors(
         **{f"clip.{name}": clip for name, clip in chosen.clips.items()},
         **chosen.errors,
     }
+
+
+def _read_ahead(model: CalibratedModel, passages: torch.Tensor, context: int) -> None:
+    """Rehearse what _reference will do, if the model can decode from a KVCache."""
+    with suppress(UnsupportedModelError):
+        Reference.calls(model, passages, context)()
 
 
 def _reference(

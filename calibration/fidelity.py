@@ -14,7 +14,7 @@ in nothing else. The model, its dtype and the kernel are those of the 16-bit cac
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -25,7 +25,7 @@ from kvquant.cache.checks import Devices
 from kvquant.cache.contiguous import KVCache
 from kvquant.cache.latent import LatentKVCache
 from kvquant.cache.layer import rooms_of
-from kvquant.cache.warmup import Calls, warm_up
+from kvquant.cache.warmup import Calls, warm_up, warm_up_cache
 from kvquant.errors import ShapeError
 from kvquant.io.plan import CachePlan
 from kvquant.rows.quantize import EXACT_DTYPES
@@ -137,8 +137,9 @@ class DecodingModel(Protocol):
     def prefill(self, cache: KVCache, tokens: torch.Tensor) -> torch.Tensor:
         """Read tokens [batch, new_tokens] with exact attention to the chunk."""
 
-    def step(self, cache: KVCache, tokens: torch.Tensor) -> torch.Tensor:
-        """Decode one token of each sequence: logits [batch, vocabulary]."""
+    def stepper(self, cache: KVCache, num_tokens: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        """What decodes one token of each sequence, and will for so many: from tokens [batch] to
+        logits [batch, vocabulary], which last until its next call."""
 
 
 def read_prompt(model: DecodingModel, prompt: torch.Tensor, new_tokens: int) -> KVCache:
@@ -152,11 +153,18 @@ def read_prompt(model: DecodingModel, prompt: torch.Tensor, new_tokens: int) -> 
     Returns:
         A cache of 16-bit rows only.
     """
-    exact = Scheme(model.exact_format, model.exact_format)
-    options = _options_of(exact, is_latent=getattr(model, "has_latents", False))
-    cache = model.new_cache(prompt.shape[0], prompt.shape[1] + new_tokens, **options)
+    cache = _exact_cache(model, prompt.shape[0], prompt.shape[1], new_tokens)
     model.prefill(cache, prompt)
     return cache
+
+
+def _exact_cache(
+    model: DecodingModel, batch: int, tokens: int, new_tokens: int, **options: Any
+) -> KVCache:
+    """An empty cache of 16-bit rows for prompts of so many tokens, and more."""
+    exact = Scheme(model.exact_format, model.exact_format)
+    options |= _options_of(exact, is_latent=getattr(model, "has_latents", False))
+    return model.new_cache(batch, tokens + new_tokens, **options)
 
 
 def quantized_copy(model: DecodingModel, exact: KVCache, scheme: Scheme | Planned) -> KVCache:
@@ -174,12 +182,25 @@ def quantized_copy(model: DecodingModel, exact: KVCache, scheme: Scheme | Planne
         NonFiniteError: keys or values that a format cannot hold.
     """
     cache = _empty_copy(model, exact, scheme, exact.devices)
+    if cache.is_cold:
+        length = int(exact.seq_lens.max())
+        calls = partial(_calls, model, exact.exact_format, length)
+        warm_up_cache(cache, ("copy", exact.exact_format, model.dtype, length), calls)
     for layer, (copy, origin) in enumerate(zip(cache.layers, exact.layers, strict=True)):
         gone = origin.seq_lens - origin.held_lens  # out of the layer's window
         copy.begin(gone, gone, gone)
         cache.append(layer, *exact.dequantized(layer, EXACT_DTYPES[exact.exact_format]))
     cache.check()
     return cache
+
+
+def _calls(
+    model: DecodingModel, exact_format: str, length: int, make: Callable[[], KVCache]
+) -> list[Calls]:
+    """What is done with a quantized_copy: its rows come in the dtype of the 16-bit cache, those of
+    steps in the model's."""
+    copied = Calls(make, EXACT_DTYPES[exact_format], prompts=(length,), steps=())
+    return [copied, Calls(make, model.dtype)]
 
 
 def _empty_copy(
@@ -234,8 +255,8 @@ def predict(model: DecodingModel, cache: KVCache, tokens: torch.Tensor) -> torch
     Returns:
         [tokens, batch, vocabulary], float32: the log probabilities after each token.
     """
-    steps = [model.step(cache, column).float().log_softmax(-1) for column in tokens.unbind(1)]
-    return torch.stack(steps)
+    step = model.stepper(cache, tokens.shape[1])
+    return torch.stack([step(column).float().log_softmax(-1) for column in tokens.unbind(1)])
 
 
 def scored_tokens(windows: torch.Tensor, context: int) -> int:
@@ -279,22 +300,28 @@ class Reference:
         _, _, nll = compare(self._expected, self._expected, self._targets)
         self.perplexity = perplexity_of(nll)
 
+    @staticmethod
+    def calls(model: DecodingModel, windows: torch.Tensor, context: int) -> Calls:
+        """What a Reference will call; arguments as its own. See kvquant/cache/warmup.py."""
+        scored, meta = scored_tokens(windows, context), torch.device("meta")
+        make = partial(_exact_cache, model, len(windows), context, scored, device=meta)
+        return Calls(make, model.dtype, prompts=(context,))
+
     def warm_up(self, schemes: Iterable[Scheme | Planned]) -> None:
         """Compile what measuring these will need, all at a time, where caches are on CUDA."""
-        exact, rows = self._exact, EXACT_DTYPES[self.exact_format]
+        exact, length = self._exact, int(self._exact.seq_lens.max())
 
         def calls() -> Iterator[Calls]:
-            length, meta = int(exact.seq_lens.max()), torch.device("meta")
             for scheme in schemes:
-                make = partial(_empty_copy, self.model, exact, scheme, meta)
-                yield Calls(make, rows, prompts=(length,), steps=())  # quantized_copy
-                yield Calls(make, self.model.dtype)
+                make = partial(_empty_copy, self.model, exact, scheme, torch.device("meta"))
+                yield from _calls(self.model, self.exact_format, length, make)
 
         warm_up(exact.device, calls())
 
     def measure(self, scheme: Scheme | Planned) -> Fidelity:
         """Decode the passages from a cache of a scheme."""
         cache = quantized_copy(self.model, self._exact, scheme)
+        self._bases = [at.basis for at in cache.layers]  # the next plan's are found on the GPU
         given = predict(self.model, cache, self._fed)
         parts = compare_passages(self._expected, given, self._targets)
         bits = stored_bits(cache, self._exact)

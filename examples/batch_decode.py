@@ -22,7 +22,7 @@ def main() -> None:
     for prompts in (PROMPTS, PROMPTS[1:2]):
         batch = tokenizer(prompts, padding=True, return_tensors="pt")  # ids and attention_mask
         cache = QuantizedCache(model, k_format="int8", v_format="int8")
-        answers = model.generate(**batch, past_key_values=cache, max_new_tokens=16)
+        answers = model.generate(**batch, **cache.argument, max_new_tokens=16)
         for text, tokens in zip(answers, cache.kv.seq_lens.tolist(), strict=True):
             print(f"{tokens} tokens: {tokenizer.decode(text, skip_special_tokens=True)}")
 

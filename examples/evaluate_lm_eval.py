@@ -28,13 +28,13 @@ class QuantizedLM(HFLM):
         """[batch, tokens] -> logits; one call would quantize nothing: a prompt meets itself."""
         cache, parts = QuantizedCache(self.model, **self.formats), inps.split(DRAFTS, dim=1)
         with torch.no_grad():
-            found = [self.model(part, past_key_values=cache).logits for part in parts]
+            found = [self.model(part, **cache.argument).logits for part in parts]
         cache.check()
         return torch.cat(found, dim=1)
 
     def _model_generate(self, *args: Any, **options: Any) -> torch.Tensor:
         cache = QuantizedCache(self.model, **self.formats)
-        found = super()._model_generate(*args, past_key_values=cache, **options)
+        found = super()._model_generate(*args, **cache.argument, **options)
         cache.check()
         return found
 

@@ -24,7 +24,7 @@ def main(words: int = 400) -> None:
     for turn in ("", " The city"):
         more = tokenizer(turn, return_tensors="pt").input_ids.long()
         ids = torch.cat([ids, more], dim=1)  # generate takes what the cache has not seen
-        answer = model.generate(ids, past_key_values=cache, max_new_tokens=20)
+        answer = model.generate(ids, **cache.argument, max_new_tokens=20)
         print(f"…{text[-40:]}{turn} |{tokenizer.decode(answer[0, ids.shape[1] :])}")
         ids, text = answer, tokenizer.decode(answer[0])
 

@@ -20,14 +20,13 @@ PROMPT = tokenizer(TEXT, return_tensors="pt").input_ids
 def ask(question: str, cache: QuantizedCache) -> str:
     """Continue the prompt and a question, from a cache that holds the prompt."""
     ids = torch.cat([PROMPT, tokenizer(question, return_tensors="pt").input_ids], dim=1)
-    answer = model.generate(ids, past_key_values=cache, max_new_tokens=16)
+    answer = model.generate(ids, **cache.argument, max_new_tokens=16)
     return tokenizer.decode(answer[0, PROMPT.shape[1] :])
 
 
 def go_on(path: str) -> None:
-    """In the new process: 256 tokens of room more than the prompt needs."""
-    room = PROMPT.shape[1] + 256
-    kv = load_cache(path, model=model.config.to_dict(), max_seq_len=room)
+    """In the new process; the cache grows as it did."""
+    kv = load_cache(path, model=model.config.to_dict())
     print("from the file:", ask(" In the same year", QuantizedCache(kv)))
 
 
@@ -35,7 +34,7 @@ def main() -> None:
     """Read the prompt once, save what it left, and ask here and there."""
     cache = QuantizedCache(model, k_format="int4-g4", v_format="int4-g4")
     with torch.no_grad():
-        model(PROMPT, past_key_values=cache, logits_to_keep=1)
+        model(PROMPT, **cache.argument, logits_to_keep=1)
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "prompt.safetensors")
         save_cache(cache.kv, path, model=model.config.to_dict())

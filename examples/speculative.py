@@ -23,7 +23,7 @@ def main() -> None:
     for name, drafts in (("alone", {}), ("drafted", {"prompt_lookup_num_tokens": 6})):
         cache = QuantizedCache(model, k_format="int8", v_format="int8")
         calls.clear()
-        text = model.generate(**prompt, past_key_values=cache, max_new_tokens=40, **drafts)
+        text = model.generate(**prompt, **cache.argument, max_new_tokens=40, **drafts)
         answer = tokenizer.decode(text[0, prompt.input_ids.shape[1] :])
         print(f"{name}, {len(calls)} calls: {answer}")
 

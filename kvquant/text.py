@@ -1,4 +1,5 @@
-"""Text for a terminal: tables, drawn by rich, that fit it or 80 columns; numbers and sizes."""
+"""Text for a terminal: tables, drawn by rich, that fit it or 80 columns; numbers and sizes; how far
+a long run is."""
 
 from __future__ import annotations
 
@@ -6,19 +7,31 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from io import StringIO
 
 from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskID,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
 WIDTH = 80  # where no terminal tells its own
 GAP = 2  # between columns
 WORD = 12  # of words, before they are broken
+SHARE = 10  # percent between two lines of progress
+_shown: ContextVar[Progress | None] = ContextVar("shown", default=None)  # bars on the terminal
 
 
 @dataclass(frozen=True)
@@ -149,3 +162,67 @@ def _draw(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) 
     least = console.measure(table).minimum  # numbers are whole, be the terminal ever so narrow
     console.print(table, width=max(width, least), crop=False)
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+
+@contextmanager
+def progress(length: int, label: str, *, lines: bool = True) -> Iterator[Callable[..., None]]:
+    """Show on stderr how far a long run is: a bar on a terminal, else a line now and then.
+
+    A run within another has a bar of its own below that one while it lasts.
+
+    Args:
+        length: amounts that make the whole.
+        label: what is done.
+        lines: whether there are lines where there is no terminal.
+
+    Yields:
+        update(amount, stage): so much more was done, or is done of a stage that begins.
+    """
+    if not (sys.stderr and sys.stderr.isatty()):
+        yield _lines(length, label) if lines else lambda amount, stage=None: None
+        return
+    outer = _shown.get()
+    if outer is not None:
+        task = outer.add_task(label, total=length)
+        try:
+            yield _mover(outer, task, label)
+        finally:
+            outer.remove_task(task)
+        return
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as bars:
+        token = _shown.set(bars)
+        try:
+            yield _mover(bars, bars.add_task(label, total=length), label)
+        finally:
+            _shown.reset(token)
+
+
+def _mover(bars: Progress, task: TaskID, label: str) -> Callable[..., None]:
+    """What moves a bar."""
+
+    def update(amount: int, stage: str | None = None) -> None:
+        bars.update(task, advance=amount, description=f"{label}: {stage}" if stage else label)
+
+    return update
+
+
+def _lines(length: int, label: str) -> Callable[..., None]:
+    """Print a line for every stage, and for every further share of the whole."""
+    done, printed, last = 0, 0, None
+
+    def update(amount: int, stage: str | None = None) -> None:
+        nonlocal done, printed, last
+        done += amount
+        share = 100 * done // length
+        if stage != last or share >= printed + SHARE or share == 100 > printed:
+            printed, last = share, stage
+            with suppress(OSError):  # what is done counts more than a full log
+                print(f"{label}: {f'{stage}, ' if stage else ''}{share} %", file=sys.stderr)
+
+    return update

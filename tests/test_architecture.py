@@ -65,7 +65,7 @@ ALLOWED_LATE = {
         "kernels.cuda.dequantize kernels.cuda.mla kernels.cuda.prefix kernels.cuda.runtime "
         "kernels.cuda.slots"
     ),
-    "cache": "kernels.cuda.runtime",
+    "cache": "text kernels.cuda.runtime",
     "hf": "kernels.cuda.runtime",
     "vllm": "kernels.cuda.runtime",
     "cli": "bench kernels.cuda.decode kernels.cuda.runtime",
@@ -79,7 +79,7 @@ LIBRARIES = {
     "numba": {name for name in ALLOWED if name.startswith("kernels.")},
     "llvmlite": {name for name in ALLOWED if name.startswith("kernels.")},
     "click": {"cli"},
-    "rich": {"cli", "text"},
+    "rich": {"text"},
     "jinja2": {"calibration"},
     "markupsafe": {"calibration"},
     "matplotlib": {"bench", "calibration"},

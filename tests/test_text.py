@@ -1,13 +1,17 @@
-"""Tables: they fit, they are plain text, and nothing of a cell is lost."""
+"""Tables: they fit, they are plain text, and nothing of a cell is lost. Progress on stderr."""
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import sys
+from types import SimpleNamespace
 
 import pytest
 
-from kvquant.text import Column, render_table, terminal_width
+from kvquant import text
+from kvquant.text import Column, progress, render_table, terminal_width
 
 COLUMNS = (
     Column("name", left=True),
@@ -68,3 +72,62 @@ def test_the_width_is_the_terminals_or_80(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(os, "get_terminal_size", lambda *_: os.terminal_size((132, 50)))
     monkeypatch.setattr(sys.__stdout__, "fileno", lambda: 1)
     assert terminal_width() == 132
+
+
+def test_progress_is_a_line_now_and_then_without_a_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with progress(200, "Reading") as update:
+        for _ in range(190):
+            update(1)
+        update(10, "the end")
+    shares = [f"Reading: {share} %" for share in range(10, 100, 10)]
+    assert capsys.readouterr().err.splitlines() == [*shares, "Reading: the end, 100 %"]
+    with progress(3, "Demo") as update:
+        for stage in ("loading", "[red]reading", "timing"):
+            update(1, stage)
+    assert capsys.readouterr().err.splitlines() == [
+        "Demo: loading, 33 %",
+        "Demo: [red]reading, 66 %",
+        "Demo: timing, 100 %",
+    ]
+
+
+def test_progress_ends_at_the_end_and_a_full_log_does_not_end_the_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with progress(525, "Reading") as update:
+        update(512)
+        update(13)
+        update(0)
+    assert capsys.readouterr().err.splitlines() == ["Reading: 97 %", "Reading: 100 %"]
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(isatty=lambda: False, write=full))
+    with progress(2, "Reading") as update:
+        update(1)
+
+
+def test_progress_is_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setenv("TERM", "xterm")
+    with progress(4, "Reading") as update:
+        update(1)
+        update(3, "[red]stage[/red]")
+    assert "Reading: [red]stage[/red]" in stream.getvalue() and "100%" in stream.getvalue()
+    assert "\x1b[" in stream.getvalue()
+    with progress(4, "Reading") as update, progress(2, "Compiling") as inner:
+        inner(1)
+        update(2)
+    assert "Compiling" in stream.getvalue(), "below the other one"
+    assert text._shown.get() is None
+
+
+def test_progress_may_be_shown_on_terminals_only(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress(2, "Compiling", lines=False) as update:
+        update(2, "stage")
+    assert capsys.readouterr().err == ""

@@ -76,9 +76,10 @@ RAGGED = (
     (8192,) * 32,
 )
 LATENTS = (
-    *((64, 8192, 16), (64, 1024, 16), (64, 8192, 32), (64, 8192, 128)),
+    *((64, 8192, 16), (64, 1024, 16), (64, 8192, 32), (64, 8192, 64), (64, 8192, 128)),
     *((16, 8192, 16), (1, 32768, 16), (1, 131072, 16)),
 )
+DRAFTED = (2, 16), (4, 16), (2, 128)  # queries and heads, of 64 sequences of 8,192 tokens (MTP)
 LATENT_SCALE = 192**-0.5  # K before absorption has 128 + 64 elements
 QUERIES = (1, 2, 4, 8)
 VARIANTS = "soft_cap", "sink_logits", "alibi_slopes", "key_bias", "window"  # of one query
@@ -107,8 +108,11 @@ TABLES = {
         ),
     ),
     "mla": Table(
-        ("int4-g8+fp8-g4", "int4-g8", "int8-g4", "fp8-g4", "fp8", "bf16"),
-        tuple(Shape(heads, 1, seq_len, batch) for batch, seq_len, heads in LATENTS),
+        ("int4-g8+int8-g4", "int4-g8+fp8-g4", "int4-g8", "int8-g4", "fp8-g4", "fp8", "bf16"),
+        (
+            *(Shape(heads, 1, seq_len, batch) for batch, seq_len, heads in LATENTS),
+            *(Shape(heads, 1, 8192, 64, q_len=q_len) for q_len, heads in DRAFTED),
+        ),
     ),
 }
 # relative L2; 16-bit outputs are rounded
@@ -158,8 +162,10 @@ class Case:
             )
         if self.q_len > 1 and (self.lens or self.q_len > self.seq_len):
             raise ConfigError(f"{self.q_len} queries: of sequences of one length, as many or more")
-        if self.is_latent and (self.q_len > 1 or self.variant or self.sink_len or self.recent_len):
-            raise ConfigError("latent rows: of one plain query, without exact tokens")
+        if self.is_latent and self.variant:
+            raise ConfigError(
+                f"latent rows are attended to without variants, not with {self.variant}"
+            )
         of_these = VARIANTS if self.q_len == 1 else ("tree_mask",)
         if self.variant and (self.lens or self.variant not in of_these):
             raise ConfigError(
@@ -241,7 +247,8 @@ class Case:
     @property
     def nbytes(self) -> int:
         """Bytes of the rows that a call reads."""
-        exact = 4 * self.head_dim * (self.sink_len + self.recent_len) * self.batch
+        sides = 1 if self.is_latent else 2
+        exact = 2 * sides * self.head_dim * (self.sink_len + self.recent_len) * self.batch
         seen = max((self.window or self.seq_len) - self.recent_len, 0)
         row_bytes = self.k_format.row_bytes + (0 if self.is_latent else self.v_format.row_bytes)
         packed = row_bytes * sum(min(length, seen) for length in self.packed_lens)
@@ -396,11 +403,15 @@ def make_inputs(case: Case, copies: int, device: torch.device) -> list[Inputs]:
         v = make_rows(case.v_format, room, case.page_size)
         whole = [Segment(k, v, lens, case.k_format, case.v_format, None, table)]
     if few := case.sink_len + case.recent_len:
-        fmt = RowFormat(exact_codec(case.dtype), 1, case.head_dim)
-        k, v = (make_rows(fmt, few, 0) for _ in range(2))
+        fmt, exact = case.exact.k_format, case.exact.v_format
         lens = torch.full_like(lens, few)
         starts = torch.full_like(lens, case.recent_len // 3)  # a ring, which starts anywhere
-        whole.append(Segment(k, v, lens, fmt, fmt, starts, None, case.sink_len))
+        k = make_rows(fmt, few, 0)
+        if isinstance(fmt, LatentFormat):
+            whole.append(latent_segment(k, lens, fmt, starts, sinks=case.sink_len))
+        else:
+            v = make_rows(exact, few, 0)
+            whole.append(Segment(k, v, lens, fmt, exact, starts, None, case.sink_len))
     found = []
     for first in range(0, count, case.batch):
         q = queries[first : first + case.batch]

@@ -182,7 +182,9 @@ def _torch_calls(
         lower_right = causal_lower_right(case.q_len, longest)
         forms["lower right"].append(partial(grouped, attn_mask=lower_right))
         if case.sm_scale is not None:
-            forms["bmm"].append(partial(bmm_attention, q[:, :, 0], k[:, 0], v[:, 0], case.sm_scale))
+            heads = _folded(q, ratio)[:, 0], k[:, 0], v[:, 0]
+            seen = None if mask is None else _folded(mask, ratio)[:, 0]
+            forms["bmm"].append(partial(bmm_attention, *heads, case.sm_scale, seen))
         # the query heads of a KV head as its queries
         q, mask = _folded(q, ratio), mask if mask is None else _folded(mask, ratio)
         forms["folded"].append(partial(attention, q, k, v, attn_mask=mask))
@@ -192,6 +194,7 @@ def _torch_calls(
         names, own["bmm"] = ["folded"], partial(list, forms["bmm"])
     if case.variant in ("soft_cap", "sink_logits"):
         names = []
+    has_lower_right = case.q_len > 1 and not case.variant and not case.is_latent
     if case.lens:
         own["varlen_attn"] = lambda: [varlen_call(q, k, v, lens) for q, k, v, _ in given]
     if case.lens or case.variant:
@@ -200,7 +203,7 @@ def _torch_calls(
         f"{name}, {form}": ([backend], partial(list, forms[form]))
         for name, backend in BACKENDS.items()
         for form in (*names, "lower right")
-        if form != "lower right" or (name == "flash" and case.q_len > 1 and not case.variant)
+        if form != "lower right" or (name == "flash" and has_lower_right)
     }
     return found | {name: (list(BACKENDS.values()), make) for name, make in own.items()}
 
@@ -247,7 +250,11 @@ def _mask(case: Case, variant: AttentionVariant | None, lens: torch.Tensor) -> t
 
 
 def bmm_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sm_scale: float,
+    seen: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention by two products, with the softmax in float32 between them.
 
@@ -255,8 +262,11 @@ def bmm_attention(
         q: [batch, num_heads, head_dim].
         k, v: [batch, tokens, head_dim of K or V].
         sm_scale: factor on the scores.
+        seen: [batch or 1, num_heads, tokens], bool: what a head sees; None for all.
     """
     scores = torch.bmm(q, k.transpose(1, 2)).float() * sm_scale
+    if seen is not None:
+        scores = scores.masked_fill(~seen, -math.inf)
     return torch.bmm(scores.softmax(-1).to(q.dtype), v)
 
 

@@ -159,9 +159,13 @@ def variants_cells(result: Result, results: Sequence[Result]) -> list[str]:
 
 
 def mla_cells(result: Result, machine: Machine) -> list[str]:
-    """A row of the table of MLA: names of latent formats leave no room for GB/s."""
+    """A row of the table of MLA: names of latent formats leave no room for GB/s; several queries
+    stand before the heads."""
     row = zip(SPEEDS, speed_cells(result, machine), strict=True)
-    return [cell for column, cell in row if column.title != "GB/s"]
+    found = [cell for column, cell in row if column.title != "GB/s"]
+    if result.case.q_len > 1:
+        found[2] = f"{result.case.q_len} x {found[2]}"
+    return found
 
 
 def short_cells(result: Result) -> list[str]:

@@ -6,7 +6,7 @@ A token goes to a rank by its place in the sequence, in blocks:
 
 So ranks are full alike whatever comes, prompts and single tokens, and no rank has to be asked. A
 step attends to the tokens of each rank there, and merges the results by their lse after one
-all-gather of [batch, num_q_heads, head_dim + 1] floats.
+all-gather of their outputs and lse.
 
 Source: FlashDecoding's split of a sequence (https://arxiv.org/abs/2311.01282), here over ranks;
 vLLM has it as decode context parallel.
@@ -28,6 +28,7 @@ from .contiguous import KVCache
 from .latent import LatentKVCache
 
 BLOCK_LEN = 256  # tokens
+ALIGNMENT = 16  # bytes, of what a rank gives: kernels read as many at a time
 _POSSIBLE = {"soft_cap", "sink_logits"}  # of a variant: what needs no positions
 
 
@@ -94,6 +95,9 @@ class ContextParallelCache:
         shape = cache.num_layers, cache.batch
         # by layer: in a step some have the new token already
         self._totals = torch.zeros(shape, dtype=torch.int64, device=cache.device)
+        # how many of a token a rank keeps, by its place in as many blocks as there are ranks
+        places = torch.arange(self.block_len * self.world_size, device=cache.device)
+        self._share = (places // self.block_len == self.rank).int()
 
     @staticmethod
     def tokens_of(tokens: int, rank: int, world_size: int, block_len: int = BLOCK_LEN) -> int:
@@ -142,6 +146,10 @@ class ContextParallelCache:
                 "new_tokens, head_dim]"
             )
         totals, new = self._totals[layer], k.shape[2]
+        if new == 1 and new_lens is None:
+            self.cache.append(layer, k, v, self._share[totals % len(self._share)])
+            totals += 1
+            return
         steps = torch.arange(new, device=totals.device)
         places = totals[:, None] + steps
         is_mine = (places // self.block_len) % self.world_size == self.rank
@@ -238,11 +246,19 @@ class ContextParallelCache:
         out, lse = self.cache.attend(
             layer, q, variant=variant, sm_scale=sm_scale, return_lse=True, backend=backend
         )
-        own = torch.cat([out.float(), lse.float()[..., None]], dim=-1)
-        found = own.new_empty(self.world_size, *own.shape)
-        dist.all_gather(list(found), own, self.group)
-        merged, lse = merge_by_kernels(found[..., :-1], found[..., -1], out.dtype, backend)
+        merged, lse = merge_by_kernels(*self._gathered(out, lse), out.dtype, backend)
         return (merged, lse) if return_lse else merged
+
+    def _gathered(self, out: torch.Tensor, lse: torch.Tensor) -> State:
+        """The out and lse of each rank, one behind another, by one all-gather of their bytes."""
+        parts = [x.contiguous().view(-1).view(torch.uint8) for x in (out, lse.float())]
+        of_out, of_lse = map(len, parts)
+        own = torch.cat([*parts, parts[0][: -(of_out + of_lse) % ALIGNMENT]])
+        found = own.new_empty(self.world_size * len(own))
+        dist.all_gather_into_tensor(found, own, self.group)
+        found = found.view(self.world_size, -1)
+        outs = found[:, :of_out].view(out.dtype).unflatten(1, out.shape)
+        return outs, found[:, of_out : of_out + of_lse].view(torch.float32).unflatten(1, lse.shape)
 
     def step(
         self,

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
         bases: Sequence[LayerBasis] | None
 
 
-# what transformers asks of past_key_values, and a KVCache has not
+# what transformers asks of its caches, and a KVCache has not
 _CACHE_OF_TRANSFORMERS = {"get_mask_sizes", "get_seq_length", "is_compileable", "update"}
 
 _LARGE = 1 << 28  # bytes, from which on it is looked whether there is memory
@@ -105,6 +105,7 @@ class KVCache:
         num_q_heads: of the queries that will come, where that is known, as for a model: the kernels
             that the first append compiles are for them. None: few on a KV head.
         changes: calls that may have changed lengths; those inside of graphs are not counted.
+        is_cold: whether the first append will compile the kernels that are missing (on CUDA).
 
     Raises:
         ConfigError: a size, a format or a device that does not exist, or takes too much memory.
@@ -183,7 +184,7 @@ class KVCache:
         self.bad_rows, self.overflow_tokens = self._counters[self.device]
         self.num_q_heads: int | None = None
         self.changes = 0
-        self._is_cold = any(one.type == "cuda" for one in self.devices)  # nothing was appended yet
+        self.is_cold = any(one.type == "cuda" for one in self.devices)
 
     @classmethod
     def from_plan(
@@ -776,10 +777,7 @@ class KVCache:
         def __getattr__(self, name: str) -> Any:
             hint = ""
             if name in _CACHE_OF_TRANSFORMERS:
-                hint = (
-                    ". As past_key_values of a transformers model give it as "
-                    "kvquant.QuantizedCache(cache)"
-                )
+                hint = ". Give it to a transformers model as kvquant.QuantizedCache(cache)"
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
     def _check_formats(self, *formats: RowFormat) -> None:
@@ -854,10 +852,10 @@ class KVCache:
         if torch.compiler.is_compiling():
             return
         self.changes += 1
-        if self._is_cold:
+        if self.is_cold:
             from .warmup import warm_up_first
 
-            self._is_cold = False
+            self.is_cold = False
             warm_up_first(self, k)
 
     def _check_index(self, index: Counts) -> torch.Tensor:

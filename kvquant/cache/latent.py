@@ -180,8 +180,9 @@ class LatentKVCache(KVCache):
     Raises:
         ConfigError: a size, a format or a device that does not exist, or takes too much memory.
         ShapeError: a basis is of other sizes.
-        UnsupportedError: on CUDA a format of fewer than 4 groups: rows have no kernel there; or a
-            basis with feedback, which kernels have not for such rows.
+        UnsupportedError: on CUDA a format that kernels do not read: latents of fewer than 4 groups,
+            RoPE parts of others, of 32 elements all but 16 bit; or a basis with feedback, which
+            kernels have not for such rows.
 
     Example:
         >>> import torch

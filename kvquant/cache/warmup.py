@@ -98,17 +98,20 @@ def kernels_of(calls: Iterable[Callable[[], None]], gpu: GPU) -> list[Spec]:
 
 def warm_up(device: torch.device, calls: Iterable[Callable[[], None]]) -> None:
     """Compile the kernels that calls will launch and that are not on the disk, all at a time; a
-    line of the log says so, since it takes time. Nothing is done for the CPU."""
+    line of the log says so, and a bar on a terminal how far that is. Nothing is done for the CPU.
+    """
     if device.type != "cuda":
         return
     from ..kernels.cuda.runtime.compile import compile_all, missing
     from ..kernels.cuda.runtime.launch import gpu_of
+    from ..text import progress
 
     gpu = gpu_of(torch.cuda.current_device() if device.index is None else device.index)
     todo = missing(kernels_of(calls, gpu), gpu.arch)
     if todo:
         log.warning("kvquant: compiling %d kernels for %s, once", len(todo), gpu.arch)
-        compile_all(todo, gpu.arch)
+        with progress(len(todo), "Compiling kernels", lines=False) as update:
+            compile_all(todo, gpu.arch, lambda spec: update(1))
 
 
 def warm_up_first(cache: KVCache, k: object) -> None:
@@ -120,14 +123,29 @@ def warm_up_first(cache: KVCache, k: object) -> None:
     """
     if not isinstance(k, torch.Tensor) or k.ndim != 4:
         return
+    key = k.dtype, k.shape[2]
+    warm_up_cache(cache, key, lambda make: [Calls(make, k.dtype, prompts=(k.shape[2],))])
+
+
+def warm_up_cache(
+    cache: KVCache, key: Hashable, calls: Callable[[Callable[[], KVCache]], Iterable[Calls]]
+) -> None:
+    """The same for a new cache whose calls are known; its first append compiles nothing then.
+
+    Args:
+        cache: empty.
+        key: names these calls: those of a kind of cache are rehearsed once in a process.
+        calls: gives them, from what makes such a cache.
+    """
+    cache.is_cold = False
     kinds = tuple(dict.fromkeys(map(_kind, cache.layers)))
-    heads = cache.num_kv_heads, cache.num_q_heads
     devices = tuple(dict.fromkeys(cache.devices))
-    kind = type(cache), kinds, cache.batch, heads, k.dtype, k.shape[2], devices
+    heads = cache.num_kv_heads, cache.num_q_heads
+    kind = type(cache), kinds, cache.batch, heads, devices, key
     if kind not in _warm:
         make = partial(cache.like, cache.batch, "meta")
         for device in devices:
-            warm_up(device, [Calls(make, k.dtype, prompts=(k.shape[2],))])
+            warm_up(device, calls(make))
         _warm.add(kind)
 
 

@@ -24,7 +24,6 @@ from .console import (
     check_output,
     compile_kernels,
     enough_memory,
-    progress,
     write_json,
 )
 
@@ -82,7 +81,9 @@ MODES = "ragged", "wide", "short", "queries", "variants", "mla", "tune", "ablate
 @click.option(
     "--variants", is_flag=True, help="Measure soft caps, sinks, biases and masks instead."
 )
-@click.option("--mla", is_flag=True, help="Measure latent rows (MLA) instead.")
+@click.option(
+    "--mla", is_flag=True, help="Measure latent rows (MLA) instead, of drafted tokens too."
+)
 @click.option("--tune", is_flag=True, help="Measure and keep the best launch plans instead.")
 @click.option("--ablate", is_flag=True, help="Measure what each technique brings instead.")
 @click.option("--json", "json_file", type=NEW_FILE, help="Write the figures to this file too.")
@@ -124,12 +125,14 @@ def bench(
     check_output(json_file, endings=(".json",))
     import torch
 
+    why = "leave it out with --device cpu"
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
+        why = "torch finds none here, and without it the CPU is measured"
     if device == "cpu":
         for name, option in GPU_ONLY.items():
             if gpu[name]:
-                raise click.UsageError(f"{option} is for GPUs: leave it out with --device cpu")
+                raise click.UsageError(f"{option} is for GPUs: {why}")
         shapes: dict[str, Any] = {
             "batches": batches or (1,),
             "seq_lens": seq_lens,
@@ -208,7 +211,7 @@ def _check_gpu_options(gpu: dict[str, Any], sized: bool, rows: dict[str, object]
         given = {GPU_ONLY[name]: gpu[name] for name in refused}
         if mode == "mla":
             # latents of 8 bits and fewer have RoPE parts in bf16, which fp16 queries cannot read
-            given |= {"--exact": gpu["exact"], "--dtype float16": gpu["dtype"] == "float16"} | rows
+            given |= {"--dtype float16": gpu["dtype"] == "float16"} | rows
         for option, value in given.items():
             if value:
                 raise click.UsageError(f"{option} does not go with --{mode}")
@@ -303,6 +306,8 @@ def _each_that_fits(cases: Sequence[Case], measure: Callable[[Case], T]) -> Iter
     """What is measured of each case; those that are too large for the GPU are named."""
     from torch import OutOfMemoryError
 
+    from ..text import progress
+
     fitting = 0
     with progress(len(cases), "Timing") as update:
         for case in cases:
@@ -326,6 +331,7 @@ def _bench_cpu(
 
     from ..bench import cpu
     from ..bench.cases import list_cases
+    from ..text import progress
 
     names, head_dim = formats or cpu.FORMATS, sizes["head_dim"]
     cases = list_cases(names, dtype=torch.float32, **sizes)

@@ -24,7 +24,6 @@ from .console import (
     check_output,
     enough_memory,
     is_given,
-    progress,
     read_text,
     warn_of_length,
     write_json,
@@ -122,7 +121,7 @@ def calibrate(
     from ..calibration.text_report import refusal, render_plan, warnings
     from ..calibration.verdict import next_steps, verdict
     from ..hf.model import CachedModel
-    from ..text import paragraph
+    from ..text import paragraph, progress
 
     check_device(device)
     is_given_any = (max_kl, budget, format) != (None, None, None)

@@ -1,4 +1,4 @@
-"""What the commands share on a terminal: kinds of options, errors, early checks, progress."""
+"""What the commands share on a terminal: kinds of options, errors, early checks."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import json
 import math
 import os
 import re
-import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -31,7 +30,6 @@ WHOLE = click.IntRange(min=0, max=MAX)
 HEAD_DIM = click.Choice(HEAD_DIMS)
 FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
-SHARE = 10  # percent between two lines of progress
 
 
 class Name(click.Path):
@@ -198,61 +196,6 @@ def enough_memory(options: str) -> Iterator[None]:
         ) from None
 
 
-@contextmanager
-def progress(length: int, label: str) -> Iterator[Callable[..., None]]:
-    """Show on stderr how far a long run is: a bar on a terminal, else a line now and then.
-
-    Args:
-        length: amounts that make the whole.
-        label: what is done.
-
-    Yields:
-        update(amount, stage): so much more was done, or is done of a stage that begins.
-    """
-    if not (sys.stderr and sys.stderr.isatty()):
-        yield _lines(length, label)
-        return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        Progress,
-        TaskProgressColumn,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(label, total=length)
-
-        def update(amount: int, stage: str | None = None) -> None:
-            description = f"{label}: {stage}" if stage else label
-            bar.update(task, advance=amount, description=description)
-
-        yield update
-
-
-def _lines(length: int, label: str) -> Callable[..., None]:
-    """Print a line for every stage, and for every further share of the whole."""
-    done, printed, last = 0, 0, None
-
-    def update(amount: int, stage: str | None = None) -> None:
-        nonlocal done, printed, last
-        done += amount
-        share = 100 * done // length
-        if stage != last or share >= printed + SHARE or share == 100 > printed:
-            printed, last = share, stage
-            with suppress(OSError):  # what is done counts more than a full log
-                click.echo(f"{label}: {f'{stage}, ' if stage else ''}{share} %", err=True)
-
-    return update
-
-
 def compile_kernels(kernels: Sequence[Spec], arch: str) -> int:
     """Compile CUDA kernels that are not on the disk, and show how far that is.
 
@@ -263,6 +206,7 @@ def compile_kernels(kernels: Sequence[Spec], arch: str) -> int:
         ConfigError: they cannot be kept.
     """
     from ..kernels.cuda.runtime.compile import compile_all, missing
+    from ..text import progress
 
     todo = missing(kernels, arch)
     if not todo:

@@ -25,7 +25,6 @@ from .console import (
     enough_memory,
     is_given,
     json_text,
-    progress,
     read_text,
     warn_of_length,
     write_json,
@@ -152,9 +151,9 @@ def quantize(
 @click.argument("cache", type=CACHE)
 @click.option(
     "--to",
-    type=click.Choice(["bf16", "fp16", "fbgemm", "xformers"]),
+    type=click.Choice(["bf16", "fp16", "fbgemm", "xformers", "flashmla"]),
     required=True,
-    help="16-bit tensors, or the byte layout of another project.",
+    help="16-bit tensors, or the byte layout of another project; flashmla of latent rows.",
 )
 @click.option("--plan", type=FILE, help="The plan that the cache was made with, if there was one.")
 @OUTPUT
@@ -214,6 +213,7 @@ def demo(model: Path | None, text: Path | None, context: int, json_file: Path | 
       kvquant demo --model FOLDER --text FILE --json demo.json
     """
     check_output(json_file, model, text, endings=(".json",))
+    from ..text import progress
     from .demo import STAGES, render_demo, run_demo
 
     with progress(STAGES, "Demo") as update:
@@ -271,6 +271,8 @@ def _read_prompt(
 ) -> KVCache:
     """Read the tokens of a text into a new cache."""
     import torch
+
+    from ..text import progress
 
     length = len(ids)
     if not length:

@@ -12,7 +12,8 @@ long as those keys.
 
 A layer's mask tells whether its sliding window is that of the cache. Soft caps and sink logits are
 an AttentionVariant. What cannot be computed (other masks, weights) is refused. A call without a
-QuantizedCache is computed by transformers' own SDPA, so a model may stay set to "kvquant".
+QuantizedCache is computed by transformers' SDPA, and caps and sink logits, which that has not, by
+the model's own eager attention: so a model may stay set to "kvquant".
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+from transformers.modeling_utils import AttentionInterface
 
 from ..cache.contiguous import KVCache
 from ..cache.latent import LatentKVCache
@@ -32,22 +33,26 @@ from ..rows.variant import PLAIN, AttentionVariant
 from .latent import LatentHeads
 from .masks import ATTENTION, calls, window_of
 from .padding import Padding
+from .single_pass import exact_attention
 from .tracing import outside_of_graphs, tracing
 
 if TYPE_CHECKING:
     from .cache import QuantizedCache
 
-# what models pass that does not change the result here: positions are in the keys already, and
-# windows are looked at apart
+# what models pass that does not change the result here: positions are in the keys already, windows
+# are looked at apart, and some is for other parts of generate (stop strings) or of a loss
 HARMLESS = {
+    "assistant_tokenizer",
     "cache_position",
     "is_causal",
     "logits_to_keep",
+    "num_items_in_batch",
     "output_attentions",
     "output_hidden_states",
     "output_router_logits",
     "position_ids",
     "sliding_window",
+    "tokenizer",
     "use_cache",
 }
 VARIANT = {"softcap", "s_aux"}  # what the soft_cap and sink_logits of AttentionVariant are there
@@ -140,11 +145,9 @@ def _attention(
             "leave output_attentions out, or set another attention implementation"
         )
     if not isinstance(handed, Handed):
-        plain = _plain_attention(module, name, attention_mask, options)
-        found: tuple[torch.Tensor, None] = plain(
-            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **options
-        )
-        return found
+        _check_plain(module, name, attention_mask, options)
+        options |= {"scaling": scaling, "dropout": dropout}
+        return _plain_attention(module, query, key, value, attention_mask, options)
     try:
         heads = _latent_heads(handed, module, name, query, key, value)
         if heads is None:
@@ -259,17 +262,13 @@ def _is_causal(module: torch.nn.Module, options: dict[str, Any]) -> bool:
     return bool(getattr(module, "is_causal", True) if told is None else told)
 
 
-def _plain_attention(
+def _check_plain(
     module: torch.nn.Module,
     name: str,
     attention_mask: torch.Tensor | None,
     options: dict[str, Any],
-) -> Callable[..., Any]:
-    """transformers' SDPA, for a call without a QuantizedCache.
-
-    Raises:
-        UnsupportedModelError: there is one, or SDPA cannot compute what the layer asks for.
-    """
+) -> None:
+    """Raise UnsupportedModelError where a call has a QuantizedCache, and attends to other keys."""
     # what the thread has noted no graph can guard; the next layer tells what has not attended
     known = None if torch.compiler.is_compiling() else calls.cache
     cache = None if known is None else known()
@@ -288,19 +287,39 @@ def _plain_attention(
             "checkpointing does): a KVCache holds keys and values as attention meets them. If the "
             "layer's call before has failed, that is taken back now: call again"
         )
-    for option in VARIANT:
-        if options.get(option) is not None and is_kept:
-            raise UnsupportedModelError(
-                f"{name} asks for {option}, and the cache keeps it as transformers does, where "
-                "SDPA attends, which has none: use transformers' own cache and eager attention"
-            )
-        if options.get(option) is not None:
-            raise UnsupportedModelError(
-                f"{name} asks for {option}, which kvquant's attention computes with a KVCache "
-                'only: without one call model.set_attn_implementation("eager")'
-            )
-    attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    return attend
+
+
+def _plain_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    options: dict[str, Any],
+) -> tuple[torch.Tensor, None]:
+    """Attend as transformers does: by SDPA, or by the eager attention of the model where SDPA does
+    not compute what the layer asks for.
+
+    Raises:
+        UnsupportedError: the model has no eager attention.
+    """
+    attend, mask = exact_attention(module, options), attention_mask
+    if any(options.get(option) is not None for option in VARIANT):
+        mask = _added_mask(mask, query, key, _is_causal(module, options))
+    return attend(module, query, key, value, mask, **options)[0], None
+
+
+def _added_mask(
+    mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor, is_causal: bool
+) -> torch.Tensor | None:
+    """The mask of SDPA as eager attention takes it, which adds it to scores."""
+    if mask is None and is_causal and query.shape[2] > 1:  # SDPA makes it, from the first key on
+        new, columns = query.shape[2], key.shape[2]
+        mask = torch.ones(1, 1, new, columns, dtype=torch.bool, device=query.device).tril()
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    added = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device)
+    return added.masked_fill(~mask, torch.finfo(query.dtype).min)
 
 
 def _attend(

@@ -1,4 +1,4 @@
-"""QuantizedCache: a KVCache in the form that transformers' models take as past_key_values.
+"""QuantizedCache: a KVCache in the form that transformers' models take as their cache.
 
 A model hands each layer's new keys and values to a cache and then calls an attention function by
 name. Both are ours: this cache passes keys and values on, rounded to its 16-bit format and marked;
@@ -33,12 +33,13 @@ from ..errors import ConfigError, ShapeError, UnsupportedModelError, shown
 from ..io.plan import CachePlan
 from ..rows.arguments import check_size
 from ..rows.quantize import EXACT_DTYPES, exact_codec
+from .argument import ARGUMENT
 from .attention import Handed
 from .configs import CacheLayers, Turn, cache_layers, layer_devices, layers_of_rank, new_cache
 from .latent import check_latents
 from .masks import ATTENTION, calls
 from .padding import Columns, Padding
-from .positions import check_scale, check_turn
+from .positions import PositionsHook, check_scale, check_turn
 from .switch import attending
 from .tracing import outside_of_graphs, tracing
 
@@ -51,20 +52,22 @@ _MASK = (
 )
 _POSITIONS = (
     "the cache's sequences go on from other positions than those that the model counts, or is "
-    "given: give it position_ids=cache.kv.positions[:, None] + torch.arange(new_tokens), or read "
+    "given. For generate pad prompts on the left (tokenizer.padding_side = 'left'). In a loop of "
+    "your own give it position_ids=cache.kv.positions[:, None] + torch.arange(new_tokens), or read "
     "and decode by CachedModel"
 )
 _PLACED = (
-    "as this model does not show position_ids to attention, make QuantizedCache(..., placed=True) "
-    "then"
+    "as this model does not show position_ids to attention, make the cache of the model, "
+    "QuantizedCache(model), or QuantizedCache(..., placed=True) then"
 )
 
 
 class QuantizedCache(Cache):
-    """The cache that model.generate, pipelines and models take as past_key_values.
+    """The cache that model.generate, pipelines and models take.
 
+        from kvquant import QuantizedCache  # registers "kvquant" in transformers
         model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="kvquant")
-        model.generate(**inputs, past_key_values=QuantizedCache(model))
+        model.generate(**inputs, **QuantizedCache(model).argument)
 
     The rows are a KVCache, made when the first tokens come: for the sequences, the device and the
     16-bit dtype of their keys. It grows as they do, to twice its room at a time. Of a model whose
@@ -96,17 +99,19 @@ class QuantizedCache(Cache):
 
     Args:
         source: a model of transformers that attends by "kvquant", or its config, or a KVCache (of
-            load_cache, or CachedModel.new_cache), which has all that the options below say, and its
-            room. A KVCache whose sequences are padded, when it is saved, goes on with ids that are
-            padded on the left to the longest.
+            load_cache, or CachedModel.new_cache), which has its own formats and lengths, and grows
+            as well. A KVCache whose sequences are padded, when it is saved, goes on with ids that
+            are padded on the left to the longest.
         k_format, v_format, sink_len, recent_len: as of KVCache.
         plan: of `kvquant calibrate`, for this model: it says the formats.
         fmt: of latent rows, in place of k_format and v_format; as of LatentKVCache.
         exact_format: "bf16" or "fp16", the 16-bit rows; what fits the dtype of the keys when None.
         max_seq_len: tokens that a sequence has room for, from the beginning: more are refused, and
-            no memory is allocated later. It grows when None.
+            no memory is allocated later. It grows when None. A KVCache gets this room at once;
+            kv.max_seq_len is what it has.
         placed: the caller gives the model position_ids, those of the cache, in every call; they are
-            not looked at then. Some models do not show them to attention (Persimmon, Qwen2-VL).
+            not looked at then. It is needed where a model does not show them to attention (Llama 4,
+            Granite 4 hybrids, Persimmon) and source is not the model itself.
         drafts: up to 16 tokens behind others in one call are drafted ones: each attends to the rows
             of the cache, its own among them, as it would alone (KVCache.step). Else, and where
             they are more, they are a chunk of a prompt, whose tokens meet each other in 16 bit.
@@ -129,7 +134,7 @@ class QuantizedCache(Cache):
         >>> model = AutoModelForCausalLM.from_pretrained(MODEL, attn_implementation="kvquant")
         >>> text = AutoTokenizer.from_pretrained(MODEL)("The city of Manila", return_tensors="pt")
         >>> cache = QuantizedCache(model, k_format="int8", v_format="int4-g4")
-        >>> more = model.generate(**text, past_key_values=cache, max_new_tokens=5)
+        >>> more = model.generate(**text, **cache.argument, max_new_tokens=5)
         >>> more.shape[1] - text.input_ids.shape[1]
         5
     """
@@ -158,9 +163,12 @@ class QuantizedCache(Cache):
         self._max_seq_len, self._exact_format = max_seq_len, exact_format
         self._is_placed, self._drafts = placed, drafts
         self._layers: CacheLayers | None = None  # of the model
-        self._config: Any = None  # of the model that called last
+        self._configs: list[Any] = []  # of the model and its layers, as calls have shown them
         self._places: dict[int, int] | None = None  # of the cache, by the model's layer
         self._devices: list[torch.device] | None = None  # of the places, see layer_devices
+        # those of this call, where the model's decoder was given some and attention is not
+        self.shown_positions: torch.Tensor | None = None
+        self._hook: PositionsHook | None = None
         self._turn: Turn | None = None
         self._scaled_from: int | None = None
         self._due = 0  # the place that comes next; those before it were appended in this call
@@ -190,24 +198,27 @@ class QuantizedCache(Cache):
             "recent_len": recent_len,
         }
         options = {name: value for name, value in options.items() if value is not None}
+        if max_seq_len is not None:
+            self._max_seq_len = check_size("max_seq_len", max_seq_len, at_least=1)
         if isinstance(source, KVCache):
-            if options or exact_format is not None or max_seq_len is not None:
+            if options or exact_format is not None:
                 raise ConfigError(
-                    "source is a KVCache, which has formats, lengths and room of its own: give no "
-                    "options with it, or give a model"
+                    "source is a KVCache, which has formats and lengths of its own: give none "
+                    "with it, or give a model"
                 )
             source.check()
+            if self._max_seq_len is not None and self._max_seq_len != source.max_seq_len:
+                source.grow(self._max_seq_len)
             self._hold(source)
             self.layers = [QuantizedLayer(self, at, at) for at in range(source.num_layers)]
             return
-        if max_seq_len is not None:
-            self._max_seq_len = check_size("max_seq_len", max_seq_len, at_least=1)
         config = _config_of(source)
         layers = layers_of_rank(source, cache_layers(config, longest=max_seq_len))
         make: Callable[..., KVCache] = partial(new_cache, config, **options)
         dtype: Any = None
         if isinstance(source, torch.nn.Module):
             self._devices, dtype = layer_devices(source, layers.places), source.dtype
+            self._hook = PositionsHook(source)
         exact = exact_format or exact_codec(dtype)
         self._outline = make(layers, 1, 0, exact_format=exact)  # or it is not possible
         self._make = make
@@ -252,24 +263,30 @@ class QuantizedCache(Cache):
         self._new_lens, self._is_told = new_lens, True
 
     def check_model(self, config: Any) -> None:
-        """Raise unless the cache is one for the model that calls.
+        """Raise unless the rows are those of the model that calls, once there are some.
 
         Args:
-            config: of the model; looked at once.
+            config: of the model, or of a layer; each is looked at once.
 
         Raises:
             ShapeError: the model has other layers, KV heads or head_dims.
             UnsupportedModelError: it has layers that a KVCache does not hold, and there is no more.
         """
-        if self._is_told or config is self._config:
+        if self.kv is None or self._is_told or any(config is known for known in self._configs):
             return
-        layers = cache_layers(config, longest=0 if self._make is None else self._max_seq_len)
+        longest = self.kv.max_seq_len if self._make is None else self._max_seq_len
+        layers = cache_layers(config, longest=longest)
         if self._layers is None:
             self.fit(layers)
         else:
-            assert self.kv is not None
             _check_layers(self.kv, layers.of_rank(self.kv.num_kv_heads))
-        self._config = config
+        self._configs.append(config)
+
+    @property
+    def argument(self) -> dict[str, Any]:
+        """The cache under the name that transformers has for it: {"cache": self}, before 5.24
+        {"past_key_values": self}."""
+        return {ARGUMENT: self}
 
     def keeps(self, layer: int | None) -> bool:
         """Whether a layer of the model is transformers' own."""
@@ -291,21 +308,24 @@ class QuantizedCache(Cache):
             layer 0: K int4-g4, V int8
             layer 1: K int4-g4, V int8
         """
+        count = len(self.layers) if self._layers is None else self._layers.count
+        return "\n".join(f"layer {layer}: {self._text_of(layer)}" for layer in range(count))
+
+    def _text_of(self, layer: int) -> str:
+        """What a layer of the model is kept as."""
+        if layer in self._kept:
+            kept = type(self.layers[layer]).__name__
+            return f"{kept} of transformers, as it {self._kept[layer]}"
+        at = layer if self._places is None else self._places.get(layer)
+        if at is None:
+            is_shared = self._layers is not None and layer in self._layers.shared
+            return "the rows of another layer" if is_shared else "nothing, it has no attention"
         kv = self._outline if self.kv is None else self.kv
-        lines = []
-        for index, layer in enumerate(self.layers):
-            if not isinstance(layer, QuantizedLayer):
-                text = f"{type(layer).__name__} of transformers, as it {self._kept[index]}"
-            elif layer.at is None:
-                text = "the rows of another layer"
-            else:
-                held = kv.layers[layer.at]
-                text = f"K {held.k_format}, V {held.v_format}"
-                if isinstance(kv, LatentKVCache):
-                    text = f"latent rows {kv.formats[layer.at]}"
-                text += f", the last {held.window} tokens" if held.window else ""
-            lines.append(f"layer {index}: {text}")
-        return "\n".join(lines)
+        held = kv.layers[at]
+        text = f"K {held.k_format}, V {held.v_format}"
+        if isinstance(kv, LatentKVCache):
+            text = f"latent rows {kv.formats[at]}"
+        return text + (f", the last {held.window} tokens" if held.window else "")
 
     @property
     def num_places(self) -> int:
@@ -402,7 +422,7 @@ class QuantizedCache(Cache):
         if columns != 1 or not self.is_compileable:
             return False
         is_open = 0 < self._due < self.num_places
-        is_known = self._is_told or (self._config is not None and self._has_run)
+        is_known = self._is_told or (bool(self._configs) and self._has_run)
         return self.kv is not None and is_known and not is_open
 
     def _make_room(self, keys: torch.Tensor) -> None:
@@ -537,8 +557,9 @@ class QuantizedCache(Cache):
         """Raise unless the positions of a call's tokens are those of the cache.
 
         Args:
-            positions: [batch or 1, columns], if the model tells them. With an axis more they are
-                those of images, others than the tokens' numbers.
+            positions: [batch or 1, columns], if the model tells attention; else those that its
+                decoder was given, if any. With an axis more they are those of images, others than
+                the tokens' numbers.
             is_traced: of Handed.
 
         Raises:
@@ -550,6 +571,10 @@ class QuantizedCache(Cache):
         assert self.kv is not None
         columns = 1 if is_traced else self._new_columns
         told: torch.Tensor | None = None
+        if not is_traced and positions is not None:
+            self._hook = None  # attention is shown them: none is needed
+        elif not is_traced:
+            positions, self.shown_positions = self.shown_positions, None
         is_told = isinstance(positions, torch.Tensor) and positions.ndim <= 2
         if is_told and positions.shape[-1] == columns:
             own = positions.expand(self.kv.batch, columns)
@@ -583,8 +608,10 @@ class QuantizedCache(Cache):
     def _refuse_anew(self) -> NoReturn:
         raise ConfigError(
             f"a text is read from its beginning, and the cache holds {self._past.length} tokens "
-            "already. To begin anew call reset(). If generate does this it has use_cache=False, be "
-            "it from the model's generation_config: give use_cache=True"
+            "already. To begin anew call reset(). If generate does this, either it drafts "
+            "(prompt_lookup_num_tokens, assistant_model): draft with an empty cache, or go on from "
+            "this one without drafts. Or it has use_cache=False, be it from the model's "
+            "generation_config: give use_cache=True"
         )
 
     def _check_told(self, told: torch.Tensor | None) -> None:
@@ -797,15 +824,14 @@ class QuantizedCache(Cache):
     @property
     def _is_static(self) -> bool:
         """Whether the cache never grows."""
-        return self._make is None or self._max_seq_len is not None
+        return self._max_seq_len is not None
 
     @property
     def max_columns(self) -> int:
         """Columns that there is room for; -1 for a cache that grows."""
-        if self._make is not None:
-            return self._max_seq_len or -1
-        assert self.kv is not None
-        return self.kv.max_seq_len
+        if self._is_static and self.kv is not None:
+            return self.kv.max_seq_len
+        return self._max_seq_len or -1
 
     def reset(self) -> None:
         """Forget all tokens. The memory stays, for as many sequences."""
@@ -900,7 +926,7 @@ class QuantizedLayer(CacheLayerMixin):
     """
 
     is_sliding = False
-    is_croppable = False  # by the whole cache only
+    is_croppable = True  # by the whole cache; with a window too, which keeps SPARE tokens more
 
     def __init__(self, cache: QuantizedCache, layer: int, at: int | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # transformers has no types

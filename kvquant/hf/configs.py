@@ -21,13 +21,14 @@ from ..cache.contiguous import KVCache
 from ..cache.latent import DEFAULT_FORMAT as DEFAULT_LATENT_FORMAT
 from ..cache.latent import LatentFormats, LatentKVCache
 from ..errors import ConfigError, UnsupportedModelError
-from ..io.plan import CachePlan
+from ..io.plan import CachePlan, check_plan
 from ..rows.format import HEAD_DIMS, one_of
 from ..rows.latent import LATENT_DIMS, ROPE_DIMS
 
 # of config.layer_types: what they keep are the keys and values of tokens, and nothing else
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 _NOTHING = {"moe", "mlp"}  # layers without attention, which transformers counts too
+_DOUBLED = {"mimo_v2_flash"}  # layers with a window have twice the KV heads, by code alone
 _KEYS = "k_proj", "qkv_proj", "query_key_value", "kv_b_proj"  # linear layers that make keys
 _OF_HEADS = "k_format", "v_format", "windows"  # options that latent rows have not
 
@@ -60,10 +61,12 @@ class CacheLayers:
         are_latent: they keep one latent row a token, the latent as K and the RoPE part as V of one
             KV head: a LatentKVCache.
         windows: the tokens that attention sees, the last ones, for each place; None for all.
+        count: all layers of the model.
         turn: where all keys would have to be turned anew, if anywhere.
         scaled_from: the position from which on queries are scaled by how far they are, counted by
             the model from the longest sequence for all of them; None where they are not.
         others: the model's layers that own what no KVCache holds, and why it does not.
+        shared: those that attend to the keys and values of another one. The rest keep nothing.
         rank, ranks: which of so many ranks has these heads, see of_rank; 0 and 1 for all heads. Of
             latent rows each rank has all, and a share of the query heads.
     """
@@ -73,9 +76,11 @@ class CacheLayers:
     k_dims: tuple[int, ...]
     v_dims: tuple[int, ...]
     windows: tuple[int | None, ...]
+    count: int
     turn: Turn | None = None
     scaled_from: int | None = None
     others: Mapping[int, str] = field(default_factory=dict)
+    shared: tuple[int, ...] = ()
     are_latent: bool = False
     rank: int = 0
     ranks: int = 1
@@ -102,8 +107,9 @@ class CacheLayers:
         """Raise UnsupportedModelError unless a KVCache alone serves the model."""
         for layer, reason in self.others.items():
             raise UnsupportedModelError(
-                f"layer {layer} {reason}: a KVCache alone does not serve such a model, "
-                "QuantizedCache(model) keeps these layers as transformers does"
+                f"layer {layer} {reason}: a KVCache alone does not serve such a model. "
+                "QuantizedCache(model) keeps these layers as transformers does, and no file has "
+                "them: read the text again"
             )
 
 
@@ -134,8 +140,9 @@ def cache_layers(config: Any, *, longest: int | None = 0) -> CacheLayers:
     windows = layer_windows(config)
     shapes: dict[int, tuple[int, int, int]] = {}
     others: dict[int, str] = {}
+    shared = tuple(layer for layer in range(count) if _is_shared(config, layer, count))
     for layer in range(count):
-        if _is_shared(config, layer, count) or kinds[layer] in _NOTHING:
+        if layer in shared or kinds[layer] in _NOTHING:
             continue
         try:
             if layer in crossing:
@@ -162,9 +169,11 @@ def cache_layers(config: Any, *, longest: int | None = 0) -> CacheLayers:
         k_dims,
         v_dims,
         windows=tuple(windows[layer] for layer in shapes),
+        count=count,
         turn=_turn(config),
         scaled_from=_scaled_from(config),
         others=dict(sorted(others.items())),
+        shared=shared,
         are_latent=bool(getattr(config, "kv_lora_rank", None)),
     )
 
@@ -262,11 +271,13 @@ def new_cache(
         fmt: of latent rows, as in LatentKVCache; not with a plan.
 
     Raises:
-        ConfigError: an option is not possible.
+        ConfigError: an option is not possible, or plan is none.
         CheckpointError: the plan was made for another model.
         UnsupportedModelError: the plan has not all layers.
     """
     text = config.get_text_config(decoder=True)
+    if plan is not None:
+        check_plan(plan)
     if layers.are_latent:
         cache: KVCache = _latent_cache(config, layers, batch, max_seq_len, plan, fmt, options)
     elif fmt is not None:
@@ -428,6 +439,8 @@ def _shape(
         k_dim = _number(config, "global_head_dim", layer) or k_dim
         if getattr(config, "attention_k_eq_v", False):
             heads = _number(config, "num_global_key_value_heads", layer) or heads
+    if window and getattr(config, "model_type", None) in _DOUBLED:
+        heads *= 2
     k_dim = k_dim or (_number(config, "hidden_size", layer) or 0) // q_heads
     v_dim = _number(config, "v_head_dim", layer) or k_dim
     for dim in (k_dim, v_dim):

@@ -119,6 +119,7 @@ def _mask(
     attention_mask: torch.Tensor | None = None,
     local_size: int | None = None,
     use_vmap: bool = False,
+    config: Any = None,
     **sizes: Any,
 ) -> torch.Tensor | None:
     """The mask of a call with a QuantizedCache as a mark; else that of SDPA.
@@ -129,7 +130,7 @@ def _mask(
         None for the causal one of SDPA, which attention computes by itself.
     """
     given: dict[str, Any] = {"mask_function": mask_function, "attention_mask": attention_mask}
-    given |= {"local_size": local_size, "use_vmap": use_vmap}
+    given |= {"local_size": local_size, "use_vmap": use_vmap, "config": config}
     cache, tracing.asked = tracing.asked, None
     if torch.compiler.is_compiling():
         if cache is None:
@@ -148,6 +149,8 @@ def _mask(
     kind = local_size, use_vmap
     if torch.compiler.is_compiling():  # it cannot compare the code of functions
         return cache.step_masks[kind]
+    if config is not None:
+        cache.check_model(config)
     mark = _mark_of(mask_function, local_size, use_vmap)
     if cache.keeps_attention:
         sizes["allow_is_causal_skip"] = False

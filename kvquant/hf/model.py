@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +16,13 @@ from .. import debug
 from ..cache.checks import whole_numbers
 from ..cache.contiguous import KVCache
 from ..cache.latent import LatentFormats, LatentKVCache
-from ..errors import ConfigError, ShapeError, UnsupportedModelError, shown
-from ..io.plan import CachePlan
+from ..errors import ConfigError, DeviceError, ShapeError, UnsupportedModelError, shown
+from ..io.plan import CachePlan, check_plan
 from ..rows.arguments import check_device, check_size
 from ..rows.quantize import exact_codec
+from .argument import as_argument
 from .cache import QuantizedCache
+from .captured import CapturedStep
 from .configs import (
     CacheLayers,
     cache_layers,
@@ -45,6 +48,8 @@ if TYPE_CHECKING:
 Progress = Callable[[int], None]
 CHUNK = 16384  # tokens of prompts, of all sequences, that are computed at a time
 LEAST = 512  # of each sequence
+LEAST_CAPTURED = 8  # steps that are sooner done if the first makes a CUDA graph
+log = logging.getLogger("kvquant")
 _FOLDED = "kvquant_folded"  # a mark on a model whose weights hold a plan's bases of V
 
 
@@ -230,6 +235,7 @@ class CachedModel:
                 then.
         """
         self._check_alone("its weights hold a part of each projection")
+        check_plan(plan)
         plan.check_model(self.config_dict)
         plan.check_of_heads("fold_values")
         if hasattr(self.model, _FOLDED):
@@ -325,10 +331,30 @@ class CachedModel:
             self._check_room(cache, torch.ones(cache.batch, dtype=torch.int64, device="cpu"))
         return self._run(cache, tokens[:, None], None, [0])[:, 0]
 
-    def generate(self, cache: KVCache, logits: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """Continue each sequence greedily.
+    def stepper(self, cache: KVCache, num_tokens: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The fastest way to decode tokens of a cache one by one.
 
-        Steps come from Python. In a loop of your own CapturedStep replays a CUDA graph.
+        Args:
+            cache: the past of each sequence.
+            num_tokens: how many are to come.
+
+        Returns:
+            On CUDA a CapturedStep, where there are tokens enough for the time of making it, and the
+            model's step can be captured; else step, from Python (the log tells why, at INFO).
+            Logits last until the next call; call cache.check() when all are through.
+
+        Raises:
+            As prefill.
+        """
+        if num_tokens >= LEAST_CAPTURED:
+            try:
+                return CapturedStep(self, cache)
+            except (DeviceError, UnsupportedModelError) as error:
+                log.info("kvquant: steps come from Python: %s", error)
+        return partial(self.step, cache)
+
+    def generate(self, cache: KVCache, logits: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """Continue each sequence greedily, by stepper.
 
         Args:
             cache: the past of each sequence.
@@ -352,9 +378,11 @@ class CachedModel:
         )
         tokens = [logits.argmax(-1)]
         cache.check()
+        step = self.stepper(cache, num_tokens - 1)
         with cache.attempt(num_tokens):
             while len(tokens) < num_tokens:
-                tokens.append(self.step(cache, tokens[-1]).argmax(-1))
+                tokens.append(step(tokens[-1]).argmax(-1))
+            cache.check()
         return torch.stack(tokens, dim=1)
 
     def new_plain_cache(self) -> Any:
@@ -382,7 +410,7 @@ class CachedModel:
         with attending(self.model, plain), torch.no_grad():
             out = self.model(
                 tokens.to(input_device(self.model)),
-                past_key_values=past,
+                **as_argument(self.model, past),
                 use_cache=past is not None,
                 logits_to_keep=1,
             )
@@ -502,7 +530,7 @@ class CachedModel:
             cache: of the model.
             new_lens: as QuantizedCache.tell has it.
         """
-        past = QuantizedCache(cache, placed=True, drafts=False)
+        past = QuantizedCache(cache, placed=True, drafts=False, max_seq_len=cache.max_seq_len)
         past.tell(self._layers, new_lens)  # some models make masks of their own
         return past
 
@@ -525,7 +553,7 @@ class CachedModel:
         with attending(self.model, ATTENTION), torch.no_grad():
             out = self.model(
                 tokens,
-                past_key_values=past,
+                **as_argument(self.model, past),
                 position_ids=(cache.start_positions + held)[:, None] + steps,
                 use_cache=True,
                 logits_to_keep=1 if tokens.shape[1] == 1 else keep,  # 1: no index goes to a GPU

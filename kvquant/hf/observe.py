@@ -20,6 +20,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import AttentionInterface
 
 from ..errors import UnsupportedError, UnsupportedModelError
+from .argument import as_argument
 from .configs import input_device
 from .latent import LatentHeads, hands_latents, heads_of
 from .single_pass import exact_attention, owner_of
@@ -137,7 +138,8 @@ def observe(model: Any, tokens: torch.Tensor, observer: Observer | None) -> None
     options: dict[str, Any] = {"use_cache": False, "logits_to_keep": 1}
     if any(map(hands_latents, model.modules())):
         # of the config: layers beside them (linear attention) ask for their own states there
-        _watch.latents = options["past_key_values"] = _Latents(config=model.config)
+        _watch.latents = _Latents(config=model.config)
+        options |= as_argument(model, _watch.latents)
     try:
         with attending(model, OBSERVED), torch.no_grad():
             model(tokens.to(input_device(model)), **options)

@@ -1,14 +1,16 @@
-"""How a Hugging Face model counts positions: whether from those that it is given, and how far; and
-where keys in a cache, or queries, depend on how far a text goes."""
+"""How a Hugging Face model counts positions: whether from those that it is given, which these are,
+and how far; and where keys in a cache, or queries, depend on how far a text goes."""
 
 from __future__ import annotations
 
 import inspect
+import weakref
 from typing import Any
 
 import torch
 
 from ..errors import UnsupportedModelError
+from .argument import NAMES
 from .configs import Turn
 
 # names of learned position embeddings, and parts of the names of towers that have others
@@ -28,8 +30,9 @@ def positions_of(model: Any) -> int | None:
     """
     kind = model.config.model_type
     forwards = {type(module).forward for module in model.modules()}
-    asked = {"input_ids", "past_key_values", "position_ids"}  # of the decoder, not of its parts
-    if not any(asked <= inspect.signature(one).parameters.keys() for one in forwards):
+    asked = {"input_ids", "position_ids"}  # of the decoder, not of its parts
+    known = [inspect.signature(one).parameters.keys() for one in forwards]
+    if not any(asked <= names and not names.isdisjoint(NAMES) for names in known):
         raise UnsupportedModelError(
             f"{kind} models count the positions of all sequences alike and take no position_ids: "
             "CachedModel serves sequences of unequal lengths"
@@ -43,6 +46,30 @@ def positions_of(model: Any) -> int | None:
             "RoBERTa): CachedModel counts them from 0"
         )
     return table.num_embeddings - int(getattr(table, "offset", 0))
+
+
+class PositionsHook:
+    """A hook on a model's decoder that shows each cache the position_ids of its calls.
+
+    Some models do not pass them on to attention (Llama 4, Granite 4 hybrids). The hook does nothing
+    in calls without a QuantizedCache, and is removed when this goes.
+
+    Args:
+        model: of transformers.
+    """
+
+    def __init__(self, model: Any) -> None:
+        handle = model.get_decoder().register_forward_pre_hook(_show_positions, with_kwargs=True)
+        weakref.finalize(self, handle.remove)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PositionsHook:
+        return self  # for the copy of a cache
+
+
+def _show_positions(_: torch.nn.Module, __: Any, given: dict[str, Any]) -> None:
+    past: Any = next((given[name] for name in NAMES if name in given), None)
+    if hasattr(past, "shown_positions") and not torch.compiler.is_compiling():
+        past.shown_positions = given.get("position_ids")
 
 
 def check_turn(

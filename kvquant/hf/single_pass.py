@@ -52,8 +52,8 @@ def exact_attention(module: torch.nn.Module, options: dict[str, Any]) -> Callabl
     eager: Callable[..., Any] | None = getattr(home, "eager_attention_forward", None)
     if eager is None:
         raise UnsupportedError(
-            f"{type(module).__name__} asks for a cap or sink logits and has no eager attention "
-            "that computes them: it cannot be calibrated"
+            f"{type(module).__name__} asks for a cap or sink logits, and {home.__name__} has no "
+            "eager_attention_forward that computes them"
         )
     return eager
 

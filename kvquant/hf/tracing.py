@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _WHY = (
     "with a QuantizedCache torch.compile takes steps of one token of each sequence only, behind a "
     "prompt that the same cache has read uncompiled, and caches for which is_compileable is true: "
-    "those made with max_seq_len=, or of a KVCache"
+    "those made with max_seq_len="
 )
 _takes_reason = "reason" in inspect.signature(torch.compiler.disable).parameters  # not in torch 2.6
 _reason: dict[str, Any] = {"reason": _WHY} if _takes_reason else {}

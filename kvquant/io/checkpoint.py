@@ -83,7 +83,7 @@ from ..rows.latent import LatentFormat
 from .atomic import Place, sync_folder, token, writing
 from .container import RowsFile, check_values, seal
 from .manifest import CacheManifest, LayerEntry, Part, origin
-from .plan import CachePlan
+from .plan import CachePlan, check_plan
 from .shards import SHARD, check_name, content, index_path, is_cache_index, remove_old_shards
 from .tensor_files import TensorSource, header_text, write_safetensors
 
@@ -130,7 +130,7 @@ def save_cache(
         >>> [path.name for path in save_cache(cache, "cache.safetensors")]
         ['cache.safetensors']
     """
-    how = "give a KVCache; save_sequences saves sequences of a PagedKVCache"
+    how = "give a KVCache, of a QuantizedCache its kv; save_sequences saves those of a PagedKVCache"
     check_kind("cache", cache, KVCache, how)
     if not is_whole(max_shard_bytes) or max_shard_bytes < 1:
         raise ConfigError(
@@ -214,7 +214,7 @@ def load_cache(
     """
     devices_of(device)  # before the file is read
     if plan is not None:
-        check_kind("plan", plan, CachePlan, "give a CachePlan, of a file CachePlan.load(path)")
+        check_plan(plan)
     with RowsFile(path, CacheManifest) as file:
         manifest = file.manifest
         manifest.check_model(file.path, model)

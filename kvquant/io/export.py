@@ -22,6 +22,18 @@ safetensors file of, for every layer I from 0,
     seq_lens                             int32 [batch]
 
 Rows after the end of a sequence are zeros.
+
+Latent rows (LatentKVCache) have targets of their own. "bf16" and "fp16" write, for every layer I,
+
+    layers.I.latent, layers.I.rope   [batch, tokens, 512 or 256], [batch, tokens, 64 or 32]
+    seq_lens                         int32 [batch]
+
+and "flashmla" writes pages for FlashMLA's flash_mla_with_kvcache, which are those of vLLM's
+fp8_ds_mla caches, too; only the format "fp8" has this layout:
+
+    layers.I.kv    uint8 [pages, 64, 1, 656]
+    block_table    int32 [batch, pages of the longest sequence], the pages of each sequence
+    seq_lens       int32 [batch]
 """
 
 from __future__ import annotations
@@ -38,14 +50,17 @@ from ..cache.latent import LatentKVCache
 from ..errors import CheckpointError, ConfigError, NonFiniteError, ShapeError, UnsupportedError
 from ..ops.quantize import dequantize_rows, quantize_rows
 from ..rows.arguments import check_kind, check_size
-from ..rows.format import FP16_MAX, HEAD_DIMS, RowFormat
+from ..rows.format import FP8_DS_MLA, FP16_MAX, HEAD_DIMS, RowFormat
+from ..rows.latent import LatentFormat
 from ..rows.quantize import EXACT_DTYPES, FLOAT_DTYPES, exact_codec, is_nan_row
 from .atomic import as_path
 from .schema import INT32, MAX_LAYERS, MAX_SEQUENCES
 from .shards import save_safetensors
 from .tensor_files import SafetensorsFile, TensorSource, naming
 
-TARGETS = ("bf16", "fp16", "fbgemm", "xformers")
+TARGETS = ("bf16", "fp16", "fbgemm", "xformers")  # of keys and values
+LATENT_TARGETS = ("bf16", "fp16", "flashmla")
+PAGE = 64  # tokens of a page of FlashMLA's
 # a reader in fp16 computes scale * 512 for INT4, and code * scale for FP8, before it adds the shift
 MAX_SCALE = {"int4": FP16_MAX / 512, "fp8": FP16_MAX / 448}
 
@@ -231,31 +246,40 @@ def quantize_raw(
 def export_cache(cache: KVCache, path: str | os.PathLike[str], to: str) -> list[str]:
     """Write a cache for another program; the module documents the tensors.
 
-    "bf16" and "fp16" write values. "fbgemm" and "xformers" write the packed rows byte for byte; the
-    16-bit rows of a cache (sinks, recent tokens) are quantized for this export, for the first time,
-    and stand at their places in the order of the tokens. Start positions are not written.
+    "bf16" and "fp16" write values. "fbgemm" and "xformers", of latent rows "flashmla", write the
+    packed rows byte for byte; the 16-bit rows of a cache (sinks, recent tokens) are quantized for
+    this export, for the first time, and stand at their places in the order of the tokens. Start
+    positions are not written.
 
     Args:
-        cache: whose layers all hold the same tokens.
+        cache: whose layers all hold the same tokens; a LatentKVCache, too.
         path: of the file; it is replaced when the new one is whole.
-        to: "bf16", "fp16", "fbgemm" or "xformers".
+        to: "bf16", "fp16", "fbgemm" or "xformers"; of latent rows "bf16", "fp16" or "flashmla".
 
     Returns:
         What the reader has to know, a sentence each.
 
     Raises:
         ConfigError: `to` does not exist.
-        UnsupportedError: the other program has no layout for these formats, a layer has a window,
-            or the cache holds latent rows.
+        UnsupportedError: the other program has no layout for these formats or this kind of rows,
+            or a layer has a window.
         NonFiniteError: a value or a scale is too large for the other program.
         ShapeError: the layers hold different numbers of tokens.
         OSError: the file cannot be written.
     """
     check_kind("cache", cache, KVCache, "give a KVCache")
+    targets: tuple[str, ...] = TARGETS
+    others: tuple[str, ...] = LATENT_TARGETS
     if isinstance(cache, LatentKVCache):
-        raise UnsupportedError("latent rows are not exported: these layouts are of keys and values")
-    if to not in TARGETS:
-        raise ConfigError(f"cannot export to {to!r}: use {', '.join(TARGETS)}")
+        targets, others = LATENT_TARGETS, TARGETS
+    if to in others and to not in targets:
+        kinds = "keys and values", "latent rows"
+        held, wanted = reversed(kinds) if cache.latent else kinds
+        raise UnsupportedError(
+            f"{to} is a layout of {wanted}, and the cache holds {held}: use {', '.join(targets)}"
+        )
+    if to not in targets:
+        raise ConfigError(f"cannot export to {to!r}: use {', '.join(targets)}")
     seq_lens = cache.seq_lens.cpu()
     for i, layer in enumerate(cache.layers):
         if not layer.seq_lens.cpu().equal(seq_lens):
@@ -270,10 +294,14 @@ def export_cache(cache: KVCache, path: str | os.PathLike[str], to: str) -> list[
             )
     if to in EXACT_DTYPES:
         tensors, notes = _values(cache, EXACT_DTYPES[to]), list[str]()
+        if cache.latent:  # of one KV head, which such rows do not speak of
+            tensors = _without_heads(tensors)
     elif cache.bases:
         raise UnsupportedError(
             f"the rows are stored in the bases of a plan, which {to} does not know: export to bf16"
         )
+    elif isinstance(cache, LatentKVCache):
+        tensors, notes = _latent_pages(cache), _notes(cache, to, 0)
     else:
         tensors, notes = _packed(cache, to)
     counts = seq_lens - 1 if to == "fbgemm" else seq_lens
@@ -352,25 +380,71 @@ def _packed_chunks(
 
     def chunks() -> Iterator[torch.Tensor]:
         for b in range(cache.batch):
-            parts = [
-                rows
-                if stored == fmt
-                else quantize_rows(dequantize_rows(rows, stored), fmt, check=False)
-                for rows, stored in _rows(cache, layer, side, b)
-            ]
-            rows = torch.cat(parts, dim=1).transpose(0, 1).cpu()
-            where = f"layer {layer}, {side.upper()}, sequence {b}"
-            is_nan = is_nan_row(rows, fmt)
-            if bool(is_nan.any()):
-                token, head = is_nan.nonzero()[0].tolist()
-                raise _is_nan(f"{where}, token {token}, KV head {head}")
-            _check_scales(rows, fmt, to, where)
+            rows = _packed_rows(cache, layer, side, b, fmt)
+            _check_scales(rows, fmt, to, _where(layer, side, b))
             shape = longest, cache.num_kv_heads, stop - start
             out = torch.zeros(shape, dtype=torch.uint8, device="cpu")
             out[: len(rows)] = rows[..., start:stop]
             yield out
 
     return chunks
+
+
+def _packed_rows(
+    cache: KVCache, layer: int, side: str, sequence: int, fmt: RowFormat
+) -> torch.Tensor:
+    """All rows of a sequence in one format, [tokens, num_kv_heads, row_bytes], on the CPU."""
+    parts = [
+        rows if stored == fmt else quantize_rows(dequantize_rows(rows, stored), fmt, check=False)
+        for rows, stored in _rows(cache, layer, side, sequence)
+    ]
+    found = torch.cat(parts, dim=1).transpose(0, 1).cpu()
+    is_nan = is_nan_row(found, fmt)
+    if bool(is_nan.any()):
+        token, head = is_nan.nonzero()[0].tolist()
+        raise _is_nan(f"{_where(layer, side, sequence)}, token {token}, KV head {head}")
+    return found
+
+
+def _where(layer: int, side: str, sequence: int) -> str:
+    return f"layer {layer}, {side.upper()}, sequence {sequence}"
+
+
+def _without_heads(tensors: dict[str, TensorSource]) -> dict[str, TensorSource]:
+    """K and V of one KV head as the parts of latent rows: without its axis, and by their names."""
+    found = {}
+    for name, source in tensors.items():
+        layer, side = name.rsplit(".", 1)
+        batch, _, *others = source.shape
+        part = "latent" if side == "k" else "rope"
+        found[f"{layer}.{part}"] = TensorSource(source.dtype, (batch, *others), source.chunks)
+    return found
+
+
+def _latent_pages(cache: LatentKVCache) -> dict[str, TensorSource]:
+    """FlashMLA's pages, those of one sequence after another's, and the table that says so."""
+    count = -(-int(cache.seq_lens.max()) // PAGE)
+    tensors = {}
+    for i, fmt in enumerate(cache.formats):
+        if fmt.latent.codec != FP8_DS_MLA:
+            raise UnsupportedError(
+                f"layer {i} has rows of {fmt}: flashmla takes fp8; make the cache with fmt='fp8', "
+                "or export to bf16"
+            )
+
+        def chunks(i: int = i, fmt: LatentFormat = fmt) -> Iterator[torch.Tensor]:
+            for b in range(cache.batch):
+                sides = zip("kv", fmt.parts, strict=True)
+                parts = [_packed_rows(cache, i, side, b, part) for side, part in sides]
+                out = torch.zeros(count * PAGE, 1, fmt.row_bytes, dtype=torch.uint8, device="cpu")
+                out[: len(parts[0])] = torch.cat(parts, dim=-1)
+                yield out
+
+        shape = cache.batch * count, PAGE, 1, fmt.row_bytes
+        tensors[f"layers.{i}.kv"] = TensorSource(torch.uint8, shape, chunks)
+    pages = torch.arange(cache.batch * count, dtype=torch.int32, device="cpu")
+    tensors["block_table"] = TensorSource.of(pages.view(cache.batch, count))
+    return tensors
 
 
 def _rows(

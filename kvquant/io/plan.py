@@ -15,6 +15,7 @@ import torch
 from msgspec import Meta
 
 from ..errors import CheckpointError, ConfigError, ShapeError, shown
+from ..rows.arguments import check_kind
 from ..rows.basis import Basis, LayerBasis
 from ..rows.format import RowFormat, check_head_dims
 from ..rows.latent import LatentFormat
@@ -255,7 +256,9 @@ class CachePlan:
                     f"layer {i} cannot be kept in {fmt}: {shown(layers[i]['kept'])}; leave it in "
                     "16 bit"
                 )
-        return CachePlan({**changed.facts, "bits": changed.bits}, self.tensors)
+        found = CachePlan({**changed.facts, "bits": changed.bits}, self.tensors)
+        vars(found)["_unclipped"] = self._unclipped
+        return found
 
     def without_v_bases(self) -> CachePlan:
         """The same plan for a model whose values come in its bases: CachedModel.fold_values.
@@ -364,6 +367,12 @@ class CachePlan:
             LayerBasis(self._basis(i, "k"), self._basis(i, "v")) for i in range(self.num_layers)
         ]
 
+    @cached_property
+    def _unclipped(self) -> dict[tuple[int, str], Basis]:
+        """Bases without clip ratios, which are those of a format; plans of other formats have the
+        same ones: to make them takes longer than a cache."""
+        return {}
+
     def has_basis(self, layer: int, side: str) -> bool:
         """Whether "k" or "v" of a layer is stored in what the plan has for it; parts of latent rows
         in 16 bit are stored as they come."""
@@ -411,16 +420,22 @@ class CachePlan:
                 raise CheckpointError(f"tensor {side}.{name!r:.80} is missing or does not fit")
             return found[layer].contiguous()
 
+        chosen = self._unclipped.get((layer, side))
+        if chosen is None:
+            matrix = tensor("matrix") if entry["basis"] == "matrix" else None
+            feedback = tensor("feedback") if entry["rounding"] == "feedback" else None
+            chosen = Basis(tensor("offset"), entry["basis"], matrix, None, feedback)
+            self._unclipped[layer, side] = chosen
         clip = f"clip.{entry['format']}"
-        chosen = Basis(
-            tensor("offset"),
-            entry["basis"],
-            tensor("matrix") if entry["basis"] == "matrix" else None,
-            tensor(clip) if f"{side}.{clip}" in self.tensors else None,
-            tensor("feedback") if entry["rounding"] == "feedback" else None,
-        )
+        if f"{side}.{clip}" in self.tensors:
+            chosen = chosen.with_clip(tensor(clip))
         # made even where it is not used: with_formats may use what a file has there
         return chosen if self.has_basis(layer, side) else Basis(torch.zeros_like(chosen.offset))
+
+
+def check_plan(plan: object) -> None:
+    """Raise ConfigError unless it is a CachePlan; the path of one is none."""
+    check_kind("plan", plan, CachePlan, "give a CachePlan, of a file CachePlan.load(path)")
 
 
 class _Side(msgspec.Struct):

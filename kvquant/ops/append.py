@@ -21,11 +21,12 @@ from typing import Any
 import torch
 
 from .. import debug
-from ..errors import ConfigError, ShapeError, shown
+from ..errors import ConfigError, ShapeError
 from ..rows.arguments import check_readable
 from ..rows.basis import Basis, Encoding, Queries, transform_rows
-from ..rows.format import RowFormat
-from ..rows.quantize import check_dtype, format_of, is_nan_row
+from ..rows.format import HEAD_DIMS, RowFormat
+from ..rows.latent import AnyFormat, parse_any
+from ..rows.quantize import check_dtype, check_format, format_of, is_nan_row
 from ..rows.rotation import Rope, apply_rope
 from ..rows.slots import Slots
 from .append_checks import (
@@ -90,10 +91,12 @@ def append_rows(
         k_rows: [num_pages, num_kv_heads, page_size, row bytes of k_format], uint8; rows contiguous,
             the other axes of any strides. A contiguous cache [batch, num_kv_heads, capacity, row
             bytes] is one whose pages are sequences.
-        v_rows: likewise, of the row bytes of v_format.
+        v_rows: likewise, of the row bytes of v_format. Both may be views of one tensor, as the
+            parts of latent rows are (pages.split, see kvquant/ops/README.md).
         slots: where each token goes; a tensor stands for Slots(packed=tensor). slots_of finds those
             of a batch.
-        k_format: format of k_rows, or its short name ("int4-g4").
+        k_format: format of k_rows, or its short name ("int4-g4"). The parts of a LatentFormat have
+            names of their own; the latents of FlashMLA's rows ("fp8") are "fp8_ds_mla".
         v_format: format of v_rows, or its short name.
         exact_k: [max_num_seqs, num_kv_heads, exact_len, 16-bit row bytes], uint8: sinks and recent
             rows; given with exact_v, slots.exact and slots.evicted, or none of them.
@@ -447,7 +450,7 @@ def _writes(side: Side, slots: Slots, exact_codec: str, backend: str) -> list[Wr
 
 def dequantize_pages(
     rows: torch.Tensor,
-    fmt: str | RowFormat,
+    fmt: str | AnyFormat,
     slots: torch.Tensor,
     dtype: torch.dtype,
     out: torch.Tensor | None = None,
@@ -458,7 +461,8 @@ def dequantize_pages(
 
     Args:
         rows: [num_pages, num_kv_heads, page_size, row_bytes], uint8, as in append_rows.
-        fmt: the format that they were written in, or its short name.
+        fmt: the format that they were written in, or its short name; a LatentFormat for latent
+            rows, whose values are the latent and behind it the RoPE part (on CUDA by torch).
         slots: [num_tokens], int64, contiguous: page * page_size + place in the page; a negative one
             gives zeros.
         dtype: of the result: float32, bfloat16 or float16. Values are computed in float32 and
@@ -481,8 +485,7 @@ def dequantize_pages(
     """
     check_readable(rows=rows, slots=slots)
     found = format_of(rows, fmt)
-    if not isinstance(found, RowFormat):
-        raise ConfigError(f"fmt is {shown(fmt)}: give a name ('int4-g4') or a RowFormat")
+    check_format(found)
     check_dtype(dtype)
     if rows.ndim != 4 or slots.ndim != 1:
         raise ShapeError(
@@ -504,19 +507,27 @@ def dequantize_pages(
 
 
 def _dequantize(
-    rows: torch.Tensor, fmt: RowFormat, slots: torch.Tensor, out: torch.Tensor, backend: str | None
+    rows: torch.Tensor, fmt: AnyFormat, slots: torch.Tensor, out: torch.Tensor, backend: str | None
 ) -> None:
     """Check and dequantize into out; see dequantize_pages."""
     backend = kernels_for(rows, backend)
-    if backend == "cuda" and not debug.enabled:  # the launcher checks only calls it has not seen
+    has_kernel = fmt.head_dim in HEAD_DIMS  # latent rows and their parts have none
+    if (
+        backend == "cuda" and has_kernel and not debug.enabled
+    ):  # the launcher checks only calls it has not seen
         check = functools.partial(check_dequantize, rows, fmt, slots, out)
         _dequantize_cuda()(rows, fmt, slots, out, check=check)
         return
     check_dequantize(rows, fmt, slots, out)
     if debug.may_read(slots):
         check_existing("slots", slots, rows.shape[0] * rows.shape[2])
-    if backend == "cuda":
+    if backend == "cuda" and has_kernel:
         _dequantize_cuda()(rows, fmt, slots, out)
+        return
+    if backend == "cuda":  # as the kernel, without waiting for the GPU
+        used = (slots >= 0) & (slots < rows.shape[0] * rows.shape[2])
+        values = dequantize_rows(_take(rows, torch.where(used, slots, 0)), fmt, out.dtype)
+        out.copy_(values.masked_fill(~used[:, None, None], 0))
         return
     used = slots >= 0
     values = dequantize_rows(_take(rows, slots[used]), fmt, out.dtype, backend=backend)
@@ -599,13 +610,13 @@ def _append_fake(*args: Any) -> None:
 def _dequantize_op(
     rows: torch.Tensor, fmt: str, slots: torch.Tensor, out: torch.Tensor, backend: str | None
 ) -> None:
-    _dequantize(rows, RowFormat.parse(fmt, out.shape[-1]), slots, out, backend)
+    _dequantize(rows, parse_any(fmt, out.shape[-1]), slots, out, backend)
 
 
 def _dequantize_fake(
     rows: torch.Tensor, fmt: str, slots: torch.Tensor, out: torch.Tensor, backend: str | None
 ) -> None:
-    check_dequantize(rows, RowFormat.parse(fmt, int(out.shape[-1])), slots, out)
+    check_dequantize(rows, parse_any(fmt, int(out.shape[-1])), slots, out)
 
 
 append_rows_op = torch_op("append_rows", APPEND_ROWS, _append_op, _append_fake)

@@ -15,6 +15,7 @@ from ..rehearsal import is_rehearsed
 from ..rows.arguments import address, check_flag, check_kind, check_readable, check_tensors
 from ..rows.basis import Basis, Encoding
 from ..rows.format import EXACT_CODECS, RowFormat
+from ..rows.latent import AnyFormat
 from ..rows.quantize import FLOAT_DTYPES, check_rows
 from ..rows.rotation import Rope
 from ..rows.slots import Slots
@@ -119,7 +120,7 @@ def check_tokens(k: Side, v: Side, rope: Rope | None) -> None:
 
 
 def check_dequantize(
-    rows: torch.Tensor, fmt: RowFormat, slots: torch.Tensor, out: torch.Tensor
+    rows: torch.Tensor, fmt: AnyFormat, slots: torch.Tensor, out: torch.Tensor
 ) -> None:
     """Raise unless the rows at slots can be dequantized into out; errors as of check_append."""
     _check_pages("rows", rows, fmt)
@@ -275,7 +276,7 @@ def _check_storage(
         raise ShapeError(f"k and v have {num_kv_heads} KV heads, {names[0]} has {shape[1]}")
 
 
-def _check_pages(name: str, rows: torch.Tensor, fmt: RowFormat) -> None:
+def _check_pages(name: str, rows: torch.Tensor, fmt: AnyFormat) -> None:
     check_rows(rows, fmt, name)
     if rows.ndim != 4 or rows.stride(-1) != 1:
         raise ShapeError(

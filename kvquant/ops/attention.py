@@ -668,23 +668,29 @@ def merge_by_kernels(
     """merge_states of states that lie one behind another, 16-bit ones on CUDA by one kernel.
 
     Args:
-        outs: [states, ..., head_dim], float32, of any strides.
-        lses: [states, ...], likewise.
+        outs: [states, ..., head_dim], float32 of any strides; or dtype, each state without gaps:
+            then the first one is overwritten, and may be returned.
+        lses: [states, ...], float32, likewise.
         dtype: of the out that is returned.
         backend: as in decode_attention.
     """
     has_kernel = dtype in EXACT_DTYPES.values() and outs.shape[-1] % 4 == 0 and outs.numel() > 0
     if not (has_kernel and outs.is_cuda) or kernels_for(outs, backend) == "reference":
-        return _merge(outs, lses, dtype)
+        return _merge(outs.to(lses.dtype), lses, dtype)
     from ..kernels.cuda.prefix.launch import combine
     from ..kernels.cuda.prefix.spec import MOST_SPLITS
 
     if len(outs) > MOST_SPLITS:
-        return _merge(outs, lses, dtype)
-    # as splits of a prefix, with nothing of one's own; the kernel takes rows without gaps
+        return _merge(outs.to(lses.dtype), lses, dtype)
+    # as splits of a prefix, a query a row, with one KV head
     rows, dim = lses[0].numel(), outs.shape[-1]
-    out = torch.zeros(rows, 1, dim, dtype=dtype, device=outs.device)
-    lse = torch.full((rows, 1), -torch.inf, dtype=torch.float32, device=outs.device)
-    states = len(outs), 1, rows
-    combine(out, lse, outs.contiguous().view(*states, dim), lses.contiguous().view(states), None)
+    if outs.dtype == dtype:  # what is the sequence's own is the first state
+        others = outs.flatten(1, -2)[1:, None], lses.flatten(1)[1:, None]
+        out, lse = outs[0].view(rows, 1, dim), lses[0].view(rows, 1)
+    else:  # nothing is
+        states = len(outs), 1, rows
+        others = outs.contiguous().view(*states, dim), lses.contiguous().view(states)
+        out = torch.zeros(rows, 1, dim, dtype=dtype, device=outs.device)
+        lse = torch.full((rows, 1), -torch.inf, dtype=torch.float32, device=outs.device)
+    combine(out, lse, *others, None)
     return out.view(outs.shape[1:]), lse.view(lses.shape[1:])

@@ -11,6 +11,15 @@ so with q_latent = W_UK^T q the heads share one K, the row, and one V, its laten
 to the result. To attention these are segments of one KV head (rows/segment.py), whose V rows are
 the first bytes of its K rows: reference and CPU kernel are those of all other rows.
 
+A prefix that sequences share is read once for all of them, as in shared_prefix.py: to it the
+queries of all sequences are heads of one query. Its splits are combined with those of each
+sequence's own tokens, so that on CUDA it is one more launch of the same call:
+
+    prefix      1 sequence, batch x q_len x heads columns ──▶ parts 0 .. n-1 ┐
+    own rows    batch sequences, q_len x heads columns    ──▶ parts n .. m   ┴──▶ combined
+
+Sequences that do not share it leave the parts before n out.
+
 Source: DeepSeek-V2 (https://arxiv.org/abs/2405.04434), 2.1.2.
 """
 
@@ -18,7 +27,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 
@@ -38,20 +47,20 @@ from ..rows.quantize import FLOAT_DTYPES, check_rows
 from ..rows.reference import reference_over_segments
 from ..rows.segment import (
     Segment,
+    check_counts,
     check_q_len_values,
     check_segment_values,
     check_segments,
     visible_tokens,
 )
+from .attention import State, merge_states
 from .dispatch import kernels_for, torch_op
 from .transform import takes_one_launch
 
-State = tuple[torch.Tensor, torch.Tensor]
-Options = tuple[float, bool, "int | None", "str | None"]
 ATTEND_LATENTS = (
     "(Tensor q_latent, Tensor q_rope, Tensor[] rows, Tensor[] seq_lens, str[] formats, "
     "Tensor?[] starts, Tensor?[] block_tables, int[] sinks, Tensor?[] seq_slots, Tensor? q_lens, "
-    "float sm_scale, bool return_lse, SymInt? num_splits, str? backend) -> Tensor[]"
+    "Tensor? shares, float sm_scale, bool return_lse, SymInt? num_splits, str? backend) -> Tensor[]"
 )
 
 
@@ -202,11 +211,25 @@ def latent_segment(
     return Segment(rows, latents, seq_lens, fmt, fmt.latent, *places)  # type: ignore[arg-type]
 
 
+class LatentPrefix(NamedTuple):
+    """First tokens that sequences have in common, read once for all of them.
+
+    Attributes:
+        rows: the tokens, of one sequence (batch 1), linear or in pages; none of them is one of the
+            queries', but that a sequence's only query may be the last one's. Their number may be 0.
+        shares: [batch], int32: whether each sequence begins with them: 1 or 0.
+    """
+
+    rows: Segment
+    shares: torch.Tensor
+
+
 def attend_latents(
     q_latent: torch.Tensor,
     q_rope: torch.Tensor,
     segments: Sequence[Segment],
     *,
+    prefix: LatentPrefix | None = None,
     q_lens: torch.Tensor | None = None,
     basis: LayerBasis | None = None,
     seq_lens: torch.Tensor | None = None,
@@ -222,9 +245,12 @@ def attend_latents(
         segments: of latent_segment; of several queries in the order that attend_segments states,
             and on CUDA at most two of them. There each is a launch, cut into num_splits, and
             another one combines them.
+        prefix: tokens before those of the segments, in which they are not; None if there are none.
+            On CUDA all sequences' queries are multiplied with it, whether they share it or not.
         basis: that the rows are stored in, k of the latents and v of the RoPE parts; None if they
             are stored as they came.
-        seq_lens: [batch], int32: tokens of each sequence in all segments, needed with a basis.
+        seq_lens: [batch], int32: tokens of each sequence in all segments and the prefix, needed
+            with a basis.
         q_lens, sm_scale, return_lse, num_splits, backend: as in mla_decode_attention.
 
     Returns:
@@ -237,23 +263,26 @@ def attend_latents(
     options = _scale_of(sm_scale), return_lse, check_num_splits(num_splits), backend
     if basis is not None and not basis.is_identity:
         assert seq_lens is not None
-        return _attend_in_basis(q_latent, q_rope, segments, q_lens, basis, seq_lens, *options)
+        call = q_latent, q_rope, segments, prefix, q_lens
+        return _attend_in_basis(*call, basis, seq_lens, *options)
     if torch.compiler.is_compiling():
+        rows = [*segments] if prefix is None else [prefix.rows, *segments]  # as _op_segments
         results: list[torch.Tensor] = attend_latents_op(
             q_latent.detach(),
             q_rope.detach(),
-            [segment.k_rows for segment in segments],
-            [segment.seq_lens for segment in segments],
-            [str(segment.k_format) for segment in segments],
-            [segment.starts for segment in segments],
-            [segment.block_table for segment in segments],
-            [segment.sinks for segment in segments],
-            [segment.seq_slots for segment in segments],
+            [segment.k_rows for segment in rows],
+            [segment.seq_lens for segment in rows],
+            [str(segment.k_format) for segment in rows],
+            [segment.starts for segment in rows],
+            [segment.block_table for segment in rows],
+            [segment.sinks for segment in rows],
+            [segment.seq_slots for segment in rows],
             q_lens,
+            None if prefix is None else prefix.shares,
             *options,
         )
     else:
-        results = _attend(q_latent, q_rope, segments, q_lens, *options)
+        results = _attend(q_latent, q_rope, segments, prefix, q_lens, *options)
     return (results[0], results[1]) if return_lse else results[0]
 
 
@@ -261,6 +290,7 @@ def _attend_in_basis(
     q_latent: torch.Tensor,
     q_rope: torch.Tensor,
     segments: Sequence[Segment],
+    prefix: LatentPrefix | None,
     q_lens: torch.Tensor | None,
     basis: LayerBasis,
     seq_lens: torch.Tensor,
@@ -287,6 +317,7 @@ def _attend_in_basis(
     found = attend_latents(
         *stored,
         segments,
+        prefix=prefix,
         q_lens=q_lens,
         sm_scale=scale,
         return_lse=return_lse,
@@ -308,6 +339,7 @@ def _attend(
     q_latent: torch.Tensor,
     q_rope: torch.Tensor,
     segments: Sequence[Segment],
+    prefix: LatentPrefix | None,
     q_lens: torch.Tensor | None,
     sm_scale: float,
     return_lse: bool,
@@ -316,33 +348,64 @@ def _attend(
 ) -> list[torch.Tensor]:
     """out, and lse if it was asked for; values are looked at where they may be."""
     backend = kernels_for(q_latent, backend)
+    call = q_latent, q_rope, segments, prefix, q_lens
+    options = sm_scale, return_lse, num_splits
     if backend == "cuda" and not debug.enabled:
-        check = functools.partial(_checked, q_latent, q_rope, segments, q_lens)
+        check = functools.partial(_checked, *call)
         try:
-            return _attend_cuda(
-                q_latent, q_rope, segments, q_lens, sm_scale, return_lse, num_splits, check
-            )
+            return _attend_cuda(*call, *options, check)
         except (AttributeError, TypeError):  # types are checked only now: it is slow
             check()
             raise
-    q = _checked(q_latent, q_rope, segments, q_lens)
+    q = _checked(*call)
     if not is_rehearsed(q):
         check_segment_values(segments)
+        if prefix is not None:
+            check_segment_values([prefix.rows])
         if q_lens is not None:
             check_q_len_values(q, q_lens)
     if backend == "cuda":
-        return _attend_cuda(q_latent, q_rope, segments, q_lens, sm_scale, return_lse, num_splits)
-    if backend == "cpu":
-        out, lse = _cpu_kernel()(q, segments, sm_scale, num_splits, q_lens, None)
-    else:
-        out, lse = reference_over_segments(q, segments, sm_scale, q_lens)
+        return _attend_cuda(*call, *options)
+
+    def attend(q: torch.Tensor, rows: Sequence[Segment], lens: torch.Tensor | None) -> State:
+        if backend == "cpu":
+            return _cpu_kernel()(q, rows, sm_scale, num_splits, lens, None)
+        return reference_over_segments(q, rows, sm_scale, lens)
+
+    out, lse = attend(q, segments, q_lens)
+    if prefix is not None:
+        out, lse = _add_prefix(q, (out, lse), prefix, q_lens, attend)
     return [out.to(q.dtype), lse.float()][: 1 + return_lse]
+
+
+def _add_prefix(
+    q: torch.Tensor,
+    own: State,
+    prefix: LatentPrefix,
+    q_lens: torch.Tensor | None,
+    attend: Callable[..., State],
+) -> State:
+    """Merge attention to a prefix into the states of the sequences that share it."""
+    sharing = prefix.shares.nonzero()[:, 0]
+    if not len(sharing):
+        return own
+    mine = q[sharing]
+    # heads of one query of one sequence
+    out, lse = attend(mine.reshape(1, -1, mine.shape[-1]), [prefix.rows], None)
+    out, lse = out.view(*mine.shape[:-1], -1), lse.view(mine.shape[:-1])
+    if q_lens is not None:
+        row = torch.arange(q.shape[1], device=q.device)
+        lse = lse.masked_fill((row >= q_lens[sharing, None])[..., None], -torch.inf)
+    merged = merge_states((own[0][sharing], own[1][sharing]), (out, lse))
+    whole = [x.index_copy(0, sharing, y.to(x.dtype)) for x, y in zip(own, merged, strict=True)]
+    return whole[0], whole[1]
 
 
 def _attend_cuda(
     q_latent: torch.Tensor,
     q_rope: torch.Tensor,
     segments: Sequence[Segment],
+    prefix: LatentPrefix | None,
     q_lens: torch.Tensor | None,
     sm_scale: float,
     return_lse: bool,
@@ -360,6 +423,8 @@ def _attend_cuda(
         q_rope.detach(),
         segments,
         sm_scale,
+        prefix=None if prefix is None else prefix.rows,
+        shares=None if prefix is None else prefix.shares,
         q_lens=q_lens,
         num_splits=num_splits,
         want_lse=return_lse,
@@ -373,17 +438,20 @@ def _checked(
     q_latent: torch.Tensor,
     q_rope: torch.Tensor,
     segments: Sequence[Segment],
+    prefix: LatentPrefix | None,
     q_lens: torch.Tensor | None,
 ) -> torch.Tensor:
     """As _query, of tensors whose values lie in memory."""
     given = {"q_latent": q_latent, "q_rope": q_rope}
     check_readable(**given, **({} if q_lens is None else {"q_lens": q_lens}))
-    for segment in segments:
+    if prefix is not None:
+        check_readable(shares=prefix.shares)
+    for segment in segments if prefix is None else [prefix.rows, *segments]:
         names = "starts", "block_table", "seq_slots"
         others = {name: getattr(segment, name) for name in names}
         tables = {name: tensor for name, tensor in others.items() if tensor is not None}
         check_readable(rows=segment.k_rows, seq_lens=segment.seq_lens, **tables)
-    return _query(q_latent, q_rope, segments, q_lens)
+    return _query(q_latent, q_rope, segments, prefix, q_lens)
 
 
 def check_kernels(formats: Sequence[LatentFormat], query: str = "bf16") -> None:
@@ -446,6 +514,7 @@ def _query(
     q_latent: torch.Tensor,
     q_rope: torch.Tensor,
     segments: Sequence[Segment],
+    prefix: LatentPrefix | None,
     q_lens: torch.Tensor | None,
 ) -> torch.Tensor:
     """The whole queries, [..., latent_dim + rope_dim], if they can attend to the segments."""
@@ -456,6 +525,9 @@ def _query(
     check_queries(q_latent, q_rope, fmt)
     q = torch.cat([q_latent.detach(), q_rope.detach()], dim=-1)
     check_segments(q, segments, q_lens)
+    if prefix is not None:
+        check_segments(q.reshape(1, -1, q.shape[-1])[:, :1], [prefix.rows])
+        check_counts("shares", prefix.shares, q)
     return q
 
 
@@ -475,24 +547,30 @@ def _cuda_kernel() -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
     return attend
 
 
-def _op_segments(
-    q_latent: torch.Tensor, q_rope: torch.Tensor, fields: Sequence[Any]
-) -> list[Segment]:
+def _op_arguments(
+    q_latent: torch.Tensor, q_rope: torch.Tensor, *args: Any
+) -> tuple[list[Segment], LatentPrefix | None, tuple[Any, ...]]:
+    """Segments, prefix and other arguments of _attend, from those of the op; where some sequences
+    share a prefix, it is the first segment."""
+    *fields, q_lens, shares = args[:9]
     dims = int(q_latent.shape[-1]), int(q_rope.shape[-1])
-    return [
+    segments = [
         latent_segment(rows, seq_lens, LatentFormat.parse(name, *dims), *others)
         for rows, seq_lens, name, *others in zip(*fields, strict=True)
     ]
+    prefix = None if shares is None else LatentPrefix(segments.pop(0), shares)
+    return segments, prefix, (q_lens, *args[9:])
 
 
 def _attend_op(q_latent: torch.Tensor, q_rope: torch.Tensor, *args: Any) -> list[torch.Tensor]:
-    segments = _op_segments(q_latent, q_rope, args[:7])
-    return _attend(q_latent, q_rope, segments, *args[7:])
+    segments, prefix, others = _op_arguments(q_latent, q_rope, *args)
+    return _attend(q_latent, q_rope, segments, prefix, *others)
 
 
 def _attend_fake(q_latent: torch.Tensor, q_rope: torch.Tensor, *args: Any) -> list[torch.Tensor]:
-    segments, q_lens, return_lse = _op_segments(q_latent, q_rope, args[:7]), args[7], args[9]
-    _query(q_latent, q_rope, segments, q_lens)
+    segments, prefix, others = _op_arguments(q_latent, q_rope, *args)
+    q_lens, _, return_lse, *_ = others
+    _query(q_latent, q_rope, segments, prefix, q_lens)
     lse = q_latent.new_empty(q_latent.shape[:-1], dtype=torch.float32)
     return [torch.empty_like(q_latent, memory_format=torch.contiguous_format), lse][
         : 1 + return_lse

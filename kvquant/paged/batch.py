@@ -111,6 +111,7 @@ class PagedBatch(NotCopied):
             "members": (torch.int64, (max_batch,)),
             "prefix_lens": (torch.int32, (1,)),
             "prefix_table": (torch.int32, (1, tables[1][1])),
+            "shares": counts,
             "own_table": tables,
             "own_lens": counts,
         }
@@ -475,10 +476,11 @@ class PagedBatch(NotCopied):
         window = self.cache.windows[layer]
         if window is not None:
             options = {**options, "variant": within(variant, window)}
-        elif self.shared_prefix:
-            members = tensors["members"][: q.shape[0]] if is_shareable(variant) else None
-        elif self._num_members and not fixed and set(names_of(variant)) <= {"sink_logits"}:
-            members = tensors["members"][: self._num_members]  # it pays by the plain kernels' times
+        elif self._reads_once(fixed):
+            if self.shared_prefix:
+                members = tensors["members"][: q.shape[0]] if is_shareable(variant) else None
+            elif set(names_of(variant)) <= {"sink_logits"}:  # it pays by the plain kernels' times
+                members = tensors["members"][: self._num_members]
         basis, seq_lens = self.cache.rows.layers[layer].basis, self.seq_lens
         result: torch.Tensor | State
         given: dict[str, Any] = {"q_lens": q_lens, "basis": basis, "seq_lens": seq_lens}
@@ -489,6 +491,11 @@ class PagedBatch(NotCopied):
         assert parts.prefix is not None
         result = attend_shared(q, parts.prefix, parts.own, members=members, **given, **options)
         return result
+
+    def _reads_once(self, fixed: bool) -> bool:
+        """Whether a call reads a shared prefix once; fixed: whether it is kept for other steps,
+        which have other prefixes, or none."""
+        return bool(self.shared_prefix) or (self._num_members > 0 and not fixed)
 
     def _seen_by(self, layer: int, q: torch.Tensor) -> tuple[_Parts, torch.Tensor | None, bool]:
         """What queries attend to, if they fit the step.
@@ -521,9 +528,24 @@ class PagedBatch(NotCopied):
                 self._captured[2] = min(self._captured[2], q_len)
         return parts, q_lens, fixed
 
+    def pays(self, batch: int, num_members: int, tokens: int, ratio: int) -> bool:
+        """Whether reading a prefix once saves more time than it costs.
+
+        Args:
+            batch: sequences of the step.
+            num_members: those that share the prefix.
+            tokens: of the prefix.
+            ratio: queries on a KV head of a sequence.
+        """
+        return pays(num_members, tokens, self.cache.num_kv_heads, ratio)
+
     def likely_q_heads(self) -> tuple[int, ...]:
         """Query heads that kernels are compiled for ahead: a kernel serves up to 8 on a KV head."""
         return (self.cache.num_kv_heads,)
+
+    def likely_sharing(self) -> tuple[int, ...]:
+        """Those that kernels of a shared prefix are compiled for."""
+        return tuple(ratio * self.cache.num_kv_heads for ratio in (1, 2, 4, 8))
 
     def rehearse_step(
         self,
@@ -649,15 +671,15 @@ class PagedBatch(NotCopied):
         )
         prefix = None
         longest = int(packed_lens.max(initial=0))
-        if self.shared_prefix or pays(count, longest, self.cache.num_kv_heads, self._ratio):
+        if self.shared_prefix or self.pays(count, count, longest, self._ratio):
             prefix = find_prefix(arrays["block_table"][:count], packed_lens, page_size)
-        self._num_members = 0 if prefix is None else len(prefix.members)
         if prefix is not None and self.shared_prefix is None:
-            work = len(prefix.pages) * page_size, self.cache.num_kv_heads, self._ratio
-            if not pays(self._num_members, *work):
-                prefix, self._num_members = None, 0
+            shared = len(prefix.pages) * page_size
+            if not self.pays(count, len(prefix.members), shared, self._ratio):
+                prefix = None
+        self._num_members = 0 if prefix is None else len(prefix.members)
         arrays["members"][:] = -1
-        arrays["prefix_lens"][0] = 0
+        arrays["shares"][:] = arrays["prefix_lens"][0] = 0
         if prefix is None and not self.shared_prefix:
             return  # nothing of the rest is read
         own_tables, own_lens = arrays["own_table"], arrays["own_lens"]
@@ -667,6 +689,7 @@ class PagedBatch(NotCopied):
             pages, members = prefix
             shared = len(pages)
             arrays["members"][: len(members)] = members
+            arrays["shares"][members] = 1
             arrays["prefix_lens"][0] = shared * page_size
             arrays["prefix_table"][0, :shared] = pages
             own_lens[members] -= shared * page_size

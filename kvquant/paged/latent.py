@@ -89,8 +89,9 @@ class LatentPagedKVCache(PagedKVCache):
     Raises:
         ConfigError: a size, a format or a device that does not exist, or takes too much memory.
         ShapeError: a basis is of other sizes.
-        UnsupportedError: on CUDA a format of fewer than 4 groups: rows have no kernel there; or a
-            basis with feedback, which kernels have not for such rows.
+        UnsupportedError: on CUDA a format that kernels do not read: latents of fewer than 4 groups,
+            RoPE parts of others, of 32 elements all but 16 bit; or a basis with feedback, which
+            kernels have not for such rows.
 
     Example:
         >>> import torch
@@ -182,6 +183,20 @@ class LatentPagedKVCache(PagedKVCache):
     def formats(self) -> list[LatentFormat]:
         """Format of the packed rows of each layer."""
         return [LatentFormat(at.k_format, at.v_format) for at in self.rows.layers]
+
+    def pages(self, layer: int) -> torch.Tensor:
+        """The pages of a layer, as engines have them: [num_pages, page_size, 1, row_bytes], uint8.
+
+        A view: what is appended later is seen. A page's rows follow one another without gaps. Which
+        pages are a sequence's, in the order of its packed tokens, LatentPagedBatch.block_table
+        tells; without 16-bit rows (sink_len=0, recent_len=0) these are all its tokens. Pages of 64
+        tokens in the format "fp8" are what FlashMLA reads, and vLLM in its fp8_ds_mla caches.
+
+        Raises:
+            ConfigError: the layer does not exist.
+        """
+        self.check_layer(layer)
+        return self.rows.pages[0].layers[layer].transpose(1, 2)
 
     def like(
         self, layers: Sequence[int], num_pages: int, max_num_seqs: int, device: torch.device | str

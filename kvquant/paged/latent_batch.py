@@ -10,24 +10,24 @@ import torch
 from ..cache.latent import LIKELY_Q_HEADS, transformed_parts
 from ..ops.append_checks import Side, check_tokens
 from ..ops.attention import State
-from ..ops.mla import attend_latents
+from ..ops.mla import LatentPrefix, attend_latents
 from ..rows.arguments import check_kind, check_tensors
 from ..rows.rotation import Rope
 from .batch import PagedBatch
 from .cache import PagedKVCache
 from .latent import LatentPagedKVCache
+from .shared_prefix import pays_of_latents
 
 
 class LatentPagedBatch(PagedBatch):
     """A PagedBatch over latent rows: extend, positions and CUDA graphs are as there.
 
-    Pages that sequences share are read by each of them: no kernel reads latent rows of a prefix
-    once for all.
-
     Args:
         cache: the cache.
         max_batch: sequences of a step.
         max_tokens: new tokens of a step; max_batch when None.
+        shared_prefix: as in PagedBatch. It saves time with few heads: many are bound by products,
+            which are as many.
 
     Raises:
         ConfigError: a size that is not possible, or a cache that is no LatentPagedKVCache.
@@ -51,9 +51,14 @@ class LatentPagedBatch(PagedBatch):
     cache: LatentPagedKVCache
 
     def __init__(
-        self, cache: LatentPagedKVCache, max_batch: int, max_tokens: int | None = None
+        self,
+        cache: LatentPagedKVCache,
+        max_batch: int,
+        max_tokens: int | None = None,
+        *,
+        shared_prefix: bool | None = None,
     ) -> None:
-        super().__init__(cache, max_batch, max_tokens, shared_prefix=False)
+        super().__init__(cache, max_batch, max_tokens, shared_prefix=shared_prefix)
 
     @staticmethod
     def _check_cache(cache: PagedKVCache) -> None:
@@ -148,11 +153,17 @@ class LatentPagedBatch(PagedBatch):
             tokens of one; ConfigError outside of a step.
         """
         check_tensors(q_latent=q_latent, q_rope=q_rope)
-        parts, q_lens, _ = self._seen_by(layer, q_latent)
+        parts, q_lens, fixed = self._seen_by(layer, q_latent)
+        rows, prefix = parts.whole, None
+        if self._reads_once(fixed):
+            assert parts.prefix is not None
+            shares = self._staged.tensors["shares"][: len(q_latent)]
+            rows, prefix = parts.own, LatentPrefix(parts.prefix, shares)
         return attend_latents(
             q_latent,
             q_rope,
-            parts.whole,
+            rows,
+            prefix=prefix,
             q_lens=q_lens,
             basis=self.cache.rows.layers[layer].basis,
             seq_lens=self.seq_lens[: len(q_latent)],
@@ -245,7 +256,15 @@ class LatentPagedBatch(PagedBatch):
             backend=backend,
         )
 
+    def pays(self, batch: int, num_members: int, tokens: int, ratio: int) -> bool:
+        """As of PagedBatch."""
+        return pays_of_latents(batch, num_members, tokens, ratio)
+
     def likely_q_heads(self) -> tuple[int, ...]:
+        """As of PagedBatch."""
+        return LIKELY_Q_HEADS
+
+    def likely_sharing(self) -> tuple[int, ...]:
         """As of PagedBatch."""
         return LIKELY_Q_HEADS
 
@@ -258,5 +277,6 @@ class LatentPagedBatch(PagedBatch):
         num_members: int,
         rope: Rope | None = None,
     ) -> None:
-        """As of PagedBatch; latents come with their RoPE part, and share no prefix."""
+        """As of PagedBatch; latents come with their RoPE part."""
+        self._num_members = num_members
         self.step(layer, queries[0], queries[1], k, v, sm_scale=1.0)

@@ -13,6 +13,10 @@ from numpy.typing import NDArray
 HEADS, DECODE = 8, 31.0
 QUERIES, PREFIX = 64, 2.1
 FIXED = 15e6  # and what two more launches take
+# a latent row by the kernels of MLA: for 16 columns of a sequence (heads times queries), and for 64
+# where there are many, of INT4 and INT8 rows; and what one more launch, and more parts, take. To be
+# measured (tests/benchmarks/bench_cascade.py --mla): they are from the table in kernels/README.md
+FEW, FEW_COLUMNS, MANY, MANY_COLUMNS, FIXED_LATENT = 200.0, 16, 300.0, 64, 15e6
 
 Numbers = NDArray[np.integer]
 
@@ -71,3 +75,19 @@ def pays(num_members: int, tokens: int, num_kv_heads: int, ratio: int) -> bool:
     each = num_members * -(-ratio // HEADS) * DECODE
     once = max(num_members * ratio, QUERIES) * PREFIX
     return (each - once) * tokens * num_kv_heads > FIXED
+
+
+def pays_of_latents(batch: int, num_members: int, tokens: int, columns: int) -> bool:
+    """The same of latent rows: the queries of all sequences of the step are multiplied with a
+    prefix that is read once. Many columns a sequence are bound by these products, so that nothing
+    is saved.
+
+    Args:
+        batch: sequences of the step.
+        num_members: those that share the prefix.
+        tokens: of the prefix.
+        columns: query heads of a sequence, of all its queries.
+    """
+    few, many = FEW * -(-columns // FEW_COLUMNS), MANY * -(-columns // MANY_COLUMNS)
+    once = MANY * -(-batch * columns // MANY_COLUMNS)
+    return (num_members * min(few, many) - once) * tokens > FIXED_LATENT

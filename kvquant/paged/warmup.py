@@ -14,9 +14,6 @@ from ..errors import KVQuantError
 from ..rows.rotation import Rope
 from .batch import PagedBatch
 from .cache import PagedKVCache
-from .shared_prefix import pays
-
-RATIOS = 1, 2, 4, 8  # query heads on a KV head, where they are not known
 
 
 @dataclass(frozen=True)
@@ -54,7 +51,7 @@ class BatchCalls:
         for name in range(most):
             cache.allocate(name)
         prompt, plain = (self.num_tokens, 0, 0), itertools.product(self.batches, q_heads, (0,))
-        for count, heads, members in (prompt, *plain, *self._sharing(most)):
+        for count, heads, members in (prompt, *plain, *self._sharing(batch)):
             with suppress(KVQuantError), batch.extend(range(min(count, most))):
                 for layer, at in enumerate(cache.rows.layers):
                     shape = count, cache.num_kv_heads
@@ -65,7 +62,7 @@ class BatchCalls:
                     else:
                         batch.append(layer, k, v, **self._rope(count))
 
-    def _sharing(self, batch: int) -> Iterator[tuple[int, int, int]]:
+    def _sharing(self, batch: PagedBatch) -> Iterator[tuple[int, int, int]]:
         """Steps that read a prefix once: sequences, query heads, and members.
 
         What they launch depends on the queries of a KV head, all members' together, and not on the
@@ -74,16 +71,16 @@ class BatchCalls:
         """
         if self.shared_prefix is False:
             return
-        kv_heads, split = self.cache.num_kv_heads, self.cache.state.split
+        most, kv_heads, split = batch.max_batch, self.cache.num_kv_heads, self.cache.state.split
         tokens = self.cache.state.tables.shape[1] * split.page_size
-        ratios = (self.num_q_heads // kv_heads,) if self.num_q_heads else RATIOS
+        q_heads = (self.num_q_heads,) if self.num_q_heads else batch.likely_sharing()
         seen: set[int] = set()
-        members = [1 << i for i in range(1, batch.bit_length()) if 1 << i < batch]
-        for count, ratio in itertools.product((*members, batch), ratios):
-            is_read = self.shared_prefix or pays(count, tokens, kv_heads, ratio)
-            if is_read and count * ratio not in seen:
-                seen.add(count * ratio)
-                yield batch, ratio * kv_heads, count
+        members = [1 << i for i in range(1, most.bit_length()) if 1 << i < most]
+        for count, heads in itertools.product((*members, most), q_heads):
+            is_read = self.shared_prefix or batch.pays(most, count, tokens, heads // kv_heads)
+            if is_read and count * heads not in seen:
+                seen.add(count * heads)
+                yield most, heads, count
 
     def _rope(self, count: int) -> dict[str, Rope]:
         """The option of that name, if it comes."""

@@ -84,13 +84,11 @@ class Basis:
         square = (heads, dim, dim)
         _check("offset", offset, (heads, dim))
         _check("matrix", matrix, square)
-        _check("clip", clip, (heads,))
         _check("feedback", feedback, square)
-        if clip is not None and not bool((clip > 0).all()):
-            raise ConfigError("the clip of a basis must be positive: a share of the range to keep")
         self.kind, self.offset = kind, offset.detach().contiguous()
-        matrix, self.clip, self.feedback = (
-            None if x is None else x.detach().contiguous() for x in (matrix, clip, feedback)
+        self.clip = _checked_clip(clip, heads)
+        matrix, self.feedback = (
+            None if x is None else x.detach().contiguous() for x in (matrix, feedback)
         )
         self.matrix: torch.Tensor | None = matrix  # M; None for the identity
         self.transposed: torch.Tensor | None = None  # M^T, its rows contiguous as those of M
@@ -110,9 +108,8 @@ class Basis:
         self.is_identity = self.matrix is None and not has_offset
         moved = self.offset if has_offset else None
         self.encoding = Encoding(moved, kind == "hadamard", inverse, self.clip, self.feedback)
-        self.fp16_matrix, self.fp16_factor = self.matrix, 1.0
-        if self.matrix is not None and offset.is_cuda:  # elsewhere turned queries are float32
-            self.fp16_matrix, self.fp16_factor = for_fp16(self.matrix)
+        self._set_fp16(offset.is_cuda)
+        self._unclipped: Basis | None = None  # of which with_clip made this one
 
     def __repr__(self) -> str:
         heads, dim = self.offset.shape
@@ -122,8 +119,9 @@ class Basis:
 
     def to(self, device: torch.device | str) -> Basis:
         """The same on a device: one object there for all that ask, as long as one has it."""
-        if torch.device(device).type == "meta":
-            return self._without_values()
+        device = torch.device(device)
+        if device.type == "meta":  # where nothing can be looked at again
+            return self._moved(device)
         with torch.inference_mode(False):  # those who ask next may be outside of it
             offset = self.offset.to(device)
             if offset is self.offset:  # "cuda" is the current one, "cuda:0"
@@ -131,27 +129,48 @@ class Basis:
             twins = _twins.setdefault(self, WeakValueDictionary())
             found = twins.get(offset.device)
             if found is None:
-                matrix = self.matrix if self.kind == "matrix" else None
-                tensors = (matrix, self.clip, self.feedback)
-                moved = (None if x is None else x.to(device) for x in tensors)
-                twins[offset.device] = found = Basis(offset, self.kind, *moved)
+                if self._unclipped is None:
+                    found = self._moved(offset.device)
+                else:  # which others may have there
+                    clip = None if self.clip is None else self.clip.to(device)
+                    found = self._unclipped.to(device).with_clip(clip)
+                twins[offset.device] = found
             return found
 
-    def _without_values(self) -> Basis:
-        """The same on the meta device, where nothing can be looked at again."""
+    def _moved(self, device: torch.device) -> Basis:
+        """The same on a device, with all that was computed of its matrix."""
+        seen: dict[int, torch.Tensor] = {}
 
         def moved(x: object) -> object:
-            return x.to("meta") if isinstance(x, torch.Tensor) else x
+            if not isinstance(x, torch.Tensor):
+                return x
+            if id(x) not in seen:
+                is_one = x.ndim == 3 and not x.stride(0)  # of all heads
+                seen[id(x)] = (x[:1] if is_one else x).to(device).expand(x.shape)
+            return seen[id(x)]
 
-        twin = copy.copy(self)
-        vars(twin).update({name: moved(x) for name, x in vars(self).items()})
+        twin, on_cuda = copy.copy(self), device.type == "cuda"
+        if self.matrix is not None and on_cuda != self.offset.is_cuda:
+            twin._set_fp16(on_cuda)
+        vars(twin).update({name: moved(x) for name, x in vars(twin).items()})
         twin.encoding = Encoding(*map(moved, self.encoding))  # type: ignore[arg-type]
+        if twin._unclipped is not None:
+            twin._unclipped = twin._unclipped._moved(device)
         return twin
+
+    def _set_fp16(self, on_cuda: bool) -> None:
+        """Find the matrix for fp16 queries, which elsewhere become float32."""
+        self.fp16_matrix, self.fp16_factor = self.matrix, 1.0
+        if self.matrix is not None and on_cuda:
+            self.fp16_matrix, self.fp16_factor = for_fp16(self.matrix)
 
     def with_clip(self, clip: torch.Tensor | None) -> Basis:
         """The same with other clip ratios."""
-        matrix = self.matrix if self.kind == "matrix" else None
-        return Basis(self.offset, self.kind, matrix, clip, self.feedback)
+        twin = copy.copy(self)
+        twin.clip = _checked_clip(clip, self.offset.shape[0])
+        twin.encoding = self.encoding._replace(clip=twin.clip)
+        twin._unclipped = self._unclipped or self
+        return twin
 
     @property
     def fingerprint(self) -> str:
@@ -290,6 +309,16 @@ class LayerBasis(NamedTuple):
 def fingerprints(bases: Sequence[LayerBasis] | None) -> list[dict[str, str]]:
     """What a saved cache says of its bases: one object per layer; an empty list without bases."""
     return [{"k": basis.k.fingerprint, "v": basis.v.fingerprint} for basis in bases or ()]
+
+
+def _checked_clip(clip: torch.Tensor | None, heads: int) -> torch.Tensor | None:
+    """The clip ratios of so many heads; raises unless they are possible."""
+    _check("clip", clip, (heads,))
+    if clip is None:
+        return None
+    if not bool((clip > 0).all()):
+        raise ConfigError("the clip of a basis must be positive: a share of the range to keep")
+    return clip.detach().contiguous()
 
 
 def _check(name: str, tensor: torch.Tensor | None, shape: tuple[int, ...]) -> None:

@@ -144,6 +144,14 @@ class LatentFormat:
 AnyFormat: TypeAlias = "RowFormat | LatentFormat"
 
 
+def parse_any(name: str, head_dim: int) -> AnyFormat:
+    """The format of rows of so many elements, which of a latent row are those of both parts."""
+    for latent_dim in LATENT_DIMS:
+        if head_dim - latent_dim in ROPE_DIMS:
+            return LatentFormat.parse(name, latent_dim, head_dim - latent_dim)
+    return RowFormat.parse(name, head_dim)
+
+
 def parts_of(fmt: AnyFormat) -> tuple[RowFormat, ...]:
     """The rows that lie side by side in a row: one, or those of a latent row."""
     return fmt.parts if isinstance(fmt, LatentFormat) else (fmt,)

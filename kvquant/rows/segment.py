@@ -277,10 +277,15 @@ def _check_q_lens(q: torch.Tensor, q_lens: torch.Tensor) -> None:
             f"q_lens are given with q {list(q.shape)}: they need q [batch, q_len, num_q_heads, "
             "head_dim]"
         )
-    if q_lens.dtype is not torch.int32 or q_lens.shape != q.shape[:1]:
-        _refuse_counts("q_lens", q_lens, q.shape[0])
-    if q_lens.device != q.device:
-        raise DeviceError(f"q is on {q.device}, q_lens on {q_lens.device}")
+    check_counts("q_lens", q_lens, q)
+
+
+def check_counts(name: str, counts: torch.Tensor, q: torch.Tensor) -> None:
+    """Raise unless they are one int32 for each sequence of q; their values are not read."""
+    if counts.dtype is not torch.int32 or counts.shape != q.shape[:1]:
+        _refuse_counts(name, counts, q.shape[0])
+    if counts.device != q.device:
+        raise DeviceError(f"q is on {q.device}, {name} on {counts.device}")
 
 
 def _check_pages(segment: Segment, block_table: torch.Tensor, page_size: int) -> int:

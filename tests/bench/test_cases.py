@@ -99,8 +99,12 @@ def test_tables_have_cases_of_their_own() -> None:
         *("plain, 4 queries", "tree mask, 4 queries"),
     ]
     mla = list_cases(table="mla", page_sizes=[64])
-    assert len(mla) == 6 * len(TABLES["mla"].shapes)
-    assert mla[0].name == "int4-g8+fp8-g4 paged 64" and mla[5].exact.name == "bf16"
+    assert len(mla) == 7 * len(TABLES["mla"].shapes)
+    assert mla[1].name == "int4-g8+fp8-g4 paged 64" and mla[6].exact.name == "bf16"
+    assert [(case.num_q_heads, case.q_len) for case in mla[-1::-7]][:3] == [
+        *((128, 2), (16, 4), (16, 2))
+    ]
+    assert "64:1" in {case.heads for case in mla}
     short = list_cases(table="short")
     assert {case.dtype for case in short} == {torch.float16}
     assert [(case.name, case.batch, case.seq_len) for case in short[:4]] == [
@@ -146,10 +150,11 @@ def test_a_call_reads_the_rows_of_all_tokens() -> None:
     assert (latent.nbytes, latent.exact.nbytes) == (2 * 70 * 416, 2 * 70 * 1152)
 
 
-def test_latent_rows_have_one_plain_query_and_no_exact_tokens() -> None:
-    for sizes in ({"q_len": 2}, {"variant": "window"}, {"sink_len": 4}):
-        with pytest.raises(ConfigError, match="latent rows: of one plain query"):
-            Case(*parse_latents("int4-g8"), 2, 16, 1, 70, **sizes)
+def test_latent_rows_have_no_variants() -> None:
+    with pytest.raises(ConfigError, match="without variants, not with window"):
+        Case(*parse_latents("int4-g8"), 2, 16, 1, 70, variant="window")
+    whole = Case(*parse_latents("int4-g8"), 2, 16, 1, 70, sink_len=4, recent_len=16, q_len=3)
+    assert whole.nbytes == 2 * (50 * 416 + 20 * 1152)
 
 
 @pytest.mark.parametrize("page_size", [0, 16])

@@ -36,6 +36,7 @@ from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from kvquant import CachedModel, QuantizedCache
+from kvquant.hf.argument import as_argument
 from kvquant.hf.captured import CapturedStep
 
 STEPS = 10  # timed together
@@ -118,11 +119,11 @@ def our_steps(model: CachedModel, batch: int, tokens: int, fmt: str) -> dict[str
     token = torch.zeros(batch, dtype=torch.int64, device="cuda")
 
     def calling(forward: Any) -> Step:
-        past = QuantizedCache(cache, placed=True)
+        past = QuantizedCache(cache, placed=True, max_seq_len=cache.max_seq_len)
 
         def call(forward: Any = forward) -> None:
             with torch.no_grad():
-                forward(input_ids=token[:, None], past_key_values=past, logits_to_keep=1)
+                forward(input_ids=token[:, None], **past.argument, logits_to_keep=1)
 
         call(model.model)  # a graph comes behind a call that is none
         return call
@@ -159,7 +160,7 @@ def their_steps(model: CachedModel, batch: int, tokens: int, slow: bool) -> dict
     def of(cache: Any, run: Any) -> Step:
         def step() -> None:
             with torch.no_grad():
-                run(token, past_key_values=cache, logits_to_keep=1)
+                run(token, **as_argument(model.model, cache), logits_to_keep=1)
 
         return step
 

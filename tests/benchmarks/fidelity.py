@@ -33,11 +33,12 @@ from fidelity_record import Figures, Record
 
 from kvquant.calibration.calibrate import spread
 from kvquant.calibration.fidelity import compare, predict, read_prompt
-from kvquant.cli.console import COUNT, FILE, FOLDER, NEW_FILE, check_output, progress
+from kvquant.cli.console import COUNT, FILE, FOLDER, NEW_FILE, check_output
 from kvquant.errors import ConfigError, KVQuantError
 from kvquant.hf.model import CachedModel
 from kvquant.io.model_id import model_identity
 from kvquant.io.plan import CachePlan
+from kvquant.text import progress
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 EXACT = "16 bit"

@@ -103,7 +103,7 @@ def test_a_check_tells_layers_that_hold_different_lengths() -> None:
 
 def test_transformers_is_told_what_it_takes() -> None:
     cache: Any = make()
-    with pytest.raises(AttributeError, match=r"'is_compileable'\. As past_key_values .* give it"):
+    with pytest.raises(AttributeError, match=r"'is_compileable'\. Give it to a trans.* as kv"):
         _ = cache.is_compileable
     with pytest.raises(AttributeError, match="'KVCache' object has no attribute 'atend'"):
         _ = cache.atend

@@ -177,14 +177,14 @@ def test_the_first_append_compiles_what_steps_will_need_too(
 ) -> None:
     compiled: list[Any] = []
     monkeypatch.setattr(compiling, "missing", lambda specs, arch: list(specs))
-    monkeypatch.setattr(compiling, "compile_all", lambda specs, arch: compiled.append(specs))
+    monkeypatch.setattr(compiling, "compile_all", lambda specs, *_: compiled.append(specs))
     monkeypatch.setattr(warmup, "_warm", set())
 
     def make_cold() -> KVCache:
         cache = KVCache(1, BATCH, HEADS, DIM, MAX)
         gpu = torch.device("cuda", 0)
         cache._counters = {gpu: cache.counters_of(0)}
-        cache.devices, cache._is_cold = [gpu], True
+        cache.devices, cache.is_cold = [gpu], True
         return cache
 
     cache, other = make_cold(), make_cold()

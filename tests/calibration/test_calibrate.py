@@ -9,14 +9,23 @@ import torch
 from slow_cases import mark_slow
 
 transformers = pytest.importorskip("transformers")
+from fake_cuda import CPU, install, loaded_specs  # noqa: E402
 from tiny_models import tiny_model  # noqa: E402
 
+from kvquant.cache.warmup import kernels_of  # noqa: E402
+from kvquant.calibration import basis_search  # noqa: E402
+from kvquant.calibration.basis_search import choose  # noqa: E402
 from kvquant.calibration.calibrate import Goal, _key, calibrate, observe  # noqa: E402
+from kvquant.calibration.fidelity import Reference  # noqa: E402
 from kvquant.calibration.text_report import refusal  # noqa: E402
 from kvquant.calibration.windows import Sizes, observed_windows, random_tokens, spread  # noqa: E402
 from kvquant.errors import CheckpointError, ConfigError, NonFiniteError  # noqa: E402
 from kvquant.hf.model import CachedModel  # noqa: E402
 from kvquant.io.plan import CachePlan  # noqa: E402
+from kvquant.kernels.cuda.append.spec import FeedbackSpec  # noqa: E402
+from kvquant.kernels.cuda.runtime.launch import gpu_of  # noqa: E402
+from kvquant.ops import quantize  # noqa: E402
+from kvquant.rows.format import RowFormat  # noqa: E402
 
 Measure = Callable[[torch.Tensor, torch.Tensor], float]
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -67,6 +76,30 @@ def test_a_plan_keeps_predictions_better_at_the_same_bits(plan: CachePlan) -> No
     assert 0 < told["kl_error"] < told["kl"]
     assert 0 < told["top1_error"] < 0.2
     assert all(row["kl_error"] > 0 and row["top1_error"] > 0 for row in plan.facts["comparison"])
+
+
+def test_kernels_of_the_search_are_told_before_rows_are_stored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Three windows, two at a time: the last one alone has few rows, and another kernel."""
+    model, windows = tiny("Llama"), torch.randint(97, (3, 2200))
+    moments = observe(model, windows, "key", None)
+    formats = {name: (RowFormat.parse(name, 64),) * 2 for name in ("int4", "int8", "fp8")}
+    told: list[Any] = []
+    install(monkeypatch)
+    monkeypatch.setattr(quantize, "kernels_for", lambda *_: "cuda")
+    monkeypatch.setattr(basis_search, "encode_rows", lambda x, basis: basis.encode(x))
+    monkeypatch.setattr(
+        basis_search, "warm_up", lambda device, calls: told.extend(kernels_of(calls, gpu_of(CPU)))
+    )
+    also = [Reference.calls(model, torch.zeros(2, 40, dtype=torch.int64), 30)]
+    choose(model, windows, moments, formats, also=also)
+    read = [spec for spec in told if not isinstance(spec, FeedbackSpec)]
+    assert sorted(type(spec).__name__ for spec in read) == ["AppendSpec", "DecodeSpec", "SlotSpec"]
+    told = [spec for spec in told if spec not in read]
+    assert loaded_specs() and {*loaded_specs()} <= {*told}
+    assert len(told) == 2 * (1 + 2), "int4 as it is and clipped, int8 clipped; fp8 has none"
+    assert {spec.sides[0].share for spec in told} == {1, 4}
 
 
 def test_every_step_lowers_the_weighted_error(plan: CachePlan) -> None:

@@ -2,7 +2,6 @@
 
 import errno
 import importlib.util
-import io
 import json
 import math
 import os
@@ -16,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
 import torch
 from click.shell_completion import ShellComplete
@@ -682,42 +680,6 @@ def test_python_runs_the_package_as_the_command() -> None:
     assert __version__ in said
 
 
-def test_progress_is_a_line_now_and_then_without_a_terminal(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with console.progress(200, "Reading") as update:
-        for _ in range(190):
-            update(1)
-        update(10, "the end")
-    shares = [f"Reading: {share} %" for share in range(10, 100, 10)]
-    assert capsys.readouterr().err.splitlines() == [*shares, "Reading: the end, 100 %"]
-    with console.progress(3, "Demo") as update:
-        for stage in ("loading", "[red]reading", "timing"):
-            update(1, stage)
-    assert capsys.readouterr().err.splitlines() == [
-        "Demo: loading, 33 %",
-        "Demo: [red]reading, 66 %",
-        "Demo: timing, 100 %",
-    ]
-
-
-def test_progress_ends_at_the_end_and_a_full_log_does_not_end_the_run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with console.progress(525, "Reading") as update:
-        update(512)
-        update(13)
-        update(0)
-    assert capsys.readouterr().err.splitlines() == ["Reading: 97 %", "Reading: 100 %"]
-
-    def full(*_: object, **__: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(click, "echo", full)
-    with console.progress(2, "Reading") as update:
-        update(1)
-
-
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 @pytest.mark.parametrize("args", [["--help"], ["--version"], ["inspect", "--help"]], ids=" ".join)
 def test_help_that_cannot_be_written_is_told(args: list[str]) -> None:
@@ -726,18 +688,6 @@ def test_help_that_cannot_be_written_is_told(args: list[str]) -> None:
             [sys.executable, "-m", "kvquant", *args], stdout=file, stderr=subprocess.PIPE, text=True
         )
     assert (done.returncode, done.stderr) == (2, "Error: No space left on device\n")
-
-
-def test_progress_is_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = io.StringIO()
-    monkeypatch.setattr(stream, "isatty", lambda: True)
-    monkeypatch.setattr(sys, "stderr", stream)
-    monkeypatch.setenv("TERM", "xterm")
-    with console.progress(4, "Reading") as update:
-        update(1)
-        update(3, "[red]stage[/red]")
-    assert "Reading: [red]stage[/red]" in stream.getvalue() and "100%" in stream.getvalue()
-    assert "\x1b[" in stream.getvalue()
 
 
 def test_interrupts_are_no_tracebacks(monkeypatch: pytest.MonkeyPatch, raw: Path) -> None:

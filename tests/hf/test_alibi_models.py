@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from kvquant import AttentionVariant, KVCache
 
 transformers = pytest.importorskip("transformers")
-from hf_cases import random_model  # noqa: E402
+from hf_cases import caching, random_model  # noqa: E402
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor  # noqa: E402
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor  # noqa: E402
 
@@ -95,7 +95,7 @@ def attention_of(model: Any, family: Family, dtype: torch.dtype, length: int) ->
     past, found = transformers.DynamicCache(), []
     for count in (length, *CALLS):
         with torch.no_grad():
-            model(torch.randint(5, 97, (1, count)), past_key_values=past, use_cache=True)
+            model(torch.randint(5, 97, (1, count)), **caching(past), use_cache=True)
         q, k, v = torch.stack(fused, 1)
         found.append(Taken(q, k, v, torch.stack(given)))
         fused.clear()

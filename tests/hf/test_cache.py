@@ -25,6 +25,8 @@ from hf_cases import (  # noqa: E402
     SHARING,
     TOLERANCE,
     RoundedCache,
+    caching,
+    random_model,
     tiny,
     tokens,
 )
@@ -128,12 +130,12 @@ def test_positions_that_the_model_counts_otherwise_are_refused(
     own.model.set_attn_implementation("kvquant")
     past = QuantizedCache(cache)
     with pytest.raises(ConfigError, match=r"go on from other positions .* give it position_ids"):
-        own.model(text[:, :1], past_key_values=past)
+        own.model(text[:, :1], **caching(past))
     assert cache.seq_lens.tolist() == lens
     if kind == "Persimmon":
         past = QuantizedCache(cache, placed=True)
     places = cache.positions[:, None]
-    given = own.model(text[:, :1], past_key_values=past, position_ids=places).logits[:, 0]
+    given = own.model(text[:, :1], **caching(past), position_ids=places).logits[:, 0]
     assert torch.equal(given, expected)
 
 
@@ -144,12 +146,12 @@ def test_positions_that_leave_the_text_are_refused(new: int, first: int) -> None
     model.set_attn_implementation("kvquant")
     text, past = tokens(2, 20), QuantizedCache(model, **FP16)
     with torch.no_grad():
-        model(text[:, :10], past_key_values=past)
+        model(text[:, :10], **caching(past))
         places = {"position_ids": first + torch.arange(new).expand(2, new)}
         with pytest.raises(ConfigError, match=r"go on from other positions|read from its begin"):
-            model(text[:, 10 : 10 + new], past_key_values=past, **places)
+            model(text[:, 10 : 10 + new], **caching(past), **places)
         places = {"position_ids": 10 + torch.arange(new)[None]}
-        model(text[:, 10 : 10 + new], past_key_values=past, **places)
+        model(text[:, 10 : 10 + new], **caching(past), **places)
     assert past.get_seq_length() == 10 + new
 
 
@@ -165,7 +167,7 @@ def test_positions_of_images_may_be_others_than_those_of_tokens() -> None:
         wanted = model(text, position_ids=places, use_cache=False).last_hidden_state
         past = QuantizedCache(model, **FP16)
         for start, end in ((0, 10), (10, 13), (13, 14)):
-            given = {"position_ids": places[..., start:end], "past_key_values": past}
+            given = {"position_ids": places[..., start:end], **caching(past)}
             found = model(text[:, start:end], **given).last_hidden_state
     torch.testing.assert_close(found[:, -1], wanted[:, -1], atol=TOLERANCE, rtol=0)
 
@@ -174,10 +176,10 @@ def test_transformers_generates_with_the_cache(model: CachedModel) -> None:
     text = tokens(2, 20)
     options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": 999}
     model.model.set_attn_implementation("sdpa")
-    expected = model.model.generate(text, past_key_values=RoundedCache(), **options)
+    expected = model.model.generate(text, **caching(RoundedCache()), **options)
     cache = model.new_cache(2, 40, **FP16)
     model.model.set_attn_implementation("kvquant")
-    given = model.model.generate(text, past_key_values=QuantizedCache(cache), **options)
+    given = model.model.generate(text, **caching(QuantizedCache(cache)), **options)
     assert given.tolist() == expected.tolist()
     assert cache.seq_lens.tolist() == [27, 27]
 
@@ -185,7 +187,7 @@ def test_transformers_generates_with_the_cache(model: CachedModel) -> None:
 def test_transformers_can_crop_reorder_and_reset_the_cache(model: CachedModel) -> None:
     cache = model.new_cache(2, 40, **FP16)
     model.prefill(cache, tokens(2, 20))
-    view = QuantizedCache(cache)
+    view = QuantizedCache(cache, max_seq_len=40)
     assert [view.get_seq_length(), view.get_max_length()] == [20, 40]
     before = cache.dequantized(1)[0]
     view.crop(-5)
@@ -346,7 +348,7 @@ def test_masks_of_the_callers_own_are_refused(model: CachedModel) -> None:
         model.model(
             tokens(2, 8),
             attention_mask=torch.zeros(2, 1, 8, 8),
-            past_key_values=QuantizedCache(model.new_cache(2, 8)),
+            **caching(QuantizedCache(model.new_cache(2, 8))),
         )
 
 
@@ -433,7 +435,7 @@ def test_caches_of_other_layers_or_heads_are_refused_before_anything_is_written(
         with pytest.raises(ShapeError, match=r"the cache has .* the model's keys and values are"):
             model.prefill(cache, tokens(1, 8))
         with pytest.raises(ShapeError, match=r"the cache has .* the model's keys and values are"):
-            model.model.generate(tokens(1, 8), past_key_values=QuantizedCache(cache), **OPTIONS)
+            model.model.generate(tokens(1, 8), **caching(QuantizedCache(cache)), **OPTIONS)
         assert {at.seq_lens.item() for at in cache.layers} == {0}
 
 
@@ -444,15 +446,15 @@ def test_the_cache_of_another_model_is_refused_and_stays_as_it_is(layers: int) -
         one.set_attn_implementation("kvquant")
     text, past = tokens(2, 12), QuantizedCache(model, **FP16)
     with torch.no_grad():
-        model(text[:, :9], past_key_values=past)
+        model(text[:, :9], **caching(past))
         for more in (text[:, 9:], text[:, 9:10]):
             with pytest.raises(ShapeError, match=f"has 2 layers .* are of {layers} layers"):
-                other(more, past_key_values=past)
+                other(more, **caching(past))
         assert past.get_seq_length() == 9
-        found = model(text[:, 9:], past_key_values=past).logits
+        found = model(text[:, 9:], **caching(past)).logits
         again = QuantizedCache(model, **FP16)
-        model(text[:, :9], past_key_values=again)
-        assert torch.equal(found, model(text[:, 9:], past_key_values=again).logits)
+        model(text[:, :9], **caching(again))
+        assert torch.equal(found, model(text[:, 9:], **caching(again)).logits)
 
 
 def test_a_layer_is_appended_once_and_in_turn(model: CachedModel) -> None:
@@ -505,7 +507,7 @@ def test_a_model_of_one_layer_that_appends_twice_is_noticed(
     monkeypatch.setattr(at, "forward", twice)
     calls: list[Callable[[], Any]] = [
         lambda: model.prefill(cache, text),
-        lambda: model.model(text, past_key_values=QuantizedCache(cache)),
+        lambda: model.model(text, **caching(QuantizedCache(cache))),
     ]
     for call in calls:
         with pytest.raises(ShapeError, match="layer 0 of the model comes where none of"):
@@ -520,7 +522,7 @@ def test_a_layer_that_fails_after_the_last_that_is_appended_is_taken_back(
     model.model.set_attn_implementation("kvquant")
     cache, attend = model.new_cache(2, 40), hf_attention._attend
     past, calls = QuantizedCache(cache), []
-    model.model(text, past_key_values=past)
+    model.model(text, **caching(past))
 
     def fail(handed: Any, *args: Any) -> torch.Tensor:
         calls.append(handed.at)
@@ -530,11 +532,11 @@ def test_a_layer_that_fails_after_the_last_that_is_appended_is_taken_back(
 
     monkeypatch.setattr(hf_attention, "_attend", fail)
     with pytest.raises(MemoryError):
-        model.model(text[:, :3], past_key_values=past)
+        model.model(text[:, :3], **caching(past))
     assert calls == [0, 1, 0, 1]
     assert [at.seq_lens.tolist() for at in cache.layers] == [[9, 9]] * 2
     monkeypatch.undo()
-    model.model(text[:, :3], past_key_values=past)
+    model.model(text[:, :3], **caching(past))
     assert [at.seq_lens.tolist() for at in cache.layers] == [[12, 12]] * 2
 
 
@@ -546,8 +548,8 @@ def test_a_step_that_fails_behind_its_append_is_taken_back(
     model, text = tiny("Llama"), tokens(2, 20)
     model.model.set_attn_implementation("kvquant")
     cache, wanted = (QuantizedCache(model.model, **options) for _ in range(2))
-    model.model(text[:, :9], past_key_values=cache)
-    model.model(text[:, :9], past_key_values=wanted)
+    model.model(text[:, :9], **caching(cache))
+    model.model(text[:, :9], **caching(wanted))
     attend, calls = attend_segments, []
 
     def fail(*args: Any, **rest: Any) -> Any:
@@ -559,14 +561,14 @@ def test_a_step_that_fails_behind_its_append_is_taken_back(
     for new in (1, 11):  # 11: drafted ones, or a chunk, which attends before it is appended
         monkeypatch.setattr(contiguous, "attend_segments", fail)
         with pytest.raises(MemoryError):
-            model.model(text[:, 9:10], past_key_values=cache)
+            model.model(text[:, 9:10], **caching(cache))
         monkeypatch.undo()
         calls.clear()
         assert cache.kv is not None
         assert [at.seq_lens.tolist() for at in cache.kv.layers] == [[9, 9]] * 2
         cache.crop(0)
         given, expected = (
-            model.model(text[:, 9 : 9 + new], past_key_values=one).logits for one in (cache, wanted)
+            model.model(text[:, 9 : 9 + new], **caching(one)).logits for one in (cache, wanted)
         )
         assert torch.equal(given, expected)
         cache.crop(-new)
@@ -578,7 +580,7 @@ def test_a_layer_that_does_not_attend_is_noticed_by_the_next(model: CachedModel)
     cache = model.new_cache(2, 20)
     message = r"layer 0 got keys .* Call model\.set_attn_implementation\('kvquant'\) first"
     with pytest.raises(UnsupportedError, match=message):
-        model.model.generate(tokens(2, 8), past_key_values=QuantizedCache(cache), **OPTIONS)
+        model.model.generate(tokens(2, 8), **caching(QuantizedCache(cache)), **OPTIONS)
     assert [at.seq_lens.tolist() for at in cache.layers] == [[0, 0]] * 2
     model.model.set_attn_implementation("kvquant")
     model.model(tokens(2, 8))  # without a cache: the mask is not taken for that one's
@@ -589,7 +591,7 @@ def test_generate_that_fails_in_attention_is_taken_back() -> None:
     model.model.set_attn_implementation("kvquant")
     cache, text = model.new_cache(2, 64), tokens(2, 9)
     past, wanted = QuantizedCache(cache), model.new_cache(2, 64)
-    model.model(text, past_key_values=past)
+    model.model(text, **caching(past))
     model.prefill(wanted, text)
     weight = model.model.model.layers[1].self_attn.v_proj.weight
     kept = weight.detach().clone()
@@ -597,11 +599,11 @@ def test_generate_that_fails_in_attention_is_taken_back() -> None:
         with torch.no_grad():
             weight.fill_(float("nan"))
         with pytest.raises(NonFiniteError), torch.no_grad():
-            model.model(text[:, :new], past_key_values=past)
+            model.model(text[:, :new], **caching(past))
         with torch.no_grad():
             weight.copy_(kept)
         assert [at.seq_lens.tolist() for at in cache.layers] == [[9, 9]] * 2
-    model.model(text, past_key_values=past)
+    model.model(text, **caching(past))
     model.prefill(wanted, text)
     for one, two in zip(cache.layers, wanted.layers, strict=True):
         assert torch.equal(one.k_packed, two.k_packed)
@@ -642,7 +644,7 @@ def test_generate_gives_the_same_tokens(generating: CachedModel, case: str) -> N
     ):
         torch.manual_seed(0)
         model.set_attn_implementation(name)
-        found.append(model.generate(text, past_key_values=cache, **OPTIONS | options))
+        found.append(model.generate(text, **caching(cache), **OPTIONS | options))
     assert found[0].tolist() == found[1].tolist()
 
 
@@ -654,13 +656,13 @@ def test_generate_goes_on_from_a_cache_and_takes_an_assistant(generating: Cached
         ("kvquant", QuantizedCache(generating.new_cache(1, 80, **FP16))),
     ):
         model.set_attn_implementation(name)
-        first = model.generate(text, past_key_values=cache, **OPTIONS)
+        first = model.generate(text, **caching(cache), **OPTIONS)
         more = torch.cat([first, text], dim=1)
-        found.append(model.generate(more, past_key_values=cache, **OPTIONS))
+        found.append(model.generate(more, **caching(cache), **OPTIONS))
         assert cache.get_seq_length() == more.shape[1] + 11
     assert found[0].tolist() == found[1].tolist()
     past = QuantizedCache(generating.new_cache(1, 80, **FP16))
-    helped = model.generate(text, past_key_values=past, assistant_model=helper, **OPTIONS)
+    helped = model.generate(text, **caching(past), assistant_model=helper, **OPTIONS)
     assert helped.tolist() == first.tolist()
 
 
@@ -686,7 +688,7 @@ def test_drafted_tokens_are_what_single_steps_make_of_them(
         for size in sizes:
             part = text[:, begin : begin + size]
             with torch.no_grad():
-                out = model.model(part, past_key_values=past, use_cache=True)
+                out = model.model(part, **caching(past), use_cache=True)
             logits.append(out.logits)
             begin += size
         found.append(torch.cat(logits, dim=1))
@@ -707,7 +709,7 @@ def test_drafts_that_are_cropped_leave_nothing_behind(family: str) -> None:
         def run(begin: int, end: int, past: QuantizedCache = past) -> torch.Tensor:
             part = text[:, begin:end]
             with torch.no_grad():
-                logits: torch.Tensor = model.model(part, past_key_values=past).logits
+                logits: torch.Tensor = model.model(part, **caching(past)).logits
             return logits
 
         run(0, 24)
@@ -739,7 +741,7 @@ def test_only_tokens_behind_others_are_drafted_ones(monkeypatch: pytest.MonkeyPa
     past = QuantizedCache(cache)
     with torch.no_grad():
         for size in (5, 4, 1):
-            model.model(text[:, :size], past_key_values=past, use_cache=True)
+            model.model(text[:, :size], **caching(past), use_cache=True)
             if size == 5:
                 assert not steps
     assert steps == [4] * cache.num_layers + [1] * cache.num_layers
@@ -753,7 +755,7 @@ def test_lookups_give_the_tokens_of_single_steps_with_packed_rows(lookup: int) -
     more: dict[str, Any]
     for more in ({}, {"prompt_lookup_num_tokens": lookup}):
         past = QuantizedCache(model.new_cache(1, 60, k_format="int4", v_format="int4", **PACKED))
-        found.append(model.model.generate(text, past_key_values=past, **OPTIONS | more))
+        found.append(model.model.generate(text, **caching(past), **OPTIONS | more))
     assert found[0].tolist() == found[1].tolist()
 
 
@@ -782,7 +784,7 @@ def test_without_a_cache_kvquant_is_sdpa(generating: CachedModel) -> None:
         for got, wanted in zip(run(), expected, strict=True):
             torch.testing.assert_close(got, wanted, atol=1e-5, rtol=0)
         with torch.no_grad():  # a call with one between them
-            model(text[:, :3], past_key_values=past)
+            model(text[:, :3], **caching(past))
 
 
 def test_with_caches_of_transformers_kvquant_is_sdpa() -> None:
@@ -793,8 +795,8 @@ def test_with_caches_of_transformers_kvquant_is_sdpa() -> None:
     for name in ("sdpa", "kvquant"):
         model.set_attn_implementation(name)
         calls: list[dict[str, Any]] = [
-            {"past_key_values": transformers.DynamicCache()},
-            {"past_key_values": transformers.DynamicCache(config=model.config)},
+            caching(transformers.DynamicCache()),
+            caching(transformers.DynamicCache(config=model.config)),
             {"cache_implementation": "static"},
             {"use_cache": False},
         ]
@@ -819,11 +821,11 @@ def test_images_are_attended_to_without_a_mask_of_text() -> None:
     model = transformers.LlavaForConditionalGeneration(config).eval()
     text = torch.cat([tokens(1, 5) % 250, torch.full((1, 4), 255), tokens(1, 5) % 250], 1)
     options = OPTIONS | {"pixel_values": torch.randn(1, 3, 28, 28)}
-    expected = model.generate(text, past_key_values=RoundedCache(), **options)
+    expected = model.generate(text, **caching(RoundedCache()), **options)
     model.set_attn_implementation("kvquant")
     for _ in range(2):
         past = QuantizedCache(CachedModel(model).new_cache(1, 64, **FP16))
-        given = model.generate(text, past_key_values=past, **options)
+        given = model.generate(text, **caching(past), **options)
         assert given.tolist() == expected.tolist()
 
 
@@ -835,8 +837,8 @@ def test_backward_through_a_step_is_refused(trained: str) -> None:
         weight.requires_grad_(f"layers.1.self_attn.{trained}" in name)
     own.model.set_attn_implementation("kvquant")
     past = QuantizedCache(own.new_cache(1, 20, **FP16))
-    own.model(tokens(1, 8), past_key_values=past).logits.sum().backward()  # a prompt's is exact
-    loss = own.model(tokens(1, 1), past_key_values=past).logits.sum()
+    own.model(tokens(1, 8), **caching(past)).logits.sum().backward()  # a prompt's is exact
+    loss = own.model(tokens(1, 1), **caching(past)).logits.sum()
     with pytest.raises(UnsupportedError, match=r"no gradient flows .* decode under torch\.no_grad"):
         loss.backward()
 
@@ -852,14 +854,14 @@ def test_what_generate_cannot_have_is_told(model: CachedModel) -> None:
     model.model.set_attn_implementation("kvquant")
     text, cache = tokens(2, 8), model.new_cache(2, 20)
     with pytest.raises(ShapeError, match="the model runs 6 sequences, the cache has 2: make it"):
-        model.model.generate(text, past_key_values=QuantizedCache(cache), num_beams=3, **OPTIONS)
+        model.model.generate(text, **caching(QuantizedCache(cache)), num_beams=3, **OPTIONS)
     for past in (QuantizedCache(cache), None):
         with pytest.raises(
             UnsupportedError, match=r"layer 0 .* is asked for its attention weights"
         ):
-            model.model(text, past_key_values=past, output_attentions=True)
-    with pytest.raises(AttributeError, match=r"give it as kvquant\.QuantizedCache"):
-        model.model.generate(text, past_key_values=cache, **OPTIONS)
+            model.model(text, **caching(past), output_attentions=True)
+    with pytest.raises(AttributeError, match=r"Give it .* as kvquant\.QuantizedCache"):
+        model.model.generate(text, **caching(cache), **OPTIONS)
     for other in (None, transformers.DynamicCache()):
         with pytest.raises(ConfigError, match="give a model of transformers"):
             QuantizedCache(other)
@@ -875,11 +877,11 @@ def test_generate_without_use_of_the_cache_is_told(generating: CachedModel) -> N
     model, past = generating.model, QuantizedCache(generating.new_cache(1, 200))
     model.set_attn_implementation("kvquant")
     with pytest.raises(ConfigError, match=r"the cache holds 8 tokens already.* use_cache=True"):
-        model.generate(tokens(1, 8), past_key_values=past, use_cache=False, **OPTIONS)
+        model.generate(tokens(1, 8), **caching(past), use_cache=False, **OPTIONS)
     assert past.get_seq_length() == 8
     past.reset()
-    model(tokens(1, 8), past_key_values=past)
-    model(tokens(1, 8), past_key_values=past)
+    model(tokens(1, 8), **caching(past))
+    model(tokens(1, 8), **caching(past))
     assert past.get_seq_length() == 16
 
 
@@ -894,7 +896,7 @@ def test_outputs_beside_the_logits_are_given(kind: str) -> None:
     ):
         model.model.set_attn_implementation(name)
         with torch.no_grad():
-            found.append(model.model(tokens(2, 8), past_key_values=cache, **wanted))
+            found.append(model.model(tokens(2, 8), **caching(cache), **wanted))
     for key in [option.removeprefix("output_") for option in wanted]:
         for got, expected in zip(found[1][key], found[0][key], strict=True):
             torch.testing.assert_close(got, expected, atol=TOLERANCE, rtol=0)
@@ -925,11 +927,35 @@ def test_rows_of_a_mask_but_the_last_are_refused() -> None:
     assert hf_attention._whole_mask(handed, None, 1) is None
 
 
-def test_layers_without_softmax_caps_are_all_that_kvquant_is_without_a_cache() -> None:
-    model = tiny("Gemma2", sliding_window=128)
-    model.model.set_attn_implementation("kvquant")
-    with pytest.raises(UnsupportedError, match=r'layer 0 .* softcap, .*\("eager"\)'):
-        model.model(tokens(1, 8))
+CAPS: dict[str, dict[str, Any]] = {
+    "gemma2": {"attn_logit_softcapping": 0.5, "sliding_window": 12},
+    "gpt_oss": {"sliding_window": 12},
+}
+
+
+@pytest.mark.parametrize("kind", CAPS)
+def test_caps_and_sink_logits_without_a_cache_are_those_of_eager_attention(kind: str) -> None:
+    model, text = random_model(kind, CAPS[kind]).model, tokens(2, 20) % 97
+    mask, short = torch.ones_like(text), OPTIONS | {"max_new_tokens": 4}
+    mask[0, :5] = 0
+    found = []
+    for name in ("eager", "kvquant"):
+        model.set_attn_implementation(name)
+        with torch.no_grad():
+            found.append([model(text).logits, model(text, attention_mask=mask).logits[1]])
+        for more in ({}, {"cache_implementation": "static"}):
+            found[-1].append(model.generate(text, attention_mask=mask, **short | more))
+        found[-1].append(model(text, labels=text, use_cache=False).loss)
+    for got, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(got, wanted, atol=1e-5, rtol=0)
+
+
+def test_caps_without_eager_attention_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_model("gemma2", CAPS["gemma2"]).model
+    model.set_attn_implementation("kvquant")
+    monkeypatch.setattr(type(model.model.layers[0].self_attn), "__module__", "math")
+    with pytest.raises(UnsupportedError, match=r"Gemma2Attention asks for a cap .* has no eager_"):
+        model(tokens(1, 8) % 97)
 
 
 MASKS: dict[str, Callable[..., Any]] = {

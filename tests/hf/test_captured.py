@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -25,6 +26,7 @@ from kvquant.errors import (
     UnsupportedModelError,
 )
 from kvquant.hf import captured
+from kvquant.hf.model import LEAST_CAPTURED
 from kvquant.kernels.cuda.runtime.workspace import Lease, workspaces_of
 
 SHAPE: dict[str, Any] = {
@@ -166,6 +168,36 @@ def test_single_steps_between_know_the_lengths(
     cache.layers[1].longest = None  # another graph appends, too
     step(token)
     assert [layer.longest for layer in cache.layers] == [12, None, 12][: cache.num_layers]
+
+
+def test_generate_steps_by_a_graph_where_it_pays(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make("cpu")
+    cache, token = filled(model)
+    other = cache.fork()
+    logits = torch.nn.functional.one_hot(token, 512).float()
+    with caplog.at_level(logging.INFO, "kvquant"):
+        expected = model.generate(other, logits, 12)
+    assert "steps come from Python: the cache is on cpu" in caplog.text
+    StandIn(monkeypatch).follow(monkeypatch, model, cache)
+    assert isinstance(model.stepper(cache, LEAST_CAPTURED), CapturedStep)
+    assert not isinstance(model.stepper(cache, LEAST_CAPTURED - 1), CapturedStep)
+    monkeypatch.setattr(model, "step", lambda *given: pytest.fail("from Python"))
+    assert model.generate(cache, logits, 12).equal(expected)
+    assert cache.seq_lens.equal(other.seq_lens)
+
+
+def test_generate_takes_back_what_came_with_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("cpu")
+    cache, token = filled(model)
+    StandIn(monkeypatch).follow(monkeypatch, model, cache)
+    logits = torch.nn.functional.one_hot(token, 512).float()
+    weight = model.model.model.layers[1].self_attn.v_proj.weight
+    weight.data[0, 0] = torch.nan
+    with pytest.raises(NonFiniteError):
+        model.generate(cache, logits, 12)
+    assert cache.seq_lens.tolist() == LENS and not cache.bad_rows.any()
 
 
 def test_the_last_place_is_taken_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,6 +379,19 @@ def test_graph_of_latent_rows_gives_what_single_steps_give(fmt: str | None) -> N
 
 
 @needs_latents
+@pytest.mark.gpu
+def test_generate_gives_the_tokens_of_steps_from_python() -> None:
+    model = make("cuda")
+    cache, token = filled(model)
+    other, tokens = cache.fork(), [token]
+    while len(tokens) < 20:
+        tokens.append(model.step(other, tokens[-1]).argmax(-1))
+    logits = torch.nn.functional.one_hot(token, 512).float()
+    found = model.generate(cache, logits, 20)
+    assert float((found == torch.stack(tokens, 1)).float().mean()) > 0.9, "but for near ties"
+    assert cache.seq_lens.tolist() == [n + 19 for n in LENS]
+
+
 @pytest.mark.gpu
 def test_a_graph_that_is_captured_again_reads_the_changed_weights() -> None:
     model = make_latent("cuda", first_k_dense_replace=2)  # no expert hangs on a rounding

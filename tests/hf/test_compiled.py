@@ -13,6 +13,7 @@ transformers = pytest.importorskip("transformers")
 from hf_cases import (  # noqa: E402
     GEMMA3N,
     LATENT_SIZES,
+    caching,
     hands_latents,
     needs_latents,
     tiny,
@@ -81,7 +82,7 @@ def generated(
     """Two turns of a conversation, with one cache."""
     cache, batch = QuantizedCache(model, plan=plan, **ROWS), text(padded)
     for _ in range(2):
-        ids = model.generate(**batch, past_key_values=cache, **OPTIONS, **options)
+        ids = model.generate(**batch, **caching(cache), **OPTIONS, **options)
         more = ids.shape[1] - batch["attention_mask"].shape[1]
         mask = torch.nn.functional.pad(batch["attention_mask"], (0, more), value=1)
         places = mask.cumsum(1).sub(1).clamp(min=0)
@@ -126,7 +127,7 @@ def test_generate_on_cuda_replays_a_cuda_graph(
     for options in ({"disable_compile": True}, {}):
         cache = QuantizedCache(model, plan=plan, **ROWS)
         given = OPTIONS | {"max_new_tokens": 20} | kept | options
-        found.append(model.generate(**batch, past_key_values=cache, **given))
+        found.append(model.generate(**batch, **caching(cache), **given))
         cache.check()
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
     assert not counters["inductor"]["cudagraph_skips"]
@@ -161,13 +162,13 @@ def test_a_loop_of_ones_own_has_one_graph(llama: Any, padded: bool) -> None:
     for forward in (llama, torch.compile(llama.forward, fullgraph=True, backend="eager")):
         cache, batch, logits = QuantizedCache(llama, **ROWS), text(padded), []
         mask, places = batch["attention_mask"], batch["position_ids"][:, -1:]
-        out = llama(**batch, past_key_values=cache)
+        out = llama(**batch, **caching(cache))
         for _ in range(6):
             places = places + 1
             mask = torch.nn.functional.pad(mask, (0, 1), value=1)
             given = {"attention_mask": mask, "position_ids": places} if padded else {}
             token = out.logits[:, -1:].argmax(-1)
-            out = forward(input_ids=token, past_key_values=cache, use_cache=True, **given)
+            out = forward(input_ids=token, **caching(cache), use_cache=True, **given)
             logits.append(out.logits)
         cache.check()
         assert cache.get_seq_length() == 30
@@ -189,7 +190,7 @@ def test_beams_of_a_compiled_model(llama: Any) -> None:
             cache = QuantizedCache(llama, **ROWS | {"max_seq_len": room})
             if compiled:
                 llama.forward = torch.compile(llama.forward, backend="eager")
-            ids = llama.generate(**text(True), past_key_values=cache, num_beams=2, **OPTIONS)
+            ids = llama.generate(**text(True), **caching(cache), num_beams=2, **OPTIONS)
             cache.check()
             found.append(ids.tolist())
             if compiled:
@@ -214,9 +215,9 @@ def test_graphs_read_rows_where_they_lie(family: str) -> None:
         return graph.forward
 
     cache = QuantizedCache(model, **ROWS)
-    model(**text(True), past_key_values=cache)
+    model(**text(True), **caching(cache))
     step: Any = torch.compile(model.forward, fullgraph=True, backend=note)
-    step(tokens(3, 1), past_key_values=cache, position_ids=24 - PADS[:, None])
+    step(tokens(3, 1), **caching(cache), position_ids=24 - PADS[:, None])
     cache.check()
     assert sizes == [3, 3]  # tokens and positions
 
@@ -241,17 +242,16 @@ def test_graphs_of_latent_rows_come_behind_a_call_without(planned: bool) -> None
     step: Any = torch.compile(model.forward, fullgraph=True, backend="eager")
     first, cache = (QuantizedCache(model, **rows) for _ in range(2))
     for one in (first, cache):
-        model(tokens(3, 24), past_key_values=one)
+        model(tokens(3, 24), **caching(one))
     assert first.kv is not None
-    again = QuantizedCache(first.kv)
+    again = QuantizedCache(first.kv, max_seq_len=first.kv.max_seq_len)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="steps of one token"):
-        step(tokens(3, 1), past_key_values=again)
-    found = [model(tokens(3, 1), past_key_values=one).logits for one in (again, cache)]
+        step(tokens(3, 1), **caching(again))
+    found = [model(tokens(3, 1), **caching(one)).logits for one in (again, cache)]
     assert torch.equal(*found)
     for _ in range(2):
         found = [
-            run(tokens(3, 1), past_key_values=one).logits
-            for run, one in ((step, again), (model, cache))
+            run(tokens(3, 1), **caching(one)).logits for run, one in ((step, again), (model, cache))
         ]
         torch.testing.assert_close(*found)
     again.check()
@@ -266,21 +266,21 @@ def test_what_is_not_compiled_is_told(llama: Any) -> None:
     assert static.is_compileable and not growing.is_compileable
     error = torch._dynamo.exc.Unsupported
     with pytest.raises(error, match="steps of one token"):
-        step(tokens(3, 24), past_key_values=static)
-    llama(tokens(3, 24), past_key_values=growing)
+        step(tokens(3, 24), **caching(static))
+    llama(tokens(3, 24), **caching(growing))
     with pytest.raises(error, match="is_compileable"):
-        step(tokens(3, 1), past_key_values=growing)
+        step(tokens(3, 1), **caching(growing))
     assert growing.get_seq_length() == 24
-    llama(**text(True), past_key_values=static)
-    step(tokens(3, 1), past_key_values=static, position_ids=torch.full((3, 1), 24))
+    llama(**text(True), **caching(static))
+    step(tokens(3, 1), **caching(static), position_ids=torch.full((3, 1), 24))
     with pytest.raises(ConfigError, match="other positions"):
         static.check()
     short = torch.zeros(3, 25, dtype=torch.int64)
-    step(tokens(3, 1), short, past_key_values=static, position_ids=25 - PADS[:, None])
+    step(tokens(3, 1), short, **caching(static), position_ids=25 - PADS[:, None])
     with pytest.raises(ConfigError, match="shows other tokens"):
         static.check()
     with pytest.raises(ShapeError, match="would grow to 27 tokens"):
-        llama(tokens(3, 1), past_key_values=static)
-    step(tokens(3, 1), past_key_values=static, position_ids=26 - PADS[:, None])
+        llama(tokens(3, 1), **caching(static))
+    step(tokens(3, 1), **caching(static), position_ids=26 - PADS[:, None])
     with pytest.raises(ShapeError, match="found no room"):
         static.check()

@@ -18,7 +18,7 @@ def config(**changes: Any) -> SimpleNamespace:
 
 def test_a_plain_config_holds_all_layers() -> None:
     found = cache_layers(config())
-    assert found == CacheLayers((0, 1, 2), 4, (64,) * 3, (64,) * 3, (None,) * 3)
+    assert found == CacheLayers((0, 1, 2), 4, (64,) * 3, (64,) * 3, (None,) * 3, 3)
     found = cache_layers(config(num_key_value_heads=2, head_dim=192, v_head_dim=128))
     assert (found.num_kv_heads, found.k_dims, found.v_dims) == (2, (192,) * 3, (128,) * 3)
 

@@ -18,7 +18,7 @@ import kvquant
 from kvquant.errors import UnsupportedModelError
 
 transformers = pytest.importorskip("transformers")
-from hf_cases import FP16, FP16_LATENTS, LATENT_SIZES, hands_latents, random_model  # noqa: E402
+from hf_cases import FP16, FP16_LATENTS, LATENT_SIZES, caching, hands_latents, random_model  # noqa: E402
 from slow_cases import mark_slow  # noqa: E402
 
 from kvquant.hf.cache import QuantizedCache, QuantizedLayer  # noqa: E402
@@ -34,7 +34,6 @@ STATES_AND_LATENTS = {
     "num_hidden_layers": 4,
     "layer_types": ["linear_attention", "full_attention"] * 2,
 }
-PLACED = {"llama4_text", "granitemoehybrid"}  # attention is not shown positions
 CHANGES: dict[str, dict[str, Any]] = {
     "deepseek_v2": ALL_EXPERTS,
     "deepseek_v3": ALL_EXPERTS,
@@ -58,6 +57,14 @@ CHANGES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"num_hidden_layers": 4, "layer_types": MIXED},
     "gpt_oss": {"num_hidden_layers": 4, "layer_types": MIXED, "num_experts_per_tok": 2},
     "cohere2": {"num_hidden_layers": 4, "layer_types": MIXED},
+    "mimo_v2_flash": {  # keys wider than values, twice the heads and sink logits in windows
+        "num_hidden_layers": 4,
+        "layer_types": ["full_attention", "sliding_attention"] * 2,
+        "num_attention_heads": 4,
+        "head_dim": 128,
+        "v_head_dim": 64,
+        "num_experts_per_tok": 2,
+    },
     "jamba": {
         "num_hidden_layers": 4,
         "attn_layer_offset": 1,
@@ -92,7 +99,7 @@ def logits_of(model: Any, cache: Any, text: torch.Tensor, mask: torch.Tensor) ->
     for part in [slice(0, PROMPT), *(slice(at, at + 1) for at in range(PROMPT, text.shape[1]))]:
         seen = {"attention_mask": mask[:, : part.stop], "position_ids": positions[:, part]}
         with torch.no_grad():
-            found.append(model(text[:, part], past_key_values=cache, **seen).logits[:, -1])
+            found.append(model(text[:, part], **caching(cache), **seen).logits[:, -1])
     return torch.stack(found)
 
 
@@ -120,15 +127,15 @@ def test_the_table_says_what_a_model_shows(kind: str) -> None:
     model.set_attn_implementation("kvquant")
     if told.startswith("refused: "):
         with pytest.raises(UnsupportedModelError, match=told.removeprefix("refused: ")):
-            model.generate(**prompt, past_key_values=QuantizedCache(model), **options)
+            model.generate(**prompt, **caching(QuantizedCache(model)), **options)
         return
 
-    rows = (FP16_LATENTS if kind in LATENT else FP16) | {"placed": kind in PLACED}
+    rows = FP16_LATENTS if kind in LATENT else FP16
     cache = QuantizedCache(model, **rows)
     assert packed(cache) == told
     exact = logits_of(model, cache, text, mask)
     cache.reset()
-    wanted_tokens = model.generate(**prompt, past_key_values=cache, **options)
+    wanted_tokens = model.generate(**prompt, **caching(cache), **options)
     packed_rows = {"fmt": "int8-g4"} if kind in LATENT else {"k_format": "int8", "v_format": "int8"}
     cache = QuantizedCache(model, **rows | packed_rows)
     int8 = logits_of(model, cache, text, mask)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from kvquant.errors import ShapeError
+from kvquant import load_cache, save_cache
+from kvquant.errors import ConfigError, ShapeError, UnsupportedModelError
 
 transformers = pytest.importorskip("transformers")
-from hf_cases import FP16, random_model  # noqa: E402
+from hf_cases import FP16, GEMMA3N, SHAPE, caching, random_model  # noqa: E402
 
 from kvquant.hf.cache import QuantizedCache  # noqa: E402
 
+HYBRID_KIND = "qwen3_next"
 HYBRID: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention"],
     "shared_expert_intermediate_size": 32,
@@ -27,7 +30,7 @@ TOLERANCE = 0.02  # of the logits' deviation
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    found = random_model("qwen3_next", HYBRID).model
+    found = random_model(HYBRID_KIND, HYBRID).model
     found.generation_config.eos_token_id = None
     found.set_attn_implementation("kvquant")
     return found
@@ -39,7 +42,7 @@ def prompt() -> torch.Tensor:
 
 def run(model: Any, cache: Any, text: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
-        logits: torch.Tensor = model(text, past_key_values=cache, use_cache=True).logits[:, -1]
+        logits: torch.Tensor = model(text, **caching(cache), use_cache=True).logits[:, -1]
     return logits
 
 
@@ -49,12 +52,29 @@ def test_each_layer_is_described(model: Any) -> None:
     assert rows == "layer 1: K int8, V int4-g4"
 
 
+def test_layers_that_keep_nothing_are_described_as_such() -> None:
+    kinds = ["linear_attention", "moe", "full_attention", "moe"]
+    changes = {"num_hidden_layers": 4, "layer_types": kinds}
+    config = transformers.AutoConfig.for_model("nemotron_h", head_dim=64, **changes)
+    state, second, rows, last = QuantizedCache(config).describe().splitlines()
+    assert state.startswith("layer 0: LinearAttentionLayer of transformers, as it is 'linear_att")
+    assert rows == "layer 2: K int4-g4, V int4-g4"
+    assert [second, last] == [f"layer {at}: nothing, it has no attention" for at in (1, 3)]
+
+
+def test_layers_that_share_rows_are_described_to_the_last() -> None:
+    config = transformers.Gemma3nTextConfig(**SHAPE | GEMMA3N)
+    *own, third, last = QuantizedCache(config, k_format="int8").describe().splitlines()
+    assert [line.split(",")[0] for line in own] == ["layer 0: K int8", "layer 1: K int8"]
+    assert [third, last] == [f"layer {at}: the rows of another layer" for at in (2, 3)]
+
+
 def test_beams_are_those_of_transformers(model: Any) -> None:
     text = prompt()
     mask = torch.ones_like(text)
     mask[0, :4] = 0
     options = {"attention_mask": mask, "num_beams": 2, "max_new_tokens": 5, "do_sample": False}
-    got = model.generate(text, past_key_values=QuantizedCache(model, **FP16), **options)
+    got = model.generate(text, **caching(QuantizedCache(model, **FP16)), **options)
     assert torch.equal(got, model.generate(text, **options))
 
 
@@ -92,3 +112,42 @@ def test_a_call_that_fails_leaves_states_that_only_reset_can_clear(model: Any) -
         run(model, cache, torch.tensor([[7], [7]]))
     cache.reset()
     assert run(model, cache, prompt()).isfinite().all()
+
+
+def test_drafts_are_cropped_from_states_that_can_be() -> None:
+    lfm2 = random_model("lfm2", {"layer_types": ["conv", "full_attention"]}).model
+    if lfm2._is_stateful:
+        pytest.skip("older transformers drafts for no hybrid")
+    lfm2.generation_config.eos_token_id = None
+    text = prompt()[:1].repeat(1, 3)
+    options = {"max_new_tokens": 12, "do_sample": False}
+    wanted = lfm2.generate(text, **options)
+    lfm2.set_attn_implementation("kvquant")
+    cache = QuantizedCache(lfm2, **FP16)
+    got = lfm2.generate(text, **cache.argument, prompt_lookup_num_tokens=4, **options)
+    assert torch.equal(got, wanted) and cache.get_seq_length() == wanted.shape[1] - 1
+
+
+@pytest.mark.parametrize("kind", [HYBRID_KIND, "lfm2", "llama4_text"])
+def test_a_hybrid_cannot_go_on_from_a_file(kind: str, tmp_path: Path) -> None:
+    changes: dict[str, dict[str, Any]] = {
+        HYBRID_KIND: HYBRID,
+        "lfm2": {"layer_types": ["conv", "full_attention"]},
+        "llama4_text": {
+            "num_hidden_layers": 4,
+            "attention_chunk_size": 8,
+            "intermediate_size_mlp": 96,
+        },
+    }
+    own = random_model(kind, changes[kind]).model
+    own.set_attn_implementation("kvquant")
+    cache, path = QuantizedCache(own), tmp_path / "cache.safetensors"
+    run(own, cache, prompt())
+    with pytest.raises(ConfigError, match=r"QuantizedCache: give a KVCache, of a Quan.* its kv"):
+        save_cache(cache, path)  # type: ignore[arg-type]
+    assert cache.kv is not None
+    save_cache(cache.kv, path)
+    loaded = QuantizedCache(load_cache(path))
+    with pytest.raises(UnsupportedModelError, match=r"layer 0 .*no file has them: read the text"):
+        run(own, loaded, torch.tensor([[7], [7]]))
+    assert loaded.kv is not None and loaded.kv.seq_lens.tolist() == [12, 12]

@@ -30,6 +30,7 @@ from hf_cases import (  # noqa: E402
     FP16_LATENTS,
     LATENT_SIZES,
     RoundedCache,
+    caching,
     hands_latents,
     needs_latents,
     random_model,
@@ -100,9 +101,7 @@ def plain(model: CachedModel, make: Any) -> torch.Tensor:
         parts = [text[b : b + 1, :length], *text[b : b + 1, LENS[0] :].split(1, dim=1)]
         with torch.no_grad():
             found.append(
-                torch.stack(
-                    [model.model(part, past_key_values=past).logits[0, -1] for part in parts]
-                )
+                torch.stack([model.model(part, **caching(past)).logits[0, -1] for part in parts])
             )
     return torch.stack(found, dim=1)
 
@@ -291,7 +290,7 @@ def test_generate_of_transformers_takes_a_quantized_cache(options: dict[str, Any
         cache = QuantizedCache(model, max_seq_len=room, **FP16_LATENTS)
         assert cache.describe() == "layer 0: latent rows fp16\nlayer 1: latent rows fp16"
         assert cache.is_compileable == bool(room)
-        assert torch.equal(model.generate(text, past_key_values=cache, **given), wanted)
+        assert torch.equal(model.generate(text, **caching(cache), **given), wanted)
         assert isinstance(cache.kv, LatentKVCache)
 
 
@@ -305,7 +304,7 @@ def test_a_compiled_model_attends_outside_of_graphs(model: CachedModel) -> None:
     cache = QuantizedCache(model.model, **FP16_LATENTS)
     with torch.no_grad():
         for part, logits in zip((texts()[:, :9], texts()[:, 9:10]), wanted, strict=True):
-            assert error(step(part, past_key_values=cache).logits[:, -1], logits) < TOLERANCE
+            assert error(step(part, **caching(cache)).logits[:, -1], logits) < TOLERANCE
     model.model.set_attn_implementation("sdpa")
 
 
@@ -337,7 +336,7 @@ def test_a_step_that_fails_behind_its_append_is_taken_back(
     model.set_attn_implementation("kvquant")
     cache, wanted = QuantizedCache(model), QuantizedCache(model)
     for one in (cache, wanted):
-        model(text[:, :9], past_key_values=one)
+        model(text[:, :9], **caching(one))
     attend, calls = attend_latents, []
 
     def fail(*args: Any, **options: Any) -> Any:
@@ -348,11 +347,11 @@ def test_a_step_that_fails_behind_its_append_is_taken_back(
 
     monkeypatch.setattr(latent_cache, "attend_latents", fail)
     with pytest.raises(MemoryError):
-        model(text[:, 9:10], past_key_values=cache)
+        model(text[:, 9:10], **caching(cache))
     monkeypatch.undo()
     assert cache.kv is not None
     assert [at.seq_lens.tolist() for at in cache.kv.layers] == [[9, 9]] * 2
-    given, expected = (model(text[:, 9:10], past_key_values=one).logits for one in (cache, wanted))
+    given, expected = (model(text[:, 9:10], **caching(one)).logits for one in (cache, wanted))
     assert torch.equal(given, expected)
 
 
@@ -369,7 +368,7 @@ def test_latents_of_a_layer_that_has_failed_are_not_those_of_another_call(
     model.set_attn_implementation("kvquant")
     cache, wanted = QuantizedCache(model), QuantizedCache(model)
     for one in (cache, wanted):
-        model(text[:, :9], past_key_values=one)
+        model(text[:, :9], **caching(one))
 
     def fail(*_: Any) -> None:
         raise MemoryError
@@ -377,7 +376,7 @@ def test_latents_of_a_layer_that_has_failed_are_not_those_of_another_call(
     for is_other in (True, False):
         monkeypatch.setattr(at, "expand_kv", fail)
         with pytest.raises(MemoryError):
-            model(text[:, 9:10], past_key_values=cache)
+            model(text[:, 9:10], **caching(cache))
         monkeypatch.undo()
         if is_other:
             with pytest.raises(UnsupportedModelError, match="taken back now: call again"):
@@ -385,10 +384,10 @@ def test_latents_of_a_layer_that_has_failed_are_not_those_of_another_call(
             assert error(at(hidden, turns, None)[0], alone) < 1e-5
         else:
             with pytest.raises(UnsupportedModelError, match="taken back now: call again"):
-                model(text[:, 9:10], past_key_values=cache)
+                model(text[:, 9:10], **caching(cache))
         assert cache.latents is None and cache.kv is not None
         assert [one.seq_lens.tolist() for one in cache.kv.layers] == [[9, 9]] * 2
-    given, expected = (model(text[:, 9:10], past_key_values=one).logits for one in (cache, wanted))
+    given, expected = (model(text[:, 9:10], **caching(one)).logits for one in (cache, wanted))
     assert torch.equal(given, expected)
 
 
@@ -405,7 +404,7 @@ def test_autocast_reads_and_steps() -> None:
         model.set_attn_implementation(name)
         past = make()
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
-            parts = [model(part, past_key_values=past).logits for part in text.split(7, dim=1)]
+            parts = [model(part, **caching(past)).logits for part in text.split(7, dim=1)]
         found.append(torch.cat(parts, dim=1).float())
     wanted, theirs, ours = found
     assert text.shape[1] % 7 == 1  # a step at the end
@@ -649,7 +648,7 @@ def test_a_float16_model_is_described_as_it_is_stored() -> None:
     model.set_attn_implementation("kvquant")
     cache = QuantizedCache(model)
     before = cache.describe()
-    model(texts(), past_key_values=cache)
+    model(texts(), **caching(cache))
     assert before == cache.describe() and before.startswith("layer 0: latent rows int8-g4+fp16")
 
 
@@ -692,7 +691,7 @@ def test_layers_that_make_keys_otherwise_are_refused(
     if case == "rows":
         return  # the model does not run
     with pytest.raises(UnsupportedModelError, match=message):
-        model.model(texts(), past_key_values=cache)
+        model.model(texts(), **caching(cache))
     assert cache.kv is not None and not cache.kv.seq_lens.any()
 
 

@@ -1,17 +1,18 @@
 """How a QuantizedCache is made for what comes, grows, and what it reads in a step."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from kvquant import CachePlan, KVCache, debug
+from kvquant import CachePlan, KVCache, debug, load_cache, save_cache
 from kvquant.errors import CheckpointError, ConfigError, ShapeError, UnsupportedError
 
 transformers = pytest.importorskip("transformers")
 from example_plan import example_plan  # noqa: E402
-from hf_cases import FP16, TOLERANCE, tiny, tokens  # noqa: E402
+from hf_cases import FP16, TOLERANCE, caching, tiny, tokens  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from kvquant.hf.cache import SPACE, QuantizedCache  # noqa: E402
@@ -34,20 +35,20 @@ def test_a_cache_is_made_for_the_sequences_and_the_dtype_that_come(own: CachedMo
     assert [past.get_seq_length(), past.get_max_length()] == [0, -1]
     past.check()
     past.crop(-3)
-    own.model.generate(tokens(2, 10), past_key_values=past, num_beams=3, **OPTIONS)
+    own.model.generate(tokens(2, 10), **caching(past), num_beams=3, **OPTIONS)
     kv = past.kv
     assert kv is not None and past.is_initialized and past.batch_size == kv.batch == 6
     same = own.new_cache(6, kv.max_seq_len, k_format="int8", sink_len=2, recent_len=9)
     assert repr(kv) == repr(same) and kv.exact_format == "bf16"
     past.reset()  # another batch, and the memory of the same one stays
-    own.model.generate(tokens(6, 10), past_key_values=past, **OPTIONS)
+    own.model.generate(tokens(6, 10), **caching(past), **OPTIONS)
     assert past.kv is kv
     past.reset()
     answers = {"num_return_sequences": 2, "do_sample": True}
-    own.model.generate(tokens(1, 10), past_key_values=past, **OPTIONS | answers)
+    own.model.generate(tokens(1, 10), **caching(past), **OPTIONS | answers)
     assert past.kv is not None and past.kv.batch == 2
     half = QuantizedCache(own.model.config)
-    own.model.half()(tokens(1, 5), past_key_values=half)
+    own.model.half()(tokens(1, 5), **caching(half))
     assert half.kv is not None and half.kv.exact_format == "fp16"
 
 
@@ -61,7 +62,7 @@ def test_a_cache_grows_to_twice_its_room(own: CachedModel) -> None:
     for past in caches:
         parts = text[:, :20], text[:, 20:280], text[:, 280:697], *text[:, 697:].split(1, dim=1)
         with torch.no_grad():
-            found.append([own.model(part, past_key_values=past).logits[:, -1] for part in parts])
+            found.append([own.model(part, **caching(past)).logits[:, -1] for part in parts])
         past.check()
     assert torch.equal(torch.stack(found[0]), torch.stack(found[1]))
     grown, static = (past.kv for past in caches)
@@ -69,8 +70,40 @@ def test_a_cache_grows_to_twice_its_room(own: CachedModel) -> None:
     assert [grown.max_seq_len, static.max_seq_len] == [4 * (20 + SPACE), 700]
     assert caches[1].get_max_length() == 700
     with pytest.raises(ShapeError, match="would grow to 701 tokens, max_seq_len is 700"):
-        own.model(text[:, :1], past_key_values=caches[1])
+        own.model(text[:, :1], **caching(caches[1]))
     assert static.seq_lens.tolist() == [700, 700]
+
+
+def test_a_cache_of_a_file_grows_as_it_did_before(own: CachedModel, tmp_path: Path) -> None:
+    text, path = tokens(2, 90), tmp_path / "cache.safetensors"
+    past = QuantizedCache(own.model, k_format="int8", recent_len=8)
+    with torch.no_grad():
+        own.model(text[:, :30], **past.argument)
+    assert past.kv is not None
+    save_cache(past.kv, path)
+    loaded = QuantizedCache(load_cache(path, max_seq_len=32))
+    assert loaded.kv is not None and loaded.get_max_length() == -1 and not loaded.is_compileable
+    with torch.no_grad():
+        for part in (text[:, 30:60], *text[:, 60:].split(1, dim=1)):
+            found = [own.model(part, **one.argument).logits for one in (past, loaded)]
+            assert torch.equal(*found)
+    assert loaded.kv.max_seq_len == 128 and loaded.get_seq_length() == 90
+
+
+def test_a_cache_of_a_file_keeps_the_room_that_is_asked_for(
+    own: CachedModel, tmp_path: Path
+) -> None:
+    kv, path = own.new_cache(1, 20), tmp_path / "cache.safetensors"
+    own.prefill(kv, tokens(1, 12))
+    save_cache(kv, path)
+    past = QuantizedCache(load_cache(path, max_seq_len=20), max_seq_len=24)
+    assert past.kv is not None and past.kv.max_seq_len == past.get_max_length() == 24
+    assert past.is_compileable and past.kv.seq_lens.tolist() == [12]
+    with pytest.raises(ShapeError, match="max_seq_len"):
+        own.model(tokens(1, 13), **past.argument)
+    assert past.kv.seq_lens.tolist() == [12]
+    with pytest.raises(ConfigError, match="max_seq_len is 11, the cache has room for 20"):
+        QuantizedCache(kv, max_seq_len=11)
 
 
 def test_what_no_cache_can_be_made_of_is_refused(own: CachedModel) -> None:
@@ -78,7 +111,7 @@ def test_what_no_cache_can_be_made_of_is_refused(own: CachedModel) -> None:
         QuantizedCache(own.model, k_format="int5")
     with pytest.raises(ConfigError, match="max_seq_len"):
         QuantizedCache(own.model, max_seq_len=0)
-    with pytest.raises(ConfigError, match="give no options with it, or give a model"):
+    with pytest.raises(ConfigError, match="give none with it, or give a model"):
         QuantizedCache(own.new_cache(1, 8), recent_len=4)
     for source in (own, None, transformers.DynamicCache()):
         with pytest.raises(ConfigError, match="give a model of transformers, its config or a"):
@@ -90,28 +123,39 @@ def test_what_no_cache_can_be_made_of_is_refused(own: CachedModel) -> None:
     assert own.model.config._attn_implementation == "sdpa"
     past = QuantizedCache(own.model.config)
     with pytest.raises(UnsupportedError, match="layer 0 got keys from a KVCache and did not"):
-        own.model(tokens(1, 8), past_key_values=past)
+        own.model(tokens(1, 8), **caching(past))
 
 
 def test_a_plan_says_the_formats(own: CachedModel) -> None:
     made = example_plan(2, 2, 64)
     plan = CachePlan(dict(made.facts) | {"model": model_identity(own.config_dict)}, made.tensors)
     past = QuantizedCache(own.model, plan=plan)
-    own.model.generate(tokens(2, 10), past_key_values=past, **OPTIONS)
+    own.model.generate(tokens(2, 10), **caching(past), **OPTIONS)
     assert past.kv is not None and past.kv.bases is not None
     assert repr(past.kv) == repr(own.new_cache(2, past.kv.max_seq_len, plan=plan))
     with pytest.raises(CheckpointError, match="not for this"):
         QuantizedCache(tiny("Qwen2").model.config, plan=plan)
 
 
+def test_the_path_of_a_plan_is_none(own: CachedModel) -> None:
+    path: Any = "plan.safetensors"
+    for call in (
+        lambda: QuantizedCache(own.model, plan=path),
+        lambda: own.new_cache(1, 8, plan=path),
+        lambda: own.fold_values(path),
+    ):
+        with pytest.raises(ConfigError, match=r"of type str: .* of a file CachePlan.load\(path\)"):
+            call()
+
+
 def test_a_copy_goes_on_by_itself(own: CachedModel) -> None:
     """As transformers' users copy the cache of a prompt."""
     past, text = QuantizedCache(own.model, **FP16), tokens(1, 20)
     with torch.no_grad():
-        own.model(text[:, :15], past_key_values=past)
+        own.model(text[:, :15], **caching(past))
         other = copy.deepcopy(past)
-        given = [own.model(text[:, 15:], past_key_values=one).logits for one in (past, other)]
-        own.model(text[:, :1], past_key_values=other)
+        given = [own.model(text[:, 15:], **caching(one)).logits for one in (past, other)]
+        own.model(text[:, :1], **caching(other))
     torch.testing.assert_close(*given, atol=TOLERANCE, rtol=0)
     assert [one.get_seq_length() for one in (past, other)] == [20, 21]
     assert past.kv is not None and past.kv.seq_lens.tolist() == [20]
@@ -141,7 +185,7 @@ def test_a_step_reads_nothing(kind: str, is_padded: bool, monkeypatch: pytest.Mo
     mask[0, :7] = 0 if is_padded else 1
     places = (mask.cumsum(1) - 1).clamp(min=0)
     with torch.no_grad():
-        own.model(tokens(2, 20), attention_mask=mask, position_ids=places, past_key_values=past)
+        own.model(tokens(2, 20), attention_mask=mask, position_ids=places, **caching(past))
 
     def step(self: KVCache, layer: int, q: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         at = self.layers[layer]
@@ -161,11 +205,11 @@ def test_a_step_reads_nothing(kind: str, is_padded: bool, monkeypatch: pytest.Mo
         for _ in range(3):
             mask = torch.cat([mask, torch.ones(2, 1, dtype=torch.int64)], dim=1)
             places = places[:, -1:] + 1
-            own.model(tokens(2, 1), attention_mask=mask, position_ids=places, past_key_values=past)
+            own.model(tokens(2, 1), attention_mask=mask, position_ids=places, **caching(past))
             assert past.get_seq_length() == mask.shape[1]
     assert not reads.found
     past.check()
-    own.model(tokens(2, 1), position_ids=places, past_key_values=past)  # those of the token before
+    own.model(tokens(2, 1), position_ids=places, **caching(past))  # those of the token before
     with pytest.raises(ConfigError, match="go on from other positions"):
         past.check()
     past.check()
@@ -176,8 +220,8 @@ def test_a_cache_of_inference_mode_goes_on_outside(
 ) -> None:
     past, mask = QuantizedCache(own.model), torch.ones(1, 6, dtype=torch.int64)
     with torch.inference_mode():
-        own.model(tokens(1, 5), past_key_values=past)
+        own.model(tokens(1, 5), **caching(past))
     monkeypatch.setattr(debug, "may_read", lambda tensor: False)  # as on CUDA
     with torch.no_grad():
-        own.model(tokens(1, 1), attention_mask=mask, past_key_values=past)
+        own.model(tokens(1, 1), attention_mask=mask, **caching(past))
     past.check()

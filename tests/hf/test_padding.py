@@ -1,5 +1,7 @@
 """Padded batches: each sequence gets what it would get alone."""
 
+import copy
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ from kvquant import debug, load_cache, save_cache
 from kvquant.errors import ConfigError, UnsupportedModelError
 
 transformers = pytest.importorskip("transformers")
-from hf_cases import GEMMA3N, SHARING, TOLERANCE, tiny, tokens  # noqa: E402
+from hf_cases import GEMMA3N, SHARING, TOLERANCE, caching, tiny, tokens  # noqa: E402
 
 from kvquant.hf.cache import QuantizedCache  # noqa: E402
 from kvquant.hf.padding import Columns, Padding  # noqa: E402
@@ -64,7 +66,7 @@ def prompts() -> list[torch.Tensor]:
 def logits(model: Any, text: torch.Tensor) -> torch.Tensor:
     """Of every token, of a text alone and from its beginning."""
     past = QuantizedCache(model, **ROWS)
-    found: torch.Tensor = model(text[None], past_key_values=past).logits[0]
+    found: torch.Tensor = model(text[None], **caching(past)).logits[0]
     return found
 
 
@@ -74,13 +76,13 @@ def test_generate_with_left_padding_gives_what_each_prompt_alone_gets(
 ) -> None:
     options = OPTIONS | ({case: {"num_beams": 3, "prefill_chunk_size": 7}[case]} if case else {})
     past = QuantizedCache(model, **ROWS)
-    given = model.generate(**padded(prompts(), left=True), past_key_values=past, **options)
+    given = model.generate(**padded(prompts(), left=True), **caching(past), **options)
     assert past.kv is not None and past.get_seq_length() == 31
     beams = 3 if case == "num_beams" else 1
     assert past.kv.seq_lens.view(3, beams)[:, 0].tolist() == [n + 7 for n in LENS]
     for text, found in zip(prompts(), given, strict=True):
         alone = QuantizedCache(model, **ROWS)
-        wanted = model.generate(text[None], past_key_values=alone, **options)
+        wanted = model.generate(text[None], **caching(alone), **options)
         assert found[-8:].tolist() == wanted[0, -8:].tolist()
 
 
@@ -101,7 +103,7 @@ def test_logits_of_padded_texts_are_those_of_each_alone(model: Any) -> None:
                 ids[:, begin:end],
                 attention_mask=mask[:, :end],
                 position_ids=places,
-                past_key_values=past,
+                **caching(past),
             )
             assert past.get_seq_length() == end
             found.append(out.logits)
@@ -118,14 +120,45 @@ def test_models_may_count_the_padding_before_a_text(llama: Any) -> None:
     """As they do without position_ids: distances are the same."""
     call, more = padded(prompts(), left=True), tokens(3, 2)
     past = QuantizedCache(llama, **ROWS)
-    llama(**call, past_key_values=past)
+    llama(**call, **caching(past))
     assert past.kv is not None
     assert past.kv.start_positions.tolist() == [24 - n for n in LENS]
-    given = [llama(more[:, i : i + 1], past_key_values=past).logits[:, 0] for i in range(2)]
+    given = [llama(more[:, i : i + 1], **caching(past)).logits[:, 0] for i in range(2)]
     for b, text in enumerate(prompts()):
         wanted = logits(llama, torch.cat([text, more[b]]))[-2:]
         ours = torch.stack([one[b] for one in given])
         torch.testing.assert_close(ours, wanted, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("is_copy", [False, True], ids=["", "copy"])
+def test_positions_that_attention_is_not_shown_are_seen_at_the_decoder(is_copy: bool) -> None:
+    own = tiny("Persimmon", num_attention_heads=2).model
+    own.set_attn_implementation("kvquant")
+    past = QuantizedCache(own, **ROWS)
+    past = copy.deepcopy(past) if is_copy else past
+    found = own.generate(**padded(prompts(), left=True), **caching(past), **OPTIONS)
+    for text, row in zip(prompts(), found, strict=True):
+        alone = QuantizedCache(own, **ROWS)
+        wanted = own.generate(text[None], **caching(alone), **OPTIONS)
+        assert row[-8:].tolist() == wanted[0, -8:].tolist()
+    with torch.no_grad(), pytest.raises(ConfigError, match="go on from other positions"):
+        own(tokens(3, 1), **caching(past), position_ids=torch.full((3, 1), 31))
+    assert past.kv is not None and past.kv.seq_lens.tolist() == [n + 7 for n in LENS]
+
+
+def test_the_hook_on_the_decoder_goes_where_it_is_not_needed(llama: Any) -> None:
+    persimmon = tiny("Persimmon", num_attention_heads=2).model
+    persimmon.set_attn_implementation("kvquant")
+    for own, is_needed in ((llama, False), (persimmon, True)):
+        hooks = own.get_decoder()._forward_pre_hooks
+        past, unused = QuantizedCache(own), QuantizedCache(own)
+        assert len(hooks) == 2
+        with torch.no_grad():
+            own(tokens(1, 4), **caching(past))
+        assert len(hooks) == 1 + is_needed and unused.get_seq_length() == 0
+        del past, unused
+        gc.collect()
+        assert not hooks
 
 
 def test_a_padded_conversation_goes_on(model: Any) -> None:
@@ -133,28 +166,28 @@ def test_a_padded_conversation_goes_on(model: Any) -> None:
     first = padded(prompts(), left=True)
     turns = [row[:n] for row, n in zip(tokens(3, 40)[:, 30:], (4, 10, 1), strict=True)]
     second, past = padded(turns, left=True), QuantizedCache(model, **ROWS)
-    answers = model.generate(**first, past_key_values=past, **OPTIONS)
+    answers = model.generate(**first, **caching(past), **OPTIONS)
     ids = torch.cat([answers, second["input_ids"]], dim=1)
     ones = torch.ones(3, 8, dtype=torch.int64)
     mask = torch.cat([first["attention_mask"], ones, second["attention_mask"]], dim=1)
-    given = model.generate(ids, attention_mask=mask, past_key_values=past, **OPTIONS)
+    given = model.generate(ids, attention_mask=mask, **caching(past), **OPTIONS)
     for b, text in enumerate(prompts()):
         whole = torch.cat([text, answers[b, -8:], turns[b]])
         alone = QuantizedCache(model, **ROWS)
-        wanted = model.generate(whole[None], past_key_values=alone, **OPTIONS)
+        wanted = model.generate(whole[None], **caching(alone), **OPTIONS)
         assert given[b, -8:].tolist() == wanted[0, -8:].tolist()
 
 
 def test_a_padded_cache_goes_on_from_a_file(llama: Any, tmp_path: Path) -> None:
     call, past = padded(prompts(), left=True), QuantizedCache(llama, k_format="int4", recent_len=8)
-    answers = llama.generate(**call, past_key_values=past, **OPTIONS)
+    answers = llama.generate(**call, **caching(past), **OPTIONS)
     assert past.kv is not None
     save_cache(past.kv, tmp_path / "cache.safetensors")
     loaded = QuantizedCache(load_cache(tmp_path / "cache.safetensors", max_seq_len=60))
     assert loaded.get_seq_length() == 31
     mask = torch.cat([call["attention_mask"], torch.ones(3, 8, dtype=torch.int64)], dim=1)
     found = [
-        llama.generate(answers, attention_mask=mask, past_key_values=one, **OPTIONS).tolist()
+        llama.generate(answers, attention_mask=mask, **caching(one), **OPTIONS).tolist()
         for one in (past, loaded)
     ]
     assert found[0] == found[1]
@@ -166,11 +199,11 @@ def test_masks_that_do_not_fit_the_cache_are_refused(
     call = padded(prompts(), left=True)
     past, mask = QuantizedCache(llama, **ROWS), call["attention_mask"]
     with torch.no_grad():
-        llama(**call, past_key_values=past)
+        llama(**call, **caching(past))
 
     def run(columns: int, mask: torch.Tensor) -> None:
         with torch.no_grad():
-            llama(tokens(3, columns), attention_mask=mask, past_key_values=past)
+            llama(tokens(3, columns), attention_mask=mask, **caching(past))
 
     def behind(*new: int) -> torch.Tensor:
         return torch.cat([mask, torch.tensor([new]).T], dim=1)
@@ -197,7 +230,7 @@ def test_masks_that_do_not_fit_the_cache_are_refused(
 def test_columns_are_counted_and_cropped_with_their_padding(llama: Any) -> None:
     call, past = padded(prompts(), left=False), QuantizedCache(llama, **ROWS)
     with torch.no_grad():
-        llama(**call, past_key_values=past)
+        llama(**call, **caching(past))
     kv = past.kv
     assert kv is not None and kv.seq_lens.tolist() == LENS
     past.crop(-10)  # of the columns
@@ -218,35 +251,35 @@ def test_columns_are_counted_and_cropped_with_their_padding(llama: Any) -> None:
 
 def test_after_a_reset_a_padded_batch_of_another_size_is_read_as_anew(llama: Any) -> None:
     past, text = QuantizedCache(llama, **ROWS), padded(prompts()[:2], left=True)
-    llama(tokens(3, 24), past_key_values=past)
+    llama(tokens(3, 24), **caching(past))
     past.reset()
-    llama(**text, past_key_values=past)
+    llama(**text, **caching(past))
     assert past.kv is not None and past.kv.seq_lens.tolist() == LENS[:2]
 
 
 def test_padding_read_without_positions_does_not_go_on_with_others(llama: Any) -> None:
     past, text = QuantizedCache(llama, **ROWS), padded(prompts(), left=True)
-    llama(**{name: given[:, :-1] for name, given in text.items()}, past_key_values=past)
+    llama(**{name: given[:, :-1] for name, given in text.items()}, **caching(past))
     with pytest.raises(ConfigError, match="go on from other positions"):
-        llama.generate(**text, past_key_values=past, **OPTIONS)
+        llama.generate(**text, **caching(past), **OPTIONS)
 
 
 def test_what_the_owner_of_the_rows_changes_is_seen(llama: Any) -> None:
     for is_crop in (True, False):
         past = QuantizedCache(llama, **ROWS)
-        llama(tokens(3, 24), past_key_values=past)
+        llama(tokens(3, 24), **caching(past))
         assert past.kv is not None
         if is_crop:
             past.kv.crop([24, 10, 10])  # the longest one stays
         else:
             past.kv.start_positions.add_(torch.tensor([0, 0, 3]))
         with pytest.raises(ConfigError, match="go on from other positions"):
-            llama(tokens(3, 1), past_key_values=past)
+            llama(tokens(3, 1), **caching(past))
 
 
 def test_a_call_without_the_cache_leaves_it_alone(llama: Any) -> None:
     past, text = QuantizedCache(llama, **ROWS), tokens(3, 24)
-    llama(text, past_key_values=past)
+    llama(text, **caching(past))
     mask = torch.zeros(3, 1, 24, 24).masked_fill(~torch.ones(24, 24).tril().bool(), -torch.inf)
     found = llama(text, attention_mask=mask, use_cache=False).logits  # no mask is made
     assert torch.allclose(found, llama(text, use_cache=False).logits, atol=1e-4)
@@ -257,22 +290,20 @@ def test_a_call_without_the_cache_leaves_it_alone(llama: Any) -> None:
 def test_a_mask_of_the_callers_own_leaves_the_tokens_before(llama: Any) -> None:
     past, text = QuantizedCache(llama, **ROWS), tokens(3, 40)
     for part in (text[:, :18], text[:, 18:20]):
-        llama(part, past_key_values=past)
+        llama(part, **caching(past))
     with pytest.raises(UnsupportedModelError, match="not the causal one"):
-        llama(text[:, 20:22], attention_mask=torch.zeros(3, 1, 2, 22), past_key_values=past)
+        llama(text[:, 20:22], attention_mask=torch.zeros(3, 1, 2, 22), **caching(past))
     assert past.get_seq_length() == 20
-    llama(text[:, 20:22], past_key_values=past)
+    llama(text[:, 20:22], **caching(past))
     assert past.kv is not None and past.kv.seq_lens.tolist() == [22] * 3
 
 
 def test_the_first_token_tells_its_position(llama: Any) -> None:
     past = QuantizedCache(llama, **ROWS)
-    llama(tokens(2, 1), position_ids=torch.full((2, 1), 5), past_key_values=past)
+    llama(tokens(2, 1), position_ids=torch.full((2, 1), 5), **caching(past))
     assert past.kv is not None and past.kv.start_positions.tolist() == [5, 5]
 
 
 def test_generate_without_use_cache_is_told(llama: Any) -> None:
     with pytest.raises(ConfigError, match="give use_cache=True"):
-        llama.generate(
-            tokens(3, 24), past_key_values=QuantizedCache(llama), use_cache=False, **OPTIONS
-        )
+        llama.generate(tokens(3, 24), **caching(QuantizedCache(llama)), use_cache=False, **OPTIONS)

@@ -15,6 +15,7 @@ from example_plan import example_plan  # noqa: E402
 from hf_cases import (  # noqa: E402
     FP16,
     LATENT_SIZES,
+    caching,
     hands_latents,
     random_model,
     tiny,
@@ -78,5 +79,5 @@ def test_layers_that_are_not_where_the_cache_is_are_refused() -> None:
     cache = QuantizedCache(model, **FP16)
     for text in (tokens(2, 9), tokens(2, 1)):
         with pytest.raises(UnsupportedModelError, match=r"layer 1 .* is on meta, its rows on cpu"):
-            model(text, past_key_values=cache)
+            model(text, **caching(cache))
         assert cache.kv is not None and cache.kv.seq_lens.tolist() == [0, 0]

@@ -19,7 +19,7 @@ from kvquant.calibration.calibrate import Sizes, calibrate
 from kvquant.errors import DeviceError, UnsupportedModelError
 
 transformers = pytest.importorskip("transformers")
-from hf_cases import FP16, random_model, tiny, tokens  # noqa: E402
+from hf_cases import FP16, caching, random_model, tiny, tokens  # noqa: E402
 
 from kvquant.hf import cache as hf_cache  # noqa: E402
 from kvquant.hf import model as hf_model  # noqa: E402
@@ -87,7 +87,7 @@ def logits_of(model: Any, past: QuantizedCache, new: torch.Tensor) -> torch.Tens
         positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -part.shape[1] :]
         given = {"attention_mask": mask, "position_ids": positions}
         moved = {name: x.to(model.device) for name, x in given.items()}
-        out = model(part.to(model.device), past_key_values=past, **moved)
+        out = model(part.to(model.device), **caching(past), **moved)
         found.append(out.logits[:, -1].cpu())
     return torch.stack(found)
 
@@ -116,13 +116,13 @@ def test_generate_gives_what_it_gives_on_one_device(
     whole.generation_config.eos_token_id = None
     whole.set_attn_implementation("kvquant")
     past = QuantizedCache(whole, **rows)
-    wanted = whole.generate(**padded(), past_key_values=past, **options)
+    wanted = whole.generate(**padded(), **caching(past), **options)
     model = split(tiny(kind, **KINDS[kind]).model, devices, monkeypatch)
     model.generation_config.eos_token_id = None
     past = QuantizedCache(model, **rows)
     assert not past.is_compileable
     given = {name: x.to(devices[0]) for name, x in padded().items()}
-    found = model.generate(**given, past_key_values=past, **options)
+    found = model.generate(**given, **caching(past), **options)
     assert_spread(past, devices)
     assert past.get_seq_length() == 31 and found.shape == wanted.shape
     if devices[1] == "cpu:0":
@@ -170,7 +170,7 @@ def test_the_cache_of_a_config_is_refused_where_layers_lie_elsewhere(
     cache = QuantizedCache(model.config, **FP16)
     for text in (tokens(2, 9), tokens(2, 1)):
         with pytest.raises(UnsupportedModelError, match=r"layer 1 .* make the cache of the model"):
-            model(text.to(devices[0]), past_key_values=cache)
+            model(text.to(devices[0]), **caching(cache))
         assert cache.kv is not None and cache.kv.seq_lens.tolist() == [0, 0]
 
 
@@ -210,7 +210,7 @@ def test_layers_of_transformers_get_their_mask(monkeypatch: pytest.MonkeyPatch) 
             monkeypatch.setattr(hf_cache, "layer_devices", lambda *_: [torch.device("cpu:0")])
         cache = QuantizedCache(model, placed=True, **FP16)
         with torch.no_grad():
-            found.append(model(text, past_key_values=cache).logits)
+            found.append(model(text, **caching(cache)).logits)
         assert cache.describe().startswith("layer 0: DynamicSlidingWindowLayer")
         assert type(found[-1]) is torch.Tensor
     assert torch.equal(*found)
@@ -292,7 +292,7 @@ def test_weights_that_accelerate_brings_lie_where_it_brings_them(tmp_path: Path)
     model.set_attn_implementation("kvquant")
     cache = QuantizedCache(model, **FP16)
     with torch.no_grad():
-        found = model(tokens(1, 5), past_key_values=cache).logits
+        found = model(tokens(1, 5), **caching(cache)).logits
     assert cache.kv is not None and cache.kv.devices == [torch.device("cpu")] * 2
     torch.testing.assert_close(found, expected, atol=5e-3, rtol=0)
     cached, whole = CachedModel(model), tiny("Llama")
@@ -336,7 +336,7 @@ def test_accelerate_spreads_the_layers(first: Any) -> None:
     assert close(found, logits_of(whole, QuantizedCache(whole, **FP16), new))
     past.reset()
     given = {name: x.to(model.device) for name, x in padded().items()}
-    assert model.generate(**given, past_key_values=past, **OPTIONS).shape[0] == 3
+    assert model.generate(**given, **caching(past), **OPTIONS).shape[0] == 3
     past.check()
     cached = CachedModel(model)
     cache = cached.new_cache(3, 64, **FP16)

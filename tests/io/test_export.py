@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvquant import KVCache, RowFormat, quantize_rows
+from kvquant import KVCache, LatentFormat, LatentKVCache, RowFormat, dequantize_rows, quantize_rows
 from kvquant.errors import (
     CheckpointError,
     ConfigError,
@@ -285,3 +285,67 @@ def test_empty_cache_is_exported(tmp_path: Path) -> None:
     tensors, _ = export(tmp_path, KVCache(1, 2, 1, 128, 8), "fbgemm")
     assert tensors["layers.0.cache_K"].shape == (2, 0, 1, 80)
     assert tensors["seq_positions"].tolist() == [-1, -1]
+
+
+def latents(fmt: str, dims: tuple[int, int] = (512, 64), **options: Any) -> LatentKVCache:
+    """Two sequences of latent rows, of 150 tokens and of 9."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"latent_dim": dims[0], "rope_dim": dims[1], **options}
+    cache = LatentKVCache(2, 2, 200, fmt=fmt, **sizes)
+    lens = torch.tensor([150, 9], dtype=torch.int32)
+    for layer in range(2):
+        latent, rope = (torch.randn(2, 1, 150, dim).bfloat16() for dim in dims)
+        cache.append(layer, latent, rope, lens)
+    return cache
+
+
+@pytest.mark.parametrize("to, dtype", [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_latent_rows_go_out_as_the_values_of_their_parts(
+    tmp_path: Path, to: str, dtype: torch.dtype
+) -> None:
+    cache = latents("int4-g4+int8-g4", (256, 64), sink_len=2, recent_len=5)
+    tensors, notes = export(tmp_path, cache, to)
+    assert notes == [] and tensors["seq_lens"].tolist() == [150, 9]
+    for i in range(2):
+        latent, rope = (x[:, 0] for x in cache.dequantized(i, dtype))
+        assert tensors[f"layers.{i}.latent"].equal(latent)
+        assert tensors[f"layers.{i}.rope"].equal(rope)
+    assert len(tensors) == 5
+
+
+@pytest.mark.parametrize("lens", [(0, 0), (4, 16)], ids=str)
+def test_flash_mla_gets_its_pages(tmp_path: Path, lens: tuple[int, int]) -> None:
+    """Of 64 tokens; the 16-bit rows are quantized, and stand where their tokens do."""
+    cache = latents("fp8", sink_len=lens[0], recent_len=lens[1])
+    tensors, notes = export(tmp_path, cache, "flashmla")
+    assert len(notes) == (lens != (0, 0)) and all("quantized for this export" in x for x in notes)
+    assert tensors["block_table"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert tensors["block_table"].dtype == torch.int32
+    fmt = LatentFormat.parse("fp8")
+    for i in range(2):
+        pages = tensors[f"layers.{i}.kv"]
+        assert pages.shape == (6, 64, 1, 656) and pages.dtype == torch.uint8
+        wanted = torch.cat(cache.dequantized(i, torch.bfloat16), -1)[:, 0]
+        for b, count in enumerate((150, 9)):
+            rows = pages[3 * b : 3 * b + 3].flatten(0, 2)
+            assert not rows[count:].any()
+            direct = quantize_rows(wanted[b, :count], fmt)
+            assert dequantize_rows(rows[:count], fmt).equal(dequantize_rows(direct, fmt))
+
+
+def test_layouts_are_those_of_the_rows_that_a_cache_holds(tmp_path: Path) -> None:
+    path = tmp_path / "out.safetensors"
+    cache = latents("fp8")
+    for to in ("fbgemm", "xformers"):
+        with pytest.raises(UnsupportedError, match="keys and values, and the cache holds latent"):
+            export_cache(cache, path, to)
+    with pytest.raises(UnsupportedError, match="use bf16, fp16, fbgemm, xformers"):
+        export_cache(quantize(tmp_path, make_raw()), path, "flashmla")
+    with pytest.raises(ConfigError, match="cannot export to 'nowhere': use bf16, fp16, flashmla"):
+        export_cache(cache, path, "nowhere")
+    with pytest.raises(UnsupportedError, match="layer 0 has rows of int8-g4: flashmla takes fp8"):
+        export_cache(latents("int8-g4"), path, "flashmla")
+    cache = latents("fp8", sink_len=0, recent_len=0)
+    cache.layers[0].k_packed[1, 0, 7] = 0xFF
+    with pytest.raises(NonFiniteError, match="layer 0, K, sequence 1, token 7"):
+        export_cache(cache, path, "flashmla")

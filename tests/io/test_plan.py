@@ -467,3 +467,10 @@ def test_latent_plans_that_contradict_themselves_are_refused(tmp_path: Path) -> 
         save_file(tensors, path, sealed("kvquant", json.dumps(told | change)))
         with pytest.raises(CheckpointError, match=message):
             CachePlan.load(path)
+
+
+def test_plans_of_other_formats_share_the_bases() -> None:
+    plan = example_plan(2, 2, 64)
+    other = plan.with_formats("int8", "int4-g4")
+    for mine, theirs in zip(plan.layers, other.layers, strict=True):
+        assert mine.k.matrix is theirs.k.matrix and mine.v.feedback is theirs.v.feedback

@@ -194,7 +194,7 @@ def test_dequantizing_what_is_not_there_is_refused() -> None:
     rows, slots = storage(fmt), torch.arange(4)
     half = torch.float16
     cases: list[tuple[Callable[[], object], type[Exception], str]] = [
-        (lambda: dequantize_pages(rows, 8, slots, half), ConfigError, "fmt is 8: give a name"),  # type: ignore[arg-type]
+        (lambda: dequantize_pages(rows, 8, slots, half), ConfigError, "the format is 8: give a name"),  # type: ignore[arg-type]
         (lambda: dequantize_pages(rows, "int4-g8", slots, half), ShapeError, "bytes of a row of"),
         (lambda: dequantize_pages(rows, fmt, [0], half), ConfigError, "slots is of type list"),  # type: ignore[arg-type]
         (lambda: dequantize_pages(rows[0], fmt, slots, half), ShapeError, "must be .num_pages"),

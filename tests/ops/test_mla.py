@@ -1,4 +1,4 @@
-"""Attention over latent rows, against its formula in float64; compiles five decode kernels."""
+"""Attention over latent rows, against its formula in float64; compiles two dozen decode kernels."""
 
 from __future__ import annotations
 
@@ -8,8 +8,17 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from fake_cuda import FakeDriver, arguments_of, install, loaded_specs
+from mla_cases import raw_rows
 
-from kvquant import LatentFormat, debug, dequantize_rows, mla_decode_attention, quantize_rows
+from kvquant import (
+    LatentFormat,
+    append_rows,
+    debug,
+    dequantize_pages,
+    dequantize_rows,
+    mla_decode_attention,
+    quantize_rows,
+)
 from kvquant.errors import ConfigError, DeviceError, ShapeError, UnsupportedError
 from kvquant.ops import mla
 
@@ -94,6 +103,39 @@ def test_the_kernel_attends_as_the_formula_says(
         assert not out[0].any() and bool((lse[0] == -math.inf).all())
 
 
+@pytest.mark.parametrize("dims", [(512, 64), (512, 32), (256, 64), (256, 32)], ids=str)
+@pytest.mark.parametrize(
+    "name", ["int4-g8+fp8-g4", "int4-g8+int8-g4", "int8-g4", "fp8-g4+fp16", "fp8", "bf16"]
+)
+def test_one_to_four_queries_of_all_formats_and_sizes(name: str, dims: tuple[int, int]) -> None:
+    """As many columns each time, of which the CPU kernel makes one of its kind."""
+    if name == "fp8" and dims != (512, 64):
+        with pytest.raises(ConfigError, match="fp8 is FlashMLA's layout, of 512 latents and 64"):
+            LatentFormat.parse(name, *dims)
+        return
+    fmt = LatentFormat.parse(name, *dims)
+    for q_len in (1, 2, 3, 4):
+        case = make_case(fmt, 12 // q_len, q_len)
+        q_lens = torch.tensor([q_len, 1, 2, 4, 3], dtype=torch.int32).clamp(max=q_len)
+        case.q_latent[torch.arange(q_len) >= q_lens[:, None]] = math.nan
+        options: Any = {"fmt": fmt, "sm_scale": SCALE, "q_lens": q_lens, "return_lse": True}
+        out, lse = mla_decode_attention(*case, **options)
+        assert_near(out, lse, expected(case, fmt, q_lens), 1e-5)
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e8])
+def test_rows_of_flash_mla_may_have_scales_of_any_size(scale: float) -> None:
+    fmt = LatentFormat.parse("fp8")
+    case = make_case(fmt, 4)
+    x = torch.randn(5, 700, 576)
+    x[..., :512] *= scale
+    for b, length in enumerate(LENGTHS):
+        case.rows[b, :length] = raw_rows(x[b, :length])
+    case = case._replace(q_latent=case.q_latent / scale)
+    out, lse = mla_decode_attention(*case, fmt=fmt, sm_scale=SCALE, return_lse=True)
+    assert_near(out, lse, expected(case, fmt), 1e-5)
+
+
 def test_queries_see_up_to_their_own_token_in_pages_too() -> None:
     fmt = LatentFormat.parse("int8-g4+int8-g8", 256, 32)
     case = make_case(fmt, 4, 3)
@@ -132,6 +174,87 @@ def test_a_row_with_nan_makes_all_results_nan() -> None:
         assert out[3].isnan().all() and not out[[0, 1, 2, 4]].isnan().any()
 
 
+@pytest.mark.parametrize("q_len", [None, 2])
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_a_prefix_is_seen_by_the_sequences_that_share_it(backend: str, q_len: int | None) -> None:
+    """As if it stood before their own rows; padding sees nothing."""
+    fmt = LatentFormat.parse("int8-g4+int8-g8", 256, 32)
+    case = make_case(fmt, 4, q_len)
+    shares = torch.tensor([0, 1, 1, 0, 1], dtype=torch.int32)
+    q_lens = None if q_len is None else torch.tensor([0, 1, 2, 2, 0], dtype=torch.int32)
+    first = quantize_rows(torch.randn(1, 40, fmt.head_dim), fmt)
+    first[0, 33:] = 0xFF  # NaN
+    whole = torch.full((5, 733, fmt.row_bytes), 0xFF, dtype=torch.uint8)
+    for b, length in enumerate(LENGTHS):
+        own = [first[0, :33]] * int(shares[b]) + [case.rows[b, :length]]
+        whole[b, : length + 33 * int(shares[b])] = torch.cat(own)
+    lens = case.seq_lens + 33 * shares
+    wanted = expected(case._replace(rows=whole, seq_lens=lens), fmt, q_lens)
+    if q_lens is not None:
+        case.q_latent[torch.arange(2) >= q_lens[:, None]] = math.nan
+    prefix_lens = torch.tensor([33], dtype=torch.int32)
+    prefix = mla.LatentPrefix(mla.latent_segment(first[:, None], prefix_lens, fmt), shares)
+    segments = [mla.latent_segment(case.rows[:, None], case.seq_lens, fmt)]
+    call: Any = {"prefix": prefix, "q_lens": q_lens, "sm_scale": SCALE, "return_lse": True}
+    call["backend"] = backend
+    queries = case.q_latent, case.q_rope
+    out, lse = mla.attend_latents(*queries, segments, **call)
+    assert_near(out, lse, wanted, 1e-5)
+    for changed, error, message in (
+        (prefix._replace(shares=shares[:4]), ShapeError, r"shares is \[4\]: it must be \[5\]"),
+        (prefix._replace(shares=shares.long()), ConfigError, "shares is torch.int64: use int32"),
+        (prefix._replace(rows=segments[0]), ShapeError, "the batch must be the same"),
+    ):
+        with pytest.raises(error, match=message):
+            mla.attend_latents(*queries, segments, **{**call, "prefix": changed})
+    prefix_lens[0] = 41
+    with pytest.raises(ShapeError, match="seq_lens of sequence 0 is 41"):
+        mla.attend_latents(*queries, segments, **call)
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["int4-g8+int8-g4", "fp8", "bf16"])
+def test_an_engine_writes_pages_of_its_own_and_reads_them_back(name: str, device: str) -> None:
+    """Two views of one tensor [pages, tokens, bytes]: what kvquant/ops/README.md tells."""
+    fmt = LatentFormat.parse(name)
+    pool = torch.full((9, 64, fmt.row_bytes), 0xFF, dtype=torch.uint8, device=device)
+    latents, ropes = pool[:, None].split([part.row_bytes for part in fmt.parts], dim=-1)
+    latent, rope = (torch.randn(100, 1, n, device=device).bfloat16() for n in (512, 64))
+    slots = torch.arange(100, device=device) + 200  # pages 3 and 4
+    append_rows(latent, rope, latents, ropes, slots, *fmt.parts)
+    x = torch.cat([latent, rope], -1)
+    wanted = quantize_rows(x[:, 0], fmt)
+    assert torch.equal(pool.view(-1, fmt.row_bytes)[200:300], wanted)
+    assert bool((pool.view(-1, fmt.row_bytes)[:200] == 0xFF).all())
+
+    asked = torch.tensor([299, -1, 200], device=device)
+    found = dequantize_pages(pool[:, None], fmt, asked, torch.float32)
+    assert torch.equal(found[:, 0][[0, 2]], dequantize_rows(wanted[[-1, 0]], fmt))
+    assert found.shape == (3, 1, 576) and not found[1].any()
+    compiled = torch.compile(dequantize_pages, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(pool[:, None], fmt, asked, torch.float32), found)
+    if device == "cuda":  # as of rows of heads: a slot that does not exist gives zeros
+        beyond = dequantize_pages(pool[:, None], fmt, asked + 400, torch.bfloat16)
+        assert not beyond[0].any() and not beyond[2].any()
+
+    table = torch.tensor([[3, 4]], dtype=torch.int32, device=device)
+    lens = torch.tensor([108], dtype=torch.int32, device=device)
+    pool[3, :8] = pool[3, 8:16]  # tokens of an earlier step
+    q_latent, q_rope = (torch.randn(1, 4, n, device=device).bfloat16() for n in (512, 64))
+    options: Any = {"fmt": fmt, "sm_scale": SCALE, "block_table": table}
+    out = mla_decode_attention(q_latent, q_rope, pool, lens, **options)
+    exact = mla_decode_attention(
+        q_latent.float(), q_rope.float(), pool, lens, **options, backend="reference"
+    )
+    assert float((out.float() - exact).norm() / exact.norm()) < BOUNDS[torch.bfloat16]
+    for part, rows in zip(fmt.parts, (latents, ropes), strict=True):  # a part alone
+        alone = dequantize_pages(rows, part, asked, torch.float32)
+        assert torch.equal(alone, found.split([512, 64], -1)[part == fmt.rope])
+
+
 def test_torch_compile_takes_the_call_as_one_op() -> None:
     fmt = LatentFormat.parse("int8-g4+int8-g8", 256, 32)
     case = make_case(fmt, 4, 3)
@@ -146,7 +269,7 @@ def test_torch_compile_takes_the_call_as_one_op() -> None:
     args = [[case.rows[:, None]], [case.seq_lens], [str(fmt)], [None], [None], [0], [None], lens]
     torch.library.opcheck(
         torch.ops.kvquant.attend_latents.default,
-        (case.q_latent, case.q_rope, *args, SCALE, True, None, None),
+        (case.q_latent, case.q_rope, *args, None, SCALE, True, None, None),
         test_utils=("test_schema", "test_faketensor"),
     )
 

@@ -228,8 +228,9 @@ def test_the_merge_is_told_where_everything_lies(cuda: FakeDriver) -> None:
         tuple(arguments_of(CombineSpec(64), note.arguments).values()) for note in cuda.launched
     )
     pointers = [x.data_ptr() for x in (out, lse, prefix_out, prefix_lse)]
-    assert given == (*pointers, members.data_ptr(), 5, 8, 4, 7, 24)
-    assert whole == (*pointers, 0, 5, 8, 4, 7, 24)
+    strides = 2 * 12 * 64 * 4, 2 * 12 * 4
+    assert given == (*pointers, members.data_ptr(), *strides, 5, 8, 4, 7, 24)
+    assert whole == (*pointers, 0, *strides, 5, 8, 4, 7, 24)
     assert cuda.launched[0].grid == (6, 1, 1) and cuda.launched[0].block == (128, 1, 1)
     combine(out, lse, prefix_out[:, :, :0], prefix_lse[:, :, :0], None)
     assert len(cuda.launched) == 2

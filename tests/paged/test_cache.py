@@ -375,7 +375,7 @@ CALLS: list[tuple[Callable[[Any], object], type[KVQuantError], str]] = [
         ConfigError,
         "save_cache saves a KVCache",
     ),
-    (lambda b: save_cache(b.cache, "x.safetensors"), ConfigError, "save_sequences saves sequences"),
+    (lambda b: save_cache(b.cache, "x.safetensors"), ConfigError, "save_sequences saves those"),
     (lambda b: load_sequences(KV, "x.safetensors"), ConfigError, "load_cache reads a KVCache"),
     (lambda b: load_sequences(b.cache, "x", ids=ODD), ConfigError, "a dict of new ids by saved"),
     (lambda b: PagedBatch(KV, 1), ConfigError, "cache is of type KVCache: give a PagedKVCache"),

@@ -222,6 +222,36 @@ def test_a_plan_has_the_bases_of_rows(device: str) -> None:
         batch.append(0, new_rows(1, device)[0], new_rows(2, device)[1])
 
 
+def test_flash_mla_reads_the_pages_of_a_cache() -> None:
+    """Rows of its layout without 16-bit ones: attention from pages and block table alone, by what
+    FlashMLA's sources say of a row (656 bytes: 512 E4M3, four float32 scales, 64 bfloat16)."""
+    options: dict[str, Any] = {"page_size": 64, "num_pages": 9, "max_seq_len": 200}
+    options |= {"latent_dim": 512, "rope_dim": 64, "sink_len": 0, "recent_len": 0}
+    batch = LatentPagedBatch(make(fmt="fp8", **options), 2, 100)
+    for name, count in (("a", 100), ("b", 7)):
+        batch.cache.allocate(name)
+        new = [torch.randn(count, 1, n).bfloat16() for n in (512, 64)]
+        extend(batch, [name], count, rows=(new[0], new[1]))
+    pages = batch.cache.pages(1)
+    assert pages.shape == (9, 64, 1, 656) and pages.is_contiguous()
+    assert pages.data_ptr() == batch.cache.rows.pages[0].layers[1].data_ptr(), "a view"
+    q_latent, q_rope = torch.randn(2, 4, 512), torch.randn(2, 4, 64)
+    with batch.extend(["b", "a"], 0):
+        out = batch.attend(1, q_latent, q_rope, sm_scale=SCALE)
+        table, lens = batch.block_table.tolist(), batch.seq_lens.tolist()
+    for place, length in enumerate(lens):
+        rows = pages[table[place][: -(-length // 64)]].reshape(-1, 656)[:length]
+        codes = rows[:, :512].contiguous().view(torch.float8_e4m3fn).double().view(length, 4, 128)
+        scales = rows[:, 512:528].contiguous().view(torch.float32).double()
+        latent = (codes * scales[..., None]).flatten(1)
+        rope = rows[:, 528:].contiguous().view(torch.bfloat16).double()
+        scores = q_latent[place].double() @ latent.T + q_rope[place].double() @ rope.T
+        wanted = (scores * SCALE).softmax(-1) @ latent
+        assert float((out[place] - wanted).norm() / wanted.norm()) < 1e-5
+    with pytest.raises(ConfigError, match="layer 2"):
+        batch.cache.pages(2)
+
+
 @pytest.mark.parametrize("in_basis", [False, True])
 def test_compiled_steps_are_one_graph(in_basis: bool) -> None:
     torch._dynamo.reset()
@@ -292,8 +322,8 @@ def test_what_does_not_fit_is_refused() -> None:
             batch.attend(0, *pair, sm_scale=SCALE)
     with pytest.raises(ConfigError, match="no step of this batch is open"):
         batch.attend(0, q_latent, q_rope, sm_scale=SCALE)
-    with pytest.raises(TypeError, match="shared_prefix"):
-        LatentPagedBatch(cache, 4, shared_prefix=True)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match="shared_prefix is 3"):
+        LatentPagedBatch(cache, 4, shared_prefix=3)  # type: ignore[arg-type]
     assert seen(cache) == before
     assert "256 latents and 32 RoPE elements in int8-g4+int8-g8, 12 pages" in repr(cache)
 

@@ -82,7 +82,7 @@ def test_the_first_append_compiles_what_steps_will_need_too(
 ) -> None:
     compiled: list[Any] = []
     monkeypatch.setattr(compiling, "missing", lambda specs, arch: list(specs))
-    monkeypatch.setattr(compiling, "compile_all", lambda specs, arch: compiled.extend(specs))
+    monkeypatch.setattr(compiling, "compile_all", lambda specs, *_: compiled.extend(specs))
     batch = PagedBatch(MAKERS["plain"](), BATCH, TOKENS)
     batch.cache.device, batch._is_cold = torch.device("cuda", 0), True
     run(batch, None)

@@ -355,3 +355,54 @@ def test_a_power_of_two_goes_from_the_matrix_to_the_scale(
     assert turned_by[0] is turning
     for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-2, atol=1e-2)
+
+
+def test_what_was_computed_of_a_basis_goes_where_it_goes() -> None:
+    """Twins of other clip ratios share it, and so do their twins elsewhere."""
+    torch.manual_seed(0)
+    matrix = torch.linalg.qr(torch.randn(2, 32, 32))[0] * 3
+    first = Basis(torch.randn(2, 32), "matrix", matrix, None, torch.zeros(2, 32, 32))
+    clipped = first.with_clip(torch.full((2,), 0.9))
+    again = Basis(first.offset, "matrix", matrix, torch.full((2,), 0.9), first.feedback)
+    assert clipped.matrix is first.matrix and clipped.encoding.matrix is first.encoding.matrix
+    for one, other in zip(clipped.encoding, again.encoding, strict=True):
+        assert one is other or (
+            isinstance(one, torch.Tensor)
+            and isinstance(other, torch.Tensor)
+            and torch.equal(one, other)
+        )
+    x = torch.randn(1, 2, 5, 32)
+    assert torch.equal(clipped.encode(x), again.encode(x))
+    meta = clipped.to("meta")
+    assert meta.encoding.offset is meta.offset and meta.clip is meta.encoding.clip
+    assert first.clip is first.encoding.clip is None
+    with pytest.raises(ConfigError, match="must be positive"):
+        first.with_clip(torch.zeros(2))
+
+
+def test_a_rotation_stays_one_matrix_for_all_heads() -> None:
+    moved = Basis(torch.zeros(4, 32), "hadamard").to("meta")
+    assert moved.matrix is moved.transposed is moved.fp16_matrix
+    assert moved.matrix is not None and moved.matrix.stride() == (0, 32, 1)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_basis_is_what_it_would_be_if_it_were_made_there() -> None:
+    torch.manual_seed(0)
+    offset, matrix = torch.randn(2, 64), torch.randn(2, 64, 64) * 4
+    for kind, given in (("matrix", matrix), ("hadamard", None), ("none", None)):
+        basis = Basis(offset, kind, given).with_clip(torch.full((2,), 0.9))
+        found = basis.to("cuda")
+        made = Basis(offset.cuda(), kind, None if given is None else given.cuda(), found.clip)
+        assert found is basis.to("cuda") and found.to("cuda") is found
+        assert found.fp16_factor == made.fp16_factor
+        pairs = [(found.fp16_matrix, made.fp16_matrix), (found.transposed, made.transposed)]
+        for one, other in (*pairs, *zip(found.encoding, made.encoding, strict=True)):
+            if isinstance(one, torch.Tensor):
+                assert isinstance(other, torch.Tensor) and one.is_cuda
+                torch.testing.assert_close(one, other, rtol=1e-6, atol=0)
+                assert one.stride() == other.stride()
+            else:
+                assert one == other
+        back = found.to("cpu")
+        assert back.fp16_matrix is back.matrix and back.fp16_factor == 1.0

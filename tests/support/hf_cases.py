@@ -13,6 +13,7 @@ import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
+from kvquant.hf.argument import ARGUMENT
 from kvquant.hf.model import CachedModel
 
 # Of logits of size 1. A float32 sum in another order, or on another processor, rounds a few keys
@@ -144,6 +145,11 @@ def _with_caps(model: Any) -> Any:
     if getattr(model.config, "attn_logit_softcapping", None):
         model.set_attn_implementation("eager")
     return model
+
+
+def caching(cache: Any) -> dict[str, Any]:
+    """A cache, of transformers or ours, as generate and models of this transformers take it."""
+    return {ARGUMENT: cache}
 
 
 def tokens(*shape: int) -> torch.Tensor:

@@ -26,7 +26,7 @@ MASK[0, :7] = 0
 
 def run(model: Any, cache: QuantizedCache, beams: int, **more: Any) -> list[list[int]]:
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": 999}
-    given = {"attention_mask": MASK, "past_key_values": cache, "num_beams": beams}
+    given = {"attention_mask": MASK, **cache.argument, "num_beams": beams}
     found: list[list[int]] = model.generate(TEXT, **given, **options, **more).tolist()
     return found
 
@@ -150,8 +150,8 @@ def main(file: str, rank: int, world: int, folder: Path) -> None:
     places = whole.kv.positions[:, None]
     step = {"position_ids": places, "use_cache": True}
     with torch.no_grad():
-        found = model(TEXT[:, :1].repeat(2, 1), past_key_values=again, **step).logits
-        wanted = alone(TEXT[:, :1].repeat(2, 1), past_key_values=whole, **step).logits
+        found = model(TEXT[:, :1].repeat(2, 1), **again.argument, **step).logits
+        wanted = alone(TEXT[:, :1].repeat(2, 1), **whole.argument, **step).logits
     assert torch.allclose(found, wanted, atol=1e-2)
     check_compiled(model)
     check_cached_model(folder, rank, heads, plan)

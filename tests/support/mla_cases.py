@@ -54,6 +54,8 @@ def make_mla(
     sm_scale: float = 192**-0.5,
     overlong: bool = False,
     in_slots: bool = False,
+    raw_scales: bool = False,
+    growth: float = 1.0,
     device: str = "cpu",
 ) -> MlaCase:
     """Make a case.
@@ -70,6 +72,8 @@ def make_mla(
         q_lens: queries of each sequence, or None for one without causality.
         in_slots: whether 16-bit rows stand in sequence slots, more of them than sequences.
         rope_scale: by how much RoPE elements are larger, and those of queries smaller.
+        raw_scales: of "fp8" rows, as others write them: see raw_rows.
+        growth: by how much the last latents are larger than the first ones.
         overlong: tell the kernel of more tokens than there is room for, where all room is taken.
     """
     torch.manual_seed(0)
@@ -80,7 +84,8 @@ def make_mla(
     capacity = -(-(max(1, *lens) + (0 if overlong else 5)) // unit) * unit
     x = torch.randn(batch, capacity, fmt.head_dim) * scale + 0.5 * scale
     x[..., dims[0] :] *= rope_scale
-    rows = quantize_rows(x, fmt)
+    x[..., : dims[0]] *= (growth ** torch.linspace(0, 1, capacity))[:, None]
+    rows = raw_rows(x) if raw_scales else quantize_rows(x, fmt)
     keys = dequantize_rows(rows, fmt).double()
     segments = []
     exact_lens = torch.zeros_like(seq_lens)
@@ -150,6 +155,16 @@ def make_mla(
         out.to(device),
         lse.to(device),
     )
+
+
+def raw_rows(x: torch.Tensor) -> torch.Tensor:
+    """Rows [..., 656] of FlashMLA's layout with scales as vLLM writes them: the largest number of
+    128 over 448, no power of two and of any size."""
+    latent = x[..., :512].float().unflatten(-1, (4, 128))
+    scales = latent.abs().amax(-1, keepdim=True) / 448
+    codes = (latent / scales).clamp(-448, 448).to(torch.float8_e4m3fn)
+    parts = codes.flatten(-2), scales[..., 0].contiguous(), x[..., 512:].bfloat16().contiguous()
+    return torch.cat([part.view(torch.uint8) for part in parts], dim=-1)
 
 
 def _moved(segment: Segment, device: str) -> Segment:

@@ -80,7 +80,7 @@ def test_layers_of_a_kind_are_compiled_once(
 ) -> None:
     compiled: list[Any] = []
     monkeypatch.setattr(compiling, "missing", lambda specs, arch: list(specs))
-    monkeypatch.setattr(compiling, "compile_all", lambda specs, arch: compiled.append(specs))
+    monkeypatch.setattr(compiling, "compile_all", lambda specs, *_: compiled.append(specs))
     monkeypatch.setattr(warmup, "_warm", set())
     gpu, layout = torch.device("cuda", 0), Settings("int8", "int8").layout(HEADS, DIM, DIM)
     layers = [calls(LayerRows(layout, scale)) for scale in (0.1, 0.2)]

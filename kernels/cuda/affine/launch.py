@@ -151,7 +151,7 @@ def _prepare(
     ratio = num_heads // num_kv_heads
     spec = AffineSpec(head_dim, SOURCES[x.dtype], matrix is not None, dtype == torch.float32)
     gpu = gpu_of(index)
-    if overlaps and not is_copied and gpu.capability >= OVERLAPS:
+    if gpu.capability >= OVERLAPS:
         spec = replace(spec, overlaps=True)
     rows, columns = batch * ratio, -(-head_dim // COLUMNS)
     most = BLOCKS_PER_SM * gpu.sm_count
@@ -176,4 +176,6 @@ def _prepare(
         "rows_of_block": rows_of_block,
     }
     grid = columns, num_kv_heads, -(-rows // rows_of_block)
-    return Launch(spec, index, grid, constants, copied=(0,) if is_copied else ())
+    copied = (0,) if is_copied else ()
+    overlaps = overlaps and not is_copied
+    return Launch(spec, index, grid, constants, copied, overlaps=overlaps)

@@ -37,9 +37,9 @@ from ..device.row_copies import (
     was_counted,
 )
 from ..device.row_layout import ELEMENTS, SIZES, UNIT
-from ..device.transform import make_transform, make_widen
+from ..device.transform import make_rotate, make_transform, make_widen, subtract_offset
 from .feedback_rounding import make_ask_tile, make_round_row
-from .spec import TILES
+from .spec import TILES, Side
 
 wait_for_older = wait_copies[1]
 
@@ -70,7 +70,7 @@ def _make_append_side(spec):
     """Make the function that appends the rows of a block's tokens in a head, of K or of V."""
     FMT, SHARE, ROWS, BLOCK_ROWS = spec.fmt, spec.share, spec.rows, spec.block_rows
     HEAD_DIM, STAGE_BYTES, WARP_BYTES = FMT.head_dim, spec.stage_bytes, spec.warp_bytes
-    LANES, BUFFER, CLIP = spec.lanes, spec.buffer_bytes, spec.side.clip
+    LANES, BUFFER, CLIP = spec.lanes, spec.buffer_bytes, spec.clip
     HALF_DIM = spec.rotary_dim // 2
     STEPS, TOGETHER = ROWS * LANES // 32, 32 // LANES
     ask_row = make_ask(HEAD_DIM * SIZES[spec.source], LANES, UNIT, False)
@@ -84,7 +84,8 @@ def _make_append_side(spec):
         ]
         x_token, x_head, page_stride, head_stride, row_stride = side[12:17]
         seq_slot_stride, exact_head, exact_row, num_tokens = side[17:21]
-        num_slots, num_exact, pages, seq_slots = side[21], side[25], side[21:25], side[25:]
+        num_slots, num_exact, pages, seq_slots = side[21], side[25], side[21:25], side[25:29]
+        rotates = side[29] != uint32(0)
 
         # Step 1: what is the head's
         thread = uint32(cuda.threadIdx.x)
@@ -93,7 +94,8 @@ def _make_append_side(spec):
         x += uint64(head) * x_head
         rows += uint64(head) * head_stride
         exact_rows += uint64(head) * exact_head
-        offset += uint64(4 * HEAD_DIM) * uint64(head)
+        if offset != uint64(0):
+            offset += uint64(4 * HEAD_DIM) * uint64(head)
         feedback += uint64(4 * HEAD_DIM * HEAD_DIM) * uint64(head)
         ratio = load_global_f32(clip + uint64(4) * uint64(head)) if CLIP else float32(1.0)
         slots = (packed, exact, evicted)
@@ -132,7 +134,7 @@ def _make_append_side(spec):
             prepare(
                 (buffers + uint32(BUFFER) * row, part),
                 (target, exact_target, to_packed, to_exact, leaves),
-                (offset, cos + angles, sin + angles, ratio),
+                (offset, rotates, cos + angles, sin + angles, ratio),
                 bad,
             )
         cuda.syncwarp()
@@ -179,13 +181,17 @@ def _make_find(spec):
 
 def make_prepare(spec):
     """Make the function that takes a row from its buffer, transforms it, writes it in 16 bit where
-    it has an exact slot, and leaves in the buffer what is to be packed, its scales and shifts."""
-    FMT, LANES, EXACT, SIDE = spec.fmt, spec.lanes, spec.exact != "", spec.side
+    it has an exact slot, and leaves in the buffer what is to be packed, its scales and shifts.
+
+    Whether there is an offset (another address than 0) and a rotation is told by its arguments.
+    """
+    FMT, LANES, EXACT = spec.fmt, spec.lanes, spec.exact != ""
     HEAD_DIM, SIZE, PIECE, NAN = FMT.head_dim, FMT.group_size, piece_of(FMT), NAN_WORDS["fp16"]
     ACTIVE, WORDS, PIECES = HEAD_DIM // ELEMENTS, ELEMENTS // 2, ELEMENTS // PIECE
     OLD_NAN = NANS[spec.exact or "bf16"]
-    transform = make_transform(spec, SIDE, spec.rotary_dim, swizzled=False)
-    measure, parameters = make_measure(FMT, LANES, SIDE.clip), make_parameters(FMT.codec)
+    transform = make_transform(spec, Side(FMT), spec.rotary_dim, swizzled=False)
+    rotate = make_rotate(HEAD_DIM)
+    measure, parameters = make_measure(FMT, LANES, spec.clip), make_parameters(FMT.codec)
     round_to_16_bits = make_round(RowFormat(spec.exact or "bf16", 1, HEAD_DIM), LANES)
     load_old, widen = make_load_old(HEAD_DIM), make_widen(spec.exact)
 
@@ -200,7 +206,7 @@ def make_prepare(spec):
     def prepare(row, targets, how, bad):
         buffer, part = row
         target, exact_target, to_packed, to_exact, leaves = targets
-        offset, cos, sin, ratio = how
+        offset, rotates, cos, sin, ratio = how
         old = cuda.local.array(WORDS, uint32)
         if EXACT:
             load_old(old, exact_target, part, leaves)
@@ -208,7 +214,12 @@ def make_prepare(spec):
         if EXACT:  # a row that leaves as NaN was counted when it came
             counts = to_packed and not (leaves and was_counted(old, OLD_NAN))
         x = cuda.local.array(ELEMENTS, float32)
-        transform(buffer, uint32(0), part, x, offset, cos, sin)
+        transform(buffer, uint32(0), part, x, uint64(0), cos, sin)
+        if offset != uint64(0):
+            own = uint32(min(part, uint32(ACTIVE - 1)))
+            subtract_offset(x, uint32(uint32(ELEMENTS) * own), offset)
+        if rotates:
+            rotate(x, part)
         cuda.syncwarp()  # RoPE reads what other lanes overwrite
         if EXACT:
             words = cuda.local.array(WORDS, uint32)

@@ -394,7 +394,6 @@ def _prepare(
         return None
     gpu = gpu_of(k.get_device())
     copied = _unaligned(all_names, tensors)
-    overlaps = overlaps and not copied and gpu.capability >= OVERLAPS
     spec: AppendSpec = (StepSpec if groups else AppendSpec)(
         _side_of(formats[0], transforms[0]),
         _side_of(formats[1], transforms[1]),
@@ -405,7 +404,7 @@ def _prepare(
     )
     if spec.k.fmt.codec in FP8_CODECS or spec.v.fmt.codec in FP8_CODECS:
         spec = replace(spec, converts_fp8=gpu.converts_fp8)
-    if overlaps:
+    if gpu.capability >= OVERLAPS:
         spec = replace(spec, overlaps=True)
     num_tokens, num_heads, _ = k.shape
     constants = {"num_tokens": num_tokens, "num_heads": num_heads}
@@ -423,7 +422,8 @@ def _prepare(
         constants |= {f"{side}.{key}": value for key, value in found.items()}
         if side == "k":  # slots are those of K and of V
             constants |= found
-    return Launch(spec, k.get_device(), grid, constants, copied)
+    overlaps = overlaps and not copied
+    return Launch(spec, k.get_device(), grid, constants, copied, overlaps=overlaps)
 
 
 def _with_step(
@@ -493,7 +493,7 @@ def _prepare_with_feedback(sides: Sequence[OneSide], tensors: Tensors) -> Launch
         _, x, rows, _, fmt, _, exact_rows, exact_format, _, _ = side
         is_copied = names.index(f"{prefix}.x") in copied
         found = _constants(side.name, fmt, exact_format, x, rows, exact_rows, is_copied)
-        found["num_tokens"] = num_tokens
+        found |= {"num_tokens": num_tokens, "rotates": int(side.transform.rotate)}
         constants |= {f"{prefix}.{key}": value for key, value in found.items()}
     grid = -(-num_tokens // spec.block_rows), num_heads, len(sides)
     return Launch(spec, x.get_device(), grid, constants, copied)
@@ -502,7 +502,8 @@ def _prepare_with_feedback(sides: Sequence[OneSide], tensors: Tensors) -> Launch
 def _feedback_side(side: OneSide, share: int) -> FeedbackSide:
     cos, _, interleaved = side.rope or NO_ROPE
     return FeedbackSide(
-        _side_of(side.fmt, side.transform),
+        side.fmt,
+        side.transform.clip is not None,
         SOURCES[side.x.dtype],
         "" if side.exact_rows is None else side.exact_format,
         0 if cos is None else 2 * cos.shape[-1],

@@ -104,6 +104,7 @@ FEEDBACK: Table = (  # of each side
     *STRIDES,
     ("num_tokens", "i"),
     *SLOTS,
+    ("rotates", "I"),  # whether rows are rotated, 0 or 1
 )
 
 
@@ -227,9 +228,9 @@ class StepSpec(AppendSpec):
     def feedback_side(self, side: Side, has_matrix: bool) -> FeedbackSide:
         """A side with feedback as the feedback kernel sees it; with a matrix, once multiplied."""
         if has_matrix:
-            return FeedbackSide(Side(side.fmt, clip=side.clip), "fp32", self.exact)
+            return FeedbackSide(side.fmt, side.clip, "fp32", self.exact)
         rotary = (self.rotary_dim, self.interleaved) if side is self.k else (0, False)
-        return FeedbackSide(side, self.source, self.exact, *rotary)
+        return FeedbackSide(side.fmt, side.clip, self.source, self.exact, *rotary)
 
     def _bytes_of(self, side: Side, has_matrix: bool, has_feedback: bool) -> int:
         results = self.results_at(side, has_feedback)
@@ -288,27 +289,25 @@ class TileLayout:
 
 @dataclass(frozen=True)
 class FeedbackSide:
-    """What is done to K or to V.
+    """What is done to K or to V. Whether rows have an offset and are rotated is told by a launch:
+    beside the rounding that costs no time, and one kernel serves all.
 
     Attributes:
-        side: the rows, int4 or int8, and what is done to them before.
+        fmt: the rows, int4 or int8.
+        clip: as of Side.
         source, exact, rotary_dim, interleaved: as of AppendSpec.
         share: lanes that round a row: 1, 2 or 4.
         warps: of a block.
     """
 
-    side: Side
+    fmt: RowFormat
+    clip: bool = False
     source: str = "fp32"
     exact: str = ""
     rotary_dim: int = 0
     interleaved: bool = False
     share: int = 1
     warps: int = 4
-
-    @property
-    def fmt(self) -> RowFormat:
-        """The rows."""
-        return self.side.fmt
 
     @property
     def lanes(self) -> int:

@@ -114,15 +114,20 @@ def make_transform(spec, side, rotary_dim, swizzled=True):
         if TURNS:
             turn(stage, first, element, x, cos, sin)
         if OFFSET:
-            for i in range(4):
-                place = uint64(element + uint32(4 * i))
-                four = load_global_f32x4(offset + uint64(4) * place)
-                for j in range(4):
-                    x[4 * i + j] = subtract(x[4 * i + j], four[j])
+            subtract_offset(x, element, offset)
         if ROTATES:
             rotate(x, part)
 
     return transform
+
+
+@device_function
+def subtract_offset(x, element, offset):
+    """Subtract a head's offset from 16 elements, from one on."""
+    for i in range(4):
+        four = load_global_f32x4(offset + uint64(4) * uint64(element + uint32(4 * i)))
+        for j in range(4):
+            x[4 * i + j] = subtract(x[4 * i + j], four[j])
 
 
 def _make_turn(codec, rotary_dim, interleaved, swizzled):

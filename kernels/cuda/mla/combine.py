@@ -4,12 +4,16 @@
     thread   four elements
 
 The launch begins while the parts are attended to, and waits for them by itself (sm_90 and newer).
+
+The first parts may be of a prefix (launch.py), to which all queries were multiplied, whoever shares
+it: a column of another sequence, or of padding, begins behind them. They may be NaN for it.
+
 Source: Flash-Decoding (https://pytorch.org/blog/flash-decoding/).
 """
 
 import math
 
-from numba import cuda, float32, uint32, uint64
+from numba import cuda, float32, int32, uint32, uint64
 
 from ..decode.combine import LN2, NOTHING, make_write
 from ..device.fragments import ZEROS
@@ -18,6 +22,7 @@ from ..device.parts import make_add_parts, make_over_lanes
 from ..device.ptx import (
     add,
     exp2,
+    load_global_u32,
     load_shared_f32,
     load_written_f32,
     load_written_f32x4,
@@ -35,7 +40,7 @@ SEEN = -1e30  # the log-sum-exp of any token is above
 
 def make_combine_kernel(spec):
     """Make the kernel, a Python function that numba compiles with `spec.signature()`."""
-    DIM, OVERLAPS = spec.latent_dim, spec.overlaps
+    DIM, OVERLAPS, SHARED = spec.latent_dim, spec.overlaps, spec.shared
     AHEAD = spec.ahead
     write, over_lanes = make_write(spec.query), make_over_lanes(LANES)
 
@@ -51,11 +56,30 @@ def make_combine_kernel(spec):
 
     add_parts = make_add_parts(AHEAD, load, weigh, by_warps=True)
 
-    def combine(out, lse, part_out, part_lse, parts):
+    @device_function
+    def sees_prefix(row, shares, q_lens, num_heads, q_len):
+        query = uint32(row // num_heads)
+        b = uint32(query // q_len)
+        queries = int32(q_len)
+        if q_lens != uint64(0):
+            queries = int32(load_global_u32(q_lens + uint64(4) * uint64(b)))
+        is_query = int32(query - uint32(b * q_len)) < queries
+        return is_query and load_global_u32(shares + uint64(4) * uint64(b)) != uint32(0)
+
+    # fmt: off
+    def combine(out, lse, part_out, part_lse, shares, q_lens, parts, prefix_parts, num_heads,
+                q_len):
+        # fmt: on
         if OVERLAPS:
             wait_for_launch()
         tid = uint32(cuda.threadIdx.x)
         row, rows = uint64(uint32(cuda.blockIdx.x)), uint64(uint32(cuda.gridDim.x))
+        if SHARED:
+            if not sees_prefix(uint32(cuda.blockIdx.x), shares, q_lens, num_heads, q_len):
+                before = rows * uint64(prefix_parts)
+                part_out += uint64(4 * DIM) * before
+                part_lse += uint64(4) * before
+                parts = uint32(parts - prefix_parts)
 
         # Step 1: the weight of each part, by every warp, then in shared memory
         lane = uint32(tid & uint32(31))

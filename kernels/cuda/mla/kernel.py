@@ -38,6 +38,7 @@ from numba import cuda, float32, int32, uint32, uint64
 from ..decode.combine import make_write
 from ..device.fragments import add_rows, over_quad
 from ..device.jit import device_function
+from ..device.powers import inverse_of
 from ..device.ptx import (
     begin_next_launch,
     commit_copies,
@@ -57,7 +58,7 @@ from .queries import make_load_queries
 from .scores import make_add_partials, make_own_scores, make_partial_scores
 from .softmax import LOWEST, first_limits, make_mask, make_softmax, meet
 from .spec import SLICES, TILE
-from .values import make_accumulate, make_put_output, sums_of
+from .values import FIRST_POWER, make_accumulate, make_fit_scales, make_put_output, sums_of
 from .work import (
     count,
     make_find_places,
@@ -87,6 +88,7 @@ def make_mla_kernel(spec):
     partial_scores, own_scores = make_partial_scores(spec), make_own_scores(spec)
     add_partials = make_add_partials(spec)
     mask = make_mask(spec)
+    BEHIND, fit_scales = spec.behind, make_fit_scales(spec)
     write_p, settle = make_softmax(spec)
     accumulate = make_accumulate(spec)
     write = make_write(spec.query)
@@ -181,6 +183,7 @@ def make_mla_kernel(spec):
             behind = uint32(first_column + uint32(COLUMNS))
             upto = seen_by_all(behind, used, counted, is_second, end)
         limits = (float32(ROOM), uint32(0))
+        power = float32(FIRST_POWER if BEHIND else 1)
         wait_for_next()
         meet(team)
 
@@ -189,7 +192,9 @@ def make_mla_kernel(spec):
         while first < end:
             # Step 4: a quarter of the scores of 32 tokens; what else those of eight have
             scales = cuda.local.array(SCALES, uint32)
-            partial_scores(exchange, scales, stage, fragments, shared, lane, own)
+            partial_scores(exchange, scales, stage, fragments, shared, power, lane, own)
+            if BEHIND:
+                power = fit_scales(scales, power, sums, stage, lane, own)
             scores = cuda.local.array(SCORES, float32)
             own_scores(scores, stage, shared, factors, rope_factors, lane, own)
             meet(team)
@@ -228,7 +233,7 @@ def make_mla_kernel(spec):
         wait_for_all()
 
         # Step 8: the teams, merged
-        of_block = (whole, columns, lane, warp)
+        of_block = (whole, columns, inverse_of(power), lane, warp)
         combine_teams(shared, sums, header_sums, references, totals, of_block, places)
 
     return mla
@@ -239,6 +244,7 @@ def _make_combine_teams(spec, write):
     is all."""
     TEAMS, BLOCKS, COLUMNS = spec.teams, spec.blocks, spec.block_columns
     HALVES, DIM, OUTPUT = 2 * BLOCKS, spec.latent.head_dim, spec.output_bytes
+    BEHIND = spec.behind
     FOURS, COLUMN, THREADS = DIM // 4, 4 * (DIM + 4), spec.threads
     REFERENCES = TEAMS * OUTPUT
     TOTALS = REFERENCES + 4 * TEAMS * COLUMNS
@@ -246,7 +252,7 @@ def _make_combine_teams(spec, write):
 
     @device_function
     def combine_teams(shared, sums, header_sums, references, totals, of_block, places):
-        whole, columns, lane, warp = of_block
+        whole, columns, inverse, lane, warp = of_block
         out, lse, part_out, part_lse = places
         team, own = uint32(warp // uint32(SLICES)), uint32(warp % uint32(SLICES))
         mine = uint32(shared + uint32(4) * uint32(lane >> uint32(2)))
@@ -277,6 +283,8 @@ def _make_combine_teams(spec, write):
                 weights += total * exp2(reference - top)
             sees = weights != float32(0)
             factors[i] = exp2(references[i] - top) / weights if sees else float32(0)
+            if BEHIND:
+                factors[i] *= inverse
             column = uint32(uint32(8 * i) + uint32(lane >> uint32(2)))
             if warp == uint32(0) and lane & uint32(3) == uint32(0) and column < columns:
                 write_lse(whole, column, top + log2(weights), sees, lse, part_lse)

@@ -3,8 +3,10 @@
 unit      the columns of a block, of a sequence; cut into splits where the GPU has room for more
 plan      teams and stages: the most that shared memory and the kernel's registers allow, of
           spec.SHAPES; splits: see splits_of. More columns than NARROW take the kernel for many
-          heads where there is one (Hopper), unless contexts are short
+          heads where there is one (Hopper), unless contexts are short: see wide_splits_of
 parts     the splits of all segments, whose results lie side by side; a single one is the result
+prefix    that sequences share: one more segment, of one sequence, whose columns are those of all
+          the others' units. Its parts come first; sequences that do not share it leave them out
 """
 
 from __future__ import annotations
@@ -35,10 +37,21 @@ LEAST_PAGE = 16
 RESERVED = 1 << 10  # bytes of shared memory that a block takes besides
 FEWEST = 2  # steps of a block that are worth a split (an estimate: nothing has been measured)
 WARPGROUPS = (9, 0)  # the one compute capability with wgmma
-# columns up to which the kernel for few heads is taken, by what both took for 32 and 64 of them (no
-# others were measured). The other one takes the same time for 1 to 64, and less for 16-bit rows
-NARROW = {"bf16": 0, "fp16": 0, "int4": 16, "int8": 32, "fp8": 32, FP8_DS_MLA: 32}
-LEAST = 1024  # tokens of a block that pay for what the kernel for many heads does once a block
+# When the kernel for many heads is taken. By the table in kernels/README.md (H200) a tile of 64
+# tokens takes a block of it 2.3 us, and what it does once (queries, first rows, output) as long as
+# some 5 of them. LEAST and FILLED follow from that by calculation and are to be measured:
+# tests/benchmarks/bench_mla.py times both kernels, and several values of LEAST.
+NARROW = {  # columns up to which the other one is taken, by what both took for 32 and 64 of them:
+    "bf16": 0,  # this one takes the same time for 1 to 64, and less for 16-bit rows
+    "fp16": 0,
+    "int4": 16,
+    "int8": 32,
+    "fp8": 32,
+    FP8_DS_MLA: 32,
+}
+LEAST = 512  # tokens of a block: with fewer, what is done once is more than a third of its time
+FILLED = 0.75  # of the blocks that the GPU has room for are there, at least: it takes 0.4 to 0.8 of
+# the time of the other one, whose blocks may be shorter
 
 
 def attend(
@@ -47,6 +60,8 @@ def attend(
     segments: Sequence[Segment],
     sm_scale: float,
     *,
+    prefix: Segment | None = None,
+    shares: torch.Tensor | None = None,
     q_lens: torch.Tensor | None = None,
     num_splits: int | None = None,
     want_lse: bool = True,
@@ -61,6 +76,8 @@ def attend(
             capacity, and pages have a power of two of tokens, at least 16. With several queries at
             most two, in the order of arrange_in_order.
         sm_scale: factor on q·k, positive.
+        prefix: tokens before those of the segments, as a segment of one sequence; None for none.
+        shares: [batch], int32, with a prefix: whether each sequence begins with it.
         q_lens: [batch], int32: how many of q_len are queries, the first ones; None: all.
         num_splits: blocks that share a sequence's tokens in a segment, at most; chosen when None.
         want_lse: whether lse is wanted.
@@ -76,17 +93,17 @@ def attend(
             there are too many segments for several queries.
         DeviceError: CUDA refuses the launch.
     """
-    numbers = pack_counts(q_lens)
-    rows = [_rows_of(segment) for segment in segments]
+    numbers, shares = pack_counts(q_lens), pack_counts(shares)
+    every = [*segments] if prefix is None else [*segments, prefix]
+    rows = [_rows_of(segment) for segment in every]
     tensors = [tensor for one in rows for tensor in one]
     kinds = tuple(
-        (one.k_format, one.sinks, one.block_table is None, one.seq_slots is None)
-        for one in segments
+        (one.k_format, one.sinks, one.block_table is None, one.seq_slots is None) for one in every
     )
     negated = q_latent.is_neg(), q_rope.is_neg()
-    facts = map(facts_of, (q_latent, q_rope, numbers, *tensors))
+    facts = map(facts_of, (q_latent, q_rope, numbers, shares, *tensors))
     key = MlaSpec, kinds, sm_scale, num_splits, negated, *facts
-    call = q_latent, q_rope, segments, numbers, sm_scale, num_splits
+    call = q_latent, q_rope, segments, prefix, numbers, sm_scale, num_splits
     prepared = cached_launch(key, check, _prepare, *call)
     shape = q_latent.shape
     out = torch.empty(shape, dtype=q_latent.dtype, device=q_latent.device)
@@ -111,7 +128,7 @@ def attend(
         other_lens = None if other is None else rows[other][1]
         launch((q_latent, q_rope, *results, *rows[which], other_lens, numbers))
     if prepared.combine is not None:
-        prepared.combine(results)
+        prepared.combine((*results, shares, numbers))
     return out, lse
 
 
@@ -124,8 +141,9 @@ class MlaCall(NamedTuple):
     """A call that is prepared.
 
     Attributes:
-        launches: of each segment that has room: the launch, the segment's index, and that of the
-            other one where the rows that a query sees depend on it.
+        launches: of each segment that has room, first of the prefix: the launch, the segment's
+            index (behind the others that of the prefix), and that of the other one where the rows
+            that a query sees depend on it.
         copies_query: whether the kernel cannot read the queries where they are.
         parts: splits of all segments.
         combine: the launch that combines them, or None for one part.
@@ -141,6 +159,7 @@ def _prepare(
     q_latent: torch.Tensor,
     q_rope: torch.Tensor,
     segments: Sequence[Segment],
+    prefix: Segment | None,
     q_lens: torch.Tensor | None,
     sm_scale: float,
     num_splits: int | None,
@@ -148,6 +167,8 @@ def _prepare(
     batch, q_len, num_heads, latent_dim = q_latent.shape
     causal = q_len > 1 or q_lens is not None
     order = [i for i, one in enumerate(segments) if one.capacity and one.k_rows.numel()]
+    if prefix is not None and not (prefix.capacity and prefix.k_rows.numel()):
+        prefix = None
     if not q_latent.numel() or not order:
         return None
     query = codec_of(q_latent, sm_scale)
@@ -155,28 +176,40 @@ def _prepare(
         raise UnsupportedError(f"batch {batch} is too much for one launch: at most {MOST_BLOCKS}")
     if causal:
         arrange_in_order(segments)
-    if len(order) > MOST_PARTS:
-        raise UnsupportedError(f"{len(order)} segments are too many: at most {MOST_PARTS}")
+    count = len(order) + (prefix is not None)
+    if count > MOST_PARTS:
+        raise UnsupportedError(f"{count} segments are too many: at most {MOST_PARTS}")
     index = q_latent.get_device()
     gpu = gpu_of(index)
-    room = Room(index, gpu, num_splits, MOST_PARTS // len(order))
+    room = Room(index, gpu, num_splits, MOST_PARTS // count)
     columns = q_len * num_heads
+    of_prefix, prefix_parts = None, 0
+    if prefix is not None:  # all queries are those of its one sequence
+        of_prefix = _fitted(prefix, query, 1, batch * columns, False, room)
+        prefix_parts = of_prefix[1][2]
     fitted = [_fitted(segments[i], query, batch, columns, causal, room) for i in order]
-    parts = sum(grid[2] for _, grid in fitted)
+    parts = prefix_parts + sum(grid[2] for _, grid in fitted)
     combine = None
     if parts > 1:  # the first one that is loaded: a rehearsal ends here, and has noted the others
         ahead = min(1 << (parts - 1).bit_length(), MOST_AHEAD)
-        following = MlaCombineSpec(latent_dim, query, ahead, gpu.capability >= OVERLAPS)
-        combine = Launch(following, index, (batch * columns, 1, 1), {"parts": parts})
-    is_copied, constants = _of_queries(q_latent, q_rope)
+        overlaps = gpu.capability >= OVERLAPS
+        following = MlaCombineSpec(latent_dim, query, ahead, prefix is not None, overlaps)
+        sizes = {"prefix_parts": prefix_parts, "num_heads": num_heads, "q_len": q_len}
+        combine = Launch(following, index, (batch * columns, 1, 1), {"parts": parts, **sizes})
+    is_copied, constants = _of_queries(q_latent, q_rope, prefix is not None)
     constants |= {"parts": parts, "score_scale": sm_scale * LOG2_E}
-    launches, first_part = [], 0
+    constants |= {"is_second": 0, "second_sinks": 0, "other_capacity": 0, "first_part": 0}
+    launches: list[tuple[Launch, int, int | None]] = []
+    if prefix is not None and of_prefix is not None:
+        mine = constants | _of_segment(prefix) | {"q_len": batch * q_len}
+        launches.append((Launch(of_prefix[0], index, of_prefix[1], mine), len(segments), None))
+    first_part = prefix_parts
     for place, (i, (spec, grid)) in enumerate(zip(order, fitted, strict=True)):
         other = order[1 - place] if causal and len(order) > 1 else None
         mine = constants | _of_segment(segments[i])
-        mine |= {"first_part": first_part, "is_second": place, "other_capacity": 0}
-        mine["second_sinks"] = 0 if other is None else segments[order[1]].sinks
+        mine |= {"first_part": first_part, "is_second": place}
         if other is not None:
+            mine["second_sinks"] = segments[order[1]].sinks
             mine["other_capacity"] = segments[other].capacity
         launches.append((Launch(spec, index, grid, mine), i, other))
         first_part += grid[2]
@@ -245,8 +278,8 @@ def _fitted(
     if is_many and gpu.capability == WARPGROUPS and is_wide(spec):
         blocks = -(-columns // COLUMNS)
         splits = num_splits or splits_of(batch * blocks, segment.capacity, gpu.sm_count, TOKENS)
-        splits = max(min(splits, most), 1)
-        if segment.capacity >= LEAST * splits:
+        splits = wide_splits_of(max(min(splits, most), 1), segment.capacity)
+        if splits:
             wide = WideMlaSpec.of(spec)
             _registers_of(wide, device)  # a rehearsal notes it
             return wide, (blocks, batch, splits)
@@ -262,16 +295,25 @@ def _fitted(
     return spec, (blocks, batch, max(min(splits, most), 1))
 
 
-def _of_queries(q_latent: torch.Tensor, q_rope: torch.Tensor) -> tuple[bool, dict[str, float]]:
-    """Whether the kernel cannot read the queries where they are, and what it is told of them."""
-    _, q_len, num_heads, _ = q_latent.shape
+def _of_queries(
+    q_latent: torch.Tensor, q_rope: torch.Tensor, as_one: bool
+) -> tuple[bool, dict[str, float]]:
+    """Whether the kernel cannot read the queries where they are, and what it is told of them.
+
+    as_one: whether those of all sequences are also read as those of one.
+    """
+    batch, q_len, num_heads, _ = q_latent.shape
     is_copied = any(q.stride(3) != 1 or not is_readable(q, UNIT) for q in (q_latent, q_rope))
+    if as_one and min(batch, q_len) > 1:
+        is_copied |= any(q.stride(0) != q_len * q.stride(1) for q in (q_latent, q_rope))
     constants: dict[str, float] = {"num_heads": num_heads, "q_len": q_len}
     for side, q in (("latent", q_latent), ("rope", q_rope)):
         steps = strides(q)
         if is_copied:  # contiguous
             of_head = q.shape[3] * q.element_size()
             steps = [q_len * num_heads * of_head, num_heads * of_head, of_head]
+        if as_one and q_len == 1:
+            steps[1] = steps[0]
         names = (f"{side}_stride_{axis}" for axis in ("batch", "query", "head"))
         constants |= dict(zip(names, steps, strict=True))
     return is_copied, constants
@@ -334,3 +376,15 @@ def splits_of(units: int, capacity: int, room: int, step: int) -> int:
     """
     steps = -(-capacity // step)
     return max(min(room // units, -(-steps // FEWEST)), 1)
+
+
+def wide_splits_of(splits: int, capacity: int) -> int:
+    """Splits of the kernel for many heads: not so many that its blocks would be too short; 0 where
+    these are too few, so that the other kernel is better.
+
+    Args:
+        splits: that the GPU has room for.
+        capacity: the most tokens of a sequence.
+    """
+    found = min(splits, capacity // LEAST)
+    return found if found >= FILLED * splits else 0

@@ -10,7 +10,7 @@
               RoPE elements; shifts
 
 Each group has sums of its own, which are multiplied by the scale of a token in float32. The scales
-are kept for P V, in pairs of fp16 (values.py).
+are kept for P V, in pairs of fp16 (values.py); FlashMLA's, which are float32, times a power.
 """
 
 from numba import cuda, float32, uint32
@@ -87,7 +87,7 @@ def make_partial_scores(spec):
 
     def make_pair(first_eight):
         @device_function
-        def scores_of_pair(partials, scales, rows, headers, fragments, queries):
+        def scores_of_pair(partials, scales, rows, headers, fragments, queries, power):
             words = cuda.local.array(WORDS, uint32)
             for n in range(TOGETHER):
                 load_chunks(words, CHUNKS * n, rows + uint32(8 * STRIDE * (first_eight + n)))
@@ -111,7 +111,7 @@ def make_partial_scores(spec):
                         one, two = load_shared_u32(at), load_shared_u32(at + uint32(STRIDE))
                         if BEHIND:
                             low, high = bits_float(one), bits_float(two)
-                            scales[at_scale] = pack_f16(high, low)
+                            scales[at_scale] = pack_f16(high * power, low * power)
                         else:
                             scales[at_scale] = permute(one, two, uint32(LOW_HALVES))
                             low, high = low_f16(scales[at_scale]), high_f16(scales[at_scale])
@@ -136,7 +136,7 @@ def make_partial_scores(spec):
     all_pairs = in_turn([make_pair(first) for first in range(0, SLICES, TOGETHER)])
 
     @device_function
-    def partial_scores(partials, scales, rows, fragments, queries, lane, own):
+    def partial_scores(partials, scales, rows, fragments, queries, power, lane, own):
         g_of_matrix, unit = uint32(lane & uint32(7)), uint32(lane >> uint32(3))
         at = rows + g_of_matrix * uint32(STRIDE) + uint32(UNIT) * unit
         at += uint32(CODES) + uint32(SLICE) * own
@@ -144,7 +144,7 @@ def make_partial_scores(spec):
         headers += uint32(4 * GROUPS) * own
         mine = partials + uint32(FRAGMENT) * own + uint32(16) * lane
         of_slice = queries + uint32(FRAGMENT * BLOCKS * STEPS) * own + uint32(16) * lane
-        all_pairs(mine, scales, at, headers, fragments, of_slice)
+        all_pairs(mine, scales, at, headers, fragments, of_slice, power)
 
     return partial_scores
 

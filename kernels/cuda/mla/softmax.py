@@ -2,7 +2,8 @@
 
 P counts from a reference, the same for all warps. As long as no score and no scale outgrows it
 (lazily, as in decode/mainloop.py), a tile takes two barriers: partial scores ──▶ P. Where one does,
-a flag beside P says so, and all warps find a new reference and write P again.
+a flag beside P says so, and all warps find a new reference and write P again. FlashMLA's scales are
+kept to a limit by each warp for itself (values.py): P has what they leave of fp16's range.
 
     exchange    partial scores   [blocks, eights of tokens, warps, lanes]  4 floats
                 P                [pairs of eights, blocks, lanes]          a fragment
@@ -35,7 +36,7 @@ from ..device.ptx import (
     store_shared_u32x2,
 )
 from .spec import FRAGMENT, SLICES, TILE
-from .values import make_rescale
+from .values import TOP, make_rescale
 
 LAZY = 4  # powers of two that a score may exceed the maximum by
 NEVER, LOWEST = -3e38, -1e30  # score of a token that is not seen; reference of no tokens
@@ -66,8 +67,8 @@ def make_softmax(spec):
     """Make two functions: one writes P of a warp's eight tokens, and the flag; the other, once the
     team has met, sees to it that all count from the same."""
     V, BLOCKS, COLUMNS = spec.latent, spec.blocks, spec.block_columns
-    HALVES, IS_EXACT, BF16 = 2 * BLOCKS, V.is_exact, V.codec == "bf16"
-    SCALES = 1 if IS_EXACT else V.groups
+    HALVES, HAS_LIMITS, BF16 = 2 * BLOCKS, spec.has_limits, V.codec == "bf16"
+    SCALES = V.groups if HAS_LIMITS else 1
     AT_P = spec.p_at
     AT_MAXIMA = AT_P + BLOCKS * SLICES // 2 * FRAGMENT
     AT_SCALES = AT_MAXIMA + 4 * SLICES * COLUMNS
@@ -101,7 +102,7 @@ def make_softmax(spec):
         for i in range(HALVES):
             most = maximum(scores[2 * i], scores[2 * i + 1])
             grown = grown or most - references[i] > room + float32(LAZY)
-        if not IS_EXACT:
+        if HAS_LIMITS:
             grown = grown or reaches_f16(largest_scale(scales), limit) != uint32(0)
         grew = any_lane(uint32(1) if grown else uint32(0))
         if lane == uint32(0):
@@ -122,7 +123,7 @@ def make_softmax(spec):
                 most = over_quad(most, maximum)
                 if lane & uint32(3) == uint32(0):
                     store_shared_f32(mine + uint32(4 * COLUMNS) * own + uint32(32 * i), most)
-            if not IS_EXACT:
+            if HAS_LIMITS:
                 pair = largest_scale(scales)
                 most = maximum(low_f16(pair), high_f16(pair))
                 most = over_rows(over_quad(most, maximum), maximum)
@@ -130,7 +131,7 @@ def make_softmax(spec):
                     store_shared_f32(exchange + uint32(AT_SCALES) + uint32(4) * own, most)
             meet(team)
             old = room
-            if not IS_EXACT:
+            if HAS_LIMITS:
                 four = load_shared_f32x4(exchange + uint32(AT_SCALES))
                 most = maximum(maximum(four[0], four[1]), maximum(four[2], four[3]))
                 room, limit = headroom_of(maximum(most, float32(0.5) * low_f16(limit)))
@@ -156,4 +157,6 @@ def make_softmax(spec):
 
 def first_limits(spec):
     """P's headroom before the first tile: none is needed for bf16, which has float32's range."""
-    return 0 if spec.latent.codec == "bf16" else HEADROOM
+    if spec.latent.codec == "bf16":
+        return 0
+    return HEADROOM - TOP if spec.behind else HEADROOM

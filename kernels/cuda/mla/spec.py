@@ -21,6 +21,12 @@ SHAPES = {
     1: ((3, 5), (3, 4), (3, 3), (2, 4), (2, 3), (1, 5), (1, 4), (1, 3), (2, 2), (1, 2)),
     2: ((2, 4), (2, 3), (2, 2), (1, 3), (1, 2)),
 }
+# of a part, those that a message names where another one has no kernel
+NAMES = (
+    *(f"{codec}-g{groups}" for codec in ("int4", "int8", "fp8") for groups in (4, 8)),
+    "bf16",
+    "fp16",
+)
 MOST_PARTS, MOST_AHEAD = 1024, 16
 REGISTERS = 1 << 16  # of an SM
 
@@ -63,8 +69,22 @@ COMBINE: Table = (
     ("lse", "P"),
     ("part_out", "P"),
     ("part_lse", "P"),
+    ("shares", "P"),  # int32 [batch]: whether a sequence shares the prefix; 0: there is none
+    ("q_lens", "P"),
     ("parts", "I"),
+    ("prefix_parts", "I"),  # the first ones, which are of the prefix
+    ("num_heads", "I"),
+    ("q_len", "I"),
 )
+
+
+def _is_read(fmt: RowFormat, part: str) -> bool:
+    """Whether the kernel reads a part of rows: headers and codes are whole units of copies, the
+    codes of latents a quarter for each warp, and a group is as many elements as an MMA, or two."""
+    least = 2 * UNIT * (SLICES if part == "latents" else 1)
+    together = 32 if fmt.codec == "int4" else 16
+    fits = not (fmt.header_bytes % UNIT or fmt.code_bytes % least)
+    return fits and not fmt.group_size % together
 
 
 @dataclass(frozen=True)
@@ -101,14 +121,13 @@ class MlaSpec(Spec):
     kernel = "mla.kernel.make_mla_kernel"
 
     def __post_init__(self) -> None:
-        for fmt, least in ((self.latent, 2 * UNIT * SLICES), (self.rope, 2 * UNIT)):
-            together = 32 if fmt.codec == "int4" else 16  # elements of an MMA, or two
-            if fmt.header_bytes % UNIT or fmt.code_bytes % least or fmt.group_size % together:
+        for part, fmt in (("latents", self.latent), ("RoPE parts", self.rope)):
+            if not _is_read(fmt, part):
+                others = (RowFormat.parse(name, fmt.head_dim) for name in NAMES)
+                names = [str(other) for other in others if _is_read(other, part)]
                 raise UnsupportedError(
-                    f"{fmt} with {fmt.head_dim} elements is no part of a row that the CUDA kernel "
-                    f"of MLA reads: headers must be multiples of {UNIT} bytes, codes of {least}, "
-                    f"groups of {together} elements. Use 4 or 8 groups, or bf16, or "
-                    "backend='reference'"
+                    f"{fmt} {part} of {fmt.head_dim} elements have no CUDA kernel of MLA: use "
+                    f"{', '.join(names[:-1])} or {names[-1]} for them, or backend='reference'"
                 )
             if fmt.codec == "bf16" and self.query == "fp16":
                 raise UnsupportedError(
@@ -140,6 +159,12 @@ class MlaSpec(Spec):
     def has_shifts(self) -> bool:
         """Whether the latent elements are more than codes times scales."""
         return not (self.latent.is_exact or self.behind)
+
+    @property
+    def has_limits(self) -> bool:
+        """Whether P heeds the largest scale: in fp16 P times scale must not overflow. FlashMLA's
+        float32 scales are brought to fp16's range instead (values.py)."""
+        return self.has_shifts
 
     @property
     def row_bytes(self) -> int:
@@ -210,12 +235,14 @@ class MlaCombineSpec(Spec):
         latent_dim: elements of a column's output.
         query: "bf16" or "fp16", the codec of out.
         ahead: parts whose loads are on their way together.
+        shared: whether the first parts are of a prefix, which some sequences share.
         overlaps: as of Spec.
     """
 
     latent_dim: int
     query: str = "bf16"
     ahead: int = 2
+    shared: bool = False
     overlaps: bool = False
 
     arguments = COMBINE

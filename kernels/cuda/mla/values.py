@@ -7,19 +7,33 @@
 
 Scales and shifts are as in decode/values.py: P is multiplied by the scale of a token, once a group;
 one more MMA, whose B is the header, gives the sums of the shifts. Its headroom is the same, too.
+
+FlashMLA's scales are float32, and whoever writes such rows may give them any size. Each warp, which
+has one group of the latents, multiplies them by a power of two of its own, so that they are fp16
+below 2**TOP; one that outgrows it makes the power smaller. Scales down to 2**-22 of the largest so
+far keep all digits of fp16.
 """
 
-from numba import cuda, float32, uint32
+from numba import cuda, float32, int32, uint32
 
 from ..device.codes import make_unpack
-from ..device.fragments import load_sums, store_sums
+from ..device.fragments import load_sums, over_quad, store_sums
 from ..device.jit import device_function, in_turn
+from ..device.powers import inverse_of, power_of
 from ..device.ptx import (
+    any_lane,
+    bits_float,
+    float_bits,
     load_matrix_x4_t,
+    load_shared_u32,
     load_shared_u32x4,
+    maximum,
+    maximum_f16,
     mma_bf16,
     mma_f16,
     multiply_f16,
+    pack_f16,
+    reaches_f16,
     shfl,
     store_shared_f32,
     store_shared_f32x2,
@@ -30,6 +44,10 @@ from .spec import FRAGMENT, SLICES, TILE
 
 PAIRS = TILE // 16  # MMAs along a tile
 HEADERS = 2 * PAIRS  # words of a header's fragments
+# of FlashMLA's scales: they stay below 2**TOP, and a new power leaves room for larger ones; P has
+# the rest of fp16's range. The power before the first tile, which any scale outgrows
+TOP, SPARE, FIRST_POWER = 8, 2, 2.0**100
+ABOVE_TOP = 0x5C005C00  # 2**TOP, twice in fp16
 
 
 def sums_of(spec):
@@ -120,6 +138,45 @@ def make_accumulate(spec):
         add_pairs(sums, header_sums, headers, scales, values, mine)
 
     return accumulate
+
+
+def make_fit_scales(spec):
+    """Make the function that keeps a warp's scales of FlashMLA's rows below 2**TOP: it gives the
+    power of two that they are multiplied by, and where that is a new one corrects the sums."""
+    STRIDE, HEADER, EIGHTS = spec.stride, spec.header_at, TILE // 8
+    ROWS, SUMS = TILE // 4, sums_of(spec) * spec.blocks  # of a lane
+
+    @device_function
+    def refit(scales, power, sums, headers):
+        of_rows = cuda.local.array(ROWS, float32)
+        largest = float32(0)
+        for n in range(EIGHTS):
+            for i in range(2):
+                at = headers + uint32(STRIDE * (8 * n + i))
+                scale = bits_float(load_shared_u32(at))
+                of_rows[2 * n + i] = scale
+                largest = maximum(largest, abs(scale))
+        largest = over_quad(largest, maximum)
+        exponent = int32(float_bits(largest) >> uint32(23)) - int32(126)  # largest < 2**exponent
+        new = power_of(int32(int32(TOP - SPARE) - exponent))
+        for n in range(EIGHTS):
+            scales[n] = pack_f16(of_rows[2 * n + 1] * new, of_rows[2 * n] * new)
+        factor = new * inverse_of(power)
+        for i in range(SUMS):
+            sums[i] *= factor
+        return new
+
+    @device_function
+    def fit_scales(scales, power, sums, rows, lane, own):
+        most = uint32(0)
+        for n in range(EIGHTS):
+            most = maximum_f16(most, scales[n] & uint32(0x7FFF7FFF))
+        if any_lane(reaches_f16(most, uint32(ABOVE_TOP))) != uint32(0):
+            headers = rows + uint32(2 * STRIDE) * uint32(lane & uint32(3)) + uint32(HEADER)
+            power = refit(scales, power, sums, headers + uint32(4) * own)
+        return power
+
+    return fit_scales
 
 
 def make_put_output(spec):

@@ -5,6 +5,8 @@
         prefix_out, prefix_lse   [splits, num_kv_heads, num_members * ratio], a split a lane
         out, lse                 [batch, num_heads]
 
+The states of other ranks are merged likewise, as splits of one KV head in 16 bit.
+
 The states of FlashInfer's cascade (https://flashinfer.ai/2024/02/02/cascade-inference.html).
 """
 
@@ -21,6 +23,7 @@ from ..device.ptx import (
     exp2,
     load_global_f32,
     load_global_f32x4,
+    load_global_u32x2,
     load_global_u64,
     load_written_f32,
     load_written_u32,
@@ -39,16 +42,26 @@ AHEAD = 4  # splits whose loads are on their way together; with 8 up to 14 % slo
 
 def make_combine_kernel(spec):
     """Make the kernel, a Python function that numba compiles with `spec.signature()`."""
-    WARPS, QUADS = spec.warps, spec.head_dim // 4
+    WARPS, QUADS, ROUNDED = spec.warps, spec.head_dim // 4, spec.rounded
+    QUAD_BYTES = 8 if ROUNDED else 16
     widen, write = make_widen(spec.query), make_write(spec.query)
     over_lanes = make_over_lanes(LANES)
+
+    @device_function
+    def load_rounded(address):
+        words = load_global_u32x2(address)
+        w, x = widen(words[0])
+        y, z = widen(words[1])
+        return w, x, y, z
+
+    load_quad = load_rounded if ROUNDED else load_global_f32x4
 
     @device_function
     def load(split, place):
         prefix_out, stride, splits, state = place
         # a load in a branch would be waited for before the next one
         there = min(split, uint32(splits - uint32(1)))
-        w, x, y, z = load_global_f32x4(prefix_out + stride * uint64(there))
+        w, x, y, z = load_quad(prefix_out + stride * uint64(there))
         present = shfl(state, split) != float32(NOTHING)  # else its out may be anything
         zero = float32(0)
         return (
@@ -65,8 +78,8 @@ def make_combine_kernel(spec):
     add_parts = make_add_parts(AHEAD, load, weigh, by_warps=True)
 
     # fmt: off
-    def combine(out, lse, prefix_out, prefix_lse, members, batch, num_heads, ratio,
-                     splits, num_rows):
+    def combine(out, lse, prefix_out, prefix_lse, members, out_stride, lse_stride, batch,
+                num_heads, ratio, splits, num_rows):
         # fmt: on
         tid = uint32(cuda.threadIdx.x)
         lane = tid & uint32(31)
@@ -88,8 +101,7 @@ def make_combine_kernel(spec):
         # Step 1: the weight of each split, in its lane, and that of the own tokens
         state = float32(NOTHING)
         if int32(lane) < splits:
-            at = uint64(lane) * uint64(num_rows) + other
-            state = load_global_f32(prefix_lse + uint64(4) * at)
+            state = load_global_f32(prefix_lse + lse_stride * uint64(lane) + uint64(4) * other)
         top = over_lanes(state, maximum_or_nan)
         if top == float32(NOTHING):
             return
@@ -100,7 +112,6 @@ def make_combine_kernel(spec):
         total = over_lanes(weight, add) + of_rest
 
         # Step 2: the sum of the outs, the loads of several on their way together
-        stride = uint64(16 * QUADS) * uint64(num_rows)
         for i in range(-(-QUADS // 32)):
             quad = lane + uint32(32 * i)
             is_mine = 32 * i + 31 < QUADS or quad < uint32(QUADS)
@@ -111,9 +122,10 @@ def make_combine_kernel(spec):
                 y, z = widen(load_written_u32(at + uint64(4)))
                 values = w * of_rest, x * of_rest, y * of_rest, z * of_rest
             readable = min(quad, uint32(QUADS - 1))
-            mine = prefix_out + uint64(16) * (other * uint64(QUADS) + uint64(readable))
+            place = uint64(QUAD_BYTES) * (other * uint64(QUADS) + uint64(readable))
+            mine = prefix_out + place
             values = add_parts(
-                values, uint32(splits), (mine, stride, uint32(splits), state), weight
+                values, uint32(splits), (mine, out_stride, uint32(splits), state), weight
             )
             if is_mine:
                 w, x, y, z = values

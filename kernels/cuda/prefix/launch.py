@@ -121,10 +121,11 @@ def combine(
     """Combine the states of a prefix with those of each sequence's own tokens, in place.
 
     Args:
-        out: [batch, num_q_heads, head_dim], bfloat16 or float16, contiguous as are all.
+        out: [batch, num_q_heads, head_dim], bfloat16 or float16, contiguous as is each split of the
+            others.
         lse: [batch, num_q_heads], float32, base e.
-        prefix_out: [splits, num_kv_heads, num_members * ratio, head_dim], float32; at most 32
-            splits.
+        prefix_out: [splits, num_kv_heads, num_members * ratio, head_dim], float32 or the dtype of
+            out; at most 32 splits.
         prefix_lse: [splits, num_kv_heads, num_members * ratio], float32, base e; -inf where a split
             has no tokens, whose out may be anything.
         members: [num_members] int64, places in the batch, or negative; None for all, in order.
@@ -133,18 +134,25 @@ def combine(
         UnsupportedError: the GPU is too old.
         DeviceError: CUDA refuses the launch.
     """
-    key = CombineSpec, out.shape, prefix_out.shape, out.dtype, out.get_device()
-    launch = cached_launch(key, None, _prepare_combine, out, prefix_out)
+    strides = prefix_out.stride(0), prefix_lse.stride(0)
+    dtypes = out.dtype, prefix_out.dtype
+    key = CombineSpec, out.shape, prefix_out.shape, dtypes, strides, out.get_device()
+    launch = cached_launch(key, None, _prepare_combine, out, prefix_out, prefix_lse)
     if launch is not None:
         launch((out, lse, prefix_out, prefix_lse, members))
 
 
-def _prepare_combine(out: torch.Tensor, prefix_out: torch.Tensor) -> Launch | None:
+def _prepare_combine(
+    out: torch.Tensor, prefix_out: torch.Tensor, prefix_lse: torch.Tensor
+) -> Launch | None:
     if not prefix_out.numel():
         return None
     splits, num_kv_heads, prefix_rows, head_dim = prefix_out.shape
-    spec, num_rows = CombineSpec(head_dim, QUERIES[out.dtype]), num_kv_heads * prefix_rows
+    spec = CombineSpec(head_dim, QUERIES[out.dtype], prefix_out.dtype == out.dtype)
+    num_rows = num_kv_heads * prefix_rows
     constants = {
+        "out_stride": prefix_out.stride(0) * prefix_out.element_size(),
+        "lse_stride": 4 * prefix_lse.stride(0),
         "batch": len(out),
         "num_heads": out.shape[1],
         "ratio": out.shape[1] // num_kv_heads,

@@ -48,11 +48,13 @@ PREFIX: Table = (
     ("score_scale", "f"),  # sm_scale * log2(e)
 )
 COMBINE: Table = (
-    ("out", "P"),  # [batch, num_heads, head_dim], contiguous, as are all
+    ("out", "P"),  # [batch, num_heads, head_dim], contiguous, as is each split of the others
     ("lse", "P"),  # [batch, num_heads], float32, base e
-    ("prefix_out", "P"),  # float32 [splits, num_kv_heads, num_members * ratio, head_dim]
+    ("prefix_out", "P"),  # [splits, num_kv_heads, num_members * ratio, head_dim]
     ("prefix_lse", "P"),  # float32 [splits, num_kv_heads, num_members * ratio], base e
     ("members", "P"),  # int64 [num_members]: places in the batch, all else nobody; 0: 0, 1, 2 ...
+    ("out_stride", "Q"),  # bytes from a split of prefix_out to the next
+    ("lse_stride", "Q"),  # the same of prefix_lse
     ("batch", "i"),
     ("num_heads", "i"),
     ("ratio", "i"),  # query heads on a KV head
@@ -140,11 +142,13 @@ class CombineSpec(Spec):
     Attributes:
         head_dim: elements of a row of out, a multiple of 4.
         query: "bf16" or "fp16", the codec of out.
+        rounded: whether prefix_out has that codec, too; else it is float32.
         warps: warps of a block, each with one row.
     """
 
     head_dim: int
     query: str = "bf16"
+    rounded: bool = False
     warps: int = 4
 
     arguments = COMBINE

@@ -8,8 +8,9 @@ seconds. A cubin that lies on disk is read without either:
 The key is a hash of all that the machine code depends on, so a file is never wrong, only unused.
 Who compiles a kernel holds the lock of its file, so that nobody else does it meanwhile.
 
-Kernels have nothing in common that numba would type once only (measured), so several are compiled
-in processes of their own. Nine tenths of the time is numba's, the rest NVVM's and nvJitLink's.
+Several are compiled at a time, in processes that take one after another: to start one and import
+numba takes as long as a small kernel. Nine tenths of the time of a kernel is numba's, which types
+the functions of each spec anew; the rest is NVVM's and nvJitLink's.
 
 Of PTX, nvJitLink makes relocatable code: calls of the compiler's own functions then cost registers,
 255 where LTO-IR, compiled as a whole program, takes 130 (sm_80). But for GPUs newer than sm_90
@@ -26,15 +27,17 @@ import importlib.metadata
 import json
 import os
 import pickle
+import queue
 import re
 import signal
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -66,8 +69,7 @@ COMPILERS = (
 ).split()
 RELATIVE_IMPORT = re.compile(r"^ *from (\.+)([\w.]+) import", re.MULTILINE)
 USE_REFERENCE = "pass backend='reference', which runs anywhere but is slow"
-ALONE = f"from {__name__} import compile_alone; compile_alone()"  # what a process runs
-REFUSED = 3  # its exit code, where the last line that it wrote says why
+ALONE = f"from {__name__} import compile_alone; compile_alone()"  # what a _Compiler runs
 PR_SET_PDEATHSIG = 1  # of prctl: the signal that a process gets when the one that started it ends
 _lock = threading.Lock()
 
@@ -215,14 +217,25 @@ def compile_all(
         return
     require_extra()
     todo.sort(key=lambda spec: -len(fields_of(spec.arguments)))  # those that take longest first
-    pool = ThreadPoolExecutor(min(cores(), len(todo)))
-    try:
-        under_way = {pool.submit(_compile_elsewhere, spec, arch): spec for spec in todo}
-        for done in as_completed(under_way):
-            done.result()
-            report(under_way[done])
-    finally:
-        pool.shutdown(cancel_futures=True)
+    compilers: queue.SimpleQueue[_Compiler] = queue.SimpleQueue()
+    count = min(cores(), len(todo))
+    pool = ThreadPoolExecutor(count)
+
+    def compile_one(spec: Spec) -> Spec:
+        compiler = compilers.get()  # there are as many as threads
+        try:
+            compiler.compile(spec, arch)
+        finally:
+            compilers.put(compiler)
+        return spec
+
+    with ExitStack() as ends:  # from the last to the first
+        ends.callback(pool.shutdown)
+        for _ in range(count):
+            compilers.put(ends.enter_context(_Compiler()))
+        ends.callback(pool.shutdown, wait=False, cancel_futures=True)
+        for done in as_completed([pool.submit(compile_one, spec) for spec in todo]):
+            report(done.result())
 
 
 def cores() -> int:
@@ -232,36 +245,66 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
-def _compile_elsewhere(spec: Spec, arch: str) -> None:
-    """Let a process of its own compile a kernel; it imports neither torch nor the caller's program,
-    as a process of multiprocessing would."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(
-        [sys.executable, "-c", ALONE],
-        input=pickle.dumps((spec, arch)),
-        stderr=subprocess.PIPE,
-        env=environment,
-        check=False,
-    )
-    said = done.stderr.decode(errors="replace").strip()
-    if done.returncode == REFUSED:
-        raise UnsupportedError(said.splitlines()[-1])
-    if done.returncode:
-        raise RuntimeError(
-            f"the process that compiled {spec} for {arch} ended with {done.returncode}: {said}"
+class _Compiler:
+    """A process that compiles kernels one after another. It imports neither torch nor the caller's
+    program, as a process of multiprocessing would, and numba once for all of them."""
+
+    def __init__(self) -> None:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        self._said = tempfile.TemporaryFile()
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", ALONE],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._said,  # a file, since nobody reads it before the end
+            env=environment,
         )
+
+    def __enter__(self) -> _Compiler:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._process.kill()  # it has nothing to put in order
+        with suppress(OSError), self._process, self._said:
+            pass
+
+    def compile(self, spec: Spec, arch: str) -> None:
+        """Let it compile a kernel and put it on the disk; errors as of compile_all."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        try:
+            pickle.dump((spec, arch), self._process.stdin)
+            self._process.stdin.flush()
+            refused = pickle.load(self._process.stdout)
+        except (OSError, EOFError, pickle.UnpicklingError):
+            code = self._process.wait()
+            self._said.seek(0)
+            said = self._said.read().decode(errors="replace").strip()
+            raise RuntimeError(
+                f"the process that compiled {spec} for {arch} ended with {code}: {said}"
+            ) from None
+        if refused is not None:
+            raise UnsupportedError(refused)
 
 
 def compile_alone() -> None:
-    """What such a process does: compile the kernel that it is given on stdin, unless the one that
-    waits for it dies."""
+    """What such a process does: compile the kernels that it is given on stdin, and answer with None
+    or why one cannot be compiled, until the process that waits for the answers ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    try:
-        load_cubin(*pickle.load(sys.stdin.buffer))
-    except UnsupportedError as error:
-        print(str(error).replace("\n", " "), file=sys.stderr)
-        sys.exit(REFUSED)
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what compilers print is no answer
+    while True:
+        try:
+            spec, arch = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        refused = None
+        try:
+            load_cubin(spec, arch)
+        except UnsupportedError as error:
+            refused = str(error).replace("\n", " ")
+        pickle.dump(refused, answers)
+        answers.flush()
 
 
 def cubin_path(spec: Spec, arch: str) -> Path:

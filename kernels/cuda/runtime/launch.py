@@ -176,6 +176,8 @@ class Launch:
         grid: tuple[int, int, int],
         constants: Mapping[str, float],
         copied: Collection[int] = (),
+        *,
+        overlaps: bool = True,
     ) -> None:
         """Load the kernel and pack what stays.
 
@@ -185,6 +187,7 @@ class Launch:
             grid: blocks along x, y and z.
             constants: the arguments that are no addresses, by name.
             copied: places of the tensors that the kernel cannot read where they are.
+            overlaps: whether it begins before the launch before it is complete, if the spec may.
         """
         self.grid, self._index, self._copied = grid, index, tuple(copied)
         self.copies = bool(copied)
@@ -192,7 +195,7 @@ class Launch:
         firsts = [0, *(count for count, _ in packed)]
         self._runs = [(firsts[i], count, data) for i, (count, data) in enumerate(packed)]
         kernel = kernel_of(spec, index)
-        self._launch = Launcher(kernel, grid, layout, overlaps=spec.overlaps)
+        self._launch = Launcher(kernel, grid, layout, overlaps=overlaps and spec.overlaps)
 
     def __call__(self, tensors: Tensors) -> None:
         """Launch on the current stream of the GPU.

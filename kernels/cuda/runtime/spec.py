@@ -51,7 +51,7 @@ class Spec:
             import: a kernel imports its spec, and numba, which cached machine code does not need.
         warps: of a block; a spec without them has `threads`.
         overlaps: whether a launch may begin before the one before it on the stream is complete; the
-            kernel waits for that by itself.
+            kernel waits for that by itself, for nothing where the launch has done so.
         arch_specific: whether the kernel has instructions of one architecture alone (sm_90a), which
             neither older nor newer GPUs have. Its warpgroups share out the registers of a block.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from typing import Any
 
 import pytest
@@ -29,9 +30,15 @@ def run(spec: Any, batch: int, members: torch.Tensor | None, backwards: bool) ->
     count = batch if members is None else len(members)
     dtype = DTYPES[spec.query]
     out = torch.randn(batch, num_heads, spec.head_dim).to(dtype)
-    prefix_out = torch.randn(splits, kv_heads, count, ratio, spec.head_dim)
+    shape = kv_heads, count, ratio, spec.head_dim
+    # splits lie apart, as states of ranks do
+    prefix_out = torch.full((splits, math.prod(shape) + 8), torch.nan)
+    prefix_out = prefix_out.to(dtype if spec.rounded else torch.float32)
+    prefix_out = prefix_out[:, : math.prod(shape)].unflatten(1, shape)
+    prefix_out.copy_(torch.randn(prefix_out.shape))
     lse = 5 * torch.randn(batch, num_heads)
-    prefix_lse = 5 * torch.randn(splits, kv_heads, count, ratio)
+    prefix_lse = 5 * torch.randn(splits, kv_heads * count * ratio + 1)
+    prefix_lse = prefix_lse[:, :-1].unflatten(1, shape[:-1])
     prefix_lse[:, 0, 0, 1] = prefix_lse[3, 1, 0, 2] = -torch.inf
     prefix_out[3, 1, 0, 2] = torch.nan  # of a split without tokens: it does not count
     lse[0, 4] = -torch.inf
@@ -48,6 +55,7 @@ def run(spec: Any, batch: int, members: torch.Tensor | None, backwards: bool) ->
 
     tensors = [out, lse, prefix_out, prefix_lse, *([] if members is None else [members])]
     values = [x.data_ptr() for x in tensors] + [0] * (members is None)
+    values += [prefix_out.stride(0) * prefix_out.element_size(), 4 * prefix_lse.stride(0)]
     values += [batch, num_heads, ratio, splits, count * num_heads]
     arguments = typed(spec, values)
     memory = [(x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()) for x in tensors]
@@ -69,7 +77,13 @@ def test_all_sequences_share_the_prefix() -> None:
 @in_simulator
 def test_some_sequences_share_the_prefix() -> None:
     for backwards in (False, True):
-        run(CombineSpec(80, "fp16", 3), 4, torch.tensor([3, -1, 0]), backwards)
+        run(CombineSpec(80, "fp16", warps=3), 4, torch.tensor([3, -1, 0]), backwards)
+
+
+@in_simulator
+def test_states_of_ranks_are_merged() -> None:
+    for backwards in (False, True):
+        run(CombineSpec(64, "bf16", rounded=True), 2, None, backwards)
 
 
 @pytest.mark.slow
@@ -78,4 +92,5 @@ def test_some_sequences_share_the_prefix() -> None:
     [(64, "bf16", "sm_80"), (80, "fp16", "sm_89"), (128, "bf16", "sm_90"), (256, "fp16", "sm_100")],
 )
 def test_machine_code_spills_nothing(head_dim: int, query: str, arch: str) -> None:
-    assert compile_spec(CombineSpec(head_dim, query), arch).report.stack_bytes == 0
+    for rounded in (False, True):
+        assert compile_spec(CombineSpec(head_dim, query, rounded), arch).report.stack_bytes == 0

@@ -27,7 +27,6 @@ from kvquant.kernels.cuda.append.spec import (
     AppendSpec,
     FeedbackSide,
     FeedbackSpec,
-    Side,
     make_feedback_spec,
 )
 from kvquant.kernels.cuda.runtime import launch as runtime
@@ -42,11 +41,13 @@ FORMATS = "int4 int4-g2 int4-g4 int4-g8 int8 int8-g8".split()
 def make_spec(name: str, head_dim: int = 128, words: str = "", share: int = 1) -> FeedbackSpec:
     """A feedback kernel of one side, or, with the word "both", of two that differ; the other words
     are those of test_rows_compile.py."""
-    turned, exact = "rotated" in words, "bf16" if "exact" in words else ""
-    side = Side(RowFormat.parse(name, head_dim), turned, turned, "clip" in words)
-    source = "fp32" if "float32" in words else "bf16"
-    k = FeedbackSide(side, source, exact, head_dim if "rope" in words else 0, share=share)
-    both = [k, replace(k, side=Side(side.fmt), rotary_dim=0)]
+    fmt, exact = RowFormat.parse(name, head_dim), "bf16" if "exact" in words else ""
+    source, rotary_dim = (
+        "fp32" if "float32" in words else "bf16",
+        head_dim if "rope" in words else 0,
+    )
+    k = FeedbackSide(fmt, "clip" in words, source, exact, rotary_dim, share=share)
+    both = [k, replace(k, clip=False, rotary_dim=0)]
     return make_feedback_spec(both if "both" in words else [k])
 
 
@@ -60,9 +61,9 @@ def make_spec(name: str, head_dim: int = 128, words: str = "", share: int = 1) -
 @pytest.mark.parametrize(
     ("name", "head_dim", "words", "share", "arch"),
     [
-        ("int4-g4", 128, "clip exact rotated rope both", 4, "sm_90"),
+        ("int4-g4", 128, "clip exact rope both", 4, "sm_90"),
         ("int4-g4", 128, "clip float32 exact", 1, "sm_90"),
-        ("int8-g8", 80, "clip rotated exact", 4, "sm_80"),
+        ("int8-g8", 80, "clip exact", 4, "sm_80"),
         ("int4", 256, "float32", 1, "sm_100"),
     ],
 )
@@ -116,7 +117,7 @@ def test_few_rows_have_several_lanes_each(cuda: FakeDriver) -> None:
 def test_two_sides_with_feedback_are_one_launch(cuda: FakeDriver) -> None:
     append_calibrated(**make_call(Case(feedback="kv", clip="k", exact="bf16")))
     (spec,) = loaded_specs()
-    assert [side.side.clip for side in spec.sides] == [True, False]
+    assert [side.clip for side in spec.sides] == [True, False]
     assert [one.grid for one in cuda.launched] == [(1, 1, 2)]
     assert len(cuda.launched[0].arguments) == struct.calcsize(layout_of(spec.arguments))
 

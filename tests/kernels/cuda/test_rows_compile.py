@@ -30,7 +30,7 @@ GPUS = ("sm_80", "sm_89", "sm_90", "sm_100")
 FORMATS = "int4 int4-g2 int4-g4 int4-g8 int8 int8-g4 fp8 fp8-g4 bf16 fp16".split()
 
 
-FEEDBACK = FeedbackSpec((FeedbackSide(Side(RowFormat.parse("int4", 64)), share=4),) * 2)
+FEEDBACK = FeedbackSpec((FeedbackSide(RowFormat.parse("int4", 64), share=4),) * 2)
 MLA = MlaSpec(RowFormat.parse("bf16", 512), RowFormat.parse("bf16", 64), teams=1, stages=2)
 
 

@@ -1,0 +1,31 @@
+"""The argument by which a model takes its cache: `cache`, and before transformers 5.24
+`past_key_values`."""
+
+from __future__ import annotations
+
+import inspect
+from functools import cache
+from typing import Any
+
+from transformers.masking_utils import create_causal_mask
+
+NAMES = "cache", "past_key_values"
+# of this transformers: its generate, and its own models
+ARGUMENT = next(x for x in NAMES if x in inspect.signature(create_causal_mask).parameters)
+
+
+def as_argument(model: Any, past: Any) -> dict[str, Any]:
+    """A cache as a model takes it: model(tokens, **as_argument(model, past)).
+
+    Args:
+        model: of transformers, compiled or not, or code of one's own for an older one.
+        past: the cache, of transformers or a QuantizedCache.
+    """
+    kind: Any = type(getattr(model, "_orig_mod", model))
+    return {_argument_of(kind): past}
+
+
+@cache
+def _argument_of(kind: Any) -> str:
+    known = inspect.signature(kind.forward).parameters
+    return next((name for name in NAMES if name in known), ARGUMENT)
