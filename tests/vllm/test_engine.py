@@ -179,7 +179,7 @@ def test_predictions_are_as_good_as_calibrate_says(plan: str) -> None:
     in 16 bit, as the first chunk of a prompt is read here, and what follows attends to rows."""
     windows = held_out_windows(8, CONTEXT + SCORED + 1)
     reference = Reference(CachedModel.from_pretrained(MODEL), windows, CONTEXT)
-    schemes = {"int8": Scheme("int8", "int8"), "int4": Scheme("int4-g4", "int4-g4")}
+    schemes: dict[str, Any] = {"int8": Scheme("int8", "int8"), "int4": Scheme("int4-g4", "int4-g4")}
     schemes |= {"plan": Planned(CachePlan.load(plan))}
     given = {"own": None, "int8": {"k_format": "int8"}, "int4": INT4, "plan": {"plan": plan}}
     logits, rooms = {}, {}
