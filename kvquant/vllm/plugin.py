@@ -7,14 +7,17 @@ when additional_config decides. So the names of this module are made when they a
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
-from ..errors import ConfigError
+from ..errors import ConfigError, UnsupportedError
 
+VERSIONS = "0.32", "0.34"  # of vLLM: from the first to before the second, as in pyproject.toml
 OURS = ("CUSTOM", "CPU_ATTN")  # of vLLM's registry: its CPU platform knows the second one alone
 # One of these is among vLLM's candidates on any GPU where it may choose: a place to say that rows
-# were asked for, and would not be there.
+# were asked for, and would not be there. The CPU platform takes the others for latent attention.
 AUTOMATIC = ("FLASH_ATTN", "TRITON_MLA")
+LATENT = ("CPU_MLA", "AMX_MLA")
 
 
 def register() -> None:
@@ -25,7 +28,7 @@ def register() -> None:
     from vllm.logger import init_logger
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    for name in OURS + AUTOMATIC:
+    for name in OURS + AUTOMATIC + LATENT:
         entry, path = AttentionBackendEnum[name], f"{__name__}.{name}"
         if not entry.is_overridden():
             register_backend(entry, path)
@@ -43,8 +46,10 @@ def __getattr__(name: str) -> Any:  # a type[AttentionBackend]
 
     Raises:
         ConfigError: --attention-backend CUSTOM was asked for, and no rows, or rows alone.
+        UnsupportedError: rows were asked for, and vLLM is of another version than those that were
+            tried, or the model has latent attention.
     """
-    if name not in OURS + AUTOMATIC:
+    if name not in OURS + AUTOMATIC + LATENT:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from vllm.config import get_current_vllm_config_or_none
     from vllm.utils.import_utils import resolve_obj_by_qualname
@@ -53,10 +58,16 @@ def __getattr__(name: str) -> Any:  # a type[AttentionBackend]
     config = get_current_vllm_config_or_none()
     given: Any = None if config is None else config.additional_config
     if isinstance(given, dict) and "kvquant" in given:
+        _check_version()
         if name in OURS:
             from .backend import backend_of
 
             return backend_of(name, json.dumps(given["kvquant"], sort_keys=True))
+        if name in LATENT:
+            raise UnsupportedError(
+                "--additional-config asks for rows of kvquant, and this model has latent attention "
+                '(MLA), which vLLM does not serve from them: leave "kvquant" out'
+            )
         attention = config.attention_config
         asked = (attention.backend, *attention.backend_per_kind.values())
         # a draft model has a config of its own, in which nobody asks for a backend
@@ -71,3 +82,17 @@ def __getattr__(name: str) -> Any:  # a type[AttentionBackend]
             '--additional-config \'{"kvquant": {"k_format": "int4-g4", "v_format": "int4-g4"}}\''
         )
     return resolve_obj_by_qualname(AttentionBackendEnum[name].value)
+
+
+def _check_version() -> None:
+    """Raise UnsupportedError unless vLLM is one that was tried: what its backends are asked for
+    changes from one to the next."""
+    from vllm import __version__
+
+    first, end = (tuple(map(int, one.split("."))) for one in VERSIONS)
+    found = re.match(r"(\d+)\.(\d+)", __version__)
+    if found is None or not first <= tuple(map(int, found.groups())) < end:
+        raise UnsupportedError(
+            f"vLLM is {__version__}, and kvquant was tried with {VERSIONS[0]} to before "
+            f"{VERSIONS[1]}: install 'vllm>={VERSIONS[0]},<{VERSIONS[1]}', or a newer kvquant"
+        )

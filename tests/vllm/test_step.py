@@ -53,17 +53,22 @@ class Pages:
         self.lens = torch.zeros_like(self.table[:, 0])
         self.append(past_lens)
 
-    def append(self, counts: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append new tokens of each sequence: their K and V, and one of no slot."""
-        slots, device = [], self.pages.device
+    def slots(self, counts: Sequence[int]) -> torch.Tensor:
+        """Of new tokens of each sequence."""
+        found, device = [], self.pages.device
         for i, count in enumerate(counts):
             token = torch.arange(int(self.lens[i]), int(self.lens[i]) + count, device=device)
-            slots.append(self.table[i, token // PAGE].long() * PAGE + token % PAGE)
+            found.append(self.table[i, token // PAGE].long() * PAGE + token % PAGE)
+        return torch.cat(found)
+
+    def append(self, counts: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append new tokens of each sequence: their K and V, and one of no slot."""
+        device = self.pages.device
         k, v = torch.randn(2, sum(counts) + 1, HEADS, DIM, device=device)
         k += 3 * torch.arange(DIM, device=device).cos()  # an offset
         k, v = k.to(self.dtype), v.to(self.dtype)
         none = torch.tensor([-1], device=device)
-        append(self.layer, k, v, self.pages, torch.cat([*slots, none]))
+        append(self.layer, k, v, self.pages, torch.cat([self.slots(counts), none]))
         self.lens += torch.tensor(counts, dtype=torch.int32, device=device)
         return k, v
 
@@ -188,6 +193,50 @@ def test_a_step_that_a_graph_pads(queries: int, relative_l2: Measure) -> None:
         wanted = exact(q[new], *cache.values(i), AttentionVariant())
         assert relative_l2(out[new], wanted) < 2e-5
     assert not out[2 * queries :].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("has_basis", [False, True])
+@pytest.mark.parametrize("queries", [1, 3])
+def test_a_cuda_graph_serves_steps_of_other_lengths(
+    queries: int, has_basis: bool, relative_l2: Measure
+) -> None:
+    """As vLLM captures: lengths are made up and no token has a slot."""
+    layout = Settings("int8", "int8").layout(HEADS, DIM, DIM)
+    layer = LayerRows(layout, SCALE, bases().to("cuda") if has_basis else None)
+    steps, batch = 20, 4
+    cache = Pages(layer, [20, 31, 200, 0], steps * queries, "cuda", torch.bfloat16)
+    starts = torch.arange(0, batch * queries + 1, queries, dtype=torch.int32)
+    tokens = batch * queries
+    made_up = starts.diff() + 1
+    step = describe_step(cache.table, cache.lens, starts, made_up, tokens, queries)
+    q = torch.zeros(tokens, Q_HEADS, DIM, dtype=torch.bfloat16, device="cuda")
+    k, v = torch.zeros(2, tokens, HEADS, DIM, dtype=torch.bfloat16, device="cuda")
+    slots, out = torch.full((tokens,), -1, device="cuda"), torch.zeros_like(q)
+
+    def run() -> None:
+        append(layer, k, v, cache.pages, slots)
+        attend(layer, step, q, k, v, cache.pages, out)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    for _ in range(steps):
+        slots.copy_(cache.slots([queries] * batch))
+        cache.lens += queries
+        for x in (q, k, v):
+            x.normal_()
+        graph.replay()
+        for i in range(batch):
+            new = slice(i * queries, (i + 1) * queries)
+            keys, values = cache.values(i)
+            assert relative_l2(keys[-queries:].float(), k[new].float()) < 0.05
+            wanted = exact(q[new], keys, values, AttentionVariant())
+            assert relative_l2(out[new].cpu(), wanted) < 6.3e-3
 
 
 def test_a_step_without_tokens_writes_nothing() -> None:

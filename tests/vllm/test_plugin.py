@@ -1,0 +1,99 @@
+"""When vLLM gets kvquant's backend, and when it is told why not (10 seconds)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from vllm_engines import INT4
+
+from kvquant import ConfigError, UnsupportedError
+from kvquant.vllm import plugin
+
+pytestmark = pytest.mark.filterwarnings("default")  # vLLM's own
+ROWS = {"additional_config": {"kvquant": INT4}}
+
+
+def test_the_plugin_does_nothing_until_it_is_asked() -> None:
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    plugin.register()
+    plugin.register()
+    assert AttentionBackendEnum.CPU_ATTN.get_class() is CPUAttentionBackend
+    with pytest.raises(ConfigError, match="give --additional-config"):
+        AttentionBackendEnum.CUSTOM.get_class()
+    wrong = VllmConfig(additional_config={"kvquant": {"k_format": "int5"}})
+    with (
+        set_current_vllm_config(wrong),
+        pytest.raises(ConfigError, match="format 'int5' does not exist"),
+    ):
+        AttentionBackendEnum.CPU_ATTN.get_class()
+
+
+def test_rows_without_their_backend_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a CUDA platform asks, which has others to choose from; it does not load here."""
+    from vllm.config import AttentionConfig, VllmConfig, set_current_vllm_config
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    plugin.register()
+    theirs = [VllmConfig, AttentionConfig]  # in place of backends, whose modules need a GPU
+    for name, kind in zip(plugin.AUTOMATIC, theirs, strict=True):
+        entry = AttentionBackendEnum[name]
+        monkeypatch.setattr(entry, "_value_", f"vllm.config.{kind.__name__}")
+    asked = AttentionConfig(backend=AttentionBackendEnum.CUSTOM)
+    for name, kind in zip(plugin.AUTOMATIC, theirs, strict=True):
+        entry = AttentionBackendEnum[name]
+        for config in (VllmConfig(), VllmConfig(**ROWS, attention_config=asked)):
+            with set_current_vllm_config(config):
+                assert entry.get_class() is kind
+        message = f"{name} would hold 16-bit ones: give --attention-backend CUSTOM"
+        with (
+            set_current_vllm_config(VllmConfig(**ROWS)),
+            pytest.raises(ConfigError, match=message),
+        ):
+            entry.get_class()
+
+
+def test_latent_attention_is_refused_where_vllm_would_serve_it_in_16_bit() -> None:
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.v1.attention.selector import _cached_get_attn_backend, get_attn_backend
+
+    plugin.register()
+    for config in (VllmConfig(**ROWS), VllmConfig()):
+        _cached_get_attn_backend.cache_clear()
+        with set_current_vllm_config(config):
+            if config.additional_config:
+                with pytest.raises(UnsupportedError, match="this model has latent attention"):
+                    get_attn_backend(576, torch.bfloat16, "auto", use_mla=True)
+            else:
+                name = get_attn_backend(576, torch.bfloat16, "auto", use_mla=True).get_name()
+                assert name in plugin.LATENT
+
+
+@pytest.mark.parametrize(
+    ("version", "is_served"),
+    [
+        ("0.31.2", False),
+        ("0.32.0", True),
+        ("0.33.1.dev3+cpu", True),
+        ("0.34.0", False),
+        ("1.0", False),
+        ("dev", False),
+    ],
+)
+def test_a_vllm_that_was_not_tried_is_refused(
+    version: str, is_served: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import vllm
+    from vllm.config import VllmConfig, set_current_vllm_config
+
+    monkeypatch.setattr(vllm, "__version__", version)
+    with set_current_vllm_config(VllmConfig(**ROWS)):
+        if is_served:
+            assert plugin.CPU_ATTN.get_name() == "CPU_ATTN"
+        else:
+            with pytest.raises(UnsupportedError, match=rf"vLLM is {version}, and kvquant was"):
+                plugin.CPU_ATTN  # noqa: B018
+    with set_current_vllm_config(VllmConfig()):  # without rows it is none of our business
+        plugin.CPU_ATTN  # noqa: B018

@@ -1,0 +1,112 @@
+"""Layers and steps that vLLM's engine would ask for, and that are refused with the reason."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from example_plan import example_plan
+from transformers import LlamaConfig
+
+from kvquant import AttentionVariant, CachePlan, KVQuantError
+from kvquant.io.model_id import model_identity
+
+pytestmark = pytest.mark.filterwarnings("default")  # vLLM's own
+CONFIG = LlamaConfig(num_hidden_layers=2, num_key_value_heads=4, head_dim=64)
+OTHER = LlamaConfig(num_hidden_layers=2, num_key_value_heads=4, head_dim=64, hidden_size=512)
+
+
+def layer(given: dict[str, Any], **options: Any) -> Any:
+    """An attention layer of vLLM, as far as it is asked."""
+    from vllm.v1.attention.backend import AttentionType
+
+    from kvquant.vllm.backend import backend_of
+
+    impl = SimpleNamespace(is_draft=False, scale=0.1, variant=lambda device: AttentionVariant())
+    usual = {
+        "attn_backend": backend_of("CPU_ATTN", json.dumps(given)),
+        "attn_type": AttentionType.DECODER,
+        "kv_sharing_target_layer_name": None,
+        "kv_cache_dtype": "auto",
+        "use_mm_prefix": False,
+        "num_kv_heads": 4,
+        "head_size": 64,
+        "head_size_v": 64,
+        "impl": impl,
+    }
+    return SimpleNamespace(**{**usual, **options})
+
+
+def rows_of(
+    monkeypatch: pytest.MonkeyPatch, one: Any, *, index: int = 1, config: Any = CONFIG
+) -> Any:
+    from kvquant.vllm import backend
+
+    monkeypatch.setattr(backend, "get_tensor_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(backend, "get_tensor_model_parallel_world_size", lambda: 1)
+    model = SimpleNamespace(hf_config=config, get_total_num_kv_heads=lambda: 4)
+    name, cpu = f"model.layers.{index}.self_attn.attn", torch.device("cpu")
+    return backend._rows_of(name, one, SimpleNamespace(model_config=model), cpu)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"attn_type": "encoder_only"}, "it is of type encoder_only, which decodes from no rows"),
+        ({"attn_type": "encoder_decoder"}, "it is of type encoder_decoder"),
+        ({"kv_sharing_target_layer_name": "layers.0"}, "it attends to the rows of layers.0"),
+        ({"kv_cache_dtype": "fp8"}, "its --kv-cache-dtype is fp8: leave that out, rows have"),
+        ({"use_mm_prefix": True}, "it attends to whole images, not to the tokens before"),
+        ({"head_size": 32}, "head_dim 32 is"),
+        ({"head_size_v": 520}, "head_dim 520 is"),
+    ],
+)
+def test_layers_that_rows_do_not_serve(
+    options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {"k_format": "int8"}
+    assert rows_of(monkeypatch, layer(given)).layout.num_kv_heads == 4
+    with pytest.raises(KVQuantError, match=message):
+        rows_of(monkeypatch, layer(given, **options))
+
+
+def test_plans_that_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, path = example_plan(2, 4, 64), tmp_path / "plan.safetensors"
+    plan.facts["layers"][-1] = plan.facts["layers"][0]  # none is kept in 16 bit
+    facts = {**plan.facts, "model": model_identity(CONFIG.to_dict())}
+    CachePlan(facts, plan.tensors).save(path)
+    given = {"plan": str(path), "k_format": "int8"}
+    assert rows_of(monkeypatch, layer(given)).basis is not None
+    with pytest.raises(KVQuantError, match="the plan was made for a 'llama' model with config"):
+        rows_of(monkeypatch, layer(given), config=OTHER)
+    with pytest.raises(KVQuantError, match="the plan has no layer 2: leave it out, or calibrate"):
+        rows_of(monkeypatch, layer(given), index=2)
+    with pytest.raises(KVQuantError, match="has 3 KV heads on this rank, other layers 4: leave"):
+        rows_of(monkeypatch, layer(given, num_kv_heads=3))
+    draft = layer(given, num_kv_heads=3)
+    draft.impl.is_draft = True  # whose model a plan does not know
+    assert rows_of(monkeypatch, draft, index=2, config=OTHER).basis is None
+
+
+def test_attention_that_is_not_causal() -> None:
+    from kvquant.vllm.backend import StepBuilder
+
+    builder = object.__new__(StepBuilder)
+    builder.is_draft, builder.most_queries = False, 1
+    starts, lens = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([9], dtype=torch.int32)
+    step: Any = SimpleNamespace(
+        query_start_loc_cpu=starts,
+        seq_lens=lens,
+        seq_lens_cpu_upper_bound=None,
+        block_table_tensor=torch.zeros(1, 1, dtype=torch.int32),
+        num_actual_tokens=1,
+        causal=True,
+    )
+    assert builder.build(0, step).decodes == 1
+    step.causal = False
+    with pytest.raises(KVQuantError, match="attention is not causal, which rows do not serve"):
+        builder.build(0, step)
