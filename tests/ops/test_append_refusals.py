@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -192,9 +192,9 @@ def test_the_call_that_the_refusals_change_is_right() -> None:
 def test_dequantizing_what_is_not_there_is_refused() -> None:
     fmt = RowFormat.parse("int8", 64)
     rows, slots = storage(fmt), torch.arange(4)
-    half = torch.float16
+    half, eight = torch.float16, cast(RowFormat, 8)
     cases: list[tuple[Callable[[], object], type[Exception], str]] = [
-        (lambda: dequantize_pages(rows, 8, slots, half), ConfigError, "the format is 8: give a name"),  # type: ignore[arg-type]
+        (lambda: dequantize_pages(rows, eight, slots, half), ConfigError, "the format is 8: give"),
         (lambda: dequantize_pages(rows, "int4-g8", slots, half), ShapeError, "bytes of a row of"),
         (lambda: dequantize_pages(rows, fmt, [0], half), ConfigError, "slots is of type list"),  # type: ignore[arg-type]
         (lambda: dequantize_pages(rows[0], fmt, slots, half), ShapeError, "must be .num_pages"),
