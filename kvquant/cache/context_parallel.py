@@ -95,8 +95,10 @@ class ContextParallelCache:
         shape = cache.num_layers, cache.batch
         # by layer: in a step some have the new token already
         self._totals = torch.zeros(shape, dtype=torch.int64, device=cache.device)
-        # how many of a token a rank keeps, by its place in as many blocks as there are ranks
-        places = torch.arange(self.block_len * self.world_size, device=cache.device)
+        # how many of a token a rank keeps, by its place in as many blocks as there are ranks, or
+        # in as many tokens as there is room for
+        most = min(self.block_len, cache.max_seq_len) * self.world_size
+        places = torch.arange(most, device=cache.device)
         self._share = (places // self.block_len == self.rank).int()
 
     @staticmethod

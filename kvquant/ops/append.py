@@ -524,7 +524,7 @@ def _dequantize(
     if backend == "cuda" and has_kernel:
         _dequantize_cuda()(rows, fmt, slots, out)
         return
-    if backend == "cuda":  # as the kernel, without waiting for the GPU
+    if backend == "cuda" and rows.numel():  # as the kernel, without waiting for the GPU
         used = (slots >= 0) & (slots < rows.shape[0] * rows.shape[2])
         values = dequantize_rows(_take(rows, torch.where(used, slots, 0)), fmt, out.dtype)
         out.copy_(values.masked_fill(~used[:, None, None], 0))

@@ -539,6 +539,10 @@ class PagedBatch(NotCopied):
         """
         return pays(num_members, tokens, self.cache.num_kv_heads, ratio)
 
+    def likely_batches(self, num_ids: int) -> tuple[int, ...]:
+        """Sequences of steps that kernels are compiled for ahead, those of the first among them."""
+        return tuple({num_ids, self.max_batch})
+
     def likely_q_heads(self) -> tuple[int, ...]:
         """Query heads that kernels are compiled for ahead: a kernel serves up to 8 on a KV head."""
         return (self.cache.num_kv_heads,)

@@ -71,16 +71,17 @@ class BatchCalls:
         """
         if self.shared_prefix is False:
             return
-        most, kv_heads, split = batch.max_batch, self.cache.num_kv_heads, self.cache.state.split
+        kv_heads, split = self.cache.num_kv_heads, self.cache.state.split
         tokens = self.cache.state.tables.shape[1] * split.page_size
         q_heads = (self.num_q_heads,) if self.num_q_heads else batch.likely_sharing()
-        seen: set[int] = set()
-        members = [1 << i for i in range(1, most.bit_length()) if 1 << i < most]
-        for count, heads in itertools.product((*members, most), q_heads):
-            is_read = self.shared_prefix or batch.pays(most, count, tokens, heads // kv_heads)
-            if is_read and count * heads not in seen:
-                seen.add(count * heads)
-                yield most, heads, count
+        for most in self.batches:
+            seen: set[int] = set()
+            members = [1 << i for i in range(1, most.bit_length()) if 1 << i < most]
+            for count, heads in itertools.product((*members, most), q_heads):
+                is_read = self.shared_prefix or batch.pays(most, count, tokens, heads // kv_heads)
+                if is_read and count * heads not in seen:
+                    seen.add(count * heads)
+                    yield most, heads, count
 
     def _rope(self, count: int) -> dict[str, Rope]:
         """The option of that name, if it comes."""
@@ -101,7 +102,7 @@ def warm_up_batch(batch: PagedBatch, k: object, rope: Rope | None, num_ids: int)
     """
     if isinstance(k, torch.Tensor) and k.ndim == 3 and len(k) <= batch.max_tokens:
         rotary_dim = None if rope is None else (2 * rope.cos.shape[-1], rope.interleaved)
-        batches = tuple({max(num_ids, 1), batch.max_batch})
+        batches = batch.likely_batches(max(num_ids, 1))
         calls = BatchCalls(
             batch.cache,
             k.dtype,

@@ -109,7 +109,7 @@ class Basis:
         moved = self.offset if has_offset else None
         self.encoding = Encoding(moved, kind == "hadamard", inverse, self.clip, self.feedback)
         self._set_fp16(offset.is_cuda)
-        self._unclipped: Basis | None = None  # of which with_clip made this one
+        self._origin: Basis | None = None  # of which with_clip made this one
 
     def __repr__(self) -> str:
         heads, dim = self.offset.shape
@@ -129,11 +129,11 @@ class Basis:
             twins = _twins.setdefault(self, WeakValueDictionary())
             found = twins.get(offset.device)
             if found is None:
-                if self._unclipped is None:
+                if self._origin is None:
                     found = self._moved(offset.device)
                 else:  # which others may have there
                     clip = None if self.clip is None else self.clip.to(device)
-                    found = self._unclipped.to(device).with_clip(clip)
+                    found = self._origin.to(device).with_clip(clip)
                 twins[offset.device] = found
             return found
 
@@ -154,8 +154,8 @@ class Basis:
             twin._set_fp16(on_cuda)
         vars(twin).update({name: moved(x) for name, x in vars(twin).items()})
         twin.encoding = Encoding(*map(moved, self.encoding))  # type: ignore[arg-type]
-        if twin._unclipped is not None:
-            twin._unclipped = twin._unclipped._moved(device)
+        if twin._origin is not None:
+            twin._origin = twin._origin._moved(device)
         return twin
 
     def _set_fp16(self, on_cuda: bool) -> None:
@@ -169,7 +169,7 @@ class Basis:
         twin = copy.copy(self)
         twin.clip = _checked_clip(clip, self.offset.shape[0])
         twin.encoding = self.encoding._replace(clip=twin.clip)
-        twin._unclipped = self._unclipped or self
+        twin._origin = self._origin or self
         return twin
 
     @property

@@ -29,6 +29,8 @@ def register() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     for name in OURS + AUTOMATIC + LATENT:
+        if name not in AttentionBackendEnum.__members__:
+            continue  # of a vLLM that was not tried, which is refused where rows are asked for
         entry, path = AttentionBackendEnum[name], f"{__name__}.{name}"
         if not entry.is_overridden():
             register_backend(entry, path)

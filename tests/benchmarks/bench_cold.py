@@ -55,19 +55,20 @@ def generate(kind: str) -> None:
     from bench_prefill import LLAMA_8B
 
     from kvquant import QuantizedCache
+    from kvquant.hf.argument import as_argument
 
     sizes = LLAMA_8B | {"vocab_size": 32000, "num_hidden_layers": 4}
     model = random_llama(torch.bfloat16, "cuda", **sizes)
     model.set_attn_implementation("kvquant")
     ids = torch.randint(8000, (2, 300), device="cuda")
     with torch.no_grad():
-        model(ids, past_key_values=transformers.DynamicCache())  # libraries make themselves ready
+        model(ids, **as_argument(model, transformers.DynamicCache()))  # libraries make themselves ready
     taken = []
     for _ in range(2):
         torch.cuda.synchronize()
         start = time.perf_counter()
         cache = QuantizedCache(model, max_seq_len=1024 if kind == "static" else None)
-        options: Any = {"past_key_values": cache, "max_new_tokens": 20, "pad_token_id": 0}
+        options: Any = {**cache.argument, "max_new_tokens": 20, "pad_token_id": 0}
         model.generate(ids, attention_mask=torch.ones_like(ids), **options)
         torch.cuda.synchronize()
         taken.append(time.perf_counter() - start)

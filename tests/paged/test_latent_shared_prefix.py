@@ -169,6 +169,34 @@ def test_what_is_launched_was_told(heads: int, monkeypatch: pytest.MonkeyPatch) 
     assert any(isinstance(spec, MlaCombineSpec) and spec.shared for spec in launched)
 
 
+@pytest.mark.parametrize("shared", [False, None, True])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+def test_the_kernels_of_fewer_sequences_are_told(arch: str, shared: bool | None) -> None:
+    """A batch of few is cut into more parts, which another kernel combines."""
+    cache = LatentPagedKVCache(1, 64, max_num_seqs=48, max_seq_len=16384)
+    batch = LatentPagedBatch(cache, 48, 512)
+    told, needed = (
+        {
+            *kernels_of(
+                [
+                    BatchCalls(
+                        cache,
+                        torch.bfloat16,
+                        512,
+                        batches,
+                        kind=LatentPagedBatch,
+                        shared_prefix=shared,
+                    )
+                ],
+                runtime.GPUS[arch],
+            )
+        }
+        for batches in (batch.likely_batches(3), tuple(range(1, 49)))
+    )
+    assert needed == told
+    assert len(told) > len({spec for spec in told if not isinstance(spec, MlaCombineSpec)}) + 1
+
+
 # On a GPU
 
 

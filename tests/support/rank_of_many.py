@@ -110,6 +110,10 @@ def check_faults(rank: int, world: int) -> None:
     assert spread.seq_lens.tolist() == [0] * BATCH
     spread.crop(spread.seq_lens)
     spread.check()
+    huge = ContextParallelCache(KVCache(1, 1, 1, 64, 64), block_len=(1 << 31) - 1)  # all on rank 0
+    for length in (1, 2):
+        huge.step(0, torch.randn(1, 1, 64), *torch.randn(2, 1, 1, 1, 64))
+        assert huge.cache.seq_lens.tolist() == [0 if rank else length]
     windows = KVCache(1, 1, 1, 64, 64, windows=[16])
     with pytest.raises(UnsupportedError, match="windows"):
         ContextParallelCache(windows)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 import pytest
 import torch
 from vllm_engines import INT4
@@ -69,6 +71,28 @@ def test_latent_attention_is_refused_where_vllm_would_serve_it_in_16_bit() -> No
             else:
                 name = get_attn_backend(576, torch.bfloat16, "auto", use_mla=True).get_name()
                 assert name in plugin.LATENT
+
+
+def test_a_vllm_without_one_of_these_names_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.attention.backends import registry
+
+    class Older:
+        __members__: ClassVar = {
+            name: one
+            for name, one in registry.AttentionBackendEnum.__members__.items()
+            if name not in plugin.LATENT
+        }
+
+        def __class_getitem__(cls, name: str) -> Any:
+            return cls.__members__[name]
+
+    registered = []
+    monkeypatch.setattr(registry, "AttentionBackendEnum", Older)
+    monkeypatch.setattr(registry, "register_backend", lambda one, path: registered.append(one.name))
+    for one in Older.__members__.values():
+        monkeypatch.setattr(one, "is_overridden", lambda: False)
+    plugin.register()
+    assert set(registered) == {*plugin.OURS, *plugin.AUTOMATIC}
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ one more MMA, whose B is the header, gives the sums of the shifts. Its headroom 
 
 FlashMLA's scales are float32, and whoever writes such rows may give them any size. Each warp, which
 has one group of the latents, multiplies them by a power of two of its own, so that they are fp16
-below 2**TOP; one that outgrows it makes the power smaller. Scales down to 2**-22 of the largest so
+below 2**TOP; one that outgrows it makes the power smaller. Scales down to 2**-19 of the largest so
 far keep all digits of fp16.
 """
 
