@@ -235,10 +235,10 @@ def _warm_up(
     calls: dict[torch.device, dict[tuple[str, int, int], Callable[[], None]]] = {}
     for (_, side), bases in options.items():
         for basis in bases.values():
+            kinds = calls.setdefault(basis.offset.device, {})
             if basis.feedback is not None:  # other rows are rounded by torch
                 own = {name: pair["kv".index(side)] for name, pair in formats.items()}
                 shapes = [(count, windows.shape[1]) for count in counts]
-                kinds = calls.setdefault(basis.offset.device, {})
                 call = partial(_rehearse, basis, own, base_format, shapes)
                 kinds.setdefault((side, *basis.offset.shape), call)
     for device, kinds in calls.items():

@@ -321,7 +321,8 @@ class Reference:
     def measure(self, scheme: Scheme | Planned) -> Fidelity:
         """Decode the passages from a cache of a scheme."""
         cache = quantized_copy(self.model, self._exact, scheme)
-        self._bases = [at.basis for at in cache.layers]  # the next plan's are found on the GPU
+        # held: the next plan's share them on the GPU
+        self._bases = [at.basis for at in cache.layers]
         given = predict(self.model, cache, self._fed)
         parts = compare_passages(self._expected, given, self._targets)
         bits = stored_bits(cache, self._exact)

@@ -1,5 +1,4 @@
 """Train a small model with latent attention (DeepSeek V3's), to calibrate it and to decode from it.
-
 Calibration scores on the last quarter of the text, which is left out here:
     python examples/train_mla.py FOLDER --text FILE --device cuda
     kvquant calibrate FOLDER --text FILE --context 384 -o plan.safetensors
@@ -55,6 +54,7 @@ if __name__ == "__main__":
     parser.add_argument("folder", type=Path)
     parser.add_argument("--text", type=Path, default=TEXT)
     parser.add_argument("--device", default="cpu")
-    for name, count in DEFAULTS.items():
-        parser.add_argument(f"--{name}", type=int, default=count)
+    for key, count in DEFAULTS.items():
+        only = {"latents": WIDTHS}.get(key)
+        parser.add_argument(f"--{key}", type=int, default=count, choices=only)
     main(**vars(parser.parse_args()))

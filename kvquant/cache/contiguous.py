@@ -674,6 +674,7 @@ class KVCache:
             )
         other = self._taken(self._check_index(index))
         self.layers, self.start_positions = other.layers, other.start_positions
+        self.is_cold = other.is_cold  # kernels differ with the batch
         self.changes += 1
 
     def repeat(self, times: int) -> KVCache:

@@ -97,7 +97,7 @@ def quantize(
     [batch, num_kv_heads, tokens, head_dim]. The cache is written to one safetensors file, which
     replaces an old one when it is whole. Of a model with latent attention (DeepSeek V2, V3) it has
     latent rows in --format, int8-g4 by default: int4-g8 has RoPE parts of 16 bit, int4-g8+int8-g4
-    has those in fp8-g4.
+    has those in int8-g4.
 
     \b
     Example:

@@ -47,7 +47,7 @@ from .dequantized import append_and_dequantize, check_columns
 from .latent import check_latents
 from .masks import ATTENTION, calls
 from .padding import Columns, Padding
-from .positions import PositionsHook, check_scale, check_turn
+from .positions import PositionsHook, Shown, check_scale, check_turn
 from .switch import DEQUANTIZE, attending
 from .tracing import outside_of_graphs, tracing
 
@@ -183,7 +183,7 @@ class QuantizedCache(Cache):
         self._places: dict[int, int] | None = None  # of the cache, by the model's layer
         self._devices: list[torch.device] | None = None  # of the places, see layer_devices
         # those of this call, where the model's decoder was given some and attention is not
-        self.shown_positions: torch.Tensor | None = None
+        self.shown = Shown()  # to the decoder, in this call
         self._hook: PositionsHook | None = None
         self._turn: Turn | None = None
         self._scaled_from: int | None = None
@@ -627,7 +627,7 @@ class QuantizedCache(Cache):
         if not is_traced and positions is not None:
             self._hook = None  # attention is shown them: none is needed
         elif not is_traced:
-            positions, self.shown_positions = self.shown_positions, None
+            positions, self.shown = self.shown.positions, Shown()
         is_told = isinstance(positions, torch.Tensor) and positions.ndim <= 2
         if is_told and positions.shape[-1] == columns:
             own = positions.expand(self.kv.batch, columns)
@@ -659,12 +659,16 @@ class QuantizedCache(Cache):
             raise ConfigError(f"{_POSITIONS}; {_PLACED}")
 
     def _check_goes_on(self) -> None:
-        """Raise if a text is read from its beginning behind tokens, as far as positions tell."""
-        shown, self.shown_positions = self.shown_positions, None
-        past = self._past.length
-        if shown is None or shown.ndim > 2 or not past or self._new_columns == 1:
+        """Raise if a text is read from its beginning behind tokens, as far as the call tells."""
+        call, self.shown = self.shown, Shown()
+        if not self._past.length or self._new_columns == 1:
             return
-        if int(shown[..., 0].max()) < min(past, 2):  # 1 is what older transformers gives padding
+        if call.columns is not None:
+            is_anew = call.columns == self._new_columns
+        else:
+            told = call.positions
+            is_anew = told is not None and told.ndim <= 2 and not bool(told[..., 0].any())
+        if is_anew or not call.is_kept:
             self._refuse_anew()
 
     def _refuse_anew(self) -> NoReturn:
@@ -915,9 +919,10 @@ class QuantizedCache(Cache):
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Put sequence beam_idx[b] at place b."""
+        if self.kv is not None:
+            self.kv.reorder(beam_idx)  # refuses what does not fit
         self._take_states(beam_idx)
         if self.kv is not None:
-            self.kv.reorder(beam_idx)
             self._taken(beam_idx)
 
     def activate_past_recording(self) -> None:

@@ -147,13 +147,18 @@ def _mask(
     sizes["allow_is_bidirectional_skip"] = False  # None means causal here
     if cache is None:
         return sdpa_mask(**given, **sizes)
-    if attention_mask is not None:
-        cache.take_mask(attention_mask.expand(sizes["batch_size"], -1), sizes["q_length"])
     kind = local_size, use_vmap
-    if torch.compiler.is_compiling():  # it cannot compare the code of functions
-        return cache.step_masks[kind]
-    if config is not None:
-        cache.check_model(config)
+    try:
+        if attention_mask is not None:
+            cache.take_mask(attention_mask.expand(sizes["batch_size"], -1), sizes["q_length"])
+        if torch.compiler.is_compiling():  # it cannot compare the code of functions
+            return cache.step_masks[kind]
+        if config is not None:
+            cache.check_model(config)
+    except BaseException:
+        if not torch.compiler.is_compiling():  # nothing has run yet
+            cache.take_back()
+        raise
     mark = _mark_of(mask_function, local_size, use_vmap)
     if cache.keeps_attention:
         sizes["allow_is_causal_skip"] = False

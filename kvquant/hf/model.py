@@ -339,8 +339,9 @@ class CachedModel:
             num_tokens: how many are to come.
 
         Returns:
-            On CUDA a CapturedStep, where there are tokens enough for the time of making it, and the
-            model's step can be captured; else step, from Python (the log tells why, at INFO).
+            On CUDA a CapturedStep, where there are tokens enough for the time of making it, the
+            model's step can be captured, and memory is left for it; else step, from Python (the log
+            tells why, at INFO).
             Logits last until the next call; call cache.check() when all are through.
 
         Raises:
@@ -349,7 +350,7 @@ class CachedModel:
         if num_tokens >= LEAST_CAPTURED:
             try:
                 return CapturedStep(self, cache)
-            except (DeviceError, UnsupportedModelError) as error:
+            except (DeviceError, UnsupportedModelError, torch.OutOfMemoryError) as error:
                 log.info("kvquant: steps come from Python: %s", error)
         return partial(self.step, cache)
 

@@ -266,7 +266,7 @@ def attend_latents(
         call = q_latent, q_rope, segments, prefix, q_lens
         return _attend_in_basis(*call, basis, seq_lens, *options)
     if torch.compiler.is_compiling():
-        rows = [*segments] if prefix is None else [prefix.rows, *segments]  # as _op_segments
+        rows = [*segments] if prefix is None else [prefix.rows, *segments]  # as _op_arguments
         results: list[torch.Tensor] = attend_latents_op(
             q_latent.detach(),
             q_rope.detach(),

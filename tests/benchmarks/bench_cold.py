@@ -62,7 +62,8 @@ def generate(kind: str) -> None:
     model.set_attn_implementation("kvquant")
     ids = torch.randint(8000, (2, 300), device="cuda")
     with torch.no_grad():
-        model(ids, **as_argument(model, transformers.DynamicCache()))  # libraries make themselves ready
+        # libraries make themselves ready
+        model(ids, **as_argument(model, transformers.DynamicCache()))
     taken = []
     for _ in range(2):
         torch.cuda.synchronize()

@@ -207,6 +207,11 @@ def test_the_first_append_compiles_what_steps_will_need_too(
     drafting.step(0, q[:, None].expand(-1, 5, -1, -1), *rows(5, torch.bfloat16))
     assert {*loaded_specs()} <= {spec for some in compiled for spec in some}
     assert len(compiled) == 3 and any(getattr(spec, "causal", False) for spec in compiled[2])
+    made = make_cold()
+    made.append(0, *rows(5, torch.bfloat16))
+    monkeypatch.setattr(KVCache, "_taken", lambda self, chosen: make_cold())
+    made.select([0] * BATCH)
+    assert made.is_cold, "another batch has other kernels"
     silent = make_cold()
     silent.step_lens = ()
     silent.append(0, *rows(5, torch.bfloat16))

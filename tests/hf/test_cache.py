@@ -450,6 +450,7 @@ def test_the_cache_of_another_model_is_refused_and_stays_as_it_is(layers: int) -
         for more in (text[:, 9:], text[:, 9:10]):
             with pytest.raises(ShapeError, match=f"has 2 layers .* are of {layers} layers"):
                 other(more, **caching(past))
+            assert not past.is_open
         assert past.get_seq_length() == 9
         found = model(text[:, 9:], **caching(past)).logits
         again = QuantizedCache(model, **FP16)

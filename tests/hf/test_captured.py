@@ -183,9 +183,19 @@ def test_generate_steps_by_a_graph_where_it_pays(
     StandIn(monkeypatch).follow(monkeypatch, model, cache)
     assert isinstance(model.stepper(cache, LEAST_CAPTURED), CapturedStep)
     assert not isinstance(model.stepper(cache, LEAST_CAPTURED - 1), CapturedStep)
-    monkeypatch.setattr(model, "step", lambda *given: pytest.fail("from Python"))
-    assert model.generate(cache, logits, 12).equal(expected)
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "step", lambda *given: pytest.fail("from Python"))
+        assert model.generate(cache, logits, 12).equal(expected)
     assert cache.seq_lens.equal(other.seq_lens)
+    cache.crop(LENS)
+
+    def fail(*given: object) -> None:
+        raise torch.OutOfMemoryError("no memory is left")
+
+    monkeypatch.setattr("kvquant.hf.model.CapturedStep", fail)
+    with caplog.at_level(logging.INFO, "kvquant"):
+        assert model.generate(cache, logits, 12).equal(expected)
+    assert "steps come from Python: no memory is left" in caplog.text
 
 
 def test_generate_takes_back_what_came_with_nan(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -378,7 +388,6 @@ def test_graph_of_latent_rows_gives_what_single_steps_give(fmt: str | None) -> N
     assert errors[10] < 2e-2 and errors[-3] < 3e-2, errors
 
 
-@needs_latents
 @pytest.mark.gpu
 def test_generate_gives_the_tokens_of_steps_from_python() -> None:
     model = make("cuda")
@@ -392,6 +401,7 @@ def test_generate_gives_the_tokens_of_steps_from_python() -> None:
     assert cache.seq_lens.tolist() == [n + 19 for n in LENS]
 
 
+@needs_latents
 @pytest.mark.gpu
 def test_a_graph_that_is_captured_again_reads_the_changed_weights() -> None:
     model = make_latent("cuda", first_k_dense_replace=2)  # no expert hangs on a rounding

@@ -133,9 +133,28 @@ def test_a_text_that_is_given_anew_is_refused(llama: Any) -> None:
     past = QuantizedCache(llama, dequantize=True)
     with pytest.raises(ConfigError, match="a text is read from its beginning, and the cache holds"):
         llama.generate(tokens(2, 9), **past.argument, **OPTIONS, use_cache=False)
+    for kind in ("falcon", "bloom"):  # BLOOM is given no positions, and a mask with padding only
+        own, text = random_model(kind, {}).model, tokens(2, 9) % 90
+        past = QuantizedCache(own, dequantize=True)
+        with pytest.raises(ConfigError, match="a text is read from its beginning"):
+            own.generate(text, **past.argument, **OPTIONS, use_cache=False)
+        past = QuantizedCache(own, dequantize=True)
+        logits(own, past, text)
+        mask = torch.ones_like(text)
+        with pytest.raises(ConfigError, match="a text is read from its beginning"):
+            own(text, attention_mask=mask, **past.argument)
     model = random_model("mpt", {}).model
     with pytest.raises(ConfigError, match=r"MptForCausalLM has use_cache=False .*use_cache = True"):
         QuantizedCache(model, dequantize=True)
+
+
+def test_a_prompt_is_read_in_chunks_of_padding(falcon: Any) -> None:
+    """The first chunk has a token at most, and all its positions are those of padding."""
+    text, mask = tokens(1, 16) % 90, (torch.arange(16) >= 7).long()[None]
+    given = {"attention_mask": mask, "prefill_chunk_size": 8} | OPTIONS
+    wanted = falcon.generate(text, **given)
+    past = QuantizedCache(falcon, **FP16, dequantize=True)
+    assert torch.equal(falcon.generate(text, **given, **past.argument), wanted)
 
 
 def test_a_call_that_fails_is_taken_back(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:

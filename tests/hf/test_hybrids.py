@@ -99,6 +99,8 @@ def test_states_follow_sequences(model: Any, is_beside: bool) -> None:
     run(model, plain, text.flip(0))
     wanted = run(model, plain, torch.tensor([[7], [7]]))
     assert float((got - wanted).abs().max() / wanted.std()) < TOLERANCE
+    with pytest.raises(ShapeError, match="index has 1 places, the batch 2"):
+        cache.reorder_cache(torch.tensor([1]))
     cache.reorder_cache(torch.tensor([1, 0]))
     got = run(model, cache, torch.tensor([[8], [8]]))
     wanted = run(model, plain, torch.tensor([[8], [8]])).flip(0)

@@ -161,6 +161,22 @@ def test_the_hook_on_the_decoder_goes_where_it_is_not_needed(llama: Any) -> None
         assert not hooks
 
 
+def test_a_hook_that_goes_while_a_call_begins_does_nothing() -> None:
+    """torch has taken the hooks of the call by then, and gives this one no keywords."""
+    own = tiny("Persimmon", num_attention_heads=2).model
+    own.set_attn_implementation("kvquant")
+    caches = [QuantizedCache(own)]
+
+    def drop(*call: object) -> None:
+        caches.clear()
+        gc.collect()
+
+    own.get_decoder().register_forward_pre_hook(drop, prepend=True)
+    with torch.no_grad():
+        found = own(tokens(1, 4)).logits
+        assert not caches and torch.equal(found, own(tokens(1, 4)).logits)
+
+
 def test_a_padded_conversation_goes_on(model: Any) -> None:
     """A second turn of other lengths behind the first answers, and one that lay in a file."""
     first = padded(prompts(), left=True)

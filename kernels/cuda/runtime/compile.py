@@ -69,6 +69,7 @@ COMPILERS = (
 ).split()
 RELATIVE_IMPORT = re.compile(r"^ *from (\.+)([\w.]+) import", re.MULTILINE)
 USE_REFERENCE = "pass backend='reference', which runs anywhere but is slow"
+READY = b"\nready\n"  # before its answers; what is said on stdout before that is none
 ALONE = f"from {__name__} import compile_alone; compile_alone()"  # what a _Compiler runs
 PR_SET_PDEATHSIG = 1  # of prctl: the signal that a process gets when the one that started it ends
 _lock = threading.Lock()
@@ -251,7 +252,7 @@ class _Compiler:
 
     def __init__(self) -> None:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        self._said = tempfile.TemporaryFile()
+        self._said, self._is_ready = tempfile.TemporaryFile(), False
         self._process = subprocess.Popen(
             [sys.executable, "-c", ALONE],
             stdin=subprocess.PIPE,
@@ -274,8 +275,13 @@ class _Compiler:
         try:
             pickle.dump((spec, arch), self._process.stdin)
             self._process.stdin.flush()
+            while not self._is_ready:
+                line = self._process.stdout.readline()
+                if not line:
+                    raise EOFError
+                self._is_ready = line == READY.lstrip()
             refused = pickle.load(self._process.stdout)
-        except (OSError, EOFError, pickle.UnpicklingError):
+        except (OSError, EOFError):
             code = self._process.wait()
             self._said.seek(0)
             said = self._said.read().decode(errors="replace").strip()
@@ -293,6 +299,7 @@ def compile_alone() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what compilers print is no answer
+    answers.write(READY)
     while True:
         try:
             spec, arch = pickle.load(sys.stdin.buffer)

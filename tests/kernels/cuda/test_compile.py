@@ -433,6 +433,7 @@ def test_threads_that_want_the_same_kernel_compile_it_once(
 # what a process of compile_all does, if compiling took no time; 16 columns are refused, 24 crash
 INSTEAD = """
 import os
+os.write(1, b"what a sitecustomize prints")
 from kvquant.errors import UnsupportedError
 from kvquant.kernels.cuda.runtime import compile as compiling
 def compile_spec(spec, arch):
