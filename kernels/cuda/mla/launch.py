@@ -37,10 +37,8 @@ LEAST_PAGE = 16
 RESERVED = 1 << 10  # bytes of shared memory that a block takes besides
 FEWEST = 2  # steps of a block that are worth a split (an estimate: nothing has been measured)
 WARPGROUPS = (9, 0)  # the one compute capability with wgmma
-# When the kernel for many heads is taken. By the table in kernels/README.md (H200) a tile of 64
-# tokens takes a block of it 2.3 us, and what it does once (queries, first rows, output) as long as
-# some 5 of them. LEAST and FILLED follow from that by calculation and are to be measured:
-# tests/benchmarks/bench_mla.py times both kernels, and several values of LEAST.
+# When the kernel for many heads is taken, and in how many splits: as tests/benchmarks/bench_mla.py
+# measures on an H200, which times both kernels, and several values of LEAST (kernels/README.md).
 NARROW = {  # columns up to which the other one is taken, by what both took for 32 and 64 of them:
     "bf16": 0,  # this one takes the same time for 1 to 64, and less for 16-bit rows
     "fp16": 0,
@@ -49,9 +47,9 @@ NARROW = {  # columns up to which the other one is taken, by what both took for 
     "fp8": 32,
     FP8_DS_MLA: 32,
 }
-LEAST = 512  # tokens of a block: with fewer, what is done once is more than a third of its time
-FILLED = 0.75  # of the blocks that the GPU has room for are there, at least: it takes 0.4 to 0.8 of
-# the time of the other one, whose blocks may be shorter
+LEAST = 512  # tokens of a block: 256 and 1,024 take more time where they make a difference
+FILLED = 0.4  # of the blocks that the GPU has room for are there, at least: with 0.48 it takes 0.7
+# to 0.9 of the time of the other one, whose blocks may be shorter, for 64 heads
 
 
 def attend(
@@ -379,12 +377,16 @@ def splits_of(units: int, capacity: int, room: int, step: int) -> int:
 
 
 def wide_splits_of(splits: int, capacity: int) -> int:
-    """Splits of the kernel for many heads: not so many that its blocks would be too short; 0 where
-    these are too few, so that the other kernel is better.
+    """Splits of the kernel for many heads: not so many that its blocks would be too short, and no
+    more than the longest of them needs; 0 where these are too few, so that the other kernel is
+    better.
 
     Args:
         splits: that the GPU has room for.
         capacity: the most tokens of a sequence.
     """
     found = min(splits, capacity // LEAST)
-    return found if found >= FILLED * splits else 0
+    if not found or found < FILLED * splits:
+        return 0
+    tiles = -(-capacity // TOKENS)
+    return -(-tiles // -(-tiles // found))

@@ -910,13 +910,15 @@ def test_many_heads_of_few_sequences_take_fewer_splits_in_place_of_the_other_ker
 ) -> None:
     """On 132 SMs; of single sequences, too, and up to where too few blocks would be left."""
     for (batch, tokens, heads), grid in {
-        (1, 131072, 64): (1, 1, 132),
-        (1, 131072, 128): (2, 1, 66),
+        (1, 131072, 64): (1, 1, 128),
+        (1, 131072, 128): (2, 1, 64),
         (1, 32768, 128): (2, 1, 64),
-        (2, 32768, 128): (2, 2, 33),
-        (4, 32768, 64): (1, 4, 33),
+        (2, 32768, 128): (2, 2, 32),
+        (4, 32768, 64): (1, 4, 32),
         (8, 8192, 64): (1, 8, 16),
-        (1, 40000, 64): None,
+        (1, 40000, 64): (1, 1, 70),
+        (1, 32768, 64): (1, 1, 64),
+        (1, 25000, 64): None,
         (4, 500, 64): None,
     }.items():
         case = make_mla(AIM, heads, (1,) * batch, page_size=64)
@@ -930,9 +932,11 @@ def test_many_heads_of_few_sequences_take_fewer_splits_in_place_of_the_other_ker
 
 
 def test_splits_of_many_heads_are_long_enough() -> None:
-    assert launching.wide_splits_of(132, 131072) == 132
+    assert launching.wide_splits_of(132, 131072) == 128, "as long as of 132: 16 tiles"
+    assert launching.wide_splits_of(132, 1 << 30) == 132
     assert launching.wide_splits_of(66, 32768) == 64
-    assert launching.wide_splits_of(132, 32768) == 0, "too few blocks"
+    assert launching.wide_splits_of(132, 32768) == 64
+    assert launching.wide_splits_of(132, 25000) == 0, "too few blocks"
     assert launching.wide_splits_of(1, 512) == 1 and launching.wide_splits_of(1, 511) == 0
 
 
