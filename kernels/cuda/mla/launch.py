@@ -276,8 +276,10 @@ def _fitted(
     if is_many and gpu.capability == WARPGROUPS and is_wide(spec):
         blocks = -(-columns // COLUMNS)
         splits = num_splits or splits_of(batch * blocks, segment.capacity, gpu.sm_count, TOKENS)
-        splits = wide_splits_of(max(min(splits, most), 1), segment.capacity)
-        if splits:
+        splits = max(min(splits, most), 1)
+        long_enough = wide_splits_of(splits, segment.capacity)
+        if long_enough:
+            splits = splits if num_splits else long_enough
             wide = WideMlaSpec.of(spec)
             _registers_of(wide, device)  # a rehearsal notes it
             return wide, (blocks, batch, splits)
