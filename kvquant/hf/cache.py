@@ -182,8 +182,7 @@ class QuantizedCache(Cache):
         self._configs: list[Any] = []  # of the model and its layers, as calls have shown them
         self._places: dict[int, int] | None = None  # of the cache, by the model's layer
         self._devices: list[torch.device] | None = None  # of the places, see layer_devices
-        # those of this call, where the model's decoder was given some and attention is not
-        self.shown = Shown()  # to the decoder, in this call
+        self.shown = Shown()  # what the model's decoder was given in this call
         self._hook: PositionsHook | None = None
         self._turn: Turn | None = None
         self._scaled_from: int | None = None
@@ -782,6 +781,11 @@ class QuantizedCache(Cache):
     def is_open(self) -> bool:
         """Whether a call of the model has begun whose layers have not all appended yet."""
         return self.is_waiting or self._is_begun or 0 < self._due < self.num_places
+
+    def end_call(self) -> None:
+        """Forget that a call has begun, which was refused before its first layer."""
+        if not torch.compiler.is_compiling():  # there nothing has run
+            self._is_asked = self._is_begun = False
 
     def take_back(self) -> None:
         """Drop what this call of the model has appended so far, and begin anew; what is recorded

@@ -156,8 +156,7 @@ def _mask(
         if config is not None:
             cache.check_model(config)
     except BaseException:
-        if not torch.compiler.is_compiling():  # nothing has run yet
-            cache.take_back()
+        cache.end_call()
         raise
     mark = _mark_of(mask_function, local_size, use_vmap)
     if cache.keeps_attention:

@@ -111,6 +111,22 @@ def test_states_follow_sequences(model: Any, is_beside: bool) -> None:
     assert float((again - wanted).abs().max() / wanted.std()) < TOLERANCE
 
 
+def test_a_mask_that_is_refused_leaves_the_states(model: Any) -> None:
+    """No layer has run: nothing is torn."""
+    cache, text = QuantizedCache(model, **FP16), prompt()
+    run(model, cache, text)
+    wrong = torch.ones(text.shape[0], text.shape[1] + 2, dtype=torch.int64)
+    wrong[:, 0] = 0
+    more = torch.tensor([[7, 8], [7, 8]])
+    with pytest.raises(ConfigError, match="attention_mask shows"), torch.no_grad():
+        model(more, attention_mask=wrong, **caching(cache))
+    assert not cache.is_open
+    plain = transformers.DynamicCache(config=model.config)
+    run(model, plain, text)
+    got, wanted = (run(model, one, more) for one in (cache, plain))
+    assert float((got - wanted).abs().max() / wanted.std()) < TOLERANCE
+
+
 def test_a_state_beside_rows_is_described_and_in_no_file(tmp_path: Path) -> None:
     own = random_model("falcon_h1", FALCON_H1).model
     own.set_attn_implementation("kvquant")
