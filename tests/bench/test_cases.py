@@ -24,6 +24,7 @@ from kvquant.cache.warmup import kernels_of
 from kvquant.errors import ConfigError
 from kvquant.kernels.cuda.decode.spec import DecodeSpec
 from kvquant.kernels.cuda.mla.spec import MlaSpec
+from kvquant.kernels.cuda.mla.wide_spec import WideMlaSpec
 from kvquant.kernels.cuda.runtime.launch import GPUS
 
 CPU = torch.device("cpu")
@@ -212,6 +213,6 @@ def test_cases_are_rehearsed(table: str) -> None:
     paths = [spec.first for spec in told if isinstance(spec, DecodeSpec)]
     found: set[Any] = {(path.k_format, path.v_format) for path in paths}
     for spec in told:
-        if isinstance(spec, MlaSpec):
+        if isinstance(spec, (MlaSpec, WideMlaSpec)):
             found.add((LatentFormat(spec.latent, spec.rope), spec.latent))
     assert formats == found
