@@ -196,7 +196,9 @@ def compile_all(
 ) -> None:
     """Compile kernels that are not on the disk, at a time as many as there are cores for.
 
-    Where the disk cannot be written nothing is done: they could not be handed over.
+    One process of the machine at a time does so: ranks that begin together want the same kernels,
+    and the first of them has all cores. Where the disk cannot be written nothing is done: they
+    could not be handed over.
 
     Args:
         specs: the kernels.
@@ -207,16 +209,27 @@ def compile_all(
         UnsupportedError: as load_cubin.
         RuntimeError: a process failed otherwise; it tells the kernel.
     """
-    todo = missing(specs, arch)
-    if not todo:
-        return
-    try:
-        with locked(cubin_path(todo[0], arch)):
-            pass
-    except OSError as error:
-        warn_of_folder("CUDA", error)
+    wanted = missing(specs, arch)
+    if not wanted:
         return
     require_extra()
+    with ExitStack() as held:
+        try:
+            held.enter_context(locked(cache_folder() / "cubins" / "all"))
+        except OSError as error:
+            warn_of_folder("CUDA", error)
+            return
+        todo = missing(wanted, arch)  # but for those of a process that was waited for
+        for spec in wanted:
+            if spec not in todo:
+                report(spec)
+        _compile(todo, arch, report)
+
+
+def _compile(todo: list[Spec], arch: str, report: Callable[[Spec], object]) -> None:
+    """Compile kernels; see compile_all."""
+    if not todo:
+        return
     todo.sort(key=lambda spec: -len(fields_of(spec.arguments)))  # those that take longest first
     compilers: queue.SimpleQueue[_Compiler] = queue.SimpleQueue()
     count = min(cores(), len(todo))

@@ -460,6 +460,32 @@ def test_kernels_are_compiled_in_processes_of_their_own(
     compile_all(specs, "sm_90", lambda spec: pytest.fail("again"))
 
 
+def test_who_comes_second_waits_and_starts_no_processes(
+    cache: FilePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ranks of one machine, which want the same kernels at the same time."""
+    monkeypatch.setattr(compiling, "ALONE", INSTEAD)
+    started: list[object] = []
+
+    class Compiler(compiling._Compiler):
+        def __init__(self) -> None:
+            started.append(self)
+            super().__init__()
+
+    monkeypatch.setattr(compiling, "_Compiler", Compiler)
+    specs = [make_spec(name) for name in ("int4", "int8", "fp8")]
+    done: list[list[object]] = [[], []]
+    threads = [
+        threading.Thread(target=compile_all, args=(specs, "sm_90", some.append)) for some in done
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(started) == min(compiling.cores(), 3) and len(cubins(cache)) == 3
+    assert all(sorted(map(repr, some)) == sorted(map(repr, specs)) for some in done)
+
+
 @pytest.mark.parametrize(
     ("columns", "error", "message"),
     [
