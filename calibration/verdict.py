@@ -75,7 +75,9 @@ def next_steps(plan: CachePlan, file: str) -> list[tuple[str, str]]:
     elif measured is None or _too_few(measured):
         steps.append(("measure it", f"{again} -o {shell}"))
     if kind != "bad":
-        steps.append(("use it", f"cache = model.new_cache(1, 4096, plan=CachePlan.load({file!r}))"))
+        plan_of = f"plan=CachePlan.load({file!r})"
+        steps.append(("use it", f"cache = model.new_cache(1, 4096, {plan_of})"))
+        steps.append(("in transformers' generate", f"cache = QuantizedCache(model, {plan_of})"))
     page = shlex.quote(f"{file.removesuffix('.safetensors')}.html")
     return [*steps, ("see it", f"kvquant report {shell} -o {page}")]
 

@@ -1,4 +1,5 @@
-"""A long sequence spread over ranks: `torchrun --nproc-per-node 2 examples/long_context_ranks.py`.
+"""A long sequence spread over ranks: `torchrun --nproc-per-node 2 examples/long_context_ranks.py`,
+with the numbers of tokens (a multiple of 2,048) and of steps behind it if you like.
 
 Every rank runs this. With GPUs each rank takes one, and NCCL; else they are processes on the CPU.
 """

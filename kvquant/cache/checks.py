@@ -239,7 +239,10 @@ def per_layer(name: str, formats: Formats, num_layers: int, head_dim: int) -> li
     if isinstance(formats, str) or not isinstance(formats, Sequence):  # parse refuses the latter
         return [RowFormat.parse(formats, head_dim)] * num_layers
     if len(formats) != num_layers:
-        raise ConfigError(f"{name} lists {len(formats)} formats for {num_layers} layers")
+        raise ConfigError(
+            f"{name} lists {len(formats)} formats for {num_layers} layers: give one for each, or "
+            "one for all"
+        )
     return [f if isinstance(f, RowFormat) else RowFormat.parse(f, head_dim) for f in formats]
 
 
@@ -254,5 +257,8 @@ def row_formats(name: str, formats: Formats, head_dims: Sequence[int]) -> list[R
         formats = [formats] * len(head_dims)
     listed: Sequence[str | RowFormat] = formats
     if len(listed) != len(head_dims):
-        raise ConfigError(f"{name} lists {len(listed)} formats for {len(head_dims)} layers")
+        raise ConfigError(
+            f"{name} lists {len(listed)} formats for {len(head_dims)} layers: give one for each, "
+            "or one for all"
+        )
     return [RowFormat.parse(f, head_dim) for f, head_dim in zip(listed, head_dims, strict=True)]

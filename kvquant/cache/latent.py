@@ -47,7 +47,10 @@ def latent_formats(
         return [LatentFormat.parse(fmt, latent_dim, rope_dim)] * num_layers
     formats = [LatentFormat.parse(one, latent_dim, rope_dim) for one in fmt]
     if len(formats) != num_layers:
-        raise ConfigError(f"fmt lists {len(formats)} formats for {num_layers} layers")
+        raise ConfigError(
+            f"fmt lists {len(formats)} formats for {num_layers} layers: give one for each, or one "
+            "for all"
+        )
     return formats
 
 

@@ -60,7 +60,8 @@ _MASK = (
 )
 _POSITIONS = (
     "the cache's sequences go on from other positions than those that the model counts, or is "
-    "given. For generate pad prompts on the left (tokenizer.padding_side = 'left'). In a loop of "
+    "given. For generate pad prompts on the left (tokenizer.padding_side = 'left'), and go on with "
+    "the ids and the attention_mask of the whole text; reset() begins another one. In a loop of "
     "your own give it position_ids=cache.kv.positions[:, None] + torch.arange(new_tokens), or read "
     "and decode by CachedModel"
 )
@@ -171,7 +172,8 @@ class QuantizedCache(Cache):
         drafts: bool = True,
         dequantize: bool = False,
     ) -> None:
-        check_flag("dequantize", dequantize)
+        for name, flag in (("placed", placed), ("drafts", drafts), ("dequantize", dequantize)):
+            check_flag(name, flag)
         self.kv: KVCache | None = None
         self._new_lens: torch.Tensor | None = None  # see tell
         self._is_told = False
@@ -854,6 +856,12 @@ class QuantizedCache(Cache):
                 return self.max_columns, 0
             found: tuple[int, int] = outside_of_graphs(self.mask_sizes, columns)
             return found
+        if not columns:
+            raise ConfigError(
+                f"no new tokens came, and the cache holds {self._past.length}: generate goes on "
+                "with the ids of the whole text, of which these are the beginning. To begin "
+                "another text call reset()"
+            )
         self.begin(columns)
         if columns == 1:
             self._check_room()

@@ -288,7 +288,7 @@ class CachedModel:
                 before, see KVCache.check.
             UnsupportedModelError: attention that KVCache cannot compute, with the layer.
         """
-        self.check_tokens(tokens, (cache.batch, None))
+        self.check_tokens(tokens, (_batch_of(cache), None))
         counts = _counts(lens, *tokens.shape)
         if chunk is None:
             chunk = max(CHUNK // cache.batch, LEAST)
@@ -326,7 +326,7 @@ class CachedModel:
         Raises:
             As prefill.
         """
-        self.check_tokens(tokens, (cache.batch,))
+        self.check_tokens(tokens, (_batch_of(cache),))
         if self._positions is not None:  # room alone is checked by the first layer's append
             self._check_room(cache, torch.ones(cache.batch, dtype=torch.int64, device="cpu"))
         return self._run(cache, tokens[:, None], None, [0])[:, 0]
@@ -630,6 +630,16 @@ class CachedModel:
                 f"{count} positions are needed, and the model has learned {self._positions}: give "
                 "fewer tokens"
             )
+
+
+def _batch_of(cache: KVCache) -> int:
+    """Sequences of a cache; ConfigError if it is none, as the one for transformers' generate."""
+    if not isinstance(cache, KVCache):
+        raise ConfigError(
+            f"cache is of type {type(cache).__name__}: give a KVCache, of new_cache or load_cache, "
+            "or the kv of a QuantizedCache"
+        )
+    return cache.batch
 
 
 def _counts(lens: torch.Tensor | Sequence[int] | None, batch: int, new_tokens: int) -> torch.Tensor:

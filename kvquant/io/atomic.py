@@ -157,11 +157,14 @@ def save_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 def as_path(path: str | os.PathLike[str]) -> Path:
-    """A path that may have come as text; ConfigError if it is none."""
+    """A path that may have come as text; ConfigError if it is none, or names no file."""
     try:
-        return Path(path)
+        found = Path(path)
     except TypeError:
         raise ConfigError(f"path is {path!r:.80}: give a string or a Path") from None
+    if not found.name:
+        raise ConfigError(f"path is {str(path)!r:.80}: give the path of a file")
+    return found
 
 
 def target_of(path: Path) -> Path:

@@ -223,8 +223,8 @@ def _refusal(metadata: Mapping[str, Any], kinds: tuple[type[Manifest], ...]) -> 
     if SequencesManifest.KEY in metadata:
         return "these are sequences of a paged cache: read them by kvquant.load_sequences"
     return (
-        "this is no kvquant cache: raw K and V tensors are read by quantize_raw "
-        "(`kvquant quantize --from`)"
+        "this is no kvquant cache: K and V tensors, named layers.0.k, layers.0.v and so on, are "
+        "read by `kvquant quantize --from`"
     )
 
 

@@ -55,7 +55,7 @@ from ..rows.latent import LatentFormat
 from ..rows.quantize import EXACT_DTYPES, FLOAT_DTYPES, exact_codec, is_nan_row
 from .atomic import as_path
 from .schema import INT32, MAX_LAYERS, MAX_SEQUENCES
-from .shards import save_safetensors
+from .shards import MANIFEST, save_safetensors
 from .tensor_files import SafetensorsFile, TensorSource, naming
 
 TARGETS = ("bf16", "fp16", "fbgemm", "xformers")  # of keys and values
@@ -114,6 +114,16 @@ class RawFile:
         self.num_layers = sum(name.startswith("layers.") for name in shapes) // 2
         expected = [f"layers.{i}.{side}" for i in range(self.num_layers) for side in "kv"]
         if not expected or shapes.keys() - {"seq_lens"} != set(expected):
+            if "layers.0.latent" in shapes:
+                raise CheckpointError(
+                    "the file has latents and RoPE parts, which are not read back: let a model "
+                    "make latent rows (`kvquant quantize MODEL --prompt FILE`)"
+                )
+            if MANIFEST in self._file.metadata:
+                raise CheckpointError(
+                    "this is a kvquant cache, of rows: `kvquant export FILE --to bf16 -o OUT` "
+                    "makes K and V tensors of it"
+                )
             odd = min(shapes.keys() - {"seq_lens"} ^ set(expected), default="layers.0.k")
             raise CheckpointError(
                 f"tensor {odd!r:.80} is missing or should not be there: name them layers.0.k, "

@@ -22,7 +22,7 @@ from ..rows.latent import LatentFormat
 from .atomic import as_path
 from .model_id import model_identity
 from .schema import INT64, MAX_LAYERS, Digest, Length, ModelName, checked, parse
-from .shards import save_safetensors
+from .shards import MANIFEST, save_safetensors
 from .tensor_files import SafetensorsFile, TensorSource, naming, sealed, unsealed
 
 FORMAT, VERSION, UNSEALED_VERSION = "kvquant-plan", 2, 1
@@ -534,7 +534,8 @@ def _read_facts(file: SafetensorsFile) -> tuple[dict[str, Any], dict[str, str]]:
     text, seal = file.metadata.get(_FACTS), f"{_FACTS}_sha256"
     facts = parse(text, "the plan", nan=True) if text is not None else None
     if type(facts) is not dict or facts.get("format") != FORMAT:
-        raise CheckpointError("this is no plan of `kvquant calibrate`")
+        found = "a cache (`kvquant inspect` shows it), " if MANIFEST in file.metadata else ""
+        raise CheckpointError(f"this is {found}no plan of `kvquant calibrate`")
     version = facts.get("version")
     if type(version) is not int or not UNSEALED_VERSION <= version <= LATENT_VERSION:
         raise CheckpointError(

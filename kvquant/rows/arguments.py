@@ -133,13 +133,13 @@ def check_scale(sm_scale: float) -> float:
     """
     if not isinstance(sm_scale, float):
         if not isinstance(sm_scale, Real) or isinstance(sm_scale, bool):
-            raise ConfigError(f"sm_scale is {shown(sm_scale)}: use a number, or None")
+            raise ConfigError(f"sm_scale is {shown(sm_scale)}: use a number")
         try:
             sm_scale = float(sm_scale)
         except OverflowError:
             sm_scale = math.inf
     if not torch.compiler.is_compiling() and not math.isfinite(sm_scale):
-        raise ConfigError(f"sm_scale is {sm_scale}: use a finite number, or None")
+        raise ConfigError(f"sm_scale is {sm_scale}: use a finite number")
     return sm_scale
 
 

@@ -195,8 +195,8 @@ def _parse(name: str, head_dim: int) -> RowFormat:
         return RowFormat(codec, int(groups) if dash else 1, head_dim)
     if "+" in name:
         raise ConfigError(
-            f"format {shown(name)} has two parts, as latent rows have: name one format here, of K, "
-            "of V or of one part (int4-g4)"
+            f"format {shown(name)} has several parts, as latent rows have: name one format here, "
+            "of K, of V or of one part (int4-g4)"
         )
     raise ConfigError(
         f"format {shown(name)} does not exist: use {one_of(BITS)}, "

@@ -143,7 +143,8 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
             raise UnsupportedError(
                 "kvquant cannot hold the rows of these layers:\n  "
                 + "\n  ".join(refused)
-                + '\nServe the model without "kvquant" in --additional-config.'
+                + '\nDo what is said there, or serve the model without "kvquant" in '
+                "--additional-config."
             )
         for name in layer_names:
             layers[name].impl.rows = found[name]

@@ -78,6 +78,11 @@ def __getattr__(name: str) -> Any:  # a type[AttentionBackend]
                 f"--additional-config asks for rows of kvquant, and {name} would hold 16-bit ones: "
                 'give --attention-backend CUSTOM, or leave "kvquant" out'
             )
+    elif isinstance(given, dict) and not given.keys().isdisjoint(("k_format", "v_format")):
+        raise ConfigError(
+            f"--additional-config is {json.dumps(given, default=str)}: put what is kvquant's into "
+            '"kvquant", {"kvquant": {"k_format": "int4-g4", "v_format": "int4-g4"}}'
+        )
     if name == "CUSTOM":
         raise ConfigError(
             "--attention-backend CUSTOM is kvquant's, which lacks its rows: give "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -62,7 +63,13 @@ class Settings:
             raise ConfigError(f'"prompts" is {shown(prompts)}: it may be one of {PROMPTS}')
         path, k_format = given.get("plan"), given.get("k_format")
         v_format = given.get("v_format", k_format)
-        plan = None if path is None else CachePlan.load(path)
+        try:
+            plan = None if path is None else CachePlan.load(path)
+        except FileNotFoundError:
+            raise FileNotFoundError(
+                f'there is no plan {path!r} in {os.getcwd()}: give "plan" the path of a file of '
+                "`kvquant calibrate`"
+            ) from None
         if plan is not None:
             plan.check_of_heads("this backend")
         if k_format is None:

@@ -310,6 +310,8 @@ def test_choosing_has_windows_of_its_own() -> None:
 
 
 def test_impossible_goals_and_sizes_are_refused(model: CachedModel, text: list[int]) -> None:
+    with pytest.raises(ConfigError, match=r"model is of type Llama.*: give CachedModel\(model\)"):
+        calibrate(model.model, text)
     with pytest.raises(ConfigError, match=r"1000 tokens are too few for 8 windows of 1089: give"):
         calibrate(model, text[:4000])
     words = r"or shorter windows \(--context, --scored\), or 2 of them \(--windows 2\)"

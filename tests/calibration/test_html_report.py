@@ -211,11 +211,15 @@ def test_what_to_do_next_is_told() -> None:
     good, bad = example_plan(), example_plan(kl=2.3, max_kl=None)
     assert next_steps(good, "my plan.safetensors") == [
         ("use it", "cache = model.new_cache(1, 4096, plan=CachePlan.load('my plan.safetensors'))"),
+        (
+            "in transformers' generate",
+            "cache = QuantizedCache(model, plan=CachePlan.load('my plan.safetensors'))",
+        ),
         ("see it", "kvquant report 'my plan.safetensors' -o 'my plan.html'"),
     ]
     assert [what for what, _ in next_steps(bad, "p.safetensors")] == ["allow more bits", "see it"]
     assert next_steps(changed(good, measured=None), "p.safetensors")[0][0] == "measure it"
-    _, (_, line) = next_steps(good, "-o.safetensors")  # no option
+    *_, (_, line) = next_steps(good, "-o.safetensors")  # no option
     assert line == "kvquant report ./-o.safetensors -o ./-o.html"
 
 

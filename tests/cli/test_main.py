@@ -196,7 +196,7 @@ def test_calibration_prints_a_table_and_writes_a_plan(tmp_path: Path) -> None:
     plan = CachePlan.load(path)
     assert plan.formats == [("int4", "int4")] * 4
     told = json.loads(figures.read_text())
-    assert told["verdict"]["kind"] == "notice" and len(told["next"]) == 3
+    assert told["verdict"]["kind"] == "notice" and len(told["next"]) == 4
     assert told["measured"] == plan.facts["measured"]
     assert {file.name for file in tmp_path.iterdir()} == {path.name, figures.name}
 

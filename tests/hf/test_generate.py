@@ -135,6 +135,19 @@ def test_prompts_padded_on_the_right_are_told(model: Any, tokenizer: Any) -> Non
         model.generate(**batch, **QuantizedCache(model).argument, max_new_tokens=3)
 
 
+def test_a_cache_goes_on_with_its_own_text(model: Any) -> None:
+    ids, cache = torch.arange(5, 15)[None], QuantizedCache(model)
+    options = {"max_new_tokens": 3, "do_sample": False}
+    model.generate(ids, **cache.argument, **options)  # holds 12 tokens
+    with pytest.raises(ConfigError, match=r"of the whole text; reset\(\) begins another one"):
+        model.generate(ids, **cache.argument, **options)
+    with pytest.raises(ConfigError, match=r"no new tokens came, and the cache holds 12: .*reset\("):
+        model.generate(ids[:, :4], **cache.argument, **options)
+    found = model.generate(ids[:, 2:], **QuantizedCache(model).argument, **options)
+    cache.reset()
+    assert torch.equal(model.generate(ids[:, 2:], **cache.argument, **options), found)
+
+
 @pytest.mark.parametrize("drafts", ["prompt_lookup_num_tokens", "assistant_model"])
 def test_drafts_with_a_cache_that_holds_tokens_are_told(drafts: str, model: Any) -> None:
     ids, cache = torch.arange(5, 15)[None], QuantizedCache(model)

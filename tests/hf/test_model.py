@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvquant import KVCache, debug, load_cache, save_cache
+from kvquant import KVCache, QuantizedCache, debug, load_cache, save_cache
 from kvquant.cache import contiguous
 from kvquant.cache import layer as layers
 from kvquant.errors import (
@@ -143,6 +143,15 @@ def test_what_is_no_model_is_refused() -> None:
     for wrong in ("meta-llama/Llama-3.2-1B", torch.nn.Linear(2, 2), None):
         with pytest.raises(ConfigError, match=r"give a causal language model of transformers, or"):
             CachedModel(wrong)
+
+
+def test_the_cache_of_transformers_is_no_cache_of_a_loop(model: CachedModel) -> None:
+    model.model.set_attn_implementation("kvquant")
+    cache: Any = QuantizedCache(model.model)
+    with pytest.raises(ConfigError, match=r"type QuantizedCache: give a KVCache, of new_cache or"):
+        model.prefill(cache, torch.ones(1, 3, dtype=torch.int64))
+    with pytest.raises(ConfigError, match="or the kv of a QuantizedCache"):
+        model.step(cache, torch.ones(1, dtype=torch.int64))
 
 
 # Calls that raise change nothing

@@ -10,7 +10,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvquant import KVCache, LatentFormat, LatentKVCache, RowFormat, dequantize_rows, quantize_rows
+from kvquant import (
+    KVCache,
+    LatentFormat,
+    LatentKVCache,
+    RowFormat,
+    dequantize_rows,
+    quantize_rows,
+    save_cache,
+)
 from kvquant.errors import (
     CheckpointError,
     ConfigError,
@@ -120,6 +128,13 @@ def test_raw_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     bad = make_raw()["layers.1.v"].clone()
     bad[1, 2, 3, 4] = float("nan")
     refused(r"layers\.1\.v\[1, 2, 3, 4\] is nan", NonFiniteError, layers_1_v=bad)
+    latents = {"layers.0.latent": torch.zeros(1, 1, 5, 512), "layers.0.rope": torch.zeros(1)}
+    save_file(latents, tmp_path / "latents")
+    with pytest.raises(CheckpointError, match=r"latents and RoPE parts, which are not read back"):
+        load_raw(tmp_path / "latents")
+    save_cache(KVCache(1, 1, 1, 64, 8), tmp_path / "cache.safetensors")
+    with pytest.raises(CheckpointError, match=r"a kvquant cache.*kvquant export FILE --to bf16"):
+        load_raw(tmp_path / "cache.safetensors")
     with pytest.raises(FileNotFoundError):
         load_raw(tmp_path / "none")
     (tmp_path / "text").write_text("not a safetensors file")

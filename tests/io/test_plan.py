@@ -345,8 +345,10 @@ def test_a_large_plan_of_no_head_dim_is_refused_before_it_costs_memory(path: Pat
 
 def test_other_files_are_no_plans(tmp_path: Path, plan: CachePlan, path: Path) -> None:
     save_cache(filled(plan), tmp_path / "cache.safetensors")
-    with pytest.raises(CheckpointError, match="no plan of"):
+    with pytest.raises(CheckpointError, match=r"this is a cache \(`kvquant inspect`.*no plan of"):
         CachePlan.load(tmp_path / "cache.safetensors")
+    with pytest.raises(ConfigError, match=r"path is '\.': give the path of a file"):
+        CachePlan.load(".")
     with pytest.raises(FileNotFoundError):
         CachePlan.load(tmp_path / "none.safetensors")
     with pytest.raises(CheckpointError, match="calibration file, not a cache: it holds the plan"):

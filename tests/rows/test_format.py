@@ -107,7 +107,7 @@ def test_formats_are_frozen_and_usable_as_keys() -> None:
         ("int4-g" + 5000 * "4", "4 does not exist"),
         ("int4-g4-g4", "format 'int4-g4-g4' does not exist"),
         (" int4", "format ' int4' does not exist"),
-        ("int4-g8+fp8-g4", "format 'int4-g8+fp8-g4' has two parts, as latent rows have"),
+        ("int4-g8+fp8-g4", "format 'int4-g8+fp8-g4' has several parts, as latent"),
         ("int4-g3", "groups 3 is not supported: use 1, 2, 4 or 8"),
         ("int8-g16", "groups 16 is not supported"),
         ("fp8-g0", "groups 0 is not supported"),

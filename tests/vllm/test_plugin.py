@@ -25,6 +25,13 @@ def test_the_plugin_does_nothing_until_it_is_asked() -> None:
     assert AttentionBackendEnum.CPU_ATTN.get_class() is CPUAttentionBackend
     with pytest.raises(ConfigError, match="give --additional-config"):
         AttentionBackendEnum.CUSTOM.get_class()
+    bare = VllmConfig(additional_config=INT4)
+    for one in (AttentionBackendEnum.CPU_ATTN, AttentionBackendEnum.CUSTOM):
+        with (
+            set_current_vllm_config(bare),
+            pytest.raises(ConfigError, match=r'put what is kvquant\'s into "kvquant"'),
+        ):
+            one.get_class()
     wrong = VllmConfig(additional_config={"kvquant": {"k_format": "int5"}})
     with (
         set_current_vllm_config(wrong),

@@ -84,6 +84,14 @@ def test_settings_that_are_not_possible(given: Any, message: str) -> None:
     assert message in str(caught.value)
 
 
+def test_a_plan_that_is_not_there_is_told_with_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match=rf"no plan 'p' in {tmp_path}: give \"plan\" the"):
+        Settings.parse({"plan": "p"})
+
+
 def test_v_has_the_format_of_k_where_none_is_given() -> None:
     settings = Settings.parse({"k_format": "int8"})
     assert (settings.k_format, settings.v_format, settings.plan) == ("int8", "int8", None)
