@@ -478,7 +478,11 @@ def test_the_command_tunes_and_ablates(
     assert kernels[0]["splits"] == [load_table()[0].splits]
 
 
-@pytest.mark.parametrize(("option", "count"), [("--tune", 21), ("--ablate", 1)], ids=str)
+@pytest.mark.parametrize(
+    ("option", "count"),
+    [pytest.param("--tune", 21, marks=pytest.mark.slow), ("--ablate", 1)],
+    ids=str,
+)
 def test_default_shapes_of_tuning_and_ablation(
     option: str, count: int, gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
