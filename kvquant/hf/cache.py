@@ -557,7 +557,8 @@ class QuantizedCache(Cache):
                 self._refuse_anew()
             raise ConfigError(
                 f"attention_mask has {mask.shape[1]} columns, of {past.length} in the cache and "
-                f"{columns} new ones: give it for all of them"
+                f"{columns} new ones: give it for all of them. generate takes the ids of the whole "
+                "text; reset() begins another one"
             )
         if self.kv is not None and mask.shape[0] != self.kv.batch and past.length:
             return  # hand tells it
