@@ -238,12 +238,17 @@ def per_layer(name: str, formats: Formats, num_layers: int, head_dim: int) -> li
         return [formats] * num_layers
     if isinstance(formats, str) or not isinstance(formats, Sequence):  # parse refuses the latter
         return [RowFormat.parse(formats, head_dim)] * num_layers
+    check_one_each(name, formats, num_layers)
+    return [f if isinstance(f, RowFormat) else RowFormat.parse(f, head_dim) for f in formats]
+
+
+def check_one_each(name: str, formats: Sequence[object], num_layers: int) -> None:
+    """Raise ConfigError unless a list has a format for each layer."""
     if len(formats) != num_layers:
         raise ConfigError(
             f"{name} lists {len(formats)} formats for {num_layers} layers: give one for each, or "
             "one for all"
         )
-    return [f if isinstance(f, RowFormat) else RowFormat.parse(f, head_dim) for f in formats]
 
 
 def row_formats(name: str, formats: Formats, head_dims: Sequence[int]) -> list[RowFormat]:
@@ -256,9 +261,5 @@ def row_formats(name: str, formats: Formats, head_dims: Sequence[int]) -> list[R
     if isinstance(formats, (str, RowFormat)) or not isinstance(formats, Sequence):
         formats = [formats] * len(head_dims)
     listed: Sequence[str | RowFormat] = formats
-    if len(listed) != len(head_dims):
-        raise ConfigError(
-            f"{name} lists {len(listed)} formats for {len(head_dims)} layers: give one for each, "
-            "or one for all"
-        )
+    check_one_each(name, listed, len(head_dims))
     return [RowFormat.parse(f, head_dim) for f, head_dim in zip(listed, head_dims, strict=True)]

@@ -20,7 +20,15 @@ from ..rows.basis import Encoding, LayerBasis, transform_rows
 from ..rows.format import RowFormat
 from ..rows.latent import LatentFormat
 from ..rows.segment import Segment
-from .checks import Counts, Devices, Plan, check_options, check_plan_options, devices_of
+from .checks import (
+    Counts,
+    Devices,
+    Plan,
+    check_one_each,
+    check_options,
+    check_plan_options,
+    devices_of,
+)
 from .contiguous import KVCache
 from .layer import ROLLBACK, Encodings, Kind, LayerCache, Rows, rows_of
 
@@ -46,11 +54,7 @@ def latent_formats(
     if isinstance(fmt, str | LatentFormat) or not isinstance(fmt, Sequence):
         return [LatentFormat.parse(fmt, latent_dim, rope_dim)] * num_layers
     formats = [LatentFormat.parse(one, latent_dim, rope_dim) for one in fmt]
-    if len(formats) != num_layers:
-        raise ConfigError(
-            f"fmt lists {len(formats)} formats for {num_layers} layers: give one for each, or one "
-            "for all"
-        )
+    check_one_each("fmt", formats, num_layers)
     return formats
 
 

@@ -18,7 +18,7 @@ from ..cache.contiguous import KVCache
 from ..cache.latent import LatentFormats, LatentKVCache
 from ..errors import ConfigError, DeviceError, ShapeError, UnsupportedModelError, shown
 from ..io.plan import CachePlan, check_plan
-from ..rows.arguments import check_device, check_size
+from ..rows.arguments import check_device, check_kind, check_size
 from ..rows.quantize import exact_codec
 from .argument import as_argument
 from .cache import QuantizedCache
@@ -49,6 +49,7 @@ Progress = Callable[[int], None]
 CHUNK = 16384  # tokens of prompts, of all sequences, that are computed at a time
 LEAST = 512  # of each sequence
 LEAST_CAPTURED = 8  # steps that are sooner done if the first makes a CUDA graph
+_GIVE_CACHE = "give a KVCache, of new_cache or load_cache, or the kv of a QuantizedCache"
 log = logging.getLogger("kvquant")
 _FOLDED = "kvquant_folded"  # a mark on a model whose weights hold a plan's bases of V
 
@@ -288,7 +289,8 @@ class CachedModel:
                 before, see KVCache.check.
             UnsupportedModelError: attention that KVCache cannot compute, with the layer.
         """
-        self.check_tokens(tokens, (_batch_of(cache), None))
+        check_kind("cache", cache, KVCache, _GIVE_CACHE)
+        self.check_tokens(tokens, (cache.batch, None))
         counts = _counts(lens, *tokens.shape)
         if chunk is None:
             chunk = max(CHUNK // cache.batch, LEAST)
@@ -326,7 +328,8 @@ class CachedModel:
         Raises:
             As prefill.
         """
-        self.check_tokens(tokens, (_batch_of(cache),))
+        check_kind("cache", cache, KVCache, _GIVE_CACHE)
+        self.check_tokens(tokens, (cache.batch,))
         if self._positions is not None:  # room alone is checked by the first layer's append
             self._check_room(cache, torch.ones(cache.batch, dtype=torch.int64, device="cpu"))
         return self._run(cache, tokens[:, None], None, [0])[:, 0]
@@ -630,16 +633,6 @@ class CachedModel:
                 f"{count} positions are needed, and the model has learned {self._positions}: give "
                 "fewer tokens"
             )
-
-
-def _batch_of(cache: KVCache) -> int:
-    """Sequences of a cache; ConfigError if it is none, as the one for transformers' generate."""
-    if not isinstance(cache, KVCache):
-        raise ConfigError(
-            f"cache is of type {type(cache).__name__}: give a KVCache, of new_cache or load_cache, "
-            "or the kv of a QuantizedCache"
-        )
-    return cache.batch
 
 
 def _counts(lens: torch.Tensor | Sequence[int] | None, batch: int, new_tokens: int) -> torch.Tensor:
