@@ -1097,7 +1097,7 @@ class QuantizedLayerWithState(QuantizedLayer, LinearAttentionLayer):
     crop = LinearAttentionLayer.crop
     offload = LinearAttentionLayer.offload
     prefetch = LinearAttentionLayer.prefetch
-    lazy_initialization = LinearAttentionLayer.lazy_initialization  # type: ignore[assignment]
+    lazy_initialization = LinearAttentionLayer.lazy_initialization  # type: ignore[assignment]  # of states
 
 
 def _marks_of(kv: KVCache) -> tuple[int, int]:

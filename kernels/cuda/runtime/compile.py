@@ -69,7 +69,7 @@ COMPILERS = (
 ).split()
 RELATIVE_IMPORT = re.compile(r"^ *from (\.+)([\w.]+) import", re.MULTILINE)
 USE_REFERENCE = "pass backend='reference', which runs anywhere but is slow"
-READY = b"\nready\n"  # before its answers; what is said on stdout before that is none
+READY = b"ready\n"  # before its answers; what is said on stdout before that is none
 ALONE = f"from {__name__} import compile_alone; compile_alone()"  # what a _Compiler runs
 PR_SET_PDEATHSIG = 1  # of prctl: the signal that a process gets when the one that started it ends
 _lock = threading.Lock()
@@ -292,7 +292,7 @@ class _Compiler:
                 line = self._process.stdout.readline()
                 if not line:
                     raise EOFError
-                self._is_ready = line == READY.lstrip()
+                self._is_ready = line == READY
             refused = pickle.load(self._process.stdout)
         except (OSError, EOFError):
             code = self._process.wait()
@@ -312,7 +312,7 @@ def compile_alone() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what compilers print is no answer
-    answers.write(READY)
+    answers.write(b"\n" + READY)
     while True:
         try:
             spec, arch = pickle.load(sys.stdin.buffer)
