@@ -155,16 +155,21 @@ def test_a_folder_that_cannot_be_written_is_told(
 
 
 @pytest.mark.slow
-def test_compilers_end_with_a_command_that_is_killed(folder: Path) -> None:
-    """Such as a command that had no memory left."""
+@pytest.mark.parametrize("begin", ["in time", "late"])
+def test_compilers_end_with_a_command_that_is_killed(folder: Path, begin: str) -> None:
+    """Such as a command that had no memory left; after they began, and before."""
     pids = folder / "pids"
     pids.mkdir()
     compiler = f"""
-import os, pathlib, time
+import os, pathlib, sys, time
 from kvquant.kernels.cuda.runtime import compile as compiling
-def wait(spec, arch):
+def wait(spec=None, arch=None, is_over=lambda: False):
     pathlib.Path({str(pids)!r}, str(os.getpid())).touch()
-    time.sleep(100)
+    end = time.monotonic() + 100
+    while time.monotonic() < end and not is_over():
+        time.sleep(0.1)
+if {begin == "late"}:
+    wait(is_over=lambda: os.getppid() != int(sys.argv[1]))
 compiling.compile_spec = wait
 compiling.compile_alone()
 """

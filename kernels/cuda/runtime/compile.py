@@ -267,7 +267,7 @@ class _Compiler:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         self._said, self._is_ready = tempfile.TemporaryFile(), False
         self._process = subprocess.Popen(
-            [sys.executable, "-c", ALONE],
+            [sys.executable, "-c", ALONE, str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._said,  # a file, since nobody reads it before the end
@@ -310,6 +310,8 @@ def compile_alone() -> None:
     or why one cannot be compiled, until the process that waits for the answers ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != int(sys.argv[1]):  # it ended before it was asked for
+            return
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what compilers print is no answer
     answers.write(b"\n" + READY)
