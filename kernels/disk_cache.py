@@ -16,7 +16,7 @@ import hashlib
 import os
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -97,10 +97,14 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
+def locked(path: Path, wait: Callable[[], object] = lambda: None) -> Iterator[None]:
     """Let one thread of one process at a time change a file; its folder is made if need be.
 
     The lock is a file beside it, which stays: if it were deleted, two could hold it.
+
+    Args:
+        path: the file.
+        wait: called before waiting for one who has the lock.
 
     Raises:
         OSError: the folder cannot be written, or has no locks.
@@ -108,7 +112,11 @@ def locked(path: Path) -> Iterator[None]:
     _make_folder(path.parent)
     lock = filelock.FileLock(path.with_name(f".{path.name}.lock"), mode=0o600)
     try:
-        held = lock.acquire()
+        try:
+            held = lock.acquire(blocking=False)
+        except filelock.Timeout:
+            wait()
+            held = lock.acquire()
     except NotImplementedError as error:
         raise OSError(f"{path.parent} has no locks: {error}") from None
     with held:

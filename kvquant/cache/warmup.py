@@ -102,7 +102,8 @@ def warm_up(device: torch.device, calls: Iterable[Callable[[], None]]) -> None:
     """
     if device.type != "cuda":
         return
-    from ..kernels.cuda.runtime.compile import compile_all, missing
+    from ..kernels.cuda.runtime.compile import missing
+    from ..kernels.cuda.runtime.compile_pool import compile_all
     from ..kernels.cuda.runtime.launch import gpu_of
     from ..text import progress
 

@@ -205,7 +205,8 @@ def compile_kernels(kernels: Sequence[Spec], arch: str) -> int:
     Raises:
         ConfigError: they cannot be kept.
     """
-    from ..kernels.cuda.runtime.compile import compile_all, missing
+    from ..kernels.cuda.runtime.compile import missing
+    from ..kernels.cuda.runtime.compile_pool import compile_all
     from ..text import progress
 
     todo = missing(kernels, arch)

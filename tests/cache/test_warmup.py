@@ -21,6 +21,7 @@ from kvquant.kernels.cuda.decode.spec import DecodeSpec
 from kvquant.kernels.cuda.mla.spec import MlaSpec
 from kvquant.kernels.cuda.mla.wide_spec import WideMlaSpec
 from kvquant.kernels.cuda.runtime import compile as compiling
+from kvquant.kernels.cuda.runtime import compile_pool
 from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.ops import attention, mla, transform
 from kvquant.rows.basis import Basis, LayerBasis
@@ -177,7 +178,7 @@ def test_the_first_append_compiles_what_steps_will_need_too(
 ) -> None:
     compiled: list[Any] = []
     monkeypatch.setattr(compiling, "missing", lambda specs, arch: list(specs))
-    monkeypatch.setattr(compiling, "compile_all", lambda specs, *_: compiled.append(specs))
+    monkeypatch.setattr(compile_pool, "compile_all", lambda specs, *_: compiled.append(specs))
     monkeypatch.setattr(warmup, "_warm", set())
 
     def make_cold() -> KVCache:

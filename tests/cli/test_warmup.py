@@ -20,14 +20,15 @@ from latent_plans import latent_plan
 from kvquant.cli import main as cli
 from kvquant.cli.warmup import ARCHS
 from kvquant.kernels import disk_cache
-from kvquant.kernels.cuda.runtime import compile as compiling
+from kvquant.kernels.cuda.runtime import compile_pool
 from kvquant.kernels.cuda.runtime.launch import GPUS
 
 MODEL = Path(__file__).parents[2] / "examples" / "llama-demo-5m"
 INSTEAD = """
 from kvquant.kernels.cuda.runtime import compile as compiling
+from kvquant.kernels.cuda.runtime.compile_pool import compile_alone
 compiling.compile_spec = lambda spec, arch: compiling.Cubin("f", b"", compiling.Report(1, 0))
-compiling.compile_alone()
+compile_alone()
 """
 
 pytestmark = pytest.mark.skipif(
@@ -43,7 +44,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache folder, on a machine without a GPU."""
     monkeypatch.setenv("KVQUANT_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(compiling, "ALONE", INSTEAD)
+    monkeypatch.setattr(compile_pool, "ALONE", INSTEAD)
     monkeypatch.setattr(disk_cache, "_warned", set())
     return tmp_path
 
@@ -162,7 +163,7 @@ def test_compilers_end_with_a_command_that_is_killed(folder: Path, begin: str) -
     pids.mkdir()
     compiler = f"""
 import os, pathlib, sys, time
-from kvquant.kernels.cuda.runtime import compile as compiling
+from kvquant.kernels.cuda.runtime import compile as compiling, compile_pool
 def wait(spec=None, arch=None, is_over=lambda: False):
     pathlib.Path({str(pids)!r}, str(os.getpid())).touch()
     end = time.monotonic() + 100
@@ -171,12 +172,12 @@ def wait(spec=None, arch=None, is_over=lambda: False):
 if {begin == "late"}:
     wait(is_over=lambda: os.getppid() != int(sys.argv[1]))
 compiling.compile_spec = wait
-compiling.compile_alone()
+compile_pool.compile_alone()
 """
     command = f"""
 from kvquant.cli.main import main
-from kvquant.kernels.cuda.runtime import compile as compiling
-compiling.ALONE = {compiler!r}
+from kvquant.kernels.cuda.runtime import compile_pool
+compile_pool.ALONE = {compiler!r}
 main(["warmup", "--arch", "sm_90", "--batch", "1"])
 """
     paths = os.pathsep.join(path for path in sys.path if path)

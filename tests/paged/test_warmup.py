@@ -14,6 +14,7 @@ from kvquant import PagedBatch, PagedKVCache
 from kvquant.cache.warmup import kernels_of
 from kvquant.kernels.cuda.prefix.spec import CombineSpec, PrefixSpec, fit, worth_splits
 from kvquant.kernels.cuda.runtime import compile as compiling
+from kvquant.kernels.cuda.runtime import compile_pool
 from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.ops import attention, transform
 from kvquant.ops import shared_prefix as sharing
@@ -82,7 +83,7 @@ def test_the_first_append_compiles_what_steps_will_need_too(
 ) -> None:
     compiled: list[Any] = []
     monkeypatch.setattr(compiling, "missing", lambda specs, arch: list(specs))
-    monkeypatch.setattr(compiling, "compile_all", lambda specs, *_: compiled.extend(specs))
+    monkeypatch.setattr(compile_pool, "compile_all", lambda specs, *_: compiled.extend(specs))
     batch = PagedBatch(MAKERS["plain"](), BATCH, TOKENS)
     batch.cache.device, batch._is_cold = torch.device("cuda", 0), True
     run(batch, None)

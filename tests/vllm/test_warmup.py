@@ -12,6 +12,7 @@ from fake_cuda import CPU, FakeDriver, install_for_caches, loaded_specs
 from kvquant import AttentionVariant, Basis, UnsupportedError
 from kvquant.cache.warmup import kernels_of
 from kvquant.kernels.cuda.runtime import compile as compiling
+from kvquant.kernels.cuda.runtime import compile_pool
 from kvquant.kernels.cuda.runtime import launch as runtime
 from kvquant.ops import append as append_ops
 from kvquant.ops import attention, transform
@@ -84,7 +85,7 @@ def test_layers_of_a_kind_are_compiled_once(
 ) -> None:
     compiled: list[Any] = []
     monkeypatch.setattr(compiling, "missing", lambda specs, arch: list(specs))
-    monkeypatch.setattr(compiling, "compile_all", lambda specs, *_: compiled.append(specs))
+    monkeypatch.setattr(compile_pool, "compile_all", lambda specs, *_: compiled.append(specs))
     monkeypatch.setattr(warmup, "_warm", set())
     gpu, layout = torch.device("cuda", 0), Settings("int8", "int8").layout(HEADS, DIM, DIM)
     layers = [calls(LayerRows(layout, scale)) for scale in (0.1, 0.2)]

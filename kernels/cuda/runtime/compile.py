@@ -8,9 +8,8 @@ seconds. A cubin that lies on disk is read without either:
 The key is a hash of all that the machine code depends on, so a file is never wrong, only unused.
 Who compiles a kernel holds the lock of its file, so that nobody else does it meanwhile.
 
-Several are compiled at a time, in processes that take one after another: to start one and import
-numba takes as long as a small kernel. Nine tenths of the time of a kernel is numba's, which types
-the functions of each spec anew; the rest is NVVM's and nvJitLink's.
+Nine tenths of the time of a kernel is numba's, which types the functions of each spec anew; the
+rest is NVVM's and nvJitLink's. Several at a time: compile_pool.py.
 
 Of PTX, nvJitLink makes relocatable code: calls of the compiler's own functions then cost registers,
 255 where LTO-IR, compiled as a whole program, takes 130 (sm_80). But for GPUs newer than sm_90
@@ -19,25 +18,16 @@ LTO-IR goes through another LLVM, which leaves arrays in local memory: there PTX
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import gc
 import hashlib
 import importlib.metadata
 import json
-import os
-import pickle
-import queue
 import re
-import signal
 import struct
-import subprocess
-import sys
-import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -54,7 +44,7 @@ from ...disk_cache import (
     unseal,
     warn_of_folder,
 )
-from .spec import Spec, fields_of
+from .spec import Spec
 
 NEWEST_LTO = (9, 0)
 # of a cubin: the section of a kernel's arguments; in .nv.info attributes, and the form of those
@@ -69,9 +59,6 @@ COMPILERS = (
 ).split()
 RELATIVE_IMPORT = re.compile(r"^ *from (\.+)([\w.]+) import", re.MULTILINE)
 USE_REFERENCE = "pass backend='reference', which runs anywhere but is slow"
-READY = b"ready\n"  # before its answers; what is said on stdout before that is none
-ALONE = f"from {__name__} import compile_alone; compile_alone()"  # what a _Compiler runs
-PR_SET_PDEATHSIG = 1  # of prctl: the signal that a process gets when the one that started it ends
 _lock = threading.Lock()
 
 
@@ -189,144 +176,6 @@ def missing(specs: Iterable[Spec], arch: str) -> list[Spec]:
             warn_of_folder("CUDA", error)
             found.append(spec)
     return found
-
-
-def compile_all(
-    specs: Iterable[Spec], arch: str, report: Callable[[Spec], object] = lambda spec: None
-) -> None:
-    """Compile kernels that are not on the disk, at a time as many as there are cores for.
-
-    One process of the machine at a time does so: ranks that begin together want the same kernels,
-    and the first of them has all cores. Where the disk cannot be written nothing is done: they
-    could not be handed over.
-
-    Args:
-        specs: the kernels.
-        arch: of the GPU, such as "sm_90".
-        report: called with each of those kernels when it is done.
-
-    Raises:
-        UnsupportedError: as load_cubin.
-        RuntimeError: a process failed otherwise; it tells the kernel.
-    """
-    wanted = missing(specs, arch)
-    if not wanted:
-        return
-    require_extra()
-    with ExitStack() as held:
-        try:
-            held.enter_context(locked(cache_folder() / "cubins" / "all"))
-        except OSError as error:
-            warn_of_folder("CUDA", error)
-            return
-        todo = missing(wanted, arch)  # but for those of a process that was waited for
-        for spec in wanted:
-            if spec not in todo:
-                report(spec)
-        _compile(todo, arch, report)
-
-
-def _compile(todo: list[Spec], arch: str, report: Callable[[Spec], object]) -> None:
-    """Compile kernels; see compile_all."""
-    if not todo:
-        return
-    todo.sort(key=lambda spec: -len(fields_of(spec.arguments)))  # those that take longest first
-    compilers: queue.SimpleQueue[_Compiler] = queue.SimpleQueue()
-    count = min(cores(), len(todo))
-    pool = ThreadPoolExecutor(count)
-
-    def compile_one(spec: Spec) -> Spec:
-        compiler = compilers.get()  # there are as many as threads
-        try:
-            compiler.compile(spec, arch)
-        finally:
-            compilers.put(compiler)
-        return spec
-
-    with ExitStack() as ends:  # from the last to the first
-        ends.callback(pool.shutdown)
-        for _ in range(count):
-            compilers.put(ends.enter_context(_Compiler()))
-        ends.callback(pool.shutdown, wait=False, cancel_futures=True)
-        for done in as_completed([pool.submit(compile_one, spec) for spec in todo]):
-            report(done.result())
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-class _Compiler:
-    """A process that compiles kernels one after another. It imports neither torch nor the caller's
-    program, as a process of multiprocessing would, and numba once for all of them."""
-
-    def __init__(self) -> None:
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        self._said, self._is_ready = tempfile.TemporaryFile(), False
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", ALONE, str(os.getpid())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._said,  # a file, since nobody reads it before the end
-            env=environment,
-        )
-
-    def __enter__(self) -> _Compiler:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._process.kill()  # it has nothing to put in order
-        with suppress(OSError), self._process, self._said:
-            pass
-
-    def compile(self, spec: Spec, arch: str) -> None:
-        """Let it compile a kernel and put it on the disk; errors as of compile_all."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        try:
-            pickle.dump((spec, arch), self._process.stdin)
-            self._process.stdin.flush()
-            while not self._is_ready:
-                line = self._process.stdout.readline()
-                if not line:
-                    raise EOFError
-                self._is_ready = line == READY
-            refused = pickle.load(self._process.stdout)
-        except (OSError, EOFError):
-            code = self._process.wait()
-            self._said.seek(0)
-            said = self._said.read().decode(errors="replace").strip()
-            raise RuntimeError(
-                f"the process that compiled {spec} for {arch} ended with {code}: {said}"
-            ) from None
-        if refused is not None:
-            raise UnsupportedError(refused)
-
-
-def compile_alone() -> None:
-    """What such a process does: compile the kernels that it is given on stdin, and answer with None
-    or why one cannot be compiled, until the process that waits for the answers ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != int(sys.argv[1]):  # it ended before it was asked for
-            return
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what compilers print is no answer
-    answers.write(b"\n" + READY)
-    while True:
-        try:
-            spec, arch = pickle.load(sys.stdin.buffer)
-        except EOFError:
-            return
-        refused = None
-        try:
-            load_cubin(spec, arch)
-        except UnsupportedError as error:
-            refused = str(error).replace("\n", " ")
-        pickle.dump(refused, answers)
-        answers.flush()
 
 
 def cubin_path(spec: Spec, arch: str) -> Path:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import re
 import shutil
 import struct
 import subprocess
@@ -39,11 +38,9 @@ from kvquant.kernels.cuda.runtime import compile as compiling
 from kvquant.kernels.cuda.runtime.compile import (
     Cubin,
     Report,
-    compile_all,
     compile_spec,
     cubin_key,
     load_cubin,
-    missing,
 )
 from kvquant.kernels.cuda.runtime.launch import GPUS
 from kvquant.kernels.disk_cache import seal
@@ -428,92 +425,6 @@ def test_threads_that_want_the_same_kernel_compile_it_once(
     for thread in threads:
         thread.join()
     assert compiled == [spec]
-
-
-# what a process of compile_all does, if compiling took no time; 16 columns are refused, 24 crash
-INSTEAD = """
-import os
-os.write(1, b"what a sitecustomize prints")
-from kvquant.errors import UnsupportedError
-from kvquant.kernels.cuda.runtime import compile as compiling
-def compile_spec(spec, arch):
-    if spec.columns == 16:
-        raise UnsupportedError(f"no code for {arch}:\\nnewer compilers")
-    assert spec.columns == 8, "columns"
-    return compiling.Cubin("f", b"code", compiling.Report(1, 0))
-compiling.compile_spec = compile_spec
-compiling.compile_alone()
-"""
-
-
-def test_kernels_are_compiled_in_processes_of_their_own(
-    cache: FilePath, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(compiling, "ALONE", INSTEAD)
-    monkeypatch.setattr(compiling, "compile_spec", lambda spec, arch: pytest.fail("here"))
-    specs = [make_spec(name) for name in ("int4", "int8", "fp8")]
-    done: list[object] = []
-    compile_all(specs * 2, "sm_90", done.append)
-    assert sorted(map(repr, done)) == sorted(map(repr, specs)) and len(cubins(cache)) == 3
-    assert load_cubin(specs[0], "sm_90").code == b"code"
-    assert missing(specs, "sm_90") == [] and missing(specs, "sm_80") == specs
-    compile_all(specs, "sm_90", lambda spec: pytest.fail("again"))
-
-
-def test_who_comes_second_waits_and_starts_no_processes(
-    cache: FilePath, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As ranks of one machine, which want the same kernels at the same time."""
-    monkeypatch.setattr(compiling, "ALONE", INSTEAD)
-    started: list[object] = []
-
-    class Compiler(compiling._Compiler):
-        def __init__(self) -> None:
-            started.append(self)
-            super().__init__()
-
-    monkeypatch.setattr(compiling, "_Compiler", Compiler)
-    specs = [make_spec(name) for name in ("int4", "int8", "fp8")]
-    done: list[list[object]] = [[], []]
-    threads = [
-        threading.Thread(target=compile_all, args=(specs, "sm_90", some.append)) for some in done
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(started) == min(compiling.cores(), 3) and len(cubins(cache)) == 3
-    assert all(sorted(map(repr, some)) == sorted(map(repr, specs)) for some in done)
-
-
-@pytest.mark.parametrize(
-    ("columns", "error", "message"),
-    [
-        (16, UnsupportedError, "^no code for sm_90: newer compilers$"),
-        (24, RuntimeError, r"compiled DecodeSpec\(.* for sm_90 ended with 1: .*AssertionError"),
-    ],
-)
-def test_what_a_process_cannot_compile_is_told(
-    columns: int,
-    error: type[Exception],
-    message: str,
-    cache: FilePath,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(compiling, "ALONE", INSTEAD)
-    specs = [make_spec("int4"), replace(make_spec("int8"), columns=columns)]
-    with pytest.raises(error, match=re.compile(message, re.DOTALL)):
-        compile_all(specs, "sm_90")
-
-
-def test_nothing_is_compiled_ahead_that_cannot_be_kept(
-    cache: FilePath, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache.parent.joinpath("file").write_text("")
-    monkeypatch.setenv("KVQUANT_CACHE_DIR", str(cache.parent / "file"))
-    monkeypatch.setattr(compiling, "ALONE", "raise SystemExit(9)")
-    with pytest.warns(RuntimeWarning, match="KVQUANT_CACHE_DIR"):
-        compile_all([make_spec("int4")], "sm_90", lambda spec: pytest.fail("done"))
 
 
 CHILD = """

@@ -1,0 +1,128 @@
+"""Kernels that are compiled at a time: the processes that do it, and who waits for whom."""
+
+import importlib.util
+import re
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvquant.errors import UnsupportedError
+from kvquant.kernels import disk_cache
+from kvquant.kernels.cuda.decode import spec as decode
+from kvquant.kernels.cuda.runtime import compile as compiling
+from kvquant.kernels.cuda.runtime import compile_pool
+from kvquant.kernels.cuda.runtime.compile import load_cubin, missing
+from kvquant.kernels.cuda.runtime.compile_pool import compile_all
+from kvquant.rows.format import RowFormat
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("numba_cuda") is None, reason="needs numba-cuda, of the cuda extra"
+)
+
+
+# what a process of compile_all does, if compiling took no time; 16 columns are refused, 24 crash
+INSTEAD = """
+import os
+os.write(1, b"what a sitecustomize prints")
+from kvquant.errors import UnsupportedError
+from kvquant.kernels.cuda.runtime import compile as compiling
+from kvquant.kernels.cuda.runtime.compile_pool import compile_alone
+def compile_spec(spec, arch):
+    if spec.columns == 16:
+        raise UnsupportedError(f"no code for {arch}:\\nnewer compilers")
+    assert spec.columns == 8, "columns"
+    return compiling.Cubin("f", b"code", compiling.Report(1, 0))
+compiling.compile_spec = compile_spec
+compile_alone()
+"""
+
+
+def make_spec(name: str) -> decode.DecodeSpec:
+    """A kernel of rows of a format."""
+    fmt = RowFormat.parse(name, 128)
+    return decode.DecodeSpec(decode.Path(fmt, fmt))
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache folder; processes of compile_all compile nothing."""
+    monkeypatch.setenv("KVQUANT_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compile_pool, "ALONE", INSTEAD)
+    monkeypatch.setattr(disk_cache, "_warned", set())
+    return tmp_path / "cubins"
+
+
+def cubins(folder: Path) -> list[Path]:
+    """The files of a cache folder, without those that are locks only."""
+    return [path for path in folder.iterdir() if path.suffix != ".lock"]
+
+
+def test_kernels_are_compiled_in_processes_of_their_own(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiling, "compile_spec", lambda spec, arch: pytest.fail("here"))
+    specs = [make_spec(name) for name in ("int4", "int8", "fp8")]
+    done: list[object] = []
+    compile_all(specs * 2, "sm_90", done.append)
+    assert sorted(map(repr, done)) == sorted(map(repr, specs)) and len(cubins(cache)) == 3
+    assert load_cubin(specs[0], "sm_90").code == b"code"
+    assert missing(specs, "sm_90") == [] and missing(specs, "sm_80") == specs
+    compile_all(specs, "sm_90", lambda spec: pytest.fail("again"))
+
+
+def test_who_comes_second_is_told_waits_and_starts_no_processes(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As ranks of one machine, which want the same kernels at the same time."""
+    started: list[object] = []
+
+    class Compiler(compile_pool._Compiler):
+        def __init__(self) -> None:
+            started.append(self)
+            super().__init__()
+
+    monkeypatch.setattr(compile_pool, "_Compiler", Compiler)
+    specs = [make_spec(name) for name in ("int4", "int8", "fp8")]
+    done: list[list[object]] = [[], []]
+    threads = [
+        threading.Thread(target=compile_all, args=(specs, "sm_90", some.append)) for some in done
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(started) == min(compile_pool.cores(), 3) and len(cubins(cache)) == 3
+    assert all(sorted(map(repr, some)) == sorted(map(repr, specs)) for some in done)
+    (told,) = caplog.messages
+    assert "another process compiles kernels here; waiting" in told
+
+
+@pytest.mark.parametrize(
+    ("columns", "error", "message"),
+    [
+        (16, UnsupportedError, "^no code for sm_90: newer compilers$"),
+        (24, RuntimeError, r"compiled DecodeSpec\(.* for sm_90 ended with 1: .*AssertionError"),
+    ],
+)
+def test_what_a_process_cannot_compile_is_told(
+    columns: int,
+    error: type[Exception],
+    message: str,
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    specs = [make_spec("int4"), replace(make_spec("int8"), columns=columns)]
+    with pytest.raises(error, match=re.compile(message, re.DOTALL)):
+        compile_all(specs, "sm_90")
+
+
+def test_nothing_is_compiled_ahead_that_cannot_be_kept(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache.parent.joinpath("file").write_text("")
+    monkeypatch.setenv("KVQUANT_CACHE_DIR", str(cache.parent / "file"))
+    monkeypatch.setattr(compile_pool, "ALONE", "raise SystemExit(9)")
+    with pytest.warns(RuntimeWarning, match="KVQUANT_CACHE_DIR"):
+        compile_all([make_spec("int4")], "sm_90", lambda spec: pytest.fail("done"))
