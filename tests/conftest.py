@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 
 import hypothesis
@@ -53,6 +54,14 @@ def _poisoned_memory() -> Iterator[None]:
     assert torch.empty(1).isnan().all()
     yield
     torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _compiled_by_other_files() -> Iterator[None]:
+    """Let torch.compile forget it: it refuses to compile a function a ninth time."""
+    yield
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
 
 
 @pytest.fixture(scope="session")

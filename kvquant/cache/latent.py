@@ -113,6 +113,7 @@ class LatentLayerCache(LayerCache):
     """
 
     latent = True
+    sides = "latent", "rope"
 
     def _make_rows(self, batch: int, num_kv_heads: int, device: torch.device) -> None:
         self.fmt = LatentFormat(self.k_format, self.v_format)

@@ -29,7 +29,7 @@ import torch
 from .. import debug
 from ..errors import ConfigError, DeviceError, NonFiniteError, ShapeError, UnsupportedError
 from ..ops.append import Appends, append_again, kind_of, write_rows
-from ..ops.append_checks import Side, check_call
+from ..ops.append_checks import K_AND_V, Names, Side, check_call
 from ..ops.quantize import dequantize_segment
 from ..ops.slots import (
     Lens,
@@ -156,9 +156,11 @@ class LayerCache:
         longest: no sequence has more tokens, as far as the host knows; None once an append is part
             of a graph, which the host does not see replayed (hf/captured.py counts its replays).
         latent: whether K and V are the parts of latent rows.
+        sides: what messages call K and V.
     """
 
     latent = False
+    sides: Names = K_AND_V
 
     def __init__(
         self,
@@ -510,7 +512,7 @@ class LayerCache:
             if self._append_again(k, v, bad_rows, overflow_tokens):
                 return None
         given = k, v
-        check_tensors(k=k, v=v)
+        check_tensors(**dict(zip(self.sides, given, strict=True)))
         k, v = k.detach(), v.detach()
         counts = self._check_new(k, v, new_lens)
         new_tokens, recorded = k.shape[2], debug.is_recorded(self.seq_lens)
@@ -636,7 +638,8 @@ class LayerCache:
             [batch], on the device of the layer: tokens to add to each sequence; all when None.
         """
         batch, num_kv_heads = self.k_packed.shape[:2]
-        for name, x, fmt in (("k", k, self.k_format), ("v", v, self.v_format)):
+        formats = self.k_format, self.v_format
+        for name, x, fmt in zip(self.sides, (k, v), formats, strict=True):
             shape = x.shape
             if len(shape) != 4 or shape[:2] != (batch, num_kv_heads) or shape[3] != fmt.head_dim:
                 _refuse_shape(name, list(shape), (batch, num_kv_heads, fmt.head_dim))
@@ -646,7 +649,8 @@ class LayerCache:
                 raise DeviceError(f"{name} is on {x.device}, the cache on {self.device}")
         new_tokens = k.shape[2]
         if v.shape[2] != new_tokens:
-            raise ShapeError(f"k has {new_tokens} new tokens, v {v.shape[2]}")
+            k_name, v_name = self.sides
+            raise ShapeError(f"{k_name} has {new_tokens} new tokens, {v_name} {v.shape[2]}")
         return None if new_lens is None else self._counts(new_lens, new_tokens)
 
     def check_query(self, q: torch.Tensor) -> None:
@@ -719,8 +723,9 @@ class LayerCache:
         if not debug.may_read(k):
             return
         bases = self.basis or (None, None)
-        sides = ("k", k, self.k_format, self.k_exact), ("v", v, self.v_format, self.v_exact)
-        for (name, x, *formats), basis, limit in zip(sides, bases, self._limits, strict=True):
+        sides = (k, self.k_format, self.k_exact), (v, self.v_format, self.v_exact)
+        given = zip(self.sides, sides, bases, self._limits, strict=True)
+        for name, (x, *formats), basis, limit in given:
             address(x, name)
             _check_limit(x, name, limit, formats, new_lens)
             if basis is not None:

@@ -21,6 +21,8 @@ from ..rows.rotation import Rope
 from ..rows.slots import Slots
 from .slots import check_slots
 
+Names = tuple[str, str]  # of what is appended, in messages
+K_AND_V: Names = ("k", "v")
 # where rows lay that were found to be apart: addresses, shapes, strides
 _apart: set[tuple[object, ...]] = set()
 _MOST_APART = 1024
@@ -104,14 +106,17 @@ def check_append(
     _check_devices(k.x, tensors)
 
 
-def check_tokens(k: Side, v: Side, rope: Rope | None) -> None:
+def check_tokens(k: Side, v: Side, rope: Rope | None, names: Names = K_AND_V) -> None:
     """Raise unless new tokens and rope fit the rows that they are written to; nothing is read.
 
     This is what a cache cannot know: slots, rows and transforms are its own. Errors as of
     check_call.
     """
-    num_tokens, num_kv_heads = check_new(k.x, v.x)
-    _check_storage(("k_rows", "v_rows"), k.rows, v.rows, num_kv_heads)
+    num_tokens, num_kv_heads = check_new(k.x, v.x, names)
+    if k.rows.shape[1] != num_kv_heads:
+        raise ShapeError(
+            f"{names[0]} and {names[1]} have {num_kv_heads} KV heads, the cache {k.rows.shape[1]}"
+        )
     given = [v.x, k.rows]
     if rope is not None:
         _check_rope(rope, num_tokens, k.fmt.head_dim)
@@ -158,9 +163,11 @@ def check_types(
             check_kind(name, transform, Basis, "give a Basis")
 
 
-def check_new_types(k: torch.Tensor, v: torch.Tensor, rope: Rope | None) -> None:
+def check_new_types(
+    k: torch.Tensor, v: torch.Tensor, rope: Rope | None, names: Names = K_AND_V
+) -> None:
     """Raise ConfigError unless new rows are tensors, and rope a Rope or None."""
-    check_readable(k=k, v=v)
+    check_readable(**dict(zip(names, (k, v), strict=True)))
     if rope is not None:
         check_kind("rope", rope, Rope, "give Rope(cos, sin)")
 
@@ -243,18 +250,20 @@ def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     return np.shares_memory(np.asarray(_Bytes(a)), np.asarray(_Bytes(b)))
 
 
-def check_new(k: torch.Tensor, v: torch.Tensor) -> tuple[int, int]:
+def check_new(k: torch.Tensor, v: torch.Tensor, names: Names = K_AND_V) -> tuple[int, int]:
     """num_tokens and num_kv_heads, if K and V can be rows of the same tokens."""
+    k_name, v_name = names
     if k.ndim != 3 or v.ndim != 3 or k.shape[:2] != v.shape[:2]:
         raise ShapeError(
-            f"k is {list(k.shape)} and v {list(v.shape)}: both must be [num_tokens, num_kv_heads, "
-            "head_dim], alike but for head_dim"
+            f"{k_name} is {list(k.shape)} and {v_name} {list(v.shape)}: both must be [num_tokens, "
+            "num_kv_heads, head_dim], alike but for head_dim"
         )
     if k.dtype not in FLOAT_DTYPES or v.dtype != k.dtype:
         raise ConfigError(
-            f"k is {k.dtype} and v {v.dtype}: use float32, bfloat16 or float16 for both"
+            f"{k_name} is {k.dtype} and {v_name} {v.dtype}: use float32, bfloat16 or float16 for "
+            "both"
         )
-    for name, x in (("k", k), ("v", v)):
+    for name, x in zip(names, (k, v), strict=True):
         if x.stride(-1) != 1 and x.numel():
             raise ShapeError(
                 f"{name} has strides {list(x.stride())}: the elements of a row must be contiguous"

@@ -14,7 +14,15 @@ from .. import debug
 from ..cache.copying import NotCopied
 from ..errors import ConfigError, ShapeError
 from ..ops.append import Appends, append_again, kind_of, write_rows
-from ..ops.append_checks import Side, check_call, check_new, check_new_types, check_tokens
+from ..ops.append_checks import (
+    K_AND_V,
+    Names,
+    Side,
+    check_call,
+    check_new,
+    check_new_types,
+    check_tokens,
+)
 from ..ops.attention import State, Transformed, attend_segments
 from ..ops.shared_prefix import attend_shared, is_shareable
 from ..ops.transform import queries_of
@@ -88,6 +96,10 @@ class PagedBatch(NotCopied):
         >>> out.shape
         torch.Size([2, 4, 32, 128])
     """
+
+    # what messages call K and V, and queries
+    sides: Names = K_AND_V
+    query = "q"
 
     @torch.inference_mode(False)  # else what is made inside it could not be changed outside
     def __init__(
@@ -280,11 +292,13 @@ class PagedBatch(NotCopied):
         if rope is None and queries is None and not compiling and self._append_again(layer, k, v):
             return None
         if not isinstance(k, torch.Tensor) or k.ndim != 3:
-            self._refuse("k", k, "[num_tokens, num_kv_heads, head_dim]", v=v)
+            k_name, v_name = self.sides
+            axes = "[num_tokens, num_kv_heads, head_dim]"
+            self._refuse(k_name, k, axes, **{v_name: v})
         if not (compiling or self._num_tokens <= k.shape[0] <= self.max_tokens):
             raise ShapeError(
-                f"k has {k.shape[0]} tokens, the step {self._num_tokens} and the batch places for "
-                f"{self.max_tokens}"
+                f"{self.sides[0]} has {k.shape[0]} tokens, the step {self._num_tokens} and the "
+                f"batch places for {self.max_tokens}"
             )
         is_fixed = self._is_fixed()
         if self._is_cold and not compiling:
@@ -314,8 +328,9 @@ class PagedBatch(NotCopied):
             k_transform, v_transform = rows.basis.k.encoding, rows.basis.v.encoding
         try:
             if v.ndim != 3:
-                check_new(k, v)  # says what is wrong
-            for name, x, fmt in (("k", k, rows.k_format), ("v", v, rows.v_format)):
+                check_new(k, v, self.sides)  # says what is wrong
+            formats = rows.k_format, rows.v_format
+            for name, x, fmt in zip(self.sides, (k, v), formats, strict=True):
                 if x.shape[-1] != fmt.head_dim:
                     raise ShapeError(
                         f"{name} is {list(x.shape)}: rows of the cache have {fmt.head_dim} elements"
@@ -325,14 +340,14 @@ class PagedBatch(NotCopied):
             k_side, v_side = self._to_write(layer, k_side, v_side)
             call = k_side, v_side, slots, self.cache.exact_format, rope, self.cache.bad_rows
             # slots are right, and rows lie apart: proved again in debug mode only
-            check = partial(check_tokens, k_side, v_side, rope)
+            check = partial(check_tokens, k_side, v_side, rope, self.sides)
             multiplied = write_rows(
                 *call,
                 check=partial(check_call, *call) if debug.enabled else check,
                 queries=queries,
             )
         except Exception:  # types are looked at only now: it takes time
-            check_new_types(k, v, rope)
+            check_new_types(k, v, rope, self.sides)
             raise
         if not compiling:
             (self._in_graphs if is_fixed else self._appended).add(layer)
@@ -507,7 +522,7 @@ class PagedBatch(NotCopied):
         fixed = self._is_fixed()
         if not isinstance(q, torch.Tensor) or q.ndim not in (3, 4):
             axes = "[batch, num_q_heads, head_dim] or [batch, q_len, num_q_heads, head_dim]"
-            self._refuse("q", q, axes)
+            self._refuse(self.query, q, axes)
         batch, num_q_heads, q_lens, q_len = q.shape[0], q.shape[-2], None, 1
         if q.ndim == 4:
             q_lens, q_len = self.new_lens[:batch], q.shape[1]
@@ -516,9 +531,9 @@ class PagedBatch(NotCopied):
             self.check_open()
             if q_lens is not None and q_len < self._most_new:
                 raise ShapeError(
-                    f"q is {list(q.shape)}, and a sequence of the step has {self._most_new} new "
-                    "tokens: give [batch, q_len, num_q_heads, head_dim] with a query for each, or "
-                    "[batch, num_q_heads, head_dim] for the last one"
+                    f"{self.query} is {list(q.shape)}, and a sequence of the step has "
+                    f"{self._most_new} new tokens: give [batch, q_len, num_q_heads, head_dim] with "
+                    "a query for each, or [batch, num_q_heads, head_dim] for the last one"
                 )
         if not fixed:
             self._ratio = q_len * num_q_heads // self.cache.num_kv_heads
@@ -588,9 +603,9 @@ class PagedBatch(NotCopied):
         """Raise what is wrong with new rows or a query."""
         check_tensors(**{name: x}, **others)
         hint = ""
-        if x.ndim == 4 and name == "k":
+        if x.ndim == 4 and not name.startswith("q"):
             hint = ", the tokens of all sequences one after another: give "
-            hint += "k.transpose(1, 2).flatten(0, 1)"
+            hint += f"{name}.transpose(1, 2).flatten(0, 1)"
         raise ShapeError(f"{name} is {list(x.shape)}: it must be {axes}{hint}")
 
     def _is_fixed(self) -> bool:
@@ -610,8 +625,8 @@ class PagedBatch(NotCopied):
             return self._make_segments(layer, batch)
         if not self._num_ids <= batch <= self.max_batch:
             raise ShapeError(
-                f"q has {batch} rows, the step {self._num_ids} sequences and the batch places for "
-                f"{self.max_batch}"
+                f"{self.query} has {batch} rows, the step {self._num_ids} sequences and the batch "
+                f"places for {self.max_batch}"
             )
         found = self._segments.get((layer, batch))
         if found is None:

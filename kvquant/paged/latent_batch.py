@@ -49,6 +49,8 @@ class LatentPagedBatch(PagedBatch):
     """
 
     cache: LatentPagedKVCache
+    sides = "latent", "rope"
+    query = "q_latent"
 
     def __init__(
         self,
@@ -81,7 +83,7 @@ class LatentPagedBatch(PagedBatch):
         basis = self.cache.rows.layers[layer].basis
         if basis is None:
             return k, v
-        check_tokens(k, v, None)  # before torch transforms them
+        check_tokens(k, v, None, self.sides)  # before torch transforms them
         (latent, rope), (of_k, of_v) = transformed_parts(k.x, v.x, basis)
         return k._replace(x=latent, transform=of_k), v._replace(x=rope, transform=of_v)
 

@@ -227,12 +227,16 @@ def test_options_of_attention_are_checked() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     cache = make_cache()
     with pytest.raises(
-        ShapeError, match=r"v is \[3, 1, 2, 64\]: it must be \[3, 1, new_tokens, 32\]"
+        ShapeError, match=r"rope is \[3, 1, 2, 64\]: it must be \[3, 1, new_tokens, 32\]"
     ):
         cache.append(0, tokens(2)[0], torch.randn(3, 1, 2, 64))
+    with pytest.raises(ShapeError, match="latent has 2 new tokens, rope 3"):
+        cache.append(0, tokens(2)[0], tokens(3)[1])
+    with pytest.raises(ConfigError, match="latent is of type list"):
+        cache.append(0, [1], tokens(1)[1])  # type: ignore[arg-type]
     latent, rope = tokens(2)
     rope[1, 0, 1, 3] = torch.nan
-    with pytest.raises(NonFiniteError, match=r"v\[1, 0, 1, 3\] is nan.*nothing was appended"):
+    with pytest.raises(NonFiniteError, match=r"rope\[1, 0, 1, 3\] is nan.*nothing was appended"):
         cache.append(0, latent, rope)
     assert not cache.seq_lens.any()
     with pytest.raises(ConfigError, match="fmt lists 1 formats for 2 layers"):

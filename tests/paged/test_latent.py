@@ -216,7 +216,7 @@ def test_a_plan_has_the_bases_of_rows(device: str) -> None:
                 assert_attends(batch, layer, "ab", given, pair, limit)
     batch.cache.check()
     with (
-        pytest.raises(ShapeError, match=r"k is \[1, 1, 256\] and v \[2, 1, 32\]"),
+        pytest.raises(ShapeError, match=r"latent is \[1, 1, 256\] and rope \[2, 1, 32\]"),
         batch.extend(["a"], 1),
     ):
         batch.append(0, new_rows(1, device)[0], new_rows(2, device)[1])
@@ -304,18 +304,23 @@ def test_what_does_not_fit_is_refused() -> None:
         make(fmt="int5")
     latent, rope = new_rows(1)
     for rows, message in (
-        ((latent, rope[..., :16]), r"v is \[1, 1, 16\]: rows of the cache have 32 elements"),
-        ((latent.expand(1, 2, 256), rope.expand(1, 2, 32)), "k and v have 2 KV heads"),
-        ((latent[:0], rope[:0]), "k has 0 tokens, the step 1"),
-        ((latent, rope.float()), "k is torch.bfloat16 and v torch.float32"),
+        ((latent, rope[..., :16]), r"rope is \[1, 1, 16\]: rows of the cache have 32 elements"),
+        (
+            (latent.expand(1, 2, 256), rope.expand(1, 2, 32)),
+            "latent and rope have 2 KV heads",
+        ),
+        ((latent[:0], rope[:0]), "latent has 0 tokens, the step 1"),
+        ((latent[None], rope), r"latent is \[1, 1, 1, 256\].*give latent\.transpose"),
+        ((latent, None), "rope is of type NoneType"),
+        ((latent, rope.float()), "latent is torch.bfloat16 and rope torch.float32"),
     ):
         with pytest.raises((ShapeError, ConfigError), match=message), batch.extend(["a"]):
             batch.append(0, *rows)
     q_latent, q_rope = queries(4, 6)
     for pair, message in (
         ((q_latent, q_rope[:, :5]), "q_rope \\[4, 5, 32\\]: they must be"),
-        ((q_latent[:0], q_rope[:0]), "q has 0 rows, the step 1 sequences"),
-        ((q_latent[0], q_rope[0]), "q is \\[6, 256\\]: it must be"),
+        ((q_latent[:0], q_rope[:0]), "q_latent has 0 rows, the step 1 sequences"),
+        ((q_latent[0], q_rope[0]), "q_latent is \\[6, 256\\]: it must be"),
         ((q_latent.half(), q_rope), "q_latent is torch.float16 and q_rope torch.float32"),
     ):
         with pytest.raises((ShapeError, ConfigError), match=message), batch.extend(["a"], 0):

@@ -100,7 +100,7 @@ GIVEN: dict[str, tuple[dict[str, Any], type[Exception], str]] = {  # in place of
     "KV heads": (
         dict.fromkeys("kv", torch.zeros(10, HEADS + 1, DIM).bfloat16()),
         ShapeError,
-        "k and v have 3 KV heads, k_rows has 2",
+        "k and v have 3 KV heads, (k_rows has|the cache) 2",
     ),
     "device of V": (
         {"v": torch.zeros(10, HEADS, DIM, device="meta").bfloat16()},
