@@ -729,7 +729,7 @@ class LayerCache:
             address(x, name)
             _check_limit(x, name, limit, formats, new_lens)
             if basis is not None:
-                x = encode_rows(x, basis)
+                x, name = encode_rows(x, basis), f"in the basis of the layer, {name}"
                 _check_limit(x, name, limit, formats, new_lens)
             if self.split.exact_len:  # rounding may lead over a limit
                 exact = EXACT_DTYPES[self.k_exact.codec]

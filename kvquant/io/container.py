@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import struct
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,8 +17,8 @@ import msgspec
 import torch
 
 from ..errors import CheckpointError
-from ..rows.format import FP8_DS_MLA
-from ..rows.quantize import FP8_CODECS, parameters
+from ..rows.format import FP8_DS_MLA, RowFormat
+from ..rows.quantize import FP8_CODECS, dequantize, parameters
 from ..version import __version__
 from .atomic import as_path
 from .manifest import CacheManifest, Manifest, Part, SequencesManifest
@@ -27,8 +28,8 @@ from .tensor_files import MAX_HEADER_BYTES, SafetensorsFile, naming, open_file, 
 
 ATTEMPTS = 100  # to open a cache whose files are replaced all the time
 _PLAN = "kvquant"  # the entry of metadata that makes a file a plan
+_SAFE_SCALE = 2.0**119  # of FP8_DS_MLA: 448 times it is finite
 _INFINITE = {"bf16": 0x7F80, "fp16": 0x7C00}  # Inf as bits; NaN lies above
-_PACKABLE = 0x477F  # bf16 as bits: the largest that fp16 holds, 65280
 
 M = TypeVar("M", bound=Manifest)
 
@@ -263,6 +264,9 @@ def check_values(rows: torch.Tensor, part: Part, start: int = 0) -> None:
         bad = ~((scales > 0) & scales.isfinite())
         bad &= (rows != 0).any(-1, keepdim=True)  # zeros stand behind the last row in use of a page
         _refuse(bad, part, start, "a scale is no positive number")
+        if bool((scales > _SAFE_SCALE).any()):
+            is_infinite = ~dequantize(rows, fmt).isfinite()
+            _refuse(is_infinite, part, start, "a scale is so large that a value is infinite")
         return
     header = rows if fmt.is_exact else rows[..., : fmt.header_bytes]
     bits = header.contiguous().view(torch.int16)  # isfinite() is ten times slower
@@ -272,14 +276,19 @@ def check_values(rows: torch.Tensor, part: Part, start: int = 0) -> None:
         if largest >= infinite:
             _refuse(sizes >= infinite, part, start, "a value is NaN or infinite")
         packed = part.packed_as
-        if packed and packed.max_abs < fmt.max_abs and largest > _PACKABLE:
+        if packed and packed.max_abs < fmt.max_abs and largest > (most := _bf16_bits(packed)):
             problem = f"a value is too large for {packed} rows, as which it will be packed"
-            _refuse(sizes > _PACKABLE, part, start, problem, part.sink_len)
+            _refuse(sizes > most, part, start, problem, part.sink_len)
         return
     if largest >= infinite or bool((bits[..., 0::2] < 0).any()):
         bad = sizes >= infinite
         bad[..., 0::2] |= bits[..., 0::2] < 0
         _refuse(bad, part, start, "a scale is negative, or a scale or shift is NaN or infinite")
+
+
+def _bf16_bits(fmt: RowFormat) -> int:
+    """The largest bf16 that a format holds, as bits."""
+    return int.from_bytes(struct.pack(">f", fmt.max_abs)[:2], "big")
 
 
 def _refuse(bad: torch.Tensor, part: Part, start: int, problem: str, first: int = 0) -> None:

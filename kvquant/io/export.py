@@ -347,9 +347,9 @@ def _values(cache: KVCache, dtype: torch.dtype) -> dict[str, TensorSource]:
                         where = f"layer {i}, {side.upper()}, sequence {b}, token {token}"
                         if value != value:
                             raise _is_nan(f"{where}, KV head {head}")
-                        raise NonFiniteError(
-                            f"{where}: {value:g} is too large for fp16: export to bf16"
-                        )
+                        is_fp16 = dtype == torch.float16
+                        how = "fp16: export to bf16" if is_fp16 else "bf16"
+                        raise NonFiniteError(f"{where}: {value:g} is too large for {how}")
                     out[:, : values.shape[1]] = values.cpu()
                     yield out
 

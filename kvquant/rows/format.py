@@ -38,6 +38,7 @@ FP8_DS_MLA = "fp8_ds_mla"  # vLLM's name of it; the latents of FlashMLA's FP8 ro
 FP16_MAX = 65504.0
 BF16_MAX = 3.3895313892515355e38
 E4M3_MAX = 448.0
+FP8_DS_MLA_MAX = 240 * 2.0**120  # the next code would be 256, and 2**128 is Inf
 
 
 @dataclass(frozen=True)
@@ -171,8 +172,10 @@ class RowFormat:
 
     @property
     def max_abs(self) -> float:
-        """The largest magnitude that the format can hold: what fp16 or bf16 can."""
-        return BF16_MAX if self.codec in ("bf16", FP8_DS_MLA) else FP16_MAX
+        """The largest magnitude that the format can hold: what fp16 or bf16 can, or nearly."""
+        if self.codec == FP8_DS_MLA:
+            return FP8_DS_MLA_MAX
+        return BF16_MAX if self.codec == "bf16" else FP16_MAX
 
     @cached_property
     def _hash(self) -> int:

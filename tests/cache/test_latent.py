@@ -282,6 +282,33 @@ def test_files_give_the_same_cache_back(
         assert {scale["min"], scale["median"], scale["max"]} <= {2**-8, 2**-7, 2**-6}
 
 
+def test_flash_mla_rows_hold_no_infinite_value(tmp_path: Path) -> None:
+    """240 * 2**120 is the largest: the next code, 256, would be 2**128."""
+    cache = LatentKVCache(1, 1, 64, fmt="fp8", sink_len=0, recent_len=0)
+    largest = torch.full((1, 1, 3, 512), -240 * 2.0**120).bfloat16()
+    rope = torch.ones(1, 1, 3, 64)
+    cache.append(0, largest, rope)
+    assert torch.equal(cache.dequantized(0)[0], largest.float())
+    with pytest.raises(NonFiniteError, match=r"rows hold finite values up to 3\.1901"):
+        cache.append(0, largest * 1.01, rope)
+    load_cache(*save_cache(cache, tmp_path / "good.safetensors"))
+    for scale, message in ((2.0**121, "a value is infinite"), (-1.0, "no positive number")):
+        cache.layers[0].k_packed[0, 0, 1, 516:520].view(torch.float32).fill_(scale)
+        with pytest.raises(CheckpointError, match=f"sequence 0, token 1, .*{message}"):
+            save_cache(cache, tmp_path / "bad.safetensors")
+    with pytest.raises(NonFiniteError, match="is too large for fp16: export to bf16"):
+        export_cache(
+            load_cache(tmp_path / "good.safetensors"), tmp_path / "raw.safetensors", "fp16"
+        )
+
+
+def test_values_too_large_in_a_basis_are_told_as_such() -> None:
+    bases = [LayerBasis(*(Basis(torch.zeros(1, dim), "hadamard") for dim in (512, 64)))]
+    cache = LatentKVCache(1, 1, 64, bases=bases)
+    with pytest.raises(NonFiniteError, match=r"in the basis of the layer, latent\[0, 0, 0, 0\] is"):
+        cache.append(0, torch.full((1, 1, 2, 512), 3500.0), torch.ones(1, 1, 2, 64))
+
+
 def test_files_that_contradict_themselves_are_refused(tmp_path: Path) -> None:
     cache = make_cache(latent_dim=512, rope_dim=64, fmt="int8")
     cache.append(0, torch.randn(3, 1, 60, 512), torch.randn(3, 1, 60, 64))
