@@ -69,9 +69,14 @@ def next_steps(plan: CachePlan, file: str) -> list[tuple[str, str]]:
         file = f"./{file}"
     shell, again = shlex.quote(file), "kvquant calibrate MODEL --text FILE"
     steps = []
-    if kind == "bad":
-        more = f"{min(16.0, math.ceil(plan.bits + 0.25)):g}"
-        steps.append(("allow more bits", f"{again} --budget {more} -o {shell}"))
+    limit = plan.facts["limit"]
+    if kind == "bad" and (
+        limit["max_kl"] is None or limit["budget"] is not None
+    ):  # else it had all
+        more = f"--budget {min(16.0, math.ceil(plan.bits + 0.25)):g}"
+        if limit["max_kl"] is not None:
+            more += f" --max-kl {limit['max_kl']:g}"
+        steps.append(("allow more bits", f"{again} {more} -o {shell}"))
     elif measured is None or _too_few(measured):
         steps.append(("measure it", f"{again} -o {shell}"))
     if kind != "bad":

@@ -25,6 +25,7 @@ import platformdirs
 
 from kvquant.errors import warn
 
+ATTEMPTS = 9  # to make a folder that is deleted again
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _warned: set[str] = set()
 
@@ -70,12 +71,15 @@ def read_file(path: Path) -> bytes | None:
             os.close(folder)
     except FileNotFoundError:
         return None
-    with os.fdopen(handle, "rb") as file:
+    try:
         facts = os.fstat(handle)
         if not stat.S_ISREG(facts.st_mode):
             raise OSError(f"{path} is no file")
         _check_owner(path, facts)
-        return file.read()
+        with open(handle, "rb", closefd=False) as file:
+            return file.read()
+    finally:
+        os.close(handle)
 
 
 def replace_file(path: Path, data: bytes) -> None:
@@ -109,16 +113,21 @@ def locked(path: Path, wait: Callable[[], object] = lambda: None) -> Iterator[No
     Raises:
         OSError: the folder cannot be written, or has no locks.
     """
-    _make_folder(path.parent)
     lock = filelock.FileLock(path.with_name(f".{path.name}.lock"), mode=0o600)
-    try:
+    for left in reversed(range(ATTEMPTS)):
+        _make_folder(path.parent)
         try:
-            held = lock.acquire(blocking=False)
-        except filelock.Timeout:
-            wait()
-            held = lock.acquire()
-    except NotImplementedError as error:
-        raise OSError(f"{path.parent} has no locks: {error}") from None
+            try:
+                held = lock.acquire(blocking=False)
+            except filelock.Timeout:
+                wait()
+                held = lock.acquire()
+            break
+        except NotImplementedError as error:
+            raise OSError(f"{path.parent} has no locks: {error}") from None
+        except FileNotFoundError:  # the folder was deleted meanwhile
+            if not left:
+                raise
     with held:
         yield
 

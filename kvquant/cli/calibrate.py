@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from ..errors import ConfigError, DeviceError
+from ..errors import ConfigError, DeviceError, KVQuantError
 from .console import (
     COUNT,
     DEVICE,
@@ -188,14 +188,25 @@ def _measured(facts: object) -> str:
 @contextmanager
 def _kept(state: Path) -> Iterator[None]:
     """Say where the sums are that a run leaves which does not come to its end."""
+    before = _stamp(state)
     try:
         yield
-    except BaseException:
-        if state.exists():
-            click.echo(
-                f"What was observed is kept in {state}: the same command goes on from it", err=True
-            )
+    except BaseException as error:
+        # who is refused will be again, and what lies there may be of another run
+        is_refused = isinstance(error, KVQuantError)
+        if (now := _stamp(state)) and (now != before or not is_refused):
+            which = "one with the same text and sizes" if is_refused else "the same command"
+            click.echo(f"What was observed is kept in {state}: {which} goes on from it", err=True)
         raise
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    """What changes where a file is written anew; None if there is none."""
+    try:
+        facts = path.stat()
+    except OSError:
+        return None
+    return facts.st_ino, facts.st_mtime_ns
 
 
 def _ranks() -> tuple[int, int]:

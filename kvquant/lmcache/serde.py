@@ -28,6 +28,7 @@ from ..errors import CheckpointError, ConfigError, ShapeError, UnsupportedError,
 from ..io.plan import CachePlan
 from ..ops.quantize import dequantize_rows, quantize_calibrated, quantize_rows
 from ..ops.transform import encode_rows
+from ..rows.arguments import check_size
 from ..rows.basis import Basis, LayerBasis, fingerprints
 from ..rows.format import RowFormat
 from ..vllm.rows import rank_heads
@@ -91,7 +92,7 @@ class RowSerde(Serializer, Deserializer):
         if plan is not None:
             self._formats = list(zip(plan.k_formats, plan.v_formats, strict=True))
         else:
-            names = str(k_format), str(v_format or k_format)
+            names = str(k_format), str(k_format if v_format is None else v_format)
             k, v = (RowFormat.parse(name, self.head_dim) for name in names)
             self._formats = [(k, v)]
         known = [self.head_dim, [list(map(str, pair)) for pair in self._formats]]
@@ -232,7 +233,7 @@ def create_serde(given: Mapping[str, Any]) -> SerdeProcessor:
     if not given.keys() <= set(KEYS):
         raise ConfigError(f'"serde" of type "kvquant" has {shown([*given])}: it may have {KEYS}')
     options = dict(given)
-    max_workers = options.pop("max_workers", 1)
+    max_workers = check_size("max_workers", options.pop("max_workers", 1), at_least=1)
     if options.get("plan") is not None:
         options["plan"] = CachePlan.load(options["plan"])
     serde = RowSerde(**options)

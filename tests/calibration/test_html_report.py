@@ -218,6 +218,11 @@ def test_what_to_do_next_is_told() -> None:
         ("see it", "kvquant report 'my plan.safetensors' -o 'my plan.html'"),
     ]
     assert [what for what, _ in next_steps(bad, "p.safetensors")] == ["allow more bits", "see it"]
+    limit = {"max_kl": 0.01, "budget": 4.5, "met": False}
+    (_, line), *_ = next_steps(changed(bad, limit=limit), "p.safetensors")
+    assert "--budget 10 --max-kl 0.01 -o p" in line
+    least = changed(bad, limit=limit | {"budget": None})  # it had all the bits that it wanted
+    assert [what for what, _ in next_steps(least, "p.safetensors")] == ["see it"]
     assert next_steps(changed(good, measured=None), "p.safetensors")[0][0] == "measure it"
     *_, (_, line) = next_steps(good, "-o.safetensors")  # no option
     assert line == "kvquant report ./-o.safetensors -o ./-o.html"

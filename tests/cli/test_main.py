@@ -221,6 +221,9 @@ def test_an_interrupted_calibration_says_where_its_sums_are(
         f"What was observed is kept in {state}: the same command goes on from it",
         "Aborted.",
     ]
+    refused = run(*given, "--budget", 3)  # before anything is observed
+    assert refused.exit_code == 2 and "below 4.25" in refused.stderr
+    assert state.is_file() and "goes on" not in refused.stderr
     assert "Calibrating: observe, 33 %" in run(*given).stderr.splitlines()[:1]
     assert [file.name for file in tmp_path.iterdir()] == ["plan.safetensors"]
 

@@ -180,6 +180,8 @@ def test_what_other_formats_or_another_plan_stored_is_refused(plan: CachePlan) -
         ({"k_format": "int8"}, "lacks formats"),
         ({"head_dim": 64, "k_fromat": "int8"}, "it may have .'k_format', 'v_format'"),
         ({"head_dim": 64, "k_format": "int5"}, "format 'int5' does not exist"),
+        ({"head_dim": 64, "k_format": "int8", "v_format": ""}, "format '' does not exist"),
+        ({"head_dim": 64, "k_format": "int8", "max_workers": 0}, "max_workers 0 is not possible"),
     ],
 )
 def test_settings_that_are_not_possible(given: dict[str, Any], message: str) -> None:

@@ -101,10 +101,11 @@ def load_table(path: Path | None = None) -> tuple[Tuned, ...]:
             raise ValueError(f"it is of version {version}, this kvquant reads {TABLE_VERSION}")
         return rows
     except (OSError, ValueError) as error:
-        warn(
-            f"the table of measured plans {path or ''} cannot be used ({error}): CUDA kernels are "
-            "planned by a formula. Move it away and measure anew by kvquant bench --tune"
-        )
+        how = "Let KVQUANT_CACHE_DIR name a folder of your own"
+        if isinstance(error, ValueError):
+            how = "Move it away and measure anew by kvquant bench --tune"
+        table = f"the table of measured plans {path}" if path else "a table of measured plans"
+        warn(f"{table} cannot be used ({error}): CUDA kernels are planned by a formula. {how}")
         return ()
 
 

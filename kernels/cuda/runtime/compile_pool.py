@@ -26,7 +26,13 @@ from .compile import load_cubin, missing, require_extra
 from .spec import Spec, fields_of
 
 READY = b"ready\n"  # before its answers; what is said on stdout before that is none
-ALONE = f"from {__name__} import compile_alone; compile_alone()"  # what a _Compiler runs
+# what a _Compiler runs: it finds modules where this process does, and in no other folder
+ALONE = f"""
+import sys
+sys.path[:] = sys.argv[2:]
+from {__name__} import compile_alone
+compile_alone()
+"""
 PR_SET_PDEATHSIG = 1  # of prctl: the signal that a process gets when the one that started it ends
 log = logging.getLogger("kvquant")
 
@@ -37,8 +43,8 @@ def compile_all(
     """Compile kernels that are not on the disk, at a time as many as there are cores for.
 
     One process of the machine at a time does so: ranks that begin together want the same kernels,
-    and the first of them has all cores. Where the disk cannot be written nothing is done: they
-    could not be handed over.
+    and the first of them has all cores. Where the disk cannot be written it is warned of, and no
+    more is done: they could not be handed over.
 
     Args:
         specs: the kernels.
@@ -46,24 +52,22 @@ def compile_all(
         report: called with each of those kernels when it is done.
 
     Raises:
-        UnsupportedError: as load_cubin.
+        UnsupportedError: as load_cubin; or a process was killed.
         RuntimeError: a process failed otherwise; it tells the kernel.
     """
     wanted = missing(specs, arch)
     if not wanted:
         return
     require_extra()
-    with ExitStack() as held:
-        try:
-            held.enter_context(locked(cache_folder() / "cubins" / "all", _tell))
-        except OSError as error:
-            warn_of_folder("CUDA", error)
-            return
-        todo = missing(wanted, arch)  # but for those of a process that was waited for
-        for spec in wanted:
-            if spec not in todo:
-                report(spec)
-        _compile(todo, arch, report)
+    try:
+        with locked(cache_folder() / "cubins" / "all", _tell):
+            todo = missing(wanted, arch)  # but for those of a process that was waited for
+            for spec in wanted:
+                if spec not in todo:
+                    report(spec)
+            _compile(todo, arch, report)
+    except OSError as error:
+        warn_of_folder("CUDA", error)
 
 
 def _tell() -> None:
@@ -108,15 +112,20 @@ class _Compiler:
     program, as a process of multiprocessing would, and numba once for all of them."""
 
     def __init__(self) -> None:
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        self._said, self._is_ready = tempfile.TemporaryFile(), False
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", ALONE, str(os.getpid())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._said,  # a file, since nobody reads it before the end
-            env=environment,
-        )
+        paths = [path for path in sys.path if isinstance(path, str)]  # as Python's own import
+        self._is_ready = False
+        try:
+            self._said = tempfile.TemporaryFile()
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", ALONE, str(os.getpid()), *paths],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._said,  # a file, since nobody reads it before the end
+            )
+        except OSError as error:
+            raise UnsupportedError(
+                f"a process that compiles kernels cannot be started: {error}"
+            ) from error
 
     def __enter__(self) -> _Compiler:
         return self
@@ -127,7 +136,7 @@ class _Compiler:
             pass
 
     def compile(self, spec: Spec, arch: str) -> None:
-        """Let it compile a kernel and put it on the disk; errors as of compile_all."""
+        """Let it compile a kernel and put it on the disk; errors as of compile_all, and OSError."""
         assert self._process.stdin is not None and self._process.stdout is not None
         try:
             pickle.dump((spec, arch), self._process.stdin)
@@ -137,21 +146,27 @@ class _Compiler:
                 if not line:
                     raise EOFError
                 self._is_ready = line == READY
-            refused = pickle.load(self._process.stdout)
+            problem = pickle.load(self._process.stdout)
         except (OSError, EOFError):
             code = self._process.wait()
+            if code < 0:
+                raise UnsupportedError(
+                    f"a process that compiled {spec.kernel} was ended by "
+                    f"{signal.Signals(-code).name}, as where memory runs out: run it again, which "
+                    "goes on with the kernels that are there, or give it fewer cores (taskset)"
+                ) from None
             self._said.seek(0)
             said = self._said.read().decode(errors="replace").strip()
             raise RuntimeError(
                 f"the process that compiled {spec} for {arch} ended with {code}: {said}"
             ) from None
-        if refused is not None:
-            raise UnsupportedError(refused)
+        if problem is not None:
+            raise problem
 
 
 def compile_alone() -> None:
     """What such a process does: compile the kernels that it is given on stdin, and answer with None
-    or why one cannot be compiled, until the process that waits for the answers ends."""
+    or why one cannot be compiled or kept, until the process that waits for the answers ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != int(sys.argv[1]):  # it ended before it was asked for
@@ -164,10 +179,12 @@ def compile_alone() -> None:
             spec, arch = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
-        refused = None
+        problem: Exception | None = None
         try:
-            load_cubin(spec, arch)
+            load_cubin(spec, arch, must_keep=True)
         except UnsupportedError as error:
-            refused = str(error).replace("\n", " ")
-        pickle.dump(refused, answers)
+            problem = UnsupportedError(str(error).replace("\n", " "))
+        except OSError as error:
+            problem = error
+        pickle.dump(problem, answers)
         answers.flush()

@@ -1,7 +1,10 @@
 """Kernels that are compiled at a time: the processes that do it, and who waits for whom."""
 
 import importlib.util
+import os
 import re
+import shutil
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +17,8 @@ from kvquant.kernels.cuda.decode import spec as decode
 from kvquant.kernels.cuda.runtime import compile as compiling
 from kvquant.kernels.cuda.runtime import compile_pool
 from kvquant.kernels.cuda.runtime.compile import load_cubin, missing
-from kvquant.kernels.cuda.runtime.compile_pool import compile_all
+from kvquant.kernels.cuda.runtime.compile_pool import ALONE, compile_all
+from kvquant.kernels.disk_cache import locked, read_file, replace_file
 from kvquant.rows.format import RowFormat
 
 pytestmark = pytest.mark.skipif(
@@ -22,7 +26,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-# what a process of compile_all does, if compiling took no time; 16 columns are refused, 24 crash
+# what a process of compile_all does, if compiling took no time; 16 columns are refused, 24 crash,
+# 32 are killed, 40 find a disk that is full
 INSTEAD = """
 import os
 os.write(1, b"what a sitecustomize prints")
@@ -32,6 +37,10 @@ from kvquant.kernels.cuda.runtime.compile_pool import compile_alone
 def compile_spec(spec, arch):
     if spec.columns == 16:
         raise UnsupportedError(f"no code for {arch}:\\nnewer compilers")
+    if spec.columns == 32:
+        os.kill(os.getpid(), 9)
+    if spec.columns == 40:
+        raise OSError(28, "No space left on device")
     assert spec.columns == 8, "columns"
     return compiling.Cubin("f", b"code", compiling.Report(1, 0))
 compiling.compile_spec = compile_spec
@@ -104,14 +113,11 @@ def test_who_comes_second_is_told_waits_and_starts_no_processes(
     [
         (16, UnsupportedError, "^no code for sm_90: newer compilers$"),
         (24, RuntimeError, r"compiled DecodeSpec\(.* for sm_90 ended with 1: .*AssertionError"),
+        (32, UnsupportedError, "compiled decode.* was ended by SIGKILL, as where memory runs out"),
     ],
 )
 def test_what_a_process_cannot_compile_is_told(
-    columns: int,
-    error: type[Exception],
-    message: str,
-    cache: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    columns: int, error: type[Exception], message: str, cache: Path
 ) -> None:
     specs = [make_spec("int4"), replace(make_spec("int8"), columns=columns)]
     with pytest.raises(error, match=re.compile(message, re.DOTALL)):
@@ -126,3 +132,47 @@ def test_nothing_is_compiled_ahead_that_cannot_be_kept(
     monkeypatch.setattr(compile_pool, "ALONE", "raise SystemExit(9)")
     with pytest.warns(RuntimeWarning, match="KVQUANT_CACHE_DIR"):
         compile_all([make_spec("int4")], "sm_90", lambda spec: pytest.fail("done"))
+
+
+def test_kernels_that_cannot_be_kept_are_told_and_not_reported_as_done(cache: Path) -> None:
+    with pytest.warns(RuntimeWarning, match="No space left on device"):
+        compile_all(
+            [replace(make_spec("int4"), columns=40)], "sm_90", lambda spec: pytest.fail("done")
+        )
+
+
+def test_modules_are_those_of_the_process_that_asks(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not those of the folder in which it happens to be."""
+    cache.parent.joinpath("queue.py").write_text("raise ImportError('another')")
+    monkeypatch.chdir(cache.parent)
+    monkeypatch.setattr(compile_pool, "ALONE", ALONE)
+    monkeypatch.setattr(sys, "path", [*filter(None, sys.path), Path("of no string")])
+    with pytest.raises(UnsupportedError, match="architecture 'hopper' does not exist"):
+        compile_all([make_spec("int4")], "hopper")
+
+
+def test_a_folder_that_is_deleted_while_it_is_waited_for_is_made_again(cache: Path) -> None:
+    path, waits = cache / "kernel", threading.Event()
+
+    def wait() -> None:
+        with locked(path, waits.set):
+            replace_file(path, b"kept")
+
+    thread = threading.Thread(target=wait)
+    with locked(path):
+        thread.start()
+        assert waits.wait(60)
+        shutil.rmtree(cache)
+        thread.join(60)
+    assert path.read_bytes() == b"kept"
+
+
+def test_a_folder_in_place_of_a_file_is_named_and_closed(cache: Path) -> None:
+    path = cache / "kernel"
+    path.mkdir(parents=True, mode=0o700)
+    before = sorted(os.listdir("/dev/fd"))
+    with pytest.raises(OSError, match="kernel is no file"):
+        read_file(path)
+    assert sorted(os.listdir("/dev/fd")) == before
