@@ -504,7 +504,7 @@ class QuantizedCache(Cache):
         lens, self._starts = torch.stack([kv.seq_lens.long(), kv.start_positions]).tolist()
         if self._dequantizes:
             check_columns(kv, lens)
-        self._past, self._marks = Columns.of_lens(lens), _marks_of(kv)
+        self._past, self._marks, self._is_ahead = Columns.of_lens(lens), _marks_of(kv), False
         if self._wrong is None or self._wrong.device != kv.device:
             self._wrong = torch.zeros(2, dtype=torch.bool, device=kv.device)
         if self.is_compileable:
@@ -513,17 +513,28 @@ class QuantizedCache(Cache):
     def begin(self, columns: int) -> None:
         """A new call of this many columns, if the one before is complete; else hand tells what is
         due."""
-        self._settle()
+        self._refresh()
         if self._due:
             return
         if self.kv is None:
             self.padding = None
             return
-        if _marks_of(self.kv) != self._marks:  # the caller has changed it
-            self._hold(self.kv)
         lens, self.padding = self._new_lens, None
         if lens is not None and int(lens.min()) < columns:
             self.padding = Padding.behind(lens, columns, self.kv.device)
+
+    def _refresh(self) -> None:
+        """Count what complete calls have appended; or all anew, where the owner of the KVCache has
+        changed it between calls."""
+        self._settle()
+        if not self._due and self._is_changed:
+            assert self.kv is not None
+            self._hold(self.kv)
+
+    @property
+    def _is_changed(self) -> bool:
+        """Whether somebody else has changed the KVCache; while a layer appends it is too."""
+        return self.kv is not None and _marks_of(self.kv) != self._marks
 
     def _settle(self) -> None:
         """Count what complete calls have appended among the past."""
@@ -692,11 +703,10 @@ class QuantizedCache(Cache):
         past = self._past
         is_step = self._new_columns == 1 and past.length > 0
         if told is not None and 0 in past.lens and not is_step:
-            # models count the padding before a sequence, or not: its first token tells
+            # models count the padding before a sequence, or not: its first token tells; what a call
+            # that has failed told does not count
             held = zip(self._starts, told.tolist(), past.lens, self._counts(), strict=True)
-            self._starts = [
-                first if count and not (n or start) else start for start, first, n, count in held
-            ]
+            self._starts = [first if count and not n else start for start, first, n, count in held]
             self.kv.start_positions.copy_(torch.tensor(self._starts, device="cpu"))
         if told is None and self._starts == past.pads:  # the model counts columns
             return
@@ -844,8 +854,9 @@ class QuantizedCache(Cache):
             assert self.kv is not None
             columns: Any = self.kv.layers[at or 0].seq_lens.max()  # as in a StaticCache
             return columns  # type: ignore[no-any-return]  # their type says int
-        if self._is_ahead:
-            self._settle()
+        is_between = not torch.compiler.is_compiling() and self._due in (0, self.num_places)
+        if self._is_ahead or (is_between and self._is_changed):
+            self._refresh()
         is_new = (at or 0) < self._due
         return self._past.length + (self._new_columns if is_new else 0)
 
@@ -920,9 +931,7 @@ class QuantizedCache(Cache):
         """Forget all tokens. The memory stays, for as many sequences."""
         for layer in self._stateful:
             self.layers[layer].reset()
-            if isinstance(self.layers[layer], DynamicLayer):
-                # before transformers 5.18 zeros would stay in front of what comes
-                self.layers[layer].is_initialized = False
+            _forget_tensors(self.layers[layer])
         self._is_torn = False
         self._due, self._waiting, self.padding, self._is_begun = 0, None, None, False
         self._latents = None
@@ -932,6 +941,7 @@ class QuantizedCache(Cache):
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Put sequence beam_idx[b] at place b."""
+        self._refresh()
         if self.kv is not None:
             self.kv.reorder(beam_idx)  # refuses what does not fit
         self._take_states(beam_idx)
@@ -962,7 +972,7 @@ class QuantizedCache(Cache):
                 f"crop({tokens_to_remove}) is not possible, as in transformers: give the number of "
                 "tokens to remove as a negative one"
             )
-        self._settle()
+        self._refresh()
         for layer in self._stateful:  # crop(0) too ends what they have recorded
             self.layers[layer].crop(tokens_to_remove)
         if self.kv is None or not (tokens_to_remove or self._due):
@@ -984,6 +994,7 @@ class QuantizedCache(Cache):
         if self.kv is not None:
             if isinstance(indices, torch.Tensor) and indices.dtype == torch.bool:
                 indices = indices.nonzero()[:, 0]  # as torch indexes
+            self._refresh()
             self.kv.select(indices)
             self._take_states(indices)
             self._taken(indices)
@@ -993,7 +1004,6 @@ class QuantizedCache(Cache):
 
     def _taken(self, index: torch.Tensor) -> None:
         """Follow sequences to their places."""
-        self._settle()
         if any(self._past.pads) or any(self._starts):
             places = whole_numbers("index", index).tolist()
             self._past = self._past.take(places)
@@ -1098,6 +1108,16 @@ class QuantizedLayerWithState(QuantizedLayer, LinearAttentionLayer):
     offload = LinearAttentionLayer.offload
     prefetch = LinearAttentionLayer.prefetch
     lazy_initialization = LinearAttentionLayer.lazy_initialization  # type: ignore[assignment]  # of states
+
+
+def _forget_tensors(layer: Any) -> None:
+    """Let a layer of transformers that was reset make its tensors anew: the next text may have
+    more sequences, and before transformers 5.18 zeros would stay in front of its keys."""
+    if isinstance(layer, DynamicLayer):
+        layer.is_initialized = False
+    for name in ("is_conv_states_initialized", "is_recurrent_states_initialized"):
+        if hasattr(layer, name):
+            setattr(layer, name, dict.fromkeys(getattr(layer, name), False))
 
 
 def _marks_of(kv: KVCache) -> tuple[int, int]:

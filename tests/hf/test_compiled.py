@@ -195,6 +195,29 @@ def test_a_loop_of_ones_own_has_one_graph(llama: Any, padded: bool) -> None:
     assert counters["stats"]["unique_graphs"] == graphs and not counters["graph_break"]
 
 
+@torch.no_grad()
+def test_sequences_follow_behind_compiled_steps(llama: Any) -> None:
+    """Padded ones, whose lengths differ."""
+    compiled: Any = torch.compile(llama.forward, fullgraph=True, backend="eager")
+    for follow, places in (("batch_select_indices", [1]), ("reorder_cache", [2, 0, 1])):
+        cache, batch = QuantizedCache(llama, **ROWS), text(True)
+        llama(**batch, **caching(cache))
+        mask, position = batch["attention_mask"], batch["position_ids"][:, -1:]
+        for step in range(4):
+            mask, position = torch.nn.functional.pad(mask, (0, 1), value=1), position + 1
+            given = {"attention_mask": mask, "position_ids": position}
+            if step == 3:
+                getattr(cache, follow)(torch.tensor(places))
+                given = {name: x[places] for name, x in given.items()}
+                assert cache.get_seq_length() == 27
+            token = tokens(len(given["attention_mask"]), 1)
+            compiled(input_ids=token, **caching(cache), use_cache=True, **given)
+        cache.check()
+        cache.crop(-2)
+        assert cache.kv is not None
+        assert cache.kv.seq_lens.tolist() == (26 - PADS[places]).tolist()
+
+
 @pytest.mark.slow
 def test_beams_of_a_compiled_model(llama: Any) -> None:
     """The prompt and the growing cache end graphs, and are read as they are uncompiled."""

@@ -106,9 +106,11 @@ def test_states_follow_sequences(model: Any, is_beside: bool) -> None:
     wanted = run(model, plain, torch.tensor([[8], [8]])).flip(0)
     assert float((got - wanted).abs().max() / wanted.std()) < TOLERANCE
     cache.reset()
-    again = run(model, cache, text)
-    wanted = run(model, transformers.DynamicCache(config=model.config), text)
-    assert float((again - wanted).abs().max() / wanted.std()) < TOLERANCE
+    for given in (text, text.repeat(3, 1)):  # of more sequences, too
+        again = run(model, cache, given)
+        wanted = run(model, transformers.DynamicCache(config=model.config), given)
+        assert float((again - wanted).abs().max() / wanted.std()) < TOLERANCE
+        cache.reset()
 
 
 def test_a_mask_that_is_refused_leaves_the_states(model: Any) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,13 @@ import pytest
 import torch
 
 from kvquant import debug, load_cache, save_cache
-from kvquant.errors import ConfigError, UnsupportedModelError
+from kvquant.errors import ConfigError, ShapeError, UnsupportedModelError
 
 transformers = pytest.importorskip("transformers")
 from hf_cases import GEMMA3N, SHARING, TOLERANCE, caching, tiny, tokens  # noqa: E402
 
 from kvquant.hf.cache import QuantizedCache  # noqa: E402
+from kvquant.hf.model import CachedModel  # noqa: E402
 from kvquant.hf.padding import Columns, Padding  # noqa: E402
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -291,6 +293,71 @@ def test_what_the_owner_of_the_rows_changes_is_seen(llama: Any) -> None:
             past.kv.start_positions.add_(torch.tensor([0, 0, 3]))
         with pytest.raises(ConfigError, match="go on from other positions"):
             llama(tokens(3, 1), **caching(past))
+
+
+@pytest.mark.parametrize("dequantize", [False, True], ids=["kernel", "dequantize"])
+def test_generate_begins_anew_where_the_owner_has_reset_the_rows(
+    llama: Any, dequantize: bool
+) -> None:
+    options = ROWS | {"dequantize": dequantize}
+    past, text = QuantizedCache(llama, **options), tokens(3, 40)
+    llama.generate(tokens(3, 24), **caching(past), **OPTIONS)
+    assert past.kv is not None
+    past.kv.reset()
+    assert past.get_seq_length() == 0
+    wanted = llama.generate(text, **caching(QuantizedCache(llama, **options)), **OPTIONS)
+    assert torch.equal(llama.generate(text, **caching(past), **OPTIONS), wanted)
+    assert past.kv.seq_lens.tolist() == [47] * 3
+
+
+def test_generate_goes_on_from_what_another_has_read_into_the_rows(llama: Any) -> None:
+    own, text = CachedModel(llama), tokens(3, 30)
+    kv = own.new_cache(3, 64, **ROWS)
+    past = QuantizedCache(kv)
+    own.prefill(kv, text[:, :20])
+    assert past.get_seq_length() == 20
+    wanted = llama.generate(text, **caching(QuantizedCache(llama, **ROWS)), **OPTIONS)
+    assert torch.equal(llama.generate(text, **caching(past), **OPTIONS), wanted)
+
+
+@pytest.mark.parametrize(
+    ("follow", "columns"),
+    [
+        (lambda past: past.batch_select_indices(torch.arange(3)), 10),
+        (lambda past: past.reorder_cache(torch.arange(3)), 10),
+        (lambda past: past.batch_repeat_interleave(1), 10),
+        (lambda past: past.crop(-2), 8),
+    ],
+    ids=["select", "reorder", "repeat", "crop"],
+)
+@torch.no_grad()
+def test_sequences_follow_what_the_owner_has_cropped(
+    llama: Any, follow: Callable[[QuantizedCache], None], columns: int
+) -> None:
+    past, text = QuantizedCache(llama, **ROWS), tokens(3, 24)
+    llama(text, **caching(past))
+    assert past.kv is not None
+    past.kv.crop([10, 10, 10])
+    follow(past)
+    assert past.get_seq_length() == columns
+    found = llama(text[:, columns : columns + 4], **caching(past)).logits
+    for b in range(3):
+        wanted = logits(llama, text[b, : columns + 4])[columns:]
+        torch.testing.assert_close(found[b], wanted, atol=TOLERANCE, rtol=0)
+
+
+def test_an_empty_cache_takes_any_beginning(llama: Any) -> None:
+    """Whatever positions were told by a call that has failed, or that was cropped to nothing."""
+    past = QuantizedCache(llama, **ROWS, max_seq_len=32)
+    long = padded([tokens(40)[:n] for n in (40, 36)], left=True)
+    with pytest.raises(ShapeError, match="max_seq_len is 32"):
+        llama(**long, **caching(past))
+    llama(**padded(prompts()[:2], left=True), **caching(past))
+    assert past.kv is not None and past.kv.seq_lens.tolist() == LENS[:2]
+    past.crop(-24)
+    llama(tokens(2, 12), **caching(past))
+    assert past.kv.seq_lens.tolist() == [12, 12]
+    assert past.kv.start_positions.tolist() == [0, 0]
 
 
 def test_a_call_without_the_cache_leaves_it_alone(llama: Any) -> None:
