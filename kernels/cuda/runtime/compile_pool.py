@@ -59,15 +59,28 @@ def compile_all(
     if not wanted:
         return
     require_extra()
-    try:
-        with locked(cache_folder() / "cubins" / "all", _tell):
-            todo = missing(wanted, arch)  # but for those of a process that was waited for
-            for spec in wanted:
-                if spec not in todo:
-                    report(spec)
+    with ExitStack() as held:
+        try:
+            held.enter_context(locked(cache_folder() / "cubins" / "all", _tell))
+        except OSError as error:
+            warn_of_folder("CUDA", error)
+            return
+        todo = missing(wanted, arch)  # but for those of a process that was waited for
+        for spec in wanted:
+            if spec not in todo:
+                report(spec)
+        try:
             _compile(todo, arch, report)
-    except OSError as error:
-        warn_of_folder("CUDA", error)
+        except _NotKeptError as error:
+            warn_of_folder("CUDA", error.problem)
+
+
+class _NotKeptError(Exception):
+    """A kernel could not be put on the disk."""
+
+    def __init__(self, problem: OSError) -> None:
+        super().__init__(problem)
+        self.problem = problem
 
 
 def _tell() -> None:
@@ -136,7 +149,11 @@ class _Compiler:
             pass
 
     def compile(self, spec: Spec, arch: str) -> None:
-        """Let it compile a kernel and put it on the disk; errors as of compile_all, and OSError."""
+        """Let it compile a kernel and put it on the disk; errors as of compile_all.
+
+        Raises:
+            _NotKeptError: the disk cannot be written.
+        """
         assert self._process.stdin is not None and self._process.stdout is not None
         try:
             pickle.dump((spec, arch), self._process.stdin)
@@ -160,6 +177,8 @@ class _Compiler:
             raise RuntimeError(
                 f"the process that compiled {spec} for {arch} ended with {code}: {said}"
             ) from None
+        if isinstance(problem, OSError):
+            raise _NotKeptError(problem)
         if problem is not None:
             raise problem
 
