@@ -70,9 +70,10 @@ def next_steps(plan: CachePlan, file: str) -> list[tuple[str, str]]:
     shell, again = shlex.quote(file), "kvquant calibrate MODEL --text FILE"
     steps = []
     limit = plan.facts["limit"]
-    if kind == "bad" and (
-        limit["max_kl"] is None or limit["budget"] is not None
-    ):  # else it had all
+    is_free = (
+        limit["max_kl"] is not None and limit["budget"] is None
+    )  # of as many bits as there are
+    if kind == "bad" and not is_free:
         more = f"--budget {min(16.0, math.ceil(plan.bits + 0.25)):g}"
         if limit["max_kl"] is not None:
             more += f" --max-kl {limit['max_kl']:g}"
