@@ -764,10 +764,15 @@ class KVCache:
         """Drop the tokens that a block of code appends, if it raises.
 
         They are cropped. Layers with a window, which forget a token for each new one, are copied
-        before if more than 512 tokens may come, and are as they were, bit for bit.
+        before if more than 512 tokens may come, and are as they were, bit for bit. What the block
+        crops, reorders or selects stays so.
 
         Args:
             new_tokens: the most that the block appends to a sequence.
+
+        Raises:
+            ConfigError: new_tokens is no whole number from 0.
+            ShapeError: the block appended more to a layer with a window.
 
         Example:
             >>> import torch
@@ -781,9 +786,10 @@ class KVCache:
             ...     print(cache.seq_lens.tolist())
             [0, 0]
         """
-        before, kept = self.seq_lens.cpu(), dict[int, LayerCache]()
+        new_tokens = check_size("new_tokens", new_tokens)
+        before, kept = self._lens_of_layers(), dict[int, LayerCache]()
         counters = [(x, x.clone()) for x in self._all_counters()]
-        if new_tokens > SPARE and bool(before.any()):
+        if new_tokens > SPARE and any(map(torch.any, before)):
             for i, layer in enumerate(self.layers):
                 if layer.lens.firsts is not None:
                     kept[i] = self._copy(layer, self.max_seq_len)
@@ -792,10 +798,19 @@ class KVCache:
         except BaseException:
             for i, layer in kept.items():
                 self.layers[i].take(layer)
-            self.crop(before)
+            for i, lens in enumerate(self._lens_of_layers()):
+                if len(lens) == len(before[i]):  # as many sequences as then
+                    wanted = torch.minimum(lens, before[i])
+                    self.layers[i].check_crop(i, wanted)
+                    self.layers[i].crop(wanted)
+            self.changes += 1
             for counter, earlier in counters:  # lower where check has set them back
                 counter.copy_(torch.minimum(counter, earlier))
             raise
+
+    def _lens_of_layers(self) -> list[torch.Tensor]:
+        """[batch] of each layer, on the CPU: its tokens of each sequence."""
+        return [layer.seq_lens.to("cpu", copy=True) for layer in self.layers]
 
     def reset(self) -> None:
         """Forget all tokens; the memory stays."""

@@ -436,7 +436,8 @@ def _whole_mask(
         handed.mask = mask
     elif mask is not None and whole is not None and not hasattr(mask, "kvquant_mask"):
         is_part = mask.shape[2:] == (asked, whole.shape[3])
-        if is_part and mask.data_ptr() == whole.data_ptr() + whole.shape[2] - asked:
+        before = (whole.shape[2] - asked) * whole.stride(2) * whole.element_size()
+        if is_part and mask.data_ptr() == whole.data_ptr() + before:
             return whole
     return mask
 

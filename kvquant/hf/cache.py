@@ -181,7 +181,7 @@ class QuantizedCache(Cache):
         self._max_seq_len, self._exact_format = max_seq_len, exact_format
         self._is_placed, self._drafts, self._dequantizes = placed, drafts, dequantize
         self._layers: CacheLayers | None = None  # of the model
-        self._configs: list[Any] = []  # of the model and its layers, as calls have shown them
+        self._configs = _Configs()  # of the model and its layers, as calls have shown them
         self._places: dict[int, int] | None = None  # of the cache, by the model's layer
         self._devices: list[torch.device] | None = None  # of the places, see layer_devices
         self.shown = Shown()  # what the model's decoder was given in this call
@@ -323,7 +323,9 @@ class QuantizedCache(Cache):
         return {ARGUMENT: self}
 
     def keeps(self, layer: int | None) -> bool:
-        """Whether a layer of the model is transformers' own."""
+        """Whether a layer of the model is transformers' own, or attends to the keys of one."""
+        if layer not in self._kept and self._layers is not None and layer is not None:
+            layer = self._layers.shared.get(layer)
         return layer in self._kept
 
     @property
@@ -353,6 +355,8 @@ class QuantizedCache(Cache):
         at = layer if self._places is None else self._places.get(layer)
         if at is None:
             is_shared = self._layers is not None and layer in self._layers.shared
+            if is_shared and self.keeps(layer):
+                return "the keys of another layer, of transformers"
             return "the rows of another layer" if is_shared else "nothing, it has no attention"
         kv = self._outline if self.kv is None else self.kv
         held = kv.layers[at]
@@ -413,7 +417,7 @@ class QuantizedCache(Cache):
                 raise
         self._waiting = None if self._dequantizes else str(layer)
         padding = None
-        if self.padding is not None and not is_traced:
+        if not is_traced and self.padding is not None:
             padding = self.padding.on(keys.device)
         handed = Handed(self, self.kv, at, layer, padding, is_traced)
         exact = EXACT_DTYPES[self.kv.exact_format]
@@ -1108,6 +1112,13 @@ class QuantizedLayerWithState(QuantizedLayer, LinearAttentionLayer):
     offload = LinearAttentionLayer.offload
     prefetch = LinearAttentionLayer.prefetch
     lazy_initialization = LinearAttentionLayer.lazy_initialization  # type: ignore[assignment]  # of states
+
+
+class _Configs(list[Any]):
+    """Configs, which a copy of the cache knows as the same ones."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Configs:
+        return _Configs(self)
 
 
 def _forget_tensors(layer: Any) -> None:

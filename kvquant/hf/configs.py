@@ -68,7 +68,8 @@ class CacheLayers:
             the model from the longest sequence for all of them; None where they are not.
         others: the model's layers that own what no KVCache holds, and why it does not.
         states: the layers of places that have a state beside their attention (Mamba, convolution).
-        shared: those that attend to the keys and values of another one. The rest keep nothing.
+        shared: those that attend to the keys and values of another one, and of which. The rest
+            keep nothing.
         rank, ranks: which of so many ranks has these heads, see of_rank; 0 and 1 for all heads. Of
             latent rows each rank has all, and a share of the query heads.
     """
@@ -83,7 +84,7 @@ class CacheLayers:
     scaled_from: int | None = None
     others: Mapping[int, str] = field(default_factory=dict)
     states: tuple[int, ...] = ()
-    shared: tuple[int, ...] = ()
+    shared: Mapping[int, int] = field(default_factory=dict)
     are_latent: bool = False
     rank: int = 0
     ranks: int = 1
@@ -144,7 +145,7 @@ def cache_layers(config: Any, *, longest: int | None = 0) -> CacheLayers:
     windows = layer_windows(config)
     shapes: dict[int, tuple[int, int, int]] = {}
     others: dict[int, str] = {}
-    shared = tuple(layer for layer in range(count) if _is_shared(config, layer, count))
+    shared = _shared_layers(config, kinds)
     for layer in range(count):
         if layer in shared or kinds[layer] in _NOTHING:
             continue
@@ -399,12 +400,21 @@ def _scaled_from(config: Any) -> int | None:
     return int(config.floor_scale) - 1
 
 
-def _is_shared(config: Any, layer: int, count: int) -> bool:
-    """Whether a layer attends to the keys and values of another one."""
-    modes = getattr(config, "kv_sharing_modes", None)
+def _shared_layers(config: Any, kinds: list[str | None]) -> dict[int, int]:
+    """The layers that attend to the keys and values of another one: the last before them of their
+    kind that has some."""
+    modes, count = getattr(config, "kv_sharing_modes", None), len(kinds)
     if modes is None:  # before transformers 5.18
-        return layer >= count - (getattr(config, "num_kv_shared_layers", None) or 0)
-    return str(modes[layer]).startswith("reuse")
+        own = count - (getattr(config, "num_kv_shared_layers", None) or 0)
+        modes = ["reuse" if layer >= own else "" for layer in range(count)]
+    shared: dict[int, int] = {}
+    last: dict[str | None, int] = {}
+    for layer, (kind, mode) in enumerate(zip(kinds, modes, strict=True)):
+        if str(mode).startswith("reuse"):
+            shared[layer] = last.get(kind, -1)  # none: the model says so
+        else:
+            last[kind] = layer
+    return shared
 
 
 def _most_heads(shapes: Mapping[int, tuple[int, int, int]], windows: list[int | None]) -> int:

@@ -25,7 +25,7 @@ from ..errors import UnsupportedModelError
 from ..rows.basis import Basis
 from .configs import input_device
 from .observe import check_here, observe_linears
-from .switch import attending
+from .switch import attending, plain_implementation
 
 PROBED = 16  # tokens that a model is tried with
 SAME = (
@@ -150,7 +150,7 @@ def _check_same(model: Any, found: Mapping[int, Projections], bases: Mapping[int
 
     def run() -> torch.Tensor:
         tokens = torch.arange(PROBED, device=input_device(model))[None]
-        with attending(model, "sdpa"), torch.no_grad():
+        with attending(model, plain_implementation(model)), torch.no_grad():
             logits: torch.Tensor = model(tokens, use_cache=False).logits
         return logits.double()
 

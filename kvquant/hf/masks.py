@@ -167,7 +167,8 @@ def _mask(
     # [1, 1, columns, 1]: of what a model makes of it, but its last rows, the mark is lost
     device = sizes.get("device")
     mask = torch.empty(1, 1, sizes["q_length"], 1, dtype=torch.bool, device=device)
-    cache.step_masks[kind] = step_mask = torch.empty_like(mask[:, :, :1])  # plain: for graphs
+    step_mask = torch.empty(1, 1, 1, 1, dtype=torch.bool, device=device)  # plain: for graphs
+    cache.step_masks[kind] = step_mask
     step_mask.kvquant_mask = mark  # type: ignore[attr-defined]  # a mark on it
     return _with_mark(mask, mark)
 

@@ -18,7 +18,7 @@ from ..cache.contiguous import KVCache
 from ..cache.latent import LatentFormats, LatentKVCache
 from ..errors import ConfigError, DeviceError, ShapeError, UnsupportedModelError, shown
 from ..io.plan import CachePlan, check_plan
-from ..rows.arguments import check_device, check_kind, check_size
+from ..rows.arguments import check_device, check_kind, check_size, check_tensors
 from ..rows.quantize import exact_codec
 from .argument import as_argument
 from .cache import QuantizedCache
@@ -38,7 +38,7 @@ from .loading import TensorPlan, load
 from .masks import ATTENTION
 from .observe import Observer, observe, output_weights, shared_layers
 from .positions import positions_of
-from .switch import attending
+from .switch import attending, plain_implementation
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -350,6 +350,7 @@ class CachedModel:
         Raises:
             As prefill.
         """
+        check_kind("cache", cache, KVCache, _GIVE_CACHE)
         if num_tokens >= LEAST_CAPTURED:
             try:
                 return CapturedStep(self, cache)
@@ -372,6 +373,8 @@ class CachedModel:
             As prefill; nothing is added then.
         """
         num_tokens = check_size("num_tokens", num_tokens, at_least=1)
+        check_kind("cache", cache, KVCache, _GIVE_CACHE)
+        check_tensors(logits=logits)
         if logits.ndim != 2 or logits.shape[0] != cache.batch:
             raise ShapeError(
                 f"logits are {list(logits.shape)}: give [{cache.batch}, vocabulary], of prefill "
@@ -407,11 +410,7 @@ class CachedModel:
         """
         self.check_tokens(tokens, (None, None))
         self._check_positions(tokens.shape[1] + (0 if past is None else past.get_seq_length()))
-        # before transformers 5.21 models with caps asked for SDPA, which leaves them out
-        has_caps = getattr(self.config, "attn_logit_softcapping", None) is not None
-        is_sdpa = getattr(self.model, "_supports_sdpa", True) and not has_caps
-        plain = "sdpa" if is_sdpa else "eager"
-        with attending(self.model, plain), torch.no_grad():
+        with attending(self.model, plain_implementation(self.model)), torch.no_grad():
             out = self.model(
                 tokens.to(input_device(self.model)),
                 **as_argument(self.model, past),

@@ -21,6 +21,15 @@ DEQUANTIZE = (
 )
 
 
+def plain_implementation(model: Any) -> str:
+    """The one of transformers' own by which a model attends exactly: "sdpa", or "eager" where SDPA
+    cannot compute its attention (soft caps, sink logits)."""
+    config = model.config.get_text_config(decoder=True)
+    # before transformers 5.21 models with caps asked for SDPA, which leaves them out
+    has_caps = getattr(config, "attn_logit_softcapping", None) is not None
+    return "sdpa" if getattr(model, "_supports_sdpa", True) and not has_caps else "eager"
+
+
 @contextmanager
 def attending(model: Any, implementation: str) -> Iterator[None]:
     """A model attends by an implementation inside the block, in evaluation mode.

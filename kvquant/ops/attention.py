@@ -655,11 +655,13 @@ def merge_states(*states: State) -> State:
 
 def _merge(outs: torch.Tensor, lses: torch.Tensor, dtype: torch.dtype) -> State:
     """merge_states of states that lie one behind another; arguments as of merge_by_kernels."""
-    lse = lses.logsumexp(0)
+    top = lses.amax(0)
     # all empty: exp(-inf - 0) = 0; where a score was infinite: NaN, as in decode_attention
-    weights = (lses - lse.masked_fill(lse == -torch.inf, 0.0)).exp()
+    weights = (lses - top.masked_fill(top == -torch.inf, 0.0)).exp()
+    total = weights.sum(0)  # exp(lse) would be rounded, by much where scores are large
     parts = torch.where(lses[..., None] == -torch.inf, 0.0, weights[..., None] * outs)
-    return parts.sum(0).to(dtype), lse
+    share = 1 / total.masked_fill(total == 0, 1.0)
+    return (parts.sum(0) * share[..., None]).to(dtype), lses.logsumexp(0)
 
 
 def merge_by_kernels(

@@ -59,13 +59,19 @@ import torch
 
 from ..errors import ConfigError, NonFiniteError, ShapeError, shown
 from .arguments import check_readable
-from .format import E4M3_MAX, FP8_DS_MLA, ROW_DIMS, RowFormat
+from .format import E4M3_MAX, FP8_DS_MLA, NAMES, ROW_DIMS, RowFormat
 from .latent import AnyFormat, LatentFormat
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EXACT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LEVELS = {"int4": 15.0, "int8": 255.0}
 FP8_CODECS = ("fp8", FP8_DS_MLA)
+# by short name and bytes of a row; torch.compile can look here, and make no format
+_OF_LENGTH = {
+    (name, fmt.row_bytes): fmt
+    for name in NAMES
+    for fmt in [RowFormat.parse(name, head_dim) for head_dim in reversed(ROW_DIMS)]
+}
 LEAST_DS_SCALE = 1e-4  # FlashMLA's, before it is rounded up to a power of two
 
 
@@ -267,10 +273,9 @@ def format_of(rows: torch.Tensor, fmt: str | AnyFormat) -> AnyFormat:
     check_readable(rows=rows)
     if not isinstance(fmt, str):
         return fmt
-    row_bytes = rows.shape[-1] if rows.ndim else 0
-    formats = [RowFormat.parse(fmt, head_dim) for head_dim in ROW_DIMS]
-    found = next((one for one in formats if one.row_bytes == row_bytes), None)
+    found = _OF_LENGTH.get((fmt, rows.shape[-1] if rows.ndim else 0))
     if found is None:
+        formats = [RowFormat.parse(fmt, head_dim) for head_dim in ROW_DIMS]
         known = ", ".join(str(one.row_bytes) for one in formats)
         raise ShapeError(
             f"rows is {list(rows.shape)}: its last axis must be the bytes of a row of {fmt}, one "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from numbers import Real
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -99,8 +99,16 @@ def names_of(variant: AttentionVariant | None) -> tuple[str, ...]:
 
 
 def in_use(variant: AttentionVariant | None) -> AttentionVariant | None:
-    """The variant, or None for one that changes nothing; errors as of names_of."""
-    return variant if names_of(variant) else None
+    """The variant, its tensors without gradients, or None for one that changes nothing; errors as
+    of names_of."""
+    if variant is None or not names_of(variant):
+        return None
+    learned: dict[str, Any] = {
+        name: value.detach()
+        for name, value in variant._asdict().items()
+        if isinstance(value, torch.Tensor) and value.requires_grad
+    }
+    return variant._replace(**learned) if learned else variant
 
 
 def within(variant: AttentionVariant | None, window: int) -> AttentionVariant:
@@ -125,8 +133,8 @@ def check_variant(q: torch.Tensor, variant: AttentionVariant) -> None:
             raise ConfigError(
                 f"soft_cap is {shown(cap)}: use a positive number up to {MOST_CAP:,}, or None"
             )
-    if variant.window is not None:
-        check_size("window", variant.window, at_least=1)
+    if variant.window is not None and not isinstance(variant.window, torch.SymInt):
+        check_size("window", variant.window, at_least=1)  # the call has a number, a trace has none
     batch, heads = q.shape[0], q.shape[-2]
     if variant.tree_mask is not None and (q.ndim != 4 or q.shape[1] > MOST_TREE):
         raise ShapeError(

@@ -142,6 +142,24 @@ def test_an_error_while_a_cache_grows_changes_nothing(
     assert ours.seq_lens.tolist() == [65, 20]
 
 
+def test_a_failed_attempt_drops_what_each_layer_got_and_no_more() -> None:
+    cache = KVCache(2, 1, 2, 64, 64, sink_len=0, recent_len=0)
+    new = torch.randn(2, 1, 2, 10, 64)
+    cache.append(0, *new)
+    cache.append(1, *new[:, :, :, :5])
+    with pytest.raises(KeyboardInterrupt), cache.attempt(5):
+        cache.append(1, *new[:, :, :, 5:])
+        raise KeyboardInterrupt
+    assert [layer.seq_lens.tolist() for layer in cache.layers] == [[10], [5]]
+    with pytest.raises(KeyboardInterrupt), cache.attempt(5):
+        cache.crop(4)  # what the block does by itself stays so
+        raise KeyboardInterrupt
+    assert [layer.seq_lens.tolist() for layer in cache.layers] == [[4], [4]]
+    for wrong in ("5", -1, None):
+        with pytest.raises(ConfigError, match="new_tokens"), cache.attempt(wrong):  # type: ignore[arg-type]
+            pass
+
+
 def test_a_failed_attempt_takes_back_what_it_counted() -> None:
     cache = make("default", 64)
     cache.bad_rows[0] = 1  # from before

@@ -1,5 +1,6 @@
 """Models under torch.compile: one graph for all decode steps, and what has none."""
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -193,6 +194,37 @@ def test_a_loop_of_ones_own_has_one_graph(llama: Any, padded: bool) -> None:
     torch.testing.assert_close(*found)
     graphs = 1 + padded  # a mask that grows takes a second one
     assert counters["stats"]["unique_graphs"] == graphs and not counters["graph_break"]
+
+
+@torch.no_grad()
+def test_a_copy_of_a_cache_has_the_graph_of_the_first(llama: Any) -> None:
+    compiled: Any = torch.compile(llama.forward, fullgraph=True, backend="eager")
+    cache, ids = QuantizedCache(llama, **ROWS), tokens(2, 10)
+    llama(ids, **caching(cache))
+    found = [
+        compiled(input_ids=tokens(2, 1), **caching(one), use_cache=True).logits
+        for one in (cache, copy.deepcopy(cache))
+    ]
+    torch.testing.assert_close(*found)
+    assert not counters["graph_break"]
+
+
+@torch.no_grad()
+def test_texts_of_other_lengths_have_the_same_graphs(llama: Any) -> None:
+    """Padded or not."""
+    compiled: Any = torch.compile(llama.forward, fullgraph=True, backend="eager")
+    cache, graphs = QuantizedCache(llama, **ROWS), []
+    for columns in (24, 9, 17):
+        for padded in (True, False):
+            batch = {name: given[:, -columns:] for name, given in text(padded).items()}
+            llama(**batch, **caching(cache))
+            mask = torch.nn.functional.pad(batch["attention_mask"], (0, 1), value=1)
+            given = {"attention_mask": mask, "position_ids": batch["position_ids"][:, -1:] + 1}
+            compiled(input_ids=tokens(3, 1), **caching(cache), use_cache=True, **given)
+            cache.check()
+            cache.reset()
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[1] == graphs[2], graphs  # a mask of another length takes a second one
 
 
 @torch.no_grad()

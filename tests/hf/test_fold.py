@@ -52,7 +52,9 @@ def logits_of(model: CachedModel) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", ["none", "hadamard", "matrix"])
-@pytest.mark.parametrize("name", ["Llama", "Qwen2", "Phi3", "Gemma3Text", "Qwen3", "Gemma3nText"])
+@pytest.mark.parametrize(
+    "name", ["Llama", "Qwen2", "Phi3", "Gemma2", "Gemma3Text", "Qwen3", "Gemma3nText"]
+)
 def test_the_model_computes_what_it_did(name: str, kind: str, relative_l2: Any) -> None:
     changes = {"Gemma3nText": GEMMA3N, "Phi3": {"pad_token_id": 0, "eos_token_id": 1}}
     model = tiny(name, **changes.get(name, {}))

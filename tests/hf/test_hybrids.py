@@ -12,7 +12,7 @@ from kvquant import load_cache, save_cache
 from kvquant.errors import ConfigError, ShapeError, UnsupportedModelError
 
 transformers = pytest.importorskip("transformers")
-from hf_cases import FP16, GEMMA3N, SHAPE, caching, random_model  # noqa: E402
+from hf_cases import FP16, GEMMA3N, SHAPE, SHARING, caching, random_model, tiny, tokens  # noqa: E402
 
 from kvquant.hf.cache import QuantizedCache  # noqa: E402
 
@@ -73,6 +73,25 @@ def test_layers_that_share_rows_are_described_to_the_last() -> None:
     *own, third, last = QuantizedCache(config, k_format="int8").describe().splitlines()
     assert [line.split(",")[0] for line in own] == ["layer 0: K int8", "layer 1: K int8"]
     assert [third, last] == [f"layer {at}: the rows of another layer" for at in (2, 3)]
+
+
+def test_layers_may_share_the_keys_of_a_layer_of_transformers() -> None:
+    """Gemma 4 as it is by default: layers that see all tokens have rows of 512 elements."""
+    own = tiny("Gemma4Text", **SHARING, global_head_dim=512)
+    ids = tokens(2, 25)
+    wanted = own.model.generate(ids, max_new_tokens=6, do_sample=False)
+    own.model.set_attn_implementation("kvquant")
+    cache = QuantizedCache(own.model, **FP16)
+    *_, kept, third, last = cache.describe().splitlines()
+    assert kept.startswith("layer 1: DynamicLayer of transformers")
+    assert third == "layer 2: the rows of another layer"
+    assert last == "layer 3: the keys of another layer, of transformers"
+    found = own.model.generate(ids, **caching(cache), max_new_tokens=6, do_sample=False)
+    assert torch.equal(found, wanted)
+    cache, plain = QuantizedCache(own.model, **FP16), transformers.DynamicCache(config=own.config)
+    for text in (ids, ids[:, :1], ids[:, 1:2]):
+        got, expected = (run(own.model, one, text) for one in (cache, plain))
+        assert float((got - expected).abs().max() / expected.std()) < TOLERANCE
 
 
 def test_beams_are_those_of_transformers(model: Any) -> None:

@@ -84,6 +84,11 @@ def test_generate_that_does_not_fit_adds_nothing(model: CachedModel) -> None:
         model.generate(cache, logits, 6)
     with pytest.raises(ShapeError, match=r"logits are \[1, 256\]: give \[2, vocabulary\]"):
         model.generate(cache, logits[:1], 2)
+    with pytest.raises(ConfigError, match="logits is of type list: give a tensor"):
+        model.generate(cache, logits.tolist(), 2)  # type: ignore[arg-type]
+    for steps in (2, 20):
+        with pytest.raises(ConfigError, match="cache is of type str"):
+            model.stepper("x", steps)  # type: ignore[arg-type]
     assert lengths(cache) == [[8, 8]] * 2
     assert model.generate(cache, logits, 5).shape == (2, 5)
 

@@ -77,7 +77,7 @@ def test_a_projection_and_an_append_make_one_graph_for_all_shapes(compiler: str)
             v_transform=None,
             rope=rope,
         )
-        return k, v, dequantize_pages(rows["v_rows"], FP8, slots.packed, torch.bfloat16)
+        return k, v, dequantize_pages(rows["v_rows"], str(FP8), slots.packed, torch.bfloat16)
 
     counter = CompileCounterWithBackend(compiler)
     compiled = torch.compile(step, fullgraph=True, backend=counter)

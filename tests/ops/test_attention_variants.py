@@ -117,6 +117,32 @@ def test_torch_compile_takes_them(names: tuple[str, ...]) -> None:
     assert torch.equal(compiled(*given, **options), decode_attention(*given, **options))
 
 
+def test_a_compiled_call_takes_another_window() -> None:
+    """torch.compile makes it a number of the graph then."""
+    rows = packed(2, HEADS, 30)
+    given = torch.randn(2, 4, 64), rows, rows, lens(30, 9)
+    compiled = torch.compile(decode_attention, fullgraph=True, backend="eager")
+    for window in (3, 4, 5):
+        options = {**BOTH, "variant": AttentionVariant(window=window)}
+        assert torch.equal(compiled(*given, **options), decode_attention(*given, **options))
+
+
+@pytest.mark.parametrize("name", ["sink_logits", "alibi_slopes", "key_bias", "score_offsets"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_a_model_has_learned_leads_to_no_gradient(name: str, backend: str) -> None:
+    rows, plain = packed(2, HEADS, 30), variant_with((name,), 2, 1, 4, 30)
+    learned: Any = torch.nn.Parameter(getattr(plain, name))
+    q = torch.randn(2, 1, 4, 64)
+    options: dict[str, Any] = {**BOTH, "return_lse": True, "backend": backend}
+    variant = plain._replace(**{name: learned})
+    found = decode_attention(q, rows, rows, lens(30, 9), variant=variant, **options)
+    assert not any(x.requires_grad for x in found)
+    for one, other in zip(
+        found, decode_attention(q, rows, rows, lens(30, 9), variant=plain, **options), strict=True
+    ):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("backend", [None, "reference"])
 @pytest.mark.parametrize(
     ("change", "error", "message"),

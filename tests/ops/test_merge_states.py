@@ -63,6 +63,14 @@ def test_one_state_is_itself() -> None:
     torch.testing.assert_close(merged_lse, lse)
 
 
+@pytest.mark.parametrize("lse", [1e3, 1e5, 2e7])
+def test_large_scores_weigh_as_small_ones(lse: float) -> None:
+    """In float32, which holds no log of three behind them."""
+    state = torch.ones(1, 4), torch.full((1,), lse)
+    out, _ = merge_states(state, state, state)
+    torch.testing.assert_close(out, torch.ones(1, 4), rtol=1e-6, atol=0)
+
+
 def test_equal_states_without_overlap_weigh_the_same() -> None:
     out, lse = merge_states((torch.zeros(1, 2), torch.zeros(1)), (torch.ones(1, 2), torch.zeros(1)))
     assert out.tolist() == [[0.5, 0.5]]
