@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from vllm.compilation import backends as parts
@@ -24,7 +26,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
-from ..errors import ConfigError, KVQuantError, UnsupportedError
+from ..errors import ConfigError, KVQuantError, UnsupportedError, shown
 from ..rows.format import HEAD_DIMS
 from ..rows.segment import PAGE_SIZES
 from ..rows.variant import AttentionVariant, names_of
@@ -35,9 +37,34 @@ from .warmup import StepCalls, warm_up_layers
 logger = init_logger(f"vllm.{__name__}")  # of vLLM's tree, which it prints
 
 
+class Request(NamedTuple):
+    """The rows that an engine asks for: backends are made once for each.
+
+    Attributes:
+        given: what Settings.parse takes, as JSON.
+        plan: of the plan's file the path from the root, the time of its last change, and its bytes;
+            None where there is no such file. A path alone may be that of another plan by now.
+    """
+
+    given: str
+    plan: tuple[str, int, int] | None
+
+    @classmethod
+    def of(cls, given: object) -> Request:
+        """From what stands under "kvquant" in additional_config, which may be anything."""
+        path = given.get("plan") if isinstance(given, dict) else None
+        plan = None
+        if isinstance(path, str):
+            with suppress(OSError, ValueError):  # Settings.parse says what is wrong
+                state = os.stat(path)
+                plan = os.path.realpath(path), state.st_mtime_ns, state.st_size
+        return cls(json.dumps(given, sort_keys=True), plan)
+
+
 class KVQuantBackend(AttentionBackend):
     """Attention to quantized rows in vLLM's pages; backend_of binds it to an engine's settings."""
 
+    request: ClassVar[Request]
     settings: ClassVar[Settings]
     name: ClassVar[str]
     forward_includes_kv_cache_update = False
@@ -98,7 +125,7 @@ class KVQuantBackend(AttentionBackend):
 
 
 @lru_cache
-def backend_of(name: str, given: str) -> type[KVQuantBackend]:
+def backend_of(name: str, request: Request) -> type[KVQuantBackend]:
     """The backend of an engine.
 
     vLLM calls some of its methods where no engine's config is current, so settings belong to the
@@ -106,9 +133,10 @@ def backend_of(name: str, given: str) -> type[KVQuantBackend]:
 
     Args:
         name: of the entry in vLLM's registry.
-        given: what Settings.parse takes, as JSON.
+        request: of the engine.
     """
-    known = {"settings": Settings.parse(json.loads(given)), "name": name}
+    settings = Settings.parse(json.loads(request.given))
+    known = {"request": request, "settings": settings, "name": name}
     return type("KVQuantBackend", (KVQuantBackend,), known)
 
 
@@ -132,8 +160,12 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
             for name, layer in get_layers_from_vllm_config(vllm_config, Attention).items()
             if issubclass(layer.attn_backend, KVQuantBackend)
         }
+        for name in layer_names:
+            _check_request(layers[name].attn_backend.request, vllm_config.additional_config)
         found: dict[str, LayerRows] = {}
         refused = []
+        if getattr(kv_cache_spec, "non_causal", False):  # a field of some kinds of specs
+            refused = [f"{name}: tokens of a prompt attend to later ones" for name in layer_names]
         for name, layer in layers.items():
             try:
                 found[name] = _rows_of(name, layer, vllm_config, device)
@@ -163,7 +195,8 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
             layer.num_heads,
             config.dtype,
             self.kv_cache_spec.block_size,
-            config.max_model_len,
+            # where a layer has local chunks, each is a sequence of its own
+            getattr(layer, "attention_chunk_size", config.max_model_len),
             scheduler.max_num_seqs,
             scheduler.max_num_batched_tokens,
             self.most_queries,
@@ -211,6 +244,25 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
         )
 
 
+def _check_request(held: Request, config: object) -> None:
+    """Raise ConfigError unless a backend is that of the engine with this additional_config.
+
+    vLLM remembers backends without regard to it, so a second engine in a process gets the first's.
+    """
+    asked = None
+    if isinstance(config, dict) and "kvquant" in config:
+        asked = Request.of(config["kvquant"])
+    if asked != held:
+        told = "no rows of kvquant" if asked is None else f'"kvquant": {shown(asked.given)}'
+        if asked is not None and asked.given == held.given:
+            told = "a plan whose file has changed since"
+        raise ConfigError(
+            f"--additional-config asks for {told}, and vLLM holds the backend of an earlier engine "
+            f'in this process, "kvquant": {shown(held.given)}: start one process for each setting '
+            "(leave VLLM_ENABLE_V1_MULTIPROCESSING at 1)"
+        )
+
+
 def _rows_of(
     name: str, layer: Attention, vllm_config: VllmConfig, device: torch.device
 ) -> LayerRows:
@@ -226,7 +278,8 @@ def _rows_of(
         raise UnsupportedError(f"it attends to the rows of {layer.kv_sharing_target_layer_name}")
     if layer.kv_cache_dtype not in KVQuantBackend.supported_kv_cache_dtypes:
         raise UnsupportedError(
-            f"its --kv-cache-dtype is {layer.kv_cache_dtype}: leave that out, rows have formats"
+            f"--kv-cache-dtype or the checkpoint asks for {layer.kv_cache_dtype}, and rows have "
+            "formats of their own: give --kv-cache-dtype bfloat16"
         )
     if layer.use_mm_prefix:
         raise UnsupportedError("it attends to whole images, not to the tokens before")

@@ -6,11 +6,11 @@ when additional_config decides. So the names of this module are made when they a
 
 from __future__ import annotations
 
-import json
 import re
+from difflib import get_close_matches
 from typing import Any
 
-from ..errors import ConfigError, UnsupportedError
+from ..errors import ConfigError, UnsupportedError, shown
 
 VERSIONS = "0.32", "0.34"  # of vLLM: from the first to before the second, as in pyproject.toml
 OURS = ("CUSTOM", "CPU_ATTN")  # of vLLM's registry: its CPU platform knows the second one alone
@@ -18,6 +18,11 @@ OURS = ("CUSTOM", "CPU_ATTN")  # of vLLM's registry: its CPU platform knows the 
 # were asked for, and would not be there. The CPU platform takes the others for latent attention.
 AUTOMATIC = ("FLASH_ATTN", "TRITON_MLA")
 LATENT = ("CPU_MLA", "AMX_MLA")
+# Models whose K and V differ in head_dim (MiMo-V2) take one of these, whatever is asked for.
+DIFFKV = ("FLASH_ATTN_DIFFKV", "TRITON_ATTN_DIFFKV")
+NAMES = OURS + AUTOMATIC + LATENT + DIFFKV
+EXAMPLE = '{"kvquant": {"k_format": "int4-g4", "v_format": "int4-g4"}}'
+LIKENESS = 0.87  # of a misspelt key: "kv_quant" has 0.93, "quant" 0.83
 
 
 def register() -> None:
@@ -28,7 +33,7 @@ def register() -> None:
     from vllm.logger import init_logger
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    for name in OURS + AUTOMATIC + LATENT:
+    for name in NAMES:
         if name not in AttentionBackendEnum.__members__:
             continue  # of a vLLM that was not tried, which is refused where rows are asked for
         entry, path = AttentionBackendEnum[name], f"{__name__}.{name}"
@@ -47,11 +52,12 @@ def __getattr__(name: str) -> Any:  # a type[AttentionBackend]
     """The backend of an entry, for the engine whose config is current.
 
     Raises:
-        ConfigError: --attention-backend CUSTOM was asked for, and no rows, or rows alone.
+        ConfigError: --attention-backend CUSTOM was asked for, and no rows, or rows alone; or a key
+            of additional_config is misspelt, or not where it belongs.
         UnsupportedError: rows were asked for, and vLLM is of another version than those that were
-            tried, or the model has latent attention.
+            tried, or the model has latent attention, or chooses its backend by itself.
     """
-    if name not in OURS + AUTOMATIC + LATENT:
+    if name not in NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from vllm.config import get_current_vllm_config_or_none
     from vllm.utils.import_utils import resolve_obj_by_qualname
@@ -59,16 +65,23 @@ def __getattr__(name: str) -> Any:  # a type[AttentionBackend]
 
     config = get_current_vllm_config_or_none()
     given: Any = None if config is None else config.additional_config
+    if isinstance(given, dict):
+        _check_keys(given)
     if isinstance(given, dict) and "kvquant" in given:
         _check_version()
         if name in OURS:
-            from .backend import backend_of
+            from .backend import Request, backend_of
 
-            return backend_of(name, json.dumps(given["kvquant"], sort_keys=True))
+            return backend_of(name, Request.of(given["kvquant"]))
         if name in LATENT:
             raise UnsupportedError(
                 "--additional-config asks for rows of kvquant, and this model has latent attention "
                 '(MLA), which vLLM does not serve from them: leave "kvquant" out'
+            )
+        if name in DIFFKV:
+            raise UnsupportedError(
+                "--additional-config asks for rows of kvquant, and this model takes the backend "
+                f'{name}, whatever is asked for, which holds 16-bit ones: leave "kvquant" out'
             )
         attention = config.attention_config
         asked = (attention.backend, *attention.backend_per_kind.values())
@@ -78,17 +91,25 @@ def __getattr__(name: str) -> Any:  # a type[AttentionBackend]
                 f"--additional-config asks for rows of kvquant, and {name} would hold 16-bit ones: "
                 'give --attention-backend CUSTOM, or leave "kvquant" out'
             )
-    elif isinstance(given, dict) and not given.keys().isdisjoint(("k_format", "v_format")):
-        raise ConfigError(
-            f"--additional-config is {json.dumps(given, default=str)}: put what is kvquant's into "
-            '"kvquant", {"kvquant": {"k_format": "int4-g4", "v_format": "int4-g4"}}'
-        )
     if name == "CUSTOM":
         raise ConfigError(
             "--attention-backend CUSTOM is kvquant's, which lacks its rows: give "
-            '--additional-config \'{"kvquant": {"k_format": "int4-g4", "v_format": "int4-g4"}}\''
+            f"--additional-config '{EXAMPLE}'"
         )
     return resolve_obj_by_qualname(AttentionBackendEnum[name].value)
+
+
+def _check_keys(given: dict[Any, Any]) -> None:
+    """Raise ConfigError where a key of additional_config seems to be meant for kvquant: without it
+    an engine would start with other rows than were asked for, or in 16 bit."""
+    ours = ("kvquant", "k_format", "v_format", "plan")
+    for key in given:
+        if key != "kvquant" and get_close_matches(str(key).lower(), ours, 1, LIKENESS):
+            raise ConfigError(
+                f'--additional-config has the key {shown(key)}, not "kvquant": '
+                f'put what is kvquant\'s into "kvquant", {EXAMPLE}. If that key is of another '
+                "plugin, leave kvquant out of those that vLLM loads, which VLLM_PLUGINS names"
+            )
 
 
 def _check_version() -> None:

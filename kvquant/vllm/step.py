@@ -13,6 +13,7 @@ Rows of new tokens are written before attention, so that attention to rows finds
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -44,7 +45,8 @@ class Chunk(NamedTuple):
     past: int
 
 
-class Step(NamedTuple):
+@dataclass  # no tuple: vLLM sets an attribute of its own on those of local chunks (Llama 4)
+class Step:
     """Which tokens a step of an engine has; the same for all its layers.
 
     Attributes:
@@ -166,10 +168,11 @@ def attend(
         if step.places is not None:
             padded = q.new_empty(step.decodes * step.q_len, *q.shape[1:])
             queries = padded.index_copy_(0, step.places, queries)
-        if step.q_len > 1:
+        has_places = step.q_len > 1 or step.places is not None
+        if has_places:
             queries = queries.unflatten(0, shape)
         found = _attend_to_rows(layer, step, slice(step.decodes), queries, step.q_lens, pages)
-        if step.q_len > 1:
+        if has_places:
             found = found.flatten(0, 1)
         out[: step.num_tokens] = found if step.places is None else found[step.places]
     for chunk in step.chunks:

@@ -74,6 +74,7 @@ FIELDS = {
         "query_start_loc_cpu seq_lens seq_lens_cpu_upper_bound block_table_tensor "
         "num_actual_tokens causal"
     ),
+    "vllm.v1.kv_cache_interface:FullAttentionSpec": "non_causal",
     "vllm.config:VllmConfig": (
         "additional_config attention_config model_config scheduler_config speculative_config"
     ),
@@ -88,7 +89,7 @@ MEMBERS = {
     "vllm.v1.attention.backend:AttentionCGSupport": "UNIFORM_BATCH",
     "vllm.v1.attention.backend:AttentionMetadataBuilder": "_cudagraph_support",
     "vllm.v1.attention.backend:AttentionType": "DECODER",
-    "vllm.v1.attention.backends.registry:AttentionBackendEnum": "CUSTOM CPU_ATTN CPU_MLA AMX_MLA",
+    "vllm.v1.attention.backends.registry:AttentionBackendEnum": " ".join(plugin.NAMES),
     "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackend": "get_impl_cls",
     "vllm.v1.kv_cache_interface:KVCacheLayout": "LBHNC",
 }
@@ -151,6 +152,8 @@ def test_attention_layers_say_what_they_are() -> None:
         "kv_sharing_target_layer_name num_heads num_kv_heads use_mm_prefix"
     ).split():
         assert f"self.{name} = " in source or f"self.{name}:" in source, f"{name}: {WHAT_TO_DO}"
+    local = "vllm.model_executor.layers.attention.chunked_local_attention:ChunkedLocalAttention"
+    assert "self.attention_chunk_size = " in inspect.getsource(found(local)), WHAT_TO_DO
     update = inspect.getsource(found("vllm.model_executor.layers.attention.attention"))
     call = "impl.do_kv_cache_update(  # type: ignore[attr-defined]\n            attn_layer,\n"
     call += "            key,\n            value,\n            kv_cache,\n"

@@ -1,4 +1,4 @@
-"""The demo model in vLLM's engine, on the CPU, with rows in vLLM's pages (3 minutes)."""
+"""The demo model in vLLM's engine, on the CPU, with rows in vLLM's pages (4 minutes)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Gemma2Config, GptOssConfig, LlamaConfig
+from transformers import (
+    Gemma2Config,
+    GptOssConfig,
+    HrmTextConfig,
+    Llama4TextConfig,
+    LlamaConfig,
+)
 from vllm_engines import (
     BF16,
     INT4,
@@ -27,7 +33,7 @@ from vllm_engines import (
     tokens_of,
 )
 
-from kvquant import CachedModel, CachePlan, UnsupportedError
+from kvquant import CachedModel, CachePlan, ConfigError, UnsupportedError
 from kvquant.calibration.fidelity import Planned, Reference, Scheme
 
 pytestmark = pytest.mark.filterwarnings("default")  # vLLM's own
@@ -227,6 +233,62 @@ def test_what_models_change_in_attention(
                     found.append(logits_of(llm, [prompt], 140, detokenize=False))
     for ours in found[1:]:
         assert relative_l2(ours, found[0]) < 0.003
+
+
+def test_layers_that_attend_within_local_chunks(
+    tmp_path: Path,
+    relative_l2: Callable[[torch.Tensor, torch.Tensor], float],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first of two layers, as in Llama 4; prompts and what is generated cross its chunks."""
+    given: dict[str, Any] = {**SIZES, "attention_chunk_size": 64, "no_rope_layers": [1, 0]}
+    given |= {"use_qk_norm": False, "attn_temperature_tuning": False}
+    given |= {"intermediate_size_mlp": 64, "moe_layers": [], "interleave_moe_layer_step": 3}
+    config = Llama4TextConfig(**given)
+    told: list[Any] = []  # what a GPU would have compiled
+    note = "kvquant.vllm.backend.warm_up_layers"
+    monkeypatch.setattr(note, lambda device, calls: told.extend(calls))
+    model, found = random_model(tmp_path, config), []
+    prompts = [{"prompt_token_ids": [7 * i * i % 256 for i in range(n)]} for n in (190, 64, 63)]
+    for rows in (None, {"k_format": "fp16"}, {"k_format": "fp16", "prompts": "rows"}):
+        for chunk in (100, 50):
+            options = {"max_num_batched_tokens": chunk, "skip_tokenizer_init": True}
+            if rows or chunk == 100:
+                with engine(rows, model=model, **options) as llm:
+                    logits = logits_of(llm, prompts[:1], 140, detokenize=False)
+                    done = generate(llm, prompts, 70, detokenize=False, logprobs=5)
+                    found.append((logits, done))
+    assert sorted({calls.max_model_len for calls in told}) == [64, 1024]
+    for logits, done in found[1:]:
+        assert relative_l2(logits, found[0][0]) < 0.003
+        check_tokens(done, found[0][1])
+
+
+def test_a_second_engine_in_a_process_is_told_of_the_firsts_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM remembers a backend without regard to additional_config."""
+    from vllm.v1.attention import selector
+
+    with engine(INT4):
+        pass
+    monkeypatch.setattr(selector._cached_get_attn_backend, "cache_clear", lambda: None)
+    with engine(INT4):
+        pass
+    message = r'"kvquant": \'{"k_format": "int4-g4"}\': start one process for each setting'
+    for rows in ({"k_format": "int8"}, None):
+        with pytest.raises(ConfigError, match=message), engine(rows):
+            pass
+
+
+def test_layers_that_are_not_causal_are_refused_at_start_up(tmp_path: Path) -> None:
+    sizes = {**SIZES, "hidden_size": 256, "num_key_value_heads": 4, "num_layers_per_stack": 1}
+    config = HrmTextConfig(**sizes, H_cycles=1, L_cycles=1, architectures=["HrmTextForCausalLM"])
+    config.save_pretrained(tmp_path)
+    given = {"model": str(tmp_path), "skip_tokenizer_init": True, "load_format": "dummy"}
+    with pytest.raises(UnsupportedError, match=r"attn: tokens of a prompt attend to later ones"):
+        with engine(INT4, **given):
+            pass
 
 
 def test_layers_that_cannot_be_held_are_refused_by_name(tmp_path: Path) -> None:

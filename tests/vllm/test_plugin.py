@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from example_plan import example_plan
 from vllm_engines import INT4
 
-from kvquant import ConfigError, UnsupportedError
+from kvquant import CachePlan, ConfigError, UnsupportedError
 from kvquant.vllm import plugin
 
 pytestmark = pytest.mark.filterwarnings("default")  # vLLM's own
@@ -25,19 +27,79 @@ def test_the_plugin_does_nothing_until_it_is_asked() -> None:
     assert AttentionBackendEnum.CPU_ATTN.get_class() is CPUAttentionBackend
     with pytest.raises(ConfigError, match="give --additional-config"):
         AttentionBackendEnum.CUSTOM.get_class()
-    bare = VllmConfig(additional_config=INT4)
-    for one in (AttentionBackendEnum.CPU_ATTN, AttentionBackendEnum.CUSTOM):
-        with (
-            set_current_vllm_config(bare),
-            pytest.raises(ConfigError, match=r'put what is kvquant\'s into "kvquant"'),
-        ):
-            one.get_class()
     wrong = VllmConfig(additional_config={"kvquant": {"k_format": "int5"}})
     with (
         set_current_vllm_config(wrong),
         pytest.raises(ConfigError, match="format 'int5' does not exist"),
     ):
         AttentionBackendEnum.CPU_ATTN.get_class()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        INT4,
+        {"plan": "plan.safetensors"},
+        {"kformat": "int4-g4"},
+        {"kv_quant": INT4},
+        {"KVQuant": INT4},
+        {"kvquant": INT4, "v_format": "int8"},
+    ],
+    ids=str,
+)
+def test_settings_that_are_misspelt_or_misplaced_are_refused(given: dict[str, Any]) -> None:
+    """Nothing else would read them: there would be other rows than were asked for, or none."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    plugin.register()
+    message = r'has the key \'\w+\', not "kvquant": put what is kvquant\'s into "kvquant", {"kvq'
+    for one in (AttentionBackendEnum.CPU_ATTN, AttentionBackendEnum.CUSTOM):
+        with (
+            set_current_vllm_config(VllmConfig(additional_config=given)),
+            pytest.raises(ConfigError, match=message),
+        ):
+            one.get_class()
+
+
+def test_settings_of_other_plugins_are_left_to_them() -> None:
+    from vllm.config import VllmConfig, set_current_vllm_config
+
+    others = {"quant": "int8", "format": 1, "kv_cache": {}, "prompts": 2, "planner": None, "x": 3}
+    with set_current_vllm_config(VllmConfig(additional_config=others)):
+        assert plugin.CPU_ATTN.get_name() == "CPU_ATTN"
+
+
+def test_a_plan_is_read_again_where_its_file_is_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.config import VllmConfig, set_current_vllm_config
+
+    def save(folder: str, offset: float) -> str:
+        plan = example_plan(2, 4, 64)
+        plan.facts["layers"][-1] = plan.facts["layers"][0]  # none is kept in 16 bit
+        plan.tensors["k.offset"][:] = offset
+        (tmp_path / folder).mkdir(exist_ok=True)
+        path = tmp_path / folder / "plan"
+        path.unlink(missing_ok=True)
+        CachePlan(plan.facts, plan.tensors).save(path)
+        return str(path)
+
+    def served(path: str) -> Any:
+        rows = {"kvquant": {"plan": path, "k_format": "int8"}}
+        with set_current_vllm_config(VllmConfig(additional_config=rows)):
+            backend = plugin.CPU_ATTN
+            assert plugin.CPU_ATTN is backend  # of the same file there is one
+        return backend.settings.plan.tensors["k.offset"].unique().tolist()
+
+    path = save("one", 1.0)
+    save("other", 3.0)
+    assert served(path) == [1.0]
+    save("one", 2.0)
+    assert served(path) == [2.0]
+    for folder, wanted in (("one", [2.0]), ("other", [3.0])):
+        monkeypatch.chdir(tmp_path / folder)
+        assert served("plan") == wanted
 
 
 def test_rows_without_their_backend_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,6 +142,27 @@ def test_latent_attention_is_refused_where_vllm_would_serve_it_in_16_bit() -> No
                 assert name in plugin.LATENT
 
 
+def test_models_that_take_a_backend_of_their_own_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As MiMo-V2 does, whose K and V differ in head_dim."""
+    from vllm.config import AttentionConfig, VllmConfig, set_current_vllm_config
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    plugin.register()
+    asked = AttentionConfig(backend=AttentionBackendEnum.CUSTOM)
+    for name in plugin.DIFFKV:
+        entry = AttentionBackendEnum[name]
+        monkeypatch.setattr(entry, "_value_", "vllm.config.VllmConfig")  # whose module needs no GPU
+        with (
+            set_current_vllm_config(VllmConfig(**ROWS, attention_config=asked)),
+            pytest.raises(UnsupportedError, match=f"this model takes the backend {name}"),
+        ):
+            entry.get_class()
+        with set_current_vllm_config(VllmConfig()):
+            assert entry.get_class() is VllmConfig
+
+
 def test_a_vllm_without_one_of_these_names_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.attention.backends import registry
 
@@ -99,7 +182,7 @@ def test_a_vllm_without_one_of_these_names_starts(monkeypatch: pytest.MonkeyPatc
     for one in Older.__members__.values():
         monkeypatch.setattr(one, "is_overridden", lambda: False)
     plugin.register()
-    assert set(registered) == {*plugin.OURS, *plugin.AUTOMATIC}
+    assert {*registered} == {*plugin.NAMES} - {*plugin.LATENT}
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,11 +23,11 @@ def layer(given: dict[str, Any], **options: Any) -> Any:
     """An attention layer of vLLM, as far as it is asked."""
     from vllm.v1.attention.backend import AttentionType
 
-    from kvquant.vllm.backend import backend_of
+    from kvquant.vllm.backend import Request, backend_of
 
     impl = SimpleNamespace(is_draft=False, scale=0.1, variant=lambda device: AttentionVariant())
     usual = {
-        "attn_backend": backend_of("CPU_ATTN", json.dumps(given)),
+        "attn_backend": backend_of("CPU_ATTN", Request.of(given)),
         "attn_type": AttentionType.DECODER,
         "kv_sharing_target_layer_name": None,
         "kv_cache_dtype": "auto",
@@ -59,7 +58,7 @@ def rows_of(
         ({"attn_type": "encoder_only"}, "it is of type encoder_only, which decodes from no rows"),
         ({"attn_type": "encoder_decoder"}, "it is of type encoder_decoder"),
         ({"kv_sharing_target_layer_name": "layers.0"}, "it attends to the rows of layers.0"),
-        ({"kv_cache_dtype": "fp8"}, "its --kv-cache-dtype is fp8: leave that out, rows have"),
+        ({"kv_cache_dtype": "fp8"}, "asks for fp8, and .*: give --kv-cache-dtype bfloat16"),
         ({"use_mm_prefix": True}, "it attends to whole images, not to the tokens before"),
         ({"head_size": 32}, "head_dim 32 is"),
         ({"head_size_v": 520}, "head_dim 520 is"),

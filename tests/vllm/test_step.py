@@ -195,6 +195,20 @@ def test_a_step_that_a_graph_pads(queries: int, relative_l2: Measure) -> None:
     assert not out[2 * queries :].any()
 
 
+def test_a_sequence_without_tokens_among_those_with_one(relative_l2: Measure) -> None:
+    layer = LayerRows(Settings("int8", "int8").layout(HEADS, DIM, DIM), SCALE, bases())
+    cache, counts = Pages(layer, [20, 31, 9], room=1), [1, 0, 1]
+    k, v = cache.append(counts)
+    starts = torch.tensor([0, *counts]).cumsum(0).int()
+    step = describe_step(cache.table, cache.lens, starts, cache.lens, 2)
+    q = torch.randn(2, Q_HEADS, DIM)
+    out = torch.full_like(q, torch.nan)
+    attend(layer, step, q, k, v, cache.pages, out)
+    for i, sequence in enumerate((0, 2)):
+        wanted = exact(q[i : i + 1], *cache.values(sequence), AttentionVariant())
+        assert relative_l2(out[i : i + 1], wanted) < 2e-5
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("has_basis", [False, True])
 @pytest.mark.parametrize("queries", [1, 3])
