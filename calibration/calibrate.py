@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from numbers import Real
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,6 +23,7 @@ from kvquant.errors import (
 from kvquant.hf.configs import CacheLayers, cache_layers
 from kvquant.io.model_id import model_identity
 from kvquant.io.plan import FORMAT, LATENT_VERSION, VERSION, CachePlan
+from kvquant.rows.arguments import check_kind
 from kvquant.rows.format import FP8_DS_MLA, FP16_MAX, HEAD_DIMS, RowFormat
 from kvquant.rows.latent import LatentFormat
 
@@ -85,6 +87,11 @@ class Goal:
     format: str | None = None
 
     def __post_init__(self) -> None:
+        for what, number in (("max_kl", self.max_kl), ("budget", self.budget)):
+            if number is not None and (isinstance(number, bool) or not isinstance(number, Real)):
+                raise ConfigError(f"{what} is {shown(number)}: use a number, or None")
+        if self.format is not None:
+            check_kind("format", self.format, str, "give its short name")
         if self.format is not None and (self.max_kl, self.budget) != (None, None):
             raise ConfigError("give a format, or --max-kl and --budget to have formats chosen")
         if self.max_kl is not None and not (0 < self.max_kl < math.inf):
@@ -127,6 +134,9 @@ def calibrate(
         ConfigError: a text is too short for the sizes or is none, or an option is not possible.
         UnsupportedModelError: the model keeps latent rows, and cannot decode from them.
     """
+    for name, given, kind in (("sizes", sizes, Sizes), ("goal", goal, Goal)):
+        if given is not None:
+            check_kind(name, given, kind, f"give a {kind.__name__}, or None")
     sizes, layers = sizes or Sizes(), None
     if rounding not in ROUNDINGS:
         raise ConfigError(
@@ -143,6 +153,9 @@ def calibrate(
         raise ConfigError("there is no text: give tokens, or zero_data=True to observe random ones")
     tokens = None if tokens is None else token_ids("tokens", tokens)
     held = None if held is None else token_ids("held", held)
+    for name, text in (("tokens", tokens), ("held", held)):
+        if text is not None and not len(text):
+            raise ConfigError(f"{name} is empty: give a longer text")
     if goal.max_kl is not None and tokens is None and held is None:
         raise ConfigError("a KL is measured on a text: give tokens or held, or no max_kl")
     if tokens is not None and held is None:

@@ -13,6 +13,8 @@ from kvquant.text import count_text
 
 from .text_report import KL_LIMIT, KL_NOTICE
 
+MOST_BITS = 16.0  # of an element
+
 LEAST_SCORED = 256  # tokens; the standard error of top-1 is then 3 % at most
 LEAST_PASSAGES = 4  # whose means differ by as much as the standard error tells
 
@@ -69,20 +71,20 @@ def next_steps(plan: CachePlan, file: str) -> list[tuple[str, str]]:
         file = f"./{file}"
     shell, again = shlex.quote(file), "kvquant calibrate MODEL --text FILE"
     steps = []
-    limit = plan.facts["limit"]
-    is_free = (
-        limit["max_kl"] is not None and limit["budget"] is None
-    )  # of as many bits as there are
+    max_kl, budget = plan.facts["limit"]["max_kl"], plan.facts["limit"]["budget"]
+    # a limit alone, or a budget of all bits, has had what it wanted
+    is_free = max_kl is not None and (budget is None or budget >= MOST_BITS)
     if kind == "bad" and not is_free:
-        more = f"--budget {min(16.0, math.ceil(plan.bits + 0.25)):g}"
-        if limit["max_kl"] is not None:
-            more += f" --max-kl {limit['max_kl']:g}"
+        more = f"--budget {min(MOST_BITS, math.floor(max(plan.bits, budget or 0.0)) + 1):g}"
+        if max_kl is not None:
+            more += f" --max-kl {max_kl:g}"
         steps.append(("allow more bits", f"{again} {more} -o {shell}"))
     elif measured is None or _too_few(measured):
         steps.append(("measure it", f"{again} -o {shell}"))
     if kind != "bad":
         plan_of = f"plan=CachePlan.load({file!r})"
-        steps.append(("use it", f"cache = model.new_cache(1, 4096, {plan_of})"))
+        if not (measured or {}).get("in_one_pass"):  # else no KVCache serves the model
+            steps.append(("use it", f"cache = model.new_cache(1, 4096, {plan_of})"))
         steps.append(("in transformers' generate", f"cache = QuantizedCache(model, {plan_of})"))
     page = shlex.quote(f"{file.removesuffix('.safetensors')}.html")
     return [*steps, ("see it", f"kvquant report {shell} -o {page}")]

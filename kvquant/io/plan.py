@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any
@@ -15,7 +15,7 @@ import torch
 from msgspec import Meta
 
 from ..errors import CheckpointError, ConfigError, ShapeError, shown
-from ..rows.arguments import check_kind
+from ..rows.arguments import check_kind, is_whole
 from ..rows.basis import Basis, LayerBasis
 from ..rows.format import RowFormat, check_head_dims
 from ..rows.latent import LatentFormat
@@ -296,14 +296,17 @@ class CachePlan:
             >>> cache.num_kv_heads
             1
         """
+        if not isinstance(heads, Iterable):
+            raise ConfigError(f"heads are {shown(heads)}: give a list of KV heads")
         heads = list(heads)
-        if not heads or not set(heads) <= set(range(self.num_kv_heads)):
+        known = range(self.num_kv_heads)
+        if not heads or not all(is_whole(head) and head in known for head in heads):
             raise ConfigError(
                 f"heads are {shown(heads)}: give some of 0 to {self.num_kv_heads - 1}, the KV "
                 "heads of the plan"
             )
         tensors = {
-            name: tensor[:, heads]
+            name: tensor[:, list(map(int, heads))]
             for name, tensor in self.tensors.items()
             if not name.startswith("scores.")
         }

@@ -266,6 +266,13 @@ def test_what_is_no_text_is_told(model: CachedModel, text: list[int]) -> None:
         calibrate(model, None, sizes=SIZES, goal=Goal(max_kl=0.1), zero_data=True)
     with pytest.raises(ConfigError, match="rounding 'best' does not exist: use feedback or"):
         calibrate(model, text, sizes=SIZES, rounding="best")
+    for name, kind in (("goal", "Goal"), ("sizes", "Sizes")):
+        with pytest.raises(ConfigError, match=f"{name} is of type dict: give a {kind}, or None"):
+            calibrate(model, text, **{name: {"max_kl": 1}})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="tokens is empty"):
+        calibrate(model, [], text, sizes=SIZES)
+    with pytest.raises(ConfigError, match="held is empty"):
+        calibrate(model, text, [], sizes=SIZES)
 
 
 def test_an_interrupted_run_goes_on(model: CachedModel, text: list[int], tmp_path: Path) -> None:
@@ -327,5 +334,11 @@ def test_impossible_goals_and_sizes_are_refused(model: CachedModel, text: list[i
     for goal in [*impossible, {"budget": float("inf")}]:
         with pytest.raises(ConfigError, match=r"cannot be kept|not possible"):
             Goal(**goal)
+    kinds: list[dict[str, Any]] = [{"max_kl": "0.1"}, {"budget": "5"}, {"max_kl": True}]
+    for goal in kinds:
+        with pytest.raises(ConfigError, match="use a number, or None"):
+            Goal(**goal)
+    with pytest.raises(ConfigError, match="format is of type int"):
+        Goal(format=4)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="give a format, or"):
         Goal(max_kl=1, format="int4")

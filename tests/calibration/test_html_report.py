@@ -223,6 +223,15 @@ def test_what_to_do_next_is_told() -> None:
     assert "--budget 10 --max-kl 0.01 -o p" in line
     least = changed(bad, limit=limit | {"budget": None})  # it had all the bits that it wanted
     assert [what for what, _ in next_steps(least, "p.safetensors")] == ["see it"]
+    (_, line), *_ = next_steps(changed(bad, limit=limit | {"budget": 12.0}), "p.safetensors")
+    assert "--budget 13 " in line  # more than what was not enough
+    all_bits = changed(bad, limit=limit | {"budget": 16.0})
+    assert [what for what, _ in next_steps(all_bits, "p.safetensors")] == ["see it"]
+    hybrid = measured(good, in_one_pass="layer 0 is 'conv'")
+    assert [what for what, _ in next_steps(hybrid, "p.safetensors")] == [
+        "in transformers' generate",
+        "see it",
+    ]
     assert next_steps(changed(good, measured=None), "p.safetensors")[0][0] == "measure it"
     *_, (_, line) = next_steps(good, "-o.safetensors")  # no option
     assert line == "kvquant report ./-o.safetensors -o ./-o.html"

@@ -115,9 +115,12 @@ def test_the_plan_of_some_heads_stores_their_rows_as_the_whole_one(
         part.append(layer, k[:, 1:], v[:, 1:])
         for rows, wanted in zip(part.dequantized(layer), whole.dequantized(layer), strict=True):
             assert torch.equal(rows, wanted[:, 1:])
-    for heads in ([], [0, 2], [-1]):
+    wrong: list[Any] = [[], [0, 2], [-1], [True, False], [True], [[0]], [1.0]]
+    for heads in wrong:
         with pytest.raises(ConfigError, match="give some of 0 to 1"):
             plan.of_heads(heads)
+    with pytest.raises(ConfigError, match="heads are 0: give a list"):
+        plan.of_heads(0)  # type: ignore[arg-type]
 
 
 def test_a_plan_for_another_model_is_refused(path: Path) -> None:
