@@ -69,7 +69,7 @@ class KVCache:
     """Keys and values of all layers of a model, for a batch of sequences of unequal lengths.
 
     All memory is allocated when the cache is made. Formats of K and of V are independent, and may
-    be given per layer.
+    be given per layer. A cache belongs to one thread at a time, while it is saved, too.
 
     Args:
         num_layers: layers with attention.

@@ -333,6 +333,13 @@ class QuantizedCache(Cache):
         """Whether a layer that is transformers' own attends, and so needs a mask."""
         return any(isinstance(self.layers[at], CacheLayerMixin) for at in self._kept)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Be a copy; layers that were copied are its own."""
+        vars(self).update(state)
+        for layer in self.layers:
+            if isinstance(layer, QuantizedLayer) and "_cache" not in vars(layer):
+                layer.bind(self)
+
     def describe(self) -> str:
         """What each layer of the model is kept as, and why, a line each.
 
@@ -1038,7 +1045,25 @@ class QuantizedLayer(CacheLayerMixin):
 
     def __init__(self, cache: QuantizedCache, layer: int, at: int | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # transformers has no types
-        self.cache, self.layer, self.at = cache, layer, at
+        self.layer, self.at = layer, at
+        self.bind(cache)
+
+    def bind(self, cache: QuantizedCache) -> None:
+        """Be a layer of this cache. A cycle of references would keep its memory until Python's
+        collector comes, which does not see how much that is."""
+        self._cache = weakref.ref(cache)
+
+    @property
+    def cache(self) -> QuantizedCache:
+        """Which it is of."""
+        cache = self._cache()
+        if cache is None:
+            raise ReferenceError("the cache of this layer is gone: keep the QuantizedCache")
+        return cache
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles of the cache, which bind it again."""
+        return {name: value for name, value in vars(self).items() if name != "_cache"}
 
     @property
     def is_initialized(self) -> bool:

@@ -1,6 +1,9 @@
 """How a QuantizedCache is made for what comes, grows, and what it reads in a step."""
 
 import copy
+import gc
+import pickle
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +162,29 @@ def test_a_copy_goes_on_by_itself(own: CachedModel) -> None:
     torch.testing.assert_close(*given, atol=TOLERANCE, rtol=0)
     assert [one.get_seq_length() for one in (past, other)] == [20, 21]
     assert past.kv is not None and past.kv.seq_lens.tolist() == [20]
+
+
+@pytest.mark.parametrize("room", [None, 32], ids=["growing", "static"])
+def test_memory_goes_with_the_cache_and_not_with_the_collector(
+    own: CachedModel, room: int | None
+) -> None:
+    """A GPU would be full of dead caches before Python's collector came."""
+    past = QuantizedCache(own.model, **FP16, max_seq_len=room)
+    own.model.generate(tokens(1, 10), **caching(past), **OPTIONS)
+    other, kv = pickle.loads(pickle.dumps(copy.deepcopy(past))), own.new_cache(1, 32, **FP16)
+    own.prefill(kv, tokens(1, 10))
+    gc.collect()
+    gc.disable()
+    try:
+        layer, held = past.layers[0], [weakref.ref(one) for one in (past.kv, kv)]
+        del past, kv
+        assert [one() for one in held] == [None, None]
+    finally:
+        gc.enable()
+    with pytest.raises(ReferenceError, match="keep the QuantizedCache"):
+        layer.get_seq_length()
+    assert other.layers[0].cache is other and other.layers[0].get_seq_length() == 13
+    own.model.generate(tokens(1, 10).repeat(1, 2), **caching(other), **OPTIONS)
 
 
 class Reads(TorchDispatchMode):
