@@ -101,8 +101,9 @@ def save_cache(
     """Write a cache to a file, in one step: after a crash there is the old file or the new one.
 
     Only tokens in use are written, and no second copy of the cache is made: nobody may append to it
-    meanwhile, or rows are mixed. A file that is replaced keeps its mode, and a link leads where it did. Another process that saves to this path is waited
-    for; one that loads from it finds the old cache or the new one, whole.
+    meanwhile, or rows are mixed. A file that is replaced keeps its mode, and a link leads where it
+    did. Another process that saves to this path is waited for; one that loads from it finds the old
+    cache or the new one, whole.
 
     Args:
         cache: whose layers all hold the same tokens.
