@@ -624,10 +624,14 @@ class KVCache:
                 f"cannot crop sequences of {present.tolist()} tokens to {wanted.tolist()}: give "
                 "lengths from 0 to the present ones"
             )
+        self._crop_layers(wanted.expand(self.num_layers, -1))
+
+    def _crop_layers(self, lens: torch.Tensor) -> None:
+        """Keep so many tokens, [num_layers, batch]; in all layers, or raise as crop."""
         for i, layer in enumerate(self.layers):
-            layer.check_crop(i, wanted)
+            layer.check_crop(i, lens[i])
         self.changes += 1
-        for layer in self.layers:
+        for layer, wanted in zip(self.layers, lens, strict=True):
             layer.crop(wanted)
 
     def reorder(self, index: Counts) -> None:
@@ -789,7 +793,7 @@ class KVCache:
         new_tokens = check_size("new_tokens", new_tokens)
         before, kept = self._lens_of_layers(), dict[int, LayerCache]()
         counters = [(x, x.clone()) for x in self._all_counters()]
-        if new_tokens > SPARE and any(map(torch.any, before)):
+        if new_tokens > SPARE and bool(before.any()):
             for i, layer in enumerate(self.layers):
                 if layer.lens.firsts is not None:
                     kept[i] = self._copy(layer, self.max_seq_len)
@@ -798,19 +802,17 @@ class KVCache:
         except BaseException:
             for i, layer in kept.items():
                 self.layers[i].take(layer)
-            for i, lens in enumerate(self._lens_of_layers()):
-                if len(lens) == len(before[i]):  # as many sequences as then
-                    wanted = torch.minimum(lens, before[i])
-                    self.layers[i].check_crop(i, wanted)
-                    self.layers[i].crop(wanted)
-            self.changes += 1
+            present = self._lens_of_layers()
+            if present.shape == before.shape:  # as many sequences as then
+                self._crop_layers(torch.minimum(present, before))
             for counter, earlier in counters:  # lower where check has set them back
                 counter.copy_(torch.minimum(counter, earlier))
             raise
 
-    def _lens_of_layers(self) -> list[torch.Tensor]:
-        """[batch] of each layer, on the CPU: its tokens of each sequence."""
-        return [layer.seq_lens.to("cpu", copy=True) for layer in self.layers]
+    def _lens_of_layers(self) -> torch.Tensor:
+        """[num_layers, batch], on the CPU, by one read of each device: tokens of each sequence."""
+        read = {device: iter(torch.stack(lens).cpu()) for device, lens in self._lens().items()}
+        return torch.stack([next(read[device]) for device in self.devices])
 
     def reset(self) -> None:
         """Forget all tokens; the memory stays."""

@@ -66,12 +66,9 @@ FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EXACT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LEVELS = {"int4": 15.0, "int8": 255.0}
 FP8_CODECS = ("fp8", FP8_DS_MLA)
+_FORMATS = [RowFormat.parse(name, head_dim) for name in NAMES for head_dim in ROW_DIMS]
 # by short name and bytes of a row; torch.compile can look here, and make no format
-_OF_LENGTH = {
-    (name, fmt.row_bytes): fmt
-    for name in NAMES
-    for fmt in [RowFormat.parse(name, head_dim) for head_dim in reversed(ROW_DIMS)]
-}
+_OF_LENGTH = {(str(fmt), fmt.row_bytes): fmt for fmt in _FORMATS}
 LEAST_DS_SCALE = 1e-4  # FlashMLA's, before it is rounded up to a power of two
 
 
