@@ -36,8 +36,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-        pytest.skip("needs an NVIDIA GPU: torch.cuda.is_available() is False")
+    wanted = [count for mark in item.iter_markers("gpu") for count in mark.args or (1,)]
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if max(wanted, default=0) > found:
+        pytest.skip(f"needs NVIDIA GPUs: {max(wanted)}, torch finds {found}")
 
 
 @pytest.fixture(autouse=True)

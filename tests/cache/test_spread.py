@@ -22,6 +22,7 @@ DEVICES = [
     pytest.param(["cpu", "cpu:0", "cpu"], id="cpu"),
     pytest.param(["cuda:0", "cpu", "cuda:0"], id="cuda and cpu", marks=pytest.mark.gpu),
     pytest.param(["cpu", "cuda:0", "cuda:0"], id="cpu and cuda", marks=pytest.mark.gpu),
+    pytest.param(["cuda:0", "cuda:1", "cuda:0"], id="two GPUs", marks=pytest.mark.gpu(2)),
 ]
 several = pytest.mark.parametrize("devices", DEVICES)
 

@@ -38,6 +38,7 @@ DEVICES = [
     pytest.param(["cpu", "cpu:0"], id="cpu"),
     pytest.param(["cuda:0", "cpu"], id="cuda and cpu", marks=pytest.mark.gpu),
     pytest.param(["cpu", "cuda:0"], id="cpu and cuda", marks=pytest.mark.gpu),
+    pytest.param(["cuda:0", "cuda:1"], id="two GPUs", marks=pytest.mark.gpu(2)),
 ]
 several = pytest.mark.parametrize("devices", DEVICES)
 
@@ -345,12 +346,13 @@ def test_accelerate_spreads_the_layers(first: Any) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("first", "second"), [("cpu", 0), (0, "cpu"), (0, 1)])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("cpu", 0), (0, "cpu"), pytest.param(0, 1, marks=pytest.mark.gpu(2))],
+)
 def test_a_cached_model_where_accelerate_chooses_the_main_device(first: Any, second: Any) -> None:
     """Weights on the CPU are brought to a GPU then."""
     accelerate = pytest.importorskip("accelerate")
-    if second == 1 and torch.cuda.device_count() < 2:
-        pytest.skip("two GPUs are needed")
     where = dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "model.layers.0"), first)
     where |= dict.fromkeys(("model.layers.1", "model.norm", "lm_head"), second)
     whole, given = tiny("Llama"), (tokens(3, 24), [24, 9, 17])

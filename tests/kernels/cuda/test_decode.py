@@ -344,7 +344,7 @@ def test_two_streams_and_two_threads_at_once(relative_l2: Measure) -> None:
     assert not wrong
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.gpu(2)
 def test_tensors_on_a_device_that_is_not_the_current_one(relative_l2: Measure) -> None:
     segment = linear("int4-g4", (300, 129), 1)
     q = query(segment, 8)

@@ -219,12 +219,10 @@ def test_a_cached_launch_on_other_devices_is_refused() -> None:
             decode_attention(call.q, *mixed, **call.formats)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(2)
 def test_tensors_on_another_gpu(
     relative_l2: Callable[[torch.Tensor, torch.Tensor], float],
 ) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
     call = Call(device="cuda:1")
     out = call()
     assert torch.cuda.current_device() == 0

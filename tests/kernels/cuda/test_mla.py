@@ -977,8 +977,16 @@ def test_other_sizes(name: str, dims: tuple[int, int]) -> None:
 
 
 def compare_on_gpu(case: MlaCase, **options: Any) -> None:
-    """Compare with float64."""
-    compare(case, *attend(case, **options))
+    """Compare the kernel for few heads with float64, whatever their number."""
+    with forced(NARROW=dict.fromkeys(launching.NARROW, 1 << 30)):
+        compare(case, *attend(case, **options))
+
+
+@contextmanager
+def forced(**limits: Any) -> Iterator[None]:
+    """Choose kernels by other limits of the launcher, whose launches remember their choice."""
+    with mock.patch.multiple(launching, **limits), mock.patch.object(runtime, "_launches", {}):
+        yield
 
 
 needs_warpgroups = pytest.mark.skipif(
@@ -988,8 +996,8 @@ needs_warpgroups = pytest.mark.skipif(
 
 
 def compare_many_heads(case: MlaCase, **options: Any) -> None:
-    """Compare the kernel for many heads with float64, however short contexts are."""
-    with mock.patch.object(launching, "LEAST", 1):
+    """Compare the kernel for many heads with float64, whatever their number and short contexts."""
+    with forced(NARROW=OF_MANY["NARROW"], LEAST=1):
         out, lse = attend(case, **options)
     compare(case, out, lse, *WIDE)
 
@@ -1046,14 +1054,9 @@ def test_rows_of_flash_mla_with_scales_of_any_size_on_a_gpu(options: dict[str, A
     for heads in (16, 64):
         for lens in ((3000, 700), (100,)):
             case = make_mla("fp8", heads, lens, raw_scales=True, device="cuda", **options)
-            with mock.patch.object(launching, "NARROW", dict.fromkeys(launching.NARROW, 1 << 30)):
-                compare_on_gpu(case)
+            compare_on_gpu(case)
             if torch.cuda.get_device_capability() == launching.WARPGROUPS:
-                runtime._launches.clear()
-                with mock.patch.multiple(launching, NARROW=OF_MANY["NARROW"], LEAST=1):
-                    out, lse = attend(case)
-                compare(case, out, lse, *WIDE)
-            runtime._launches.clear()
+                compare_many_heads(case)
 
 
 @pytest.mark.gpu
