@@ -481,6 +481,7 @@ class QuantizedCache(Cache):
         if columns != 1 or not self.is_compileable:
             return False
         is_open = 0 < self._due < self.num_places
+        # len: torch 2.11 traces no bool() of a subclass of list
         is_known = self._is_told or (len(self._configs) > 0 and self._has_run)
         return self.kv is not None and is_known and not is_open
 
