@@ -36,10 +36,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    wanted = [count for mark in item.iter_markers("gpu") for count in mark.args or (1,)]
-    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if max(wanted, default=0) > found:
-        pytest.skip(f"needs NVIDIA GPUs: {max(wanted)}, torch finds {found}")
+    counts = [_count(*mark.args, **mark.kwargs) for mark in item.iter_markers("gpu")]
+    wanted = max(counts, default=0)
+    if wanted and not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU: torch.cuda.is_available() is False")
+    if wanted > torch.cuda.device_count():
+        pytest.skip(f"needs {wanted} NVIDIA GPUs: torch finds {torch.cuda.device_count()}")
+
+
+def _count(count: int = 1) -> int:
+    """The argument of the gpu marker."""
+    return count
 
 
 @pytest.fixture(autouse=True)

@@ -52,6 +52,9 @@ from .switch import DEQUANTIZE, attending
 from .tracing import outside_of_graphs, tracing
 
 DRAFTS = 16  # tokens
+# Such layers bring the keys to their device, where these are: traced, that is another tensor then,
+# without our mark on it (seen with torch 2.11; 2.13 keeps it)
+_LOSES_MARKS = torch.torch_version.TorchVersion(torch.__version__) < "2.13"
 SPACE = 256  # tokens that a cache which grows has room for at first, besides those that come
 _MASK = (
     "the attention_mask of a step shows other tokens than the cache has and the new one: give it "
@@ -917,10 +920,14 @@ class QuantizedCache(Cache):
     def is_compileable(self) -> bool:
         """Whether torch.compile takes a step as one graph, which serves all steps; generate looks
         at it. The cache has its room from the beginning, on one device, and the model does not turn
-        keys or scale queries by the length of the text."""
+        keys or scale queries by the length of the text; before torch 2.13 none of its layers
+        attends to the keys of another one."""
         depends = self._turn is not None or self._scaled_from is not None
-        depends = depends or self._dequantizes
+        depends = depends or self._dequantizes or (_LOSES_MARKS and self._shares_keys())
         return self._is_static and not (self._stateful or depends or self.is_spread)
+
+    def _shares_keys(self) -> bool:
+        return self._layers is not None and len(self._layers.shared) > 0
 
     @property
     def is_spread(self) -> bool:

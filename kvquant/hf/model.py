@@ -497,11 +497,12 @@ class CachedModel:
     def not_captured(self, cache: KVCache) -> str | None:
         """Why a step of this model cannot be a CUDA graph (CapturedStep); None if it can."""
         if self._ranks > 1:
-            # NCCL lets a graph hold its sums; there were no GPUs to see what a failure leaves
+            # graphs with sums of ranks ran by NCCL (generate's, of a static cache); not known is
+            # what a rank that fails in one leaves of the others
             return (
                 f"it is spread over {self._ranks} ranks (tp_plan), whose sums between layers would "
-                "be part of the graph: a rank that fails leaves the others waiting in it, which "
-                "was not tried on several GPUs. Use CachedModel.step"
+                "be part of the graph: what a rank that fails in it leaves of the others was not "
+                "tried. Use CachedModel.step"
             )
         turn, scaled_from, positions = self._layers.turn, self._layers.scaled_from, self._positions
         if turn is not None:

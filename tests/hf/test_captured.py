@@ -100,6 +100,8 @@ class StandIn:
         }
         for name, value in stand_ins.items():
             monkeypatch.setattr(torch.cuda, name, value)
+        assert any(hasattr(torch._C, name) for name in captured._ENDINGS)
+        # before torch 2.8 there is only the older name
         monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", self._end, raising=False)
         monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *pool: None)
         monkeypatch.setattr(captured, "_check", lambda model, cache: None)

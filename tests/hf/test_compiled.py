@@ -23,6 +23,7 @@ from hf_cases import (  # noqa: E402
 from latent_plans import latent_plan  # noqa: E402
 from slow_cases import mark_slow  # noqa: E402
 
+from kvquant.hf import cache as hf_cache  # noqa: E402
 from kvquant.hf.cache import QuantizedCache  # noqa: E402
 from kvquant.io.plan import CachePlan  # noqa: E402
 
@@ -97,6 +98,8 @@ def generated(
     mark_slow(FAMILIES, ["Mistral"]),
 )
 def test_generate_compiles_one_graph_by_itself(family: str) -> None:
+    if family == "Gemma3nText" and hf_cache._LOSES_MARKS:
+        pytest.skip("its layers share keys: compiled from torch 2.13 on")
     model = model_of(family)
     expected, plain = generated(model, padded=True)
     found, cache = generated(model, padded=True, **compiling("eager"))
@@ -104,6 +107,18 @@ def test_generate_compiles_one_graph_by_itself(family: str) -> None:
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
     assert cache.get_seq_length() == plain.get_seq_length() == 24 + 2 * 6 - 1
     assert cache.kv is not None and cache.kv.seq_lens.tolist() == (35 - PADS).tolist()
+
+
+def test_layers_that_share_keys_are_not_compiled_by_older_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hf_cache, "_LOSES_MARKS", True)
+    assert QuantizedCache(model_of("Llama"), **ROWS).is_compileable
+    model = model_of("Gemma3nText")
+    expected, cache = generated(model, padded=True)
+    assert not cache.is_compileable
+    assert generated(model, padded=True, **compiling("eager"))[0] == expected
+    assert not counters["stats"]["unique_graphs"]
 
 
 @pytest.mark.slow

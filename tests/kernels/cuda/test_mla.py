@@ -977,16 +977,24 @@ def test_other_sizes(name: str, dims: tuple[int, int]) -> None:
 
 
 def compare_on_gpu(case: MlaCase, **options: Any) -> None:
-    """Compare the kernel for few heads with float64, whatever their number."""
-    with forced(NARROW=dict.fromkeys(launching.NARROW, 1 << 30)):
-        compare(case, *attend(case, **options))
+    """Compare the kernel for few heads with float64, however many there are."""
+    limits = {"NARROW": dict.fromkeys(launching.NARROW, 1 << 30)}
+    assert compare_by(limits, case, **options) == {MlaSpec}
 
 
-@contextmanager
-def forced(**limits: Any) -> Iterator[None]:
-    """Choose kernels by other limits of the launcher, whose launches remember their choice."""
-    with mock.patch.multiple(launching, **limits), mock.patch.object(runtime, "_launches", {}):
-        yield
+def compare_by(
+    limits: dict[str, Any], case: MlaCase, *tolerances: float, **options: Any
+) -> set[type]:
+    """Compare with float64 where the launcher chooses by these limits.
+
+    Returns:
+        The kernels that it took, by their specs.
+    """
+    # it remembers launches, and so its choice
+    anew: dict[str, Any] = {"_launches": {}, "_kernels": {}}
+    with mock.patch.multiple(launching, **limits), mock.patch.multiple(runtime, **anew):
+        compare(case, *attend(case, **options), *tolerances)
+        return {type(spec) for spec in loaded_specs()} - {MlaCombineSpec}
 
 
 needs_warpgroups = pytest.mark.skipif(
@@ -996,10 +1004,10 @@ needs_warpgroups = pytest.mark.skipif(
 
 
 def compare_many_heads(case: MlaCase, **options: Any) -> None:
-    """Compare the kernel for many heads with float64, whatever their number and short contexts."""
-    with forced(NARROW=OF_MANY["NARROW"], LEAST=1):
-        out, lse = attend(case, **options)
-    compare(case, out, lse, *WIDE)
+    """Compare the kernel for many heads with float64, however few there are and however short
+    contexts are."""
+    limits = {"NARROW": OF_MANY["NARROW"], "LEAST": 1}
+    assert compare_by(limits, case, *WIDE, **options) == {WideMlaSpec}
 
 
 @pytest.mark.gpu
@@ -1036,6 +1044,17 @@ def test_queries_and_segments_for_many_heads(q_lens: tuple[int, ...] | None) -> 
     compare_many_heads(make_mla(AIM, 64, lens, sinks=4, device="cuda", **options))
     options |= {"page_size": 64, "in_slots": True}
     compare_many_heads(make_mla(AIM, 64, lens, sinks=4, device="cuda", **options))
+
+
+@pytest.mark.gpu
+@needs_warpgroups
+@pytest.mark.parametrize("q_lens", [None, (2, 1, 0, 2)], ids=str)
+def test_long_rows_of_many_heads_beside_a_short_ring(q_lens: tuple[int, ...] | None) -> None:
+    """The launcher takes both kernels by itself, and combines their parts."""
+    lens, recent = (5000, 900, 70, 3), (128, 60, 128, 1)
+    case = make_mla(AIM, 128, lens, exact="bf16", recent=recent, q_lens=q_lens, device="cuda")
+    limits = {"LEAST": launching.LEAST}  # as they are
+    assert compare_by(limits, case, *WIDE) == {MlaSpec, WideMlaSpec}
 
 
 @pytest.mark.gpu
