@@ -37,11 +37,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     counts = [_count(*mark.args, **mark.kwargs) for mark in item.iter_markers("gpu")]
-    wanted = max(counts, default=0)
-    if wanted and not torch.cuda.is_available():
+    if counts and not torch.cuda.is_available():
         pytest.skip("needs an NVIDIA GPU: torch.cuda.is_available() is False")
-    if wanted > torch.cuda.device_count():
-        pytest.skip(f"needs {wanted} NVIDIA GPUs: torch finds {torch.cuda.device_count()}")
+    if counts and max(counts) > torch.cuda.device_count():
+        pytest.skip(f"needs {max(counts)} NVIDIA GPUs: torch finds {torch.cuda.device_count()}")
 
 
 def _count(count: int = 1) -> int:

@@ -52,8 +52,8 @@ from .switch import DEQUANTIZE, attending
 from .tracing import outside_of_graphs, tracing
 
 DRAFTS = 16  # tokens
-# Such layers bring the keys to their device, where these are: traced, that is another tensor then,
-# without our mark on it (seen with torch 2.11; 2.13 keeps it)
+# Layers that attend to the keys of another one bring them to their own device first. Where they are
+# there already, torch 2.11 traces another tensor, without our mark on it; 2.13 the same one.
 _LOSES_MARKS = torch.torch_version.TorchVersion(torch.__version__) < "2.13"
 SPACE = 256  # tokens that a cache which grows has room for at first, besides those that come
 _MASK = (

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import is_on
 
 from kvquant import KVCache, LatentKVCache, load_cache, save_cache
 from kvquant.cache import contiguous
@@ -32,12 +33,6 @@ def make(devices: list[str], max_seq_len: int = 200, **options: Any) -> tuple[KV
     options = {"v_format": "int8", "sink_len": 3, "recent_len": 8, **options}
     shape = len(devices), BATCH, HEADS, DIM, max_seq_len
     return KVCache(*shape, device=devices, **options), KVCache(*shape, **options)
-
-
-def is_on(device: torch.device, name: str) -> bool:
-    """Whether it is this one; what lies on "cpu:0" says "cpu"."""
-    wanted = torch.device(name)
-    return device == wanted if wanted.type == "cuda" else device.type == wanted.type
 
 
 def append(caches: tuple[KVCache, ...], new: int, counts: list[int] | None = None) -> None:
