@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 
 import hypothesis
@@ -27,6 +28,28 @@ def _empty_strided(
 
 # of which launchers make their results, before they import it: else they would not be poisoned
 torch._C._dynamo.guards._empty_strided_cuda = _empty_strided  # type: ignore[attr-defined]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--jitter", type=int, metavar="SEED", help="see tests/support/jitter.py")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    seed = config.getoption("--jitter")
+    if seed is not None:
+        from jitter import replace_kernels
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns that its kernels are replaced
+            config.stash[_JITTER] = replace_kernels(seed)  # they are replaced while it lives
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    seed = config.getoption("--jitter")
+    return None if seed is None else f"jitter: seed {seed}"
+
+
+_JITTER = pytest.StashKey[torch.library.Library]()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
