@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import warnings
@@ -50,6 +51,12 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 
 _JITTER = pytest.StashKey[torch.library.Library]()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Let Python's collector leave out what will live to the end: a tenth of the whole time."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -448,7 +449,9 @@ def test_a_basis_takes_the_outliers_out_of_int4_latents() -> None:
     assert errors[1] < errors[0] / 2
 
 
-def test_caches_keep_their_bases(tmp_path: Path) -> None:
+def test_caches_keep_their_bases(
+    tmp_path: Path, relative_l2: Callable[[torch.Tensor, torch.Tensor], float]
+) -> None:
     plan = latent_plan()
     cache = LatentKVCache.from_plan(plan, 3, 96, sink_len=2, recent_len=16)
     assert cache.formats == [LatentFormat.parse(name, 256, 32) for name in ("int4-g8", "bf16")]
@@ -478,7 +481,7 @@ def test_caches_keep_their_bases(tmp_path: Path) -> None:
     assert isinstance(other, LatentKVCache)
     other.reorder(back)
     turned = other.attend(0, query[0][back], query[1][back], sm_scale=SCALE)
-    assert torch.equal(turned, wanted[back])
+    assert relative_l2(turned, wanted[back]) < 1e-5  # products of queries in other places
     with pytest.raises(CheckpointError, match="was made with a plan, whose bases"):
         load_cache(tmp_path / "cache.safetensors")
     with pytest.raises(CheckpointError, match=r"with another plan \(layer 0 differs\)"):

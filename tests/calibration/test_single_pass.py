@@ -43,10 +43,11 @@ def plan(model: CachedModel) -> CachePlan:
 
 
 def test_both_tell_the_same(model: CachedModel, windows: torch.Tensor, plan: CachePlan) -> None:
-    """Within the standard error of either.
+    """KL within its standard error, and perplexity within that of independent roundings.
 
-    Matrix products of other shapes differ in the last bits, on some processors only; that moves
-    single 16-bit values and codes, and a KL of .02 by some percent.
+    The two multiply matrices of other shapes, whose products differ in the last bits, so that some
+    codes differ. In the worst case all do. Rows with a KL of k move a token's log-probability by
+    sqrt(2 k) (the second order of KL), so the mean over n tokens by sqrt(2 k / n), in each of both.
     """
     decoded = Reference(model, windows, CONTEXT)
     passed = PassReference(model, windows, CONTEXT, [0, 1, 2, 3], why="a test")
@@ -57,7 +58,8 @@ def test_both_tell_the_same(model: CachedModel, windows: torch.Tensor, plan: Cac
         error = theirs.kl_error
         assert error is not None and 0 < error < theirs.kl / 3, scheme  # they tell something
         assert abs(ours.kl - theirs.kl) < error, scheme
-        assert abs(math.log(ours.perplexity / theirs.perplexity)) < error, scheme
+        spread_of_both = math.sqrt((ours.kl + theirs.kl) * 2 / decoded.num_tokens)
+        assert abs(math.log(ours.perplexity / theirs.perplexity)) < 3 * spread_of_both, scheme
         assert abs(math.log(passed.perplexity / decoded.perplexity)) < error
         assert math.isclose(ours.bits, theirs.bits, rel_tol=0.01)
     # its 16-bit rows are those of the reference: nothing differs

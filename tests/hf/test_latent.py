@@ -206,9 +206,12 @@ def test_keys_and_values_of_the_cache_are_not_expanded_in_steps(
 
 
 @needs_latents
-@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("bfloat16", 3e-3)])
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("bfloat16", 6.3e-3)])
 def test_absorbed_attention_is_that_of_keys_and_values(dtype: str, bound: float) -> None:
-    """Of one step, beside softmax in float64 over what the model makes of the dequantized rows."""
+    """Of one step, beside softmax in float64 over what the model makes of the dequantized rows.
+
+    Queries, output and values are rounded to bfloat16, each by 2.1e-3 at most.
+    """
     of = getattr(torch, dtype)
     module = deepseek("wide rows").model.model.layers[0].self_attn.to(of)
     heads = LatentHeads(module, "layer 0", latent_dim=512, rope_dim=64)
