@@ -13,6 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvquant import (
     KVCache,
+    LatentKVCache,
+    LatentPagedKVCache,
+    PagedBatch,
+    PagedKVCache,
     Rope,
     RowFormat,
     Slots,
@@ -512,6 +516,93 @@ def test_anything_else_is_taken_or_refused_in_words_of_ours(door: str) -> None:
                 assert len(str(error)) < 600, f"{name}={odd}"
             except Exception as error:
                 raise AssertionError(f"{door}({name}={odd}) raises {error!r}") from error
+
+
+SIZES: dict[Any, Arguments] = {
+    KVCache: {"num_layers": 1, "batch": 64, "num_kv_heads": 8, "head_dim": 64, "max_seq_len": 16},
+    LatentKVCache: {"num_layers": 1, "batch": 64, "max_seq_len": 16},
+    PagedKVCache: {"num_layers": 1, "num_kv_heads": 8, "head_dim": 64, "num_pages": 4},
+    LatentPagedKVCache: {"num_layers": 1, "num_pages": 4, "max_num_seqs": 2},
+}
+
+
+@pytest.mark.parametrize("number", [2**31 - 1, 2**31, 2**63 - 1, 2**63], ids=hex)
+@pytest.mark.parametrize("kind", SIZES)
+def test_a_cache_larger_than_all_memory_is_refused(kind: Any, number: int) -> None:
+    for name in SIZES[kind]:
+        with pytest.raises(ConfigError):
+            kind(**{**SIZES[kind], name: number})
+
+
+def contiguous_steps(**options: Any) -> list[Any]:
+    torch.manual_seed(0)
+    options = {"sink_len": 2, "recent_len": 4, "rollback_len": 2, **options}
+    one, (k, v) = KVCache(1, 1, 2, 64, 64, **options), torch.randn(2, 1, 2, 44, 64)
+    q = torch.randn(1, 4, 4, 64)
+    one.append(0, k[:, :, :40], v[:, :, :40])
+    found = [one.attend(0, q[:, 0]), one.step(0, q, k[:, :, 40:], v[:, :, 40:]), one.attend(0, q)]
+    one.crop(30)
+    return [*found, one.attend(0, q)]
+
+
+def latent_steps(**options: Any) -> list[Any]:
+    torch.manual_seed(0)
+    options = {"sink_len": 2, "recent_len": 4, "rollback_len": 2, **options}
+    one = LatentKVCache(1, 1, 64, **options)
+    q, rows = (torch.randn(1, 4, 4, 512), torch.randn(1, 4, 4, 64)), torch.randn(1, 1, 44, 576)
+    latent, rope = rows[..., :512], rows[..., 512:]
+    one.append(0, latent[:, :, :40], rope[:, :, :40])
+    found = [one.step(0, *q, latent[:, :, 40:], rope[:, :, 40:], sm_scale=0.1)]
+    one.crop(30)
+    return [*found, one.attend(0, *q, sm_scale=0.1)]
+
+
+def paged_steps(**options: Any) -> list[Any]:
+    torch.manual_seed(0)
+    options = {"sink_len": 2, "recent_len": 4, "page_size": 16, "max_seq_len": 64, **options}
+    one = PagedKVCache(1, 2, 64, 8, max_num_seqs=2, **options)
+    batch, (k, v), q = PagedBatch(one, 2, 40), torch.randn(2, 40, 2, 64), torch.randn(1, 4, 4, 64)
+    one.allocate("a")
+    with batch.extend(["a"], 40):
+        found = [batch.step(0, q[:, 0], k, v)]
+    with batch.extend(["a"], 4):
+        found += [batch.step(0, q, k[:4], v[:4])]
+    one.truncate("a", 42)
+    with batch.extend(["a"]):
+        return [*found, batch.step(0, q[:, 0], k[:1], v[:1])]
+
+
+@pytest.mark.parametrize(
+    ("steps", "names"),
+    [
+        *((contiguous_steps, (name,)) for name in ("sink_len", "recent_len", "rollback_len")),
+        *((latent_steps, (name,)) for name in ("sink_len", "recent_len", "rollback_len")),
+        *((paged_steps, names) for names in (("sink_len",), ("recent_len", "rollback_len"))),
+        *((steps, ("windows",)) for steps in (contiguous_steps, paged_steps)),
+    ],
+)
+def test_a_length_beyond_max_seq_len_is_all_of_it(
+    steps: Callable[..., list[Any]], names: tuple[str, ...]
+) -> None:
+    """The largest that can be given, beside max_seq_len."""
+    expected, found = (
+        steps(**{name: [number] if name == "windows" else number for name in names})
+        for number in (64, 2**31 - 1)
+    )
+    assert all(map(torch.equal, found, expected))
+
+
+def test_tokens_beyond_what_int64_holds_are_refused() -> None:
+    one = PagedKVCache(1, 2, 64, 8, page_size=16, max_num_seqs=2, max_seq_len=64)
+    batch, rows = PagedBatch(one, 2, 10), torch.randn(10, 2, 64)
+    one.allocate("a")
+    with batch.extend(["a"], 10):
+        batch.append(0, rows, rows)
+    for count in (2**63 - 1, 2**63 - 10, 2**63):
+        for use in (batch.extend, one.can_append):
+            with pytest.raises(KVQuantError):
+                use(["a"], [count])
+    assert one.length("a") == 10
 
 
 def fake(value: torch.Tensor) -> torch.Tensor:

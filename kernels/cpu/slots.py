@@ -12,6 +12,8 @@ import numba
 import numpy as np
 import torch
 
+from kvquant.rows.arguments import MAX_LENGTH
+
 from .compile import compiled
 
 NONE = -1
@@ -80,15 +82,15 @@ def _fill(
     for b in range(lens.shape[1]):
         old, first, new, seq_slot = lens[0, b], lens[1, b], lens[2, b], lens[3, b]
         most = max(old - sink_len, 0)
-        if old < 0 or first < max(most - recent_len, 0) or first > most:
+        if not 0 <= old <= MAX_LENGTH or not max(most - recent_len, 0) <= first <= most:
             return False
-        if new < 0 or new > new_tokens or seq_slot < 0:
+        if not 0 <= new <= new_tokens or not 0 <= seq_slot <= MAX_LENGTH:
             return False
         last = max(old + new - sink_len, 0) if at_once else max(first, old + new - exact_len)
         if last > room and (paged or not ring):
             return False
         for page in range((last + page_size - 1) // page_size if paged else 0):
-            if table[b, page] < 0:
+            if not 0 <= table[b, page] <= MAX_LENGTH:
                 return False
         oldest = last - page_size if ring else 0
         for i in range(new):

@@ -159,8 +159,8 @@ class Change:
             tree = (variant.tree_mask.long() << bits).sum(-1)
         self.firsts = torch.zeros(len(segments), batch, dtype=torch.int32, device="cpu")
         if variant.window is not None:
-            self.firsts = rows_before(segments, (first_query - variant.window + 1)[:, None])
-            self.firsts = self.firsts[..., 0].contiguous()
+            first_seen = first_query.long() - (variant.window - 1)  # int32 may be too small for it
+            self.firsts = rows_before(segments, first_seen[:, None])[..., 0].int().contiguous()
         positions = first_positions(segments).contiguous()
         self._kept = offsets, cap, slopes, bias, tree, first_query, positions
 

@@ -224,6 +224,16 @@ def devices_of(device: Devices, num_layers: int | None = None) -> list[torch.dev
     return [check_device(one) for one in device]
 
 
+def check_num_layers(num_layers: int) -> None:
+    """Raise ConfigError if the host has no memory for so many layers.
+
+    Call this before a list with an entry for each layer is made: such a list can end the process.
+    """
+    if num_layers > MANY_LAYERS:
+        nbytes, what = num_layers * LAYER_BYTES, f"a cache of {num_layers} layers"
+        check_room(nbytes, torch.device("cpu"), what, "use fewer layers")
+
+
 def per_layer(name: str, formats: Formats, num_layers: int, head_dim: int) -> list[RowFormat]:
     """One format for each layer.
 
@@ -231,9 +241,7 @@ def per_layer(name: str, formats: Formats, num_layers: int, head_dim: int) -> li
         ConfigError: a format does not exist, there are more or fewer than layers, or more layers
             than there is memory for.
     """
-    if num_layers > MANY_LAYERS:  # what lists one thing for each would end the process
-        nbytes, what = num_layers * LAYER_BYTES, f"a cache of {num_layers} layers"
-        check_room(nbytes, torch.device("cpu"), what, "use fewer layers")
+    check_num_layers(num_layers)
     if isinstance(formats, RowFormat):
         return [formats] * num_layers
     if isinstance(formats, str) or not isinstance(formats, Sequence):  # parse refuses the latter

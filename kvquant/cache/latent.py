@@ -24,6 +24,7 @@ from .checks import (
     Counts,
     Devices,
     Plan,
+    check_num_layers,
     check_one_each,
     check_options,
     check_plan_options,
@@ -49,8 +50,9 @@ def latent_formats(
 
     Raises:
         ConfigError: a format does not exist, is of other sizes, or there are more or fewer than
-            layers.
+            layers, or more layers than there is memory for.
     """
+    check_num_layers(num_layers)
     if isinstance(fmt, str | LatentFormat) or not isinstance(fmt, Sequence):
         return [LatentFormat.parse(fmt, latent_dim, rope_dim)] * num_layers
     formats = [LatentFormat.parse(one, latent_dim, rope_dim) for one in fmt]

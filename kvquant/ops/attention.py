@@ -468,7 +468,7 @@ def _check(
     if q.dtype not in FLOAT_DTYPES:
         check_tensors(q=q)
         raise ConfigError(f"q is {q.dtype}: use float32, bfloat16 or float16")
-    if num_splits is not None and num_splits < 1:
+    if num_splits is not None:
         check_num_splits(num_splits)
     check_segments(q, made, q_lens)
     if variant is not None:

@@ -23,7 +23,7 @@ import torch
 from .. import debug
 from ..errors import ConfigError, ShapeError
 from ..rehearsal import is_rehearsed
-from ..rows.arguments import check_flag, check_readable, check_size
+from ..rows.arguments import MAX_LENGTH, check_flag, check_readable, check_size
 from ..rows.slots import Slots, Split, reference_slots
 from .dispatch import torch_op
 
@@ -239,9 +239,15 @@ def _check_lens(
 ) -> None:
     """Raise unless the sequences can have these lengths; values are read."""
     lens, packed = seq_lens.cpu().numpy(), packed_lens.cpu().numpy()  # small: torch takes longer
+    bad = (lens < 0) | (lens > MAX_LENGTH)
+    if bad.any():
+        sequence = int(bad.argmax())
+        raise ShapeError(
+            f"sequence {sequence} has {lens[sequence]} tokens: lengths are 0 to {MAX_LENGTH}"
+        )
     most = (lens - sink_len).clip(0)
     least = (most - recent_len).clip(0)
-    bad = (lens < 0) | (packed < least) | (packed > most)
+    bad = (packed < least) | (packed > most)
     if bad.any():
         sequence = int(bad.argmax())
         raise ShapeError(
@@ -263,12 +269,22 @@ def _check_places(
     """Raise unless pages in use and sequence slots are such; values are read."""
     if block_table is not None:
         at = torch.arange(block_table.shape[1], device=block_table.device) * page_size
-        if bool(((block_table < 0) & (at < packed_lens[:, None])).any()):
+        bad = (_is_no_place(block_table) & (at < packed_lens[:, None])).nonzero()
+        if len(bad):
+            sequence, entry = bad[0].tolist()
             raise ShapeError(
-                "block_table has a page below 0 where there are tokens: pages are >= 0"
+                f"block_table of sequence {sequence}, entry {entry}, is "
+                f"{int(block_table[sequence, entry])}, where there are tokens: pages are 0 to "
+                f"{MAX_LENGTH}"
             )
-    if seq_slots is not None and bool((seq_slots < 0).any()):
-        raise ShapeError(f"seq_slots is {seq_slots.tolist()}: sequence slots are 0 and more")
+    if seq_slots is not None and bool(_is_no_place(seq_slots).any()):
+        raise ShapeError(f"seq_slots is {seq_slots.tolist()}: sequence slots are 0 to {MAX_LENGTH}")
+
+
+def _is_no_place(numbers: torch.Tensor) -> torch.Tensor:
+    """Which numbers cannot be a page or a sequence slot; int64 would not hold slots of larger
+    ones."""
+    return (numbers < 0) | (numbers > MAX_LENGTH)
 
 
 def _check_room(

@@ -147,14 +147,16 @@ def check_num_splits(num_splits: int | None) -> int | None:
     """A number of splits as an int, whatever whole number it came as; torch.compile traces this.
 
     Raises:
-        ConfigError: it is no whole number from 1 on (True is none).
+        ConfigError: it is no whole number (True is none), or out of bounds.
     """
     if num_splits is None:
         return None
-    if isinstance(num_splits, int) and not isinstance(num_splits, bool) and num_splits >= 1:
+    is_int = isinstance(num_splits, int) and not isinstance(num_splits, bool)
+    if is_int and 1 <= num_splits <= MAX_LENGTH:  # a number of a graph stays one
         return num_splits
-    if not is_whole(num_splits) or num_splits < 1:
+    if not is_whole(num_splits) or not 1 <= num_splits <= MAX_LENGTH:
         raise ConfigError(
-            f"num_splits {shown(num_splits)} is not possible: use a whole number from 1, or None"
+            f"num_splits {shown(num_splits)} is not possible: use a whole number from 1 to "
+            f"{MAX_LENGTH}, or None"
         )
     return operator.index(num_splits)

@@ -244,7 +244,7 @@ META = torch.empty(2, 2, 8, INT4.row_bytes, dtype=torch.uint8, device="meta")
         (
             {"num_splits": 0},
             ConfigError,
-            "num_splits 0 is not possible: use a whole number from 1, or None",
+            "num_splits 0 is not possible: use a whole number from 1 to 2147483647, or None",
         ),
         ({"num_splits": -1}, ConfigError, "num_splits -1 is not possible"),
         ({"k_rows": META}, DeviceError, "q is on cpu, rows or lengths on meta"),

@@ -68,6 +68,20 @@ def test_many_queries_and_tokens(kind: str, names: tuple[str, ...], relative_l2:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["pages", "ring", "cache"])
+@pytest.mark.parametrize("window", [2**31 - 1, 2**31 - 20, 2**31 - 64])
+def test_a_window_over_all_tokens_hides_none(
+    window: int, kind: str, backend: str, relative_l2: Measure
+) -> None:
+    """Also where the first query would come before the first token, and int32 ends."""
+    segments, _, _ = segments_of(kind, COUNTS, 64)
+    q, variant = torch.randn(4, 64, 4, 64), AttentionVariant(window=window)
+    expected = reference_over_segments(q, segments)
+    found = attend_segments(q, segments, variant=variant, return_lse=True, backend=backend)
+    assert_close(relative_l2, found, expected, 1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_one_query_is_the_same_with_an_axis_and_without(backend: str, relative_l2: Measure) -> None:
     segments, keys, values = segments_of("cache", COUNTS, 64)
     variant = variant_with([name for name in FIELDS if name != "tree_mask"], 4, 1, 4, 40)

@@ -269,15 +269,31 @@ SLOTS_REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "sequence 0 has 9 tokens, 3 of them packed: with 2 sinks .* must be 4 to 7",
     ),
     "too many packed": ({"packed_lens": torch.tensor([4, 3])}, ShapeError, "must be 0 to 2"),
-    "negative": ({"seq_lens": torch.tensor([9, -1])}, ShapeError, "sequence 1 has -1 tokens"),
+    "negative": ({"seq_lens": torch.tensor([9, -1])}, ShapeError, "sequence 1 has -1 tokens: le"),
     "new": ({"new_lens": torch.tensor([1, 4])}, ShapeError, r"\[1, 4\]: give .* 0 to 3"),
     "no new": ({"new_lens": torch.tensor([1, -1])}, ShapeError, "0 to 3"),
     "page": (
         {"block_table": torch.tensor([[0, -1], [1, -1]]), "page_size": 6},
         ShapeError,
-        "a page below 0",
+        "block_table of sequence 0, entry 1, is -1, where there are tokens: pages are 0 to 2147483",
+    ),
+    "page of 64 bits": (
+        {"block_table": torch.tensor([[0, 1], [2**62, 1]]), "page_size": 6},
+        ShapeError,
+        "sequence 1, entry 0, is 4611686018427387904, where",
     ),
     "seq_slot": ({"seq_slots": torch.tensor([0, -1])}, ShapeError, r"seq_slots is \[0, -1\]"),
+    "seq_slot of 64 bits": (
+        {"seq_slots": torch.tensor([0, 2**62])},
+        ShapeError,
+        r"seq_slots is \[0, 4611686018427387904\]: sequence slots are 0 to 2147483647",
+    ),
+    "length of 64 bits": (
+        {"seq_lens": torch.tensor([9, 2**31]), "packed_lens": torch.tensor([4, 2**31 - 5])}
+        | {"ring": True},
+        ShapeError,
+        "sequence 1 has 2147483648 tokens: lengths are 0 to 2147483647",
+    ),
 }
 
 

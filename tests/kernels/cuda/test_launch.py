@@ -764,7 +764,8 @@ def test_the_fields_of_a_variant_are_packed(cuda: FakeDriver) -> None:
 
 def test_fields_that_change_nothing_take_the_plain_kernel(cuda: FakeDriver) -> None:
     three = [make_segment("bf16", 4), make_segment(), make_segment("bf16", 128, starts=True)]
-    for variant in (AttentionVariant(), AttentionVariant(window=4 + 1000 + 128)):
+    for window in (None, 4 + 1000 + 128, 2**31 - 1):
+        variant = AttentionVariant(window=window)
         launch.attend(make_query(), three, 1.0, None, variant=variant)
         assert loaded_specs()[-1].variant == () and not loaded_specs()[-1].causal
     launch.attend(make_query(), three, 1.0, None, variant=AttentionVariant(soft_cap=1.0))

@@ -160,6 +160,20 @@ def test_windows_and_the_pages_before_them(
             assert relative_l2(out, expected) <= LIMITS[q.dtype]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_window_over_all_tokens_hides_none(
+    relative_l2: Measure, kind: Callable[[], list[Segment]]
+) -> None:
+    """Also where the first query would come before the first token, and int32 ends."""
+    segments = kind()
+    q = queries(segments[0], 64, 2)
+    for window in (2**31 - 1, 2**31 - 64, 2**30):
+        out, lse = launch.attend(q, segments, None, None, variant=AttentionVariant(window=window))
+        assert lse is not None
+        expected = reference_over_segments(q, segments)
+        assert_right(relative_l2, (out, lse), expected, segments)
+
+
 def test_a_window_across_sinks_and_recent_rows(relative_l2: Measure) -> None:
     packed = linear("int4-g4", (300, 33, 1, 0, 0, 2), 2)
     for recent_lens in ((132, 102, 132, 3, 0, 5), (4, 4, 6, 12, 1, 2)):
