@@ -206,6 +206,7 @@ def test_other_numbers_are_refused(name: str, value: Any, backend: str | None) -
     options: dict[str, Any] = {name: value}
     one = cache()
     in_basis = KVCache(1, 2, 2, 64, 16, bases=[LayerBasis(*[Basis(torch.zeros(2, 64))] * 2)])
+    in_basis.append(0, X, X)
     uses: list[Callable[[], Any]] = [
         lambda: call(backend=backend, **options),
         lambda: one.attend(0, Q, backend=backend, **options),

@@ -31,6 +31,7 @@ def test_return_lse_says_what_comes() -> None:
     q, rows = torch.ones(1, 2, 64), quantize_rows(torch.ones(1, 1, 1, 64), fmt)
     one = Segment(rows, rows, lens, fmt, fmt)
     cache = KVCache(1, 1, 1, 64, 8)
+    cache.append(0, torch.ones(1, 1, 3, 64), torch.ones(1, 1, 3, 64))
     flag = bool(len(rows))
     for attend in (decode_attention, reference_attention):
         out = attend(q, rows, rows, lens, k_format=fmt, v_format=fmt)

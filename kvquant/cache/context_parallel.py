@@ -19,8 +19,9 @@ from typing import Literal, overload
 import torch
 import torch.distributed as dist
 
+from .. import debug
 from ..errors import ConfigError, KVQuantError, ShapeError, UnsupportedError, shown
-from ..ops.attention import State, merge_by_kernels
+from ..ops.attention import State, attend_segments, merge_by_kernels
 from ..rows.arguments import check_kind, check_scale, check_size, check_tensors
 from ..rows.variant import AttentionVariant, names_of
 from .checks import Counts, check_layer, whole_numbers
@@ -95,6 +96,7 @@ class ContextParallelCache:
         shape = cache.num_layers, cache.batch
         # by layer: in a step some have the new token already
         self._totals = torch.zeros(shape, dtype=torch.int64, device=cache.device)
+        self._may_hold = [False] * cache.num_layers  # tokens on any rank, as far as the host knows
         # how many of a token a rank keeps, by its place in as many blocks as there are ranks, or
         # in as many tokens as there is room for
         most = min(self.block_len, cache.max_seq_len) * self.world_size
@@ -131,7 +133,7 @@ class ContextParallelCache:
     def append(
         self, layer: int, k: torch.Tensor, v: torch.Tensor, new_lens: Counts | None = None
     ) -> None:
-        """Add tokens to the end of each sequence of a layer; this rank keeps its share of them.
+        """Append k and v [batch, num_kv_heads, new_tokens, head_dim]; this rank keeps its share.
 
         Args:
             layer, k, v, new_lens: as in KVCache.append, the same on all ranks.
@@ -148,6 +150,7 @@ class ContextParallelCache:
                 "new_tokens, head_dim]"
             )
         totals, new = self._totals[layer], k.shape[2]
+        self._may_hold[layer] |= new > 0
         if new == 1 and new_lens is None:
             self.cache.append(layer, k, v, self._share[totals % len(self._share)])
             totals += 1
@@ -224,7 +227,7 @@ class ContextParallelCache:
         return_lse: bool = False,
         backend: str | None = None,
     ) -> torch.Tensor | State:
-        """Attend one token of each sequence to all of its tokens, those of other ranks too.
+        """Attend with q [batch, num_q_heads, head_dim] to all tokens, those of other ranks too.
 
         A rank's out has the dtype of q, so out is rounded to it twice.
 
@@ -238,15 +241,26 @@ class ContextParallelCache:
             As decode_attention; the same on all ranks.
 
         Raises:
-            As KVCache.attend.
+            As KVCache.attend; ShapeError where all ranks together hold no tokens of the layer.
             UnsupportedError: another variant, or several queries of a sequence: their positions
                 are not those that a rank counts.
         """
         self._check_query(layer, q, variant)
+        at = self.cache.layers[layer]
+        known = not debug.is_recorded(at.seq_lens) and at.longest is not None  # no graph appends
+        if known and not self._may_hold[layer]:
+            raise ShapeError(f"layer {layer} holds no tokens: append to it first")
         if variant is not None and self.rank:
             variant = variant._replace(sink_logits=None)  # it is counted once
-        out, lse = self.cache.attend(
-            layer, q, variant=variant, sm_scale=sm_scale, return_lse=True, backend=backend
+        out, lse = attend_segments(  # KVCache.attend would refuse where this rank has no tokens
+            q,
+            at.segments(),
+            variant=variant,
+            basis=at.basis,
+            seq_lens=at.seq_lens,
+            sm_scale=sm_scale,
+            return_lse=True,
+            backend=backend,
         )
         merged, lse = merge_by_kernels(*self._gathered(out, lse), out.dtype, backend)
         return (merged, lse) if return_lse else merged
@@ -273,7 +287,7 @@ class ContextParallelCache:
         sm_scale: float | None = None,
         backend: str | None = None,
     ) -> torch.Tensor:
-        """Append one token to each sequence of a layer, and attend with its query.
+        """Append k and v [batch, num_kv_heads, 1, head_dim], and attend with q [batch, heads, dim].
 
         Args:
             layer, q, variant, sm_scale, backend: as in attend.
@@ -289,8 +303,7 @@ class ContextParallelCache:
         if sm_scale is not None:
             check_scale(sm_scale)
         check_tensors(k=k, v=v)
-        if k.ndim != 4 or k.shape[2] != 1:
-            raise ShapeError(f"k is {list(k.shape)}: a step has one token of each sequence")
+        self.cache.layers[layer].check_step(q, k)
         self.append(layer, k, v)
         return self.attend(layer, q, variant=variant, sm_scale=sm_scale, backend=backend)
 
@@ -361,6 +374,7 @@ class ContextParallelCache:
             self.tokens_of(n, self.rank, self.world_size, self.block_len) for n in kept.tolist()
         ]
         self.cache.crop(mine)
+        self._may_hold = [held and bool(kept.any()) for held in self._may_hold]
         self._totals.copy_(torch.minimum(self._totals, kept.to(self._totals.device)))
 
     def reorder(self, index: Counts) -> None:
@@ -373,3 +387,4 @@ class ContextParallelCache:
         """Forget all tokens; the memory stays."""
         self.cache.reset()
         self._totals.zero_()
+        self._may_hold = [False] * self.cache.num_layers

@@ -119,7 +119,7 @@ class KVCache:
         >>> cache = KVCache(num_layers=1, batch=2, num_kv_heads=8, head_dim=128, max_seq_len=64)
         >>> k, v = torch.randn(2, 2, 8, 10, 128)  # [batch, num_kv_heads, tokens, head_dim] each
         >>> cache.append(0, k, v)
-        >>> cache.attend(0, torch.randn(2, 32, 128)).shape
+        >>> cache.attend(0, torch.randn(2, 32, 128)).shape  # [batch, num_q_heads, head_dim]
         torch.Size([2, 32, 128])
     """
 
@@ -345,15 +345,19 @@ class KVCache:
         num_splits: int | None = None,
         backend: str | None = None,
     ) -> torch.Tensor | State:
-        """Attend one token of each sequence, or its last few, to a layer's tokens.
+        """Attend with q [batch, num_q_heads, head_dim], or [batch, q_len, num_q_heads, head_dim].
+
+        A query belongs to the last token of a sequence, or q_len of them to its last q_len tokens.
+        The axes are in another order than those of new K and V, [batch, num_kv_heads, new_tokens,
+        head_dim]: in q tokens come before heads.
 
         Every query sees the rows as they are now: of several, one sees tokens in their packed
         format that were still 16-bit rows when its own token came; in_step shows them in 16 bit.
 
         Args:
             layer: index of the layer; append these tokens' K and V to it first.
-            q: [batch, num_q_heads, head_dim], or [batch, q_len, num_q_heads, head_dim] for the last
-                q_len tokens of each sequence.
+            q: as above; queries in the order of Hugging Face, [batch, num_q_heads, q_len,
+                head_dim], are given as q.transpose(1, 2).
             q_lens: [batch], int32, as in decode_attention.
             variant: see AttentionVariant. A layer's own window needs none. Where a layer has one,
                 positions count from the first token that it holds, so without key_bias.
@@ -364,8 +368,12 @@ class KVCache:
             As decode_attention.
 
         Raises:
-            As decode_attention. Where a layer has a window: UnsupportedError for more than 513
-            queries and for key_bias, ShapeError for queries that see what it no longer holds.
+            As decode_attention. ShapeError where no sequence has a token in the layer: none was
+            appended, or all were dropped by reset or crop. A sequence without tokens beside others
+            is no error and gives zeros. What the host cannot know is not looked at: a CUDA graph
+            or torch.compile that has appended, or that records this call. Where a layer has a
+            window: UnsupportedError for more than 513 queries and for key_bias, ShapeError for
+            queries that see what it no longer holds.
 
         Example:
             >>> import torch
@@ -375,10 +383,12 @@ class KVCache:
             >>> new_lens = torch.tensor([3, 2], dtype=torch.int32)
             >>> cache.append(0, k, v)
             >>> cache.append(0, k[:, :, :3], v[:, :, :3], new_lens)
-            >>> cache.attend(0, torch.randn(2, 3, 32, 128), new_lens).shape
+            >>> q = torch.randn(2, 3, 32, 128)  # [batch, q_len, num_q_heads, head_dim]
+            >>> cache.attend(0, q, new_lens).shape
             torch.Size([2, 3, 32, 128])
         """
         at = self._layer(layer)
+        at.check_filled(layer)
         segments = at.segments()
         if variant is not None:
             at.check_bias(variant)
@@ -409,7 +419,11 @@ class KVCache:
         v: torch.Tensor,
         new_lens: Counts | None = None,
     ) -> None:
-        """Add tokens to the end of each sequence of a layer.
+        """Append new tokens, k and v of [batch, num_kv_heads, new_tokens, head_dim], to a layer.
+
+        Heads come before tokens, as in the caches of Hugging Face. Tensors with the tokens first
+        are given as k.transpose(1, 2) and v.transpose(1, 2). They are refused as they are, but not
+        where new_tokens equals num_kv_heads: there both orders have the same shape.
 
         Nothing is written unless everything can be. That is known where values can be read: on the
         CPU, and in debug mode (kvquant.debug) on CUDA, where the host would wait for the GPU in
@@ -420,8 +434,7 @@ class KVCache:
 
         Args:
             layer: index of the layer.
-            k: [batch, num_kv_heads, new_tokens, head_dim] (the order of Hugging Face's caches),
-                float32, bfloat16 or float16, keys as attention meets them (after RoPE).
+            k: as above, float32, bfloat16 or float16: keys as attention meets them (after RoPE).
             v: as k.
             new_lens: [batch]: how many of the new_tokens, the first ones, belong to each sequence;
                 all when None. A tensor on CUDA, or under torch.compile, int32 or int64, is not
@@ -432,6 +445,15 @@ class KVCache:
             ConfigError: the dtype of k or v, or a layer that does not exist.
             DeviceError: k or v lies on another device than the cache.
             NonFiniteError: NaN, Inf or a value that one of the formats cannot hold.
+
+        Example:
+            >>> import torch
+            >>> from kvquant import KVCache
+            >>> cache = KVCache(num_layers=1, batch=2, num_kv_heads=8, head_dim=128, max_seq_len=64)
+            >>> k, v = torch.randn(2, 2, 10, 8, 128)  # [batch, new_tokens, num_kv_heads, head_dim]
+            >>> cache.append(0, k.transpose(1, 2), v.transpose(1, 2))
+            >>> cache.seq_lens.tolist()
+            [10, 10]
         """
         at = self._layer(layer)
         self._change(k)
@@ -492,7 +514,10 @@ class KVCache:
         num_splits: int | None = None,
         backend: str | None = None,
     ) -> torch.Tensor | State:
-        """Append one token to each sequence of a layer, or a few, and attend with their queries.
+        """Append k and v [batch, heads, tokens, dim], attend with q [batch, tokens, heads, dim].
+
+        One token of each sequence, or a few. With one token q has no axis of tokens, [batch,
+        num_q_heads, head_dim], and k and v have one, [batch, num_kv_heads, 1, head_dim].
 
         With one token it is what append and attend give, bit for bit. In a plan's basis it is
         sooner on CUDA: queries are brought into the basis by the launch that does it with the new
@@ -519,15 +544,22 @@ class KVCache:
         Raises:
             As append and attend; nothing is appended where q, the variant or an option is not
             possible.
+
+        Example:
+            >>> import torch
+            >>> from kvquant import KVCache
+            >>> cache = KVCache(num_layers=1, batch=2, num_kv_heads=8, head_dim=128, max_seq_len=64)
+            >>> k, v = torch.randn(2, 2, 8, 1, 128)  # [batch, num_kv_heads, 1, head_dim] each
+            >>> cache.step(0, torch.randn(2, 32, 128), k, v).shape  # [batch, num_q_heads, head_dim]
+            torch.Size([2, 32, 128])
+            >>> q = torch.randn(2, 3, 32, 128)  # [batch, new_tokens, num_q_heads, head_dim]
+            >>> k, v = torch.randn(2, 2, 8, 3, 128)  # [batch, num_kv_heads, new_tokens, head_dim]
+            >>> cache.step(0, q, k, v).shape
+            torch.Size([2, 3, 32, 128])
         """
         at = self._layer(layer)
         check_tensors(q=q, k=k, v=v)
-        new_tokens = q.shape[1] if q.ndim == 4 else 1
-        if k.ndim != 4 or k.shape[2] != new_tokens:
-            raise ShapeError(
-                f"k is {list(k.shape)}: a step with q {list(q.shape)} has {new_tokens} of each "
-                f"sequence, [{self.batch}, {self.num_kv_heads}, {new_tokens}, head_dim]"
-            )
+        new_tokens = at.check_step(q, k)
         at.check_query(q)
         at.check_seen(layer, new_tokens, variant)
         at.check_variant(q, variant)

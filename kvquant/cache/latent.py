@@ -288,7 +288,9 @@ class LatentKVCache(KVCache):
         rope: torch.Tensor,
         new_lens: Counts | None = None,
     ) -> None:
-        """Add tokens to the end of each sequence of a layer; errors as of KVCache.append.
+        """Append new tokens, latent and rope of [batch, 1, new_tokens, dim], to a layer.
+
+        The 1 is the one KV head that all heads share. Errors are those of KVCache.append.
 
         Args:
             layer: index of the layer.
@@ -297,6 +299,15 @@ class LatentKVCache(KVCache):
             rope: [batch, 1, new_tokens, rope_dim], after RoPE.
             new_lens: [batch]: how many of the new_tokens, the first ones, belong to each sequence;
                 all when None.
+
+        Example:
+            >>> import torch
+            >>> from kvquant import LatentKVCache
+            >>> cache = LatentKVCache(num_layers=1, batch=2, max_seq_len=64)
+            >>> latent, rope = torch.randn(2, 10, 512), torch.randn(2, 10, 64)  # as a model has it
+            >>> cache.append(0, latent.unsqueeze(1), rope.unsqueeze(1))
+            >>> cache.seq_lens.tolist()
+            [10, 10]
         """
         super().append(layer, latent, rope, new_lens)
 
@@ -359,7 +370,11 @@ class LatentKVCache(KVCache):
         num_splits: int | None = None,
         backend: str | None = None,
     ) -> torch.Tensor | State:
-        """Attend one token of each sequence, or its last few, to a layer's tokens.
+        """Attend with queries [batch, num_heads, dim], or [batch, q_len, num_heads, dim].
+
+        A query belongs to the last token of a sequence, or q_len of them to its last q_len tokens.
+        Tokens come before heads: queries in the order of Hugging Face, [batch, num_heads, q_len,
+        dim], are given as q.transpose(1, 2).
 
         Args:
             layer: index of the layer; append these tokens' rows to it first.
@@ -374,8 +389,9 @@ class LatentKVCache(KVCache):
             As mla_decode_attention.
 
         Raises:
-            As mla_decode_attention; ShapeError for more queries than tokens, where no q_lens say
-            which are none and the host knows how many tokens there are.
+            As mla_decode_attention; ShapeError where no sequence has a token in the layer, as
+            KVCache.attend, and for more queries than tokens, where no q_lens say which are none
+            and the host knows how many tokens there are.
         """
         check_tensors(q_latent=q_latent, q_rope=q_rope)
         check_flag("in_step", in_step)
@@ -383,6 +399,7 @@ class LatentKVCache(KVCache):
         if q_lens is not None:
             check_tensors(q_lens=q_lens)
         at = self._layer(layer)
+        at.check_filled(layer)
         q_len = q_latent.shape[1] if q_latent.ndim == 4 else 1
         # one KV head fits any number of heads, so their axes may be swapped; a graph that looked at
         # the length would be made anew for each
@@ -467,8 +484,9 @@ class LatentKVCache(KVCache):
         num_splits: int | None = None,
         backend: str | None = None,
     ) -> torch.Tensor | State:
-        """Append one token to each sequence of a layer, or a few, and attend with their queries.
+        """Append rows [batch, 1, tokens, dim], attend with queries [batch, tokens, heads, dim].
 
+        One token of each sequence, or a few; with one token queries may be [batch, heads, dim].
         Which rows the queries of several tokens see is told in KVCache.step.
 
         Args:
@@ -485,15 +503,19 @@ class LatentKVCache(KVCache):
         Raises:
             As append and attend; nothing is appended where the queries do not fit, or an option is
             not possible.
+
+        Example:
+            >>> import torch
+            >>> from kvquant import LatentKVCache
+            >>> cache = LatentKVCache(num_layers=1, batch=2, max_seq_len=64)
+            >>> latent, rope = torch.randn(2, 1, 3, 512), torch.randn(2, 1, 3, 64)
+            >>> q = torch.randn(2, 3, 16, 512), torch.randn(2, 3, 16, 64)  # [batch, tokens, heads,
+            >>> cache.step(0, *q, latent, rope, sm_scale=192**-0.5).shape  # dim] each
+            torch.Size([2, 3, 16, 512])
         """
         at = self._layer(layer)
         check_tensors(q_latent=q_latent, q_rope=q_rope, latent=latent, rope=rope)
-        new_tokens = q_latent.shape[1] if q_latent.ndim == 4 else 1
-        if latent.ndim != 4 or latent.shape[2] != new_tokens:
-            raise ShapeError(
-                f"latent is {list(latent.shape)}: a step with q_latent {list(q_latent.shape)} has "
-                f"{new_tokens} of each sequence, [{self.batch}, 1, {new_tokens}, {self.head_dim}]"
-            )
+        at.check_step(q_latent, latent, "q_latent")
         at.check_query(q_latent)
         assert isinstance(at, LatentLayerCache)
         check_queries(q_latent, q_rope, at.fmt)

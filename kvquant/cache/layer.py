@@ -270,6 +270,16 @@ class LayerCache:
         """The rows in use as segments; kinds without room left out."""
         return self._make_segments() if torch.compiler.is_compiling() else self._segments
 
+    def check_filled(self, layer: int) -> None:
+        """Raise ShapeError if the host knows that no sequence has a token in this layer.
+
+        What is recorded is not looked at: it may run when tokens have come.
+        """
+        if torch.compiler.is_compiling() or self.longest != 0:
+            return
+        if not debug.is_recorded(self.seq_lens):
+            raise ShapeError(f"layer {layer} holds no tokens: append to it first")
+
     def check_seen(self, layer: int, q_len: int, variant: AttentionVariant | None) -> None:
         """Raise UnsupportedError if the last q_len tokens cannot attend so; see seen_by."""
         if self.window is None or self.window >= self.max_seq_len:
@@ -652,6 +662,33 @@ class LayerCache:
             k_name, v_name = self.sides
             raise ShapeError(f"{k_name} has {new_tokens} new tokens, {v_name} {v.shape[2]}")
         return None if new_lens is None else self._counts(new_lens, new_tokens)
+
+    def check_step(self, q: torch.Tensor, k: torch.Tensor, query: str = "q") -> int:
+        """The new tokens of each sequence in a step.
+
+        Args:
+            q: [batch, num_q_heads, head_dim] or [batch, new_tokens, num_q_heads, head_dim].
+            k: [batch, num_kv_heads, new_tokens, head_dim].
+            query: what messages call q.
+
+        Raises:
+            ShapeError: k has more or fewer tokens than q. The message says which of them has its
+                axes in another order, where that can be known.
+        """
+        new_tokens, name, how = q.shape[1] if q.ndim == 4 else 1, self.sides[0], ""
+        if k.ndim == 4 and k.shape[2] == new_tokens:
+            return new_tokens
+        batch, heads = self.k_packed.shape[:2]
+        if k.ndim == 4 and k.shape[:3] == (batch, new_tokens, heads):
+            how = f", the heads before the tokens: give {name}.transpose(1, 2)"
+        elif k.ndim == 3 and k.shape[:2] == (batch, heads):
+            how = f": give {name}.unsqueeze(2)"
+        elif k.ndim == q.ndim == 4 and k.shape[2] == q.shape[2]:
+            how = f". In {query} tokens must come before heads: give {query}.transpose(1, 2)"
+        raise ShapeError(
+            f"{name} is {list(k.shape)}: a step with {query} {list(q.shape)} has {new_tokens} of "
+            f"each sequence, [{batch}, {heads}, {new_tokens}, {self.k_format.head_dim}]{how}"
+        )
 
     def check_query(self, q: torch.Tensor) -> None:
         """Raise unless queries, one of each sequence or a few, are of a shape, a dtype and a device

@@ -113,9 +113,12 @@ def check_tokens(k: Side, v: Side, rope: Rope | None, names: Names = K_AND_V) ->
     check_call.
     """
     num_tokens, num_kv_heads = check_new(k.x, v.x, names)
-    if k.rows.shape[1] != num_kv_heads:
+    heads = k.rows.shape[1]
+    if heads != num_kv_heads:
+        how = ". Give {}.transpose(0, 1) and {}.transpose(0, 1)" if heads == num_tokens else ""
         raise ShapeError(
-            f"{names[0]} and {names[1]} have {num_kv_heads} KV heads, the cache {k.rows.shape[1]}"
+            f"{names[0]} and {names[1]} have {num_kv_heads} KV heads, the cache {heads}"
+            f"{how.format(*names)}"
         )
     given = [v.x, k.rows]
     if rope is not None:

@@ -147,6 +147,7 @@ class PagedBatch(NotCopied):
         for name in (*Slots._fields, *(shared_prefix is not False) * ["members"]):
             self._staged.tensors[name].fill_(-1)
         self._step: Step | None = None
+        self._is_entered = False  # whether a step's block is: what compiled code can look at
         self._on_cuda = cache.device.type == "cuda"
         self._is_cold = self._on_cuda  # nothing was appended yet
         # the fewest rows of q, rows of k, and queries of a sequence that graphs have
@@ -158,7 +159,7 @@ class PagedBatch(NotCopied):
         self._ratio = 0  # queries on a KV head of a sequence, once attend has seen them
         self._slots: dict[int, Slots] = {}
         self._segments: dict[tuple[int, int], _Parts] = {}
-        self._num_ids = self._num_tokens = self._most_new = 0
+        self._num_ids = self._num_tokens = self._most_new = self._longest = 0
         self._again = [Appends() for _ in range(cache.num_layers)]
         self._slots_at = [self._staged.tensors[name].data_ptr() for name in Slots._fields]
 
@@ -263,7 +264,11 @@ class PagedBatch(NotCopied):
     def append(
         self, layer: int, k: torch.Tensor, v: torch.Tensor, *, rope: Rope | None = None
     ) -> None:
-        """Write the rows of the step's new tokens in a layer.
+        """Append the step's tokens, k and v of [num_tokens, num_kv_heads, head_dim], to a layer.
+
+        The tokens of all sequences follow one another, without an axis of sequences. Tokens come
+        before heads. What has the heads first is refused, but not where num_tokens equals
+        num_kv_heads: there both orders have the same shape.
 
         Args:
             layer: index of the layer.
@@ -306,16 +311,15 @@ class PagedBatch(NotCopied):
 
             self._is_cold = False
             warm_up_batch(self, k, rope, self._num_ids)
+        self.check_open()
         if compiling:
             self._is_compiled = True
-        else:
-            self.check_open()
-            if is_fixed:
-                self._captured[1] = min(self._captured[1], k.shape[0])
-            elif self._num_tokens and layer in self._appended:
-                raise ConfigError(
-                    f"layer {layer} was appended to in this step: give all its tokens in one call"
-                )
+        elif is_fixed:
+            self._captured[1] = min(self._captured[1], k.shape[0])
+        elif self._num_tokens and layer in self._appended:
+            raise ConfigError(
+                f"layer {layer} was appended to in this step: give all its tokens in one call"
+            )
         slots = None if compiling else self._slots.get(k.shape[0])
         if slots is None:
             slots = self._make_slots(k.shape[0])
@@ -383,9 +387,10 @@ class PagedBatch(NotCopied):
         rope: Rope | None = None,
         **options: Any,
     ) -> torch.Tensor | State:
-        """Append the step's new tokens in a layer, and attend with queries of each sequence.
+        """Append k and v [num_tokens, heads, dim], and attend with q of each sequence.
 
-        What append and attend give, bit for bit. In a plan's basis it is sooner on CUDA, where each
+        K and V have no axis of sequences, and q has one. It is what append and attend give, bit for
+        bit. In a plan's basis it is sooner on CUDA, where each
         sequence has one new token: queries are brought into the basis by the launch that does it
         with the new rows.
 
@@ -402,6 +407,19 @@ class PagedBatch(NotCopied):
 
         Raises:
             As append and attend.
+
+        Example:
+            >>> import torch
+            >>> from kvquant import PagedBatch, PagedKVCache
+            >>> paged = PagedKVCache(1, 8, 128, num_pages=8, max_seq_len=256)
+            >>> batch = PagedBatch(paged, max_batch=2, max_tokens=64)
+            >>> present = [paged.allocate(name) for name in ("a", "b")]
+            >>> k, v = torch.randn(2, 5, 8, 128)  # [num_tokens, num_kv_heads, head_dim] each
+            >>> q = torch.randn(2, 4, 32, 128)  # [batch, q_len, num_q_heads, head_dim]
+            >>> with batch.extend(["a", "b"], [4, 1]):  # 4 new tokens of a, then one of b
+            ...     out = batch.step(0, q, k, v)  # 4 queries of a, one of b and 3 rows of padding
+            >>> out.shape
+            torch.Size([2, 4, 32, 128])
         """
         self.cache.check_layer(layer)
         check_tensors(q=q, k=k, v=v)
@@ -451,12 +469,12 @@ class PagedBatch(NotCopied):
         backend: str | None = ...,
     ) -> torch.Tensor | State: ...
     def attend(self, layer: int, q: torch.Tensor, **options: Any) -> torch.Tensor | State:
-        """Attend one token of each sequence, or its new ones, to its tokens of a layer.
+        """Attend with q [batch, num_q_heads, head_dim], or [batch, q_len, num_q_heads, head_dim].
 
-        Several queries are those of the step's new tokens, each of which sees the tokens before it
-        and itself (new_lens are their q_lens, so a CUDA graph serves steps with any counts of
-        them). Every query sees the rows as they are now: tokens that left the recent window in
-        this step are packed for all of them.
+        One query belongs to the last token of a sequence. Several queries are those of the step's
+        new tokens, each of which sees the tokens before it and itself (new_lens are their q_lens,
+        so a CUDA graph serves steps with any counts of them). Every query sees the rows as they are
+        now: tokens that left the recent window in this step are packed for all of them.
 
         Args:
             layer: index of the layer; append the step's K and V to it first.
@@ -473,7 +491,8 @@ class PagedBatch(NotCopied):
 
         Raises:
             As decode_attention; ShapeError if there are fewer rows than sequences, or than new
-            tokens of one; ConfigError outside of a step.
+            tokens of one, or no sequence of the step has a token; ConfigError outside of a step,
+            and where it is known that the step's tokens were not appended to the layer.
         """
         return self._attend(layer, q, None, options)
 
@@ -527,8 +546,10 @@ class PagedBatch(NotCopied):
         if q.ndim == 4:
             q_lens, q_len = self.new_lens[:batch], q.shape[1]
         parts = self._segments_of(layer, batch)
+        self.check_open()
         if not torch.compiler.is_compiling():
-            self.check_open()
+            if not fixed:
+                self._check_appended(layer)
             if q_lens is not None and q_len < self._most_new:
                 raise ShapeError(
                     f"{self.query} is {list(q.shape)}, and a sequence of the step has "
@@ -582,19 +603,41 @@ class PagedBatch(NotCopied):
 
     def check_open(self, step: Step | None = None) -> None:
         """Raise ConfigError unless a step of this batch is open, and this one if any is given."""
-        if not self.cache.is_open(self._step if step is None else step):
+        if torch.compiler.is_compiling():  # a graph that knew the step would be made anew for each
+            is_open = self._is_entered
+        else:
+            is_open = self.cache.is_open(self._step if step is None else step)
+        if not is_open:
             raise ConfigError(
                 "no step of this batch is open: append and attend inside `with batch.extend(...):`"
             )
 
+    def _check_appended(self, layer: int) -> None:
+        """Raise unless the tokens of this step's sequences may all stand in a layer.
+
+        Raises:
+            ConfigError: it is known that the step's new tokens were not appended to it.
+            ShapeError: the sequences have no tokens.
+        """
+        if self._lacks(layer):
+            raise ConfigError(
+                f"layer {layer} was not appended to in this step: append its new tokens to it "
+                "first, their queries see them"
+            )
+        if self._num_ids and not self._longest:
+            raise ShapeError(f"layer {layer} holds no tokens of these sequences: append some first")
+
+    def _lacks(self, layer: int) -> bool:
+        """Whether it is known that a layer was not appended to in this step."""
+        may_have = layer in self._appended or layer in self._in_graphs or self._is_compiled
+        return self._num_tokens > 0 and not may_have
+
     def check_complete(self) -> None:
         """Raise ConfigError if it is known that a layer was not appended to in this step."""
-        if not self._num_tokens or self._is_compiled:
-            return
-        missing = set(range(self.cache.num_layers)) - self._appended - self._in_graphs
+        missing = [layer for layer in range(self.cache.num_layers) if self._lacks(layer)]
         if missing:
             raise ConfigError(
-                f"the step ends, and layers {sorted(missing)!s:.80} were not appended to: append "
+                f"the step ends, and layers {missing!s:.80} were not appended to: append "
                 "to every layer inside its block. The sequences were cut back, read their length"
             )
 
@@ -663,6 +706,7 @@ class PagedBatch(NotCopied):
             arrays[name][len(numbers) :] = 0 if name == "positions" else -1
         count, seq_slots = len(step.ids), step.seq_slots
         lengths, packed_lens = state.lengths[seq_slots], state.packed_lens[seq_slots]
+        self._longest = int(lengths.max(initial=0))
         # tables are as wide as the longest sequence there may be: only what is in use is copied
         used = state.split.num_pages(packed_lens)
         _copy_pages(arrays["block_table"], np.arange(count), state.tables, seq_slots, used)
@@ -747,6 +791,7 @@ class _OpenStep:
 
     def __enter__(self) -> None:
         self._batch.cache.enter_step(self._step)
+        self._batch._is_entered = True
 
     def __exit__(
         self,
@@ -755,6 +800,7 @@ class _OpenStep:
         _traceback: TracebackType | None,
     ) -> None:
         batch, written = self._batch, False
+        batch._is_entered = False
         batch.check_open(self._step)
         try:
             if error is None:

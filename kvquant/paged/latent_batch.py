@@ -68,7 +68,9 @@ class LatentPagedBatch(PagedBatch):
         check_kind("cache", cache, LatentPagedKVCache, how)
 
     def append(self, layer: int, latent: torch.Tensor, rope: torch.Tensor) -> None:  # type: ignore[override]
-        """Write the rows of the step's new tokens in a layer; errors as of PagedBatch.append.
+        """Append the step's new tokens, rows of [num_tokens, 1, dim], to a layer.
+
+        Tokens of all sequences follow one another. Errors are those of PagedBatch.append.
 
         Args:
             layer: index of the layer.
@@ -134,9 +136,10 @@ class LatentPagedBatch(PagedBatch):
         num_splits: int | None = None,
         backend: str | None = None,
     ) -> torch.Tensor | State:
-        """Attend one token of each sequence, or its new ones, to its tokens of a layer.
+        """Attend with queries [batch, num_heads, dim], or [batch, q_len, num_heads, dim].
 
-        Which tokens and rows the queries see is told in PagedBatch.attend.
+        One query belongs to the last token of a sequence, several to its new ones. Which tokens
+        and rows the queries see is told in PagedBatch.attend.
 
         Args:
             layer: index of the layer; append the step's rows to it first.
@@ -151,8 +154,7 @@ class LatentPagedBatch(PagedBatch):
             token.
 
         Raises:
-            As mla_decode_attention; ShapeError if there are fewer rows than sequences, or than new
-            tokens of one; ConfigError outside of a step.
+            As mla_decode_attention; ShapeError and ConfigError as PagedBatch.attend.
         """
         check_tensors(q_latent=q_latent, q_rope=q_rope)
         parts, q_lens, fixed = self._seen_by(layer, q_latent)
@@ -230,9 +232,10 @@ class LatentPagedBatch(PagedBatch):
         num_splits: int | None = None,
         backend: str | None = None,
     ) -> torch.Tensor | State:
-        """Append the step's new tokens in a layer, and attend with queries of each sequence.
+        """Append rows [num_tokens, 1, dim], and attend with queries of each sequence.
 
-        What append and attend give, bit for bit.
+        Rows have no axis of sequences, and queries have one. It is what append and attend give, bit
+        for bit.
 
         Args:
             layer: index of the layer.

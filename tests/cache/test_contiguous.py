@@ -367,8 +367,9 @@ def test_a_cache_may_be_shorter_than_its_exact_ends(max_seq_len: int) -> None:
             assert torch.equal(got[b], expected(k[b], "int4-g4", 3, 5))
     with pytest.raises(ShapeError, match=f"would grow to {max_seq_len + 1} tokens"):
         cache.append(0, tokens(1, batch=2), tokens(1, batch=2))
-    result = cache.attend(0, torch.randn(2, 4, DIM), return_lse=True, backend="reference")
-    assert bool(result[1].isfinite().all()) == bool(max_seq_len)
+    if max_seq_len:
+        result = cache.attend(0, torch.randn(2, 4, DIM), return_lse=True, backend="reference")
+        assert bool(result[1].isfinite().all())
 
 
 def test_lengths_are_those_that_every_layer_holds() -> None:

@@ -359,7 +359,8 @@ def test_more_queries_than_tokens_are_refused() -> None:
     latent, rope = queries(1, 16)
     q = latent.transpose(1, 2), rope.transpose(1, 2)
     assert q[0].shape == (3, 16, 1, 256)
-    assert not cache.attend(0, *q, sm_scale=SCALE).any()  # no token at all
+    with pytest.raises(ShapeError, match="layer 0 holds no tokens: append to it first"):
+        cache.attend(0, *q, sm_scale=SCALE)
     cache.append(0, *tokens(15))
     with pytest.raises(ShapeError, match=r"\[3, 16, 1, 256\].*holds 15.* q\.transpose\(1, 2\)"):
         cache.attend(0, *q, sm_scale=SCALE)

@@ -60,6 +60,45 @@ def test_nothing_is_appended_where_the_query_does_not_fit() -> None:
     assert not cache.seq_lens.any()
 
 
+@pytest.mark.parametrize(
+    ("q", "k", "how"),
+    [
+        ((3, 4, 64), (3, 1, 2, 64), r"\[3, 2, 1, 64\], .* tokens: give k\.transpose\(1, 2\)$"),
+        ((3, 4, 64), (3, 2, 64), r"\[3, 2, 1, 64\]: give k\.unsqueeze\(2\)$"),
+        ((3, 5, 4, 64), (3, 5, 2, 64), r"\[3, 2, 5, 64\], .* tokens: give k\.transpose\(1, 2\)$"),
+        (
+            (3, 4, 5, 64),
+            (3, 2, 5, 64),
+            r"In q tokens must come before heads: give q\.transpose\(1, 2\)$",
+        ),
+        (
+            (3, 2, 5, 64),
+            (3, 2, 5, 64),
+            r"In q tokens must come before heads: give q\.transpose\(1, 2\)$",
+        ),
+        ((3, 5, 4, 64), (3, 2, 6, 64), r"\[3, 2, 5, 64\]$"),
+    ],
+    ids=str,
+)
+def test_axes_in_another_order_are_told_what_to_do(
+    q: tuple[int, ...], k: tuple[int, ...], how: str
+) -> None:
+    cache = KVCache(1, BATCH, HEADS, DIM, 8)
+    with pytest.raises(ShapeError, match=how):
+        cache.step(0, torch.randn(q), *torch.randn(2, *k))
+    assert not cache.seq_lens.any()
+
+
+def test_rows_of_a_batch_in_another_order_are_told_what_to_do() -> None:
+    batch = PagedBatch(PagedKVCache(1, HEADS, DIM, 16, page_size=16, max_seq_len=64), 4, 8)
+    batch.cache.allocate("a")
+    with (
+        pytest.raises(ShapeError, match=r"have 1 KV heads, the cache 2. Give k\.transpose\(0, 1\)"),
+        batch.extend(["a"]),
+    ):
+        batch.append(0, *torch.randn(2, HEADS, 1, DIM))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_of_a_batch_is_append_and_attend(kind: str) -> None:
     torch.manual_seed(0)

@@ -113,6 +113,8 @@ def test_a_window_shows_the_last_tokens_of_an_unlimited_layer(data: st.DataObjec
         for one in (cache, other):
             one.append(0, k, v, lens)
         assert cache.seq_lens.tolist() == other.seq_lens.tolist()
+        if not cache.layers[0].longest:
+            continue
         expected = other.dequantized(0)
         for got, values in zip(cache.dequantized(0), expected, strict=True):
             for b, seq_len in enumerate(cache.seq_lens.tolist()):

@@ -35,6 +35,7 @@ def test_attention_turns_by_two_launches(monkeypatch: pytest.MonkeyPatch) -> Non
     bases = [Basis(offset), Basis(offset, "hadamard"), Basis(offset, "matrix", matrix)]
     for k, v, launches in ((0, 0, 1), (1, 0, 2), (2, 1, 2)):
         cache = KVCache(1, 3, 2, 64, 40, bases=[LayerBasis(bases[k], bases[v])])
+        cache.append(0, *torch.randn(2, 3, 2, 1, 64))
         cuda.launched.clear()
         cache.attend(0, torch.zeros(3, 6, 64).bfloat16())
         assert len(cuda.launched) == launches
@@ -49,6 +50,7 @@ def test_several_queries_turn_by_two_launches(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(transform, "takes_one_launch", lambda q, backend: q.dtype == torch.bfloat16)
     basis = Basis(torch.ones(2, 64), "hadamard")
     cache = KVCache(1, 3, 2, 64, 40, bases=[LayerBasis(basis, basis)])
+    cache.append(0, *torch.randn(2, 3, 2, 1, 64))
     q_lens = torch.tensor([4, 1, 0], dtype=torch.int32)
     for return_lse in (False, True):
         cuda.launched.clear()

@@ -54,3 +54,32 @@ def test_append_and_attend_are_one_graph_for_all_steps(
     assert counter.frame_count == 1
     with pytest.raises(ConfigError, match="were not appended to"), batch.extend(["a"]):
         batch.append(0, *new_rows(1))  # compiled code is seen in the steps that it runs in
+
+
+def test_compiled_code_outside_of_a_step_is_refused() -> None:
+    """It would write to the slots of the last step again, over rows that others may have now."""
+    batch = PagedBatch(make(), 4, 100)
+    rows, q = new_rows(2), torch.randn(4, 4, DIM)
+    append = torch.compile(lambda rows: batch.append(0, rows[0], rows[1]), backend="eager")
+    attend = torch.compile(lambda q: batch.attend(0, q), backend="eager")
+    whole = torch.compile(lambda q: batch.attend(0, q), backend="eager", fullgraph=True)
+
+    def refused() -> None:
+        before = values(batch.cache, "a")
+        with pytest.raises(ConfigError, match="no step of this batch is open"):
+            append(rows)
+        with pytest.raises(ConfigError, match="no step of this batch is open"):
+            attend(q)
+        with pytest.raises(torch._dynamo.exc.TorchDynamoException, match="no step of this batch"):
+            whole(q)
+        assert same(values(batch.cache, "a"), before)
+
+    begin(batch, "a", 2)
+    refused()
+    with batch.extend(["a"], 2):
+        append(rows)
+        batch.append(1, *rows)
+        assert torch.equal(attend(q), whole(q)) and attend(q)[0].any()
+    refused()
+    with batch.extend(["a"], 0):
+        assert attend(q)[0].any()

@@ -331,6 +331,12 @@ def test_what_does_not_fit_is_refused() -> None:
         LatentPagedBatch(cache, 4, shared_prefix=3)  # type: ignore[arg-type]
     assert seen(cache) == before
     assert "256 latents and 32 RoPE elements in int8-g4+int8-g8, 12 pages" in repr(cache)
+    with (
+        pytest.raises(ConfigError, match="layer 1 was not appended to in this step"),
+        batch.extend(["a"]),
+    ):
+        batch.append(0, latent, rope)
+        batch.attend(1, q_latent, q_rope, sm_scale=SCALE)
 
 
 @pytest.mark.parametrize("heads", [16, 128])

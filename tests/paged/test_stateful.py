@@ -206,7 +206,8 @@ class PagedMachine(RuleBasedStateMachine):
                     self.batch.append(layer, *rows.bfloat16().to(self.device))
                 for i in ids:
                     self.live[i] = self.packed(self.live[i] + added[i])
-                self.attend(ids)
+                if not ids or any(self.live[i] for i in ids):
+                    self.attend(ids)
         except OutOfPagesError:
             assert not fits
             self.live |= before

@@ -61,6 +61,44 @@ def test_a_layer_is_appended_to_once_in_a_step() -> None:
         batch.append(0, *rows)  # nothing is written: as when a graph is warmed up
 
 
+def test_attention_before_the_append_of_a_step_is_refused() -> None:
+    """The step's lengths count tokens whose rows are not written yet."""
+    batch, q = PagedBatch(make(), 4, 100), torch.randn(4, 4, DIM)
+    begin(batch, "a", 20)
+    rows = new_rows(2)
+    with batch.extend(["a"], 2):
+        batch.append(1, *rows)  # layers come in any order
+        assert batch.attend(1, q)[0].any()
+        for wrong in (q, torch.randn(4, 2, 4, DIM)):
+            with pytest.raises(ConfigError, match="layer 0 was not appended to in this step: app"):
+                batch.attend(0, wrong)
+        batch.append(0, *rows)
+        assert batch.attend(0, q)[0].any()
+    with batch.extend(["a"], 0):  # nothing is new
+        assert batch.attend(0, q)[0].any()
+    with batch.extend([]):  # as before a capture
+        assert not batch.attend(0, q).any()
+
+
+def test_sequences_without_tokens_attend_beside_others_only() -> None:
+    batch, q = PagedBatch(make(), 4, 100), torch.randn(4, 4, DIM)
+    batch.cache.allocate("empty")
+    with batch.extend(["empty"], 0), pytest.raises(ShapeError, match="layer 1 holds no tokens of"):
+        batch.attend(1, q)
+    begin(batch, "a", 20)
+    with batch.extend(["empty", "a"], 0):
+        assert batch.attend(1, q).flatten(1).any(1).tolist() == [False, True, False, False]
+
+
+def test_layers_that_a_graph_appends_to_may_be_attended_to() -> None:
+    batch, q = PagedBatch(make(), 4, 10), torch.randn(4, 4, DIM)
+    batch._in_graphs.add(1)
+    batch.cache.allocate("a")
+    with batch.extend(["a"]):
+        batch.append(0, *new_rows(1))
+        batch.attend(1, q)
+
+
 def test_an_append_that_was_refused_may_be_made_again() -> None:
     batch = PagedBatch(make(), 4, 100)
     batch.cache.allocate("a")

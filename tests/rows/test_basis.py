@@ -255,8 +255,10 @@ def test_a_basis_of_another_shape_is_refused() -> None:
         cache([LayerBasis(wrong, wrong)])
     with pytest.raises(ConfigError, match="2 bases for 1 layers"):
         cache([LayerBasis(basis("none"), basis("none"))] * 2)
+    made = cache([LayerBasis(basis("none"), basis("none"))])
+    made.append(0, *torch.randn(2, made.batch, HEADS, 1, DIM))
     with pytest.raises(ShapeError, match="does not fit"):
-        cache([LayerBasis(basis("none"), basis("none"))]).attend(0, torch.zeros(3, 5, DIM))
+        made.attend(0, torch.zeros(made.batch, 5, DIM))
 
 
 def test_fingerprints_tell_bases_apart_and_ignore_rounding() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Any
 
 import pytest
@@ -58,7 +59,7 @@ def check_rows_of_any_format(world: int) -> None:
                 found = spread.step(layer, q, k[layer], v[layer])
                 assert relative_l2(found, whole.step(layer, q, k[layer], v[layer])) < 1e-5
         compare(spread, whole, cap)
-        for kept in ([100, 37, 200], 90):
+        for kept in ([100, 37, 200], 90, [5, 9, 3]):  # at last only rank 0 has some again
             spread.crop(kept)
             whole.crop(kept)
             compare(spread, whole)
@@ -69,7 +70,13 @@ def check_rows_of_any_format(world: int) -> None:
         share = spread.cache.seq_lens.tolist()
         lens = whole.seq_lens.tolist()
         assert share == [spread.tokens_of(n, spread.rank, world, BLOCK) for n in lens]
-        spread.reset()
+        for empty in (partial(spread.crop, 0), spread.reset):
+            empty()
+            for layer in range(LAYERS):
+                with pytest.raises(ShapeError, match=f"layer {layer} holds no tokens: append to"):
+                    spread.attend(layer, torch.randn(BATCH, Q_HEADS, DIM))
+        spread.cache.layers[0].longest = None  # as where a graph appends
+        assert not spread.attend(0, torch.randn(BATCH, Q_HEADS, DIM)).any()
         assert spread.seq_lens.tolist() == spread.cache.seq_lens.tolist() == [0] * BATCH
 
 
@@ -99,7 +106,7 @@ def check_faults(rank: int, world: int) -> None:
     twice, both_new = (torch.cat([x, x], dim=2) for x in (k, v))
     for wrong, match in (
         ((torch.randn(BATCH, 7, DIM), k, v), "q has 7|7 query heads|not divisible|7"),
-        ((torch.randn(BATCH, Q_HEADS, DIM), twice, both_new), "one token of each"),
+        ((torch.randn(BATCH, Q_HEADS, DIM), twice, both_new), "has 1 of each"),
     ):
         with pytest.raises(ShapeError, match=match):
             spread.step(0, *wrong)
